@@ -1,0 +1,28 @@
+# Flags every target shares. Sanitizers apply to host code; a sanitized build has no CUDA side.
+add_library(gradwire_options INTERFACE)
+target_include_directories(gradwire_options INTERFACE ${CMAKE_SOURCE_DIR})
+target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
+if(GRADWIRE_WERROR)
+  target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
+endif()
+# Contracting a*b+c into one rounding would make results depend on the compiler's choices; where an fma is wanted it
+# is written. See docs/numerics.md.
+target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)
+target_compile_definitions(gradwire_options INTERFACE GRADWIRE_VERSION="${PROJECT_VERSION}")
+if(GRADWIRE_HAS_CUDA)
+  target_compile_definitions(gradwire_options INTERFACE GRADWIRE_HAS_CUDA=1)
+  # -Xptxas --warn-on-spills together with -Werror all-warnings: a kernel that spills registers does not build.
+  target_compile_options(gradwire_options INTERFACE
+    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -Xcompiler=-Wall,-Wextra -Xptxas=--warn-on-spills,--warn-on-local-memory-usage>)
+  if(GRADWIRE_WERROR)
+    target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings -Xptxas=--warning-as-error>)
+  endif()
+endif()
+if(GRADWIRE_SANITIZE)
+  if(GRADWIRE_HAS_CUDA)
+    message(FATAL_ERROR "GRADWIRE_SANITIZE needs -DGRADWIRE_CUDA=OFF: the host sanitizers do not see device code.")
+  endif()
+  target_compile_options(gradwire_options INTERFACE -fsanitize=${GRADWIRE_SANITIZE} -fno-omit-frame-pointer -g -fno-sanitize-recover=all)
+  target_compile_definitions(gradwire_options INTERFACE GRADWIRE_SANITIZED=1)
+  target_link_options(gradwire_options INTERFACE -fsanitize=${GRADWIRE_SANITIZE})
+endif()

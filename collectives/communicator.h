@@ -1,0 +1,43 @@
+// A rank's membership in a group of ranks: its transport, its deadline, and the order of its operations.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/device.h"
+
+namespace gradwire {
+
+class Transport;
+
+class Communicator {
+ public:
+  // Ranks that live in one process, one thread each: communicators[r] is for rank r alone, on devices[r]. Several ranks
+  // may share a device. An operation that waits longer than `timeout` for a peer throws CommError on every rank.
+  static std::vector<std::unique_ptr<Communicator>> create_local(const std::vector<Device>& devices,
+                                                                 std::chrono::milliseconds timeout);
+  // A world of 1.
+  static std::unique_ptr<Communicator> create_single(Device device);
+  explicit Communicator(std::unique_ptr<Transport> transport);
+  ~Communicator();
+
+  int rank() const;
+  int world() const;
+  Device device() const;
+  Transport& transport() { return *transport_; }
+
+  // Bytes this rank has sent so far, counted where they leave.
+  uint64_t bytes_sent() const;
+  // Makes every pending and later operation of every rank of the group fail with `reason`. Any thread may call it.
+  void abort(const std::string& reason);
+  // Blocks the calling thread until all ranks have called it. For set-up and between epochs, not for the step.
+  void barrier();
+
+ private:
+  std::unique_ptr<Transport> transport_;
+};
+
+}  // namespace gradwire

@@ -1,0 +1,33 @@
+// Exceptions thrown inside Gradwire. At the C ABI each becomes a status code, at the command line an exit code.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace gradwire {
+
+// Base of everything this library throws on purpose.
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// The caller's input is wrong: the text names the culprit and the remedy. Exit code 2.
+class BadInput : public Error {
+ public:
+  using Error::Error;
+};
+
+// A CUDA, cuBLAS or NCCL call failed: the text holds the call and the library's own words.
+class DeviceError : public Error {
+ public:
+  using Error::Error;
+};
+
+// A deadline passed, or another rank gave up: the text names rank, operation and what was pending.
+class CommError : public Error {
+ public:
+  using Error::Error;
+};
+
+}  // namespace gradwire

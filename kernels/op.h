@@ -1,0 +1,57 @@
+// How an op gets from its public name to the device of its stream.
+//
+// Each op has one argument struct and up to four functions of the same name:
+//   gradwire::op(stream, args)      public: enqueues on the stream, host or CUDA
+//   gradwire::host::op(args)        the host's fast path; runs on the stream's thread
+//   gradwire::cuda::op(stream, args)  kernels/cuda/*.cu; enqueues, never synchronizes
+//   gradwire::reference::op(args)   scalar and obvious, in double where it helps; tests hold the other two to it
+// Argument structs hold raw device pointers and are copied; the memory must outlive the stream's work.
+// Counts of 0 are legal everywhere and do nothing.
+#pragma once
+
+#include "kernels/device.h"
+#include "kernels/error.h"
+
+#define GW_DECLARE_OP(op, Args)                 \
+  void op(const Stream& stream, const Args& args); \
+  namespace reference {                         \
+  void op(const Args& args);                    \
+  }                                             \
+  namespace host {                              \
+  void op(const Args& args);                    \
+  }                                             \
+  namespace cuda {                              \
+  void op(CudaStream stream, const Args& args); \
+  }
+
+#ifdef GRADWIRE_HAS_CUDA
+#define GW_CUDA_SIDE(op) cuda::op
+#else
+#define GW_CUDA_SIDE(op) nullptr
+#endif
+
+// Defines the public function. Goes into the op family's .cpp beside its header, inside namespace gradwire.
+#define GW_DEFINE_OP(op, Args)                                    \
+  void op(const Stream& stream, const Args& args) {               \
+    detail::dispatch<Args>(stream, args, host::op, GW_CUDA_SIDE(op), #op); \
+  }
+
+namespace gradwire::detail {
+
+// Makes the stream's device current for this thread (CUDA only).
+void make_current(Device device);
+
+template <typename Args>
+void dispatch(const Stream& stream, const Args& args, void (*host_op)(const Args&),
+              void (*cuda_op)(CudaStream, const Args&), const char* name) {
+  if (stream.device().is_host()) {
+    stream.submit([args, host_op] { host_op(args); });
+  } else if (cuda_op != nullptr) {
+    make_current(stream.device());
+    cuda_op(stream.native(), args);
+  } else {
+    throw DeviceError(std::string(name) + ": this build has no CUDA side");
+  }
+}
+
+}  // namespace gradwire::detail

@@ -1,0 +1,19 @@
+#include "kernels/vit.h"
+
+namespace gradwire {
+GW_DEFINE_OP(patchify, Patchify)
+GW_DEFINE_OP(assemble_tokens, AssembleTokens)
+GW_DEFINE_OP(assemble_tokens_backward, AssembleTokensBackward)
+GW_DEFINE_OP(layer_norm, LayerNorm)
+GW_DEFINE_OP(layer_norm_backward, LayerNormBackward)
+GW_DEFINE_OP(softmax, Softmax)
+GW_DEFINE_OP(softmax_backward, SoftmaxBackward)
+GW_DEFINE_OP(bias_gelu, BiasGelu)
+GW_DEFINE_OP(bias_gelu_backward, BiasGeluBackward)
+GW_DEFINE_OP(bias_residual, BiasResidual)
+GW_DEFINE_OP(column_sum, ColumnSum)
+GW_DEFINE_OP(split_heads, SplitHeads)
+GW_DEFINE_OP(split_heads_backward, SplitHeadsBackward)
+GW_DEFINE_OP(merge_heads, MergeHeads)
+GW_DEFINE_OP(cross_entropy, CrossEntropy)
+}  // namespace gradwire
