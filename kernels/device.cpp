@@ -51,9 +51,11 @@ std::vector<Device> available_devices() {
 
 namespace {
 
+#ifndef GRADWIRE_HAS_CUDA
 [[noreturn]] void no_cuda(const char* what) {
   throw DeviceError(std::string(what) + ": no CUDA device: " + cuda_unavailable_reason());
 }
+#endif
 
 // One recorded mark of a host event. The stream's thread completes it; any thread may wait for it.
 struct Ticket {

@@ -1,0 +1,125 @@
+// The backends an op's tests run on: the host's fast path, CUDA where a device is visible, and, in the executable
+// simt_tests, the same CUDA kernels compiled by g++ and run on the CPU (tests/simt). A test is written once:
+//
+//   class Bf16 : public gradwire::testing::OpTest {};
+//   TEST_P(Bf16, DecodeIsExact) { auto x = array<float>(n); ... GW_RUN(bf16_decode, args); x.host() ... }
+//   GW_INSTANTIATE_BACKENDS(Bf16);
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels/device.h"
+#include "kernels/op.h"
+
+namespace gradwire::testing {
+
+struct Backend {
+  std::string name;  // "host", "cuda0" or "simt"
+  Device device;
+  bool simt = false;  // memory is host memory, ops go straight to gradwire::cuda::op(nullptr, args)
+};
+
+inline std::vector<Backend> backends() {
+#ifdef GRADWIRE_SIMT_TESTS
+  return {{"simt", Device::host(), true}};
+#else
+  std::vector<Backend> list;
+  for (Device d : available_devices()) list.push_back({d.is_host() ? "host" : "cuda" + std::to_string(d.index), d});
+  return list;
+#endif
+}
+
+// Memory on the backend's device with guard elements on both sides, all poisoned, so that an element that was not
+// written, or one written outside, shows. `misalign` shifts the start by that many elements off 256-byte alignment.
+template <typename T>
+class Array {
+ public:
+  Array(const Stream& stream, int64_t count, int64_t misalign = 0)
+      : stream_(stream), count_(count), begin_(kGuard + misalign), storage_(stream.device(), bytes_all()) {
+    poison();
+  }
+  Array(const Stream& stream, const std::vector<T>& values, int64_t misalign = 0)
+      : Array(stream, static_cast<int64_t>(values.size()), misalign) {
+    set(values);
+  }
+  T* data() const { return storage_.template as<T>() + begin_; }
+  int64_t size() const { return count_; }
+  void set(const std::vector<T>& values) { to_device(stream_, data(), std::span<const T>(values)); }
+  std::vector<T> host() const { return to_host(stream_, static_cast<const T*>(data()), count_); }
+  void poison() {
+    std::vector<unsigned char> bytes(bytes_all(), kPoison);
+    to_device(stream_, storage_.template as<unsigned char>(), std::span<const unsigned char>(bytes));
+  }
+  // Expects the guards on both sides to be untouched.
+  void expect_guards_intact(const char* what) const {
+    auto all = to_host(stream_, storage_.template as<const unsigned char>(), static_cast<int64_t>(bytes_all()));
+    size_t begin = static_cast<size_t>(begin_) * sizeof(T), end = begin + static_cast<size_t>(count_) * sizeof(T);
+    for (size_t i = 0; i < all.size(); ++i) {
+      if (i == begin) i = end;
+      if (i < all.size() && all[i] != kPoison) {
+        ADD_FAILURE() << what << ": byte " << static_cast<int64_t>(i) - static_cast<int64_t>(begin)
+                      << " relative to its start was written, outside its " << end - begin << " bytes";
+        return;
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kGuard = 64;
+  static constexpr unsigned char kPoison = 0xcd;
+  size_t bytes_all() const { return static_cast<size_t>(count_ + begin_ + kGuard) * sizeof(T); }
+  Stream stream_;
+  int64_t count_, begin_;
+  Buffer storage_;
+};
+
+class OpTest : public ::testing::TestWithParam<Backend> {
+ public:
+  template <typename T>
+  Array<T> array(int64_t count, int64_t misalign = 0) {
+    return Array<T>(stream, count, misalign);
+  }
+  template <typename T>
+  Array<T> array(const std::vector<T>& values, int64_t misalign = 0) {
+    return Array<T>(stream, values, misalign);
+  }
+  // `count` normal draws from `seed`.
+  static std::vector<float> normal(int64_t count, uint32_t seed, float scale = 1.0f) {
+    std::mt19937 generator(seed);
+    std::normal_distribution<float> distribution(0.0f, scale);
+    std::vector<float> values(static_cast<size_t>(count));
+    for (auto& v : values) v = distribution(generator);
+    return values;
+  }
+
+  Stream stream = GetParam().simt ? Stream::immediate_host() : Stream::create(GetParam().device, "test");
+};
+
+// Sizes that vector loops get wrong.
+inline std::vector<int64_t> awkward_sizes() { return {0, 1, 7, 31, 32, 33, 127, 128, 129, 1023, 1024, 1025, 4099}; }
+
+}  // namespace gradwire::testing
+
+// Runs op(args) on the test's backend and waits for it.
+#ifdef GRADWIRE_SIMT_TESTS
+#define GW_RUN(op, args) ::gradwire::cuda::op(nullptr, args)
+#else
+#define GW_RUN(op, args)                \
+  do {                                  \
+    ::gradwire::op(this->stream, args); \
+    this->stream.synchronize();         \
+  } while (false)
+#endif
+
+#define GW_INSTANTIATE_BACKENDS(Suite)                                                               \
+  INSTANTIATE_TEST_SUITE_P(On, Suite, ::testing::ValuesIn(::gradwire::testing::backends()),          \
+                           [](const ::testing::TestParamInfo<::gradwire::testing::Backend>& info) { \
+                             return info.param.name;                                                 \
+                           })
