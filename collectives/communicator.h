@@ -15,8 +15,9 @@ class Transport;
 
 class Communicator {
  public:
-  // Ranks that live in one process, one thread each: communicators[r] is for rank r alone, on devices[r]. Several ranks
-  // may share a device. An operation that waits longer than `timeout` for a peer throws CommError on every rank.
+  // Ranks that live in one process, one thread each: communicators[r] is for rank r alone, on devices[r].
+  // Several ranks may share a device. An operation that waits longer than `timeout` for a peer throws
+  // CommError on every rank.
   static std::vector<std::unique_ptr<Communicator>> create_local(const std::vector<Device>& devices,
                                                                  std::chrono::milliseconds timeout);
   // A world of 1.
@@ -31,9 +32,11 @@ class Communicator {
 
   // Bytes this rank has sent so far, counted where they leave.
   uint64_t bytes_sent() const;
-  // Makes every pending and later operation of every rank of the group fail with `reason`. Any thread may call it.
+  // Makes every pending and later operation of every rank of the group fail with `reason`. Any thread may
+  // call it.
   void abort(const std::string& reason);
-  // Blocks the calling thread until all ranks have called it. For set-up and between epochs, not for the step.
+  // Blocks the calling thread until all ranks have called it. For set-up and between epochs, not for the
+  // step.
   void barrier();
 
  private:

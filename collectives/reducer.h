@@ -1,14 +1,15 @@
 // The reducer: what turns "this gradient is ready" into averaged gradients, overlapped with backward.
 //
-// Parameters are registered once, in the order in which backward produces their gradients. The reducer owns one flat
-// gradient buffer in that order, cut into buckets of about bucket_bytes at tensor boundaries; a tensor's gradient is a
-// view into it, so nothing is copied in or out. When the last gradient of a bucket is ready, the bucket is compressed
-// and reduced on the reducer's own stream, while the producer's stream goes on with backward.
+// Parameters are registered once, in the order in which backward produces their gradients. The reducer owns
+// one flat gradient buffer in that order, cut into buckets of about bucket_bytes at tensor boundaries; a
+// tensor's gradient is a view into it, so nothing is copied in or out. When the last gradient of a bucket is
+// ready, the bucket is compressed and reduced on the reducer's own stream, while the producer's stream goes
+// on with backward.
 //
 // In a world of 1 ready() and wait() do nothing: no stream, no residual, no bucket.
 //
-// One step:   for each tensor, in any order: write gradient(i) on stream s; ready(i, s);   then wait(s); optimizer on s.
-// The host never blocks in ready() or wait().
+// One step:   for each tensor, in any order: write gradient(i) on stream s; ready(i, s);   then wait(s);
+// optimizer on s. The host never blocks in ready() or wait().
 #pragma once
 
 #include <cstdint>
@@ -37,24 +38,27 @@ struct ReducerOptions {
 
 // Of the last finished step. Reading it is legal after the stream given to wait() was synchronized.
 struct ReducerStats {
-  uint64_t wire_bytes = 0;      // sent by this rank, measured at the transport
-  uint64_t dense_bytes = 0;     // what this rank would have sent in FP32 with the same schedule
-  double comm_ms = 0;           // sum over buckets of the time on the reducer's stream, compression included
-  double exposed_comm_ms = 0;   // how long the stream given to wait() stood still for it
+  uint64_t wire_bytes = 0;     // sent by this rank, measured at the transport
+  uint64_t dense_bytes = 0;    // what this rank would have sent in FP32 with the same schedule
+  double comm_ms = 0;          // sum over buckets of the time on the reducer's stream, compression included
+  double exposed_comm_ms = 0;  // how long the stream given to wait() stood still for it
 };
 
 class Reducer {
  public:
   // Collective: every rank passes the same tensors, spec and options. `comm` outlives the reducer.
-  Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<GradientTensor> tensors, ReducerOptions options);
+  Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<GradientTensor> tensors,
+          ReducerOptions options);
   ~Reducer();
   Reducer(const Reducer&) = delete;
 
   int tensors() const;
-  // Where tensor i's gradient lives, shape as registered; same address for the reducer's whole life. 16-byte aligned.
+  // Where tensor i's gradient lives, shape as registered; same address for the reducer's whole life. 16-byte
+  // aligned.
   float* gradient(int i) const;
-  // The flat buffer that all gradients are views of, and where tensor i begins in it, in elements. Gaps between tensors
-  // (alignment) are zero and stay zero, so an optimizer may run over the whole buffer at once.
+  // The flat buffer that all gradients are views of, and where tensor i begins in it, in elements. Gaps
+  // between tensors (alignment) are zero and stay zero, so an optimizer may run over the whole buffer at
+  // once.
   const Buffer& gradients() const;
   int64_t offset(int i) const;
   int64_t elements() const;  // of the flat buffer, gaps included

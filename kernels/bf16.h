@@ -1,16 +1,16 @@
 // BF16 wire format: the four ops a compressed allreduce needs, with error feedback fused in.
 //
-// S below is the value a rank wants to send: its gradient, plus the residual it kept last time, plus whatever arrived
-// from other ranks. The wire carries round(S); the residual becomes S - round(S), so nothing is lost:
-//     round(S) + residual_new == S, exactly (the difference of a float and its BF16 rounding is representable,
-//     except where it underflows FP32).
+// S below is the value a rank wants to send: its gradient, plus the residual it kept last time, plus whatever
+// arrived from other ranks. The wire carries round(S); the residual becomes S - round(S), so nothing is lost:
+//     round(S) + residual_new == S, exactly (the difference of a float and its BF16 rounding is
+//     representable, except where it underflows FP32).
 //
-// Non-finite S: the wire carries it (the user must see it), the residual becomes 0 (it must not spread in time).
-// A finite S never becomes infinite on the wire: it saturates, and the residual keeps the rest.
+// Non-finite S: the wire carries it (the user must see it), the residual becomes 0 (it must not spread in
+// time). A finite S never becomes infinite on the wire: it saturates, and the residual keeps the rest.
 //
-// Stochastic rounding draws its bits from philox(seed, *step, element index), so a rank's results are reproducible;
-// give each rank its own seed. `first_element` is the index of element 0 of this call within the whole bucket, so
-// that splitting a call in pieces changes nothing.
+// Stochastic rounding draws its bits from philox(seed, *step, element index), so a rank's results are
+// reproducible; give each rank its own seed. `first_element` is the index of element 0 of this call within
+// the whole bucket, so that splitting a call in pieces changes nothing.
 //
 // Alignment: any element alignment (4 bytes for float, 2 for wire) is correct; 16 bytes is fast.
 // Limit: memory bandwidth. Deterministic: yes, all four.
@@ -32,12 +32,13 @@ struct Bf16Rounding {
 };
 
 // wire = round(grad + residual); residual = (grad + residual) - wire; out = scale * wire.
-// Bytes per element: 14 with residual (read 4+4, write 2+4), 6 without; +4 when out is given and is not in cache.
+// Bytes per element: 14 with residual (read 4+4, write 2+4), 6 without; +4 when out is given and is not in
+// cache.
 struct Bf16Encode {
   const float* grad = nullptr;  // (count)
   float* residual = nullptr;    // (count) in and out; null: no error feedback, the rounding error is dropped
   uint16_t* wire = nullptr;     // (count) out
-  float* out = nullptr;         // (count) optional; may equal grad: what every rank will decode from this wire
+  float* out = nullptr;  // (count) optional; may equal grad: what every rank will decode from this wire
   float out_scale = 1.0f;
   int64_t count = 0;
   Bf16Rounding rounding;
@@ -61,9 +62,9 @@ struct Bf16DecodeAdd {
 };
 GW_DECLARE_OP(bf16_decode_add, Bf16DecodeAdd)
 
-// A hop of a reduction in one pass: S = sum of the inputs and of (grad + residual), summed in FP32 one after the other
-// in the order inputs[0..own_position), own, inputs[own_position..num_inputs); then as in bf16_encode.
-// The order is part of the contract: it makes every transport and device give the same bits.
+// A hop of a reduction in one pass: S = sum of the inputs and of (grad + residual), summed in FP32 one after
+// the other in the order inputs[0..own_position), own, inputs[own_position..num_inputs); then as in
+// bf16_encode. The order is part of the contract: it makes every transport and device give the same bits.
 // Bytes per element: 14 + 2 * num_inputs with residual.
 inline constexpr int kMaxHopInputs = 64;
 struct Bf16DecodeAddEncode {
@@ -73,7 +74,7 @@ struct Bf16DecodeAddEncode {
   const float* grad = nullptr;                 // (count)
   float* residual = nullptr;                   // (count) in and out; null: no error feedback
   uint16_t* wire = nullptr;                    // (count) out
-  float* out = nullptr;                        // (count) optional, may equal grad: scale * what this wire decodes to
+  float* out = nullptr;  // (count) optional, may equal grad: scale * what this wire decodes to
   float out_scale = 1.0f;
   int64_t count = 0;
   Bf16Rounding rounding;

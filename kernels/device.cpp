@@ -17,7 +17,9 @@
 
 namespace gradwire {
 
-std::string Device::name() const { return is_host() ? "host" : "cuda:" + std::to_string(index); }
+std::string Device::name() const {
+  return is_host() ? "host" : "cuda:" + std::to_string(index);
+}
 
 bool built_with_cuda() {
 #ifdef GRADWIRE_HAS_CUDA
@@ -137,7 +139,8 @@ struct HostStream final : Stream::Impl {
 
   void wait(const Event::Impl& event) override {
     const auto* host_event = dynamic_cast<const HostEvent*>(&event);
-    if (host_event == nullptr) throw DeviceError("a host stream cannot wait for an event of " + event.device.name());
+    if (host_event == nullptr)
+      throw DeviceError("a host stream cannot wait for an event of " + event.device.name());
     if (!host_event->ticket) return;
     if (!thread.joinable()) {
       host_event->synchronize();
@@ -216,14 +219,28 @@ Stream Stream::adopt_cuda(int device_index, CudaStream native) {
 #endif
 }
 
-Stream Stream::immediate_host() { return Stream(std::make_shared<HostStream>("immediate", true)); }
+Stream Stream::immediate_host() {
+  return Stream(std::make_shared<HostStream>("immediate", true));
+}
 
-Device Stream::device() const { return impl_->device; }
-const std::string& Stream::name() const { return impl_->name; }
-void Stream::submit(std::function<void()> task) const { impl_->submit(std::move(task)); }
-void Stream::synchronize() const { impl_->synchronize(); }
-CudaStream Stream::native() const { return impl_->native(); }
-void Stream::wait(const Event& event) const { impl_->wait(*event.impl_); }
+Device Stream::device() const {
+  return impl_->device;
+}
+const std::string& Stream::name() const {
+  return impl_->name;
+}
+void Stream::submit(std::function<void()> task) const {
+  impl_->submit(std::move(task));
+}
+void Stream::synchronize() const {
+  impl_->synchronize();
+}
+CudaStream Stream::native() const {
+  return impl_->native();
+}
+void Stream::wait(const Event& event) const {
+  impl_->wait(*event.impl_);
+}
 
 Event Event::create(Device device) {
   Event event;
@@ -239,16 +256,25 @@ Event Event::create(Device device) {
 #endif
 }
 
-void Event::record(const Stream& stream) { impl_->record(*stream.impl_); }
-bool Event::query() const { return impl_->query(); }
-void Event::synchronize() const { impl_->synchronize(); }
-double elapsed_ms(const Event& start, const Event& end) { return end.impl_->ms_since(*start.impl_); }
+void Event::record(const Stream& stream) {
+  impl_->record(*stream.impl_);
+}
+bool Event::query() const {
+  return impl_->query();
+}
+void Event::synchronize() const {
+  impl_->synchronize();
+}
+double elapsed_ms(const Event& start, const Event& end) {
+  return end.impl_->ms_since(*start.impl_);
+}
 
 Buffer::Buffer(Device device, size_t bytes) : device_(device), bytes_(bytes) {
   if (bytes == 0) return;
   if (device.is_host()) {
     void* data = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
-    if (data == nullptr) throw DeviceError("out of host memory: " + std::to_string(bytes) + " bytes asked for");
+    if (data == nullptr)
+      throw DeviceError("out of host memory: " + std::to_string(bytes) + " bytes asked for");
     owner_ = std::shared_ptr<void>(data, std::free);
   } else {
 #ifdef GRADWIRE_HAS_CUDA

@@ -1,4 +1,5 @@
-// What a device has to provide behind Stream, Event and Buffer. Implemented in device.cpp (host) and cuda/device.cpp.
+// What a device has to provide behind Stream, Event and Buffer. Implemented in device.cpp (host) and
+// cuda/device.cpp.
 #pragma once
 
 #include <memory>

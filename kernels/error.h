@@ -1,4 +1,5 @@
-// Exceptions thrown inside Gradwire. At the C ABI each becomes a status code, at the command line an exit code.
+// Exceptions thrown inside Gradwire. At the C ABI each becomes a status code, at the command line an exit
+// code.
 #pragma once
 
 #include <stdexcept>

@@ -7,8 +7,8 @@
 
 namespace gradwire {
 
-// acc = scale * (inputs[0..own_position) + acc + inputs[own_position..num_inputs)), one addition after the other in
-// that order. Bytes per element: 8 + 4 * num_inputs. Limit: memory bandwidth. Any 4-byte alignment.
+// acc = scale * (inputs[0..own_position) + acc + inputs[own_position..num_inputs)), one addition after the
+// other in that order. Bytes per element: 8 + 4 * num_inputs. Limit: memory bandwidth. Any 4-byte alignment.
 struct Fp32Reduce {
   const float* inputs[kMaxHopInputs] = {};  // each (count)
   int num_inputs = 0;

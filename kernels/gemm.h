@@ -1,9 +1,9 @@
 // Row-major matrix products on OpenBLAS (host) and cuBLAS (CUDA).
 //
-// C = alpha * op(A) op(B) + beta * C, where op(A) is (m, k), op(B) is (k, n), C is (m, n), for `batch` products whose
-// operands lie `stride_*` elements apart. lda/ldb/ldc are the distances between rows as stored.
-// FLOPs: 2 m n k per product. On the host the work is cut along rows of C into pieces that do not depend on the
-// number of threads, so results do not either; OpenBLAS itself runs single-threaded.
+// C = alpha * op(A) op(B) + beta * C, where op(A) is (m, k), op(B) is (k, n), C is (m, n), for `batch`
+// products whose operands lie `stride_*` elements apart. lda/ldb/ldc are the distances between rows as
+// stored. FLOPs: 2 m n k per product. On the host the work is cut along rows of C into pieces that do not
+// depend on the number of threads, so results do not either; OpenBLAS itself runs single-threaded.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,8 @@ struct Gemm {
   int64_t ldc = 0, stride_c = 0;
   int64_t batch = 1;
   float alpha = 1.0f, beta = 0.0f;
-  Precision precision = Precision::fp32;  // tf32: CUDA tensor cores on TF32-rounded inputs; the host computes fp32
+  Precision precision =
+      Precision::fp32;  // tf32: CUDA tensor cores on TF32-rounded inputs; the host computes fp32
 };
 GW_DECLARE_OP(gemm, Gemm)
 

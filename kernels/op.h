@@ -4,7 +4,8 @@
 //   gradwire::op(stream, args)      public: enqueues on the stream, host or CUDA
 //   gradwire::host::op(args)        the host's fast path; runs on the stream's thread
 //   gradwire::cuda::op(stream, args)  kernels/cuda/*.cu; enqueues, never synchronizes
-//   gradwire::reference::op(args)   scalar and obvious, in double where it helps; tests hold the other two to it
+//   gradwire::reference::op(args)   scalar and obvious, in double where it helps; tests hold the other two to
+//   it
 // Argument structs hold raw device pointers and are copied; the memory must outlive the stream's work.
 // Counts of 0 are legal everywhere and do nothing.
 #pragma once
@@ -12,16 +13,16 @@
 #include "kernels/device.h"
 #include "kernels/error.h"
 
-#define GW_DECLARE_OP(op, Args)                 \
+#define GW_DECLARE_OP(op, Args)                    \
   void op(const Stream& stream, const Args& args); \
-  namespace reference {                         \
-  void op(const Args& args);                    \
-  }                                             \
-  namespace host {                              \
-  void op(const Args& args);                    \
-  }                                             \
-  namespace cuda {                              \
-  void op(CudaStream stream, const Args& args); \
+  namespace reference {                            \
+  void op(const Args& args);                       \
+  }                                                \
+  namespace host {                                 \
+  void op(const Args& args);                       \
+  }                                                \
+  namespace cuda {                                 \
+  void op(CudaStream stream, const Args& args);    \
   }
 
 #ifdef GRADWIRE_HAS_CUDA
@@ -31,8 +32,8 @@
 #endif
 
 // Defines the public function. Goes into the op family's .cpp beside its header, inside namespace gradwire.
-#define GW_DEFINE_OP(op, Args)                                    \
-  void op(const Stream& stream, const Args& args) {               \
+#define GW_DEFINE_OP(op, Args)                                             \
+  void op(const Stream& stream, const Args& args) {                        \
     detail::dispatch<Args>(stream, args, host::op, GW_CUDA_SIDE(op), #op); \
   }
 

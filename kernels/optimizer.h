@@ -1,7 +1,7 @@
 // Optimizer steps over one flat parameter buffer: one pass, one launch.
 //
-// What changes from step to step (learning rate, bias corrections) is read from device memory, so that a captured CUDA
-// graph can be replayed: write an OptimizerScalars there with store() in stream order.
+// What changes from step to step (learning rate, bias corrections) is read from device memory, so that a
+// captured CUDA graph can be replayed: write an OptimizerScalars there with store() in stream order.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ struct OptimizerScalars {
   float correction2 = 1.0f;  // 1 - beta2^t, AdamW only
 };
 
-// PyTorch's SGD: g = grad + weight_decay * w; v = momentum * v + g (v = g in the first step, which zeroed v gives as
-// well); w -= lr * v. 20 B per element with momentum, 12 without.
+// PyTorch's SGD: g = grad + weight_decay * w; v = momentum * v + g (v = g in the first step, which zeroed v
+// gives as well); w -= lr * v. 20 B per element with momentum, 12 without.
 struct SgdStep {
   float* params = nullptr;
   const float* grads = nullptr;

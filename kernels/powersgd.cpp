@@ -9,7 +9,8 @@ GW_DEFINE_OP(powersgd_project, PowerSgdProject)
 GW_DEFINE_OP(powersgd_back_project, PowerSgdBackProject)
 GW_DEFINE_OP(powersgd_reconstruct, PowerSgdReconstruct)
 
-MatrixTable::MatrixTable(const Stream& stream, std::vector<MatrixDescriptor> matrices) : host_(std::move(matrices)) {
+MatrixTable::MatrixTable(const Stream& stream, std::vector<MatrixDescriptor> matrices)
+    : host_(std::move(matrices)) {
   for (const auto& d : host_) {
     int32_t most = std::min({d.rows, d.cols, static_cast<int32_t>(kMaxPowerSgdRank)});
     if (d.rank < 1 || d.rank > most) {

@@ -1,5 +1,5 @@
-// PowerSGD's three passes over the gradient matrices of a bucket (Vogels et al., arXiv 1905.13727), fused with error
-// feedback. One call handles all matrices of the bucket through a table of descriptors.
+// PowerSGD's three passes over the gradient matrices of a bucket (Vogels et al., arXiv 1905.13727), fused
+// with error feedback. One call handles all matrices of the bucket through a table of descriptors.
 //
 // Matrices are row-major M (rows, cols); the factors are row-major P (rows, rank) and Q (cols, rank).
 //
@@ -9,12 +9,13 @@
 //       -- Q is summed over ranks, while (b) of other matrices still runs --
 //   (c) reconstruct   grad = scale * P Q^T  with the summed Q                             4 B/element
 //
-// The residual is *local*: what this rank's own projection lost. Summed over ranks, the residuals and the applied
-// gradient equal what went in, because P is the same on all ranks and Q enters linearly.
+// The residual is *local*: what this rank's own projection lost. Summed over ranks, the residuals and the
+// applied gradient equal what went in, because P is the same on all ranks and Q enters linearly.
 //
-// Non-finite input: (a) keeps the old residual where the gradient is not finite, and lets P become non-finite, so that
-// after the sum every rank sees it. orthonormalize() then flags the matrix; (b) restores the old residual (M - grad
-// where finite), writes Q = 0; (c) writes NaN over the whole matrix. Factors and residuals never become non-finite.
+// Non-finite input: (a) keeps the old residual where the gradient is not finite, and lets P become
+// non-finite, so that after the sum every rank sees it. orthonormalize() then flags the matrix; (b) restores
+// the old residual (M - grad where finite), writes Q = 0; (c) writes NaN over the whole matrix. Factors and
+// residuals never become non-finite.
 //
 // Sums over rows and columns are taken in a fixed order that does not depend on the number of threads.
 #pragma once
@@ -34,8 +35,8 @@ struct MatrixDescriptor {
   int64_t q_offset = 0;  // of Q in the Q array, in elements
   int32_t rows = 0;
   int32_t cols = 0;
-  int32_t rank = 0;      // 1 .. min(rows, cols, kMaxPowerSgdRank)
-  int32_t seed_id = 0;   // names the matrix in random draws: the same on every rank
+  int32_t rank = 0;     // 1 .. min(rows, cols, kMaxPowerSgdRank)
+  int32_t seed_id = 0;  // names the matrix in random draws: the same on every rank
 };
 
 // The matrices of a bucket, on the host and on the device. Set-up only; outlives the ops that use it.
@@ -71,11 +72,11 @@ GW_DECLARE_OP(powersgd_project, PowerSgdProject)
 
 struct PowerSgdBackProject {
   const MatrixTable* table = nullptr;
-  const float* grad = nullptr;      // M itself when residual is null; otherwise read for flagged matrices only
-  float* residual = nullptr;        // in: M, out: M - P Q^T; null: no error feedback
-  const float* p = nullptr;         // orthonormal columns
-  float* q = nullptr;               // out: M^T P, this rank's own
-  const int32_t* flags = nullptr;   // (table count) nonzero: the matrix was not finite
+  const float* grad = nullptr;     // M itself when residual is null; otherwise read for flagged matrices only
+  float* residual = nullptr;       // in: M, out: M - P Q^T; null: no error feedback
+  const float* p = nullptr;        // orthonormal columns
+  float* q = nullptr;              // out: M^T P, this rank's own
+  const int32_t* flags = nullptr;  // (table count) nonzero: the matrix was not finite
   void* workspace = nullptr;
 };
 GW_DECLARE_OP(powersgd_back_project, PowerSgdBackProject)
@@ -87,8 +88,8 @@ struct PowerSgdReconstruct {
   float* grad = nullptr;     // out: scale * P Q^T, or NaN where flagged
   float scale = 1.0f;
   const int32_t* flags = nullptr;
-  // With a lossy wire under Q: what this rank's encodes of Q lost, put back where error feedback will find it:
-  // residual += P q_lost^T (12 B/element instead of 4). Both null otherwise.
+  // With a lossy wire under Q: what this rank's encodes of Q lost, put back where error feedback will find
+  // it: residual += P q_lost^T (12 B/element instead of 4). Both null otherwise.
   const float* q_lost = nullptr;
   float* residual = nullptr;
 };

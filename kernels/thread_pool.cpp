@@ -42,7 +42,7 @@ std::atomic<int>& threads_setting() {
 struct Job {
   int64_t count, grain, ranges;
   const std::function<void(int64_t, int64_t)>* body;
-  int64_t next = 0;       // guarded by the pool's mutex, as is all below
+  int64_t next = 0;  // guarded by the pool's mutex, as is all below
   int64_t unfinished;
   std::exception_ptr error;
 };
@@ -110,7 +110,9 @@ std::atomic<int> active_callers{0};
 
 }  // namespace
 
-int host_threads() { return threads_setting().load(std::memory_order_relaxed); }
+int host_threads() {
+  return threads_setting().load(std::memory_order_relaxed);
+}
 
 void set_host_threads(int threads) {
   if (threads < 1) throw BadInput("set_host_threads: need at least 1 thread, got " + std::to_string(threads));

@@ -10,13 +10,14 @@ namespace gradwire {
 
 // Threads that compute at once: GRADWIRE_THREADS, else the cores this process may use.
 int host_threads();
-// Overrides host_threads(). Call before the first parallel_for; tests use it to show that results do not depend on it.
+// Overrides host_threads(). Call before the first parallel_for; tests use it to show that results do not
+// depend on it.
 void set_host_threads(int threads);
 
-// Calls body(begin, end) over disjoint ranges that cover [0, count), each `grain` long but the last, from several
-// threads, and returns when all are done. The ranges depend on count and grain alone, never on the number of threads,
-// so a reduction per range is deterministic. When all cores are busy with other callers it runs in the caller.
-// The first exception thrown by a body is rethrown.
+// Calls body(begin, end) over disjoint ranges that cover [0, count), each `grain` long but the last, from
+// several threads, and returns when all are done. The ranges depend on count and grain alone, never on the
+// number of threads, so a reduction per range is deterministic. When all cores are busy with other callers it
+// runs in the caller. The first exception thrown by a body is rethrown.
 void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t begin, int64_t end)>& body);
 
 }  // namespace gradwire

@@ -1,7 +1,8 @@
-// Everything in a ViT's forward and backward pass that is not a matrix product. Shapes: B images, T tokens (patches + 1
-// class token), C width, H heads, D = C / H, F MLP width, K classes. All arrays are dense, row-major FP32 unless a
-// leading dimension is given. Backward ops *overwrite* parameter gradients unless `accumulate` says otherwise.
-// Reductions over rows run in a fixed order: deterministic, no float atomics. Limit everywhere: memory bandwidth.
+// Everything in a ViT's forward and backward pass that is not a matrix product. Shapes: B images, T tokens
+// (patches + 1 class token), C width, H heads, D = C / H, F MLP width, K classes. All arrays are dense,
+// row-major FP32 unless a leading dimension is given. Backward ops *overwrite* parameter gradients unless
+// `accumulate` says otherwise. Reductions over rows run in a fixed order: deterministic, no float atomics.
+// Limit everywhere: memory bandwidth.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +11,8 @@
 
 namespace gradwire {
 
-// patches(b, i, ch*p*p + y*p + x) = images(b, ch, (i / grid)*p + y, (i % grid)*p + x): the operand of the patch
-// convolution as a product. 8 B per pixel. Image pixels beyond grid * patch are not used.
+// patches(b, i, ch*p*p + y*p + x) = images(b, ch, (i / grid)*p + y, (i % grid)*p + x): the operand of the
+// patch convolution as a product. 8 B per pixel. Image pixels beyond grid * patch are not used.
 struct Patchify {
   const float* images = nullptr;  // (B, channels, image, image)
   float* patches = nullptr;       // (B, grid * grid, channels * patch * patch), grid = image / patch
@@ -31,8 +32,8 @@ struct AssembleTokens {
 };
 GW_DECLARE_OP(assemble_tokens, AssembleTokens)
 
-// From dx (B, T, C): d_projected (B, T-1, C) = dx without row 0 of each image; d_position (T, C), d_class_token (C) and
-// d_bias (C) are sums over the batch (and over patches for d_bias).
+// From dx (B, T, C): d_projected (B, T-1, C) = dx without row 0 of each image; d_position (T, C),
+// d_class_token (C) and d_bias (C) are sums over the batch (and over patches for d_bias).
 struct AssembleTokensBackward {
   const float* dx = nullptr;
   float* d_projected = nullptr;
@@ -77,8 +78,8 @@ struct LayerNormBackward {
 GW_DECLARE_OP(layer_norm_backward, LayerNormBackward)
 int64_t layer_norm_backward_workspace(int64_t rows, int64_t width);
 
-// In place: each row of x (rows, ld) becomes softmax(scale * row) over its first `width` entries; entries between width
-// and ld become 0, so that padded products see nothing. 8 B per element.
+// In place: each row of x (rows, ld) becomes softmax(scale * row) over its first `width` entries; entries
+// between width and ld become 0, so that padded products see nothing. 8 B per element.
 struct Softmax {
   float* x = nullptr;
   int64_t rows = 0, width = 0, ld = 0;
@@ -115,8 +116,8 @@ struct BiasGeluBackward {
 };
 GW_DECLARE_OP(bias_gelu_backward, BiasGeluBackward)
 
-// x (rows, C) += y + bias: a residual branch and the bias of the product before it, in one pass. 12 B per element.
-// With residual == null: x = y + bias; y may be x (plain bias).
+// x (rows, C) += y + bias: a residual branch and the bias of the product before it, in one pass. 12 B per
+// element. With residual == null: x = y + bias; y may be x (plain bias).
 struct BiasResidual {
   const float* y = nullptr;         // (rows, C)
   const float* bias = nullptr;      // (C)
@@ -168,17 +169,17 @@ struct MergeHeads {
 GW_DECLARE_OP(merge_heads, MergeHeads)
 
 // Per row: loss = -log softmax(logits)[label]; d_logits = grad_scale * (softmax - onehot).
-// totals[0] += sum of losses over rows, totals[1] += rows whose largest logit (first on ties) is the label; the two are
-// doubles in device memory, added to in row order. d_logits may be null (evaluation) or equal logits.
-// A label outside 0..classes-1 gives a NaN loss.
+// totals[0] += sum of losses over rows, totals[1] += rows whose largest logit (first on ties) is the label;
+// the two are doubles in device memory, added to in row order. d_logits may be null (evaluation) or equal
+// logits. A label outside 0..classes-1 gives a NaN loss.
 struct CrossEntropy {
   const float* logits = nullptr;    // (rows, K)
   const int32_t* labels = nullptr;  // (rows)
   float* d_logits = nullptr;
-  double* totals = nullptr;         // (2) in and out
-  float* workspace = nullptr;       // (2 * rows) floats
+  double* totals = nullptr;    // (2) in and out
+  float* workspace = nullptr;  // (2 * rows) floats
   int64_t rows = 0, classes = 0;
-  float grad_scale = 1.0f;          // 1 / rows for the mean
+  float grad_scale = 1.0f;  // 1 / rows for the mean
 };
 GW_DECLARE_OP(cross_entropy, CrossEntropy)
 

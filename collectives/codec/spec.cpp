@@ -13,11 +13,14 @@ namespace gradwire {
 namespace {
 
 constexpr std::string_view kGrammar =
-    "; a spec is fp32 | bf16[:round=nearest|stochastic] | powersgd:rank=R[,wire=fp32|bf16][,start=N][,warm=on|off]"
-    "[,min_ratio=X][,seed=S], with ,ef=on|off and ,schedule=auto|ring|tree|two_shot|hierarchical on any of them";
+    "; a spec is fp32 | bf16[:round=nearest|stochastic] | "
+    "powersgd:rank=R[,wire=fp32|bf16][,start=N][,warm=on|off]"
+    "[,min_ratio=X][,seed=S], with ,ef=on|off and ,schedule=auto|ring|tree|two_shot|hierarchical on any of "
+    "them";
 
 [[noreturn]] void bad(std::string_view text, const std::string& why, bool with_grammar = false) {
-  throw BadInput("compression spec '" + std::string(text) + "': " + why + std::string(with_grammar ? kGrammar : ""));
+  throw BadInput("compression spec '" + std::string(text) + "': " + why +
+                 std::string(with_grammar ? kGrammar : ""));
 }
 
 // A choice among words, e.g. on|off.
@@ -41,7 +44,8 @@ T number(std::string_view text, std::string_view key, std::string_view value, T 
     return s;
   };
   if (error != std::errc() || end != value.data() + value.size() || !(result >= least) || !(result <= most)) {
-    bad(text, std::string(key) + "='" + std::string(value) + "' is not a number from " + shown(least) + " to " + shown(most));
+    bad(text, std::string(key) + "='" + std::string(value) + "' is not a number from " + shown(least) +
+                  " to " + shown(most));
   }
   return result;
 }
@@ -49,12 +53,13 @@ T number(std::string_view text, std::string_view key, std::string_view value, T 
 const std::vector<std::pair<std::string_view, bool>> kOnOff{{"on", true}, {"off", false}};
 const std::vector<std::pair<std::string_view, Wire>> kWires{{"fp32", Wire::fp32}, {"bf16", Wire::bf16}};
 const std::vector<std::pair<std::string_view, Rounding>> kRoundings{{"nearest", Rounding::nearest},
-                                                                   {"stochastic", Rounding::stochastic}};
-const std::vector<std::pair<std::string_view, ScheduleKind>> kSchedules{{"auto", ScheduleKind::automatic},
-                                                                       {"ring", ScheduleKind::ring},
-                                                                       {"tree", ScheduleKind::tree},
-                                                                       {"two_shot", ScheduleKind::two_shot},
-                                                                       {"hierarchical", ScheduleKind::hierarchical}};
+                                                                    {"stochastic", Rounding::stochastic}};
+const std::vector<std::pair<std::string_view, ScheduleKind>> kSchedules{
+    {"auto", ScheduleKind::automatic},
+    {"ring", ScheduleKind::ring},
+    {"tree", ScheduleKind::tree},
+    {"two_shot", ScheduleKind::two_shot},
+    {"hierarchical", ScheduleKind::hierarchical}};
 
 template <typename T>
 const char* word_for(const std::vector<std::pair<std::string_view, T>>& choices, T value) {
@@ -72,8 +77,12 @@ std::string shortest(double value) {
 
 }  // namespace
 
-const char* name(Wire wire) { return word_for(kWires, wire); }
-const char* name(ScheduleKind kind) { return word_for(kSchedules, kind); }
+const char* name(Wire wire) {
+  return word_for(kWires, wire);
+}
+const char* name(ScheduleKind kind) {
+  return word_for(kSchedules, kind);
+}
 
 CompressionSpec CompressionSpec::parse(std::string_view text) {
   CompressionSpec spec;
@@ -99,10 +108,16 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
   if (powersgd) {
     options["rank"] = [&](std::string_view v) { spec.rank = number(text, "rank", v, 1, kMaxPowerSgdRank); };
     options["wire"] = [&](std::string_view v) { spec.wire = choose(text, "wire", v, kWires); };
-    options["start"] = [&](std::string_view v) { spec.start = number<int64_t>(text, "start", v, 0, int64_t{1} << 40); };
+    options["start"] = [&](std::string_view v) {
+      spec.start = number<int64_t>(text, "start", v, 0, int64_t{1} << 40);
+    };
     options["warm"] = [&](std::string_view v) { spec.warm = choose(text, "warm", v, kOnOff); };
-    options["min_ratio"] = [&](std::string_view v) { spec.min_ratio = number(text, "min_ratio", v, 0.0, 1e6); };
-    options["seed"] = [&](std::string_view v) { spec.seed = number<uint64_t>(text, "seed", v, 0, ~uint64_t{0} >> 1); };
+    options["min_ratio"] = [&](std::string_view v) {
+      spec.min_ratio = number(text, "min_ratio", v, 0.0, 1e6);
+    };
+    options["seed"] = [&](std::string_view v) {
+      spec.seed = number<uint64_t>(text, "seed", v, 0, ~uint64_t{0} >> 1);
+    };
   }
 
   std::map<std::string_view, bool> seen;

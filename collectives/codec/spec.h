@@ -1,7 +1,8 @@
 // Compression specs, one grammar everywhere: name[:key=value,...].
 //
-//   fp32 | bf16[:round=nearest|stochastic] | powersgd:rank=4[,wire=fp32|bf16][,start=N][,warm=on|off][,min_ratio=2][,seed=S]
-//   any of them: ,ef=on|off  ,schedule=auto|ring|tree|two_shot|hierarchical
+//   fp32 | bf16[:round=nearest|stochastic] |
+//   powersgd:rank=4[,wire=fp32|bf16][,start=N][,warm=on|off][,min_ratio=2][,seed=S] any of them: ,ef=on|off
+//   ,schedule=auto|ring|tree|two_shot|hierarchical
 #pragma once
 
 #include <cstdint>
@@ -24,11 +25,11 @@ struct CompressionSpec {
   ScheduleKind schedule = ScheduleKind::automatic;
 
   // PowerSGD only. PyTorch's option in brackets.
-  int rank = 1;              // [matrix_approximation_rank]
-  int64_t start = 0;         // [start_powerSGD_iter, 1000 there] first compressed step; before it plain FP32
-  bool warm = true;          // [warm_start]
-  double min_ratio = 2.0;    // [min_compression_rate]
-  uint64_t seed = 0;         // [random_seed] of the first Q and of re-seeded directions
+  int rank = 1;            // [matrix_approximation_rank]
+  int64_t start = 0;       // [start_powerSGD_iter, 1000 there] first compressed step; before it plain FP32
+  bool warm = true;        // [warm_start]
+  double min_ratio = 2.0;  // [min_compression_rate]
+  uint64_t seed = 0;       // [random_seed] of the first Q and of re-seeded directions
 
   // Throws BadInput that names the offending part and what would be legal there.
   static CompressionSpec parse(std::string_view text);

@@ -11,7 +11,8 @@ namespace gradwire::cuda {
 
 inline void check(cudaError_t status, const char* call) {
   if (status != cudaSuccess) {
-    throw DeviceError(std::string(call) + ": " + cudaGetErrorName(status) + ": " + cudaGetErrorString(status));
+    throw DeviceError(std::string(call) + ": " + cudaGetErrorName(status) + ": " +
+                      cudaGetErrorString(status));
   }
 }
 

@@ -61,7 +61,8 @@ struct CudaEventImpl final : Event::Impl {
 
 void CudaStreamImpl::wait(const Event::Impl& event) {
   const auto* cuda_event = dynamic_cast<const CudaEventImpl*>(&event);
-  if (cuda_event == nullptr) throw DeviceError("a CUDA stream cannot wait for an event of " + event.device.name());
+  if (cuda_event == nullptr)
+    throw DeviceError("a CUDA stream cannot wait for an event of " + event.device.name());
   if (!cuda_event->recorded) return;
   set_device(device.index);
   GW_CUDA_CHECK(cudaStreamWaitEvent(handle, cuda_event->handle, 0));
@@ -69,7 +70,9 @@ void CudaStreamImpl::wait(const Event::Impl& event) {
 
 }  // namespace
 
-void set_device(int device_index) { GW_CUDA_CHECK(cudaSetDevice(device_index)); }
+void set_device(int device_index) {
+  GW_CUDA_CHECK(cudaSetDevice(device_index));
+}
 
 int device_count() {
   int count = 0;
@@ -101,8 +104,9 @@ int multiprocessors() {
 
 std::shared_ptr<Stream::Impl> make_stream(int device_index, std::string name) {
   if (device_index < 0 || device_index >= device_count()) {
-    throw DeviceError("cuda:" + std::to_string(device_index) + " does not exist: " + std::to_string(device_count()) +
-                      " CUDA devices usable" + (device_count() == 0 ? " (" + unavailable_reason() + ")" : ""));
+    throw DeviceError("cuda:" + std::to_string(device_index) +
+                      " does not exist: " + std::to_string(device_count()) + " CUDA devices usable" +
+                      (device_count() == 0 ? " (" + unavailable_reason() + ")" : ""));
   }
   set_device(device_index);
   CudaStream handle = nullptr;
@@ -114,7 +118,9 @@ std::shared_ptr<Stream::Impl> adopt_stream(int device_index, CudaStream native) 
   return std::make_shared<CudaStreamImpl>(device_index, "adopted", native, false);
 }
 
-std::shared_ptr<Event::Impl> make_event(int device_index) { return std::make_shared<CudaEventImpl>(device_index); }
+std::shared_ptr<Event::Impl> make_event(int device_index) {
+  return std::make_shared<CudaEventImpl>(device_index);
+}
 
 std::shared_ptr<void> allocate(int device_index, size_t bytes) {
   set_device(device_index);
@@ -133,6 +139,8 @@ void copy(CudaStream stream, void* dst, const void* src, size_t bytes) {
   GW_CUDA_CHECK(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, stream));
 }
 
-void fill_zero(CudaStream stream, void* dst, size_t bytes) { GW_CUDA_CHECK(cudaMemsetAsync(dst, 0, bytes, stream)); }
+void fill_zero(CudaStream stream, void* dst, size_t bytes) {
+  GW_CUDA_CHECK(cudaMemsetAsync(dst, 0, bytes, stream));
+}
 
 }  // namespace gradwire::cuda

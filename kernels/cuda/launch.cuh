@@ -1,7 +1,8 @@
-// The one place where kernels are launched: checked, on an explicit stream, with the grid sized to the device.
+// The one place where kernels are launched: checked, on an explicit stream, with the grid sized to the
+// device.
 //
-// Kernel sources also compile as plain C++ for tests/simt, which runs them block by block on the CPU; the two worlds
-// part in this file only. For that, kernels obey a few rules:
+// Kernel sources also compile as plain C++ for tests/simt, which runs them block by block on the CPU; the two
+// worlds part in this file only. For that, kernels obey a few rules:
 //   - launched through gradwire::cuda::launch(), never with triple chevrons;
 //   - dynamic shared memory is declared with GW_DYNAMIC_SHARED(type, name);
 //   - static shared memory is declared as `__shared__ T name[N];` with T trivially constructible;
@@ -24,7 +25,7 @@
 
 #include "kernels/cuda/check.h"
 
-#define GW_DYNAMIC_SHARED(type, name)                      \
+#define GW_DYNAMIC_SHARED(type, name)                         \
   extern __shared__ __align__(16) unsigned char name##_raw[]; \
   type* name = reinterpret_cast<type*>(name##_raw)
 

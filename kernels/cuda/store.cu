@@ -13,7 +13,9 @@ __global__ void store_kernel(unsigned char* dst, const __grid_constant__ Payload
   if (i < bytes) dst[i] = payload.bytes[i];
 }
 
-__global__ void increment_kernel(uint64_t* counter) { ++*counter; }
+__global__ void increment_kernel(uint64_t* counter) {
+  ++*counter;
+}
 
 }  // namespace
 

@@ -1,7 +1,7 @@
 // FP32 <-> BF16 by bit arithmetic, the same on host and device.
 //
-// Rounding keeps two promises the wire needs: a finite value never becomes infinite (it saturates at the largest
-// finite BF16, 3.3895e38, and error feedback keeps the rest), and a NaN stays a NaN.
+// Rounding keeps two promises the wire needs: a finite value never becomes infinite (it saturates at the
+// largest finite BF16, 3.3895e38, and error feedback keeps the rest), and a NaN stays a NaN.
 #pragma once
 
 #include <cstdint>
@@ -23,14 +23,18 @@ GW_HD float bits_float(uint32_t u) {
   return x;
 }
 
-GW_HD bool is_finite(float x) { return (float_bits(x) & 0x7f800000u) != 0x7f800000u; }
+GW_HD bool is_finite(float x) {
+  return (float_bits(x) & 0x7f800000u) != 0x7f800000u;
+}
 
-GW_HD float bf16_to_float(uint16_t b) { return bits_float(static_cast<uint32_t>(b) << 16); }
+GW_HD float bf16_to_float(uint16_t b) {
+  return bits_float(static_cast<uint32_t>(b) << 16);
+}
 
 namespace detail {
 // `rounded` is the magnitude-and-sign word after the increment; `x` the word before it.
 GW_HD uint16_t bf16_finish(uint32_t x, uint32_t rounded) {
-  if ((x & 0x7f800000u) == 0x7f800000u) {                     // Inf or NaN: keep, and keep a NaN a NaN
+  if ((x & 0x7f800000u) == 0x7f800000u) {  // Inf or NaN: keep, and keep a NaN a NaN
     uint16_t top = static_cast<uint16_t>(x >> 16);
     return (x & 0x007fffffu) ? static_cast<uint16_t>(top | 0x0040u) : top;
   }

@@ -1,5 +1,5 @@
-// Counter-based random bits: a value is a pure function of (seed, stream, counter), so host, GPU and every rank draw
-// the same without any state to keep or to checkpoint.
+// Counter-based random bits: a value is a pure function of (seed, stream, counter), so host, GPU and every
+// rank draw the same without any state to keep or to checkpoint.
 //
 // Generator: Philox-4x32-10, Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11.
 #pragma once
@@ -32,9 +32,12 @@ GW_HD Random4 philox(uint64_t seed, uint64_t stream, uint64_t counter) {
 }
 
 // Uniform in (0, 1), never 0 and never 1.
-GW_HD float uniform01(uint32_t bits) { return (static_cast<float>(bits >> 9) + 0.5f) * (1.0f / 8388608.0f); }
+GW_HD float uniform01(uint32_t bits) {
+  return (static_cast<float>(bits >> 9) + 0.5f) * (1.0f / 8388608.0f);
+}
 
-// Approximately normal with mean 0 and variance 1: the sum of four uniforms, scaled (enough for a random direction).
+// Approximately normal with mean 0 and variance 1: the sum of four uniforms, scaled (enough for a random
+// direction).
 GW_HD float rough_normal(const Random4& r) {
   float sum = uniform01(r.v[0]) + uniform01(r.v[1]) + uniform01(r.v[2]) + uniform01(r.v[3]) - 2.0f;
   return sum * 1.7320508f;

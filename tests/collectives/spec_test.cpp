@@ -8,11 +8,10 @@ namespace gradwire {
 namespace {
 
 TEST(Spec, TextSurvivesARoundTrip) {
-  for (const char* text :
-       {"fp32", "bf16", "bf16:round=stochastic",
-        "powersgd:rank=1,wire=bf16,start=1000,warm=off,min_ratio=1.5,seed=7", "powersgd:rank=4",
-        "fp32:schedule=ring", "bf16:ef=off,schedule=two_shot", "powersgd:rank=64,ef=off",
-        "powersgd:rank=2,wire=bf16,round=stochastic"}) {
+  for (const char* text : {"fp32", "bf16", "bf16:round=stochastic",
+                           "powersgd:rank=1,wire=bf16,start=1000,warm=off,min_ratio=1.5,seed=7",
+                           "powersgd:rank=4", "fp32:schedule=ring", "bf16:ef=off,schedule=two_shot",
+                           "powersgd:rank=64,ef=off", "powersgd:rank=2,wire=bf16,round=stochastic"}) {
     CompressionSpec spec = CompressionSpec::parse(text);
     EXPECT_EQ(spec.to_string(), text);
     EXPECT_EQ(CompressionSpec::parse(spec.to_string()), spec);
@@ -27,8 +26,8 @@ TEST(Spec, ErrorsNameTheCulprit) {
     const char* culprit;
   };
   for (const Case& c :
-       {Case{"", "unknown method"}, Case{"fp23", "'fp23'"}, Case{"bf16:", "nothing after"}, Case{"bf16:ef", "'ef'"},
-        Case{"bf16:rank=4", "no option 'rank'"}, Case{"powersgd:rank=0", "rank='0'"},
+       {Case{"", "unknown method"}, Case{"fp23", "'fp23'"}, Case{"bf16:", "nothing after"},
+        Case{"bf16:ef", "'ef'"}, Case{"bf16:rank=4", "no option 'rank'"}, Case{"powersgd:rank=0", "rank='0'"},
         Case{"powersgd:rank=65", "rank='65'"}, Case{"powersgd:rank=4x", "rank='4x'"},
         Case{"powersgd:rank=-1", "rank='-1'"}, Case{"powersgd:rank=4,rank=2", "given twice"},
         Case{"powersgd:rank=4,", "ends in"}, Case{"powersgd:wire=fp16", "fp32|bf16"},

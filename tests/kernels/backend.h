@@ -1,5 +1,6 @@
-// The backends an op's tests run on: the host's fast path, CUDA where a device is visible, and, in the executable
-// simt_tests, the same CUDA kernels compiled by g++ and run on the CPU (tests/simt). A test is written once:
+// The backends an op's tests run on: the host's fast path, CUDA where a device is visible, and, in the
+// executable simt_tests, the same CUDA kernels compiled by g++ and run on the CPU (tests/simt). A test is
+// written once:
 //
 //   class Bf16 : public gradwire::testing::OpTest {};
 //   TEST_P(Bf16, DecodeIsExact) { auto x = array<float>(n); ... GW_RUN(bf16_decode, args); x.host() ... }
@@ -31,13 +32,15 @@ inline std::vector<Backend> backends() {
   return {{"simt", Device::host(), true}};
 #else
   std::vector<Backend> list;
-  for (Device d : available_devices()) list.push_back({d.is_host() ? "host" : "cuda" + std::to_string(d.index), d});
+  for (Device d : available_devices())
+    list.push_back({d.is_host() ? "host" : "cuda" + std::to_string(d.index), d});
   return list;
 #endif
 }
 
-// Memory on the backend's device with guard elements on both sides, all poisoned, so that an element that was not
-// written, or one written outside, shows. `misalign` shifts the start by that many elements off 256-byte alignment.
+// Memory on the backend's device with guard elements on both sides, all poisoned, so that an element that was
+// not written, or one written outside, shows. `misalign` shifts the start by that many elements off 256-byte
+// alignment.
 template <typename T>
 class Array {
  public:
@@ -59,8 +62,10 @@ class Array {
   }
   // Expects the guards on both sides to be untouched.
   void expect_guards_intact(const char* what) const {
-    auto all = to_host(stream_, storage_.template as<const unsigned char>(), static_cast<int64_t>(bytes_all()));
-    size_t begin = static_cast<size_t>(begin_) * sizeof(T), end = begin + static_cast<size_t>(count_) * sizeof(T);
+    auto all =
+        to_host(stream_, storage_.template as<const unsigned char>(), static_cast<int64_t>(bytes_all()));
+    size_t begin = static_cast<size_t>(begin_) * sizeof(T),
+           end = begin + static_cast<size_t>(count_) * sizeof(T);
     for (size_t i = 0; i < all.size(); ++i) {
       if (i == begin) i = end;
       if (i < all.size() && all[i] != kPoison) {
@@ -103,7 +108,9 @@ class OpTest : public ::testing::TestWithParam<Backend> {
 };
 
 // Sizes that vector loops get wrong.
-inline std::vector<int64_t> awkward_sizes() { return {0, 1, 7, 31, 32, 33, 127, 128, 129, 1023, 1024, 1025, 4099}; }
+inline std::vector<int64_t> awkward_sizes() {
+  return {0, 1, 7, 31, 32, 33, 127, 128, 129, 1023, 1024, 1025, 4099};
+}
 
 }  // namespace gradwire::testing
 
@@ -118,8 +125,7 @@ inline std::vector<int64_t> awkward_sizes() { return {0, 1, 7, 31, 32, 33, 127, 
   } while (false)
 #endif
 
-#define GW_INSTANTIATE_BACKENDS(Suite)                                                               \
-  INSTANTIATE_TEST_SUITE_P(On, Suite, ::testing::ValuesIn(::gradwire::testing::backends()),          \
-                           [](const ::testing::TestParamInfo<::gradwire::testing::Backend>& info) { \
-                             return info.param.name;                                                 \
-                           })
+#define GW_INSTANTIATE_BACKENDS(Suite)                                 \
+  INSTANTIATE_TEST_SUITE_P(                                            \
+      On, Suite, ::testing::ValuesIn(::gradwire::testing::backends()), \
+      [](const ::testing::TestParamInfo<::gradwire::testing::Backend>& info) { return info.param.name; })

@@ -130,7 +130,8 @@ TEST(ThreadPool, ManyCallersAndNestedCallsFinish) {
   for (int c = 0; c < 6; ++c) {
     callers.emplace_back([&] {
       for (int repeat = 0; repeat < 50; ++repeat) {
-        parallel_for(8, 1, [&](int64_t, int64_t) { parallel_for(4, 1, [&](int64_t b, int64_t e) { sum += e - b; }); });
+        parallel_for(
+            8, 1, [&](int64_t, int64_t) { parallel_for(4, 1, [&](int64_t b, int64_t e) { sum += e - b; }); });
       }
     });
   }

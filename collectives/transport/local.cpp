@@ -1,0 +1,233 @@
+#include "collectives/transport/local.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <mutex>
+
+#include "kernels/error.h"
+
+namespace gradwire {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A send on offer. Lives in the sender's exchange() until it is finished or withdrawn.
+struct Offer {
+  const void* data = nullptr;
+  size_t bytes = 0;
+  const ExchangeLabel* label = nullptr;
+  enum class State { waiting, copying, finished } state = State::waiting;
+  Event ready;  // CUDA: the data is there
+  Event taken;  // CUDA: the copy is enqueued behind this
+};
+
+// What the ranks of one process share. One lock: exchanges are few and copies happen outside it.
+class Hub {
+ public:
+  Hub(int world, std::chrono::milliseconds timeout)
+      : world(world), timeout(timeout), offers_(world * world) {}
+
+  std::deque<Offer*>& box(int from, int to) { return offers_[from * world + to]; }
+
+  // With the lock held: waits until `condition` holds. Throws when the group failed or the deadline passed,
+  // which fails the group; `pending` then tells what was waited for.
+  template <typename Condition, typename Pending>
+  void wait(std::unique_lock<std::mutex>& lock, int rank, Condition condition, Pending pending) {
+    auto deadline = Clock::now() + timeout;
+    while (!condition()) {
+      if (!failure.empty())
+        throw CommError("rank " + std::to_string(rank) + ": " + pending() + ": " + failure);
+      if (changed.wait_until(lock, deadline) == std::cv_status::timeout && !condition() && failure.empty()) {
+        std::string text = "rank " + std::to_string(rank) + ": no progress for " +
+                           std::to_string(timeout.count()) + " ms: " + pending();
+        fail(text);
+        throw CommError(text);
+      }
+    }
+  }
+
+  // With the lock held.
+  void fail(const std::string& reason) {
+    if (failure.empty()) failure = "the group failed: " + reason;
+    changed.notify_all();
+  }
+
+  const int world;
+  const std::chrono::milliseconds timeout;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::string failure;
+  int at_barrier = 0;
+  uint64_t barriers = 0;
+
+ private:
+  std::vector<std::deque<Offer*>> offers_;
+};
+
+class LocalTransport final : public Transport {
+ public:
+  LocalTransport(std::shared_ptr<Hub> hub, int rank, Device device)
+      : hub_(std::move(hub)), rank_(rank), device_(device) {}
+
+  int rank() const override { return rank_; }
+  int world() const override { return hub_->world; }
+  Device device() const override { return device_; }
+  const char* name() const override { return "local"; }
+
+  void exchange(const Stream& stream, const std::vector<Transfer>& transfers,
+                const ExchangeLabel& label) override {
+    if (transfers.empty()) return;
+    if (device_.is_host()) {
+      stream.submit([this, &transfers, &label] { run(nullptr, transfers, label); });
+    } else {
+      run(&stream, transfers, label);
+    }
+  }
+
+  void barrier() override {
+    std::unique_lock lock(hub_->mutex);
+    uint64_t mine = hub_->barriers;
+    if (++hub_->at_barrier == hub_->world) {
+      hub_->at_barrier = 0;
+      ++hub_->barriers;
+      hub_->changed.notify_all();
+    }
+    hub_->wait(
+        lock, rank_, [&] { return hub_->barriers != mine; },
+        [&] {
+          return "at a barrier that " + std::to_string(hub_->at_barrier) + " of " +
+                 std::to_string(hub_->world) + " ranks have reached";
+        });
+  }
+
+  void abort(const std::string& reason) override {
+    std::lock_guard lock(hub_->mutex);
+    hub_->fail(reason);
+  }
+
+ private:
+  // `stream` is null on the host, where data moves now; on CUDA only events and copies are enqueued.
+  void run(const Stream* stream, const std::vector<Transfer>& transfers, const ExchangeLabel& label) {
+    std::deque<Offer> mine;
+    for (const Transfer& t : transfers) {
+      if (t.kind != Transfer::Kind::send) continue;
+      Offer& offer = mine.emplace_back();
+      offer.data = t.data;
+      offer.bytes = t.bytes;
+      offer.label = &label;
+      if (stream) {
+        offer.ready = Event::create(device_);
+        offer.ready.record(*stream);
+      }
+    }
+    std::unique_lock lock(hub_->mutex);
+    // An offer points into this frame, so it may not outlive it, whatever happens.
+    struct Withdraw {
+      LocalTransport* self;
+      std::unique_lock<std::mutex>& lock;
+      std::deque<Offer>& mine;
+      ~Withdraw() {
+        if (!lock.owns_lock()) lock.lock();
+        for (int to = 0; to < self->hub_->world; ++to) {
+          auto& box = self->hub_->box(self->rank_, to);
+          for (Offer& offer : mine) std::erase(box, &offer);
+        }
+        for (Offer& offer : mine) {
+          self->hub_->changed.wait(lock, [&] { return offer.state != Offer::State::copying; });
+        }
+      }
+    } withdraw{this, lock, mine};
+
+    auto next = mine.begin();
+    for (const Transfer& t : transfers) {
+      if (t.kind == Transfer::Kind::send) hub_->box(rank_, t.peer).push_back(&*next++);
+    }
+    hub_->changed.notify_all();
+
+    std::vector<const Transfer*> receives;
+    for (const Transfer& t : transfers) {
+      if (t.kind == Transfer::Kind::receive) receives.push_back(&t);
+    }
+    while (!receives.empty()) {
+      auto takeable = receives.end();
+      hub_->wait(
+          lock, rank_,
+          [&] {
+            takeable = std::find_if(receives.begin(), receives.end(),
+                                    [&](const Transfer* t) { return !hub_->box(t->peer, rank_).empty(); });
+            return takeable != receives.end();
+          },
+          [&] {
+            return label.what + ": waiting to receive " + std::to_string(receives.front()->bytes) +
+                   " bytes from rank " + std::to_string(receives.front()->peer);
+          });
+      take(lock, stream, **takeable, label);
+      receives.erase(takeable);
+    }
+    hub_->wait(
+        lock, rank_,
+        [&] {
+          return std::all_of(mine.begin(), mine.end(),
+                             [](const Offer& o) { return o.state == Offer::State::finished; });
+        },
+        [&] { return label.what + ": waiting for a peer to receive what was sent"; });
+    if (stream) {
+      for (const Offer& offer : mine) stream->wait(offer.taken);
+    }
+    for (const Offer& offer : mine) bytes_sent_.fetch_add(offer.bytes, std::memory_order_relaxed);
+  }
+
+  // Receives the oldest offer of t.peer. Holds the lock on entry and exit, not while copying.
+  void take(std::unique_lock<std::mutex>& lock, const Stream* stream, const Transfer& t,
+            const ExchangeLabel& label) {
+    auto& box = hub_->box(t.peer, rank_);
+    Offer& offer = *box.front();
+    if (offer.bytes != t.bytes || offer.label->tag != label.tag) {
+      std::string text = "ranks disagree: rank " + std::to_string(rank_) + " is in " + label.what +
+                         " and expects " + std::to_string(t.bytes) + " bytes from rank " +
+                         std::to_string(t.peer) + ", which is in " + offer.label->what + " and sends " +
+                         std::to_string(offer.bytes);
+      hub_->fail(text);
+      throw CommError(text);
+    }
+    box.pop_front();
+    offer.state = Offer::State::copying;
+    lock.unlock();
+    if (stream) {
+      stream->wait(offer.ready);
+      copy(*stream, t.data, offer.data, t.bytes);
+      offer.taken = Event::create(device_);
+      offer.taken.record(*stream);
+    } else if (t.bytes > 0) {
+      std::memcpy(t.data, offer.data, t.bytes);
+    }
+    lock.lock();
+    offer.state = Offer::State::finished;
+    hub_->changed.notify_all();
+  }
+
+  std::shared_ptr<Hub> hub_;
+  int rank_;
+  Device device_;
+};
+
+}  // namespace
+
+std::vector<std::unique_ptr<Transport>> make_local_transports(const std::vector<Device>& devices,
+                                                              std::chrono::milliseconds timeout) {
+  if (devices.empty()) throw BadInput("a local group needs at least one rank");
+  for (Device d : devices) {
+    if (d.kind != devices[0].kind)
+      throw BadInput("ranks of one process must all be on the host or all on CUDA devices");
+  }
+  auto hub = std::make_shared<Hub>(static_cast<int>(devices.size()), timeout);
+  std::vector<std::unique_ptr<Transport>> transports;
+  for (size_t r = 0; r < devices.size(); ++r) {
+    transports.push_back(std::make_unique<LocalTransport>(hub, static_cast<int>(r), devices[r]));
+  }
+  return transports;
+}
+
+}  // namespace gradwire

@@ -1,0 +1,61 @@
+// How bytes get from one rank to another. A transport moves; it never adds, and knows nothing of floats.
+//
+// The one operation is exchange(): a set of sends and receives that progress together, like an NCCL group.
+// Inside one exchange, transfers with different peers progress independently and transfers with the same peer
+// match in order. It is enqueued on a stream and never blocks the host, except where the implementation says
+// so.
+//
+// A failure (deadline, dead peer, mismatch) is final for the whole group: the rank that notices throws
+// CommError, and aborts the others, whose pending and later exchanges throw too. On a host stream the error
+// appears at synchronize().
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/device.h"
+
+namespace gradwire {
+
+struct Transfer {
+  enum class Kind : uint8_t { send, receive };
+  Kind kind = Kind::send;
+  int peer = 0;
+  void* data = nullptr;  // on the transport's device; sends only read it
+  size_t bytes = 0;
+};
+
+// What an exchange belongs to, for matching and for error texts. `tag` must agree between sender and
+// receiver.
+struct ExchangeLabel {
+  uint64_t tag = 0;
+  std::string what;  // e.g. "allreduce #17 of 4096 floats, bf16, ring, round 3 of 6"
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  virtual int rank() const = 0;
+  virtual int world() const = 0;
+  virtual Device device() const = 0;
+  virtual const char* name() const = 0;
+
+  // `transfers` and `label` stay valid until the stream has passed this point. Empty `transfers` do nothing.
+  virtual void exchange(const Stream& stream, const std::vector<Transfer>& transfers,
+                        const ExchangeLabel& label) = 0;
+  // Blocks the caller until every rank has called it.
+  virtual void barrier() = 0;
+  virtual void abort(const std::string& reason) = 0;
+
+  // Bytes of payload this rank has handed to the wire so far, counted as they leave.
+  uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }
+
+ protected:
+  std::atomic<uint64_t> bytes_sent_{0};
+};
+
+}  // namespace gradwire
