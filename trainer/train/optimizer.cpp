@@ -1,0 +1,58 @@
+#include "trainer/train/optimizer.h"
+
+#include <cmath>
+
+#include "kernels/optimizer.h"
+
+namespace gradwire {
+
+Optimizer::Optimizer(const TrainConfig& config, const Stream& stream, int64_t elements)
+    : kind_(config.optimizer),
+      elements_(elements),
+      momentum_(config.momentum),
+      beta1_(config.beta1),
+      beta2_(config.beta2),
+      eps_(config.eps),
+      weight_decay_(config.weight_decay),
+      scalars_(stream.device(), sizeof(OptimizerScalars)) {
+  if (kind_ == OptimizerKind::adamw || momentum_ != 0.0) {
+    first_ = make_buffer<float>(stream.device(), elements);
+    fill_zero(stream, first_.data(), first_.bytes());
+  }
+  if (kind_ == OptimizerKind::adamw) {
+    second_ = make_buffer<float>(stream.device(), elements);
+    fill_zero(stream, second_.data(), second_.bytes());
+  }
+}
+
+void Optimizer::step(const Stream& stream, int64_t step, double lr, float* params, const float* grads) {
+  OptimizerScalars scalars{.lr = static_cast<float>(lr)};
+  if (kind_ == OptimizerKind::adamw) {
+    double t = static_cast<double>(step + 1);
+    scalars.correction1 = static_cast<float>(1.0 - std::pow(beta1_, t));
+    scalars.correction2 = static_cast<float>(1.0 - std::pow(beta2_, t));
+  }
+  store(stream, scalars_.data(), &scalars, sizeof scalars);
+  if (kind_ == OptimizerKind::sgd) {
+    sgd_step(stream, {.params = params,
+                      .grads = grads,
+                      .velocity = first_.as<float>(),
+                      .count = elements_,
+                      .momentum = static_cast<float>(momentum_),
+                      .weight_decay = static_cast<float>(weight_decay_),
+                      .scalars = scalars_.as<OptimizerScalars>()});
+  } else {
+    adamw_step(stream, {.params = params,
+                        .grads = grads,
+                        .m = first_.as<float>(),
+                        .v = second_.as<float>(),
+                        .count = elements_,
+                        .beta1 = static_cast<float>(beta1_),
+                        .beta2 = static_cast<float>(beta2_),
+                        .eps = static_cast<float>(eps_),
+                        .weight_decay = static_cast<float>(weight_decay_),
+                        .scalars = scalars_.as<OptimizerScalars>()});
+  }
+}
+
+}  // namespace gradwire
