@@ -8,9 +8,9 @@
 // Non-finite S: the wire carries it (the user must see it), the residual becomes 0 (it must not spread in
 // time). A finite S never becomes infinite on the wire: it saturates, and the residual keeps the rest.
 //
-// Stochastic rounding draws its bits from philox(seed, *step, element index), so a rank's results are
-// reproducible; give each rank its own seed. `first_element` is the index of element 0 of this call within
-// the whole bucket, so that splitting a call in pieces changes nothing.
+// Stochastic rounding draws its bits from random16(seed, *step, element index) of kernels/math/random.h, so a
+// rank's results are reproducible; give each rank its own seed. `first_element` is the index of element 0 of
+// this call within the whole bucket, so that splitting a call in pieces changes nothing.
 //
 // Alignment: any element alignment (4 bytes for float, 2 for wire) is correct; 16 bytes is fast.
 // Limit: memory bandwidth. Deterministic: yes, all four.

@@ -9,6 +9,8 @@ GW_DEFINE_OP(powersgd_project, PowerSgdProject)
 GW_DEFINE_OP(powersgd_back_project, PowerSgdBackProject)
 GW_DEFINE_OP(powersgd_reconstruct, PowerSgdReconstruct)
 
+size_t powersgd_workspace_bytes(Device, const MatrixTable&) { return 0; }
+
 MatrixTable::MatrixTable(const Stream& stream, std::vector<MatrixDescriptor> matrices)
     : host_(std::move(matrices)) {
   for (const auto& d : host_) {

@@ -31,6 +31,16 @@ GW_HD Random4 philox(uint64_t seed, uint64_t stream, uint64_t counter) {
   return {{c0, c1, c2, c3}};
 }
 
+// One draw serves eight elements with 16 bits each: element i of a (seed, stream) takes half-word i % 8 of
+// counter i / 8.
+GW_HD uint32_t random16_of(const Random4& draw, int lane) {
+  return (draw.v[lane >> 1] >> (16 * (lane & 1))) & 0xffffu;
+}
+
+GW_HD uint32_t random16(uint64_t seed, uint64_t stream, uint64_t element) {
+  return random16_of(philox(seed, stream, element >> 3), static_cast<int>(element & 7));
+}
+
 // Uniform in (0, 1), never 0 and never 1.
 GW_HD float uniform01(uint32_t bits) {
   return (static_cast<float>(bits >> 9) + 0.5f) * (1.0f / 8388608.0f);
