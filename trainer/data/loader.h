@@ -22,7 +22,8 @@ struct LoaderOptions {
   bool shuffle = true;
   bool drop_last = true;
   uint64_t seed = 0;
-  int prefetch = 2;  // batches loaded ahead
+  int prefetch = 2;                // batches loaded ahead
+  Device device = Device::host();  // where next() copies to; for CUDA the staging memory is page-locked
 };
 
 class Loader {
@@ -36,7 +37,7 @@ class Loader {
   // Batches per epoch, the same on every rank.
   int64_t batches_per_epoch() const;
 
-  // Copies the next batch, in stream order, to memory of the stream's device: normalized images
+  // Copies the next batch, in stream order, to memory of options.device: normalized images
   // (n, channels, height, width) and labels (n). Returns n: batch_size in training; in evaluation maybe less,
   // even 0, in the last batches of an epoch. Blocks only if the loading thread is behind. After an epoch's
   // last batch the next epoch begins. The stream outlives the loader or is synchronized before it goes.

@@ -1,0 +1,77 @@
+// CIFAR-10's binary version: records of one label byte and 3 x 32 x 32 pixel bytes, 10,000 per file.
+#include <filesystem>
+
+#include "kernels/error.h"
+#include "trainer/data/dataset.h"
+#include "trainer/data/file.h"
+#include "trainer/data/statistics.h"
+
+namespace gradwire {
+namespace {
+
+constexpr size_t kPixels = 3 * 32 * 32, kRecord = 1 + kPixels;
+constexpr size_t kLimitBytes = size_t{1} << 30;
+constexpr int32_t kClasses = 10;
+constexpr const char* kRemedy =
+    "cifar10:DIR wants the binary version (cifar-10-binary.tar.gz): data_batch_1.bin to data_batch_5.bin and "
+    "test_batch.bin";
+
+// Appends the records of one file; returns how many.
+size_t append(Dataset& data, const std::string& path) {
+  std::vector<uint8_t> bytes = read_file(path, kLimitBytes, kRemedy);
+  auto fail = [&](const std::string& why) { throw BadInput(path + ": " + why + "; " + kRemedy); };
+  if (bytes.empty() || bytes.size() % kRecord != 0) {
+    fail(std::to_string(bytes.size()) + " bytes are not a whole number of records of " +
+         std::to_string(kRecord) + " bytes: truncated, or not CIFAR-10");
+  }
+  size_t records = bytes.size() / kRecord;
+  data.images.reserve(data.images.size() + records * kPixels);
+  for (size_t i = 0; i < records; ++i) {
+    const uint8_t* record = bytes.data() + i * kRecord;
+    if (record[0] >= kClasses) {
+      fail("label of record " + std::to_string(i) + " is " + std::to_string(record[0]) +
+           ", but there are classes 0 to " + std::to_string(kClasses - 1) + " only");
+    }
+    data.labels.push_back(record[0]);
+    data.images.insert(data.images.end(), record + 1, record + kRecord);
+  }
+  return records;
+}
+
+Dataset empty_cifar10() {
+  Dataset data;
+  data.name = "cifar10";
+  data.channels = 3;
+  data.height = data.width = 32;
+  data.classes = kClasses;
+  return data;
+}
+
+}  // namespace
+
+DataSplits load_cifar10(const std::string& directory) {
+  namespace fs = std::filesystem;
+  std::error_code ignored;
+  fs::path root = directory;
+  // The archive unpacks into a folder of its own; both that folder and its parent will do.
+  if (!fs::exists(root / "data_batch_1.bin", ignored) &&
+      fs::is_directory(root / "cifar-10-batches-bin", ignored)) {
+    root /= "cifar-10-batches-bin";
+  }
+  DataSplits splits{empty_cifar10(), empty_cifar10()};
+  size_t first = 0;
+  for (int batch = 1; batch <= 5; ++batch) {
+    std::string path = (root / ("data_batch_" + std::to_string(batch) + ".bin")).string();
+    size_t records = append(splits.train, path);
+    if (batch == 1) first = records;
+    if (records != first) {
+      throw BadInput(path + ": " + std::to_string(records) + " records, but data_batch_1.bin has " +
+                     std::to_string(first) + ": truncated at a record's end? " + kRemedy);
+    }
+  }
+  append(splits.test, (root / "test_batch.bin").string());
+  set_statistics(splits);
+  return splits;
+}
+
+}  // namespace gradwire

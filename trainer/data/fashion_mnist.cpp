@@ -1,0 +1,125 @@
+// Fashion-MNIST (and MNIST) from its four IDX files: big-endian magic 0x0000'08'DIMS (unsigned bytes, DIMS
+// dimensions), the dimensions as 32-bit numbers, then the bytes.
+#include <cstdlib>
+#include <filesystem>
+#include <iomanip>
+#include <sstream>
+
+#include "kernels/error.h"
+#include "trainer/data/dataset.h"
+#include "trainer/data/file.h"
+#include "trainer/data/statistics.h"
+
+namespace gradwire {
+namespace {
+
+constexpr const char* kDebianDirectory = "/usr/share/datasets/fashion-mnist";
+constexpr const char* kRemedy =
+    "install Debian's dataset-fashion-mnist (make setup does), or name a folder with the four IDX files: "
+    "--data fashion-mnist:DIR";
+constexpr size_t kLimitBytes = size_t{1} << 30;
+constexpr int32_t kClasses = 10;
+
+struct Idx {
+  std::vector<int64_t> shape;
+  std::vector<uint8_t> values;
+};
+
+std::string hex(uint32_t value) {
+  std::ostringstream out;
+  out << "0x" << std::hex << std::setw(8) << std::setfill('0') << value;
+  return out.str();
+}
+
+// `stem`.gz or `stem`, whichever is there.
+std::string find_idx(const std::string& directory, const std::string& stem) {
+  namespace fs = std::filesystem;
+  std::error_code ignored;
+  fs::path plain = fs::path(directory) / stem, gzip = fs::path(directory) / (stem + ".gz");
+  return (!fs::exists(gzip, ignored) && fs::exists(plain, ignored) ? plain : gzip).string();
+}
+
+Idx read_idx(const std::string& path, uint32_t dimensions) {
+  std::vector<uint8_t> bytes = read_file(path, kLimitBytes, kRemedy);
+  auto fail = [&](const std::string& why) { throw BadInput(path + ": " + why + "; " + kRemedy); };
+  auto word = [&](size_t index) {
+    const uint8_t* at = bytes.data() + 4 * index;
+    return uint32_t{at[0]} << 24 | uint32_t{at[1]} << 16 | uint32_t{at[2]} << 8 | at[3];
+  };
+  size_t header = 4 * (1 + size_t{dimensions});
+  if (bytes.size() < header)
+    fail("only " + std::to_string(bytes.size()) + " bytes, shorter than an IDX header");
+  uint32_t magic = 0x00000800u | dimensions;
+  if (word(0) != magic)
+    fail("wrong magic number " + hex(word(0)) + ", an IDX file of this kind has " + hex(magic));
+
+  Idx idx;
+  size_t expected = 1;
+  std::string shape;
+  for (uint32_t d = 0; d < dimensions; ++d) {
+    uint32_t extent = word(1 + d);
+    shape += (d == 0 ? "" : "x") + std::to_string(extent);
+    if (extent == 0 || extent > kLimitBytes / expected) fail("impossible shape " + shape + " in its header");
+    idx.shape.push_back(extent);
+    expected *= extent;
+  }
+  if (bytes.size() - header != expected) {
+    fail("holds " + std::to_string(bytes.size() - header) + " bytes after its header, which promises " +
+         shape + " = " + std::to_string(expected));
+  }
+  idx.values.assign(bytes.begin() + static_cast<std::ptrdiff_t>(header), bytes.end());
+  return idx;
+}
+
+Dataset read_split(const std::string& directory, const std::string& prefix) {
+  std::string image_path = find_idx(directory, prefix + "-images-idx3-ubyte");
+  std::string label_path = find_idx(directory, prefix + "-labels-idx1-ubyte");
+  Idx images = read_idx(image_path, 3), labels = read_idx(label_path, 1);
+  if (images.shape[0] != labels.shape[0]) {
+    throw BadInput(label_path + ": " + std::to_string(labels.shape[0]) + " labels for the " +
+                   std::to_string(images.shape[0]) + " images of " + image_path + "; " + kRemedy);
+  }
+  Dataset data;
+  data.name = "fashion-mnist";
+  data.channels = 1;
+  data.height = static_cast<int32_t>(images.shape[1]);
+  data.width = static_cast<int32_t>(images.shape[2]);
+  data.classes = kClasses;
+  data.images = std::move(images.values);
+  data.labels.assign(labels.values.begin(), labels.values.end());
+  for (size_t i = 0; i < data.labels.size(); ++i) {
+    if (data.labels[i] >= kClasses) {
+      throw BadInput(label_path + ": label " + std::to_string(i) + " is " + std::to_string(data.labels[i]) +
+                     ", but there are classes 0 to " + std::to_string(kClasses - 1) + " only; " + kRemedy);
+    }
+  }
+  return data;
+}
+
+}  // namespace
+
+std::string default_fashion_mnist_directory() {
+  namespace fs = std::filesystem;
+  if (const char* root = std::getenv("GRADWIRE_DATA"); root != nullptr && *root != '\0') {
+    for (const fs::path& candidate : {fs::path(root) / "fashion-mnist", fs::path(root)}) {
+      std::error_code ignored;
+      if (fs::exists(find_idx(candidate.string(), "train-images-idx3-ubyte"), ignored))
+        return candidate.string();
+    }
+  }
+  return kDebianDirectory;
+}
+
+DataSplits load_fashion_mnist(const std::string& directory) {
+  DataSplits splits{read_split(directory, "train"), read_split(directory, "t10k")};
+  if (splits.train.height != splits.test.height || splits.train.width != splits.test.width) {
+    throw BadInput(directory + ": training images are " + std::to_string(splits.train.height) + "x" +
+                   std::to_string(splits.train.width) + ", test images " +
+                   std::to_string(splits.test.height) + "x" + std::to_string(splits.test.width) + "; " +
+                   kRemedy);
+  }
+  set_statistics(splits);
+  return splits;
+}
+
+}  // namespace gradwire

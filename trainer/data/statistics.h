@@ -1,0 +1,12 @@
+// Mean and standard deviation per channel, for normalization.
+#pragma once
+
+#include "trainer/data/dataset.h"
+
+namespace gradwire {
+
+// Sets mean and stddev of both splits to those of the training images, scaled to 0..1. Exact up to the last
+// rounding: it counts byte values first. A constant channel gets stddev 1.
+void set_statistics(DataSplits& splits);
+
+}  // namespace gradwire

@@ -1,0 +1,188 @@
+#include "trainer/log/console.h"
+
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdarg>
+
+namespace gradwire {
+namespace {
+
+__attribute__((format(printf, 1, 2))) std::string format(const char* pattern, ...) {
+  va_list arguments, again;
+  va_start(arguments, pattern);
+  va_copy(again, arguments);
+  int length = std::vsnprintf(nullptr, 0, pattern, arguments);
+  va_end(arguments);
+  std::string text(static_cast<size_t>(std::max(0, length)), '\0');
+  std::vsnprintf(text.data(), text.size() + 1, pattern, again);
+  va_end(again);
+  return text;
+}
+
+int terminal_columns(std::FILE* out) {
+  winsize size{};
+  if (ioctl(fileno(out), TIOCGWINSZ, &size) == 0 && size.ws_col > 0) return size.ws_col;
+  return 80;
+}
+
+std::string percent(const std::optional<double>& fraction) {
+  return fraction ? format("%.2f %%", 100 * *fraction) : "-";
+}
+
+std::string milliseconds(double ms) {
+  return std::isnan(ms) ? "-" : format(ms < 10 ? "%.2f" : "%.1f", ms);
+}
+
+}  // namespace
+
+std::string human_bytes(double bytes) {
+  const char* units[] = {"B", "kB", "MB", "GB", "TB"};
+  size_t unit = 0;
+  while (std::abs(bytes) >= 999.5 && unit + 1 < std::size(units)) {
+    bytes /= 1000;
+    ++unit;
+  }
+  if (unit == 0) return format("%.0f B", bytes);
+  return format(bytes < 9.995 ? "%.2f %s" : bytes < 99.95 ? "%.1f %s" : "%.0f %s", bytes, units[unit]);
+}
+
+std::string human_count(double count) {
+  if (!std::isfinite(count)) return "-";
+  std::string digits = format("%.0f", std::abs(count)), text;
+  for (size_t i = 0; i < digits.size(); ++i) {
+    if (i > 0 && (digits.size() - i) % 3 == 0) text += ',';
+    text += digits[i];
+  }
+  return (count <= -0.5 ? "-" : "") + text;
+}
+
+std::string human_seconds(double seconds) {
+  if (!std::isfinite(seconds) || seconds < 0) return "-";
+  if (seconds < 59.95) return format("%.1f s", seconds);
+  long whole = std::lround(seconds);
+  if (whole < 3600) return format("%ld:%02ld", whole / 60, whole % 60);
+  return format("%ld:%02ld:%02ld", whole / 3600, whole / 60 % 60, whole % 60);
+}
+
+Console::Console(const TrainConfig& config, ConsoleOptions options) : config_(config), options_(options) {}
+
+Console::~Console() {
+  erase_bar();
+}
+
+void Console::on_run(const RunInfo& info) {
+  print(format("%s: %s parameters in %s tensors; %s; %s", config_.model.name.c_str(),
+               human_count(static_cast<double>(info.parameters)).c_str(),
+               human_count(static_cast<double>(info.tensors)).c_str(),
+               config_.compression.to_string().c_str(),
+               info.buckets == 0 ? "a world of 1, nothing to send"
+                                 : format("%d bucket%s, schedule %s", info.buckets,
+                                          info.buckets == 1 ? "" : "s", info.schedule.c_str())
+                                       .c_str()));
+  start_ = Clock::now();
+}
+
+void Console::on_step(const StepRecord& step) {
+  last_ = step;
+  steps_done_ = step.step + 1;
+  if (options_.terminal) {
+    if (Clock::now() - drawn_ > std::chrono::milliseconds(100)) draw_bar();
+    return;
+  }
+  if (steps_done_ % options_.log_every != 0 && steps_done_ != config_.steps && steps_done_ != 1) return;
+  std::string wire;
+  if (step.wire_bytes > 0) {
+    wire =
+        format("  sent %s (%.2fx)  waited %s ms", human_bytes(static_cast<double>(step.wire_bytes)).c_str(),
+               static_cast<double>(step.dense_bytes) / static_cast<double>(step.wire_bytes),
+               milliseconds(step.exposed_comm_ms).c_str());
+  }
+  print(format("step %lld/%lld  loss %.4f  lr %.2e  %s ms  %s images/s%s",
+               static_cast<long long>(steps_done_), static_cast<long long>(config_.steps), step.loss, step.lr,
+               milliseconds(step.step_ms).c_str(), human_count(step.images_per_s).c_str(), wire.c_str()));
+}
+
+void Console::on_eval(const EvalRecord& eval) {
+  print(format("epoch %.4g  test loss %.4f  test accuracy %.2f %%", eval.epoch, eval.test_loss,
+               100 * eval.test_accuracy));
+  if (options_.terminal && steps_done_ < config_.steps) draw_bar();
+}
+
+void Console::print(const std::string& text) {
+  erase_bar();
+  std::fprintf(options_.out, "%s\n", text.c_str());
+  std::fflush(options_.out);
+}
+
+void Console::draw_bar() {
+  drawn_ = Clock::now();
+  double done = static_cast<double>(steps_done_) / static_cast<double>(std::max<int64_t>(1, config_.steps));
+  double elapsed = std::chrono::duration<double>(drawn_ - start_).count();
+  std::string tail = format(" %3.0f %%  step %lld/%lld  loss %.4f  %s images/s  %s left", 100 * done,
+                            static_cast<long long>(steps_done_), static_cast<long long>(config_.steps),
+                            last_.loss, human_count(last_.images_per_s).c_str(),
+                            human_seconds(done > 0 ? elapsed / done - elapsed : NAN).c_str());
+  int room = terminal_columns(options_.out) - static_cast<int>(tail.size()) - 3;
+  std::string bar;
+  if (room >= 8) {
+    int width = std::min(room, 40), filled = static_cast<int>(std::lround(done * width));
+    bar = "[" + std::string(static_cast<size_t>(filled), '#') +
+          std::string(static_cast<size_t>(width - filled), '.') + "]";
+  }
+  std::fprintf(options_.out, "\r\033[K%s%s", bar.c_str(), tail.c_str());
+  std::fflush(options_.out);
+  bar_shown_ = true;
+}
+
+void Console::erase_bar() {
+  if (!bar_shown_) return;
+  std::fputs("\r\033[K", options_.out);
+  std::fflush(options_.out);
+  bar_shown_ = false;
+}
+
+std::string summary_line(const RunSummary& summary) {
+  std::string text = format("%s steps in %s: ", human_count(static_cast<double>(summary.steps)).c_str(),
+                            human_seconds(summary.seconds).c_str());
+  if (summary.test_accuracy) text += "test accuracy " + percent(summary.test_accuracy) + ", ";
+  text += format("loss %.4f, %s ms per step, %s images/s", summary.final_loss,
+                 milliseconds(summary.step_ms).c_str(), human_count(summary.images_per_s).c_str());
+  if (summary.ratio) {
+    text += format(", %s sent per step and rank (%.2fx less than FP32), waited %s ms for it",
+                   human_bytes(summary.wire_bytes).c_str(), *summary.ratio,
+                   milliseconds(summary.exposed_comm_ms).c_str());
+  }
+  return text;
+}
+
+std::string compare_table(const std::vector<ComparedRun>& runs) {
+  std::vector<std::vector<std::string>> rows{{"compression", "test accuracy", "final loss", "step ms",
+                                              "images/s", "sent per step", "ratio", "waited ms"}};
+  for (const ComparedRun& run : runs) {
+    const RunSummary& s = run.summary;
+    rows.push_back({run.compression, percent(s.test_accuracy), format("%.4f", s.final_loss),
+                    milliseconds(s.step_ms), human_count(s.images_per_s), human_bytes(s.wire_bytes),
+                    s.ratio ? format("%.2fx", *s.ratio) : "-", milliseconds(s.exposed_comm_ms)});
+  }
+  std::vector<size_t> widths(rows[0].size());
+  for (const auto& row : rows) {
+    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  }
+  std::string text, rule;
+  for (size_t i = 0; i < widths.size(); ++i) rule += (i == 0 ? "" : "  ") + std::string(widths[i], '-');
+  for (size_t r = 0; r < rows.size(); ++r) {
+    for (size_t i = 0; i < rows[r].size(); ++i) {
+      std::string pad(widths[i] - rows[r][i].size(), ' ');
+      text +=
+          (i == 0 ? rows[r][i] + pad : "  " + pad + rows[r][i]);  // names to the left, numbers to the right
+    }
+    text += "\n";
+    if (r == 0) text += rule + "\n";
+  }
+  return text;
+}
+
+}  // namespace gradwire

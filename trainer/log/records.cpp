@@ -1,0 +1,144 @@
+#include "trainer/log/records.h"
+
+#include <nlohmann/json.hpp>
+
+namespace gradwire {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::string line(const Json& json, int indent = -1) {
+  // NaN and infinity become null; bytes that are not UTF-8 (a path may hold anything) are replaced.
+  return json.dump(indent, ' ', false, Json::error_handler_t::replace);
+}
+
+Json or_null(const std::optional<double>& value) {
+  return value ? Json(*value) : Json(nullptr);
+}
+
+Json model_json(const VitConfig& model) {
+  return {{"name", model.name},   {"image_size", model.image}, {"channels", model.channels},
+          {"patch", model.patch}, {"width", model.width},      {"depth", model.depth},
+          {"heads", model.heads}, {"mlp", model.mlp},          {"classes", model.classes}};
+}
+
+void add_config(Json& json, const TrainConfig& config) {
+  json["model"] = model_json(config.model);
+  json["data"] = config.data.to_string();
+  json["ranks"] = config.ranks();
+  json["device"] = config.devices.empty() || config.devices[0].is_host() ? "host" : "cuda";
+  json["devices"] = Json::array();
+  for (Device device : config.devices) json["devices"].push_back(device.name());
+  json["compression"] = config.compression.to_string();
+  json["bucket_mb"] = config.bucket_mb;
+  json["batch_size"] = config.batch_size;
+  json["accumulate"] = config.accumulate;
+  json["steps"] = config.steps;
+  json["epochs"] = config.epochs;
+  json["optimizer"] = name(config.optimizer);
+  json["lr"] = config.lr;
+  json["warmup_steps"] = config.warmup_steps;
+  if (config.optimizer == OptimizerKind::sgd) {
+    json["momentum"] = config.momentum;
+  } else {
+    json["beta1"] = config.beta1;
+    json["beta2"] = config.beta2;
+    json["eps"] = config.eps;
+  }
+  json["weight_decay"] = config.weight_decay;
+  json["precision"] = name(config.precision);
+  json["seed"] = config.seed;
+  json["eval_every"] = config.eval_every;
+  json["eval_batch_size"] = config.eval_batch_size;
+  json["timeout_s"] = config.timeout_s;
+}
+
+}  // namespace
+
+std::string run_record(const TrainConfig& config, const DataSplits& data, const RunInfo& info) {
+  Json json{{"type", "run"}, {"schema", kRecordSchema}, {"version", GRADWIRE_VERSION}};
+  add_config(json, config);
+  json["train_images"] = data.train.count();
+  json["test_images"] = data.test.count();
+  json["parameters"] = info.parameters;
+  json["tensors"] = info.tensors;
+  json["buckets"] = info.buckets;
+  json["schedule"] = info.schedule;
+  json["reducer_extra_bytes"] = info.reducer_extra_bytes;
+  return line(json);
+}
+
+std::string step_record(const StepRecord& step) {
+  return line(Json{{"type", "step"},
+                   {"step", step.step},
+                   {"epoch", step.epoch},
+                   {"loss", step.loss},
+                   {"lr", step.lr},
+                   {"step_ms", step.step_ms},
+                   {"images_per_s", step.images_per_s},
+                   {"wire_bytes", step.wire_bytes},
+                   {"dense_bytes", step.dense_bytes},
+                   {"comm_ms", step.comm_ms},
+                   {"exposed_comm_ms", step.exposed_comm_ms},
+                   {"data_ms", step.data_ms},
+                   {"forward_ms", step.forward_ms},
+                   {"backward_ms", step.backward_ms},
+                   {"optimizer_ms", step.optimizer_ms}});
+}
+
+std::string eval_record(const EvalRecord& eval) {
+  return line(Json{{"type", "eval"},
+                   {"step", eval.step},
+                   {"epoch", eval.epoch},
+                   {"test_loss", eval.test_loss},
+                   {"test_accuracy", eval.test_accuracy},
+                   {"images", eval.images}});
+}
+
+std::string summary_record(const RunSummary& summary) {
+  return line(Json{{"type", "summary"},
+                   {"steps", summary.steps},
+                   {"seconds", summary.seconds},
+                   {"final_loss", summary.final_loss},
+                   {"test_loss", or_null(summary.test_loss)},
+                   {"test_accuracy", or_null(summary.test_accuracy)},
+                   {"step_ms", summary.step_ms},
+                   {"images_per_s", summary.images_per_s},
+                   {"wire_bytes", summary.wire_bytes},
+                   {"dense_bytes", summary.dense_bytes},
+                   {"ratio", or_null(summary.ratio)},
+                   {"comm_ms", summary.comm_ms},
+                   {"exposed_comm_ms", summary.exposed_comm_ms},
+                   {"data_ms", summary.data_ms},
+                   {"forward_ms", summary.forward_ms},
+                   {"backward_ms", summary.backward_ms},
+                   {"optimizer_ms", summary.optimizer_ms},
+                   {"total_wire_bytes", summary.total_wire_bytes}});
+}
+
+std::string config_text(const TrainConfig& config) {
+  Json json = Json::object();
+  add_config(json, config);
+  return line(json, 2);
+}
+
+std::string compare_document(const std::vector<ComparedRun>& runs) {
+  Json document = Json::array();
+  for (const ComparedRun& run : runs) {
+    document.push_back({{"compression", run.compression},
+                        {"test_accuracy", or_null(run.summary.test_accuracy)},
+                        {"final_loss", run.summary.final_loss},
+                        {"step_ms", run.summary.step_ms},
+                        {"images_per_s", run.summary.images_per_s},
+                        {"wire_bytes", run.summary.wire_bytes},
+                        {"dense_bytes", run.summary.dense_bytes},
+                        {"ratio", or_null(run.summary.ratio)},
+                        {"exposed_comm_ms", run.summary.exposed_comm_ms},
+                        {"ranks", run.ranks},
+                        {"device", run.device},
+                        {"schedule", run.summary.schedule}});
+  }
+  return line(document, 2) + "\n";
+}
+
+}  // namespace gradwire

@@ -1,0 +1,33 @@
+// Records as JSON text, one line each; docs/formats.md describes every field. A number that is not finite
+// becomes null, so that each line stays valid JSON whatever the run did.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "trainer/config.h"
+#include "trainer/data/dataset.h"
+#include "trainer/log/summary.h"
+#include "trainer/run.h"
+
+namespace gradwire {
+
+constexpr int kRecordSchema = 1;
+
+std::string run_record(const TrainConfig& config, const DataSplits& data, const RunInfo& info);
+std::string step_record(const StepRecord& step);
+std::string eval_record(const EvalRecord& eval);
+std::string summary_record(const RunSummary& summary);
+// The resolved config alone, indented, for people (--dry-run).
+std::string config_text(const TrainConfig& config);
+
+struct ComparedRun {
+  std::string compression;
+  RunSummary summary;
+  int ranks = 1;
+  std::string device;  // "host" or "cuda"
+};
+// The array that `gradwire compare --json` writes.
+std::string compare_document(const std::vector<ComparedRun>& runs);
+
+}  // namespace gradwire

@@ -1,0 +1,83 @@
+#include "trainer/log/run_log.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+
+#include "kernels/error.h"
+
+namespace gradwire {
+namespace {
+
+[[noreturn]] void cannot_write(const std::string& path, const std::string& why) {
+  throw BadInput(path + ": cannot be written: " + why +
+                 "; name a file in a folder that exists and is writable");
+}
+
+}  // namespace
+
+void check_writable(const std::string& path) {
+  if (path.empty()) cannot_write("''", "the name is empty");
+  struct stat status {};
+  if (stat(path.c_str(), &status) == 0) {
+    if (S_ISDIR(status.st_mode)) cannot_write(path, "it is a folder");
+    if (access(path.c_str(), W_OK) != 0) cannot_write(path, std::strerror(errno));
+    return;
+  }
+  if (errno != ENOENT) cannot_write(path, std::strerror(errno));
+  std::string folder = std::filesystem::path(path).parent_path().string();
+  if (folder.empty()) folder = ".";
+  if (stat(folder.c_str(), &status) != 0)
+    cannot_write(path, "folder " + folder + ": " + std::strerror(errno));
+  if (!S_ISDIR(status.st_mode)) cannot_write(path, folder + " is not a folder");
+  if (access(folder.c_str(), W_OK | X_OK) != 0)
+    cannot_write(path, "folder " + folder + ": " + std::strerror(errno));
+}
+
+void write_file_atomically(const std::string& path, const std::string& contents) {
+  std::string temporary = path + ".tmp";
+  std::FILE* file = std::fopen(temporary.c_str(), "wb");
+  if (file == nullptr) cannot_write(path, std::strerror(errno));
+  bool written = std::fwrite(contents.data(), 1, contents.size(), file) == contents.size();
+  written = std::fflush(file) == 0 && written;
+  int error = errno;
+  std::fclose(file);
+  if (!written || std::rename(temporary.c_str(), path.c_str()) != 0) {
+    if (written) error = errno;
+    std::remove(temporary.c_str());
+    throw Error(path + ": writing failed: " + std::strerror(error));
+  }
+}
+
+RunLog::RunLog(std::string path, const TrainConfig& config, const DataSplits& data)
+    : path_(std::move(path)), config_(config), data_(data) {
+  check_writable(path_);
+}
+
+void RunLog::on_run(const RunInfo& info) {
+  file_.reset(std::fopen(path_.c_str(), "wb"));
+  if (!file_) cannot_write(path_, std::strerror(errno));
+  write(run_record(config_, data_, info));
+}
+
+void RunLog::on_step(const StepRecord& step) {
+  write(step_record(step));
+}
+void RunLog::on_eval(const EvalRecord& eval) {
+  write(eval_record(eval));
+}
+void RunLog::write_summary(const RunSummary& summary) {
+  write(summary_record(summary));
+}
+
+void RunLog::write(const std::string& record) {
+  if (std::fputs((record + "\n").c_str(), file_.get()) < 0 || std::fflush(file_.get()) != 0) {
+    throw Error(path_ + ": writing failed: " + std::strerror(errno));
+  }
+}
+
+}  // namespace gradwire

@@ -1,0 +1,38 @@
+// The run's log: one JSON record per line, each flushed when written, so that a run that dies leaves whole
+// lines.
+#pragma once
+
+#include <cstdio>
+#include <memory>
+#include <string>
+
+#include "trainer/log/records.h"
+
+namespace gradwire {
+
+// Throws BadInput unless `path` could be created or overwritten now. Creates nothing.
+void check_writable(const std::string& path);
+
+// Replaces the file at `path` in one step: a reader sees the old contents or the new, never a part.
+void write_file_atomically(const std::string& path, const std::string& contents);
+
+class RunLog final : public RunObserver {
+ public:
+  // The file is opened when the run stands (on_run), not before: a run that never starts leaves no file.
+  // `config` and `data` outlive the log. Throws BadInput when the path cannot be written.
+  RunLog(std::string path, const TrainConfig& config, const DataSplits& data);
+
+  void on_run(const RunInfo& info) override;
+  void on_step(const StepRecord& step) override;
+  void on_eval(const EvalRecord& eval) override;
+  void write_summary(const RunSummary& summary);
+
+ private:
+  void write(const std::string& record);
+  std::string path_;
+  const TrainConfig& config_;
+  const DataSplits& data_;
+  std::unique_ptr<std::FILE, int (*)(std::FILE*)> file_{nullptr, std::fclose};
+};
+
+}  // namespace gradwire

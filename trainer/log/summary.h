@@ -1,0 +1,49 @@
+// What a finished run comes to: medians over its steps, and its last evaluation.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "trainer/run.h"
+
+namespace gradwire {
+
+struct RunSummary {
+  int64_t steps = 0;
+  double seconds = 0;     // from the first step to the end of the last evaluation
+  double final_loss = 0;  // mean training loss of the last kFinalLossSteps steps, or of all if fewer
+  std::optional<double> test_loss;      // of the last evaluation; none if there was none
+  std::optional<double> test_accuracy;  // 0 to 1
+  // Medians over the steps.
+  double step_ms = 0, images_per_s = 0;
+  double wire_bytes = 0, dense_bytes = 0;
+  double comm_ms = 0, exposed_comm_ms = 0;
+  double data_ms = 0, forward_ms = 0, backward_ms = 0, optimizer_ms = 0;
+  uint64_t total_wire_bytes = 0;  // of rank 0, over the whole run
+  std::optional<double> ratio;    // dense_bytes / wire_bytes; none when nothing was sent
+  std::string schedule;
+};
+
+constexpr int64_t kFinalLossSteps = 20;
+
+// The middle value, or the mean of the two middle ones; values that are NaN (not measured) are left out. NaN
+// when none is left.
+double median(std::vector<double> values);
+
+// Collects a run's records.
+class Summarizer final : public RunObserver {
+ public:
+  void on_run(const RunInfo& info) override;
+  void on_step(const StepRecord& step) override;
+  void on_eval(const EvalRecord& eval) override;
+  RunSummary summary(double seconds) const;
+
+ private:
+  RunInfo info_;
+  std::vector<StepRecord> steps_;
+  std::optional<EvalRecord> last_eval_;
+};
+
+}  // namespace gradwire
