@@ -30,4 +30,9 @@ struct Gemm {
 };
 GW_DECLARE_OP(gemm, Gemm)
 
+namespace detail {
+// Throws BadInput naming the size or leading dimension that cannot be.
+void check(const Gemm& args);
+}  // namespace detail
+
 }  // namespace gradwire

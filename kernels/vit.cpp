@@ -1,6 +1,16 @@
 #include "kernels/vit.h"
 
+#include "kernels/column_chunks.h"
+
 namespace gradwire {
+
+int64_t column_sum_workspace(int64_t rows, int64_t width) {
+  return column_chunks(rows).count * width;
+}
+int64_t layer_norm_backward_workspace(int64_t rows, int64_t width) {
+  return 2 * column_sum_workspace(rows, width);
+}
+
 GW_DEFINE_OP(patchify, Patchify)
 GW_DEFINE_OP(assemble_tokens, AssembleTokens)
 GW_DEFINE_OP(assemble_tokens_backward, AssembleTokensBackward)
@@ -16,4 +26,5 @@ GW_DEFINE_OP(split_heads, SplitHeads)
 GW_DEFINE_OP(split_heads_backward, SplitHeadsBackward)
 GW_DEFINE_OP(merge_heads, MergeHeads)
 GW_DEFINE_OP(cross_entropy, CrossEntropy)
+
 }  // namespace gradwire

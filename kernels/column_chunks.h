@@ -1,0 +1,21 @@
+// Sums over rows are taken in two stages, the same on host and CUDA: each chunk of rows into a row of partial
+// sums in the workspace, then the partial sums in chunk order. The cut depends on the number of rows alone,
+// so the sum is deterministic without atomics.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace gradwire {
+
+struct ColumnChunks {
+  int64_t count = 0;  // at most 256
+  int64_t rows = 0;   // per chunk, the last may be shorter
+};
+
+inline ColumnChunks column_chunks(int64_t rows) {
+  int64_t per_chunk = std::max<int64_t>(16, (rows + 255) / 256);
+  return {(rows + per_chunk - 1) / per_chunk, per_chunk};
+}
+
+}  // namespace gradwire

@@ -1,0 +1,59 @@
+// Host cross_entropy.
+#include <cmath>
+#include <limits>
+
+#include "kernels/host/rows.h"
+#include "kernels/host/simd.h"
+#include "kernels/math/exp.h"
+#include "kernels/vit.h"
+
+GW_ALLOW_FMA
+
+namespace gradwire::host {
+namespace {
+
+GW_SIMD void loss_rows(const CrossEntropy& a, int64_t begin, int64_t end) {
+  const int64_t classes = a.classes;
+  for (int64_t r = begin; r < end; ++r) {
+    const float* x = a.logits + r * classes;
+    float* d = a.d_logits != nullptr ? a.d_logits + r * classes : nullptr;
+    const int64_t label = a.labels[r];
+    if (label < 0 || label >= classes) {
+      constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+      a.workspace[r] = kNan;
+      a.workspace[a.rows + r] = 0.0f;
+      for (int64_t c = 0; d != nullptr && c < classes; ++c) d[c] = kNan;
+      continue;
+    }
+    float highest = -std::numeric_limits<float>::infinity();
+#pragma omp simd reduction(max : highest)
+    for (int64_t c = 0; c < classes; ++c) highest = x[c] > highest ? x[c] : highest;
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t c = 0; c < classes; ++c) sum += exp_float(x[c] - highest);
+    const float at_label = x[label];
+    // Right when nothing before the label reaches it and nothing after exceeds it; a NaN is never right.
+    int wrong = 0;
+#pragma omp simd reduction(+ : wrong)
+    for (int64_t c = 0; c < label; ++c) wrong += x[c] < at_label ? 0 : 1;
+#pragma omp simd reduction(+ : wrong)
+    for (int64_t c = label; c < classes; ++c) wrong += x[c] <= at_label ? 0 : 1;
+    a.workspace[r] = static_cast<float>(std::log(static_cast<double>(sum))) + (highest - at_label);
+    a.workspace[a.rows + r] = wrong == 0 ? 1.0f : 0.0f;
+    if (d == nullptr) continue;
+    const float scale = a.grad_scale / sum;
+#pragma omp simd
+    for (int64_t c = 0; c < classes; ++c) d[c] = scale * exp_float(x[c] - highest);
+    d[label] -= a.grad_scale;
+  }
+}
+
+}  // namespace
+
+void cross_entropy(const CrossEntropy& a) {
+  for_rows(a.rows, a.classes, [&](int64_t begin, int64_t end) { loss_rows(a, begin, end); });
+  for (int64_t r = 0; r < a.rows; ++r) a.totals[0] += a.workspace[r];
+  for (int64_t r = 0; r < a.rows; ++r) a.totals[1] += a.workspace[a.rows + r];
+}
+
+}  // namespace gradwire::host

@@ -1,0 +1,50 @@
+// The normal distribution's Phi and phi, and exact GELU from them, branch-free in float.
+//
+// For a = |x|: Phi(-a) = exp(-a^2 / 2) S(a), where S is smooth: (a + 3.5) S(a) is a degree-9 polynomial in
+// u = (a - 3.5) / (a + 3.5) to 5e-9 relative. One exponential serves both Phi and phi. Computing the small
+// tail first keeps its relative accuracy, where 0.5 * (1 + erf(x / sqrt 2)) would cancel. Measured over [-13,
+// 13]: relative error of Phi and of GELU below 4e-7 everywhere, of phi below 2e-7.
+#pragma once
+
+#include "kernels/math/exp.h"
+
+namespace gradwire {
+
+struct Normal {
+  float cdf;      // Phi(x)
+  float density;  // phi(x)
+};
+
+GW_HD Normal normal_at(float x) {
+  float a = x < 0.0f ? -x : x;
+  a = a < 14.0f ? a : 14.0f;  // exp(-a^2/2) is 0 from 13.2 on; also keeps infinities and NaN out of here
+  // a^2 in two parts: the top 12 bits of a squared are exact.
+  float top = bits_float(float_bits(a) & 0xfffff000u);
+  float e = exp_sum(-0.5f * top * top, -0.5f * (a - top) * (a + top));
+  float q = 1.0f / (a + 3.5f);
+  float u = (a - 3.5f) * q;
+  float s = 0.000115899417f;
+  s = s * u + 0.00043166931f;
+  s = s * u - 0.00049380222f;
+  s = s * u - 0.00318149577f;
+  s = s * u + 0.00649116213f;
+  s = s * u + 0.0174076445f;
+  s = s * u - 0.116052655f;
+  s = s * u + 0.315424959f;
+  s = s * u - 0.565561761f;
+  s = s * u + 0.744416075f;
+  float tail = e * (s * q);
+  return {x < 0.0f ? tail : 1.0f - tail, 0.398942280f * e};
+}
+
+GW_HD float gelu(float x) {
+  return x * normal_at(x).cdf;
+}
+
+// d gelu / dx = Phi(x) + x phi(x).
+GW_HD float gelu_derivative(float x) {
+  Normal n = normal_at(x);
+  return n.cdf + x * n.density;
+}
+
+}  // namespace gradwire
