@@ -47,6 +47,12 @@ struct EvalRecord {
   int64_t images = 0;
 };
 
+// After the last step and evaluation. All ranks' parameters have this hash; had they differed, the run would
+// have failed.
+struct EndRecord {
+  uint64_t parameter_hash = 0;
+};
+
 // Called by rank 0 alone, one call at a time, in order; steps may be reported late (the host need not wait
 // for them) but each before the evaluation that follows it. An observer that throws ends the run.
 class RunObserver {
@@ -55,6 +61,7 @@ class RunObserver {
   virtual void on_run(const RunInfo&) {}
   virtual void on_step(const StepRecord&) {}
   virtual void on_eval(const EvalRecord&) {}
+  virtual void on_end(const EndRecord&) {}
 };
 
 // Trains from fresh weights on config.ranks() ranks, a thread each, and returns when the last evaluation is

@@ -26,7 +26,7 @@ class Vit {
     int64_t max_batch = 1;  // images that fit in one forward
     Precision precision = Precision::fp32;
     bool training = true;  // false: forward only; layers share their activations
-    Buffer weights;        // those of another Vit with the same layout, to share; empty: its own
+    Buffer weights = {};   // those of another Vit with the same layout, to share; empty: its own
   };
 
   // `layout` says where parameter i (of vit_parameters(config)) begins in the flat buffers.

@@ -1,0 +1,15 @@
+// A fingerprint of parameters by their bits: equal hashes on all ranks mean equal models.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+namespace gradwire {
+
+// FNV-1a over the values' 32-bit words. Every bit counts: -0 differs from 0, and NaNs from each other.
+uint64_t parameter_hash(std::span<const float> values);
+// 16 hexadecimal digits.
+std::string hex(uint64_t value);
+
+}  // namespace gradwire

@@ -1,0 +1,236 @@
+#include "trainer/train/rank.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <limits>
+#include <string>
+
+#include "kernels/error.h"
+#include "kernels/thread_pool.h"
+#include "trainer/train/parameter_hash.h"
+#include "trainer/train/schedule.h"
+
+namespace gradwire {
+namespace {
+
+LoaderOptions train_loader(const TrainConfig& config, const Communicator& comm) {
+  return {.rank = comm.rank(),
+          .world = comm.world(),
+          .batch_size = config.batch_size,
+          .group = config.accumulate,
+          .shuffle = true,
+          .drop_last = true,
+          .seed = config.seed};
+}
+
+LoaderOptions test_loader(const TrainConfig& config, const Communicator& comm) {
+  return {.rank = comm.rank(),
+          .world = comm.world(),
+          .batch_size = config.eval_batch_size,
+          .group = 1,
+          .shuffle = false,
+          .drop_last = false,
+          .seed = config.seed};
+}
+
+std::vector<GradientTensor> gradient_tensors(const VitConfig& model) {
+  std::vector<GradientTensor> tensors;
+  for (const VitParameter& parameter : vit_parameters(model))
+    tensors.push_back({parameter.name, parameter.shape});
+  return tensors;
+}
+
+ParameterLayout reducer_layout(const Reducer& reducer) {
+  ParameterLayout layout;
+  for (int i = 0; i < reducer.tensors(); ++i) layout.offsets.push_back(reducer.offset(i));
+  layout.elements = reducer.elements();
+  return layout;
+}
+
+// In rank order, so that a double's rounding is the same in every run.
+Board::Entry sum(const std::vector<Board::Entry>& entries) {
+  Board::Entry all;
+  for (const Board::Entry& entry : entries) {
+    all.loss += entry.loss;
+    all.right += entry.right;
+    all.images += entry.images;
+  }
+  return all;
+}
+
+Buffer images_buffer(Device device, const VitConfig& model, int64_t batch) {
+  return make_buffer<float>(device, batch * model.channels * model.image * model.image);
+}
+
+}  // namespace
+
+RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
+    : shared_(shared),
+      config_(shared.config),
+      comm_(comm),
+      stream_(Stream::create(comm.device(), "rank " + std::to_string(comm.rank()))),
+      train_(shared.data.train, train_loader(config_, comm)),
+      test_(shared.data.test, test_loader(config_, comm)),
+      reducer_(comm, config_.compression, gradient_tensors(config_.model),
+               {.bucket_bytes = config_.bucket_mb << 20, .seed = config_.seed}),
+      model_(config_.model, stream_, reducer_layout(reducer_),
+             {.max_batch = config_.batch_size, .precision = config_.precision}),
+      eval_model_(config_.model, stream_, model_.layout(),
+                  {.max_batch = config_.eval_batch_size,
+                   .precision = config_.precision,
+                   .training = false,
+                   .weights = model_.weights()}),
+      optimizer_(config_, stream_, model_.layout().elements),
+      steps_per_epoch_(train_.batches_per_epoch() / config_.accumulate),
+      images_(images_buffer(comm.device(), config_.model, config_.batch_size)),
+      labels_(make_buffer<int32_t>(comm.device(), config_.batch_size)),
+      eval_images_(images_buffer(comm.device(), config_.model, config_.eval_batch_size)),
+      eval_labels_(make_buffer<int32_t>(comm.device(), config_.eval_batch_size)),
+      totals_(make_buffer<double>(comm.device(), 2)) {
+  model_.load(*shared.initial.get(model_.parameters(), model_.layout()));
+  for (Slot& slot : slots_) {
+    auto event = [&] { return Event::create(comm.device()); };
+    for (int64_t i = 0; i < config_.accumulate; ++i)
+      slot.micros.push_back({event(), event(), event(), event()});
+    slot.reduced = event();
+    slot.end = event();
+    slot.totals = Buffer::pinned(2 * sizeof(double));
+  }
+}
+
+RankTrainer::~RankTrainer() {
+  try {
+    stream_.synchronize();
+  } catch (...) {  // whoever destroys us after a failure knows already
+  }
+}
+
+void RankTrainer::run() {
+  if (leads()) announce();
+  Slot* pending = nullptr;
+  for (int64_t step = 0; step < config_.steps; ++step) {
+    enqueue_step(step);
+    Slot& slot = slots_[static_cast<size_t>(step % 2)];
+    if (pending != nullptr) harvest(*pending, &slot.micros.front().data);
+    pending = &slot;
+    bool last = step + 1 == config_.steps;
+    bool epoch_ends = (step + 1) % (steps_per_epoch_ * std::max<int64_t>(1, config_.eval_every)) == 0;
+    if (config_.eval_every > 0 && (last || epoch_ends)) {
+      harvest(*pending, nullptr);
+      pending = nullptr;
+      evaluate(step + 1);
+    }
+  }
+  if (pending != nullptr) harvest(*pending, nullptr);
+  finish();
+}
+
+void RankTrainer::announce() {
+  shared_.observer.on_run({.parameters = count_elements(model_.parameters()),
+                           .tensors = reducer_.tensors(),
+                           .buckets = comm_.world() > 1 ? reducer_.buckets() : 0,
+                           .schedule = comm_.world() > 1 ? name(config_.compression.schedule) : "none",
+                           .reducer = reducer_.describe(),
+                           .reducer_extra_bytes = reducer_.extra_bytes()});
+}
+
+void RankTrainer::enqueue_step(int64_t step) {
+  Slot& slot = slots_[static_cast<size_t>(step % 2)];
+  slot.step = step;
+  slot.lr = learning_rate(config_, step);
+  float* gradients = reducer_.gradients().as<float>();
+  // The reducer divides by the ranks; the mean over this rank's images is taken here.
+  const float grad_scale = 1.0f / static_cast<float>(config_.batch_size * config_.accumulate);
+  const std::function<void(int)> ready = [&](int i) { reducer_.ready(i, stream_); };
+
+  for (int64_t micro = 0; micro < config_.accumulate; ++micro) {
+    MicroMarks& marks = slot.micros[static_cast<size_t>(micro)];
+    marks.data.record(stream_);
+    int64_t count = train_.next(stream_, images_.as<float>(), labels_.as<int32_t>());
+    if (count != config_.batch_size) throw Error("training batch of " + std::to_string(count) + " images");
+    marks.forward.record(stream_);
+    if (micro == 0) fill_zero(stream_, totals_.data(), totals_.bytes());
+    model_.forward(images_.as<float>(), count);
+    marks.backward.record(stream_);
+    // Only the last micro-batch completes a gradient.
+    bool completes = micro + 1 == config_.accumulate;
+    model_.backward(labels_.as<int32_t>(), totals_.as<double>(), grad_scale, gradients, micro > 0,
+                    completes ? ready : std::function<void(int)>());
+    marks.done.record(stream_);
+  }
+  reducer_.wait(stream_);
+  slot.reduced.record(stream_);
+  optimizer_.step(stream_, step, slot.lr, model_.weights().as<float>(), gradients);
+  copy(stream_, slot.totals.data(), totals_.data(), totals_.bytes());
+  slot.end.record(stream_);
+}
+
+void RankTrainer::harvest(Slot& slot, const Event* next_start) {
+  const Event& end = next_start != nullptr ? *next_start : slot.end;
+  end.synchronize();
+  const double* totals = slot.totals.as<double>();
+  shared_.board.post(
+      comm_.rank(),
+      {.loss = totals[0], .right = totals[1], .images = config_.batch_size * config_.accumulate});
+  if (!leads()) return;
+
+  Board::Entry all = sum(shared_.board.collect());
+  ReducerStats stats = reducer_.stats();
+  StepRecord record{.step = slot.step,
+                    .epoch = slot.step / steps_per_epoch_,
+                    .loss = all.loss / static_cast<double>(all.images),
+                    .lr = slot.lr};
+  record.step_ms = elapsed_ms(slot.micros.front().data, end);
+  record.images_per_s = static_cast<double>(config_.global_batch()) / (record.step_ms * 1e-3);
+  record.wire_bytes = stats.wire_bytes;
+  record.dense_bytes = stats.dense_bytes;
+  record.comm_ms = stats.comm_ms;
+  record.exposed_comm_ms = stats.exposed_comm_ms;
+  for (const MicroMarks& marks : slot.micros) {
+    record.data_ms += elapsed_ms(marks.data, marks.forward);
+    record.forward_ms += elapsed_ms(marks.forward, marks.backward);
+    record.backward_ms += elapsed_ms(marks.backward, marks.done);
+  }
+  record.optimizer_ms = elapsed_ms(slot.reduced, slot.end);
+  shared_.observer.on_step(record);
+}
+
+void RankTrainer::evaluate(int64_t steps_done) {
+  fill_zero(stream_, totals_.data(), totals_.bytes());
+  int64_t images = 0;
+  for (int64_t batch = 0; batch < test_.batches_per_epoch(); ++batch) {
+    int64_t count = test_.next(stream_, eval_images_.as<float>(), eval_labels_.as<int32_t>());
+    eval_model_.forward(eval_images_.as<float>(), count);
+    eval_model_.evaluate(eval_labels_.as<int32_t>(), totals_.as<double>());
+    images += count;
+  }
+  std::vector<double> totals = to_host(stream_, totals_.as<const double>(), 2);
+  shared_.board.post(comm_.rank(), {.loss = totals[0], .right = totals[1], .images = images});
+  if (!leads()) return;
+  Board::Entry all = sum(shared_.board.collect());
+  const double count = static_cast<double>(all.images);
+  shared_.observer.on_eval({.step = steps_done,
+                            .epoch = static_cast<double>(steps_done) / static_cast<double>(steps_per_epoch_),
+                            .test_loss = all.loss / count,
+                            .test_accuracy = all.right / count,
+                            .images = all.images});
+}
+
+void RankTrainer::finish() {
+  uint64_t hash =
+      parameter_hash(to_host(stream_, model_.weights().as<const float>(), model_.layout().elements));
+  shared_.board.post(comm_.rank(), {.hash = hash});
+  if (!leads()) return;
+  std::vector<Board::Entry> entries = shared_.board.collect();
+  for (size_t rank = 1; rank < entries.size(); ++rank) {
+    if (entries[rank].hash != hash) {
+      throw Error("rank " + std::to_string(rank) + " ended with parameters that differ from rank 0's (hash " +
+                  hex(entries[rank].hash) + " against " + hex(hash) +
+                  "): the averaged gradients were not the same bits");
+    }
+  }
+  shared_.observer.on_end({.parameter_hash = hash});
+}
+
+}  // namespace gradwire

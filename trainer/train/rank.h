@@ -1,0 +1,84 @@
+// One rank of a training run: its stream, model, reducer, optimizer and data, driven by a thread of its own.
+//
+// The thread only enqueues. It is at most one step ahead of its device: after enqueuing step s it waits for
+// step s-1, to read that step's loss and times. Nothing waits between backward and optimizer.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "collectives/communicator.h"
+#include "collectives/reducer.h"
+#include "kernels/device.h"
+#include "trainer/data/dataset.h"
+#include "trainer/data/loader.h"
+#include "trainer/model/vit.h"
+#include "trainer/run.h"
+#include "trainer/train/board.h"
+#include "trainer/train/initial_weights.h"
+#include "trainer/train/optimizer.h"
+
+namespace gradwire {
+
+// What all ranks of a run share. Everything outlives the ranks.
+struct SharedRun {
+  const TrainConfig& config;
+  const DataSplits& data;
+  RunObserver& observer;  // called by rank 0 only
+  Board& board;
+  InitialWeights& initial;
+};
+
+class RankTrainer {
+ public:
+  RankTrainer(const SharedRun& shared, Communicator& comm);
+  // Waits for whatever is still enqueued. After a failure, abort the communicator first, or this waits for a
+  // peer.
+  ~RankTrainer();
+  RankTrainer(const RankTrainer&) = delete;
+  RankTrainer& operator=(const RankTrainer&) = delete;
+
+  // The whole run.
+  void run();
+
+ private:
+  // Marks of one micro-batch on the stream; a step has config.accumulate of them.
+  struct MicroMarks {
+    Event data, forward, backward, done;  // beginnings of the three phases, and the end of the last
+  };
+  // What one step in flight leaves behind until it is read. Two of them alternate.
+  struct Slot {
+    int64_t step = -1;
+    double lr = 0;
+    std::vector<MicroMarks> micros;
+    Event reduced, end;  // gradients averaged; parameters updated
+    Buffer totals;       // pinned: sum of losses, right answers
+  };
+
+  bool leads() const { return comm_.rank() == 0; }
+  void announce();
+  void enqueue_step(int64_t step);
+  // Reads step `slot.step` once it is done and reports it. `next_start`: where the following step began, or
+  // null when something else follows.
+  void harvest(Slot& slot, const Event* next_start);
+  void evaluate(int64_t steps_done);
+  void finish();
+
+  const SharedRun& shared_;
+  const TrainConfig& config_;
+  Communicator& comm_;
+  Stream stream_;
+  Loader train_, test_;
+  Reducer reducer_;
+  Vit model_, eval_model_;
+  Optimizer optimizer_;
+  int64_t steps_per_epoch_;
+  Buffer images_, labels_;            // one micro-batch
+  Buffer eval_images_, eval_labels_;  // one evaluation batch
+  Buffer totals_;                     // device: two doubles
+  std::array<Slot, 2> slots_;
+};
+
+}  // namespace gradwire
