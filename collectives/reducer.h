@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "collectives/codec/codec.h"
 #include "collectives/codec/spec.h"
 #include "collectives/communicator.h"
 #include "kernels/device.h"
@@ -36,7 +37,7 @@ struct ReducerOptions {
   uint64_t seed = 0;  // of stochastic rounding; each rank's draws differ
 };
 
-// Of the last finished step. Reading it is legal after the stream given to wait() was synchronized.
+// Of one step.
 struct ReducerStats {
   uint64_t wire_bytes = 0;     // sent by this rank, measured at the transport
   uint64_t dense_bytes = 0;    // what this rank would have sent in FP32 with the same schedule
@@ -68,7 +69,16 @@ class Reducer {
   // Later work on `consumer` sees averaged gradients. Throws Error naming the tensors that were not ready.
   void wait(const Stream& consumer);
 
-  ReducerStats stats();
+  // Steps begun: how often wait() was called.
+  int64_t steps() const;
+  // Of step `step`, counted from 0: one of the last kStatsKept, whose wait() the consumer stream has passed (synchronize
+  // it, or an event recorded behind it). In a world of 1 all zero.
+  ReducerStats stats(int64_t step) const;
+  static constexpr int kStatsKept = 8;
+
+  // What a checkpoint must hold: residuals and factors by bucket and name, on the device. The names and sizes are the
+  // same for the same tensors, spec, options and world.
+  std::vector<CodecState> state() const;
   int buckets() const;
   // Device memory beyond the gradients themselves: residuals, factors, staging; in bytes.
   int64_t extra_bytes() const;

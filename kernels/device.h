@@ -66,6 +66,7 @@ class Stream {
   Device device() const;
   const std::string& name() const;
   explicit operator bool() const { return impl_ != nullptr; }
+  bool operator==(const Stream& other) const { return impl_ == other.impl_; }  // the same queue
 
   // Host only: runs `task` on the stream's thread after everything submitted before it.
   void submit(std::function<void()> task) const;

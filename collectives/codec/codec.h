@@ -1,0 +1,71 @@
+// A codec turns the gradients of one bucket into their average over the ranks, through few bytes.
+//
+// To add one: derive from Codec, build it in make_codec(), give it a name in the spec grammar (spec.h). The reducer,
+// the trainer, the conservation and bit-identity tests and the benchmarks then pick it up through its spec string.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "collectives/codec/spec.h"
+#include "collectives/executor.h"
+#include "collectives/schedule/schedule.h"
+#include "collectives/transport/transport.h"
+
+namespace gradwire {
+
+// One tensor's place in a bucket.
+struct BucketTensor {
+  std::string name;
+  int64_t rows = 0, cols = 0;  // as PowerSGD sees it: shape[0] x the rest; a vector has cols == 1
+  int64_t offset = 0;          // of its first element, from the bucket's start
+  int32_t seed_id = 0;         // the tensor's index in the whole model
+  int64_t count() const { return rows * cols; }
+};
+
+struct BucketContext {
+  Transport* transport = nullptr;
+  CompressionSpec spec;
+  Schedule schedule;
+  Stream stream;              // for set-up work; a codec synchronizes it only in its constructor
+  std::vector<BucketTensor> tensors;
+  float* gradients = nullptr;  // the bucket
+  int64_t elements = 0;        // of the bucket, gaps between tensors included
+  int64_t first_element = 0;   // of the bucket within the model's flat gradient
+  float scale = 1.0f;          // 1 / world for the mean
+  uint64_t rounding_seed = 0;  // differs between ranks
+  const uint64_t* step = nullptr;  // steps done so far, in device memory
+  std::string name;            // for error texts
+};
+
+// Device memory that outlives a step: what a checkpoint must hold.
+struct CodecState {
+  std::string name;
+  float* data = nullptr;
+  int64_t count = 0;
+};
+
+class Codec {
+ public:
+  virtual ~Codec() = default;
+
+  // Scratch shared with the other buckets of the same stream; bind() comes once, before the first run().
+  virtual size_t workspace_bytes() const = 0;
+  virtual void bind(void* workspace) = 0;
+  // Enqueues one step on `stream`: bucket gradients in, averaged gradients out. `step` counts from 0.
+  virtual void run(const Stream& stream, int64_t step) = 0;
+
+  virtual std::vector<CodecState> state() = 0;
+  virtual int64_t state_bytes() const = 0;  // device memory beyond gradients and workspace
+  virtual std::string describe() const = 0;
+};
+
+std::unique_ptr<Codec> make_codec(const BucketContext& context);
+
+// The codec behind `fp32` and `bf16`: one allreduce of the whole bucket.
+std::unique_ptr<Codec> make_wire_codec(const BucketContext& context);
+// The codec behind `powersgd`.
+std::unique_ptr<Codec> make_powersgd_codec(const BucketContext& context);
+
+}  // namespace gradwire

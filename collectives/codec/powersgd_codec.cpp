@@ -1,0 +1,256 @@
+// `powersgd`: rank-r approximation of each gradient matrix (Vogels et al., arXiv 1905.13727), one step of subspace
+// iteration per training step, with the residual kept locally.
+//
+// One step of a bucket, two collectives:
+//   project        M = G + E (into E), P = M Q                      on this rank
+//   pack           dense tensors (vectors, small matrices) behind P
+//   allreduce 1    [P | dense], mean
+//   orthonormalize P; matrices that are not finite are flagged here, on every rank alike
+//   unpack         dense tensors are done
+//   back_project   Q = M^T P, E = M - P Q^T
+//   allreduce 2    Q, mean
+//   reconstruct    G = P Q^T
+//   orthonormalize Q, the start of the next step; a column that vanished is re-seeded
+//
+// Conservation: sum over ranks of E_new + world * G_out = sum of (G + E_old), for every matrix, because P is the same
+// everywhere and the mean of the ranks' Q is what is applied. With a lossy wire each encode of Q loses a little; the
+// rank that encoded keeps that loss, multiplies it by P^T and adds it to E (reconstruct's q_lost). A lossy wire under P
+// loses nothing of the gradient: it only tilts the subspace, for all ranks alike.
+#include <algorithm>
+#include <optional>
+
+#include "collectives/codec/codec.h"
+#include "kernels/error.h"
+#include "kernels/orthonormalize.h"
+#include "kernels/pack.h"
+#include "kernels/powersgd.h"
+
+namespace gradwire {
+namespace {
+
+// PyTorch's rule: compress when the factors are min_ratio times smaller than the matrix; vectors never.
+int compressed_rank(const BucketTensor& t, const CompressionSpec& spec) {
+  if (t.rows <= 1 || t.cols <= 1) return 0;
+  int64_t rank = std::min({t.rows, t.cols, int64_t{spec.rank}});
+  bool worth_it = static_cast<double>((t.rows + t.cols) * rank) * spec.min_ratio <
+                  static_cast<double>(t.rows) * static_cast<double>(t.cols);
+  return worth_it && t.count() < (int64_t{1} << 40) && t.rows < (1 << 30) && t.cols < (1 << 30) ? static_cast<int>(rank)
+                                                                                                : 0;
+}
+
+struct Plan {
+  std::vector<MatrixDescriptor> matrices;
+  std::vector<std::string> names;
+  std::vector<Segment> dense;
+  int64_t p_elements = 0, q_elements = 0, dense_elements = 0;
+};
+
+// Factors and dense pieces begin at multiples of 4 elements, so that vectorized kernels apply; the gaps stay zero.
+int64_t up4(int64_t x) { return (x + 3) / 4 * 4; }
+
+Plan make_plan(const BucketContext& c) {
+  Plan plan;
+  for (const BucketTensor& t : c.tensors) {
+    if (int rank = compressed_rank(t, c.spec)) {
+      plan.matrices.push_back({t.offset, plan.p_elements, plan.q_elements, static_cast<int32_t>(t.rows),
+                               static_cast<int32_t>(t.cols), rank, t.seed_id});
+      plan.names.push_back(t.name);
+      plan.p_elements += up4(t.rows * rank);
+      plan.q_elements += up4(t.cols * rank);
+    }
+  }
+  for (const BucketTensor& t : c.tensors) {
+    if (compressed_rank(t, c.spec) == 0 && t.count() > 0) {
+      plan.dense.push_back({t.offset, plan.p_elements + plan.dense_elements, t.count()});
+      plan.dense_elements += up4(t.count());
+    }
+  }
+  return plan;
+}
+
+class PowerSgdCodec final : public Codec {
+ public:
+  explicit PowerSgdCodec(const BucketContext& c)
+      : spec_(c.spec),
+        plan_(make_plan(c)),
+        device_(c.transport->device()),
+        gradients_(c.gradients),
+        elements_(c.elements),
+        step_(c.step),
+        matrices_(c.stream, plan_.matrices),
+        dense_(c.stream, plan_.dense),
+        lossy_(c.spec.wire != Wire::fp32),
+        residual_(make_buffer<float>(
+            device_, spec_.error_feedback && (lossy_ || !plan_.matrices.empty()) ? c.elements : 0)),
+        p_(make_buffer<float>(device_, plan_.p_elements + plan_.dense_elements)),
+        p_residual_(make_buffer<float>(device_, with_wire_residual() ? plan_.p_elements + plan_.dense_elements : 0)),
+        q_(make_buffer<float>(device_, plan_.q_elements)),
+        q_sum_(make_buffer<float>(device_, plan_.q_elements)),
+        q_lost_(make_buffer<float>(device_, with_wire_residual() ? plan_.q_elements : 0)),
+        flags_(make_buffer<int32_t>(device_, matrices_.count())),
+        p_allreduce_(*c.transport, c.schedule, p_.as<float>(), p_residual_.as<float>(),
+                     plan_.p_elements + plan_.dense_elements, options(c, "P and dense tensors", 0)),
+        q_allreduce_(*c.transport, c.schedule, q_sum_.as<float>(), q_lost_.as<float>(), plan_.q_elements,
+                     options(c, "Q", uint64_t{1} << 62)) {
+    if (spec_.start > 0) {
+      Allreduce::Options plain{.what = c.name + ", before PowerSGD starts", .wire = Wire::fp32, .scale = c.scale};
+      before_start_.emplace(*c.transport, c.schedule, c.gradients, nullptr, c.elements, plain);
+    }
+    for (Buffer* b : {&residual_, &p_, &p_residual_, &q_, &q_sum_, &q_lost_, &flags_}) {
+      fill_zero(c.stream, b->data(), b->bytes());
+    }
+    draw_q(c.stream);
+    c.stream.synchronize();
+  }
+
+  size_t workspace_bytes() const override {
+    return std::max({p_allreduce_.workspace_bytes(), q_allreduce_.workspace_bytes(),
+                     powersgd_workspace_bytes(device_, matrices_), before_start_ ? before_start_->workspace_bytes() : 0});
+  }
+
+  void bind(void* workspace) override {
+    workspace_ = workspace;
+    p_allreduce_.bind(workspace);
+    q_allreduce_.bind(workspace);
+    if (before_start_) before_start_->bind(workspace);
+  }
+
+  void run(const Stream& stream, int64_t step) override {
+    if (step < spec_.start) {
+      before_start_->run(stream);
+      return;
+    }
+    float* p = p_.as<float>();
+    float* q_sum = q_sum_.as<float>();
+    const bool any_matrix = matrices_.count() > 0;
+    if (any_matrix) {
+      if (!spec_.warm) draw_q(stream);
+      powersgd_project(stream, {.table = &matrices_,
+                                .grad = gradients_,
+                                .residual = residual_.as<float>(),
+                                .q = q_.as<float>(),
+                                .p = p,
+                                .workspace = workspace_});
+    }
+    pack(stream, {&dense_, gradients_, p, false});
+    if (with_wire_residual()) {
+      // The loss of P's encode belongs to another basis by the next step: forget it. Dense tensors keep theirs.
+      fill_zero(stream, p_residual_.data(), p_residual_.bytes());
+      pack(stream, {&dense_, residual_.as<float>(), p_residual_.as<float>(), false});
+    }
+    p_allreduce_.run(stream);
+    pack(stream, {&dense_, gradients_, p, true});
+    if (with_wire_residual()) pack(stream, {&dense_, residual_.as<float>(), p_residual_.as<float>(), true});
+    if (!any_matrix) return;
+    orthonormalize(stream, {.table = &matrices_,
+                            .which = Factor::p,
+                            .in = p,
+                            .out = p,
+                            .flags = flags_.as<int32_t>(),
+                            .seed = spec_.seed,
+                            .step = step_});
+    powersgd_back_project(stream, {.table = &matrices_,
+                                   .grad = gradients_,
+                                   .residual = residual_.as<float>(),
+                                   .p = p,
+                                   .q = q_sum,
+                                   .flags = flags_.as<const int32_t>(),
+                                   .workspace = workspace_});
+    fill_zero(stream, q_lost_.data(), q_lost_.bytes());
+    q_allreduce_.run(stream);
+    const bool put_back = lossy_ && residual_;
+    powersgd_reconstruct(stream, {.table = &matrices_,
+                                  .p = p,
+                                  .q = q_sum,
+                                  .grad = gradients_,
+                                  .flags = flags_.as<const int32_t>(),
+                                  .q_lost = put_back ? q_lost_.as<const float>() : nullptr,
+                                  .residual = put_back ? residual_.as<float>() : nullptr});
+    orthonormalize(stream, {.table = &matrices_,
+                            .which = Factor::q,
+                            .in = q_sum,
+                            .out = q_.as<float>(),
+                            .flags = flags_.as<int32_t>(),
+                            .keep_flags = true,
+                            .seed = spec_.seed,
+                            .step = step_});
+  }
+
+  std::vector<CodecState> state() override {
+    std::vector<CodecState> all;
+    if (residual_) all.push_back({"residual", residual_.as<float>(), elements_});
+    for (size_t i = 0; i < plan_.matrices.size(); ++i) {
+      const MatrixDescriptor& d = plan_.matrices[i];
+      all.push_back({"q/" + plan_.names[i], q_.as<float>() + d.q_offset, int64_t{d.cols} * d.rank});
+    }
+    return all;
+  }
+
+  int64_t state_bytes() const override {
+    int64_t bytes = 0;
+    for (const Buffer* b : {&residual_, &p_, &p_residual_, &q_, &q_sum_, &q_lost_, &flags_}) {
+      bytes += static_cast<int64_t>(b->bytes());
+    }
+    return bytes;
+  }
+
+  std::string describe() const override {
+    return "powersgd rank " + std::to_string(spec_.rank) + ": " + std::to_string(matrices_.count()) + " matrices of " +
+           std::to_string(matrices_.elements()) + " elements as " +
+           std::to_string(matrices_.p_elements() + matrices_.q_elements()) + ", " + std::to_string(dense_.count()) +
+           " dense tensors of " + std::to_string(plan_.dense_elements) + "; wire " + name(spec_.wire) +
+           (spec_.error_feedback ? ", error feedback" : "");
+  }
+
+ private:
+  bool with_wire_residual() const { return lossy_ && spec_.error_feedback; }
+
+  Allreduce::Options options(const BucketContext& c, const char* part, uint64_t first_element) const {
+    return {.what = c.name + " (" + part + ")",
+            .wire = spec_.wire,
+            .scale = c.scale,
+            .rounding = {spec_.rounding, c.rounding_seed, c.step,
+                         c.first_element + static_cast<int64_t>(first_element)}};
+  }
+
+  // Orthonormalizing zeros re-seeds every column: random orthonormal Q, the same on every rank.
+  void draw_q(const Stream& stream) {
+    if (matrices_.count() == 0) return;
+    fill_zero(stream, q_.data(), q_.bytes());
+    orthonormalize(stream, {.table = &matrices_,
+                            .which = Factor::q,
+                            .in = q_.as<const float>(),
+                            .out = q_.as<float>(),
+                            .flags = flags_.as<int32_t>(),
+                            .seed = spec_.seed,
+                            .step = step_});
+  }
+
+  const CompressionSpec spec_;
+  const Plan plan_;
+  const Device device_;
+  float* gradients_;
+  int64_t elements_;
+  const uint64_t* step_;
+  MatrixTable matrices_;
+  SegmentTable dense_;
+  bool lossy_;
+  Buffer residual_;    // E, laid out as the bucket: of the matrices, and with a lossy wire of the dense tensors too
+  Buffer p_;           // [P | dense]
+  Buffer p_residual_;  // scratch, lossy wires only: the residual of [P | dense] while it is on the wire
+  Buffer q_;           // orthonormal Q to start from
+  Buffer q_sum_;       // this step's Q
+  Buffer q_lost_;      // lossy wires only
+  Buffer flags_;
+  Allreduce p_allreduce_, q_allreduce_;
+  std::optional<Allreduce> before_start_;
+  void* workspace_ = nullptr;
+};
+
+}  // namespace
+
+std::unique_ptr<Codec> make_powersgd_codec(const BucketContext& context) {
+  return std::make_unique<PowerSgdCodec>(context);
+}
+
+}  // namespace gradwire

@@ -1,0 +1,55 @@
+// `fp32` and `bf16`: the bucket itself crosses the wire, in one allreduce.
+#include "collectives/codec/codec.h"
+
+namespace gradwire {
+namespace {
+
+class WireCodec final : public Codec {
+ public:
+  explicit WireCodec(const BucketContext& c)
+      : with_residual_(c.spec.wire != Wire::fp32 && c.spec.error_feedback),
+        residual_(make_buffer<float>(c.transport->device(), with_residual_ ? c.elements : 0)),
+        elements_(c.elements),
+        name_(name(c.spec.wire)),
+        allreduce_(*c.transport, c.schedule, c.gradients, residual_.as<float>(), c.elements,
+                   {.what = c.name,
+                    .wire = c.spec.wire,
+                    .scale = c.scale,
+                    .rounding = {c.spec.rounding, c.rounding_seed, c.step, c.first_element}}) {
+    fill_zero(c.stream, residual_.data(), residual_.bytes());
+    c.stream.synchronize();
+  }
+
+  size_t workspace_bytes() const override { return allreduce_.workspace_bytes(); }
+  void bind(void* workspace) override { allreduce_.bind(workspace); }
+  void run(const Stream& stream, int64_t) override { allreduce_.run(stream); }
+  std::vector<CodecState> state() override {
+    if (!with_residual_) return {};
+    return {{"residual", residual_.as<float>(), elements_}};
+  }
+  int64_t state_bytes() const override { return static_cast<int64_t>(residual_.bytes()); }
+  std::string describe() const override { return name_ + (with_residual_ ? " with error feedback" : ""); }
+
+ private:
+  bool with_residual_;
+  Buffer residual_;
+  int64_t elements_;
+  std::string name_;
+  Allreduce allreduce_;
+};
+
+}  // namespace
+
+std::unique_ptr<Codec> make_wire_codec(const BucketContext& context) { return std::make_unique<WireCodec>(context); }
+
+std::unique_ptr<Codec> make_codec(const BucketContext& context) {
+  switch (context.spec.method) {
+    case CompressionSpec::Method::wire:
+      return make_wire_codec(context);
+    case CompressionSpec::Method::powersgd:
+      return make_powersgd_codec(context);
+  }
+  throw Error("make_codec: unknown method");
+}
+
+}  // namespace gradwire

@@ -1,0 +1,301 @@
+#include "collectives/reducer.h"
+
+#include <algorithm>
+#include <array>
+#include <mutex>
+
+#include "kernels/error.h"
+
+namespace gradwire {
+namespace {
+
+// Tensors begin at multiples of 4 floats: every gradient is 16-byte aligned, and little of the wire goes to gaps.
+constexpr int64_t kAlignment = 4;
+
+int64_t element_count(const GradientTensor& tensor) {
+  int64_t count = 1;
+  for (int64_t extent : tensor.shape) {
+    if (extent < 0) throw BadInput("gradient '" + tensor.name + "' has a negative extent");
+    count *= extent;
+  }
+  return count;
+}
+
+// Marks and counters of one step of one bucket.
+struct BucketMarks {
+  Event start, end;
+};
+
+struct StepMarks {
+  std::vector<BucketMarks> buckets;
+  Event wait_begin, wait_end;
+  // Written on the reducer's stream, read after wait_end.
+  std::shared_ptr<std::array<uint64_t, 2>> bytes_sent = std::make_shared<std::array<uint64_t, 2>>();
+};
+
+struct Bucket {
+  int first_tensor = 0, last_tensor = 0;  // [first, last)
+  int64_t begin = 0, end = 0;             // elements of the flat buffer
+  std::unique_ptr<Codec> codec;
+  std::string schedule;
+
+  // Of the step under way.
+  int ready = 0;
+  std::vector<Stream> producers;
+};
+
+}  // namespace
+
+class Reducer::Impl {
+ public:
+  Impl(Communicator& comm, const CompressionSpec& spec, std::vector<GradientTensor> tensors, ReducerOptions options)
+      : comm_(comm), spec_(spec), tensors_(std::move(tensors)), options_(options) {
+    for (const GradientTensor& t : tensors_) {
+      offsets_.push_back(elements_);
+      elements_ += (element_count(t) + kAlignment - 1) / kAlignment * kAlignment;
+    }
+    gradients_ = make_buffer<float>(comm.device(), elements_);
+    ready_.assign(tensors_.size(), false);
+    if (comm.world() > 1) {
+      stream_ = Stream::create(comm.device(), "communicate");
+    } else {
+      stream_ = comm.device().is_host() ? Stream::immediate_host() : Stream::create(comm.device(), "set-up");
+    }
+    fill_zero(stream_, gradients_.data(), gradients_.bytes());
+    if (comm.world() > 1) build_buckets();
+    stream_.synchronize();
+  }
+
+  ~Impl() {
+    // Whatever is in flight uses memory that dies with this object.
+    try {
+      stream_.synchronize();
+    } catch (...) {
+    }
+  }
+
+  void ready(int i, const Stream& producer) {
+    std::lock_guard lock(mutex_);
+    if (i < 0 || i >= static_cast<int>(tensors_.size())) {
+      throw BadInput("Reducer::ready: tensor " + std::to_string(i) + " of " + std::to_string(tensors_.size()));
+    }
+    if (ready_[i]) throw Error("gradient '" + tensors_[i].name + "' was marked ready twice in one step");
+    ready_[i] = true;
+    if (buckets_.empty()) return;
+    Bucket& bucket = buckets_[bucket_of_[i]];
+    ++bucket.ready;
+    if (std::find(bucket.producers.begin(), bucket.producers.end(), producer) == bucket.producers.end()) {
+      bucket.producers.push_back(producer);
+    }
+    // In order, whatever the order of readiness: all ranks must issue the same collectives in the same order.
+    while (launched_ < static_cast<int>(buckets_.size()) && is_full(buckets_[launched_])) launch(launched_++);
+  }
+
+  void wait(const Stream& consumer) {
+    std::lock_guard lock(mutex_);
+    std::string missing;
+    for (size_t i = 0; i < ready_.size(); ++i) {
+      if (!ready_[i]) missing += (missing.empty() ? "'" : ", '") + tensors_[i].name + "'";
+    }
+    if (!missing.empty()) throw Error("Reducer::wait before these gradients were ready: " + missing);
+    ready_.assign(ready_.size(), false);
+    if (!buckets_.empty()) {
+      StepMarks& marks = marks_[step_ % kStatsKept];
+      increment(stream_, device_step_.as<uint64_t>());
+      note_bytes(marks, 1);
+      done_.record(stream_);
+      if (options_.timing) marks.wait_begin.record(consumer);
+      consumer.wait(done_);
+      if (options_.timing) marks.wait_end.record(consumer);
+      for (Bucket& b : buckets_) {
+        b.ready = 0;
+        b.producers.clear();
+      }
+      launched_ = 0;
+    }
+    ++step_;
+  }
+
+  ReducerStats stats(int64_t step) const {
+    ReducerStats stats;
+    if (buckets_.empty()) return stats;
+    if (step < 0 || step >= step_ || step < step_ - kStatsKept) {
+      throw BadInput("Reducer::stats: step " + std::to_string(step) + " is not one of the last " +
+                     std::to_string(kStatsKept) + " of " + std::to_string(step_));
+    }
+    const StepMarks& marks = marks_[step % kStatsKept];
+    stats.wire_bytes = (*marks.bytes_sent)[1] - (*marks.bytes_sent)[0];
+    stats.dense_bytes = dense_bytes_;
+    if (options_.timing) {
+      for (const BucketMarks& b : marks.buckets) stats.comm_ms += elapsed_ms(b.start, b.end);
+      stats.exposed_comm_ms = elapsed_ms(marks.wait_begin, marks.wait_end);
+    }
+    return stats;
+  }
+
+  std::vector<CodecState> state() const {
+    std::vector<CodecState> all;
+    for (size_t b = 0; b < buckets_.size(); ++b) {
+      for (CodecState s : buckets_[b].codec->state()) {
+        s.name = "bucket" + std::to_string(b) + "/" + s.name;
+        all.push_back(s);
+      }
+    }
+    return all;
+  }
+
+  std::string describe() const {
+    if (buckets_.empty()) return "world of 1: gradients are used as they are\n";
+    std::string text;
+    for (size_t b = 0; b < buckets_.size(); ++b) {
+      const Bucket& bucket = buckets_[b];
+      text += "bucket " + std::to_string(b) + ": " + std::to_string(bucket.last_tensor - bucket.first_tensor) +
+              " tensors, " + std::to_string((bucket.end - bucket.begin) * 4) + " bytes; " + bucket.codec->describe() +
+              "; " + bucket.schedule + "\n";
+    }
+    return text;
+  }
+
+  int64_t extra_bytes() const {
+    int64_t bytes = static_cast<int64_t>(workspace_.bytes());
+    for (const Bucket& b : buckets_) bytes += b.codec->state_bytes();
+    return bytes;
+  }
+
+  const GradientTensor& tensor(int i) const { return tensors_.at(i); }
+  int64_t offset(int i) const { return offsets_.at(i); }
+  int tensors() const { return static_cast<int>(tensors_.size()); }
+  int64_t elements() const { return elements_; }
+  const Buffer& gradients() const { return gradients_; }
+  int64_t steps() const { return step_; }
+  int buckets() const { return static_cast<int>(buckets_.size()); }
+
+ private:
+  static bool is_full(const Bucket& b) { return b.ready == b.last_tensor - b.first_tensor; }
+
+  void build_buckets() {
+    cut_into_buckets();
+    device_step_ = make_buffer<uint64_t>(comm_.device(), 1);
+    fill_zero(stream_, device_step_.data(), device_step_.bytes());
+    done_ = Event::create(comm_.device());
+    full_ = Event::create(comm_.device());
+    const Wire dense_wire = spec_.method == CompressionSpec::Method::powersgd ? Wire::fp32 : spec_.wire;
+    size_t workspace_bytes = 0;
+    for (size_t b = 0; b < buckets_.size(); ++b) {
+      Bucket& bucket = buckets_[b];
+      std::string reason;
+      BucketContext context;
+      context.schedule = make_schedule(spec_.schedule, comm_.world(), dense_wire, &reason);
+      bucket.schedule = std::string("schedule ") + name(context.schedule.kind) + " (" + reason + ")";
+      dense_bytes_ += 4 * elements_sent(context.schedule, comm_.rank(), bucket.end - bucket.begin);
+      context.transport = &comm_.transport();
+      context.spec = spec_;
+      context.stream = stream_;
+      for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
+        const GradientTensor& t = tensors_[i];
+        int64_t count = element_count(t), rows = t.shape.empty() ? 1 : t.shape[0];
+        if (t.shape.size() < 2 || count == 0) rows = count;
+        context.tensors.push_back({t.name, rows, rows == 0 ? 0 : count / rows, offsets_[i] - bucket.begin, i});
+      }
+      context.gradients = gradients_.as<float>() + bucket.begin;
+      context.elements = bucket.end - bucket.begin;
+      context.first_element = bucket.begin;
+      context.scale = options_.average ? 1.0f / static_cast<float>(comm_.world()) : 1.0f;
+      context.rounding_seed = options_.seed * 0x9e3779b97f4a7c15ull + static_cast<uint64_t>(comm_.rank()) + 1;
+      context.step = device_step_.as<const uint64_t>();
+      context.name = "bucket " + std::to_string(b + 1) + " of " + std::to_string(buckets_.size());
+      bucket.codec = make_codec(context);
+      workspace_bytes = std::max(workspace_bytes, bucket.codec->workspace_bytes());
+    }
+    workspace_ = Buffer(comm_.device(), workspace_bytes);
+    for (Bucket& b : buckets_) b.codec->bind(workspace_.data());
+    for (StepMarks& marks : marks_) {
+      marks.wait_begin = Event::create(comm_.device());
+      marks.wait_end = Event::create(comm_.device());
+      for (size_t b = 0; b < buckets_.size(); ++b) {
+        marks.buckets.push_back({Event::create(comm_.device()), Event::create(comm_.device())});
+      }
+    }
+  }
+
+  // A bucket is closed by the tensor that fills it to bucket_bytes; tensors are never split.
+  void cut_into_buckets() {
+    bucket_of_.resize(tensors_.size());
+    for (int i = 0; i < static_cast<int>(tensors_.size()); ++i) {
+      int64_t end = i + 1 < static_cast<int>(tensors_.size()) ? offsets_[i + 1] : elements_;
+      bool open = !buckets_.empty() && (buckets_.back().end - buckets_.back().begin) * 4 < options_.bucket_bytes;
+      if (!open) {
+        Bucket& bucket = buckets_.emplace_back();
+        bucket.first_tensor = i;
+        bucket.begin = offsets_[i];
+      }
+      buckets_.back().last_tensor = i + 1;
+      buckets_.back().end = end;
+      bucket_of_[i] = static_cast<int>(buckets_.size()) - 1;
+    }
+  }
+
+  void launch(int b) {
+    Bucket& bucket = buckets_[b];
+    StepMarks& marks = marks_[step_ % kStatsKept];
+    if (b == 0) note_bytes(marks, 0);
+    for (const Stream& producer : bucket.producers) {
+      full_.record(producer);
+#ifndef GRADWIRE_PLANT_MISSING_WAIT  // tests/collectives/tsan_planted_race.cpp proves that ThreadSanitizer sees this gone
+      stream_.wait(full_);
+#endif
+    }
+    if (options_.timing) marks.buckets[b].start.record(stream_);
+    bucket.codec->run(stream_, step_);
+    if (options_.timing) marks.buckets[b].end.record(stream_);
+  }
+
+  void note_bytes(StepMarks& marks, int which) {
+    auto note = [this, bytes = marks.bytes_sent, which] { (*bytes)[which] = comm_.bytes_sent(); };
+    if (stream_.device().is_host()) {
+      stream_.submit(note);
+    } else {
+      note();  // CUDA transports count when they enqueue
+    }
+  }
+
+  Communicator& comm_;
+  const CompressionSpec spec_;
+  const std::vector<GradientTensor> tensors_;
+  const ReducerOptions options_;
+  std::vector<int64_t> offsets_;
+  int64_t elements_ = 0;
+  Buffer gradients_, workspace_, device_step_;
+  std::vector<Bucket> buckets_;  // empty in a world of 1
+  std::vector<int> bucket_of_;   // tensor -> bucket
+  uint64_t dense_bytes_ = 0;
+  std::array<StepMarks, kStatsKept> marks_;
+  Event full_, done_;
+
+  std::mutex mutex_;  // ready() may come from several threads
+  std::vector<bool> ready_;
+  int launched_ = 0;  // buckets of the step under way whose work is enqueued
+  int64_t step_ = 0;
+  Stream stream_;  // last: destroyed first, before anything its tasks use
+};
+
+Reducer::Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<GradientTensor> tensors,
+                 ReducerOptions options)
+    : impl_(std::make_unique<Impl>(comm, spec, std::move(tensors), options)) {}
+Reducer::~Reducer() = default;
+
+int Reducer::tensors() const { return impl_->tensors(); }
+float* Reducer::gradient(int i) const { return impl_->gradients().as<float>() + impl_->offset(i); }
+const Buffer& Reducer::gradients() const { return impl_->gradients(); }
+int64_t Reducer::offset(int i) const { return impl_->offset(i); }
+int64_t Reducer::elements() const { return impl_->elements(); }
+void Reducer::ready(int i, const Stream& producer) { impl_->ready(i, producer); }
+void Reducer::wait(const Stream& consumer) { impl_->wait(consumer); }
+int64_t Reducer::steps() const { return impl_->steps(); }
+ReducerStats Reducer::stats(int64_t step) const { return impl_->stats(step); }
+std::vector<CodecState> Reducer::state() const { return impl_->state(); }
+int Reducer::buckets() const { return impl_->buckets(); }
+int64_t Reducer::extra_bytes() const { return impl_->extra_bytes(); }
+std::string Reducer::describe() const { return impl_->describe(); }
+
+}  // namespace gradwire

@@ -1,0 +1,44 @@
+// Gathers scattered pieces of one array into another, and scatters them back: how dense tensors join the PowerSGD
+// factors in one collective. One launch for all pieces. 8 B per element. Limit: memory bandwidth.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/op.h"
+
+namespace gradwire {
+
+struct Segment {
+  int64_t scattered = 0;  // where the piece begins in the scattered array, in elements
+  int64_t packed = 0;     // and in the packed one
+  int64_t count = 0;
+};
+
+// The pieces, on the host and on the device. Set-up only; outlives the ops that use it.
+class SegmentTable {
+ public:
+  SegmentTable() = default;
+  SegmentTable(const Stream& stream, std::vector<Segment> segments);
+
+  const std::vector<Segment>& host() const { return host_; }
+  const Segment* device() const { return device_.as<const Segment>(); }
+  int count() const { return static_cast<int>(host_.size()); }
+  int64_t longest() const { return longest_; }
+
+ private:
+  std::vector<Segment> host_;
+  Buffer device_;
+  int64_t longest_ = 0;
+};
+
+// packed[segment.packed + i] = scattered[segment.scattered + i] for every segment, or the other way round.
+struct Pack {
+  const SegmentTable* table = nullptr;
+  float* scattered = nullptr;
+  float* packed = nullptr;
+  bool unpack = false;
+};
+GW_DECLARE_OP(pack, Pack)
+
+}  // namespace gradwire

@@ -1,0 +1,67 @@
+// Runs a body on every rank of a local group, one thread each, as a training process does.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "collectives/communicator.h"
+#include "kernels/device.h"
+
+namespace gradwire::testing {
+
+using namespace std::chrono_literals;
+
+// Rethrows the first rank's error after all have ended; a rank that throws aborts the group, as the trainer does.
+inline void run_ranks(int world, Device device, std::chrono::milliseconds timeout,
+                      const std::function<void(Communicator&)>& body) {
+  auto group = Communicator::create_local(std::vector<Device>(world, device), timeout);
+  std::vector<std::exception_ptr> errors(world);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < world; ++r) {
+    threads.emplace_back([&, r] {
+      try {
+        body(*group[r]);
+      } catch (const std::exception& error) {
+        errors[r] = std::current_exception();
+        group[r]->abort("rank " + std::to_string(r) + ": " + error.what());
+      }
+    });
+  }
+  for (auto& t : threads) t.join();
+  for (auto& error : errors) {
+    if (error) std::rethrow_exception(error);
+  }
+}
+
+inline void run_ranks(int world, Device device, const std::function<void(Communicator&)>& body) {
+  run_ranks(world, device, 60s, body);
+}
+
+inline std::vector<float> normal(int64_t count, uint32_t seed, float scale = 1.0f) {
+  std::mt19937 generator(seed);
+  std::normal_distribution<float> distribution(0.0f, scale);
+  std::vector<float> values(static_cast<size_t>(count));
+  for (auto& v : values) v = distribution(generator);
+  return values;
+}
+
+inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
+}
+
+inline double norm(const std::vector<double>& x) {
+  double sum = 0;
+  for (double v : x) sum += v * v;
+  return std::sqrt(sum);
+}
+
+}  // namespace gradwire::testing
