@@ -7,7 +7,9 @@
 namespace gradwire {
 namespace {
 
-int wire_bytes(Wire wire) { return wire == Wire::bf16 ? 2 : 4; }
+int wire_bytes(Wire wire) {
+  return wire == Wire::bf16 ? 2 : 4;
+}
 
 uint64_t mix(uint64_t hash, uint64_t value) {
   hash ^= value + 0x9e3779b97f4a7c15ull + (hash << 6) + (hash >> 2);
@@ -27,8 +29,8 @@ struct ChunkState {
 
 }  // namespace
 
-Allreduce::Allreduce(Transport& transport, const Schedule& schedule, float* data, float* residual, int64_t count,
-                     Options options)
+Allreduce::Allreduce(Transport& transport, const Schedule& schedule, float* data, float* residual,
+                     int64_t count, Options options)
     : transport_(transport),
       schedule_(schedule),
       data_(data),
@@ -36,8 +38,8 @@ Allreduce::Allreduce(Transport& transport, const Schedule& schedule, float* data
       count_(count),
       options_(std::move(options)) {
   if (schedule.world != transport.world()) {
-    throw BadInput(options_.what + ": a schedule for " + std::to_string(schedule.world) + " ranks on a transport of " +
-                   std::to_string(transport.world()));
+    throw BadInput(options_.what + ": a schedule for " + std::to_string(schedule.world) +
+                   " ranks on a transport of " + std::to_string(transport.world()));
   }
   workspace_bytes_ = compile(nullptr);
 }
@@ -64,7 +66,8 @@ size_t Allreduce::compile(std::byte* base) {
     }
   }
 
-  // Workspace: the encoded buffer (lossy wires only), then slots for contributions, reused as soon as consumed.
+  // Workspace: the encoded buffer (lossy wires only), then slots for contributions, reused as soon as
+  // consumed.
   const size_t align = 256;
   auto aligned = [&](size_t bytes) { return (bytes + align - 1) / align * align; };
   const size_t encoded_bytes = lossy ? aligned(static_cast<size_t>(count_) * element) : 0;
@@ -72,10 +75,15 @@ size_t Allreduce::compile(std::byte* base) {
   std::vector<int> free_slots;
   int slots = 0;
   // Computed as integers: in the first pass, which only measures, there is no base to add to.
-  auto address = [&](size_t offset) { return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(base) + offset); };
-  auto slot_address = [&](int slot) { return address(encoded_bytes + static_cast<size_t>(slot) * slot_bytes); };
+  auto address = [&](size_t offset) {
+    return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(base) + offset);
+  };
+  auto slot_address = [&](int slot) {
+    return address(encoded_bytes + static_cast<size_t>(slot) * slot_bytes);
+  };
   auto wire_address = [&](int c) -> void* {
-    return lossy ? address(static_cast<size_t>(range(c).begin) * element) : static_cast<void*>(data_ + range(c).begin);
+    return lossy ? address(static_cast<size_t>(range(c).begin) * element)
+                 : static_cast<void*>(data_ + range(c).begin);
   };
 
   auto close = [&](int c) {
@@ -122,14 +130,15 @@ size_t Allreduce::compile(std::byte* base) {
     state.inputs.clear();
   };
 
-  uint64_t tag = mix(mix(0, static_cast<uint64_t>(count_)), static_cast<uint64_t>(options_.wire) * 16 +
-                                                                static_cast<uint64_t>(schedule_.kind));
+  uint64_t tag = mix(mix(0, static_cast<uint64_t>(count_)),
+                     static_cast<uint64_t>(options_.wire) * 16 + static_cast<uint64_t>(schedule_.kind));
   for (char c : options_.what) tag = mix(tag, static_cast<uint64_t>(c));
   const std::string prefix = "allreduce of " + options_.what + " (" + std::to_string(count_) + " floats, " +
                              name(options_.wire) + ", " + name(schedule_.kind) + ", round ";
   for (size_t k = 0; k < rounds.size(); ++k) {
     Exchange exchange;
-    exchange.label = {mix(tag, k), prefix + std::to_string(k + 1) + " of " + std::to_string(rounds.size()) + ")"};
+    exchange.label = {mix(tag, k),
+                      prefix + std::to_string(k + 1) + " of " + std::to_string(rounds.size()) + ")"};
     for (const Step& step : rounds[k]) {
       if (step.kind == Step::Kind::send && !chunks[step.chunk].closed) close(step.chunk);
     }
@@ -158,8 +167,8 @@ size_t Allreduce::compile(std::byte* base) {
           exchange.transfers.push_back({Transfer::Kind::receive, step.peer, wire_address(step.chunk), bytes});
           chunks[step.chunk].closed = true;  // from here on it is forwarded, not encoded
           if (lossy) {
-            decodes.push_back({static_cast<const uint16_t*>(wire_address(step.chunk)), data_ + r.begin, options_.scale,
-                               r.count()});
+            decodes.push_back({static_cast<const uint16_t*>(wire_address(step.chunk)), data_ + r.begin,
+                               options_.scale, r.count()});
           }
           break;
       }

@@ -1,12 +1,14 @@
 // The executor: runs any schedule over any transport with any wire format.
 //
-// An Allreduce is one rank's program for one buffer, built once from a schedule: a list of kernels and exchanges that
-// run in order on one stream, with every address fixed. Per element of a chunk:
-//   first send of a partial sum   one fused hop: own gradient + residual + all contributions received so far, in
-//                                 ascending rank order -> wire, residual (what this encode lost), and, at the owner,
-//                                 the result as everybody will decode it
+// An Allreduce is one rank's program for one buffer, built once from a schedule: a list of kernels and
+// exchanges that run in order on one stream, with every address fixed. Per element of a chunk:
+//   first send of a partial sum   one fused hop: own gradient + residual + all contributions received so far,
+//   in
+//                                 ascending rank order -> wire, residual (what this encode lost), and, at the
+//                                 owner, the result as everybody will decode it
 //   recv_reduce                   the contribution waits, still encoded, until that hop
-//   recv_copy                     decoded into the buffer; forwarded, if the schedule says so, as the same bytes
+//   recv_copy                     decoded into the buffer; forwarded, if the schedule says so, as the same
+//   bytes
 // So each rank encodes each chunk at most once, keeps that encode's loss in its own residual, and
 //   sum over ranks of residual_new  +  result / scale  ==  sum over ranks of (gradient + residual_old)
 // to FP32 rounding; and every rank ends with the same bits.
@@ -31,18 +33,20 @@ class Allreduce {
   struct Options {
     std::string what;  // for error texts, e.g. "bucket 2 of 5"
     Wire wire = Wire::fp32;
-    float scale = 1.0f;  // of the result: 1 / world for the mean
+    float scale = 1.0f;          // of the result: 1 / world for the mean
     Bf16Rounding rounding = {};  // its first_element is that of data[0]
   };
 
-  // Sums data (count) over the ranks of `transport` in place. `residual` (count) is null for none, and ignored with the
-  // FP32 wire. Nothing is allocated: give it workspace_bytes() through bind() before the first run.
+  // Sums data (count) over the ranks of `transport` in place. `residual` (count) is null for none, and
+  // ignored with the FP32 wire. Nothing is allocated: give it workspace_bytes() through bind() before the
+  // first run.
   Allreduce(Transport& transport, const Schedule& schedule, float* data, float* residual, int64_t count,
             Options options);
   Allreduce(const Allreduce&) = delete;
 
   size_t workspace_bytes() const { return workspace_bytes_; }
-  void bind(void* workspace);  // on the transport's device, 256-byte aligned; may be shared by programs of one stream
+  void bind(void* workspace);  // on the transport's device, 256-byte aligned; may be shared by programs of
+                               // one stream
 
   // Enqueues everything on `stream`. All ranks run the same programs in the same order.
   void run(const Stream& stream) const;

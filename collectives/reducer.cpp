@@ -9,7 +9,8 @@
 namespace gradwire {
 namespace {
 
-// Tensors begin at multiples of 4 floats: every gradient is 16-byte aligned, and little of the wire goes to gaps.
+// Tensors begin at multiples of 4 floats: every gradient is 16-byte aligned, and little of the wire goes to
+// gaps.
 constexpr int64_t kAlignment = 4;
 
 int64_t element_count(const GradientTensor& tensor) {
@@ -48,7 +49,8 @@ struct Bucket {
 
 class Reducer::Impl {
  public:
-  Impl(Communicator& comm, const CompressionSpec& spec, std::vector<GradientTensor> tensors, ReducerOptions options)
+  Impl(Communicator& comm, const CompressionSpec& spec, std::vector<GradientTensor> tensors,
+       ReducerOptions options)
       : comm_(comm), spec_(spec), tensors_(std::move(tensors)), options_(options) {
     for (const GradientTensor& t : tensors_) {
       offsets_.push_back(elements_);
@@ -77,7 +79,8 @@ class Reducer::Impl {
   void ready(int i, const Stream& producer) {
     std::lock_guard lock(mutex_);
     if (i < 0 || i >= static_cast<int>(tensors_.size())) {
-      throw BadInput("Reducer::ready: tensor " + std::to_string(i) + " of " + std::to_string(tensors_.size()));
+      throw BadInput("Reducer::ready: tensor " + std::to_string(i) + " of " +
+                     std::to_string(tensors_.size()));
     }
     if (ready_[i]) throw Error("gradient '" + tensors_[i].name + "' was marked ready twice in one step");
     ready_[i] = true;
@@ -149,9 +152,10 @@ class Reducer::Impl {
     std::string text;
     for (size_t b = 0; b < buckets_.size(); ++b) {
       const Bucket& bucket = buckets_[b];
-      text += "bucket " + std::to_string(b) + ": " + std::to_string(bucket.last_tensor - bucket.first_tensor) +
-              " tensors, " + std::to_string((bucket.end - bucket.begin) * 4) + " bytes; " + bucket.codec->describe() +
-              "; " + bucket.schedule + "\n";
+      text += "bucket " + std::to_string(b) + ": " +
+              std::to_string(bucket.last_tensor - bucket.first_tensor) + " tensors, " +
+              std::to_string((bucket.end - bucket.begin) * 4) + " bytes; " + bucket.codec->describe() + "; " +
+              bucket.schedule + "\n";
     }
     return text;
   }
@@ -195,7 +199,8 @@ class Reducer::Impl {
         const GradientTensor& t = tensors_[i];
         int64_t count = element_count(t), rows = t.shape.empty() ? 1 : t.shape[0];
         if (t.shape.size() < 2 || count == 0) rows = count;
-        context.tensors.push_back({t.name, rows, rows == 0 ? 0 : count / rows, offsets_[i] - bucket.begin, i});
+        context.tensors.push_back(
+            {t.name, rows, rows == 0 ? 0 : count / rows, offsets_[i] - bucket.begin, i});
       }
       context.gradients = gradients_.as<float>() + bucket.begin;
       context.elements = bucket.end - bucket.begin;
@@ -223,7 +228,8 @@ class Reducer::Impl {
     bucket_of_.resize(tensors_.size());
     for (int i = 0; i < static_cast<int>(tensors_.size()); ++i) {
       int64_t end = i + 1 < static_cast<int>(tensors_.size()) ? offsets_[i + 1] : elements_;
-      bool open = !buckets_.empty() && (buckets_.back().end - buckets_.back().begin) * 4 < options_.bucket_bytes;
+      bool open =
+          !buckets_.empty() && (buckets_.back().end - buckets_.back().begin) * 4 < options_.bucket_bytes;
       if (!open) {
         Bucket& bucket = buckets_.emplace_back();
         bucket.first_tensor = i;
@@ -241,7 +247,8 @@ class Reducer::Impl {
     if (b == 0) note_bytes(marks, 0);
     for (const Stream& producer : bucket.producers) {
       full_.record(producer);
-#ifndef GRADWIRE_PLANT_MISSING_WAIT  // tests/collectives/tsan_planted_race.cpp proves that ThreadSanitizer sees this gone
+#ifndef GRADWIRE_PLANT_MISSING_WAIT  // tests/collectives/tsan_planted_race.cpp proves that ThreadSanitizer
+                                     // sees this gone
       stream_.wait(full_);
 #endif
     }
@@ -284,18 +291,44 @@ Reducer::Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<Gr
     : impl_(std::make_unique<Impl>(comm, spec, std::move(tensors), options)) {}
 Reducer::~Reducer() = default;
 
-int Reducer::tensors() const { return impl_->tensors(); }
-float* Reducer::gradient(int i) const { return impl_->gradients().as<float>() + impl_->offset(i); }
-const Buffer& Reducer::gradients() const { return impl_->gradients(); }
-int64_t Reducer::offset(int i) const { return impl_->offset(i); }
-int64_t Reducer::elements() const { return impl_->elements(); }
-void Reducer::ready(int i, const Stream& producer) { impl_->ready(i, producer); }
-void Reducer::wait(const Stream& consumer) { impl_->wait(consumer); }
-int64_t Reducer::steps() const { return impl_->steps(); }
-ReducerStats Reducer::stats(int64_t step) const { return impl_->stats(step); }
-std::vector<CodecState> Reducer::state() const { return impl_->state(); }
-int Reducer::buckets() const { return impl_->buckets(); }
-int64_t Reducer::extra_bytes() const { return impl_->extra_bytes(); }
-std::string Reducer::describe() const { return impl_->describe(); }
+int Reducer::tensors() const {
+  return impl_->tensors();
+}
+float* Reducer::gradient(int i) const {
+  return impl_->gradients().as<float>() + impl_->offset(i);
+}
+const Buffer& Reducer::gradients() const {
+  return impl_->gradients();
+}
+int64_t Reducer::offset(int i) const {
+  return impl_->offset(i);
+}
+int64_t Reducer::elements() const {
+  return impl_->elements();
+}
+void Reducer::ready(int i, const Stream& producer) {
+  impl_->ready(i, producer);
+}
+void Reducer::wait(const Stream& consumer) {
+  impl_->wait(consumer);
+}
+int64_t Reducer::steps() const {
+  return impl_->steps();
+}
+ReducerStats Reducer::stats(int64_t step) const {
+  return impl_->stats(step);
+}
+std::vector<CodecState> Reducer::state() const {
+  return impl_->state();
+}
+int Reducer::buckets() const {
+  return impl_->buckets();
+}
+int64_t Reducer::extra_bytes() const {
+  return impl_->extra_bytes();
+}
+std::string Reducer::describe() const {
+  return impl_->describe();
+}
 
 }  // namespace gradwire

@@ -71,13 +71,13 @@ class Reducer {
 
   // Steps begun: how often wait() was called.
   int64_t steps() const;
-  // Of step `step`, counted from 0: one of the last kStatsKept, whose wait() the consumer stream has passed (synchronize
-  // it, or an event recorded behind it). In a world of 1 all zero.
+  // Of step `step`, counted from 0: one of the last kStatsKept, whose wait() the consumer stream has passed
+  // (synchronize it, or an event recorded behind it). In a world of 1 all zero.
   ReducerStats stats(int64_t step) const;
   static constexpr int kStatsKept = 8;
 
-  // What a checkpoint must hold: residuals and factors by bucket and name, on the device. The names and sizes are the
-  // same for the same tensors, spec, options and world.
+  // What a checkpoint must hold: residuals and factors by bucket and name, on the device. The names and sizes
+  // are the same for the same tensors, spec, options and world.
   std::vector<CodecState> state() const;
   int buckets() const;
   // Device memory beyond the gradients themselves: residuals, factors, staging; in bytes.

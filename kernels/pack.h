@@ -1,5 +1,5 @@
-// Gathers scattered pieces of one array into another, and scatters them back: how dense tensors join the PowerSGD
-// factors in one collective. One launch for all pieces. 8 B per element. Limit: memory bandwidth.
+// Gathers scattered pieces of one array into another, and scatters them back: how dense tensors join the
+// PowerSGD factors in one collective. One launch for all pieces. 8 B per element. Limit: memory bandwidth.
 #pragma once
 
 #include <cstdint>

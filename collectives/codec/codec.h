@@ -1,7 +1,8 @@
 // A codec turns the gradients of one bucket into their average over the ranks, through few bytes.
 //
-// To add one: derive from Codec, build it in make_codec(), give it a name in the spec grammar (spec.h). The reducer,
-// the trainer, the conservation and bit-identity tests and the benchmarks then pick it up through its spec string.
+// To add one: derive from Codec, build it in make_codec(), give it a name in the spec grammar (spec.h). The
+// reducer, the trainer, the conservation and bit-identity tests and the benchmarks then pick it up through
+// its spec string.
 #pragma once
 
 #include <memory>
@@ -28,15 +29,15 @@ struct BucketContext {
   Transport* transport = nullptr;
   CompressionSpec spec;
   Schedule schedule;
-  Stream stream;              // for set-up work; a codec synchronizes it only in its constructor
+  Stream stream;  // for set-up work; a codec synchronizes it only in its constructor
   std::vector<BucketTensor> tensors;
-  float* gradients = nullptr;  // the bucket
-  int64_t elements = 0;        // of the bucket, gaps between tensors included
-  int64_t first_element = 0;   // of the bucket within the model's flat gradient
-  float scale = 1.0f;          // 1 / world for the mean
-  uint64_t rounding_seed = 0;  // differs between ranks
+  float* gradients = nullptr;      // the bucket
+  int64_t elements = 0;            // of the bucket, gaps between tensors included
+  int64_t first_element = 0;       // of the bucket within the model's flat gradient
+  float scale = 1.0f;              // 1 / world for the mean
+  uint64_t rounding_seed = 0;      // differs between ranks
   const uint64_t* step = nullptr;  // steps done so far, in device memory
-  std::string name;            // for error texts
+  std::string name;                // for error texts
 };
 
 // Device memory that outlives a step: what a checkpoint must hold.

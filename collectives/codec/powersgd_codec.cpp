@@ -1,5 +1,5 @@
-// `powersgd`: rank-r approximation of each gradient matrix (Vogels et al., arXiv 1905.13727), one step of subspace
-// iteration per training step, with the residual kept locally.
+// `powersgd`: rank-r approximation of each gradient matrix (Vogels et al., arXiv 1905.13727), one step of
+// subspace iteration per training step, with the residual kept locally.
 //
 // One step of a bucket, two collectives:
 //   project        M = G + E (into E), P = M Q                      on this rank
@@ -12,10 +12,11 @@
 //   reconstruct    G = P Q^T
 //   orthonormalize Q, the start of the next step; a column that vanished is re-seeded
 //
-// Conservation: sum over ranks of E_new + world * G_out = sum of (G + E_old), for every matrix, because P is the same
-// everywhere and the mean of the ranks' Q is what is applied. With a lossy wire each encode of Q loses a little; the
-// rank that encoded keeps that loss, multiplies it by P^T and adds it to E (reconstruct's q_lost). A lossy wire under P
-// loses nothing of the gradient: it only tilts the subspace, for all ranks alike.
+// Conservation: sum over ranks of E_new + world * G_out = sum of (G + E_old), for every matrix, because P is
+// the same everywhere and the mean of the ranks' Q is what is applied. With a lossy wire each encode of Q
+// loses a little; the rank that encoded keeps that loss, multiplies it by P^T and adds it to E (reconstruct's
+// q_lost). A lossy wire under P loses nothing of the gradient: it only tilts the subspace, for all ranks
+// alike.
 #include <algorithm>
 #include <optional>
 
@@ -34,8 +35,9 @@ int compressed_rank(const BucketTensor& t, const CompressionSpec& spec) {
   int64_t rank = std::min({t.rows, t.cols, int64_t{spec.rank}});
   bool worth_it = static_cast<double>((t.rows + t.cols) * rank) * spec.min_ratio <
                   static_cast<double>(t.rows) * static_cast<double>(t.cols);
-  return worth_it && t.count() < (int64_t{1} << 40) && t.rows < (1 << 30) && t.cols < (1 << 30) ? static_cast<int>(rank)
-                                                                                                : 0;
+  return worth_it && t.count() < (int64_t{1} << 40) && t.rows < (1 << 30) && t.cols < (1 << 30)
+             ? static_cast<int>(rank)
+             : 0;
 }
 
 struct Plan {
@@ -45,8 +47,11 @@ struct Plan {
   int64_t p_elements = 0, q_elements = 0, dense_elements = 0;
 };
 
-// Factors and dense pieces begin at multiples of 4 elements, so that vectorized kernels apply; the gaps stay zero.
-int64_t up4(int64_t x) { return (x + 3) / 4 * 4; }
+// Factors and dense pieces begin at multiples of 4 elements, so that vectorized kernels apply; the gaps stay
+// zero.
+int64_t up4(int64_t x) {
+  return (x + 3) / 4 * 4;
+}
 
 Plan make_plan(const BucketContext& c) {
   Plan plan;
@@ -83,7 +88,8 @@ class PowerSgdCodec final : public Codec {
         residual_(make_buffer<float>(
             device_, spec_.error_feedback && (lossy_ || !plan_.matrices.empty()) ? c.elements : 0)),
         p_(make_buffer<float>(device_, plan_.p_elements + plan_.dense_elements)),
-        p_residual_(make_buffer<float>(device_, with_wire_residual() ? plan_.p_elements + plan_.dense_elements : 0)),
+        p_residual_(
+            make_buffer<float>(device_, with_wire_residual() ? plan_.p_elements + plan_.dense_elements : 0)),
         q_(make_buffer<float>(device_, plan_.q_elements)),
         q_sum_(make_buffer<float>(device_, plan_.q_elements)),
         q_lost_(make_buffer<float>(device_, with_wire_residual() ? plan_.q_elements : 0)),
@@ -93,7 +99,8 @@ class PowerSgdCodec final : public Codec {
         q_allreduce_(*c.transport, c.schedule, q_sum_.as<float>(), q_lost_.as<float>(), plan_.q_elements,
                      options(c, "Q", uint64_t{1} << 62)) {
     if (spec_.start > 0) {
-      Allreduce::Options plain{.what = c.name + ", before PowerSGD starts", .wire = Wire::fp32, .scale = c.scale};
+      Allreduce::Options plain{
+          .what = c.name + ", before PowerSGD starts", .wire = Wire::fp32, .scale = c.scale};
       before_start_.emplace(*c.transport, c.schedule, c.gradients, nullptr, c.elements, plain);
     }
     for (Buffer* b : {&residual_, &p_, &p_residual_, &q_, &q_sum_, &q_lost_, &flags_}) {
@@ -105,7 +112,8 @@ class PowerSgdCodec final : public Codec {
 
   size_t workspace_bytes() const override {
     return std::max({p_allreduce_.workspace_bytes(), q_allreduce_.workspace_bytes(),
-                     powersgd_workspace_bytes(device_, matrices_), before_start_ ? before_start_->workspace_bytes() : 0});
+                     powersgd_workspace_bytes(device_, matrices_),
+                     before_start_ ? before_start_->workspace_bytes() : 0});
   }
 
   void bind(void* workspace) override {
@@ -134,7 +142,8 @@ class PowerSgdCodec final : public Codec {
     }
     pack(stream, {&dense_, gradients_, p, false});
     if (with_wire_residual()) {
-      // The loss of P's encode belongs to another basis by the next step: forget it. Dense tensors keep theirs.
+      // The loss of P's encode belongs to another basis by the next step: forget it. Dense tensors keep
+      // theirs.
       fill_zero(stream, p_residual_.data(), p_residual_.bytes());
       pack(stream, {&dense_, residual_.as<float>(), p_residual_.as<float>(), false});
     }
@@ -195,11 +204,11 @@ class PowerSgdCodec final : public Codec {
   }
 
   std::string describe() const override {
-    return "powersgd rank " + std::to_string(spec_.rank) + ": " + std::to_string(matrices_.count()) + " matrices of " +
-           std::to_string(matrices_.elements()) + " elements as " +
-           std::to_string(matrices_.p_elements() + matrices_.q_elements()) + ", " + std::to_string(dense_.count()) +
-           " dense tensors of " + std::to_string(plan_.dense_elements) + "; wire " + name(spec_.wire) +
-           (spec_.error_feedback ? ", error feedback" : "");
+    return "powersgd rank " + std::to_string(spec_.rank) + ": " + std::to_string(matrices_.count()) +
+           " matrices of " + std::to_string(matrices_.elements()) + " elements as " +
+           std::to_string(matrices_.p_elements() + matrices_.q_elements()) + ", " +
+           std::to_string(dense_.count()) + " dense tensors of " + std::to_string(plan_.dense_elements) +
+           "; wire " + name(spec_.wire) + (spec_.error_feedback ? ", error feedback" : "");
   }
 
  private:
@@ -235,8 +244,9 @@ class PowerSgdCodec final : public Codec {
   MatrixTable matrices_;
   SegmentTable dense_;
   bool lossy_;
-  Buffer residual_;    // E, laid out as the bucket: of the matrices, and with a lossy wire of the dense tensors too
-  Buffer p_;           // [P | dense]
+  Buffer residual_;  // E, laid out as the bucket: of the matrices, and with a lossy wire of the dense tensors
+                     // too
+  Buffer p_;         // [P | dense]
   Buffer p_residual_;  // scratch, lossy wires only: the residual of [P | dense] while it is on the wire
   Buffer q_;           // orthonormal Q to start from
   Buffer q_sum_;       // this step's Q

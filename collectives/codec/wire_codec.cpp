@@ -40,7 +40,9 @@ class WireCodec final : public Codec {
 
 }  // namespace
 
-std::unique_ptr<Codec> make_wire_codec(const BucketContext& context) { return std::make_unique<WireCodec>(context); }
+std::unique_ptr<Codec> make_wire_codec(const BucketContext& context) {
+  return std::make_unique<WireCodec>(context);
+}
 
 std::unique_ptr<Codec> make_codec(const BucketContext& context) {
   switch (context.spec.method) {

@@ -1,4 +1,5 @@
-// The executor: every schedule and wire sums right, keeps what it rounds away, and leaves the same bits on every rank.
+// The executor: every schedule and wire sums right, keeps what it rounds away, and leaves the same bits on
+// every rank.
 #include <gtest/gtest.h>
 
 #include "collectives/executor.h"
@@ -43,7 +44,9 @@ Outcome allreduce(Device device, const Schedule& schedule, const std::vector<std
   return outcome;
 }
 
-std::vector<Schedule> schedules(int world) { return {ring(world), two_shot(world)}; }
+std::vector<Schedule> schedules(int world) {
+  return {ring(world), two_shot(world)};
+}
 
 class AllreduceTest : public ::testing::TestWithParam<Device> {
  protected:
@@ -64,7 +67,8 @@ TEST_P(AllreduceTest, Fp32SumsIntegersExactly) {
         }
         Outcome outcome = allreduce(GetParam(), schedule, inputs, {}, {.what = "test"});
         for (int r = 0; r < world; ++r) {
-          ASSERT_EQ(outcome.result[r], expected) << name(schedule.kind) << " n=" << world << " count=" << count;
+          ASSERT_EQ(outcome.result[r], expected)
+              << name(schedule.kind) << " n=" << world << " count=" << count;
         }
       }
     }
@@ -77,8 +81,8 @@ TEST_P(AllreduceTest, EveryRankEndsWithTheSameBits) {
       for (Wire wire : {Wire::fp32, Wire::bf16}) {
         std::vector<std::vector<float>> inputs;
         for (int r = 0; r < world; ++r) inputs.push_back(testing::normal(1003, 10 + r));
-        Outcome outcome =
-            allreduce(GetParam(), schedule, inputs, {}, {.what = "test", .wire = wire, .scale = 1.0f / world});
+        Outcome outcome = allreduce(GetParam(), schedule, inputs, {},
+                                    {.what = "test", .wire = wire, .scale = 1.0f / world});
         for (int r = 1; r < world; ++r) {
           ASSERT_TRUE(same_bits(outcome.result[r], outcome.result[0]))
               << name(schedule.kind) << " " << name(wire) << " n=" << world << " rank " << r;
@@ -88,7 +92,8 @@ TEST_P(AllreduceTest, EveryRankEndsWithTheSameBits) {
   }
 }
 
-// sum of (gradient + residual) == result / scale + sum of new residuals, element by element, to FP32 rounding.
+// sum of (gradient + residual) == result / scale + sum of new residuals, element by element, to FP32
+// rounding.
 TEST_P(AllreduceTest, Bf16LosesNothing) {
   for (Rounding rounding : {Rounding::nearest, Rounding::stochastic}) {
     for (int world : {2, 3, 4, 8}) {
@@ -99,8 +104,9 @@ TEST_P(AllreduceTest, Bf16LosesNothing) {
             inputs.push_back(testing::normal(count, 100 + r));
             residuals.push_back(testing::normal(count, 200 + r, 0.01f));
           }
-          Outcome outcome = allreduce(GetParam(), schedule, inputs, residuals,
-                                      {.what = "test", .wire = Wire::bf16, .rounding = {rounding, 42, nullptr, 0}});
+          Outcome outcome =
+              allreduce(GetParam(), schedule, inputs, residuals,
+                        {.what = "test", .wire = Wire::bf16, .rounding = {rounding, 42, nullptr, 0}});
           for (int64_t i = 0; i < count; ++i) {
             double before = 0, after = outcome.result[0][i], size = 0;
             for (int r = 0; r < world; ++r) {
@@ -108,7 +114,8 @@ TEST_P(AllreduceTest, Bf16LosesNothing) {
               after += outcome.residual[r][i];
               size += std::abs(inputs[r][i]) + std::abs(residuals[r][i]);
             }
-            ASSERT_NEAR(after, before, 1e-6 * size) << name(schedule.kind) << " n=" << world << " element " << i;
+            ASSERT_NEAR(after, before, 1e-6 * size)
+                << name(schedule.kind) << " n=" << world << " element " << i;
           }
         }
       }

@@ -20,7 +20,8 @@ namespace gradwire::testing {
 
 using namespace std::chrono_literals;
 
-// Rethrows the first rank's error after all have ended; a rank that throws aborts the group, as the trainer does.
+// Rethrows the first rank's error after all have ended; a rank that throws aborts the group, as the trainer
+// does.
 inline void run_ranks(int world, Device device, std::chrono::milliseconds timeout,
                       const std::function<void(Communicator&)>& body) {
   auto group = Communicator::create_local(std::vector<Device>(world, device), timeout);
@@ -55,7 +56,8 @@ inline std::vector<float> normal(int64_t count, uint32_t seed, float scale = 1.0
 }
 
 inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
+  return a.size() == b.size() &&
+         (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
 }
 
 inline double norm(const std::vector<double>& x) {

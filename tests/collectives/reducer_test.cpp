@@ -1,0 +1,377 @@
+// The reducer, through every compression spec: nothing is lost over many steps, ranks stay bit-identical,
+// hard gradients stay contained, and what is wrong is said.
+#include "collectives/reducer.h"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+#include "kernels/error.h"
+#include "tests/collectives/group.h"
+
+namespace gradwire {
+namespace {
+
+using testing::norm;
+using testing::normal;
+using testing::run_ranks;
+using testing::same_bits;
+
+// Tensors of odd shapes: vectors, matrices worth compressing and not, a 4-D convolution, a scalar, an empty
+// one.
+std::vector<GradientTensor> model() {
+  return {{"bias", {37}},          {"tall", {129, 31}}, {"wide", {17, 203}},
+          {"tiny", {3, 3}},        {"scalar", {}},      {"empty", {0, 5}},
+          {"conv", {24, 3, 5, 5}}, {"one", {1}},        {"square", {64, 64}}};
+}
+
+int64_t count_of(const GradientTensor& t) {
+  return std::accumulate(t.shape.begin(), t.shape.end(), int64_t{1}, std::multiplies<>());
+}
+
+// One rank's side of the test: a reducer and a stream to produce and consume gradients on.
+struct Rank {
+  Rank(Communicator& comm, const std::string& spec, std::vector<GradientTensor> tensors, int64_t bucket_bytes)
+      : tensors(std::move(tensors)),
+        stream(Stream::create(comm.device(), "compute")),
+        reducer(comm, CompressionSpec::parse(spec), this->tensors,
+                {.bucket_bytes = bucket_bytes, .seed = 5}) {}
+
+  // Writes each tensor's gradient, marks it ready, waits, and returns the averaged flat gradient.
+  std::vector<float> step(const std::vector<std::vector<float>>& gradients) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      copy(stream, reducer.gradient(static_cast<int>(i)), gradients[i].data(),
+           gradients[i].size() * sizeof(float));
+      reducer.ready(static_cast<int>(i), stream);
+    }
+    reducer.wait(stream);
+    return to_host(stream, reducer.gradients().as<const float>(), reducer.elements());
+  }
+
+  // The residual of every element, laid out as the flat gradient; zero where nothing is kept.
+  std::vector<float> residual() {
+    std::vector<float> all;
+    for (const CodecState& s : reducer.state()) {
+      if (s.name.ends_with("/residual")) {
+        auto part = to_host(stream, static_cast<const float*>(s.data), s.count);
+        all.insert(all.end(), part.begin(), part.end());
+      }
+    }
+    all.resize(static_cast<size_t>(reducer.elements()));
+    return all;
+  }
+
+  std::vector<GradientTensor> tensors;
+  Stream stream;
+  Reducer reducer;
+};
+
+std::vector<std::vector<float>> gradients_for(const std::vector<GradientTensor>& tensors, uint32_t seed) {
+  std::vector<std::vector<float>> gradients;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    gradients.push_back(normal(count_of(tensors[i]), seed * 1000 + static_cast<uint32_t>(i)));
+  }
+  return gradients;
+}
+
+// The same, laid out as the reducer's flat buffer.
+std::vector<float> flat(const Rank& rank, const std::vector<std::vector<float>>& gradients) {
+  std::vector<float> all(static_cast<size_t>(rank.reducer.elements()), 0.0f);
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    std::copy(gradients[i].begin(), gradients[i].end(),
+              all.begin() + rank.reducer.offset(static_cast<int>(i)));
+  }
+  return all;
+}
+
+std::string case_name(const ::testing::TestParamInfo<std::tuple<Device, const char*, int>>& info) {
+  auto [device, spec, world] = info.param;
+  std::string text = device.name() + "_" + spec + "_n" + std::to_string(world);
+  for (char& c : text) {
+    if (!std::isalnum(static_cast<unsigned char>(c))) c = '_';
+  }
+  return text;
+}
+
+class EverySpec : public ::testing::TestWithParam<std::tuple<Device, const char*, int>> {};
+
+// Conservation: what went in over all ranks and steps is what was applied plus what the residuals hold. Also
+// checks, since it has everything at hand, that all ranks hold the same bits after every step.
+TEST_P(EverySpec, NothingIsLostOver100StepsAndRanksStayIdentical) {
+  auto [device, spec, world] = GetParam();
+  constexpr int kSteps = 100;
+  std::vector<std::vector<double>> input(world), applied(world);
+  std::vector<std::vector<float>> last(world), residual(world), first_result(world), first_residual(world);
+  run_ranks(world, device, [&, world = world, spec = spec](Communicator& comm) {
+    int r = comm.rank();
+    Rank rank(comm, spec, model(), 16 << 10);
+    EXPECT_GE(rank.reducer.buckets(), world > 1 ? 2 : 0);
+    input[r].assign(static_cast<size_t>(rank.reducer.elements()), 0.0);
+    applied[r] = input[r];
+    for (int s = 0; s < kSteps; ++s) {
+      auto gradients = gradients_for(rank.tensors, static_cast<uint32_t>(s * world + r + 1));
+      auto in = flat(rank, gradients);
+      last[r] = rank.step(gradients);
+      for (size_t i = 0; i < in.size(); ++i) input[r][i] += in[i], applied[r][i] += last[r][i];
+      if (s == 0) {
+        first_result[r] = last[r];
+        first_residual[r] = rank.residual();
+      }
+    }
+    residual[r] = rank.residual();
+  });
+  auto violation = [&](const auto& result, const auto& kept, const std::vector<std::vector<double>>& in) {
+    std::vector<double> difference(result.size()), size(result.size());
+    for (size_t i = 0; i < result.size(); ++i) {
+      difference[i] = double{result[i]} * world;
+      for (int r = 0; r < world; ++r) {
+        difference[i] += kept[r][i] - in[r][i];
+        size[i] += std::abs(in[r][i]);
+      }
+    }
+    return norm(difference) / norm(size);
+  };
+  std::vector<std::vector<double>> first_input;
+  for (int r = 0; r < world; ++r) {
+    // The gaps between tensors are zero in the input, so they must be in the result.
+    auto gradients = gradients_for(model(), static_cast<uint32_t>(r + 1));
+    std::vector<double> in;
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      in.insert(in.end(), gradients[i].begin(), gradients[i].end());
+      while (in.size() % 4 != 0) in.push_back(0);
+    }
+    first_input.push_back(in);
+    EXPECT_TRUE(same_bits(last[r], last[0])) << "rank " << r << " differs from rank 0";
+  }
+  EXPECT_LT(violation(first_result[0], first_residual, first_input), 1e-6);
+  EXPECT_LT(violation(applied[0], residual, input), 1e-5);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Over, EverySpec,
+    ::testing::Combine(::testing::ValuesIn(available_devices()),
+                       ::testing::Values("fp32:schedule=ring", "fp32:schedule=two_shot", "bf16:schedule=ring",
+                                         "bf16:schedule=two_shot", "bf16:round=stochastic,schedule=ring",
+                                         "bf16:round=stochastic,schedule=two_shot",
+                                         "powersgd:rank=1,schedule=ring", "powersgd:rank=4,schedule=two_shot",
+                                         "powersgd:rank=2,schedule=ring",
+                                         "powersgd:rank=4,wire=bf16,schedule=ring",
+                                         "powersgd:rank=3,wire=bf16,schedule=two_shot",
+                                         "powersgd:rank=4,warm=off", "powersgd:rank=4,start=50",
+                                         "powersgd:rank=64,min_ratio=0.1"),
+                       ::testing::Values(1, 2, 3, 4, 5, 6, 7, 8)),
+    case_name);
+
+class HardGradients : public ::testing::TestWithParam<Device> {};
+
+// Rank 1 and 2 are where torch's hook turns a zero gradient into NaN for ever.
+TEST_P(HardGradients, AZeroFirstGradientIsNeitherNanNorStuckAtZero) {
+  for (const char* spec :
+       {"powersgd:rank=1", "powersgd:rank=2", "powersgd:rank=4", "powersgd:rank=4,wire=bf16", "bf16"}) {
+    run_ranks(3, GetParam(), [&](Communicator& comm) {
+      Rank rank(comm, spec, model(), 1 << 20);
+      auto zeros = gradients_for(rank.tensors, 1);
+      for (auto& g : zeros) std::fill(g.begin(), g.end(), 0.0f);
+      for (int s = 0; s < 3; ++s) {
+        for (float v : rank.step(zeros)) ASSERT_EQ(v, 0.0f) << spec;
+      }
+      // Now the same gradient every step: error feedback must bring all of it out in time.
+      auto gradients = gradients_for(rank.tensors, 7);  // the same on every rank
+      auto wanted = flat(rank, gradients);
+      std::vector<double> applied(wanted.size(), 0.0), difference(wanted.size());
+      constexpr int kSteps = 60;
+      for (int s = 0; s < kSteps; ++s) {
+        auto result = rank.step(gradients);
+        for (size_t i = 0; i < result.size(); ++i) {
+          ASSERT_TRUE(std::isfinite(result[i])) << spec;
+          applied[i] += result[i];
+        }
+      }
+      double size = norm(std::vector<double>(wanted.begin(), wanted.end()));
+      for (size_t i = 0; i < wanted.size(); ++i) difference[i] = applied[i] / kSteps - wanted[i];
+      EXPECT_LT(norm(difference) / size, 0.6) << spec;
+      for (int t : {1, 2, 6, 8}) {  // each compressed matrix moved, not just the vectors
+        double moved = 0;
+        for (int64_t i = 0; i < count_of(rank.tensors[t]); ++i)
+          moved += std::abs(applied[rank.reducer.offset(t) + i]);
+        EXPECT_GT(moved, 0.0) << spec << " " << rank.tensors[t].name;
+      }
+    });
+  }
+}
+
+TEST_P(HardGradients, AFrozenLayerStaysZeroAndDisturbsNobody) {
+  for (const char* spec : {"powersgd:rank=2", "powersgd:rank=4,wire=bf16", "bf16"}) {
+    run_ranks(2, GetParam(), [&](Communicator& comm) {
+      Rank rank(comm, spec, model(), 1 << 20);
+      for (int s = 0; s < 10; ++s) {
+        auto gradients = gradients_for(rank.tensors, static_cast<uint32_t>(s * 2 + comm.rank()));
+        std::fill(gradients[2].begin(), gradients[2].end(), 0.0f);
+        auto result = rank.step(gradients);
+        for (float v : result) ASSERT_TRUE(std::isfinite(v));
+        for (int64_t i = 0; i < count_of(rank.tensors[2]); ++i)
+          ASSERT_EQ(result[rank.reducer.offset(2) + i], 0.0f);
+      }
+    });
+  }
+}
+
+// A NaN of one rank reaches that tensor's result on every rank, and nothing else, and is gone in the next
+// step.
+TEST_P(HardGradients, ANanIsSeenOnceAndContained) {
+  for (float poison : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+    for (const char* spec : {"fp32", "bf16", "bf16:schedule=ring", "powersgd:rank=1", "powersgd:rank=4",
+                             "powersgd:rank=4,wire=bf16", "powersgd:rank=4,schedule=ring"}) {
+      for (int victim : {0, 1, 2, 6}) {
+        run_ranks(3, GetParam(), [&](Communicator& comm) {
+          Rank rank(comm, spec, model(), 1 << 20);
+          for (int s = 0; s < 4; ++s) {
+            auto gradients = gradients_for(rank.tensors, static_cast<uint32_t>(s * 3 + comm.rank()));
+            if (s == 1 && comm.rank() == 1) gradients[victim][5] = poison;
+            auto result = rank.step(gradients);
+            for (size_t t = 0; t < rank.tensors.size(); ++t) {
+              bool finite = true;
+              for (int64_t i = 0; i < count_of(rank.tensors[t]); ++i) {
+                finite &= std::isfinite(result[rank.reducer.offset(static_cast<int>(t)) + i]);
+              }
+              EXPECT_EQ(finite, !(s == 1 && static_cast<int>(t) == victim))
+                  << spec << " tensor " << rank.tensors[t].name << " step " << s;
+            }
+            for (const CodecState& state : rank.reducer.state()) {
+              for (float v : to_host(rank.stream, static_cast<const float*>(state.data), state.count)) {
+                ASSERT_TRUE(std::isfinite(v)) << spec << " " << state.name << " step " << s;
+              }
+            }
+          }
+        });
+      }
+    }
+  }
+}
+
+TEST_P(HardGradients, HugeGradientsSurviveTheWire) {
+  for (const char* spec : {"bf16", "bf16:schedule=ring"}) {
+    run_ranks(2, GetParam(), [&](Communicator& comm) {
+      Rank rank(comm, spec, {{"huge", {100}}}, 1 << 20);
+      std::vector<std::vector<float>> gradients{std::vector<float>(100, 3.4e38f)};
+      if (comm.rank() == 1) gradients[0].assign(100, -1.7e38f);
+      for (float v : rank.step(gradients)) ASSERT_TRUE(std::isfinite(v)) << spec;
+    });
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(On, HardGradients, ::testing::ValuesIn(available_devices()), [](const auto& info) {
+  return info.param.is_host() ? std::string("host") : "cuda" + std::to_string(info.param.index);
+});
+
+TEST(Reducer, SameSeedGivesTheSameBits) {
+  for (const char* spec : {"bf16:round=stochastic", "powersgd:rank=2,wire=bf16,round=stochastic"}) {
+    std::vector<float> results[2];
+    for (auto& result : results) {
+      run_ranks(3, Device::host(), [&](Communicator& comm) {
+        Rank rank(comm, spec, model(), 16 << 10);
+        std::vector<float> last;
+        for (int s = 0; s < 5; ++s)
+          last = rank.step(gradients_for(rank.tensors, static_cast<uint32_t>(3 * s + comm.rank())));
+        if (comm.rank() == 0) result = last;
+      });
+    }
+    EXPECT_TRUE(same_bits(results[0], results[1])) << spec;
+  }
+}
+
+TEST(Reducer, BucketsDoNotChangeFp32Results) {
+  std::vector<std::vector<float>> results;
+  for (int64_t bucket_bytes : {1, 4 << 10, 1 << 30}) {
+    run_ranks(2, Device::host(), [&](Communicator& comm) {
+      Rank rank(comm, "fp32", model(), bucket_bytes);
+      auto result = rank.step(gradients_for(rank.tensors, static_cast<uint32_t>(comm.rank())));
+      if (comm.rank() == 0) results.push_back(result);
+    });
+  }
+  EXPECT_TRUE(same_bits(results[0], results[1]) && same_bits(results[0], results[2]));
+}
+
+TEST(Reducer, OrderOfReadinessMayDifferBetweenRanks) {
+  run_ranks(3, Device::host(), [&](Communicator& comm) {
+    Rank rank(comm, "bf16", model(), 1 << 10);
+    auto gradients = gradients_for(rank.tensors, 3);
+    std::vector<int> order(rank.tensors.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), std::mt19937(static_cast<uint32_t>(comm.rank())));
+    for (int i : order) {
+      copy(rank.stream, rank.reducer.gradient(i), gradients[i].data(), gradients[i].size() * sizeof(float));
+      rank.reducer.ready(i, rank.stream);
+    }
+    rank.reducer.wait(rank.stream);
+    auto result = to_host(rank.stream, rank.reducer.gradients().as<const float>(), rank.reducer.elements());
+    auto wanted = flat(rank, gradients);
+    for (size_t i = 0; i < wanted.size(); ++i)
+      ASSERT_NEAR(result[i], wanted[i], 0.01 * std::abs(wanted[i]) + 1e-6);
+  });
+}
+
+TEST(Reducer, AWorldOfOneLeavesGradientsAlone) {
+  auto comm = Communicator::create_single(Device::host());
+  Rank rank(*comm, "powersgd:rank=1", model(), 1 << 20);
+  auto gradients = gradients_for(rank.tensors, 3);
+  EXPECT_TRUE(same_bits(rank.step(gradients), flat(rank, gradients)));
+  EXPECT_EQ(rank.reducer.buckets(), 0);
+  EXPECT_EQ(rank.reducer.extra_bytes(), 0);
+  EXPECT_EQ(comm->bytes_sent(), 0u);
+}
+
+TEST(Reducer, WireBytesAreMeasuredAndFall) {
+  std::vector<GradientTensor> tensors{{"weight", {256, 256}}, {"bias", {256}}};
+  auto measure = [&](const char* spec) {
+    ReducerStats stats;
+    run_ranks(4, Device::host(), [&](Communicator& comm) {
+      Rank rank(comm, spec, tensors, 25 << 20);
+      rank.step(gradients_for(tensors, 1));
+      rank.step(gradients_for(tensors, 2));
+      if (comm.rank() == 0) {
+        stats = rank.reducer.stats(1);
+        EXPECT_EQ(rank.reducer.stats(0).wire_bytes, stats.wire_bytes);
+        EXPECT_GT(stats.comm_ms, 0.0);
+        EXPECT_GE(stats.exposed_comm_ms, 0.0);
+        EXPECT_THROW(rank.reducer.stats(2), BadInput);
+      }
+    });
+    return stats;
+  };
+  ReducerStats fp32 = measure("fp32"), bf16 = measure("bf16"), powersgd = measure("powersgd:rank=4");
+  EXPECT_EQ(fp32.wire_bytes, fp32.dense_bytes);
+  EXPECT_EQ(fp32.wire_bytes, 2u * 3 * (256 * 256 + 256) / 4 * 4);
+  EXPECT_EQ(bf16.wire_bytes * 2, fp32.wire_bytes);
+  EXPECT_EQ(bf16.dense_bytes, fp32.dense_bytes);
+  EXPECT_EQ(powersgd.wire_bytes, 2u * 3 * (512 * 4 + 256) / 4 * 4);
+}
+
+TEST(Reducer, ForgottenAndRepeatedGradientsAreNamed) {
+  run_ranks(2, Device::host(), [&](Communicator& comm) {
+    Rank rank(comm, "fp32", {{"first", {4}}, {"second", {4}}}, 1 << 20);
+    rank.reducer.ready(0, rank.stream);
+    try {
+      rank.reducer.wait(rank.stream);
+      ADD_FAILURE() << "wait() accepted a missing gradient";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("'second'"), std::string::npos) << error.what();
+    }
+    EXPECT_THROW(rank.reducer.ready(0, rank.stream), Error);
+    EXPECT_THROW(rank.reducer.ready(2, rank.stream), BadInput);
+  });
+}
+
+TEST(Reducer, ARankThatDiesFailsTheOthersInsteadOfHangingThem) {
+  EXPECT_THROW(run_ranks(4, Device::host(), std::chrono::milliseconds(20'000),
+                         [&](Communicator& comm) {
+                           Rank rank(comm, "bf16:schedule=ring", model(), 1 << 12);
+                           rank.step(gradients_for(rank.tensors, 1));
+                           if (comm.rank() == 2) throw Error("planted failure");
+                           for (int s = 0; s < 100; ++s) rank.step(gradients_for(rank.tensors, 1));
+                         }),
+               Error);
+}
+
+}  // namespace
+}  // namespace gradwire
