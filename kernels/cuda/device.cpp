@@ -88,6 +88,9 @@ std::string unavailable_reason() {
   cudaError_t status = cudaGetDeviceCount(&count);
   if (status == cudaSuccess) return count == 0 ? "the driver reports no device" : "";
   cudaGetLastError();
+  // Without a driver CUDA speaks of an insufficient one, which sends people looking for the wrong thing.
+  int driver = 0;
+  if (cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0) return "no NVIDIA driver is installed";
   return cudaGetErrorString(status);
 }
 

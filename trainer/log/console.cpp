@@ -160,7 +160,7 @@ std::string summary_line(const RunSummary& summary) {
 
 std::string compare_table(const std::vector<ComparedRun>& runs) {
   std::vector<std::vector<std::string>> rows{{"compression", "test accuracy", "final loss", "step ms",
-                                              "images/s", "sent per step", "ratio", "waited ms"}};
+                                              "images/s", "sent per step", "ratio", "exposed comm ms"}};
   for (const ComparedRun& run : runs) {
     const RunSummary& s = run.summary;
     rows.push_back({run.compression, percent(s.test_accuracy), format("%.4f", s.final_loss),

@@ -1,0 +1,252 @@
+#include "trainer/cli/cli.h"
+
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <cstdio>
+#include <exception>
+#include <filesystem>
+#include <new>
+
+#include "kernels/error.h"
+#include "trainer/cli/doctor.h"
+#include "trainer/cli/launcher.h"
+#include "trainer/cli/options.h"
+#include "trainer/log/console.h"
+#include "trainer/log/run_log.h"
+#include "trainer/log/summary.h"
+#include "trainer/run.h"
+
+namespace gradwire {
+namespace {
+
+constexpr int kDone = 0, kFailed = 1, kBadInput = 2;
+
+// One line, whatever the text was made of.
+int report(const char* text, int code) {
+  std::string line = text;
+  for (char& c : line) {
+    if (c == '\n' || c == '\r') c = ' ';
+  }
+  while (!line.empty() && line.back() == ' ') line.pop_back();
+  std::fflush(stdout);
+  std::fprintf(stderr, "gradwire: %s\n", line.c_str());
+  return code;
+}
+
+void add_run_options(CLI::App& command, Options& o) {
+  command.option_defaults()->always_capture_default();
+  command.add_option("--model", o.model, "vit_tiny, vit_s_16, vit_b_16, vit_b_32, vit_l_16 or vit_l_32")
+      ->group("Model");
+  command.add_option("--image-size", o.image_size, "Side of the square images")->group("Model");
+  command.add_option("--patch", o.patch, "Side of a patch; divides the image size")->group("Model");
+  command.add_option("--width", o.width, "Width of the encoder")->group("Model");
+  command.add_option("--depth", o.depth, "Encoder layers")->group("Model");
+  command.add_option("--heads", o.heads, "Attention heads; divide the width")->group("Model");
+  command.add_option("--mlp", o.mlp, "Width of the MLP's hidden layer")->group("Model");
+  command.add_option("--data", o.data, "fashion-mnist[:DIR], cifar10:DIR or synthetic[:N]")->group("Data");
+  command.add_option("--ranks", o.ranks, "Ranks in this process, a thread each")->group("Ranks");
+  command.add_option("--device", o.device, "auto, host or cuda")->group("Ranks");
+  command.add_option("--timeout-s", o.timeout_s, "How long a rank waits for a peer")->group("Ranks");
+  command.add_option("--bucket-mb", o.bucket_mb, "Size of a gradient bucket")->group("Ranks");
+  command.add_option("--batch-size", o.batch_size, "Images per rank and step")->group("Training");
+  command.add_option("--accumulate", o.accumulate, "Batches per step, gradients averaged")->group("Training");
+  command.add_option("--epochs", o.epochs, "Passes over the training set (default: 3)")->group("Training");
+  command.add_option("--steps", o.steps, "Optimizer steps, instead of --epochs")->group("Training");
+  command.add_option("--optimizer", o.optimizer, "sgd or adamw")->group("Training");
+  command.add_option("--lr", o.lr, "Peak learning rate (default: 1e-3 for adamw, 0.05 for sgd)")
+      ->group("Training");
+  command
+      .add_option("--warmup", o.warmup,
+                  "Steps of linear warm-up; then a cosine to 0 (default: a tenth, at most an epoch)")
+      ->group("Training");
+  command.add_option("--momentum", o.momentum, "Of sgd (default: 0.9)")->group("Training");
+  command.add_option("--weight-decay", o.weight_decay, "(default: 0.01 for adamw, 0 for sgd)")
+      ->group("Training");
+  command.add_option("--precision", o.precision, "fp32 or tf32 (CUDA)")->group("Training");
+  command.add_option("--seed", o.seed, "Of weights, shuffling and rounding")->group("Training");
+  command.add_option("--eval-every", o.eval_every, "Epochs between evaluations; 0: never")->group("Training");
+  command.add_option("--eval-batch-size", o.eval_batch_size, "Images per rank in evaluation")
+      ->group("Training");
+  command.add_option("--log-every", o.log_every, "Off a terminal: steps between lines")->group("Output");
+  command
+      .add_flag("--dry-run", o.dry_run, "Check everything, print the resolved configuration, do not train")
+      ->group("Output");
+}
+
+void say(const std::string& text) {
+  std::printf("%s\n", text.c_str());
+  std::fflush(stdout);
+}
+
+void say_start(const Resolved& run, const std::optional<Launch>& launch) {
+  say(run.device_line);
+  if (launch) say("Launcher: " + launch->launcher + " with one process (" + launch->variables + ")");
+  for (const std::string& note : run.notes) say(note);
+  const Dataset& train = run.data.train;
+  say("Data: " + run.config.data.to_string() + ", " + human_count(static_cast<double>(train.count())) +
+      " training and " + human_count(static_cast<double>(run.data.test.count())) + " test images of " +
+      std::to_string(train.channels) + "x" + std::to_string(train.height) + "x" +
+      std::to_string(train.width));
+}
+
+// Hands each record to several observers, in order.
+class Fan final : public RunObserver {
+ public:
+  explicit Fan(std::vector<RunObserver*> observers) : observers_(std::move(observers)) {}
+  void on_run(const RunInfo& info) override {
+    for (auto* observer : observers_) observer->on_run(info);
+  }
+  void on_step(const StepRecord& step) override {
+    for (auto* observer : observers_) observer->on_step(step);
+  }
+  void on_eval(const EvalRecord& eval) override {
+    for (auto* observer : observers_) observer->on_eval(eval);
+  }
+
+ private:
+  std::vector<RunObserver*> observers_;
+};
+
+RunSummary run_once(const Resolved& run, const TrainConfig& config, const std::string& log_path,
+                    int64_t log_every) {
+  Summarizer summarizer;
+  std::unique_ptr<RunLog> log;
+  std::vector<RunObserver*> observers;
+  if (!log_path.empty()) {
+    log = std::make_unique<RunLog>(log_path, config, run.data);
+    observers.push_back(log.get());  // first: what a person sees is already safe in the file
+  }
+  observers.push_back(&summarizer);
+  auto start = std::chrono::steady_clock::now();
+  {
+    Console console(config, {stdout, isatty(STDOUT_FILENO) == 1, log_every});
+    observers.push_back(&console);
+    Fan fan(observers);
+    run_training(config, run.data, fan);
+  }
+  RunSummary summary =
+      summarizer.summary(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  if (log) log->write_summary(summary);
+  say(summary_line(summary));
+  return summary;
+}
+
+int train(const Options& options) {
+  std::optional<Launch> launch = check_launcher();
+  if (!options.log.empty()) check_writable(options.log);
+  Resolved run = resolve(options);
+  say_start(run, launch);
+  if (options.dry_run) {
+    say(config_text(run.config));
+    return kDone;
+  }
+  run_once(run, run.config, options.log, options.log_every);
+  return kDone;
+}
+
+// demo/compare.json -> demo/compare.2.jsonl
+std::string run_log_path(const std::string& json_path, size_t index) {
+  std::filesystem::path path = json_path;
+  path.replace_extension(std::to_string(index) + ".jsonl");
+  return path.string();
+}
+
+int compare(const Options& options) {
+  std::optional<Launch> launch = check_launcher();
+  Resolved run = resolve(options);
+  if (!options.json.empty()) {
+    check_writable(options.json);
+    for (size_t i = 0; i < run.compressions.size(); ++i) check_writable(run_log_path(options.json, i));
+  }
+  say_start(run, launch);
+  if (options.dry_run) {
+    for (const CompressionSpec& spec : run.compressions) {
+      run.config.compression = spec;
+      say(config_text(run.config));
+    }
+    return kDone;
+  }
+  std::vector<ComparedRun> runs;
+  for (size_t i = 0; i < run.compressions.size(); ++i) {
+    TrainConfig config = run.config;
+    config.compression = run.compressions[i];
+    say("\n[" + std::to_string(i + 1) + "/" + std::to_string(run.compressions.size()) + "] " +
+        config.compression.to_string());
+    std::string log_path = options.json.empty() ? "" : run_log_path(options.json, i);
+    RunSummary summary = run_once(run, config, log_path, options.log_every);
+    runs.push_back({config.compression.to_string(), summary, config.ranks(),
+                    config.devices[0].is_host() ? "host" : "cuda"});
+  }
+  if (!options.json.empty()) write_file_atomically(options.json, compare_document(runs));
+  say("\n" + run.config.model.name + " on " + run.config.data.to_string() + ", " +
+      std::to_string(run.config.ranks()) + (run.config.ranks() == 1 ? " rank" : " ranks") + ", " +
+      std::to_string(run.config.steps) + " steps; steps and bytes are medians, bytes per rank\n");
+  say(compare_table(runs));
+  return kDone;
+}
+
+int parse_and_run(int argc, char** argv) {
+  CLI::App app{
+      "Trains vision transformers with compressed gradients, and shows what the compression cost and saved.",
+      "gradwire"};
+  app.set_version_flag("--version", "gradwire " GRADWIRE_VERSION);
+  app.require_subcommand(1);
+
+  Options options;
+  std::string compression;
+  CLI::App* train_command = app.add_subcommand("train", "Train a model");
+  add_run_options(*train_command, options);
+  CLI::Option* given_compression =
+      train_command->add_option("--compression", compression, "Compression spec (default: fp32)")
+          ->group("Ranks");
+  train_command->add_option("--log", options.log, "Write records to this file, one JSON object per line")
+      ->group("Output");
+
+  CLI::App* compare_command = app.add_subcommand(
+      "compare", "Train once per --compression, everything else the same, and print one table");
+  add_run_options(*compare_command, options);
+  compare_command->add_option("--compression", options.compression, "Compression spec; one run for each")
+      ->required()
+      ->expected(1)
+      ->take_all()
+      ->group("Ranks");
+  compare_command
+      ->add_option("--json", options.json,
+                   "Write the table to FILE, and each run's records next to it (FILE's stem.N.jsonl)")
+      ->group("Output");
+
+  CLI::App* doctor_command = app.add_subcommand("doctor", "Show devices, versions, and what is off and why");
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& success) {
+    return app.exit(success);  // --help, --version
+  } catch (const CLI::ParseError& error) {
+    return report((std::string(error.what()) + "; see gradwire --help").c_str(), kBadInput);
+  }
+  if (doctor_command->parsed()) {
+    std::fputs(doctor_report().c_str(), stdout);
+    return kDone;
+  }
+  if (compare_command->parsed()) return compare(options);
+  if (given_compression->count() > 0) options.compression = {compression};
+  return train(options);
+}
+
+}  // namespace
+
+int cli_main(int argc, char** argv) {
+  try {
+    return parse_and_run(argc, argv);
+  } catch (const BadInput& error) {
+    return report(error.what(), kBadInput);
+  } catch (const std::bad_alloc&) {
+    return report("out of host memory", kFailed);
+  } catch (const std::exception& error) {
+    return report(error.what(), kFailed);
+  }
+}
+
+}  // namespace gradwire

@@ -1,0 +1,167 @@
+#include "trainer/cli/options.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/error.h"
+#include "kernels/thread_pool.h"
+
+namespace gradwire {
+namespace {
+
+std::string number(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", value);
+  return text;
+}
+
+void check_range(const char* flag, double value, double least, double most) {
+  if (!(value >= least) || !(value <= most)) {
+    throw BadInput(std::string(flag) + " " + number(value) + " is not from " + number(least) + " to " +
+                   number(most));
+  }
+}
+
+void check_ranges(const Options& o) {
+  check_range("--ranks", o.ranks, 1, 1024);
+  check_range("--batch-size", static_cast<double>(o.batch_size), 1, 1 << 20);
+  check_range("--accumulate", static_cast<double>(o.accumulate), 1, 1 << 20);
+  check_range("--bucket-mb", static_cast<double>(o.bucket_mb), 1, 1 << 20);
+  if (o.epochs && o.steps) throw BadInput("--epochs and --steps were both given; give one of them");
+  if (o.epochs && !(*o.epochs > 0 && *o.epochs <= 1e6)) {
+    throw BadInput("--epochs " + number(*o.epochs) + " is not above 0 and at most 1e+06");
+  }
+  if (o.steps) check_range("--steps", static_cast<double>(*o.steps), 1, 1e9);
+  if (o.lr) check_range("--lr", *o.lr, 0, 1e6);
+  if (o.weight_decay) check_range("--weight-decay", *o.weight_decay, 0, 1e6);
+  if (o.momentum) check_range("--momentum", *o.momentum, 0, 1);
+  if (o.warmup) check_range("--warmup", static_cast<double>(*o.warmup), 0, 1e9);
+  check_range("--timeout-s", o.timeout_s, 0.001, 1e6);
+  check_range("--eval-every", static_cast<double>(o.eval_every), 0, 1e6);
+  check_range("--eval-batch-size", static_cast<double>(o.eval_batch_size), 1, 1 << 20);
+  check_range("--log-every", static_cast<double>(o.log_every), 1, 1e9);
+}
+
+template <typename T>
+T choose(const char* flag, const std::string& value,
+         std::initializer_list<std::pair<const char*, T>> choices) {
+  std::string legal;
+  for (const auto& [word, result] : choices) {
+    if (value == word) return result;
+    legal += (legal.empty() ? "" : ", ") + std::string(word);
+  }
+  throw BadInput(std::string(flag) + " '" + value + "' is not one of " + legal);
+}
+
+VitConfig resolve_model(const Options& o) {
+  VitConfig model = named_model(o.model);
+  auto override_with = [](int32_t& field, const std::optional<int32_t>& given) {
+    if (given) field = *given;
+  };
+  override_with(model.image, o.image_size);
+  override_with(model.patch, o.patch);
+  override_with(model.width, o.width);
+  override_with(model.depth, o.depth);
+  override_with(model.heads, o.heads);
+  override_with(model.mlp, o.mlp);
+  return model;
+}
+
+void resolve_devices(const Options& o, Resolved& out) {
+  enum class Choice { automatic, host, cuda };
+  Choice choice = choose<Choice>(
+      "--device", o.device, {{"auto", Choice::automatic}, {"host", Choice::host}, {"cuda", Choice::cuda}});
+  int gpus = choice == Choice::host ? 0 : cuda_device_count();
+  if (choice == Choice::cuda && gpus == 0) {
+    throw BadInput("--device cuda: " + cuda_unavailable_reason() +
+                   "; use --device host, or see gradwire doctor");
+  }
+  std::string ranks = std::to_string(o.ranks) + (o.ranks == 1 ? " rank" : " ranks");
+  if (gpus == 0) {
+    out.config.devices.assign(static_cast<size_t>(o.ranks), Device::host());
+    int threads = host_threads();
+    out.device_line =
+        "Device: host, " + std::to_string(threads) + (threads == 1 ? " thread, " : " threads, ") + ranks;
+    if (choice == Choice::automatic) out.device_line += " (no GPU: " + cuda_unavailable_reason() + ")";
+    return;
+  }
+  for (int r = 0; r < o.ranks; ++r) out.config.devices.push_back(Device::cuda(r % gpus));
+  out.device_line = "Device: cuda, " + ranks + " on " + std::to_string(std::min(gpus, o.ranks)) + " of " +
+                    std::to_string(gpus) + (gpus == 1 ? " GPU" : " GPUs");
+  if (o.ranks > gpus) out.device_line += ", several ranks share one";
+}
+
+// How many optimizer steps an epoch has; throws when not even one.
+int64_t steps_per_epoch(const TrainConfig& config, const Dataset& train) {
+  int64_t per_rank = train.count() / config.ranks();
+  int64_t wanted = config.batch_size * config.accumulate;
+  if (wanted > per_rank) {
+    std::string remedy =
+        per_rank / config.accumulate < 1
+            ? "use fewer ranks or more images"
+            : "use --batch-size " + std::to_string(per_rank / config.accumulate) + " or less";
+    std::string accumulated =
+        config.accumulate == 1 ? "" : " times --accumulate " + std::to_string(config.accumulate);
+    throw BadInput("--batch-size " + std::to_string(config.batch_size) + accumulated +
+                   " is larger than a rank's shard: the " + std::to_string(train.count()) +
+                   " training images of " + train.name + " are " + std::to_string(per_rank) +
+                   " for each of " + std::to_string(config.ranks()) + " ranks; " + remedy);
+  }
+  return train.count() / config.global_batch();
+}
+
+}  // namespace
+
+Resolved resolve(const Options& o) {
+  Resolved out;
+  TrainConfig& config = out.config;
+  check_ranges(o);
+  config.model = resolve_model(o);
+  config.data = DataSpec::parse(o.data);
+  for (const std::string& spec : o.compression) out.compressions.push_back(CompressionSpec::parse(spec));
+  if (out.compressions.empty()) out.compressions.push_back(CompressionSpec::parse("fp32"));
+  config.compression = out.compressions[0];
+  config.optimizer = choose<OptimizerKind>("--optimizer", o.optimizer,
+                                           {{"sgd", OptimizerKind::sgd}, {"adamw", OptimizerKind::adamw}});
+  config.precision =
+      choose<Precision>("--precision", o.precision, {{"fp32", Precision::fp32}, {"tf32", Precision::tf32}});
+  bool adamw = config.optimizer == OptimizerKind::adamw;
+  if (adamw && o.momentum) throw BadInput("--momentum is for --optimizer sgd; adamw has its betas");
+  config.lr = o.lr.value_or(adamw ? 1e-3 : 0.05);
+  config.momentum = o.momentum.value_or(0.9);
+  config.weight_decay = o.weight_decay.value_or(adamw ? 0.01 : 0.0);
+  config.bucket_mb = o.bucket_mb;
+  config.batch_size = o.batch_size;
+  config.accumulate = o.accumulate;
+  config.seed = o.seed;
+  config.timeout_s = o.timeout_s;
+  config.eval_every = o.eval_every;
+  config.eval_batch_size = o.eval_batch_size;
+  resolve_devices(o, out);
+  if (config.precision == Precision::tf32 && config.devices[0].is_host()) {
+    out.notes.push_back("Note: --precision tf32 concerns CUDA's tensor cores; the host computes in fp32");
+  }
+
+  check_model(config.model);
+  out.data = load_data(config.data, config.model, config.seed, config.global_batch());
+  // The images decide how many channels go in and how many classes come out; their size is the user's to
+  // match.
+  config.model.channels = out.data.train.channels;
+  config.model.classes = out.data.train.classes;
+  check_model(config.model);
+  check_model_fits(config.model, out.data.train);
+
+  int64_t per_epoch = steps_per_epoch(config, out.data.train);
+  config.steps = o.steps ? *o.steps
+                         : std::max<int64_t>(1, std::llround(o.epochs.value_or(kDefaultEpochs) *
+                                                             static_cast<double>(per_epoch)));
+  config.epochs = static_cast<double>(config.steps) / static_cast<double>(per_epoch);
+  config.warmup_steps = o.warmup.value_or(std::min<int64_t>(config.steps / 10, per_epoch));
+  if (config.warmup_steps > config.steps) {
+    throw BadInput("--warmup " + std::to_string(config.warmup_steps) + " is longer than the run of " +
+                   std::to_string(config.steps) + " steps");
+  }
+  return out;
+}
+
+}  // namespace gradwire

@@ -1,0 +1,50 @@
+// What the command line says, and how it becomes a TrainConfig.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "trainer/config.h"
+#include "trainer/data/dataset.h"
+
+namespace gradwire {
+
+// Flags as given; what was not given is empty and gets its default in resolve().
+struct Options {
+  std::string model = "vit_tiny";
+  std::optional<int32_t> image_size, patch, width, depth, heads, mlp;
+  std::string data = "fashion-mnist";
+  int ranks = 1;
+  std::string device = "auto";
+  std::vector<std::string> compression;  // train: one at most; compare: one run each
+  int64_t bucket_mb = 25;
+  int64_t batch_size = 64, accumulate = 1;
+  std::optional<double> epochs;
+  std::optional<int64_t> steps;
+  std::string optimizer = "adamw", precision = "fp32";
+  std::optional<double> lr, weight_decay, momentum;
+  std::optional<int64_t> warmup;
+  uint64_t seed = 0;
+  double timeout_s = 300;
+  int64_t eval_every = 1, eval_batch_size = 250;
+  std::string log, json;
+  int64_t log_every = 1;
+  bool dry_run = false;
+};
+
+constexpr double kDefaultEpochs = 3;
+
+struct Resolved {
+  TrainConfig config;  // compression is the first spec
+  std::vector<CompressionSpec> compressions;
+  DataSplits data;
+  std::string device_line;         // which device, how many ranks, and why
+  std::vector<std::string> notes;  // what else the user should know
+};
+
+// Checks everything that can be checked without running, and loads the data. Throws BadInput.
+Resolved resolve(const Options& options);
+
+}  // namespace gradwire
