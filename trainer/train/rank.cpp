@@ -176,7 +176,7 @@ void RankTrainer::harvest(Slot& slot, const Event* next_start) {
   if (!leads()) return;
 
   Board::Entry all = sum(shared_.board.collect());
-  ReducerStats stats = reducer_.stats();
+  ReducerStats stats = reducer_.stats(slot.step);
   StepRecord record{.step = slot.step,
                     .epoch = slot.step / steps_per_epoch_,
                     .loss = all.loss / static_cast<double>(all.images),
