@@ -38,7 +38,8 @@ struct Bucket {
   int first_tensor = 0, last_tensor = 0;  // [first, last)
   int64_t begin = 0, end = 0;             // elements of the flat buffer
   std::unique_ptr<Codec> codec;
-  std::string schedule;
+  ScheduleKind schedule_kind = ScheduleKind::ring;
+  std::string schedule;  // with the reason for it
 
   // Of the step under way.
   int ready = 0;
@@ -160,6 +161,8 @@ class Reducer::Impl {
     return text;
   }
 
+  std::string schedule() const { return buckets_.empty() ? "none" : name(buckets_.front().schedule_kind); }
+
   int64_t extra_bytes() const {
     int64_t bytes = static_cast<int64_t>(workspace_.bytes());
     for (const Bucket& b : buckets_) bytes += b.codec->state_bytes();
@@ -190,6 +193,7 @@ class Reducer::Impl {
       std::string reason;
       BucketContext context;
       context.schedule = make_schedule(spec_.schedule, comm_.world(), dense_wire, &reason);
+      bucket.schedule_kind = context.schedule.kind;
       bucket.schedule = std::string("schedule ") + name(context.schedule.kind) + " (" + reason + ")";
       dense_bytes_ += 4 * elements_sent(context.schedule, comm_.rank(), bucket.end - bucket.begin);
       context.transport = &comm_.transport();
@@ -323,6 +327,9 @@ std::vector<CodecState> Reducer::state() const {
 }
 int Reducer::buckets() const {
   return impl_->buckets();
+}
+std::string Reducer::schedule() const {
+  return impl_->schedule();
 }
 int64_t Reducer::extra_bytes() const {
   return impl_->extra_bytes();

@@ -80,6 +80,8 @@ class Reducer {
   // are the same for the same tensors, spec, options and world.
   std::vector<CodecState> state() const;
   int buckets() const;
+  // The schedule in use, e.g. "two_shot"; "none" in a world of 1.
+  std::string schedule() const;
   // Device memory beyond the gradients themselves: residuals, factors, staging; in bytes.
   int64_t extra_bytes() const;
   // One line per bucket: tensors, bytes, how each is compressed, schedule and why.

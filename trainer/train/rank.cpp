@@ -129,8 +129,8 @@ void RankTrainer::run() {
 void RankTrainer::announce() {
   shared_.observer.on_run({.parameters = count_elements(model_.parameters()),
                            .tensors = reducer_.tensors(),
-                           .buckets = comm_.world() > 1 ? reducer_.buckets() : 0,
-                           .schedule = comm_.world() > 1 ? name(config_.compression.schedule) : "none",
+                           .buckets = reducer_.buckets(),
+                           .schedule = reducer_.schedule(),
                            .reducer = reducer_.describe(),
                            .reducer_extra_bytes = reducer_.extra_bytes()});
 }
