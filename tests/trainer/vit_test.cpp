@@ -1,0 +1,375 @@
+// The model's properties, without ranks: parameters, initialization, gradients.
+#include "trainer/model/vit.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <set>
+
+#include "kernels/error.h"
+#include "kernels/thread_pool.h"
+
+namespace gradwire {
+namespace {
+
+VitConfig small_config() {
+  VitConfig config;
+  config.name = "small";
+  config.image = 12;
+  config.channels = 2;
+  config.patch = 4;
+  config.width = 24;
+  config.depth = 2;
+  config.heads = 3;
+  config.mlp = 40;
+  config.classes = 5;
+  return config;
+}
+
+std::vector<float> normal(size_t count, uint32_t seed, float scale = 1.0f) {
+  std::mt19937 generator(seed);
+  std::normal_distribution<float> distribution(0.0f, scale);
+  std::vector<float> values(count);
+  for (float& v : values) v = distribution(generator);
+  return values;
+}
+
+int index_of(const std::vector<VitParameter>& parameters, const std::string& name) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (parameters[i].name == name) return static_cast<int>(i);
+  }
+  ADD_FAILURE() << "no parameter " << name;
+  return 0;
+}
+
+// A model with its inputs on a device.
+struct Bench {
+  Bench(const VitConfig& config, Device device, int64_t batch, uint32_t seed)
+      : stream(Stream::create(device, "test")),
+        layout(packed_layout(vit_parameters(config))),
+        vit(config, stream, layout, {.max_batch = batch}),
+        batch(batch),
+        images(make_buffer<float>(device, batch * config.channels * config.image * config.image)),
+        labels(make_buffer<int32_t>(device, batch)),
+        totals(make_buffer<double>(device, 2)),
+        gradients(make_buffer<float>(device, layout.elements)),
+        weights(static_cast<size_t>(layout.elements)) {
+    vit_initialize(vit.parameters(), layout, seed, weights);
+    vit.load(weights);
+    std::vector<float> pixels = normal(images.bytes() / sizeof(float), seed + 1);
+    to_device(stream, images.as<float>(), std::span<const float>(pixels));
+    std::vector<int32_t> answers(static_cast<size_t>(batch));
+    for (size_t i = 0; i < answers.size(); ++i)
+      answers[i] = static_cast<int32_t>(i * 3 + seed) % config.classes;
+    to_device(stream, labels.as<int32_t>(), std::span<const int32_t>(answers));
+    std::vector<float> poison(static_cast<size_t>(layout.elements), std::numeric_limits<float>::quiet_NaN());
+    to_device(stream, gradients.as<float>(), std::span<const float>(poison));
+  }
+  // All weights random, so that no gradient is zero.
+  void randomize(uint32_t seed) {
+    std::vector<float> noise = normal(weights.size(), seed, 0.15f);
+    for (size_t i = 0; i < weights.size(); ++i) weights[i] += noise[i];
+    vit.load(weights);
+  }
+  double loss() {
+    fill_zero(stream, totals.data(), totals.bytes());
+    vit.forward(images.as<float>(), batch);
+    vit.evaluate(labels.as<int32_t>(), totals.as<double>());
+    return to_host(stream, totals.as<const double>(), 2)[0] / static_cast<double>(batch);
+  }
+  std::vector<float> gradient(const std::function<void(int)>& ready = {}, float scale = 1.0f,
+                              bool accumulate = false) {
+    fill_zero(stream, totals.data(), totals.bytes());
+    vit.forward(images.as<float>(), batch);
+    vit.backward(labels.as<int32_t>(), totals.as<double>(), scale / static_cast<float>(batch),
+                 gradients.as<float>(), accumulate, ready);
+    return to_host(stream, gradients.as<const float>(), layout.elements);
+  }
+  std::span<const float> tensor(const std::vector<float>& flat, int i) const {
+    size_t at = static_cast<size_t>(i);
+    return {flat.data() + layout.offsets[at], static_cast<size_t>(vit.parameters()[at].elements())};
+  }
+
+  Stream stream;
+  ParameterLayout layout;
+  Vit vit;
+  int64_t batch;
+  Buffer images, labels, totals, gradients;
+  std::vector<float> weights;
+};
+
+class VitTest : public ::testing::TestWithParam<Device> {};
+INSTANTIATE_TEST_SUITE_P(On, VitTest, ::testing::ValuesIn(available_devices()), [](const auto& info) {
+  return info.param.is_host() ? std::string("host") : "cuda" + std::to_string(info.param.index);
+});
+
+TEST(VitParameters, CountsAndTensorsAreTorchvisions) {
+  struct Known {
+    const char* name;
+    int64_t parameters;
+    size_t tensors;
+  };
+  for (const Known& known : {Known{"vit_l_32", 306535400, 296}, Known{"vit_b_16", 86567656, 152},
+                             Known{"vit_b_32", 88224232, 152}}) {
+    VitConfig config = named_model(known.name);
+    std::vector<VitParameter> parameters = vit_parameters(config);
+    EXPECT_EQ(count_elements(parameters), known.parameters) << known.name;
+    EXPECT_EQ(parameters.size(), known.tensors) << known.name;
+    EXPECT_EQ(parameter_count(config), known.parameters) << known.name;
+  }
+  for (const std::string& name : model_names()) {
+    VitConfig config = named_model(name);
+    EXPECT_EQ(count_elements(vit_parameters(config)), parameter_count(config)) << name;
+  }
+}
+
+TEST(VitParameters, LayoutKeepsTensorsApartAndAligned) {
+  VitConfig config = small_config();
+  config.classes = 5;  // a head bias of 5 floats leaves a gap
+  std::vector<VitParameter> parameters = vit_parameters(config);
+  ParameterLayout layout = packed_layout(parameters);
+  std::set<std::string> names;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    EXPECT_EQ(layout.offsets[i] % 4, 0);
+    int64_t end = i + 1 < parameters.size() ? layout.offsets[i + 1] : layout.elements;
+    EXPECT_LE(layout.offsets[i] + parameters[i].elements(), end);
+    names.insert(parameters[i].name);
+  }
+  EXPECT_EQ(names.size(), parameters.size());
+  EXPECT_GT(layout.elements, count_elements(parameters));
+}
+
+TEST(VitInitialization, FollowsTorchvisionsDistributions) {
+  VitConfig config = named_model("vit_s_16");
+  config.depth = 1;
+  std::vector<VitParameter> parameters = vit_parameters(config);
+  ParameterLayout layout = packed_layout(parameters);
+  std::vector<float> values(static_cast<size_t>(layout.elements), -7.0f);
+  vit_initialize(parameters, layout, 3, values);
+  struct Moments {
+    double mean, deviation, most;
+  };
+  auto moments = [&](const std::string& name) {
+    size_t i = static_cast<size_t>(index_of(parameters, name));
+    double n = static_cast<double>(parameters[i].elements()), sum = 0, squares = 0, most = 0;
+    for (int64_t j = 0; j < parameters[i].elements(); ++j) {
+      double v = values[static_cast<size_t>(layout.offsets[i] + j)];
+      sum += v, squares += v * v, most = std::max(most, std::abs(v));
+    }
+    return Moments{sum / n, std::sqrt(squares / n - sum / n * sum / n), most};
+  };
+  auto expect_all = [&](const std::string& name, double value) {
+    Moments m = moments(name);
+    EXPECT_EQ(m.mean, value) << name;
+    EXPECT_EQ(m.most, std::abs(value)) << name;
+  };
+  auto expect_normal = [&](const std::string& name, double deviation) {
+    Moments m = moments(name);
+    EXPECT_NEAR(m.mean, 0, 0.15 * deviation) << name;
+    EXPECT_NEAR(m.deviation, deviation, 0.1 * deviation) << name;
+    EXPECT_GT(m.most, 2.2 * deviation) << name;  // wider than any uniform
+  };
+  auto expect_uniform = [&](const std::string& name, double bound) {
+    Moments m = moments(name);
+    EXPECT_NEAR(m.mean, 0, 0.01 * bound) << name;
+    EXPECT_NEAR(m.deviation, bound / std::sqrt(3.0), 0.01 * bound) << name;
+    EXPECT_LE(m.most, bound * (1 + 1e-6)) << name;
+    EXPECT_GT(m.most, 0.99 * bound) << name;
+  };
+  const double c = config.width, f = config.mlp;
+  const std::string layer = "encoder.layers.encoder_layer_0.";
+  for (const char* zero :
+       {"class_token", "conv_proj.bias", "heads.head.weight", "heads.head.bias", "encoder.ln.bias"}) {
+    expect_all(zero, 0);
+  }
+  expect_all("encoder.ln.weight", 1);
+  expect_all(layer + "ln_1.weight", 1);
+  expect_all(layer + "ln_2.bias", 0);
+  expect_all(layer + "self_attention.in_proj_bias", 0);
+  expect_all(layer + "self_attention.out_proj.bias", 0);
+  expect_normal("encoder.pos_embedding", 0.02);
+  expect_normal("conv_proj.weight", std::sqrt(1.0 / (3.0 * 16 * 16)));
+  expect_normal(layer + "mlp.0.bias", 1e-6);
+  expect_normal(layer + "mlp.3.bias", 1e-6);
+  expect_uniform(layer + "self_attention.in_proj_weight", std::sqrt(6.0 / (3 * c + c)));
+  expect_uniform(layer + "self_attention.out_proj.weight", 1 / std::sqrt(c));
+  expect_uniform(layer + "mlp.0.weight", std::sqrt(6.0 / (c + f)));
+  expect_uniform(layer + "mlp.3.weight", std::sqrt(6.0 / (c + f)));
+}
+
+TEST(VitInitialization, DependsOnTheSeedAndNothingElse) {
+  std::vector<VitParameter> parameters = vit_parameters(small_config());
+  ParameterLayout layout = packed_layout(parameters);
+  auto draw = [&](uint64_t seed, int threads) {
+    const int before = host_threads();
+    set_host_threads(threads);
+    std::vector<float> values(static_cast<size_t>(layout.elements));
+    vit_initialize(parameters, layout, seed, values);
+    set_host_threads(before);
+    return values;
+  };
+  EXPECT_EQ(draw(1, 1), draw(1, 3));
+  EXPECT_NE(draw(1, 1), draw(2, 1));
+}
+
+TEST(VitInitialization, TruncatedNormalStaysWithinTwo) {
+  // One pixel per patch: a standard deviation of 1, so that one draw in twenty has to be repeated.
+  VitParameter parameter{"conv", {4000}, VitParameter::Init::truncated_normal, 1.0};
+  ParameterLayout layout = packed_layout({parameter});
+  std::vector<float> values(4000);
+  vit_initialize({parameter}, layout, 1, values);
+  auto [low, high] = std::minmax_element(values.begin(), values.end());
+  EXPECT_GE(*low, -2.0f);
+  EXPECT_LE(*high, 2.0f);
+  EXPECT_GT(*high, 1.9f);
+  double squares = 0;
+  for (float v : values) squares += double(v) * v;
+  EXPECT_NEAR(std::sqrt(squares / 4000), 0.88, 0.03);  // of a normal cut at two standard deviations
+}
+
+TEST_P(VitTest, GradientMatchesFiniteDifferencesInEveryTensor) {
+  Bench bench(small_config(), GetParam(), 3, 11);
+  bench.randomize(5);
+  const std::vector<float> gradient = bench.gradient();
+  const std::vector<float> weights = bench.weights;
+  for (size_t i = 0; i < bench.vit.parameters().size(); ++i) {
+    // Along the gradient itself the loss changes fastest, so that rounding matters least.
+    std::span<const float> g = bench.tensor(gradient, static_cast<int>(i));
+    double norm = 0;
+    for (float v : g) norm += double(v) * v;
+    norm = std::sqrt(norm);
+    ASSERT_GT(norm, 0) << bench.vit.parameters()[i].name;
+    auto loss_at = [&](double t) {
+      std::vector<float> moved = weights;
+      for (size_t j = 0; j < g.size(); ++j) {
+        float& w = moved[static_cast<size_t>(bench.layout.offsets[i]) + j];
+        w = static_cast<float>(w + t * g[j] / norm);
+      }
+      bench.vit.load(moved);
+      return bench.loss();
+    };
+    // Fourth order: its own error is far below FP32's.
+    const double h = 0.04;
+    double slope = (8 * (loss_at(h) - loss_at(-h)) - (loss_at(2 * h) - loss_at(-2 * h))) / (12 * h);
+    EXPECT_NEAR(slope / norm, 1.0, 4e-3) << bench.vit.parameters()[i].name << ", norm " << norm;
+  }
+}
+
+TEST_P(VitTest, ZeroHeadGivesZeroGradientsEverywhereElse) {
+  Bench bench(small_config(), GetParam(), 4, 2);
+  const std::vector<float> gradient = bench.gradient();
+  for (size_t i = 0; i < bench.vit.parameters().size(); ++i) {
+    const std::string& name = bench.vit.parameters()[i].name;
+    std::span<const float> g = bench.tensor(gradient, static_cast<int>(i));
+    bool zero = std::all_of(g.begin(), g.end(), [](float v) { return v == 0.0f; });
+    EXPECT_EQ(zero, !name.starts_with("heads.")) << name;
+  }
+  // All classes are equally likely.
+  EXPECT_NEAR(bench.loss(), std::log(5.0), 1e-6);
+}
+
+TEST_P(VitTest, ReadyIsCalledOncePerGradientInOrderAndGapsStayUntouched) {
+  Bench bench(small_config(), GetParam(), 2, 3);
+  std::vector<int> seen, expected;
+  const std::vector<float> gradient = bench.gradient([&](int i) { seen.push_back(i); });
+  std::vector<bool> written(gradient.size(), false);
+  for (size_t i = 0; i < bench.vit.parameters().size(); ++i) {
+    expected.push_back(static_cast<int>(i));
+    for (float v : bench.tensor(gradient, static_cast<int>(i))) EXPECT_FALSE(std::isnan(v));
+    std::fill_n(written.begin() + bench.layout.offsets[i], bench.vit.parameters()[i].elements(), true);
+  }
+  EXPECT_EQ(seen, expected);
+  for (size_t j = 0; j < gradient.size(); ++j)
+    EXPECT_EQ(std::isnan(gradient[j]), !written[j]) << "element " << j;
+}
+
+// When ready(i) is called, gradient i must be final at that point of the stream: what the reducer relies on.
+TEST_P(VitTest, GradientIsFinalWhenReadyIsCalled) {
+  Bench bench(small_config(), GetParam(), 2, 3);
+  bench.randomize(9);
+  std::vector<std::vector<float>> at_ready(bench.vit.parameters().size());
+  const std::vector<float> final = bench.gradient([&](int i) {
+    size_t at = static_cast<size_t>(i);
+    at_ready[at] = to_host(bench.stream, bench.gradients.as<const float>() + bench.layout.offsets[at],
+                           bench.vit.parameters()[at].elements());
+  });
+  for (size_t i = 0; i < at_ready.size(); ++i) {
+    std::span<const float> g = bench.tensor(final, static_cast<int>(i));
+    EXPECT_TRUE(std::equal(g.begin(), g.end(), at_ready[i].begin(), at_ready[i].end()))
+        << bench.vit.parameters()[i].name;
+  }
+}
+
+TEST_P(VitTest, AccumulatingTwiceTheHalfIsTheWhole) {
+  Bench bench(small_config(), GetParam(), 3, 4);
+  bench.randomize(6);
+  const std::vector<float> whole = bench.gradient();
+  bench.gradient({}, 0.5f, false);
+  const std::vector<float> twice = bench.gradient({}, 0.5f, true);
+  for (size_t i = 0; i < bench.vit.parameters().size(); ++i) {
+    std::span<const float> a = bench.tensor(whole, static_cast<int>(i)),
+                           b = bench.tensor(twice, static_cast<int>(i));
+    for (size_t j = 0; j < a.size(); ++j) {
+      ASSERT_NEAR(a[j], b[j], 1e-6 + 1e-5 * std::abs(a[j])) << bench.vit.parameters()[i].name << " " << j;
+    }
+  }
+}
+
+TEST_P(VitTest, BatchesAreIndependentOfEachOther) {
+  // One image's logits do not depend on what else is in the batch, nor on the arena's earlier content.
+  VitConfig config = small_config();
+  Bench bench(config, GetParam(), 6, 8);
+  bench.randomize(2);
+  bench.vit.forward(bench.images.as<float>(), 6);
+  std::vector<float> all = to_host(bench.stream, bench.vit.logits(), 6 * config.classes);
+  Vit chunked(config, bench.stream, bench.layout,
+              {.max_batch = 4, .training = false, .weights = bench.vit.weights()});
+  const int64_t image = config.channels * config.image * config.image;
+  std::vector<float> pieces;
+  for (auto [first, count] : {std::pair<int64_t, int64_t>{0, 4}, {4, 0}, {4, 1}, {5, 1}}) {
+    chunked.forward(bench.images.as<float>() + first * image, count);
+    std::vector<float> part = to_host(bench.stream, chunked.logits(), count * config.classes);
+    pieces.insert(pieces.end(), part.begin(), part.end());
+  }
+  ASSERT_EQ(pieces.size(), all.size());
+  for (size_t i = 0; i < all.size(); ++i) EXPECT_NEAR(pieces[i], all[i], 1e-5 * (1 + std::abs(all[i])));
+}
+
+TEST_P(VitTest, SameInputSameBits) {
+  auto once = [&](int threads) {
+    const int before = host_threads();
+    set_host_threads(threads);
+    Bench bench(named_model("vit_tiny"), GetParam(), 16, 1);
+    bench.randomize(3);
+    std::vector<float> gradient = bench.gradient();
+    set_host_threads(before);
+    std::vector<float> packed;  // without the gaps, which stay NaN
+    for (size_t i = 0; i < bench.vit.parameters().size(); ++i) {
+      std::span<const float> g = bench.tensor(gradient, static_cast<int>(i));
+      packed.insert(packed.end(), g.begin(), g.end());
+    }
+    return packed;
+  };
+  std::vector<float> one = once(1);
+  EXPECT_EQ(one, once(1));
+  EXPECT_EQ(one, once(4));
+}
+
+TEST(Vit, RefusesWhatDoesNotFit) {
+  Bench bench(small_config(), Device::host(), 2, 1);
+  EXPECT_THROW(bench.vit.forward(bench.images.as<float>(), 3), Error);
+  VitConfig config = small_config();
+  config.heads = 5;
+  EXPECT_THROW(Vit(config, bench.stream, bench.layout, {}), BadInput);
+  EXPECT_THROW(Vit(small_config(), bench.stream, ParameterLayout{}, {}), Error);
+  Vit forward_only(small_config(), bench.stream, bench.layout, {.max_batch = 2, .training = false});
+  EXPECT_THROW(forward_only.backward(bench.labels.as<int32_t>(), bench.totals.as<double>(), 1,
+                                     bench.gradients.as<float>(), false, {}),
+               Error);
+}
+
+}  // namespace
+}  // namespace gradwire
