@@ -1,0 +1,316 @@
+// The training loop's properties, over ranks.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <numeric>
+#include <thread>
+
+#include "kernels/error.h"
+#include "kernels/thread_pool.h"
+#include "trainer/data/dataset.h"
+#include "trainer/run.h"
+#include "trainer/train/board.h"
+#include "trainer/train/parameter_hash.h"
+#include "trainer/train/schedule.h"
+
+namespace gradwire {
+namespace {
+
+struct Recorder : RunObserver {
+  void on_run(const RunInfo& i) override { info = i, ++runs; }
+  void on_step(const StepRecord& s) override { steps.push_back(s); }
+  void on_eval(const EvalRecord& e) override {
+    evals.push_back(e);
+    steps_before_eval.push_back(steps.size());
+  }
+  void on_end(const EndRecord& e) override { hash = e.parameter_hash, ++ends; }
+
+  RunInfo info;
+  int runs = 0, ends = 0;
+  std::vector<StepRecord> steps;
+  std::vector<EvalRecord> evals;
+  std::vector<size_t> steps_before_eval;
+  uint64_t hash = 0;
+};
+
+VitConfig small_model() {
+  VitConfig model;
+  model.name = "small";
+  model.image = 8;
+  model.channels = 1;
+  model.patch = 4;
+  model.width = 16;
+  model.depth = 2;
+  model.heads = 2;
+  model.mlp = 32;
+  model.classes = 4;
+  return model;
+}
+
+class TrainTest : public ::testing::TestWithParam<Device> {
+ protected:
+  TrainConfig config(int ranks, const char* spec = "fp32") const {
+    TrainConfig config;
+    config.model = small_model();
+    config.devices.assign(static_cast<size_t>(ranks), GetParam());
+    config.compression = CompressionSpec::parse(spec);
+    config.batch_size = 8;
+    config.steps = 12;
+    config.warmup_steps = 3;
+    config.lr = 3e-3;
+    config.seed = 5;
+    config.eval_batch_size = 7;
+    config.timeout_s = 60;
+    return config;
+  }
+  Recorder train(const TrainConfig& config) const {
+    Recorder recorder;
+    run_training(config, data_, recorder);
+    return recorder;
+  }
+  static std::vector<double> losses(const Recorder& recorder) {
+    std::vector<double> values;
+    for (const StepRecord& s : recorder.steps) values.push_back(s.loss);
+    return values;
+  }
+
+  const DataSplits data_ = make_synthetic(small_model(), 192, 50, 1);
+};
+INSTANTIATE_TEST_SUITE_P(On, TrainTest, ::testing::ValuesIn(available_devices()), [](const auto& info) {
+  return info.param.is_host() ? std::string("host") : "cuda" + std::to_string(info.param.index);
+});
+
+TEST_P(TrainTest, LearnsWithEveryCompression) {
+  for (const char* spec : {"fp32", "bf16", "bf16:round=stochastic", "powersgd:rank=2"}) {
+    TrainConfig c = config(4, spec);
+    c.steps = 90;
+    Recorder r = train(c);
+    ASSERT_EQ(r.steps.size(), 90u);
+    EXPECT_NEAR(r.steps.front().loss, std::log(4.0), 1e-5) << spec;  // a zero head knows nothing
+    EXPECT_LT(r.steps.back().loss, 0.5) << spec;
+    ASSERT_FALSE(r.evals.empty());
+    EXPECT_GT(r.evals.back().test_accuracy, 0.8) << spec;
+    EXPECT_LT(r.evals.back().test_loss, 0.7) << spec;
+  }
+}
+
+TEST_P(TrainTest, SameConfigSameBits) {
+  for (const char* spec : {"fp32", "bf16:round=stochastic", "powersgd:rank=2"}) {
+    const int before = host_threads();
+    Recorder a = train(config(3, spec));
+    set_host_threads(4);
+    Recorder b = train(config(3, spec));
+    set_host_threads(1);
+    Recorder c = train(config(3, spec));
+    set_host_threads(before);
+    for (const Recorder* other : {&b, &c}) {
+      EXPECT_EQ(a.hash, other->hash) << spec;
+      EXPECT_EQ(losses(a), losses(*other)) << spec;
+      EXPECT_EQ(a.evals.back().test_loss, other->evals.back().test_loss) << spec;
+      EXPECT_EQ(a.evals.back().test_accuracy, other->evals.back().test_accuracy) << spec;
+    }
+    TrainConfig other_seed = config(3, spec);
+    other_seed.seed = 6;
+    EXPECT_NE(a.hash, train(other_seed).hash) << spec;
+  }
+}
+
+// The same global batches, whatever the split over ranks and micro-batches: only summation order may differ.
+TEST_P(TrainTest, RanksAndAccumulationSplitTheSameGlobalBatch) {
+  auto run = [&](int ranks, int64_t batch, int64_t accumulate) {
+    TrainConfig c = config(ranks);
+    c.optimizer = OptimizerKind::sgd;  // AdamW's division turns rounding of tiny gradients into whole steps
+    c.lr = 0.05;
+    c.batch_size = batch;
+    c.accumulate = accumulate;
+    return train(c);
+  };
+  Recorder one = run(1, 24, 1);
+  for (auto [ranks, batch, accumulate] :
+       {std::array<int64_t, 3>{3, 8, 1}, {1, 8, 3}, {2, 4, 3}, {2, 12, 1}}) {
+    Recorder other = run(static_cast<int>(ranks), batch, accumulate);
+    ASSERT_EQ(one.steps.size(), other.steps.size());
+    for (size_t s = 0; s < one.steps.size(); ++s) {
+      EXPECT_NEAR(one.steps[s].loss, other.steps[s].loss, 2e-5) << ranks << " ranks, step " << s;
+    }
+    EXPECT_NEAR(one.evals.back().test_loss, other.evals.back().test_loss, 2e-5);
+  }
+}
+
+TEST_P(TrainTest, RecordsSayWhatHappened) {
+  TrainConfig c = config(2, "bf16");
+  c.steps = 27;  // an epoch has 192 / 16 = 12 steps
+  Recorder r = train(c);
+  EXPECT_EQ(r.runs, 1);
+  EXPECT_EQ(r.ends, 1);
+  EXPECT_EQ(r.info.parameters, parameter_count(c.model));
+  EXPECT_GE(r.info.buckets, 1);
+  EXPECT_NE(r.info.schedule, "none");
+  EXPECT_NE(r.info.schedule, "auto");
+  ASSERT_EQ(r.steps.size(), 27u);
+  for (size_t s = 0; s < r.steps.size(); ++s) {
+    const StepRecord& step = r.steps[s];
+    EXPECT_EQ(step.step, static_cast<int64_t>(s));
+    EXPECT_EQ(step.epoch, static_cast<int64_t>(s / 12));
+    EXPECT_EQ(step.lr, learning_rate(c, static_cast<int64_t>(s)));
+    EXPECT_TRUE(std::isfinite(step.loss));
+    EXPECT_EQ(step.dense_bytes, 2 * step.wire_bytes) << "step " << s;
+    EXPECT_GT(step.wire_bytes, 0u);
+    for (double ms : {step.data_ms, step.forward_ms, step.backward_ms, step.optimizer_ms, step.comm_ms,
+                      step.exposed_comm_ms}) {
+      EXPECT_GE(ms, 0) << "step " << s;
+    }
+    EXPECT_GT(step.comm_ms, 0);
+    EXPECT_GE(step.step_ms, step.data_ms + step.forward_ms + step.backward_ms + step.optimizer_ms - 1e-6);
+    EXPECT_NEAR(step.images_per_s * step.step_ms, 1e3 * 16, 1e-6);
+  }
+  // After each epoch and at the end, on every image, when all steps before it are reported.
+  ASSERT_EQ(r.evals.size(), 3u);
+  EXPECT_EQ(r.steps_before_eval, (std::vector<size_t>{12, 24, 27}));
+  for (const EvalRecord& e : r.evals) EXPECT_EQ(e.images, 50);
+  EXPECT_EQ(r.evals.back().step, 27);
+  EXPECT_DOUBLE_EQ(r.evals.back().epoch, 27.0 / 12.0);
+}
+
+TEST_P(TrainTest, EvaluationIsTheSameHoweverItIsCut) {
+  std::vector<EvalRecord> evals;
+  for (int64_t batch : {1, 7, 50, 64}) {
+    TrainConfig c = config(3);
+    c.eval_batch_size = batch;
+    evals.push_back(train(c).evals.back());
+  }
+  for (const EvalRecord& e : evals) {
+    EXPECT_EQ(e.images, 50);
+    EXPECT_EQ(e.test_accuracy, evals[0].test_accuracy);
+    EXPECT_NEAR(e.test_loss, evals[0].test_loss, 1e-6);
+  }
+}
+
+TEST_P(TrainTest, EvalEveryChoosesTheEpochs) {
+  TrainConfig c = config(1);
+  c.batch_size = 64;  // 3 steps an epoch
+  c.steps = 14;
+  c.eval_every = 2;
+  EXPECT_EQ(train(c).steps_before_eval, (std::vector<size_t>{6, 12, 14}));
+  c.eval_every = 0;
+  Recorder never = train(c);
+  EXPECT_TRUE(never.evals.empty());
+  EXPECT_EQ(never.steps.size(), 14u);
+  EXPECT_EQ(never.ends, 1);
+}
+
+TEST_P(TrainTest, WorldOfOneSendsNothing) {
+  Recorder r = train(config(1, "powersgd:rank=2"));
+  EXPECT_EQ(r.info.buckets, 0);
+  EXPECT_EQ(r.info.schedule, "none");
+  for (const StepRecord& step : r.steps) {
+    EXPECT_EQ(step.wire_bytes, 0u);
+    EXPECT_EQ(step.comm_ms, 0);
+  }
+  EXPECT_EQ(r.hash, train(config(1, "fp32")).hash);  // nothing is compressed either
+}
+
+TEST_P(TrainTest, AnObserverThatThrowsEndsTheRunOnAllRanks) {
+  struct Thrower : RunObserver {
+    void on_step(const StepRecord& s) override {
+      if (s.step == 4) throw BadInput("enough");
+    }
+  } thrower;
+  try {
+    run_training(config(4, "bf16"), data_, thrower);
+    FAIL() << "nothing was thrown";
+  } catch (const BadInput& error) {
+    EXPECT_STREQ(error.what(), "enough");
+  }
+}
+
+TEST_P(TrainTest, ARankThatFailsInSetUpEndsTheOthers) {
+  TrainConfig c = config(3);
+  c.batch_size = 65;  // the shard of a rank has 64 images
+  Recorder recorder;
+  EXPECT_THROW(run_training(c, data_, recorder), BadInput);
+  EXPECT_EQ(recorder.runs, 0);
+}
+
+TEST_P(TrainTest, RefusesNonsense) {
+  Recorder recorder;
+  for (auto spoil : std::vector<std::function<void(TrainConfig&)>>{
+           [](TrainConfig& c) { c.steps = 0; }, [](TrainConfig& c) { c.batch_size = 0; },
+           [](TrainConfig& c) { c.accumulate = 0; }, [](TrainConfig& c) { c.devices.clear(); },
+           [](TrainConfig& c) { c.eval_batch_size = 0; }, [](TrainConfig& c) { c.model.image = 16; },
+           [](TrainConfig& c) { c.model.classes = 3; }, [](TrainConfig& c) { c.model.heads = 3; }}) {
+    TrainConfig c = config(2);
+    spoil(c);
+    EXPECT_THROW(run_training(c, data_, recorder), BadInput);
+  }
+}
+
+TEST(LearningRate, WarmsUpThenFollowsHalfACosine) {
+  TrainConfig c;
+  c.lr = 2.0;
+  c.warmup_steps = 4;
+  c.steps = 104;
+  EXPECT_DOUBLE_EQ(learning_rate(c, 0), 0.5);
+  EXPECT_DOUBLE_EQ(learning_rate(c, 3), 2.0);
+  EXPECT_DOUBLE_EQ(learning_rate(c, 4), 2.0);
+  EXPECT_NEAR(learning_rate(c, 54), 1.0, 1e-12);
+  EXPECT_NEAR(learning_rate(c, 104), 0.0, 1e-12);
+  for (int64_t s = 5; s < 104; ++s) EXPECT_LT(learning_rate(c, s), learning_rate(c, s - 1));
+  c.warmup_steps = c.steps;  // all warm-up
+  EXPECT_DOUBLE_EQ(learning_rate(c, 103), 2.0);
+}
+
+TEST(ParameterHash, SeesEveryBitAndTheOrder) {
+  std::vector<float> values(100);
+  std::iota(values.begin(), values.end(), 1.0f);
+  const uint64_t hash = parameter_hash(values);
+  std::vector<float> other = values;
+  other[57] = std::nextafter(other[57], 1e9f);
+  EXPECT_NE(parameter_hash(other), hash);
+  other = values;
+  std::swap(other[3], other[4]);
+  EXPECT_NE(parameter_hash(other), hash);
+  other = values;
+  other[0] = -0.0f;
+  std::vector<float> zero = values;
+  zero[0] = 0.0f;
+  EXPECT_NE(parameter_hash(other), parameter_hash(zero));
+  EXPECT_EQ(hex(0x1f), "000000000000001f");
+}
+
+TEST(Board, RoundsKeepTheirOrderAndAnAbortEndsTheWait) {
+  Board board(2, std::chrono::seconds(60));
+  board.post(1, {.loss = 10});
+  board.post(1, {.loss = 20});
+  board.post(0, {.loss = 1});
+  board.post(0, {.loss = 2});
+  EXPECT_EQ(board.collect()[1].loss, 10);
+  std::vector<Board::Entry> second = board.collect();
+  EXPECT_EQ(second[0].loss, 2);
+  EXPECT_EQ(second[1].loss, 20);
+  std::thread aborter([&] { board.abort("rank 1 failed"); });
+  try {
+    board.collect();
+    ADD_FAILURE() << "collected what nobody posted";
+  } catch (const CommError& error) {
+    EXPECT_STREQ(error.what(), "rank 1 failed");
+  }
+  aborter.join();
+}
+
+TEST(Board, NamesTheRankThatIsLate) {
+  Board board(3, std::chrono::milliseconds(20));
+  board.post(0, {});
+  board.post(2, {});
+  try {
+    board.collect();
+    ADD_FAILURE();
+  } catch (const CommError& error) {
+    EXPECT_NE(std::string(error.what()).find("rank 1"), std::string::npos) << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace gradwire
