@@ -2,52 +2,47 @@
 
 #include <algorithm>
 
+#include "collectives/schedule/build.h"
 #include "kernels/bf16.h"
 #include "kernels/error.h"
 
 namespace gradwire {
-namespace {
+namespace detail {
 
-Schedule empty_schedule(ScheduleKind kind, int world, int rounds) {
+Schedule empty_schedule(ScheduleKind kind, int world, int chunks, int rounds) {
   if (world < 1) throw BadInput("a schedule needs at least 1 rank, got " + std::to_string(world));
   Schedule s;
   s.kind = kind;
   s.world = world;
-  s.chunks = world;
+  s.chunks = chunks;
+  s.nodes = world;
   s.rounds.assign(world, std::vector<Round>(world == 1 ? 0 : rounds));
   return s;
 }
 
-}  // namespace
-
-Schedule ring(int world) {
-  Schedule s = empty_schedule(ScheduleKind::ring, world, 2 * (world - 1));
-  s.lossy_steps = world == 1 ? 0 : world;
-  auto wrap = [world](int x) { return ((x % world) + world) % world; };
-  for (int r = 0; r < world; ++r) {
-    int next = wrap(r + 1), previous = wrap(r - 1);
-    for (int k = 0; k < world - 1; ++k) {
-      // Chunk c starts at rank c + 1 and is complete at rank c after n-1 hops.
-      s.rounds[r][k] = {{Step::Kind::send, next, wrap(r - 1 - k)},
-                        {Step::Kind::recv_reduce, previous, wrap(r - 2 - k)}};
-      s.rounds[r][world - 1 + k] = {{Step::Kind::send, next, wrap(r - k)},
-                                    {Step::Kind::recv_copy, previous, wrap(r - 1 - k)}};
-    }
-  }
-  return s;
+void add_transfer(Schedule& schedule, int round, int from, int to, int chunk, Step::Kind receive, bool fast) {
+  schedule.rounds[from][round].push_back({Step::Kind::send, to, chunk, fast});
+  schedule.rounds[to][round].push_back({receive, from, chunk, fast});
 }
 
-Schedule two_shot(int world) {
-  Schedule s = empty_schedule(ScheduleKind::two_shot, world, 2);
-  s.lossy_steps = world == 1 ? 0 : 2;
-  for (int r = 0; r < world && world > 1; ++r) {
-    // Starting at the right neighbour spreads the load: no rank is everybody's first peer.
-    for (int k = 1; k < world; ++k) {
-      int to = (r + k) % world, from = (r + world - k) % world;
-      s.rounds[r][0].push_back({Step::Kind::send, to, to});
-      s.rounds[r][0].push_back({Step::Kind::recv_reduce, from, r});
-      s.rounds[r][1].push_back({Step::Kind::send, to, r});
-      s.rounds[r][1].push_back({Step::Kind::recv_copy, from, from});
+}  // namespace detail
+
+Schedule pipelined(const Schedule& schedule, int slices) {
+  if (slices < 1)
+    throw BadInput("a pipelined schedule needs at least 1 slice, got " + std::to_string(slices));
+  Schedule s = schedule;
+  s.chunks *= slices;
+  int rounds = schedule.num_rounds();
+  for (int r = 0; r < s.world && rounds > 0; ++r) {
+    s.rounds[r].assign(rounds + slices - 1, {});
+    // Slices ascend inside a round on every rank, so transfers between two ranks still match in order.
+    for (int slice = 0; slice < slices; ++slice) {
+      for (int k = 0; k < rounds; ++k) {
+        for (Step step : schedule.rounds[r][k]) {
+          step.chunk = step.chunk * slices + slice;
+          s.rounds[r][k + slice].push_back(step);
+        }
+      }
     }
   }
   return s;
@@ -69,7 +64,30 @@ int64_t elements_sent(const Schedule& schedule, int rank, int64_t count) {
   return sent;
 }
 
-Schedule make_schedule(ScheduleKind kind, int world, Wire wire, std::string* reason) {
+namespace {
+
+// Fills in what is unknown of the topology from the world.
+Topology complete(Topology t, int world) {
+  if (t.nodes < 0 || t.per_node < 0) throw BadInput("nodes and ranks per node cannot be negative");
+  if (t.nodes == 0 && t.per_node == 0) {
+    throw BadInput("schedule=hierarchical needs the number of ranks per node; set it or use schedule=ring");
+  }
+  if (t.per_node == 0 && world % t.nodes == 0) t.per_node = world / t.nodes;
+  if (t.nodes == 0 && world % t.per_node == 0) t.nodes = world / t.per_node;
+  if (t.nodes * t.per_node != world) {
+    auto part = [](int n, const char* unit) {
+      return n == 0 ? std::string("equal ") + unit : std::to_string(n) + " " + unit;
+    };
+    throw BadInput("schedule=hierarchical: " + std::to_string(world) + " ranks are not " +
+                   part(t.nodes, "nodes") + " of " + part(t.per_node, "ranks") +
+                   "; use nodes of equal size or schedule=ring");
+  }
+  return t;
+}
+
+}  // namespace
+
+Schedule make_schedule(ScheduleKind kind, int world, Wire wire, std::string* reason, Topology topology) {
   auto because = [&](const std::string& text) {
     if (reason) *reason = text;
   };
@@ -95,10 +113,17 @@ Schedule make_schedule(ScheduleKind kind, int world, Wire wire, std::string* rea
       because("asked for");
       return two_shot(world);
     case ScheduleKind::tree:
-    case ScheduleKind::hierarchical:
-      break;
+      because("asked for");
+      return double_tree(world);
+    case ScheduleKind::hierarchical: {
+      Topology t = complete(topology, world);
+      // A ring between very many nodes: each of its steps adds a single message.
+      bool straight = t.nodes + t.per_node - 2 <= kMaxHopInputs;
+      because("asked for, " + std::to_string(t.nodes) + " nodes of " + std::to_string(t.per_node));
+      return hierarchical(t.nodes, t.per_node, straight ? ScheduleKind::two_shot : ScheduleKind::ring);
+    }
   }
-  throw BadInput(std::string("schedule=") + name(kind) + " is not built yet; use ring or two_shot");
+  throw BadInput("unknown schedule kind " + std::to_string(static_cast<int>(kind)));
 }
 
 }  // namespace gradwire

@@ -1,8 +1,8 @@
 // Schedules are data: for each rank, rounds of transfers that add up to an allreduce. No schedule touches
 // memory or a wire; one executor runs them all, one checker proves them all, one planner simulates them.
 //
-// The buffer is cut into `chunks` parts. In each round a rank's transfers progress together; a round starts
-// when the one before is done on this rank. The three kinds:
+// The buffer is cut into `chunks` parts. In each round a rank's transfers progress together, as in an NCCL
+// group; a round starts when the one before is done on this rank. The three kinds:
 //   send c to p              what this rank holds of chunk c: its partial sum, or the final value
 //   recv_reduce c from p     a contribution: it joins this rank's partial sum of c
 //   recv_copy c from p       the final value of c
@@ -11,6 +11,13 @@
 //
 // Rounding order is part of a schedule's meaning: when a partial sum is closed, its parts are added in FP32
 // in ascending order of the source rank, this rank's own part at its own place.
+//
+// Inside a round nothing depends on order, except that transfers between the same two ranks match in order:
+// what is sent was there before the round began, and in one round a rank does only one of the three things to
+// a chunk (any number of sends, any number of recv_reduce, or one recv_copy). Both ends of a transfer are in
+// the same round of their ranks, so round k of everybody is one closed exchange and no round can deadlock.
+//
+// checker.h proves all of this for a given schedule.
 #pragma once
 
 #include <cstdint>
@@ -26,6 +33,9 @@ struct Step {
   Kind kind = Kind::send;
   int32_t peer = 0;
   int32_t chunk = 0;
+  // A link inside a node, where bytes are cheap: hierarchical schedules mark these so that a wire format can
+  // be left to the slow links. A schedule that knows no nodes has slow links only.
+  bool fast = false;
   bool operator==(const Step&) const = default;
 };
 
@@ -35,20 +45,37 @@ struct Schedule {
   ScheduleKind kind = ScheduleKind::ring;
   int world = 1;
   int chunks = 1;
-  // How often one element is rounded on its way into the result, at most, when the wire is lossy.
+  // How often one element is rounded on its way into the result, at most, when the wire is lossy: on every
+  // link, or on the slow links alone.
   int lossy_steps = 0;
+  int slow_lossy_steps = 0;
+  // Hierarchical: rank = node * per_node + local index. Otherwise every rank counts as a node.
+  int nodes = 1;
+  int per_node = 1;
   std::vector<std::vector<Round>> rounds;  // [rank][round]; every rank has the same number of rounds
+
+  int num_rounds() const { return rounds.empty() ? 0 : static_cast<int>(rounds[0].size()); }
 };
 
-// Ring: n chunks, n-1 rounds of reduce-scatter, n-1 of all-gather. Each rank sends 2 (n-1)/n of the buffer,
-// the least possible. Lossy steps: n (each hop of the reduction, and the owner's encode), so error grows with
-// n.
+// Below, S is the size of the whole buffer; each function's file says how it works.
+
+// n chunks, 2 (n-1) rounds, n lossy steps. Each rank sends 2 (n-1)/n S, the least possible.
 Schedule ring(int world);
 
-// Two-shot: n chunks; round 1: chunk c of everybody goes to rank c, which sums them in rank order in FP32;
-// round 2: rank c sends the result to everybody. Same bytes as the ring in 2 rounds; 2 lossy steps whatever n
-// is. n (n-1) messages per round, so it suits switched fabrics and small worlds.
+// n chunks, 2 rounds, 2 lossy steps whatever n is, the ring's bytes; n (n-1) messages per round.
 Schedule two_shot(int world);
+
+// 2 chunks, 2 floor(log2 n) rounds, floor(log2 n) + 1 lossy steps. Each rank sends at most 2 S.
+Schedule double_tree(int world);
+
+// Reduce-scatter inside each node, allreduce between ranks of the same local index, all-gather inside each
+// node. Each rank sends 2 (n-1)/n S / per_node over slow links, n being `nodes`. `between`: two_shot or ring.
+Schedule hierarchical(int nodes, int per_node, ScheduleKind between = ScheduleKind::two_shot);
+
+// The same schedule on each of `slices` parts of every chunk, part i one round behind part i-1, so that
+// different rounds of the parts share the links: rounds + slices - 1 rounds of 1/slices the size. Same sums,
+// same bits.
+Schedule pipelined(const Schedule& schedule, int slices);
 
 // The [begin, end) of chunk c when `count` elements are cut into `chunks` parts as evenly as `granularity`
 // allows.
@@ -61,8 +88,15 @@ ChunkRange chunk_range(int64_t count, int chunks, int chunk, int64_t granularity
 // Elements this rank sends when the schedule runs over `count` elements.
 int64_t elements_sent(const Schedule& schedule, int rank, int64_t count);
 
+// How ranks sit in nodes; 0 means unknown. Either one follows from the other and the world.
+struct Topology {
+  int nodes = 0;
+  int per_node = 0;
+};
+
 // Picks for `automatic` and returns the schedule asked for otherwise; `reason`, if given, says why. Throws
 // BadInput for a kind that cannot serve this world.
-Schedule make_schedule(ScheduleKind kind, int world, Wire wire, std::string* reason = nullptr);
+Schedule make_schedule(ScheduleKind kind, int world, Wire wire, std::string* reason = nullptr,
+                       Topology topology = {});
 
 }  // namespace gradwire

@@ -1,0 +1,406 @@
+#include "collectives/schedule/checker.h"
+
+#include <algorithm>
+#include <deque>
+#include <memory>
+#include <numeric>
+#include <utility>
+
+#include "kernels/bf16.h"
+
+namespace gradwire {
+namespace {
+
+using Rule = CheckReport::Rule;
+
+// What travels and what a rank holds of a chunk. Never changes once it has been sent.
+struct Value {
+  std::vector<uint8_t> parts;  // [rank] how often its contribution is in here; stops counting at 255
+  int lossy_steps = 0;         // the most that any of the parts went through
+  int slow_lossy_steps = 0;
+  bool exact = false;  // with the wire on slow links alone: closed without being rounded
+};
+
+struct Holding {
+  enum class Stage : uint8_t { open, closed, final };
+  Stage stage = Stage::open;
+  int closed_in = -1;  // the round
+  int inputs = 0;
+  std::shared_ptr<Value> value;
+};
+
+struct Post {
+  int round = 0;
+  int step = 0;                  // index inside its rank's round
+  std::shared_ptr<Value> value;  // of a send
+};
+
+class Player {
+ public:
+  Player(const Schedule& schedule, CheckReport& report) : s_(schedule), report_(report) {}
+
+  void violation(Rule rule, const std::string& text) {
+    ++report_.violations_found;
+    if (rule <= Rule::result) report_.correct = false;
+    report_.ok = false;
+    if (std::ssize(report_.violations) < CheckReport::kMostViolations)
+      report_.violations.push_back({rule, text});
+  }
+
+  bool well_formed() {
+    if (s_.world < 1 || s_.chunks < 1 || std::ssize(s_.rounds) != s_.world) {
+      violation(Rule::form, "world " + std::to_string(s_.world) + ", " + std::to_string(s_.chunks) +
+                                " chunks and rounds of " + std::to_string(s_.rounds.size()) + " ranks");
+      return false;
+    }
+    if (s_.per_node < 1 || s_.nodes * s_.per_node != s_.world) {
+      violation(Rule::form, std::to_string(s_.nodes) + " nodes of " + std::to_string(s_.per_node) +
+                                " ranks are not " + std::to_string(s_.world) + " ranks");
+      return false;
+    }
+    for (int r = 0; r < s_.world; ++r) {
+      if (std::ssize(s_.rounds[r]) != s_.num_rounds()) {
+        violation(Rule::form, "rank " + std::to_string(r) + " has " + std::to_string(s_.rounds[r].size()) +
+                                  " rounds, rank 0 has " + std::to_string(s_.num_rounds()));
+      }
+      for (int k = 0; k < std::ssize(s_.rounds[r]); ++k) check_round_form(r, k);
+    }
+    return report_.correct;
+  }
+
+  void count_transfers() {
+    for (auto* counts :
+         {&report_.sent_slow, &report_.sent_fast, &report_.received_slow, &report_.received_fast}) {
+      counts->assign(s_.world, 0);
+    }
+    std::vector<int64_t> links(static_cast<size_t>(s_.world) * s_.world);
+    for (int r = 0; r < s_.world; ++r) {
+      for (const Round& round : s_.rounds[r]) {
+        for (const Step& step : round) {
+          if (step.kind == Step::Kind::send) {
+            ++(step.fast ? report_.sent_fast : report_.sent_slow)[r];
+            ++links[static_cast<size_t>(r) * s_.world + step.peer];
+            ++report_.messages;
+          } else {
+            ++(step.fast ? report_.received_fast : report_.received_slow)[r];
+          }
+        }
+      }
+    }
+    report_.busiest_link = *std::max_element(links.begin(), links.end());
+  }
+
+  void play() {
+    holdings_.resize(static_cast<size_t>(s_.world) * s_.chunks);
+    for (int r = 0; r < s_.world; ++r) {
+      for (int c = 0; c < s_.chunks; ++c) {
+        auto value = std::make_shared<Value>();
+        value->parts.assign(s_.world, 0);
+        value->parts[r] = 1;
+        holding(r, c).value = std::move(value);
+      }
+    }
+    size_t pairs = static_cast<size_t>(s_.world) * s_.world;
+    sends_.resize(pairs);
+    receives_.resize(pairs);
+    mismatched_.resize(pairs);
+    current_round_.assign(s_.world, -1);
+    outstanding_.assign(s_.world, 0);
+    arrived_.resize(s_.world);
+    for (int r = 0; r < s_.world; ++r) idle_.push_back(r);
+    while (!idle_.empty()) {
+      int r = idle_.front();
+      idle_.pop_front();
+      if (current_round_[r] >= 0) finish_round(r);
+      if (++current_round_[r] < s_.num_rounds()) post_round(r);
+    }
+    report_stuck_ranks();
+    if (report_.correct) check_results();
+  }
+
+  void check_rounding() {
+    auto compare = [&](int declared, int seen, const char* where) {
+      if (declared != seen) {
+        violation(Rule::rounding, "declares " + std::to_string(declared) + " lossy steps with the wire on " +
+                                      where + ", takes " + std::to_string(seen));
+      }
+    };
+    compare(s_.lossy_steps, report_.lossy_steps, "every link");
+    compare(s_.slow_lossy_steps, report_.slow_lossy_steps, "slow links");
+    if (report_.most_inputs > kMaxHopInputs) {
+      violation(Rule::rounding, "a hop adds " + std::to_string(report_.most_inputs) +
+                                    " messages at once, more than " + std::to_string(kMaxHopInputs));
+    }
+  }
+
+  void check_cost() {
+    int64_t n = s_.world, nodes = s_.nodes, per_node = s_.per_node, chunks = s_.chunks;
+    if (s_.kind == ScheduleKind::tree) {
+      int64_t total = std::accumulate(report_.sent_slow.begin(), report_.sent_slow.end(), int64_t{0});
+      if (total != 2 * (n - 1) * chunks) {
+        violation(Rule::cost, "all ranks together send " + fraction(total) + ", the optimum is " +
+                                  std::to_string(2 * (n - 1)) + " times the buffer");
+      }
+      for (int r = 0; r < n; ++r) {
+        for (auto [moved, what] :
+             {std::pair{report_.sent_slow[r], "sends"}, {report_.received_slow[r], "receives"}}) {
+          if (moved > 2 * chunks) {
+            violation(Rule::cost, "rank " + std::to_string(r) + " " + what + " " + fraction(moved) +
+                                      ", a double tree needs at most 2 times the buffer");
+          }
+        }
+      }
+      return;
+    }
+    // 2 (n-1)/n of the buffer; hierarchical: inside a node of all of it, between nodes of a rank's shard. In
+    // numerators over the same denominator, to stay exact.
+    bool layered = s_.kind == ScheduleKind::hierarchical;
+    int64_t slow_over = layered ? nodes * per_node : n, slow = 2 * ((layered ? nodes : n) - 1) * chunks;
+    int64_t fast_over = per_node, fast = layered ? 2 * (per_node - 1) * chunks : 0;
+    auto expect = [&](int r, int64_t moved, int64_t want, int64_t over, const char* what) {
+      if (moved * over != want) {
+        violation(Rule::cost, "rank " + std::to_string(r) + " " + what + " " + fraction(moved) +
+                                  ", the optimum is " + std::to_string(want / chunks) + "/" +
+                                  std::to_string(over) + " of the buffer");
+      }
+    };
+    for (int r = 0; r < n; ++r) {
+      expect(r, report_.sent_slow[r], slow, slow_over, "sends over slow links");
+      expect(r, report_.received_slow[r], slow, slow_over, "receives over slow links");
+      expect(r, report_.sent_fast[r], fast, fast_over, "sends over fast links");
+      expect(r, report_.received_fast[r], fast, fast_over, "receives over fast links");
+    }
+  }
+
+ private:
+  Holding& holding(int rank, int chunk) { return holdings_[static_cast<size_t>(rank) * s_.chunks + chunk]; }
+  size_t link(int from, int to) const { return static_cast<size_t>(from) * s_.world + to; }
+  std::string fraction(int64_t chunks) const {
+    return std::to_string(chunks) + "/" + std::to_string(s_.chunks) + " of the buffer";
+  }
+
+  static std::string describe(int rank, int round, const Step& step) {
+    const char* verb = step.kind == Step::Kind::send          ? " sends chunk "
+                       : step.kind == Step::Kind::recv_reduce ? " adds chunk "
+                                                              : " copies chunk ";
+    const char* way = step.kind == Step::Kind::send ? " to rank " : " from rank ";
+    return "round " + std::to_string(round) + ": rank " + std::to_string(rank) + verb +
+           std::to_string(step.chunk) + way + std::to_string(step.peer);
+  }
+
+  void check_round_form(int rank, int k) {
+    const Round& round = s_.rounds[rank][k];
+    first_use_.resize(s_.chunks, nullptr);
+    for (const Step& step : round) {
+      auto wrong = [&](const std::string& why) { violation(Rule::form, describe(rank, k, step) + why); };
+      if (step.peer < 0 || step.peer >= s_.world) {
+        wrong(", which does not exist");
+        continue;
+      }
+      if (step.chunk < 0 || step.chunk >= s_.chunks) {
+        wrong("; there are chunks 0 to " + std::to_string(s_.chunks - 1));
+        continue;
+      }
+      if (step.peer == rank) wrong(", itself");
+      if (step.fast != (rank / s_.per_node == step.peer / s_.per_node)) {
+        wrong(step.fast ? " over a fast link, but that is another node"
+                        : " over a slow link, but that is in the same node");
+      }
+      const Step*& first = first_use_[step.chunk];
+      if (first == nullptr) {
+        first = &step;
+      } else if (first->kind != step.kind) {
+        wrong(" and does something else to it in the same round");
+      } else if (step.kind == Step::Kind::recv_copy) {
+        wrong(" and copies it once more in the same round");
+      }
+    }
+    for (const Step& step : round) {
+      if (step.chunk >= 0 && step.chunk < s_.chunks) first_use_[step.chunk] = nullptr;
+    }
+  }
+
+  void post_round(int r) {
+    int k = current_round_[r];
+    const Round& round = s_.rounds[r][k];
+    outstanding_[r] = static_cast<int>(round.size());
+    arrived_[r].assign(round.size(), nullptr);
+    if (round.empty()) {
+      idle_.push_back(r);
+      return;
+    }
+    close_what_is_sent(r, k);
+    for (int i = 0; i < std::ssize(round); ++i) {
+      const Step& step = round[i];
+      if (step.kind == Step::Kind::send) {
+        sends_[link(r, step.peer)].push_back({k, i, holding(r, step.chunk).value});
+      } else {
+        receives_[link(step.peer, r)].push_back({k, i, nullptr});
+      }
+    }
+    for (const Step& step : round) {
+      step.kind == Step::Kind::send ? match(r, step.peer) : match(step.peer, r);
+    }
+  }
+
+  // The partial sums that this round sends for the first time are closed here, which rounds them: with the
+  // wire on slow links alone only if one of the sends goes over such a link.
+  void close_what_is_sent(int r, int k) {
+    for (const Step& step : s_.rounds[r][k]) {
+      if (step.kind != Step::Kind::send) continue;
+      Holding& mine = holding(r, step.chunk);
+      Value& value = *mine.value;
+      if (mine.stage == Holding::Stage::open) {
+        mine.stage = Holding::Stage::closed;
+        mine.closed_in = k;
+        ++value.lossy_steps;
+        value.exact = true;
+        report_.most_inputs = std::max(report_.most_inputs, mine.inputs);
+      }
+      if (step.fast || !value.exact) continue;
+      if (mine.stage == Holding::Stage::closed && mine.closed_in == k) {
+        value.exact = false;
+        ++value.slow_lossy_steps;
+      } else {
+        violation(Rule::rounding,
+                  describe(r, k, step) + " over a slow link, after it went unrounded over a fast one");
+      }
+    }
+  }
+
+  void match(int from, int to) {
+    auto &sends = sends_[link(from, to)], &receives = receives_[link(from, to)];
+    while (!sends.empty() && !receives.empty()) {
+      const Post send = sends.front(), receive = receives.front();
+      sends.pop_front();
+      receives.pop_front();
+      const Step& sent = s_.rounds[from][send.round][send.step];
+      const Step& wanted = s_.rounds[to][receive.round][receive.step];
+      // Once out of step, two ranks stay so: the first mismatch says it.
+      if ((sent.chunk != wanted.chunk || send.round != receive.round) && !mismatched_[link(from, to)]) {
+        mismatched_[link(from, to)] = true;
+        violation(Rule::match, describe(from, send.round, sent) + ", which there meets " +
+                                   describe(to, receive.round, wanted));
+      }
+      arrived_[to][receive.step] = send.value;
+      for (int end : {from, to}) {
+        if (--outstanding_[end] == 0) idle_.push_back(end);
+      }
+    }
+  }
+
+  void finish_round(int r) {
+    int k = current_round_[r];
+    const Round& round = s_.rounds[r][k];
+    for (int i = 0; i < std::ssize(round); ++i) {
+      if (round[i].kind == Step::Kind::send) continue;
+      Holding& mine = holding(r, round[i].chunk);
+      if (round[i].kind == Step::Kind::recv_copy) {
+        mine.stage = Holding::Stage::final;
+        mine.value = arrived_[r][i];
+        continue;
+      }
+      if (mine.stage != Holding::Stage::open) {
+        violation(Rule::result,
+                  describe(r, k, round[i]) + (mine.stage == Holding::Stage::final
+                                                  ? ", but it already has the final value"
+                                                  : ", but it has sent its partial sum before"));
+        continue;
+      }
+      Value& sum = *mine.value;
+      const Value& part = *arrived_[r][i];
+      for (int p = 0; p < s_.world; ++p) {
+        sum.parts[p] = static_cast<uint8_t>(std::min(255, sum.parts[p] + part.parts[p]));
+      }
+      sum.lossy_steps = std::max(sum.lossy_steps, part.lossy_steps);
+      sum.slow_lossy_steps = std::max(sum.slow_lossy_steps, part.slow_lossy_steps);
+      ++mine.inputs;
+    }
+  }
+
+  void report_stuck_ranks() {
+    for (int r = 0; r < s_.world; ++r) {
+      int k = current_round_[r];
+      if (k >= s_.num_rounds()) continue;
+      for (int peer = 0; peer < s_.world; ++peer) {
+        for (const Post& post : sends_[link(r, peer)]) {
+          violation(Rule::progress, describe(r, k, s_.rounds[r][k][post.step]) + ", which never receives it");
+        }
+        for (const Post& post : receives_[link(peer, r)]) {
+          violation(Rule::progress, describe(r, k, s_.rounds[r][k][post.step]) + ", which never sends it");
+        }
+      }
+    }
+  }
+
+  void check_results() {
+    for (int r = 0; r < s_.world; ++r) {
+      for (int c = 0; c < s_.chunks; ++c) {
+        const Value& value = *holding(r, c).value;
+        auto wrong =
+            std::find_if(value.parts.begin(), value.parts.end(), [](uint8_t times) { return times != 1; });
+        if (wrong != value.parts.end()) {
+          violation(Rule::result, "rank " + std::to_string(r) + " ends with chunk " + std::to_string(c) +
+                                      " holding " + std::to_string(*wrong) + " contributions of rank " +
+                                      std::to_string(wrong - value.parts.begin()));
+        }
+        report_.lossy_steps = std::max(report_.lossy_steps, value.lossy_steps);
+        report_.slow_lossy_steps = std::max(report_.slow_lossy_steps, value.slow_lossy_steps);
+      }
+    }
+  }
+
+  const Schedule& s_;
+  CheckReport& report_;
+  std::vector<const Step*> first_use_;                        // [chunk] within the round at hand
+  std::vector<Holding> holdings_;                             // [rank][chunk]
+  std::vector<std::deque<Post>> sends_, receives_;            // [from][to], posted and not yet matched
+  std::vector<bool> mismatched_;                              // [from][to]
+  std::vector<int> current_round_, outstanding_;              // [rank]
+  std::vector<std::vector<std::shared_ptr<Value>>> arrived_;  // [rank][step of its current round]
+  std::deque<int> idle_;                                      // ranks whose current round is done
+};
+
+}  // namespace
+
+CheckReport check(const Schedule& schedule) {
+  CheckReport report;
+  report.ok = report.correct = true;
+  Player player(schedule, report);
+  if (!player.well_formed()) return report;
+  player.count_transfers();
+  player.play();
+  if (report.correct) player.check_rounding();
+  player.check_cost();
+  return report;
+}
+
+std::string CheckReport::to_string() const {
+  if (ok) return "ok";
+  std::string text;
+  for (const Violation& v : violations)
+    text += std::string(text.empty() ? "" : "\n") + name(v.rule) + ": " + v.text;
+  int64_t unlisted = violations_found - std::ssize(violations);
+  if (unlisted > 0) text += "\nand " + std::to_string(unlisted) + " more";
+  return text;
+}
+
+const char* name(CheckReport::Rule rule) {
+  switch (rule) {
+    case Rule::form:
+      return "form";
+    case Rule::match:
+      return "match";
+    case Rule::progress:
+      return "progress";
+    case Rule::result:
+      return "result";
+    case Rule::rounding:
+      return "rounding";
+    case Rule::cost:
+      return "cost";
+  }
+  return "?";
+}
+
+}  // namespace gradwire

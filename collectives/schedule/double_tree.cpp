@@ -1,0 +1,68 @@
+// Double binary tree allreduce: logarithmic latency at (nearly) the ring's bandwidth.
+//
+// After Sanders, Speck, Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan"
+// (2009). In one binary tree half of the ranks are leaves and send only half of what they could. Two trees,
+// each for one half of the buffer, in which every rank is interior in at most one, keep everybody busy.
+//
+// The trees: in a full binary tree read from left to right, leaves and interior nodes alternate. So let the
+// odd positions be the interior of tree 0, balanced, and the even ones its leaves. Tree 1 is the same tree
+// mirrored (n even) or shifted by one position (n odd), which makes its interior even.
+//
+// Phases: up, floor(log2 n) rounds: a node adds its children's sums to its part and sends it to its parent;
+// down, as many rounds: the root, owner of its half, sends the result to its children, who pass it on.
+// Messages: S/2; 2 (n-1) of them per tree. A single slice uses a level of the tree at a time: run it
+// pipelined(). Bytes per rank: at most 2 S (an interior node: S/2 up, S down; as a leaf of the other tree S/2
+// up). The sum over ranks, 2 (n-1) S, is the least possible. Lossy steps: floor(log2 n) + 1, one per level.
+// Sync points: a node waits for both subtrees, then for its parent.
+#include <algorithm>
+
+#include "collectives/schedule/build.h"
+
+namespace gradwire {
+namespace {
+
+struct Tree {
+  std::vector<int> parent;  // -1 for the root
+  std::vector<int> depth;   // 0 for the root
+  std::vector<int> height;  // 0 for a leaf
+};
+
+// Builds the subtree of positions [begin, end) below `parent`; its interior is at odd positions. Returns its
+// height.
+int grow(Tree& tree, int begin, int end, int parent, int depth) {
+  if (begin >= end) return -1;
+  // The middle one of the odd positions; a range of one position is a leaf.
+  int first_odd = begin | 1, odds = (end - first_odd + 1) / 2;
+  int top = end - begin == 1 ? begin : first_odd + (odds - 1) / 2 * 2;
+  tree.parent[top] = parent;
+  tree.depth[top] = depth;
+  int below = std::max(grow(tree, begin, top, top, depth + 1), grow(tree, top + 1, end, top, depth + 1));
+  return tree.height[top] = below + 1;
+}
+
+}  // namespace
+
+Schedule double_tree(int world) {
+  int levels = 0;  // edges from the root to the deepest leaf: floor(log2 n)
+  while (2 << levels <= world) ++levels;
+  Schedule s = detail::empty_schedule(ScheduleKind::tree, world, 2, 2 * levels);
+  if (world == 1) return s;
+  s.lossy_steps = s.slow_lossy_steps = levels + 1;
+  Tree tree{std::vector<int>(world), std::vector<int>(world), std::vector<int>(world)};
+  grow(tree, 0, world, -1, 0);
+  for (int half = 0; half < 2; ++half) {
+    auto rank_at = [&](int position) {
+      if (half == 0) return position;
+      return world % 2 == 0 ? world - 1 - position : (position + 1) % world;
+    };
+    for (int position = 0; position < world; ++position) {
+      if (tree.parent[position] < 0) continue;
+      int node = rank_at(position), parent = rank_at(tree.parent[position]);
+      detail::add_transfer(s, tree.height[position], node, parent, half, Step::Kind::recv_reduce);
+      detail::add_transfer(s, levels + tree.depth[position] - 1, parent, node, half, Step::Kind::recv_copy);
+    }
+  }
+  return s;
+}
+
+}  // namespace gradwire

@@ -1,0 +1,26 @@
+// Ring allreduce: the classic for bandwidth.
+//
+// Phases: n-1 rounds of reduce-scatter, n-1 of all-gather. In each round every rank sends one chunk of S/n to
+// its right neighbour and gets one from its left. Chunk c starts at rank c + 1, gathers a contribution per
+// hop, is complete at rank c, its owner, and goes once more around. Bytes per rank: 2 (n-1)/n S, the least
+// possible, all over one link. Lossy steps: n, one per hop of the reduction and the owner's encode, so the
+// error grows with n. Sync points: a rank waits for its left neighbour in every round; the result has crossed
+// 2 (n-1) hops.
+#include "collectives/schedule/build.h"
+
+namespace gradwire {
+
+Schedule ring(int world) {
+  Schedule s = detail::empty_schedule(ScheduleKind::ring, world, world, 2 * (world - 1));
+  s.lossy_steps = s.slow_lossy_steps = world == 1 ? 0 : world;
+  auto wrap = [world](int x) { return ((x % world) + world) % world; };
+  for (int k = 0; k < world - 1; ++k) {
+    for (int r = 0; r < world; ++r) {
+      detail::add_transfer(s, k, r, wrap(r + 1), wrap(r - 1 - k), Step::Kind::recv_reduce);
+      detail::add_transfer(s, world - 1 + k, r, wrap(r + 1), wrap(r - k), Step::Kind::recv_copy);
+    }
+  }
+  return s;
+}
+
+}  // namespace gradwire

@@ -1,0 +1,26 @@
+// Two-shot allreduce: rounding that does not grow with n, and two rounds whatever n is.
+//
+// Phases: round 1, chunk c of everybody goes straight to rank c, which adds all n parts in rank order in
+// FP32; round 2, rank c sends the result straight to everybody. Messages: S/n each, n (n-1) per round,
+// between all pairs: made for switched fabrics and small worlds. Bytes per rank: 2 (n-1)/n S, the least
+// possible, spread over n-1 links. Lossy steps: 2, the sender's encode and the owner's. Sync points: each
+// round waits for the slowest rank.
+#include "collectives/schedule/build.h"
+
+namespace gradwire {
+
+Schedule two_shot(int world) {
+  Schedule s = detail::empty_schedule(ScheduleKind::two_shot, world, world, 2);
+  s.lossy_steps = s.slow_lossy_steps = world == 1 ? 0 : 2;
+  // Starting at the right neighbour spreads the load: no rank is everybody's first peer.
+  for (int k = 1; k < world; ++k) {
+    for (int r = 0; r < world; ++r) {
+      int to = (r + k) % world;
+      detail::add_transfer(s, 0, r, to, to, Step::Kind::recv_reduce);
+      detail::add_transfer(s, 1, r, to, r, Step::Kind::recv_copy);
+    }
+  }
+  return s;
+}
+
+}  // namespace gradwire

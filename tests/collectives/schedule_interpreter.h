@@ -1,0 +1,132 @@
+// Executes a schedule on integers, one 64-bit number per rank and chunk, to decide by trying what the checker
+// decides by proof. Shares no code with the checker: here ranks are polled in a random order, groups fill up
+// transfer by transfer, and what counts is the numbers that come out.
+//
+// The outcome is wrong when a rank is stuck, when the two ends of a transfer disagree (on the round or the
+// chunk), when two accesses to a chunk inside one round race, when something arrives for a sum that has
+// already been sent, or when any rank ends with anything but the sum.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "collectives/schedule/schedule.h"
+
+namespace gradwire::testing {
+
+class Interpreter {
+ public:
+  Interpreter(const Schedule& schedule, uint64_t seed) : s_(schedule), random_(seed) {}
+
+  // What went wrong; nothing when every rank got the sum.
+  std::optional<std::string> run() {
+    ranks_.resize(s_.world);
+    std::vector<uint64_t> sums(s_.chunks);
+    for (Rank& rank : ranks_) {
+      for (int c = 0; c < s_.chunks; ++c) {
+        rank.numbers.push_back(random_());
+        sums[c] += rank.numbers.back();
+      }
+      rank.sent.assign(s_.chunks, false);
+      rank.finished.assign(s_.chunks, false);
+    }
+    for (int r = 0; r < s_.world; ++r) {
+      if (auto error = enter(r, 0)) return error;
+    }
+    std::vector<int> order(s_.world);
+    for (int r = 0; r < s_.world; ++r) order[r] = r;
+    // The deadline: a whole pass over all ranks in which nobody moved.
+    for (bool moved = true; moved;) {
+      moved = false;
+      std::shuffle(order.begin(), order.end(), random_);
+      for (int r : order) {
+        if (auto error = advance(r, moved)) return error;
+      }
+    }
+    for (int r = 0; r < s_.world; ++r) {
+      if (ranks_[r].round < s_.num_rounds()) return "rank " + std::to_string(r) + " is stuck";
+      if (ranks_[r].numbers != sums) return "rank " + std::to_string(r) + " has a wrong sum";
+    }
+    return std::nullopt;
+  }
+
+ private:
+  struct Pending {
+    Step step;
+    uint64_t number = 0;
+    bool done = false;
+  };
+  struct Rank {
+    int round = 0;
+    std::vector<uint64_t> numbers;     // [chunk]
+    std::vector<bool> sent, finished;  // [chunk]
+    std::vector<Pending> group;        // transfers of the current round
+  };
+
+  // Starts round k of rank r: takes what is to be sent, looks for races.
+  std::optional<std::string> enter(int r, int k) {
+    Rank& me = ranks_[r];
+    me.round = k;
+    me.group.clear();
+    if (k >= s_.num_rounds()) return std::nullopt;
+    for (const Step& step : s_.rounds[r][k]) {
+      if (step.peer < 0 || step.peer >= s_.world || step.peer == r) return "no such peer";
+      if (step.chunk < 0 || step.chunk >= s_.chunks) return "no such chunk";
+      for (const Pending& other : me.group) {
+        bool same_access = other.step.kind == step.kind && step.kind != Step::Kind::recv_copy;
+        if (other.step.chunk == step.chunk && !same_access) return "race";
+      }
+      me.group.push_back({step, me.numbers[step.chunk]});
+      if (step.kind == Step::Kind::send) me.sent[step.chunk] = true;
+    }
+    return std::nullopt;
+  }
+
+  // Tries to receive, for rank r, everything whose sender has posted it; enters the next round when the group
+  // is done.
+  std::optional<std::string> advance(int r, bool& moved) {
+    Rank& me = ranks_[r];
+    if (me.round >= s_.num_rounds()) return std::nullopt;
+    for (Pending& mine : me.group) {
+      if (mine.done || mine.step.kind == Step::Kind::send) continue;
+      // In order: an earlier receive from the same peer goes first.
+      bool first = true;
+      for (Pending* earlier = me.group.data(); earlier != &mine; ++earlier) {
+        if (!earlier->done && earlier->step.kind != Step::Kind::send && earlier->step.peer == mine.step.peer)
+          first = false;
+      }
+      if (!first) continue;
+      Rank& peer = ranks_[mine.step.peer];
+      auto offer = std::find_if(peer.group.begin(), peer.group.end(), [&](const Pending& p) {
+        return !p.done && p.step.kind == Step::Kind::send && p.step.peer == r;
+      });
+      if (offer == peer.group.end()) continue;
+      if (offer->step.chunk != mine.step.chunk || peer.round != me.round) return "the two ends disagree";
+      mine.number = offer->number;
+      mine.done = offer->done = moved = true;
+    }
+    if (!std::all_of(me.group.begin(), me.group.end(), [](const Pending& p) { return p.done; }))
+      return std::nullopt;
+    for (const Pending& p : me.group) {
+      uint64_t& number = me.numbers[p.step.chunk];
+      if (p.step.kind == Step::Kind::recv_copy) {
+        number = p.number;
+        me.finished[p.step.chunk] = true;
+      } else if (p.step.kind == Step::Kind::recv_reduce) {
+        if (me.sent[p.step.chunk] || me.finished[p.step.chunk]) return "too late for the sum";
+        number += p.number;
+      }
+    }
+    moved = true;
+    return enter(r, me.round + 1);
+  }
+
+  const Schedule& s_;
+  std::mt19937_64 random_;
+  std::vector<Rank> ranks_;
+};
+
+}  // namespace gradwire::testing

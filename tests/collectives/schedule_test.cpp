@@ -1,0 +1,430 @@
+#include "collectives/schedule/schedule.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <random>
+#include <set>
+
+#include "collectives/schedule/checker.h"
+#include "kernels/bf16.h"
+#include "kernels/error.h"
+#include "tests/collectives/schedule_interpreter.h"
+
+namespace gradwire {
+namespace {
+
+constexpr int kMaxRanks = 64;
+
+void expect_proven(const Schedule& s, const std::string& what) {
+  CheckReport report = check(s);
+  EXPECT_TRUE(report.ok) << what << ":\n" << report.to_string();
+  EXPECT_TRUE(report.correct) << what;
+}
+
+TEST(Schedule, RingTreeAndTwoShotAreProvenForEveryWorld) {
+  for (int n = 1; n <= kMaxRanks; ++n) {
+    for (const Schedule& s : {ring(n), two_shot(n), double_tree(n)}) {
+      expect_proven(s, std::string(name(s.kind)) + " of " + std::to_string(n));
+    }
+  }
+}
+
+TEST(Schedule, HierarchicalIsProvenForEveryShape) {
+  for (int nodes = 1; nodes <= kMaxRanks; ++nodes) {
+    for (int per_node = 1; nodes * per_node <= kMaxRanks; ++per_node) {
+      for (ScheduleKind between : {ScheduleKind::two_shot, ScheduleKind::ring}) {
+        expect_proven(hierarchical(nodes, per_node, between), std::to_string(nodes) + " x " +
+                                                                  std::to_string(per_node) + ", " +
+                                                                  name(between) + " between nodes");
+      }
+    }
+  }
+}
+
+TEST(Schedule, SlicesOfAProvenScheduleAreProven) {
+  for (int n : {1, 2, 3, 4, 5, 8, 13, 16}) {
+    for (int slices : {1, 2, 3, 8}) {
+      for (const Schedule& s : {ring(n), two_shot(n), double_tree(n), hierarchical(n, 3)}) {
+        Schedule sliced = pipelined(s, slices);
+        expect_proven(
+            sliced, std::string(name(s.kind)) + " of " + std::to_string(n) + " in " + std::to_string(slices));
+        EXPECT_EQ(sliced.num_rounds(), s.num_rounds() == 0 ? 0 : s.num_rounds() + slices - 1);
+        EXPECT_EQ(testing::Interpreter(sliced, 1).run(), std::nullopt);
+      }
+    }
+  }
+}
+
+TEST(Schedule, ExecutingGivesTheSum) {
+  for (int n = 1; n <= 20; ++n) {
+    for (const Schedule& s : {ring(n), two_shot(n), double_tree(n), hierarchical(n, 2), hierarchical(2, n),
+                              hierarchical(n, 3, ScheduleKind::ring)}) {
+      EXPECT_EQ(testing::Interpreter(s, 5).run(), std::nullopt) << name(s.kind) << " of " << n;
+    }
+  }
+}
+
+TEST(DoubleTree, EachRankIsInteriorInAtMostOneTree) {
+  for (int n = 2; n <= kMaxRanks; ++n) {
+    Schedule s = double_tree(n);
+    for (int r = 0; r < n; ++r) {
+      std::set<int> adds_in;
+      for (const Round& round : s.rounds[r]) {
+        for (const Step& step : round) {
+          if (step.kind == Step::Kind::recv_reduce) adds_in.insert(step.chunk);
+        }
+      }
+      EXPECT_LE(adds_in.size(), 1u) << "rank " << r << " of " << n;
+    }
+  }
+}
+
+TEST(DoubleTree, DepthIsLogarithmic) {
+  for (int n = 1; n <= 1000; ++n) {
+    int log2 = 0;
+    while (2 << log2 <= n) ++log2;
+    EXPECT_EQ(double_tree(n).num_rounds(), 2 * log2) << n;
+  }
+}
+
+TEST(Hierarchical, SlowLinksCarryTheLeastThatAnAllreduceBetweenNodesCan) {
+  CheckReport report = check(hierarchical(4, 8));  // 32 chunks
+  for (int r = 0; r < 32; ++r) {
+    EXPECT_EQ(report.sent_slow[r], 2 * 3);      // 2 * 3/4 of an eighth of the buffer
+    EXPECT_EQ(report.sent_fast[r], 2 * 7 * 4);  // 2 * 7/8 of the buffer
+  }
+  EXPECT_EQ(report.lossy_steps, 3);
+  EXPECT_EQ(report.slow_lossy_steps, 2);
+}
+
+TEST(Schedule, LossyStepsAreCounted) {
+  for (int n : {2, 7, 64}) {
+    EXPECT_EQ(check(ring(n)).lossy_steps, n);
+    EXPECT_EQ(check(two_shot(n)).lossy_steps, 2);
+  }
+  EXPECT_EQ(check(double_tree(64)).lossy_steps, 7);
+  EXPECT_EQ(check(hierarchical(8, 8, ScheduleKind::ring)).lossy_steps, 9);
+  EXPECT_EQ(check(hierarchical(8, 8, ScheduleKind::ring)).slow_lossy_steps, 8);
+  EXPECT_EQ(check(hierarchical(1, 8)).slow_lossy_steps, 0);
+}
+
+// --- what the checker must catch ---
+
+using Rule = CheckReport::Rule;
+
+// The first step of a kind in a round.
+Step& first(Schedule& s, int rank, int round, Step::Kind kind) {
+  auto& steps = s.rounds[rank][round];
+  return *std::find_if(steps.begin(), steps.end(), [&](const Step& step) { return step.kind == kind; });
+}
+
+void expect_violation(const Schedule& s, Rule rule, const std::string& text) {
+  CheckReport report = check(s);
+  EXPECT_FALSE(report.ok);
+  EXPECT_EQ(report.correct, rule == Rule::rounding || rule == Rule::cost);
+  for (const auto& v : report.violations) {
+    if (v.rule == rule && v.text.find(text) != std::string::npos) return;
+  }
+  ADD_FAILURE() << "no violation of '" << name(rule) << "' with '" << text << "' in:\n" << report.to_string();
+}
+
+TEST(Checker, NamesWhatIsWrong) {
+  Schedule s = ring(4);
+  s.rounds[2][1] = {first(s, 2, 1, Step::Kind::recv_reduce)};
+  expect_violation(s, Rule::match,
+                   "round 2: rank 2 sends chunk 3 to rank 3, which there meets round 1: rank 3 adds chunk 0");
+
+  s = two_shot(3);
+  std::erase(s.rounds[2][0], Step{Step::Kind::send, 1, 1});
+  std::erase(s.rounds[2][1], Step{Step::Kind::send, 1, 2});
+  expect_violation(s, Rule::progress, "round 0: rank 1 adds chunk 1 from rank 2, which never sends it");
+
+  s = ring(4);
+  first(s, 2, 1, Step::Kind::send).chunk = 2;
+  expect_violation(s, Rule::match,
+                   "round 1: rank 2 sends chunk 2 to rank 3, which there meets round 1: rank 3 adds chunk 0");
+
+  s = ring(4);
+  first(s, 1, 0, Step::Kind::send).peer = 9;
+  expect_violation(s, Rule::form, "round 0: rank 1 sends chunk 0 to rank 9, which does not exist");
+
+  s = ring(4);
+  first(s, 1, 0, Step::Kind::send).peer = 1;
+  expect_violation(s, Rule::form, "itself");
+
+  s = ring(4);
+  s.rounds[3].pop_back();
+  expect_violation(s, Rule::form, "rank 3 has 5 rounds, rank 0 has 6");
+
+  s = ring(4);
+  first(s, 1, 1, Step::Kind::recv_reduce).kind = Step::Kind::recv_copy;
+  expect_violation(s, Rule::result, "contributions of rank");
+
+  // Both ends agree on one more contribution, after rank 1 has sent its sum.
+  s = ring(4);
+  s.rounds[0][1].push_back({Step::Kind::send, 1, 0});
+  s.rounds[1][1].push_back({Step::Kind::recv_reduce, 0, 0});
+  expect_violation(s, Rule::result,
+                   "round 1: rank 1 adds chunk 0 from rank 0, but it has sent its partial sum before");
+
+  s = hierarchical(2, 2);
+  for (auto& rounds : s.rounds)
+    for (auto& round : rounds)
+      for (auto& step : round) step.fast = false;
+  expect_violation(s, Rule::form, "over a slow link, but that is in the same node");
+}
+
+TEST(Checker, SeesADifferentRoundOnTheOtherSide) {
+  // Everybody would get the sum, but the two ends of one transfer are in different rounds.
+  Schedule s = ring(3);
+  for (auto& rounds : s.rounds) rounds.insert(rounds.begin() + 2, Round{});
+  s.rounds[0][2] = {first(s, 0, 1, Step::Kind::send)};
+  s.rounds[0][1] = {first(s, 0, 1, Step::Kind::recv_reduce)};
+  expect_violation(s, Rule::match,
+                   "round 2: rank 0 sends chunk 1 to rank 1, which there meets round 1: rank 1 adds");
+}
+
+TEST(Checker, SeesWastedBytesAndFalseClaims) {
+  Schedule s = two_shot(4);
+  s.rounds[0].push_back({{Step::Kind::send, 1, 0}});
+  s.rounds[1].push_back({{Step::Kind::recv_copy, 0, 0}});
+  s.rounds[2].push_back({});
+  s.rounds[3].push_back({});
+  expect_violation(s, Rule::cost, "rank 0 sends over slow links 7/4 of the buffer, the optimum is 6/4");
+
+  s = ring(4);
+  s.lossy_steps = 2;
+  expect_violation(s, Rule::rounding, "declares 2 lossy steps with the wire on every link, takes 4");
+
+  // Too many messages at once for the kernel that adds them.
+  EXPECT_TRUE(check(two_shot(kMaxHopInputs + 1)).ok);
+  expect_violation(two_shot(kMaxHopInputs + 2), Rule::rounding, "a hop adds 65 messages at once");
+}
+
+TEST(Checker, SeesAValueThatWouldBeRoundedForSomeOnly) {
+  // Two nodes of two. Rank 0 owns the only chunk and sends the result inside its node before it crosses to
+  // the other.
+  Schedule s;
+  s.kind = ScheduleKind::hierarchical;
+  s.world = 4;
+  s.nodes = s.per_node = 2;
+  s.chunks = 1;
+  s.lossy_steps = 2;
+  auto send = [](int peer, bool fast) { return Step{Step::Kind::send, peer, 0, fast}; };
+  auto add = [](int peer, bool fast) { return Step{Step::Kind::recv_reduce, peer, 0, fast}; };
+  auto get = [](int peer, bool fast) { return Step{Step::Kind::recv_copy, peer, 0, fast}; };
+  s.rounds = {
+      {{add(1, true), add(2, false), add(3, false)}, {send(1, true)}, {send(2, false), send(3, false)}},
+      {{send(0, true)}, {get(0, true)}, {}},
+      {{send(0, false)}, {}, {get(0, false)}},
+      {{send(0, false)}, {}, {get(0, false)}}};
+  expect_violation(s, Rule::rounding,
+                   "round 2: rank 0 sends chunk 0 to rank 2 over a slow link, after it went unrounded");
+}
+
+// --- mutations: whatever executing shows to be wrong, the checker must have said so, and nothing else ---
+
+Schedule random_schedule(std::mt19937_64& random) {
+  auto up_to = [&](int n) { return 1 + static_cast<int>(random() % n); };
+  int most = random() % 4 == 0 ? kMaxRanks : 10;
+  int n = 1 + up_to(most - 1);
+  Schedule s;
+  switch (random() % 5) {
+    case 0:
+      s = ring(n);
+      break;
+    case 1:
+      s = two_shot(n);
+      break;
+    case 2:
+      s = double_tree(n);
+      break;
+    default:
+      int nodes = up_to(n);
+      int per_node = std::max(nodes == 1 ? 2 : 1, n / nodes);
+      s = hierarchical(nodes, per_node, random() % 2 ? ScheduleKind::two_shot : ScheduleKind::ring);
+  }
+  return random() % 3 == 0 ? pipelined(s, 1 + up_to(3)) : s;
+}
+
+struct Place {
+  int rank = 0, round = 0, step = 0;
+};
+
+class Mutator {
+ public:
+  Mutator(Schedule& s, std::mt19937_64& random) : s_(s), random_(random) {
+    for (int r = 0; r < s.world; ++r) {
+      for (int k = 0; k < s.num_rounds(); ++k) {
+        for (int i = 0; i < std::ssize(s.rounds[r][k]); ++i) places_.push_back({r, k, i});
+      }
+    }
+  }
+
+  // Does one random change and says which.
+  std::string mutate() {
+    Place a = pick(), b = pick();
+    Round& round = s_.rounds[a.rank][a.round];
+    Step& step = round[a.step];
+    Step copy = step;
+    Place other = partner(a);
+    switch (random_() % 12) {
+      case 0:
+        round.erase(round.begin() + a.step);
+        return "dropped";
+      case 1:
+        round.insert(round.begin() + below(std::ssize(round) + 1), copy);
+        return "doubled";
+      case 2:
+        s_.rounds[a.rank][below(s_.num_rounds())].push_back(copy);
+        return "doubled elsewhere";
+      case 3:
+        b.rank = a.rank;
+        b.round = below(s_.num_rounds());
+        if (s_.rounds[b.rank][b.round].empty()) return "nothing";
+        b.step = below(std::ssize(s_.rounds[b.rank][b.round]));
+        std::swap(step, at(b));
+        return "swapped on a rank";
+      case 4:
+        b.step = below(std::ssize(round));
+        std::swap(step, round[b.step]);
+        return "swapped in a round";
+      case 5:
+        std::swap(round, s_.rounds[a.rank][below(s_.num_rounds())]);
+        return "rounds swapped";
+      case 6:
+        step.peer = below(s_.world + 1);
+        step.fast = a.rank / s_.per_node == step.peer / s_.per_node;
+        return "misdirected";
+      case 7:
+        step.chunk = below(s_.chunks + 1);
+        return "chunk changed";
+      case 8:
+        step.kind = static_cast<Step::Kind>(below(3));
+        return "kind changed";
+      // Below, both ends are changed alike, so that what is wrong, if anything, is the sum.
+      case 9:
+        step.chunk = at(other).chunk = below(s_.chunks);
+        return "chunk changed on both sides";
+      case 10:
+        if (below(2) == 0) {
+          erase(a);
+          erase(other);
+          return "dropped on both sides";
+        }
+        s_.rounds[other.rank][a.round].push_back(at(other));
+        s_.rounds[a.rank][a.round].push_back(copy);
+        return "doubled on both sides";
+      default:
+        Step& receive = copy.kind == Step::Kind::send ? at(other) : step;
+        receive.kind =
+            receive.kind == Step::Kind::recv_copy ? Step::Kind::recv_reduce : Step::Kind::recv_copy;
+        return "add and copy exchanged";
+    }
+  }
+
+ private:
+  int below(int64_t n) { return static_cast<int>(random_() % n); }
+  Place pick() { return places_[below(std::ssize(places_))]; }
+  Step& at(const Place& p) { return s_.rounds[p.rank][p.round][p.step]; }
+  void erase(const Place& p) {
+    Round& round = s_.rounds[p.rank][p.round];
+    round.erase(round.begin() + p.step);
+  }
+
+  // The other end of the transfer at `p`, in a schedule that is still right.
+  Place partner(const Place& p) {
+    const Step step = at(p);
+    auto is_send = [](const Step& x) { return x.kind == Step::Kind::send; };
+    const Round& round = s_.rounds[step.peer][p.round];
+    for (int i = 0; i < std::ssize(round); ++i) {
+      if (round[i].peer == p.rank && round[i].chunk == step.chunk && is_send(round[i]) != is_send(step))
+        return {step.peer, p.round, i};
+    }
+    ADD_FAILURE() << "a transfer has one end only";
+    return p;
+  }
+
+  Schedule& s_;
+  std::mt19937_64& random_;
+  std::vector<Place> places_;
+};
+
+TEST(Checker, AgreesWithExecutingOnThousandsOfMutations) {
+  std::mt19937_64 random(20240607);
+  std::map<std::string, int> harmful, harmless;
+  for (int i = 0; i < 4000; ++i) {
+    Schedule s = random_schedule(random);
+    std::string what = name(s.kind) + std::string(" of ") + std::to_string(s.world);
+    std::string change = Mutator(s, random).mutate();
+    int changes = 1;
+    // Now and then a second one, which may hide the first.
+    if (random() % 4 == 0 && check(s).correct) Mutator(s, random).mutate(), ++changes;
+    CheckReport report = check(s);
+    auto wrong = testing::Interpreter(s, i).run();
+    EXPECT_EQ(report.correct, !wrong.has_value())
+        << what << ", mutation " << i << ", " << change << " and " << changes - 1 << " more: executing says "
+        << wrong.value_or("right") << ", the checker\n"
+        << report.to_string();
+    ++(wrong ? harmful : harmless)[change];
+  }
+  int caught = 0;
+  for (const auto& [change, times] : harmful) caught += times;
+  EXPECT_GE(caught, 500);
+  for (const char* change :
+       {"dropped", "doubled", "swapped on a rank", "misdirected", "chunk changed", "kind changed",
+        "chunk changed on both sides", "dropped on both sides", "add and copy exchanged"}) {
+    EXPECT_GE(harmful[change], 50) << change;
+  }
+  // Order inside a round means nothing, and sending a result twice wastes bytes only: the checker must not
+  // cry wolf.
+  EXPECT_GE(harmless["swapped in a round"], 50);
+  for (const auto& [change, times] : harmful) RecordProperty(change + ", harmful", times);
+  for (const auto& [change, times] : harmless) RecordProperty(change + ", harmless", times);
+}
+
+// --- choosing ---
+
+TEST(MakeSchedule, ServesEveryKindAndSaysWhy) {
+  std::string reason;
+  EXPECT_EQ(make_schedule(ScheduleKind::tree, 6, Wire::bf16, &reason).kind, ScheduleKind::tree);
+  EXPECT_EQ(reason, "asked for");
+  Schedule s =
+      make_schedule(ScheduleKind::hierarchical, 12, Wire::bf16, &reason, {.nodes = 0, .per_node = 4});
+  EXPECT_EQ(s.nodes, 3);
+  EXPECT_EQ(s.per_node, 4);
+  EXPECT_EQ(reason, "asked for, 3 nodes of 4");
+  EXPECT_EQ(make_schedule(ScheduleKind::hierarchical, 12, Wire::fp32, nullptr, {.nodes = 2}).per_node, 6);
+  expect_proven(make_schedule(ScheduleKind::hierarchical, 2 * 100, Wire::fp32, nullptr, {.nodes = 100}),
+                "100 nodes");
+}
+
+TEST(MakeSchedule, RefusesWhatCannotServe) {
+  auto error = [](ScheduleKind kind, int world, Topology topology) -> std::string {
+    try {
+      make_schedule(kind, world, Wire::fp32, nullptr, topology);
+    } catch (const BadInput& e) {
+      return e.what();
+    }
+    return "accepted";
+  };
+  using K = ScheduleKind;
+  EXPECT_EQ(error(K::hierarchical, 6, {}),
+            "schedule=hierarchical needs the number of ranks per node; set it or use schedule=ring");
+  EXPECT_EQ(error(K::hierarchical, 6, {.nodes = 0, .per_node = 4}),
+            "schedule=hierarchical: 6 ranks are not equal nodes of 4 ranks; use nodes of equal size or "
+            "schedule=ring");
+  EXPECT_EQ(
+      error(K::hierarchical, 7, {.nodes = 2, .per_node = 4}),
+      "schedule=hierarchical: 7 ranks are not 2 nodes of 4 ranks; use nodes of equal size or schedule=ring");
+  EXPECT_NE(error(K::hierarchical, 100, {.nodes = 1}).find("use schedule=ring"), std::string::npos);
+  EXPECT_NE(error(K::two_shot, 66, {}).find("use schedule=ring"), std::string::npos);
+  EXPECT_NE(error(K::ring, 0, {}).find("at least 1 rank"), std::string::npos);
+  EXPECT_THROW(hierarchical(2, 2, ScheduleKind::tree), BadInput);
+  EXPECT_THROW(pipelined(ring(2), 0), BadInput);
+}
+
+}  // namespace
+}  // namespace gradwire
