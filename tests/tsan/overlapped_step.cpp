@@ -1,0 +1,42 @@
+// One overlapped training step on two ranks, for ThreadSanitizer. Built twice from this file: as it is, which must be
+// clean, and with GRADWIRE_PLANT_MISSING_WAIT, which removes the reducer's wait for "the gradients of this bucket are
+// written" and must be reported as a data race. The second proves that the first means something: host streams are
+// real threads, so a missing event wait is a race here just as it would be, silently, on a GPU.
+#include <cstdio>
+#include <thread>
+#include <vector>
+
+#include "collectives/reducer.h"
+
+int main() {
+  using namespace gradwire;
+  constexpr int kWorld = 2, kTensors = 4, kCount = 20'000, kSteps = 5;
+  auto group = Communicator::create_local({Device::host(), Device::host()}, std::chrono::seconds(60));
+  std::vector<std::thread> ranks;
+  bool right = true;
+  for (int r = 0; r < kWorld; ++r) {
+    ranks.emplace_back([&, r] {
+      Stream compute = Stream::create(Device::host(), "compute");
+      std::vector<GradientTensor> tensors;
+      for (int t = 0; t < kTensors; ++t) tensors.push_back({"t" + std::to_string(t), {kCount}});
+      Reducer reducer(*group[r], CompressionSpec::parse("bf16"), tensors, {.bucket_bytes = 4 * kCount});
+      for (int s = 0; s < kSteps; ++s) {
+        for (int t = 0; t < kTensors; ++t) {
+          float* gradient = reducer.gradient(t);
+          compute.submit([=] {
+            for (int i = 0; i < kCount; ++i) gradient[i] = 1.0f;
+          });
+          reducer.ready(t, compute);
+        }
+        reducer.wait(compute);
+        compute.submit([&right, gradient = reducer.gradient(0), r] {
+          if (r == 0 && gradient[0] != 1.0f) right = false;
+        });
+      }
+      compute.synchronize();
+    });
+  }
+  for (auto& rank : ranks) rank.join();
+  std::puts(right ? "overlapped steps done" : "wrong result");
+  return right ? 0 : 1;
+}
