@@ -152,6 +152,10 @@ size_t Allreduce::compile(std::byte* base) {
           exchange.transfers.push_back({Transfer::Kind::send, step.peer, wire_address(step.chunk), bytes});
           break;
         case Step::Kind::recv_reduce: {
+          if (chunks[step.chunk].closed) {
+            throw BadInput(options_.what + ": the schedule adds to chunk " + std::to_string(step.chunk) +
+                           " in round " + std::to_string(k) + ", after its partial sum was sent");
+          }
           int slot = slots;
           if (free_slots.empty()) {
             ++slots;

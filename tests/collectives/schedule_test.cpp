@@ -11,6 +11,7 @@
 #include "kernels/bf16.h"
 #include "kernels/error.h"
 #include "tests/collectives/schedule_interpreter.h"
+#include "tests/collectives/schedule_mutator.h"
 
 namespace gradwire {
 namespace {
@@ -226,142 +227,16 @@ TEST(Checker, SeesAValueThatWouldBeRoundedForSomeOnly) {
 
 // --- mutations: whatever executing shows to be wrong, the checker must have said so, and nothing else ---
 
-Schedule random_schedule(std::mt19937_64& random) {
-  auto up_to = [&](int n) { return 1 + static_cast<int>(random() % n); };
-  int most = random() % 4 == 0 ? kMaxRanks : 10;
-  int n = 1 + up_to(most - 1);
-  Schedule s;
-  switch (random() % 5) {
-    case 0:
-      s = ring(n);
-      break;
-    case 1:
-      s = two_shot(n);
-      break;
-    case 2:
-      s = double_tree(n);
-      break;
-    default:
-      int nodes = up_to(n);
-      int per_node = std::max(nodes == 1 ? 2 : 1, n / nodes);
-      s = hierarchical(nodes, per_node, random() % 2 ? ScheduleKind::two_shot : ScheduleKind::ring);
-  }
-  return random() % 3 == 0 ? pipelined(s, 1 + up_to(3)) : s;
-}
-
-struct Place {
-  int rank = 0, round = 0, step = 0;
-};
-
-class Mutator {
- public:
-  Mutator(Schedule& s, std::mt19937_64& random) : s_(s), random_(random) {
-    for (int r = 0; r < s.world; ++r) {
-      for (int k = 0; k < s.num_rounds(); ++k) {
-        for (int i = 0; i < std::ssize(s.rounds[r][k]); ++i) places_.push_back({r, k, i});
-      }
-    }
-  }
-
-  // Does one random change and says which.
-  std::string mutate() {
-    Place a = pick(), b = pick();
-    Round& round = s_.rounds[a.rank][a.round];
-    Step& step = round[a.step];
-    Step copy = step;
-    Place other = partner(a);
-    switch (random_() % 12) {
-      case 0:
-        round.erase(round.begin() + a.step);
-        return "dropped";
-      case 1:
-        round.insert(round.begin() + below(std::ssize(round) + 1), copy);
-        return "doubled";
-      case 2:
-        s_.rounds[a.rank][below(s_.num_rounds())].push_back(copy);
-        return "doubled elsewhere";
-      case 3:
-        b.rank = a.rank;
-        b.round = below(s_.num_rounds());
-        if (s_.rounds[b.rank][b.round].empty()) return "nothing";
-        b.step = below(std::ssize(s_.rounds[b.rank][b.round]));
-        std::swap(step, at(b));
-        return "swapped on a rank";
-      case 4:
-        b.step = below(std::ssize(round));
-        std::swap(step, round[b.step]);
-        return "swapped in a round";
-      case 5:
-        std::swap(round, s_.rounds[a.rank][below(s_.num_rounds())]);
-        return "rounds swapped";
-      case 6:
-        step.peer = below(s_.world + 1);
-        step.fast = a.rank / s_.per_node == step.peer / s_.per_node;
-        return "misdirected";
-      case 7:
-        step.chunk = below(s_.chunks + 1);
-        return "chunk changed";
-      case 8:
-        step.kind = static_cast<Step::Kind>(below(3));
-        return "kind changed";
-      // Below, both ends are changed alike, so that what is wrong, if anything, is the sum.
-      case 9:
-        step.chunk = at(other).chunk = below(s_.chunks);
-        return "chunk changed on both sides";
-      case 10:
-        if (below(2) == 0) {
-          erase(a);
-          erase(other);
-          return "dropped on both sides";
-        }
-        s_.rounds[other.rank][a.round].push_back(at(other));
-        s_.rounds[a.rank][a.round].push_back(copy);
-        return "doubled on both sides";
-      default:
-        Step& receive = copy.kind == Step::Kind::send ? at(other) : step;
-        receive.kind =
-            receive.kind == Step::Kind::recv_copy ? Step::Kind::recv_reduce : Step::Kind::recv_copy;
-        return "add and copy exchanged";
-    }
-  }
-
- private:
-  int below(int64_t n) { return static_cast<int>(random_() % n); }
-  Place pick() { return places_[below(std::ssize(places_))]; }
-  Step& at(const Place& p) { return s_.rounds[p.rank][p.round][p.step]; }
-  void erase(const Place& p) {
-    Round& round = s_.rounds[p.rank][p.round];
-    round.erase(round.begin() + p.step);
-  }
-
-  // The other end of the transfer at `p`, in a schedule that is still right.
-  Place partner(const Place& p) {
-    const Step step = at(p);
-    auto is_send = [](const Step& x) { return x.kind == Step::Kind::send; };
-    const Round& round = s_.rounds[step.peer][p.round];
-    for (int i = 0; i < std::ssize(round); ++i) {
-      if (round[i].peer == p.rank && round[i].chunk == step.chunk && is_send(round[i]) != is_send(step))
-        return {step.peer, p.round, i};
-    }
-    ADD_FAILURE() << "a transfer has one end only";
-    return p;
-  }
-
-  Schedule& s_;
-  std::mt19937_64& random_;
-  std::vector<Place> places_;
-};
-
 TEST(Checker, AgreesWithExecutingOnThousandsOfMutations) {
   std::mt19937_64 random(20240607);
   std::map<std::string, int> harmful, harmless;
   for (int i = 0; i < 4000; ++i) {
-    Schedule s = random_schedule(random);
+    Schedule s = testing::random_schedule(random, random() % 4 == 0 ? kMaxRanks : 10);
     std::string what = name(s.kind) + std::string(" of ") + std::to_string(s.world);
-    std::string change = Mutator(s, random).mutate();
+    std::string change = testing::Mutator(s, random).mutate();
     int changes = 1;
     // Now and then a second one, which may hide the first.
-    if (random() % 4 == 0 && check(s).correct) Mutator(s, random).mutate(), ++changes;
+    if (random() % 4 == 0 && check(s).correct) testing::Mutator(s, random).mutate(), ++changes;
     CheckReport report = check(s);
     auto wrong = testing::Interpreter(s, i).run();
     EXPECT_EQ(report.correct, !wrong.has_value())
