@@ -41,7 +41,7 @@ struct Bf16Encode {
   float* out = nullptr;  // (count) optional; may equal grad: what every rank will decode from this wire
   float out_scale = 1.0f;
   int64_t count = 0;
-  Bf16Rounding rounding;
+  Bf16Rounding rounding = {};
 };
 GW_DECLARE_OP(bf16_encode, Bf16Encode)
 
@@ -77,7 +77,7 @@ struct Bf16DecodeAddEncode {
   float* out = nullptr;  // (count) optional, may equal grad: scale * what this wire decodes to
   float out_scale = 1.0f;
   int64_t count = 0;
-  Bf16Rounding rounding;
+  Bf16Rounding rounding = {};
 };
 GW_DECLARE_OP(bf16_decode_add_encode, Bf16DecodeAddEncode)
 
