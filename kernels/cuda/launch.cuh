@@ -16,18 +16,18 @@
 #include "tests/simt/simt.h"
 #else
 #include <cuda_runtime.h>
+
+#include "kernels/cuda/check.h"
 #endif
 
 #include "kernels/device.h"
 #include "kernels/error.h"
 
 #ifndef GRADWIRE_SIMT
-
-#include "kernels/cuda/check.h"
-
 #define GW_DYNAMIC_SHARED(type, name)                         \
   extern __shared__ __align__(16) unsigned char name##_raw[]; \
   type* name = reinterpret_cast<type*>(name##_raw)
+#endif
 
 namespace gradwire::cuda {
 
@@ -38,27 +38,29 @@ struct LaunchConfig {
   CudaStream stream = nullptr;
 };
 
-// Throws DeviceError when the launch is refused. A grid with a zero dimension launches nothing.
+// Throws DeviceError (tests/simt: simt::Failure) when the launch is refused. A grid with a zero dimension
+// launches nothing.
 template <typename... Params, typename... Args>
 void launch(const char* name, void (*kernel)(Params...), const LaunchConfig& config, Args&&... args) {
   if (config.grid.x == 0 || config.grid.y == 0 || config.grid.z == 0) return;
+#ifdef GRADWIRE_SIMT
+  simt::launch<Params...>(name, kernel, config.grid, config.block, config.shared_bytes,
+                          {static_cast<Params>(args)...});
+#else
   if (config.shared_bytes > 48 * 1024) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(config.shared_bytes)),
           name);
   }
+  // clang-format off
   kernel<<<config.grid, config.block, config.shared_bytes, config.stream>>>(static_cast<Params>(args)...);
+  // clang-format on
   check(cudaGetLastError(), name);
+#endif
 }
 
 // Streaming multiprocessors of the current device; asked once per device.
 int multiprocessors();
-
-}  // namespace gradwire::cuda
-
-#endif  // GRADWIRE_SIMT
-
-namespace gradwire::cuda {
 
 // Blocks for a grid-stride loop over `items`: enough to fill the device, never more than the work needs.
 inline unsigned grid_for(int64_t items, int64_t items_per_block, int blocks_per_multiprocessor = 8) {

@@ -1,0 +1,107 @@
+// What the parts of the shim's engine share: the state of the launch and block that are running.
+//   launch.cpp         limits, schedules, saved memory, log, watchdog
+//   scheduler.cpp      fibers, and who runs next
+//   collectives.cpp    barriers, shuffles, votes
+//   shared_memory.cpp  poison at block start
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "tests/simt/runtime.h"
+
+#ifndef __SANITIZE_ADDRESS__
+#error \
+    "tests/simt finds memory errors and shared variables through GCC's AddressSanitizer: build it with -fsanitize=address"
+#endif
+
+namespace gradwire::simt {
+
+inline constexpr int kWarp = 32;
+
+// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): good enough, and two draws never depend on the library's
+// version.
+struct Random {
+  uint64_t state;
+  uint64_t next() {
+    uint64_t z = state += 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+  }
+};
+
+struct Thread {
+  enum class State : uint8_t { idle, ready, in_warp_op, in_block_op, exited };
+  State state = State::idle;  // idle: not started
+  Op op{};
+  unsigned mask = 0;
+  int source = 0;
+  uint64_t value = 0, result = 0;
+  Where where{};
+  uint3 index{};
+};
+
+// Bit i is lane i.
+struct Warp {
+  unsigned existing = 0, ready = 0, in_warp_op = 0;
+};
+
+struct Block {
+  const Grid* grid = nullptr;
+  uint3 index{};
+  int repetition = 0;
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  unsigned ready_warps = 0;
+  int unfinished = 0, at_barrier = 0;
+  int predicates = 0;  // threads that came to the barrier with a true predicate
+  int64_t spins = 0;   // preemptions since a thread last got ahead
+  Random random{0};
+  bool uniform = true;     // draw any thread; otherwise favour warps in a fixed order
+  int first_warp = 0;      // where that order starts
+  bool downward = false;   // and which way it goes
+  bool draw_any = false;   // the next draw is uniform whatever the mode
+  int current = -1;        // the running thread, -1: the scheduler
+  bool abandoned = false;  // threads that are resumed give up
+  std::string failure;     // the first one wins
+};
+extern Block block;
+
+// Goes up by one with each block that starts: tells whether a shared variable was poisoned for this block.
+extern int64_t block_serial;
+// The word that shared memory is filled with in this block: a NaN, or anything.
+extern uint32_t poison_word;
+
+// Memory that the sanitizers would complain about (guards, redzones next to it): plain loads and stores.
+void fill_unchecked(void* data, size_t bytes, uint32_t word);
+void copy_unchecked(void* to, const void* from, size_t bytes);        // writes only what differs
+size_t first_difference(const void* a, const void* b, size_t bytes);  // `bytes` when there is none
+
+// Runs one block to its end; false when block.failure was set.
+bool run_block(void (*thread)(const void*), const void* arguments);
+// The running thread hands over to the scheduler and returns when it is resumed.
+void switch_out();
+// "kernel 'x', block (0,0,0) of (1,1,1), 64 threads, seed 1"
+std::string describe_launch();
+// One line per group of warps in the same state.
+std::string describe_threads();
+
+inline Thread& current_thread() {
+  return block.threads[static_cast<size_t>(block.current)];
+}
+inline Warp& current_warp() {
+  return block.warps[static_cast<size_t>(block.current / kWarp)];
+}
+inline unsigned current_bit() {
+  return 1u << (block.current % kWarp);
+}
+
+inline void make_ready(size_t warp, unsigned lanes) {
+  block.warps[warp].ready |= lanes;
+  if (block.warps[warp].ready != 0) block.ready_warps |= 1u << warp;
+}
+
+}  // namespace gradwire::simt

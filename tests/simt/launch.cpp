@@ -1,0 +1,307 @@
+// A launch: its limits, its schedules, the memory saved between them, the log, and the watchdog.
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <numeric>
+
+#include "tests/simt/engine.h"
+
+namespace gradwire::simt {
+namespace {
+
+constexpr unsigned kWatchdogSeconds = 280;  // below the tests' own timeout, so that the kernel gets named
+
+uint64_t from_environment(const char* name, uint64_t otherwise) {
+  const char* text = std::getenv(name);
+  if (text == nullptr || *text == '\0') return otherwise;
+  char* end = nullptr;
+  uint64_t value = std::strtoull(text, &end, 10);
+  if (*end != '\0') throw Failure(std::string(name) + "='" + text + "' is not a number");
+  return value;
+}
+
+// ------------------------------------------------------------------------------------------------------
+// messages
+
+void write_text(const char* text) {
+  if (write(STDERR_FILENO, text, std::strlen(text)) < 0) return;
+}
+
+// For the handlers below, which may not allocate.
+void write_running_kernel(const char* what) {
+  if (block.grid == nullptr) return;
+  char text[512];
+  std::snprintf(text, sizeof text,
+                "simt: %s in kernel '%s', block (%u,%u,%u), thread (%u,%u,%u), seed %llu\n", what,
+                block.grid->kernel, blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x, threadIdx.y, threadIdx.z,
+                static_cast<unsigned long long>(options().seed));
+  write_text(text);
+}
+
+void on_sanitizer_death() {
+  write_running_kernel("the error above is");
+}
+
+void on_alarm(int) {
+  write_running_kernel("hang: no end after many seconds");
+  _exit(1);
+}
+
+void install_handlers() {
+  static bool installed = false;
+  if (installed) return;
+  installed = true;
+  __sanitizer_set_death_callback(on_sanitizer_death);
+  static char stack[64 * 1024];  // the alarm may find a fiber's small stack
+  stack_t alternative{};
+  alternative.ss_sp = stack;
+  alternative.ss_size = sizeof stack;
+  stack_t present{};
+  if (sigaltstack(nullptr, &present) == 0 && (present.ss_flags & SS_DISABLE))
+    sigaltstack(&alternative, nullptr);
+  struct sigaction action {};
+  action.sa_handler = on_alarm;
+  action.sa_flags = SA_ONSTACK;
+  sigaction(SIGALRM, &action, nullptr);
+}
+
+// ------------------------------------------------------------------------------------------------------ log
+
+// GRADWIRE_SIMT_LOG=FILE: at exit, FILE gets one line for each kernel that ran to its end:
+// function, name given to launch(), launches, most threads in a block, most dynamic shared memory;
+// tab-separated.
+struct Record {
+  std::string name;
+  int64_t launches = 0;
+  size_t threads = 0, shared_bytes = 0;
+};
+
+std::map<const void*, Record>& records() {
+  static auto* all = new std::map<const void*, Record>();
+  return *all;
+}
+
+void write_log() {
+  const char* path = std::getenv("GRADWIRE_SIMT_LOG");
+  if (path == nullptr || *path == '\0') return;
+  std::FILE* file = std::fopen(path, "w");
+  if (file == nullptr) {
+    std::fprintf(stderr, "simt: cannot write GRADWIRE_SIMT_LOG=%s\n", path);
+    _exit(1);
+  }
+  for (const auto& [address, record] : records()) {
+    char function[4096];
+    // The symbolizer steps back from a return address to its call: point behind the function's first
+    // instruction.
+    void* inside = const_cast<char*>(static_cast<const char*>(address)) + 1;
+    __sanitizer_symbolize_pc(inside, "%f", function, sizeof function);
+    std::fprintf(file, "%s\t%s\t%lld\t%zu\t%zu\n", function, record.name.c_str(),
+                 static_cast<long long>(record.launches), record.threads, record.shared_bytes);
+  }
+  std::fclose(file);
+}
+
+void note(const Grid& grid) {
+  if (records().empty()) std::atexit(write_log);
+  Record& record = records()[grid.kernel_address];
+  record.name = grid.kernel;
+  ++record.launches;
+  record.threads = std::max(record.threads, size_t{grid.block.x} * grid.block.y * grid.block.z);
+  record.shared_bytes = std::max(record.shared_bytes, grid.shared_bytes);
+}
+
+// ------------------------------------------------------------------------------------------------------
+// memory
+
+// Every allocation that a word of the kernel's parameters points into.
+class Memory {
+ public:
+  explicit Memory(std::span<const std::span<const std::byte>> parameters) {
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      for (size_t at = 0; at + sizeof(void*) <= parameters[i].size(); at += sizeof(void*)) {
+        void* pointer = nullptr;
+        std::memcpy(&pointer, parameters[i].data() + at, sizeof pointer);
+        if (pointer != nullptr) add(i, pointer);
+      }
+    }
+  }
+
+  // Keeps what the first schedule left, and complains when another one left something else.
+  void compare(const std::string& launch) {
+    for (auto& [begin, region] : regions_) {
+      if (region.outcome == nullptr) {
+        region.outcome = save(begin, region.bytes);
+        continue;
+      }
+      size_t at = first_difference(begin, region.outcome.get(), region.bytes);
+      if (at == region.bytes) continue;
+      throw Failure(
+          launch +
+          ": the result depends on the order in which threads run. Two schedules left different "
+          "bits, first " +
+          std::to_string(static_cast<char*>(begin) + at - static_cast<char*>(region.pointer)) +
+          " bytes behind the pointer in parameter " + std::to_string(region.parameter) +
+          " (counted from 0). Is a barrier missing, a shared value uninitialized, or a sum unordered?");
+    }
+  }
+
+  void restore() {
+    for (auto& [begin, region] : regions_) copy_unchecked(begin, region.before.get(), region.bytes);
+  }
+
+ private:
+  using Bytes = std::unique_ptr<unsigned char[]>;
+  struct Region {
+    size_t parameter;  // the kernel's parameter that points here
+    void* pointer;
+    size_t bytes;
+    Bytes before, outcome;
+  };
+  void add(size_t parameter, void* pointer) {
+    char name[64] = "";
+    void* begin = nullptr;
+    size_t size = 0;
+    std::string_view kind = __asan_locate_address(pointer, name, sizeof name, &begin, &size);
+    if ((kind == "heap" || kind == "stack" || kind == "global") && begin != nullptr && size > 0) {
+      auto [place, added] = regions_.try_emplace(begin, Region{parameter, pointer, size, nullptr, nullptr});
+      if (added) place->second.before = save(begin, size);
+    }
+  }
+  static Bytes save(const void* data, size_t bytes) {
+    Bytes copy(new unsigned char[bytes]);
+    copy_unchecked(copy.get(), data, bytes);
+    return copy;
+  }
+  std::map<void*, Region> regions_;
+};
+
+// ------------------------------------------------------------------------------------------------------
+// launch
+
+void check_limits(const Grid& grid) {
+  auto refuse = [&](const std::string& why) {
+    throw Failure(std::string("launch of '") + grid.kernel + "' refused: " + why);
+  };
+  if (block.current >= 0) refuse("kernels cannot launch kernels here");
+  size_t threads = size_t{grid.block.x} * grid.block.y * grid.block.z;
+  if (threads == 0) refuse("a block has no threads");
+  if (threads > 1024 || grid.block.z > 64) {
+    refuse(std::to_string(threads) + " threads in a block (" + std::to_string(grid.block.z) +
+           " in z); CUDA allows 1024, and 64 in z");
+  }
+  if (grid.grid.x > 0x7fffffffu || grid.grid.y > 65535 || grid.grid.z > 65535) {
+    refuse("the grid is " + std::to_string(grid.grid.x) + " x " + std::to_string(grid.grid.y) + " x " +
+           std::to_string(grid.grid.z) + "; CUDA allows 2^31-1 x 65535 x 65535");
+  }
+  if (grid.shared_bytes > 227 * 1024) {
+    refuse(std::to_string(grid.shared_bytes) + " bytes of dynamic shared memory; sm_90 has 227 KB");
+  }
+}
+
+uint64_t hash(const std::string& text) {
+  uint64_t h = 0xcbf29ce484222325u;
+  for (unsigned char c : text) h = (h ^ c) * 0x100000001b3u;
+  return h;
+}
+
+void* dynamic_memory = nullptr;
+
+// The three ways to choose who runs next; with three schedules every block goes through all of them.
+void set_order(uint64_t way, uint64_t draw) {
+  auto warps =
+      (uint64_t{block.grid->block.x} * block.grid->block.y * block.grid->block.z + kWarp - 1) / kWarp;
+  block.uniform = way == 0;
+  // Warp 0 last: it often has a part of its own, such as to read what the others have written, and must not
+  // be overtaken.
+  block.first_warp = way == 1 ? 0 : static_cast<int>(draw % warps);
+  block.downward = way == 1 || (draw >> 8 & 1u);
+}
+
+// Blocks in the order first, first + step, ... modulo their number: every one once, as step and the number
+// share no divisor.
+void run_schedule(const Grid& grid, int repetition, void (*thread)(const void*), const void* arguments) {
+  uint64_t count = uint64_t{grid.grid.x} * grid.grid.y * grid.grid.z;
+  Random random{options().seed ^ hash(grid.kernel) ^ static_cast<uint64_t>(repetition) << 56};
+  uint64_t step = 1 + random.next() % count, at = random.next() % count;
+  while (std::gcd(step, count) != 1) ++step;
+  for (uint64_t done = 0; done < count; ++done, at = (at + step) % count) {
+    block.index = {static_cast<unsigned>(at % grid.grid.x),
+                   static_cast<unsigned>(at / grid.grid.x % grid.grid.y),
+                   static_cast<unsigned>(at / grid.grid.x / grid.grid.y)};
+    block.random = random;
+    uint64_t draw = random.next();
+    set_order((static_cast<uint64_t>(repetition) + at) % 3, draw);
+    poison_word = draw >> 9 & 1u ? 0xffffffffu : static_cast<uint32_t>(draw >> 32);
+    ++block_serial;
+    if (dynamic_memory != nullptr) fill_unchecked(dynamic_memory, grid.shared_bytes, poison_word);
+    if (!run_block(thread, arguments)) throw Failure(describe_launch() + ": " + block.failure);
+  }
+}
+
+}  // namespace
+
+Options& options() {
+  static Options chosen{from_environment("GRADWIRE_SIMT_SEED", 1),
+                        static_cast<int>(from_environment("GRADWIRE_SIMT_SCHEDULES", 3)),
+                        static_cast<int>(from_environment("GRADWIRE_SIMT_MULTIPROCESSORS", 4))};
+  return chosen;
+}
+
+void* dynamic_shared() {
+  return dynamic_memory;
+}
+
+void run(const Grid& grid, void (*thread)(const void*), const void* arguments,
+         std::span<const std::span<const std::byte>> parameters) {
+  check_limits(grid);
+  static std::mutex one_at_a_time;
+  std::lock_guard lock(one_at_a_time);
+  install_handlers();
+  struct Cleanup {
+    Cleanup(const Grid& grid) {
+      block.grid = &grid;
+      // Exactly as large as asked for, so that AddressSanitizer sees an access behind the end.
+      if (grid.shared_bytes > 0 && posix_memalign(&dynamic_memory, 16, grid.shared_bytes) != 0)
+        throw std::bad_alloc();
+      alarm(kWatchdogSeconds);
+    }
+    ~Cleanup() {
+      alarm(0);
+      std::free(dynamic_memory);
+      dynamic_memory = nullptr;
+      block.grid = nullptr;
+    }
+  } cleanup(grid);
+
+  Memory memory(parameters);
+  for (int repetition = 0; repetition < options().schedules; ++repetition) {
+    if (repetition > 0) memory.restore();
+    run_schedule(grid, repetition, thread, arguments);
+    if (options().schedules > 1) memory.compare(describe_launch());
+  }
+  note(grid);
+}
+
+int64_t launches(const std::string& kernel) {
+  int64_t total = 0;
+  for (const auto& [address, record] : records()) {
+    if (record.name == kernel) total += record.launches;
+  }
+  return total;
+}
+
+}  // namespace gradwire::simt
+
+namespace gradwire::cuda {
+int multiprocessors() {
+  return simt::options().multiprocessors;
+}
+}  // namespace gradwire::cuda

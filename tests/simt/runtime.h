@@ -1,0 +1,115 @@
+// The engine of the CPU shim: runs a grid block by block, one fiber per CUDA thread. tests/simt/simt.h, which
+// kernels see, is the language on top of it.
+//
+// Order. Blocks run one after the other in a shuffled order; inside a block the next thread is drawn at
+// random among those that can run. Half of the schedules draw uniformly, the other half let one warp run as
+// far ahead as barriers allow, because the two miss different bugs. A schedule is a pure function of (seed,
+// kernel name, block, repetition).
+//
+// Every launch is run under Options::schedules schedules, each from the same memory (every allocation that a
+// kernel parameter points into is saved and restored), and must leave the same bits. That is the race
+// detector: a missing barrier, an unordered float atomic, an uninitialized shared value give different bits.
+//
+// A grid with dependencies between blocks other than through atomics that never wait (a grid barrier, a
+// look-back scan that spins) cannot run here and fails as a livelock.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <stdexcept>
+#include <string>
+
+#include "tests/simt/vector_types.h"
+
+namespace gradwire::simt {
+
+// What the shim found wrong in a kernel or its launch. The text names kernel, block, warps and lanes.
+class Failure : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+struct Options {
+  uint64_t seed = 1;        // GRADWIRE_SIMT_SEED
+  int schedules = 3;        // GRADWIRE_SIMT_SCHEDULES: runs per launch; 1 for a kernel whose result may vary
+  int multiprocessors = 4;  // GRADWIRE_SIMT_MULTIPROCESSORS: few, so that grid-stride loops do loop
+};
+Options& options();
+
+struct Grid {
+  const char* kernel = "";
+  const void* kernel_address = nullptr;
+  dim3 grid, block;
+  size_t shared_bytes = 0;
+};
+
+// Runs `thread(arguments)` for every thread of the grid. `parameters` are the bytes of each kernel parameter;
+// they are searched for pointers to the memory to save and compare. Throws Failure.
+void run(const Grid& grid, void (*thread)(const void* arguments), const void* arguments,
+         std::span<const std::span<const std::byte>> parameters);
+
+// Distinct launches so far: how often a kernel was launched under this name, all schedules of a launch
+// counted once.
+int64_t launches(const std::string& kernel);
+
+// Where a thread waits: the line of the collective in the kernel's source.
+struct Where {
+  const char* file;
+  int line;
+};
+
+// What a warp or block can do together. `reading` ones return something; see finish() in collectives.cpp.
+enum class Op : uint8_t {
+  sync_warp,
+  shuffle4,
+  shuffle8,
+  ballot,
+  any,
+  all,
+  match_any,
+  match_all,
+  add_signed,
+  add_unsigned,
+  min_signed,
+  min_unsigned,
+  max_signed,
+  max_unsigned,
+  bit_and,
+  bit_or,
+  bit_xor,
+  sync_block,
+  sync_block_and,
+  sync_block_or,
+  sync_block_count,
+};
+const char* op_name(Op op);
+
+// Called by the running thread; returns its result once every lane of `mask` has come. `source` is the lane a
+// shuffle reads from.
+uint64_t warp_collective(Op op, unsigned mask, uint64_t value, int source, Where where);
+int block_collective(Op op, bool predicate, Where where);
+// The lane of the running thread within its warp.
+int lane_id();
+unsigned lanes_alive();
+// A point where another thread may run; every atomic is one.
+void preempt();
+// Ends the launch with Failure(what), from inside a kernel.
+[[noreturn]] void fail(const std::string& what);
+
+void* dynamic_shared();
+
+// One `__shared__` declaration, found again by its place in the source: see shared_memory.cpp.
+struct SharedSite {
+  const char* file;
+  int line;
+  void* entry = nullptr;
+  void enter();  // poisons the variable if this block is the first to come here
+};
+
+}  // namespace gradwire::simt
+
+// Built-in variables. One thread runs at a time, and the scheduler sets them before it resumes a thread.
+extern uint3 threadIdx, blockIdx;
+extern dim3 blockDim, gridDim;
+inline constexpr int warpSize = 32;

@@ -1,0 +1,288 @@
+// Fibers, one per CUDA thread of a block, and the choice of who runs next.
+//
+// A fiber is made once and used for every later block: it runs a thread of the kernel, reports that it is
+// done, and waits for the next. When a launch fails, the threads that are still inside the kernel are resumed
+// one last time and leave by an exception, so that their stacks are clean for the next launch.
+#include <sanitizer/common_interface_defs.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <boost/context/fiber.hpp>
+#include <boost/context/preallocated.hpp>
+#include <exception>
+#include <map>
+
+#include "tests/simt/engine.h"
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+namespace gradwire::simt {
+
+Block block;
+
+namespace {
+
+constexpr size_t kStackBytes = 256 * 1024;  // virtual; a page is paid for when it is touched
+constexpr int64_t kMaxSpins = int64_t{1} << 21;
+
+struct Abandon {};
+
+// A stack with an unmapped page below it, so that an overflow faults.
+struct Stack {
+  Stack() {
+    size_t guard = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    void* memory = mmap(nullptr, guard + kStackBytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
+    if (memory == MAP_FAILED || mprotect(memory, guard, PROT_NONE) != 0) {
+      throw Failure("no memory for the stack of a CUDA thread");
+    }
+    bottom = static_cast<char*>(memory) + guard;
+  }
+  char* bottom;
+};
+
+struct NoAllocator {
+  void deallocate(boost::context::stack_context&) {}
+};
+
+struct Fiber {
+  Stack stack;
+  boost::context::fiber context;  // where to resume it
+  void* asan_stack = nullptr;
+};
+
+// What the running block executes, and the scheduler's own side of the switches.
+void (*thread_main)(const void*) = nullptr;
+const void* thread_arguments = nullptr;
+boost::context::fiber scheduler;
+void* scheduler_asan_stack = nullptr;
+const void* scheduler_bottom = nullptr;
+size_t scheduler_bytes = 0;
+
+// Leaked on purpose: idle fibers never end.
+std::vector<Fiber*>& fibers() {
+  static auto* all = new std::vector<Fiber*>();
+  return *all;
+}
+
+void leave_fiber() {
+  Fiber& self = *fibers()[static_cast<size_t>(block.current)];
+  __sanitizer_start_switch_fiber(&self.asan_stack, scheduler_bottom, scheduler_bytes);
+  scheduler = std::move(scheduler).resume();
+  __sanitizer_finish_switch_fiber(self.asan_stack, &scheduler_bottom, &scheduler_bytes);
+}
+
+void run_thread() {
+  try {
+    thread_main(thread_arguments);
+  } catch (const Abandon&) {
+  } catch (const std::exception& error) {
+    if (block.failure.empty()) block.failure = std::string("the kernel threw an exception: ") + error.what();
+  }
+}
+
+boost::context::fiber fiber_main(boost::context::fiber&& from) {
+  scheduler = std::move(from);
+  __sanitizer_finish_switch_fiber(nullptr, &scheduler_bottom, &scheduler_bytes);
+  while (true) {
+    run_thread();
+    current_thread().state = Thread::State::exited;
+    --block.unfinished;
+    block.spins = 0;
+    leave_fiber();
+  }
+}
+
+void resume(int index) {
+  auto at = static_cast<size_t>(index);
+  while (fibers().size() <= at) {
+    auto* fiber = new Fiber();
+    boost::context::stack_context stack;
+    stack.size = kStackBytes;
+    stack.sp = fiber->stack.bottom + kStackBytes;
+    fiber->context =
+        boost::context::fiber(std::allocator_arg, boost::context::preallocated(stack.sp, stack.size, stack),
+                              NoAllocator(), fiber_main);
+    fibers().push_back(fiber);
+  }
+  Fiber& fiber = *fibers()[at];
+  block.current = index;
+  threadIdx = block.threads[at].index;
+  __sanitizer_start_switch_fiber(&scheduler_asan_stack, fiber.stack.bottom, kStackBytes);
+  fiber.context = std::move(fiber.context).resume();
+  __sanitizer_finish_switch_fiber(scheduler_asan_stack, nullptr, nullptr);
+  block.current = -1;
+}
+
+int any_bit(unsigned mask) {
+  int start = static_cast<int>(block.random.next() >> 59);
+  return (std::countr_zero(std::rotr(mask, start)) + start) % kWarp;
+}
+
+int favoured_bit(unsigned mask) {
+  unsigned turned = std::rotr(mask, block.first_warp);
+  int found = block.downward ? 31 - std::countl_zero(turned) : std::countr_zero(turned);
+  return (found + block.first_warp) % kWarp;
+}
+
+int take_next() {
+  bool any = block.uniform || block.draw_any;
+  block.draw_any = false;
+  int warp = any ? any_bit(block.ready_warps) : favoured_bit(block.ready_warps);
+  Warp& chosen = block.warps[static_cast<size_t>(warp)];
+  int lane = any_bit(chosen.ready);
+  chosen.ready &= ~(1u << lane);
+  if (chosen.ready == 0) block.ready_warps &= ~(1u << warp);
+  return warp * kWarp + lane;
+}
+
+void place_threads() {
+  dim3 size = block.grid->block;
+  block.threads.assign(size_t{size.x} * size.y * size.z, Thread{});
+  block.warps.assign((block.threads.size() + kWarp - 1) / kWarp, Warp{});
+  uint3 index{0, 0, 0};
+  for (size_t i = 0; i < block.threads.size(); ++i) {
+    block.threads[i].index = index;
+    block.warps[i / kWarp].existing |= 1u << (i % kWarp);
+    if (++index.x == size.x) {
+      index.x = 0;
+      if (++index.y == size.y) index.y = 0, ++index.z;
+    }
+  }
+  block.ready_warps = 0;
+  for (size_t w = 0; w < block.warps.size(); ++w) make_ready(w, block.warps[w].existing);
+}
+
+std::string dimensions(const dim3& d) {
+  return "(" + std::to_string(d.x) + "," + std::to_string(d.y) + "," + std::to_string(d.z) + ")";
+}
+
+std::string lane_list(unsigned lanes) {
+  std::string text;
+  for (int i = 0; i < kWarp; ++i) {
+    if (!(lanes >> i & 1u)) continue;
+    int last = i;
+    while (last + 1 < kWarp && (lanes >> (last + 1) & 1u)) ++last;
+    text += (text.empty() ? "" : ",") + std::to_string(i) + (last > i ? "-" + std::to_string(last) : "");
+    i = last;
+  }
+  return text;
+}
+
+std::string describe_state(const Thread& t) {
+  if (t.state == Thread::State::exited) return "exited";
+  if (t.state == Thread::State::ready) return "could run";
+  if (t.state == Thread::State::idle) return "had not started";
+  std::string text = std::string("wait at ") + op_name(t.op);
+  if (t.state == Thread::State::in_warp_op) {
+    char mask[16];
+    std::snprintf(mask, sizeof mask, "0x%08x", t.mask);
+    text += std::string(" with mask ") + mask;
+  }
+  return text + " (" + t.where.file + ":" + std::to_string(t.where.line) + ")";
+}
+
+std::string describe_warp(size_t warp) {
+  std::map<std::string, unsigned> groups;
+  for (int lane = 0; lane < kWarp; ++lane) {
+    size_t i = warp * kWarp + static_cast<size_t>(lane);
+    if (i < block.threads.size()) groups[describe_state(block.threads[i])] |= 1u << lane;
+  }
+  std::string text;
+  for (const auto& [state, lanes] : groups)
+    text += (text.empty() ? "lanes " : "; lanes ") + lane_list(lanes) + " " + state;
+  return text;
+}
+
+std::string diagnose() {
+  bool in_warp_op = false;
+  int waiting = 0;
+  for (const Thread& t : block.threads) {
+    in_warp_op |= t.state == Thread::State::in_warp_op;
+    waiting += t.state == Thread::State::in_block_op;
+  }
+  if (in_warp_op) return "a warp collective waits for lanes of its mask that will not come";
+  return "divergent barrier: " + std::to_string(waiting) + " of " + std::to_string(block.threads.size()) +
+         " threads wait at a barrier that the others will not reach";
+}
+
+}  // namespace
+
+std::string describe_launch() {
+  const Grid& grid = *block.grid;
+  return std::string("kernel '") + grid.kernel + "', block " + dimensions(dim3(block.index)) + " of " +
+         dimensions(grid.grid) + ", threads " + dimensions(grid.block) + ", seed " +
+         std::to_string(options().seed);
+}
+
+std::string describe_threads() {
+  std::string text;
+  for (size_t first = 0; first < block.warps.size();) {
+    std::string state = describe_warp(first);
+    size_t last = first;
+    while (last + 1 < block.warps.size() && describe_warp(last + 1) == state) ++last;
+    text +=
+        "\n  warp " + std::to_string(first) + (last > first ? "-" + std::to_string(last) : "") + ": " + state;
+    first = last + 1;
+  }
+  return text;
+}
+
+bool run_block(void (*thread)(const void*), const void* arguments) {
+  thread_main = thread;
+  thread_arguments = arguments;
+  place_threads();
+  block.unfinished = static_cast<int>(block.threads.size());
+  block.at_barrier = block.predicates = 0;
+  block.spins = 0;
+  block.abandoned = false;
+  block.failure.clear();
+  blockIdx = block.index;
+  blockDim = block.grid->block;
+  gridDim = block.grid->grid;
+
+  while (block.unfinished > 0 && block.failure.empty()) {
+    if (block.ready_warps == 0) {
+      block.failure = diagnose() + describe_threads();
+      break;
+    }
+    int next = take_next();
+    block.threads[static_cast<size_t>(next)].state = Thread::State::ready;
+    resume(next);
+  }
+  if (block.failure.empty()) return true;
+  block.abandoned = true;
+  for (size_t i = 0; i < block.threads.size(); ++i) {
+    auto state = block.threads[i].state;
+    if (state != Thread::State::idle && state != Thread::State::exited) resume(static_cast<int>(i));
+  }
+  return false;
+}
+
+void switch_out() {
+  leave_fiber();
+  if (block.abandoned) throw Abandon{};
+}
+
+void preempt() {
+  if (block.random.next() >> 62 != 0) return;
+  if (++block.spins > kMaxSpins) {
+    fail(
+        "livelock: millions of atomics and no thread gets ahead. Blocks run one after the other here, so a "
+        "block "
+        "cannot wait for another one." +
+        describe_threads());
+  }
+  block.draw_any = true;  // a thread that spins must not keep the others out
+  make_ready(static_cast<size_t>(block.current / kWarp), current_bit());
+  switch_out();
+}
+
+void fail(const std::string& what) {
+  if (block.current < 0) throw Failure(what);
+  if (block.failure.empty()) block.failure = what;
+  throw Abandon{};
+}
+
+}  // namespace gradwire::simt

@@ -1,0 +1,468 @@
+// The shim proves itself: correct kernels give correct results, and each kind of planted bug is caught.
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "kernels/cuda/launch.cuh"
+
+namespace gradwire::simt {
+namespace {
+
+using cuda::launch;
+
+// ------------------------------------------------------------------------------------------------- correct
+// kernels
+
+__device__ float warp_sum(float v) {
+  for (int d = 16; d > 0; d /= 2) v += __shfl_xor_sync(0xffffffffu, v, d);
+  return v;
+}
+
+__global__ void __launch_bounds__(256) sum_kernel(const float* __restrict__ x, float* sums, int n) {
+  __shared__ float partial[8];
+  float v = 0.0f;
+  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) * 4; i < n;
+       i += static_cast<int>(gridDim.x * blockDim.x) * 4) {
+    float4 four = *reinterpret_cast<const float4*>(x + i);
+    v += four.x + four.y + four.z + four.w;
+  }
+  v = warp_sum(v);
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = v;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    float total = 0.0f;
+    for (float p : partial) total += p;
+    sums[blockIdx.x] = total;
+  }
+}
+
+TEST(Simt, BlockReductionIsRight) {
+  std::vector<float> x(4 * 256 * 8 * 3);
+  std::iota(x.begin(), x.end(), 0.0f);
+  for (float& v : x) v = static_cast<float>(static_cast<int>(v) % 17);
+  std::vector<float> sums(8);
+  launch("sum", sum_kernel, {.grid = dim3(8), .block = dim3(256)}, x.data(), sums.data(),
+         static_cast<int>(x.size()));
+  EXPECT_EQ(std::accumulate(sums.begin(), sums.end(), 0.0f), std::accumulate(x.begin(), x.end(), 0.0f));
+}
+
+__global__ void scan_kernel(int* data) {
+  int lane = static_cast<int>(threadIdx.x), v = data[lane];
+  for (int d = 1; d < 32; d *= 2) {
+    int other = __shfl_up_sync(0xffffffffu, v, static_cast<unsigned>(d));
+    if (lane >= d) v += other;
+  }
+  data[lane] = v;
+}
+
+TEST(Simt, WarpScanIsRight) {
+  std::vector<int> data(32);
+  std::iota(data.begin(), data.end(), 1);
+  launch("scan", scan_kernel, {.block = dim3(32)}, data.data());
+  for (int i = 0; i < 32; ++i) EXPECT_EQ(data[static_cast<size_t>(i)], (i + 1) * (i + 2) / 2);
+}
+
+// One template, two instantiations, each with its own shared array.
+template <int kTile>
+__global__ void transpose_kernel(const int* in, int* out, int n) {
+  __shared__ int tile[kTile][kTile + 1];
+  int x = static_cast<int>(blockIdx.x * kTile + threadIdx.x),
+      y = static_cast<int>(blockIdx.y * kTile + threadIdx.y);
+  if (x < n && y < n) tile[threadIdx.y][threadIdx.x] = in[y * n + x];
+  __syncthreads();
+  x = static_cast<int>(blockIdx.y * kTile + threadIdx.x),
+  y = static_cast<int>(blockIdx.x * kTile + threadIdx.y);
+  if (x < n && y < n) out[y * n + x] = tile[threadIdx.x][threadIdx.y];
+}
+
+TEST(Simt, TransposeThroughSharedMemoryIsRightForEveryInstantiation) {
+  for (int n : {1, 7, 33}) {
+    std::vector<int> in(static_cast<size_t>(n * n)), out(in.size());
+    std::iota(in.begin(), in.end(), 0);
+    auto tiles8 = static_cast<unsigned>((n + 7) / 8), tiles16 = static_cast<unsigned>((n + 15) / 16);
+    launch("transpose8", transpose_kernel<8>, {.grid = dim3(tiles8, tiles8), .block = dim3(8, 8)}, in.data(),
+           out.data(), n);
+    for (int i = 0; i < n * n; ++i)
+      ASSERT_EQ(out[static_cast<size_t>(i)], in[static_cast<size_t>(i % n * n + i / n)]);
+    launch("transpose16", transpose_kernel<16>, {.grid = dim3(tiles16, tiles16), .block = dim3(16, 16)},
+           out.data(), in.data(), n);
+    for (int i = 0; i < n * n; ++i) ASSERT_EQ(in[static_cast<size_t>(i)], i);
+  }
+}
+
+__global__ void histogram_kernel(const unsigned char* data, int n, unsigned* bins) {
+  GW_DYNAMIC_SHARED(unsigned, local);
+  for (unsigned i = threadIdx.x; i < 256; i += blockDim.x) local[i] = 0;
+  __syncthreads();
+  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < n;
+       i += static_cast<int>(gridDim.x * blockDim.x)) {
+    atomicAdd(&local[data[i]], 1u);
+  }
+  __syncthreads();
+  for (unsigned i = threadIdx.x; i < 256; i += blockDim.x) atomicAdd(&bins[i], local[i]);
+}
+
+TEST(Simt, HistogramWithAtomicsIsRight) {
+  std::vector<unsigned char> data(10007);
+  std::vector<unsigned> bins(256, 0), expected(256, 0);
+  for (size_t i = 0; i < data.size(); ++i) ++expected[data[i] = static_cast<unsigned char>(i * i % 251)];
+  launch("histogram", histogram_kernel,
+         {.grid = dim3(cuda::grid_for(static_cast<int64_t>(data.size()), 96)),
+          .block = dim3(96),
+          .shared_bytes = 1024},
+         data.data(), static_cast<int>(data.size()), bins.data());
+  EXPECT_EQ(bins, expected);
+}
+
+__global__ void votes_kernel(unsigned* out) {
+  unsigned lane = threadIdx.x;
+  unsigned odd = __ballot_sync(0xffffffffu, lane % 2);
+  unsigned any = static_cast<unsigned>(__any_sync(0xffffffffu, lane == 7));
+  unsigned all = static_cast<unsigned>(__all_sync(0xffffffffu, lane == 7));
+  unsigned sum = __reduce_add_sync(0xffffffffu, lane);
+  unsigned same = __match_any_sync(0xffffffffu, lane / 8);
+  int least = __reduce_min_sync(0xffffffffu, static_cast<int>(lane) - 5);
+  unsigned half = lane < 16 ? 0x0000ffffu : 0xffff0000u;
+  double mine = lane + 0.5, top = __shfl_down_sync(half, mine, 4, 16), pair = __shfl_sync(half, mine, 1, 2);
+  int count = __syncthreads_count(lane < 3), either = __syncthreads_or(lane == 3),
+      both = __syncthreads_and(lane < 32);
+  bool right = odd == 0xaaaaaaaau && any == 1 && all == 0 && sum == 496 && same == 0xffu << (lane / 8 * 8) &&
+               least == -5 && top == (lane % 16 < 12 ? mine + 4 : mine) && pair == (lane | 1u) + 0.5 &&
+               count == 3 && either == 1 && both == 1;
+  out[lane] = right;
+}
+
+TEST(Simt, VotesReductionsAndSegmentedShufflesAreRight) {
+  std::vector<unsigned> out(32, 0);
+  launch("votes", votes_kernel, {.block = dim3(32)}, out.data());
+  EXPECT_EQ(out, std::vector<unsigned>(32, 1));
+}
+
+__global__ void lock_kernel(unsigned* lock, int* counter) {
+  while (atomicCAS(lock, 0u, 1u) != 0u) {
+  }
+  ++*counter;
+  atomicExch(lock, 0u);
+}
+
+TEST(Simt, SpinLockGetsThrough) {
+  unsigned lock = 0;
+  int counter = 0;
+  launch("lock", lock_kernel, {.grid = dim3(4), .block = dim3(64)}, &lock, &counter);
+  EXPECT_EQ(counter, 4 * 64);
+}
+
+__global__ void places_kernel(int* hits) {
+  unsigned block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+  unsigned thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
+  ++hits[block * blockDim.x * blockDim.y * blockDim.z + thread];
+}
+
+TEST(Simt, EveryThreadOfEveryBlockRunsOnce) {
+  std::vector<int> hits(5 * 3 * 2 * 7 * 5 * 3, 0);
+  launch("places", places_kernel, {.grid = dim3(5, 3, 2), .block = dim3(7, 5, 3)}, hits.data());
+  EXPECT_EQ(hits, std::vector<int>(hits.size(), 1));
+  launch("nothing", places_kernel, {.grid = dim3(0), .block = dim3(7)}, static_cast<int*>(nullptr));
+}
+
+__global__ void __launch_bounds__(1024) wide_kernel(float* out) {
+  __shared__ float x[1024];
+  x[threadIdx.x] = static_cast<float>(threadIdx.x);
+  __syncthreads();
+  out[blockIdx.x * 1024 + threadIdx.x] = x[1023 - threadIdx.x];
+}
+
+TEST(Simt, FullBlocksWork) {
+  std::vector<float> out(3 * 1024);
+  launch("wide", wide_kernel, {.grid = dim3(3), .block = dim3(1024)}, out.data());
+  for (size_t i = 0; i < out.size(); ++i) ASSERT_EQ(out[i], static_cast<float>(1023 - i % 1024));
+}
+
+// ------------------------------------------------------------------------------------------------- planted
+// bugs
+
+// The text of the Failure that `body` ends with, "" when it ends well.
+std::string failure_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Failure& failure) {
+    return failure.what();
+  }
+  return "";
+}
+
+// With each of ten seeds: to find a bug must not be luck.
+std::vector<std::string> failures_of(const std::function<void()>& body) {
+  std::vector<std::string> texts;
+  uint64_t before = options().seed;
+  for (options().seed = 100; options().seed < 110; ++options().seed) texts.push_back(failure_of(body));
+  options().seed = before;
+  return texts;
+}
+
+void expect_contains(const std::string& text, std::initializer_list<const char*> parts) {
+  for (const char* part : parts)
+    EXPECT_NE(text.find(part), std::string::npos) << "no '" << part << "' in: " << text;
+}
+
+// A shared array is written, then read by another thread. The barrier between is what the bug leaves out.
+__global__ void reverse_kernel(int* data, bool with_barrier) {
+  __shared__ int copy[64];
+  copy[threadIdx.x] = data[threadIdx.x];
+  if (with_barrier) __syncthreads();
+  data[threadIdx.x] = copy[63 - threadIdx.x];
+}
+
+TEST(SimtCatches, MissingBarrier) {
+  std::vector<int> data(64, 1);
+  auto run = [&](bool barrier) {
+    return failures_of([&] {
+      std::iota(data.begin(), data.end(), 0);
+      launch("reverse", reverse_kernel, {.block = dim3(64)}, data.data(), barrier);
+    });
+  };
+  for (const auto& text : run(true)) EXPECT_EQ(text, "");
+  for (const auto& text : run(false))
+    expect_contains(text, {"reverse", "depends on the order", "parameter 0"});
+}
+
+// The barrier that is missing stands at the end of a loop: a fast warp overwrites what a slow one still has
+// to read.
+__global__ void rounds_kernel(const float* x, float* out, bool with_second_barrier) {
+  __shared__ float partial[4];
+  for (int round = 0; round < 3; ++round) {
+    float v = warp_sum(x[round * 128 + static_cast<int>(threadIdx.x)]);
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = v;
+    __syncthreads();
+    if (threadIdx.x == 0) out[round] = partial[0] + partial[1] + partial[2] + partial[3];
+    if (with_second_barrier) __syncthreads();
+  }
+}
+
+TEST(SimtCatches, MissingBarrierBeforeReuseOfSharedMemoryAcrossShuffles) {
+  std::vector<float> x(3 * 128), out(3);
+  for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i / 128 + 1);
+  auto run = [&](bool barrier) {
+    return failure_of(
+        [&] { launch("rounds", rounds_kernel, {.block = dim3(128)}, x.data(), out.data(), barrier); });
+  };
+  EXPECT_EQ(run(true), "");
+  EXPECT_EQ(out, (std::vector<float>{128, 256, 384}));
+  expect_contains(run(false), {"depends on the order"});
+}
+
+__global__ void uninitialized_kernel(float* out, bool initialize) {
+  __shared__ float x[32];
+  GW_DYNAMIC_SHARED(float, y);
+  if (threadIdx.x != 5 || initialize) x[threadIdx.x] = 1.0f, y[threadIdx.x] = 1.0f;
+  __syncwarp();
+  out[threadIdx.x] = x[threadIdx.x ^ 1u];
+  out[32 + threadIdx.x] = y[threadIdx.x ^ 1u];
+}
+
+TEST(SimtCatches, UninitializedSharedValueInEveryBlock) {
+  std::vector<float> out(64);
+  auto run = [&](bool initialize) {
+    launch("uninitialized", uninitialized_kernel, {.grid = dim3(3), .block = dim3(32), .shared_bytes = 128},
+           out.data(), initialize);
+  };
+  run(true);
+  EXPECT_EQ(out, std::vector<float>(64, 1.0f));
+  // Either two schedules differ, or the poison shows: never the value that the launch before left there.
+  for (const auto& text : failures_of([&] { run(false); })) {
+    if (!text.empty()) continue;
+    EXPECT_NE(out[4], 1.0f);
+    EXPECT_NE(out[36], 1.0f);
+  }
+}
+
+__global__ void float_atomic_kernel(const float* x, float* sum) {
+  atomicAdd(sum, x[threadIdx.x]);
+}
+
+TEST(SimtCatches, FloatAtomicsWhoseSumDependsOnTheOrder) {
+  std::vector<float> x(256), sum(1);
+  for (size_t i = 0; i < x.size(); ++i) x[i] = 1.0f / static_cast<float>(i + 1);
+  expect_contains(failure_of([&] {
+                    launch("float_atomic", float_atomic_kernel, {.block = dim3(256)}, x.data(), sum.data());
+                  }),
+                  {"float_atomic", "depends on the order"});
+}
+
+__global__ void skip_kernel(float* data, int skipper) {
+  if (static_cast<int>(threadIdx.x) == skipper) return;
+  data[threadIdx.x] = __shfl_xor_sync(0xffffffffu, data[threadIdx.x], 1);
+}
+
+TEST(SimtCatches, LaneThatSkipsAShuffle) {
+  std::vector<float> data(64);
+  expect_contains(
+      failure_of([&] { launch("skip", skip_kernel, {.block = dim3(64)}, data.data(), 37); }),
+      {"kernel 'skip'", "block (0,0,0)", "will not come", "warp 1: ", "lanes 5 exited",
+       "lanes 0-4,6-31 wait at __shfl_sync (4 bytes) with mask 0xffffffff", "simt_selftest.cpp:"});
+  EXPECT_EQ(failure_of([&] { launch("skip", skip_kernel, {.block = dim3(64)}, data.data(), -1); }), "");
+}
+
+__global__ void detour_kernel(int* data) {
+  int v = data[threadIdx.x];
+  if (threadIdx.x < 16) {
+    v = __shfl_sync(0xffffffffu, v, 0);
+  } else {
+    __syncwarp(0xffffffffu);
+  }
+  data[threadIdx.x] = v;
+}
+
+TEST(SimtCatches, LanesThatWaitAtDifferentCollectives) {
+  std::vector<int> data(32);
+  expect_contains(failure_of([&] { launch("detour", detour_kernel, {.block = dim3(32)}, data.data()); }),
+                  {"lanes 0-15 wait at __shfl_sync", "lanes 16-31 wait at __syncwarp"});
+}
+
+__global__ void mask_kernel(unsigned mask) {
+  __syncwarp(mask);
+}
+
+TEST(SimtCatches, WrongMasks) {
+  auto run = [](unsigned mask, unsigned threads) {
+    return failure_of([&] { launch("mask", mask_kernel, {.block = dim3(threads)}, mask); });
+  };
+  expect_contains(run(0xfffffffeu, 32), {"leaves out the caller, lane 0"});
+  expect_contains(run(0xffffffffu, 20), {"its warp has only the lanes 0x000fffff"});
+  EXPECT_EQ(run(0x000fffffu, 20), "");
+}
+
+__global__ void half_barrier_kernel(int* data) {
+  if (threadIdx.x < 32) __syncthreads();
+  data[threadIdx.x] = 1;
+}
+
+TEST(SimtCatches, BarrierThatOnlyPartOfTheBlockReaches) {
+  std::vector<int> data(64);
+  expect_contains(
+      failure_of([&] { launch("half_barrier", half_barrier_kernel, {.block = dim3(64)}, data.data()); }),
+      {"divergent barrier: 32 of 64 threads", "warp 0: lanes 0-31 wait at __syncthreads",
+       "warp 1: lanes 0-31 exited"});
+}
+
+__global__ void two_barriers_kernel(int* data) {
+  if (threadIdx.x < 32) {
+    __syncthreads();
+  } else {
+    __syncthreads();
+  }
+  data[threadIdx.x] = 1;
+}
+
+TEST(SimtCatches, ThreadsThatWaitAtDifferentBarriers) {
+  std::vector<int> data(64);
+  expect_contains(
+      failure_of([&] { launch("two_barriers", two_barriers_kernel, {.block = dim3(64)}, data.data()); }),
+      {"divergent barrier", "different barriers"});
+}
+
+__global__ void deadlock_kernel(int* data) {
+  if (threadIdx.x == 0) __syncthreads();
+  __syncwarp();
+  if (threadIdx.x != 0) __syncthreads();
+  data[threadIdx.x] = 1;
+}
+
+TEST(SimtCatches, Deadlock) {
+  std::vector<int> data(32);
+  expect_contains(failure_of([&] { launch("deadlock", deadlock_kernel, {.block = dim3(32)}, data.data()); }),
+                  {"lanes 0 wait at __syncthreads", "lanes 1-31 wait at __syncwarp"});
+}
+
+__global__ void grid_barrier_kernel(unsigned* arrived) {
+  atomicAdd(arrived, 1u);
+  while (atomicAdd(arrived, 0u) < gridDim.x) {
+  }
+}
+
+TEST(SimtCatches, BlockThatWaitsForAnotherBlock) {
+  unsigned arrived = 0;
+  expect_contains(failure_of([&] {
+                    launch("grid_barrier", grid_barrier_kernel, {.grid = dim3(2), .block = dim3(1)},
+                           &arrived);
+                  }),
+                  {"livelock"});
+}
+
+TEST(SimtCatches, LaunchesThatCudaRefuses) {
+  int* none = nullptr;
+  auto refusal = [&](cuda::LaunchConfig config) {
+    return failure_of([&] { launch("refused", places_kernel, config, none); });
+  };
+  expect_contains(refusal({.block = dim3(1025)}), {"refused", "1025 threads"});
+  expect_contains(refusal({.block = dim3(1, 1, 65)}), {"64 in z"});
+  expect_contains(refusal({.grid = dim3(1, 65536)}), {"grid"});
+  expect_contains(refusal({.grid = dim3(1), .block = dim3(1), .shared_bytes = 233 * 1024}),
+                  {"shared memory"});
+}
+
+TEST(Simt, RunsOnAfterAFailure) {
+  std::vector<float> data(64);
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_NE(failure_of([&] { launch("skip", skip_kernel, {.block = dim3(64)}, data.data(), 37); }), "");
+    EXPECT_EQ(failure_of([&] { launch("skip", skip_kernel, {.block = dim3(64)}, data.data(), -1); }), "");
+  }
+}
+
+// Memory errors end the process with AddressSanitizer's or UBSan's report, and with the kernel's name.
+
+__global__ void read_kernel(const float* x, float* out, int at) {
+  *out = x[at];
+}
+
+TEST(SimtDeathTest, ReadBehindGlobalMemory) {
+  std::vector<float> x(8), out(1);
+  EXPECT_DEATH(launch("read", read_kernel, {.block = dim3(1)}, x.data(), out.data(), 8),
+               "heap-buffer-overflow");
+  EXPECT_DEATH(launch("read", read_kernel, {.block = dim3(1)}, x.data(), out.data(), 8),
+               "in kernel 'read', block");
+}
+
+__global__ void shared_read_kernel(float* out, int at) {
+  __shared__ float x[8];
+  __shared__ float next[8];
+  x[threadIdx.x] = next[threadIdx.x] = 0.0f;
+  __syncwarp(0xffu);
+  const float* behind = x;
+  out[threadIdx.x] = behind[at];
+}
+
+TEST(SimtDeathTest, ReadBehindStaticSharedMemory) {
+  std::vector<float> out(8);
+  EXPECT_DEATH(launch("shared_read", shared_read_kernel, {.block = dim3(8)}, out.data(), 9),
+               "global-buffer-overflow|insufficient space");
+  launch("shared_read", shared_read_kernel, {.block = dim3(8)}, out.data(), 7);
+}
+
+__global__ void dynamic_write_kernel(int at) {
+  GW_DYNAMIC_SHARED(float, x);
+  x[at] = 1.0f;
+}
+
+TEST(SimtDeathTest, WriteBehindDynamicSharedMemory) {
+  launch("dynamic_write", dynamic_write_kernel, {.block = dim3(1), .shared_bytes = 36}, 8);
+  EXPECT_DEATH(launch("dynamic_write", dynamic_write_kernel, {.block = dim3(1), .shared_bytes = 36}, 9),
+               "heap-buffer-overflow");
+}
+
+__global__ void vector_read_kernel(const float* x, float* out) {
+  *out = reinterpret_cast<const float4*>(x)->y;
+}
+
+TEST(SimtDeathTest, MisalignedVectorAccess) {
+  std::vector<float> x(8), out(1);
+  launch("vector_read", vector_read_kernel, {.block = dim3(1)}, x.data(), out.data());
+  EXPECT_DEATH(launch("vector_read", vector_read_kernel, {.block = dim3(1)}, x.data() + 1, out.data()),
+               "misaligned");
+}
+
+}  // namespace
+}  // namespace gradwire::simt
