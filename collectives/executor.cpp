@@ -45,8 +45,14 @@ Allreduce::Allreduce(Transport& transport, const Schedule& schedule, float* data
 }
 
 void Allreduce::bind(void* workspace) {
+  workspace_ = workspace;
   compile(static_cast<std::byte*>(workspace));
   bound_ = true;
+}
+
+void Allreduce::rebind(float* data) {
+  data_ = data;
+  if (bound_) compile(static_cast<std::byte*>(workspace_));
 }
 
 size_t Allreduce::compile(std::byte* base) {

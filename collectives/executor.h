@@ -48,6 +48,10 @@ class Allreduce {
   void bind(void* workspace);  // on the transport's device, 256-byte aligned; may be shared by programs of
                                // one stream
 
+  // The same program for a buffer that has moved; `data` holds count floats. Only while nothing of it is in
+  // flight.
+  void rebind(float* data);
+
   // Enqueues everything on `stream`. All ranks run the same programs in the same order.
   void run(const Stream& stream) const;
 
@@ -69,6 +73,7 @@ class Allreduce {
   Options options_;
   std::vector<Operation> operations_;
   size_t workspace_bytes_ = 0;
+  void* workspace_ = nullptr;
   bool bound_ = false;
 };
 

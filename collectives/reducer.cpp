@@ -9,10 +9,6 @@
 namespace gradwire {
 namespace {
 
-// Tensors begin at multiples of 4 floats: every gradient is 16-byte aligned, and little of the wire goes to
-// gaps.
-constexpr int64_t kAlignment = 4;
-
 int64_t element_count(const GradientTensor& tensor) {
   int64_t count = 1;
   for (int64_t extent : tensor.shape) {
@@ -44,6 +40,9 @@ struct Bucket {
   // Of the step under way.
   int ready = 0;
   std::vector<Stream> producers;
+
+  float* data = nullptr;  // what the codec works on: a part of the flat buffer, or memory adopted as it is
+  bool staged = false;    // tensors are copied in and out of the flat buffer
 };
 
 }  // namespace
@@ -53,13 +52,16 @@ class Reducer::Impl {
   Impl(Communicator& comm, const CompressionSpec& spec, std::vector<GradientTensor> tensors,
        ReducerOptions options)
       : comm_(comm), spec_(spec), tensors_(std::move(tensors)), options_(options) {
+    if (options_.alignment < 1) throw BadInput("ReducerOptions::alignment must be at least 1 element");
     for (const GradientTensor& t : tensors_) {
       offsets_.push_back(elements_);
-      elements_ += (element_count(t) + kAlignment - 1) / kAlignment * kAlignment;
+      elements_ += (element_count(t) + options_.alignment - 1) / options_.alignment * options_.alignment;
     }
-    gradients_ = make_buffer<float>(comm.device(), elements_);
+    if (options_.own_gradients) gradients_ = make_buffer<float>(comm.device(), elements_);
     ready_.assign(tensors_.size(), false);
-    if (comm.world() > 1) {
+    if (options_.stream) {
+      stream_ = options_.stream;
+    } else if (comm.world() > 1) {
       stream_ = Stream::create(comm.device(), "communicate");
     } else {
       stream_ = comm.device().is_host() ? Stream::immediate_host() : Stream::create(comm.device(), "set-up");
@@ -77,6 +79,37 @@ class Reducer::Impl {
     }
   }
 
+  void adopt(std::span<float* const> gradients) {
+    std::lock_guard lock(mutex_);
+    if (gradients.size() != tensors_.size()) {
+      throw BadInput("Reducer::adopt: " + std::to_string(gradients.size()) + " addresses for " +
+                     std::to_string(tensors_.size()) + " tensors");
+    }
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      if (ready_[i])
+        throw Error("Reducer::adopt in the middle of a step: '" + tensors_[i].name + "' is ready");
+      if (gradients[i] == nullptr && element_count(tensors_[i]) > 0) {
+        throw BadInput("Reducer::adopt: the address of gradient '" + tensors_[i].name + "' is null");
+      }
+    }
+    adopted_.assign(gradients.begin(), gradients.end());
+    for (Bucket& b : buckets_) {
+      float* data = common_base(b);
+      b.staged = data == nullptr && b.end > b.begin;
+      if (b.staged) {
+        if (!gradients_) {
+          gradients_ = make_buffer<float>(comm_.device(), elements_);
+          fill_zero(stream_, gradients_.data(), gradients_.bytes());
+        }
+        data = gradients_.as<float>() + b.begin;
+      }
+      if (data == b.data) continue;
+      stream_.synchronize();
+      b.codec->rebind(data);
+      b.data = data;
+    }
+  }
+
   void ready(int i, const Stream& producer) {
     std::lock_guard lock(mutex_);
     if (i < 0 || i >= static_cast<int>(tensors_.size())) {
@@ -84,6 +117,9 @@ class Reducer::Impl {
                      std::to_string(tensors_.size()));
     }
     if (ready_[i]) throw Error("gradient '" + tensors_[i].name + "' was marked ready twice in one step");
+    if (!options_.own_gradients && adopted_.empty()) {
+      throw Error("Reducer::ready: no gradients; they come from adopt() when own_gradients is off");
+    }
     ready_[i] = true;
     if (buckets_.empty()) return;
     Bucket& bucket = buckets_[bucket_of_[i]];
@@ -120,10 +156,20 @@ class Reducer::Impl {
     ++step_;
   }
 
+  void resume_at(int64_t steps) {
+    std::lock_guard lock(mutex_);
+    if (steps < 0) throw BadInput("Reducer::resume_at: " + std::to_string(steps) + " steps");
+    step_ = first_step_ = steps;
+    if (buckets_.empty()) return;
+    uint64_t value = static_cast<uint64_t>(steps);
+    store(stream_, device_step_.data(), &value, sizeof value);
+    stream_.synchronize();
+  }
+
   ReducerStats stats(int64_t step) const {
     ReducerStats stats;
     if (buckets_.empty()) return stats;
-    if (step < 0 || step >= step_ || step < step_ - kStatsKept) {
+    if (step < first_step_ || step >= step_ || step < step_ - kStatsKept) {
       throw BadInput("Reducer::stats: step " + std::to_string(step) + " is not one of the last " +
                      std::to_string(kStatsKept) + " of " + std::to_string(step_));
     }
@@ -169,6 +215,13 @@ class Reducer::Impl {
     return bytes;
   }
 
+  int buckets_in_place() const {
+    return static_cast<int>(
+        std::count_if(buckets_.begin(), buckets_.end(), [](auto& b) { return !b.staged; }));
+  }
+  float* gradient(int i) const {
+    return adopted_.empty() ? gradients_.as<float>() + offset(i) : adopted_.at(i);
+  }
   const GradientTensor& tensor(int i) const { return tensors_.at(i); }
   int64_t offset(int i) const { return offsets_.at(i); }
   int tensors() const { return static_cast<int>(tensors_.size()); }
@@ -206,7 +259,8 @@ class Reducer::Impl {
         context.tensors.push_back(
             {t.name, rows, rows == 0 ? 0 : count / rows, offsets_[i] - bucket.begin, i});
       }
-      context.gradients = gradients_.as<float>() + bucket.begin;
+      bucket.data = gradients_ ? gradients_.as<float>() + bucket.begin : nullptr;
+      context.gradients = bucket.data;
       context.elements = bucket.end - bucket.begin;
       context.first_element = bucket.begin;
       context.scale = options_.average ? 1.0f / static_cast<float>(comm_.world()) : 1.0f;
@@ -257,8 +311,34 @@ class Reducer::Impl {
 #endif
     }
     if (options_.timing) marks.buckets[b].start.record(stream_);
+    if (bucket.staged) stage(bucket, true);
     bucket.codec->run(stream_, step_);
+    if (bucket.staged) stage(bucket, false);
     if (options_.timing) marks.buckets[b].end.record(stream_);
+  }
+
+  // Where the bucket begins if the adopted gradients lie as in the flat buffer; null if they don't.
+  float* common_base(const Bucket& bucket) const {
+    uintptr_t base = 0;
+    for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
+      if (element_count(tensors_[i]) == 0) continue;
+      // As integers: addresses of different allocations may not be subtracted as pointers.
+      uintptr_t start = reinterpret_cast<uintptr_t>(adopted_[i]) - 4 * (offsets_[i] - bucket.begin);
+      if (base == 0) base = start;
+      if (start != base) return nullptr;
+    }
+    // The gap behind the last tensor is not the caller's to write into.
+    const int last = bucket.last_tensor - 1;
+    if (offsets_[last] + element_count(tensors_[last]) != bucket.end) return nullptr;
+    return reinterpret_cast<float*>(base);
+  }
+
+  void stage(const Bucket& bucket, bool in) {
+    for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
+      float* flat = gradients_.as<float>() + offsets_[i];
+      size_t bytes = static_cast<size_t>(element_count(tensors_[i])) * sizeof(float);
+      copy(stream_, in ? flat : adopted_[i], in ? adopted_[i] : flat, bytes);
+    }
   }
 
   void note_bytes(StepMarks& marks, int which) {
@@ -277,6 +357,7 @@ class Reducer::Impl {
   std::vector<int64_t> offsets_;
   int64_t elements_ = 0;
   Buffer gradients_, workspace_, device_step_;
+  std::vector<float*> adopted_;  // by tensor; empty: the gradients are in gradients_
   std::vector<Bucket> buckets_;  // empty in a world of 1
   std::vector<int> bucket_of_;   // tensor -> bucket
   uint64_t dense_bytes_ = 0;
@@ -286,7 +367,7 @@ class Reducer::Impl {
   std::mutex mutex_;  // ready() may come from several threads
   std::vector<bool> ready_;
   int launched_ = 0;  // buckets of the step under way whose work is enqueued
-  int64_t step_ = 0;
+  int64_t step_ = 0, first_step_ = 0;
   Stream stream_;  // last: destroyed first, before anything its tasks use
 };
 
@@ -299,7 +380,7 @@ int Reducer::tensors() const {
   return impl_->tensors();
 }
 float* Reducer::gradient(int i) const {
-  return impl_->gradients().as<float>() + impl_->offset(i);
+  return impl_->gradient(i);
 }
 const Buffer& Reducer::gradients() const {
   return impl_->gradients();
@@ -310,11 +391,20 @@ int64_t Reducer::offset(int i) const {
 int64_t Reducer::elements() const {
   return impl_->elements();
 }
+void Reducer::adopt(std::span<float* const> gradients) {
+  impl_->adopt(gradients);
+}
+int Reducer::buckets_in_place() const {
+  return impl_->buckets_in_place();
+}
 void Reducer::ready(int i, const Stream& producer) {
   impl_->ready(i, producer);
 }
 void Reducer::wait(const Stream& consumer) {
   impl_->wait(consumer);
+}
+void Reducer::resume_at(int64_t steps) {
+  impl_->resume_at(steps);
 }
 int64_t Reducer::steps() const {
   return impl_->steps();

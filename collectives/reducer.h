@@ -2,7 +2,8 @@
 //
 // Parameters are registered once, in the order in which backward produces their gradients. The reducer owns
 // one flat gradient buffer in that order, cut into buckets of about bucket_bytes at tensor boundaries; a
-// tensor's gradient is a view into it, so nothing is copied in or out. When the last gradient of a bucket is
+// tensor's gradient is a view into it, so nothing is copied in or out. Gradients that somebody else owns are
+// adopted: see adopt(). When the last gradient of a bucket is
 // ready, the bucket is compressed and reduced on the reducer's own stream, while the producer's stream goes
 // on with backward.
 //
@@ -14,6 +15,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -35,6 +37,14 @@ struct ReducerOptions {
   // Where timings come from; off, nothing is recorded.
   bool timing = true;
   uint64_t seed = 0;  // of stochastic rounding; each rank's draws differ
+  // Elements; tensors begin at multiples of it in a bucket. 4 makes every gradient 16-byte aligned and leaves
+  // little of the wire to gaps; 1 is the layout of frameworks that pack their buckets densely.
+  int64_t alignment = 4;
+  // Off: no flat buffer; adopt() says where the gradients are, before the first ready().
+  bool own_gradients = true;
+  // Where the reducer works; empty: on a stream of its own. Reducers that use one communicator at the same
+  // time share a stream, so that all ranks run their exchanges in the order in which they were enqueued.
+  Stream stream = {};
 };
 
 // Of one step.
@@ -54,8 +64,7 @@ class Reducer {
   Reducer(const Reducer&) = delete;
 
   int tensors() const;
-  // Where tensor i's gradient lives, shape as registered; same address for the reducer's whole life. 16-byte
-  // aligned.
+  // Where tensor i's gradient lives, shape as registered; the same address until adopt() gives another.
   float* gradient(int i) const;
   // The flat buffer that all gradients are views of, and where tensor i begins in it, in elements. Gaps
   // between tensors (alignment) are zero and stay zero, so an optimizer may run over the whole buffer at
@@ -64,13 +73,25 @@ class Reducer {
   int64_t offset(int i) const;
   int64_t elements() const;  // of the flat buffer, gaps included
 
+  // From the next step on, tensor i's gradient is at gradients[i], on the communicator's device. A bucket
+  // whose tensors lie there as they do in the flat buffer, and that ends with its last tensor (always so with
+  // an alignment of 1), is reduced in place; the tensors of any other bucket are copied into the flat buffer
+  // when the bucket is full, and out of it behind the reduction. Between steps only. Costs a comparison per
+  // tensor when nothing has moved; otherwise blocks until work in flight, which uses the old addresses, is
+  // done. Allocates the flat buffer when it is needed first.
+  void adopt(std::span<float* const> gradients);
+  // How many of buckets() are reduced where they are, without a copy.
+  int buckets_in_place() const;
+
   // Tensor i's gradient is complete at this point of `producer`. Each tensor once per step.
   void ready(int i, const Stream& producer);
   // Later work on `consumer` sees averaged gradients. Throws Error naming the tensors that were not ready.
   void wait(const Stream& consumer);
 
-  // Steps begun: how often wait() was called.
+  // Steps begun: how often wait() was called, on top of what resume_at() said.
   int64_t steps() const;
+  // Goes on as after `steps` steps: together with state(), what a checkpoint restores. Between steps only.
+  void resume_at(int64_t steps);
   // Of step `step`, counted from 0: one of the last kStatsKept, whose wait() the consumer stream has passed
   // (synchronize it, or an event recorded behind it). In a world of 1 all zero.
   ReducerStats stats(int64_t step) const;

@@ -31,7 +31,7 @@ struct BucketContext {
   Schedule schedule;
   Stream stream;  // for set-up work; a codec synchronizes it only in its constructor
   std::vector<BucketTensor> tensors;
-  float* gradients = nullptr;      // the bucket
+  float* gradients = nullptr;      // the bucket; null when rebind() comes before the first run()
   int64_t elements = 0;            // of the bucket, gaps between tensors included
   int64_t first_element = 0;       // of the bucket within the model's flat gradient
   float scale = 1.0f;              // 1 / world for the mean
@@ -45,6 +45,9 @@ struct CodecState {
   std::string name;
   float* data = nullptr;
   int64_t count = 0;
+  // A residual is laid out as the gradients: data[0] belongs to this element of the model's flat gradient.
+  // -1 for anything else.
+  int64_t first_element = -1;
 };
 
 class Codec {
@@ -54,6 +57,8 @@ class Codec {
   // Scratch shared with the other buckets of the same stream; bind() comes once, before the first run().
   virtual size_t workspace_bytes() const = 0;
   virtual void bind(void* workspace) = 0;
+  // The bucket's gradients have moved, laid out as before. Only while nothing of this codec is in flight.
+  virtual void rebind(float* gradients) = 0;
   // Enqueues one step on `stream`: bucket gradients in, averaged gradients out. `step` counts from 0.
   virtual void run(const Stream& stream, int64_t step) = 0;
 

@@ -81,6 +81,7 @@ class PowerSgdCodec final : public Codec {
         device_(c.transport->device()),
         gradients_(c.gradients),
         elements_(c.elements),
+        first_element_(c.first_element),
         step_(c.step),
         matrices_(c.stream, plan_.matrices),
         dense_(c.stream, plan_.dense),
@@ -121,6 +122,11 @@ class PowerSgdCodec final : public Codec {
     p_allreduce_.bind(workspace);
     q_allreduce_.bind(workspace);
     if (before_start_) before_start_->bind(workspace);
+  }
+
+  void rebind(float* gradients) override {
+    gradients_ = gradients;
+    if (before_start_) before_start_->rebind(gradients);
   }
 
   void run(const Stream& stream, int64_t step) override {
@@ -187,7 +193,7 @@ class PowerSgdCodec final : public Codec {
 
   std::vector<CodecState> state() override {
     std::vector<CodecState> all;
-    if (residual_) all.push_back({"residual", residual_.as<float>(), elements_});
+    if (residual_) all.push_back({"residual", residual_.as<float>(), elements_, first_element_});
     for (size_t i = 0; i < plan_.matrices.size(); ++i) {
       const MatrixDescriptor& d = plan_.matrices[i];
       all.push_back({"q/" + plan_.names[i], q_.as<float>() + d.q_offset, int64_t{d.cols} * d.rank});
@@ -239,7 +245,7 @@ class PowerSgdCodec final : public Codec {
   const Plan plan_;
   const Device device_;
   float* gradients_;
-  int64_t elements_;
+  int64_t elements_, first_element_;
   const uint64_t* step_;
   MatrixTable matrices_;
   SegmentTable dense_;

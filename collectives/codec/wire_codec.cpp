@@ -10,6 +10,7 @@ class WireCodec final : public Codec {
       : with_residual_(c.spec.wire != Wire::fp32 && c.spec.error_feedback),
         residual_(make_buffer<float>(c.transport->device(), with_residual_ ? c.elements : 0)),
         elements_(c.elements),
+        first_element_(c.first_element),
         name_(name(c.spec.wire)),
         allreduce_(*c.transport, c.schedule, c.gradients, residual_.as<float>(), c.elements,
                    {.what = c.name,
@@ -22,10 +23,11 @@ class WireCodec final : public Codec {
 
   size_t workspace_bytes() const override { return allreduce_.workspace_bytes(); }
   void bind(void* workspace) override { allreduce_.bind(workspace); }
+  void rebind(float* gradients) override { allreduce_.rebind(gradients); }
   void run(const Stream& stream, int64_t) override { allreduce_.run(stream); }
   std::vector<CodecState> state() override {
     if (!with_residual_) return {};
-    return {{"residual", residual_.as<float>(), elements_}};
+    return {{"residual", residual_.as<float>(), elements_, first_element_}};
   }
   int64_t state_bytes() const override { return static_cast<int64_t>(residual_.bytes()); }
   std::string describe() const override { return name_ + (with_residual_ ? " with error feedback" : ""); }
@@ -33,7 +35,7 @@ class WireCodec final : public Codec {
  private:
   bool with_residual_;
   Buffer residual_;
-  int64_t elements_;
+  int64_t elements_, first_element_;
   std::string name_;
   Allreduce allreduce_;
 };

@@ -325,6 +325,110 @@ TEST(Reducer, AWorldOfOneLeavesGradientsAlone) {
   EXPECT_EQ(comm->bytes_sent(), 0u);
 }
 
+class AdoptedGradients : public ::testing::TestWithParam<const char*> {};
+
+// The same steps three times: gradients in the reducer's own buffer, adopted where they lie (densely packed,
+// as in a framework's bucket, which moves once), and adopted one by one. Where they are may not change a bit.
+TEST_P(AdoptedGradients, GiveTheSameBitsAsOwnOnes) {
+  constexpr int kSteps = 4;
+  enum Where { own, packed, scattered };
+  std::vector<std::vector<float>> results;
+  for (Where where : {own, packed, scattered}) {
+    std::vector<std::vector<float>> steps(2);
+    run_ranks(2, Device::host(), [&](Communicator& comm) {
+      auto tensors = model();
+      Stream stream = Stream::create(comm.device(), "compute");
+      Reducer reducer(comm, CompressionSpec::parse(GetParam()), tensors,
+                      {.bucket_bytes = 16 << 10, .alignment = 1, .own_gradients = where == own});
+      std::vector<std::vector<float>> memory(2);  // two homes; an address is used again only after a move
+      for (auto& m : memory) m.resize(static_cast<size_t>(reducer.elements() + 1));
+      std::vector<std::vector<float>> pieces;
+      for (const auto& t : tensors) pieces.emplace_back(static_cast<size_t>(count_of(t)) + 1);
+      for (int s = 0; s < kSteps; ++s) {
+        auto gradients = gradients_for(tensors, static_cast<uint32_t>(s * 2 + comm.rank() + 1));
+        std::vector<float*> addresses;
+        for (int i = 0; i < reducer.tensors(); ++i) {
+          // One float off, so that nothing is aligned to more than 4 bytes.
+          addresses.push_back(where == packed ? memory[s / 2].data() + 1 + reducer.offset(i)
+                                              : pieces[i].data() + 1);
+        }
+        if (where != own) {
+          reducer.adopt(addresses);
+          EXPECT_EQ(reducer.buckets_in_place(), where == packed ? reducer.buckets() : 0);
+        }
+        for (int i = 0; i < reducer.tensors(); ++i) {
+          copy(stream, reducer.gradient(i), gradients[i].data(), gradients[i].size() * sizeof(float));
+          reducer.ready(i, stream);
+        }
+        reducer.wait(stream);
+        for (int i = 0; i < reducer.tensors(); ++i) {
+          auto result = to_host(stream, static_cast<const float*>(reducer.gradient(i)), count_of(tensors[i]));
+          steps[comm.rank()].insert(steps[comm.rank()].end(), result.begin(), result.end());
+        }
+      }
+    });
+    EXPECT_TRUE(same_bits(steps[0], steps[1]));
+    results.push_back(steps[0]);
+  }
+  EXPECT_TRUE(same_bits(results[own], results[packed]));
+  EXPECT_TRUE(same_bits(results[own], results[scattered]));
+}
+
+INSTANTIATE_TEST_SUITE_P(Reducer, AdoptedGradients,
+                         ::testing::Values("fp32", "bf16:schedule=ring", "powersgd:rank=2,start=1",
+                                           "powersgd:rank=4,wire=bf16"));
+
+TEST(Reducer, AdoptRefusesWhatItCannotUse) {
+  run_ranks(2, Device::host(), [](Communicator& comm) {
+    Stream stream = Stream::create(comm.device(), "compute");
+    Reducer reducer(comm, CompressionSpec::parse("fp32"), {{"a", {4}}, {"b", {2}}}, {.own_gradients = false});
+    EXPECT_THROW(reducer.ready(0, stream), Error);  // nothing adopted yet
+    std::vector<float> memory(8);
+    std::vector<float*> one{memory.data()}, with_null{memory.data(), nullptr};
+    EXPECT_THROW(reducer.adopt(one), BadInput);
+    EXPECT_THROW(reducer.adopt(with_null), BadInput);
+    std::vector<float*> good{memory.data(), memory.data() + 4};
+    reducer.adopt(good);
+    // With the default alignment of 4, a gap would follow b: memory[6] and [7] are not the reducer's.
+    EXPECT_EQ(reducer.buckets_in_place(), 0);
+    reducer.ready(0, stream);
+    EXPECT_THROW(reducer.adopt(good), Error);  // in the middle of a step
+    reducer.ready(1, stream);
+    reducer.wait(stream);
+    stream.synchronize();
+  });
+}
+
+// A checkpoint is state() and steps(): with both back in place, a new reducer goes on with the same bits.
+TEST(Reducer, ResumesBitForBit) {
+  for (const char* spec : {"bf16:round=stochastic", "powersgd:rank=2,start=2,wire=bf16,round=stochastic"}) {
+    std::vector<std::vector<float>> straight(2), resumed(2);
+    run_ranks(2, Device::host(), [&](Communicator& comm) {
+      auto gradients = [&](int s) {
+        return gradients_for(model(), static_cast<uint32_t>(s * 2 + comm.rank() + 1));
+      };
+      std::vector<std::vector<float>> saved;
+      Rank first(comm, spec, model(), 16 << 10);
+      for (int s = 0; s < 3; ++s) first.step(gradients(s));
+      for (const CodecState& s : first.reducer.state()) {
+        saved.push_back(to_host(first.stream, static_cast<const float*>(s.data), s.count));
+      }
+      comm.barrier();  // the two reducers have streams of their own
+      Rank second(comm, spec, model(), 16 << 10);
+      auto states = second.reducer.state();
+      ASSERT_EQ(states.size(), saved.size());
+      for (size_t i = 0; i < states.size(); ++i)
+        to_device(second.stream, states[i].data, std::span<const float>(saved[i]));
+      second.reducer.resume_at(3);
+      EXPECT_EQ(second.reducer.steps(), 3);
+      for (int s = 3; s < 5; ++s) straight[comm.rank()] = first.step(gradients(s));
+      comm.barrier();
+      for (int s = 3; s < 5; ++s) resumed[comm.rank()] = second.step(gradients(s));
+    });
+    for (int r = 0; r < 2; ++r) EXPECT_TRUE(same_bits(straight[r], resumed[r])) << spec << " rank " << r;
+  }
+}
+
 TEST(Reducer, WireBytesAreMeasuredAndFall) {
   std::vector<GradientTensor> tensors{{"weight", {256, 256}}, {"bias", {256}}};
   auto measure = [&](const char* spec) {
