@@ -12,6 +12,8 @@ endif()
 # Contracting a*b+c into one rounding would make results depend on the compiler's choices; where an fma is wanted it
 # is written. See docs/numerics.md.
 target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)
+# Nothing here reads errno after sqrt or traps on a floating-point flag; believing otherwise keeps loops from vectorizing.
+target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fno-math-errno -fno-trapping-math>)
 # `#pragma omp simd` without OpenMP's runtime: see kernels/host/simd.h.
 target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fopenmp-simd>)
 target_compile_definitions(gradwire_options INTERFACE GRADWIRE_VERSION="${PROJECT_VERSION}")

@@ -1,0 +1,53 @@
+// Comparisons that the op tests share.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <vector>
+
+namespace gradwire::testing {
+
+// |got - want| <= tolerance * (scale + |want|) for every element; a NaN matches a NaN only.
+inline void expect_close(const std::vector<float>& got, const std::vector<float>& want, double tolerance,
+                         const std::string& what, double scale = 1.0) {
+  ASSERT_EQ(got.size(), want.size()) << what;
+  for (size_t i = 0; i < got.size(); ++i) {
+    if (std::isnan(got[i]) && std::isnan(want[i])) continue;
+    if (got[i] == want[i]) continue;  // infinities
+    double error = std::abs(static_cast<double>(got[i]) - want[i]);
+    ASSERT_LE(error, tolerance * (scale + std::abs(static_cast<double>(want[i]))))
+        << what << "[" << i << "] of " << got.size() << ": got " << got[i] << ", want " << want[i];
+  }
+}
+
+inline void expect_same_bits(const std::vector<float>& got, const std::vector<float>& want,
+                             const std::string& what) {
+  ASSERT_EQ(got.size(), want.size()) << what;
+  for (size_t i = 0; i < got.size(); ++i) {
+    ASSERT_EQ(std::memcmp(&got[i], &want[i], sizeof(float)), 0)
+        << what << "[" << i << "]: " << got[i] << " and " << want[i];
+  }
+}
+
+// d loss / d x(i) by central differences, where `loss` is evaluated after writing into `x`.
+template <typename Loss>
+double central_difference(std::vector<float>& x, size_t i, const Loss& loss, float step = 1.0f / 128) {
+  const float old = x[i];
+  x[i] = old + step;
+  const double above = loss(), high = x[i];
+  x[i] = old - step;
+  const double below = loss(), low = x[i];
+  x[i] = old;
+  return (above - below) / (high - low);
+}
+
+inline double dot(const std::vector<float>& a, const std::vector<float>& b) {
+  double sum = 0.0;
+  for (size_t i = 0; i < a.size(); ++i) sum += static_cast<double>(a[i]) * b[i];
+  return sum;
+}
+
+}  // namespace gradwire::testing

@@ -1,0 +1,117 @@
+// bias_residual and column_sum, its gradient.
+#include "kernels/thread_pool.h"
+#include "kernels/vit.h"
+#include "tests/kernels/backend.h"
+#include "tests/kernels/compare.h"
+
+namespace gradwire::testing {
+namespace {
+
+struct Shape {
+  int64_t rows, width;
+  int64_t size() const { return rows * width; }
+  std::string name() const { return std::to_string(rows) + "x" + std::to_string(width); }
+};
+const std::vector<Shape> kShapes = {{0, 64},    {1, 1},    {5, 7},    {16, 31},   {17, 32},  {33, 33},
+                                    {130, 127}, {64, 128}, {9, 129},  {1030, 10}, {2, 1023}, {3, 1024},
+                                    {70, 192},  {5000, 3}, {2, 4099}, {257, 64}};
+
+class VitBias : public OpTest {
+ public:
+  std::vector<float> sum_columns(const std::vector<float>& values, const std::vector<float>& start,
+                                 const Shape& s, bool accumulate, int64_t misalign = 0) {
+    auto x = array(values, misalign), sum = array(start);
+    auto workspace = array<float>(column_sum_workspace(s.rows, s.width));
+    ColumnSum args{.x = x.data(),
+                   .sum = sum.data(),
+                   .workspace = workspace.data(),
+                   .rows = s.rows,
+                   .width = s.width,
+                   .accumulate = accumulate};
+    GW_RUN(column_sum, args);
+    sum.expect_guards_intact("sum");
+    workspace.expect_guards_intact("workspace");
+    return sum.host();
+  }
+};
+
+TEST_P(VitBias, ResidualAddsAllThreeInPlaceOfAnyOfThem) {
+  enum Alias { none, residual_is_x, y_is_x, no_residual, no_residual_y_is_x };
+  for (const Shape& s : kShapes) {
+    auto y_values = normal(s.size(), 1), bias_values = normal(s.width, 2),
+         residual_values = normal(s.size(), 3);
+    for (Alias alias : {none, residual_is_x, y_is_x, no_residual, no_residual_y_is_x}) {
+      for (int64_t misalign : {0, 1}) {
+        SCOPED_TRACE(s.name() + " aliasing case " + std::to_string(alias) + " misaligned by " +
+                     std::to_string(misalign));
+        bool plain = alias == no_residual || alias == no_residual_y_is_x;
+        std::vector<float> want(y_values.size());
+        reference::bias_residual({.y = y_values.data(),
+                                  .bias = bias_values.data(),
+                                  .residual = plain ? nullptr : residual_values.data(),
+                                  .x = want.data(),
+                                  .rows = s.rows,
+                                  .width = s.width});
+        auto y = array(y_values, misalign), bias = array(bias_values, misalign),
+             residual = array(residual_values, misalign), x = array<float>(s.size(), misalign);
+        Array<float>& out = alias == residual_is_x                           ? residual
+                            : alias == y_is_x || alias == no_residual_y_is_x ? y
+                                                                             : x;
+        BiasResidual args{.y = y.data(),
+                          .bias = bias.data(),
+                          .residual = plain ? nullptr : residual.data(),
+                          .x = out.data(),
+                          .rows = s.rows,
+                          .width = s.width};
+        GW_RUN(bias_residual, args);
+        out.expect_guards_intact("x");
+        expect_close(out.host(), want, 3e-7, "x", 2.0);
+      }
+    }
+  }
+}
+
+TEST_P(VitBias, ColumnSumMatchesTheDoubleReference) {
+  for (const Shape& s : kShapes) {
+    auto x = normal(s.size(), 4), start = normal(s.width, 5);
+    for (bool accumulate : {false, true}) {
+      SCOPED_TRACE(s.name() + (accumulate ? " accumulating" : ""));
+      auto want = start;
+      reference::column_sum(
+          {.x = x.data(), .sum = want.data(), .rows = s.rows, .width = s.width, .accumulate = accumulate});
+      auto got = sum_columns(x, start, s, accumulate, accumulate ? 1 : 0);
+      expect_close(got, want, 1e-6, "sum", std::sqrt(1.0 + static_cast<double>(s.rows)));
+    }
+  }
+}
+
+TEST_P(VitBias, ColumnSumLosesNoRow) {
+  // Small integers add exactly, so one row too many or too few would show.
+  for (int64_t rows : {1, 15, 16, 17, 31, 33, 255, 256, 257, 4095, 4097, 8193}) {
+    Shape s{rows, 5};
+    std::vector<float> x(static_cast<size_t>(s.size())), want(5, 0.0f);
+    for (size_t i = 0; i < x.size(); ++i) {
+      x[i] = static_cast<float>((i * 7919) % 64);
+      want[i % 5] += x[i];
+    }
+    expect_same_bits(sum_columns(x, std::vector<float>(5, -1.0f), s, false), want,
+                     std::to_string(rows) + " rows");
+  }
+}
+
+TEST_P(VitBias, ColumnSumRepeatsItsBitsForAnyNumberOfThreads) {
+  Shape s{3000, 70};
+  auto x = normal(s.size(), 6);
+  const int before = host_threads();
+  auto first = sum_columns(x, normal(s.width, 7), s, false);
+  for (int threads : {1, 2, 5}) {
+    set_host_threads(threads);
+    expect_same_bits(sum_columns(x, normal(s.width, 7), s, false), first, "sum");
+  }
+  set_host_threads(before);
+}
+
+GW_INSTANTIATE_BACKENDS(VitBias);
+
+}  // namespace
+}  // namespace gradwire::testing

@@ -1,0 +1,198 @@
+#include "kernels/math/gelu.h"
+#include "kernels/thread_pool.h"
+#include "kernels/vit.h"
+#include "tests/kernels/backend.h"
+#include "tests/kernels/compare.h"
+
+namespace gradwire::testing {
+namespace {
+
+struct Shape {
+  int64_t rows, width;
+  int64_t size() const { return rows * width; }
+  std::string name() const { return std::to_string(rows) + "x" + std::to_string(width); }
+};
+
+const std::vector<Shape> kShapes = {{0, 128},  {1, 1},    {5, 7},    {9, 31},   {64, 32},
+                                    {3, 33},   {70, 127}, {17, 128}, {16, 129}, {15, 256},
+                                    {300, 68}, {2, 1023}, {3, 1024}, {2, 4099}};
+
+struct Backward {
+  std::vector<float> dy, d_bias;
+};
+
+Backward reference_backward(const std::vector<float>& pre, Backward g, const Shape& s, bool accumulate) {
+  reference::bias_gelu_backward({.pre = pre.data(),
+                                 .dy = g.dy.data(),
+                                 .d_bias = g.d_bias.data(),
+                                 .rows = s.rows,
+                                 .width = s.width,
+                                 .accumulate = accumulate});
+  return g;
+}
+
+class VitGelu : public OpTest {
+ public:
+  // {pre, y}
+  std::vector<std::vector<float>> forward(const std::vector<float>& x_values,
+                                          const std::vector<float>& bias_values, const Shape& s,
+                                          int64_t misalign = 0) {
+    auto x = array(x_values, misalign), bias = array(bias_values, misalign),
+         y = array<float>(s.size(), misalign);
+    BiasGelu args{.x = x.data(), .bias = bias.data(), .y = y.data(), .rows = s.rows, .width = s.width};
+    GW_RUN(bias_gelu, args);
+    x.expect_guards_intact("x");
+    y.expect_guards_intact("y");
+    return {x.host(), y.host()};
+  }
+  Backward backward(const std::vector<float>& pre_values, const Backward& g, const Shape& s, bool accumulate,
+                    int64_t misalign = 0) {
+    auto pre = array(pre_values, misalign), dy = array(g.dy, misalign), d_bias = array(g.d_bias);
+    auto workspace = array<float>(column_sum_workspace(s.rows, s.width));
+    BiasGeluBackward args{.pre = pre.data(),
+                          .dy = dy.data(),
+                          .d_bias = d_bias.data(),
+                          .workspace = workspace.data(),
+                          .rows = s.rows,
+                          .width = s.width,
+                          .accumulate = accumulate};
+    GW_RUN(bias_gelu_backward, args);
+    dy.expect_guards_intact("dy");
+    d_bias.expect_guards_intact("d_bias");
+    workspace.expect_guards_intact("workspace");
+    return {dy.host(), d_bias.host()};
+  }
+};
+
+// Values from -12 to 12, finely spaced: GELU's whole range, tails included.
+std::vector<float> sweep(int64_t count) {
+  std::vector<float> x(static_cast<size_t>(count));
+  for (size_t i = 0; i < x.size(); ++i) {
+    x[i] = static_cast<float>(-12.0 + 24.0 * static_cast<double>(i) / static_cast<double>(count - 1));
+  }
+  return x;
+}
+
+TEST_P(VitGelu, ForwardMatchesTheDoubleReferenceAndKeepsThePreActivation) {
+  for (const Shape& shape : kShapes) {
+    auto x = normal(shape.size(), 1, 2.0f), bias = normal(shape.width, 2);
+    auto pre = x;
+    std::vector<float> y(x.size());
+    reference::bias_gelu(
+        {.x = pre.data(), .bias = bias.data(), .y = y.data(), .rows = shape.rows, .width = shape.width});
+    for (int64_t misalign : {0, 1}) {
+      SCOPED_TRACE(shape.name() + " misaligned by " + std::to_string(misalign));
+      auto got = forward(x, bias, shape, misalign);
+      expect_same_bits(got[0], pre, "pre");
+      expect_close(got[1], y, 5e-7, "y", 0.0);  // relative, however small the value
+    }
+  }
+}
+
+TEST_P(VitGelu, IsExactToFloatAccuracyFromMinus12To12) {
+  Shape shape{1, 20001};
+  auto x = sweep(shape.width);
+  std::vector<float> zero(x.size(), 0.0f), y(x.size());
+  auto got = forward(x, zero, shape)[1];
+  for (size_t i = 0; i < x.size(); ++i) {
+    double want = x[i] * 0.5 * std::erfc(-x[i] / std::sqrt(2.0));
+    ASSERT_NEAR(got[i], want, 5e-7 * std::abs(want)) << "at " << x[i];
+  }
+}
+
+TEST_P(VitGelu, DerivativeIsExactToFloatAccuracyFromMinus12To12) {
+  Shape shape{1, 20001};
+  auto x = sweep(shape.width);
+  Backward in{std::vector<float>(x.size(), 1.0f), std::vector<float>(x.size(), 0.0f)};
+  auto got = backward(x, in, shape, false).dy;
+  for (size_t i = 0; i < x.size(); ++i) {
+    double v = x[i];
+    double want = 0.5 * std::erfc(-v / std::sqrt(2.0)) + v * std::exp(-0.5 * v * v) / std::sqrt(2.0 * M_PI);
+    ASSERT_NEAR(got[i], want, 3e-7) << "at " << v;
+  }
+}
+
+TEST_P(VitGelu, FarTailsAreTheIdentityAndZeroAndNanPasses) {
+  std::vector<float> x = {30.0f, 1e30f, -30.0f, -1e30f, std::numeric_limits<float>::quiet_NaN(), 0.0f};
+  Shape shape{1, 6};
+  auto got = forward(x, std::vector<float>(6, 0.0f), shape)[1];
+  EXPECT_EQ(got[0], 30.0f);
+  EXPECT_EQ(got[1], 1e30f);
+  EXPECT_EQ(got[2], 0.0f);
+  EXPECT_EQ(got[3], 0.0f);
+  EXPECT_TRUE(std::isnan(got[4]));
+  EXPECT_EQ(got[5], 0.0f);
+  Backward in{std::vector<float>(6, 1.0f), std::vector<float>(6, 0.0f)};
+  auto d = backward(x, in, shape, false).dy;
+  EXPECT_EQ(d[0], 1.0f);
+  EXPECT_EQ(d[1], 1.0f);
+  EXPECT_EQ(d[2], 0.0f);
+  EXPECT_EQ(d[3], 0.0f);
+  EXPECT_TRUE(std::isnan(d[4]));
+  EXPECT_NEAR(d[5], 0.5f, 1e-7f);
+}
+
+TEST_P(VitGelu, BackwardMatchesTheDoubleReferenceWithAndWithoutAccumulation) {
+  for (const Shape& shape : kShapes) {
+    auto pre = normal(shape.size(), 3, 2.0f);
+    Backward in{normal(shape.size(), 4), normal(shape.width, 5)};
+    for (bool accumulate : {false, true}) {
+      SCOPED_TRACE(shape.name() + (accumulate ? " accumulating" : ""));
+      auto want = reference_backward(pre, in, shape, accumulate);
+      auto got = backward(pre, in, shape, accumulate, accumulate ? 1 : 0);
+      expect_close(got.dy, want.dy, 2e-6, "dy");
+      expect_close(got.d_bias, want.d_bias, 2e-6, "d_bias", std::sqrt(1.0 + static_cast<double>(shape.rows)));
+    }
+  }
+}
+
+TEST_P(VitGelu, BackwardIsTheDerivativeOfForward) {
+  Shape shape{4, 9};
+  auto x = normal(shape.size(), 6), bias = normal(shape.width, 7), dy = normal(shape.size(), 8);
+  auto forward_reference = [&] {
+    auto pre = x;
+    std::vector<float> y(x.size());
+    reference::bias_gelu(
+        {.x = pre.data(), .bias = bias.data(), .y = y.data(), .rows = shape.rows, .width = shape.width});
+    return y;
+  };
+  auto pre = x;
+  for (size_t i = 0; i < pre.size(); ++i) pre[i] += bias[i % 9];
+  auto got = backward(pre, {dy, std::vector<float>(9, 0.0f)}, shape, false);
+  auto loss = [&] { return dot(forward_reference(), dy); };
+  for (size_t i = 0; i < x.size(); ++i) EXPECT_NEAR(got.dy[i], central_difference(x, i, loss), 2e-4) << i;
+  for (size_t i = 0; i < bias.size(); ++i)
+    EXPECT_NEAR(got.d_bias[i], central_difference(bias, i, loss), 5e-4) << i;
+}
+
+TEST_P(VitGelu, RepeatedRunsAndAnyNumberOfThreadsGiveTheSameBits) {
+  Shape shape{1100, 128};
+  auto pre = normal(shape.size(), 9), bias = normal(shape.width, 10);
+  Backward in{normal(shape.size(), 11), normal(shape.width, 12)};
+  const int before = host_threads();
+  auto first = backward(pre, in, shape, false);
+  auto y = forward(pre, bias, shape)[1];
+  for (int threads : {1, 2, 5}) {
+    set_host_threads(threads);
+    auto again = backward(pre, in, shape, false);
+    expect_same_bits(again.dy, first.dy, "dy");
+    expect_same_bits(again.d_bias, first.d_bias, "d_bias");
+    expect_same_bits(forward(pre, bias, shape)[1], y, "y");
+  }
+  set_host_threads(before);
+}
+
+GW_INSTANTIATE_BACKENDS(VitGelu);
+
+TEST(NormalAt, MatchesErfcRelativelyInBothTails) {
+  for (float x = -13.0f; x < 13.0f; x += 0.000371f) {
+    double cdf = 0.5 * std::erfc(-static_cast<double>(x) / std::sqrt(2.0));
+    double density = std::exp(-0.5 * static_cast<double>(x) * x) / std::sqrt(2.0 * M_PI);
+    Normal n = normal_at(x);
+    ASSERT_NEAR(n.cdf, cdf, 5e-7 * cdf) << x;
+    ASSERT_NEAR(n.density, density, 3e-7 * density) << x;
+  }
+}
+
+}  // namespace
+}  // namespace gradwire::testing
