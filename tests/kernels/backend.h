@@ -9,6 +9,10 @@
 
 #include <gtest/gtest.h>
 
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
+
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -58,12 +62,16 @@ class Array {
   std::vector<T> host() const { return to_host(stream_, static_cast<const T*>(data()), count_); }
   void poison() {
     std::vector<unsigned char> bytes(bytes_all(), kPoison);
+    forbid_guards(false);
     to_device(stream_, storage_.template as<unsigned char>(), std::span<const unsigned char>(bytes));
+    forbid_guards(true);
   }
   // Expects the guards on both sides to be untouched.
   void expect_guards_intact(const char* what) const {
+    forbid_guards(false);
     auto all =
         to_host(stream_, storage_.template as<const unsigned char>(), static_cast<int64_t>(bytes_all()));
+    forbid_guards(true);
     size_t begin = static_cast<size_t>(begin_) * sizeof(T),
            end = begin + static_cast<size_t>(count_) * sizeof(T);
     for (size_t i = 0; i < all.size(); ++i) {
@@ -79,7 +87,20 @@ class Array {
  private:
   static constexpr int64_t kGuard = 64;
   static constexpr unsigned char kPoison = 0xcd;
-  size_t bytes_all() const { return static_cast<size_t>(count_ + begin_ + kGuard) * sizeof(T); }
+  void forbid_guards([[maybe_unused]] bool forbid) const {
+#ifdef __SANITIZE_ADDRESS__
+    if (!storage_.device().is_host()) return;
+    auto* all = storage_.template as<unsigned char>();
+    size_t begin = static_cast<size_t>(begin_) * sizeof(T),
+           end = begin + static_cast<size_t>(count_) * sizeof(T);
+    auto* change = forbid ? __asan_poison_memory_region : __asan_unpoison_memory_region;
+    change(all, begin);
+    change(all + end, bytes_all() - end);
+#endif
+  }
+  size_t bytes_all() const {
+    return static_cast<size_t>(count_ + begin_ + kGuard) * sizeof(T);
+  }
   Stream stream_;
   int64_t count_, begin_;
   Buffer storage_;
