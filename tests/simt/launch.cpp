@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <cinttypes>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -75,9 +76,9 @@ void install_handlers() {
 
 // ------------------------------------------------------------------------------------------------------ log
 
-// GRADWIRE_SIMT_LOG=FILE: at exit, FILE gets one line for each kernel that ran to its end:
-// function, name given to launch(), launches, most threads in a block, most dynamic shared memory;
-// tab-separated.
+// GRADWIRE_SIMT_LOG=FILE: at exit FILE gets one line for each kernel that ran to its end, tab-separated:
+// where the function begins in the executable (as nm prints it, hexadecimal), the name given to launch(),
+// launches, most threads in a block, most dynamic shared memory. tests/check_kernel_table.py reads it.
 struct Record {
   std::string name;
   int64_t launches = 0;
@@ -89,6 +90,8 @@ std::map<const void*, Record>& records() {
   return *all;
 }
 
+extern "C" const char executable_begin[] __asm__("__ehdr_start");
+
 void write_log() {
   const char* path = std::getenv("GRADWIRE_SIMT_LOG");
   if (path == nullptr || *path == '\0') return;
@@ -98,13 +101,10 @@ void write_log() {
     _exit(1);
   }
   for (const auto& [address, record] : records()) {
-    char function[4096];
-    // The symbolizer steps back from a return address to its call: point behind the function's first
-    // instruction.
-    void* inside = const_cast<char*>(static_cast<const char*>(address)) + 1;
-    __sanitizer_symbolize_pc(inside, "%f", function, sizeof function);
-    std::fprintf(file, "%s\t%s\t%lld\t%zu\t%zu\n", function, record.name.c_str(),
-                 static_cast<long long>(record.launches), record.threads, record.shared_bytes);
+    std::fprintf(file, "%" PRIxPTR "\t%s\t%lld\t%zu\t%zu\n",
+                 reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(executable_begin),
+                 record.name.c_str(), static_cast<long long>(record.launches), record.threads,
+                 record.shared_bytes);
   }
   std::fclose(file);
 }

@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""Holds the kernel table of docs/gpu.md to the kernels that exist and to what the tests really ran.
+
+    check_kernel_table.py ROOT
+        fails when a __global__ function in kernels/cuda is missing in the table, or the table names one that is not there.
+    check_kernel_table.py ROOT --launched DIR --executable simt_tests [--nm nm]
+        fails when a kernel that the table says runs under the shim was not launched by simt_tests, or only some of the
+        instantiations of its template were. DIR holds the logs that simt_tests wrote (GRADWIRE_SIMT_LOG).
+"""
+import argparse
+import dataclasses
+import pathlib
+import re
+import subprocess
+import sys
+
+ROW = re.compile(r"^\|\s*`(\w+)`\s*\|(.*)\|\s*$")
+COLUMNS = ["source", "wide accesses", "shim", "compute-sanitizer", "GPU", "of copy bandwidth"]
+
+
+@dataclasses.dataclass
+class Row:
+    source: str
+    wide: str
+    shim: str
+
+
+def without_comments(text: str) -> str:
+    return re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.S)
+
+
+def kernels_in_sources(root: pathlib.Path) -> dict[str, str]:
+    """Name of each __global__ function -> its file's name."""
+    found: dict[str, str] = {}
+    for path in sorted((root / "kernels/cuda").glob("*.cu*")):
+        text = re.sub(r"__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)", " ", without_comments(path.read_text()))
+        for match in re.finditer(r"\b__global__\b([^(;{]*)\(", text):
+            name = match.group(1).split()[-1]
+            if name in found:
+                raise SystemExit(f"two kernels are called {name}: in {found[name]} and {path.name}; names must be unique")
+            found[name] = path.name
+    return found
+
+
+def kernels_in_table(root: pathlib.Path) -> dict[str, Row]:
+    rows: dict[str, Row] = {}
+    for number, line in enumerate((root / "docs/gpu.md").read_text().splitlines(), 1):
+        match = ROW.match(line)
+        if not match:
+            continue
+        cells = [cell.strip() for cell in match.group(2).split("|")]
+        if len(cells) != len(COLUMNS):
+            raise SystemExit(f"docs/gpu.md:{number}: {len(cells) + 1} cells, expected kernel, {', '.join(COLUMNS)}")
+        if match.group(1) in rows:
+            raise SystemExit(f"docs/gpu.md:{number}: {match.group(1)} is listed twice")
+        rows[match.group(1)] = Row(source=cells[0].strip("`"), wide=cells[1], shim=cells[2])
+    return rows
+
+
+def compare(sources: dict[str, str], table: dict[str, Row]) -> list[str]:
+    wrong = [f"{name} ({file}) is missing in the table of docs/gpu.md" for name, file in sources.items() if name not in table]
+    for name, row in table.items():
+        if name not in sources:
+            wrong.append(f"docs/gpu.md lists {name}, but kernels/cuda has no such __global__ function")
+        elif sources[name] != row.source:
+            wrong.append(f"docs/gpu.md: {name} is in {sources[name]}, not in {row.source}")
+        if row.shim != "yes" and not row.shim.startswith("no: "):
+            wrong.append(f"docs/gpu.md: {name}: the shim column says {row.shim!r}; it must be 'yes' or 'no: reason'")
+    return wrong
+
+
+def instantiations(executable: str, nm: str, names: set[str]) -> dict[int, tuple[str, str]]:
+    """Address -> (kernel, full name) of each compiled instantiation."""
+    listing = subprocess.run([nm, "-C", "--defined-only", executable], capture_output=True, text=True, check=True).stdout
+    found = {}
+    for line in listing.splitlines():
+        address, kind, symbol = line.split(maxsplit=2)
+        plain = symbol.replace("(anonymous namespace)", "{anonymous}")
+        match = re.search(r"(\w+)(?:<|\()", plain)
+        if kind in "tTwW" and match and match.group(1) in names and "[clone" not in plain and "::{lambda" not in plain:
+            found[int(address, 16)] = (match.group(1), plain)
+    return found
+
+
+def check_launched(table: dict[str, Row], logs: pathlib.Path, executable: str, nm: str) -> list[str]:
+    launched = set()
+    for log in sorted(logs.iterdir()):
+        launched |= {int(line.split("\t")[0], 16) for line in log.read_text().splitlines()}
+    compiled = instantiations(executable, nm, set(table))
+    wrong = []
+    for name, row in table.items():
+        mine = {address: full for address, (kernel, full) in compiled.items() if kernel == name}
+        if row.shim == "yes" and not mine:
+            wrong.append(f"docs/gpu.md says {name} runs under the shim, but simt_tests does not hold it")
+        for address, full in mine.items():
+            if row.shim == "yes" and address not in launched:
+                wrong.append(f"docs/gpu.md says {name} runs under the shim, but no test launched {full}")
+            if row.shim != "yes" and address in launched:
+                wrong.append(f"{name} does run under the shim; docs/gpu.md says {row.shim!r}")
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("root", type=pathlib.Path)
+    parser.add_argument("--launched", type=pathlib.Path)
+    parser.add_argument("--executable")
+    parser.add_argument("--nm", default="nm")
+    options = parser.parse_args()
+    sources, table = kernels_in_sources(options.root), kernels_in_table(options.root)
+    if not sources:
+        raise SystemExit(f"no kernels below {options.root.resolve()}: wrong folder?")
+    wrong = compare(sources, table)
+    if options.launched:
+        wrong += check_launched(table, options.launched, options.executable, options.nm)
+    print("\n".join(wrong) or f"{len(sources)} kernels, and the table says the truth")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+"""Holds the compiled CUDA kernels to what docs/gpu.md says of them; prints registers, stack and shared memory of each.
+
+    check_ptx.py ROOT [--nvcc nvcc] [--cache DIR]
+
+For every kernels/cuda/*.cu: one PTX file, assembled by ptxas for sm_80 and sm_90. Fails when a kernel spills registers
+or uses a stack, when one that should access global memory 16 bytes at a time has no such instruction in its PTX, or
+when one has them and the table does not say so. Results are kept in DIR for as long as the sources stay the same.
+"""
+import argparse
+import concurrent.futures
+import hashlib
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from check_kernel_table import kernels_in_sources, kernels_in_table  # noqa: E402
+
+ARCHITECTURES = ("sm_80", "sm_90")
+WIDE = {kind: re.compile(rf"^\s*(?:@\S+\s+)?{kind}\.(?:\w+\.)*?global(?:\.[\w:]+)*?\.(?:v4\.[bfus]32|v2\.[bfus]64)\b", re.M)
+        for kind in ("ld", "st")}
+ENTRY = re.compile(r"\.entry\s+(\w+)\s*\(")
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def base_name(mangled: str, known: set[str]) -> str:
+    """The kernel's name inside an Itanium-mangled symbol: a length, then that many letters."""
+    for match in re.finditer(r"\d+", mangled):
+        # "..113foo" may be a template argument 1 and then "13foo": try every split of the digits.
+        for start in range(match.start(), match.end()):
+            length = int(mangled[start:match.end()])
+            name = mangled[match.end():match.end() + length]
+            if name in known:
+                return name
+    return ""
+
+
+def wide_accesses(ptx: str) -> dict[str, list[str]]:
+    """Mangled entry -> which of ld, st it does 16 bytes at a time."""
+    starts = [(m.group(1), m.end()) for m in ENTRY.finditer(ptx)]
+    bodies = {name: ptx[begin:starts[i + 1][1] if i + 1 < len(starts) else len(ptx)]
+              for i, (name, begin) in enumerate(starts)}
+    return {name: [kind for kind, pattern in WIDE.items() if pattern.search(body)] for name, body in bodies.items()}
+
+
+def resources(text: str) -> dict[str, dict[str, int]]:
+    """Mangled entry -> numbers from `ptxas -v`."""
+    found: dict[str, dict[str, int]] = {}
+    name = ""
+    for line in text.splitlines():
+        if match := re.search(r"Compiling entry function '(\w+)'", line):
+            name = match.group(1)
+            found[name] = {}
+        elif match := re.search(r"Function properties for (\w+)", line):
+            name = match.group(1)
+        elif match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            if name in found:
+                found[name].update(stack=int(match.group(1)), spills=int(match.group(2)) + int(match.group(3)))
+        elif match := re.search(r"Used (\d+) registers", line):
+            shared = re.search(r"(\d+) bytes smem", line)
+            found[name].update(registers=int(match.group(1)), shared=int(shared.group(1)) if shared else 0)
+    return found
+
+
+def examine(source: pathlib.Path, root: pathlib.Path, nvcc: str, cache: pathlib.Path, stamp: str) -> dict:
+    kept = cache / (source.name + ".json")
+    if kept.exists():
+        result = json.loads(kept.read_text())
+        if result["stamp"] == stamp:
+            return result
+    ptx = cache / (source.name + ".ptx")
+    made = run([nvcc, "-ptx", "-arch=compute_80", "-std=c++20", "-O3", "--expt-relaxed-constexpr", f"-I{root}", str(source),
+                "-o", str(ptx)])
+    if made.returncode != 0:
+        raise SystemExit(f"{source}: nvcc failed\n{made.stderr}")
+    result = {"stamp": stamp, "wide": wide_accesses(ptx.read_text()), "resources": {}}
+    ptxas = str(pathlib.Path(nvcc).with_name("ptxas")) if "/" in nvcc else "ptxas"
+    for architecture in ARCHITECTURES:
+        done = run([ptxas, "-v", f"-arch={architecture}", str(ptx), "-o", str(ptx.with_suffix(".cubin"))])
+        if done.returncode != 0:
+            raise SystemExit(f"{source}: ptxas failed\n{done.stderr}")
+        result["resources"][architecture] = resources(done.stdout + done.stderr)
+    kept.write_text(json.dumps(result))
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("root", type=pathlib.Path)
+    parser.add_argument("--nvcc", default="nvcc")
+    parser.add_argument("--cache", type=pathlib.Path, default=pathlib.Path("build/ptx"))
+    options = parser.parse_args()
+    root = options.root.resolve()
+    table, known = kernels_in_table(root), set(kernels_in_sources(root))
+    options.cache.mkdir(parents=True, exist_ok=True)
+
+    stamp = hashlib.sha256(run([options.nvcc, "--version"]).stdout.encode() + pathlib.Path(__file__).read_bytes())
+    for header in sorted([*root.glob("kernels/**/*.h"), *root.glob("kernels/**/*.cuh")]):
+        stamp.update(header.read_bytes())
+    sources = sorted(root.glob("kernels/cuda/*.cu"))
+    with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
+        results = list(pool.map(lambda s: examine(s, root, options.nvcc, options.cache, hashlib.sha256(
+            stamp.digest() + s.read_bytes()).hexdigest()), sources))
+
+    wrong, seen = [], {}
+    print(f"{'kernel':40} {'16-byte':7} " + " ".join(f"{a + ' registers/stack/shared':>32}" for a in ARCHITECTURES))
+    for source, result in zip(sources, results):
+        for mangled, wide in sorted(result["wide"].items()):
+            name = base_name(mangled, known)
+            if not name:
+                wrong.append(f"{source.name}: cannot tell which kernel {mangled} is")
+                continue
+            seen.setdefault(name, set()).update(wide)
+            cells = []
+            for architecture in ARCHITECTURES:
+                use = result["resources"][architecture][mangled]
+                cells.append(f"{use['registers']}/{use['stack']}/{use['shared']}")
+                if use["spills"] or use["stack"]:
+                    wrong.append(f"{mangled} on {architecture}: {use['stack']} bytes of stack, {use['spills']} of spills")
+            print(f"{name:40} {'+'.join(wide) or '-':7} " + " ".join(f"{c:>32}" for c in cells))
+    for name, row in table.items():
+        says = row.wide.split()[0]
+        expected = set() if says == "-" else set(says.split("+"))
+        if name in seen and seen[name] != expected:
+            wrong.append(f"docs/gpu.md says {name} makes 16-byte accesses: {says}; its PTX: {'+'.join(sorted(seen[name])) or '-'}")
+    print("\n".join(wrong) or f"{len(seen)} kernels: no spills, no stack, 16-byte accesses as the table says")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+// Kernels that reach no test of tests/kernels in this executable, because there they hide behind a Stream.
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "kernels/device.h"
+
+namespace gradwire::cuda {
+
+void store(CudaStream stream, void* dst, const void* value, size_t bytes);
+void increment(CudaStream stream, uint64_t* counter);
+
+namespace {
+
+TEST(SimtStore, StoresEveryByteAndNoMore) {
+  unsigned char value[64];
+  for (size_t i = 0; i < sizeof value; ++i) value[i] = static_cast<unsigned char>(i + 1);
+  for (size_t bytes : {size_t{1}, size_t{7}, size_t{8}, size_t{63}, size_t{64}}) {
+    std::vector<unsigned char> stored(
+        bytes);  // of its own size, so that AddressSanitizer sees a byte too many
+    store(nullptr, stored.data(), value, bytes);
+    EXPECT_EQ(stored, std::vector<unsigned char>(value, value + bytes));
+  }
+}
+
+TEST(SimtStore, IncrementCountsBeyond32Bits) {
+  uint64_t counter = 0xffffffffu;
+  increment(nullptr, &counter);
+  EXPECT_EQ(counter, uint64_t{1} << 32);
+}
+
+}  // namespace
+}  // namespace gradwire::cuda
