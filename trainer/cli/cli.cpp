@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <charconv>
 #include <chrono>
 #include <cstdio>
 #include <exception>
@@ -35,41 +36,86 @@ int report(const char* text, int code) {
   return code;
 }
 
+std::string shown(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", value);
+  return text;
+}
+
+// A number must be a number as a whole, and fit: CLI11 takes "" for 0 and wraps -1 into an unsigned.
+template <typename T>
+T parse_number(const std::string& flag, const std::string& text) {
+  T value{};
+  auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) {
+    const char* kind = std::is_floating_point_v<T> ? "a number"
+                       : std::is_signed_v<T>       ? "a whole number"
+                                                   : "a whole number from 0";
+    throw BadInput(flag + " '" + text + "' is not " + kind +
+                   (error == std::errc::result_out_of_range ? " in range" : ""));
+  }
+  return value;
+}
+
+template <typename T>
+CLI::Option* add_number(CLI::App& command, const std::string& flag, T& target, const std::string& about) {
+  auto set = [flag, &target](const std::string& text) { target = parse_number<T>(flag, text); };
+  return command.add_option_function<std::string>(flag, set, about)
+      ->type_name(std::is_floating_point_v<T> ? "NUMBER" : "N")
+      ->default_str(shown(static_cast<double>(target)));
+}
+
+template <typename T>
+CLI::Option* add_number(CLI::App& command, const std::string& flag, std::optional<T>& target,
+                        const std::string& about) {
+  auto set = [flag, &target](const std::string& text) { target = parse_number<T>(flag, text); };
+  return command.add_option_function<std::string>(flag, set, about)
+      ->type_name(std::is_floating_point_v<T> ? "NUMBER" : "N");
+}
+
+CLI::Option* add_word(CLI::App& command, const std::string& flag, std::string& target,
+                      const std::string& about) {
+  CLI::Option* option = command.add_option(flag, target, about)->type_name("WORD");
+  return target.empty() ? option : option->default_str(target);
+}
+
 void add_run_options(CLI::App& command, Options& o) {
-  command.option_defaults()->always_capture_default();
-  command.add_option("--model", o.model, "vit_tiny, vit_s_16, vit_b_16, vit_b_32, vit_l_16 or vit_l_32")
+  add_word(command, "--model", o.model, "vit_tiny, vit_s_16, vit_b_16, vit_b_32, vit_l_16 or vit_l_32")
       ->group("Model");
-  command.add_option("--image-size", o.image_size, "Side of the square images")->group("Model");
-  command.add_option("--patch", o.patch, "Side of a patch; divides the image size")->group("Model");
-  command.add_option("--width", o.width, "Width of the encoder")->group("Model");
-  command.add_option("--depth", o.depth, "Encoder layers")->group("Model");
-  command.add_option("--heads", o.heads, "Attention heads; divide the width")->group("Model");
-  command.add_option("--mlp", o.mlp, "Width of the MLP's hidden layer")->group("Model");
-  command.add_option("--data", o.data, "fashion-mnist[:DIR], cifar10:DIR or synthetic[:N]")->group("Data");
-  command.add_option("--ranks", o.ranks, "Ranks in this process, a thread each")->group("Ranks");
-  command.add_option("--device", o.device, "auto, host or cuda")->group("Ranks");
-  command.add_option("--timeout-s", o.timeout_s, "How long a rank waits for a peer")->group("Ranks");
-  command.add_option("--bucket-mb", o.bucket_mb, "Size of a gradient bucket")->group("Ranks");
-  command.add_option("--batch-size", o.batch_size, "Images per rank and step")->group("Training");
-  command.add_option("--accumulate", o.accumulate, "Batches per step, gradients averaged")->group("Training");
-  command.add_option("--epochs", o.epochs, "Passes over the training set (default: 3)")->group("Training");
-  command.add_option("--steps", o.steps, "Optimizer steps, instead of --epochs")->group("Training");
-  command.add_option("--optimizer", o.optimizer, "sgd or adamw")->group("Training");
-  command.add_option("--lr", o.lr, "Peak learning rate (default: 1e-3 for adamw, 0.05 for sgd)")
+  add_number(command, "--image-size", o.image_size, "Side of the square images")->group("Model");
+  add_number(command, "--patch", o.patch, "Side of a patch; divides the image size")->group("Model");
+  add_number(command, "--width", o.width, "Width of the encoder")->group("Model");
+  add_number(command, "--depth", o.depth, "Encoder layers")->group("Model");
+  add_number(command, "--heads", o.heads, "Attention heads; divide the width")->group("Model");
+  add_number(command, "--mlp", o.mlp, "Width of the MLP's hidden layer")->group("Model");
+  add_word(command, "--data", o.data, "fashion-mnist[:DIR], cifar10:DIR or synthetic[:N]")->group("Data");
+  add_number(command, "--ranks", o.ranks, "Ranks in this process, a thread each")->group("Ranks");
+  add_word(command, "--device", o.device, "auto, host or cuda")->group("Ranks");
+  add_number(command, "--timeout-s", o.timeout_s, "How long a rank waits for a peer")->group("Ranks");
+  add_number(command, "--bucket-mb", o.bucket_mb, "Size of a gradient bucket, in MiB")->group("Ranks");
+  add_number(command, "--batch-size", o.batch_size, "Images per rank and batch")->group("Training");
+  add_number(command, "--accumulate", o.accumulate, "Batches per step, gradients averaged")
       ->group("Training");
-  command
-      .add_option("--warmup", o.warmup,
-                  "Steps of linear warm-up; then a cosine to 0 (default: a tenth, at most an epoch)")
+  add_number(command, "--epochs", o.epochs,
+             "Passes over the training set (default: " + shown(kDefaultEpochs) + ")")
       ->group("Training");
-  command.add_option("--momentum", o.momentum, "Of sgd (default: 0.9)")->group("Training");
-  command.add_option("--weight-decay", o.weight_decay, "(default: 0.01 for adamw, 0 for sgd)")
+  add_number(command, "--steps", o.steps, "Optimizer steps, instead of --epochs")->group("Training");
+  add_word(command, "--optimizer", o.optimizer, "sgd or adamw")->group("Training");
+  add_number(command, "--lr", o.lr, "Peak learning rate (default: 1e-3 for adamw, 0.05 for sgd)")
       ->group("Training");
-  command.add_option("--precision", o.precision, "fp32 or tf32 (CUDA)")->group("Training");
-  command.add_option("--seed", o.seed, "Of weights, shuffling and rounding")->group("Training");
-  command.add_option("--eval-every", o.eval_every, "Epochs between evaluations; 0: never")->group("Training");
-  command.add_option("--eval-batch-size", o.eval_batch_size, "Images per rank in evaluation")
+  add_number(command, "--warmup", o.warmup,
+             "Steps of linear warm-up, before a cosine to 0 (default: a tenth of the run, at most an epoch)")
       ->group("Training");
-  command.add_option("--log-every", o.log_every, "Off a terminal: steps between lines")->group("Output");
+  add_number(command, "--momentum", o.momentum, "Of sgd (default: 0.9)")->group("Training");
+  add_number(command, "--weight-decay", o.weight_decay, "Default: 0.01 for adamw, 0 for sgd")
+      ->group("Training");
+  add_word(command, "--precision", o.precision, "fp32, or tf32 (CUDA's tensor cores)")->group("Training");
+  add_number(command, "--seed", o.seed, "Of weights, shuffling and rounding")->group("Training");
+  add_number(command, "--eval-every", o.eval_every, "Epochs between evaluations; 0: never")
+      ->group("Training");
+  add_number(command, "--eval-batch-size", o.eval_batch_size, "Images per rank in evaluation")
+      ->group("Training");
+  add_number(command, "--log-every", o.log_every, "Off a terminal: steps between lines")->group("Output");
   command
       .add_flag("--dry-run", o.dry_run, "Check everything, print the resolved configuration, do not train")
       ->group("Output");
@@ -200,8 +246,10 @@ int parse_and_run(int argc, char** argv) {
   add_run_options(*train_command, options);
   CLI::Option* given_compression =
       train_command->add_option("--compression", compression, "Compression spec (default: fp32)")
+          ->type_name("SPEC")
           ->group("Ranks");
   train_command->add_option("--log", options.log, "Write records to this file, one JSON object per line")
+      ->type_name("FILE")
       ->group("Output");
 
   CLI::App* compare_command = app.add_subcommand(
@@ -209,16 +257,22 @@ int parse_and_run(int argc, char** argv) {
   add_run_options(*compare_command, options);
   compare_command->add_option("--compression", options.compression, "Compression spec; one run for each")
       ->required()
+      ->type_name("SPEC")
       ->expected(1)
       ->take_all()
       ->group("Ranks");
   compare_command
       ->add_option("--json", options.json,
                    "Write the table to FILE, and each run's records next to it (FILE's stem.N.jsonl)")
+      ->type_name("FILE")
       ->group("Output");
 
   CLI::App* doctor_command = app.add_subcommand("doctor", "Show devices, versions, and what is off and why");
 
+  std::string first = argc > 1 ? argv[1] : "";
+  if (!first.empty() && first[0] != '-' && first != "train" && first != "compare" && first != "doctor") {
+    throw BadInput("unknown command '" + first + "'; there are train, compare and doctor");
+  }
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& success) {

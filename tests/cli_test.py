@@ -1,0 +1,280 @@
+#!/usr/bin/env python3
+"""Runs the real `gradwire` command: what it does with good input, and that bad input ends in one line and code 2."""
+import gzip
+import json
+import os
+import pathlib
+import pty
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import unittest
+
+GRADWIRE = ""  # path of the executable, from the command line
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "GRADWIRE_DATA")
+SMALL = ["--device", "host", "--width", "16", "--depth", "1", "--heads", "2", "--mlp", "32"]
+SYNTHETIC = ["--data", "synthetic:256", "--batch-size", "16", *SMALL]
+
+
+def synthetic(*extra):
+    """SYNTHETIC with more flags, those given replacing those there: a flag given twice is an error of its own."""
+    extra = [str(word) for word in extra]
+    kept = [word for i in range(0, len(SYNTHETIC), 2) if SYNTHETIC[i] not in extra for word in SYNTHETIC[i:i + 2]]
+    return kept + extra
+
+
+def idx(shape, values):
+    return struct.pack(">I", 0x800 | len(shape)) + b"".join(struct.pack(">I", n) for n in shape) + bytes(values)
+
+
+class CommandTest(unittest.TestCase):
+    maxDiff = 2000
+
+    def setUp(self):
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="gradwire-cli-"))
+        self.addCleanup(shutil.rmtree, self.folder)
+
+    def run_command(self, *arguments, env=None):
+        clean = {k: v for k, v in os.environ.items()
+                 if k not in LAUNCHER_VARIABLES and not k.startswith(("SLURM_", "OMPI_"))}
+        clean.update(env or {})
+        return subprocess.run([GRADWIRE, *map(str, arguments)], capture_output=True, text=True, env=clean,
+                              cwd=self.folder, timeout=240)
+
+    def files(self):
+        return sorted(str(p.relative_to(self.folder)) for p in self.folder.rglob("*") if p.is_file())
+
+    def assert_refused(self, result, *parts):
+        """Code 2, exactly one line on stderr that holds every part, and nothing that looks like a crash."""
+        self.assertEqual(result.returncode, 2, f"{result.args}: {result.stdout[-300:]} {result.stderr[-300:]}")
+        lines = result.stderr.splitlines()
+        self.assertEqual(len(lines), 1, result.stderr)
+        self.assertTrue(lines[0].startswith("gradwire: "), lines[0])
+        for part in parts:
+            self.assertIn(str(part), lines[0])
+
+    def write_fashion_mnist(self, train=64, test=32):
+        folder = self.folder / "data"
+        folder.mkdir(exist_ok=True)
+        for prefix, count in (("train", train), ("t10k", test)):
+            pixels = bytes((i * 37 + p * 11) % 256 for i in range(count) for p in range(784))
+            labels = bytes(i % 10 for i in range(count))
+            with gzip.open(folder / f"{prefix}-images-idx3-ubyte.gz", "wb") as f:
+                f.write(idx((count, 28, 28), pixels))
+            with gzip.open(folder / f"{prefix}-labels-idx1-ubyte.gz", "wb") as f:
+                f.write(idx((count,), labels))
+        return folder
+
+
+class BadInput(CommandTest):
+    """The log is named in every call, and must not be there afterwards."""
+
+    def refuse(self, arguments, *parts, env=None):
+        before = self.files()
+        for command in ("train", "compare"):
+            extra = ["--log", "run.jsonl"] if command == "train" else ["--json", "out.json"]
+            if command == "compare" and "--compression" not in arguments:
+                extra += ["--compression", "fp32"]
+            with self.subTest(command=command, arguments=arguments):
+                self.assert_refused(self.run_command(command, *arguments, *extra, env=env), *parts)
+                self.assertEqual(self.files(), before, "a file was left behind")
+
+    def test_missing_dataset(self):
+        self.refuse(["--data", f"fashion-mnist:{self.folder}/nowhere"], "nowhere/train-images-idx3-ubyte.gz",
+                    "no such file", "dataset-fashion-mnist")
+        self.refuse(["--data", f"cifar10:{self.folder}"], "data_batch_1.bin", "no such file", "cifar-10-binary")
+
+    def test_truncated_idx(self):
+        data = self.write_fashion_mnist()
+        images = data / "train-images-idx3-ubyte.gz"
+        images.write_bytes(images.read_bytes()[:200])
+        self.refuse(["--data", f"fashion-mnist:{data}"], images, "truncated gzip")
+        with gzip.open(images, "wb") as f:
+            f.write(idx((64, 28, 28), bytes(64 * 784 - 1)))
+        self.refuse(["--data", f"fashion-mnist:{data}"], images, "50175", "50176")
+
+    def test_wrong_magic(self):
+        data = self.write_fashion_mnist()
+        labels = data / "t10k-labels-idx1-ubyte.gz"
+        with gzip.open(labels, "wb") as f:
+            f.write(b"\x00\x00\x0c\x01" + bytes(40))
+        self.refuse(["--data", f"fashion-mnist:{data}"], labels, "wrong magic number 0x00000c01")
+
+    def test_unknown_model(self):
+        self.refuse(["--model", "vit_giant"], "unknown model 'vit_giant'", "vit_tiny", "vit_l_32")
+
+    def test_bad_specs(self):
+        for spec, part in (("powersgd:rank=0", "rank='0'"), ("zip", "unknown method 'zip'"), ("bf16:", "nothing after"),
+                           ("", "unknown method ''"), ("fp32:rank=4", "no option 'rank'"),
+                           ("bf16:round=up", "nearest|stochastic"), ("powersgd:rank=4,rank=4", "given twice")):
+            self.refuse(synthetic("--compression", spec), part)
+
+    def test_batch_larger_than_the_shard(self):
+        self.refuse(synthetic("--ranks", "4", "--batch-size", "65"), "--batch-size 65", "64 for each of 4 ranks",
+                    "--batch-size 64 or less")
+
+    def test_model_that_does_not_fit_the_data(self):
+        data = self.write_fashion_mnist()
+        self.refuse(["--data", f"fashion-mnist:{data}", "--model", "vit_b_32"], "224x224", "28x28", "--image-size 28")
+        self.refuse(synthetic("--patch", "5"), "--patch must be one of")
+        self.refuse(synthetic("--heads", "3"), "--heads 3")
+
+    def test_wrong_numbers(self):
+        for flag, value in (("--ranks", "0"), ("--ranks", "-1"), ("--batch-size", "0"), ("--steps", "0"), ("--epochs", "-1"),
+                            ("--epochs", "nan"), ("--lr", "nan"), ("--bucket-mb", "0"), ("--timeout-s", "0"),
+                            ("--warmup", "-1"), ("--accumulate", "0"), ("--log-every", "0"), ("--ranks", "two"),
+                            ("--batch-size", "1e3"), ("--seed", "-1"), ("--lr", "")):
+            self.refuse(synthetic(flag, value), flag)
+
+    def test_unknown_flags_and_words(self):
+        for flag in ("--trace", "--checkpoint", "--resume", "--profile-steps", "--graph", "--frobnicate"):
+            self.refuse(synthetic(flag, "x"), flag)
+        self.refuse(synthetic("--precision", "bf16"), "--precision 'bf16'")
+        self.refuse([*SYNTHETIC, "--ranks", "1", "--ranks", "2"], "--ranks")
+        self.assert_refused(self.run_command(), "subcommand")
+        self.assert_refused(self.run_command("fly"), "fly")
+        self.assert_refused(self.run_command("compare", *SYNTHETIC), "--compression")
+
+    def test_no_gpu(self):
+        self.refuse(synthetic("--device", "cuda"), "--device cuda", "--device host",
+                    env={"CUDA_VISIBLE_DEVICES": ""})
+
+    def test_unwritable_log(self):
+        (self.folder / "file").write_text("kept")
+        for path, part in (("none/run.jsonl", "No such file"), (".", "folder"), ("file/run.jsonl", "")):
+            self.assert_refused(self.run_command("train", *SYNTHETIC, "--log", path), path, "cannot be written", part)
+            self.assert_refused(self.run_command("compare", *SYNTHETIC, "--compression", "fp32", "--json", path), path,
+                                "cannot be written", part)
+        self.assertEqual(self.files(), ["file"])
+        self.assertEqual((self.folder / "file").read_text(), "kept")
+
+    def test_bad_input_leaves_an_older_log_alone(self):
+        (self.folder / "run.jsonl").write_text("of yesterday\n")
+        self.assert_refused(self.run_command("train", *SYNTHETIC, "--compression", "powersgd:rank=0", "--log", "run.jsonl"))
+        self.assertEqual((self.folder / "run.jsonl").read_text(), "of yesterday\n")
+
+    def test_launched_as_several_processes(self):
+        for env in ({"RANK": "0", "WORLD_SIZE": "4"}, {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+                    {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}):
+            self.refuse(SYNTHETIC, "multi-process launch arrives with the network transports", "--ranks", env=env)
+
+    def test_bad_thread_count(self):
+        self.refuse(SYNTHETIC, "GRADWIRE_THREADS='many'", env={"GRADWIRE_THREADS": "many"})
+
+
+class Train(CommandTest):
+    def train(self, *arguments):
+        result = self.run_command("train", *synthetic(*arguments))
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertEqual(result.stderr, "")
+        return result.stdout
+
+    def records(self, name="run.jsonl"):
+        return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+
+    def test_log_holds_the_run(self):
+        out = self.train("--ranks", 2, "--epochs", 2, "--log", "run.jsonl")
+        self.assertTrue(out.startswith("Device: host"), out)
+        records = self.records()
+        kinds = [r["type"] for r in records]
+        self.assertEqual(kinds, ["run"] + ["step"] * 8 + ["eval"] + ["step"] * 8 + ["eval", "summary"])
+        steps = [r for r in records if r["type"] == "step"]
+        self.assertEqual([s["step"] for s in steps], list(range(16)))
+        self.assertEqual([s["epoch"] for s in steps], [0] * 8 + [1] * 8)
+        for step in steps:
+            self.assertGreater(step["step_ms"], 0)
+            self.assertGreater(step["wire_bytes"], 0)
+            self.assertEqual(step["wire_bytes"], step["dense_bytes"])
+        self.assertEqual(records[-2]["images"], 32)
+        self.assertEqual(records[-1]["test_accuracy"], records[-2]["test_accuracy"])
+        self.assertEqual(sum(line.startswith("step ") for line in out.splitlines()), 16)
+
+    def test_same_seed_same_numbers(self):
+        def losses(*arguments):
+            self.train("--ranks", 2, "--steps", 5, "--log", "run.jsonl", "--compression", "bf16:round=stochastic", *arguments)
+            return [(r.get("loss"), r.get("test_loss")) for r in self.records() if r["type"] in ("step", "eval")]
+
+        first = losses()
+        self.assertEqual(first, losses())
+        self.assertNotEqual(first, losses("--seed", 1))
+
+    def test_world_of_one_sends_nothing(self):
+        self.train("--steps", 2, "--log", "run.jsonl")
+        self.assertEqual({r["wire_bytes"] for r in self.records() if r["type"] == "step"}, {0})
+        self.assertIsNone(self.records()[-1]["ratio"])
+
+    def test_diverged_run_stays_valid_json(self):
+        self.train("--steps", 6, "--optimizer", "sgd", "--lr", "1e6", "--warmup", 0, "--log", "run.jsonl")
+        text = (self.folder / "run.jsonl").read_text()
+        self.assertNotIn("nan", text.lower().replace('"model"', ""))
+        self.assertEqual(self.records()[-1]["type"], "summary")
+
+    def test_dry_run_writes_nothing_and_shows_what_was_resolved(self):
+        out = self.train("--dry-run", "--log", "run.jsonl", "--ranks", 4, "--compression", "powersgd:rank=2")
+        config = json.loads(out[out.index("{"):])
+        self.assertEqual(config["steps"], 12)
+        self.assertEqual(config["compression"], "powersgd:rank=2")
+        self.assertEqual(self.files(), [])
+
+    def test_progress_bar_on_a_terminal_only(self):
+        leader, follower = pty.openpty()
+        process = subprocess.Popen([GRADWIRE, "train", *SYNTHETIC, "--steps", "30"], stdout=follower, cwd=self.folder)
+        os.close(follower)
+        shown = b""
+        try:
+            while chunk := os.read(leader, 4096):
+                shown += chunk
+        except OSError:  # the terminal is gone when the process is
+            pass
+        os.close(leader)
+        self.assertEqual(process.wait(timeout=60), 0)
+        self.assertIn(b"\r\x1b[K", shown)
+        self.assertIn(b"images/s", shown)
+        self.assertNotIn("\r", self.train("--steps", 3))
+
+
+class Compare(CommandTest):
+    def test_table_and_files(self):
+        result = self.run_command("compare", *SYNTHETIC, "--ranks", 2, "--steps", 3, "--compression", "fp32", "--compression",
+                                  "bf16", "--compression", "powersgd:rank=1", "--json", "out.json")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertEqual(self.files(), ["out.0.jsonl", "out.1.jsonl", "out.2.jsonl", "out.json"])
+        runs = json.loads((self.folder / "out.json").read_text())
+        self.assertEqual([r["compression"] for r in runs], ["fp32", "bf16", "powersgd:rank=1"])
+        for run in runs:
+            self.assertEqual(set(run), {"compression", "test_accuracy", "final_loss", "step_ms", "images_per_s", "wire_bytes",
+                                        "dense_bytes", "ratio", "exposed_comm_ms", "ranks", "device", "schedule"})
+            self.assertEqual(run["dense_bytes"], runs[0]["wire_bytes"])
+        self.assertAlmostEqual(runs[0]["ratio"], 1.0)
+        self.assertGreater(runs[1]["ratio"], 1.9)
+        table = result.stdout[result.stdout.index("compression  "):].splitlines()
+        self.assertEqual([line.split()[0] for line in table[2:5]], ["fp32", "bf16", "powersgd:rank=1"])
+
+    def test_all_start_from_the_same_weights(self):
+        self.run_command("compare", *SYNTHETIC, "--ranks", 2, "--steps", 1, "--compression", "fp32", "--compression", "bf16",
+                         "--json", "out.json")
+        first = [json.loads((self.folder / f"out.{i}.jsonl").read_text().splitlines()[1]) for i in (0, 1)]
+        self.assertEqual(first[0]["loss"], first[1]["loss"])
+
+
+class Doctor(CommandTest):
+    def test_says_what_there_is(self):
+        result = self.run_command("doctor")
+        self.assertEqual(result.returncode, 0)
+        for word in ("Host", "CUDA", "threads", "SIMD", "BLAS", "compiler", "fashion-mnist", "launcher"):
+            self.assertIn(word, result.stdout)
+
+    def test_help_and_version(self):
+        for arguments in (["--help"], ["train", "--help"], ["compare", "--help"], ["--version"]):
+            result = self.run_command(*arguments)
+            self.assertEqual((result.returncode, result.stderr), (0, ""))
+            self.assertIn("gradwire", result.stdout.lower())
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("usage: cli_test.py PATH_OF_GRADWIRE [unittest arguments]")
+    GRADWIRE = os.path.abspath(sys.argv.pop(1))
+    unittest.main()

@@ -1,0 +1,306 @@
+// Reading data sets: what is in the files arrives, and every way a file can be broken is named.
+#include <cmath>
+#include <cstdlib>
+#include <numeric>
+#include <set>
+
+#include "tests/trainer/files.h"
+#include "trainer/data/dataset.h"
+#include "trainer/data/statistics.h"
+
+namespace gradwire {
+namespace {
+
+using namespace testing;
+
+TEST(FashionMnist, PixelsLabelsAndShapeArrive) {
+  TemporaryFolder folder;
+  write_fashion_mnist(folder, 50, 20);
+  DataSplits data = load_fashion_mnist(folder.path());
+  EXPECT_EQ(data.train.count(), 50);
+  EXPECT_EQ(data.test.count(), 20);
+  for (const Dataset* split : {&data.train, &data.test}) {
+    EXPECT_EQ(split->channels, 1);
+    EXPECT_EQ(split->height, 28);
+    EXPECT_EQ(split->width, 28);
+    EXPECT_EQ(split->classes, 10);
+    for (size_t i = 0; i < split->labels.size(); ++i)
+      EXPECT_EQ(split->labels[i], static_cast<int32_t>(i % 10));
+    for (size_t i = 0; i < split->images.size(); ++i)
+      ASSERT_EQ(split->images[i], pixel(i / 784, i % 784)) << i;
+  }
+}
+
+TEST(FashionMnist, UncompressedFilesAreReadAsWell) {
+  TemporaryFolder folder;
+  write_fashion_mnist(folder);
+  std::filesystem::remove(folder.path("train-images-idx3-ubyte.gz"));
+  write_bytes(folder.path("train-images-idx3-ubyte"), idx_images(50, 28, 28));
+  EXPECT_EQ(load_fashion_mnist(folder.path()).train.count(), 50);
+}
+
+TEST(FashionMnist, MissingFileIsNamedWithTheRemedy) {
+  TemporaryFolder folder;
+  expect_bad_input([&] { load_fashion_mnist(folder.path()); },
+                   {folder.path("train-images-idx3-ubyte.gz"), "no such file", "dataset-fashion-mnist"});
+  write_fashion_mnist(folder);
+  std::filesystem::remove(folder.path("t10k-labels-idx1-ubyte.gz"));
+  expect_bad_input([&] { load_fashion_mnist(folder.path()); },
+                   {folder.path("t10k-labels-idx1-ubyte.gz"), "no such file"});
+  expect_bad_input([&] { load_fashion_mnist("/nonexistent"); },
+                   {"/nonexistent/train-images", "no such file"});
+}
+
+TEST(FashionMnist, FolderInPlaceOfAFileIsRefused) {
+  TemporaryFolder folder;
+  write_fashion_mnist(folder);
+  std::filesystem::remove(folder.path("train-labels-idx1-ubyte.gz"));
+  std::filesystem::create_directory(folder.path("train-labels-idx1-ubyte.gz"));
+  expect_bad_input([&] { load_fashion_mnist(folder.path()); },
+                   {"train-labels-idx1-ubyte.gz", "not a regular file"});
+}
+
+TEST(FashionMnist, GzipCutAtAnyPlaceIsRefused) {
+  TemporaryFolder folder;
+  write_fashion_mnist(folder);
+  std::string path = folder.path("train-images-idx3-ubyte.gz");
+  Bytes whole = read_bytes(path);
+  ASSERT_GT(whole.size(), 30u);
+  for (size_t keep : {whole.size() - 1, whole.size() - 4, whole.size() - 8, whole.size() - 9,
+                      whole.size() / 2, size_t{20}, size_t{11}, size_t{3}, size_t{1}, size_t{0}}) {
+    write_bytes(path, Bytes(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(keep)));
+    SCOPED_TRACE("kept " + std::to_string(keep) + " of " + std::to_string(whole.size()) + " bytes");
+    expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {path});
+  }
+  write_bytes(path, Bytes(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(whole.size() / 2)));
+  expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {path, "truncated gzip file"});
+}
+
+TEST(FashionMnist, FlippedBitInGzipIsRefused) {
+  TemporaryFolder folder;
+  write_fashion_mnist(folder);
+  std::string path = folder.path("train-images-idx3-ubyte.gz");
+  Bytes bytes = read_bytes(path);
+  bytes[bytes.size() - 6] ^= 1;  // in the checksum
+  write_bytes(path, bytes);
+  expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {path, "corrupt gzip file"});
+}
+
+TEST(FashionMnist, WrongMagicIsRefused) {
+  TemporaryFolder folder;
+  write_fashion_mnist(folder);
+  // Labels where images belong, floats instead of bytes, something else altogether.
+  write_gzip(folder.path("train-images-idx3-ubyte.gz"), idx_labels(50));
+  expect_bad_input([&] { load_fashion_mnist(folder.path()); },
+                   {"train-images", "wrong magic", "0x00000801", "0x00000803"});
+  Bytes floats = idx_images(50, 28, 28);
+  floats[2] = 0x0d;
+  write_gzip(folder.path("train-images-idx3-ubyte.gz"), floats);
+  expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {"wrong magic", "0x00000d03"});
+  write_bytes(folder.path("train-images-idx3-ubyte.gz"), Bytes(5000, 'x'));
+  expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {"wrong magic", "0x78787878"});
+}
+
+TEST(FashionMnist, CountsThatDisagreeAreRefused) {
+  TemporaryFolder folder;
+  write_fashion_mnist(folder);
+  write_gzip(folder.path("train-labels-idx1-ubyte.gz"), idx_labels(49));
+  expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {"train-labels", "49 labels", "50 images"});
+
+  write_fashion_mnist(folder);
+  Bytes shorter = idx_images(50, 28, 28);
+  shorter.pop_back();
+  write_gzip(folder.path("train-images-idx3-ubyte.gz"), shorter);
+  expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {"train-images", "39199", "50x28x28 = 39200"});
+
+  Bytes longer = idx_images(50, 28, 28);
+  longer.push_back(0);
+  write_gzip(folder.path("train-images-idx3-ubyte.gz"), longer);
+  expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {"train-images", "39201"});
+
+  write_gzip(folder.path("train-images-idx3-ubyte.gz"), idx({0, 28, 28}, {}));
+  expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {"train-images", "impossible shape 0"});
+  write_gzip(folder.path("train-images-idx3-ubyte.gz"), idx({0xffffffff, 0xffffffff, 0xffffffff}, {}));
+  expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {"train-images", "impossible shape"});
+  write_gzip(folder.path("train-images-idx3-ubyte.gz"), Bytes{0, 0, 8});
+  expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {"train-images", "only 3 bytes"});
+}
+
+TEST(FashionMnist, TrainAndTestOfDifferentSizeAreRefused) {
+  TemporaryFolder folder;
+  write_fashion_mnist(folder);
+  write_gzip(folder.path("t10k-images-idx3-ubyte.gz"), idx_images(20, 32, 32));
+  expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {"28x28", "32x32"});
+}
+
+TEST(FashionMnist, LabelOutOfRangeIsRefused) {
+  TemporaryFolder folder;
+  write_fashion_mnist(folder);
+  Bytes labels = idx_labels(50);
+  labels[8 + 17] = 10;
+  write_gzip(folder.path("train-labels-idx1-ubyte.gz"), labels);
+  expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {"train-labels", "label 17 is 10"});
+}
+
+TEST(FashionMnist, EnvironmentDecidesTheDefaultFolder) {
+  TemporaryFolder folder;
+  write_fashion_mnist(folder, 30, 10);
+  ASSERT_EQ(setenv("GRADWIRE_DATA", folder.path().c_str(), 1), 0);
+  EXPECT_EQ(default_fashion_mnist_directory(), folder.path());
+  EXPECT_EQ(load_data(DataSpec::parse("fashion-mnist"), VitConfig{}, 0).train.count(), 30);
+  std::filesystem::create_directory(folder.path("fashion-mnist"));
+  for (const char* name : {"train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"}) {
+    std::filesystem::rename(folder.path(name), folder.path(std::string("fashion-mnist/") + name));
+  }
+  EXPECT_EQ(default_fashion_mnist_directory(), folder.path("fashion-mnist"));
+  ASSERT_EQ(setenv("GRADWIRE_DATA", "/nonexistent", 1), 0);
+  EXPECT_EQ(default_fashion_mnist_directory(), "/usr/share/datasets/fashion-mnist");
+  ASSERT_EQ(unsetenv("GRADWIRE_DATA"), 0);
+  EXPECT_EQ(default_fashion_mnist_directory(), "/usr/share/datasets/fashion-mnist");
+}
+
+TEST(Cifar10, BatchesArriveInOrder) {
+  TemporaryFolder folder;
+  write_cifar10(folder, 4, 3);
+  Bytes third = cifar_records(4);
+  third[0] = 9;
+  write_bytes(folder.path("data_batch_3.bin"), third);
+  DataSplits data = load_cifar10(folder.path());
+  EXPECT_EQ(data.train.count(), 20);
+  EXPECT_EQ(data.test.count(), 3);
+  EXPECT_EQ(data.train.channels, 3);
+  EXPECT_EQ(data.train.height, 32);
+  EXPECT_EQ(data.train.labels,
+            (std::vector<int32_t>{0, 1, 2, 3, 0, 1, 2, 3, 9, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3}));
+  for (size_t i = 0; i < data.train.images.size(); ++i) {
+    ASSERT_EQ(data.train.images[i], pixel(i / 3072 % 4, i % 3072)) << i;
+  }
+}
+
+TEST(Cifar10, FolderOfTheArchiveIsFoundInItsParent) {
+  TemporaryFolder folder;
+  write_cifar10(folder);
+  std::filesystem::create_directory(folder.path("cifar-10-batches-bin"));
+  for (const char* name : {"data_batch_1.bin", "data_batch_2.bin", "data_batch_3.bin", "data_batch_4.bin",
+                           "data_batch_5.bin", "test_batch.bin"}) {
+    std::filesystem::rename(folder.path(name), folder.path(std::string("cifar-10-batches-bin/") + name));
+  }
+  EXPECT_EQ(load_cifar10(folder.path()).train.count(), 20);
+}
+
+TEST(Cifar10, BrokenFilesAreNamed) {
+  TemporaryFolder folder;
+  expect_bad_input([&] { load_cifar10(folder.path()); },
+                   {"data_batch_1.bin", "no such file", "binary version"});
+  write_cifar10(folder);
+  std::filesystem::remove(folder.path("data_batch_4.bin"));
+  expect_bad_input([&] { load_cifar10(folder.path()); }, {"data_batch_4.bin", "no such file"});
+
+  write_cifar10(folder);
+  Bytes cut = cifar_records(4);
+  cut.pop_back();
+  write_bytes(folder.path("test_batch.bin"), cut);
+  expect_bad_input([&] { load_cifar10(folder.path()); }, {"test_batch.bin", "whole number of records"});
+
+  write_cifar10(folder);
+  write_bytes(folder.path("data_batch_2.bin"), {});
+  expect_bad_input([&] { load_cifar10(folder.path()); }, {"data_batch_2.bin", "0 bytes"});
+
+  write_cifar10(folder);
+  write_bytes(folder.path("data_batch_5.bin"), cifar_records(3));  // cut where a record ends
+  expect_bad_input([&] { load_cifar10(folder.path()); }, {"data_batch_5.bin", "3 records", "has 4"});
+
+  write_cifar10(folder);
+  Bytes labelled = cifar_records(4);
+  labelled[3073] = 10;
+  write_bytes(folder.path("data_batch_1.bin"), labelled);
+  expect_bad_input([&] { load_cifar10(folder.path()); }, {"data_batch_1.bin", "label of record 1 is 10"});
+}
+
+TEST(Synthetic, SameSeedSameBytesAndEachClassIsThere) {
+  VitConfig shape;
+  DataSplits a = make_synthetic(shape, 100, 50, 7), b = make_synthetic(shape, 100, 50, 7);
+  DataSplits c = make_synthetic(shape, 100, 50, 8);
+  EXPECT_EQ(a.train.images, b.train.images);
+  EXPECT_EQ(a.test.images, b.test.images);
+  EXPECT_NE(a.train.images, c.train.images);
+  EXPECT_NE(Bytes(a.train.images.begin(), a.train.images.begin() + 784),
+            Bytes(a.test.images.begin(), a.test.images.begin() + 784));
+  EXPECT_EQ(std::set<int32_t>(a.train.labels.begin(), a.train.labels.end()).size(), 10u);
+  // A longer set begins with the shorter one.
+  DataSplits longer = make_synthetic(shape, 101, 50, 7);
+  EXPECT_TRUE(std::equal(a.train.images.begin(), a.train.images.end(), longer.train.images.begin()));
+}
+
+// The nearest class mean of the training images must tell the test images apart, or there is nothing to
+// learn.
+TEST(Synthetic, ClassesCanBeToldApart) {
+  VitConfig shape;
+  shape.image = 32;
+  shape.patch = 8;
+  shape.channels = 3;
+  DataSplits data = make_synthetic(shape, 500, 100, 3);
+  size_t elements = static_cast<size_t>(data.train.image_elements());
+  std::vector<std::vector<double>> means(10, std::vector<double>(elements));
+  for (size_t i = 0; i < data.train.labels.size(); ++i) {
+    for (size_t e = 0; e < elements; ++e) {
+      means[static_cast<size_t>(data.train.labels[i])][e] += data.train.images[i * elements + e] / 50.0;
+    }
+  }
+  int right = 0;
+  for (size_t i = 0; i < data.test.labels.size(); ++i) {
+    size_t nearest = 0;
+    double least = INFINITY;
+    for (size_t k = 0; k < means.size(); ++k) {
+      double distance = 0;
+      for (size_t e = 0; e < elements; ++e)
+        distance += std::pow(means[k][e] - data.test.images[i * elements + e], 2);
+      if (distance < least) least = distance, nearest = k;
+    }
+    right += static_cast<int32_t>(nearest) == data.test.labels[i];
+  }
+  EXPECT_GE(right, 90);
+}
+
+TEST(Synthetic, TakesItsShapeFromTheModel) {
+  DataSplits data = load_data(DataSpec::parse("synthetic:40"), named_model("vit_b_32"), 0);
+  EXPECT_EQ(data.train.count(), 40);
+  EXPECT_EQ(data.train.image_elements(), 3 * 224 * 224);
+  EXPECT_EQ(data.train.classes, 1000);
+  EXPECT_GE(load_data(DataSpec::parse("synthetic"), VitConfig{}, 0, 10000).train.count(), 10000);
+}
+
+TEST(Statistics, MatchTheDefinition) {
+  DataSplits data = make_synthetic(named_model("vit_tiny"), 64, 8, 1);
+  double sum = 0, squares = 0;
+  for (uint8_t v : data.train.images) sum += v / 255.0, squares += v / 255.0 * (v / 255.0);
+  double n = static_cast<double>(data.train.images.size()), mean = sum / n;
+  EXPECT_NEAR(data.train.mean[0], mean, 1e-6);
+  EXPECT_NEAR(data.train.stddev[0], std::sqrt(squares / n - mean * mean), 1e-6);
+  EXPECT_EQ(data.test.mean, data.train.mean);
+}
+
+TEST(Statistics, ConstantChannelDoesNotDivideByZero) {
+  DataSplits data;
+  data.train.channels = data.train.height = data.train.width = 1;
+  data.train.images = {7, 7, 7};
+  data.train.labels = {0, 0, 0};
+  set_statistics(data);
+  EXPECT_EQ(data.train.stddev[0], 1.0f);
+}
+
+TEST(ModelFit, MismatchSaysWhatToUse) {
+  DataSplits data = make_synthetic(VitConfig{}, 10, 10, 0);
+  VitConfig model = named_model("vit_b_32");
+  expect_bad_input([&] { check_model_fits(model, data.train); },
+                   {"vit_b_32", "3x224x224", "1x28x28", "--image-size 28"});
+  model = VitConfig{};
+  model.classes = 9;
+  expect_bad_input([&] { check_model_fits(model, data.train); }, {"9 outputs", "10 classes"});
+  check_model_fits(VitConfig{}, data.train);
+  data.train.height = 14;
+  expect_bad_input([&] { check_model_fits(VitConfig{}, data.train); }, {"14x28", "not square"});
+}
+
+}  // namespace
+}  // namespace gradwire

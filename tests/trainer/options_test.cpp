@@ -1,0 +1,202 @@
+// From flags to a resolved configuration, and launchers' variables.
+#include "trainer/cli/options.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <map>
+
+#include "tests/trainer/files.h"
+#include "trainer/cli/launcher.h"
+
+namespace gradwire {
+namespace {
+
+using testing::expect_bad_input;
+
+Options synthetic() {
+  Options o;
+  o.data = "synthetic:400";
+  o.device = "host";
+  o.ranks = 4;
+  o.batch_size = 10;
+  return o;
+}
+
+TEST(Models, ParameterCountsAreThePublishedOnes) {
+  EXPECT_EQ(parameter_count(named_model("vit_l_32")), 306'535'400);
+  EXPECT_EQ(parameter_count(named_model("vit_b_16")), 86'567'656);
+  EXPECT_EQ(parameter_count(named_model("vit_b_32")), 88'224'232);
+}
+
+TEST(Models, EachNamedOneIsSound) {
+  EXPECT_EQ(model_names().size(), 6u);
+  for (const std::string& name : model_names()) {
+    EXPECT_EQ(named_model(name).name, name);
+    EXPECT_NO_THROW(check_model(named_model(name))) << name;
+  }
+  expect_bad_input([] { named_model("vit_huge"); }, {"vit_huge", "vit_tiny", "vit_l_32"});
+}
+
+TEST(Models, ImpossibleShapesSayWhatWouldFit) {
+  VitConfig model;
+  model.patch = 5;
+  expect_bad_input([&] { check_model(model); }, {"--patch", "1, 2, 4, 7, 14, 28"});
+  model = VitConfig{};
+  model.heads = 5;
+  expect_bad_input([&] { check_model(model); }, {"--width 64", "--heads 5"});
+  for (int32_t VitConfig::*field :
+       {&VitConfig::image, &VitConfig::patch, &VitConfig::width, &VitConfig::depth, &VitConfig::heads,
+        &VitConfig::mlp, &VitConfig::classes, &VitConfig::channels}) {
+    for (int32_t value : {0, -1, 1 << 30}) {
+      model = VitConfig{};
+      model.*field = value;
+      expect_bad_input([&] { check_model(model); }, {std::to_string(value)});
+    }
+  }
+}
+
+TEST(DataSpecs, RoundTripAndRefusals) {
+  for (const char* text :
+       {"fashion-mnist", "fashion-mnist:/data", "cifar10:/a:b", "synthetic", "synthetic:12"}) {
+    EXPECT_EQ(DataSpec::parse(text).to_string(), text);
+  }
+  for (const char* text :
+       {"", "mnist", "cifar10", "cifar10:", "fashion-mnist:", "synthetic:0", "synthetic:-1", "synthetic:x",
+        "synthetic:1x", "synthetic:", "synthetic:99999999999999999999"}) {
+    expect_bad_input([&] { DataSpec::parse(text); }, {"--data '" + std::string(text) + "'", "synthetic[:N]"});
+  }
+}
+
+TEST(Resolve, DefaultsDependOnTheOptimizerAndTheEpoch) {
+  Resolved run = resolve(synthetic());
+  EXPECT_EQ(run.config.steps, 30);  // 3 epochs of 400 / 40
+  EXPECT_EQ(run.config.epochs, 3.0);
+  EXPECT_EQ(run.config.warmup_steps, 3);
+  EXPECT_EQ(run.config.lr, 1e-3);
+  EXPECT_EQ(run.config.compression.to_string(), "fp32");
+  Options o = synthetic();
+  o.optimizer = "sgd";
+  o.steps = 7;
+  o.accumulate = 2;
+  run = resolve(o);
+  EXPECT_EQ(run.config.lr, 0.05);
+  EXPECT_EQ(run.config.steps, 7);
+  EXPECT_EQ(run.config.epochs, 7.0 / 5.0);
+  EXPECT_EQ(run.config.global_batch(), 80);
+}
+
+TEST(Resolve, ChannelsAndClassesFollowTheImages) {
+  testing::TemporaryFolder folder;
+  testing::write_cifar10(folder);
+  Options o;
+  o.device = "host";
+  o.data = "cifar10:" + folder.path();
+  o.image_size = 32;
+  o.patch = 8;
+  o.batch_size = 2;
+  Resolved run = resolve(o);
+  EXPECT_EQ(run.config.model.channels, 3);
+  EXPECT_EQ(run.config.model.classes, 10);
+  o.image_size.reset();
+  o.patch.reset();
+  expect_bad_input([&] { resolve(o); }, {"28x28", "32x32", "--image-size 32"});
+}
+
+TEST(Resolve, BatchLargerThanTheShardSaysWhatWouldFit) {
+  Options o = synthetic();
+  o.batch_size = 101;
+  expect_bad_input([&] { resolve(o); }, {"--batch-size 101", "400 training images", "100 for each of 4 ranks",
+                                         "--batch-size 100"});
+  o.batch_size = 100;
+  EXPECT_EQ(resolve(o).config.epochs, 3);
+  o.accumulate = 2;
+  expect_bad_input([&] { resolve(o); }, {"times --accumulate 2", "--batch-size 50"});
+  o.ranks = 401;
+  o.batch_size = o.accumulate = 1;
+  expect_bad_input([&] { resolve(o); }, {"fewer ranks"});
+}
+
+TEST(Resolve, EachWrongValueIsNamed) {
+  auto refuse = [](const std::function<void(Options&)>& change, const std::vector<std::string>& parts) {
+    Options o = synthetic();
+    change(o);
+    expect_bad_input([&] { resolve(o); }, parts);
+  };
+  refuse([](Options& o) { o.model = "resnet"; }, {"unknown model 'resnet'"});
+  refuse([](Options& o) { o.ranks = 0; }, {"--ranks 0"});
+  refuse([](Options& o) { o.batch_size = 0; }, {"--batch-size 0"});
+  refuse([](Options& o) { o.batch_size = -5; }, {"--batch-size -5"});
+  refuse([](Options& o) { o.accumulate = 0; }, {"--accumulate 0"});
+  refuse([](Options& o) { o.bucket_mb = 0; }, {"--bucket-mb 0"});
+  refuse([](Options& o) { o.epochs = 0; }, {"--epochs 0"});
+  refuse([](Options& o) { o.epochs = NAN; }, {"--epochs nan"});
+  refuse([](Options& o) { o.steps = 0; }, {"--steps 0"});
+  refuse([](Options& o) { o.steps = 1, o.epochs = 1; }, {"--epochs and --steps"});
+  refuse([](Options& o) { o.lr = -1; }, {"--lr -1"});
+  refuse([](Options& o) { o.lr = NAN; }, {"--lr nan"});
+  refuse([](Options& o) { o.lr = INFINITY; }, {"--lr inf"});
+  refuse([](Options& o) { o.warmup = 31; }, {"--warmup 31", "30 steps"});
+  refuse([](Options& o) { o.momentum = 0.5; }, {"--momentum", "sgd"});
+  refuse([](Options& o) { o.optimizer = "lamb"; }, {"--optimizer 'lamb'", "sgd, adamw"});
+  refuse([](Options& o) { o.precision = "bf16"; }, {"--precision 'bf16'", "fp32, tf32"});
+  refuse([](Options& o) { o.device = "tpu"; }, {"--device 'tpu'", "auto, host, cuda"});
+  refuse([](Options& o) { o.compression = {"powersgd:rank=0"}; }, {"rank='0'"});
+  refuse([](Options& o) { o.compression = {"fp32", "zip"}; }, {"unknown method 'zip'"});
+  refuse([](Options& o) { o.timeout_s = 0; }, {"--timeout-s 0"});
+  refuse([](Options& o) { o.patch = 5; }, {"--patch"});
+  if (cuda_device_count() == 0)
+    refuse([](Options& o) { o.device = "cuda"; }, {"--device cuda", "--device host"});
+}
+
+TEST(Resolve, DeviceIsSaidAndAFallbackExplained) {
+  Options o = synthetic();
+  EXPECT_EQ(resolve(o).device_line.substr(0, 12), "Device: host");
+  o.device = "auto";
+  Resolved run = resolve(o);
+  if (cuda_device_count() == 0) {
+    EXPECT_NE(run.device_line.find("no GPU: "), std::string::npos) << run.device_line;
+    EXPECT_TRUE(run.config.devices[3].is_host());
+  } else {
+    EXPECT_TRUE(run.config.devices[3].is_cuda());
+  }
+  EXPECT_EQ(run.config.ranks(), 4);
+}
+
+std::optional<Launch> launched_with(const std::map<std::string, std::string>& variables) {
+  return detect_launcher([&](const char* name) {
+    auto found = variables.find(name);
+    return found == variables.end() ? nullptr : found->second.c_str();
+  });
+}
+
+TEST(Launcher, EachIsRecognized) {
+  EXPECT_FALSE(launched_with({}));
+  EXPECT_FALSE(launched_with({{"SLURM_NTASKS", "4"}, {"SLURM_PROCID", "0"}}))
+      << "a batch script launched nothing yet";
+  auto torchrun = launched_with({{"RANK", "2"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "2"}});
+  ASSERT_TRUE(torchrun);
+  EXPECT_EQ(torchrun->launcher, "torchrun");
+  EXPECT_EQ(torchrun->rank, 2);
+  EXPECT_EQ(torchrun->world, 4);
+  EXPECT_EQ(launched_with({{"SLURM_STEP_NUM_TASKS", "8"}, {"SLURM_PROCID", "7"}})->world, 8);
+  EXPECT_EQ(launched_with({{"OMPI_COMM_WORLD_SIZE", "3"}, {"OMPI_COMM_WORLD_RANK", "1"}})->world, 3);
+  EXPECT_EQ(launched_with({{"PMI_SIZE", "2"}, {"PMI_RANK", "1"}})->launcher, "mpirun (MPICH)");
+  EXPECT_EQ(launched_with({{"RANK", "0"}, {"WORLD_SIZE", "1"}})->world, 1);
+}
+
+TEST(Launcher, AWorldLargerThanOneWinsOverAWorldOfOne) {
+  auto launch = launched_with(
+      {{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"SLURM_STEP_NUM_TASKS", "4"}, {"SLURM_PROCID", "2"}});
+  ASSERT_TRUE(launch);
+  EXPECT_EQ(launch->world, 4);
+}
+
+TEST(Launcher, ContradictionsAreRefused) {
+  expect_bad_input([] { launched_with({{"RANK", "4"}, {"WORLD_SIZE", "4"}}); }, {"RANK=4", "WORLD_SIZE=4"});
+  expect_bad_input([] { launched_with({{"RANK", "0"}, {"WORLD_SIZE", "four"}}); }, {"WORLD_SIZE='four'"});
+  expect_bad_input([] { launched_with({{"WORLD_SIZE", "0"}}); }, {"WORLD_SIZE=0"});
+}
+
+}  // namespace
+}  // namespace gradwire

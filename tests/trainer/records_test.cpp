@@ -1,0 +1,259 @@
+// What a run writes: every line is JSON with the documented fields, whatever the numbers were.
+#include "trainer/log/records.h"
+
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+
+#include "tests/trainer/files.h"
+#include "trainer/log/console.h"
+#include "trainer/log/run_log.h"
+
+namespace gradwire {
+namespace {
+
+using nlohmann::json;
+using testing::TemporaryFolder;
+
+TrainConfig config() {
+  TrainConfig c;
+  c.devices = {Device::host(), Device::host()};
+  c.compression = CompressionSpec::parse("powersgd:rank=4");
+  c.steps = 3;
+  return c;
+}
+
+RunInfo info(const std::string& schedule) {
+  RunInfo info;
+  info.parameters = 5;
+  info.buckets = 1;
+  info.schedule = schedule;
+  return info;
+}
+
+ComparedRun compared(const std::string& compression, const RunSummary& summary) {
+  ComparedRun run;
+  run.compression = compression;
+  run.summary = summary;
+  run.ranks = 4;
+  run.device = "host";
+  return run;
+}
+
+DataSplits data() {
+  return make_synthetic(VitConfig{}, 20, 10, 0);
+}
+
+StepRecord step(int64_t index, double loss, uint64_t wire = 100) {
+  StepRecord s;
+  s.step = index;
+  s.loss = loss;
+  s.step_ms = 10.0 + static_cast<double>(index);
+  s.images_per_s = 1000;
+  s.wire_bytes = wire;
+  s.dense_bytes = 400;
+  s.exposed_comm_ms = 1.5;
+  return s;
+}
+
+std::vector<json> lines(const std::string& path) {
+  std::ifstream file(path);
+  std::vector<json> records;
+  for (std::string text; std::getline(file, text);) records.push_back(json::parse(text));
+  return records;
+}
+
+TEST(Records, EachHasTheFieldsOfItsType) {
+  json run = json::parse(run_record(config(), data(), info("ring")));
+  EXPECT_EQ(run["type"], "run");
+  EXPECT_EQ(run["schema"], 1);
+  EXPECT_EQ(run["compression"], "powersgd:rank=4");
+  EXPECT_EQ(run["ranks"], 2);
+  EXPECT_EQ(run["device"], "host");
+  EXPECT_EQ(run["schedule"], "ring");
+  EXPECT_EQ(run["model"]["name"], "vit_tiny");
+  EXPECT_EQ(run["train_images"], 20);
+
+  json s = json::parse(step_record(step(7, 0.5)));
+  EXPECT_EQ(s["type"], "step");
+  EXPECT_EQ(s["step"], 7);
+  for (const char* field : {"loss", "lr", "step_ms", "images_per_s", "wire_bytes", "dense_bytes", "comm_ms",
+                            "exposed_comm_ms", "data_ms", "forward_ms", "backward_ms", "optimizer_ms"}) {
+    EXPECT_TRUE(s[field].is_number()) << field;
+  }
+  json e = json::parse(
+      eval_record({.step = 3, .epoch = 1.5, .test_loss = 0.4, .test_accuracy = 0.875, .images = 10}));
+  EXPECT_EQ(e["type"], "eval");
+  EXPECT_EQ(e["epoch"], 1.5);
+  EXPECT_EQ(e["test_accuracy"], 0.875);
+  EXPECT_EQ(json::parse(summary_record({}))["type"], "summary");
+}
+
+TEST(Records, NumbersThatAreNotFiniteBecomeNull) {
+  for (double bad : {double{NAN}, double{INFINITY}, -double{INFINITY}}) {
+    json s = json::parse(step_record(step(0, bad)));
+    EXPECT_TRUE(s["loss"].is_null());
+    EvalRecord eval;
+    eval.test_loss = bad;
+    EXPECT_TRUE(json::parse(eval_record(eval))["test_loss"].is_null());
+    Summarizer summarizer;
+    summarizer.on_step(step(0, bad));
+    EXPECT_TRUE(json::parse(summary_record(summarizer.summary(1)))["final_loss"].is_null());
+  }
+}
+
+TEST(Records, PathThatIsNotUtf8StaysValidJson) {
+  TrainConfig c = config();
+  c.data = DataSpec::parse("cifar10:/data/\xff\xfe");
+  EXPECT_NO_THROW(json::parse(run_record(c, data(), {})));
+}
+
+TEST(Records, SummaryHoldsMediansAndTheLastEvaluation) {
+  Summarizer summarizer;
+  summarizer.on_run(info("two_shot"));
+  std::vector<uint64_t> wire{400, 100, 100};  // a dense first step does not move the median
+  for (int64_t i = 0; i < 3; ++i)
+    summarizer.on_step(step(i, 3.0 - static_cast<double>(i), wire[static_cast<size_t>(i)]));
+  summarizer.on_eval({.test_accuracy = 0.1});
+  summarizer.on_eval({.test_loss = 0.3, .test_accuracy = 0.9});
+  RunSummary summary = summarizer.summary(2.5);
+  EXPECT_EQ(summary.steps, 3);
+  EXPECT_EQ(summary.step_ms, 11);
+  EXPECT_EQ(summary.wire_bytes, 100);
+  EXPECT_EQ(summary.ratio, 4.0);
+  EXPECT_EQ(summary.total_wire_bytes, 600u);
+  EXPECT_EQ(summary.test_accuracy, 0.9);
+  EXPECT_EQ(summary.final_loss, 2.0);
+  EXPECT_EQ(summary.schedule, "two_shot");
+}
+
+TEST(Records, FinalLossIsTheMeanOfTheLastSteps) {
+  Summarizer summarizer;
+  for (int64_t i = 0; i < 100; ++i) summarizer.on_step(step(i, i < 100 - kFinalLossSteps ? 1000.0 : 2.0));
+  EXPECT_EQ(summarizer.summary(1).final_loss, 2.0);
+}
+
+TEST(Records, WorldOfOneHasNoRatioAndNoEvaluationNoAccuracy) {
+  Summarizer summarizer;
+  StepRecord s = step(0, 1.0);
+  s.wire_bytes = s.dense_bytes = 0;
+  summarizer.on_step(s);
+  json summary = json::parse(summary_record(summarizer.summary(1)));
+  EXPECT_TRUE(summary["ratio"].is_null());
+  EXPECT_TRUE(summary["test_accuracy"].is_null());
+}
+
+TEST(Records, MedianLeavesOutWhatWasNotMeasured) {
+  EXPECT_EQ(median({3, 1, 2}), 2);
+  EXPECT_EQ(median({4, 1, 2, 3}), 2.5);
+  EXPECT_EQ(median({NAN, 5, NAN}), 5);
+  EXPECT_EQ(median({7}), 7);
+  EXPECT_TRUE(std::isnan(median({})));
+  EXPECT_TRUE(std::isnan(median({NAN})));
+}
+
+TEST(Records, CompareDocumentHasExactlyTheDocumentedFields) {
+  Summarizer summarizer;
+  summarizer.on_step(step(0, 1.0));
+  json document =
+      json::parse(compare_document({compared("fp32", summarizer.summary(1)), compared("bf16", {})}));
+  ASSERT_EQ(document.size(), 2u);
+  std::vector<std::string> fields;
+  for (const auto& [key, value] : document[0].items()) fields.push_back(key);
+  std::vector<std::string> expected{"compression",     "test_accuracy", "final_loss",  "step_ms",
+                                    "images_per_s",    "wire_bytes",    "dense_bytes", "ratio",
+                                    "exposed_comm_ms", "ranks",         "device",      "schedule"};
+  std::sort(expected.begin(), expected.end());
+  std::sort(fields.begin(), fields.end());
+  EXPECT_EQ(fields, expected);
+  EXPECT_EQ(document[0]["ratio"], 4.0);
+}
+
+TEST(RunLog, EachRecordIsInTheFileAsSoonAsItIsWritten) {
+  TemporaryFolder folder;
+  TrainConfig c = config();
+  DataSplits d = data();
+  RunLog log(folder.path("run.jsonl"), c, d);
+  EXPECT_FALSE(std::filesystem::exists(folder.path("run.jsonl")))
+      << "a run that never starts must leave no file";
+  log.on_run({});
+  EXPECT_EQ(lines(folder.path("run.jsonl")).size(), 1u);
+  log.on_step(step(0, 1.0));
+  EXPECT_EQ(lines(folder.path("run.jsonl")).size(), 2u);
+  log.on_eval({});
+  log.write_summary({});
+  std::vector<json> records = lines(folder.path("run.jsonl"));
+  ASSERT_EQ(records.size(), 4u);
+  EXPECT_EQ(records[0]["type"], "run");
+  EXPECT_EQ(records[3]["type"], "summary");
+}
+
+TEST(RunLog, PathThatCannotBeWrittenIsRefusedAtOnce) {
+  TemporaryFolder folder;
+  TrainConfig c = config();
+  DataSplits d = data();
+  testing::expect_bad_input([&] { RunLog(folder.path("none/run.jsonl"), c, d); },
+                            {folder.path("none/run.jsonl"), "cannot be written"});
+  testing::expect_bad_input([&] { RunLog(folder.path(), c, d); }, {"it is a folder"});
+  testing::write_bytes(folder.path("file"), {});
+  testing::expect_bad_input([&] { RunLog(folder.path("file/run.jsonl"), c, d); }, {"cannot be written"});
+  EXPECT_FALSE(std::filesystem::exists(folder.path("none")));
+}
+
+TEST(RunLog, AtomicWriteLeavesTheOldFileOrTheNew) {
+  TemporaryFolder folder;
+  std::string path = folder.path("out.json");
+  write_file_atomically(path, "one");
+  write_file_atomically(path, "two");
+  testing::Bytes bytes = testing::read_bytes(path);
+  EXPECT_EQ(std::string(bytes.begin(), bytes.end()), "two");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1);
+}
+
+TEST(Console, NumbersForPeople) {
+  EXPECT_EQ(human_bytes(0), "0 B");
+  EXPECT_EQ(human_bytes(999), "999 B");
+  EXPECT_EQ(human_bytes(1000), "1.00 kB");
+  EXPECT_EQ(human_bytes(999600), "1.00 MB");
+  EXPECT_EQ(human_bytes(1226141600), "1.23 GB");
+  EXPECT_EQ(human_count(306535400), "306,535,400");
+  EXPECT_EQ(human_count(-1234), "-1,234");
+  EXPECT_EQ(human_count(0), "0");
+  EXPECT_EQ(human_count(NAN), "-");
+  EXPECT_EQ(human_seconds(3.21), "3.2 s");
+  EXPECT_EQ(human_seconds(65), "1:05");
+  EXPECT_EQ(human_seconds(7390), "2:03:10");
+}
+
+TEST(Console, TableHasALineForEachRunAndAlignedColumns) {
+  std::string table = compare_table({compared("fp32", {}), compared("powersgd:rank=4", {})});
+  std::vector<size_t> lengths;
+  std::istringstream stream(table);
+  for (std::string text; std::getline(stream, text);) lengths.push_back(text.size());
+  ASSERT_EQ(lengths.size(), 4u);
+  for (size_t length : lengths) EXPECT_EQ(length, lengths[0]);
+}
+
+// What reaches a file or a pipe holds no control characters, a line for the first step, every n-th, and the
+// last.
+TEST(Console, OffATerminalItPrintsPlainLines) {
+  TemporaryFolder folder;
+  TrainConfig c = config();
+  c.steps = 10;
+  std::FILE* out = std::fopen(folder.path("out").c_str(), "w");
+  {
+    Console console(c, {out, false, 4});
+    console.on_run(info("ring"));
+    for (int64_t i = 0; i < 10; ++i) console.on_step(step(i, 1.0));
+  }
+  std::fclose(out);
+  testing::Bytes bytes = testing::read_bytes(folder.path("out"));
+  std::string text(bytes.begin(), bytes.end());
+  EXPECT_EQ(text.find('\r'), std::string::npos);
+  EXPECT_EQ(text.find('\033'), std::string::npos);
+  EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 1 + 4);  // the model; steps 1, 4, 8, 10
+  EXPECT_NE(text.find("step 10/10"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace gradwire
