@@ -60,14 +60,11 @@ void* scheduler_asan_stack = nullptr;
 const void* scheduler_bottom = nullptr;
 size_t scheduler_bytes = 0;
 
-// Leaked on purpose: idle fibers never end.
-std::vector<Fiber*>& fibers() {
-  static auto* all = new std::vector<Fiber*>();
-  return *all;
-}
+// Never deleted: idle fibers have no end.
+std::vector<Fiber*>& fibers = *new std::vector<Fiber*>();
 
 void leave_fiber() {
-  Fiber& self = *fibers()[static_cast<size_t>(block.current)];
+  Fiber& self = *fibers[static_cast<size_t>(block.current)];
   __sanitizer_start_switch_fiber(&self.asan_stack, scheduler_bottom, scheduler_bytes);
   scheduler = std::move(scheduler).resume();
   __sanitizer_finish_switch_fiber(self.asan_stack, &scheduler_bottom, &scheduler_bytes);
@@ -96,17 +93,18 @@ boost::context::fiber fiber_main(boost::context::fiber&& from) {
 
 void resume(int index) {
   auto at = static_cast<size_t>(index);
-  while (fibers().size() <= at) {
+  while (fibers.size() <= at) {
     auto* fiber = new Fiber();
     boost::context::stack_context stack;
-    stack.size = kStackBytes;
-    stack.sp = fiber->stack.bottom + kStackBytes;
+    // Staggered: stacks that all end at the same place in a page would share a few sets of the cache.
+    stack.size = kStackBytes - at % 61 * 256;
+    stack.sp = fiber->stack.bottom + stack.size;
     fiber->context =
         boost::context::fiber(std::allocator_arg, boost::context::preallocated(stack.sp, stack.size, stack),
                               NoAllocator(), fiber_main);
-    fibers().push_back(fiber);
+    fibers.push_back(fiber);
   }
-  Fiber& fiber = *fibers()[at];
+  Fiber& fiber = *fibers[at];
   block.current = index;
   threadIdx = block.threads[at].index;
   __sanitizer_start_switch_fiber(&scheduler_asan_stack, fiber.stack.bottom, kStackBytes);

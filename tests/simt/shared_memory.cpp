@@ -46,8 +46,9 @@ struct Variable {
   int64_t poisoned_in = 0;          // block_serial
 };
 
-// The compiler's records lie between redzones, so AddressSanitizer must not look.
-__attribute__((no_sanitize("address"))) void add_instances(Variable& variable, const char* file, int line) {
+// The compiler's records lie between redzones, where code from the standard library that AddressSanitizer
+// watches must not look.
+void add_instances(Variable& variable, const char* file, int line) {
   for (size_t m = 0; m < module_count; ++m) {
     for (size_t i = 0; i < modules[m].count; ++i) {
       const Global& g = modules[m].globals[i];
@@ -88,15 +89,13 @@ void SharedSite::enter() {
 }
 
 extern "C" void __real___asan_register_globals(void* globals, uintptr_t count);
-extern "C" __attribute__((no_sanitize("address"))) void __wrap___asan_register_globals(void* globals,
-                                                                                       uintptr_t count) {
+extern "C" void __wrap___asan_register_globals(void* globals, uintptr_t count) {
   if (module_count < kMaxModules) modules[module_count++] = {static_cast<const Global*>(globals), count};
   __real___asan_register_globals(globals, count);
 }
 
 // GCC must not turn these loops into calls of memset and memcpy, which the sanitizer checks.
-#define GW_UNCHECKED \
-  __attribute__((noinline, no_sanitize("address"), optimize("no-tree-loop-distribute-patterns")))
+#define GW_UNCHECKED __attribute__((noinline, optimize("no-tree-loop-distribute-patterns")))
 
 GW_UNCHECKED void fill_unchecked(void* data, size_t bytes, uint32_t word) {
   auto* out = static_cast<unsigned char*>(data);

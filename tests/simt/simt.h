@@ -24,6 +24,11 @@
 #include "tests/simt/runtime.h"
 #include "tests/simt/vector_types.h"
 
+#ifndef __SANITIZE_ADDRESS__
+#error \
+    "tests/simt finds memory errors and shared variables through GCC's AddressSanitizer: compile with -fsanitize=address"
+#endif
+
 #define __global__
 #define __device__
 #define __host__
