@@ -1,0 +1,12 @@
+// A schedule as text: a line per round and transfer slot, a column per rank; trees also as trees.
+#pragma once
+
+#include <string>
+
+#include "collectives/schedule/schedule.h"
+
+namespace gradwire::bench {
+
+std::string draw(const Schedule& schedule);
+
+}  // namespace gradwire::bench
