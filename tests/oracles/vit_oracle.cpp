@@ -10,12 +10,12 @@
 // vit_oracle --names SIZES...: the parameter names, one a line, for the first eight of the numbers above.
 #include <cstdint>
 #include <cstdio>
-#include <fstream>
 #include <string>
 #include <vector>
 
 #include "kernels/device.h"
 #include "kernels/error.h"
+#include "tests/oracles/binary_io.h"
 #include "trainer/model/vit.h"
 
 namespace gradwire {
@@ -31,28 +31,8 @@ VitConfig config_from(const std::vector<int64_t>& sizes) {
   return config;
 }
 
-class Reader {
- public:
-  explicit Reader(const std::string& path) : path_(path), file_(path, std::ios::binary) {
-    if (!file_) throw BadInput("cannot read " + path);
-  }
-  template <typename T>
-  void read(T* to, int64_t count) {
-    file_.read(reinterpret_cast<char*>(to),
-               static_cast<std::streamsize>(count * static_cast<int64_t>(sizeof(T))));
-    if (!file_) throw BadInput(path_ + " is too short");
-  }
-
- private:
-  std::string path_;
-  std::ifstream file_;
-};
-
-template <typename T>
-void write(std::ofstream& file, const T* values, int64_t count) {
-  file.write(reinterpret_cast<const char*>(values),
-             static_cast<std::streamsize>(count * static_cast<int64_t>(sizeof(T))));
-}
+using oracle::Reader;
+using oracle::Writer;
 
 void run(Device device, const std::string& input, const std::string& output) {
   Reader in(input);
@@ -89,13 +69,12 @@ void run(Device device, const std::string& input, const std::string& output) {
   std::vector<float> flat = to_host(stream, gradients.as<const float>(), layout.elements);
   const double loss = to_host(stream, totals.as<const double>(), 2)[0] / static_cast<double>(batch);
 
-  std::ofstream out(output, std::ios::binary);
-  write(out, &loss, 1);
-  write(out, logits.data(), static_cast<int64_t>(logits.size()));
+  Writer out(output);
+  out.write(&loss, 1);
+  out.write(logits.data(), static_cast<int64_t>(logits.size()));
   for (size_t i = 0; i < parameters.size(); ++i)
-    write(out, flat.data() + layout.offsets[i], parameters[i].elements());
+    out.write(flat.data() + layout.offsets[i], parameters[i].elements());
   out.close();
-  if (!out) throw Error("cannot write " + output);
 }
 
 Device parse_device(const std::string& text) {

@@ -1,0 +1,52 @@
+// Little-endian values without padding: the files through which the oracles' Python and C++ halves talk.
+#pragma once
+
+#include <cstdint>
+#include <fstream>
+#include <string>
+
+#include "kernels/error.h"
+
+namespace gradwire::oracle {
+
+class Reader {
+ public:
+  explicit Reader(const std::string& path) : path_(path), file_(path, std::ios::binary) {
+    if (!file_) throw BadInput("cannot read " + path);
+  }
+  template <typename T>
+  void read(T* to, int64_t count) {
+    file_.read(reinterpret_cast<char*>(to), static_cast<std::streamsize>(count * static_cast<int64_t>(sizeof(T))));
+    if (!file_) throw BadInput(path_ + " is too short");
+  }
+  template <typename T>
+  T read() {
+    T value;
+    read(&value, 1);
+    return value;
+  }
+
+ private:
+  std::string path_;
+  std::ifstream file_;
+};
+
+class Writer {
+ public:
+  explicit Writer(const std::string& path) : path_(path), file_(path, std::ios::binary) {}
+  template <typename T>
+  void write(const T* values, int64_t count) {
+    file_.write(reinterpret_cast<const char*>(values),
+                static_cast<std::streamsize>(count * static_cast<int64_t>(sizeof(T))));
+  }
+  void close() {
+    file_.close();
+    if (!file_) throw Error("cannot write " + path_);
+  }
+
+ private:
+  std::string path_;
+  std::ofstream file_;
+};
+
+}  // namespace gradwire::oracle

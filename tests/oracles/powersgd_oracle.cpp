@@ -1,0 +1,118 @@
+// powersgd_oracle [--device host|cuda:N] INPUT OUTPUT: our PowerSGD on gradients that powersgd_oracle_test.py chose, for
+// comparison with PyTorch's hook. Ranks are threads. Both files hold little-endian values, no padding:
+//   INPUT   int64: world, steps, rank, start, tensors; per tensor: dimensions, extents; then float32 gradients by
+//           [step][rank][tensor]
+//   OUTPUT  per tensor int64 elements of its first Q (0: left dense) and that Q as float32; then float32 averaged
+//           gradients by [step][tensor], as rank 0 holds them
+#include <cstdio>
+#include <numeric>
+#include <thread>
+#include <vector>
+
+#include "collectives/reducer.h"
+#include "tests/oracles/binary_io.h"
+
+namespace gradwire {
+namespace {
+
+struct Problem {
+  int64_t world, steps, rank, start;
+  std::vector<GradientTensor> tensors;
+  std::vector<int64_t> counts;
+  std::vector<float> gradients;
+  int64_t per_rank = 0;
+
+  explicit Problem(const std::string& path) {
+    oracle::Reader in(path);
+    world = in.read<int64_t>();
+    steps = in.read<int64_t>();
+    rank = in.read<int64_t>();
+    start = in.read<int64_t>();
+    tensors.resize(static_cast<size_t>(in.read<int64_t>()));
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      tensors[i].name = "t" + std::to_string(i);
+      tensors[i].shape.resize(static_cast<size_t>(in.read<int64_t>()));
+      in.read(tensors[i].shape.data(), static_cast<int64_t>(tensors[i].shape.size()));
+      counts.push_back(std::accumulate(tensors[i].shape.begin(), tensors[i].shape.end(), int64_t{1}, std::multiplies<>()));
+      per_rank += counts.back();
+    }
+    gradients.resize(static_cast<size_t>(steps * world * per_rank));
+    in.read(gradients.data(), static_cast<int64_t>(gradients.size()));
+  }
+};
+
+void run_rank(const Problem& problem, Communicator& comm, const std::string& output) {
+  Stream stream = Stream::create(comm.device(), "compute");
+  CompressionSpec spec = CompressionSpec::parse("powersgd:rank=" + std::to_string(problem.rank) +
+                                                ",start=" + std::to_string(problem.start));
+  Reducer reducer(comm, spec, problem.tensors, {.bucket_bytes = int64_t{1} << 40});
+  std::vector<std::vector<float>> averaged;
+  oracle::Writer out(comm.rank() == 0 ? output : "/dev/null");
+  for (const GradientTensor& t : problem.tensors) {
+    std::vector<float> q;
+    for (const CodecState& s : reducer.state()) {
+      if (s.name.ends_with("/q/" + t.name)) q = to_host(stream, static_cast<const float*>(s.data), s.count);
+    }
+    int64_t count = static_cast<int64_t>(q.size());
+    out.write(&count, 1);
+    out.write(q.data(), count);
+  }
+  for (int64_t s = 0; s < problem.steps; ++s) {
+    const float* from = problem.gradients.data() + (s * problem.world + comm.rank()) * problem.per_rank;
+    for (int i = 0; i < reducer.tensors(); ++i) {
+      copy(stream, reducer.gradient(i), from, static_cast<size_t>(problem.counts[i]) * sizeof(float));
+      reducer.ready(i, stream);
+      from += problem.counts[i];
+    }
+    reducer.wait(stream);
+    for (int i = 0; i < reducer.tensors(); ++i) {
+      auto result = to_host(stream, static_cast<const float*>(reducer.gradient(i)), problem.counts[i]);
+      out.write(result.data(), problem.counts[i]);
+    }
+  }
+  out.close();
+}
+
+int main_inner(std::vector<std::string> args) {
+  Device device = Device::host();
+  if (args.size() == 4 && args[0] == "--device") {
+    if (args[1].starts_with("cuda:")) device = Device::cuda(std::stoi(args[1].substr(5)));
+    args.erase(args.begin(), args.begin() + 2);
+  }
+  if (args.size() != 2) throw BadInput("usage: powersgd_oracle [--device host|cuda:N] INPUT OUTPUT");
+  Problem problem(args[0]);
+  auto group = Communicator::create_local(std::vector<Device>(static_cast<size_t>(problem.world), device),
+                                          std::chrono::seconds(60));
+  std::vector<std::exception_ptr> errors(group.size());
+  std::vector<std::thread> ranks;
+  for (size_t r = 0; r < group.size(); ++r) {
+    ranks.emplace_back([&, r] {
+      try {
+        run_rank(problem, *group[r], args[1]);
+      } catch (const std::exception& error) {
+        errors[r] = std::current_exception();
+        group[r]->abort(error.what());
+      }
+    });
+  }
+  for (auto& rank : ranks) rank.join();
+  for (auto& error : errors) {
+    if (error) std::rethrow_exception(error);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace gradwire
+
+int main(int argc, char** argv) {
+  try {
+    return gradwire::main_inner({argv + 1, argv + argc});
+  } catch (const gradwire::BadInput& error) {
+    std::fprintf(stderr, "powersgd_oracle: %s\n", error.what());
+    return 2;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "powersgd_oracle: %s\n", error.what());
+    return 1;
+  }
+}

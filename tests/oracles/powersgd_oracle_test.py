@@ -1,0 +1,174 @@
+#!/usr/bin/env python3
+"""Our PowerSGD against PyTorch's hook: 20 steps of random gradients on 2 and 4 ranks, from the same first Q.
+
+The two keep different residuals (ours what this rank's projection lost, PyTorch's the distance to the global
+approximation), but both have the same mean over ranks, and only the mean enters P, Q and the result. So the averaged
+gradients must agree. PyTorch runs as it does in training: DDP on gloo processes, its own bucket, its own hook. It
+refuses to start before step 2, so both send the first two steps uncompressed.
+
+Usage: powersgd_oracle_test.py POWERSGD_ORACLE_BINARY
+"""
+import datetime
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import numpy
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as psgd
+
+# In the order in which DDP's bucket holds them: vectors and small matrices stay dense, a 4-D tensor is a matrix.
+SHAPES = [(10,), (64, 48), (7, 5), (33, 129), (16, 3, 7, 7), (64, 48), (200, 20), (3,)]
+STEPS, START, TOLERANCE = 20, 2, 1e-4
+
+
+def gradients(world: int, seed: int) -> list:
+    """[step][rank][tensor] float32: a slowly turning part that all ranks share, plus noise of their own."""
+    rng = numpy.random.default_rng(seed)
+    shared = [rng.standard_normal(s) for s in SHAPES]
+    result = []
+    for _ in range(STEPS):
+        shared = [0.9 * s + 0.3 * rng.standard_normal(s.shape) for s in shared]
+        result.append([[(s + 0.5 * rng.standard_normal(s.shape)).astype(numpy.float32) for s in shared]
+                       for _ in range(world)])
+    return result
+
+
+def run_ours(binary: str, folder: pathlib.Path, world: int, rank: int, values: list):
+    head = [world, STEPS, rank, START, len(SHAPES)]
+    for shape in SHAPES:
+        head += [len(shape), *shape]
+    with open(folder / "input", "wb") as file:
+        file.write(numpy.array(head, numpy.int64).tobytes())
+        for step in values:
+            for tensors in step:
+                for t in tensors:
+                    file.write(t.tobytes())
+    subprocess.run([binary, folder / "input", folder / "output"], check=True, timeout=120)
+    data = (folder / "output").read_bytes()
+    position, qs, outputs = 0, [], []
+
+    def take(dtype, count):
+        nonlocal position
+        array = numpy.frombuffer(data, dtype, count, position)
+        position += array.nbytes
+        return array
+
+    for _ in SHAPES:
+        qs.append(take(numpy.float32, int(take(numpy.int64, 1)[0])))
+    for _ in range(STEPS):
+        outputs.append([take(numpy.float32, int(numpy.prod(s))).reshape(s) for s in SHAPES])
+    assert position == len(data), f"{len(data) - position} bytes left in the output"
+    return qs, outputs
+
+
+def run_exact(world: int, values: list, qs: list) -> list:
+    """The same in float64, on the mean over ranks, which is all that the result depends on. Says whose error it is."""
+    state = [(q.astype(numpy.float64).reshape(int(numpy.prod(s[1:])), -1) if q.size else None)
+             for s, q in zip(SHAPES, qs)]
+    error = [numpy.zeros(s) for s in SHAPES]
+    outputs = []
+    for number, step in enumerate(values):
+        row = []
+        for i, shape in enumerate(SHAPES):
+            m = sum(step[r][i].astype(numpy.float64) for r in range(world)) / world
+            if number >= START and state[i] is not None:
+                m = (m + error[i]).reshape(shape[0], -1)
+                p, _ = numpy.linalg.qr(m @ state[i])
+                state[i] = m.T @ p
+                error[i] = (m - p @ state[i].T).reshape(shape)
+                m = (p @ state[i].T).reshape(shape)
+            row.append(m)
+        outputs.append(row)
+    return outputs
+
+
+def run_torch_rank(rank: int, world: int, store: str, approximation_rank: int, values: list, qs: list, path: str):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world,
+                            timeout=datetime.timedelta(seconds=60))
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1 << 30  # one bucket: with several, chained callbacks of the hook abort in gloo
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            # DDP fills buckets in the reverse order of registration.
+            self.weights = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(s)) for s in reversed(SHAPES)])
+
+        def forward(self, wanted):
+            return sum((w * g).sum() for w, g in zip(self.weights, wanted))  # whose gradient by w is g
+
+    model = torch.nn.parallel.DistributedDataParallel(Model(), bucket_cap_mb=1024)
+    state = psgd.PowerSGDState(None, matrix_approximation_rank=approximation_rank, start_powerSGD_iter=START,
+                               orthogonalization_epsilon=0)
+
+    def hook(state, bucket):
+        if state.iter == START and not state.q_memory_dict:
+            shapes = [tuple(g.shape) for g in bucket.gradients()]
+            assert bucket.is_last() and shapes == SHAPES, f"unexpected bucket layout {shapes}"
+            by_shape = {}
+            for shape, q in zip(shapes, qs):
+                if q.size:
+                    by_shape.setdefault((shape[0], int(numpy.prod(shape[1:]))), []).append(q)
+            ordered = [torch.from_numpy(q.copy()) for group in by_shape.values() for q in group]
+            state.q_memory_dict[bucket.index()] = torch.cat(ordered)
+            p_size = sum(n * (q.size // m) for (n, m), group in by_shape.items() for q in group)
+            state.p_memory_dict[bucket.index()] = torch.empty(p_size)
+        return psgd.powerSGD_hook(state, bucket)
+
+    model.register_comm_hook(state, hook)
+    results = []
+    for step in values:
+        model.zero_grad()
+        model([torch.from_numpy(g) for g in reversed(step[rank])]).backward()
+        results.append([w.grad.numpy().copy() for w in reversed(model.module.weights)])
+    if rank == 0:
+        torch.save(results, path)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def distance(a: list, b: list) -> float:
+    """Norm of the difference over the norm of b, over all tensors together."""
+    difference = sum(numpy.sum((x.astype(numpy.float64) - y) ** 2) for x, y in zip(a, b))
+    return float(numpy.sqrt(difference / sum(numpy.sum(y.astype(numpy.float64) ** 2) for y in b)))
+
+
+def main() -> int:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    failures = 0
+    for world, rank in ((2, 1), (2, 4), (4, 2), (4, 4)):
+        values = gradients(world, seed=100 * world + rank)
+        with tempfile.TemporaryDirectory() as name:
+            folder = pathlib.Path(name)
+            qs, ours = run_ours(sys.argv[1], folder, world, rank, values)
+            compressed = sum(1 for q in qs if q.size)
+            assert 4 <= compressed < len(SHAPES), f"{compressed} tensors compressed: the test does not test"
+            torch.multiprocessing.spawn(
+                run_torch_rank, (world, str(folder / "store"), rank, values, qs, str(folder / "torch")), nprocs=world)
+            theirs = torch.load(folder / "torch")
+        truth = run_exact(world, values, qs)
+        worst = tensor_worst = our_error = their_error = 0.0
+        for step in range(STEPS):
+            worst = max(worst, distance(ours[step], theirs[step]))
+            our_error = max(our_error, distance(ours[step], truth[step]))
+            their_error = max(their_error, distance(theirs[step], truth[step]))
+            for i in range(len(SHAPES)):
+                tensor_worst = max(tensor_worst, distance([ours[step][i]], [theirs[step][i]]))
+        for i, q in enumerate(qs):
+            if q.size:  # it did compress: the first compressed result is far from the plain mean
+                exact = sum(values[START][r][i] for r in range(world)) / world
+                assert distance([ours[START][i]], [exact]) > 0.05
+        failures += not worst <= TOLERANCE
+        print(f"{world} ranks, rank {rank}: relative difference over {STEPS} steps at most {worst:.1e} of the gradient, "
+              f"{tensor_worst:.1e} of a tensor: {'ok' if worst <= TOLERANCE else 'TOO FAR'} "
+              f"(from float64: ours {our_error:.1e}, PyTorch's {their_error:.1e})", flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
