@@ -1,13 +1,8 @@
 #include "trainer/train/rank.h"
 
-#include <algorithm>
-#include <bit>
-#include <cstring>
-#include <limits>
 #include <string>
 
 #include "kernels/error.h"
-#include "kernels/thread_pool.h"
 #include "trainer/train/parameter_hash.h"
 #include "trainer/train/schedule.h"
 
@@ -21,16 +16,6 @@ LoaderOptions train_loader(const TrainConfig& config, const Communicator& comm) 
           .group = config.accumulate,
           .shuffle = true,
           .drop_last = true,
-          .seed = config.seed};
-}
-
-LoaderOptions test_loader(const TrainConfig& config, const Communicator& comm) {
-  return {.rank = comm.rank(),
-          .world = comm.world(),
-          .batch_size = config.eval_batch_size,
-          .group = 1,
-          .shuffle = false,
-          .drop_last = false,
           .seed = config.seed};
 }
 
@@ -59,10 +44,6 @@ Board::Entry sum(const std::vector<Board::Entry>& entries) {
   return all;
 }
 
-Buffer images_buffer(Device device, const VitConfig& model, int64_t batch) {
-  return make_buffer<float>(device, batch * model.channels * model.image * model.image);
-}
-
 }  // namespace
 
 RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
@@ -70,25 +51,18 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
       config_(shared.config),
       comm_(comm),
       stream_(Stream::create(comm.device(), "rank " + std::to_string(comm.rank()))),
-      train_(shared.data.train, train_loader(config_, comm)),
-      test_(shared.data.test, test_loader(config_, comm)),
+      loader_(shared.data.train, train_loader(config_, comm)),
       reducer_(comm, config_.compression, gradient_tensors(config_.model),
                {.bucket_bytes = config_.bucket_mb << 20, .seed = config_.seed}),
       model_(config_.model, stream_, reducer_layout(reducer_),
              {.max_batch = config_.batch_size, .precision = config_.precision}),
-      eval_model_(config_.model, stream_, model_.layout(),
-                  {.max_batch = config_.eval_batch_size,
-                   .precision = config_.precision,
-                   .training = false,
-                   .weights = model_.weights()}),
       optimizer_(config_, stream_, model_.layout().elements),
-      steps_per_epoch_(train_.batches_per_epoch() / config_.accumulate),
-      images_(images_buffer(comm.device(), config_.model, config_.batch_size)),
+      steps_per_epoch_(loader_.batches_per_epoch() / config_.accumulate),
+      images_(make_buffer<float>(comm.device(), config_.batch_size * shared.data.train.image_elements())),
       labels_(make_buffer<int32_t>(comm.device(), config_.batch_size)),
-      eval_images_(images_buffer(comm.device(), config_.model, config_.eval_batch_size)),
-      eval_labels_(make_buffer<int32_t>(comm.device(), config_.eval_batch_size)),
       totals_(make_buffer<double>(comm.device(), 2)) {
   model_.load(*shared.initial.get(model_.parameters(), model_.layout()));
+  if (config_.eval_every > 0) evaluator_.emplace(config_, shared.data.test, comm, stream_, model_);
   for (Slot& slot : slots_) {
     auto event = [&] { return Event::create(comm.device()); };
     for (int64_t i = 0; i < config_.accumulate; ++i)
@@ -115,8 +89,7 @@ void RankTrainer::run() {
     if (pending != nullptr) harvest(*pending, &slot.micros.front().data);
     pending = &slot;
     bool last = step + 1 == config_.steps;
-    bool epoch_ends = (step + 1) % (steps_per_epoch_ * std::max<int64_t>(1, config_.eval_every)) == 0;
-    if (config_.eval_every > 0 && (last || epoch_ends)) {
+    if (evaluator_ && (last || (step + 1) % (steps_per_epoch_ * config_.eval_every) == 0)) {
       harvest(*pending, nullptr);
       pending = nullptr;
       evaluate(step + 1);
@@ -147,7 +120,7 @@ void RankTrainer::enqueue_step(int64_t step) {
   for (int64_t micro = 0; micro < config_.accumulate; ++micro) {
     MicroMarks& marks = slot.micros[static_cast<size_t>(micro)];
     marks.data.record(stream_);
-    int64_t count = train_.next(stream_, images_.as<float>(), labels_.as<int32_t>());
+    int64_t count = loader_.next(stream_, images_.as<float>(), labels_.as<int32_t>());
     if (count != config_.batch_size) throw Error("training batch of " + std::to_string(count) + " images");
     marks.forward.record(stream_);
     if (micro == 0) fill_zero(stream_, totals_.data(), totals_.bytes());
@@ -197,16 +170,7 @@ void RankTrainer::harvest(Slot& slot, const Event* next_start) {
 }
 
 void RankTrainer::evaluate(int64_t steps_done) {
-  fill_zero(stream_, totals_.data(), totals_.bytes());
-  int64_t images = 0;
-  for (int64_t batch = 0; batch < test_.batches_per_epoch(); ++batch) {
-    int64_t count = test_.next(stream_, eval_images_.as<float>(), eval_labels_.as<int32_t>());
-    eval_model_.forward(eval_images_.as<float>(), count);
-    eval_model_.evaluate(eval_labels_.as<int32_t>(), totals_.as<double>());
-    images += count;
-  }
-  std::vector<double> totals = to_host(stream_, totals_.as<const double>(), 2);
-  shared_.board.post(comm_.rank(), {.loss = totals[0], .right = totals[1], .images = images});
+  shared_.board.post(comm_.rank(), evaluator_->run());
   if (!leads()) return;
   Board::Entry all = sum(shared_.board.collect());
   const double count = static_cast<double>(all.images);

@@ -6,7 +6,7 @@
 
 #include <array>
 #include <cstdint>
-#include <memory>
+#include <optional>
 #include <vector>
 
 #include "collectives/communicator.h"
@@ -17,6 +17,7 @@
 #include "trainer/model/vit.h"
 #include "trainer/run.h"
 #include "trainer/train/board.h"
+#include "trainer/train/evaluator.h"
 #include "trainer/train/initial_weights.h"
 #include "trainer/train/optimizer.h"
 
@@ -70,14 +71,14 @@ class RankTrainer {
   const TrainConfig& config_;
   Communicator& comm_;
   Stream stream_;
-  Loader train_, test_;
+  Loader loader_;
   Reducer reducer_;
-  Vit model_, eval_model_;
+  Vit model_;
   Optimizer optimizer_;
+  std::optional<Evaluator> evaluator_;  // none when the run never evaluates
   int64_t steps_per_epoch_;
-  Buffer images_, labels_;            // one micro-batch
-  Buffer eval_images_, eval_labels_;  // one evaluation batch
-  Buffer totals_;                     // device: two doubles
+  Buffer images_, labels_;  // one micro-batch
+  Buffer totals_;           // device: two doubles
   std::array<Slot, 2> slots_;
 };
 
