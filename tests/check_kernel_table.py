@@ -69,27 +69,46 @@ def compare(sources: dict[str, str], table: dict[str, Row]) -> list[str]:
     return wrong
 
 
-def instantiations(executable: str, nm: str, names: set[str]) -> dict[int, tuple[str, str]]:
-    """Address -> (kernel, full name) of each compiled instantiation."""
+def base_name(symbol: str) -> str:
+    """The function's own name in a demangled symbol: the first identifier with template or function arguments."""
+    match = re.search(r"(\w+)(?:<|\()", symbol.replace("(anonymous namespace)", "{anonymous}"))
+    return match.group(1) if match else ""
+
+
+def instantiations(executable: str, nm: str, names: set[str]) -> dict[int, str]:
+    """Address -> demangled name of each compiled instantiation of the kernels `names`."""
     listing = subprocess.run([nm, "-C", "--defined-only", executable], capture_output=True, text=True, check=True).stdout
     found = {}
     for line in listing.splitlines():
         address, kind, symbol = line.split(maxsplit=2)
-        plain = symbol.replace("(anonymous namespace)", "{anonymous}")
-        match = re.search(r"(\w+)(?:<|\()", plain)
-        if kind in "tTwW" and match and match.group(1) in names and "[clone" not in plain and "::{lambda" not in plain:
-            found[int(address, 16)] = (match.group(1), plain)
+        if kind in "tTwW" and base_name(symbol) in names and "[clone" not in symbol and "::{lambda" not in symbol:
+            found[int(address, 16)] = symbol
+    return found
+
+
+@dataclasses.dataclass
+class Launched:
+    threads: int = 0  # most in a block
+    shared: int = 0   # most dynamic shared memory, in bytes
+
+
+def read_logs(logs: pathlib.Path) -> dict[int, Launched]:
+    """Address -> what simt_tests launched there (see tests/simt/launch.cpp)."""
+    found: dict[int, Launched] = {}
+    for log in sorted(logs.iterdir()):
+        for line in log.read_text().splitlines():
+            address, _, _, threads, shared = line.split("\t")
+            one = found.setdefault(int(address, 16), Launched())
+            one.threads, one.shared = max(one.threads, int(threads)), max(one.shared, int(shared))
     return found
 
 
 def check_launched(table: dict[str, Row], logs: pathlib.Path, executable: str, nm: str) -> list[str]:
-    launched = set()
-    for log in sorted(logs.iterdir()):
-        launched |= {int(line.split("\t")[0], 16) for line in log.read_text().splitlines()}
+    launched = read_logs(logs)
     compiled = instantiations(executable, nm, set(table))
     wrong = []
     for name, row in table.items():
-        mine = {address: full for address, (kernel, full) in compiled.items() if kernel == name}
+        mine = {address: full for address, full in compiled.items() if base_name(full) == name}
         if row.shim == "yes" and not mine:
             wrong.append(f"docs/gpu.md says {name} runs under the shim, but simt_tests does not hold it")
         for address, full in mine.items():
