@@ -13,6 +13,7 @@
 #include "trainer/run.h"
 #include "trainer/train/board.h"
 #include "trainer/train/parameter_hash.h"
+#include "trainer/train/rank.h"
 #include "trainer/train/schedule.h"
 
 namespace gradwire {
@@ -232,6 +233,54 @@ TEST_P(TrainTest, ARankThatFailsInSetUpEndsTheOthers) {
   Recorder recorder;
   EXPECT_THROW(run_training(c, data_, recorder), BadInput);
   EXPECT_EQ(recorder.runs, 0);
+}
+
+TEST_P(TrainTest, ARankThatNeverComesIsAnErrorThatNamesItNotAHang) {
+  TrainConfig c = config(2);
+  const std::chrono::milliseconds timeout(300);
+  auto comms = Communicator::create_local(c.devices, timeout);
+  Board board(2, timeout);
+  InitialWeights initial(c.seed);
+  Recorder recorder;
+  const SharedRun shared{c, data_, recorder, board, initial};
+  try {
+    RankTrainer(shared, *comms[0]).run();
+    FAIL() << "ran without rank 1";
+  } catch (const CommError& error) {
+    EXPECT_NE(std::string(error.what()).find("rank 1"), std::string::npos) << error.what();
+  }
+}
+
+TEST_P(TrainTest, ARankThatStopsHalfwayEndsTheOthersWithItsReason) {
+  TrainConfig c = config(3, "bf16");
+  TrainConfig shorter = c;  // rank 2 leaves after 4 of 12 steps
+  shorter.steps = 4;
+  shorter.eval_every = c.eval_every = 0;
+  auto comms = Communicator::create_local(c.devices, std::chrono::seconds(60));
+  Board board(3, std::chrono::seconds(60));
+  InitialWeights initial(c.seed);
+  Recorder recorder;
+  std::array<std::string, 2> reasons;
+  std::vector<std::jthread> threads;
+  for (int rank = 0; rank < 3; ++rank) {
+    threads.emplace_back([&, rank] {
+      const SharedRun shared{rank == 2 ? shorter : c, data_, recorder, board, initial};
+      auto trainer = std::make_unique<RankTrainer>(shared, *comms[static_cast<size_t>(rank)]);
+      try {
+        trainer->run();
+        if (rank == 2) {
+          for (auto& comm : comms) comm->abort("rank 2 went home");
+          board.abort("rank 2 went home");
+        }
+      } catch (const CommError& error) {
+        if (rank < 2) reasons[static_cast<size_t>(rank)] = error.what();
+      }
+      trainer.reset();
+    });
+  }
+  threads.clear();  // joins: that it returns long before the timeout is the point
+  for (const std::string& reason : reasons)
+    EXPECT_NE(reason.find("rank 2 went home"), std::string::npos) << reason;
 }
 
 TEST_P(TrainTest, RefusesNonsense) {
