@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Installs what Gradwire needs from Debian's archive. Does nothing when all is there; goes on without what cannot be
+# had, and says which feature that turns off. Nothing is downloaded but Debian packages.
+set -uo pipefail
+
+# package:what is off without it. The first group is needed to build at all.
+required=(
+  "g++:the compiler" "cmake:the build" "ninja-build:the build" "make:the front door"
+  "libopenblas-dev:matrix products on the host" "libcli11-dev:the gradwire command"
+  "nlohmann-json3-dev:the gradwire command" "zlib1g-dev:reading data sets" "python3:the scripts"
+)
+optional=(
+  "libgtest-dev:the tests" "libboost-context-dev:the tests that run CUDA kernels on the CPU"
+  "libbenchmark-dev:benchmarks" "libgloo-dev:processes over TCP"
+  "dataset-fashion-mnist:real images without a download (demo; --data fashion-mnist:DIR still works)"
+  "python3-numpy:the oracles" "python3-torch:the oracles" "python3-torchvision:the oracles"
+  "python3-matplotlib:pictures (bench/plot.py)" "ccache:fast rebuilds" "git:version control"
+)
+
+if ! command -v dpkg-query > /dev/null; then
+  echo "setup: not a Debian system, so nothing is installed; see scripts/setup.sh for what is needed"
+  exit 0
+fi
+
+installed() { [ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2> /dev/null)" = installed ]; }
+
+missing=()
+for entry in "${required[@]}" "${optional[@]}"; do
+  installed "${entry%%:*}" || missing+=("${entry%%:*}")
+done
+if [ ${#missing[@]} -eq 0 ]; then
+  echo "setup: everything is installed"
+  exit 0
+fi
+
+sudo=()
+if [ "$(id -u)" -ne 0 ]; then
+  if command -v sudo > /dev/null; then
+    sudo=(sudo)
+  else
+    echo "setup: neither root nor sudo, so these cannot be installed: ${missing[*]}"
+  fi
+fi
+if [ "$(id -u)" -eq 0 ] || [ ${#sudo[@]} -gt 0 ]; then
+  echo "setup: installing ${missing[*]}"
+  apt() { "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq -o Dpkg::Use-Pty=0 "$@" > /dev/null; }
+  # The lists may be there and recent enough, so try without fetching them first.
+  if ! apt install -y --no-install-recommends "${missing[@]}" 2> /dev/null; then
+    apt update || echo "setup: apt-get update failed; going on with the lists there are"
+    if ! apt install -y --no-install-recommends "${missing[@]}" 2> /dev/null; then
+      for package in "${missing[@]}"; do  # one bad package must not take the others with it
+        installed "$package" || apt install -y --no-install-recommends "$package" 2> /dev/null
+      done
+    fi
+  fi
+fi
+
+status=0
+for entry in "${required[@]}"; do
+  installed "${entry%%:*}" && continue
+  # A tool may also come from elsewhere, e.g. a compiler of one's own; libraries are found, or not, by CMake.
+  tool=${entry%%:*}
+  [ "$tool" = ninja-build ] && tool=ninja
+  command -v "$tool" > /dev/null && continue
+  echo "setup: ${entry%%:*} could not be installed, and ${entry#*:} needs it"
+  status=1
+done
+for entry in "${optional[@]}"; do
+  installed "${entry%%:*}" || echo "setup: ${entry%%:*} could not be installed; off: ${entry#*:}"
+done
+exit $status

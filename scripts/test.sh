@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Builds and runs every test: the release build's, then what makes sense under AddressSanitizer + UBSan and under
+# ThreadSanitizer. Goes on after a failure; the last line counts what all of them came to.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+passed=0 failed=0 skipped=0
+
+# run_tests PRESET [BUILD TARGETS] -- [ctest arguments]: without targets it builds everything.
+run_tests() {
+  local preset=$1 targets=()
+  shift
+  while [ "$1" != -- ]; do
+    targets+=("$1")
+    shift
+  done
+  shift
+  echo "== $preset: build"
+  local build=(cmake --build --preset "$preset")
+  [ ${#targets[@]} -gt 0 ] && build+=(--target "${targets[@]}")
+  if ! scripts/configure.sh "$preset" || ! "${build[@]}"; then
+    echo "== $preset: THE BUILD FAILED"
+    failed=$((failed + 1))
+    return
+  fi
+  echo "== $preset: test"
+  local folder=build log
+  [ "$preset" != release ] && folder=build-$preset
+  log=$folder/test.log
+  (cd "$folder" && ctest -j "$(nproc)" --output-on-failure "$@") 2>&1 | tee "$log" |
+    grep -vE "^ *[0-9]+/[0-9]+ Test +#[0-9]+: .* Passed |^ +Start +[0-9]+:"
+  local counts
+  counts=$(sed -nE 's/^[0-9]+% tests passed, ([0-9]+) tests failed out of ([0-9]+)$/\1 \2/p' "$log" | tail -1)
+  if [ -z "$counts" ]; then
+    echo "== $preset: no tests ran"
+    failed=$((failed + 1))
+    return
+  fi
+  local bad=${counts% *} all=${counts#* } skips
+  skips=$(grep -cE "\*\*\*Skipped" "$log")
+  failed=$((failed + bad))
+  skipped=$((skipped + skips))
+  passed=$((passed + all - bad - skips))
+}
+
+# The sanitizers look at the program, so they skip what is built with sanitizers anyway (simt), what compares with other
+# programs (oracles), and checks of source text. The command's own test runs under ASan, as a user's session would.
+layers=(kernels_tests collectives_tests trainer_tests)
+run_tests release --
+run_tests asan "${layers[@]}" gradwire -- -E "simt|kernel_table|oracle|layers"
+export TSAN_OPTIONS="${TSAN_OPTIONS:-halt_on_error=1 second_deadlock_stack=1}"
+run_tests tsan "${layers[@]}" tsan_overlapped_step tsan_planted_race -- -E "simt|kernel_table|oracle|layers|^cli$"
+
+[ $skipped -gt 0 ] && echo "$skipped skipped (see above for why)"
+echo "$passed passed, $failed failed"
+[ $failed -eq 0 ]
