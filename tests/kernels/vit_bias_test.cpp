@@ -104,7 +104,7 @@ TEST_P(VitBias, ColumnSumRepeatsItsBitsForAnyNumberOfThreads) {
   auto x = normal(s.size(), 6);
   const int before = host_threads();
   auto first = sum_columns(x, normal(s.width, 7), s, false);
-  for (int threads : {1, 2, 5}) {
+  for (int threads : thread_counts()) {
     set_host_threads(threads);
     expect_same_bits(sum_columns(x, normal(s.width, 7), s, false), first, "sum");
   }

@@ -56,7 +56,7 @@ TEST_P(VitSoftmax, ForwardMatchesTheDoubleReferenceAndZeroesThePadding) {
         if (i % shape.ld >= shape.width) x[static_cast<size_t>(i)] = std::numeric_limits<float>::quiet_NaN();
       }
       auto got = forward(x, shape, misalign), want = reference_softmax(x, shape);
-      expect_close(got, want, 1e-6, "y", 1e-6);
+      expect_close(got, want, 4e-6, "y", 1e-6);  // a sum of 2050 terms in FP32
       for (int64_t i = 0; i < shape.size(); ++i) {
         if (i % shape.ld >= shape.width) {
           ASSERT_EQ(got[static_cast<size_t>(i)], 0.0f);
@@ -135,7 +135,7 @@ TEST_P(VitSoftmax, AnyNumberOfThreadsGivesTheSameBits) {
   auto x = normal(shape.size(), 8), dy = normal(shape.size(), 9);
   const int before = host_threads();
   auto y = forward(x, shape), dx = backward(y, dy, shape);
-  for (int threads : {1, 2, 5}) {
+  for (int threads : thread_counts()) {
     set_host_threads(threads);
     expect_same_bits(forward(x, shape), y, "y");
     expect_same_bits(backward(y, dy, shape), dx, "dx");

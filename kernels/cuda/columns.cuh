@@ -1,0 +1,118 @@
+// Two shapes of kernel over a (rows, width) array, with W = 4 (16-byte accesses) or W = 1 floats per access:
+//
+//   for_columns       element-wise. A thread keeps its columns and walks down the rows, so what depends on
+//   the column
+//                     alone (a bias, a divided-up index) is computed once. Consecutive threads touch
+//                     consecutive memory.
+//   sum_over_rows     per-column sums of what Op returns, in two stages of fixed order
+//   (kernels/column_chunks.h).
+//
+// Op is a small struct of pointers passed by value:
+//   for_columns:    template <int W> struct Column;  template <int W> Column<W> column(int64_t c) const;
+//                   template <int W> void at(int64_t row, int64_t c, const Column<W>&) const;
+//   sum_over_rows:  template <int W> void at(int64_t row, int64_t c, float (&out)[W]) const;
+#pragma once
+
+#include "kernels/column_chunks.h"
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/vector.cuh"
+
+namespace gradwire::cuda {
+
+// True when rows of `width` floats (or every `stride` floats) starting at all of the pointers take 16-byte
+// accesses.
+template <typename... Pointers>
+bool takes_float4(int64_t width, Pointers... pointers) {
+  return width % 4 == 0 && ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
+}
+
+// (x, y) threads: x of them side by side on a row.
+inline dim3 column_block(int64_t accesses_per_row) {
+  unsigned x = 1;
+  while (x < 32 && x < accesses_per_row) x *= 2;
+  unsigned y = 256 / x;
+  return dim3(x, y < 32 ? y : 32);
+}
+
+template <int W, typename Op>
+__global__ void __launch_bounds__(256) for_columns_kernel(Op op, int64_t rows, int64_t width) {
+  const int64_t c = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * W;
+  if (c >= width) return;
+  const auto column = op.template column<W>(c);
+  const int64_t stride = static_cast<int64_t>(gridDim.y) * blockDim.y;
+  for (int64_t row = static_cast<int64_t>(blockIdx.y) * blockDim.y + threadIdx.y; row < rows; row += stride) {
+    op.template at<W>(row, c, column);
+  }
+}
+
+template <typename Op>
+void for_columns(const char* name, CudaStream stream, bool float4s, const Op& op, int64_t rows,
+                 int64_t width) {
+  if (rows <= 0 || width <= 0) return;
+  const int64_t accesses = float4s ? width / 4 : width;
+  const dim3 block = column_block(accesses);
+  const auto across = static_cast<unsigned>((accesses + block.x - 1) / block.x);
+  int64_t down = (rows + block.y - 1) / block.y;
+  const int64_t fill = (static_cast<int64_t>(multiprocessors()) * 16 + across - 1) / across;
+  down = down < fill ? down : fill;
+  down = down < 65535 ? down : 65535;
+  const LaunchConfig config{
+      .grid = dim3(across, static_cast<unsigned>(down)), .block = block, .stream = stream};
+  if (float4s) {
+    launch(name, for_columns_kernel<4, Op>, config, op, rows, width);
+  } else {
+    launch(name, for_columns_kernel<1, Op>, config, op, rows, width);
+  }
+}
+
+// First stage: block (x, chunk) leaves partial(chunk, c) = sum of op over the chunk's rows.
+template <int W, typename Op>
+__global__ void __launch_bounds__(256)
+    column_partials_kernel(Op op, int64_t rows, int64_t width, int64_t rows_per_chunk, float* partial) {
+  __shared__ __align__(16) float shared[1024];
+  const int64_t c = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * W;
+  const int64_t begin = static_cast<int64_t>(blockIdx.y) * rows_per_chunk;
+  const int64_t end = begin + rows_per_chunk < rows ? begin + rows_per_chunk : rows;
+  float sum[W] = {};
+  if (c < width) {
+    for (int64_t row = begin + threadIdx.y; row < end; row += blockDim.y) {
+      float x[W];
+      op.template at<W>(row, c, x);
+      add<W>(x, sum);
+    }
+  }
+  float* mine = shared + (threadIdx.y * blockDim.x + threadIdx.x) * W;
+  store<W>(mine, sum);
+  __syncthreads();
+  if (threadIdx.y != 0 || c >= width) return;
+  for (unsigned y = 1; y < blockDim.y; ++y) {
+    float x[W];
+    load<W>(mine + y * blockDim.x * W, x);
+    add<W>(x, sum);
+  }
+  store<W>(partial + static_cast<int64_t>(blockIdx.y) * width + c, sum);
+}
+
+// Second stage, for up to two sums whose partial rows lie side by side: see vit_bias.cu.
+void combine_partial_sums(CudaStream stream, const float* partial, int64_t count, int64_t width,
+                          bool accumulate, float* sum0, float* sum1);
+
+template <typename Op>
+void sum_over_rows(const char* name, CudaStream stream, bool float4s, const Op& op, int64_t rows,
+                   int64_t width, float* workspace, bool accumulate, float* sum) {
+  if (width <= 0) return;
+  const auto chunks = column_chunks(rows);
+  const int64_t accesses = float4s ? width / 4 : width;
+  const dim3 block = column_block(accesses);
+  const dim3 grid(static_cast<unsigned>((accesses + block.x - 1) / block.x),
+                  static_cast<unsigned>(chunks.count));
+  const LaunchConfig config{.grid = grid, .block = block, .stream = stream};
+  if (float4s) {
+    launch(name, column_partials_kernel<4, Op>, config, op, rows, width, chunks.rows, workspace);
+  } else {
+    launch(name, column_partials_kernel<1, Op>, config, op, rows, width, chunks.rows, workspace);
+  }
+  combine_partial_sums(stream, workspace, chunks.count, width, accumulate, sum, nullptr);
+}
+
+}  // namespace gradwire::cuda

@@ -1,0 +1,122 @@
+// Element-wise kernels over arrays of any alignment: a body of 16-byte accesses with a scalar head and tail,
+// in one launch. When no head makes all arrays aligned at once, every element goes the scalar way.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/cuda/launch.cuh"
+
+namespace gradwire::cuda {
+
+// Elements [0, head) and [head + vectors * width, count) are scalar, the rest are vectors of `width`.
+struct VectorSplit {
+  int64_t count = 0, head = 0, vectors = 0;
+};
+
+// Finds the head that aligns all arrays. Floats need 16 bytes; so do `width` 16-bit elements when width is 8.
+class Alignment {
+ public:
+  explicit Alignment(int width) : width_(width), possible_((1u << width) - 1) {}
+  // Arrays that are null don't matter.
+  template <typename T>
+  Alignment& with(const T* data) {
+    if (data == nullptr) return *this;
+    for (int head = 0; head < width_; ++head) {
+      uintptr_t at = reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(head) * sizeof(T);
+      if (at % 16 != 0) possible_ &= ~(1u << head);
+    }
+    return *this;
+  }
+  VectorSplit split(int64_t count) const {
+    for (int head = 0; head < width_; ++head) {
+      if ((possible_ >> head & 1u) != 0 && head < count) return {count, head, (count - head) / width_};
+    }
+    return {count, 0, 0};
+  }
+
+ private:
+  int width_;
+  unsigned possible_;
+};
+
+// Calls body.template at<W>(i) for vectors that begin at element i and body.template at<1>(i) for single
+// elements.
+template <int W, typename Body>
+__device__ __forceinline__ void for_each_vector(const VectorSplit& split, const Body& body) {
+  int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t v = first; v < split.vectors; v += stride) body.template at<W>(split.head + v * W);
+  int64_t single = split.count - split.vectors * W;
+  for (int64_t s = first; s < single; s += stride) {
+    body.template at<1>(s < split.head ? s : s + split.vectors * W);
+  }
+}
+
+inline constexpr int kVectorThreads = 256;
+
+template <int W>
+unsigned vector_grid(const VectorSplit& split) {
+  int64_t single = split.count - split.vectors * W;
+  return grid_for(split.vectors > single ? split.vectors : single, kVectorThreads);
+}
+
+template <int W>
+__device__ __forceinline__ void load(const float* from, float (&to)[W]) {
+  if constexpr (W == 1) {
+    to[0] = *from;
+  } else {
+#pragma unroll
+    for (int i = 0; i < W; i += 4) {
+      float4 x = *reinterpret_cast<const float4*>(from + i);
+      to[i] = x.x, to[i + 1] = x.y, to[i + 2] = x.z, to[i + 3] = x.w;
+    }
+  }
+}
+
+template <int W>
+__device__ __forceinline__ void store(float* to, const float (&from)[W]) {
+  if constexpr (W == 1) {
+    *to = from[0];
+  } else {
+#pragma unroll
+    for (int i = 0; i < W; i += 4) {
+      *reinterpret_cast<float4*>(to + i) = make_float4(from[i], from[i + 1], from[i + 2], from[i + 3]);
+    }
+  }
+}
+
+// 16-bit elements, eight to an access.
+template <int W>
+__device__ __forceinline__ void load(const uint16_t* from, uint16_t (&to)[W]) {
+  static_assert(W == 1 || W == 8);
+  if constexpr (W == 1) {
+    to[0] = *from;
+  } else {
+    uint4 x = *reinterpret_cast<const uint4*>(from);
+    uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) to[i] = static_cast<uint16_t>(words[i / 2] >> (16 * (i % 2)));
+  }
+}
+
+template <int W>
+__device__ __forceinline__ void store(uint16_t* to, const uint16_t (&from)[W]) {
+  static_assert(W == 1 || W == 8);
+  if constexpr (W == 1) {
+    *to = from[0];
+  } else {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = from[2 * i] | static_cast<uint32_t>(from[2 * i + 1]) << 16;
+    *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+// to += x
+template <int W>
+__device__ __forceinline__ void add(const float (&x)[W], float (&to)[W]) {
+#pragma unroll
+  for (int k = 0; k < W; ++k) to[k] += x[k];
+}
+
+}  // namespace gradwire::cuda
