@@ -87,7 +87,7 @@ class Reducer::Impl {
     }
     for (size_t i = 0; i < tensors_.size(); ++i) {
       if (ready_[i])
-        throw Error("Reducer::adopt in the middle of a step: '" + tensors_[i].name + "' is ready");
+        throw BadInput("Reducer::adopt in the middle of a step: '" + tensors_[i].name + "' is ready");
       if (gradients[i] == nullptr && element_count(tensors_[i]) > 0) {
         throw BadInput("Reducer::adopt: the address of gradient '" + tensors_[i].name + "' is null");
       }
@@ -116,9 +116,9 @@ class Reducer::Impl {
       throw BadInput("Reducer::ready: tensor " + std::to_string(i) + " of " +
                      std::to_string(tensors_.size()));
     }
-    if (ready_[i]) throw Error("gradient '" + tensors_[i].name + "' was marked ready twice in one step");
+    if (ready_[i]) throw BadInput("gradient '" + tensors_[i].name + "' was marked ready twice in one step");
     if (!options_.own_gradients && adopted_.empty()) {
-      throw Error("Reducer::ready: no gradients; they come from adopt() when own_gradients is off");
+      throw BadInput("Reducer::ready: no gradients; they come from adopt() when own_gradients is off");
     }
     ready_[i] = true;
     if (buckets_.empty()) return;
@@ -137,7 +137,7 @@ class Reducer::Impl {
     for (size_t i = 0; i < ready_.size(); ++i) {
       if (!ready_[i]) missing += (missing.empty() ? "'" : ", '") + tensors_[i].name + "'";
     }
-    if (!missing.empty()) throw Error("Reducer::wait before these gradients were ready: " + missing);
+    if (!missing.empty()) throw BadInput("Reducer::wait before these gradients were ready: " + missing);
     ready_.assign(ready_.size(), false);
     if (!buckets_.empty()) {
       StepMarks& marks = marks_[step_ % kStatsKept];

@@ -1,0 +1,131 @@
+#include "collectives/c_api/comm.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "collectives/c_api/errors.h"
+#include "collectives/c_api/handles.h"
+#include "kernels/bf16.h"
+
+namespace gradwire::c_api {
+namespace {
+
+constexpr size_t kProgramsKept = 64;
+constexpr size_t kCallerStreamsKept = 64;
+
+}  // namespace
+
+Handles<ApiComm>& comms() {
+  static auto* handles = new Handles<ApiComm>(1, "communicator");
+  return *handles;
+}
+
+ApiComm::ApiComm(std::unique_ptr<Communicator> c)
+    : communicator(std::move(c)),
+      process_(getpid()),
+      step_(make_buffer<uint64_t>(communicator->device(), 1)),
+      start_(Event::create(communicator->device())),
+      done_(Event::create(communicator->device())),
+      stream(Stream::create(communicator->device(), "communicate")) {
+  fill_zero(stream, step_.data(), step_.bytes());
+  stream.synchronize();
+}
+
+ApiComm::~ApiComm() {
+  try {
+    stream.synchronize();
+  } catch (...) {  // reported to whoever waited for the failed operation
+  }
+}
+
+void ApiComm::check_process() const {
+  if (getpid() != process_) {
+    throw BadHandle("the handle belongs to process " + std::to_string(process_) +
+                    ", of which this one is a fork; create communicators after forking");
+  }
+}
+
+Stream ApiComm::caller_stream(void* native) {
+  const Device device = communicator->device();
+  if (device.is_host()) {
+    require(native == nullptr, "stream is not null, but the communicator is on the host, where calls block");
+    return Stream::immediate_host();
+  }
+  if (callers_.size() > kCallerStreamsKept) callers_.clear();  // of a caller that makes a stream per step
+  auto [at, fresh] = callers_.try_emplace(native);
+  if (fresh) at->second = Stream::adopt_cuda(device.index, static_cast<CudaStream>(native));
+  return at->second;
+}
+
+ApiComm::Program& ApiComm::program_for(const Key& key) {
+  auto found = programs_.find(key);
+  if (found != programs_.end()) {
+    found->second.last_used = ++calls_;
+    return found->second;
+  }
+  const auto& [buf, count, dtype, op, text] = key;
+  const CompressionSpec spec = CompressionSpec::parse(text);
+  if (spec.method != CompressionSpec::Method::wire) {
+    throw BadInput("spec '" + text +
+                   "' keeps state between steps, which gw_allreduce has not; use a reducer, or fp32 or bf16");
+  }
+  const int world = communicator->world();
+  Program program;
+  float* data = static_cast<float*>(buf);
+  if (dtype == GW_BFLOAT16) {
+    program.staging = make_buffer<float>(communicator->device(), count);
+    data = program.staging.as<float>();
+  }
+  program.allreduce = std::make_unique<Allreduce>(
+      communicator->transport(), make_schedule(spec.schedule, world, spec.wire), data, nullptr, count,
+      Allreduce::Options{.what = "gw_allreduce",
+                         .wire = spec.wire,
+                         .scale = op == GW_AVG ? 1.0f / static_cast<float>(world) : 1.0f,
+                         .rounding = {spec.rounding, static_cast<uint64_t>(communicator->rank()) + 1,
+                                      step_.as<const uint64_t>(), 0}});
+  // From here on memory changes hands, which work in flight may use.
+  stream.synchronize();
+  if (programs_.size() >= kProgramsKept) {
+    programs_.erase(std::min_element(programs_.begin(), programs_.end(), [](auto& a, auto& b) {
+      return a.second.last_used < b.second.last_used;
+    }));
+  }
+  if (program.allreduce->workspace_bytes() > workspace_.bytes()) {
+    workspace_ = Buffer(communicator->device(), program.allreduce->workspace_bytes());
+    for (auto& [k, other] : programs_) other.allreduce->bind(workspace_.data());
+  }
+  program.allreduce->bind(workspace_.data());
+  program.last_used = ++calls_;
+  return programs_.emplace(key, std::move(program)).first->second;
+}
+
+void ApiComm::allreduce(void* buf, int64_t count, gw_dtype dtype, gw_op op, const char* spec,
+                        void* native_stream) {
+  require(count >= 0, "count is " + std::to_string(count));
+  require(dtype == GW_FLOAT32 || dtype == GW_BFLOAT16,
+          "dtype " + std::to_string(dtype) + " is neither GW_FLOAT32 nor GW_BFLOAT16");
+  require(op == GW_SUM || op == GW_AVG, "op " + std::to_string(op) + " is neither GW_SUM nor GW_AVG");
+  require(spec != nullptr, "spec is null; \"fp32\" is the plain one");
+  require(buf != nullptr || count == 0, "buf is null");
+  const size_t element = dtype == GW_FLOAT32 ? 4 : 2;
+  require(reinterpret_cast<uintptr_t>(buf) % element == 0,
+          "buf is not aligned to its elements of " + std::to_string(element) + " bytes");
+  const Stream caller = caller_stream(native_stream);
+  Program& program = program_for({buf, count, dtype, op, spec});
+  if (communicator->world() == 1 || count == 0) return;
+
+  start_.record(caller);
+  stream.wait(start_);
+  uint16_t* packed = static_cast<uint16_t*>(buf);
+  float* staging = program.staging.as<float>();
+  if (dtype == GW_BFLOAT16) bf16_decode(stream, {packed, staging, 1.0f, count});
+  program.allreduce->run(stream);
+  if (dtype == GW_BFLOAT16) bf16_encode(stream, {.grad = staging, .wire = packed, .count = count});
+  increment(stream, step_.as<uint64_t>());
+  done_.record(stream);
+  caller.wait(done_);
+}
+
+}  // namespace gradwire::c_api

@@ -1,0 +1,60 @@
+// What a gw_comm stands for: a communicator, the one stream all its operations run on, in the order of the
+// calls, and the programs of gw_allreduce().
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "collectives/codec/spec.h"
+#include "collectives/communicator.h"
+#include "collectives/executor.h"
+#include "collectives/gradwire.h"
+#include "kernels/device.h"
+
+namespace gradwire::c_api {
+
+struct ApiComm {
+  explicit ApiComm(std::unique_ptr<Communicator> communicator);
+  ~ApiComm();
+
+  // Throws BadHandle in a fork of the process: the threads that do the work are not there.
+  void check_process() const;
+  // The caller's stream: `native` is a cudaStream_t on CUDA, and null on the host.
+  Stream caller_stream(void* native);
+  void allreduce(void* buf, int64_t count, gw_dtype dtype, gw_op op, const char* spec, void* native_stream);
+
+  const std::unique_ptr<Communicator> communicator;
+  std::mutex mutex;  // held during every call but abort
+
+ private:
+  // gw_allreduce's work for one buffer.
+  struct Program {
+    Buffer staging;  // float32, when buf is not
+    std::unique_ptr<Allreduce> allreduce;
+    uint64_t last_used = 0;
+  };
+  using Key = std::tuple<void*, int64_t, int, int, std::string>;
+  Program& program_for(const Key& key);
+
+  const pid_t process_;
+  std::map<Key, Program> programs_;
+  std::map<void*, Stream> callers_;
+  Buffer workspace_, step_;  // shared by the programs; the step counter is that of stochastic rounding
+  Event start_, done_;
+  uint64_t calls_ = 0;
+
+ public:
+  Stream stream;  // last: destroyed first, before anything its tasks use
+};
+
+// "local://": threads of one process meet under a name. Blocks until all of them have come.
+std::unique_ptr<Communicator> join_local_group(const std::string& name, int rank, int world, Device device,
+                                               std::chrono::milliseconds timeout);
+
+}  // namespace gradwire::c_api

@@ -1,0 +1,78 @@
+#include "collectives/c_api/errors.h"
+
+#include <new>
+
+namespace gradwire::c_api {
+namespace {
+
+thread_local std::string last_error;
+
+gw_status fail(gw_status status, const char* function, const char* text) noexcept {
+  try {
+    last_error = std::string(function) + ": " + text;
+  } catch (...) {  // not even memory for the text
+    last_error.clear();
+  }
+  return status;
+}
+
+}  // namespace
+
+gw_status status_of_current_exception(const char* function) noexcept {
+  try {
+    throw;
+  } catch (const BadInput& e) {
+    return fail(GW_BAD_ARGUMENT, function, e.what());
+  } catch (const BadHandle& e) {
+    return fail(GW_BAD_HANDLE, function, e.what());
+  } catch (const Unsupported& e) {
+    return fail(GW_UNSUPPORTED, function, e.what());
+  } catch (const CommError& e) {
+    return fail(GW_COMM_FAILED, function, e.what());
+  } catch (const DeviceError& e) {
+    return fail(GW_DEVICE_FAILED, function, e.what());
+  } catch (const std::bad_alloc&) {
+    return fail(GW_NO_MEMORY, function, "out of host memory");
+  } catch (const std::exception& e) {
+    return fail(GW_INTERNAL, function, e.what());
+  } catch (...) {
+    return fail(GW_INTERNAL, function, "an exception of unknown type");
+  }
+}
+
+}  // namespace gradwire::c_api
+
+extern "C" {
+
+const char* gw_last_error(void) {
+  return gradwire::c_api::last_error.c_str();
+}
+
+const char* gw_status_string(gw_status status) {
+  switch (status) {
+    case GW_OK:
+      return "GW_OK";
+    case GW_BAD_ARGUMENT:
+      return "GW_BAD_ARGUMENT";
+    case GW_BAD_HANDLE:
+      return "GW_BAD_HANDLE";
+    case GW_COMM_FAILED:
+      return "GW_COMM_FAILED";
+    case GW_DEVICE_FAILED:
+      return "GW_DEVICE_FAILED";
+    case GW_UNSUPPORTED:
+      return "GW_UNSUPPORTED";
+    case GW_NO_MEMORY:
+      return "GW_NO_MEMORY";
+    case GW_INTERNAL:
+      return "GW_INTERNAL";
+    default:
+      return "not a gw_status";
+  }
+}
+
+int gw_version(void) {
+  return GW_VERSION_MAJOR * 10000 + GW_VERSION_MINOR * 100 + GW_VERSION_PATCH;
+}
+
+}  // extern "C"

@@ -1,0 +1,179 @@
+// The functions of gradwire.h: each checks its arguments and handles, takes the communicator's lock, and
+// forwards.
+#include <climits>
+
+#include "collectives/c_api/comm.h"
+#include "collectives/c_api/errors.h"
+#include "collectives/c_api/handles.h"
+#include "collectives/c_api/reducer.h"
+#include "collectives/gradwire.h"
+
+namespace {
+
+using namespace gradwire;
+using namespace gradwire::c_api;
+
+// A live communicator or reducer, locked for the length of a call.
+struct LockedComm {
+  explicit LockedComm(gw_comm handle) : comm(comms().get(handle)) {
+    comm->check_process();
+    lock = std::unique_lock(comm->mutex);
+  }
+  ApiComm* operator->() const { return comm.get(); }
+  std::shared_ptr<ApiComm> comm;
+  std::unique_lock<std::mutex> lock;  // released before `comm`
+};
+
+struct LockedReducer {
+  explicit LockedReducer(gw_reducer handle) : reducer(reducers().get(handle)) {
+    reducer->comm->check_process();
+    lock = std::unique_lock(reducer->comm->mutex);
+  }
+  ApiReducer* operator->() const { return reducer.get(); }
+  std::shared_ptr<ApiReducer> reducer;
+  std::unique_lock<std::mutex> lock;
+};
+
+std::chrono::milliseconds checked_timeout(int64_t timeout_ms) {
+  require(timeout_ms > 0, "timeout_ms is " + std::to_string(timeout_ms) + ", must be positive");
+  return std::chrono::milliseconds(std::min<int64_t>(timeout_ms, INT_MAX));
+}
+
+Device checked_device(int device) {
+  if (device == GW_HOST) return Device::host();
+  require(device >= 0, "device " + std::to_string(device) + " is neither GW_HOST nor a CUDA device");
+  if (device >= cuda_device_count()) {
+    const std::string reason = cuda_unavailable_reason();
+    throw DeviceError("device " + std::to_string(device) + ": " + std::to_string(cuda_device_count()) +
+                      " CUDA devices are usable" + (reason.empty() ? "" : " (" + reason + ")"));
+  }
+  return Device::cuda(device);
+}
+
+std::unique_ptr<Communicator> join(const char* rendezvous, int rank, int world, Device device,
+                                   std::chrono::milliseconds timeout) {
+  if (world == 1) return Communicator::create_single(device);
+  require(rendezvous != nullptr, "rendezvous is null and world is " + std::to_string(world));
+  const std::string text = rendezvous;
+  constexpr std::string_view kLocal = "local://";
+  if (text.starts_with(kLocal)) {
+    require(text.size() > kLocal.size(), "rendezvous 'local://' lacks a name");
+    return join_local_group(text.substr(kLocal.size()), rank, world, device, timeout);
+  }
+  if (text.starts_with("tcp://") || text.starts_with("file://")) {
+    throw Unsupported("rendezvous '" + text + "': this build has no network transport yet");
+  }
+  throw BadInput("rendezvous '" + text + "' is none of tcp://HOST:PORT, file:///PATH, local://NAME");
+}
+
+}  // namespace
+
+extern "C" {
+
+gw_status gw_comm_create(const char* rendezvous, int rank, int world, int device, int64_t timeout_ms,
+                         gw_comm* comm) {
+  return guarded(__func__, [&] {
+    require(comm != nullptr, "comm is null");
+    require(world >= 1, "world is " + std::to_string(world));
+    require(rank >= 0 && rank < world,
+            "rank is " + std::to_string(rank) + " in a world of " + std::to_string(world));
+    const auto timeout = checked_timeout(timeout_ms);
+    const Device where = checked_device(device);
+    auto made = std::make_shared<ApiComm>(join(rendezvous, rank, world, where, timeout));
+    *comm = static_cast<gw_comm>(comms().add(std::move(made)));
+  });
+}
+
+gw_status gw_comm_from_nccl(void* nccl_comm, int device, int64_t timeout_ms, gw_comm* comm) {
+  return guarded(__func__, [&] {
+    require(comm != nullptr, "comm is null");
+    require(nccl_comm != nullptr, "nccl_comm is null");
+    require(device >= 0, "device " + std::to_string(device) + " is not a CUDA device");
+    checked_timeout(timeout_ms);
+    throw Unsupported("this version has no NCCL transport; use gw_comm_create");
+  });
+}
+
+gw_status gw_comm_abort(gw_comm comm, const char* reason) {
+  return guarded(__func__, [&] {
+    auto object = comms().get(comm);
+    object->check_process();
+    // No lock: whoever holds it may be waiting for what is aborted here.
+    object->communicator->abort(reason != nullptr && *reason != '\0' ? reason : "gw_comm_abort was called");
+  });
+}
+
+gw_status gw_comm_destroy(gw_comm comm) {
+  return guarded(__func__, [&] {
+    if (comm == nullptr) return;
+    comms().get(comm)->check_process();
+    comms().remove(comm);
+  });
+}
+
+gw_status gw_allreduce(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, gw_op op, const char* spec,
+                       void* stream) {
+  return guarded(__func__, [&] { LockedComm(comm)->allreduce(buf, count, dtype, op, spec, stream); });
+}
+
+gw_status gw_reducer_create(gw_comm comm, const char* spec, const gw_tensor* tensors, int32_t n_tensors,
+                            const gw_reducer_options* options, gw_reducer* reducer) {
+  return guarded(__func__, [&] {
+    LockedComm locked(comm);
+    require(reducer != nullptr, "reducer is null");
+    require(spec != nullptr, "spec is null; \"fp32\" is the plain one");
+    const CompressionSpec parsed = CompressionSpec::parse(spec);
+    std::vector<float*> grads;
+    auto read = read_tensors(tensors, n_tensors, &grads);
+    ReducerOptions how = read_options(options);
+    how.stream = locked->stream;
+    auto made = std::make_shared<ApiReducer>(locked.comm, parsed, std::move(read), how);
+    made->set_addresses(std::move(grads));
+    *reducer = static_cast<gw_reducer>(reducers().add(std::move(made)));
+  });
+}
+
+gw_status gw_reducer_allreduce(gw_reducer reducer, void* const* grads, void* stream) {
+  return guarded(__func__, [&] { LockedReducer(reducer)->allreduce(grads, stream); });
+}
+
+gw_status gw_reducer_ready(gw_reducer reducer, int32_t tensor, void* stream) {
+  return guarded(__func__, [&] { LockedReducer(reducer)->ready(tensor, stream); });
+}
+
+gw_status gw_reducer_wait(gw_reducer reducer, void* stream) {
+  return guarded(__func__, [&] { LockedReducer(reducer)->wait(stream); });
+}
+
+gw_status gw_reducer_stats(gw_reducer reducer, gw_stats* stats) {
+  return guarded(__func__, [&] {
+    LockedReducer locked(reducer);
+    write_stats(locked->stats(), stats);
+  });
+}
+
+gw_status gw_reducer_state_size(gw_reducer reducer, size_t* size) {
+  return guarded(__func__, [&] {
+    LockedReducer locked(reducer);
+    require(size != nullptr, "size is null");
+    *size = locked->state_size();
+  });
+}
+
+gw_status gw_reducer_state_save(gw_reducer reducer, void* state, size_t size) {
+  return guarded(__func__, [&] { LockedReducer(reducer)->save_state(state, size); });
+}
+
+gw_status gw_reducer_state_load(gw_reducer reducer, const void* state, size_t size) {
+  return guarded(__func__, [&] { LockedReducer(reducer)->load_state(state, size); });
+}
+
+gw_status gw_reducer_destroy(gw_reducer reducer) {
+  return guarded(__func__, [&] {
+    if (reducer == nullptr) return;
+    reducers().get(reducer)->comm->check_process();
+    reducers().remove(reducer);
+  });
+}
+
+}  // extern "C"

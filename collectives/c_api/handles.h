@@ -1,0 +1,73 @@
+// Handles are names, not addresses: a number that is given out once and never again, looked up in a table of
+// what is alive. So a destroyed handle is recognized for ever, and a wrong one is never followed.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+
+#include "collectives/c_api/errors.h"
+
+namespace gradwire::c_api {
+
+// The handles of one type of object. `kind` (1..7) is part of the number, so that handles of another type are
+// told apart.
+template <typename Object>
+class Handles {
+ public:
+  Handles(uintptr_t kind, const char* type_name) : kind_(kind), type_name_(type_name) {}
+
+  void* add(std::shared_ptr<Object> object) {
+    std::lock_guard lock(mutex_);
+    uintptr_t number = (++last_ << 3) | kind_;
+    live_.emplace(number, std::move(object));
+    return reinterpret_cast<void*>(number);
+  }
+
+  // The object stays alive as long as the caller holds the pointer, whoever destroys the handle meanwhile.
+  std::shared_ptr<Object> get(const void* handle) {
+    std::lock_guard lock(mutex_);
+    return find(handle)->second;
+  }
+
+  // Returns the last reference of the table, to be dropped without its lock: destructors wait for work in
+  // flight.
+  std::shared_ptr<Object> remove(const void* handle) {
+    std::lock_guard lock(mutex_);
+    auto at = find(handle);
+    auto object = std::move(at->second);
+    live_.erase(at);
+    return object;
+  }
+
+ private:
+  auto find(const void* handle) {
+    const auto number = reinterpret_cast<uintptr_t>(handle);
+    auto at = live_.find(number);
+    if (at != live_.end()) return at;
+    std::string problem = "is not a handle";
+    if (number == 0) {
+      problem = "is null";
+    } else if ((number & 7) == kind_ && (number >> 3) <= last_) {
+      problem = "was destroyed";
+    }
+    throw BadHandle(std::string("the ") + type_name_ + " handle " + problem);
+  }
+
+  const uintptr_t kind_;
+  const char* const type_name_;
+  std::mutex mutex_;
+  uintptr_t last_ = 0;
+  std::unordered_map<uintptr_t, std::shared_ptr<Object>> live_;
+};
+
+struct ApiComm;
+struct ApiReducer;
+
+// Leaked on purpose: threads may still be in calls while static destructors run.
+Handles<ApiComm>& comms();
+Handles<ApiReducer>& reducers();
+
+}  // namespace gradwire::c_api

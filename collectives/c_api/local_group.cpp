@@ -1,0 +1,74 @@
+#include <condition_variable>
+#include <map>
+#include <optional>
+
+#include "collectives/c_api/comm.h"
+#include "collectives/c_api/errors.h"
+
+namespace gradwire::c_api {
+namespace {
+
+// A group that has not met yet.
+struct Meeting {
+  std::vector<std::optional<Device>> seats;
+  int taken = 0;
+  bool complete = false;
+  std::string problem;  // why the group could not be made
+  std::vector<std::unique_ptr<Communicator>> communicators;
+};
+
+struct Meetings {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<std::string, std::shared_ptr<Meeting>> by_name;
+};
+
+Meetings& meetings() {
+  static auto* all = new Meetings;
+  return *all;
+}
+
+}  // namespace
+
+std::unique_ptr<Communicator> join_local_group(const std::string& name, int rank, int world, Device device,
+                                               std::chrono::milliseconds timeout) {
+  Meetings& all = meetings();
+  std::unique_lock lock(all.mutex);
+  auto& entry = all.by_name[name];
+  if (!entry) {
+    entry = std::make_shared<Meeting>();
+    entry->seats.resize(world);
+  }
+  std::shared_ptr<Meeting> meeting = entry;
+  const std::string who = "local://" + name + ", rank " + std::to_string(rank);
+  require(static_cast<int>(meeting->seats.size()) == world, who + " says world " + std::to_string(world) +
+                                                                ", another rank says " +
+                                                                std::to_string(meeting->seats.size()));
+  require(!meeting->seats[rank].has_value(), who + " is there already");
+  meeting->seats[rank] = device;
+  if (++meeting->taken == world) {
+    std::vector<Device> devices;
+    for (const auto& seat : meeting->seats) devices.push_back(*seat);
+    try {
+      meeting->communicators = Communicator::create_local(devices, timeout);
+    } catch (const Error& error) {
+      meeting->problem = error.what();
+    }
+    meeting->complete = true;
+    all.by_name.erase(name);
+    all.changed.notify_all();
+  } else if (!all.changed.wait_for(lock, timeout, [&] { return meeting->complete; })) {
+    std::string absent;
+    for (int r = 0; r < world; ++r) {
+      if (!meeting->seats[r]) absent += (absent.empty() ? "" : ", ") + std::to_string(r);
+    }
+    meeting->seats[rank].reset();
+    if (--meeting->taken == 0) all.by_name.erase(name);
+    throw CommError(who + " of " + std::to_string(world) + ": waited " + std::to_string(timeout.count()) +
+                    " ms for rank " + absent);
+  }
+  if (!meeting->problem.empty()) throw BadInput(who + ": " + meeting->problem);
+  return std::move(meeting->communicators[rank]);
+}
+
+}  // namespace gradwire::c_api

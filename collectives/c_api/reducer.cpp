@@ -1,0 +1,170 @@
+#include "collectives/c_api/reducer.h"
+
+#include <algorithm>
+#include <cstring>
+#include <set>
+
+#include "collectives/c_api/errors.h"
+#include "collectives/c_api/handles.h"
+
+namespace gradwire::c_api {
+namespace {
+
+// A struct of a caller who may have been compiled against an older header (shorter: the rest is zero, the
+// default) or a newer one (longer: legal as long as what we don't know is zero).
+template <typename Struct>
+Struct read_struct(const void* from, const char* what) {
+  constexpr size_t kMostBytes = 4096;  // more is garbage
+  size_t size = 0;
+  std::memcpy(&size, from, sizeof size);
+  require(size >= sizeof(Struct) && size <= kMostBytes,
+          std::string(what) + ".size is " + std::to_string(size) + "; set it to sizeof(" + what +
+              "), which is " + std::to_string(sizeof(Struct)));
+  const auto* bytes = static_cast<const unsigned char*>(from);
+  if (std::any_of(bytes + sizeof(Struct), bytes + size, [](unsigned char b) { return b != 0; })) {
+    throw Unsupported(std::string(what) + " has fields that this version of the library does not know");
+  }
+  Struct result;
+  std::memcpy(&result, from, sizeof result);
+  return result;
+}
+
+int64_t element_count(const GradientTensor& t) {
+  return t.shape[0] * (t.shape.size() > 1 ? t.shape[1] : 1);
+}
+
+// Not the extents themselves are limited, but what their product may do to 64-bit arithmetic in bytes.
+constexpr int64_t kMostElements = int64_t{1} << 50;
+
+}  // namespace
+
+Handles<ApiReducer>& reducers() {
+  static auto* handles = new Handles<ApiReducer>(2, "reducer");
+  return *handles;
+}
+
+std::vector<GradientTensor> read_tensors(const gw_tensor* tensors, int32_t n, std::vector<float*>* grads) {
+  require(n >= 0, "n_tensors is " + std::to_string(n));
+  require(tensors != nullptr || n == 0, "tensors is null");
+  std::vector<GradientTensor> result;
+  std::set<std::string> names;
+  int64_t total = 0;
+  for (int32_t i = 0; i < n; ++i) {
+    // The elements are as far apart as the caller's header made them.
+    const size_t stride = i == 0 ? 0 : tensors[0].size;
+    const void* at = reinterpret_cast<const char*>(tensors) + static_cast<size_t>(i) * stride;
+    const auto t = read_struct<gw_tensor>(at, "gw_tensor");
+    std::string name = t.name != nullptr ? t.name : "tensor " + std::to_string(i);
+    const std::string who = "tensor " + std::to_string(i) + " ('" + name + "')";
+    require(t.size == tensors[0].size, who + ": its size differs from that of tensor 0");
+    require(names.insert(name).second, who + ": another tensor has the same name");
+    require(t.rows >= 0 && t.cols >= 0,
+            who + ": rows " + std::to_string(t.rows) + ", cols " + std::to_string(t.cols));
+    require(t.cols == 0 || t.rows <= (kMostElements - total) / t.cols, who + ": too many elements");
+    total += t.rows * t.cols;
+    if (t.dtype == GW_BFLOAT16) throw Unsupported(who + ": gradients must be GW_FLOAT32; convert them");
+    require(t.dtype == GW_FLOAT32, who + ": dtype " + std::to_string(t.dtype) + " is not GW_FLOAT32");
+    require(reinterpret_cast<uintptr_t>(t.grad) % 4 == 0, who + ": grad is not 4-byte aligned");
+    GradientTensor tensor{std::move(name), {t.rows}};
+    if (t.cols != 1) tensor.shape.push_back(t.cols);
+    result.push_back(std::move(tensor));
+    grads->push_back(static_cast<float*>(t.grad));
+  }
+  return result;
+}
+
+ReducerOptions read_options(const gw_reducer_options* given) {
+  ReducerOptions options;
+  // As a framework packs its buckets: tensor behind tensor.
+  options.alignment = 1;
+  options.own_gradients = false;
+  if (given == nullptr) return options;
+  const auto o = read_struct<gw_reducer_options>(given, "gw_reducer_options");
+  require(o.bucket_bytes >= 0, "gw_reducer_options.bucket_bytes is " + std::to_string(o.bucket_bytes));
+  if (o.bucket_bytes > 0) options.bucket_bytes = o.bucket_bytes;
+  options.average = o.sum == 0;
+  options.timing = o.no_timing == 0;
+  options.seed = o.seed;
+  return options;
+}
+
+void write_stats(const gw_stats& stats, gw_stats* out) {
+  require(out != nullptr, "stats is null");
+  size_t size = 0;
+  std::memcpy(&size, out, sizeof size);
+  require(size >= sizeof(gw_stats), "gw_stats.size is " + std::to_string(size) +
+                                        "; set it to sizeof(gw_stats), which is " +
+                                        std::to_string(sizeof(gw_stats)));
+  std::memcpy(out, &stats, sizeof stats);
+  out->size = size;
+}
+
+ApiReducer::ApiReducer(std::shared_ptr<ApiComm> c, const CompressionSpec& s, std::vector<GradientTensor> t,
+                       const ReducerOptions& o)
+    : comm(std::move(c)),
+      spec(s),
+      tensors(std::move(t)),
+      options(o),
+      reducer(*comm->communicator, spec, tensors, options),
+      description(reducer.describe()) {}
+
+void ApiReducer::set_addresses(std::vector<float*> addresses) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (addresses[i] == nullptr && element_count(tensors[i]) > 0) return;
+  }
+  reducer.adopt(addresses);
+  addresses_ = std::move(addresses);
+  addresses_known_ = true;
+}
+
+void ApiReducer::allreduce(void* const* given, void* native_stream) {
+  const Stream caller = comm->caller_stream(native_stream);
+  require(ready_ == 0, "in the middle of a step: " + std::to_string(ready_) +
+                           " tensors are ready; finish it with gw_reducer_wait");
+  if (given != nullptr) {
+    std::vector<float*> addresses;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      require(reinterpret_cast<uintptr_t>(given[i]) % 4 == 0,
+              "the gradient of '" + tensors[i].name + "' is not 4-byte aligned");
+      addresses.push_back(static_cast<float*>(given[i]));
+    }
+    reducer.adopt(addresses);
+    addresses_ = std::move(addresses);
+    addresses_known_ = true;
+  }
+  require(addresses_known_, "grads is null, and where the gradients are was never said");
+  for (int i = 0; i < reducer.tensors(); ++i) reducer.ready(i, caller);
+  reducer.wait(caller);
+}
+
+void ApiReducer::ready(int32_t tensor, void* native_stream) {
+  require(addresses_known_,
+          "where the gradients are was never said: set gw_tensor.grad, or call gw_reducer_allreduce first");
+  reducer.ready(tensor, comm->caller_stream(native_stream));
+  ++ready_;
+}
+
+void ApiReducer::wait(void* native_stream) {
+  reducer.wait(comm->caller_stream(native_stream));
+  ready_ = 0;
+}
+
+gw_stats ApiReducer::stats() const {
+  gw_stats out{};
+  out.size = sizeof out;
+  out.steps = reducer.steps();
+  if (out.steps > first_step_) {
+    const ReducerStats last = reducer.stats(out.steps - 1);
+    out.wire_bytes = last.wire_bytes;
+    out.dense_bytes = last.dense_bytes;
+    out.comm_ms = last.comm_ms;
+    out.exposed_comm_ms = last.exposed_comm_ms;
+  }
+  out.extra_bytes = reducer.extra_bytes();
+  out.buckets = reducer.buckets();
+  out.buckets_in_place = reducer.buckets_in_place();
+  out.description = description.c_str();
+  return out;
+}
+
+}  // namespace gradwire::c_api

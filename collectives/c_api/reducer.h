@@ -1,0 +1,60 @@
+// What a gw_reducer stands for, and its checkpoint.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "collectives/c_api/comm.h"
+#include "collectives/reducer.h"
+
+namespace gradwire::c_api {
+
+struct ApiReducer {
+  ApiReducer(std::shared_ptr<ApiComm> comm, const CompressionSpec& spec, std::vector<GradientTensor> tensors,
+             const ReducerOptions& options);
+
+  // Where the gradients are; ignored unless that is known of each of them.
+  void set_addresses(std::vector<float*> addresses);
+  void allreduce(void* const* grads, void* native_stream);
+  void ready(int32_t tensor, void* native_stream);
+  void wait(void* native_stream);
+  gw_stats stats() const;
+
+  // In state.cpp.
+  size_t state_size() const;
+  void save_state(void* state, size_t size) const;
+  void load_state(const void* state, size_t size);
+
+  const std::shared_ptr<ApiComm> comm;  // outlives the reducer
+  const CompressionSpec spec;
+  const std::vector<GradientTensor> tensors;
+  const ReducerOptions options;
+  Reducer reducer;
+  const std::string description;
+
+ private:
+  // What the reducer keeps of one tensor, on the device; null where it keeps nothing.
+  struct Kept {
+    float* residual = nullptr;
+    float* q = nullptr;
+    int64_t count = 0;  // of the residual
+    int64_t q_count = 0;
+  };
+  std::vector<Kept> kept() const;
+  // Text that a state must agree in: spec, world, rank, options.
+  std::string identity() const;
+
+  std::vector<float*> addresses_;  // of the gradients, by tensor
+  bool addresses_known_ = false;
+  int ready_ = 0;           // tensors, in the step under way
+  int64_t first_step_ = 0;  // where this reducer began, or was resumed
+};
+
+// Reads the caller's array and struct, whose sizes may be those of another version of the header.
+std::vector<GradientTensor> read_tensors(const gw_tensor* tensors, int32_t n, std::vector<float*>* grads);
+ReducerOptions read_options(const gw_reducer_options* options);
+void write_stats(const gw_stats& stats, gw_stats* out);
+
+}  // namespace gradwire::c_api

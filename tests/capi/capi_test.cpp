@@ -1,0 +1,279 @@
+// What the C ABI computes, and that its state brings training back bit for bit.
+#include <cmath>
+
+#include "tests/capi/ranks.h"
+
+namespace {
+
+using capi::Model;
+using capi::normal;
+using capi::run_ranks;
+using capi::stats_of;
+
+uint16_t to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return static_cast<uint16_t>(bits >> 16);  // exact for the small integers used here
+}
+float from_bf16(uint16_t value) {
+  uint32_t bits = static_cast<uint32_t>(value) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+TEST(CApi, VersionAndTexts) {
+  EXPECT_EQ(gw_version(), GW_VERSION_MAJOR * 10000 + GW_VERSION_MINOR * 100 + GW_VERSION_PATCH);
+  EXPECT_STREQ(gw_status_string(GW_OK), "GW_OK");
+  EXPECT_STREQ(gw_status_string(GW_COMM_FAILED), "GW_COMM_FAILED");
+  EXPECT_STREQ(gw_status_string(99), "not a gw_status");
+}
+
+TEST(CApi, AllreduceSumsAndAveragesIntegersExactly) {
+  for (int world : {1, 2, 3, 4}) {
+    for (const char* spec : {"fp32", "bf16", "bf16:schedule=ring"}) {
+      for (int64_t count : {0, 1, 7, 63, 1025}) {
+        for (gw_op op : {GW_SUM, GW_AVG}) {
+          run_ranks(world, [&](gw_comm comm, int rank) {
+            // Rank r holds i % 5 + r: sums stay below 256, where bfloat16 is exact.
+            std::vector<float> a(count + 1, -1.0f);  // the last one may not be touched
+            std::vector<uint16_t> b(count + 1, to_bf16(-1.0f));
+            for (int64_t i = 0; i < count; ++i) a[i] = static_cast<float>(i % 5 + rank), b[i] = to_bf16(a[i]);
+            GW_ASSERT_OK(gw_allreduce(comm, a.data(), count, GW_FLOAT32, op, spec, nullptr));
+            GW_ASSERT_OK(gw_allreduce(comm, b.data(), count, GW_BFLOAT16, op, spec, nullptr));
+            for (int64_t i = 0; i < count; ++i) {
+              double sum = static_cast<double>(world * (i % 5)) + world * (world - 1) / 2.0;
+              double want = op == GW_AVG ? sum / world : sum;
+              // Averages over 3 are not exact.
+              EXPECT_NEAR(a[i], want, std::abs(want) * 1e-6) << world << spec << count;
+              EXPECT_NEAR(from_bf16(b[i]), want, std::abs(want) / 256) << world << spec << count;
+            }
+            EXPECT_EQ(a[count], -1.0f);
+            EXPECT_EQ(b[count], to_bf16(-1.0f));
+          });
+        }
+      }
+    }
+  }
+}
+
+// More buffers than programs are kept, of sizes that make the shared workspace grow, each used again later.
+TEST(CApi, AllreduceRemembersAndForgetsBuffers) {
+  run_ranks(2, [](gw_comm comm, int rank) {
+    std::vector<std::vector<float>> buffers;
+    for (int k = 0; k < 100; ++k) buffers.emplace_back(static_cast<size_t>(k * 17 + 1));
+    for (int pass = 0; pass < 3; ++pass) {
+      for (auto& b : buffers) {
+        std::fill(b.begin(), b.end(), static_cast<float>(rank + pass));
+        GW_ASSERT_OK(gw_allreduce(comm, b.data(), static_cast<int64_t>(b.size()), GW_FLOAT32, GW_SUM, "fp32",
+                                  nullptr));
+        for (float v : b) ASSERT_EQ(v, 1.0f + 2 * pass);
+      }
+    }
+  });
+}
+
+TEST(CApi, StochasticRoundingDrawsAnewInEachCall) {
+  run_ranks(2, [](gw_comm comm, int) {
+    std::vector<float> buffer(1000), first;
+    for (int call = 0; call < 2; ++call) {
+      std::fill(buffer.begin(), buffer.end(), 1.001f);
+      GW_ASSERT_OK(
+          gw_allreduce(comm, buffer.data(), 1000, GW_FLOAT32, GW_AVG, "bf16:round=stochastic", nullptr));
+      if (call == 0) first = buffer;
+    }
+    EXPECT_NE(first, buffer);
+  });
+}
+
+class EverySpec : public ::testing::TestWithParam<const char*> {};
+
+// Gradients packed as a framework packs them, scattered, and overlapped: the same bits on all ranks, however
+// they are handed over. With fp32 they are the mean.
+TEST_P(EverySpec, AllWaysOfHandingGradientsOverGiveTheSameBits) {
+  const Model model;
+  constexpr int kSteps = 3, kWorld = 3;
+  std::vector<std::vector<float>> results;
+  for (const char* way : {"packed", "scattered", "overlapped"}) {
+    std::vector<std::vector<float>> by_rank(kWorld);
+    run_ranks(kWorld, [&](gw_comm comm, int rank) {
+      std::vector<float> flat(model.elements());
+      std::vector<std::vector<float>> pieces;
+      for (size_t i = 0; i < model.names.size(); ++i) pieces.emplace_back(model.count(i) + 1);
+      auto addresses = model.addresses(flat.data());
+      if (way == std::string("scattered")) {
+        for (size_t i = 0; i < pieces.size(); ++i) addresses[i] = pieces[i].data();
+      }
+      auto tensors = model.tensors(flat.data());
+      auto how = capi::options(16 << 10);
+      gw_reducer reducer = nullptr;
+      GW_ASSERT_OK(gw_reducer_create(comm, GetParam(), tensors.data(), static_cast<int32_t>(tensors.size()),
+                                     &how, &reducer));
+      for (int s = 0; s < kSteps; ++s) {
+        auto gradient = normal(model.elements(), static_cast<unsigned>(s * kWorld + rank));
+        for (size_t i = 0, at = 0; i < pieces.size(); at += model.count(i++)) {
+          if (model.count(i) > 0) std::memcpy(addresses[i], &gradient[at], model.count(i) * sizeof(float));
+        }
+        if (way == std::string("overlapped")) {
+          for (size_t i = 0; i < pieces.size(); ++i) {  // any order: here the ranks differ
+            auto tensor = static_cast<int32_t>((i + static_cast<size_t>(rank)) % pieces.size());
+            GW_ASSERT_OK(gw_reducer_ready(reducer, tensor, nullptr));
+          }
+          GW_ASSERT_OK(gw_reducer_wait(reducer, nullptr));
+        } else {
+          GW_ASSERT_OK(gw_reducer_allreduce(reducer, addresses.data(), nullptr));
+        }
+      }
+      for (size_t i = 0; i < pieces.size(); ++i) {
+        const auto* result = static_cast<const float*>(addresses[i]);
+        by_rank[rank].insert(by_rank[rank].end(), result, result + model.count(i));
+      }
+      gw_stats stats = stats_of(reducer);
+      EXPECT_EQ(stats.steps, kSteps);
+      EXPECT_GE(stats.buckets, 2);
+      EXPECT_EQ(stats.buckets_in_place, way == std::string("scattered") ? 0 : stats.buckets);
+      EXPECT_GT(stats.wire_bytes, 0u);
+      EXPECT_GT(stats.comm_ms, 0.0);
+      EXPECT_NE(std::string(stats.description).find("bucket 0"), std::string::npos);
+      GW_EXPECT_OK(gw_reducer_destroy(reducer));
+    });
+    EXPECT_EQ(by_rank[0], by_rank[1]);
+    EXPECT_EQ(by_rank[0], by_rank[2]);
+    results.push_back(by_rank[0]);
+  }
+  EXPECT_EQ(results[0], results[1]);
+  EXPECT_EQ(results[0], results[2]);
+  if (GetParam() == std::string("fp32")) {
+    std::vector<double> mean(model.elements());
+    for (int r = 0; r < kWorld; ++r) {
+      auto last = normal(model.elements(), static_cast<unsigned>((kSteps - 1) * kWorld + r));
+      for (size_t i = 0; i < mean.size(); ++i) mean[i] += last[i] / kWorld;
+    }
+    for (size_t i = 0; i < mean.size(); ++i) ASSERT_NEAR(results[0][i], mean[i], 1e-6);
+  }
+}
+
+TEST_P(EverySpec, AStateSavedAndLoadedContinuesBitForBit) {
+  const Model model;
+  constexpr int kBefore = 3, kAfter = 3;
+  for (int world : {1, 2, 3}) {
+    run_ranks(world, [&](gw_comm comm, int rank) {
+      auto step = [&](gw_reducer reducer, int s) {
+        auto gradient = normal(model.elements(), static_cast<unsigned>(s * world + rank));
+        auto at = model.addresses(gradient.data());
+        GW_EXPECT_OK(gw_reducer_allreduce(reducer, at.data(), nullptr));
+        return gradient;
+      };
+      capi::Reducer straight(comm, GetParam(), model);
+      for (int s = 0; s < kBefore; ++s) step(straight.handle, s);
+      auto state = straight.save();
+      EXPECT_EQ(state, straight.save()) << "saving changes nothing";
+
+      // One with steps behind it, which loading must undo.
+      capi::Reducer resumed(comm, GetParam(), model);
+      step(resumed.handle, 77);
+      GW_ASSERT_OK(gw_reducer_state_load(resumed.handle, state.data(), state.size()));
+      EXPECT_EQ(stats_of(resumed.handle).steps, kBefore);
+      EXPECT_EQ(stats_of(resumed.handle).wire_bytes, 0u);
+      EXPECT_EQ(resumed.save(), state);
+      for (int s = kBefore; s < kBefore + kAfter; ++s) {
+        auto a = step(straight.handle, s), b = step(resumed.handle, s);
+        EXPECT_EQ(a, b) << GetParam() << " world " << world << " step " << s;
+      }
+      EXPECT_EQ(straight.save(), resumed.save());
+    });
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(CApi, EverySpec,
+                         ::testing::Values("fp32", "bf16", "bf16:round=stochastic,schedule=ring",
+                                           "powersgd:rank=2", "powersgd:rank=4,start=2",
+                                           "powersgd:rank=2,wire=bf16", "powersgd:rank=3,ef=off"),
+                         [](const auto& info) {
+                           std::string text = info.param;
+                           for (char& c : text) c = std::isalnum(static_cast<unsigned char>(c)) ? c : '_';
+                           return text;
+                         });
+
+// The state is by tensor: it fits a reducer with other buckets, and with its tensors in another order.
+TEST(CApi, AStateSurvivesAnotherBucketSizeAndOrder) {
+  const Model model;
+  Model reversed;
+  for (auto* v : {&reversed.rows, &reversed.cols}) std::reverse(v->begin(), v->end());
+  std::reverse(reversed.names.begin(), reversed.names.end());
+  run_ranks(2, [&](gw_comm comm, int rank) {
+    capi::Reducer first(comm, "powersgd:rank=2", model, 1),
+        second(comm, "powersgd:rank=2", reversed, 1 << 20);
+    auto gradient = normal(model.elements(), static_cast<unsigned>(rank));
+    auto at = model.addresses(gradient.data());
+    GW_ASSERT_OK(gw_reducer_allreduce(first.handle, at.data(), nullptr));
+    auto state = first.save();
+    GW_ASSERT_OK(gw_reducer_state_load(second.handle, state.data(), state.size()));
+
+    // The next step by both, of the same gradients: summed over the ranks, the same up to rounding.
+    auto a = normal(model.elements(), 10u + static_cast<unsigned>(rank));
+    auto a_at = model.addresses(a.data());
+    std::vector<float> b(a.size());
+    auto b_at = reversed.addresses(b.data());
+    const size_t n = model.names.size();
+    for (size_t i = 0; i < n; ++i) std::memcpy(b_at[n - 1 - i], a_at[i], model.count(i) * sizeof(float));
+    GW_ASSERT_OK(gw_reducer_allreduce(first.handle, a_at.data(), nullptr));
+    GW_ASSERT_OK(gw_reducer_allreduce(second.handle, b_at.data(), nullptr));
+    for (size_t i = 0; i < n; ++i) {
+      for (size_t k = 0; k < model.count(i); ++k) {
+        ASSERT_NEAR(static_cast<float*>(a_at[i])[k], static_cast<float*>(b_at[n - 1 - i])[k], 1e-4)
+            << model.names[i];
+      }
+    }
+  });
+}
+
+TEST(CApi, AReducerOutlivesTheHandleOfItsCommunicator) {
+  const std::string name = capi::fresh_name();
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < 2; ++r) {
+    ranks.emplace_back([&, r] {
+      gw_comm comm = nullptr;
+      GW_ASSERT_OK(gw_comm_create(name.c_str(), r, 2, GW_HOST, 60'000, &comm));
+      const Model model;
+      capi::Reducer reducer(comm, "bf16", model);
+      GW_ASSERT_OK(gw_comm_destroy(comm));
+      auto gradient = normal(model.elements(), static_cast<unsigned>(r));
+      auto at = model.addresses(gradient.data());
+      GW_EXPECT_OK(gw_reducer_allreduce(reducer.handle, at.data(), nullptr));
+      GW_EXPECT_FAILS(GW_BAD_HANDLE, "destroyed", gw_comm_abort(comm, "too late"));
+    });
+  }
+  for (auto& t : ranks) t.join();
+}
+
+// Two reducers and an allreduce overlap on one communicator: what is issued in one order runs in that order.
+TEST(CApi, ReducersOfOneCommunicatorOverlapWithoutMixing) {
+  const Model model;
+  run_ranks(3, [&](gw_comm comm, int rank) {
+    std::vector<float> flat[2] = {std::vector<float>(model.elements()), std::vector<float>(model.elements())};
+    gw_reducer reducers[2] = {};
+    const auto n = static_cast<int32_t>(model.names.size());
+    for (int k = 0; k < 2; ++k) {
+      auto tensors = model.tensors(flat[k].data());
+      auto how = capi::options(4 << 10);
+      GW_ASSERT_OK(gw_reducer_create(comm, "fp32", tensors.data(), n, &how, &reducers[k]));
+    }
+    for (int s = 0; s < 20; ++s) {
+      for (int k = 0; k < 2; ++k) std::fill(flat[k].begin(), flat[k].end(), static_cast<float>(rank + k + s));
+      for (int k = 0; k < 2; ++k) {
+        for (int32_t i = 0; i < n; ++i) GW_ASSERT_OK(gw_reducer_ready(reducers[k], i, nullptr));
+      }
+      float one = 1;
+      GW_ASSERT_OK(gw_allreduce(comm, &one, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+      EXPECT_EQ(one, 3.0f);
+      for (int k = 1; k >= 0; --k) GW_ASSERT_OK(gw_reducer_wait(reducers[k], nullptr));
+      for (int k = 0; k < 2; ++k) {
+        for (float v : flat[k]) ASSERT_NEAR(v, 1.0f + k + s, 1e-5);
+      }
+    }
+    for (gw_reducer r : reducers) GW_EXPECT_OK(gw_reducer_destroy(r));
+  });
+}
+
+}  // namespace

@@ -1,0 +1,472 @@
+// Wrong use of every function of the C ABI: a status and a text, never a crash (run under AddressSanitizer
+// too).
+#include <sys/wait.h>
+#include <unistd.h>
+#include <zlib.h>
+
+#include <chrono>
+
+#include "tests/capi/ranks.h"
+
+namespace {
+
+using capi::Model;
+using capi::normal;
+using capi::run_ranks;
+using std::chrono::steady_clock;
+
+double seconds_since(steady_clock::time_point start) {
+  return std::chrono::duration<double>(steady_clock::now() - start).count();
+}
+
+gw_comm single() {
+  gw_comm comm = nullptr;
+  GW_EXPECT_OK(gw_comm_create(nullptr, 0, 1, GW_HOST, 1000, &comm));
+  return comm;
+}
+
+TEST(CApiErrors, CommCreateChecksEveryArgument) {
+  gw_comm untouched = reinterpret_cast<gw_comm>(1234);
+  gw_comm comm = untouched;
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "comm is null", gw_comm_create("local://x", 0, 2, GW_HOST, 1000, nullptr));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "rendezvous is null", gw_comm_create(nullptr, 0, 2, GW_HOST, 1000, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "rank is 2", gw_comm_create("local://x", 2, 2, GW_HOST, 1000, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "rank is -1", gw_comm_create("local://x", -1, 2, GW_HOST, 1000, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "world is 0", gw_comm_create("local://x", 0, 0, GW_HOST, 1000, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "timeout_ms is 0", gw_comm_create("local://x", 0, 2, GW_HOST, 0, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "device -2", gw_comm_create("local://x", 0, 2, -2, 1000, &comm));
+  GW_EXPECT_FAILS(GW_DEVICE_FAILED, "device 1000", gw_comm_create("local://x", 0, 2, 1000, 1000, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "lacks a name", gw_comm_create("local://", 0, 2, GW_HOST, 1000, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "none of", gw_comm_create("http://x", 0, 2, GW_HOST, 1000, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "none of", gw_comm_create("", 0, 2, GW_HOST, 1000, &comm));
+  EXPECT_EQ(comm, untouched) << "outputs are written on success only";
+}
+
+TEST(CApiErrors, FromNcclSaysWhatIsMissing) {
+  gw_comm comm = nullptr;
+  int not_nccl = 0;
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "nccl_comm is null", gw_comm_from_nccl(nullptr, 0, 1000, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "comm is null", gw_comm_from_nccl(&not_nccl, 0, 1000, nullptr));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "device", gw_comm_from_nccl(&not_nccl, GW_HOST, 1000, &comm));
+  GW_EXPECT_FAILS(GW_UNSUPPORTED, "NCCL", gw_comm_from_nccl(&not_nccl, 0, 1000, &comm));
+}
+
+TEST(CApiErrors, RanksThatMeetWronglyAreToldSo) {
+  gw_comm comm = nullptr;
+  const std::string name = capi::fresh_name();
+  GW_EXPECT_FAILS(GW_COMM_FAILED, "for rank 1, 2", gw_comm_create(name.c_str(), 0, 3, GW_HOST, 100, &comm));
+
+  // The name is free again. Two that both say they are rank 0: whoever comes second is refused, and becomes
+  // rank 1.
+  std::atomic<int> refused{0};
+  std::vector<std::thread> ranks;
+  for (int k = 0; k < 2; ++k) {
+    ranks.emplace_back([&] {
+      gw_comm mine = nullptr;
+      if (gw_comm_create(name.c_str(), 0, 2, GW_HOST, 60'000, &mine) != GW_OK) {
+        EXPECT_NE(std::string(gw_last_error()).find("there already"), std::string::npos) << gw_last_error();
+        ++refused;
+        GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "says world 3",
+                        gw_comm_create(name.c_str(), 1, 3, GW_HOST, 60'000, &mine));
+        GW_EXPECT_OK(gw_comm_create(name.c_str(), 1, 2, GW_HOST, 60'000, &mine));
+      }
+      GW_EXPECT_OK(gw_comm_destroy(mine));
+    });
+  }
+  for (auto& t : ranks) t.join();
+  EXPECT_EQ(refused, 1);
+}
+
+// Every function that takes a handle, with each way in which a handle can be wrong.
+TEST(CApiErrors, WrongHandlesAreRecognizedByEveryFunction) {
+  gw_comm comm = single(), dead_comm = single();
+  const Model model;
+  gw_reducer reducer = nullptr, dead_reducer = nullptr;
+  auto tensors = model.tensors();
+  const auto n = static_cast<int32_t>(tensors.size());
+  GW_ASSERT_OK(gw_reducer_create(comm, "fp32", tensors.data(), n, nullptr, &reducer));
+  GW_ASSERT_OK(gw_reducer_create(comm, "fp32", tensors.data(), n, nullptr, &dead_reducer));
+  GW_ASSERT_OK(gw_comm_destroy(dead_comm));
+  GW_ASSERT_OK(gw_reducer_destroy(dead_reducer));
+  int on_the_stack = 0;
+
+  float value = 0;
+  for (auto [handle, text] : {std::pair<void*, const char*>{nullptr, "is null"},
+                              {dead_comm, "was destroyed"},
+                              {reducer, "is not a handle"},
+                              {&on_the_stack, "is not a handle"},
+                              {reinterpret_cast<void*>(~uintptr_t{0}), "is not a handle"}}) {
+    auto c = static_cast<gw_comm>(handle);
+    gw_reducer out = nullptr;
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_comm_abort(c, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_allreduce(c, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_create(c, "fp32", tensors.data(), n, nullptr, &out));
+    if (handle != nullptr) GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_comm_destroy(c));
+  }
+  char state[64];
+  size_t size = 0;
+  gw_stats stats{};
+  stats.size = sizeof stats;
+  for (auto [handle, text] : {std::pair<void*, const char*>{nullptr, "is null"},
+                              {dead_reducer, "was destroyed"},
+                              {comm, "is not a handle"},
+                              {&on_the_stack, "is not a handle"}}) {
+    auto r = static_cast<gw_reducer>(handle);
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_allreduce(r, nullptr, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_ready(r, 0, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_wait(r, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_stats(r, &stats));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_state_size(r, &size));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_state_save(r, state, sizeof state));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_state_load(r, state, sizeof state));
+    if (handle != nullptr) GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_destroy(r));
+  }
+  GW_EXPECT_OK(gw_comm_destroy(nullptr));
+  GW_EXPECT_OK(gw_reducer_destroy(nullptr));
+  GW_EXPECT_OK(gw_reducer_destroy(reducer));
+  GW_EXPECT_OK(gw_comm_destroy(comm));
+}
+
+TEST(CApiErrors, AllreduceChecksEveryArgument) {
+  run_ranks(2, [](gw_comm comm, int) {
+    float value[2] = {1, 2};
+    auto call = [&](void* buf, int64_t count, int dtype, int op, const char* spec, void* stream) {
+      return gw_allreduce(comm, buf, count, dtype, op, spec, stream);
+    };
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "buf is null", call(nullptr, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "count is -1", call(value, -1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "dtype 7", call(value, 1, 7, GW_SUM, "fp32", nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "op 9", call(value, 1, GW_FLOAT32, 9, "fp32", nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "spec is null", call(value, 1, GW_FLOAT32, GW_SUM, nullptr, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "unknown method", call(value, 1, GW_FLOAT32, GW_SUM, "zip", nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "use a reducer",
+                    call(value, 1, GW_FLOAT32, GW_SUM, "powersgd:rank=2", nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "stream", call(value, 1, GW_FLOAT32, GW_SUM, "fp32", value));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "not aligned",
+                    call(reinterpret_cast<char*>(value) + 1, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    // None of this spoilt the communicator.
+    GW_EXPECT_OK(call(value, 2, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    EXPECT_EQ(value[0], 2.0f);
+  });
+}
+
+TEST(CApiErrors, ReducerCreateChecksEveryArgument) {
+  gw_comm comm = single();
+  const Model model;
+  gw_reducer reducer = nullptr;
+  auto create = [&](auto change) {
+    auto tensors = model.tensors();
+    change(tensors);
+    return gw_reducer_create(comm, "fp32", tensors.data(), static_cast<int32_t>(tensors.size()), nullptr,
+                             &reducer);
+  };
+  auto good = model.tensors();
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "spec is null",
+                  gw_reducer_create(comm, nullptr, good.data(), 1, nullptr, &reducer));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "rank='0'",
+                  gw_reducer_create(comm, "powersgd:rank=0", good.data(), 1, nullptr, &reducer));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "tensors is null",
+                  gw_reducer_create(comm, "fp32", nullptr, 1, nullptr, &reducer));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "n_tensors is -1",
+                  gw_reducer_create(comm, "fp32", good.data(), -1, nullptr, &reducer));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "reducer is null",
+                  gw_reducer_create(comm, "fp32", good.data(), 1, nullptr, nullptr));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_tensor.size is 0", create([](auto& t) { t[0].size = 0; }));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_tensor.size is 0", create([](auto& t) { t[3].size = 0; }));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_tensor.size is", create([](auto& t) { t[0].size = ~size_t{0}; }));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "same name", create([](auto& t) { t[1].name = t[0].name; }));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "rows -1", create([](auto& t) { t[1].rows = -1; }));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "too many",
+                  create([](auto& t) { t[1].rows = t[1].cols = int64_t{1} << 40; }));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "dtype 9", create([](auto& t) { t[1].dtype = 9; }));
+  GW_EXPECT_FAILS(GW_UNSUPPORTED, "GW_FLOAT32", create([](auto& t) { t[1].dtype = GW_BFLOAT16; }));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "4-byte aligned",
+                  create([](auto& t) { t[1].grad = reinterpret_cast<void*>(2); }));
+  auto how = capi::options();
+  how.size = 8;
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_reducer_options.size is 8",
+                  gw_reducer_create(comm, "fp32", good.data(), 1, &how, &reducer));
+  how = capi::options(-5);
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "bucket_bytes is -5",
+                  gw_reducer_create(comm, "fp32", good.data(), 1, &how, &reducer));
+  EXPECT_EQ(reducer, nullptr);
+  // No tensors at all, and one without a name, are legal.
+  GW_EXPECT_OK(gw_reducer_create(comm, "fp32", nullptr, 0, nullptr, &reducer));
+  GW_EXPECT_OK(gw_reducer_allreduce(reducer, nullptr, nullptr));
+  GW_EXPECT_OK(gw_reducer_destroy(reducer));
+  GW_EXPECT_OK(create([](auto& t) { t[1].name = nullptr; }));
+  GW_EXPECT_OK(gw_reducer_destroy(reducer));
+  GW_EXPECT_OK(gw_comm_destroy(comm));
+}
+
+// A caller compiled against a later header: longer structs are fine as long as what is new is zero.
+TEST(CApiErrors, StructsMayGrow) {
+  struct LaterTensor {
+    gw_tensor now;
+    int64_t later;
+  };
+  struct LaterOptions {
+    gw_reducer_options now;
+    int64_t later;
+  };
+  gw_comm comm = single();
+  const Model model;
+  std::vector<LaterTensor> tensors;
+  for (const gw_tensor& t : model.tensors()) {
+    tensors.push_back({t, 0});
+    tensors.back().now.size = sizeof(LaterTensor);
+  }
+  LaterOptions how{capi::options(), 0};
+  how.now.size = sizeof how;
+  gw_reducer reducer = nullptr;
+  const auto n = static_cast<int32_t>(tensors.size());
+  GW_ASSERT_OK(gw_reducer_create(comm, "fp32", &tensors[0].now, n, &how.now, &reducer));
+  GW_EXPECT_OK(gw_reducer_destroy(reducer));
+  how.later = 1;
+  GW_EXPECT_FAILS(GW_UNSUPPORTED, "does not know",
+                  gw_reducer_create(comm, "fp32", &tensors[0].now, n, &how.now, &reducer));
+  how.later = 0;
+  tensors[2].later = 1;
+  GW_EXPECT_FAILS(GW_UNSUPPORTED, "does not know",
+                  gw_reducer_create(comm, "fp32", &tensors[0].now, n, &how.now, &reducer));
+  GW_EXPECT_OK(gw_comm_destroy(comm));
+}
+
+TEST(CApiErrors, StepsOutOfOrderAreNamedAndCanBeMended) {
+  run_ranks(2, [](gw_comm comm, int rank) {
+    const Model model;
+    auto flat = normal(model.elements(), static_cast<unsigned>(rank));
+    auto at = model.addresses(flat.data());
+    const auto n = static_cast<int32_t>(at.size());
+    capi::Reducer r(comm, "bf16", model);
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "never said", gw_reducer_allreduce(r.handle, nullptr, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "never said", gw_reducer_ready(r.handle, 0, nullptr));
+    auto with_null = at;
+    with_null[1] = nullptr;
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "'tall' is null",
+                    gw_reducer_allreduce(r.handle, with_null.data(), nullptr));
+    with_null[1] = static_cast<char*>(at[1]) + 2;
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "4-byte aligned",
+                    gw_reducer_allreduce(r.handle, with_null.data(), nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "stream", gw_reducer_allreduce(r.handle, at.data(), at.data()));
+    GW_ASSERT_OK(gw_reducer_allreduce(r.handle, at.data(), nullptr));
+
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "tensor 99", gw_reducer_ready(r.handle, 99, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "tensor -1", gw_reducer_ready(r.handle, -1, nullptr));
+    for (int32_t i = 0; i + 1 < n; ++i) GW_ASSERT_OK(gw_reducer_ready(r.handle, i, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "twice", gw_reducer_ready(r.handle, 0, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "'square'", gw_reducer_wait(r.handle, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "middle of a step", gw_reducer_allreduce(r.handle, at.data(), nullptr));
+    size_t size = 0;
+    GW_EXPECT_OK(gw_reducer_state_size(r.handle, &size));
+    std::vector<char> state(size);
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "middle of a step", gw_reducer_state_save(r.handle, state.data(), size));
+    GW_EXPECT_OK(gw_reducer_ready(r.handle, n - 1, nullptr));
+    GW_EXPECT_OK(gw_reducer_wait(r.handle, nullptr));
+    GW_EXPECT_OK(gw_reducer_allreduce(r.handle, at.data(), nullptr));
+
+    gw_stats stats{};
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_stats.size is 0", gw_reducer_stats(r.handle, &stats));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "stats is null", gw_reducer_stats(r.handle, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "size is null", gw_reducer_state_size(r.handle, nullptr));
+  });
+}
+
+TEST(CApiErrors, AWrongStateIsRefusedAndChangesNothing) {
+  run_ranks(2, [](gw_comm comm, int rank) {
+    const Model model;
+    auto step = [&](gw_reducer reducer) {
+      auto flat = normal(model.elements(), static_cast<unsigned>(rank));
+      auto at = model.addresses(flat.data());
+      GW_EXPECT_OK(gw_reducer_allreduce(reducer, at.data(), nullptr));
+    };
+    capi::Reducer r(comm, "powersgd:rank=2", model);
+    step(r.handle);
+    const auto good = r.save();
+    auto load = [&](const std::vector<char>& state) {
+      return gw_reducer_state_load(r.handle, state.data(), state.size());
+    };
+    std::vector<char> room(good.size() + 100);
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "state is null", gw_reducer_state_save(r.handle, nullptr, room.size()));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "needs", gw_reducer_state_save(r.handle, room.data(), good.size() - 1));
+    GW_EXPECT_OK(gw_reducer_state_save(r.handle, room.data(), room.size()));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "state is null", gw_reducer_state_load(r.handle, nullptr, 100));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "too early", gw_reducer_state_load(r.handle, good.data(), 0));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "not a state", load(std::vector<char>(1000, 'x')));
+    for (size_t size : {good.size() / 2, good.size() - 1}) {
+      GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "bytes", load(std::vector<char>(good.begin(), good.begin() + size)));
+    }
+    auto damaged = good;
+    damaged[damaged.size() - 3] ^= 1;
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "damaged", load(damaged));
+    damaged = good;
+    damaged[8] = 9;
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "version 9", load(damaged));
+
+    {
+      capi::Reducer other(comm, "powersgd:rank=3", model);
+      GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "powersgd:rank=3", load(other.save()));
+    }
+    {
+      Model renamed;
+      renamed.names[1] = "taller";
+      capi::Reducer other(comm, "powersgd:rank=2", renamed);
+      GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "'taller'", load(other.save()));
+    }
+    {
+      Model reshaped;
+      std::swap(reshaped.rows[1], reshaped.cols[1]);
+      capi::Reducer other(comm, "powersgd:rank=2", reshaped);
+      GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "31 x 129", load(other.save()));
+    }
+    {
+      Model fewer;
+      fewer.names.pop_back();
+      capi::Reducer other(comm, "powersgd:rank=2", fewer);
+      GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "6 tensors", load(other.save()));
+    }
+    // The other rank's state, in which only the rank differs.
+    auto others = good;
+    auto at =
+        std::search(others.begin(), others.end(), std::begin("rank 0 of 2"), std::begin("rank 0 of 2") + 5);
+    ASSERT_NE(at, others.end());
+    at[5] = at[5] == '0' ? '1' : '0';
+    uint32_t crc = static_cast<uint32_t>(
+        crc32(0, reinterpret_cast<const Bytef*>(others.data()) + 40, static_cast<uInt>(others.size() - 40)));
+    std::memcpy(&others[12], &crc, 4);
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "of another reducer", load(others));
+
+    EXPECT_EQ(r.save(), good);
+    GW_EXPECT_OK(load(good));
+  });
+}
+
+// States that lie: random bytes changed, with a checksum that agrees. Whatever they say, nothing is read or
+// written out of bounds.
+TEST(CApiErrors, NoStateIsTrusted) {
+  run_ranks(2, [](gw_comm comm, int rank) {
+    const Model model;
+    capi::Reducer r(comm, "powersgd:rank=2", model);
+    const auto good = r.save();
+    std::mt19937 random(static_cast<unsigned>(rank));
+    int refused = 0;
+    for (int k = 0; k < 2000; ++k) {
+      auto state = good;
+      for (int change = 0; change < 4; ++change) {
+        // Mostly into headers, which are at the front and between the tensors' floats.
+        size_t at = k % 2 == 0 ? random() % 400 : random() % state.size();
+        state[at] = static_cast<char>(k % 3 == 0 ? random() : state[at] ^ (1 << random() % 8));
+      }
+      if (k % 5 == 0) {
+        state.resize(random() % state.size());
+        uint64_t bytes = state.size();
+        if (bytes >= 40) std::memcpy(&state[16], &bytes, 8);
+      }
+      if (state.size() >= 40) {
+        auto crc = static_cast<uint32_t>(crc32(0, reinterpret_cast<const Bytef*>(state.data()) + 40,
+                                               static_cast<uInt>(state.size() - 40)));
+        std::memcpy(&state[12], &crc, 4);
+      }
+      refused += gw_reducer_state_load(r.handle, state.data(), state.size()) != GW_OK;
+    }
+    EXPECT_GT(refused, 500);
+    GW_EXPECT_OK(gw_reducer_state_load(r.handle, good.data(), good.size()));
+  });
+}
+
+TEST(CApiErrors, AnAbsentPeerFailsTheCallWithinTheDeadline) {
+  run_ranks(3, 800, [](gw_comm comm, int rank) {
+    if (rank == 2) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1600));
+      return;
+    }
+    const Model model;
+    capi::Reducer r(comm, "powersgd:rank=2", model);
+    auto flat = normal(model.elements(), static_cast<unsigned>(rank));
+    auto at = model.addresses(flat.data());
+    auto start = steady_clock::now();
+    GW_EXPECT_FAILS(GW_COMM_FAILED, "rank 2", gw_reducer_allreduce(r.handle, at.data(), nullptr));
+    EXPECT_LT(seconds_since(start), 30.0);
+    // Final, and at once.
+    start = steady_clock::now();
+    float value = 0;
+    GW_EXPECT_FAILS(GW_COMM_FAILED, "", gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    EXPECT_NE(GW_OK, gw_reducer_allreduce(r.handle, at.data(), nullptr));
+  });
+}
+
+TEST(CApiErrors, AbortEndsACallThatWaits) {
+  run_ranks(2, 120'000, [](gw_comm comm, int rank) {
+    if (rank == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));
+      GW_EXPECT_OK(gw_comm_abort(comm, "the watchdog barked"));
+      return;
+    }
+    float value = 0;
+    auto start = steady_clock::now();
+    GW_EXPECT_FAILS(GW_COMM_FAILED, "the watchdog barked",
+                    gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    EXPECT_LT(seconds_since(start), 60.0);
+  });
+}
+
+TEST(CApiErrors, RanksThatDisagreeAreToldSo) {
+  run_ranks(2, [](gw_comm comm, int rank) {
+    std::vector<float> buffer(100);
+    GW_EXPECT_FAILS(GW_COMM_FAILED, "gw_allreduce",
+                    gw_allreduce(comm, buffer.data(), 100 - rank * 40, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+  });
+}
+
+TEST(CApiErrors, TheTextBelongsToTheThread) {
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "comm is null", gw_comm_create(nullptr, 0, 1, GW_HOST, 1000, nullptr));
+  std::thread([] {
+    EXPECT_STREQ(gw_last_error(), "");
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, "is null", gw_comm_abort(nullptr, nullptr));
+  }).join();
+  EXPECT_NE(std::string(gw_last_error()).find("comm is null"), std::string::npos);
+}
+
+TEST(CApiErrors, HandlesMayBeDestroyedWhileOthersUseThem) {
+  for (int round = 0; round < 30; ++round) {
+    gw_comm comm = single();
+    std::vector<std::thread> users;
+    for (int k = 0; k < 3; ++k) {
+      users.emplace_back([comm] {
+        const Model model;
+        std::vector<float> flat(model.elements());
+        auto tensors = model.tensors(flat.data());
+        for (int i = 0; i < 20; ++i) {
+          gw_reducer reducer = nullptr;
+          gw_status status = gw_reducer_create(comm, "bf16", tensors.data(),
+                                               static_cast<int32_t>(tensors.size()), nullptr, &reducer);
+          if (status == GW_OK) {
+            GW_EXPECT_OK(gw_reducer_allreduce(reducer, nullptr, nullptr));
+            GW_EXPECT_OK(gw_reducer_destroy(reducer));
+          } else {
+            EXPECT_EQ(status, GW_BAD_HANDLE);
+          }
+        }
+      });
+    }
+    GW_EXPECT_OK(gw_comm_destroy(comm));
+    for (auto& t : users) t.join();
+  }
+}
+
+TEST(CApiErrors, AForkIsToldThatTheHandleIsNotItsOwn) {
+  gw_comm comm = single();
+  pid_t child = fork();
+  if (child == 0) {
+    float value = 0;
+    bool refused = gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr) == GW_BAD_HANDLE &&
+                   std::strstr(gw_last_error(), "fork") != nullptr && gw_comm_destroy(comm) == GW_BAD_HANDLE;
+    _exit(refused ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  GW_EXPECT_OK(gw_comm_destroy(comm));
+}
+
+}  // namespace

@@ -1,0 +1,64 @@
+#!/usr/bin/env python3
+"""Installs the library below the build folder, then builds and runs the examples against it, from outside the tree:
+with find_package(gradwire), and with the flags that gradwire.pc gives (through pkg-config where there is one).
+"""
+import argparse
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+
+def run(*command: object, **keywords: object) -> str:
+    print("+", *command, flush=True)
+    done = subprocess.run([str(c) for c in command], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **keywords)
+    print(done.stdout, end="", flush=True)
+    if done.returncode != 0:
+        sys.exit(f"FAILED: exit code {done.returncode}")
+    return done.stdout
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name in ("cmake", "build", "examples", "cc"):
+        arguments.add_argument(f"--{name}", required=True)
+    options = arguments.parse_args()
+    prefix = pathlib.Path(options.build, "installed")
+    shutil.rmtree(prefix, ignore_errors=True)
+    run(options.cmake, "--install", options.build, "--prefix", prefix, "--component", "library")
+
+    with tempfile.TemporaryDirectory() as folder:
+        moved = pathlib.Path(folder, "moved")  # an installed tree may go elsewhere
+        shutil.copytree(prefix, moved, symlinks=True)
+        examples = shutil.copytree(options.examples, pathlib.Path(folder, "examples"))
+        build = pathlib.Path(folder, "build")
+        run(options.cmake, "-S", examples, "-B", build, f"-DCMAKE_PREFIX_PATH={moved}", "-DCMAKE_BUILD_TYPE=Release")
+        run(options.cmake, "--build", build)
+        for example in ("allreduce", "overlap"):
+            output = run(build / example, timeout=120)
+            if "rank 0" not in output or "rank 1" not in output:
+                sys.exit(f"FAILED: {example} did not report both ranks")
+
+        pc, = moved.glob("**/gradwire.pc")
+        if shutil.which("pkg-config"):
+            flags = run("pkg-config", "--cflags", "--libs", "gradwire", env={**os.environ, "PKG_CONFIG_PATH": str(pc.parent)}).split()
+        else:
+            print("no pkg-config here: its file is expanded by this script")
+            text = pc.read_text().replace("${pcfiledir}", str(pc.parent))
+            values = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+            flags = " ".join(line.split(":", 1)[1] for line in text.splitlines() if line.startswith(("Cflags", "Libs")))
+            for _ in range(3):
+                for name, value in values.items():
+                    flags = flags.replace("${%s}" % name, value)
+            flags = flags.split()
+        program = pathlib.Path(folder, "with_pkg_config")
+        run(options.cc, "-std=c++17", examples / "overlap.cpp", "-o", program, *flags, "-pthread")
+        library_dir = next(moved.glob("**/libgradwire.so")).parent
+        run(program, env={**os.environ, "LD_LIBRARY_PATH": str(library_dir)}, timeout=120)
+    print("installed, found by find_package and by pkg-config, built and run outside the tree")
+
+
+if __name__ == "__main__":
+    main()

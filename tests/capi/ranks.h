@@ -1,0 +1,133 @@
+// Ranks as threads that meet through "local://", for tests of the C ABI.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "collectives/gradwire.h"
+
+#define GW_EXPECT_OK(call) EXPECT_EQ(GW_OK, (call)) << gw_last_error()
+#define GW_ASSERT_OK(call) ASSERT_EQ(GW_OK, (call)) << gw_last_error()
+// The call fails with `status`, and its text holds `part`.
+#define GW_EXPECT_FAILS(status, part, call)                                                   \
+  do {                                                                                        \
+    EXPECT_EQ(status, (call)) << gw_last_error();                                             \
+    EXPECT_NE(std::string(gw_last_error()).find(part), std::string::npos) << gw_last_error(); \
+  } while (false)
+
+namespace capi {
+
+inline std::string fresh_name() {
+  static std::atomic<int> next{0};
+  return "local://group" + std::to_string(next++);
+}
+
+inline void run_ranks(int world, int64_t timeout_ms, const std::function<void(gw_comm, int)>& body) {
+  const std::string name = fresh_name();
+  std::vector<std::thread> threads;
+  for (int r = 0; r < world; ++r) {
+    threads.emplace_back([&, r] {
+      gw_comm comm = nullptr;
+      GW_ASSERT_OK(gw_comm_create(name.c_str(), r, world, GW_HOST, timeout_ms, &comm));
+      body(comm, r);
+      GW_EXPECT_OK(gw_comm_destroy(comm));
+    });
+  }
+  for (auto& t : threads) t.join();
+}
+inline void run_ranks(int world, const std::function<void(gw_comm, int)>& body) {
+  run_ranks(world, 60'000, body);
+}
+
+inline std::vector<float> normal(size_t count, unsigned seed) {
+  std::mt19937 generator(seed);
+  std::normal_distribution<float> distribution;
+  std::vector<float> values(count);
+  for (float& v : values) v = distribution(generator);
+  return values;
+}
+
+// A small model: matrices worth compressing, one that is not, vectors, a scalar, an empty tensor.
+struct Model {
+  std::vector<std::string> names{"bias", "tall", "wide", "tiny", "scalar", "empty", "square"};
+  std::vector<int64_t> rows{37, 129, 17, 3, 1, 0, 64}, cols{1, 31, 203, 3, 1, 5, 64};
+
+  size_t count(size_t i) const { return static_cast<size_t>(rows[i] * cols[i]); }
+  size_t elements() const {
+    size_t sum = 0;
+    for (size_t i = 0; i < names.size(); ++i) sum += count(i);
+    return sum;
+  }
+  // One behind the other from `flat`.
+  std::vector<void*> addresses(float* flat) const {
+    std::vector<void*> all;
+    for (size_t i = 0; i < names.size(); ++i) {
+      all.push_back(flat);
+      flat += count(i);
+    }
+    return all;
+  }
+  std::vector<gw_tensor> tensors(float* flat = nullptr) const {
+    std::vector<gw_tensor> all;
+    auto at = addresses(flat);
+    for (size_t i = 0; i < names.size(); ++i) {
+      gw_tensor t;
+      std::memset(&t, 0, sizeof t);
+      t.size = sizeof t;
+      t.name = names[i].c_str();
+      t.rows = rows[i];
+      t.cols = cols[i];
+      t.dtype = GW_FLOAT32;
+      t.grad = flat == nullptr ? nullptr : at[i];
+      all.push_back(t);
+    }
+    return all;
+  }
+};
+
+inline gw_reducer_options options(int64_t bucket_bytes = 0) {
+  gw_reducer_options o;
+  std::memset(&o, 0, sizeof o);
+  o.size = sizeof o;
+  o.bucket_bytes = bucket_bytes;
+  return o;
+}
+
+inline gw_stats stats_of(gw_reducer reducer) {
+  gw_stats s;
+  std::memset(&s, 0, sizeof s);
+  s.size = sizeof s;
+  GW_EXPECT_OK(gw_reducer_stats(reducer, &s));
+  return s;
+}
+
+// A reducer that dies with its scope.
+struct Reducer {
+  Reducer(gw_comm comm, const std::string& spec, const Model& model, int64_t bucket_bytes = 16 << 10) {
+    auto tensors = model.tensors();
+    auto how = options(bucket_bytes);
+    GW_EXPECT_OK(gw_reducer_create(comm, spec.c_str(), tensors.data(), static_cast<int32_t>(tensors.size()),
+                                   &how, &handle));
+  }
+  ~Reducer() { GW_EXPECT_OK(gw_reducer_destroy(handle)); }
+  Reducer(const Reducer&) = delete;
+
+  std::vector<char> save() const {
+    size_t size = 0;
+    GW_EXPECT_OK(gw_reducer_state_size(handle, &size));
+    std::vector<char> state(size);
+    GW_EXPECT_OK(gw_reducer_state_save(handle, state.data(), state.size()));
+    return state;
+  }
+
+  gw_reducer handle = nullptr;
+};
+
+}  // namespace capi
