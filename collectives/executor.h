@@ -25,8 +25,12 @@
 #include "collectives/transport/transport.h"
 #include "kernels/bf16.h"
 #include "kernels/fp32.h"
+#include "kernels/fp8.h"
 
 namespace gradwire {
+
+// Bytes that `count` values take on a wire.
+int64_t wire_bytes(Wire wire, int64_t count);
 
 class Allreduce {
  public:
@@ -60,10 +64,13 @@ class Allreduce {
     std::vector<Transfer> transfers;
     ExchangeLabel label;
   };
-  using Operation = std::variant<Exchange, Bf16DecodeAddEncode, Bf16Decode, Fp32Reduce>;
+  using Operation =
+      std::variant<Exchange, Bf16DecodeAddEncode, Bf16Decode, Fp8DecodeAddEncode, Fp8Decode, Fp32Reduce>;
 
-  // Walks the schedule and emits operations_ for a workspace at `base`; returns the bytes it needs.
+  class Compiler;
+  // Emits operations_ for a workspace at `base`; returns the bytes it needs.
   size_t compile(std::byte* base);
+  uint64_t tag() const;
 
   Transport& transport_;
   const Schedule schedule_;

@@ -13,8 +13,8 @@ namespace gradwire {
 namespace {
 
 constexpr std::string_view kGrammar =
-    "; a spec is fp32 | bf16[:round=nearest|stochastic] | "
-    "powersgd:rank=R[,wire=fp32|bf16][,start=N][,warm=on|off]"
+    "; a spec is fp32 | bf16[:round=nearest|stochastic] | fp8[:round=nearest|stochastic] | "
+    "powersgd:rank=R[,wire=fp32|bf16|fp8][,start=N][,warm=on|off]"
     "[,min_ratio=X][,seed=S], with ,ef=on|off and ,schedule=auto|ring|tree|two_shot|hierarchical on any of "
     "them";
 
@@ -51,7 +51,8 @@ T number(std::string_view text, std::string_view key, std::string_view value, T 
 }
 
 const std::vector<std::pair<std::string_view, bool>> kOnOff{{"on", true}, {"off", false}};
-const std::vector<std::pair<std::string_view, Wire>> kWires{{"fp32", Wire::fp32}, {"bf16", Wire::bf16}};
+const std::vector<std::pair<std::string_view, Wire>> kWires{
+    {"fp32", Wire::fp32}, {"bf16", Wire::bf16}, {"fp8", Wire::fp8}};
 const std::vector<std::pair<std::string_view, Rounding>> kRoundings{{"nearest", Rounding::nearest},
                                                                     {"stochastic", Rounding::stochastic}};
 const std::vector<std::pair<std::string_view, ScheduleKind>> kSchedules{
@@ -92,6 +93,8 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
     spec.wire = Wire::fp32;
   } else if (method == "bf16") {
     spec.wire = Wire::bf16;
+  } else if (method == "fp8") {
+    spec.wire = Wire::fp8;
   } else if (method == "powersgd") {
     spec.method = Method::powersgd;
   } else {
@@ -102,7 +105,7 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
   std::map<std::string_view, std::function<void(std::string_view)>> options;
   options["ef"] = [&](std::string_view v) { spec.error_feedback = choose(text, "ef", v, kOnOff); };
   options["schedule"] = [&](std::string_view v) { spec.schedule = choose(text, "schedule", v, kSchedules); };
-  if (method == "bf16" || powersgd) {
+  if (method == "bf16" || method == "fp8" || powersgd) {
     options["round"] = [&](std::string_view v) { spec.rounding = choose(text, "round", v, kRoundings); };
   }
   if (powersgd) {
@@ -141,7 +144,7 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
     option->second(item.substr(equals + 1));
   }
   if (spec.rounding == Rounding::stochastic && spec.wire == Wire::fp32) {
-    bad(text, "round=stochastic needs a 16-bit wire; add wire=bf16");
+    bad(text, "round=stochastic needs a wire that rounds; add wire=bf16 or wire=fp8");
   }
   return spec;
 }

@@ -13,7 +13,7 @@
 
 namespace gradwire {
 
-enum class Wire : uint8_t { fp32, bf16 };
+enum class Wire : uint8_t { fp32, bf16, fp8 };
 enum class ScheduleKind : uint8_t { automatic, ring, tree, two_shot, hierarchical };
 
 struct CompressionSpec {

@@ -89,7 +89,7 @@ TEST_P(AllreduceTest, Fp32SumsIntegersExactly) {
 TEST_P(AllreduceTest, EveryRankEndsWithTheSameBits) {
   for (int world : {2, 3, 5, 8}) {
     for (const Schedule& schedule : schedules(world)) {
-      for (Wire wire : {Wire::fp32, Wire::bf16}) {
+      for (Wire wire : {Wire::fp32, Wire::bf16, Wire::fp8}) {
         std::vector<std::vector<float>> inputs;
         for (int r = 0; r < world; ++r) inputs.push_back(testing::normal(1003, 10 + r));
         Outcome outcome = allreduce(GetParam(), schedule, inputs, {},

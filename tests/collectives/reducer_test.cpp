@@ -156,9 +156,10 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Combine(::testing::ValuesIn(available_devices()),
                        ::testing::Values("fp32:schedule=ring", "fp32:schedule=two_shot", "bf16:schedule=ring",
                                          "bf16:schedule=two_shot", "bf16:round=stochastic,schedule=ring",
-                                         "bf16:round=stochastic,schedule=two_shot",
-                                         "powersgd:rank=1,schedule=ring", "powersgd:rank=4,schedule=two_shot",
-                                         "powersgd:rank=2,schedule=ring",
+                                         "bf16:round=stochastic,schedule=two_shot", "fp8:schedule=ring",
+                                         "fp8:schedule=two_shot", "fp8:round=stochastic",
+                                         "powersgd:rank=4,wire=fp8", "powersgd:rank=1,schedule=ring",
+                                         "powersgd:rank=4,schedule=two_shot", "powersgd:rank=2,schedule=ring",
                                          "powersgd:rank=4,wire=bf16,schedule=ring",
                                          "powersgd:rank=3,wire=bf16,schedule=two_shot",
                                          "powersgd:rank=4,warm=off", "powersgd:rank=4,start=50",
@@ -170,8 +171,8 @@ class HardGradients : public ::testing::TestWithParam<Device> {};
 
 // Rank 1 and 2 are where torch's hook turns a zero gradient into NaN for ever.
 TEST_P(HardGradients, AZeroFirstGradientIsNeitherNanNorStuckAtZero) {
-  for (const char* spec :
-       {"powersgd:rank=1", "powersgd:rank=2", "powersgd:rank=4", "powersgd:rank=4,wire=bf16", "bf16"}) {
+  for (const char* spec : {"powersgd:rank=1", "powersgd:rank=2", "powersgd:rank=4",
+                           "powersgd:rank=4,wire=bf16", "bf16", "fp8"}) {
     run_ranks(3, GetParam(), [&](Communicator& comm) {
       Rank rank(comm, spec, model(), 1 << 20);
       auto zeros = gradients_for(rank.tensors, 1);
@@ -205,7 +206,7 @@ TEST_P(HardGradients, AZeroFirstGradientIsNeitherNanNorStuckAtZero) {
 }
 
 TEST_P(HardGradients, AFrozenLayerStaysZeroAndDisturbsNobody) {
-  for (const char* spec : {"powersgd:rank=2", "powersgd:rank=4,wire=bf16", "bf16"}) {
+  for (const char* spec : {"powersgd:rank=2", "powersgd:rank=4,wire=bf16", "bf16", "fp8"}) {
     run_ranks(2, GetParam(), [&](Communicator& comm) {
       Rank rank(comm, spec, model(), 1 << 20);
       for (int s = 0; s < 10; ++s) {
@@ -224,7 +225,8 @@ TEST_P(HardGradients, AFrozenLayerStaysZeroAndDisturbsNobody) {
 // step.
 TEST_P(HardGradients, ANanIsSeenOnceAndContained) {
   for (float poison : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
-    for (const char* spec : {"fp32", "bf16", "bf16:schedule=ring", "powersgd:rank=1", "powersgd:rank=4",
+    for (const char* spec : {"fp32", "bf16", "bf16:schedule=ring", "fp8", "fp8:schedule=ring",
+                             "powersgd:rank=4,wire=fp8", "powersgd:rank=1", "powersgd:rank=4",
                              "powersgd:rank=4,wire=bf16", "powersgd:rank=4,schedule=ring"}) {
       for (int victim : {0, 1, 2, 6}) {
         run_ranks(3, GetParam(), [&](Communicator& comm) {
@@ -254,7 +256,7 @@ TEST_P(HardGradients, ANanIsSeenOnceAndContained) {
 }
 
 TEST_P(HardGradients, HugeGradientsSurviveTheWire) {
-  for (const char* spec : {"bf16", "bf16:schedule=ring"}) {
+  for (const char* spec : {"bf16", "bf16:schedule=ring", "fp8"}) {
     run_ranks(2, GetParam(), [&](Communicator& comm) {
       Rank rank(comm, spec, {{"huge", {100}}}, 1 << 20);
       std::vector<std::vector<float>> gradients{std::vector<float>(100, 3.4e38f)};

@@ -8,10 +8,11 @@ namespace gradwire {
 namespace {
 
 TEST(Spec, TextSurvivesARoundTrip) {
-  for (const char* text : {"fp32", "bf16", "bf16:round=stochastic",
-                           "powersgd:rank=1,wire=bf16,start=1000,warm=off,min_ratio=1.5,seed=7",
-                           "powersgd:rank=4", "fp32:schedule=ring", "bf16:ef=off,schedule=two_shot",
-                           "powersgd:rank=64,ef=off", "powersgd:rank=2,wire=bf16,round=stochastic"}) {
+  for (const char* text :
+       {"fp32", "bf16", "bf16:round=stochastic", "fp8", "fp8:round=stochastic", "powersgd:rank=4,wire=fp8",
+        "powersgd:rank=1,wire=bf16,start=1000,warm=off,min_ratio=1.5,seed=7", "powersgd:rank=4",
+        "fp32:schedule=ring", "bf16:ef=off,schedule=two_shot", "powersgd:rank=64,ef=off",
+        "powersgd:rank=2,wire=bf16,round=stochastic"}) {
     CompressionSpec spec = CompressionSpec::parse(text);
     EXPECT_EQ(spec.to_string(), text);
     EXPECT_EQ(CompressionSpec::parse(spec.to_string()), spec);
