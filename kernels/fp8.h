@@ -37,7 +37,7 @@ struct Fp8Encode {
   float* out = nullptr;         // (count) optional, may equal grad
   float out_scale = 1.0f;
   int64_t count = 0;
-  Bf16Rounding rounding;
+  Bf16Rounding rounding = {};
 };
 GW_DECLARE_OP(fp8_encode, Fp8Encode)
 
@@ -70,7 +70,7 @@ struct Fp8DecodeAddEncode {
   float* out = nullptr;
   float out_scale = 1.0f;
   int64_t count = 0;
-  Bf16Rounding rounding;
+  Bf16Rounding rounding = {};
 };
 GW_DECLARE_OP(fp8_decode_add_encode, Fp8DecodeAddEncode)
 

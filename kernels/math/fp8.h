@@ -4,7 +4,7 @@
 // mantissa; largest finite 448, smallest normal 2^-6, quantum below that 2^-9; no infinity; 0x7f and 0xff are
 // NaN.
 //
-// A block's scale is a power of two, 2^k with k from -126 to 120, stored as the byte k + 127 (OCP
+// A block's scale is a power of two, 2^k with k from -126 to 119, stored as the byte k + 127 (OCP
 // Microscaling's E8M0). So scaling is exact, E4M3's own exponent does the rest, and a scale is never zero.
 #pragma once
 
@@ -66,6 +66,7 @@ GW_HD uint8_t float_to_e4m3_stochastic(float value, uint32_t random) {
 GW_HD uint8_t fp8_scale_byte(uint32_t largest_bits) {
   int32_t exponent = static_cast<int32_t>(largest_bits >> 23);
   int32_t byte = exponent - 8 + ((largest_bits & 0x7fffffu) > 0x600000u ? 1 : 0);
+  byte = byte > 246 ? 246 : byte;  // 448 * 2^120 is no float: values above 1.75 * 2^127 saturate instead
   return static_cast<uint8_t>(byte < 1 ? 1 : byte);
 }
 GW_HD float fp8_scale(uint8_t byte) {
