@@ -1,5 +1,6 @@
 #include "collectives/communicator.h"
 
+#include "collectives/transport/gloo.h"
 #include "collectives/transport/local.h"
 
 namespace gradwire {
@@ -11,6 +12,10 @@ std::vector<std::unique_ptr<Communicator>> Communicator::create_local(const std:
     communicators.push_back(std::make_unique<Communicator>(std::move(transport)));
   }
   return communicators;
+}
+
+std::unique_ptr<Communicator> Communicator::create_gloo(const GlooOptions& options) {
+  return std::make_unique<Communicator>(make_gloo_transport(options));
 }
 
 std::unique_ptr<Communicator> Communicator::create_single(Device device) {

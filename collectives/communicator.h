@@ -11,6 +11,7 @@
 
 namespace gradwire {
 
+struct GlooOptions;
 class Transport;
 
 class Communicator {
@@ -20,6 +21,9 @@ class Communicator {
   // CommError on every rank.
   static std::vector<std::unique_ptr<Communicator>> create_local(const std::vector<Device>& devices,
                                                                  std::chrono::milliseconds timeout);
+  // One rank of a group of processes, on the host. Blocks until all ranks are there; throws CommError at the
+  // timeout. See transport/gloo.h.
+  static std::unique_ptr<Communicator> create_gloo(const GlooOptions& options);
   // A world of 1.
   static std::unique_ptr<Communicator> create_single(Device device);
   explicit Communicator(std::unique_ptr<Transport> transport);

@@ -1,0 +1,178 @@
+#include "collectives/rendezvous/membership.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstdio>
+#include <fstream>
+#include <random>
+#include <sstream>
+#include <thread>
+
+#include "kernels/error.h"
+
+namespace gradwire {
+namespace {
+
+using std::chrono::milliseconds;
+
+// Where rank 0's store may be found.
+struct Meeting {
+  std::vector<Endpoint> endpoints;
+  std::string token;
+};
+
+constexpr const char* kFileMagic = "gradwire-rendezvous-1";
+
+Endpoint parse_tcp(const std::string& rendezvous) {
+  auto bad = [&](const std::string& why) {
+    return BadInput("rendezvous '" + rendezvous + "': " + why + "; give tcp://host:port or file:///path");
+  };
+  std::string rest = rendezvous.substr(6);
+  size_t colon = rest.rfind(':');
+  if (colon == std::string::npos || colon == 0) throw bad("no host and port");
+  Endpoint endpoint{rest.substr(0, colon), 0};
+  if (endpoint.host.starts_with("[") && endpoint.host.ends_with("]")) {
+    endpoint.host = endpoint.host.substr(1, endpoint.host.size() - 2);
+  }
+  const char *begin = rest.data() + colon + 1, *end = rest.data() + rest.size();
+  auto [parsed, error] = std::from_chars(begin, end, endpoint.port);
+  if (error != std::errc() || parsed != end || endpoint.port < 1 || endpoint.port > 65535) {
+    throw bad("'" + std::string(begin, end) + "' is not a port");
+  }
+  return endpoint;
+}
+
+std::string random_token() {
+  std::random_device device;
+  char text[17];
+  std::snprintf(text, sizeof text, "%08x%08x", device(), device());
+  return text;
+}
+
+// Other ranks see the file whole or not at all.
+void publish(const std::string& path, const std::string& token, int port) {
+  std::string scratch = path + "." + token;
+  std::ofstream file(scratch);
+  file << kFileMagic << "\n" << token << " " << port;
+  for (const std::string& address : own_addresses()) file << " " << address;
+  file << "\n";
+  file.close();
+  if (!file || std::rename(scratch.c_str(), path.c_str()) != 0) {
+    std::remove(scratch.c_str());
+    throw BadInput("rendezvous file " + path +
+                   " cannot be written; name a file in a folder that all ranks share");
+  }
+}
+
+// Nothing while there is no such file.
+Meeting read_meeting(const std::string& path) {
+  std::ifstream file(path);
+  std::string magic;
+  Meeting meeting;
+  int port = 0;
+  if (!(file >> magic >> meeting.token >> port) || magic != kFileMagic) return {};
+  for (std::string address; file >> address;) meeting.endpoints.push_back({address, port});
+  return meeting;
+}
+
+}  // namespace
+
+Membership::Membership(const GroupOptions& options) : options_(options) {
+  const std::string& rendezvous = options.rendezvous;
+  const int rank = options.rank, world = options.world;
+  if (world < 1 || rank < 0 || rank >= world) {
+    throw BadInput("there is no rank " + std::to_string(rank) + " in a group of " + std::to_string(world));
+  }
+  const auto deadline = SteadyClock::now() + options.timeout;
+  std::string path;
+  Meeting meeting;
+  if (rendezvous.starts_with("tcp://")) {
+    meeting = {{parse_tcp(rendezvous)}, "tcp"};
+    if (rank == 0) server_ = std::make_unique<StoreServer>(meeting.endpoints[0], world, meeting.token);
+  } else if (rendezvous.starts_with("file://") && rendezvous.size() > 7) {
+    path = rendezvous.substr(7);
+    if (rank == 0) {
+      meeting.token = random_token();
+      server_ = std::make_unique<StoreServer>(Endpoint{"", 0}, world, meeting.token);
+      publish(path, meeting.token, server_->port());
+      published_file_ = path;
+      token_ = meeting.token;
+    }
+  } else {
+    throw BadInput("rendezvous '" + rendezvous + "': unknown kind; give tcp://host:port or file:///path");
+  }
+  // Rank 0 goes to itself by the shortest way.
+  if (rank == 0) {
+    Endpoint own = path.empty() ? meeting.endpoints[0] : Endpoint{"127.0.0.1", server_->port()};
+    meeting.endpoints = {own};
+  }
+
+  std::string why = path.empty() ? "" : "no rendezvous file " + path;
+  while (!client_) {
+    if (!path.empty() && rank != 0) meeting = read_meeting(path);
+    for (const Endpoint& endpoint : meeting.endpoints) {
+      auto patience = std::min(deadline, SteadyClock::now() + milliseconds(2000));
+      auto command = try_connect(endpoint, patience, why);
+      auto watch = command ? try_connect(endpoint, patience, why) : std::nullopt;
+      if (!watch) {
+        why = endpoint.text() + ": " + why;
+        continue;
+      }
+      try {
+        client_ =
+            std::make_unique<StoreClient>(std::move(*command), std::move(*watch), meeting.token, rank, world,
+                                          std::max(patience, SteadyClock::now() + milliseconds(500)));
+        break;
+      } catch (const StoreRefused& error) {
+        throw CommError("rank " + std::to_string(rank) + " cannot join through " + rendezvous + ": " +
+                        error.what());
+      } catch (const CommError& error) {
+        why = endpoint.text() + ": " + error.what();
+      }
+    }
+    if (client_) break;
+    if (SteadyClock::now() >= deadline) {
+      throw CommError("rank " + std::to_string(rank) + " did not reach rank 0 through " + rendezvous +
+                      " within " + std::to_string(options.timeout.count()) + " ms (" + why +
+                      "); is rank 0 running, and is the address right on every rank?");
+    }
+    std::this_thread::sleep_for(milliseconds(20));
+  }
+}
+
+Membership::~Membership() {
+  client_.reset();
+  server_.reset();
+  // Only if it is still ours: a later group may have taken the name.
+  if (!published_file_.empty() && read_meeting(published_file_).token == token_) {
+    std::remove(published_file_.c_str());
+  }
+}
+
+std::string Membership::address(SteadyClock::time_point deadline) {
+  // What this rank sees: its own end, and rank 0's end, of the connection between them.
+  std::string mine = client_->local_address();
+  client_->set("address/" + std::to_string(rank()), mine + " " + client_->peer_address());
+  if (!is_loopback(mine)) return mine;
+  // Same machine as rank 0, so what the ranks on other machines call rank 0's machine is right here too.
+  for (int r = 0; r < world(); ++r) {
+    std::istringstream seen(client_->get(
+        "address/" + std::to_string(r), deadline,
+        "rank " + std::to_string(rank()) + ", waiting for rank " + std::to_string(r) + " to join"));
+    std::string local, peer;
+    seen >> local >> peer;
+    if (!is_loopback(local)) return peer;
+  }
+  return mine;
+}
+
+void Membership::barrier() {
+  std::string key = "barrier/" + std::to_string(barriers_++);
+  auto deadline = SteadyClock::now() + options_.timeout;
+  if (client_->add(key) == world()) client_->set(key, "open");
+  client_->get(key, deadline, "waiting for all ranks");
+}
+
+}  // namespace gradwire

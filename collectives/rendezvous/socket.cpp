@@ -1,0 +1,218 @@
+#include "collectives/rendezvous/socket.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+#include "kernels/error.h"
+
+namespace gradwire {
+namespace {
+
+using AddressList = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
+
+AddressList resolve(const Endpoint& endpoint, int flags, std::string& why) {
+  addrinfo hints = {}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = flags | AI_NUMERICSERV;
+  int error = getaddrinfo(endpoint.host.empty() ? nullptr : endpoint.host.c_str(),
+                          std::to_string(endpoint.port).c_str(), &hints, &found);
+  if (error != 0) why = gai_strerror(error);
+  return {error == 0 ? found : nullptr, &freeaddrinfo};
+}
+
+std::string numeric(const sockaddr* address, socklen_t length) {
+  char text[NI_MAXHOST] = "";
+  getnameinfo(address, length, text, sizeof text, nullptr, 0, NI_NUMERICHOST);
+  return text;
+}
+
+template <typename Ask>
+std::string address_of(int fd, Ask ask) {
+  sockaddr_storage address = {};
+  socklen_t length = sizeof address;
+  if (ask(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0) return "";
+  return numeric(reinterpret_cast<sockaddr*>(&address), length);
+}
+
+bool wait_for(int fd, short events, SteadyClock::time_point deadline) {
+  while (true) {
+    auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - SteadyClock::now()).count();
+    pollfd entry = {fd, events, 0};
+    int ready = poll(&entry, 1, static_cast<int>(std::clamp<int64_t>(left, 0, 1'000'000)));
+    if (ready > 0) return true;
+    if (ready == 0 && left <= 0) return false;
+    if (ready < 0 && errno != EINTR) return false;
+  }
+}
+
+void make_ready_for_messages(int fd) {
+  int on = 1;
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
+}  // namespace
+
+Socket& Socket::operator=(Socket&& other) noexcept {
+  if (this != &other) {
+    close();
+    fd_ = other.fd_;
+    other.fd_ = -1;
+  }
+  return *this;
+}
+
+void Socket::close() {
+  if (fd_ >= 0) ::close(fd_);
+  fd_ = -1;
+}
+
+std::string Socket::local_address() const {
+  return address_of(fd_, getsockname);
+}
+std::string Socket::peer_address() const {
+  return address_of(fd_, getpeername);
+}
+
+std::string Endpoint::text() const {
+  bool v6 = host.find(':') != std::string::npos;
+  return (v6 ? "[" + host + "]" : host) + ":" + std::to_string(port);
+}
+
+bool is_loopback(const std::string& address) {
+  return address == "localhost" || address == "::1" || address.starts_with("127.");
+}
+
+bool wait_readable(int fd, SteadyClock::time_point deadline) {
+  return wait_for(fd, POLLIN, deadline);
+}
+bool wait_writable(int fd, SteadyClock::time_point deadline) {
+  return wait_for(fd, POLLOUT, deadline);
+}
+
+Socket listen_on(const Endpoint& endpoint) {
+  std::string why;
+  // The name decides the family. A name that means this machine may resolve to a loopback address that others
+  // cannot reach (Debian's 127.0.1.1), so only an explicit loopback address restricts the listener.
+  AddressList target = resolve(endpoint, 0, why);
+  int family = target ? target->ai_family : AF_INET;
+  Endpoint here{is_loopback(endpoint.host) ? endpoint.host
+                : family == AF_INET6       ? "::"
+                                           : "0.0.0.0",
+                endpoint.port};
+  AddressList list = resolve(here, AI_PASSIVE, why);
+  for (addrinfo* a = list.get(); a != nullptr; a = a->ai_next) {
+    Socket socket(::socket(a->ai_family, a->ai_socktype | SOCK_CLOEXEC | SOCK_NONBLOCK, a->ai_protocol));
+    int on = 1;
+    if (socket && setsockopt(socket.fd(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0 &&
+        bind(socket.fd(), a->ai_addr, a->ai_addrlen) == 0 && listen(socket.fd(), 1024) == 0) {
+      return socket;
+    }
+    why = std::strerror(errno);
+  }
+  throw CommError("cannot listen on " + here.text() + ": " + why);
+}
+
+int local_port(const Socket& socket) {
+  sockaddr_storage address = {};
+  socklen_t length = sizeof address;
+  getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&address), &length);
+  return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(address).sin6_port
+                                             : reinterpret_cast<sockaddr_in&>(address).sin_port);
+}
+
+std::optional<Socket> accept_from(const Socket& listener) {
+  Socket socket(accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (!socket) return std::nullopt;
+  make_ready_for_messages(socket.fd());
+  return socket;
+}
+
+std::optional<Socket> try_connect(const Endpoint& endpoint, SteadyClock::time_point deadline,
+                                  std::string& why) {
+  AddressList list = resolve(endpoint, 0, why);
+  for (addrinfo* a = list.get(); a != nullptr; a = a->ai_next) {
+    Socket socket(::socket(a->ai_family, a->ai_socktype | SOCK_CLOEXEC | SOCK_NONBLOCK, a->ai_protocol));
+    if (!socket) {
+      why = std::strerror(errno);
+      continue;
+    }
+    if (connect(socket.fd(), a->ai_addr, a->ai_addrlen) != 0 && errno != EINPROGRESS) {
+      why = std::strerror(errno);
+      continue;
+    }
+    if (!wait_writable(socket.fd(), deadline)) {
+      why = "no answer";
+      continue;
+    }
+    int error = 0;
+    socklen_t length = sizeof error;
+    getsockopt(socket.fd(), SOL_SOCKET, SO_ERROR, &error, &length);
+    if (error != 0) {
+      why = std::strerror(error);
+      continue;
+    }
+    make_ready_for_messages(socket.fd());
+    return socket;
+  }
+  return std::nullopt;
+}
+
+bool send_all(const Socket& socket, const std::string& data, SteadyClock::time_point deadline) {
+  for (size_t sent = 0; sent < data.size();) {
+    ssize_t n = ::send(socket.fd(), data.data() + sent, data.size() - sent, MSG_NOSIGNAL);
+    if (n > 0) {
+      sent += static_cast<size_t>(n);
+    } else if (n < 0 && errno == EAGAIN) {
+      if (!wait_writable(socket.fd(), deadline)) return false;
+    } else if (n < 0 && errno != EINTR) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool receive_exactly(const Socket& socket, char* data, size_t bytes, SteadyClock::time_point deadline) {
+  for (size_t got = 0; got < bytes;) {
+    ssize_t n = ::recv(socket.fd(), data + got, bytes - got, 0);
+    if (n > 0) {
+      got += static_cast<size_t>(n);
+    } else if (n == 0) {
+      return false;
+    } else if (errno == EAGAIN) {
+      if (!wait_readable(socket.fd(), deadline)) return false;
+    } else if (errno != EINTR) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::vector<std::string> own_addresses() {
+  std::vector<std::string> addresses;
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) == 0) {
+    for (ifaddrs* i = list; i != nullptr; i = i->ifa_next) {
+      if (i->ifa_addr == nullptr || i->ifa_addr->sa_family != AF_INET || (i->ifa_flags & IFF_UP) == 0)
+        continue;
+      std::string address = numeric(i->ifa_addr, sizeof(sockaddr_in));
+      if (!address.empty() && !is_loopback(address)) addresses.push_back(address);
+    }
+    freeifaddrs(list);
+  }
+  addresses.push_back("127.0.0.1");
+  return addresses;
+}
+
+}  // namespace gradwire

@@ -1,0 +1,62 @@
+// TCP sockets with deadlines, just enough for rendezvous: every call that waits ends at its deadline.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace gradwire {
+
+using SteadyClock = std::chrono::steady_clock;
+
+// Owns a file descriptor.
+class Socket {
+ public:
+  Socket() = default;
+  explicit Socket(int fd) : fd_(fd) {}
+  Socket(Socket&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
+  Socket& operator=(Socket&& other) noexcept;
+  ~Socket() { close(); }
+  int fd() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  void close();
+
+  // Addresses as numbers, e.g. "10.0.0.1"; empty when not connected.
+  std::string local_address() const;
+  std::string peer_address() const;
+
+ private:
+  int fd_ = -1;
+};
+
+struct Endpoint {
+  std::string host;
+  int port = 0;
+  std::string text() const;
+};
+
+// Listens on every interface, or only on the loopback one when `host` is a loopback address itself. Port 0:
+// any free one. Throws CommError that says why not.
+Socket listen_on(const Endpoint& endpoint);
+int local_port(const Socket& socket);
+std::optional<Socket> accept_from(const Socket& listener);  // nothing when nobody is waiting
+
+// One attempt to connect; nothing, and the reason in `why`, when it failed.
+std::optional<Socket> try_connect(const Endpoint& endpoint, SteadyClock::time_point deadline,
+                                  std::string& why);
+
+// False when the peer is gone or the deadline passed.
+bool send_all(const Socket& socket, const std::string& data, SteadyClock::time_point deadline);
+bool receive_exactly(const Socket& socket, char* data, size_t bytes, SteadyClock::time_point deadline);
+
+// This machine's addresses that other machines might reach, then the loopback address.
+std::vector<std::string> own_addresses();
+bool is_loopback(const std::string& address);
+
+// Waits until `fd` can be read (or written) or the deadline passes; false at the deadline.
+bool wait_readable(int fd, SteadyClock::time_point deadline);
+bool wait_writable(int fd, SteadyClock::time_point deadline);
+
+}  // namespace gradwire

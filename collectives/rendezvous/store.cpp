@@ -1,0 +1,244 @@
+#include "collectives/rendezvous/store.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <sstream>
+
+#include "kernels/error.h"
+
+namespace gradwire {
+namespace {
+
+using Op = StoreMessage::Op;
+
+constexpr uint32_t kMaxFrameBytes = 1 << 20;
+// How long the server may take for anything that it can answer at once. Well below the 5 s within which every
+// rank has to have its error.
+constexpr std::chrono::milliseconds kPromptly{2000};
+
+void put(std::string& bytes, uint32_t value) {
+  for (int i = 0; i < 4; ++i) bytes.push_back(static_cast<char>(value >> (8 * i)));
+}
+
+uint32_t take(const std::string& bytes, size_t at) {
+  uint32_t value = 0;
+  for (int i = 0; i < 4; ++i) value |= static_cast<uint32_t>(static_cast<uint8_t>(bytes[at + i])) << (8 * i);
+  return value;
+}
+
+void check_reply(const StoreMessage& reply) {
+  if (reply.op == Op::ok) return;
+  if (reply.key == "again") throw CommError(reply.value);
+  throw StoreRefused(reply.value);
+}
+
+std::string one_line(std::string text) {
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  return text;
+}
+
+}  // namespace
+
+std::string StoreMessage::encode() const {
+  std::string bytes;
+  put(bytes, static_cast<uint32_t>(9 + key.size() + value.size()));
+  bytes.push_back(static_cast<char>(op));
+  put(bytes, id);
+  put(bytes, static_cast<uint32_t>(key.size()));
+  return bytes + key + value;
+}
+
+std::optional<StoreMessage> StoreMessage::decode(std::string& bytes) {
+  if (bytes.size() < 4) return std::nullopt;
+  uint32_t rest = take(bytes, 0);
+  if (rest < 9 || rest > kMaxFrameBytes) throw CommError("what arrived is no message of the store");
+  if (bytes.size() < 4 + size_t{rest}) return std::nullopt;
+  StoreMessage m;
+  m.op = static_cast<Op>(bytes[4]);
+  m.id = take(bytes, 5);
+  uint32_t key_bytes = take(bytes, 9);
+  if (m.op > Op::closing || key_bytes > rest - 9) throw CommError("what arrived is no message of the store");
+  m.key = bytes.substr(13, key_bytes);
+  m.value = bytes.substr(13 + key_bytes, rest - 9 - key_bytes);
+  bytes.erase(0, 4 + size_t{rest});
+  return m;
+}
+
+std::string RollCall::encode() const {
+  std::string text;
+  for (const Entry& entry : ranks) text += static_cast<char>(entry.presence) + one_line(entry.state) + "\n";
+  return text;
+}
+
+RollCall RollCall::decode(const std::string& text) {
+  RollCall roll;
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    if (!line.empty()) roll.ranks.push_back({static_cast<Presence>(line[0]), line.substr(1)});
+  }
+  return roll;
+}
+
+std::string RollCall::absent() const {
+  auto list = [&](Presence presence, const char* before, const char* after) -> std::string {
+    std::string numbers;
+    int count = 0;
+    for (size_t r = 0; r < ranks.size(); ++r) {
+      if (ranks[r].presence != presence) continue;
+      numbers += (numbers.empty() ? "" : ", ") + std::to_string(r);
+      ++count;
+    }
+    if (count == 0) return "";
+    return std::string(before) + (count == 1 ? "rank " : "ranks ") + numbers + after;
+  };
+  std::string text;
+  for (const std::string& part :
+       {list(Presence::silent, "no answer from ", ""), list(Presence::gone, "gone: ", ""),
+        list(Presence::left, "left before: ", ""), list(Presence::never_came, "never came: ", "")}) {
+    if (!part.empty()) text += (text.empty() ? "" : "; ") + part;
+  }
+  return text;
+}
+
+StoreClient::StoreClient(Socket command, Socket watch, const std::string& token, int rank, int world,
+                         SteadyClock::time_point deadline)
+    : rank_(rank),
+      world_(world),
+      command_(std::move(command)),
+      watch_(std::move(watch)),
+      wake_(eventfd(0, EFD_CLOEXEC)) {
+  std::string me = token + " " + std::to_string(rank) + " " + std::to_string(world);
+  request({Op::hello, 0, "command", me}, deadline);
+  std::string bytes = StoreMessage{Op::hello, 0, "watch", me}.encode();
+  char head[4];
+  std::string answer;
+  if (send_all(watch_, bytes, deadline) && receive_exactly(watch_, head, 4, deadline)) {
+    answer.assign(head, 4);
+    uint32_t rest = take(answer, 0);
+    if (rest <= kMaxFrameBytes) {
+      answer.resize(4 + rest);
+      if (!receive_exactly(watch_, answer.data() + 4, rest, deadline)) answer.clear();
+    }
+  }
+  auto reply = answer.empty() ? std::nullopt : StoreMessage::decode(answer);
+  if (!reply) throw CommError("the store does not answer");
+  check_reply(*reply);
+}
+
+StoreClient::~StoreClient() {
+  if (watcher_.joinable()) {
+    uint64_t one = 1;
+    [[maybe_unused]] ssize_t written = write(wake_.fd(), &one, sizeof one);
+    watcher_.join();
+  }
+  send_all(watch_, StoreMessage{Op::bye, 0, "", ""}.encode(), SteadyClock::now() + kPromptly);
+}
+
+// One request at a time; replies to requests that were given up on are skipped by their id.
+StoreMessage StoreClient::request(StoreMessage message, SteadyClock::time_point deadline) {
+  std::lock_guard lock(mutex_);
+  message.id = next_id_++;
+  if (!send_all(command_, message.encode(), deadline))
+    throw CommError("rank 0, which keeps the store, is gone");
+  while (true) {
+    while (auto reply = StoreMessage::decode(received_)) {
+      if (reply->id != message.id) continue;
+      check_reply(*reply);
+      return std::move(*reply);
+    }
+    if (!wait_readable(command_.fd(), deadline))
+      throw CommError("rank 0, which keeps the store, does not answer");
+    char chunk[4096];
+    ssize_t n = recv(command_.fd(), chunk, sizeof chunk, 0);
+    if (n == 0) throw CommError("rank 0, which keeps the store, is gone");
+    if (n > 0) received_.append(chunk, static_cast<size_t>(n));
+    if (n < 0 && errno != EAGAIN && errno != EINTR) throw CommError("rank 0, which keeps the store, is gone");
+  }
+}
+
+void StoreClient::set(const std::string& key, const std::string& value) {
+  request({Op::set, 0, key, value}, SteadyClock::now() + kPromptly);
+}
+
+std::string StoreClient::get(const std::string& key, SteadyClock::time_point deadline,
+                             const std::string& what) {
+  auto start = SteadyClock::now();
+  try {
+    return request({Op::get, 0, key, ""}, deadline).value;
+  } catch (const CommError& error) {
+    if (SteadyClock::now() < deadline) throw CommError(what + ": " + error.what());
+    auto waited = std::chrono::duration_cast<Milliseconds>(SteadyClock::now() - start).count();
+    throw CommError(what + ": nothing after " + std::to_string(waited) + " ms");
+  }
+}
+
+int64_t StoreClient::add(const std::string& key) {
+  return std::stoll(request({Op::add, 0, key, ""}, SteadyClock::now() + kPromptly).value);
+}
+
+std::optional<std::string> StoreClient::report(const std::string& what) {
+  try {
+    return request({Op::fail, 0, one_line(what), ""}, SteadyClock::now() + kPromptly).value;
+  } catch (const CommError&) {
+    return std::nullopt;
+  }
+}
+
+RollCall StoreClient::roll_call() {
+  try {
+    return RollCall::decode(
+        request({Op::roll, 0, "", ""}, SteadyClock::now() + StoreServer::kRollTime + Milliseconds(500))
+            .value);
+  } catch (const CommError&) {
+    RollCall roll;
+    roll.ranks.resize(world_, {RollCall::Presence::here, ""});
+    roll.ranks[0].presence = RollCall::Presence::silent;
+    return roll;
+  }
+}
+
+void StoreClient::watch(std::function<void(const std::string&)> on_failure,
+                        std::function<std::string()> where) {
+  on_failure_ = std::move(on_failure);
+  where_ = std::move(where);
+  watcher_ = std::thread([this] { watch_loop(); });
+}
+
+void StoreClient::watch_loop() {
+  std::string received;
+  bool told = false;
+  auto tell = [&](const std::string& cause) {
+    if (!told) on_failure_(cause);
+    told = true;
+  };
+  try {
+    while (true) {
+      pollfd entries[] = {{watch_.fd(), POLLIN, 0}, {wake_.fd(), POLLIN, 0}};
+      if (poll(entries, 2, -1) < 0 && errno != EINTR) return;
+      if (entries[1].revents != 0) return;
+      if (entries[0].revents == 0) continue;
+      char chunk[4096];
+      ssize_t n = recv(watch_.fd(), chunk, sizeof chunk, 0);
+      if (n < 0 && (errno == EAGAIN || errno == EINTR)) continue;
+      if (n <= 0) throw CommError("rank 0 is gone: its process ended or its machine cut the connection");
+      received.append(chunk, static_cast<size_t>(n));
+      while (auto message = StoreMessage::decode(received)) {
+        if (message->op == Op::closing) return;
+        if (message->op != Op::failed) continue;
+        tell(message->value);
+        send_all(watch_, StoreMessage{Op::state, 0, "", one_line(where_())}.encode(),
+                 SteadyClock::now() + kPromptly);
+      }
+    }
+  } catch (const CommError& error) {
+    tell(error.what());
+  }
+}
+
+}  // namespace gradwire

@@ -1,0 +1,291 @@
+// The server's side of store.h: one thread, one poll loop, no call that blocks.
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <sstream>
+
+#include "collectives/rendezvous/store.h"
+#include "kernels/error.h"
+
+namespace gradwire {
+
+using Op = StoreMessage::Op;
+using Presence = RollCall::Presence;
+
+class StoreServer::Loop {
+ public:
+  Loop(Socket listener, int world, std::string token)
+      : listener_(std::move(listener)),
+        wake_(eventfd(0, EFD_CLOEXEC)),
+        world_(world),
+        token_(std::move(token)) {
+    roll_.ranks.resize(world, {Presence::never_came, ""});
+  }
+
+  int port() const { return local_port(listener_); }
+
+  void stop() {
+    stopping_ = true;
+    uint64_t one = 1;
+    [[maybe_unused]] ssize_t written = write(wake_.fd(), &one, sizeof one);
+  }
+
+  void run() {
+    while (true) {
+      if (stopping_ && !closing_at_) start_closing();
+      if (closing_at_ && (SteadyClock::now() >= *closing_at_ || nobody_left())) return say_goodbye();
+      std::vector<pollfd> entries = {{wake_.fd(), POLLIN, 0}, {listener_.fd(), POLLIN, 0}};
+      for (const auto& peer : peers_) {
+        entries.push_back(
+            {peer->socket.fd(), static_cast<short>(peer->out.empty() ? POLLIN : POLLIN | POLLOUT), 0});
+      }
+      poll(entries.data(), entries.size(), milliseconds_to_next_event());
+      if (entries[0].revents != 0) {
+        uint64_t count;
+        [[maybe_unused]] ssize_t got = read(wake_.fd(), &count, sizeof count);
+      }
+      if (entries[1].revents != 0) {
+        while (auto socket = accept_from(listener_)) {
+          peers_.push_back(std::make_unique<Peer>());
+          peers_.back()->socket = std::move(*socket);
+        }
+      }
+      for (size_t i = 0; i + 2 < entries.size(); ++i) {
+        if (entries[i + 2].revents != 0) serve(*peers_[i]);
+      }
+      bury_the_dead();
+      if (roll_due_at_ && SteadyClock::now() >= *roll_due_at_) answer_roll_calls();
+    }
+  }
+
+ private:
+  struct Peer {
+    Socket socket;
+    std::string in, out;
+    int rank = -1;
+    bool watches = false;
+    bool leaving = false;  // said goodbye
+    bool dead = false;
+  };
+  struct Waiting {
+    Peer* peer;
+    uint32_t id;
+    std::string key;
+  };
+
+  int milliseconds_to_next_event() const {
+    auto next = SteadyClock::now() + std::chrono::hours(1);
+    if (closing_at_) next = std::min(next, *closing_at_);
+    if (roll_due_at_ && !roll_callers_.empty()) next = std::min(next, *roll_due_at_);
+    auto left = std::chrono::ceil<std::chrono::milliseconds>(next - SteadyClock::now()).count();
+    return static_cast<int>(std::max<int64_t>(0, left));
+  }
+
+  void start_closing() { closing_at_ = SteadyClock::now() + StoreServer::kLinger; }
+
+  void say_goodbye() {
+    for (auto& peer : peers_) {
+      if (peer->watches && failure_.empty()) send(*peer, {Op::closing, 0, "", ""});
+    }
+  }
+
+  bool nobody_left() const {
+    return std::none_of(peers_.begin(), peers_.end(),
+                        [](const auto& p) { return p->watches && p->rank != 0; });
+  }
+
+  void send(Peer& peer, const StoreMessage& message) {
+    peer.out += message.encode();
+    flush(peer);
+  }
+  void reply(Peer& peer, uint32_t id, std::string value) { send(peer, {Op::ok, id, "", std::move(value)}); }
+
+  void flush(Peer& peer) {
+    while (!peer.out.empty()) {
+      ssize_t n = ::send(peer.socket.fd(), peer.out.data(), peer.out.size(), MSG_NOSIGNAL);
+      if (n > 0) {
+        peer.out.erase(0, static_cast<size_t>(n));
+      } else {
+        if (errno != EAGAIN && errno != EINTR) peer.dead = true;
+        return;
+      }
+    }
+  }
+
+  void serve(Peer& peer) {
+    flush(peer);
+    char chunk[4096];
+    while (!peer.dead) {
+      ssize_t n = recv(peer.socket.fd(), chunk, sizeof chunk, 0);
+      if (n > 0) {
+        peer.in.append(chunk, static_cast<size_t>(n));
+      } else if (n < 0 && errno == EINTR) {
+        continue;
+      } else {
+        if (n == 0 || errno != EAGAIN) peer.dead = true;
+        break;
+      }
+    }
+    try {
+      while (auto message = StoreMessage::decode(peer.in)) handle(peer, std::move(*message));
+    } catch (const CommError&) {
+      peer.dead = true;  // not one of us
+    }
+  }
+
+  void handle(Peer& peer, StoreMessage m) {
+    if (peer.rank < 0 && m.op != Op::hello) throw CommError("no hello");
+    switch (m.op) {
+      case Op::hello:
+        hello(peer, m);
+        break;
+      case Op::set: {
+        values_[m.key] = m.value;
+        reply(peer, m.id, "");
+        std::vector<Waiting> still;
+        for (Waiting& w : waiting_) {
+          w.key == m.key ? reply(*w.peer, w.id, m.value) : still.push_back(w);
+        }
+        waiting_ = std::move(still);
+        break;
+      }
+      case Op::get:
+        if (auto found = values_.find(m.key); found != values_.end()) {
+          reply(peer, m.id, found->second);
+        } else if (!failure_.empty()) {
+          send(peer, {Op::refuse, m.id, "", failure_});
+        } else {
+          waiting_.push_back({&peer, m.id, m.key});
+        }
+        break;
+      case Op::add:
+        reply(peer, m.id, std::to_string(++counts_[m.key]));
+        break;
+      case Op::fail:
+        fail(m.key);
+        reply(peer, m.id, failure_);
+        break;
+      case Op::state:
+        roll_.ranks[peer.rank] = {Presence::here, m.value};
+        if (!missing()) answer_roll_calls();
+        break;
+      case Op::roll:
+        roll_callers_.push_back({&peer, m.id, ""});
+        if (!missing() || !roll_due_at_ || SteadyClock::now() >= *roll_due_at_) answer_roll_calls();
+        break;
+      case Op::bye:
+        // Whoever leaves because of the failure is not missed.
+        if (failure_.empty()) roll_.ranks[peer.rank].presence = Presence::left;
+        peer.leaving = true;
+        if (!failure_.empty() && roll_.ranks[peer.rank].presence == Presence::silent) {
+          roll_.ranks[peer.rank].presence = Presence::here;
+        }
+        if (!missing()) answer_roll_calls();
+        break;
+      default:
+        throw CommError("not a request");
+    }
+  }
+
+  void hello(Peer& peer, const StoreMessage& m) {
+    std::istringstream text(m.value);
+    std::string token;
+    int rank = -1, world = -1;
+    text >> token >> rank >> world;
+    bool watches = m.key == "watch";
+    std::string why;
+    bool try_again = true;
+    if (token != token_) {
+      why = "the store there belongs to another run";
+    } else if (rank >= 0 && rank < world_ && roll_.ranks[rank].presence == Presence::left) {
+      why = "the store there is of a group that is just ending";
+    } else {
+      try_again = false;
+    }
+    if (try_again) {
+    } else if (world != world_) {
+      why = "rank " + std::to_string(rank) + " was told of " + std::to_string(world) + " ranks, rank 0 of " +
+            std::to_string(world_);
+    } else if (rank < 0 || rank >= world) {
+      why = "there is no rank " + std::to_string(rank) + " among " + std::to_string(world);
+    } else if (watches && roll_.ranks[rank].presence != Presence::never_came) {
+      why = "there are two processes that say they are rank " + std::to_string(rank);
+    }
+    if (!why.empty()) {
+      send(peer, {Op::refuse, m.id, try_again ? "again" : "", why});
+      return;
+    }
+    peer.rank = rank;
+    peer.watches = watches;
+    if (watches) roll_.ranks[rank].presence = Presence::silent;
+    reply(peer, m.id, "");
+    if (watches && !failure_.empty()) send(peer, {Op::failed, 0, "", failure_});
+  }
+
+  void fail(const std::string& why) {
+    if (!failure_.empty()) return;
+    failure_ = why;
+    roll_due_at_ = SteadyClock::now() + StoreServer::kRollTime;
+    for (auto& peer : peers_) {
+      if (peer->watches) send(*peer, {Op::failed, 0, "", failure_});
+    }
+    // Nobody will set what these wait for.
+    for (const Waiting& w : waiting_) send(*w.peer, {Op::refuse, w.id, "", failure_});
+    waiting_.clear();
+  }
+
+  // True while somebody could still answer the roll.
+  bool missing() const {
+    return std::any_of(roll_.ranks.begin(), roll_.ranks.end(),
+                       [](const auto& entry) { return entry.presence == Presence::silent; });
+  }
+
+  void answer_roll_calls() {
+    for (const Waiting& caller : roll_callers_) reply(*caller.peer, caller.id, roll_.encode());
+    roll_callers_.clear();
+  }
+
+  void bury_the_dead() {
+    for (auto& peer : peers_) {
+      if (!peer->dead) continue;
+      std::erase_if(waiting_, [&](const Waiting& w) { return w.peer == peer.get(); });
+      std::erase_if(roll_callers_, [&](const Waiting& w) { return w.peer == peer.get(); });
+      if (peer->watches && !peer->leaving) {
+        roll_.ranks[peer->rank].presence = Presence::gone;
+        fail("rank " + std::to_string(peer->rank) +
+             " is gone: its process ended or its machine cut the connection");
+        if (!missing()) answer_roll_calls();
+      }
+    }
+    std::erase_if(peers_, [](const auto& peer) { return peer->dead; });
+  }
+
+  Socket listener_, wake_;
+  const int world_;
+  const std::string token_;
+  std::atomic<bool> stopping_{false};
+  std::vector<std::unique_ptr<Peer>> peers_;
+  std::map<std::string, std::string> values_;
+  std::map<std::string, int64_t> counts_;
+  std::vector<Waiting> waiting_, roll_callers_;
+  std::string failure_;
+  RollCall roll_;
+  std::optional<SteadyClock::time_point> roll_due_at_, closing_at_;
+};
+
+StoreServer::StoreServer(const Endpoint& endpoint, int world, std::string token)
+    : loop_(std::make_unique<Loop>(listen_on(endpoint), world, std::move(token))), port_(loop_->port()) {
+  thread_ = std::thread([this] { loop_->run(); });
+}
+
+StoreServer::~StoreServer() {
+  loop_->stop();
+  thread_.join();
+}
+
+}  // namespace gradwire

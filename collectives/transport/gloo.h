@@ -1,0 +1,36 @@
+// Ranks as processes, on one host or many, over TCP: Gloo moves the bytes.
+//
+// An exchange posts all of its receives and sends, each straight from or into the caller's memory, on the
+// host stream's thread, and waits for each until the deadline. To every peer that it sends to goes a header
+// first: what this exchange is, how many messages of which sizes. The receiver compares it with what it
+// expects; until then the payload, which travels on a slot derived from tag and size, cannot touch the
+// receiver's memory.
+//
+// Beside Gloo's connections each rank has one to rank 0 (rendezvous/store.h), on which failures travel: who
+// dies, times out or disagrees is known to everybody at once, and the error on every rank says who no longer
+// answers.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "collectives/rendezvous/membership.h"
+#include "collectives/transport/transport.h"
+
+namespace gradwire {
+
+// True when this binary holds the Gloo transport (libgloo was there when it was built).
+bool built_with_gloo();
+
+struct GlooOptions {
+  GroupOptions group;
+  // The network interface to listen on; empty: the one that reaches rank 0.
+  std::string interface;
+};
+
+// Joins the group and connects to every rank. Blocks until all are there. Throws BadInput for options that
+// cannot work or a build without Gloo, CommError when a rank does not come in time.
+std::unique_ptr<Transport> make_gloo_transport(const GlooOptions& options);
+
+}  // namespace gradwire

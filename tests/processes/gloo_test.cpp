@@ -1,0 +1,329 @@
+// The Gloo transport with ranks as processes: bytes arrive, disagreement and death are noticed, nothing
+// hangs.
+#include "collectives/transport/gloo.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <random>
+
+#include "collectives/communicator.h"
+#include "collectives/executor.h"
+#include "kernels/error.h"
+#include "tests/collectives/group.h"
+#include "tests/processes/processes.h"
+
+namespace gradwire {
+namespace {
+
+using testing::all_succeeded;
+using testing::Me;
+using testing::Outcome;
+using testing::run_processes;
+using namespace std::chrono_literals;
+
+std::unique_ptr<Communicator> join(const Me& me) {
+  return Communicator::create_gloo(
+      {.group = {me.rendezvous, me.rank, me.world, me.timeout}, .interface = ""});
+}
+
+void check(bool condition, const std::string& what) {
+  if (!condition) throw std::runtime_error(what);
+}
+
+unsigned char pattern(int from, int to, int step, size_t i) {
+  return static_cast<unsigned char>(from * 31 + to * 17 + step * 7 + i * 3 + (i >> 8));
+}
+
+// Everybody sends everybody a message of each size.
+RANK_PROGRAM(AllToAll) {
+  auto comm = join(me);
+  Stream stream = Stream::create(Device::host(), "test");
+  const std::vector<size_t> sizes = {0, 1, 2, 127, 4096, 65'537, 1 << 20, 3, 3};
+  uint64_t bytes = 0;
+  for (int step = 0; step < static_cast<int>(sizes.size()); ++step) {
+    // The sizes differ by peer too, and each peer gets two messages of equal size, which must not be mixed
+    // up.
+    auto size = [&](int from, int to) { return sizes[(step + from + to) % sizes.size()]; };
+    std::vector<std::vector<unsigned char>> in, out;
+    std::vector<Transfer> transfers;
+    for (int peer = 0; peer < me.world; ++peer) {
+      for (int k = 0; k < 2 && peer != me.rank; ++k) {
+        auto& outgoing = out.emplace_back(size(me.rank, peer));
+        for (size_t i = 0; i < outgoing.size(); ++i) outgoing[i] = pattern(me.rank, peer, step + k, i);
+        auto& incoming = in.emplace_back(size(peer, me.rank), 0xcd);
+        transfers.push_back({Transfer::Kind::send, peer, outgoing.data(), outgoing.size()});
+        transfers.push_back({Transfer::Kind::receive, peer, incoming.data(), incoming.size()});
+        bytes += outgoing.size();
+      }
+    }
+    ExchangeLabel label{7, "step " + std::to_string(step)};
+    comm->transport().exchange(stream, transfers, label);
+    stream.synchronize();
+    size_t message = 0;
+    for (int peer = 0; peer < me.world; ++peer) {
+      for (int k = 0; k < 2 && peer != me.rank; ++k) {
+        const auto& got = in[message++];
+        for (size_t i = 0; i < got.size(); ++i) {
+          check(got[i] == pattern(peer, me.rank, step + k, i),
+                "wrong byte " + std::to_string(i) + " from " + std::to_string(peer));
+        }
+      }
+    }
+  }
+  check(comm->bytes_sent() == bytes, "bytes_sent is " + std::to_string(comm->bytes_sent()));
+  comm->barrier();
+}
+
+TEST(Gloo, AllToAllOfManySizes) {
+  for (int world : {1, 2, 4}) all_succeeded(run_processes("AllToAll", world));
+}
+
+TEST(Gloo, RanksMeetThroughTcp) {
+  all_succeeded(run_processes("AllToAll", 3, {.rendezvous = testing::free_tcp_rendezvous()}));
+}
+
+// A ring without a pause between the exchanges, so that neighbours are several exchanges apart.
+RANK_PROGRAM(Ring) {
+  auto comm = join(me);
+  Stream stream = Stream::create(Device::host(), "test");
+  constexpr int kSteps = 200, kFloats = 5000;
+  std::vector<std::vector<float>> buffers(kSteps + 1, std::vector<float>(kFloats, -1.0f));
+  buffers[0].assign(kFloats, static_cast<float>(me.rank));
+  int next = (me.rank + 1) % me.world, previous = (me.rank + me.world - 1) % me.world;
+  std::vector<std::vector<Transfer>> transfers(kSteps);
+  std::vector<ExchangeLabel> labels(kSteps);
+  for (int i = 0; i < kSteps; ++i) {
+    transfers[i] = {{Transfer::Kind::send, next, buffers[i].data(), kFloats * 4},
+                    {Transfer::Kind::receive, previous, buffers[i + 1].data(), kFloats * 4}};
+    labels[i] = {static_cast<uint64_t>(i), "step " + std::to_string(i)};
+    comm->transport().exchange(stream, transfers[i], labels[i]);
+  }
+  stream.synchronize();
+  for (int i = 0; i <= kSteps; ++i) {
+    float origin = static_cast<float>(((me.rank - i) % me.world + me.world) % me.world);
+    check(buffers[i] == std::vector<float>(kFloats, origin), "wrong data in step " + std::to_string(i));
+  }
+}
+
+TEST(Gloo, ARingKeepsOrderWithoutBarriers) {
+  all_succeeded(run_processes("Ring", 4));
+}
+
+RANK_PROGRAM(TwoGroups) {
+  for (int i = 0; i < 3; ++i) {
+    auto comm = join(me);
+    if (me.rank == i) std::this_thread::sleep_for(50ms);
+    comm->barrier();
+  }
+}
+
+TEST(Gloo, AGroupCanFollowAnotherOnTheSamePort) {
+  all_succeeded(run_processes("TwoGroups", 3, {.rendezvous = testing::free_tcp_rendezvous()}));
+}
+
+// --- allreduce: the same bits as with threads ---
+
+std::vector<Schedule> schedules(int world) {
+  std::vector<Schedule> all = {ring(world), two_shot(world), double_tree(world),
+                               pipelined(double_tree(world), 3)};
+  if (world % 2 == 0) all.push_back(hierarchical(world / 2, 2));
+  return all;
+}
+
+std::vector<float> allreduced(Communicator& comm, const Schedule& schedule, Wire wire) {
+  const int64_t count = 4099;
+  std::vector<float> data = testing::normal(count, 1000 + comm.rank()), residual(count, 0.0f);
+  Stream stream = Stream::create(Device::host(), "test");
+  Allreduce program(comm.transport(), schedule, data.data(), residual.data(), count,
+                    {.what = "test", .wire = wire});
+  Buffer workspace(Device::host(), program.workspace_bytes());
+  program.bind(workspace.data());
+  program.run(stream);
+  stream.synchronize();
+  data.insert(data.end(), residual.begin(), residual.end());
+  return data;
+}
+
+std::string hash_of(const std::vector<float>& values) {
+  uint64_t hash = 14695981039346656037ull;
+  for (float v : values) {
+    uint32_t bits;
+    std::memcpy(&bits, &v, 4);
+    hash = (hash ^ bits) * 1099511628211ull;
+  }
+  return std::to_string(hash);
+}
+
+template <typename Visit>
+void for_each_case(int world, Visit visit) {
+  for (const Schedule& schedule : schedules(world)) {
+    for (Wire wire : {Wire::fp32, Wire::bf16}) visit(schedule, wire);
+  }
+}
+
+RANK_PROGRAM(AllreduceEverything) {
+  auto comm = join(me);
+  for_each_case(me.world, [&](const Schedule& schedule, Wire wire) {
+    std::printf("%s %s %s\n", name(schedule.kind), name(wire),
+                hash_of(allreduced(*comm, schedule, wire)).c_str());
+  });
+}
+
+TEST(Gloo, AllreduceGivesTheSameBitsAsThreads) {
+  for (int world : {2, 3, 4}) {
+    auto ranks = run_processes("AllreduceEverything", world);
+    if (!all_succeeded(ranks)) continue;
+    std::vector<std::string> expected(world);
+    for_each_case(world, [&](const Schedule& schedule, Wire wire) {
+      testing::run_ranks(world, Device::host(), [&](Communicator& comm) {
+        expected[comm.rank()] += std::string(name(schedule.kind)) + " " + name(wire) + " " +
+                                 hash_of(allreduced(comm, schedule, wire)) + "\n";
+      });
+    });
+    for (int r = 0; r < world; ++r)
+      EXPECT_EQ(ranks[r].output, expected[r]) << "rank " << r << " of " << world;
+  }
+}
+
+// --- what goes wrong: every survivor has an error that names the culprit, in time, and ends by itself ---
+
+// One exchange of every rank with every other, again and again; one rank misbehaves in step 5 as told.
+RANK_PROGRAM(Misbehaving) {
+  auto comm = join(me);
+  Stream stream = Stream::create(Device::host(), "test");
+  std::string how = me.option("how");
+  size_t bytes = 100'000;
+  for (int step = 0; step < 1000; ++step) {
+    bool now = me.rank == me.number("who") && step == 5;
+    if (now && how == "killed") raise(SIGKILL);
+    if (now && how == "stopped") raise(SIGSTOP);
+    if (now && how == "returns") return;
+    if (now && how == "exits") _exit(0);
+    if (now && how == "aborts") {
+      comm->abort("the disk is full");
+      comm->barrier();
+    }
+    if (now && how == "late") std::this_thread::sleep_for(me.timeout + 1500ms);
+    if (now && how == "waits at a barrier") comm->barrier();
+    std::vector<char> out(bytes, 'a'), in(bytes * me.world);
+    std::vector<Transfer> transfers;
+    for (int peer = 0; peer < me.world; ++peer) {
+      if (peer == me.rank) continue;
+      size_t size = now && how == "wrong size" ? bytes - 4 : bytes;
+      transfers.push_back({Transfer::Kind::send, peer, out.data(), size});
+      transfers.push_back(
+          {Transfer::Kind::receive, peer, in.data() + static_cast<size_t>(peer) * bytes, bytes});
+    }
+    ExchangeLabel label{static_cast<uint64_t>(now && how == "wrong tag" ? 99 : step),
+                        "step " + std::to_string(step)};
+    comm->transport().exchange(stream, transfers, label);
+    try {
+      stream.synchronize();
+    } catch (const CommError&) {
+      // Later calls fail at once, and with an error too.
+      auto start = std::chrono::steady_clock::now();
+      Stream other = Stream::create(Device::host(), "other");
+      comm->transport().exchange(other, transfers, label);
+      try {
+        other.synchronize();
+        std::printf("an exchange of a failed group succeeded\n");
+      } catch (const CommError&) {
+      }
+      if (std::chrono::steady_clock::now() - start > 4s)
+        std::printf("a failed group took its time to say so\n");
+      throw;
+    }
+    for (int peer = 0; peer < me.world; ++peer) {
+      bool whole =
+          std::all_of(in.begin() + static_cast<int64_t>(peer * bytes),
+                      in.begin() + static_cast<int64_t>((peer + 1) * bytes), [](char c) { return c == 'a'; });
+      check(peer == me.rank || whole, "wrong data");
+    }
+  }
+}
+
+struct Case {
+  const char* how;
+  const char* says;      // in the error of every survivor; # is the misbehaving rank
+  int exit_code = 3;     // of the misbehaving rank; -1: a signal
+  bool endless = false;  // it cannot end by itself
+};
+
+class GlooFault : public ::testing::TestWithParam<std::tuple<Case, int>> {};
+
+TEST_P(GlooFault, EverySurvivorSaysWhoAndEndsInTime) {
+  const auto& [c, who] = GetParam();
+  const auto timeout = 2000ms;
+  std::string says = c.says;
+  says.replace(says.find('#'), 1, std::to_string(who));
+  testing::ProcessOptions options{
+      .timeout = timeout, .limit = 60s, .options = {{"how", c.how}, {"who", std::to_string(who)}}};
+  if (c.endless) options.never_ending = {who};
+  auto ranks = run_processes("Misbehaving", 4, options);
+  for (int r = 0; r < 4; ++r) {
+    SCOPED_TRACE("rank " + std::to_string(r) + ": " + ranks[r].output);
+    if (r == who && c.endless) continue;
+    EXPECT_TRUE(ranks[r].ended_by_itself);
+    if (r == who) {
+      EXPECT_EQ(ranks[r].exit_code, c.exit_code);
+      continue;
+    }
+    EXPECT_EQ(ranks[r].exit_code, 3) << "signal " << ranks[r].signal;
+    // Joining comes on top, and this machine is busy with other things.
+    EXPECT_LT(ranks[r].took, timeout + 5s + 5s);
+    EXPECT_NE(ranks[r].output.find(says), std::string::npos);
+    EXPECT_NE(ranks[r].output.find("step "), std::string::npos);
+    EXPECT_EQ(ranks[r].output.find("failed group"), std::string::npos);
+  }
+}
+
+std::string fault_name(const ::testing::TestParamInfo<std::tuple<Case, int>>& info) {
+  std::string text =
+      std::get<0>(info.param).how + std::string("_rank_") + std::to_string(std::get<1>(info.param));
+  std::replace(text.begin(), text.end(), ' ', '_');
+  return text;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    AnyRank, GlooFault,
+    ::testing::Combine(::testing::Values(Case{"killed", "rank #", -1},
+                                         Case{"stopped", "no answer from rank #", -1, true},
+                                         Case{"exits", "rank #", 0},
+                                         Case{"aborts", "rank # gave up: the disk is full"},
+                                         Case{"wrong size", "rank #"}),
+                       ::testing::Values(0, 2)),
+    fault_name);
+INSTANTIATE_TEST_SUITE_P(OneRank, GlooFault,
+                         ::testing::Combine(::testing::Values(Case{"returns", "left before: rank #", 0},
+                                                              Case{"late", "from rank #"},
+                                                              Case{"waits at a barrier", "rank #"},
+                                                              Case{"wrong tag", "rank #"}),
+                                            ::testing::Values(2)),
+                         fault_name);
+
+RANK_PROGRAM(JustJoins) {
+  join(me);
+}
+
+TEST(Gloo, ARankThatNeverComesIsNamed) {
+  auto ranks = run_processes("JustJoins", 3, {.timeout = 1000ms, .only = {0, 1}});
+  for (int r : {0, 1}) {
+    EXPECT_EQ(ranks[r].exit_code, 3) << ranks[r].output;
+    EXPECT_NE(ranks[r].output.find("never came: rank 2"), std::string::npos) << ranks[r].output;
+    EXPECT_LT(ranks[r].took, 1s + 5s + 5s);
+  }
+}
+
+TEST(Gloo, ABusyPortIsAnErrorThatSaysSo) {
+  Socket taken = listen_on({"127.0.0.1", 0});
+  auto ranks = run_processes(
+      "JustJoins", 2,
+      {.rendezvous = "tcp://127.0.0.1:" + std::to_string(local_port(taken)), .timeout = 1000ms});
+  EXPECT_NE(ranks[0].output.find("Address already in use"), std::string::npos) << ranks[0].output;
+  EXPECT_EQ(ranks[1].exit_code, 3) << ranks[1].output;
+}
+
+}  // namespace
+}  // namespace gradwire

@@ -1,0 +1,190 @@
+#include "tests/processes/processes.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <thread>
+
+#include "collectives/rendezvous/socket.h"
+#include "kernels/error.h"
+
+namespace gradwire::testing {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+std::map<std::string, Program>& programs() {
+  static std::map<std::string, Program> all;
+  return all;
+}
+
+struct Child {
+  pid_t pid = -1;
+  int output = -1;
+  bool running = false;
+};
+
+Child start(const std::vector<std::string>& arguments) {
+  Child child;
+  child.output = memfd_create("output", 0);
+  std::vector<char*> argv;
+  for (const std::string& a : arguments) argv.push_back(const_cast<char*>(a.c_str()));
+  argv.push_back(nullptr);
+  pid_t parent = getpid();
+  child.pid = fork();
+  if (child.pid == 0) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != parent) _exit(127);
+    dup2(child.output, 1);
+    dup2(child.output, 2);
+    execv("/proc/self/exe", argv.data());
+    _exit(127);
+  }
+  child.running = child.pid > 0;
+  return child;
+}
+
+std::string read_all(int fd) {
+  std::string text;
+  char chunk[4096];
+  lseek(fd, 0, SEEK_SET);
+  for (ssize_t n; (n = read(fd, chunk, sizeof chunk)) > 0;) text.append(chunk, static_cast<size_t>(n));
+  close(fd);
+  return text;
+}
+
+}  // namespace
+
+RegisterProgram::RegisterProgram(const char* name, Program program) {
+  programs()[name] = program;
+}
+
+int run_rank_program(int argc, char** argv) {
+  if (argc < 6 || std::string(argv[1]) != "--rank-program") return -1;
+  Me me;
+  me.rank = std::atoi(argv[3]);
+  me.world = std::atoi(argv[4]);
+  me.timeout = std::chrono::milliseconds(std::atoi(argv[5]));
+  me.rendezvous = argv[6];
+  for (int i = 7; i < argc; ++i) {
+    std::string option = argv[i];
+    size_t equals = option.find('=');
+    me.options[option.substr(0, equals)] = option.substr(equals + 1);
+  }
+  setvbuf(stdout, nullptr, _IOLBF, 0);
+  try {
+    programs().at(argv[2])(me);
+    return 0;
+  } catch (const BadInput& error) {
+    std::printf("BadInput: %s\n", error.what());
+    return 2;
+  } catch (const CommError& error) {
+    std::printf("CommError: %s\n", error.what());
+    return 3;
+  } catch (const std::exception& error) {
+    std::printf("%s\n", error.what());
+    return 4;
+  }
+}
+
+std::vector<Outcome> run_processes(const std::string& program, int world, const ProcessOptions& options) {
+  static int runs = 0;
+  std::string rendezvous = options.rendezvous;
+  if (rendezvous.empty()) rendezvous = "file://" + scratch_path("rendezvous" + std::to_string(runs++));
+  std::vector<Child> children(world);
+  std::vector<Outcome> outcomes(world);
+  auto started = Clock::now();
+  for (int r = 0; r < world; ++r) {
+    if (!options.only.empty() && std::find(options.only.begin(), options.only.end(), r) == options.only.end())
+      continue;
+    std::vector<std::string> arguments = {"rank" + std::to_string(r),
+                                          "--rank-program",
+                                          program,
+                                          std::to_string(r),
+                                          std::to_string(world),
+                                          std::to_string(options.timeout.count()),
+                                          rendezvous};
+    for (const auto& [key, value] : options.options) arguments.push_back(key + "=" + value);
+    children[r] = start(arguments);
+  }
+  auto endless = [&](int r) {
+    return std::find(options.never_ending.begin(), options.never_ending.end(), r) !=
+           options.never_ending.end();
+  };
+  while (true) {
+    bool waiting = false;
+    for (int r = 0; r < world; ++r) {
+      Child& child = children[r];
+      int status = 0;
+      if (child.running && waitpid(child.pid, &status, WNOHANG) == child.pid) {
+        child.running = false;
+        outcomes[r].took = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - started);
+        outcomes[r].exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+        outcomes[r].signal = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+      }
+      waiting = waiting || (child.running && !endless(r));
+    }
+    if (!waiting || Clock::now() - started > options.limit) break;
+    std::this_thread::sleep_for(2ms);
+  }
+  for (int r = 0; r < world; ++r) {
+    Child& child = children[r];
+    if (child.running) {
+      kill(child.pid, SIGKILL);
+      int status = 0;
+      waitpid(child.pid, &status, 0);
+      outcomes[r].ended_by_itself = false;
+      outcomes[r].signal = SIGKILL;
+      outcomes[r].took = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - started);
+    }
+    if (child.output >= 0) outcomes[r].output = read_all(child.output);
+  }
+  return outcomes;
+}
+
+std::string free_tcp_rendezvous() {
+  Socket socket = listen_on({"127.0.0.1", 0});
+  return "tcp://127.0.0.1:" + std::to_string(local_port(socket));
+}
+
+std::string scratch_path(const std::string& name) {
+  struct Folder {
+    std::string path = ::testing::TempDir() + "gradwire." + std::to_string(getpid());
+    Folder() { std::filesystem::create_directories(path); }
+    ~Folder() {
+      std::error_code ignored;
+      std::filesystem::remove_all(path, ignored);
+    }
+  };
+  static Folder folder;
+  return folder.path + "/" + name;
+}
+
+bool all_succeeded(const std::vector<Outcome>& ranks) {
+  bool good = true;
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    const Outcome& o = ranks[r];
+    EXPECT_TRUE(o.ended_by_itself) << "rank " << r << " did not end\n" << o.output;
+    EXPECT_EQ(o.exit_code, 0) << "rank " << r << ", signal " << o.signal << "\n" << o.output;
+    good = good && o.exit_code == 0;
+  }
+  return good;
+}
+
+}  // namespace gradwire::testing
+
+int main(int argc, char** argv) {
+  int code = gradwire::testing::run_rank_program(argc, argv);
+  if (code >= 0) return code;
+  ::testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}

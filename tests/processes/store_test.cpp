@@ -1,0 +1,258 @@
+// The meeting place: keys, alarm and roll, with ranks as threads; and how ranks find it.
+#include "collectives/rendezvous/store.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <fstream>
+
+#include "collectives/rendezvous/membership.h"
+#include "kernels/error.h"
+#include "tests/processes/processes.h"
+
+namespace gradwire {
+namespace {
+
+using namespace std::chrono_literals;
+using Presence = RollCall::Presence;
+
+SteadyClock::time_point in(std::chrono::milliseconds time) {
+  return SteadyClock::now() + time;
+}
+
+template <typename Action>
+std::string error_of(Action action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+class StoreTest : public ::testing::Test {
+ protected:
+  std::unique_ptr<StoreClient> join(int rank, int world = kWorld, const std::string& token = "token") {
+    std::string why;
+    Endpoint there{"127.0.0.1", server->port()};
+    auto command = try_connect(there, in(5s), why), watch = try_connect(there, in(5s), why);
+    return std::make_unique<StoreClient>(std::move(*command), std::move(*watch), token, rank, world, in(10s));
+  }
+  static constexpr int kWorld = 3;
+  std::unique_ptr<StoreServer> server =
+      std::make_unique<StoreServer>(Endpoint{"127.0.0.1", 0}, kWorld, "token");
+};
+
+TEST_F(StoreTest, KeysAndCountsAreShared) {
+  auto a = join(0), b = join(1);
+  a->set("key", std::string("va\0lue\n", 7));
+  EXPECT_EQ(b->get("key", in(10s), "x"), std::string("va\0lue\n", 7));
+  EXPECT_EQ(a->add("n"), 1);
+  EXPECT_EQ(b->add("n"), 2);
+  std::string large(300'000, 'x');
+  b->set("large", large);
+  EXPECT_EQ(a->get("large", in(10s), "x"), large);
+}
+
+TEST_F(StoreTest, GetWaitsForTheKey) {
+  auto a = join(0), b = join(1);
+  std::thread later([&] {
+    std::this_thread::sleep_for(50ms);
+    a->set("late", "here");
+  });
+  EXPECT_EQ(b->get("late", in(20s), "x"), "here");
+  later.join();
+}
+
+TEST_F(StoreTest, GetEndsAtItsDeadlineAndTheConnectionStaysUsable) {
+  auto a = join(0), b = join(1);
+  EXPECT_NE(error_of([&] {
+              b->get("never", in(20ms), "waiting for Godot");
+            }).find("waiting for Godot: nothing after"),
+            std::string::npos);
+  // The late answer to the request that was given up on must not be taken for this one's.
+  a->set("never", "too late");
+  a->set("key", "value");
+  EXPECT_EQ(b->get("key", in(20s), "x"), "value");
+}
+
+TEST_F(StoreTest, StrangersAreRefused) {
+  auto a = join(0), b = join(1);
+  EXPECT_EQ(error_of([&] { join(1); }), "there are two processes that say they are rank 1");
+  EXPECT_EQ(error_of([&] { join(2, 4); }), "rank 2 was told of 4 ranks, rank 0 of 3");
+  EXPECT_EQ(error_of([&] { join(7); }), "there is no rank 7 among 3");
+  EXPECT_EQ(error_of([&] { join(2, 3, "another"); }), "the store there belongs to another run");
+  // Someone who talks another language is cut off and harms nobody.
+  std::string why;
+  auto http = try_connect({"127.0.0.1", server->port()}, in(5s), why);
+  ASSERT_TRUE(http);
+  ASSERT_TRUE(send_all(*http, "GET / HTTP/1.1\r\nHost: x\r\n\r\n", in(5s)));
+  char byte;
+  EXPECT_FALSE(receive_exactly(*http, &byte, 1, in(20s)));
+  b->set("still", "fine");
+  EXPECT_EQ(a->get("still", in(10s), "x"), "fine");
+}
+
+// Collects what the watchers are told.
+struct Told {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<int, std::string> causes;
+  void watch(StoreClient& client, int rank) {
+    client.watch(
+        [this, rank](const std::string& cause) {
+          std::lock_guard lock(mutex);
+          EXPECT_EQ(causes.count(rank), 0u) << "told twice";
+          causes[rank] = cause;
+          changed.notify_all();
+        },
+        [rank] { return "state of " + std::to_string(rank); });
+  }
+  std::string of(int rank) {
+    std::unique_lock lock(mutex);
+    changed.wait_for(lock, 20s, [&] { return causes.count(rank) > 0; });
+    return causes[rank];
+  }
+};
+
+TEST_F(StoreTest, EveryRankHearsOfTheFirstFailureAndAnswersTheRoll) {
+  auto a = join(0), b = join(1), c = join(2);
+  Told told;
+  told.watch(*a, 0);
+  told.watch(*b, 1);
+  told.watch(*c, 2);
+  EXPECT_EQ(b->report("first"), "first");
+  EXPECT_EQ(c->report("second"), "first");
+  for (int r = 0; r < 3; ++r) EXPECT_EQ(told.of(r), "first");
+  RollCall roll = a->roll_call();
+  ASSERT_EQ(roll.ranks.size(), 3u);
+  EXPECT_EQ(roll.absent(), "");
+  EXPECT_EQ(roll.ranks[2].state, "state of 2");
+  // Waiting for what a failed group will not set is pointless.
+  EXPECT_NE(error_of([&] { a->get("never", in(100s), "x"); }).find("first"), std::string::npos);
+}
+
+TEST_F(StoreTest, TheRollNamesWhoIsSilentGoneLeftOrNeverCame) {
+  server = std::make_unique<StoreServer>(Endpoint{"127.0.0.1", 0}, 5, "token");
+  auto a = join(0, 5), silent = join(1, 5), left = join(2, 5);
+  Told told;
+  told.watch(*a, 0);
+  left.reset();  // says goodbye
+  {
+    std::string why;
+    Endpoint there{"127.0.0.1", server->port()};
+    auto watch = try_connect(there, in(5s), why);
+    ASSERT_TRUE(
+        send_all(*watch, StoreMessage{StoreMessage::Op::hello, 1, "watch", "token 3 5"}.encode(), in(5s)));
+    char byte;
+    ASSERT_TRUE(receive_exactly(*watch, &byte, 1, in(10s)));
+  }  // vanishes
+  EXPECT_NE(told.of(0).find("rank 3 is gone"), std::string::npos) << told.of(0);
+  RollCall roll = a->roll_call();
+  EXPECT_EQ(roll.absent(), "no answer from rank 1; gone: rank 3; left before: rank 2; never came: rank 4");
+  EXPECT_EQ(roll.ranks[0].state, "state of 0");
+}
+
+TEST_F(StoreTest, AServerThatLeavesInPeaceIsNoFailure) {
+  auto a = join(0), b = join(1);
+  Told told;
+  told.watch(*b, 1);
+  a.reset();
+  server.reset();
+  EXPECT_THROW(b->set("x", "y"), CommError);
+  b.reset();  // joins the watcher
+  EXPECT_EQ(told.causes.count(1), 0u);
+}
+
+TEST(RollCall, SurvivesTheWire) {
+  RollCall roll;
+  roll.ranks = {
+      {Presence::here, "in a\nb"}, {Presence::gone, ""}, {Presence::silent, ""}, {Presence::silent, ""}};
+  RollCall copy = RollCall::decode(roll.encode());
+  ASSERT_EQ(copy.ranks.size(), 4u);
+  EXPECT_EQ(copy.ranks[0].state, "in a b");
+  EXPECT_EQ(copy.absent(), "no answer from ranks 2, 3; gone: rank 1");
+}
+
+TEST(StoreMessage, DecodesInPiecesAndRefusesGarbage) {
+  std::string bytes = StoreMessage{StoreMessage::Op::set, 7, "key", "value"}.encode() + "rest";
+  std::string partial;
+  std::optional<StoreMessage> message;
+  for (size_t i = 0; !message; ++i) {
+    ASSERT_LT(i, bytes.size());
+    partial += bytes[i];
+    message = StoreMessage::decode(partial);
+  }
+  EXPECT_EQ(message->id, 7u);
+  EXPECT_EQ(message->key, "key");
+  EXPECT_EQ(message->value, "value");
+  EXPECT_TRUE(partial.empty());
+  for (std::string garbage : {std::string("GET / HTTP/1.1\r\n"), std::string(20, '\0'),
+                              std::string("\x0d\0\0\0\x63", 5) + std::string(12, '\0')}) {
+    EXPECT_THROW(StoreMessage::decode(garbage), CommError);
+  }
+}
+
+// --- how ranks find the store ---
+
+void join_all(const std::string& rendezvous, int world) {
+  std::atomic<int> joined{0};
+  std::vector<std::thread> ranks;
+  for (int r = world - 1; r >= 0; --r) {  // the others first: they have to wait for rank 0
+    ranks.emplace_back([&, r] {
+      if (r == 0) std::this_thread::sleep_for(30ms);
+      Membership group({rendezvous, r, world, 20s});
+      group.barrier();
+      EXPECT_FALSE(group.address(in(20s)).empty());
+      group.barrier();
+      ++joined;
+    });
+  }
+  for (auto& t : ranks) t.join();
+  EXPECT_EQ(joined, world);
+}
+
+TEST(Membership, RanksMeetThroughTcpAgainAndAgain) {
+  std::string rendezvous = testing::free_tcp_rendezvous();
+  for (int i = 0; i < 3; ++i) join_all(rendezvous, 4);
+}
+
+TEST(Membership, RanksMeetThroughAFileThatIsGoneAfterwards) {
+  std::string path = testing::scratch_path("meet");
+  // What a crashed run left behind must not lead anybody astray.
+  std::ofstream(path) << "gradwire-rendezvous-1\n0123456789abcdef 1 127.0.0.1\n";
+  for (int i = 0; i < 3; ++i) join_all("file://" + path, 3);
+  EXPECT_FALSE(std::ifstream(path).good());
+}
+
+TEST(Membership, BadInputNamesTheRemedy) {
+  auto error = [](const std::string& rendezvous, int rank, int world) {
+    return error_of([&] { Membership group({rendezvous, rank, world, 1s}); });
+  };
+  EXPECT_EQ(error("http://x:1", 0, 1),
+            "rendezvous 'http://x:1': unknown kind; give tcp://host:port or file:///path");
+  EXPECT_EQ(error("tcp://host", 0, 1),
+            "rendezvous 'tcp://host': no host and port; give tcp://host:port or file:///path");
+  EXPECT_EQ(error("tcp://host:99999", 0, 1),
+            "rendezvous 'tcp://host:99999': '99999' is not a port; give tcp://host:port or file:///path");
+  EXPECT_EQ(error("tcp://host:80", 3, 2), "there is no rank 3 in a group of 2");
+  EXPECT_NE(error("file:///no/such/folder/x", 0, 1).find("cannot be written"), std::string::npos);
+}
+
+TEST(Membership, NoRankZeroIsAnErrorAtTheDeadline) {
+  std::string text = error_of([] { Membership group({testing::free_tcp_rendezvous(), 1, 2, 200ms}); });
+  EXPECT_NE(text.find("rank 1 did not reach rank 0 through tcp://127.0.0.1:"), std::string::npos) << text;
+  EXPECT_NE(text.find("Connection refused"), std::string::npos) << text;
+}
+
+TEST(Membership, AMissingRankEndsTheBarrier) {
+  std::string text = error_of([] {
+    Membership group({"file://" + testing::scratch_path("alone"), 0, 2, 100ms});
+    group.barrier();
+  });
+  EXPECT_NE(text.find("waiting for all ranks: nothing after"), std::string::npos) << text;
+}
+
+}  // namespace
+}  // namespace gradwire
