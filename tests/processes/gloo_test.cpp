@@ -251,6 +251,10 @@ struct Case {
   bool endless = false;  // it cannot end by itself
 };
 
+void PrintTo(const Case& c, std::ostream* out) {
+  *out << c.how;
+}
+
 class GlooFault : public ::testing::TestWithParam<std::tuple<Case, int>> {};
 
 TEST_P(GlooFault, EverySurvivorSaysWhoAndEndsInTime) {
