@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "kernels/op.h"
+#include "kernels/powersgd_blocks.h"
 
 namespace gradwire {
 
@@ -48,14 +49,20 @@ class MatrixTable {
 
   const std::vector<MatrixDescriptor>& host() const { return host_; }
   const MatrixDescriptor* device() const { return device_.as<const MatrixDescriptor>(); }
+  // Where each matrix's blocks begin, on the device; count() + 1 entries, the last of which is also here.
+  const MatrixBlocks* blocks() const { return blocks_.as<const MatrixBlocks>(); }
+  const MatrixBlocks& total_blocks() const { return total_blocks_; }
   int count() const { return static_cast<int>(host_.size()); }
+  int max_rank() const { return max_rank_; }
   int64_t elements() const { return elements_; }      // sum of rows * cols
   int64_t p_elements() const { return p_elements_; }  // sum of rows * rank
   int64_t q_elements() const { return q_elements_; }  // sum of cols * rank
 
  private:
   std::vector<MatrixDescriptor> host_;
-  Buffer device_;
+  Buffer device_, blocks_;
+  MatrixBlocks total_blocks_;
+  int max_rank_ = 0;
   int64_t elements_ = 0, p_elements_ = 0, q_elements_ = 0;
 };
 
@@ -65,7 +72,8 @@ struct PowerSgdProject {
   float* residual = nullptr;  // in: E, out: M; null: no error feedback, M is grad
   const float* q = nullptr;
   float* p = nullptr;  // out
-  // Scratch of powersgd_workspace_bytes(table); may be null when that is 0.
+  // Scratch of powersgd_workspace_bytes(device, table); may be null when that is 0, as it is today on all
+  // devices.
   void* workspace = nullptr;
 };
 GW_DECLARE_OP(powersgd_project, PowerSgdProject)

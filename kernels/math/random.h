@@ -34,7 +34,9 @@ GW_HD Random4 philox(uint64_t seed, uint64_t stream, uint64_t counter) {
 // One draw serves eight elements with 16 bits each: element i of a (seed, stream) takes half-word i % 8 of
 // counter i / 8.
 GW_HD uint32_t random16_of(const Random4& draw, int lane) {
-  return (draw.v[lane >> 1] >> (16 * (lane & 1))) & 0xffffu;
+  // Spelled out, because an array indexed at run time would leave the GPU's registers.
+  uint32_t low = (lane & 2) ? draw.v[1] : draw.v[0], high = (lane & 2) ? draw.v[3] : draw.v[2];
+  return (((lane & 4) ? high : low) >> (16 * (lane & 1))) & 0xffffu;
 }
 
 GW_HD uint32_t random16(uint64_t seed, uint64_t stream, uint64_t element) {

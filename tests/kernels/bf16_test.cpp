@@ -28,7 +28,7 @@ void expect_same_bits(const std::vector<T>& got, const std::vector<T>& want, con
   };
   for (size_t i = 0; i < got.size(); ++i) {
     if (is_nan(got[i]) && is_nan(want[i])) continue;
-    ASSERT_EQ(memcmp(&got[i], &want[i], sizeof(T)), 0)
+    ASSERT_EQ(std::memcmp(&got[i], &want[i], sizeof(T)), 0)
         << what << "[" << i << "] of " << got.size() << ": got " << got[i] << ", want " << want[i];
   }
 }
@@ -205,11 +205,11 @@ TEST_P(Bf16, StochasticRoundingIsUnbiasedAndVariesWithTheStep) {
 }
 
 TEST_P(Bf16, SplittingACallChangesNothing) {
-  constexpr int64_t kCount = 3000;
+  constexpr int64_t kCount = 1100;
   auto grad = normal(kCount, 7), residual = normal(kCount, 8, 0.01f);
   Options o{.rounding = {.mode = Rounding::stochastic, .seed = 4, .first_element = 1000001}};
   auto whole = encode(grad, residual, o);
-  for (int64_t piece : {7, 64, 1001}) {
+  for (int64_t piece : {57, 64, 401}) {
     Encoded joined;
     for (int64_t begin = 0; begin < kCount; begin += piece) {
       int64_t end = std::min(kCount, begin + piece);

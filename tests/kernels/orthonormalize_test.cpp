@@ -8,6 +8,7 @@
 
 #include "kernels/thread_pool.h"
 #include "tests/kernels/backend.h"
+#include "tests/kernels/compare.h"
 
 namespace gradwire {
 namespace {
@@ -132,7 +133,7 @@ class OrthonormalizeTest : public testing::OpTest {
     for (auto* a : {&in, &out}) a->expect_guards_intact("matrices");
     flags.expect_guards_intact("flags");
     if (!o.in_place) {
-      EXPECT_EQ(memcmp(in.host().data(), all.data(), all.size() * sizeof(float)), 0) << "in is read only";
+      testing::expect_same_bits(in.host(), all, "in is read only");
     }
     Result result{{}, flags.host()};
     auto after = (o.in_place ? in : out).host();
