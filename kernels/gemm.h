@@ -1,4 +1,4 @@
-// Row-major matrix products on OpenBLAS (host) and cuBLAS (CUDA).
+// Row-major matrix products on OpenBLAS (host; batches of small ones by host/small_gemm.cpp) and cuBLAS (CUDA).
 //
 // C = alpha * op(A) op(B) + beta * C, where op(A) is (m, k), op(B) is (k, n), C is (m, n), for `batch`
 // products whose operands lie `stride_*` elements apart. lda/ldb/ldc are the distances between rows as

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "kernels/gemm.h"
+#include "kernels/host/small_gemm.h"
 #include "kernels/thread_pool.h"
 
 extern "C" void openblas_set_num_threads(int threads);
@@ -45,7 +46,9 @@ void gemm(const Gemm& g) {
   } else {
     int64_t products =
         std::max<int64_t>(1, static_cast<int64_t>(kPieceFlops / (row_flops * static_cast<double>(g.m))));
+    const bool small = is_small(g);
     parallel_for(g.batch, products, [&](int64_t begin, int64_t end) {
+      if (small) return small_gemm(g, begin, end);
       for (int64_t i = begin; i < end; ++i) {
         rows_of_product(g, g.a + i * g.stride_a, g.b + i * g.stride_b, g.c + i * g.stride_c, 0, g.m);
       }

@@ -1,6 +1,11 @@
 // Host softmax and softmax_backward.
+//
+// Attention rows are short (17 or 50 entries in a row of 24 or 56), and a loop of unknown length spends its
+// time in head and tail there. So rows whose ld is a small multiple of 8 take a path whose length the
+// compiler knows: it works on all of the row, padding included, and masks.
 #include <limits>
 
+#include "kernels/host/float8.h"
 #include "kernels/host/rows.h"
 #include "kernels/host/simd.h"
 #include "kernels/math/exp.h"
@@ -11,43 +16,127 @@ GW_ALLOW_FMA
 namespace gradwire::host {
 namespace {
 
-GW_SIMD void forward_rows(const Softmax& a, int64_t begin, int64_t end) {
-  const int64_t width = a.width;
-  const float scale = a.scale;
-  for (int64_t r = begin; r < end; ++r) {
-    float* x = a.x + r * a.ld;
-    float highest = -std::numeric_limits<float>::infinity();
-#pragma omp simd reduction(max : highest)
-    for (int64_t c = 0; c < width; ++c) {
-      float scaled = scale * x[c];
-      highest = scaled > highest ? scaled : highest;
-    }
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t c = 0; c < width; ++c) {
-      float e = exp_float(scale * x[c] - highest);
-      x[c] = e;
-      sum += e;
-    }
-    const float inverse = 1.0f / sum;
-#pragma omp simd
-    for (int64_t c = 0; c < width; ++c) x[c] *= inverse;
-    for (int64_t c = width; c < a.ld; ++c) x[c] = 0.0f;
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+
+template <int kLd>
+GW_INLINE void short_row(float* x, int width, float scale) {
+  constexpr int kSteps = kLd / 8;
+  Float8 v[kSteps], highest = Float8{} + kLowest, sum = {};
+#pragma GCC unroll 16
+  for (int j = 0; j < kSteps; ++j) {
+    v[j] = lanes_below(8 * j, width) ? load8(x + 8 * j) * scale : Float8{} + kLowest;
+    highest = larger(v[j], highest);
+  }
+  const float top = largest_of(highest);
+#pragma GCC unroll 16
+  for (int j = 0; j < kSteps; ++j) {
+    v[j] = lanes_below(8 * j, width) ? exp_float(v[j] - top) : Float8{};
+    sum += v[j];
+  }
+  const float inverse = 1.0f / sum_of(sum);
+#pragma GCC unroll 16
+  for (int j = 0; j < kSteps; ++j) store8(x + 8 * j, lanes_below(8 * j, width) ? v[j] * inverse : Float8{});
+}
+
+template <int kLd>
+GW_INLINE void short_row_backward(const float* y, float* dy, int width, float scale) {
+  constexpr int kSteps = kLd / 8;
+  Float8 p[kSteps], d[kSteps], products = {};
+#pragma GCC unroll 16
+  for (int j = 0; j < kSteps; ++j) {
+    p[j] = load8(y + 8 * j);
+    d[j] = load8(dy + 8 * j);
+    products += lanes_below(8 * j, width) ? p[j] * d[j] : Float8{};
+  }
+  const float dot = sum_of(products);
+#pragma GCC unroll 16
+  for (int j = 0; j < kSteps; ++j) {
+    store8(dy + 8 * j, lanes_below(8 * j, width) ? p[j] * scale * (d[j] - dot) : Float8{});
   }
 }
 
-GW_SIMD void backward_rows(const SoftmaxBackward& a, int64_t begin, int64_t end) {
-  const int64_t width = a.width;
-  const float scale = a.scale;
-  for (int64_t r = begin; r < end; ++r) {
-    const float* y = a.y + r * a.ld;
-    float* dy = a.dy + r * a.ld;
-    float dot = 0.0f;
-#pragma omp simd reduction(+ : dot)
-    for (int64_t c = 0; c < width; ++c) dot += y[c] * dy[c];
+GW_INLINE void any_row(float* x, int64_t width, int64_t ld, float scale) {
+  float highest = kLowest;
+#pragma omp simd reduction(max : highest)
+  for (int64_t c = 0; c < width; ++c) {
+    const float scaled = scale * x[c];
+    highest = scaled > highest ? scaled : highest;
+  }
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t c = 0; c < width; ++c) {
+    const float e = exp_float(scale * x[c] - highest);
+    x[c] = e;
+    sum += e;
+  }
+  const float inverse = 1.0f / sum;
 #pragma omp simd
-    for (int64_t c = 0; c < width; ++c) dy[c] = scale * y[c] * (dy[c] - dot);
-    for (int64_t c = width; c < a.ld; ++c) dy[c] = 0.0f;
+  for (int64_t c = 0; c < width; ++c) x[c] *= inverse;
+  for (int64_t c = width; c < ld; ++c) x[c] = 0.0f;
+}
+
+GW_INLINE void any_row_backward(const float* y, float* dy, int64_t width, int64_t ld, float scale) {
+  float dot = 0.0f;
+#pragma omp simd reduction(+ : dot)
+  for (int64_t c = 0; c < width; ++c) dot += y[c] * dy[c];
+#pragma omp simd
+  for (int64_t c = 0; c < width; ++c) dy[c] = scale * y[c] * (dy[c] - dot);
+  for (int64_t c = width; c < ld; ++c) dy[c] = 0.0f;
+}
+
+template <int kLd>
+GW_INLINE void short_rows(const Softmax& a, int64_t begin, int64_t end) {
+  const int width = static_cast<int>(a.width);
+  const float scale = a.scale;
+  for (int64_t r = begin; r < end; ++r) short_row<kLd>(a.x + r * kLd, width, scale);
+}
+
+template <int kLd>
+GW_INLINE void short_rows_backward(const SoftmaxBackward& a, int64_t begin, int64_t end) {
+  const int width = static_cast<int>(a.width);
+  const float scale = a.scale;
+  for (int64_t r = begin; r < end; ++r) short_row_backward<kLd>(a.y + r * kLd, a.dy + r * kLd, width, scale);
+}
+
+GW_SIMD void forward_rows(const Softmax& a, int64_t begin, int64_t end) {
+  switch (a.ld) {
+    case 8:
+      return short_rows<8>(a, begin, end);
+    case 16:
+      return short_rows<16>(a, begin, end);
+    case 24:
+      return short_rows<24>(a, begin, end);
+    case 32:
+      return short_rows<32>(a, begin, end);
+    case 40:
+      return short_rows<40>(a, begin, end);
+    case 56:
+      return short_rows<56>(a, begin, end);
+    case 72:
+      return short_rows<72>(a, begin, end);
+  }
+  for (int64_t r = begin; r < end; ++r) any_row(a.x + r * a.ld, a.width, a.ld, a.scale);
+}
+
+GW_SIMD void backward_rows(const SoftmaxBackward& a, int64_t begin, int64_t end) {
+  switch (a.ld) {
+    case 8:
+      return short_rows_backward<8>(a, begin, end);
+    case 16:
+      return short_rows_backward<16>(a, begin, end);
+    case 24:
+      return short_rows_backward<24>(a, begin, end);
+    case 32:
+      return short_rows_backward<32>(a, begin, end);
+    case 40:
+      return short_rows_backward<40>(a, begin, end);
+    case 56:
+      return short_rows_backward<56>(a, begin, end);
+    case 72:
+      return short_rows_backward<72>(a, begin, end);
+  }
+  for (int64_t r = begin; r < end; ++r) {
+    any_row_backward(a.y + r * a.ld, a.dy + r * a.ld, a.width, a.ld, a.scale);
   }
 }
 

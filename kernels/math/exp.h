@@ -15,33 +15,44 @@ namespace gradwire {
 inline constexpr float kExpLowest = -87.33654f;  // ln(2^-126): results below are flushed to 0
 inline constexpr float kExpHighest = 88.02969f;  // ln(2^127): arguments above are treated as this one
 
+// What the arithmetic below needs of a type; host/simd.h adds eight floats at once.
+template <typename F>
+struct FloatWords;
+template <>
+struct FloatWords<float> {
+  static GW_HD uint32_t words(float x) { return float_bits(x); }
+  static GW_HD float floats(uint32_t u) { return bits_float(u); }
+};
+
 // exp(high + low) for |low| <= 0.04: what exp(-x*x/2) needs, where rounding x*x would cost digits.
 // A NaN in `high` stays a NaN; -inf gives 0.
-GW_HD float exp_sum(float high, float low) {
-  float x = high < kExpLowest ? kExpLowest : high;
-  x = x > kExpHighest ? kExpHighest : x;
+template <typename F>
+GW_HD F exp_sum(F high, F low) {
+  const F lowest = F{} + kExpLowest, highest = F{} + kExpHighest;
+  F x = high < lowest ? lowest : high;
+  x = x > highest ? highest : x;
   // Adding 1.5 * 2^23 leaves round(x / ln 2) in the low bits.
-  float shifted = x * 1.44269504f + 12582912.0f;
-  float n = shifted - 12582912.0f;
+  F shifted = x * 1.44269504f + 12582912.0f;
+  F n = shifted - 12582912.0f;
   // ln 2 in two parts; n times the first is exact.
-  float r = x - n * 0.693359375f;
+  F r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
   r = r + low;
-  float p = 0.00138230167f;
-  p = p * r + 0.00838578759f;
+  F p = r * 0.00138230167f + 0.00838578759f;
   p = p * r + 0.0416691636f;
   p = p * r + 0.166662731f;
   p = p * r + 0.49999984f;
   p = p * r + 1.00000007f;
   p = p * r + 1.0f;
-  float power = bits_float((float_bits(shifted) << 23) + 0x3f800000u);
-  float result = p * power;
-  return high < kExpLowest ? 0.0f : result;
+  F power = FloatWords<F>::floats((FloatWords<F>::words(shifted) << 23) + 0x3f800000u);
+  F result = p * power;
+  return high < lowest ? F{} : result;
 }
 
 // exp(x) for x up to 88; meant for softmax, where x <= 0.
-GW_HD float exp_float(float x) {
-  return exp_sum(x, 0.0f);
+template <typename F>
+GW_HD F exp_float(F x) {
+  return exp_sum(x, F{});
 }
 
 }  // namespace gradwire

@@ -77,6 +77,8 @@ TEST_P(GemmOp, BatchesOfSmallProductsKeepGapsUntouched) {
     check(Operands(17, 17, 16, (t & 1) != 0, (t & 2) != 0, 37, 7, 11));
     check(Operands(17, 16, 24, (t & 1) != 0, (t & 2) != 0, 9, 0, 0));
     check(Operands(50, 50, 64, (t & 1) != 0, (t & 2) != 0, 5, 6, 1));
+    check(Operands(64, 64, 64, (t & 1) != 0, (t & 2) != 0, 2, 0, 0));
+    check(Operands(31, 25, 9, (t & 1) != 0, (t & 2) != 0, 4, 1, 3), 3);
     check(Operands(1, 3, 2, (t & 1) != 0, (t & 2) != 0, 3, 1, 5), 1);
     check(Operands(33, 65, 1, (t & 1) != 0, (t & 2) != 0, 2, 0, 0), 1);
   }
