@@ -154,7 +154,7 @@ TEST_P(EverySpec, NothingIsLostOver100StepsAndRanksStayIdentical) {
 INSTANTIATE_TEST_SUITE_P(
     Over, EverySpec,
     ::testing::Combine(::testing::ValuesIn(available_devices()),
-                       ::testing::Values("fp32:schedule=ring", "fp32:schedule=two_shot", "bf16:schedule=ring",
+                       ::testing::Values("fp32:schedule=ring", "fp32:schedule=two_shot", "fp32:schedule=tree", "bf16:schedule=tree", "powersgd:rank=4,schedule=tree", "bf16:schedule=ring",
                                          "bf16:schedule=two_shot", "bf16:round=stochastic,schedule=ring",
                                          "bf16:round=stochastic,schedule=two_shot", "fp8:schedule=ring",
                                          "fp8:schedule=two_shot", "fp8:round=stochastic",
