@@ -1,122 +1,133 @@
+// PowerSGD's passes on the host, each streaming the matrix once.
+//
+// Bytes per element: project 12, back_project 8 (a panel of columns stays in the cache between its two uses),
+// reconstruct 4 (non-temporal stores when the result is larger than a cache). Limit: memory up to about rank
+// 8, then arithmetic. Work is cut into pieces that depend on the shapes alone, and each sum is taken within a
+// piece in a fixed order, so results do not depend on the number of threads. Alignment: any. The loops are in
+// powersgd_simd.cpp.
 #include "kernels/powersgd.h"
 
 #include <algorithm>
-#include <cfloat>
 #include <limits>
 #include <vector>
 
+#include "kernels/host/powersgd_simd.h"
 #include "kernels/math/bf16.h"
 #include "kernels/thread_pool.h"
 
 namespace gradwire::host {
 namespace {
 
+// Enough rows to pay for turning a piece of Q around.
+constexpr int64_t kTaskRows = 128;
+// Bytes of a back_project panel: it should stay in a core's share of the cache.
+constexpr int64_t kPanelBytes = 768 * 1024;
+// Results beyond this bypass the cache.
+constexpr int64_t kStreamBytes = 16 * 1024 * 1024;
+
 bool flagged(const int32_t* flags, int matrix) {
   return flags != nullptr && flags[matrix] != 0;
 }
 
-// Cuts every matrix along `lines` (rows or columns) into tasks of `grain` lines and runs body(matrix, begin,
+int64_t panel_columns_on_host(const MatrixDescriptor& d) {
+  int64_t fit = kPanelBytes / (int64_t{4} * d.rows) / kStrip * kStrip;
+  return std::clamp<int64_t>(fit, kStrip, kMaxPanelColumns);
+}
+
+// Cuts every matrix into tasks of grain(descriptor) of its lines(descriptor), and runs body(matrix, begin,
 // end).
-template <typename Lines, typename Body>
-void for_each_slice(const MatrixTable& table, int64_t grain, const Lines& lines, const Body& body) {
+template <typename Lines, typename Grain, typename Body>
+void for_each_slice(const MatrixTable& table, const Lines& lines, const Grain& grain, const Body& body) {
   std::vector<int64_t> first_task{0};
-  for (const auto& d : table.host()) first_task.push_back(first_task.back() + (lines(d) + grain - 1) / grain);
+  for (const auto& d : table.host())
+    first_task.push_back(first_task.back() + (lines(d) + grain(d) - 1) / grain(d));
   parallel_for(first_task.back(), 1, [&](int64_t task, int64_t) {
     auto after = std::upper_bound(first_task.begin(), first_task.end(), task);
     int matrix = static_cast<int>(after - first_task.begin()) - 1;
-    int64_t begin = (task - first_task[matrix]) * grain;
-    body(matrix, begin, std::min<int64_t>(lines(table.host()[matrix]), begin + grain));
+    const auto& d = table.host()[matrix];
+    int64_t begin = (task - first_task[matrix]) * grain(d);
+    body(matrix, begin, std::min<int64_t>(lines(d), begin + grain(d)));
   });
+}
+
+int64_t rows_of(const MatrixDescriptor& d) {
+  return d.rows;
+}
+int64_t cols_of(const MatrixDescriptor& d) {
+  return d.cols;
+}
+int64_t task_rows(const MatrixDescriptor&) {
+  return kTaskRows;
+}
+
+// A matrix that was not finite, columns [begin, end): Q = 0, and the residual becomes the one before this
+// step.
+void restore(const PowerSgdBackProject& a, const MatrixDescriptor& d, int64_t begin, int64_t end) {
+  std::fill(a.q + d.q_offset + begin * d.rank, a.q + d.q_offset + end * d.rank, 0.0f);
+  for (int64_t i = 0; a.residual != nullptr && i < d.rows; ++i) {
+    for (int64_t at = d.offset + i * d.cols + begin; at < d.offset + i * d.cols + end; ++at) {
+      if (!is_finite(a.grad[at])) continue;  // holds the old residual already
+      float old = a.residual[at] - a.grad[at];
+      a.residual[at] = is_finite(old) ? old : 0.0f;
+    }
+  }
 }
 
 }  // namespace
 
 void powersgd_project(const PowerSgdProject& a) {
-  auto rows = [](const MatrixDescriptor& d) { return d.rows; };
-  for_each_slice(*a.table, 32, rows, [&](int matrix, int64_t begin, int64_t end) {
+  for_each_slice(*a.table, rows_of, task_rows, [&](int matrix, int64_t begin, int64_t end) {
     const auto& d = a.table->host()[matrix];
-    const float* q = a.q + d.q_offset;
-    for (int64_t i = begin; i < end; ++i) {
-      float sum[kMaxPowerSgdRank] = {};
-      for (int64_t j = 0; j < d.cols; ++j) {
-        int64_t at = d.offset + i * d.cols + j;
-        float m = a.grad[at];
-        if (a.residual != nullptr) {
-          m += a.residual[at];
-          if (is_finite(a.grad[at])) a.residual[at] = std::clamp(m, -FLT_MAX, FLT_MAX);
-        }
-        for (int k = 0; k < d.rank; ++k) sum[k] += m * q[j * d.rank + k];
-      }
-      std::copy(sum, sum + d.rank, a.p + d.p_offset + i * d.rank);
-    }
+    int64_t origin = d.offset + begin * d.cols;
+    project_rows({.grad = a.grad + origin,
+                  .residual = a.residual != nullptr ? a.residual + origin : nullptr,
+                  .q = a.q + d.q_offset,
+                  .p = a.p + d.p_offset + begin * d.rank,
+                  .rows = end - begin,
+                  .cols = d.cols,
+                  .rank = d.rank});
   });
 }
 
 void powersgd_back_project(const PowerSgdBackProject& a) {
-  auto cols = [](const MatrixDescriptor& d) { return d.cols; };
-  constexpr int64_t kPanel = 64;
-  for_each_slice(*a.table, kPanel, cols, [&](int matrix, int64_t begin, int64_t end) {
+  for_each_slice(*a.table, cols_of, panel_columns_on_host, [&](int matrix, int64_t begin, int64_t end) {
     const auto& d = a.table->host()[matrix];
-    const float* p = a.p + d.p_offset;
-    float* q = a.q + d.q_offset;
-    if (flagged(a.flags, matrix)) {
-      std::fill(q + begin * d.rank, q + end * d.rank, 0.0f);
-      for (int64_t i = 0; a.residual != nullptr && i < d.rows; ++i) {
-        for (int64_t at = d.offset + i * d.cols + begin; at < d.offset + i * d.cols + end; ++at) {
-          if (!is_finite(a.grad[at])) continue;  // holds the old residual already
-          float old = a.residual[at] - a.grad[at];
-          a.residual[at] = is_finite(old) ? old : 0.0f;
-        }
-      }
-      return;
-    }
-    const float* m = (a.residual != nullptr ? a.residual : a.grad) + d.offset;
-    float sum[kMaxPowerSgdRank][kPanel] = {};
-    for (int64_t i = 0; i < d.rows; ++i) {
-      for (int k = 0; k < d.rank; ++k) {
-        float pik = p[i * d.rank + k];
-        for (int64_t j = begin; j < end; ++j) sum[k][j - begin] += pik * m[i * d.cols + j];
-      }
-    }
-    for (int64_t j = begin; j < end; ++j) {
-      for (int k = 0; k < d.rank; ++k) q[j * d.rank + k] = sum[k][j - begin];
-    }
-    for (int64_t i = 0; a.residual != nullptr && i < d.rows; ++i) {
-      float* e = a.residual + d.offset + i * d.cols;
-      float left[kPanel];
-      std::copy(e + begin, e + end, left);
-      for (int k = 0; k < d.rank; ++k) {
-        float pik = p[i * d.rank + k];
-        for (int64_t j = 0; j < end - begin; ++j) left[j] -= pik * sum[k][j];
-      }
-      for (int64_t j = begin; j < end; ++j) e[j] = is_finite(left[j - begin]) ? left[j - begin] : 0.0f;
-    }
+    if (flagged(a.flags, matrix)) return restore(a, d, begin, end);
+    back_project_panel({.m = (a.residual != nullptr ? a.residual : a.grad) + d.offset + begin,
+                        .residual = a.residual != nullptr ? a.residual + d.offset + begin : nullptr,
+                        .p = a.p + d.p_offset,
+                        .q = a.q + d.q_offset + begin * d.rank,
+                        .rows = d.rows,
+                        .cols = d.cols,
+                        .panel = end - begin,
+                        .rank = d.rank});
   });
 }
 
 void powersgd_reconstruct(const PowerSgdReconstruct& a) {
-  auto rows = [](const MatrixDescriptor& d) { return d.rows; };
-  for_each_slice(*a.table, 32, rows, [&](int matrix, int64_t begin, int64_t end) {
+  bool stream = a.table->elements() * int64_t{sizeof(float)} > kStreamBytes;
+  for_each_slice(*a.table, rows_of, task_rows, [&](int matrix, int64_t begin, int64_t end) {
     const auto& d = a.table->host()[matrix];
-    const float* q = a.q + d.q_offset;
-    const float* q_lost = a.q_lost != nullptr ? a.q_lost + d.q_offset : nullptr;
-    for (int64_t i = begin; i < end; ++i) {
-      const float* p = a.p + d.p_offset + i * d.rank;
-      for (int64_t j = 0; j < d.cols; ++j) {
-        int64_t at = d.offset + i * d.cols + j;
-        if (flagged(a.flags, matrix)) {
-          a.grad[at] = std::numeric_limits<float>::quiet_NaN();
-          continue;
-        }
-        float sum = 0.0f, lost = 0.0f;
-        for (int k = 0; k < d.rank; ++k) sum += p[k] * q[j * d.rank + k];
-        a.grad[at] = a.scale * sum;
-        if (q_lost == nullptr) continue;
-        for (int k = 0; k < d.rank; ++k) lost += p[k] * q_lost[j * d.rank + k];
-        float e = a.residual[at] + lost;
-        if (is_finite(e)) a.residual[at] = e;
-      }
+    int64_t origin = d.offset + begin * d.cols;
+    if (flagged(a.flags, matrix)) {
+      std::fill(a.grad + origin, a.grad + d.offset + end * d.cols, std::numeric_limits<float>::quiet_NaN());
+      return;
     }
+    ReconstructRows rows{.p = a.p + d.p_offset + begin * d.rank,
+                         .q = a.q + d.q_offset,
+                         .out = a.grad + origin,
+                         .scale = a.scale,
+                         .rows = end - begin,
+                         .cols = d.cols,
+                         .rank = d.rank,
+                         .mode = stream ? Reconstruct::stream : Reconstruct::store};
+    reconstruct_rows(rows);
+    if (a.q_lost == nullptr) return;
+    rows.q = a.q_lost + d.q_offset;
+    rows.out = a.residual + origin;
+    rows.scale = 1.0f;
+    rows.mode = Reconstruct::add_finite;
+    reconstruct_rows(rows);
   });
 }
 
