@@ -19,11 +19,8 @@
 #include "trainer/data/dataset.h"
 #include "trainer/log/console.h"
 
-// Present in OpenBLAS only; another BLAS leaves them null.
-extern "C" {
-__attribute__((weak)) char* openblas_get_config();
-__attribute__((weak)) char* openblas_get_corename();
-}
+// Present in OpenBLAS only; another BLAS leaves it null.
+extern "C" __attribute__((weak)) char* openblas_get_config();
 
 namespace gradwire {
 namespace {
@@ -147,8 +144,7 @@ std::string doctor_report() {
   report.row("SIMD", simd_level());
   report.row("memory", memory());
   if (openblas_get_config != nullptr) {
-    report.row("BLAS", std::string(openblas_get_config()) + ", kernels for " +
-                           (openblas_get_corename != nullptr ? openblas_get_corename() : "unknown"));
+    report.row("BLAS", openblas_get_config());
   } else {
     report.row("BLAS", "not OpenBLAS: results are right, speed is unknown");
   }
@@ -156,7 +152,7 @@ std::string doctor_report() {
   add_cuda(report);
   report.title("Ranks");
   report.row("one process", "on: --ranks N, a thread each (local transport)");
-  report.row("processes, TCP", "off: the gloo transport is not part of this version");
+  report.row("processes, TCP", "off: the library has it `gradwire train` does not start that way yet");
   report.row("processes, GPUs", "off: the NCCL transport is not part of this version, so NCCL is not linked");
   try {
     std::optional<Launch> launch = check_launcher();

@@ -61,7 +61,7 @@ std::optional<Launch> check_launcher() {
     throw BadInput(
         "started by " + launch->launcher + " as one of " + std::to_string(launch->world) + " processes (" +
         launch->variables +
-        "), but multi-process launch arrives with the network transports; start one process and use "
+        "), but this command trains in one process so far; start one process and use "
         "--ranks " +
         std::to_string(launch->world) + ", or unset these variables");
   }
