@@ -8,6 +8,7 @@
 #include <initializer_list>
 
 #include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/vector.cuh"
 #include "kernels/fp8.h"
 #include "kernels/math/random.h"
 
@@ -31,21 +32,23 @@ __device__ __forceinline__ Lane lane_of(int64_t block, int64_t count) {
   return {begin, left >= kPerLane ? kPerLane : (left > 0 ? static_cast<int>(left) : 0)};
 }
 
-template <bool kAligned>
+// kWhole: all 128 values of the block exist and floats are 16-byte aligned. Blocks of the two kinds are done
+// in loops of their own; side by side, the compiler merges both ways into scalar stores.
+template <bool kWhole>
 __device__ __forceinline__ void load_floats(const float* from, const Lane& lane, float (&x)[kPerLane]) {
-  if (kAligned && lane.valid == kPerLane) {
-    float4 v = *reinterpret_cast<const float4*>(from + lane.begin);
-    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+  if constexpr (kWhole) {
+    load<kPerLane>(from + lane.begin, x);
   } else {
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) x[k] = k < lane.valid ? from[lane.begin + k] : 0.0f;
   }
 }
 
-template <bool kAligned>
+template <bool kWhole>
 __device__ __forceinline__ void store_floats(float* to, const Lane& lane, const float (&x)[kPerLane]) {
-  if (kAligned && lane.valid == kPerLane) {
-    *reinterpret_cast<float4*>(to + lane.begin) = make_float4(x[0], x[1], x[2], x[3]);
+  if constexpr (kWhole) {
+    // The plain assignment of a float4 comes out as four stores here; this comes out as one.
+    __stwb(reinterpret_cast<float4*>(to + lane.begin), make_float4(x[0], x[1], x[2], x[3]));
   } else {
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
@@ -64,98 +67,109 @@ __device__ __forceinline__ void load_wire(const uint8_t* wire, int64_t count, in
   for (int k = 0; k < kPerLane; ++k) x[k] = scale * e4m3_to_float(static_cast<uint8_t>(word >> (8 * k)));
 }
 
+template <Rounding kMode, bool kWhole>
+__device__ __forceinline__ void hop_block(const Fp8DecodeAddEncode& a, int64_t block, uint64_t step) {
+  const Lane lane = lane_of(block, a.count);
+  float own[kPerLane], s[kPerLane];
+  load_floats<kWhole>(a.grad, lane, own);
+  if (a.residual != nullptr) {
+    float kept[kPerLane];
+    load_floats<kWhole>(a.residual, lane, kept);
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) own[k] += kept[k];
+  }
+#pragma unroll
+  for (int k = 0; k < kPerLane; ++k) s[k] = -0.0f;  // adding to it changes nothing, not even a zero's sign
+#pragma unroll 1
+  for (int input = 0; input < a.num_inputs; ++input) {
+    float x[kPerLane];
+    load_wire(a.inputs[input], a.count, block, lane, x);
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) {
+      if (input == a.own_position) s[k] += own[k];
+      s[k] += x[k];
+    }
+  }
+  uint32_t largest = 0;
+#pragma unroll
+  for (int k = 0; k < kPerLane; ++k) {
+    if (a.own_position == a.num_inputs) s[k] += own[k];
+    const uint32_t bits = k < lane.valid ? finite_magnitude_bits(s[k]) : 0u;
+    largest = bits > largest ? bits : largest;
+  }
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, largest, offset);
+    largest = other > largest ? other : largest;
+  }
+  const uint8_t scale = fp8_scale_byte(largest);
+  if (threadIdx.x % 32 == 0) a.wire[fp8_scales_offset(a.count) + block] = scale;
+
+  uint32_t word = 0;
+  float sent[kPerLane], left[kPerLane];
+#pragma unroll
+  for (int k = 0; k < kPerLane; ++k) {
+    const float scaled = s[k] * fp8_inverse_scale(scale);
+    uint8_t code;
+    if constexpr (kMode == Rounding::nearest) {
+      code = float_to_e4m3_nearest(scaled);
+    } else {
+      const uint64_t element = static_cast<uint64_t>(a.rounding.first_element + lane.begin + k);
+      code = float_to_e4m3_stochastic(scaled, random16(a.rounding.seed, step, element));
+    }
+    word |= static_cast<uint32_t>(code) << (8 * k);
+    sent[k] = fp8_scale(scale) * e4m3_to_float(code);
+    left[k] = is_finite(s[k]) ? s[k] - sent[k] : 0.0f;
+    sent[k] *= a.out_scale;
+  }
+  if (kWhole || lane.valid == kPerLane) {
+    *reinterpret_cast<uint32_t*>(a.wire + lane.begin) = word;
+  } else {
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) {
+      if (k < lane.valid) a.wire[lane.begin + k] = static_cast<uint8_t>(word >> (8 * k));
+    }
+  }
+  if (a.residual != nullptr) store_floats<kWhole>(a.residual, lane, left);
+  if (a.out != nullptr) store_floats<kWhole>(a.out, lane, sent);
+}
+
 template <Rounding kMode, bool kAligned>
 __global__ void __launch_bounds__(kThreads) fp8_hop_kernel(const __grid_constant__ Fp8DecodeAddEncode a) {
-  const int64_t blocks = (a.count + kFp8Block - 1) / kFp8Block;
   const uint64_t step = a.rounding.step != nullptr ? *a.rounding.step : 0;
-  for (int64_t block = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; block < blocks;
-       block += int64_t{gridDim.x} * kWarps) {
-    const Lane lane = lane_of(block, a.count);
-    float own[kPerLane], s[kPerLane];
-    load_floats<kAligned>(a.grad, lane, own);
-    if (a.residual != nullptr) {
-      float kept[kPerLane];
-      load_floats<kAligned>(a.residual, lane, kept);
-#pragma unroll
-      for (int k = 0; k < kPerLane; ++k) own[k] += kept[k];
-    }
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) s[k] = -0.0f;  // adding to it changes nothing, not even a zero's sign
-#pragma unroll 1
-    for (int input = 0; input < a.num_inputs; ++input) {
-      float x[kPerLane];
-      load_wire(a.inputs[input], a.count, block, lane, x);
-#pragma unroll
-      for (int k = 0; k < kPerLane; ++k) {
-        if (input == a.own_position) s[k] += own[k];
-        s[k] += x[k];
-      }
-    }
-    uint32_t largest = 0;
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-      if (a.own_position == a.num_inputs) s[k] += own[k];
-      const uint32_t bits = k < lane.valid ? finite_magnitude_bits(s[k]) : 0u;
-      largest = bits > largest ? bits : largest;
-    }
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      const uint32_t other = __shfl_xor_sync(0xffffffffu, largest, offset);
-      largest = other > largest ? other : largest;
-    }
-    const uint8_t scale = fp8_scale_byte(largest);
-    if (threadIdx.x % 32 == 0) a.wire[fp8_scales_offset(a.count) + block] = scale;
+  const int64_t all = (a.count + kFp8Block - 1) / kFp8Block, whole = kAligned ? a.count / kFp8Block : 0;
+  const int64_t stride = int64_t{gridDim.x} * kWarps;
+  int64_t block = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  for (; block < whole; block += stride) hop_block<kMode, true>(a, block, step);
+  for (; block < all; block += stride) hop_block<kMode, false>(a, block, step);
+}
 
-    uint32_t word = 0;
-    float sent[kPerLane], left[kPerLane];
+template <bool kAdd, bool kWhole>
+__device__ __forceinline__ void decode_block(const uint8_t* wire, float* out, float out_scale, int64_t count,
+                                             int64_t block) {
+  const Lane lane = lane_of(block, count);
+  float x[kPerLane];
+  load_wire(wire, count, block, lane, x);
+  if constexpr (kAdd) {
+    float acc[kPerLane];
+    load_floats<kWhole>(out, lane, acc);
 #pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-      const float scaled = s[k] * fp8_inverse_scale(scale);
-      uint8_t code;
-      if constexpr (kMode == Rounding::nearest) {
-        code = float_to_e4m3_nearest(scaled);
-      } else {
-        const uint64_t element = static_cast<uint64_t>(a.rounding.first_element + lane.begin + k);
-        code = float_to_e4m3_stochastic(scaled, random16(a.rounding.seed, step, element));
-      }
-      word |= static_cast<uint32_t>(code) << (8 * k);
-      sent[k] = fp8_scale(scale) * e4m3_to_float(code);
-      left[k] = is_finite(s[k]) ? s[k] - sent[k] : 0.0f;
-      sent[k] *= a.out_scale;
-    }
-    if (lane.valid == kPerLane) {
-      *reinterpret_cast<uint32_t*>(a.wire + lane.begin) = word;
-    } else {
+    for (int k = 0; k < kPerLane; ++k) x[k] = acc[k] + x[k];
+  } else {
 #pragma unroll
-      for (int k = 0; k < kPerLane; ++k) {
-        if (k < lane.valid) a.wire[lane.begin + k] = static_cast<uint8_t>(word >> (8 * k));
-      }
-    }
-    if (a.residual != nullptr) store_floats<kAligned>(a.residual, lane, left);
-    if (a.out != nullptr) store_floats<kAligned>(a.out, lane, sent);
+    for (int k = 0; k < kPerLane; ++k) x[k] *= out_scale;
   }
+  store_floats<kWhole>(out, lane, x);
 }
 
 template <bool kAdd, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     fp8_decode_kernel(const uint8_t* wire, float* out, float out_scale, int64_t count) {
-  const int64_t blocks = (count + kFp8Block - 1) / kFp8Block;
-  for (int64_t block = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; block < blocks;
-       block += int64_t{gridDim.x} * kWarps) {
-    const Lane lane = lane_of(block, count);
-    float x[kPerLane];
-    load_wire(wire, count, block, lane, x);
-    if constexpr (kAdd) {
-      float acc[kPerLane];
-      load_floats<kAligned>(out, lane, acc);
-#pragma unroll
-      for (int k = 0; k < kPerLane; ++k) x[k] = acc[k] + x[k];
-    } else {
-#pragma unroll
-      for (int k = 0; k < kPerLane; ++k) x[k] *= out_scale;
-    }
-    store_floats<kAligned>(out, lane, x);
-  }
+  const int64_t all = (count + kFp8Block - 1) / kFp8Block, whole = kAligned ? count / kFp8Block : 0;
+  const int64_t stride = int64_t{gridDim.x} * kWarps;
+  int64_t block = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  for (; block < whole; block += stride) decode_block<kAdd, true>(wire, out, out_scale, count, block);
+  for (; block < all; block += stride) decode_block<kAdd, false>(wire, out, out_scale, count, block);
 }
 
 LaunchConfig config_for(int64_t count, CudaStream stream) {
