@@ -155,5 +155,12 @@ TEST(CudaDevice, AbsenceIsExplained) {
   }
 }
 
+// Op tests take their backends from the devices present, so without a GPU the CUDA ones do not exist. This says so.
+TEST(CudaDevice, OpTestsRunOnEveryVisibleGpu) {
+  if (cuda_device_count() == 0) GTEST_SKIP() << "skipped: no GPU: " << cuda_unavailable_reason();
+  EXPECT_EQ(available_devices().size(), 1u + static_cast<size_t>(cuda_device_count()));
+  for (int i = 0; i < cuda_device_count(); ++i) EXPECT_EQ(available_devices()[1 + i], Device::cuda(i));
+}
+
 }  // namespace
 }  // namespace gradwire
