@@ -42,13 +42,15 @@ run_tests() {
   passed=$((passed + all - bad - skips))
 }
 
-# The sanitizers look at the program, so they skip what is built with sanitizers anyway (simt), what compares with other
-# programs (oracles), and checks of source text. The command's own test runs under ASan, as a user's session would.
+# The sanitizers look at the program, so they leave out what has sanitizers of its own (simt), what compares the program with
+# others (oracles) and checks of source text. The command's and the C ABI's own tests run under ASan, as a user's program
+# would. Processes that are killed on purpose are not for ThreadSanitizer, nor is anything that was not built for it.
+elsewhere="simt|^kernel_table|oracle|^layers$|^ptx$|^bench|NOT_BUILT"
 layers=(kernels_tests collectives_tests trainer_tests)
 run_tests release --
-run_tests asan "${layers[@]}" gradwire -- -E "simt|kernel_table|oracle|layers"
+run_tests asan "${layers[@]}" capi_tests gradwire -- -E "$elsewhere|^capi_"
 export TSAN_OPTIONS="${TSAN_OPTIONS:-halt_on_error=1 second_deadlock_stack=1}"
-run_tests tsan "${layers[@]}" tsan_overlapped_step tsan_planted_race -- -E "simt|kernel_table|oracle|layers|^cli$"
+run_tests tsan "${layers[@]}" tsan_overlapped_step tsan_planted_race -- -E "$elsewhere|^capi|^cli$"
 
 [ $skipped -gt 0 ] && echo "$skipped skipped (see above for why)"
 echo "$passed passed, $failed failed"

@@ -57,7 +57,7 @@ TEST_P(VitSoftmax, ForwardMatchesTheDoubleReferenceAndZeroesThePadding) {
         if (i % shape.ld >= shape.width) x[static_cast<size_t>(i)] = std::numeric_limits<float>::quiet_NaN();
       }
       auto got = forward(x, shape, misalign), want = reference_softmax(x, shape);
-      expect_close(got, want, 4e-6, "y", 1e-6);  // a sum of 2050 terms in FP32
+      expect_close(got, want, 6e-6, "y", 1e-6);  // a sum of 2050 terms in FP32, without FMA where sanitized
       for (int64_t i = 0; i < shape.size(); ++i) {
         if (i % shape.ld >= shape.width) {
           ASSERT_EQ(got[static_cast<size_t>(i)], 0.0f);
