@@ -42,7 +42,8 @@ void finish(Op op, unsigned mask, Thread* lanes) {
   unsigned votes = 0;
   bool first = true;
   uint64_t total = 0;
-  for (unsigned rest = mask; rest != 0; rest &= rest - 1) {
+  bool reads_all = op != Op::shuffle4 && op != Op::shuffle8 && op != Op::sync_warp;
+  for (unsigned rest = reads_all ? mask : 0; rest != 0; rest &= rest - 1) {
     int i = std::countr_zero(rest);
     if (lanes[i].value != 0) votes |= 1u << i;
     total = first ? lanes[i].value : reduce(op, total, lanes[i].value);
@@ -89,8 +90,13 @@ std::string hex(unsigned mask) {
   return text;
 }
 
-std::string place(const Where& where) {
-  return std::string(where.file) + ":" + std::to_string(where.line);
+// Not inline: its strings would make every waiting thread's stack frame larger.
+[[noreturn, gnu::noinline]] void refuse_mask(Op op, unsigned mask, const Where& where) {
+  std::string call = "thread " + std::to_string(block.current) + " calls " + op_name(op) + " (" + where.file +
+                     ":" + std::to_string(where.line) + ") with mask " + hex(mask);
+  if (!(mask & current_bit()))
+    fail(call + ", which leaves out the caller, lane " + std::to_string(lane_id()));
+  fail(call + ", but its warp has only the lanes " + hex(current_warp().existing));
 }
 
 }  // namespace
@@ -124,12 +130,7 @@ uint64_t warp_collective(Op op, unsigned mask, uint64_t value, int source, Where
   Warp& warp = current_warp();
   Thread& self = current_thread();
   unsigned bit = current_bit();
-  auto name_caller = [&] {
-    return "thread " + std::to_string(block.current) + " calls " + op_name(op) + " (" + place(where) +
-           ") with mask " + hex(mask);
-  };
-  if (!(mask & bit)) fail(name_caller() + ", which leaves out the caller, lane " + std::to_string(lane_id()));
-  if (mask & ~warp.existing) fail(name_caller() + ", but its warp has only the lanes " + hex(warp.existing));
+  if (!(mask & bit) || (mask & ~warp.existing)) refuse_mask(op, mask, where);
   self.state = Thread::State::in_warp_op;
   self.op = op;
   self.mask = mask;

@@ -56,9 +56,11 @@ struct Block {
   int predicates = 0;  // threads that came to the barrier with a true predicate
   int64_t spins = 0;   // preemptions since a thread last got ahead
   Random random{0};
-  bool uniform = true;     // draw any thread; otherwise favour warps in a fixed order
+  bool uniform =
+      true;  // draw any thread, staying with a warp for a while; otherwise favour warps in a fixed order
   int first_warp = 0;      // where that order starts
   bool downward = false;   // and which way it goes
+  int last_warp = 0;       // the warp of the thread drawn last
   bool draw_any = false;   // the next draw is uniform whatever the mode
   int current = -1;        // the running thread, -1: the scheduler
   bool abandoned = false;  // threads that are resumed give up
@@ -78,7 +80,7 @@ size_t first_difference(const void* a, const void* b, size_t bytes);  // `bytes`
 
 // Runs one block to its end; false when block.failure was set.
 bool run_block(void (*thread)(const void*), const void* arguments);
-// The running thread hands over to the scheduler and returns when it is resumed.
+// The running thread hands over to the next one and returns when it is resumed.
 void switch_out();
 // "kernel 'x', block (0,0,0) of (1,1,1), 64 threads, seed 1"
 std::string describe_launch();

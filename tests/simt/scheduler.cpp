@@ -46,73 +46,6 @@ struct NoAllocator {
   void deallocate(boost::context::stack_context&) {}
 };
 
-struct Fiber {
-  Stack stack;
-  boost::context::fiber context;  // where to resume it
-  void* asan_stack = nullptr;
-};
-
-// What the running block executes, and the scheduler's own side of the switches.
-void (*thread_main)(const void*) = nullptr;
-const void* thread_arguments = nullptr;
-boost::context::fiber scheduler;
-void* scheduler_asan_stack = nullptr;
-const void* scheduler_bottom = nullptr;
-size_t scheduler_bytes = 0;
-
-// Never deleted: idle fibers have no end.
-std::vector<Fiber*>& fibers = *new std::vector<Fiber*>();
-
-void leave_fiber() {
-  Fiber& self = *fibers[static_cast<size_t>(block.current)];
-  __sanitizer_start_switch_fiber(&self.asan_stack, scheduler_bottom, scheduler_bytes);
-  scheduler = std::move(scheduler).resume();
-  __sanitizer_finish_switch_fiber(self.asan_stack, &scheduler_bottom, &scheduler_bytes);
-}
-
-void run_thread() {
-  try {
-    thread_main(thread_arguments);
-  } catch (const Abandon&) {
-  } catch (const std::exception& error) {
-    if (block.failure.empty()) block.failure = std::string("the kernel threw an exception: ") + error.what();
-  }
-}
-
-boost::context::fiber fiber_main(boost::context::fiber&& from) {
-  scheduler = std::move(from);
-  __sanitizer_finish_switch_fiber(nullptr, &scheduler_bottom, &scheduler_bytes);
-  while (true) {
-    run_thread();
-    current_thread().state = Thread::State::exited;
-    --block.unfinished;
-    block.spins = 0;
-    leave_fiber();
-  }
-}
-
-void resume(int index) {
-  auto at = static_cast<size_t>(index);
-  while (fibers.size() <= at) {
-    auto* fiber = new Fiber();
-    boost::context::stack_context stack;
-    // Staggered: stacks that all end at the same place in a page would share a few sets of the cache.
-    stack.size = kStackBytes - at % 61 * 256;
-    stack.sp = fiber->stack.bottom + stack.size;
-    fiber->context =
-        boost::context::fiber(std::allocator_arg, boost::context::preallocated(stack.sp, stack.size, stack),
-                              NoAllocator(), fiber_main);
-    fibers.push_back(fiber);
-  }
-  Fiber& fiber = *fibers[at];
-  block.current = index;
-  threadIdx = block.threads[at].index;
-  __sanitizer_start_switch_fiber(&scheduler_asan_stack, fiber.stack.bottom, kStackBytes);
-  fiber.context = std::move(fiber.context).resume();
-  __sanitizer_finish_switch_fiber(scheduler_asan_stack, nullptr, nullptr);
-  block.current = -1;
-}
-
 int any_bit(unsigned mask) {
   int start = static_cast<int>(block.random.next() >> 59);
   return (std::countr_zero(std::rotr(mask, start)) + start) % kWarp;
@@ -125,14 +58,110 @@ int favoured_bit(unsigned mask) {
 }
 
 int take_next() {
-  bool any = block.uniform || block.draw_any;
+  bool draw_any = block.draw_any, any = block.uniform || draw_any;
   block.draw_any = false;
-  int warp = any ? any_bit(block.ready_warps) : favoured_bit(block.ready_warps);
+  int warp = block.last_warp;
+  // Uniform means: change warps now and then. Staying spares the cache.
+  bool stay =
+      block.uniform && !draw_any && (block.ready_warps >> warp & 1u) && block.random.next() >> 62 != 0;
+  if (!stay) warp = any ? any_bit(block.ready_warps) : favoured_bit(block.ready_warps);
+  block.last_warp = warp;
   Warp& chosen = block.warps[static_cast<size_t>(warp)];
   int lane = any_bit(chosen.ready);
   chosen.ready &= ~(1u << lane);
   if (chosen.ready == 0) block.ready_warps &= ~(1u << warp);
   return warp * kWarp + lane;
+}
+
+// One side of a switch: a fiber, or the scheduler, which runs on the stack that called launch().
+struct Side {
+  boost::context::fiber context;  // where to resume it
+  void* asan_stack = nullptr;
+  const void* bottom = nullptr;
+  size_t bytes = 0;
+};
+
+void (*thread_main)(const void*) = nullptr;
+const void* thread_arguments = nullptr;
+Side scheduler;
+Side* running = &scheduler;
+Side* came_from = nullptr;  // who switched to `running`
+
+// Never deleted: idle fibers have no end.
+std::vector<Side*>& fibers = *new std::vector<Side*>();
+
+void arrive(boost::context::fiber&& from, Side& self) {
+  __sanitizer_finish_switch_fiber(self.asan_stack, &came_from->bottom, &came_from->bytes);
+  came_from->context = std::move(from);
+}
+
+// Runs `target` from where it stopped; returns when somebody switches back.
+void switch_to(Side& target) {
+  Side& self = *running;
+  came_from = &self;
+  running = &target;
+  __sanitizer_start_switch_fiber(&self.asan_stack, target.bottom, target.bytes);
+  arrive(std::move(target.context).resume(), self);
+}
+
+void switch_to_thread(int index) {
+  Thread& next = block.threads[static_cast<size_t>(index)];
+  next.state = Thread::State::ready;
+  block.current = index;
+  threadIdx = next.index;
+  Side& fiber = *fibers[static_cast<size_t>(index)];
+  if (&fiber != running) switch_to(fiber);
+}
+
+void switch_to_scheduler() {
+  block.current = -1;
+  switch_to(scheduler);
+}
+
+// The running thread cannot go on: the next one runs, or the scheduler when there is none.
+void hand_over() {
+  if (block.ready_warps != 0 && block.failure.empty()) {
+    switch_to_thread(take_next());
+  } else {
+    switch_to_scheduler();
+  }
+}
+
+void run_thread() {
+  try {
+    thread_main(thread_arguments);
+  } catch (const Abandon&) {
+  } catch (const std::exception& error) {
+    if (block.failure.empty()) block.failure = std::string("the kernel threw an exception: ") + error.what();
+  }
+}
+
+boost::context::fiber fiber_main(boost::context::fiber&& from) {
+  arrive(std::move(from), *running);
+  while (true) {
+    run_thread();
+    current_thread().state = Thread::State::exited;
+    --block.unfinished;
+    block.spins = 0;
+    hand_over();
+  }
+}
+
+void make_fibers(size_t count) {
+  while (fibers.size() < count) {
+    Stack memory;
+    // Staggered: stacks that all end at the same place in a page would share a few sets of the cache.
+    boost::context::stack_context stack;
+    stack.size = kStackBytes - fibers.size() % 61 * 256;
+    stack.sp = memory.bottom + stack.size;
+    auto* fiber = new Side();
+    fiber->bottom = memory.bottom;
+    fiber->bytes = stack.size;
+    fiber->context =
+        boost::context::fiber(std::allocator_arg, boost::context::preallocated(stack.sp, stack.size, stack),
+                              NoAllocator(), fiber_main);
+    fibers.push_back(fiber);
+  }
 }
 
 void place_threads() {
@@ -148,7 +177,9 @@ void place_threads() {
       if (++index.y == size.y) index.y = 0, ++index.z;
     }
   }
+  make_fibers(block.threads.size());
   block.ready_warps = 0;
+  block.last_warp = 0;
   for (size_t w = 0; w < block.warps.size(); ++w) make_ready(w, block.warps[w].existing);
 }
 
@@ -245,21 +276,19 @@ bool run_block(void (*thread)(const void*), const void* arguments) {
       block.failure = diagnose() + describe_threads();
       break;
     }
-    int next = take_next();
-    block.threads[static_cast<size_t>(next)].state = Thread::State::ready;
-    resume(next);
+    switch_to_thread(take_next());
   }
   if (block.failure.empty()) return true;
   block.abandoned = true;
   for (size_t i = 0; i < block.threads.size(); ++i) {
     auto state = block.threads[i].state;
-    if (state != Thread::State::idle && state != Thread::State::exited) resume(static_cast<int>(i));
+    if (state != Thread::State::idle && state != Thread::State::exited) switch_to_thread(static_cast<int>(i));
   }
   return false;
 }
 
 void switch_out() {
-  leave_fiber();
+  hand_over();
   if (block.abandoned) throw Abandon{};
 }
 

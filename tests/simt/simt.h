@@ -15,6 +15,7 @@
 #pragma once
 
 #include <array>
+#include <bit>
 #include <span>
 #include <tuple>
 #include <type_traits>
@@ -101,13 +102,16 @@ inline unsigned __activemask() {
 
 namespace gradwire::simt {
 
+// By bit_cast: a local variable whose address is taken costs AddressSanitizer a stack frame in the busiest
+// functions.
 template <typename T>
 uint64_t to_word(T value) {
   static_assert(std::is_arithmetic_v<T> && (sizeof(T) == 4 || sizeof(T) == 8),
                 "shuffles move 4- or 8-byte numbers");
-  uint64_t word = 0;
-  std::memcpy(&word, &value, sizeof value);
-  return word;
+  if constexpr (sizeof(T) == 4)
+    return std::bit_cast<uint32_t>(value);
+  else
+    return std::bit_cast<uint64_t>(value);
 }
 
 // `source` is the lane to read from, `valid` whether it lies in the caller's segment; otherwise it reads
@@ -116,9 +120,10 @@ template <typename T>
 T shuffle(unsigned mask, T value, int source, bool valid, Where where) {
   constexpr Op op = sizeof(T) == 4 ? Op::shuffle4 : Op::shuffle8;
   uint64_t word = warp_collective(op, mask, to_word(value), valid ? source : lane_id(), where);
-  T out;
-  std::memcpy(&out, &word, sizeof out);
-  return out;
+  if constexpr (sizeof(T) == 4)
+    return std::bit_cast<T>(static_cast<uint32_t>(word));
+  else
+    return std::bit_cast<T>(word);
 }
 
 inline int segment(int width) {
