@@ -84,7 +84,7 @@ GW_API const char* gw_last_error(void);
  *
  * rendezvous  how the ranks find each other, the same text on all of them:
  *               "tcp://HOST:PORT"  processes on any machines; rank 0 listens at PORT of HOST
- *               "file:///PATH"     processes that share a folder; PATH must not exist beforehand
+ *               "file:///PATH"     processes that share a folder, in which rank 0 makes and removes PATH
  *               "local://NAME"     threads of one process, each of them one rank
  *             may be null when world is 1. A name, port or path can be used again once the group stands.
  * rank        0 .. world - 1, each of them once.
@@ -120,9 +120,9 @@ GW_API gw_status gw_comm_destroy(gw_comm comm);
  * buf     (count) elements of dtype on the communicator's device, aligned to the element. May be null when count
  *         is 0.
  * dtype   GW_FLOAT32, or GW_BFLOAT16: converted to float32 and back around the reduction.
- * spec    "fp32" or "bf16[:round=nearest|stochastic]", each with ",schedule=auto|ring|tree|two_shot|hierarchical":
- *         the format on the wire. Nothing is remembered between calls, so there is no error feedback: what bf16
- *         rounds away is gone. "powersgd" needs a reducer.
+ * spec    "fp32", "bf16[:round=nearest|stochastic]" or "fp8[:round=...]", each with
+ *         ",schedule=auto|ring|tree|two_shot|hierarchical": the format on the wire. Nothing is remembered between
+ *         calls, so there is no error feedback: what is rounded away is gone. "powersgd" needs a reducer.
  * stream  see the top.
  *
  * The program for a buffer is built at its first use and kept (the 64 used last): reuse buffers. Changing how often
@@ -155,8 +155,8 @@ typedef struct gw_reducer_options {
 
 /* Registers a model's gradients. Collective.
  *
- * spec       "fp32" | "bf16[:round=nearest|stochastic]" |
- *            "powersgd:rank=R[,wire=fp32|bf16][,start=N][,warm=on|off][,min_ratio=X][,seed=S]",
+ * spec       "fp32" | "bf16[:round=nearest|stochastic]" | "fp8[:round=nearest|stochastic]" |
+ *            "powersgd:rank=R[,wire=fp32|bf16|fp8][,start=N][,warm=on|off][,min_ratio=X][,seed=S]",
  *            each with ",ef=on|off" and ",schedule=auto|ring|tree|two_shot|hierarchical".
  * tensors    (n_tensors), in the order in which backward completes them: buckets are reduced in this order.
  * options    may be null: defaults.

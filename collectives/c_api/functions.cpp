@@ -7,6 +7,7 @@
 #include "collectives/c_api/handles.h"
 #include "collectives/c_api/reducer.h"
 #include "collectives/gradwire.h"
+#include "collectives/transport/gloo.h"
 
 namespace {
 
@@ -61,7 +62,15 @@ std::unique_ptr<Communicator> join(const char* rendezvous, int rank, int world, 
     return join_local_group(text.substr(kLocal.size()), rank, world, device, timeout);
   }
   if (text.starts_with("tcp://") || text.starts_with("file://")) {
-    throw Unsupported("rendezvous '" + text + "': this build has no network transport yet");
+    if (!built_with_gloo()) {
+      throw Unsupported("rendezvous '" + text +
+                        "': this build has no transport between processes (no libgloo)");
+    }
+    if (!device.is_host()) {
+      throw Unsupported("rendezvous '" + text + "' with " + device.name() +
+                        ": the transport between processes moves host memory; use GW_HOST");
+    }
+    return Communicator::create_gloo({.group = {text, rank, world, timeout}, .interface = {}});
   }
   throw BadInput("rendezvous '" + text + "' is none of tcp://HOST:PORT, file:///PATH, local://NAME");
 }

@@ -188,7 +188,8 @@ TEST_P(EverySpec, AStateSavedAndLoadedContinuesBitForBit) {
 INSTANTIATE_TEST_SUITE_P(CApi, EverySpec,
                          ::testing::Values("fp32", "bf16", "bf16:round=stochastic,schedule=ring",
                                            "powersgd:rank=2", "powersgd:rank=4,start=2",
-                                           "powersgd:rank=2,wire=bf16", "powersgd:rank=3,ef=off"),
+                                           "powersgd:rank=2,wire=bf16", "powersgd:rank=3,ef=off", "fp8",
+                                           "powersgd:rank=2,wire=fp8"),
                          [](const auto& info) {
                            std::string text = info.param;
                            for (char& c : text) c = std::isalnum(static_cast<unsigned char>(c)) ? c : '_';

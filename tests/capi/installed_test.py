@@ -6,6 +6,7 @@ import argparse
 import os
 import pathlib
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("cmake", "build", "examples", "cc"):
         arguments.add_argument(f"--{name}", required=True)
+    arguments.add_argument("--processes", choices=("yes", "no"), required=True, help="was it built with Gloo?")
     options = arguments.parse_args()
     prefix = pathlib.Path(options.build, "installed")
     shutil.rmtree(prefix, ignore_errors=True)
@@ -40,6 +42,22 @@ def main() -> None:
             output = run(build / example, timeout=120)
             if "rank 0" not in output or "rank 1" not in output:
                 sys.exit(f"FAILED: {example} did not report both ranks")
+
+        if options.processes == "yes":
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            for rendezvous in (f"tcp://127.0.0.1:{port}", f"file://{folder}/meet"):
+                for example in ("allreduce", "overlap"):
+                    print("+", example, rendezvous, "as two processes", flush=True)
+                    ranks = [subprocess.Popen([build / example, rendezvous, str(rank), "2"]) for rank in range(2)]
+                    try:
+                        codes = [rank.wait(timeout=120) for rank in ranks]
+                    finally:
+                        for rank in ranks:
+                            rank.kill()
+                    if any(codes):
+                        sys.exit(f"FAILED: exit codes {codes}")
 
         pc, = moved.glob("**/gradwire.pc")
         if shutil.which("pkg-config"):

@@ -1,0 +1,39 @@
+"""Gradwire: gradients made small before they cross a wire, and nothing lost on the way.
+
+With PyTorch's DistributedDataParallel, three lines:
+
+    from gradwire.torch import Hook, allreduce_hook
+    hook = Hook("powersgd:rank=4")
+    ddp_model.register_comm_hook(hook, allreduce_hook)
+
+Without it: allreduce_() for one tensor, Communicator and Reducer for everything else.
+"""
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from gradwire._core import Communicator, Reducer
+from gradwire._native import BadArgument, BadHandle, CommFailed, DeviceFailed, Error, NoMemory, Unsupported
+
+__version__ = "0.1.0"
+__all__ = ["BadArgument", "BadHandle", "CommFailed", "Communicator", "DeviceFailed", "Error", "NoMemory", "Reducer",
+           "Unsupported", "allreduce_"]
+
+
+def allreduce_(tensor: Any, spec: str = "fp32", op: str = "avg", comm: Optional[Communicator] = None) -> Any:
+    """Averages (or sums, op="sum") a tensor over all ranks, in place, and returns it. Collective.
+
+    tensor: a contiguous torch tensor (float32 or bfloat16) or numpy array (float32).
+    spec: the format on the wire: "fp32", "bf16[:round=nearest|stochastic]" or "fp8[:...]". No error feedback: nothing is
+        remembered between calls.
+    comm: which ranks. None: those of torch.distributed's default process group, for torch tensors.
+
+    For CUDA tensors the work is enqueued on PyTorch's current stream; otherwise it is done on return.
+    """
+    if not hasattr(tensor, "data_ptr"):
+        if comm is None:
+            raise ValueError("numpy arrays need a communicator: allreduce_(array, comm=gradwire.Communicator(...))")
+        return comm.allreduce_(tensor, spec, op)
+    from gradwire import torch as gradwire_torch
+
+    return gradwire_torch.allreduce_(tensor, spec, op, comm)

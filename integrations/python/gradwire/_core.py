@@ -1,0 +1,194 @@
+"""Communicators and reducers, and memory of numpy arrays and torch tensors."""
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+from gradwire import _native
+
+
+class Memory(NamedTuple):
+    """A contiguous array: where it is, how many elements of which type, and on which device."""
+
+    address: int
+    count: int
+    dtype: int
+    device: int
+
+
+_TORCH_DTYPES = {"torch.float32": _native.FLOAT32, "torch.bfloat16": _native.BFLOAT16}
+
+
+def memory_of(array: Any) -> Memory:
+    """The memory of a torch tensor or a numpy array, which must be contiguous and of a supported type."""
+    if hasattr(array, "data_ptr"):
+        dtype = _TORCH_DTYPES.get(str(array.dtype))
+        if dtype is None:
+            raise TypeError(f"a tensor of {array.dtype}; float32 and bfloat16 are supported")
+        if not array.is_contiguous():
+            raise ValueError("the tensor is not contiguous; reduce tensor.contiguous() and copy it back")
+        if array.device.type not in ("cpu", "cuda"):
+            raise TypeError(f"a tensor on {array.device}; cpu and cuda are supported")
+        device = _native.HOST if array.device.type == "cpu" else array.device.index
+        return Memory(array.data_ptr(), array.numel(), dtype, device)
+    interface = getattr(array, "__array_interface__", None)
+    if interface is None:
+        raise TypeError(f"{type(array).__name__} is neither a torch tensor nor a numpy array")
+    if interface["typestr"] != "<f4":
+        raise TypeError(f"an array of {interface['typestr']}; numpy arrays must be float32 (<f4)")
+    if not array.flags.c_contiguous:
+        raise ValueError("the array is not contiguous; reduce a contiguous copy")
+    address, read_only = interface["data"]
+    if read_only:
+        raise ValueError("the array is read-only")
+    return Memory(address, array.size, _native.FLOAT32, _native.HOST)
+
+
+def _op(op: str) -> int:
+    if op not in ("sum", "avg"):
+        raise ValueError(f"op={op!r} is neither 'sum' nor 'avg'")
+    return _native.SUM if op == "sum" else _native.AVG
+
+
+class _Handle:
+    """A handle of the library, given back by close() or when the object dies."""
+
+    def __init__(self, destroy: str, handle: ctypes.c_void_p) -> None:
+        self._handle = handle
+        self._finalizer = weakref.finalize(self, _destroy, destroy, handle)
+
+    def close(self) -> None:
+        """Gives the handle back; waits for work in flight. Closing twice is fine."""
+        self._finalizer()
+
+    @property
+    def closed(self) -> bool:
+        """True after close()."""
+        return not self._finalizer.alive
+
+
+def _destroy(function: str, handle: ctypes.c_void_p) -> None:
+    try:
+        _native.call(function, handle)
+    except _native.BadHandle:  # a fork of the process that created it
+        pass
+
+
+class Communicator(_Handle):
+    """A group of ranks. Creating one is collective: it blocks until all `world` ranks have come.
+
+    rendezvous: the same text on every rank: "tcp://HOST:PORT" (rank 0 listens there), "file:///PATH" on a shared
+        folder, or "local://NAME" for ranks that are threads of one process. None in a world of 1.
+    device: "host", or the number of a CUDA device.
+    timeout_s: the longest wait for a peer, while joining and later in any operation.
+
+    Raises CommFailed when somebody does not come in time.
+    """
+
+    def __init__(self, rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *, device: "str | int" = "host",
+                 timeout_s: float = 300.0) -> None:
+        number = _native.HOST if device == "host" else device
+        if not isinstance(number, int):
+            raise ValueError(f"device={device!r} is neither 'host' nor the number of a CUDA device")
+        handle = ctypes.c_void_p()
+        _native.call("gw_comm_create", rendezvous.encode() if rendezvous is not None else None, rank, world, number,
+                     int(timeout_s * 1000), ctypes.byref(handle))
+        super().__init__("gw_comm_destroy", handle)
+        self.rank = rank
+        self.world = world
+        self.device = number
+
+    def allreduce_(self, array: Any, spec: str = "fp32", op: str = "avg", stream: int = 0) -> Any:
+        """Averages (or sums, op="sum") a tensor or array over all ranks, in place, and returns it. Collective.
+
+        spec: "fp32", "bf16[:round=nearest|stochastic]" or "fp8[:...]", the format on the wire; nothing is remembered between
+            calls, so there is no error feedback.
+        stream: for CUDA tensors, the cudaStream_t as a number.
+        """
+        memory = memory_of(array)
+        if memory.device != self.device:
+            raise ValueError(f"the tensor is on device {memory.device}, the communicator on {self.device} (-1: host)")
+        _native.call("gw_allreduce", self._handle, memory.address, memory.count, memory.dtype, _op(op), spec.encode(),
+                     stream or None)
+        return array
+
+    def abort(self, reason: str = "") -> None:
+        """Fails everything that is pending on the communicator, on all ranks that can be reached. Returns at once."""
+        _native.call("gw_comm_abort", self._handle, reason.encode())
+
+    def __enter__(self) -> "Communicator":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Reducer(_Handle):
+    """A model's gradients, or a part of them, reduced together with compression and error feedback.
+
+    spec: "fp32", "bf16", "powersgd:rank=R[,...]": see docs/for-pytorch.md.
+    tensors: (name, rows, cols) each, in the order in which backward completes them; a vector has cols == 1.
+    bucket_bytes: tensors are reduced together in buckets of about this size; 0 for the default, 25 MiB.
+    """
+
+    def __init__(self, comm: Communicator, spec: str, tensors: Sequence[Tuple[str, int, int]], *, bucket_bytes: int = 0,
+                 op: str = "avg", seed: int = 0) -> None:
+        array = (_native.Tensor * max(1, len(tensors)))()
+        for item, (name, rows, cols) in zip(array, tensors):
+            item.size = ctypes.sizeof(_native.Tensor)
+            item.name = name.encode()
+            item.rows, item.cols, item.dtype = rows, cols, _native.FLOAT32
+        options = _native.ReducerOptions(size=ctypes.sizeof(_native.ReducerOptions), bucket_bytes=bucket_bytes,
+                                         sum=int(_op(op) == _native.SUM), seed=seed)
+        handle = ctypes.c_void_p()
+        _native.call("gw_reducer_create", comm._handle, spec.encode(), array, len(tensors), ctypes.byref(options),
+                     ctypes.byref(handle))
+        super().__init__("gw_reducer_destroy", handle)
+        self._counts = [rows * cols for _, rows, cols in tensors]
+        self._device = comm.device
+
+    def allreduce(self, gradients: Sequence[Any], stream: int = 0) -> None:
+        """Reduces float32 tensors or arrays, one per registered tensor and in that order, in place. Collective.
+
+        Those that lie one behind the other in memory are reduced where they are; others are copied in and out. On the
+        host it returns when the result is there; on CUDA it enqueues on `stream`, a cudaStream_t as a number, and the
+        tensors must be kept until the stream has passed.
+        """
+        memories = [memory_of(g) for g in gradients]
+        for i, (memory, count) in enumerate(zip(memories, self._counts)):
+            if memory != (memory.address, count, _native.FLOAT32, self._device):
+                raise ValueError(f"gradient {i} is not {count} float32 elements on device {self._device} (-1: host)")
+        self.allreduce_at(self.addresses_of([m.address for m in memories]), stream)
+
+    def allreduce_at(self, addresses: "ctypes.Array[ctypes.c_void_p]", stream: int = 0) -> None:
+        """The same for gradients that are at `addresses` (made by addresses_of()), whose memory the caller vouches for."""
+        if len(addresses) != len(self._counts):
+            raise ValueError(f"{len(addresses)} gradients for {len(self._counts)} tensors")
+        _native.call("gw_reducer_allreduce", self._handle, addresses, stream or None)
+
+    @staticmethod
+    def addresses_of(addresses: Sequence[int]) -> "ctypes.Array[ctypes.c_void_p]":
+        """A C array of addresses, to be kept and used again as long as the gradients don't move."""
+        return (ctypes.c_void_p * len(addresses))(*addresses)
+
+    def stats(self) -> Dict[str, Any]:
+        """The last step's bytes and times, and what the reducer holds: the fields of gw_stats."""
+        stats = _native.Stats(size=ctypes.sizeof(_native.Stats))
+        _native.call("gw_reducer_stats", self._handle, ctypes.byref(stats))
+        fields: List[str] = [name for name, *_ in _native.Stats._fields_ if name != "size"]
+        values = {name: getattr(stats, name) for name in fields}
+        values["description"] = values["description"].decode()
+        return values
+
+    def save_state(self) -> bytearray:
+        """Residuals, factors and step count of this rank. docs/state-format.md has the layout."""
+        size = ctypes.c_size_t()
+        _native.call("gw_reducer_state_size", self._handle, ctypes.byref(size))
+        state = bytearray(size.value)
+        _native.call("gw_reducer_state_save", self._handle, (ctypes.c_char * len(state)).from_buffer(state), len(state))
+        return state
+
+    def load_state(self, state: bytes) -> None:
+        """Goes on where save_state() was. Raises BadArgument for a state of another spec, model, rank or world."""
+        _native.call("gw_reducer_state_load", self._handle, bytes(state), len(state))

@@ -1,0 +1,143 @@
+"""libgradwire.so through ctypes: finding it, its functions, and its errors as exceptions.
+
+Nothing is compiled against Python or PyTorch, so one library serves every version of both.
+"""
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from typing import List, Optional
+
+HOST = -1
+FLOAT32, BFLOAT16 = 0, 1
+SUM, AVG = 0, 1
+
+# What this package was written for; before 1.0 a minor version may change the ABI.
+_VERSION = (0, 1)
+
+
+class Error(RuntimeError):
+    """Base of everything that Gradwire raises. The text says what was wrong and what to do."""
+
+
+class BadArgument(Error, ValueError):
+    """An argument is null, out of range, or does not parse."""
+
+
+class BadHandle(Error):
+    """The communicator or reducer was closed, or belongs to another process."""
+
+
+class CommFailed(Error):
+    """A deadline passed, a peer died, ranks disagreed, or somebody aborted. Final for the communicator."""
+
+
+class DeviceFailed(Error):
+    """A CUDA call failed, or the device does not exist."""
+
+
+class Unsupported(Error, NotImplementedError):
+    """Legal, but not in this version or build."""
+
+
+class NoMemory(Error, MemoryError):
+    """Host or device memory ran out."""
+
+
+_EXCEPTIONS = {1: BadArgument, 2: BadHandle, 3: CommFailed, 4: DeviceFailed, 5: Unsupported, 6: NoMemory}
+
+
+class Tensor(ctypes.Structure):
+    """gw_tensor."""
+
+    _fields_ = [("size", c_size_t), ("name", c_char_p), ("rows", c_int64), ("cols", c_int64), ("dtype", c_int32),
+                ("grad", c_void_p)]
+
+
+class ReducerOptions(ctypes.Structure):
+    """gw_reducer_options."""
+
+    _fields_ = [("size", c_size_t), ("bucket_bytes", c_int64), ("sum", c_int32), ("no_timing", c_int32),
+                ("seed", c_uint64)]
+
+
+class Stats(ctypes.Structure):
+    """gw_stats."""
+
+    _fields_ = [("size", c_size_t), ("steps", c_int64), ("wire_bytes", c_uint64), ("dense_bytes", c_uint64),
+                ("comm_ms", c_double), ("exposed_comm_ms", c_double), ("extra_bytes", c_int64), ("buckets", c_int32),
+                ("buckets_in_place", c_int32), ("description", c_char_p)]
+
+
+_SIGNATURES = {
+    "gw_comm_create": [c_char_p, c_int, c_int, c_int, c_int64, POINTER(c_void_p)],
+    "gw_comm_abort": [c_void_p, c_char_p],
+    "gw_comm_destroy": [c_void_p],
+    "gw_allreduce": [c_void_p, c_void_p, c_int64, c_int32, c_int32, c_char_p, c_void_p],
+    "gw_reducer_create": [c_void_p, c_char_p, POINTER(Tensor), c_int32, POINTER(ReducerOptions), POINTER(c_void_p)],
+    "gw_reducer_allreduce": [c_void_p, POINTER(c_void_p), c_void_p],
+    "gw_reducer_stats": [c_void_p, POINTER(Stats)],
+    "gw_reducer_state_size": [c_void_p, POINTER(c_size_t)],
+    "gw_reducer_state_save": [c_void_p, c_void_p, c_size_t],
+    "gw_reducer_state_load": [c_void_p, c_char_p, c_size_t],
+    "gw_reducer_destroy": [c_void_p],
+}
+
+
+def _candidates() -> List[str]:
+    chosen = os.environ.get("GRADWIRE_LIBRARY")
+    if chosen:
+        return [chosen]
+    here = pathlib.Path(__file__).resolve().parent
+    found = [str(path) for path in sorted(here.glob("libgradwire.so*"))]  # pip install put it here
+    if len(here.parents) > 2:  # used from the source tree
+        built = here.parents[2] / "build" / "lib" / "libgradwire.so"
+        if built.exists():
+            found.append(str(built))
+    return found + ["libgradwire.so.0"]  # wherever the dynamic linker looks
+
+
+def _load() -> ctypes.CDLL:
+    problems = []
+    for path in _candidates():
+        try:
+            library = ctypes.CDLL(path)
+        except OSError as error:
+            problems.append(str(error))
+            continue
+        library.gw_version.restype = c_int
+        version = library.gw_version()
+        if (version // 10000, version // 100 % 100) != _VERSION:
+            raise ImportError(f"{path} is Gradwire {version // 10000}.{version // 100 % 100}, this package needs "
+                              f"{_VERSION[0]}.{_VERSION[1]}")
+        library.gw_last_error.restype = c_char_p
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes = arguments
+            function.restype = c_int32
+        return library
+    raise ImportError("libgradwire.so was not found. Build it (cmake --build) or install it, and set GRADWIRE_LIBRARY to "
+                      "its path if it is in neither the source tree's build folder nor the linker's path. Tried: " +
+                      "; ".join(problems))
+
+
+_library: Optional[ctypes.CDLL] = None
+
+
+def library() -> ctypes.CDLL:
+    """The loaded library; ImportError that lists what was tried if there is none."""
+    global _library
+    if _library is None:
+        _library = _load()
+    return _library
+
+
+def call(name: str, *arguments: object) -> None:
+    """Calls a function that returns gw_status, without the GIL; raises what it reports."""
+    loaded = library()
+    status = getattr(loaded, name)(*arguments)
+    if status != 0:
+        text = loaded.gw_last_error().decode(errors="replace")
+        raise _EXCEPTIONS.get(status, Error)(text)

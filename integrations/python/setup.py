@@ -1,0 +1,35 @@
+"""Puts libgradwire.so beside the package: the one GRADWIRE_LIBRARY names, or the one in the source tree's build folder.
+
+Without either, the package is installed alone and looks for the library when it is imported.
+"""
+import os
+import pathlib
+import shutil
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+from setuptools.dist import Distribution
+
+
+def library() -> "pathlib.Path | None":
+    chosen = os.environ.get("GRADWIRE_LIBRARY")
+    if chosen:
+        return pathlib.Path(chosen).resolve(strict=True)
+    built = pathlib.Path(__file__).resolve().parents[2] / "build" / "lib" / "libgradwire.so"
+    return built.resolve() if built.exists() else None
+
+
+class BuildWithLibrary(build_py):
+    def run(self) -> None:
+        super().run()
+        found = library()
+        if found is not None:
+            shutil.copy2(found, pathlib.Path(self.build_lib, "gradwire", "libgradwire.so.0"))
+
+
+class PlatformDistribution(Distribution):
+    def has_ext_modules(self) -> bool:  # a wheel with a library in it is not for every platform
+        return library() is not None
+
+
+setup(cmdclass={"build_py": BuildWithLibrary}, distclass=PlatformDistribution)

@@ -1,0 +1,35 @@
+"""Starts the ranks of a test as processes of this machine, waits for all of them, and ends them at a deadline."""
+from __future__ import annotations
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+from typing import Dict, List, Optional
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_ranks(script: pathlib.Path, world: int, arguments: List[str], timeout_s: float,
+              environment: Optional[Dict[str, str]] = None) -> List[int]:
+    """Exit codes by rank; None becomes -9 for those that had to be killed. Output goes to this process's."""
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world),
+              # Ranks share the machine's cores, which nobody else should oversubscribe.
+              "OMP_NUM_THREADS": "1", "GRADWIRE_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})}
+    ranks = [subprocess.Popen([sys.executable, str(script), *arguments], env={**shared, "RANK": str(rank)})
+             for rank in range(world)]
+    deadline = time.monotonic() + timeout_s
+    try:
+        while any(r.poll() is None for r in ranks) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        for r in ranks:
+            if r.poll() is None:
+                r.kill()
+    return [r.wait() for r in ranks]

@@ -1,0 +1,186 @@
+#!/usr/bin/python3
+"""The Python package without DDP: importing, arrays, reducers, states, errors, and what `pip install .` leaves behind."""
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import unittest
+from typing import Any, Callable, List
+
+import numpy as np
+import torch
+
+import gradwire
+from gradwire import _native, _state
+
+PACKAGE = pathlib.Path(__file__).resolve().parents[2] / "integrations" / "python"
+_next_name = iter(range(1 << 30))
+
+
+def run_ranks(world: int, body: Callable[[gradwire.Communicator], Any]) -> List[Any]:
+    """Runs body on every rank, a thread each, and returns what each returned; raises what the first one raised."""
+    name, results = f"local://package{next(_next_name)}", [None] * world
+    errors: List[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            with gradwire.Communicator(name, rank, world, timeout_s=60) as comm:
+                results[rank] = body(comm)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+class Arrays(unittest.TestCase):
+    def test_numpy_and_torch_are_averaged_in_place(self) -> None:
+        def body(comm: gradwire.Communicator) -> Any:
+            a = np.full((3, 5), comm.rank, np.float32)
+            t = torch.full((7,), float(comm.rank), dtype=torch.bfloat16)
+            self.assertIs(gradwire.allreduce_(a, "bf16", comm=comm), a)
+            gradwire.allreduce_(t, op="sum", comm=comm)
+            return a.copy(), t
+
+        for a, t in run_ranks(3, body):
+            self.assertTrue((a == 1).all())
+            self.assertTrue((t == 3).all())
+
+    def test_what_cannot_be_reduced_is_refused(self) -> None:
+        comm = gradwire.Communicator()
+        read_only = np.zeros(4, np.float32)
+        read_only.flags.writeable = False
+        for array, error in ((np.zeros(4), TypeError), (np.zeros((4, 4), np.float32)[:, 1], ValueError),
+                             (read_only, ValueError), ([1.0], TypeError), (torch.zeros(4, dtype=torch.int32), TypeError),
+                             (torch.zeros(4, 4)[:, 1], ValueError)):
+            with self.assertRaises(error):
+                gradwire.allreduce_(array, comm=comm)
+        ok = np.zeros(4, np.float32)
+        with self.assertRaises(ValueError):
+            gradwire.allreduce_(ok)
+        with self.assertRaises(ValueError):
+            gradwire.allreduce_(ok, op="max", comm=comm)
+        with self.assertRaisesRegex(gradwire.BadArgument, "use a reducer"):
+            gradwire.allreduce_(ok, "powersgd:rank=2", comm=comm)
+        with self.assertRaisesRegex(ValueError, "init_process_group"):
+            gradwire.allreduce_(torch.zeros(4))
+        comm.close()
+        comm.close()
+        with self.assertRaises(gradwire.BadHandle):
+            gradwire.allreduce_(ok, comm=comm)
+
+    def test_errors_are_exceptions_that_say_what_was_wrong(self) -> None:
+        with self.assertRaisesRegex(gradwire.BadArgument, "none of tcp://"):
+            gradwire.Communicator("nowhere", 0, 2)
+        with self.assertRaisesRegex(gradwire.CommFailed, "for rank 1"):
+            gradwire.Communicator("local://alone", 0, 2, timeout_s=0.1)
+        with self.assertRaises(ValueError):
+            gradwire.Communicator(device="tpu")
+        with self.assertRaises(gradwire.DeviceFailed):
+            gradwire.Communicator(device=1000)
+        self.assertTrue(issubclass(gradwire.BadArgument, ValueError) and issubclass(gradwire.CommFailed, gradwire.Error))
+
+
+class Reducers(unittest.TestCase):
+    TENSORS = [("a", 40, 30), ("b", 7, 1), ("c", 20, 50)]
+
+    def gradients(self, rank: int, step: int) -> List[np.ndarray]:
+        rng = np.random.default_rng(step * 100 + rank)
+        return [rng.standard_normal((rows, cols)).astype(np.float32) for _, rows, cols in self.TENSORS]
+
+    def test_a_state_goes_on_bit_for_bit_also_when_taken_apart(self) -> None:
+        def body(comm: gradwire.Communicator) -> Any:
+            straight = gradwire.Reducer(comm, "powersgd:rank=2", self.TENSORS)
+            resumed = gradwire.Reducer(comm, "powersgd:rank=2", self.TENSORS)
+            for step in range(3):
+                straight.allreduce(self.gradients(comm.rank, step))
+            blob = straight.save_state()
+            state = _state.unpack(blob)
+            self.assertEqual(state.steps, 3)
+            self.assertEqual(set(state.tensors), {"a", "b", "c"})
+            self.assertEqual(_state.pack(state), bytes(blob))
+            backwards = state._replace(tensors=dict(reversed(list(state.tensors.items()))))
+            resumed.load_state(_state.pack(backwards))
+            for step in range(3, 6):
+                a, b = self.gradients(comm.rank, step), self.gradients(comm.rank, step)
+                straight.allreduce(a)
+                resumed.allreduce(b)
+                for x, y in zip(a, b):
+                    np.testing.assert_array_equal(x, y)
+            stats = straight.stats()
+            self.assertEqual(stats["steps"], 6)
+            self.assertGreater(stats["dense_bytes"], stats["wire_bytes"])
+            self.assertIn("powersgd", stats["description"])
+            with self.assertRaisesRegex(gradwire.BadArgument, "damaged"):
+                resumed.load_state(bytes(blob[:-1]) + b"?")
+            with self.assertRaises(ValueError):
+                _state.unpack(blob[:-1])
+            with self.assertRaises(ValueError):
+                straight.allreduce(self.gradients(0, 0)[:2])
+            with self.assertRaisesRegex(ValueError, "gradient 1"):
+                straight.allreduce([self.gradients(0, 0)[i] for i in (0, 0, 2)])
+            return a
+
+        results = run_ranks(2, body)
+        for x, y in zip(*results):
+            np.testing.assert_array_equal(x, y)
+
+
+class Package(unittest.TestCase):
+    def test_structs_are_those_of_the_header(self) -> None:
+        # The library would refuse a wrong size; this says which struct it is.
+        program = '#include "gradwire.h"\n#include <stdio.h>\nint main(void){printf("%zu %zu %zu", sizeof(gw_tensor), ' \
+                  'sizeof(gw_reducer_options), sizeof(gw_stats)); return 0;}'
+        with tempfile.TemporaryDirectory() as folder:
+            source, binary = pathlib.Path(folder, "sizes.c"), pathlib.Path(folder, "sizes")
+            source.write_text(program)
+            subprocess.run([os.environ.get("CC", "cc"), "-I", PACKAGE.parents[1] / "collectives", source, "-o", binary],
+                           check=True)
+            sizes = subprocess.run([binary], check=True, capture_output=True, text=True).stdout.split()
+        ours = [ctypes.sizeof(s) for s in (_native.Tensor, _native.ReducerOptions, _native.Stats)]
+        self.assertEqual([int(s) for s in sizes], ours)
+
+    def test_importing_it_needs_neither_torch_nor_numpy(self) -> None:
+        code = "import sys; import gradwire; gradwire.Communicator().close(); print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+        output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+        self.assertEqual(output.strip(), "[]")
+
+    def test_a_missing_library_is_explained(self) -> None:
+        environment = {**os.environ, "GRADWIRE_LIBRARY": "/nowhere/libgradwire.so"}
+        done = subprocess.run([sys.executable, "-c", "import gradwire; gradwire.Communicator()"], env=environment,
+                              capture_output=True, text=True)
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("/nowhere/libgradwire.so", done.stderr)
+        self.assertIn("GRADWIRE_LIBRARY", done.stderr)
+
+    def test_pip_install_brings_the_library_along(self) -> None:
+        if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode != 0:
+            self.fail("pip is missing; Debian has it as python3-pip (with python3-setuptools and python3-wheel)")
+        with tempfile.TemporaryDirectory() as folder:
+            source, target = pathlib.Path(folder, "source"), pathlib.Path(folder, "installed")
+            shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
+            subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-build-isolation",
+                            "--no-deps", "--disable-pip-version-check", "--target", target, source], check=True)
+            environment = {k: v for k, v in os.environ.items() if k not in ("GRADWIRE_LIBRARY", "PYTHONPATH")}
+            code = "import gradwire; gradwire.Communicator().close(); print(gradwire.__file__)"
+            output = subprocess.run([sys.executable, "-c", code], env={**environment, "PYTHONPATH": str(target)}, cwd=folder,
+                                    check=True, capture_output=True, text=True).stdout
+            self.assertEqual(pathlib.Path(output.strip()).parent, target / "gradwire")
+            self.assertTrue((target / "gradwire" / "py.typed").exists())
+            self.assertTrue((target / "gradwire" / "libgradwire.so.0").exists())
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
