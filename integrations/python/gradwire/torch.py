@@ -165,7 +165,8 @@ def _matrix(parameter: torch.Tensor) -> Tuple[int, int]:
 class Hook:
     """The state of allreduce_hook: which compression, between which ranks, and what it has kept so far.
 
-    spec: "fp32" | "bf16[:...]" | "fp8[:...]" | "powersgd:rank=R[,wire=fp32|bf16|fp8][,start=N][,warm=on|off][,min_ratio=X][,seed=S]",
+    spec: "fp32" | "bf16[:...]" | "fp8[:...]" |
+        "powersgd:rank=R[,wire=fp32|bf16|fp8][,start=N][,warm=on|off][,min_ratio=X][,seed=S]",
         each with ",ef=on|off" and ",schedule=auto|ring|tree|two_shot|hierarchical".
     process_group: DDP's; None for the default one.
     model: names the parameters in error texts and in state_dict(). None: numbered, in the order in which DDP's first
