@@ -1,8 +1,9 @@
 // Orthonormalizes the columns of many tall thin matrices in one call: CholeskyQR2 with FP64 Gram matrix and
 // solve.
 //
-// Per matrix A (n, r), row-major, n >= r: scale the columns, G = A^T A and its Cholesky factor in FP64, A <-
-// A L^-T; twice, and a third time when a column had to be re-seeded. Columns are FP32 in memory.
+// Per matrix A (n, r), row-major, n >= r: scale the columns, G = A^T A and its Cholesky factor in FP64,
+// A <- A L^-T; again until the factor's pivots show that the columns are orthonormal, which takes one pass for
+// well-conditioned ones and more after a re-seed. Columns are FP32 in memory.
 // Orthogonality error about 5e-8 up to a condition number of 1e8 (docs/numerics.md).
 //
 // A column that is zero, or depends on the ones before it to within FP64 rounding, is replaced by a random
@@ -14,8 +15,7 @@
 // to keep the input). Matrices without one write flags[i] = 0, unless keep_flags is set, when flags are only
 // ever raised and a matrix already flagged is left alone.
 //
-// Bytes: 4 * n * r read three times and written twice, in cache for the sizes PowerSGD has. Deterministic,
-// and independent of the number of threads. In place (out == in) is allowed.
+// Bytes: 4 * n * r read twice and written once per pass, in cache for the sizes PowerSGD has. Deterministic, and independent of the number of threads. In place (out == in) is allowed.
 #pragma once
 
 #include <cstdint>
