@@ -1,0 +1,14 @@
+// Numbers as the benchmarks' tables show them.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace gradwire::bench {
+
+// "4K", "1.5M", "1G": powers of 1024.
+std::string size_text(int64_t bytes);
+// With that many digits behind the point.
+std::string number(double value, int digits);
+
+}  // namespace gradwire::bench
