@@ -43,5 +43,11 @@ void Communicator::abort(const std::string& reason) {
 void Communicator::barrier() {
   transport_->barrier();
 }
+void Communicator::send_note(const std::string& note) {
+  transport_->send_note(note);
+}
+std::string Communicator::take_note(int from) {
+  return transport_->take_note(from);
+}
 
 }  // namespace gradwire

@@ -42,6 +42,9 @@ class Communicator {
   // Blocks the calling thread until all ranks have called it. For set-up and between epochs, not for the
   // step.
   void barrier();
+  // Short messages to rank 0 for reports, between processes: see Transport.
+  void send_note(const std::string& note);
+  std::string take_note(int from);
 
  private:
   std::unique_ptr<Transport> transport_;

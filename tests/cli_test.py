@@ -6,6 +6,7 @@ import os
 import pathlib
 import pty
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import tempfile
 import unittest
 
 GRADWIRE = ""  # path of the executable, from the command line
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "GRADWIRE_DATA")
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK",
+                      "PMI_SIZE", "GRADWIRE_DATA")
 SMALL = ["--device", "host", "--width", "16", "--depth", "1", "--heads", "2", "--mlp", "32"]
 SYNTHETIC = ["--data", "synthetic:256", "--batch-size", "16", *SMALL]
 
@@ -23,6 +25,12 @@ def synthetic(*extra):
     extra = [str(word) for word in extra]
     kept = [word for i in range(0, len(SYNTHETIC), 2) if SYNTHETIC[i] not in extra for word in SYNTHETIC[i:i + 2]]
     return kept + extra
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def idx(shape, values):
@@ -36,12 +44,16 @@ class CommandTest(unittest.TestCase):
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="gradwire-cli-"))
         self.addCleanup(shutil.rmtree, self.folder)
 
-    def run_command(self, *arguments, env=None):
+    @staticmethod
+    def environment(more=None):
         clean = {k: v for k, v in os.environ.items()
-                 if k not in LAUNCHER_VARIABLES and not k.startswith(("SLURM_", "OMPI_"))}
-        clean.update(env or {})
-        return subprocess.run([GRADWIRE, *map(str, arguments)], capture_output=True, text=True, env=clean,
-                              cwd=self.folder, timeout=240)
+                 if k not in LAUNCHER_VARIABLES and not k.startswith(("SLURM_", "OMPI_", "TORCHELASTIC_"))}
+        clean.update(more or {})
+        return clean
+
+    def run_command(self, *arguments, env=None):
+        return subprocess.run([GRADWIRE, *map(str, arguments)], capture_output=True, text=True,
+                              env=self.environment(env), cwd=self.folder, timeout=240)
 
     def files(self):
         return sorted(str(p.relative_to(self.folder)) for p in self.folder.rglob("*") if p.is_file())
@@ -155,10 +167,16 @@ class BadInput(CommandTest):
         self.assert_refused(self.run_command("train", *SYNTHETIC, "--compression", "powersgd:rank=0", "--log", "run.jsonl"))
         self.assertEqual((self.folder / "run.jsonl").read_text(), "of yesterday\n")
 
-    def test_launched_as_several_processes(self):
+    def test_launchers_that_leave_something_open(self):
         for env in ({"RANK": "0", "WORLD_SIZE": "4"}, {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
                     {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}):
-            self.refuse(SYNTHETIC, "this command trains in one process so far", "--ranks", env=env)
+            self.refuse(SYNTHETIC, "nothing says where they meet", "MASTER_ADDR", "--rendezvous", env=env)
+        self.refuse(synthetic("--ranks", 1), "--ranks 1", "started 4 processes", env={"RANK": "0", "WORLD_SIZE": "4"})
+        self.refuse(SYNTHETIC, "each process would train alone", env={
+            "RANK": "0", "WORLD_SIZE": "1", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"})
+        self.refuse(synthetic("--rendezvous", "file:///x"), "--rendezvous", "RANK and WORLD_SIZE")
+        self.refuse(synthetic("--rendezvous", "x"), "'x'", "tcp://", "file:///",
+                    env={"RANK": "0", "WORLD_SIZE": "4"})
 
     def test_bad_thread_count(self):
         self.refuse(SYNTHETIC, "GRADWIRE_THREADS='many'", env={"GRADWIRE_THREADS": "many"})
@@ -257,6 +275,86 @@ class Compare(CommandTest):
                          "--json", "out.json")
         first = [json.loads((self.folder / f"out.{i}.jsonl").read_text().splitlines()[1]) for i in (0, 1)]
         self.assertEqual(first[0]["loss"], first[1]["loss"])
+
+
+class Processes(CommandTest):
+    """Ranks that are processes, started by hand; tests/integrations/launchers_test.py has real launchers."""
+
+    def start(self, world, *arguments, ranks=None, own=None, **env):
+        """One process per rank, which meet through a file unless told otherwise; `own`: a rank's own arguments."""
+        if "MASTER_ADDR" not in env and "--rendezvous" not in arguments:
+            arguments += ("--rendezvous", f"file://{self.folder}/meeting")
+        processes = []
+        for rank in ranks or range(world):
+            every = self.environment({"RANK": str(rank), "WORLD_SIZE": str(world), **env})
+            words = [GRADWIRE, *map(str, arguments), *map(str, (own or {}).get(rank, ()))]
+            process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=every,
+                                       cwd=self.folder)
+            self.addCleanup(lambda p=process: (p.kill(), p.communicate()))
+            processes.append(process)
+        return processes
+
+    def run_processes(self, world, *arguments, code=0, **options):
+        processes = self.start(world, *arguments, **options)
+        ends = [(*p.communicate(timeout=240), p.returncode) for p in processes]
+        for rank, (out, error, ended) in enumerate(ends):
+            self.assertEqual(ended, code, f"rank {rank}: {out[-300:]} {error[-600:]}")
+        return ends
+
+    def numbers(self, name):
+        keys = ("type", "step", "loss", "lr", "test_loss", "test_accuracy", "wire_bytes", "final_loss")
+        records = [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+        return [[r.get(key) for key in keys] for r in records]
+
+    def test_same_bits_as_threads(self):
+        for world, spec, data in ((2, "fp32:schedule=ring", ["--data", "synthetic:128", "--batch-size", 8, "--device", "host"]),
+                                  (2, "bf16:round=stochastic,schedule=two_shot", SYNTHETIC),
+                                  (3, "powersgd:rank=1,schedule=tree", SYNTHETIC)):
+            flags = ["train", *data, "--steps", 5, "--compression", spec]
+            threads = self.run_command(*flags, "--ranks", world, "--log", "threads.jsonl")
+            self.assertEqual(threads.returncode, 0, threads.stderr)
+            ends = self.run_processes(world, *flags, "--log", "processes.jsonl")
+            self.assertEqual(self.numbers("threads.jsonl"), self.numbers("processes.jsonl"), spec)
+            self.assertEqual([r[0] for r in self.numbers("processes.jsonl")], ["run"] + ["step"] * 5 + ["eval", "summary"])
+            self.assertIn(f"Launcher: the environment (RANK=0 WORLD_SIZE={world}), meeting at file://", ends[0][0])
+            for out, error, _ in ends[1:]:
+                self.assertEqual((out, error), ("", ""), "only rank 0 speaks")
+
+    def test_compare(self):
+        self.run_processes(2, "compare", *SYNTHETIC, "--steps", 2, "--compression", "fp32", "--compression", "bf16",
+                           "--json", "out.json", "--rendezvous", f"tcp://127.0.0.1:{free_port()}")
+        self.assertEqual(self.files(), ["out.0.jsonl", "out.1.jsonl", "out.json"])
+        self.assertEqual([r["ranks"] for r in json.loads((self.folder / "out.json").read_text())], [2, 2])
+
+    def test_agents_store_on_the_port(self):
+        """torchrun's agent listens on MASTER_PORT itself."""
+        with socket.socket() as agent:
+            agent.bind(("127.0.0.1", 0))
+            agent.listen()
+            ends = self.run_processes(2, "train", *SYNTHETIC, "--steps", 1, MASTER_ADDR="127.0.0.1",
+                                      MASTER_PORT=str(agent.getsockname()[1]), TORCHELASTIC_RUN_ID="none",
+                                      TORCHELASTIC_USE_AGENT_STORE="True")
+        self.assertIn("Launcher: torchrun (RANK=0 WORLD_SIZE=2)", ends[0][0])
+
+    def test_different_flags_are_told_apart(self):
+        processes = self.start(3, "train", *SYNTHETIC, own={2: ["--lr", "0.5"]})
+        ends = [p.communicate(timeout=240)[1] for p in processes]
+        self.assertEqual([p.returncode for p in processes], [2, 1, 1], ends)
+        for error in ends:
+            self.assertIn("rank 2 was started to train something else than rank 0: \"lr\": 0.5 there, \"lr\": 0.001 here", error)
+
+    def test_a_killed_rank_ends_the_others(self):
+        processes = self.start(3, "train", *SYNTHETIC, "--steps", 100000, "--log", "run.jsonl")
+        while "step 3/" not in processes[0].stdout.readline():
+            self.assertIsNone(processes[0].poll())
+        processes[2].kill()
+        for process in processes[:2]:
+            error = process.communicate(timeout=60)[1]
+            self.assertEqual(process.returncode, 1)
+            self.assertEqual(len(error.splitlines()), 1, error)
+            self.assertIn("rank 2", error)
+        for line in (self.folder / "run.jsonl").read_text().splitlines():
+            json.loads(line)
 
 
 class Doctor(CommandTest):

@@ -52,6 +52,7 @@ struct TrainConfig {
   DataSpec data;
 
   std::vector<Device> devices;  // of each rank; several ranks may share one
+  bool processes = false;       // each rank is a process of its own; otherwise a thread of this one
   int ranks() const { return static_cast<int>(devices.size()); }
 
   CompressionSpec compression;
@@ -75,7 +76,7 @@ struct TrainConfig {
       1;  // epochs between evaluations on the whole test set; the last step always evaluates. 0: never
   int64_t eval_batch_size = 250;  // images per rank; does not change the result beyond summation order
 
-  double timeout_s = 300;  // how long a rank waits for a peer in one operation
+  double timeout_s = 60;  // how long a rank waits for a peer in one operation
 
   // Images that one optimizer step takes, over all ranks.
   int64_t global_batch() const { return batch_size * accumulate * ranks(); }

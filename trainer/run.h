@@ -8,7 +8,8 @@
 
 namespace gradwire {
 
-struct DataSplits;  // trainer/data/dataset.h
+class Communicator;  // collectives/communicator.h
+struct DataSplits;   // trainer/data/dataset.h
 
 // Known once the model and the reducer stand, before the first step.
 struct RunInfo {
@@ -68,5 +69,11 @@ class RunObserver {
 // reported. Throws what the first failing rank threw; all other ranks have stopped by then. Same config, same
 // bits.
 void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer);
+
+// The same where ranks are processes: this one is comm.rank(). Every process passes the same config, which is
+// checked. Returns when all ranks are done, with the same bits as ranks in one process; throws on every rank
+// when one fails.
+void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
+                  Communicator& comm);
 
 }  // namespace gradwire

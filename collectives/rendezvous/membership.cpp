@@ -168,6 +168,13 @@ std::string Membership::address(SteadyClock::time_point deadline) {
   return mine;
 }
 
+std::string Membership::take_note(int from) {
+  if (!server_) throw Error("only rank 0 takes notes");
+  auto note = server_->take_note(from, SteadyClock::now() + options_.timeout);
+  if (!note) throw CommError("nothing after " + std::to_string(options_.timeout.count()) + " ms");
+  return std::move(*note);
+}
+
 void Membership::barrier() {
   std::string key = "barrier/" + std::to_string(barriers_++);
   auto deadline = SteadyClock::now() + options_.timeout;

@@ -40,6 +40,10 @@ class Membership {
   // Blocks until all ranks are here. Collective, in the same order on every rank. Throws CommError at the
   // timeout and when the group fails.
   void barrier();
+  // Leaves a short message for rank 0; nobody waits. Rank 0 takes them, in each rank's order. Both throw
+  // CommError when the group fails, take_note() also at the timeout.
+  void send_note(const std::string& note) { client_->send_note(note); }
+  std::string take_note(int from);
   // Says goodbye: from here on this rank's silence is no failure. The destructor does it too.
   void leave() { client_.reset(); }
 

@@ -182,6 +182,13 @@ int64_t StoreClient::add(const std::string& key) {
   return std::stoll(request({Op::add, 0, key, ""}, SteadyClock::now() + kPromptly).value);
 }
 
+void StoreClient::send_note(const std::string& note) {
+  std::lock_guard lock(mutex_);
+  if (!send_all(command_, StoreMessage{Op::note, 0, "", note}.encode(), SteadyClock::now() + kPromptly)) {
+    throw CommError("rank 0, which keeps the store, is gone");
+  }
+}
+
 std::optional<std::string> StoreClient::report(const std::string& what) {
   try {
     return request({Op::fail, 0, one_line(what), ""}, SteadyClock::now() + kPromptly).value;

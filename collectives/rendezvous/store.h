@@ -1,8 +1,9 @@
 // The meeting place of a group of processes: a small server in rank 0's process, and each rank's connections
 // to it.
 //
-// Three services:
+// Four services:
 //   store   keys and values, for exchanging addresses and the like before any transport exists
+//   notes   short messages from any rank to rank 0, which nobody waits for but rank 0
 //   alarm   the first failure reported by any rank, or a process that vanishes, is told to every rank at once
 //   roll    after a failure: who still answers, and where each rank stands
 //
@@ -35,6 +36,7 @@ struct StoreMessage {
     roll,    // reply ok with a line per rank, see RollCall
     state,   // where a rank stands, in answer to a failure; no reply
     bye,     // this rank leaves in peace; reply ok
+    note,    // value: a note of this rank's for rank 0; no reply
     ok,      // reply
     refuse,  // reply: value says why
     failed,  // from the server to watchers: the group failed, value says why
@@ -80,12 +82,18 @@ class StoreServer {
   ~StoreServer();
   int port() const { return port_; }
 
+  // The oldest note of rank `from`; waits for one. Any thread may call it. Nothing at the deadline; throws
+  // CommError when the group fails.
+  std::optional<std::string> take_note(int from, SteadyClock::time_point deadline);
+
   static constexpr std::chrono::milliseconds kRollTime{
       1000};                                                 // how long ranks have to answer after a failure
   static constexpr std::chrono::milliseconds kLinger{2000};  // how long the server stays for the others
 
  private:
   class Loop;
+  class Notes;
+  std::unique_ptr<Notes> notes_;
   std::unique_ptr<Loop> loop_;
   int port_ = 0;
   std::thread thread_;
@@ -106,6 +114,8 @@ class StoreClient {
   // Waits until the key is there. Throws CommError: "<what>: nothing after 500 ms".
   std::string get(const std::string& key, SteadyClock::time_point deadline, const std::string& what);
   int64_t add(const std::string& key);
+  // Leaves a note for rank 0, without waiting for an answer. Throws CommError when the connection is lost.
+  void send_note(const std::string& note);
 
   // Calls `on_failure` with the cause, from a thread of its own, when the group fails; then tells the server
   // `where` this rank stands. At most once, and possibly before this returns.

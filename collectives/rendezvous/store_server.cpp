@@ -7,6 +7,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
 #include <sstream>
 
 #include "collectives/rendezvous/store.h"
@@ -17,10 +20,44 @@ namespace gradwire {
 using Op = StoreMessage::Op;
 using Presence = RollCall::Presence;
 
+// Filled by the loop, emptied by rank 0's own threads.
+class StoreServer::Notes {
+ public:
+  explicit Notes(int world) : by_rank_(static_cast<size_t>(world)) {}
+
+  void add(int rank, std::string note) {
+    std::lock_guard lock(mutex_);
+    by_rank_[static_cast<size_t>(rank)].push_back(std::move(note));
+    changed_.notify_all();
+  }
+  void fail(const std::string& why) {
+    std::lock_guard lock(mutex_);
+    failure_ = why;
+    changed_.notify_all();
+  }
+  std::optional<std::string> take(int from, SteadyClock::time_point deadline) {
+    std::unique_lock lock(mutex_);
+    auto& notes = by_rank_.at(static_cast<size_t>(from));
+    changed_.wait_until(lock, deadline, [&] { return !notes.empty() || !failure_.empty(); });
+    if (notes.empty() && !failure_.empty()) throw CommError(failure_);
+    if (notes.empty()) return std::nullopt;
+    std::string note = std::move(notes.front());
+    notes.pop_front();
+    return note;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::deque<std::string>> by_rank_;
+  std::string failure_;
+};
+
 class StoreServer::Loop {
  public:
-  Loop(Socket listener, int world, std::string token)
-      : listener_(std::move(listener)),
+  Loop(Socket listener, int world, std::string token, Notes& notes)
+      : notes_(notes),
+        listener_(std::move(listener)),
         wake_(eventfd(0, EFD_CLOEXEC)),
         world_(world),
         token_(std::move(token)) {
@@ -187,6 +224,9 @@ class StoreServer::Loop {
         }
         if (!missing()) answer_roll_calls();
         break;
+      case Op::note:
+        notes_.add(peer.rank, std::move(m.value));
+        break;
       default:
         throw CommError("not a request");
     }
@@ -230,6 +270,7 @@ class StoreServer::Loop {
   void fail(const std::string& why) {
     if (!failure_.empty()) return;
     failure_ = why;
+    notes_.fail(why);
     roll_due_at_ = SteadyClock::now() + StoreServer::kRollTime;
     for (auto& peer : peers_) {
       if (peer->watches) send(*peer, {Op::failed, 0, "", failure_});
@@ -265,6 +306,7 @@ class StoreServer::Loop {
     std::erase_if(peers_, [](const auto& peer) { return peer->dead; });
   }
 
+  Notes& notes_;
   Socket listener_, wake_;
   const int world_;
   const std::string token_;
@@ -279,8 +321,14 @@ class StoreServer::Loop {
 };
 
 StoreServer::StoreServer(const Endpoint& endpoint, int world, std::string token)
-    : loop_(std::make_unique<Loop>(listen_on(endpoint), world, std::move(token))), port_(loop_->port()) {
+    : notes_(std::make_unique<Notes>(world)),
+      loop_(std::make_unique<Loop>(listen_on(endpoint), world, std::move(token), *notes_)),
+      port_(loop_->port()) {
   thread_ = std::thread([this] { loop_->run(); });
+}
+
+std::optional<std::string> StoreServer::take_note(int from, SteadyClock::time_point deadline) {
+  return notes_->take(from, deadline);
 }
 
 StoreServer::~StoreServer() {

@@ -134,7 +134,27 @@ class GlooTransport final : public Transport {
     }
   }
 
+  void send_note(const std::string& note) override {
+    try {
+      group_.send_note(note);
+    } catch (const CommError& error) {
+      give_up("reporting to rank 0", error.what());
+    }
+  }
+
+  std::string take_note(int from) override {
+    try {
+      return group_.take_note(from);
+    } catch (const CommError& error) {
+      give_up("waiting for rank " + std::to_string(from) + "'s report", error.what());
+    }
+  }
+
   void abort(const std::string& reason) override {
+    {
+      std::lock_guard lock(mutex_);
+      if (!last_words_.empty()) return;  // the group has heard of it
+    }
     std::string cause = "rank " + std::to_string(rank()) + " gave up: " + reason;
     group_.store().report(cause);
     group_failed(cause);

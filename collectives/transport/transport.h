@@ -51,6 +51,11 @@ class Transport {
   virtual void barrier() = 0;
   virtual void abort(const std::string& reason) = 0;
 
+  // Short messages to rank 0 beside the exchanges, for reports: a rank leaves a note and goes on, rank 0
+  // takes each rank's in their order and waits for them. Between processes only; any thread may call them.
+  virtual void send_note(const std::string& note);
+  virtual std::string take_note(int from);
+
   // Bytes of payload this rank has handed to the wire so far, counted as they leave.
   uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }
 

@@ -55,6 +55,22 @@ TEST_F(StoreTest, KeysAndCountsAreShared) {
   EXPECT_EQ(a->get("large", in(10s), "x"), large);
 }
 
+TEST_F(StoreTest, NotesReachRankZeroInEachRanksOrder) {
+  auto a = join(0), b = join(1);
+  b->send_note("first");
+  b->send_note(std::string("sec\0nd", 6));
+  a->send_note("mine");
+  EXPECT_EQ(server->take_note(0, in(10s)), "mine");
+  EXPECT_EQ(server->take_note(1, in(10s)), "first");
+  EXPECT_EQ(server->take_note(1, in(10s)), std::string("sec\0nd", 6));
+  EXPECT_EQ(server->take_note(1, in(20ms)), std::nullopt);
+  std::thread taker([&] {
+    EXPECT_NE(error_of([&] { server->take_note(2, in(20s)); }).find("the disk is full"), std::string::npos);
+  });
+  b->report("the disk is full");  // ends the wait, with a note that never comes
+  taker.join();
+}
+
 TEST_F(StoreTest, GetWaitsForTheKey) {
   auto a = join(0), b = join(1);
   std::thread later([&] {

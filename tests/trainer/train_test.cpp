@@ -239,7 +239,7 @@ TEST_P(TrainTest, ARankThatNeverComesIsAnErrorThatNamesItNotAHang) {
   TrainConfig c = config(2);
   const std::chrono::milliseconds timeout(300);
   auto comms = Communicator::create_local(c.devices, timeout);
-  Board board(2, timeout);
+  LocalBoard board(2, timeout);
   InitialWeights initial(c.seed);
   Recorder recorder;
   const SharedRun shared{c, data_, recorder, board, initial};
@@ -257,7 +257,7 @@ TEST_P(TrainTest, ARankThatStopsHalfwayEndsTheOthersWithItsReason) {
   shorter.steps = 4;
   shorter.eval_every = c.eval_every = 0;
   auto comms = Communicator::create_local(c.devices, std::chrono::seconds(60));
-  Board board(3, std::chrono::seconds(60));
+  LocalBoard board(3, std::chrono::seconds(60));
   InitialWeights initial(c.seed);
   Recorder recorder;
   std::array<std::string, 2> reasons;
@@ -330,7 +330,7 @@ TEST(ParameterHash, SeesEveryBitAndTheOrder) {
 }
 
 TEST(Board, RoundsKeepTheirOrderAndAnAbortEndsTheWait) {
-  Board board(2, std::chrono::seconds(60));
+  LocalBoard board(2, std::chrono::seconds(60));
   board.post(1, {.loss = 10});
   board.post(1, {.loss = 20});
   board.post(0, {.loss = 1});
@@ -350,7 +350,7 @@ TEST(Board, RoundsKeepTheirOrderAndAnAbortEndsTheWait) {
 }
 
 TEST(Board, NamesTheRankThatIsLate) {
-  Board board(3, std::chrono::milliseconds(20));
+  LocalBoard board(3, std::chrono::milliseconds(20));
   board.post(0, {});
   board.post(2, {});
   try {

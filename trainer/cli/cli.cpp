@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <new>
 
+#include "collectives/communicator.h"
 #include "kernels/error.h"
 #include "trainer/cli/doctor.h"
 #include "trainer/cli/launcher.h"
@@ -89,9 +90,19 @@ void add_run_options(CLI::App& command, Options& o) {
   add_number(command, "--heads", o.heads, "Attention heads; divide the width")->group("Model");
   add_number(command, "--mlp", o.mlp, "Width of the MLP's hidden layer")->group("Model");
   add_word(command, "--data", o.data, "fashion-mnist[:DIR], cifar10:DIR or synthetic[:N]")->group("Data");
-  add_number(command, "--ranks", o.ranks, "Ranks in this process, a thread each")->group("Ranks");
+  add_number(
+      command, "--ranks", o.ranks,
+      "Ranks in this process, a thread each (default: 1; under torchrun, srun or mpirun each process is "
+      "one rank)")
+      ->group("Ranks");
+  add_word(
+      command, "--rendezvous", o.rendezvous,
+      "Where processes meet: tcp://HOST:PORT, rank 0's, or file:///PATH, shared by all (default: what the "
+      "launcher says, or MASTER_ADDR and MASTER_PORT)")
+      ->group("Ranks");
   add_word(command, "--device", o.device, "auto, host or cuda")->group("Ranks");
-  add_number(command, "--timeout-s", o.timeout_s, "How long a rank waits for a peer")->group("Ranks");
+  add_number(command, "--timeout-s", o.timeout_s, "How long a rank waits for a peer before all give up")
+      ->group("Ranks");
   add_number(command, "--bucket-mb", o.bucket_mb, "Size of a gradient bucket, in MiB")->group("Ranks");
   add_number(command, "--batch-size", o.batch_size, "Images per rank and batch")->group("Training");
   add_number(command, "--accumulate", o.accumulate, "Batches per step, gradients averaged")
@@ -126,9 +137,19 @@ void say(const std::string& text) {
   std::fflush(stdout);
 }
 
-void say_start(const Resolved& run, const std::optional<Launch>& launch) {
+// Of ranks that are processes only rank 0 speaks, but for errors.
+bool leads(const Options& o) {
+  return !o.launch || o.launch->rank == 0;
+}
+
+void say_start(const Resolved& run, const Options& o) {
   say(run.device_line);
-  if (launch) say("Launcher: " + launch->launcher + " with one process (" + launch->variables + ")");
+  if (o.launch) {
+    std::string meeting = o.rendezvous.empty() ? o.launch->rendezvous : o.rendezvous;
+    say("Launcher: " + o.launch->launcher + (o.launch->world == 1 ? " with one process" : "") + " (" +
+        o.launch->variables + ")" +
+        (o.launch->world > 1 && !meeting.empty() ? ", meeting at " + meeting : ""));
+  }
   for (const std::string& note : run.notes) say(note);
   const Dataset& train = run.data.train;
   say("Data: " + run.config.data.to_string() + ", " + human_count(static_cast<double>(train.count())) +
@@ -155,8 +176,18 @@ class Fan final : public RunObserver {
   std::vector<RunObserver*> observers_;
 };
 
+// With a communicator each process is a rank.
+void train_rank(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
+                Communicator* comm) {
+  if (comm == nullptr) {
+    run_training(config, data, observer);
+  } else {
+    run_training(config, data, observer, *comm);
+  }
+}
+
 RunSummary run_once(const Resolved& run, const TrainConfig& config, const std::string& log_path,
-                    int64_t log_every) {
+                    int64_t log_every, Communicator* comm) {
   Summarizer summarizer;
   std::unique_ptr<RunLog> log;
   std::vector<RunObserver*> observers;
@@ -170,7 +201,7 @@ RunSummary run_once(const Resolved& run, const TrainConfig& config, const std::s
     Console console(config, {stdout, isatty(STDOUT_FILENO) == 1, log_every});
     observers.push_back(&console);
     Fan fan(observers);
-    run_training(config, run.data, fan);
+    train_rank(config, run.data, fan, comm);
   }
   RunSummary summary =
       summarizer.summary(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
@@ -179,16 +210,27 @@ RunSummary run_once(const Resolved& run, const TrainConfig& config, const std::s
   return summary;
 }
 
+// Joins the other processes, if this is one of several.
+std::unique_ptr<Communicator> join(const Options& o) {
+  if (!o.launch || o.launch->world == 1) return nullptr;
+  return join(*o.launch, o.rendezvous, o.timeout_s);
+}
+
 int train(const Options& options) {
-  std::optional<Launch> launch = check_launcher();
-  if (!options.log.empty()) check_writable(options.log);
+  if (leads(options) && !options.log.empty()) check_writable(options.log);
   Resolved run = resolve(options);
-  say_start(run, launch);
+  if (leads(options)) say_start(run, options);
   if (options.dry_run) {
-    say(config_text(run.config));
+    if (leads(options)) say(config_text(run.config));
     return kDone;
   }
-  run_once(run, run.config, options.log, options.log_every);
+  std::unique_ptr<Communicator> comm = join(options);
+  if (leads(options)) {
+    run_once(run, run.config, options.log, options.log_every, comm.get());
+  } else {
+    RunObserver nobody;
+    train_rank(run.config, run.data, nobody, comm.get());
+  }
   return kDone;
 }
 
@@ -199,29 +241,40 @@ std::string run_log_path(const std::string& json_path, size_t index) {
   return path.string();
 }
 
+TrainConfig with_compression(const Resolved& run, size_t index) {
+  TrainConfig config = run.config;
+  config.compression = run.compressions[index];
+  return config;
+}
+
 int compare(const Options& options) {
-  std::optional<Launch> launch = check_launcher();
   Resolved run = resolve(options);
-  if (!options.json.empty()) {
-    check_writable(options.json);
-    for (size_t i = 0; i < run.compressions.size(); ++i) check_writable(run_log_path(options.json, i));
-  }
-  say_start(run, launch);
-  if (options.dry_run) {
-    for (const CompressionSpec& spec : run.compressions) {
-      run.config.compression = spec;
-      say(config_text(run.config));
+  const size_t count = run.compressions.size();
+  if (!leads(options)) {
+    if (options.dry_run) return kDone;
+    std::unique_ptr<Communicator> comm = join(options);
+    RunObserver nobody;
+    for (size_t i = 0; i < count; ++i) {
+      train_rank(with_compression(run, i), run.data, nobody, comm.get());
     }
     return kDone;
   }
+  if (!options.json.empty()) {
+    check_writable(options.json);
+    for (size_t i = 0; i < count; ++i) check_writable(run_log_path(options.json, i));
+  }
+  say_start(run, options);
+  if (options.dry_run) {
+    for (size_t i = 0; i < count; ++i) say(config_text(with_compression(run, i)));
+    return kDone;
+  }
+  std::unique_ptr<Communicator> comm = join(options);
   std::vector<ComparedRun> runs;
-  for (size_t i = 0; i < run.compressions.size(); ++i) {
-    TrainConfig config = run.config;
-    config.compression = run.compressions[i];
-    say("\n[" + std::to_string(i + 1) + "/" + std::to_string(run.compressions.size()) + "] " +
-        config.compression.to_string());
+  for (size_t i = 0; i < count; ++i) {
+    const TrainConfig config = with_compression(run, i);
+    say("\n[" + std::to_string(i + 1) + "/" + std::to_string(count) + "] " + config.compression.to_string());
     std::string log_path = options.json.empty() ? "" : run_log_path(options.json, i);
-    RunSummary summary = run_once(run, config, log_path, options.log_every);
+    RunSummary summary = run_once(run, config, log_path, options.log_every, comm.get());
     runs.push_back({config.compression.to_string(), summary, config.ranks(),
                     config.devices[0].is_host() ? "host" : "cuda"});
   }
@@ -284,6 +337,14 @@ int parse_and_run(int argc, char** argv) {
     std::fputs(doctor_report().c_str(), stdout);
     return kDone;
   }
+  options.launch = detect_launcher();
+  if (!options.rendezvous.empty() && (!options.launch || options.launch->world == 1)) {
+    throw BadInput(
+        "--rendezvous " + options.rendezvous +
+        ": nothing says that there are several processes; start them with torchrun, srun or mpirun, "
+        "or set RANK and WORLD_SIZE for each");
+  }
+  if (options.launch) share_cores(*options.launch);
   if (compare_command->parsed()) return compare(options);
   if (given_compression->count() > 0) options.compression = {compression};
   return train(options);

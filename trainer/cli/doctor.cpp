@@ -13,6 +13,7 @@
 #include <cuda_runtime_api.h>
 #endif
 
+#include "collectives/transport/gloo.h"
 #include "kernels/device.h"
 #include "kernels/thread_pool.h"
 #include "trainer/cli/launcher.h"
@@ -152,10 +153,12 @@ std::string doctor_report() {
   add_cuda(report);
   report.title("Ranks");
   report.row("one process", "on: --ranks N, a thread each (local transport)");
-  report.row("processes, TCP", "off: the library has it `gradwire train` does not start that way yet");
+  report.row("processes, TCP", built_with_gloo()
+                                   ? "on: torchrun, srun or mpirun, or RANK and WORLD_SIZE by hand (Gloo)"
+                                   : "off: this build has no Gloo; install libgloo-dev and build again");
   report.row("processes, GPUs", "off: the NCCL transport is not part of this version, so NCCL is not linked");
   try {
-    std::optional<Launch> launch = check_launcher();
+    std::optional<Launch> launch = detect_launcher();
     report.row("launcher", launch ? launch->launcher + " (" + launch->variables + ")" : "none");
   } catch (const std::exception& error) {
     report.row("launcher", error.what());

@@ -1,71 +1,181 @@
 #include "trainer/cli/launcher.h"
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <charconv>
+#include <chrono>
 #include <cstdlib>
 #include <string_view>
 
+#include "collectives/communicator.h"
+#include "collectives/transport/gloo.h"
 #include "kernels/error.h"
+#include "kernels/thread_pool.h"
 
 namespace gradwire {
 namespace {
 
+using Lookup = std::function<const char*(const char*)>;
+
 struct Variables {
   const char* launcher;
-  const char* rank;
-  const char* world;
+  const char *rank, *world, *local_rank, *local_world;
 };
 
-// In order of precedence: torchrun may itself run under Slurm. Slurm's batch script and salloc's shell have
-// SLURM_NTASKS although nothing was launched; only a step (srun) has SLURM_STEP_NUM_TASKS.
+// In order of precedence. torchrun may itself run under Slurm; so may mpirun, which has srun start its own
+// daemons, whose SLURM_PROCID the ranks inherit. Slurm's batch script and salloc's shell have SLURM_NTASKS
+// although nothing was launched; only a step (srun) has SLURM_STEP_NUM_TASKS.
 constexpr Variables kLaunchers[] = {
-    {"torchrun", "RANK", "WORLD_SIZE"},
-    {"Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"},
-    {"mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
-    {"mpirun (MPICH)", "PMI_RANK", "PMI_SIZE"},
+    {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
+    {"mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+     "OMPI_COMM_WORLD_LOCAL_SIZE"},
+    {"mpirun (MPICH)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
+    {"Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""},
 };
 
-int parse(const char* variable, std::string_view text) {
+constexpr int kDefaultPort = 29500;
+
+int parse(const std::string& variable, std::string_view text) {
   int value = 0;
   auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc() || end != text.data() + text.size() || value < 0) {
-    throw BadInput(std::string(variable) + "='" + std::string(text) +
-                   "' in the environment is not a number; unset it");
+    throw BadInput(variable + "='" + std::string(text) + "' in the environment is not a number; unset it");
   }
   return value;
 }
 
+std::string value_of(const Lookup& lookup, const char* variable) {
+  const char* value = *variable == '\0' ? nullptr : lookup(variable);
+  return value == nullptr ? "" : value;
+}
+
+// The first of several variables that is set.
+std::string first_of(const Lookup& lookup, std::initializer_list<const char*> variables) {
+  for (const char* variable : variables) {
+    if (std::string value = value_of(lookup, variable); !value.empty()) return value;
+  }
+  return "";
+}
+
+// A port below those that the system hands out, different for jobs that share a machine.
+int port_of_job(const std::string& job) {
+  uint32_t hash = 2166136261u;
+  for (char c : job) hash = (hash ^ static_cast<uint8_t>(c)) * 16777619u;
+  return 20'000 + static_cast<int>(hash % 10'000);
+}
+
+std::string tcp(const std::string& host, int port) {
+  bool v6 = host.find(':') != std::string::npos;
+  return "tcp://" + (v6 ? "[" + host + "]" : host) + ":" + std::to_string(port);
+}
+
+std::string find_rendezvous(const Launch& launch, const Lookup& lookup) {
+  const std::string host = value_of(lookup, "MASTER_ADDR"), port_text = value_of(lookup, "MASTER_PORT");
+  int port = port_text.empty() ? 0 : parse("MASTER_PORT", port_text);
+  if (!port_text.empty() && (port < 1 || port > 65535)) {
+    throw BadInput("MASTER_PORT=" + port_text + " in the environment is not a port");
+  }
+  const std::string agent = value_of(lookup, "TORCHELASTIC_USE_AGENT_STORE");
+  if (!host.empty() && port > 0 && (agent == "True" || agent == "1")) {
+    port += port + kPortsBeyond <= 65535 ? kPortsBeyond : -kPortsBeyond;
+  }
+  if (!host.empty()) return tcp(host, port > 0 ? port : kDefaultPort);
+  // Does anybody know where rank 0 is? Slurm does, and on one machine it is easy.
+  if (auto list = first_of(lookup, {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"}); !list.empty()) {
+    return tcp(first_host(list), port > 0 ? port
+                                          : port_of_job(value_of(lookup, "SLURM_JOB_ID") + "." +
+                                                        value_of(lookup, "SLURM_STEP_ID")));
+  }
+  if (launch.local_world != launch.world) return "";
+  std::string job = first_of(lookup, {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PMI_PORT"});
+  return tcp("127.0.0.1", port > 0 ? port : port_of_job(job));
+}
+
+Launch read(const Variables& v, const Lookup& lookup) {
+  Launch launch;
+  launch.launcher = v.launcher;
+  const std::string rank = value_of(lookup, v.rank), world = value_of(lookup, v.world);
+  launch.variables = std::string(v.world) + "=" + world;
+  launch.world = parse(v.world, world);
+  if (rank.empty() && launch.world > 1) {
+    throw BadInput(launch.variables + " in the environment, but no " + v.rank + ": which rank is this?");
+  }
+  if (!rank.empty()) {
+    launch.rank = parse(v.rank, rank);
+    launch.variables = std::string(v.rank) + "=" + rank + " " + launch.variables;
+  }
+  if (launch.launcher == "torchrun" && value_of(lookup, "TORCHELASTIC_RUN_ID").empty()) {
+    launch.launcher = "the environment";
+  }
+  if (launch.world < 1 || launch.rank >= launch.world) {
+    throw BadInput("the environment contradicts itself: " + launch.variables + " (" + launch.launcher + ")");
+  }
+  if (auto text = value_of(lookup, v.local_rank); !text.empty())
+    launch.local_rank = parse(v.local_rank, text);
+  if (auto text = value_of(lookup, v.local_world); !text.empty()) {
+    launch.local_world = parse(v.local_world, text);
+  }
+  if (launch.world > 1) launch.rendezvous = find_rendezvous(launch, lookup);
+  return launch;
+}
+
 }  // namespace
 
-std::optional<Launch> detect_launcher(const std::function<const char*(const char*)>& lookup) {
+std::string first_host(const std::string& slurm_list) {
+  std::string first = slurm_list.substr(0, slurm_list.find_first_of(",["));
+  if (first.size() == slurm_list.size() || slurm_list[first.size()] == ',') return first;
+  size_t begin = first.size() + 1, end = slurm_list.find_first_of(",-]", begin);
+  size_t close = slurm_list.find(']', begin);
+  if (close == std::string::npos) return first;
+  size_t after = slurm_list.find(',', close);
+  return first + slurm_list.substr(begin, end - begin) +
+         first_host(slurm_list.substr(close + 1, after == std::string::npos ? after : after - close - 1));
+}
+
+std::optional<Launch> detect_launcher(const Lookup& lookup) {
   std::optional<Launch> found;
   for (const Variables& v : kLaunchers) {
-    const char *rank = lookup(v.rank), *world = lookup(v.world);
-    if (world == nullptr) continue;
-    Launch launch{v.launcher, std::string(v.world) + "=" + world, 0, parse(v.world, world)};
-    if (rank != nullptr) {
-      launch.rank = parse(v.rank, rank);
-      launch.variables = std::string(v.rank) + "=" + rank + " " + launch.variables;
+    if (value_of(lookup, v.world).empty()) continue;
+    Launch launch = read(v, lookup);
+    if (found && found->world == 1 && launch.world > 1) {
+      throw BadInput("each process would train alone: " + found->variables + " (" + found->launcher +
+                     ") says that there is one, but " + launch.launcher + " started " +
+                     std::to_string(launch.world) + " (" + launch.variables + "); " +
+                     (found->launcher == "torchrun" ? "give torchrun all nodes (--nnodes)"
+                                                    : "unset the variables that are wrong"));
     }
-    if (launch.world < 1 || launch.rank >= launch.world) {
-      throw BadInput("the environment contradicts itself: " + launch.variables + " (" + launch.launcher +
-                     ")");
-    }
-    if (!found || (found->world == 1 && launch.world > 1)) found = launch;
+    if (!found) found = launch;
   }
   return found;
 }
 
-std::optional<Launch> check_launcher() {
-  std::optional<Launch> launch = detect_launcher([](const char* variable) { return std::getenv(variable); });
-  if (launch && launch->world > 1) {
-    throw BadInput(
-        "started by " + launch->launcher + " as one of " + std::to_string(launch->world) + " processes (" +
-        launch->variables +
-        "), but this command trains in one process so far; start one process and use "
-        "--ranks " +
-        std::to_string(launch->world) + ", or unset these variables");
+std::optional<Launch> detect_launcher() {
+  return detect_launcher([](const char* variable) { return std::getenv(variable); });
+}
+
+std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rendezvous, double timeout_s) {
+  GlooOptions options;
+  options.group.rendezvous = rendezvous.empty() ? launch.rendezvous : rendezvous;
+  options.group.rank = launch.rank;
+  options.group.world = launch.world;
+  options.group.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3));
+  if (options.group.rendezvous.empty()) {
+    throw BadInput("started by " + launch.launcher + " as one of " + std::to_string(launch.world) +
+                   " processes (" + launch.variables +
+                   "), but nothing says where they meet; set MASTER_ADDR and MASTER_PORT to rank 0's machine "
+                   "and a free port there, or give --rendezvous tcp://HOST:PORT or file:///PATH");
   }
-  return launch;
+  return Communicator::create_gloo(options);
+}
+
+void share_cores(const Launch& launch) {
+  const char* given = std::getenv("GRADWIRE_THREADS");
+  if (launch.local_world < 2 || (given != nullptr && *given != '\0')) return;
+  const int usable = host_threads();
+  // torchrun binds nothing, so whatever bounds this process bounds its siblings too.
+  const bool bound = usable < sysconf(_SC_NPROCESSORS_ONLN) && launch.launcher.starts_with("mpirun");
+  if (!bound) set_host_threads(std::max(1, usable / launch.local_world));
 }
 
 }  // namespace gradwire

@@ -23,7 +23,7 @@ void check_range(const char* flag, double value, double least, double most) {
 }
 
 void check_ranges(const Options& o) {
-  check_range("--ranks", o.ranks, 1, 1024);
+  check_range("--ranks", o.ranks.value_or(1), 1, 1024);
   check_range("--batch-size", static_cast<double>(o.batch_size), 1, 1 << 20);
   check_range("--accumulate", static_cast<double>(o.accumulate), 1, 1 << 20);
   check_range("--bucket-mb", static_cast<double>(o.bucket_mb), 1, 1 << 20);
@@ -67,28 +67,55 @@ VitConfig resolve_model(const Options& o) {
   return model;
 }
 
+// A process is one rank. That each runs --ranks threads of its own is not to be had, and a world of 1 under a
+// launcher of more is a mistake: every process would train alone.
+int resolve_ranks(const Options& o, Resolved& out) {
+  if (!o.launch || o.launch->world == 1) return o.ranks.value_or(1);
+  const int world = o.launch->world;
+  if (o.ranks.value_or(world) != world) {
+    throw BadInput("--ranks " + std::to_string(*o.ranks) + ", but " + o.launch->launcher + " started " +
+                   std::to_string(world) + " processes (" + o.launch->variables +
+                   "), and each of them is one rank; leave --ranks away, or start one process");
+  }
+  out.config.processes = true;
+  return world;
+}
+
 void resolve_devices(const Options& o, Resolved& out) {
   enum class Choice { automatic, host, cuda };
   Choice choice = choose<Choice>(
       "--device", o.device, {{"auto", Choice::automatic}, {"host", Choice::host}, {"cuda", Choice::cuda}});
+  const int count = resolve_ranks(o, out);
+  const bool processes = out.config.processes;
   int gpus = choice == Choice::host ? 0 : cuda_device_count();
+  if (processes && gpus > 0) {
+    if (choice == Choice::cuda) {
+      throw BadInput(
+          "--device cuda: ranks on GPUs are threads of one process so far; start one process with --ranks " +
+          std::to_string(count) + ", or use --device host");
+    }
+    out.notes.push_back("Note: ranks that are processes train on the host, although there is a GPU");
+    gpus = 0;
+  }
   if (choice == Choice::cuda && gpus == 0) {
     throw BadInput("--device cuda: " + cuda_unavailable_reason() +
                    "; use --device host, or see gradwire doctor");
   }
-  std::string ranks = std::to_string(o.ranks) + (o.ranks == 1 ? " rank" : " ranks");
+  std::string ranks = std::to_string(count) + (count == 1 ? " rank" : " ranks");
+  if (processes) ranks += ", a process each";
   if (gpus == 0) {
-    out.config.devices.assign(static_cast<size_t>(o.ranks), Device::host());
+    out.config.devices.assign(static_cast<size_t>(count), Device::host());
     int threads = host_threads();
     out.device_line =
         "Device: host, " + std::to_string(threads) + (threads == 1 ? " thread, " : " threads, ") + ranks;
-    if (choice == Choice::automatic) out.device_line += " (no GPU: " + cuda_unavailable_reason() + ")";
+    if (choice == Choice::automatic && out.notes.empty())
+      out.device_line += " (no GPU: " + cuda_unavailable_reason() + ")";
     return;
   }
-  for (int r = 0; r < o.ranks; ++r) out.config.devices.push_back(Device::cuda(r % gpus));
-  out.device_line = "Device: cuda, " + ranks + " on " + std::to_string(std::min(gpus, o.ranks)) + " of " +
+  for (int r = 0; r < count; ++r) out.config.devices.push_back(Device::cuda(r % gpus));
+  out.device_line = "Device: cuda, " + ranks + " on " + std::to_string(std::min(gpus, count)) + " of " +
                     std::to_string(gpus) + (gpus == 1 ? " GPU" : " GPUs");
-  if (o.ranks > gpus) out.device_line += ", several ranks share one";
+  if (count > gpus) out.device_line += ", several ranks share one";
 }
 
 // How many optimizer steps an epoch has; throws when not even one.

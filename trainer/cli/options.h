@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "trainer/cli/launcher.h"
 #include "trainer/config.h"
 #include "trainer/data/dataset.h"
 
@@ -16,7 +17,9 @@ struct Options {
   std::string model = "vit_tiny";
   std::optional<int32_t> image_size, patch, width, depth, heads, mlp;
   std::string data = "fashion-mnist";
-  int ranks = 1;
+  std::optional<int> ranks;
+  std::optional<Launch> launch;  // how this process was started, if by a launcher
+  std::string rendezvous;        // empty: the launcher's
   std::string device = "auto";
   std::vector<std::string> compression;  // train: one at most; compare: one run each
   int64_t bucket_mb = 25;
@@ -27,7 +30,7 @@ struct Options {
   std::optional<double> lr, weight_decay, momentum;
   std::optional<int64_t> warmup;
   uint64_t seed = 0;
-  double timeout_s = 300;
+  double timeout_s = 60;
   int64_t eval_every = 1, eval_batch_size = 250;
   std::string log, json;
   int64_t log_every = 1;

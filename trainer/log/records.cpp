@@ -29,6 +29,7 @@ void add_config(Json& json, const TrainConfig& config) {
   json["device"] = config.devices.empty() || config.devices[0].is_host() ? "host" : "cuda";
   json["devices"] = Json::array();
   for (Device device : config.devices) json["devices"].push_back(device.name());
+  json["ranks_are"] = config.processes ? "processes" : "threads";
   json["compression"] = config.compression.to_string();
   json["bucket_mb"] = config.bucket_mb;
   json["batch_size"] = config.batch_size;

@@ -1,19 +1,23 @@
 #include "trainer/train/board.h"
 
+#include <array>
+#include <bit>
+#include <cstring>
+
 #include "kernels/error.h"
 
 namespace gradwire {
 
-Board::Board(int world, std::chrono::milliseconds timeout)
+LocalBoard::LocalBoard(int world, std::chrono::milliseconds timeout)
     : timeout_(timeout), posted_(static_cast<size_t>(world)) {}
 
-void Board::post(int rank, const Entry& entry) {
+void LocalBoard::post(int rank, const Entry& entry) {
   std::lock_guard lock(mutex_);
   posted_[static_cast<size_t>(rank)].push_back(entry);
   changed_.notify_all();
 }
 
-std::vector<Board::Entry> Board::collect() {
+std::vector<Board::Entry> LocalBoard::collect() {
   std::unique_lock lock(mutex_);
   auto missing = [&] {
     size_t rank = 0;
@@ -35,10 +39,42 @@ std::vector<Board::Entry> Board::collect() {
   return round;
 }
 
-void Board::abort(const std::string& reason) {
+void LocalBoard::abort(const std::string& reason) {
   std::lock_guard lock(mutex_);
   if (aborted_.empty()) aborted_ = reason;
   changed_.notify_all();
+}
+
+namespace {
+
+using Words = std::array<uint64_t, 4>;
+
+}  // namespace
+
+void NoteBoard::post(int, const Entry& entry) {
+  const Words words = {std::bit_cast<uint64_t>(entry.loss), std::bit_cast<uint64_t>(entry.right),
+                       static_cast<uint64_t>(entry.images), entry.hash};
+  comm_.send_note(std::string(reinterpret_cast<const char*>(words.data()), sizeof words));
+}
+
+std::vector<Board::Entry> NoteBoard::collect() {
+  std::vector<Entry> round;
+  for (int rank = 0; rank < comm_.world(); ++rank) {
+    std::string note = comm_.take_note(rank);
+    Words words;
+    if (note.size() != sizeof words) {
+      throw CommError("rank " + std::to_string(rank) +
+                      "'s report cannot be read; are all ranks the same build?");
+    }
+    std::memcpy(words.data(), note.data(), sizeof words);
+    round.push_back({std::bit_cast<double>(words[0]), std::bit_cast<double>(words[1]),
+                     static_cast<int64_t>(words[2]), words[3]});
+  }
+  return round;
+}
+
+void NoteBoard::abort(const std::string& reason) {
+  comm_.abort(reason);
 }
 
 }  // namespace gradwire

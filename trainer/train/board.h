@@ -1,4 +1,4 @@
-// Where the ranks of one process hand rank 0 the few numbers it reports: losses, test totals, parameter
+// Where the ranks hand rank 0 the few numbers it reports: losses, test totals, parameter
 // hashes.
 //
 // post() never blocks, so no rank's step waits for a report; only rank 0 waits, in collect(). The numbers of
@@ -13,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "collectives/communicator.h"
+
 namespace gradwire {
 
 class Board {
@@ -24,12 +26,20 @@ class Board {
     uint64_t hash = 0;  // of the parameters
   };
 
-  Board(int world, std::chrono::milliseconds timeout);
-
-  void post(int rank, const Entry& entry);
+  virtual ~Board() = default;
+  virtual void post(int rank, const Entry& entry) = 0;
   // The next round, in rank order. Throws CommError when a rank does not post in time, or after abort().
-  std::vector<Entry> collect();
-  void abort(const std::string& reason);
+  virtual std::vector<Entry> collect() = 0;
+  virtual void abort(const std::string& reason) = 0;
+};
+
+// Of ranks in one process; all of them use the same object.
+class LocalBoard final : public Board {
+ public:
+  LocalBoard(int world, std::chrono::milliseconds timeout);
+  void post(int rank, const Entry& entry) override;
+  std::vector<Entry> collect() override;
+  void abort(const std::string& reason) override;
 
  private:
   const std::chrono::milliseconds timeout_;
@@ -37,6 +47,18 @@ class Board {
   std::condition_variable changed_;
   std::vector<std::deque<Entry>> posted_;
   std::string aborted_;  // empty: not
+};
+
+// One rank's, where ranks are processes: entries travel as the communicator's notes.
+class NoteBoard final : public Board {
+ public:
+  explicit NoteBoard(Communicator& comm) : comm_(comm) {}
+  void post(int rank, const Entry& entry) override;
+  std::vector<Entry> collect() override;
+  void abort(const std::string& reason) override;
+
+ private:
+  Communicator& comm_;
 };
 
 }  // namespace gradwire

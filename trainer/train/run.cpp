@@ -1,16 +1,18 @@
-// A run: one thread per rank, and an end for all of them when one fails.
+// A run: one thread per rank, or one process per rank, and an end for all of them when one fails.
 #include "trainer/run.h"
 
 #include <chrono>
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <sstream>
 #include <thread>
 #include <vector>
 
 #include "collectives/communicator.h"
 #include "kernels/error.h"
 #include "trainer/data/dataset.h"
+#include "trainer/log/records.h"
 #include "trainer/train/rank.h"
 
 namespace gradwire {
@@ -62,13 +64,69 @@ void check(const TrainConfig& config, const DataSplits& data) {
   check_model_fits(config.model, data.train);
 }
 
+std::string described(const TrainConfig& config, const DataSplits& data) {
+  return config_text(config) + "\n\"images\": " + std::to_string(data.train.count()) + " and " +
+         std::to_string(data.test.count());
+}
+
+// "learning rate 0.1 there, 0.2 here": the first line in which two descriptions differ.
+std::string first_difference(const std::string& theirs, const std::string& ours) {
+  std::istringstream left(theirs), right(ours);
+  std::string a, b;
+  auto trimmed = [](const std::string& line) {
+    size_t begin = line.find_first_not_of(' ');
+    size_t end = line.find_last_not_of(" ,");
+    return begin == std::string::npos ? "nothing" : line.substr(begin, end - begin + 1);
+  };
+  while (true) {
+    bool more_left = static_cast<bool>(std::getline(left, a));
+    bool more_right = static_cast<bool>(std::getline(right, b));
+    if (!more_left && !more_right) return "";
+    if (!more_left) a.clear();
+    if (!more_right) b.clear();
+    if (a != b) return trimmed(a) + " there, " + trimmed(b) + " here";
+  }
+}
+
+// Processes are started with flags of their own; ranks that train differently must not average.
+void check_agreement(const TrainConfig& config, const DataSplits& data, Communicator& comm) {
+  const std::string mine = described(config, data);
+  if (comm.rank() != 0) return comm.send_note(mine);
+  for (int rank = 1; rank < comm.world(); ++rank) {
+    std::string theirs = comm.take_note(rank);
+    if (theirs != mine) {
+      throw BadInput("rank " + std::to_string(rank) + " was started to train something else than rank 0: " +
+                     first_difference(theirs, mine) + "; give all processes the same flags and data");
+    }
+  }
+}
+
 }  // namespace
+
+void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
+                  Communicator& comm) {
+  std::unique_ptr<RankTrainer> trainer;
+  NoteBoard board(comm);
+  InitialWeights initial(config.seed);
+  const SharedRun shared{config, data, observer, board, initial};
+  try {
+    check(config, data);
+    check_agreement(config, data, comm);
+    trainer = std::make_unique<RankTrainer>(shared, comm);
+    trainer->run();
+    comm.barrier();  // whatever fails on rank 0 at the end fails on all
+  } catch (const std::exception& error) {
+    comm.abort(error.what());
+    trainer.reset();  // waits for the rank's stream, which has nothing to wait for now
+    throw;
+  }
+}
 
 void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer) {
   check(config, data);
   const auto timeout = std::chrono::milliseconds(static_cast<int64_t>(config.timeout_s * 1e3));
   auto comms = Communicator::create_local(config.devices, timeout);
-  Board board(config.ranks(), timeout);
+  LocalBoard board(config.ranks(), timeout);
   InitialWeights initial(config.seed);
   const SharedRun shared{config, data, observer, board, initial};
   Failure failure(comms, board);

@@ -1,0 +1,15 @@
+#include "collectives/transport/transport.h"
+
+#include "kernels/error.h"
+
+namespace gradwire {
+
+void Transport::send_note(const std::string&) {
+  throw Error(std::string("the ") + name() + " transport carries no notes");
+}
+
+std::string Transport::take_note(int) {
+  throw Error(std::string("the ") + name() + " transport carries no notes");
+}
+
+}  // namespace gradwire
