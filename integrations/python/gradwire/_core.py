@@ -87,7 +87,7 @@ class Communicator(_Handle):
     """
 
     def __init__(self, rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *, device: "str | int" = "host",
-                 timeout_s: float = 300.0) -> None:
+                 timeout_s: float = 60.0) -> None:
         number = _native.HOST if device == "host" else device
         if not isinstance(number, int):
             raise ValueError(f"device={device!r} is neither 'host' nor the number of a CUDA device")

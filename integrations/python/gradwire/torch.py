@@ -39,7 +39,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def communicator(process_group: Any = None, device: "str | int" = "host", timeout_s: float = 300.0) -> Communicator:
+def communicator(process_group: Any = None, device: "str | int" = "host", timeout_s: float = 60.0) -> Communicator:
     """A communicator of the ranks of a torch.distributed process group (None: the default one). Collective.
 
     Rank 0 picks a free port, which the others hear of through the process group; nothing needs to be configured.
@@ -180,7 +180,7 @@ class Hook:
     """
 
     def __init__(self, spec: str = "powersgd:rank=4", *, process_group: Any = None,
-                 model: Optional[torch.nn.Module] = None, timeout_s: float = 300.0,
+                 model: Optional[torch.nn.Module] = None, timeout_s: float = 60.0,
                  comm: Optional[Communicator] = None, seed: int = 0) -> None:
         with Communicator() as alone:  # a wrong spec should fail here and not in backward
             Reducer(alone, spec, []).close()
