@@ -46,6 +46,9 @@ struct AssembleTokensBackward {
 GW_DECLARE_OP(assemble_tokens_backward, AssembleTokensBackward)
 
 // y = (x - mean) * rstd * gamma + beta per row, biased variance, rstd = 1 / sqrt(var + eps). 8 B per element.
+//
+// With `branch`, a residual branch joins on the way: sum = x + (branch + branch_bias) is stored, and is what
+// is normalized. 16 B per element, 4 fewer than bias_residual followed by this; the same bits.
 struct LayerNorm {
   const float* x = nullptr;      // (rows, C)
   const float* gamma = nullptr;  // (C)
@@ -56,6 +59,9 @@ struct LayerNorm {
   int64_t rows = 0, width = 0;
   int64_t x_stride = 0;  // distance between rows of x; 0 means width (the head normalizes every T-th row)
   float eps = 1e-6f;
+  const float* branch = nullptr;       // (rows, C) a product without its bias, or null
+  const float* branch_bias = nullptr;  // (C); with a branch only
+  float* sum = nullptr;                // (rows, C) out; with a branch only; may be x (unstrided) or branch
 };
 GW_DECLARE_OP(layer_norm, LayerNorm)
 

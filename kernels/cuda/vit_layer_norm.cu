@@ -1,17 +1,36 @@
 // layer_norm and layer_norm_backward.
 //
 // Rows of up to 1024 floats (a multiple of 4, aligned) are held in the registers of a group of lanes: forward
-// moves 8 B per element, backward 12 B (16 when accumulating into dx), in 16-byte accesses. The backward
-// kernel takes d_gamma and d_beta on the way: a block owns a chunk of rows (kernels/column_chunks.h), its
-// groups keep per-column sums in registers, add them up in group order and leave one partial row; a second
-// kernel adds the partial rows in order. Other rows go through one block each, with 4-byte accesses, and the
-// parameter gradients read x and dy a second time. Limit: memory bandwidth. Deterministic: no atomics.
+// moves 8 B per element (16 when a residual branch joins), backward 12 B (16 when accumulating into dx), in
+// 16-byte accesses. The backward kernel takes d_gamma and d_beta on the way: a block owns a chunk of rows
+// (kernels/column_chunks.h), its groups keep per-column sums in registers, add them up in group order and
+// leave one partial row; a second kernel adds the partial rows in order. Other rows go through one block
+// each, with 4-byte accesses, and the parameter gradients read x and dy a second time. Limit: memory
+// bandwidth. Deterministic: no atomics.
 #include "kernels/cuda/columns.cuh"
 #include "kernels/cuda/row_slice.cuh"
 #include "kernels/vit.h"
 
 namespace gradwire::cuda {
 namespace {
+
+// x becomes x + (branch + branch_bias), stored in sum too.
+template <int G, int Items>
+__device__ __forceinline__ void join_branch(const LayerNorm& a, int64_t row, int width,
+                                            RowSlice<G, Items>& x) {
+  using Slice = RowSlice<G, Items>;
+#pragma unroll
+  for (int j = 0; j < Items; ++j) {
+    const int c = Slice::column(j);
+    if (c >= width) continue;
+    float branch[4], bias[4];
+    load<4>(a.branch + row * width + c, branch);
+    load<4>(a.branch_bias + c, bias);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) x.v[j][k] += branch[k] + bias[k];
+    store<4>(a.sum + row * width + c, x.v[j]);
+  }
+}
 
 template <int G, int Items>
 __global__ void __launch_bounds__(kRowThreads) layer_norm_slice_kernel(LayerNorm a) {
@@ -22,6 +41,7 @@ __global__ void __launch_bounds__(kRowThreads) layer_norm_slice_kernel(LayerNorm
   const float inverse_width = 1.0f / static_cast<float>(width);
   Slice x;
   x.read(a.x + row * a.x_stride, width, live);
+  if (a.branch != nullptr && live) join_branch<G, Items>(a, row, width, x);
   float sum = 0.0f;
 #pragma unroll
   for (int j = 0; j < Items; ++j) sum += (x.v[j][0] + x.v[j][1]) + (x.v[j][2] + x.v[j][3]);
@@ -136,6 +156,14 @@ __global__ void __launch_bounds__(kRowThreads) layer_norm_kernel(LayerNorm a) {
   const int64_t row = blockIdx.x;
   const float* x = a.x + row * a.x_stride;
   const float inverse_width = 1.0f / static_cast<float>(a.width);
+  if (a.branch != nullptr) {
+    // Each thread reads back only what it wrote itself.
+    const float* branch = a.branch + row * a.width;
+    float* joined = a.sum + row * a.width;
+    for (int64_t c = threadIdx.x; c < a.width; c += blockDim.x)
+      joined[c] = x[c] + (branch[c] + a.branch_bias[c]);
+    x = joined;
+  }
   float sum = 0.0f;
   for (int64_t c = threadIdx.x; c < a.width; c += blockDim.x) sum += x[c];
   const float mean = block_reduce(sum, shared, Sum()) * inverse_width;
@@ -200,7 +228,7 @@ void layer_norm(CudaStream stream, const LayerNorm& args) {
   LayerNorm a = args;
   if (a.x_stride == 0) a.x_stride = a.width;
   if (a.rows <= 0 || a.width <= 0) return;
-  if (sliceable(a, a.x, a.gamma, a.beta, a.y)) {
+  if (sliceable(a, a.x, a.gamma, a.beta, a.y, a.branch, a.branch_bias, a.sum)) {
     with_row_slice(a.width, [&]<int G, int Items>() {
       launch("layer_norm", layer_norm_slice_kernel<G, Items>, row_slice_launch<G>(stream, a.rows), a);
     });

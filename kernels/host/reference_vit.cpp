@@ -78,6 +78,12 @@ void layer_norm(const LayerNorm& a) {
   const int64_t stride = a.x_stride != 0 ? a.x_stride : a.width;
   for (int64_t r = 0; r < a.rows; ++r) {
     const float* x = a.x + r * stride;
+    if (a.branch != nullptr) {
+      for (int64_t c = 0; c < a.width; ++c) {
+        a.sum[r * a.width + c] = x[c] + (a.branch[r * a.width + c] + a.branch_bias[c]);
+      }
+      x = a.sum + r * a.width;
+    }
     double mean = 0.0, variance = 0.0;
     for (int64_t c = 0; c < a.width; ++c) mean += x[c];
     mean /= static_cast<double>(a.width);

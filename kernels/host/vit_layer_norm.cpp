@@ -20,6 +20,13 @@ GW_SIMD void forward_rows(const LayerNorm& a, int64_t begin, int64_t end) {
   for (int64_t r = begin; r < end; ++r) {
     const float* x = a.x + r * stride;
     float* y = a.y + r * width;
+    if (a.branch != nullptr) {
+      const float *branch = a.branch + r * width, *bias = a.branch_bias;
+      float* joined = a.sum + r * width;
+#pragma omp simd
+      for (int64_t c = 0; c < width; ++c) joined[c] = x[c] + (branch[c] + bias[c]);
+      x = joined;
+    }
     float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
     for (int64_t c = 0; c < width; ++c) sum += x[c];

@@ -158,6 +158,50 @@ TEST_P(VitLayerNorm, ForwardMatchesTheDoubleReference) {
   }
 }
 
+TEST_P(VitLayerNorm, AJoiningBranchGivesTheBitsOfAddingItFirst) {
+  for (const Shape& shape : kShapes) {
+    if (shape.stride != 0) continue;  // a branch joins whole rows
+    Inputs in(shape);
+    auto count = static_cast<int64_t>(shape.y_size());
+    auto branch = normal(count, 21), bias = normal(shape.width, 22);
+    std::vector<float> sum(shape.y_size());
+    for (size_t i = 0; i < sum.size(); ++i)
+      sum[i] = in.x[i] + (branch[i] + bias[i % static_cast<size_t>(shape.width)]);
+    Inputs joined = in;
+    joined.x = sum;
+    for (int64_t misalign : {0, 1}) {
+      auto want = forward(joined, misalign);
+      for (bool in_place : {false, true}) {
+        SCOPED_TRACE(shape.name() + " misaligned by " + std::to_string(misalign) +
+                     (in_place ? ", in place" : ""));
+        auto x = array(in.x, misalign), gamma = array(in.gamma, misalign), beta = array(in.beta, misalign);
+        auto y = array<float>(count, misalign), other = array<float>(count, misalign);
+        auto mean = array<float>(shape.rows), rstd = array<float>(shape.rows);
+        auto product = array(branch, misalign), product_bias = array(bias, misalign);
+        auto& out = in_place ? product : other;
+        LayerNorm args{.x = x.data(),
+                       .gamma = gamma.data(),
+                       .beta = beta.data(),
+                       .y = y.data(),
+                       .mean = mean.data(),
+                       .rstd = rstd.data(),
+                       .rows = shape.rows,
+                       .width = shape.width,
+                       .branch = product.data(),
+                       .branch_bias = product_bias.data(),
+                       .sum = out.data()};
+        GW_RUN(layer_norm, args);
+        out.expect_guards_intact("sum");
+        y.expect_guards_intact("y");
+        expect_same_bits(out.host(), sum, "sum");
+        expect_same_bits(y.host(), want[0], "y");
+        expect_same_bits(mean.host(), want[1], "mean");
+        expect_same_bits(rstd.host(), want[2], "rstd");
+      }
+    }
+  }
+}
+
 TEST_P(VitLayerNorm, AConstantRowGivesBetaAndAnOffsetCancels) {
   Inputs in({2, 100});
   for (size_t c = 0; c < 100; ++c) {

@@ -226,6 +226,12 @@ void Vit::forward(const float* images, int64_t batch) {
   for (size_t layer = 0; layer < a_.layers.size(); ++layer) {
     forward_layer(layer, layer + 1 < a_.layers.size() ? a_.layers[layer + 1].x : a_.x_last);
   }
+  bias_residual(stream_, {.y = a_.x_last,
+                          .bias = weight(index_.layers.back().mlp3_bias),
+                          .residual = a_.layers.back().x_mid,
+                          .x = a_.x_last,
+                          .rows = batch * t,
+                          .width = c});
   // Only the class token reaches the head, so only its rows are normalized.
   layer_norm(stream_, {.x = a_.x_last,
                        .gamma = weight(index_.ln_weight),
@@ -244,6 +250,8 @@ void Vit::forward(const float* images, int64_t batch) {
                           .width = config_.classes});
 }
 
+// Bias and residual of a layer's last product join in the layer norm that follows: on entry of any layer but
+// the first, l.x holds the bare product, and the layer before the rest.
 void Vit::forward_layer(size_t layer, float* x_out) {
   const LayerActivations& l = a_.layers[layer];
   const LayerIndex& at = index_.layers[layer];
@@ -251,14 +259,18 @@ void Vit::forward_layer(size_t layer, float* x_out) {
   const int64_t d = config_.head_dim(), tp = padded_tokens();
 
   // x_mid = x + out_proj(attention(ln_1(x)))
-  layer_norm(stream_, {.x = l.x,
+  const bool joins = layer > 0;
+  layer_norm(stream_, {.x = joins ? a_.layers[layer - 1].x_mid : l.x,
                        .gamma = weight(at.ln1_weight),
                        .beta = weight(at.ln1_bias),
                        .y = l.ln1,
                        .mean = l.mean1,
                        .rstd = l.rstd1,
                        .rows = rows,
-                       .width = c});
+                       .width = c,
+                       .branch = joins ? l.x : nullptr,
+                       .branch_bias = joins ? weight(index_.layers[layer - 1].mlp3_bias) : nullptr,
+                       .sum = joins ? l.x : nullptr});
   product(false, true, rows, 3 * c, c, l.ln1, weight(at.in_weight), a_.qkv);
   split_heads(stream_, {.qkv = a_.qkv,
                         .bias = weight(at.in_bias),
@@ -283,25 +295,22 @@ void Vit::forward_layer(size_t layer, float* x_out) {
                         .heads = config_.heads,
                         .head_dim = d});
   product(false, true, rows, c, c, l.merged, weight(at.out_weight), l.x_mid);
-  bias_residual(
-      stream_,
-      {.y = l.x_mid, .bias = weight(at.out_bias), .residual = l.x, .x = l.x_mid, .rows = rows, .width = c});
 
   // x_out = x_mid + mlp.3(GELU(mlp.0(ln_2(x_mid))))
-  layer_norm(stream_, {.x = l.x_mid,
+  layer_norm(stream_, {.x = l.x,
                        .gamma = weight(at.ln2_weight),
                        .beta = weight(at.ln2_bias),
                        .y = l.ln2,
                        .mean = l.mean2,
                        .rstd = l.rstd2,
                        .rows = rows,
-                       .width = c});
+                       .width = c,
+                       .branch = l.x_mid,
+                       .branch_bias = weight(at.out_bias),
+                       .sum = l.x_mid});
   product(false, true, rows, f, c, l.ln2, weight(at.mlp0_weight), l.pre);
   bias_gelu(stream_, {.x = l.pre, .bias = weight(at.mlp0_bias), .y = l.gelu, .rows = rows, .width = f});
   product(false, true, rows, c, f, l.gelu, weight(at.mlp3_weight), x_out);
-  bias_residual(
-      stream_,
-      {.y = x_out, .bias = weight(at.mlp3_bias), .residual = l.x_mid, .x = x_out, .rows = rows, .width = c});
 }
 
 void Vit::evaluate(const int32_t* labels, double* totals) {
