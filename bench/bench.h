@@ -6,6 +6,7 @@
 
 namespace gradwire::bench {
 
+void add_hook(CLI::App& app, int& exit_code);
 void add_kernels(CLI::App& app, int& exit_code);
 void add_schedules(CLI::App& app, int& exit_code);
 

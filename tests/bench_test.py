@@ -43,7 +43,7 @@ class BenchTest(unittest.TestCase):
         self.assertFalse((self.folder / "out.json").exists())
 
     def test_unwritable_json(self):
-        for command in ("kernels",):
+        for command in ("kernels", "hook"):
             result = self.run_bench(command, "--json", "none/out.json")
             self.assertEqual(result.returncode, 2, result.stderr)
             self.assertIn("none/out.json", result.stderr)
@@ -95,6 +95,68 @@ class Kernels(BenchTest):
         self.refuse(["kernels", "--max-size", "huge"], "--max-size")
         self.refuse(["kernels", "--threads", "0"], "--threads")
         self.refuse(["kernels", "--cache", "hot"], "--cache", "hot")
+
+
+HOOK_FIELDS = ["spec", "device", "model", "elements", "ms", "floor_ms", "copy_gbps", "extra_bytes", "peer", "peer_ms", "speedup"]
+
+
+class Hook(BenchTest):
+    def hook(self, *arguments, **kwargs):
+        rows, out = self.rows("hook", "--model", "vit_tiny", "--device", "host", "--steps", 2, *arguments, **kwargs)
+        for row in rows:
+            self.assertEqual(list(row), HOOK_FIELDS)
+            self.assertEqual((row["device"], row["model"]), ("host", "vit_tiny"))
+            self.assertGreater(row["ms"], 0)
+        return {row["spec"]: row for row in rows}, out
+
+    def test_every_kind_of_spec(self):
+        specs = ["fp32", "bf16", "bf16:ef=off", "fp8", "powersgd:rank=2", "powersgd:rank=2,wire=bf16", "powersgd:rank=2,ef=off"]
+        rows, _ = self.hook(*[word for spec in specs for word in ("--compression", spec)])
+        self.assertEqual(list(rows), specs)
+        elements = rows["fp32"]["elements"]
+        for spec, floor in (("fp32", 0), ("bf16", 20), ("bf16:ef=off", 12), ("fp8", 18), ("powersgd:rank=2", 24),
+                            ("powersgd:rank=2,wire=bf16", 32), ("powersgd:rank=2,ef=off", 12)):
+            row = rows[spec]
+            self.assertAlmostEqual(row["floor_ms"] * row["copy_gbps"] * 1e6, floor * elements, delta=1 + elements / 100)
+            self.assertEqual((row["peer"], row["peer_ms"], row["speedup"]), (None, None, None))
+        self.assertEqual(rows["fp32"]["extra_bytes"], 0)
+        # The residual has a float per element and the gaps that align tensors; the wire's staging comes on top.
+        self.assertGreaterEqual(rows["bf16"]["extra_bytes"], 6 * elements)
+        self.assertLess(rows["bf16"]["extra_bytes"], 6.1 * elements)
+        self.assertGreater(rows["powersgd:rank=2"]["extra_bytes"], 4 * elements)
+        self.assertLess(rows["powersgd:rank=2,ef=off"]["extra_bytes"], elements)
+
+    def test_pytorch_in_the_same_run(self):
+        rows, out = self.hook("--peer", "--compression", "powersgd:rank=2", "--compression", "bf16", "--compression", "fp8")
+        for spec, hook in (("powersgd:rank=2", "powerSGD_hook rank 2"), ("bf16", "bf16_compress_hook")):
+            self.assertRegex(rows[spec]["peer"], "^torch .* " + hook)
+            self.assertAlmostEqual(rows[spec]["speedup"], rows[spec]["peer_ms"] / rows[spec]["ms"])
+        self.assertIsNone(rows["fp8"]["peer"])  # PyTorch has none
+        self.assertIn("powerSGD_hook", out)
+
+    def test_model_sizes(self):
+        for model, elements in (("resnet18", 11_689_512), ("resnet50", 25_557_032)):
+            rows, _ = self.rows("hook", "--model", model, "--device", "host", "--steps", 1, "--compression", "fp32")
+            self.assertEqual(rows[0]["elements"], elements)
+
+    def test_bad_input(self):
+        small = ["hook", "--model", "vit_tiny", "--device", "host"]
+        self.refuse(["hook", "--model", "vgg"], "'vgg'", "resnet50", "vit_l_32")
+        self.refuse([*small, "--compression", "zip"], "unknown method 'zip'")
+        self.refuse([*small, "--steps", "0"], "--steps")
+        self.refuse([*small, "--peer", "--python", "/nowhere/python"], "/nowhere/python", "No such file")
+        python = self.folder / "python"
+        python.write_text("#!/bin/sh\necho '{\"missing\": \"No module named torch\"}'\n")
+        python.chmod(0o755)
+        self.refuse([*small, "--peer", "--python", python], "No module named torch", "python3-torch")
+
+    def test_a_peer_that_dies_is_an_error(self):
+        python = self.folder / "python"
+        python.write_text("#!/bin/sh\necho 'that hurt' >&2\nexit 3\n")
+        python.chmod(0o755)
+        result = self.run_bench("hook", "--model", "vit_tiny", "--device", "host", "--peer", "--python", python)
+        self.assertEqual((result.returncode, result.stderr.count("\n")), (1, 1), result.stderr)
+        self.assertIn("that hurt", result.stderr)
 
 
 if __name__ == "__main__":
