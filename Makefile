@@ -4,13 +4,15 @@
 #   make test     build and run every test, sanitizers included
 #   make build    everything, optimized, in build/
 #   make bench    benchmarks
+#   make gpu-check   on a machine with a GPU: its tests, compute-sanitizer and benches; results in docs/results/
+#   make bundle   the build, packed for a GPU machine that cannot build it: build/gradwire-bundle.tar.gz
 #   make format   clang-format over the sources
 #   make clean    remove every build folder
 
 PYTHON ?= $(firstword $(wildcard /usr/bin/python3) python3)
 DEMO_FLAGS ?=
 
-.PHONY: build demo test bench setup format clean
+.PHONY: build demo test bench gpu-check bundle setup format clean
 
 build: setup
 	@scripts/configure.sh release
@@ -34,6 +36,12 @@ test: setup
 
 bench: build
 	@build/bin/gradwire-bench kernels --json build/kernels.json
+
+gpu-check: build
+	@scripts/gpu_check.sh
+
+bundle: build
+	@scripts/bundle.sh
 
 setup:
 	@scripts/setup.sh
