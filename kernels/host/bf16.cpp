@@ -1,9 +1,9 @@
 // The BF16 and FP32 wire formats on the host: sixteen elements at a time, in one pass, on all cores.
 //
-// Bytes per element as in the headers (plus the line that a plain store reads before it writes). Limit:
-// memory; with stochastic rounding, the random generator. Alignment: any. Deterministic: each element is
-// computed from its own inputs, and to the bit as in the scalar reference, which also does the last few
-// elements of a piece.
+// Bytes per element as in the headers; a small result's lines are read before they are written, a large one's
+// (and the wire of a large gradient) are written past the caches. Limit: memory; with stochastic rounding,
+// the random generator. Alignment: any. Deterministic: each element is computed from its own inputs, and to
+// the bit as in the scalar reference, which also does the last few elements of a piece.
 #include "kernels/bf16.h"
 
 #include <algorithm>
@@ -23,6 +23,8 @@ namespace {
 
 constexpr int64_t kGrain = 64 * 1024;
 constexpr int kLanes = 16;
+constexpr int64_t kPrefetchFloats =
+    512;  // ahead of two streams read and two written, the hardware falls behind
 typedef float Vec __attribute__((vector_size(64)));
 typedef uint32_t VecBits __attribute__((vector_size(64)));
 typedef uint16_t VecWire __attribute__((vector_size(32)));
@@ -73,10 +75,14 @@ GW_INLINE VecBits round_bits(const Vec& s, const VecBits& add) {
 
 // Writes wire, residual and out of sixteen sums.
 GW_INLINE void finish(const Vec& s, const VecBits& add, uint16_t* wire, float* residual, float* out,
-                      float scale) {
+                      float scale, bool stream_wire) {
   VecBits bits = round_bits(s, add);
   Vec sent = std::bit_cast<Vec>(bits << 16);
-  store(wire, __builtin_convertvector(bits, VecWire));
+  if (stream_wire) {
+    stream_store(wire, __builtin_convertvector(bits, VecWire));
+  } else {
+    store(wire, __builtin_convertvector(bits, VecWire));
+  }
   if (residual != nullptr) {
     store(residual, (std::bit_cast<VecBits>(s) & 0x7f800000u) != 0x7f800000u ? s - sent : Vec{});
   }
@@ -91,12 +97,12 @@ GW_INLINE VecBits half_way(const Vec& s) {
 // set.
 template <typename Sum>
 GW_INLINE void encode_sums(int64_t count, const Rounder& r, const Sum& sum, uint16_t* wire, float* residual,
-                           float* out, float scale) {
+                           float* out, float scale, bool stream_wire) {
   auto at = [](float* p, int64_t i) { return p != nullptr ? p + i : nullptr; };
   if (r.mode == Rounding::nearest) {
     for (int64_t i = 0; i < count; i += kLanes) {
       Vec s = sum(i);
-      finish(s, half_way(s), wire + i, at(residual, i), at(out, i), scale);
+      finish(s, half_way(s), wire + i, at(residual, i), at(out, i), scale, stream_wire);
     }
     return;
   }
@@ -108,28 +114,37 @@ GW_INLINE void encode_sums(int64_t count, const Rounder& r, const Sum& sum, uint
     if (shift != 0) random_run(r.seed, r.step, counter + kLanes, random + kRun);
     for (int64_t i = run; i < std::min(count, run + kRun); i += kLanes) {
       VecBits add = __builtin_convertvector(load<VecWire>(random + shift + (i - run)), VecBits);
-      finish(sum(i), add, wire + i, at(residual, i), at(out, i), scale);
+      finish(sum(i), add, wire + i, at(residual, i), at(out, i), scale, stream_wire);
     }
   }
 }
 
-GW_SIMD void encode_piece(const Bf16Encode& a, const Rounder& r, int64_t count) {
+GW_SIMD void encode_piece(const Bf16Encode& a, const Rounder& r, int64_t count, bool stream_wire) {
   if (a.residual != nullptr) {
     auto sum = [&](int64_t i) __attribute__((always_inline)) {
+      __builtin_prefetch(a.grad + i + kPrefetchFloats);
+      __builtin_prefetch(a.residual + i + kPrefetchFloats, 1);
       return load<Vec>(a.grad + i) + load<Vec>(a.residual + i);
     };
-    encode_sums(count, r, sum, a.wire, a.residual, a.out, a.out_scale);
+    encode_sums(count, r, sum, a.wire, a.residual, a.out, a.out_scale, stream_wire);
   } else {
     auto sum = [&](int64_t i) __attribute__((always_inline)) {
       return load<Vec>(a.grad + i);
     };
-    encode_sums(count, r, sum, a.wire, nullptr, a.out, a.out_scale);
+    encode_sums(count, r, sum, a.wire, nullptr, a.out, a.out_scale, stream_wire);
   }
+  if (stream_wire) stream_fence();
 }
 
 GW_SIMD void decode_piece(const uint16_t* wire, float* out, float scale, int64_t count) {
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) out[i] = scale * bf16_to_float(wire[i]);
+}
+
+// `count` is a multiple of the lanes, `out` 16-byte aligned.
+GW_SIMD void decode_piece_past_caches(const uint16_t* wire, float* out, float scale, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes) stream_store(out + i, scale * decode(wire + i));
+  stream_fence();
 }
 
 GW_SIMD void decode_add_piece(const uint16_t* wire, float* acc, int64_t count) {
@@ -147,7 +162,7 @@ GW_SIMD void hop_piece(const Bf16DecodeAddEncode& a, const Rounder& r, int64_t c
     for (int k = a.own_position; k < a.num_inputs; ++k) s += decode(a.inputs[k] + i);
     return s;
   };
-  encode_sums(count, r, sum, a.wire, a.residual, a.out, a.out_scale);
+  encode_sums(count, r, sum, a.wire, a.residual, a.out, a.out_scale, false);
 }
 
 GW_SIMD void reduce_piece(const Fp32Reduce& a, int64_t count) {
@@ -197,16 +212,23 @@ Fp32Reduce part_of(Fp32Reduce a, int64_t begin, int64_t end) {
 }  // namespace
 
 void bf16_encode(const Bf16Encode& a) {
+  const bool stream_wire = streams(a.wire, a.count * int64_t{sizeof(uint16_t)});
   parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) {
     Bf16Encode part = part_of(a, begin, end);
     int64_t whole = part.count / kLanes * kLanes;
-    encode_piece(part, rounder_of(part.rounding), whole);
+    encode_piece(part, rounder_of(part.rounding), whole, stream_wire);
     reference::bf16_encode(part_of(part, whole, part.count));
   });
 }
 
 void bf16_decode(const Bf16Decode& a) {
+  const bool stream = streams(a.out, a.count * int64_t{sizeof(float)});
   parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) {
+    if (stream) {
+      int64_t whole = (end - begin) / kLanes * kLanes;
+      decode_piece_past_caches(a.wire + begin, a.out + begin, a.scale, whole);
+      begin += whole;
+    }
     decode_piece(a.wire + begin, a.out + begin, a.scale, end - begin);
   });
 }

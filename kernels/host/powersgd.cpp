@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "kernels/host/powersgd_simd.h"
+#include "kernels/host/simd.h"
 #include "kernels/math/bf16.h"
 #include "kernels/thread_pool.h"
 
@@ -26,8 +27,6 @@ constexpr int64_t kRunsPerThread = 16;
 // Bytes of a back_project panel: it should stay in a core's share of the last cache. Narrower panels that fit
 // the second level lose more to short rows than they gain (37 against 26 ms on ViT-B/32).
 constexpr int64_t kPanelBytes = 2048 * 1024;
-// Results beyond this bypass the cache.
-constexpr int64_t kStreamBytes = 16 * 1024 * 1024;
 
 bool flagged(const int32_t* flags, int matrix) {
   return flags != nullptr && flags[matrix] != 0;
@@ -112,7 +111,7 @@ void powersgd_back_project(const PowerSgdBackProject& a) {
 }
 
 void powersgd_reconstruct(const PowerSgdReconstruct& a) {
-  bool stream = a.table->elements() * int64_t{sizeof(float)} > kStreamBytes;
+  bool stream = a.table->elements() * int64_t{sizeof(float)} >= kStreamBytes;
   for_each_slice(*a.table, rows_of, task_rows, [&](int matrix, int64_t begin, int64_t end) {
     const auto& d = a.table->host()[matrix];
     int64_t origin = d.offset + begin * d.cols;

@@ -10,10 +10,6 @@
 #include <cfloat>
 #include <cstring>
 
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
-
 #include "kernels/host/simd.h"
 
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed between inlined functions only
@@ -50,22 +46,6 @@ GW_INLINE void store_some(float* p, const Vec& v, int64_t count) {
   if (count >= kLanes) return store(p, v);
   memcpy(p, &v, static_cast<size_t>(count) * sizeof(float));
 }
-// Past the cache, when `p` allows it.
-GW_INLINE void stream(float* p, const Vec& v) {
-#ifdef __SSE2__
-  __m128 part[4];
-  memcpy(part, &v, sizeof v);
-  for (int i = 0; i < 4; ++i) _mm_stream_ps(p + 4 * i, part[i]);
-#else
-  store(p, v);
-#endif
-}
-GW_INLINE void stream_fence() {
-#ifdef __SSE2__
-  _mm_sfence();
-#endif
-}
-
 GW_INLINE VecInt finite_mask(const Vec& v) {
   VecInt bits;
   memcpy(&bits, &v, sizeof bits);
@@ -329,7 +309,7 @@ GW_INLINE void reconstruct_tile(const ReconstructRows& a, int64_t row0, int64_t 
         store_some(to, finite_mask(sum) ? sum : old, lanes);
       } else if (a.mode == Reconstruct::stream && lanes == kLanes &&
                  reinterpret_cast<uintptr_t>(to) % 16 == 0) {
-        stream(to, a.scale * value[i][v]);
+        stream_store(to, a.scale * value[i][v]);
       } else {
         store_some(to, a.scale * value[i][v], lanes);
       }

@@ -18,6 +18,11 @@
 #pragma once
 
 #include <cstdint>  // defines __GLIBC__ where there is one
+#include <cstring>
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 // Function multiversioning needs GCC, an ELF system with ifunc (glibc) and no sanitizer: instrumented
 // resolvers would run before the sanitizer's own set-up.
@@ -35,3 +40,32 @@
 #else
 #define GW_ALLOW_FMA _Pragma("GCC optimize(\"fp-contract=fast\")")
 #endif
+
+namespace gradwire::host {
+
+// Results of this many bytes and more would only push others out of the caches: they are written past them,
+// which saves reading each line first.
+inline constexpr int64_t kStreamBytes = 16 * 1024 * 1024;
+
+GW_INLINE bool streams(const void* to, int64_t bytes) {
+  return bytes >= kStreamBytes && reinterpret_cast<uintptr_t>(to) % 16 == 0;
+}
+// Stores a GCC vector past the caches. `to` is on a multiple of 16 bytes.
+template <typename V>
+GW_INLINE void stream_store(void* to, const V& v) {
+#ifdef __SSE2__
+  __m128i part[sizeof(V) / 16];
+  std::memcpy(part, &v, sizeof v);
+  for (size_t i = 0; i < sizeof(V) / 16; ++i) _mm_stream_si128(static_cast<__m128i*>(to) + i, part[i]);
+#else
+  std::memcpy(to, &v, sizeof v);
+#endif
+}
+// After stream_store, before another thread may look.
+GW_INLINE void stream_fence() {
+#ifdef __SSE2__
+  _mm_sfence();
+#endif
+}
+
+}  // namespace gradwire::host
