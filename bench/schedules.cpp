@@ -181,7 +181,8 @@ void add_schedules(CLI::App& app, int& exit_code) {
       ->check(CLI::Range(1, 1024));
   command
       ->add_option("--slices", o->slices,
-                   "Run each schedule in that many slices, each a round behind the one before")
+                   "Run each schedule in that many slices, each a round behind the one before, round k of a "
+                   "slice two behind its round k - 1")
       ->check(CLI::Range(1, 1024));
   command->add_option("--size-mb", o->size_mb, "Buffer size for the table")->check(CLI::PositiveNumber);
   command->add_option("--draw", o->draw, "Draw this schedule as text: ring, tree, two_shot or hierarchical");

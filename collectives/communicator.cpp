@@ -1,7 +1,9 @@
 #include "collectives/communicator.h"
 
+#include "collectives/all_gather.h"
 #include "collectives/transport/gloo.h"
 #include "collectives/transport/local.h"
+#include "kernels/error.h"
 
 namespace gradwire {
 
@@ -33,6 +35,22 @@ int Communicator::world() const {
 }
 Device Communicator::device() const {
   return transport_->device();
+}
+void Communicator::set_ranks_per_node(int ranks) {
+  if (ranks < 0 || (ranks > 0 && world() % ranks != 0)) {
+    throw BadInput(std::to_string(ranks) + " ranks per node do not divide a world of " +
+                   std::to_string(world()) + " into equal nodes");
+  }
+  ranks_per_node_ = ranks;
+}
+void Communicator::agree_on_ranks_per_node(int ranks_here) {
+  bool agreed = ranks_here > 0 && world() % ranks_here == 0;
+  const Stream stream = device().is_host() ? Stream::immediate_host() : Stream::create(device(), "set-up");
+  for (const auto& theirs :
+       all_gather(*transport_, stream, {static_cast<double>(ranks_here)}, "ranks per node")) {
+    agreed = agreed && theirs[0] == ranks_here;
+  }
+  ranks_per_node_ = agreed ? ranks_here : 0;
 }
 uint64_t Communicator::bytes_sent() const {
   return transport_->bytes_sent();

@@ -34,6 +34,15 @@ class Communicator {
   Device device() const;
   Transport& transport() { return *transport_; }
 
+  // How ranks sit in nodes: rank = node * ranks_per_node + local index. 0, the default: unknown. What
+  // hierarchical schedules are made from; set it before reducers are made, the same on every rank. Throws
+  // BadInput unless it divides the world.
+  void set_ranks_per_node(int ranks);
+  // The same from what each rank knows of its own machine (0: nothing). Collective, and blocks. Sets what all
+  // of them say, and "unknown" when they differ or it does not divide the world.
+  void agree_on_ranks_per_node(int ranks_here);
+  int ranks_per_node() const { return ranks_per_node_; }
+
   // Bytes this rank has sent so far, counted where they leave.
   uint64_t bytes_sent() const;
   // Makes every pending and later operation of every rank of the group fail with `reason`. Any thread may
@@ -48,6 +57,7 @@ class Communicator {
 
  private:
   std::unique_ptr<Transport> transport_;
+  int ranks_per_node_ = 0;
 };
 
 }  // namespace gradwire

@@ -1,19 +1,27 @@
 // The executor: runs any schedule over any transport with any wire format.
 //
 // An Allreduce is one rank's program for one buffer, built once from a schedule: a list of kernels and
-// exchanges that run in order on one stream, with every address fixed. Per element of a chunk:
+// exchanges with every address fixed. Per element of a chunk:
 //   first send of a partial sum   one fused hop: own gradient + residual + all contributions received so far,
-//   in
-//                                 ascending rank order -> wire, residual (what this encode lost), and, at the
-//                                 owner, the result as everybody will decode it
+//                                 in ascending rank order -> wire, residual (what this encode lost), and, at
+//                                 the owner, the result as everybody will decode it
 //   recv_reduce                   the contribution waits, still encoded, until that hop
 //   recv_copy                     decoded into the buffer; forwarded, if the schedule says so, as the same
-//   bytes
+//                                 bytes
 // So each rank encodes each chunk at most once, keeps that encode's loss in its own residual, and
 //   sum over ranks of residual_new  +  result / scale  ==  sum over ranks of (gradient + residual_old)
 // to FP32 rounding; and every rank ends with the same bits.
 //
 // With the FP32 wire there is nothing to encode: chunks are sent from and received into the buffer itself.
+// With exact_inside the same holds for the fast links of a hierarchical schedule, and the wire format is left
+// to the slow ones: a rank whose part only ever leaves over fast links rounds nothing, so it neither uses nor
+// changes its residual there; the ranks that speak for a node add what came over fast links in FP32 first, in
+// rank order with their own part, and then do the hop above.
+//
+// Overlap: with a stream for transfers, chunks are cut in slices (pipelined() in schedule.h) and exchanges
+// run on that stream, kernels on the caller's, ordered by events where one needs the other: while one slice
+// travels, another is added up. The sums of an element do not depend on the slice that it is in, so neither
+// do the bits.
 #pragma once
 
 #include <cstddef>
@@ -37,9 +45,16 @@ class Allreduce {
   struct Options {
     std::string what;  // for error texts, e.g. "bucket 2 of 5"
     Wire wire = Wire::fp32;
+    bool exact_inside = false;   // fast links carry FP32 whatever `wire` is
     float scale = 1.0f;          // of the result: 1 / world for the mean
     Bf16Rounding rounding = {};  // its first_element is that of data[0]
+    // Where exchanges run beside the kernels; empty: everything on the stream given to run(), in one slice.
+    Stream transfers = {};
+    // Messages larger than this are cut into slices of about this size, kMostSlices at most; 0: never.
+    // Needs `transfers`.
+    int64_t slice_bytes = 0;
   };
+  static constexpr int kMostSlices = 16;
 
   // Sums data (count) over the ranks of `transport` in place. `residual` (count) is null for none, and
   // ignored with the FP32 wire. Nothing is allocated: give it workspace_bytes() through bind() before the
@@ -56,32 +71,44 @@ class Allreduce {
   // flight.
   void rebind(float* data);
 
-  // Enqueues everything on `stream`. All ranks run the same programs in the same order.
-  void run(const Stream& stream) const;
+  // Enqueues everything; later work of `stream` sees the result. All ranks run the same programs in the same
+  // order.
+  void run(const Stream& stream);
+
+  int slices() const { return slices_; }
 
  private:
   struct Exchange {
     std::vector<Transfer> transfers;
     ExchangeLabel label;
   };
-  using Operation =
-      std::variant<Exchange, Bf16DecodeAddEncode, Bf16Decode, Fp8DecodeAddEncode, Fp8Decode, Fp32Reduce>;
+  struct Operation {
+    std::variant<Exchange, Bf16DecodeAddEncode, Bf16Decode, Fp8DecodeAddEncode, Fp8Decode, Fp32Reduce> work;
+    int after = -1;       // kernels: the exchange they need, counted from 0; -1: none
+    bool needed = false;  // kernels: the next exchange needs this one and those before it
+    bool is_exchange() const { return std::holds_alternative<Exchange>(work); }
+  };
 
   class Compiler;
   // Emits operations_ for a workspace at `base`; returns the bytes it needs.
   size_t compile(std::byte* base);
   uint64_t tag() const;
+  void launch(const Stream& stream, const Operation& kernel) const;
 
   Transport& transport_;
+  const Options options_;
+  const int64_t count_;
+  int slices_ = 1;
   const Schedule schedule_;
   float* data_;
   float* residual_;
-  int64_t count_;
-  Options options_;
   std::vector<Operation> operations_;
   size_t workspace_bytes_ = 0;
   void* workspace_ = nullptr;
   bool bound_ = false;
+  // Between the two streams; only when there are several slices.
+  Event start_, kernels_done_;
+  std::vector<Event> exchange_done_;
 };
 
 }  // namespace gradwire

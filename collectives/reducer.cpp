@@ -245,7 +245,8 @@ class Reducer::Impl {
       Bucket& bucket = buckets_[b];
       std::string reason;
       BucketContext context;
-      context.schedule = make_schedule(spec_.schedule, comm_.world(), dense_wire, &reason);
+      context.schedule = make_schedule(spec_.schedule, comm_.world(), dense_wire, &reason,
+                                       {.nodes = 0, .per_node = comm_.ranks_per_node()});
       bucket.schedule_kind = context.schedule.kind;
       bucket.schedule = std::string("schedule ") + name(context.schedule.kind) + " (" + reason + ")";
       dense_bytes_ += 4 * elements_sent(context.schedule, comm_.rank(), bucket.end - bucket.begin);

@@ -53,6 +53,8 @@ struct TrainConfig {
 
   std::vector<Device> devices;  // of each rank; several ranks may share one
   bool processes = false;       // each rank is a process of its own; otherwise a thread of this one
+  int ranks_per_node = 0;       // for hierarchical schedules; 0: what the launcher says, if all ranks agree
+  int ranks_here = 0;           // of this machine, as the launcher says; 0: it does not
   int ranks() const { return static_cast<int>(devices.size()); }
 
   CompressionSpec compression;

@@ -79,9 +79,13 @@ ApiComm::Program& ApiComm::program_for(const Key& key) {
     data = program.staging.as<float>();
   }
   program.allreduce = std::make_unique<Allreduce>(
-      communicator->transport(), make_schedule(spec.schedule, world, spec.wire), data, nullptr, count,
+      communicator->transport(),
+      make_schedule(spec.schedule, world, spec.wire, nullptr,
+                    {.nodes = 0, .per_node = communicator->ranks_per_node()}),
+      data, nullptr, count,
       Allreduce::Options{.what = "gw_allreduce",
                          .wire = spec.wire,
+                         .exact_inside = spec.exact_inside,
                          .scale = op == GW_AVG ? 1.0f / static_cast<float>(world) : 1.0f,
                          .rounding = {spec.rounding, static_cast<uint64_t>(communicator->rank()) + 1,
                                       step_.as<const uint64_t>(), 0}});

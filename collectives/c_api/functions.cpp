@@ -103,6 +103,10 @@ gw_status gw_comm_from_nccl(void* nccl_comm, int device, int64_t timeout_ms, gw_
   });
 }
 
+gw_status gw_comm_set_ranks_per_node(gw_comm comm, int ranks_per_node) {
+  return guarded(__func__, [&] { LockedComm(comm)->communicator->set_ranks_per_node(ranks_per_node); });
+}
+
 gw_status gw_comm_abort(gw_comm comm, const char* reason) {
   return guarded(__func__, [&] {
     auto object = comms().get(comm);

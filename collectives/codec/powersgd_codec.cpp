@@ -223,6 +223,7 @@ class PowerSgdCodec final : public Codec {
   Allreduce::Options options(const BucketContext& c, const char* part, uint64_t first_element) const {
     return {.what = c.name + " (" + part + ")",
             .wire = spec_.wire,
+            .exact_inside = spec_.exact_inside,
             .scale = c.scale,
             .rounding = {spec_.rounding, c.rounding_seed, c.step,
                          c.first_element + static_cast<int64_t>(first_element)}};

@@ -15,8 +15,8 @@ namespace {
 constexpr std::string_view kGrammar =
     "; a spec is fp32 | bf16[:round=nearest|stochastic] | fp8[:round=nearest|stochastic] | "
     "powersgd:rank=R[,wire=fp32|bf16|fp8][,start=N][,warm=on|off]"
-    "[,min_ratio=X][,seed=S], with ,ef=on|off and ,schedule=auto|ring|tree|two_shot|hierarchical on any of "
-    "them";
+    "[,min_ratio=X][,seed=S], with ,ef=on|off and ,schedule=auto|ring|tree|two_shot|hierarchical and "
+    ",node_wire=same|fp32 on any of them";
 
 [[noreturn]] void bad(std::string_view text, const std::string& why, bool with_grammar = false) {
   throw BadInput("compression spec '" + std::string(text) + "': " + why +
@@ -51,6 +51,7 @@ T number(std::string_view text, std::string_view key, std::string_view value, T 
 }
 
 const std::vector<std::pair<std::string_view, bool>> kOnOff{{"on", true}, {"off", false}};
+const std::vector<std::pair<std::string_view, bool>> kNodeWires{{"same", false}, {"fp32", true}};
 const std::vector<std::pair<std::string_view, Wire>> kWires{
     {"fp32", Wire::fp32}, {"bf16", Wire::bf16}, {"fp8", Wire::fp8}};
 const std::vector<std::pair<std::string_view, Rounding>> kRoundings{{"nearest", Rounding::nearest},
@@ -105,6 +106,9 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
   std::map<std::string_view, std::function<void(std::string_view)>> options;
   options["ef"] = [&](std::string_view v) { spec.error_feedback = choose(text, "ef", v, kOnOff); };
   options["schedule"] = [&](std::string_view v) { spec.schedule = choose(text, "schedule", v, kSchedules); };
+  options["node_wire"] = [&](std::string_view v) {
+    spec.exact_inside = choose(text, "node_wire", v, kNodeWires);
+  };
   if (method == "bf16" || method == "fp8" || powersgd) {
     options["round"] = [&](std::string_view v) { spec.rounding = choose(text, "round", v, kRoundings); };
   }
@@ -146,6 +150,11 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
   if (spec.rounding == Rounding::stochastic && spec.wire == Wire::fp32) {
     bad(text, "round=stochastic needs a wire that rounds; add wire=bf16 or wire=fp8");
   }
+  if (spec.exact_inside && spec.schedule != ScheduleKind::hierarchical &&
+      spec.schedule != ScheduleKind::automatic) {
+    bad(text, std::string("node_wire=fp32 concerns schedule=hierarchical; schedule=") + name(spec.schedule) +
+                  " knows no nodes");
+  }
   return spec;
 }
 
@@ -167,6 +176,7 @@ std::string CompressionSpec::to_string() const {
   add(rounding != defaults.rounding, std::string("round=") + word_for(kRoundings, rounding));
   add(error_feedback != defaults.error_feedback, error_feedback ? "ef=on" : "ef=off");
   add(schedule != defaults.schedule, std::string("schedule=") + name(schedule));
+  add(exact_inside != defaults.exact_inside, exact_inside ? "node_wire=fp32" : "node_wire=same");
   return (powersgd ? "powersgd" : std::string(name(wire))) + options;
 }
 

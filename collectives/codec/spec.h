@@ -2,7 +2,7 @@
 //
 //   fp32 | bf16[:round=nearest|stochastic] |
 //   powersgd:rank=4[,wire=fp32|bf16][,start=N][,warm=on|off][,min_ratio=2][,seed=S] any of them: ,ef=on|off
-//   ,schedule=auto|ring|tree|two_shot|hierarchical
+//   ,schedule=auto|ring|tree|two_shot|hierarchical ,node_wire=same|fp32
 #pragma once
 
 #include <cstdint>
@@ -23,6 +23,8 @@ struct CompressionSpec {
   Rounding rounding = Rounding::nearest;
   bool error_feedback = true;
   ScheduleKind schedule = ScheduleKind::automatic;
+  // node_wire=fp32: a hierarchical schedule leaves `wire` to the links between nodes; FP32 inside them.
+  bool exact_inside = false;
 
   // PowerSGD only. PyTorch's option in brackets.
   int rank = 1;            // [matrix_approximation_rank]

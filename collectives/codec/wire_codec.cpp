@@ -15,6 +15,7 @@ class WireCodec final : public Codec {
         allreduce_(*c.transport, c.schedule, c.gradients, residual_.as<float>(), c.elements,
                    {.what = c.name,
                     .wire = c.spec.wire,
+                    .exact_inside = c.spec.exact_inside,
                     .scale = c.scale,
                     .rounding = {c.spec.rounding, c.rounding_seed, c.step, c.first_element}}) {
     fill_zero(c.stream, residual_.data(), residual_.bytes());

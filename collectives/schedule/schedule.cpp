@@ -31,16 +31,17 @@ Schedule pipelined(const Schedule& schedule, int slices) {
   if (slices < 1)
     throw BadInput("a pipelined schedule needs at least 1 slice, got " + std::to_string(slices));
   Schedule s = schedule;
+  if (slices == 1) return s;
   s.chunks *= slices;
   int rounds = schedule.num_rounds();
   for (int r = 0; r < s.world && rounds > 0; ++r) {
-    s.rounds[r].assign(rounds + slices - 1, {});
+    s.rounds[r].assign(2 * (rounds - 1) + slices, {});
     // Slices ascend inside a round on every rank, so transfers between two ranks still match in order.
     for (int slice = 0; slice < slices; ++slice) {
       for (int k = 0; k < rounds; ++k) {
         for (Step step : schedule.rounds[r][k]) {
           step.chunk = step.chunk * slices + slice;
-          s.rounds[r][k + slice].push_back(step);
+          s.rounds[r][2 * k + slice].push_back(step);
         }
       }
     }

@@ -72,9 +72,10 @@ Schedule double_tree(int world);
 // node. Each rank sends 2 (n-1)/n S / per_node over slow links, n being `nodes`. `between`: two_shot or ring.
 Schedule hierarchical(int nodes, int per_node, ScheduleKind between = ScheduleKind::two_shot);
 
-// The same schedule on each of `slices` parts of every chunk, part i one round behind part i-1, so that
-// different rounds of the parts share the links: rounds + slices - 1 rounds of 1/slices the size. Same sums,
-// same bits.
+// The same schedule on each of `slices` parts of every chunk, round k of part i being round i + 2 k of the
+// whole. So parts share the links, and between two rounds of one part lies a round of others, in which its
+// contributions can be added up: a round never needs what the round before it brought. 2 (rounds - 1) +
+// slices rounds of 1/slices the size; one slice is the schedule itself. Same sums, same bits.
 Schedule pipelined(const Schedule& schedule, int slices);
 
 // The [begin, end) of chunk c when `count` elements are cut into `chunks` parts as evenly as `granularity`

@@ -58,6 +58,22 @@ TEST(CApi, AllreduceSumsAndAveragesIntegersExactly) {
 }
 
 // More buffers than programs are kept, of sizes that make the shared workspace grow, each used again later.
+TEST(CApi, NodesMustBeKnownForAHierarchicalSchedule) {
+  capi::run_ranks(4, [](gw_comm comm, int rank) {
+    std::vector<float> buffer(100, static_cast<float>(rank));
+    auto allreduce = [&] {
+      return gw_allreduce(comm, buffer.data(), 100, GW_FLOAT32, GW_SUM,
+                          "bf16:schedule=hierarchical,node_wire=fp32", nullptr);
+    };
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "needs the number of ranks per node", allreduce());
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "3 ranks per node do not divide", gw_comm_set_ranks_per_node(comm, 3));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "-2", gw_comm_set_ranks_per_node(comm, -2));
+    GW_EXPECT_OK(gw_comm_set_ranks_per_node(comm, 2));
+    GW_EXPECT_OK(allreduce());
+    EXPECT_EQ(buffer, std::vector<float>(100, 6.0f));
+  });
+}
+
 TEST(CApi, AllreduceRemembersAndForgetsBuffers) {
   run_ranks(2, [](gw_comm comm, int rank) {
     std::vector<std::vector<float>> buffers;

@@ -99,6 +99,7 @@ TEST(CApiErrors, WrongHandlesAreRecognizedByEveryFunction) {
     auto c = static_cast<gw_comm>(handle);
     gw_reducer out = nullptr;
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_comm_abort(c, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_comm_set_ranks_per_node(c, 1));
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_allreduce(c, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_create(c, "fp32", tensors.data(), n, nullptr, &out));
     if (handle != nullptr) GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_comm_destroy(c));

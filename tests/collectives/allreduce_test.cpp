@@ -23,7 +23,7 @@ struct Outcome {
 
 // One allreduce of inputs[rank] with residuals[rank] (empty: none) on `device`.
 Outcome allreduce(Device device, const Schedule& schedule, const std::vector<std::vector<float>>& inputs,
-                  const std::vector<std::vector<float>>& residuals, Allreduce::Options options) {
+                  const std::vector<std::vector<float>>& residuals, const Allreduce::Options& options) {
   int world = schedule.world;
   Outcome outcome;
   outcome.result.resize(world);
@@ -37,7 +37,13 @@ Outcome allreduce(Device device, const Schedule& schedule, const std::vector<std
     Buffer residual = make_buffer<float>(device, residuals.empty() ? 0 : count);
     to_device(stream, data.as<float>(), std::span<const float>(inputs[r]));
     if (residual) to_device(stream, residual.as<float>(), std::span<const float>(residuals[r]));
-    Allreduce program(comm.transport(), schedule, data.as<float>(), residual.as<float>(), count, options);
+    Stream transfers = options.slice_bytes > 0 ? Stream::create(device, "transfers") : Stream();
+    Allreduce::Options mine = options;
+    mine.transfers = transfers;
+    Allreduce program(comm.transport(), schedule, data.as<float>(), residual.as<float>(), count, mine);
+    // The tests of slices must have some.
+    const bool sure = options.slice_bytes > 0 && options.slice_bytes <= 500 && count > 10000;
+    EXPECT_TRUE(program.slices() > 1 || !sure);
     Buffer workspace(device, program.workspace_bytes());
     program.bind(workspace.data());
     program.run(stream);
@@ -134,6 +140,63 @@ TEST_P(AllreduceTest, Bf16LosesNothing) {
   }
 }
 
+// With node_wire=fp32: nothing is lost either, all ranks agree, slow links carry the wire format and fast
+// ones FP32, and there is less rounding than with the wire format everywhere.
+TEST_P(AllreduceTest, HierarchicalLeavesTheWireToTheSlowLinks) {
+  const int64_t count = 12 * 128 * 3;  // divides evenly
+  for (auto [nodes, per_node] : {std::pair{1, 4}, {2, 1}, {2, 2}, {3, 4}, {4, 3}}) {
+    for (ScheduleKind between : {ScheduleKind::two_shot, ScheduleKind::ring}) {
+      for (Wire wire : {Wire::bf16, Wire::fp8}) {
+        const Schedule schedule = hierarchical(nodes, per_node, between);
+        const int world = schedule.world;
+        SCOPED_TRACE(std::to_string(nodes) + "x" + std::to_string(per_node) + " " + name(between) + " " +
+                     name(wire));
+        std::vector<std::vector<float>> inputs, residuals;
+        for (int r = 0; r < world; ++r) {
+          inputs.push_back(testing::normal(count, 100 + r));
+          residuals.push_back(testing::normal(count, 200 + r, 0.01f));
+        }
+        double lost[2] = {};  // by rounding, in this step; [exact inside]
+        for (bool exact_inside : {false, true}) {
+          Outcome outcome = allreduce(GetParam(), schedule, inputs, residuals,
+                                      {.what = "test", .wire = wire, .exact_inside = exact_inside});
+          double worst = 0;
+          for (int64_t i = 0; i < count; ++i) {
+            double before = 0, after = outcome.result[0][i], size = 0;
+            for (int r = 0; r < world; ++r) {
+              before += double{inputs[r][i]} + residuals[r][i];
+              after += outcome.residual[r][i];
+              size += std::abs(inputs[r][i]) + std::abs(residuals[r][i]);
+              // A rank that rounded nothing still has what it had.
+              lost[exact_inside] +=
+                  outcome.residual[r][i] == residuals[r][i] ? 0 : std::abs(outcome.residual[r][i]);
+            }
+            worst = std::max(worst, std::abs(after - before) / size);
+          }
+          EXPECT_LT(worst, 1e-6);
+          CheckReport report = check(schedule);
+          for (int r = 0; r < world; ++r) {
+            EXPECT_TRUE(same_bits(outcome.result[r], outcome.result[0])) << "rank " << r;
+            const int64_t chunk = count / schedule.chunks;
+            EXPECT_EQ(outcome.bytes_sent[r],
+                      static_cast<uint64_t>(report.sent_slow[r] * wire_bytes(wire, chunk) +
+                                            report.sent_fast[r] *
+                                                wire_bytes(exact_inside ? Wire::fp32 : wire, chunk)));
+          }
+        }
+        if (per_node == 1) {
+          EXPECT_EQ(lost[1], lost[0]);
+        } else if (nodes == 1) {
+          EXPECT_EQ(lost[1], 0);
+        } else {
+          EXPECT_GT(lost[1], 0);
+          EXPECT_LT(lost[1], lost[0]);
+        }
+      }
+    }
+  }
+}
+
 TEST_P(AllreduceTest, SendsTheLeastBytesPossible) {
   for (int world : {2, 3, 4, 8}) {
     for (const Schedule& schedule : {ring(world), two_shot(world)}) {
@@ -163,16 +226,43 @@ TEST_P(AllreduceTest, SendsWhatTheScheduleSays) {
   }
 }
 
-// A slice of a chunk goes through the same additions in the same order as the whole chunk.
-TEST_P(AllreduceTest, PipeliningChangesNoBit) {
-  for (const Schedule& schedule : schedules(6)) {
-    std::vector<std::vector<float>> inputs;
-    for (int r = 0; r < 6; ++r) inputs.push_back(testing::normal(48 * 64, 10 + r));
-    for (Wire wire : {Wire::fp32, Wire::bf16}) {
-      Allreduce::Options options{.what = "test", .wire = wire};
-      Outcome whole = allreduce(GetParam(), schedule, inputs, {}, options);
-      Outcome sliced = allreduce(GetParam(), pipelined(schedule, 4), inputs, {}, options);
-      EXPECT_TRUE(same_bits(whole.result[0], sliced.result[0])) << name(schedule.kind) << " " << name(wire);
+// A slice of a chunk goes through the same additions in the same order as the whole chunk, at the same places
+// of the buffer: no slice size changes a bit of a result or of a residual, nor does it matter that transfers
+// run beside the kernels. (The world is 6: every kind of schedule, with nodes of several shapes.)
+TEST_P(AllreduceTest, SlicesChangeNoBit) {
+  std::vector<Schedule> all = schedules(6);
+#ifdef GRADWIRE_SANITIZED
+  const std::vector<int64_t> counts = {20011}, sizes = {500};
+#else
+  const std::vector<int64_t> counts = {7, 1000, 20011}, sizes = {64, 500, 5000};
+#endif
+  for (int64_t count : counts) {
+    std::vector<std::vector<float>> inputs, residuals;
+    for (int r = 0; r < 6; ++r) {
+      inputs.push_back(testing::normal(count, 10 + r));
+      residuals.push_back(testing::normal(count, 20 + r, 0.01f));
+    }
+    for (const Schedule& schedule : all) {
+      for (auto [wire, rounding] : {std::pair{Wire::fp32, Rounding::nearest},
+                                    {Wire::bf16, Rounding::stochastic},
+                                    {Wire::fp8, Rounding::nearest}}) {
+        Allreduce::Options options{.what = "test",
+                                   .wire = wire,
+                                   .exact_inside = count == 1000,
+                                   .scale = 1.0f / 6,
+                                   .rounding = {rounding, 42, nullptr, 0}};
+        Outcome whole = allreduce(GetParam(), schedule, inputs, residuals, options);
+        for (int64_t slice_bytes : sizes) {
+          options.slice_bytes = slice_bytes;
+          Outcome sliced = allreduce(GetParam(), schedule, inputs, residuals, options);
+          for (int r = 0; r < 6; ++r) {
+            ASSERT_TRUE(same_bits(whole.result[r], sliced.result[r]) &&
+                        same_bits(whole.residual[r], sliced.residual[r]))
+                << name(schedule.kind) << " " << name(wire) << " count=" << count << " slices of "
+                << slice_bytes << ", rank " << r;
+          }
+        }
+      }
     }
   }
 }

@@ -144,6 +144,13 @@ TEST(Resolve, EachWrongValueIsNamed) {
   refuse([](Options& o) { o.compression = {"powersgd:rank=0"}; }, {"rank='0'"});
   refuse([](Options& o) { o.compression = {"fp32", "zip"}; }, {"unknown method 'zip'"});
   refuse([](Options& o) { o.timeout_s = 0; }, {"--timeout-s 0"});
+  refuse([](Options& o) { o.ranks_per_node = 3; }, {"--ranks-per-node 3", "4 ranks"});
+  refuse([](Options& o) { o.ranks_per_node = 8; }, {"--ranks-per-node 8"});
+  refuse(
+      [](Options& o) {
+        o.compression = {"fp32", "bf16:schedule=hierarchical"};
+      },
+      {"bf16:schedule=hierarchical", "--ranks-per-node"});
   refuse([](Options& o) { o.patch = 5; }, {"--patch"});
   if (cuda_device_count() == 0)
     refuse([](Options& o) { o.device = "cuda"; }, {"--device cuda", "--device host"});

@@ -100,6 +100,10 @@ void add_run_options(CLI::App& command, Options& o) {
       "Where processes meet: tcp://HOST:PORT, rank 0's, or file:///PATH, shared by all (default: what the "
       "launcher says, or MASTER_ADDR and MASTER_PORT)")
       ->group("Ranks");
+  add_number(
+      command, "--ranks-per-node", o.ranks_per_node,
+      "Ranks of a node, for schedule=hierarchical: rank = node x N + local (default: what the launcher says)")
+      ->group("Ranks");
   add_word(command, "--device", o.device, "auto, host or cuda")->group("Ranks");
   add_number(command, "--timeout-s", o.timeout_s, "How long a rank waits for a peer before all give up")
       ->group("Ranks");

@@ -81,6 +81,28 @@ int resolve_ranks(const Options& o, Resolved& out) {
   return world;
 }
 
+// After the ranks are known.
+void resolve_nodes(const Options& o, Resolved& out) {
+  TrainConfig& config = out.config;
+  const int ranks = config.ranks();
+  if (o.ranks_per_node) {
+    check_range("--ranks-per-node", *o.ranks_per_node, 1, ranks);
+    if (ranks % *o.ranks_per_node != 0) {
+      throw BadInput("--ranks-per-node " + std::to_string(*o.ranks_per_node) + " does not divide the " +
+                     std::to_string(ranks) + " ranks into equal nodes");
+    }
+    config.ranks_per_node = *o.ranks_per_node;
+  } else if (config.processes) {
+    config.ranks_here = o.launch->local_world;
+  }
+  for (const CompressionSpec& spec : out.compressions) {
+    if (spec.schedule == ScheduleKind::hierarchical && config.ranks_per_node == 0 && config.ranks_here == 0) {
+      throw BadInput("--compression " + spec.to_string() +
+                     ": schedule=hierarchical needs to know the nodes; add --ranks-per-node N");
+    }
+  }
+}
+
 void resolve_devices(const Options& o, Resolved& out) {
   enum class Choice { automatic, host, cuda };
   Choice choice = choose<Choice>(
@@ -165,6 +187,7 @@ Resolved resolve(const Options& o) {
   config.eval_every = o.eval_every;
   config.eval_batch_size = o.eval_batch_size;
   resolve_devices(o, out);
+  resolve_nodes(o, out);
   if (config.precision == Precision::tf32 && config.devices[0].is_host()) {
     out.notes.push_back("Note: --precision tf32 concerns CUDA's tensor cores; the host computes in fp32");
   }

@@ -18,8 +18,9 @@ struct Options {
   std::optional<int32_t> image_size, patch, width, depth, heads, mlp;
   std::string data = "fashion-mnist";
   std::optional<int> ranks;
-  std::optional<Launch> launch;  // how this process was started, if by a launcher
-  std::string rendezvous;        // empty: the launcher's
+  std::optional<Launch> launch;       // how this process was started, if by a launcher
+  std::string rendezvous;             // empty: the launcher's
+  std::optional<int> ranks_per_node;  // default: what the launcher says of this machine
   std::string device = "auto";
   std::vector<std::string> compression;  // train: one at most; compare: one run each
   int64_t bucket_mb = 25;

@@ -26,6 +26,7 @@ void add_config(Json& json, const TrainConfig& config) {
   json["model"] = model_json(config.model);
   json["data"] = config.data.to_string();
   json["ranks"] = config.ranks();
+  json["ranks_per_node"] = config.ranks_per_node;
   json["device"] = config.devices.empty() || config.devices[0].is_host() ? "host" : "cuda";
   json["devices"] = Json::array();
   for (Device device : config.devices) json["devices"].push_back(device.name());

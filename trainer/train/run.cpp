@@ -112,6 +112,11 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
   try {
     check(config, data);
     check_agreement(config, data, comm);
+    if (config.ranks_per_node > 0) {
+      comm.set_ranks_per_node(config.ranks_per_node);
+    } else {
+      comm.agree_on_ranks_per_node(config.ranks_here);
+    }
     trainer = std::make_unique<RankTrainer>(shared, comm);
     trainer->run();
     comm.barrier();  // whatever fails on rank 0 at the end fails on all
@@ -126,6 +131,7 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
   check(config, data);
   const auto timeout = std::chrono::milliseconds(static_cast<int64_t>(config.timeout_s * 1e3));
   auto comms = Communicator::create_local(config.devices, timeout);
+  for (auto& comm : comms) comm->set_ranks_per_node(config.ranks_per_node);
   LocalBoard board(config.ranks(), timeout);
   InitialWeights initial(config.seed);
   const SharedRun shared{config, data, observer, board, initial};

@@ -82,12 +82,13 @@ class Communicator(_Handle):
         folder, or "local://NAME" for ranks that are threads of one process. None in a world of 1.
     device: "host", or the number of a CUDA device.
     timeout_s: the longest wait for a peer, while joining and later in any operation.
+    ranks_per_node: how ranks sit in nodes, rank = node * ranks_per_node + local, for schedule=hierarchical; 0: unknown.
 
     Raises CommFailed when somebody does not come in time.
     """
 
     def __init__(self, rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *, device: "str | int" = "host",
-                 timeout_s: float = 60.0) -> None:
+                 timeout_s: float = 60.0, ranks_per_node: int = 0) -> None:
         number = _native.HOST if device == "host" else device
         if not isinstance(number, int):
             raise ValueError(f"device={device!r} is neither 'host' nor the number of a CUDA device")
@@ -95,6 +96,8 @@ class Communicator(_Handle):
         _native.call("gw_comm_create", rendezvous.encode() if rendezvous is not None else None, rank, world, number,
                      int(timeout_s * 1000), ctypes.byref(handle))
         super().__init__("gw_comm_destroy", handle)
+        if ranks_per_node != 0:
+            _native.call("gw_comm_set_ranks_per_node", handle, ranks_per_node)
         self.rank = rank
         self.world = world
         self.device = number

@@ -73,6 +73,7 @@ class Stats(ctypes.Structure):
 
 _SIGNATURES = {
     "gw_comm_create": [c_char_p, c_int, c_int, c_int, c_int64, POINTER(c_void_p)],
+    "gw_comm_set_ranks_per_node": [c_void_p, c_int],
     "gw_comm_abort": [c_void_p, c_char_p],
     "gw_comm_destroy": [c_void_p],
     "gw_allreduce": [c_void_p, c_void_p, c_int64, c_int32, c_int32, c_char_p, c_void_p],
