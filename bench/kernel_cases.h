@@ -54,7 +54,7 @@ inline constexpr int64_t kArenaPerSize = 9;
 
 // An op with its arguments, ready to be launched again and again on the same memory.
 struct Problem {
-  Launch launch;
+  Work launch;
   double bytes = 0;  // read and written by one launch, as the op's header states
   double flops = 0;  // of products; 0 where memory is all there is
   std::string shape;

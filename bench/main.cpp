@@ -21,6 +21,7 @@ int main(int argc, char** argv) {
   app.require_subcommand(1);
   int exit_code = 0;
   try {
+    gradwire::bench::add_collectives(app, exit_code);
     gradwire::bench::add_hook(app, exit_code);
     gradwire::bench::add_kernels(app, exit_code);
     gradwire::bench::add_schedules(app, exit_code);

@@ -95,29 +95,29 @@ void DeviceUnderTest::flush() {
   fill_zero(stream_, flush_.data(), flush_.bytes());
 }
 
-double DeviceUnderTest::time_once_us(const Launch& launch) const {
+double DeviceUnderTest::time_once_us(const Work& work) const {
   if (device_.is_host()) {
     auto start = Clock::now();
-    launch(stream_);
+    work(stream_);
     return us_since(start);
   }
   Event begin = Event::create(device_), end = Event::create(device_);
   begin.record(stream_);
-  launch(stream_);
+  work(stream_);
   end.record(stream_);
   end.synchronize();
   return elapsed_ms(begin, end) * 1e3;
 }
 
-Timing DeviceUnderTest::time(const Launch& launch, bool cold) {
+Timing DeviceUnderTest::time(const Work& work, bool cold) {
   constexpr int kLeast = 3, kMost = 50;
   // Short work is repeated inside one measurement, so that clock and event resolution do not matter.
   constexpr double kLongEnoughUs = 100;
-  launch(stream_);
+  work(stream_);
   stream_.synchronize();
   int inner = 1;
   if (!cold) {
-    double us = std::max(time_once_us(launch), 0.1);
+    double us = std::max(time_once_us(work), 0.1);
     inner = static_cast<int>(std::clamp(kLongEnoughUs / us, 1.0, 1000.0));
   }
   std::vector<double> samples;
@@ -126,7 +126,7 @@ Timing DeviceUnderTest::time(const Launch& launch, bool cold) {
          (us_since(start) < budget_ms_ * 1e3 && static_cast<int>(samples.size()) < kMost)) {
     if (cold) flush();
     samples.push_back(time_once_us([&](const Stream& s) {
-                        for (int i = 0; i < inner; ++i) launch(s);
+                        for (int i = 0; i < inner; ++i) work(s);
                       }) /
                       inner);
   }
@@ -141,7 +141,7 @@ std::vector<DeviceUnderTest::CopyWay> DeviceUnderTest::measure_copies(int64_t ea
     }
   }
   void *from = copy_from_.data(), *to = copy_to_.data();
-  std::vector<std::pair<const char*, Launch>> ways;
+  std::vector<std::pair<const char*, Work>> ways;
   if (device_.is_host()) {
     for (CopyLoop loop : copy_loops()) {
       ways.emplace_back(loop.name, [=](const Stream&) { copy_in_parallel(loop, to, from, each); });
@@ -151,8 +151,8 @@ std::vector<DeviceUnderTest::CopyWay> DeviceUnderTest::measure_copies(int64_t ea
                       [=](const Stream& s) { copy(s, to, from, static_cast<size_t>(each)); });
   }
   std::vector<CopyWay> measured;
-  for (const auto& [name, launch] : ways) {
-    measured.push_back({name, 2.0 * static_cast<double>(each) / time(launch, cold).min_us / 1e3});
+  for (const auto& [name, work] : ways) {
+    measured.push_back({name, 2.0 * static_cast<double>(each) / time(work, cold).min_us / 1e3});
   }
   return measured;
 }

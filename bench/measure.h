@@ -22,7 +22,7 @@ struct Timing {
 
 Timing summarize(std::vector<double> samples_us);
 
-using Launch = std::function<void(const Stream&)>;
+using Work = std::function<void(const Stream&)>;
 
 class DeviceUnderTest {
  public:
@@ -39,9 +39,9 @@ class DeviceUnderTest {
   int64_t flush_bytes() const { return flush_bytes_; }
 
   // One launch, not counting what it takes to enqueue it on a GPU.
-  double time_once_us(const Launch& launch) const;
+  double time_once_us(const Work& work) const;
   // Repeats as long as the budget lasts, between 3 and 50 times.
-  Timing time(const Launch& launch, bool cold);
+  Timing time(const Work& work, bool cold);
 
   // The best rate at which this device copies a buffer now, when read and written bytes together are about
   // `bytes`, counting both. To be called right before or after what it is compared with: on a shared machine

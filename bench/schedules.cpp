@@ -30,14 +30,6 @@ struct Named {
   Schedule schedule;
 };
 
-// Ranks per node to show when none was asked for: the largest divisor up to 8 that leaves more than one node.
-int usual_per_node(int world) {
-  for (int per_node = std::min(8, world / 2); per_node > 1; --per_node) {
-    if (world % per_node == 0) return per_node;
-  }
-  return 0;
-}
-
 Named named_hierarchical(int nodes, int per_node, ScheduleKind between) {
   return {"hierarchical " + std::to_string(nodes) + "x" + std::to_string(per_node) + " " + name(between),
           hierarchical(nodes, per_node, between)};
@@ -168,6 +160,13 @@ Schedule schedule_to_draw(const Options& o, bool ranks_given) {
 }
 
 }  // namespace
+
+int usual_per_node(int world) {
+  for (int per_node = std::min(8, world / 2); per_node > 1; --per_node) {
+    if (world % per_node == 0) return per_node;
+  }
+  return 0;
+}
 
 void add_schedules(CLI::App& app, int& exit_code) {
   auto o = std::make_shared<Options>();

@@ -14,7 +14,8 @@ optional=(
   "libbenchmark-dev:benchmarks" "libgloo-dev:processes over TCP"
   "dataset-fashion-mnist:real images without a download (demo; --data fashion-mnist:DIR still works)"
   "python3-numpy:the oracles" "python3-torch:the oracles" "python3-torchvision:the oracles"
-  "python3-matplotlib:pictures (bench/plot.py)" "ccache:fast rebuilds" "git:version control"
+  "python3-matplotlib:pictures (bench/plot.py)" "iproute2:slow links on one machine (bench/shaped_link.sh)"
+  "ccache:fast rebuilds" "git:version control"
 )
 
 if ! command -v dpkg-query > /dev/null; then

@@ -20,9 +20,14 @@ class BenchTest(unittest.TestCase):
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="gradwire-bench-"))
         self.addCleanup(shutil.rmtree, self.folder)
 
+    def environment(self, extra):
+        clean = {k: v for k, v in os.environ.items()
+                 if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK") and not k.startswith(("SLURM_", "OMPI_", "PMI_", "PMIX_"))}
+        return {**clean, **(extra or {})}
+
     def run_bench(self, *arguments, env=None, timeout=240):
         return subprocess.run([BENCH, *map(str, arguments)], capture_output=True, text=True, cwd=self.folder,
-                              env={**os.environ, **(env or {})}, timeout=timeout)
+                              env=self.environment(env), timeout=timeout)
 
     def rows(self, *arguments, **kwargs):
         """What a run that ends well writes with --json."""
@@ -43,7 +48,7 @@ class BenchTest(unittest.TestCase):
         self.assertFalse((self.folder / "out.json").exists())
 
     def test_unwritable_json(self):
-        for command in ("kernels", "hook"):
+        for command in ("kernels", "hook", "collectives"):
             result = self.run_bench(command, "--json", "none/out.json")
             self.assertEqual(result.returncode, 2, result.stderr)
             self.assertIn("none/out.json", result.stderr)
@@ -157,6 +162,151 @@ class Hook(BenchTest):
         result = self.run_bench("hook", "--model", "vit_tiny", "--device", "host", "--peer", "--python", python)
         self.assertEqual((result.returncode, result.stderr.count("\n")), (1, 1), result.stderr)
         self.assertIn("that hurt", result.stderr)
+
+
+COLLECTIVES_FIELDS = ["schedule", "spec", "transport", "ranks", "size_bytes", "time_us", "algbw_gbps", "busbw_gbps",
+                      "effective_busbw_gbps", "wire_bytes", "wrong", "rel_error", "peer_time_us"]
+QUICK = ["-n", 2, "-w", 1]
+
+
+class Collectives(BenchTest):
+    def check(self, rows, transport, ranks):
+        for row in rows:
+            self.assertEqual(list(row), COLLECTIVES_FIELDS)
+            self.assertEqual((row["transport"], row["ranks"], row["wrong"]), (transport, ranks, 0))
+            self.assertAlmostEqual(row["algbw_gbps"], row["size_bytes"] / row["time_us"] / 1e3)
+            self.assertAlmostEqual(row["effective_busbw_gbps"], row["algbw_gbps"] * 2 * (ranks - 1) / ranks)
+
+    def test_every_schedule_and_spec_between_threads(self):
+        specs = ["fp32", "bf16", "fp8", "powersgd:rank=2", "powersgd:rank=2,wire=bf16"]
+        rows, out = self.rows("collectives", "--transport", "local", "-b", "1000", "-e", "64K", "-f", "64", *QUICK,
+                              *[word for spec in specs for word in ("--compression", spec)])
+        self.check(rows, "local", 4)
+        self.assertEqual([(r["size_bytes"], r["spec"], r["schedule"]) for r in rows],
+                         [(size, spec, schedule) for size in (1000, 64000) for spec in specs
+                          for schedule in ("ring", "tree", "two_shot", "hierarchical")])
+        errors = {"fp32": (1e-9, 1e-6), "bf16": (1e-3, 1e-2), "fp8": (1e-2, 1e-1), "powersgd:rank=2": (0.5, 1.1)}
+        for row in rows:
+            self.assertIsNone(row["peer_time_us"])
+            least, most = errors[row["spec"].removesuffix(",wire=bf16")]
+            self.assertTrue(least < row["rel_error"] < most, row)
+            if row["spec"] == "fp32":
+                self.assertAlmostEqual(row["busbw_gbps"], row["effective_busbw_gbps"])
+        large = {(r["schedule"], r["spec"]): r["wire_bytes"] for r in rows if r["size_bytes"] == 64000}
+        self.assertEqual(large["ring", "fp32"], 64000 * 2 * 3 / 4)
+        self.assertEqual(large["two_shot", "bf16"], 32000 * 2 * 3 / 4)
+        self.assertLess(large["ring", "powersgd:rank=2"], large["ring", "fp32"] / 15)
+        self.assertEqual(out.count("\n"), 3 + len(rows))
+
+    def test_odd_worlds(self):
+        for ranks in (1, 3):
+            rows, _ = self.rows("collectives", "--transport", "local", "--ranks", ranks, "-b", "4K", "-e", "4K", *QUICK,
+                                "--compression", "bf16")
+            self.check(rows, "local", ranks)
+            self.assertEqual([r["schedule"] for r in rows], ["ring", "tree", "two_shot"])
+        rows, _ = self.rows("collectives", "--transport", "local", "--ranks", 20, "-b", "8K", "-e", "8K", *QUICK, "-c", 0,
+                            "--compression", "fp32:schedule=tree")
+        self.assertEqual([(r["schedule"], r["wrong"], r["rel_error"]) for r in rows], [("tree", None, None)])
+
+    def test_processes_beside_gloo(self):
+        rows, _ = self.rows("collectives", "--transport", "gloo", "--ranks", 2, "-b", "64K", "-e", "64K", *QUICK,
+                            "--schedule", "ring", "--compression", "fp32", "--compression", "powersgd:rank=2")
+        self.check(rows, "gloo", 2)
+        self.assertEqual([r["spec"] for r in rows], ["fp32", "powersgd:rank=2"])
+        for row in rows:
+            self.assertGreater(row["peer_time_us"], 0)
+
+    def test_started_by_a_launcher(self):
+        common = [BENCH, "collectives", "-b", "4K", "-e", "4K", "-n", "2", "-w", "1", "--schedule", "two_shot", "--no-peer",
+                  "--compression", "bf16", "--rendezvous", f"file://{self.folder}/meet", "--json", "out.json"]
+        ranks = [subprocess.Popen(common, env=self.environment({"RANK": str(r), "WORLD_SIZE": "2"}), cwd=self.folder,
+                                  stdout=subprocess.PIPE, text=True) for r in range(2)]
+        outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+        self.assertEqual([rank.returncode for rank in ranks], [0, 0])
+        self.assertIn("two_shot", outputs[0])
+        self.assertEqual(outputs[1], "")
+        rows = json.loads((self.folder / "out.json").read_text())
+        self.check(rows, "gloo", 2)
+        self.assertIsNone(rows[0]["peer_time_us"])
+
+    def test_a_rank_that_never_comes(self):
+        result = self.run_bench("collectives", "--timeout-s", "1", "--rendezvous", f"file://{self.folder}/meet",
+                                env={"RANK": "0", "WORLD_SIZE": "2"})
+        self.assertEqual((result.returncode, result.stderr.count("\n")), (1, 1), result.stderr)
+        self.assertIn("rank 1", result.stderr)
+
+    def test_bad_input(self):
+        self.refuse(["collectives", "-b", "1M", "-e", "4K"], "-e 4K", "-b 1M")
+        self.refuse(["collectives", "--schedule", "star"], "'star'", "hierarchical")
+        self.refuse(["collectives", "--schedule", "hierarchical", "--ranks", "3"], "hierarchical", "3 ranks")
+        self.refuse(["collectives", "--per-node", "3"], "--per-node 3", "4 ranks")
+        self.refuse(["collectives", "--compression", "zip"], "unknown method 'zip'")
+        self.refuse(["collectives", "--transport", "pigeon"], "'pigeon'", "local or gloo")
+        self.refuse(["collectives", "--device", "cuda"], "--device cuda", env={"CUDA_VISIBLE_DEVICES": ""})
+        self.refuse(["collectives", "--transport", "local"], "--transport local", "WORLD_SIZE=2",
+                    env={"RANK": "0", "WORLD_SIZE": "2"})
+        for flag, value in (("-n", "0"), ("-w", "-1"), ("-f", "1"), ("-b", "two"), ("--ranks", "0")):
+            self.refuse(["collectives", flag, value], value)
+
+
+class ShapedLink(BenchTest):
+    """bench/shaped_link.sh: needs root and a machine that permits network namespaces; elsewhere it must say so."""
+
+    def link(self, *arguments, prefix=()):
+        process = subprocess.Popen([*prefix, str(ROOT / "bench/shaped_link.sh"), *map(str, arguments)], text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self.environment(None))
+        stdout, stderr = process.communicate(timeout=120)
+        result = subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+        self.assertEqual(self.namespaces(process), [])
+        return result
+
+    def namespaces(self, process):
+        if not shutil.which("ip"):
+            return []
+        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+        return [line for line in listed.splitlines() if line.startswith(f"gwlink-{process.pid}-")]
+
+    def refused(self, result, *parts):
+        self.assertEqual(result.returncode, 2, result.stderr)
+        self.assertEqual(len(result.stderr.splitlines()), 1, result.stderr)
+        for part in ("shaped_link: ", *parts):
+            self.assertIn(part, result.stderr)
+
+    def test_bad_input(self):
+        self.refused(self.link("--hosts", "4"), "no command")
+        self.refused(self.link("--hosts", "many", "--", "true"), "--hosts many")
+        self.refused(self.link("--speed", "1", "--", "true"), "--speed")
+        self.refused(self.link("--rate"), "--rate needs a value")
+
+    @unittest.skipUnless(os.geteuid() == 0, "dropping root needs root")
+    def test_without_root_it_says_so(self):
+        self.refused(self.link("--", "true", prefix=["setpriv", "--reuid", "65534", "--clear-groups"]), "root")
+
+    def test_hosts_see_each_other_at_the_rate_and_leave_nothing(self):
+        result = self.link("--hosts", "2", "--rate", "200mbit", "--", BENCH, "collectives", "-b", "1M", "-e", "1M", *QUICK,
+                           "--schedule", "ring", "--compression", "fp32", "--json", self.folder / "out.json")
+        if result.returncode == 2 and ("root" in result.stderr or "permit" in result.stderr or "iproute2" in result.stderr):
+            print("shaped_link cannot run here:", result.stderr.strip())
+            return
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        row = json.loads((self.folder / "out.json").read_text())[0]
+        self.assertEqual((row["ranks"], row["wrong"]), (2, 0))
+        # 200 Mb/s are 25 MB/s; a burst may pass unshaped, which cannot help a megabyte by more than a third.
+        self.assertLess(row["busbw_gbps"], 0.034)
+        failed = self.link("--hosts", "2", "--", "sh", "-c", 'echo "I am $RANK of $WORLD_SIZE"; exit $((RANK * 7))')
+        self.assertEqual(failed.returncode, 7)
+        self.assertEqual(failed.stdout, "I am 0 of 2\n")
+        self.assertIn("[host 1] I am 1 of 2", failed.stderr)
+        script = subprocess.Popen([ROOT / "bench/shaped_link.sh", "--hosts", "2", "--", "sh", "-c", "echo up; exec sleep 98765"],
+                                  stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.assertEqual(script.stdout.readline(), "up\n")
+        self.assertEqual(len(self.namespaces(script)), 3)
+        script.terminate()
+        self.assertEqual(script.wait(timeout=60), 143)
+        script.stdout.close()
+        self.assertEqual(self.namespaces(script), [])
+        # Nor does what ran in them.
+        self.assertEqual(subprocess.run(["pgrep", "-f", "^sleep 98765$"], capture_output=True).stdout, b"")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,59 @@
+// One allreduce as gradwire-bench collectives measures it: a schedule, a compression spec, a size.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "collectives/codec/spec.h"
+#include "collectives/communicator.h"
+#include "collectives/schedule/schedule.h"
+
+namespace gradwire::bench {
+
+struct CollectiveCase {
+  CompressionSpec spec;  // its schedule is the one to run, never `automatic`
+  int64_t size_bytes = 0;
+};
+
+struct CollectiveSettings {
+  int warmup = 5, iterations = 20;
+  bool check = true;
+  int per_node = 0;  // of hierarchical schedules
+};
+
+struct CollectiveResult {
+  double time_us = 0;     // of the slowest rank, mean over the iterations
+  double wire_bytes = 0;  // sent by the busiest rank per iteration, measured at the transport
+  double fp32_bytes = 0;  // what it would have sent in FP32 with the same schedule
+  double wrong = 0;       // elements, summed over ranks
+  double rel_error = 0;   // norm of the difference to the exact mean over the norm of that
+};
+
+// One rank's life in the benchmark. Every rank makes the same calls.
+class CollectiveRank {
+ public:
+  CollectiveRank(Communicator& comm, const CollectiveSettings& settings);
+
+  const Stream& stream() const { return stream_; }
+  // Runs the case; the same result on every rank.
+  CollectiveResult run(const CollectiveCase& c);
+
+ private:
+  class Program;
+  // What the ranks' data are: small integers, whose sums no wire rounds, or normal draws.
+  enum class Values { integers, normal };
+  float value(Values kind, int rank, int64_t i) const;
+  void fill(Values kind, int64_t count);
+  const std::vector<double>& exact_means(Values kind, int64_t count);
+
+  Communicator& comm_;
+  CollectiveSettings settings_;
+  Stream stream_;
+  Buffer data_;
+  std::vector<double> means_;  // of `means_kind_` for means_.size() elements
+  Values means_kind_ = Values::integers;
+};
+
+}  // namespace gradwire::bench
