@@ -118,6 +118,10 @@ std::string Peer::prepare(const CompressionSpec& spec) {
   return ask("prepare " + options.dump()).at("peer").get<std::string>();
 }
 
+std::string Peer::prepare_qr() {
+  return ask("prepare " + nlohmann::json{{"method", "qr"}}.dump()).at("peer").get<std::string>();
+}
+
 double Peer::run_ms() {
   return ask("run").at("ms").get<double>();
 }

@@ -24,6 +24,8 @@ class Peer {
   static bool has(const CompressionSpec& spec);
   // Sets up its hook for `spec` and warms it up; returns what it is.
   std::string prepare(const CompressionSpec& spec);
+  // torch.linalg.qr of every tensor instead of a hook, tensors of one shape in one batched call.
+  std::string prepare_qr();
   // One call of the hook on fresh data, in milliseconds.
   double run_ms();
 

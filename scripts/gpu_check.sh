@@ -82,10 +82,17 @@ absent() {
 } > "$out/machine.txt" 2>&1
 cat "$out/machine.txt"
 
-# The tests that have a CUDA form end in cuda0, cuda0_...; the rest is the host's, which CI has run.
+# The tests that have a CUDA form end in cuda0, cuda0_...; the rest is the host's, which CI has run. No test at all, with a
+# GPU that the program does not see, is a failure.
+run_suite() {
+  ${sanitizer:-} "$bin/$1_tests" --gtest_filter='*cuda*' --gtest_brief=1 | tee /dev/stderr | grep -qE '^\[  PASSED  \] [1-9]' &&
+    [ "${PIPESTATUS[0]}" -eq 0 ]
+}
+export -f run_suite
+export bin
 step doctor 30 "$bin/gradwire" doctor
 for suite in kernels collectives trainer; do
-  step "tests-$suite" 90 "$bin/${suite}_tests" --gtest_filter='*cuda*' --gtest_brief=1
+  step "tests-$suite" 90 bash -c "run_suite $suite"
 done
 step train 60 "$bin/gradwire" train --model vit_b_32 --data synthetic --device cuda --steps 20 --batch-size 32 \
   --compression powersgd:rank=4
@@ -94,15 +101,14 @@ step train 60 "$bin/gradwire" train --model vit_b_32 --data synthetic --device c
 sanitize() {
   local tool=$1 shards=4 i rc=0 pids=()
   for ((i = 0; i < shards; ++i)); do
-    GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$i compute-sanitizer --tool "$tool" --error-exitcode 9 \
-      "$bin/kernels_tests" --gtest_filter='*cuda*' --gtest_brief=1 &
+    GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$i sanitizer="compute-sanitizer --tool $tool --error-exitcode 9" \
+      bash -c "run_suite kernels" &
     pids+=($!)
   done
   for i in "${pids[@]}"; do wait "$i" || rc=1; done
   return $rc
 }
 export -f sanitize
-export bin
 if command -v compute-sanitizer > /dev/null; then
   for tool in memcheck racecheck initcheck; do
     step "sanitizer-$tool" 100 bash -c "sanitize $tool"

@@ -48,7 +48,7 @@ class BenchTest(unittest.TestCase):
         self.assertFalse((self.folder / "out.json").exists())
 
     def test_unwritable_json(self):
-        for command in ("kernels", "hook", "collectives"):
+        for command in ("kernels", "hook", "collectives", "orthonormalize"):
             result = self.run_bench(command, "--json", "none/out.json")
             self.assertEqual(result.returncode, 2, result.stderr)
             self.assertIn("none/out.json", result.stderr)
@@ -307,6 +307,23 @@ class ShapedLink(BenchTest):
         self.assertEqual(self.namespaces(script), [])
         # Nor does what ran in them.
         self.assertEqual(subprocess.run(["pgrep", "-f", "^sleep 98765$"], capture_output=True).stdout, b"")
+
+
+class Orthonormalize(BenchTest):
+    def test_all_factors_of_a_model_beside_qr(self):
+        rows, out = self.rows("orthonormalize", "--model", "vit_tiny", "--device", "host", "--rank", 2, "--rank", 4, "--steps",
+                              2, "--peer")
+        self.assertEqual([row["rank"] for row in rows], [2, 4])
+        for row in rows:
+            self.assertEqual(list(row), ["model", "device", "rank", "matrices", "ms", "peer", "peer_ms", "speedup"])
+            self.assertGreater(row["matrices"], 0)
+            self.assertAlmostEqual(row["speedup"], row["peer_ms"] / row["ms"])
+        self.assertIn("linalg.qr", out)
+
+    def test_bad_input(self):
+        self.refuse(["orthonormalize", "--model", "vgg"], "'vgg'", "resnet50")
+        self.refuse(["orthonormalize", "--model", "vit_tiny", "--rank", 64], "--rank 64", "vit_tiny", "smaller")
+        self.refuse(["orthonormalize", "--rank", 65], "--rank")
 
 
 if __name__ == "__main__":

@@ -71,6 +71,9 @@ std::unique_ptr<Codec> make_codec(const BucketContext& context);
 
 // The codec behind `fp32` and `bf16`: one allreduce of the whole bucket.
 std::unique_ptr<Codec> make_wire_codec(const BucketContext& context);
+// The rank at which `powersgd` compresses a rows x cols tensor; 0: it stays dense. PyTorch's rule: worth it
+// when the factors are spec.min_ratio times smaller than the matrix; vectors never.
+int powersgd_rank(const CompressionSpec& spec, int64_t rows, int64_t cols);
 // The codec behind `powersgd`.
 std::unique_ptr<Codec> make_powersgd_codec(const BucketContext& context);
 

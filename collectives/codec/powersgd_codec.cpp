@@ -29,17 +29,6 @@
 namespace gradwire {
 namespace {
 
-// PyTorch's rule: compress when the factors are min_ratio times smaller than the matrix; vectors never.
-int compressed_rank(const BucketTensor& t, const CompressionSpec& spec) {
-  if (t.rows <= 1 || t.cols <= 1) return 0;
-  int64_t rank = std::min({t.rows, t.cols, int64_t{spec.rank}});
-  bool worth_it = static_cast<double>((t.rows + t.cols) * rank) * spec.min_ratio <
-                  static_cast<double>(t.rows) * static_cast<double>(t.cols);
-  return worth_it && t.count() < (int64_t{1} << 40) && t.rows < (1 << 30) && t.cols < (1 << 30)
-             ? static_cast<int>(rank)
-             : 0;
-}
-
 struct Plan {
   std::vector<MatrixDescriptor> matrices;
   std::vector<std::string> names;
@@ -56,7 +45,7 @@ int64_t up4(int64_t x) {
 Plan make_plan(const BucketContext& c) {
   Plan plan;
   for (const BucketTensor& t : c.tensors) {
-    if (int rank = compressed_rank(t, c.spec)) {
+    if (int rank = powersgd_rank(c.spec, t.rows, t.cols)) {
       plan.matrices.push_back({t.offset, plan.p_elements, plan.q_elements, static_cast<int32_t>(t.rows),
                                static_cast<int32_t>(t.cols), rank, t.seed_id});
       plan.names.push_back(t.name);
@@ -65,7 +54,7 @@ Plan make_plan(const BucketContext& c) {
     }
   }
   for (const BucketTensor& t : c.tensors) {
-    if (compressed_rank(t, c.spec) == 0 && t.count() > 0) {
+    if (powersgd_rank(c.spec, t.rows, t.cols) == 0 && t.count() > 0) {
       plan.dense.push_back({t.offset, plan.p_elements + plan.dense_elements, t.count()});
       plan.dense_elements += up4(t.count());
     }
@@ -265,6 +254,15 @@ class PowerSgdCodec final : public Codec {
 };
 
 }  // namespace
+
+int powersgd_rank(const CompressionSpec& spec, int64_t rows, int64_t cols) {
+  if (rows <= 1 || cols <= 1) return 0;
+  const int64_t rank = std::min({rows, cols, int64_t{spec.rank}});
+  const bool worth_it = static_cast<double>((rows + cols) * rank) * spec.min_ratio <
+                        static_cast<double>(rows) * static_cast<double>(cols);
+  const bool addressable = rows < (1 << 30) && cols < (1 << 30) && rows * cols < (int64_t{1} << 40);
+  return worth_it && addressable ? static_cast<int>(rank) : 0;
+}
 
 std::unique_ptr<Codec> make_powersgd_codec(const BucketContext& context) {
   return std::make_unique<PowerSgdCodec>(context);
