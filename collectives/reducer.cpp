@@ -209,10 +209,17 @@ class Reducer::Impl {
 
   std::string schedule() const { return buckets_.empty() ? "none" : name(buckets_.front().schedule_kind); }
 
-  int64_t extra_bytes() const {
-    int64_t bytes = static_cast<int64_t>(workspace_.bytes());
-    for (const Bucket& b : buckets_) bytes += b.codec->state_bytes();
-    return bytes;
+  ReducerMemory memory() const {
+    ReducerMemory memory{.staging = static_cast<int64_t>(workspace_.bytes())};
+    for (const Bucket& b : buckets_) {
+      int64_t residual = 0;
+      for (const CodecState& s : b.codec->state()) {
+        if (s.first_element >= 0) residual += s.count * static_cast<int64_t>(sizeof(float));
+      }
+      memory.residual += residual;
+      memory.factors += b.codec->state_bytes() - residual;
+    }
+    return memory;
   }
 
   int buckets_in_place() const {
@@ -422,8 +429,8 @@ int Reducer::buckets() const {
 std::string Reducer::schedule() const {
   return impl_->schedule();
 }
-int64_t Reducer::extra_bytes() const {
-  return impl_->extra_bytes();
+ReducerMemory Reducer::memory() const {
+  return impl_->memory();
 }
 std::string Reducer::describe() const {
   return impl_->describe();

@@ -55,6 +55,14 @@ struct ReducerStats {
   double exposed_comm_ms = 0;  // how long the stream given to wait() stood still for it
 };
 
+// Device memory beyond the gradients themselves, in bytes.
+struct ReducerMemory {
+  int64_t residual = 0;  // of error feedback
+  int64_t factors = 0;   // PowerSGD's, and what they need on the wire
+  int64_t staging = 0;   // encoded and received pieces; shared by all buckets
+  int64_t total() const { return residual + factors + staging; }
+};
+
 class Reducer {
  public:
   // Collective: every rank passes the same tensors, spec and options. `comm` outlives the reducer.
@@ -103,8 +111,8 @@ class Reducer {
   int buckets() const;
   // The schedule in use, e.g. "two_shot"; "none" in a world of 1.
   std::string schedule() const;
-  // Device memory beyond the gradients themselves: residuals, factors, staging; in bytes.
-  int64_t extra_bytes() const;
+  ReducerMemory memory() const;
+  int64_t extra_bytes() const { return memory().total(); }
   // One line per bucket: tensors, bytes, how each is compressed, schedule and why.
   std::string describe() const;
 

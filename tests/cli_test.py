@@ -231,7 +231,8 @@ class Train(CommandTest):
 
     def test_dry_run_writes_nothing_and_shows_what_was_resolved(self):
         out = self.train("--dry-run", "--log", "run.jsonl", "--ranks", 4, "--compression", "powersgd:rank=2")
-        config = json.loads(out[out.index("{"):])
+        config, end = json.JSONDecoder().raw_decode(out[out.index("{"):])
+        self.assertIn("Extra memory for powersgd:rank=2: ", out[out.index("{") + end:])
         self.assertEqual(config["steps"], 12)
         self.assertEqual(config["compression"], "powersgd:rank=2")
         self.assertEqual(self.files(), [])

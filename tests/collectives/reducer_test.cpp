@@ -6,6 +6,7 @@
 
 #include <numeric>
 
+#include "collectives/transport/planned.h"
 #include "kernels/error.h"
 #include "tests/collectives/group.h"
 
@@ -153,18 +154,18 @@ TEST_P(EverySpec, NothingIsLostOver100StepsAndRanksStayIdentical) {
 
 INSTANTIATE_TEST_SUITE_P(
     Over, EverySpec,
-    ::testing::Combine(::testing::ValuesIn(available_devices()),
-                       ::testing::Values("fp32:schedule=ring", "fp32:schedule=two_shot", "fp32:schedule=tree", "bf16:schedule=tree", "powersgd:rank=4,schedule=tree", "bf16:schedule=ring",
-                                         "bf16:schedule=two_shot", "bf16:round=stochastic,schedule=ring",
-                                         "bf16:round=stochastic,schedule=two_shot", "fp8:schedule=ring",
-                                         "fp8:schedule=two_shot", "fp8:round=stochastic",
-                                         "powersgd:rank=4,wire=fp8", "powersgd:rank=1,schedule=ring",
-                                         "powersgd:rank=4,schedule=two_shot", "powersgd:rank=2,schedule=ring",
-                                         "powersgd:rank=4,wire=bf16,schedule=ring",
-                                         "powersgd:rank=3,wire=bf16,schedule=two_shot",
-                                         "powersgd:rank=4,warm=off", "powersgd:rank=4,start=50",
-                                         "powersgd:rank=64,min_ratio=0.1"),
-                       ::testing::Values(1, 2, 3, 4, 5, 6, 7, 8)),
+    ::testing::Combine(
+        ::testing::ValuesIn(available_devices()),
+        ::testing::Values("fp32:schedule=ring", "fp32:schedule=two_shot", "fp32:schedule=tree",
+                          "bf16:schedule=tree", "powersgd:rank=4,schedule=tree", "bf16:schedule=ring",
+                          "bf16:schedule=two_shot", "bf16:round=stochastic,schedule=ring",
+                          "bf16:round=stochastic,schedule=two_shot", "fp8:schedule=ring",
+                          "fp8:schedule=two_shot", "fp8:round=stochastic", "powersgd:rank=4,wire=fp8",
+                          "powersgd:rank=1,schedule=ring", "powersgd:rank=4,schedule=two_shot",
+                          "powersgd:rank=2,schedule=ring", "powersgd:rank=4,wire=bf16,schedule=ring",
+                          "powersgd:rank=3,wire=bf16,schedule=two_shot", "powersgd:rank=4,warm=off",
+                          "powersgd:rank=4,start=50", "powersgd:rank=64,min_ratio=0.1"),
+        ::testing::Values(1, 2, 3, 4, 5, 6, 7, 8)),
     case_name);
 
 class HardGradients : public ::testing::TestWithParam<Device> {};
@@ -455,6 +456,43 @@ TEST(Reducer, WireBytesAreMeasuredAndFall) {
   EXPECT_EQ(bf16.wire_bytes * 2, fp32.wire_bytes);
   EXPECT_EQ(bf16.dense_bytes, fp32.dense_bytes);
   EXPECT_EQ(powersgd.wire_bytes, 2u * 3 * (512 * 4 + 256) / 4 * 4);
+}
+
+// Beyond the gradients: an FP32 residual, the factors of what is compressed, and at most two buckets of
+// staging.
+TEST(Reducer, ExtraMemoryIsResidualFactorsAndAtMostTwoBuckets) {
+  // 16 tensors of 1 MiB in buckets of 1 and of 4 MiB; pieces are aligned to 256 bytes.
+  const std::vector<GradientTensor> tensors(16, GradientTensor{"w", {512, 512}});
+  const int64_t elements = 16 * 512 * 512;
+  for (int world : {2, 3, 8, 64}) {
+    for (const char* schedule : {"ring", "tree", "two_shot"}) {
+      for (int64_t bucket : {int64_t{1} << 20, int64_t{4} << 20}) {
+        auto memory = [&](const std::string& spec) {
+          Communicator comm(std::make_unique<PlannedTransport>(1, world, Device::host()));
+          return Reducer(comm, CompressionSpec::parse(spec + "schedule=" + schedule), tensors,
+                         {.bucket_bytes = bucket})
+              .memory();
+        };
+        SCOPED_TRACE(std::string(schedule) + " of " + std::to_string(world) + ", buckets of " +
+                     std::to_string(bucket));
+        const int64_t gaps = int64_t{256} * 4 * world;
+        for (const char* spec : {"fp32:", "bf16:", "fp8:", "bf16:ef=off,", "powersgd:rank=4,"}) {
+          const ReducerMemory m = memory(spec);
+          SCOPED_TRACE(spec);
+          const bool lossless = std::string(spec) == "fp32:" || std::string(spec) == "bf16:ef=off,";
+          EXPECT_EQ(m.residual, lossless ? 0 : 4 * elements);
+          EXPECT_LE(m.staging, 2 * bucket + gaps);
+          if (std::string(spec) != "powersgd:rank=4,") {
+            EXPECT_EQ(m.factors, 0);
+          } else {
+            // P, Q to start from and Q of this step, for 16 matrices; flags.
+            EXPECT_GE(m.factors, 16 * 3 * 512 * 4 * 4);
+            EXPECT_LE(m.factors, 16 * 3 * 512 * 4 * 4 + 1024);
+          }
+        }
+      }
+    }
+  }
 }
 
 TEST(Reducer, ForgottenAndRepeatedGradientsAreNamed) {

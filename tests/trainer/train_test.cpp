@@ -12,6 +12,7 @@
 #include "trainer/data/dataset.h"
 #include "trainer/run.h"
 #include "trainer/train/board.h"
+#include "trainer/train/memory.h"
 #include "trainer/train/parameter_hash.h"
 #include "trainer/train/rank.h"
 #include "trainer/train/schedule.h"
@@ -200,6 +201,16 @@ TEST_P(TrainTest, EvalEveryChoosesTheEpochs) {
   EXPECT_TRUE(never.evals.empty());
   EXPECT_EQ(never.steps.size(), 14u);
   EXPECT_EQ(never.ends, 1);
+}
+
+TEST_P(TrainTest, ThePlannedMemoryIsWhatARunTakes) {
+  for (const char* spec : {"fp32", "bf16", "powersgd:rank=2", "powersgd:rank=2,wire=bf16"}) {
+    TrainConfig c = config(3, spec);
+    c.steps = 1;
+    EXPECT_EQ(plan_memory(c).compression.total(), train(c).info.reducer_extra_bytes) << spec;
+  }
+  const std::string text = memory_text(config(3, "bf16"), plan_memory(config(3, "bf16")));
+  EXPECT_NE(text.find("Extra memory for bf16: "), std::string::npos) << text;
 }
 
 TEST_P(TrainTest, WorldOfOneSendsNothing) {

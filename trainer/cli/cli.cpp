@@ -19,6 +19,7 @@
 #include "trainer/log/run_log.h"
 #include "trainer/log/summary.h"
 #include "trainer/run.h"
+#include "trainer/train/memory.h"
 
 namespace gradwire {
 namespace {
@@ -132,7 +133,8 @@ void add_run_options(CLI::App& command, Options& o) {
       ->group("Training");
   add_number(command, "--log-every", o.log_every, "Off a terminal: steps between lines")->group("Output");
   command
-      .add_flag("--dry-run", o.dry_run, "Check everything, print the resolved configuration, do not train")
+      .add_flag("--dry-run", o.dry_run,
+                "Check everything, print the resolved configuration and the memory it takes, do not train")
       ->group("Output");
 }
 
@@ -160,6 +162,11 @@ void say_start(const Resolved& run, const Options& o) {
       " training and " + human_count(static_cast<double>(run.data.test.count())) + " test images of " +
       std::to_string(train.channels) + "x" + std::to_string(train.height) + "x" +
       std::to_string(train.width));
+}
+
+void say_plan(const TrainConfig& config) {
+  say(config_text(config));
+  say(memory_text(config, plan_memory(config)));
 }
 
 // Hands each record to several observers, in order.
@@ -225,7 +232,7 @@ int train(const Options& options) {
   Resolved run = resolve(options);
   if (leads(options)) say_start(run, options);
   if (options.dry_run) {
-    if (leads(options)) say(config_text(run.config));
+    if (leads(options)) say_plan(run.config);
     return kDone;
   }
   std::unique_ptr<Communicator> comm = join(options);
@@ -269,7 +276,7 @@ int compare(const Options& options) {
   }
   say_start(run, options);
   if (options.dry_run) {
-    for (size_t i = 0; i < count; ++i) say(config_text(with_compression(run, i)));
+    for (size_t i = 0; i < count; ++i) say_plan(with_compression(run, i));
     return kDone;
   }
   std::unique_ptr<Communicator> comm = join(options);

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "kernels/error.h"
+#include "trainer/train/layout.h"
 #include "trainer/train/parameter_hash.h"
 #include "trainer/train/schedule.h"
 
@@ -17,20 +18,6 @@ LoaderOptions train_loader(const TrainConfig& config, const Communicator& comm) 
           .shuffle = true,
           .drop_last = true,
           .seed = config.seed};
-}
-
-std::vector<GradientTensor> gradient_tensors(const VitConfig& model) {
-  std::vector<GradientTensor> tensors;
-  for (const VitParameter& parameter : vit_parameters(model))
-    tensors.push_back({parameter.name, parameter.shape});
-  return tensors;
-}
-
-ParameterLayout reducer_layout(const Reducer& reducer) {
-  ParameterLayout layout;
-  for (int i = 0; i < reducer.tensors(); ++i) layout.offsets.push_back(reducer.offset(i));
-  layout.elements = reducer.elements();
-  return layout;
 }
 
 // In rank order, so that a double's rounding is the same in every run.

@@ -1,0 +1,29 @@
+// One rank of a group whose other ranks do not exist: what reducers and codecs can be made with to see what
+// they would take. Moving anything through it is an error.
+#pragma once
+
+#include "collectives/transport/transport.h"
+#include "kernels/error.h"
+
+namespace gradwire {
+
+class PlannedTransport final : public Transport {
+ public:
+  PlannedTransport(int rank, int world, Device device) : rank_(rank), world_(world), device_(device) {}
+
+  int rank() const override { return rank_; }
+  int world() const override { return world_; }
+  Device device() const override { return device_; }
+  const char* name() const override { return "planned"; }
+  void exchange(const Stream&, const std::vector<Transfer>&, const ExchangeLabel& label) override {
+    throw Error("a planned group moves nothing: " + label.what);
+  }
+  void barrier() override { throw Error("a planned group has nobody to meet"); }
+  void abort(const std::string&) override {}
+
+ private:
+  int rank_, world_;
+  Device device_;
+};
+
+}  // namespace gradwire

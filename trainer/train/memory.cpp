@@ -1,0 +1,36 @@
+#include "trainer/train/memory.h"
+
+#include <memory>
+
+#include "collectives/communicator.h"
+#include "collectives/transport/planned.h"
+#include "trainer/log/console.h"
+#include "trainer/model/vit.h"
+#include "trainer/train/layout.h"
+
+namespace gradwire {
+
+RunMemory plan_memory(const TrainConfig& config) {
+  Communicator comm(std::make_unique<PlannedTransport>(0, config.ranks(), Device::host()));
+  const Stream stream = Stream::immediate_host();
+  const Reducer reducer(comm, config.compression, gradient_tensors(config.model),
+                        {.bucket_bytes = config.bucket_mb << 20, .seed = config.seed});
+  const Vit model(config.model, stream, reducer_layout(reducer),
+                  {.max_batch = config.batch_size, .precision = config.precision});
+  const int64_t moments = config.optimizer == OptimizerKind::adamw ? 2 : config.momentum != 0 ? 1 : 0;
+  return {.model = model.bytes(),
+          .gradients = static_cast<int64_t>(reducer.gradients().bytes()),
+          .optimizer = moments * reducer.elements() * static_cast<int64_t>(sizeof(float)),
+          .compression = reducer.memory()};
+}
+
+std::string memory_text(const TrainConfig& config, const RunMemory& memory) {
+  auto text = [](int64_t bytes) { return human_bytes(static_cast<double>(bytes)); };
+  const ReducerMemory& extra = memory.compression;
+  return "Memory per rank: " + text(memory.model) + " model and activations, " + text(memory.gradients) +
+         " gradients, " + text(memory.optimizer) + " optimizer\nExtra memory for " +
+         config.compression.to_string() + ": " + text(extra.total()) + " (" + text(extra.residual) +
+         " residual, " + text(extra.factors) + " factors, " + text(extra.staging) + " staging)";
+}
+
+}  // namespace gradwire
