@@ -1,6 +1,7 @@
 #include "collectives/executor.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "collectives/executor_compiler.h"
 #include "collectives/mix.h"
@@ -38,6 +39,7 @@ Allreduce::Allreduce(Transport& transport, const Schedule& schedule, float* data
       count_(count),
       slices_(slices_for(schedule, count, options_)),
       schedule_(slices_ > 1 ? pipelined(schedule, slices_) : schedule),
+      call_(describe()),
       data_(data),
       residual_(residual) {
   if (schedule.world != transport.world()) {
@@ -68,14 +70,26 @@ size_t Allreduce::compile(std::byte* base) {
   return Compiler(*this, base).compile();
 }
 
-// Ranks that run different programs notice by it.
-uint64_t Allreduce::tag() const {
-  uint64_t tag = mix(mix(0, static_cast<uint64_t>(count_)),
-                     static_cast<uint64_t>(options_.wire) * 16 + static_cast<uint64_t>(schedule_.kind));
-  tag = mix(mix(tag, static_cast<uint64_t>(schedule_.chunks)), static_cast<uint64_t>(schedule_.per_node));
-  tag = mix(tag, options_.exact_inside ? 1 : 0);
-  for (char c : options_.what) tag = mix(tag, static_cast<uint64_t>(c));
-  return tag;
+Call Allreduce::describe() const {
+  uint64_t hash = mix(1, static_cast<uint64_t>(count_));  // 1: an allreduce
+  hash = mix(hash, static_cast<uint64_t>(options_.wire) * 16 + static_cast<uint64_t>(options_.rounding.mode));
+  hash = mix(hash, std::bit_cast<uint32_t>(options_.scale));
+  hash = mix(hash, options_.exact_inside ? 1 : 0);
+  for (char c : options_.what + "\n" + options_.spec) hash = mix(hash, static_cast<uint64_t>(c));
+  hash = mix(hash, static_cast<uint64_t>(schedule_.chunks) * 16 + static_cast<uint64_t>(schedule_.kind));
+  for (const auto& rounds : schedule_.rounds) {
+    for (const Round& round : rounds) {
+      hash = mix(hash, round.size());
+      for (const Step& s : round) {
+        hash = mix(hash, static_cast<uint64_t>(s.chunk) << 32 | static_cast<uint64_t>(s.peer) << 8 |
+                             static_cast<uint64_t>(s.kind) << 1 | static_cast<uint64_t>(s.fast));
+      }
+    }
+  }
+  std::string spec =
+      options_.spec.empty() || options_.spec == name(options_.wire) ? "" : ", " + options_.spec;
+  return {hash, "allreduce of " + options_.what + " (" + std::to_string(count_) + " floats, " +
+                    name(options_.wire) + ", " + name(schedule_.kind) + spec + ")"};
 }
 
 void Allreduce::launch(const Stream& stream, const Operation& kernel) const {
@@ -100,6 +114,7 @@ void Allreduce::run(const Stream& stream) {
     start_.record(stream);
     transfers.wait(start_);
   }
+  transport_.begin(transfers, call_);
   int exchanges = 0, awaited = -1;  // exchanges enqueued; the last one that `stream` is behind
   auto await = [&](int exchange) {
     if (!overlapped || exchange <= awaited) return;

@@ -53,6 +53,9 @@ class Allreduce {
     // Messages larger than this are cut into slices of about this size, kMostSlices at most; 0: never.
     // Needs `transfers`.
     int64_t slice_bytes = 0;
+    // The compression spec that this is a part of. Ranks must agree on it, as on all of the above but the
+    // rounding's seed.
+    std::string spec = {};
   };
   static constexpr int kMostSlices = 16;
 
@@ -92,7 +95,7 @@ class Allreduce {
   class Compiler;
   // Emits operations_ for a workspace at `base`; returns the bytes it needs.
   size_t compile(std::byte* base);
-  uint64_t tag() const;
+  Call describe() const;
   void launch(const Stream& stream, const Operation& kernel) const;
 
   Transport& transport_;
@@ -100,6 +103,7 @@ class Allreduce {
   const int64_t count_;
   int slices_ = 1;
   const Schedule schedule_;
+  const Call call_;
   float* data_;
   float* residual_;
   std::vector<Operation> operations_;

@@ -86,7 +86,7 @@ void Allreduce::Compiler::refuse(const std::string& why) const {
 void Allreduce::Compiler::round(int k) {
   const Schedule& schedule = program_.schedule_;
   Exchange& exchange = exchanges_.emplace_back();
-  exchange.label = {mix(program_.tag(), static_cast<uint64_t>(k)),
+  exchange.label = {mix(program_.call_.hash, static_cast<uint64_t>(k)),
                     "allreduce of " + program_.options_.what + " (" + std::to_string(program_.count_) +
                         " floats, " + name(wire_) + ", " + name(schedule.kind) + ", round " +
                         std::to_string(k + 1) + " of " + std::to_string(rounds().size()) + ")"};

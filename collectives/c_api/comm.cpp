@@ -88,7 +88,8 @@ ApiComm::Program& ApiComm::program_for(const Key& key) {
                          .exact_inside = spec.exact_inside,
                          .scale = op == GW_AVG ? 1.0f / static_cast<float>(world) : 1.0f,
                          .rounding = {spec.rounding, static_cast<uint64_t>(communicator->rank()) + 1,
-                                      step_.as<const uint64_t>(), 0}});
+                                      step_.as<const uint64_t>(), 0},
+                         .spec = spec.to_string()});
   // From here on memory changes hands, which work in flight may use.
   stream.synchronize();
   if (programs_.size() >= kProgramsKept) {

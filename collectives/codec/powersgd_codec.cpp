@@ -89,8 +89,11 @@ class PowerSgdCodec final : public Codec {
         q_allreduce_(*c.transport, c.schedule, q_sum_.as<float>(), q_lost_.as<float>(), plan_.q_elements,
                      options(c, "Q", uint64_t{1} << 62)) {
     if (spec_.start > 0) {
-      Allreduce::Options plain{
-          .what = c.name + ", before PowerSGD starts", .wire = Wire::fp32, .scale = c.scale};
+      Allreduce::Options plain{.what = c.name + ", before PowerSGD starts",
+                               .wire = Wire::fp32,
+                               .scale = c.scale,
+                               .rounding = {},
+                               .spec = c.spec.to_string()};
       before_start_.emplace(*c.transport, c.schedule, c.gradients, nullptr, c.elements, plain);
     }
     for (Buffer* b : {&residual_, &p_, &p_residual_, &q_, &q_sum_, &q_lost_, &flags_}) {
@@ -215,7 +218,8 @@ class PowerSgdCodec final : public Codec {
             .exact_inside = spec_.exact_inside,
             .scale = c.scale,
             .rounding = {spec_.rounding, c.rounding_seed, c.step,
-                         c.first_element + static_cast<int64_t>(first_element)}};
+                         c.first_element + static_cast<int64_t>(first_element)},
+            .spec = c.spec.to_string()};
   }
 
   // Orthonormalizing zeros re-seeds every column: random orthonormal Q, the same on every rank.

@@ -17,7 +17,8 @@ class WireCodec final : public Codec {
                     .wire = c.spec.wire,
                     .exact_inside = c.spec.exact_inside,
                     .scale = c.scale,
-                    .rounding = {c.spec.rounding, c.rounding_seed, c.step, c.first_element}}) {
+                    .rounding = {c.spec.rounding, c.rounding_seed, c.step, c.first_element},
+                    .spec = c.spec.to_string()}) {
     fill_zero(c.stream, residual_.data(), residual_.bytes());
     c.stream.synchronize();
   }

@@ -85,7 +85,7 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
   if (world < 1 || rank < 0 || rank >= world) {
     throw BadInput("there is no rank " + std::to_string(rank) + " in a group of " + std::to_string(world));
   }
-  const auto deadline = SteadyClock::now() + options.timeout;
+  const auto deadline = SteadyClock::now() + options.join_timeout();
   std::string path;
   Meeting meeting;
   if (rendezvous.starts_with("tcp://")) {
@@ -135,7 +135,7 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
     if (client_) break;
     if (SteadyClock::now() >= deadline) {
       throw CommError("rank " + std::to_string(rank) + " did not reach rank 0 through " + rendezvous +
-                      " within " + std::to_string(options.timeout.count()) + " ms (" + why +
+                      " within " + std::to_string(options.join_timeout().count()) + " ms (" + why +
                       "); is rank 0 running, and is the address right on every rank?");
     }
     std::this_thread::sleep_for(milliseconds(20));

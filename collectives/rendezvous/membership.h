@@ -20,7 +20,10 @@ struct GroupOptions {
   std::string rendezvous;
   int rank = 0;
   int world = 1;
-  std::chrono::milliseconds timeout{60'000};  // for joining, and for each operation later on
+  std::chrono::milliseconds timeout{60'000};  // for each operation, and for joining unless that is given
+  std::chrono::milliseconds joining{0};
+
+  std::chrono::milliseconds join_timeout() const { return joining.count() > 0 ? joining : timeout; }
 };
 
 class Membership {

@@ -10,53 +10,21 @@
 #include <signal.h>
 
 #include <algorithm>
-#include <array>
-#include <cstdio>
+#include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <set>
+
+#include "collectives/transport/gloo_messages.h"
 
 namespace gradwire {
 namespace {
 
 using std::chrono::milliseconds;
 
-constexpr uint64_t kMagic = 0x31657269'77647267ull;
-constexpr uint64_t kHeaderSlot = 1;
-
-uint64_t mix(uint64_t hash, uint64_t value) {
-  hash ^= value + 0x9e3779b97f4a7c15ull + (hash << 6) + (hash >> 2);
-  return hash * 0xff51afd7ed558ccdull;
-}
-
-// Precedes the payloads of one exchange from one rank to another.
-struct Header {
-  uint64_t magic = kMagic;
-  uint64_t tag = 0;
-  uint64_t messages = 0;
-  uint64_t bytes = 0;  // of all messages
-  uint64_t sizes = 0;  // hash of the sizes, in order
-  char what[88] = {};  // for the receiver's error text
-
-  Header(uint64_t tag_of_exchange, const std::string& label) : tag(tag_of_exchange) {
-    std::snprintf(what, sizeof what, "%s", label.c_str());
-  }
-  void add(size_t message_bytes) {
-    ++messages;
-    bytes += message_bytes;
-    sizes = mix(sizes, message_bytes);
-  }
-  bool agrees_with(const Header& other) const {
-    return magic == other.magic && tag == other.tag && messages == other.messages && bytes == other.bytes &&
-           sizes == other.sizes;
-  }
-};
-
-// Payload of the same exchange and size may share a slot: there Gloo matches in order.
-uint64_t payload_slot(uint64_t tag, size_t bytes) {
-  return mix(mix(kHeaderSlot, tag), bytes) | (uint64_t{1} << 63);
-}
+using namespace gloo_messages;
 
 // Gloo's texts begin with a place in its source: "[./gloo/pair.cc:598] ...".
 std::string without_location(const std::string& text) {
@@ -93,12 +61,9 @@ class NoSigpipe {
 class GlooTransport final : public Transport {
  public:
   explicit GlooTransport(const GlooOptions& options) : group_(options.group) {
-    auto deadline = SteadyClock::now() + options.group.timeout;
+    auto deadline = SteadyClock::now() + options.group.join_timeout();
     group_.store().watch([this](const std::string& cause) { group_failed(cause); },
-                         [this] {
-                           std::lock_guard lock(mutex_);
-                           return where_;
-                         });
+                         [this] { return where(); });
     NoSigpipe guard;
     try {
       connect(options, deadline);
@@ -120,6 +85,10 @@ class GlooTransport final : public Transport {
   Device device() const override { return Device::host(); }
   const char* name() const override { return "gloo"; }
 
+  void begin(const Stream& stream, const Call& call) override {
+    if (world() > 1) stream.submit([this, &call] { enter(call); });
+  }
+
   void exchange(const Stream& stream, const std::vector<Transfer>& transfers,
                 const ExchangeLabel& label) override {
     if (transfers.empty()) return;
@@ -127,11 +96,17 @@ class GlooTransport final : public Transport {
   }
 
   void barrier() override {
+    {
+      std::lock_guard lock(mutex_);
+      where_ = "at a barrier";
+    }
     try {
       group_.barrier();
     } catch (const CommError& error) {
       give_up("at a barrier", error.what());
     }
+    std::lock_guard lock(mutex_);
+    where_ = "not in a collective; its last was a barrier";
   }
 
   void send_note(const std::string& note) override {
@@ -161,15 +136,16 @@ class GlooTransport final : public Transport {
   }
 
  private:
+  static constexpr const char* kWaiting = ", waiting for rank ";
   using Pending = ::gloo::transport::UnboundBuffer;
 
-  // A transfer on its way, or a header when `bytes` is a header's.
+  // A message on its way.
   struct Posted {
     std::unique_ptr<Pending> buffer;
     Transfer::Kind kind = Transfer::Kind::send;
     int peer = 0;
     size_t bytes = 0;
-    bool is_header = false;
+    uint64_t slot = 0;  // tells headers from payload
     bool done = false;
   };
 
@@ -228,6 +204,7 @@ class GlooTransport final : public Transport {
   // Tells the group, hears who still answers, and throws with all that is known.
   [[noreturn]] void give_up(const std::string& doing, const std::string& cause) {
     std::string text = "rank " + std::to_string(rank()) + ": " + doing + ": ";
+    const int waited_for = waiting_for_.load();
     {
       std::lock_guard lock(mutex_);
       if (!last_words_.empty()) throw CommError(text + "the group has failed before: " + last_words_);
@@ -239,32 +216,62 @@ class GlooTransport final : public Transport {
       text += "; no answer from rank 0, which keeps the roll";
     } else {
       if (*first != text && cause.find(*first) == std::string::npos) text += "; the first to fail: " + *first;
-      text += who_is_where();
+      text += who_is_where(waited_for);
     }
     std::lock_guard lock(mutex_);
     last_words_ = text;
     throw CommError(text);
   }
 
-  // "; gone: rank 2; rank 3 is in allreduce of ...": who is not where this rank is, the first few of them.
-  std::string who_is_where() {
+  // Where this rank stands, for the others: "in call 17, allreduce of ..., waiting for rank 2".
+  std::string where() {
+    int peer = waiting_for_.load();
+    std::lock_guard lock(mutex_);
+    return peer < 0 ? where_ : where_ + kWaiting + std::to_string(peer);
+  }
+
+  // "; gone: rank 2; rank 3 is in call 17, ..., waiting for rank 1; ...": who does not answer, then whom this
+  // rank waits for, whom that one waits for, and so on, which leads to the culprit; then others.
+  std::string who_is_where(int waited_for) {
     RollCall roll = group_.store().roll_call();
     std::string text = roll.absent();
     if (!text.empty()) text = "; " + text;
-    std::lock_guard lock(mutex_);
-    int told = 0;
-    for (int r = 0; r < static_cast<int>(roll.ranks.size()); ++r) {
+    const int world = static_cast<int>(roll.ranks.size());
+    std::set<int> told = {rank()};
+    auto tell = [&](int r) {
       const std::string& state = roll.ranks[r].state;
-      if (roll.ranks[r].presence != RollCall::Presence::here || state.empty() || state == where_) continue;
-      if (++told > 3) break;
+      if (roll.ranks[r].presence != RollCall::Presence::here || state.empty() || !told.insert(r).second) {
+        return false;
+      }
       text += "; rank " + std::to_string(r) + " is " + state;
+      return true;
+    };
+    for (int r = waited_for; r >= 0 && r < world && told.size() < 6 && tell(r);) {
+      size_t at = roll.ranks[r].state.rfind(kWaiting);
+      r = at == std::string::npos ? -1 : std::atoi(roll.ranks[r].state.c_str() + at + std::strlen(kWaiting));
     }
+    for (int r = 0; r < world && told.size() < 5; ++r) tell(r);
     return text;
   }
 
-  // Runs on the stream's thread.
+  // From here to the end of run(): on the stream's thread.
+  void enter(const Call& call) {
+    if (unannounced_) run({}, {0, call_.what});  // the last call moved nothing; its neighbours still compare
+    call_ = call;
+    ++sequence_;
+    rolling_ = mix(rolling_, call.hash);
+    unannounced_ = true;
+  }
+
+  // "call 17, allreduce of ...": what this rank does, for every error.
+  std::string named(const std::string& what) const {
+    return sequence_ == 0 ? what : "call " + std::to_string(sequence_) + ", " + what;
+  }
+
   void run(const std::vector<Transfer>& transfers, const ExchangeLabel& label) {
     const auto deadline = SteadyClock::now() + group_.timeout();
+    const std::string here = named(label.what);
+    const uint64_t tag = mix(rolling_, label.tag);
     NoSigpipe guard;
     std::map<int, Header> expected, sent, arrived;
     for (const Transfer& t : transfers) {
@@ -273,35 +280,43 @@ class GlooTransport final : public Transport {
                        std::to_string(t.peer));
       }
       auto& headers = t.kind == Transfer::Kind::send ? sent : expected;
-      headers.try_emplace(t.peer, label.tag, label.what).first->second.add(t.bytes);
+      headers.try_emplace(t.peer, tag, here).first->second.add(t.bytes);
     }
+    CallHeader mine(sequence_, rolling_, call_.what), previous;
     std::vector<Posted> posted;
     // Gloo's buffers may be destroyed while an operation on them is pending: it then leaves them alone.
     struct Active {
       GlooTransport* self;
       const std::string& what;
       ~Active() {
+        self->waiting_for_ = -1;
         std::lock_guard lock(self->mutex_);
         self->active_.clear();
         self->where_ = "not in a collective; its last was " + what;
       }
     };
-    posted.reserve(transfers.size() + expected.size() + sent.size());
+    posted.reserve(transfers.size() + expected.size() + sent.size() + 2);
     std::unique_ptr<Active> active;  // goes before `posted`
     {
       std::lock_guard lock(mutex_);
-      where_ = "in " + label.what;
-      active.reset(new Active{this, label.what});
+      where_ = "in " + here;
+      active.reset(new Active{this, here});
     }
     const Posted* at = nullptr;
     try {
+      if (unannounced_) {
+        unannounced_ = false;
+        post(posted, Transfer::Kind::receive, (rank() + world() - 1) % world(), &previous, sizeof previous,
+             kCallSlot);
+        post(posted, Transfer::Kind::send, (rank() + 1) % world(), &mine, sizeof mine, kCallSlot);
+      }
       for (auto& [peer, header] : expected) {
         Header& incoming = arrived.try_emplace(peer, 0, "").first->second;
         post(posted, Transfer::Kind::receive, peer, &incoming, sizeof(Header), kHeaderSlot);
       }
       for (const Transfer& t : transfers) {
         if (t.kind == Transfer::Kind::receive && t.bytes > 0) {
-          post(posted, t.kind, t.peer, t.data, t.bytes, payload_slot(label.tag, t.bytes));
+          post(posted, t.kind, t.peer, t.data, t.bytes, payload_slot(tag, t.bytes));
         }
       }
       for (auto& [peer, header] : sent) {
@@ -309,26 +324,28 @@ class GlooTransport final : public Transport {
       }
       for (const Transfer& t : transfers) {
         if (t.kind == Transfer::Kind::send && t.bytes > 0) {
-          post(posted, t.kind, t.peer, t.data, t.bytes, payload_slot(label.tag, t.bytes));
+          post(posted, t.kind, t.peer, t.data, t.bytes, payload_slot(tag, t.bytes));
         }
       }
-      size_t headers_in = expected.size();
-      for (size_t i = 0; i < posted.size(); ++i) {
-        at = &posted[i];
-        wait(posted[i], deadline);
-        posted[i].done = true;
-        if (i < headers_in) compare(expected.at(posted[i].peer), arrived.at(posted[i].peer), posted[i].peer);
+      for (Posted& p : posted) {
+        at = &p;
+        waiting_for_ = p.peer;
+        wait(p, deadline);
+        p.done = true;
+        if (p.kind == Transfer::Kind::send) continue;
+        if (p.slot == kCallSlot) compare(mine, previous, p.peer);
+        if (p.slot == kHeaderSlot) compare(expected.at(p.peer), arrived.at(p.peer), p.peer);
       }
     } catch (const Mismatch& mismatch) {
-      give_up(label.what, mismatch.text);
+      give_up(here, mismatch.text);
     } catch (const std::exception& error) {
       std::string cause = failure();
       if (cause.empty() && SteadyClock::now() >= deadline) {
-        cause = "no progress for " + std::to_string(group_.timeout().count()) + " ms";
+        cause = "not done after " + std::to_string(group_.timeout().count()) + " ms";
       } else if (cause.empty()) {
         cause = "connection lost (" + without_location(error.what()) + ")";
       }
-      give_up(label.what + ": " + pending_text(posted, at), cause);
+      give_up(here + ": " + pending_text(posted, at), cause);
     }
     for (const auto& [peer, header] : sent) bytes_sent_.fetch_add(header.bytes, std::memory_order_relaxed);
   }
@@ -343,7 +360,7 @@ class GlooTransport final : public Transport {
     p.kind = kind;
     p.peer = peer;
     p.bytes = bytes;
-    p.is_header = slot == kHeaderSlot;
+    p.slot = slot;
     p.buffer = context_->createUnboundBuffer(data, bytes);
     {
       std::lock_guard lock(mutex_);
@@ -360,21 +377,38 @@ class GlooTransport final : public Transport {
     if (!completed) throw CommError("woken up");  // by group_failed()
   }
 
+  void compare(const CallHeader& mine, const CallHeader& theirs, int peer) const {
+    if (mine.agrees_with(theirs)) return;
+    check_magic(theirs, peer);
+    auto call = [](int r, const CallHeader& h) {
+      return "rank " + std::to_string(r) + " makes call " + std::to_string(h.sequence) + ", " + h.text();
+    };
+    bool alike = mine.sequence == theirs.sequence && mine.text() == theirs.text();
+    throw Mismatch{"ranks disagree: " + call(rank(), mine) + "; " + call(peer, theirs) +
+                   (alike ? "; this call or one before differs in something else" : "")};
+  }
+
+  template <typename H>
+  void check_magic(const H& header, int peer) const {
+    if (header.magic == H::kMagic) return;
+    throw Mismatch{"what rank " + std::to_string(peer) + " sent is no header of Gradwire's: it is corrupted"};
+  }
+
   void compare(const Header& expected, const Header& arrived, int peer) const {
     if (expected.agrees_with(arrived)) return;
-    std::string from = "rank " + std::to_string(peer);
-    if (arrived.magic != kMagic)
-      throw Mismatch{"what " + from + " sent is no header of Gradwire's: it is corrupted"};
-    std::string theirs(arrived.what, strnlen(arrived.what, sizeof arrived.what));
+    check_magic(arrived, peer);
+    std::string from = "rank " + std::to_string(peer), theirs = arrived.text();
     auto amount = [](const Header& h) {
       return std::to_string(h.bytes) + " bytes in " + std::to_string(h.messages) +
              (h.messages == 1 ? " message" : " messages");
     };
-    bool alike = amount(expected) == amount(arrived) && std::string(expected.what) == theirs;
+    bool alike = amount(expected) == amount(arrived) && expected.text() == theirs;
     throw Mismatch{"ranks disagree: rank " + std::to_string(rank()) + " expects " + amount(expected) +
                    " from " + from + ", which is in " + theirs + " and sends " + amount(arrived) +
                    (alike ? "; the calls differ in something else" : "")};
   }
+
+  static bool is_header(const Posted& p) { return p.slot == kHeaderSlot || p.slot == kCallSlot; }
 
   // "waiting to receive 4096 bytes from rank 0 (3 receives and 2 sends pending, with ranks 0, 2)"
   std::string pending_text(const std::vector<Posted>& posted, const Posted* at) const {
@@ -388,8 +422,10 @@ class GlooTransport final : public Transport {
     } else {
       bool send = at->kind == Transfer::Kind::send;
       text = std::string("waiting to ") + (send ? "send " : "receive ") +
-             (at->is_header ? "" : std::to_string(at->bytes) + " bytes ") + (send ? "to" : "from") +
+             (is_header(*at) ? "" : std::to_string(at->bytes) + " bytes ") + (send ? "to" : "from") +
              " rank " + std::to_string(at->peer);
+      if (at->slot == kCallSlot && !send)
+        text = "waiting for rank " + std::to_string(at->peer) + " to begin it";
     }
     int receives = 0, sends = 0;
     std::set<int> peers;
@@ -409,6 +445,11 @@ class GlooTransport final : public Transport {
   std::string last_words_;  // what give_up() threw
   std::string where_ = "joining";
   std::vector<Pending*> active_;
+  std::atomic<int> waiting_for_{-1};
+  // Of the call this rank is in; they belong to the thread that runs exchanges.
+  Call call_;
+  uint64_t sequence_ = 0, rolling_ = 0;
+  bool unannounced_ = false;  // nothing of this call has been sent yet
   // Destroyed in reverse: Gloo's threads end first, then the store.
   Membership group_;
   std::shared_ptr<::gloo::transport::Device> device_;

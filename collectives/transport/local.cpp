@@ -48,6 +48,27 @@ class Hub {
     }
   }
 
+  // With the lock held: rank `rank` makes its call number `sequence`. Whoever comes first says what it is.
+  void enter(int rank, uint64_t sequence, const Call& call) {
+    if (!failure.empty()) throw CommError("rank " + std::to_string(rank) + ": " + call.what + ": " + failure);
+    const size_t index = sequence - first_open_;
+    if (index == open_.size()) open_.push_back({call.hash, rank, 0, call.what});
+    OpenCall& open = open_[index];
+    if (open.hash != call.hash) {
+      std::string text = "ranks disagree: call " + std::to_string(sequence) + " of rank " +
+                         std::to_string(open.rank) + " is " + open.what + ", of rank " +
+                         std::to_string(rank) + " it is " + call.what +
+                         (open.what == call.what ? "; the calls differ in something else" : "");
+      fail(text);
+      throw CommError(text);
+    }
+    ++open.arrived;
+    while (!open_.empty() && open_.front().arrived == world) {
+      open_.pop_front();
+      ++first_open_;
+    }
+  }
+
   // With the lock held.
   void fail(const std::string& reason) {
     if (failure.empty()) failure = "the group failed: " + reason;
@@ -63,6 +84,15 @@ class Hub {
   uint64_t barriers = 0;
 
  private:
+  // A call that some ranks have made and others not yet.
+  struct OpenCall {
+    uint64_t hash;
+    int rank;  // that made it first
+    int arrived;
+    std::string what;
+  };
+  std::deque<OpenCall> open_;
+  uint64_t first_open_ = 1;  // the number of open_[0]
   std::vector<std::deque<Offer*>> offers_;
 };
 
@@ -75,6 +105,14 @@ class LocalTransport final : public Transport {
   int world() const override { return hub_->world; }
   Device device() const override { return device_; }
   const char* name() const override { return "local"; }
+
+  void begin(const Stream& stream, const Call& call) override {
+    auto enter = [this, &call] {
+      std::lock_guard lock(hub_->mutex);
+      hub_->enter(rank_, ++sequence_, call);
+    };
+    device_.is_host() ? stream.submit(enter) : enter();
+  }
 
   void exchange(const Stream& stream, const std::vector<Transfer>& transfers,
                 const ExchangeLabel& label) override {
@@ -108,6 +146,10 @@ class LocalTransport final : public Transport {
   }
 
  private:
+  std::string here(const ExchangeLabel& label) const {
+    return sequence_ == 0 ? label.what : "call " + std::to_string(sequence_) + ", " + label.what;
+  }
+
   // `stream` is null on the host, where data moves now; on CUDA only events and copies are enqueued.
   void run(const Stream* stream, const std::vector<Transfer>& transfers, const ExchangeLabel& label) {
     std::deque<Offer> mine;
@@ -160,7 +202,7 @@ class LocalTransport final : public Transport {
             return takeable != receives.end();
           },
           [&] {
-            return label.what + ": waiting to receive " + std::to_string(receives.front()->bytes) +
+            return here(label) + ": waiting to receive " + std::to_string(receives.front()->bytes) +
                    " bytes from rank " + std::to_string(receives.front()->peer);
           });
       take(lock, stream, **takeable, label);
@@ -172,7 +214,7 @@ class LocalTransport final : public Transport {
           return std::all_of(mine.begin(), mine.end(),
                              [](const Offer& o) { return o.state == Offer::State::finished; });
         },
-        [&] { return label.what + ": waiting for a peer to receive what was sent"; });
+        [&] { return here(label) + ": waiting for a peer to receive what was sent"; });
     if (stream) {
       for (const Offer& offer : mine) stream->wait(offer.taken);
     }
@@ -211,6 +253,7 @@ class LocalTransport final : public Transport {
   std::shared_ptr<Hub> hub_;
   int rank_;
   Device device_;
+  uint64_t sequence_ = 0;  // of the call this rank is in; belongs to the thread that runs exchanges
 };
 
 }  // namespace

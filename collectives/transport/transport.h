@@ -35,6 +35,13 @@ struct ExchangeLabel {
   std::string what;  // e.g. "allreduce #17 of 4096 floats, bf16, ring, round 3 of 6"
 };
 
+// One collective operation that every rank of the group makes, in the same order: what the ranks must agree
+// on before any data of it moves between them.
+struct Call {
+  uint64_t hash = 0;  // of all that must be the same: operation, count, spec, schedule
+  std::string what;   // for error texts, e.g. "allreduce of bucket 1 of 2 (4096 floats, bf16, ring)"
+};
+
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -44,6 +51,10 @@ class Transport {
   virtual Device device() const = 0;
   virtual const char* name() const = 0;
 
+  // What follows on `stream`, up to the next begin(), belongs to `call`, which stays valid until the stream
+  // has passed this point. Calls are numbered from 1; a rank whose number or hash differs from another's is
+  // an error on every rank, which names both calls, before either takes data from the other.
+  virtual void begin(const Stream& stream, const Call& call) = 0;
   // `transfers` and `label` stay valid until the stream has passed this point. Empty `transfers` do nothing.
   virtual void exchange(const Stream& stream, const std::vector<Transfer>& transfers,
                         const ExchangeLabel& label) = 0;

@@ -1,0 +1,70 @@
+// What ranks tell each other beside the payload, over Gloo.
+//
+// Two kinds of message go ahead of payloads, each on a slot of its own, where Gloo matches in order:
+//   CallHeader  once per call, from each rank to the next one (rank + 1): which call it is, as a hash over
+//   this
+//               call and all before it. If any two ranks differ, some rank differs from its neighbour,
+//               whatever the schedules are that they follow.
+//   Header      once per exchange and peer sent to: how many messages of which sizes
+// Payloads travel on slots that follow from calls, tag and size: what belongs to another call or has another
+// size finds no receiver, and Gloo then leaves it with the sender.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#include "collectives/mix.h"
+
+namespace gradwire::gloo_messages {
+
+constexpr uint64_t kHeaderSlot = 1, kCallSlot = 2;
+
+struct CallHeader {
+  static constexpr uint64_t kMagic = 0x32657269'77647267ull;
+  uint64_t magic = kMagic;
+  uint64_t sequence = 0;
+  uint64_t rolling = 0;  // of all calls so far, this one included
+  char what[168] = {};   // for the receiver's error text
+
+  CallHeader() = default;
+  CallHeader(uint64_t call, uint64_t hash, const std::string& label) : sequence(call), rolling(hash) {
+    std::snprintf(what, sizeof what, "%s", label.c_str());
+  }
+  bool agrees_with(const CallHeader& other) const {
+    return magic == other.magic && sequence == other.sequence && rolling == other.rolling;
+  }
+  std::string text() const { return {what, strnlen(what, sizeof what)}; }
+};
+
+struct Header {
+  static constexpr uint64_t kMagic = 0x31657269'77647267ull;
+  uint64_t magic = kMagic;
+  uint64_t tag = 0;
+  uint64_t messages = 0;
+  uint64_t bytes = 0;  // of all messages
+  uint64_t sizes = 0;  // hash of the sizes, in order
+  char what[88] = {};  // for the receiver's error text
+
+  Header(uint64_t tag_of_exchange, const std::string& label) : tag(tag_of_exchange) {
+    std::snprintf(what, sizeof what, "%s", label.c_str());
+  }
+  void add(size_t message_bytes) {
+    ++messages;
+    bytes += message_bytes;
+    sizes = mix(sizes, message_bytes);
+  }
+  bool agrees_with(const Header& other) const {
+    return magic == other.magic && tag == other.tag && messages == other.messages && bytes == other.bytes &&
+           sizes == other.sizes;
+  }
+  std::string text() const { return {what, strnlen(what, sizeof what)}; }
+};
+
+// Payload of the same exchange and size may share a slot: there Gloo matches in order.
+inline uint64_t payload_slot(uint64_t tag, size_t bytes) {
+  return mix(mix(kHeaderSlot, tag), bytes) | (uint64_t{1} << 63);
+}
+
+}  // namespace gradwire::gloo_messages
