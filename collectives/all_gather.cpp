@@ -19,6 +19,8 @@ std::vector<std::vector<double>> all_gather(Transport& transport, const Stream& 
         {Transfer::Kind::receive, peer, all.as<double>() + peer * count, mine.size() * sizeof(double)});
   }
   const ExchangeLabel label{mix(0x616c6c, static_cast<uint64_t>(count)), what};
+  const Call call{label.tag, what};
+  transport.begin(stream, call);
   transport.exchange(stream, transfers, label);
   const std::vector<double> flat = to_host(stream, all.as<const double>(), count * world);
   std::vector<std::vector<double>> result;
