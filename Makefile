@@ -4,6 +4,7 @@
 #   make test     build and run every test, sanitizers included
 #   make build    everything, optimized, in build/
 #   make bench    benchmarks
+#   make host-check  speed without a GPU, against what the machine can do and against PyTorch and gloo; into docs/results/
 #   make gpu-check   on a machine with a GPU: its tests, compute-sanitizer and benches; results in docs/results/
 #   make bundle   the build, packed for a GPU machine that cannot build it: build/gradwire-bundle.tar.gz
 #   make format   clang-format over the sources
@@ -12,7 +13,7 @@
 PYTHON ?= $(firstword $(wildcard /usr/bin/python3) python3)
 DEMO_FLAGS ?=
 
-.PHONY: build demo test bench gpu-check bundle setup format clean
+.PHONY: build demo test bench host-check gpu-check bundle setup format clean
 
 build: setup
 	@scripts/configure.sh release
@@ -36,6 +37,9 @@ test: setup
 
 bench: build
 	@build/bin/gradwire-bench kernels --json build/kernels.json
+
+host-check: build
+	@scripts/host_check.sh
 
 gpu-check: build
 	@scripts/gpu_check.sh
