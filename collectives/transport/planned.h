@@ -15,6 +15,7 @@ class PlannedTransport final : public Transport {
   int world() const override { return world_; }
   Device device() const override { return device_; }
   const char* name() const override { return "planned"; }
+  void begin(const Stream&, const Call&) override {}
   void exchange(const Stream&, const std::vector<Transfer>&, const ExchangeLabel& label) override {
     throw Error("a planned group moves nothing: " + label.what);
   }
