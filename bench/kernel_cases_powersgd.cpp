@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "bench/kernel_cases.h"
+#include "kernels/gemm.h"
 #include "kernels/orthonormalize.h"
 #include "kernels/powersgd.h"
 
@@ -98,6 +99,59 @@ Problem put_back(Arena& arena, int64_t size) {
   return {[args](const Stream& s) { powersgd_reconstruct(s, args); }, passes(m, 12), 2 * product(m), m.shape};
 }
 
+// The same products by the BLAS library, one call per matrix: what would have to be faster than the passes
+// above for it to pay. P = M Q and Q = M^T P read M once more than the passes do, which form M or leave E on
+// the way.
+enum class Product { project, back_project, residual };
+template <Product kProduct, int kRank>
+Problem by_library(Arena& arena, int64_t size) {
+  Matrices m = matrices(arena, size, kRank);
+  std::vector<Gemm> calls;
+  for (const MatrixDescriptor& d : m.table->host()) {
+    float *matrix = m.residual + d.offset, *p = m.p + d.p_offset, *q = m.q + d.q_offset;
+    Gemm g{.m = d.rows,
+           .n = d.rank,
+           .k = d.cols,
+           .a = matrix,
+           .lda = d.cols,
+           .b = q,
+           .ldb = d.rank,
+           .c = p,
+           .ldc = d.rank};
+    if constexpr (kProduct == Product::back_project) {
+      g = {.transpose_a = true,
+           .m = d.cols,
+           .n = d.rank,
+           .k = d.rows,
+           .a = matrix,
+           .lda = d.cols,
+           .b = p,
+           .ldb = d.rank};
+      g.c = q;
+      g.ldc = d.rank;
+    } else if constexpr (kProduct == Product::residual) {
+      g = {.transpose_b = true,
+           .m = d.rows,
+           .n = d.cols,
+           .k = d.rank,
+           .a = p,
+           .lda = d.rank,
+           .b = q,
+           .ldb = d.rank};
+      g.alpha = -1e-6f;
+      g.beta = 1.0f;
+      g.c = matrix;
+      g.ldc = d.cols;
+    }
+    calls.push_back(g);
+  }
+  const double bytes = kProduct == Product::residual ? 8 : 4;
+  return {[calls](const Stream& s) {
+            for (const Gemm& g : calls) gemm(s, g);
+          },
+          passes(m, bytes), product(m), m.shape};
+}
+
 // All P of those matrices; one pass over them, which is what random columns take.
 template <int kRank>
 Problem orthonormal(Arena& arena, int64_t size) {
@@ -112,13 +166,22 @@ constexpr KernelCase kCases[] = {
     {"powersgd_project", "rank 1", "powersgd", project<1>},
     {"powersgd_project", "rank 4", "powersgd", project<4>},
     {"powersgd_project", "rank 32", "powersgd", project<32>},
+    {"powersgd_project", "rank 64", "powersgd", project<64>},
     {"powersgd_back_project", "rank 1", "powersgd", back_project<1>},
     {"powersgd_back_project", "rank 4", "powersgd", back_project<4>},
     {"powersgd_back_project", "rank 32", "powersgd", back_project<32>},
+    {"powersgd_back_project", "rank 64", "powersgd", back_project<64>},
     {"powersgd_reconstruct", "rank 1", "powersgd", reconstruct<1>},
     {"powersgd_reconstruct", "rank 4", "powersgd", reconstruct<4>},
     {"powersgd_reconstruct", "rank 32", "powersgd", reconstruct<32>},
+    {"powersgd_reconstruct", "rank 64", "powersgd", reconstruct<64>},
     {"powersgd_reconstruct", "rank 4, lossy wire", "powersgd", put_back<4>},
+    {"gemm", "P = M Q, rank 32", "powersgd-blas", by_library<Product::project, 32>},
+    {"gemm", "P = M Q, rank 64", "powersgd-blas", by_library<Product::project, 64>},
+    {"gemm", "Q = M^T P, rank 32", "powersgd-blas", by_library<Product::back_project, 32>},
+    {"gemm", "Q = M^T P, rank 64", "powersgd-blas", by_library<Product::back_project, 64>},
+    {"gemm", "E -= P Q^T, rank 32", "powersgd-blas", by_library<Product::residual, 32>},
+    {"gemm", "E -= P Q^T, rank 64", "powersgd-blas", by_library<Product::residual, 64>},
     {"orthonormalize", "rank 1", "orthonormalize", orthonormal<1>},
     {"orthonormalize", "rank 4", "orthonormalize", orthonormal<4>},
     {"orthonormalize", "rank 32", "orthonormalize", orthonormal<32>},
