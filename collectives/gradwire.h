@@ -3,21 +3,22 @@
  * In three calls: gw_comm_create() once per process, gw_reducer_create() once per model, and
  * gw_reducer_allreduce() in every step. docs/for-framework-authors.md walks through it.
  *
- * Status   Every function returns a gw_status (the three at the top and the destroy functions aside, see
- * there). No exception leaves the library, and it never ends the process. After anything but GW_OK,
+ * Status   Every function returns a gw_status (the three at the top and the destroy functions aside, see there).
+ *          No exception leaves the library, and it never ends the process. After anything but GW_OK,
  *          gw_last_error() says what was wrong and what to do. Outputs are written on GW_OK only.
  * Handles  gw_comm and gw_reducer are names, not addresses: a null, made-up or destroyed handle is
  *          GW_BAD_HANDLE, never a crash. A handle belongs to the process that created it (not to its forks).
  * Threads  Any function may be called from any thread. Calls on one communicator and its reducers run one
  *          after the other; gw_comm_abort() alone does not wait its turn.
- * Order    Collective calls (marked so) are made by all ranks of a communicator, in the same order and with
- * the same arguments. Ranks that disagree get GW_COMM_FAILED with a text that names rank and call. Failure  A
- * passed deadline, a dead peer, a disagreement or gw_comm_abort() is final for the communicator: every
- * pending and later call of every rank that can be reached fails. Destroy it and create another. Streams
- * `stream` is a cudaStream_t cast to void* (null: the legacy default stream) when the communicator is on a
- * CUDA device: calls enqueue and return, and results are there for later work on that stream. On the host it
- * must be null, and a call returns when its result is there. Memory   Gradient memory belongs to the caller
- * and is on the communicator's device. It must stay valid until the stream has passed the call that used it.
+ * Order    Collective calls (marked so) are made by all ranks of a communicator, in the same order and with the
+ *          same arguments. Ranks that disagree get GW_COMM_FAILED with a text that names rank and call.
+ * Failure  A passed deadline, a dead peer, a disagreement or gw_comm_abort() is final for the communicator:
+ *          every pending and later call of every rank that can be reached fails. Destroy it and create another.
+ * Streams  `stream` is a cudaStream_t cast to void* (null: the legacy default stream) when the communicator is on
+ *          a CUDA device: calls enqueue and return, and results are there for later work on that stream. On the
+ *          host it must be null, and a call returns when its result is there.
+ * Memory   Gradient memory belongs to the caller and is on the communicator's device. It must stay valid until
+ *          the stream has passed the call that used it.
  * Structs  Set `size` to sizeof the struct and everything else to zero before filling it in; zero means the
  *          default. So structs can grow without breaking programs compiled earlier.
  */
@@ -65,8 +66,7 @@ enum { GW_SUM = 0, GW_AVG = 1 };
 typedef struct gw_comm_handle* gw_comm;
 typedef struct gw_reducer_handle* gw_reducer;
 
-/* ---- Version and errors: no status, cannot fail ----------------------------------------------------------
- */
+/* ---- Version and errors: no status, cannot fail ---------------------------------------------------------- */
 
 /* Of the library that was loaded: major * 10000 + minor * 100 + patch. Compare with GW_VERSION_*. */
 GW_API int gw_version(void);
@@ -74,12 +74,11 @@ GW_API int gw_version(void);
 /* A constant such as "GW_BAD_HANDLE"; never null, whatever the number. */
 GW_API const char* gw_status_string(gw_status status);
 
-/* What this thread's last failed call had to say; "" when none has failed. Valid until the thread's next call
- * that fails. Never null. */
+/* What this thread's last failed call had to say; "" when none has failed. Valid until the thread's next call that
+ * fails. Never null. */
 GW_API const char* gw_last_error(void);
 
-/* ---- Communicators ---------------------------------------------------------------------------------------
- */
+/* ---- Communicators --------------------------------------------------------------------------------------- */
 
 /* Joins a group of `world` ranks. Collective: blocks until all have joined.
  *
@@ -94,13 +93,11 @@ GW_API const char* gw_last_error(void);
  *             which one rank writes a checkpoint counts as a wait for all others.
  * comm        out; to be given to gw_comm_destroy().
  *
- * GW_BAD_ARGUMENT, GW_COMM_FAILED (somebody did not come; the text says who), GW_DEVICE_FAILED,
- * GW_UNSUPPORTED. */
+ * GW_BAD_ARGUMENT, GW_COMM_FAILED (somebody did not come; the text says who), GW_DEVICE_FAILED, GW_UNSUPPORTED. */
 GW_API gw_status gw_comm_create(const char* rendezvous, int rank, int world, int device, int64_t timeout_ms,
                                 gw_comm* comm);
 
-/* Works on an NCCL communicator that exists already; it stays the caller's, and must outlive *comm.
- * Collective.
+/* Works on an NCCL communicator that exists already; it stays the caller's, and must outlive *comm. Collective.
  *
  * nccl_comm   an ncclComm_t cast to void*.
  * device      the CUDA device it was created on.
@@ -108,9 +105,9 @@ GW_API gw_status gw_comm_create(const char* rendezvous, int rank, int world, int
  * GW_UNSUPPORTED in this version, which has no NCCL transport. */
 GW_API gw_status gw_comm_from_nccl(void* nccl_comm, int device, int64_t timeout_ms, gw_comm* comm);
 
-/* Says how ranks sit in nodes: rank = node * ranks_per_node + local index, as launchers number them. Needed
- * by schedule=hierarchical, and considered by schedule=auto. Before the first reducer and gw_allreduce(); the
- * same on every rank. 0: unknown, the default.
+/* Says how ranks sit in nodes: rank = node * ranks_per_node + local index, as launchers number them. Needed by
+ * schedule=hierarchical, and considered by schedule=auto. Before the first reducer and gw_allreduce(); the same on
+ * every rank. 0: unknown, the default.
  *
  * GW_BAD_ARGUMENT unless it divides the world. */
 GW_API gw_status gw_comm_set_ranks_per_node(gw_comm comm, int ranks_per_node);
@@ -119,32 +116,31 @@ GW_API gw_status gw_comm_set_ranks_per_node(gw_comm comm, int ranks_per_node);
  * ranks, with `reason` (may be null) in their texts. For watchdogs: returns at once, from any thread. */
 GW_API gw_status gw_comm_abort(gw_comm comm, const char* reason);
 
-/* Gives the handle back. The group lives on until its last reducer is destroyed, too. Waits for work in
- * flight; abort first so as not to. Null is legal and does nothing. */
+/* Gives the handle back. The group lives on until its last reducer is destroyed, too. Waits for work in flight;
+ * abort first so as not to. Null is legal and does nothing. */
 GW_API gw_status gw_comm_destroy(gw_comm comm);
 
-/* ---- Stateless allreduce ---------------------------------------------------------------------------------
- */
+/* ---- Stateless allreduce --------------------------------------------------------------------------------- */
 
 /* Sums, or averages, buf over all ranks, in place; every rank ends with the same bits. Collective.
  *
- * buf     (count) elements of dtype on the communicator's device, aligned to the element. May be null when
- * count is 0. dtype   GW_FLOAT32, or GW_BFLOAT16: converted to float32 and back around the reduction. spec
- * "fp32", "bf16[:round=nearest|stochastic]" or "fp8[:round=...]", each with
- *         ",schedule=auto|ring|tree|two_shot|hierarchical" and ",node_wire=same|fp32": the format on the
- * wire. Nothing is remembered between calls, so there is no error feedback: what is rounded away is gone.
- * "powersgd" needs a reducer. stream  see the top.
+ * buf     (count) elements of dtype on the communicator's device, aligned to the element. May be null when count
+ *         is 0.
+ * dtype   GW_FLOAT32, or GW_BFLOAT16: converted to float32 and back around the reduction.
+ * spec    "fp32", "bf16[:round=nearest|stochastic]" or "fp8[:round=...]", each with
+ *         ",schedule=auto|ring|tree|two_shot|hierarchical" and ",node_wire=same|fp32": the format on the wire. Nothing is remembered between
+ *         calls, so there is no error feedback: what is rounded away is gone. "powersgd" needs a reducer.
+ * stream  see the top.
  *
- * The program for a buffer is built at its first use and kept (the 64 used last): reuse buffers. Changing how
- * often a buffer is used costs nothing; a new one blocks the caller until work in flight is done. In a world
- * of 1, buf stays as it is.
+ * The program for a buffer is built at its first use and kept (the 64 used last): reuse buffers. Changing how often
+ * a buffer is used costs nothing; a new one blocks the caller until work in flight is done.
+ * In a world of 1, buf stays as it is.
  *
  * GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED, GW_DEVICE_FAILED, GW_NO_MEMORY. */
-GW_API gw_status gw_allreduce(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, gw_op op,
-                              const char* spec, void* stream);
+GW_API gw_status gw_allreduce(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, gw_op op, const char* spec,
+                              void* stream);
 
-/* ---- Reducers: a model's gradients, compressed with error feedback ----------------------------------------
- */
+/* ---- Reducers: a model's gradients, compressed with error feedback ---------------------------------------- */
 
 /* One gradient tensor. All elements of an array of these have the same `size`. */
 typedef struct gw_tensor {
@@ -153,7 +149,7 @@ typedef struct gw_tensor {
   int64_t rows;     /* PowerSGD sees a (rows, cols) matrix, row-major; a vector has cols == 1. */
   int64_t cols;     /* For more dimensions: rows = the first, cols = the product of the rest. 0 is legal. */
   gw_dtype dtype;   /* GW_FLOAT32 */
-  void* grad; /* (rows, cols) where the gradient is, for gw_reducer_ready(); may be null if that isn't used */
+  void* grad;       /* (rows, cols) where the gradient is, for gw_reducer_ready(); may be null if that isn't used */
 } gw_tensor;
 
 typedef struct gw_reducer_options {
@@ -174,30 +170,30 @@ typedef struct gw_reducer_options {
  * options    may be null: defaults.
  * reducer    out; to be given to gw_reducer_destroy().
  *
- * Allocates residuals (as large as the gradients) and factors on the communicator's device, now and not in
- * the step. GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED, GW_DEVICE_FAILED, GW_NO_MEMORY. */
-GW_API gw_status gw_reducer_create(gw_comm comm, const char* spec, const gw_tensor* tensors,
-                                   int32_t n_tensors, const gw_reducer_options* options, gw_reducer* reducer);
+ * Allocates residuals (as large as the gradients) and factors on the communicator's device, now and not in the step.
+ * GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED, GW_DEVICE_FAILED, GW_NO_MEMORY. */
+GW_API gw_status gw_reducer_create(gw_comm comm, const char* spec, const gw_tensor* tensors, int32_t n_tensors,
+                                   const gw_reducer_options* options, gw_reducer* reducer);
 
-/* Reduces all gradients, in place: what comes back is the mean (or sum) over ranks, the same bits on every
- * rank. Collective.
+/* Reduces all gradients, in place: what comes back is the mean (or sum) over ranks, the same bits on every rank.
+ * Collective.
  *
- * grads   (n_tensors) addresses, 4-byte aligned, null only for an empty tensor; or null for where they were
- * in the last call, or in gw_tensor.grad. A bucket whose tensors lie one directly behind the other in memory,
- * in the order of registration, is reduced where it is, without a copy; the tensors of any other bucket are
- * copied in and out. Addresses may change between steps; a change of an uncopied bucket blocks until work in
- * flight is done.
+ * grads   (n_tensors) addresses, 4-byte aligned, null only for an empty tensor; or null for where they were in the
+ *         last call, or in gw_tensor.grad.
+ *         A bucket whose tensors lie one directly behind the other in memory, in the order of registration, is
+ *         reduced where it is, without a copy; the tensors of any other bucket are copied in and out.
+ *         Addresses may change between steps; a change of an uncopied bucket blocks until work in flight is done.
  *
- * A gradient that is not finite shows in the result of its own tensor, on every rank; it reaches no other
- * tensor and no residual. GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED, GW_DEVICE_FAILED. */
+ * A gradient that is not finite shows in the result of its own tensor, on every rank; it reaches no other tensor and no
+ * residual. GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED, GW_DEVICE_FAILED. */
 GW_API gw_status gw_reducer_allreduce(gw_reducer reducer, void* const* grads, void* stream);
 
-/* The same overlapped with backward, on CUDA and on the host alike: gw_reducer_ready() for every tensor, in
- * any order, when its gradient is complete at this point of `stream`; then gw_reducer_wait(). The last tensor
- * of a bucket starts its reduction, behind those of the buckets before it; the call never waits for it. The
- * gradients are where gw_tensor.grad, or the last gw_reducer_allreduce(), said. On the host, write nothing to
- * a gradient between its ready() and wait(). GW_BAD_ARGUMENT: no such tensor, ready twice in a step, or its
- * address is unknown. */
+/* The same overlapped with backward, on CUDA and on the host alike: gw_reducer_ready() for every tensor, in any
+ * order, when its gradient is complete at this point of `stream`; then gw_reducer_wait(). The last tensor of a bucket
+ * starts its reduction, behind those of the buckets before it; the call never waits for it.
+ * The gradients are where gw_tensor.grad, or the last gw_reducer_allreduce(), said. On the host, write nothing to a
+ * gradient between its ready() and wait().
+ * GW_BAD_ARGUMENT: no such tensor, ready twice in a step, or its address is unknown. */
 GW_API gw_status gw_reducer_ready(gw_reducer reducer, int32_t tensor, void* stream);
 
 /* Ends the step: later work on `stream` sees the reduced gradients (on the host: they are there on return).
@@ -207,32 +203,31 @@ GW_API gw_status gw_reducer_wait(gw_reducer reducer, void* stream);
 
 /* Times and bytes of the last step, of this rank. */
 typedef struct gw_stats {
-  size_t size;              /* sizeof(gw_stats), set by the caller */
-  int64_t steps;            /* done so far, those before a loaded state included */
-  uint64_t wire_bytes;      /* sent in the last step, measured at the transport */
-  uint64_t dense_bytes;     /* what "fp32" with the same schedule would have sent */
-  double comm_ms;           /* sum over buckets of compression and communication */
-  double exposed_comm_ms;   /* how long the stream of the last wait stood still */
-  int64_t extra_bytes;      /* device memory held for residuals, factors and staging */
-  int32_t buckets;          /* 0 in a world of 1, where nothing is done */
-  int32_t buckets_in_place; /* reduced without a copy */
-  const char* description;  /* a line per bucket; valid until the reducer is destroyed */
+  size_t size;               /* sizeof(gw_stats), set by the caller */
+  int64_t steps;             /* done so far, those before a loaded state included */
+  uint64_t wire_bytes;       /* sent in the last step, measured at the transport */
+  uint64_t dense_bytes;      /* what "fp32" with the same schedule would have sent */
+  double comm_ms;            /* sum over buckets of compression and communication */
+  double exposed_comm_ms;    /* how long the stream of the last wait stood still */
+  int64_t extra_bytes;       /* device memory held for residuals, factors and staging */
+  int32_t buckets;           /* 0 in a world of 1, where nothing is done */
+  int32_t buckets_in_place;  /* reduced without a copy */
+  const char* description;   /* a line per bucket; valid until the reducer is destroyed */
 } gw_stats;
 
 /* On CUDA: GW_DEVICE_FAILED while the last step is not done; synchronize its stream first. */
 GW_API gw_status gw_reducer_stats(gw_reducer reducer, gw_stats* stats);
 
-/* A checkpoint of this rank's residuals and factors, and of the step count. With it loaded into a reducer
- * made with the same spec, tensors (in any order), options and rank of the same world, training goes on bit
- * for bit. Between steps only; waits for work in flight. Every rank saves and loads its own.
- * docs/state-format.md has the layout.
+/* A checkpoint of this rank's residuals and factors, and of the step count. With it loaded into a reducer made with
+ * the same spec, tensors (in any order), options and rank of the same world, training goes on bit for bit. Between
+ * steps only; waits for work in flight. Every rank saves and loads its own. docs/state-format.md has the layout.
  *
  * size: out, in bytes. */
 GW_API gw_status gw_reducer_state_size(gw_reducer reducer, size_t* size);
 /* Writes gw_reducer_state_size() bytes to host memory; `size` says how much room there is. */
 GW_API gw_status gw_reducer_state_save(gw_reducer reducer, void* state, size_t size);
-/* `state` is in host memory. GW_BAD_ARGUMENT for a state that is damaged, or of another spec, tensor, world
- * or rank: the text says which; the reducer is unchanged then. */
+/* `state` is in host memory. GW_BAD_ARGUMENT for a state that is damaged, or of another spec, tensor, world or rank:
+ * the text says which; the reducer is unchanged then. */
 GW_API gw_status gw_reducer_state_load(gw_reducer reducer, const void* state, size_t size);
 
 /* Waits for work in flight, then frees. Null is legal and does nothing. */
