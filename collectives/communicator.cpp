@@ -52,6 +52,10 @@ void Communicator::agree_on_ranks_per_node(int ranks_here) {
   }
   ranks_per_node_ = agreed ? ranks_here : 0;
 }
+const Stream& Communicator::transfers() {
+  if (!transfers_) transfers_ = Stream::create(device(), "transfers");
+  return transfers_;
+}
 uint64_t Communicator::bytes_sent() const {
   return transport_->bytes_sent();
 }

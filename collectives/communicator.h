@@ -43,6 +43,10 @@ class Communicator {
   void agree_on_ranks_per_node(int ranks_here);
   int ranks_per_node() const { return ranks_per_node_; }
 
+  // Where exchanges run that overlap with kernels, for everything that uses this communicator; made when it
+  // is first asked for.
+  const Stream& transfers();
+
   // Bytes this rank has sent so far, counted where they leave.
   uint64_t bytes_sent() const;
   // Makes every pending and later operation of every rank of the group fail with `reason`. Any thread may
@@ -58,6 +62,7 @@ class Communicator {
  private:
   std::unique_ptr<Transport> transport_;
   int ranks_per_node_ = 0;
+  Stream transfers_;  // last: destroyed first, before the transport that its tasks use
 };
 
 }  // namespace gradwire

@@ -37,6 +37,12 @@
 
 namespace gradwire {
 
+// The size of a slice unless somebody knows better. Measured with a bucket of 25 MB, 4 ranks on 2 cores. Links
+// with the delay of 10 Gb/s and 50 us: BF16 two-shot 31.8 ms in one piece, 28.4 ms in slices of 2 MiB, 28.3 of
+// 1 MiB, 28.9 of 512 KiB; ring 28.1, 26.2, 27.1, 26.9 ms. Gloo over loopback, where cores are all there is and
+// nothing can be gained: 24 ms in one piece, 23 to 31 in slices of 2 to 4 MiB, 30 to 42 of 512 KiB.
+inline constexpr int64_t kSliceBytes = 2 << 20;
+
 // Bytes that `count` values take on a wire.
 int64_t wire_bytes(Wire wire, int64_t count);
 
@@ -48,14 +54,14 @@ class Allreduce {
     bool exact_inside = false;   // fast links carry FP32 whatever `wire` is
     float scale = 1.0f;          // of the result: 1 / world for the mean
     Bf16Rounding rounding = {};  // its first_element is that of data[0]
+    // The compression spec that this is a part of. Ranks must agree on it, as on all of the above but the
+    // rounding's seed.
+    std::string spec = {};
     // Where exchanges run beside the kernels; empty: everything on the stream given to run(), in one slice.
     Stream transfers = {};
     // Messages larger than this are cut into slices of about this size, kMostSlices at most; 0: never.
     // Needs `transfers`.
     int64_t slice_bytes = 0;
-    // The compression spec that this is a part of. Ranks must agree on it, as on all of the above but the
-    // rounding's seed.
-    std::string spec = {};
   };
   static constexpr int kMostSlices = 16;
 

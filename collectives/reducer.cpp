@@ -72,10 +72,15 @@ class Reducer::Impl {
   }
 
   ~Impl() {
-    // Whatever is in flight uses memory that dies with this object.
-    try {
-      stream_.synchronize();
-    } catch (...) {
+    // Whatever is in flight uses memory that dies with this object. A stream that failed has left the other's
+    // work behind.
+    std::vector<Stream> busy = {stream_};
+    if (!buckets_.empty()) busy.push_back(comm_.transfers());
+    for (const Stream& stream : busy) {
+      try {
+        stream.synchronize();
+      } catch (...) {
+      }
     }
   }
 
@@ -260,6 +265,8 @@ class Reducer::Impl {
       context.transport = &comm_.transport();
       context.spec = spec_;
       context.stream = stream_;
+      context.transfers = comm_.transfers();
+      context.slice_bytes = options_.slice_bytes;
       for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
         const GradientTensor& t = tensors_[i];
         int64_t count = element_count(t), rows = t.shape.empty() ? 1 : t.shape[0];

@@ -40,6 +40,9 @@ struct ReducerOptions {
   // Elements; tensors begin at multiples of it in a bucket. 4 makes every gradient 16-byte aligned and leaves
   // little of the wire to gaps; 1 is the layout of frameworks that pack their buckets densely.
   int64_t alignment = 4;
+  // Messages are sent in slices of about this many bytes, so that adding up one slice overlaps with sending
+  // another; 0: never sliced. No bit depends on it.
+  int64_t slice_bytes = kSliceBytes;
   // Off: no flat buffer; adopt() says where the gradients are, before the first ready().
   bool own_gradients = true;
   // Where the reducer works; empty: on a stream of its own. Reducers that use one communicator at the same

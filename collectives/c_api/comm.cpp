@@ -34,9 +34,11 @@ ApiComm::ApiComm(std::unique_ptr<Communicator> c)
 }
 
 ApiComm::~ApiComm() {
-  try {
-    stream.synchronize();
-  } catch (...) {  // reported to whoever waited for the failed operation
+  for (const Stream& busy : {stream, communicator->transfers()}) {
+    try {
+      busy.synchronize();
+    } catch (...) {  // reported to whoever waited for the failed operation
+    }
   }
 }
 
@@ -89,7 +91,9 @@ ApiComm::Program& ApiComm::program_for(const Key& key) {
                          .scale = op == GW_AVG ? 1.0f / static_cast<float>(world) : 1.0f,
                          .rounding = {spec.rounding, static_cast<uint64_t>(communicator->rank()) + 1,
                                       step_.as<const uint64_t>(), 0},
-                         .spec = spec.to_string()});
+                         .spec = spec.to_string(),
+                         .transfers = communicator->transfers(),
+                         .slice_bytes = kSliceBytes});
   // From here on memory changes hands, which work in flight may use.
   stream.synchronize();
   if (programs_.size() >= kProgramsKept) {

@@ -30,6 +30,10 @@ struct BucketContext {
   CompressionSpec spec;
   Schedule schedule;
   Stream stream;  // for set-up work; a codec synchronizes it only in its constructor
+  // For exchanges that overlap with kernels, and how much of a message is to be sent at a time (see
+  // Allreduce::Options). In order with the exchanges of the stream given to run().
+  Stream transfers;
+  int64_t slice_bytes = 0;
   std::vector<BucketTensor> tensors;
   float* gradients = nullptr;      // the bucket; null when rebind() comes before the first run()
   int64_t elements = 0;            // of the bucket, gaps between tensors included

@@ -1,14 +1,15 @@
 // `powersgd`: rank-r approximation of each gradient matrix (Vogels et al., arXiv 1905.13727), one step of
 // subspace iteration per training step, with the residual kept locally.
 //
-// One step of a bucket, two collectives:
+// One step of a bucket, two collectives, the second perhaps in two halves:
 //   project        M = G + E (into E), P = M Q                      on this rank
 //   pack           dense tensors (vectors, small matrices) behind P
 //   allreduce 1    [P | dense], mean
 //   orthonormalize P; matrices that are not finite are flagged here, on every rank alike
 //   unpack         dense tensors are done
 //   back_project   Q = M^T P, E = M - P Q^T
-//   allreduce 2    Q, mean
+//   allreduce 2    Q, mean; in a large bucket for one half of the matrices while back_project does the other,
+//                  and for that while reconstruct does the first
 //   reconstruct    G = P Q^T
 //   orthonormalize Q, the start of the next step; a column that vanished is re-seeded
 //
@@ -86,14 +87,16 @@ class PowerSgdCodec final : public Codec {
         flags_(make_buffer<int32_t>(device_, matrices_.count())),
         p_allreduce_(*c.transport, c.schedule, p_.as<float>(), p_residual_.as<float>(),
                      plan_.p_elements + plan_.dense_elements, options(c, "P and dense tensors", 0)),
-        q_allreduce_(*c.transport, c.schedule, q_sum_.as<float>(), q_lost_.as<float>(), plan_.q_elements,
-                     options(c, "Q", uint64_t{1} << 62)) {
+        transfers_(c.transfers) {
+    make_halves(c);
     if (spec_.start > 0) {
       Allreduce::Options plain{.what = c.name + ", before PowerSGD starts",
                                .wire = Wire::fp32,
                                .scale = c.scale,
                                .rounding = {},
-                               .spec = c.spec.to_string()};
+                               .spec = c.spec.to_string(),
+                               .transfers = c.transfers,
+                               .slice_bytes = c.slice_bytes};
       before_start_.emplace(*c.transport, c.schedule, c.gradients, nullptr, c.elements, plain);
     }
     for (Buffer* b : {&residual_, &p_, &p_residual_, &q_, &q_sum_, &q_lost_, &flags_}) {
@@ -104,15 +107,17 @@ class PowerSgdCodec final : public Codec {
   }
 
   size_t workspace_bytes() const override {
-    return std::max({p_allreduce_.workspace_bytes(), q_allreduce_.workspace_bytes(),
-                     powersgd_workspace_bytes(device_, matrices_),
-                     before_start_ ? before_start_->workspace_bytes() : 0});
+    size_t bytes = powersgd_workspace_bytes(device_, matrices_);
+    for (const Half& half : halves_)
+      bytes = std::max(bytes, powersgd_workspace_bytes(device_, half.matrices));
+    return allreduce_bytes() + bytes;
   }
 
   void bind(void* workspace) override {
-    workspace_ = workspace;
+    // The passes over the matrices run beside allreduces; allreduces never beside each other.
+    workspace_ = static_cast<std::byte*>(workspace) + allreduce_bytes();
     p_allreduce_.bind(workspace);
-    q_allreduce_.bind(workspace);
+    for (Half& half : halves_) half.allreduce->bind(workspace);
     if (before_start_) before_start_->bind(workspace);
   }
 
@@ -156,23 +161,36 @@ class PowerSgdCodec final : public Codec {
                             .flags = flags_.as<int32_t>(),
                             .seed = spec_.seed,
                             .step = step_});
-    powersgd_back_project(stream, {.table = &matrices_,
-                                   .grad = gradients_,
-                                   .residual = residual_.as<float>(),
-                                   .p = p,
-                                   .q = q_sum,
-                                   .flags = flags_.as<const int32_t>(),
-                                   .workspace = workspace_});
     fill_zero(stream, q_lost_.data(), q_lost_.bytes());
-    q_allreduce_.run(stream);
+    const bool beside = halves_.size() > 1;
+    for (Half& half : halves_) {
+      powersgd_back_project(stream, {.table = &half.matrices,
+                                     .grad = gradients_,
+                                     .residual = residual_.as<float>(),
+                                     .p = p,
+                                     .q = q_sum,
+                                     .flags = flags_.as<const int32_t>() + half.first,
+                                     .workspace = workspace_});
+      if (!beside) {
+        half.allreduce->run(stream);
+        continue;
+      }
+      half.ready.record(stream);
+      transfers_.wait(half.ready);
+      half.allreduce->run(transfers_);
+      half.summed.record(transfers_);
+    }
     const bool put_back = lossy_ && residual_;
-    powersgd_reconstruct(stream, {.table = &matrices_,
-                                  .p = p,
-                                  .q = q_sum,
-                                  .grad = gradients_,
-                                  .flags = flags_.as<const int32_t>(),
-                                  .q_lost = put_back ? q_lost_.as<const float>() : nullptr,
-                                  .residual = put_back ? residual_.as<float>() : nullptr});
+    for (Half& half : halves_) {
+      if (beside) stream.wait(half.summed);
+      powersgd_reconstruct(stream, {.table = &half.matrices,
+                                    .p = p,
+                                    .q = q_sum,
+                                    .grad = gradients_,
+                                    .flags = flags_.as<const int32_t>() + half.first,
+                                    .q_lost = put_back ? q_lost_.as<const float>() : nullptr,
+                                    .residual = put_back ? residual_.as<float>() : nullptr});
+    }
     orthonormalize(stream, {.table = &matrices_,
                             .which = Factor::q,
                             .in = q_sum,
@@ -210,6 +228,52 @@ class PowerSgdCodec final : public Codec {
   }
 
  private:
+  // Matrices [first, first + matrices.count()) of the bucket, and the allreduce of their Q.
+  struct Half {
+    int first = 0;
+    MatrixTable matrices;
+    std::unique_ptr<Allreduce> allreduce;
+    Event ready, summed;  // Q, on this rank and over all
+  };
+
+  // One part, or two of about the same size where there is enough to overlap: a pass that reads a few slices.
+  void make_halves(const BucketContext& c) {
+    const auto& all = plan_.matrices;
+    auto add = [&](size_t begin, size_t end, const char* name) {
+      const int64_t q_begin = all[begin].q_offset;
+      const int64_t q_end = end < all.size() ? all[end].q_offset : plan_.q_elements;
+      Half& half = halves_.emplace_back();
+      half.first = static_cast<int>(begin);
+      half.matrices = MatrixTable(c.stream, {all.begin() + static_cast<std::ptrdiff_t>(begin),
+                                             all.begin() + static_cast<std::ptrdiff_t>(end)});
+      Allreduce::Options how = options(c, name, (uint64_t{1} << 62) + static_cast<uint64_t>(q_begin));
+      how.slice_bytes = 0;  // small, and already beside something
+      half.allreduce = std::make_unique<Allreduce>(*c.transport, c.schedule, q_sum_.as<float>() + q_begin,
+                                                   q_lost_ ? q_lost_.as<float>() + q_begin : nullptr,
+                                                   q_end - q_begin, how);
+      half.ready = Event::create(device_);
+      half.summed = Event::create(device_);
+    };
+    if (all.empty()) return;
+    size_t middle = 0;
+    for (int64_t before = 0; middle < all.size() && 2 * before < matrices_.elements(); ++middle) {
+      before += int64_t{all[middle].rows} * all[middle].cols;
+    }
+    if (!transfers_ || c.slice_bytes <= 0 || matrices_.elements() < c.slice_bytes || middle == all.size()) {
+      add(0, all.size(), "Q");
+    } else {
+      add(0, middle, "Q, first half");
+      add(middle, all.size(), "Q, second half");
+    }
+  }
+
+  size_t allreduce_bytes() const {
+    size_t bytes = p_allreduce_.workspace_bytes();
+    if (before_start_) bytes = std::max(bytes, before_start_->workspace_bytes());
+    for (const Half& half : halves_) bytes = std::max(bytes, half.allreduce->workspace_bytes());
+    return (bytes + 255) / 256 * 256;
+  }
+
   bool with_wire_residual() const { return lossy_ && spec_.error_feedback; }
 
   Allreduce::Options options(const BucketContext& c, const char* part, uint64_t first_element) const {
@@ -219,7 +283,9 @@ class PowerSgdCodec final : public Codec {
             .scale = c.scale,
             .rounding = {spec_.rounding, c.rounding_seed, c.step,
                          c.first_element + static_cast<int64_t>(first_element)},
-            .spec = c.spec.to_string()};
+            .spec = c.spec.to_string(),
+            .transfers = c.transfers,
+            .slice_bytes = c.slice_bytes};
   }
 
   // Orthonormalizing zeros re-seeds every column: random orthonormal Q, the same on every rank.
@@ -252,8 +318,10 @@ class PowerSgdCodec final : public Codec {
   Buffer q_sum_;       // this step's Q
   Buffer q_lost_;      // lossy wires only
   Buffer flags_;
-  Allreduce p_allreduce_, q_allreduce_;
+  Allreduce p_allreduce_;
+  std::vector<Half> halves_;  // none without matrices
   std::optional<Allreduce> before_start_;
+  Stream transfers_;
   void* workspace_ = nullptr;
 };
 

@@ -18,7 +18,9 @@ class WireCodec final : public Codec {
                     .exact_inside = c.spec.exact_inside,
                     .scale = c.scale,
                     .rounding = {c.spec.rounding, c.rounding_seed, c.step, c.first_element},
-                    .spec = c.spec.to_string()}) {
+                    .spec = c.spec.to_string(),
+                    .transfers = c.transfers,
+                    .slice_bytes = c.slice_bytes}) {
     fill_zero(c.stream, residual_.data(), residual_.bytes());
     c.stream.synchronize();
   }

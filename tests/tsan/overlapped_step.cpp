@@ -1,7 +1,8 @@
-// One overlapped training step on two ranks, for ThreadSanitizer. Built twice from this file: as it is, which must be
-// clean, and with GRADWIRE_PLANT_MISSING_WAIT, which removes the reducer's wait for "the gradients of this bucket are
-// written" and must be reported as a data race. The second proves that the first means something: host streams are
-// real threads, so a missing event wait is a race here just as it would be, silently, on a GPU.
+// Overlapped training steps on eight ranks, with transfers beside kernels, for ThreadSanitizer. Built twice
+// from this file: as it is, which must be clean, and with GRADWIRE_PLANT_MISSING_WAIT, which removes the
+// reducer's wait for "the gradients of this bucket are written" and must be reported as a data race. The
+// second proves that the first means something: host streams are real threads, so a missing event wait is a
+// race here just as it would be, silently, on a GPU.
 #include <cstdio>
 #include <thread>
 #include <vector>
@@ -10,8 +11,9 @@
 
 int main() {
   using namespace gradwire;
-  constexpr int kWorld = 2, kTensors = 4, kCount = 20'000, kSteps = 5;
-  auto group = Communicator::create_local({Device::host(), Device::host()}, std::chrono::seconds(60));
+  constexpr int kWorld = 8, kTensors = 4, kCount = 20'000, kSteps = 5;
+  auto group =
+      Communicator::create_local(std::vector<Device>(kWorld, Device::host()), std::chrono::seconds(60));
   std::vector<std::thread> ranks;
   bool right = true;
   for (int r = 0; r < kWorld; ++r) {
@@ -19,7 +21,8 @@ int main() {
       Stream compute = Stream::create(Device::host(), "compute");
       std::vector<GradientTensor> tensors;
       for (int t = 0; t < kTensors; ++t) tensors.push_back({"t" + std::to_string(t), {kCount}});
-      Reducer reducer(*group[r], CompressionSpec::parse("bf16"), tensors, {.bucket_bytes = 4 * kCount});
+      Reducer reducer(*group[r], CompressionSpec::parse("bf16"), tensors,
+                      {.bucket_bytes = 4 * kCount, .slice_bytes = 2000});
       for (int s = 0; s < kSteps; ++s) {
         for (int t = 0; t < kTensors; ++t) {
           float* gradient = reducer.gradient(t);
