@@ -64,6 +64,8 @@ class CollectiveRank::Program {
     context.rounding_seed = static_cast<uint64_t>(rank.comm_.rank()) + 1;
     context.step = step_.as<const uint64_t>();
     context.name = "the benchmark";
+    if (rank.settings_.slice_bytes > 0) context.transfers = rank.comm_.transfers();
+    context.slice_bytes = rank.settings_.slice_bytes;
     fp32_bytes_ =
         4.0 * static_cast<double>(elements_sent(context.schedule, rank.comm_.rank(), context.elements));
     codec_ = make_codec(context);

@@ -8,6 +8,7 @@
 
 #include "collectives/codec/spec.h"
 #include "collectives/communicator.h"
+#include "collectives/reducer.h"
 #include "collectives/schedule/schedule.h"
 
 namespace gradwire::bench {
@@ -21,6 +22,7 @@ struct CollectiveSettings {
   int warmup = 5, iterations = 20;
   bool check = true;
   int per_node = 0;  // of hierarchical schedules
+  int64_t slice_bytes = ReducerOptions{}.slice_bytes;
 };
 
 struct CollectiveResult {

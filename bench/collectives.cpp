@@ -32,6 +32,7 @@ struct Options {
   int ranks = 4, per_node = 0;
   std::string device = "host", rendezvous, json;
   double timeout_s = 60;
+  uint64_t slice_bytes = static_cast<uint64_t>(ReducerOptions{}.slice_bytes);
   bool no_peer = false, child = false;
 };
 
@@ -95,7 +96,8 @@ CollectiveSettings settings_of(const Options& o, int world) {
   return {.warmup = o.warmup,
           .iterations = o.iterations,
           .check = o.check != 0,
-          .per_node = per_node_of(o, world)};
+          .per_node = per_node_of(o, world),
+          .slice_bytes = static_cast<int64_t>(o.slice_bytes)};
 }
 
 void print_header() {
@@ -215,6 +217,7 @@ void run_gloo_processes(const Options& o, nlohmann::ordered_json& rows) {
   for (const std::string& text : o.schedules) arguments.push_back("--schedule=" + text);
   for (const std::string& text : o.compression) arguments.push_back("--compression=" + text);
   if (o.per_node > 0) arguments.push_back("--per-node=" + std::to_string(o.per_node));
+  arguments.push_back("--slice=" + std::to_string(o.slice_bytes));
   if (o.no_peer) arguments.push_back("--no-peer");
   arguments.push_back("--json=" + json);
   run_as_ranks(arguments, o.ranks);
@@ -297,6 +300,11 @@ void add_collectives(CLI::App& app, int& exit_code) {
       ->check(CLI::Range(1, 256));
   command->add_option("--per-node", o->per_node, "Ranks per node of hierarchical schedules")
       ->check(CLI::Range(1, 256));
+  command
+      ->add_option("--slice", o->slice_bytes,
+                   "Cut messages into slices of about this size, so that exchanges overlap with kernels; 0: "
+                   "no overlap")
+      ->transform(CLI::AsSizeValue(false));
   command->add_option("--device", o->device, "host or cuda, of local ranks");
   command->add_option("--rendezvous", o->rendezvous,
                       "Where launched ranks meet: tcp://host:port or file:///path (default: the launcher's)");

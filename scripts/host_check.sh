@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a machine without a GPU can tell about Gradwire's speed, in about five minutes; results into docs/results/.
+# What a machine without a GPU can tell about Gradwire's speed, in five to ten minutes; results into docs/results/.
 #
 #   make host-check                          builds, then runs this
 #   scripts/host_check.sh [OUTPUT FOLDER]    runs a build that is there
