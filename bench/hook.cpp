@@ -192,19 +192,19 @@ nlohmann::ordered_json measure(const Options& o, const CompressionSpec& spec, co
   std::unique_ptr<Path> path = make_path(spec, set, stream);
   std::string peer_name;
   if (peer != nullptr && Peer::has(spec)) peer_name = peer->prepare(spec);
-  std::vector<double> ours, theirs;
-  double copy_gbps = 0;
+  std::vector<double> ours, theirs, copies;  // before, halfway, after
   const int64_t like_powersgd = 24 * set.elements;
   for (int step = -kWarmUp; step < o.steps; ++step) {
     std::this_thread::sleep_for(kPause);
-    if (step == 0 || step == o.steps / 2)
-      copy_gbps = std::max(copy_gbps, device.copy_gbps(like_powersgd, true));
+    if (step == 0 || step == o.steps / 2) copies.push_back(device.copy_gbps(like_powersgd, true));
     double us = run_ours_us(*path, set, stream);
     if (step < 0) continue;
     ours.push_back(us);
     if (!peer_name.empty()) theirs.push_back(peer->run_ms() * 1e3);
   }
-  copy_gbps = std::max(copy_gbps, device.copy_gbps(like_powersgd, true));
+  copies.push_back(device.copy_gbps(like_powersgd, true));
+  std::sort(copies.begin(), copies.end());
+  const double copy_gbps = copies[copies.size() / 2];
   Timing our = summarize(ours), their = summarize(theirs);
   double floor_ms = path->floor_bytes() * static_cast<double>(set.elements) / copy_gbps / 1e6;
   nlohmann::ordered_json row = {{"spec", spec.to_string()},  {"device", device.device().name()},

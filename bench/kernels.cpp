@@ -80,15 +80,13 @@ bool too_long(const DeviceUnderTest& device, const Problem& problem) {
 
 nlohmann::ordered_json measure(DeviceUnderTest& device, const KernelCase& c, const Problem& problem,
                                int64_t size, bool cold) {
-  auto bytes = static_cast<int64_t>(problem.bytes);
-  double copy_before = device.copy_gbps(bytes, cold);
-  Timing timing = device.time(problem.launch, cold);
-  double gbps = problem.bytes / timing.min_us / 1e3;
-  double copy_gbps = std::max(copy_before, device.copy_gbps(bytes, cold));
+  auto [timing, copy_gbps] =
+      device.time_beside_copy(problem.launch, static_cast<int64_t>(problem.bytes), cold);
+  double gbps = problem.bytes / timing.median_us / 1e3;
   std::string rate = "-";
   nlohmann::ordered_json gflops = nullptr;
   if (problem.flops > 0) {
-    gflops = problem.flops / timing.min_us / 1e3;
+    gflops = problem.flops / timing.median_us / 1e3;
     rate = number(gflops.get<double>(), 1);
   }
   std::printf("%-42s %6s  %-18s %-5s %11s %11s %9s %7s %9s\n", title(c).c_str(), size_text(size).c_str(),

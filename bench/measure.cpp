@@ -5,10 +5,10 @@
 #endif
 
 #include <algorithm>
-#include <bit>
 #include <chrono>
 #include <cstring>
 #include <fstream>
+#include <numeric>
 
 #include "bench/copy_loops.h"
 #include "bench/text.h"
@@ -109,31 +109,50 @@ double DeviceUnderTest::time_once_us(const Work& work) const {
   return elapsed_ms(begin, end) * 1e3;
 }
 
-Timing DeviceUnderTest::time(const Work& work, bool cold) {
+std::vector<Timing> DeviceUnderTest::time(const std::vector<Work>& works, bool cold) {
   constexpr int kLeast = 3, kMost = 50;
   // Short work is repeated inside one measurement, so that clock and event resolution do not matter.
   constexpr double kLongEnoughUs = 100;
-  work(stream_);
-  stream_.synchronize();
-  int inner = 1;
-  if (!cold) {
-    double us = std::max(time_once_us(work), 0.1);
-    inner = static_cast<int>(std::clamp(kLongEnoughUs / us, 1.0, 1000.0));
-  }
-  std::vector<double> samples;
-  auto start = Clock::now();
-  while (static_cast<int>(samples.size()) < kLeast ||
-         (us_since(start) < budget_ms_ * 1e3 && static_cast<int>(samples.size()) < kMost)) {
+  struct Samples {
+    int inner = 1;
+    std::vector<double> us;
+  };
+  std::vector<Samples> samples(works.size());
+  auto warm_up = [&](size_t i) {
+    works[i](stream_);
+    stream_.synchronize();
+    if (cold) return;
+    double us = std::max(time_once_us(works[i]), 0.1);
+    samples[i].inner = static_cast<int>(std::clamp(kLongEnoughUs / us, 1.0, 1000.0));
+  };
+  auto sample = [&](size_t i) {
     if (cold) flush();
-    samples.push_back(time_once_us([&](const Stream& s) {
-                        for (int i = 0; i < inner; ++i) work(s);
-                      }) /
-                      inner);
+    const int inner = samples[i].inner;
+    samples[i].us.push_back(time_once_us([&](const Stream& s) {
+                              for (int k = 0; k < inner; ++k) works[i](s);
+                            }) /
+                            inner);
+  };
+  auto repeat = [&](const std::vector<size_t>& turn, double budget_ms) {
+    for (size_t i : turn) warm_up(i);
+    auto start = Clock::now();
+    for (int n = 0; n < kLeast || (us_since(start) < budget_ms * 1e3 && n < kMost); ++n) {
+      for (size_t i : turn) sample(i);
+    }
+  };
+  std::vector<size_t> all(works.size());
+  std::iota(all.begin(), all.end(), size_t{0});
+  if (cold) {
+    repeat(all, budget_ms_ * static_cast<double>(works.size()));
+  } else {
+    for (size_t i : all) repeat({i}, budget_ms_);  // in turns they would empty each other's caches
   }
-  return summarize(std::move(samples));
+  std::vector<Timing> timings;
+  for (Samples& s : samples) timings.push_back(summarize(std::move(s.us)));
+  return timings;
 }
 
-std::vector<DeviceUnderTest::CopyWay> DeviceUnderTest::measure_copies(int64_t each, bool cold) {
+std::vector<DeviceUnderTest::CopyWay> DeviceUnderTest::copy_ways(int64_t each) {
   if (static_cast<int64_t>(copy_to_.bytes()) < each) {
     for (Buffer* buffer : {&copy_from_, &copy_to_}) {
       *buffer = Buffer(device_, static_cast<size_t>(each));
@@ -141,35 +160,45 @@ std::vector<DeviceUnderTest::CopyWay> DeviceUnderTest::measure_copies(int64_t ea
     }
   }
   void *from = copy_from_.data(), *to = copy_to_.data();
-  std::vector<std::pair<const char*, Work>> ways;
+  std::vector<CopyWay> ways;
   if (device_.is_host()) {
     for (CopyLoop loop : copy_loops()) {
-      ways.emplace_back(loop.name, [=](const Stream&) { copy_in_parallel(loop, to, from, each); });
+      ways.push_back({loop.name, [=](const Stream&) { copy_in_parallel(loop, to, from, each); }});
     }
   } else {
-    ways.emplace_back("cudaMemcpyAsync",
-                      [=](const Stream& s) { copy(s, to, from, static_cast<size_t>(each)); });
+    ways.push_back(
+        {"cudaMemcpyAsync", [=](const Stream& s) { copy(s, to, from, static_cast<size_t>(each)); }});
   }
-  std::vector<CopyWay> measured;
-  for (const auto& [name, work] : ways) {
-    measured.push_back({name, 2.0 * static_cast<double>(each) / time(work, cold).min_us / 1e3});
+  return ways;
+}
+
+BesideCopy DeviceUnderTest::time_beside_copy(const Work& work, int64_t bytes, bool cold) {
+  // Beyond the caches nothing changes any more; below a page the clock rules.
+  const int64_t each = std::clamp<int64_t>(bytes / 2 / 64 * 64, 4096, large_copy_bytes());
+  std::vector<Work> works = {work};
+  for (CopyWay& way : copy_ways(each)) works.push_back(std::move(way.work));
+  std::vector<Timing> timings = time(works, cold);
+  BesideCopy result{timings[0], 0};
+  for (size_t i = 1; i < timings.size(); ++i) {
+    result.copy_gbps =
+        std::max(result.copy_gbps, 2.0 * static_cast<double>(each) / timings[i].median_us / 1e3);
   }
-  return measured;
+  return result;
 }
 
 double DeviceUnderTest::copy_gbps(int64_t bytes, bool cold) {
-  // Beyond the caches nothing changes any more; below a page the clock rules.
-  int64_t each = std::clamp<int64_t>(static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(bytes))) / 2,
-                                     4096, large_copy_bytes());
-  double best = 0;
-  for (const CopyWay& way : measure_copies(each, cold)) best = std::max(best, way.gbps);
-  return best;
+  return time_beside_copy([](const Stream&) {}, bytes, cold).copy_gbps;
 }
 
 std::string DeviceUnderTest::describe_copies() {
+  std::vector<CopyWay> ways = copy_ways(large_copy_bytes());
+  std::vector<Work> works;
+  for (const CopyWay& way : ways) works.push_back(way.work);
+  std::vector<Timing> timings = time(works, true);
   std::string text;
-  for (const CopyWay& way : measure_copies(large_copy_bytes(), true)) {
-    text += (text.empty() ? "" : ", ") + std::string(way.name) + " " + number(way.gbps, 1);
+  for (size_t i = 0; i < ways.size(); ++i) {
+    double gbps = 2.0 * static_cast<double>(large_copy_bytes()) / timings[i].median_us / 1e3;
+    text += (i == 0 ? "" : ", ") + std::string(ways[i].name) + " " + number(gbps, 1);
   }
   return text;
 }

@@ -24,6 +24,11 @@ Timing summarize(std::vector<double> samples_us);
 
 using Work = std::function<void(const Stream&)>;
 
+struct BesideCopy {
+  Timing work;
+  double copy_gbps = 0;  // by the median, counting read and written bytes
+};
+
 class DeviceUnderTest {
  public:
   // Measurements take about `budget_ms` each.
@@ -40,13 +45,14 @@ class DeviceUnderTest {
 
   // One launch, not counting what it takes to enqueue it on a GPU.
   double time_once_us(const Work& work) const;
-  // Repeats as long as the budget lasts, between 3 and 50 times.
-  Timing time(const Work& work, bool cold);
+  // Repeats each as long as the budget lasts, between 3 and 50 times: cold work in turns, so that a change in
+  // the machine's speed meets all alike; warm work one after the other.
+  std::vector<Timing> time(const std::vector<Work>& works, bool cold);
 
-  // The best rate at which this device copies a buffer now, when read and written bytes together are about
-  // `bytes`, counting both. To be called right before or after what it is compared with: on a shared machine
-  // bandwidth changes from one minute to the next. Host: the best of bench/copy_loops.h; CUDA:
-  // cudaMemcpyAsync.
+  // Times `work` beside copies of a buffer, read and written bytes together about `bytes`. Host: the best of
+  // bench/copy_loops.h; CUDA: cudaMemcpyAsync.
+  BesideCopy time_beside_copy(const Work& work, int64_t bytes, bool cold);
+  // The copies alone.
   double copy_gbps(int64_t bytes, bool cold);
   // How fast each way of copying is for a buffer that no cache holds, e.g. "memcpy 33.0, vector stores 29.5".
   std::string describe_copies();
@@ -54,11 +60,11 @@ class DeviceUnderTest {
  private:
   struct CopyWay {
     const char* name;
-    double gbps;
+    Work work;
   };
   void flush();
   int64_t large_copy_bytes() const { return std::max<int64_t>(int64_t{256} << 20, flush_bytes_); }
-  std::vector<CopyWay> measure_copies(int64_t each, bool cold);
+  std::vector<CopyWay> copy_ways(int64_t each);
 
   Device device_;
   double budget_ms_;
