@@ -12,6 +12,7 @@ std::vector<std::unique_ptr<Communicator>> Communicator::create_local(const std:
   std::vector<std::unique_ptr<Communicator>> communicators;
   for (auto& transport : make_local_transports(devices, timeout)) {
     communicators.push_back(std::make_unique<Communicator>(std::move(transport)));
+    communicators.back()->set_link_costs({});
   }
   return communicators;
 }
@@ -51,6 +52,10 @@ void Communicator::agree_on_ranks_per_node(int ranks_here) {
     agreed = agreed && theirs[0] == ranks_here;
   }
   ranks_per_node_ = agreed ? ranks_here : 0;
+}
+const LinkCosts& Communicator::link_costs(const Stream& stream) {
+  if (!link_costs_) link_costs_ = measure_link_costs(*transport_, stream, ranks_per_node_);
+  return *link_costs_;
 }
 const Stream& Communicator::transfers() {
   if (!transfers_) transfers_ = Stream::create(device(), "transfers");

@@ -4,9 +4,11 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "collectives/link_costs.h"
 #include "kernels/device.h"
 
 namespace gradwire {
@@ -43,6 +45,12 @@ class Communicator {
   void agree_on_ranks_per_node(int ranks_here);
   int ranks_per_node() const { return ranks_per_node_; }
 
+  // What schedule=auto decides by: measured when it is first asked for (collective then, and blocks; the
+  // exchanges run on `stream`), unless it was set. Groups in one process start with LinkCosts' defaults
+  // instead, so that a run gives the same bits each time.
+  const LinkCosts& link_costs(const Stream& stream);
+  void set_link_costs(const LinkCosts& costs) { link_costs_ = costs; }
+
   // Where exchanges run that overlap with kernels, for everything that uses this communicator; made when it
   // is first asked for.
   const Stream& transfers();
@@ -62,6 +70,7 @@ class Communicator {
  private:
   std::unique_ptr<Transport> transport_;
   int ranks_per_node_ = 0;
+  std::optional<LinkCosts> link_costs_;
   Stream transfers_;  // last: destroyed first, before the transport that its tasks use
 };
 

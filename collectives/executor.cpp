@@ -8,17 +8,6 @@
 #include "kernels/error.h"
 
 namespace gradwire {
-namespace {
-
-// How many slices bring the schedule's largest message down to slice_bytes.
-int slices_for(const Schedule& schedule, int64_t count, const Allreduce::Options& options) {
-  if (!options.transfers || options.slice_bytes <= 0 || schedule.num_rounds() == 0) return 1;
-  const int64_t bytes = wire_bytes(options.wire, (count + schedule.chunks - 1) / schedule.chunks);
-  const int64_t slices = (bytes + options.slice_bytes - 1) / options.slice_bytes;
-  return static_cast<int>(std::clamp<int64_t>(slices, 1, Allreduce::kMostSlices));
-}
-
-}  // namespace
 
 int64_t wire_bytes(Wire wire, int64_t count) {
   switch (wire) {
@@ -37,7 +26,7 @@ Allreduce::Allreduce(Transport& transport, const Schedule& schedule, float* data
     : transport_(transport),
       options_(std::move(options)),
       count_(count),
-      slices_(slices_for(schedule, count, options_)),
+      slices_(options_.transfers ? slices_for(schedule, count, options_.wire, options_.slice_bytes) : 1),
       schedule_(slices_ > 1 ? pipelined(schedule, slices_) : schedule),
       call_(describe()),
       data_(data),
@@ -53,6 +42,12 @@ Allreduce::Allreduce(Transport& transport, const Schedule& schedule, float* data
     for (int k = 0; k < schedule_.num_rounds(); ++k)
       exchange_done_.push_back(Event::create(transport.device()));
   }
+}
+
+int Allreduce::slices_for(const Schedule& schedule, int64_t count, Wire wire, int64_t slice_bytes) {
+  if (slice_bytes <= 0 || schedule.num_rounds() == 0) return 1;
+  const int64_t bytes = wire_bytes(wire, (count + schedule.chunks - 1) / schedule.chunks);
+  return static_cast<int>(std::clamp<int64_t>((bytes + slice_bytes - 1) / slice_bytes, 1, kMostSlices));
 }
 
 void Allreduce::bind(void* workspace) {

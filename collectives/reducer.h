@@ -112,8 +112,10 @@ class Reducer {
   // are the same for the same tensors, spec, options and world.
   std::vector<CodecState> state() const;
   int buckets() const;
-  // The schedule in use, e.g. "two_shot"; "none" in a world of 1.
+  // The schedule in use, e.g. "two_shot", or "two_shot+ring" when allreduces differ; "none" in a world of 1.
   std::string schedule() const;
+  // Why: what schedule=auto predicted for the largest bucket, and from which link costs.
+  std::string schedule_reason() const;
   ReducerMemory memory() const;
   int64_t extra_bytes() const { return memory().total(); }
   // One line per bucket: tensors, bytes, how each is compressed, schedule and why.

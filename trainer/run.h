@@ -17,6 +17,7 @@ struct RunInfo {
   int64_t tensors = 0;
   int buckets = 0;                  // 0 in a world of 1
   std::string schedule;             // the one in use: "ring", "two_shot", ...; "none" in a world of 1
+  std::string schedule_reason;      // Reducer::schedule_reason()
   std::string reducer;              // Reducer::describe()
   int64_t reducer_extra_bytes = 0;  // device memory per rank for residuals, factors and staging
 };

@@ -7,6 +7,7 @@
 
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/handles.h"
+#include "collectives/planner.h"
 #include "kernels/bf16.h"
 
 namespace gradwire::c_api {
@@ -74,6 +75,9 @@ ApiComm::Program& ApiComm::program_for(const Key& key) {
                    "' keeps state between steps, which gw_allreduce has not; use a reducer, or fp32 or bf16");
   }
   const int world = communicator->world();
+  const bool measure = spec.schedule == ScheduleKind::automatic && world > 2;
+  const SchedulePlanner plan(spec, world, communicator->ranks_per_node(),
+                             measure ? communicator->link_costs(stream) : LinkCosts{}, kSliceBytes);
   Program program;
   float* data = static_cast<float*>(buf);
   if (dtype == GW_BFLOAT16) {
@@ -81,10 +85,7 @@ ApiComm::Program& ApiComm::program_for(const Key& key) {
     data = program.staging.as<float>();
   }
   program.allreduce = std::make_unique<Allreduce>(
-      communicator->transport(),
-      make_schedule(spec.schedule, world, spec.wire, nullptr,
-                    {.nodes = 0, .per_node = communicator->ranks_per_node()}),
-      data, nullptr, count,
+      communicator->transport(), plan.choose(count, spec.wire).schedule, data, nullptr, count,
       Allreduce::Options{.what = "gw_allreduce",
                          .wire = spec.wire,
                          .exact_inside = spec.exact_inside,

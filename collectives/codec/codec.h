@@ -11,6 +11,7 @@
 
 #include "collectives/codec/spec.h"
 #include "collectives/executor.h"
+#include "collectives/planner.h"
 #include "collectives/schedule/schedule.h"
 #include "collectives/transport/transport.h"
 
@@ -28,7 +29,9 @@ struct BucketTensor {
 struct BucketContext {
   Transport* transport = nullptr;
   CompressionSpec spec;
-  Schedule schedule;
+  Schedule schedule;  // of every allreduce, unless there is a planner, who outlives this context only
+  const SchedulePlanner* planner = nullptr;
+  SchedulePlanner::Choice choose(int64_t count, Wire wire) const;
   Stream stream;  // for set-up work; a codec synchronizes it only in its constructor
   // For exchanges that overlap with kernels, and how much of a message is to be sent at a time (see
   // Allreduce::Options). In order with the exchanges of the stream given to run().
@@ -42,6 +45,13 @@ struct BucketContext {
   uint64_t rounding_seed = 0;      // differs between ranks
   const uint64_t* step = nullptr;  // steps done so far, in device memory
   std::string name;                // for error texts
+};
+
+// An allreduce that a codec does in each step, and its schedule.
+struct PlannedAllreduce {
+  std::string what;  // "" when it is the only one
+  ScheduleKind schedule = ScheduleKind::ring;
+  std::string reason;
 };
 
 // Device memory that outlives a step: what a checkpoint must hold.
@@ -69,6 +79,7 @@ class Codec {
   virtual std::vector<CodecState> state() = 0;
   virtual int64_t state_bytes() const = 0;  // device memory beyond gradients and workspace
   virtual std::string describe() const = 0;
+  virtual std::vector<PlannedAllreduce> plan() const = 0;
 };
 
 std::unique_ptr<Codec> make_codec(const BucketContext& context);

@@ -85,7 +85,8 @@ class PowerSgdCodec final : public Codec {
         q_sum_(make_buffer<float>(device_, plan_.q_elements)),
         q_lost_(make_buffer<float>(device_, with_wire_residual() ? plan_.q_elements : 0)),
         flags_(make_buffer<int32_t>(device_, matrices_.count())),
-        p_allreduce_(*c.transport, c.schedule, p_.as<float>(), p_residual_.as<float>(),
+        p_choice_(c.choose(plan_.p_elements + plan_.dense_elements, c.spec.wire)),
+        p_allreduce_(*c.transport, p_choice_.schedule, p_.as<float>(), p_residual_.as<float>(),
                      plan_.p_elements + plan_.dense_elements, options(c, "P and dense tensors", 0)),
         transfers_(c.transfers) {
     make_halves(c);
@@ -97,7 +98,8 @@ class PowerSgdCodec final : public Codec {
                                .spec = c.spec.to_string(),
                                .transfers = c.transfers,
                                .slice_bytes = c.slice_bytes};
-      before_start_.emplace(*c.transport, c.schedule, c.gradients, nullptr, c.elements, plain);
+      before_start_.emplace(*c.transport, c.choose(c.elements, Wire::fp32).schedule, c.gradients, nullptr,
+                            c.elements, plain);
     }
     for (Buffer* b : {&residual_, &p_, &p_residual_, &q_, &q_sum_, &q_lost_, &flags_}) {
       fill_zero(c.stream, b->data(), b->bytes());
@@ -227,11 +229,22 @@ class PowerSgdCodec final : public Codec {
            "; wire " + name(spec_.wire) + (spec_.error_feedback ? ", error feedback" : "");
   }
 
+  std::vector<PlannedAllreduce> plan() const override {
+    std::vector<PlannedAllreduce> all;
+    if (plan_.p_elements + plan_.dense_elements > 0) {
+      all.push_back(
+          {halves_.empty() ? "" : "P and dense tensors", p_choice_.schedule.kind, p_choice_.reason});
+    }
+    if (!halves_.empty()) all.push_back({"Q", halves_[0].choice.schedule.kind, halves_[0].choice.reason});
+    return all;
+  }
+
  private:
   // Matrices [first, first + matrices.count()) of the bucket, and the allreduce of their Q.
   struct Half {
     int first = 0;
     MatrixTable matrices;
+    SchedulePlanner::Choice choice;
     std::unique_ptr<Allreduce> allreduce;
     Event ready, summed;  // Q, on this rank and over all
   };
@@ -248,9 +261,10 @@ class PowerSgdCodec final : public Codec {
                                              all.begin() + static_cast<std::ptrdiff_t>(end)});
       Allreduce::Options how = options(c, name, (uint64_t{1} << 62) + static_cast<uint64_t>(q_begin));
       how.slice_bytes = 0;  // small, and already beside something
-      half.allreduce = std::make_unique<Allreduce>(*c.transport, c.schedule, q_sum_.as<float>() + q_begin,
-                                                   q_lost_ ? q_lost_.as<float>() + q_begin : nullptr,
-                                                   q_end - q_begin, how);
+      half.choice = c.choose(q_end - q_begin, c.spec.wire);
+      half.allreduce = std::make_unique<Allreduce>(
+          *c.transport, half.choice.schedule, q_sum_.as<float>() + q_begin,
+          q_lost_ ? q_lost_.as<float>() + q_begin : nullptr, q_end - q_begin, how);
       half.ready = Event::create(device_);
       half.summed = Event::create(device_);
     };
@@ -318,6 +332,7 @@ class PowerSgdCodec final : public Codec {
   Buffer q_sum_;       // this step's Q
   Buffer q_lost_;      // lossy wires only
   Buffer flags_;
+  SchedulePlanner::Choice p_choice_;
   Allreduce p_allreduce_;
   std::vector<Half> halves_;  // none without matrices
   std::optional<Allreduce> before_start_;

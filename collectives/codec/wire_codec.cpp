@@ -12,7 +12,8 @@ class WireCodec final : public Codec {
         elements_(c.elements),
         first_element_(c.first_element),
         name_(name(c.spec.wire)),
-        allreduce_(*c.transport, c.schedule, c.gradients, residual_.as<float>(), c.elements,
+        choice_(c.choose(c.elements, c.spec.wire)),
+        allreduce_(*c.transport, choice_.schedule, c.gradients, residual_.as<float>(), c.elements,
                    {.what = c.name,
                     .wire = c.spec.wire,
                     .exact_inside = c.spec.exact_inside,
@@ -36,15 +37,25 @@ class WireCodec final : public Codec {
   int64_t state_bytes() const override { return static_cast<int64_t>(residual_.bytes()); }
   std::string describe() const override { return name_ + (with_residual_ ? " with error feedback" : ""); }
 
+  std::vector<PlannedAllreduce> plan() const override {
+    return {{"", choice_.schedule.kind, choice_.reason}};
+  }
+
  private:
   bool with_residual_;
   Buffer residual_;
   int64_t elements_, first_element_;
   std::string name_;
+  SchedulePlanner::Choice choice_;
   Allreduce allreduce_;
 };
 
 }  // namespace
+
+SchedulePlanner::Choice BucketContext::choose(int64_t count, Wire wire) const {
+  return planner != nullptr ? planner->choose(count, wire)
+                            : SchedulePlanner::Choice{schedule, "asked for", 0};
+}
 
 std::unique_ptr<Codec> make_wire_codec(const BucketContext& context) {
   return std::make_unique<WireCodec>(context);

@@ -82,6 +82,8 @@ void Console::on_run(const RunInfo& info) {
                                  : format("%d bucket%s, schedule %s", info.buckets,
                                           info.buckets == 1 ? "" : "s", info.schedule.c_str())
                                        .c_str()));
+  if (info.buckets > 0 && config_.compression.schedule == ScheduleKind::automatic)
+    print("Schedule: " + info.schedule_reason);
   start_ = Clock::now();
 }
 

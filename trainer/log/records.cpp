@@ -66,6 +66,7 @@ std::string run_record(const TrainConfig& config, const DataSplits& data, const 
   json["tensors"] = info.tensors;
   json["buckets"] = info.buckets;
   json["schedule"] = info.schedule;
+  json["schedule_reason"] = info.schedule_reason;
   json["reducer_extra_bytes"] = info.reducer_extra_bytes;
   return line(json);
 }

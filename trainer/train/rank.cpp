@@ -91,6 +91,7 @@ void RankTrainer::announce() {
                            .tensors = reducer_.tensors(),
                            .buckets = reducer_.buckets(),
                            .schedule = reducer_.schedule(),
+                           .schedule_reason = reducer_.schedule_reason(),
                            .reducer = reducer_.describe(),
                            .reducer_extra_bytes = reducer_.extra_bytes()});
 }

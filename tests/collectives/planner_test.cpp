@@ -1,0 +1,153 @@
+// schedule=auto: what it chooses from given link costs, that every rank chooses alike, and that it says why.
+#include "collectives/planner.h"
+
+#include <gtest/gtest.h>
+
+#include "collectives/executor.h"
+#include "collectives/reducer.h"
+#include "kernels/error.h"
+#include "tests/collectives/group.h"
+
+namespace gradwire {
+namespace {
+
+using Pattern = LinkCosts::Pattern;
+
+SchedulePlanner::Choice choose(const std::string& spec, int world, int per_node, const LinkCosts& costs,
+                               int64_t count, Wire wire) {
+  return SchedulePlanner(CompressionSpec::parse(spec), world, per_node, costs, kSliceBytes)
+      .choose(count, wire);
+}
+ScheduleKind chosen(const std::string& spec, int world, int per_node, const LinkCosts& costs, int64_t count,
+                    Wire wire) {
+  return choose(spec, world, per_node, costs, count, wire).schedule.kind;
+}
+
+LinkCosts same_everywhere(Pattern pattern) {
+  return {pattern, pattern, pattern, pattern, true};
+}
+
+constexpr int64_t kLittle = 1000, kMuch = 25'000'000 / 4;
+
+TEST(Planner, TwoShotWhereLinksAreAlike) {
+  for (int world : {3, 4, 8, 64}) {
+    for (Wire wire : {Wire::fp32, Wire::bf16}) {
+      for (int64_t count : {int64_t{0}, kLittle, kMuch}) {
+        for (Pattern p : {Pattern{5, 50'000}, Pattern{50, 125}, Pattern{2000, 1000}}) {
+          EXPECT_EQ(chosen("bf16", world, 0, same_everywhere(p), count, wire), ScheduleKind::two_shot)
+              << world << " " << count;
+        }
+      }
+    }
+  }
+}
+
+// A network that is oversubscribed gives much less to all pairs at once than to neighbours.
+TEST(Planner, RingWhereManyPairsAtOnceAreSlow) {
+  LinkCosts costs = same_everywhere({50, 1000});
+  costs.all_pairs = {50, 250};
+  EXPECT_EQ(chosen("fp32", 8, 0, costs, kMuch, Wire::fp32), ScheduleKind::ring);
+  EXPECT_EQ(chosen("fp32", 8, 0, costs, kLittle, Wire::fp32), ScheduleKind::two_shot);
+}
+
+// A switch on which each message of many costs its own latency; and little data.
+TEST(Planner, TreeWhereManyMessagesAreSlowAndBytesAreFew) {
+  LinkCosts costs = same_everywhere({20, 4000});
+  costs.all_pairs = {20 * 63, 4000};
+  EXPECT_EQ(chosen("fp32", 64, 0, costs, kLittle, Wire::fp32), ScheduleKind::tree);
+}
+
+TEST(Planner, HierarchicalWhereNodesAreKnownAndSlowLinksAreShared) {
+  LinkCosts costs;
+  costs.measured = true;
+  costs.inside = {10, 20'000};
+  costs.between = {50, 1000};
+  costs.all_pairs = {200, 600};
+  costs.neighbour = {50, 1000};
+  EXPECT_EQ(chosen("bf16", 16, 4, costs, kMuch, Wire::bf16), ScheduleKind::hierarchical);
+  // Unknown nodes, nodes of one rank, a single node: nothing to be hierarchical about.
+  for (int per_node : {0, 1, 16}) {
+    EXPECT_NE(chosen("bf16", 16, per_node, costs, kMuch, Wire::bf16), ScheduleKind::hierarchical);
+  }
+}
+
+// The same links: a ring is faster by a half, but rounds 16 times. FP32 takes it, a wire that rounds does
+// not.
+TEST(Planner, ErrorIsWeighed) {
+  LinkCosts costs = same_everywhere({1, 1000});
+  costs.all_pairs = {1, 500};
+  EXPECT_EQ(chosen("fp32", 16, 0, costs, kMuch, Wire::fp32), ScheduleKind::ring);
+  auto lossy = choose("bf16", 16, 0, costs, kMuch, Wire::bf16);
+  EXPECT_EQ(lossy.schedule.kind, ScheduleKind::two_shot);
+  EXPECT_NE(lossy.reason.find("2 lossy steps; ring is faster but has 16"), std::string::npos) << lossy.reason;
+  // Not at any price.
+  costs.all_pairs = {1, 100};
+  EXPECT_NE(chosen("bf16", 16, 0, costs, kMuch, Wire::bf16), ScheduleKind::two_shot);
+}
+
+TEST(Planner, NoiseChangesNothing) {
+  for (double noise : {0.9, 1.0, 1.1}) {
+    LinkCosts costs = same_everywhere({50, 1000});
+    costs.all_pairs = {50 * noise, 1000 / noise};
+    EXPECT_EQ(chosen("fp32", 4, 0, costs, kMuch, Wire::fp32), ScheduleKind::two_shot);
+  }
+}
+
+TEST(Planner, SaysWhyAndServesEveryWorld) {
+  auto choice = choose("fp32", 4, 0, same_everywhere({100, 1000}), 1'000'000, Wire::fp32);
+  // Two rounds of 100 us, and 6 MB (2 * 3/4 of 4 MB) at 1 GB/s.
+  EXPECT_NEAR(choice.predicted_us, 6200, 1);
+  EXPECT_TRUE(choice.reason.starts_with("fastest: 6.2 ms predicted, ring 6.6 ms, tree ")) << choice.reason;
+  EXPECT_EQ(choose("fp32:schedule=tree", 4, 0, {}, 100, Wire::fp32).reason, "asked for");
+  EXPECT_EQ(chosen("fp32", 100, 0, {}, kMuch, Wire::fp32), ScheduleKind::ring);  // too many for a two-shot
+  EXPECT_EQ(chosen("fp32", 2, 0, {}, kMuch, Wire::fp32), ScheduleKind::two_shot);
+  EXPECT_EQ(choose("fp32", 1, 0, {}, kMuch, Wire::fp32).reason, "a world of 1");
+  EXPECT_THROW(choose("fp32:schedule=hierarchical", 4, 0, {}, 1, Wire::fp32), BadInput);
+}
+
+TEST(Planner, EveryRankMeasuresTheSameNumbers) {
+  for (int per_node : {0, 2}) {
+    std::vector<LinkCosts> costs(4);
+    testing::run_ranks(4, Device::host(), [&](Communicator& comm) {
+      Stream stream = Stream::create(comm.device(), "test");
+      costs[comm.rank()] = measure_link_costs(comm.transport(), stream, per_node);
+    });
+    for (const LinkCosts& c : costs) {
+      EXPECT_EQ(c, costs[0]);
+      EXPECT_TRUE(c.measured);
+      for (const Pattern& p : {c.neighbour, c.all_pairs, c.inside, c.between}) {
+        EXPECT_GT(p.latency_us, 0);
+        EXPECT_GT(p.bytes_per_us, 0);
+      }
+      EXPECT_EQ(c.inside == c.all_pairs, per_node == 0);
+    }
+  }
+}
+
+// Each allreduce by its own size; the reducer tells what was chosen, and from what.
+TEST(Planner, AReducerChoosesForEachAllreduce) {
+  LinkCosts costs = same_everywhere({20, 4000});
+  costs.all_pairs = {300, 4000};  // many messages: for large buckets only
+  costs.measured = true;
+  testing::run_ranks(8, Device::host(), [&](Communicator& comm) {
+    comm.set_link_costs(costs);
+    Reducer reducer(comm, CompressionSpec::parse("fp32"), {{"small", {4, 1}}, {"large", {1 << 20}}},
+                    {.bucket_bytes = 1});
+    EXPECT_EQ(reducer.schedule(), "tree+two_shot");
+    EXPECT_NE(reducer.schedule_reason().find(
+                  "schedule two_shot (2.44 ms predicted, within 20 % of the fastest, ring"),
+              std::string::npos)
+        << reducer.schedule_reason();
+    EXPECT_NE(
+        reducer.schedule_reason().find("links measured: to a neighbour 20 us and 4 GB/s, to all 300 us"),
+        std::string::npos)
+        << reducer.schedule_reason();
+    EXPECT_NE(reducer.describe().find("schedule tree"), std::string::npos) << reducer.describe();
+    Reducer fixed(comm, CompressionSpec::parse("fp32:schedule=ring"), {{"small", {4}}}, {});
+    EXPECT_EQ(fixed.schedule(), "ring");
+    EXPECT_EQ(fixed.schedule_reason(), "schedule ring (asked for)");
+  });
+}
+
+}  // namespace
+}  // namespace gradwire
