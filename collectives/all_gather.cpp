@@ -23,6 +23,7 @@ std::vector<std::vector<double>> all_gather(Transport& transport, const Stream& 
   transport.begin(stream, call);
   transport.exchange(stream, transfers, label);
   const std::vector<double> flat = to_host(stream, all.as<const double>(), count * world);
+  transport.check();
   std::vector<std::vector<double>> result;
   for (int r = 0; r < world; ++r)
     result.emplace_back(flat.begin() + r * count, flat.begin() + (r + 1) * count);

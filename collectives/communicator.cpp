@@ -3,6 +3,7 @@
 #include "collectives/all_gather.h"
 #include "collectives/transport/gloo.h"
 #include "collectives/transport/local.h"
+#include "collectives/transport/nccl.h"
 #include "kernels/error.h"
 
 namespace gradwire {
@@ -19,6 +20,15 @@ std::vector<std::unique_ptr<Communicator>> Communicator::create_local(const std:
 
 std::unique_ptr<Communicator> Communicator::create_gloo(const GlooOptions& options) {
   return std::make_unique<Communicator>(make_gloo_transport(options));
+}
+
+std::unique_ptr<Communicator> Communicator::create_nccl(const NcclOptions& options) {
+  return std::make_unique<Communicator>(make_nccl_transport(options));
+}
+
+std::unique_ptr<Communicator> Communicator::adopt_nccl(void* nccl_comm, int device,
+                                                       std::chrono::milliseconds timeout) {
+  return std::make_unique<Communicator>(adopt_nccl_communicator(nccl_comm, device, timeout));
 }
 
 std::unique_ptr<Communicator> Communicator::create_single(Device device) {
@@ -66,6 +76,12 @@ uint64_t Communicator::bytes_sent() const {
 }
 void Communicator::abort(const std::string& reason) {
   transport_->abort(reason);
+}
+void Communicator::check() {
+  transport_->check();
+}
+std::unique_ptr<Communicator> Communicator::shrink(const std::vector<int>& excluded) {
+  return std::make_unique<Communicator>(transport_->shrink(excluded));
 }
 void Communicator::barrier() {
   transport_->barrier();

@@ -14,6 +14,7 @@
 namespace gradwire {
 
 struct GlooOptions;
+struct NcclOptions;
 class Transport;
 
 class Communicator {
@@ -26,6 +27,12 @@ class Communicator {
   // One rank of a group of processes, on the host. Blocks until all ranks are there; throws CommError at the
   // timeout. See transport/gloo.h.
   static std::unique_ptr<Communicator> create_gloo(const GlooOptions& options);
+  // One rank of a group of processes, on a GPU. Blocks until all ranks are there; throws CommError at the
+  // timeout. See transport/nccl.h.
+  static std::unique_ptr<Communicator> create_nccl(const NcclOptions& options);
+  // On an ncclComm_t of somebody else's, who keeps it.
+  static std::unique_ptr<Communicator> adopt_nccl(void* nccl_comm, int device,
+                                                  std::chrono::milliseconds timeout);
   // A world of 1.
   static std::unique_ptr<Communicator> create_single(Device device);
   explicit Communicator(std::unique_ptr<Transport> transport);
@@ -60,6 +67,13 @@ class Communicator {
   // Makes every pending and later operation of every rank of the group fail with `reason`. Any thread may
   // call it.
   void abort(const std::string& reason);
+  // Throws CommError once the group has failed. On CUDA: after synchronizing a stream, and before trusting
+  // what operations left there.
+  void check();
+  // A new communicator of the ranks that stay, in their order; `excluded` are those that are lost, the same
+  // list on every rank that stays. This one is good for nothing but being destroyed then. NCCL only, and
+  // after a failure only where it was created `shrinkable`.
+  std::unique_ptr<Communicator> shrink(const std::vector<int>& excluded);
   // Blocks the calling thread until all ranks have called it. For set-up and between epochs, not for the
   // step.
   void barrier();

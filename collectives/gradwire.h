@@ -85,7 +85,10 @@ GW_API const char* gw_last_error(void);
  * rendezvous  how the ranks find each other, the same text on all of them:
  *               "tcp://HOST:PORT"  processes on any machines; rank 0 listens at PORT of HOST
  *               "file:///PATH"     processes that share a folder, in which rank 0 makes and removes PATH
+ *               "nccl://"          processes with a GPU each that meet at NCCL_COMM_ID=HOST:PORT of the
+ *                                  environment, as programs that use NCCL do
  *               "local://NAME"     threads of one process, each of them one rank
+ *             Processes on GPUs talk through NCCL, which is loaded then; processes on the host through TCP.
  *             may be null when world is 1. A name, port or path can be used again once the group stands.
  * rank        0 .. world - 1, each of them once.
  * device      GW_HOST, or the number of a CUDA device of this process.
@@ -102,7 +105,11 @@ GW_API gw_status gw_comm_create(const char* rendezvous, int rank, int world, int
  * nccl_comm   an ncclComm_t cast to void*.
  * device      the CUDA device it was created on.
  *
- * GW_UNSUPPORTED in this version, which has no NCCL transport. */
+ * The communicator is never aborted here: past timeout_ms calls fail, but what is enqueued on the GPU goes on
+ * waiting until its owner aborts it. No other thread may use it during a call, nor between calls on another
+ * stream in an order that differs between ranks.
+ *
+ * GW_BAD_ARGUMENT, GW_DEVICE_FAILED, GW_UNSUPPORTED where NCCL is missing. */
 GW_API gw_status gw_comm_from_nccl(void* nccl_comm, int device, int64_t timeout_ms, gw_comm* comm);
 
 /* Says how ranks sit in nodes: rank = node * ranks_per_node + local index, as launchers number them. Needed by
@@ -111,6 +118,11 @@ GW_API gw_status gw_comm_from_nccl(void* nccl_comm, int device, int64_t timeout_
  *
  * GW_BAD_ARGUMENT unless it divides the world. */
 GW_API gw_status gw_comm_set_ranks_per_node(gw_comm comm, int ranks_per_node);
+
+/* GW_COMM_FAILED, with the reason, once the communicator has failed; else GW_OK. A CUDA stream carries no
+ * errors: when an operation on it is given up, the stream goes on, with garbage in the buffers. So
+ * synchronize, check, and only then trust. On the host, calls fail by themselves. */
+GW_API gw_status gw_comm_check(gw_comm comm);
 
 /* Fails everything that is pending on the communicator, here and, as far as they can be reached, on its other
  * ranks, with `reason` (may be null) in their texts. For watchdogs: returns at once, from any thread. */

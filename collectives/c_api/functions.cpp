@@ -8,6 +8,7 @@
 #include "collectives/c_api/reducer.h"
 #include "collectives/gradwire.h"
 #include "collectives/transport/gloo.h"
+#include "collectives/transport/nccl.h"
 
 namespace {
 
@@ -51,6 +52,11 @@ Device checked_device(int device) {
   return Device::cuda(device);
 }
 
+void require_nccl() {
+  const std::string reason = nccl_unavailable_reason();
+  if (!reason.empty()) throw Unsupported(reason);
+}
+
 std::unique_ptr<Communicator> join(const char* rendezvous, int rank, int world, Device device,
                                    std::chrono::milliseconds timeout) {
   if (world == 1) return Communicator::create_single(device);
@@ -61,18 +67,20 @@ std::unique_ptr<Communicator> join(const char* rendezvous, int rank, int world, 
     require(text.size() > kLocal.size(), "rendezvous 'local://' lacks a name");
     return join_local_group(text.substr(kLocal.size()), rank, world, device, timeout);
   }
+  const bool nccl_meets = text == "nccl://";
+  if (device.is_cuda() && (nccl_meets || text.starts_with("tcp://") || text.starts_with("file://"))) {
+    require_nccl();
+    return Communicator::create_nccl({.group = {text, rank, world, timeout}, .device = device.index});
+  }
+  if (nccl_meets) throw BadInput("rendezvous 'nccl://' is for CUDA devices, and device is GW_HOST");
   if (text.starts_with("tcp://") || text.starts_with("file://")) {
     if (!built_with_gloo()) {
       throw Unsupported("rendezvous '" + text +
                         "': this build has no transport between processes (no libgloo)");
     }
-    if (!device.is_host()) {
-      throw Unsupported("rendezvous '" + text + "' with " + device.name() +
-                        ": the transport between processes moves host memory; use GW_HOST");
-    }
     return Communicator::create_gloo({.group = {text, rank, world, timeout}, .interface = {}});
   }
-  throw BadInput("rendezvous '" + text + "' is none of tcp://HOST:PORT, file:///PATH, local://NAME");
+  throw BadInput("rendezvous '" + text + "' is none of tcp://HOST:PORT, file:///PATH, nccl://, local://NAME");
 }
 
 }  // namespace
@@ -98,13 +106,20 @@ gw_status gw_comm_from_nccl(void* nccl_comm, int device, int64_t timeout_ms, gw_
     require(comm != nullptr, "comm is null");
     require(nccl_comm != nullptr, "nccl_comm is null");
     require(device >= 0, "device " + std::to_string(device) + " is not a CUDA device");
-    checked_timeout(timeout_ms);
-    throw Unsupported("this version has no NCCL transport; use gw_comm_create");
+    const auto timeout = checked_timeout(timeout_ms);
+    require_nccl();
+    checked_device(device);
+    auto made = std::make_shared<ApiComm>(Communicator::adopt_nccl(nccl_comm, device, timeout));
+    *comm = static_cast<gw_comm>(comms().add(std::move(made)));
   });
 }
 
 gw_status gw_comm_set_ranks_per_node(gw_comm comm, int ranks_per_node) {
   return guarded(__func__, [&] { LockedComm(comm)->communicator->set_ranks_per_node(ranks_per_node); });
+}
+
+gw_status gw_comm_check(gw_comm comm) {
+  return guarded(__func__, [&] { LockedComm(comm)->communicator->check(); });
 }
 
 gw_status gw_comm_abort(gw_comm comm, const char* reason) {

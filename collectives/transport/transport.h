@@ -13,6 +13,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -61,6 +62,12 @@ class Transport {
   // Blocks the caller until every rank has called it.
   virtual void barrier() = 0;
   virtual void abort(const std::string& reason) = 0;
+  // Throws CommError once the group has failed. For CUDA, where streams carry no errors: whoever synchronizes
+  // one calls this before trusting what an exchange left. On a host stream synchronize() has thrown already.
+  virtual void check() {}
+  // The same group without some of its ranks, also after a failure. Collective over those that stay, who keep
+  // their order. Throws BadInput where the transport cannot.
+  virtual std::unique_ptr<Transport> shrink(const std::vector<int>& excluded);
 
   // Short messages to rank 0 beside the exchanges, for reports: a rank leaves a note and goes on, rank 0
   // takes each rank's in their order and waits for them. Between processes only; any thread may call them.

@@ -48,7 +48,15 @@ TEST(CApiErrors, FromNcclSaysWhatIsMissing) {
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "nccl_comm is null", gw_comm_from_nccl(nullptr, 0, 1000, &comm));
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "comm is null", gw_comm_from_nccl(&not_nccl, 0, 1000, nullptr));
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "device", gw_comm_from_nccl(&not_nccl, GW_HOST, 1000, &comm));
-  GW_EXPECT_FAILS(GW_UNSUPPORTED, "NCCL", gw_comm_from_nccl(&not_nccl, 0, 1000, &comm));
+  // What is missing here may be NCCL, or the GPU.
+  const gw_status status = gw_comm_from_nccl(&not_nccl, 4711, 1000, &comm);
+  EXPECT_TRUE(status == GW_UNSUPPORTED || status == GW_DEVICE_FAILED) << gw_status_string(status);
+  EXPECT_TRUE(std::string(gw_last_error()).find(status == GW_UNSUPPORTED ? "NCCL" : "device 4711") !=
+                  std::string::npos ||
+              std::string(gw_last_error()).find("no CUDA side") != std::string::npos)
+      << gw_last_error();
+  EXPECT_EQ(comm, nullptr);
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "GW_HOST", gw_comm_create("nccl://", 0, 2, GW_HOST, 1000, &comm));
 }
 
 TEST(CApiErrors, RanksThatMeetWronglyAreToldSo) {
@@ -100,6 +108,7 @@ TEST(CApiErrors, WrongHandlesAreRecognizedByEveryFunction) {
     gw_reducer out = nullptr;
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_comm_abort(c, nullptr));
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_comm_set_ranks_per_node(c, 1));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_comm_check(c));
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_allreduce(c, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_create(c, "fp32", tensors.data(), n, nullptr, &out));
     if (handle != nullptr) GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_comm_destroy(c));

@@ -222,9 +222,13 @@ RunSummary run_once(const Resolved& run, const TrainConfig& config, const std::s
 }
 
 // Joins the other processes, if this is one of several.
-std::unique_ptr<Communicator> join(const Options& o) {
+std::unique_ptr<Communicator> join(const Options& o, const TrainConfig& config) {
   if (!o.launch || o.launch->world == 1) return nullptr;
-  return join(*o.launch, o.rendezvous, o.timeout_s);
+  Device device = config.devices[static_cast<size_t>(o.launch->rank)];
+  if (device.is_cuda() && o.launch->local_rank >= 0) {
+    device = Device::cuda(o.launch->local_rank % cuda_device_count());
+  }
+  return join(*o.launch, o.rendezvous, o.timeout_s, device);
 }
 
 int train(const Options& options) {
@@ -235,7 +239,7 @@ int train(const Options& options) {
     if (leads(options)) say_plan(run.config);
     return kDone;
   }
-  std::unique_ptr<Communicator> comm = join(options);
+  std::unique_ptr<Communicator> comm = join(options, run.config);
   if (leads(options)) {
     run_once(run, run.config, options.log, options.log_every, comm.get());
   } else {
@@ -263,7 +267,7 @@ int compare(const Options& options) {
   const size_t count = run.compressions.size();
   if (!leads(options)) {
     if (options.dry_run) return kDone;
-    std::unique_ptr<Communicator> comm = join(options);
+    std::unique_ptr<Communicator> comm = join(options, run.config);
     RunObserver nobody;
     for (size_t i = 0; i < count; ++i) {
       train_rank(with_compression(run, i), run.data, nobody, comm.get());
@@ -279,7 +283,7 @@ int compare(const Options& options) {
     for (size_t i = 0; i < count; ++i) say_plan(with_compression(run, i));
     return kDone;
   }
-  std::unique_ptr<Communicator> comm = join(options);
+  std::unique_ptr<Communicator> comm = join(options, run.config);
   std::vector<ComparedRun> runs;
   for (size_t i = 0; i < count; ++i) {
     const TrainConfig config = with_compression(run, i);

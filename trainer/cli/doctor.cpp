@@ -14,6 +14,7 @@
 #endif
 
 #include "collectives/transport/gloo.h"
+#include "collectives/transport/nccl.h"
 #include "kernels/device.h"
 #include "kernels/thread_pool.h"
 #include "trainer/cli/launcher.h"
@@ -156,7 +157,11 @@ std::string doctor_report() {
   report.row("processes, TCP", built_with_gloo()
                                    ? "on: torchrun, srun or mpirun, or RANK and WORLD_SIZE by hand (Gloo)"
                                    : "off: this build has no Gloo; install libgloo-dev and build again");
-  report.row("processes, GPUs", "off: the NCCL transport is not part of this version, so NCCL is not linked");
+  const std::string no_nccl = nccl_unavailable_reason();
+  report.row("processes, GPUs", !no_nccl.empty() ? "off: " + no_nccl
+                                : cuda_device_count() > 0
+                                    ? "on: the same, with a GPU each (NCCL " + nccl_version() + ")"
+                                    : "off: NCCL " + nccl_version() + " is here, but no GPU");
   try {
     std::optional<Launch> launch = detect_launcher();
     report.row("launcher", launch ? launch->launcher + " (" + launch->variables + ")" : "none");

@@ -10,6 +10,7 @@
 
 #include "collectives/communicator.h"
 #include "collectives/transport/gloo.h"
+#include "collectives/transport/nccl.h"
 #include "kernels/error.h"
 #include "kernels/thread_pool.h"
 
@@ -154,7 +155,8 @@ std::optional<Launch> detect_launcher() {
   return detect_launcher([](const char* variable) { return std::getenv(variable); });
 }
 
-std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rendezvous, double timeout_s) {
+std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rendezvous, double timeout_s,
+                                   Device device) {
   GlooOptions options;
   options.group.rendezvous = rendezvous.empty() ? launch.rendezvous : rendezvous;
   options.group.rank = launch.rank;
@@ -166,6 +168,7 @@ std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rend
                    "), but nothing says where they meet; set MASTER_ADDR and MASTER_PORT to rank 0's machine "
                    "and a free port there, or give --rendezvous tcp://HOST:PORT or file:///PATH");
   }
+  if (device.is_cuda()) return Communicator::create_nccl({.group = options.group, .device = device.index});
   return Communicator::create_gloo(options);
 }
 

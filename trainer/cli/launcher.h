@@ -7,6 +7,8 @@
 #include <optional>
 #include <string>
 
+#include "kernels/device.h"
+
 namespace gradwire {
 
 class Communicator;
@@ -31,9 +33,10 @@ std::optional<Launch> detect_launcher(const std::function<const char*(const char
 // The same for this process.
 std::optional<Launch> detect_launcher();
 
-// Joins the other processes. `rendezvous`, if not empty, goes before the launcher's. Throws BadInput when
-// there is neither, or this build cannot do it.
-std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rendezvous, double timeout_s);
+// Joins the other processes, through NCCL when `device` is a GPU. `rendezvous`, if not empty, goes before the
+// launcher's. Throws BadInput when there is neither, or this build cannot do it.
+std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rendezvous, double timeout_s,
+                                   Device device = Device::host());
 
 // Processes of one machine share its cores; not where the launcher has bound each to cores of its own, or
 // GRADWIRE_THREADS says how many.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "collectives/transport/nccl.h"
 #include "kernels/error.h"
 #include "kernels/thread_pool.h"
 
@@ -110,14 +111,22 @@ void resolve_devices(const Options& o, Resolved& out) {
   const int count = resolve_ranks(o, out);
   const bool processes = out.config.processes;
   int gpus = choice == Choice::host ? 0 : cuda_device_count();
+  // Ranks on this machine, as far as known.
+  const int here = processes && o.launch->local_world > 0 ? o.launch->local_world : count;
   if (processes && gpus > 0) {
-    if (choice == Choice::cuda) {
-      throw BadInput(
-          "--device cuda: ranks on GPUs are threads of one process so far; start one process with --ranks " +
-          std::to_string(count) + ", or use --device host");
+    std::string obstacle = nccl_unavailable_reason();
+    if (obstacle.empty() && choice == Choice::automatic && here > gpus) {
+      obstacle = std::to_string(here) + " processes share " + std::to_string(gpus) +
+                 (gpus == 1 ? " GPU" : " GPUs") + ", which NCCL does not do";
     }
-    out.notes.push_back("Note: ranks that are processes train on the host, although there is a GPU");
-    gpus = 0;
+    if (!obstacle.empty() && choice == Choice::cuda) {
+      throw BadInput("--device cuda: " + obstacle + "; or start one process with --ranks " +
+                     std::to_string(count) + ", or use --device host");
+    }
+    if (!obstacle.empty()) {
+      out.notes.push_back("Note: training on the host, although there is a GPU: " + obstacle);
+      gpus = 0;
+    }
   }
   if (choice == Choice::cuda && gpus == 0) {
     throw BadInput("--device cuda: " + cuda_unavailable_reason() +
@@ -134,7 +143,14 @@ void resolve_devices(const Options& o, Resolved& out) {
       out.device_line += " (no GPU: " + cuda_unavailable_reason() + ")";
     return;
   }
-  for (int r = 0; r < count; ++r) out.config.devices.push_back(Device::cuda(r % gpus));
+  // Of ranks elsewhere this is how launchers number them; join() asks for this rank's own.
+  for (int r = 0; r < count; ++r) out.config.devices.push_back(Device::cuda(r % here % gpus));
+  if (processes) {
+    out.device_line = "Device: cuda, " + ranks + " through NCCL " + nccl_version() + ", " +
+                      std::to_string(std::min(gpus, here)) + (std::min(gpus, here) == 1 ? " GPU" : " GPUs") +
+                      " on this machine";
+    return;
+  }
   out.device_line = "Device: cuda, " + ranks + " on " + std::to_string(std::min(gpus, count)) + " of " +
                     std::to_string(gpus) + (gpus == 1 ? " GPU" : " GPUs");
   if (count > gpus) out.device_line += ", several ranks share one";

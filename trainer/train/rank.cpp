@@ -130,6 +130,7 @@ void RankTrainer::enqueue_step(int64_t step) {
 void RankTrainer::harvest(Slot& slot, const Event* next_start) {
   const Event& end = next_start != nullptr ? *next_start : slot.end;
   end.synchronize();
+  comm_.check();
   const double* totals = slot.totals.as<double>();
   shared_.board.post(
       comm_.rank(),

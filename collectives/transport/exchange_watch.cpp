@@ -1,0 +1,90 @@
+#include "collectives/transport/exchange_watch.h"
+
+#include <algorithm>
+#include <set>
+
+namespace gradwire {
+namespace {
+
+std::string name_of(const WatchedExchange& e) {
+  return "exchange " + std::to_string(e.number) + " (" + e.what + ")";
+}
+
+std::string one_way(const std::vector<Transfer>& transfers, Transfer::Kind kind) {
+  int messages = 0;
+  size_t bytes = 0;
+  std::set<int> peers;
+  for (const Transfer& t : transfers) {
+    if (t.kind != kind) continue;
+    ++messages;
+    bytes += t.bytes;
+    peers.insert(t.peer);
+  }
+  if (messages == 0) return "";
+  std::string ranks;
+  for (int peer : peers) ranks += (ranks.empty() ? "" : ", ") + std::to_string(peer);
+  const bool send = kind == Transfer::Kind::send;
+  return std::to_string(messages) + (send ? " send" : " receive") + (messages == 1 ? "" : "s") + " (" +
+         std::to_string(bytes) + " bytes) " + (send ? "to rank" : "from rank") +
+         (peers.size() == 1 ? " " : "s ") + ranks;
+}
+
+}  // namespace
+
+std::string pending_text(const std::vector<Transfer>& transfers) {
+  const std::string in = one_way(transfers, Transfer::Kind::receive);
+  const std::string out = one_way(transfers, Transfer::Kind::send);
+  return in + (in.empty() || out.empty() ? "" : " and ") + out + " pending";
+}
+
+void ExchangesInFlight::add(std::unique_ptr<ExchangeMark> mark, WatchedExchange exchange) {
+  entries_.push_back({.mark = std::move(mark), .exchange = std::move(exchange)});
+}
+
+std::optional<std::string> ExchangesInFlight::overdue(Time now) {
+  std::optional<std::string> text;
+  for (auto at = entries_.begin(); at != entries_.end();) {
+    Entry& e = *at;
+    const Progress before = e.progress;
+    const uint64_t runs = e.mark->runs();
+    e.progress = e.mark->poll();
+    if (e.progress == Progress::done) {
+      last_ = e.exchange;
+      if (e.mark->repeats()) {
+        ++at;
+      } else {
+        spare_.push_back(std::move(e.mark));
+        at = entries_.erase(at);
+      }
+      continue;
+    }
+    if (e.progress == Progress::running) {
+      if (before != Progress::running || runs != e.runs) e.since = now;
+      e.runs = runs;
+      if (!text && timeout_.count() > 0 && now - e.since > timeout_) {
+        text = name_of(e.exchange) + ": no progress for " + std::to_string(timeout_.count()) +
+               " ms: " + e.exchange.pending;
+      }
+    }
+    ++at;
+  }
+  return text;
+}
+
+std::string ExchangesInFlight::standing() const {
+  for (Progress wanted : {Progress::running, Progress::queued}) {
+    for (const Entry& e : entries_) {
+      if (e.progress == wanted && !(e.mark->repeats() && wanted == Progress::queued)) {
+        return (wanted == Progress::running ? "in " : "still computing before ") + name_of(e.exchange);
+      }
+    }
+  }
+  if (last_.number == 0) return "not in an exchange yet";
+  return "not in an exchange; its last was " + name_of(last_);
+}
+
+bool ExchangesInFlight::active() const {
+  return !entries_.empty();
+}
+
+}  // namespace gradwire

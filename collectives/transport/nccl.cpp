@@ -1,0 +1,247 @@
+#include "collectives/transport/nccl.h"
+
+#include "kernels/error.h"
+
+#if defined(GRADWIRE_HAS_NCCL) && defined(GRADWIRE_HAS_CUDA)
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+
+#include "collectives/transport/nccl_transport.h"
+#include "kernels/cuda/check.h"
+
+namespace gradwire {
+namespace {
+
+// Two events around an exchange that runs once.
+class EventMark final : public ExchangeMark {
+ public:
+  explicit EventMark(int device) {
+    GW_CUDA_CHECK(cudaSetDevice(device));
+    GW_CUDA_CHECK(cudaEventCreateWithFlags(&begin_, cudaEventDisableTiming));
+    if (cudaEventCreateWithFlags(&end_, cudaEventDisableTiming) != cudaSuccess) {
+      cudaEventDestroy(begin_);
+      throw DeviceError("cudaEventCreate failed");
+    }
+  }
+  ~EventMark() override {
+    cudaEventDestroy(begin_);
+    cudaEventDestroy(end_);
+  }
+  EventMark(const EventMark&) = delete;
+  void begin(const Stream& stream) override { GW_CUDA_CHECK(cudaEventRecord(begin_, stream.native())); }
+  void end(const Stream& stream) override { GW_CUDA_CHECK(cudaEventRecord(end_, stream.native())); }
+  Progress poll() override {
+    if (reached(end_)) return Progress::done;
+    return reached(begin_) ? Progress::running : Progress::queued;
+  }
+
+ private:
+  static bool reached(cudaEvent_t event) {
+    const cudaError_t status = cudaEventQuery(event);
+    if (status == cudaErrorNotReady) return false;
+    GW_CUDA_CHECK(status);
+    return true;
+  }
+  cudaEvent_t begin_ = nullptr, end_ = nullptr;
+};
+
+// Events of a captured graph cannot be asked how far a launch is. Two counters in pinned host memory can: a
+// kernel adds to one of them on each side of the exchange, whenever the graph runs.
+class CounterMark final : public ExchangeMark {
+ public:
+  explicit CounterMark(uint64_t* counters, std::shared_ptr<void> memory)
+      : counters_(counters), memory_(std::move(memory)) {}
+  void begin(const Stream& stream) override { increment(stream, &counters_[0]); }
+  void end(const Stream& stream) override { increment(stream, &counters_[1]); }
+  bool repeats() const override { return true; }
+  uint64_t runs() const override { return read(0); }
+  Progress poll() override {
+    const uint64_t done = read(1);  // first, so that a launch in between is not taken for a finished one
+    return read(0) != done ? Progress::running : Progress::done;
+  }
+
+ private:
+  uint64_t read(int which) const { return std::atomic_ref(counters_[which]).load(std::memory_order_acquire); }
+  uint64_t* counters_;
+  std::shared_ptr<void> memory_;
+};
+
+// While it lives, this thread's calls do not break a capture that is under way in another.
+class OutsideCapture {
+ public:
+  OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+class CudaCalls final : public GpuCalls {
+ public:
+  explicit CudaCalls(int device) : device_(device) {}
+
+  bool capturing(const Stream& stream) override {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    GW_CUDA_CHECK(cudaSetDevice(device_));
+    GW_CUDA_CHECK(cudaStreamIsCapturing(stream.native(), &status));
+    return status != cudaStreamCaptureStatusNone;
+  }
+  cudaStream_t native(const Stream& stream) override { return stream.native(); }
+  std::unique_ptr<ExchangeMark> make_mark() override { return std::make_unique<EventMark>(device_); }
+
+  // Called by the one thread that enqueues. The memory is not given back: a graph may run for as long as the
+  // process does, and a pair takes 16 bytes.
+  std::unique_ptr<ExchangeMark> make_captured_mark() override {
+    constexpr size_t kPairs = 4096;
+    if (!slab_ || used_ == kPairs) {
+      OutsideCapture guard;
+      auto buffer = std::make_shared<Buffer>(Buffer::pinned(kPairs * 2 * sizeof(uint64_t)));
+      std::memset(buffer->data(), 0, buffer->bytes());
+      slab_ = buffer;
+      used_ = 0;
+    }
+    return std::make_unique<CounterMark>(slab_->as<uint64_t>() + 2 * used_++, slab_);
+  }
+
+  void enter_thread() override {
+    cudaSetDevice(device_);
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaThreadExchangeStreamCaptureMode(&mode);
+  }
+
+ private:
+  const int device_;
+  std::shared_ptr<Buffer> slab_;
+  size_t used_ = 0;
+};
+
+ncclUniqueId meet(const NcclApi& api, Membership& group, SteadyClock::time_point deadline) {
+  ncclUniqueId id;
+  if (group.rank() == 0) {
+    if (ncclResult_t r = api.get_unique_id(&id); r != ncclSuccess)
+      throw CommError("ncclGetUniqueId: " + api.text(r, nullptr));
+    group.store().set("nccl/id", std::string(id.internal, sizeof id.internal));
+    return id;
+  }
+  const std::string bytes = group.store().get("nccl/id", deadline, "waiting for rank 0 to begin with NCCL");
+  if (bytes.size() != sizeof id.internal)
+    throw CommError("rank 0 is another build: its NCCL id has another size");
+  std::memcpy(id.internal, bytes.data(), bytes.size());
+  return id;
+}
+
+void use_device(int device) {
+  if (device < 0 || device >= cuda_device_count()) {
+    throw DeviceError("cuda:" + std::to_string(device) +
+                      " does not exist: " + std::to_string(cuda_device_count()) + " CUDA devices usable" +
+                      (cuda_device_count() == 0 ? " (" + cuda_unavailable_reason() + ")" : ""));
+  }
+  GW_CUDA_CHECK(cudaSetDevice(device));
+}
+
+}  // namespace
+
+bool built_with_nccl() {
+  return true;
+}
+
+std::string nccl_unavailable_reason() {
+  try {
+    NcclApi::loaded();
+    return "";
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
+std::string nccl_version() {
+  return nccl_unavailable_reason().empty() ? NcclApi::loaded().version() : "";
+}
+
+std::unique_ptr<Transport> make_nccl_transport(const NcclOptions& options) {
+  const NcclApi& api = NcclApi::loaded();
+  use_device(options.device);
+  if (options.shrinkable && (api.revoke == nullptr || api.shrink == nullptr)) {
+    throw BadInput("a communicator that survives failures needs NCCL 2.28.7; this is " + api.version());
+  }
+  const int rank = options.group.rank, world = options.group.world;
+  const auto deadline = SteadyClock::now() + options.group.timeout;
+  std::unique_ptr<Membership> group;
+  ncclUniqueId id;
+  if (options.group.rendezvous == "nccl://") {
+    const char* address = std::getenv("NCCL_COMM_ID");
+    if (address == nullptr || *address == '\0') {
+      throw BadInput("rendezvous nccl:// needs NCCL_COMM_ID=host:port in every rank's environment");
+    }
+    if (ncclResult_t r = api.get_unique_id(&id); r != ncclSuccess)
+      throw CommError("ncclGetUniqueId: " + api.text(r, nullptr));
+  } else {
+    group = std::make_unique<Membership>(options.group);
+    id = meet(api, *group, deadline);
+  }
+  NcclSetup setup{.api = &api,
+                  .gpu = std::make_shared<CudaCalls>(options.device),
+                  .comm = nullptr,
+                  .shrinkable = options.shrinkable,
+                  .device = Device::cuda(options.device),
+                  .timeout = options.group.timeout};
+  try {
+    setup.comm = init_nccl(api, rank, world, id, deadline);
+  } catch (const CommError& error) {
+    if (group) group->store().report(error.what());
+    throw;
+  }
+  setup.group = std::move(group);
+  return std::make_unique<NcclTransport>(std::move(setup));
+}
+
+std::unique_ptr<Transport> adopt_nccl_communicator(void* nccl_comm, int device,
+                                                   std::chrono::milliseconds timeout) {
+  const NcclApi& api = NcclApi::loaded();
+  use_device(device);
+  auto comm = static_cast<ncclComm_t>(nccl_comm);
+  int actual = -1;
+  if (api.device(comm, &actual) == ncclSuccess && actual != device) {
+    throw BadInput("the NCCL communicator is on cuda:" + std::to_string(actual) +
+                   ", not on cuda:" + std::to_string(device));
+  }
+  return std::make_unique<NcclTransport>(NcclSetup{.api = &api,
+                                                   .gpu = std::make_shared<CudaCalls>(device),
+                                                   .comm = comm,
+                                                   .owned = false,
+                                                   .device = Device::cuda(device),
+                                                   .timeout = timeout});
+}
+
+}  // namespace gradwire
+
+#else
+
+namespace gradwire {
+
+bool built_with_nccl() {
+  return false;
+}
+std::string nccl_unavailable_reason() {
+  return built_with_cuda()
+             ? "this build has no NCCL transport: nccl.h was not found; install libnccl-dev, or set "
+               "NCCL_ROOT, and build again"
+             : "this build has no CUDA side";
+}
+std::string nccl_version() {
+  return "";
+}
+std::unique_ptr<Transport> make_nccl_transport(const NcclOptions&) {
+  throw BadInput("ranks cannot be processes with GPUs: " + nccl_unavailable_reason());
+}
+std::unique_ptr<Transport> adopt_nccl_communicator(void*, int, std::chrono::milliseconds) {
+  throw BadInput("an NCCL communicator cannot be used: " + nccl_unavailable_reason());
+}
+
+}  // namespace gradwire
+
+#endif

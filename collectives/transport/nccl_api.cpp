@@ -1,0 +1,81 @@
+#ifdef GRADWIRE_HAS_NCCL
+
+#include "collectives/transport/nccl_api.h"
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+
+#include "kernels/error.h"
+
+namespace gradwire {
+namespace {
+
+constexpr int kOldest = 21800;  // 2.18: non-blocking communicators that can be aborted
+
+template <typename Function>
+void find(void* library, Function& function, const char* symbol, bool required = true) {
+  function = reinterpret_cast<Function>(dlsym(library, symbol));
+  if (function == nullptr && required) {
+    throw BadInput(std::string("NCCL without ") + symbol + "; versions from 2.18 on have it");
+  }
+}
+
+NcclApi load() {
+  const char* named = std::getenv("GRADWIRE_NCCL_LIBRARY");
+  const std::string library = named != nullptr && *named != '\0' ? named : "libnccl.so.2";
+  void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) {
+    const char* why = dlerror();
+    throw BadInput("NCCL cannot be loaded: " + std::string(why != nullptr ? why : library) +
+                   "; install it, add its folder to LD_LIBRARY_PATH, or name it in GRADWIRE_NCCL_LIBRARY");
+  }
+  NcclApi api;
+  find(handle, api.get_version, "ncclGetVersion");
+  find(handle, api.error_string, "ncclGetErrorString");
+  int version = 0;
+  api.get_version(&version);
+  if (version < kOldest)
+    throw BadInput("NCCL " + api.version() + " is too old; 2.18 is the oldest that works");
+  find(handle, api.get_unique_id, "ncclGetUniqueId");
+  find(handle, api.init_rank, "ncclCommInitRankConfig");
+  find(handle, api.finalize, "ncclCommFinalize");
+  find(handle, api.destroy, "ncclCommDestroy");
+  find(handle, api.abort, "ncclCommAbort");
+  find(handle, api.async_error, "ncclCommGetAsyncError");
+  find(handle, api.count, "ncclCommCount");
+  find(handle, api.user_rank, "ncclCommUserRank");
+  find(handle, api.device, "ncclCommCuDevice");
+  find(handle, api.group_start, "ncclGroupStart");
+  find(handle, api.group_end, "ncclGroupEnd");
+  find(handle, api.send, "ncclSend");
+  find(handle, api.receive, "ncclRecv");
+  find(handle, api.last_error, "ncclGetLastError", false);
+  find(handle, api.shrink, "ncclCommShrink", false);
+  find(handle, api.revoke, "ncclCommRevoke", false);
+  return api;
+}
+
+}  // namespace
+
+std::string NcclApi::text(ncclResult_t result, ncclComm_t comm) const {
+  std::string text = error_string(result);
+  const char* more = last_error != nullptr ? last_error(comm) : nullptr;
+  if (more != nullptr && *more != '\0') text += std::string(" (") + more + ")";
+  return text;
+}
+
+std::string NcclApi::version() const {
+  int v = 0;
+  get_version(&v);
+  return std::to_string(v / 10000) + "." + std::to_string(v / 100 % 100) + "." + std::to_string(v % 100);
+}
+
+const NcclApi& NcclApi::loaded() {
+  static const NcclApi api = load();  // tried again after a failure
+  return api;
+}
+
+}  // namespace gradwire
+
+#endif  // GRADWIRE_HAS_NCCL

@@ -1,0 +1,43 @@
+// The functions of NCCL that Gradwire uses, behind a table: the library is loaded when it is first needed, so
+// that programs start where it is missing; the copy that the process has loaded already is shared; and tests
+// put functions of their own in its place.
+//
+// Includes nccl.h, and with it CUDA's headers: for the NCCL transport and the interposer only.
+#pragma once
+
+#include <nccl.h>
+
+#include <string>
+
+namespace gradwire {
+
+struct NcclApi {
+  decltype(&ncclGetVersion) get_version = nullptr;
+  decltype(&ncclGetErrorString) error_string = nullptr;
+  decltype(&ncclGetUniqueId) get_unique_id = nullptr;
+  decltype(&ncclCommInitRankConfig) init_rank = nullptr;
+  decltype(&ncclCommFinalize) finalize = nullptr;
+  decltype(&ncclCommDestroy) destroy = nullptr;
+  decltype(&ncclCommAbort) abort = nullptr;
+  decltype(&ncclCommGetAsyncError) async_error = nullptr;
+  decltype(&ncclCommCount) count = nullptr;
+  decltype(&ncclCommUserRank) user_rank = nullptr;
+  decltype(&ncclCommCuDevice) device = nullptr;
+  decltype(&ncclGroupStart) group_start = nullptr;
+  decltype(&ncclGroupEnd) group_end = nullptr;
+  decltype(&ncclSend) send = nullptr;
+  decltype(&ncclRecv) receive = nullptr;
+  // Null in versions that lack them.
+  decltype(&ncclGetLastError) last_error = nullptr;
+  ncclResult_t (*shrink)(ncclComm_t, int*, int, ncclComm_t*, ncclConfig_t*, int) = nullptr;  // 2.27
+  ncclResult_t (*revoke)(ncclComm_t, int) = nullptr;                                         // 2.28.7
+
+  // "unhandled system error (socket closed by peer)"
+  std::string text(ncclResult_t result, ncclComm_t comm) const;
+  std::string version() const;  // "2.28.9"
+
+  // Loads libnccl.so.2, or what GRADWIRE_NCCL_LIBRARY names, once. Throws BadInput that says what is missing.
+  static const NcclApi& loaded();
+};
+
+}  // namespace gradwire

@@ -1,0 +1,430 @@
+#ifdef GRADWIRE_HAS_NCCL
+
+#include "collectives/transport/nccl_transport.h"
+
+#include <algorithm>
+
+#include "collectives/mix.h"
+#include "kernels/error.h"
+
+namespace gradwire {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kLookEvery{20}, kLookWhenIdle{500};
+// How long NCCL may take to shut a communicator down whose peers are all well.
+constexpr milliseconds kFarewell{10'000};
+
+}  // namespace
+
+ncclComm_t init_nccl(const NcclApi& api, int rank, int world, const ncclUniqueId& id,
+                     SteadyClock::time_point deadline) {
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 0;
+  ncclComm_t comm = nullptr;
+  ncclResult_t result = api.init_rank(&comm, world, id, rank, &config);
+  while (result == ncclInProgress && SteadyClock::now() < deadline) {
+    std::this_thread::sleep_for(milliseconds(1));
+    if (api.async_error(comm, &result) != ncclSuccess) result = ncclInternalError;
+  }
+  if (result == ncclSuccess) return comm;
+  const std::string why =
+      result == ncclInProgress ? "no progress until the deadline" : api.text(result, comm);
+  if (comm != nullptr) api.abort(comm);
+  throw CommError("rank " + std::to_string(rank) + " of " + std::to_string(world) +
+                  ": joining through NCCL: " + why + "; NCCL_DEBUG=INFO says more");
+}
+
+NcclTransport::NcclTransport(NcclSetup setup)
+    : setup_(std::move(setup)),
+      api_(*setup_.api),
+      watched_(setup_.timeout.count() > 0),
+      comm_(setup_.comm),
+      in_flight_(setup_.timeout) {
+  if (api_.user_rank(comm_, &rank_) != ncclSuccess || api_.count(comm_, &world_) != ncclSuccess) {
+    throw BadInput("this is not an NCCL communicator that stands");
+  }
+  standing_ = in_flight_.standing();
+  if (watched_) watcher_ = std::thread([this] { watch(); });
+  if (setup_.group) {
+    setup_.group->store().watch([this](const std::string& cause) { heard(cause, true); },
+                                [this] {
+                                  std::lock_guard lock(mutex_);
+                                  return standing_;
+                                });
+  }
+}
+
+NcclTransport::~NcclTransport() {
+  bool failed = false;
+  {
+    std::lock_guard lock(mutex_);
+    stop_ = true;
+    failed = cause_ || !failure_.empty();
+    changed_.notify_all();
+  }
+  if (watched_ && failed) {
+    std::unique_lock lock(ended_->mutex);
+    if (!ended_->changed.wait_for(lock, kFarewell, [&] { return ended_->done; })) watcher_.detach();
+  }
+  if (watcher_.joinable()) watcher_.join();
+  // Says that it leaves in peace, then hangs up.
+  if (setup_.group) setup_.group->leave();
+  if (!setup_.owned || comm_ == nullptr) return;
+  const auto deadline = SteadyClock::now() + kFarewell;
+  if (revoked_) {
+    settle(comm_, ncclInProgress, deadline, [] { return false; });
+    api_.destroy(comm_);
+  } else if (!failed && settle(comm_, api_.finalize(comm_), deadline, [] { return false; }) == ncclSuccess) {
+    api_.destroy(comm_);
+  } else {
+    api_.abort(comm_);
+  }
+}
+
+std::string NcclTransport::doing(const std::string& what) const {
+  return calls_ == 0 ? what : "call " + std::to_string(calls_) + ", " + what;
+}
+
+void NcclTransport::throw_if_failed(const std::string& what) {
+  std::unique_lock lock(mutex_);
+  // A failure that is being dealt with is one.
+  changed_.wait(lock, [&] { return !cause_ || !failure_.empty(); });
+  if (!failure_.empty()) throw CommError("rank " + std::to_string(rank_) + ": " + what + ": " + failure_);
+}
+
+void NcclTransport::heard(const std::string& cause, bool from_group) {
+  std::lock_guard lock(mutex_);
+  if (!failure_.empty() || cause_) return;
+  if (watched_) {
+    cause_ = cause;
+    cause_from_group_ = from_group;
+  } else {
+    failure_ = cause;
+  }
+  changed_.notify_all();
+}
+
+void NcclTransport::give_up(const std::string& what, const std::string& cause) {
+  heard(what + ": " + cause, false);
+  throw_if_failed(what);
+  throw CommError("rank " + std::to_string(rank_) + ": " + what + ": " + cause);
+}
+
+ncclResult_t NcclTransport::settle(ncclComm_t comm, ncclResult_t result, SteadyClock::time_point deadline,
+                                   const std::function<bool()>& stop) {
+  auto pause = std::chrono::microseconds(1);
+  while (result == ncclInProgress && !stop() && SteadyClock::now() < deadline) {
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, std::chrono::microseconds(500));
+    std::lock_guard lock(nccl_mutex_);
+    if (comm_ == nullptr) break;  // aborted by the watching thread
+    if (api_.async_error(comm, &result) != ncclSuccess) result = ncclInternalError;
+  }
+  return result;
+}
+
+// A rank compares with the one before it, so all of them with each other.
+void NcclTransport::compare(const Call& call) {
+  const std::string key = "call/" + std::to_string(calls_) + "/";
+  const std::string mine = std::to_string(rolling_) + " " + call.what;
+  StoreClient& store = setup_.group->store();
+  const int previous = (rank_ + world_ - 1) % world_;
+  std::string theirs;
+  try {
+    store.set(key + std::to_string(rank_), mine);
+    theirs = store.get(key + std::to_string(previous), SteadyClock::now() + setup_.timeout,
+                       "waiting for rank " + std::to_string(previous) + " to make this call");
+  } catch (const CommError& error) {
+    give_up(doing(call.what), error.what());
+  }
+  if (theirs == mine) return;
+  const std::string their_call = theirs.substr(theirs.find(' ') + 1);
+  give_up(doing(call.what),
+          "ranks disagree: rank " + std::to_string(previous) + " makes call " + std::to_string(calls_) +
+              ", " + their_call +
+              (their_call == call.what ? "; this call or one before differs in something else" : ""));
+}
+
+void NcclTransport::begin(const Stream&, const Call& call) {
+  if (world_ == 1) return;
+  throw_if_failed(call.what);
+  ++calls_;
+  rolling_ = mix(rolling_, call.hash);
+  call_ = call.what;
+  if (setup_.group && known_calls_.insert(call.hash).second) compare(call);
+}
+
+std::unique_ptr<ExchangeMark> NcclTransport::mark_for(const Stream& stream) {
+  if (setup_.gpu->capturing(stream)) return setup_.gpu->make_captured_mark();
+  {
+    std::lock_guard lock(mutex_);
+    if (!spare_.empty()) {
+      auto mark = std::move(spare_.back());
+      spare_.pop_back();
+      return mark;
+    }
+  }
+  return setup_.gpu->make_mark();
+}
+
+void NcclTransport::exchange(const Stream& stream, const std::vector<Transfer>& transfers,
+                             const ExchangeLabel& label) {
+  if (transfers.empty()) return;
+  for (const Transfer& t : transfers) {
+    if (t.peer < 0 || t.peer >= world_ || t.peer == rank_) {
+      throw BadInput(label.what + ": rank " + std::to_string(rank_) + " cannot exchange with rank " +
+                     std::to_string(t.peer));
+    }
+  }
+  ++exchanges_;
+  const std::string what = doing(label.what);
+  throw_if_failed(what);
+  const auto deadline = watched_ ? SteadyClock::now() + setup_.timeout : SteadyClock::time_point::max();
+  const cudaStream_t native = setup_.gpu->native(stream);
+  std::unique_ptr<ExchangeMark> mark;
+  if (watched_) mark = mark_for(stream);
+  if (mark) mark->begin(stream);
+  ncclResult_t result = ncclSuccess;
+  uint64_t bytes = 0;
+  ncclComm_t comm = nullptr;
+  {
+    std::lock_guard lock(nccl_mutex_);
+    comm = comm_;
+    if (comm != nullptr && !revoked_) {
+      result = api_.group_start();
+      for (const Transfer& t : transfers) {
+        if (t.bytes == 0 || result != ncclSuccess) continue;
+        if (t.kind == Transfer::Kind::send) {
+          result = api_.send(t.data, t.bytes, ncclUint8, t.peer, comm, native);
+          bytes += t.bytes;
+        } else {
+          result = api_.receive(t.data, t.bytes, ncclUint8, t.peer, comm, native);
+        }
+        if (result == ncclInProgress) result = ncclSuccess;  // of the group's end, that is
+      }
+      const ncclResult_t ended = api_.group_end();
+      if (result == ncclSuccess) result = ended;
+    }
+  }
+  auto failed = [this] {
+    std::lock_guard lock(mutex_);
+    return cause_.has_value() || !failure_.empty();
+  };
+  result = settle(comm, result, deadline, failed);
+  if (result == ncclInProgress || failed()) {
+    throw_if_failed(what);
+    give_up(what, "no progress for " + std::to_string(setup_.timeout.count()) +
+                      " ms while connecting: " + pending_text(transfers));
+  }
+  if (result != ncclSuccess) {
+    give_up(what, "NCCL: " + api_.text(result, nullptr) + ": " + pending_text(transfers));
+  }
+  bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
+  if (!mark) return;
+  mark->end(stream);
+  std::lock_guard lock(mutex_);
+  const bool was_idle = !in_flight_.active();
+  in_flight_.add(std::move(mark), {exchanges_, what, pending_text(transfers)});
+  if (was_idle) changed_.notify_all();
+}
+
+void NcclTransport::barrier() {
+  throw_if_failed("at a barrier");
+  if (setup_.group) {
+    try {
+      setup_.group->barrier();
+    } catch (const CommError& error) {
+      give_up("at a barrier", error.what());
+    }
+    return;
+  }
+  if (world_ == 1) return;
+  // A byte from everybody to everybody.
+  const Stream stream = Stream::create(setup_.device, "barrier");
+  Buffer bytes(setup_.device, static_cast<size_t>(world_));
+  fill_zero(stream, bytes.data(), bytes.bytes());
+  std::vector<Transfer> transfers;
+  for (int peer = 0; peer < world_; ++peer) {
+    if (peer == rank_) continue;
+    transfers.push_back({Transfer::Kind::send, peer, bytes.as<char>() + rank_, 1});
+    transfers.push_back({Transfer::Kind::receive, peer, bytes.as<char>() + peer, 1});
+  }
+  exchange(stream, transfers, {mix(0, 0x626172), "barrier"});
+  bytes_sent_.fetch_sub(static_cast<uint64_t>(world_ - 1), std::memory_order_relaxed);  // no payload
+  stream.synchronize();  // ends: the watching thread, or the communicator's owner, sees to that
+  throw_if_failed("at a barrier");
+}
+
+void NcclTransport::abort(const std::string& reason) {
+  heard("rank " + std::to_string(rank_) + " gave up: " + reason, false);
+}
+
+void NcclTransport::check() {
+  const std::string what = doing(call_.empty() ? "between calls" : call_);
+  throw_if_failed(what);
+  if (const std::string text = nccl_error(); !text.empty()) give_up(what, text);
+}
+
+void NcclTransport::send_note(const std::string& note) {
+  if (!setup_.group) return Transport::send_note(note);
+  try {
+    setup_.group->send_note(note);
+  } catch (const CommError& error) {
+    give_up("reporting to rank 0", error.what());
+  }
+}
+
+std::string NcclTransport::take_note(int from) {
+  if (!setup_.group) return Transport::take_note(from);
+  try {
+    return setup_.group->take_note(from);
+  } catch (const CommError& error) {
+    give_up("waiting for rank " + std::to_string(from) + "'s report", error.what());
+  }
+}
+
+void NcclTransport::watch() {
+  setup_.gpu->enter_thread();
+  const milliseconds often = std::clamp(setup_.timeout / 10, milliseconds(1), kLookEvery);
+  std::unique_lock lock(mutex_);
+  while (!stop_ && !cause_) {
+    const bool active = in_flight_.active();
+    changed_.wait_for(lock, active ? often : kLookWhenIdle,
+                      [&] { return stop_ || cause_ || in_flight_.active() != active; });
+    if (stop_ || cause_) break;
+    lock.unlock();
+    const std::string text = nccl_error();
+    lock.lock();
+    std::optional<std::string> overdue;
+    try {
+      overdue = in_flight_.overdue(SteadyClock::now());
+    } catch (const std::exception& error) {  // the GPU failed, and with it the marks
+      overdue = error.what();
+    }
+    standing_ = in_flight_.standing();
+    for (auto& mark : in_flight_.take_spare()) spare_.push_back(std::move(mark));
+    if (!text.empty() && !cause_) cause_ = standing_ + ": " + text;
+    if (overdue && !cause_) cause_ = *overdue;
+  }
+  if (!cause_) return;
+  // From here on this is the end of the group.
+  const std::string cause = *cause_;
+  const bool from_group = cause_from_group_;
+  lock.unlock();
+  std::string text = from_group || !setup_.group ? cause : tell_the_group(cause);
+  lock.lock();
+  // Before the kernels stop waiting, so that whoever waits for a stream finds it.
+  failure_ = std::move(text);
+  changed_.notify_all();
+  lock.unlock();
+  end_communicator();
+}
+
+// NCCL's own opinion of the communicator; empty when it is well.
+std::string NcclTransport::nccl_error() {
+  std::lock_guard lock(nccl_mutex_);
+  if (comm_ == nullptr) return "";
+  ncclResult_t result = ncclSuccess;
+  if (api_.async_error(comm_, &result) != ncclSuccess) result = ncclInternalError;
+  return result == ncclSuccess || result == ncclInProgress ? "" : "NCCL: " + api_.text(result, comm_);
+}
+
+// Reports, hears who still answers, and returns all that is known.
+std::string NcclTransport::tell_the_group(const std::string& cause) {
+  std::string text = cause;
+  const std::optional<std::string> first =
+      setup_.group->store().report("rank " + std::to_string(rank_) + ": " + cause);
+  if (!first) return text + "; no answer from rank 0, which keeps the roll";
+  if (first->find(cause) == std::string::npos) text += "; the first to fail: " + *first;
+  const RollCall roll = setup_.group->store().roll_call();
+  if (const std::string absent = roll.absent(); !absent.empty()) text += "; " + absent;
+  std::lock_guard lock(mutex_);
+  int told = 0;
+  for (int r = 0; r < static_cast<int>(roll.ranks.size()); ++r) {
+    const std::string& state = roll.ranks[r].state;
+    if (roll.ranks[r].presence != RollCall::Presence::here || state.empty() || state == standing_) continue;
+    if (++told > 3) break;
+    text += "; rank " + std::to_string(r) + " is " + state;
+  }
+  return text;
+}
+
+// An abort may hang, so nothing of this object is touched behind it; see the destructor.
+void NcclTransport::end_communicator() {
+  const NcclApi& api = api_;
+  const std::shared_ptr<Ended> ended = ended_;
+  ncclComm_t comm = nullptr;
+  {
+    std::lock_guard lock(nccl_mutex_);
+    if (setup_.owned && setup_.shrinkable) {
+      revoked_ = true;
+      api.revoke(comm_, 0);
+    } else if (setup_.owned) {
+      std::swap(comm, comm_);
+    }
+  }
+  if (comm != nullptr) api.abort(comm);
+  std::lock_guard lock(ended->mutex);
+  ended->done = true;
+  ended->changed.notify_all();
+}
+
+std::unique_ptr<Transport> NcclTransport::shrink(const std::vector<int>& excluded) {
+  if (api_.shrink == nullptr) throw BadInput("shrink needs NCCL 2.27; this is " + api_.version());
+  std::vector<int> out = excluded;
+  std::sort(out.begin(), out.end());
+  out.erase(std::unique(out.begin(), out.end()), out.end());
+  if (out.empty() || out.front() < 0 || out.back() >= world_ || static_cast<int>(out.size()) >= world_) {
+    throw BadInput("shrink: the ranks to leave out are some, not all, of 0 to " + std::to_string(world_ - 1));
+  }
+  if (std::binary_search(out.begin(), out.end(), rank_)) {
+    throw BadInput("shrink: rank " + std::to_string(rank_) + " is among those left out, who do not call it");
+  }
+  // A failure under way is the usual reason to be here.
+  try {
+    throw_if_failed("shrinking");
+  } catch (const CommError&) {
+  }
+  const auto deadline = SteadyClock::now() + std::max(setup_.timeout, milliseconds(1000));
+  const auto never = [] { return false; };
+  ncclComm_t parent = nullptr, child = nullptr;
+  auto busy = [&](ncclComm_t comm, ncclResult_t result) {
+    result = settle(comm, result, deadline, never);
+    if (result == ncclSuccess) return;
+    if (child != nullptr) api_.abort(child);
+    throw CommError("rank " + std::to_string(rank_) + ": shrinking to " +
+                    std::to_string(world_ - static_cast<int>(out.size())) + " ranks: " +
+                    (result == ncclInProgress ? "no progress until the deadline" : api_.text(result, comm)));
+  };
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 0;
+  ncclResult_t result = ncclSuccess;
+  {
+    std::lock_guard lock(nccl_mutex_);
+    parent = comm_;
+  }
+  if (parent == nullptr) {
+    throw BadInput(
+        "shrink: the communicator was aborted; create it with NcclOptions::shrinkable so that a failure "
+        "leaves it usable for this");
+  }
+  if (revoked_) busy(parent, ncclInProgress);  // until it is quiet
+  {
+    std::lock_guard lock(nccl_mutex_);
+    result = api_.shrink(parent, out.data(), static_cast<int>(out.size()), &child, &config, 0);
+  }
+  busy(parent, result);
+  if (result == ncclInProgress) busy(child, ncclInProgress);
+  return std::make_unique<NcclTransport>(NcclSetup{.api = setup_.api,
+                                                   .gpu = setup_.gpu,
+                                                   .comm = child,
+                                                   .shrinkable = setup_.shrinkable,
+                                                   .device = setup_.device,
+                                                   .timeout = setup_.timeout});
+}
+
+}  // namespace gradwire
+
+#endif  // GRADWIRE_HAS_NCCL

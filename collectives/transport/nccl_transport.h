@@ -1,0 +1,121 @@
+// The NCCL transport without CUDA: what it does with NCCL's functions and with marks on streams. nccl.cpp
+// gives it the real ones, tests their own.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "collectives/rendezvous/membership.h"
+#include "collectives/transport/exchange_watch.h"
+#include "collectives/transport/nccl_api.h"
+#include "collectives/transport/transport.h"
+
+namespace gradwire {
+
+// What the transport needs of CUDA beside NCCL.
+class GpuCalls {
+ public:
+  virtual ~GpuCalls() = default;
+  virtual bool capturing(const Stream& stream) = 0;
+  virtual cudaStream_t native(const Stream& stream) = 0;
+  // For an exchange that runs once, and for one that is captured.
+  virtual std::unique_ptr<ExchangeMark> make_mark() = 0;
+  virtual std::unique_ptr<ExchangeMark> make_captured_mark() = 0;
+  // Called first in a thread that polls marks, which must not disturb a capture elsewhere.
+  virtual void enter_thread() {}
+};
+
+struct NcclSetup {
+  const NcclApi* api = nullptr;
+  std::shared_ptr<GpuCalls> gpu;
+  ncclComm_t comm = nullptr;
+  bool owned = true;
+  bool shrinkable = false;
+  Device device;
+  std::chrono::milliseconds timeout{60'000};  // 0: nothing is watched
+  std::unique_ptr<Membership> group = nullptr;
+};
+
+// Joins, until the communicator stands or the deadline has passed.
+ncclComm_t init_nccl(const NcclApi& api, int rank, int world, const ncclUniqueId& id,
+                     SteadyClock::time_point deadline);
+
+class NcclTransport final : public Transport {
+ public:
+  explicit NcclTransport(NcclSetup setup);
+  ~NcclTransport() override;
+
+  int rank() const override { return rank_; }
+  int world() const override { return world_; }
+  Device device() const override { return setup_.device; }
+  const char* name() const override { return "nccl"; }
+
+  void begin(const Stream& stream, const Call& call) override;
+  void exchange(const Stream& stream, const std::vector<Transfer>& transfers,
+                const ExchangeLabel& label) override;
+  void barrier() override;
+  void abort(const std::string& reason) override;
+  void check() override;
+  void send_note(const std::string& note) override;
+  std::string take_note(int from) override;
+  std::unique_ptr<Transport> shrink(const std::vector<int>& excluded) override;
+
+ private:
+  std::string doing(const std::string& what) const;
+  // Makes the group fail with `cause`, waits until the watching thread has said goodbye to the peers, throws.
+  [[noreturn]] void give_up(const std::string& what, const std::string& cause);
+  void throw_if_failed(const std::string& what);
+  void compare(const Call& call);
+  // Waits until `comm` is no longer busy. `result` is what a call on it returned.
+  ncclResult_t settle(ncclComm_t comm, ncclResult_t result, SteadyClock::time_point deadline,
+                      const std::function<bool()>& stop);
+  std::unique_ptr<ExchangeMark> mark_for(const Stream& stream);
+
+  void watch();
+  std::string nccl_error();
+  void heard(const std::string& cause, bool from_group);
+  std::string tell_the_group(const std::string& cause);
+  void end_communicator();
+
+  // Whether the watching thread is done with the communicator; outlives this if it never is.
+  struct Ended {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool done = false;
+  };
+
+  NcclSetup setup_;
+  const NcclApi& api_;
+  const bool watched_;
+  const std::shared_ptr<Ended> ended_ = std::make_shared<Ended>();
+  int rank_ = 0, world_ = 1;
+
+  // Of the thread that makes the calls.
+  uint64_t calls_ = 0, exchanges_ = 0, rolling_ = 0;
+  std::string call_;
+  std::set<uint64_t> known_calls_;
+
+  std::mutex nccl_mutex_;  // held during every call on comm_, so that no call meets an abort
+  ncclComm_t comm_ = nullptr;
+  bool revoked_ = false;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  ExchangesInFlight in_flight_;
+  std::vector<std::unique_ptr<ExchangeMark>> spare_;
+  std::optional<std::string> cause_;  // a failure that the watching thread has yet to deal with
+  bool cause_from_group_ = false;
+  std::string failure_;  // final
+  std::string standing_ = "joining";
+  bool stop_ = false;
+  std::thread watcher_;
+};
+
+}  // namespace gradwire

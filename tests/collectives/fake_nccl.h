@@ -1,0 +1,223 @@
+// NCCL's functions over host memory: communicators of threads of one process, groups that run on host
+// streams. Like the real ones they wait for a peer forever, until the communicator is aborted; what they then
+// leave behind is garbage, and the stream goes on as if nothing had happened.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "collectives/transport/nccl_transport.h"
+
+namespace gradwire::testing {
+
+struct FakeWire {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<std::pair<int, int>, std::deque<std::vector<char>>> boxes;  // (from, to)
+};
+
+struct FakeComm {
+  std::shared_ptr<FakeWire> wire;
+  int rank = 0, world = 1;
+  std::atomic<int> async{ncclSuccess};     // what ncclCommGetAsyncError says when not busy
+  std::atomic<int> busy{0};                // for how many more questions it says ncclInProgress
+  int busy_after_group = 0;                // set to this by each group
+  ncclResult_t send_result = ncclSuccess;  // what ncclSend returns
+  std::atomic<bool> stopped{false};
+  std::atomic<int> aborted{0}, finalized{0}, destroyed{0}, revoked{0}, groups{0};
+  std::atomic<std::thread::id> aborted_by{};
+  std::string log;  // of the last group: "(s1:4 r2:8)"
+
+  ncclComm_t handle() { return reinterpret_cast<ncclComm_t>(this); }
+  void stop() {
+    stopped = true;
+    std::lock_guard lock(wire->mutex);
+    wire->changed.notify_all();
+  }
+};
+
+inline FakeComm& fake(ncclComm_t comm) {
+  return *reinterpret_cast<FakeComm*>(comm);
+}
+
+// A world of fake communicators; they live as long as it does, whatever is done to them.
+struct FakeWorld {
+  explicit FakeWorld(int world) {
+    auto wire = std::make_shared<FakeWire>();
+    for (int r = 0; r < world; ++r) {
+      auto& c = comms.emplace_back(std::make_unique<FakeComm>());
+      c->wire = wire;
+      c->rank = r;
+      c->world = world;
+    }
+  }
+  FakeComm& operator[](int rank) { return *comms[rank]; }
+  std::vector<std::unique_ptr<FakeComm>> comms;
+};
+
+struct FakeOperation {
+  bool send;
+  void* data;
+  size_t bytes;
+  int peer;
+  FakeComm* comm;
+  const Stream* stream;
+};
+
+struct FakeGroup {
+  int depth = 0;
+  std::vector<FakeOperation> operations;
+};
+inline FakeGroup& fake_group() {
+  static thread_local FakeGroup group;
+  return group;
+}
+
+inline void run_fake(const std::vector<FakeOperation>& operations) {
+  for (const FakeOperation& op : operations) {
+    if (!op.send) continue;
+    FakeWire& wire = *op.comm->wire;
+    std::lock_guard lock(wire.mutex);
+    const char* data = static_cast<const char*>(op.data);
+    wire.boxes[{op.comm->rank, op.peer}].emplace_back(data, data + op.bytes);
+    wire.changed.notify_all();
+  }
+  for (const FakeOperation& op : operations) {
+    if (op.send) continue;
+    FakeWire& wire = *op.comm->wire;
+    std::unique_lock lock(wire.mutex);
+    auto& box = wire.boxes[{op.peer, op.comm->rank}];
+    wire.changed.wait(lock, [&] { return op.comm->stopped || !box.empty(); });
+    if (op.comm->stopped) return;
+    std::vector<char> message = std::move(box.front());
+    box.pop_front();
+    EXPECT_EQ(message.size(), op.bytes) << "NCCL does not check this";
+    std::memcpy(op.data, message.data(), std::min(op.bytes, message.size()));
+  }
+}
+
+// Of shrink(): the survivors' new communicators, by parent's wire.
+struct FakeShrinks {
+  std::mutex mutex;
+  std::map<FakeWire*, std::unique_ptr<FakeWorld>> worlds;
+};
+inline FakeShrinks& fake_shrinks() {
+  static FakeShrinks shrinks;
+  return shrinks;
+}
+
+inline const NcclApi& fake_nccl() {
+  static const NcclApi api = [] {
+    NcclApi a;
+    a.get_version = [](int* version) { return *version = 22809, ncclSuccess; };
+    a.error_string = [](ncclResult_t r) -> const char* {
+      return r == ncclRemoteError ? "remote process exited" : "fake error";
+    };
+    a.async_error = [](ncclComm_t c, ncclResult_t* r) {
+      *r = fake(c).busy > 0 ? (--fake(c).busy, ncclInProgress)
+                            : static_cast<ncclResult_t>(fake(c).async.load());
+      return ncclSuccess;
+    };
+    a.count = [](const ncclComm_t c, int* n) { return *n = fake(c).world, ncclSuccess; };
+    a.user_rank = [](const ncclComm_t c, int* r) { return *r = fake(c).rank, ncclSuccess; };
+    a.abort = [](ncclComm_t c) {
+      fake(c).aborted_by = std::this_thread::get_id();
+      ++fake(c).aborted;
+      fake(c).stop();
+      return ncclSuccess;
+    };
+    a.revoke = [](ncclComm_t c, int) {
+      ++fake(c).revoked;
+      fake(c).stop();
+      fake(c).busy = 2;
+      return ncclInProgress;
+    };
+    a.finalize = [](ncclComm_t c) { return ++fake(c).finalized, fake(c).busy = 2, ncclInProgress; };
+    a.destroy = [](ncclComm_t c) { return ++fake(c).destroyed, ncclSuccess; };
+    a.group_start = [] { return ++fake_group().depth, ncclSuccess; };
+    a.send = [](const void* data, size_t n, ncclDataType_t, int peer, ncclComm_t c, cudaStream_t s) {
+      fake_group().operations.push_back(
+          {true, const_cast<void*>(data), n, peer, &fake(c), reinterpret_cast<const Stream*>(s)});
+      return fake(c).send_result;
+    };
+    a.receive = [](void* data, size_t n, ncclDataType_t, int peer, ncclComm_t c, cudaStream_t s) {
+      fake_group().operations.push_back({false, data, n, peer, &fake(c), reinterpret_cast<const Stream*>(s)});
+      return ncclSuccess;
+    };
+    a.group_end = []() -> ncclResult_t {
+      EXPECT_EQ(fake_group().depth, 1);
+      --fake_group().depth;
+      auto operations = std::move(fake_group().operations);
+      fake_group().operations.clear();
+      if (operations.empty()) return ncclSuccess;
+      FakeComm& comm = *operations[0].comm;
+      ++comm.groups;
+      comm.log.clear();
+      for (const auto& op : operations)
+        comm.log += (op.send ? " s" : " r") + std::to_string(op.peer) + ":" + std::to_string(op.bytes);
+      if (comm.send_result != ncclSuccess) return ncclSuccess;
+      operations[0].stream->submit([operations] { run_fake(operations); });
+      comm.busy = comm.busy_after_group;
+      return comm.busy > 0 ? ncclInProgress : ncclSuccess;
+    };
+    a.shrink = [](ncclComm_t c, int* out, int n, ncclComm_t* child, ncclConfig_t* config, int) {
+      EXPECT_EQ(config->blocking, 0);
+      FakeComm& parent = fake(c);
+      int mine = 0;
+      for (int r = 0; r < parent.rank; ++r) mine += std::find(out, out + n, r) == out + n;
+      std::lock_guard lock(fake_shrinks().mutex);
+      auto& world = fake_shrinks().worlds[parent.wire.get()];
+      if (!world) world = std::make_unique<FakeWorld>(parent.world - n);
+      *child = (*world)[mine].handle();
+      parent.busy = 1;
+      (*world)[mine].busy = 2;
+      return ncclInProgress;
+    };
+    return a;
+  }();
+  return api;
+}
+
+// Marks on host streams.
+class HostMark final : public ExchangeMark {
+ public:
+  void begin(const Stream& stream) override {
+    *state_ = 0;
+    stream.submit([s = state_] { *s = 1; });
+  }
+  void end(const Stream& stream) override {
+    stream.submit([s = state_] { *s = 2; });
+  }
+  Progress poll() override { return static_cast<Progress>(state_->load()); }
+
+ private:
+  std::shared_ptr<std::atomic<int>> state_ = std::make_shared<std::atomic<int>>(0);
+};
+
+class HostCalls final : public GpuCalls {
+ public:
+  bool capturing(const Stream&) override { return false; }
+  cudaStream_t native(const Stream& s) override {
+    return reinterpret_cast<cudaStream_t>(const_cast<Stream*>(&s));
+  }
+  std::unique_ptr<ExchangeMark> make_mark() override {
+    ++made;
+    return std::make_unique<HostMark>();
+  }
+  std::unique_ptr<ExchangeMark> make_captured_mark() override { throw Error("nothing is captured here"); }
+  std::atomic<int> made{0};
+};
+
+}  // namespace gradwire::testing

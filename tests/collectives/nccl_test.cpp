@@ -1,0 +1,497 @@
+// The NCCL transport without a GPU: what it asks NCCL to do, what it decides is stuck, and what it says then.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <functional>
+#include <thread>
+
+#include "collectives/communicator.h"
+#include "collectives/executor.h"
+#include "kernels/error.h"
+#include "tests/collectives/fake_nccl.h"
+#include "tests/collectives/group.h"
+
+namespace gradwire {
+namespace {
+
+using testing::fake_nccl;
+using testing::FakeComm;
+using testing::FakeWorld;
+using testing::HostCalls;
+using namespace std::chrono_literals;
+using Time = ExchangesInFlight::Time;
+
+// --- which exchange is stuck ---
+
+struct ManualMark final : ExchangeMark {
+  struct State {
+    Progress progress = Progress::queued;
+    uint64_t runs = 0;
+  };
+  ManualMark(std::shared_ptr<State> s, bool captured) : state(std::move(s)), captured(captured) {}
+  void begin(const Stream&) override {}
+  void end(const Stream&) override {}
+  Progress poll() override { return state->progress; }
+  uint64_t runs() const override { return state->runs; }
+  bool repeats() const override { return captured; }
+  std::shared_ptr<State> state;
+  bool captured;
+};
+
+std::shared_ptr<ManualMark::State> add(ExchangesInFlight& all, WatchedExchange e, bool captured = false) {
+  auto state = std::make_shared<ManualMark::State>();
+  all.add(std::make_unique<ManualMark>(state, captured), std::move(e));
+  return state;
+}
+
+TEST(ExchangesInFlight, TheDeadlineRunsFromWhenAnExchangeRuns) {
+  ExchangesInFlight all(100ms);
+  const Time t{};
+  auto first =
+      add(all, {7, "allreduce of bucket 1, round 2 of 6", "1 receive (8 bytes) from rank 3 pending"});
+  auto second = add(all, {8, "another", "nothing"});
+  EXPECT_FALSE(all.overdue(t));
+  EXPECT_FALSE(all.overdue(t + 10h)) << "kernels before it may take as long as they like";
+  EXPECT_NE(all.standing().find("still computing before exchange 7"), std::string::npos) << all.standing();
+  first->progress = Progress::running;
+  EXPECT_FALSE(all.overdue(t + 11h));
+  EXPECT_FALSE(all.overdue(t + 11h + 100ms));
+  auto text = all.overdue(t + 11h + 101ms);
+  ASSERT_TRUE(text);
+  for (const char* part : {"exchange 7", "bucket 1, round 2 of 6", "no progress for 100 ms", "from rank 3"})
+    EXPECT_NE(text->find(part), std::string::npos) << *text;
+  EXPECT_NE(all.standing().find("in exchange 7"), std::string::npos);
+
+  first->progress = Progress::done;
+  second->progress = Progress::running;
+  EXPECT_FALSE(all.overdue(t + 12h)) << "the second has only begun";
+  EXPECT_EQ(all.take_spare().size(), 1u);
+  second->progress = Progress::done;
+  EXPECT_FALSE(all.overdue(t + 13h));
+  EXPECT_FALSE(all.active());
+  EXPECT_NE(all.standing().find("its last was exchange 8"), std::string::npos) << all.standing();
+}
+
+TEST(ExchangesInFlight, EachLaunchOfAGraphHasADeadlineOfItsOwn) {
+  ExchangesInFlight all(100ms);
+  const Time t{};
+  auto mark = add(all, {1, "captured", "all"}, true);
+  mark->progress = Progress::done;
+  EXPECT_FALSE(all.overdue(t));
+  EXPECT_TRUE(all.active()) << "the graph may be launched again";
+  mark->progress = Progress::running;
+  for (int launch = 0; launch < 10; ++launch) {  // always seen running, each time in another launch
+    ++mark->runs;
+    EXPECT_FALSE(all.overdue(t + 90ms * launch));
+  }
+  EXPECT_FALSE(all.overdue(t + 90ms * 9 + 100ms));
+  EXPECT_TRUE(all.overdue(t + 90ms * 9 + 101ms));
+}
+
+TEST(ExchangesInFlight, WithoutATimeoutNothingIsEverOverdue) {
+  ExchangesInFlight all(0ms);
+  add(all, {1, "x", "y"})->progress = Progress::running;
+  all.overdue(Time{});
+  EXPECT_FALSE(all.overdue(Time{} + 100h));
+}
+
+// --- one rank per thread ---
+
+struct Rank {
+  std::unique_ptr<NcclTransport> transport;
+  FakeComm* comm = nullptr;
+  Stream stream = Stream::create(Device::host(), "test");
+};
+
+NcclSetup setup(FakeComm& comm, std::chrono::milliseconds timeout = 20s) {
+  return {.api = &fake_nccl(),
+          .gpu = std::make_shared<HostCalls>(),
+          .comm = comm.handle(),
+          .device = Device::host(),
+          .timeout = timeout};
+}
+
+// Every rank's error text, "" for none.
+std::vector<std::string> run(int world, const std::function<NcclSetup(int)>& make,
+                             const std::function<void(Rank&)>& body) {
+  std::vector<std::string> errors(world);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < world; ++r) {
+    threads.emplace_back([&, r] {
+      try {
+        Rank rank;
+        NcclSetup s = make(r);
+        rank.comm = &testing::fake(s.comm);
+        rank.transport = std::make_unique<NcclTransport>(std::move(s));
+        struct Drain {  // work in flight uses the transport
+          Stream& stream;
+          ~Drain() { stream.synchronize(); }
+        } drain{rank.stream};
+        body(rank);
+      } catch (const Error& error) {
+        errors[r] = error.what();
+        if (errors[r].empty()) errors[r] = "an error without a text";
+      }
+    });
+  }
+  for (auto& t : threads) t.join();
+  return errors;
+}
+
+void expect_has(const std::string& text, const std::vector<std::string>& parts) {
+  for (const auto& part : parts)
+    EXPECT_NE(text.find(part), std::string::npos) << part << " is not in: " << text;
+}
+
+TEST(Nccl, AnExchangeIsOneGroupInTheOrderGiven) {
+  FakeWorld world(3);
+  char buffer[64] = {};
+  const std::vector<Transfer> transfers = {{Transfer::Kind::send, 2, buffer, 4},
+                                           {Transfer::Kind::receive, 1, buffer + 8, 16},
+                                           {Transfer::Kind::send, 1, buffer, 0},
+                                           {Transfer::Kind::send, 2, buffer + 4, 2},
+                                           {Transfer::Kind::receive, 1, buffer + 32, 1}};
+  world[0].send_result = ncclSuccess;
+  {
+    NcclTransport transport(setup(world[0]));
+    Stream stream = Stream::create(Device::host(), "test");
+    transport.exchange(stream, transfers, {1, "mixed"});
+    transport.exchange(stream, {}, {1, "nothing"});
+    EXPECT_EQ(world[0].log, " s2:4 r1:16 s2:2 r1:1");
+    EXPECT_EQ(world[0].groups, 1);
+    EXPECT_EQ(transport.bytes_sent(), 6u);
+    EXPECT_THROW(transport.exchange(stream, {{Transfer::Kind::send, 0, buffer, 1}}, {1, "self"}), BadInput);
+    EXPECT_THROW(transport.exchange(stream, {{Transfer::Kind::send, 3, buffer, 1}}, {1, "out"}), BadInput);
+    world[0].stop();  // nobody sends
+    stream.synchronize();
+  }
+  EXPECT_EQ(world[0].finalized, 1);
+  EXPECT_EQ(world[0].destroyed, 1);
+  EXPECT_EQ(world[0].aborted, 0);
+}
+
+std::vector<float> allreduced(Transport& transport, const Schedule& schedule, Wire wire) {
+  const int64_t count = 1027;
+  std::vector<float> data = testing::normal(count, 1000 + transport.rank()), residual(count, 0.0f);
+  Stream stream = Stream::create(Device::host(), "test"), transfers = Stream::create(Device::host(), "move");
+  Allreduce program(transport, schedule, data.data(), residual.data(), count,
+                    {.what = "test", .wire = wire, .transfers = transfers, .slice_bytes = 512});
+  Buffer workspace(Device::host(), program.workspace_bytes());
+  program.bind(workspace.data());
+  for (int step = 0; step < 3; ++step) program.run(stream);
+  stream.synchronize();
+  transfers.synchronize();
+  transport.check();
+  data.insert(data.end(), residual.begin(), residual.end());
+  return data;
+}
+
+TEST(Nccl, SchedulesAndWiresGiveTheSameBitsAsThreads) {
+  for (int n : {2, 3, 4}) {
+    std::vector<Schedule> schedules = {ring(n), two_shot(n), double_tree(n)};
+    if (n == 4) schedules.push_back(hierarchical(2, 2));
+    for (const Schedule& schedule : schedules) {
+      for (Wire wire : {Wire::fp32, Wire::bf16, Wire::fp8}) {
+        FakeWorld world(n);
+        for (auto& c : world.comms) c->busy_after_group = 3;  // as when NCCL connects in the background
+        std::vector<std::vector<float>> got(n), expected(n);
+        auto errors = run(
+            n, [&](int r) { return setup(world[r]); },
+            [&](Rank& r) { got[r.transport->rank()] = allreduced(*r.transport, schedule, wire); });
+        for (auto& e : errors) EXPECT_EQ(e, "");
+        testing::run_ranks(n, Device::host(), [&](Communicator& comm) {
+          expected[comm.rank()] = allreduced(comm.transport(), schedule, wire);
+        });
+        EXPECT_EQ(got, expected) << n << " ranks, " << name(schedule.kind) << ", " << name(wire);
+      }
+    }
+  }
+}
+
+// Every rank exchanges 4 bytes with every other, `steps` times.
+void all_to_all(Rank& rank, int steps) {
+  const int world = rank.transport->world(), me = rank.transport->rank();
+  std::vector<int> in(world), out(world, me);
+  std::vector<Transfer> transfers;
+  for (int peer = 0; peer < world; ++peer) {
+    if (peer == me) continue;
+    transfers.push_back({Transfer::Kind::send, peer, &out[peer], 4});
+    transfers.push_back({Transfer::Kind::receive, peer, &in[peer], 4});
+  }
+  for (int step = 0; step < steps; ++step) {
+    rank.transport->exchange(rank.stream, transfers, {1, "step " + std::to_string(step)});
+    rank.stream.synchronize();
+    rank.transport->check();
+    for (int peer = 0; peer < world; ++peer) {
+      if (peer != me && in[peer] != peer) throw Error("wrong data passed check()");
+    }
+  }
+}
+
+TEST(Nccl, MarksAreUsedAgain) {
+  FakeWorld world(2);
+  std::vector<std::shared_ptr<HostCalls>> gpu = {std::make_shared<HostCalls>(),
+                                                 std::make_shared<HostCalls>()};
+  run(
+      2,
+      [&](int r) {
+        NcclSetup s = setup(world[r]);
+        s.gpu = gpu[r];
+        return s;
+      },
+      [](Rank& rank) {
+        for (int i = 0; i < 40; ++i) {
+          all_to_all(rank, 1);
+          std::this_thread::sleep_for(5ms);  // the watching thread looks in between, now and then
+        }
+      });
+  EXPECT_LT(gpu[0]->made, 40);
+}
+
+TEST(Nccl, ASilentPeerIsAnErrorThatNamesItAndTheWatchingThreadAborts) {
+  FakeWorld world(3);
+  std::vector<std::thread::id> caller(3);
+  auto errors = run(
+      3, [&](int r) { return setup(world[r], 1000ms); },
+      [&](Rank& rank) {
+        caller[rank.transport->rank()] = std::this_thread::get_id();
+        if (rank.transport->rank() == 1) {
+          all_to_all(rank, 2);
+          // It is still computing; the others wait for its third.
+          while (world[0].aborted == 0 || world[2].aborted == 0) std::this_thread::sleep_for(1ms);
+          return;
+        }
+        try {
+          all_to_all(rank, 5);
+        } catch (const CommError&) {
+          EXPECT_THROW(rank.transport->barrier(), CommError) << "every later call fails, too";
+          throw;
+        }
+      });
+  EXPECT_EQ(errors[1], "");
+  for (int r : {0, 2}) {
+    expect_has(errors[r], {"rank " + std::to_string(r), "exchange 3", "step 2", "no progress for 1000 ms",
+                           "2 receives (8 bytes) from ranks ", "1"});
+    EXPECT_EQ(world[r].aborted, 1);
+    EXPECT_NE(world[r].aborted_by.load(), caller[r]);
+    EXPECT_EQ(world[r].destroyed, 0) << "abort has freed it";
+  }
+}
+
+TEST(Nccl, AnAdoptedCommunicatorIsNeitherAbortedNorDestroyed) {
+  FakeWorld world(2);
+  auto errors = run(
+      2,
+      [&](int r) {
+        NcclSetup s = setup(world[r], 200ms);
+        s.owned = false;
+        return s;
+      },
+      [&](Rank& rank) {
+        all_to_all(rank, 1);
+        if (rank.transport->rank() == 1) return;
+        char byte = 0;
+        rank.transport->exchange(rank.stream, {{Transfer::Kind::receive, 1, &byte, 1}}, {1, "in vain"});
+        while (true) {
+          std::this_thread::sleep_for(5ms);
+          try {
+            rank.transport->check();
+          } catch (const CommError&) {
+            rank.comm->stop();  // what its owner does
+            throw;
+          }
+        }
+      });
+  expect_has(errors[0], {"in vain", "no progress", "1 receive (1 bytes) from rank 1"});
+  EXPECT_EQ(errors[1], "");
+  for (int r : {0, 1}) EXPECT_EQ(world[r].aborted + world[r].destroyed + world[r].finalized, 0);
+}
+
+TEST(Nccl, AnErrorThatNcclReportsLaterFailsTheCommunicator) {
+  FakeWorld world(2);
+  auto errors = run(
+      2, [&](int r) { return setup(world[r]); },
+      [&](Rank& rank) {
+        if (rank.transport->rank() == 1) return;
+        char byte = 0;
+        rank.transport->exchange(rank.stream, {{Transfer::Kind::receive, 1, &byte, 1}}, {1, "a receive"});
+        rank.comm->async = ncclRemoteError;
+        rank.stream.synchronize();  // ends by the abort
+        rank.transport->check();
+      });
+  expect_has(errors[0], {"a receive", "remote process exited"});
+  EXPECT_EQ(world[0].aborted, 1);
+}
+
+TEST(Nccl, AnErrorInsideAGroupStillEndsIt) {
+  FakeWorld world(2);
+  world[0].send_result = ncclInvalidArgument;
+  NcclTransport transport(setup(world[0]));
+  Stream stream = Stream::create(Device::host(), "test");
+  char byte = 0;
+  try {
+    transport.exchange(stream, {{Transfer::Kind::send, 1, &byte, 1}}, {1, "a send"});
+    FAIL();
+  } catch (const CommError& error) {
+    expect_has(error.what(), {"a send", "fake error", "1 send (1 bytes) to rank 1"});
+  }
+  EXPECT_EQ(testing::fake_group().depth, 0);
+  EXPECT_EQ(transport.bytes_sent(), 0u);
+}
+
+TEST(Nccl, ConnectingHasADeadlineToo) {
+  FakeWorld world(2);
+  world[0].busy_after_group = 1 << 30;
+  NcclTransport transport(setup(world[0], 200ms));
+  Stream stream = Stream::create(Device::host(), "test");
+  char byte = 0;
+  try {
+    transport.exchange(stream, {{Transfer::Kind::receive, 1, &byte, 1}}, {1, "the first"});
+    FAIL();
+  } catch (const CommError& error) {
+    expect_has(error.what(), {"the first", "no progress for 200 ms while connecting", "from rank 1"});
+  }
+  world[0].busy = 0;
+  stream.synchronize();
+}
+
+TEST(Nccl, AbortEndsWhatIsPendingWithItsReason) {
+  FakeWorld world(2);
+  NcclTransport transport(setup(world[0]));
+  Stream stream = Stream::create(Device::host(), "test");
+  char byte = 0;
+  transport.exchange(stream, {{Transfer::Kind::receive, 1, &byte, 1}}, {1, "pending"});
+  transport.abort("the disk is full");
+  stream.synchronize();
+  try {
+    transport.check();
+    FAIL();
+  } catch (const CommError& error) {
+    expect_has(error.what(), {"rank 0 gave up: the disk is full"});
+  }
+}
+
+TEST(Nccl, SurvivorsShrinkAndGoOn) {
+  FakeWorld world(4);
+  auto errors = run(
+      4,
+      [&](int r) {
+        NcclSetup s = setup(world[r], 1000ms);
+        s.shrinkable = true;
+        return s;
+      },
+      [&](Rank& rank) {
+        if (rank.transport->rank() == 2) {
+          all_to_all(rank, 1);
+          for (int r : {0, 1, 3}) {
+            while (world[r].revoked == 0) std::this_thread::sleep_for(1ms);
+          }
+          return;
+        }
+        EXPECT_THROW(all_to_all(rank, 2), CommError);
+        EXPECT_THROW(rank.transport->shrink({rank.transport->rank()}), BadInput);
+        EXPECT_THROW(rank.transport->shrink({}), BadInput);
+        Rank next;
+        auto smaller = rank.transport->shrink({2, 2});
+        next.transport.reset(dynamic_cast<NcclTransport*>(smaller.release()));
+        EXPECT_EQ(next.transport->world(), 3);
+        all_to_all(next, 3);
+        next.transport->barrier();
+      });
+  for (auto& e : errors) EXPECT_EQ(e, "");
+  EXPECT_EQ(world[0].revoked, 1);
+  EXPECT_EQ(world[0].aborted, 0);
+  EXPECT_EQ(world[0].destroyed, 1);
+}
+
+TEST(Nccl, AnAbortedCommunicatorCannotShrinkAndSaysHowItCould) {
+  FakeWorld world(2);
+  NcclTransport transport(setup(world[0]));
+  transport.abort("enough");
+  EXPECT_THROW(transport.check(), CommError);
+  while (world[0].aborted == 0) std::this_thread::sleep_for(1ms);
+  try {
+    transport.shrink({1});
+    FAIL();
+  } catch (const BadInput& error) {
+    expect_has(error.what(), {"shrinkable"});
+  }
+}
+
+// --- with a store ---
+
+struct Store {
+  explicit Store(const std::string& name)
+      : path(::testing::TempDir() + "gradwire." + std::to_string(getpid()) + "." + name) {}
+  ~Store() {
+    std::error_code ignored;
+    std::filesystem::remove(path, ignored);
+  }
+  NcclSetup setup_with(FakeComm& comm, std::chrono::milliseconds timeout) const {
+    NcclSetup s = setup(comm, timeout);
+    s.group = std::make_unique<Membership>(GroupOptions{"file://" + path, comm.rank, comm.world, timeout});
+    return s;
+  }
+  std::string path;
+};
+
+TEST(Nccl, RanksThatMakeDifferentCallsAreToldBeforeDataMoves) {
+  FakeWorld world(3);
+  Store store("calls");
+  auto errors = run(
+      3, [&](int r) { return store.setup_with(world[r], 10s); },
+      [&](Rank& rank) {
+        const Call same{11, "allreduce of bucket 1"};
+        const Call other{rank.transport->rank() == 1 ? 13u : 12u,
+                         rank.transport->rank() == 1 ? "allreduce, bf16" : "allreduce, fp32"};
+        rank.transport->begin(rank.stream, same);
+        rank.transport->begin(rank.stream, same);
+        rank.transport->begin(rank.stream, other);
+      });
+  for (int r : {1, 2}) expect_has(errors[r], {"ranks disagree", "call 3", "bf16"});
+  expect_has(errors[1] + errors[2], {"fp32"});
+  for (int r = 0; r < 3; ++r) EXPECT_EQ(world[r].groups, 0);
+}
+
+TEST(Nccl, EverybodyHearsWhoFailedAndTheCulpritIsNamed) {
+  FakeWorld world(3);
+  Store store("culprit");
+  auto errors = run(
+      3, [&](int r) { return store.setup_with(world[r], r == 0 ? 1000ms : 20s); },
+      [&](Rank& rank) {
+        rank.transport->barrier();
+        if (rank.transport->rank() == 1) {
+          all_to_all(rank, 1);
+          while (true) {
+            std::this_thread::sleep_for(1ms);
+            rank.transport->check();
+          }
+        } else {
+          all_to_all(rank, 2);
+        }
+      });
+  expect_has(errors[0], {"exchange 2", "no progress for 1000 ms", "rank 1 is not in an exchange"});
+  for (int r : {1, 2}) expect_has(errors[r], {"rank 0", "step 1", "no progress for 1000 ms"});
+}
+
+TEST(Nccl, JoiningThatFailsSaysSo) {
+  NcclApi api = fake_nccl();
+  api.init_rank = [](ncclComm_t* comm, int world, ncclUniqueId, int rank, ncclConfig_t* config) {
+    static FakeWorld one(1);
+    EXPECT_EQ(config->blocking, 0);
+    one[0].world = world;
+    one[0].rank = rank;
+    one[0].busy = 5;
+    *comm = one[0].handle();
+    return ncclInProgress;
+  };
+  const auto later = SteadyClock::now() + 10s;
+  ncclComm_t comm = init_nccl(api, 0, 2, {}, later);
+  ASSERT_NE(comm, nullptr);
+  testing::fake(comm).async = ncclRemoteError;
+  EXPECT_THROW(init_nccl(api, 0, 2, {}, later), CommError);
+  EXPECT_EQ(testing::fake(comm).aborted, 1);
+}
+
+}  // namespace
+}  // namespace gradwire
