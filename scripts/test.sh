@@ -45,7 +45,7 @@ run_tests() {
 # The sanitizers look at the program, so they leave out what has sanitizers of its own (simt), what compares the program with
 # others (oracles) and checks of source text. The command's and the C ABI's own tests run under ASan, as a user's program
 # would. Processes that are killed on purpose are not for ThreadSanitizer, nor is anything that was not built for it.
-elsewhere="simt|^kernel_table|oracle|^layers$|^ptx$|^bench|NOT_BUILT"
+elsewhere="simt|^kernel_table|oracle|^layers$|^ptx$|^bench|^kill$|NOT_BUILT"
 layers=(kernels_tests collectives_tests trainer_tests)
 run_tests release --
 run_tests asan "${layers[@]}" capi_tests gradwire -- -E "$elsewhere|^capi_"

@@ -78,6 +78,12 @@ struct TrainConfig {
       1;  // epochs between evaluations on the whole test set; the last step always evaluates. 0: never
   int64_t eval_batch_size = 250;  // images per rank; does not change the result beyond summation order
 
+  std::string init;                  // a file of weights to start from; empty: drawn from the seed
+  std::string checkpoint_directory;  // empty: no checkpoints
+  int64_t checkpoint_every = 0;      // optimizer steps; the last step always makes one
+  int checkpoint_keep = 3;           // how many stay
+  std::string resume;                // the checkpoint to go on from; empty: from the beginning
+
   double timeout_s = 60;  // how long a rank waits for a peer in one operation
 
   // Images that one optimizer step takes, over all ranks.

@@ -20,6 +20,7 @@ struct RunInfo {
   std::string schedule_reason;      // Reducer::schedule_reason()
   std::string reducer;              // Reducer::describe()
   int64_t reducer_extra_bytes = 0;  // device memory per rank for residuals, factors and staging
+  int64_t first_step = 0;           // 0, or what the checkpoint had done that the run goes on from
 };
 
 // One optimizer step, as seen by rank 0. A time that was not measured is NaN.
@@ -49,6 +50,14 @@ struct EvalRecord {
   int64_t images = 0;
 };
 
+// A checkpoint that is complete, on the disk, in its place.
+struct CheckpointRecord {
+  int64_t step = 0;    // optimizer steps done
+  std::string path;    // of its folder
+  uint64_t bytes = 0;  // of rank 0's files
+  double save_ms = 0;  // from the end of the step to the end of the writing
+};
+
 // After the last step and evaluation. All ranks' parameters have this hash; had they differed, the run would
 // have failed.
 struct EndRecord {
@@ -63,12 +72,13 @@ class RunObserver {
   virtual void on_run(const RunInfo&) {}
   virtual void on_step(const StepRecord&) {}
   virtual void on_eval(const EvalRecord&) {}
+  virtual void on_checkpoint(const CheckpointRecord&) {}
   virtual void on_end(const EndRecord&) {}
 };
 
-// Trains from fresh weights on config.ranks() ranks, a thread each, and returns when the last evaluation is
-// reported. Throws what the first failing rank threw; all other ranks have stopped by then. Same config, same
-// bits.
+// Trains from fresh weights, from a file of them (config.init) or from a checkpoint (config.resume), on
+// config.ranks() ranks, a thread each, and returns when the last evaluation is reported. Throws what the
+// first failing rank threw; all other ranks have stopped by then. Same config, same bits.
 void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer);
 
 // The same where ranks are processes: this one is comm.rank(). Every process passes the same config, which is

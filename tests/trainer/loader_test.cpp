@@ -121,6 +121,23 @@ TEST(Loader, NextFollowsIndicesAcrossEpochs) {
   }
 }
 
+TEST(Loader, BeginsAtAnyBatch) {
+  const Dataset data = numbered(30);
+  const Stream stream = Stream::immediate_host();
+  LoaderOptions options{.rank = 1, .world = 2, .batch_size = 4, .seed = 5};
+  Loader whole(data, options);
+  for (int64_t first = 0; first < 3 * whole.batches_per_epoch(); ++first) {
+    options.first_batch = first;
+    Loader rest(data, options);
+    EXPECT_EQ(batches_per_epoch(data, options), whole.batches_per_epoch());
+    for (int i = 0; i < 2; ++i) {
+      const int64_t batch = first + i;
+      EXPECT_EQ(fetch(rest, data, stream, 4).labels.front(),
+                whole.indices(batch / whole.batches_per_epoch(), batch % whole.batches_per_epoch()).front());
+    }
+  }
+}
+
 TEST(Loader, PixelsAreNormalizedPerChannel) {
   Dataset data = numbered(9, 3);
   Stream stream = Stream::create(Device::host(), "test");

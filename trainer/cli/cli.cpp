@@ -81,6 +81,28 @@ CLI::Option* add_word(CLI::App& command, const std::string& flag, std::string& t
   return target.empty() ? option : option->default_str(target);
 }
 
+CLI::Option* add_path(CLI::App& command, const std::string& flag, std::string& target,
+                      const std::string& type, const std::string& about) {
+  return command.add_option(flag, target, about)->type_name(type);
+}
+
+void add_checkpoint_options(CLI::App& command, Options& o) {
+  const char* group = "Checkpoints";
+  add_path(command, "--checkpoint", o.checkpoint, "DIR",
+           "Write checkpoints into this folder: weights, optimizer, residuals, factors, position")
+      ->group(group);
+  add_number(command, "--checkpoint-every", o.checkpoint_every,
+             "Steps between checkpoints (default: an epoch); the last step always makes one")
+      ->group(group);
+  add_number(command, "--checkpoint-keep", o.checkpoint_keep, "How many of them stay (default: 3)")
+      ->group(group);
+  add_path(
+      command, "--resume", o.resume, "DIR",
+      "Go on from the newest complete checkpoint there; with the same folder as --checkpoint a run that has "
+      "none yet starts from the beginning")
+      ->group(group);
+}
+
 void add_run_options(CLI::App& command, Options& o) {
   add_word(command, "--model", o.model, "vit_tiny, vit_s_16, vit_b_16, vit_b_32, vit_l_16 or vit_l_32")
       ->group("Model");
@@ -131,6 +153,9 @@ void add_run_options(CLI::App& command, Options& o) {
       ->group("Training");
   add_number(command, "--eval-batch-size", o.eval_batch_size, "Images per rank in evaluation")
       ->group("Training");
+  add_path(command, "--init", o.init, "FILE",
+           "Start from these weights: safetensors, with torchvision's names")
+      ->group("Checkpoints");
   add_number(command, "--log-every", o.log_every, "Off a terminal: steps between lines")->group("Output");
   command
       .add_flag("--dry-run", o.dry_run,
@@ -181,6 +206,9 @@ class Fan final : public RunObserver {
   }
   void on_eval(const EvalRecord& eval) override {
     for (auto* observer : observers_) observer->on_eval(eval);
+  }
+  void on_checkpoint(const CheckpointRecord& checkpoint) override {
+    for (auto* observer : observers_) observer->on_checkpoint(checkpoint);
   }
 
  private:
@@ -316,6 +344,7 @@ int parse_and_run(int argc, char** argv) {
       train_command->add_option("--compression", compression, "Compression spec (default: fp32)")
           ->type_name("SPEC")
           ->group("Ranks");
+  add_checkpoint_options(*train_command, options);
   train_command->add_option("--log", options.log, "Write records to this file, one JSON object per line")
       ->type_name("FILE")
       ->group("Output");

@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 
 #include "collectives/transport/nccl.h"
 #include "kernels/error.h"
 #include "kernels/thread_pool.h"
+#include "trainer/checkpoint/checkpoint.h"
+#include "trainer/checkpoint/folder.h"
 
 namespace gradwire {
 namespace {
@@ -40,6 +43,15 @@ void check_ranges(const Options& o) {
   check_range("--timeout-s", o.timeout_s, 0.001, 1e6);
   check_range("--eval-every", static_cast<double>(o.eval_every), 0, 1e6);
   check_range("--eval-batch-size", static_cast<double>(o.eval_batch_size), 1, 1 << 20);
+  if (o.checkpoint.empty() && (o.checkpoint_every || o.checkpoint_keep)) {
+    throw BadInput(std::string(o.checkpoint_every ? "--checkpoint-every" : "--checkpoint-keep") +
+                   " without a folder for checkpoints; add --checkpoint DIR");
+  }
+  if (o.checkpoint_every) check_range("--checkpoint-every", static_cast<double>(*o.checkpoint_every), 1, 1e9);
+  if (o.checkpoint_keep) check_range("--checkpoint-keep", *o.checkpoint_keep, 1, 1e6);
+  if (!o.init.empty() && !o.resume.empty()) {
+    throw BadInput("--init and --resume were both given; a checkpoint has weights of its own");
+  }
   check_range("--log-every", static_cast<double>(o.log_every), 1, 1e9);
 }
 
@@ -175,6 +187,53 @@ int64_t steps_per_epoch(const TrainConfig& config, const Dataset& train) {
   return train.count() / config.global_batch();
 }
 
+bool same_folder(const std::string& a, const std::string& b) {
+  namespace fs = std::filesystem;
+  std::error_code ignored;
+  return fs::weakly_canonical(a + "/", ignored) == fs::weakly_canonical(b + "/", ignored);
+}
+
+// After everything else, which a checkpoint is held against.
+void resolve_checkpoints(const Options& o, int64_t steps_per_epoch, Resolved& out) {
+  TrainConfig& config = out.config;
+  const bool goes_on = !o.resume.empty() && !o.checkpoint.empty() && same_folder(o.resume, o.checkpoint);
+  if (!o.init.empty()) check_weights(o.init, config.model);
+  config.init = o.init;
+  if (!o.checkpoint.empty()) {
+    check_checkpoint_directory(o.checkpoint);
+    if (!goes_on && holds_checkpoints(o.checkpoint)) {
+      throw BadInput("--checkpoint " + o.checkpoint +
+                     ": there are checkpoints already; go on from them with --resume " + o.checkpoint +
+                     ", or name another folder");
+    }
+    config.checkpoint_directory = o.checkpoint;
+    config.checkpoint_every = o.checkpoint_every.value_or(steps_per_epoch);
+    config.checkpoint_keep = o.checkpoint_keep.value_or(config.checkpoint_keep);
+  }
+  if (o.resume.empty()) return;
+  FoundCheckpoint found;
+  // So that one command starts a run and, after whatever has stopped it, goes on with it.
+  if (std::error_code ignored; !goes_on || std::filesystem::exists(o.resume, ignored)) {
+    found = find_checkpoint(o.resume);
+  }
+  out.notes.insert(out.notes.end(), found.ignored.begin(), found.ignored.end());
+  if (!found.path) {
+    if (!goes_on) {
+      std::string why;
+      for (const std::string& line : found.ignored) why += " (" + line + ")";
+      throw BadInput("--resume " + o.resume + ": there is no complete checkpoint" + why);
+    }
+    out.notes.push_back("Nothing to resume in " + o.resume + ": starting from the beginning");
+    return;
+  }
+  const CheckpointHead head = read_head(*found.path);
+  config.resume = *found.path;
+  const std::vector<std::string> differences = compare_with_head(config, head);
+  out.notes.push_back("Resuming from " + head.path + ", after " + std::to_string(head.position.step) +
+                      " of " + std::to_string(config.steps) + " steps");
+  out.notes.insert(out.notes.end(), differences.begin(), differences.end());
+}
+
 }  // namespace
 
 Resolved resolve(const Options& o) {
@@ -227,6 +286,7 @@ Resolved resolve(const Options& o) {
     throw BadInput("--warmup " + std::to_string(config.warmup_steps) + " is longer than the run of " +
                    std::to_string(config.steps) + " steps");
   }
+  resolve_checkpoints(o, per_epoch, out);
   return out;
 }
 

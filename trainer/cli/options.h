@@ -34,6 +34,9 @@ struct Options {
   double timeout_s = 60;
   int64_t eval_every = 1, eval_batch_size = 250;
   std::string log, json;
+  std::string init, checkpoint, resume;
+  std::optional<int64_t> checkpoint_every;  // default: an epoch
+  std::optional<int> checkpoint_keep;
   int64_t log_every = 1;
   bool dry_run = false;
 };

@@ -30,23 +30,25 @@ std::vector<int64_t> epoch_permutation(int64_t count, uint64_t seed, int64_t epo
   return order;
 }
 
+int64_t batches_per_epoch(const Dataset& data, const LoaderOptions& options) {
+  const int64_t global = options.batch_size * options.world;
+  return options.drop_last ? data.count() / (global * options.group) * options.group
+                           : (data.count() + global - 1) / global;
+}
+
 // The loading thread fills slots in ring order; next() hands them out in the same order. A slot is refilled
 // when the copy out of it is done, which its event says.
 class Loader::Impl {
  public:
   Impl(const Dataset& data, LoaderOptions options) : data_(data), options_(options) {
     if (options.world < 1 || options.rank < 0 || options.rank >= options.world || options.batch_size < 1 ||
-        options.group < 1 || options.prefetch < 1) {
+        options.group < 1 || options.prefetch < 1 || options.first_batch < 0) {
       throw BadInput("Loader: rank " + std::to_string(options.rank) + " of " + std::to_string(options.world) +
                      ", batches of " + std::to_string(options.batch_size) + " in groups of " +
                      std::to_string(options.group) + " make no sense");
     }
-    int64_t global = options.batch_size * options.world;
-    if (options.drop_last) {
-      batches_ = data.count() / (global * options.group) * options.group;
-    } else {
-      batches_ = (data.count() + global - 1) / global;
-    }
+    const int64_t global = options.batch_size * options.world;
+    batches_ = gradwire::batches_per_epoch(data, options);
     if (batches_ == 0) {
       throw BadInput(data.name + ": its " + std::to_string(data.count()) + " images are fewer than the " +
                      std::to_string(global * options.group) + " of one step (" +
@@ -132,9 +134,10 @@ class Loader::Impl {
   void work() {
     try {
       size_t at = 0;
-      for (int64_t epoch = 0;; ++epoch) {
+      int64_t first = options_.first_batch % batches_;
+      for (int64_t epoch = options_.first_batch / batches_;; ++epoch, first = 0) {
         std::vector<int64_t> positions = order(epoch);
-        for (int64_t batch = 0; batch < batches_; ++batch, at = (at + 1) % slots_.size()) {
+        for (int64_t batch = first; batch < batches_; ++batch, at = (at + 1) % slots_.size()) {
           Slot& slot = slots_[at];
           {
             std::unique_lock lock(mutex_);

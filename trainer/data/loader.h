@@ -22,6 +22,7 @@ struct LoaderOptions {
   bool shuffle = true;
   bool drop_last = true;
   uint64_t seed = 0;
+  int64_t first_batch = 0;         // where to begin: batches of whole epochs before, and of this one
   int prefetch = 2;                // batches loaded ahead
   Device device = Device::host();  // where next() copies to; for CUDA the staging memory is page-locked
 };
@@ -50,6 +51,9 @@ class Loader {
   class Impl;
   std::unique_ptr<Impl> impl_;
 };
+
+// What Loader::batches_per_epoch() would say.
+int64_t batches_per_epoch(const Dataset& data, const LoaderOptions& options);
 
 // The permutation of 0..count-1 that epoch `epoch` uses.
 std::vector<int64_t> epoch_permutation(int64_t count, uint64_t seed, int64_t epoch);

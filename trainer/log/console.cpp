@@ -84,6 +84,7 @@ void Console::on_run(const RunInfo& info) {
                                        .c_str()));
   if (info.buckets > 0 && config_.compression.schedule == ScheduleKind::automatic)
     print("Schedule: " + info.schedule_reason);
+  first_step_ = steps_done_ = info.first_step;
   start_ = Clock::now();
 }
 
@@ -122,11 +123,14 @@ void Console::print(const std::string& text) {
 void Console::draw_bar() {
   drawn_ = Clock::now();
   double done = static_cast<double>(steps_done_) / static_cast<double>(std::max<int64_t>(1, config_.steps));
+  // Of what this process has to do; it may have begun behind a checkpoint.
+  double share = static_cast<double>(steps_done_ - first_step_) /
+                 static_cast<double>(std::max<int64_t>(1, config_.steps - first_step_));
   double elapsed = std::chrono::duration<double>(drawn_ - start_).count();
   std::string tail = format(" %3.0f %%  step %lld/%lld  loss %.4f  %s images/s  %s left", 100 * done,
                             static_cast<long long>(steps_done_), static_cast<long long>(config_.steps),
                             last_.loss, human_count(last_.images_per_s).c_str(),
-                            human_seconds(done > 0 ? elapsed / done - elapsed : NAN).c_str());
+                            human_seconds(share > 0 ? elapsed / share - elapsed : NAN).c_str());
   int room = terminal_columns(options_.out) - static_cast<int>(tail.size()) - 3;
   std::string bar;
   if (room >= 8) {

@@ -39,7 +39,7 @@ class Console final : public RunObserver {
   const TrainConfig& config_;
   ConsoleOptions options_;
   StepRecord last_;
-  int64_t steps_done_ = 0;
+  int64_t first_step_ = 0, steps_done_ = 0;
   bool bar_shown_ = false;
   Clock::time_point start_ = Clock::now(), drawn_{};
 };

@@ -53,6 +53,12 @@ void add_config(Json& json, const TrainConfig& config) {
   json["eval_every"] = config.eval_every;
   json["eval_batch_size"] = config.eval_batch_size;
   json["timeout_s"] = config.timeout_s;
+  auto path_or_null = [](const std::string& path) { return path.empty() ? Json(nullptr) : Json(path); };
+  json["init"] = path_or_null(config.init);
+  json["resume"] = path_or_null(config.resume);
+  json["checkpoint"] = path_or_null(config.checkpoint_directory);
+  json["checkpoint_every"] = config.checkpoint_every;
+  json["checkpoint_keep"] = config.checkpoint_keep;
 }
 
 }  // namespace
@@ -96,6 +102,40 @@ std::string eval_record(const EvalRecord& eval) {
                    {"test_loss", eval.test_loss},
                    {"test_accuracy", eval.test_accuracy},
                    {"images", eval.images}});
+}
+
+std::string checkpoint_record(const CheckpointRecord& checkpoint) {
+  return line(Json{{"type", "checkpoint"},
+                   {"step", checkpoint.step},
+                   {"path", checkpoint.path},
+                   {"bytes", checkpoint.bytes},
+                   {"save_ms", checkpoint.save_ms}});
+}
+
+std::string resume_record(const TrainConfig& config, const RunInfo& info) {
+  return line(Json{{"type", "resume"},
+                   {"step", info.first_step},
+                   {"path", config.resume},
+                   {"version", GRADWIRE_VERSION},
+                   {"ranks", config.ranks()},
+                   {"compression", config.compression.to_string()}});
+}
+
+bool is_run_record(const std::string& line) {
+  const Json json = Json::parse(line, nullptr, false);
+  return json.is_object() && json.value("type", Json()) == "run";
+}
+
+bool is_before(const std::string& line, int64_t first_step, int64_t steps) {
+  const Json json = Json::parse(line, nullptr, false);
+  if (!json.is_object()) return false;
+  const Json type = json.value("type", Json()), step = json.value("step", Json());
+  if (type == "run") return true;
+  if (!step.is_number_integer()) return false;
+  if (type == "step") return step.get<int64_t>() < first_step;
+  // A run that is resumed behind its last step evaluates again.
+  if (type == "eval" && first_step == steps) return step.get<int64_t>() < first_step;
+  return step.get<int64_t>() <= first_step;
 }
 
 std::string summary_record(const RunSummary& summary) {

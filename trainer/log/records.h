@@ -17,9 +17,17 @@ constexpr int kRecordSchema = 1;
 std::string run_record(const TrainConfig& config, const DataSplits& data, const RunInfo& info);
 std::string step_record(const StepRecord& step);
 std::string eval_record(const EvalRecord& eval);
+std::string checkpoint_record(const CheckpointRecord& checkpoint);
+std::string resume_record(const TrainConfig& config, const RunInfo& info);
 std::string summary_record(const RunSummary& summary);
 // The resolved config alone, indented, for people (--dry-run).
 std::string config_text(const TrainConfig& config);
+
+// Is this the first line of a log?
+bool is_run_record(const std::string& line);
+// Of a line of a log that a run goes on with, which is at step `first_step` of `steps`: does it stay? What
+// the run will say again does not, nor does a part of a line.
+bool is_before(const std::string& line, int64_t first_step, int64_t steps);
 
 struct ComparedRun {
   std::string compression;

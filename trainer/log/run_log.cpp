@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 
 #include "kernels/error.h"
 
@@ -59,9 +60,23 @@ RunLog::RunLog(std::string path, const TrainConfig& config, const DataSplits& da
 }
 
 void RunLog::on_run(const RunInfo& info) {
-  file_.reset(std::fopen(path_.c_str(), "wb"));
+  const bool goes_on = !config_.resume.empty() && keep_until(info.first_step);
+  file_.reset(std::fopen(path_.c_str(), goes_on ? "ab" : "wb"));
   if (!file_) cannot_write(path_, std::strerror(errno));
-  write(run_record(config_, data_, info));
+  write(goes_on ? resume_record(config_, info) : run_record(config_, data_, info));
+}
+
+// False when there is no log of a run to go on with.
+bool RunLog::keep_until(int64_t step) {
+  std::ifstream old(path_, std::ios::binary);
+  std::string kept, line;
+  while (std::getline(old, line)) {
+    if (kept.empty() && !is_run_record(line)) return false;
+    if (is_before(line, step, config_.steps)) kept += line + "\n";
+  }
+  if (kept.empty()) return false;
+  write_file_atomically(path_, kept);
+  return true;
 }
 
 void RunLog::on_step(const StepRecord& step) {
@@ -69,6 +84,9 @@ void RunLog::on_step(const StepRecord& step) {
 }
 void RunLog::on_eval(const EvalRecord& eval) {
   write(eval_record(eval));
+}
+void RunLog::on_checkpoint(const CheckpointRecord& checkpoint) {
+  write(checkpoint_record(checkpoint));
 }
 void RunLog::write_summary(const RunSummary& summary) {
   write(summary_record(summary));

@@ -19,16 +19,20 @@ void write_file_atomically(const std::string& path, const std::string& contents)
 class RunLog final : public RunObserver {
  public:
   // The file is opened when the run stands (on_run), not before: a run that never starts leaves no file.
+  // A run that goes on from a checkpoint goes on with the file, too, if it is there: lines of steps that the
+  // checkpoint has not seen are dropped, whatever was written of them before the run was stopped.
   // `config` and `data` outlive the log. Throws BadInput when the path cannot be written.
   RunLog(std::string path, const TrainConfig& config, const DataSplits& data);
 
   void on_run(const RunInfo& info) override;
   void on_step(const StepRecord& step) override;
   void on_eval(const EvalRecord& eval) override;
+  void on_checkpoint(const CheckpointRecord& checkpoint) override;
   void write_summary(const RunSummary& summary);
 
  private:
   void write(const std::string& record);
+  bool keep_until(int64_t step);
   std::string path_;
   const TrainConfig& config_;
   const DataSplits& data_;

@@ -3,25 +3,32 @@
 
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
+#include "trainer/checkpoint/checkpoint.h"
 #include "trainer/model/parameters.h"
 
 namespace gradwire {
 
 class InitialWeights {
  public:
-  explicit InitialWeights(uint64_t seed) : seed_(seed) {}
+  // From the file, when there is one; otherwise drawn from the seed.
+  explicit InitialWeights(uint64_t seed, std::string file = {}) : seed_(seed), file_(std::move(file)) {}
 
-  // A pure function of its arguments and the seed; the result is shared among those who hold it at the same
-  // time.
+  // A pure function of its arguments and the seed or file; the result is shared among those who hold it at
+  // the same time.
   std::shared_ptr<const std::vector<float>> get(const std::vector<VitParameter>& parameters,
                                                 const ParameterLayout& layout) {
     std::lock_guard lock(mutex_);
     auto values = values_.lock();
     if (values == nullptr || layout.offsets != layout_.offsets || layout.elements != layout_.elements) {
       auto fresh = std::make_shared<std::vector<float>>(static_cast<size_t>(layout.elements));
-      vit_initialize(parameters, layout, seed_, *fresh);
+      if (file_.empty()) {
+        vit_initialize(parameters, layout, seed_, *fresh);
+      } else {
+        load_weights(file_, parameters, layout, /*checksum_required=*/false, *fresh);
+      }
       values = fresh;
       values_ = values;
       layout_ = layout;
@@ -31,6 +38,7 @@ class InitialWeights {
 
  private:
   const uint64_t seed_;
+  const std::string file_;
   std::mutex mutex_;
   std::weak_ptr<const std::vector<float>> values_;
   ParameterLayout layout_;

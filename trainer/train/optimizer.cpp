@@ -55,4 +55,10 @@ void Optimizer::step(const Stream& stream, int64_t step, double lr, float* param
   }
 }
 
+std::vector<FlatState> Optimizer::moments() const {
+  if (kind_ == OptimizerKind::adamw) return {{"m", first_.as<float>()}, {"v", second_.as<float>()}};
+  if (first_) return {{"velocity", first_.as<float>()}};
+  return {};
+}
+
 }  // namespace gradwire

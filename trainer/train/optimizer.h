@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "kernels/device.h"
+#include "trainer/checkpoint/checkpoint.h"
 #include "trainer/config.h"
 
 namespace gradwire {
@@ -16,6 +18,9 @@ class Optimizer {
   // Enqueues step number `step` (from 0) with this learning rate. What changes from step to step reaches the
   // device in stream order, so the host need not wait for the previous step.
   void step(const Stream& stream, int64_t step, double lr, float* params, const float* grads);
+
+  // What outlives a step: each of `elements` floats.
+  std::vector<FlatState> moments() const;
 
  private:
   OptimizerKind kind_;

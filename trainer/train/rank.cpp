@@ -1,5 +1,7 @@
 #include "trainer/train/rank.h"
 
+#include <algorithm>
+#include <chrono>
 #include <string>
 
 #include "kernels/error.h"
@@ -10,14 +12,15 @@
 namespace gradwire {
 namespace {
 
-LoaderOptions train_loader(const TrainConfig& config, const Communicator& comm) {
+LoaderOptions train_loader(const TrainConfig& config, const Communicator& comm, int64_t first_batch) {
   return {.rank = comm.rank(),
           .world = comm.world(),
           .batch_size = config.batch_size,
           .group = config.accumulate,
           .shuffle = true,
           .drop_last = true,
-          .seed = config.seed};
+          .seed = config.seed,
+          .first_batch = first_batch};
 }
 
 // In rank order, so that a double's rounding is the same in every run.
@@ -33,12 +36,27 @@ Board::Entry sum(const std::vector<Board::Entry>& entries) {
 
 }  // namespace
 
+// A world of another size takes bigger or smaller bites of an epoch. It goes on behind the images that were
+// used, at its next whole bite, so that no image comes twice.
+RankTrainer::Start RankTrainer::find_start(const TrainConfig& config, const Dataset& data,
+                                           const Communicator& comm) {
+  if (config.resume.empty()) return {};
+  CheckpointHead head = read_head(config.resume);
+  const Position& at = head.position;
+  const int64_t per_epoch = batches_per_epoch(data, train_loader(config, comm, 0)) / config.accumulate;
+  const int64_t bite = config.global_batch();
+  const int64_t step = at.step;
+  const int64_t within = std::min(at.images / bite + (at.images % bite != 0), per_epoch);
+  return {.from = std::move(head), .step = step, .data_step = at.epoch * per_epoch + within};
+}
+
 RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
     : shared_(shared),
       config_(shared.config),
       comm_(comm),
       stream_(Stream::create(comm.device(), "rank " + std::to_string(comm.rank()))),
-      loader_(shared.data.train, train_loader(config_, comm)),
+      start_(find_start(config_, shared.data.train, comm)),
+      loader_(shared.data.train, train_loader(config_, comm, start_.data_step * config_.accumulate)),
       reducer_(comm, config_.compression, gradient_tensors(config_.model),
                {.bucket_bytes = config_.bucket_mb << 20, .seed = config_.seed}),
       model_(config_.model, stream_, reducer_layout(reducer_),
@@ -48,7 +66,13 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
       images_(make_buffer<float>(comm.device(), config_.batch_size * shared.data.train.image_elements())),
       labels_(make_buffer<int32_t>(comm.device(), config_.batch_size)),
       totals_(make_buffer<double>(comm.device(), 2)) {
-  model_.load(*shared.initial.get(model_.parameters(), model_.layout()));
+  // A file may be refused, and then the memory goes that the stream is still zeroing.
+  stream_.synchronize();
+  if (start_.from) {
+    carried_ = restore_checkpoint(state(), config_, *start_.from);
+  } else {
+    model_.load(*shared.initial.get(model_.parameters(), model_.layout()));
+  }
   if (config_.eval_every > 0) evaluator_.emplace(config_, shared.data.test, comm, stream_, model_);
   for (Slot& slot : slots_) {
     auto event = [&] { return Event::create(comm.device()); };
@@ -69,20 +93,29 @@ RankTrainer::~RankTrainer() {
 
 void RankTrainer::run() {
   if (leads()) announce();
+  // A run that was stopped behind its last step has only its last evaluation to show.
+  if (evaluator_ && start_.step == config_.steps) evaluate(start_.step);
   Slot* pending = nullptr;
-  for (int64_t step = 0; step < config_.steps; ++step) {
+  auto catch_up = [&] {
+    if (pending != nullptr) harvest(*pending, nullptr);
+    pending = nullptr;
+  };
+  for (int64_t step = start_.step; step < config_.steps; ++step) {
     enqueue_step(step);
     Slot& slot = slots_[static_cast<size_t>(step % 2)];
     if (pending != nullptr) harvest(*pending, &slot.micros.front().data);
     pending = &slot;
-    bool last = step + 1 == config_.steps;
-    if (evaluator_ && (last || (step + 1) % (steps_per_epoch_ * config_.eval_every) == 0)) {
-      harvest(*pending, nullptr);
-      pending = nullptr;
+    const bool last = step + 1 == config_.steps;
+    if (evaluator_ && (last || (data_step(step) + 1) % (steps_per_epoch_ * config_.eval_every) == 0)) {
+      catch_up();
       evaluate(step + 1);
     }
+    if (!config_.checkpoint_directory.empty() && (last || (step + 1) % config_.checkpoint_every == 0)) {
+      catch_up();
+      save(step + 1);
+    }
   }
-  if (pending != nullptr) harvest(*pending, nullptr);
+  catch_up();
   finish();
 }
 
@@ -93,7 +126,8 @@ void RankTrainer::announce() {
                            .schedule = reducer_.schedule(),
                            .schedule_reason = reducer_.schedule_reason(),
                            .reducer = reducer_.describe(),
-                           .reducer_extra_bytes = reducer_.extra_bytes()});
+                           .reducer_extra_bytes = reducer_.extra_bytes(),
+                           .first_step = start_.step});
 }
 
 void RankTrainer::enqueue_step(int64_t step) {
@@ -116,10 +150,11 @@ void RankTrainer::enqueue_step(int64_t step) {
     marks.backward.record(stream_);
     // Only the last micro-batch completes a gradient.
     bool completes = micro + 1 == config_.accumulate;
-    model_.backward(labels_.as<int32_t>(), totals_.as<double>(), grad_scale, gradients, micro > 0,
+    model_.backward(labels_.as<int32_t>(), totals_.as<double>(), grad_scale, gradients, micro > 0 || carried_,
                     completes ? ready : std::function<void(int)>());
     marks.done.record(stream_);
   }
+  carried_ = false;
   reducer_.wait(stream_);
   slot.reduced.record(stream_);
   optimizer_.step(stream_, step, slot.lr, model_.weights().as<float>(), gradients);
@@ -140,7 +175,7 @@ void RankTrainer::harvest(Slot& slot, const Event* next_start) {
   Board::Entry all = sum(shared_.board.collect());
   ReducerStats stats = reducer_.stats(slot.step);
   StepRecord record{.step = slot.step,
-                    .epoch = slot.step / steps_per_epoch_,
+                    .epoch = data_step(slot.step) / steps_per_epoch_,
                     .loss = all.loss / static_cast<double>(all.images),
                     .lr = slot.lr};
   record.step_ms = elapsed_ms(slot.micros.front().data, end);
@@ -163,11 +198,35 @@ void RankTrainer::evaluate(int64_t steps_done) {
   if (!leads()) return;
   Board::Entry all = sum(shared_.board.collect());
   const double count = static_cast<double>(all.images);
-  shared_.observer.on_eval({.step = steps_done,
-                            .epoch = static_cast<double>(steps_done) / static_cast<double>(steps_per_epoch_),
-                            .test_loss = all.loss / count,
-                            .test_accuracy = all.right / count,
-                            .images = all.images});
+  shared_.observer.on_eval(
+      {.step = steps_done,
+       .epoch = static_cast<double>(data_step(steps_done)) / static_cast<double>(steps_per_epoch_),
+       .test_loss = all.loss / count,
+       .test_accuracy = all.right / count,
+       .images = all.images});
+}
+
+void RankTrainer::save(int64_t steps_done) {
+  const auto begin = std::chrono::steady_clock::now();
+  const int64_t at = data_step(steps_done);
+  const SavedCheckpoint saved = save_checkpoint(state(), config_,
+                                                {.step = steps_done,
+                                                 .epoch = at / steps_per_epoch_,
+                                                 .images = at % steps_per_epoch_ * config_.global_batch()});
+  if (!leads()) return;
+  const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - begin;
+  shared_.observer.on_checkpoint(
+      {.step = steps_done, .path = saved.path, .bytes = saved.bytes, .save_ms = took.count()});
+}
+
+RankState RankTrainer::state() {
+  return {.comm = comm_,
+          .stream = stream_,
+          .reducer = reducer_,
+          .parameters = model_.parameters(),
+          .layout = model_.layout(),
+          .weights = model_.weights().as<float>(),
+          .moments = optimizer_.moments()};
 }
 
 void RankTrainer::finish() {

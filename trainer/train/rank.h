@@ -12,6 +12,7 @@
 #include "collectives/communicator.h"
 #include "collectives/reducer.h"
 #include "kernels/device.h"
+#include "trainer/checkpoint/checkpoint.h"
 #include "trainer/data/dataset.h"
 #include "trainer/data/loader.h"
 #include "trainer/model/vit.h"
@@ -58,6 +59,16 @@ class RankTrainer {
     Buffer totals;       // pinned: sum of losses, right answers
   };
 
+  // Where this run begins, and where that is in the data: the same, unless the world has changed meanwhile.
+  struct Start {
+    std::optional<CheckpointHead> from;
+    int64_t step = 0;
+    int64_t data_step = 0;  // steps of this run's size that would have brought the data there
+  };
+  static Start find_start(const TrainConfig& config, const Dataset& data, const Communicator& comm);
+  // Step `step`, counted as if the whole run had had today's global batch.
+  int64_t data_step(int64_t step) const { return step - start_.step + start_.data_step; }
+
   bool leads() const { return comm_.rank() == 0; }
   void announce();
   void enqueue_step(int64_t step);
@@ -65,12 +76,15 @@ class RankTrainer {
   // null when something else follows.
   void harvest(Slot& slot, const Event* next_start);
   void evaluate(int64_t steps_done);
+  void save(int64_t steps_done);
+  RankState state();
   void finish();
 
   const SharedRun& shared_;
   const TrainConfig& config_;
   Communicator& comm_;
   Stream stream_;
+  const Start start_;
   Loader loader_;
   Reducer reducer_;
   Vit model_;
@@ -80,6 +94,7 @@ class RankTrainer {
   Buffer images_, labels_;  // one micro-batch
   Buffer totals_;           // device: two doubles
   std::array<Slot, 2> slots_;
+  bool carried_ = false;  // the gradient buffer holds residuals of a checkpoint, for the first step to add to
 };
 
 }  // namespace gradwire

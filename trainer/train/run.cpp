@@ -11,6 +11,7 @@
 
 #include "collectives/communicator.h"
 #include "kernels/error.h"
+#include "trainer/checkpoint/checkpoint.h"
 #include "trainer/data/dataset.h"
 #include "trainer/log/records.h"
 #include "trainer/train/rank.h"
@@ -60,8 +61,13 @@ void check(const TrainConfig& config, const DataSplits& data) {
   positive("accumulate", config.accumulate);
   positive("steps", config.steps);
   positive("evaluation batch size", config.eval_batch_size);
+  if (!config.checkpoint_directory.empty()) {
+    positive("checkpoint every", config.checkpoint_every);
+    positive("checkpoints to keep", config.checkpoint_keep);
+  }
   check_model(config.model);
   check_model_fits(config.model, data.train);
+  if (!config.resume.empty()) compare_with_head(config, read_head(config.resume));
 }
 
 std::string described(const TrainConfig& config, const DataSplits& data) {
@@ -107,7 +113,7 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
                   Communicator& comm) {
   std::unique_ptr<RankTrainer> trainer;
   NoteBoard board(comm);
-  InitialWeights initial(config.seed);
+  InitialWeights initial(config.seed, config.init);
   const SharedRun shared{config, data, observer, board, initial};
   try {
     check(config, data);
@@ -133,7 +139,7 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
   auto comms = Communicator::create_local(config.devices, timeout);
   for (auto& comm : comms) comm->set_ranks_per_node(config.ranks_per_node);
   LocalBoard board(config.ranks(), timeout);
-  InitialWeights initial(config.seed);
+  InitialWeights initial(config.seed, config.init);
   const SharedRun shared{config, data, observer, board, initial};
   Failure failure(comms, board);
 

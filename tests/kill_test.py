@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""Kills training runs with SIGKILL at random moments, again and again, and holds the loss curve of what comes out, resumed
+each time with the very same command, to that of a run that nobody stopped: every loss must be the same to the last digit.
+
+usage: kill_test.py PATH_TO_gradwire [--kills N] [--seed S]
+"""
+import argparse
+import json
+import os
+import pathlib
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+MODEL = ["--device", "host", "--width", "16", "--depth", "1", "--heads", "2", "--mlp", "32", "--data", "synthetic:512",
+         "--batch-size", "8", "--seed", "4", "--log-every", "1000"]
+# Ranks that are threads, and ranks that are processes.
+KINDS = [
+    ("threads", 3, ["--compression", "powersgd:rank=2,wire=bf16"]),
+    ("processes", 2, ["--compression", "bf16:round=stochastic"]),
+]
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMI_SIZE")
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start(gradwire: str, kind: str, ranks: int, flags: list[str], folder: pathlib.Path) -> list[subprocess.Popen]:
+    clean = {k: v for k, v in os.environ.items() if k not in LAUNCHERS and not k.startswith(("SLURM_", "OMPI_"))}
+    command = [gradwire, "train", *MODEL, *flags]
+    quiet = dict(cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if kind == "threads":
+        return [subprocess.Popen([*command, "--ranks", str(ranks)], env=clean, **quiet)]
+    port = str(free_port())
+    return [subprocess.Popen(command, env={**clean, "RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": port,
+                                           "MASTER_ADDR": "127.0.0.1"}, **quiet) for rank in range(ranks)]
+
+
+def finish(processes: list[subprocess.Popen]) -> list[int]:
+    for process in processes:
+        errors = process.communicate(timeout=120)[1]
+        if process.returncode not in (0, -signal.SIGKILL, 1):
+            sys.exit(f"FAILED: a rank ended with {process.returncode}: {errors}")
+    return [process.returncode for process in processes]
+
+
+def losses(log: pathlib.Path) -> list[tuple[int, float]]:
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    return [(r["step"], r["loss"]) for r in records if r["type"] == "step"]
+
+
+def evaluations(log: pathlib.Path) -> list[tuple[int, float, float]]:
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    return [(r["step"], r["test_loss"], r["test_accuracy"]) for r in records if r["type"] == "eval"]
+
+
+def torture(gradwire: str, kind: str, ranks: int, flags: list[str], kills: int, steps: int, chance: random.Random) -> None:
+    with tempfile.TemporaryDirectory(prefix="gradwire-kill-") as name:
+        folder = pathlib.Path(name)
+        flags = [*flags, "--steps", str(steps)]
+        begin = time.monotonic()
+        codes = finish(start(gradwire, kind, ranks, [*flags, "--log", "whole.jsonl"], folder))
+        assert codes == [0] * ranks if kind == "processes" else codes == [0], codes
+        whole_s = time.monotonic() - begin
+        again = [*flags, "--log", "killed.jsonl", "--checkpoint", "saved", "--checkpoint-every", "7", "--resume", "saved",
+                 "--timeout-s", "20"]
+        killed = ended = 0
+        while killed < kills:
+            processes = start(gradwire, kind, ranks, again, folder)
+            # Checkpoints make a run longer; a moment anywhere in its life, start and end included.
+            time.sleep(chance.uniform(0, 1.2) * whole_s)
+            if any(process.poll() is None for process in processes):
+                killed += 1
+            else:
+                ended += 1
+            for process in chance.sample(processes, chance.randint(1, len(processes))):
+                process.kill()
+            deadline = time.monotonic() + 3
+            while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            for process in processes:  # what was not killed misses its peer; that it ends by itself is another test's
+                process.kill()
+            finish(processes)
+            if ended > 0:  # nothing is left to be killed in: begin again
+                check(folder, steps)
+                ended = 0
+                for path in sorted((folder / "saved").rglob("*"), reverse=True):
+                    path.rmdir() if path.is_dir() else path.unlink()
+                (folder / "killed.jsonl").unlink()
+        codes = finish(start(gradwire, kind, ranks, again, folder))
+        assert set(codes) == {0}, codes
+        check(folder, steps)
+        left = sorted(path.name for path in (folder / "saved").iterdir())
+        assert len(left) <= 3 and left[-1] == f"step-{steps:09d}", left
+        print(f"ranks are {kind}: killed {killed} times, {steps} losses each time as if never", flush=True)
+
+
+def check(folder: pathlib.Path, steps: int) -> None:
+    whole, resumed = losses(folder / "whole.jsonl"), losses(folder / "killed.jsonl")
+    assert [step for step, _ in resumed] == list(range(steps)), [step for step, _ in resumed]
+    different = [(a, b) for a, b in zip(whole, resumed) if a != b]
+    assert not different, f"{len(different)} losses differ, first {different[0]}"
+    assert evaluations(folder / "whole.jsonl") == evaluations(folder / "killed.jsonl")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("gradwire")
+    parser.add_argument("--kills", type=int, default=4, help="of each kind of run")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
+    arguments = parser.parse_args()
+    print(f"seed {arguments.seed}", flush=True)
+    chance = random.Random(arguments.seed)
+    for kind, ranks, flags in KINDS:
+        torture(os.path.abspath(arguments.gradwire), kind, ranks, flags, arguments.kills, arguments.steps, chance)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+#!/usr/bin/python3
+"""torchvision's weights go into `gradwire train --init`, and a checkpoint's into torchvision: both the same file format,
+the same names and shapes, and no bit changes on the way.
+
+usage: checkpoint_oracle_test.py PATH_TO_gradwire
+"""
+import json
+import pathlib
+import struct
+import subprocess
+import sys
+import tempfile
+
+try:
+    import numpy as np
+    import torch
+    import torchvision
+except ImportError as error:
+    sys.exit(f"FAILED: the oracle is missing ({error}). It needs Debian's python3-torch and python3-torchvision, run by "
+             f"/usr/bin/python3; this is {sys.executable}.")
+
+
+def read(path: pathlib.Path) -> dict:
+    """The whole safetensors format, as far as float32 goes."""
+    blob = path.read_bytes()
+    length, = struct.unpack("<Q", blob[:8])
+    header, data = json.loads(blob[8:8 + length]), memoryview(blob)[8 + length:]
+    header.pop("__metadata__")
+    tensors = {}
+    for name, about in header.items():
+        assert about["dtype"] == "F32"
+        begin, end = about["data_offsets"]
+        tensors[name] = torch.from_numpy(np.frombuffer(data[begin:end], "<f4").reshape(about["shape"]).copy())
+    return tensors
+
+
+def write(path: pathlib.Path, tensors: dict) -> None:
+    header, data = {}, b""
+    for name, tensor in tensors.items():
+        raw = tensor.detach().numpy().astype("<f4").tobytes()
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def main() -> None:
+    gradwire = pathlib.Path(sys.argv[1]).resolve()
+    torch.manual_seed(2)
+    source = torchvision.models.vit_b_32()
+    with torch.no_grad():  # the head begins as zeros, which are equal however they are laid out
+        source.heads.head.weight.normal_(0, 0.1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        write(folder / "torchvision.safetensors", source.state_dict())
+        # A learning rate of 0: one whole step that changes nothing.
+        subprocess.run([gradwire, "train", "--model", "vit_b_32", "--data", "synthetic:8", "--device", "host", "--steps", "1",
+                        "--batch-size", "1", "--eval-every", "0", "--optimizer", "sgd", "--momentum", "0", "--lr", "0",
+                        "--init", folder / "torchvision.safetensors", "--checkpoint", folder / "saved"],
+                       check=True, stdout=subprocess.DEVNULL)
+        weights = read(folder / "saved" / "step-000000001" / "model.safetensors")
+    model = torchvision.models.vit_b_32()
+    print(model.load_state_dict(weights))
+    for (name, theirs), ours in zip(source.state_dict().items(), model.state_dict().values()):
+        assert torch.equal(theirs, ours), f"{name} changed"
+    print(f"{len(weights)} tensors, {sum(t.numel() for t in weights.values()):,} weights: into gradwire, out, and into "
+          "torchvision, every bit as it was")
+
+
+if __name__ == "__main__":
+    main()

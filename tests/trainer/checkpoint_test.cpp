@@ -1,0 +1,428 @@
+// Checkpoints: a resumed run has the bits of one that was never stopped; nothing is lost when the world
+// changes; and whatever a file holds, it is read or refused.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <future>
+#include <random>
+
+#include "collectives/communicator.h"
+#include "tests/trainer/files.h"
+#include "trainer/checkpoint/checkpoint.h"
+#include "trainer/checkpoint/folder.h"
+#include "trainer/checkpoint/safetensors.h"
+#include "trainer/data/dataset.h"
+#include "trainer/run.h"
+#include "trainer/train/layout.h"
+#include "trainer/train/optimizer.h"
+
+namespace gradwire {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::Bytes;
+using testing::expect_bad_input;
+using testing::read_bytes;
+using testing::TemporaryFolder;
+using testing::write_bytes;
+
+struct Recorder : RunObserver {
+  void on_step(const StepRecord& s) override { losses.push_back(s.loss), epochs.push_back(s.epoch); }
+  void on_eval(const EvalRecord& e) override { evals.push_back(e.test_loss); }
+  void on_checkpoint(const CheckpointRecord& c) override { saved.push_back(c.step); }
+  void on_end(const EndRecord& e) override { hash = e.parameter_hash; }
+  std::vector<double> losses, evals;
+  std::vector<int64_t> epochs, saved;
+  uint64_t hash = 0;
+};
+
+VitConfig tiny_model() {
+  VitConfig model{.name = "tiny"};
+  model.image = 4, model.patch = 2, model.channels = 1, model.classes = 4;
+  model.width = 8, model.depth = 1, model.heads = 2, model.mlp = 16;
+  return model;
+}
+
+class CheckpointTest : public ::testing::TestWithParam<Device> {
+ protected:
+  TrainConfig config(int ranks, const char* spec) const {
+    TrainConfig config;
+    config.model = tiny_model();
+    config.devices.assign(static_cast<size_t>(ranks), GetParam());
+    config.compression = CompressionSpec::parse(spec);
+    config.batch_size = 4;
+    config.steps = 7;
+    config.warmup_steps = 2;
+    config.lr = 1e-2;
+    config.weight_decay = 0.01;
+    config.seed = 3;
+    config.eval_batch_size = 8;
+    return config;
+  }
+  Recorder train(const TrainConfig& config) const {
+    Recorder recorder;
+    run_training(config, data_, recorder);
+    return recorder;
+  }
+  // Makes checkpoints after every step and keeps all; returns the whole run.
+  Recorder train_and_save(TrainConfig config) const {
+    config.checkpoint_directory = folder_.path("run");
+    config.checkpoint_every = 1;
+    config.checkpoint_keep = 100;
+    return train(config);
+  }
+  std::string checkpoint(int64_t step) const { return NewCheckpoint::final_path(folder_.path("run"), step); }
+
+  TemporaryFolder folder_;
+  // 3 ranks have 3 steps in an epoch, 1 rank has 9.
+  const DataSplits data_ = make_synthetic(tiny_model(), 38, 10, 1);
+};
+INSTANTIATE_TEST_SUITE_P(On, CheckpointTest, ::testing::ValuesIn(available_devices()), [](const auto& info) {
+  return info.param.is_host() ? std::string("host") : "cuda" + std::to_string(info.param.index);
+});
+
+TEST_P(CheckpointTest, ResumingAtAnyStepGivesTheSameBits) {
+  for (const char* spec : {"fp32", "bf16:round=stochastic", "powersgd:rank=2,wire=bf16,start=2"}) {
+    for (int ranks : {1, 3}) {
+      const std::string what = std::string(spec) + ", " + std::to_string(ranks) + " ranks";
+      TrainConfig c = config(ranks, spec);
+      if (ranks == 1) c.optimizer = OptimizerKind::sgd, c.accumulate = 2;
+      const Recorder whole = train(c);
+      fs::remove_all(folder_.path("run"));
+      const Recorder saving = train_and_save(c);
+      EXPECT_EQ(saving.losses, whole.losses) << what;
+      EXPECT_EQ(saving.hash, whole.hash) << what;
+      EXPECT_EQ(saving.saved, (std::vector<int64_t>{1, 2, 3, 4, 5, 6, 7})) << what;
+      for (int64_t k = 1; k <= c.steps; ++k) {
+        TrainConfig rest = c;
+        rest.resume = checkpoint(k);
+        const Recorder resumed = train(rest);
+        EXPECT_EQ(resumed.losses, std::vector<double>(whole.losses.begin() + k, whole.losses.end()))
+            << what << ", from " << k;
+        EXPECT_EQ(resumed.epochs, std::vector<int64_t>(whole.epochs.begin() + k, whole.epochs.end()));
+        EXPECT_EQ(resumed.hash, whole.hash) << what << ", from " << k;
+        EXPECT_EQ(resumed.evals.back(), whole.evals.back()) << what << ", from " << k;
+      }
+    }
+  }
+}
+
+// What a run of `world` ranks would begin with: rank r's residuals, in the model's layout, and what is left
+// in its gradients.
+struct Restored {
+  std::vector<float> residual, left;
+};
+Restored restore_rank(const TrainConfig& config, Communicator& comm, const std::string& from) {
+  const CheckpointHead head = read_head(from);
+  const Stream stream = Stream::create(comm.device(), "restore");
+  Reducer reducer(comm, config.compression, gradient_tensors(config.model), {.seed = config.seed});
+  const ParameterLayout layout = reducer_layout(reducer);
+  const Optimizer optimizer(config, stream, layout.elements);
+  const Buffer weights = make_buffer<float>(comm.device(), layout.elements);
+  const auto parameters = vit_parameters(config.model);
+  const bool left = restore_checkpoint(
+      {comm, stream, reducer, parameters, layout, weights.as<float>(), optimizer.moments()}, config, head);
+  Restored out;
+  out.residual.assign(static_cast<size_t>(layout.elements), 0.0f);
+  for (const CodecState& s : reducer.state()) {
+    if (s.first_element < 0) continue;
+    auto values = to_host<float>(stream, s.data, s.count);
+    std::copy(values.begin(), values.end(), out.residual.begin() + s.first_element);
+  }
+  out.left = to_host<float>(stream, reducer.gradients().as<float>(), layout.elements);
+  EXPECT_EQ(left, std::any_of(out.left.begin(), out.left.end(), [](float x) { return x != 0; }));
+  return out;
+}
+
+std::vector<Restored> restore(TrainConfig config, int world, Device device, const std::string& from) {
+  config.devices.assign(static_cast<size_t>(world), device);
+  auto comms = Communicator::create_local(config.devices, std::chrono::seconds(60));
+  std::vector<std::future<Restored>> ranks;
+  for (auto& comm : comms) {
+    ranks.push_back(std::async(std::launch::async, [&] { return restore_rank(config, *comm, from); }));
+  }
+  std::vector<Restored> all;
+  for (auto& rank : ranks) all.push_back(rank.get());
+  return all;
+}
+
+std::vector<double> sum_of(const std::vector<Restored>& ranks) {
+  std::vector<double> sum(ranks[0].residual.size());
+  for (const Restored& r : ranks) {
+    for (size_t i = 0; i < sum.size(); ++i) sum[i] += double{r.residual[i]} + double{r.left[i]};
+  }
+  return sum;
+}
+
+TEST_P(CheckpointTest, AnotherNumberOfRanksKeepsTheSumOfTheResiduals) {
+  for (const char* spec : {"bf16", "powersgd:rank=1"}) {
+    const TrainConfig c = config(3, spec);
+    fs::remove_all(folder_.path("run"));
+    train_and_save(c);
+    const std::vector<double> expected = sum_of(restore(c, 3, GetParam(), checkpoint(4)));
+    double largest = 0;
+    for (double x : expected) largest = std::max(largest, std::abs(x));
+    ASSERT_GT(largest, 0) << spec;
+    for (int world : {1, 2, 4}) {
+      const std::vector<double> sum = sum_of(restore(c, world, GetParam(), checkpoint(4)));
+      for (size_t i = 0; i < sum.size(); ++i) {
+        ASSERT_NEAR(sum[i], expected[i], 1e-6 * largest) << spec << ", " << world << " ranks, element " << i;
+      }
+    }
+    // Another codec has no place for them, so they wait in the gradients.
+    TrainConfig plain = c;
+    plain.compression = CompressionSpec::parse("fp32");
+    const std::vector<Restored> left = restore(plain, 2, GetParam(), checkpoint(4));
+    for (size_t i = 0; i < expected.size(); ++i) {
+      ASSERT_NEAR(sum_of(left)[i], expected[i], 1e-6 * largest) << spec;
+    }
+  }
+}
+
+std::vector<float> weights_of(const std::string& path) {
+  const auto parameters = vit_parameters(tiny_model());
+  const ParameterLayout layout = packed_layout(parameters);
+  std::vector<float> values(static_cast<size_t>(layout.elements));
+  load_weights(path, parameters, layout, true, values);
+  return values;
+}
+
+// One step of plain SGD, from residuals and without: the weights differ by lr times their sum over the world.
+TEST_P(CheckpointTest, TheFirstStepInAWorldOfOneAppliesTheResidualsItFound) {
+  TrainConfig c = config(3, "bf16");
+  c.optimizer = OptimizerKind::sgd;
+  c.momentum = 0, c.weight_decay = 0, c.warmup_steps = 0, c.lr = 0.5, c.eval_every = 0;
+  train_and_save(c);
+  const std::vector<double> residual = sum_of(restore(c, 3, GetParam(), checkpoint(4)));
+  auto one_step = [&](const std::string& from, const std::string& to) {
+    TrainConfig alone = c;
+    alone.devices.resize(1);
+    alone.steps = 5;
+    alone.accumulate = 2;  // once, not once per micro-batch
+    alone.resume = from;
+    alone.checkpoint_directory = folder_.path(to);
+    alone.checkpoint_every = 1;
+    train(alone);
+    return weights_of(weights_path(NewCheckpoint::final_path(folder_.path(to), 5)));
+  };
+  const std::vector<float> with = one_step(checkpoint(4), "with");
+  // The same checkpoint, its residuals taken out.
+  const std::string bare = folder_.path("bare");
+  fs::create_directory(bare);
+  fs::copy_file(weights_path(checkpoint(4)), weights_path(bare));
+  for (int r = 0; r < 3; ++r) {
+    const SafetensorsReader full(state_path(checkpoint(4), r, 3));
+    auto metadata = full.metadata();
+    metadata.erase("crc32");
+    SafetensorsWriter(state_path(bare, r, 3), metadata, {}).finish();
+  }
+  const std::vector<float> without = one_step(bare, "without");
+  const double lr = 0.5 * (1 + std::cos(std::acos(-1.0) * 4 / 5)) / 2;
+  double largest = 0;
+  for (size_t i = 0; i < with.size(); ++i) {
+    ASSERT_NEAR(without[i] - with[i], lr * residual[i], 2e-7) << i;
+    largest = std::max(largest, std::abs(lr * residual[i]));
+  }
+  EXPECT_GT(largest, 1e-5);  // the tolerance sees something
+}
+
+TEST_P(CheckpointTest, WeightsOfACheckpointStartARun) {
+  TrainConfig c = config(2, "fp32");
+  train_and_save(c);
+  c.init = weights_path(checkpoint(7));
+  c.lr = 0, c.weight_decay = 0, c.steps = 1, c.eval_every = 0;
+  c.checkpoint_directory = folder_.path("again");
+  c.checkpoint_every = 1;
+  train(c);
+  EXPECT_EQ(weights_of(weights_path(NewCheckpoint::final_path(folder_.path("again"), 1))),
+            weights_of(c.init));
+
+  VitConfig other = c.model;
+  other.mlp = 24, other.depth = 2;
+  expect_bad_input(
+      [&] { check_weights(c.init, other); },
+      {c.init, "missing", "encoder_layer_1", "mlp.0.weight (16x8 in the file, 24x8 in the model)"});
+  other = c.model;
+  other.depth = 0;
+  expect_bad_input([&] { check_weights(c.init, other); },
+                   {c.init, "unexpected: encoder.layers.encoder_layer_0."});
+}
+
+TEST_P(CheckpointTest, TheLastOnesAreKeptAndUnfinishedOnesPassedOver) {
+  TrainConfig c = config(2, "bf16");
+  const std::string run = folder_.path("run");
+  c.checkpoint_directory = run;
+  c.checkpoint_every = 2;
+  c.checkpoint_keep = 2;
+  fs::create_directories(run + "/step-000000002.tmp");  // from a run that was killed
+  fs::create_directories(run + "/not-ours");
+  train(c);
+  std::vector<std::string> names;
+  for (const auto& entry : fs::directory_iterator(run)) names.push_back(entry.path().filename());
+  std::sort(names.begin(), names.end());
+  EXPECT_EQ(names, (std::vector<std::string>{"not-ours", "step-000000006", "step-000000007"}));
+
+  fs::create_directories(run + "/step-000000008.tmp");
+  fs::remove(state_path(run + "/step-000000007", 1, 2));
+  const FoundCheckpoint found = find_checkpoint(run);
+  EXPECT_EQ(found.path, run + "/step-000000006");
+  ASSERT_EQ(found.ignored.size(), 2u);
+  EXPECT_NE(found.ignored[0].find("step-000000008.tmp: it was not finished"), std::string::npos);
+  EXPECT_NE(found.ignored[1].find("step-000000007: incomplete"), std::string::npos);
+  EXPECT_EQ(find_checkpoint(run + "/step-000000006").path, run + "/step-000000006");
+  EXPECT_FALSE(find_checkpoint(run + "/not-ours").path);
+  expect_bad_input([&] { find_checkpoint(run + "/nowhere"); }, {"nowhere", "no such folder"});
+  expect_bad_input([&] { read_head(run + "/step-000000007"); }, {"step-000000007", "not a complete"});
+}
+
+TEST_P(CheckpointTest, ARunThatDoesNotFitIsRefused) {
+  TrainConfig c = config(1, "fp32");
+  train_and_save(c);
+  auto refused = [&](const std::function<void(TrainConfig&)>& change, const std::vector<std::string>& parts) {
+    TrainConfig other = c;
+    other.resume = checkpoint(4);
+    change(other);
+    expect_bad_input([&] { train(other); }, parts);
+  };
+  refused([](TrainConfig& t) { t.model.mlp = 24; }, {"model", "\"mlp\":16", "\"mlp\":24", "--init"});
+  refused([](TrainConfig& t) { t.optimizer = OptimizerKind::sgd; }, {"optimizer", "adamw", "sgd"});
+  refused([](TrainConfig& t) { t.steps = 3; }, {"4 steps", "only 3", "--steps"});
+  c.resume = checkpoint(4);
+  EXPECT_TRUE(compare_with_head(c, read_head(checkpoint(4))).empty());
+  c.lr = 0.5;
+  const auto notes = compare_with_head(c, read_head(checkpoint(4)));
+  ASSERT_EQ(notes.size(), 1u);
+  EXPECT_NE(notes[0].find("lr 0.01, now 0.5"), std::string::npos) << notes[0];
+}
+
+// Wherever a byte changes and wherever a file ends too early.
+TEST_P(CheckpointTest, ADamagedFileIsAlwaysRefused) {
+  const TrainConfig c = config(1, "bf16");
+  TrainConfig saved = c;
+  saved.devices.resize(2, GetParam());
+  train_and_save(saved);
+  const std::string from = checkpoint(2);
+  std::mt19937 random(7);
+  int refused = 0;
+  const int trials = 60;
+  for (const std::string& path : {weights_path(from), state_path(from, 0, 2), state_path(from, 1, 2)}) {
+    const Bytes good = read_bytes(path);
+    for (int t = 0; t < trials; ++t) {
+      Bytes bad = good;
+      // Half of the damage in the first bytes, where the structure is.
+      const size_t at = random() % (t % 2 == 0 ? good.size() : std::min<size_t>(good.size(), 200));
+      if (t % 3 == 2) {
+        bad.resize(at);
+      } else {
+        bad[at] ^= static_cast<uint8_t>(1u << random() % 8);
+      }
+      write_bytes(path, bad);
+      try {
+        restore(c, 1, Device::host(), from);
+        ADD_FAILURE() << path << ": trial " << t << ", byte " << at << ", was not noticed";
+      } catch (const BadInput& error) {
+        ++refused;
+        EXPECT_NE(std::string(error.what()).find(from), std::string::npos) << error.what();
+      }
+    }
+    write_bytes(path, good);
+  }
+  EXPECT_EQ(refused, 3 * trials);
+  EXPECT_NO_THROW(restore(c, 1, Device::host(), from));
+}
+
+class SafetensorsTest : public ::testing::Test {
+ protected:
+  std::string write(const std::string& header, size_t data_bytes) {
+    return write_raw(header.size(), header, data_bytes);
+  }
+  std::string write_raw(uint64_t length, const std::string& header, size_t data_bytes) {
+    std::string text(reinterpret_cast<const char*>(&length), sizeof length);
+    text += header + std::string(data_bytes, '\7');
+    write_bytes(path_, Bytes(text.begin(), text.end()));
+    return path_;
+  }
+  TemporaryFolder folder_;
+  const std::string path_ = folder_.path("file.safetensors");
+};
+
+TEST_F(SafetensorsTest, WhatIsWrittenIsReadAgain) {
+  SafetensorsWriter writer(path_, {{"who", "\"me\"\n"}}, {{"a", {2, 3}}, {"empty", {0}}, {"scalar", {}}});
+  const std::vector<float> values{1, 2, 3, 4, 5, -0.0f, NAN};
+  writer.write({values.data(), 2});
+  writer.write({values.data() + 2, 5});
+  writer.finish();
+  const SafetensorsReader file(path_);
+  file.verify(true);
+  EXPECT_EQ(file.metadata().at("who"), "\"me\"\n");
+  ASSERT_NE(file.find("a"), nullptr);
+  EXPECT_EQ(file.find("a")->shape, (std::vector<int64_t>{2, 3}));
+  EXPECT_EQ(file.find("empty")->elements, 0);
+  EXPECT_EQ(file.find("b"), nullptr);
+  std::vector<float> back(3);
+  file.read(*file.find("a"), 2, back);
+  EXPECT_EQ(back, (std::vector<float>{3, 4, 5}));
+  EXPECT_THROW(file.read(*file.find("a"), 4, back), Error);
+  file.read(*file.find("scalar"), 0, {back.data(), 1});
+  EXPECT_TRUE(std::isnan(back[0]));
+  EXPECT_THROW(SafetensorsWriter(path_, {}, {}), Error) << "overwrote a file";
+  SafetensorsWriter cut_short(folder_.path("short"), {}, {{"a", {2}}});
+  EXPECT_THROW(cut_short.finish(), Error);
+}
+
+TEST_F(SafetensorsTest, ImpossibleHeadersAreRefused) {
+  auto tensor = [](const std::string& name, const std::string& shape, const std::string& offsets) {
+    return "\"" + name + "\":{\"dtype\":\"F32\",\"shape\":" + shape + ",\"data_offsets\":" + offsets + "}";
+  };
+  struct Case {
+    std::string header;
+    size_t data_bytes;
+    const char* why;
+  };
+  const std::vector<Case> cases{
+      {"", 0, "not JSON"},
+      {"[1]", 0, "not a JSON object"},
+      {"{\"a\":", 0, "not JSON"},
+      {"{\"\xff\":1}", 0, "not JSON"},
+      {"{\"a\":1}", 0, "description"},
+      {"{\"a\":{}}", 0, "dtype"},
+      {"{\"__metadata__\":3}", 0, "__metadata__"},
+      {"{\"__metadata__\":{\"k\":3}}", 0, "'k'"},
+      {"{" + tensor("a", "[2]", "[0,8]") + "}", 4, "truncated"},
+      {"{" + tensor("a", "[2]", "[0,8]") + "}", 12, "too long"},
+      {"{" + tensor("a", "[2]", "[0,99999999999]") + "}", 8, "truncated"},
+      {"{" + tensor("a", "[2]", "[8,0]") + "}", 8, "truncated or corrupt"},
+      {"{" + tensor("a", "[2]", "[-8,0]") + "}", 8, "data_offsets"},
+      {"{" + tensor("a", "[2]", "[0.5,8]") + "}", 8, "data_offsets"},
+      {"{" + tensor("a", "[2]", "[0]") + "}", 8, "data_offsets"},
+      {"{" + tensor("a", "[-2,-1]", "[0,8]") + "}", 8, "shape"},
+      {"{" + tensor("a", "[3]", "[0,8]") + "}", 8, "shape of 'a'"},
+      {"{" + tensor("a", "[4294967296,4294967296,4294967296]", "[0,8]") + "}", 8, "shape"},
+      {"{" + tensor("a", "[4611686018427387904,4]", "[0,0]") + "}", 0, "shape"},
+      {"{" + tensor("a", "[18446744073709551615]", "[0,0]") + "}", 0, "shape"},
+      {"{" + tensor("a", "[1152921504606846976]", "[0,0]") + "}", 0, "shape"},
+      {"{" + tensor("a", "[2]", "[0,8]") + "," + tensor("b", "[2]", "[4,12]") + "}", 12, "'b'"},
+      {"{" + tensor("a", "[1]", "[0,4]") + "," + tensor("b", "[1]", "[8,12]") + "}", 12, "'b'"},
+      {std::string(1 << 20, '['), 0, "not JSON"},
+  };
+  for (const Case& c : cases) {
+    expect_bad_input([&] { SafetensorsReader(write(c.header, c.data_bytes)); }, {path_, c.why});
+  }
+  expect_bad_input([&] { SafetensorsReader(write_raw(~uint64_t{0}, "{}", 0)); }, {path_, "header"});
+  expect_bad_input([&] { SafetensorsReader(write_raw(99'000'000, "{}", 0)); }, {path_, "header"});
+  write_bytes(path_, Bytes(5));
+  expect_bad_input([&] { SafetensorsReader reader(path_); }, {path_, "too short"});
+  expect_bad_input([&] { SafetensorsReader(folder_.path("none")); }, {"none", "no such file"});
+  expect_bad_input([&] { SafetensorsReader(folder_.path()); }, {"not a regular file"});
+  // Fine, but not ours.
+  const SafetensorsReader foreign(write("{" + tensor("a", "[2]", "[0,8]") + "}   ", 8));
+  EXPECT_NO_THROW(foreign.verify(false));
+  expect_bad_input([&] { foreign.verify(true); }, {path_, "no checksum"});
+  const SafetensorsReader half(write("{\"a\":{\"dtype\":\"F16\",\"shape\":[4],\"data_offsets\":[0,8]}}", 8));
+  std::vector<float> out(2);
+  expect_bad_input([&] { half.read(*half.find("a"), 0, out); }, {path_, "F16"});
+}
+
+}  // namespace
+}  // namespace gradwire

@@ -1,0 +1,376 @@
+#include "trainer/checkpoint/checkpoint.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "kernels/error.h"
+#include "trainer/checkpoint/folder.h"
+#include "trainer/checkpoint/safetensors.h"
+#include "trainer/log/records.h"
+
+namespace gradwire {
+namespace {
+
+using Json = nlohmann::ordered_json;
+using Entry = SafetensorsWriter::Entry;
+using Tensor = SafetensorsReader::Tensor;
+
+constexpr int kVersion = 1;
+const char* const kAboutKey = "gradwire";
+const std::string kResidual = "residual.", kFactor = "factor.", kOptimizer = "optimizer.";
+constexpr int64_t kChunk = 1 << 20;  // floats staged between device and file
+
+std::string shape_text(const std::vector<int64_t>& shape) {
+  std::string text;
+  for (int64_t extent : shape) text += (text.empty() ? "" : "x") + std::to_string(extent);
+  return text.empty() ? "a scalar" : text;
+}
+
+// "a, b, c and 4 more"
+std::string few(const std::vector<std::string>& names) {
+  constexpr size_t kShown = 3;
+  std::string text;
+  for (size_t i = 0; i < std::min(names.size(), kShown); ++i) text += (i == 0 ? "" : ", ") + names[i];
+  return names.size() > kShown ? text + " and " + std::to_string(names.size() - kShown) + " more" : text;
+}
+
+// Memory of the device that a file's tensor comes from or goes to.
+struct Source {
+  Entry entry;
+  float* data = nullptr;
+  int64_t count = 0;
+};
+
+void write_file(const Stream& stream, const std::string& path, const Json& about,
+                const std::vector<Source>& sources, uint64_t& bytes) {
+  std::vector<Entry> entries;
+  for (const Source& s : sources) entries.push_back(s.entry);
+  // "format": what Hugging Face's readers ask for.
+  SafetensorsWriter writer(path, {{"format", "pt"}, {kAboutKey, about.dump()}}, entries);
+  std::vector<float> chunk(kChunk);
+  for (const Source& s : sources) {
+    for (int64_t at = 0; at < s.count; at += kChunk) {
+      const size_t n = static_cast<size_t>(std::min(kChunk, s.count - at));
+      copy(stream, chunk.data(), s.data + at, n * sizeof(float));
+      stream.synchronize();
+      writer.write({chunk.data(), n});
+    }
+  }
+  writer.finish();
+  bytes += writer.bytes();
+}
+
+void load(const Stream& stream, const SafetensorsReader& file, const Tensor& tensor, float* to) {
+  std::vector<float> chunk(static_cast<size_t>(std::min(kChunk, tensor.elements)));
+  for (int64_t at = 0; at < tensor.elements; at += kChunk) {
+    const size_t n = static_cast<size_t>(std::min(kChunk, tensor.elements - at));
+    file.read(tensor, at, {chunk.data(), n});
+    copy(stream, to + at, chunk.data(), n * sizeof(float));
+    stream.synchronize();
+  }
+}
+
+// A rank's residuals and factors by tensor and not by bucket, so that a checkpoint outlives another bucket
+// size.
+struct Kept {
+  std::vector<float*> residual, factor;  // null: none
+  std::vector<int64_t> factor_count;
+};
+
+Kept kept_of(const RankState& rank) {
+  const size_t tensors = rank.parameters.size();
+  Kept kept{std::vector<float*>(tensors), std::vector<float*>(tensors), std::vector<int64_t>(tensors)};
+  for (const CodecState& state : rank.reducer.state()) {
+    bool placed = false;
+    for (size_t i = 0; i < tensors; ++i) {
+      if (state.first_element >= 0) {  // a bucket's residual, laid out as its gradients
+        const int64_t begin = rank.layout.offsets[i] - state.first_element;
+        if (begin < 0 || begin + rank.parameters[i].elements() > state.count) continue;
+        kept.residual[i] = state.data + begin;
+      } else {
+        if (!state.name.ends_with("/q/" + rank.parameters[i].name)) continue;
+        kept.factor[i] = state.data;
+        kept.factor_count[i] = state.count;
+      }
+      placed = true;
+    }
+    if (!placed) throw Error("state '" + state.name + "' has no place in a checkpoint");
+  }
+  return kept;
+}
+
+Json about_rank(const TrainConfig& config, const Position& at, int rank) {
+  return {{"version", kVersion},
+          {"step", at.step},
+          {"epoch", at.epoch},
+          {"images", at.images},
+          {"rank", rank},
+          {"world", config.ranks()},
+          {"seed", config.seed},
+          {"compression", config.compression.to_string()},
+          {"config", Json::parse(config_text(config))}};
+}
+
+// What a state file says of itself.
+Json about_of(const SafetensorsReader& file) {
+  auto refuse = [&](const std::string& why) { throw BadInput(file.path() + ": " + why); };
+  const auto text = file.metadata().find(kAboutKey);
+  if (text == file.metadata().end()) refuse("not a state of gradwire's");
+  Json about = Json::parse(text->second, nullptr, false);
+  if (!about.is_object()) refuse("damaged: its description cannot be read");
+  for (const char* key : {"version", "step", "epoch", "images", "rank", "world"}) {
+    if (!about.contains(key) || !about[key].is_number_unsigned()) {
+      refuse(std::string("damaged: its description has no ") + key);
+    }
+  }
+  if (about["version"] != kVersion) {
+    refuse("has version " + about["version"].dump() + ", this gradwire reads version " +
+           std::to_string(kVersion));
+  }
+  if (!about.contains("config") || !about["config"].is_object() || !about.contains("compression") ||
+      !about["compression"].is_string()) {
+    refuse("damaged: its description has no configuration");
+  }
+  return about;
+}
+
+void check_names(const SafetensorsReader& file, const std::vector<VitParameter>& parameters) {
+  std::vector<std::string> missing, unexpected, misshaped;
+  std::set<std::string> known;
+  for (const VitParameter& parameter : parameters) {
+    known.insert(parameter.name);
+    const Tensor* tensor = file.find(parameter.name);
+    if (tensor == nullptr) {
+      missing.push_back(parameter.name);
+    } else if (tensor->shape != parameter.shape) {
+      misshaped.push_back(parameter.name + " (" + shape_text(tensor->shape) + " in the file, " +
+                          shape_text(parameter.shape) + " in the model)");
+    } else if (tensor->dtype != "F32") {
+      misshaped.push_back(parameter.name + " (type " + tensor->dtype + ", F32 is needed)");
+    }
+  }
+  for (const Tensor& tensor : file.tensors()) {
+    if (!known.contains(tensor.name)) unexpected.push_back(tensor.name);
+  }
+  std::string why;
+  auto add = [&](const char* what, const std::vector<std::string>& names) {
+    if (!names.empty()) why += (why.empty() ? "" : "; ") + std::string(what) + few(names);
+  };
+  add("missing: ", missing);
+  add("unexpected: ", unexpected);
+  add("of another shape: ", misshaped);
+  if (!why.empty()) throw BadInput(file.path() + ": not the weights of this model; " + why);
+}
+
+// Every moment of the optimizer, by the name under which rank 0's file has it.
+std::vector<Source> moment_sources(const RankState& rank) {
+  std::vector<Source> sources;
+  for (const FlatState& moment : rank.moments) {
+    for (size_t i = 0; i < rank.parameters.size(); ++i) {
+      const VitParameter& p = rank.parameters[i];
+      sources.push_back({{kOptimizer + moment.name + "." + p.name, p.shape},
+                         moment.data + rank.layout.offsets[i],
+                         p.elements()});
+    }
+  }
+  return sources;
+}
+
+}  // namespace
+
+CheckpointHead read_head(const std::string& checkpoint) {
+  const int world = checkpoint_world(checkpoint);
+  if (world == 0) throw BadInput(checkpoint + ": not a complete checkpoint");
+  const SafetensorsReader file(state_path(checkpoint, 0, world));
+  const Json about = about_of(file);
+  auto number = [&](const char* key) { return about[key].get<int64_t>(); };
+  CheckpointHead head{.path = checkpoint,
+                      .position = {number("step"), number("epoch"), number("images")},
+                      .world = world,
+                      .compression = about["compression"].get<std::string>(),
+                      .config = about["config"].dump()};
+  if (number("world") != world || number("rank") != 0) {
+    throw BadInput(file.path() + ": it is of rank " + about["rank"].dump() + " of " + about["world"].dump() +
+                   ", which is not what its name says");
+  }
+  if (head.position.step < 0 || head.position.epoch < 0 || head.position.images < 0) {
+    throw BadInput(file.path() + ": damaged: it has done a negative number of steps");
+  }
+  return head;
+}
+
+std::vector<std::string> compare_with_head(const TrainConfig& config, const CheckpointHead& head) {
+  const Json theirs = Json::parse(head.config), ours = Json::parse(config_text(config));
+  std::vector<std::string> notes, differences;
+  for (const char* key : {"model", "optimizer", "momentum"}) {
+    const Json there = theirs.value(key, Json()), here = ours.value(key, Json());
+    // Momentum matters by being there or not.
+    auto zero = [](const Json& j) { return j.is_number() && j.get<double>() == 0.0; };
+    const bool fits = std::string(key) == "momentum" ? zero(there) == zero(here) : there == here;
+    if (!fits) {
+      throw BadInput("--resume " + head.path + ": it is of a run with " + key + " " + there.dump() +
+                     ", this one has " + here.dump() + "; --init takes weights alone");
+    }
+  }
+  if (head.position.step > config.steps) {
+    throw BadInput("--resume " + head.path + ": it has done " + std::to_string(head.position.step) +
+                   " steps already, the run has only " + std::to_string(config.steps) +
+                   "; give more --steps or --epochs");
+  }
+  for (const char* key :
+       {"data", "compression", "batch_size", "accumulate", "steps", "lr", "warmup_steps", "momentum", "beta1",
+        "beta2", "eps", "weight_decay", "precision", "seed", "bucket_mb", "device"}) {
+    const Json there = theirs.value(key, Json()), here = ours.value(key, Json());
+    if (there != here) differences.push_back(std::string(key) + " " + there.dump() + ", now " + here.dump());
+  }
+  if (head.world != config.ranks()) {
+    notes.push_back("Note: the checkpoint is of " + std::to_string(head.world) +
+                    (head.world == 1 ? " rank, now there are " : " ranks, now there are ") +
+                    std::to_string(config.ranks()) + "; the sum of their residuals is kept");
+  }
+  for (const std::string& difference : differences) {
+    notes.push_back("Note: the checkpoint was made with " + difference +
+                    "; the run goes on, but not with the bits it would have had");
+  }
+  return notes;
+}
+
+SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config, const Position& position) {
+  const std::string& directory = config.checkpoint_directory;
+  const std::string folder = NewCheckpoint::temporary_path(directory, position.step);
+  const bool leads = rank.comm.rank() == 0;
+  rank.stream.synchronize();
+  std::optional<NewCheckpoint> checkpoint;
+  if (leads) checkpoint.emplace(directory, position.step);
+  rank.comm.barrier();  // from here on the folder is there
+
+  SavedCheckpoint saved{.path = NewCheckpoint::final_path(directory, position.step)};
+  const Json about = about_rank(config, position, rank.comm.rank());
+  const Kept kept = kept_of(rank);
+  std::vector<Source> weights, state;
+  if (leads) state = moment_sources(rank);
+  for (size_t i = 0; i < rank.parameters.size(); ++i) {
+    const VitParameter& p = rank.parameters[i];
+    const int64_t count = p.elements();
+    weights.push_back({{p.name, p.shape}, rank.weights + rank.layout.offsets[i], count});
+    if (kept.residual[i] != nullptr)
+      state.push_back({{kResidual + p.name, p.shape}, kept.residual[i], count});
+    if (leads && kept.factor[i] != nullptr) {
+      const int64_t columns = count / p.shape[0];  // as PowerSGD sees a tensor
+      state.push_back({{kFactor + p.name, {columns, kept.factor_count[i] / columns}},
+                       kept.factor[i],
+                       kept.factor_count[i]});
+    }
+  }
+  try {
+    if (leads) write_file(rank.stream, weights_path(folder), about, weights, saved.bytes);
+    write_file(rank.stream, state_path(folder, rank.comm.rank(), rank.comm.world()), about, state,
+               saved.bytes);
+  } catch (const Error& error) {
+    if (leads) throw;
+    throw Error(std::string(error.what()) +
+                "; rank 0 makes this folder, and every rank must reach it: ranks on several machines need "
+                "--checkpoint on a file system that they share");
+  }
+  rank.comm.barrier();  // now all files are on the disk
+  if (checkpoint) checkpoint->commit(config.checkpoint_keep);
+  return saved;
+}
+
+bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const CheckpointHead& head) {
+  rank.stream.synchronize();  // an error below may cost the memory that the stream works on
+  const int world = rank.comm.world(), me = rank.comm.rank();
+  const Kept kept = kept_of(rank);
+  const bool same_codec = head.compression == config.compression.to_string();
+  auto damaged = [](const SafetensorsReader& file, const std::string& what) {
+    throw BadInput(file.path() + ": damaged: " + what);
+  };
+
+  std::vector<float> flat(static_cast<size_t>(rank.layout.elements));
+  load_weights(weights_path(head.path), rank.parameters, rank.layout, true, flat);
+  to_device(rank.stream, rank.weights, std::span<const float>(flat));
+
+  const SafetensorsReader common(state_path(head.path, 0, head.world));
+  common.verify(true);
+  for (const Source& source : moment_sources(rank)) {
+    const Tensor* tensor = common.find(source.entry.name);
+    if (tensor == nullptr || tensor->shape != source.entry.shape) {
+      damaged(common, "'" + source.entry.name + "' is missing, or of another shape");
+    }
+    load(rank.stream, common, *tensor, source.data);
+  }
+  for (size_t i = 0; i < rank.parameters.size(); ++i) {
+    if (kept.factor[i] == nullptr) continue;
+    const Tensor* tensor = common.find(kFactor + rank.parameters[i].name);
+    const bool fits = tensor != nullptr && tensor->elements == kept.factor_count[i];
+    // Those of another rank, or of none, are of no use: the codec's own random ones stay.
+    if (same_codec && head.world > 1 && !fits) {
+      damaged(common, "'" + kFactor + rank.parameters[i].name + "' is missing, or of another shape");
+    }
+    if (fits) load(rank.stream, common, *tensor, kept.factor[i]);
+  }
+
+  std::fill(flat.begin(), flat.end(), 0.0f);
+  bool any = false;
+  for (int from = me; from < head.world; from += world) {
+    const SafetensorsReader file(state_path(head.path, from, head.world));
+    file.verify(true);
+    const Json about = about_of(file);
+    if (about["step"] != head.position.step || about["rank"] != from || about["world"] != head.world) {
+      damaged(file, "it is of another rank or step");
+    }
+    for (size_t i = 0; i < rank.parameters.size(); ++i) {
+      const VitParameter& p = rank.parameters[i];
+      const Tensor* tensor = file.find(kResidual + p.name);
+      if (tensor == nullptr) continue;
+      if (tensor->shape != p.shape) damaged(file, "'" + tensor->name + "' is of another shape");
+      float* sum = flat.data() + rank.layout.offsets[i];
+      if (from == me) {
+        file.read(*tensor, 0, {sum, static_cast<size_t>(tensor->elements)});
+      } else {
+        std::vector<float> more(static_cast<size_t>(tensor->elements));
+        file.read(*tensor, 0, more);
+        for (size_t e = 0; e < more.size(); ++e) sum[e] += more[e];
+      }
+      any = true;
+    }
+  }
+  bool left_over = false;
+  for (size_t i = 0; any && i < rank.parameters.size(); ++i) {
+    float* sum = flat.data() + rank.layout.offsets[i];
+    const int64_t count = rank.parameters[i].elements();
+    if (same_codec && kept.residual[i] != nullptr) {
+      to_device(rank.stream, kept.residual[i], std::span<const float>(sum, static_cast<size_t>(count)));
+      std::fill_n(sum, count, 0.0f);
+    } else {
+      left_over = left_over || std::any_of(sum, sum + count, [](float x) { return x != 0.0f; });
+    }
+  }
+  if (left_over) {
+    to_device(rank.stream, rank.reducer.gradients().as<float>(), std::span<const float>(flat));
+  }
+  rank.reducer.resume_at(head.position.step);
+  return left_over;
+}
+
+void load_weights(const std::string& path, const std::vector<VitParameter>& parameters,
+                  const ParameterLayout& layout, bool checksum_required, std::span<float> out) {
+  const SafetensorsReader file(path);
+  check_names(file, parameters);
+  file.verify(checksum_required);
+  std::fill(out.begin(), out.end(), 0.0f);
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    file.read(
+        *file.find(parameters[i].name), 0,
+        out.subspan(static_cast<size_t>(layout.offsets[i]), static_cast<size_t>(parameters[i].elements())));
+  }
+}
+
+void check_weights(const std::string& path, const VitConfig& model) {
+  check_names(SafetensorsReader(path), vit_parameters(model));
+}
+
+}  // namespace gradwire

@@ -1,0 +1,198 @@
+#include "trainer/checkpoint/folder.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+
+#include "kernels/error.h"
+#include "trainer/checkpoint/safetensors.h"
+
+namespace gradwire {
+namespace {
+
+namespace fs = std::filesystem;
+
+const std::string kPrefix = "step-", kUnfinished = ".tmp";
+
+// The steps of "step-000000030"; -1 for any other name.
+int64_t steps_of(const std::string& name) {
+  int64_t steps = -1;
+  const char* end = name.data() + name.size();
+  if (name.compare(0, kPrefix.size(), kPrefix) != 0 || name.size() == kPrefix.size()) return -1;
+  auto [at, error] = std::from_chars(name.data() + kPrefix.size(), end, steps);
+  return error == std::errc() && at == end && steps >= 0 ? steps : -1;
+}
+
+bool is_unfinished(const std::string& name) {
+  return name.size() > kUnfinished.size() && name.ends_with(kUnfinished) &&
+         steps_of(name.substr(0, name.size() - kUnfinished.size())) >= 0;
+}
+
+struct Listing {
+  std::vector<std::pair<int64_t, std::string>> checkpoints;  // steps and path, newest first
+  std::vector<std::string> unfinished;                       // paths
+};
+
+Listing list(const std::string& directory) {
+  Listing listing;
+  std::error_code error;
+  for (fs::directory_iterator it(directory, error), end; !error && it != end; it.increment(error)) {
+    std::error_code ignored;
+    if (!it->is_directory(ignored)) continue;
+    const std::string name = it->path().filename().string();
+    if (const int64_t steps = steps_of(name); steps >= 0) {
+      listing.checkpoints.emplace_back(steps, it->path().string());
+    } else if (is_unfinished(name)) {
+      listing.unfinished.push_back(it->path().string());
+    }
+  }
+  if (error) throw BadInput(directory + ": " + error.message());
+  std::sort(listing.checkpoints.rbegin(), listing.checkpoints.rend());
+  std::sort(listing.unfinished.begin(), listing.unfinished.end());
+  return listing;
+}
+
+[[noreturn]] void fail(const std::string& what, int error) {
+  throw Error(what + ": " + std::strerror(error));
+}
+
+// A new name is on the disk when its folder is.
+void sync_folder(const std::string& path) {
+  const OpenFile folder(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  // Some file systems know no fsync of a folder, and need none.
+  if (folder.fd() < 0 || (fsync(folder.fd()) != 0 && errno != EINVAL)) fail(path + ": fsync failed", errno);
+}
+
+void rename_folder(const std::string& from, const std::string& to) {
+  if (std::rename(from.c_str(), to.c_str()) != 0) fail(from + ": renaming to " + to + " failed", errno);
+}
+
+// In two steps, so that a killed run leaves no half checkpoint under a whole one's name.
+void remove_checkpoint(const std::string& path) {
+  std::string doomed = path;
+  if (!doomed.ends_with(kUnfinished)) {
+    doomed += kUnfinished;
+    std::error_code ignored;
+    fs::remove_all(doomed, ignored);
+    rename_folder(path, doomed);
+  }
+  std::error_code error;
+  fs::remove_all(doomed, error);
+  if (error) throw Error(doomed + ": cannot be removed: " + error.message());
+}
+
+}  // namespace
+
+std::string weights_path(const std::string& checkpoint) {
+  return checkpoint + "/model.safetensors";
+}
+
+std::string state_path(const std::string& checkpoint, int rank, int world) {
+  return checkpoint + "/state-" + std::to_string(rank) + "-of-" + std::to_string(world) + ".safetensors";
+}
+
+int checkpoint_world(const std::string& checkpoint) {
+  std::error_code error;
+  if (!fs::is_regular_file(weights_path(checkpoint), error)) return 0;
+  const std::string before = "state-0-of-", after = ".safetensors";
+  int world = 0;
+  for (fs::directory_iterator it(checkpoint, error), end; !error && it != end; it.increment(error)) {
+    const std::string name = it->path().filename().string();
+    if (!name.starts_with(before) || !name.ends_with(after)) continue;
+    const char* last = name.data() + name.size() - after.size();
+    auto [at, failed] = std::from_chars(name.data() + before.size(), last, world);
+    if (failed != std::errc() || at != last || world < 1) return 0;
+    break;
+  }
+  for (int rank = 0; rank < world; ++rank) {
+    if (!fs::is_regular_file(state_path(checkpoint, rank, world), error)) return 0;
+  }
+  return world;
+}
+
+FoundCheckpoint find_checkpoint(const std::string& directory) {
+  FoundCheckpoint found;
+  std::error_code error;
+  if (!fs::is_directory(directory, error)) {
+    throw BadInput(directory + ": " + (fs::exists(directory, error) ? "not a folder" : "no such folder"));
+  }
+  if (checkpoint_world(directory) > 0) {
+    found.path = directory;
+    return found;
+  }
+  const Listing listing = list(directory);
+  for (const std::string& path : listing.unfinished) {
+    found.ignored.push_back("Ignoring " + path + ": it was not finished");
+  }
+  for (const auto& [steps, path] : listing.checkpoints) {
+    if (checkpoint_world(path) > 0) {
+      found.path = path;
+      break;
+    }
+    found.ignored.push_back("Ignoring " + path + ": incomplete, not all of its files are there");
+  }
+  return found;
+}
+
+bool holds_checkpoints(const std::string& directory) {
+  std::error_code ignored;
+  return fs::is_directory(directory, ignored) && !list(directory).checkpoints.empty();
+}
+
+void check_checkpoint_directory(const std::string& directory) {
+  fs::path existing = fs::absolute(directory);
+  std::error_code ignored;
+  while (!fs::exists(existing, ignored) && existing.has_relative_path()) existing = existing.parent_path();
+  if (!fs::is_directory(existing, ignored)) {
+    throw BadInput("--checkpoint " + directory + ": " + existing.string() + " is not a folder");
+  }
+  if (access(existing.c_str(), W_OK | X_OK) != 0) {
+    throw BadInput("--checkpoint " + directory + ": " + existing.string() +
+                   " cannot be written to: " + std::strerror(errno));
+  }
+}
+
+std::string NewCheckpoint::final_path(const std::string& directory, int64_t step) {
+  char name[32];
+  std::snprintf(name, sizeof name, "%s%09lld", kPrefix.c_str(), static_cast<long long>(step));
+  return directory + "/" + name;
+}
+
+std::string NewCheckpoint::temporary_path(const std::string& directory, int64_t step) {
+  return final_path(directory, step) + kUnfinished;
+}
+
+NewCheckpoint::NewCheckpoint(const std::string& directory, int64_t step)
+    : directory_(directory), step_(step) {
+  std::error_code error;
+  fs::create_directories(directory_, error);
+  if (error) throw Error(directory_ + ": cannot be made: " + error.message());
+  for (const std::string& path : list(directory_).unfinished) remove_checkpoint(path);
+  const std::string path = temporary_path(directory_, step_);
+  if (!fs::create_directory(path, error) || error) {
+    throw Error(path + ": cannot be made: " + (error ? error.message() : "it is there already"));
+  }
+}
+
+void NewCheckpoint::commit(int keep) {
+  const std::string from = temporary_path(directory_, step_), to = final_path(directory_, step_);
+  sync_folder(from);
+  std::error_code ignored;
+  if (fs::exists(to, ignored)) {  // incomplete, or it would have been resumed from
+    fs::remove_all(to, ignored);
+  }
+  rename_folder(from, to);
+  sync_folder(directory_);
+  int kept = 0;
+  for (const auto& [steps, path] : list(directory_).checkpoints) {
+    if (steps <= step_ && ++kept > std::max(keep, 1)) remove_checkpoint(path);
+  }
+}
+
+}  // namespace gradwire

@@ -1,0 +1,267 @@
+#include "trainer/checkpoint/safetensors.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <zlib.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <nlohmann/json.hpp>
+
+#include "kernels/error.h"
+
+namespace gradwire {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+static_assert(std::endian::native == std::endian::little, "tensors are written in memory order");
+
+constexpr uint64_t kMostHeaderBytes = 100'000'000;  // the format's own limit
+const std::string kChecksumKey = "\"crc32\":\"";
+const std::string kNoDigits = "00000000";
+
+uint32_t crc_of(uint32_t crc, const void* data, size_t bytes) {
+  const auto* at = static_cast<const unsigned char*>(data);
+  while (bytes > 0) {  // zlib counts in 32 bits
+    const auto part = static_cast<uInt>(std::min<size_t>(bytes, size_t{1} << 30));
+    crc = static_cast<uint32_t>(crc32(crc, at, part));
+    at += part, bytes -= part;
+  }
+  return crc;
+}
+
+std::string hex8(uint32_t value) {
+  char text[9];
+  std::snprintf(text, sizeof text, "%08x", value);
+  return text;
+}
+
+int open_to_read(const std::string& path) {
+  return open(path.c_str(), O_RDONLY | O_CLOEXEC);
+}
+
+}  // namespace
+
+bool OpenFile::close() {
+  const int fd = fd_;
+  fd_ = -1;
+  return fd < 0 || ::close(fd) == 0;
+}
+
+SafetensorsWriter::SafetensorsWriter(std::string path, const std::map<std::string, std::string>& metadata,
+                                     const std::vector<Entry>& entries)
+    : path_(std::move(path)), file_(open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666)) {
+  if (file_.fd() < 0) fail();
+  Json header = Json::object();
+  Json& about = header["__metadata__"] = Json{{"crc32", kNoDigits}};
+  for (const auto& [key, value] : metadata) about[key] = value;
+  uint64_t offset = 0;
+  for (const Entry& entry : entries) {
+    uint64_t bytes = sizeof(float);
+    for (int64_t extent : entry.shape) bytes *= static_cast<uint64_t>(extent);
+    header[entry.name] =
+        Json{{"dtype", "F32"}, {"shape", entry.shape}, {"data_offsets", {offset, offset + bytes}}};
+    offset += bytes;
+  }
+  std::string text = header.dump(-1, ' ', false, Json::error_handler_t::replace);
+  text.append((8 - text.size() % 8) % 8, ' ');  // aligns the data
+  const uint64_t length = text.size();
+  put(&length, sizeof length);
+  crc_digits_at_ = sizeof length + text.find(kChecksumKey) + kChecksumKey.size();
+  crc_ = 0;  // the length is not part of it
+  put(text.data(), text.size());
+  expected_ = bytes_ + offset;
+}
+
+void SafetensorsWriter::write(std::span<const float> values) {
+  put(values.data(), values.size_bytes());
+}
+
+void SafetensorsWriter::put(const void* data, size_t bytes) {
+  crc_ = crc_of(crc_, data, bytes);
+  bytes_ += bytes;
+  const char* at = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const ssize_t done = ::write(file_.fd(), at, bytes);
+    if (done < 0 && errno == EINTR) continue;
+    if (done < 0) fail();
+    at += done, bytes -= static_cast<size_t>(done);
+  }
+}
+
+void SafetensorsWriter::finish() {
+  if (bytes_ != expected_) {
+    throw Error(path_ + ": " + std::to_string(bytes_) + " bytes written, " + std::to_string(expected_) +
+                " announced");
+  }
+  const std::string digits = hex8(crc_);
+  if (pwrite(file_.fd(), digits.data(), digits.size(), static_cast<off_t>(crc_digits_at_)) !=
+          static_cast<ssize_t>(digits.size()) ||
+      fsync(file_.fd()) != 0 || !file_.close()) {
+    fail();
+  }
+}
+
+void SafetensorsWriter::fail() const {
+  throw Error(path_ + ": writing failed: " + std::strerror(errno));
+}
+
+SafetensorsReader::SafetensorsReader(std::string path) : path_(std::move(path)), file_(open_to_read(path_)) {
+  if (file_.fd() < 0) refuse(errno == ENOENT ? "no such file" : std::strerror(errno));
+  struct stat status {};
+  if (fstat(file_.fd(), &status) != 0) refuse(std::strerror(errno));
+  if (!S_ISREG(status.st_mode)) refuse("not a regular file");
+  file_bytes_ = static_cast<uint64_t>(status.st_size);
+  read_header();
+}
+
+void SafetensorsReader::read_header() {
+  uint64_t length = 0;
+  if (file_bytes_ < sizeof length) {
+    refuse("too short to be a safetensors file: " + std::to_string(file_bytes_) + " bytes");
+  }
+  read_at(0, &length, sizeof length);
+  if (length > kMostHeaderBytes || length > file_bytes_ - sizeof length) {
+    refuse("truncated, or not a safetensors file: its header should have " + std::to_string(length) +
+           " bytes, the file has " + std::to_string(file_bytes_));
+  }
+  header_.resize(length);
+  read_at(sizeof length, header_.data(), length);
+  data_at_ = sizeof length + length;
+
+  Json header;
+  try {
+    header = Json::parse(header_);
+  } catch (const Json::parse_error& error) {
+    refuse("corrupt, or not a safetensors file: its header is not JSON at byte " +
+           std::to_string(error.byte));
+  }
+  if (!header.is_object()) refuse("its header is not a JSON object");
+  for (const auto& [name, value] : header.items()) {
+    if (name == "__metadata__") {
+      if (!value.is_object()) refuse("__metadata__ is not an object");
+      for (const auto& [key, text] : value.items()) {
+        if (!text.is_string()) refuse("metadata '" + key + "' is not a text");
+        metadata_[key] = text.get<std::string>();
+      }
+    } else {
+      add_tensor(name, &value);
+    }
+  }
+  // No byte twice, none left over: whatever was cut off or moved shows here.
+  std::stable_sort(tensors_.begin(), tensors_.end(),
+                   [](const Tensor& a, const Tensor& b) { return a.begin < b.begin; });
+  uint64_t end = 0;
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    const Tensor& t = tensors_[i];
+    if (t.begin != end) refuse("corrupt: '" + t.name + "' does not begin where the tensor before it ends");
+    end += t.bytes;
+    index_[t.name] = i;
+  }
+  const uint64_t data_bytes = file_bytes_ - data_at_;
+  if (end != data_bytes) {
+    refuse((end > data_bytes ? "truncated: it should hold " : "too long: it should hold ") +
+           std::to_string(end) + " bytes of tensors, and holds " + std::to_string(data_bytes));
+  }
+}
+
+void SafetensorsReader::add_tensor(const std::string& name, const void* opaque) {
+  const Json& json = *static_cast<const Json*>(opaque);
+  auto wrong = [&](const char* what) { refuse("corrupt: '" + name + "' has no usable " + what); };
+  if (!json.is_object()) wrong("description");
+  auto field = [&](const char* key) -> const Json& {
+    const auto at = json.find(key);
+    if (at == json.end()) wrong(key);
+    return *at;
+  };
+  const Json &dtype = field("dtype"), &shape = field("shape"), &offsets = field("data_offsets");
+  if (!dtype.is_string()) wrong("dtype");
+  if (!shape.is_array()) wrong("shape");
+  if (!offsets.is_array() || offsets.size() != 2 || !offsets[0].is_number_unsigned() ||
+      !offsets[1].is_number_unsigned()) {
+    wrong("data_offsets");
+  }
+  Tensor tensor{.name = name, .dtype = dtype.get<std::string>(), .shape = {}};
+  tensor.elements = 1;
+  for (const Json& extent : shape) {
+    if (!extent.is_number_unsigned() || extent.get<uint64_t>() > uint64_t{1} << 60) wrong("shape");
+    tensor.shape.push_back(extent.get<int64_t>());
+    if (__builtin_mul_overflow(tensor.elements, tensor.shape.back(), &tensor.elements)) wrong("shape");
+  }
+  const uint64_t begin = offsets[0].get<uint64_t>(), end = offsets[1].get<uint64_t>();
+  if (begin > end || end > file_bytes_) {
+    refuse("truncated or corrupt: '" + name + "' should end at byte " + std::to_string(end) +
+           " of the data, the file has " + std::to_string(file_bytes_));
+  }
+  tensor.begin = begin;
+  tensor.bytes = end - begin;
+  // Other types are for whoever asks for them; ours must have the size that its shape says.
+  if (tensor.dtype == "F32" && (tensor.elements > int64_t{1} << 58 ||
+                                static_cast<uint64_t>(tensor.elements) * sizeof(float) != tensor.bytes)) {
+    refuse("corrupt: the shape of '" + name + "' does not fit its " + std::to_string(tensor.bytes) +
+           " bytes");
+  }
+  tensors_.push_back(std::move(tensor));
+}
+
+const SafetensorsReader::Tensor* SafetensorsReader::find(const std::string& name) const {
+  const auto at = index_.find(name);
+  return at == index_.end() ? nullptr : &tensors_[at->second];
+}
+
+void SafetensorsReader::verify(bool required) const {
+  const auto at = metadata_.find("crc32");
+  const size_t digits_at = header_.find(kChecksumKey) + kChecksumKey.size();
+  const bool there = at != metadata_.end() && at->second.size() == kNoDigits.size() &&
+                     header_.find(kChecksumKey) != std::string::npos &&
+                     header_.compare(digits_at, kNoDigits.size(), at->second) == 0;
+  if (!there) {
+    if (required) refuse("damaged, or not written by gradwire: it has no checksum");
+    return;
+  }
+  std::string header = header_;
+  header.replace(digits_at, kNoDigits.size(), kNoDigits);
+  uint32_t crc = crc_of(0, header.data(), header.size());
+  std::vector<char> chunk(size_t{1} << 20);
+  for (uint64_t from = data_at_; from < file_bytes_; from += chunk.size()) {
+    const size_t bytes = std::min<uint64_t>(chunk.size(), file_bytes_ - from);
+    read_at(from, chunk.data(), bytes);
+    crc = crc_of(crc, chunk.data(), bytes);
+  }
+  if (hex8(crc) != at->second) {
+    refuse("damaged: its checksum is " + hex8(crc) + ", and should be " + at->second);
+  }
+}
+
+void SafetensorsReader::read(const Tensor& tensor, int64_t first, std::span<float> out) const {
+  if (tensor.dtype != "F32") {
+    refuse("'" + tensor.name + "' is of type " + tensor.dtype + "; only F32 can be read, convert it first");
+  }
+  if (first < 0 || first > tensor.elements || out.size() > static_cast<uint64_t>(tensor.elements - first)) {
+    throw Error(path_ + ": reading beyond the end of '" + tensor.name + "'");
+  }
+  read_at(data_at_ + tensor.begin + static_cast<uint64_t>(first) * sizeof(float), out.data(),
+          out.size_bytes());
+}
+
+void SafetensorsReader::read_at(uint64_t at, void* out, size_t bytes) const {
+  char* to = static_cast<char*>(out);
+  while (bytes > 0) {
+    const ssize_t done = pread(file_.fd(), to, bytes, static_cast<off_t>(at));
+    if (done < 0 && errno == EINTR) continue;
+    if (done < 0) refuse(std::strerror(errno));
+    if (done == 0) refuse("truncated while it was read");
+    to += done, at += static_cast<uint64_t>(done), bytes -= static_cast<size_t>(done);
+  }
+}
+
+void SafetensorsReader::refuse(const std::string& why) const {
+  throw BadInput(path_ + ": " + why);
+}
+
+}  // namespace gradwire

@@ -1,0 +1,98 @@
+// Files of named float tensors in the safetensors format, which PyTorch and most other frameworks read.
+//
+//   8 bytes   length of the header, little-endian
+//   header    JSON: {"__metadata__": {text: text}, NAME: {"dtype": "F32", "shape": [..], "data_offsets":
+//   [begin, end]}} data      the tensors, one behind the other, without gaps
+//
+// Files written here carry a CRC-32 (zlib's) in their metadata, over header and data with the checksum's own
+// digits taken as zeros, so that a damaged file is noticed and not trained on. Other readers ignore it.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace gradwire {
+
+// A file descriptor that is closed with its owner.
+class OpenFile {
+ public:
+  explicit OpenFile(int fd = -1) : fd_(fd) {}
+  ~OpenFile() { close(); }
+  OpenFile(const OpenFile&) = delete;
+  OpenFile& operator=(const OpenFile&) = delete;
+  int fd() const { return fd_; }
+  bool close();  // false when the system says that something was lost
+
+ private:
+  int fd_;
+};
+
+class SafetensorsWriter {
+ public:
+  struct Entry {
+    std::string name;
+    std::vector<int64_t> shape;
+  };
+  // Creates `path`, which must not exist. Throws Error, as do the other calls: a full disk is not the user's
+  // input.
+  SafetensorsWriter(std::string path, const std::map<std::string, std::string>& metadata,
+                    const std::vector<Entry>& entries);
+  // The next values of the data, in the order of `entries`.
+  void write(std::span<const float> values);
+  // Checksum, onto the disk, closed. Throws Error unless exactly the announced values were written.
+  void finish();
+  uint64_t bytes() const { return bytes_; }  // of the whole file so far
+
+ private:
+  void put(const void* data, size_t bytes);
+  [[noreturn]] void fail() const;
+
+  std::string path_;
+  OpenFile file_;
+  uint64_t bytes_ = 0, expected_ = 0;
+  uint32_t crc_ = 0;
+  uint64_t crc_digits_at_ = 0;
+};
+
+class SafetensorsReader {
+ public:
+  struct Tensor {
+    std::string name, dtype;
+    std::vector<int64_t> shape;
+    uint64_t begin = 0, bytes = 0;  // in the file's data
+    int64_t elements = 0;
+  };
+
+  // Reads the header alone, and believes nothing in it: every size is checked against the file's before it is
+  // used. Throws BadInput that names the file and what is wrong.
+  explicit SafetensorsReader(std::string path);
+
+  const std::string& path() const { return path_; }
+  const std::map<std::string, std::string>& metadata() const { return metadata_; }
+  const std::vector<Tensor>& tensors() const { return tensors_; }  // in file order
+  const Tensor* find(const std::string& name) const;               // null: not there
+
+  // Reads all of the file. Throws BadInput when its checksum does not match, or it has none and `required`.
+  void verify(bool required) const;
+  // Elements [first, first + out.size()) of a tensor, which must be F32.
+  void read(const Tensor& tensor, int64_t first, std::span<float> out) const;
+
+ private:
+  void read_header();
+  void add_tensor(const std::string& name, const void* json);
+  void read_at(uint64_t at, void* out, size_t bytes) const;
+  [[noreturn]] void refuse(const std::string& why) const;
+
+  std::string path_;
+  OpenFile file_;
+  uint64_t file_bytes_ = 0, data_at_ = 0;
+  std::string header_;
+  std::map<std::string, std::string> metadata_;
+  std::vector<Tensor> tensors_;
+  std::map<std::string, size_t> index_;
+};
+
+}  // namespace gradwire
