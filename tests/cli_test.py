@@ -141,13 +141,15 @@ class BadInput(CommandTest):
             self.refuse(synthetic(flag, value), flag)
 
     def test_unknown_flags_and_words(self):
-        for flag in ("--trace", "--checkpoint", "--resume", "--profile-steps", "--graph", "--frobnicate"):
+        for flag in ("--trace", "--profile-steps", "--graph", "--frobnicate"):
             self.refuse(synthetic(flag, "x"), flag)
         self.refuse(synthetic("--precision", "bf16"), "--precision 'bf16'")
         self.refuse([*SYNTHETIC, "--ranks", "1", "--ranks", "2"], "--ranks")
         self.assert_refused(self.run_command(), "subcommand")
         self.assert_refused(self.run_command("fly"), "fly")
         self.assert_refused(self.run_command("compare", *SYNTHETIC), "--compression")
+        for flag in ("--checkpoint", "--resume"):  # of which run?
+            self.assert_refused(self.run_command("compare", *SYNTHETIC, "--compression", "fp32", flag, "x"), flag)
 
     def test_no_gpu(self):
         self.refuse(synthetic("--device", "cuda"), "--device cuda", "--device host",

@@ -35,13 +35,14 @@ def read(path: pathlib.Path) -> dict:
 
 
 def write(path: pathlib.Path, tensors: dict) -> None:
-    header, data = {}, b""
+    header, blobs, end = {}, [], 0
     for name, tensor in tensors.items():
         raw = tensor.detach().numpy().astype("<f4").tobytes()
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(raw)]}
-        data += raw
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [end, end + len(raw)]}
+        end += len(raw)
+        blobs.append(raw)
     text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    path.write_bytes(b"".join([struct.pack("<Q", len(text)), text, *blobs]))
 
 
 def main() -> None:
