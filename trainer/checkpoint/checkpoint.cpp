@@ -114,6 +114,26 @@ Json about_rank(const TrainConfig& config, const Position& at, int rank) {
           {"config", Json::parse(config_text(config))}};
 }
 
+Json links_json(const LinkCosts& links) {
+  Json json = Json::array();
+  for (const LinkCosts::Pattern& p : {links.neighbour, links.all_pairs, links.inside, links.between}) {
+    json.push_back({p.latency_us, p.bytes_per_us});
+  }
+  return json;
+}
+
+std::optional<LinkCosts> links_of(const Json& json) {
+  LinkCosts links{.neighbour = {}, .all_pairs = {}, .inside = {}, .between = {}, .measured = true};
+  LinkCosts::Pattern* patterns[] = {&links.neighbour, &links.all_pairs, &links.inside, &links.between};
+  if (!json.is_array() || json.size() != std::size(patterns)) return {};
+  for (size_t i = 0; i < json.size(); ++i) {
+    const Json& pair = json[i];
+    if (!pair.is_array() || pair.size() != 2 || !pair[0].is_number() || !pair[1].is_number()) return {};
+    *patterns[i] = {pair[0].get<double>(), pair[1].get<double>()};
+  }
+  return links;
+}
+
 // What a state file says of itself.
 Json about_of(const SafetensorsReader& file) {
   auto refuse = [&](const std::string& why) { throw BadInput(file.path() + ": " + why); };
@@ -191,6 +211,7 @@ CheckpointHead read_head(const std::string& checkpoint) {
                       .position = {number("step"), number("epoch"), number("images")},
                       .world = world,
                       .compression = about["compression"].get<std::string>(),
+                      .links = links_of(about.value("links", Json())),
                       .config = about["config"].dump()};
   if (number("world") != world || number("rank") != 0) {
     throw BadInput(file.path() + ": it is of rank " + about["rank"].dump() + " of " + about["world"].dump() +
@@ -248,7 +269,11 @@ SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config
   rank.comm.barrier();  // from here on the folder is there
 
   SavedCheckpoint saved{.path = NewCheckpoint::final_path(directory, position.step)};
-  const Json about = about_rank(config, position, rank.comm.rank());
+  Json about = about_rank(config, position, rank.comm.rank());
+  if (config.compression.schedule == ScheduleKind::automatic && rank.comm.world() > 2) {
+    const LinkCosts& links = rank.comm.link_costs(rank.stream);  // known since the reducer was made
+    if (links.measured) about["links"] = links_json(links);
+  }
   const Kept kept = kept_of(rank);
   std::vector<Source> weights, state;
   if (leads) state = moment_sources(rank);

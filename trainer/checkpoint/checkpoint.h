@@ -10,11 +10,13 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "collectives/communicator.h"
+#include "collectives/link_costs.h"
 #include "collectives/reducer.h"
 #include "trainer/config.h"
 #include "trainer/model/parameters.h"
@@ -33,6 +35,8 @@ struct CheckpointHead {
   Position position;
   int world = 1;
   std::string compression;
+  // What schedule=auto went by, where it was measured: measured again it might choose another schedule.
+  std::optional<LinkCosts> links;
   std::string config;  // the run's, as JSON text
 };
 

@@ -39,9 +39,10 @@ Board::Entry sum(const std::vector<Board::Entry>& entries) {
 // A world of another size takes bigger or smaller bites of an epoch. It goes on behind the images that were
 // used, at its next whole bite, so that no image comes twice.
 RankTrainer::Start RankTrainer::find_start(const TrainConfig& config, const Dataset& data,
-                                           const Communicator& comm) {
+                                           Communicator& comm) {
   if (config.resume.empty()) return {};
   CheckpointHead head = read_head(config.resume);
+  if (head.links && head.world == comm.world()) comm.set_link_costs(*head.links);
   const Position& at = head.position;
   const int64_t per_epoch = batches_per_epoch(data, train_loader(config, comm, 0)) / config.accumulate;
   const int64_t bite = config.global_batch();

@@ -65,7 +65,7 @@ class RankTrainer {
     int64_t step = 0;
     int64_t data_step = 0;  // steps of this run's size that would have brought the data there
   };
-  static Start find_start(const TrainConfig& config, const Dataset& data, const Communicator& comm);
+  static Start find_start(const TrainConfig& config, const Dataset& data, Communicator& comm);
   // Step `step`, counted as if the whole run had had today's global batch.
   int64_t data_step(int64_t step) const { return step - start_.step + start_.data_step; }
 
