@@ -1,0 +1,187 @@
+// libgradwire_nccl.so: preloaded into a program that uses NCCL, it puts the compressed path in the place of
+// large float32 calls of ncclAllReduce. docs/for-nccl-users.md.
+//
+// Of NCCL's functions it defines ncclAllReduce, the group calls, which it only counts, and those that end a
+// communicator, after which what is kept for it is dropped. Each forwards to the next definition.
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+#include <nccl.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "integrations/nccl/compressed.h"
+#include "integrations/nccl/decide.h"
+#include "kernels/error.h"
+
+namespace gradwire::interposer {
+namespace {
+
+void say(const std::string& text) {
+  std::fprintf(stderr, "gradwire: %s\n", text.c_str());
+}
+
+// NCCL's own definition. A program that loads NCCL as a plug-in keeps it out of the global scope; it is found
+// by its name then.
+template <typename Function>
+Function next(const char* symbol) {
+  void* found = dlsym(RTLD_NEXT, symbol);
+  if (found == nullptr) {
+    if (void* library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD)) found = dlsym(library, symbol);
+  }
+  return reinterpret_cast<Function>(found);
+}
+
+struct Entry {
+  std::mutex mutex;
+  bool tried = false;
+  std::unique_ptr<CompressedAllReduce> compressed;
+};
+
+struct Interposer {
+  const Settings settings = Settings::read([](const char* name) { return std::getenv(name); });
+  std::mutex mutex;
+  std::map<ncclComm_t, std::shared_ptr<Entry>> entries;
+  std::once_flag said, group_said, capture_said;
+
+  std::shared_ptr<Entry> entry(ncclComm_t comm) {
+    std::lock_guard lock(mutex);
+    auto& e = entries[comm];
+    if (!e) e = std::make_shared<Entry>();
+    return e;
+  }
+  void drop(ncclComm_t comm) {
+    std::shared_ptr<Entry> gone;
+    std::lock_guard lock(mutex);
+    if (auto at = entries.find(comm); at != entries.end()) {
+      gone = std::move(at->second);
+      entries.erase(at);
+    }
+  }
+  void say_once(std::once_flag& flag, const std::string& text) {
+    std::call_once(flag, [&] {
+      if (!settings.quiet) say(text);
+    });
+  }
+};
+
+// Never destroyed: NCCL is used until the very end of some programs.
+Interposer& interposer() {
+  static auto* one = new Interposer;
+  return *one;
+}
+
+thread_local int group_depth = 0;
+
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) {
+    cudaGetLastError();
+    return false;
+  }
+  return status != cudaStreamCaptureStatusNone;
+}
+
+// Whether the call was made here; `result` is its result then.
+bool compress(const void* send, void* receive, const Request& request, ncclComm_t comm, cudaStream_t stream,
+              ncclResult_t& result) {
+  Interposer& all = interposer();
+  const Path path = decide(all.settings, request);
+  if (path == Path::untouched_group) {
+    all.say_once(all.group_said, "large calls of ncclAllReduce inside ncclGroupStart/End stay as they are");
+  } else if (path == Path::untouched_capture) {
+    all.say_once(all.capture_said, "large calls of ncclAllReduce captured in a CUDA graph stay as they are");
+  }
+  if (all.settings.dry_run) {
+    if (path == Path::compressed && !all.settings.quiet)
+      say("dry run: would send " + std::to_string(4 * request.count) + " bytes as " +
+          all.settings.spec.to_string());
+  }
+  if (!may_compare(request)) return false;
+  if (cuda_device_count() == 0) {
+    all.say_once(all.said, "nothing is changed: " + cuda_unavailable_reason());
+    return false;
+  }
+  const std::shared_ptr<Entry> entry = all.entry(comm);
+  std::lock_guard lock(entry->mutex);
+  try {
+    if (!entry->tried) {
+      entry->tried = true;
+      auto device_of = next<decltype(&ncclCommCuDevice)>("ncclCommCuDevice");
+      int device = 0;
+      if (device_of == nullptr || device_of(comm, &device) != ncclSuccess) return false;
+      int before = 0;
+      cudaGetDevice(&before);
+      auto made = std::make_unique<CompressedAllReduce>(comm, device, all.settings);
+      cudaSetDevice(before);
+      if (made->rank() == 0 && !made->description().empty() && !all.settings.quiet) say(made->description());
+      if (made->usable()) entry->compressed = std::move(made);
+    }
+    if (!entry->compressed || path != Path::compressed || all.settings.dry_run) return false;
+    int before = 0;
+    cudaGetDevice(&before);
+    entry->compressed->run(static_cast<const float*>(send), static_cast<float*>(receive), request.count,
+                           request.op, stream);
+    cudaSetDevice(before);
+    result = ncclSuccess;
+  } catch (const CommError& error) {
+    say(error.what());
+    result = ncclSystemError;
+  } catch (const DeviceError& error) {
+    say(error.what());
+    result = ncclUnhandledCudaError;
+  } catch (const std::exception& error) {
+    say(error.what());
+    result = ncclInternalError;
+  }
+  return true;
+}
+
+}  // namespace
+}  // namespace gradwire::interposer
+
+#define GRADWIRE_FORWARD(function, ...)                                                \
+  static const auto real = gradwire::interposer::next<decltype(&function)>(#function); \
+  if (real == nullptr) return ncclSystemError;                                         \
+  return real(__VA_ARGS__)
+
+#define GRADWIRE_EXPORT extern "C" __attribute__((visibility("default")))
+
+GRADWIRE_EXPORT ncclResult_t ncclAllReduce(const void* send, void* receive, size_t count, ncclDataType_t type,
+                                           ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
+  using namespace gradwire::interposer;
+  // Small talk first: most calls are none of ours.
+  if (type == ncclFloat32 && (op == ncclSum || op == ncclAvg) && comm != nullptr) {
+    const Request request{static_cast<int64_t>(count), type, op, group_depth, is_capturing(stream)};
+    ncclResult_t result = ncclSuccess;
+    if (compress(send, receive, request, comm, stream, result)) return result;
+  }
+  GRADWIRE_FORWARD(ncclAllReduce, send, receive, count, type, op, comm, stream);
+}
+
+GRADWIRE_EXPORT ncclResult_t ncclGroupStart() {
+  ++gradwire::interposer::group_depth;
+  GRADWIRE_FORWARD(ncclGroupStart);
+}
+
+GRADWIRE_EXPORT ncclResult_t ncclGroupEnd() {
+  if (gradwire::interposer::group_depth > 0) --gradwire::interposer::group_depth;
+  GRADWIRE_FORWARD(ncclGroupEnd);
+}
+
+GRADWIRE_EXPORT ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+  gradwire::interposer::interposer().drop(comm);
+  GRADWIRE_FORWARD(ncclCommDestroy, comm);
+}
+
+// Memory is given back behind the abort: before, kernels that use it may be waiting for a peer.
+GRADWIRE_EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  static const auto real = gradwire::interposer::next<decltype(&ncclCommAbort)>("ncclCommAbort");
+  if (real == nullptr) return ncclSystemError;
+  const ncclResult_t result = real(comm);
+  gradwire::interposer::interposer().drop(comm);
+  return result;
+}
