@@ -1,0 +1,194 @@
+// NCCL itself, with several ranks on one GPU. NVIDIA does not support that: each rank claims to be another
+// host, so that NCCL goes over sockets of the loopback, and every test has a hard limit (tests/processes).
+// Without a GPU they are skipped; tests/collectives/nccl_test.cpp has what can be tested then.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+#include "collectives/communicator.h"
+#include "collectives/executor.h"
+#include "collectives/transport/nccl.h"
+#include "kernels/error.h"
+#include "tests/collectives/group.h"
+#include "tests/processes/processes.h"
+
+namespace gradwire {
+namespace {
+
+using testing::all_succeeded;
+using testing::Me;
+using testing::run_processes;
+using namespace std::chrono_literals;
+
+class NcclGpu : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (cuda_device_count() == 0) GTEST_SKIP() << "no GPU: " << cuda_unavailable_reason();
+    const std::string reason = nccl_unavailable_reason();
+    ASSERT_EQ(reason, "") << "there is a GPU, but no NCCL";
+  }
+};
+
+std::unique_ptr<Communicator> join(const Me& me, bool shrinkable = false) {
+  const std::string host = std::to_string(getppid()) + "-" + std::to_string(me.rank);
+  for (const auto& [name, value] :
+       std::initializer_list<std::pair<const char*, const char*>>{{"NCCL_HOSTID", host.c_str()},
+                                                                  {"NCCL_NET", "Socket"},
+                                                                  {"NCCL_NET_PLUGIN", "none"},
+                                                                  {"NCCL_SOCKET_IFNAME", "=lo"},
+                                                                  {"NCCL_IB_DISABLE", "1"},
+                                                                  {"NCCL_P2P_DISABLE", "1"},
+                                                                  {"NCCL_SHM_DISABLE", "1"},
+                                                                  {"NCCL_NVLS_ENABLE", "0"},
+                                                                  {"NCCL_MNNVL_ENABLE", "0"},
+                                                                  {"NCCL_RAS_ENABLE", "0"},
+                                                                  {"NCCL_MAX_CTAS", "2"},
+                                                                  {"NCCL_CGA_CLUSTER_SIZE", "0"},
+                                                                  {"NCCL_PROTO", "Simple"},
+                                                                  {"NCCL_P2P_NET_CHUNKSIZE", "524288"}}) {
+    setenv(name, value, 1);
+  }
+  unsetenv("CUDA_LAUNCH_BLOCKING");
+  return Communicator::create_nccl(
+      {.group = {me.rendezvous, me.rank, me.world, me.timeout}, .device = 0, .shrinkable = shrinkable});
+}
+
+constexpr int64_t kCount = 4099;
+
+// Whole numbers, so that every wire and order of addition gives the same bits.
+std::vector<float> whole_numbers(int rank) {
+  std::vector<float> v(kCount);
+  for (int64_t i = 0; i < kCount; ++i) v[i] = static_cast<float>((i * 7 + rank * 3) % 17 - 8);
+  return v;
+}
+
+std::vector<float> sum_of(int world) {
+  std::vector<float> sum(kCount, 0.0f);
+  for (int r = 0; r < world; ++r) {
+    const auto part = whole_numbers(r);
+    for (int64_t i = 0; i < kCount; ++i) sum[i] += part[i];
+  }
+  return sum;
+}
+
+void check(bool condition, const std::string& what) {
+  if (!condition) throw std::runtime_error(what);
+}
+
+struct OnGpu {
+  explicit OnGpu(Communicator& comm, const Schedule& schedule, Wire wire)
+      : stream(Stream::create(comm.device(), "test")),
+        data(make_buffer<float>(comm.device(), kCount)),
+        residual(make_buffer<float>(comm.device(), kCount)),
+        program(comm.transport(), schedule, data.as<float>(), residual.as<float>(), kCount,
+                {.what = "test", .wire = wire}),
+        workspace(comm.device(), program.workspace_bytes()) {
+    fill_zero(stream, residual.data(), residual.bytes());
+    program.bind(workspace.data());
+    fill(comm.rank());
+  }
+  void fill(int rank) {
+    const auto values = whole_numbers(rank);
+    to_device(stream, data.as<float>(), std::span<const float>(values));
+  }
+  std::vector<float> result() { return to_host(stream, data.as<const float>(), kCount); }
+  Stream stream;
+  Buffer data, residual;
+  Allreduce program;
+  Buffer workspace;
+};
+
+RANK_PROGRAM(NcclAllreduce) {
+  auto comm = join(me);
+  std::vector<Schedule> schedules = {ring(me.world), two_shot(me.world), double_tree(me.world)};
+  if (me.world == 4) schedules.push_back(hierarchical(2, 2));
+  for (const Schedule& schedule : schedules) {
+    for (Wire wire : {Wire::fp32, Wire::bf16}) {
+      OnGpu gpu(*comm, schedule, wire);
+      gpu.program.run(gpu.stream);
+      const auto got = gpu.result();
+      comm->check();
+      check(got == sum_of(me.world), std::string("wrong sum: ") + name(schedule.kind) + " " + name(wire));
+    }
+  }
+  comm->barrier();
+}
+
+TEST_F(NcclGpu, EveryScheduleAndWireGivesTheExactSum) {
+  for (int world : {2, 3, 4}) all_succeeded(run_processes("NcclAllreduce", world, {.limit = 90s}));
+}
+
+RANK_PROGRAM(NcclCaptured) {
+  auto comm = join(me);
+  OnGpu gpu(*comm, two_shot(me.world), Wire::bf16);
+  gpu.program.run(gpu.stream);  // connects
+  gpu.stream.synchronize();
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t executable = nullptr;
+  check(cudaStreamBeginCapture(gpu.stream.native(), cudaStreamCaptureModeThreadLocal) == cudaSuccess,
+        "begin");
+  gpu.program.run(gpu.stream);
+  check(cudaStreamEndCapture(gpu.stream.native(), &graph) == cudaSuccess, "end");
+  check(cudaGraphInstantiate(&executable, graph, 0) == cudaSuccess, "instantiate");
+  for (int launch = 0; launch < 3; ++launch) {
+    gpu.fill(me.rank);
+    check(cudaGraphLaunch(executable, gpu.stream.native()) == cudaSuccess, "launch");
+    const auto got = gpu.result();
+    comm->check();
+    check(got == sum_of(me.world), "wrong sum in launch " + std::to_string(launch));
+  }
+  comm->barrier();
+  cudaGraphExecDestroy(executable);
+  cudaGraphDestroy(graph);
+}
+
+TEST_F(NcclGpu, AnAllreduceCanBeCapturedInAGraph) {
+  all_succeeded(run_processes("NcclCaptured", 2, {.limit = 60s}));
+}
+
+// One rank is killed in step 3; the others, after a shrink if told so, go on.
+RANK_PROGRAM(NcclLosesARank) {
+  const bool shrinks = me.option("then") == "shrink";
+  auto comm = join(me, shrinks);
+  try {
+    OnGpu gpu(*comm, ring(me.world), Wire::fp32);
+    for (int step = 0; step < 100; ++step) {
+      if (step == 3 && me.rank == 1) raise(SIGKILL);
+      gpu.program.run(gpu.stream);
+      gpu.stream.synchronize();
+      comm->check();
+    }
+  } catch (const CommError&) {
+    if (!shrinks) throw;
+    auto fewer = comm->shrink({1});
+    OnGpu gpu(*fewer, ring(me.world - 1), Wire::fp32);
+    gpu.program.run(gpu.stream);
+    const auto got = gpu.result();
+    fewer->check();
+    check(got == sum_of(me.world - 1), "wrong sum after the shrink");
+  }
+}
+
+TEST_F(NcclGpu, AKilledRankIsAnErrorThatNamesIt) {
+  auto ranks =
+      run_processes("NcclLosesARank", 3, {.timeout = 20s, .limit = 60s, .options = {{"then", "end"}}});
+  for (int r : {0, 2}) {
+    EXPECT_TRUE(ranks[r].ended_by_itself) << ranks[r].output;
+    EXPECT_EQ(ranks[r].exit_code, 3) << ranks[r].output;
+    EXPECT_NE(ranks[r].output.find("rank 1"), std::string::npos) << ranks[r].output;
+  }
+}
+
+TEST_F(NcclGpu, SurvivorsShrinkAndGoOn) {
+  auto ranks =
+      run_processes("NcclLosesARank", 3, {.timeout = 20s, .limit = 60s, .options = {{"then", "shrink"}}});
+  for (int r : {0, 2}) EXPECT_EQ(ranks[r].exit_code, 0) << ranks[r].output;
+}
+
+}  // namespace
+}  // namespace gradwire
