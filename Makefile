@@ -3,6 +3,7 @@
 #   make demo     train a ViT on 4 ranks with FP32, BF16 and PowerSGD gradients; a table, and build/demo/report.png
 #   make test     build and run every test, sanitizers included
 #   make build    everything, optimized, in build/
+#   make faults   the fault matrix of docs/faults.md, and 200 runs with a killed rank
 #   make bench    benchmarks
 #   make host-check  speed without a GPU, against what the machine can do and against PyTorch and gloo; into docs/results/
 #   make gpu-check   on a machine with a GPU: its tests, compute-sanitizer and benches; results in docs/results/
@@ -34,6 +35,11 @@ demo: setup
 
 test: setup
 	@scripts/test.sh
+
+faults: setup
+	@scripts/configure.sh release
+	@cmake --build --preset release --target processes_tests
+	@GRADWIRE_KILLS=200 build/bin/processes_tests --gtest_filter='*FaultMatrix*:GlooFaults.*' --gtest_brief=1
 
 bench: build
 	@build/bin/gradwire-bench kernels --json build/kernels.json

@@ -131,9 +131,13 @@ class StoreServer::Loop {
     }
   }
 
+  // Nobody but rank 0 itself, and those who did not answer the roll.
   bool nobody_left() const {
-    return std::none_of(peers_.begin(), peers_.end(),
-                        [](const auto& p) { return p->watches && p->rank != 0; });
+    const bool roll_is_over = roll_due_at_ && SteadyClock::now() >= *roll_due_at_;
+    return std::none_of(peers_.begin(), peers_.end(), [&](const auto& p) {
+      return p->watches && p->rank != 0 &&
+             !(roll_is_over && roll_.ranks[p->rank].presence == Presence::silent);
+    });
   }
 
   void send(Peer& peer, const StoreMessage& message) {

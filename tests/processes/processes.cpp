@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -97,7 +98,7 @@ int run_rank_program(int argc, char** argv) {
 }
 
 std::vector<Outcome> run_processes(const std::string& program, int world, const ProcessOptions& options) {
-  static int runs = 0;
+  static std::atomic<int> runs = 0;
   std::string rendezvous = options.rendezvous;
   if (rendezvous.empty()) rendezvous = "file://" + scratch_path("rendezvous" + std::to_string(runs++));
   std::vector<Child> children(world);

@@ -1,0 +1,135 @@
+#include "tests/processes/faults.h"
+
+#include <dlfcn.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace gradwire::testing {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Writev = ssize_t (*)(int, const iovec*, int);
+
+Writev real_writev() {
+  static auto real = reinterpret_cast<Writev>(dlsym(RTLD_NEXT, "writev"));
+  return real;
+}
+
+std::atomic<bool> corrupt{false}, corrupt_frame{false}, reset{false};
+
+// Bytes on their way. Leaked with its thread: it has to outlive whatever still writes.
+class DelayLine {
+ public:
+  void start(std::chrono::milliseconds delay) {
+    delay_ = delay;
+    std::thread([this] { deliver(); }).detach();
+    on_ = true;
+  }
+  bool on() const { return on_; }
+  size_t put(int fd, const iovec* parts, int count) {
+    Packet packet{Clock::now() + delay_, fd, {}};
+    for (int i = 0; i < count; ++i) {
+      const char* data = static_cast<const char*>(parts[i].iov_base);
+      packet.bytes.insert(packet.bytes.end(), data, data + parts[i].iov_len);
+    }
+    const size_t size = packet.bytes.size();
+    std::lock_guard lock(mutex_);
+    packets_.push_back(std::move(packet));
+    changed_.notify_one();
+    return size;
+  }
+
+ private:
+  struct Packet {
+    Clock::time_point due;
+    int fd;
+    std::vector<char> bytes;
+  };
+
+  void deliver() {
+    while (true) {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] { return !packets_.empty(); });
+      Packet packet = std::move(packets_.front());
+      packets_.pop_front();
+      lock.unlock();
+      std::this_thread::sleep_until(packet.due);
+      for (size_t sent = 0; sent < packet.bytes.size();) {
+        ssize_t n = send(packet.fd, packet.bytes.data() + sent, packet.bytes.size() - sent, MSG_NOSIGNAL);
+        if (n > 0) {
+          sent += static_cast<size_t>(n);
+        } else if (n < 0 && errno == EAGAIN) {
+          pollfd entry = {packet.fd, POLLOUT, 0};
+          poll(&entry, 1, 100);
+        } else {
+          break;  // the connection is gone
+        }
+      }
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Packet> packets_;
+  std::chrono::milliseconds delay_{0};
+  std::atomic<bool> on_{false};
+};
+
+DelayLine& delay_line() {
+  static auto* line = new DelayLine;
+  return *line;
+}
+
+// Gloo's own preamble goes first, in a part of its own; a header of ours begins with "grdwire".
+bool is_header(const iovec* parts, int count) {
+  return count >= 2 && parts[1].iov_len >= 8 && std::memcmp(parts[1].iov_base, "grdwire", 7) == 0;
+}
+
+ssize_t spoiled(int fd, const iovec* parts, int count, int part, size_t byte) {
+  std::vector<iovec> copy(parts, parts + count);
+  const char* data = static_cast<const char*>(parts[part].iov_base);
+  std::vector<char> bytes(data, data + parts[part].iov_len);
+  bytes.at(byte) = static_cast<char>(bytes[byte] ^ 4);
+  copy[part].iov_base = bytes.data();
+  return real_writev()(fd, copy.data(), count);
+}
+
+}  // namespace
+
+void delay_what_is_sent(std::chrono::milliseconds delay) {
+  delay_line().start(delay);
+}
+void corrupt_next_header() {
+  corrupt = true;
+}
+void corrupt_next_frame() {
+  corrupt_frame = true;
+}
+void reset_next_connection() {
+  reset = true;
+}
+
+extern "C" ssize_t writev(int fd, const iovec* parts, int count) {
+  if (reset.exchange(false)) {
+    sockaddr nobody = {};
+    nobody.sa_family = AF_UNSPEC;
+    connect(fd, &nobody, sizeof nobody);  // Linux: ends the connection with an RST
+  }
+  if (corrupt && is_header(parts, count) && corrupt.exchange(false)) return spoiled(fd, parts, count, 1, 2);
+  if (corrupt_frame.exchange(false)) return spoiled(fd, parts, count, 0, 8);
+  if (delay_line().on()) return static_cast<ssize_t>(delay_line().put(fd, parts, count));
+  return real_writev()(fd, parts, count);
+}
+
+}  // namespace gradwire::testing

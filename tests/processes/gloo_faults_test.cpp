@@ -1,0 +1,260 @@
+// The fault matrix: what goes wrong x schedule, on four processes over Gloo. docs/faults.md shows the
+// outcomes.
+//
+// Whatever happens, no rank hangs, none takes a wrong sum for a result, none leaves a process behind; and
+// each survivor says which rank, which operation and which call it was, and what it waited for.
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <initializer_list>
+#include <mutex>
+#include <random>
+
+#include "collectives/communicator.h"
+#include "collectives/executor.h"
+#include "collectives/transport/gloo.h"
+#include "kernels/error.h"
+#include "tests/processes/faults.h"
+#include "tests/processes/processes.h"
+
+namespace gradwire {
+namespace {
+
+using testing::Me;
+using testing::Outcome;
+using testing::run_processes;
+using namespace std::chrono_literals;
+using std::chrono::milliseconds;
+
+constexpr int kWorld = 4;
+constexpr int kFaultyCall = 6;  // the fault comes with this call, numbered from 1
+constexpr int64_t kFloats = 50'000;
+
+Schedule schedule_of(const std::string& text) {
+  if (text == "hierarchical") return hierarchical(2, 2);
+  if (text == "two_shot") return two_shot(kWorld);
+  return text == "tree" ? double_tree(kWorld) : ring(kWorld);
+}
+
+int64_t now_ms() {
+  return std::chrono::duration_cast<milliseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+void die_soon(const std::string& how) {
+  std::this_thread::sleep_for(std::chrono::microseconds(std::random_device()() % 2000));
+  raise(how == "stopped" ? SIGSTOP : SIGKILL);
+}
+
+// Sums small integers, so that every right result is exact, again and again. Prints the time of the fault and
+// of the error, by this machine's clock.
+RANK_PROGRAM(Faulty) {
+  const std::string fault = me.option("fault");
+  const bool culprit = me.rank == me.number("who");
+  GlooOptions joining;
+  joining.group = {me.rendezvous, me.rank, me.world, me.timeout, 60s};
+  auto comm = Communicator::create_gloo(joining);
+  Stream stream = Stream::create(Device::host(), "test");
+  if (culprit && fault == "killed_at_any_time") {
+    std::thread([after = std::chrono::microseconds(me.number("after_us"))] {
+      std::this_thread::sleep_for(after);
+      raise(SIGKILL);
+    }).detach();
+  }
+  try {
+    for (int call = 1; call <= me.number("calls"); ++call) {
+      const bool now = culprit && call == kFaultyCall;
+      int64_t count = kFloats;
+      Schedule schedule = schedule_of(me.option("schedule"));
+      Allreduce::Options options{.what = "the gradients"};
+      if (now) {
+        std::printf("fault at %lld\n", static_cast<long long>(now_ms()));
+        if (fault == "exits") _exit(0);
+        if (fault == "returns") return;
+        if (fault == "wrong_count") count -= 1000;
+        if (fault == "wrong_spec") options.wire = Wire::bf16;
+        if (fault == "wrong_schedule")
+          schedule = schedule_of(schedule.kind == ScheduleKind::ring ? "tree" : "ring");
+        if (fault == "short_delay") testing::delay_what_is_sent(30ms);
+        if (fault == "long_delay") testing::delay_what_is_sent(me.timeout + 1500ms);
+        if (fault == "corrupted_header") testing::corrupt_next_header();
+        if (fault == "corrupted_frame") testing::corrupt_next_frame();
+        if (fault == "reset") testing::reset_next_connection();
+      }
+      std::vector<float> data(count);
+      for (int64_t i = 0; i < count; ++i) data[i] = static_cast<float>((i * 7 + call) % 1000 * (me.rank + 1));
+      Allreduce program(comm->transport(), schedule, data.data(), nullptr, count, options);
+      Buffer workspace(Device::host(), program.workspace_bytes());
+      program.bind(workspace.data());
+      program.run(stream);
+      if (now && (fault == "killed" || fault == "stopped")) die_soon(fault);
+      stream.synchronize();
+      for (int64_t i = 0; i < count; ++i) {
+        const auto sum = static_cast<float>((i * 7 + call) % 1000 * (me.world * (me.world + 1) / 2));
+        if (data[i] != sum) throw std::runtime_error("WRONG DATA in call " + std::to_string(call));
+      }
+    }
+    comm->barrier();
+  } catch (const CommError&) {
+    std::printf("error at %lld\n", static_cast<long long>(now_ms()));
+    throw;
+  }
+}
+
+int64_t time_in(const std::string& output, const char* what) {
+  size_t at = output.find(what);
+  return at == std::string::npos ? -1 : std::atoll(output.c_str() + at + std::strlen(what));
+}
+
+bool holds_one_of(const std::string& text, std::initializer_list<const char*> parts) {
+  return std::any_of(parts.begin(), parts.end(),
+                     [&](const char* part) { return text.find(part) != std::string::npos; });
+}
+
+// What is left of this test's processes.
+bool has_children() {
+  return waitpid(-1, nullptr, WNOHANG) != -1;
+}
+
+struct Fault {
+  const char* name;
+  // Of the survivors, and of the rank where it happens: 0 done, 3 an error, -1 a signal, -2 never by itself.
+  int others, culprit;
+  const char* says;  // in every error; # stands for the rank where it happens
+  bool waits_for_deadline = false;
+};
+
+void PrintTo(const Fault& f, std::ostream* out) {
+  *out << f.name;
+}
+
+const Fault kFaults[] = {
+    {"killed", 3, -1, "rank #"},
+    {"stopped", 3, -2, "no answer from rank #", true},
+    {"exits", 3, 0, "rank #"},
+    {"returns", 3, 0, "left before: rank #"},
+    {"wrong_count", 3, 3, "allreduce of the gradients (49000 floats, fp32"},
+    {"wrong_spec", 3, 3, "allreduce of the gradients (50000 floats, bf16"},
+    {"wrong_schedule", 3, 3, "ranks disagree: "},
+    {"short_delay", 0, 0, ""},
+    {"long_delay", 3, 3, "rank #", true},
+    {"corrupted_header", 3, 3, "what rank # sent is no header of Gradwire's: it is corrupted"},
+    {"corrupted_frame", 3, 3, "rank #", true},
+    {"reset", 3, 3, "rank #"},
+};
+
+class FaultMatrix : public ::testing::TestWithParam<std::tuple<Fault, const char*>> {};
+
+TEST_P(FaultMatrix, IsBounded) {
+  const auto& [fault, schedule] = GetParam();
+  const int who = 2;
+  // Where nobody has to wait for it, the deadline is far away: an error must come by other means.
+  const milliseconds deadline = fault.waits_for_deadline ? 1500ms : 30'000ms;
+  testing::ProcessOptions options{
+      .timeout = deadline,
+      .limit = 100s,
+      .options = {
+          {"fault", fault.name}, {"schedule", schedule}, {"who", std::to_string(who)}, {"calls", "9"}}};
+  if (fault.culprit == -2) options.never_ending = {who};
+  auto ranks = run_processes("Faulty", kWorld, options);
+  EXPECT_FALSE(has_children());
+
+  std::string says = fault.says;
+  if (size_t at = says.find('#'); at != std::string::npos) says.replace(at, 1, std::to_string(who));
+  const int64_t began = time_in(ranks[who].output, "fault at ");
+  ASSERT_GE(began, 0) << ranks[who].output;
+  int64_t slowest = 0;
+  for (int r = 0; r < kWorld; ++r) {
+    SCOPED_TRACE("rank " + std::to_string(r) + ": " + ranks[r].output);
+    EXPECT_EQ(ranks[r].output.find("WRONG DATA"), std::string::npos);
+    const int expected = r == who ? fault.culprit : fault.others;
+    if (expected == -2) continue;
+    EXPECT_TRUE(ranks[r].ended_by_itself);
+    EXPECT_EQ(ranks[r].exit_code, expected) << "signal " << ranks[r].signal;
+    if (expected != 3) continue;
+    const std::string& text = ranks[r].output;
+    EXPECT_NE(text.find(says), std::string::npos) << "lacks " << says;
+    EXPECT_NE(text.find("rank " + std::to_string(who)), std::string::npos);
+    // Ranks may be a call apart, and one that is stopped may have done its part of this one.
+    EXPECT_TRUE(
+        holds_one_of(text, {"call 5, allreduce of the gradients (", "call 6, allreduce of the gradients (",
+                            "call 7, allreduce of the gradients ("}));
+    EXPECT_TRUE(holds_one_of(text, {"waiting", "starting", "ranks disagree", "corrupted"}));
+    slowest = std::max(slowest, time_in(text, "error at ") - began);
+  }
+  EXPECT_LE(slowest, (fault.waits_for_deadline ? deadline.count() : 0) + 5000);
+  const int errors =
+      static_cast<int>(std::count_if(ranks.begin(), ranks.end(), [](auto& o) { return o.exit_code == 3; }));
+  std::printf("%-16s  %-12s  %s\n", fault.name, schedule,
+              errors == 0 ? "right sums on every rank"
+                          : (std::to_string(errors) + " errors, the last after " + std::to_string(slowest) +
+                             " ms; deadline " + std::to_string(deadline.count()) + " ms")
+                                .c_str());
+}
+
+INSTANTIATE_TEST_SUITE_P(Gloo, FaultMatrix,
+                         ::testing::Combine(::testing::ValuesIn(kFaults),
+                                            ::testing::Values("ring", "tree", "two_shot", "hierarchical")),
+                         [](const auto& info) {
+                           return std::string(std::get<0>(info.param).name) + "_" + std::get<1>(info.param);
+                         });
+
+// Any rank, killed at any time, under any schedule. GRADWIRE_KILLS says how often; `make faults` does it 200
+// times.
+TEST(GlooFaults, ARankKilledAtAnyTimeNeverHangsTheOthersAndNeverSpoilsASum) {
+  const char* given = std::getenv("GRADWIRE_KILLS");
+  const int runs = given == nullptr ? 10 : std::atoi(given);
+  std::atomic<int> next = 0, hangs = 0, wrong = 0, unnamed = 0;
+  std::mutex mutex;
+  std::vector<std::thread> workers;
+  for (int w = 0; w < 3; ++w) {
+    workers.emplace_back([&] {
+      for (int run; (run = next++) < runs;) {
+        std::mt19937 random(static_cast<uint32_t>(run));
+        const char* schedules[] = {"ring", "tree", "two_shot", "hierarchical"};
+        const std::string who = std::to_string(random() % kWorld), schedule = schedules[random() % 4];
+        auto ranks = run_processes("Faulty", kWorld,
+                                   {.timeout = 30'000ms,
+                                    .limit = 60s,
+                                    .options = {{"fault", "killed_at_any_time"},
+                                                {"calls", "1000000000"},
+                                                {"who", who},
+                                                {"schedule", schedule},
+                                                {"after_us", std::to_string(random() % 100'000)}}});
+        std::string trace;
+        for (int r = 0; r < kWorld; ++r) {
+          const Outcome& o = ranks[r];
+          const bool is_killed = std::to_string(r) == who;
+          hangs += o.ended_by_itself ? 0 : 1;
+          wrong += o.output.find("WRONG DATA") != std::string::npos ? 1 : 0;
+          bool right_end = is_killed ? o.signal == SIGKILL : o.exit_code == 3;
+          bool named = is_killed || o.output.find("rank " + who) != std::string::npos;
+          if (!right_end || !named) {
+            ++unnamed;
+            trace += "rank " + std::to_string(r) + ", exit code " + std::to_string(o.exit_code) +
+                     ", signal " + std::to_string(o.signal) + ": " + o.output + "\n";
+          }
+        }
+        if (!trace.empty()) {
+          std::lock_guard lock(mutex);
+          std::printf("run %d, %s, rank %s killed:\n%s", run, schedule.c_str(), who.c_str(), trace.c_str());
+        }
+      }
+    });
+  }
+  for (std::thread& worker : workers) worker.join();
+  std::printf("%d runs with a killed rank: %d hangs, %d wrong results, %d survivors without a proper error\n",
+              runs, hangs.load(), wrong.load(), unnamed.load());
+  EXPECT_EQ(hangs, 0);
+  EXPECT_EQ(wrong, 0);
+  EXPECT_EQ(unnamed, 0);
+  EXPECT_FALSE(has_children());
+}
+
+}  // namespace
+}  // namespace gradwire
