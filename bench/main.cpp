@@ -24,6 +24,7 @@ int main(int argc, char** argv) {
     gradwire::bench::add_collectives(app, exit_code);
     gradwire::bench::add_hook(app, exit_code);
     gradwire::bench::add_kernels(app, exit_code);
+    gradwire::bench::add_numerics(app, exit_code);
     gradwire::bench::add_orthonormalize(app, exit_code);
     gradwire::bench::add_schedules(app, exit_code);
     app.parse(argc, argv);

@@ -309,6 +309,21 @@ class ShapedLink(BenchTest):
         self.assertEqual(subprocess.run(["pgrep", "-f", "^sleep 98765$"], capture_output=True).stdout, b"")
 
 
+class Numerics(BenchTest):
+    def test_every_schedule_and_wire(self):
+        rows, _ = self.rows("numerics", "--ranks", "2,4", "--elements", 500)
+        cases = {(r["ranks"], r["schedule"], r["compression"]): r for r in rows}
+        self.assertEqual(len(cases), len(rows))
+        self.assertEqual(len(rows), (3 + 5) * 5)  # no nodes of 2 ranks in a world of 2
+        self.assertEqual([cases[4, "ring", wire]["lossy_steps"] for wire in ("fp32", "bf16")], [0, 4])
+        self.assertEqual(cases[4, "hierarchical,node_wire=fp32", "bf16"]["lossy_steps"], 2)
+        for (_, _, wire), row in cases.items():
+            self.assertLess(row["rel_error"], {"fp32": 1e-7, "bf16": 6e-3, "fp8:": 1e-1}[wire[:4].ljust(4, ":")], row)
+
+    def test_too_many_ranks(self):
+        self.refuse(["numerics", "--ranks", 66], "--ranks")
+
+
 class Orthonormalize(BenchTest):
     def test_all_factors_of_a_model_beside_qr(self):
         rows, out = self.rows("orthonormalize", "--model", "vit_tiny", "--device", "host", "--rank", 2, "--rank", 4, "--steps",
