@@ -177,7 +177,8 @@ typedef struct gw_reducer_options {
  * spec       "fp32" | "bf16[:round=nearest|stochastic]" | "fp8[:round=nearest|stochastic]" |
  *            "powersgd:rank=R[,wire=fp32|bf16|fp8][,start=N][,warm=on|off][,min_ratio=X][,seed=S]",
  *            each with ",ef=on|off", ",schedule=auto|ring|tree|two_shot|hierarchical" and
- *            ",node_wire=same|fp32"; docs/formats.md says what they mean.
+ *            ",node_wire=same|fp32"; docs/formats.md says what they mean. The first schedule=auto of a communicator
+ *            between processes measures its links, a tenth of a second at 1 Gb/s.
  * tensors    (n_tensors), in the order in which backward completes them: buckets are reduced in this order.
  * options    may be null: defaults.
  * reducer    out; to be given to gw_reducer_destroy().
@@ -224,7 +225,8 @@ typedef struct gw_stats {
   int64_t extra_bytes;       /* device memory held for residuals, factors and staging */
   int32_t buckets;           /* 0 in a world of 1, where nothing is done */
   int32_t buckets_in_place;  /* reduced without a copy */
-  const char* description;   /* a line per bucket; valid until the reducer is destroyed */
+  const char* description;   /* a line per bucket: how it is compressed, which schedules and why; valid
+                                until the reducer is destroyed */
 } gw_stats;
 
 /* On CUDA: GW_DEVICE_FAILED while the last step is not done; synchronize its stream first. */
