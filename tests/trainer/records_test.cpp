@@ -251,7 +251,8 @@ TEST(Console, OffATerminalItPrintsPlainLines) {
   std::string text(bytes.begin(), bytes.end());
   EXPECT_EQ(text.find('\r'), std::string::npos);
   EXPECT_EQ(text.find('\033'), std::string::npos);
-  EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 1 + 4);  // the model; steps 1, 4, 8, 10
+  EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 2 + 4);  // the model, the schedule; steps 1, 4, 8, 10
+  EXPECT_NE(text.find("Schedule: "), std::string::npos);
   EXPECT_NE(text.find("step 10/10"), std::string::npos);
 }
 
