@@ -45,6 +45,9 @@ step() {
 step kernels $bench kernels --device host --min-size 64K --max-size 256M --factor 16 --budget-ms 30
 step hook $bench hook --model vit_b_32 --device host --peer --steps 15 \
   --compression bf16 --compression fp8 --compression powersgd:rank=1 --compression powersgd:rank=4
+step hook_resnet18 $bench hook --model resnet18 --device host --peer --steps 30 \
+  --compression powersgd:rank=1 --compression powersgd:rank=4
+step orthonormalize $bench orthonormalize --model vit_l_32 --device host --rank 4 --rank 32 --peer
 step collectives $bench collectives -b 256K -e 16M -f 8 -n 10 -w 2
 step shaped bench/shaped_link.sh --hosts 4 --rate 1gbit -- $bench collectives -b 25M -e 25M -n 10 -w 2
 
