@@ -10,6 +10,7 @@
 #include <cmath>
 #include <vector>
 
+#include "kernels/host/simd.h"
 #include "kernels/math/orthonormalize.h"
 #include "kernels/thread_pool.h"
 
@@ -28,17 +29,53 @@ struct Workspace {
   bool dependent[kMax];
 };
 
-// G = A^T A, both triangles.
-void gram_matrix(const float* a, int64_t n, int r, Workspace& w) {
-  for (int i = 0; i < r; ++i) std::fill(w.gram[i], w.gram[i] + r, 0.0);
+// Both loops over the rows of A are compiled for common ranks, whose sums then stay in registers, and once
+// for any (kRank == 0). Each sum takes its terms in the same order everywhere.
+template <int kRank>
+GW_INLINE void add_gram(const float* a, int64_t n, int rank, Workspace& w) {
+  const int r = kRank > 0 ? kRank : rank;
+  double local[kRank > 0 ? kRank : 1][kRank > 0 ? kRank : 1] = {};
   for (int64_t row = 0; row < n; ++row) {
-    double x[kMax];
+    double x[kRank > 0 ? kRank : kMax];
     for (int k = 0; k < r; ++k) x[k] = a[row * r + k];
     for (int i = 0; i < r; ++i) {
-      double xi = x[i];
-      for (int j = 0; j < r; ++j) w.gram[i][j] += xi * x[j];
+      double* sums = kRank > 0 ? local[i] : w.gram[i];
+      for (int j = 0; j < r; ++j) sums[j] += x[i] * x[j];
     }
   }
+  for (int i = 0; i < kRank; ++i) std::copy(local[i], local[i] + kRank, w.gram[i]);
+}
+
+// G = A^T A, both triangles.
+GW_SIMD void gram_matrix(const float* a, int64_t n, int r, Workspace& w) {
+  for (int i = 0; i < r; ++i) std::fill(w.gram[i], w.gram[i] + r, 0.0);
+  if (r == 1) return add_gram<1>(a, n, r, w);
+  if (r == 2) return add_gram<2>(a, n, r, w);
+  if (r == 4) return add_gram<4>(a, n, r, w);
+  if (r == 8) return add_gram<8>(a, n, r, w);
+  add_gram<0>(a, n, r, w);
+}
+
+// out = in * weights, row by row; in place if they are the same.
+template <int kRank>
+GW_INLINE void multiply(const float* in, float* out, int64_t n, int rank, const Workspace& w) {
+  const int r = kRank > 0 ? kRank : rank;
+  for (int64_t row = 0; row < n; ++row) {
+    double y[kRank > 0 ? kRank : kMax] = {};
+    for (int k = 0; k < r; ++k) {
+      const double x = in[row * r + k];
+      for (int j = 0; j < r; ++j) y[j] += x * w.weights[k][j];
+    }
+    for (int j = 0; j < r; ++j) out[row * r + j] = static_cast<float>(y[j]);
+  }
+}
+
+GW_SIMD void apply_weights(const float* in, float* out, int64_t n, int r, const Workspace& w) {
+  if (r == 1) return multiply<1>(in, out, n, r, w);
+  if (r == 2) return multiply<2>(in, out, n, r, w);
+  if (r == 4) return multiply<4>(in, out, n, r, w);
+  if (r == 8) return multiply<8>(in, out, n, r, w);
+  multiply<0>(in, out, n, r, w);
 }
 
 // Factors the scaled Gram matrix in w.order and fills w.weights and w.dependent. Returns the smallest pivot
@@ -110,16 +147,12 @@ void orthonormalize(const Orthonormalize& a) {
         if (!a.keep_flags) a.flags[matrix] = 0;
       }
       double smallest = factor(r, w);
-      for (int64_t row = 0; row < n; ++row) {
-        double y[kMax] = {};
-        for (int k = 0; k < r; ++k) {
-          double x = in[row * r + k];
-          for (int j = 0; j < r; ++j) y[j] += x * w.weights[k][j];
-        }
-        for (int j = 0; j < r; ++j) {
-          out[row * r + j] = w.dependent[j] ? reseed_value(a.seed, step, d.seed_id, static_cast<int>(a.which),
-                                                           j, w.attempts[j], static_cast<int32_t>(row))
-                                            : static_cast<float>(y[j]);
+      apply_weights(in, out, n, r, w);
+      for (int j = 0; j < r; ++j) {
+        if (!w.dependent[j]) continue;
+        for (int32_t row = 0; row < n; ++row) {
+          out[int64_t{row} * r + j] =
+              reseed_value(a.seed, step, d.seed_id, static_cast<int>(a.which), j, w.attempts[j], row);
         }
       }
       if (smallest >= kFinalPivot) return;
