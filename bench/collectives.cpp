@@ -14,9 +14,11 @@
 #include "bench/collective_case.h"
 #include "bench/gloo_peer.h"
 #include "bench/measure.h"
+#include "bench/nccl_peer.h"
 #include "bench/spawn.h"
 #include "bench/text.h"
 #include "collectives/transport/gloo.h"
+#include "collectives/transport/nccl.h"
 #include "kernels/error.h"
 #include "kernels/thread_pool.h"
 #include "trainer/cli/launcher.h"
@@ -180,31 +182,44 @@ void run_local(const Options& o, const std::vector<CollectiveCase>& cases, nlohm
 }
 
 // This process is one rank of several.
-void run_gloo_rank(const Options& o, const Launch& launch, nlohmann::ordered_json& rows) {
+void run_rank(const Options& o, const std::string& transport, const Launch& launch,
+              nlohmann::ordered_json& rows) {
   share_cores(launch);
   std::vector<CollectiveCase> cases = cases_of(o, launch.world);
-  std::unique_ptr<Communicator> comm = join(launch, o.rendezvous, o.timeout_s);
+  const bool nccl = transport == "nccl";
+  const int local_rank = launch.local_rank >= 0 ? launch.local_rank : launch.rank;
+  std::unique_ptr<Communicator> comm =
+      join(launch, o.rendezvous, o.timeout_s,
+           nccl ? Device::cuda(local_rank % std::max(1, cuda_device_count())) : Device::host());
   CollectiveRank rank(*comm, settings_of(o, launch.world));
-  std::unique_ptr<GlooPeer> peer;
-  if (!o.no_peer && GlooPeer::available() && launch.world > 1) {
-    peer = std::make_unique<GlooPeer>(
-        *comm, rank.stream(), address_towards(o.rendezvous.empty() ? launch.rendezvous : o.rendezvous),
-        o.timeout_s);
+  std::unique_ptr<GlooPeer> gloo_peer;
+  std::unique_ptr<NcclPeer> nccl_peer;
+  if (!o.no_peer && launch.world > 1) {
+    if (nccl && NcclPeer::available()) {
+      nccl_peer = std::make_unique<NcclPeer>(*comm, rank.stream());
+    } else if (!nccl && GlooPeer::available()) {
+      gloo_peer = std::make_unique<GlooPeer>(
+          *comm, rank.stream(), address_towards(o.rendezvous.empty() ? launch.rendezvous : o.rendezvous),
+          o.timeout_s);
+    }
   }
   for (const CollectiveCase& c : cases) {
     CollectiveResult result = rank.run(c);
-    double peer_us = peer ? peer->time_us(c.size_bytes / 4, o.warmup, o.iterations) : 0;
-    if (launch.rank == 0) rows.push_back(report(o, c, result, "gloo", launch.world, peer_us));
+    const int64_t count = c.size_bytes / 4;
+    double peer_us = gloo_peer   ? gloo_peer->time_us(count, o.warmup, o.iterations)
+                     : nccl_peer ? nccl_peer->time_us(count, o.warmup, o.iterations)
+                                 : 0;
+    if (launch.rank == 0) rows.push_back(report(o, c, result, transport, launch.world, peer_us));
   }
   comm->barrier();
 }
 
 // The same command once per rank, told who it is by the environment.
-void run_gloo_processes(const Options& o, nlohmann::ordered_json& rows) {
+void run_processes(const Options& o, const std::string& transport, nlohmann::ordered_json& rows) {
   ScratchFolder scratch;
   std::string json = scratch.path() + "/rows.json";
   std::vector<std::string> arguments = {"collectives",
-                                        "--transport=gloo",
+                                        "--transport=" + transport,
                                         "--child",
                                         "--rendezvous=file://" + scratch.path() + "/rendezvous",
                                         "--minbytes=" + std::to_string(o.min_bytes),
@@ -233,12 +248,17 @@ int run(Options o) {
     if (launched || built_with_gloo()) o.transports.push_back("gloo");
   }
   for (const std::string& transport : o.transports) {
-    if (transport != "local" && transport != "gloo")
-      throw BadInput("--transport '" + transport + "': use local or gloo");
+    if (transport != "local" && transport != "gloo" && transport != "nccl")
+      throw BadInput("--transport '" + transport + "': use local, gloo or nccl");
     if (transport == "local" && launched) {
       throw BadInput("--transport local: its ranks are threads of one process, but " + launch->launcher +
                      " started " + std::to_string(launch->world) + " (" + launch->variables +
                      "); use --transport gloo");
+    }
+    if (transport == "nccl") {
+      devices_for("cuda");  // says what is missing
+      if (std::string why = nccl_unavailable_reason(); !why.empty())
+        throw BadInput("--transport nccl: " + why);
     }
     if (transport == "gloo" && !built_with_gloo()) {
       throw BadInput("--transport gloo: this build has no Gloo (install libgloo-dev); use --transport local");
@@ -251,7 +271,7 @@ int run(Options o) {
   devices_for(o.device);
   std::vector<CollectiveCase> cases = cases_of(o, launched ? launch->world : o.ranks);
   if (speaks && !o.child) {
-    std::printf("# %d ranks; mean of %d calls after %d; peer: gloo's own allreduce, FP32\n",
+    std::printf("# %d ranks; mean of %d calls after %d; peer: gloo's or NCCL's own allreduce, FP32\n",
                 launched ? launch->world : o.ranks, o.iterations, o.warmup);
     print_header();
   }
@@ -260,9 +280,9 @@ int run(Options o) {
     if (transport == "local") {
       run_local(o, cases, rows);
     } else if (launched) {
-      run_gloo_rank(o, *launch, rows);
+      run_rank(o, transport, *launch, rows);
     } else {
-      run_gloo_processes(o, rows);
+      run_processes(o, transport, rows);
     }
   }
   if (!speaks) return 0;
@@ -294,8 +314,10 @@ void add_collectives(CLI::App& app, int& exit_code) {
   command->add_option("--schedule", o->schedules,
                       "ring, tree, two_shot or hierarchical; repeatable (default: all)");
   command->add_option("--compression", o->compression, "Compression spec; repeatable");
-  command->add_option("--transport", o->transports,
-                      "local (threads) or gloo (processes over TCP); repeatable (default: both)");
+  command->add_option(
+      "--transport", o->transports,
+      "local (threads), gloo (processes over TCP) or nccl (processes with a GPU each); repeatable "
+      "(default: local and gloo)");
   command->add_option("--ranks", o->ranks, "Ranks, unless a launcher started several")
       ->check(CLI::Range(1, 256));
   command->add_option("--per-node", o->per_node, "Ranks per node of hierarchical schedules")
@@ -310,7 +332,7 @@ void add_collectives(CLI::App& app, int& exit_code) {
                       "Where launched ranks meet: tcp://host:port or file:///path (default: the launcher's)");
   command->add_option("--timeout-s", o->timeout_s, "How long a rank waits for a peer")
       ->check(CLI::PositiveNumber);
-  command->add_flag("--no-peer", o->no_peer, "Leave gloo's own allreduce out");
+  command->add_flag("--no-peer", o->no_peer, "Leave gloo's and NCCL's own allreduce out");
   command->add_flag("--child", o->child)->group("");
   command->add_option("--json", o->json, "Write the table to FILE");
   command->callback([o, &exit_code] { exit_code = run(*o); });

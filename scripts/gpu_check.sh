@@ -132,6 +132,10 @@ step bench-hook 100 "$bin/gradwire-bench" hook --model vit_l_32 --device cuda "$
 step bench-orthonormalize 60 "$bin/gradwire-bench" orthonormalize --model vit_l_32 --device cuda --rank 4 --rank 32 --peer \
   --json "$out/orthonormalize.json"
 
+# Eight ranks share the one GPU: right sums with every schedule and wire; the times say little.
+step bench-collectives 60 "$bin/gradwire-bench" collectives --transport local --device cuda --ranks 8 -b 1M -e 16M -f 16 -n 5 \
+  --json "$out/collectives.json"
+
 if command -v cuobjdump > /dev/null; then
   step resources 60 bash -c "cuobjdump --dump-resource-usage '$bin/gradwire-bench' 2> /dev/null | c++filt |
     grep -E 'Function|REG' | paste - - | sed -E 's/ +/ /g' | sort -u"

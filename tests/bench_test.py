@@ -236,6 +236,9 @@ class Collectives(BenchTest):
         self.assertIn("rank 1", result.stderr)
 
     def test_bad_input(self):
+        self.refuse(["collectives", "--transport", "carrier-pigeon"], "carrier-pigeon", "nccl")
+        if not pathlib.Path("/dev/nvidia0").exists():
+            self.refuse(["collectives", "--transport", "nccl"], "cuda")
         self.refuse(["collectives", "-b", "1M", "-e", "4K"], "-e 4K", "-b 1M")
         self.refuse(["collectives", "--schedule", "star"], "'star'", "hierarchical")
         self.refuse(["collectives", "--schedule", "hierarchical", "--ranks", "3"], "hierarchical", "3 ranks")

@@ -27,7 +27,8 @@ struct NcclApi {
   decltype(&ncclGroupEnd) group_end = nullptr;
   decltype(&ncclSend) send = nullptr;
   decltype(&ncclRecv) receive = nullptr;
-  // Null in versions that lack them.
+  // Null in versions that lack them, and where nobody needs them.
+  decltype(&ncclAllReduce) all_reduce = nullptr;
   decltype(&ncclGetLastError) last_error = nullptr;
   ncclResult_t (*shrink)(ncclComm_t, int*, int, ncclComm_t*, ncclConfig_t*, int) = nullptr;  // 2.27
   ncclResult_t (*revoke)(ncclComm_t, int) = nullptr;                                         // 2.28.7
