@@ -108,23 +108,26 @@ class _Worker:
     """A thread that runs jobs in order: what blocks on the host must not block backward."""
 
     def __init__(self) -> None:
-        self._jobs: "queue.Queue[Optional[Callable[[], None]]]" = queue.Queue()
+        self._jobs: "queue.Queue[Any]" = queue.Queue()  # of (job, future), or None: the end
         self._thread = threading.Thread(target=self._run, name="gradwire", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while True:
-            job = self._jobs.get()
-            if job is None:
+            item = self._jobs.get()
+            if item is None:
                 return
-            try:
-                job()
-            finally:
-                del job  # it holds the bucket's buffer
-                self._jobs.task_done()
+            job, done = item
+            outcome = job()
+            del item, job  # they hold the bucket's buffer
+            # No longer busy before anybody hears of it: who has waited for the last future may close the hook.
+            self._jobs.task_done()
+            done.set_result(outcome)
+            del outcome, done
 
-    def submit(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
+    def submit(self, job: Callable[[], Any], done: "torch.futures.Future[Any]") -> None:
+        """Runs `job`, which does not raise, after those before it; what it returns goes to `done`."""
+        self._jobs.put((job, done))
 
     def drain(self) -> None:
         self._jobs.join()
@@ -216,13 +219,13 @@ class Hook:
         done: "torch.futures.Future[Any]" = torch.futures.Future()
         addresses = self._addresses(entry, bucket, buffer)
 
-        def job() -> None:
-            failure: Optional[BaseException] = None
+        def job() -> Optional[BaseException]:
             try:
                 self._reduce(entry, buffer, addresses, 0)
             except BaseException as error:  # goes to whoever waits for the future
-                failure = self._failure = error
-            done.set_result(failure)
+                self._failure = error
+                return error
+            return None
 
         def result(finished: "torch.futures.Future[Any]") -> torch.Tensor:
             failure = finished.value()
@@ -230,7 +233,7 @@ class Hook:
                 raise failure
             return buffer
 
-        self._worker.submit(job)
+        self._worker.submit(job, done)
         return done.then(result)
 
     def _enqueue_cuda(self, entry: _Bucket, bucket: Any, buffer: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
