@@ -1,0 +1,233 @@
+// What every compression spec owes: nothing is lost over many steps, ranks stay bit-identical, hard gradients
+// stay contained.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "collectives/codec/examples.h"
+#include "tests/collectives/reducer_rank.h"
+
+namespace gradwire {
+namespace {
+
+using testing::count_of;
+using testing::flat;
+using testing::gradients_for;
+using testing::model;
+using testing::norm;
+using testing::Rank;
+using testing::run_ranks;
+using testing::same_bits;
+
+// Every example with every schedule, as specs.
+std::vector<std::string> every_spec() {
+  std::vector<std::string> specs = {"bf16:schedule=hierarchical,node_wire=fp32",
+                                    "powersgd:rank=2,wire=bf16,schedule=hierarchical,node_wire=fp32"};
+  for (std::string spec : kExampleSpecs) {
+    spec += spec.find(':') == std::string::npos ? ":" : ",";
+    for (const char* schedule : {"ring", "tree", "two_shot", "hierarchical"}) {
+      specs.push_back(spec + "schedule=" + schedule);
+    }
+  }
+  return specs;
+}
+
+// Nodes for hierarchical schedules: the fewest ranks above one that divide the world.
+int ranks_per_node(int world) {
+  for (int ranks = 2; ranks < world; ++ranks) {
+    if (world % ranks == 0) return ranks;
+  }
+  return 1;
+}
+
+using SpecCase = std::tuple<Device, std::string>;
+std::string case_name(const ::testing::TestParamInfo<SpecCase>& info) {
+  auto [device, spec] = info.param;
+  std::string text = device.name() + "_" + spec;
+  for (char& c : text) {
+    if (!std::isalnum(static_cast<unsigned char>(c))) c = '_';
+  }
+  return text;
+}
+
+class EverySpec : public ::testing::TestWithParam<SpecCase> {};
+
+// Conservation: what went in over all ranks and steps is what was applied plus what the residuals hold. Also
+// checks, since it has everything at hand, that all ranks hold the same bits after every step.
+void expect_conservation(Device device, const std::string& spec, int world, int steps) {
+  std::vector<std::vector<double>> input(world), applied(world);
+  std::vector<std::vector<float>> last(world), residual(world), first_result(world), first_residual(world);
+  run_ranks(world, device, [&](Communicator& comm) {
+    int r = comm.rank();
+    comm.set_ranks_per_node(ranks_per_node(world));
+    Rank rank(comm, spec, model(), 16 << 10);
+    EXPECT_GE(rank.reducer.buckets(), world > 1 ? 2 : 0);
+    input[r].assign(static_cast<size_t>(rank.reducer.elements()), 0.0);
+    applied[r] = input[r];
+    for (int s = 0; s < steps; ++s) {
+      auto gradients = gradients_for(rank.tensors, static_cast<uint32_t>(s * world + r + 1));
+      auto in = flat(rank, gradients);
+      last[r] = rank.step(gradients);
+      for (size_t i = 0; i < in.size(); ++i) input[r][i] += in[i], applied[r][i] += last[r][i];
+      if (s == 0) {
+        first_result[r] = last[r];
+        first_residual[r] = rank.residual();
+      }
+    }
+    residual[r] = rank.residual();
+  });
+  auto violation = [&](const auto& result, const auto& kept, const std::vector<std::vector<double>>& in) {
+    std::vector<double> difference(result.size()), size(result.size());
+    for (size_t i = 0; i < result.size(); ++i) {
+      difference[i] = double{result[i]} * world;
+      for (int r = 0; r < world; ++r) {
+        difference[i] += kept[r][i] - in[r][i];
+        size[i] += std::abs(in[r][i]);
+      }
+    }
+    return norm(difference) / norm(size);
+  };
+  std::vector<std::vector<double>> first_input;
+  for (int r = 0; r < world; ++r) {
+    // The gaps between tensors are zero in the input, so they must be in the result.
+    auto gradients = gradients_for(model(), static_cast<uint32_t>(r + 1));
+    std::vector<double> in;
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      in.insert(in.end(), gradients[i].begin(), gradients[i].end());
+      while (in.size() % 4 != 0) in.push_back(0);
+    }
+    first_input.push_back(in);
+    EXPECT_TRUE(same_bits(last[r], last[0])) << "rank " << r << " differs from rank 0";
+  }
+  EXPECT_LT(violation(first_result[0], first_residual, first_input), 1e-6);
+  EXPECT_LT(violation(applied[0], residual, input), 1e-5);
+}
+
+TEST_P(EverySpec, LosesNothingAndKeepsRanksIdentical) {
+  auto [device, spec] = GetParam();
+#ifdef GRADWIRE_SANITIZED
+  constexpr int kSteps = 3;  // the sanitizers look at memory and order, not at drift
+  const std::initializer_list<int> worlds = {1, 2, 3, 5, 8};
+#else
+  constexpr int kSteps = 100;
+  const std::initializer_list<int> worlds = {1, 2, 3, 4, 5, 6, 7, 8, 16};
+#endif
+  for (int world : worlds) {
+    SCOPED_TRACE("world of " + std::to_string(world));
+    // Long runs of many ranks take minutes on two cores; the schedules with the most steps have them.
+    const bool branches = spec.find("tree") != spec.npos || spec.find("hierarchical") != spec.npos;
+    const int most = world <= 4 || (world <= 8 && !branches) ? kSteps : 8;
+    expect_conservation(device, spec, world, std::min(kSteps, most));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Over, EverySpec,
+                         ::testing::Combine(::testing::ValuesIn(available_devices()),
+                                            ::testing::ValuesIn(every_spec())),
+                         case_name);
+
+class HardGradients : public ::testing::TestWithParam<Device> {};
+
+// Rank 1 and 2 are where torch's hook turns a zero gradient into NaN for ever.
+TEST_P(HardGradients, AZeroFirstGradientIsNeitherNanNorStuckAtZero) {
+  for (const char* spec : {"powersgd:rank=1", "powersgd:rank=2", "powersgd:rank=4",
+                           "powersgd:rank=4,wire=bf16", "bf16", "fp8"}) {
+    run_ranks(3, GetParam(), [&](Communicator& comm) {
+      Rank rank(comm, spec, model(), 1 << 20);
+      auto zeros = gradients_for(rank.tensors, 1);
+      for (auto& g : zeros) std::fill(g.begin(), g.end(), 0.0f);
+      for (int s = 0; s < 3; ++s) {
+        for (float v : rank.step(zeros)) ASSERT_EQ(v, 0.0f) << spec;
+      }
+      // Now the same gradient every step: error feedback must bring all of it out in time.
+      auto gradients = gradients_for(rank.tensors, 7);  // the same on every rank
+      auto wanted = flat(rank, gradients);
+      std::vector<double> applied(wanted.size(), 0.0), difference(wanted.size());
+      constexpr int kSteps = 60;
+      for (int s = 0; s < kSteps; ++s) {
+        auto result = rank.step(gradients);
+        for (size_t i = 0; i < result.size(); ++i) {
+          ASSERT_TRUE(std::isfinite(result[i])) << spec;
+          applied[i] += result[i];
+        }
+      }
+      double size = norm(std::vector<double>(wanted.begin(), wanted.end()));
+      for (size_t i = 0; i < wanted.size(); ++i) difference[i] = applied[i] / kSteps - wanted[i];
+      EXPECT_LT(norm(difference) / size, 0.6) << spec;
+      for (int t : {1, 2, 6, 8}) {  // each compressed matrix moved, not just the vectors
+        double moved = 0;
+        for (int64_t i = 0; i < count_of(rank.tensors[t]); ++i)
+          moved += std::abs(applied[rank.reducer.offset(t) + i]);
+        EXPECT_GT(moved, 0.0) << spec << " " << rank.tensors[t].name;
+      }
+    });
+  }
+}
+
+TEST_P(HardGradients, AFrozenLayerStaysZeroAndDisturbsNobody) {
+  for (const char* spec : {"powersgd:rank=2", "powersgd:rank=4,wire=bf16", "bf16", "fp8"}) {
+    run_ranks(2, GetParam(), [&](Communicator& comm) {
+      Rank rank(comm, spec, model(), 1 << 20);
+      for (int s = 0; s < 10; ++s) {
+        auto gradients = gradients_for(rank.tensors, static_cast<uint32_t>(s * 2 + comm.rank()));
+        std::fill(gradients[2].begin(), gradients[2].end(), 0.0f);
+        auto result = rank.step(gradients);
+        for (float v : result) ASSERT_TRUE(std::isfinite(v));
+        for (int64_t i = 0; i < count_of(rank.tensors[2]); ++i)
+          ASSERT_EQ(result[rank.reducer.offset(2) + i], 0.0f);
+      }
+    });
+  }
+}
+
+// A NaN of one rank reaches that tensor's result on every rank, and nothing else, and is gone in the next
+// step.
+TEST_P(HardGradients, ANanIsSeenOnceAndContained) {
+  for (float poison : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+    for (const char* spec : {"fp32", "bf16", "bf16:schedule=ring", "fp8", "fp8:schedule=ring",
+                             "powersgd:rank=4,wire=fp8", "powersgd:rank=1", "powersgd:rank=4",
+                             "powersgd:rank=4,wire=bf16", "powersgd:rank=4,schedule=ring"}) {
+      for (int victim : {0, 1, 2, 6}) {
+        run_ranks(3, GetParam(), [&](Communicator& comm) {
+          Rank rank(comm, spec, model(), 1 << 20);
+          for (int s = 0; s < 4; ++s) {
+            auto gradients = gradients_for(rank.tensors, static_cast<uint32_t>(s * 3 + comm.rank()));
+            if (s == 1 && comm.rank() == 1) gradients[victim][5] = poison;
+            auto result = rank.step(gradients);
+            for (size_t t = 0; t < rank.tensors.size(); ++t) {
+              bool finite = true;
+              for (int64_t i = 0; i < count_of(rank.tensors[t]); ++i) {
+                finite &= std::isfinite(result[rank.reducer.offset(static_cast<int>(t)) + i]);
+              }
+              EXPECT_EQ(finite, !(s == 1 && static_cast<int>(t) == victim))
+                  << spec << " tensor " << rank.tensors[t].name << " step " << s;
+            }
+            for (const CodecState& state : rank.reducer.state()) {
+              for (float v : to_host(rank.stream, static_cast<const float*>(state.data), state.count)) {
+                ASSERT_TRUE(std::isfinite(v)) << spec << " " << state.name << " step " << s;
+              }
+            }
+          }
+        });
+      }
+    }
+  }
+}
+
+TEST_P(HardGradients, HugeGradientsSurviveTheWire) {
+  for (const char* spec : {"bf16", "bf16:schedule=ring", "fp8"}) {
+    run_ranks(2, GetParam(), [&](Communicator& comm) {
+      Rank rank(comm, spec, {{"huge", {100}}}, 1 << 20);
+      std::vector<std::vector<float>> gradients{std::vector<float>(100, 3.4e38f)};
+      if (comm.rank() == 1) gradients[0].assign(100, -1.7e38f);
+      for (float v : rank.step(gradients)) ASSERT_TRUE(std::isfinite(v)) << spec;
+    });
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(On, HardGradients, ::testing::ValuesIn(available_devices()), [](const auto& info) {
+  return info.param.is_host() ? std::string("host") : "cuda" + std::to_string(info.param.index);
+});
+
+}  // namespace
+}  // namespace gradwire

@@ -1,0 +1,85 @@
+// One rank's side of a test of the reducer: odd tensors, a reducer for them, steps with given gradients.
+#pragma once
+
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "collectives/reducer.h"
+#include "tests/collectives/group.h"
+
+namespace gradwire::testing {
+
+// Tensors of odd shapes: vectors, matrices worth compressing and not, a 4-D convolution, a scalar, an empty
+// one.
+inline std::vector<GradientTensor> model() {
+  return {{"bias", {37}},          {"tall", {129, 31}}, {"wide", {17, 203}},
+          {"tiny", {3, 3}},        {"scalar", {}},      {"empty", {0, 5}},
+          {"conv", {24, 3, 5, 5}}, {"one", {1}},        {"square", {64, 64}}};
+}
+
+inline int64_t count_of(const GradientTensor& t) {
+  return std::accumulate(t.shape.begin(), t.shape.end(), int64_t{1}, std::multiplies<>());
+}
+
+// One rank's side of the test: a reducer and a stream to produce and consume gradients on.
+struct Rank {
+  // In worlds of even size with overlap: messages of these tensors are cut into slices.
+  Rank(Communicator& comm, const std::string& spec, std::vector<GradientTensor> tensors, int64_t bucket_bytes)
+      : Rank(comm, spec, std::move(tensors), bucket_bytes, comm.world() % 2 == 0 ? 1000 : 0) {}
+  Rank(Communicator& comm, const std::string& spec, std::vector<GradientTensor> tensors, int64_t bucket_bytes,
+       int64_t slice_bytes)
+      : tensors(std::move(tensors)),
+        stream(Stream::create(comm.device(), "compute")),
+        reducer(comm, CompressionSpec::parse(spec), this->tensors,
+                {.bucket_bytes = bucket_bytes, .seed = 5, .slice_bytes = slice_bytes}) {}
+
+  // Writes each tensor's gradient, marks it ready, waits, and returns the averaged flat gradient.
+  std::vector<float> step(const std::vector<std::vector<float>>& gradients) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      copy(stream, reducer.gradient(static_cast<int>(i)), gradients[i].data(),
+           gradients[i].size() * sizeof(float));
+      reducer.ready(static_cast<int>(i), stream);
+    }
+    reducer.wait(stream);
+    return to_host(stream, reducer.gradients().as<const float>(), reducer.elements());
+  }
+
+  // The residual of every element, laid out as the flat gradient; zero where nothing is kept.
+  std::vector<float> residual() {
+    std::vector<float> all;
+    for (const CodecState& s : reducer.state()) {
+      if (s.name.ends_with("/residual")) {
+        auto part = to_host(stream, static_cast<const float*>(s.data), s.count);
+        all.insert(all.end(), part.begin(), part.end());
+      }
+    }
+    all.resize(static_cast<size_t>(reducer.elements()));
+    return all;
+  }
+
+  std::vector<GradientTensor> tensors;
+  Stream stream;
+  Reducer reducer;
+};
+
+inline std::vector<std::vector<float>> gradients_for(const std::vector<GradientTensor>& tensors,
+                                                     uint32_t seed) {
+  std::vector<std::vector<float>> gradients;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    gradients.push_back(normal(count_of(tensors[i]), seed * 1000 + static_cast<uint32_t>(i)));
+  }
+  return gradients;
+}
+
+// The same, laid out as the reducer's flat buffer.
+inline std::vector<float> flat(const Rank& rank, const std::vector<std::vector<float>>& gradients) {
+  std::vector<float> all(static_cast<size_t>(rank.reducer.elements()), 0.0f);
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    std::copy(gradients[i].begin(), gradients[i].end(),
+              all.begin() + rank.reducer.offset(static_cast<int>(i)));
+  }
+  return all;
+}
+
+}  // namespace gradwire::testing
