@@ -11,6 +11,7 @@
 
 #include "kernels/error.h"
 #include "kernels/thread_pool.h"
+#include "trainer/model/flops.h"
 
 namespace gradwire {
 namespace {
@@ -124,6 +125,22 @@ TEST(VitParameters, CountsAndTensorsAreTorchvisions) {
     VitConfig config = named_model(name);
     EXPECT_EQ(count_elements(vit_parameters(config)), parameter_count(config)) << name;
   }
+}
+
+TEST(VitParameters, TrainingFlopsAreThoseOfThePublishedModels) {
+  EXPECT_NEAR(training_flops_per_image(named_model("vit_l_32")), 91.96e9, 0.005e9);
+  EXPECT_NEAR(training_flops_per_image(named_model("vit_b_16")), 105.15e9, 0.005e9);
+  // By hand: one patch of one pixel, so two tokens; width 1, one layer, MLP 1, one class.
+  VitConfig unit{.name = "unit",
+                 .image = 1,
+                 .channels = 1,
+                 .patch = 1,
+                 .width = 1,
+                 .depth = 1,
+                 .heads = 1,
+                 .mlp = 1,
+                 .classes = 1};
+  EXPECT_EQ(training_flops_per_image(unit), 2 * (3 * (2 * 4 + 2 * 2 * 2 + 2 * 2) + 2 + 3));
 }
 
 TEST(VitParameters, LayoutKeepsTensorsApartAndAligned) {
