@@ -6,6 +6,7 @@
 #   make faults   the fault matrix of docs/faults.md, and 200 runs with a killed rank
 #   make bench    benchmarks
 #   make host-check  speed without a GPU, against what the machine can do and against PyTorch and gloo; into docs/results/
+#   make experiments  training steps over slow links with each kind of compression, beside PyTorch's (docs/experiments.md); as root
 #   make gpu-check   on a machine with a GPU: its tests, compute-sanitizer and benches; results in docs/results/
 #   make bundle   the build, packed for a GPU machine that cannot build it: build/gradwire-bundle.tar.gz
 #   make format   clang-format over the sources
@@ -14,7 +15,7 @@
 PYTHON ?= $(firstword $(wildcard /usr/bin/python3) python3)
 DEMO_FLAGS ?=
 
-.PHONY: build demo test bench host-check gpu-check bundle setup format clean
+.PHONY: build demo test bench host-check experiments gpu-check bundle setup format clean
 
 build: setup
 	@scripts/configure.sh release
@@ -46,6 +47,9 @@ bench: build
 
 host-check: build
 	@scripts/host_check.sh
+
+experiments: build
+	@$(PYTHON) bench/experiments.py run
 
 gpu-check: build
 	@scripts/gpu_check.sh

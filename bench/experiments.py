@@ -1,0 +1,291 @@
+#!/usr/bin/env python3
+"""The article's experiments: training steps with each kind of compression over slow links, beside PyTorch DDP.
+
+    bench/experiments.py run [--quick] [--json FILE]      measures (5 to 10 minutes; root, for network namespaces), shows tables
+    bench/experiments.py show FILE                        a result's tables again
+"""
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import experiments_report as report
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent
+PAGE = ROOT / "docs" / "experiments.md"
+SWEEP_MB = (16, 8, 4, 2)
+# ViT-L/32's 50 tokens and an encoder of a 25th of its size, so that 4 hosts on a small machine can be as far out of balance
+# with a gigabit link as 8 GPUs with PCIe: batch 1 makes FP32 communication 84 % of the step.
+MODEL = {"name": "vit_s_16", "image_size": 56, "patch": 8, "width": 384, "depth": 6, "heads": 6, "mlp": 1536, "classes": 1000}
+
+
+def fail(message, code=2):
+    print(f"experiments: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def model_flags(model):
+    flags = ["--model", model["name"]]
+    for key in ("image_size", "patch", "width", "depth", "heads", "mlp"):
+        flags += ["--" + key.replace("_", "-"), str(model[key])]
+    return flags
+
+
+def item(arguments, who, method, bucket_mb=None, phase="main", network="shaped", ranks_are="hosts", repetition=0, extra=()):
+    """One measurement. More steps where they are short."""
+    if method == "alone":
+        steps, warmup, spec, hook, ranks_are = 20, 3, "fp32", {"hook": "alone"}, "alone"
+    else:
+        spec, hook = next((m[2], m[3]) for m in report.METHODS if m[0] == method)
+        steps, warmup = {"fp32": (6, 2), "16bit": (10, 3)}.get(method, (24, 6) if who == "gradwire" else (8, 4))
+    if network != "shaped":
+        steps, warmup = 12, 4
+    if phase == "sweep" or arguments.quick:
+        steps = max(4, steps // 2)
+    out = {"who": who, "method": method, "phase": phase, "network": network, "ranks_are": ranks_are, "repetition": repetition,
+           "bucket_mb": bucket_mb, "warmup": warmup, "steps": steps, "deadline_s": arguments.deadline_s}
+    return {**out, "spec": spec, "flags": list(extra)} if who == "gradwire" else {**out, **hook}
+
+
+def sweep_items(arguments):
+    items = []
+    for mb in SWEEP_MB:
+        for method in ("fp32", "16bit", "powersgd4"):
+            items.append(item(arguments, "gradwire", method, mb, "sweep"))
+            if method == "fp32" or (method == "16bit" and mb in (8, 4)):
+                items.append(item(arguments, "pytorch", method, mb, "sweep"))
+    return items
+
+
+def main_items(arguments, best):
+    """Ours and PyTorch's next to each other, in each repetition."""
+    items = []
+    for repetition in range(arguments.repetitions):
+        for method in ["alone", *(m[0] for m in report.METHODS)]:
+            if arguments.quick and method in ("powersgd1", "powersgd2", "powersgd8"):
+                continue
+            items.append(item(arguments, "gradwire", method, repetition=repetition))
+            items.append(item(arguments, "pytorch", method, repetition=repetition))
+            if method == "alone":
+                continue
+            items.append(item(arguments, "gradwire", method, best["gradwire", method], repetition=repetition))
+            if not method.startswith("powersgd"):  # PyTorch's aborts with more than one bucket over gloo
+                items.append(item(arguments, "pytorch", method, best["pytorch", method], repetition=repetition))
+    return items
+
+
+def fast_items(arguments, best):
+    items = []
+    for repetition in range(min(2, arguments.repetitions)):
+        for method in ("fp32", "16bit", "powersgd4"):
+            for mb in (None, best["gradwire", method]):
+                common = {"network": "loopback", "repetition": repetition}
+                items.append(item(arguments, "gradwire", method, mb, **common))
+                if mb is None or method == "fp32":
+                    items.append(item(arguments, "pytorch", method, mb and best["pytorch", method], **common))
+                items.append(item(arguments, "gradwire", method, mb, network="threads", ranks_are="threads",
+                                  repetition=repetition))
+    return items
+
+
+class Session:
+    """Runs plans, on shaped links or without, and keeps what they measured."""
+
+    def __init__(self, arguments):
+        self.arguments, self.items = arguments, []
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="gradwire-experiments-"))
+        self.plans = 0
+
+    def plan(self, items):
+        self.plans += 1
+        folder = self.folder / str(self.plans)
+        folder.mkdir()
+        arguments = self.arguments
+        flags = [*model_flags(MODEL), "--data", "synthetic:512", "--device", "host", "--batch-size", str(arguments.batch_size),
+                 "--optimizer", "sgd", "--lr", "0.01", "--momentum", "0.9", "--eval-every", "0", "--timeout-s", "60"]
+        peer = {"threads": arguments.threads, "model": MODEL, "batch_size": arguments.batch_size, "lr": 0.01, "momentum": 0.9,
+                "timeout_s": 60}
+        if arguments.no_peer:
+            items = [i for i in items if i["who"] == "gradwire"]
+        path = folder / "plan.json"
+        path.write_text(json.dumps({"folder": str(folder), "gradwire": arguments.gradwire, "python": arguments.python,
+                                    "flags": flags, "peer": peer, "items": items}))
+        return folder, path, items
+
+    def environment(self):
+        threads = str(self.arguments.threads)
+        return {**os.environ, "GRADWIRE_THREADS": threads, "OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads,
+                "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def shaped(self, items):
+        folder, path, items = self.plan(items)
+        a = self.arguments
+        command = [str(HERE / "shaped_link.sh"), "--hosts", str(a.hosts), "--rate", a.rate, "--", sys.executable,
+                   str(HERE / "experiments_host.py"), str(path)]
+        self.follow([subprocess.Popen(command, env=self.environment(), start_new_session=True)], folder, items)
+
+    def loopback(self, items):
+        """The same processes, joined by the machine's own loopback."""
+        folder, path, items = self.plan(items)
+        hosts, processes = self.arguments.hosts, []
+        for rank in range(hosts):
+            env = {**self.environment(), "RANK": str(rank), "WORLD_SIZE": str(hosts), "LOCAL_RANK": str(rank),
+                   "LOCAL_WORLD_SIZE": str(hosts), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+                   "GLOO_SOCKET_IFNAME": "lo"}
+            processes.append(subprocess.Popen([sys.executable, str(HERE / "experiments_host.py"), str(path)], env=env,
+                                              start_new_session=True))
+        self.follow(processes, folder, items)
+
+    def follow(self, processes, folder, items):
+        deadline = time.monotonic() + 120 + sum(i["deadline_s"] for i in items)
+        codes = []
+        try:
+            for process in processes:
+                codes.append(process.wait(timeout=max(1, deadline - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            codes.append(1)
+        finally:  # also after Ctrl-C: shaped_link.sh takes its namespaces down on SIGTERM, with all that runs in them
+            for process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGTERM)
+            for process in processes:
+                try:
+                    process.wait(timeout=30)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+        results = folder / "results.jsonl"
+        if results.exists():
+            self.items += [json.loads(line) for line in results.read_text().splitlines()]
+        if any(codes):
+            sys.exit(2 if 2 in codes and not results.exists() else 1)
+
+    def best(self):
+        """Size of buckets by side and method: the sweep's, or 8 MB without one."""
+        sizes = {}
+        for who in ("gradwire", "pytorch"):
+            for method, *_ in report.METHODS:
+                tried = "powersgd4" if method.startswith("powersgd") else method
+                sizes[who, method] = report.best_bucket_mb(self.items, who, tried) or 8
+        return sizes
+
+
+def output_of(*command):
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=30).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def settings(arguments, items):
+    cpu = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    first = {who: next((i for i in items if i["who"] == who and "error" not in i), {}) for who in ("gradwire", "pytorch")}
+    commit = output_of("git", "rev-parse", "--short=12", "HEAD") or "unknown"
+    if subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=ROOT, stderr=subprocess.DEVNULL).returncode:
+        commit += ", with changes"
+    return {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit,
+            "command": "bench/experiments.py " + " ".join(sys.argv[1:]), "hosts": arguments.hosts, "rate": arguments.rate,
+            "model": MODEL, "parameters": first["gradwire"].get("parameters"),
+            "peer_parameters": first["pytorch"].get("parameters"), "batch_size": arguments.batch_size,
+            "threads": arguments.threads, "repetitions": arguments.repetitions, "cpu": cpu[0] if cpu else "unknown",
+            "cores": os.cpu_count(), "system": output_of("uname", "-sr"), "gradwire": output_of(arguments.gradwire, "--version"),
+            "torch": first["pytorch"].get("torch"), "torchvision": first["pytorch"].get("torchvision"),
+            "load_before": arguments.load}
+
+
+def show(result):
+    base, alone = result.base("gradwire"), result.alone("gradwire")
+    s = result.settings
+    print(f"\n{s['parameters'] or 0:,} parameters, batch {s['batch_size']}, {s['hosts']} hosts, {s['rate']} links; "
+          f"{s['repetitions']} repetitions, medians\n")
+    print(report.plain(report.main_table(result)))
+    print("\nWhere Gradwire's step goes, ms\n")
+    print(report.plain(report.parts_table(result)))
+    if any(i["phase"] == "sweep" for i in result.items):
+        print("\nSize of buckets, ms/step\n")
+        print(report.plain(report.sweep_table(result.items)))
+    for network, title in (("loopback", "Loopback, no shaping"), ("threads", "Threads of one process")):
+        if result.rows(network):
+            print(f"\n{title}\n")
+            print(report.plain(report.main_table(result, network)))
+    print()
+    if base and alone:
+        print(f"Communication is {100 * result.share():.0f} % of Gradwire's FP32 step with one bucket ({base.ms:.0f} ms; "
+              f"{alone.ms:.0f} ms without communication). The article's: 84 %.")
+    print("\n".join(report.goal_lines(result)))
+    for line in report.errors(result):
+        print("failed: " + line)
+
+
+def write(path, document):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(document, indent=1) + "\n")
+    temporary.rename(path)
+
+
+def measure(arguments):
+    if not os.access(arguments.gradwire, os.X_OK):
+        fail(f"no {arguments.gradwire}; run make build")
+    probe = subprocess.run([str(HERE / "shaped_link.sh"), "--hosts", "2", "--", "true"], capture_output=True, text=True)
+    if probe.returncode != 0:
+        fail("no slow links here: " + (probe.stderr.strip().splitlines() or ["shaped_link.sh failed"])[-1])
+    arguments.load = os.getloadavg()[0]
+    session = Session(arguments)
+    try:
+        if not arguments.quick and not arguments.no_sweep:
+            print("== Size of buckets", flush=True)
+            session.shaped(sweep_items(arguments))
+        best = session.best()
+        print("== Every mode, on links of " + arguments.rate, flush=True)
+        session.shaped(main_items(arguments, best))
+        if not arguments.no_fast:
+            print("== Fast links", flush=True)
+            session.loopback(fast_items(arguments, best))
+        document = {"schema": 1, "settings": settings(arguments, session.items), "items": session.items}
+        write(arguments.json, document)
+        show(report.Result(document))
+        print(f"\nResult: {arguments.json}; bench/experiments.py render {arguments.json} puts it into docs/experiments.md")
+    finally:
+        shutil.rmtree(session.folder, ignore_errors=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="measure")
+    run.add_argument("--quick", action="store_true", help="one repetition, fewer modes: two minutes")
+    run.add_argument("--repetitions", type=int, default=None, help="default: 3, with --quick 1")
+    run.add_argument("--json", type=pathlib.Path, default=ROOT / "build" / "experiments.json")
+    run.add_argument("--rate", default="1gbit")
+    run.add_argument("--hosts", type=int, default=4)
+    run.add_argument("--batch-size", type=int, default=1, help="per host; it decides how large the share of communication is")
+    run.add_argument("--threads", type=int, default=1, help="of each host, for both sides")
+    run.add_argument("--no-peer", action="store_true", help="without PyTorch")
+    run.add_argument("--no-sweep", action="store_true", help="buckets of 8 MB")
+    run.add_argument("--no-fast", action="store_true", help="without loopback and threads")
+    run.add_argument("--deadline-s", type=int, default=60, help="of one measurement")
+    run.add_argument("--gradwire", default=str(ROOT / "build" / "bin" / "gradwire"))
+    run.add_argument("--python", default="/usr/bin/python3", help="that has torch and torchvision")
+    shown = commands.add_parser("show", help="a result's tables on the terminal")
+    shown.add_argument("json", type=pathlib.Path)
+    arguments = parser.parse_args()
+    if arguments.command == "run":
+        arguments.repetitions = arguments.repetitions or (1 if arguments.quick else 3)
+        measure(arguments)
+    elif arguments.command == "show":
+        show(report.Result(json.loads(arguments.json.read_text())))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
