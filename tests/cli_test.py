@@ -144,6 +144,7 @@ class BadInput(CommandTest):
         for flag in ("--trace", "--profile-steps", "--graph", "--frobnicate"):
             self.refuse(synthetic(flag, "x"), flag)
         self.refuse(synthetic("--precision", "bf16"), "--precision 'bf16'")
+        self.refuse(synthetic("--augment", "rotate"), "--augment 'rotate'", "flip,crop")
         self.refuse([*SYNTHETIC, "--ranks", "1", "--ranks", "2"], "--ranks")
         self.assert_refused(self.run_command(), "subcommand")
         self.assert_refused(self.run_command("fly"), "fly")

@@ -20,7 +20,7 @@ MODEL = ["--device", "host", "--width", "16", "--depth", "1", "--heads", "2", "-
          "--batch-size", "8", "--seed", "4", "--log-every", "1000"]
 # Ranks that are threads, and ranks that are processes.
 KINDS = [
-    ("threads", 3, ["--compression", "powersgd:rank=2,wire=bf16"]),
+    ("threads", 3, ["--compression", "powersgd:rank=2,wire=bf16", "--augment", "flip,crop"]),
     ("processes", 3, ["--compression", "bf16:round=stochastic,schedule=ring"]),  # auto measures links, and may choose differently
 ]
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMI_SIZE")

@@ -1,5 +1,6 @@
 #include "trainer/config.h"
 
+#include <algorithm>
 #include <charconv>
 #include <string_view>
 
@@ -113,6 +114,29 @@ std::string DataSpec::to_string() const {
   if (kind == Kind::synthetic) return count == 0 ? "synthetic" : "synthetic:" + std::to_string(count);
   std::string word = kind == Kind::fashion_mnist ? "fashion-mnist" : "cifar10";
   return directory.empty() ? word : word + ":" + directory;
+}
+
+Augmentation Augmentation::parse(const std::string& text) {
+  Augmentation augment;
+  if (text == "none") return augment;
+  size_t begin = 0;
+  while (begin <= text.size()) {
+    const size_t end = std::min(text.find(',', begin), text.size());
+    const std::string word = text.substr(begin, end - begin);
+    bool* which = word == "flip" ? &augment.flip : word == "crop" ? &augment.crop : nullptr;
+    if (which == nullptr || *which) {
+      throw BadInput("--augment '" + text + "': '" + word + "' is " +
+                     (which == nullptr ? "unknown" : "there twice") + "; use none, flip, crop or flip,crop");
+    }
+    *which = true;
+    begin = end + 1;
+  }
+  return augment;
+}
+
+std::string Augmentation::to_string() const {
+  if (!any()) return "none";
+  return flip && crop ? "flip,crop" : flip ? "flip" : "crop";
 }
 
 const char* name(OptimizerKind kind) {

@@ -45,11 +45,22 @@ struct DataSpec {
   bool operator==(const DataSpec&) const = default;
 };
 
+// none | flip | crop | flip,crop: what happens to training images on their way in (trainer/data/augment.h).
+struct Augmentation {
+  bool flip = false, crop = false;
+
+  bool any() const { return flip || crop; }
+  static Augmentation parse(const std::string& text);  // throws BadInput
+  std::string to_string() const;
+  bool operator==(const Augmentation&) const = default;
+};
+
 enum class OptimizerKind : uint8_t { sgd, adamw };
 
 struct TrainConfig {
   VitConfig model;
   DataSpec data;
+  Augmentation augment;
 
   std::vector<Device> devices;  // of each rank; several ranks may share one
   bool processes = false;       // each rank is a process of its own; otherwise a thread of this one
@@ -72,7 +83,7 @@ struct TrainConfig {
   double beta1 = 0.9, beta2 = 0.999, eps = 1e-8;  // adamw
   double weight_decay = 0.0;
   Precision precision = Precision::fp32;
-  uint64_t seed = 0;  // of weights, shuffling and stochastic rounding
+  uint64_t seed = 0;  // of weights, shuffling, augmentation and stochastic rounding
 
   int64_t eval_every =
       1;  // epochs between evaluations on the whole test set; the last step always evaluates. 0: never

@@ -88,6 +88,7 @@ TEST_P(CheckpointTest, ResumingAtAnyStepGivesTheSameBits) {
       const std::string what = std::string(spec) + ", " + std::to_string(ranks) + " ranks";
       TrainConfig c = config(ranks, spec);
       if (ranks == 1) c.optimizer = OptimizerKind::sgd, c.accumulate = 2;
+      if (c.compression.method == CompressionSpec::Method::powersgd) c.augment = {.flip = true, .crop = true};
       const Recorder whole = train(c);
       fs::remove_all(folder_.path("run"));
       const Recorder saving = train_and_save(c);
@@ -104,6 +105,12 @@ TEST_P(CheckpointTest, ResumingAtAnyStepGivesTheSameBits) {
         EXPECT_EQ(resumed.hash, whole.hash) << what << ", from " << k;
         EXPECT_EQ(resumed.evals.back(), whole.evals.back()) << what << ", from " << k;
       }
+      if (!c.augment.any()) continue;
+      TrainConfig plain = c;
+      plain.augment = {};
+      EXPECT_NE(train(plain).losses, whole.losses);
+      plain.resume = checkpoint(c.steps);  // only evaluates, which never augments
+      EXPECT_EQ(train(plain).evals.back(), whole.evals.back());
     }
   }
 }

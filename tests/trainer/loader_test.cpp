@@ -44,10 +44,14 @@ Fetched fetch(Loader& loader, const Dataset& data, const Stream& stream, int64_t
   Fetched out;
   out.images.assign(static_cast<size_t>(batch_size * data.image_elements()), NAN);
   out.labels.assign(static_cast<size_t>(batch_size), -1);
-  int64_t count = loader.next(stream, out.images.data(), out.labels.data());
+  const Loader::Batch batch = loader.next(stream);
+  copy(stream, out.images.data(), batch.images,
+       static_cast<size_t>(batch.count * data.image_elements()) * sizeof(float));
+  copy(stream, out.labels.data(), batch.labels, static_cast<size_t>(batch.count) * sizeof(int32_t));
+  loader.release(stream);
   stream.synchronize();
-  out.images.resize(static_cast<size_t>(count * data.image_elements()));
-  out.labels.resize(static_cast<size_t>(count));
+  out.images.resize(static_cast<size_t>(batch.count * data.image_elements()));
+  out.labels.resize(static_cast<size_t>(batch.count));
   return out;
 }
 
@@ -207,28 +211,62 @@ TEST(Loader, ShufflingReachesEveryPlace) {
   for (int times : landed) EXPECT_NEAR(times, kEpochs / kCount, 100);  // 5 standard deviations
 }
 
-// A consumer that lags, and copies that are done long after next() returned, must not see a slot that was
-// refilled.
-TEST(Loader, SlotIsNotRefilledBeforeItsCopyIsDone) {
+// A consumer that lags, and reads long after next() returned, must not see a slot that was refilled.
+TEST(Loader, SlotIsNotRefilledBeforeItsReaderIsDone) {
   Dataset data = numbered(64);
-  Stream stream = Stream::create(Device::host(), "slow");
-  Loader loader(data, {.batch_size = 4, .seed = 1, .prefetch = 1});
-  constexpr int kBatches = 16;
-  std::vector<std::vector<int32_t>> labels(kBatches, std::vector<int32_t>(4, -1));
-  std::vector<std::vector<float>> images(kBatches,
-                                         std::vector<float>(static_cast<size_t>(4 * data.image_elements())));
-  for (int b = 0; b < kBatches; ++b) {
-    stream.submit([] { std::this_thread::sleep_for(std::chrono::milliseconds(2)); });
-    EXPECT_EQ(
-        loader.next(stream, images[static_cast<size_t>(b)].data(), labels[static_cast<size_t>(b)].data()), 4);
+  for (int64_t slots : {1, 2, 3}) {
+    Stream stream = Stream::create(Device::host(), "slow");
+    Loader loader(data, {.batch_size = 4, .seed = 1, .slots = slots});
+    constexpr int kBatches = 16;
+    std::vector<std::vector<int32_t>> labels(kBatches, std::vector<int32_t>(4, -1));
+    for (size_t b = 0; b < kBatches; ++b) {
+      const Loader::Batch batch = loader.next(stream);
+      ASSERT_EQ(batch.count, 4);
+      stream.submit([] { std::this_thread::sleep_for(std::chrono::milliseconds(2)); });
+      copy(stream, labels[b].data(), batch.labels, 4 * sizeof(int32_t));
+      loader.release(stream);
+    }
+    stream.synchronize();
+    for (size_t b = 0; b < kBatches; ++b) {
+      EXPECT_EQ(std::vector<int64_t>(labels[b].begin(), labels[b].end()),
+                loader.indices(0, static_cast<int64_t>(b)));
+    }
   }
-  stream.synchronize();
-  for (int b = 0; b < kBatches; ++b) {
-    std::vector<int64_t> expected = loader.indices(0, b);
-    EXPECT_EQ(
-        std::vector<int64_t>(labels[static_cast<size_t>(b)].begin(), labels[static_cast<size_t>(b)].end()),
-        expected);
+}
+
+// A captured step reads from the addresses it was captured with: those of every second step.
+TEST(Loader, SlotsGoRoundSoThatEverySecondStepFindsTheSameAddresses) {
+  Dataset data = numbered(64);
+  const Stream stream = Stream::immediate_host();
+  for (int64_t per_step : {1, 2, 3}) {
+    for (int64_t first : {0, 5}) {
+      Loader loader(data, {.batch_size = 4, .group = per_step, .first_batch = first, .slots = 2 * per_step});
+      std::map<int64_t, const float*> images;
+      std::map<int64_t, const int32_t*> labels;
+      for (int64_t step = 0; step < 7; ++step) {
+        for (int64_t i = 0; i < per_step; ++i) {  // all batches of a step at once
+          const Loader::Batch batch = loader.next(stream);
+          const int64_t slot = step % 2 * per_step + i;
+          EXPECT_EQ(batch.slot, slot);
+          EXPECT_EQ(images.try_emplace(slot, batch.images).first->second, batch.images);
+          EXPECT_EQ(labels.try_emplace(slot, batch.labels).first->second, batch.labels);
+        }
+        for (int64_t i = 0; i < per_step; ++i) loader.release(stream);
+      }
+    }
   }
+}
+
+TEST(Loader, TakingWithoutReleasingIsAnErrorAndNoDeadlock) {
+  Dataset data = numbered(64);
+  const Stream stream = Stream::immediate_host();
+  Loader loader(data, {.batch_size = 4});
+  EXPECT_THROW(loader.release(stream), Error);
+  loader.next(stream);
+  loader.next(stream);
+  EXPECT_THROW(loader.next(stream), Error);
+  loader.release(stream);
+  EXPECT_EQ(loader.next(stream).slot, 0);
 }
 
 TEST(Loader, DestroyedAtAnyMomentItStops) {
@@ -245,10 +283,11 @@ TEST(Loader, FailedStreamReachesTheCaller) {
   Stream stream = Stream::create(Device::host(), "failing");
   Loader loader(data, {.batch_size = 4});
   stream.submit([] { throw Error("broken on purpose"); });
-  std::vector<float> images(static_cast<size_t>(4 * data.image_elements()));
-  std::vector<int32_t> labels(4);
   try {
-    for (int i = 0; i < 10; ++i) loader.next(stream, images.data(), labels.data());
+    for (int i = 0; i < 10; ++i) {
+      loader.next(stream);
+      loader.release(stream);
+    }
     ADD_FAILURE() << "no error arrived";
   } catch (const Error& error) {
     EXPECT_STREQ(error.what(), "broken on purpose");

@@ -242,7 +242,7 @@ std::vector<std::string> compare_with_head(const TrainConfig& config, const Chec
                    "; give more --steps or --epochs");
   }
   for (const char* key :
-       {"data", "compression", "batch_size", "accumulate", "steps", "lr", "warmup_steps", "momentum", "beta1",
+       {"data", "augment", "compression", "batch_size", "accumulate", "steps", "lr", "warmup_steps", "momentum", "beta1",
         "beta2", "eps", "weight_decay", "precision", "seed", "bucket_mb", "device"}) {
     const Json there = theirs.value(key, Json()), here = ours.value(key, Json());
     if (there != here) differences.push_back(std::string(key) + " " + there.dump() + ", now " + here.dump());

@@ -113,6 +113,11 @@ void add_run_options(CLI::App& command, Options& o) {
   add_number(command, "--heads", o.heads, "Attention heads; divide the width")->group("Model");
   add_number(command, "--mlp", o.mlp, "Width of the MLP's hidden layer")->group("Model");
   add_word(command, "--data", o.data, "fashion-mnist[:DIR], cifar10:DIR or synthetic[:N]")->group("Data");
+  add_word(
+      command, "--augment", o.augment,
+      "none, flip, crop (from a border of an eighth of the side) or flip,crop: of training images, drawn "
+      "from the seed")
+      ->group("Data");
   add_number(
       command, "--ranks", o.ranks,
       "Ranks in this process, a thread each (default: 1; under torchrun, srun or mpirun each process is "

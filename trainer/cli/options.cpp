@@ -242,6 +242,7 @@ Resolved resolve(const Options& o) {
   check_ranges(o);
   config.model = resolve_model(o);
   config.data = DataSpec::parse(o.data);
+  config.augment = Augmentation::parse(o.augment);
   for (const std::string& spec : o.compression) out.compressions.push_back(CompressionSpec::parse(spec));
   if (out.compressions.empty()) out.compressions.push_back(CompressionSpec::parse("fp32"));
   config.compression = out.compressions[0];

@@ -16,7 +16,7 @@ namespace gradwire {
 struct Options {
   std::string model = "vit_tiny";
   std::optional<int32_t> image_size, patch, width, depth, heads, mlp;
-  std::string data = "fashion-mnist";
+  std::string data = "fashion-mnist", augment = "none";
   std::optional<int> ranks;
   std::optional<Launch> launch;       // how this process was started, if by a launcher
   std::string rendezvous;             // empty: the launcher's

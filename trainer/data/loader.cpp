@@ -9,6 +9,8 @@
 
 #include "kernels/error.h"
 #include "kernels/math/random.h"
+#include "kernels/thread_pool.h"
+#include "trainer/data/augment.h"
 
 namespace gradwire {
 namespace {
@@ -36,16 +38,15 @@ int64_t batches_per_epoch(const Dataset& data, const LoaderOptions& options) {
                            : (data.count() + global - 1) / global;
 }
 
-// The loading thread fills slots in ring order; next() hands them out in the same order. A slot is refilled
-// when the copy out of it is done, which its event says.
 class Loader::Impl {
  public:
   Impl(const Dataset& data, LoaderOptions options) : data_(data), options_(options) {
     if (options.world < 1 || options.rank < 0 || options.rank >= options.world || options.batch_size < 1 ||
-        options.group < 1 || options.prefetch < 1 || options.first_batch < 0) {
+        options.group < 1 || options.slots < 1 || options.first_batch < 0) {
       throw BadInput("Loader: rank " + std::to_string(options.rank) + " of " + std::to_string(options.world) +
                      ", batches of " + std::to_string(options.batch_size) + " in groups of " +
-                     std::to_string(options.group) + " make no sense");
+                     std::to_string(options.group) + ", " + std::to_string(options.slots) +
+                     " slots make no sense");
     }
     const int64_t global = options.batch_size * options.world;
     batches_ = gradwire::batches_per_epoch(data, options);
@@ -60,16 +61,19 @@ class Loader::Impl {
       scale_.push_back(1.0f / (255.0f * data.stddev[static_cast<size_t>(c)]));
       shift_.push_back(-data.mean[static_cast<size_t>(c)] / data.stddev[static_cast<size_t>(c)]);
     }
-    slots_.resize(static_cast<size_t>(options.prefetch) + 1);  // one more, whose copy is under way
-    size_t image_bytes = static_cast<size_t>(options.batch_size * data.image_elements()) * sizeof(float);
-    size_t label_bytes = static_cast<size_t>(options.batch_size) * sizeof(int32_t);
+    const size_t image_bytes =
+        static_cast<size_t>(options.batch_size * data.image_elements()) * sizeof(float);
+    const size_t label_bytes = static_cast<size_t>(options.batch_size) * sizeof(int32_t);
+    slots_.resize(static_cast<size_t>(options.slots));
     for (Slot& slot : slots_) {
-      slot.images =
-          options.device.is_cuda() ? Buffer::pinned(image_bytes) : Buffer(Device::host(), image_bytes);
-      slot.labels =
-          options.device.is_cuda() ? Buffer::pinned(label_bytes) : Buffer(Device::host(), label_bytes);
+      slot.images = Buffer(options.device, image_bytes);
+      slot.labels = Buffer(options.device, label_bytes);
+      slot.staged_images = copies() ? Buffer::pinned(image_bytes) : slot.images;
+      slot.staged_labels = copies() ? Buffer::pinned(label_bytes) : slot.labels;
       slot.copied = Event::create(options.device);
+      slot.released = Event::create(options.device);
     }
+    if (copies()) copy_stream_ = Stream::create(options.device, "copy");
     thread_ = std::thread([this] { work(); });
   }
 
@@ -80,33 +84,42 @@ class Loader::Impl {
     }
     changed_.notify_all();
     thread_.join();
+    try {
+      if (copies()) copy_stream_.synchronize();
+    } catch (...) {  // the device is lost, and somebody else has found out
+    }
   }
 
   int64_t batches() const { return batches_; }
 
-  int64_t next(const Stream& stream, float* images, int32_t* labels) {
-    if (stream.device() != options_.device) {
-      throw BadInput("Loader::next: the stream is on " + stream.device().name() +
-                     ", the loader was made for " + options_.device.name());
+  Batch next(const Stream& stream) {
+    check_device(stream, "next");
+    const size_t at = static_cast<size_t>(taken_ % options_.slots);
+    Slot& slot = slots_[at];
+    if (taken_ - released_ == options_.slots) {
+      throw Error("Loader::next: all " + std::to_string(options_.slots) + " slots are taken");
     }
-    Slot& slot = slots_[next_slot_];
     {
       std::unique_lock lock(mutex_);
       changed_.wait(lock, [&] { return slot.full || error_; });
       if (!slot.full) std::rethrow_exception(error_);
     }
-    int64_t count = slot.count;
-    copy(stream, images, slot.images.data(),
-         static_cast<size_t>(count * data_.image_elements()) * sizeof(float));
-    copy(stream, labels, slot.labels.data(), static_cast<size_t>(count) * sizeof(int32_t));
-    slot.copied.record(stream);
+    if (copies()) stream.wait(slot.copied);
+    ++taken_;
+    return {slot.images.as<float>(), slot.labels.as<int32_t>(), slot.count, static_cast<int64_t>(at)};
+  }
+
+  void release(const Stream& stream) {
+    check_device(stream, "release");
+    if (released_ == taken_) throw Error("Loader::release: no batch is taken");
+    Slot& slot = slots_[static_cast<size_t>(released_ % options_.slots)];
+    slot.released.record(stream);
+    ++released_;
     {
       std::lock_guard lock(mutex_);
       slot.full = false;
     }
     changed_.notify_all();
-    next_slot_ = (next_slot_ + 1) % slots_.size();
-    return count;
   }
 
   // Positions [begin, end) of the epoch's order that are this rank's part of `batch`.
@@ -125,18 +138,27 @@ class Loader::Impl {
 
  private:
   struct Slot {
-    Buffer images, labels;
+    Buffer images, labels;                // what next() gives
+    Buffer staged_images, staged_labels;  // what the loading thread fills: the same on the host
     int64_t count = 0;
-    Event copied;
+    Event copied, released;
     bool full = false;  // guarded by mutex_; whoever sees its value of it owns the rest
   };
+
+  bool copies() const { return options_.device.is_cuda(); }
+
+  void check_device(const Stream& stream, const char* what) const {
+    if (stream.device() == options_.device) return;
+    throw BadInput(std::string("Loader::") + what + ": the stream is on " + stream.device().name() +
+                   ", the loader was made for " + options_.device.name());
+  }
 
   void work() {
     try {
       size_t at = 0;
       int64_t first = options_.first_batch % batches_;
       for (int64_t epoch = options_.first_batch / batches_;; ++epoch, first = 0) {
-        std::vector<int64_t> positions = order(epoch);
+        const std::vector<int64_t> positions = order(epoch);
         for (int64_t batch = first; batch < batches_; ++batch, at = (at + 1) % slots_.size()) {
           Slot& slot = slots_[at];
           {
@@ -144,8 +166,10 @@ class Loader::Impl {
             changed_.wait(lock, [&] { return stop_ || !slot.full; });
             if (stop_) return;
           }
-          slot.copied.synchronize();
-          fill(slot, positions, batch);
+          // What the thread fills must have been read: by the copy, or on the host by the step itself.
+          (copies() ? slot.copied : slot.released).synchronize();
+          fill(slot, epoch, positions, batch);
+          if (copies()) send(slot);
           {
             std::lock_guard lock(mutex_);
             slot.full = true;
@@ -160,30 +184,52 @@ class Loader::Impl {
     }
   }
 
-  void fill(Slot& slot, const std::vector<int64_t>& positions, int64_t batch) {
+  void send(Slot& slot) {
+    copy_stream_.wait(slot.released);
+    copy(copy_stream_, slot.images.data(), slot.staged_images.data(),
+         static_cast<size_t>(slot.count * data_.image_elements()) * sizeof(float));
+    copy(copy_stream_, slot.labels.data(), slot.staged_labels.data(),
+         static_cast<size_t>(slot.count) * sizeof(int32_t));
+    slot.copied.record(copy_stream_);
+  }
+
+  void fill(Slot& slot, int64_t epoch, const std::vector<int64_t>& positions, int64_t batch) {
     auto [begin, end] = range(batch);
     slot.count = std::max<int64_t>(0, end - begin);
-    int64_t plane = int64_t{1} * data_.height * data_.width;
-    float* images = slot.images.as<float>();
-    int32_t* labels = slot.labels.as<int32_t>();
-    for (int64_t i = 0; i < slot.count; ++i) {
-      int64_t image = positions[static_cast<size_t>(begin + i)];
-      labels[i] = data_.labels[static_cast<size_t>(image)];
-      for (int32_t c = 0; c < data_.channels; ++c) {
-        const uint8_t* from = data_.images.data() + image * data_.image_elements() + c * plane;
-        float* to = images + i * data_.image_elements() + c * plane;
-        float scale = scale_[static_cast<size_t>(c)], shift = shift_[static_cast<size_t>(c)];
-        for (int64_t p = 0; p < plane; ++p) to[p] = static_cast<float>(from[p]) * scale + shift;
-      }
+    const int64_t* order = positions.data() + begin;
+    auto fill_images = [&](int64_t from, int64_t to) {
+      for (int64_t i = from; i < to; ++i) fill_image(slot, epoch, i, order[i]);
+    };
+    // On the host the cores are busy with the model; for a GPU they have nothing better to do.
+    const int64_t grain = std::max<int64_t>(1, kGrainElements / data_.image_elements());
+    if (copies() && slot.count > grain) {
+      parallel_for(slot.count, grain, fill_images);
+    } else {
+      fill_images(0, slot.count);
     }
   }
+
+  void fill_image(Slot& slot, int64_t epoch, int64_t place, int64_t image) const {
+    const int64_t plane = int64_t{1} * data_.height * data_.width;
+    slot.staged_labels.as<int32_t>()[place] = data_.labels[static_cast<size_t>(image)];
+    const AugmentDraw draw =
+        draw_augmentation(options_.augment, options_.seed, epoch, image, data_.height, data_.width);
+    for (int32_t c = 0; c < data_.channels; ++c) {
+      normalize_plane(data_.images.data() + image * data_.image_elements() + c * plane, data_.height,
+                      data_.width, draw, scale_[static_cast<size_t>(c)], shift_[static_cast<size_t>(c)],
+                      slot.staged_images.as<float>() + place * data_.image_elements() + c * plane);
+    }
+  }
+
+  static constexpr int64_t kGrainElements = 1 << 18;  // some 50 us of work
 
   const Dataset& data_;
   const LoaderOptions options_;
   int64_t batches_ = 0;
   std::vector<float> scale_, shift_;  // pixel * scale + shift is normalized
   std::vector<Slot> slots_;
-  size_t next_slot_ = 0;  // of the caller of next()
+  Stream copy_stream_;                // CUDA only
+  int64_t taken_ = 0, released_ = 0;  // of the caller of next() and release()
 
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -197,8 +243,11 @@ Loader::~Loader() = default;
 int64_t Loader::batches_per_epoch() const {
   return impl_->batches();
 }
-int64_t Loader::next(const Stream& stream, float* images, int32_t* labels) {
-  return impl_->next(stream, images, labels);
+Loader::Batch Loader::next(const Stream& stream) {
+  return impl_->next(stream);
+}
+void Loader::release(const Stream& stream) {
+  impl_->release(stream);
 }
 
 std::vector<int64_t> Loader::indices(int64_t epoch, int64_t batch) const {

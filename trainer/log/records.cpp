@@ -25,6 +25,7 @@ Json model_json(const VitConfig& model) {
 void add_config(Json& json, const TrainConfig& config) {
   json["model"] = model_json(config.model);
   json["data"] = config.data.to_string();
+  json["augment"] = config.augment.to_string();
   json["ranks"] = config.ranks();
   json["ranks_per_node"] = config.ranks_per_node;
   json["device"] = config.devices.empty() || config.devices[0].is_host() ? "host" : "cuda";

@@ -22,8 +22,7 @@ class Evaluator {
  private:
   Stream stream_;
   Loader loader_;
-  Vit model_;  // shares its weights
-  Buffer images_, labels_;
+  Vit model_;      // shares its weights
   Buffer totals_;  // two doubles
 };
 

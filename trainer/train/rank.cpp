@@ -19,8 +19,11 @@ LoaderOptions train_loader(const TrainConfig& config, const Communicator& comm, 
           .group = config.accumulate,
           .shuffle = true,
           .drop_last = true,
+          .augment = config.augment,
           .seed = config.seed,
-          .first_batch = first_batch};
+          .first_batch = first_batch,
+          .slots = 2,  // one trains while the other is loaded
+          .device = comm.device()};
 }
 
 // In rank order, so that a double's rounding is the same in every run.
@@ -64,8 +67,6 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
              {.max_batch = config_.batch_size, .precision = config_.precision}),
       optimizer_(config_, stream_, model_.layout().elements),
       steps_per_epoch_(loader_.batches_per_epoch() / config_.accumulate),
-      images_(make_buffer<float>(comm.device(), config_.batch_size * shared.data.train.image_elements())),
-      labels_(make_buffer<int32_t>(comm.device(), config_.batch_size)),
       totals_(make_buffer<double>(comm.device(), 2)) {
   // A file may be refused, and then the memory goes that the stream is still zeroing.
   stream_.synchronize();
@@ -143,17 +144,20 @@ void RankTrainer::enqueue_step(int64_t step) {
   for (int64_t micro = 0; micro < config_.accumulate; ++micro) {
     MicroMarks& marks = slot.micros[static_cast<size_t>(micro)];
     marks.data.record(stream_);
-    int64_t count = loader_.next(stream_, images_.as<float>(), labels_.as<int32_t>());
-    if (count != config_.batch_size) throw Error("training batch of " + std::to_string(count) + " images");
+    const Loader::Batch batch = loader_.next(stream_);
+    if (batch.count != config_.batch_size) {
+      throw Error("training batch of " + std::to_string(batch.count) + " images");
+    }
     marks.forward.record(stream_);
     if (micro == 0) fill_zero(stream_, totals_.data(), totals_.bytes());
-    model_.forward(images_.as<float>(), count);
+    model_.forward(batch.images, batch.count);
     marks.backward.record(stream_);
     // Only the last micro-batch completes a gradient.
     bool completes = micro + 1 == config_.accumulate;
-    model_.backward(labels_.as<int32_t>(), totals_.as<double>(), grad_scale, gradients, micro > 0 || carried_,
+    model_.backward(batch.labels, totals_.as<double>(), grad_scale, gradients, micro > 0 || carried_,
                     completes ? ready : std::function<void(int)>());
     marks.done.record(stream_);
+    loader_.release(stream_);
   }
   carried_ = false;
   reducer_.wait(stream_);

@@ -91,8 +91,7 @@ class RankTrainer {
   Optimizer optimizer_;
   std::optional<Evaluator> evaluator_;  // none when the run never evaluates
   int64_t steps_per_epoch_;
-  Buffer images_, labels_;  // one micro-batch
-  Buffer totals_;           // device: two doubles
+  Buffer totals_;  // device: two doubles
   std::array<Slot, 2> slots_;
   bool carried_ = false;  // the gradient buffer holds residuals of a checkpoint, for the first step to add to
 };
