@@ -11,7 +11,8 @@
 namespace gradwire {
 namespace {
 
-constexpr size_t kSmallBytes = 64, kLargeBytes = 1 << 20;  // of a message; of all messages of a rank
+constexpr size_t kSmallBytes = 64;                                 // of a message
+constexpr size_t kMediumBytes = 512 << 10, kLargeBytes = 2 << 20;  // of all messages of a rank
 
 class Meter {
  public:
@@ -29,11 +30,18 @@ class Meter {
 
   LinkCosts::Pattern measure(const std::vector<int>& to, const std::vector<int>& from) {
     const double small = round_us(exchange(to, from, kSmallBytes), 8, 6);
-    const size_t each = kLargeBytes / std::max<size_t>(1, to.size()) / 4 * 4;
-    const double large = round_us(exchange(to, from, each), 2, 3);
-    const double bytes = static_cast<double>(each * to.size());
-    // Where bytes hardly show beside the latency, noise must not make them free.
-    return {small, bytes / std::max(large - small, 0.5 * large)};
+    // What more bytes cost is between two large rounds: part of a small one's latency passes while a large
+    // one is on its way, and a rate limit lets the first bytes through as a burst.
+    auto each = [&](size_t all) { return all / std::max<size_t>(1, to.size()) / 4 * 4; };
+    const double medium = round_us(exchange(to, from, each(kMediumBytes)), 1, 3);
+    const double large = round_us(exchange(to, from, each(kLargeBytes)), 1, 3);
+    const auto bytes = [&](size_t all) { return static_cast<double>(each(all) * to.size()); };
+    // Where bytes hardly show beside the latency, noise must not make them free, nor dearer than all of the
+    // round.
+    const double more =
+        std::clamp((large - medium) * bytes(kLargeBytes) / (bytes(kLargeBytes) - bytes(kMediumBytes)),
+                   0.5 * large, large);
+    return {small, bytes(kLargeBytes) / more};
   }
 
  private:

@@ -30,7 +30,7 @@ struct LinkCosts {
   std::string to_string() const;
 };
 
-// Collective, and blocks the caller: a few dozen small exchanges and a few of 1 MiB per rank and pattern, a
+// Collective, and blocks the caller: a few dozen small exchanges and a few of 2 MiB per rank and pattern, a
 // tenth of a second at 1 Gb/s. Every rank returns the same numbers: the slowest rank's. `stream`: where the
 // exchanges run.
 LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ranks_per_node);
