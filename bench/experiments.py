@@ -41,7 +41,7 @@ def model_flags(model):
 def item(arguments, who, method, bucket_mb=None, phase="main", network="shaped", ranks_are="hosts", repetition=0, extra=()):
     """One measurement. More steps where they are short."""
     if method == "alone":
-        steps, warmup, spec, hook, ranks_are = 20, 3, "fp32", {"hook": "alone"}, "alone"
+        steps, warmup, spec, hook, ranks_are = 20, 4, "fp32", {"hook": "alone"}, "alone"
     else:
         spec, hook = next((m[2], m[3]) for m in report.METHODS if m[0] == method)
         steps, warmup = {"fp32": (6, 2), "16bit": (10, 3)}.get(method, (24, 6) if who == "gradwire" else (8, 4))
@@ -109,8 +109,8 @@ class Session:
         folder.mkdir()
         arguments = self.arguments
         flags = [*model_flags(MODEL), "--data", "synthetic:512", "--device", "host", "--batch-size", str(arguments.batch_size),
-                 "--optimizer", "sgd", "--lr", "0.01", "--momentum", "0.9", "--eval-every", "0", "--timeout-s", "60"]
-        peer = {"threads": arguments.threads, "model": MODEL, "batch_size": arguments.batch_size, "lr": 0.01, "momentum": 0.9,
+                 "--optimizer", "sgd", "--lr", "0.01", "--momentum", "0", "--eval-every", "0", "--timeout-s", "60"]
+        peer = {"threads": arguments.threads, "model": MODEL, "batch_size": arguments.batch_size, "lr": 0.01, "momentum": 0.0,
                 "timeout_s": 60}
         if arguments.no_peer:
             items = [i for i in items if i["who"] == "gradwire"]
