@@ -3,6 +3,9 @@
 
     bench/experiments.py run [--quick] [--json FILE]      measures (5 to 10 minutes; root, for network namespaces), shows tables
     bench/experiments.py show FILE                        a result's tables again
+    bench/experiments.py render FILE                      puts a result's tables and picture into docs/experiments.md
+    bench/experiments.py accuracy run FOLDER              trains on Fashion-MNIST: three compressions, three seeds; a log each
+    bench/experiments.py accuracy render FOLDER           puts those logs' table and picture into docs/experiments.md
 """
 import argparse
 import json
@@ -215,7 +218,7 @@ def show(result):
             print(f"\n{title}\n")
             print(report.plain(report.main_table(result, network)))
     print()
-    if base and alone:
+    if result.share():
         print(f"Communication is {100 * result.share():.0f} % of Gradwire's FP32 step with one bucket ({base.ms:.0f} ms; "
               f"{alone.ms:.0f} ms without communication). The article's: 84 %.")
     print("\n".join(report.goal_lines(result)))
@@ -256,6 +259,103 @@ def measure(arguments):
         shutil.rmtree(session.folder, ignore_errors=True)
 
 
+def page_text(result):
+    """What docs/experiments.md shows of a result."""
+    s, base, alone = result.settings, result.base("gradwire"), result.alone("gradwire")
+    parts = [
+        f"{s['date']}, commit {s['commit']}, {s['cpu']}, {s['cores']} cores, {s['system']}, {s['gradwire']}, PyTorch "
+        f"{s['torch']}, torchvision {s['torchvision']}. `{s['command']}`, {s['repetitions']} repetitions. "
+        f"{s['parameters']:,} parameters, batch {s['batch_size']} per host." +
+        (f" Communication is {100 * result.share():.0f} % of Gradwire's FP32 step with one bucket ({base.ms:.0f} ms, {alone.ms:.0f} "
+         "without communication); in the article it was 84 %." if alone else ""),
+        "![Speed of every mode](experiments.png)", report.markdown(report.main_table(result)),
+        "Goals:\n\n" + report.markdown(report.goal_table(result)),
+        "Where Gradwire's step goes (medians, ms; host 0's marks):\n\n" + report.markdown(report.parts_table(result))]
+    if any(i["phase"] == "sweep" for i in result.items):
+        parts.append("Size of buckets, ms per step; the best of each row is what the table above has as \"buckets\":\n\n"
+                     + report.markdown(report.sweep_table(result.items)))
+    for network, title in (("loopback", "Fast links: the same processes over loopback, nothing shaped"),
+                           ("threads", "Fast links: Gradwire's ranks as threads of one process")):
+        if result.rows(network):
+            parts.append(f"{title}:\n\n" + report.markdown(report.main_table(result, network)))
+    failed = report.errors(result)
+    if failed:
+        parts.append("Failed:\n\n" + "\n".join("- " + line for line in failed))
+    return "\n\n".join(part.strip() for part in parts)
+
+
+def put(section, text):
+    try:
+        page = report.replace_section(PAGE.read_text(), section, text)
+    except ValueError as error:
+        fail(f"{PAGE}: {error}", 1)
+    PAGE.write_text(page)
+    print(f"Written: {PAGE.relative_to(ROOT)}, section {section}")
+
+
+def pictures():
+    """bench/plot_experiments.py; None where matplotlib is missing."""
+    sys.dont_write_bytecode = True
+    try:
+        import plot_experiments
+        return plot_experiments
+    except SystemExit as missing:
+        print(f"No picture: {missing}", file=sys.stderr)
+        return None
+
+
+def render(path):
+    document = json.loads(path.read_text())
+    result = report.Result(document)
+    if not result.base("gradwire"):
+        fail(f"{path}: Gradwire's FP32 with one bucket is not in it", 1)
+    put("results", page_text(result))
+    plot = pictures()
+    if plot:
+        plot.draw(document, ROOT / "docs" / "experiments.png")
+        print("Written: docs/experiments.png")
+
+
+ACCURACY_SPECS, ACCURACY_SEEDS = ("fp32", "bf16", "powersgd:rank=4"), (0, 1, 2)
+ACCURACY_FLAGS = ["--model", "vit_tiny", "--data", "fashion-mnist", "--ranks", "8", "--batch-size", "32", "--epochs", "12", "--lr",
+                  "2e-3", "--timeout-s", "600"]
+
+
+def accuracy_run(folder, gradwire):
+    """Half an hour or more; a log that is complete is kept, so that the command can be given again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed in ACCURACY_SEEDS:
+        for spec in ACCURACY_SPECS:
+            log = folder / f"{spec}-{seed}.jsonl"
+            if log.exists() and report.read_accuracy_log(log):
+                continue
+            print(f"== {spec}, seed {seed}", flush=True)
+            unfinished = folder / f"unfinished-{spec}-{seed}.jsonl"
+            subprocess.run([gradwire, "train", *ACCURACY_FLAGS, "--compression", spec, "--seed", str(seed), "--log-every", "500",
+                            "--log", str(unfinished)], check=True)
+            unfinished.rename(log)
+
+
+def accuracy_render(folder):
+    """From the logs in folder whose runs have ended."""
+    found = {path: report.read_accuracy_log(path) for path in sorted(folder.glob("*.jsonl"))}
+    found = {path: log for path, log in found.items() if log}
+    if not found:
+        fail(f"{folder}: no log of a run that has ended", 1)
+    logs, run = [log for log, _ in found.values()], next(iter(found.values()))[1]
+    rows = report.accuracy_rows(logs)
+    print(report.plain(report.accuracy_table(rows)))
+    print("\n".join(report.accuracy_goals(rows)))
+    about = (f"{run['model']['name']} on {run['data']}, {run['ranks']} ranks, batch {run['batch_size']} per rank, {run['epochs']:g} epochs, "
+             f"{run['optimizer']}, learning rate {run['lr']:g}; test accuracy after the last epoch, not of the best one.")
+    put("accuracy", "\n\n".join([about, "![Accuracy](accuracy.png)", report.markdown(report.accuracy_table(rows)).strip(),
+                                  "\n".join("- " + line for line in report.accuracy_goals(rows))]))
+    plot = pictures()
+    if plot:
+        plot.draw_accuracy(logs, [plot.plot.Run(path) for path in found], ROOT / "docs" / "accuracy.png")
+        print("Written: docs/accuracy.png")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -275,12 +375,24 @@ def main():
     run.add_argument("--python", default="/usr/bin/python3", help="that has torch and torchvision")
     shown = commands.add_parser("show", help="a result's tables on the terminal")
     shown.add_argument("json", type=pathlib.Path)
+    rendered = commands.add_parser("render", help="a result into docs/experiments.md")
+    rendered.add_argument("json", type=pathlib.Path)
+    accuracy = commands.add_parser("accuracy", help="Fashion-MNIST with each compression")
+    accuracy.add_argument("what", choices=["run", "render"])
+    accuracy.add_argument("folder", type=pathlib.Path)
+    accuracy.add_argument("--gradwire", default=str(ROOT / "build" / "bin" / "gradwire"))
     arguments = parser.parse_args()
     if arguments.command == "run":
         arguments.repetitions = arguments.repetitions or (1 if arguments.quick else 3)
         measure(arguments)
     elif arguments.command == "show":
         show(report.Result(json.loads(arguments.json.read_text())))
+    elif arguments.command == "render":
+        render(arguments.json)
+    elif arguments.what == "run":
+        accuracy_run(arguments.folder, arguments.gradwire)
+    else:
+        accuracy_render(arguments.folder)
 
 
 if __name__ == "__main__":

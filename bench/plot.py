@@ -4,6 +4,7 @@
     bench/plot.py build/demo/compare.json -o report.png
     bench/plot.py run-a.jsonl run-b.jsonl -o report.png     logs of single runs (gradwire train --log)
     bench/plot.py numerics.json -o numerics.png             what gradwire-bench numerics --json measured
+    bench/plot.py experiments.json -o experiments.png       what bench/experiments.py measured
 
 Beside compare.json lie the runs' logs, compare.0.jsonl and so on (docs/formats.md).
 """
@@ -248,14 +249,25 @@ def draw_numerics(rows, path):
     plt.close(figure)
 
 
-def numerics_of(paths):
-    """The rows of `gradwire-bench numerics --json`, or None when the files are something else."""
+def document_of(paths):
+    """What the one JSON file holds, or None."""
     if len(paths) != 1 or not paths[0].endswith(".json"):
         return None
     try:
-        rows = json.loads(pathlib.Path(paths[0]).read_text())
+        return json.loads(pathlib.Path(paths[0]).read_text())
     except (OSError, ValueError):
         return None  # load() says what is wrong
+
+
+def experiments_of(paths):
+    """The result of bench/experiments.py, or None when the files are something else."""
+    document = document_of(paths)
+    return document if isinstance(document, dict) and {"settings", "items"} <= set(document) else None
+
+
+def numerics_of(paths):
+    """The rows of `gradwire-bench numerics --json`, or None when the files are something else."""
+    rows = document_of(paths)
     return rows if rows and isinstance(rows, list) and "lossy_steps" in rows[0] and "rel_error" in rows[0] else None
 
 
@@ -264,8 +276,11 @@ def main():
     parser.add_argument("files", nargs="+", help="compare.json, run logs (.jsonl), or numerics.json")
     parser.add_argument("-o", "--output", default="report.png", help="picture to write (default: report.png)")
     arguments = parser.parse_args()
-    numerics = numerics_of(arguments.files)
-    if numerics:
+    numerics, experiments = numerics_of(arguments.files), experiments_of(arguments.files)
+    if experiments:
+        import plot_experiments
+        plot_experiments.draw(experiments, arguments.output)
+    elif numerics:
         draw_numerics(numerics, arguments.output)
     else:
         draw(load(arguments.files), arguments.output)
