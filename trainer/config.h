@@ -95,6 +95,8 @@ struct TrainConfig {
   int checkpoint_keep = 3;           // how many stay
   std::string resume;                // the checkpoint to go on from; empty: from the beginning
 
+  bool measure_peak = false;  // of product and copy, before the first step (measure/peaks.h)
+
   double timeout_s = 60;  // how long a rank waits for a peer in one operation
 
   // Images that one optimizer step takes, over all ranks.

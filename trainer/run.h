@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <string>
 
 #include "trainer/config.h"
@@ -20,7 +21,9 @@ struct RunInfo {
   std::string schedule_reason;      // Reducer::schedule_reason()
   std::string reducer;              // Reducer::describe()
   int64_t reducer_extra_bytes = 0;  // device memory per rank for residuals, factors and staging
-  int64_t first_step = 0;           // 0, or what the checkpoint had done that the run goes on from
+  double peak_tflops = std::numeric_limits<double>::quiet_NaN();  // measured; NaN: not (measure/peaks.h)
+  double copy_gb_per_s = std::numeric_limits<double>::quiet_NaN();
+  int64_t first_step = 0;  // 0, or what the checkpoint had done that the run goes on from
 };
 
 // One optimizer step, as seen by rank 0. A time that was not measured is NaN.
@@ -35,10 +38,11 @@ struct StepRecord {
   uint64_t dense_bytes = 0;    // what it would have sent in FP32 with the same schedule
   double comm_ms = 0;          // on the reducer's stream, compression included
   double exposed_comm_ms = 0;  // how long the optimizer waited for communication
-  double data_ms = 0;          // how long the step waited for its batch
+  double data_ms = 0;          // how long the device stood still because the batch was not there
   double forward_ms = 0;
   double backward_ms = 0;
   double optimizer_ms = 0;
+  double tflops = 0;  // of rank 0's device: the products of all ranks on it, over step_ms
 };
 
 // The whole test set, over all ranks.

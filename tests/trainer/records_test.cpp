@@ -53,6 +53,8 @@ StepRecord step(int64_t index, double loss, uint64_t wire = 100) {
   s.wire_bytes = wire;
   s.dense_bytes = 400;
   s.exposed_comm_ms = 1.5;
+  s.data_ms = index == 0 ? 4 : 0;
+  s.tflops = 0.5;
   return s;
 }
 
@@ -73,12 +75,15 @@ TEST(Records, EachHasTheFieldsOfItsType) {
   EXPECT_EQ(run["schedule"], "ring");
   EXPECT_EQ(run["model"]["name"], "vit_tiny");
   EXPECT_EQ(run["train_images"], 20);
+  EXPECT_EQ(run["augment"], "none");
+  EXPECT_TRUE(run["peak_tflops"].is_null());  // not measured
 
   json s = json::parse(step_record(step(7, 0.5)));
   EXPECT_EQ(s["type"], "step");
   EXPECT_EQ(s["step"], 7);
-  for (const char* field : {"loss", "lr", "step_ms", "images_per_s", "wire_bytes", "dense_bytes", "comm_ms",
-                            "exposed_comm_ms", "data_ms", "forward_ms", "backward_ms", "optimizer_ms"}) {
+  for (const char* field :
+       {"loss", "lr", "step_ms", "images_per_s", "wire_bytes", "dense_bytes", "comm_ms", "exposed_comm_ms",
+        "data_ms", "forward_ms", "backward_ms", "optimizer_ms", "tflops"}) {
     EXPECT_TRUE(s[field].is_number()) << field;
   }
   json e = json::parse(
@@ -125,6 +130,13 @@ TEST(Records, SummaryHoldsMediansAndTheLastEvaluation) {
   EXPECT_EQ(summary.test_accuracy, 0.9);
   EXPECT_EQ(summary.final_loss, 2.0);
   EXPECT_EQ(summary.schedule, "two_shot");
+  EXPECT_EQ(summary.tflops, 0.5);
+  EXPECT_EQ(summary.data_wait_share, 4.0 / 33.0);  // of all steps, not of the median one
+  EXPECT_FALSE(summary.peak_fraction);
+  RunInfo measured = info("two_shot");
+  measured.peak_tflops = 2;
+  summarizer.on_run(measured);
+  EXPECT_EQ(summarizer.summary(2.5).peak_fraction, 0.25);
 }
 
 TEST(Records, FinalLossIsTheMeanOfTheLastSteps) {

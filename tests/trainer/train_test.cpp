@@ -10,6 +10,7 @@
 #include "kernels/error.h"
 #include "kernels/thread_pool.h"
 #include "trainer/data/dataset.h"
+#include "trainer/model/flops.h"
 #include "trainer/run.h"
 #include "trainer/train/board.h"
 #include "trainer/train/memory.h"
@@ -143,6 +144,7 @@ TEST_P(TrainTest, RanksAndAccumulationSplitTheSameGlobalBatch) {
 
 TEST_P(TrainTest, RecordsSayWhatHappened) {
   TrainConfig c = config(2, "bf16");
+  c.measure_peak = true;
   c.steps = 27;  // an epoch has 192 / 16 = 12 steps
   Recorder r = train(c);
   EXPECT_EQ(r.runs, 1);
@@ -151,6 +153,8 @@ TEST_P(TrainTest, RecordsSayWhatHappened) {
   EXPECT_GE(r.info.buckets, 1);
   EXPECT_NE(r.info.schedule, "none");
   EXPECT_NE(r.info.schedule, "auto");
+  EXPECT_GT(r.info.peak_tflops, 0);
+  EXPECT_GT(r.info.copy_gb_per_s, 0);
   ASSERT_EQ(r.steps.size(), 27u);
   for (size_t s = 0; s < r.steps.size(); ++s) {
     const StepRecord& step = r.steps[s];
@@ -167,6 +171,8 @@ TEST_P(TrainTest, RecordsSayWhatHappened) {
     EXPECT_GT(step.comm_ms, 0);
     EXPECT_GE(step.step_ms, step.data_ms + step.forward_ms + step.backward_ms + step.optimizer_ms - 1e-6);
     EXPECT_NEAR(step.images_per_s * step.step_ms, 1e3 * 16, 1e-6);
+    // All ranks are on one device.
+    EXPECT_NEAR(step.tflops * step.step_ms * 1e9, training_flops_per_image(c.model) * 16, 1);
   }
   // After each epoch and at the end, on every image, when all steps before it are reported.
   ASSERT_EQ(r.evals.size(), 3u);

@@ -161,6 +161,10 @@ void add_run_options(CLI::App& command, Options& o) {
   add_path(command, "--init", o.init, "FILE",
            "Start from these weights: safetensors, with torchvision's names")
       ->group("Checkpoints");
+  add_word(command, "--measure-peak", o.measure_peak,
+           "on, off or auto: measure first what products and copies the device can do at best, which takes "
+           "0.2 s; auto: unless the run is short")
+      ->group("Output");
   add_number(command, "--log-every", o.log_every, "Off a terminal: steps between lines")->group("Output");
   command
       .add_flag("--dry-run", o.dry_run,

@@ -9,9 +9,13 @@
 #include "kernels/thread_pool.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/folder.h"
+#include "trainer/model/flops.h"
 
 namespace gradwire {
 namespace {
+
+// Measuring a peak takes a fifth of a second, which a shorter run is not worth.
+constexpr double kPeakRunFlops = 1e12;
 
 std::string number(double value) {
   char text[32];
@@ -287,6 +291,14 @@ Resolved resolve(const Options& o) {
     throw BadInput("--warmup " + std::to_string(config.warmup_steps) + " is longer than the run of " +
                    std::to_string(config.steps) + " steps");
   }
+  enum class Measure { automatic, on, off };
+  const Measure measure =
+      choose<Measure>("--measure-peak", o.measure_peak,
+                      {{"auto", Measure::automatic}, {"on", Measure::on}, {"off", Measure::off}});
+  const double run_flops = training_flops_per_image(config.model) *
+                           static_cast<double>(config.global_batch()) * static_cast<double>(config.steps);
+  config.measure_peak =
+      measure == Measure::on || (measure == Measure::automatic && run_flops >= kPeakRunFlops);
   resolve_checkpoints(o, per_epoch, out);
   return out;
 }

@@ -37,6 +37,7 @@ struct Options {
   std::string init, checkpoint, resume;
   std::optional<int64_t> checkpoint_every;  // default: an epoch
   std::optional<int> checkpoint_keep;
+  std::string measure_peak = "auto";
   int64_t log_every = 1;
   bool dry_run = false;
 };

@@ -156,6 +156,8 @@ std::string summary_line(const RunSummary& summary) {
   if (summary.test_accuracy) text += "test accuracy " + percent(summary.test_accuracy) + ", ";
   text += format("loss %.4f, %s ms per step, %s images/s", summary.final_loss,
                  milliseconds(summary.step_ms).c_str(), human_count(summary.images_per_s).c_str());
+  text += format(", %.3g TFLOP/s per device", summary.tflops);
+  if (summary.peak_fraction) text += format(", %.0f %% of the measured peak", 100 * *summary.peak_fraction);
   if (summary.ratio) {
     text += format(", %s sent per step and rank (%.2fx less than FP32), waited %s ms for it",
                    human_bytes(summary.wire_bytes).c_str(), *summary.ratio,

@@ -75,6 +75,8 @@ std::string run_record(const TrainConfig& config, const DataSplits& data, const 
   json["schedule"] = info.schedule;
   json["schedule_reason"] = info.schedule_reason;
   json["reducer_extra_bytes"] = info.reducer_extra_bytes;
+  json["peak_tflops"] = info.peak_tflops;
+  json["copy_gb_per_s"] = info.copy_gb_per_s;
   return line(json);
 }
 
@@ -93,7 +95,8 @@ std::string step_record(const StepRecord& step) {
                    {"data_ms", step.data_ms},
                    {"forward_ms", step.forward_ms},
                    {"backward_ms", step.backward_ms},
-                   {"optimizer_ms", step.optimizer_ms}});
+                   {"optimizer_ms", step.optimizer_ms},
+                   {"tflops", step.tflops}});
 }
 
 std::string eval_record(const EvalRecord& eval) {
@@ -157,6 +160,9 @@ std::string summary_record(const RunSummary& summary) {
                    {"forward_ms", summary.forward_ms},
                    {"backward_ms", summary.backward_ms},
                    {"optimizer_ms", summary.optimizer_ms},
+                   {"data_wait_share", summary.data_wait_share},
+                   {"tflops", summary.tflops},
+                   {"peak_fraction", or_null(summary.peak_fraction)},
                    {"total_wire_bytes", summary.total_wire_bytes}});
 }
 

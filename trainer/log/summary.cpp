@@ -45,6 +45,11 @@ RunSummary Summarizer::summary(double seconds) const {
   summary.forward_ms = median_of(&StepRecord::forward_ms);
   summary.backward_ms = median_of(&StepRecord::backward_ms);
   summary.optimizer_ms = median_of(&StepRecord::optimizer_ms);
+  summary.tflops = median_of(&StepRecord::tflops);
+  if (std::isfinite(info_.peak_tflops)) summary.peak_fraction = summary.tflops / info_.peak_tflops;
+  double data_ms = 0, all_ms = 0;
+  for (const StepRecord& step : steps_) data_ms += step.data_ms, all_ms += step.step_ms;
+  summary.data_wait_share = data_ms / all_ms;
   if (summary.wire_bytes > 0) summary.ratio = summary.dense_bytes / summary.wire_bytes;
   for (const StepRecord& step : steps_) summary.total_wire_bytes += step.wire_bytes;
 

@@ -21,8 +21,11 @@ struct RunSummary {
   double wire_bytes = 0, dense_bytes = 0;
   double comm_ms = 0, exposed_comm_ms = 0;
   double data_ms = 0, forward_ms = 0, backward_ms = 0, optimizer_ms = 0;
-  uint64_t total_wire_bytes = 0;  // of rank 0, over the whole run
-  std::optional<double> ratio;    // dense_bytes / wire_bytes; none when nothing was sent
+  double tflops = 0;                    // per device
+  double data_wait_share = 0;           // of the time of all steps, how much the device waited for batches
+  std::optional<double> peak_fraction;  // tflops / the measured peak; none when that was not measured
+  uint64_t total_wire_bytes = 0;        // of rank 0, over the whole run
+  std::optional<double> ratio;          // dense_bytes / wire_bytes; none when nothing was sent
   std::string schedule;
 };
 

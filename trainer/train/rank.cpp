@@ -5,6 +5,7 @@
 #include <string>
 
 #include "kernels/error.h"
+#include "trainer/model/flops.h"
 #include "trainer/train/layout.h"
 #include "trainer/train/parameter_hash.h"
 #include "trainer/train/schedule.h"
@@ -24,6 +25,12 @@ LoaderOptions train_loader(const TrainConfig& config, const Communicator& comm, 
           .first_batch = first_batch,
           .slots = 2,  // one trains while the other is loaded
           .device = comm.device()};
+}
+
+// Of a step, by all ranks on rank 0's device. Processes have a GPU each, or a share of the cores.
+int64_t images_per_device(const TrainConfig& config) {
+  const auto here = std::count(config.devices.begin(), config.devices.end(), config.devices.front());
+  return (config.processes ? 1 : here) * config.batch_size * config.accumulate;
 }
 
 // In rank order, so that a double's rounding is the same in every run.
@@ -129,6 +136,8 @@ void RankTrainer::announce() {
                            .schedule_reason = reducer_.schedule_reason(),
                            .reducer = reducer_.describe(),
                            .reducer_extra_bytes = reducer_.extra_bytes(),
+                           .peak_tflops = shared_.peaks.tflops,
+                           .copy_gb_per_s = shared_.peaks.copy_gb_per_s,
                            .first_step = start_.step});
 }
 
@@ -195,6 +204,8 @@ void RankTrainer::harvest(Slot& slot, const Event* next_start) {
     record.backward_ms += elapsed_ms(marks.backward, marks.done);
   }
   record.optimizer_ms = elapsed_ms(slot.reduced, slot.end);
+  record.tflops = training_flops_per_image(config_.model) * static_cast<double>(images_per_device(config_)) /
+                  (record.step_ms * 1e9);
   shared_.observer.on_step(record);
 }
 

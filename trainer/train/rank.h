@@ -15,6 +15,7 @@
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/data/dataset.h"
 #include "trainer/data/loader.h"
+#include "trainer/measure/peaks.h"
 #include "trainer/model/vit.h"
 #include "trainer/run.h"
 #include "trainer/train/board.h"
@@ -31,6 +32,7 @@ struct SharedRun {
   RunObserver& observer;  // called by rank 0 only
   Board& board;
   InitialWeights& initial;
+  const Peaks& peaks;
 };
 
 class RankTrainer {

@@ -114,7 +114,8 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
   std::unique_ptr<RankTrainer> trainer;
   NoteBoard board(comm);
   InitialWeights initial(config.seed, config.init);
-  const SharedRun shared{config, data, observer, board, initial};
+  Peaks peaks;
+  const SharedRun shared{config, data, observer, board, initial, peaks};
   try {
     check(config, data);
     check_agreement(config, data, comm);
@@ -122,6 +123,11 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
       comm.set_ranks_per_node(config.ranks_per_node);
     } else {
       comm.agree_on_ranks_per_node(config.ranks_here);
+    }
+    if (config.measure_peak) {  // rank 0 alone, while the others leave the machine to it
+      comm.barrier();
+      if (comm.rank() == 0) peaks = measure_peaks(comm.device(), config.precision);
+      comm.barrier();
     }
     trainer = std::make_unique<RankTrainer>(shared, comm);
     trainer->run();
@@ -140,7 +146,8 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
   for (auto& comm : comms) comm->set_ranks_per_node(config.ranks_per_node);
   LocalBoard board(config.ranks(), timeout);
   InitialWeights initial(config.seed, config.init);
-  const SharedRun shared{config, data, observer, board, initial};
+  const Peaks peaks = config.measure_peak ? measure_peaks(config.devices.front(), config.precision) : Peaks{};
+  const SharedRun shared{config, data, observer, board, initial, peaks};
   Failure failure(comms, board);
 
   auto run_rank = [&](int rank) {

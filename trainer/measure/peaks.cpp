@@ -1,0 +1,119 @@
+#include "trainer/measure/peaks.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#include "kernels/host/simd.h"
+#include "kernels/math/random.h"
+#include "kernels/thread_pool.h"
+
+namespace gradwire {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr double kBudgetMs = 40;  // of each measurement, after one run to warm up
+constexpr int kLeastRuns = 2, kMostRuns = 20;
+
+// Milliseconds of the fastest of several runs of `work`, which enqueues on `stream`.
+double fastest_ms(const Stream& stream, const std::function<void()>& work) {
+  Event begin = Event::create(stream.device()), end = Event::create(stream.device());
+  work();
+  stream.synchronize();
+  double best = std::numeric_limits<double>::infinity();
+  const auto start = Clock::now();
+  for (int run = 0; run < kMostRuns; ++run) {
+    begin.record(stream);
+    work();
+    end.record(stream);
+    end.synchronize();
+    best = std::min(best, elapsed_ms(begin, end));
+    const std::chrono::duration<double, std::milli> taken = Clock::now() - start;
+    if (run + 1 >= kLeastRuns && taken.count() > kBudgetMs) break;
+  }
+  return best;
+}
+
+// Values in (-1, 1). Of constants a GPU multiplies faster than of anything real.
+Buffer random_matrix(const Stream& stream, int64_t count) {
+  constexpr int64_t kDrawn = 1 << 18;
+  std::vector<float> drawn(static_cast<size_t>(std::min(count, kDrawn)));
+  for (size_t i = 0; i < drawn.size(); ++i) {
+    drawn[i] = 2 * uniform01(philox(1, 0x5045'0001, i / 4).v[i % 4]) - 1;
+  }
+  Buffer matrix = make_buffer<float>(stream.device(), count);
+  for (int64_t at = 0; at < count; at += kDrawn) {
+    copy(stream, matrix.as<float>() + at, drawn.data(),
+         static_cast<size_t>(std::min(kDrawn, count - at)) * sizeof(float));
+  }
+  stream.synchronize();
+  return matrix;
+}
+
+double product_tflops(const Stream& stream, Precision precision) {
+  const bool host = stream.device().is_host();
+  const int64_t n = host ? 768 : precision == Precision::fp32 ? 4096 : 8192;
+  // On the host each product of a batch is one thread's, without seams between pieces.
+  const int64_t batch = host ? host_threads() : 1;
+  const Buffer a = random_matrix(stream, n * n), b = random_matrix(stream, n * n);
+  const Buffer c = make_buffer<float>(stream.device(), batch * n * n);
+  const double ms = fastest_ms(stream, [&] {
+    gemm(stream, {.m = n,
+                  .n = n,
+                  .k = n,
+                  .a = a.as<const float>(),
+                  .lda = n,
+                  .b = b.as<const float>(),
+                  .ldb = n,
+                  .c = c.as<float>(),
+                  .ldc = n,
+                  .stride_c = n * n,
+                  .batch = batch,
+                  .precision = precision});
+  });
+  return 2.0 * static_cast<double>(batch * n) * static_cast<double>(n * n) / (ms * 1e9);
+}
+
+// Past the caches: a plain store reads its line first, and then two thirds of the bandwidth are the most.
+void copy_piece(std::byte* to, const std::byte* from, int64_t bytes) {
+  using Vector [[gnu::vector_size(16), gnu::may_alias]] = float;
+  for (int64_t i = 0; i < bytes; i += 16) {
+    host::stream_store(to + i, *reinterpret_cast<const Vector*>(from + i));
+  }
+  host::stream_fence();
+}
+
+double copy_gb_per_s(const Stream& stream) {
+  const bool host = stream.device().is_host();
+  const int64_t bytes = host ? 64 << 20 : 256 << 20;
+  const Buffer from(stream.device(), static_cast<size_t>(bytes)), to(stream.device(), from.bytes());
+  fill_zero(stream, from.data(), from.bytes());
+  double ms = std::numeric_limits<double>::infinity();
+  if (host) {
+    auto* out = to.as<std::byte>();
+    auto* in = from.as<const std::byte>();
+    for (bool past : {true, false}) {
+      ms = std::min(ms, fastest_ms(stream, [&] {
+                      parallel_for(bytes, 1 << 20, [&](int64_t begin, int64_t end) {
+                        if (past) return copy_piece(out + begin, in + begin, end - begin);
+                        std::memcpy(out + begin, in + begin, static_cast<size_t>(end - begin));
+                      });
+                    }));
+    }
+  } else {
+    ms = fastest_ms(stream, [&] { copy(stream, to.data(), from.data(), from.bytes()); });
+  }
+  return 2.0 * static_cast<double>(bytes) / (ms * 1e6);
+}
+
+}  // namespace
+
+Peaks measure_peaks(Device device, Precision precision) {
+  const Stream stream = device.is_host() ? Stream::immediate_host() : Stream::create(device, "peaks");
+  return {.tflops = product_tflops(stream, precision), .copy_gb_per_s = copy_gb_per_s(stream)};
+}
+
+}  // namespace gradwire

@@ -1,0 +1,24 @@
+// How fast a device multiplies matrices and copies memory, measured: what TFLOP/s in the log are a fraction
+// of.
+#pragma once
+
+#include <limits>
+
+#include "kernels/device.h"
+#include "kernels/gemm.h"
+
+namespace gradwire {
+
+// NaN: not measured.
+struct Peaks {
+  double tflops = std::numeric_limits<double>::quiet_NaN();         // of a large product of random matrices
+  double copy_gb_per_s = std::numeric_limits<double>::quiet_NaN();  // bytes read and written together
+};
+
+// Blocks; about a tenth of a second, with nothing else running on the device.
+//   product: host: 768^3 FP32, one on each of the process' threads; CUDA: 8192^3 (FP32: 4096^3) in
+//   `precision` copy: 64 MiB on all threads; CUDA: 256 MiB
+// Each is the best of several runs.
+Peaks measure_peaks(Device device, Precision precision);
+
+}  // namespace gradwire
