@@ -129,6 +129,7 @@ void RankTrainer::run() {
 }
 
 void RankTrainer::announce() {
+  const Peaks peaks = shared_.peaks != nullptr ? *shared_.peaks : Peaks{};
   shared_.observer.on_run({.parameters = count_elements(model_.parameters()),
                            .tensors = reducer_.tensors(),
                            .buckets = reducer_.buckets(),
@@ -136,8 +137,8 @@ void RankTrainer::announce() {
                            .schedule_reason = reducer_.schedule_reason(),
                            .reducer = reducer_.describe(),
                            .reducer_extra_bytes = reducer_.extra_bytes(),
-                           .peak_tflops = shared_.peaks.tflops,
-                           .copy_gb_per_s = shared_.peaks.copy_gb_per_s,
+                           .peak_tflops = peaks.tflops,
+                           .copy_gb_per_s = peaks.copy_gb_per_s,
                            .first_step = start_.step});
 }
 

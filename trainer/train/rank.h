@@ -32,7 +32,7 @@ struct SharedRun {
   RunObserver& observer;  // called by rank 0 only
   Board& board;
   InitialWeights& initial;
-  const Peaks& peaks;
+  const Peaks* peaks = nullptr;  // null: not measured
 };
 
 class RankTrainer {

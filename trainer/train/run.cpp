@@ -115,7 +115,7 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
   NoteBoard board(comm);
   InitialWeights initial(config.seed, config.init);
   Peaks peaks;
-  const SharedRun shared{config, data, observer, board, initial, peaks};
+  const SharedRun shared{config, data, observer, board, initial, &peaks};
   try {
     check(config, data);
     check_agreement(config, data, comm);
@@ -147,7 +147,7 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
   LocalBoard board(config.ranks(), timeout);
   InitialWeights initial(config.seed, config.init);
   const Peaks peaks = config.measure_peak ? measure_peaks(config.devices.front(), config.precision) : Peaks{};
-  const SharedRun shared{config, data, observer, board, initial, peaks};
+  const SharedRun shared{config, data, observer, board, initial, &peaks};
   Failure failure(comms, board);
 
   auto run_rank = [&](int rank) {
