@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Everything a machine with a GPU can tell about Gradwire, in under 10 minutes; results into docs/results/.
+# Everything a machine with a GPU can tell about Gradwire, in 10 to 15 minutes; results into docs/results/.
 #
 #   make gpu-check                          builds, then runs this
 #   scripts/gpu_check.sh [OUTPUT FOLDER]    runs a build, or a bundle (scripts/bundle.sh) where nothing can be built
+#   GPU_CHECK_ONLY=REGEX scripts/gpu_check.sh    only the steps whose name matches, 'bench-training' for example
 #
 # Every GPU test; compute-sanitizer's memcheck, racecheck and initcheck over the kernels' tests; the benches, with
 # PyTorch's own code as the peer; registers and shared memory per kernel. Each step has a deadline, and a step that fails
@@ -60,6 +61,7 @@ failed=0
 step() {
   local name=$1 deadline=$2 begin=$SECONDS status=ok rc
   shift 2
+  [[ $name =~ ${GPU_CHECK_ONLY:-.} ]] || return 0
   timeout --kill-after=5 "$deadline" "$@" > "$out/$name.log" 2>&1
   rc=$?
   [ $rc -eq 0 ] || { status="FAILED ($rc)"; failed=$((failed + 1)); }
@@ -67,6 +69,7 @@ step() {
   printf '%s\t%s\t%d\n' "$name" "$status" $((SECONDS - begin)) | tee -a "$out/steps.tsv"
 }
 absent() {
+  [[ $1 =~ ${GPU_CHECK_ONLY:-.} ]] || return 0
   failed=$((failed + 1))
   printf '%s\t%s\t0\n' "$1" "NOT RUN: $2" | tee -a "$out/steps.tsv"
 }
@@ -131,6 +134,13 @@ specs=(--compression bf16 --compression fp8 --compression powersgd:rank=1 --comp
 step bench-hook 100 "$bin/gradwire-bench" hook --model vit_l_32 --device cuda "${specs[@]}" --peer --json "$out/hook.json"
 step bench-orthonormalize 60 "$bin/gradwire-bench" orthonormalize --model vit_l_32 --device cuda --rank 4 --rank 32 --peer \
   --json "$out/orthonormalize.json"
+
+# ViT-L/32's steps beside PyTorch's, eager and compiled; compiling takes most of the time.
+if "$python" -c 'import torch' 2> /dev/null; then
+  step bench-training 400 "$python" bench/gpu_peer.py --gradwire "$bin/gradwire" --json "$out/training.json"
+else
+  absent bench-training "no PyTorch for $python"
+fi
 
 # Eight ranks share the one GPU: right sums with every schedule and wire; the times say little.
 step bench-collectives 60 "$bin/gradwire-bench" collectives --transport local --device cuda --ranks 8 -b 1M -e 16M -f 16 -n 5 \
