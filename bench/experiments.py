@@ -98,6 +98,20 @@ def fast_items(arguments, best):
     return items
 
 
+def trace_items(arguments, best):
+    """One run each of three modes, for pictures of a step."""
+    items = []
+    for method, mb in (("fp32", None), ("16bit", best["gradwire", "16bit"]), ("powersgd4", None)):
+        path = trace_path(arguments.json, method)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        items.append(item(arguments, "gradwire", method, mb, "trace", extra=["--trace", str(path), "--trace-steps", "5:8"]))
+    return items
+
+
+def trace_path(result, method):
+    return result.parent.resolve() / (result.stem + "-traces") / f"{method}.json"
+
+
 class Session:
     """Runs plans, on shaped links or without, and keeps what they measured."""
 
@@ -112,7 +126,7 @@ class Session:
         folder.mkdir()
         arguments = self.arguments
         flags = [*model_flags(MODEL), "--data", "synthetic:512", "--device", "host", "--batch-size", str(arguments.batch_size),
-                 "--optimizer", "sgd", "--lr", "0.01", "--momentum", "0", "--eval-every", "0", "--timeout-s", "60"]
+                 "--optimizer", "sgd", "--lr", "0.01", "--momentum", "0", "--eval-every", "0", "--timeout-s", "60", "--measure-peak", "off"]
         peer = {"threads": arguments.threads, "model": MODEL, "batch_size": arguments.batch_size, "lr": 0.01, "momentum": 0.0,
                 "timeout_s": 60}
         if arguments.no_peer:
@@ -248,6 +262,9 @@ def measure(arguments):
         best = session.best()
         print("== Every mode, on links of " + arguments.rate, flush=True)
         session.shaped(main_items(arguments, best))
+        if not arguments.quick:
+            print("== Traces of a step", flush=True)
+            session.shaped(trace_items(arguments, best))
         if not arguments.no_fast:
             print("== Fast links", flush=True)
             session.loopback(fast_items(arguments, best))
@@ -314,6 +331,11 @@ def render(path):
     if plot:
         plot.draw(document, ROOT / "docs" / "experiments.png")
         print("Written: docs/experiments.png")
+        for method, *_ in report.METHODS:
+            trace = trace_path(path, method)
+            if trace.exists():
+                subprocess.run([sys.executable, str(HERE / "plot.py"), str(trace), "-o",
+                                str(ROOT / "docs" / f"timeline-{method}.png")], check=True)
 
 
 ACCURACY_SPECS, ACCURACY_SEEDS = ("fp32", "bf16", "powersgd:rank=4"), (0, 1, 2)
