@@ -64,7 +64,8 @@ def sweep_items(arguments):
             items.append(item(arguments, "gradwire", method, mb, "sweep"))
             if method == "fp32" or (method == "16bit" and mb in (8, 4)):
                 items.append(item(arguments, "pytorch", method, mb, "sweep"))
-    return items
+    # Aborts, where it does as this is written; whoever has a version that does not will see it here.
+    return [*items, item(arguments, "pytorch", "powersgd4", 8, "sweep")]
 
 
 def main_items(arguments, best):
@@ -268,12 +269,13 @@ def measure(arguments):
         if not arguments.no_fast:
             print("== Fast links", flush=True)
             session.loopback(fast_items(arguments, best))
-        document = {"schema": 1, "settings": settings(arguments, session.items), "items": session.items}
-        write(arguments.json, document)
-        show(report.Result(document))
-        print(f"\nResult: {arguments.json}; bench/experiments.py render {arguments.json} puts it into docs/experiments.md")
-    finally:
+    finally:  # what was measured before something failed is kept, too
         shutil.rmtree(session.folder, ignore_errors=True)
+        if session.items:
+            document = {"schema": 1, "settings": settings(arguments, session.items), "items": session.items}
+            write(arguments.json, document)
+    show(report.Result(document))
+    print(f"\nResult: {arguments.json}; bench/experiments.py render {arguments.json} puts it into docs/experiments.md")
 
 
 def page_text(result):

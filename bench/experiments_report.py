@@ -246,7 +246,7 @@ def errors(result):
         if "error" in i:
             seen.setdefault((i["who"], i["method"], bool(i["bucket_mb"])), i["error"])
     sides = {"gradwire": "Gradwire", "pytorch": "PyTorch"}
-    return [f"{sides[who]} {NAMES.get(method, method)}, {'buckets' if many else 'one bucket'}: {why}"
+    return [f"{sides[who]} {NAMES.get(method, method)}, {'buckets' if many else 'one bucket'}: {why[:160]}"
             for (who, method, many), why in seen.items()]
 
 
