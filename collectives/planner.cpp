@@ -98,7 +98,7 @@ SchedulePlanner::Choice SchedulePlanner::choose(int64_t count, Wire wire) const 
             !chosen       ? reason_
             : world_ == 1 ? "a world of 1"
                           : "of two ranks, all schedules are the same",
-            0};
+            predicted_us(candidates_[0], count, wire)};
   }
   struct Option {
     const Candidate* candidate;

@@ -29,7 +29,7 @@ class SchedulePlanner {
   struct Choice {
     Schedule schedule;
     std::string reason;       // "asked for", or what was predicted for each
-    double predicted_us = 0;  // 0 when asked for
+    double predicted_us = 0;  // from costs(), which nobody has measured where the spec asks for a schedule
   };
   // For `count` floats in this wire format. Cheap enough to be called for every allreduce.
   Choice choose(int64_t count, Wire wire) const;

@@ -397,6 +397,19 @@ class Processes(CommandTest):
         self.assertEqual(self.files(), ["out.0.jsonl", "out.1.jsonl", "out.json"])
         self.assertEqual([r["ranks"] for r in json.loads((self.folder / "out.json").read_text())], [2, 2])
 
+    def test_doctor(self):
+        ends = self.run_processes(2, "doctor", "--model", "vit_tiny", "--batch-size", 8, "--timeout-s", 60, "--device", "host",
+                                  "--json", "doctor.json")
+        self.assertEqual(ends[1][:2], ("", ""), "only rank 0 speaks")
+        for word in ("Links between 2 ranks, transport gloo", "rank 1", "Prediction: vit_tiny", "Recommendation: "):
+            self.assertIn(word, ends[0][0])
+        found = json.loads((self.folder / "doctor.json").read_text())
+        self.assertEqual(found["ranks"]["world"], 2)
+        self.assertGreater(found["ranks"]["pairs"][0]["gb_per_s"], 0)
+        best = found["prediction"]["best"]
+        self.assertEqual([p["compression"] for p in best[:2]], ["fp32", "bf16"])
+        self.assertIn(found["prediction"]["recommended"], best)
+
     def test_agents_store_on_the_port(self):
         """torchrun's agent listens on MASTER_PORT itself."""
         with socket.socket() as agent:
@@ -432,8 +445,10 @@ class Doctor(CommandTest):
     def test_says_what_there_is(self):
         result = self.run_command("doctor")
         self.assertEqual(result.returncode, 0)
-        for word in ("Host", "CUDA", "threads", "SIMD", "BLAS", "compiler", "fashion-mnist", "launcher"):
+        for word in ("Host", "CUDA", "threads", "SIMD", "BLAS", "compiler", "fashion-mnist", "launcher", "Network", "Peaks"):
             self.assertIn(word, result.stdout)
+        self.assert_refused(self.run_command("doctor", "--json", "/nowhere/x.json"), "/nowhere")
+        self.assert_refused(self.run_command("doctor", "--model", "vit_z"), "vit_z")
 
     def test_help_and_version(self):
         for arguments in (["--help"], ["train", "--help"], ["compare", "--help"], ["--version"]):

@@ -7,7 +7,7 @@
 
 namespace gradwire {
 
-class PlannedTransport final : public Transport {
+class PlannedTransport : public Transport {
  public:
   PlannedTransport(int rank, int world, Device device) : rank_(rank), world_(world), device_(device) {}
 

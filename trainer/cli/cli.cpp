@@ -103,7 +103,7 @@ void add_checkpoint_options(CLI::App& command, Options& o) {
       ->group(group);
 }
 
-void add_run_options(CLI::App& command, Options& o) {
+void add_model_options(CLI::App& command, Options& o) {
   add_word(command, "--model", o.model, "vit_tiny, vit_s_16, vit_b_16, vit_b_32, vit_l_16 or vit_l_32")
       ->group("Model");
   add_number(command, "--image-size", o.image_size, "Side of the square images")->group("Model");
@@ -112,12 +112,10 @@ void add_run_options(CLI::App& command, Options& o) {
   add_number(command, "--depth", o.depth, "Encoder layers")->group("Model");
   add_number(command, "--heads", o.heads, "Attention heads; divide the width")->group("Model");
   add_number(command, "--mlp", o.mlp, "Width of the MLP's hidden layer")->group("Model");
-  add_word(command, "--data", o.data, "fashion-mnist[:DIR], cifar10:DIR or synthetic[:N]")->group("Data");
-  add_word(
-      command, "--augment", o.augment,
-      "none, flip, crop (from a border of an eighth of the side) or flip,crop: of training images, drawn "
-      "from the seed")
-      ->group("Data");
+  add_number(command, "--batch-size", o.batch_size, "Images per rank and batch")->group("Training");
+}
+
+void add_rank_options(CLI::App& command, Options& o) {
   add_number(
       command, "--ranks", o.ranks,
       "Ranks in this process, a thread each (default: 1; under torchrun, srun or mpirun each process is "
@@ -135,8 +133,18 @@ void add_run_options(CLI::App& command, Options& o) {
   add_word(command, "--device", o.device, "auto, host or cuda")->group("Ranks");
   add_number(command, "--timeout-s", o.timeout_s, "How long a rank waits for a peer before all give up")
       ->group("Ranks");
+}
+
+void add_run_options(CLI::App& command, Options& o) {
+  add_model_options(command, o);
+  add_rank_options(command, o);
+  add_word(command, "--data", o.data, "fashion-mnist[:DIR], cifar10:DIR or synthetic[:N]")->group("Data");
+  add_word(
+      command, "--augment", o.augment,
+      "none, flip, crop (from a border of an eighth of the side) or flip,crop: of training images, drawn "
+      "from the seed")
+      ->group("Data");
   add_number(command, "--bucket-mb", o.bucket_mb, "Size of a gradient bucket, in MiB")->group("Ranks");
-  add_number(command, "--batch-size", o.batch_size, "Images per rank and batch")->group("Training");
   add_number(command, "--accumulate", o.accumulate, "Batches per step, gradients averaged")
       ->group("Training");
   add_number(command, "--epochs", o.epochs,
@@ -258,16 +266,6 @@ RunSummary run_once(const Resolved& run, const TrainConfig& config, const std::s
   return summary;
 }
 
-// Joins the other processes, if this is one of several.
-std::unique_ptr<Communicator> join(const Options& o, const TrainConfig& config) {
-  if (!o.launch || o.launch->world == 1) return nullptr;
-  Device device = config.devices[static_cast<size_t>(o.launch->rank)];
-  if (device.is_cuda() && o.launch->local_rank >= 0) {
-    device = Device::cuda(o.launch->local_rank % cuda_device_count());
-  }
-  return join(*o.launch, o.rendezvous, o.timeout_s, device);
-}
-
 int train(const Options& options) {
   if (leads(options) && !options.log.empty()) check_writable(options.log);
   Resolved run = resolve(options);
@@ -373,7 +371,17 @@ int parse_and_run(int argc, char** argv) {
       ->type_name("FILE")
       ->group("Output");
 
-  CLI::App* doctor_command = app.add_subcommand("doctor", "Show devices, versions, and what is off and why");
+  CLI::App* doctor_command = app.add_subcommand("doctor",
+                                                "Show devices, versions, and what is off and why; with "
+                                                "several ranks measure their links, and say which "
+                                                "compression would pay for --model");
+  Options doctor_options = doctor_defaults();
+  add_model_options(*doctor_command, doctor_options);
+  add_rank_options(*doctor_command, doctor_options);
+  add_word(*doctor_command, "--precision", doctor_options.precision, "As in train")->group("Training");
+  doctor_command->add_option("--json", doctor_options.json, "Write everything to FILE, too")
+      ->type_name("FILE")
+      ->group("Output");
 
   std::string first = argc > 1 ? argv[1] : "";
   if (!first.empty() && first[0] != '-' && first != "train" && first != "compare" && first != "doctor") {
@@ -387,7 +395,7 @@ int parse_and_run(int argc, char** argv) {
     return report((std::string(error.what()) + "; see gradwire --help").c_str(), kBadInput);
   }
   if (doctor_command->parsed()) {
-    std::fputs(doctor_report().c_str(), stdout);
+    doctor(doctor_options);
     return kDone;
   }
   options.launch = detect_launcher();

@@ -3,9 +3,15 @@
 #include <unistd.h>
 #include <zlib.h>
 
+#include <algorithm>
 #include <cstdio>
+#include <cstdlib>
+#include <exception>
 #include <filesystem>
 #include <fstream>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <thread>
 #include <vector>
 
 #ifdef GRADWIRE_HAS_CUDA
@@ -13,13 +19,21 @@
 #include <cuda_runtime_api.h>
 #endif
 
+#include "collectives/communicator.h"
 #include "collectives/transport/gloo.h"
 #include "collectives/transport/nccl.h"
 #include "kernels/device.h"
+#include "kernels/error.h"
 #include "kernels/thread_pool.h"
 #include "trainer/cli/launcher.h"
 #include "trainer/data/dataset.h"
 #include "trainer/log/console.h"
+#include "trainer/log/run_log.h"
+#include "trainer/measure/network.h"
+#include "trainer/measure/peaks.h"
+#include "trainer/measure/ranks.h"
+#include "trainer/measure/table.h"
+#include "trainer/measure/topology.h"
 
 // Present in OpenBLAS only; another BLAS leaves it null.
 extern "C" __attribute__((weak)) char* openblas_get_config();
@@ -126,9 +140,7 @@ void add_data(Report& report) {
              there ? directory : "not found (looked in " + directory + "); make setup installs it");
 }
 
-}  // namespace
-
-std::string doctor_report() {
+std::string machine_text(const std::string& launcher) {
   Report report;
   report.title("Gradwire " GRADWIRE_VERSION);
   report.row("compiler", compiler());
@@ -162,14 +174,239 @@ std::string doctor_report() {
                                 : cuda_device_count() > 0
                                     ? "on: the same, with a GPU each (NCCL " + nccl_version() + ")"
                                     : "off: NCCL " + nccl_version() + " is here, but no GPU");
-  try {
-    std::optional<Launch> launch = detect_launcher();
-    report.row("launcher", launch ? launch->launcher + " (" + launch->variables + ")" : "none");
-  } catch (const std::exception& error) {
-    report.row("launcher", error.what());
-  }
+  report.row("launcher", launcher);
   add_data(report);
   return report.text_;
+}
+
+struct Machine {
+  GpuTopology gpus;
+  Network network;
+  NcclSettings nccl;
+};
+
+Machine look_around() {
+  Machine machine{gpu_topology(), find_network(),
+                  nccl_settings([](const char* name) { return std::getenv(name); })};
+  machine.nccl.gpus = static_cast<int>(machine.gpus.addresses.size());
+  machine.nccl.infiniband = machine.network.infiniband();
+  machine.nccl.amd = cpu_name().find("AMD") != std::string::npos;
+  return machine;
+}
+
+std::string nccl_text(const Machine& machine, const GpuPair& pair, bool one_process) {
+  return nccl_transport(pair.path, pair.peer_access, one_process, machine.nccl);
+}
+
+std::string paths_text(const Machine& machine) {
+  Report report;
+  if (!machine.gpus.pairs.empty()) {
+    report.title("Paths between GPUs");
+    report.text_ += table_text(topology_table(machine.gpus));
+    if (machine.gpus.nvlink_source != "NVML") report.text_ += "  " + machine.gpus.nvlink_source + "\n";
+    for (const GpuPair& pair : machine.gpus.pairs) {
+      report.row(std::to_string(pair.a) + " - " + std::to_string(pair.b),
+                 path_words(pair.path) + (pair.peer_access ? "" : ", no peer access") +
+                     "; NCCL: " + nccl_text(machine, pair, false));
+    }
+  }
+  report.title("Network");
+  for (const NetInterface& i : machine.network.interfaces) {
+    report.row(i.name,
+               std::string(i.up ? "up" : "not up") +
+                   (i.megabits > 0 ? ", " + human_count(static_cast<double>(i.megabits)) + " Mb/s" : ""));
+  }
+  for (const InfinibandPort& p : machine.network.ports) {
+    report.row(p.device + ":" + std::to_string(p.port), p.link + ", " + (p.active ? p.rate : "not active"));
+  }
+  if (machine.network.interfaces.empty() && machine.network.ports.empty())
+    report.row("", "no interface but loopback");
+  report.row("NCCL, machines", nccl_network(machine.nccl));
+  return "\n" + report.text_;
+}
+
+std::string peaks_text(Device device, const std::string& precision, const Peaks& peaks) {
+  char line[160];
+  std::snprintf(line, sizeof line, "%.3g TFLOP/s %s product, %.3g GB/s copied (read and written)",
+                peaks.tflops, precision.c_str(), peaks.copy_gb_per_s);
+  Report report;
+  report.title("Peaks (measured)");
+  report.row(device.name(), line);
+  return "\n" + report.text_;
+}
+
+using Json = nlohmann::ordered_json;
+
+Json machine_json(const Machine& machine) {
+  Json json{{"version", GRADWIRE_VERSION}, {"processor", cpu_name()}, {"threads", host_threads()}};
+  json["gpus"] = machine.gpus.addresses;
+  json["gpu_paths"] = Json::array();
+  for (const GpuPair& pair : machine.gpus.pairs) {
+    json["gpu_paths"].push_back({{"a", pair.a},
+                                 {"b", pair.b},
+                                 {"path", path_name(pair.path, pair.nvlinks)},
+                                 {"peer_access", pair.peer_access},
+                                 {"nccl", nccl_text(machine, pair, false)}});
+  }
+  json["network"] = Json::array();
+  for (const NetInterface& i : machine.network.interfaces) {
+    json["network"].push_back(
+        {{"name", i.name}, {"up", i.up}, {"megabits", i.megabits > 0 ? Json(i.megabits) : Json(nullptr)}});
+  }
+  json["infiniband"] = Json::array();
+  for (const InfinibandPort& p : machine.network.ports) {
+    json["infiniband"].push_back(
+        {{"device", p.device}, {"port", p.port}, {"link", p.link}, {"rate", p.rate}, {"active", p.active}});
+  }
+  json["nccl_network"] = nccl_network(machine.nccl);
+  return json;
+}
+
+Json peaks_json(const Peaks& peaks) {
+  return {{"tflops", peaks.tflops}, {"copy_gb_per_s", peaks.copy_gb_per_s}};
+}
+
+Json prediction_json(const Prediction& p) {
+  return {{"compression", p.spec},  {"bucket_mb", p.bucket_mb},   {"buckets", p.buckets},
+          {"schedule", p.schedule}, {"sent_bytes", p.sent_bytes}, {"dense_bytes", p.dense_bytes},
+          {"links_ms", p.comm_ms},  {"kernels_ms", p.codec_ms},   {"exposed_ms", p.exposed_ms},
+          {"step_ms", p.step_ms}};
+}
+
+Json ranks_json(const RanksReport& report) {
+  auto pattern = [](const LinkCosts::Pattern& p) {
+    return Json{{"latency_us", p.latency_us}, {"gb_per_s", p.bytes_per_us / 1e3}};
+  };
+  Json json{{"world", report.world},
+            {"transport", report.transport},
+            {"neighbour", pattern(report.links.neighbour)},
+            {"all_pairs", pattern(report.links.all_pairs)},
+            {"inside", pattern(report.links.inside)},
+            {"between", pattern(report.links.between)},
+            {"pairs", Json::array()}};
+  for (int a = 0; report.matrix && a < report.world; ++a) {
+    for (int b = a + 1; b < report.world; ++b) {
+      const LinkMatrix::Link& link = report.matrix->between(a, b);
+      json["pairs"].push_back(
+          {{"a", a}, {"b", b}, {"latency_us", link.latency_us}, {"gb_per_s", link.gb_per_s}});
+    }
+  }
+  return json;
+}
+
+Json recommendation_json(const RanksReport& report, const VitConfig& model) {
+  const Recommendation& r = report.recommendation;
+  Json json{{"model", model.name},
+            {"parameters", report.parameters},
+            {"batch_size", report.batch_size},
+            {"rank_tflops", report.rank_tflops},
+            {"compute_ms", report.costs.compute_ms},
+            {"optimizer_ms", report.costs.optimizer_ms},
+            {"kernels_ns_per_element", report.costs.codec_ns},
+            {"fp32_one_bucket", prediction_json(r.one_bucket)},
+            {"best", Json::array()}};
+  for (const Prediction& p : r.best) json["best"].push_back(prediction_json(p));
+  json["compress"] = r.compress();
+  json["recommended"] = prediction_json(r.best[r.chosen]);
+  return json;
+}
+
+// Every rank of this process in a thread of its own; the first error of any of them.
+RanksReport examine_threads(const TrainConfig& config, int sharing) {
+  auto comms = Communicator::create_local(
+      config.devices, std::chrono::milliseconds(static_cast<int64_t>(config.timeout_s * 1e3)));
+  RanksReport report;
+  std::mutex mutex;
+  std::exception_ptr error;
+  {
+    std::vector<std::jthread> threads;
+    for (auto& comm : comms) {
+      comm->set_ranks_per_node(config.ranks_per_node);
+      threads.emplace_back([&, mine = comm.get()] {
+        try {
+          RanksReport seen = examine_ranks(*mine, config, sharing);
+          if (mine->rank() == 0) report = std::move(seen);
+        } catch (const std::exception& failure) {
+          std::lock_guard lock(mutex);
+          if (!error) error = std::current_exception();
+          mine->abort(failure.what());
+        }
+      });
+    }
+  }
+  if (error) std::rethrow_exception(error);
+  return report;
+}
+
+RanksReport examine_processes(const TrainConfig& config, Communicator& comm) {
+  if (config.ranks_per_node > 0) {
+    comm.set_ranks_per_node(config.ranks_per_node);
+  } else {
+    comm.agree_on_ranks_per_node(config.ranks_here);
+  }
+  return examine_ranks(comm, config, 1);
+}
+
+}  // namespace
+
+Options doctor_defaults() {
+  Options options;
+  options.model = "vit_b_32";
+  options.batch_size = 32;
+  options.timeout_s = 10;
+  return options;
+}
+
+void doctor(Options options) {
+  std::string launcher = "none";
+  try {
+    options.launch = detect_launcher();
+    if (options.launch) {
+      launcher = options.launch->launcher + " (" + options.launch->variables + ")";
+      share_cores(*options.launch);
+    }
+  } catch (const BadInput& error) {
+    launcher = error.what();
+  }
+  const bool leads = !options.launch || options.launch->rank == 0;
+  if (leads && !options.json.empty()) check_writable(options.json);
+  if (!options.ranks && !options.launch && options.device != "host" && cuda_device_count() > 1) {
+    options.ranks = cuda_device_count();
+  }
+  const TrainConfig config = resolve_machine(options).config;
+  auto say = [&](const std::string& text) {
+    if (!leads) return;
+    std::fputs(text.c_str(), stdout);
+    std::fflush(stdout);
+  };
+  Json json;
+  if (leads) {
+    say(machine_text(launcher));
+    const Machine machine = look_around();
+    say(paths_text(machine));
+    json = machine_json(machine);
+  }
+  const Device device = config.devices.front();
+  if (config.ranks() == 1) {
+    const Peaks peaks = measure_peaks(device, config.precision);
+    say(peaks_text(device, name(config.precision), peaks));
+    json["peaks"] = peaks_json(peaks);
+    say("\nLinks: one rank has none; --ranks N, or torchrun, srun or mpirun, measures those between several "
+        "and\n"
+        "says which compression would pay for --model, --batch-size\n");
+  } else {
+    const auto sharing = static_cast<int>(std::count(config.devices.begin(), config.devices.end(), device));
+    const std::unique_ptr<Communicator> comm = join(options, config);
+    const RanksReport report = comm ? examine_processes(config, *comm) : examine_threads(config, sharing);
+    say(peaks_text(device, name(config.precision), report.peaks));
+    say(links_text(report));
+    say(recommendation_text(report, config.model));
+    json["peaks"] = peaks_json(report.peaks);
+    json["ranks"] = ranks_json(report);
+    json["prediction"] = recommendation_json(report, config.model);
+    if (comm) comm->barrier();  // nobody leaves while another may still ask
+  }
+  if (leads && !options.json.empty()) write_file_atomically(options.json, json.dump(2) + "\n");
 }
 
 }  // namespace gradwire

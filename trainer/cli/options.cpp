@@ -4,6 +4,7 @@
 #include <cmath>
 #include <filesystem>
 
+#include "collectives/communicator.h"
 #include "collectives/transport/nccl.h"
 #include "kernels/error.h"
 #include "kernels/thread_pool.h"
@@ -240,7 +241,7 @@ void resolve_checkpoints(const Options& o, int64_t steps_per_epoch, Resolved& ou
 
 }  // namespace
 
-Resolved resolve(const Options& o) {
+Resolved resolve_machine(const Options& o) {
   Resolved out;
   TrainConfig& config = out.config;
   check_ranges(o);
@@ -273,6 +274,12 @@ Resolved resolve(const Options& o) {
   }
 
   check_model(config.model);
+  return out;
+}
+
+Resolved resolve(const Options& o) {
+  Resolved out = resolve_machine(o);
+  TrainConfig& config = out.config;
   out.data = load_data(config.data, config.model, config.seed, config.global_batch());
   // The images decide how many channels go in and how many classes come out; their size is the user's to
   // match.
@@ -301,6 +308,15 @@ Resolved resolve(const Options& o) {
       measure == Measure::on || (measure == Measure::automatic && run_flops >= kPeakRunFlops);
   resolve_checkpoints(o, per_epoch, out);
   return out;
+}
+
+std::unique_ptr<Communicator> join(const Options& o, const TrainConfig& config) {
+  if (!o.launch || o.launch->world == 1) return nullptr;
+  Device device = config.devices[static_cast<size_t>(o.launch->rank)];
+  if (device.is_cuda() && o.launch->local_rank >= 0) {
+    device = Device::cuda(o.launch->local_rank % cuda_device_count());
+  }
+  return join(*o.launch, o.rendezvous, o.timeout_s, device);
 }
 
 }  // namespace gradwire

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -51,6 +52,13 @@ struct Resolved {
   std::string device_line;         // which device, how many ranks, and why
   std::vector<std::string> notes;  // what else the user should know
 };
+
+// What concerns the machine and the model alone: ranks, devices, model, compression, precision. Throws
+// BadInput.
+Resolved resolve_machine(const Options& options);
+
+// Joins the other processes, if this is one of several; null otherwise.
+std::unique_ptr<Communicator> join(const Options& options, const TrainConfig& config);
 
 // Checks everything that can be checked without running, and loads the data. Throws BadInput.
 Resolved resolve(const Options& options);

@@ -1,41 +1,18 @@
 #include "trainer/measure/peaks.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
-#include <functional>
 #include <vector>
 
 #include "kernels/host/simd.h"
 #include "kernels/math/random.h"
 #include "kernels/thread_pool.h"
+#include "trainer/measure/timing.h"
 
 namespace gradwire {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-constexpr double kBudgetMs = 40;  // of each measurement, after one run to warm up
-constexpr int kLeastRuns = 2, kMostRuns = 20;
-
-// Milliseconds of the fastest of several runs of `work`, which enqueues on `stream`.
-double fastest_ms(const Stream& stream, const std::function<void()>& work) {
-  Event begin = Event::create(stream.device()), end = Event::create(stream.device());
-  work();
-  stream.synchronize();
-  double best = std::numeric_limits<double>::infinity();
-  const auto start = Clock::now();
-  for (int run = 0; run < kMostRuns; ++run) {
-    begin.record(stream);
-    work();
-    end.record(stream);
-    end.synchronize();
-    best = std::min(best, elapsed_ms(begin, end));
-    const std::chrono::duration<double, std::milli> taken = Clock::now() - start;
-    if (run + 1 >= kLeastRuns && taken.count() > kBudgetMs) break;
-  }
-  return best;
-}
+constexpr double kBudgetMs = 40;  // of each measurement
 
 // Values in (-1, 1). Of constants a GPU multiplies faster than of anything real.
 Buffer random_matrix(const Stream& stream, int64_t count) {
@@ -60,20 +37,23 @@ double product_tflops(const Stream& stream, Precision precision) {
   const int64_t batch = host ? host_threads() : 1;
   const Buffer a = random_matrix(stream, n * n), b = random_matrix(stream, n * n);
   const Buffer c = make_buffer<float>(stream.device(), batch * n * n);
-  const double ms = fastest_ms(stream, [&] {
-    gemm(stream, {.m = n,
-                  .n = n,
-                  .k = n,
-                  .a = a.as<const float>(),
-                  .lda = n,
-                  .b = b.as<const float>(),
-                  .ldb = n,
-                  .c = c.as<float>(),
-                  .ldc = n,
-                  .stride_c = n * n,
-                  .batch = batch,
-                  .precision = precision});
-  });
+  const double ms = fastest_ms(
+      stream,
+      [&] {
+        gemm(stream, {.m = n,
+                      .n = n,
+                      .k = n,
+                      .a = a.as<const float>(),
+                      .lda = n,
+                      .b = b.as<const float>(),
+                      .ldb = n,
+                      .c = c.as<float>(),
+                      .ldc = n,
+                      .stride_c = n * n,
+                      .batch = batch,
+                      .precision = precision});
+      },
+      kBudgetMs);
   return 2.0 * static_cast<double>(batch * n) * static_cast<double>(n * n) / (ms * 1e9);
 }
 
@@ -96,15 +76,19 @@ double copy_gb_per_s(const Stream& stream) {
     auto* out = to.as<std::byte>();
     auto* in = from.as<const std::byte>();
     for (bool past : {true, false}) {
-      ms = std::min(ms, fastest_ms(stream, [&] {
-                      parallel_for(bytes, 1 << 20, [&](int64_t begin, int64_t end) {
-                        if (past) return copy_piece(out + begin, in + begin, end - begin);
-                        std::memcpy(out + begin, in + begin, static_cast<size_t>(end - begin));
-                      });
-                    }));
+      ms = std::min(ms, fastest_ms(
+                            stream,
+                            [&] {
+                              parallel_for(bytes, 1 << 20, [&](int64_t begin, int64_t end) {
+                                if (past) return copy_piece(out + begin, in + begin, end - begin);
+                                std::memcpy(out + begin, in + begin, static_cast<size_t>(end - begin));
+                              });
+                            },
+                            kBudgetMs));
     }
   } else {
-    ms = fastest_ms(stream, [&] { copy(stream, to.data(), from.data(), from.bytes()); });
+    ms = fastest_ms(
+        stream, [&] { copy(stream, to.data(), from.data(), from.bytes()); }, kBudgetMs);
   }
   return 2.0 * static_cast<double>(bytes) / (ms * 1e6);
 }

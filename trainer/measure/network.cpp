@@ -1,0 +1,63 @@
+#include "trainer/measure/network.h"
+
+#include <algorithm>
+#include <charconv>
+#include <filesystem>
+#include <fstream>
+
+namespace gradwire {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::string first_line(const fs::path& file) {
+  std::ifstream in(file);
+  std::string line;
+  std::getline(in, line);
+  while (!line.empty() && (line.back() == ' ' || line.back() == '\r')) line.pop_back();
+  return line;
+}
+
+std::vector<fs::path> entries(const fs::path& folder) {
+  std::vector<fs::path> found;
+  std::error_code error;
+  for (fs::directory_iterator it(folder, error), end; !error && it != end; it.increment(error)) {
+    found.push_back(it->path());
+  }
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+}  // namespace
+
+bool Network::infiniband() const {
+  return std::any_of(ports.begin(), ports.end(), [](const InfinibandPort& port) { return port.active; });
+}
+
+Network find_network(const std::string& sys) {
+  Network network;
+  for (const fs::path& folder : entries(fs::path(sys) / "class/net")) {
+    NetInterface interface { .name = folder.filename().string() };
+    if (interface.name == "lo" || !fs::is_directory(folder)) continue;
+    interface.up = first_line(folder / "operstate") == "up";
+    const std::string speed = first_line(folder / "speed");
+    int64_t megabits = -1;
+    std::from_chars(speed.data(), speed.data() + speed.size(), megabits);
+    interface.megabits = megabits > 0 ? megabits : -1;
+    network.interfaces.push_back(interface);
+  }
+  for (const fs::path& device : entries(fs::path(sys) / "class/infiniband")) {
+    for (const fs::path& folder : entries(device / "ports")) {
+      const std::string number = folder.filename().string();
+      InfinibandPort port{.device = device.filename().string(),
+                          .link = first_line(folder / "link_layer"),
+                          .rate = first_line(folder / "rate"),
+                          .active = first_line(folder / "state").find("ACTIVE") != std::string::npos};
+      std::from_chars(number.data(), number.data() + number.size(), port.port);
+      network.ports.push_back(port);
+    }
+  }
+  return network;
+}
+
+}  // namespace gradwire

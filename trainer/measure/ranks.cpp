@@ -1,0 +1,160 @@
+#include "trainer/measure/ranks.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "collectives/all_gather.h"
+#include "collectives/transport/planned.h"
+#include "kernels/math/random.h"
+#include "trainer/measure/timing.h"
+#include "trainer/model/flops.h"
+#include "trainer/model/parameters.h"
+#include "trainer/model/vit.h"
+
+namespace gradwire {
+namespace {
+
+constexpr double kProbeMs = 150;  // about, of one run of the model on the host
+constexpr double kProbeBudgetMs = 700, kCodecBudgetMs = 150;
+constexpr double kOptimizerBytes = 28;  // AdamW reads four floats per parameter and writes three
+
+// A group in which every exchange is done at once and brings nothing, so that a codec's kernels are all that
+// takes time.
+class SilentTransport final : public PlannedTransport {
+ public:
+  using PlannedTransport::PlannedTransport;
+  void exchange(const Stream&, const std::vector<Transfer>&, const ExchangeLabel&) override {}
+  void barrier() override {}
+};
+
+std::vector<float> random_floats(int64_t count, float scale) {
+  std::vector<float> values(static_cast<size_t>(count));
+  for (size_t i = 0; i < values.size(); i += 4) {
+    const Random4 bits = philox(1, 0x444f'0001, i / 4);
+    for (size_t k = 0; k < 4 && i + k < values.size(); ++k) {
+      values[i + k] = scale * (2 * uniform01(bits.v[k]) - 1);
+    }
+  }
+  return values;
+}
+
+// TFLOP/s of forward and backward.
+double training_tflops(const Stream& stream, const VitConfig& model, int64_t batch, Precision precision) {
+  const std::vector<VitParameter> parameters = vit_parameters(model);
+  const ParameterLayout layout = packed_layout(parameters);
+  Vit vit(model, stream, layout, {.max_batch = batch, .precision = precision});
+  vit.load(random_floats(layout.elements, 0.05f));
+  const int64_t pixels = batch * model.channels * model.image * model.image;
+  const Buffer images = make_buffer<float>(stream.device(), pixels);
+  to_device<float>(stream, images.as<float>(), random_floats(pixels, 1));
+  const Buffer labels = make_buffer<int32_t>(stream.device(), batch);
+  const Buffer totals = make_buffer<double>(stream.device(), 2);
+  const Buffer gradients = make_buffer<float>(stream.device(), layout.elements);
+  fill_zero(stream, labels.data(), labels.bytes());
+  fill_zero(stream, totals.data(), totals.bytes());
+  const double ms = fastest_ms(
+      stream,
+      [&] {
+        vit.forward(images.as<float>(), batch);
+        vit.backward(labels.as<int32_t>(), totals.as<double>(), 1.0f, gradients.as<float>(), false, {});
+      },
+      kProbeBudgetMs);
+  stream.synchronize();
+  return training_flops_per_image(model) * static_cast<double>(batch) / (ms * 1e9);
+}
+
+// The gradients of one encoder layer: what all of a large model's are like.
+std::vector<GradientTensor> layer_gradients(VitConfig model) {
+  model.depth = 1;
+  std::vector<GradientTensor> tensors;
+  for (const VitParameter& p : vit_parameters(model)) {
+    if (p.name.find("encoder_layer_0") != std::string::npos) tensors.push_back({p.name, p.shape});
+  }
+  return tensors;
+}
+
+// Nanoseconds per element that a codec's kernels take.
+double codec_ns(const Stream& stream, const std::string& spec, const std::vector<GradientTensor>& tensors,
+                int world, const LinkCosts& links) {
+  Communicator comm(std::make_unique<SilentTransport>(0, world, stream.device()));
+  comm.set_link_costs(links);
+  Reducer reducer(comm, CompressionSpec::parse(spec), tensors,
+                  {.bucket_bytes = int64_t{1} << 40, .timing = false});
+  to_device<float>(stream, reducer.gradients().as<float>(), random_floats(reducer.elements(), 1e-3f));
+  const double ms = fastest_ms(
+      stream,
+      [&] {
+        for (int i = 0; i < reducer.tensors(); ++i) reducer.ready(i, stream);
+        reducer.wait(stream);
+      },
+      kCodecBudgetMs);
+  return ms * 1e6 / static_cast<double>(reducer.elements());
+}
+
+}  // namespace
+
+RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, int sharing) {
+  RanksReport report;
+  report.world = comm.world();
+  report.transport = comm.transport().name();
+  const Stream stream = Stream::create(comm.device(), "doctor");
+  const VitConfig& model = config.model;
+
+  comm.barrier();
+  report.links = measure_link_costs(comm.transport(), stream, comm.ranks_per_node());
+  if (comm.world() > 1 && comm.world() <= kMatrixRanks) {
+    report.matrix = measure_link_matrix(comm, stream, report.links);
+  }
+  comm.barrier();
+  if (comm.rank() == 0) report.peaks = measure_peaks(comm.device(), config.precision);
+  const auto peaks = all_gather(comm.transport(), stream, {report.peaks.tflops, report.peaks.copy_gb_per_s},
+                                "what the device of rank 0 can do");
+  report.peaks = {.tflops = peaks[0][0], .copy_gb_per_s = peaks[0][1]};
+
+  report.probe = model;
+  report.probe.depth = std::min(model.depth, 2);
+  report.probe_batch = config.batch_size;
+  if (comm.device().is_host()) {
+    const double share = report.peaks.tflops / sharing;  // of the cores
+    const double images = kProbeMs * share * 1e9 / training_flops_per_image(report.probe);
+    report.probe_batch = std::clamp<int64_t>(std::llround(images), 1, config.batch_size);
+  }
+  // All ranks at once from here on, as they will be when they train.
+  std::vector<double> mine;
+  comm.barrier();
+  mine.push_back(training_tflops(stream, report.probe, report.probe_batch, config.precision));
+  comm.barrier();
+  const std::vector<std::string> specs = candidate_specs();
+  for (const std::string& spec : specs) {
+    const bool alone = comm.world() == 1;
+    mine.push_back(alone ? 0 : codec_ns(stream, spec, layer_gradients(model), comm.world(), report.links));
+  }
+  const auto all = all_gather(comm.transport(), stream, mine, "how fast each rank is");
+  StepCosts& costs = report.costs;
+  report.rank_tflops = all[0][0];
+  for (const auto& theirs : all) {
+    report.rank_tflops = std::min(report.rank_tflops, theirs[0]);
+    for (size_t i = 0; i < specs.size(); ++i) {
+      double& ns = costs.codec_ns[specs[i]];
+      ns = std::max(ns, theirs[i + 1]);
+    }
+  }
+
+  const std::vector<VitParameter> parameters = vit_parameters(model);
+  for (const VitParameter& p : parameters) costs.tensors.push_back({p.name, p.shape});
+  report.parameters = count_elements(parameters);
+  report.batch_size = config.batch_size;
+  report.flops_per_image = training_flops_per_image(model);
+  report.optimizer_bytes = kOptimizerBytes * static_cast<double>(report.parameters);
+  costs.world = comm.world();
+  costs.ranks_per_node = comm.ranks_per_node();
+  costs.links = report.links;
+  costs.compute_ms =
+      report.flops_per_image * static_cast<double>(report.batch_size) / (report.rank_tflops * 1e9);
+  costs.optimizer_ms = report.optimizer_bytes * sharing / (report.peaks.copy_gb_per_s * 1e6);
+  costs.shared_cores = comm.device().is_host();
+  report.recommendation = recommend(costs);
+  return report;
+}
+
+}  // namespace gradwire

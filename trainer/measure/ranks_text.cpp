@@ -1,0 +1,110 @@
+// What examine_ranks() found, for people.
+#include <cmath>
+#include <cstdio>
+
+#include "trainer/log/console.h"
+#include "trainer/measure/ranks.h"
+#include "trainer/measure/table.h"
+
+namespace gradwire {
+namespace {
+
+std::string number(double value, int digits = 3) {
+  if (!std::isfinite(value)) return "-";
+  if (std::abs(value) >= 1000) return human_count(value);
+  char text[32];
+  std::snprintf(text, sizeof text, "%.*g", digits, value);
+  return text;
+}
+std::string ms(double value) {
+  return number(value) + " ms";
+}
+std::string percent(double share) {
+  return number(100 * share, 2) + " %";
+}
+std::string title(const std::string& text) {
+  return "\n" + text + "\n";
+}
+std::string row(const std::string& name, const std::string& value) {
+  return "  " + name + std::string(name.size() < 18 ? 18 - name.size() : 1, ' ') + value + "\n";
+}
+
+}  // namespace
+
+std::string links_text(const RanksReport& report) {
+  auto pattern = [](const LinkCosts::Pattern& p) {
+    return number(p.latency_us) + " us, " + number(p.bytes_per_us / 1e3) + " GB/s";
+  };
+  std::string text = title("Links between " + std::to_string(report.world) + " ranks, transport " +
+                           report.transport + " (measured)");
+  text += row("to a neighbour", pattern(report.links.neighbour) + ", all ranks at once");
+  text += row("to all", pattern(report.links.all_pairs) + ", all ranks at once");
+  if (report.links.inside != report.links.all_pairs || report.links.between != report.links.all_pairs) {
+    text += row("inside a node", pattern(report.links.inside));
+    text += row("between nodes", pattern(report.links.between));
+  }
+  if (!report.matrix) return text;
+  const auto world = static_cast<size_t>(report.world);
+  Table table(world + 1, std::vector<std::string>(world + 1, "-"));
+  table[0][0] = "us \\ GB/s";  // latency below the diagonal, bandwidth above
+  for (size_t a = 0; a < world; ++a) {
+    table[0][a + 1] = table[a + 1][0] = "rank " + std::to_string(a);
+    for (size_t b = 0; b < world; ++b) {
+      const LinkMatrix::Link& link = report.matrix->links[a * world + b];
+      if (a != b) table[a + 1][b + 1] = number(a > b ? link.latency_us : link.gb_per_s);
+    }
+  }
+  return text + "  one pair at a time: latency below the diagonal, bandwidth each way above it\n" +
+         table_text(table, "    ");
+}
+
+std::string recommendation_text(const RanksReport& report, const VitConfig& model) {
+  const StepCosts& costs = report.costs;
+  const Recommendation& r = report.recommendation;
+  std::string text =
+      title("Prediction: " + model.name + ", " + human_count(static_cast<double>(report.parameters)) +
+            " parameters, batch " + std::to_string(report.batch_size) + ", " + std::to_string(report.world) +
+            " ranks");
+  text += row("compute", number(report.flops_per_image / 1e9) + " GFLOP x " +
+                             std::to_string(report.batch_size) + " images / " + number(report.rank_tflops) +
+                             " TFLOP/s = " + ms(costs.compute_ms) + ", two thirds of it backward");
+  text += row("", "(each rank's speed, all at once, on " + std::to_string(report.probe.depth) +
+                      (report.probe.depth == 1 ? " layer" : " layers") + " and batch " +
+                      std::to_string(report.probe_batch) + ")");
+  text += row("optimizer", human_bytes(report.optimizer_bytes) + " / " + number(report.peaks.copy_gb_per_s) +
+                               " GB/s = " + ms(costs.optimizer_ms) + ", AdamW");
+  Table table{{"compression", "bucket MB", "buckets", "schedule", "sends", "links ms", "kernels ms",
+               "exposed ms", "step ms", "speed"}};
+  auto add = [&](const Prediction& p) {
+    table.push_back({p.spec, std::to_string(p.bucket_mb), std::to_string(p.buckets), p.schedule,
+                     human_bytes(p.sent_bytes), number(p.comm_ms), number(p.codec_ms), number(p.exposed_ms),
+                     number(p.step_ms), number(r.best[0].step_ms / p.step_ms) + "x"});
+  };
+  if (r.one_bucket.bucket_mb != r.best[0].bucket_mb) add(r.one_bucket);
+  for (const Prediction& p : r.best) add(p);
+  text += table_text(table);
+
+  const Prediction &plain = r.best[0], &chosen = r.best[r.chosen];
+  text += title(
+      "Recommendation: " + (r.compress() ? "--compression " + chosen.spec : std::string("do not compress, --compression fp32")) +
+      " --bucket-mb " + std::to_string(chosen.bucket_mb));
+  auto line = [&](const Prediction& p) {
+    const double codec = costs.codec_ns.at(p.spec);
+    return row(p.spec, human_bytes(p.sent_bytes) + " / " + number(p.sent_bytes / (p.comm_ms * 1e6)) +
+                           " GB/s = " + ms(p.comm_ms) + " on the links, " + number(codec) + " ns x " +
+                           human_count(static_cast<double>(report.parameters)) + " = " + ms(p.codec_ms) +
+                           " of kernels") +
+           row("", ms(p.exposed_ms) + " (" + percent(p.exposed_ms / p.step_ms) +
+                       " of the step) are left when backward is done: " + ms(p.step_ms) + " per step");
+  };
+  text += line(plain);
+  if (r.compress()) return text + line(chosen);
+  const Prediction* fastest = &plain;
+  for (const Prediction& p : r.best) fastest = p.step_ms < fastest->step_ms ? &p : fastest;
+  if (fastest == &plain) return text + row("", "nothing is predicted to be faster");
+  return text + line(*fastest) +
+         row("", "compression would gain " + percent(plain.step_ms / fastest->step_ms - 1) +
+                     ", which is not worth its rounding");
+}
+
+}  // namespace gradwire

@@ -1,0 +1,130 @@
+#include "trainer/measure/recommend.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "collectives/codec/codec.h"
+#include "collectives/executor.h"
+#include "collectives/planner.h"
+#include "kernels/error.h"
+
+namespace gradwire {
+namespace {
+
+constexpr double kWorthIt = 1.1, kDefaultIsAsGood = 1.02;
+constexpr int64_t kDefaultBucketMb = 25;
+
+struct Bucket {
+  int64_t elements = 0;
+  int64_t dense = 0, p = 0, q = 0;  // floats on the wire: as they are, in the factors P and Q
+};
+
+int64_t elements_of(const GradientTensor& tensor) {
+  int64_t count = 1;
+  for (int64_t extent : tensor.shape) count *= extent;
+  return count;
+}
+
+// As the reducer cuts them.
+std::vector<Bucket> cut(const StepCosts& costs, const CompressionSpec& spec, int64_t bucket_bytes) {
+  std::vector<Bucket> buckets;
+  for (const GradientTensor& tensor : costs.tensors) {
+    if (buckets.empty() || buckets.back().elements * 4 >= bucket_bytes) buckets.emplace_back();
+    Bucket& bucket = buckets.back();
+    const int64_t count = elements_of(tensor), rows = tensor.shape.empty() ? 1 : tensor.shape[0];
+    const int64_t columns = rows > 0 ? count / rows : 0;
+    const int rank =
+        spec.method == CompressionSpec::Method::powersgd ? powersgd_rank(spec, rows, columns) : 0;
+    bucket.elements += count;
+    bucket.dense += rank > 0 ? 0 : count;
+    bucket.p += rows * rank;
+    bucket.q += columns * rank;
+  }
+  return buckets;
+}
+
+}  // namespace
+
+Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t bucket_mb) {
+  const CompressionSpec spec = CompressionSpec::parse(text);
+  const auto codec = costs.codec_ns.find(text);
+  if (codec == costs.codec_ns.end()) throw BadInput(text + ": nobody has measured its kernels");
+  const SchedulePlanner planner(spec, costs.world, costs.ranks_per_node, costs.links, kSliceBytes);
+  const std::vector<Bucket> buckets = cut(costs, spec, bucket_mb << 20);
+  Prediction out{.spec = text, .bucket_mb = bucket_mb, .buckets = static_cast<int>(buckets.size())};
+  double elements = 0;
+  for (const Bucket& bucket : buckets) elements += static_cast<double>(bucket.elements);
+  out.dense_bytes = 4 * elements;
+
+  int64_t largest = 0;
+  double us = 0;
+  auto allreduce = [&](int64_t count) {
+    if (count == 0 || costs.world == 1) return;
+    const SchedulePlanner::Choice choice = planner.choose(count, spec.wire);
+    us += choice.predicted_us;
+    int64_t most = 0;
+    for (int rank = 0; rank < costs.world; ++rank) {
+      most = std::max(most, elements_sent(choice.schedule, rank, count));
+    }
+    out.sent_bytes += static_cast<double>(wire_bytes(spec.wire, most));
+    if (count > largest) out.schedule = name(choice.schedule.kind);
+    largest = std::max(largest, count);
+  };
+  const double forward = costs.compute_ms / 3, backward = costs.compute_ms - forward;
+  double done = 0, ready = 0, delay = 0, free = 0;  // of the reducer's stream
+  for (const Bucket& bucket : buckets) {
+    const double kernels = costs.world == 1 ? 0 : codec->second * static_cast<double>(bucket.elements) * 1e-6;
+    us = 0;
+    allreduce(bucket.dense + bucket.p);
+    allreduce(bucket.q);
+    done += static_cast<double>(bucket.elements);
+    ready = forward + backward * done / elements + delay;
+    free = std::max(free, ready) + kernels + us * 1e-3;
+    out.codec_ms += kernels;
+    out.comm_ms += us * 1e-3;
+    if (costs.shared_cores) delay += kernels;
+  }
+  // `delay` of the last bucket comes after backward, which is `ready`.
+  out.exposed_ms = std::max(0.0, free - ready);
+  out.step_ms = std::max(free, ready) + costs.optimizer_ms;
+  return out;
+}
+
+std::vector<std::string> candidate_specs() {
+  return {"fp32", "bf16", "fp8", "powersgd:rank=8", "powersgd:rank=4", "powersgd:rank=2", "powersgd:rank=1"};
+}
+
+std::vector<int64_t> candidate_bucket_mb(const StepCosts& costs) {
+  int64_t bytes = 0;
+  for (const GradientTensor& tensor : costs.tensors) bytes += 4 * elements_of(tensor);
+  const int64_t all = std::max<int64_t>(1, (bytes + (1 << 20) - 1) >> 20);
+  std::vector<int64_t> sizes;
+  for (int64_t mb : {int64_t{5}, kDefaultBucketMb, int64_t{100}}) {
+    if (mb < all) sizes.push_back(mb);
+  }
+  sizes.push_back(all);
+  return sizes;
+}
+
+Recommendation recommend(const StepCosts& costs) {
+  Recommendation out;
+  const std::vector<int64_t> sizes = candidate_bucket_mb(costs);
+  for (const std::string& spec : candidate_specs()) {
+    std::vector<Prediction> tried;
+    for (int64_t mb : sizes) tried.push_back(predict_step(costs, spec, mb));
+    if (out.best.empty()) out.one_bucket = tried.back();
+    auto best = std::min_element(tried.begin(), tried.end(), [](const Prediction& a, const Prediction& b) {
+      return a.step_ms < b.step_ms;
+    });
+    for (auto it = tried.begin(); it != tried.end(); ++it) {
+      if (it->bucket_mb == kDefaultBucketMb && it->step_ms <= kDefaultIsAsGood * best->step_ms) best = it;
+    }
+    out.best.push_back(*best);
+  }
+  double fastest = out.best[0].step_ms;
+  for (const Prediction& p : out.best) fastest = std::min(fastest, p.step_ms);
+  while (out.best[out.chosen].step_ms > kWorthIt * fastest) ++out.chosen;
+  return out;
+}
+
+}  // namespace gradwire

@@ -1,0 +1,14 @@
+// Columns of text for people.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace gradwire {
+
+using Table = std::vector<std::vector<std::string>>;  // rows of cells; the first is the heading
+
+// Lines, each behind `indent`; the first column flush left, the others flush right.
+std::string table_text(const Table& table, const std::string& indent = "  ");
+
+}  // namespace gradwire
