@@ -92,7 +92,7 @@ def fast_items(arguments, best):
             for mb in (None, best["gradwire", method]):
                 common = {"network": "loopback", "repetition": repetition}
                 items.append(item(arguments, "gradwire", method, mb, **common))
-                if mb is None or method == "fp32":
+                if mb is None or not method.startswith("powersgd"):
                     items.append(item(arguments, "pytorch", method, mb and best["pytorch", method], **common))
                 items.append(item(arguments, "gradwire", method, mb, network="threads", ranks_are="threads",
                                   repetition=repetition))

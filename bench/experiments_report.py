@@ -195,7 +195,8 @@ def main_table(result, network="shaped"):
         beside = ratio(theirs, ours)
         table.append(["no communication", "-", *step_text(ours, ours_base), "0", "-", *step_text(theirs, theirs_base),
                       f"{beside:.2f}x" if beside else "-"])
-    return table
+    peer = any(row[5] != "-" for row in table[1:])
+    return table if peer else [row[:5] for row in table]
 
 
 def parts_table(result):

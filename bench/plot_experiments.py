@@ -50,14 +50,14 @@ def draw(document, path):
     rows = result.rows()
     relative = lambda network: lambda cell, mine: result.base("gradwire" if mine else "pytorch", network).ms / cell.ms
     plot.style(axes[0], "Speed relative to own FP32 with one bucket", "", "")
-    grouped_bars(axes[0], rows, relative("shaped"), lambda v: f"{v:.2f}", [(5, "#d1495b", "the article's PowerSGD"),
-                                                                           (1.86, "#d1495b", "the article's BF16 with buckets")])
+    grouped_bars(axes[0], rows, relative("shaped"), lambda v: f"{v:.2f}", [(5, "#d1495b", "article: PowerSGD"),
+                                                                           (1.86, "#d1495b", "article: BF16, buckets")])
     plot.style(axes[1], "Steps per second", "", "")
     lines = [(1000 / cell.ms, color, f"{who} without communication")
              for cell, color, who in ((result.alone("gradwire"), OURS, "Gradwire"), (result.alone("pytorch"), THEIRS, "PyTorch")) if cell]
     grouped_bars(axes[1], rows, lambda cell, _: 1000 / cell.ms, lambda v: f"{v:.1f}", lines)
     if fast:
-        plot.style(axes[2], "The same without slow links: steps per second over loopback", "", "")
+        plot.style(axes[2], "Steps per second over loopback", "", "")
         grouped_bars(axes[2], fast, lambda cell, _: 1000 / cell.ms, lambda v: f"{v:.1f}")
     figure.text(0.03, 0.95, f"Training steps over {s['rate']} links", fontsize=16, fontweight="bold")
     share = result.share()
