@@ -34,7 +34,7 @@ struct Options {
   int ranks = 4, per_node = 0;
   std::string device = "host", rendezvous, json;
   double timeout_s = 60;
-  uint64_t slice_bytes = static_cast<uint64_t>(ReducerOptions{}.slice_bytes);
+  uint64_t slice_bytes = kSliceBytes;
   bool no_peer = false, child = false;
 };
 

@@ -9,6 +9,17 @@
 
 namespace gradwire {
 
+namespace {
+
+// Whether memory that one transfer writes is read or written by the other.
+bool collide(const Transfer& a, const Transfer& b) {
+  if (a.kind == Transfer::Kind::send && b.kind == Transfer::Kind::send) return false;
+  const auto begin = [](const Transfer& t) { return reinterpret_cast<uintptr_t>(t.data); };
+  return begin(a) < begin(b) + b.bytes && begin(b) < begin(a) + a.bytes;
+}
+
+}  // namespace
+
 int64_t wire_bytes(Wire wire, int64_t count) {
   switch (wire) {
     case Wire::fp32:
@@ -62,7 +73,24 @@ void Allreduce::rebind(float* data) {
 }
 
 size_t Allreduce::compile(std::byte* base) {
-  return Compiler(*this, base).compile();
+  const size_t bytes = Compiler(*this, base).compile();
+  find_early();
+  return bytes;
+}
+
+void Allreduce::find_early() {
+  const Exchange* before = nullptr;
+  for (Operation& operation : operations_) {
+    const auto* exchange = std::get_if<Exchange>(&operation.work);
+    if (exchange == nullptr) continue;
+    operation.early = before != nullptr;
+    if (before != nullptr) {
+      for (const Transfer& a : before->transfers) {
+        for (const Transfer& b : exchange->transfers) operation.early &= !collide(a, b);
+      }
+    }
+    before = exchange;
+  }
 }
 
 Call Allreduce::describe() const {
@@ -110,17 +138,24 @@ void Allreduce::run(const Stream& stream) {
     transfers.wait(start_);
   }
   transport_.begin(transfers, call_);
-  int exchanges = 0, awaited = -1;  // exchanges enqueued; the last one that `stream` is behind
+  int started = 0, finished = 0, awaited = -1;  // exchanges; the last one that `stream` is behind
+  auto finish_until = [&](int count) {
+    for (; finished < count; ++finished) {
+      transport_.finish(transfers);
+      if (overlapped) exchange_done_[finished].record(transfers);
+    }
+  };
   auto await = [&](int exchange) {
+    finish_until(exchange + 1);
     if (!overlapped || exchange <= awaited) return;
     stream.wait(exchange_done_[exchange]);
     awaited = exchange;
   };
   for (const Operation& operation : operations_) {
     if (const auto* exchange = std::get_if<Exchange>(&operation.work)) {
-      transport_.exchange(transfers, exchange->transfers, exchange->label);
-      if (overlapped) exchange_done_[exchanges].record(transfers);
-      ++exchanges;
+      if (!operation.early) finish_until(started);
+      transport_.start(transfers, exchange->transfers, exchange->label);
+      finish_until(started++);
       continue;
     }
     await(operation.after);
@@ -130,7 +165,7 @@ void Allreduce::run(const Stream& stream) {
       transfers.wait(kernels_done_);
     }
   }
-  await(exchanges - 1);
+  await(started - 1);
 }
 
 }  // namespace gradwire

@@ -20,8 +20,9 @@
 //
 // Overlap: with a stream for transfers, chunks are cut in slices (pipelined() in schedule.h) and exchanges
 // run on that stream, kernels on the caller's, ordered by events where one needs the other: while one slice
-// travels, another is added up. The sums of an element do not depend on the slice that it is in, so neither
-// do the bits.
+// travels, another is added up; and an exchange that has nothing to do with the memory of the one before is
+// posted before that one is done, so that links do not idle between the two. The sums of an element do not
+// depend on the slice that it is in, so neither do the bits.
 #pragma once
 
 #include <cstddef>
@@ -43,6 +44,8 @@ namespace gradwire {
 // all there is and nothing can be gained: 24 ms in one piece, 23 to 31 in slices of 2 to 4 MiB, 30 to 42 of
 // 512 KiB.
 inline constexpr int64_t kSliceBytes = 2 << 20;
+// Slices as the links want them: see SchedulePlanner.
+inline constexpr int64_t kAutomaticSlices = -1;
 
 // Bytes that `count` values take on a wire.
 int64_t wire_bytes(Wire wire, int64_t count);
@@ -98,6 +101,7 @@ class Allreduce {
     std::variant<Exchange, Bf16DecodeAddEncode, Bf16Decode, Fp8DecodeAddEncode, Fp8Decode, Fp32Reduce> work;
     int after = -1;       // kernels: the exchange they need, counted from 0; -1: none
     bool needed = false;  // kernels: the next exchange needs this one and those before it
+    bool early = false;   // exchanges: may start before the one before has finished
     bool is_exchange() const { return std::holds_alternative<Exchange>(work); }
   };
 
@@ -105,6 +109,7 @@ class Allreduce {
   // Emits operations_ for a workspace at `base`; returns the bytes it needs.
   size_t compile(std::byte* base);
   Call describe() const;
+  void find_early();
   void launch(const Stream& stream, const Operation& kernel) const;
 
   Transport& transport_;

@@ -10,6 +10,8 @@ namespace gradwire {
 namespace {
 
 constexpr double kWorseByLossyStep = 0.1, kAsGood = 1.2;
+constexpr double kLatenciesPerSlice = 4;
+constexpr int64_t kLeastSlice = 128 << 10;
 
 std::string milliseconds(double us) {
   char text[32];
@@ -33,9 +35,13 @@ SchedulePlanner::SchedulePlanner(const CompressionSpec& spec, int world, int ran
       double most[2] = {};
       for (int r = 0; r < world; ++r) {
         double out[2] = {}, in[2] = {};
+        int messages = 0;
         for (const Step& step : c.schedule.rounds[r][k]) {
-          (step.kind == Step::Kind::send ? out : in)[step.fast] += part;
+          const bool sends = step.kind == Step::Kind::send;
+          (sends ? out : in)[step.fast] += part;
+          messages += sends ? 1 : 0;
         }
+        c.messages = std::max(c.messages, messages);
         for (bool fast : {false, true}) {
           most[fast] = std::max({most[fast], out[fast], in[fast]});
           sent[fast][r] += out[fast];
@@ -66,6 +72,25 @@ SchedulePlanner::SchedulePlanner(const CompressionSpec& spec, int world, int ran
   }
 }
 
+const LinkCosts::Pattern& SchedulePlanner::link(const Candidate& candidate, bool fast) const {
+  switch (candidate.schedule.kind) {
+    case ScheduleKind::two_shot:
+      return costs_.all_pairs;
+    case ScheduleKind::hierarchical:
+      return fast ? costs_.inside : costs_.between;
+    default:
+      return costs_.neighbour;
+  }
+}
+
+int64_t SchedulePlanner::slice_bytes(const Candidate& candidate) const {
+  if (slice_bytes_ != kAutomaticSlices) return slice_bytes_;
+  if (!costs_.measured) return kSliceBytes;
+  const LinkCosts::Pattern& slow = link(candidate, false);
+  const double exchange = kLatenciesPerSlice * slow.latency_us * slow.bytes_per_us;
+  return std::clamp(static_cast<int64_t>(exchange / candidate.messages), kLeastSlice, kSliceBytes);
+}
+
 double SchedulePlanner::predicted_us(const Candidate& candidate, int64_t count, Wire wire) const {
   const Schedule& s = candidate.schedule;
   double us = 0;
@@ -74,14 +99,11 @@ double SchedulePlanner::predicted_us(const Candidate& candidate, int64_t count, 
     if (load.rounds == 0) continue;
     const bool exact = fast && spec_.exact_inside;
     const auto bytes = static_cast<double>(wire_bytes(exact ? Wire::fp32 : wire, count));
-    const LinkCosts::Pattern& link = s.kind == ScheduleKind::two_shot       ? costs_.all_pairs
-                                     : s.kind != ScheduleKind::hierarchical ? costs_.neighbour
-                                     : fast                                 ? costs_.inside
-                                                                            : costs_.between;
-    const int slices = Allreduce::slices_for(s, count, wire, slice_bytes_);
+    const LinkCosts::Pattern& pattern = link(candidate, fast);
+    const int slices = Allreduce::slices_for(s, count, wire, slice_bytes(candidate));
     const double rounds = slices == 1 ? load.rounds : 2 * (load.rounds - 1) + slices;
     const double buffers = load.busiest + (load.serial - load.busiest) / slices;
-    us += rounds * link.latency_us + buffers * bytes / link.bytes_per_us;
+    us += rounds * pattern.latency_us + buffers * bytes / pattern.bytes_per_us;
   }
   return us;
 }
@@ -98,7 +120,7 @@ SchedulePlanner::Choice SchedulePlanner::choose(int64_t count, Wire wire) const 
             !chosen       ? reason_
             : world_ == 1 ? "a world of 1"
                           : "of two ranks, all schedules are the same",
-            predicted_us(candidates_[0], count, wire)};
+            predicted_us(candidates_[0], count, wire), slice_bytes(candidates_[0])};
   }
   struct Option {
     const Candidate* candidate;
@@ -136,7 +158,7 @@ SchedulePlanner::Choice SchedulePlanner::choose(int64_t count, Wire wire) const 
     if (o.candidate->schedule.kind == kind) continue;
     reason += std::string(", ") + name(o.candidate->schedule.kind) + " " + milliseconds(o.us);
   }
-  return {chosen.candidate->schedule, reason, chosen.us};
+  return {chosen.candidate->schedule, reason, chosen.us, slice_bytes(*chosen.candidate)};
 }
 
 }  // namespace gradwire

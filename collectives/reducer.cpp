@@ -285,7 +285,8 @@ class Reducer::Impl {
     fill_zero(stream_, device_step_.data(), device_step_.bytes());
     done_ = Event::create(comm_.device());
     full_ = Event::create(comm_.device());
-    const bool measure = spec_.schedule == ScheduleKind::automatic && comm_.world() > 2;
+    const bool choice = spec_.schedule == ScheduleKind::automatic && comm_.world() > 2;
+    const bool measure = choice || options_.slice_bytes == kAutomaticSlices;
     planner_.emplace(spec_, comm_.world(), comm_.ranks_per_node(),
                      measure ? comm_.link_costs(stream_) : LinkCosts{}, options_.slice_bytes);
     size_t workspace_bytes = 0;

@@ -41,8 +41,8 @@ struct ReducerOptions {
   // little of the wire to gaps; 1 is the layout of frameworks that pack their buckets densely.
   int64_t alignment = 4;
   // Messages are sent in slices of about this many bytes, so that adding up one slice overlaps with sending
-  // another; 0: never sliced. No bit depends on it.
-  int64_t slice_bytes = kSliceBytes;
+  // another; 0: never sliced; kAutomaticSlices: as the links want them. No bit depends on it.
+  int64_t slice_bytes = kAutomaticSlices;
   // Off: no flat buffer; adopt() says where the gradients are, before the first ready().
   bool own_gradients = true;
   // Where the reducer works; empty: on a stream of its own. Reducers that use one communicator at the same

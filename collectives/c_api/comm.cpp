@@ -75,9 +75,9 @@ ApiComm::Program& ApiComm::program_for(const Key& key) {
                    "' keeps state between steps, which gw_allreduce has not; use a reducer, or fp32 or bf16");
   }
   const int world = communicator->world();
-  const bool measure = spec.schedule == ScheduleKind::automatic && world > 2;
   const SchedulePlanner plan(spec, world, communicator->ranks_per_node(),
-                             measure ? communicator->link_costs(stream) : LinkCosts{}, kSliceBytes);
+                             world > 1 ? communicator->link_costs(stream) : LinkCosts{}, kAutomaticSlices);
+  const SchedulePlanner::Choice choice = plan.choose(count, spec.wire);
   Program program;
   float* data = static_cast<float*>(buf);
   if (dtype == GW_BFLOAT16) {
@@ -85,7 +85,7 @@ ApiComm::Program& ApiComm::program_for(const Key& key) {
     data = program.staging.as<float>();
   }
   program.allreduce = std::make_unique<Allreduce>(
-      communicator->transport(), plan.choose(count, spec.wire).schedule, data, nullptr, count,
+      communicator->transport(), choice.schedule, data, nullptr, count,
       Allreduce::Options{.what = "gw_allreduce",
                          .wire = spec.wire,
                          .exact_inside = spec.exact_inside,
@@ -94,7 +94,7 @@ ApiComm::Program& ApiComm::program_for(const Key& key) {
                                       step_.as<const uint64_t>(), 0},
                          .spec = spec.to_string(),
                          .transfers = communicator->transfers(),
-                         .slice_bytes = kSliceBytes});
+                         .slice_bytes = choice.slice_bytes});
   // From here on memory changes hands, which work in flight may use.
   stream.synchronize();
   if (programs_.size() >= kProgramsKept) {

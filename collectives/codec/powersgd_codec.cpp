@@ -87,19 +87,20 @@ class PowerSgdCodec final : public Codec {
         flags_(make_buffer<int32_t>(device_, matrices_.count())),
         p_choice_(c.choose(plan_.p_elements + plan_.dense_elements, c.spec.wire)),
         p_allreduce_(*c.transport, p_choice_.schedule, p_.as<float>(), p_residual_.as<float>(),
-                     plan_.p_elements + plan_.dense_elements, options(c, "P and dense tensors", 0)),
+                     plan_.p_elements + plan_.dense_elements,
+                     options(c, "P and dense tensors", 0, p_choice_.slice_bytes)),
         transfers_(c.transfers) {
     make_halves(c);
     if (spec_.start > 0) {
+      const auto choice = c.choose(c.elements, Wire::fp32);
       Allreduce::Options plain{.what = c.name + ", before PowerSGD starts",
                                .wire = Wire::fp32,
                                .scale = c.scale,
                                .rounding = {},
                                .spec = c.spec.to_string(),
                                .transfers = c.transfers,
-                               .slice_bytes = c.slice_bytes};
-      before_start_.emplace(*c.transport, c.choose(c.elements, Wire::fp32).schedule, c.gradients, nullptr,
-                            c.elements, plain);
+                               .slice_bytes = choice.slice_bytes};
+      before_start_.emplace(*c.transport, choice.schedule, c.gradients, nullptr, c.elements, plain);
     }
     for (Buffer* b : {&residual_, &p_, &p_residual_, &q_, &q_sum_, &q_lost_, &flags_}) {
       fill_zero(c.stream, b->data(), b->bytes());
@@ -252,7 +253,7 @@ class PowerSgdCodec final : public Codec {
   // One part, or two of about the same size where there is enough to overlap: the residual pass over half of
   // the matrices must take longer than one more exchange does. Measured over TCP, four hosts of a core each:
   // a bucket of 6.5 million elements takes 37 to 38 ms in one part and 40 to 41 ms in two.
-  static constexpr int64_t kSlicesToHalve = 16;
+  static constexpr int64_t kElementsToHalve = 32 << 20;
   void make_halves(const BucketContext& c) {
     const auto& all = plan_.matrices;
     auto add = [&](size_t begin, size_t end, const char* name) {
@@ -262,8 +263,8 @@ class PowerSgdCodec final : public Codec {
       half.first = static_cast<int>(begin);
       half.matrices = MatrixTable(c.stream, {all.begin() + static_cast<std::ptrdiff_t>(begin),
                                              all.begin() + static_cast<std::ptrdiff_t>(end)});
-      Allreduce::Options how = options(c, name, (uint64_t{1} << 62) + static_cast<uint64_t>(q_begin));
-      how.slice_bytes = 0;  // small, and already beside something
+      // Small, and already beside something: in one slice.
+      const auto how = options(c, name, (uint64_t{1} << 62) + static_cast<uint64_t>(q_begin), 0);
       half.choice = c.choose(q_end - q_begin, c.spec.wire);
       half.allreduce = std::make_unique<Allreduce>(
           *c.transport, half.choice.schedule, q_sum_.as<float>() + q_begin,
@@ -276,8 +277,8 @@ class PowerSgdCodec final : public Codec {
     for (int64_t before = 0; middle < all.size() && 2 * before < matrices_.elements(); ++middle) {
       before += int64_t{all[middle].rows} * all[middle].cols;
     }
-    if (!transfers_ || c.slice_bytes <= 0 || matrices_.elements() < kSlicesToHalve * c.slice_bytes ||
-        middle == all.size()) {
+    const int64_t enough = c.slice_bytes == kAutomaticSlices ? kElementsToHalve : 16 * c.slice_bytes;
+    if (!transfers_ || enough == 0 || matrices_.elements() < enough || middle == all.size()) {
       add(0, all.size(), "Q");
     } else {
       add(0, middle, "Q, first half");
@@ -294,7 +295,8 @@ class PowerSgdCodec final : public Codec {
 
   bool with_wire_residual() const { return lossy_ && spec_.error_feedback; }
 
-  Allreduce::Options options(const BucketContext& c, const char* part, uint64_t first_element) const {
+  Allreduce::Options options(const BucketContext& c, const char* part, uint64_t first_element,
+                             int64_t slice_bytes) const {
     return {.what = c.name + " (" + part + ")",
             .wire = spec_.wire,
             .exact_inside = spec_.exact_inside,
@@ -303,7 +305,7 @@ class PowerSgdCodec final : public Codec {
                          c.first_element + static_cast<int64_t>(first_element)},
             .spec = c.spec.to_string(),
             .transfers = c.transfers,
-            .slice_bytes = c.slice_bytes};
+            .slice_bytes = slice_bytes};
   }
 
   // Orthonormalizing zeros re-seeds every column: random orthonormal Q, the same on every rank.

@@ -21,7 +21,7 @@ class WireCodec final : public Codec {
                     .rounding = {c.spec.rounding, c.rounding_seed, c.step, c.first_element},
                     .spec = c.spec.to_string(),
                     .transfers = c.transfers,
-                    .slice_bytes = c.slice_bytes}) {
+                    .slice_bytes = choice_.slice_bytes}) {
     fill_zero(c.stream, residual_.data(), residual_.bytes());
     c.stream.synchronize();
   }
@@ -54,7 +54,7 @@ class WireCodec final : public Codec {
 
 SchedulePlanner::Choice BucketContext::choose(int64_t count, Wire wire) const {
   return planner != nullptr ? planner->choose(count, wire)
-                            : SchedulePlanner::Choice{schedule, "asked for", 0};
+                            : SchedulePlanner::Choice{schedule, "asked for", 0, slice_bytes};
 }
 
 std::unique_ptr<Codec> make_wire_codec(const BucketContext& context) {

@@ -13,9 +13,11 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <set>
+#include <stdexcept>
 
 #include "collectives/transport/gloo_messages.h"
 
@@ -92,7 +94,19 @@ class GlooTransport final : public Transport {
   void exchange(const Stream& stream, const std::vector<Transfer>& transfers,
                 const ExchangeLabel& label) override {
     if (transfers.empty()) return;
-    stream.submit([this, &transfers, &label] { run(transfers, label); });
+    stream.submit([this, &transfers, &label] {
+      begin_exchange(transfers, label);
+      end_exchange();
+    });
+  }
+
+  void start(const Stream& stream, const std::vector<Transfer>& transfers,
+             const ExchangeLabel& label) override {
+    stream.submit([this, &transfers, &label] { begin_exchange(transfers, label); });
+  }
+
+  void finish(const Stream& stream) override {
+    stream.submit([this] { end_exchange(); });
   }
 
   void barrier() override {
@@ -147,6 +161,15 @@ class GlooTransport final : public Transport {
     size_t bytes = 0;
     uint64_t slot = 0;  // tells headers from payload
     bool done = false;
+  };
+
+  // An exchange on its way. The buffers refer to the headers, so it stays where it is.
+  struct InFlight {
+    std::string here;  // "call 17, allreduce of ..., round 3 of 6"
+    std::map<int, Header> expected, sent, arrived;
+    CallHeader mine, previous;
+    std::vector<Posted> posted;
+    uint64_t bytes = 0;  // of payload that leaves
   };
 
   void connect(const GlooOptions& options, SteadyClock::time_point deadline) {
@@ -254,9 +277,12 @@ class GlooTransport final : public Transport {
     return text;
   }
 
-  // From here to the end of run(): on the stream's thread.
+  // From here to the end of end_exchange(): on the stream's thread.
   void enter(const Call& call) {
-    if (unannounced_) run({}, {0, call_.what});  // the last call moved nothing; its neighbours still compare
+    if (unannounced_) {  // the last call moved nothing; its neighbours still compare
+      begin_exchange({}, {0, call_.what});
+      end_exchange();
+    }
     call_ = call;
     ++sequence_;
     rolling_ = mix(rolling_, call.hash);
@@ -268,95 +294,126 @@ class GlooTransport final : public Transport {
     return sequence_ == 0 ? what : "call " + std::to_string(sequence_) + ", " + what;
   }
 
-  void run(const std::vector<Transfer>& transfers, const ExchangeLabel& label) {
-    const auto deadline = SteadyClock::now() + group_.timeout();
-    const std::string here = named(label.what);
+  void begin_exchange(const std::vector<Transfer>& transfers, const ExchangeLabel& label) {
     const uint64_t tag = mix(rolling_, label.tag);
-    NoSigpipe guard;
-    std::map<int, Header> expected, sent, arrived;
+    InFlight& e = *in_flight_.emplace_back(std::make_unique<InFlight>());
+    e.here = named(label.what);
     for (const Transfer& t : transfers) {
       if (t.peer < 0 || t.peer >= world() || t.peer == rank()) {
+        in_flight_.pop_back();
         throw BadInput(label.what + ": rank " + std::to_string(rank()) + " cannot exchange with rank " +
                        std::to_string(t.peer));
       }
-      auto& headers = t.kind == Transfer::Kind::send ? sent : expected;
-      headers.try_emplace(t.peer, tag, here).first->second.add(t.bytes);
+      if (t.kind == Transfer::Kind::send) e.bytes += t.bytes;
+      if (sequence_ > 0) continue;  // in a call, its header stands for all that it exchanges
+      auto& headers = t.kind == Transfer::Kind::send ? e.sent : e.expected;
+      headers.try_emplace(t.peer, tag, e.here).first->second.add(t.bytes);
     }
-    CallHeader mine(sequence_, rolling_, call_.what), previous;
-    std::vector<Posted> posted;
-    // Gloo's buffers may be destroyed while an operation on them is pending: it then leaves them alone.
-    struct Active {
-      GlooTransport* self;
-      const std::string& what;
-      ~Active() {
-        self->waiting_for_ = -1;
-        std::lock_guard lock(self->mutex_);
-        self->active_.clear();
-        self->where_ = "not in a collective; its last was " + what;
-      }
-    };
-    posted.reserve(transfers.size() + expected.size() + sent.size() + 2);
-    std::unique_ptr<Active> active;  // goes before `posted`
+    e.posted.reserve(transfers.size() + e.expected.size() + e.sent.size() + 2);
     {
       std::lock_guard lock(mutex_);
-      where_ = "in " + here;
-      active.reset(new Active{this, here});
+      if (in_flight_.size() == 1) where_ = "in " + e.here;
     }
+    NoSigpipe guard;
+    try {
+      post_all(e, transfers, tag);
+    } catch (const std::exception& error) {
+      fail(e, nullptr, error, SteadyClock::time_point::max());
+    }
+  }
+
+  void post_all(InFlight& e, const std::vector<Transfer>& transfers, uint64_t tag) {
+    const int next = (rank() + 1) % world(), before = (rank() + world() - 1) % world();
+    if (unannounced_) {
+      unannounced_ = false;
+      e.mine = CallHeader(sequence_, rolling_, call_.what);
+      post(e, Transfer::Kind::receive, before, &e.previous, sizeof e.previous, kCallSlot);
+      post(e, Transfer::Kind::send, next, &e.mine, sizeof e.mine, kCallSlot);
+    }
+    for (auto& [peer, header] : e.expected) {
+      Header& incoming = e.arrived.try_emplace(peer, 0, "").first->second;
+      post(e, Transfer::Kind::receive, peer, &incoming, sizeof(Header), kHeaderSlot);
+    }
+    for (const Transfer& t : transfers) {
+      if (t.kind == Transfer::Kind::receive && t.bytes > 0) {
+        post(e, t.kind, t.peer, t.data, t.bytes, payload_slot(tag, t.bytes));
+      }
+    }
+    for (auto& [peer, header] : e.sent) {
+      post(e, Transfer::Kind::send, peer, &header, sizeof(Header), kHeaderSlot);
+    }
+    for (const Transfer& t : transfers) {
+      if (t.kind == Transfer::Kind::send && t.bytes > 0) {
+        post(e, t.kind, t.peer, t.data, t.bytes, payload_slot(tag, t.bytes));
+      }
+    }
+  }
+
+  void end_exchange() {
+    if (in_flight_.empty()) throw CommError("the group has failed before: " + failure());
+    InFlight& e = *in_flight_.front();
+    const auto deadline = SteadyClock::now() + group_.timeout();
+    NoSigpipe guard;
     const Posted* at = nullptr;
     try {
-      if (unannounced_) {
-        unannounced_ = false;
-        post(posted, Transfer::Kind::receive, (rank() + world() - 1) % world(), &previous, sizeof previous,
-             kCallSlot);
-        post(posted, Transfer::Kind::send, (rank() + 1) % world(), &mine, sizeof mine, kCallSlot);
-      }
-      for (auto& [peer, header] : expected) {
-        Header& incoming = arrived.try_emplace(peer, 0, "").first->second;
-        post(posted, Transfer::Kind::receive, peer, &incoming, sizeof(Header), kHeaderSlot);
-      }
-      for (const Transfer& t : transfers) {
-        if (t.kind == Transfer::Kind::receive && t.bytes > 0) {
-          post(posted, t.kind, t.peer, t.data, t.bytes, payload_slot(tag, t.bytes));
-        }
-      }
-      for (auto& [peer, header] : sent) {
-        post(posted, Transfer::Kind::send, peer, &header, sizeof(Header), kHeaderSlot);
-      }
-      for (const Transfer& t : transfers) {
-        if (t.kind == Transfer::Kind::send && t.bytes > 0) {
-          post(posted, t.kind, t.peer, t.data, t.bytes, payload_slot(tag, t.bytes));
-        }
-      }
-      for (Posted& p : posted) {
+      for (Posted& p : e.posted) {
         at = &p;
         waiting_for_ = p.peer;
         wait(p, deadline);
         p.done = true;
         if (p.kind == Transfer::Kind::send) continue;
-        if (p.slot == kCallSlot) compare(mine, previous, p.peer);
-        if (p.slot == kHeaderSlot) compare(expected.at(p.peer), arrived.at(p.peer), p.peer);
+        if (p.slot == kCallSlot) compare(e.mine, e.previous, p.peer);
+        if (p.slot == kHeaderSlot) compare(e.expected.at(p.peer), e.arrived.at(p.peer), p.peer);
       }
-    } catch (const Mismatch& mismatch) {
-      give_up(here, mismatch.text);
     } catch (const std::exception& error) {
-      std::string cause = failure();
-      if (cause.empty() && SteadyClock::now() >= deadline) {
-        cause = "not done after " + std::to_string(group_.timeout().count()) + " ms";
-      } else if (cause.empty()) {
-        cause = "connection lost (" + without_location(error.what()) + ")";
-      }
-      give_up(here + ": " + pending_text(posted, at), cause);
+      fail(e, at, error, deadline);
     }
-    for (const auto& [peer, header] : sent) bytes_sent_.fetch_add(header.bytes, std::memory_order_relaxed);
+    bytes_sent_.fetch_add(e.bytes, std::memory_order_relaxed);
+    leave(e.posted.size());
+    in_flight_.pop_front();
   }
 
-  struct Mismatch {
-    std::string text;
+  // The exchange that was under way longest is, with its first `count` messages. Gloo's buffers may be
+  // destroyed while an operation on them is pending: it then leaves them alone.
+  void leave(size_t count) {
+    waiting_for_ = -1;
+    std::lock_guard lock(mutex_);
+    active_.erase(active_.begin(), active_.begin() + static_cast<std::ptrdiff_t>(count));
+    where_ = in_flight_.size() > 1 ? "in " + in_flight_[1]->here
+                                   : "not in a collective; its last was " + in_flight_[0]->here;
+  }
+
+  // Of exchange `e`, while it waited for `at` or, where that is null, posted.
+  [[noreturn]] void fail(const InFlight& e, const Posted* at, const std::exception& error,
+                         SteadyClock::time_point deadline) {
+    struct Cleared {
+      GlooTransport* self;
+      ~Cleared() {
+        self->waiting_for_ = -1;
+        {
+          std::lock_guard lock(self->mutex_);
+          self->active_.clear();
+          self->where_ = "not in a collective; its last was " + self->in_flight_.front()->here;
+        }
+        self->in_flight_.clear();
+      }
+    } cleared{this};
+    if (const auto* mismatch = dynamic_cast<const Mismatch*>(&error)) give_up(e.here, mismatch->what());
+    std::string cause = failure();
+    if (cause.empty() && SteadyClock::now() >= deadline) {
+      cause = "not done after " + std::to_string(group_.timeout().count()) + " ms";
+    } else if (cause.empty()) {
+      cause = "connection lost (" + without_location(error.what()) + ")";
+    }
+    give_up(e.here + ": " + pending_text(e.posted, at), cause);
+  }
+
+  struct Mismatch : std::runtime_error {
+    using std::runtime_error::runtime_error;
   };
 
-  void post(std::vector<Posted>& posted, Transfer::Kind kind, int peer, void* data, size_t bytes,
-            uint64_t slot) {
-    Posted& p = posted.emplace_back();
+  void post(InFlight& e, Transfer::Kind kind, int peer, void* data, size_t bytes, uint64_t slot) {
+    Posted& p = e.posted.emplace_back();
     p.kind = kind;
     p.peer = peer;
     p.bytes = bytes;
@@ -384,14 +441,14 @@ class GlooTransport final : public Transport {
       return "rank " + std::to_string(r) + " makes call " + std::to_string(h.sequence) + ", " + h.text();
     };
     bool alike = mine.sequence == theirs.sequence && mine.text() == theirs.text();
-    throw Mismatch{"ranks disagree: " + call(rank(), mine) + "; " + call(peer, theirs) +
-                   (alike ? "; this call or one before differs in something else" : "")};
+    throw Mismatch("ranks disagree: " + call(rank(), mine) + "; " + call(peer, theirs) +
+                   (alike ? "; this call or one before differs in something else" : ""));
   }
 
   template <typename H>
   void check_magic(const H& header, int peer) const {
     if (header.magic == H::kMagic) return;
-    throw Mismatch{"what rank " + std::to_string(peer) + " sent is no header of Gradwire's: it is corrupted"};
+    throw Mismatch("what rank " + std::to_string(peer) + " sent is no header of Gradwire's: it is corrupted");
   }
 
   void compare(const Header& expected, const Header& arrived, int peer) const {
@@ -403,9 +460,9 @@ class GlooTransport final : public Transport {
              (h.messages == 1 ? " message" : " messages");
     };
     bool alike = amount(expected) == amount(arrived) && expected.text() == theirs;
-    throw Mismatch{"ranks disagree: rank " + std::to_string(rank()) + " expects " + amount(expected) +
+    throw Mismatch("ranks disagree: rank " + std::to_string(rank()) + " expects " + amount(expected) +
                    " from " + from + ", which is in " + theirs + " and sends " + amount(arrived) +
-                   (alike ? "; the calls differ in something else" : "")};
+                   (alike ? "; the calls differ in something else" : ""));
   }
 
   static bool is_header(const Posted& p) { return p.slot == kHeaderSlot || p.slot == kCallSlot; }
@@ -450,10 +507,11 @@ class GlooTransport final : public Transport {
   Call call_;
   uint64_t sequence_ = 0, rolling_ = 0;
   bool unannounced_ = false;  // nothing of this call has been sent yet
-  // Destroyed in reverse: Gloo's threads end first, then the store.
+  // Destroyed in reverse: what is pending, then Gloo's threads, then the store.
   Membership group_;
   std::shared_ptr<::gloo::transport::Device> device_;
   std::shared_ptr<::gloo::transport::Context> context_;
+  std::deque<std::unique_ptr<InFlight>> in_flight_;  // in the order in which they were started
 };
 
 }  // namespace

@@ -2,10 +2,10 @@
 //
 // Two kinds of message go ahead of payloads, each on a slot of its own, where Gloo matches in order:
 //   CallHeader  once per call, from each rank to the next one (rank + 1): which call it is, as a hash over
-//   this
-//               call and all before it. If any two ranks differ, some rank differs from its neighbour,
-//               whatever the schedules are that they follow.
-//   Header      once per exchange and peer sent to: how many messages of which sizes
+//               this call and all before it, schedule included. If any two ranks differ, some rank differs
+//               from its neighbour, whatever the schedules are that they follow.
+//   Header      only for exchanges outside of any call, once per exchange and peer sent to: how many messages
+//               of which sizes
 // Payloads travel on slots that follow from calls, tag and size: what belongs to another call or has another
 // size finds no receiver, and Gloo then leaves it with the sender.
 #pragma once

@@ -59,6 +59,14 @@ class Transport {
   // `transfers` and `label` stay valid until the stream has passed this point. Empty `transfers` do nothing.
   virtual void exchange(const Stream& stream, const std::vector<Transfer>& transfers,
                         const ExchangeLabel& label) = 0;
+  // The same in two parts, so that one exchange is on its way while the next is posted: start() posts, what
+  // follows finish() sees the oldest one that was started and not finished. At most two may be under way, and
+  // the second must neither send what the first receives nor receive where the first reads or writes.
+  virtual void start(const Stream& stream, const std::vector<Transfer>& transfers,
+                     const ExchangeLabel& label) {
+    exchange(stream, transfers, label);
+  }
+  virtual void finish(const Stream&) {}
   // Blocks the caller until every rank has called it.
   virtual void barrier() = 0;
   virtual void abort(const std::string& reason) = 0;
