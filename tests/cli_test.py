@@ -398,13 +398,13 @@ class Processes(CommandTest):
         self.assertEqual([r["ranks"] for r in json.loads((self.folder / "out.json").read_text())], [2, 2])
 
     def test_doctor(self):
-        ends = self.run_processes(2, "doctor", "--model", "vit_tiny", "--batch-size", 8, "--timeout-s", 60, "--device", "host",
+        ends = self.run_processes(3, "doctor", "--model", "vit_tiny", "--batch-size", 8, "--timeout-s", 60, "--device", "host",
                                   "--json", "doctor.json")
         self.assertEqual(ends[1][:2], ("", ""), "only rank 0 speaks")
-        for word in ("Links between 2 ranks, transport gloo", "rank 1", "Prediction: vit_tiny", "Recommendation: "):
+        for word in ("Links between 3 ranks, transport gloo", "rank 1", "Prediction: vit_tiny", "Recommendation: "):
             self.assertIn(word, ends[0][0])
         found = json.loads((self.folder / "doctor.json").read_text())
-        self.assertEqual(found["ranks"]["world"], 2)
+        self.assertEqual(found["ranks"]["world"], 3)
         self.assertGreater(found["ranks"]["pairs"][0]["gb_per_s"], 0)
         best = found["prediction"]["best"]
         self.assertEqual([p["compression"] for p in best[:2]], ["fp32", "bf16"])

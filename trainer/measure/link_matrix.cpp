@@ -40,6 +40,12 @@ LinkMatrix measure_link_matrix(Communicator& comm, const Stream& stream, const L
   const Call call{0x6c696e6d, "measuring each link"};
   const ExchangeLabel label{call.hash, call.what};
   comm.transport().begin(stream, call);
+  // A call is checked between neighbours when they first exchange something, and a pair need not be
+  // neighbours.
+  const std::vector<Transfer> round{
+      {Transfer::Kind::send, (rank + 1) % world, out.data(), kSmallBytes},
+      {Transfer::Kind::receive, (rank + world - 1) % world, in.data(), kSmallBytes}};
+  comm.transport().exchange(stream, round, label);
   for (int a = 0; a < world; ++a) {
     for (int b = a + 1; b < world; ++b) {
       stream.synchronize();

@@ -37,23 +37,24 @@ double product_tflops(const Stream& stream, Precision precision) {
   const int64_t batch = host ? host_threads() : 1;
   const Buffer a = random_matrix(stream, n * n), b = random_matrix(stream, n * n);
   const Buffer c = make_buffer<float>(stream.device(), batch * n * n);
-  const double ms = fastest_ms(
-      stream,
-      [&] {
-        gemm(stream, {.m = n,
-                      .n = n,
-                      .k = n,
-                      .a = a.as<const float>(),
-                      .lda = n,
-                      .b = b.as<const float>(),
-                      .ldb = n,
-                      .c = c.as<float>(),
-                      .ldc = n,
-                      .stride_c = n * n,
-                      .batch = batch,
-                      .precision = precision});
-      },
-      kBudgetMs);
+  const double ms = time_runs(
+                        stream,
+                        [&] {
+                          gemm(stream, {.m = n,
+                                        .n = n,
+                                        .k = n,
+                                        .a = a.as<const float>(),
+                                        .lda = n,
+                                        .b = b.as<const float>(),
+                                        .ldb = n,
+                                        .c = c.as<float>(),
+                                        .ldc = n,
+                                        .stride_c = n * n,
+                                        .batch = batch,
+                                        .precision = precision});
+                        },
+                        kBudgetMs)
+                        .fastest_ms;
   return 2.0 * static_cast<double>(batch * n) * static_cast<double>(n * n) / (ms * 1e9);
 }
 
@@ -76,7 +77,7 @@ double copy_gb_per_s(const Stream& stream) {
     auto* out = to.as<std::byte>();
     auto* in = from.as<const std::byte>();
     for (bool past : {true, false}) {
-      ms = std::min(ms, fastest_ms(
+      ms = std::min(ms, time_runs(
                             stream,
                             [&] {
                               parallel_for(bytes, 1 << 20, [&](int64_t begin, int64_t end) {
@@ -84,11 +85,13 @@ double copy_gb_per_s(const Stream& stream) {
                                 std::memcpy(out + begin, in + begin, static_cast<size_t>(end - begin));
                               });
                             },
-                            kBudgetMs));
+                            kBudgetMs)
+                            .fastest_ms);
     }
   } else {
-    ms = fastest_ms(
-        stream, [&] { copy(stream, to.data(), from.data(), from.bytes()); }, kBudgetMs);
+    ms = time_runs(
+             stream, [&] { copy(stream, to.data(), from.data(), from.bytes()); }, kBudgetMs)
+             .fastest_ms;
   }
   return 2.0 * static_cast<double>(bytes) / (ms * 1e6);
 }

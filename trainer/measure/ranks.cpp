@@ -52,13 +52,15 @@ double training_tflops(const Stream& stream, const VitConfig& model, int64_t bat
   const Buffer gradients = make_buffer<float>(stream.device(), layout.elements);
   fill_zero(stream, labels.data(), labels.bytes());
   fill_zero(stream, totals.data(), totals.bytes());
-  const double ms = fastest_ms(
-      stream,
-      [&] {
-        vit.forward(images.as<float>(), batch);
-        vit.backward(labels.as<int32_t>(), totals.as<double>(), 1.0f, gradients.as<float>(), false, {});
-      },
-      kProbeBudgetMs);
+  const double ms =
+      time_runs(
+          stream,
+          [&] {
+            vit.forward(images.as<float>(), batch);
+            vit.backward(labels.as<int32_t>(), totals.as<double>(), 1.0f, gradients.as<float>(), false, {});
+          },
+          kProbeBudgetMs)
+          .mean_ms;
   stream.synchronize();
   return training_flops_per_image(model) * static_cast<double>(batch) / (ms * 1e9);
 }
@@ -81,13 +83,14 @@ double codec_ns(const Stream& stream, const std::string& spec, const std::vector
   Reducer reducer(comm, CompressionSpec::parse(spec), tensors,
                   {.bucket_bytes = int64_t{1} << 40, .timing = false});
   to_device<float>(stream, reducer.gradients().as<float>(), random_floats(reducer.elements(), 1e-3f));
-  const double ms = fastest_ms(
-      stream,
-      [&] {
-        for (int i = 0; i < reducer.tensors(); ++i) reducer.ready(i, stream);
-        reducer.wait(stream);
-      },
-      kCodecBudgetMs);
+  const double ms = time_runs(
+                        stream,
+                        [&] {
+                          for (int i = 0; i < reducer.tensors(); ++i) reducer.ready(i, stream);
+                          reducer.wait(stream);
+                        },
+                        kCodecBudgetMs)
+                        .mean_ms;
   return ms * 1e6 / static_cast<double>(reducer.elements());
 }
 
@@ -119,13 +122,14 @@ RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, int sha
     const double images = kProbeMs * share * 1e9 / training_flops_per_image(report.probe);
     report.probe_batch = std::clamp<int64_t>(std::llround(images), 1, config.batch_size);
   }
-  // All ranks at once from here on, as they will be when they train.
+  // All ranks at once from here on, as they will be when they train: means, since who is fastest has found
+  // the machine idle for a moment.
   std::vector<double> mine;
   comm.barrier();
   mine.push_back(training_tflops(stream, report.probe, report.probe_batch, config.precision));
-  comm.barrier();
   const std::vector<std::string> specs = candidate_specs();
   for (const std::string& spec : specs) {
+    comm.barrier();
     const bool alone = comm.world() == 1;
     mine.push_back(alone ? 0 : codec_ns(stream, spec, layer_gradients(model), comm.world(), report.links));
   }

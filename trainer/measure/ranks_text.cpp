@@ -86,7 +86,8 @@ std::string recommendation_text(const RanksReport& report, const VitConfig& mode
 
   const Prediction &plain = r.best[0], &chosen = r.best[r.chosen];
   text += title(
-      "Recommendation: " + (r.compress() ? "--compression " + chosen.spec : std::string("do not compress, --compression fp32")) +
+      "Recommendation: " +
+      (r.compress() ? "--compression " + chosen.spec : std::string("do not compress, --compression fp32")) +
       " --bucket-mb " + std::to_string(chosen.bucket_mb));
   auto line = [&](const Prediction& p) {
     const double codec = costs.codec_ns.at(p.spec);

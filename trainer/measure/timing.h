@@ -1,4 +1,4 @@
-// The fastest of several runs: what something takes when nothing disturbs it.
+// How long something takes.
 #pragma once
 
 #include <functional>
@@ -7,8 +7,13 @@
 
 namespace gradwire {
 
+struct Timing {
+  double fastest_ms = 0;  // when nothing disturbs it
+  double mean_ms = 0;     // beside whatever else is running
+};
+
 // Runs `work`, which enqueues on `stream`, once to warm up and then until `budget_ms` have passed, between 2
-// and 20 times. Returns the milliseconds of the fastest run, between two events. Blocks.
-double fastest_ms(const Stream& stream, const std::function<void()>& work, double budget_ms);
+// and 20 times, each between two events. Blocks.
+Timing time_runs(const Stream& stream, const std::function<void()>& work, double budget_ms);
 
 }  // namespace gradwire
