@@ -241,7 +241,7 @@ TEST(Recommend, RanksOfAProcessAreExaminedAlike) {
   {
     std::vector<std::jthread> threads;
     for (size_t r = 0; r < 3; ++r) {
-      threads.emplace_back([&, r] { reports[r] = examine_ranks(*comms[r], config, 3); });
+      threads.emplace_back([&, r] { reports[r] = examine_ranks(*comms[r], config, 3, 0.02); });
     }
   }
   for (const RanksReport& report : reports) {

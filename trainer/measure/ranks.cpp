@@ -39,7 +39,8 @@ std::vector<float> random_floats(int64_t count, float scale) {
 }
 
 // TFLOP/s of forward and backward.
-double training_tflops(const Stream& stream, const VitConfig& model, int64_t batch, Precision precision) {
+double training_tflops(const Stream& stream, const VitConfig& model, int64_t batch, Precision precision,
+                       double budget_ms) {
   const std::vector<VitParameter> parameters = vit_parameters(model);
   const ParameterLayout layout = packed_layout(parameters);
   Vit vit(model, stream, layout, {.max_batch = batch, .precision = precision});
@@ -59,7 +60,7 @@ double training_tflops(const Stream& stream, const VitConfig& model, int64_t bat
             vit.forward(images.as<float>(), batch);
             vit.backward(labels.as<int32_t>(), totals.as<double>(), 1.0f, gradients.as<float>(), false, {});
           },
-          kProbeBudgetMs)
+          budget_ms)
           .mean_ms;
   stream.synchronize();
   return training_flops_per_image(model) * static_cast<double>(batch) / (ms * 1e9);
@@ -77,7 +78,7 @@ std::vector<GradientTensor> layer_gradients(VitConfig model) {
 
 // Nanoseconds per element that a codec's kernels take.
 double codec_ns(const Stream& stream, const std::string& spec, const std::vector<GradientTensor>& tensors,
-                int world, const LinkCosts& links) {
+                int world, const LinkCosts& links, double budget_ms) {
   Communicator comm(std::make_unique<SilentTransport>(0, world, stream.device()));
   comm.set_link_costs(links);
   Reducer reducer(comm, CompressionSpec::parse(spec), tensors,
@@ -89,14 +90,14 @@ double codec_ns(const Stream& stream, const std::string& spec, const std::vector
                           for (int i = 0; i < reducer.tensors(); ++i) reducer.ready(i, stream);
                           reducer.wait(stream);
                         },
-                        kCodecBudgetMs)
+                        budget_ms)
                         .mean_ms;
   return ms * 1e6 / static_cast<double>(reducer.elements());
 }
 
 }  // namespace
 
-RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, int sharing) {
+RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, int sharing, double patience) {
   RanksReport report;
   report.world = comm.world();
   report.transport = comm.transport().name();
@@ -126,12 +127,15 @@ RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, int sha
   // the machine idle for a moment.
   std::vector<double> mine;
   comm.barrier();
-  mine.push_back(training_tflops(stream, report.probe, report.probe_batch, config.precision));
+  mine.push_back(
+      training_tflops(stream, report.probe, report.probe_batch, config.precision, patience * kProbeBudgetMs));
   const std::vector<std::string> specs = candidate_specs();
   for (const std::string& spec : specs) {
     comm.barrier();
     const bool alone = comm.world() == 1;
-    mine.push_back(alone ? 0 : codec_ns(stream, spec, layer_gradients(model), comm.world(), report.links));
+    mine.push_back(alone ? 0
+                         : codec_ns(stream, spec, layer_gradients(model), comm.world(), report.links,
+                                    patience * kCodecBudgetMs));
   }
   const auto all = all_gather(comm.transport(), stream, mine, "how fast each rank is");
   StepCosts& costs = report.costs;

@@ -32,8 +32,8 @@ constexpr int kMatrixRanks = 8;
 
 // Collective, and blocks the caller for a few seconds: every rank passes the same config, of which model,
 // batch size, precision and devices matter. `sharing`: ranks that are on rank 0's device. Every rank returns
-// the same.
-RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, int sharing);
+// the same. `patience`: how long to time each thing, against about two seconds in all.
+RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, int sharing, double patience = 1);
 
 // For people: the links, then the prediction with its arithmetic.
 std::string links_text(const RanksReport& report);
