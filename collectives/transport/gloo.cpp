@@ -6,20 +6,16 @@
 
 #include <gloo/transport/context.h>
 #include <gloo/transport/tcp/device.h>
-#include <gloo/transport/unbound_buffer.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
-#include <map>
 #include <mutex>
 #include <set>
-#include <stdexcept>
 
-#include "collectives/transport/gloo_messages.h"
+#include "collectives/transport/gloo_exchange.h"
 
 namespace gradwire {
 namespace {
@@ -27,38 +23,6 @@ namespace {
 using std::chrono::milliseconds;
 
 using namespace gloo_messages;
-
-// Gloo's texts begin with a place in its source: "[./gloo/pair.cc:598] ...".
-std::string without_location(const std::string& text) {
-  size_t end = text.find("] ");
-  return text.starts_with("[") && end != std::string::npos ? text.substr(end + 2) : text;
-}
-
-// Gloo writes to sockets without MSG_NOSIGNAL; a peer that is gone must be an error, not the end of this
-// process.
-class NoSigpipe {
- public:
-  NoSigpipe() {
-    sigemptyset(&pipe_);
-    sigaddset(&pipe_, SIGPIPE);
-    sigset_t pending;
-    sigpending(&pending);
-    was_pending_ = sigismember(&pending, SIGPIPE) == 1;
-    pthread_sigmask(SIG_BLOCK, &pipe_, &before_);
-  }
-  ~NoSigpipe() {
-    if (!was_pending_) {
-      timespec now = {};
-      while (sigtimedwait(&pipe_, nullptr, &now) == SIGPIPE) {
-      }
-    }
-    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
-  }
-
- private:
-  sigset_t pipe_, before_;
-  bool was_pending_ = false;
-};
 
 class GlooTransport final : public Transport {
  public:
@@ -152,25 +116,6 @@ class GlooTransport final : public Transport {
  private:
   static constexpr const char* kWaiting = ", waiting for rank ";
   using Pending = ::gloo::transport::UnboundBuffer;
-
-  // A message on its way.
-  struct Posted {
-    std::unique_ptr<Pending> buffer;
-    Transfer::Kind kind = Transfer::Kind::send;
-    int peer = 0;
-    size_t bytes = 0;
-    uint64_t slot = 0;  // tells headers from payload
-    bool done = false;
-  };
-
-  // An exchange on its way. The buffers refer to the headers, so it stays where it is.
-  struct InFlight {
-    std::string here;  // "call 17, allreduce of ..., round 3 of 6"
-    std::map<int, Header> expected, sent, arrived;
-    CallHeader mine, previous;
-    std::vector<Posted> posted;
-    uint64_t bytes = 0;  // of payload that leaves
-  };
 
   void connect(const GlooOptions& options, SteadyClock::time_point deadline) {
     std::string address = group_.address(deadline);
@@ -362,8 +307,8 @@ class GlooTransport final : public Transport {
         wait(p, deadline);
         p.done = true;
         if (p.kind == Transfer::Kind::send) continue;
-        if (p.slot == kCallSlot) compare(e.mine, e.previous, p.peer);
-        if (p.slot == kHeaderSlot) compare(e.expected.at(p.peer), e.arrived.at(p.peer), p.peer);
+        if (p.slot == kCallSlot) compare(e.mine, e.previous, rank(), p.peer);
+        if (p.slot == kHeaderSlot) compare(e.expected.at(p.peer), e.arrived.at(p.peer), rank(), p.peer);
       }
     } catch (const std::exception& error) {
       fail(e, at, error, deadline);
@@ -408,10 +353,6 @@ class GlooTransport final : public Transport {
     give_up(e.here + ": " + pending_text(e.posted, at), cause);
   }
 
-  struct Mismatch : std::runtime_error {
-    using std::runtime_error::runtime_error;
-  };
-
   void post(InFlight& e, Transfer::Kind kind, int peer, void* data, size_t bytes, uint64_t slot) {
     Posted& p = e.posted.emplace_back();
     p.kind = kind;
@@ -432,69 +373,6 @@ class GlooTransport final : public Transport {
     auto left = std::max(milliseconds(1), std::chrono::ceil<milliseconds>(deadline - SteadyClock::now()));
     bool completed = p.kind == Transfer::Kind::send ? p.buffer->waitSend(left) : p.buffer->waitRecv(left);
     if (!completed) throw CommError("woken up");  // by group_failed()
-  }
-
-  void compare(const CallHeader& mine, const CallHeader& theirs, int peer) const {
-    if (mine.agrees_with(theirs)) return;
-    check_magic(theirs, peer);
-    auto call = [](int r, const CallHeader& h) {
-      return "rank " + std::to_string(r) + " makes call " + std::to_string(h.sequence) + ", " + h.text();
-    };
-    bool alike = mine.sequence == theirs.sequence && mine.text() == theirs.text();
-    throw Mismatch("ranks disagree: " + call(rank(), mine) + "; " + call(peer, theirs) +
-                   (alike ? "; this call or one before differs in something else" : ""));
-  }
-
-  template <typename H>
-  void check_magic(const H& header, int peer) const {
-    if (header.magic == H::kMagic) return;
-    throw Mismatch("what rank " + std::to_string(peer) + " sent is no header of Gradwire's: it is corrupted");
-  }
-
-  void compare(const Header& expected, const Header& arrived, int peer) const {
-    if (expected.agrees_with(arrived)) return;
-    check_magic(arrived, peer);
-    std::string from = "rank " + std::to_string(peer), theirs = arrived.text();
-    auto amount = [](const Header& h) {
-      return std::to_string(h.bytes) + " bytes in " + std::to_string(h.messages) +
-             (h.messages == 1 ? " message" : " messages");
-    };
-    bool alike = amount(expected) == amount(arrived) && expected.text() == theirs;
-    throw Mismatch("ranks disagree: rank " + std::to_string(rank()) + " expects " + amount(expected) +
-                   " from " + from + ", which is in " + theirs + " and sends " + amount(arrived) +
-                   (alike ? "; the calls differ in something else" : ""));
-  }
-
-  static bool is_header(const Posted& p) { return p.slot == kHeaderSlot || p.slot == kCallSlot; }
-
-  // "waiting to receive 4096 bytes from rank 0 (3 receives and 2 sends pending, with ranks 0, 2)"
-  std::string pending_text(const std::vector<Posted>& posted, const Posted* at) const {
-    std::string text;
-    if (at == nullptr) {
-      if (posted.empty()) return "before the first transfer";
-      const Posted& last = posted.back();
-      text = std::string("starting to ") +
-             (last.kind == Transfer::Kind::send ? "send to rank " : "receive from rank ") +
-             std::to_string(last.peer);
-    } else {
-      bool send = at->kind == Transfer::Kind::send;
-      text = std::string("waiting to ") + (send ? "send " : "receive ") +
-             (is_header(*at) ? "" : std::to_string(at->bytes) + " bytes ") + (send ? "to" : "from") +
-             " rank " + std::to_string(at->peer);
-      if (at->slot == kCallSlot && !send)
-        text = "waiting for rank " + std::to_string(at->peer) + " to begin it";
-    }
-    int receives = 0, sends = 0;
-    std::set<int> peers;
-    for (const Posted& p : posted) {
-      if (p.done) continue;
-      ++(p.kind == Transfer::Kind::send ? sends : receives);
-      peers.insert(p.peer);
-    }
-    std::string list;
-    for (int peer : peers) list += (list.empty() ? "" : ", ") + std::to_string(peer);
-    return text + " (" + std::to_string(receives) + " receives and " + std::to_string(sends) +
-           " sends pending, with ranks " + list + ")";
   }
 
   std::mutex mutex_;

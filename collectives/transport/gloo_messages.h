@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <stdexcept>
 #include <string>
 
 #include "collectives/mix.h"
@@ -66,5 +67,12 @@ struct Header {
 inline uint64_t payload_slot(uint64_t tag, size_t bytes) {
   return mix(mix(kHeaderSlot, tag), bytes) | (uint64_t{1} << 63);
 }
+
+struct Mismatch : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+// Of rank `rank`, about what rank `peer` sent. Throw Mismatch, which names both and what each is in.
+void compare(const CallHeader& mine, const CallHeader& theirs, int rank, int peer);
+void compare(const Header& expected, const Header& arrived, int rank, int peer);
 
 }  // namespace gradwire::gloo_messages
