@@ -79,7 +79,8 @@ Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t
     allreduce(bucket.q);
     done += static_cast<double>(bucket.elements);
     ready = forward + backward * done / elements + delay;
-    free = std::max(free, ready) + kernels + us * 1e-3;
+    const bool beside_backward = costs.shared_cores && &bucket != &buckets.back();
+    free = std::max(free, ready) + (beside_backward ? 2 : 1) * kernels + us * 1e-3;
     out.codec_ms += kernels;
     out.comm_ms += us * 1e-3;
     if (costs.shared_cores) delay += kernels;
