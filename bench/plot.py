@@ -5,6 +5,7 @@
     bench/plot.py run-a.jsonl run-b.jsonl -o report.png     logs of single runs (gradwire train --log)
     bench/plot.py numerics.json -o numerics.png             what gradwire-bench numerics --json measured
     bench/plot.py experiments.json -o experiments.png       what bench/experiments.py measured
+    bench/plot.py trace.json -o timeline.png                one step of gradwire train --trace, all ranks below each other
 
 Beside compare.json lie the runs' logs, compare.0.jsonl and so on (docs/formats.md).
 """
@@ -265,6 +266,12 @@ def experiments_of(paths):
     return document if isinstance(document, dict) and {"settings", "items"} <= set(document) else None
 
 
+def trace_of(paths):
+    """What gradwire train --trace wrote, or None when the files are something else."""
+    document = document_of(paths)
+    return document if isinstance(document, dict) and {"traceEvents", "otherData"} <= set(document) else None
+
+
 def numerics_of(paths):
     """The rows of `gradwire-bench numerics --json`, or None when the files are something else."""
     rows = document_of(paths)
@@ -273,13 +280,18 @@ def numerics_of(paths):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="+", help="compare.json, run logs (.jsonl), or numerics.json")
+    parser.add_argument("files", nargs="+", help="compare.json, run logs (.jsonl), numerics.json, or a trace")
     parser.add_argument("-o", "--output", default="report.png", help="picture to write (default: report.png)")
+    parser.add_argument("--step", type=int, help="of a trace: the step to draw (default: one of median length)")
     arguments = parser.parse_args()
+    trace = trace_of(arguments.files)
     numerics, experiments = numerics_of(arguments.files), experiments_of(arguments.files)
     if experiments:
         import plot_experiments
         plot_experiments.draw(experiments, arguments.output)
+    elif trace:
+        import plot_timeline
+        plot_timeline.draw(trace, arguments.step, arguments.output)
     elif numerics:
         draw_numerics(numerics, arguments.output)
     else:

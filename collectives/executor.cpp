@@ -47,6 +47,7 @@ Allreduce::Allreduce(Transport& transport, const Schedule& schedule, float* data
                    " ranks on a transport of " + std::to_string(transport.world()));
   }
   workspace_bytes_ = compile(nullptr);
+  info_ = describe_exchanges();
   if (slices_ > 1) {
     start_ = Event::create(transport.device());
     kernels_done_ = Event::create(transport.device());
@@ -129,10 +130,64 @@ void Allreduce::launch(const Stream& stream, const Operation& kernel) const {
   }
 }
 
-void Allreduce::run(const Stream& stream) {
+AllreduceInfo Allreduce::describe_exchanges() const {
+  AllreduceInfo info{.part = options_.part, .schedule = name(schedule_.kind), .slices = slices_};
+  for (const Operation& operation : operations_) {
+    const auto* exchange = std::get_if<Exchange>(&operation.work);
+    if (exchange == nullptr) continue;
+    ++info.exchanges;
+    for (const Transfer& t : exchange->transfers) {
+      if (t.kind == Transfer::Kind::send) info.bytes_sent += static_cast<int64_t>(t.bytes);
+    }
+  }
+  return info;
+}
+
+void Allreduce::label_exchanges(int bucket) {
+  const int group = (info_.exchanges + kMostSpans - 1) / kMostSpans;
+  int64_t sent = 0, received = 0;
+  int k = 0, first = 0;
+  for (const Operation& operation : operations_) {
+    const auto* exchange = std::get_if<Exchange>(&operation.work);
+    if (exchange == nullptr) continue;
+    for (const Transfer& t : exchange->transfers) {
+      (t.kind == Transfer::Kind::send ? sent : received) += static_cast<int64_t>(t.bytes);
+    }
+    ++k;
+    if (k - first < group && k < info_.exchanges) continue;
+    TraceLabel label{.name = "exchange " + std::to_string(bucket),
+                     .category = "exchange",
+                     .details = {{"bucket", int64_t{bucket}},
+                                 {"part", options_.part.empty() ? "all" : options_.part},
+                                 {"exchange", int64_t{first + 1}},
+                                 {"exchanges", int64_t{info_.exchanges}},
+                                 {"sent_bytes", sent},
+                                 {"received_bytes", received}}};
+    if (k > first + 1) label.details.emplace_back("to_exchange", int64_t{k});
+    labels_.push_back(std::make_shared<const TraceLabel>(std::move(label)));
+    first = k;
+    sent = received = 0;
+  }
+}
+
+void Allreduce::run(const Stream& stream, BucketPhases* phases) {
   if (!bound_ && workspace_bytes_ > 0) throw Error(options_.what + ": Allreduce::run before bind");
   const bool overlapped = slices_ > 1;
   const Stream& transfers = overlapped ? options_.transfers : stream;
+  auto enter = [&](Phase phase) {
+    if (phases != nullptr) phases->enter(stream, phase, phase == Phase::communicate ? &info_ : nullptr);
+  };
+  Tracer* tracer = phases != nullptr && phases->tracer() != nullptr && phases->tracer()->recording()
+                       ? phases->tracer()
+                       : nullptr;
+  if (tracer != nullptr && labels_.empty()) label_exchanges(phases->bucket());
+  // The exchange that was started first of those under way has the span.
+  const int group = (info_.exchanges + kMostSpans - 1) / kMostSpans;
+  std::optional<SpanOnStream> span;
+  auto open_span = [&](int exchange) {
+    if (tracer == nullptr || exchange % group != 0) return;
+    span.emplace(tracer, transfers, labels_[static_cast<size_t>(exchange / group)]);
+  };
   if (overlapped) {
     start_.record(stream);
     transfers.wait(start_);
@@ -143,22 +198,29 @@ void Allreduce::run(const Stream& stream) {
     for (; finished < count; ++finished) {
       transport_.finish(transfers);
       if (overlapped) exchange_done_[finished].record(transfers);
+      const int next = finished + 1;
+      if (next == info_.exchanges || next % group == 0) span.reset();
+      if (next < started) open_span(next);
     }
   };
   auto await = [&](int exchange) {
     finish_until(exchange + 1);
-    if (!overlapped || exchange <= awaited) return;
-    stream.wait(exchange_done_[exchange]);
+    if (exchange <= awaited) return;
+    if (overlapped) stream.wait(exchange_done_[exchange]);
     awaited = exchange;
   };
   for (const Operation& operation : operations_) {
     if (const auto* exchange = std::get_if<Exchange>(&operation.work)) {
+      if (started == 0) enter(Phase::communicate);
       if (!operation.early) finish_until(started);
+      if (started == finished) open_span(started);
       transport_.start(transfers, exchange->transfers, exchange->label);
       finish_until(started++);
       continue;
     }
     await(operation.after);
+    if (started == 0) enter(Phase::compress);
+    if (started > 0 && awaited + 1 == info_.exchanges) enter(Phase::decompress);
     launch(stream, operation);
     if (overlapped && operation.needed) {
       kernels_done_.record(stream);

@@ -30,6 +30,7 @@
 #include <variant>
 #include <vector>
 
+#include "collectives/phases.h"
 #include "collectives/schedule/schedule.h"
 #include "collectives/transport/transport.h"
 #include "kernels/bf16.h"
@@ -53,7 +54,8 @@ int64_t wire_bytes(Wire wire, int64_t count);
 class Allreduce {
  public:
   struct Options {
-    std::string what;  // for error texts, e.g. "bucket 2 of 5"
+    std::string what;       // for error texts, e.g. "bucket 2 of 5 (Q)"
+    std::string part = {};  // for traces, e.g. "Q"; empty: all of the bucket
     Wire wire = Wire::fp32;
     bool exact_inside = false;   // fast links carry FP32 whatever `wire` is
     float scale = 1.0f;          // of the result: 1 / world for the mean
@@ -68,6 +70,8 @@ class Allreduce {
     int64_t slice_bytes = 0;
   };
   static constexpr int kMostSlices = 16;
+  // A trace shows so many exchanges of one run at most; where there are more, several are one span.
+  static constexpr int kMostSpans = 64;
   // Into how many slices messages of at most slice_bytes cut the chunks; 1 when slice_bytes is 0.
   static int slices_for(const Schedule& schedule, int64_t count, Wire wire, int64_t slice_bytes);
 
@@ -87,10 +91,12 @@ class Allreduce {
   void rebind(float* data);
 
   // Enqueues everything; later work of `stream` sees the result. All ranks run the same programs in the same
-  // order.
-  void run(const Stream& stream);
+  // order. `phases` is told when the first exchange begins and when the last is over, and by its tracer of
+  // each exchange.
+  void run(const Stream& stream, BucketPhases* phases = nullptr);
 
   int slices() const { return slices_; }
+  const AllreduceInfo& info() const { return info_; }
 
  private:
   struct Exchange {
@@ -111,6 +117,8 @@ class Allreduce {
   Call describe() const;
   void find_early();
   void launch(const Stream& stream, const Operation& kernel) const;
+  AllreduceInfo describe_exchanges() const;
+  void label_exchanges(int bucket);
 
   Transport& transport_;
   const Options options_;
@@ -127,6 +135,8 @@ class Allreduce {
   // Between the two streams; only when there are several slices.
   Event start_, kernels_done_;
   std::vector<Event> exchange_done_;
+  AllreduceInfo info_;
+  std::vector<TraceLabelPtr> labels_;  // of exchanges, or of groups of them; made when they are first traced
 };
 
 }  // namespace gradwire

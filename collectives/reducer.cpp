@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <deque>
 #include <mutex>
 #include <optional>
 
@@ -19,13 +20,9 @@ int64_t element_count(const GradientTensor& tensor) {
   return count;
 }
 
-// Marks and counters of one step of one bucket.
-struct BucketMarks {
-  Event start, end;
-};
-
+// Marks and counters of one step.
 struct StepMarks {
-  std::vector<BucketMarks> buckets;
+  std::deque<BucketPhases> buckets;  // they stay where they are
   Event wait_begin, wait_end;
   // Written on the reducer's stream, read after wait_end.
   std::shared_ptr<std::array<uint64_t, 2>> bytes_sent = std::make_shared<std::array<uint64_t, 2>>();
@@ -173,18 +170,31 @@ class Reducer::Impl {
   ReducerStats stats(int64_t step) const {
     ReducerStats stats;
     if (buckets_.empty()) return stats;
-    if (step < first_step_ || step >= step_ || step < step_ - kStatsKept) {
-      throw BadInput("Reducer::stats: step " + std::to_string(step) + " is not one of the last " +
-                     std::to_string(kStatsKept) + " of " + std::to_string(step_));
-    }
-    const StepMarks& marks = marks_[step % kStatsKept];
+    const StepMarks& marks = marks_of(step);
     stats.wire_bytes = (*marks.bytes_sent)[1] - (*marks.bytes_sent)[0];
     stats.dense_bytes = dense_bytes_;
     if (options_.timing) {
-      for (const BucketMarks& b : marks.buckets) stats.comm_ms += elapsed_ms(b.start, b.end);
+      for (const BucketPhases& b : marks.buckets) {
+        stats.comm_ms += b.total_ms();
+        stats.compress_ms += b.ms(Phase::compress);
+        stats.communicate_ms += b.ms(Phase::communicate);
+        stats.decompress_ms += b.ms(Phase::decompress);
+      }
       stats.exposed_comm_ms = elapsed_ms(marks.wait_begin, marks.wait_end);
     }
     return stats;
+  }
+
+  void trace(int64_t step, Tracer& tracer) const {
+    if (buckets_.empty() || !options_.timing) return;
+    const StepMarks& marks = marks_of(step);
+    for (size_t b = 0; b < buckets_.size(); ++b) {
+      marks.buckets[b].trace(tracer, stream_.name(), step,
+                             {{"bucket", static_cast<int64_t>(b)},
+                              {"spec", spec_.to_string()},
+                              {"bucket_bytes", (buckets_[b].end - buckets_[b].begin) * 4}});
+    }
+    tracer.collect(step);
   }
 
   std::vector<CodecState> state() const {
@@ -262,6 +272,13 @@ class Reducer::Impl {
   int buckets() const { return static_cast<int>(buckets_.size()); }
 
  private:
+  const StepMarks& marks_of(int64_t step) const {
+    if (step < first_step_ || step >= step_ || step < step_ - kStatsKept) {
+      throw BadInput("Reducer::stats: step " + std::to_string(step) + " is not one of the last " +
+                     std::to_string(kStatsKept) + " of " + std::to_string(step_));
+    }
+    return marks_[step % kStatsKept];
+  }
   // What a choice was made from; empty when none was to be made.
   std::string links_text() const {
     if (spec_.schedule != ScheduleKind::automatic || comm_.world() <= 2) return "";
@@ -326,7 +343,8 @@ class Reducer::Impl {
       marks.wait_begin = Event::create(comm_.device());
       marks.wait_end = Event::create(comm_.device());
       for (size_t b = 0; b < buckets_.size(); ++b) {
-        marks.buckets.push_back({Event::create(comm_.device()), Event::create(comm_.device())});
+        marks.buckets.emplace_back(BucketPhases::Options{
+            .bucket = static_cast<int>(b), .timing = options_.timing, .tracer = options_.tracer});
       }
     }
   }
@@ -360,11 +378,18 @@ class Reducer::Impl {
       stream_.wait(full_);
 #endif
     }
-    if (options_.timing) marks.buckets[b].start.record(stream_);
-    if (bucket.staged) stage(bucket, true);
-    bucket.codec->run(stream_, step_);
-    if (bucket.staged) stage(bucket, false);
-    if (options_.timing) marks.buckets[b].end.record(stream_);
+    BucketPhases& phases = marks.buckets[b];
+    phases.begin(stream_);
+    if (bucket.staged) {
+      phases.enter(stream_, Phase::compress);
+      stage(bucket, true);
+    }
+    bucket.codec->run(stream_, step_, phases);
+    if (bucket.staged) {
+      phases.enter(stream_, Phase::decompress);
+      stage(bucket, false);
+    }
+    phases.end();
   }
 
   // Where the bucket begins if the adopted gradients lie as in the flat buffer; null if they don't.
@@ -462,6 +487,9 @@ int64_t Reducer::steps() const {
 }
 ReducerStats Reducer::stats(int64_t step) const {
   return impl_->stats(step);
+}
+void Reducer::trace(int64_t step, Tracer& tracer) const {
+  impl_->trace(step, tracer);
 }
 std::vector<CodecState> Reducer::state() const {
   return impl_->state();

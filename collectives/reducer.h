@@ -48,13 +48,18 @@ struct ReducerOptions {
   // Where the reducer works; empty: on a stream of its own. Reducers that use one communicator at the same
   // time share a stream, so that all ranks run their exchanges in the order in which they were enqueued.
   Stream stream = {};
+  // Who is told of each exchange in the steps that it traces; outlives the reducer. Null: nobody. Needs
+  // `timing`.
+  Tracer* tracer = nullptr;
 };
 
 // Of one step.
 struct ReducerStats {
-  uint64_t wire_bytes = 0;     // sent by this rank, measured at the transport
-  uint64_t dense_bytes = 0;    // what this rank would have sent in FP32 with the same schedule
-  double comm_ms = 0;          // sum over buckets of the time on the reducer's stream, compression included
+  uint64_t wire_bytes = 0;   // sent by this rank, measured at the transport
+  uint64_t dense_bytes = 0;  // what this rank would have sent in FP32 with the same schedule
+  double comm_ms = 0;        // sum over buckets of the time on the reducer's stream, compression included
+  // Its parts, which add up to it: phases.h says where each begins.
+  double compress_ms = 0, communicate_ms = 0, decompress_ms = 0;
   double exposed_comm_ms = 0;  // how long the stream given to wait() stood still for it
 };
 
@@ -107,6 +112,9 @@ class Reducer {
   // (synchronize it, or an event recorded behind it). In a world of 1 all zero.
   ReducerStats stats(int64_t step) const;
   static constexpr int kStatsKept = 8;
+  // Puts the phases of every bucket in that step, under the same conditions, and their exchanges into the
+  // trace.
+  void trace(int64_t step, Tracer& tracer) const;
 
   // What a checkpoint must hold: residuals and factors by bucket and name, on the device. The names and sizes
   // are the same for the same tensors, spec, options and world.

@@ -141,7 +141,7 @@ class BadInput(CommandTest):
             self.refuse(synthetic(flag, value), flag)
 
     def test_unknown_flags_and_words(self):
-        for flag in ("--trace", "--profile-steps", "--graph", "--frobnicate"):
+        for flag in ("--graph", "--frobnicate"):
             self.refuse(synthetic(flag, "x"), flag)
         self.refuse(synthetic("--precision", "bf16"), "--precision 'bf16'")
         self.refuse(synthetic("--augment", "rotate"), "--augment 'rotate'", "flip,crop")
@@ -155,6 +155,14 @@ class BadInput(CommandTest):
     def test_no_gpu(self):
         self.refuse(synthetic("--device", "cuda"), "--device cuda", "--device host",
                     env={"CUDA_VISIBLE_DEVICES": ""})
+
+    def test_trace_and_profile(self):
+        self.refuse(synthetic("--trace-steps", "2:4"), "--trace-steps 2:4", "--trace FILE")
+        for steps in ("4", "4:", ":4", "a:b", "4:2", "4:4", "-1:2", "1:2:3"):
+            self.refuse(synthetic("--trace", "t.json", "--trace-steps", steps), f"--trace-steps '{steps}'", "a:b")
+        self.refuse(synthetic("--trace", "t.json", "--steps", 8, "--trace-steps", "8:9"), "8:9", "steps 0 to 7")
+        self.refuse(synthetic("--profile-steps", "2:4"), "--profile-steps 2:4", "on the host", "--trace")
+        self.refuse(synthetic("--trace", "nowhere/t.json"), "nowhere", "folder that exists")
 
     def test_unwritable_log(self):
         (self.folder / "file").write_text("kept")
@@ -377,14 +385,22 @@ class Processes(CommandTest):
         records = [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
         return [[r.get(key) for key in keys] for r in records]
 
+    def rows(self, name):
+        """How many spans each rank's streams have in a trace."""
+        events = json.loads((self.folder / name).read_text())["traceEvents"]
+        names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        spans = [(e["pid"], names[e["pid"], e["tid"]]) for e in events if e["ph"] == "X"]
+        return {row: spans.count(row) for row in spans}
+
     def test_same_bits_as_threads(self):
         for world, spec, data in ((2, "fp32:schedule=ring", ["--data", "synthetic:128", "--batch-size", 8, "--device", "host"]),
                                   (2, "bf16:round=stochastic,schedule=two_shot", SYNTHETIC),
                                   (3, "powersgd:rank=1,schedule=tree", SYNTHETIC)):
-            flags = ["train", *data, "--steps", 5, "--compression", spec]
-            threads = self.run_command(*flags, "--ranks", world, "--log", "threads.jsonl")
+            flags = ["train", *data, "--steps", 5, "--compression", spec, "--trace"]
+            threads = self.run_command(*flags, "threads.json", "--ranks", world, "--log", "threads.jsonl")
             self.assertEqual(threads.returncode, 0, threads.stderr)
-            ends = self.run_processes(world, *flags, "--log", "processes.jsonl")
+            ends = self.run_processes(world, *flags, "processes.json", "--log", "processes.jsonl")
+            self.assertEqual(self.rows("threads.json"), self.rows("processes.json"), spec)
             self.assertEqual(self.numbers("threads.jsonl"), self.numbers("processes.jsonl"), spec)
             self.assertEqual([r[0] for r in self.numbers("processes.jsonl")], ["run"] + ["step"] * 5 + ["eval", "summary"])
             self.assertIn(f"Launcher: the environment (RANK=0 WORLD_SIZE={world}), meeting at file://", ends[0][0])

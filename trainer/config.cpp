@@ -139,6 +139,27 @@ std::string Augmentation::to_string() const {
   return flip && crop ? "flip,crop" : flip ? "flip" : "crop";
 }
 
+StepRange StepRange::parse(const std::string& flag, const std::string& text) {
+  StepRange range;
+  const char *at = text.data(), *end = text.data() + text.size();
+  auto number = [&](int64_t& value) {
+    auto [next, error] = std::from_chars(at, end, value);
+    if (error != std::errc() || value < 0) return false;
+    at = next;
+    return true;
+  };
+  const bool read = number(range.begin) && at < end && *at++ == ':' && number(range.end) && at == end;
+  if (!read || range.empty()) {
+    throw BadInput(flag + " '" + text +
+                   "' is not a range of steps a:b; 10:20 are the ten steps from 10 to 19, counted from 0");
+  }
+  return range;
+}
+
+std::string StepRange::to_string() const {
+  return std::to_string(begin) + ":" + std::to_string(end);
+}
+
 const char* name(OptimizerKind kind) {
   return kind == OptimizerKind::sgd ? "sgd" : "adamw";
 }

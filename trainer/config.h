@@ -55,6 +55,17 @@ struct Augmentation {
   bool operator==(const Augmentation&) const = default;
 };
 
+// Steps [begin, end), counted from 0 as the log does. Empty: none.
+struct StepRange {
+  int64_t begin = 0, end = 0;
+
+  // "a:b". Throws BadInput that names `flag`.
+  static StepRange parse(const std::string& flag, const std::string& text);
+  std::string to_string() const;
+  bool empty() const { return begin >= end; }
+  bool operator==(const StepRange&) const = default;
+};
+
 enum class OptimizerKind : uint8_t { sgd, adamw };
 
 struct TrainConfig {
@@ -96,6 +107,10 @@ struct TrainConfig {
   std::string resume;                // the checkpoint to go on from; empty: from the beginning
 
   bool measure_peak = false;  // of product and copy, before the first step (measure/peaks.h)
+
+  std::string trace;        // the file for a trace; empty: none
+  StepRange trace_steps;    // which steps it shows
+  StepRange profile_steps;  // between cudaProfilerStart and cudaProfilerStop
 
   double timeout_s = 60;  // how long a rank waits for a peer in one operation
 

@@ -28,15 +28,16 @@ struct RunInfo {
 
 // One optimizer step, as seen by rank 0. A time that was not measured is NaN.
 struct StepRecord {
-  int64_t step = 0;            // from 0
-  int64_t epoch = 0;           // from 0, of the step's first image
-  double loss = 0;             // mean over the global batch, before the update
-  double lr = 0;               // used in this update
-  double step_ms = 0;          // from the start of this step to the start of the next
-  double images_per_s = 0;     // over all ranks: global batch / step_ms
-  uint64_t wire_bytes = 0;     // sent by rank 0, measured at the transport
-  uint64_t dense_bytes = 0;    // what it would have sent in FP32 with the same schedule
-  double comm_ms = 0;          // on the reducer's stream, compression included
+  int64_t step = 0;          // from 0
+  int64_t epoch = 0;         // from 0, of the step's first image
+  double loss = 0;           // mean over the global batch, before the update
+  double lr = 0;             // used in this update
+  double step_ms = 0;        // from the start of this step to the start of the next
+  double images_per_s = 0;   // over all ranks: global batch / step_ms
+  uint64_t wire_bytes = 0;   // sent by rank 0, measured at the transport
+  uint64_t dense_bytes = 0;  // what it would have sent in FP32 with the same schedule
+  double comm_ms = 0;        // on the reducer's stream, compression included
+  double compress_ms = 0, communicate_ms = 0, decompress_ms = 0;  // its parts (collectives/phases.h)
   double exposed_comm_ms = 0;  // how long the optimizer waited for communication
   double data_ms = 0;          // how long the device stood still because the batch was not there
   double forward_ms = 0;

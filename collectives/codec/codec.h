@@ -74,7 +74,13 @@ class Codec {
   // The bucket's gradients have moved, laid out as before. Only while nothing of this codec is in flight.
   virtual void rebind(float* gradients) = 0;
   // Enqueues one step on `stream`: bucket gradients in, averaged gradients out. `step` counts from 0.
-  virtual void run(const Stream& stream, int64_t step) = 0;
+  // `phases` is told what the work on `stream` is: kernels that make less of the bucket, exchanges, kernels
+  // that make a bucket of it again.
+  virtual void run(const Stream& stream, int64_t step, BucketPhases& phases) = 0;
+  void run(const Stream& stream, int64_t step) {
+    BucketPhases nobody;
+    run(stream, step, nobody);
+  }
 
   virtual std::vector<CodecState> state() = 0;
   virtual int64_t state_bytes() const = 0;  // device memory beyond gradients and workspace

@@ -129,11 +129,12 @@ class PowerSgdCodec final : public Codec {
     if (before_start_) before_start_->rebind(gradients);
   }
 
-  void run(const Stream& stream, int64_t step) override {
+  void run(const Stream& stream, int64_t step, BucketPhases& phases) override {
     if (step < spec_.start) {
-      before_start_->run(stream);
+      before_start_->run(stream, &phases);
       return;
     }
+    phases.enter(stream, Phase::compress);
     float* p = p_.as<float>();
     float* q_sum = q_sum_.as<float>();
     const bool any_matrix = matrices_.count() > 0;
@@ -153,10 +154,12 @@ class PowerSgdCodec final : public Codec {
       fill_zero(stream, p_residual_.data(), p_residual_.bytes());
       pack(stream, {&dense_, residual_.as<float>(), p_residual_.as<float>(), false});
     }
-    p_allreduce_.run(stream);
+    p_allreduce_.run(stream, &phases);
+    phases.enter(stream, Phase::decompress);
     pack(stream, {&dense_, gradients_, p, true});
     if (with_wire_residual()) pack(stream, {&dense_, residual_.as<float>(), p_residual_.as<float>(), true});
     if (!any_matrix) return;
+    phases.enter(stream, Phase::compress);
     orthonormalize(stream, {.table = &matrices_,
                             .which = Factor::p,
                             .in = p,
@@ -175,17 +178,21 @@ class PowerSgdCodec final : public Codec {
                                      .flags = flags_.as<const int32_t>() + half.first,
                                      .workspace = workspace_});
       if (!beside) {
-        half.allreduce->run(stream);
+        half.allreduce->run(stream, &phases);
         continue;
       }
       half.ready.record(stream);
       transfers_.wait(half.ready);
-      half.allreduce->run(transfers_);
+      half.allreduce->run(transfers_, &phases);
       half.summed.record(transfers_);
     }
     const bool put_back = lossy_ && residual_;
     for (Half& half : halves_) {
-      if (beside) stream.wait(half.summed);
+      if (beside) {
+        phases.enter(stream, Phase::communicate, &half.allreduce->info());
+        stream.wait(half.summed);
+      }
+      phases.enter(stream, Phase::decompress);
       powersgd_reconstruct(stream, {.table = &half.matrices,
                                     .p = p,
                                     .q = q_sum,
@@ -298,6 +305,7 @@ class PowerSgdCodec final : public Codec {
   Allreduce::Options options(const BucketContext& c, const char* part, uint64_t first_element,
                              int64_t slice_bytes) const {
     return {.what = c.name + " (" + part + ")",
+            .part = part,
             .wire = spec_.wire,
             .exact_inside = spec_.exact_inside,
             .scale = c.scale,

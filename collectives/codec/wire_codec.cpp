@@ -29,7 +29,7 @@ class WireCodec final : public Codec {
   size_t workspace_bytes() const override { return allreduce_.workspace_bytes(); }
   void bind(void* workspace) override { allreduce_.bind(workspace); }
   void rebind(float* gradients) override { allreduce_.rebind(gradients); }
-  void run(const Stream& stream, int64_t) override { allreduce_.run(stream); }
+  void run(const Stream& stream, int64_t, BucketPhases& phases) override { allreduce_.run(stream, &phases); }
   std::vector<CodecState> state() override {
     if (!with_residual_) return {};
     return {{"residual", residual_.as<float>(), elements_, first_element_}};

@@ -4,6 +4,7 @@
 
 #include "kernels/cuda/check.h"
 #include "kernels/device_impl.h"
+#include "kernels/nvtx.h"
 
 namespace gradwire::cuda {
 namespace {
@@ -114,6 +115,7 @@ std::shared_ptr<Stream::Impl> make_stream(int device_index, std::string name) {
   set_device(device_index);
   CudaStream handle = nullptr;
   GW_CUDA_CHECK(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking));
+  name_stream(handle, name);
   return std::make_shared<CudaStreamImpl>(device_index, std::move(name), handle, true);
 }
 

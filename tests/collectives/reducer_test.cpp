@@ -217,6 +217,9 @@ TEST(Reducer, WireBytesAreMeasuredAndFall) {
         stats = rank.reducer.stats(1);
         EXPECT_EQ(rank.reducer.stats(0).wire_bytes, stats.wire_bytes);
         EXPECT_GT(stats.comm_ms, 0.0);
+        EXPECT_GT(stats.communicate_ms, 0.0);
+        EXPECT_NEAR(stats.compress_ms + stats.communicate_ms + stats.decompress_ms, stats.comm_ms,
+                    1e-6 * stats.comm_ms);
         EXPECT_GE(stats.exposed_comm_ms, 0.0);
         EXPECT_THROW(rank.reducer.stats(2), BadInput);
       }

@@ -81,9 +81,9 @@ TEST(Records, EachHasTheFieldsOfItsType) {
   json s = json::parse(step_record(step(7, 0.5)));
   EXPECT_EQ(s["type"], "step");
   EXPECT_EQ(s["step"], 7);
-  for (const char* field :
-       {"loss", "lr", "step_ms", "images_per_s", "wire_bytes", "dense_bytes", "comm_ms", "exposed_comm_ms",
-        "data_ms", "forward_ms", "backward_ms", "optimizer_ms", "tflops"}) {
+  for (const char* field : {"loss", "lr", "step_ms", "images_per_s", "wire_bytes", "dense_bytes", "comm_ms",
+                            "compress_ms", "communicate_ms", "decompress_ms", "exposed_comm_ms", "data_ms",
+                            "forward_ms", "backward_ms", "optimizer_ms", "tflops"}) {
     EXPECT_TRUE(s[field].is_number()) << field;
   }
   json e = json::parse(
@@ -111,6 +111,41 @@ TEST(Records, PathThatIsNotUtf8StaysValidJson) {
   TrainConfig c = config();
   c.data = DataSpec::parse("cifar10:/data/\xff\xfe");
   EXPECT_NO_THROW(json::parse(run_record(c, data(), {})));
+}
+
+// What follows each other adds up to the step; what goes on beside it does not count.
+TEST(Records, SharesAreOfTheTimeOfAllSteps) {
+  Summarizer summarizer;
+  for (double ms : {10.0, 30.0}) {
+    StepRecord s = step(0, 1);
+    s.step_ms = ms;
+    s.data_ms = 0;
+    s.forward_ms = ms / 4;
+    s.backward_ms = ms / 2;
+    s.exposed_comm_ms = 2;
+    s.compress_ms = 3, s.communicate_ms = 4, s.decompress_ms = 1;
+    summarizer.on_step(s);
+  }
+  const RunSummary summary = summarizer.summary(1);
+  const StepShares& shares = summary.shares;
+  EXPECT_DOUBLE_EQ(shares.forward, 0.25);
+  EXPECT_DOUBLE_EQ(shares.exposed_comm, 0.1);
+  EXPECT_DOUBLE_EQ(shares.other, 0.15);
+  EXPECT_DOUBLE_EQ(shares.communicate, 0.2);
+  EXPECT_DOUBLE_EQ(*shares.hidden_of_comm(), 0.75);
+  EXPECT_EQ(
+      shares_text(summary),
+      "Step time: forward 25.0 %, backward 50.0 %, waiting for communication 10.0 %, other 15.0 %\n"
+      "Beside it, as long as: compression 15.0 %, communication 20.0 %, decompression 5.0 % of it; 75 % of "
+      "that hidden behind backward");
+  EXPECT_DOUBLE_EQ(json::parse(summary_record(summary))["shares"]["hidden_of_comm"], 0.75);
+
+  Summarizer alone;  // a world of 1
+  StepRecord s = step(0, 1, 0);
+  s.exposed_comm_ms = 0, s.forward_ms = 6;
+  alone.on_step(s);
+  EXPECT_EQ(shares_text(alone.summary(1)), "Step time: forward 60.0 %, waiting for data 40.0 %");
+  EXPECT_TRUE(json::parse(summary_record(alone.summary(1)))["shares"]["hidden_of_comm"].is_null());
 }
 
 TEST(Records, SummaryHoldsMediansAndTheLastEvaluation) {

@@ -174,6 +174,21 @@ void add_run_options(CLI::App& command, Options& o) {
            "0.2 s; auto: unless the run is short")
       ->group("Output");
   add_number(command, "--log-every", o.log_every, "Off a terminal: steps between lines")->group("Output");
+  add_path(command, "--trace", o.trace, "FILE",
+           "Write what each rank's streams did, and when, for ui.perfetto.dev or bench/plot.py")
+      ->group("Output");
+  auto add_range = [&](const std::string& flag, std::optional<std::string>& target,
+                       const std::string& about) {
+    command
+        .add_option_function<std::string>(
+            flag, [&target](const std::string& text) { target = text; }, about)
+        ->type_name("A:B")
+        ->group("Output");
+  };
+  add_range("--trace-steps", o.trace_steps,
+            "Trace steps A up to, but without, B, counted from 0 (default: ten steps after the first five)");
+  add_range("--profile-steps", o.profile_steps,
+            "CUDA: let a profiler see steps A up to, but without, B (docs/profiling.md has nsys's flags)");
   command
       .add_flag("--dry-run", o.dry_run,
                 "Check everything, print the resolved configuration and the memory it takes, do not train")
@@ -263,11 +278,17 @@ RunSummary run_once(const Resolved& run, const TrainConfig& config, const std::s
       summarizer.summary(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
   if (log) log->write_summary(summary);
   say(summary_line(summary));
+  say(shares_text(summary));
+  if (!config.trace.empty()) {
+    say("Trace of steps " + std::to_string(config.trace_steps.begin) + " to " +
+        std::to_string(config.trace_steps.end - 1) + ": " + config.trace);
+  }
   return summary;
 }
 
 int train(const Options& options) {
   if (leads(options) && !options.log.empty()) check_writable(options.log);
+  if (leads(options) && !options.trace.empty()) check_writable(options.trace);
   Resolved run = resolve(options);
   if (leads(options)) say_start(run, options);
   if (options.dry_run) {
@@ -285,15 +306,19 @@ int train(const Options& options) {
 }
 
 // demo/compare.json -> demo/compare.2.jsonl
+std::string path_of_run(const std::string& path, size_t index, const std::string& extension) {
+  std::filesystem::path named = path;
+  named.replace_extension(std::to_string(index) + extension);
+  return named.string();
+}
 std::string run_log_path(const std::string& json_path, size_t index) {
-  std::filesystem::path path = json_path;
-  path.replace_extension(std::to_string(index) + ".jsonl");
-  return path.string();
+  return path_of_run(json_path, index, ".jsonl");
 }
 
 TrainConfig with_compression(const Resolved& run, size_t index) {
   TrainConfig config = run.config;
   config.compression = run.compressions[index];
+  if (!config.trace.empty()) config.trace = path_of_run(config.trace, index, ".json");
   return config;
 }
 
@@ -312,6 +337,9 @@ int compare(const Options& options) {
   if (!options.json.empty()) {
     check_writable(options.json);
     for (size_t i = 0; i < count; ++i) check_writable(run_log_path(options.json, i));
+  }
+  for (size_t i = 0; i < count && !options.trace.empty(); ++i) {
+    check_writable(with_compression(run, i).trace);
   }
   say_start(run, options);
   if (options.dry_run) {

@@ -239,6 +239,39 @@ void resolve_checkpoints(const Options& o, int64_t steps_per_epoch, Resolved& ou
   out.notes.insert(out.notes.end(), differences.begin(), differences.end());
 }
 
+// After the steps are known, and where a resumed run begins. The default is late enough for a run to have
+// warmed up.
+constexpr int64_t kTraceAfter = 5, kTraceSteps = 10;
+void resolve_trace(const Options& o, Resolved& out) {
+  TrainConfig& config = out.config;
+  const int64_t first = config.resume.empty() ? 0 : read_head(config.resume).position.step;
+  auto check = [&](const char* flag, const std::string& text) {
+    StepRange range = StepRange::parse(flag, text);
+    if (range.begin >= config.steps || range.end <= first) {
+      throw BadInput(std::string(flag) + " " + text + ": this run does steps " + std::to_string(first) +
+                     " to " + std::to_string(config.steps - 1));
+    }
+    return StepRange{std::max(range.begin, first), std::min(range.end, config.steps)};
+  };
+  if (o.trace_steps && o.trace.empty()) {
+    throw BadInput("--trace-steps " + *o.trace_steps + " without a file for the trace; add --trace FILE");
+  }
+  if (!o.trace.empty() && first < config.steps) {
+    config.trace = o.trace;
+    const int64_t begin = std::max(first, std::min(first + kTraceAfter, config.steps - kTraceSteps));
+    config.trace_steps = o.trace_steps ? check("--trace-steps", *o.trace_steps)
+                                       : StepRange{begin, std::min(begin + kTraceSteps, config.steps)};
+  }
+  if (!o.profile_steps) return;
+  if (config.devices[0].is_host()) {
+    throw BadInput(
+        "--profile-steps " + *o.profile_steps +
+        ": it starts and stops a profiler of CUDA, and this run is on the host; use --trace FILE, or "
+        "--device cuda");
+  }
+  config.profile_steps = check("--profile-steps", *o.profile_steps);
+}
+
 }  // namespace
 
 Resolved resolve_machine(const Options& o) {
@@ -307,6 +340,7 @@ Resolved resolve(const Options& o) {
   config.measure_peak =
       measure == Measure::on || (measure == Measure::automatic && run_flops >= kPeakRunFlops);
   resolve_checkpoints(o, per_epoch, out);
+  resolve_trace(o, out);
   return out;
 }
 

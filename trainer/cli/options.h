@@ -35,6 +35,8 @@ struct Options {
   double timeout_s = 60;
   int64_t eval_every = 1, eval_batch_size = 250;
   std::string log, json;
+  std::string trace;
+  std::optional<std::string> trace_steps, profile_steps;
   std::string init, checkpoint, resume;
   std::optional<int64_t> checkpoint_every;  // default: an epoch
   std::optional<int> checkpoint_keep;

@@ -166,6 +166,25 @@ std::string summary_line(const RunSummary& summary) {
   return text;
 }
 
+std::string shares_text(const RunSummary& summary) {
+  const StepShares& s = summary.shares;
+  auto part = [](const char* what, double share) {
+    return share < 0.0005 ? "" : format("%s%s %.1f %%", ", ", what, 100 * share);
+  };
+  const std::string parts = part("forward", s.forward) + part("backward", s.backward) +
+                            part("waiting for communication", s.exposed_comm) +
+                            part("optimizer", s.optimizer) + part("waiting for data", s.data) +
+                            part("other", s.other);
+  std::string text = "Step time: " + (parts.empty() ? "not measured" : parts.substr(2));
+  if (const auto hidden = s.hidden_of_comm()) {
+    const std::string beside = part("compression", s.compress) + part("communication", s.communicate) +
+                               part("decompression", s.decompress);
+    text += "\nBeside it, as long as: " + (beside.empty() ? "nothing" : beside.substr(2)) +
+            format(" of it; %.0f %% of that hidden behind backward", 100 * *hidden);
+  }
+  return text;
+}
+
 std::string compare_table(const std::vector<ComparedRun>& runs) {
   std::vector<std::vector<std::string>> rows{{"compression", "test accuracy", "final loss", "step ms",
                                               "images/s", "sent per step", "ratio", "exposed comm ms"}};

@@ -48,5 +48,8 @@ class Console final : public RunObserver {
 std::string compare_table(const std::vector<ComparedRun>& runs);
 // One line about a finished run.
 std::string summary_line(const RunSummary& summary);
+// What its steps spent their time on: a line of parts that add up to 100 %, and, when there was
+// communication, one of what went on beside them.
+std::string shares_text(const RunSummary& summary);
 
 }  // namespace gradwire

@@ -16,6 +16,17 @@ Json or_null(const std::optional<double>& value) {
   return value ? Json(*value) : Json(nullptr);
 }
 
+Json shares_json(const StepShares& shares) {
+  Json json{{"data", shares.data},           {"forward", shares.forward},
+            {"backward", shares.backward},   {"exposed_comm", shares.exposed_comm},
+            {"optimizer", shares.optimizer}, {"other", shares.other}};
+  json["compress"] = shares.compress;
+  json["communicate"] = shares.communicate;
+  json["decompress"] = shares.decompress;
+  json["hidden_of_comm"] = or_null(shares.hidden_of_comm());
+  return json;
+}
+
 Json model_json(const VitConfig& model) {
   return {{"name", model.name},   {"image_size", model.image}, {"channels", model.channels},
           {"patch", model.patch}, {"width", model.width},      {"depth", model.depth},
@@ -60,6 +71,12 @@ void add_config(Json& json, const TrainConfig& config) {
   json["checkpoint"] = path_or_null(config.checkpoint_directory);
   json["checkpoint_every"] = config.checkpoint_every;
   json["checkpoint_keep"] = config.checkpoint_keep;
+  json["trace"] = path_or_null(config.trace);
+  auto range_or_null = [](StepRange range) {
+    return range.empty() ? Json(nullptr) : Json(range.to_string());
+  };
+  json["trace_steps"] = range_or_null(config.trace_steps);
+  json["profile_steps"] = range_or_null(config.profile_steps);
 }
 
 }  // namespace
@@ -91,6 +108,9 @@ std::string step_record(const StepRecord& step) {
                    {"wire_bytes", step.wire_bytes},
                    {"dense_bytes", step.dense_bytes},
                    {"comm_ms", step.comm_ms},
+                   {"compress_ms", step.compress_ms},
+                   {"communicate_ms", step.communicate_ms},
+                   {"decompress_ms", step.decompress_ms},
                    {"exposed_comm_ms", step.exposed_comm_ms},
                    {"data_ms", step.data_ms},
                    {"forward_ms", step.forward_ms},
@@ -155,6 +175,9 @@ std::string summary_record(const RunSummary& summary) {
                    {"dense_bytes", summary.dense_bytes},
                    {"ratio", or_null(summary.ratio)},
                    {"comm_ms", summary.comm_ms},
+                   {"compress_ms", summary.compress_ms},
+                   {"communicate_ms", summary.communicate_ms},
+                   {"decompress_ms", summary.decompress_ms},
                    {"exposed_comm_ms", summary.exposed_comm_ms},
                    {"data_ms", summary.data_ms},
                    {"forward_ms", summary.forward_ms},
@@ -163,6 +186,7 @@ std::string summary_record(const RunSummary& summary) {
                    {"data_wait_share", summary.data_wait_share},
                    {"tflops", summary.tflops},
                    {"peak_fraction", or_null(summary.peak_fraction)},
+                   {"shares", shares_json(summary.shares)},
                    {"total_wire_bytes", summary.total_wire_bytes}});
 }
 

@@ -15,6 +15,38 @@ double median(std::vector<double> values) {
   return (*std::max_element(values.begin(), middle) + *middle) / 2;
 }
 
+std::optional<double> StepShares::hidden_of_comm() const {
+  if (!(comm() > 0)) return {};
+  return std::clamp(1 - exposed_comm / comm(), 0.0, 1.0);
+}
+
+namespace {
+
+StepShares shares_of(const std::vector<StepRecord>& steps) {
+  auto sum = [&](auto field) {
+    double all = 0;
+    for (const StepRecord& step : steps) {
+      if (!std::isnan(step.*field)) all += step.*field;
+    }
+    return all;
+  };
+  const double whole = sum(&StepRecord::step_ms);
+  auto share = [&](auto field) { return whole > 0 ? sum(field) / whole : 0; };
+  StepShares shares{.data = share(&StepRecord::data_ms),
+                    .forward = share(&StepRecord::forward_ms),
+                    .backward = share(&StepRecord::backward_ms),
+                    .exposed_comm = share(&StepRecord::exposed_comm_ms),
+                    .optimizer = share(&StepRecord::optimizer_ms),
+                    .compress = share(&StepRecord::compress_ms),
+                    .communicate = share(&StepRecord::communicate_ms),
+                    .decompress = share(&StepRecord::decompress_ms)};
+  shares.other = std::max(
+      0.0, 1 - shares.data - shares.forward - shares.backward - shares.exposed_comm - shares.optimizer);
+  return shares;
+}
+
+}  // namespace
+
 void Summarizer::on_run(const RunInfo& info) {
   info_ = info;
 }
@@ -40,6 +72,9 @@ RunSummary Summarizer::summary(double seconds) const {
   summary.wire_bytes = median_of(&StepRecord::wire_bytes);
   summary.dense_bytes = median_of(&StepRecord::dense_bytes);
   summary.comm_ms = median_of(&StepRecord::comm_ms);
+  summary.compress_ms = median_of(&StepRecord::compress_ms);
+  summary.communicate_ms = median_of(&StepRecord::communicate_ms);
+  summary.decompress_ms = median_of(&StepRecord::decompress_ms);
   summary.exposed_comm_ms = median_of(&StepRecord::exposed_comm_ms);
   summary.data_ms = median_of(&StepRecord::data_ms);
   summary.forward_ms = median_of(&StepRecord::forward_ms);
@@ -50,6 +85,7 @@ RunSummary Summarizer::summary(double seconds) const {
   double data_ms = 0, all_ms = 0;
   for (const StepRecord& step : steps_) data_ms += step.data_ms, all_ms += step.step_ms;
   summary.data_wait_share = data_ms / all_ms;
+  summary.shares = shares_of(steps_);
   if (summary.wire_bytes > 0) summary.ratio = summary.dense_bytes / summary.wire_bytes;
   for (const StepRecord& step : steps_) summary.total_wire_bytes += step.wire_bytes;
 

@@ -10,6 +10,17 @@
 
 namespace gradwire {
 
+// Parts of the time of all steps together, as fractions of it.
+struct StepShares {
+  // On the compute stream, one after the other: with what is between the marks they add up to 1.
+  double data = 0, forward = 0, backward = 0, exposed_comm = 0, optimizer = 0, other = 0;
+  // On the stream of communication, while the compute stream is at the above.
+  double compress = 0, communicate = 0, decompress = 0;
+  double comm() const { return compress + communicate + decompress; }
+  // How much of that the compute stream did not wait for. None where there was no communication.
+  std::optional<double> hidden_of_comm() const;
+};
+
 struct RunSummary {
   int64_t steps = 0;
   double seconds = 0;     // from the first step to the end of the last evaluation
@@ -19,13 +30,14 @@ struct RunSummary {
   // Medians over the steps.
   double step_ms = 0, images_per_s = 0;
   double wire_bytes = 0, dense_bytes = 0;
-  double comm_ms = 0, exposed_comm_ms = 0;
+  double comm_ms = 0, compress_ms = 0, communicate_ms = 0, decompress_ms = 0, exposed_comm_ms = 0;
   double data_ms = 0, forward_ms = 0, backward_ms = 0, optimizer_ms = 0;
   double tflops = 0;                    // per device
   double data_wait_share = 0;           // of the time of all steps, how much the device waited for batches
   std::optional<double> peak_fraction;  // tflops / the measured peak; none when that was not measured
   uint64_t total_wire_bytes = 0;        // of rank 0, over the whole run
   std::optional<double> ratio;          // dense_bytes / wire_bytes; none when nothing was sent
+  StepShares shares;
   std::string schedule;
 };
 

@@ -5,6 +5,8 @@
 #include <string>
 
 #include "kernels/error.h"
+#include "kernels/nvtx.h"
+#include "kernels/profiler.h"
 #include "trainer/model/flops.h"
 #include "trainer/train/layout.h"
 #include "trainer/train/parameter_hash.h"
@@ -44,6 +46,14 @@ Board::Entry sum(const std::vector<Board::Entry>& entries) {
   return all;
 }
 
+TraceLabelPtr label(std::string name, std::string category) {
+  return std::make_shared<const TraceLabel>(
+      TraceLabel{.name = std::move(name), .category = std::move(category)});
+}
+TraceLabelPtr label(Activity activity) {
+  return label(name(activity), name(activity));
+}
+
 }  // namespace
 
 // A world of another size takes bigger or smaller bites of an epoch. It goes on behind the images that were
@@ -65,11 +75,15 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
     : shared_(shared),
       config_(shared.config),
       comm_(comm),
-      stream_(Stream::create(comm.device(), "rank " + std::to_string(comm.rank()))),
+      stream_(Stream::create(comm.device(), "compute")),
       start_(find_start(config_, shared.data.train, comm)),
+      tracer_(shared.trace == nullptr
+                  ? nullptr
+                  : std::make_unique<Tracer>(comm.device(), shared.instant.here, config_.trace_steps.begin,
+                                             config_.trace_steps.end)),
       loader_(shared.data.train, train_loader(config_, comm, start_.data_step * config_.accumulate)),
       reducer_(comm, config_.compression, gradient_tensors(config_.model),
-               {.bucket_bytes = config_.bucket_mb << 20, .seed = config_.seed}),
+               {.bucket_bytes = config_.bucket_mb << 20, .seed = config_.seed, .tracer = tracer_.get()}),
       model_(config_.model, stream_, reducer_layout(reducer_),
              {.max_batch = config_.batch_size, .precision = config_.precision}),
       optimizer_(config_, stream_, model_.layout().elements),
@@ -125,6 +139,7 @@ void RankTrainer::run() {
     }
   }
   catch_up();
+  if (config_.profile_steps.end == config_.steps) profile(config_.steps);
   finish();
 }
 
@@ -144,6 +159,9 @@ void RankTrainer::announce() {
 
 void RankTrainer::enqueue_step(int64_t step) {
   Slot& slot = slots_[static_cast<size_t>(step % 2)];
+  profile(step);
+  if (tracer_) tracer_->begin_step(step);
+  slot.enqueue_begin = std::chrono::steady_clock::now();
   slot.step = step;
   slot.lr = learning_rate(config_, step);
   float* gradients = reducer_.gradients().as<float>();
@@ -154,39 +172,53 @@ void RankTrainer::enqueue_step(int64_t step) {
   for (int64_t micro = 0; micro < config_.accumulate; ++micro) {
     MicroMarks& marks = slot.micros[static_cast<size_t>(micro)];
     marks.data.record(stream_);
+    std::optional<NvtxRange> range;
+    range.emplace(Activity::batch, step);
     const Loader::Batch batch = loader_.next(stream_);
+    range.reset();
     if (batch.count != config_.batch_size) {
       throw Error("training batch of " + std::to_string(batch.count) + " images");
     }
     marks.forward.record(stream_);
+    range.emplace(Activity::forward, step);
     if (micro == 0) fill_zero(stream_, totals_.data(), totals_.bytes());
     model_.forward(batch.images, batch.count);
+    range.reset();
     marks.backward.record(stream_);
     // Only the last micro-batch completes a gradient.
     bool completes = micro + 1 == config_.accumulate;
+    range.emplace(Activity::backward, step);
     model_.backward(batch.labels, totals_.as<double>(), grad_scale, gradients, micro > 0 || carried_,
                     completes ? ready : std::function<void(int)>());
+    range.reset();
     marks.done.record(stream_);
     loader_.release(stream_);
   }
   carried_ = false;
   reducer_.wait(stream_);
   slot.reduced.record(stream_);
+  NvtxRange range(Activity::optimizer, step);
   optimizer_.step(stream_, step, slot.lr, model_.weights().as<float>(), gradients);
   copy(stream_, slot.totals.data(), totals_.data(), totals_.bytes());
   slot.end.record(stream_);
+  slot.enqueue_end = std::chrono::steady_clock::now();
 }
 
 void RankTrainer::harvest(Slot& slot, const Event* next_start) {
   const Event& end = next_start != nullptr ? *next_start : slot.end;
+  slot.wait_begin = std::chrono::steady_clock::now();
   end.synchronize();
+  slot.wait_end = std::chrono::steady_clock::now();
   comm_.check();
   const double* totals = slot.totals.as<double>();
   shared_.board.post(
       comm_.rank(),
       {.loss = totals[0], .right = totals[1], .images = config_.batch_size * config_.accumulate});
-  if (!leads()) return;
+  if (leads()) report(slot, end);
+  if (tracer_ && tracer_->traces(slot.step)) trace(slot, end);
+}
 
+void RankTrainer::report(const Slot& slot, const Event& end) {
   Board::Entry all = sum(shared_.board.collect());
   ReducerStats stats = reducer_.stats(slot.step);
   StepRecord record{.step = slot.step,
@@ -198,6 +230,9 @@ void RankTrainer::harvest(Slot& slot, const Event* next_start) {
   record.wire_bytes = stats.wire_bytes;
   record.dense_bytes = stats.dense_bytes;
   record.comm_ms = stats.comm_ms;
+  record.compress_ms = stats.compress_ms;
+  record.communicate_ms = stats.communicate_ms;
+  record.decompress_ms = stats.decompress_ms;
   record.exposed_comm_ms = stats.exposed_comm_ms;
   for (const MicroMarks& marks : slot.micros) {
     record.data_ms += elapsed_ms(marks.data, marks.forward);
@@ -208,6 +243,63 @@ void RankTrainer::harvest(Slot& slot, const Event* next_start) {
   record.tflops = training_flops_per_image(config_.model) * static_cast<double>(images_per_device(config_)) /
                   (record.step_ms * 1e9);
   shared_.observer.on_step(record);
+}
+
+// Ranks in one process share what the profiler sees, so one of them decides.
+void RankTrainer::profile(int64_t step) {
+  const StepRange& steps = config_.profile_steps;
+  if (steps.empty() || (step != steps.begin && step != steps.end)) return;
+  if (!leads() && !config_.processes) return;
+  stream_.synchronize();
+  step == steps.begin ? profiler_start(comm_.device()) : profiler_stop(comm_.device());
+}
+
+void RankTrainer::trace(const Slot& slot, const Event& end) {
+  const std::string number = std::to_string(slot.step), &row = stream_.name();
+  auto add = [&](const TraceLabelPtr& what, const Event& from, const Event& to) {
+    tracer_->add(row, what, slot.step, from, to);
+  };
+  tracer_->add("host thread", label("enqueue step " + number, "host"), slot.step, slot.enqueue_begin,
+               slot.enqueue_end);
+  tracer_->add("host thread", label("wait for step " + number, "host"), slot.step, slot.wait_begin,
+               slot.wait_end);
+  add(label("step " + number, "step"), slot.micros.front().data, end);
+  for (const MicroMarks& marks : slot.micros) {
+    add(label(Activity::batch), marks.data, marks.forward);
+    add(label(Activity::forward), marks.forward, marks.backward);
+    add(label(Activity::backward), marks.backward, marks.done);
+  }
+  if (comm_.world() > 1) add(label("wait", "wait"), slot.micros.back().done, slot.reduced);
+  add(label(Activity::optimizer), slot.reduced, slot.end);
+  reducer_.trace(slot.step, *tracer_);
+  if (tracer_->ends_with(slot.step)) hand_over_trace();
+}
+
+std::string RankTrainer::trace_text() {
+  const double error_us = tracer_->error_us() + shared_.instant.error_us;
+  return trace_events(comm_.rank(), comm_.device(), tracer_->take(), tracer_->dropped(), error_us);
+}
+
+// Ranks that are processes send theirs to rank 0 as notes, which are limited in size: their number, then
+// each. All ranks do this behind the same report, so that rank 0 takes the right notes.
+void RankTrainer::hand_over_trace() {
+  constexpr size_t kNoteBytes = 512 << 10;
+  std::string mine = trace_text();
+  if (config_.processes && !leads()) {
+    comm_.send_note(std::to_string((mine.size() + kNoteBytes - 1) / kNoteBytes));
+    for (size_t at = 0; at < mine.size(); at += kNoteBytes) comm_.send_note(mine.substr(at, kNoteBytes));
+    return;
+  }
+  shared_.trace->add(comm_.rank(), std::move(mine));
+  for (int rank = 1; config_.processes && rank < comm_.world(); ++rank) {
+    std::string theirs;
+    for (int left = std::stoi(comm_.take_note(rank)); left > 0; --left) theirs += comm_.take_note(rank);
+    shared_.trace->add(rank, std::move(theirs));
+  }
+}
+
+void RankTrainer::keep_trace() {
+  if (tracer_) shared_.trace->keep(comm_.rank(), trace_text());
 }
 
 void RankTrainer::evaluate(int64_t steps_done) {

@@ -6,15 +6,19 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
 #include "collectives/communicator.h"
 #include "collectives/reducer.h"
+#include "collectives/shared_clock.h"
 #include "kernels/device.h"
+#include "kernels/trace.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/data/dataset.h"
 #include "trainer/data/loader.h"
+#include "trainer/log/trace_file.h"
 #include "trainer/measure/peaks.h"
 #include "trainer/model/vit.h"
 #include "trainer/run.h"
@@ -33,6 +37,8 @@ struct SharedRun {
   Board& board;
   InitialWeights& initial;
   const Peaks* peaks = nullptr;  // null: not measured
+  TraceFile* trace = nullptr;    // null: no trace
+  SharedInstant instant = {};    // time 0 of the trace
 };
 
 class RankTrainer {
@@ -46,6 +52,8 @@ class RankTrainer {
 
   // The whole run.
   void run();
+  // Of a run that has failed: gives the trace file what has not been handed over.
+  void keep_trace();
 
  private:
   // Marks of one micro-batch on the stream; a step has config.accumulate of them.
@@ -56,6 +64,7 @@ class RankTrainer {
   struct Slot {
     int64_t step = -1;
     double lr = 0;
+    SteadyTime enqueue_begin, enqueue_end, wait_begin, wait_end;  // of the host
     std::vector<MicroMarks> micros;
     Event reduced, end;  // gradients averaged; parameters updated
     Buffer totals;       // pinned: sum of losses, right answers
@@ -77,6 +86,12 @@ class RankTrainer {
   // Reads step `slot.step` once it is done and reports it. `next_start`: where the following step began, or
   // null when something else follows.
   void harvest(Slot& slot, const Event* next_start);
+  void report(const Slot& slot, const Event& end);
+  void profile(int64_t step);
+  // Puts a step that is done into the trace, and hands the trace over behind its last step.
+  void trace(const Slot& slot, const Event& end);
+  void hand_over_trace();
+  std::string trace_text();
   void evaluate(int64_t steps_done);
   void save(int64_t steps_done);
   RankState state();
@@ -87,6 +102,7 @@ class RankTrainer {
   Communicator& comm_;
   Stream stream_;
   const Start start_;
+  std::unique_ptr<Tracer> tracer_;  // none without --trace, and when all of it was handed over
   Loader loader_;
   Reducer reducer_;
   Vit model_;

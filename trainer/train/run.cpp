@@ -36,10 +36,13 @@ class Failure {
       reason += std::string(": ") + error.what();
     } catch (...) {
     }
+    text_ = reason;
     board_.abort(reason);
     for (auto& comm : comms_) comm->abort(reason);
   }
 
+  bool happened() const { return first_ != nullptr; }
+  const std::string& text() const { return text_; }
   void rethrow() {
     if (first_) std::rethrow_exception(first_);
   }
@@ -49,6 +52,7 @@ class Failure {
   Board& board_;
   std::mutex mutex_;
   std::exception_ptr first_;
+  std::string text_;
 };
 
 void check(const TrainConfig& config, const DataSplits& data) {
@@ -115,10 +119,12 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
   NoteBoard board(comm);
   InitialWeights initial(config.seed, config.init);
   Peaks peaks;
-  const SharedRun shared{config, data, observer, board, initial, &peaks};
+  TraceFile trace(config, comm.rank() == 0 ? config.trace : trace_path_of_rank(config.trace, comm.rank()));
+  SharedRun shared{config, data, observer, board, initial, &peaks, config.trace.empty() ? nullptr : &trace};
   try {
     check(config, data);
     check_agreement(config, data, comm);
+    if (shared.trace != nullptr) shared.instant = agree_on_instant(comm);
     if (config.ranks_per_node > 0) {
       comm.set_ranks_per_node(config.ranks_per_node);
     } else {
@@ -134,6 +140,10 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
     comm.barrier();  // whatever fails on rank 0 at the end fails on all
   } catch (const std::exception& error) {
     comm.abort(error.what());
+    if (trainer && shared.trace != nullptr) {
+      trainer->keep_trace();
+      trace.write_rest(error.what());
+    }
     trainer.reset();  // waits for the rank's stream, which has nothing to wait for now
     throw;
   }
@@ -147,7 +157,15 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
   LocalBoard board(config.ranks(), timeout);
   InitialWeights initial(config.seed, config.init);
   const Peaks peaks = config.measure_peak ? measure_peaks(config.devices.front(), config.precision) : Peaks{};
-  const SharedRun shared{config, data, observer, board, initial, &peaks};
+  TraceFile trace(config, config.trace);
+  const SharedRun shared{.config = config,
+                         .data = data,
+                         .observer = observer,
+                         .board = board,
+                         .initial = initial,
+                         .peaks = &peaks,
+                         .trace = config.trace.empty() ? nullptr : &trace,
+                         .instant = {std::chrono::steady_clock::now()}};
   Failure failure(comms, board);
 
   auto run_rank = [&](int rank) {
@@ -157,6 +175,7 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
       trainer->run();
     } catch (...) {
       failure.report(rank);
+      if (trainer) trainer->keep_trace();
     }
     // Only now, when the communicator is aborted after a failure: this waits for the rank's stream.
     trainer.reset();
@@ -169,6 +188,7 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
   }
   run_rank(0);
   threads.clear();  // joins
+  if (shared.trace != nullptr && failure.happened()) trace.write_rest(failure.text());
   failure.rethrow();
 }
 

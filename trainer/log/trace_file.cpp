@@ -1,0 +1,137 @@
+#include "trainer/log/trace_file.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "trainer/log/run_log.h"
+
+namespace gradwire {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+// Rows in the order in which a step goes through them; others below.
+constexpr const char* kRows[] = {"host thread", "compute", "communicate", "transfers"};
+
+std::string text(const Json& json) {
+  return json.dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+// The format's times are microseconds; three decimals make them whole nanoseconds, so that spans that touch
+// do.
+std::string microseconds(int64_t ns) {
+  char out[40];
+  std::snprintf(out, sizeof out, "%s%lld.%03d", ns < 0 ? "-" : "",
+                std::llabs(static_cast<long long>(ns)) / 1000,
+                static_cast<int>(std::llabs(static_cast<long long>(ns)) % 1000));
+  return out;
+}
+
+Json about(const TraceLabel& label, int64_t step) {
+  Json args{{"step", step}};
+  for (const auto& [key, value] : label.details) {
+    std::visit([&, &key = key](const auto& v) { args[key] = v; }, value);
+  }
+  return args;
+}
+
+Json metadata(const char* kind, int rank, int row, Json args) {
+  return {{"name", kind}, {"ph", "M"}, {"pid", rank}, {"tid", row}, {"args", std::move(args)}};
+}
+
+}  // namespace
+
+std::string trace_events(int rank, Device device, std::vector<TraceSpan> spans, size_t dropped,
+                         double error_us) {
+  // Parents before children, which is what readers nest by.
+  std::stable_sort(spans.begin(), spans.end(), [](const TraceSpan& a, const TraceSpan& b) {
+    return a.begin_ns != b.begin_ns ? a.begin_ns < b.begin_ns : a.end_ns > b.end_ns;
+  });
+  std::vector<std::string> rows(std::begin(kRows), std::end(kRows));
+  const size_t known = rows.size();
+  for (const TraceSpan& span : spans) {
+    if (std::find(rows.begin(), rows.end(), span.row) == rows.end()) rows.push_back(span.row);
+  }
+  std::sort(rows.begin() + static_cast<std::ptrdiff_t>(known), rows.end());
+
+  std::string events;
+  auto add = [&](const std::string& event) { events += (events.empty() ? "\n" : ",\n") + event; };
+  add(text(metadata("process_name", rank, 0,
+                    {{"name", "rank " + std::to_string(rank) + " (" + device.name() + ")"}})));
+  Json clock{{"sort_index", rank}, {"clock_error_us", error_us}};
+  if (dropped > 0) clock["dropped_spans"] = dropped;
+  add(text(metadata("process_sort_index", rank, 0, std::move(clock))));
+  for (size_t row = 0; row < rows.size(); ++row) {
+    const bool used = std::any_of(spans.begin(), spans.end(), [&](auto& s) { return s.row == rows[row]; });
+    if (!used) continue;
+    add(text(metadata("thread_name", rank, static_cast<int>(row), {{"name", rows[row]}})));
+    add(text(metadata("thread_sort_index", rank, static_cast<int>(row), {{"sort_index", row}})));
+  }
+  for (const TraceSpan& span : spans) {
+    const auto row = std::find(rows.begin(), rows.end(), span.row) - rows.begin();
+    add("{\"name\":" + text(span.label->name) + ",\"cat\":" + text(span.label->category) +
+        ",\"ph\":\"X\",\"pid\":" + std::to_string(rank) + ",\"tid\":" + std::to_string(row) +
+        ",\"ts\":" + microseconds(span.begin_ns) + ",\"dur\":" + microseconds(span.end_ns - span.begin_ns) +
+        ",\"args\":" + text(about(*span.label, span.step)) + "}");
+  }
+  return events;
+}
+
+TraceFile::TraceFile(const TrainConfig& config, std::string path)
+    : config_(config),
+      path_(std::move(path)),
+      parts_(static_cast<size_t>(config.ranks())),
+      there_(static_cast<size_t>(config.ranks())) {}
+
+void TraceFile::add(int rank, std::string events) {
+  std::lock_guard lock(mutex_);
+  parts_.at(static_cast<size_t>(rank)) = std::move(events);
+  there_[static_cast<size_t>(rank)] = true;
+  if (std::find(there_.begin(), there_.end(), false) != there_.end()) return;
+  written_ = true;
+  write_file_atomically(path_, document(""));
+}
+
+void TraceFile::keep(int rank, std::string events) {
+  std::lock_guard lock(mutex_);
+  if (!there_.at(static_cast<size_t>(rank))) parts_[static_cast<size_t>(rank)] = std::move(events);
+}
+
+void TraceFile::write_rest(const std::string& error) noexcept {
+  try {
+    std::lock_guard lock(mutex_);
+    if (!written_) write_file_atomically(path_, document(error));
+    written_ = true;
+  } catch (...) {
+  }
+}
+
+std::string TraceFile::document(const std::string& error) const {
+  Json about{{"program", std::string("gradwire ") + GRADWIRE_VERSION},
+             {"model", config_.model.name},
+             {"data", config_.data.to_string()},
+             {"ranks", config_.ranks()},
+             {"ranks_are", config_.processes ? "processes" : "threads"},
+             {"device", config_.devices[0].is_host() ? "host" : "cuda"},
+             {"compression", config_.compression.to_string()},
+             {"bucket_mb", config_.bucket_mb},
+             {"batch_size", config_.batch_size},
+             {"first_step", config_.trace_steps.begin},
+             {"end_step", config_.trace_steps.end}};
+  if (!error.empty()) about["error"] = error;
+  std::string events;
+  for (const std::string& part : parts_) {
+    if (!part.empty()) events += (events.empty() ? "" : ",") + part;
+  }
+  return "{\"displayTimeUnit\":\"ms\",\"otherData\":" + text(about) + ",\"traceEvents\":[" + events +
+         "\n]}\n";
+}
+
+std::string trace_path_of_rank(const std::string& path, int rank) {
+  std::filesystem::path named = path;
+  named.replace_extension("rank" + std::to_string(rank) + named.extension().string());
+  return named.string();
+}
+
+}  // namespace gradwire
