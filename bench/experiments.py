@@ -23,10 +23,12 @@ import experiments_report as report
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
 PAGE = ROOT / "docs" / "experiments.md"
-SWEEP_MB = (16, 8, 4, 2)
-# ViT-L/32's 50 tokens and an encoder of a 25th of its size, so that 4 hosts on a small machine can be as far out of balance
-# with a gigabit link as 8 GPUs with PCIe: batch 1 makes FP32 communication 84 % of the step.
-MODEL = {"name": "vit_s_16", "image_size": 56, "patch": 8, "width": 384, "depth": 6, "heads": 6, "mlp": 1536, "classes": 1000}
+# Sizes of buckets that are tried, for Gradwire and for PyTorch; None: one bucket.
+SWEEP_MB = {"fp32": ((32, 16, 8, 4), (16, 8, 4)), "16bit": ((32, 16, 8, 4), (8, 4)), "powersgd4": ((None, 64, 32, 16), (16,))}
+UNTRIED_MB = {"fp32": 16, "16bit": 16}  # without a sweep
+# ViT-S with ViT-L/32's 50 tokens, so that 4 hosts on a small machine can be as far out of balance with a gigabit link as 8 GPUs
+# with PCIe: batch 1 makes FP32 communication 84 % of the step.
+MODEL = {"name": "vit_s_16", "image_size": 56, "patch": 8, "width": 384, "depth": 12, "heads": 6, "mlp": 1536, "classes": 1000}
 
 
 def fail(message, code=2):
@@ -44,28 +46,28 @@ def model_flags(model):
 def item(arguments, who, method, bucket_mb=None, phase="main", network="shaped", ranks_are="hosts", repetition=0, extra=()):
     """One measurement. More steps where they are short."""
     if method == "alone":
-        steps, warmup, spec, hook, ranks_are = 20, 4, "fp32", {"hook": "alone"}, "alone"
+        steps, warmup, spec, hook, ranks_are = 14, 3, "fp32", {"hook": "alone"}, "alone"
     else:
         spec, hook = next((m[2], m[3]) for m in report.METHODS if m[0] == method)
-        steps, warmup = {"fp32": (6, 2), "16bit": (10, 3)}.get(method, (24, 6) if who == "gradwire" else (8, 4))
+        steps, warmup = {"fp32": (5, 1), "16bit": (7, 2)}.get(method, (16, 4) if who == "gradwire" else (6, 4))
     if network != "shaped":
-        steps, warmup = 12, 4
+        steps, warmup = 9, 4
     if phase == "sweep" or arguments.quick:
-        steps = max(4, steps // 2)
+        steps = max(3, steps // 2)
     out = {"who": who, "method": method, "phase": phase, "network": network, "ranks_are": ranks_are, "repetition": repetition,
            "bucket_mb": bucket_mb, "warmup": warmup, "steps": steps, "deadline_s": arguments.deadline_s}
     return {**out, "spec": spec, "flags": list(extra)} if who == "gradwire" else {**out, **hook}
 
 
 def sweep_items(arguments):
+    """PyTorch's PowerSGD with buckets comes last: it aborts, where it does as this is written."""
     items = []
-    for mb in SWEEP_MB:
-        for method in ("fp32", "16bit", "powersgd4"):
+    for method, (ours, theirs) in SWEEP_MB.items():
+        for i, mb in enumerate(ours):
             items.append(item(arguments, "gradwire", method, mb, "sweep"))
-            if method == "fp32" or (method == "16bit" and mb in (8, 4)):
-                items.append(item(arguments, "pytorch", method, mb, "sweep"))
-    # Aborts, where it does as this is written; whoever has a version that does not will see it here.
-    return [*items, item(arguments, "pytorch", "powersgd4", 8, "sweep")]
+            if i < len(theirs):
+                items.append(item(arguments, "pytorch", method, theirs[i], "sweep"))
+    return sorted(items, key=lambda i: i.get("hook") == "powersgd")
 
 
 def main_items(arguments, best):
@@ -75,27 +77,28 @@ def main_items(arguments, best):
         for method in ["alone", *(m[0] for m in report.METHODS)]:
             if arguments.quick and method in ("powersgd1", "powersgd2", "powersgd8"):
                 continue
-            items.append(item(arguments, "gradwire", method, repetition=repetition))
-            items.append(item(arguments, "pytorch", method, repetition=repetition))
-            if method == "alone":
-                continue
-            items.append(item(arguments, "gradwire", method, best["gradwire", method], repetition=repetition))
-            if not method.startswith("powersgd"):  # PyTorch's aborts with more than one bucket over gloo
-                items.append(item(arguments, "pytorch", method, best["pytorch", method], repetition=repetition))
+            sizes = [(None, None)]
+            if method in ("fp32", "16bit"):
+                sizes.append((best["gradwire", method], best["pytorch", method]))
+            elif method != "alone":  # the better kind of buckets; PyTorch's aborts with more than one over gloo
+                sizes = [(best["gradwire", method], None)]
+            for ours, theirs in sizes:
+                items.append(item(arguments, "gradwire", method, ours, repetition=repetition))
+                items.append(item(arguments, "pytorch", method, theirs, repetition=repetition))
     return items
 
 
 def fast_items(arguments, best):
+    """Without shaping: over loopback, and Gradwire's ranks as threads of one process."""
     items = []
-    for repetition in range(min(2, arguments.repetitions)):
-        for method in ("fp32", "16bit", "powersgd4"):
-            for mb in (None, best["gradwire", method]):
-                common = {"network": "loopback", "repetition": repetition}
-                items.append(item(arguments, "gradwire", method, mb, **common))
-                if mb is None or not method.startswith("powersgd"):
-                    items.append(item(arguments, "pytorch", method, mb and best["pytorch", method], **common))
-                items.append(item(arguments, "gradwire", method, mb, network="threads", ranks_are="threads",
-                                  repetition=repetition))
+    for method in ("fp32", "16bit", "powersgd4"):
+        sizes = {(None, None), (best["gradwire", method], best["pytorch", method])}
+        if method.startswith("powersgd"):
+            sizes = {(best["gradwire", method], None)}
+        for ours, theirs in sorted(sizes, key=lambda pair: pair != (None, None)):
+            items.append(item(arguments, "gradwire", method, ours, network="loopback"))
+            items.append(item(arguments, "pytorch", method, theirs, network="loopback"))
+            items.append(item(arguments, "gradwire", method, ours, network="threads", ranks_are="threads"))
     return items
 
 
@@ -185,12 +188,12 @@ class Session:
             sys.exit(2 if 2 in codes and not results.exists() else 1)
 
     def best(self):
-        """Size of buckets by side and method: the sweep's, or 8 MB without one."""
+        """Size of buckets by side and method, None for one bucket: the sweep's choice."""
         sizes = {}
         for who in ("gradwire", "pytorch"):
             for method, *_ in report.METHODS:
                 tried = "powersgd4" if method.startswith("powersgd") else method
-                sizes[who, method] = report.best_bucket_mb(self.items, who, tried) or 8
+                sizes[who, method] = report.best_bucket_mb(self.items, who, tried, UNTRIED_MB.get(method))
         return sizes
 
 
@@ -392,7 +395,7 @@ def main():
     run.add_argument("--batch-size", type=int, default=1, help="per host; it decides how large the share of communication is")
     run.add_argument("--threads", type=int, default=1, help="of each host, for both sides")
     run.add_argument("--no-peer", action="store_true", help="without PyTorch")
-    run.add_argument("--no-sweep", action="store_true", help="buckets of 8 MB")
+    run.add_argument("--no-sweep", action="store_true", help="buckets of 16 MB, one for PowerSGD")
     run.add_argument("--no-fast", action="store_true", help="without loopback and threads")
     run.add_argument("--deadline-s", type=int, default=60, help="of one measurement")
     run.add_argument("--gradwire", default=str(ROOT / "build" / "bin" / "gradwire"))

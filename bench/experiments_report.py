@@ -106,13 +106,13 @@ class Result:
         return 1 - alone.ms / base.ms if base and alone else None
 
 
-def best_bucket_mb(items, who, method):
-    """Of a sweep; None when nothing was measured."""
+def best_bucket_mb(items, who, method, untried):
+    """Of a sweep, None meaning one bucket; `untried` when nothing was measured."""
     tried = {}
     for i in items:
         if (i["who"], i["method"], i["phase"]) == (who, method, "sweep") and "error" not in i:
             tried.setdefault(i["bucket_mb"], []).append(median(i["step_ms"]))
-    return min(tried, key=lambda mb: median(tried[mb])) if tried else None
+    return min(tried, key=lambda mb: median(tried[mb])) if tried else untried
 
 
 def goal(what, measured, least):
@@ -215,8 +215,8 @@ def parts_table(result):
 
 def sweep_table(items):
     """Milliseconds per step by size of bucket."""
-    sizes = sorted({i["bucket_mb"] for i in items if i["phase"] == "sweep" and i["bucket_mb"]}, reverse=True)
-    table = [["", *(f"{mb} MB" for mb in sizes)]]
+    sizes = sorted({i["bucket_mb"] for i in items if i["phase"] == "sweep"}, key=lambda mb: -(mb or ONE_BUCKET_MB))
+    table = [["", *(f"{mb} MB" if mb else "one bucket" for mb in sizes)]]
     for who in ("gradwire", "pytorch"):
         for method, name, _, _ in METHODS:
             values = [median(median(i["step_ms"]) for i in items if i["phase"] == "sweep" and "error" not in i and

@@ -397,8 +397,11 @@ class Experiments(unittest.TestCase):
     def test_the_sweep_chooses_by_medians_and_ignores_what_failed(self):
         items = [self.item("gradwire", "fp32", [30, 31, 90], 4, "sweep"), self.item("gradwire", "fp32", [29, 40, 50], 8, "sweep"),
                  self.item("gradwire", "fp32", None, 2, "sweep", error="no")]
-        self.assertEqual(self.report.best_bucket_mb(items, "gradwire", "fp32"), 4)
-        self.assertIsNone(self.report.best_bucket_mb(items, "pytorch", "fp32"))
+        self.assertEqual(self.report.best_bucket_mb(items, "gradwire", "fp32", 16), 4)
+        self.assertEqual(self.report.best_bucket_mb(items, "pytorch", "fp32", 16), 16)
+        one = [*items, self.item("gradwire", "fp32", [20], None, "sweep")]
+        self.assertIsNone(self.report.best_bucket_mb(one, "gradwire", "fp32", 16))
+        self.assertEqual(self.report.sweep_table(one), [["", "one bucket", "8 MB", "4 MB", "2 MB"], ["Gradwire FP32", "20", "40", "31", "-"]])
         self.assertEqual(self.report.sweep_table(items)[1], ["Gradwire FP32", "40", "31", "-"])
 
     def test_a_log_without_its_warm_up(self):
