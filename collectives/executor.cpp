@@ -212,7 +212,7 @@ void Allreduce::run(const Stream& stream, BucketPhases* phases) {
   for (const Operation& operation : operations_) {
     if (const auto* exchange = std::get_if<Exchange>(&operation.work)) {
       if (started == 0) enter(Phase::communicate);
-      if (!operation.early) finish_until(started);
+      if (!operation.early || !transport_.starts_early()) finish_until(started);
       if (started == finished) open_span(started);
       transport_.start(transfers, exchange->transfers, exchange->label);
       finish_until(started++);

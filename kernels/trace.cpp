@@ -15,10 +15,10 @@ int64_t ns_between(SteadyTime from, SteadyTime to) {
 Tracer::Tracer(Device device, SteadyTime origin, int64_t first_step, int64_t end_step)
     : device_(device), origin_(origin), first_step_(first_step), end_step_(end_step) {}
 
-void Tracer::begin_step(int64_t step) {
+void Tracer::begin_step(int64_t step, bool finer) {
   step_ = step;
-  recording_ = traces(step);
-  if (recording_ && !reference_) calibrate();
+  recording_ = traces(step) && finer;
+  if (traces(step) && !reference_) calibrate();
 }
 
 // A mark on a stream where nothing else runs is made between two looks at the host's clock; of some tries the

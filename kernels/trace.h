@@ -48,8 +48,9 @@ class Tracer {
   Tracer(Device device, SteadyTime origin, int64_t first_step, int64_t end_step);
 
   // Of the step that is enqueued from now on; in an untraced one recording() is false and SpanOnStream does
-  // nothing.
-  void begin_step(int64_t step);
+  // nothing. The same when `finer` is off: a graph, which is launched in many steps, cannot hold marks for
+  // some of them.
+  void begin_step(int64_t step, bool finer = true);
   bool recording() const { return recording_; }
   bool traces(int64_t step) const { return step >= first_step_ && step < end_step_; }
   bool ends_with(int64_t step) const { return step + 1 == end_step_; }

@@ -69,6 +69,7 @@ class GlooTransport final : public Transport {
     stream.submit([this, &transfers, &label] { begin_exchange(transfers, label); });
   }
 
+  bool starts_early() const override { return true; }
   void finish(const Stream& stream) override {
     stream.submit([this] { end_exchange(); });
   }

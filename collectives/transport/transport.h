@@ -67,6 +67,9 @@ class Transport {
     exchange(stream, transfers, label);
   }
   virtual void finish(const Stream&) {}
+  // Whether start() returns to the stream before the exchange is over. Where it does not, starting the next
+  // one early would only delay the mark behind this one.
+  virtual bool starts_early() const { return false; }
   // Blocks the caller until every rank has called it.
   virtual void barrier() = 0;
   virtual void abort(const std::string& reason) = 0;
