@@ -153,7 +153,8 @@ Problem norm_backward(Arena& arena, int64_t size) {
 
 Problem softmax_rows(Arena& arena, int64_t size) {
   int64_t rows = rows_of(size, kTokensPadded);
-  Softmax args{.x = arena.normal(rows * kTokensPadded), .rows = rows, .width = kTokens, .ld = kTokensPadded};
+  float* scores = arena.normal(rows * kTokensPadded);
+  Softmax args{.x = scores, .y = scores, .rows = rows, .width = kTokens, .ld = kTokensPadded};
   return {[args](const Stream& s) { softmax(s, args); }, times(8, rows, kTokensPadded), 0, by(rows, kTokens)};
 }
 

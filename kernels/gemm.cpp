@@ -23,6 +23,11 @@ void check(const Gemm& g) {
   operand("ldc", g.ldc, g.n);
   if (std::max({g.m, g.n, g.k, g.batch}) > std::numeric_limits<int32_t>::max())
     fail("a size does not fit 32 bits");
+  if (g.a.type != g.b.type) fail("a and b are of different types");
+  if (g.c.type == Element::bf16 && g.a.type != Element::bf16) fail("c is bf16, but a and b are not");
+  if (g.bias.data != nullptr && g.bias.type != g.c.type) fail("the bias is not of c's type");
+  if (g.bias.data != nullptr && g.batch != 1) fail("a bias goes with a single product, not with a batch");
+  if (g.precision == Precision::bf16) fail("the precision of bf16 operands is in their type");
 }
 
 }  // namespace detail

@@ -1,37 +1,75 @@
-// Row-major matrix products on OpenBLAS (host; batches of small ones by host/small_gemm.cpp) and cuBLAS (CUDA).
+// Row-major matrix products on OpenBLAS (host; batches of small ones by host/small_gemm.cpp), cuBLASLt and
+// cuBLAS (CUDA).
 //
-// C = alpha * op(A) op(B) + beta * C, where op(A) is (m, k), op(B) is (k, n), C is (m, n), for `batch`
+// C = alpha * op(A) op(B) + beta * C + bias, where op(A) is (m, k), op(B) is (k, n), C is (m, n), for `batch`
 // products whose operands lie `stride_*` elements apart. lda/ldb/ldc are the distances between rows as
 // stored. FLOPs: 2 m n k per product. On the host the work is cut along rows of C into pieces that do not
 // depend on the number of threads, so results do not either; OpenBLAS itself runs single-threaded.
+//
+// A and B are both FP32 or both BF16; C is FP32, or BF16 where A and B are. Products of two BF16 numbers are
+// exact in FP32, and sums are kept in FP32 on either device and rounded once, when C is stored: the host
+// widens BF16 operands and hands them to OpenBLAS.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/op.h"
 
 namespace gradwire {
 
-enum class Precision : uint8_t { fp32, tf32 };
+// How a model computes its products. tf32: CUDA tensor cores on TF32-rounded FP32 operands; the host computes
+// fp32. bf16: operands stored as BF16 (docs/precision.md).
+enum class Precision : uint8_t { fp32, tf32, bf16 };
+
+enum class Element : uint8_t { fp32, bf16 };
+constexpr int64_t element_bytes(Element type) {
+  return type == Element::bf16 ? 2 : 4;
+}
+
+// Where a matrix begins, and what its elements are.
+template <typename Void>
+struct MatrixPointer {
+  Void* data = nullptr;
+  Element type = Element::fp32;
+
+  MatrixPointer() = default;
+  MatrixPointer(std::nullptr_t) {}
+  template <typename T>
+  requires std::is_convertible_v<T*, Void*> && std::is_same_v < std::remove_const_t<T>,
+  float > MatrixPointer(T* p) : data(p), type(Element::fp32) {}
+  template <typename T>
+  requires std::is_convertible_v<T*, Void*> && std::is_same_v<std::remove_const_t<T>, Bf16> MatrixPointer(
+      T* p)
+      : data(p), type(Element::bf16) {}
+
+  // `offset` elements further.
+  template <typename T>
+  auto at(int64_t offset) const {
+    using Pointer = std::conditional_t<std::is_const_v<Void>, const T*, T*>;
+    return static_cast<Pointer>(data) + offset;
+  }
+};
 
 struct Gemm {
   bool transpose_a = false, transpose_b = false;
   int64_t m = 0, n = 0, k = 0;
-  const float* a = nullptr;
+  MatrixPointer<const void> a;
   int64_t lda = 0, stride_a = 0;
-  const float* b = nullptr;
+  MatrixPointer<const void> b;
   int64_t ldb = 0, stride_b = 0;
-  float* c = nullptr;
+  MatrixPointer<void> c;
   int64_t ldc = 0, stride_c = 0;
   int64_t batch = 1;
   float alpha = 1.0f, beta = 0.0f;
-  Precision precision =
-      Precision::fp32;  // tf32: CUDA tensor cores on TF32-rounded inputs; the host computes fp32
+  Precision precision = Precision::fp32;  // of FP32 operands: fp32 or tf32
+  MatrixPointer<const void> bias = {};    // (n), of C's type, added to each row; null: none. For batch == 1
 };
 GW_DECLARE_OP(gemm, Gemm)
 
 namespace detail {
-// Throws BadInput naming the size or leading dimension that cannot be.
+// Throws BadInput naming the size, type or leading dimension that cannot be.
 void check(const Gemm& args);
 }  // namespace detail
 

@@ -12,6 +12,7 @@
 
 #include "kernels/device.h"
 #include "kernels/error.h"
+#include "kernels/math/bf16.h"
 
 #define GW_DECLARE_OP(op, Args)                    \
   void op(const Stream& stream, const Args& args); \
@@ -25,6 +26,32 @@
   void op(CudaStream stream, const Args& args);    \
   }
 
+// The same for an op over the storage type T of the operands that matrix products read and write: float (what
+// an argument list in braces means, too) or Bf16. Args is a template.
+#define GW_DECLARE_TYPED_OP(op, Args)                 \
+  template <typename T = float>                       \
+  void op(const Stream& stream, const Args<T>& args); \
+  namespace reference {                               \
+  template <typename T = float>                       \
+  void op(const Args<T>& args);                       \
+  }                                                   \
+  namespace host {                                    \
+  template <typename T = float>                       \
+  void op(const Args<T>& args);                       \
+  }                                                   \
+  namespace cuda {                                    \
+  template <typename T = float>                       \
+  void op(CudaStream stream, const Args<T>& args);    \
+  }
+
+// Behind the definitions of a typed op's reference or host side, and of its CUDA side.
+#define GW_INSTANTIATE_OP(op, Args)       \
+  template void op(const Args<float>& a); \
+  template void op(const Args<Bf16>& a);
+#define GW_INSTANTIATE_CUDA_OP(op, Args)                \
+  template void op(CudaStream s, const Args<float>& a); \
+  template void op(CudaStream s, const Args<Bf16>& a);
+
 #ifdef GRADWIRE_HAS_CUDA
 #define GW_CUDA_SIDE(op) cuda::op
 #else
@@ -36,6 +63,14 @@
   void op(const Stream& stream, const Args& args) {                        \
     detail::dispatch<Args>(stream, args, host::op, GW_CUDA_SIDE(op), #op); \
   }
+
+#define GW_DEFINE_TYPED_OP(op, Args)                                                \
+  template <typename T>                                                             \
+  void op(const Stream& stream, const Args<T>& args) {                              \
+    detail::dispatch<Args<T>>(stream, args, host::op<T>, GW_CUDA_SIDE(op<T>), #op); \
+  }                                                                                 \
+  template void op(const Stream& stream, const Args<float>& args);                  \
+  template void op(const Stream& stream, const Args<Bf16>& args);
 
 namespace gradwire::detail {
 

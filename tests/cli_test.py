@@ -143,7 +143,7 @@ class BadInput(CommandTest):
     def test_unknown_flags_and_words(self):
         for flag in ("--graph", "--frobnicate"):
             self.refuse(synthetic(flag, "x"), flag)
-        self.refuse(synthetic("--precision", "bf16"), "--precision 'bf16'")
+        self.refuse(synthetic("--precision", "fp8"), "--precision 'fp8'")
         self.refuse(synthetic("--augment", "rotate"), "--augment 'rotate'", "flip,crop")
         self.refuse([*SYNTHETIC, "--ranks", "1", "--ranks", "2"], "--ranks")
         self.assert_refused(self.run_command(), "subcommand")

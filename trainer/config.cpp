@@ -164,7 +164,7 @@ const char* name(OptimizerKind kind) {
   return kind == OptimizerKind::sgd ? "sgd" : "adamw";
 }
 const char* name(Precision precision) {
-  return precision == Precision::fp32 ? "fp32" : "tf32";
+  return precision == Precision::fp32 ? "fp32" : precision == Precision::tf32 ? "tf32" : "bf16";
 }
 
 }  // namespace gradwire

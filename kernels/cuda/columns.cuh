@@ -1,4 +1,5 @@
-// Two shapes of kernel over a (rows, width) array, with W = 4 (16-byte accesses) or W = 1 floats per access:
+// Two shapes of kernel over a (rows, width) array, with W elements per access, 16 bytes of S (the type in
+// which operands are stored; kVector<S> of them) or 1:
 //
 //   for_columns       element-wise. A thread keeps its columns and walks down the rows, so what depends on
 //   the column
@@ -19,11 +20,11 @@
 
 namespace gradwire::cuda {
 
-// True when rows of `width` floats (or every `stride` floats) starting at all of the pointers take 16-byte
+// True when rows of `width` elements starting at all of the pointers, of S and of floats, take 16-byte
 // accesses.
-template <typename... Pointers>
-bool takes_float4(int64_t width, Pointers... pointers) {
-  return width % 4 == 0 && ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
+template <typename S, typename... Pointers>
+bool takes_vectors(int64_t width, Pointers... pointers) {
+  return width % kVector<S> == 0 && ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
 }
 
 // (x, y) threads: x of them side by side on a row.
@@ -45,11 +46,11 @@ __global__ void __launch_bounds__(256) for_columns_kernel(Op op, int64_t rows, i
   }
 }
 
-template <typename Op>
-void for_columns(const char* name, CudaStream stream, bool float4s, const Op& op, int64_t rows,
+template <typename S, typename Op>
+void for_columns(const char* name, CudaStream stream, bool vectors, const Op& op, int64_t rows,
                  int64_t width) {
   if (rows <= 0 || width <= 0) return;
-  const int64_t accesses = float4s ? width / 4 : width;
+  const int64_t accesses = vectors ? width / kVector<S> : width;
   const dim3 block = column_block(accesses);
   const auto across = static_cast<unsigned>((accesses + block.x - 1) / block.x);
   int64_t down = (rows + block.y - 1) / block.y;
@@ -58,8 +59,8 @@ void for_columns(const char* name, CudaStream stream, bool float4s, const Op& op
   down = down < 65535 ? down : 65535;
   const LaunchConfig config{
       .grid = dim3(across, static_cast<unsigned>(down)), .block = block, .stream = stream};
-  if (float4s) {
-    launch(name, for_columns_kernel<4, Op>, config, op, rows, width);
+  if (vectors) {
+    launch(name, for_columns_kernel<kVector<S>, Op>, config, op, rows, width);
   } else {
     launch(name, for_columns_kernel<1, Op>, config, op, rows, width);
   }
@@ -69,7 +70,7 @@ void for_columns(const char* name, CudaStream stream, bool float4s, const Op& op
 template <int W, typename Op>
 __global__ void __launch_bounds__(256)
     column_partials_kernel(Op op, int64_t rows, int64_t width, int64_t rows_per_chunk, float* partial) {
-  __shared__ __align__(16) float shared[1024];
+  __shared__ __align__(16) float shared[256 * W];
   const int64_t c = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * W;
   const int64_t begin = static_cast<int64_t>(blockIdx.y) * rows_per_chunk;
   const int64_t end = begin + rows_per_chunk < rows ? begin + rows_per_chunk : rows;
@@ -97,18 +98,18 @@ __global__ void __launch_bounds__(256)
 void combine_partial_sums(CudaStream stream, const float* partial, int64_t count, int64_t width,
                           bool accumulate, float* sum0, float* sum1);
 
-template <typename Op>
-void sum_over_rows(const char* name, CudaStream stream, bool float4s, const Op& op, int64_t rows,
+template <typename S, typename Op>
+void sum_over_rows(const char* name, CudaStream stream, bool vectors, const Op& op, int64_t rows,
                    int64_t width, float* workspace, bool accumulate, float* sum) {
   if (width <= 0) return;
   const auto chunks = column_chunks(rows);
-  const int64_t accesses = float4s ? width / 4 : width;
+  const int64_t accesses = vectors ? width / kVector<S> : width;
   const dim3 block = column_block(accesses);
   const dim3 grid(static_cast<unsigned>((accesses + block.x - 1) / block.x),
                   static_cast<unsigned>(chunks.count));
   const LaunchConfig config{.grid = grid, .block = block, .stream = stream};
-  if (float4s) {
-    launch(name, column_partials_kernel<4, Op>, config, op, rows, width, chunks.rows, workspace);
+  if (vectors) {
+    launch(name, column_partials_kernel<kVector<S>, Op>, config, op, rows, width, chunks.rows, workspace);
   } else {
     launch(name, column_partials_kernel<1, Op>, config, op, rows, width, chunks.rows, workspace);
   }

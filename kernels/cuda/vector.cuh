@@ -4,7 +4,12 @@
 
 #include <cstdint>
 
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#endif
+
 #include "kernels/cuda/launch.cuh"
+#include "kernels/math/bf16.h"
 
 namespace gradwire::cuda {
 
@@ -111,6 +116,49 @@ __device__ __forceinline__ void store(uint16_t* to, const uint16_t (&from)[W]) {
     *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
+
+// BF16 operands, widened and rounded on the way (kernels/math/bf16.h).
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+#ifdef __CUDA_ARCH__
+  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);  // one instruction for the two
+  uint32_t word;
+  memcpy(&word, &both, sizeof word);
+  return word;
+#else
+  return narrow<Bf16>(low).bits | static_cast<uint32_t>(narrow<Bf16>(high).bits) << 16;
+#endif
+}
+
+template <int W>
+__device__ __forceinline__ void load(const Bf16* from, float (&to)[W]) {
+  static_assert(W == 1 || W == 8);
+  if constexpr (W == 1) {
+    to[0] = widen(*from);
+  } else {
+    const uint4 x = *reinterpret_cast<const uint4*>(from);
+    const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      to[2 * i] = bits_float(words[i] << 16);
+      to[2 * i + 1] = bits_float(words[i] & 0xffff0000u);
+    }
+  }
+}
+
+template <int W>
+__device__ __forceinline__ void store(Bf16* to, const float (&from)[W]) {
+  static_assert(W == 1 || W == 8);
+  if constexpr (W == 1) {
+    *to = narrow<Bf16>(from[0]);
+  } else {
+    *reinterpret_cast<uint4*>(to) = make_uint4(pack_bf16(from[0], from[1]), pack_bf16(from[2], from[3]),
+                                               pack_bf16(from[4], from[5]), pack_bf16(from[6], from[7]));
+  }
+}
+
+// Elements of S to a 16-byte access.
+template <typename S>
+inline constexpr int kVector = 16 / static_cast<int>(sizeof(S));
 
 // to += x
 template <int W>

@@ -1,8 +1,8 @@
 // column_sum and bias_residual.
 //
-// column_sum reads each element once (4 B), in 16-byte accesses; the partial sums are a sixteenth of that or
-// less. bias_residual reads 8 B and writes 4 B per element. Limit: memory bandwidth. Deterministic: sums in
-// fixed order.
+// column_sum reads each element once (4 or 2 B), in 16-byte accesses; the partial sums are a sixteenth of
+// that or less. bias_residual reads 8 or 6 B and writes 4 B per element. Limit: memory bandwidth.
+// Deterministic: sums in fixed order.
 #include "kernels/cuda/columns.cuh"
 #include "kernels/vit.h"
 
@@ -30,8 +30,9 @@ __global__ void __launch_bounds__(256)
   sum[c] = accumulate ? sum[c] + total : total;
 }
 
+template <typename S>
 struct Load {
-  const float* x;
+  const S* x;
   int64_t width;
   template <int W>
   __device__ __forceinline__ void at(int64_t row, int64_t c, float (&out)[W]) const {
@@ -44,8 +45,10 @@ struct Bias {
   float value[W];
 };
 
+template <typename S>
 struct AddBiasResidual {
-  const float *y, *bias, *residual;
+  const S* y;
+  const float *bias, *residual;
   float* x;
   int64_t width;
 
@@ -80,14 +83,19 @@ void combine_partial_sums(CudaStream stream, const float* partial, int64_t count
          sum1);
 }
 
-void column_sum(CudaStream stream, const ColumnSum& a) {
-  sum_over_rows("column_sum", stream, takes_float4(a.width, a.x, a.workspace), Load{a.x, a.width}, a.rows,
-                a.width, a.workspace, a.accumulate, a.sum);
+template <typename S>
+void column_sum(CudaStream stream, const ColumnSum<S>& a) {
+  sum_over_rows<S>("column_sum", stream, takes_vectors<S>(a.width, a.x, a.workspace), Load<S>{a.x, a.width},
+                   a.rows, a.width, a.workspace, a.accumulate, a.sum);
 }
 
-void bias_residual(CudaStream stream, const BiasResidual& a) {
-  for_columns("bias_residual", stream, takes_float4(a.width, a.y, a.bias, a.residual, a.x),
-              AddBiasResidual{a.y, a.bias, a.residual, a.x, a.width}, a.rows, a.width);
+template <typename S>
+void bias_residual(CudaStream stream, const BiasResidual<S>& a) {
+  for_columns<S>("bias_residual", stream, takes_vectors<S>(a.width, a.y, a.bias, a.residual, a.x),
+                 AddBiasResidual<S>{a.y, a.bias, a.residual, a.x, a.width}, a.rows, a.width);
 }
+
+GW_INSTANTIATE_CUDA_OP(column_sum, ColumnSum)
+GW_INSTANTIATE_CUDA_OP(bias_residual, BiasResidual)
 
 }  // namespace gradwire::cuda

@@ -1,7 +1,8 @@
 // bias_gelu and bias_gelu_backward: exact GELU by kernels/math/gelu.h, about 45 FP32 operations per element.
 //
-// Forward: reads 4 B, writes 8 B per element; backward: reads 8 B, writes 4 B, and takes the bias gradient on
-// the way. Limit: memory bandwidth (arithmetic is about two thirds of what the device could do in that time).
+// Forward: reads 4 B, writes 8 B per element, or without a bias 4; backward: reads 8 B, writes 4 B, and takes
+// the bias gradient on the way; half of that with BF16 operands. Limit: memory bandwidth (arithmetic is about
+// two thirds of what the device could do in that time).
 #include "kernels/cuda/columns.cuh"
 #include "kernels/math/gelu.h"
 #include "kernels/vit.h"
@@ -14,16 +15,17 @@ struct Bias {
   float value[W];
 };
 
+template <typename S>
 struct Forward {
-  float* x;
-  const float* bias;
-  float* y;
+  S* x;
+  const float* bias;  // null: none
+  S* y;
   int64_t width;
 
   template <int W>
   __device__ __forceinline__ Bias<W> column(int64_t c) const {
-    Bias<W> b;
-    load<W>(bias + c, b.value);
+    Bias<W> b{};
+    if (bias != nullptr) load<W>(bias + c, b.value);
     return b;
   }
   template <int W>
@@ -31,17 +33,21 @@ struct Forward {
     const int64_t i = row * width + c;
     float pre[W], out[W];
     load<W>(x + i, pre);
-    add<W>(b.value, pre);
+    if (bias != nullptr) {
+#pragma unroll
+      for (int k = 0; k < W; ++k) pre[k] = widen(narrow<S>(pre[k] + b.value[k]));  // what backward will read
+      store<W>(x + i, pre);
+    }
 #pragma unroll
     for (int k = 0; k < W; ++k) out[k] = gelu(pre[k]);
-    store<W>(x + i, pre);
     store<W>(y + i, out);
   }
 };
 
+template <typename S>
 struct Backward {
-  const float* pre;
-  float* dy;
+  const S* pre;
+  S* dy;
   int64_t width;
 
   template <int W>
@@ -58,14 +64,19 @@ struct Backward {
 
 }  // namespace
 
-void bias_gelu(CudaStream stream, const BiasGelu& a) {
-  for_columns("bias_gelu", stream, takes_float4(a.width, a.x, a.bias, a.y),
-              Forward{a.x, a.bias, a.y, a.width}, a.rows, a.width);
+template <typename S>
+void bias_gelu(CudaStream stream, const BiasGelu<S>& a) {
+  for_columns<S>("bias_gelu", stream, takes_vectors<S>(a.width, a.x, a.bias, a.y),
+                 Forward<S>{a.x, a.bias, a.y, a.width}, a.rows, a.width);
 }
 
-void bias_gelu_backward(CudaStream stream, const BiasGeluBackward& a) {
-  sum_over_rows("bias_gelu_backward", stream, takes_float4(a.width, a.pre, a.dy, a.workspace),
-                Backward{a.pre, a.dy, a.width}, a.rows, a.width, a.workspace, a.accumulate, a.d_bias);
+template <typename S>
+void bias_gelu_backward(CudaStream stream, const BiasGeluBackward<S>& a) {
+  sum_over_rows<S>("bias_gelu_backward", stream, takes_vectors<S>(a.width, a.pre, a.dy, a.workspace),
+                   Backward<S>{a.pre, a.dy, a.width}, a.rows, a.width, a.workspace, a.accumulate, a.d_bias);
 }
+
+GW_INSTANTIATE_CUDA_OP(bias_gelu, BiasGelu)
+GW_INSTANTIATE_CUDA_OP(bias_gelu_backward, BiasGeluBackward)
 
 }  // namespace gradwire::cuda

@@ -1,4 +1,5 @@
-// split_heads, split_heads_backward and merge_heads: permutations that keep runs of head_dim floats together.
+// split_heads, split_heads_backward and merge_heads: permutations that keep runs of head_dim elements
+// together.
 //
 // A thread keeps its column of the (B * T, 3C) or (B * T, C) side, so the column is divided into part, head
 // and dim once. That side is read or written in whole lines, the other in runs of head_dim. Limit: memory
@@ -36,10 +37,12 @@ struct BiasedPlace {
   float bias[W];
 };
 
+template <typename S>
 struct Split {
   Layout layout;
-  const float *qkv, *bias;
-  float *q, *k, *v;
+  const S* qkv;
+  const float* bias;
+  S *q, *k, *v;
 
   template <int W>
   __device__ __forceinline__ BiasedPlace<W> column(int64_t c) const {
@@ -52,15 +55,16 @@ struct Split {
     float x[W];
     load<W>(qkv + row * 3 * layout.heads * layout.dim + c, x);
     add<W>(p.bias, x);
-    float* out = p.place.part == 0 ? q : p.place.part == 1 ? k : v;
+    S* out = p.place.part == 0 ? q : p.place.part == 1 ? k : v;
     store<W>(out + layout.element(row, p.place), x);
   }
 };
 
+template <typename S>
 struct SplitBackward {
   Layout layout;
-  const float *dq, *dk, *dv;
-  float* d_qkv;
+  const S *dq, *dk, *dv;
+  S* d_qkv;
 
   template <int W>
   __device__ __forceinline__ Place column(int64_t c) const {
@@ -68,17 +72,18 @@ struct SplitBackward {
   }
   template <int W>
   __device__ __forceinline__ void at(int64_t row, int64_t c, const Place& p) const {
-    const float* in = p.part == 0 ? dq : p.part == 1 ? dk : dv;
+    const S* in = p.part == 0 ? dq : p.part == 1 ? dk : dv;
     float x[W];
     load<W>(in + layout.element(row, p), x);
     store<W>(d_qkv + row * 3 * layout.heads * layout.dim + c, x);
   }
 };
 
+template <typename S>
 struct Merge {
   Layout layout;
-  const float* in;
-  float* out;
+  const S* in;
+  S* out;
   bool inverse;
 
   template <int W>
@@ -96,22 +101,29 @@ struct Merge {
 
 }  // namespace
 
-void split_heads(CudaStream stream, const SplitHeads& a) {
-  for_columns("split_heads", stream, takes_float4(a.head_dim, a.qkv, a.bias, a.q, a.k, a.v),
-              Split{{a.tokens, a.heads, a.head_dim}, a.qkv, a.bias, a.q, a.k, a.v}, a.batch * a.tokens,
-              3 * a.heads * a.head_dim);
+template <typename S>
+void split_heads(CudaStream stream, const SplitHeads<S>& a) {
+  for_columns<S>("split_heads", stream, takes_vectors<S>(a.head_dim, a.qkv, a.bias, a.q, a.k, a.v),
+                 Split<S>{{a.tokens, a.heads, a.head_dim}, a.qkv, a.bias, a.q, a.k, a.v}, a.batch * a.tokens,
+                 3 * a.heads * a.head_dim);
 }
 
-void split_heads_backward(CudaStream stream, const SplitHeadsBackward& a) {
-  for_columns("split_heads_backward", stream, takes_float4(a.head_dim, a.dq, a.dk, a.dv, a.d_qkv),
-              SplitBackward{{a.tokens, a.heads, a.head_dim}, a.dq, a.dk, a.dv, a.d_qkv}, a.batch * a.tokens,
-              3 * a.heads * a.head_dim);
+template <typename S>
+void split_heads_backward(CudaStream stream, const SplitHeadsBackward<S>& a) {
+  for_columns<S>("split_heads_backward", stream, takes_vectors<S>(a.head_dim, a.dq, a.dk, a.dv, a.d_qkv),
+                 SplitBackward<S>{{a.tokens, a.heads, a.head_dim}, a.dq, a.dk, a.dv, a.d_qkv},
+                 a.batch * a.tokens, 3 * a.heads * a.head_dim);
 }
 
-void merge_heads(CudaStream stream, const MergeHeads& a) {
-  for_columns("merge_heads", stream, takes_float4(a.head_dim, a.in, a.out),
-              Merge{{a.tokens, a.heads, a.head_dim}, a.in, a.out, a.inverse}, a.batch * a.tokens,
-              a.heads * a.head_dim);
+template <typename S>
+void merge_heads(CudaStream stream, const MergeHeads<S>& a) {
+  for_columns<S>("merge_heads", stream, takes_vectors<S>(a.head_dim, a.in, a.out),
+                 Merge<S>{{a.tokens, a.heads, a.head_dim}, a.in, a.out, a.inverse}, a.batch * a.tokens,
+                 a.heads * a.head_dim);
 }
+
+GW_INSTANTIATE_CUDA_OP(split_heads, SplitHeads)
+GW_INSTANTIATE_CUDA_OP(split_heads_backward, SplitHeadsBackward)
+GW_INSTANTIATE_CUDA_OP(merge_heads, MergeHeads)
 
 }  // namespace gradwire::cuda

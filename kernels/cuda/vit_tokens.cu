@@ -1,10 +1,11 @@
 // patchify, assemble_tokens and assemble_tokens_backward.
 //
-// patchify moves each pixel once (8 B); a thread keeps its column of the patch matrix, so channel, line and
-// pixel are worked out once. assemble_tokens reads 4 B and writes 4 B per element (positions and bias come
-// from cache). The backward op reads dx once: block x owns a slice of columns and walks all tokens and images
-// of it in order, so one pass gives the copy, d_position, d_class_token and d_bias, deterministically and
-// without a workspace. 8 B per element. Limit: memory bandwidth, once width / 16 blocks fill the device.
+// patchify moves each pixel once (8 or 6 B); a thread keeps its column of the patch matrix, so channel, line
+// and pixel are worked out once. assemble_tokens reads 4 or 2 B and writes 4 B per element (positions and
+// bias come from cache). The backward op reads dx once: block x owns a slice of columns and walks all tokens
+// and images of it in order, so one pass gives the copy, d_position, d_class_token and d_bias,
+// deterministically and without a workspace. 8 or 6 B per element. Limit: memory bandwidth, once width / 16
+// blocks fill the device.
 #include "kernels/cuda/columns.cuh"
 #include "kernels/vit.h"
 
@@ -15,9 +16,10 @@ struct PixelPlace {
   int64_t offset = 0;  // of the pixel from the corner of its patch in channel 0
 };
 
+template <typename S>
 struct MovePixels {
   const float* images;
-  float* patches;
+  S* patches;
   int64_t channels, image, patch, grid;
 
   template <int W>
@@ -41,8 +43,10 @@ struct TokenColumn {
   float bias[W], class_token[W];
 };
 
+template <typename S>
 struct Assemble {
-  const float *projected, *bias, *class_token, *position;
+  const S* projected;
+  const float *bias, *class_token, *position;
   float* x;
   int64_t tokens, width;
 
@@ -80,9 +84,9 @@ __device__ __forceinline__ void put(float* to, const float (&x)[W], bool accumul
   store<W>(to, out);
 }
 
-template <int W>
+template <int W, typename S>
 __global__ void __launch_bounds__(kSliceX* kSliceY)
-    assemble_tokens_backward_kernel(AssembleTokensBackward a) {
+    assemble_tokens_backward_kernel(AssembleTokensBackward<S> a) {
   __shared__ __align__(16) float shared[kSliceY * kSliceX * W];
   const int64_t c = (static_cast<int64_t>(blockIdx.x) * kSliceX + threadIdx.x) * W;
   const bool live = c < a.width;
@@ -117,31 +121,40 @@ __global__ void __launch_bounds__(kSliceX* kSliceY)
 
 }  // namespace
 
-void patchify(CudaStream stream, const Patchify& a) {
+template <typename S>
+void patchify(CudaStream stream, const Patchify<S>& a) {
   if (a.patch <= 0 || a.image < a.patch) return;
   const int64_t grid = a.image / a.patch;
-  const bool float4s = a.image % 4 == 0 && takes_float4(a.patch, a.images, a.patches);
-  for_columns("patchify", stream, float4s,
-              MovePixels{a.images, a.patches, a.channels, a.image, a.patch, grid}, a.batch * grid * grid,
-              static_cast<int64_t>(a.channels) * a.patch * a.patch);
+  const bool vectors = a.image % 4 == 0 && takes_vectors<S>(a.patch, a.images, a.patches);
+  for_columns<S>("patchify", stream, vectors,
+                 MovePixels<S>{a.images, a.patches, a.channels, a.image, a.patch, grid},
+                 a.batch * grid * grid, static_cast<int64_t>(a.channels) * a.patch * a.patch);
 }
 
-void assemble_tokens(CudaStream stream, const AssembleTokens& a) {
-  for_columns("assemble_tokens", stream,
-              takes_float4(a.width, a.projected, a.bias, a.class_token, a.position, a.x),
-              Assemble{a.projected, a.bias, a.class_token, a.position, a.x, a.tokens, a.width},
-              a.batch * a.tokens, a.width);
+template <typename S>
+void assemble_tokens(CudaStream stream, const AssembleTokens<S>& a) {
+  for_columns<S>("assemble_tokens", stream,
+                 takes_vectors<S>(a.width, a.projected, a.bias, a.class_token, a.position, a.x),
+                 Assemble<S>{a.projected, a.bias, a.class_token, a.position, a.x, a.tokens, a.width},
+                 a.batch * a.tokens, a.width);
 }
 
-void assemble_tokens_backward(CudaStream stream, const AssembleTokensBackward& a) {
+template <typename S>
+void assemble_tokens_backward(CudaStream stream, const AssembleTokensBackward<S>& a) {
   if (a.width <= 0 || a.tokens <= 0) return;
-  const bool float4s = takes_float4(a.width, a.dx, a.d_projected, a.d_bias, a.d_class_token, a.d_position);
-  const int64_t accesses = float4s ? a.width / 4 : a.width;
+  const bool vectors =
+      takes_vectors<S>(a.width, a.dx, a.d_projected, a.d_bias, a.d_class_token, a.d_position);
+  const int64_t accesses = vectors ? a.width / kVector<S> : a.width;
   const LaunchConfig config{.grid = dim3(static_cast<unsigned>((accesses + kSliceX - 1) / kSliceX)),
                             .block = dim3(kSliceX, kSliceY),
                             .stream = stream};
   launch("assemble_tokens_backward",
-         float4s ? assemble_tokens_backward_kernel<4> : assemble_tokens_backward_kernel<1>, config, a);
+         vectors ? assemble_tokens_backward_kernel<kVector<S>, S> : assemble_tokens_backward_kernel<1, S>,
+         config, a);
 }
+
+GW_INSTANTIATE_CUDA_OP(patchify, Patchify)
+GW_INSTANTIATE_CUDA_OP(assemble_tokens, AssembleTokens)
+GW_INSTANTIATE_CUDA_OP(assemble_tokens_backward, AssembleTokensBackward)
 
 }  // namespace gradwire::cuda

@@ -32,6 +32,20 @@ GW_INLINE void store8(float* to, Float8 v) {
   std::memcpy(to, &v, sizeof v);
 }
 
+GW_INLINE Float8 load8(const Bf16* from) {
+  uint16_t __attribute__((vector_size(16))) v;
+  std::memcpy(&v, from, sizeof v);
+  return reinterpret_cast<Float8>(__builtin_convertvector(v, Word8) << 16);
+}
+// Rounded as narrow<Bf16> does.
+GW_INLINE void store8(Bf16* to, Float8 v) {
+  typedef uint16_t Half8 __attribute__((vector_size(16)));
+  const Word8 x = reinterpret_cast<Word8>(v);
+  const Word8 rounded = (x + 0x7fffu + ((x >> 16) & 1u)) >> 16, nan = (x >> 16) | 0x0040u;
+  const Half8 bits = __builtin_convertvector((x & 0x7fffffffu) > 0x7f800000u ? nan : rounded, Half8);
+  std::memcpy(to, &bits, sizeof bits);
+}
+
 // Lanes i with first + i < width.
 GW_INLINE Int8 lanes_below(int first, int width) {
   return Int8{0, 1, 2, 3, 4, 5, 6, 7} < width - first;

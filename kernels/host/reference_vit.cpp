@@ -18,13 +18,19 @@ double phi_density(double x) {
   return std::exp(-0.5 * x * x) / std::sqrt(2.0 * 3.14159265358979323846);
 }
 
+template <typename S>
+S rounded(double x) {
+  return narrow<S>(static_cast<float>(x));
+}
+
 void store_sum(float* out, double sum, bool accumulate) {
   *out = static_cast<float>((accumulate ? static_cast<double>(*out) : 0.0) + sum);
 }
 
 }  // namespace
 
-void patchify(const Patchify& a) {
+template <typename S>
+void patchify(const Patchify<S>& a) {
   if (a.patch <= 0) return;
   const int64_t p = a.patch, grid = a.image / p;
   for (int64_t b = 0; b < a.batch; ++b) {
@@ -33,8 +39,8 @@ void patchify(const Patchify& a) {
         for (int64_t y = 0; y < p; ++y) {
           for (int64_t x = 0; x < p; ++x) {
             a.patches[(b * grid * grid + i) * a.channels * p * p + ch * p * p + y * p + x] =
-                a.images[((b * a.channels + ch) * a.image + (i / grid) * p + y) * a.image + (i % grid) * p +
-                         x];
+                narrow<S>(a.images[((b * a.channels + ch) * a.image + (i / grid) * p + y) * a.image +
+                                   (i % grid) * p + x]);
           }
         }
       }
@@ -42,20 +48,23 @@ void patchify(const Patchify& a) {
   }
 }
 
-void assemble_tokens(const AssembleTokens& a) {
+template <typename S>
+void assemble_tokens(const AssembleTokens<S>& a) {
   for (int64_t b = 0; b < a.batch; ++b) {
     for (int64_t t = 0; t < a.tokens; ++t) {
       for (int64_t c = 0; c < a.width; ++c) {
-        double v =
-            t == 0 ? static_cast<double>(a.class_token[c])
-                   : static_cast<double>(a.projected[(b * (a.tokens - 1) + t - 1) * a.width + c]) + a.bias[c];
+        double v = t == 0
+                       ? static_cast<double>(a.class_token[c])
+                       : static_cast<double>(widen(a.projected[(b * (a.tokens - 1) + t - 1) * a.width + c])) +
+                             a.bias[c];
         a.x[(b * a.tokens + t) * a.width + c] = static_cast<float>(v + a.position[t * a.width + c]);
       }
     }
   }
 }
 
-void assemble_tokens_backward(const AssembleTokensBackward& a) {
+template <typename S>
+void assemble_tokens_backward(const AssembleTokensBackward<S>& a) {
   if (a.tokens == 0) return;
   auto dx = [&](int64_t b, int64_t t, int64_t c) { return a.dx[(b * a.tokens + t) * a.width + c]; };
   for (int64_t c = 0; c < a.width; ++c) {
@@ -64,7 +73,7 @@ void assemble_tokens_backward(const AssembleTokensBackward& a) {
       double sum = 0.0;
       for (int64_t b = 0; b < a.batch; ++b) {
         sum += dx(b, t, c);
-        if (t > 0) a.d_projected[(b * (a.tokens - 1) + t - 1) * a.width + c] = dx(b, t, c);
+        if (t > 0) a.d_projected[(b * (a.tokens - 1) + t - 1) * a.width + c] = narrow<S>(dx(b, t, c));
       }
       store_sum(&a.d_position[t * a.width + c], sum, a.accumulate);
       if (t == 0) store_sum(&a.d_class_token[c], sum, a.accumulate);
@@ -74,13 +83,14 @@ void assemble_tokens_backward(const AssembleTokensBackward& a) {
   }
 }
 
-void layer_norm(const LayerNorm& a) {
+template <typename S>
+void layer_norm(const LayerNorm<S>& a) {
   const int64_t stride = a.x_stride != 0 ? a.x_stride : a.width;
   for (int64_t r = 0; r < a.rows; ++r) {
     const float* x = a.x + r * stride;
     if (a.branch != nullptr) {
       for (int64_t c = 0; c < a.width; ++c) {
-        a.sum[r * a.width + c] = x[c] + (a.branch[r * a.width + c] + a.branch_bias[c]);
+        a.sum[r * a.width + c] = x[c] + (widen(a.branch[r * a.width + c]) + a.branch_bias[c]);
       }
       x = a.sum + r * a.width;
     }
@@ -91,32 +101,35 @@ void layer_norm(const LayerNorm& a) {
     variance /= static_cast<double>(a.width);
     double rstd = 1.0 / std::sqrt(variance + a.eps);
     for (int64_t c = 0; c < a.width; ++c) {
-      a.y[r * a.width + c] = static_cast<float>((x[c] - mean) * rstd * a.gamma[c] + a.beta[c]);
+      a.y[r * a.width + c] = rounded<S>((x[c] - mean) * rstd * a.gamma[c] + a.beta[c]);
     }
     a.mean[r] = static_cast<float>(mean);
     a.rstd[r] = static_cast<float>(rstd);
   }
 }
 
-void layer_norm_backward(const LayerNormBackward& a) {
+template <typename S>
+void layer_norm_backward(const LayerNormBackward<S>& a) {
   const int64_t stride = a.x_stride != 0 ? a.x_stride : a.width;
   std::vector<double> d_gamma(static_cast<size_t>(a.width)), d_beta(static_cast<size_t>(a.width));
   for (int64_t r = 0; r < a.rows; ++r) {
-    const float *x = a.x + r * stride, *dy = a.dy + r * a.width;
+    const float* x = a.x + r * stride;
+    const S* dy = a.dy + r * a.width;
     float* dx = a.dx + r * stride;
     double mean = a.mean[r], rstd = a.rstd[r], sum = 0.0, sum_normalized = 0.0;
     for (int64_t c = 0; c < a.width; ++c) {
-      double normalized = (x[c] - mean) * rstd, g = static_cast<double>(dy[c]) * a.gamma[c];
+      double normalized = (x[c] - mean) * rstd, g = static_cast<double>(widen(dy[c])) * a.gamma[c];
       sum += g;
       sum_normalized += g * normalized;
-      d_gamma[static_cast<size_t>(c)] += dy[c] * normalized;
-      d_beta[static_cast<size_t>(c)] += dy[c];
+      d_gamma[static_cast<size_t>(c)] += widen(dy[c]) * normalized;
+      d_beta[static_cast<size_t>(c)] += widen(dy[c]);
     }
     sum /= static_cast<double>(a.width);
     sum_normalized /= static_cast<double>(a.width);
     for (int64_t c = 0; c < a.width; ++c) {
-      double normalized = (x[c] - mean) * rstd, g = static_cast<double>(dy[c]) * a.gamma[c];
+      double normalized = (x[c] - mean) * rstd, g = static_cast<double>(widen(dy[c])) * a.gamma[c];
       store_sum(&dx[c], rstd * (g - sum - normalized * sum_normalized), a.accumulate_dx);
+      if (a.dx_rounded != nullptr) a.dx_rounded[r * stride + c] = narrow<S>(dx[c]);
     }
   }
   for (int64_t c = 0; c < a.width; ++c) {
@@ -125,83 +138,92 @@ void layer_norm_backward(const LayerNormBackward& a) {
   }
 }
 
-void softmax(const Softmax& a) {
+template <typename S>
+void softmax(const Softmax<S>& a) {
   for (int64_t r = 0; r < a.rows; ++r) {
-    float* x = a.x + r * a.ld;
+    const float* x = a.x + r * a.ld;
+    S* y = a.y + r * a.ld;
     const double scale = a.scale;
     double highest = -std::numeric_limits<double>::infinity(), sum = 0.0;
     for (int64_t c = 0; c < a.width; ++c) highest = std::max(highest, scale * x[c]);
     for (int64_t c = 0; c < a.width; ++c) sum += std::exp(scale * x[c] - highest);
-    for (int64_t c = 0; c < a.width; ++c) x[c] = static_cast<float>(std::exp(scale * x[c] - highest) / sum);
-    for (int64_t c = a.width; c < a.ld; ++c) x[c] = 0.0f;
+    for (int64_t c = 0; c < a.width; ++c) y[c] = rounded<S>(std::exp(scale * x[c] - highest) / sum);
+    for (int64_t c = a.width; c < a.ld; ++c) y[c] = narrow<S>(0.0f);
   }
 }
 
-void softmax_backward(const SoftmaxBackward& a) {
+template <typename S>
+void softmax_backward(const SoftmaxBackward<S>& a) {
   for (int64_t r = 0; r < a.rows; ++r) {
-    const float* y = a.y + r * a.ld;
-    float* dy = a.dy + r * a.ld;
+    const S* y = a.y + r * a.ld;
+    S* dy = a.dy + r * a.ld;
     double dot = 0.0;
-    for (int64_t c = 0; c < a.width; ++c) dot += static_cast<double>(y[c]) * dy[c];
-    for (int64_t c = 0; c < a.width; ++c) dy[c] = static_cast<float>(a.scale * y[c] * (dy[c] - dot));
-    for (int64_t c = a.width; c < a.ld; ++c) dy[c] = 0.0f;
+    for (int64_t c = 0; c < a.width; ++c) dot += static_cast<double>(widen(y[c])) * widen(dy[c]);
+    for (int64_t c = 0; c < a.width; ++c) dy[c] = rounded<S>(a.scale * widen(y[c]) * (widen(dy[c]) - dot));
+    for (int64_t c = a.width; c < a.ld; ++c) dy[c] = narrow<S>(0.0f);
   }
 }
 
-void bias_gelu(const BiasGelu& a) {
+template <typename S>
+void bias_gelu(const BiasGelu<S>& a) {
   for (int64_t i = 0; i < a.rows * a.width; ++i) {
-    float pre = a.x[i] + a.bias[i % a.width];
-    a.x[i] = pre;
-    a.y[i] = static_cast<float>(pre * phi_cdf(pre));
+    if (a.bias != nullptr) a.x[i] = narrow<S>(widen(a.x[i]) + a.bias[i % a.width]);
+    const float pre = widen(a.x[i]);
+    a.y[i] = rounded<S>(pre * phi_cdf(pre));
   }
 }
 
-void bias_gelu_backward(const BiasGeluBackward& a) {
+template <typename S>
+void bias_gelu_backward(const BiasGeluBackward<S>& a) {
   for (int64_t c = 0; c < a.width; ++c) {
     double sum = 0.0;
     for (int64_t r = 0; r < a.rows; ++r) {
-      double pre = a.pre[r * a.width + c];
-      float& d = a.dy[r * a.width + c];
-      double dx = d * (phi_cdf(pre) + pre * phi_density(pre));
+      double pre = widen(a.pre[r * a.width + c]);
+      S& d = a.dy[r * a.width + c];
+      double dx = widen(d) * (phi_cdf(pre) + pre * phi_density(pre));
       sum += dx;
-      d = static_cast<float>(dx);
+      d = rounded<S>(dx);
     }
     store_sum(&a.d_bias[c], sum, a.accumulate);
   }
 }
 
-void bias_residual(const BiasResidual& a) {
+template <typename S>
+void bias_residual(const BiasResidual<S>& a) {
   for (int64_t i = 0; i < a.rows * a.width; ++i) {
     double old = a.residual != nullptr ? a.residual[i] : 0.0;
-    a.x[i] = static_cast<float>(old + a.y[i] + a.bias[i % a.width]);
+    a.x[i] = static_cast<float>(old + widen(a.y[i]) + a.bias[i % a.width]);
   }
 }
 
-void column_sum(const ColumnSum& a) {
+template <typename S>
+void column_sum(const ColumnSum<S>& a) {
   for (int64_t c = 0; c < a.width; ++c) {
     double sum = 0.0;
-    for (int64_t r = 0; r < a.rows; ++r) sum += a.x[r * a.width + c];
+    for (int64_t r = 0; r < a.rows; ++r) sum += widen(a.x[r * a.width + c]);
     store_sum(&a.sum[c], sum, a.accumulate);
   }
 }
 
-void split_heads(const SplitHeads& a) {
+template <typename S>
+void split_heads(const SplitHeads<S>& a) {
   const int64_t width = a.heads * a.head_dim;
-  float* outputs[3] = {a.q, a.k, a.v};
+  S* outputs[3] = {a.q, a.k, a.v};
   for (int64_t b = 0; b < a.batch; ++b) {
     for (int64_t t = 0; t < a.tokens; ++t) {
       for (int64_t i = 0; i < 3 * width; ++i) {
         int64_t c = i % width, h = c / a.head_dim, d = c % a.head_dim;
-        outputs[i / width][((b * a.heads + h) * a.tokens + t) * a.head_dim + d] =
-            a.qkv[(b * a.tokens + t) * 3 * width + i] + (a.bias != nullptr ? a.bias[i] : 0.0f);
+        outputs[i / width][((b * a.heads + h) * a.tokens + t) * a.head_dim + d] = narrow<S>(
+            widen(a.qkv[(b * a.tokens + t) * 3 * width + i]) + (a.bias != nullptr ? a.bias[i] : 0.0f));
       }
     }
   }
 }
 
-void split_heads_backward(const SplitHeadsBackward& a) {
+template <typename S>
+void split_heads_backward(const SplitHeadsBackward<S>& a) {
   const int64_t width = a.heads * a.head_dim;
-  const float* inputs[3] = {a.dq, a.dk, a.dv};
+  const S* inputs[3] = {a.dq, a.dk, a.dv};
   for (int64_t b = 0; b < a.batch; ++b) {
     for (int64_t t = 0; t < a.tokens; ++t) {
       for (int64_t i = 0; i < 3 * width; ++i) {
@@ -213,7 +235,8 @@ void split_heads_backward(const SplitHeadsBackward& a) {
   }
 }
 
-void merge_heads(const MergeHeads& a) {
+template <typename S>
+void merge_heads(const MergeHeads<S>& a) {
   const int64_t width = a.heads * a.head_dim;
   for (int64_t b = 0; b < a.batch; ++b) {
     for (int64_t t = 0; t < a.tokens; ++t) {
@@ -230,14 +253,15 @@ void merge_heads(const MergeHeads& a) {
   }
 }
 
-void cross_entropy(const CrossEntropy& a) {
+template <typename S>
+void cross_entropy(const CrossEntropy<S>& a) {
   for (int64_t r = 0; r < a.rows; ++r) {
     const float* x = a.logits + r * a.classes;
     const int64_t label = a.labels[r];
     if (label < 0 || label >= a.classes) {
       constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
       a.totals[0] += kNan;
-      if (a.d_logits != nullptr) std::fill_n(a.d_logits + r * a.classes, a.classes, kNan);
+      if (a.d_logits != nullptr) std::fill_n(a.d_logits + r * a.classes, a.classes, narrow<S>(kNan));
       continue;
     }
     double highest = -std::numeric_limits<double>::infinity(), sum = 0.0;
@@ -252,9 +276,25 @@ void cross_entropy(const CrossEntropy& a) {
     if (a.d_logits == nullptr) continue;
     for (int64_t c = 0; c < a.classes; ++c) {
       double p = std::exp(x[c] - highest) / sum;
-      a.d_logits[r * a.classes + c] = static_cast<float>(a.grad_scale * (p - (c == label ? 1.0 : 0.0)));
+      a.d_logits[r * a.classes + c] = rounded<S>(a.grad_scale * (p - (c == label ? 1.0 : 0.0)));
     }
   }
 }
+
+GW_INSTANTIATE_OP(patchify, Patchify)
+GW_INSTANTIATE_OP(assemble_tokens, AssembleTokens)
+GW_INSTANTIATE_OP(assemble_tokens_backward, AssembleTokensBackward)
+GW_INSTANTIATE_OP(layer_norm, LayerNorm)
+GW_INSTANTIATE_OP(layer_norm_backward, LayerNormBackward)
+GW_INSTANTIATE_OP(softmax, Softmax)
+GW_INSTANTIATE_OP(softmax_backward, SoftmaxBackward)
+GW_INSTANTIATE_OP(bias_gelu, BiasGelu)
+GW_INSTANTIATE_OP(bias_gelu_backward, BiasGeluBackward)
+GW_INSTANTIATE_OP(bias_residual, BiasResidual)
+GW_INSTANTIATE_OP(column_sum, ColumnSum)
+GW_INSTANTIATE_OP(split_heads, SplitHeads)
+GW_INSTANTIATE_OP(split_heads_backward, SplitHeadsBackward)
+GW_INSTANTIATE_OP(merge_heads, MergeHeads)
+GW_INSTANTIATE_OP(cross_entropy, CrossEntropy)
 
 }  // namespace gradwire::reference

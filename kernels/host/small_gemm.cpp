@@ -107,7 +107,7 @@ GW_SIMD void small_gemm(const Gemm& g, int64_t begin, int64_t end) {
   const bool pack = g.transpose_b || g.n % 8 != 0;
   float packed[kLargest * kLargest];
   for (int64_t i = begin; i < end; ++i) {
-    const float* b = g.b + i * g.stride_b;
+    const float* b = g.b.at<float>(i * g.stride_b);
     int64_t ldb = g.ldb;
     if (pack) {
       if (g.transpose_b) {
@@ -118,8 +118,8 @@ GW_SIMD void small_gemm(const Gemm& g, int64_t begin, int64_t end) {
       b = packed;
       ldb = padded;
     }
-    const Left left{g.a + i * g.stride_a, g.transpose_a ? 1 : g.lda, g.transpose_a ? g.lda : 1};
-    float* c = g.c + i * g.stride_c;
+    const Left left{g.a.at<float>(i * g.stride_a), g.transpose_a ? 1 : g.lda, g.transpose_a ? g.lda : 1};
+    float* c = g.c.at<float>(i * g.stride_c);
     for (int64_t column = 0; column < g.n; column += 24) {
       const int64_t columns = std::min<int64_t>(24, g.n - column);
       if (columns > 16) {

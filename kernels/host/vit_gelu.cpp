@@ -13,39 +13,61 @@ GW_ALLOW_FMA
 namespace gradwire::host {
 namespace {
 
-GW_SIMD void forward_rows(const BiasGelu& a, int64_t begin, int64_t end) {
+template <typename S>
+GW_INLINE void forward_rows_of(const BiasGelu<S>& a, int64_t begin, int64_t end) {
   const float* bias = a.bias;
   for (int64_t r = begin; r < end; ++r) {
-    float *x = a.x + r * a.width, *y = a.y + r * a.width;
+    S *x = a.x + r * a.width, *y = a.y + r * a.width;
+    if (bias == nullptr) {
+#pragma omp simd
+      for (int64_t c = 0; c < a.width; ++c) y[c] = narrow<S>(gelu(widen(x[c])));
+      continue;
+    }
 #pragma omp simd
     for (int64_t c = 0; c < a.width; ++c) {
-      float pre = x[c] + bias[c];
+      const S pre = narrow<S>(widen(x[c]) + bias[c]);
       x[c] = pre;
-      y[c] = gelu(pre);
+      y[c] = narrow<S>(gelu(widen(pre)));
     }
   }
 }
 
-GW_SIMD void backward_rows(const BiasGeluBackward& a, int64_t begin, int64_t end, float* d_bias) {
+template <typename S>
+GW_INLINE void backward_rows_of(const BiasGeluBackward<S>& a, int64_t begin, int64_t end, float* d_bias) {
   for (int64_t r = begin; r < end; ++r) {
-    const float* pre = a.pre + r * a.width;
-    float* dy = a.dy + r * a.width;
+    const S* pre = a.pre + r * a.width;
+    S* dy = a.dy + r * a.width;
 #pragma omp simd
     for (int64_t c = 0; c < a.width; ++c) {
-      float d = dy[c] * gelu_derivative(pre[c]);
-      dy[c] = d;
+      float d = widen(dy[c]) * gelu_derivative(widen(pre[c]));
+      dy[c] = narrow<S>(d);
       d_bias[c] += d;
     }
   }
 }
 
+GW_SIMD void forward_rows(const BiasGelu<float>& a, int64_t begin, int64_t end) {
+  forward_rows_of(a, begin, end);
+}
+GW_SIMD void forward_rows(const BiasGelu<Bf16>& a, int64_t begin, int64_t end) {
+  forward_rows_of(a, begin, end);
+}
+GW_SIMD void backward_rows(const BiasGeluBackward<float>& a, int64_t begin, int64_t end, float* d_bias) {
+  backward_rows_of(a, begin, end, d_bias);
+}
+GW_SIMD void backward_rows(const BiasGeluBackward<Bf16>& a, int64_t begin, int64_t end, float* d_bias) {
+  backward_rows_of(a, begin, end, d_bias);
+}
+
 }  // namespace
 
-void bias_gelu(const BiasGelu& a) {
+template <typename S>
+void bias_gelu(const BiasGelu<S>& a) {
   for_rows(a.rows, a.width, [&](int64_t begin, int64_t end) { forward_rows(a, begin, end); });
 }
 
-void bias_gelu_backward(const BiasGeluBackward& a) {
+template <typename S>
+void bias_gelu_backward(const BiasGeluBackward<S>& a) {
   auto chunks = column_chunks(a.rows);
   parallel_for(chunks.count, 4, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -56,5 +78,8 @@ void bias_gelu_backward(const BiasGeluBackward& a) {
   });
   combine_partial_sums(a.workspace, chunks.count, a.width, a.width, a.accumulate, a.d_bias);
 }
+
+GW_INSTANTIATE_OP(bias_gelu, BiasGelu)
+GW_INSTANTIATE_OP(bias_gelu_backward, BiasGeluBackward)
 
 }  // namespace gradwire::host

@@ -18,8 +18,8 @@ namespace {
 
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
-template <int kLd>
-GW_INLINE void short_row(float* x, int width, float scale) {
+template <int kLd, typename S>
+GW_INLINE void short_row(const float* x, S* y, int width, float scale) {
   constexpr int kSteps = kLd / 8;
   Float8 v[kSteps], highest = Float8{} + kLowest, sum = {};
 #pragma GCC unroll 16
@@ -35,11 +35,11 @@ GW_INLINE void short_row(float* x, int width, float scale) {
   }
   const float inverse = 1.0f / sum_of(sum);
 #pragma GCC unroll 16
-  for (int j = 0; j < kSteps; ++j) store8(x + 8 * j, lanes_below(8 * j, width) ? v[j] * inverse : Float8{});
+  for (int j = 0; j < kSteps; ++j) store8(y + 8 * j, lanes_below(8 * j, width) ? v[j] * inverse : Float8{});
 }
 
-template <int kLd>
-GW_INLINE void short_row_backward(const float* y, float* dy, int width, float scale) {
+template <int kLd, typename S>
+GW_INLINE void short_row_backward(const S* y, S* dy, int width, float scale) {
   constexpr int kSteps = kLd / 8;
   Float8 p[kSteps], d[kSteps], products = {};
 #pragma GCC unroll 16
@@ -55,7 +55,8 @@ GW_INLINE void short_row_backward(const float* y, float* dy, int width, float sc
   }
 }
 
-GW_INLINE void any_row(float* x, int64_t width, int64_t ld, float scale) {
+template <typename S>
+GW_INLINE void any_row(float* x, S* y, int64_t width, int64_t ld, float scale) {
   float highest = kLowest;
 #pragma omp simd reduction(max : highest)
   for (int64_t c = 0; c < width; ++c) {
@@ -71,34 +72,36 @@ GW_INLINE void any_row(float* x, int64_t width, int64_t ld, float scale) {
   }
   const float inverse = 1.0f / sum;
 #pragma omp simd
-  for (int64_t c = 0; c < width; ++c) x[c] *= inverse;
-  for (int64_t c = width; c < ld; ++c) x[c] = 0.0f;
+  for (int64_t c = 0; c < width; ++c) y[c] = narrow<S>(x[c] * inverse);
+  for (int64_t c = width; c < ld; ++c) y[c] = narrow<S>(0.0f);
 }
 
-GW_INLINE void any_row_backward(const float* y, float* dy, int64_t width, int64_t ld, float scale) {
+template <typename S>
+GW_INLINE void any_row_backward(const S* y, S* dy, int64_t width, int64_t ld, float scale) {
   float dot = 0.0f;
 #pragma omp simd reduction(+ : dot)
-  for (int64_t c = 0; c < width; ++c) dot += y[c] * dy[c];
+  for (int64_t c = 0; c < width; ++c) dot += widen(y[c]) * widen(dy[c]);
 #pragma omp simd
-  for (int64_t c = 0; c < width; ++c) dy[c] = scale * y[c] * (dy[c] - dot);
-  for (int64_t c = width; c < ld; ++c) dy[c] = 0.0f;
+  for (int64_t c = 0; c < width; ++c) dy[c] = narrow<S>(scale * widen(y[c]) * (widen(dy[c]) - dot));
+  for (int64_t c = width; c < ld; ++c) dy[c] = narrow<S>(0.0f);
 }
 
-template <int kLd>
-GW_INLINE void short_rows(const Softmax& a, int64_t begin, int64_t end) {
+template <int kLd, typename S>
+GW_INLINE void short_rows(const Softmax<S>& a, int64_t begin, int64_t end) {
   const int width = static_cast<int>(a.width);
   const float scale = a.scale;
-  for (int64_t r = begin; r < end; ++r) short_row<kLd>(a.x + r * kLd, width, scale);
+  for (int64_t r = begin; r < end; ++r) short_row<kLd>(a.x + r * kLd, a.y + r * kLd, width, scale);
 }
 
-template <int kLd>
-GW_INLINE void short_rows_backward(const SoftmaxBackward& a, int64_t begin, int64_t end) {
+template <int kLd, typename S>
+GW_INLINE void short_rows_backward(const SoftmaxBackward<S>& a, int64_t begin, int64_t end) {
   const int width = static_cast<int>(a.width);
   const float scale = a.scale;
   for (int64_t r = begin; r < end; ++r) short_row_backward<kLd>(a.y + r * kLd, a.dy + r * kLd, width, scale);
 }
 
-GW_SIMD void forward_rows(const Softmax& a, int64_t begin, int64_t end) {
+template <typename S>
+GW_INLINE void forward_rows_of(const Softmax<S>& a, int64_t begin, int64_t end) {
   switch (a.ld) {
     case 8:
       return short_rows<8>(a, begin, end);
@@ -115,10 +118,11 @@ GW_SIMD void forward_rows(const Softmax& a, int64_t begin, int64_t end) {
     case 72:
       return short_rows<72>(a, begin, end);
   }
-  for (int64_t r = begin; r < end; ++r) any_row(a.x + r * a.ld, a.width, a.ld, a.scale);
+  for (int64_t r = begin; r < end; ++r) any_row(a.x + r * a.ld, a.y + r * a.ld, a.width, a.ld, a.scale);
 }
 
-GW_SIMD void backward_rows(const SoftmaxBackward& a, int64_t begin, int64_t end) {
+template <typename S>
+GW_INLINE void backward_rows_of(const SoftmaxBackward<S>& a, int64_t begin, int64_t end) {
   switch (a.ld) {
     case 8:
       return short_rows_backward<8>(a, begin, end);
@@ -140,14 +144,32 @@ GW_SIMD void backward_rows(const SoftmaxBackward& a, int64_t begin, int64_t end)
   }
 }
 
+GW_SIMD void forward_rows(const Softmax<float>& a, int64_t begin, int64_t end) {
+  forward_rows_of(a, begin, end);
+}
+GW_SIMD void forward_rows(const Softmax<Bf16>& a, int64_t begin, int64_t end) {
+  forward_rows_of(a, begin, end);
+}
+GW_SIMD void backward_rows(const SoftmaxBackward<float>& a, int64_t begin, int64_t end) {
+  backward_rows_of(a, begin, end);
+}
+GW_SIMD void backward_rows(const SoftmaxBackward<Bf16>& a, int64_t begin, int64_t end) {
+  backward_rows_of(a, begin, end);
+}
+
 }  // namespace
 
-void softmax(const Softmax& a) {
+template <typename S>
+void softmax(const Softmax<S>& a) {
   for_rows(a.rows, a.ld, [&](int64_t begin, int64_t end) { forward_rows(a, begin, end); });
 }
 
-void softmax_backward(const SoftmaxBackward& a) {
+template <typename S>
+void softmax_backward(const SoftmaxBackward<S>& a) {
   for_rows(a.rows, a.ld, [&](int64_t begin, int64_t end) { backward_rows(a, begin, end); });
 }
+
+GW_INSTANTIATE_OP(softmax, Softmax)
+GW_INSTANTIATE_OP(softmax_backward, SoftmaxBackward)
 
 }  // namespace gradwire::host

@@ -2,27 +2,38 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kernels/host/convert.h"
 #include "kernels/host/rows.h"
 #include "kernels/host/simd.h"
 #include "kernels/vit.h"
 
 namespace gradwire::host {
+namespace {
 
-void patchify(const Patchify& a) {
+void move_line(const float* from, int64_t count, float* to) {
+  std::memcpy(to, from, static_cast<size_t>(count) * sizeof(float));
+}
+void move_line(const float* from, int64_t count, Bf16* to) {
+  narrow_all(from, nullptr, count, to);
+}
+
+}  // namespace
+
+template <typename S>
+void patchify(const Patchify<S>& a) {
   if (a.patch <= 0) return;
   const int64_t patch = a.patch, grid = a.image / patch, image = a.image;
   const int64_t area = patch * patch, patch_elements = a.channels * area;
-  const size_t line_bytes = static_cast<size_t>(patch) * sizeof(float);
   // One row: one line of patches of one image.
   for_rows(a.batch * grid, grid * patch_elements, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t b = row / grid, gy = row % grid;
       for (int64_t gx = 0; gx < grid; ++gx) {
-        float* out = a.patches + (row * grid + gx) * patch_elements;
+        S* out = a.patches + (row * grid + gx) * patch_elements;
         for (int64_t ch = 0; ch < a.channels; ++ch) {
           const float* in = a.images + ((b * a.channels + ch) * image + gy * patch) * image + gx * patch;
           for (int64_t y = 0; y < patch; ++y) {
-            std::memcpy(out + ch * area + y * patch, in + y * image, line_bytes);
+            move_line(in + y * image, patch, out + ch * area + y * patch);
           }
         }
       }
@@ -32,23 +43,25 @@ void patchify(const Patchify& a) {
 
 namespace {
 
-GW_SIMD void assemble_image(const AssembleTokens& a, int64_t b) {
+template <typename S>
+GW_INLINE void assemble_image_of(const AssembleTokens<S>& a, int64_t b) {
   const int64_t width = a.width;
   const float *bias = a.bias, *class_token = a.class_token;
   float* x = a.x + b * a.tokens * width;
 #pragma omp simd
   for (int64_t c = 0; c < width; ++c) x[c] = class_token[c] + a.position[c];
   for (int64_t t = 1; t < a.tokens; ++t) {
-    const float* projected = a.projected + (b * (a.tokens - 1) + t - 1) * width;
+    const S* projected = a.projected + (b * (a.tokens - 1) + t - 1) * width;
     const float* position = a.position + t * width;
     float* row = x + t * width;
 #pragma omp simd
-    for (int64_t c = 0; c < width; ++c) row[c] = projected[c] + bias[c] + position[c];
+    for (int64_t c = 0; c < width; ++c) row[c] = widen(projected[c]) + bias[c] + position[c];
   }
 }
 
 // Columns [begin, end) of the parameter gradients.
-GW_SIMD void reduce_columns(const AssembleTokensBackward& a, int64_t begin, int64_t end) {
+template <typename S>
+GW_INLINE void reduce_columns_of(const AssembleTokensBackward<S>& a, int64_t begin, int64_t end) {
   constexpr int64_t kTile = 64;
   for (int64_t c0 = begin; c0 < end; c0 += kTile) {
     const int64_t n = std::min(kTile, end - c0);
@@ -71,24 +84,43 @@ GW_SIMD void reduce_columns(const AssembleTokensBackward& a, int64_t begin, int6
   }
 }
 
+GW_SIMD void assemble_image(const AssembleTokens<float>& a, int64_t b) {
+  assemble_image_of(a, b);
+}
+GW_SIMD void assemble_image(const AssembleTokens<Bf16>& a, int64_t b) {
+  assemble_image_of(a, b);
+}
+GW_SIMD void reduce_columns(const AssembleTokensBackward<float>& a, int64_t begin, int64_t end) {
+  reduce_columns_of(a, begin, end);
+}
+GW_SIMD void reduce_columns(const AssembleTokensBackward<Bf16>& a, int64_t begin, int64_t end) {
+  reduce_columns_of(a, begin, end);
+}
+
 }  // namespace
 
-void assemble_tokens(const AssembleTokens& a) {
+template <typename S>
+void assemble_tokens(const AssembleTokens<S>& a) {
   if (a.tokens == 0) return;
   for_rows(a.batch, a.tokens * a.width, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) assemble_image(a, b);
   });
 }
 
-void assemble_tokens_backward(const AssembleTokensBackward& a) {
+template <typename S>
+void assemble_tokens_backward(const AssembleTokensBackward<S>& a) {
   if (a.tokens == 0) return;
   const int64_t patches = (a.tokens - 1) * a.width;
   for_rows(a.batch, a.tokens * a.width, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
-      std::copy_n(a.dx + b * a.tokens * a.width + a.width, patches, a.d_projected + b * patches);
+      move_line(a.dx + b * a.tokens * a.width + a.width, patches, a.d_projected + b * patches);
     }
   });
   parallel_for(a.width, 64, [&](int64_t begin, int64_t end) { reduce_columns(a, begin, end); });
 }
+
+GW_INSTANTIATE_OP(patchify, Patchify)
+GW_INSTANTIATE_OP(assemble_tokens, AssembleTokens)
+GW_INSTANTIATE_OP(assemble_tokens_backward, AssembleTokensBackward)
 
 }  // namespace gradwire::host

@@ -11,6 +11,11 @@
 
 namespace gradwire {
 
+// A BF16 number in memory, as an operand of matrix products. (Wires are plain uint16_t.)
+struct Bf16 {
+  uint16_t bits;
+};
+
 GW_HD uint32_t float_bits(float x) {
   uint32_t u;
   memcpy(&u, &x, sizeof u);
@@ -54,6 +59,31 @@ GW_HD uint16_t float_to_bf16_nearest(float value) {
 GW_HD uint16_t float_to_bf16_stochastic(float value, uint32_t random) {
   uint32_t x = float_bits(value);
   return detail::bf16_finish(x, x + (random & 0xffffu));
+}
+
+// What kernels that are written once for FP32 and BF16 operands do when they load and store: all arithmetic
+// is FP32.
+GW_HD float widen(float x) {
+  return x;
+}
+GW_HD float widen(Bf16 x) {
+  return bf16_to_float(x.bits);
+}
+
+// Round to nearest, ties to even, as the products do: what is beyond the largest finite BF16 becomes
+// infinite.
+template <typename T>
+GW_HD T narrow(float x);
+template <>
+GW_HD float narrow<float>(float x) {
+  return x;
+}
+template <>
+GW_HD Bf16 narrow<Bf16>(float value) {
+  uint32_t x = float_bits(value);
+  uint32_t rounded = (x + 0x7fffu + ((x >> 16) & 1u)) >> 16;
+  uint32_t nan = (x >> 16) | 0x0040u;
+  return {static_cast<uint16_t>((x & 0x7fffffffu) > 0x7f800000u ? nan : rounded)};
 }
 
 }  // namespace gradwire

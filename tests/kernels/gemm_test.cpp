@@ -1,5 +1,6 @@
 #include "kernels/gemm.h"
 
+#include "kernels/column_major_gemm.h"
 #include "kernels/thread_pool.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
@@ -154,7 +155,147 @@ TEST_P(GemmOp, AnImpossibleLeadingDimensionIsBadInputThatNamesIt) {
   }
 }
 
+// Products of BF16 numbers are exact in FP32, so the only error beside a sum's is C's own rounding.
+class Bf16Gemm : public OpTest {
+ public:
+  template <typename Out>
+  void check(Operands o, bool with_bias, int64_t misalign = 0) {
+    SCOPED_TRACE(o.name() + (std::is_same_v<Out, float> ? " to fp32" : " to bf16"));
+    auto rounded = [](const std::vector<float>& values) {
+      std::vector<Bf16> out;
+      for (float v : values) out.push_back(narrow<Bf16>(v));
+      return out;
+    };
+    auto a = rounded(o.a), b = rounded(o.b);
+    std::vector<Out> c, bias;
+    for (float v : o.c) c.push_back(narrow<Out>(v));
+    for (float v : normal(o.args.n, 4)) bias.push_back(narrow<Out>(v));
+    for (size_t i = 0; i < a.size(); ++i) o.a[i] = widen(a[i]);
+    for (size_t i = 0; i < b.size(); ++i) o.b[i] = widen(b[i]);
+    for (size_t i = 0; i < c.size(); ++i) o.c[i] = widen(c[i]);
+    auto want = o.reference();
+    for (int64_t row = 0; with_bias && row < o.args.m; ++row) {
+      for (int64_t col = 0; col < o.args.n; ++col)
+        want[static_cast<size_t>(row * o.args.ldc + col)] += widen(bias[static_cast<size_t>(col)]);
+    }
+    auto d_a = array(a, misalign), d_b = array(b, misalign);
+    auto d_c = array(c, misalign), d_bias = array(bias, misalign);
+    Gemm g = o.args;
+    g.a = d_a.data(), g.b = d_b.data(), g.c = d_c.data();
+    if (with_bias) g.bias = d_bias.data();
+    GW_RUN(gemm, g);
+    d_c.expect_guards_intact("c");
+    std::vector<float> got;
+    for (Out v : d_c.host()) got.push_back(widen(v));
+    const double size = 4.0 + std::sqrt(static_cast<double>(o.args.k));
+    // 2^-8 of the value for the rounding, and the FP32 sum's share.
+    for (size_t i = 0; i < got.size(); ++i) {
+      const double relative = std::is_same_v<Out, float> ? 1e-6 : 1.0 / 256 * (1 + 1e-4);
+      ASSERT_LE(std::abs(got[i] - want[i]), relative * std::abs(want[i]) + 1e-6 * size) << i;
+    }
+  }
+};
+
+TEST_P(Bf16Gemm, IsTheProductOfWidenedOperandsRoundedOnce) {
+  struct Size {
+    int64_t m, n, k;
+  };
+  for (Size s : {Size{1, 1, 1}, Size{7, 5, 3}, Size{65, 33, 40}, Size{200, 10, 64}, Size{515, 72, 40}}) {
+    for (int t = 0; t < 4; ++t) {
+      check<Bf16>(Operands(s.m, s.n, s.k, (t & 1) != 0, (t & 2) != 0, 1, t), t < 2, t);
+      check<float>(Operands(s.m, s.n, s.k, (t & 1) != 0, (t & 2) != 0, 1, t), t < 2, t);
+    }
+  }
+}
+
+TEST_P(Bf16Gemm, AccumulatesAndBatches) {
+  for (int t = 0; t < 4; ++t) {
+    for (int64_t batch : {1, 5}) {
+      Operands o(50, 56, 64, (t & 1) != 0, (t & 2) != 0, batch, 6, 8),
+          large(9, 70, 80, t == 1, t == 2, batch, 2, 4);
+      o.args.beta = large.args.beta = t == 3 ? 0.0f : 1.0f;
+      check<Bf16>(o, false);
+      check<float>(o, false);
+      check<Bf16>(large, false);
+      check<float>(large, false);
+    }
+  }
+}
+
+TEST_P(GemmOp, ABiasIsAddedToEachRow) {
+  Operands o(70, 33, 20, false, true);
+  auto bias = normal(33, 9);
+  auto want = run(o);
+  for (size_t i = 0; i < want.size(); ++i) want[i] += bias[i % 33];
+  auto d_bias = array(bias);
+  o.args.bias = d_bias.data();
+  expect_close(run(o), want, 1e-6, "c");
+}
+
+TEST(Gemm, TypesThatDoNotGoTogetherAreBadInput) {
+  auto message = [](const auto& change) {
+    Gemm g = Operands(4, 5, 6, false, false).args;
+    change(g);
+    try {
+      detail::check(g);
+    } catch (const BadInput& e) {
+      return std::string(e.what());
+    }
+    return std::string("accepted");
+  };
+  Bf16 operand;
+  float number;
+  EXPECT_EQ(message([&](Gemm&) {}), "accepted");
+  EXPECT_EQ(message([&](Gemm& g) { g.b = &operand; }), "gemm: a and b are of different types");
+  EXPECT_EQ(message([&](Gemm& g) { g.c = &operand; }), "gemm: c is bf16, but a and b are not");
+  EXPECT_EQ(message([&](Gemm& g) { g.bias = &operand; }), "gemm: the bias is not of c's type");
+  EXPECT_EQ(message([&](Gemm& g) { g.bias = &number, g.batch = 2; }),
+            "gemm: a bias goes with a single product, not with a batch");
+  EXPECT_EQ(message([&](Gemm& g) { g.precision = Precision::bf16; }),
+            "gemm: the precision of bf16 operands is in their type");
+}
+
+// What cublasLtMatmul does with such a description, in its documentation's terms: column-major
+// D = op(A) op(B), plus a vector with one element per row of D.
+void interpret(const ColumnMajorGemm& g, float* d) {
+  auto at = [](const ColumnMajorMatrix& m, bool transpose, int64_t row, int64_t column) {
+    if (transpose) std::swap(row, column);
+    EXPECT_TRUE(row < m.rows && column < m.columns && m.ld >= m.rows);
+    return static_cast<const float*>(m.data)[column * m.ld + row];
+  };
+  const int64_t inner = g.transpose_a ? g.a.rows : g.a.columns;
+  ASSERT_EQ(g.transpose_b ? g.b.columns : g.b.rows, inner);
+  ASSERT_EQ(g.transpose_a ? g.a.columns : g.a.rows, g.d.rows);
+  ASSERT_EQ(g.transpose_b ? g.b.rows : g.b.columns, g.d.columns);
+  for (int64_t column = 0; column < g.d.columns; ++column) {
+    for (int64_t row = 0; row < g.d.rows; ++row) {
+      double sum = g.bias != nullptr ? static_cast<const float*>(g.bias)[row] : 0.0f;
+      for (int64_t k = 0; k < inner; ++k) {
+        sum += double{at(g.a, g.transpose_a, row, k)} * at(g.b, g.transpose_b, k, column);
+      }
+      d[column * g.d.ld + row] = static_cast<float>(sum);
+    }
+  }
+}
+
+TEST(ColumnMajorGemm, AsksCublasLtForTheSameProduct) {
+  for (int t = 0; t < 4; ++t) {
+    for (int64_t pad : {0, 3}) {
+      Operands o(5, 7, 4, (t & 1) != 0, (t & 2) != 0, 1, pad);
+      const auto bias = OpTest::normal(7, 4);
+      auto want = o.c, got = o.c;
+      Gemm g = o.args;
+      g.a = o.a.data(), g.b = o.b.data(), g.bias = bias.data();
+      g.c = want.data();
+      reference::gemm(g);
+      interpret(column_major(g), got.data());
+      expect_close(got, want, 1e-6, o.name());
+    }
+  }
+}
+
 GW_INSTANTIATE_BACKENDS(GemmOp);
+GW_INSTANTIATE_BACKENDS(Bf16Gemm);
 
 }  // namespace
 }  // namespace gradwire::testing

@@ -99,6 +99,19 @@ TEST_P(TrainTest, LearnsWithEveryCompression) {
   }
 }
 
+TEST_P(TrainTest, Bf16LearnsWhatFp32Learns) {
+  TrainConfig c = config(2);
+  c.steps = 90;
+  const Recorder exact = train(c);
+  c.precision = Precision::bf16;
+  const Recorder r = train(c);
+  EXPECT_NE(r.hash, exact.hash);
+  EXPECT_EQ(r.hash, train(c).hash);
+  EXPECT_LT(r.steps.back().loss, 0.5);
+  EXPECT_NEAR(r.evals.back().test_loss, exact.evals.back().test_loss, 0.02);
+  EXPECT_NEAR(r.evals.back().test_accuracy, exact.evals.back().test_accuracy, 0.041);  // two of 50 images
+}
+
 TEST_P(TrainTest, SameConfigSameBits) {
   for (const char* spec : {"fp32", "bf16:round=stochastic", "powersgd:rank=2"}) {
     const int before = host_threads();

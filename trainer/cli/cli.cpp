@@ -160,7 +160,10 @@ void add_run_options(CLI::App& command, Options& o) {
   add_number(command, "--momentum", o.momentum, "Of sgd (default: 0.9)")->group("Training");
   add_number(command, "--weight-decay", o.weight_decay, "Default: 0.01 for adamw, 0 for sgd")
       ->group("Training");
-  add_word(command, "--precision", o.precision, "fp32, or tf32 (CUDA's tensor cores)")->group("Training");
+  add_word(command, "--precision", o.precision,
+           "Of the model's products: fp32, tf32 (CUDA's tensor cores on FP32 operands), or bf16\n"
+           "(operands stored as BF16; weights, gradients and the residual stream stay FP32)")
+      ->group("Training");
   add_number(command, "--seed", o.seed, "Of weights, shuffling and rounding")->group("Training");
   add_number(command, "--eval-every", o.eval_every, "Epochs between evaluations; 0: never")
       ->group("Training");

@@ -287,7 +287,8 @@ Resolved resolve_machine(const Options& o) {
   config.optimizer = choose<OptimizerKind>("--optimizer", o.optimizer,
                                            {{"sgd", OptimizerKind::sgd}, {"adamw", OptimizerKind::adamw}});
   config.precision =
-      choose<Precision>("--precision", o.precision, {{"fp32", Precision::fp32}, {"tf32", Precision::tf32}});
+      choose<Precision>("--precision", o.precision,
+                        {{"fp32", Precision::fp32}, {"tf32", Precision::tf32}, {"bf16", Precision::bf16}});
   bool adamw = config.optimizer == OptimizerKind::adamw;
   if (adamw && o.momentum) throw BadInput("--momentum is for --optimizer sgd; adamw has its betas");
   config.lr = o.lr.value_or(adamw ? 1e-3 : 0.05);

@@ -19,7 +19,7 @@ Evaluator::Evaluator(const TrainConfig& config, const Dataset& data, const Commu
              {.max_batch = config.eval_batch_size,
               .precision = config.precision,
               .training = false,
-              .weights = model.weights()}),
+              .share = &model}),
       totals_(make_buffer<double>(stream.device(), 2)) {}
 
 Board::Entry Evaluator::run() {

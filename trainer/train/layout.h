@@ -15,6 +15,11 @@ inline std::vector<GradientTensor> gradient_tensors(const VitConfig& model) {
   return tensors;
 }
 
+// Elements at whose multiples tensors begin, so that each is on a multiple of 16 bytes, its BF16 copy too.
+inline int64_t tensor_alignment(Precision precision) {
+  return precision == Precision::bf16 ? 8 : 4;
+}
+
 inline ParameterLayout reducer_layout(const Reducer& reducer) {
   ParameterLayout layout;
   for (int i = 0; i < reducer.tensors(); ++i) layout.offsets.push_back(reducer.offset(i));

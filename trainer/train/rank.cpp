@@ -83,7 +83,10 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
                                              config_.trace_steps.end)),
       loader_(shared.data.train, train_loader(config_, comm, start_.data_step * config_.accumulate)),
       reducer_(comm, config_.compression, gradient_tensors(config_.model),
-               {.bucket_bytes = config_.bucket_mb << 20, .seed = config_.seed, .tracer = tracer_.get()}),
+               {.bucket_bytes = config_.bucket_mb << 20,
+                .seed = config_.seed,
+                .alignment = tensor_alignment(config_.precision),
+                .tracer = tracer_.get()}),
       model_(config_.model, stream_, reducer_layout(reducer_),
              {.max_batch = config_.batch_size, .precision = config_.precision}),
       optimizer_(config_, stream_, model_.layout().elements),
@@ -93,6 +96,7 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
   stream_.synchronize();
   if (start_.from) {
     carried_ = restore_checkpoint(state(), config_, *start_.from);
+    model_.round_weights();
   } else {
     model_.load(*shared.initial.get(model_.parameters(), model_.layout()));
   }
@@ -199,6 +203,7 @@ void RankTrainer::enqueue_step(int64_t step) {
   slot.reduced.record(stream_);
   NvtxRange range(Activity::optimizer, step);
   optimizer_.step(stream_, step, slot.lr, model_.weights().as<float>(), gradients);
+  model_.round_weights();
   copy(stream_, slot.totals.data(), totals_.data(), totals_.bytes());
   slot.end.record(stream_);
   slot.enqueue_end = std::chrono::steady_clock::now();

@@ -1,0 +1,40 @@
+// What Vit is made of: the activations and the two passes, for one of the types in which operands of products
+// are stored (docs/precision.md).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "kernels/device.h"
+#include "kernels/gemm.h"
+#include "trainer/model/parameters.h"
+
+namespace gradwire {
+
+struct VitPassesOptions {
+  int64_t max_batch = 1;
+  Precision precision = Precision::fp32;
+  bool training = true;
+  Buffer weights;          // layout.elements floats
+  Buffer rounded_weights;  // the same as BF16, with Precision::bf16 only
+};
+
+// See Vit.
+class VitPasses {
+ public:
+  virtual ~VitPasses() = default;
+  virtual void forward(const float* images, int64_t batch) = 0;
+  virtual const float* logits() const = 0;
+  virtual void evaluate(const int32_t* labels, double* totals) = 0;
+  virtual void backward(const int32_t* labels, double* totals, float grad_scale, float* gradients,
+                        bool accumulate, const std::function<void(int)>& ready) = 0;
+  virtual int64_t bytes() const = 0;  // of the activations
+};
+
+std::unique_ptr<VitPasses> make_vit_passes(const VitConfig& config, const Stream& stream,
+                                           const std::vector<VitParameter>& parameters,
+                                           const ParameterLayout& layout, const VitPassesOptions& options);
+
+}  // namespace gradwire
