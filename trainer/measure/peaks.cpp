@@ -4,6 +4,8 @@
 #include <cstring>
 #include <vector>
 
+#include "kernels/bf16.h"
+#include "kernels/gemm.h"
 #include "kernels/host/simd.h"
 #include "kernels/math/random.h"
 #include "kernels/thread_pool.h"
@@ -30,30 +32,37 @@ Buffer random_matrix(const Stream& stream, int64_t count) {
   return matrix;
 }
 
+// The same as operands of BF16 products.
+Buffer rounded(const Stream& stream, const Buffer& matrix, int64_t count) {
+  Buffer out = make_buffer<Bf16>(stream.device(), count);
+  bf16_encode(stream, {.grad = matrix.as<float>(), .wire = out.as<uint16_t>(), .count = count});
+  stream.synchronize();
+  return out;
+}
+
 double product_tflops(const Stream& stream, Precision precision) {
-  const bool host = stream.device().is_host();
+  const bool host = stream.device().is_host(), bf16 = precision == Precision::bf16;
   const int64_t n = host ? 768 : precision == Precision::fp32 ? 4096 : 8192;
   // On the host each product of a batch is one thread's, without seams between pieces.
   const int64_t batch = host ? host_threads() : 1;
-  const Buffer a = random_matrix(stream, n * n), b = random_matrix(stream, n * n);
+  Buffer a = random_matrix(stream, n * n), b = random_matrix(stream, n * n);
+  if (bf16) a = rounded(stream, a, n * n), b = rounded(stream, b, n * n);
   const Buffer c = make_buffer<float>(stream.device(), batch * n * n);
+  Gemm product{.m = n,
+               .n = n,
+               .k = n,
+               .a = a.as<const float>(),
+               .lda = n,
+               .b = b.as<const float>(),
+               .ldb = n,
+               .c = c.as<float>(),
+               .ldc = n,
+               .stride_c = n * n,
+               .batch = batch,
+               .precision = bf16 ? Precision::fp32 : precision};
+  if (bf16) product.a = a.as<const Bf16>(), product.b = b.as<const Bf16>(), product.c = c.as<Bf16>();
   const double ms = time_runs(
-                        stream,
-                        [&] {
-                          gemm(stream, {.m = n,
-                                        .n = n,
-                                        .k = n,
-                                        .a = a.as<const float>(),
-                                        .lda = n,
-                                        .b = b.as<const float>(),
-                                        .ldb = n,
-                                        .c = c.as<float>(),
-                                        .ldc = n,
-                                        .stride_c = n * n,
-                                        .batch = batch,
-                                        .precision = precision});
-                        },
-                        kBudgetMs)
+                        stream, [&] { gemm(stream, product); }, kBudgetMs)
                         .fastest_ms;
   return 2.0 * static_cast<double>(batch * n) * static_cast<double>(n * n) / (ms * 1e9);
 }
