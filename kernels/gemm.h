@@ -55,11 +55,11 @@ struct MatrixPointer {
 struct Gemm {
   bool transpose_a = false, transpose_b = false;
   int64_t m = 0, n = 0, k = 0;
-  MatrixPointer<const void> a;
+  MatrixPointer<const void> a = {};
   int64_t lda = 0, stride_a = 0;
-  MatrixPointer<const void> b;
+  MatrixPointer<const void> b = {};
   int64_t ldb = 0, stride_b = 0;
-  MatrixPointer<void> c;
+  MatrixPointer<void> c = {};
   int64_t ldc = 0, stride_c = 0;
   int64_t batch = 1;
   float alpha = 1.0f, beta = 0.0f;
