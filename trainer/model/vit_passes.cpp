@@ -9,6 +9,7 @@
 #include "kernels/error.h"
 #include "kernels/gemm.h"
 #include "kernels/vit.h"
+#include "trainer/model/vit_index.h"
 
 namespace gradwire {
 namespace {
@@ -44,50 +45,6 @@ struct Gradients {
     for (int i : which) ready(i);
   }
 };
-
-// Where the parameters of one layer stand in the list of parameters.
-struct LayerIndex {
-  int mlp3_bias, mlp3_weight, mlp0_bias, mlp0_weight, ln2_weight, ln2_bias;
-  int out_bias, out_weight, in_bias, in_weight, ln1_weight, ln1_bias;
-};
-struct Index {
-  int head_bias, head_weight, ln_weight, ln_bias, position, class_token, conv_bias, conv_weight;
-  std::vector<LayerIndex> layers;
-};
-
-Index find_parameters(const std::vector<VitParameter>& parameters, const VitConfig& config) {
-  auto find = [&](const std::string& name) {
-    auto at =
-        std::find_if(parameters.begin(), parameters.end(), [&](const auto& p) { return p.name == name; });
-    if (at == parameters.end()) throw Error("Vit: no parameter named " + name);
-    return static_cast<int>(at - parameters.begin());
-  };
-  Index index{.head_bias = find("heads.head.bias"),
-              .head_weight = find("heads.head.weight"),
-              .ln_weight = find("encoder.ln.weight"),
-              .ln_bias = find("encoder.ln.bias"),
-              .position = find("encoder.pos_embedding"),
-              .class_token = find("class_token"),
-              .conv_bias = find("conv_proj.bias"),
-              .conv_weight = find("conv_proj.weight"),
-              .layers = {}};
-  for (int32_t layer = 0; layer < config.depth; ++layer) {
-    const std::string at = "encoder.layers.encoder_layer_" + std::to_string(layer) + ".";
-    index.layers.push_back({.mlp3_bias = find(at + "mlp.3.bias"),
-                            .mlp3_weight = find(at + "mlp.3.weight"),
-                            .mlp0_bias = find(at + "mlp.0.bias"),
-                            .mlp0_weight = find(at + "mlp.0.weight"),
-                            .ln2_weight = find(at + "ln_2.weight"),
-                            .ln2_bias = find(at + "ln_2.bias"),
-                            .out_bias = find(at + "self_attention.out_proj.bias"),
-                            .out_weight = find(at + "self_attention.out_proj.weight"),
-                            .in_bias = find(at + "self_attention.in_proj_bias"),
-                            .in_weight = find(at + "self_attention.in_proj_weight"),
-                            .ln1_weight = find(at + "ln_1.weight"),
-                            .ln1_bias = find(at + "ln_1.bias")});
-  }
-  return index;
-}
 
 template <typename S>
 class TypedPasses final : public VitPasses {
@@ -194,7 +151,7 @@ class TypedPasses final : public VitPasses {
   const Stream stream_;
   const ParameterLayout layout_;
   const VitPassesOptions options_;
-  const Index index_;
+  const VitIndex index_;
   Buffer arena_;
   Activations a_{};
   int64_t batch_ = 0;  // of the last forward
@@ -208,7 +165,7 @@ TypedPasses<S>::TypedPasses(const VitConfig& config, const Stream& stream,
       stream_(stream),
       layout_(layout),
       options_(options),
-      index_(find_parameters(parameters, config)) {
+      index_(find_parameters(parameters, config.depth)) {
   a_.layers.resize(static_cast<size_t>(config_.depth));
   Bump measure(nullptr);
   lay_out(measure);
@@ -383,7 +340,7 @@ void TypedPasses<S>::forward(const float* images, int64_t batch) {
 template <typename S>
 void TypedPasses<S>::forward_layer(size_t layer, S* branch_out) {
   const LayerActivations& l = a_.layers[layer];
-  const LayerIndex& at = index_.layers[layer];
+  const VitLayerIndex& at = index_.layers[layer];
   const int64_t t = config_.tokens(), c = config_.width, f = config_.mlp, rows = batch_ * t;
   const int64_t d = config_.head_dim(), tp = padded_tokens();
 
@@ -519,7 +476,7 @@ void TypedPasses<S>::backward(const int32_t* labels, double* totals, float grad_
 template <typename S>
 void TypedPasses<S>::backward_layer(size_t layer, const Gradients& to) {
   const LayerActivations& l = a_.layers[layer];
-  const LayerIndex& at = index_.layers[layer];
+  const VitLayerIndex& at = index_.layers[layer];
   const int64_t t = config_.tokens(), c = config_.width, f = config_.mlp, rows = batch_ * t;
   const int64_t d = config_.head_dim(), tp = padded_tokens();
   auto bias_gradient = [&](const S* x, int64_t width, int parameter) {
