@@ -59,7 +59,7 @@ def draw_spans(axis, spans, top, end):
         axis.barh(top + offset + height / 2, ms, left=begin, height=height, color=KINDS[kind][1], **edge)
         text = {"communicate": str(bucket) if kind == "communicate" else "", "compute": kind}.get(lane, "")
         if kind == "wait":
-            text = f"waits {ms:.1f} ms"
+            text = f"waits {ms:.1f} ms" if ms > end / 10 else f"{ms:.0f} ms"
         # Letters are about a 140th of the picture wide.
         if text and ms > end * (len(text) + 1) / 140:
             axis.text(begin + ms / 2, top + offset + height / 2, text, ha="center", va="center", fontsize=8.5,
@@ -78,7 +78,7 @@ def draw(trace, step, path):
     axis.grid(axis="y", visible=False)
     for row, rank in enumerate(ranks):
         draw_spans(axis, timeline.spans[rank], row, end)
-        axis.text(-0.07, row + 0.43, f"rank {rank}", transform=axis.get_yaxis_transform(), fontweight="bold", ha="left", va="center")
+        axis.text(-0.092, row + 0.43, f"rank {rank}", transform=axis.get_yaxis_transform(), fontweight="bold", ha="left", va="center")
         for lane, name in (("compute", "compute"), ("communicate", "buckets")):
             offset, tall = LANES[lane]
             axis.text(-0.004, row + offset + tall / 2, name, transform=axis.get_yaxis_transform(), color=FAINT, fontsize=8,
@@ -102,6 +102,6 @@ def draw(trace, step, path):
                              **({"hatch": "////", "edgecolor": "#d1495b"} if kind == "wait" else {})) for kind in shown]
     figure.legend(handles, [KINDS[kind][0] for kind in shown], loc="lower center", ncol=len(shown), frameon=False, fontsize=9.5,
                   labelcolor=FAINT, handlelength=1.1, handleheight=1.0, columnspacing=1.6, borderaxespad=0.2)
-    figure.subplots_adjust(left=0.085, right=0.985, top=1 - 0.95 / height, bottom=0.92 / height)
+    figure.subplots_adjust(left=0.098, right=0.985, top=1 - 0.95 / height, bottom=0.92 / height)
     figure.savefig(path, dpi=110)
     plt.close(figure)
