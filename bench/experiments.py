@@ -281,8 +281,8 @@ def measure(arguments):
     print(f"\nResult: {arguments.json}; bench/experiments.py render {arguments.json} puts it into docs/experiments.md")
 
 
-def page_text(result):
-    """What docs/experiments.md shows of a result."""
+def page_text(result, traced=()):
+    """What docs/experiments.md shows of a result; traced: the methods that there is a timeline of."""
     s, base, alone = result.settings, result.base("gradwire"), result.alone("gradwire")
     parts = [
         f"{s['date']}, commit {s['commit']}, {s['cpu']}, {s['cores']} cores, {s['system']}, {s['gradwire']}, PyTorch "
@@ -293,6 +293,9 @@ def page_text(result):
         "![Speed of every mode](experiments.png)", report.markdown(report.main_table(result)),
         "Goals:\n\n" + report.markdown(report.goal_table(result)),
         "Where Gradwire's step goes (medians, ms; host 0's marks):\n\n" + report.markdown(report.parts_table(result))]
+    if traced:
+        parts.append("One step of each, all hosts below each other, on one clock (`--trace`, `bench/plot.py`):")
+        parts += [f"![One step: {report.NAMES[method]}](timeline-{method}.png)" for method in traced]
     if any(i["phase"] == "sweep" for i in result.items):
         parts.append("Size of buckets, ms per step; the best of each row is what the table above has as \"buckets\":\n\n"
                      + report.markdown(report.sweep_table(result.items)))
@@ -317,7 +320,6 @@ def put(section, text):
 
 def pictures():
     """bench/plot_experiments.py; None where matplotlib is missing."""
-    sys.dont_write_bytecode = True
     try:
         import plot_experiments
         return plot_experiments
@@ -331,16 +333,14 @@ def render(path):
     result = report.Result(document)
     if not result.base("gradwire"):
         fail(f"{path}: Gradwire's FP32 with one bucket is not in it", 1)
-    put("results", page_text(result))
-    plot = pictures()
+    traces = {m[0]: trace_path(path, m[0]) for m in report.METHODS if trace_path(path, m[0]).exists()}
+    plot, docs = pictures(), ROOT / "docs"
+    put("results", page_text(result, traces if plot else ()))
     if plot:
-        plot.draw(document, ROOT / "docs" / "experiments.png")
+        plot.draw(document, docs / "experiments.png")
         print("Written: docs/experiments.png")
-        for method, *_ in report.METHODS:
-            trace = trace_path(path, method)
-            if trace.exists():
-                subprocess.run([sys.executable, str(HERE / "plot.py"), str(trace), "-o",
-                                str(ROOT / "docs" / f"timeline-{method}.png")], check=True)
+        for method, trace in traces.items():
+            subprocess.run([sys.executable, str(HERE / "plot.py"), str(trace), "-o", str(docs / f"timeline-{method}.png")], check=True)
 
 
 ACCURACY_SPECS, ACCURACY_SEEDS = ("fp32", "bf16", "powersgd:rank=4"), (0, 1, 2)

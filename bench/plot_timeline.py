@@ -71,6 +71,8 @@ def draw(trace, step, path):
     timeline = Timeline(trace, step)
     plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK, "hatch.linewidth": 0.5})
     ranks, about, end = timeline.ranks, timeline.about, timeline.end()
+    several = len({bucket for spans in timeline.spans.values() for *_, bucket in spans if bucket is not None}) > 1
+    buckets = f"buckets of {about['bucket_mb']} MiB" if several else "one bucket"
     height = 1.9 + 0.95 * len(ranks)
     figure, axis = plt.subplots(figsize=(16, height))
     figure.patch.set_facecolor("white")
@@ -93,7 +95,7 @@ def draw(trace, step, path):
     hidden = f", {100 * (1 - min(1, waited / communication)):.0f} % of it hidden behind backward" if communication else ""
     figure.text(0.02, 1 - 0.36 / height, f"One step of {about['model']} on {len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'}",
                 fontsize=16, fontweight="bold", va="center")
-    figure.text(0.02, 1 - 0.68 / height, f"{about['compression']}, buckets of {about['bucket_mb']} MiB, batch {about['batch_size']} per rank, "
+    figure.text(0.02, 1 - 0.68 / height, f"{about['compression']}, {buckets}, batch {about['batch_size']} per rank, "
                 f"on {about['device']} ({about['ranks_are']});  step {timeline.step}: {timeline.step_ms[first]:.1f} ms on rank {first}"
                 + (f", communication {communication:.1f} ms{hidden}" if communication else ""),
                 fontsize=10.5, color=FAINT, va="center")
