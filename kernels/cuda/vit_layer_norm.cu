@@ -236,10 +236,8 @@ bool sliceable(const Args<S>& a, Pointers... pointers) {
          takes_vectors<S>(a.width, pointers...);
 }
 
-}  // namespace
-
 template <typename S>
-void layer_norm(CudaStream stream, const LayerNorm<S>& args) {
+void enqueue(CudaStream stream, const LayerNorm<S>& args) {
   LayerNorm<S> a = args;
   if (a.x_stride == 0) a.x_stride = a.width;
   if (a.rows <= 0 || a.width <= 0) return;
@@ -256,7 +254,7 @@ void layer_norm(CudaStream stream, const LayerNorm<S>& args) {
 }
 
 template <typename S>
-void layer_norm_backward(CudaStream stream, const LayerNormBackward<S>& args) {
+void enqueue(CudaStream stream, const LayerNormBackward<S>& args) {
   LayerNormBackward<S> a = args;
   if (a.x_stride == 0) a.x_stride = a.width;
   if (a.width <= 0) return;
@@ -278,6 +276,19 @@ void layer_norm_backward(CudaStream stream, const LayerNormBackward<S>& args) {
         a);
   }
   combine_partial_sums(stream, a.workspace, chunks.count, a.width, a.accumulate, a.d_gamma, a.d_beta);
+}
+
+}  // namespace
+
+// nvcc repeats a template's default argument where the template's body holds a lambda of its own, so the ops
+// themselves hold none.
+template <typename S>
+void layer_norm(CudaStream stream, const LayerNorm<S>& args) {
+  enqueue(stream, args);
+}
+template <typename S>
+void layer_norm_backward(CudaStream stream, const LayerNormBackward<S>& args) {
+  enqueue(stream, args);
 }
 
 GW_INSTANTIATE_CUDA_OP(layer_norm, LayerNorm)
