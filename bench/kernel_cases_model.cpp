@@ -5,8 +5,10 @@
 // neither vanish nor explode (a denormal would cost time that is not the kernel's).
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "bench/kernel_cases.h"
+#include "kernels/bf16.h"
 #include "kernels/gemm.h"
 #include "kernels/vit.h"
 
@@ -38,7 +40,40 @@ Tokens tokens_of(int64_t size) {
   return rows < kTokens ? Tokens{1, std::max<int64_t>(2, rows)} : Tokens{rows / kTokens, kTokens};
 }
 
-template <Precision kPrecision, bool kTransposeA, bool kTransposeB>
+// Operands of products as S, from the same values; a short pattern again and again.
+template <typename S>
+S* repeated(Arena& arena, int64_t count, const float* pattern, int64_t length) {
+  S* out = arena.zeros<S>(count);
+  for (int64_t at = 0; at < count; at += length) {
+    bf16_encode(arena.stream(), {.grad = pattern,
+                                 .wire = reinterpret_cast<uint16_t*>(out + at),
+                                 .count = std::min(length, count - at)});
+  }
+  return out;
+}
+constexpr int64_t kPattern = 1 << 18;
+template <typename S>
+S* operands(Arena& arena, int64_t count) {
+  const int64_t length = std::min(count, kPattern);
+  if constexpr (std::is_same_v<S, float>) {
+    return arena.normal(count);
+  } else {
+    return repeated<S>(arena, count, arena.normal(length), length);
+  }
+}
+template <typename S>
+S* operands_of(Arena& arena, int64_t count, float value) {
+  const int64_t length = std::min(count, kPattern);
+  if constexpr (std::is_same_v<S, float>) {
+    return arena.filled(count, value);
+  } else {
+    return repeated<S>(arena, count, arena.filled(length, value), length);
+  }
+}
+template <typename S>
+constexpr double kBytes = sizeof(S);
+
+template <Precision kPrecision, bool kTransposeA, bool kTransposeB, typename S = float>
 Problem square_product(Arena& arena, int64_t size) {
   auto n = static_cast<int64_t>(std::sqrt(static_cast<double>(size / 4)));
   Gemm args{.transpose_a = kTransposeA,
@@ -46,15 +81,15 @@ Problem square_product(Arena& arena, int64_t size) {
             .m = n,
             .n = n,
             .k = n,
-            .a = arena.normal(n * n),
+            .a = operands<S>(arena, n * n),
             .lda = n,
-            .b = arena.normal(n * n),
+            .b = operands<S>(arena, n * n),
             .ldb = n,
-            .c = arena.zeros<float>(n * n),
+            .c = arena.zeros<S>(n * n),
             .ldc = n,
             .precision = kPrecision};
   double m = static_cast<double>(n);
-  return {[args](const Stream& s) { gemm(s, args); }, 12 * m * m, 2 * m * m * m, by(n, n)};
+  return {[args](const Stream& s) { gemm(s, args); }, 3 * kBytes<S> * m * m, 2 * m * m * m, by(n, n)};
 }
 
 // Q K^T of all heads: the size is that of the attention matrices.
@@ -121,41 +156,48 @@ Problem assemble_backward(Arena& arena, int64_t size) {
           8.0 * static_cast<double>(t.elements()), 0, t.shape()};
 }
 
+template <typename S>
 Problem norm(Arena& arena, int64_t size) {
   int64_t rows = rows_of(size, kWidth);
-  LayerNorm args{.x = arena.normal(rows * kWidth),
-                 .gamma = arena.normal(kWidth),
-                 .beta = arena.normal(kWidth),
-                 .y = arena.zeros<float>(rows * kWidth),
-                 .mean = arena.zeros<float>(rows),
-                 .rstd = arena.zeros<float>(rows),
-                 .rows = rows,
-                 .width = kWidth};
-  return {[args](const Stream& s) { layer_norm(s, args); }, times(8, rows, kWidth), 0, by(rows, kWidth)};
-}
-
-Problem norm_backward(Arena& arena, int64_t size) {
-  int64_t rows = rows_of(size, kWidth);
-  LayerNormBackward args{.x = arena.normal(rows * kWidth),
-                         .dy = arena.normal(rows * kWidth),
-                         .gamma = arena.normal(kWidth),
-                         .mean = arena.zeros<float>(rows),
-                         .rstd = arena.filled(rows, 1.0f),
-                         .dx = arena.zeros<float>(rows * kWidth),
-                         .d_gamma = arena.zeros<float>(kWidth),
-                         .d_beta = arena.zeros<float>(kWidth),
-                         .workspace = arena.zeros<float>(layer_norm_backward_workspace(rows, kWidth)),
-                         .rows = rows,
-                         .width = kWidth};
-  return {[args](const Stream& s) { layer_norm_backward(s, args); }, times(16, rows, kWidth), 0,
+  LayerNorm<S> args{.x = arena.normal(rows * kWidth),
+                    .gamma = arena.normal(kWidth),
+                    .beta = arena.normal(kWidth),
+                    .y = arena.zeros<S>(rows * kWidth),
+                    .mean = arena.zeros<float>(rows),
+                    .rstd = arena.zeros<float>(rows),
+                    .rows = rows,
+                    .width = kWidth};
+  return {[args](const Stream& s) { layer_norm(s, args); }, times(4 + kBytes<S>, rows, kWidth), 0,
           by(rows, kWidth)};
 }
 
+template <typename S>
+Problem norm_backward(Arena& arena, int64_t size) {
+  int64_t rows = rows_of(size, kWidth);
+  LayerNormBackward<S> args{.x = arena.normal(rows * kWidth),
+                            .dy = operands<S>(arena, rows * kWidth),
+                            .gamma = arena.normal(kWidth),
+                            .mean = arena.zeros<float>(rows),
+                            .rstd = arena.filled(rows, 1.0f),
+                            .dx = arena.zeros<float>(rows * kWidth),
+                            .d_gamma = arena.zeros<float>(kWidth),
+                            .d_beta = arena.zeros<float>(kWidth),
+                            .workspace = arena.zeros<float>(layer_norm_backward_workspace(rows, kWidth)),
+                            .rows = rows,
+                            .width = kWidth};
+  return {[args](const Stream& s) { layer_norm_backward(s, args); }, times(8 + kBytes<S>, rows, kWidth), 0,
+          by(rows, kWidth)};
+}
+
+template <typename S>
 Problem softmax_rows(Arena& arena, int64_t size) {
   int64_t rows = rows_of(size, kTokensPadded);
   float* scores = arena.normal(rows * kTokensPadded);
-  Softmax args{.x = scores, .y = scores, .rows = rows, .width = kTokens, .ld = kTokensPadded};
-  return {[args](const Stream& s) { softmax(s, args); }, times(8, rows, kTokensPadded), 0, by(rows, kTokens)};
+  S* y = arena.zeros<S>(std::is_same_v<S, float> ? 0 : rows * kTokensPadded);
+  if constexpr (std::is_same_v<S, float>) y = scores;
+  Softmax<S> args{.x = scores, .y = y, .rows = rows, .width = kTokens, .ld = kTokensPadded};
+  return {[args](const Stream& s) { softmax(s, args); }, times(4 + kBytes<S>, rows, kTokensPadded), 0,
+          by(rows, kTokens)};
 }
 
 Problem softmax_rows_backward(Arena& arena, int64_t size) {
@@ -171,26 +213,30 @@ Problem softmax_rows_backward(Arena& arena, int64_t size) {
           by(rows, kTokens)};
 }
 
+template <typename S>
 Problem gelu(Arena& arena, int64_t size) {
   int64_t rows = rows_of(size, kMlp);
-  BiasGelu args{.x = arena.normal(rows * kMlp),
-                .bias = arena.zeros<float>(kMlp),
-                .y = arena.zeros<float>(rows * kMlp),
-                .rows = rows,
-                .width = kMlp};
-  return {[args](const Stream& s) { bias_gelu(s, args); }, times(12, rows, kMlp), 0, by(rows, kMlp)};
+  BiasGelu<S> args{.x = operands<S>(arena, rows * kMlp),
+                   .bias = arena.zeros<float>(kMlp),
+                   .y = arena.zeros<S>(rows * kMlp),
+                   .rows = rows,
+                   .width = kMlp};
+  return {[args](const Stream& s) { bias_gelu(s, args); }, times(3 * kBytes<S>, rows, kMlp), 0,
+          by(rows, kMlp)};
 }
 
+template <typename S>
 Problem gelu_backward(Arena& arena, int64_t size) {
   int64_t rows = rows_of(size, kMlp);
   constexpr float kSlopeOne = 0.75179f;  // where GELU' is 1
-  BiasGeluBackward args{.pre = arena.filled(rows * kMlp, kSlopeOne),
-                        .dy = arena.normal(rows * kMlp),
-                        .d_bias = arena.zeros<float>(kMlp),
-                        .workspace = arena.zeros<float>(column_sum_workspace(rows, kMlp)),
-                        .rows = rows,
-                        .width = kMlp};
-  return {[args](const Stream& s) { bias_gelu_backward(s, args); }, times(12, rows, kMlp), 0, by(rows, kMlp)};
+  BiasGeluBackward<S> args{.pre = operands_of<S>(arena, rows * kMlp, kSlopeOne),
+                           .dy = operands<S>(arena, rows * kMlp),
+                           .d_bias = arena.zeros<float>(kMlp),
+                           .workspace = arena.zeros<float>(column_sum_workspace(rows, kMlp)),
+                           .rows = rows,
+                           .width = kMlp};
+  return {[args](const Stream& s) { bias_gelu_backward(s, args); }, times(3 * kBytes<S>, rows, kMlp), 0,
+          by(rows, kMlp)};
 }
 
 Problem residual_branch(Arena& arena, int64_t size) {
@@ -204,14 +250,16 @@ Problem residual_branch(Arena& arena, int64_t size) {
   return {[args](const Stream& s) { bias_residual(s, args); }, times(12, rows, kWidth), 0, by(rows, kWidth)};
 }
 
+template <typename S>
 Problem bias_gradient(Arena& arena, int64_t size) {
   int64_t rows = rows_of(size, kWidth);
-  ColumnSum args{.x = arena.normal(rows * kWidth),
-                 .sum = arena.zeros<float>(kWidth),
-                 .workspace = arena.zeros<float>(column_sum_workspace(rows, kWidth)),
-                 .rows = rows,
-                 .width = kWidth};
-  return {[args](const Stream& s) { column_sum(s, args); }, times(4, rows, kWidth), 0, by(rows, kWidth)};
+  ColumnSum<S> args{.x = operands<S>(arena, rows * kWidth),
+                    .sum = arena.zeros<float>(kWidth),
+                    .workspace = arena.zeros<float>(column_sum_workspace(rows, kWidth)),
+                    .rows = rows,
+                    .width = kWidth};
+  return {[args](const Stream& s) { column_sum(s, args); }, times(kBytes<S>, rows, kWidth), 0,
+          by(rows, kWidth)};
 }
 
 // Of split and merge the size is that of (B, T, C); qkv is three times as large.
@@ -276,18 +324,25 @@ constexpr KernelCase kCases[] = {
     {"gemm", "transposed a", "gemm", square_product<Precision::fp32, true, false>},
     {"gemm", "transposed b", "gemm", square_product<Precision::fp32, false, true>},
     {"gemm", "tf32", "gemm", square_product<Precision::tf32, false, false>},
+    {"gemm", "bf16", "gemm", square_product<Precision::fp32, false, false, Bf16>},
     {"gemm", "attention", "gemm", attention_product},
     {"patchify", "", "vit", patchify_images},
     {"assemble_tokens", "", "vit", assemble},
     {"assemble_tokens_backward", "", "vit", assemble_backward},
-    {"layer_norm", "", "vit", norm},
-    {"layer_norm_backward", "", "vit", norm_backward},
-    {"softmax", "", "vit", softmax_rows},
+    {"layer_norm", "", "vit", norm<float>},
+    {"layer_norm", "bf16", "vit", norm<Bf16>},
+    {"layer_norm_backward", "", "vit", norm_backward<float>},
+    {"layer_norm_backward", "bf16", "vit", norm_backward<Bf16>},
+    {"softmax", "", "vit", softmax_rows<float>},
+    {"softmax", "bf16", "vit", softmax_rows<Bf16>},
     {"softmax_backward", "", "vit", softmax_rows_backward},
-    {"bias_gelu", "", "vit", gelu},
-    {"bias_gelu_backward", "", "vit", gelu_backward},
+    {"bias_gelu", "", "vit", gelu<float>},
+    {"bias_gelu", "bf16", "vit", gelu<Bf16>},
+    {"bias_gelu_backward", "", "vit", gelu_backward<float>},
+    {"bias_gelu_backward", "bf16", "vit", gelu_backward<Bf16>},
     {"bias_residual", "", "vit", residual_branch},
-    {"column_sum", "", "vit", bias_gradient},
+    {"column_sum", "", "vit", bias_gradient<float>},
+    {"column_sum", "bf16", "vit", bias_gradient<Bf16>},
     {"split_heads", "", "vit", split},
     {"split_heads_backward", "", "vit", split_backward},
     {"merge_heads", "", "vit", merge<false>},
