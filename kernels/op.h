@@ -28,20 +28,20 @@
 
 // The same for an op over the storage type T of the operands that matrix products read and write: float (what
 // an argument list in braces means, too) or Bf16. Args is a template.
-#define GW_DECLARE_TYPED_OP(op, Args)                 \
-  template <typename T = float>                       \
-  void op(const Stream& stream, const Args<T>& args); \
-  namespace reference {                               \
-  template <typename T = float>                       \
-  void op(const Args<T>& args);                       \
-  }                                                   \
-  namespace host {                                    \
-  template <typename T = float>                       \
-  void op(const Args<T>& args);                       \
-  }                                                   \
-  namespace cuda {                                    \
-  template <typename T = float>                       \
-  void op(CudaStream stream, const Args<T>& args);    \
+#define GW_DECLARE_TYPED_OP(op, Args)                                                                     \
+  template <typename T = float>                                                                           \
+  void op(const Stream& stream, const Args<T>& args);                                                     \
+  namespace reference {                                                                                   \
+  template <typename T = float>                                                                           \
+  void op(const Args<T>& args);                                                                           \
+  }                                                                                                       \
+  namespace host {                                                                                        \
+  template <typename T = float>                                                                           \
+  void op(const Args<T>& args);                                                                           \
+  }                                                                                                       \
+  namespace cuda { /* no default: nvcc repeats it behind a kernel launched in a lambda, and refuses it */ \
+  template <typename T>                                                                                   \
+  void op(CudaStream stream, const Args<T>& args);                                                        \
   }
 
 // Behind the definitions of a typed op's reference or host side, and of its CUDA side.
