@@ -139,7 +139,7 @@ TEST(Resolve, EachWrongValueIsNamed) {
   refuse([](Options& o) { o.warmup = 31; }, {"--warmup 31", "30 steps"});
   refuse([](Options& o) { o.momentum = 0.5; }, {"--momentum", "sgd"});
   refuse([](Options& o) { o.optimizer = "lamb"; }, {"--optimizer 'lamb'", "sgd, adamw"});
-  refuse([](Options& o) { o.precision = "bf16"; }, {"--precision 'bf16'", "fp32, tf32"});
+  refuse([](Options& o) { o.precision = "fp16"; }, {"--precision 'fp16'", "fp32, tf32, bf16"});
   refuse([](Options& o) { o.device = "tpu"; }, {"--device 'tpu'", "auto, host, cuda"});
   refuse([](Options& o) { o.compression = {"powersgd:rank=0"}; }, {"rank='0'"});
   refuse([](Options& o) { o.compression = {"fp32", "zip"}; }, {"unknown method 'zip'"});
