@@ -12,6 +12,7 @@ void add_kernels(CLI::App& app, int& exit_code);
 void add_numerics(CLI::App& app, int& exit_code);
 void add_orthonormalize(CLI::App& app, int& exit_code);
 void add_schedules(CLI::App& app, int& exit_code);
+void add_step(CLI::App& app, int& exit_code);
 
 // Ranks per node of hierarchical schedules when none was asked for: the largest divisor up to 8 that leaves
 // more than one node; 0 when there is none.

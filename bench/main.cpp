@@ -27,6 +27,7 @@ int main(int argc, char** argv) {
     gradwire::bench::add_numerics(app, exit_code);
     gradwire::bench::add_orthonormalize(app, exit_code);
     gradwire::bench::add_schedules(app, exit_code);
+    gradwire::bench::add_step(app, exit_code);
     app.parse(argc, argv);
     return exit_code;
   } catch (const CLI::Success& success) {

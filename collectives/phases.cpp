@@ -13,7 +13,7 @@ Activity activity(Phase phase) {
 
 // Events are made in the first steps, and used again.
 BucketPhases::Segment& BucketPhases::next(const Stream& stream) {
-  if (used_ == segments_.size()) segments_.emplace_back().begin = Event::create(stream.device());
+  if (used_ == segments_.size()) segments_.emplace_back().begin = Event::create_timer(stream.device());
   Segment& segment = segments_[used_++];
   segment.begin.record(stream);
   return segment;

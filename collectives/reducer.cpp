@@ -22,6 +22,7 @@ int64_t element_count(const GradientTensor& tensor) {
 
 // Marks and counters of one step.
 struct StepMarks {
+  int64_t step = -1;                 // whose they are
   std::deque<BucketPhases> buckets;  // they stay where they are
   Event wait_begin, wait_end;
   // Written on the reducer's stream, read after wait_end.
@@ -96,7 +97,7 @@ class Reducer::Impl {
     adopted_.assign(gradients.begin(), gradients.end());
     for (Bucket& b : buckets_) {
       float* data = common_base(b);
-      b.staged = data == nullptr && b.end > b.begin;
+      b.staged = (data == nullptr || !options_.in_place) && b.end > b.begin;
       if (b.staged) {
         if (!gradients_) {
           gradients_ = make_buffer<float>(comm_.device(), elements_);
@@ -142,6 +143,7 @@ class Reducer::Impl {
     ready_.assign(ready_.size(), false);
     if (!buckets_.empty()) {
       StepMarks& marks = marks_[step_ % kStatsKept];
+      marks.step = step_;
       increment(stream_, device_step_.as<uint64_t>());
       note_bytes(marks, 1);
       done_.record(stream_);
@@ -154,6 +156,23 @@ class Reducer::Impl {
       }
       launched_ = 0;
     }
+    ++step_;
+  }
+
+  int64_t steady_from() const {
+    int64_t step = 0;
+    for (const Bucket& b : buckets_) step = std::max(step, b.codec->steady_from());
+    return step;
+  }
+
+  void replayed(int64_t captured) {
+    std::lock_guard lock(mutex_);
+    if (captured < first_step_ || captured >= step_ || captured < steady_from()) {
+      throw BadInput("Reducer::replayed: step " + std::to_string(captured) +
+                     " cannot have been captured: steps are steady from " + std::to_string(steady_from()) +
+                     ", and the next is " + std::to_string(step_));
+    }
+    marks_[captured % kStatsKept].step = step_;
     ++step_;
   }
 
@@ -273,11 +292,14 @@ class Reducer::Impl {
 
  private:
   const StepMarks& marks_of(int64_t step) const {
-    if (step < first_step_ || step >= step_ || step < step_ - kStatsKept) {
+    // A graph's marks lie where those of the step lie in which it was captured.
+    auto found =
+        std::find_if(marks_.begin(), marks_.end(), [&](const StepMarks& m) { return m.step == step; });
+    if (step < first_step_ || step >= step_ || found == marks_.end()) {
       throw BadInput("Reducer::stats: step " + std::to_string(step) + " is not one of the last " +
                      std::to_string(kStatsKept) + " of " + std::to_string(step_));
     }
-    return marks_[step % kStatsKept];
+    return *found;
   }
   // What a choice was made from; empty when none was to be made.
   std::string links_text() const {
@@ -340,8 +362,8 @@ class Reducer::Impl {
     workspace_ = Buffer(comm_.device(), workspace_bytes);
     for (Bucket& b : buckets_) b.codec->bind(workspace_.data());
     for (StepMarks& marks : marks_) {
-      marks.wait_begin = Event::create(comm_.device());
-      marks.wait_end = Event::create(comm_.device());
+      marks.wait_begin = Event::create_timer(comm_.device());
+      marks.wait_end = Event::create_timer(comm_.device());
       for (size_t b = 0; b < buckets_.size(); ++b) {
         marks.buckets.emplace_back(BucketPhases::Options{
             .bucket = static_cast<int>(b), .timing = options_.timing, .tracer = options_.tracer});
@@ -370,7 +392,6 @@ class Reducer::Impl {
   void launch(int b) {
     Bucket& bucket = buckets_[b];
     StepMarks& marks = marks_[step_ % kStatsKept];
-    if (b == 0) note_bytes(marks, 0);
     for (const Stream& producer : bucket.producers) {
       full_.record(producer);
 #ifndef GRADWIRE_PLANT_MISSING_WAIT  // tests/collectives/tsan_planted_race.cpp proves that ThreadSanitizer
@@ -378,6 +399,7 @@ class Reducer::Impl {
       stream_.wait(full_);
 #endif
     }
+    if (b == 0) note_bytes(marks, 0);
     BucketPhases& phases = marks.buckets[b];
     phases.begin(stream_);
     if (bucket.staged) {
@@ -481,6 +503,12 @@ void Reducer::wait(const Stream& consumer) {
 }
 void Reducer::resume_at(int64_t steps) {
   impl_->resume_at(steps);
+}
+int64_t Reducer::steady_from() const {
+  return impl_->steady_from();
+}
+void Reducer::replayed(int64_t captured) {
+  impl_->replayed(captured);
 }
 int64_t Reducer::steps() const {
   return impl_->steps();

@@ -45,6 +45,9 @@ struct ReducerOptions {
   int64_t slice_bytes = kAutomaticSlices;
   // Off: no flat buffer; adopt() says where the gradients are, before the first ready().
   bool own_gradients = true;
+  // Off: adopted gradients are always copied into the flat buffer and out of it, even where they lie as in
+  // it.
+  bool in_place = true;
   // Where the reducer works; empty: on a stream of its own. Reducers that use one communicator at the same
   // time share a stream, so that all ranks run their exchanges in the order in which they were enqueued.
   Stream stream = {};
@@ -104,7 +107,14 @@ class Reducer {
   // Later work on `consumer` sees averaged gradients. Throws Error naming the tensors that were not ready.
   void wait(const Stream& consumer);
 
-  // Steps begun: how often wait() was called, on top of what resume_at() said.
+  // A step may be captured in a graph (kernels/graph.h): its ready() and wait() then enqueue work that is the
+  // same in each step from this one on. Once it is captured, and has been launched in its own step, the same
+  // graph can be launched in place of the calls of a later step, which replayed() says behind the launch;
+  // `captured` is the step in which it was captured. The stats of that step are then those of the later one.
+  int64_t steady_from() const;
+  void replayed(int64_t captured);
+
+  // Steps begun: how often wait() or replayed() was called, on top of what resume_at() said.
   int64_t steps() const;
   // Goes on as after `steps` steps: together with state(), what a checkpoint restores. Between steps only.
   void resume_at(int64_t steps);

@@ -13,6 +13,7 @@
 #include <new>
 #include <thread>
 
+#include "kernels/capture.h"
 #include "kernels/device_impl.h"
 #include "kernels/error.h"
 #include "kernels/op.h"
@@ -86,7 +87,7 @@ struct Ticket {
 struct HostStream;
 
 struct HostEvent final : Event::Impl {
-  HostEvent() : Impl(Device::host()) {}
+  explicit HostEvent(bool timer) : Impl(Device::host(), timer) {}
   void record(Stream::Impl& stream) override;
   bool query() const override {
     if (!ticket) return true;
@@ -232,42 +233,68 @@ const std::string& Stream::name() const {
   return impl_->name;
 }
 void Stream::submit(std::function<void()> task) const {
+  if (Capture* capture = Capture::current()) return capture->submit(*impl_, std::move(task));
   impl_->submit(std::move(task));
 }
 void Stream::synchronize() const {
+  Capture::forbid("Stream::synchronize", name(), "the host would wait for work that has not begun");
   impl_->synchronize();
 }
 CudaStream Stream::native() const {
+  if (Capture* capture = Capture::current(); capture && device().is_cuda()) capture->touch(*impl_);
   return impl_->native();
 }
 void Stream::wait(const Event& event) const {
+  if (Capture* capture = Capture::current()) return capture->wait(*impl_, event.impl_);
+  Event::outside(*event.impl_, "Stream::wait");
   impl_->wait(*event.impl_);
 }
 
-Event Event::create(Device device) {
+Event Event::make(Device device, bool timer) {
   Event event;
   if (device.is_host()) {
-    event.impl_ = std::make_shared<HostEvent>();
+    event.impl_ = std::make_shared<HostEvent>(timer);
     return event;
   }
 #ifdef GRADWIRE_HAS_CUDA
-  event.impl_ = cuda::make_event(device.index);
+  event.impl_ = cuda::make_event(device.index, timer);
   return event;
 #else
   no_cuda("Event::create");
 #endif
 }
 
+// Throws if what `event` marks is inside a graph and cannot be seen from outside.
+void Event::outside(const Impl& event, const char* what) {
+  if (event.capture == 0 || event.timer) return;
+  throw DeviceError(std::string(what) +
+                    ": the event was last recorded inside a graph; record it outside, or make it a timer");
+}
+
+Event Event::create(Device device) {
+  return make(device, false);
+}
+Event Event::create_timer(Device device) {
+  return make(device, true);
+}
 void Event::record(const Stream& stream) {
+  if (Capture* capture = Capture::current()) return capture->record(*impl_, *stream.impl_);
+  impl_->capture = 0;
   impl_->record(*stream.impl_);
 }
 bool Event::query() const {
+  Capture::forbid("Event::query", "", "what the host does then would not be done again");
+  outside(*impl_, "Event::query");
   return impl_->query();
 }
 void Event::synchronize() const {
+  Capture::forbid("Event::synchronize", "", "the host would wait for work that has not begun");
+  outside(*impl_, "Event::synchronize");
   impl_->synchronize();
 }
 double elapsed_ms(const Event& start, const Event& end) {
+  Event::outside(*start.impl_, "elapsed_ms");
+  Event::outside(*end.impl_, "elapsed_ms");
   return end.impl_->ms_since(*start.impl_);
 }
 
@@ -278,6 +305,7 @@ constexpr size_t kHugePage = size_t{2} << 20, kHugePageBytes = 4 * kHugePage;
 
 Buffer::Buffer(Device device, size_t bytes) : device_(device), bytes_(bytes) {
   if (bytes == 0) return;
+  Capture::forbid("Buffer", std::to_string(bytes) + " bytes", "memory is allocated in set-up");
   if (device.is_host()) {
     const size_t alignment = bytes >= kHugePageBytes ? kHugePage : 256;
     void* data = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
@@ -345,6 +373,7 @@ void fill_zero(const Stream& stream, void* dst, size_t bytes) {
 void store(const Stream& stream, void* dst, const void* value, size_t bytes) {
   if (bytes == 0) return;
   std::array<std::byte, 64> captured;
+  Capture::forbid("store", "", "each launch would store the same value; call it in front of the launch");
   if (bytes > captured.size()) throw BadInput("store: " + std::to_string(bytes) + " bytes, at most 64 fit");
   std::memcpy(captured.data(), value, bytes);
   if (stream.device().is_host()) {

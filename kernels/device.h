@@ -81,6 +81,7 @@ class Stream {
 
  private:
   friend class Event;
+  friend class Graph;
   explicit Stream(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
   std::shared_ptr<Impl> impl_;
 };
@@ -89,6 +90,9 @@ class Event {
  public:
   Event() = default;
   static Event create(Device device);
+  // An event for elapsed_ms(): a graph that holds its record() marks it again at each launch. Inside a graph
+  // no stream can wait for it, and outside one nobody can see the marks of any other event (graph.h).
+  static Event create_timer(Device device);
 
   // Marks the point that `stream` has reached. Recording again moves the mark; waits made before keep the old
   // one.
@@ -104,6 +108,8 @@ class Event {
  private:
   friend class Stream;
   friend double elapsed_ms(const Event& start, const Event& end);
+  static Event make(Device device, bool timer);
+  static void outside(const Impl& event, const char* what);
   std::shared_ptr<Impl> impl_;
 };
 

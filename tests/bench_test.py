@@ -48,10 +48,25 @@ class BenchTest(unittest.TestCase):
         self.assertFalse((self.folder / "out.json").exists())
 
     def test_unwritable_json(self):
-        for command in ("kernels", "hook", "collectives", "orthonormalize"):
+        for command in ("kernels", "hook", "collectives", "orthonormalize", "step"):
             result = self.run_bench(command, "--json", "none/out.json")
             self.assertEqual(result.returncode, 2, result.stderr)
             self.assertIn("none/out.json", result.stderr)
+
+
+class Step(BenchTest):
+    def test_a_world_of_one_in_three_ways(self):
+        rows, out = self.rows("step", "--device", "host", "--batch-size", 1, "--compression", "powersgd:rank=2", "--seconds",
+                              0.01)
+        self.assertEqual(set(rows[0]), {"model", "device", "batch_size", "compression", "rounds", "reducer_ms", "bypassed_ms",
+                                        "graph_ms", "reducer_ratio", "graph_ratio"})
+        self.assertGreaterEqual(rows[0]["rounds"], 3)
+        self.assertIn("vit_tiny", out)
+
+    def test_bad_input(self):
+        self.refuse(["step", "--model", "vit"], "unknown model 'vit'")
+        self.refuse(["step", "--batch-size", 0], "--batch-size 0")
+        self.refuse(["step", "--compression", "zip"], "unknown method 'zip'")
 
 
 class Kernels(BenchTest):

@@ -80,7 +80,9 @@ struct TrainConfig {
   int ranks() const { return static_cast<int>(devices.size()); }
 
   CompressionSpec compression;
-  int64_t bucket_mb = 25;
+  double bucket_mb = 25;       // MiB
+  bool gradient_views = true;  // gradients are written into the buckets; otherwise copied in and out
+  int64_t bucket_bytes() const { return static_cast<int64_t>(bucket_mb * (1 << 20)); }
 
   int64_t batch_size = 64;  // images per rank and micro-batch
   int64_t accumulate = 1;   // micro-batches per optimizer step; gradients are averaged over them
@@ -94,7 +96,8 @@ struct TrainConfig {
   double beta1 = 0.9, beta2 = 0.999, eps = 1e-8;  // adamw
   double weight_decay = 0.0;
   Precision precision = Precision::fp32;
-  uint64_t seed = 0;  // of weights, shuffling, augmentation and stochastic rounding
+  bool graph = false;  // the step is captured once and launched as a graph from then on; the same bits
+  uint64_t seed = 0;   // of weights, shuffling, augmentation and stochastic rounding
 
   int64_t eval_every =
       1;  // epochs between evaluations on the whole test set; the last step always evaluates. 0: never

@@ -81,6 +81,9 @@ class Codec {
     BucketPhases nobody;
     run(stream, step, nobody);
   }
+  // From this step on run() enqueues the same whatever the step, so that it may be captured in a graph. What
+  // still differs between steps then follows from BucketContext::step, on the device.
+  virtual int64_t steady_from() const { return 0; }
 
   virtual std::vector<CodecState> state() = 0;
   virtual int64_t state_bytes() const = 0;  // device memory beyond gradients and workspace

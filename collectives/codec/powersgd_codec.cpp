@@ -211,6 +211,8 @@ class PowerSgdCodec final : public Codec {
                             .step = step_});
   }
 
+  int64_t steady_from() const override { return spec_.start; }
+
   std::vector<CodecState> state() override {
     std::vector<CodecState> all;
     if (residual_) all.push_back({"residual", residual_.as<float>(), elements_, first_element_});

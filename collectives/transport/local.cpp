@@ -124,6 +124,12 @@ class LocalTransport final : public Transport {
     }
   }
 
+  std::string capture_obstacle() const override {
+    if (device_.is_host() || hub_->world == 1) return "";
+    return "ranks of one process on GPUs meet on the host in each exchange; start a process for each rank "
+           "(torchrun, srun or mpirun)";
+  }
+
   void barrier() override {
     std::unique_lock lock(hub_->mutex);
     uint64_t mine = hub_->barriers;

@@ -30,14 +30,19 @@ struct CudaStreamImpl final : Stream::Impl {
 };
 
 struct CudaEventImpl final : Event::Impl {
-  explicit CudaEventImpl(int index) : Impl(Device::cuda(index)) {
+  CudaEventImpl(int index, bool timer) : Impl(Device::cuda(index), timer) {
     set_device(index);
     GW_CUDA_CHECK(cudaEventCreate(&handle));
   }
   ~CudaEventImpl() override { cudaEventDestroy(handle); }
   void record(Stream::Impl& stream) override {
     set_device(device.index);
-    GW_CUDA_CHECK(cudaEventRecord(handle, stream.native()));
+    // A timer in a graph is a node that marks it at each launch; any other event is an edge, and no more.
+    if (timer && capture != 0) {
+      GW_CUDA_CHECK(cudaEventRecordWithFlags(handle, stream.native(), cudaEventRecordExternal));
+    } else {
+      GW_CUDA_CHECK(cudaEventRecord(handle, stream.native()));
+    }
     recorded = true;
   }
   bool query() const override {
@@ -123,8 +128,8 @@ std::shared_ptr<Stream::Impl> adopt_stream(int device_index, CudaStream native) 
   return std::make_shared<CudaStreamImpl>(device_index, "adopted", native, false);
 }
 
-std::shared_ptr<Event::Impl> make_event(int device_index) {
-  return std::make_shared<CudaEventImpl>(device_index);
+std::shared_ptr<Event::Impl> make_event(int device_index, bool timer) {
+  return std::make_shared<CudaEventImpl>(device_index, timer);
 }
 
 std::shared_ptr<void> allocate(int device_index, size_t bytes) {
@@ -146,6 +151,38 @@ void copy(CudaStream stream, void* dst, const void* src, size_t bytes) {
 
 void fill_zero(CudaStream stream, void* dst, size_t bytes) {
   GW_CUDA_CHECK(cudaMemsetAsync(dst, 0, bytes, stream));
+}
+
+// Thread-local: what would break the capture is an error in this thread only, so that ranks, the watching
+// threads of NCCL and loaders in the same process go on with what they do.
+void begin_capture(int device_index, CudaStream origin) {
+  set_device(device_index);
+  GW_CUDA_CHECK(cudaStreamBeginCapture(origin, cudaStreamCaptureModeThreadLocal));
+}
+
+std::shared_ptr<void> end_capture(int device_index, CudaStream origin) {
+  set_device(device_index);
+  cudaGraph_t graph = nullptr;
+  GW_CUDA_CHECK(cudaStreamEndCapture(origin, &graph));
+  std::unique_ptr<CUgraph_st, cudaError_t (*)(cudaGraph_t)> owner(graph, cudaGraphDestroy);
+  cudaGraphExec_t executable = nullptr;
+  GW_CUDA_CHECK(cudaGraphInstantiate(&executable, graph, 0));
+  std::shared_ptr<void> result(executable,
+                               [](void* e) { cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(e)); });
+  GW_CUDA_CHECK(cudaGraphUpload(executable, origin));
+  return result;
+}
+
+void drop_capture(int device_index, CudaStream origin) noexcept {
+  cudaGraph_t graph = nullptr;
+  if (cudaSetDevice(device_index) == cudaSuccess) cudaStreamEndCapture(origin, &graph);
+  if (graph != nullptr) cudaGraphDestroy(graph);
+  cudaGetLastError();  // that the capture was broken is known already
+}
+
+void launch_graph(int device_index, void* executable, CudaStream origin) {
+  set_device(device_index);
+  GW_CUDA_CHECK(cudaGraphLaunch(static_cast<cudaGraphExec_t>(executable), origin));
 }
 
 }  // namespace gradwire::cuda

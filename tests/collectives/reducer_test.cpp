@@ -6,6 +6,7 @@
 #include "collectives/codec/examples.h"
 #include "collectives/transport/planned.h"
 #include "kernels/error.h"
+#include "kernels/graph.h"
 #include "tests/collectives/reducer_rank.h"
 
 namespace gradwire {
@@ -91,6 +92,76 @@ TEST(Reducer, OrderOfReadinessMayDifferBetweenRanks) {
   });
 }
 
+// Steps enqueued one by one, and steps captured as soon as they may be and launched from then on: results,
+// residuals and the bytes of each step. In slices, so that a graph holds three streams of each rank.
+TEST(Reducer, AGraphOfAStepGivesTheBitsAndStatsOfTheCalls) {
+  constexpr int kWorld = 4, kSteps = 9;
+  for (const char* spec :
+       {"fp32", "fp8:round=stochastic", "powersgd:rank=2,wire=bf16,round=stochastic,warm=off",
+        "powersgd:rank=4,start=3"}) {
+    std::vector<std::vector<float>> results[2];
+    std::vector<uint64_t> sent[2];
+    for (bool graphed : {false, true}) {
+      run_ranks(kWorld, Device::host(), [&](Communicator& comm) {
+        Rank rank(comm, spec, model(), 16 << 10, 500);
+        auto gradients = gradients_for(rank.tensors, 0);  // what each step copies from
+        auto enqueue = [&] {
+          for (int i = 0; i < rank.reducer.tensors(); ++i) {
+            copy(rank.stream, rank.reducer.gradient(i), gradients[i].data(),
+                 gradients[i].size() * sizeof(float));
+            rank.reducer.ready(i, rank.stream);
+          }
+          rank.reducer.wait(rank.stream);
+        };
+        Graph graphs[2];
+        int64_t captured[2] = {};
+        for (int step = 0; step < kSteps; ++step) {
+          auto fresh = gradients_for(rank.tensors, static_cast<uint32_t>(step * kWorld + comm.rank() + 1));
+          for (size_t i = 0; i < fresh.size(); ++i)
+            std::copy(fresh[i].begin(), fresh[i].end(), gradients[i].begin());
+          Graph& graph = graphs[step % 2];
+          if (!graphed || step < std::max<int64_t>(1, rank.reducer.steady_from())) {
+            enqueue();
+          } else if (!graph) {
+            graph = Graph::capture(rank.stream, enqueue);
+            captured[step % 2] = step;
+            graph.launch();
+          } else {
+            graph.launch();
+            rank.reducer.replayed(captured[step % 2]);
+          }
+          rank.stream.synchronize();
+          EXPECT_EQ(rank.reducer.steps(), step + 1);
+          const ReducerStats stats = rank.reducer.stats(step);
+          if (comm.rank() == 0) sent[graphed].push_back(stats.wire_bytes);
+          EXPECT_GT(stats.comm_ms, 0.0);
+          if (graphed && step >= 6) {
+            EXPECT_THROW(rank.reducer.stats(step - 2), BadInput);  // its marks are used again
+          }
+        }
+        std::vector<float> last =
+            to_host(rank.stream, rank.reducer.gradients().as<const float>(), rank.reducer.elements());
+        const auto residual = rank.residual();
+        last.insert(last.end(), residual.begin(), residual.end());
+        if (comm.rank() == 0) results[graphed].push_back(last);
+      });
+    }
+    EXPECT_TRUE(same_bits(results[0][0], results[1][0])) << spec;
+    EXPECT_EQ(sent[0], sent[1]) << spec;
+    EXPECT_GT(sent[1].back(), 0u);
+  }
+}
+
+TEST(Reducer, AStepThatIsNotSteadyCannotHaveBeenCaptured) {
+  run_ranks(2, Device::host(), [&](Communicator& comm) {
+    Rank rank(comm, "powersgd:rank=2,start=2", model(), 16 << 10);
+    EXPECT_EQ(rank.reducer.steady_from(), 2);
+    rank.step(gradients_for(rank.tensors, 1));
+    EXPECT_THROW(rank.reducer.replayed(0), BadInput);  // plain averages
+    EXPECT_THROW(rank.reducer.replayed(2), BadInput);  // yet to come
+  });
+}
+
 TEST(Reducer, AWorldOfOneLeavesGradientsAlone) {
   auto comm = Communicator::create_single(Device::host());
   Rank rank(*comm, "powersgd:rank=1", model(), 1 << 20);
@@ -107,15 +178,18 @@ class AdoptedGradients : public ::testing::TestWithParam<const char*> {};
 // as in a framework's bucket, which moves once), and adopted one by one. Where they are may not change a bit.
 TEST_P(AdoptedGradients, GiveTheSameBitsAsOwnOnes) {
   constexpr int kSteps = 4;
-  enum Where { own, packed, scattered };
+  enum Where { own, packed, scattered, copied };  // copied: packed, and never in place
   std::vector<std::vector<float>> results;
-  for (Where where : {own, packed, scattered}) {
+  for (Where where : {own, packed, scattered, copied}) {
     std::vector<std::vector<float>> steps(2);
     run_ranks(2, Device::host(), [&](Communicator& comm) {
       auto tensors = model();
       Stream stream = Stream::create(comm.device(), "compute");
       Reducer reducer(comm, CompressionSpec::parse(GetParam()), tensors,
-                      {.bucket_bytes = 16 << 10, .alignment = 1, .own_gradients = where == own});
+                      {.bucket_bytes = 16 << 10,
+                       .alignment = 1,
+                       .own_gradients = where == own,
+                       .in_place = where != copied});
       std::vector<std::vector<float>> memory(2);  // two homes; an address is used again only after a move
       for (auto& m : memory) m.resize(static_cast<size_t>(reducer.elements() + 1));
       std::vector<std::vector<float>> pieces;
@@ -125,8 +199,9 @@ TEST_P(AdoptedGradients, GiveTheSameBitsAsOwnOnes) {
         std::vector<float*> addresses;
         for (int i = 0; i < reducer.tensors(); ++i) {
           // One float off, so that nothing is aligned to more than 4 bytes.
-          addresses.push_back(where == packed ? memory[s / 2].data() + 1 + reducer.offset(i)
-                                              : pieces[i].data() + 1);
+          addresses.push_back(where == packed || where == copied
+                                  ? memory[s / 2].data() + 1 + reducer.offset(i)
+                                  : pieces[i].data() + 1);
         }
         if (where != own) {
           reducer.adopt(addresses);
@@ -148,6 +223,7 @@ TEST_P(AdoptedGradients, GiveTheSameBitsAsOwnOnes) {
   }
   EXPECT_TRUE(same_bits(results[own], results[packed]));
   EXPECT_TRUE(same_bits(results[own], results[scattered]));
+  EXPECT_TRUE(same_bits(results[own], results[copied]));
 }
 
 INSTANTIATE_TEST_SUITE_P(Reducer, AdoptedGradients,

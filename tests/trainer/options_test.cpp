@@ -128,7 +128,7 @@ TEST(Resolve, EachWrongValueIsNamed) {
   refuse([](Options& o) { o.batch_size = 0; }, {"--batch-size 0"});
   refuse([](Options& o) { o.batch_size = -5; }, {"--batch-size -5"});
   refuse([](Options& o) { o.accumulate = 0; }, {"--accumulate 0"});
-  refuse([](Options& o) { o.bucket_mb = 0; }, {"--bucket-mb 0"});
+  refuse([](Options& o) { o.bucket_mb = {0}; }, {"--bucket-mb 0"});
   refuse([](Options& o) { o.epochs = 0; }, {"--epochs 0"});
   refuse([](Options& o) { o.epochs = NAN; }, {"--epochs nan"});
   refuse([](Options& o) { o.steps = 0; }, {"--steps 0"});

@@ -207,9 +207,9 @@ TEST(Records, CompareDocumentHasExactlyTheDocumentedFields) {
   ASSERT_EQ(document.size(), 2u);
   std::vector<std::string> fields;
   for (const auto& [key, value] : document[0].items()) fields.push_back(key);
-  std::vector<std::string> expected{"compression",     "test_accuracy", "final_loss",  "step_ms",
-                                    "images_per_s",    "wire_bytes",    "dense_bytes", "ratio",
-                                    "exposed_comm_ms", "ranks",         "device",      "schedule"};
+  std::vector<std::string> expected{
+      "compression", "test_accuracy",   "final_loss", "step_ms", "images_per_s", "wire_bytes", "dense_bytes",
+      "ratio",       "exposed_comm_ms", "ranks",      "device",  "schedule",     "bucket_mb"};
   std::sort(expected.begin(), expected.end());
   std::sort(fields.begin(), fields.end());
   EXPECT_EQ(fields, expected);
@@ -279,6 +279,23 @@ TEST(Console, TableHasALineForEachRunAndAlignedColumns) {
   for (std::string text; std::getline(stream, text);) lengths.push_back(text.size());
   ASSERT_EQ(lengths.size(), 4u);
   for (size_t length : lengths) EXPECT_EQ(length, lengths[0]);
+  EXPECT_EQ(table.find("bucket"), std::string::npos);
+}
+
+TEST(CompareTable, BucketSizesHaveAColumnWhereTheyDiffer) {
+  std::vector<ComparedRun> runs{compared("fp32", {}), compared("fp32", {})};
+  runs[0].bucket_mb = 0.5;
+  runs[1].bucket_mb = 25;
+  std::istringstream table(compare_table(runs));
+  std::string head, rule, first, second;
+  std::getline(table, head), std::getline(table, rule), std::getline(table, first),
+      std::getline(table, second);
+  EXPECT_NE(head.find("compression  bucket MiB  test accuracy"), std::string::npos) << head;
+  EXPECT_EQ(first.substr(0, head.find("  test accuracy")), "fp32                0.5");
+  EXPECT_EQ(second.substr(0, head.find("  test accuracy")), "fp32                 25");
+  const json document = json::parse(compare_document(runs));
+  EXPECT_EQ(document[0]["bucket_mb"], 0.5);
+  EXPECT_TRUE(document[1]["bucket_mb"].is_number_integer());
 }
 
 // What reaches a file or a pipe holds no control characters, a line for the first step, every n-th, and the

@@ -133,6 +133,62 @@ TEST_P(TrainTest, SameConfigSameBits) {
   }
 }
 
+TEST_P(TrainTest, AGraphGivesTheSameBits) {
+  struct Case {
+    const char* spec;
+    int ranks;
+    int64_t accumulate;
+  };
+  for (auto [spec, ranks, accumulate] :
+       {Case{"fp32", 1, 1}, Case{"fp32", 2, 3}, Case{"bf16", 3, 1}, Case{"bf16:round=stochastic", 4, 1},
+        Case{"fp8", 2, 1}, Case{"powersgd:rank=2", 4, 1}, Case{"powersgd:rank=2,wire=bf16,start=4", 3, 2}}) {
+    if (GetParam().is_cuda() && ranks > 1) continue;  // refused, see below
+    TrainConfig c = config(ranks, spec);
+    c.accumulate = accumulate;
+    const Recorder plain = train(c);
+    c.graph = true;
+    const Recorder graph = train(c);
+    EXPECT_EQ(losses(plain), losses(graph)) << spec;
+    EXPECT_EQ(plain.hash, graph.hash) << spec;
+    ASSERT_EQ(plain.evals.size(), graph.evals.size());
+    EXPECT_EQ(plain.evals.back().test_loss, graph.evals.back().test_loss) << spec;
+    for (size_t s = 0; s < plain.steps.size(); ++s) {
+      EXPECT_EQ(plain.steps[s].wire_bytes, graph.steps[s].wire_bytes) << spec << ", step " << s;
+      EXPECT_EQ(plain.steps[s].lr, graph.steps[s].lr);
+      EXPECT_GT(graph.steps[s].forward_ms, 0.0) << "step " << s;
+      EXPECT_GE(graph.steps[s].data_ms, 0.0) << "step " << s;
+      EXPECT_GE(graph.steps[s].step_ms, graph.steps[s].forward_ms) << "step " << s;
+    }
+  }
+}
+
+TEST_P(TrainTest, GraphsOfGpuRanksInOneProcessAreRefused) {
+  TrainConfig c = config(2);
+  c.graph = true;
+  Recorder recorder;
+  if (GetParam().is_host()) {
+    EXPECT_NO_THROW(run_training(c, data_, recorder));
+  } else {
+    EXPECT_THROW(run_training(c, data_, recorder), BadInput);
+  }
+}
+
+TEST_P(TrainTest, GradientsThatAreCopiedInAndOutGiveTheSameBits) {
+  for (const char* spec : {"fp32", "powersgd:rank=2,wire=bf16"}) {
+    TrainConfig c = config(3, spec);
+    c.bucket_mb = 0.003;  // many buckets
+    const Recorder views = train(c);
+    c.gradient_views = false;
+    const Recorder copies = train(c);
+    c.graph = true;
+    const Recorder graph = train(c);
+    for (const Recorder* other : {&copies, &graph}) {
+      EXPECT_EQ(views.hash, other->hash) << spec;
+      EXPECT_EQ(losses(views), losses(*other)) << spec;
+    }
+  }
+}
+
 // The same global batches, whatever the split over ranks and micro-batches: only summation order may differ.
 TEST_P(TrainTest, RanksAndAccumulationSplitTheSameGlobalBatch) {
   auto run = [&](int ranks, int64_t batch, int64_t accumulate) {

@@ -144,7 +144,9 @@ void add_run_options(CLI::App& command, Options& o) {
       "none, flip, crop (from a border of an eighth of the side) or flip,crop: of training images, drawn "
       "from the seed")
       ->group("Data");
-  add_number(command, "--bucket-mb", o.bucket_mb, "Size of a gradient bucket, in MiB")->group("Ranks");
+  add_word(command, "--gradient-views", o.gradient_views,
+           "on: backward writes gradients into the buckets; off: memory of their own, copied in and out")
+      ->group("Ranks");
   add_number(command, "--accumulate", o.accumulate, "Batches per step, gradients averaged")
       ->group("Training");
   add_number(command, "--epochs", o.epochs,
@@ -159,6 +161,11 @@ void add_run_options(CLI::App& command, Options& o) {
       ->group("Training");
   add_number(command, "--momentum", o.momentum, "Of sgd (default: 0.9)")->group("Training");
   add_number(command, "--weight-decay", o.weight_decay, "Default: 0.01 for adamw, 0 for sgd")
+      ->group("Training");
+  command
+      .add_flag("--graph", o.graph,
+                "Capture the step once, launch it as a graph from then on (a CUDA graph, or on the host a "
+                "recorded program); the same bits")
       ->group("Training");
   add_word(command, "--precision", o.precision,
            "Of the model's products: fp32, tf32 (CUDA's tensor cores on FP32 operands), or bf16\n"
@@ -318,22 +325,24 @@ std::string run_log_path(const std::string& json_path, size_t index) {
   return path_of_run(json_path, index, ".jsonl");
 }
 
-TrainConfig with_compression(const Resolved& run, size_t index) {
+// Run `index` of a comparison: each compression with each bucket size.
+TrainConfig compared_config(const Resolved& run, size_t index) {
   TrainConfig config = run.config;
-  config.compression = run.compressions[index];
+  config.compression = run.compressions[index / run.buckets_mb.size()];
+  config.bucket_mb = run.buckets_mb[index % run.buckets_mb.size()];
   if (!config.trace.empty()) config.trace = path_of_run(config.trace, index, ".json");
   return config;
 }
 
 int compare(const Options& options) {
   Resolved run = resolve(options);
-  const size_t count = run.compressions.size();
+  const size_t count = run.compressions.size() * run.buckets_mb.size();
   if (!leads(options)) {
     if (options.dry_run) return kDone;
     std::unique_ptr<Communicator> comm = join(options, run.config);
     RunObserver nobody;
     for (size_t i = 0; i < count; ++i) {
-      train_rank(with_compression(run, i), run.data, nobody, comm.get());
+      train_rank(compared_config(run, i), run.data, nobody, comm.get());
     }
     return kDone;
   }
@@ -342,22 +351,23 @@ int compare(const Options& options) {
     for (size_t i = 0; i < count; ++i) check_writable(run_log_path(options.json, i));
   }
   for (size_t i = 0; i < count && !options.trace.empty(); ++i) {
-    check_writable(with_compression(run, i).trace);
+    check_writable(compared_config(run, i).trace);
   }
   say_start(run, options);
   if (options.dry_run) {
-    for (size_t i = 0; i < count; ++i) say_plan(with_compression(run, i));
+    for (size_t i = 0; i < count; ++i) say_plan(compared_config(run, i));
     return kDone;
   }
   std::unique_ptr<Communicator> comm = join(options, run.config);
   std::vector<ComparedRun> runs;
   for (size_t i = 0; i < count; ++i) {
-    const TrainConfig config = with_compression(run, i);
-    say("\n[" + std::to_string(i + 1) + "/" + std::to_string(count) + "] " + config.compression.to_string());
+    const TrainConfig config = compared_config(run, i);
+    say("\n[" + std::to_string(i + 1) + "/" + std::to_string(count) + "] " + config.compression.to_string() +
+        (run.buckets_mb.size() > 1 ? ", buckets of " + shown(config.bucket_mb) + " MiB" : ""));
     std::string log_path = options.json.empty() ? "" : run_log_path(options.json, i);
     RunSummary summary = run_once(run, config, log_path, options.log_every, comm.get());
     runs.push_back({config.compression.to_string(), summary, config.ranks(),
-                    config.devices[0].is_host() ? "host" : "cuda"});
+                    config.devices[0].is_host() ? "host" : "cuda", config.bucket_mb});
   }
   if (!options.json.empty()) write_file_atomically(options.json, compare_document(runs));
   say("\n" + run.config.model.name + " on " + run.config.data.to_string() + ", " +
@@ -375,12 +385,19 @@ int parse_and_run(int argc, char** argv) {
   app.require_subcommand(1);
 
   Options options;
-  std::string compression;
+  std::string compression, bucket_mb;
   CLI::App* train_command = app.add_subcommand("train", "Train a model");
   add_run_options(*train_command, options);
   CLI::Option* given_compression =
       train_command->add_option("--compression", compression, "Compression spec (default: fp32)")
           ->type_name("SPEC")
+          ->group("Ranks");
+  CLI::Option* given_bucket_mb =
+      train_command
+          ->add_option("--bucket-mb", bucket_mb,
+                       "Size of a gradient bucket, in MiB; 0.5 is many, 100000 is one")
+          ->type_name("NUMBER")
+          ->default_str(shown(kDefaultBucketMb))
           ->group("Ranks");
   add_checkpoint_options(*train_command, options);
   train_command->add_option("--log", options.log, "Write records to this file, one JSON object per line")
@@ -393,6 +410,16 @@ int parse_and_run(int argc, char** argv) {
   compare_command->add_option("--compression", options.compression, "Compression spec; one run for each")
       ->required()
       ->type_name("SPEC")
+      ->expected(1)
+      ->take_all()
+      ->group("Ranks");
+  std::vector<std::string> buckets_mb;
+  compare_command
+      ->add_option("--bucket-mb", buckets_mb,
+                   "Size of a gradient bucket, in MiB; given more than once: one run for each --compression "
+                   "and size")
+      ->type_name("NUMBER")
+      ->default_str(shown(kDefaultBucketMb))
       ->expected(1)
       ->take_all()
       ->group("Ranks");
@@ -437,7 +464,10 @@ int parse_and_run(int argc, char** argv) {
         "or set RANK and WORLD_SIZE for each");
   }
   if (options.launch) share_cores(*options.launch);
+  for (const std::string& mb : buckets_mb)
+    options.bucket_mb.push_back(parse_number<double>("--bucket-mb", mb));
   if (compare_command->parsed()) return compare(options);
+  if (given_bucket_mb->count() > 0) options.bucket_mb = {parse_number<double>("--bucket-mb", bucket_mb)};
   if (given_compression->count() > 0) options.compression = {compression};
   return train(options);
 }

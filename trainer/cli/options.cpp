@@ -35,7 +35,7 @@ void check_ranges(const Options& o) {
   check_range("--ranks", o.ranks.value_or(1), 1, 1024);
   check_range("--batch-size", static_cast<double>(o.batch_size), 1, 1 << 20);
   check_range("--accumulate", static_cast<double>(o.accumulate), 1, 1 << 20);
-  check_range("--bucket-mb", static_cast<double>(o.bucket_mb), 1, 1 << 20);
+  for (double mb : o.bucket_mb) check_range("--bucket-mb", mb, 0.001, 1 << 20);
   if (o.epochs && o.steps) throw BadInput("--epochs and --steps were both given; give one of them");
   if (o.epochs && !(*o.epochs > 0 && *o.epochs <= 1e6)) {
     throw BadInput("--epochs " + number(*o.epochs) + " is not above 0 and at most 1e+06");
@@ -294,7 +294,10 @@ Resolved resolve_machine(const Options& o) {
   config.lr = o.lr.value_or(adamw ? 1e-3 : 0.05);
   config.momentum = o.momentum.value_or(0.9);
   config.weight_decay = o.weight_decay.value_or(adamw ? 0.01 : 0.0);
-  config.bucket_mb = o.bucket_mb;
+  out.buckets_mb = o.bucket_mb.empty() ? std::vector{kDefaultBucketMb} : o.bucket_mb;
+  config.bucket_mb = out.buckets_mb[0];
+  config.gradient_views = choose<bool>("--gradient-views", o.gradient_views, {{"on", true}, {"off", false}});
+  config.graph = o.graph;
   config.batch_size = o.batch_size;
   config.accumulate = o.accumulate;
   config.seed = o.seed;
@@ -303,6 +306,11 @@ Resolved resolve_machine(const Options& o) {
   config.eval_batch_size = o.eval_batch_size;
   resolve_devices(o, out);
   resolve_nodes(o, out);
+  if (config.graph && config.devices[0].is_cuda() && config.ranks() > 1 && !config.processes) {
+    throw BadInput(
+        "--graph: ranks of one process on GPUs meet on the host in each step, which no graph can "
+        "hold; start a process for each rank (torchrun, srun or mpirun)");
+  }
   if (config.precision == Precision::tf32 && config.devices[0].is_host()) {
     out.notes.push_back("Note: --precision tf32 concerns CUDA's tensor cores; the host computes in fp32");
   }

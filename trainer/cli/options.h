@@ -24,7 +24,9 @@ struct Options {
   std::optional<int> ranks_per_node;  // default: what the launcher says of this machine
   std::string device = "auto";
   std::vector<std::string> compression;  // train: one at most; compare: one run each
-  int64_t bucket_mb = 25;
+  std::vector<double> bucket_mb;  // train: one at most; compare: one run each
+  std::string gradient_views = "on";
+  bool graph = false;
   int64_t batch_size = 64, accumulate = 1;
   std::optional<double> epochs;
   std::optional<int64_t> steps;
@@ -46,10 +48,12 @@ struct Options {
 };
 
 constexpr double kDefaultEpochs = 3;
+constexpr double kDefaultBucketMb = 25;
 
 struct Resolved {
-  TrainConfig config;  // compression is the first spec
+  TrainConfig config;  // compression and bucket_mb are the first
   std::vector<CompressionSpec> compressions;
+  std::vector<double> buckets_mb;
   DataSplits data;
   std::string device_line;         // which device, how many ranks, and why
   std::vector<std::string> notes;  // what else the user should know

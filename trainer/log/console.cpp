@@ -194,6 +194,13 @@ std::string compare_table(const std::vector<ComparedRun>& runs) {
                     milliseconds(s.step_ms), human_count(s.images_per_s), human_bytes(s.wire_bytes),
                     s.ratio ? format("%.2fx", *s.ratio) : "-", milliseconds(s.exposed_comm_ms)});
   }
+  // Only where it tells runs apart.
+  if (std::any_of(runs.begin(), runs.end(),
+                  [&](const auto& r) { return r.bucket_mb != runs[0].bucket_mb; })) {
+    rows[0].insert(rows[0].begin() + 1, "bucket MiB");
+    for (size_t i = 0; i < runs.size(); ++i)
+      rows[i + 1].insert(rows[i + 1].begin() + 1, format("%g", runs[i].bucket_mb));
+  }
   std::vector<size_t> widths(rows[0].size());
   for (const auto& row : rows) {
     for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());

@@ -1,5 +1,6 @@
 #include "trainer/log/records.h"
 
+#include <cmath>
 #include <nlohmann/json.hpp>
 
 namespace gradwire {
@@ -27,6 +28,11 @@ Json shares_json(const StepShares& shares) {
   return json;
 }
 
+// 25 rather than 25.0.
+Json shortest(double value) {
+  return value == std::floor(value) ? Json(static_cast<int64_t>(value)) : Json(value);
+}
+
 Json model_json(const VitConfig& model) {
   return {{"name", model.name},   {"image_size", model.image}, {"channels", model.channels},
           {"patch", model.patch}, {"width", model.width},      {"depth", model.depth},
@@ -44,7 +50,8 @@ void add_config(Json& json, const TrainConfig& config) {
   for (Device device : config.devices) json["devices"].push_back(device.name());
   json["ranks_are"] = config.processes ? "processes" : "threads";
   json["compression"] = config.compression.to_string();
-  json["bucket_mb"] = config.bucket_mb;
+  json["bucket_mb"] = shortest(config.bucket_mb);
+  json["gradient_views"] = config.gradient_views;
   json["batch_size"] = config.batch_size;
   json["accumulate"] = config.accumulate;
   json["steps"] = config.steps;
@@ -61,6 +68,7 @@ void add_config(Json& json, const TrainConfig& config) {
   }
   json["weight_decay"] = config.weight_decay;
   json["precision"] = name(config.precision);
+  json["graph"] = config.graph;
   json["seed"] = config.seed;
   json["eval_every"] = config.eval_every;
   json["eval_batch_size"] = config.eval_batch_size;
@@ -210,7 +218,8 @@ std::string compare_document(const std::vector<ComparedRun>& runs) {
                         {"exposed_comm_ms", run.summary.exposed_comm_ms},
                         {"ranks", run.ranks},
                         {"device", run.device},
-                        {"schedule", run.summary.schedule}});
+                        {"schedule", run.summary.schedule},
+                        {"bucket_mb", shortest(run.bucket_mb)}});
   }
   return line(document, 2) + "\n";
 }

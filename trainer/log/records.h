@@ -34,6 +34,7 @@ struct ComparedRun {
   RunSummary summary;
   int ranks = 1;
   std::string device;  // "host" or "cuda"
+  double bucket_mb = 0;
 };
 // The array that `gradwire compare --json` writes.
 std::string compare_document(const std::vector<ComparedRun>& runs);

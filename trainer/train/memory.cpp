@@ -15,14 +15,15 @@ RunMemory plan_memory(const TrainConfig& config) {
   comm.set_link_costs({});  // there is nobody to measure with
   const Stream stream = Stream::immediate_host();
   const Reducer reducer(comm, config.compression, gradient_tensors(config.model),
-                        {.bucket_bytes = config.bucket_mb << 20,
+                        {.bucket_bytes = config.bucket_bytes(),
                          .seed = config.seed,
                          .alignment = tensor_alignment(config.precision)});
   const Vit model(config.model, stream, reducer_layout(reducer),
                   {.max_batch = config.batch_size, .precision = config.precision});
   const int64_t moments = config.optimizer == OptimizerKind::adamw ? 2 : config.momentum != 0 ? 1 : 0;
   return {.model = model.bytes(),
-          .gradients = static_cast<int64_t>(reducer.gradients().bytes()),
+          .gradients = static_cast<int64_t>(reducer.gradients().bytes()) *
+                       (config.gradient_views || config.ranks() == 1 ? 1 : 2),
           .optimizer = moments * reducer.elements() * static_cast<int64_t>(sizeof(float)),
           .compression = reducer.memory()};
 }

@@ -25,7 +25,7 @@ Optimizer::Optimizer(const TrainConfig& config, const Stream& stream, int64_t el
   }
 }
 
-void Optimizer::step(const Stream& stream, int64_t step, double lr, float* params, const float* grads) {
+void Optimizer::prepare(const Stream& stream, int64_t step, double lr) {
   OptimizerScalars scalars{.lr = static_cast<float>(lr)};
   if (kind_ == OptimizerKind::adamw) {
     double t = static_cast<double>(step + 1);
@@ -33,6 +33,9 @@ void Optimizer::step(const Stream& stream, int64_t step, double lr, float* param
     scalars.correction2 = static_cast<float>(1.0 - std::pow(beta2_, t));
   }
   store(stream, scalars_.data(), &scalars, sizeof scalars);
+}
+
+void Optimizer::step(const Stream& stream, float* params, const float* grads) {
   if (kind_ == OptimizerKind::sgd) {
     sgd_step(stream, {.params = params,
                       .grads = grads,

@@ -15,9 +15,11 @@ class Optimizer {
   // State for `elements` parameters, zeroed in stream order.
   Optimizer(const TrainConfig& config, const Stream& stream, int64_t elements);
 
-  // Enqueues step number `step` (from 0) with this learning rate. What changes from step to step reaches the
-  // device in stream order, so the host need not wait for the previous step.
-  void step(const Stream& stream, int64_t step, double lr, float* params, const float* grads);
+  // What changes from step to step, for step number `step` (from 0): it reaches the device in stream order,
+  // so the host need not wait for the previous step. Before step(), and outside of any graph that holds it.
+  void prepare(const Stream& stream, int64_t step, double lr);
+  // Enqueues a step. The same work each time.
+  void step(const Stream& stream, float* params, const float* grads);
 
   // What outlives a step: each of `elements` floats.
   std::vector<FlatState> moments() const;

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <string>
 
+#include "collectives/transport/transport.h"
 #include "kernels/error.h"
 #include "kernels/nvtx.h"
 #include "kernels/profiler.h"
@@ -25,7 +26,8 @@ LoaderOptions train_loader(const TrainConfig& config, const Communicator& comm, 
           .augment = config.augment,
           .seed = config.seed,
           .first_batch = first_batch,
-          .slots = 2,  // one trains while the other is loaded
+          // One trains while the other is loaded; a graph takes all of a step's at once.
+          .slots = config.graph ? 2 * config.accumulate : 2,
           .device = comm.device()};
 }
 
@@ -33,6 +35,16 @@ LoaderOptions train_loader(const TrainConfig& config, const Communicator& comm, 
 int64_t images_per_device(const TrainConfig& config) {
   const auto here = std::count(config.devices.begin(), config.devices.end(), config.devices.front());
   return (config.processes ? 1 : here) * config.batch_size * config.accumulate;
+}
+
+// What is captured must have run before (kernels are loaded, connections stand), and must stay the same.
+int64_t first_graph_step(const TrainConfig& config, Communicator& comm, const Reducer& reducer,
+                         int64_t first_step) {
+  if (!config.graph) return config.steps;
+  if (const std::string obstacle = comm.transport().capture_obstacle(); !obstacle.empty()) {
+    throw BadInput("--graph: " + obstacle);
+  }
+  return std::max(first_step, reducer.steady_from()) + 1;
 }
 
 // In rank order, so that a double's rounding is the same in every run.
@@ -83,14 +95,17 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
                                              config_.trace_steps.end)),
       loader_(shared.data.train, train_loader(config_, comm, start_.data_step * config_.accumulate)),
       reducer_(comm, config_.compression, gradient_tensors(config_.model),
-               {.bucket_bytes = config_.bucket_mb << 20,
+               {.bucket_bytes = config_.bucket_bytes(),
                 .seed = config_.seed,
                 .alignment = tensor_alignment(config_.precision),
+                .in_place = config_.gradient_views,
                 .tracer = tracer_.get()}),
       model_(config_.model, stream_, reducer_layout(reducer_),
              {.max_batch = config_.batch_size, .precision = config_.precision}),
       optimizer_(config_, stream_, model_.layout().elements),
       steps_per_epoch_(loader_.batches_per_epoch() / config_.accumulate),
+      graph_from_(first_graph_step(config_, comm, reducer_, start_.step)),
+      gradients_(reducer_.gradients().as<float>()),
       totals_(make_buffer<double>(comm.device(), 2)) {
   // A file may be refused, and then the memory goes that the stream is still zeroing.
   stream_.synchronize();
@@ -100,9 +115,10 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
   } else {
     model_.load(*shared.initial.get(model_.parameters(), model_.layout()));
   }
+  if (!config_.gradient_views && comm.world() > 1) separate_gradients();
   if (config_.eval_every > 0) evaluator_.emplace(config_, shared.data.test, comm, stream_, model_);
   for (Slot& slot : slots_) {
-    auto event = [&] { return Event::create(comm.device()); };
+    auto event = [&] { return Event::create_timer(comm.device()); };
     for (int64_t i = 0; i < config_.accumulate; ++i)
       slot.micros.push_back({event(), event(), event(), event()});
     slot.reduced = event();
@@ -161,28 +177,81 @@ void RankTrainer::announce() {
                            .first_step = start_.step});
 }
 
+// As without bucket views: memory of their own, which the reducer copies into its buckets and out of them.
+void RankTrainer::separate_gradients() {
+  own_gradients_ = make_buffer<float>(comm_.device(), reducer_.elements());
+  gradients_ = own_gradients_.as<float>();
+  // Residuals of a checkpoint may lie there, else zeros.
+  copy(stream_, gradients_, reducer_.gradients().data(), own_gradients_.bytes());
+  stream_.synchronize();
+  std::vector<float*> addresses;
+  for (int i = 0; i < reducer_.tensors(); ++i) addresses.push_back(gradients_ + reducer_.offset(i));
+  reducer_.adopt(addresses);
+}
+
+Loader::Batch RankTrainer::next_batch(int64_t step) {
+  NvtxRange range(Activity::batch, step);
+  const Loader::Batch batch = loader_.next(stream_);
+  if (batch.count != config_.batch_size) {
+    throw Error("training batch of " + std::to_string(batch.count) + " images");
+  }
+  return batch;
+}
+
 void RankTrainer::enqueue_step(int64_t step) {
   Slot& slot = slots_[static_cast<size_t>(step % 2)];
   profile(step);
-  if (tracer_) tracer_->begin_step(step);
+  if (tracer_) tracer_->begin_step(step, step < graph_from_);
   slot.enqueue_begin = std::chrono::steady_clock::now();
   slot.step = step;
   slot.lr = learning_rate(config_, step);
-  float* gradients = reducer_.gradients().as<float>();
+  optimizer_.prepare(stream_, step, slot.lr);
+  slot.micros.front().data.record(stream_);
+  if (config_.graph) {
+    enqueue_graph(slot);
+  } else {
+    enqueue_work(slot);
+  }
+  copy(stream_, slot.totals.data(), totals_.data(), totals_.bytes());
+  slot.end.record(stream_);
+  slot.enqueue_end = std::chrono::steady_clock::now();
+}
+
+// A graph holds the marks of its slot and the addresses of its batches, so there are two of them, for even
+// and odd steps.
+void RankTrainer::enqueue_graph(Slot& slot) {
+  std::vector<Loader::Batch> batches;
+  for (int64_t micro = 0; micro < config_.accumulate; ++micro) batches.push_back(next_batch(slot.step));
+  const bool replays = static_cast<bool>(slot.graph);
+  for (size_t micro = 0; replays && micro < batches.size(); ++micro) {
+    if (batches[micro].images != slot.batches[micro].images)
+      throw Error("the loader's slots are out of step");
+  }
+  slot.batches = std::move(batches);
+  if (slot.step < graph_from_) {
+    enqueue_work(slot);
+  } else {
+    if (!replays) {
+      slot.graph = Graph::capture(stream_, [&] { enqueue_work(slot); });
+      slot.captured = slot.step;
+    }
+    slot.graph.launch();
+    if (replays) reducer_.replayed(slot.captured);
+  }
+  for (int64_t micro = 0; micro < config_.accumulate; ++micro) loader_.release(stream_);
+}
+
+void RankTrainer::enqueue_work(Slot& slot) {
+  const int64_t step = slot.step;
   // The reducer divides by the ranks; the mean over this rank's images is taken here.
   const float grad_scale = 1.0f / static_cast<float>(config_.batch_size * config_.accumulate);
   const std::function<void(int)> ready = [&](int i) { reducer_.ready(i, stream_); };
 
   for (int64_t micro = 0; micro < config_.accumulate; ++micro) {
     MicroMarks& marks = slot.micros[static_cast<size_t>(micro)];
-    marks.data.record(stream_);
+    if (micro > 0) marks.data.record(stream_);
     std::optional<NvtxRange> range;
-    range.emplace(Activity::batch, step);
-    const Loader::Batch batch = loader_.next(stream_);
-    range.reset();
-    if (batch.count != config_.batch_size) {
-      throw Error("training batch of " + std::to_string(batch.count) + " images");
-    }
+    const Loader::Batch batch = config_.graph ? slot.batches[static_cast<size_t>(micro)] : next_batch(step);
     marks.forward.record(stream_);
     range.emplace(Activity::forward, step);
     if (micro == 0) fill_zero(stream_, totals_.data(), totals_.bytes());
@@ -192,21 +261,18 @@ void RankTrainer::enqueue_step(int64_t step) {
     // Only the last micro-batch completes a gradient.
     bool completes = micro + 1 == config_.accumulate;
     range.emplace(Activity::backward, step);
-    model_.backward(batch.labels, totals_.as<double>(), grad_scale, gradients, micro > 0 || carried_,
+    model_.backward(batch.labels, totals_.as<double>(), grad_scale, gradients_, micro > 0 || carried_,
                     completes ? ready : std::function<void(int)>());
     range.reset();
     marks.done.record(stream_);
-    loader_.release(stream_);
+    if (!config_.graph) loader_.release(stream_);
   }
   carried_ = false;
   reducer_.wait(stream_);
   slot.reduced.record(stream_);
   NvtxRange range(Activity::optimizer, step);
-  optimizer_.step(stream_, step, slot.lr, model_.weights().as<float>(), gradients);
+  optimizer_.step(stream_, model_.weights().as<float>(), gradients_);
   model_.round_weights();
-  copy(stream_, slot.totals.data(), totals_.data(), totals_.bytes());
-  slot.end.record(stream_);
-  slot.enqueue_end = std::chrono::steady_clock::now();
 }
 
 void RankTrainer::harvest(Slot& slot, const Event* next_start) {

@@ -14,6 +14,7 @@
 #include "collectives/reducer.h"
 #include "collectives/shared_clock.h"
 #include "kernels/device.h"
+#include "kernels/graph.h"
 #include "kernels/trace.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/data/dataset.h"
@@ -68,6 +69,10 @@ class RankTrainer {
     std::vector<MicroMarks> micros;
     Event reduced, end;  // gradients averaged; parameters updated
     Buffer totals;       // pinned: sum of losses, right answers
+    // --graph: the step, with these marks inside, and what it reads.
+    Graph graph;
+    std::vector<Loader::Batch> batches;
+    int64_t captured = -1;
   };
 
   // Where this run begins, and where that is in the data: the same, unless the world has changed meanwhile.
@@ -83,6 +88,11 @@ class RankTrainer {
   bool leads() const { return comm_.rank() == 0; }
   void announce();
   void enqueue_step(int64_t step);
+  void separate_gradients();
+  Loader::Batch next_batch(int64_t step);
+  void enqueue_graph(Slot& slot);
+  // What is the same in each step: forward, backward, communication, optimizer.
+  void enqueue_work(Slot& slot);
   // Reads step `slot.step` once it is done and reports it. `next_start`: where the following step began, or
   // null when something else follows.
   void harvest(Slot& slot, const Event* next_start);
@@ -109,6 +119,9 @@ class RankTrainer {
   Optimizer optimizer_;
   std::optional<Evaluator> evaluator_;  // none when the run never evaluates
   int64_t steps_per_epoch_;
+  const int64_t graph_from_;  // the first step that is launched as a graph
+  Buffer own_gradients_;      // where they are not views of the buckets
+  float* gradients_;
   Buffer totals_;  // device: two doubles
   std::array<Slot, 2> slots_;
   bool carried_ = false;  // the gradient buffer holds residuals of a checkpoint, for the first step to add to
