@@ -13,10 +13,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
-}
-
 constexpr int kTries = 8;
 
 class TimeExchange {
@@ -58,7 +54,10 @@ class TimeExchange {
 
 }  // namespace
 
-SharedInstant agree_on_instant(Communicator& comm) {
+SharedInstant agree_on_instant(Communicator& comm, const std::function<Clock::time_point()>& now) {
+  auto now_ns = [&] {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(now().time_since_epoch()).count();
+  };
   const int64_t start = now_ns();
   auto instant = [](int64_t ns) { return Clock::time_point(std::chrono::nanoseconds(ns)); };
   if (comm.world() == 1) return {instant(start), 0};

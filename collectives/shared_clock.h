@@ -3,6 +3,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 
 #include "collectives/communicator.h"
 
@@ -16,6 +17,9 @@ struct SharedInstant {
 // Collective, and blocks: a few round trips between rank 0 and each other rank. The error is half of the
 // shortest round trip, and a clock that does not differ by more than that (two processes of one machine have
 // the same) is taken for the same. Clocks of two machines drift apart later, by some microseconds per second.
-SharedInstant agree_on_instant(Communicator& comm);
+// `now`: the clock of this process, another one in tests.
+SharedInstant agree_on_instant(
+    Communicator& comm,
+    const std::function<std::chrono::steady_clock::time_point()>& now = std::chrono::steady_clock::now);
 
 }  // namespace gradwire
