@@ -41,6 +41,14 @@ class Timeline:
             self.spans[e["pid"]].append((e["cat"], (e["ts"] - zero) / 1e3, e["dur"] / 1e3, e["args"].get("bucket")))
         self.step_ms = {rank: self.sum(rank, "step") for rank in self.ranks}
 
+    def busy(self, rank, *kinds):
+        """For how long at least one span of these kinds was under way."""
+        total = until = 0.0
+        for begin, end in sorted((begin, begin + ms) for kind, begin, ms, _ in self.spans[rank] if kind in kinds):
+            total += max(0.0, end - max(begin, until))
+            until = max(until, end)
+        return total
+
     def sum(self, rank, *kinds):
         return sum(ms for kind, _, ms, _ in self.spans[rank] if kind in kinds)
 
@@ -48,12 +56,15 @@ class Timeline:
         return max(begin + ms for spans in self.spans.values() for kind, begin, ms, _ in spans if kind in KINDS or kind == "step")
 
 
-def draw_spans(axis, spans, top, end):
+def draw_spans(axis, spans, top, end, several):
     for kind, begin, ms, bucket in spans:
         if kind not in KINDS:
             continue
         lane = kind if kind == "exchange" else "communicate" if kind in ("compress", "communicate", "decompress") else "compute"
         offset, height = LANES[lane]
+        if lane == "communicate" and several:  # they take turns on two streams, and overlap
+            height /= 2
+            offset += height * (bucket % 2)
         edge = {"hatch": "////", "edgecolor": "#d1495b", "linewidth": 0} if kind == "wait" else {
             "edgecolor": "white", "linewidth": 0.7 if lane != "exchange" and ms > end / 400 else 0}
         axis.barh(top + offset + height / 2, ms, left=begin, height=height, color=KINDS[kind][1], **edge)
@@ -79,7 +90,7 @@ def draw(trace, step, path):
     style(axis, "", "milliseconds", "")
     axis.grid(axis="y", visible=False)
     for row, rank in enumerate(ranks):
-        draw_spans(axis, timeline.spans[rank], row, end)
+        draw_spans(axis, timeline.spans[rank], row, end, several)
         axis.text(-0.092, row + 0.43, f"rank {rank}", transform=axis.get_yaxis_transform(), fontweight="bold", ha="left", va="center")
         for lane, name in (("compute", "compute"), ("communicate", "buckets")):
             offset, tall = LANES[lane]
@@ -90,7 +101,7 @@ def draw(trace, step, path):
     axis.set_xlim(0, end * 1.002)
 
     first = ranks[0]
-    communication = timeline.sum(first, "compress", "communicate", "decompress")
+    communication = timeline.busy(first, "compress", "communicate", "decompress")
     waited = timeline.sum(first, "wait")
     hidden = f", {100 * (1 - min(1, waited / communication)):.0f} % of it hidden behind backward" if communication else ""
     figure.text(0.02, 1 - 0.36 / height, f"One step of {about['model']} on {len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'}",

@@ -38,6 +38,7 @@ Allreduce::Allreduce(Transport& transport, const Schedule& schedule, float* data
       options_(std::move(options)),
       count_(count),
       slices_(options_.transfers ? slices_for(schedule, count, options_.wire, options_.slice_bytes) : 1),
+      overlapped_(options_.transfers && (slices_ > 1 || options_.beside_others)),
       schedule_(slices_ > 1 ? pipelined(schedule, slices_) : schedule),
       call_(describe()),
       data_(data),
@@ -48,7 +49,7 @@ Allreduce::Allreduce(Transport& transport, const Schedule& schedule, float* data
   }
   workspace_bytes_ = compile(nullptr);
   info_ = describe_exchanges();
-  if (slices_ > 1) {
+  if (overlapped_) {
     start_ = Event::create(transport.device());
     kernels_done_ = Event::create(transport.device());
     for (int k = 0; k < schedule_.num_rounds(); ++k)
@@ -172,8 +173,7 @@ void Allreduce::label_exchanges(int bucket) {
 
 void Allreduce::run(const Stream& stream, BucketPhases* phases) {
   if (!bound_ && workspace_bytes_ > 0) throw Error(options_.what + ": Allreduce::run before bind");
-  const bool overlapped = slices_ > 1;
-  const Stream& transfers = overlapped ? options_.transfers : stream;
+  const Stream& transfers = overlapped_ ? options_.transfers : stream;
   auto enter = [&](Phase phase) {
     if (phases != nullptr) phases->enter(stream, phase, phase == Phase::communicate ? &info_ : nullptr);
   };
@@ -188,7 +188,7 @@ void Allreduce::run(const Stream& stream, BucketPhases* phases) {
     if (tracer == nullptr || exchange % group != 0) return;
     span.emplace(tracer, transfers, labels_[static_cast<size_t>(exchange / group)]);
   };
-  if (overlapped) {
+  if (overlapped_) {
     start_.record(stream);
     transfers.wait(start_);
   }
@@ -197,7 +197,7 @@ void Allreduce::run(const Stream& stream, BucketPhases* phases) {
   auto finish_until = [&](int count) {
     for (; finished < count; ++finished) {
       transport_.finish(transfers);
-      if (overlapped) exchange_done_[finished].record(transfers);
+      if (overlapped_) exchange_done_[finished].record(transfers);
       const int next = finished + 1;
       if (next == info_.exchanges || next % group == 0) span.reset();
       if (next < started) open_span(next);
@@ -206,7 +206,7 @@ void Allreduce::run(const Stream& stream, BucketPhases* phases) {
   auto await = [&](int exchange) {
     finish_until(exchange + 1);
     if (exchange <= awaited) return;
-    if (overlapped) stream.wait(exchange_done_[exchange]);
+    if (overlapped_) stream.wait(exchange_done_[exchange]);
     awaited = exchange;
   };
   for (const Operation& operation : operations_) {
@@ -222,7 +222,7 @@ void Allreduce::run(const Stream& stream, BucketPhases* phases) {
     if (started == 0) enter(Phase::compress);
     if (started > 0 && awaited + 1 == info_.exchanges) enter(Phase::decompress);
     launch(stream, operation);
-    if (overlapped && operation.needed) {
+    if (overlapped_ && operation.needed) {
       kernels_done_.record(stream);
       transfers.wait(kernels_done_);
     }

@@ -65,6 +65,9 @@ class Allreduce {
     std::string spec = {};
     // Where exchanges run beside the kernels; empty: everything on the stream given to run(), in one slice.
     Stream transfers = {};
+    // Exchanges run on `transfers` even in one slice: for programs that are under way at once, on streams of
+    // their own, and whose exchanges must keep one order on all ranks.
+    bool beside_others = false;
     // Messages larger than this are cut into slices of about this size, kMostSlices at most; 0: never.
     // Needs `transfers`.
     int64_t slice_bytes = 0;
@@ -124,6 +127,7 @@ class Allreduce {
   const Options options_;
   const int64_t count_;
   int slices_ = 1;
+  const bool overlapped_;  // exchanges have a stream of their own
   const Schedule schedule_;
   const Call call_;
   float* data_;
@@ -132,7 +136,7 @@ class Allreduce {
   size_t workspace_bytes_ = 0;
   void* workspace_ = nullptr;
   bool bound_ = false;
-  // Between the two streams; only when there are several slices.
+  // Between the two streams.
   Event start_, kernels_done_;
   std::vector<Event> exchange_done_;
   AllreduceInfo info_;

@@ -49,8 +49,10 @@ void BucketPhases::end() {
   stream_ = {};
 }
 
-double BucketPhases::total_ms() const {
-  return used_ < 2 ? 0 : elapsed_ms(segments_[0].begin, segments_[used_ - 1].begin);
+std::pair<double, double> BucketPhases::since(const BucketPhases& first) const {
+  if (used_ < 2 || first.used_ < 2) return {0, 0};
+  const Event& zero = first.segments_[0].begin;
+  return {elapsed_ms(zero, segments_[0].begin), elapsed_ms(zero, segments_[used_ - 1].begin)};
 }
 
 double BucketPhases::ms(Phase phase) const {

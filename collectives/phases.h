@@ -49,8 +49,8 @@ class BucketPhases {
   Tracer* tracer() const { return options_.tracer; }
   int bucket() const { return options_.bucket; }
 
-  // Once the marks are done.
-  double total_ms() const;
+  // Once the marks are done. When this bucket began and ended, in ms since the beginning of another.
+  std::pair<double, double> since(const BucketPhases& first) const;
   double ms(Phase phase) const;
   // Every phase as a span on `row`, named after itself and the bucket. `details` are of the bucket.
   void trace(Tracer& tracer, const std::string& row, int64_t step,

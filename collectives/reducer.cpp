@@ -40,6 +40,15 @@ struct Bucket {
 
   float* data = nullptr;  // what the codec works on: a part of the flat buffer, or memory adopted as it is
   bool staged = false;    // tensors are copied in and out of the flat buffer
+  size_t lane = 0;
+};
+
+// Where buckets are worked on one after the other.
+struct Lane {
+  Stream stream = {};
+  size_t workspace_bytes = 0;
+  Buffer workspace = {};
+  Event joined = {};  // the end of the step, for the first lane
 };
 
 }  // namespace
@@ -72,6 +81,7 @@ class Reducer::Impl {
     // Whatever is in flight uses memory that dies with this object. A stream that failed has left the other's
     // work behind.
     std::vector<Stream> busy = {stream_};
+    for (const Lane& lane : lanes_) busy.push_back(lane.stream);
     if (!buckets_.empty()) busy.push_back(comm_.transfers());
     for (const Stream& stream : busy) {
       try {
@@ -106,7 +116,7 @@ class Reducer::Impl {
         data = gradients_.as<float>() + b.begin;
       }
       if (data == b.data) continue;
-      stream_.synchronize();
+      lane_of(b).stream.synchronize();
       b.codec->rebind(data);
       b.data = data;
     }
@@ -144,6 +154,11 @@ class Reducer::Impl {
     if (!buckets_.empty()) {
       StepMarks& marks = marks_[step_ % kStatsKept];
       marks.step = step_;
+      for (Lane& lane : lanes_) {
+        if (lane.stream == stream_) continue;
+        lane.joined.record(lane.stream);
+        stream_.wait(lane.joined);
+      }
       increment(stream_, device_step_.as<uint64_t>());
       note_bytes(marks, 1);
       done_.record(stream_);
@@ -193,8 +208,11 @@ class Reducer::Impl {
     stats.wire_bytes = (*marks.bytes_sent)[1] - (*marks.bytes_sent)[0];
     stats.dense_bytes = dense_bytes_;
     if (options_.timing) {
+      double until = 0;  // of those before, from the beginning of the first
       for (const BucketPhases& b : marks.buckets) {
-        stats.comm_ms += b.total_ms();
+        const auto [begin, end] = b.since(marks.buckets[0]);
+        stats.comm_ms += std::max(0.0, end - std::max(begin, until));
+        until = std::max(until, end);
         stats.compress_ms += b.ms(Phase::compress);
         stats.communicate_ms += b.ms(Phase::communicate);
         stats.decompress_ms += b.ms(Phase::decompress);
@@ -208,7 +226,7 @@ class Reducer::Impl {
     if (buckets_.empty() || !options_.timing) return;
     const StepMarks& marks = marks_of(step);
     for (size_t b = 0; b < buckets_.size(); ++b) {
-      marks.buckets[b].trace(tracer, stream_.name(), step,
+      marks.buckets[b].trace(tracer, lane_of(buckets_[b]).stream.name(), step,
                              {{"bucket", static_cast<int64_t>(b)},
                               {"spec", spec_.to_string()},
                               {"bucket_bytes", (buckets_[b].end - buckets_[b].begin) * 4}});
@@ -263,7 +281,8 @@ class Reducer::Impl {
   }
 
   ReducerMemory memory() const {
-    ReducerMemory memory{.staging = static_cast<int64_t>(workspace_.bytes())};
+    ReducerMemory memory;
+    for (const Lane& lane : lanes_) memory.staging += static_cast<int64_t>(lane.workspace.bytes());
     for (const Bucket& b : buckets_) {
       int64_t residual = 0;
       for (const CodecState& s : b.codec->state()) {
@@ -316,10 +335,19 @@ class Reducer::Impl {
     }
     return text;
   }
+  Lane& lane_of(const Bucket& b) { return lanes_[b.lane]; }
+  const Lane& lane_of(const Bucket& b) const { return lanes_[b.lane]; }
   static bool is_full(const Bucket& b) { return b.ready == b.last_tensor - b.first_tensor; }
 
   void build_buckets() {
     cut_into_buckets();
+    // A second bucket can be encoded while the links carry the first, unless somebody else gives the order.
+    lanes_.push_back({.stream = stream_});
+    if (buckets_.size() > 1 && !options_.stream) {
+      lanes_.push_back({.stream = Stream::create(comm_.device(), "communicate 2"),
+                        .joined = Event::create(comm_.device())});
+      begun_ = Event::create(comm_.device());
+    }
     device_step_ = make_buffer<uint64_t>(comm_.device(), 1);
     fill_zero(stream_, device_step_.data(), device_step_.bytes());
     done_ = Event::create(comm_.device());
@@ -328,7 +356,6 @@ class Reducer::Impl {
     const bool measure = choice || options_.slice_bytes == kAutomaticSlices;
     planner_.emplace(spec_, comm_.world(), comm_.ranks_per_node(),
                      measure ? comm_.link_costs(stream_) : LinkCosts{}, options_.slice_bytes);
-    size_t workspace_bytes = 0;
     for (size_t b = 0; b < buckets_.size(); ++b) {
       Bucket& bucket = buckets_[b];
       BucketContext context;
@@ -341,6 +368,7 @@ class Reducer::Impl {
       context.stream = stream_;
       context.transfers = comm_.transfers();
       context.slice_bytes = options_.slice_bytes;
+      context.beside_others = lanes_.size() > 1;
       for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
         const GradientTensor& t = tensors_[i];
         int64_t count = element_count(t), rows = t.shape.empty() ? 1 : t.shape[0];
@@ -357,10 +385,12 @@ class Reducer::Impl {
       context.step = device_step_.as<const uint64_t>();
       context.name = "bucket " + std::to_string(b + 1) + " of " + std::to_string(buckets_.size());
       bucket.codec = make_codec(context);
-      workspace_bytes = std::max(workspace_bytes, bucket.codec->workspace_bytes());
+      bucket.lane = b % lanes_.size();
+      size_t& most = lane_of(bucket).workspace_bytes;
+      most = std::max(most, bucket.codec->workspace_bytes());
     }
-    workspace_ = Buffer(comm_.device(), workspace_bytes);
-    for (Bucket& b : buckets_) b.codec->bind(workspace_.data());
+    for (Lane& lane : lanes_) lane.workspace = Buffer(comm_.device(), lane.workspace_bytes);
+    for (Bucket& b : buckets_) b.codec->bind(lane_of(b).workspace.data());
     for (StepMarks& marks : marks_) {
       marks.wait_begin = Event::create_timer(comm_.device());
       marks.wait_end = Event::create_timer(comm_.device());
@@ -392,23 +422,29 @@ class Reducer::Impl {
   void launch(int b) {
     Bucket& bucket = buckets_[b];
     StepMarks& marks = marks_[step_ % kStatsKept];
+    const Stream& stream = lane_of(bucket).stream;
     for (const Stream& producer : bucket.producers) {
       full_.record(producer);
 #ifndef GRADWIRE_PLANT_MISSING_WAIT  // tests/collectives/tsan_planted_race.cpp proves that ThreadSanitizer
                                      // sees this gone
-      stream_.wait(full_);
+      stream.wait(full_);
 #endif
     }
-    if (b == 0) note_bytes(marks, 0);
+    if (b == 0) {
+      note_bytes(marks, 0);
+      if (begun_) begun_.record(stream_);
+    } else if (b < static_cast<int>(lanes_.size())) {
+      stream.wait(begun_);  // behind all of the step before, whose end only the first lane has seen
+    }
     BucketPhases& phases = marks.buckets[b];
-    phases.begin(stream_);
+    phases.begin(stream);
     if (bucket.staged) {
-      phases.enter(stream_, Phase::compress);
+      phases.enter(stream, Phase::compress);
       stage(bucket, true);
     }
-    bucket.codec->run(stream_, step_, phases);
+    bucket.codec->run(stream, step_, phases);
     if (bucket.staged) {
-      phases.enter(stream_, Phase::decompress);
+      phases.enter(stream, Phase::decompress);
       stage(bucket, false);
     }
     phases.end();
@@ -431,10 +467,11 @@ class Reducer::Impl {
   }
 
   void stage(const Bucket& bucket, bool in) {
+    const Stream& stream = lane_of(bucket).stream;
     for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
       float* flat = gradients_.as<float>() + offsets_[i];
       size_t bytes = static_cast<size_t>(element_count(tensors_[i])) * sizeof(float);
-      copy(stream_, in ? flat : adopted_[i], in ? adopted_[i] : flat, bytes);
+      copy(stream, in ? flat : adopted_[i], in ? adopted_[i] : flat, bytes);
     }
   }
 
@@ -453,20 +490,22 @@ class Reducer::Impl {
   const ReducerOptions options_;
   std::vector<int64_t> offsets_;
   int64_t elements_ = 0;
-  Buffer gradients_, workspace_, device_step_;
+  Buffer gradients_, device_step_;
   std::vector<float*> adopted_;  // by tensor; empty: the gradients are in gradients_
   std::vector<Bucket> buckets_;  // empty in a world of 1
   std::vector<int> bucket_of_;   // tensor -> bucket
   std::optional<SchedulePlanner> planner_;
   uint64_t dense_bytes_ = 0;
   std::array<StepMarks, kStatsKept> marks_;
-  Event full_, done_;
+  Event full_, begun_, done_;
 
   std::mutex mutex_;  // ready() may come from several threads
   std::vector<bool> ready_;
   int launched_ = 0;  // buckets of the step under way whose work is enqueued
   int64_t step_ = 0, first_step_ = 0;
-  Stream stream_;  // last: destroyed first, before anything its tasks use
+  // Last: destroyed first, before anything their tasks use.
+  std::vector<Lane> lanes_;  // buckets take turns; the first is on stream_
+  Stream stream_;
 };
 
 Reducer::Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<GradientTensor> tensors,

@@ -5,7 +5,8 @@
 // tensor's gradient is a view into it, so nothing is copied in or out. Gradients that somebody else owns are
 // adopted: see adopt(). When the last gradient of a bucket is
 // ready, the bucket is compressed and reduced on the reducer's own stream, while the producer's stream goes
-// on with backward.
+// on with backward. Buckets take turns on two such streams, so that one is encoded or decoded while another
+// is on the links; exchanges are made in the order of the buckets, on every rank.
 //
 // In a world of 1 ready() and wait() do nothing: no stream, no residual, no bucket.
 //
@@ -60,8 +61,9 @@ struct ReducerOptions {
 struct ReducerStats {
   uint64_t wire_bytes = 0;   // sent by this rank, measured at the transport
   uint64_t dense_bytes = 0;  // what this rank would have sent in FP32 with the same schedule
-  double comm_ms = 0;        // sum over buckets of the time on the reducer's stream, compression included
-  // Its parts, which add up to it: phases.h says where each begins.
+  double comm_ms = 0;        // while any bucket was under way on the reducer's streams, compression included
+  // Its parts: phases.h says where each begins. They add up to it, or to more where two buckets were under
+  // way at once.
   double compress_ms = 0, communicate_ms = 0, decompress_ms = 0;
   double exposed_comm_ms = 0;  // how long the stream given to wait() stood still for it
 };

@@ -37,6 +37,7 @@ struct BucketContext {
   // Allreduce::Options). In order with the exchanges of the stream given to run().
   Stream transfers;
   int64_t slice_bytes = 0;
+  bool beside_others = false;  // another bucket is under way meanwhile, on another stream
   std::vector<BucketTensor> tensors;
   float* gradients = nullptr;      // the bucket; null when rebind() comes before the first run()
   int64_t elements = 0;            // of the bucket, gaps between tensors included

@@ -99,6 +99,7 @@ class PowerSgdCodec final : public Codec {
                                .rounding = {},
                                .spec = c.spec.to_string(),
                                .transfers = c.transfers,
+                               .beside_others = c.beside_others,
                                .slice_bytes = choice.slice_bytes};
       before_start_.emplace(*c.transport, choice.schedule, c.gradients, nullptr, c.elements, plain);
     }
@@ -315,6 +316,7 @@ class PowerSgdCodec final : public Codec {
                          c.first_element + static_cast<int64_t>(first_element)},
             .spec = c.spec.to_string(),
             .transfers = c.transfers,
+            .beside_others = c.beside_others,
             .slice_bytes = slice_bytes};
   }
 

@@ -21,6 +21,7 @@ class WireCodec final : public Codec {
                     .rounding = {c.spec.rounding, c.rounding_seed, c.step, c.first_element},
                     .spec = c.spec.to_string(),
                     .transfers = c.transfers,
+                    .beside_others = c.beside_others,
                     .slice_bytes = choice_.slice_bytes}) {
     fill_zero(c.stream, residual_.data(), residual_.bytes());
     c.stream.synchronize();

@@ -97,11 +97,14 @@ TEST_P(TraceTest, EveryBucketOfEveryStepIsCompressedThenSentThenDecompressed) {
     for (int rank = 0; rank < 3; ++rank) {
       std::map<std::pair<int64_t, int64_t>, std::string> phases;  // of a step and bucket, in order
       std::map<int64_t, int64_t> bytes;
-      for (const Span& s : rows.at({rank, "communicate"})) {
-        if (s.category == "exchange") continue;
-        phases[{s.step, s.bucket}] += s.category + " ";
-        bytes[s.bucket] = s.bucket_bytes;
-        EXPECT_EQ(s.name, s.category + " " + std::to_string(s.bucket));
+      for (const char* stream : {"communicate", "communicate 2"}) {  // buckets take turns
+        for (const Span& s : rows.at({rank, stream})) {
+          if (s.category == "exchange") continue;
+          phases[{s.step, s.bucket}] += s.category + " ";
+          bytes[s.bucket] = s.bucket_bytes;
+          EXPECT_EQ(s.name, s.category + " " + std::to_string(s.bucket));
+          EXPECT_EQ(s.bucket % 2, std::string(stream) == "communicate" ? 0 : 1);
+        }
       }
       for (const auto& [key, text] : phases) {
         const std::string where = std::string(spec) + ", bucket " + std::to_string(key.second) + ": " + text;
