@@ -197,9 +197,10 @@ void Allreduce::run(const Stream& stream, BucketPhases* phases) {
   auto finish_until = [&](int count) {
     for (; finished < count; ++finished) {
       transport_.finish(transfers);
-      if (overlapped_) exchange_done_[finished].record(transfers);
       const int next = finished + 1;
+      // In front of the mark that others wait for: who has seen that may read the span.
       if (next == info_.exchanges || next % group == 0) span.reset();
+      if (overlapped_) exchange_done_[finished].record(transfers);
       if (next < started) open_span(next);
     }
   };
