@@ -5,10 +5,10 @@
 #include <cmath>
 #include <cstring>
 
-#include "collectives/all_gather.h"
+#include "collectives/agreement/all_gather.h"
 #include "collectives/codec/codec.h"
 #include "kernels/math/random.h"
-#include "kernels/thread_pool.h"
+#include "runtime/thread_pool.h"
 
 namespace gradwire::bench {
 namespace {

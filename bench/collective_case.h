@@ -6,10 +6,10 @@
 #include <string>
 #include <vector>
 
-#include "collectives/codec/spec.h"
-#include "collectives/communicator.h"
-#include "collectives/reducer.h"
+#include "collectives/communicator/communicator.h"
+#include "collectives/reducer/reducer.h"
 #include "collectives/schedule/schedule.h"
+#include "collectives/spec/spec.h"
 
 namespace gradwire::bench {
 

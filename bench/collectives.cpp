@@ -19,8 +19,8 @@
 #include "bench/text.h"
 #include "collectives/transport/gloo.h"
 #include "collectives/transport/nccl.h"
-#include "kernels/error.h"
-#include "kernels/thread_pool.h"
+#include "runtime/error.h"
+#include "runtime/thread_pool.h"
 #include "trainer/cli/launcher.h"
 #include "trainer/log/run_log.h"
 

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kernels/host/simd.h"
-#include "kernels/thread_pool.h"
+#include "kernels/simd/simd.h"
+#include "runtime/thread_pool.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -15,8 +15,8 @@
 #include <chrono>
 #include <map>
 
-#include "collectives/all_gather.h"
-#include "kernels/error.h"
+#include "collectives/agreement/all_gather.h"
+#include "runtime/error.h"
 
 namespace gradwire::bench {
 

@@ -15,12 +15,12 @@
 #include "bench/peer.h"
 #include "bench/text.h"
 #include "collectives/codec/codec.h"
-#include "collectives/communicator.h"
-#include "kernels/bf16.h"
-#include "kernels/error.h"
-#include "kernels/fp8.h"
+#include "collectives/communicator/communicator.h"
 #include "kernels/math/random.h"
-#include "kernels/thread_pool.h"
+#include "kernels/wire/bf16.h"
+#include "kernels/wire/fp8.h"
+#include "runtime/error.h"
+#include "runtime/thread_pool.h"
 #include "trainer/log/run_log.h"
 
 namespace gradwire::bench {

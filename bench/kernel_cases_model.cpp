@@ -8,9 +8,9 @@
 #include <type_traits>
 
 #include "bench/kernel_cases.h"
-#include "kernels/bf16.h"
-#include "kernels/gemm.h"
-#include "kernels/vit.h"
+#include "kernels/gemm/gemm.h"
+#include "kernels/vit/vit.h"
+#include "kernels/wire/bf16.h"
 
 namespace gradwire::bench {
 namespace {

@@ -3,9 +3,9 @@
 #include <cmath>
 
 #include "bench/kernel_cases.h"
-#include "kernels/gemm.h"
-#include "kernels/orthonormalize.h"
-#include "kernels/powersgd.h"
+#include "kernels/gemm/gemm.h"
+#include "kernels/powersgd/orthonormalize.h"
+#include "kernels/powersgd/powersgd.h"
 
 namespace gradwire::bench {
 namespace {

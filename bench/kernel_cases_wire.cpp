@@ -1,10 +1,10 @@
 // Cases of the wire formats, packing and the optimizers: one flat array of `size` bytes of floats.
 #include "bench/kernel_cases.h"
-#include "kernels/bf16.h"
-#include "kernels/fp32.h"
-#include "kernels/fp8.h"
-#include "kernels/optimizer.h"
-#include "kernels/pack.h"
+#include "kernels/optimizer/optimizer.h"
+#include "kernels/powersgd/pack.h"
+#include "kernels/wire/bf16.h"
+#include "kernels/wire/fp32.h"
+#include "kernels/wire/fp8.h"
 
 namespace gradwire::bench {
 namespace {

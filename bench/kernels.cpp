@@ -7,8 +7,8 @@
 #include "bench/bench.h"
 #include "bench/kernel_cases.h"
 #include "bench/text.h"
-#include "kernels/error.h"
-#include "kernels/thread_pool.h"
+#include "runtime/error.h"
+#include "runtime/thread_pool.h"
 #include "trainer/log/run_log.h"
 
 namespace gradwire::bench {

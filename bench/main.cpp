@@ -2,7 +2,7 @@
 #include <exception>
 
 #include "bench/bench.h"
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 namespace {
 

@@ -12,8 +12,8 @@
 
 #include "bench/copy_loops.h"
 #include "bench/text.h"
-#include "kernels/error.h"
-#include "kernels/thread_pool.h"
+#include "runtime/error.h"
+#include "runtime/thread_pool.h"
 
 namespace gradwire::bench {
 namespace {

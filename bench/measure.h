@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/device.h"
+#include "runtime/device.h"
 
 namespace gradwire::bench {
 

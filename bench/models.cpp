@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 #include "trainer/model/parameters.h"
 
 namespace gradwire::bench {

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/reducer.h"
+#include "collectives/reducer/reducer.h"
 
 namespace gradwire::bench {
 

@@ -1,6 +1,6 @@
 #include "bench/nccl_peer.h"
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 #if defined(GRADWIRE_HAS_NCCL) && defined(GRADWIRE_HAS_CUDA)
 
@@ -9,7 +9,7 @@
 #include <cstring>
 #include <vector>
 
-#include "collectives/all_gather.h"
+#include "collectives/agreement/all_gather.h"
 #include "collectives/transport/nccl_api.h"
 
 namespace gradwire::bench {

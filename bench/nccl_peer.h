@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "collectives/communicator.h"
+#include "collectives/communicator/communicator.h"
 
 namespace gradwire::bench {
 

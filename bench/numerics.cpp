@@ -9,9 +9,9 @@
 #include <thread>
 
 #include "bench/bench.h"
-#include "collectives/communicator.h"
-#include "collectives/executor.h"
-#include "kernels/error.h"
+#include "collectives/communicator/communicator.h"
+#include "collectives/program/executor.h"
+#include "runtime/error.h"
 #include "trainer/log/run_log.h"
 
 namespace gradwire::bench {

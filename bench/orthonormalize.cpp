@@ -13,10 +13,10 @@
 #include "bench/peer.h"
 #include "bench/text.h"
 #include "collectives/codec/codec.h"
-#include "kernels/error.h"
 #include "kernels/math/random.h"
-#include "kernels/orthonormalize.h"
-#include "kernels/thread_pool.h"
+#include "kernels/powersgd/orthonormalize.h"
+#include "runtime/error.h"
+#include "runtime/thread_pool.h"
 #include "trainer/log/run_log.h"
 
 namespace gradwire::bench {

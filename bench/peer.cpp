@@ -11,7 +11,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 namespace gradwire::bench {
 

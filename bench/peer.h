@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "collectives/codec/spec.h"
-#include "collectives/reducer.h"
+#include "collectives/reducer/reducer.h"
+#include "collectives/spec/spec.h"
 
 namespace gradwire::bench {
 

@@ -3,7 +3,7 @@ import statistics
 
 from plot import FAINT, INK, plt, style
 
-# What a rank does, as the timeline shows it; the same colors as in a profiler (kernels/nvtx.cpp).
+# What a rank does, as the timeline shows it; the same colors as in a profiler (runtime/nvtx.cpp).
 KINDS = {
     "batch": ("batch", "#b8bec8"), "forward": ("forward", "#9db7d5"), "backward": ("backward", "#4f7cac"),
     "optimizer": ("optimizer", "#edae49"), "wait": ("waits for communication", "#f7dfe2"),

@@ -7,8 +7,8 @@
 #include "bench/draw_schedule.h"
 #include "collectives/schedule/checker.h"
 #include "collectives/schedule/schedule.h"
-#include "kernels/bf16.h"
-#include "kernels/error.h"
+#include "kernels/wire/bf16.h"
+#include "runtime/error.h"
 #include "trainer/log/run_log.h"
 
 namespace gradwire::bench {

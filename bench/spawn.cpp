@@ -11,7 +11,7 @@
 #include <cstdlib>
 #include <filesystem>
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 namespace gradwire::bench {
 namespace {

@@ -149,8 +149,8 @@ GW_API gw_status gw_comm_destroy(gw_comm comm);
  * In a world of 1, buf stays as it is.
  *
  * GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED, GW_DEVICE_FAILED, GW_NO_MEMORY. */
-GW_API gw_status gw_allreduce(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, gw_op op, const char* spec,
-                              void* stream);
+GW_API gw_status gw_allreduce(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, gw_op op,
+                              const char* spec, void* stream);
 
 /* ---- Reducers: a model's gradients, compressed with error feedback ---------------------------------------- */
 
@@ -161,7 +161,7 @@ typedef struct gw_tensor {
   int64_t rows;     /* PowerSGD sees a (rows, cols) matrix, row-major; a vector has cols == 1. */
   int64_t cols;     /* For more dimensions: rows = the first, cols = the product of the rest. 0 is legal. */
   gw_dtype dtype;   /* GW_FLOAT32 */
-  void* grad;       /* (rows, cols) where the gradient is, for gw_reducer_ready(); may be null if that isn't used */
+  void* grad; /* (rows, cols) where the gradient is, for gw_reducer_ready(); may be null if that isn't used */
 } gw_tensor;
 
 typedef struct gw_reducer_options {
@@ -185,8 +185,8 @@ typedef struct gw_reducer_options {
  *
  * Allocates residuals (as large as the gradients) and factors on the communicator's device, now and not in the step.
  * GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED, GW_DEVICE_FAILED, GW_NO_MEMORY. */
-GW_API gw_status gw_reducer_create(gw_comm comm, const char* spec, const gw_tensor* tensors, int32_t n_tensors,
-                                   const gw_reducer_options* options, gw_reducer* reducer);
+GW_API gw_status gw_reducer_create(gw_comm comm, const char* spec, const gw_tensor* tensors,
+                                   int32_t n_tensors, const gw_reducer_options* options, gw_reducer* reducer);
 
 /* Reduces all gradients, in place: what comes back is the mean (or sum) over ranks, the same bits on every rank.
  * Collective.
@@ -216,16 +216,16 @@ GW_API gw_status gw_reducer_wait(gw_reducer reducer, void* stream);
 
 /* Times and bytes of the last step, of this rank. */
 typedef struct gw_stats {
-  size_t size;               /* sizeof(gw_stats), set by the caller */
-  int64_t steps;             /* done so far, those before a loaded state included */
-  uint64_t wire_bytes;       /* sent in the last step, measured at the transport */
-  uint64_t dense_bytes;      /* what "fp32" with the same schedule would have sent */
-  double comm_ms;            /* sum over buckets of compression and communication */
-  double exposed_comm_ms;    /* how long the stream of the last wait stood still */
-  int64_t extra_bytes;       /* device memory held for residuals, factors and staging */
-  int32_t buckets;           /* 0 in a world of 1, where nothing is done */
-  int32_t buckets_in_place;  /* reduced without a copy */
-  const char* description;   /* a line per bucket: how it is compressed, which schedules and why; valid
+  size_t size;              /* sizeof(gw_stats), set by the caller */
+  int64_t steps;            /* done so far, those before a loaded state included */
+  uint64_t wire_bytes;      /* sent in the last step, measured at the transport */
+  uint64_t dense_bytes;     /* what "fp32" with the same schedule would have sent */
+  double comm_ms;           /* sum over buckets of compression and communication */
+  double exposed_comm_ms;   /* how long the stream of the last wait stood still */
+  int64_t extra_bytes;      /* device memory held for residuals, factors and staging */
+  int32_t buckets;          /* 0 in a world of 1, where nothing is done */
+  int32_t buckets_in_place; /* reduced without a copy */
+  const char* description;  /* a line per bucket: how it is compressed, which schedules and why; valid
                                 until the reducer is destroyed */
 } gw_stats;
 

@@ -10,9 +10,9 @@
 // Counts of 0 are legal everywhere and do nothing.
 #pragma once
 
-#include "kernels/device.h"
-#include "kernels/error.h"
 #include "kernels/math/bf16.h"
+#include "runtime/device.h"
+#include "runtime/error.h"
 
 #define GW_DECLARE_OP(op, Args)                    \
   void op(const Stream& stream, const Args& args); \
@@ -73,9 +73,6 @@
   template void op(const Stream& stream, const Args<Bf16>& args);
 
 namespace gradwire::detail {
-
-// Makes the stream's device current for this thread (CUDA only).
-void make_current(Device device);
 
 template <typename Args>
 void dispatch(const Stream& stream, const Args& args, void (*host_op)(const Args&),

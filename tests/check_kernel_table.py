@@ -2,7 +2,7 @@
 """Holds the kernel table of docs/gpu.md to the kernels that exist and to what the tests really ran.
 
     check_kernel_table.py ROOT
-        fails when a __global__ function in kernels/cuda is missing in the table, or the table names one that is not there.
+        fails when a __global__ function is missing in the table, or the table names one that is not there.
     check_kernel_table.py ROOT --launched DIR --executable simt_tests [--nm nm]
         fails when a kernel that the table says runs under the shim was not launched by simt_tests, or only some of the
         instantiations of its template were. DIR holds the logs that simt_tests wrote (GRADWIRE_SIMT_LOG).
@@ -29,16 +29,20 @@ def without_comments(text: str) -> str:
     return re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.S)
 
 
+def cuda_sources(root: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(p for top in ("kernels", "runtime") for p in (root / top).rglob("*.cu"))
+
+
 def kernels_in_sources(root: pathlib.Path) -> dict[str, str]:
     """Name of each __global__ function -> its file's name."""
     found: dict[str, str] = {}
-    for path in sorted((root / "kernels/cuda").glob("*.cu*")):
+    for path in [*cuda_sources(root), *sorted((root / "kernels/cuda").glob("*.cuh"))]:
         text = re.sub(r"__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)", " ", without_comments(path.read_text()))
         for match in re.finditer(r"\b__global__\b([^(;{]*)\(", text):
             name = match.group(1).split()[-1]
             if name in found:
-                raise SystemExit(f"two kernels are called {name}: in {found[name]} and {path.name}; names must be unique")
-            found[name] = path.name
+                raise SystemExit(f"two kernels are called {name}: in {found[name]} and {path.relative_to(root)}; names must be unique")
+            found[name] = str(path.relative_to(root))
     return found
 
 
@@ -61,7 +65,7 @@ def compare(sources: dict[str, str], table: dict[str, Row]) -> list[str]:
     wrong = [f"{name} ({file}) is missing in the table of docs/gpu.md" for name, file in sources.items() if name not in table]
     for name, row in table.items():
         if name not in sources:
-            wrong.append(f"docs/gpu.md lists {name}, but kernels/cuda has no such __global__ function")
+            wrong.append(f"docs/gpu.md lists {name}, but the sources have no such __global__ function")
         elif sources[name] != row.source:
             wrong.append(f"docs/gpu.md: {name} is in {sources[name]}, not in {row.source}")
         if row.shim != "yes" and not row.shim.startswith("no: "):

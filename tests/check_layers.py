@@ -1,52 +1,99 @@
 #!/usr/bin/env python3
-"""Fails when an include points the wrong way: trainer -> collectives -> kernels, and never back.
+"""Fails when an include points the wrong way.
 
-Also keeps the triple-chevron kernel launch in its one file, kernels/cuda/launch.cuh.
+Between the top folders: trainer -> collectives -> kernels -> runtime, and never back. Between all folders below them, and
+bench's and the integrations': no cycles, so that each can be read, and tested, after those that it stands on. The order
+that follows is what `check_layers.py --print` shows. Also keeps the triple-chevron kernel launch in its one file,
+runtime/launch.cuh.
 """
+import collections
 import pathlib
 import re
 import sys
 
-ALLOWED = {
-    "kernels": {"kernels"},
-    "collectives": {"collectives", "kernels"},
-    "trainer": {"trainer", "collectives", "kernels"},
+LAYERS = {  # a folder at the top, and those that its files may include
+    "runtime": set(),
+    "kernels": {"runtime"},
+    "collectives": {"kernels", "runtime"},
+    "trainer": {"collectives", "kernels", "runtime"},
+    "bench": {"trainer", "collectives", "kernels", "runtime"},
+    "integrations": {"collectives", "kernels", "runtime"},
 }
 # The launcher is where kernels part between nvcc and the CPU shim.
-EXCEPTIONS = {("launch.cuh", "tests/simt/simt.h")}
+EXCEPTIONS = {("runtime/launch.cuh", "tests/simt/simt.h")}
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"')
-SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
+SUFFIXES = {".h", ".cpp", ".cu", ".cuh", ".c"}
+LAUNCHER = "runtime/launch.cuh"
 
 
-def violations(root: pathlib.Path) -> list[str]:
+def sources(root: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(p for top in LAYERS for p in (root / top).rglob("*") if p.suffix in SUFFIXES)
+
+
+def violations(root: pathlib.Path, graph: dict[str, dict[str, str]]) -> list[str]:
+    """Wrong lines; fills graph[folder][folder it includes] with one place where it does."""
     found = []
-    for layer, allowed in ALLOWED.items():
-        for path in sorted((root / layer).rglob("*")):
-            if path.suffix not in SUFFIXES:
+    for path in sources(root):
+        name = path.relative_to(root).as_posix()
+        folder, top = name.rpartition("/")[0], name.split("/")[0]
+        graph[folder]
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            where = f"{name}:{number}"
+            if "<<<" in line and "//" not in line.split("<<<")[0] and name != LAUNCHER:
+                found.append(f"{where}: kernels are launched through {LAUNCHER} only")
+            match = INCLUDE.match(line)
+            if not match or (name, match.group(1)) in EXCEPTIONS:
                 continue
-            for number, line in enumerate(path.read_text().splitlines(), 1):
-                where = f"{path.relative_to(root)}:{number}"
-                match = INCLUDE.match(line)
-                if match:
-                    top = match.group(1).split("/")[0]
-                    if "/" not in match.group(1):
-                        found.append(f"{where}: include by full path from the root, not {match.group(1)!r}")
-                    elif top not in allowed and (path.name, match.group(1)) not in EXCEPTIONS:
-                        found.append(f"{where}: {layer}/ may not include {match.group(1)!r}")
-                if "<<<" in line and "//" not in line.split("<<<")[0] and path.name != "launch.cuh":
-                    found.append(f"{where}: kernels are launched through kernels/cuda/launch.cuh only")
+            target = match.group(1)
+            if not (root / target).is_file():
+                if top != "integrations":  # examples include installed headers
+                    found.append(f"{where}: include by full path from the root, not {target!r}")
+                continue
+            if target.split("/")[0] not in LAYERS[top] | {top}:
+                found.append(f"{where}: {top}/ may not include {target!r}")
+            if (into := target.rpartition("/")[0]) != folder:
+                graph[folder].setdefault(into, f"{where} includes {target}")
     return found
 
 
+def order(graph: dict[str, dict[str, str]]) -> tuple[list[str], list[str]]:
+    """Folders, each after those it includes, and the cycles that stand in the way of that."""
+    done: list[str] = []
+    cycles, path = [], []
+
+    def visit(folder: str) -> None:
+        if folder in done:
+            return
+        if folder in path:
+            ring = path[path.index(folder):] + [folder]
+            cycles.append("a cycle of folders: " + "; ".join(graph[a][b] for a, b in zip(ring, ring[1:])))
+            return
+        path.append(folder)
+        for into in sorted(graph[folder]):
+            visit(into)
+        path.pop()
+        done.append(folder)
+
+    for folder in sorted(graph):
+        visit(folder)
+    return done, cycles
+
+
 def main() -> int:
-    root = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else ".")
-    files = sum(1 for layer in ALLOWED for p in (root / layer).rglob("*") if p.suffix in SUFFIXES)
-    if files < 10:
+    arguments = [a for a in sys.argv[1:] if a != "--print"]
+    root = pathlib.Path(arguments[0] if arguments else ".")
+    files = len(sources(root))
+    if files < 100:
         print(f"check_layers: only {files} source files below {root.resolve()}: wrong folder?")
         return 1
-    found = violations(root)
-    print("\n".join(found) or f"{files} files: every include points down")
-    return 1 if found else 0
+    graph: dict[str, dict[str, str]] = collections.defaultdict(dict)
+    found = violations(root, graph)
+    folders, cycles = order(graph)
+    if "--print" in sys.argv:
+        for folder in folders:
+            print(f"{folder} -> {', '.join(sorted(graph[folder])) or 'nothing'}")
+    print("\n".join(found + cycles) or f"{files} files in {len(folders)} folders: every include points down, no cycles")
+    return 1 if found or cycles else 0
 
 
 if __name__ == "__main__":

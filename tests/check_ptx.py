@@ -3,7 +3,7 @@
 
     check_ptx.py ROOT [--nvcc nvcc] [--cache DIR] [--launched DIR --executable simt_tests] [--nm nm]
 
-For every kernels/cuda/*.cu: one PTX file, assembled by ptxas for sm_80 and sm_90. Fails when a kernel spills registers
+For every .cu file of kernels/ and runtime/: one PTX file, assembled by ptxas for sm_80 and sm_90. Fails when a kernel spills registers
 or uses a stack, when one that should access global memory 16 bytes at a time has no such instruction in its PTX, or
 when one has them and the table does not say so. With the logs that simt_tests wrote (GRADWIRE_SIMT_LOG) also when a
 test launched a kernel with more threads or shared memory than its compiled form can have on a GPU. Results are kept
@@ -19,7 +19,7 @@ import subprocess
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from check_kernel_table import base_name, instantiations, kernels_in_table, read_logs  # noqa: E402
+from check_kernel_table import base_name, cuda_sources, instantiations, kernels_in_table, read_logs  # noqa: E402
 
 ARCHITECTURES = ("sm_80", "sm_90")
 WIDE = {kind: re.compile(rf"^\s*(?:@\S+\s+)?{kind}\.(?:\w+\.)*?global(?:\.[\w:]+)*?\.(?:v4\.[bfus]32|v2\.[bfus]64)\b", re.M)
@@ -117,9 +117,9 @@ def main() -> int:
                     instantiations(options.executable, options.nm, set(table)).items() if address in logs}
 
     stamp = hashlib.sha256(run([options.nvcc, "--version"]).stdout.encode() + pathlib.Path(__file__).read_bytes())
-    for header in sorted([*root.glob("kernels/**/*.h"), *root.glob("kernels/**/*.cuh")]):
+    for header in sorted(p for top in ("kernels", "runtime") for p in (root / top).rglob("*") if p.suffix in (".h", ".cuh")):
         stamp.update(header.read_bytes())
-    sources = sorted(root.glob("kernels/cuda/*.cu"))
+    sources = cuda_sources(root)
     with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
         results = list(pool.map(lambda s: examine(s, root, options.nvcc, options.cache, hashlib.sha256(
             stamp.digest() + s.read_bytes()).hexdigest()), sources))

@@ -7,8 +7,8 @@
 
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/handles.h"
-#include "collectives/planner.h"
-#include "kernels/bf16.h"
+#include "collectives/plan/planner.h"
+#include "kernels/wire/bf16.h"
 
 namespace gradwire::c_api {
 namespace {

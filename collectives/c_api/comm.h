@@ -11,11 +11,11 @@
 #include <string>
 #include <vector>
 
-#include "collectives/codec/spec.h"
-#include "collectives/communicator.h"
-#include "collectives/executor.h"
+#include "collectives/communicator/communicator.h"
 #include "collectives/gradwire.h"
-#include "kernels/device.h"
+#include "collectives/program/executor.h"
+#include "collectives/spec/spec.h"
+#include "runtime/device.h"
 
 namespace gradwire::c_api {
 

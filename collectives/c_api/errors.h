@@ -4,7 +4,7 @@
 #include <string>
 
 #include "collectives/gradwire.h"
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 namespace gradwire::c_api {
 

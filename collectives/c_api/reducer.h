@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "collectives/c_api/comm.h"
-#include "collectives/reducer.h"
+#include "collectives/reducer/reducer.h"
 
 namespace gradwire::c_api {
 

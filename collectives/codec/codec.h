@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "collectives/codec/spec.h"
-#include "collectives/executor.h"
-#include "collectives/planner.h"
+#include "collectives/plan/planner.h"
+#include "collectives/program/executor.h"
 #include "collectives/schedule/schedule.h"
+#include "collectives/spec/spec.h"
 #include "collectives/transport/transport.h"
 
 namespace gradwire {

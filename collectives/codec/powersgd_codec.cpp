@@ -22,10 +22,10 @@
 #include <optional>
 
 #include "collectives/codec/codec.h"
-#include "kernels/error.h"
-#include "kernels/orthonormalize.h"
-#include "kernels/pack.h"
-#include "kernels/powersgd.h"
+#include "kernels/powersgd/orthonormalize.h"
+#include "kernels/powersgd/pack.h"
+#include "kernels/powersgd/powersgd.h"
+#include "runtime/error.h"
 
 namespace gradwire {
 namespace {

@@ -10,7 +10,7 @@
 #include <sstream>
 #include <thread>
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 namespace gradwire {
 namespace {

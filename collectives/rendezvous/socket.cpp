@@ -15,7 +15,7 @@
 #include <cstring>
 #include <memory>
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 namespace gradwire {
 namespace {

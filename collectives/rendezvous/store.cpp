@@ -10,7 +10,7 @@
 #include <cstring>
 #include <sstream>
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 namespace gradwire {
 namespace {

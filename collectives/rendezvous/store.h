@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "collectives/rendezvous/socket.h"
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 namespace gradwire {
 

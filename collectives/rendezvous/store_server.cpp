@@ -13,7 +13,7 @@
 #include <sstream>
 
 #include "collectives/rendezvous/store.h"
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 namespace gradwire {
 

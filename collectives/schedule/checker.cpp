@@ -6,7 +6,7 @@
 #include <numeric>
 #include <utility>
 
-#include "kernels/bf16.h"
+#include "kernels/wire/bf16.h"
 
 namespace gradwire {
 namespace {

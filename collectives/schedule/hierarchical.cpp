@@ -17,8 +17,8 @@
 #include <string>
 
 #include "collectives/schedule/build.h"
-#include "kernels/bf16.h"
-#include "kernels/error.h"
+#include "kernels/wire/bf16.h"
+#include "runtime/error.h"
 
 namespace gradwire {
 

@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "collectives/schedule/build.h"
-#include "kernels/bf16.h"
-#include "kernels/error.h"
+#include "kernels/wire/bf16.h"
+#include "runtime/error.h"
 
 namespace gradwire {
 namespace detail {

@@ -24,7 +24,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/codec/spec.h"
+#include "collectives/spec/spec.h"
 
 namespace gradwire {
 

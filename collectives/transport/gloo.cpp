@@ -1,6 +1,6 @@
 #include "collectives/transport/gloo.h"
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 #ifdef GRADWIRE_HAS_GLOO
 

@@ -16,7 +16,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "collectives/mix.h"
+#include "runtime/mix.h"
 
 namespace gradwire::gloo_messages {
 

@@ -6,7 +6,7 @@
 #include <deque>
 #include <mutex>
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 namespace gradwire {
 namespace {

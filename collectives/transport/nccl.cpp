@@ -1,6 +1,6 @@
 #include "collectives/transport/nccl.h"
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 #if defined(GRADWIRE_HAS_NCCL) && defined(GRADWIRE_HAS_CUDA)
 
@@ -11,7 +11,7 @@
 #include <cstring>
 
 #include "collectives/transport/nccl_transport.h"
-#include "kernels/cuda/check.h"
+#include "runtime/cuda_check.h"
 
 namespace gradwire {
 namespace {

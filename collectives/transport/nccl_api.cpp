@@ -6,7 +6,7 @@
 
 #include <cstdlib>
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 namespace gradwire {
 namespace {

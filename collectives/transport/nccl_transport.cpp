@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "collectives/mix.h"
-#include "kernels/error.h"
+#include "runtime/error.h"
+#include "runtime/mix.h"
 
 namespace gradwire {
 namespace {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "collectives/transport/transport.h"
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 namespace gradwire {
 

@@ -1,6 +1,6 @@
 #include "collectives/transport/transport.h"
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 namespace gradwire {
 

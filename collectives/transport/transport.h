@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/device.h"
+#include "runtime/device.h"
 
 namespace gradwire {
 
@@ -70,7 +70,7 @@ class Transport {
   // Whether start() returns to the stream before the exchange is over. Where it does not, starting the next
   // one early would only delay the mark behind this one.
   virtual bool starts_early() const { return false; }
-  // Why exchanges cannot be captured in a graph (kernels/graph.h), and what to do instead; empty when they
+  // Why exchanges cannot be captured in a graph (runtime/graph.h), and what to do instead; empty when they
   // can. To capture is collective, and comes after the same exchanges were made once without.
   virtual std::string capture_obstacle() const { return ""; }
   // Blocks the caller until every rank has called it.

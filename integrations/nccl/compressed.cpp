@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "collectives/all_gather.h"
+#include "collectives/agreement/all_gather.h"
 #include "collectives/schedule/schedule.h"
 #include "collectives/transport/transport.h"
 

@@ -8,8 +8,8 @@
 #include <mutex>
 #include <string>
 
-#include "collectives/communicator.h"
-#include "collectives/executor.h"
+#include "collectives/communicator/communicator.h"
+#include "collectives/program/executor.h"
 #include "integrations/nccl/decide.h"
 
 namespace gradwire::interposer {

@@ -2,8 +2,8 @@
 
 #include <charconv>
 
-#include "collectives/mix.h"
-#include "kernels/error.h"
+#include "runtime/error.h"
+#include "runtime/mix.h"
 
 namespace gradwire::interposer {
 

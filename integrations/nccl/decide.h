@@ -8,7 +8,7 @@
 #include <functional>
 #include <string>
 
-#include "collectives/codec/spec.h"
+#include "collectives/spec/spec.h"
 
 namespace gradwire::interposer {
 

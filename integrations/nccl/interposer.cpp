@@ -15,7 +15,7 @@
 
 #include "integrations/nccl/compressed.h"
 #include "integrations/nccl/decide.h"
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 namespace gradwire::interposer {
 namespace {

@@ -6,7 +6,7 @@
 //                     alone (a bias, a divided-up index) is computed once. Consecutive threads touch
 //                     consecutive memory.
 //   sum_over_rows     per-column sums of what Op returns, in two stages of fixed order
-//   (kernels/column_chunks.h).
+//   (kernels/math/column_chunks.h).
 //
 // Op is a small struct of pointers passed by value:
 //   for_columns:    template <int W> struct Column;  template <int W> Column<W> column(int64_t c) const;
@@ -14,9 +14,9 @@
 //   sum_over_rows:  template <int W> void at(int64_t row, int64_t c, float (&out)[W]) const;
 #pragma once
 
-#include "kernels/column_chunks.h"
-#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/vector.cuh"
+#include "kernels/math/column_chunks.h"
+#include "runtime/launch.cuh"
 
 namespace gradwire::cuda {
 

@@ -4,7 +4,7 @@
 
 #include <limits>
 
-#include "kernels/cuda/launch.cuh"
+#include "runtime/launch.cuh"
 
 namespace gradwire::cuda {
 

@@ -8,8 +8,8 @@
 #include <cuda_bf16.h>
 #endif
 
-#include "kernels/cuda/launch.cuh"
 #include "kernels/math/bf16.h"
+#include "runtime/launch.cuh"
 
 namespace gradwire::cuda {
 

@@ -4,9 +4,9 @@
 
 #include <random>
 
-#include "collectives/executor.h"
+#include "collectives/program/executor.h"
 #include "collectives/schedule/checker.h"
-#include "kernels/error.h"
+#include "runtime/error.h"
 #include "tests/collectives/group.h"
 #include "tests/collectives/schedule_mutator.h"
 

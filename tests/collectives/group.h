@@ -13,8 +13,8 @@
 #include <thread>
 #include <vector>
 
-#include "collectives/communicator.h"
-#include "kernels/device.h"
+#include "collectives/communicator/communicator.h"
+#include "runtime/device.h"
 
 namespace gradwire::testing {
 

@@ -5,9 +5,9 @@
 #include <functional>
 #include <thread>
 
-#include "collectives/communicator.h"
-#include "collectives/executor.h"
-#include "kernels/error.h"
+#include "collectives/communicator/communicator.h"
+#include "collectives/program/executor.h"
+#include "runtime/error.h"
 #include "tests/collectives/fake_nccl.h"
 #include "tests/collectives/group.h"
 

@@ -1,11 +1,11 @@
 // schedule=auto: what it chooses from given link costs, that every rank chooses alike, and that it says why.
-#include "collectives/planner.h"
+#include "collectives/plan/planner.h"
 
 #include <gtest/gtest.h>
 
-#include "collectives/executor.h"
-#include "collectives/reducer.h"
-#include "kernels/error.h"
+#include "collectives/program/executor.h"
+#include "collectives/reducer/reducer.h"
+#include "runtime/error.h"
 #include "tests/collectives/group.h"
 
 namespace gradwire {

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/reducer.h"
+#include "collectives/reducer/reducer.h"
 #include "tests/collectives/group.h"
 
 namespace gradwire::testing {

@@ -1,12 +1,12 @@
 // The reducer: what its options change and what they don't, what it takes, what it resumes, what it refuses.
-#include "collectives/reducer.h"
+#include "collectives/reducer/reducer.h"
 
 #include <gtest/gtest.h>
 
 #include "collectives/codec/examples.h"
 #include "collectives/transport/planned.h"
-#include "kernels/error.h"
-#include "kernels/graph.h"
+#include "runtime/error.h"
+#include "runtime/graph.h"
 #include "tests/collectives/reducer_rank.h"
 
 namespace gradwire {

@@ -8,8 +8,8 @@
 #include <set>
 
 #include "collectives/schedule/checker.h"
-#include "kernels/bf16.h"
-#include "kernels/error.h"
+#include "kernels/wire/bf16.h"
+#include "runtime/error.h"
 #include "tests/collectives/schedule_interpreter.h"
 #include "tests/collectives/schedule_mutator.h"
 

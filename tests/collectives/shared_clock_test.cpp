@@ -1,5 +1,5 @@
 // What ranks take for the same instant is the same instant.
-#include "collectives/shared_clock.h"
+#include "collectives/agreement/shared_clock.h"
 
 #include <gtest/gtest.h>
 
@@ -20,7 +20,7 @@ double us(Clock::duration d) {
 TEST(SharedClock, RanksWithOneClockAgreeToTheNanosecond) {
   std::vector<SharedInstant> instants(4);
   testing::run_ranks(4, Device::host(),
-                     [&](Communicator& comm) { instants[comm.rank()] = agree_on_instant(comm); });
+                     [&](Communicator& comm) { instants[comm.rank()] = agree_on_instant(comm.transport()); });
   for (const SharedInstant& instant : instants) {
     EXPECT_EQ(instant.here, instants[0].here);
     EXPECT_EQ(instant.error_us, 0);
@@ -32,7 +32,7 @@ TEST(SharedClock, ClocksThatDifferAreReadWithinTheErrorStated) {
   const Clock::duration ahead[] = {0s, 5s, -90min, 1000h};
   testing::run_ranks(4, Device::host(), [&](Communicator& comm) {
     instants[comm.rank()] =
-        agree_on_instant(comm, [&, rank = comm.rank()] { return Clock::now() + ahead[rank]; });
+        agree_on_instant(comm.transport(), [&, rank = comm.rank()] { return Clock::now() + ahead[rank]; });
   });
   for (int rank = 1; rank < 4; ++rank) {
     const double off_us = us(instants[rank].here - ahead[rank] - instants[0].here);

@@ -1,8 +1,8 @@
-#include "collectives/codec/spec.h"
+#include "collectives/spec/spec.h"
 
 #include <gtest/gtest.h>
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 namespace gradwire {
 namespace {

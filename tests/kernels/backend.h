@@ -20,8 +20,8 @@
 #include <string>
 #include <vector>
 
-#include "kernels/device.h"
 #include "kernels/op.h"
+#include "runtime/device.h"
 
 namespace gradwire::testing {
 

@@ -1,5 +1,5 @@
 // The BF16 wire format: bits as the reference's, nothing lost, non-finite values seen but never kept.
-#include "kernels/bf16.h"
+#include "kernels/wire/bf16.h"
 
 #include <algorithm>
 #include <array>

@@ -1,5 +1,5 @@
 // The block-scaled FP8 wire format: codes as E4M3 defines them, bits as the reference's, nothing lost.
-#include "kernels/fp8.h"
+#include "kernels/wire/fp8.h"
 
 #include <cfloat>
 #include <cstring>

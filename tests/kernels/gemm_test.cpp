@@ -1,7 +1,7 @@
-#include "kernels/gemm.h"
+#include "kernels/gemm/gemm.h"
 
-#include "kernels/column_major_gemm.h"
-#include "kernels/thread_pool.h"
+#include "kernels/gemm/column_major_gemm.h"
+#include "runtime/thread_pool.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
 

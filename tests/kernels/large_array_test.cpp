@@ -1,9 +1,9 @@
-// What the host does only for large results: it writes them past the caches (kernels/host/simd.h). Same bits.
+// What the host does only for large results: it writes them past the caches (kernels/simd/simd.h). Same bits.
 #include <gtest/gtest.h>
 
-#include "kernels/bf16.h"
-#include "kernels/host/simd.h"
-#include "kernels/powersgd.h"
+#include "kernels/powersgd/powersgd.h"
+#include "kernels/simd/simd.h"
+#include "kernels/wire/bf16.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
 

@@ -1,6 +1,6 @@
-#include "kernels/optimizer.h"
+#include "kernels/optimizer/optimizer.h"
 
-#include "kernels/thread_pool.h"
+#include "runtime/thread_pool.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
 

@@ -1,12 +1,12 @@
 // Orthonormalization: the columns are orthonormal whatever came in, span what came in as far as it had
 // directions, and a matrix that is not finite is flagged and left alone.
-#include "kernels/orthonormalize.h"
+#include "kernels/powersgd/orthonormalize.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
-#include "kernels/thread_pool.h"
+#include "runtime/thread_pool.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
 

@@ -1,4 +1,4 @@
-#include "kernels/pack.h"
+#include "kernels/powersgd/pack.h"
 
 #include "tests/kernels/backend.h"
 

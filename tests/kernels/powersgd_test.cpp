@@ -1,13 +1,13 @@
 // PowerSGD's passes: products as the double reference's for any shape and rank, residuals that keep what was
 // lost, and non-finite values that reach the result but no state.
-#include "kernels/powersgd.h"
+#include "kernels/powersgd/powersgd.h"
 
 #include <algorithm>
 #include <cfloat>
 #include <cstring>
 
 #include "kernels/math/bf16.h"
-#include "kernels/thread_pool.h"
+#include "runtime/thread_pool.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
 

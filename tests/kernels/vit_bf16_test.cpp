@@ -1,8 +1,8 @@
 // The ops of vit.h with BF16 operands. Where an op only moves operands, its bits are the reference's. Where
 // it computes, the result is within one rounding of what the FP32 reference makes of the same (widened)
 // operands: arithmetic in less than FP32, or a second rounding, would show.
-#include "kernels/thread_pool.h"
-#include "kernels/vit.h"
+#include "kernels/vit/vit.h"
+#include "runtime/thread_pool.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
 

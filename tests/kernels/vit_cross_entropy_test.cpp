@@ -1,5 +1,5 @@
-#include "kernels/thread_pool.h"
-#include "kernels/vit.h"
+#include "kernels/vit/vit.h"
+#include "runtime/thread_pool.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
 

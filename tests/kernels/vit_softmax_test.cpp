@@ -1,6 +1,6 @@
 #include "kernels/math/exp.h"
-#include "kernels/thread_pool.h"
-#include "kernels/vit.h"
+#include "kernels/vit/vit.h"
+#include "runtime/thread_pool.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
 
@@ -23,7 +23,8 @@ const std::vector<Shape> kShapes = {{0, 17, 24},     {1, 1, 1},       {5, 1, 4},
                                     {2, 1024, 1024}, {2, 1025, 1028}, {3, 2050, 2056}};
 
 std::vector<float> reference_softmax(std::vector<float> x, const Shape& s) {
-  reference::softmax({.x = x.data(), .y = x.data(), .rows = s.rows, .width = s.width, .ld = s.ld, .scale = s.scale});
+  reference::softmax(
+      {.x = x.data(), .y = x.data(), .rows = s.rows, .width = s.width, .ld = s.ld, .scale = s.scale});
   return x;
 }
 
@@ -31,7 +32,8 @@ class VitSoftmax : public OpTest {
  public:
   std::vector<float> forward(const std::vector<float>& values, const Shape& s, int64_t misalign = 0) {
     auto x = array(values, misalign);
-    Softmax args{.x = x.data(), .y = x.data(), .rows = s.rows, .width = s.width, .ld = s.ld, .scale = s.scale};
+    Softmax args{
+        .x = x.data(), .y = x.data(), .rows = s.rows, .width = s.width, .ld = s.ld, .scale = s.scale};
     GW_RUN(softmax, args);
     x.expect_guards_intact("x");
     return x.host();

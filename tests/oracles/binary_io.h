@@ -5,7 +5,7 @@
 #include <fstream>
 #include <string>
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 namespace gradwire::oracle {
 
@@ -16,7 +16,8 @@ class Reader {
   }
   template <typename T>
   void read(T* to, int64_t count) {
-    file_.read(reinterpret_cast<char*>(to), static_cast<std::streamsize>(count * static_cast<int64_t>(sizeof(T))));
+    file_.read(reinterpret_cast<char*>(to),
+               static_cast<std::streamsize>(count * static_cast<int64_t>(sizeof(T))));
     if (!file_) throw BadInput(path_ + " is too short");
   }
   template <typename T>

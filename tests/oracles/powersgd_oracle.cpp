@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "collectives/reducer.h"
+#include "collectives/reducer/reducer.h"
 #include "tests/oracles/binary_io.h"
 
 namespace gradwire {
@@ -33,7 +33,8 @@ struct Problem {
       tensors[i].name = "t" + std::to_string(i);
       tensors[i].shape.resize(static_cast<size_t>(in.read<int64_t>()));
       in.read(tensors[i].shape.data(), static_cast<int64_t>(tensors[i].shape.size()));
-      counts.push_back(std::accumulate(tensors[i].shape.begin(), tensors[i].shape.end(), int64_t{1}, std::multiplies<>()));
+      counts.push_back(
+          std::accumulate(tensors[i].shape.begin(), tensors[i].shape.end(), int64_t{1}, std::multiplies<>()));
       per_rank += counts.back();
     }
     gradients.resize(static_cast<size_t>(steps * world * per_rank));

@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "kernels/device.h"
-#include "kernels/error.h"
+#include "runtime/device.h"
+#include "runtime/error.h"
 #include "tests/oracles/binary_io.h"
 #include "trainer/model/vit.h"
 

@@ -15,10 +15,10 @@
 #include <mutex>
 #include <random>
 
-#include "collectives/communicator.h"
-#include "collectives/executor.h"
+#include "collectives/communicator/communicator.h"
+#include "collectives/program/executor.h"
 #include "collectives/transport/gloo.h"
-#include "kernels/error.h"
+#include "runtime/error.h"
 #include "tests/processes/faults.h"
 #include "tests/processes/processes.h"
 

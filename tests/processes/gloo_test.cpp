@@ -9,9 +9,9 @@
 #include <bit>
 
 #include "collectives/codec/examples.h"
-#include "collectives/communicator.h"
-#include "collectives/reducer.h"
-#include "kernels/error.h"
+#include "collectives/communicator/communicator.h"
+#include "collectives/reducer/reducer.h"
+#include "runtime/error.h"
 #include "tests/collectives/group.h"
 #include "tests/processes/processes.h"
 

@@ -10,10 +10,10 @@
 #include <cstring>
 #include <thread>
 
-#include "collectives/communicator.h"
-#include "collectives/executor.h"
+#include "collectives/communicator/communicator.h"
+#include "collectives/program/executor.h"
 #include "collectives/transport/nccl.h"
-#include "kernels/error.h"
+#include "runtime/error.h"
 #include "tests/collectives/group.h"
 #include "tests/processes/processes.h"
 

@@ -16,7 +16,7 @@
 #include <thread>
 
 #include "collectives/rendezvous/socket.h"
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 namespace gradwire::testing {
 namespace {

@@ -8,7 +8,7 @@
 #include <fstream>
 
 #include "collectives/rendezvous/membership.h"
-#include "kernels/error.h"
+#include "runtime/error.h"
 #include "tests/processes/processes.h"
 
 namespace gradwire {

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/cuda/launch.cuh"
+#include "runtime/launch.cuh"
 
 namespace gradwire::simt {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "kernels/device.h"
+#include "runtime/device.h"
 
 namespace gradwire::cuda {
 

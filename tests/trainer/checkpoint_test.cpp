@@ -7,13 +7,13 @@
 #include <future>
 #include <random>
 
-#include "collectives/communicator.h"
+#include "collectives/communicator/communicator.h"
 #include "tests/trainer/files.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/checkpoint/safetensors.h"
+#include "trainer/config/run.h"
 #include "trainer/data/dataset.h"
-#include "trainer/run.h"
 #include "trainer/train/layout.h"
 #include "trainer/train/optimizer.h"
 

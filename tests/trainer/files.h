@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 namespace gradwire::testing {
 

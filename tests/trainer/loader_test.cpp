@@ -7,7 +7,7 @@
 #include <map>
 #include <numeric>
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 #include "tests/trainer/files.h"
 #include "trainer/data/loader.h"
 

@@ -7,11 +7,11 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 #include "tests/trainer/files.h"
+#include "trainer/config/run.h"
 #include "trainer/data/dataset.h"
 #include "trainer/log/trace_file.h"
-#include "trainer/run.h"
 
 namespace gradwire {
 namespace {

@@ -7,11 +7,11 @@
 #include <numeric>
 #include <thread>
 
-#include "kernels/error.h"
-#include "kernels/thread_pool.h"
+#include "runtime/error.h"
+#include "runtime/thread_pool.h"
+#include "trainer/config/run.h"
 #include "trainer/data/dataset.h"
 #include "trainer/model/flops.h"
-#include "trainer/run.h"
 #include "trainer/train/board.h"
 #include "trainer/train/memory.h"
 #include "trainer/train/parameter_hash.h"

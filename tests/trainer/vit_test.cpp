@@ -9,8 +9,8 @@
 #include <random>
 #include <set>
 
-#include "kernels/error.h"
-#include "kernels/thread_pool.h"
+#include "runtime/error.h"
+#include "runtime/thread_pool.h"
 #include "trainer/model/flops.h"
 
 namespace gradwire {

@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "collectives/reducer.h"
+#include "collectives/reducer/reducer.h"
 
 int main() {
   using namespace gradwire;

@@ -6,7 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/checkpoint/safetensors.h"
 #include "trainer/log/records.h"
@@ -242,8 +242,8 @@ std::vector<std::string> compare_with_head(const TrainConfig& config, const Chec
                    "; give more --steps or --epochs");
   }
   for (const char* key :
-       {"data", "augment", "compression", "batch_size", "accumulate", "steps", "lr", "warmup_steps", "momentum", "beta1",
-        "beta2", "eps", "weight_decay", "precision", "seed", "bucket_mb", "device"}) {
+       {"data", "augment", "compression", "batch_size", "accumulate", "steps", "lr", "warmup_steps",
+        "momentum", "beta1", "beta2", "eps", "weight_decay", "precision", "seed", "bucket_mb", "device"}) {
     const Json there = theirs.value(key, Json()), here = ours.value(key, Json());
     if (there != here) differences.push_back(std::string(key) + " " + there.dump() + ", now " + here.dump());
   }

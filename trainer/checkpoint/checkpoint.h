@@ -15,10 +15,10 @@
 #include <string>
 #include <vector>
 
-#include "collectives/communicator.h"
-#include "collectives/link_costs.h"
-#include "collectives/reducer.h"
-#include "trainer/config.h"
+#include "collectives/communicator/communicator.h"
+#include "collectives/plan/link_costs.h"
+#include "collectives/reducer/reducer.h"
+#include "trainer/config/config.h"
 #include "trainer/model/parameters.h"
 
 namespace gradwire {

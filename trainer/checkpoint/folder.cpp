@@ -10,7 +10,7 @@
 #include <cstring>
 #include <filesystem>
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 #include "trainer/checkpoint/safetensors.h"
 
 namespace gradwire {

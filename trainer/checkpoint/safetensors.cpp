@@ -12,7 +12,7 @@
 #include <cstring>
 #include <nlohmann/json.hpp>
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 namespace gradwire {
 namespace {

@@ -10,15 +10,15 @@
 #include <filesystem>
 #include <new>
 
-#include "collectives/communicator.h"
-#include "kernels/error.h"
+#include "collectives/communicator/communicator.h"
+#include "runtime/error.h"
 #include "trainer/cli/doctor.h"
 #include "trainer/cli/launcher.h"
 #include "trainer/cli/options.h"
+#include "trainer/config/run.h"
 #include "trainer/log/console.h"
 #include "trainer/log/run_log.h"
 #include "trainer/log/summary.h"
-#include "trainer/run.h"
 #include "trainer/train/memory.h"
 
 namespace gradwire {

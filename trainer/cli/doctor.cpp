@@ -19,12 +19,12 @@
 #include <cuda_runtime_api.h>
 #endif
 
-#include "collectives/communicator.h"
+#include "collectives/communicator/communicator.h"
 #include "collectives/transport/gloo.h"
 #include "collectives/transport/nccl.h"
-#include "kernels/device.h"
-#include "kernels/error.h"
-#include "kernels/thread_pool.h"
+#include "runtime/device.h"
+#include "runtime/error.h"
+#include "runtime/thread_pool.h"
 #include "trainer/cli/launcher.h"
 #include "trainer/data/dataset.h"
 #include "trainer/log/console.h"
@@ -63,7 +63,7 @@ std::string memory() {
   return human_bytes(bytes);
 }
 
-// The instruction set the host loops run with; kernels/host/simd.h compiles them for these levels.
+// The instruction set the host loops run with; kernels/simd/simd.h compiles them for these levels.
 std::string simd_level() {
 #if defined(GRADWIRE_SANITIZED)
   return "default (sanitized build: no run-time dispatch)";

@@ -8,11 +8,11 @@
 #include <cstdlib>
 #include <string_view>
 
-#include "collectives/communicator.h"
+#include "collectives/communicator/communicator.h"
 #include "collectives/transport/gloo.h"
 #include "collectives/transport/nccl.h"
-#include "kernels/error.h"
-#include "kernels/thread_pool.h"
+#include "runtime/error.h"
+#include "runtime/thread_pool.h"
 
 namespace gradwire {
 namespace {

@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-#include "kernels/device.h"
+#include "runtime/device.h"
 
 namespace gradwire {
 

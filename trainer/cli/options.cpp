@@ -4,10 +4,10 @@
 #include <cmath>
 #include <filesystem>
 
-#include "collectives/communicator.h"
+#include "collectives/communicator/communicator.h"
 #include "collectives/transport/nccl.h"
-#include "kernels/error.h"
-#include "kernels/thread_pool.h"
+#include "runtime/error.h"
+#include "runtime/thread_pool.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/model/flops.h"

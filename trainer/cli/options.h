@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "trainer/cli/launcher.h"
-#include "trainer/config.h"
+#include "trainer/config/config.h"
 #include "trainer/data/dataset.h"
 
 namespace gradwire {
@@ -24,7 +24,7 @@ struct Options {
   std::optional<int> ranks_per_node;  // default: what the launcher says of this machine
   std::string device = "auto";
   std::vector<std::string> compression;  // train: one at most; compare: one run each
-  std::vector<double> bucket_mb;  // train: one at most; compare: one run each
+  std::vector<double> bucket_mb;         // train: one at most; compare: one run each
   std::string gradient_views = "on";
   bool graph = false;
   int64_t batch_size = 64, accumulate = 1;

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "kernels/host/simd.h"
 #include "kernels/math/random.h"
+#include "kernels/simd/simd.h"
 
 namespace gradwire {
 namespace {

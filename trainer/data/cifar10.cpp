@@ -1,7 +1,7 @@
 // CIFAR-10's binary version: records of one label byte and 3 x 32 x 32 pixel bytes, 10,000 per file.
 #include <filesystem>
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 #include "trainer/data/dataset.h"
 #include "trainer/data/file.h"
 #include "trainer/data/statistics.h"

@@ -5,7 +5,7 @@
 #include <iomanip>
 #include <sstream>
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 #include "trainer/data/dataset.h"
 #include "trainer/data/file.h"
 #include "trainer/data/statistics.h"

@@ -7,9 +7,9 @@
 #include <numeric>
 #include <thread>
 
-#include "kernels/error.h"
 #include "kernels/math/random.h"
-#include "kernels/thread_pool.h"
+#include "runtime/error.h"
+#include "runtime/thread_pool.h"
 #include "trainer/data/augment.h"
 
 namespace gradwire {

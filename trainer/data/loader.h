@@ -22,7 +22,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "kernels/device.h"
+#include "runtime/device.h"
 #include "trainer/data/dataset.h"
 
 namespace gradwire {

@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kernels/error.h"
 #include "kernels/math/random.h"
-#include "kernels/thread_pool.h"
+#include "runtime/error.h"
+#include "runtime/thread_pool.h"
 #include "trainer/data/dataset.h"
 #include "trainer/data/statistics.h"
 

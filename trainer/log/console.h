@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "trainer/config/run.h"
 #include "trainer/log/records.h"
-#include "trainer/run.h"
 
 namespace gradwire {
 

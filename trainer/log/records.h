@@ -5,10 +5,10 @@
 #include <string>
 #include <vector>
 
-#include "trainer/config.h"
+#include "trainer/config/config.h"
+#include "trainer/config/run.h"
 #include "trainer/data/dataset.h"
 #include "trainer/log/summary.h"
-#include "trainer/run.h"
 
 namespace gradwire {
 

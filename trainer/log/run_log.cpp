@@ -9,7 +9,7 @@
 #include <filesystem>
 #include <fstream>
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 namespace gradwire {
 namespace {

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "trainer/run.h"
+#include "trainer/config/run.h"
 
 namespace gradwire {
 

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "kernels/trace.h"
-#include "trainer/config.h"
+#include "runtime/trace.h"
+#include "trainer/config/config.h"
 
 namespace gradwire {
 

@@ -4,7 +4,7 @@
 #include <chrono>
 #include <limits>
 
-#include "collectives/all_gather.h"
+#include "collectives/agreement/all_gather.h"
 #include "collectives/transport/transport.h"
 
 namespace gradwire {

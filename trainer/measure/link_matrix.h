@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "collectives/communicator.h"
+#include "collectives/communicator/communicator.h"
 
 namespace gradwire {
 

@@ -4,11 +4,11 @@
 #include <cstring>
 #include <vector>
 
-#include "kernels/bf16.h"
-#include "kernels/gemm.h"
-#include "kernels/host/simd.h"
+#include "kernels/gemm/gemm.h"
 #include "kernels/math/random.h"
-#include "kernels/thread_pool.h"
+#include "kernels/simd/simd.h"
+#include "kernels/wire/bf16.h"
+#include "runtime/thread_pool.h"
 #include "trainer/measure/timing.h"
 
 namespace gradwire {

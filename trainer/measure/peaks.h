@@ -4,8 +4,8 @@
 
 #include <limits>
 
-#include "kernels/device.h"
-#include "kernels/gemm.h"
+#include "kernels/gemm/gemm.h"
+#include "runtime/device.h"
 
 namespace gradwire {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "collectives/all_gather.h"
+#include "collectives/agreement/all_gather.h"
 #include "collectives/transport/planned.h"
 #include "kernels/math/random.h"
 #include "trainer/measure/timing.h"

@@ -5,8 +5,8 @@
 #include <optional>
 #include <string>
 
-#include "collectives/communicator.h"
-#include "trainer/config.h"
+#include "collectives/communicator/communicator.h"
+#include "trainer/config/config.h"
 #include "trainer/measure/link_matrix.h"
 #include "trainer/measure/peaks.h"
 #include "trainer/measure/recommend.h"

@@ -4,9 +4,9 @@
 #include <cmath>
 
 #include "collectives/codec/codec.h"
-#include "collectives/executor.h"
-#include "collectives/planner.h"
-#include "kernels/error.h"
+#include "collectives/plan/planner.h"
+#include "collectives/program/executor.h"
+#include "runtime/error.h"
 
 namespace gradwire {
 namespace {

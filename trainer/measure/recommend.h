@@ -5,7 +5,7 @@
 //
 // Backward, two thirds of compute, finishes gradients in their order, in proportion to their elements. A
 // bucket that is full is compressed and reduced behind the buckets before it, while backward goes on: `codec`
-// for its kernels, and what the planner's cost model (collectives/planner.h) predicts for its allreduces.
+// for its kernels, and what the planner's cost model (collectives/plan/planner.h) predicts for its allreduces.
 // Exposed is what is left when backward is done. On the host kernels and backward share the cores: what a
 // bucket's kernels take comes on top of backward, and beside it they take twice as long.
 #pragma once
@@ -15,8 +15,8 @@
 #include <string>
 #include <vector>
 
-#include "collectives/link_costs.h"
-#include "collectives/reducer.h"
+#include "collectives/plan/link_costs.h"
+#include "collectives/reducer/reducer.h"
 
 namespace gradwire {
 

@@ -3,7 +3,7 @@
 
 #include <functional>
 
-#include "kernels/device.h"
+#include "runtime/device.h"
 
 namespace gradwire {
 

@@ -10,7 +10,7 @@
 #include <cuda_runtime_api.h>
 #endif
 
-#include "kernels/device.h"
+#include "runtime/device.h"
 #include "trainer/measure/nvml.h"
 
 namespace gradwire {

@@ -1,7 +1,7 @@
 // What a training step costs in arithmetic: the yardstick for TFLOP/s in the log.
 #pragma once
 
-#include "trainer/config.h"
+#include "trainer/config/config.h"
 
 namespace gradwire {
 

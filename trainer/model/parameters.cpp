@@ -6,7 +6,7 @@
 #include <numeric>
 
 #include "kernels/math/random.h"
-#include "kernels/thread_pool.h"
+#include "runtime/thread_pool.h"
 
 namespace gradwire {
 namespace {

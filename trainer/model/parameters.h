@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "trainer/config.h"
+#include "trainer/config/config.h"
 
 namespace gradwire {
 

@@ -1,7 +1,7 @@
 #include "trainer/model/vit.h"
 
-#include "kernels/bf16.h"
-#include "kernels/error.h"
+#include "kernels/wire/bf16.h"
+#include "runtime/error.h"
 
 namespace gradwire {
 

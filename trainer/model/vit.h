@@ -1,4 +1,4 @@
-// The Vision Transformer of torchvision, forward and backward, written on the ops of kernels/vit.h and
+// The Vision Transformer of torchvision, forward and backward, written on the ops of kernels/vit/vit.h and
 // gemm.h.
 //
 // One program for host and CUDA: every call below only enqueues on the model's stream. All memory is taken
@@ -19,8 +19,8 @@
 #include <span>
 #include <vector>
 
-#include "kernels/device.h"
-#include "kernels/gemm.h"
+#include "kernels/gemm/gemm.h"
+#include "runtime/device.h"
 #include "trainer/model/parameters.h"
 #include "trainer/model/vit_passes.h"
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <string>
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 namespace gradwire {
 

@@ -6,9 +6,9 @@
 #include <cmath>
 #include <type_traits>
 
-#include "kernels/error.h"
-#include "kernels/gemm.h"
-#include "kernels/vit.h"
+#include "kernels/gemm/gemm.h"
+#include "kernels/vit/vit.h"
+#include "runtime/error.h"
 #include "trainer/model/vit_index.h"
 
 namespace gradwire {
@@ -130,7 +130,7 @@ class TypedPasses final : public VitPasses {
   }
   void forward_layer(size_t layer, S* branch_out);
   void backward_layer(size_t layer, const Gradients& to);
-  // C = op(A) op(B) + beta C with dense operands; shapes as in kernels/gemm.h.
+  // C = op(A) op(B) + beta C with dense operands; shapes as in kernels/gemm/gemm.h.
   template <typename Out>
   void product(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, const S* a, const S* b,
                Out* c, float beta = 0.0f, const Out* bias = nullptr) const;

@@ -7,8 +7,8 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/device.h"
-#include "kernels/gemm.h"
+#include "kernels/gemm/gemm.h"
+#include "runtime/device.h"
 #include "trainer/model/parameters.h"
 
 namespace gradwire {

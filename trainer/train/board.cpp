@@ -4,7 +4,7 @@
 #include <bit>
 #include <cstring>
 
-#include "kernels/error.h"
+#include "runtime/error.h"
 
 namespace gradwire {
 

@@ -1,7 +1,7 @@
 // One rank's share of the test set, run forward with the weights of the model being trained.
 #pragma once
 
-#include "collectives/communicator.h"
+#include "collectives/communicator/communicator.h"
 #include "trainer/data/dataset.h"
 #include "trainer/data/loader.h"
 #include "trainer/model/vit.h"

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "collectives/reducer.h"
+#include "collectives/reducer/reducer.h"
 #include "trainer/model/parameters.h"
 
 namespace gradwire {

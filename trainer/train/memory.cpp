@@ -2,7 +2,7 @@
 
 #include <memory>
 
-#include "collectives/communicator.h"
+#include "collectives/communicator/communicator.h"
 #include "collectives/transport/planned.h"
 #include "trainer/log/console.h"
 #include "trainer/model/vit.h"

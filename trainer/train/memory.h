@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <string>
 
-#include "collectives/reducer.h"
-#include "trainer/config.h"
+#include "collectives/reducer/reducer.h"
+#include "trainer/config/config.h"
 
 namespace gradwire {
 

@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "kernels/optimizer.h"
+#include "kernels/optimizer/optimizer.h"
 
 namespace gradwire {
 

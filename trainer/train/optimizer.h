@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/device.h"
+#include "runtime/device.h"
 #include "trainer/checkpoint/checkpoint.h"
-#include "trainer/config.h"
+#include "trainer/config/config.h"
 
 namespace gradwire {
 

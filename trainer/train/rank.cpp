@@ -5,9 +5,9 @@
 #include <string>
 
 #include "collectives/transport/transport.h"
-#include "kernels/error.h"
-#include "kernels/nvtx.h"
-#include "kernels/profiler.h"
+#include "runtime/error.h"
+#include "runtime/nvtx.h"
+#include "runtime/profiler.h"
 #include "trainer/model/flops.h"
 #include "trainer/train/layout.h"
 #include "trainer/train/parameter_hash.h"

@@ -1,5 +1,5 @@
 // A run: one thread per rank, or one process per rank, and an end for all of them when one fails.
-#include "trainer/run.h"
+#include "trainer/config/run.h"
 
 #include <chrono>
 #include <exception>
@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include "collectives/communicator.h"
-#include "kernels/error.h"
+#include "collectives/communicator/communicator.h"
+#include "runtime/error.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/data/dataset.h"
 #include "trainer/log/records.h"
@@ -124,7 +124,7 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
   try {
     check(config, data);
     check_agreement(config, data, comm);
-    if (shared.trace != nullptr) shared.instant = agree_on_instant(comm);
+    if (shared.trace != nullptr) shared.instant = agree_on_instant(comm.transport());
     if (config.ranks_per_node > 0) {
       comm.set_ranks_per_node(config.ranks_per_node);
     } else {

@@ -1,0 +1,96 @@
+#include "collectives/communicator/communicator.h"
+
+#include "collectives/agreement/all_gather.h"
+#include "collectives/transport/gloo.h"
+#include "collectives/transport/local.h"
+#include "collectives/transport/nccl.h"
+#include "runtime/error.h"
+
+namespace gradwire {
+
+std::vector<std::unique_ptr<Communicator>> Communicator::create_local(const std::vector<Device>& devices,
+                                                                      std::chrono::milliseconds timeout) {
+  std::vector<std::unique_ptr<Communicator>> communicators;
+  for (auto& transport : make_local_transports(devices, timeout)) {
+    communicators.push_back(std::make_unique<Communicator>(std::move(transport)));
+    communicators.back()->set_link_costs({});
+  }
+  return communicators;
+}
+
+std::unique_ptr<Communicator> Communicator::create_gloo(const GlooOptions& options) {
+  return std::make_unique<Communicator>(make_gloo_transport(options));
+}
+
+std::unique_ptr<Communicator> Communicator::create_nccl(const NcclOptions& options) {
+  return std::make_unique<Communicator>(make_nccl_transport(options));
+}
+
+std::unique_ptr<Communicator> Communicator::adopt_nccl(void* nccl_comm, int device,
+                                                       std::chrono::milliseconds timeout) {
+  return std::make_unique<Communicator>(adopt_nccl_communicator(nccl_comm, device, timeout));
+}
+
+std::unique_ptr<Communicator> Communicator::create_single(Device device) {
+  return std::move(create_local({device}, std::chrono::milliseconds(60'000)).front());
+}
+
+Communicator::Communicator(std::unique_ptr<Transport> transport) : transport_(std::move(transport)) {}
+Communicator::~Communicator() = default;
+
+int Communicator::rank() const {
+  return transport_->rank();
+}
+int Communicator::world() const {
+  return transport_->world();
+}
+Device Communicator::device() const {
+  return transport_->device();
+}
+void Communicator::set_ranks_per_node(int ranks) {
+  if (ranks < 0 || (ranks > 0 && world() % ranks != 0)) {
+    throw BadInput(std::to_string(ranks) + " ranks per node do not divide a world of " +
+                   std::to_string(world()) + " into equal nodes");
+  }
+  ranks_per_node_ = ranks;
+}
+void Communicator::agree_on_ranks_per_node(int ranks_here) {
+  bool agreed = ranks_here > 0 && world() % ranks_here == 0;
+  const Stream stream = device().is_host() ? Stream::immediate_host() : Stream::create(device(), "set-up");
+  for (const auto& theirs :
+       all_gather(*transport_, stream, {static_cast<double>(ranks_here)}, "ranks per node")) {
+    agreed = agreed && theirs[0] == ranks_here;
+  }
+  ranks_per_node_ = agreed ? ranks_here : 0;
+}
+const LinkCosts& Communicator::link_costs(const Stream& stream) {
+  if (!link_costs_) link_costs_ = measure_link_costs(*transport_, stream, ranks_per_node_);
+  return *link_costs_;
+}
+const Stream& Communicator::transfers() {
+  if (!transfers_) transfers_ = Stream::create(device(), "transfers");
+  return transfers_;
+}
+uint64_t Communicator::bytes_sent() const {
+  return transport_->bytes_sent();
+}
+void Communicator::abort(const std::string& reason) {
+  transport_->abort(reason);
+}
+void Communicator::check() {
+  transport_->check();
+}
+std::unique_ptr<Communicator> Communicator::shrink(const std::vector<int>& excluded) {
+  return std::make_unique<Communicator>(transport_->shrink(excluded));
+}
+void Communicator::barrier() {
+  transport_->barrier();
+}
+void Communicator::send_note(const std::string& note) {
+  transport_->send_note(note);
+}
+std::string Communicator::take_note(int from) {
+  return transport_->take_note(from);
+}
+
+}  // namespace gradwire

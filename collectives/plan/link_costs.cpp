@@ -1,0 +1,137 @@
+#include "collectives/plan/link_costs.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <limits>
+
+#include "collectives/agreement/all_gather.h"
+#include "runtime/mix.h"
+
+namespace gradwire {
+namespace {
+
+constexpr size_t kSmallBytes = 64;                                 // of a message
+constexpr size_t kMediumBytes = 512 << 10, kLargeBytes = 2 << 20;  // of all messages of a rank
+
+class Meter {
+ public:
+  Meter(Transport& transport, const Stream& stream, int ranks_per_node)
+      : transport_(transport),
+        stream_(stream),
+        out_(transport.device(), kLargeBytes),
+        // Small messages are 64 bytes each, however many there are.
+        in_(transport.device(), std::max(kLargeBytes, kSmallBytes * static_cast<size_t>(transport.world()))),
+        call_{mix(0x6c696e6b, static_cast<uint64_t>(ranks_per_node)), "measuring the links"},
+        label_{call_.hash, call_.what} {
+    fill_zero(stream, out_.data(), out_.bytes());
+    transport.begin(stream, call_);
+  }
+
+  LinkCosts::Pattern measure(const std::vector<int>& to, const std::vector<int>& from) {
+    const double small = round_us(exchange(to, from, kSmallBytes), 8, 6);
+    // What more bytes cost is between two large rounds: part of a small one's latency passes while a large
+    // one is on its way, and a rate limit lets the first bytes through as a burst.
+    auto each = [&](size_t all) { return all / std::max<size_t>(1, to.size()) / 4 * 4; };
+    const double medium = round_us(exchange(to, from, each(kMediumBytes)), 1, 3);
+    const double large = round_us(exchange(to, from, each(kLargeBytes)), 1, 3);
+    const auto bytes = [&](size_t all) { return static_cast<double>(each(all) * to.size()); };
+    // Where bytes hardly show beside the latency, noise must not make them free, nor dearer than all of the
+    // round.
+    const double more =
+        std::clamp((large - medium) * bytes(kLargeBytes) / (bytes(kLargeBytes) - bytes(kMediumBytes)),
+                   0.5 * large, large);
+    return {small, bytes(kLargeBytes) / more};
+  }
+
+ private:
+  std::vector<Transfer> exchange(const std::vector<int>& to, const std::vector<int>& from, size_t bytes) {
+    std::vector<Transfer> transfers;
+    for (int peer : to) transfers.push_back({Transfer::Kind::send, peer, out_.data(), bytes});
+    size_t at = 0;
+    for (int peer : from) {
+      transfers.push_back({Transfer::Kind::receive, peer, in_.as<std::byte>() + at, bytes});
+      at += bytes;
+    }
+    return transfers;
+  }
+
+  // The best of `repeats` runs of `rounds` exchanges in a row, and one run before to warm up.
+  double round_us(const std::vector<Transfer>& transfers, int rounds, int repeats) {
+    using Clock = std::chrono::steady_clock;
+    double best = std::numeric_limits<double>::infinity();
+    for (int i = 0; i <= repeats; ++i) {
+      stream_.synchronize();
+      const auto start = Clock::now();
+      for (int k = 0; k < rounds; ++k) transport_.exchange(stream_, transfers, label_);
+      stream_.synchronize();
+      const double us = std::chrono::duration<double, std::micro>(Clock::now() - start).count() / rounds;
+      if (i > 0) best = std::min(best, us);
+    }
+    return best;
+  }
+
+  Transport& transport_;
+  const Stream& stream_;
+  Buffer out_, in_;
+  const Call call_;
+  const ExchangeLabel label_;
+};
+
+std::string text(const char* what, const LinkCosts::Pattern& p) {
+  char line[96];
+  std::snprintf(line, sizeof line, "%s %.3g us and %.3g GB/s", what, p.latency_us, p.bytes_per_us / 1e3);
+  return line;
+}
+
+}  // namespace
+
+std::string LinkCosts::to_string() const {
+  std::string all = text("to a neighbour", neighbour) + ", " + text("to all", all_pairs);
+  if (inside == all_pairs && between == all_pairs) return all;
+  return all + ", " + text("inside a node", inside) + ", " + text("between nodes", between);
+}
+
+LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ranks_per_node) {
+  const int world = transport.world(), rank = transport.rank();
+  LinkCosts costs;
+  if (world == 1) return costs;
+  auto others = [&](int begin, int end, int step) {
+    std::vector<int> ranks;
+    for (int r = begin; r < end; r += step) {
+      if (r != rank) ranks.push_back(r);
+    }
+    return ranks;
+  };
+  const bool nodes = ranks_per_node > 1 && ranks_per_node < world;
+  {
+    Meter meter(transport, stream, ranks_per_node);
+    const auto all = others(0, world, 1);
+    costs.neighbour = meter.measure({(rank + 1) % world}, {(rank + world - 1) % world});
+    costs.all_pairs = meter.measure(all, all);
+    if (nodes) {
+      const int first = rank / ranks_per_node * ranks_per_node;
+      const auto here = others(first, first + ranks_per_node, 1);
+      const auto alike = others(rank % ranks_per_node, world, ranks_per_node);
+      costs.inside = meter.measure(here, here);
+      costs.between = meter.measure(alike, alike);
+    }
+  }
+  LinkCosts::Pattern* patterns[] = {&costs.neighbour, &costs.all_pairs, &costs.inside, &costs.between};
+  std::vector<double> mine;
+  for (const auto* p : patterns) {
+    mine.push_back(p->latency_us);
+    mine.push_back(p->bytes_per_us);
+  }
+  for (const auto& theirs : all_gather(transport, stream, mine, "agreeing on what the links cost")) {
+    for (size_t i = 0; i < std::size(patterns); ++i) {
+      patterns[i]->latency_us = std::max(patterns[i]->latency_us, theirs[2 * i]);
+      patterns[i]->bytes_per_us = std::min(patterns[i]->bytes_per_us, theirs[2 * i + 1]);
+    }
+  }
+  if (!nodes) costs.inside = costs.between = costs.all_pairs;
+  costs.measured = true;
+  return costs;
+}
+
+}  // namespace gradwire

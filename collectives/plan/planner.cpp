@@ -1,0 +1,164 @@
+#include "collectives/plan/planner.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include "collectives/program/executor.h"
+#include "kernels/wire/bf16.h"
+
+namespace gradwire {
+namespace {
+
+constexpr double kWorseByLossyStep = 0.1, kAsGood = 1.2;
+constexpr double kLatenciesPerSlice = 4;
+constexpr int64_t kLeastSlice = 128 << 10;
+
+std::string milliseconds(double us) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g ms", us / 1e3);
+  return text;
+}
+
+}  // namespace
+
+SchedulePlanner::SchedulePlanner(const CompressionSpec& spec, int world, int ranks_per_node,
+                                 const LinkCosts& costs, int64_t slice_bytes)
+    : spec_(spec), world_(world), costs_(costs), slice_bytes_(slice_bytes) {
+  const Topology topology{.nodes = 0, .per_node = ranks_per_node};
+  auto add = [&](ScheduleKind kind) {
+    Candidate& c = candidates_.emplace_back();
+    c.schedule = make_schedule(kind, world, spec.wire, &reason_, topology);
+    const double part = 1.0 / c.schedule.chunks;
+    std::vector<double> sent[2], received[2];
+    for (bool fast : {false, true}) sent[fast].resize(world), received[fast].resize(world);
+    for (int k = 0; k < c.schedule.num_rounds(); ++k) {
+      double most[2] = {};
+      for (int r = 0; r < world; ++r) {
+        double out[2] = {}, in[2] = {};
+        int messages = 0;
+        for (const Step& step : c.schedule.rounds[r][k]) {
+          const bool sends = step.kind == Step::Kind::send;
+          (sends ? out : in)[step.fast] += part;
+          messages += sends ? 1 : 0;
+        }
+        c.messages = std::max(c.messages, messages);
+        for (bool fast : {false, true}) {
+          most[fast] = std::max({most[fast], out[fast], in[fast]});
+          sent[fast][r] += out[fast];
+          received[fast][r] += in[fast];
+        }
+      }
+      for (bool fast : {false, true}) {
+        c.load[fast].rounds += most[fast] > 0 ? 1 : 0;
+        c.load[fast].serial += most[fast];
+      }
+    }
+    for (bool fast : {false, true}) {
+      for (int r = 0; r < world; ++r) {
+        c.load[fast].busiest = std::max({c.load[fast].busiest, sent[fast][r], received[fast][r]});
+      }
+    }
+  };
+  if (spec.schedule != ScheduleKind::automatic) {
+    add(spec.schedule);
+    return;
+  }
+  if (world <= kMaxHopInputs + 1) add(ScheduleKind::two_shot);
+  const bool nodes = ranks_per_node > 1 && ranks_per_node < world && world % ranks_per_node == 0;
+  if (nodes && ranks_per_node <= kMaxHopInputs) add(ScheduleKind::hierarchical);
+  if (world > 2) {  // of two ranks, all are the same
+    add(ScheduleKind::ring);
+    add(ScheduleKind::tree);
+  }
+}
+
+const LinkCosts::Pattern& SchedulePlanner::link(const Candidate& candidate, bool fast) const {
+  switch (candidate.schedule.kind) {
+    case ScheduleKind::two_shot:
+      return costs_.all_pairs;
+    case ScheduleKind::hierarchical:
+      return fast ? costs_.inside : costs_.between;
+    default:
+      return costs_.neighbour;
+  }
+}
+
+int64_t SchedulePlanner::slice_bytes(const Candidate& candidate) const {
+  if (slice_bytes_ != kAutomaticSlices) return slice_bytes_;
+  if (!costs_.measured) return kSliceBytes;
+  const LinkCosts::Pattern& slow = link(candidate, false);
+  const double exchange = kLatenciesPerSlice * slow.latency_us * slow.bytes_per_us;
+  return std::clamp(static_cast<int64_t>(exchange / candidate.messages), kLeastSlice, kSliceBytes);
+}
+
+double SchedulePlanner::predicted_us(const Candidate& candidate, int64_t count, Wire wire) const {
+  const Schedule& s = candidate.schedule;
+  double us = 0;
+  for (bool fast : {false, true}) {
+    const Load& load = candidate.load[fast];
+    if (load.rounds == 0) continue;
+    const bool exact = fast && spec_.exact_inside;
+    const auto bytes = static_cast<double>(wire_bytes(exact ? Wire::fp32 : wire, count));
+    const LinkCosts::Pattern& pattern = link(candidate, fast);
+    const int slices = Allreduce::slices_for(s, count, wire, slice_bytes(candidate));
+    const double rounds = slices == 1 ? load.rounds : 2 * (load.rounds - 1) + slices;
+    const double buffers = load.busiest + (load.serial - load.busiest) / slices;
+    us += rounds * pattern.latency_us + buffers * bytes / pattern.bytes_per_us;
+  }
+  return us;
+}
+
+int SchedulePlanner::lossy_steps(const Candidate& candidate, Wire wire) const {
+  if (wire == Wire::fp32) return 0;
+  return spec_.exact_inside ? candidate.schedule.slow_lossy_steps : candidate.schedule.lossy_steps;
+}
+
+SchedulePlanner::Choice SchedulePlanner::choose(int64_t count, Wire wire) const {
+  if (candidates_.size() == 1) {
+    const bool chosen = spec_.schedule == ScheduleKind::automatic;
+    return {candidates_[0].schedule,
+            !chosen       ? reason_
+            : world_ == 1 ? "a world of 1"
+                          : "of two ranks, all schedules are the same",
+            predicted_us(candidates_[0], count, wire), slice_bytes(candidates_[0])};
+  }
+  struct Option {
+    const Candidate* candidate;
+    double us, score;
+    int lossy_steps;
+  };
+  std::vector<Option> options;
+  int fewest = 1 << 30;
+  for (const Candidate& c : candidates_) fewest = std::min(fewest, lossy_steps(c, wire));
+  for (const Candidate& c : candidates_) {
+    const double us = predicted_us(c, count, wire);
+    const int steps = lossy_steps(c, wire);
+    options.push_back({&c, us, us * (1 + kWorseByLossyStep * (steps - fewest)), steps});
+  }
+  auto least = [&](double Option::*field) {
+    return *std::min_element(options.begin(), options.end(),
+                             [&](const Option& a, const Option& b) { return a.*field < b.*field; });
+  };
+  const double best = least(&Option::score).score;
+  const Option chosen = *std::find_if(options.begin(), options.end(),
+                                      [&](const Option& o) { return o.score <= kAsGood * best; });
+  const Option fastest = least(&Option::us);
+  const ScheduleKind kind = chosen.candidate->schedule.kind;
+  std::string reason;
+  if (fastest.candidate == chosen.candidate) {
+    reason = "fastest: " + milliseconds(chosen.us) + " predicted";
+  } else if (chosen.lossy_steps < fastest.lossy_steps) {
+    reason = milliseconds(chosen.us) + " predicted, " + std::to_string(chosen.lossy_steps) +
+             " lossy steps; " + name(fastest.candidate->schedule.kind) + " is faster but has " +
+             std::to_string(fastest.lossy_steps);
+  } else {
+    reason = milliseconds(chosen.us) + " predicted, within 20 % of the fastest";
+  }
+  for (const Option& o : options) {
+    if (o.candidate->schedule.kind == kind) continue;
+    reason += std::string(", ") + name(o.candidate->schedule.kind) + " " + milliseconds(o.us);
+  }
+  return {chosen.candidate->schedule, reason, chosen.us, slice_bytes(*chosen.candidate)};
+}
+
+}  // namespace gradwire

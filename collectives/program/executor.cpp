@@ -1,0 +1,234 @@
+#include "collectives/program/executor.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "collectives/program/executor_compiler.h"
+#include "runtime/error.h"
+#include "runtime/mix.h"
+
+namespace gradwire {
+
+namespace {
+
+// Whether memory that one transfer writes is read or written by the other.
+bool collide(const Transfer& a, const Transfer& b) {
+  if (a.kind == Transfer::Kind::send && b.kind == Transfer::Kind::send) return false;
+  const auto begin = [](const Transfer& t) { return reinterpret_cast<uintptr_t>(t.data); };
+  return begin(a) < begin(b) + b.bytes && begin(b) < begin(a) + a.bytes;
+}
+
+}  // namespace
+
+int64_t wire_bytes(Wire wire, int64_t count) {
+  switch (wire) {
+    case Wire::fp32:
+      return 4 * count;
+    case Wire::bf16:
+      return 2 * count;
+    case Wire::fp8:
+      return fp8_wire_bytes(count);
+  }
+  throw Error("wire_bytes: unknown wire");
+}
+
+Allreduce::Allreduce(Transport& transport, const Schedule& schedule, float* data, float* residual,
+                     int64_t count, Options options)
+    : transport_(transport),
+      options_(std::move(options)),
+      count_(count),
+      slices_(options_.transfers ? slices_for(schedule, count, options_.wire, options_.slice_bytes) : 1),
+      overlapped_(options_.transfers && (slices_ > 1 || options_.beside_others)),
+      schedule_(slices_ > 1 ? pipelined(schedule, slices_) : schedule),
+      call_(describe()),
+      data_(data),
+      residual_(residual) {
+  if (schedule.world != transport.world()) {
+    throw BadInput(options_.what + ": a schedule for " + std::to_string(schedule.world) +
+                   " ranks on a transport of " + std::to_string(transport.world()));
+  }
+  workspace_bytes_ = compile(nullptr);
+  info_ = describe_exchanges();
+  if (overlapped_) {
+    start_ = Event::create(transport.device());
+    kernels_done_ = Event::create(transport.device());
+    for (int k = 0; k < schedule_.num_rounds(); ++k)
+      exchange_done_.push_back(Event::create(transport.device()));
+  }
+}
+
+int Allreduce::slices_for(const Schedule& schedule, int64_t count, Wire wire, int64_t slice_bytes) {
+  if (slice_bytes <= 0 || schedule.num_rounds() == 0) return 1;
+  const int64_t bytes = wire_bytes(wire, (count + schedule.chunks - 1) / schedule.chunks);
+  return static_cast<int>(std::clamp<int64_t>((bytes + slice_bytes - 1) / slice_bytes, 1, kMostSlices));
+}
+
+void Allreduce::bind(void* workspace) {
+  workspace_ = workspace;
+  compile(static_cast<std::byte*>(workspace));
+  bound_ = true;
+}
+
+void Allreduce::rebind(float* data) {
+  data_ = data;
+  if (bound_) compile(static_cast<std::byte*>(workspace_));
+}
+
+size_t Allreduce::compile(std::byte* base) {
+  const size_t bytes = Compiler(*this, base).compile();
+  find_early();
+  return bytes;
+}
+
+void Allreduce::find_early() {
+  const Exchange* before = nullptr;
+  for (Operation& operation : operations_) {
+    const auto* exchange = std::get_if<Exchange>(&operation.work);
+    if (exchange == nullptr) continue;
+    operation.early = before != nullptr;
+    if (before != nullptr) {
+      for (const Transfer& a : before->transfers) {
+        for (const Transfer& b : exchange->transfers) operation.early &= !collide(a, b);
+      }
+    }
+    before = exchange;
+  }
+}
+
+Call Allreduce::describe() const {
+  uint64_t hash = mix(1, static_cast<uint64_t>(count_));  // 1: an allreduce
+  hash = mix(hash, static_cast<uint64_t>(options_.wire) * 16 + static_cast<uint64_t>(options_.rounding.mode));
+  hash = mix(hash, std::bit_cast<uint32_t>(options_.scale));
+  hash = mix(hash, options_.exact_inside ? 1 : 0);
+  for (char c : options_.what + "\n" + options_.spec) hash = mix(hash, static_cast<uint64_t>(c));
+  hash = mix(hash, static_cast<uint64_t>(schedule_.chunks) * 16 + static_cast<uint64_t>(schedule_.kind));
+  for (const auto& rounds : schedule_.rounds) {
+    for (const Round& round : rounds) {
+      hash = mix(hash, round.size());
+      for (const Step& s : round) {
+        hash = mix(hash, static_cast<uint64_t>(s.chunk) << 32 | static_cast<uint64_t>(s.peer) << 8 |
+                             static_cast<uint64_t>(s.kind) << 1 | static_cast<uint64_t>(s.fast));
+      }
+    }
+  }
+  std::string spec =
+      options_.spec.empty() || options_.spec == name(options_.wire) ? "" : ", " + options_.spec;
+  return {hash, "allreduce of " + options_.what + " (" + std::to_string(count_) + " floats, " +
+                    name(options_.wire) + ", " + name(schedule_.kind) + spec + ")"};
+}
+
+void Allreduce::launch(const Stream& stream, const Operation& kernel) const {
+  if (const auto* hop = std::get_if<Bf16DecodeAddEncode>(&kernel.work)) {
+    bf16_decode_add_encode(stream, *hop);
+  } else if (const auto* decode = std::get_if<Bf16Decode>(&kernel.work)) {
+    bf16_decode(stream, *decode);
+  } else if (const auto* fp8_hop = std::get_if<Fp8DecodeAddEncode>(&kernel.work)) {
+    fp8_decode_add_encode(stream, *fp8_hop);
+  } else if (const auto* decode8 = std::get_if<Fp8Decode>(&kernel.work)) {
+    fp8_decode(stream, *decode8);
+  } else {
+    fp32_reduce(stream, std::get<Fp32Reduce>(kernel.work));
+  }
+}
+
+AllreduceInfo Allreduce::describe_exchanges() const {
+  AllreduceInfo info{.part = options_.part, .schedule = name(schedule_.kind), .slices = slices_};
+  for (const Operation& operation : operations_) {
+    const auto* exchange = std::get_if<Exchange>(&operation.work);
+    if (exchange == nullptr) continue;
+    ++info.exchanges;
+    for (const Transfer& t : exchange->transfers) {
+      if (t.kind == Transfer::Kind::send) info.bytes_sent += static_cast<int64_t>(t.bytes);
+    }
+  }
+  return info;
+}
+
+void Allreduce::label_exchanges(int bucket) {
+  const int group = (info_.exchanges + kMostSpans - 1) / kMostSpans;
+  int64_t sent = 0, received = 0;
+  int k = 0, first = 0;
+  for (const Operation& operation : operations_) {
+    const auto* exchange = std::get_if<Exchange>(&operation.work);
+    if (exchange == nullptr) continue;
+    for (const Transfer& t : exchange->transfers) {
+      (t.kind == Transfer::Kind::send ? sent : received) += static_cast<int64_t>(t.bytes);
+    }
+    ++k;
+    if (k - first < group && k < info_.exchanges) continue;
+    TraceLabel label{.name = "exchange " + std::to_string(bucket),
+                     .category = "exchange",
+                     .details = {{"bucket", int64_t{bucket}},
+                                 {"part", options_.part.empty() ? "all" : options_.part},
+                                 {"exchange", int64_t{first + 1}},
+                                 {"exchanges", int64_t{info_.exchanges}},
+                                 {"sent_bytes", sent},
+                                 {"received_bytes", received}}};
+    if (k > first + 1) label.details.emplace_back("to_exchange", int64_t{k});
+    labels_.push_back(std::make_shared<const TraceLabel>(std::move(label)));
+    first = k;
+    sent = received = 0;
+  }
+}
+
+void Allreduce::run(const Stream& stream, BucketPhases* phases) {
+  if (!bound_ && workspace_bytes_ > 0) throw Error(options_.what + ": Allreduce::run before bind");
+  const Stream& transfers = overlapped_ ? options_.transfers : stream;
+  auto enter = [&](Phase phase) {
+    if (phases != nullptr) phases->enter(stream, phase, phase == Phase::communicate ? &info_ : nullptr);
+  };
+  Tracer* tracer = phases != nullptr && phases->tracer() != nullptr && phases->tracer()->recording()
+                       ? phases->tracer()
+                       : nullptr;
+  if (tracer != nullptr && labels_.empty()) label_exchanges(phases->bucket());
+  // The exchange that was started first of those under way has the span.
+  const int group = (info_.exchanges + kMostSpans - 1) / kMostSpans;
+  std::optional<SpanOnStream> span;
+  auto open_span = [&](int exchange) {
+    if (tracer == nullptr || exchange % group != 0) return;
+    span.emplace(tracer, transfers, labels_[static_cast<size_t>(exchange / group)]);
+  };
+  if (overlapped_) {
+    start_.record(stream);
+    transfers.wait(start_);
+  }
+  transport_.begin(transfers, call_);
+  int started = 0, finished = 0, awaited = -1;  // exchanges; the last one that `stream` is behind
+  auto finish_until = [&](int count) {
+    for (; finished < count; ++finished) {
+      transport_.finish(transfers);
+      const int next = finished + 1;
+      // In front of the mark that others wait for: who has seen that may read the span.
+      if (next == info_.exchanges || next % group == 0) span.reset();
+      if (overlapped_) exchange_done_[finished].record(transfers);
+      if (next < started) open_span(next);
+    }
+  };
+  auto await = [&](int exchange) {
+    finish_until(exchange + 1);
+    if (exchange <= awaited) return;
+    if (overlapped_) stream.wait(exchange_done_[exchange]);
+    awaited = exchange;
+  };
+  for (const Operation& operation : operations_) {
+    if (const auto* exchange = std::get_if<Exchange>(&operation.work)) {
+      if (started == 0) enter(Phase::communicate);
+      if (!operation.early || !transport_.starts_early()) finish_until(started);
+      if (started == finished) open_span(started);
+      transport_.start(transfers, exchange->transfers, exchange->label);
+      finish_until(started++);
+      continue;
+    }
+    await(operation.after);
+    if (started == 0) enter(Phase::compress);
+    if (started > 0 && awaited + 1 == info_.exchanges) enter(Phase::decompress);
+    launch(stream, operation);
+    if (overlapped_ && operation.needed) {
+      kernels_done_.record(stream);
+      transfers.wait(kernels_done_);
+    }
+  }
+  await(started - 1);
+}
+
+}  // namespace gradwire

@@ -1,0 +1,183 @@
+#include "collectives/spec/spec.h"
+
+#include <charconv>
+#include <functional>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "kernels/powersgd/powersgd.h"
+#include "runtime/error.h"
+
+namespace gradwire {
+namespace {
+
+constexpr std::string_view kGrammar =
+    "; a spec is fp32 | bf16[:round=nearest|stochastic] | fp8[:round=nearest|stochastic] | "
+    "powersgd:rank=R[,wire=fp32|bf16|fp8][,start=N][,warm=on|off]"
+    "[,min_ratio=X][,seed=S], with ,ef=on|off and ,schedule=auto|ring|tree|two_shot|hierarchical and "
+    ",node_wire=same|fp32 on any of them";
+
+[[noreturn]] void bad(std::string_view text, const std::string& why, bool with_grammar = false) {
+  throw BadInput("compression spec '" + std::string(text) + "': " + why +
+                 std::string(with_grammar ? kGrammar : ""));
+}
+
+// A choice among words, e.g. on|off.
+template <typename T>
+T choose(std::string_view text, std::string_view key, std::string_view value,
+         const std::vector<std::pair<std::string_view, T>>& choices) {
+  std::string legal;
+  for (const auto& [word, result] : choices) {
+    if (word == value) return result;
+    legal += (legal.empty() ? "" : "|") + std::string(word);
+  }
+  bad(text, std::string(key) + "='" + std::string(value) + "' is not one of " + legal);
+}
+
+template <typename T>
+T number(std::string_view text, std::string_view key, std::string_view value, T least, T most) {
+  T result{};
+  auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), result);
+  auto shown = [](T x) {
+    std::string s = std::to_string(x);
+    return s;
+  };
+  if (error != std::errc() || end != value.data() + value.size() || !(result >= least) || !(result <= most)) {
+    bad(text, std::string(key) + "='" + std::string(value) + "' is not a number from " + shown(least) +
+                  " to " + shown(most));
+  }
+  return result;
+}
+
+const std::vector<std::pair<std::string_view, bool>> kOnOff{{"on", true}, {"off", false}};
+const std::vector<std::pair<std::string_view, bool>> kNodeWires{{"same", false}, {"fp32", true}};
+const std::vector<std::pair<std::string_view, Wire>> kWires{
+    {"fp32", Wire::fp32}, {"bf16", Wire::bf16}, {"fp8", Wire::fp8}};
+const std::vector<std::pair<std::string_view, Rounding>> kRoundings{{"nearest", Rounding::nearest},
+                                                                    {"stochastic", Rounding::stochastic}};
+const std::vector<std::pair<std::string_view, ScheduleKind>> kSchedules{
+    {"auto", ScheduleKind::automatic},
+    {"ring", ScheduleKind::ring},
+    {"tree", ScheduleKind::tree},
+    {"two_shot", ScheduleKind::two_shot},
+    {"hierarchical", ScheduleKind::hierarchical}};
+
+template <typename T>
+const char* word_for(const std::vector<std::pair<std::string_view, T>>& choices, T value) {
+  for (const auto& [word, result] : choices) {
+    if (result == value) return word.data();
+  }
+  return "?";
+}
+
+std::string shortest(double value) {
+  char buffer[32];
+  auto [end, error] = std::to_chars(buffer, buffer + sizeof buffer, value);
+  return std::string(buffer, end);
+}
+
+}  // namespace
+
+const char* name(Wire wire) {
+  return word_for(kWires, wire);
+}
+const char* name(ScheduleKind kind) {
+  return word_for(kSchedules, kind);
+}
+
+CompressionSpec CompressionSpec::parse(std::string_view text) {
+  CompressionSpec spec;
+  size_t colon = text.find(':');
+  std::string_view method = text.substr(0, colon);
+  if (method == "fp32") {
+    spec.wire = Wire::fp32;
+  } else if (method == "bf16") {
+    spec.wire = Wire::bf16;
+  } else if (method == "fp8") {
+    spec.wire = Wire::fp8;
+  } else if (method == "powersgd") {
+    spec.method = Method::powersgd;
+  } else {
+    bad(text, "unknown method '" + std::string(method) + "'", true);
+  }
+  bool powersgd = spec.method == Method::powersgd;
+
+  std::map<std::string_view, std::function<void(std::string_view)>> options;
+  options["ef"] = [&](std::string_view v) { spec.error_feedback = choose(text, "ef", v, kOnOff); };
+  options["schedule"] = [&](std::string_view v) { spec.schedule = choose(text, "schedule", v, kSchedules); };
+  options["node_wire"] = [&](std::string_view v) {
+    spec.exact_inside = choose(text, "node_wire", v, kNodeWires);
+  };
+  if (method == "bf16" || method == "fp8" || powersgd) {
+    options["round"] = [&](std::string_view v) { spec.rounding = choose(text, "round", v, kRoundings); };
+  }
+  if (powersgd) {
+    options["rank"] = [&](std::string_view v) { spec.rank = number(text, "rank", v, 1, kMaxPowerSgdRank); };
+    options["wire"] = [&](std::string_view v) { spec.wire = choose(text, "wire", v, kWires); };
+    options["start"] = [&](std::string_view v) {
+      spec.start = number<int64_t>(text, "start", v, 0, int64_t{1} << 40);
+    };
+    options["warm"] = [&](std::string_view v) { spec.warm = choose(text, "warm", v, kOnOff); };
+    options["min_ratio"] = [&](std::string_view v) {
+      spec.min_ratio = number(text, "min_ratio", v, 0.0, 1e6);
+    };
+    options["seed"] = [&](std::string_view v) {
+      spec.seed = number<uint64_t>(text, "seed", v, 0, ~uint64_t{0} >> 1);
+    };
+  }
+
+  std::map<std::string_view, bool> seen;
+  std::string_view rest = colon == std::string_view::npos ? std::string_view() : text.substr(colon + 1);
+  if (colon != std::string_view::npos && rest.empty()) bad(text, "nothing after ':'", true);
+  while (!rest.empty()) {
+    size_t comma = rest.find(',');
+    std::string_view item = rest.substr(0, comma);
+    if (comma + 1 == rest.size()) bad(text, "ends in ','", true);
+    rest = comma == std::string_view::npos ? std::string_view() : rest.substr(comma + 1);
+    size_t equals = item.find('=');
+    std::string_view key = item.substr(0, equals);
+    if (equals == std::string_view::npos) bad(text, "'" + std::string(item) + "' is not key=value", true);
+    auto option = options.find(key);
+    if (option == options.end()) {
+      std::string legal;
+      for (const auto& [known, apply] : options) legal += (legal.empty() ? "" : ", ") + std::string(known);
+      bad(text, std::string(method) + " has no option '" + std::string(key) + "'; it has " + legal);
+    }
+    if (std::exchange(seen[key], true)) bad(text, "'" + std::string(key) + "' is given twice");
+    option->second(item.substr(equals + 1));
+  }
+  if (spec.rounding == Rounding::stochastic && spec.wire == Wire::fp32) {
+    bad(text, "round=stochastic needs a wire that rounds; add wire=bf16 or wire=fp8");
+  }
+  if (spec.exact_inside && spec.schedule != ScheduleKind::hierarchical &&
+      spec.schedule != ScheduleKind::automatic) {
+    bad(text, std::string("node_wire=fp32 concerns schedule=hierarchical; schedule=") + name(spec.schedule) +
+                  " knows no nodes");
+  }
+  return spec;
+}
+
+std::string CompressionSpec::to_string() const {
+  CompressionSpec defaults;
+  std::string options;
+  auto add = [&](bool differs, const std::string& item) {
+    if (differs) options += (options.empty() ? ":" : ",") + item;
+  };
+  bool powersgd = method == Method::powersgd;
+  if (powersgd) {
+    add(true, "rank=" + std::to_string(rank));
+    add(wire != defaults.wire, std::string("wire=") + name(wire));
+    add(start != defaults.start, "start=" + std::to_string(start));
+    add(warm != defaults.warm, warm ? "warm=on" : "warm=off");
+    add(min_ratio != defaults.min_ratio, "min_ratio=" + shortest(min_ratio));
+    add(seed != defaults.seed, "seed=" + std::to_string(seed));
+  }
+  add(rounding != defaults.rounding, std::string("round=") + word_for(kRoundings, rounding));
+  add(error_feedback != defaults.error_feedback, error_feedback ? "ef=on" : "ef=off");
+  add(schedule != defaults.schedule, std::string("schedule=") + name(schedule));
+  add(exact_inside != defaults.exact_inside, exact_inside ? "node_wire=fp32" : "node_wire=same");
+  return (powersgd ? "powersgd" : std::string(name(wire))) + options;
+}
+
+}  // namespace gradwire

@@ -1,0 +1,40 @@
+// A product as cuBLASLt is asked for it: column-major, D = op(A) op(B) [+ bias], where A, B and D are given
+// by what is stored. A pure function of Gemm, so that machines without a GPU can test it
+// (tests/kernels/gemm_test.cpp has an interpreter).
+//
+// A row-major matrix is the column-major matrix of its transpose, in the same memory. C^T = op(B)^T op(A)^T:
+// so the operands change places, and each keeps its own flag: what is stored as B is B^T to column-major
+// eyes, which is op(B)^T already unless transpose_b is set. The bias runs along a row of C: along a column of
+// C^T, which is what the bias epilogue adds (one element per row of D, the same for all columns).
+#pragma once
+
+#include "kernels/gemm/gemm.h"
+
+namespace gradwire {
+
+struct ColumnMajorMatrix {
+  const void* data = nullptr;
+  Element type = Element::fp32;
+  int64_t rows = 0, columns = 0, ld = 0;  // as stored; ld: elements from one column to the next
+};
+
+struct ColumnMajorGemm {
+  bool transpose_a = false, transpose_b = false;
+  ColumnMajorMatrix a, b, d;
+  const void* bias = nullptr;  // (d.rows) of d's type, or null
+};
+
+inline ColumnMajorGemm column_major(const Gemm& g) {
+  // Rows as stored become columns.
+  auto stored = [](const auto& pointer, int64_t rows, int64_t columns, int64_t ld) {
+    return ColumnMajorMatrix{pointer.data, pointer.type, columns, rows, ld};
+  };
+  return {.transpose_a = g.transpose_b,
+          .transpose_b = g.transpose_a,
+          .a = stored(g.b, g.transpose_b ? g.n : g.k, g.transpose_b ? g.k : g.n, g.ldb),
+          .b = stored(g.a, g.transpose_a ? g.k : g.m, g.transpose_a ? g.m : g.k, g.lda),
+          .d = stored(g.c, g.m, g.n, g.ldc),
+          .bias = g.bias.data};
+}
+
+}  // namespace gradwire

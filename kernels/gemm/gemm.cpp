@@ -1,0 +1,37 @@
+#include "kernels/gemm/gemm.h"
+
+#include <algorithm>
+#include <limits>
+#include <string>
+
+namespace gradwire {
+
+namespace detail {
+
+void check(const Gemm& g) {
+  auto fail = [](const std::string& what) { throw BadInput("gemm: " + what); };
+  if (g.m < 0 || g.n < 0 || g.k < 0 || g.batch < 0) fail("m, n, k and batch must not be negative");
+  auto operand = [&](const char* name, int64_t ld, int64_t row_length) {
+    if (ld < row_length) {
+      fail(std::string(name) + " is " + std::to_string(ld) + ", less than its rows' " +
+           std::to_string(row_length) + " elements");
+    }
+    if (ld > std::numeric_limits<int32_t>::max()) fail(std::string(name) + " does not fit 32 bits");
+  };
+  operand("lda", g.lda, g.transpose_a ? g.m : g.k);
+  operand("ldb", g.ldb, g.transpose_b ? g.k : g.n);
+  operand("ldc", g.ldc, g.n);
+  if (std::max({g.m, g.n, g.k, g.batch}) > std::numeric_limits<int32_t>::max())
+    fail("a size does not fit 32 bits");
+  if (g.a.type != g.b.type) fail("a and b are of different types");
+  if (g.c.type == Element::bf16 && g.a.type != Element::bf16) fail("c is bf16, but a and b are not");
+  if (g.bias.data != nullptr && g.bias.type != g.c.type) fail("the bias is not of c's type");
+  if (g.bias.data != nullptr && g.batch != 1) fail("a bias goes with a single product, not with a batch");
+  if (g.precision == Precision::bf16) fail("the precision of bf16 operands is in their type");
+}
+
+}  // namespace detail
+
+GW_DEFINE_OP(gemm, Gemm)
+
+}  // namespace gradwire

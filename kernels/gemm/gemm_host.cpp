@@ -1,0 +1,187 @@
+// Host products on OpenBLAS, which runs single-threaded inside the pieces that the thread pool hands out.
+//
+// BF16 operands are widened to FP32, which is exact: B once per product, A and C piece by piece. That costs 6
+// B per element read or written, little against the 2 n or 2 m operations each takes part in.
+#include <cblas.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "kernels/gemm/gemm.h"
+#include "kernels/gemm/small_gemm.h"
+#include "kernels/simd/convert.h"
+#include "runtime/thread_pool.h"
+
+extern "C" void openblas_set_num_threads(int threads);
+
+namespace gradwire::host {
+namespace {
+
+void use_one_thread() {
+  static const bool done = (openblas_set_num_threads(1), true);
+  (void)done;
+}
+
+// One FP32 product, or some of its rows.
+struct Product {
+  bool transpose_a, transpose_b;
+  int64_t m, n, k;
+  const float* a;
+  int64_t lda;
+  const float* b;
+  int64_t ldb;
+  float* c;
+  int64_t ldc;
+  float alpha, beta;
+};
+
+void run(const Product& p) {
+  auto distance = [](int64_t ld) {
+    return static_cast<blasint>(std::max<int64_t>(1, ld));
+  };  // BLAS refuses 0
+  cblas_sgemm(CblasRowMajor, p.transpose_a ? CblasTrans : CblasNoTrans,
+              p.transpose_b ? CblasTrans : CblasNoTrans, static_cast<blasint>(p.m), static_cast<blasint>(p.n),
+              static_cast<blasint>(p.k), p.alpha, p.a, distance(p.lda), p.b, distance(p.ldb), p.beta, p.c,
+              distance(p.ldc));
+}
+
+void run_small(const Product& p) {
+  small_gemm({.transpose_a = p.transpose_a,
+              .transpose_b = p.transpose_b,
+              .m = p.m,
+              .n = p.n,
+              .k = p.k,
+              .a = p.a,
+              .lda = p.lda,
+              .b = p.b,
+              .ldb = p.ldb,
+              .c = p.c,
+              .ldc = p.ldc,
+              .alpha = p.alpha,
+              .beta = p.beta},
+             0, 1);
+}
+
+void add_bias(const Gemm& g, float* c, int64_t rows) {
+  if (g.bias.data == nullptr) return;
+  for (int64_t row = 0; row < rows; ++row) add_all(g.bias.at<float>(0), g.n, c + row * g.ldc);
+}
+
+// A thread's memory for FP32 copies: it grows to what its largest product needs, and stays.
+enum class Copy { a, b, c };
+float* scratch(Copy which, int64_t floats) {
+  thread_local std::vector<float> memory[3];
+  auto& mine = memory[static_cast<size_t>(which)];
+  if (static_cast<int64_t>(mine.size()) < floats) mine.resize(static_cast<size_t>(floats));
+  return mine.data();
+}
+
+// rows x columns BF16 elements, `ld` apart, made FP32 and dense.
+void widen_matrix(const Bf16* from, int64_t ld, int64_t rows, int64_t columns, float* to) {
+  for (int64_t row = 0; row < rows; ++row) widen_all(from + row * ld, columns, to + row * columns);
+}
+
+// Rows [begin, end) of a product of BF16 matrices; `b` is op(B)'s matrix made FP32 and dense.
+void rows_of_bf16(const Gemm& g, const Bf16* a, const float* b, int64_t index, int64_t begin, int64_t end) {
+  const auto compute = is_small(g) ? run_small : run;
+  const int64_t rows = end - begin;
+  float* wide_a = scratch(Copy::a, rows * g.k);
+  if (g.transpose_a) {
+    widen_matrix(a + begin, g.lda, g.k, rows, wide_a);
+  } else {
+    widen_matrix(a + begin * g.lda, g.lda, rows, g.k, wide_a);
+  }
+  Product p{g.transpose_a,
+            g.transpose_b,
+            rows,
+            g.n,
+            g.k,
+            wide_a,
+            g.transpose_a ? rows : g.k,
+            b,
+            g.transpose_b ? g.k : g.n,
+            nullptr,
+            g.ldc,
+            g.alpha,
+            g.beta};
+  const int64_t first = index * g.stride_c + begin * g.ldc;
+  if (g.c.type == Element::fp32) {
+    p.c = g.c.at<float>(first);
+    compute(p);
+    return add_bias(g, p.c, rows);
+  }
+  Bf16* c = g.c.at<Bf16>(first);
+  p.c = scratch(Copy::c, rows * g.n);
+  p.ldc = g.n;
+  if (g.beta != 0.0f) widen_matrix(c, g.ldc, rows, g.n, p.c);
+  compute(p);
+  for (int64_t row = 0; row < rows; ++row) {
+    narrow_all(p.c + row * g.n, g.bias.at<Bf16>(0), g.n, c + row * g.ldc);
+  }
+}
+
+int64_t stored_rows_of_b(const Gemm& g) {
+  return g.transpose_b ? g.n : g.k;
+}
+int64_t stored_columns_of_b(const Gemm& g) {
+  return g.transpose_b ? g.k : g.n;
+}
+
+void one_bf16_product(const Gemm& g, int64_t piece) {
+  const int64_t stored = stored_rows_of_b(g), columns = stored_columns_of_b(g);
+  float* wide_b = scratch(Copy::b, stored * columns);
+  parallel_for(
+      stored, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, columns)), [&](int64_t begin, int64_t end) {
+        widen_matrix(g.b.at<Bf16>(begin * g.ldb), g.ldb, end - begin, columns, wide_b + begin * columns);
+      });
+  parallel_for(g.m, piece,
+               [&](int64_t begin, int64_t end) { rows_of_bf16(g, g.a.at<Bf16>(0), wide_b, 0, begin, end); });
+}
+
+// Rows [begin, end) of one FP32 product.
+void rows_of_product(const Gemm& g, int64_t index, int64_t begin, int64_t end) {
+  const int64_t shift = g.transpose_a ? begin : begin * g.lda;
+  float* c = g.c.at<float>(index * g.stride_c + begin * g.ldc);
+  run({g.transpose_a, g.transpose_b, end - begin, g.n, g.k, g.a.at<float>(index * g.stride_a + shift), g.lda,
+       g.b.at<float>(index * g.stride_b), g.ldb, c, g.ldc, g.alpha, g.beta});
+  add_bias(g, c, end - begin);
+}
+
+// Products [begin, end) of a batch of BF16 ones.
+void bf16_batch(const Gemm& g, int64_t begin, int64_t end) {
+  const int64_t stored = stored_rows_of_b(g), columns = stored_columns_of_b(g);
+  float* wide_b = scratch(Copy::b, stored * columns);
+  for (int64_t i = begin; i < end; ++i) {
+    widen_matrix(g.b.at<Bf16>(i * g.stride_b), g.ldb, stored, columns, wide_b);
+    rows_of_bf16(g, g.a.at<Bf16>(i * g.stride_a), wide_b, i, 0, g.m);
+  }
+}
+
+}  // namespace
+
+void gemm(const Gemm& g) {
+  detail::check(g);
+  if (g.m == 0 || g.n == 0 || g.batch == 0) return;
+  use_one_thread();
+  const bool bf16 = g.a.type == Element::bf16;
+  // A piece is worth about 4 MFLOP: a fraction of a millisecond.
+  constexpr double kPieceFlops = 4e6;
+  const double row_flops = 2.0 * static_cast<double>(g.n) * static_cast<double>(std::max<int64_t>(1, g.k));
+  if (g.batch == 1) {
+    int64_t rows = static_cast<int64_t>(kPieceFlops / row_flops);
+    rows = std::max<int64_t>(64, (rows + 15) / 16 * 16);
+    if (bf16) return one_bf16_product(g, rows);
+    parallel_for(g.m, rows, [&](int64_t begin, int64_t end) { rows_of_product(g, 0, begin, end); });
+  } else {
+    int64_t products =
+        std::max<int64_t>(1, static_cast<int64_t>(kPieceFlops / (row_flops * static_cast<double>(g.m))));
+    const bool small = is_small(g);
+    parallel_for(g.batch, products, [&](int64_t begin, int64_t end) {
+      if (bf16) return bf16_batch(g, begin, end);
+      if (small) return small_gemm(g, begin, end);
+      for (int64_t i = begin; i < end; ++i) rows_of_product(g, i, 0, g.m);
+    });
+  }
+}
+
+}  // namespace gradwire::host

@@ -1,0 +1,15 @@
+// Products of a few dozen rows and columns, as attention has them (17 x 17 x 16), where a BLAS call costs
+// more than the arithmetic.
+#pragma once
+
+#include "kernels/gemm/gemm.h"
+
+namespace gradwire::host {
+
+// True when small_gemm is the faster way for each of the batch's products.
+bool is_small(const Gemm& g);
+// Products [begin, end) of the batch. Sums run over k in order, one FMA after the other where the machine has
+// it.
+void small_gemm(const Gemm& g, int64_t begin, int64_t end);
+
+}  // namespace gradwire::host

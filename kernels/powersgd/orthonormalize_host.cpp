@@ -1,0 +1,167 @@
+// CholeskyQR with FP64 Gram matrix and FP64 solve, repeated until a pass's input was well enough conditioned.
+//
+// One pass: G = A^T A in FP64 (products of two floats are exact there); scale its columns to norm 1; Cholesky
+// with dependent columns left out; A <- A W with W the inverse of the factor. A dependent column is replaced
+// by a random one, and comes last in the next pass's elimination, so that it is made orthogonal to the others
+// and not they to it.
+#include "kernels/powersgd/orthonormalize.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "kernels/math/orthonormalize.h"
+#include "kernels/simd/simd.h"
+#include "runtime/thread_pool.h"
+
+namespace gradwire::host {
+namespace {
+
+constexpr int kMax = kMaxPowerSgdRank;
+
+struct Workspace {
+  double gram[kMax][kMax];  // lower triangle; then the Cholesky factor of the scaled, permuted Gram matrix
+  double inverse[kMax][kMax];
+  double weights[kMax][kMax];  // A <- A * weights
+  double scale[kMax];
+  int order[kMax];     // elimination order
+  int attempts[kMax];  // re-seedings of each column so far
+  bool dependent[kMax];
+};
+
+// Both loops over the rows of A are compiled for common ranks, whose sums then stay in registers, and once
+// for any (kRank == 0). Each sum takes its terms in the same order everywhere.
+template <int kRank>
+GW_INLINE void add_gram(const float* a, int64_t n, int rank, Workspace& w) {
+  const int r = kRank > 0 ? kRank : rank;
+  double local[kRank > 0 ? kRank : 1][kRank > 0 ? kRank : 1] = {};
+  for (int64_t row = 0; row < n; ++row) {
+    double x[kRank > 0 ? kRank : kMax];
+    for (int k = 0; k < r; ++k) x[k] = a[row * r + k];
+    for (int i = 0; i < r; ++i) {
+      double* sums = kRank > 0 ? local[i] : w.gram[i];
+      for (int j = 0; j < r; ++j) sums[j] += x[i] * x[j];
+    }
+  }
+  for (int i = 0; i < kRank; ++i) std::copy(local[i], local[i] + kRank, w.gram[i]);
+}
+
+// G = A^T A, both triangles.
+GW_SIMD void gram_matrix(const float* a, int64_t n, int r, Workspace& w) {
+  for (int i = 0; i < r; ++i) std::fill(w.gram[i], w.gram[i] + r, 0.0);
+  if (r == 1) return add_gram<1>(a, n, r, w);
+  if (r == 2) return add_gram<2>(a, n, r, w);
+  if (r == 4) return add_gram<4>(a, n, r, w);
+  if (r == 8) return add_gram<8>(a, n, r, w);
+  add_gram<0>(a, n, r, w);
+}
+
+// out = in * weights, row by row; in place if they are the same.
+template <int kRank>
+GW_INLINE void multiply(const float* in, float* out, int64_t n, int rank, const Workspace& w) {
+  const int r = kRank > 0 ? kRank : rank;
+  for (int64_t row = 0; row < n; ++row) {
+    double y[kRank > 0 ? kRank : kMax] = {};
+    for (int k = 0; k < r; ++k) {
+      const double x = in[row * r + k];
+      for (int j = 0; j < r; ++j) y[j] += x * w.weights[k][j];
+    }
+    for (int j = 0; j < r; ++j) out[row * r + j] = static_cast<float>(y[j]);
+  }
+}
+
+GW_SIMD void apply_weights(const float* in, float* out, int64_t n, int r, const Workspace& w) {
+  if (r == 1) return multiply<1>(in, out, n, r, w);
+  if (r == 2) return multiply<2>(in, out, n, r, w);
+  if (r == 4) return multiply<4>(in, out, n, r, w);
+  if (r == 8) return multiply<8>(in, out, n, r, w);
+  multiply<0>(in, out, n, r, w);
+}
+
+// Factors the scaled Gram matrix in w.order and fills w.weights and w.dependent. Returns the smallest pivot
+// of the columns that stay, 0 when one does not.
+double factor(int r, Workspace& w) {
+  double smallest = 1.0;
+  for (int k = 0; k < r; ++k) w.scale[k] = w.gram[k][k] > 0.0 ? 1.0 / std::sqrt(w.gram[k][k]) : 0.0;
+  double lower[kMax][kMax];
+  for (int j = 0; j < r; ++j) {
+    int cj = w.order[j];
+    for (int i = j; i < r; ++i) {
+      int ci = w.order[i];
+      double sum = w.gram[ci][cj] * w.scale[ci] * w.scale[cj];
+      for (int k = 0; k < j; ++k) sum -= lower[i][k] * lower[j][k];
+      lower[i][j] = sum;
+    }
+    double pivot = lower[j][j];
+    w.dependent[cj] = !(pivot > kDependentPivot);
+    if (w.dependent[cj]) {
+      for (int i = j; i < r; ++i) lower[i][j] = 0.0;
+      lower[j][j] = 1.0;
+      smallest = 0.0;
+    } else {
+      smallest = std::min(smallest, pivot);
+      double root = std::sqrt(pivot);
+      for (int i = j; i < r; ++i) lower[i][j] /= root;
+    }
+  }
+  for (int j = 0; j < r; ++j) {  // column j of the inverse of `lower`
+    for (int i = 0; i < r; ++i) {
+      double sum = i == j ? 1.0 : 0.0;
+      for (int k = j; k < i; ++k) sum -= lower[i][k] * w.inverse[k][j];
+      w.inverse[i][j] = i < j ? 0.0 : sum / lower[i][i];
+    }
+  }
+  for (int i = 0; i < r; ++i) {
+    for (int j = 0; j < r; ++j) w.weights[w.order[j]][w.order[i]] = w.inverse[i][j] * w.scale[w.order[j]];
+  }
+  return smallest;
+}
+
+}  // namespace
+
+void orthonormalize(const Orthonormalize& a) {
+  uint64_t step = a.step != nullptr ? *a.step : 0;
+  parallel_for(a.table->count(), 1, [&](int64_t matrix, int64_t) {
+    const auto& d = a.table->host()[matrix];
+    int64_t offset = a.which == Factor::p ? d.p_offset : d.q_offset;
+    int32_t n = a.which == Factor::p ? d.rows : d.cols;
+    int r = d.rank;
+    if (a.keep_flags && a.flags[matrix] != 0) return;
+
+    Workspace w;
+    for (int k = 0; k < r; ++k) {
+      w.order[k] = k;
+      w.attempts[k] = 0;
+    }
+    const float* in = a.in + offset;
+    float* out = a.out + offset;
+    for (int pass = 0; pass < kMaxOrthonormalizePasses; ++pass) {
+      gram_matrix(in, n, r, w);
+      if (pass == 0) {
+        bool finite = true;
+        for (int k = 0; k < r; ++k) finite = finite && std::isfinite(w.gram[k][k]);
+        if (!finite) {
+          a.flags[matrix] = 1;
+          return;
+        }
+        if (!a.keep_flags) a.flags[matrix] = 0;
+      }
+      double smallest = factor(r, w);
+      apply_weights(in, out, n, r, w);
+      for (int j = 0; j < r; ++j) {
+        if (!w.dependent[j]) continue;
+        for (int32_t row = 0; row < n; ++row) {
+          out[int64_t{row} * r + j] =
+              reseed_value(a.seed, step, d.seed_id, static_cast<int>(a.which), j, w.attempts[j], row);
+        }
+      }
+      if (smallest >= kFinalPivot) return;
+      for (int k = 0; k < r; ++k) w.attempts[k] += w.dependent[k] ? 1 : 0;
+      std::stable_sort(w.order, w.order + r,
+                       [&](int x, int y) { return (w.attempts[x] > 0) < (w.attempts[y] > 0); });
+      in = out;
+    }
+  });
+}
+
+}  // namespace gradwire::host

@@ -1,0 +1,41 @@
+// Pack and unpack (see kernels/powersgd/pack.h): blockIdx.y is the segment, blocks along x share its elements.
+#include "kernels/powersgd/pack.h"
+#include "runtime/launch.cuh"
+
+namespace gradwire::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+__global__ void __launch_bounds__(kThreads)
+    pack_kernel(const Segment* __restrict__ table, int first, float* scattered, float* packed, bool unpack) {
+  const Segment s = table[first + blockIdx.y];
+  const float* from = unpack ? packed + s.packed : scattered + s.scattered;
+  float* to = unpack ? scattered + s.scattered : packed + s.packed;
+  const int64_t start = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const int64_t stride = int64_t{gridDim.x} * kThreads;
+  if ((reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % 16 == 0) {
+    const int64_t quads = s.count / 4;
+    for (int64_t i = start; i < quads; i += stride) {
+      reinterpret_cast<float4*>(to)[i] = reinterpret_cast<const float4*>(from)[i];
+    }
+    for (int64_t i = quads * 4 + start; i < s.count; i += stride) to[i] = from[i];
+  } else {
+    for (int64_t i = start; i < s.count; i += stride) to[i] = from[i];
+  }
+}
+
+}  // namespace
+
+void pack(CudaStream stream, const Pack& a) {
+  constexpr int kMostRows = 65535;  // limit of gridDim.y
+  const unsigned columns = grid_for(a.table->longest(), 4 * kThreads, 2);
+  for (int first = 0; first < a.table->count(); first += kMostRows) {
+    const int rows = a.table->count() - first < kMostRows ? a.table->count() - first : kMostRows;
+    launch("pack", pack_kernel,
+           {.grid = dim3(columns, static_cast<unsigned>(rows)), .block = dim3(kThreads), .stream = stream},
+           a.table->device(), first, a.scattered, a.packed, a.unpack);
+  }
+}
+
+}  // namespace gradwire::cuda

@@ -1,0 +1,41 @@
+#include "kernels/powersgd/powersgd.h"
+
+#include <algorithm>
+#include <string>
+
+namespace gradwire {
+
+GW_DEFINE_OP(powersgd_project, PowerSgdProject)
+GW_DEFINE_OP(powersgd_back_project, PowerSgdBackProject)
+GW_DEFINE_OP(powersgd_reconstruct, PowerSgdReconstruct)
+
+size_t powersgd_workspace_bytes(Device, const MatrixTable&) {
+  return 0;
+}
+
+MatrixTable::MatrixTable(const Stream& stream, std::vector<MatrixDescriptor> matrices)
+    : host_(std::move(matrices)) {
+  std::vector<MatrixBlocks> starts{{}};
+  for (const auto& d : host_) {
+    int32_t most = std::min({d.rows, d.cols, static_cast<int32_t>(kMaxPowerSgdRank)});
+    if (d.rank < 1 || d.rank > most) {
+      throw BadInput("PowerSGD: rank " + std::to_string(d.rank) + " for a " + std::to_string(d.rows) + " x " +
+                     std::to_string(d.cols) + " matrix; it must be from 1 to " + std::to_string(most));
+    }
+    elements_ += int64_t{d.rows} * d.cols;
+    p_elements_ += int64_t{d.rows} * d.rank;
+    q_elements_ += int64_t{d.cols} * d.rank;
+    max_rank_ = std::max(max_rank_, d.rank);
+    auto pieces = [](int32_t size, int32_t piece) { return (size + piece - 1) / piece; };
+    starts.push_back({.row_tile = starts.back().row_tile + pieces(d.rows, kRowTileRows),
+                      .panel = starts.back().panel + pieces(d.cols, panel_columns(d.rows)),
+                      .tile = starts.back().tile + pieces(d.rows, kTileRows) * pieces(d.cols, kTileCols)});
+  }
+  total_blocks_ = starts.back();
+  device_ = make_buffer<MatrixDescriptor>(stream.device(), count());
+  to_device(stream, device_.as<MatrixDescriptor>(), std::span<const MatrixDescriptor>(host_));
+  blocks_ = make_buffer<MatrixBlocks>(stream.device(), count() + 1);
+  to_device(stream, blocks_.as<MatrixBlocks>(), std::span<const MatrixBlocks>(starts));
+}
+
+}  // namespace gradwire

@@ -1,0 +1,70 @@
+// What the three PowerSGD kernels share: finding a block's matrix, and four-column accesses.
+//
+// A thread owns four columns of a row. In an aligned matrix they are neighbours, one 16-byte access; in
+// another they lie `spread` columns apart, so that the four 4-byte accesses of a warp are still consecutive.
+#pragma once
+
+#include <algorithm>
+#include <cfloat>
+
+#include "kernels/math/bf16.h"
+#include "kernels/powersgd/powersgd.h"
+#include "runtime/launch.cuh"
+
+namespace gradwire::cuda {
+
+struct Matrices {
+  const MatrixDescriptor* descriptors;
+  const MatrixBlocks* starts;  // count + 1
+  int count;
+};
+
+inline Matrices matrices_of(const MatrixTable& table) {
+  return {table.device(), table.blocks(), table.count()};
+}
+
+// Which matrix `block` belongs to. All threads of the block call it; `found` is shared; it ends in a barrier.
+__device__ __forceinline__ int find_matrix(const Matrices& matrices, int32_t MatrixBlocks::*first,
+                                           int32_t block, int* found) {
+  for (int m = static_cast<int>(threadIdx.x); m < matrices.count; m += static_cast<int>(blockDim.x)) {
+    if (matrices.starts[m].*first <= block && block < matrices.starts[m + 1].*first) *found = m;
+  }
+  __syncthreads();
+  return *found;
+}
+
+__device__ __forceinline__ bool aligned16(const void* p) {
+  return (reinterpret_cast<uintptr_t>(p) & 15) == 0;
+}
+
+// The columns that a thread owns within a strip of 4 * spread columns.
+template <bool kVector>
+struct Quad {
+  int spread, index;  // index in 0 .. spread - 1
+  __device__ __forceinline__ int column(int c) const { return kVector ? 4 * index + c : index + c * spread; }
+
+  // Values of the strip's columns at `row`; 0 from `limit` on. With kVector, limit is a multiple of 4.
+  __device__ __forceinline__ void load(const float* row, int limit, float (&x)[4]) const {
+    if constexpr (kVector) {
+      float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (4 * index < limit) v = *reinterpret_cast<const float4*>(row + 4 * index);
+      x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+    } else {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x[c] = column(c) < limit ? row[column(c)] : 0.0f;
+    }
+  }
+  __device__ __forceinline__ void store(float* row, int limit, const float (&x)[4]) const {
+    if constexpr (kVector) {
+      if (4 * index < limit)
+        *reinterpret_cast<float4*>(row + 4 * index) = make_float4(x[0], x[1], x[2], x[3]);
+    } else {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        if (column(c) < limit) row[column(c)] = x[c];
+      }
+    }
+  }
+};
+
+}  // namespace gradwire::cuda

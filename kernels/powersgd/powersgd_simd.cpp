@@ -1,0 +1,377 @@
+// Sixteen columns at a time in GCC's portable vectors; tiles of rows x columns whose sums stay in registers.
+//
+// Q is turned around piece by piece, (cols, rank) to (rank, columns of the piece), so that the columns of a
+// matrix row and of a Q row are neighbours. Pieces are padded to whole vectors with zeros; a row's last,
+// partial vector goes through a buffer. A product and its addition are rounded once where the machine has an
+// fma.
+#include "kernels/powersgd/powersgd_simd.h"
+
+#include <algorithm>
+#include <cfloat>
+#include <cstring>
+
+#include "kernels/simd/simd.h"
+
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed between inlined functions only
+GW_ALLOW_FMA
+
+namespace gradwire::host {
+namespace {
+
+constexpr int kLanes = 16;
+typedef float Vec __attribute__((vector_size(64)));
+typedef int32_t VecInt __attribute__((vector_size(64)));
+
+constexpr int64_t kPieceFloats = 32 * 1024;  // of turned Q, in the second-level cache
+constexpr int kRowTile = 4;
+constexpr int kRankTile = 4;
+constexpr int64_t kPrefetchFloats = 512;
+
+GW_INLINE Vec load(const float* p) {
+  Vec v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+GW_INLINE void store(float* p, const Vec& v) {
+  memcpy(p, &v, sizeof v);
+}
+// The first `count` lanes; the others read as 0 and are not written.
+GW_INLINE Vec load_some(const float* p, int64_t count) {
+  if (count >= kLanes) return load(p);
+  Vec v = {};
+  memcpy(&v, p, static_cast<size_t>(count) * sizeof(float));
+  return v;
+}
+GW_INLINE void store_some(float* p, const Vec& v, int64_t count) {
+  if (count >= kLanes) return store(p, v);
+  memcpy(p, &v, static_cast<size_t>(count) * sizeof(float));
+}
+GW_INLINE VecInt finite_mask(const Vec& v) {
+  VecInt bits;
+  memcpy(&bits, &v, sizeof bits);
+  return (bits & 0x7f800000) != 0x7f800000;
+}
+GW_INLINE Vec clamp_finite(const Vec& x) {
+  Vec v = x > FLT_MAX ? Vec{} + FLT_MAX : x;
+  return v < -FLT_MAX ? Vec{} - FLT_MAX : v;
+}
+// Halving, the same for every instruction set.
+GW_INLINE float sum_lanes(const Vec& v) {
+  float x[kLanes];
+  memcpy(x, &v, sizeof x);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) x[i] += x[i + half];
+  }
+  return x[0];
+}
+
+// Adds halves of every group of lanes: the sums of a's groups, of half the length, then those of b's.
+template <int kHalf>
+GW_INLINE Vec add_halves(const Vec& a, const Vec& b) {
+  VecInt low, high;
+  for (int i = 0; i < kLanes; ++i) {
+    low[i] = i / kHalf * 2 * kHalf + i % kHalf;
+    high[i] = low[i] + kHalf;
+  }
+  return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+}
+// The sums over the lanes of sixteen vectors, in a tenth of the time of sixteen sum_lanes and to the same
+// bits.
+GW_INLINE Vec sum_lanes_of_sixteen(const Vec (&v)[kLanes]) {
+  Vec eight[8], four[4];
+  for (int i = 0; i < 8; ++i) eight[i] = add_halves<8>(v[2 * i], v[2 * i + 1]);
+  for (int i = 0; i < 4; ++i) four[i] = add_halves<4>(eight[2 * i], eight[2 * i + 1]);
+  return add_halves<1>(add_halves<2>(four[0], four[1]), add_halves<2>(four[2], four[3]));
+}
+
+int64_t round_up(int64_t n, int64_t to) {
+  return (n + to - 1) / to * to;
+}
+
+// Columns per piece of Q, a multiple of the strip.
+int64_t piece_columns(int rank, int64_t cols) {
+  int64_t most = kPieceFloats / round_up(rank, kRankTile) / kStrip * kStrip;
+  return std::min(most, round_up(cols, kStrip));
+}
+
+// turned[k][column] = q[column][k]; zero up to `stride` and to a whole rank tile.
+GW_INLINE void turn(const float* q, int rank, int64_t columns, int64_t stride, float* turned) {
+  int64_t padded_rank = round_up(rank, kRankTile);
+  for (int64_t k = 0; k < padded_rank; ++k) {
+    float* to = turned + k * stride;
+    int64_t there = k < rank ? columns : 0;
+    for (int64_t j = 0; j < there; ++j) to[j] = q[j * rank + k];
+    std::fill(to + there, to + stride, 0.0f);
+  }
+}
+
+// M of kRows rows; adds their products with kRank turned columns of Q to sums (kRows, sum_stride). With
+// kFresh, M is formed from grad and residual; else it is read from m_out, where an earlier call with kFresh
+// left it.
+template <int kRows, int kRank, bool kFresh>
+GW_INLINE void project_tile(const ProjectRows& a, int64_t row0, int64_t column0, int64_t columns,
+                            const float* turned, int64_t stride, float* m_buffer, bool keep_m, float* sums,
+                            int64_t sum_stride) {
+  Vec acc[kRows][kRank] = {};
+  // A row alone is one stream, which continues in the next; several rows are as many streams, which end
+  // together.
+  const int64_t ahead = kRows == 1 ? kPrefetchFloats : kRows * a.cols;
+  for (int64_t j = 0; j < columns; j += kLanes) {
+    Vec q[kRank];
+    for (int k = 0; k < kRank; ++k) q[k] = load(turned + k * stride + j);
+    for (int i = 0; i < kRows; ++i) {
+      Vec m;
+      if (kFresh) {
+        int64_t at = (row0 + i) * a.cols + column0 + j, count = columns - j;
+        m = load_some(a.grad + at, count);
+        __builtin_prefetch(a.grad + at + ahead);
+        if (a.residual != nullptr) {
+          __builtin_prefetch(a.residual + at + ahead, 1);
+          Vec e = load_some(a.residual + at, count), sum = m + e;
+          // Where the gradient is not finite the old residual stays; where only the sum is not, a finite
+          // value must.
+          store_some(a.residual + at, finite_mask(m) ? clamp_finite(sum) : e, count);
+          m = sum;
+        }
+        if (keep_m) store(m_buffer + i * stride + j, m);
+      } else {
+        m = load(m_buffer + i * stride + j);
+      }
+      for (int k = 0; k < kRank; ++k) acc[i][k] += m * q[k];
+    }
+  }
+  if constexpr (kRows * kRank == kLanes) {
+    Vec flat[kLanes];
+    for (int i = 0; i < kLanes; ++i) flat[i] = acc[i / kRank][i % kRank];
+    float total[kLanes];
+    store(total, sum_lanes_of_sixteen(flat));
+    for (int i = 0; i < kLanes; ++i) sums[i / kRank * sum_stride + i % kRank] += total[i];
+  } else {
+    for (int i = 0; i < kRows; ++i) {
+      for (int k = 0; k < kRank; ++k) sums[i * sum_stride + k] += sum_lanes(acc[i][k]);
+    }
+  }
+}
+
+template <int kRows>
+GW_INLINE void project_all_ranks(const ProjectRows& a, int64_t row0, int64_t column0, int64_t columns,
+                                 const float* turned, int64_t stride, float* m_buffer, float* sums) {
+  constexpr int kMost = kMaxPowerSgdRank;
+  if (a.rank == 1)
+    return project_tile<kRows, 1, true>(a, row0, column0, columns, turned, stride, m_buffer, false, sums,
+                                        kMost);
+  if (a.rank == 2)
+    return project_tile<kRows, 2, true>(a, row0, column0, columns, turned, stride, m_buffer, false, sums,
+                                        kMost);
+  bool keep_m = a.rank > kRankTile;
+  project_tile<kRows, kRankTile, true>(a, row0, column0, columns, turned, stride, m_buffer, keep_m, sums,
+                                       kMost);
+  for (int k = kRankTile; k < a.rank; k += kRankTile) {
+    project_tile<kRows, kRankTile, false>(a, row0, column0, columns, turned + k * stride, stride, m_buffer,
+                                          false, sums + k, kMost);
+  }
+}
+
+// One strip of columns and one tile of rows of value - P Q^T (kSubtract) or P Q^T.
+template <int kRows, int kVecs>
+GW_INLINE void outer_tile(const float* p, int64_t p_stride, int rank, const float* turned, int64_t stride,
+                          Vec (&value)[kRows][kVecs], bool subtract) {
+  for (int k = 0; k < rank; ++k) {
+    Vec q[kVecs];
+    for (int v = 0; v < kVecs; ++v) q[v] = load(turned + k * stride + v * kLanes);
+    for (int i = 0; i < kRows; ++i) {
+      float weight = subtract ? -p[i * p_stride + k] : p[i * p_stride + k];
+      for (int v = 0; v < kVecs; ++v) value[i][v] += weight * q[v];
+    }
+  }
+}
+
+}  // namespace
+
+GW_SIMD void project_rows(const ProjectRows& a) {
+  alignas(64) float turned[kPieceFloats];
+  alignas(64) float m_buffer[kRowTile * kPieceFloats / 8];  // pieces are longer only where rank <= kRankTile
+  constexpr int64_t kMostRows = 128;
+  for (int64_t first = 0; first < a.rows; first += kMostRows) {
+    int64_t rows = std::min(kMostRows, a.rows - first);
+    float sums[kMostRows][kMaxPowerSgdRank] = {};
+    int64_t piece = piece_columns(a.rank, a.cols);
+    for (int64_t column0 = 0; column0 < a.cols; column0 += piece) {
+      int64_t columns = std::min(piece, a.cols - column0), stride = round_up(columns, kLanes);
+      turn(a.q + column0 * a.rank, a.rank, columns, stride, turned);
+      int64_t i = 0;
+      // Where memory is the limit, one row after the other (28 against 34 ms on ViT-B/32 at rank 4); where
+      // arithmetic is, several rows share the loads of Q.
+      for (; a.rank > kRankTile && i + kRowTile <= rows; i += kRowTile) {
+        project_all_ranks<kRowTile>(a, first + i, column0, columns, turned, stride, m_buffer, sums[i]);
+      }
+      for (; i < rows; ++i)
+        project_all_ranks<1>(a, first + i, column0, columns, turned, stride, m_buffer, sums[i]);
+    }
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int k = 0; k < a.rank; ++k) a.p[(first + i) * a.rank + k] = sums[i][k];
+    }
+  }
+}
+
+namespace {
+
+constexpr int64_t kBlockRows = 16;  // that pass through the first-level cache while their sums are taken
+constexpr int kStripVecs = kStrip / kLanes;
+
+// sums[k][strip] += rows of P^T M, for a strip of columns and kRank of P's columns.
+template <int kRank, bool kWhole>
+GW_INLINE void back_tile(const float* m, int64_t m_stride, int64_t columns, const float* p, int64_t p_stride,
+                         int64_t rows, const float* ahead, float* sums, int64_t stride) {
+  Vec acc[kRank][kStripVecs];
+  for (int k = 0; k < kRank; ++k) {
+    for (int v = 0; v < kStripVecs; ++v) acc[k][v] = load(sums + k * stride + v * kLanes);
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    Vec x[kStripVecs];
+    for (int v = 0; v < kStripVecs; ++v) {
+      const float* from = m + i * m_stride + v * kLanes;
+      x[v] = kWhole ? load(from) : load_some(from, std::clamp<int64_t>(columns - v * kLanes, 0, kLanes));
+      if (ahead != nullptr) __builtin_prefetch(ahead + i * m_stride + v * kLanes, 0, 3);
+    }
+    for (int k = 0; k < kRank; ++k) {
+      float weight = p[i * p_stride + k];
+      for (int v = 0; v < kStripVecs; ++v) acc[k][v] += weight * x[v];
+    }
+  }
+  for (int k = 0; k < kRank; ++k) {
+    for (int v = 0; v < kStripVecs; ++v) store(sums + k * stride + v * kLanes, acc[k][v]);
+  }
+}
+
+template <bool kWhole>
+GW_INLINE void back_all_ranks(const BackProjectPanel& a, int64_t row0, int64_t rows, int64_t column0,
+                              float* sums, int64_t stride) {
+  const float *m = a.m + row0 * a.cols + column0, *p = a.p + row0 * a.rank;
+  int64_t columns = a.panel - column0;
+  // Each row's piece of a panel is short, so the next block is asked for while this one is worked on.
+  const float* ahead = row0 + 2 * kBlockRows <= a.rows ? m + kBlockRows * a.cols : nullptr;
+  int k = 0;
+  for (; k + kRankTile <= a.rank; k += kRankTile) {
+    back_tile<kRankTile, kWhole>(m, a.cols, columns, p + k, a.rank, rows, ahead, sums + k * stride, stride);
+    ahead = nullptr;
+  }
+  for (; k < a.rank; ++k) {
+    back_tile<1, kWhole>(m, a.cols, columns, p + k, a.rank, rows, ahead, sums + k * stride, stride);
+    ahead = nullptr;
+  }
+}
+
+template <int kRows, bool kWhole>
+GW_INLINE void residual_tile(const BackProjectPanel& a, int64_t row0, int64_t column0, const float* turned,
+                             int64_t stride) {
+  Vec left[kRows][kStripVecs];
+  float* at = a.residual + row0 * a.cols + column0;
+  for (int i = 0; i < kRows; ++i) {
+    for (int v = 0; v < kStripVecs; ++v) {
+      const float* from = at + i * a.cols + v * kLanes;
+      left[i][v] = kWhole ? load(from)
+                          : load_some(from, std::clamp<int64_t>(a.panel - column0 - v * kLanes, 0, kLanes));
+    }
+  }
+  outer_tile<kRows, kStripVecs>(a.p + row0 * a.rank, a.rank, a.rank, turned + column0, stride, left, true);
+  for (int i = 0; i < kRows; ++i) {
+    for (int v = 0; v < kStripVecs; ++v) {
+      Vec e = finite_mask(left[i][v]) ? left[i][v] : Vec{};
+      float* to = at + i * a.cols + v * kLanes;
+      if (kWhole) {
+        store(to, e);
+      } else {
+        store_some(to, e, std::clamp<int64_t>(a.panel - column0 - v * kLanes, 0, kLanes));
+      }
+    }
+  }
+}
+
+template <int kRows>
+GW_INLINE void residual_rows(const BackProjectPanel& a, int64_t row0, const float* turned, int64_t stride) {
+  int64_t column0 = 0;
+  for (; column0 + kStrip <= a.panel; column0 += kStrip)
+    residual_tile<kRows, true>(a, row0, column0, turned, stride);
+  if (column0 < a.panel) residual_tile<kRows, false>(a, row0, column0, turned, stride);
+}
+
+}  // namespace
+
+GW_SIMD void back_project_panel(const BackProjectPanel& a) {
+  alignas(64) float sums[kMaxPowerSgdRank * kMaxPanelColumns];  // Q turned around: (rank, stride)
+  int64_t stride = round_up(a.panel, kStrip);
+  std::fill(sums, sums + a.rank * stride, 0.0f);
+  for (int64_t row0 = 0; row0 < a.rows; row0 += kBlockRows) {
+    int64_t rows = std::min(kBlockRows, a.rows - row0), column0 = 0;
+    for (; column0 + kStrip <= a.panel; column0 += kStrip) {
+      back_all_ranks<true>(a, row0, rows, column0, sums + column0, stride);
+    }
+    if (column0 < a.panel) back_all_ranks<false>(a, row0, rows, column0, sums + column0, stride);
+  }
+  for (int64_t j = 0; j < a.panel; ++j) {
+    for (int k = 0; k < a.rank; ++k) a.q[j * a.rank + k] = sums[k * stride + j];
+  }
+  if (a.residual == nullptr) return;
+  // From the last row up: what was read last is the surest to be in the cache still.
+  int64_t row = a.rows;
+  for (; row >= kRowTile; row -= kRowTile) residual_rows<kRowTile>(a, row - kRowTile, sums, stride);
+  for (; row > 0; --row) residual_rows<1>(a, row - 1, sums, stride);
+}
+
+namespace {
+
+template <int kRows, int kVecs>
+GW_INLINE void reconstruct_tile(const ReconstructRows& a, int64_t row0, int64_t column, int64_t count,
+                                const float* turned, int64_t stride) {
+  Vec value[kRows][kVecs] = {};
+  outer_tile<kRows, kVecs>(a.p + row0 * a.rank, a.rank, a.rank, turned, stride, value, false);
+  float* at = a.out + row0 * a.cols + column;
+  for (int i = 0; i < kRows; ++i) {
+    for (int v = 0; v < kVecs; ++v) {
+      float* to = at + i * a.cols + v * kLanes;
+      int64_t lanes = kVecs > 1 ? kLanes : count;
+      if (a.mode == Reconstruct::add_finite) {
+        Vec old = load_some(to, lanes), sum = old + value[i][v];
+        store_some(to, finite_mask(sum) ? sum : old, lanes);
+      } else if (a.mode == Reconstruct::stream && lanes == kLanes &&
+                 reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+        stream_store(to, a.scale * value[i][v]);
+      } else {
+        store_some(to, a.scale * value[i][v], lanes);
+      }
+    }
+  }
+}
+
+template <int kRows>
+GW_INLINE void reconstruct_piece(const ReconstructRows& a, int64_t row0, int64_t column0, int64_t columns,
+                                 const float* turned, int64_t stride) {
+  int64_t j = 0;
+  for (; j + kStrip <= columns; j += kStrip) {
+    reconstruct_tile<kRows, kStripVecs>(a, row0, column0 + j, kStrip, turned + j, stride);
+  }
+  for (; j < columns; j += kLanes) {
+    reconstruct_tile<kRows, 1>(a, row0, column0 + j, std::min<int64_t>(kLanes, columns - j), turned + j,
+                               stride);
+  }
+}
+
+}  // namespace
+
+GW_SIMD void reconstruct_rows(const ReconstructRows& a) {
+  alignas(64) float turned[kPieceFloats];
+  int64_t piece = piece_columns(a.rank, a.cols);
+  for (int64_t column0 = 0; column0 < a.cols; column0 += piece) {
+    int64_t columns = std::min(piece, a.cols - column0), stride = round_up(columns, kLanes);
+    turn(a.q + column0 * a.rank, a.rank, columns, stride, turned);
+    int64_t i = 0;
+    for (; i + kRowTile <= a.rows; i += kRowTile) {
+      reconstruct_piece<kRowTile>(a, i, column0, columns, turned, stride);
+    }
+    for (; i < a.rows; ++i) reconstruct_piece<1>(a, i, column0, columns, turned, stride);
+  }
+  if (a.mode == Reconstruct::stream) stream_fence();
+}
+
+}  // namespace gradwire::host

@@ -1,0 +1,207 @@
+// PowerSGD pass (a) on CUDA: M = grad + residual, stored into residual; P = M Q.
+//
+// Bytes per element: 12 with residual, 4 without. Limit: memory bandwidth up to about rank 32.
+// A block takes 8 or 16 whole rows and walks over the columns in strips of 1024. Each thread holds 8 rows x 4
+// columns of M in registers, while the strip's Q passes through shared memory, transposed, up to 8 of its
+// columns at a time; the products are summed over a warp by halving (32 values over 32 lanes cost 31
+// shuffles, not 160) and over warps at the end. So M is read once for any rank, and the order of every sum is
+// fixed. Alignment: any; 16-byte accesses when a matrix's rows are 16-byte aligned in both arrays.
+#include "kernels/powersgd/powersgd.cuh"
+
+namespace gradwire::cuda {
+namespace {
+
+constexpr int kRows = 8;            // per thread
+constexpr int kStripThreads = 256;  // that share a row
+constexpr int kStrip = 4 * kStripThreads;
+constexpr int kStripStride = kStrip + 4;  // keeps the transposing stores free of bank conflicts
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+struct ProjectArgs {
+  Matrices matrices;
+  const float* grad;
+  float* residual;
+  const float* q;
+  float* p;
+};
+
+// Sums each of kCount values over the 32 lanes; kCount a power of 2 up to 32. Afterwards v[0] of lane l is
+// the sum of value l / (32 / kCount). A step sends away the half of the values that the partner lane keeps.
+// Recursive, so that no index is left to run time.
+template <int kCount, int kOffset = 16, int kTotal>
+__device__ __forceinline__ void sum_over_lanes(float (&v)[kTotal], int lane) {
+  if constexpr (kOffset > 0) {
+    if constexpr (kCount > 1) {
+      constexpr int kHalf = kCount / 2;
+      bool upper = (lane & kOffset) != 0;
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) {
+        float give = upper ? v[i] : v[i + kHalf], keep = upper ? v[i + kHalf] : v[i];
+        v[i] = keep + __shfl_xor_sync(kAllLanes, give, kOffset);
+      }
+    } else {
+      v[0] += __shfl_xor_sync(kAllLanes, v[0], kOffset);
+    }
+    sum_over_lanes<(kCount > 1 ? kCount / 2 : 1), kOffset / 2>(v, lane);
+  }
+}
+
+// Stages columns [k0, k0 + kRank) of the strip's Q as shared[k][column]; zero where there is none.
+template <int kRank>
+__device__ __forceinline__ void stage_q(const float* q, int rank, int k0, int columns, float* shared) {
+  int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+  if (kRank % 4 == 0 && rank % 4 == 0 && aligned16(q)) {
+    constexpr int kQuads = kRank >= 4 ? kRank / 4 : 1;
+    for (int item = thread; item < kStrip * kQuads; item += threads) {
+      int column = item / kQuads, k = item % kQuads * 4;
+      float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (column < columns && k0 + k < rank) {
+        v = *reinterpret_cast<const float4*>(q + static_cast<int64_t>(column) * rank + k0 + k);
+      }
+      float* to = shared + k * kStripStride + column;
+      to[0] = v.x, to[kStripStride] = v.y, to[2 * kStripStride] = v.z, to[3 * kStripStride] = v.w;
+    }
+  } else {
+    for (int column = thread; column < kStrip; column += threads) {
+#pragma unroll
+      for (int k = 0; k < kRank; ++k) {
+        bool there = column < columns && k0 + k < rank;
+        shared[k * kStripStride + column] = there ? q[static_cast<int64_t>(column) * rank + k0 + k] : 0.0f;
+      }
+    }
+  }
+}
+
+// M of one row's four columns, stored where there is error feedback.
+template <bool kVector>
+__device__ __forceinline__ void load_m(const ProjectArgs& a, const Quad<kVector>& quad, int64_t at, int limit,
+                                       float (&m)[4]) {
+  quad.load(a.grad + at, limit, m);
+  if (a.residual == nullptr) return;
+  float e[4], keep[4];
+  quad.load(a.residual + at, limit, e);
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    float sum = m[c] + e[c];
+    // Where the gradient is not finite the old residual stays; where only the sum is not, a finite value
+    // must.
+    keep[c] = is_finite(m[c]) ? fminf(fmaxf(sum, -FLT_MAX), FLT_MAX) : e[c];
+    m[c] = sum;
+  }
+  quad.store(a.residual + at, limit, keep);
+}
+
+// Products with `chunks` times kRank columns of Q. In shared memory: the staged Q, then a sum per warp, row
+// and column.
+template <int kRank, bool kVector>
+__device__ __forceinline__ void project_rows(const ProjectArgs& a, const MatrixDescriptor& d, int row0,
+                                             float* shared) {
+  constexpr int kValues = kRows * kRank, kLanesPerValue = 32 / kValues;
+  static_assert(kValues <= 32);
+  int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  int chunks = (d.rank + kRank - 1) / kRank;
+  Quad<kVector> quad{kStripThreads, thread % kStripThreads};
+  float* sums = shared + kRank * kStripStride;  // (warps, chunks, kValues)
+  float* own_sum =
+      sums + warp * chunks * kValues + lane / kLanesPerValue;  // of one lane alone, until the end
+
+  for (int column0 = 0; column0 < d.cols; column0 += kStrip) {
+    int columns = min(kStrip, d.cols - column0);
+    float m[kRows][4];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      int64_t at = d.offset + static_cast<int64_t>(row0 + i) * d.cols + column0;
+      load_m<kVector>(a, quad, at, row0 + i < d.rows ? columns : 0, m[i]);
+    }
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      __syncthreads();  // the last chunk's readers are done
+      stage_q<kRank>(a.q + d.q_offset + static_cast<int64_t>(column0) * d.rank, d.rank, chunk * kRank,
+                     columns, shared);
+      __syncthreads();
+      float sum[kValues];
+#pragma unroll
+      for (int k = 0; k < kRank; ++k) {
+        float q[4];
+        quad.load(shared + k * kStripStride, kStrip, q);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          float s = m[i][0] * q[0];
+          s = fmaf(m[i][1], q[1], s);
+          s = fmaf(m[i][2], q[2], s);
+          sum[i * kRank + k] = fmaf(m[i][3], q[3], s);
+        }
+      }
+      sum_over_lanes<kValues>(sum, lane);
+      if (lane % kLanesPerValue == 0) {
+        float* total = own_sum + chunk * kValues;
+        *total = column0 == 0 ? sum[0] : *total + sum[0];
+      }
+    }
+  }
+
+  // Over the warps that share the rows, in order.
+  __syncthreads();
+  constexpr int kWarps = kStripThreads / 32;
+  for (int value = quad.index; value < chunks * kValues; value += kStripThreads) {
+    int row = row0 + value % kValues / kRank, k = value / kValues * kRank + value % kRank;
+    if (row >= d.rows || k >= d.rank) continue;
+    const float* part = sums + warp / kWarps * kWarps * chunks * kValues + value;
+    float sum = 0.0f;
+    for (int w = 0; w < kWarps; ++w) sum += part[w * chunks * kValues];
+    a.p[d.p_offset + static_cast<int64_t>(row) * d.rank + k] = sum;
+  }
+}
+
+// kGroups groups of 256 threads, 8 rows each: two share a staged Q where staging it costs more.
+template <int kRank, int kGroups>
+__global__ void __launch_bounds__(kGroups* kStripThreads)
+    project_kernel(const __grid_constant__ ProjectArgs a) {
+  constexpr int kBlocksPerTile = kRowTileRows / (kRows * kGroups);
+  GW_DYNAMIC_SHARED(float, shared);
+  __shared__ int found[1];
+  int tile = static_cast<int>(blockIdx.x) / kBlocksPerTile,
+      half = static_cast<int>(blockIdx.x) % kBlocksPerTile;
+  int matrix = find_matrix(a.matrices, &MatrixBlocks::row_tile, tile, found);
+  const MatrixDescriptor d = a.matrices.descriptors[matrix];
+  int row0 = (tile - a.matrices.starts[matrix].row_tile) * kRowTileRows + half * kRows +
+             static_cast<int>(threadIdx.x) / kStripThreads * kRows;
+  bool vector = d.cols % 4 == 0 && aligned16(a.grad + d.offset) &&
+                (a.residual == nullptr || aligned16(a.residual + d.offset));
+  if (vector) {
+    project_rows<kRank, true>(a, d, row0, shared);
+  } else {
+    project_rows<kRank, false>(a, d, row0, shared);
+  }
+}
+
+template <int kRank, int kGroups>
+void launch_project(CudaStream stream, const ProjectArgs& a, const MatrixTable& table) {
+  constexpr int kBlocksPerTile = kRowTileRows / (kRows * kGroups), kThreads = kGroups * kStripThreads;
+  int chunks = (table.max_rank() + kRank - 1) / kRank;
+  int floats = kRank * kStripStride + kThreads / 32 * chunks * kRows * kRank;
+  launch("powersgd_project", project_kernel<kRank, kGroups>,
+         {.grid = dim3(static_cast<unsigned>(table.total_blocks().row_tile * kBlocksPerTile)),
+          .block = dim3(kThreads),
+          .shared_bytes = static_cast<size_t>(floats) * sizeof(float),
+          .stream = stream},
+         a);
+}
+
+}  // namespace
+
+void powersgd_project(CudaStream stream, const PowerSgdProject& op) {
+  ProjectArgs a{matrices_of(*op.table), op.grad, op.residual, op.q, op.p};
+  int rank = op.table->max_rank();
+  if (rank <= 1) {
+    launch_project<1, 1>(stream, a, *op.table);
+  } else if (rank <= 2) {
+    launch_project<2, 1>(stream, a, *op.table);
+  } else if (rank <= 8) {
+    launch_project<4, 1>(stream, a, *op.table);
+  } else {
+    launch_project<4, 2>(stream, a, *op.table);
+  }
+}
+
+}  // namespace gradwire::cuda

@@ -1,0 +1,23 @@
+// How the host ops of vit.h cut their rows into pieces: by shape alone, so that results never depend on the
+// threads.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "runtime/thread_pool.h"
+
+namespace gradwire::host {
+
+// About 64 KiB of floats per piece: large enough to hide a task's cost, small enough to stay in a core's
+// cache.
+inline int64_t rows_per_piece(int64_t width) {
+  return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, width));
+}
+
+template <typename Body>
+void for_rows(int64_t rows, int64_t width, const Body& body) {
+  parallel_for(rows, rows_per_piece(width), body);
+}
+
+}  // namespace gradwire::host

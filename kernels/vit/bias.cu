@@ -1,0 +1,101 @@
+// column_sum and bias_residual.
+//
+// column_sum reads each element once (4 or 2 B), in 16-byte accesses; the partial sums are a sixteenth of
+// that or less. bias_residual reads 8 or 6 B and writes 4 B per element. Limit: memory bandwidth.
+// Deterministic: sums in fixed order.
+#include "kernels/cuda/columns.cuh"
+#include "kernels/vit/vit.h"
+
+namespace gradwire::cuda {
+namespace {
+
+// 32 columns by 8 lanes; lane y adds partial rows y, y + 8, ...; then the 8 lanes are added in order.
+__global__ void __launch_bounds__(256)
+    combine_partial_sums_kernel(const float* partial, int64_t count, int64_t width, bool accumulate,
+                                float* sum0, float* sum1) {
+  __shared__ float shared[8][32];
+  const int64_t c = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
+  const int64_t stride = width * gridDim.y;
+  float* sum = blockIdx.y == 0 ? sum0 : sum1;
+  float total = 0.0f;
+  if (c < width) {
+    const float* from = partial + blockIdx.y * width + c;
+#pragma unroll 4
+    for (int64_t i = threadIdx.y; i < count; i += 8) total += from[i * stride];
+  }
+  shared[threadIdx.y][threadIdx.x] = total;
+  __syncthreads();
+  if (threadIdx.y != 0 || c >= width) return;
+  for (int y = 1; y < 8; ++y) total += shared[y][threadIdx.x];
+  sum[c] = accumulate ? sum[c] + total : total;
+}
+
+template <typename S>
+struct Load {
+  const S* x;
+  int64_t width;
+  template <int W>
+  __device__ __forceinline__ void at(int64_t row, int64_t c, float (&out)[W]) const {
+    load<W>(x + row * width + c, out);
+  }
+};
+
+template <int W>
+struct Bias {
+  float value[W];
+};
+
+template <typename S>
+struct AddBiasResidual {
+  const S* y;
+  const float *bias, *residual;
+  float* x;
+  int64_t width;
+
+  template <int W>
+  __device__ __forceinline__ Bias<W> column(int64_t c) const {
+    Bias<W> b;
+    load<W>(bias + c, b.value);
+    return b;
+  }
+  template <int W>
+  __device__ __forceinline__ void at(int64_t row, int64_t c, const Bias<W>& b) const {
+    const int64_t i = row * width + c;
+    float out[W];
+    load<W>(y + i, out);
+    add<W>(b.value, out);
+    if (residual != nullptr) {
+      float old[W];
+      load<W>(residual + i, old);
+      add<W>(old, out);
+    }
+    store<W>(x + i, out);
+  }
+};
+
+}  // namespace
+
+void combine_partial_sums(CudaStream stream, const float* partial, int64_t count, int64_t width,
+                          bool accumulate, float* sum0, float* sum1) {
+  const dim3 grid(static_cast<unsigned>((width + 31) / 32), sum1 != nullptr ? 2 : 1);
+  launch("combine_partial_sums", combine_partial_sums_kernel,
+         {.grid = grid, .block = dim3(32, 8), .stream = stream}, partial, count, width, accumulate, sum0,
+         sum1);
+}
+
+template <typename S>
+void column_sum(CudaStream stream, const ColumnSum<S>& a) {
+  sum_over_rows<S>("column_sum", stream, takes_vectors<S>(a.width, a.x, a.workspace), Load<S>{a.x, a.width},
+                   a.rows, a.width, a.workspace, a.accumulate, a.sum);
+}
+
+template <typename S>
+void bias_residual(CudaStream stream, const BiasResidual<S>& a) {
+  for_columns<S>("bias_residual", stream, takes_vectors<S>(a.width, a.y, a.bias, a.residual, a.x),
+                 AddBiasResidual<S>{a.y, a.bias, a.residual, a.x, a.width}, a.rows, a.width);
+}
+
+GW_INSTANTIATE_CUDA_OP(column_sum, ColumnSum)
+GW_INSTANTIATE_CUDA_OP(bias_residual, BiasResidual)
+
+}  // namespace gradwire::cuda

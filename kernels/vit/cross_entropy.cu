@@ -1,0 +1,100 @@
+// cross_entropy: one warp per row, then one block that adds the rows up in order.
+//
+// Reads the logits once from memory (three passes, the later ones from cache) and writes the gradients: 8 or
+// 6 B per logit. Limit: launch latency at the sizes a classifier head has. Deterministic: losses are added in
+// row order, in double.
+#include <limits>
+
+#include "kernels/cuda/reduce.cuh"
+#include "kernels/math/exp.h"
+#include "kernels/vit/vit.h"
+
+namespace gradwire::cuda {
+namespace {
+
+constexpr int kThreads = 256, kRowsPerBlock = kThreads / 32;
+
+template <typename S>
+__global__ void __launch_bounds__(kThreads) cross_entropy_kernel(CrossEntropy<S> a) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / 32;
+  if (row >= a.rows) return;  // the whole warp
+  const int64_t lane = threadIdx.x % 32, label = a.labels[row];
+  const float* x = a.logits + row * a.classes;
+  S* d = a.d_logits != nullptr ? a.d_logits + row * a.classes : nullptr;
+  if (label < 0 || label >= a.classes) {
+    constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+    if (lane == 0) {
+      a.workspace[row] = kNan;
+      a.workspace[a.rows + row] = 0.0f;
+    }
+    for (int64_t c = lane; d != nullptr && c < a.classes; c += 32) d[c] = narrow<S>(kNan);
+    return;
+  }
+  const float at_label = x[label];
+  float highest = Max::kIdentity;
+  // Right when nothing before the label reaches it and nothing after exceeds it; a NaN is never right.
+  bool right = true;
+  for (int64_t c = lane; c < a.classes; c += 32) {
+    const float v = x[c];
+    highest = Max()(v, highest);
+    right = right && (c < label ? v < at_label : v <= at_label);
+  }
+  highest = group_reduce<32>(highest, Max());
+  right = __all_sync(kFullWarp, right) != 0;
+  float sum = 0.0f;
+  for (int64_t c = lane; c < a.classes; c += 32) sum += exp_float(x[c] - highest);
+  sum = group_reduce<32>(sum, Sum());
+  if (lane == 0) {
+    a.workspace[row] = logf(sum) + (highest - at_label);
+    a.workspace[a.rows + row] = right ? 1.0f : 0.0f;
+  }
+  if (d == nullptr) return;
+  const float scale = a.grad_scale / sum;
+  for (int64_t c = lane; c < a.classes; c += 32) {
+    d[c] = narrow<S>(scale * exp_float(x[c] - highest) - (c == label ? a.grad_scale : 0.0f));
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    add_losses_kernel(const float* losses, int64_t rows, double* totals) {
+  __shared__ float loss[kThreads], right[kThreads];
+  double total_loss = totals[0], total_right = totals[1];
+  for (int64_t first = 0; first < rows; first += kThreads) {
+    const int64_t row = first + threadIdx.x;
+    if (row < rows) {
+      loss[threadIdx.x] = losses[row];
+      right[threadIdx.x] = losses[rows + row];
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      const int count = static_cast<int>(rows - first < kThreads ? rows - first : kThreads);
+      for (int i = 0; i < count; ++i) {
+        total_loss += loss[i];
+        total_right += right[i];
+      }
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) {
+    totals[0] = total_loss;
+    totals[1] = total_right;
+  }
+}
+
+}  // namespace
+
+template <typename S>
+void cross_entropy(CudaStream stream, const CrossEntropy<S>& a) {
+  if (a.rows <= 0) return;
+  launch("cross_entropy", cross_entropy_kernel<S>,
+         {.grid = dim3(static_cast<unsigned>((a.rows + kRowsPerBlock - 1) / kRowsPerBlock)),
+          .block = dim3(kThreads),
+          .stream = stream},
+         a);
+  launch("add_losses", add_losses_kernel, {.grid = dim3(1), .block = dim3(kThreads), .stream = stream},
+         a.workspace, a.rows, a.totals);
+}
+
+GW_INSTANTIATE_CUDA_OP(cross_entropy, CrossEntropy)
+
+}  // namespace gradwire::cuda

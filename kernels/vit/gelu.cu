@@ -1,0 +1,82 @@
+// bias_gelu and bias_gelu_backward: exact GELU by kernels/math/gelu.h, about 45 FP32 operations per element.
+//
+// Forward: reads 4 B, writes 8 B per element, or without a bias 4; backward: reads 8 B, writes 4 B, and takes
+// the bias gradient on the way; half of that with BF16 operands. Limit: memory bandwidth (arithmetic is about
+// two thirds of what the device could do in that time).
+#include "kernels/cuda/columns.cuh"
+#include "kernels/math/gelu.h"
+#include "kernels/vit/vit.h"
+
+namespace gradwire::cuda {
+namespace {
+
+template <int W>
+struct Bias {
+  float value[W];
+};
+
+template <typename S>
+struct Forward {
+  S* x;
+  const float* bias;  // null: none
+  S* y;
+  int64_t width;
+
+  template <int W>
+  __device__ __forceinline__ Bias<W> column(int64_t c) const {
+    Bias<W> b{};
+    if (bias != nullptr) load<W>(bias + c, b.value);
+    return b;
+  }
+  template <int W>
+  __device__ __forceinline__ void at(int64_t row, int64_t c, const Bias<W>& b) const {
+    const int64_t i = row * width + c;
+    float pre[W], out[W];
+    load<W>(x + i, pre);
+    if (bias != nullptr) {
+#pragma unroll
+      for (int k = 0; k < W; ++k) pre[k] = widen(narrow<S>(pre[k] + b.value[k]));  // what backward will read
+      store<W>(x + i, pre);
+    }
+#pragma unroll
+    for (int k = 0; k < W; ++k) out[k] = gelu(pre[k]);
+    store<W>(y + i, out);
+  }
+};
+
+template <typename S>
+struct Backward {
+  const S* pre;
+  S* dy;
+  int64_t width;
+
+  template <int W>
+  __device__ __forceinline__ void at(int64_t row, int64_t c, float (&out)[W]) const {
+    const int64_t i = row * width + c;
+    float p[W];
+    load<W>(pre + i, p);
+    load<W>(dy + i, out);
+#pragma unroll
+    for (int k = 0; k < W; ++k) out[k] *= gelu_derivative(p[k]);
+    store<W>(dy + i, out);
+  }
+};
+
+}  // namespace
+
+template <typename S>
+void bias_gelu(CudaStream stream, const BiasGelu<S>& a) {
+  for_columns<S>("bias_gelu", stream, takes_vectors<S>(a.width, a.x, a.bias, a.y),
+                 Forward<S>{a.x, a.bias, a.y, a.width}, a.rows, a.width);
+}
+
+template <typename S>
+void bias_gelu_backward(CudaStream stream, const BiasGeluBackward<S>& a) {
+  sum_over_rows<S>("bias_gelu_backward", stream, takes_vectors<S>(a.width, a.pre, a.dy, a.workspace),
+                   Backward<S>{a.pre, a.dy, a.width}, a.rows, a.width, a.workspace, a.accumulate, a.d_bias);
+}
+
+GW_INSTANTIATE_CUDA_OP(bias_gelu, BiasGelu)
+GW_INSTANTIATE_CUDA_OP(bias_gelu_backward, BiasGeluBackward)
+
+}  // namespace gradwire::cuda

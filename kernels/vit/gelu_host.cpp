@@ -1,0 +1,85 @@
+// Host bias_gelu and bias_gelu_backward.
+#include <algorithm>
+
+#include "kernels/math/column_chunks.h"
+#include "kernels/math/gelu.h"
+#include "kernels/simd/column_sum.h"
+#include "kernels/simd/rows.h"
+#include "kernels/simd/simd.h"
+#include "kernels/vit/vit.h"
+
+GW_ALLOW_FMA
+
+namespace gradwire::host {
+namespace {
+
+template <typename S>
+GW_INLINE void forward_rows_of(const BiasGelu<S>& a, int64_t begin, int64_t end) {
+  const float* bias = a.bias;
+  for (int64_t r = begin; r < end; ++r) {
+    S *x = a.x + r * a.width, *y = a.y + r * a.width;
+    if (bias == nullptr) {
+#pragma omp simd
+      for (int64_t c = 0; c < a.width; ++c) y[c] = narrow<S>(gelu(widen(x[c])));
+      continue;
+    }
+#pragma omp simd
+    for (int64_t c = 0; c < a.width; ++c) {
+      const S pre = narrow<S>(widen(x[c]) + bias[c]);
+      x[c] = pre;
+      y[c] = narrow<S>(gelu(widen(pre)));
+    }
+  }
+}
+
+template <typename S>
+GW_INLINE void backward_rows_of(const BiasGeluBackward<S>& a, int64_t begin, int64_t end, float* d_bias) {
+  for (int64_t r = begin; r < end; ++r) {
+    const S* pre = a.pre + r * a.width;
+    S* dy = a.dy + r * a.width;
+#pragma omp simd
+    for (int64_t c = 0; c < a.width; ++c) {
+      float d = widen(dy[c]) * gelu_derivative(widen(pre[c]));
+      dy[c] = narrow<S>(d);
+      d_bias[c] += d;
+    }
+  }
+}
+
+GW_SIMD void forward_rows(const BiasGelu<float>& a, int64_t begin, int64_t end) {
+  forward_rows_of(a, begin, end);
+}
+GW_SIMD void forward_rows(const BiasGelu<Bf16>& a, int64_t begin, int64_t end) {
+  forward_rows_of(a, begin, end);
+}
+GW_SIMD void backward_rows(const BiasGeluBackward<float>& a, int64_t begin, int64_t end, float* d_bias) {
+  backward_rows_of(a, begin, end, d_bias);
+}
+GW_SIMD void backward_rows(const BiasGeluBackward<Bf16>& a, int64_t begin, int64_t end, float* d_bias) {
+  backward_rows_of(a, begin, end, d_bias);
+}
+
+}  // namespace
+
+template <typename S>
+void bias_gelu(const BiasGelu<S>& a) {
+  for_rows(a.rows, a.width, [&](int64_t begin, int64_t end) { forward_rows(a, begin, end); });
+}
+
+template <typename S>
+void bias_gelu_backward(const BiasGeluBackward<S>& a) {
+  auto chunks = column_chunks(a.rows);
+  parallel_for(chunks.count, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      float* d_bias = a.workspace + i * a.width;
+      std::fill_n(d_bias, a.width, 0.0f);
+      backward_rows(a, i * chunks.rows, std::min(a.rows, (i + 1) * chunks.rows), d_bias);
+    }
+  });
+  combine_partial_sums(a.workspace, chunks.count, a.width, a.width, a.accumulate, a.d_bias);
+}
+
+GW_INSTANTIATE_OP(bias_gelu, BiasGelu)
+GW_INSTANTIATE_OP(bias_gelu_backward, BiasGeluBackward)
+
+}  // namespace gradwire::host

@@ -1,0 +1,128 @@
+// Host layer_norm and layer_norm_backward: a row stays in cache, so the second pass over it is free.
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/math/column_chunks.h"
+#include "kernels/simd/column_sum.h"
+#include "kernels/simd/rows.h"
+#include "kernels/simd/simd.h"
+#include "kernels/vit/vit.h"
+
+GW_ALLOW_FMA
+
+namespace gradwire::host {
+namespace {
+
+template <typename S>
+GW_INLINE void forward_rows_of(const LayerNorm<S>& a, int64_t begin, int64_t end) {
+  const int64_t width = a.width, stride = a.x_stride != 0 ? a.x_stride : width;
+  const float *gamma = a.gamma, *beta = a.beta;
+  const float inverse_width = 1.0f / static_cast<float>(width);
+  for (int64_t r = begin; r < end; ++r) {
+    const float* x = a.x + r * stride;
+    S* y = a.y + r * width;
+    if (a.branch != nullptr) {
+      const S* branch = a.branch + r * width;
+      const float* bias = a.branch_bias;
+      float* joined = a.sum + r * width;
+#pragma omp simd
+      for (int64_t c = 0; c < width; ++c) joined[c] = x[c] + (widen(branch[c]) + bias[c]);
+      x = joined;
+    }
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t c = 0; c < width; ++c) sum += x[c];
+    const float mean = sum * inverse_width;
+    float squares = 0.0f;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t c = 0; c < width; ++c) squares += (x[c] - mean) * (x[c] - mean);
+    const float rstd = 1.0f / std::sqrt(squares * inverse_width + a.eps);
+#pragma omp simd
+    for (int64_t c = 0; c < width; ++c) y[c] = narrow<S>((x[c] - mean) * rstd * gamma[c] + beta[c]);
+    a.mean[r] = mean;
+    a.rstd[r] = rstd;
+  }
+}
+
+// Adds the rows' contributions to this chunk's d_gamma and d_beta.
+template <typename S>
+GW_INLINE void backward_rows_of(const LayerNormBackward<S>& a, int64_t begin, int64_t end, float* d_gamma,
+                                float* d_beta) {
+  const int64_t width = a.width, stride = a.x_stride != 0 ? a.x_stride : width;
+  const float* gamma = a.gamma;
+  const float inverse_width = 1.0f / static_cast<float>(width);
+  for (int64_t r = begin; r < end; ++r) {
+    const float* x = a.x + r * stride;
+    const S* dy = a.dy + r * width;
+    float* dx = a.dx + r * stride;
+    const float mean = a.mean[r], rstd = a.rstd[r];
+    float sum = 0.0f, sum_normalized = 0.0f;
+#pragma omp simd reduction(+ : sum, sum_normalized)
+    for (int64_t c = 0; c < width; ++c) {
+      float normalized = (x[c] - mean) * rstd, g = widen(dy[c]) * gamma[c];
+      sum += g;
+      sum_normalized += g * normalized;
+      d_gamma[c] += widen(dy[c]) * normalized;
+      d_beta[c] += widen(dy[c]);
+    }
+    sum *= inverse_width;
+    sum_normalized *= inverse_width;
+    if (a.accumulate_dx) {
+#pragma omp simd
+      for (int64_t c = 0; c < width; ++c) {
+        dx[c] += rstd * (widen(dy[c]) * gamma[c] - sum - (x[c] - mean) * rstd * sum_normalized);
+      }
+    } else {
+#pragma omp simd
+      for (int64_t c = 0; c < width; ++c) {
+        dx[c] = rstd * (widen(dy[c]) * gamma[c] - sum - (x[c] - mean) * rstd * sum_normalized);
+      }
+    }
+    if (a.dx_rounded == nullptr) continue;
+    S* rounded = a.dx_rounded + r * stride;
+#pragma omp simd
+    for (int64_t c = 0; c < width; ++c) rounded[c] = narrow<S>(dx[c]);
+  }
+}
+
+GW_SIMD void forward_rows(const LayerNorm<float>& a, int64_t begin, int64_t end) {
+  forward_rows_of(a, begin, end);
+}
+GW_SIMD void forward_rows(const LayerNorm<Bf16>& a, int64_t begin, int64_t end) {
+  forward_rows_of(a, begin, end);
+}
+GW_SIMD void backward_rows(const LayerNormBackward<float>& a, int64_t begin, int64_t end, float* d_gamma,
+                           float* d_beta) {
+  backward_rows_of(a, begin, end, d_gamma, d_beta);
+}
+GW_SIMD void backward_rows(const LayerNormBackward<Bf16>& a, int64_t begin, int64_t end, float* d_gamma,
+                           float* d_beta) {
+  backward_rows_of(a, begin, end, d_gamma, d_beta);
+}
+
+}  // namespace
+
+template <typename S>
+void layer_norm(const LayerNorm<S>& a) {
+  for_rows(a.rows, a.width, [&](int64_t begin, int64_t end) { forward_rows(a, begin, end); });
+}
+
+template <typename S>
+void layer_norm_backward(const LayerNormBackward<S>& a) {
+  auto chunks = column_chunks(a.rows);
+  parallel_for(chunks.count, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      float* d_gamma = a.workspace + 2 * i * a.width;
+      float* d_beta = d_gamma + a.width;
+      std::fill_n(d_gamma, 2 * a.width, 0.0f);
+      backward_rows(a, i * chunks.rows, std::min(a.rows, (i + 1) * chunks.rows), d_gamma, d_beta);
+    }
+  });
+  combine_partial_sums(a.workspace, chunks.count, 2 * a.width, a.width, a.accumulate, a.d_gamma);
+  combine_partial_sums(a.workspace + a.width, chunks.count, 2 * a.width, a.width, a.accumulate, a.d_beta);
+}
+
+GW_INSTANTIATE_OP(layer_norm, LayerNorm)
+GW_INSTANTIATE_OP(layer_norm_backward, LayerNormBackward)
+
+}  // namespace gradwire::host

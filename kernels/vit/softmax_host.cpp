@@ -1,0 +1,175 @@
+// Host softmax and softmax_backward.
+//
+// Attention rows are short (17 or 50 entries in a row of 24 or 56), and a loop of unknown length spends its
+// time in head and tail there. So rows whose ld is a small multiple of 8 take a path whose length the
+// compiler knows: it works on all of the row, padding included, and masks.
+#include <limits>
+
+#include "kernels/math/exp.h"
+#include "kernels/simd/float8.h"
+#include "kernels/simd/rows.h"
+#include "kernels/simd/simd.h"
+#include "kernels/vit/vit.h"
+
+GW_ALLOW_FMA
+
+namespace gradwire::host {
+namespace {
+
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+
+template <int kLd, typename S>
+GW_INLINE void short_row(const float* x, S* y, int width, float scale) {
+  constexpr int kSteps = kLd / 8;
+  Float8 v[kSteps], highest = Float8{} + kLowest, sum = {};
+#pragma GCC unroll 16
+  for (int j = 0; j < kSteps; ++j) {
+    v[j] = lanes_below(8 * j, width) ? load8(x + 8 * j) * scale : Float8{} + kLowest;
+    highest = larger(v[j], highest);
+  }
+  const float top = largest_of(highest);
+#pragma GCC unroll 16
+  for (int j = 0; j < kSteps; ++j) {
+    v[j] = lanes_below(8 * j, width) ? exp_float(v[j] - top) : Float8{};
+    sum += v[j];
+  }
+  const float inverse = 1.0f / sum_of(sum);
+#pragma GCC unroll 16
+  for (int j = 0; j < kSteps; ++j) store8(y + 8 * j, lanes_below(8 * j, width) ? v[j] * inverse : Float8{});
+}
+
+template <int kLd, typename S>
+GW_INLINE void short_row_backward(const S* y, S* dy, int width, float scale) {
+  constexpr int kSteps = kLd / 8;
+  Float8 p[kSteps], d[kSteps], products = {};
+#pragma GCC unroll 16
+  for (int j = 0; j < kSteps; ++j) {
+    p[j] = load8(y + 8 * j);
+    d[j] = load8(dy + 8 * j);
+    products += lanes_below(8 * j, width) ? p[j] * d[j] : Float8{};
+  }
+  const float dot = sum_of(products);
+#pragma GCC unroll 16
+  for (int j = 0; j < kSteps; ++j) {
+    store8(dy + 8 * j, lanes_below(8 * j, width) ? p[j] * scale * (d[j] - dot) : Float8{});
+  }
+}
+
+template <typename S>
+GW_INLINE void any_row(float* x, S* y, int64_t width, int64_t ld, float scale) {
+  float highest = kLowest;
+#pragma omp simd reduction(max : highest)
+  for (int64_t c = 0; c < width; ++c) {
+    const float scaled = scale * x[c];
+    highest = scaled > highest ? scaled : highest;
+  }
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t c = 0; c < width; ++c) {
+    const float e = exp_float(scale * x[c] - highest);
+    x[c] = e;
+    sum += e;
+  }
+  const float inverse = 1.0f / sum;
+#pragma omp simd
+  for (int64_t c = 0; c < width; ++c) y[c] = narrow<S>(x[c] * inverse);
+  for (int64_t c = width; c < ld; ++c) y[c] = narrow<S>(0.0f);
+}
+
+template <typename S>
+GW_INLINE void any_row_backward(const S* y, S* dy, int64_t width, int64_t ld, float scale) {
+  float dot = 0.0f;
+#pragma omp simd reduction(+ : dot)
+  for (int64_t c = 0; c < width; ++c) dot += widen(y[c]) * widen(dy[c]);
+#pragma omp simd
+  for (int64_t c = 0; c < width; ++c) dy[c] = narrow<S>(scale * widen(y[c]) * (widen(dy[c]) - dot));
+  for (int64_t c = width; c < ld; ++c) dy[c] = narrow<S>(0.0f);
+}
+
+template <int kLd, typename S>
+GW_INLINE void short_rows(const Softmax<S>& a, int64_t begin, int64_t end) {
+  const int width = static_cast<int>(a.width);
+  const float scale = a.scale;
+  for (int64_t r = begin; r < end; ++r) short_row<kLd>(a.x + r * kLd, a.y + r * kLd, width, scale);
+}
+
+template <int kLd, typename S>
+GW_INLINE void short_rows_backward(const SoftmaxBackward<S>& a, int64_t begin, int64_t end) {
+  const int width = static_cast<int>(a.width);
+  const float scale = a.scale;
+  for (int64_t r = begin; r < end; ++r) short_row_backward<kLd>(a.y + r * kLd, a.dy + r * kLd, width, scale);
+}
+
+template <typename S>
+GW_INLINE void forward_rows_of(const Softmax<S>& a, int64_t begin, int64_t end) {
+  switch (a.ld) {
+    case 8:
+      return short_rows<8>(a, begin, end);
+    case 16:
+      return short_rows<16>(a, begin, end);
+    case 24:
+      return short_rows<24>(a, begin, end);
+    case 32:
+      return short_rows<32>(a, begin, end);
+    case 40:
+      return short_rows<40>(a, begin, end);
+    case 56:
+      return short_rows<56>(a, begin, end);
+    case 72:
+      return short_rows<72>(a, begin, end);
+  }
+  for (int64_t r = begin; r < end; ++r) any_row(a.x + r * a.ld, a.y + r * a.ld, a.width, a.ld, a.scale);
+}
+
+template <typename S>
+GW_INLINE void backward_rows_of(const SoftmaxBackward<S>& a, int64_t begin, int64_t end) {
+  switch (a.ld) {
+    case 8:
+      return short_rows_backward<8>(a, begin, end);
+    case 16:
+      return short_rows_backward<16>(a, begin, end);
+    case 24:
+      return short_rows_backward<24>(a, begin, end);
+    case 32:
+      return short_rows_backward<32>(a, begin, end);
+    case 40:
+      return short_rows_backward<40>(a, begin, end);
+    case 56:
+      return short_rows_backward<56>(a, begin, end);
+    case 72:
+      return short_rows_backward<72>(a, begin, end);
+  }
+  for (int64_t r = begin; r < end; ++r) {
+    any_row_backward(a.y + r * a.ld, a.dy + r * a.ld, a.width, a.ld, a.scale);
+  }
+}
+
+GW_SIMD void forward_rows(const Softmax<float>& a, int64_t begin, int64_t end) {
+  forward_rows_of(a, begin, end);
+}
+GW_SIMD void forward_rows(const Softmax<Bf16>& a, int64_t begin, int64_t end) {
+  forward_rows_of(a, begin, end);
+}
+GW_SIMD void backward_rows(const SoftmaxBackward<float>& a, int64_t begin, int64_t end) {
+  backward_rows_of(a, begin, end);
+}
+GW_SIMD void backward_rows(const SoftmaxBackward<Bf16>& a, int64_t begin, int64_t end) {
+  backward_rows_of(a, begin, end);
+}
+
+}  // namespace
+
+template <typename S>
+void softmax(const Softmax<S>& a) {
+  for_rows(a.rows, a.ld, [&](int64_t begin, int64_t end) { forward_rows(a, begin, end); });
+}
+
+template <typename S>
+void softmax_backward(const SoftmaxBackward<S>& a) {
+  for_rows(a.rows, a.ld, [&](int64_t begin, int64_t end) { backward_rows(a, begin, end); });
+}
+
+GW_INSTANTIATE_OP(softmax, Softmax)
+GW_INSTANTIATE_OP(softmax_backward, SoftmaxBackward)
+
+}  // namespace gradwire::host

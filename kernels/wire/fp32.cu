@@ -1,0 +1,52 @@
+// FP32 wire format on CUDA: a sum of many arrays in a fixed order, in one pass.
+//
+// Bytes per element: 8 + 4 per input. Limit: memory bandwidth. Alignment: any; 16-byte accesses when the
+// arrays share a head (kernels/cuda/vector.cuh). Deterministic: the order of the additions is the contract's.
+#include "kernels/wire/fp32.h"
+
+#include "kernels/cuda/vector.cuh"
+
+namespace gradwire::cuda {
+namespace {
+
+constexpr int kWidth = 4;
+
+struct ReduceBody {
+  const Fp32Reduce& a;
+
+  template <int W>
+  __device__ __forceinline__ void at(int64_t i) const {
+    float own[W], s[W];
+    load<W>(a.acc + i, own);
+#pragma unroll
+    for (int k = 0; k < W; ++k) s[k] = -0.0f;  // adding to it changes nothing, not even a zero's sign
+    for (int input = 0; input < a.num_inputs; ++input) {
+      float x[W];
+      load<W>(a.inputs[input] + i, x);
+      if (input == a.own_position) add<W>(own, s);
+      add<W>(x, s);
+    }
+    if (a.own_position == a.num_inputs) add<W>(own, s);
+#pragma unroll
+    for (int k = 0; k < W; ++k) s[k] *= a.scale;
+    store<W>(a.acc + i, s);
+  }
+};
+
+__global__ void __launch_bounds__(kVectorThreads)
+    fp32_reduce_kernel(const __grid_constant__ Fp32Reduce a, const __grid_constant__ VectorSplit split) {
+  for_each_vector<kWidth>(split, ReduceBody{a});
+}
+
+}  // namespace
+
+void fp32_reduce(CudaStream stream, const Fp32Reduce& a) {
+  auto alignment = Alignment(kWidth).with(a.acc);
+  for (int k = 0; k < a.num_inputs; ++k) alignment.with(a.inputs[k]);
+  auto split = alignment.split(a.count);
+  launch("fp32_reduce", fp32_reduce_kernel,
+         {.grid = dim3(vector_grid<kWidth>(split)), .block = dim3(kVectorThreads), .stream = stream}, a,
+         split);
+}
+
+}  // namespace gradwire::cuda

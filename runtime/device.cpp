@@ -1,0 +1,409 @@
+// Device, Stream, Event, Buffer: the host implementation, and the forks to the CUDA one.
+#include "runtime/device.h"
+
+#include <sys/mman.h>
+
+#include <array>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <new>
+#include <thread>
+
+#include "runtime/capture.h"
+#include "runtime/device_impl.h"
+#include "runtime/error.h"
+
+namespace gradwire {
+
+std::string Device::name() const {
+  return is_host() ? "host" : "cuda:" + std::to_string(index);
+}
+
+bool built_with_cuda() {
+#ifdef GRADWIRE_HAS_CUDA
+  return true;
+#else
+  return false;
+#endif
+}
+
+int cuda_device_count() {
+#ifdef GRADWIRE_HAS_CUDA
+  return cuda::device_count();
+#else
+  return 0;
+#endif
+}
+
+std::string cuda_unavailable_reason() {
+#ifdef GRADWIRE_HAS_CUDA
+  return cuda::unavailable_reason();
+#else
+  return "this build has no CUDA side (no nvcc when it was configured)";
+#endif
+}
+
+std::vector<Device> available_devices() {
+  std::vector<Device> devices{Device::host()};
+  for (int i = 0; i < cuda_device_count(); ++i) devices.push_back(Device::cuda(i));
+  return devices;
+}
+
+namespace {
+
+#ifndef GRADWIRE_HAS_CUDA
+[[noreturn]] void no_cuda(const char* what) {
+  throw DeviceError(std::string(what) + ": no CUDA device: " + cuda_unavailable_reason());
+}
+#endif
+
+// One recorded mark of a host event. The stream's thread completes it; any thread may wait for it.
+struct Ticket {
+  std::mutex mutex;
+  std::condition_variable done_changed;
+  bool done = false;
+  std::exception_ptr error;  // the recording stream had failed by then
+  std::chrono::steady_clock::time_point when;
+
+  void complete(std::exception_ptr stream_error) {
+    std::lock_guard lock(mutex);
+    done = true;
+    error = std::move(stream_error);
+    when = std::chrono::steady_clock::now();
+    done_changed.notify_all();
+  }
+  std::exception_ptr wait() {
+    std::unique_lock lock(mutex);
+    done_changed.wait(lock, [&] { return done; });
+    return error;
+  }
+};
+
+struct HostStream;
+
+struct HostEvent final : Event::Impl {
+  explicit HostEvent(bool timer) : Impl(Device::host(), timer) {}
+  void record(Stream::Impl& stream) override;
+  bool query() const override {
+    if (!ticket) return true;
+    std::lock_guard lock(ticket->mutex);
+    return ticket->done;
+  }
+  void synchronize() const override {
+    if (!ticket) return;
+    if (auto error = ticket->wait()) std::rethrow_exception(error);
+  }
+  double ms_since(const Impl& start) const override {
+    const auto& other = dynamic_cast<const HostEvent&>(start);
+    if (!ticket || !other.ticket || !query() || !other.query()) {
+      throw DeviceError("elapsed_ms: both events must be recorded and done");
+    }
+    return std::chrono::duration<double, std::milli>(ticket->when - other.ticket->when).count();
+  }
+  std::shared_ptr<Ticket> ticket;
+};
+
+struct HostStream final : Stream::Impl {
+  HostStream(std::string name, bool immediate) : Impl(Device::host(), std::move(name)) {
+    if (!immediate) thread = std::thread([this] { work(); });
+  }
+  ~HostStream() override {
+    if (!thread.joinable()) return;
+    push({nullptr, true});
+    if (thread.get_id() == std::this_thread::get_id()) {
+      thread.detach();  // the last handle died inside one of its own tasks
+    } else {
+      thread.join();
+    }
+  }
+
+  // `always` tasks (event marks, waits) run even after a failure, so that nobody waits for ever.
+  struct Task {
+    std::function<void()> run;
+    bool always = false;
+  };
+
+  void submit(std::function<void()> task) override { push({std::move(task), false}); }
+
+  void push(Task task) {
+    if (!thread.joinable()) {  // immediate stream
+      if (task.run) task.run();
+      return;
+    }
+    std::lock_guard lock(mutex);
+    queue.push_back(std::move(task));
+    wake.notify_one();
+  }
+
+  void wait(const Event::Impl& event) override {
+    const auto* host_event = dynamic_cast<const HostEvent*>(&event);
+    if (host_event == nullptr)
+      throw DeviceError("a host stream cannot wait for an event of " + event.device.name());
+    if (!host_event->ticket) return;
+    if (!thread.joinable()) {
+      host_event->synchronize();
+      return;
+    }
+    push({[this, ticket = host_event->ticket] {
+            if (auto error = ticket->wait(); error && !failure) failure = error;
+          },
+          true});
+  }
+
+  void synchronize() override {
+    if (!thread.joinable()) return;
+    auto ticket = std::make_shared<Ticket>();
+    mark(ticket);
+    if (auto error = ticket->wait()) std::rethrow_exception(error);
+  }
+
+  void mark(const std::shared_ptr<Ticket>& ticket) {
+    push({[this, ticket] { ticket->complete(failure); }, true});
+  }
+
+  CudaStream native() const override { throw DeviceError("a host stream has no CUDA handle"); }
+
+  void work() {
+    while (true) {
+      Task task;
+      {
+        std::unique_lock lock(mutex);
+        wake.wait(lock, [&] { return !queue.empty(); });
+        task = std::move(queue.front());
+        queue.pop_front();
+      }
+      if (!task.run) return;
+      if (failure && !task.always) continue;
+      try {
+        task.run();
+      } catch (...) {
+        failure = std::current_exception();
+      }
+    }
+  }
+
+  std::mutex mutex;
+  std::condition_variable wake;
+  std::deque<Task> queue;
+  std::exception_ptr failure;  // touched by the stream's thread only (or by nobody: immediate streams throw)
+  std::thread thread;
+};
+
+void HostEvent::record(Stream::Impl& stream) {
+  auto* host_stream = dynamic_cast<HostStream*>(&stream);
+  if (host_stream == nullptr) throw DeviceError("a host event cannot be recorded on " + stream.device.name());
+  auto fresh = std::make_shared<Ticket>();
+  host_stream->mark(fresh);
+  ticket = std::move(fresh);
+}
+
+}  // namespace
+
+Stream Stream::create(Device device, std::string_view name) {
+  if (device.is_host()) return Stream(std::make_shared<HostStream>(std::string(name), false));
+#ifdef GRADWIRE_HAS_CUDA
+  return Stream(cuda::make_stream(device.index, std::string(name)));
+#else
+  no_cuda("Stream::create");
+#endif
+}
+
+Stream Stream::adopt_cuda(int device_index, CudaStream native) {
+#ifdef GRADWIRE_HAS_CUDA
+  return Stream(cuda::adopt_stream(device_index, native));
+#else
+  (void)device_index, (void)native;
+  no_cuda("Stream::adopt_cuda");
+#endif
+}
+
+Stream Stream::immediate_host() {
+  return Stream(std::make_shared<HostStream>("immediate", true));
+}
+
+Device Stream::device() const {
+  return impl_->device;
+}
+const std::string& Stream::name() const {
+  return impl_->name;
+}
+void Stream::submit(std::function<void()> task) const {
+  if (Capture* capture = Capture::current()) return capture->submit(*impl_, std::move(task));
+  impl_->submit(std::move(task));
+}
+void Stream::synchronize() const {
+  Capture::forbid("Stream::synchronize", name(), "the host would wait for work that has not begun");
+  impl_->synchronize();
+}
+CudaStream Stream::native() const {
+  if (Capture* capture = Capture::current(); capture && device().is_cuda()) capture->touch(*impl_);
+  return impl_->native();
+}
+void Stream::wait(const Event& event) const {
+  if (Capture* capture = Capture::current()) return capture->wait(*impl_, event.impl_);
+  Event::outside(*event.impl_, "Stream::wait");
+  impl_->wait(*event.impl_);
+}
+
+Event Event::make(Device device, bool timer) {
+  Event event;
+  if (device.is_host()) {
+    event.impl_ = std::make_shared<HostEvent>(timer);
+    return event;
+  }
+#ifdef GRADWIRE_HAS_CUDA
+  event.impl_ = cuda::make_event(device.index, timer);
+  return event;
+#else
+  no_cuda("Event::create");
+#endif
+}
+
+// Throws if what `event` marks is inside a graph and cannot be seen from outside.
+void Event::outside(const Impl& event, const char* what) {
+  if (event.capture == 0 || event.timer) return;
+  throw DeviceError(std::string(what) +
+                    ": the event was last recorded inside a graph; record it outside, or make it a timer");
+}
+
+Event Event::create(Device device) {
+  return make(device, false);
+}
+Event Event::create_timer(Device device) {
+  return make(device, true);
+}
+void Event::record(const Stream& stream) {
+  if (Capture* capture = Capture::current()) return capture->record(*impl_, *stream.impl_);
+  impl_->capture = 0;
+  impl_->record(*stream.impl_);
+}
+bool Event::query() const {
+  Capture::forbid("Event::query", "", "what the host does then would not be done again");
+  outside(*impl_, "Event::query");
+  return impl_->query();
+}
+void Event::synchronize() const {
+  Capture::forbid("Event::synchronize", "", "the host would wait for work that has not begun");
+  outside(*impl_, "Event::synchronize");
+  impl_->synchronize();
+}
+double elapsed_ms(const Event& start, const Event& end) {
+  Event::outside(*start.impl_, "elapsed_ms");
+  Event::outside(*end.impl_, "elapsed_ms");
+  return end.impl_->ms_since(*start.impl_);
+}
+
+namespace {
+// Large host buffers lie on huge pages where the system grants them: a third faster to stream.
+constexpr size_t kHugePage = size_t{2} << 20, kHugePageBytes = 4 * kHugePage;
+}  // namespace
+
+Buffer::Buffer(Device device, size_t bytes) : device_(device), bytes_(bytes) {
+  if (bytes == 0) return;
+  Capture::forbid("Buffer", std::to_string(bytes) + " bytes", "memory is allocated in set-up");
+  if (device.is_host()) {
+    const size_t alignment = bytes >= kHugePageBytes ? kHugePage : 256;
+    void* data = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+    if (data == nullptr)
+      throw DeviceError("out of host memory: " + std::to_string(bytes) + " bytes asked for");
+#ifdef MADV_HUGEPAGE
+    if (bytes >= kHugePageBytes) madvise(data, bytes, MADV_HUGEPAGE);  // a wish; refusal costs speed only
+#endif
+    owner_ = std::shared_ptr<void>(data, std::free);
+  } else {
+#ifdef GRADWIRE_HAS_CUDA
+    owner_ = cuda::allocate(device.index, bytes);
+#else
+    no_cuda("Buffer");
+#endif
+  }
+  data_ = owner_.get();
+}
+
+Buffer Buffer::view(Device device, void* data, size_t bytes) {
+  Buffer buffer;
+  buffer.device_ = device;
+  buffer.data_ = data;
+  buffer.bytes_ = bytes;
+  return buffer;
+}
+
+Buffer Buffer::pinned(size_t bytes) {
+#ifdef GRADWIRE_HAS_CUDA
+  if (bytes > 0 && cuda_device_count() > 0) {
+    Buffer buffer;
+    buffer.owner_ = cuda::allocate_pinned(bytes);
+    buffer.data_ = buffer.owner_.get();
+    buffer.bytes_ = bytes;
+    return buffer;
+  }
+#endif
+  return Buffer(Device::host(), bytes);
+}
+
+void copy(const Stream& stream, void* dst, const void* src, size_t bytes) {
+  if (bytes == 0) return;
+  if (stream.device().is_host()) {
+    stream.submit([=] { std::memcpy(dst, src, bytes); });
+    return;
+  }
+#ifdef GRADWIRE_HAS_CUDA
+  detail::make_current(stream.device());
+  cuda::copy(stream.native(), dst, src, bytes);
+#endif
+}
+
+void fill_zero(const Stream& stream, void* dst, size_t bytes) {
+  if (bytes == 0) return;
+  if (stream.device().is_host()) {
+    stream.submit([=] { std::memset(dst, 0, bytes); });
+    return;
+  }
+#ifdef GRADWIRE_HAS_CUDA
+  detail::make_current(stream.device());
+  cuda::fill_zero(stream.native(), dst, bytes);
+#endif
+}
+
+void store(const Stream& stream, void* dst, const void* value, size_t bytes) {
+  if (bytes == 0) return;
+  std::array<std::byte, 64> captured;
+  Capture::forbid("store", "", "each launch would store the same value; call it in front of the launch");
+  if (bytes > captured.size()) throw BadInput("store: " + std::to_string(bytes) + " bytes, at most 64 fit");
+  std::memcpy(captured.data(), value, bytes);
+  if (stream.device().is_host()) {
+    stream.submit([=] { std::memcpy(dst, captured.data(), bytes); });
+    return;
+  }
+#ifdef GRADWIRE_HAS_CUDA
+  detail::make_current(stream.device());
+  cuda::store(stream.native(), dst, captured.data(), bytes);
+#endif
+}
+
+void increment(const Stream& stream, uint64_t* counter) {
+  if (stream.device().is_host()) {
+    stream.submit([=] { ++*counter; });
+    return;
+  }
+#ifdef GRADWIRE_HAS_CUDA
+  detail::make_current(stream.device());
+  cuda::increment(stream.native(), counter);
+#endif
+}
+
+namespace detail {
+void make_current(Device device) {
+#ifdef GRADWIRE_HAS_CUDA
+  if (device.is_cuda()) cuda::set_device(device.index);
+#else
+  (void)device;
+#endif
+}
+}  // namespace detail
+
+}  // namespace gradwire

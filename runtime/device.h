@@ -1,0 +1,180 @@
+// Device, Stream, Event, Buffer: one vocabulary for CUDA and host, so that everything above is written once.
+//
+// A host Stream is an in-order queue run by a thread of its own. Ordering between two host streams exists
+// only where an Event says so, exactly as on a GPU, so a missing wait is a data race that ThreadSanitizer
+// reports.
+//
+// All four are small values: copying one copies a handle. A Buffer's memory lives until its last handle is
+// gone; work in flight does not keep it alive, so synchronize before dropping the last handle (as with CUDA).
+//
+// Errors: a task that throws puts its host stream into a failed state; later tasks of that stream, and of
+// streams that wait for its events, are skipped, and synchronize() rethrows the first error. CUDA calls throw
+// DeviceError.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+struct CUstream_st;
+
+namespace gradwire {
+
+using CudaStream = CUstream_st*;  // cudaStream_t, without the CUDA headers
+
+struct Device {
+  enum class Kind : uint8_t { host, cuda };
+  Kind kind = Kind::host;
+  int index = 0;
+
+  static Device host() { return {Kind::host, 0}; }
+  static Device cuda(int index) { return {Kind::cuda, index}; }
+  bool is_host() const { return kind == Kind::host; }
+  bool is_cuda() const { return kind == Kind::cuda; }
+  std::string name() const;  // "host" or "cuda:0"
+  bool operator==(const Device&) const = default;
+};
+
+// True when this binary holds the CUDA side (nvcc was there when it was built).
+bool built_with_cuda();
+// Number of CUDA devices usable now; 0 without a driver or without the CUDA side. Never throws.
+int cuda_device_count();
+// Why cuda_device_count() is 0, in a few words, for messages.
+std::string cuda_unavailable_reason();
+// Every device this process can compute on: the host first, then each CUDA device. Tests are typed over it.
+std::vector<Device> available_devices();
+
+class Event;
+
+class Stream {
+ public:
+  Stream() = default;  // empty; using it is a programming error
+
+  // A new stream. `name` labels it in traces and in error texts.
+  static Stream create(Device device, std::string_view name);
+  // Adopts a stream of the caller's: `native` is a cudaStream_t (may be null: the legacy default stream).
+  static Stream adopt_cuda(int device_index, CudaStream native);
+  // A host stream without a thread: each task runs in the caller, at once. For callers that have no streams.
+  static Stream immediate_host();
+
+  Device device() const;
+  const std::string& name() const;
+  explicit operator bool() const { return impl_ != nullptr; }
+  bool operator==(const Stream& other) const { return impl_ == other.impl_; }  // the same queue
+
+  // Host only: runs `task` on the stream's thread after everything submitted before it.
+  void submit(std::function<void()> task) const;
+  // Later work of this stream starts after what `event` recorded last. No-op if it never recorded.
+  void wait(const Event& event) const;
+  // Blocks the caller until all work submitted so far is done; throws the stream's first error.
+  void synchronize() const;
+  // CUDA only: the cudaStream_t; the device is made current by ops themselves.
+  CudaStream native() const;
+
+  struct Impl;
+
+ private:
+  friend class Event;
+  friend class Graph;
+  explicit Stream(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+  std::shared_ptr<Impl> impl_;
+};
+
+class Event {
+ public:
+  Event() = default;
+  static Event create(Device device);
+  // An event for elapsed_ms(): a graph that holds its record() marks it again at each launch. Inside a graph
+  // no stream can wait for it, and outside one nobody can see the marks of any other event (graph.h).
+  static Event create_timer(Device device);
+
+  // Marks the point that `stream` has reached. Recording again moves the mark; waits made before keep the old
+  // one.
+  void record(const Stream& stream);
+  // True once the recorded work is done; true if never recorded.
+  bool query() const;
+  // Blocks the caller until the recorded work is done.
+  void synchronize() const;
+  explicit operator bool() const { return impl_ != nullptr; }
+
+  struct Impl;
+
+ private:
+  friend class Stream;
+  friend double elapsed_ms(const Event& start, const Event& end);
+  static Event make(Device device, bool timer);
+  static void outside(const Impl& event, const char* what);
+  std::shared_ptr<Impl> impl_;
+};
+
+namespace detail {
+// Makes a CUDA device current for this thread; does nothing for the host.
+void make_current(Device device);
+}  // namespace detail
+
+// Milliseconds between the two marks, both of which must be done.
+double elapsed_ms(const Event& start, const Event& end);
+
+// Uninitialized memory on a device, 256-byte aligned. Allocation is for set-up, never for the step.
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(Device device, size_t bytes);
+  // A span of memory owned by somebody else, who keeps it alive.
+  static Buffer view(Device device, void* data, size_t bytes);
+  // Page-locked host memory when the CUDA side has a device, so that copies to it can overlap; plain
+  // otherwise.
+  static Buffer pinned(size_t bytes);
+
+  Device device() const { return device_; }
+  size_t bytes() const { return bytes_; }
+  void* data() const { return data_; }
+  template <typename T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  explicit operator bool() const { return data_ != nullptr; }
+
+ private:
+  Device device_;
+  size_t bytes_ = 0;
+  void* data_ = nullptr;
+  std::shared_ptr<void> owner_;
+};
+
+template <typename T>
+Buffer make_buffer(Device device, int64_t count) {
+  return Buffer(device, static_cast<size_t>(count) * sizeof(T));
+}
+
+// Copies in stream order. Host pointers used with a CUDA stream should be pinned; either way `src` and `dst`
+// must stay valid until the stream has passed this point. Directions are found from the addresses.
+void copy(const Stream& stream, void* dst, const void* src, size_t bytes);
+void fill_zero(const Stream& stream, void* dst, size_t bytes);
+// Stores up to 64 bytes that are captured by value now: how a host scalar reaches device memory in stream
+// order.
+void store(const Stream& stream, void* dst, const void* value, size_t bytes);
+// Adds 1 to a counter in device memory, in stream order (counters that decide anything live on the device).
+void increment(const Stream& stream, uint64_t* counter);
+
+// Synchronous helpers for set-up and tests: copy, then synchronize the stream.
+template <typename T>
+std::vector<T> to_host(const Stream& stream, const T* device_data, int64_t count) {
+  std::vector<T> out(static_cast<size_t>(count));
+  copy(stream, out.data(), device_data, out.size() * sizeof(T));
+  stream.synchronize();
+  return out;
+}
+template <typename T>
+void to_device(const Stream& stream, T* device_data, std::span<const T> values) {
+  copy(stream, device_data, values.data(), values.size_bytes());
+  stream.synchronize();
+}
+
+}  // namespace gradwire

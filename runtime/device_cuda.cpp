@@ -1,0 +1,188 @@
+// Streams, events and memory on CUDA.
+#include <map>
+#include <mutex>
+
+#include "runtime/cuda_check.h"
+#include "runtime/device_impl.h"
+#include "runtime/nvtx.h"
+
+namespace gradwire::cuda {
+namespace {
+
+struct CudaStreamImpl final : Stream::Impl {
+  CudaStreamImpl(int index, std::string name, CudaStream handle, bool owned)
+      : Impl(Device::cuda(index), std::move(name)), handle(handle), owned(owned) {}
+  ~CudaStreamImpl() override {
+    if (owned) cudaStreamDestroy(handle);
+  }
+  void submit(std::function<void()>) override {
+    throw DeviceError("Stream::submit: '" + name + "' is a CUDA stream; host tasks need a host stream");
+  }
+  void wait(const Event::Impl& event) override;
+  void synchronize() override {
+    set_device(device.index);
+    GW_CUDA_CHECK(cudaStreamSynchronize(handle));
+  }
+  CudaStream native() const override { return handle; }
+
+  CudaStream handle;
+  bool owned;
+};
+
+struct CudaEventImpl final : Event::Impl {
+  CudaEventImpl(int index, bool timer) : Impl(Device::cuda(index), timer) {
+    set_device(index);
+    GW_CUDA_CHECK(cudaEventCreate(&handle));
+  }
+  ~CudaEventImpl() override { cudaEventDestroy(handle); }
+  void record(Stream::Impl& stream) override {
+    set_device(device.index);
+    // A timer in a graph is a node that marks it at each launch; any other event is an edge, and no more.
+    if (timer && capture != 0) {
+      GW_CUDA_CHECK(cudaEventRecordWithFlags(handle, stream.native(), cudaEventRecordExternal));
+    } else {
+      GW_CUDA_CHECK(cudaEventRecord(handle, stream.native()));
+    }
+    recorded = true;
+  }
+  bool query() const override {
+    if (!recorded) return true;
+    cudaError_t status = cudaEventQuery(handle);
+    if (status == cudaErrorNotReady) return false;
+    GW_CUDA_CHECK(status);
+    return true;
+  }
+  void synchronize() const override {
+    if (recorded) GW_CUDA_CHECK(cudaEventSynchronize(handle));
+  }
+  double ms_since(const Impl& start) const override {
+    float ms = 0;
+    GW_CUDA_CHECK(cudaEventElapsedTime(&ms, dynamic_cast<const CudaEventImpl&>(start).handle, handle));
+    return ms;
+  }
+
+  cudaEvent_t handle = nullptr;
+  bool recorded = false;
+};
+
+void CudaStreamImpl::wait(const Event::Impl& event) {
+  const auto* cuda_event = dynamic_cast<const CudaEventImpl*>(&event);
+  if (cuda_event == nullptr)
+    throw DeviceError("a CUDA stream cannot wait for an event of " + event.device.name());
+  if (!cuda_event->recorded) return;
+  set_device(device.index);
+  GW_CUDA_CHECK(cudaStreamWaitEvent(handle, cuda_event->handle, 0));
+}
+
+}  // namespace
+
+void set_device(int device_index) {
+  GW_CUDA_CHECK(cudaSetDevice(device_index));
+}
+
+int device_count() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
+  return count;
+}
+
+std::string unavailable_reason() {
+  int count = 0;
+  cudaError_t status = cudaGetDeviceCount(&count);
+  if (status == cudaSuccess) return count == 0 ? "the driver reports no device" : "";
+  cudaGetLastError();
+  // Without a driver CUDA speaks of an insufficient one, which sends people looking for the wrong thing.
+  int driver = 0;
+  if (cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0) return "no NVIDIA driver is installed";
+  return cudaGetErrorString(status);
+}
+
+int multiprocessors() {
+  static std::mutex mutex;
+  static std::map<int, int> known;
+  int device = 0;
+  GW_CUDA_CHECK(cudaGetDevice(&device));
+  std::lock_guard lock(mutex);
+  int& count = known[device];
+  if (count == 0) GW_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return count;
+}
+
+std::shared_ptr<Stream::Impl> make_stream(int device_index, std::string name) {
+  if (device_index < 0 || device_index >= device_count()) {
+    throw DeviceError("cuda:" + std::to_string(device_index) +
+                      " does not exist: " + std::to_string(device_count()) + " CUDA devices usable" +
+                      (device_count() == 0 ? " (" + unavailable_reason() + ")" : ""));
+  }
+  set_device(device_index);
+  CudaStream handle = nullptr;
+  GW_CUDA_CHECK(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking));
+  name_stream(handle, name);
+  return std::make_shared<CudaStreamImpl>(device_index, std::move(name), handle, true);
+}
+
+std::shared_ptr<Stream::Impl> adopt_stream(int device_index, CudaStream native) {
+  return std::make_shared<CudaStreamImpl>(device_index, "adopted", native, false);
+}
+
+std::shared_ptr<Event::Impl> make_event(int device_index, bool timer) {
+  return std::make_shared<CudaEventImpl>(device_index, timer);
+}
+
+std::shared_ptr<void> allocate(int device_index, size_t bytes) {
+  set_device(device_index);
+  void* data = nullptr;
+  GW_CUDA_CHECK(cudaMalloc(&data, bytes));
+  return std::shared_ptr<void>(data, [](void* p) { cudaFree(p); });
+}
+
+std::shared_ptr<void> allocate_pinned(size_t bytes) {
+  void* data = nullptr;
+  GW_CUDA_CHECK(cudaMallocHost(&data, bytes));
+  return std::shared_ptr<void>(data, [](void* p) { cudaFreeHost(p); });
+}
+
+void copy(CudaStream stream, void* dst, const void* src, size_t bytes) {
+  GW_CUDA_CHECK(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, stream));
+}
+
+void fill_zero(CudaStream stream, void* dst, size_t bytes) {
+  GW_CUDA_CHECK(cudaMemsetAsync(dst, 0, bytes, stream));
+}
+
+// Thread-local: what would break the capture is an error in this thread only, so that ranks, the watching
+// threads of NCCL and loaders in the same process go on with what they do.
+void begin_capture(int device_index, CudaStream origin) {
+  set_device(device_index);
+  GW_CUDA_CHECK(cudaStreamBeginCapture(origin, cudaStreamCaptureModeThreadLocal));
+}
+
+std::shared_ptr<void> end_capture(int device_index, CudaStream origin) {
+  set_device(device_index);
+  cudaGraph_t graph = nullptr;
+  GW_CUDA_CHECK(cudaStreamEndCapture(origin, &graph));
+  std::unique_ptr<CUgraph_st, cudaError_t (*)(cudaGraph_t)> owner(graph, cudaGraphDestroy);
+  cudaGraphExec_t executable = nullptr;
+  GW_CUDA_CHECK(cudaGraphInstantiate(&executable, graph, 0));
+  std::shared_ptr<void> result(executable,
+                               [](void* e) { cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(e)); });
+  GW_CUDA_CHECK(cudaGraphUpload(executable, origin));
+  return result;
+}
+
+void drop_capture(int device_index, CudaStream origin) noexcept {
+  cudaGraph_t graph = nullptr;
+  if (cudaSetDevice(device_index) == cudaSuccess) cudaStreamEndCapture(origin, &graph);
+  if (graph != nullptr) cudaGraphDestroy(graph);
+  cudaGetLastError();  // that the capture was broken is known already
+}
+
+void launch_graph(int device_index, void* executable, CudaStream origin) {
+  set_device(device_index);
+  GW_CUDA_CHECK(cudaGraphLaunch(static_cast<cudaGraphExec_t>(executable), origin));
+}
+
+}  // namespace gradwire::cuda

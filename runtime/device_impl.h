@@ -1,0 +1,60 @@
+// What a device has to provide behind Stream, Event and Buffer. Implemented in device.cpp (host) and
+// cuda/device.cpp.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "runtime/device.h"
+
+namespace gradwire {
+
+struct Stream::Impl : std::enable_shared_from_this<Stream::Impl> {
+  Impl(Device device, std::string name) : device(device), name(std::move(name)) {}
+  virtual ~Impl() = default;
+  virtual void submit(std::function<void()> task) = 0;
+  virtual void wait(const Event::Impl& event) = 0;
+  virtual void synchronize() = 0;
+  virtual CudaStream native() const = 0;
+
+  const Device device;
+  const std::string name;
+};
+
+struct Event::Impl : std::enable_shared_from_this<Event::Impl> {
+  Impl(Device device, bool timer) : device(device), timer(timer) {}
+  virtual ~Impl() = default;
+  virtual void record(Stream::Impl& stream) = 0;
+  virtual bool query() const = 0;
+  virtual void synchronize() const = 0;
+  virtual double ms_since(const Impl& start) const = 0;
+
+  const Device device;
+  const bool timer;
+  uint64_t capture = 0;  // the graph capture that recorded it last; 0: recorded outside, or never
+};
+
+#ifdef GRADWIRE_HAS_CUDA
+namespace cuda {
+std::shared_ptr<Stream::Impl> make_stream(int device_index, std::string name);
+std::shared_ptr<Stream::Impl> adopt_stream(int device_index, CudaStream native);
+std::shared_ptr<Event::Impl> make_event(int device_index, bool timer);
+// Of the streams' own captures: begin, then end or drop. A launch goes to the stream of the capture.
+void begin_capture(int device_index, CudaStream origin);
+std::shared_ptr<void> end_capture(int device_index, CudaStream origin);  // an executable graph
+void drop_capture(int device_index, CudaStream origin) noexcept;
+void launch_graph(int device_index, void* executable, CudaStream origin);
+std::shared_ptr<void> allocate(int device_index, size_t bytes);
+std::shared_ptr<void> allocate_pinned(size_t bytes);
+void copy(CudaStream stream, void* dst, const void* src, size_t bytes);
+void fill_zero(CudaStream stream, void* dst, size_t bytes);
+void store(CudaStream stream, void* dst, const void* value, size_t bytes);
+void increment(CudaStream stream, uint64_t* counter);
+void set_device(int device_index);
+int device_count();
+std::string unavailable_reason();
+}  // namespace cuda
+#endif
+
+}  // namespace gradwire

@@ -1,0 +1,43 @@
+// Graph: work that is enqueued once and launched many times, in the same order on the same addresses.
+//
+// On CUDA it is a CUDA graph: Stream and Event calls of the capturing thread become nodes and edges. On the
+// host it is the list of those calls, and a launch makes them again: slower by nothing, faster by nothing,
+// and the proof that no decision of the host is left inside. What a graph may not hold is an error on both:
+//   - waiting on the host (synchronize, query), and memory that is allocated meanwhile;
+//   - store(), whose value would be the same at each launch: call it in front of launch();
+//   - work on a stream that has not joined, by waiting for an event of a stream that has, or that is not
+//   waited
+//     for at the end, directly or not, by the stream of the capture;
+//   - waiting for an event that was recorded outside, or for a timer; and outside for an event inside.
+// Kernels must be loaded and library handles made by then: enqueue the same work once without capturing.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "runtime/device.h"
+
+namespace gradwire {
+
+class Graph {
+ public:
+  Graph() = default;  // empty; launching it is a programming error
+
+  // Calls `enqueue`, which puts work on `origin` and on streams that join it, and keeps that work instead of
+  // starting it. Throws what `enqueue` throws; DeviceError names what cannot be captured.
+  static Graph capture(const Stream& origin, const std::function<void()>& enqueue);
+
+  // Enqueues the work on the stream of the capture: behind what is there, before what follows. The memory
+  // that it works on must still exist, and so must its other streams on CUDA. To drop the last handle of a
+  // graph waits, on the host, until its launches are done.
+  void launch() const;
+  explicit operator bool() const { return impl_ != nullptr; }
+
+  struct Impl;
+
+ private:
+  std::shared_ptr<Impl> impl_;
+};
+
+}  // namespace gradwire

@@ -1,0 +1,31 @@
+// Ranges for NVIDIA's profilers, in the domain "gradwire": what the host enqueues in a range is what the
+// profiler shows under its name on the GPU. NVTX is a header that calls nothing until a profiler is attached,
+// so ranges are always there; without the CUDA side they are empty functions. docs/profiling.md is the user's
+// side.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "runtime/device.h"
+
+namespace gradwire {
+
+// What a rank does with its time, in a profile and in a trace.
+enum class Activity : uint8_t { batch, forward, backward, compress, communicate, decompress, optimizer };
+inline constexpr int kActivities = 7;
+const char* name(Activity activity);  // "batch", "forward", ...
+
+// From construction to destruction, which both happen in one thread; ranges of a thread nest.
+class NvtxRange {
+ public:
+  // `number`: a step or a bucket, shown beside the name.
+  NvtxRange(Activity activity, int64_t number);
+  ~NvtxRange();
+  NvtxRange(const NvtxRange&) = delete;
+};
+
+// Profilers show the stream under this name.
+void name_stream(CudaStream stream, const std::string& name);
+
+}  // namespace gradwire

@@ -1,0 +1,34 @@
+#include "runtime/profiler.h"
+
+#include "runtime/error.h"
+#ifdef GRADWIRE_HAS_CUDA
+#include <cuda_profiler_api.h>
+
+#include "runtime/cuda_check.h"
+#include "runtime/device.h"
+#endif
+
+namespace gradwire {
+namespace {
+
+void switch_profiler([[maybe_unused]] Device device, [[maybe_unused]] bool on) {
+#ifdef GRADWIRE_HAS_CUDA
+  if (device.is_cuda()) {
+    detail::make_current(device);
+    GW_CUDA_CHECK(on ? cudaProfilerStart() : cudaProfilerStop());
+    return;
+  }
+#endif
+  throw DeviceError("the profiler range is CUDA's; " + device.name() + " has none");
+}
+
+}  // namespace
+
+void profiler_start(Device device) {
+  switch_profiler(device, true);
+}
+void profiler_stop(Device device) {
+  switch_profiler(device, false);
+}
+
+}  // namespace gradwire

@@ -1,0 +1,113 @@
+// A trace: what the streams of one rank did, from events that the engine records on them, on CUDA and host
+// alike.
+//
+// A span is the time between two marks of one stream. Most marks are there anyway, because the log reports
+// times: once they are done, add() turns them into spans, at no cost to the step. Finer ones are recorded for
+// the trace alone, in the steps that are traced: SpanOnStream. Times are on the clock of this process,
+// counted from an instant that the ranks have agreed on; where the device has a clock of its own, calibrate()
+// relates the two.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "runtime/device.h"
+
+namespace gradwire {
+
+using SteadyTime = std::chrono::steady_clock::time_point;
+
+// What a span is called and what is known of it. Spans of many steps share one.
+struct TraceLabel {
+  using Value = std::variant<int64_t, std::string>;
+  std::string name;
+  std::string category;  // what colors it: an Activity's name, or "step", "wait", "exchange", "host"
+  std::vector<std::pair<std::string, Value>> details = {};
+};
+using TraceLabelPtr = std::shared_ptr<const TraceLabel>;
+
+struct TraceSpan {
+  std::string row;  // the stream's name
+  TraceLabelPtr label;
+  int64_t step = 0;
+  int64_t begin_ns = 0, end_ns = 0;  // from the trace's origin
+};
+
+class Tracer {
+ public:
+  static constexpr size_t kMostSpans = 100'000;
+
+  // `origin` is the trace's time 0. Steps [first_step, end_step) are traced.
+  Tracer(Device device, SteadyTime origin, int64_t first_step, int64_t end_step);
+
+  // Of the step that is enqueued from now on; in an untraced one recording() is false and SpanOnStream does
+  // nothing. The same when `finer` is off: a graph, which is launched in many steps, cannot hold marks for
+  // some of them.
+  void begin_step(int64_t step, bool finer = true);
+  bool recording() const { return recording_; }
+  bool traces(int64_t step) const { return step >= first_step_ && step < end_step_; }
+  bool ends_with(int64_t step) const { return step + 1 == end_step_; }
+
+  // Both marks are done.
+  void add(const std::string& row, TraceLabelPtr label, int64_t step, const Event& begin, const Event& end);
+  void add(const std::string& row, TraceLabelPtr label, int64_t step, SteadyTime begin, SteadyTime end);
+  // Turns what SpanOnStream recorded in `step`, all of it done, into spans.
+  void collect(int64_t step);
+
+  // All spans so far, in no order.
+  std::vector<TraceSpan> take();
+  // How many there were beyond kMostSpans.
+  size_t dropped() const { return dropped_; }
+  // By how much the device's clock may be off the host's; 0 where they are one.
+  double error_us() const { return static_cast<double>(error_ns_) / 1e3; }
+
+ private:
+  friend class SpanOnStream;
+  struct Pending {
+    std::string row;
+    TraceLabelPtr label;
+    int64_t step;
+    Event begin, end;
+    bool ended = false;
+  };
+
+  void calibrate();
+  int64_t ns(const Event& event) const;
+  void keep(TraceSpan span);
+  Event take_event();
+
+  const Device device_;
+  const SteadyTime origin_;
+  const int64_t first_step_, end_step_;
+  bool recording_ = false;
+  int64_t step_ = 0;
+  Event reference_;
+  int64_t reference_ns_ = 0, error_ns_ = 0;
+  std::mutex mutex_;  // spans may begin and end in several threads
+  std::deque<Pending> pending_;
+  std::vector<Event> free_;  // events are used again
+  std::vector<TraceSpan> spans_;
+  size_t dropped_ = 0;
+};
+
+// Marks `stream` now and at the end of the scope, if `tracer` is there and records.
+class SpanOnStream {
+ public:
+  SpanOnStream(Tracer* tracer, const Stream& stream, TraceLabelPtr label);
+  ~SpanOnStream();
+  SpanOnStream(const SpanOnStream&) = delete;
+
+ private:
+  Tracer* tracer_;
+  const Stream stream_;
+  Tracer::Pending* pending_ = nullptr;
+};
+
+}  // namespace gradwire

@@ -1,0 +1,166 @@
+// The device vocabulary: order inside a stream, events between streams, errors that travel and never hang.
+#include "runtime/device.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <thread>
+
+#include "runtime/error.h"
+#include "runtime/thread_pool.h"
+
+namespace gradwire {
+namespace {
+
+class DeviceTest : public ::testing::TestWithParam<Device> {};
+
+TEST_P(DeviceTest, CopyStoreAndIncrementHappenInStreamOrder) {
+  Stream stream = Stream::create(GetParam(), "test");
+  Buffer counter = make_buffer<uint64_t>(GetParam(), 1);
+  uint64_t start = 40, seen = 0;
+  store(stream, counter.data(), &start, sizeof start);
+  start = 7;  // captured by value: must not matter
+  increment(stream, counter.as<uint64_t>());
+  increment(stream, counter.as<uint64_t>());
+  copy(stream, &seen, counter.data(), sizeof seen);
+  stream.synchronize();
+  EXPECT_EQ(seen, 42u);
+  fill_zero(stream, counter.data(), sizeof seen);
+  EXPECT_EQ(to_host(stream, counter.as<const uint64_t>(), 1)[0], 0u);
+}
+
+TEST_P(DeviceTest, WaitOrdersWorkOfTwoStreams) {
+  Stream a = Stream::create(GetParam(), "a"), b = Stream::create(GetParam(), "b");
+  Buffer x = make_buffer<uint64_t>(GetParam(), 1);
+  for (uint64_t i = 0; i < 200; ++i) {
+    Event written = Event::create(GetParam()), read = Event::create(GetParam());
+    uint64_t seen = ~uint64_t{0};
+    store(a, x.data(), &i, sizeof i);
+    written.record(a);
+    b.wait(written);
+    copy(b, &seen, x.data(), sizeof seen);
+    read.record(b);
+    a.wait(read);
+    b.synchronize();
+    ASSERT_EQ(seen, i);
+  }
+}
+
+TEST_P(DeviceTest, NeverRecordedEventIsDone) {
+  Event event = Event::create(GetParam());
+  EXPECT_TRUE(event.query());
+  event.synchronize();
+  Stream stream = Stream::create(GetParam(), "test");
+  stream.wait(event);
+  stream.synchronize();
+}
+
+TEST_P(DeviceTest, ElapsedTimeIsNotNegative) {
+  Stream stream = Stream::create(GetParam(), "test");
+  Event start = Event::create(GetParam()), end = Event::create(GetParam());
+  start.record(stream);
+  end.record(stream);
+  stream.synchronize();
+  EXPECT_GE(elapsed_ms(start, end), 0.0);
+}
+
+TEST_P(DeviceTest, BuffersAreAlignedAndEmptyOnesAreNull) {
+  for (size_t bytes : {1u, 7u, 4096u}) {
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(Buffer(GetParam(), bytes).data()) % 256, 0u);
+  }
+  EXPECT_EQ(Buffer(GetParam(), 0).data(), nullptr);
+}
+
+INSTANTIATE_TEST_SUITE_P(On, DeviceTest, ::testing::ValuesIn(available_devices()), [](const auto& info) {
+  return info.param.is_host() ? std::string("host") : "cuda" + std::to_string(info.param.index);
+});
+
+TEST(HostStream, FirstErrorIsRethrownAndLaterTasksAreSkipped) {
+  Stream stream = Stream::create(Device::host(), "test");
+  bool ran = false;
+  stream.submit([] { throw BadInput("first"); });
+  stream.submit([&] { ran = true; });
+  stream.submit([] { throw BadInput("second"); });
+  try {
+    stream.synchronize();
+    FAIL() << "no error";
+  } catch (const BadInput& error) {
+    EXPECT_STREQ(error.what(), "first");
+  }
+  EXPECT_FALSE(ran);
+}
+
+TEST(HostStream, ErrorTravelsThroughEventsInsteadOfHanging) {
+  Stream a = Stream::create(Device::host(), "a"), b = Stream::create(Device::host(), "b");
+  Event event = Event::create(Device::host());
+  bool ran = false;
+  a.submit([] { throw BadInput("from a"); });
+  event.record(a);
+  b.wait(event);
+  b.submit([&] { ran = true; });
+  EXPECT_THROW(b.synchronize(), BadInput);
+  EXPECT_THROW(event.synchronize(), BadInput);
+  EXPECT_FALSE(ran);
+}
+
+TEST(HostStream, ImmediateStreamRunsInTheCaller) {
+  Stream stream = Stream::immediate_host();
+  std::thread::id runner;
+  stream.submit([&] { runner = std::this_thread::get_id(); });
+  EXPECT_EQ(runner, std::this_thread::get_id());
+  EXPECT_THROW(stream.submit([] { throw BadInput("at once"); }), BadInput);
+}
+
+TEST(ThreadPool, CoversEveryIndexOnceWhateverTheGrain) {
+  for (int64_t count : {0, 1, 7, 1000, 4097}) {
+    for (int64_t grain : {1, 3, 64, 5000}) {
+      std::vector<std::atomic<int>> hits(static_cast<size_t>(count));
+      parallel_for(count, grain, [&](int64_t begin, int64_t end) {
+        EXPECT_EQ(begin % grain, 0);
+        for (int64_t i = begin; i < end; ++i) ++hits[static_cast<size_t>(i)];
+      });
+      for (auto& h : hits) ASSERT_EQ(h.load(), 1);
+    }
+  }
+}
+
+TEST(ThreadPool, ManyCallersAndNestedCallsFinish) {
+  std::atomic<int64_t> sum{0};
+  std::vector<std::thread> callers;
+  for (int c = 0; c < 6; ++c) {
+    callers.emplace_back([&] {
+      for (int repeat = 0; repeat < 50; ++repeat) {
+        parallel_for(
+            8, 1, [&](int64_t, int64_t) { parallel_for(4, 1, [&](int64_t b, int64_t e) { sum += e - b; }); });
+      }
+    });
+  }
+  for (auto& c : callers) c.join();
+  EXPECT_EQ(sum.load(), 6 * 50 * 8 * 4);
+}
+
+TEST(ThreadPool, RethrowsTheBodysException) {
+  auto body = [](int64_t begin, int64_t) {
+    if (begin == 57) throw BadInput("57");
+  };
+  EXPECT_THROW(parallel_for(100, 1, body), BadInput);
+}
+
+TEST(CudaDevice, AbsenceIsExplained) {
+  if (cuda_device_count() == 0) {
+    EXPECT_FALSE(cuda_unavailable_reason().empty());
+    EXPECT_THROW(Stream::create(Device::cuda(0), "none"), DeviceError);
+  } else {
+    EXPECT_TRUE(cuda_unavailable_reason().empty());
+  }
+}
+
+// Op tests take their backends from the devices present, so without a GPU the CUDA ones do not exist. This says so.
+TEST(CudaDevice, OpTestsRunOnEveryVisibleGpu) {
+  if (cuda_device_count() == 0) GTEST_SKIP() << "skipped: no GPU: " << cuda_unavailable_reason();
+  EXPECT_EQ(available_devices().size(), 1u + static_cast<size_t>(cuda_device_count()));
+  for (int i = 0; i < cuda_device_count(); ++i) EXPECT_EQ(available_devices()[1 + i], Device::cuda(i));
+}
+
+}  // namespace
+}  // namespace gradwire

@@ -1,0 +1,170 @@
+#include "trainer/config/config.h"
+
+#include <algorithm>
+#include <charconv>
+#include <string_view>
+
+#include "runtime/error.h"
+
+namespace gradwire {
+namespace {
+
+// torchvision's models (Dosovitskiy et al., arXiv 2010.11929, table 1; vit_s is the usual DeiT-S shape), and
+// vit_tiny for 28x28 images, small enough for a laptop's CPU.
+const std::vector<VitConfig>& known_models() {
+  static const std::vector<VitConfig> models{
+      {"vit_tiny", 28, 1, 7, 64, 4, 4, 256, 10},          {"vit_s_16", 224, 3, 16, 384, 12, 6, 1536, 1000},
+      {"vit_b_16", 224, 3, 16, 768, 12, 12, 3072, 1000},  {"vit_b_32", 224, 3, 32, 768, 12, 12, 3072, 1000},
+      {"vit_l_16", 224, 3, 16, 1024, 24, 16, 4096, 1000}, {"vit_l_32", 224, 3, 32, 1024, 24, 16, 4096, 1000},
+  };
+  return models;
+}
+
+}  // namespace
+
+std::vector<std::string> model_names() {
+  std::vector<std::string> names;
+  for (const auto& model : known_models()) names.push_back(model.name);
+  return names;
+}
+
+VitConfig named_model(const std::string& name) {
+  std::string known;
+  for (const auto& model : known_models()) {
+    if (model.name == name) return model;
+    known += (known.empty() ? "" : ", ") + model.name;
+  }
+  throw BadInput("unknown model '" + name + "'; known are " + known +
+                 ", each to be changed by --image-size, --patch, --width, --depth, --heads and --mlp");
+}
+
+void check_model(const VitConfig& model) {
+  struct Limit {
+    const char* flag;
+    int32_t value, most;
+  };
+  for (const Limit& limit :
+       {Limit{"--image-size", model.image, 4096}, Limit{"--patch", model.patch, 4096},
+        Limit{"--width", model.width, 1 << 16}, Limit{"--depth", model.depth, 1024},
+        Limit{"--heads", model.heads, 1024}, Limit{"--mlp", model.mlp, 1 << 18},
+        Limit{"channels", model.channels, 1024}, Limit{"classes", model.classes, 1 << 24}}) {
+    if (limit.value < 1 || limit.value > limit.most) {
+      throw BadInput("model " + model.name + ": " + limit.flag + " is " + std::to_string(limit.value) +
+                     ", but must be from 1 to " + std::to_string(limit.most));
+    }
+  }
+  if (model.image % model.patch != 0) {
+    std::string fitting;
+    for (int32_t patch = 1; patch <= model.image; ++patch) {
+      if (model.image % patch == 0) fitting += (fitting.empty() ? "" : ", ") + std::to_string(patch);
+    }
+    throw BadInput("model " + model.name + ": patches of " + std::to_string(model.patch) +
+                   " do not tile images of " + std::to_string(model.image) + "; --patch must be one of " +
+                   fitting);
+  }
+  if (model.width % model.heads != 0) {
+    throw BadInput("model " + model.name + ": --width " + std::to_string(model.width) +
+                   " is not a multiple of --heads " + std::to_string(model.heads));
+  }
+}
+
+int64_t parameter_count(const VitConfig& model) {
+  int64_t c = model.width, f = model.mlp, k = model.classes;
+  int64_t pixels = int64_t{1} * model.channels * model.patch * model.patch;
+  int64_t embedding = c + (c * pixels + c) + int64_t{model.tokens()} * c;  // class token, patches, positions
+  int64_t attention = (3 * c * c + 3 * c) + (c * c + c);
+  int64_t layer = 2 * c + attention + 2 * c + (f * c + f) + (c * f + c);
+  return embedding + model.depth * layer + 2 * c + (k * c + k);
+}
+
+DataSpec DataSpec::parse(const std::string& text) {
+  size_t colon = text.find(':');
+  std::string kind = text.substr(0, colon);
+  std::string rest = colon == std::string::npos ? "" : text.substr(colon + 1);
+  auto bad = [&](const std::string& why) {
+    throw BadInput("--data '" + text + "': " + why +
+                   "; use fashion-mnist[:DIR], cifar10:DIR or synthetic[:N]");
+  };
+  DataSpec spec;
+  if (kind == "fashion-mnist") {
+    spec.kind = Kind::fashion_mnist;
+  } else if (kind == "cifar10") {
+    spec.kind = Kind::cifar10;
+  } else if (kind == "synthetic") {
+    spec.kind = Kind::synthetic;
+  } else {
+    bad("unknown data '" + kind + "'");
+  }
+  if (colon != std::string::npos && rest.empty()) bad("nothing after ':'");
+  if (spec.kind == Kind::synthetic) {
+    if (colon == std::string::npos) return spec;
+    auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), spec.count);
+    if (error != std::errc() || end != rest.data() + rest.size() || spec.count < 1 ||
+        spec.count > 100'000'000) {
+      bad("'" + rest + "' is not a number of images from 1 to 100000000");
+    }
+    return spec;
+  }
+  if (spec.kind == Kind::cifar10 && rest.empty()) bad("cifar10 needs the folder of its binary files");
+  spec.directory = rest;
+  return spec;
+}
+
+std::string DataSpec::to_string() const {
+  if (kind == Kind::synthetic) return count == 0 ? "synthetic" : "synthetic:" + std::to_string(count);
+  std::string word = kind == Kind::fashion_mnist ? "fashion-mnist" : "cifar10";
+  return directory.empty() ? word : word + ":" + directory;
+}
+
+Augmentation Augmentation::parse(const std::string& text) {
+  Augmentation augment;
+  if (text == "none") return augment;
+  size_t begin = 0;
+  while (begin <= text.size()) {
+    const size_t end = std::min(text.find(',', begin), text.size());
+    const std::string word = text.substr(begin, end - begin);
+    bool* which = word == "flip" ? &augment.flip : word == "crop" ? &augment.crop : nullptr;
+    if (which == nullptr || *which) {
+      throw BadInput("--augment '" + text + "': '" + word + "' is " +
+                     (which == nullptr ? "unknown" : "there twice") + "; use none, flip, crop or flip,crop");
+    }
+    *which = true;
+    begin = end + 1;
+  }
+  return augment;
+}
+
+std::string Augmentation::to_string() const {
+  if (!any()) return "none";
+  return flip && crop ? "flip,crop" : flip ? "flip" : "crop";
+}
+
+StepRange StepRange::parse(const std::string& flag, const std::string& text) {
+  StepRange range;
+  const char *at = text.data(), *end = text.data() + text.size();
+  auto number = [&](int64_t& value) {
+    auto [next, error] = std::from_chars(at, end, value);
+    if (error != std::errc() || value < 0) return false;
+    at = next;
+    return true;
+  };
+  const bool read = number(range.begin) && at < end && *at++ == ':' && number(range.end) && at == end;
+  if (!read || range.empty()) {
+    throw BadInput(flag + " '" + text +
+                   "' is not a range of steps a:b; 10:20 are the ten steps from 10 to 19, counted from 0");
+  }
+  return range;
+}
+
+std::string StepRange::to_string() const {
+  return std::to_string(begin) + ":" + std::to_string(end);
+}
+
+const char* name(OptimizerKind kind) {
+  return kind == OptimizerKind::sgd ? "sgd" : "adamw";
+}
+const char* name(Precision precision) {
+  return precision == Precision::fp32 ? "fp32" : precision == Precision::tf32 ? "tf32" : "bf16";
+}
+
+}  // namespace gradwire
