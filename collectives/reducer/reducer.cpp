@@ -425,8 +425,7 @@ class Reducer::Impl {
     const Stream& stream = lane_of(bucket).stream;
     for (const Stream& producer : bucket.producers) {
       full_.record(producer);
-#ifndef GRADWIRE_PLANT_MISSING_WAIT  // tests/collectives/tsan_planted_race.cpp proves that ThreadSanitizer \
-                                     // sees this gone
+#ifndef GRADWIRE_PLANT_MISSING_WAIT  // tests/tsan proves that ThreadSanitizer sees this gone
       stream.wait(full_);
 #endif
     }
