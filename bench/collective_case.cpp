@@ -53,9 +53,8 @@ class CollectiveRank::Program {
     BucketContext context;
     context.transport = &rank.comm_.transport();
     context.spec = c.spec;
-    const Wire dense_wire = c.spec.method == CompressionSpec::Method::powersgd ? Wire::fp32 : c.spec.wire;
-    context.schedule = make_schedule(c.spec.schedule, world, dense_wire, nullptr,
-                                     {.nodes = 0, .per_node = rank.settings_.per_node});
+    context.schedule =
+        make_schedule(c.spec.schedule, world, {.nodes = 0, .per_node = rank.settings_.per_node});
     context.stream = stream_;
     context.elements = c.size_bytes / 4;
     context.tensors = tensors_of(context.elements);

@@ -86,8 +86,7 @@ std::vector<CollectiveCase> cases_of(const Options& o, int world) {
   std::vector<CollectiveCase> cases;
   for (int64_t size : sizes_of(o)) {
     for (const CompressionSpec& spec : specs) {
-      make_schedule(spec.schedule, world, Wire::fp32, nullptr,
-                    {.nodes = 0, .per_node = per_node_of(o, world)});
+      make_schedule(spec.schedule, world, {.nodes = 0, .per_node = per_node_of(o, world)});  // or refuses
       cases.push_back({spec, size});
     }
   }

@@ -9,7 +9,7 @@ namespace {
 std::string cell(const Step& step) {
   const char* mark = step.kind == Step::Kind::send ? ">" : step.kind == Step::Kind::recv_reduce ? "+" : "=";
   std::string text = std::to_string(step.chunk) + mark + std::to_string(step.peer);
-  return step.fast ? "(" + text + ")" : text;
+  return step.intra_node ? "(" + text + ")" : text;
 }
 
 std::string padded(std::string text, size_t width) {
@@ -62,7 +62,7 @@ std::string draw(const Schedule& s) {
                      counted(s.lossy_steps, "lossy step") + "\n";
   if (s.kind == ScheduleKind::hierarchical) {
     text += counted(s.nodes, "node") + " of " + counted(s.per_node, "rank") + "; " +
-            counted(s.slow_lossy_steps, "lossy step") + " with the wire format on slow links only\n";
+            counted(s.inter_node_lossy_steps, "lossy step") + " with the wire format between nodes only\n";
   }
   text +=
       "c>r: send chunk c to rank r   c+r: add chunk c from rank r   c=r: copy chunk c's result from rank r";

@@ -17,8 +17,7 @@
 #include "collectives/codec/codec.h"
 #include "collectives/communicator/communicator.h"
 #include "kernels/math/random.h"
-#include "kernels/wire/bf16.h"
-#include "kernels/wire/fp8.h"
+#include "kernels/wire/formats.h"
 #include "runtime/error.h"
 #include "runtime/thread_pool.h"
 #include "trainer/log/run_log.h"
@@ -85,37 +84,34 @@ class Path {
   virtual double floor_bytes() const = 0;
 };
 
-// BF16 and FP8: gradient + residual -> wire, residual; wire -> gradient. Two passes, as there are when the
-// wire has been somewhere in between.
-template <typename Encode, typename Decode, typename Element, auto kEncode, auto kDecode>
+// A wire format: gradient + residual -> wire, residual; wire -> gradient. Two passes, as there are when the wire
+// has been somewhere in between.
 class WirePath final : public Path {
  public:
-  WirePath(const CompressionSpec& spec, const GradientSet& set, const Stream& stream, int64_t wire_length)
-      : residual_(make_buffer<float>(stream.device(), spec.error_feedback ? set.padded : 0)),
-        wire_(make_buffer<Element>(stream.device(), wire_length)),
-        count_(set.padded),
-        wire_bytes_(sizeof(Element)) {
+  WirePath(const CompressionSpec& spec, const GradientSet& set, const Stream& stream)
+      : format_(spec.wire),
+        residual_(make_buffer<float>(stream.device(), spec.error_feedback ? set.padded : 0)),
+        wire_(stream.device(), static_cast<size_t>(format_->bytes(set.padded))) {
     fill_zero(stream, residual_.data(), residual_.bytes());
     fill_zero(stream, wire_.data(), wire_.bytes());
-    encode_ = {.grad = set.gradients.as<const float>(),
+    encode_ = {.own = set.gradients.as<const float>(),
                .residual = residual_.as<float>(),
-               .wire = wire_.as<Element>(),
-               .count = count_};
+               .wire = wire_.data(),
+               .count = set.padded};
     encode_.rounding.mode = spec.rounding;
-    decode_ = {.wire = wire_.as<const Element>(), .out = set.gradients.as<float>(), .count = count_};
+    decode_ = {.wire = wire_.data(), .out = set.gradients.as<float>(), .count = set.padded};
   }
   void run(const Stream& stream) override {
-    kEncode(stream, encode_);
-    kDecode(stream, decode_);
+    format_->reduce_encode(stream, encode_);
+    format_->decode(stream, decode_);
   }
   int64_t extra_bytes() const override { return static_cast<int64_t>(residual_.bytes() + wire_.bytes()); }
-  double floor_bytes() const override { return (4 + wire_bytes_ + (residual_ ? 8 : 0)) + (4 + wire_bytes_); }
+  double floor_bytes() const override { return 8 + 2 * format_->bytes_per_value() + (residual_ ? 8 : 0); }
 
  private:
+  const Wire format_;
   Buffer residual_, wire_;
-  int64_t count_;
-  double wire_bytes_;
-  Encode encode_;
+  ReduceEncode encode_;
   Decode decode_;
 };
 
@@ -130,7 +126,7 @@ class CodecPath final : public Path {
     BucketContext context;
     context.transport = &comm_->transport();
     context.spec = spec;
-    context.schedule = make_schedule(ScheduleKind::automatic, 1, spec.wire);
+    context.schedule = ring(1);
     context.stream = stream;
     for (size_t i = 0; i < set.tensors.size(); ++i) {
       const GradientTensor& t = set.tensors[i];
@@ -152,7 +148,7 @@ class CodecPath final : public Path {
   double floor_bytes() const override {
     if (spec_.method != CompressionSpec::Method::powersgd) return 0;
     if (!spec_.error_feedback) return 12;
-    return spec_.wire == Wire::fp32 ? 24 : 32;
+    return spec_.wire->exact ? 24 : 32;
   }
 
  private:
@@ -164,13 +160,8 @@ class CodecPath final : public Path {
 };
 
 std::unique_ptr<Path> make_path(const CompressionSpec& spec, const GradientSet& set, const Stream& stream) {
-  if (spec.method == CompressionSpec::Method::wire && spec.wire == Wire::bf16) {
-    return std::make_unique<WirePath<Bf16Encode, Bf16Decode, uint16_t, bf16_encode, bf16_decode>>(
-        spec, set, stream, set.padded);
-  }
-  if (spec.method == CompressionSpec::Method::wire && spec.wire == Wire::fp8) {
-    return std::make_unique<WirePath<Fp8Encode, Fp8Decode, uint8_t, fp8_encode, fp8_decode>>(
-        spec, set, stream, fp8_wire_bytes(set.padded));
+  if (spec.method == CompressionSpec::Method::wire && !spec.wire->exact) {
+    return std::make_unique<WirePath>(spec, set, stream);
   }
   return std::make_unique<CodecPath>(spec, set, stream);
 }

@@ -10,7 +10,7 @@
 #include "bench/kernel_cases.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/vit/vit.h"
-#include "kernels/wire/bf16.h"
+#include "kernels/wire/formats.h"
 
 namespace gradwire::bench {
 namespace {

@@ -2,9 +2,7 @@
 #include "bench/kernel_cases.h"
 #include "kernels/optimizer/optimizer.h"
 #include "kernels/powersgd/pack.h"
-#include "kernels/wire/bf16.h"
-#include "kernels/wire/fp32.h"
-#include "kernels/wire/fp8.h"
+#include "kernels/wire/formats.h"
 
 namespace gradwire::bench {
 namespace {

@@ -10,7 +10,7 @@
 
 #include "bench/bench.h"
 #include "collectives/communicator/communicator.h"
-#include "collectives/program/executor.h"
+#include "collectives/program/program.h"
 #include "runtime/error.h"
 #include "trainer/log/run_log.h"
 
@@ -25,22 +25,28 @@ struct Options {
 };
 
 struct Case {
-  std::string schedule;  // as the picture names it
-  Schedule program;
-  bool exact_inside = false;
+  std::string name;  // as the picture has it
+  Schedule schedule;
+  bool fp32_intra_node = false;
 };
 
+// A wire format in one of its roundings; its name is the spec.
 struct Format {
-  const char* name;
+  std::string name;
   Wire wire;
   Rounding rounding;
 };
 
-constexpr Format kFormats[] = {{"fp32", Wire::fp32, Rounding::nearest},
-                               {"bf16", Wire::bf16, Rounding::nearest},
-                               {"bf16:round=stochastic", Wire::bf16, Rounding::stochastic},
-                               {"fp8", Wire::fp8, Rounding::nearest},
-                               {"fp8:round=stochastic", Wire::fp8, Rounding::stochastic}};
+std::vector<Format> formats() {
+  std::vector<Format> all;
+  for (Wire wire : wire_formats()) {
+    all.push_back({wire->name, wire, Rounding::nearest});
+    if (wire->stochastic) {
+      all.push_back({wire->name + std::string(":round=stochastic"), wire, Rounding::stochastic});
+    }
+  }
+  return all;
+}
 
 std::vector<Case> cases_of(int world) {
   std::vector<Case> all = {
@@ -48,7 +54,7 @@ std::vector<Case> cases_of(int world) {
   if (int per_node = usual_per_node(world); per_node > 1) {
     Schedule nodes = hierarchical(world / per_node, per_node);
     all.push_back({"hierarchical", nodes});
-    all.push_back({"hierarchical,node_wire=fp32", nodes, true});
+    all.push_back({"hierarchical,intra_node=fp32", nodes, true});
   }
   return all;
 }
@@ -67,7 +73,7 @@ std::vector<std::vector<float>> gradients(int world, int64_t count, uint64_t see
 
 // The result, which is the same on every rank.
 std::vector<float> summed(const Case& c, const Format& f, std::vector<std::vector<float>> data) {
-  const int world = c.program.world;
+  const int world = c.schedule.world;
   auto group = Communicator::create_local(std::vector<Device>(static_cast<size_t>(world), Device::host()),
                                           std::chrono::minutes(5));
   std::vector<std::thread> threads;
@@ -77,12 +83,12 @@ std::vector<float> summed(const Case& c, const Format& f, std::vector<std::vecto
       try {
         std::vector<float>& mine = data[r];
         Stream stream = Stream::immediate_host();
-        Allreduce program(group[r]->transport(), c.program, mine.data(), nullptr,
-                          static_cast<int64_t>(mine.size()),
-                          {.what = "numerics",
-                           .wire = f.wire,
-                           .exact_inside = c.exact_inside,
-                           .rounding = {f.rounding, static_cast<uint64_t>(r) + 1, nullptr, 0}});
+        Program program(group[r]->transport(), c.schedule,
+                        {mine.data(), mine.data(), nullptr, static_cast<int64_t>(mine.size())},
+                        {.what = "numerics",
+                         .wire = f.wire,
+                         .fp32_intra_node = c.fp32_intra_node,
+                         .rounding = {f.rounding, static_cast<uint64_t>(r) + 1, nullptr, 0}});
         Buffer workspace(Device::host(), program.workspace_bytes());
         program.bind(workspace.data());
         program.run(stream);
@@ -112,24 +118,24 @@ double relative_error(const std::vector<float>& result, const std::vector<std::v
 }
 
 int lossy_steps(const Case& c, const Format& f) {
-  if (f.wire == Wire::fp32) return 0;
-  return c.exact_inside ? c.program.slow_lossy_steps : c.program.lossy_steps;
+  if (f.wire->exact) return 0;
+  return c.fp32_intra_node ? c.schedule.inter_node_lossy_steps : c.schedule.lossy_steps;
 }
 
 void run(const Options& o) {
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   std::printf("# relative error of a sum of %lld normal values per rank, without error feedback\n%5s  %-28s",
               static_cast<long long>(o.elements), "ranks", "schedule");
-  for (const Format& f : kFormats) std::printf(" %22s", f.name);
+  for (const Format& f : formats()) std::printf(" %22s", f.name.c_str());
   std::printf("\n");
   for (int world : o.ranks) {
     const auto inputs = gradients(world, o.elements, o.seed);
     for (const Case& c : cases_of(world)) {
-      std::printf("%5d  %-28s", world, c.schedule.c_str());
-      for (const Format& f : kFormats) {
+      std::printf("%5d  %-28s", world, c.name.c_str());
+      for (const Format& f : formats()) {
         const double error = relative_error(summed(c, f, inputs), inputs);
         std::printf(" %22.3e", error);
-        rows.push_back({{"schedule", c.schedule},
+        rows.push_back({{"schedule", c.name},
                         {"compression", f.name},
                         {"ranks", world},
                         {"lossy_steps", lossy_steps(c, f)},
@@ -151,7 +157,7 @@ void add_numerics(CLI::App& app, int&) {
       app.add_subcommand("numerics", "Error against the number of ranks, for every schedule and wire format");
   command->add_option("--ranks", o->ranks, "World sizes, separated by commas (default: 2 to 64)")
       ->delimiter(',')
-      ->check(CLI::Range(2, kMaxHopInputs + 1));
+      ->check(CLI::Range(2, kMaxInputs + 1));
   command->add_option("--elements", o->elements, "Per rank")->check(CLI::Range(1, 1 << 26));
   command->add_option("--seed", o->seed, "Of the values");
   command->add_option("--json", o->json, "Write the table to FILE; bench/plot.py draws it");

@@ -102,8 +102,8 @@ Peer::~Peer() {
 }
 
 bool Peer::has(const CompressionSpec& spec) {
-  if (spec.method == CompressionSpec::Method::powersgd) return spec.wire == Wire::fp32;
-  return spec.wire == Wire::bf16 && spec.rounding == Rounding::nearest;
+  if (spec.method == CompressionSpec::Method::powersgd) return spec.wire == kFp32;
+  return spec.wire == kBf16 && spec.rounding == Rounding::nearest;
 }
 
 std::string Peer::prepare(const CompressionSpec& spec) {

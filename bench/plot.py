@@ -210,7 +210,7 @@ SCHEDULE_LINES = [
     ("ring", "ring", "#d55e00", "-"),
     ("tree", "tree", "#e69f00", "-"),
     ("hierarchical", "hierarchical", "#009e73", "-"),
-    ("hierarchical,node_wire=fp32", "hierarchical,\nFP32 inside nodes", "#56b4e9", "--"),
+    ("hierarchical,intra_node=fp32", "hierarchical,\nFP32 inside nodes", "#56b4e9", "--"),
     ("two_shot", "two-shot", "#0072b2", "-"),
 ]
 
@@ -226,7 +226,7 @@ def draw_numerics(rows, path):
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         for schedule, label, color, dashes in SCHEDULE_LINES:
-            if wire == "fp32" and "node_wire" in schedule:
+            if wire == "fp32" and "intra_node" in schedule:
                 continue  # the same as without
             line = sorted((row["ranks"], row["rel_error"]) for row in rows
                           if row["schedule"] == schedule and row["compression"] == wire)

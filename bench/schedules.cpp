@@ -7,7 +7,7 @@
 #include "bench/draw_schedule.h"
 #include "collectives/schedule/checker.h"
 #include "collectives/schedule/schedule.h"
-#include "kernels/wire/bf16.h"
+#include "kernels/wire/formats.h"
 #include "runtime/error.h"
 #include "trainer/log/run_log.h"
 
@@ -37,7 +37,7 @@ Named named_hierarchical(int nodes, int per_node, ScheduleKind between) {
 
 std::vector<Named> schedules_of(int world, const Options& o) {
   std::vector<Named> all = {{"ring", ring(world)}, {"tree", double_tree(world)}};
-  if (world <= kMaxHopInputs + 1) all.push_back({"two_shot", two_shot(world)});
+  if (world <= kMaxInputs + 1) all.push_back({"two_shot", two_shot(world)});
   int per_node = o.per_node > 0 ? o.per_node : usual_per_node(world);
   if (per_node > 0 && world % per_node == 0) {
     for (ScheduleKind between : {ScheduleKind::two_shot, ScheduleKind::ring}) {
@@ -74,11 +74,11 @@ int check_all(const Options& o) {
     std::string of = " of " + std::to_string(n);
     prove("ring" + of, ring(n));
     prove("tree" + of, double_tree(n));
-    if (n <= kMaxHopInputs + 1) prove("two_shot" + of, two_shot(n));
+    if (n <= kMaxInputs + 1) prove("two_shot" + of, two_shot(n));
     for (int nodes = 1; nodes <= n; ++nodes) {
       if (n % nodes != 0) continue;
       for (ScheduleKind between : {ScheduleKind::two_shot, ScheduleKind::ring}) {
-        if (nodes + n / nodes - 2 > kMaxHopInputs) continue;
+        if (nodes + n / nodes - 2 > kMaxInputs) continue;
         Named named = named_hierarchical(nodes, n / nodes, between);
         prove(named.name, std::move(named.schedule));
       }
@@ -114,14 +114,14 @@ int print_table(const Options& o) {
       if (!report.ok) std::printf("%s of %d: %s\n", n.name.c_str(), world, report.to_string().c_str());
       int64_t sent = 0, slow = 0;
       for (int r = 0; r < world; ++r) {
-        sent = std::max(sent, report.sent_slow[r] + report.sent_fast[r]);
-        slow = std::max(slow, report.sent_slow[r]);
+        sent = std::max(sent, report.sent_inter_node[r] + report.sent_intra_node[r]);
+        slow = std::max(slow, report.sent_inter_node[r]);
       }
       auto of_buffer = [&](int64_t chunks) { return static_cast<double>(chunks) / s.chunks; };
       std::printf("%5d  %-28s %7d %9lld %8.3f %9.2f %8.3f %8.3f %6d %6d\n", world, n.name.c_str(),
                   s.num_rounds(), static_cast<long long>(report.messages), of_buffer(sent),
                   of_buffer(sent) * o.size_mb, of_buffer(slow), of_buffer(report.busiest_link),
-                  report.lossy_steps, report.slow_lossy_steps);
+                  report.lossy_steps, report.inter_node_lossy_steps);
       rows.push_back({{"schedule", name(s.kind)},
                       {"variant", n.name},
                       {"ranks", world},
@@ -134,7 +134,7 @@ int print_table(const Options& o) {
                       {"sent_slow_per_size", of_buffer(slow)},
                       {"busiest_link_per_size", of_buffer(report.busiest_link)},
                       {"lossy_steps", report.lossy_steps},
-                      {"slow_lossy_steps", report.slow_lossy_steps},
+                      {"slow_lossy_steps", report.inter_node_lossy_steps},
                       {"proven", report.ok}});
     }
   }
@@ -156,7 +156,7 @@ Schedule schedule_to_draw(const Options& o, bool ranks_given) {
     throw BadInput("--draw " + o.draw + ": no such schedule; use ring, tree, two_shot or hierarchical");
   }
   Topology topology{.nodes = 0, .per_node = o.per_node > 0 ? o.per_node : std::max(1, usual_per_node(world))};
-  return pipelined(make_schedule(spec.schedule, world, Wire::fp32, nullptr, topology), o.slices);
+  return pipelined(make_schedule(spec.schedule, world, topology), o.slices);
 }
 
 }  // namespace

@@ -140,7 +140,7 @@ GW_API gw_status gw_comm_destroy(gw_comm comm);
  *         is 0.
  * dtype   GW_FLOAT32, or GW_BFLOAT16: converted to float32 and back around the reduction.
  * spec    "fp32", "bf16[:round=nearest|stochastic]" or "fp8[:round=...]", each with
- *         ",schedule=auto|ring|tree|two_shot|hierarchical" and ",node_wire=same|fp32": the format on the wire. Nothing is remembered between
+ *         ",schedule=auto|ring|tree|two_shot|hierarchical" and ",intra_node=wire|fp32": the format on the wire. Nothing is remembered between
  *         calls, so there is no error feedback: what is rounded away is gone. "powersgd" needs a reducer.
  * stream  see the top.
  *
@@ -177,7 +177,7 @@ typedef struct gw_reducer_options {
  * spec       "fp32" | "bf16[:round=nearest|stochastic]" | "fp8[:round=nearest|stochastic]" |
  *            "powersgd:rank=R[,wire=fp32|bf16|fp8][,start=N][,warm=on|off][,min_ratio=X][,seed=S]",
  *            each with ",ef=on|off", ",schedule=auto|ring|tree|two_shot|hierarchical" and
- *            ",node_wire=same|fp32"; docs/formats.md says what they mean. The first schedule=auto of a communicator
+ *            ",intra_node=wire|fp32"; docs/formats.md says what they mean. The first schedule=auto of a communicator
  *            between processes measures its links, a tenth of a second at 1 Gb/s.
  * tensors    (n_tensors), in the order in which backward completes them: buckets are reduced in this order.
  * options    may be null: defaults.

@@ -333,7 +333,7 @@ class Numerics(BenchTest):
         self.assertEqual(len(cases), len(rows))
         self.assertEqual(len(rows), (3 + 5) * 5)  # no nodes of 2 ranks in a world of 2
         self.assertEqual([cases[4, "ring", wire]["lossy_steps"] for wire in ("fp32", "bf16")], [0, 4])
-        self.assertEqual(cases[4, "hierarchical,node_wire=fp32", "bf16"]["lossy_steps"], 2)
+        self.assertEqual(cases[4, "hierarchical,intra_node=fp32", "bf16"]["lossy_steps"], 2)
         for (_, _, wire), row in cases.items():
             self.assertLess(row["rel_error"], {"fp32": 1e-7, "bf16": 6e-3, "fp8:": 1e-1}[wire[:4].ljust(4, ":")], row)
 

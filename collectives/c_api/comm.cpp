@@ -2,13 +2,11 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <tuple>
 
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/handles.h"
 #include "collectives/plan/planner.h"
-#include "kernels/wire/bf16.h"
 
 namespace gradwire::c_api {
 namespace {
@@ -26,6 +24,7 @@ Handles<ApiComm>& comms() {
 ApiComm::ApiComm(std::unique_ptr<Communicator> c)
     : communicator(std::move(c)),
       process_(getpid()),
+      programs_(communicator->device(), kProgramsKept),
       step_(make_buffer<uint64_t>(communicator->device(), 1)),
       start_(Event::create(communicator->device())),
       done_(Event::create(communicator->device())),
@@ -62,12 +61,8 @@ Stream ApiComm::caller_stream(void* native) {
   return at->second;
 }
 
-ApiComm::Program& ApiComm::program_for(const Key& key) {
-  auto found = programs_.find(key);
-  if (found != programs_.end()) {
-    found->second.last_used = ++calls_;
-    return found->second;
-  }
+Program& ApiComm::program_for(const Key& key) {
+  if (auto* entry = programs_.find(key)) return *entry->program;
   const auto& [buf, count, dtype, op, text] = key;
   const CompressionSpec spec = CompressionSpec::parse(text);
   if (spec.method != CompressionSpec::Method::wire) {
@@ -75,40 +70,25 @@ ApiComm::Program& ApiComm::program_for(const Key& key) {
                    "' keeps state between steps, which gw_allreduce has not; use a reducer, or fp32 or bf16");
   }
   const int world = communicator->world();
-  const SchedulePlanner plan(spec, world, communicator->ranks_per_node(),
+  const SchedulePlanner plan({.kind = spec.schedule, .fp32_intra_node = spec.fp32_intra_node}, world,
+                             communicator->ranks_per_node(),
                              world > 1 ? communicator->link_costs(stream) : LinkCosts{}, kAutomaticSlices);
   const SchedulePlanner::Choice choice = plan.choose(count, spec.wire);
-  Program program;
-  float* data = static_cast<float*>(buf);
-  if (dtype == GW_BFLOAT16) {
-    program.staging = make_buffer<float>(communicator->device(), count);
-    data = program.staging.as<float>();
-  }
-  program.allreduce = std::make_unique<Allreduce>(
-      communicator->transport(), choice.schedule, data, nullptr, count,
-      Allreduce::Options{.what = "gw_allreduce",
-                         .wire = spec.wire,
-                         .exact_inside = spec.exact_inside,
-                         .scale = op == GW_AVG ? 1.0f / static_cast<float>(world) : 1.0f,
-                         .rounding = {spec.rounding, static_cast<uint64_t>(communicator->rank()) + 1,
-                                      step_.as<const uint64_t>(), 0},
-                         .spec = spec.to_string(),
-                         .transfers = communicator->transfers(),
-                         .slice_bytes = choice.slice_bytes});
-  // From here on memory changes hands, which work in flight may use.
-  stream.synchronize();
-  if (programs_.size() >= kProgramsKept) {
-    programs_.erase(std::min_element(programs_.begin(), programs_.end(), [](auto& a, auto& b) {
-      return a.second.last_used < b.second.last_used;
-    }));
-  }
-  if (program.allreduce->workspace_bytes() > workspace_.bytes()) {
-    workspace_ = Buffer(communicator->device(), program.allreduce->workspace_bytes());
-    for (auto& [k, other] : programs_) other.allreduce->bind(workspace_.data());
-  }
-  program.allreduce->bind(workspace_.data());
-  program.last_used = ++calls_;
-  return programs_.emplace(key, std::move(program)).first->second;
+  auto program = std::make_unique<Program>(
+      communicator->transport(), choice.schedule,
+      ProgramBuffers{
+          .in = buf, .out = buf, .count = count, .dtype = dtype == GW_BFLOAT16 ? Dtype::bf16 : Dtype::fp32},
+      Program::Options{.what = "gw_allreduce",
+                       .wire = spec.wire,
+                       .fp32_intra_node = spec.fp32_intra_node,
+                       .scale = op == GW_AVG ? 1.0f / static_cast<float>(world) : 1.0f,
+                       .rounding = {spec.rounding, static_cast<uint64_t>(communicator->rank()) + 1,
+                                    step_.as<const uint64_t>(), 0},
+                       .spec = spec.to_string(),
+                       .transfers = communicator->transfers(),
+                       .slice_bytes = choice.slice_bytes});
+  stream.synchronize();  // the cache's memory changes hands
+  return *programs_.add({.key = key, .residual = {}, .program = std::move(program)}).program;
 }
 
 void ApiComm::allreduce(void* buf, int64_t count, gw_dtype dtype, gw_op op, const char* spec,
@@ -128,11 +108,7 @@ void ApiComm::allreduce(void* buf, int64_t count, gw_dtype dtype, gw_op op, cons
 
   start_.record(caller);
   stream.wait(start_);
-  uint16_t* packed = static_cast<uint16_t*>(buf);
-  float* staging = program.staging.as<float>();
-  if (dtype == GW_BFLOAT16) bf16_decode(stream, {packed, staging, 1.0f, count});
-  program.allreduce->run(stream);
-  if (dtype == GW_BFLOAT16) bf16_encode(stream, {.grad = staging, .wire = packed, .count = count});
+  program.run(stream);
   increment(stream, step_.as<uint64_t>());
   done_.record(stream);
   caller.wait(done_);

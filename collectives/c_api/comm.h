@@ -13,7 +13,7 @@
 
 #include "collectives/communicator/communicator.h"
 #include "collectives/gradwire.h"
-#include "collectives/program/executor.h"
+#include "collectives/program/cache.h"
 #include "collectives/spec/spec.h"
 #include "runtime/device.h"
 
@@ -33,21 +33,14 @@ struct ApiComm {
   std::mutex mutex;  // held during every call but abort
 
  private:
-  // gw_allreduce's work for one buffer.
-  struct Program {
-    Buffer staging;  // float32, when buf is not
-    std::unique_ptr<Allreduce> allreduce;
-    uint64_t last_used = 0;
-  };
   using Key = std::tuple<void*, int64_t, int, int, std::string>;
   Program& program_for(const Key& key);
 
   const pid_t process_;
-  std::map<Key, Program> programs_;
+  ProgramCache<Key> programs_;
   std::map<void*, Stream> callers_;
-  Buffer workspace_, step_;  // shared by the programs; the step counter is that of stochastic rounding
+  Buffer step_;  // the counter of stochastic rounding
   Event start_, done_;
-  uint64_t calls_ = 0;
 
  public:
   Stream stream;  // last: destroyed first, before anything its tasks use

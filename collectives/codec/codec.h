@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "collectives/plan/planner.h"
-#include "collectives/program/executor.h"
+#include "collectives/program/program.h"
 #include "collectives/schedule/schedule.h"
 #include "collectives/spec/spec.h"
 #include "collectives/transport/transport.h"
@@ -26,6 +26,11 @@ struct BucketTensor {
   int64_t count() const { return rows * cols; }
 };
 
+// What a spec asks of the planner.
+inline ScheduleRequest schedule_request(const CompressionSpec& spec) {
+  return {.kind = spec.schedule, .fp32_intra_node = spec.fp32_intra_node};
+}
+
 struct BucketContext {
   Transport* transport = nullptr;
   CompressionSpec spec;
@@ -34,7 +39,7 @@ struct BucketContext {
   SchedulePlanner::Choice choose(int64_t count, Wire wire) const;
   Stream stream;  // for set-up work; a codec synchronizes it only in its constructor
   // For exchanges that overlap with kernels, and how much of a message is to be sent at a time (see
-  // Allreduce::Options). In order with the exchanges of the stream given to run().
+  // Program::Options). In order with the exchanges of the stream given to run().
   Stream transfers;
   int64_t slice_bytes = 0;
   bool beside_others = false;  // another bucket is under way meanwhile, on another stream
@@ -94,7 +99,7 @@ class Codec {
 
 std::unique_ptr<Codec> make_codec(const BucketContext& context);
 
-// The codec behind `fp32` and `bf16`: one allreduce of the whole bucket.
+// The codec behind every wire format: one allreduce of the whole bucket.
 std::unique_ptr<Codec> make_wire_codec(const BucketContext& context);
 // The rank at which `powersgd` compresses a rows x cols tensor; 0: it stays dense. PyTorch's rule: worth it
 // when the factors are spec.min_ratio times smaller than the matrix; vectors never.

@@ -75,7 +75,7 @@ class PowerSgdCodec final : public Codec {
         step_(c.step),
         matrices_(c.stream, plan_.matrices),
         dense_(c.stream, plan_.dense),
-        lossy_(c.spec.wire != Wire::fp32),
+        lossy_(!c.spec.wire->exact),
         residual_(make_buffer<float>(
             device_, spec_.error_feedback && (lossy_ || !plan_.matrices.empty()) ? c.elements : 0)),
         p_(make_buffer<float>(device_, plan_.p_elements + plan_.dense_elements)),
@@ -86,22 +86,24 @@ class PowerSgdCodec final : public Codec {
         q_lost_(make_buffer<float>(device_, with_wire_residual() ? plan_.q_elements : 0)),
         flags_(make_buffer<int32_t>(device_, matrices_.count())),
         p_choice_(c.choose(plan_.p_elements + plan_.dense_elements, c.spec.wire)),
-        p_allreduce_(*c.transport, p_choice_.schedule, p_.as<float>(), p_residual_.as<float>(),
-                     plan_.p_elements + plan_.dense_elements,
-                     options(c, "P and dense tensors", 0, p_choice_.slice_bytes)),
+        p_allreduce_(
+            *c.transport, p_choice_.schedule,
+            {p_.data(), p_.as<float>(), p_residual_.as<float>(), plan_.p_elements + plan_.dense_elements},
+            options(c, "P and dense tensors", 0, p_choice_.slice_bytes)),
         transfers_(c.transfers) {
     make_halves(c);
     if (spec_.start > 0) {
-      const auto choice = c.choose(c.elements, Wire::fp32);
-      Allreduce::Options plain{.what = c.name + ", before PowerSGD starts",
-                               .wire = Wire::fp32,
-                               .scale = c.scale,
-                               .rounding = {},
-                               .spec = c.spec.to_string(),
-                               .transfers = c.transfers,
-                               .beside_others = c.beside_others,
-                               .slice_bytes = choice.slice_bytes};
-      before_start_.emplace(*c.transport, choice.schedule, c.gradients, nullptr, c.elements, plain);
+      const auto choice = c.choose(c.elements, kFp32);
+      Program::Options plain{.what = c.name + ", before PowerSGD starts",
+                             .wire = kFp32,
+                             .scale = c.scale,
+                             .rounding = {},
+                             .spec = c.spec.to_string(),
+                             .transfers = c.transfers,
+                             .beside_others = c.beside_others,
+                             .slice_bytes = choice.slice_bytes};
+      before_start_.emplace(*c.transport, choice.schedule,
+                            ProgramBuffers{c.gradients, c.gradients, nullptr, c.elements}, plain);
     }
     for (Buffer* b : {&residual_, &p_, &p_residual_, &q_, &q_sum_, &q_lost_, &flags_}) {
       fill_zero(c.stream, b->data(), b->bytes());
@@ -127,7 +129,7 @@ class PowerSgdCodec final : public Codec {
 
   void rebind(float* gradients) override {
     gradients_ = gradients;
-    if (before_start_) before_start_->rebind(gradients);
+    if (before_start_) before_start_->rebind(gradients, gradients);
   }
 
   void run(const Stream& stream, int64_t step, BucketPhases& phases) override {
@@ -237,7 +239,7 @@ class PowerSgdCodec final : public Codec {
            " matrices of " + std::to_string(matrices_.elements()) + " elements as " +
            std::to_string(matrices_.p_elements() + matrices_.q_elements()) + ", " +
            std::to_string(dense_.count()) + " dense tensors of " + std::to_string(plan_.dense_elements) +
-           "; wire " + name(spec_.wire) + (spec_.error_feedback ? ", error feedback" : "");
+           "; wire " + spec_.wire->name + (spec_.error_feedback ? ", error feedback" : "");
   }
 
   std::vector<PlannedAllreduce> plan() const override {
@@ -256,7 +258,7 @@ class PowerSgdCodec final : public Codec {
     int first = 0;
     MatrixTable matrices;
     SchedulePlanner::Choice choice;
-    std::unique_ptr<Allreduce> allreduce;
+    std::unique_ptr<Program> allreduce;
     Event ready, summed;  // Q, on this rank and over all
   };
 
@@ -276,9 +278,11 @@ class PowerSgdCodec final : public Codec {
       // Small, and already beside something: in one slice.
       const auto how = options(c, name, (uint64_t{1} << 62) + static_cast<uint64_t>(q_begin), 0);
       half.choice = c.choose(q_end - q_begin, c.spec.wire);
-      half.allreduce = std::make_unique<Allreduce>(
-          *c.transport, half.choice.schedule, q_sum_.as<float>() + q_begin,
-          q_lost_ ? q_lost_.as<float>() + q_begin : nullptr, q_end - q_begin, how);
+      half.allreduce = std::make_unique<Program>(
+          *c.transport, half.choice.schedule,
+          ProgramBuffers{q_sum_.as<float>() + q_begin, q_sum_.as<float>() + q_begin,
+                         q_lost_ ? q_lost_.as<float>() + q_begin : nullptr, q_end - q_begin},
+          how);
       half.ready = Event::create(device_);
       half.summed = Event::create(device_);
     };
@@ -305,12 +309,12 @@ class PowerSgdCodec final : public Codec {
 
   bool with_wire_residual() const { return lossy_ && spec_.error_feedback; }
 
-  Allreduce::Options options(const BucketContext& c, const char* part, uint64_t first_element,
-                             int64_t slice_bytes) const {
+  Program::Options options(const BucketContext& c, const char* part, uint64_t first_element,
+                           int64_t slice_bytes) const {
     return {.what = c.name + " (" + part + ")",
             .part = part,
             .wire = spec_.wire,
-            .exact_inside = spec_.exact_inside,
+            .fp32_intra_node = spec_.fp32_intra_node,
             .scale = c.scale,
             .rounding = {spec_.rounding, c.rounding_seed, c.step,
                          c.first_element + static_cast<int64_t>(first_element)},
@@ -351,9 +355,9 @@ class PowerSgdCodec final : public Codec {
   Buffer q_lost_;      // lossy wires only
   Buffer flags_;
   SchedulePlanner::Choice p_choice_;
-  Allreduce p_allreduce_;
+  Program p_allreduce_;
   std::vector<Half> halves_;  // none without matrices
-  std::optional<Allreduce> before_start_;
+  std::optional<Program> before_start_;
   Stream transfers_;
   void* workspace_ = nullptr;
 };

@@ -1,4 +1,4 @@
-// `fp32` and `bf16`: the bucket itself crosses the wire, in one allreduce.
+// A wire format by itself (`fp32`, `bf16`, ...): the bucket crosses the wire in one allreduce.
 #include "collectives/codec/codec.h"
 
 namespace gradwire {
@@ -7,16 +7,17 @@ namespace {
 class WireCodec final : public Codec {
  public:
   explicit WireCodec(const BucketContext& c)
-      : with_residual_(c.spec.wire != Wire::fp32 && c.spec.error_feedback),
+      : with_residual_(!c.spec.wire->exact && c.spec.error_feedback),
         residual_(make_buffer<float>(c.transport->device(), with_residual_ ? c.elements : 0)),
         elements_(c.elements),
         first_element_(c.first_element),
-        name_(name(c.spec.wire)),
+        name_(c.spec.wire->name),
         choice_(c.choose(c.elements, c.spec.wire)),
-        allreduce_(*c.transport, choice_.schedule, c.gradients, residual_.as<float>(), c.elements,
+        allreduce_(*c.transport, choice_.schedule,
+                   {c.gradients, c.gradients, residual_.as<float>(), c.elements},
                    {.what = c.name,
                     .wire = c.spec.wire,
-                    .exact_inside = c.spec.exact_inside,
+                    .fp32_intra_node = c.spec.fp32_intra_node,
                     .scale = c.scale,
                     .rounding = {c.spec.rounding, c.rounding_seed, c.step, c.first_element},
                     .spec = c.spec.to_string(),
@@ -29,7 +30,7 @@ class WireCodec final : public Codec {
 
   size_t workspace_bytes() const override { return allreduce_.workspace_bytes(); }
   void bind(void* workspace) override { allreduce_.bind(workspace); }
-  void rebind(float* gradients) override { allreduce_.rebind(gradients); }
+  void rebind(float* gradients) override { allreduce_.rebind(gradients, gradients); }
   void run(const Stream& stream, int64_t, BucketPhases& phases) override { allreduce_.run(stream, &phases); }
   std::vector<CodecState> state() override {
     if (!with_residual_) return {};
@@ -48,7 +49,7 @@ class WireCodec final : public Codec {
   int64_t elements_, first_element_;
   std::string name_;
   SchedulePlanner::Choice choice_;
-  Allreduce allreduce_;
+  Program allreduce_;
 };
 
 }  // namespace

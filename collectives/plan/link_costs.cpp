@@ -88,8 +88,8 @@ std::string text(const char* what, const LinkCosts::Pattern& p) {
 
 std::string LinkCosts::to_string() const {
   std::string all = text("to a neighbour", neighbour) + ", " + text("to all", all_pairs);
-  if (inside == all_pairs && between == all_pairs) return all;
-  return all + ", " + text("inside a node", inside) + ", " + text("between nodes", between);
+  if (intra_node == all_pairs && inter_node == all_pairs) return all;
+  return all + ", " + text("inside a node", intra_node) + ", " + text("between nodes", inter_node);
 }
 
 LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ranks_per_node) {
@@ -113,11 +113,11 @@ LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ran
       const int first = rank / ranks_per_node * ranks_per_node;
       const auto here = others(first, first + ranks_per_node, 1);
       const auto alike = others(rank % ranks_per_node, world, ranks_per_node);
-      costs.inside = meter.measure(here, here);
-      costs.between = meter.measure(alike, alike);
+      costs.intra_node = meter.measure(here, here);
+      costs.inter_node = meter.measure(alike, alike);
     }
   }
-  LinkCosts::Pattern* patterns[] = {&costs.neighbour, &costs.all_pairs, &costs.inside, &costs.between};
+  LinkCosts::Pattern* patterns[] = {&costs.neighbour, &costs.all_pairs, &costs.intra_node, &costs.inter_node};
   std::vector<double> mine;
   for (const auto* p : patterns) {
     mine.push_back(p->latency_us);
@@ -129,7 +129,7 @@ LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ran
       patterns[i]->bytes_per_us = std::min(patterns[i]->bytes_per_us, theirs[2 * i + 1]);
     }
   }
-  if (!nodes) costs.inside = costs.between = costs.all_pairs;
+  if (!nodes) costs.intra_node = costs.inter_node = costs.all_pairs;
   costs.measured = true;
   return costs;
 }

@@ -19,10 +19,10 @@ struct LinkCosts {
     double bytes_per_us = 4000;
     bool operator==(const Pattern&) const = default;
   };
-  Pattern neighbour;  // rank r to r + 1: rounds of a ring, about those of a tree
-  Pattern all_pairs;  // everybody to everybody: two-shot
-  Pattern inside;     // ranks of a node to each other; as all_pairs where nodes are not known
-  Pattern between;    // ranks with the same place in their nodes to each other; likewise
+  Pattern neighbour;   // rank r to r + 1: rounds of a ring, about those of a tree
+  Pattern all_pairs;   // everybody to everybody: two-shot
+  Pattern intra_node;  // ranks of a node to each other; as all_pairs where nodes are not known
+  Pattern inter_node;  // ranks with the same place in their nodes to each other; likewise
   bool measured = false;
 
   bool operator==(const LinkCosts&) const = default;

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "collectives/program/executor.h"
-#include "kernels/wire/bf16.h"
+#include "collectives/program/program.h"
+#include "kernels/wire/formats.h"
 
 namespace gradwire {
 namespace {
@@ -21,16 +21,18 @@ std::string milliseconds(double us) {
 
 }  // namespace
 
-SchedulePlanner::SchedulePlanner(const CompressionSpec& spec, int world, int ranks_per_node,
+SchedulePlanner::SchedulePlanner(const ScheduleRequest& request, int world, int ranks_per_node,
                                  const LinkCosts& costs, int64_t slice_bytes)
-    : spec_(spec), world_(world), costs_(costs), slice_bytes_(slice_bytes) {
+    : request_(request), world_(world), costs_(costs), slice_bytes_(slice_bytes) {
   const Topology topology{.nodes = 0, .per_node = ranks_per_node};
   auto add = [&](ScheduleKind kind) {
     Candidate& c = candidates_.emplace_back();
-    c.schedule = make_schedule(kind, world, spec.wire, &reason_, topology);
+    c.schedule = make_schedule(kind, world, topology);
+    if (request.collective == Collective::reduce_scatter) c.schedule = reduce_scatter(c.schedule);
+    if (request.collective == Collective::all_gather) c.schedule = all_gather(c.schedule);
     const double part = 1.0 / c.schedule.chunks;
     std::vector<double> sent[2], received[2];
-    for (bool fast : {false, true}) sent[fast].resize(world), received[fast].resize(world);
+    for (bool intra_node : {false, true}) sent[intra_node].resize(world), received[intra_node].resize(world);
     for (int k = 0; k < c.schedule.num_rounds(); ++k) {
       double most[2] = {};
       for (int r = 0; r < world; ++r) {
@@ -38,46 +40,52 @@ SchedulePlanner::SchedulePlanner(const CompressionSpec& spec, int world, int ran
         int messages = 0;
         for (const Step& step : c.schedule.rounds[r][k]) {
           const bool sends = step.kind == Step::Kind::send;
-          (sends ? out : in)[step.fast] += part;
+          (sends ? out : in)[step.intra_node] += part;
           messages += sends ? 1 : 0;
         }
         c.messages = std::max(c.messages, messages);
-        for (bool fast : {false, true}) {
-          most[fast] = std::max({most[fast], out[fast], in[fast]});
-          sent[fast][r] += out[fast];
-          received[fast][r] += in[fast];
+        for (bool intra_node : {false, true}) {
+          most[intra_node] = std::max({most[intra_node], out[intra_node], in[intra_node]});
+          sent[intra_node][r] += out[intra_node];
+          received[intra_node][r] += in[intra_node];
         }
       }
-      for (bool fast : {false, true}) {
-        c.load[fast].rounds += most[fast] > 0 ? 1 : 0;
-        c.load[fast].serial += most[fast];
+      for (bool intra_node : {false, true}) {
+        c.load[intra_node].rounds += most[intra_node] > 0 ? 1 : 0;
+        c.load[intra_node].serial += most[intra_node];
       }
     }
-    for (bool fast : {false, true}) {
+    for (bool intra_node : {false, true}) {
       for (int r = 0; r < world; ++r) {
-        c.load[fast].busiest = std::max({c.load[fast].busiest, sent[fast][r], received[fast][r]});
+        c.load[intra_node].busiest =
+            std::max({c.load[intra_node].busiest, sent[intra_node][r], received[intra_node][r]});
       }
     }
   };
-  if (spec.schedule != ScheduleKind::automatic) {
-    add(spec.schedule);
+  if (request.kind != ScheduleKind::automatic) {
+    add(request.kind);
+    const Schedule& s = candidates_[0].schedule;
+    reason_ = "asked for";
+    if (request.kind == ScheduleKind::hierarchical) {
+      reason_ += ", " + std::to_string(s.nodes) + " nodes of " + std::to_string(s.per_node);
+    }
     return;
   }
-  if (world <= kMaxHopInputs + 1) add(ScheduleKind::two_shot);
+  if (world <= kMaxInputs + 1) add(ScheduleKind::two_shot);
   const bool nodes = ranks_per_node > 1 && ranks_per_node < world && world % ranks_per_node == 0;
-  if (nodes && ranks_per_node <= kMaxHopInputs) add(ScheduleKind::hierarchical);
+  if (nodes && ranks_per_node <= kMaxInputs) add(ScheduleKind::hierarchical);
   if (world > 2) {  // of two ranks, all are the same
     add(ScheduleKind::ring);
     add(ScheduleKind::tree);
   }
 }
 
-const LinkCosts::Pattern& SchedulePlanner::link(const Candidate& candidate, bool fast) const {
+const LinkCosts::Pattern& SchedulePlanner::link(const Candidate& candidate, bool intra_node) const {
   switch (candidate.schedule.kind) {
     case ScheduleKind::two_shot:
       return costs_.all_pairs;
     case ScheduleKind::hierarchical:
-      return fast ? costs_.inside : costs_.between;
+      return intra_node ? costs_.intra_node : costs_.inter_node;
     default:
       return costs_.neighbour;
   }
@@ -94,13 +102,13 @@ int64_t SchedulePlanner::slice_bytes(const Candidate& candidate) const {
 double SchedulePlanner::predicted_us(const Candidate& candidate, int64_t count, Wire wire) const {
   const Schedule& s = candidate.schedule;
   double us = 0;
-  for (bool fast : {false, true}) {
-    const Load& load = candidate.load[fast];
+  for (bool intra_node : {false, true}) {
+    const Load& load = candidate.load[intra_node];
     if (load.rounds == 0) continue;
-    const bool exact = fast && spec_.exact_inside;
-    const auto bytes = static_cast<double>(wire_bytes(exact ? Wire::fp32 : wire, count));
-    const LinkCosts::Pattern& pattern = link(candidate, fast);
-    const int slices = Allreduce::slices_for(s, count, wire, slice_bytes(candidate));
+    const bool exact = intra_node && request_.fp32_intra_node;
+    const auto bytes = static_cast<double>((exact ? kFp32 : wire)->bytes(count));
+    const LinkCosts::Pattern& pattern = link(candidate, intra_node);
+    const int slices = Program::slices_for(s, count, wire, slice_bytes(candidate));
     const double rounds = slices == 1 ? load.rounds : 2 * (load.rounds - 1) + slices;
     const double buffers = load.busiest + (load.serial - load.busiest) / slices;
     us += rounds * pattern.latency_us + buffers * bytes / pattern.bytes_per_us;
@@ -109,13 +117,14 @@ double SchedulePlanner::predicted_us(const Candidate& candidate, int64_t count, 
 }
 
 int SchedulePlanner::lossy_steps(const Candidate& candidate, Wire wire) const {
-  if (wire == Wire::fp32) return 0;
-  return spec_.exact_inside ? candidate.schedule.slow_lossy_steps : candidate.schedule.lossy_steps;
+  if (wire->exact) return 0;
+  return request_.fp32_intra_node ? candidate.schedule.inter_node_lossy_steps
+                                  : candidate.schedule.lossy_steps;
 }
 
 SchedulePlanner::Choice SchedulePlanner::choose(int64_t count, Wire wire) const {
   if (candidates_.size() == 1) {
-    const bool chosen = spec_.schedule == ScheduleKind::automatic;
+    const bool chosen = request_.kind == ScheduleKind::automatic;
     return {candidates_[0].schedule,
             !chosen       ? reason_
             : world_ == 1 ? "a world of 1"

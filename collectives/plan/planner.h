@@ -1,4 +1,4 @@
-// Which schedule an allreduce runs: the one that the spec asks for, or for schedule=auto the one that a model
+// Which schedule a collective runs: the one that the spec asks for, or for schedule=auto the one that a model
 // with this group's link costs predicts to be done first, error weighed in.
 //
 // Predicted time: rounds x latency + bytes / rate, in the pattern in which the schedule loads the links
@@ -20,30 +20,37 @@
 
 #include "collectives/plan/link_costs.h"
 #include "collectives/schedule/schedule.h"
-#include "collectives/spec/spec.h"
+#include "kernels/wire/format.h"
 
 namespace gradwire {
 
+// What is asked of a planner: the part of a compression spec that schedules depend on.
+struct ScheduleRequest {
+  ScheduleKind kind = ScheduleKind::automatic;
+  bool fp32_intra_node = false;  // the wire format is left to the links between nodes
+  Collective collective = Collective::allreduce;
+};
+
 class SchedulePlanner {
  public:
-  // `costs` matter for schedule=auto and kAutomaticSlices alone. Throws BadInput where the spec's schedule
+  // `costs` matter for schedule=auto and kAutomaticSlices alone. Throws BadInput where the schedule asked for
   // cannot serve this world.
-  SchedulePlanner(const CompressionSpec& spec, int world, int ranks_per_node, const LinkCosts& costs,
+  SchedulePlanner(const ScheduleRequest& request, int world, int ranks_per_node, const LinkCosts& costs,
                   int64_t slice_bytes);
 
   struct Choice {
     Schedule schedule;
     std::string reason;       // "asked for", or what was predicted for each
     double predicted_us = 0;  // from costs(), which are assumed until somebody measures them
-    int64_t slice_bytes = 0;  // for Allreduce::Options
+    int64_t slice_bytes = 0;  // for Program::Options
   };
-  // For `count` floats in this wire format. Cheap enough to be called for every allreduce.
+  // For `count` floats in this wire format. Cheap enough to be called for every program.
   Choice choose(int64_t count, Wire wire) const;
 
   const LinkCosts& costs() const { return costs_; }
 
  private:
-  // Of a schedule: rounds, and the busiest rank's load in them, on fast and on slow links.
+  // Of a schedule: rounds, and the busiest rank's load in them, inside and between nodes.
   struct Load {
     int rounds = 0;
     double serial = 0;   // sum over rounds of the most that a rank sends or receives, in buffers
@@ -51,15 +58,15 @@ class SchedulePlanner {
   };
   struct Candidate {
     Schedule schedule;
-    Load load[2];      // [fast]
+    Load load[2];      // [intra_node]
     int messages = 1;  // the most that a rank sends in a round
   };
-  const LinkCosts::Pattern& link(const Candidate& candidate, bool fast) const;
+  const LinkCosts::Pattern& link(const Candidate& candidate, bool intra_node) const;
   int64_t slice_bytes(const Candidate& candidate) const;
   double predicted_us(const Candidate& candidate, int64_t count, Wire wire) const;
   int lossy_steps(const Candidate& candidate, Wire wire) const;
 
-  const CompressionSpec spec_;
+  const ScheduleRequest request_;
   const int world_;
   const LinkCosts costs_;
   const int64_t slice_bytes_;

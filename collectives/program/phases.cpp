@@ -29,7 +29,7 @@ void BucketPhases::begin(const Stream& stream) {
   first.allreduce = nullptr;
 }
 
-void BucketPhases::enter(const Stream& stream, Phase phase, const AllreduceInfo* allreduce) {
+void BucketPhases::enter(const Stream& stream, Phase phase, const ProgramInfo* allreduce) {
   if (!stream_ || !(stream == stream_)) return;
   if (options_.timing) {
     Segment* current = &segments_[used_ - 1];
@@ -71,7 +71,7 @@ void BucketPhases::trace(Tracer& tracer, const std::string& row, int64_t step,
         .name = std::string(name(activity(segment.phase))) + " " + std::to_string(options_.bucket),
         .category = name(activity(segment.phase)),
         .details = details};
-    if (const AllreduceInfo* allreduce = segment.allreduce) {
+    if (const ProgramInfo* allreduce = segment.allreduce) {
       if (!allreduce->part.empty()) label.details.emplace_back("part", allreduce->part);
       label.details.emplace_back("schedule", allreduce->schedule);
       label.details.emplace_back("sent_bytes", allreduce->bytes_sent);

@@ -23,7 +23,7 @@ namespace gradwire {
 enum class Phase : uint8_t { compress, communicate, decompress };
 
 // An allreduce, as a trace shows it.
-struct AllreduceInfo {
+struct ProgramInfo {
   std::string part;  // of the bucket, where it is not all of it: "Q"
   std::string schedule;
   int64_t bytes_sent = 0;  // by this rank
@@ -43,7 +43,7 @@ class BucketPhases {
 
   void begin(const Stream& stream);
   // The work that `stream` gets from now on belongs to `phase`. Ignored on other streams than begin()'s.
-  void enter(const Stream& stream, Phase phase, const AllreduceInfo* allreduce = nullptr);
+  void enter(const Stream& stream, Phase phase, const ProgramInfo* allreduce = nullptr);
   void end();
 
   Tracer* tracer() const { return options_.tracer; }
@@ -59,7 +59,7 @@ class BucketPhases {
  private:
   struct Segment {
     Phase phase = Phase::compress;
-    const AllreduceInfo* allreduce = nullptr;
+    const ProgramInfo* allreduce = nullptr;
     Event begin;
   };
   Segment& next(const Stream& stream);

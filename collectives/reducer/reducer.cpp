@@ -354,15 +354,14 @@ class Reducer::Impl {
     full_ = Event::create(comm_.device());
     const bool choice = spec_.schedule == ScheduleKind::automatic && comm_.world() > 2;
     const bool measure = choice || options_.slice_bytes == kAutomaticSlices;
-    planner_.emplace(spec_, comm_.world(), comm_.ranks_per_node(),
+    planner_.emplace(schedule_request(spec_), comm_.world(), comm_.ranks_per_node(),
                      measure ? comm_.link_costs(stream_) : LinkCosts{}, options_.slice_bytes);
     for (size_t b = 0; b < buckets_.size(); ++b) {
       Bucket& bucket = buckets_[b];
       BucketContext context;
       context.planner = &*planner_;
       const int64_t elements = bucket.end - bucket.begin;
-      dense_bytes_ +=
-          4 * elements_sent(planner_->choose(elements, Wire::fp32).schedule, comm_.rank(), elements);
+      dense_bytes_ += 4 * elements_sent(planner_->choose(elements, kFp32).schedule, comm_.rank(), elements);
       context.transport = &comm_.transport();
       context.spec = spec_;
       context.stream = stream_;

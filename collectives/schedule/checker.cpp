@@ -6,7 +6,7 @@
 #include <numeric>
 #include <utility>
 
-#include "kernels/wire/bf16.h"
+#include "kernels/wire/format.h"
 
 namespace gradwire {
 namespace {
@@ -17,8 +17,8 @@ using Rule = CheckReport::Rule;
 struct Value {
   std::vector<uint8_t> parts;  // [rank] how often its contribution is in here; stops counting at 255
   int lossy_steps = 0;         // the most that any of the parts went through
-  int slow_lossy_steps = 0;
-  bool exact = false;  // with the wire on slow links alone: closed without being rounded
+  int inter_node_lossy_steps = 0;
+  bool exact = false;  // with the wire on links between nodes alone: closed without being rounded
 };
 
 struct Holding {
@@ -41,7 +41,7 @@ class Player {
 
   void violation(Rule rule, const std::string& text) {
     ++report_.violations_found;
-    if (rule <= Rule::result) report_.correct = false;
+    if (rule <= Rule::ownership) report_.correct = false;
     report_.ok = false;
     if (std::ssize(report_.violations) < CheckReport::kMostViolations)
       report_.violations.push_back({rule, text});
@@ -51,6 +51,12 @@ class Player {
     if (s_.world < 1 || s_.chunks < 1 || std::ssize(s_.rounds) != s_.world) {
       violation(Rule::form, "world " + std::to_string(s_.world) + ", " + std::to_string(s_.chunks) +
                                 " chunks and rounds of " + std::to_string(s_.rounds.size()) + " ranks");
+      return false;
+    }
+    if (std::ssize(s_.owner) != s_.chunks ||
+        std::any_of(s_.owner.begin(), s_.owner.end(), [&](int r) { return r < 0 || r >= s_.world; })) {
+      violation(Rule::form, "each of the " + std::to_string(s_.chunks) + " chunks needs an owner among " +
+                                std::to_string(s_.world) + " ranks");
       return false;
     }
     if (s_.per_node < 1 || s_.nodes * s_.per_node != s_.world) {
@@ -69,8 +75,8 @@ class Player {
   }
 
   void count_transfers() {
-    for (auto* counts :
-         {&report_.sent_slow, &report_.sent_fast, &report_.received_slow, &report_.received_fast}) {
+    for (auto* counts : {&report_.sent_inter_node, &report_.sent_intra_node, &report_.received_inter_node,
+                         &report_.received_intra_node}) {
       counts->assign(s_.world, 0);
     }
     std::vector<int64_t> links(static_cast<size_t>(s_.world) * s_.world);
@@ -78,11 +84,11 @@ class Player {
       for (const Round& round : s_.rounds[r]) {
         for (const Step& step : round) {
           if (step.kind == Step::Kind::send) {
-            ++(step.fast ? report_.sent_fast : report_.sent_slow)[r];
+            ++(step.intra_node ? report_.sent_intra_node : report_.sent_inter_node)[r];
             ++links[static_cast<size_t>(r) * s_.world + step.peer];
             ++report_.messages;
           } else {
-            ++(step.fast ? report_.received_fast : report_.received_slow)[r];
+            ++(step.intra_node ? report_.received_intra_node : report_.received_inter_node)[r];
           }
         }
       }
@@ -95,8 +101,9 @@ class Player {
     for (int r = 0; r < s_.world; ++r) {
       for (int c = 0; c < s_.chunks; ++c) {
         auto value = std::make_shared<Value>();
-        value->parts.assign(s_.world, 0);
-        value->parts[r] = 1;
+        const bool gather = s_.collective == Collective::all_gather;
+        value->parts.assign(s_.world, gather && s_.owner[c] == r ? 1 : 0);
+        if (!gather) value->parts[r] = 1;
         holding(r, c).value = std::move(value);
       }
     }
@@ -126,37 +133,41 @@ class Player {
       }
     };
     compare(s_.lossy_steps, report_.lossy_steps, "every link");
-    compare(s_.slow_lossy_steps, report_.slow_lossy_steps, "slow links");
-    if (report_.most_inputs > kMaxHopInputs) {
+    compare(s_.inter_node_lossy_steps, report_.inter_node_lossy_steps, "links between nodes");
+    if (report_.most_inputs > kMaxInputs) {
       violation(Rule::rounding, "a hop adds " + std::to_string(report_.most_inputs) +
-                                    " messages at once, more than " + std::to_string(kMaxHopInputs));
+                                    " messages at once, more than " + std::to_string(kMaxInputs));
     }
   }
 
   void check_cost() {
+    const int64_t passes = s_.collective == Collective::allreduce ? 2 : 1;
     int64_t n = s_.world, nodes = s_.nodes, per_node = s_.per_node, chunks = s_.chunks;
     if (s_.kind == ScheduleKind::tree) {
-      int64_t total = std::accumulate(report_.sent_slow.begin(), report_.sent_slow.end(), int64_t{0});
-      if (total != 2 * (n - 1) * chunks) {
+      int64_t total =
+          std::accumulate(report_.sent_inter_node.begin(), report_.sent_inter_node.end(), int64_t{0});
+      if (total != passes * (n - 1) * chunks) {
         violation(Rule::cost, "all ranks together send " + fraction(total) + ", the optimum is " +
-                                  std::to_string(2 * (n - 1)) + " times the buffer");
+                                  std::to_string(passes * (n - 1)) + " times the buffer");
       }
       for (int r = 0; r < n; ++r) {
         for (auto [moved, what] :
-             {std::pair{report_.sent_slow[r], "sends"}, {report_.received_slow[r], "receives"}}) {
-          if (moved > 2 * chunks) {
+             {std::pair{report_.sent_inter_node[r], "sends"}, {report_.received_inter_node[r], "receives"}}) {
+          if (moved > passes * chunks) {
             violation(Rule::cost, "rank " + std::to_string(r) + " " + what + " " + fraction(moved) +
-                                      ", a double tree needs at most 2 times the buffer");
+                                      ", a double tree needs at most " + std::to_string(passes) +
+                                      " times the buffer");
           }
         }
       }
       return;
     }
-    // 2 (n-1)/n of the buffer; hierarchical: inside a node of all of it, between nodes of a rank's shard. In
-    // numerators over the same denominator, to stay exact.
+    // (n-1)/n of the buffer for each half; hierarchical: inside a node of all of it, between nodes of a rank's
+    // shard. In numerators over the same denominator, to stay exact.
     bool layered = s_.kind == ScheduleKind::hierarchical;
-    int64_t slow_over = layered ? nodes * per_node : n, slow = 2 * ((layered ? nodes : n) - 1) * chunks;
-    int64_t fast_over = per_node, fast = layered ? 2 * (per_node - 1) * chunks : 0;
+    int64_t inter_over = layered ? nodes * per_node : n,
+            inter = passes * ((layered ? nodes : n) - 1) * chunks;
+    int64_t intra_over = per_node, intra = layered ? passes * (per_node - 1) * chunks : 0;
     auto expect = [&](int r, int64_t moved, int64_t want, int64_t over, const char* what) {
       if (moved * over != want) {
         violation(Rule::cost, "rank " + std::to_string(r) + " " + what + " " + fraction(moved) +
@@ -165,10 +176,10 @@ class Player {
       }
     };
     for (int r = 0; r < n; ++r) {
-      expect(r, report_.sent_slow[r], slow, slow_over, "sends over slow links");
-      expect(r, report_.received_slow[r], slow, slow_over, "receives over slow links");
-      expect(r, report_.sent_fast[r], fast, fast_over, "sends over fast links");
-      expect(r, report_.received_fast[r], fast, fast_over, "receives over fast links");
+      expect(r, report_.sent_inter_node[r], inter, inter_over, "sends between nodes");
+      expect(r, report_.received_inter_node[r], inter, inter_over, "receives between nodes");
+      expect(r, report_.sent_intra_node[r], intra, intra_over, "sends inside its node");
+      expect(r, report_.received_intra_node[r], intra, intra_over, "receives inside its node");
     }
   }
 
@@ -202,9 +213,9 @@ class Player {
         continue;
       }
       if (step.peer == rank) wrong(", itself");
-      if (step.fast != (rank / s_.per_node == step.peer / s_.per_node)) {
-        wrong(step.fast ? " over a fast link, but that is another node"
-                        : " over a slow link, but that is in the same node");
+      if (step.intra_node != (rank / s_.per_node == step.peer / s_.per_node)) {
+        wrong(step.intra_node ? " over a link inside a node, but that is another node"
+                              : " over a link between nodes, but that is the same node");
       }
       const Step*& first = first_use_[step.chunk];
       if (first == nullptr) {
@@ -244,7 +255,7 @@ class Player {
   }
 
   // The partial sums that this round sends for the first time are closed here, which rounds them: with the
-  // wire on slow links alone only if one of the sends goes over such a link.
+  // wire on links between nodes alone only if one of the sends goes over such a link.
   void close_what_is_sent(int r, int k) {
     for (const Step& step : s_.rounds[r][k]) {
       if (step.kind != Step::Kind::send) continue;
@@ -257,13 +268,13 @@ class Player {
         value.exact = true;
         report_.most_inputs = std::max(report_.most_inputs, mine.inputs);
       }
-      if (step.fast || !value.exact) continue;
+      if (step.intra_node || !value.exact) continue;
       if (mine.stage == Holding::Stage::closed && mine.closed_in == k) {
         value.exact = false;
-        ++value.slow_lossy_steps;
+        ++value.inter_node_lossy_steps;
       } else {
         violation(Rule::rounding,
-                  describe(r, k, step) + " over a slow link, after it went unrounded over a fast one");
+                  describe(r, k, step) + " to another node, after it went unrounded to one of its own");
       }
     }
   }
@@ -313,7 +324,7 @@ class Player {
         sum.parts[p] = static_cast<uint8_t>(std::min(255, sum.parts[p] + part.parts[p]));
       }
       sum.lossy_steps = std::max(sum.lossy_steps, part.lossy_steps);
-      sum.slow_lossy_steps = std::max(sum.slow_lossy_steps, part.slow_lossy_steps);
+      sum.inter_node_lossy_steps = std::max(sum.inter_node_lossy_steps, part.inter_node_lossy_steps);
       ++mine.inputs;
     }
   }
@@ -334,9 +345,20 @@ class Player {
   }
 
   void check_results() {
+    const bool scatter = s_.collective == Collective::reduce_scatter;
     for (int r = 0; r < s_.world; ++r) {
       for (int c = 0; c < s_.chunks; ++c) {
+        const bool owner = s_.owner[c] == r, copied = holding(r, c).stage == Holding::Stage::final;
+        if (scatter && !owner) continue;
         const Value& value = *holding(r, c).value;
+        if (owner && copied) {
+          violation(Rule::ownership, "rank " + std::to_string(r) + " owns chunk " + std::to_string(c) +
+                                         ", but copies its final value from another");
+        } else if (!owner && !copied) {
+          violation(Rule::ownership, "rank " + std::to_string(r) + " does not own chunk " +
+                                         std::to_string(c) +
+                                         ", but never gets its final value from the owner");
+        }
         auto wrong =
             std::find_if(value.parts.begin(), value.parts.end(), [](uint8_t times) { return times != 1; });
         if (wrong != value.parts.end()) {
@@ -345,7 +367,8 @@ class Player {
                                       std::to_string(wrong - value.parts.begin()));
         }
         report_.lossy_steps = std::max(report_.lossy_steps, value.lossy_steps);
-        report_.slow_lossy_steps = std::max(report_.slow_lossy_steps, value.slow_lossy_steps);
+        report_.inter_node_lossy_steps =
+            std::max(report_.inter_node_lossy_steps, value.inter_node_lossy_steps);
       }
     }
   }
@@ -395,6 +418,8 @@ const char* name(CheckReport::Rule rule) {
       return "progress";
     case Rule::result:
       return "result";
+    case Rule::ownership:
+      return "ownership";
     case Rule::rounding:
       return "rounding";
     case Rule::cost:

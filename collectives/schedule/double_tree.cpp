@@ -45,9 +45,9 @@ int grow(Tree& tree, int begin, int end, int parent, int depth) {
 Schedule double_tree(int world) {
   int levels = 0;  // edges from the root to the deepest leaf: floor(log2 n)
   while (2 << levels <= world) ++levels;
-  Schedule s = detail::empty_schedule(ScheduleKind::tree, world, 2, 2 * levels);
+  Schedule s = detail::empty_schedule(ScheduleKind::tree, world, {0, 0}, 2 * levels);
   if (world == 1) return s;
-  s.lossy_steps = s.slow_lossy_steps = levels + 1;
+  s.lossy_steps = s.inter_node_lossy_steps = levels + 1;
   Tree tree{std::vector<int>(world), std::vector<int>(world), std::vector<int>(world)};
   grow(tree, 0, world, -1, 0);
   for (int half = 0; half < 2; ++half) {
@@ -56,7 +56,10 @@ Schedule double_tree(int world) {
       return world % 2 == 0 ? world - 1 - position : (position + 1) % world;
     };
     for (int position = 0; position < world; ++position) {
-      if (tree.parent[position] < 0) continue;
+      if (tree.parent[position] < 0) {
+        s.owner[half] = rank_at(position);
+        continue;
+      }
       int node = rank_at(position), parent = rank_at(tree.parent[position]);
       detail::add_transfer(s, tree.height[position], node, parent, half, Step::Kind::recv_reduce);
       detail::add_transfer(s, levels + tree.depth[position] - 1, parent, node, half, Step::Kind::recv_copy);

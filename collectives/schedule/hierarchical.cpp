@@ -1,23 +1,23 @@
-// Hierarchical allreduce: fast links inside a node carry most of the bytes, slow links between nodes the
-// fewest possible.
+// Hierarchical allreduce: links inside a node carry most of the bytes, links between nodes the fewest possible.
 //
 // N nodes of L ranks, rank = node * L + local. The buffer is cut in L shards of N chunks: chunk l * N + b
-// belongs to shard l and is owned by local rank l of node b. Phases: (1) one round inside each node: shard l
-// of everybody goes straight to local rank l, which adds them. (2) between the nodes: the N ranks with local
-// index l allreduce shard l, as a two-shot (2 rounds) or a ring (2 (N-1) rounds). (3) one round inside each
-// node: local rank l sends the finished shard l to the others. Messages: S/(L N) each. Bytes per rank: fast 2
-// (L-1)/L S, slow 2 (N-1)/N S/L; so a node sends 2 (N-1)/N S, the least possible. Lossy steps with the wire
-// format on every link: 1 inside, plus 2 (two-shot) or N (ring) between; on slow links alone 2 or N. With one
-// node it is a two-shot. Sync points: each inner round waits for the slowest rank of the node, each outer one
-// as its schedule does.
+// belongs to shard l and is owned by local rank l of node b.
 //
-// Partial sums leave a node only after phase 1, so what crosses the slow links is already the node's sum; and
-// the owner's first send of a finished chunk crosses a slow link, so what it keeps, and what phase 3 spreads,
+// Phases: (1) one round inside each node: shard l of everybody goes straight to local rank l, which adds them.
+// (2) between the nodes: the N ranks with local index l allreduce shard l, as a two-shot (2 rounds) or a ring
+// (2 (N-1) rounds). (3) one round inside each node: local rank l sends the finished shard l to the others.
+// Messages: S/(L N) each. Bytes per rank: 2 (L-1)/L S inside the node, 2 (N-1)/N S/L between nodes; so a node
+// sends 2 (N-1)/N S, the least possible. Lossy steps with the wire format on every link: 1 inside, plus 2
+// (two-shot) or N (ring) between; on links between nodes alone 2 or N. With one node it is a two-shot. Sync
+// points: each round inside waits for the slowest rank of the node, each round between as its schedule does.
+//
+// Partial sums leave a node only after phase 1, so what crosses to other nodes is already the node's sum; and
+// the owner's first send of a finished chunk goes to another node, so what it keeps, and what phase 3 spreads,
 // is what the wire carried.
 #include <string>
 
 #include "collectives/schedule/build.h"
-#include "kernels/wire/bf16.h"
+#include "kernels/wire/format.h"
 #include "runtime/error.h"
 
 namespace gradwire {
@@ -33,22 +33,26 @@ Schedule hierarchical(int nodes, int per_node, ScheduleKind between) {
   }
   bool straight = between == ScheduleKind::two_shot;
   int most_inputs = per_node - 1 + (nodes == 1 ? 0 : straight ? nodes - 1 : 1);
-  if (most_inputs > kMaxHopInputs) {
+  if (most_inputs > kMaxInputs) {
     throw BadInput(
         std::to_string(nodes) + " nodes of " + std::to_string(per_node) + " ranks would add " +
-        std::to_string(most_inputs) + " messages at once, more than " + std::to_string(kMaxHopInputs) +
-        (straight && per_node <= kMaxHopInputs ? "; use a ring between the nodes" : "; use schedule=ring"));
+        std::to_string(most_inputs) + " messages at once, more than " + std::to_string(kMaxInputs) +
+        (straight && per_node <= kMaxInputs ? "; use a ring between the nodes" : "; use schedule=ring"));
   }
   int inner = per_node > 1 ? 1 : 0;
   int outer = nodes == 1 ? 0 : straight ? 2 : 2 * (nodes - 1);
   int world = nodes * per_node;
-  Schedule s = detail::empty_schedule(ScheduleKind::hierarchical, world, world, 2 * inner + outer);
+  Schedule s = detail::empty_schedule(ScheduleKind::hierarchical, world, detail::one_chunk_each(world),
+                                      2 * inner + outer);
   s.nodes = nodes;
   s.per_node = per_node;
-  if (nodes > 1) s.slow_lossy_steps = straight ? 2 : nodes;
-  s.lossy_steps = nodes > 1 ? inner + s.slow_lossy_steps : 2 * inner;
+  if (nodes > 1) s.inter_node_lossy_steps = straight ? 2 : nodes;
+  s.lossy_steps = nodes > 1 ? inner + s.inter_node_lossy_steps : 2 * inner;
 
   auto rank = [&](int node, int local) { return node * per_node + local; };
+  for (int local = 0; local < per_node; ++local) {
+    for (int node = 0; node < nodes; ++node) s.owner[local * nodes + node] = rank(node, local);
+  }
   for (int node = 0; node < nodes; ++node) {
     for (int hop = 1; hop < per_node; ++hop) {
       for (int local = 0; local < per_node; ++local) {

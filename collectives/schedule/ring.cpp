@@ -11,8 +11,9 @@
 namespace gradwire {
 
 Schedule ring(int world) {
-  Schedule s = detail::empty_schedule(ScheduleKind::ring, world, world, 2 * (world - 1));
-  s.lossy_steps = s.slow_lossy_steps = world == 1 ? 0 : world;
+  Schedule s =
+      detail::empty_schedule(ScheduleKind::ring, world, detail::one_chunk_each(world), 2 * (world - 1));
+  s.lossy_steps = s.inter_node_lossy_steps = world == 1 ? 0 : world;
   auto wrap = [world](int x) { return ((x % world) + world) % world; };
   for (int k = 0; k < world - 1; ++k) {
     for (int r = 0; r < world; ++r) {

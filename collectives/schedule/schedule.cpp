@@ -1,31 +1,115 @@
 #include "collectives/schedule/schedule.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "collectives/schedule/build.h"
-#include "kernels/wire/bf16.h"
+#include "kernels/wire/format.h"
 #include "runtime/error.h"
 
 namespace gradwire {
+
+const char* name(Collective collective) {
+  switch (collective) {
+    case Collective::allreduce:
+      return "allreduce";
+    case Collective::reduce_scatter:
+      return "reduce-scatter";
+    case Collective::all_gather:
+      return "all-gather";
+  }
+  return "?";
+}
+
+const char* name(ScheduleKind kind) {
+  switch (kind) {
+    case ScheduleKind::automatic:
+      return "auto";
+    case ScheduleKind::ring:
+      return "ring";
+    case ScheduleKind::tree:
+      return "tree";
+    case ScheduleKind::two_shot:
+      return "two_shot";
+    case ScheduleKind::hierarchical:
+      return "hierarchical";
+  }
+  return "?";
+}
+
 namespace detail {
 
-Schedule empty_schedule(ScheduleKind kind, int world, int chunks, int rounds) {
+Schedule empty_schedule(ScheduleKind kind, int world, std::vector<int32_t> owner, int rounds) {
   if (world < 1) throw BadInput("a schedule needs at least 1 rank, got " + std::to_string(world));
   Schedule s;
   s.kind = kind;
   s.world = world;
-  s.chunks = chunks;
+  s.chunks = static_cast<int>(owner.size());
+  s.owner = std::move(owner);
   s.nodes = world;
   s.rounds.assign(world, std::vector<Round>(world == 1 ? 0 : rounds));
   return s;
 }
 
-void add_transfer(Schedule& schedule, int round, int from, int to, int chunk, Step::Kind receive, bool fast) {
-  schedule.rounds[from][round].push_back({Step::Kind::send, to, chunk, fast});
-  schedule.rounds[to][round].push_back({receive, from, chunk, fast});
+std::vector<int32_t> one_chunk_each(int world) {
+  std::vector<int32_t> owner(std::max(world, 0));
+  std::iota(owner.begin(), owner.end(), 0);
+  return owner;
+}
+
+void add_transfer(Schedule& schedule, int round, int from, int to, int chunk, Step::Kind receive,
+                  bool intra_node) {
+  schedule.rounds[from][round].push_back({Step::Kind::send, to, chunk, intra_node});
+  schedule.rounds[to][round].push_back({receive, from, chunk, intra_node});
 }
 
 }  // namespace detail
+
+namespace {
+
+// The transfers of an allreduce whose receiving end is of this kind.
+Schedule half(const Schedule& allreduce, Collective collective, Step::Kind receive) {
+  if (allreduce.collective != Collective::allreduce) {
+    throw BadInput(std::string("only an allreduce has a ") + name(collective) + " in it, not a " +
+                   name(allreduce.collective));
+  }
+  Schedule s = allreduce;
+  s.collective = collective;
+  for (int k = s.num_rounds(); k-- > 0;) {
+    size_t left = 0;
+    for (int r = 0; r < s.world; ++r) {
+      // A send says nothing of its kind; the other end, in the same round, does.
+      std::erase_if(s.rounds[r][k], [&](const Step& step) {
+        if (step.kind != Step::Kind::send) return step.kind != receive;
+        const Round& other = allreduce.rounds[step.peer][k];
+        return std::none_of(other.begin(), other.end(), [&](const Step& end) {
+          return end.kind == receive && end.peer == r && end.chunk == step.chunk;
+        });
+      });
+      left += s.rounds[r][k].size();
+    }
+    if (left > 0) continue;
+    for (auto& rounds : s.rounds) rounds.erase(rounds.begin() + k);
+  }
+  return s;
+}
+
+}  // namespace
+
+Schedule reduce_scatter(const Schedule& allreduce) {
+  Schedule s = half(allreduce, Collective::reduce_scatter, Step::Kind::recv_reduce);
+  // The owner's own encode comes with the gather.
+  s.lossy_steps = std::max(0, s.lossy_steps - 1);
+  s.inter_node_lossy_steps = std::max(0, s.inter_node_lossy_steps - 1);
+  return s;
+}
+
+Schedule all_gather(const Schedule& allreduce) {
+  Schedule s = half(allreduce, Collective::all_gather, Step::Kind::recv_copy);
+  s.lossy_steps = std::min(1, s.lossy_steps);
+  s.inter_node_lossy_steps = std::min(1, s.inter_node_lossy_steps);
+  return s;
+}
 
 Schedule pipelined(const Schedule& schedule, int slices) {
   if (slices < 1)
@@ -33,6 +117,10 @@ Schedule pipelined(const Schedule& schedule, int slices) {
   Schedule s = schedule;
   if (slices == 1) return s;
   s.chunks *= slices;
+  for (int c = 0; c < s.chunks; ++c) {
+    if (c == 0) s.owner.clear();
+    s.owner.push_back(schedule.owner[c / slices]);
+  }
   int rounds = schedule.num_rounds();
   for (int r = 0; r < s.world && rounds > 0; ++r) {
     s.rounds[r].assign(2 * (rounds - 1) + slices, {});
@@ -65,6 +153,14 @@ int64_t elements_sent(const Schedule& schedule, int rank, int64_t count) {
   return sent;
 }
 
+int64_t elements_owned(const Schedule& schedule, int rank, int64_t count, int64_t granularity) {
+  int64_t owned = 0;
+  for (int c = 0; c < schedule.chunks; ++c) {
+    if (schedule.owner[c] == rank) owned += chunk_range(count, schedule.chunks, c, granularity).count();
+  }
+  return owned;
+}
+
 namespace {
 
 // Fills in what is unknown of the topology from the world.
@@ -88,43 +184,29 @@ Topology complete(Topology t, int world) {
 
 }  // namespace
 
-Schedule make_schedule(ScheduleKind kind, int world, Wire wire, std::string* reason, Topology topology) {
-  auto because = [&](const std::string& text) {
-    if (reason) *reason = text;
-  };
-  constexpr int kMostTwoShot = kMaxHopInputs + 1;
+Schedule make_schedule(ScheduleKind kind, int world, Topology topology) {
+  constexpr int kMostTwoShot = kMaxInputs + 1;
   switch (kind) {
     case ScheduleKind::automatic:
-      if (world > kMostTwoShot) {
-        because("more than " + std::to_string(kMostTwoShot) + " ranks");
-        return ring(world);
-      }
-      because(wire == Wire::fp32
-                  ? "2 rounds instead of the ring's " + std::to_string(2 * (world - 1)) + ", same bytes"
-                  : "2 lossy steps instead of the ring's " + std::to_string(world) + ", same bytes");
-      return two_shot(world);
+      break;
     case ScheduleKind::ring:
-      because("asked for");
       return ring(world);
     case ScheduleKind::two_shot:
       if (world > kMostTwoShot) {
         throw BadInput("schedule=two_shot serves at most " + std::to_string(kMostTwoShot) + " ranks, not " +
                        std::to_string(world) + "; use schedule=ring");
       }
-      because("asked for");
       return two_shot(world);
     case ScheduleKind::tree:
-      because("asked for");
       return double_tree(world);
     case ScheduleKind::hierarchical: {
       Topology t = complete(topology, world);
       // A ring between very many nodes: each of its steps adds a single message.
-      bool straight = t.nodes + t.per_node - 2 <= kMaxHopInputs;
-      because("asked for, " + std::to_string(t.nodes) + " nodes of " + std::to_string(t.per_node));
+      const bool straight = t.nodes + t.per_node - 2 <= kMaxInputs;
       return hierarchical(t.nodes, t.per_node, straight ? ScheduleKind::two_shot : ScheduleKind::ring);
     }
   }
-  throw BadInput("unknown schedule kind " + std::to_string(static_cast<int>(kind)));
+  throw Error("make_schedule: schedule=auto is the planner's to decide");
 }
 
 }  // namespace gradwire

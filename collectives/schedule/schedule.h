@@ -1,13 +1,16 @@
-// Schedules are data: for each rank, rounds of transfers that add up to an allreduce. No schedule touches
-// memory or a wire; one executor runs them all, one checker proves them all, one planner simulates them.
+// Schedules are data: for each rank, rounds of transfers that add up to a collective. No schedule touches
+// memory or a wire; one program runs them all, one checker proves them all, one planner simulates them.
 //
-// The buffer is cut into `chunks` parts. In each round a rank's transfers progress together, as in an NCCL
-// group; a round starts when the one before is done on this rank. The three kinds:
+// The buffer is cut into `chunks` parts, each owned by one rank. In each round a rank's transfers progress
+// together, as in an NCCL group; a round starts when the one before is done on this rank. The three kinds:
 //   send c to p              what this rank holds of chunk c: its partial sum, or the final value
 //   recv_reduce c from p     a contribution: it joins this rank's partial sum of c
 //   recv_copy c from p       the final value of c
-// A rank's partial sum of c is closed by its first send of c. Nothing may join after that. Who closes c and
-// never gets a recv_copy of it is c's owner: what it sends is final.
+// A rank's partial sum of c is closed by its first send of c. Nothing may join after that. What the owner of
+// c closes is final. The collectives differ in where they begin and end:
+//   allreduce        every rank has a part of every chunk; in the end every rank has every final value
+//   reduce_scatter   the same beginning; in the end each owner has the final value of its chunks
+//   all_gather       begins where reduce_scatter ends, and ends where allreduce does
 //
 // Rounding order is part of a schedule's meaning: when a partial sum is closed, its parts are added in FP32
 // in ascending order of the source rank, this rank's own part at its own place.
@@ -24,9 +27,15 @@
 #include <string>
 #include <vector>
 
-#include "collectives/spec/spec.h"
-
 namespace gradwire {
+
+enum class Collective : uint8_t { allreduce, reduce_scatter, all_gather };
+// How transfers are arranged. `automatic` is for the planner (collectives/plan) to decide; no schedule
+// is of that kind.
+enum class ScheduleKind : uint8_t { automatic, ring, tree, two_shot, hierarchical };
+
+const char* name(Collective collective);
+const char* name(ScheduleKind kind);  // as the spec grammar has it: "auto", "ring", ...
 
 struct Step {
   enum class Kind : uint8_t { send, recv_reduce, recv_copy };
@@ -34,21 +43,23 @@ struct Step {
   int32_t peer = 0;
   int32_t chunk = 0;
   // A link inside a node, where bytes are cheap: hierarchical schedules mark these so that a wire format can
-  // be left to the slow links. A schedule that knows no nodes has slow links only.
-  bool fast = false;
+  // be left to the links between nodes. A schedule that knows no nodes has links between nodes only.
+  bool intra_node = false;
   bool operator==(const Step&) const = default;
 };
 
 using Round = std::vector<Step>;
 
 struct Schedule {
+  Collective collective = Collective::allreduce;
   ScheduleKind kind = ScheduleKind::ring;
   int world = 1;
   int chunks = 1;
+  std::vector<int32_t> owner;  // [chunk]
   // How often one element is rounded on its way into the result, at most, when the wire is lossy: on every
-  // link, or on the slow links alone.
+  // link, or on the links between nodes alone.
   int lossy_steps = 0;
-  int slow_lossy_steps = 0;
+  int inter_node_lossy_steps = 0;
   // Hierarchical: rank = node * per_node + local index. Otherwise every rank counts as a node.
   int nodes = 1;
   int per_node = 1;
@@ -57,7 +68,7 @@ struct Schedule {
   int num_rounds() const { return rounds.empty() ? 0 : static_cast<int>(rounds[0].size()); }
 };
 
-// Below, S is the size of the whole buffer; each function's file says how it works.
+// Below, S is the size of the whole buffer; each function's file says how it works. All are allreduces.
 
 // n chunks, 2 (n-1) rounds, n lossy steps. Each rank sends 2 (n-1)/n S, the least possible.
 Schedule ring(int world);
@@ -69,8 +80,13 @@ Schedule two_shot(int world);
 Schedule double_tree(int world);
 
 // Reduce-scatter inside each node, allreduce between ranks of the same local index, all-gather inside each
-// node. Each rank sends 2 (n-1)/n S / per_node over slow links, n being `nodes`. `between`: two_shot or ring.
+// node. Each rank sends 2 (n-1)/n S / per_node between nodes, n being `nodes`. `between`: two_shot or ring.
 Schedule hierarchical(int nodes, int per_node, ScheduleKind between = ScheduleKind::two_shot);
+
+// The two halves of an allreduce: every transfer up to each owner's sum, and every transfer of what owners
+// closed. Rounds in which nobody has anything left to do are dropped. Throws BadInput for another collective.
+Schedule reduce_scatter(const Schedule& allreduce);
+Schedule all_gather(const Schedule& allreduce);
 
 // The same schedule on each of `slices` parts of every chunk, round k of part i being round i + 2 k of the
 // whole. So parts share the links, and between two rounds of one part lies a round of others, in which its
@@ -79,7 +95,7 @@ Schedule hierarchical(int nodes, int per_node, ScheduleKind between = ScheduleKi
 Schedule pipelined(const Schedule& schedule, int slices);
 
 // The [begin, end) of chunk c when `count` elements are cut into `chunks` parts as evenly as `granularity`
-// allows.
+// allows. The parts of a pipelined chunk together are the chunk.
 struct ChunkRange {
   int64_t begin = 0, end = 0;
   int64_t count() const { return end - begin; }
@@ -88,6 +104,8 @@ ChunkRange chunk_range(int64_t count, int chunks, int chunk, int64_t granularity
 
 // Elements this rank sends when the schedule runs over `count` elements.
 int64_t elements_sent(const Schedule& schedule, int rank, int64_t count);
+// Elements of the chunks that this rank owns.
+int64_t elements_owned(const Schedule& schedule, int rank, int64_t count, int64_t granularity = 8);
 
 // How ranks sit in nodes; 0 means unknown. Either one follows from the other and the world.
 struct Topology {
@@ -95,9 +113,7 @@ struct Topology {
   int per_node = 0;
 };
 
-// Picks for `automatic` and returns the schedule asked for otherwise; `reason`, if given, says why. Throws
-// BadInput for a kind that cannot serve this world.
-Schedule make_schedule(ScheduleKind kind, int world, Wire wire, std::string* reason = nullptr,
-                       Topology topology = {});
+// An allreduce of this kind. Throws BadInput for a kind that cannot serve this world.
+Schedule make_schedule(ScheduleKind kind, int world, Topology topology = {});
 
 }  // namespace gradwire

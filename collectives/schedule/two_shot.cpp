@@ -10,8 +10,8 @@
 namespace gradwire {
 
 Schedule two_shot(int world) {
-  Schedule s = detail::empty_schedule(ScheduleKind::two_shot, world, world, 2);
-  s.lossy_steps = s.slow_lossy_steps = world == 1 ? 0 : 2;
+  Schedule s = detail::empty_schedule(ScheduleKind::two_shot, world, detail::one_chunk_each(world), 2);
+  s.lossy_steps = s.inter_node_lossy_steps = world == 1 ? 0 : 2;
   // Starting at the right neighbour spreads the load: no rank is everybody's first peer.
   for (int k = 1; k < world; ++k) {
     for (int r = 0; r < world; ++r) {

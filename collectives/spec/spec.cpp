@@ -12,27 +12,27 @@
 namespace gradwire {
 namespace {
 
-constexpr std::string_view kGrammar =
-    "; a spec is fp32 | bf16[:round=nearest|stochastic] | fp8[:round=nearest|stochastic] | "
-    "powersgd:rank=R[,wire=fp32|bf16|fp8][,start=N][,warm=on|off]"
-    "[,min_ratio=X][,seed=S], with ,ef=on|off and ,schedule=auto|ring|tree|two_shot|hierarchical and "
-    ",node_wire=same|fp32 on any of them";
-
 [[noreturn]] void bad(std::string_view text, const std::string& why, bool with_grammar = false) {
   throw BadInput("compression spec '" + std::string(text) + "': " + why +
-                 std::string(with_grammar ? kGrammar : ""));
+                 (with_grammar ? "; a spec is " + CompressionSpec::grammar() : ""));
+}
+
+// "a|b|c"
+template <typename T>
+std::string words(const std::vector<std::pair<std::string_view, T>>& choices) {
+  std::string all;
+  for (const auto& [word, value] : choices) all += (all.empty() ? "" : "|") + std::string(word);
+  return all;
 }
 
 // A choice among words, e.g. on|off.
 template <typename T>
 T choose(std::string_view text, std::string_view key, std::string_view value,
          const std::vector<std::pair<std::string_view, T>>& choices) {
-  std::string legal;
   for (const auto& [word, result] : choices) {
     if (word == value) return result;
-    legal += (legal.empty() ? "" : "|") + std::string(word);
   }
-  bad(text, std::string(key) + "='" + std::string(value) + "' is not one of " + legal);
+  bad(text, std::string(key) + "='" + std::string(value) + "' is not one of " + words(choices));
 }
 
 template <typename T>
@@ -51,17 +51,24 @@ T number(std::string_view text, std::string_view key, std::string_view value, T 
 }
 
 const std::vector<std::pair<std::string_view, bool>> kOnOff{{"on", true}, {"off", false}};
-const std::vector<std::pair<std::string_view, bool>> kNodeWires{{"same", false}, {"fp32", true}};
-const std::vector<std::pair<std::string_view, Wire>> kWires{
-    {"fp32", Wire::fp32}, {"bf16", Wire::bf16}, {"fp8", Wire::fp8}};
+const std::vector<std::pair<std::string_view, bool>> kIntraNode{{"wire", false}, {"fp32", true}};
 const std::vector<std::pair<std::string_view, Rounding>> kRoundings{{"nearest", Rounding::nearest},
                                                                     {"stochastic", Rounding::stochastic}};
-const std::vector<std::pair<std::string_view, ScheduleKind>> kSchedules{
-    {"auto", ScheduleKind::automatic},
-    {"ring", ScheduleKind::ring},
-    {"tree", ScheduleKind::tree},
-    {"two_shot", ScheduleKind::two_shot},
-    {"hierarchical", ScheduleKind::hierarchical}};
+
+std::vector<std::pair<std::string_view, Wire>> wires() {
+  std::vector<std::pair<std::string_view, Wire>> all;
+  for (Wire wire : wire_formats()) all.emplace_back(wire->name, wire);
+  return all;
+}
+
+std::vector<std::pair<std::string_view, ScheduleKind>> schedules() {
+  std::vector<std::pair<std::string_view, ScheduleKind>> all;
+  for (ScheduleKind kind : {ScheduleKind::automatic, ScheduleKind::ring, ScheduleKind::tree,
+                            ScheduleKind::two_shot, ScheduleKind::hierarchical}) {
+    all.emplace_back(name(kind), kind);
+  }
+  return all;
+}
 
 template <typename T>
 const char* word_for(const std::vector<std::pair<std::string_view, T>>& choices, T value) {
@@ -79,23 +86,22 @@ std::string shortest(double value) {
 
 }  // namespace
 
-const char* name(Wire wire) {
-  return word_for(kWires, wire);
-}
-const char* name(ScheduleKind kind) {
-  return word_for(kSchedules, kind);
+std::string CompressionSpec::grammar() {
+  std::string all;
+  for (Wire wire : wire_formats()) {
+    all += std::string(wire->name) + (wire->stochastic ? "[:round=nearest|stochastic]" : "") + " | ";
+  }
+  return all + "powersgd:rank=R[,wire=" + words(wires()) +
+         "][,start=N][,warm=on|off][,min_ratio=X][,seed=S], with ,ef=on|off and ,schedule=" +
+         words(schedules()) + " and ,intra_node=" + words(kIntraNode) + " on any of them";
 }
 
 CompressionSpec CompressionSpec::parse(std::string_view text) {
   CompressionSpec spec;
   size_t colon = text.find(':');
   std::string_view method = text.substr(0, colon);
-  if (method == "fp32") {
-    spec.wire = Wire::fp32;
-  } else if (method == "bf16") {
-    spec.wire = Wire::bf16;
-  } else if (method == "fp8") {
-    spec.wire = Wire::fp8;
+  if (Wire wire = find_wire_format(method)) {
+    spec.wire = wire;
   } else if (method == "powersgd") {
     spec.method = Method::powersgd;
   } else {
@@ -105,16 +111,16 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
 
   std::map<std::string_view, std::function<void(std::string_view)>> options;
   options["ef"] = [&](std::string_view v) { spec.error_feedback = choose(text, "ef", v, kOnOff); };
-  options["schedule"] = [&](std::string_view v) { spec.schedule = choose(text, "schedule", v, kSchedules); };
-  options["node_wire"] = [&](std::string_view v) {
-    spec.exact_inside = choose(text, "node_wire", v, kNodeWires);
+  options["schedule"] = [&](std::string_view v) { spec.schedule = choose(text, "schedule", v, schedules()); };
+  options["intra_node"] = [&](std::string_view v) {
+    spec.fp32_intra_node = choose(text, "intra_node", v, kIntraNode);
   };
-  if (method == "bf16" || method == "fp8" || powersgd) {
+  if (powersgd || spec.wire->stochastic) {
     options["round"] = [&](std::string_view v) { spec.rounding = choose(text, "round", v, kRoundings); };
   }
   if (powersgd) {
     options["rank"] = [&](std::string_view v) { spec.rank = number(text, "rank", v, 1, kMaxPowerSgdRank); };
-    options["wire"] = [&](std::string_view v) { spec.wire = choose(text, "wire", v, kWires); };
+    options["wire"] = [&](std::string_view v) { spec.wire = choose(text, "wire", v, wires()); };
     options["start"] = [&](std::string_view v) {
       spec.start = number<int64_t>(text, "start", v, 0, int64_t{1} << 40);
     };
@@ -138,6 +144,11 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
     size_t equals = item.find('=');
     std::string_view key = item.substr(0, equals);
     if (equals == std::string_view::npos) bad(text, "'" + std::string(item) + "' is not key=value", true);
+    std::string_view value = item.substr(equals == std::string_view::npos ? item.size() : equals + 1);
+    if (key == "node_wire") {  // the name it had first
+      key = "intra_node";
+      if (value == "same") value = "wire";
+    }
     auto option = options.find(key);
     if (option == options.end()) {
       std::string legal;
@@ -145,14 +156,18 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
       bad(text, std::string(method) + " has no option '" + std::string(key) + "'; it has " + legal);
     }
     if (std::exchange(seen[key], true)) bad(text, "'" + std::string(key) + "' is given twice");
-    option->second(item.substr(equals + 1));
+    option->second(value);
   }
-  if (spec.rounding == Rounding::stochastic && spec.wire == Wire::fp32) {
-    bad(text, "round=stochastic needs a wire that rounds; add wire=bf16 or wire=fp8");
+  if (spec.rounding == Rounding::stochastic && !spec.wire->stochastic) {
+    std::string others;
+    for (Wire wire : wire_formats()) {
+      if (wire->stochastic) others += (others.empty() ? "wire=" : " or wire=") + std::string(wire->name);
+    }
+    bad(text, std::string("round=stochastic is not for wire=") + spec.wire->name + "; add " + others);
   }
-  if (spec.exact_inside && spec.schedule != ScheduleKind::hierarchical &&
+  if (spec.fp32_intra_node && spec.schedule != ScheduleKind::hierarchical &&
       spec.schedule != ScheduleKind::automatic) {
-    bad(text, std::string("node_wire=fp32 concerns schedule=hierarchical; schedule=") + name(spec.schedule) +
+    bad(text, std::string("intra_node=fp32 concerns schedule=hierarchical; schedule=") + name(spec.schedule) +
                   " knows no nodes");
   }
   return spec;
@@ -167,7 +182,7 @@ std::string CompressionSpec::to_string() const {
   bool powersgd = method == Method::powersgd;
   if (powersgd) {
     add(true, "rank=" + std::to_string(rank));
-    add(wire != defaults.wire, std::string("wire=") + name(wire));
+    add(wire != defaults.wire, std::string("wire=") + wire->name);
     add(start != defaults.start, "start=" + std::to_string(start));
     add(warm != defaults.warm, warm ? "warm=on" : "warm=off");
     add(min_ratio != defaults.min_ratio, "min_ratio=" + shortest(min_ratio));
@@ -176,8 +191,8 @@ std::string CompressionSpec::to_string() const {
   add(rounding != defaults.rounding, std::string("round=") + word_for(kRoundings, rounding));
   add(error_feedback != defaults.error_feedback, error_feedback ? "ef=on" : "ef=off");
   add(schedule != defaults.schedule, std::string("schedule=") + name(schedule));
-  add(exact_inside != defaults.exact_inside, exact_inside ? "node_wire=fp32" : "node_wire=same");
-  return (powersgd ? "powersgd" : std::string(name(wire))) + options;
+  add(fp32_intra_node != defaults.fp32_intra_node, "intra_node=fp32");
+  return (powersgd ? "powersgd" : std::string(wire->name)) + options;
 }
 
 }  // namespace gradwire

@@ -1,30 +1,27 @@
 // Compression specs, one grammar everywhere: name[:key=value,...].
 //
-//   fp32 | bf16[:round=nearest|stochastic] |
-//   powersgd:rank=4[,wire=fp32|bf16][,start=N][,warm=on|off][,min_ratio=2][,seed=S] any of them: ,ef=on|off
-//   ,schedule=auto|ring|tree|two_shot|hierarchical ,node_wire=same|fp32
+// A name is that of a wire format (kernels/wire/formats.h) or `powersgd`. `CompressionSpec::grammar()` has all
+// options; docs/formats.md explains them.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <string_view>
 
-#include "kernels/wire/bf16.h"
+#include "collectives/schedule/schedule.h"
+#include "kernels/wire/formats.h"
 
 namespace gradwire {
-
-enum class Wire : uint8_t { fp32, bf16, fp8 };
-enum class ScheduleKind : uint8_t { automatic, ring, tree, two_shot, hierarchical };
 
 struct CompressionSpec {
   enum class Method : uint8_t { wire, powersgd };
   Method method = Method::wire;
-  Wire wire = Wire::fp32;  // of everything dense; for PowerSGD also of the factors
+  Wire wire = kFp32;  // of everything dense; for PowerSGD also of the factors
   Rounding rounding = Rounding::nearest;
   bool error_feedback = true;
   ScheduleKind schedule = ScheduleKind::automatic;
-  // node_wire=fp32: a hierarchical schedule leaves `wire` to the links between nodes; FP32 inside them.
-  bool exact_inside = false;
+  // intra_node=fp32: a hierarchical schedule leaves `wire` to the links between nodes.
+  bool fp32_intra_node = false;
 
   // PowerSGD only. PyTorch's option in brackets.
   int rank = 1;            // [matrix_approximation_rank]
@@ -37,10 +34,9 @@ struct CompressionSpec {
   static CompressionSpec parse(std::string_view text);
   // The shortest text that parses to this spec; options at their default are left out.
   std::string to_string() const;
+  // Every legal spec, in one line.
+  static std::string grammar();
   bool operator==(const CompressionSpec&) const = default;
 };
-
-const char* name(Wire wire);
-const char* name(ScheduleKind kind);
 
 }  // namespace gradwire

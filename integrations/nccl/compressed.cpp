@@ -2,10 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
-
 #include "collectives/agreement/all_gather.h"
-#include "collectives/schedule/schedule.h"
 #include "collectives/transport/transport.h"
 
 namespace gradwire::interposer {
@@ -15,7 +12,8 @@ CompressedAllReduce::CompressedAllReduce(ncclComm_t comm, int device, const Sett
     : settings_(settings),
       device_(device),
       comm_(Communicator::adopt_nccl(comm, device, std::chrono::milliseconds(0))),
-      setup_(Stream::create(Device::cuda(device), "set-up")) {
+      setup_(Stream::create(Device::cuda(device), "set-up")),
+      programs_(Device::cuda(device), kPlaces) {
   const int world = comm_->world();
   if (world == 1) return;
   const double mine = static_cast<double>(settings.fingerprint());
@@ -33,10 +31,10 @@ CompressedAllReduce::CompressedAllReduce(ncclComm_t comm, int device, const Sett
   }
   if (settings.ranks_per_node > 0 && world % settings.ranks_per_node == 0)
     comm_->set_ranks_per_node(settings.ranks_per_node);
-  std::string reason;
   try {
-    schedule_ = make_schedule(settings.spec.schedule, world, settings.spec.wire, &reason,
-                              {.nodes = 0, .per_node = comm_->ranks_per_node()});
+    planner_.emplace(
+        ScheduleRequest{.kind = settings.spec.schedule, .fp32_intra_node = settings.spec.fp32_intra_node},
+        world, comm_->ranks_per_node(), comm_->link_costs(setup_), kAutomaticSlices);
   } catch (const BadInput& error) {  // the same on every rank
     description_ = std::string("off on this communicator: ") + error.what();
     return;
@@ -47,62 +45,43 @@ CompressedAllReduce::CompressedAllReduce(ncclComm_t comm, int device, const Sett
   last_ = Event::create(comm_->device());
   usable_ = true;
   description_ = "ncclAllReduce of float32 sum and avg from " + std::to_string(settings.min_bytes) +
-                 " bytes on goes as " + settings.spec.to_string() + " over " + name(schedule_.kind) + ", " +
-                 std::to_string(world) + " ranks; everything else is untouched";
+                 " bytes on goes as " + settings.spec.to_string() + " over " + std::to_string(world) +
+                 " ranks; everything else is untouched";
 }
 
-CompressedAllReduce::Place& CompressedAllReduce::place_for(const float* send, float* receive, int64_t count,
-                                                           ncclRedOp_t op) {
-  auto at = std::find_if(places_.begin(), places_.end(),
-                         [&](const Place& p) { return p.is(send, receive, count, op); });
-  if (at != places_.end()) {
-    places_.splice(places_.begin(), places_, at);
-    return places_.front();
-  }
-  // From here on memory changes hands, which work in flight may use.
-  last_.synchronize();
-  if (places_.size() >= kPlaces) {
-    state_bytes_ -= static_cast<int64_t>(places_.back().residual.bytes());
-    places_.pop_back();
-  }
-  Place place;
-  place.send = send;
-  place.receive = receive;
-  place.count = count;
-  place.op = op;
-  const auto bytes = count * static_cast<int64_t>(sizeof(float));
-  if (settings_.spec.error_feedback && settings_.spec.wire != Wire::fp32 &&
-      state_bytes_ + bytes <= settings_.max_state_bytes) {
-    place.residual = make_buffer<float>(comm_->device(), count);
-    fill_zero(setup_, place.residual.data(), place.residual.bytes());
+Program& CompressedAllReduce::program_for(const Key& key) {
+  if (auto* entry = programs_.find(key)) return *entry->program;
+  const auto& [send, receive, count, op] = key;
+  last_.synchronize();  // memory changes hands, which work in flight may use
+  int64_t state_bytes = count * static_cast<int64_t>(sizeof(float));
+  for (const auto& entry : programs_.entries()) state_bytes += static_cast<int64_t>(entry.residual.bytes());
+  Buffer residual;
+  if (settings_.spec.error_feedback && !settings_.spec.wire->exact &&
+      state_bytes <= settings_.max_state_bytes) {
+    residual = make_buffer<float>(comm_->device(), count);
+    fill_zero(setup_, residual.data(), residual.bytes());
     setup_.synchronize();
-    state_bytes_ += bytes;
   }
-  const auto world = static_cast<float>(comm_->world());
-  place.program = std::make_unique<Allreduce>(
-      comm_->transport(), schedule_, receive, place.residual.as<float>(), count,
-      Allreduce::Options{.what = "ncclAllReduce",
-                         .wire = settings_.spec.wire,
-                         .exact_inside = settings_.spec.exact_inside,
-                         .scale = op == ncclAvg ? 1.0f / world : 1.0f,
-                         .rounding = {settings_.spec.rounding, static_cast<uint64_t>(comm_->rank()) + 1,
-                                      step_.as<const uint64_t>(), 0}});
-  if (place.program->workspace_bytes() > workspace_.bytes()) {
-    workspace_ = Buffer(comm_->device(), place.program->workspace_bytes());
-    for (Place& other : places_) other.program->bind(workspace_.data());
-  }
-  place.program->bind(workspace_.data());
-  places_.push_front(std::move(place));
-  return places_.front();
+  const SchedulePlanner::Choice choice = planner_->choose(count, settings_.spec.wire);
+  auto program = std::make_unique<Program>(
+      comm_->transport(), choice.schedule, ProgramBuffers{send, receive, residual.as<float>(), count},
+      Program::Options{.what = "ncclAllReduce",
+                       .wire = settings_.spec.wire,
+                       .fp32_intra_node = settings_.spec.fp32_intra_node,
+                       .scale = op == ncclAvg ? 1.0f / static_cast<float>(comm_->world()) : 1.0f,
+                       .rounding = {settings_.spec.rounding, static_cast<uint64_t>(comm_->rank()) + 1,
+                                    step_.as<const uint64_t>(), 0},
+                       .transfers = comm_->transfers(),
+                       .slice_bytes = choice.slice_bytes});
+  return *programs_.add({key, std::move(residual), std::move(program)}).program;
 }
 
 void CompressedAllReduce::run(const float* send, float* receive, int64_t count, ncclRedOp_t op,
                               cudaStream_t native) {
   const Stream stream = Stream::adopt_cuda(device_, native);
-  Place& place = place_for(send, receive, count, op);
+  Program& program = program_for({send, receive, count, op});
   stream.wait(last_);
-  if (send != receive) copy(stream, receive, send, static_cast<size_t>(count) * sizeof(float));
-  place.program->run(stream);
+  program.run(stream);
   increment(stream, step_.as<uint64_t>());
   last_.record(stream);
 }

@@ -3,13 +3,14 @@
 
 #include <nccl.h>
 
-#include <list>
 #include <memory>
-#include <mutex>
+#include <optional>
 #include <string>
+#include <tuple>
 
 #include "collectives/communicator/communicator.h"
-#include "collectives/program/executor.h"
+#include "collectives/plan/planner.h"
+#include "collectives/program/cache.h"
 #include "integrations/nccl/decide.h"
 
 namespace gradwire::interposer {
@@ -36,30 +37,19 @@ class CompressedAllReduce {
   static constexpr size_t kPlaces = 256;
 
  private:
-  struct Place {
-    const float* send = nullptr;
-    float* receive = nullptr;
-    int64_t count = 0;
-    ncclRedOp_t op = ncclSum;
-    Buffer residual;
-    std::unique_ptr<Allreduce> program;
-    bool is(const float* s, float* r, int64_t n, ncclRedOp_t o) const {
-      return send == s && receive == r && count == n && op == o;
-    }
-  };
-  Place& place_for(const float* send, float* receive, int64_t count, ncclRedOp_t op);
+  using Key = std::tuple<const float*, float*, int64_t, ncclRedOp_t>;
+  Program& program_for(const Key& key);
 
   const Settings settings_;
   const int device_;
   std::unique_ptr<Communicator> comm_;
   bool usable_ = false;
   std::string description_;
-  Schedule schedule_;
   Stream setup_;
-  Buffer step_, workspace_;
-  Event last_;               // of the call before: they share the workspace
-  std::list<Place> places_;  // used last comes first
-  int64_t state_bytes_ = 0;
+  std::optional<SchedulePlanner> planner_;
+  Buffer step_;
+  Event last_;  // of the call before: they share the workspace
+  ProgramCache<Key> programs_;
 };
 
 }  // namespace gradwire::interposer

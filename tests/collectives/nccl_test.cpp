@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "collectives/communicator/communicator.h"
-#include "collectives/program/executor.h"
+#include "collectives/program/program.h"
 #include "runtime/error.h"
 #include "tests/collectives/fake_nccl.h"
 #include "tests/collectives/group.h"
@@ -174,8 +174,8 @@ std::vector<float> allreduced(Transport& transport, const Schedule& schedule, Wi
   const int64_t count = 1027;
   std::vector<float> data = testing::normal(count, 1000 + transport.rank()), residual(count, 0.0f);
   Stream stream = Stream::create(Device::host(), "test"), transfers = Stream::create(Device::host(), "move");
-  Allreduce program(transport, schedule, data.data(), residual.data(), count,
-                    {.what = "test", .wire = wire, .transfers = transfers, .slice_bytes = 512});
+  Program program(transport, schedule, {data.data(), data.data(), residual.data(), count},
+                  {.what = "test", .wire = wire, .transfers = transfers, .slice_bytes = 512});
   Buffer workspace(Device::host(), program.workspace_bytes());
   program.bind(workspace.data());
   for (int step = 0; step < 3; ++step) program.run(stream);
@@ -191,7 +191,7 @@ TEST(Nccl, SchedulesAndWiresGiveTheSameBitsAsThreads) {
     std::vector<Schedule> schedules = {ring(n), two_shot(n), double_tree(n)};
     if (n == 4) schedules.push_back(hierarchical(2, 2));
     for (const Schedule& schedule : schedules) {
-      for (Wire wire : {Wire::fp32, Wire::bf16, Wire::fp8}) {
+      for (Wire wire : {kFp32, kBf16, kFp8}) {
         FakeWorld world(n);
         for (auto& c : world.comms) c->busy_after_group = 3;  // as when NCCL connects in the background
         std::vector<std::vector<float>> got(n), expected(n);
@@ -202,7 +202,7 @@ TEST(Nccl, SchedulesAndWiresGiveTheSameBitsAsThreads) {
         testing::run_ranks(n, Device::host(), [&](Communicator& comm) {
           expected[comm.rank()] = allreduced(comm.transport(), schedule, wire);
         });
-        EXPECT_EQ(got, expected) << n << " ranks, " << name(schedule.kind) << ", " << name(wire);
+        EXPECT_EQ(got, expected) << n << " ranks, " << name(schedule.kind) << ", " << wire->name;
       }
     }
   }

@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "collectives/program/executor.h"
+#include "collectives/program/program.h"
 #include "collectives/reducer/reducer.h"
 #include "runtime/error.h"
 #include "tests/collectives/group.h"
@@ -15,7 +15,7 @@ using Pattern = LinkCosts::Pattern;
 
 SchedulePlanner::Choice choose(const std::string& spec, int world, int per_node, const LinkCosts& costs,
                                int64_t count, Wire wire) {
-  return SchedulePlanner(CompressionSpec::parse(spec), world, per_node, costs, kSliceBytes)
+  return SchedulePlanner(schedule_request(CompressionSpec::parse(spec)), world, per_node, costs, kSliceBytes)
       .choose(count, wire);
 }
 ScheduleKind chosen(const std::string& spec, int world, int per_node, const LinkCosts& costs, int64_t count,
@@ -31,7 +31,7 @@ constexpr int64_t kLittle = 1000, kMuch = 25'000'000 / 4;
 
 TEST(Planner, TwoShotWhereLinksAreAlike) {
   for (int world : {3, 4, 8, 64}) {
-    for (Wire wire : {Wire::fp32, Wire::bf16}) {
+    for (Wire wire : {kFp32, kBf16}) {
       for (int64_t count : {int64_t{0}, kLittle, kMuch}) {
         for (Pattern p : {Pattern{5, 50'000}, Pattern{50, 125}, Pattern{2000, 1000}}) {
           EXPECT_EQ(chosen("bf16", world, 0, same_everywhere(p), count, wire), ScheduleKind::two_shot)
@@ -46,28 +46,28 @@ TEST(Planner, TwoShotWhereLinksAreAlike) {
 TEST(Planner, RingWhereManyPairsAtOnceAreSlow) {
   LinkCosts costs = same_everywhere({50, 1000});
   costs.all_pairs = {50, 250};
-  EXPECT_EQ(chosen("fp32", 8, 0, costs, kMuch, Wire::fp32), ScheduleKind::ring);
-  EXPECT_EQ(chosen("fp32", 8, 0, costs, kLittle, Wire::fp32), ScheduleKind::two_shot);
+  EXPECT_EQ(chosen("fp32", 8, 0, costs, kMuch, kFp32), ScheduleKind::ring);
+  EXPECT_EQ(chosen("fp32", 8, 0, costs, kLittle, kFp32), ScheduleKind::two_shot);
 }
 
 // A switch on which each message of many costs its own latency; and little data.
 TEST(Planner, TreeWhereManyMessagesAreSlowAndBytesAreFew) {
   LinkCosts costs = same_everywhere({20, 4000});
   costs.all_pairs = {20 * 63, 4000};
-  EXPECT_EQ(chosen("fp32", 64, 0, costs, kLittle, Wire::fp32), ScheduleKind::tree);
+  EXPECT_EQ(chosen("fp32", 64, 0, costs, kLittle, kFp32), ScheduleKind::tree);
 }
 
 TEST(Planner, HierarchicalWhereNodesAreKnownAndSlowLinksAreShared) {
   LinkCosts costs;
   costs.measured = true;
-  costs.inside = {10, 20'000};
-  costs.between = {50, 1000};
+  costs.intra_node = {10, 20'000};
+  costs.inter_node = {50, 1000};
   costs.all_pairs = {200, 600};
   costs.neighbour = {50, 1000};
-  EXPECT_EQ(chosen("bf16", 16, 4, costs, kMuch, Wire::bf16), ScheduleKind::hierarchical);
+  EXPECT_EQ(chosen("bf16", 16, 4, costs, kMuch, kBf16), ScheduleKind::hierarchical);
   // Unknown nodes, nodes of one rank, a single node: nothing to be hierarchical about.
   for (int per_node : {0, 1, 16}) {
-    EXPECT_NE(chosen("bf16", 16, per_node, costs, kMuch, Wire::bf16), ScheduleKind::hierarchical);
+    EXPECT_NE(chosen("bf16", 16, per_node, costs, kMuch, kBf16), ScheduleKind::hierarchical);
   }
 }
 
@@ -76,33 +76,33 @@ TEST(Planner, HierarchicalWhereNodesAreKnownAndSlowLinksAreShared) {
 TEST(Planner, ErrorIsWeighed) {
   LinkCosts costs = same_everywhere({1, 1000});
   costs.all_pairs = {1, 500};
-  EXPECT_EQ(chosen("fp32", 16, 0, costs, kMuch, Wire::fp32), ScheduleKind::ring);
-  auto lossy = choose("bf16", 16, 0, costs, kMuch, Wire::bf16);
+  EXPECT_EQ(chosen("fp32", 16, 0, costs, kMuch, kFp32), ScheduleKind::ring);
+  auto lossy = choose("bf16", 16, 0, costs, kMuch, kBf16);
   EXPECT_EQ(lossy.schedule.kind, ScheduleKind::two_shot);
   EXPECT_NE(lossy.reason.find("2 lossy steps; ring is faster but has 16"), std::string::npos) << lossy.reason;
   // Not at any price.
   costs.all_pairs = {1, 100};
-  EXPECT_NE(chosen("bf16", 16, 0, costs, kMuch, Wire::bf16), ScheduleKind::two_shot);
+  EXPECT_NE(chosen("bf16", 16, 0, costs, kMuch, kBf16), ScheduleKind::two_shot);
 }
 
 TEST(Planner, NoiseChangesNothing) {
   for (double noise : {0.9, 1.0, 1.1}) {
     LinkCosts costs = same_everywhere({50, 1000});
     costs.all_pairs = {50 * noise, 1000 / noise};
-    EXPECT_EQ(chosen("fp32", 4, 0, costs, kMuch, Wire::fp32), ScheduleKind::two_shot);
+    EXPECT_EQ(chosen("fp32", 4, 0, costs, kMuch, kFp32), ScheduleKind::two_shot);
   }
 }
 
 TEST(Planner, SaysWhyAndServesEveryWorld) {
-  auto choice = choose("fp32", 4, 0, same_everywhere({100, 1000}), 1'000'000, Wire::fp32);
+  auto choice = choose("fp32", 4, 0, same_everywhere({100, 1000}), 1'000'000, kFp32);
   // Two rounds of 100 us, and 6 MB (2 * 3/4 of 4 MB) at 1 GB/s.
   EXPECT_NEAR(choice.predicted_us, 6200, 1);
   EXPECT_TRUE(choice.reason.starts_with("fastest: 6.2 ms predicted, ring 6.6 ms, tree ")) << choice.reason;
-  EXPECT_EQ(choose("fp32:schedule=tree", 4, 0, {}, 100, Wire::fp32).reason, "asked for");
-  EXPECT_EQ(chosen("fp32", 100, 0, {}, kMuch, Wire::fp32), ScheduleKind::ring);  // too many for a two-shot
-  EXPECT_EQ(chosen("fp32", 2, 0, {}, kMuch, Wire::fp32), ScheduleKind::two_shot);
-  EXPECT_EQ(choose("fp32", 1, 0, {}, kMuch, Wire::fp32).reason, "a world of 1");
-  EXPECT_THROW(choose("fp32:schedule=hierarchical", 4, 0, {}, 1, Wire::fp32), BadInput);
+  EXPECT_EQ(choose("fp32:schedule=tree", 4, 0, {}, 100, kFp32).reason, "asked for");
+  EXPECT_EQ(chosen("fp32", 100, 0, {}, kMuch, kFp32), ScheduleKind::ring);  // too many for a two-shot
+  EXPECT_EQ(chosen("fp32", 2, 0, {}, kMuch, kFp32), ScheduleKind::two_shot);
+  EXPECT_EQ(choose("fp32", 1, 0, {}, kMuch, kFp32).reason, "a world of 1");
+  EXPECT_THROW(choose("fp32:schedule=hierarchical", 4, 0, {}, 1, kFp32), BadInput);
 }
 
 TEST(Planner, EveryRankMeasuresTheSameNumbers) {
@@ -115,11 +115,11 @@ TEST(Planner, EveryRankMeasuresTheSameNumbers) {
     for (const LinkCosts& c : costs) {
       EXPECT_EQ(c, costs[0]);
       EXPECT_TRUE(c.measured);
-      for (const Pattern& p : {c.neighbour, c.all_pairs, c.inside, c.between}) {
+      for (const Pattern& p : {c.neighbour, c.all_pairs, c.intra_node, c.inter_node}) {
         EXPECT_GT(p.latency_us, 0);
         EXPECT_GT(p.bytes_per_us, 0);
       }
-      EXPECT_EQ(c.inside == c.all_pairs, per_node == 0);
+      EXPECT_EQ(c.intra_node == c.all_pairs, per_node == 0);
     }
   }
 }

@@ -4,7 +4,8 @@
 //
 // The outcome is wrong when a rank is stuck, when the two ends of a transfer disagree (on the round or the
 // chunk), when two accesses to a chunk inside one round race, when something arrives for a sum that has
-// already been sent, or when any rank ends with anything but the sum.
+// already been sent, when any rank ends with anything but what its collective promises, or when it is not the
+// owner from whom a final value comes.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +29,11 @@ class Interpreter {
     for (Rank& rank : ranks_) {
       for (int c = 0; c < s_.chunks; ++c) {
         rank.numbers.push_back(random_());
-        sums[c] += rank.numbers.back();
+        if (s_.collective != Collective::all_gather) {
+          sums[c] += rank.numbers.back();
+        } else if (&rank == &ranks_[s_.owner[c]]) {
+          sums[c] = rank.numbers.back();
+        }
       }
       rank.sent.assign(s_.chunks, false);
       rank.finished.assign(s_.chunks, false);
@@ -48,7 +53,15 @@ class Interpreter {
     }
     for (int r = 0; r < s_.world; ++r) {
       if (ranks_[r].round < s_.num_rounds()) return "rank " + std::to_string(r) + " is stuck";
-      if (ranks_[r].numbers != sums) return "rank " + std::to_string(r) + " has a wrong sum";
+      for (int c = 0; c < s_.chunks; ++c) {
+        const bool owner = s_.owner[c] == r;
+        if (s_.collective == Collective::reduce_scatter && !owner) continue;
+        if (ranks_[r].numbers[c] != sums[c]) return "rank " + std::to_string(r) + " has a wrong sum";
+        if (ranks_[r].finished[c] == owner) {
+          return "rank " + std::to_string(r) +
+                 (owner ? " copied what it owns" : " made up what it does not own");
+        }
+      }
     }
     return std::nullopt;
   }

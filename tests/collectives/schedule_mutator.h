@@ -12,8 +12,8 @@
 
 namespace gradwire::testing {
 
-// A schedule of any kind for 2 to `most` ranks, now and then in slices.
-inline Schedule random_schedule(std::mt19937_64& random, int most) {
+// A schedule of any kind for 2 to `most` ranks, now and then in slices; an allreduce, or one of its halves too.
+inline Schedule random_schedule(std::mt19937_64& random, int most, bool halves = false) {
   auto up_to = [&](int n) { return 1 + static_cast<int>(random() % n); };
   int n = 1 + up_to(most - 1);
   Schedule s;
@@ -32,6 +32,7 @@ inline Schedule random_schedule(std::mt19937_64& random, int most) {
       int per_node = std::max(nodes == 1 ? 2 : 1, n / nodes);
       s = hierarchical(nodes, per_node, random() % 2 ? ScheduleKind::two_shot : ScheduleKind::ring);
   }
+  if (halves && random() % 3 == 0) s = random() % 2 ? reduce_scatter(s) : all_gather(s);
   return random() % 3 == 0 ? pipelined(s, 1 + up_to(3)) : s;
 }
 
@@ -82,7 +83,7 @@ class Mutator {
         return "rounds swapped";
       case 6:
         step.peer = below(s_.world + 1);
-        step.fast = a.rank / s_.per_node == step.peer / s_.per_node;
+        step.intra_node = a.rank / s_.per_node == step.peer / s_.per_node;
         return "misdirected";
       case 7:
         step.chunk = below(s_.chunks + 1);

@@ -16,7 +16,7 @@
 #include <random>
 
 #include "collectives/communicator/communicator.h"
-#include "collectives/program/executor.h"
+#include "collectives/program/program.h"
 #include "collectives/transport/gloo.h"
 #include "runtime/error.h"
 #include "tests/processes/faults.h"
@@ -71,13 +71,13 @@ RANK_PROGRAM(Faulty) {
       const bool now = culprit && call == kFaultyCall;
       int64_t count = kFloats;
       Schedule schedule = schedule_of(me.option("schedule"));
-      Allreduce::Options options{.what = "the gradients"};
+      Program::Options options{.what = "the gradients"};
       if (now) {
         std::printf("fault at %lld\n", static_cast<long long>(now_ms()));
         if (fault == "exits") _exit(0);
         if (fault == "returns") return;
         if (fault == "wrong_count") count -= 1000;
-        if (fault == "wrong_spec") options.wire = Wire::bf16;
+        if (fault == "wrong_spec") options.wire = kBf16;
         if (fault == "wrong_schedule")
           schedule = schedule_of(schedule.kind == ScheduleKind::ring ? "tree" : "ring");
         if (fault == "short_delay") testing::delay_what_is_sent(30ms);
@@ -88,7 +88,7 @@ RANK_PROGRAM(Faulty) {
       }
       std::vector<float> data(count);
       for (int64_t i = 0; i < count; ++i) data[i] = static_cast<float>((i * 7 + call) % 1000 * (me.rank + 1));
-      Allreduce program(comm->transport(), schedule, data.data(), nullptr, count, options);
+      Program program(comm->transport(), schedule, {data.data(), data.data(), nullptr, count}, options);
       Buffer workspace(Device::host(), program.workspace_bytes());
       program.bind(workspace.data());
       program.run(stream);

@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "collectives/communicator/communicator.h"
-#include "collectives/program/executor.h"
+#include "collectives/program/program.h"
 #include "collectives/transport/nccl.h"
 #include "runtime/error.h"
 #include "tests/collectives/group.h"
@@ -85,7 +85,7 @@ struct OnGpu {
       : stream(Stream::create(comm.device(), "test")),
         data(make_buffer<float>(comm.device(), kCount)),
         residual(make_buffer<float>(comm.device(), kCount)),
-        program(comm.transport(), schedule, data.as<float>(), residual.as<float>(), kCount,
+        program(comm.transport(), schedule, {data.data(), data.data(), residual.as<float>(), kCount},
                 {.what = "test", .wire = wire}),
         workspace(comm.device(), program.workspace_bytes()) {
     fill_zero(stream, residual.data(), residual.bytes());
@@ -99,7 +99,7 @@ struct OnGpu {
   std::vector<float> result() { return to_host(stream, data.as<const float>(), kCount); }
   Stream stream;
   Buffer data, residual;
-  Allreduce program;
+  Program program;
   Buffer workspace;
 };
 
@@ -108,12 +108,12 @@ RANK_PROGRAM(NcclAllreduce) {
   std::vector<Schedule> schedules = {ring(me.world), two_shot(me.world), double_tree(me.world)};
   if (me.world == 4) schedules.push_back(hierarchical(2, 2));
   for (const Schedule& schedule : schedules) {
-    for (Wire wire : {Wire::fp32, Wire::bf16}) {
+    for (Wire wire : {kFp32, kBf16}) {
       OnGpu gpu(*comm, schedule, wire);
       gpu.program.run(gpu.stream);
       const auto got = gpu.result();
       comm->check();
-      check(got == sum_of(me.world), std::string("wrong sum: ") + name(schedule.kind) + " " + name(wire));
+      check(got == sum_of(me.world), std::string("wrong sum: ") + name(schedule.kind) + " " + wire->name);
     }
   }
   comm->barrier();
@@ -125,7 +125,7 @@ TEST_F(NcclGpu, EveryScheduleAndWireGivesTheExactSum) {
 
 RANK_PROGRAM(NcclCaptured) {
   auto comm = join(me);
-  OnGpu gpu(*comm, two_shot(me.world), Wire::bf16);
+  OnGpu gpu(*comm, two_shot(me.world), kBf16);
   gpu.program.run(gpu.stream);  // connects
   gpu.stream.synchronize();
   cudaGraph_t graph = nullptr;
@@ -156,7 +156,7 @@ RANK_PROGRAM(NcclLosesARank) {
   const bool shrinks = me.option("then") == "shrink";
   auto comm = join(me, shrinks);
   try {
-    OnGpu gpu(*comm, ring(me.world), Wire::fp32);
+    OnGpu gpu(*comm, ring(me.world), kFp32);
     for (int step = 0; step < 100; ++step) {
       if (step == 3 && me.rank == 1) raise(SIGKILL);
       gpu.program.run(gpu.stream);
@@ -166,7 +166,7 @@ RANK_PROGRAM(NcclLosesARank) {
   } catch (const CommError&) {
     if (!shrinks) throw;
     auto fewer = comm->shrink({1});
-    OnGpu gpu(*fewer, ring(me.world - 1), Wire::fp32);
+    OnGpu gpu(*fewer, ring(me.world - 1), kFp32);
     gpu.program.run(gpu.stream);
     const auto got = gpu.result();
     fewer->check();

@@ -161,8 +161,8 @@ StepCosts costs(double bytes_per_us, double latency_us = 20) {
     costs.tensors.push_back({p.name, p.shape});
   costs.world = 4;
   costs.links.measured = true;
-  costs.links.neighbour = costs.links.all_pairs = costs.links.inside =
-      costs.links.between = {latency_us, bytes_per_us};
+  costs.links.neighbour = costs.links.all_pairs = costs.links.intra_node =
+      costs.links.inter_node = {latency_us, bytes_per_us};
   costs.compute_ms = 100;
   costs.optimizer_ms = 2;
   for (const std::string& spec : candidate_specs()) costs.codec_ns[spec] = spec == "fp32" ? 0.004 : 0.01;

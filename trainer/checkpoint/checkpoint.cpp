@@ -116,15 +116,15 @@ Json about_rank(const TrainConfig& config, const Position& at, int rank) {
 
 Json links_json(const LinkCosts& links) {
   Json json = Json::array();
-  for (const LinkCosts::Pattern& p : {links.neighbour, links.all_pairs, links.inside, links.between}) {
+  for (const LinkCosts::Pattern& p : {links.neighbour, links.all_pairs, links.intra_node, links.inter_node}) {
     json.push_back({p.latency_us, p.bytes_per_us});
   }
   return json;
 }
 
 std::optional<LinkCosts> links_of(const Json& json) {
-  LinkCosts links{.neighbour = {}, .all_pairs = {}, .inside = {}, .between = {}, .measured = true};
-  LinkCosts::Pattern* patterns[] = {&links.neighbour, &links.all_pairs, &links.inside, &links.between};
+  LinkCosts links{.neighbour = {}, .all_pairs = {}, .intra_node = {}, .inter_node = {}, .measured = true};
+  LinkCosts::Pattern* patterns[] = {&links.neighbour, &links.all_pairs, &links.intra_node, &links.inter_node};
   if (!json.is_array() || json.size() != std::size(patterns)) return {};
   for (size_t i = 0; i < json.size(); ++i) {
     const Json& pair = json[i];

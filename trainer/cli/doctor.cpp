@@ -281,8 +281,8 @@ Json ranks_json(const RanksReport& report) {
             {"transport", report.transport},
             {"neighbour", pattern(report.links.neighbour)},
             {"all_pairs", pattern(report.links.all_pairs)},
-            {"inside", pattern(report.links.inside)},
-            {"between", pattern(report.links.between)},
+            {"inside", pattern(report.links.intra_node)},
+            {"between", pattern(report.links.inter_node)},
             {"pairs", Json::array()}};
   for (int a = 0; report.matrix && a < report.world; ++a) {
     for (int b = a + 1; b < report.world; ++b) {

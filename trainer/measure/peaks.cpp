@@ -7,7 +7,7 @@
 #include "kernels/gemm/gemm.h"
 #include "kernels/math/random.h"
 #include "kernels/simd/simd.h"
-#include "kernels/wire/bf16.h"
+#include "kernels/wire/formats.h"
 #include "runtime/thread_pool.h"
 #include "trainer/measure/timing.h"
 

@@ -39,9 +39,10 @@ std::string links_text(const RanksReport& report) {
                            report.transport + " (measured)");
   text += row("to a neighbour", pattern(report.links.neighbour) + ", all ranks at once");
   text += row("to all", pattern(report.links.all_pairs) + ", all ranks at once");
-  if (report.links.inside != report.links.all_pairs || report.links.between != report.links.all_pairs) {
-    text += row("inside a node", pattern(report.links.inside));
-    text += row("between nodes", pattern(report.links.between));
+  if (report.links.intra_node != report.links.all_pairs ||
+      report.links.inter_node != report.links.all_pairs) {
+    text += row("inside a node", pattern(report.links.intra_node));
+    text += row("between nodes", pattern(report.links.inter_node));
   }
   if (!report.matrix) return text;
   const auto world = static_cast<size_t>(report.world);

@@ -5,7 +5,7 @@
 
 #include "collectives/codec/codec.h"
 #include "collectives/plan/planner.h"
-#include "collectives/program/executor.h"
+#include "collectives/program/program.h"
 #include "runtime/error.h"
 
 namespace gradwire {
@@ -49,7 +49,7 @@ Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t
   const CompressionSpec spec = CompressionSpec::parse(text);
   const auto codec = costs.codec_ns.find(text);
   if (codec == costs.codec_ns.end()) throw BadInput(text + ": nobody has measured its kernels");
-  const SchedulePlanner planner(spec, costs.world, costs.ranks_per_node, costs.links, kSliceBytes);
+  const SchedulePlanner planner(schedule_request(spec), costs.world, costs.ranks_per_node, costs.links, kSliceBytes);
   const std::vector<Bucket> buckets = cut(costs, spec, bucket_mb << 20);
   Prediction out{.spec = text, .bucket_mb = bucket_mb, .buckets = static_cast<int>(buckets.size())};
   double elements = 0;
@@ -66,7 +66,7 @@ Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t
     for (int rank = 0; rank < costs.world; ++rank) {
       most = std::max(most, elements_sent(choice.schedule, rank, count));
     }
-    out.sent_bytes += static_cast<double>(wire_bytes(spec.wire, most));
+    out.sent_bytes += static_cast<double>(spec.wire->bytes(most));
     if (count > largest) out.schedule = name(choice.schedule.kind);
     largest = std::max(largest, count);
   };

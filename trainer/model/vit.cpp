@@ -1,6 +1,6 @@
 #include "trainer/model/vit.h"
 
-#include "kernels/wire/bf16.h"
+#include "kernels/wire/formats.h"
 #include "runtime/error.h"
 
 namespace gradwire {

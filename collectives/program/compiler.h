@@ -1,4 +1,4 @@
-// How a schedule becomes a program. Internal to the executor.
+// How a schedule becomes a program. Internal to program.cpp.
 //
 // The compiler walks one rank's rounds and writes down, for each, the kernels that must be done before its
 // exchange, the exchange, and the kernels that its arrivals allow. Then it puts the kernels in one order, for
@@ -10,13 +10,14 @@
 #include <cstdint>
 #include <vector>
 
-#include "collectives/program/executor.h"
+#include "collectives/program/program.h"
 
 namespace gradwire {
 
-class Allreduce::Compiler {
+class Program::Compiler {
  public:
-  Compiler(Allreduce& program, std::byte* base);
+  // `in` and `out` as in ProgramBuffers, in FP32.
+  Compiler(Program& program, const float* in, float* out, std::byte* base);
 
   // Returns the workspace's size in bytes. Runs twice: without a workspace, to learn that, and with it.
   size_t compile();
@@ -27,18 +28,21 @@ class Allreduce::Compiler {
     int slot;
   };
   struct Form {
+    const void* data = nullptr;
     bool there = false;
-    int made_by = -1;  // index of the kernel; -1: it came by an exchange
+    int made_by = -1;  // index of the kernel; -1: it came by an exchange, or is the caller's
   };
-  // What this rank holds of one chunk. Encoded: as the wire has it; exact: in FP32.
+  // What this rank holds of one chunk.
   struct ChunkState {
     ChunkRange range;
-    size_t encoded = 0;  // where its wire bytes lie in the workspace
+    bool owner = false;
+    const float* own = nullptr;  // this rank's part; null where an all_gather gives it none
+    float* exact = nullptr;      // where it is added up in FP32, and where the final value goes
+    void* wire = nullptr;        // its place in the workspace, as the wire has it
     std::vector<Input> encoded_inputs, exact_inputs;
-    bool closed = false;            // the hop was written down, or the final value has come
-    bool owner = true;              // no recv_copy will come: what this rank closes is final
-    bool sent_encoded = false;      // this rank's own sum leaves in the wire format, somewhere
-    Form encoded_form, exact_form;  // of what will be sent from now on: in the workspace, in the buffer
+    bool closed = false;        // the partial sum is complete and written down, or the final value has come
+    bool sent_encoded = false;  // this rank's own sum leaves in the wire format, somewhere
+    Form encoded_form, exact_form;  // of what will be sent from now on
     int arrived = -1;               // the exchange that brought the last of it
   };
   static constexpr int kNever = INT_MAX;
@@ -51,13 +55,13 @@ class Allreduce::Compiler {
   const std::vector<Round>& rounds() const { return program_.schedule_.rounds[rank_]; }
   bool exact(const Step& step) const;
   int64_t bytes_of(const ChunkState& chunk, bool exact) const;
-  float* data(const ChunkState& chunk) const { return program_.data_ + chunk.range.begin; }
   // Addresses are computed as integers, because in the measuring pass there is no base to add to.
   void* address(size_t offset) const { return reinterpret_cast<void*>(base_ + offset); }
-  void* wire(const ChunkState& chunk) const { return address(chunk.encoded); }
-  void* slot(int index) const { return address(encoded_bytes_ + static_cast<size_t>(index) * slot_bytes_); }
+  void* reserve(int64_t bytes);
+  void* slot(int index) const { return address(reserved_ + static_cast<size_t>(index) * slot_bytes_); }
   int take_slot();
 
+  void place_chunks(const float* in, float* out);
   void look_ahead();
   void round(int k);
   Transfer send(const Step& step, int k);
@@ -65,21 +69,19 @@ class Allreduce::Compiler {
   void decode(ChunkState& chunk);
   template <typename K>
   int add(const K& kernel, const ChunkState& chunk);
-  template <typename Element, typename Args>
+  template <typename Args>
   void merge(std::vector<Input>& inputs, const ChunkState& chunk, Args& args);
-  template <typename Hop, typename Element>
-  Hop hop(ChunkState& chunk, float scale);
+  ReduceEncode reduce_encode(ChunkState& chunk, const float* own, float scale, bool encode);
   void put_in_order();
   [[noreturn]] void refuse(const std::string& why) const;
 
-  Allreduce& program_;
+  Program& program_;
   const Wire wire_;
-  const bool lossy_;
   const int rank_;
   const uintptr_t base_;
   std::vector<ChunkState> chunks_;
-  size_t encoded_bytes_ = 0, slot_bytes_ = 0;
-  std::vector<int> free_slots_;  // a slot is free again once the hop that reads it is written down
+  size_t reserved_ = 0, slot_bytes_ = 0;
+  std::vector<int> free_slots_;  // a slot is free again once the kernel that reads it is written down
   int slots_ = 0;
   std::vector<Exchange> exchanges_;  // one per round, perhaps empty
   std::vector<Kernel> kernels_;

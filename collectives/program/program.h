@@ -1,22 +1,23 @@
-// The executor: runs any schedule over any transport with any wire format.
+// A program: one rank's part of a collective, for one buffer, over any transport with any wire format.
 //
-// An Allreduce is one rank's program for one buffer, built once from a schedule: a list of kernels and
-// exchanges with every address fixed. Per element of a chunk:
-//   first send of a partial sum   one fused hop: own gradient + residual + all contributions received so far,
-//                                 in ascending rank order -> wire, residual (what this encode lost), and, at
-//                                 the owner, the result as everybody will decode it
-//   recv_reduce                   the contribution waits, still encoded, until that hop
-//   recv_copy                     decoded into the buffer; forwarded, if the schedule says so, as the same
+// It is built once from a schedule: a list of kernels and exchanges with every address fixed. Per element of a
+// chunk:
+//   first send of a partial sum   one fused op: this rank's own part + residual + all contributions received
+//                                 so far, in ascending rank order -> wire, residual (what this encode lost),
+//                                 and, at the owner, the result as everybody will decode it
+//   recv_reduce                   the contribution waits, still encoded, until then
+//   recv_copy                     decoded into the result; forwarded, if the schedule says so, as the same
 //                                 bytes
+//   the end of a reduce_scatter   the owner adds up what it has and never encodes it
 // So each rank encodes each chunk at most once, keeps that encode's loss in its own residual, and
-//   sum over ranks of residual_new  +  result / scale  ==  sum over ranks of (gradient + residual_old)
+//   sum over ranks of residual_new  +  result / scale  ==  sum over ranks of (own part + residual_old)
 // to FP32 rounding; and every rank ends with the same bits.
 //
-// With the FP32 wire there is nothing to encode: chunks are sent from and received into the buffer itself.
-// With exact_inside the same holds for the fast links of a hierarchical schedule, and the wire format is left
-// to the slow ones: a rank whose part only ever leaves over fast links rounds nothing, so it neither uses nor
-// changes its residual there; the ranks that speak for a node add what came over fast links in FP32 first, in
-// rank order with their own part, and then do the hop above.
+// With an exact wire there is nothing to encode: chunks are sent from and received into the buffers
+// themselves. With fp32_intra_node the same holds for the links inside a node of a hierarchical schedule, and
+// the wire format is left to those between nodes: a rank whose part only ever stays inside its node rounds
+// nothing, so it neither uses nor changes its residual there; the ranks that speak for a node add what came
+// from inside it in FP32 first, in rank order with their own part, and then encode as above.
 //
 // Overlap: with a stream for transfers, chunks are cut in slices (pipelined() in schedule.h) and exchanges
 // run on that stream, kernels on the caller's, ordered by events where one needs the other: while one slice
@@ -33,9 +34,9 @@
 #include "collectives/program/phases.h"
 #include "collectives/schedule/schedule.h"
 #include "collectives/transport/transport.h"
-#include "kernels/wire/bf16.h"
+#include "kernels/wire/formats.h"
 #include "kernels/wire/fp32.h"
-#include "kernels/wire/fp8.h"
+#include "runtime/dtype.h"
 
 namespace gradwire {
 
@@ -48,18 +49,30 @@ inline constexpr int64_t kSliceBytes = 2 << 20;
 // Slices as the links want them: see SchedulePlanner.
 inline constexpr int64_t kAutomaticSlices = -1;
 
-// Bytes that `count` values take on a wire.
-int64_t wire_bytes(Wire wire, int64_t count);
+// What a program works on. `in` and `out` lie on the transport's device; a rank's shard is its own chunks
+// (Schedule::owner) in ascending order, Program::shard_elements() in all.
+//   allreduce        in, out: (count), perhaps the same memory
+//   reduce_scatter   in: (count), not changed; out: this rank's shard, perhaps the same memory as its place
+//                    in `in` where that is one piece
+//   all_gather       in: this rank's shard, perhaps in its place in `out`; out: (count)
+// Sums are FP32 whatever the dtype: BF16 is widened into the workspace and rounded to nearest on the way out.
+struct ProgramBuffers {
+  const void* in = nullptr;
+  void* out = nullptr;
+  float* residual = nullptr;  // (count) in and out; null: no error feedback. Ignored with an exact wire
+  int64_t count = 0;
+  Dtype dtype = Dtype::fp32;  // of in and out
+};
 
-class Allreduce {
+class Program {
  public:
   struct Options {
     std::string what;       // for error texts, e.g. "bucket 2 of 5 (Q)"
     std::string part = {};  // for traces, e.g. "Q"; empty: all of the bucket
-    Wire wire = Wire::fp32;
-    bool exact_inside = false;   // fast links carry FP32 whatever `wire` is
-    float scale = 1.0f;          // of the result: 1 / world for the mean
-    Bf16Rounding rounding = {};  // its first_element is that of data[0]
+    Wire wire = kFp32;
+    bool fp32_intra_node = false;  // links inside a node carry FP32 whatever `wire` is
+    float scale = 1.0f;            // of the result: 1 / world for the mean
+    WireRounding rounding = {};    // its first_element is that of element 0 of `count`
     // The compression spec that this is a part of. Ranks must agree on it, as on all of the above but the
     // rounding's seed.
     std::string spec = {};
@@ -78,28 +91,25 @@ class Allreduce {
   // Into how many slices messages of at most slice_bytes cut the chunks; 1 when slice_bytes is 0.
   static int slices_for(const Schedule& schedule, int64_t count, Wire wire, int64_t slice_bytes);
 
-  // Sums data (count) over the ranks of `transport` in place. `residual` (count) is null for none, and
-  // ignored with the FP32 wire. Nothing is allocated: give it workspace_bytes() through bind() before the
-  // first run.
-  Allreduce(Transport& transport, const Schedule& schedule, float* data, float* residual, int64_t count,
-            Options options);
-  Allreduce(const Allreduce&) = delete;
+  // Nothing is allocated: give it workspace_bytes() through bind() before the first run.
+  Program(Transport& transport, const Schedule& schedule, const ProgramBuffers& buffers, Options options);
+  Program(const Program&) = delete;
 
   size_t workspace_bytes() const { return workspace_bytes_; }
   void bind(void* workspace);  // on the transport's device, 256-byte aligned; may be shared by programs of
                                // one stream
 
-  // The same program for a buffer that has moved; `data` holds count floats. Only while nothing of it is in
-  // flight.
-  void rebind(float* data);
+  // The same program for buffers that have moved. Only while nothing of it is in flight.
+  void rebind(const void* in, void* out);
 
   // Enqueues everything; later work of `stream` sees the result. All ranks run the same programs in the same
   // order. `phases` is told when the first exchange begins and when the last is over, and by its tracer of
   // each exchange.
   void run(const Stream& stream, BucketPhases* phases = nullptr);
 
+  int64_t shard_elements() const;  // of this rank
   int slices() const { return slices_; }
-  const AllreduceInfo& info() const { return info_; }
+  const ProgramInfo& info() const { return info_; }
 
  private:
   struct Exchange {
@@ -107,7 +117,7 @@ class Allreduce {
     ExchangeLabel label;
   };
   struct Operation {
-    std::variant<Exchange, Bf16DecodeAddEncode, Bf16Decode, Fp8DecodeAddEncode, Fp8Decode, Fp32Reduce> work;
+    std::variant<Exchange, ReduceEncode, Decode, Reduce> work;
     int after = -1;       // kernels: the exchange they need, counted from 0; -1: none
     bool needed = false;  // kernels: the next exchange needs this one and those before it
     bool early = false;   // exchanges: may start before the one before has finished
@@ -117,21 +127,22 @@ class Allreduce {
   class Compiler;
   // Emits operations_ for a workspace at `base`; returns the bytes it needs.
   size_t compile(std::byte* base);
-  Call describe() const;
+  int64_t elements_in() const;
+  int64_t elements_out() const;
+  Call describe(int64_t count, Dtype dtype) const;
   void find_early();
   void launch(const Stream& stream, const Operation& kernel) const;
-  AllreduceInfo describe_exchanges() const;
+  ProgramInfo describe_exchanges() const;
   void label_exchanges(int bucket);
 
   Transport& transport_;
   const Options options_;
-  const int64_t count_;
   int slices_ = 1;
   const bool overlapped_;  // exchanges have a stream of their own
   const Schedule schedule_;
   const Call call_;
-  float* data_;
-  float* residual_;
+  ProgramBuffers buffers_;
+  float *wide_in_ = nullptr, *wide_out_ = nullptr;  // BF16 buffers widened, in the workspace; null: FP32
   std::vector<Operation> operations_;
   size_t workspace_bytes_ = 0;
   void* workspace_ = nullptr;
@@ -139,7 +150,7 @@ class Allreduce {
   // Between the two streams.
   Event start_, kernels_done_;
   std::vector<Event> exchange_done_;
-  AllreduceInfo info_;
+  ProgramInfo info_;
   std::vector<TraceLabelPtr> labels_;  // of exchanges, or of groups of them; made when they are first traced
 };
 

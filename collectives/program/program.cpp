@@ -1,9 +1,9 @@
-#include "collectives/program/executor.h"
+#include "collectives/program/program.h"
 
 #include <algorithm>
 #include <bit>
 
-#include "collectives/program/executor_compiler.h"
+#include "collectives/program/compiler.h"
 #include "runtime/error.h"
 #include "runtime/mix.h"
 
@@ -20,29 +20,16 @@ bool collide(const Transfer& a, const Transfer& b) {
 
 }  // namespace
 
-int64_t wire_bytes(Wire wire, int64_t count) {
-  switch (wire) {
-    case Wire::fp32:
-      return 4 * count;
-    case Wire::bf16:
-      return 2 * count;
-    case Wire::fp8:
-      return fp8_wire_bytes(count);
-  }
-  throw Error("wire_bytes: unknown wire");
-}
-
-Allreduce::Allreduce(Transport& transport, const Schedule& schedule, float* data, float* residual,
-                     int64_t count, Options options)
+Program::Program(Transport& transport, const Schedule& schedule, const ProgramBuffers& buffers,
+                 Options options)
     : transport_(transport),
       options_(std::move(options)),
-      count_(count),
-      slices_(options_.transfers ? slices_for(schedule, count, options_.wire, options_.slice_bytes) : 1),
+      slices_(options_.transfers ? slices_for(schedule, buffers.count, options_.wire, options_.slice_bytes)
+                                 : 1),
       overlapped_(options_.transfers && (slices_ > 1 || options_.beside_others)),
       schedule_(slices_ > 1 ? pipelined(schedule, slices_) : schedule),
-      call_(describe()),
-      data_(data),
-      residual_(residual) {
+      call_(describe(buffers.count, buffers.dtype)),
+      buffers_(buffers) {
   if (schedule.world != transport.world()) {
     throw BadInput(options_.what + ": a schedule for " + std::to_string(schedule.world) +
                    " ranks on a transport of " + std::to_string(transport.world()));
@@ -57,30 +44,56 @@ Allreduce::Allreduce(Transport& transport, const Schedule& schedule, float* data
   }
 }
 
-int Allreduce::slices_for(const Schedule& schedule, int64_t count, Wire wire, int64_t slice_bytes) {
+int64_t Program::shard_elements() const {
+  return elements_owned(schedule_, transport_.rank(), buffers_.count, options_.wire->granularity);
+}
+
+int Program::slices_for(const Schedule& schedule, int64_t count, Wire wire, int64_t slice_bytes) {
   if (slice_bytes <= 0 || schedule.num_rounds() == 0) return 1;
-  const int64_t bytes = wire_bytes(wire, (count + schedule.chunks - 1) / schedule.chunks);
+  const int64_t bytes = wire->bytes((count + schedule.chunks - 1) / schedule.chunks);
   return static_cast<int>(std::clamp<int64_t>((bytes + slice_bytes - 1) / slice_bytes, 1, kMostSlices));
 }
 
-void Allreduce::bind(void* workspace) {
+void Program::bind(void* workspace) {
   workspace_ = workspace;
   compile(static_cast<std::byte*>(workspace));
   bound_ = true;
 }
 
-void Allreduce::rebind(float* data) {
-  data_ = data;
+void Program::rebind(const void* in, void* out) {
+  buffers_.in = in;
+  buffers_.out = out;
   if (bound_) compile(static_cast<std::byte*>(workspace_));
 }
 
-size_t Allreduce::compile(std::byte* base) {
-  const size_t bytes = Compiler(*this, base).compile();
-  find_early();
-  return bytes;
+int64_t Program::elements_in() const {
+  return schedule_.collective == Collective::all_gather ? shard_elements() : buffers_.count;
+}
+int64_t Program::elements_out() const {
+  return schedule_.collective == Collective::reduce_scatter ? shard_elements() : buffers_.count;
 }
 
-void Allreduce::find_early() {
+size_t Program::compile(std::byte* base) {
+  const auto begin = reinterpret_cast<uintptr_t>(base);
+  size_t used = 0;
+  if (buffers_.dtype != Dtype::fp32) {
+    auto wide = [&](int64_t elements) {
+      auto* place = reinterpret_cast<float*>(begin + used);
+      used += (static_cast<size_t>(elements) * sizeof(float) + 255) / 256 * 256;
+      return place;
+    };
+    wide_in_ = wide(elements_in());
+    wide_out_ = schedule_.collective == Collective::allreduce ? wide_in_ : wide(elements_out());
+  }
+  const bool wide = buffers_.dtype != Dtype::fp32;
+  const float* in = wide ? wide_in_ : static_cast<const float*>(buffers_.in);
+  float* out = wide ? wide_out_ : static_cast<float*>(buffers_.out);
+  used += Compiler(*this, in, out, reinterpret_cast<std::byte*>(begin + used)).compile();
+  find_early();
+  return used;
+}
+
+void Program::find_early() {
   const Exchange* before = nullptr;
   for (Operation& operation : operations_) {
     const auto* exchange = std::get_if<Exchange>(&operation.work);
@@ -95,44 +108,44 @@ void Allreduce::find_early() {
   }
 }
 
-Call Allreduce::describe() const {
-  uint64_t hash = mix(1, static_cast<uint64_t>(count_));  // 1: an allreduce
-  hash = mix(hash, static_cast<uint64_t>(options_.wire) * 16 + static_cast<uint64_t>(options_.rounding.mode));
+Call Program::describe(int64_t count, Dtype dtype) const {
+  uint64_t hash = mix(1 + static_cast<uint64_t>(schedule_.collective), static_cast<uint64_t>(count));
+  hash = mix(hash, static_cast<uint64_t>(options_.rounding.mode));
   hash = mix(hash, std::bit_cast<uint32_t>(options_.scale));
-  hash = mix(hash, options_.exact_inside ? 1 : 0);
-  for (char c : options_.what + "\n" + options_.spec) hash = mix(hash, static_cast<uint64_t>(c));
+  hash = mix(hash, (options_.fp32_intra_node ? 1 : 0) + 2 * static_cast<uint64_t>(dtype));
+  for (char c : std::string(options_.wire->name) + "\n" + options_.what + "\n" + options_.spec) {
+    hash = mix(hash, static_cast<uint64_t>(c));
+  }
   hash = mix(hash, static_cast<uint64_t>(schedule_.chunks) * 16 + static_cast<uint64_t>(schedule_.kind));
+  for (int32_t owner : schedule_.owner) hash = mix(hash, static_cast<uint64_t>(owner));
   for (const auto& rounds : schedule_.rounds) {
     for (const Round& round : rounds) {
       hash = mix(hash, round.size());
       for (const Step& s : round) {
         hash = mix(hash, static_cast<uint64_t>(s.chunk) << 32 | static_cast<uint64_t>(s.peer) << 8 |
-                             static_cast<uint64_t>(s.kind) << 1 | static_cast<uint64_t>(s.fast));
+                             static_cast<uint64_t>(s.kind) << 1 | static_cast<uint64_t>(s.intra_node));
       }
     }
   }
-  std::string spec =
-      options_.spec.empty() || options_.spec == name(options_.wire) ? "" : ", " + options_.spec;
-  return {hash, "allreduce of " + options_.what + " (" + std::to_string(count_) + " floats, " +
-                    name(options_.wire) + ", " + name(schedule_.kind) + spec + ")"};
+  const std::string wire = options_.wire->name;
+  const std::string spec = options_.spec.empty() || options_.spec == wire ? "" : ", " + options_.spec;
+  return {hash, name(schedule_.collective) + (" of " + options_.what) + " (" + std::to_string(count) +
+                    (dtype == Dtype::fp32 ? " floats, " : " BF16 values, ") + wire + ", " +
+                    name(schedule_.kind) + spec + ")"};
 }
 
-void Allreduce::launch(const Stream& stream, const Operation& kernel) const {
-  if (const auto* hop = std::get_if<Bf16DecodeAddEncode>(&kernel.work)) {
-    bf16_decode_add_encode(stream, *hop);
-  } else if (const auto* decode = std::get_if<Bf16Decode>(&kernel.work)) {
-    bf16_decode(stream, *decode);
-  } else if (const auto* fp8_hop = std::get_if<Fp8DecodeAddEncode>(&kernel.work)) {
-    fp8_decode_add_encode(stream, *fp8_hop);
-  } else if (const auto* decode8 = std::get_if<Fp8Decode>(&kernel.work)) {
-    fp8_decode(stream, *decode8);
+void Program::launch(const Stream& stream, const Operation& kernel) const {
+  if (const auto* encode = std::get_if<ReduceEncode>(&kernel.work)) {
+    options_.wire->reduce_encode(stream, *encode);
+  } else if (const auto* decode = std::get_if<Decode>(&kernel.work)) {
+    options_.wire->decode(stream, *decode);
   } else {
-    fp32_reduce(stream, std::get<Fp32Reduce>(kernel.work));
+    fp32_reduce(stream, std::get<Reduce>(kernel.work));
   }
 }
 
-AllreduceInfo Allreduce::describe_exchanges() const {
-  AllreduceInfo info{.part = options_.part, .schedule = name(schedule_.kind), .slices = slices_};
+ProgramInfo Program::describe_exchanges() const {
+  ProgramInfo info{.part = options_.part, .schedule = name(schedule_.kind), .slices = slices_};
   for (const Operation& operation : operations_) {
     const auto* exchange = std::get_if<Exchange>(&operation.work);
     if (exchange == nullptr) continue;
@@ -144,7 +157,7 @@ AllreduceInfo Allreduce::describe_exchanges() const {
   return info;
 }
 
-void Allreduce::label_exchanges(int bucket) {
+void Program::label_exchanges(int bucket) {
   const int group = (info_.exchanges + kMostSpans - 1) / kMostSpans;
   int64_t sent = 0, received = 0;
   int k = 0, first = 0;
@@ -171,9 +184,11 @@ void Allreduce::label_exchanges(int bucket) {
   }
 }
 
-void Allreduce::run(const Stream& stream, BucketPhases* phases) {
-  if (!bound_ && workspace_bytes_ > 0) throw Error(options_.what + ": Allreduce::run before bind");
+void Program::run(const Stream& stream, BucketPhases* phases) {
+  if (!bound_ && workspace_bytes_ > 0) throw Error(options_.what + ": Program::run before bind");
   const Stream& transfers = overlapped_ ? options_.transfers : stream;
+  const bool wide = buffers_.dtype != Dtype::fp32;
+  if (wide) kBf16->decode(stream, {.wire = buffers_.in, .out = wide_in_, .count = elements_in()});
   auto enter = [&](Phase phase) {
     if (phases != nullptr) phases->enter(stream, phase, phase == Phase::communicate ? &info_ : nullptr);
   };
@@ -229,6 +244,7 @@ void Allreduce::run(const Stream& stream, BucketPhases* phases) {
     }
   }
   await(started - 1);
+  if (wide) kBf16->reduce_encode(stream, {.own = wide_out_, .wire = buffers_.out, .count = elements_out()});
 }
 
 }  // namespace gradwire

@@ -1,10 +1,10 @@
-// The executor: every schedule and wire sums right, keeps what it rounds away, and leaves the same bits on
-// every rank.
+// Programs: every collective, schedule and wire sums right, keeps what it rounds away, and leaves the same bits
+// on every rank.
 #include <gtest/gtest.h>
 
 #include <random>
 
-#include "collectives/program/executor.h"
+#include "collectives/program/program.h"
 #include "collectives/schedule/checker.h"
 #include "runtime/error.h"
 #include "tests/collectives/group.h"
@@ -23,7 +23,7 @@ struct Outcome {
 
 // One allreduce of inputs[rank] with residuals[rank] (empty: none) on `device`.
 Outcome allreduce(Device device, const Schedule& schedule, const std::vector<std::vector<float>>& inputs,
-                  const std::vector<std::vector<float>>& residuals, const Allreduce::Options& options) {
+                  const std::vector<std::vector<float>>& residuals, const Program::Options& options) {
   int world = schedule.world;
   Outcome outcome;
   outcome.result.resize(world);
@@ -38,9 +38,10 @@ Outcome allreduce(Device device, const Schedule& schedule, const std::vector<std
     to_device(stream, data.as<float>(), std::span<const float>(inputs[r]));
     if (residual) to_device(stream, residual.as<float>(), std::span<const float>(residuals[r]));
     Stream transfers = options.slice_bytes > 0 ? Stream::create(device, "transfers") : Stream();
-    Allreduce::Options mine = options;
+    Program::Options mine = options;
     mine.transfers = transfers;
-    Allreduce program(comm.transport(), schedule, data.as<float>(), residual.as<float>(), count, mine);
+    Program program(comm.transport(), schedule, {data.data(), data.as<float>(), residual.as<float>(), count},
+                    mine);
     // The tests of slices must have some.
     const bool sure = options.slice_bytes > 0 && options.slice_bytes <= 500 && count > 10000;
     EXPECT_TRUE(program.slices() > 1 || !sure);
@@ -95,14 +96,14 @@ TEST_P(AllreduceTest, Fp32SumsIntegersExactly) {
 TEST_P(AllreduceTest, EveryRankEndsWithTheSameBits) {
   for (int world : {2, 3, 5, 8}) {
     for (const Schedule& schedule : schedules(world)) {
-      for (Wire wire : {Wire::fp32, Wire::bf16, Wire::fp8}) {
+      for (Wire wire : wire_formats()) {
         std::vector<std::vector<float>> inputs;
         for (int r = 0; r < world; ++r) inputs.push_back(testing::normal(1003, 10 + r));
         Outcome outcome = allreduce(GetParam(), schedule, inputs, {},
                                     {.what = "test", .wire = wire, .scale = 1.0f / world});
         for (int r = 1; r < world; ++r) {
           ASSERT_TRUE(same_bits(outcome.result[r], outcome.result[0]))
-              << name(schedule.kind) << " " << name(wire) << " n=" << world << " rank " << r;
+              << name(schedule.kind) << " " << wire->name << " n=" << world << " rank " << r;
         }
       }
     }
@@ -123,7 +124,7 @@ TEST_P(AllreduceTest, Bf16LosesNothing) {
           }
           Outcome outcome =
               allreduce(GetParam(), schedule, inputs, residuals,
-                        {.what = "test", .wire = Wire::bf16, .rounding = {rounding, 42, nullptr, 0}});
+                        {.what = "test", .wire = kBf16, .rounding = {rounding, 42, nullptr, 0}});
           for (int64_t i = 0; i < count; ++i) {
             double before = 0, after = outcome.result[0][i], size = 0;
             for (int r = 0; r < world; ++r) {
@@ -140,26 +141,26 @@ TEST_P(AllreduceTest, Bf16LosesNothing) {
   }
 }
 
-// With node_wire=fp32: nothing is lost either, all ranks agree, slow links carry the wire format and fast
-// ones FP32, and there is less rounding than with the wire format everywhere.
+// With intra_node=fp32: nothing is lost either, all ranks agree, links between nodes carry the wire format
+// and those inside FP32, and there is less rounding than with the wire format everywhere.
 TEST_P(AllreduceTest, HierarchicalLeavesTheWireToTheSlowLinks) {
   const int64_t count = 12 * 128 * 3;  // divides evenly
   for (auto [nodes, per_node] : {std::pair{1, 4}, {2, 1}, {2, 2}, {3, 4}, {4, 3}}) {
     for (ScheduleKind between : {ScheduleKind::two_shot, ScheduleKind::ring}) {
-      for (Wire wire : {Wire::bf16, Wire::fp8}) {
+      for (Wire wire : wire_formats().subspan(1)) {  // those that round
         const Schedule schedule = hierarchical(nodes, per_node, between);
         const int world = schedule.world;
         SCOPED_TRACE(std::to_string(nodes) + "x" + std::to_string(per_node) + " " + name(between) + " " +
-                     name(wire));
+                     wire->name);
         std::vector<std::vector<float>> inputs, residuals;
         for (int r = 0; r < world; ++r) {
           inputs.push_back(testing::normal(count, 100 + r));
           residuals.push_back(testing::normal(count, 200 + r, 0.01f));
         }
         double lost[2] = {};  // by rounding, in this step; [exact inside]
-        for (bool exact_inside : {false, true}) {
+        for (bool fp32_intra_node : {false, true}) {
           Outcome outcome = allreduce(GetParam(), schedule, inputs, residuals,
-                                      {.what = "test", .wire = wire, .exact_inside = exact_inside});
+                                      {.what = "test", .wire = wire, .fp32_intra_node = fp32_intra_node});
           double worst = 0;
           for (int64_t i = 0; i < count; ++i) {
             double before = 0, after = outcome.result[0][i], size = 0;
@@ -168,7 +169,7 @@ TEST_P(AllreduceTest, HierarchicalLeavesTheWireToTheSlowLinks) {
               after += outcome.residual[r][i];
               size += std::abs(inputs[r][i]) + std::abs(residuals[r][i]);
               // A rank that rounded nothing still has what it had.
-              lost[exact_inside] +=
+              lost[fp32_intra_node] +=
                   outcome.residual[r][i] == residuals[r][i] ? 0 : std::abs(outcome.residual[r][i]);
             }
             worst = std::max(worst, std::abs(after - before) / size);
@@ -179,9 +180,9 @@ TEST_P(AllreduceTest, HierarchicalLeavesTheWireToTheSlowLinks) {
             EXPECT_TRUE(same_bits(outcome.result[r], outcome.result[0])) << "rank " << r;
             const int64_t chunk = count / schedule.chunks;
             EXPECT_EQ(outcome.bytes_sent[r],
-                      static_cast<uint64_t>(report.sent_slow[r] * wire_bytes(wire, chunk) +
-                                            report.sent_fast[r] *
-                                                wire_bytes(exact_inside ? Wire::fp32 : wire, chunk)));
+                      static_cast<uint64_t>(report.sent_inter_node[r] * wire->bytes(chunk) +
+                                            report.sent_intra_node[r] *
+                                                (fp32_intra_node ? kFp32 : wire)->bytes(chunk)));
           }
         }
         if (per_node == 1) {
@@ -197,15 +198,247 @@ TEST_P(AllreduceTest, HierarchicalLeavesTheWireToTheSlowLinks) {
   }
 }
 
+// What one rank of a half of an allreduce works on, all poisoned where nothing was put.
+struct HalfOutcome {
+  std::vector<std::vector<float>> in, out, residual;  // [rank], after the run
+};
+
+constexpr float kPoison = -1.5e33f;
+
+// A reduce_scatter of inputs[rank] (count), or an all_gather of inputs[rank], this rank's shard.
+HalfOutcome run_half(Device device, const Schedule& schedule, int64_t count,
+                     const std::vector<std::vector<float>>& inputs,
+                     const std::vector<std::vector<float>>& residuals, Program::Options options) {
+  const int world = schedule.world;
+  HalfOutcome outcome;
+  outcome.in.resize(world), outcome.out.resize(world), outcome.residual.resize(world);
+  run_ranks(world, device, [&](Communicator& comm) {
+    const int r = comm.rank();
+    Stream stream = Stream::create(device, "test");
+    const bool gather = schedule.collective == Collective::all_gather;
+    const int64_t shard = elements_owned(schedule, r, count, options.wire->granularity);
+    const int64_t outs = gather ? count : shard;
+    ASSERT_EQ(std::ssize(inputs[r]), gather ? shard : count);
+    Buffer in = make_buffer<float>(device, std::ssize(inputs[r]));
+    Buffer out = make_buffer<float>(device, outs + 4);  // and nothing may be written behind it
+    Buffer residual = make_buffer<float>(device, residuals.empty() ? 0 : count);
+    to_device(stream, in.as<float>(), std::span<const float>(inputs[r]));
+    const std::vector<float> poison(static_cast<size_t>(outs + 4), kPoison);
+    to_device(stream, out.as<float>(), std::span<const float>(poison));
+    if (residual) to_device(stream, residual.as<float>(), std::span<const float>(residuals[r]));
+    Program::Options mine = options;
+    if (options.slice_bytes > 0) mine.transfers = Stream::create(device, "transfers");
+    Program program(comm.transport(), schedule, {in.data(), out.data(), residual.as<float>(), count}, mine);
+    EXPECT_EQ(program.shard_elements(), shard);
+    Buffer workspace(device, program.workspace_bytes());
+    program.bind(workspace.data());
+    program.run(stream);
+    outcome.in[r] = to_host(stream, in.as<const float>(), std::ssize(inputs[r]));
+    outcome.out[r] = to_host(stream, out.as<const float>(), outs + 4);
+    if (residual) outcome.residual[r] = to_host(stream, residual.as<const float>(), count);
+    EXPECT_EQ(std::vector<float>(outcome.out[r].end() - 4, outcome.out[r].end()),
+              std::vector<float>(4, kPoison));
+    outcome.out[r].resize(static_cast<size_t>(outs));
+  });
+  return outcome;
+}
+
+// A rank's shard of a whole buffer.
+std::vector<float> shard_of(const Schedule& s, int rank, const std::vector<float>& whole,
+                            int64_t granularity) {
+  std::vector<float> shard;
+  for (int c = 0; c < s.chunks; ++c) {
+    if (s.owner[c] != rank) continue;
+    const ChunkRange range = chunk_range(std::ssize(whole), s.chunks, c, granularity);
+    shard.insert(shard.end(), whole.begin() + range.begin, whole.begin() + range.end);
+  }
+  return shard;
+}
+
+// With FP32 an allreduce is its two halves, to the bit: each owner's shard is its part of the result, and
+// gathering the shards gives all of it; nothing else is written, and what goes in stays as it was.
+TEST_P(AllreduceTest, ReduceScatterThenAllGatherIsAllreduce) {
+  for (int world : {1, 2, 3, 5, 8}) {
+    for (const Schedule& schedule : schedules(world)) {
+      for (int64_t count : kCounts) {
+        std::vector<std::vector<float>> inputs;
+        for (int r = 0; r < world; ++r) inputs.push_back(testing::normal(count, 300 + r));
+        const Program::Options mean{.what = "test", .scale = 1.0f / static_cast<float>(world)};
+        const Outcome whole = allreduce(GetParam(), schedule, inputs, {}, mean);
+        const HalfOutcome scattered = run_half(GetParam(), reduce_scatter(schedule), count, inputs, {}, mean);
+        for (int r = 0; r < world; ++r) {
+          ASSERT_TRUE(same_bits(scattered.in[r], inputs[r])) << name(schedule.kind) << " n=" << world;
+          ASSERT_TRUE(same_bits(scattered.out[r], shard_of(schedule, r, whole.result[0], 8)))
+              << name(schedule.kind) << " n=" << world << " count=" << count << " rank " << r;
+        }
+        const HalfOutcome gathered =
+            run_half(GetParam(), all_gather(schedule), count, scattered.out, {}, {.what = "test"});
+        for (int r = 0; r < world; ++r) {
+          ASSERT_TRUE(same_bits(gathered.in[r], scattered.out[r]));
+          ASSERT_TRUE(same_bits(gathered.out[r], whole.result[0])) << name(schedule.kind) << " rank " << r;
+        }
+      }
+    }
+  }
+}
+
+// Over every wire that rounds: what the owners hold plus all new residuals is what went in. The owner adds up
+// exactly, so its own residual ends at zero in its shard.
+TEST_P(AllreduceTest, ReduceScatterLosesNothing) {
+  for (Wire wire : wire_formats().subspan(1)) {
+    for (int world : {1, 2, 3, 4, 8}) {
+      for (const Schedule& schedule : schedules(world)) {
+        for (bool fp32_intra_node : {false, true}) {
+          if (fp32_intra_node && schedule.kind != ScheduleKind::hierarchical) continue;
+          for (int64_t count : {int64_t{1}, int64_t{1000}, int64_t{4099}}) {
+            std::vector<std::vector<float>> inputs, residuals;
+            for (int r = 0; r < world; ++r) {
+              inputs.push_back(testing::normal(count, 100 + r));
+              residuals.push_back(testing::normal(count, 200 + r, 0.01f));
+            }
+            const HalfOutcome outcome =
+                run_half(GetParam(), reduce_scatter(schedule), count, inputs, residuals,
+                         {.what = "test", .wire = wire, .fp32_intra_node = fp32_intra_node});
+            std::vector<double> after(static_cast<size_t>(count));
+            for (int r = 0; r < world; ++r) {
+              size_t at = 0;
+              for (int c = 0; c < schedule.chunks; ++c) {
+                const ChunkRange range = chunk_range(count, schedule.chunks, c, wire->granularity);
+                for (int64_t i = range.begin; i < range.end; ++i) {
+                  after[i] += outcome.residual[r][i];
+                  if (schedule.owner[c] == r) after[i] += outcome.out[r][at++];
+                }
+              }
+            }
+            for (int64_t i = 0; i < count; ++i) {
+              double before = 0, size = 0;
+              for (int r = 0; r < world; ++r) {
+                before += double{inputs[r][i]} + residuals[r][i];
+                size += std::abs(inputs[r][i]) + std::abs(residuals[r][i]);
+              }
+              ASSERT_NEAR(after[i], before, 1e-6 * size)
+                  << wire->name << " " << name(schedule.kind) << " n=" << world << " element " << i;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Every rank ends with the same bits, and the owner keeps what its one encode lost.
+TEST_P(AllreduceTest, AllGatherLosesNothingAndAgrees) {
+  for (Wire wire : wire_formats().subspan(1)) {
+    for (int world : {2, 3, 4, 8}) {
+      for (const Schedule& schedule : schedules(world)) {
+        const Schedule gather = all_gather(schedule);
+        const int64_t count = 1003;
+        const std::vector<float> values = testing::normal(count, 77);
+        std::vector<std::vector<float>> shards, residuals;
+        for (int r = 0; r < world; ++r) {
+          shards.push_back(shard_of(gather, r, values, wire->granularity));
+          residuals.push_back(testing::normal(count, 200 + r, 0.01f));
+        }
+        const HalfOutcome outcome =
+            run_half(GetParam(), gather, count, shards, residuals, {.what = "test", .wire = wire});
+        for (int r = 0; r < world; ++r) {
+          ASSERT_TRUE(same_bits(outcome.out[r], outcome.out[0])) << wire->name << " " << name(schedule.kind);
+        }
+        for (int c = 0; c < gather.chunks; ++c) {
+          const int owner = gather.owner[c];
+          const ChunkRange range = chunk_range(count, gather.chunks, c, wire->granularity);
+          for (int64_t i = range.begin; i < range.end; ++i) {
+            ASSERT_NEAR(double{outcome.out[0][i]} + outcome.residual[owner][i],
+                        double{values[i]} + residuals[owner][i], 1e-6)
+                << wire->name << " " << name(schedule.kind) << " element " << i;
+          }
+        }
+      }
+    }
+  }
+}
+
+// A slice changes no bit of a half either.
+TEST_P(AllreduceTest, SlicesChangeNoBitOfAHalf) {
+  const int64_t count = 20011;
+  for (const Schedule& whole : {ring(4), two_shot(4), hierarchical(2, 2)}) {
+    for (const Schedule& half : {reduce_scatter(whole), all_gather(whole)}) {
+      for (Wire wire : {kFp32, kBf16}) {
+        std::vector<std::vector<float>> inputs, residuals;
+        for (int r = 0; r < 4; ++r) {
+          const bool gather = half.collective == Collective::all_gather;
+          const int64_t shard = elements_owned(half, r, count, wire->granularity);
+          inputs.push_back(testing::normal(gather ? shard : count, 10 + r));
+          residuals.push_back(testing::normal(count, 20 + r, 0.01f));
+        }
+        Program::Options options{.what = "test", .wire = wire};
+        const HalfOutcome once = run_half(GetParam(), half, count, inputs, residuals, options);
+        options.slice_bytes = 500;
+        const HalfOutcome sliced = run_half(GetParam(), half, count, inputs, residuals, options);
+        for (int r = 0; r < 4; ++r) {
+          ASSERT_TRUE(same_bits(once.out[r], sliced.out[r]) &&
+                      same_bits(once.residual[r], sliced.residual[r]))
+              << name(half.collective) << " " << name(half.kind) << " " << wire->name;
+        }
+      }
+    }
+  }
+}
+
+// The result is the same whether it overwrites what went in or not; and BF16 buffers give the rounded bits of
+// the same sum in FP32.
+TEST_P(AllreduceTest, OutOfPlaceAndBf16BuffersGiveTheSameSum) {
+  const int world = 4;
+  const int64_t count = 4099;
+  for (const Schedule& schedule : schedules(world)) {
+    for (Wire wire : {kFp32, kBf16, kFp8}) {
+      std::vector<std::vector<float>> inputs;
+      for (int r = 0; r < world; ++r) {
+        inputs.push_back(testing::normal(count, 60 + r));
+        for (float& v : inputs.back()) v = bf16_to_float(float_to_bf16_nearest(v));  // exact in both dtypes
+      }
+      const Program::Options options{.what = "test", .wire = wire, .scale = 0.25f};
+      const Outcome expected = allreduce(GetParam(), schedule, inputs, {}, options);
+      run_ranks(world, GetParam(), [&](Communicator& comm) {
+        const int r = comm.rank();
+        Stream stream = Stream::create(GetParam(), "test");
+        Buffer in = make_buffer<float>(GetParam(), count), out = make_buffer<float>(GetParam(), count);
+        to_device(stream, in.as<float>(), std::span<const float>(inputs[r]));
+        Program apart(comm.transport(), schedule, {in.data(), out.data(), nullptr, count}, options);
+        Buffer workspace(GetParam(), apart.workspace_bytes());
+        apart.bind(workspace.data());
+        apart.run(stream);
+        EXPECT_TRUE(same_bits(to_host(stream, in.as<const float>(), count), inputs[r]));
+        EXPECT_TRUE(same_bits(to_host(stream, out.as<const float>(), count), expected.result[r]))
+            << name(schedule.kind) << " " << wire->name;
+
+        std::vector<uint16_t> narrow;
+        for (float v : inputs[r]) narrow.push_back(float_to_bf16_nearest(v));
+        Buffer half = make_buffer<uint16_t>(GetParam(), count);
+        to_device(stream, half.as<uint16_t>(), std::span<const uint16_t>(narrow));
+        Program program(comm.transport(), schedule, {half.data(), half.data(), nullptr, count, Dtype::bf16},
+                        options);
+        Buffer scratch(GetParam(), program.workspace_bytes());
+        program.bind(scratch.data());
+        program.run(stream);
+        const auto got = to_host(stream, half.as<const uint16_t>(), count);
+        for (int64_t i = 0; i < count; ++i) {
+          ASSERT_EQ(got[i], float_to_bf16_nearest(expected.result[r][i])) << name(schedule.kind) << " " << i;
+        }
+      });
+    }
+  }
+}
+
 TEST_P(AllreduceTest, SendsTheLeastBytesPossible) {
   for (int world : {2, 3, 4, 8}) {
     for (const Schedule& schedule : {ring(world), two_shot(world)}) {
-      for (Wire wire : {Wire::fp32, Wire::bf16}) {
+      for (Wire wire : {kFp32, kBf16}) {
         int64_t count = 8 * world * 100;  // divides evenly
         std::vector<std::vector<float>> inputs(world, std::vector<float>(count, 1.0f));
         Outcome outcome = allreduce(GetParam(), schedule, inputs, {}, {.what = "test", .wire = wire});
         for (int r = 0; r < world; ++r) {
-          EXPECT_EQ(outcome.bytes_sent[r], 2u * (world - 1) * count / world * (wire == Wire::bf16 ? 2 : 4));
+          EXPECT_EQ(outcome.bytes_sent[r], 2u * (world - 1) * count / world * (wire == kBf16 ? 2 : 4));
         }
       }
     }
@@ -217,7 +450,7 @@ TEST_P(AllreduceTest, SendsWhatTheScheduleSays) {
     for (const Schedule& schedule : schedules(world)) {
       for (int64_t count : kCounts) {
         std::vector<std::vector<float>> inputs(world, std::vector<float>(count, 1.0f));
-        Outcome outcome = allreduce(GetParam(), schedule, inputs, {}, {.what = "test", .wire = Wire::bf16});
+        Outcome outcome = allreduce(GetParam(), schedule, inputs, {}, {.what = "test", .wire = kBf16});
         for (int r = 0; r < world; ++r) {
           EXPECT_EQ(outcome.bytes_sent[r], 2u * elements_sent(schedule, r, count)) << name(schedule.kind);
         }
@@ -243,14 +476,13 @@ TEST_P(AllreduceTest, SlicesChangeNoBit) {
       residuals.push_back(testing::normal(count, 20 + r, 0.01f));
     }
     for (const Schedule& schedule : all) {
-      for (auto [wire, rounding] : {std::pair{Wire::fp32, Rounding::nearest},
-                                    {Wire::bf16, Rounding::stochastic},
-                                    {Wire::fp8, Rounding::nearest}}) {
-        Allreduce::Options options{.what = "test",
-                                   .wire = wire,
-                                   .exact_inside = count == 1000,
-                                   .scale = 1.0f / 6,
-                                   .rounding = {rounding, 42, nullptr, 0}};
+      for (auto [wire, rounding] :
+           {std::pair{kFp32, Rounding::nearest}, {kBf16, Rounding::stochastic}, {kFp8, Rounding::nearest}}) {
+        Program::Options options{.what = "test",
+                                 .wire = wire,
+                                 .fp32_intra_node = count == 1000,
+                                 .scale = 1.0f / 6,
+                                 .rounding = {rounding, 42, nullptr, 0}};
         Outcome whole = allreduce(GetParam(), schedule, inputs, residuals, options);
         for (int64_t slice_bytes : sizes) {
           options.slice_bytes = slice_bytes;
@@ -258,7 +490,7 @@ TEST_P(AllreduceTest, SlicesChangeNoBit) {
           for (int r = 0; r < 6; ++r) {
             ASSERT_TRUE(same_bits(whole.result[r], sliced.result[r]) &&
                         same_bits(whole.residual[r], sliced.residual[r]))
-                << name(schedule.kind) << " " << name(wire) << " count=" << count << " slices of "
+                << name(schedule.kind) << " " << wire->name << " count=" << count << " slices of "
                 << slice_bytes << ", rank " << r;
           }
         }
@@ -271,7 +503,7 @@ TEST_P(AllreduceTest, TwoShotStaysFlatWhereARingsErrorGrows) {
   auto error = [&](const Schedule& schedule) {
     std::vector<std::vector<float>> inputs;
     for (int r = 0; r < schedule.world; ++r) inputs.push_back(testing::normal(4000, 300 + r));
-    Outcome outcome = allreduce(GetParam(), schedule, inputs, {}, {.what = "test", .wire = Wire::bf16});
+    Outcome outcome = allreduce(GetParam(), schedule, inputs, {}, {.what = "test", .wire = kBf16});
     double difference = 0, size = 0;
     for (size_t i = 0; i < inputs[0].size(); ++i) {
       double exact = 0;
@@ -324,8 +556,8 @@ TEST(Executor, AgreesWithTheCheckerOnMutatedSchedules) {
       run_ranks(s.world, Device::host(), std::chrono::milliseconds(report.correct ? 20000 : 30),
                 [&](Communicator& comm) {
                   Stream stream = Stream::create(Device::host(), "test");
-                  Allreduce program(comm.transport(), s, results[comm.rank()].data(), nullptr, count,
-                                    {.what = "test"});
+                  float* data = results[comm.rank()].data();
+                  Program program(comm.transport(), s, {data, data, nullptr, count}, {.what = "test"});
                   std::vector<std::byte> workspace(program.workspace_bytes());
                   program.bind(workspace.data());
                   program.run(stream);
@@ -350,7 +582,8 @@ TEST(LocalTransport, AnAbsentRankIsNamedWithinTheDeadline) {
       if (comm.rank() == 2) return;  // never takes part
       Stream stream = Stream::create(Device::host(), "test");
       std::vector<float> data(100, 1.0f);
-      Allreduce program(comm.transport(), ring(3), data.data(), nullptr, 100, {.what = "the test's buffer"});
+      Program program(comm.transport(), ring(3), {data.data(), data.data(), nullptr, 100},
+                      {.what = "the test's buffer"});
       std::vector<std::byte> workspace(program.workspace_bytes());
       program.bind(workspace.data());
       program.run(stream);
@@ -366,7 +599,7 @@ TEST(LocalTransport, AnAbsentRankIsNamedWithinTheDeadline) {
 
 // What rank 2 of 4 does differently in its third call. Nothing here waits for the deadline.
 TEST(LocalTransport, RanksThatDisagreeAreToldSo) {
-  using Options = Allreduce::Options;
+  using Options = Program::Options;
   auto disagree = [](const char* says, const std::function<void(int64_t&, Schedule&, Options&)>& change) {
     std::atomic<int> told = 0;
     try {
@@ -379,7 +612,7 @@ TEST(LocalTransport, RanksThatDisagreeAreToldSo) {
             Options options{.what = "x", .spec = "powersgd:rank=1"};
             if (comm.rank() == 2 && call == 3) change(count, schedule, options);
             std::vector<float> data(count, 1.0f);
-            Allreduce program(comm.transport(), schedule, data.data(), nullptr, count, options);
+            Program program(comm.transport(), schedule, {data.data(), data.data(), nullptr, count}, options);
             std::vector<std::byte> workspace(program.workspace_bytes());
             program.bind(workspace.data());
             program.run(stream);
@@ -402,7 +635,7 @@ TEST(LocalTransport, RanksThatDisagreeAreToldSo) {
   };
   disagree("(104 floats, fp32, ring", [](int64_t& count, Schedule&, Options&) { count = 104; });
   disagree("(0 floats", [](int64_t& count, Schedule&, Options&) { count = 0; });
-  disagree("100 floats, bf16", [](int64_t&, Schedule&, Options& o) { o.wire = Wire::bf16; });
+  disagree("100 floats, bf16", [](int64_t&, Schedule&, Options& o) { o.wire = kBf16; });
   disagree("fp32, tree", [](int64_t&, Schedule& s, Options&) { s = double_tree(4); });
   disagree("differ in something else", [](int64_t&, Schedule& s, Options&) { s = pipelined(s, 2); });
   disagree("differ in something else", [](int64_t&, Schedule&, Options& o) { o.scale = 0.25f; });

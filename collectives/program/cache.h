@@ -1,0 +1,58 @@
+// Programs for buffers that come back: what a caller that brings memory of its own, call by call, is served
+// from (the C ABI's gw_allreduce, the NCCL interposer).
+//
+// All programs of a cache share one workspace, so they run on one stream, or in turns.
+#pragma once
+
+#include <algorithm>
+#include <list>
+#include <memory>
+#include <utility>
+
+#include "collectives/program/program.h"
+
+namespace gradwire {
+
+template <typename Key>
+class ProgramCache {
+ public:
+  struct Entry {
+    Key key;
+    Buffer residual;  // empty: no error feedback
+    std::unique_ptr<Program> program;
+  };
+
+  ProgramCache(Device device, size_t most) : device_(device), most_(most) {}
+
+  // The entry of this key; null when there is none.
+  Entry* find(const Key& key) {
+    auto at = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& e) { return e.key == key; });
+    if (at == entries_.end()) return nullptr;
+    entries_.splice(entries_.begin(), entries_, at);
+    return &entries_.front();
+  }
+
+  // Adds one that find() has not; the one used least recently goes where there are too many. Memory changes
+  // hands, so nothing of this cache may be in flight.
+  Entry& add(Entry entry) {
+    if (entries_.size() >= most_) entries_.pop_back();
+    entries_.push_front(std::move(entry));
+    if (entries_.front().program->workspace_bytes() > workspace_.bytes()) {
+      workspace_ = Buffer(device_, entries_.front().program->workspace_bytes());
+      for (Entry& e : entries_) e.program->bind(workspace_.data());
+    } else {
+      entries_.front().program->bind(workspace_.data());
+    }
+    return entries_.front();
+  }
+
+  const std::list<Entry>& entries() const { return entries_; }  // used last comes first
+
+ private:
+  const Device device_;
+  const size_t most_;
+  Buffer workspace_;
+  std::list<Entry> entries_;
+};
+
+}  // namespace gradwire

@@ -1,0 +1,280 @@
+#include "collectives/program/compiler.h"
+
+#include <algorithm>
+
+#include "runtime/error.h"
+#include "runtime/mix.h"
+
+namespace gradwire {
+namespace {
+
+size_t aligned(int64_t bytes) {
+  return (static_cast<size_t>(bytes) + 255) / 256 * 256;
+}
+
+}  // namespace
+
+Program::Compiler::Compiler(Program& program, const float* in, float* out, std::byte* base)
+    : program_(program),
+      wire_(program.options_.wire),
+      rank_(program.transport_.rank()),
+      base_(reinterpret_cast<uintptr_t>(base)),
+      chunks_(program.schedule_.chunks) {
+  for (int c = 0; c < program_.schedule_.chunks; ++c) {
+    chunks_[c].range = chunk_range(program_.buffers_.count, program_.schedule_.chunks, c, wire_->granularity);
+    chunks_[c].owner = program_.schedule_.owner[c] == rank_;
+  }
+  look_ahead();
+  place_chunks(in, out);
+}
+
+// Where each chunk's parts and results lie: in the caller's buffers as far as the collective lets them, else
+// in the workspace. That begins with every chunk as it goes over a wire that rounds; slots for contributions
+// follow.
+void Program::Compiler::place_chunks(const float* in, float* out) {
+  const Collective collective = program_.schedule_.collective;
+  int64_t shard = 0;  // elements of it so far
+  for (ChunkState& chunk : chunks_) {
+    const int64_t begin = chunk.range.begin;
+    if (!wire_->exact) chunk.wire = reserve(bytes_of(chunk, false));
+    switch (collective) {
+      case Collective::allreduce:
+        chunk.own = in + begin;
+        chunk.exact = out + begin;
+        break;
+      case Collective::reduce_scatter:
+        chunk.own = in + begin;
+        chunk.exact = chunk.owner ? out + shard : static_cast<float*>(reserve(4 * chunk.range.count()));
+        break;
+      case Collective::all_gather:
+        chunk.own = chunk.owner ? in + shard : nullptr;
+        chunk.exact = out + begin;
+        break;
+    }
+    if (chunk.owner) shard += chunk.range.count();
+  }
+}
+
+void* Program::Compiler::reserve(int64_t bytes) {
+  void* place = address(reserved_);
+  reserved_ += aligned(bytes);
+  return place;
+}
+
+// Which of this rank's own sums cross a wire that rounds, and how large a slot must be.
+void Program::Compiler::look_ahead() {
+  std::vector<bool> final(chunks_.size());
+  for (const Round& round : rounds()) {
+    for (const Step& step : round) {
+      ChunkState& chunk = chunks_[step.chunk];
+      if (step.kind == Step::Kind::recv_copy) {
+        final[step.chunk] = true;
+      } else if (step.kind == Step::Kind::recv_reduce) {
+        slot_bytes_ = std::max(slot_bytes_, aligned(bytes_of(chunk, exact(step))));
+      } else if (!final[step.chunk] && !exact(step)) {
+        chunk.sent_encoded = true;
+      }
+    }
+  }
+}
+
+size_t Program::Compiler::compile() {
+  const Schedule& schedule = program_.schedule_;
+  for (int k = 0; k < static_cast<int>(rounds().size()); ++k) round(k);
+  for (int c = 0; c < schedule.chunks; ++c) {
+    if (!chunks_[c].closed && chunks_[c].owner) close(c);
+  }
+  put_in_order();
+  return reserved_ + static_cast<size_t>(slots_) * slot_bytes_;
+}
+
+bool Program::Compiler::exact(const Step& step) const {
+  return wire_->exact || (program_.options_.fp32_intra_node && step.intra_node);
+}
+
+int64_t Program::Compiler::bytes_of(const ChunkState& chunk, bool exact) const {
+  return (exact ? kFp32 : wire_)->bytes(chunk.range.count());
+}
+
+int Program::Compiler::take_slot() {
+  if (free_slots_.empty()) return slots_++;
+  int index = free_slots_.back();
+  free_slots_.pop_back();
+  return index;
+}
+
+void Program::Compiler::refuse(const std::string& why) const {
+  throw BadInput(program_.options_.what + ": the schedule " + why);
+}
+
+void Program::Compiler::round(int k) {
+  Exchange& exchange = exchanges_.emplace_back();
+  exchange.label = {
+      mix(program_.call_.hash, static_cast<uint64_t>(k)),
+      program_.call_.what + ", round " + std::to_string(k + 1) + " of " + std::to_string(rounds().size())};
+  for (const Step& step : rounds()[k]) {
+    if (step.kind == Step::Kind::send && !chunks_[step.chunk].closed) close(step.chunk);
+  }
+  std::vector<int> finals;
+  for (const Step& step : rounds()[k]) {
+    ChunkState& chunk = chunks_[step.chunk];
+    if (chunk.range.count() == 0) continue;
+    const bool in_fp32 = exact(step);
+    const auto bytes = static_cast<size_t>(bytes_of(chunk, in_fp32));
+    switch (step.kind) {
+      case Step::Kind::send:
+        exchange.transfers.push_back(send(step, k));
+        break;
+      case Step::Kind::recv_reduce: {
+        if (chunk.closed) {
+          refuse("adds to chunk " + std::to_string(step.chunk) + " in round " + std::to_string(k) +
+                 ", after its partial sum was sent");
+        }
+        auto& inputs = in_fp32 ? chunk.exact_inputs : chunk.encoded_inputs;
+        inputs.push_back({step.peer, take_slot()});
+        chunk.arrived = k;
+        exchange.transfers.push_back({Transfer::Kind::receive, step.peer, slot(inputs.back().slot), bytes});
+        break;
+      }
+      case Step::Kind::recv_copy: {
+        void* to = in_fp32 ? chunk.exact : chunk.wire;
+        exchange.transfers.push_back({Transfer::Kind::receive, step.peer, to, bytes});
+        chunk.closed = true;  // from here on it is forwarded, not encoded
+        chunk.arrived = k;
+        (in_fp32 ? chunk.exact_form : chunk.encoded_form) = {.data = to, .there = true};
+        (in_fp32 ? chunk.encoded_form : chunk.exact_form) = {};
+        if (!in_fp32) finals.push_back(step.chunk);
+        break;
+      }
+    }
+  }
+  for (int c : finals) decode(chunks_[c]);
+}
+
+Transfer Program::Compiler::send(const Step& step, int k) {
+  ChunkState& chunk = chunks_[step.chunk];
+  const bool in_fp32 = exact(step);
+  const Form& form = in_fp32 ? chunk.exact_form : chunk.encoded_form;
+  if (!form.there) {
+    refuse("sends chunk " + std::to_string(step.chunk) + " in round " + std::to_string(k) +
+           (in_fp32 ? " inside its node, as FP32, after it was rounded for another node"
+                    : " to another node, to be rounded, after it went unrounded inside its own"));
+  }
+  if (form.made_by >= 0) kernels_[form.made_by].before = std::min(kernels_[form.made_by].before, k);
+  // Sends only read.
+  return {Transfer::Kind::send, step.peer, const_cast<void*>(form.data),
+          static_cast<size_t>(bytes_of(chunk, in_fp32))};
+}
+
+template <typename K>
+int Program::Compiler::add(const K& kernel, const ChunkState& chunk) {
+  kernels_.push_back({.operation = {.work = kernel, .after = chunk.arrived}});
+  return static_cast<int>(kernels_.size()) - 1;
+}
+
+// The partial sum of chunk c is complete on this rank: its kernels turn it into what will be sent, or, at an
+// owner who sends nothing, into the result.
+void Program::Compiler::close(int c) {
+  ChunkState& chunk = chunks_[c];
+  if (chunk.own == nullptr && program_.schedule_.collective == Collective::all_gather && !chunk.owner) {
+    refuse("sends chunk " + std::to_string(c) + " before it has come");
+  }
+  const bool encode = chunk.sent_encoded;
+  const float scale = chunk.owner ? program_.options_.scale : 1.0f;
+  chunk.closed = true;
+  if (!encode && !chunk.owner && !chunk.encoded_inputs.empty()) {
+    refuse("forwards chunk " + std::to_string(c) +
+           " inside its node only, after parts came from other nodes");
+  }
+  const bool last_is_exact = !encode && chunk.encoded_inputs.empty();
+  const float* sum = chunk.own;
+  int last = -1;
+  const bool in_place = chunk.own == chunk.exact;
+  if (!chunk.exact_inputs.empty() || (last_is_exact && chunk.owner && (scale != 1.0f || !in_place))) {
+    Reduce add_up;
+    merge(chunk.exact_inputs, chunk, add_up);
+    add_up.own = chunk.own;
+    add_up.out = chunk.exact;
+    add_up.scale = last_is_exact ? scale : 1.0f;
+    sum = chunk.exact;
+    if (chunk.range.count() > 0) last = add(add_up, chunk);
+    if (last >= 0) kernels_[last].feeds_next = !last_is_exact;
+  }
+  if (!last_is_exact) {
+    const ReduceEncode op = reduce_encode(chunk, sum, scale, encode);
+    if (chunk.range.count() > 0) last = add(op, chunk);
+  }
+  chunk.encoded_form = {.data = chunk.wire, .there = encode, .made_by = last};
+  chunk.exact_form = {
+      .data = chunk.owner ? chunk.exact : sum, .there = !encode || chunk.owner, .made_by = last};
+}
+
+// What all merging kernels have in common: the contributions in rank order, this rank's own place among them.
+template <typename Args>
+void Program::Compiler::merge(std::vector<Input>& inputs, const ChunkState& chunk, Args& args) {
+  if (inputs.size() > kMaxInputs) {
+    refuse("merges " + std::to_string(inputs.size()) + " contributions at once, at most " +
+           std::to_string(kMaxInputs) + " are possible");
+  }
+  std::sort(inputs.begin(), inputs.end(), [](auto& a, auto& b) { return a.from < b.from; });
+  for (const Input& input : inputs) {
+    args.inputs[args.num_inputs++] =
+        static_cast<std::remove_reference_t<decltype(args.inputs[0])>>(slot(input.slot));
+    args.own_position += input.from < rank_ ? 1 : 0;
+    free_slots_.push_back(input.slot);
+  }
+  args.count = chunk.range.count();
+  inputs.clear();
+}
+
+ReduceEncode Program::Compiler::reduce_encode(ChunkState& chunk, const float* own, float scale, bool encode) {
+  float* residual = program_.buffers_.residual;
+  ReduceEncode args;
+  merge(chunk.encoded_inputs, chunk, args);
+  args.own = own;
+  args.residual = residual == nullptr ? nullptr : residual + chunk.range.begin;
+  args.wire = encode ? chunk.wire : nullptr;
+  args.out = chunk.owner ? chunk.exact : nullptr;
+  args.out_scale = scale;
+  args.rounding = program_.options_.rounding;
+  args.rounding.first_element += chunk.range.begin;
+  return args;
+}
+
+void Program::Compiler::decode(ChunkState& chunk) {
+  const Decode args{chunk.wire, chunk.exact, program_.options_.scale, chunk.range.count()};
+  chunk.exact_form = {.data = chunk.exact, .there = true, .made_by = add(args, chunk)};
+}
+
+// Kernels are written down in an order in which each comes behind what it builds on; here those that can wait
+// are put off. Slots are why every kernel that closes something for exchange k must come before it, even
+// where nothing else says so: the exchange may receive into a slot that the kernel reads.
+void Program::Compiler::put_in_order() {
+  auto& operations = program_.operations_;
+  operations.clear();
+  for (size_t i = kernels_.size(); i-- > 0;) {
+    if (kernels_[i].feeds_next) kernels_[i].before = kernels_[i + 1].before;
+  }
+  std::vector<const Kernel*> pending;
+  for (const Kernel& kernel : kernels_) pending.push_back(&kernel);
+  std::vector<int> last_for(exchanges_.size(), -1);  // where the last kernel that exchange k needs was put
+  auto emit = [&](auto chosen) {
+    std::erase_if(pending, [&](const Kernel* kernel) {
+      if (!chosen(*kernel)) return false;
+      if (kernel->before != kNever) last_for[kernel->before] = static_cast<int>(operations.size());
+      operations.push_back(kernel->operation);
+      return true;
+    });
+  };
+  for (int k = 0; k < static_cast<int>(exchanges_.size()); ++k) {
+    emit([&](const Kernel& kernel) { return kernel.before == k; });
+    if (last_for[k] >= 0) operations[last_for[k]].needed = true;
+    operations.push_back({.work = std::move(exchanges_[k])});
+    // While this exchange is under way, there is time for what does not need it.
+    emit([&](const Kernel& kernel) { return kernel.before == k + 1 && kernel.operation.after < k; });
+    emit([&](const Kernel& kernel) { return kernel.before > k + 1 && kernel.operation.after < k; });
+  }
+  emit([](const Kernel&) { return true; });
+}
+
+}  // namespace gradwire
