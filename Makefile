@@ -30,7 +30,7 @@ demo: setup
 	    --compression fp32 --compression bf16 --compression powersgd:rank=4 \
 	    --json build/demo/compare.json $(DEMO_FLAGS)
 	@if $(PYTHON) -c 'import matplotlib' 2> /dev/null; then \
-	  $(PYTHON) bench/plot.py build/demo/compare.json -o build/demo/report.png; \
+	  $(PYTHON) bench/plots/plot.py build/demo/compare.json -o build/demo/report.png; \
 	else echo "No picture: python3-matplotlib is not installed"; fi
 	@echo "Records: build/demo/compare.json and build/demo/compare.*.jsonl (docs/formats.md)"
 
@@ -49,7 +49,7 @@ host-check: build
 	@scripts/host_check.sh
 
 experiments: build
-	@$(PYTHON) bench/experiments.py run
+	@$(PYTHON) bench/experiments/slow_links.py run
 
 gpu-check: build
 	@scripts/gpu_check.sh

@@ -5,7 +5,7 @@
 #   scripts/host_check.sh [OUTPUT FOLDER]    runs a build that is there
 #
 # Kernels against copy bandwidth, compression beside PyTorch's hooks, collectives beside gloo's own, and the same over
-# 1 Gb/s links (bench/shaped_link.sh; as root). The table at the end holds the goals and what was measured. Nothing else
+# 1 Gb/s links (bench/harness/shaped_link.sh; as root). The table at the end holds the goals and what was measured. Nothing else
 # should run meanwhile: ratios come from within a step, but a busy machine changes them too.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -24,7 +24,7 @@ rm -f "$out"/*.json "$out"/*.log
   echo "memory: $(awk '/MemTotal/ {printf "%.0f GiB", $2 / 1048576}' /proc/meminfo)"
   echo "system: $(uname -sr), $(. /etc/os-release && echo "$PRETTY_NAME")"
   echo "compiler: $(c++ --version | head -1)"
-  $python -c 'import torch; print("peer: torch", torch.__version__)' 2> /dev/null || echo "peer: no torch"
+  $python -c 'import torch; print("baseline: torch", torch.__version__)' 2> /dev/null || echo "baseline: no torch"
   echo "load when it began: $(cut -d' ' -f1 /proc/loadavg)"
 } > "$out/machine.txt"
 cat "$out/machine.txt"
@@ -43,13 +43,13 @@ step() {
 }
 
 step kernels $bench kernels --device host --min-size 64K --max-size 256M --factor 16 --budget-ms 30
-step hook $bench hook --model vit_b_32 --device host --peer --steps 15 \
+step hook $bench hook --model vit_b_32 --device host --baseline --steps 15 \
   --compression bf16 --compression fp8 --compression powersgd:rank=1 --compression powersgd:rank=4
-step hook_resnet18 $bench hook --model resnet18 --device host --peer --steps 30 \
+step hook_resnet18 $bench hook --model resnet18 --device host --baseline --steps 30 \
   --compression powersgd:rank=1 --compression powersgd:rank=4
-step orthonormalize $bench orthonormalize --model vit_l_32 --device host --rank 4 --rank 32 --peer
+step orthonormalize $bench orthonormalize --model vit_l_32 --device host --rank 4 --rank 32 --baseline
 step collectives $bench collectives -b 256K -e 16M -f 8 -n 10 -w 2
-step shaped bench/shaped_link.sh --hosts 4 --rate 1gbit -- $bench collectives -b 25M -e 25M -n 10 -w 2
+step shaped bench/harness/shaped_link.sh --hosts 4 --rate 1gbit -- $bench collectives -b 25M -e 25M -n 10 -w 2
 
 $python - "$out" << 'END' > "$out/README.md"
 import json

@@ -185,7 +185,7 @@ void add_run_options(CLI::App& command, Options& o) {
       ->group("Output");
   add_number(command, "--log-every", o.log_every, "Off a terminal: steps between lines")->group("Output");
   add_path(command, "--trace", o.trace, "FILE",
-           "Write what each rank's streams did, and when, for ui.perfetto.dev or bench/plot.py")
+           "Write what each rank's streams did, and when, for ui.perfetto.dev or bench/plots/plot.py")
       ->group("Output");
   auto add_range = [&](const std::string& flag, std::optional<std::string>& target,
                        const std::string& about) {

@@ -32,7 +32,7 @@
 #include "trainer/measure/network.h"
 #include "trainer/measure/peaks.h"
 #include "trainer/measure/ranks.h"
-#include "trainer/measure/table.h"
+#include "trainer/log/table.h"
 #include "trainer/measure/topology.h"
 
 // Present in OpenBLAS only; another BLAS leaves it null.
