@@ -76,8 +76,8 @@ class Check(unittest.TestCase):
         return path
 
     def command(self, *arguments):
-        return subprocess.run([sys.executable, "-B", str(ROOT / "bench/harness/check.py"), *map(str, arguments)], capture_output=True,
-                              text=True, timeout=60)
+        command = [sys.executable, "-B", str(ROOT / "bench/harness/check.py"), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
     def test_judging_a_folder(self):
         path = self.write(case(), case(case="other", where={"spec": "fp8"}), case(case="absent", step="nothing"))

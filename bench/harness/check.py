@@ -133,7 +133,8 @@ def table(cases, judgements, device):
 
 def last_line(judgements):
     failed = [j for j in judgements if j["verdict"] in FAILING]
-    return f"bench-check: {len(judgements) - len(failed)} of {len(judgements)} cases ok" + (f", {len(failed)} FAILED" if failed else "")
+    text = f"bench-check: {len(judgements) - len(failed)} of {len(judgements)} cases ok"
+    return text + (f", {len(failed)} FAILED" if failed else "")
 
 
 def device_name():
