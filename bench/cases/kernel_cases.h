@@ -1,7 +1,7 @@
 // Every op of kernels/ as a benchmark case: one entry each in kernel_cases.cpp and its neighbours.
 //
 // To add one: write a function that lays out the op's arguments for about `size` bytes of its main array, and
-// list it in its family's table. tests/check_bench_cases.py fails for an op that has none.
+// list it in its family's table. tests/bench_test.py fails for an op that has none.
 #pragma once
 
 #include <cstdint>
