@@ -5,6 +5,8 @@
 #   make build    everything, optimized, in build/
 #   make faults   the fault matrix of docs/faults.md, and 200 runs with a killed rank
 #   make bench    benchmarks
+#   make bench-check  this build against the goals and the published numbers, docs/results/baselines.jsonl, in about five minutes;
+#                 BENCH_CHECK_FLAGS="--only REGEX" for some of it
 #   make host-check  speed without a GPU, against what the machine can do and against PyTorch and gloo; into docs/results/
 #   make experiments  training steps over slow links with each kind of compression, beside PyTorch's (docs/experiments.md); as root
 #   make gpu-check   on a machine with a GPU: its tests, compute-sanitizer and benches; results in docs/results/
@@ -14,8 +16,9 @@
 
 PYTHON ?= $(firstword $(wildcard /usr/bin/python3) python3)
 DEMO_FLAGS ?=
+BENCH_CHECK_FLAGS ?=
 
-.PHONY: build demo test bench host-check experiments gpu-check bundle setup format clean
+.PHONY: build demo test faults bench bench-check host-check experiments gpu-check bundle setup format clean
 
 build: setup
 	@scripts/configure.sh release
@@ -30,7 +33,7 @@ demo: setup
 	    --compression fp32 --compression bf16 --compression powersgd:rank=4 \
 	    --json build/demo/compare.json $(DEMO_FLAGS)
 	@if $(PYTHON) -c 'import matplotlib' 2> /dev/null; then \
-	  $(PYTHON) bench/plot.py build/demo/compare.json -o build/demo/report.png; \
+	  $(PYTHON) bench/plots/plot.py build/demo/compare.json -o build/demo/report.png; \
 	else echo "No picture: python3-matplotlib is not installed"; fi
 	@echo "Records: build/demo/compare.json and build/demo/compare.*.jsonl (docs/formats.md)"
 
@@ -45,11 +48,14 @@ faults: setup
 bench: build
 	@build/bin/gradwire-bench kernels --json build/kernels.json
 
+bench-check: build
+	@$(PYTHON) bench/harness/check.py run $(BENCH_CHECK_FLAGS)
+
 host-check: build
 	@scripts/host_check.sh
 
 experiments: build
-	@$(PYTHON) bench/experiments.py run
+	@$(PYTHON) bench/experiments/slow_links.py run
 
 gpu-check: build
 	@scripts/gpu_check.sh

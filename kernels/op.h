@@ -3,7 +3,7 @@
 // Each op has one argument struct and up to four functions of the same name:
 //   gradwire::op(stream, args)      public: enqueues on the stream, host or CUDA
 //   gradwire::host::op(args)        the host's fast path; runs on the stream's thread
-//   gradwire::cuda::op(stream, args)  kernels/cuda/*.cu; enqueues, never synchronizes
+//   gradwire::cuda::op(stream, args)  the family's .cu; enqueues, never synchronizes
 //   gradwire::reference::op(args)   scalar and obvious, in double where it helps; tests hold the other two to
 //   it
 // Argument structs hold raw device pointers and are copied; the memory must outlive the stream's work.

@@ -1,5 +1,5 @@
 // What a device has to provide behind Stream, Event and Buffer. Implemented in device.cpp (host) and
-// cuda/device.cpp.
+// device_cuda.cpp.
 #pragma once
 
 #include <memory>

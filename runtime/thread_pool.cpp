@@ -14,13 +14,14 @@
 #include <thread>
 #include <vector>
 
+#include "runtime/environment.h"
 #include "runtime/error.h"
 
 namespace gradwire {
 namespace {
 
 int default_threads() {
-  if (const char* text = std::getenv("GRADWIRE_THREADS"); text != nullptr && *text != '\0') {
+  if (const char* text = environment("GRADWIRE_THREADS")) {
     char* end = nullptr;
     long value = std::strtol(text, &end, 10);
     if (*end != '\0' || value < 1 || value > 4096) {

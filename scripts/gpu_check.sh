@@ -6,7 +6,7 @@
 #   GPU_CHECK_ONLY=REGEX scripts/gpu_check.sh    only the steps whose name matches, 'bench-training' for example
 #
 # Every GPU test; compute-sanitizer's memcheck, racecheck and initcheck over the kernels' tests; the benches, with
-# PyTorch's own code as the peer; registers and shared memory per kernel. Each step has a deadline, and a step that fails
+# PyTorch's own code as the baseline; registers and shared memory per kernel. Each step has a deadline, and a step that fails
 # or is missing a tool is in the table at the end and in the exit status: nothing is left out silently.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -131,13 +131,13 @@ step bench-kernels 120 "$bin/gradwire-bench" kernels --device cuda --cache cold 
   --json "$out/kernels.json"
 specs=(--compression bf16 --compression fp8 --compression powersgd:rank=1 --compression powersgd:rank=4
   --compression powersgd:rank=32)
-step bench-hook 100 "$bin/gradwire-bench" hook --model vit_l_32 --device cuda "${specs[@]}" --peer --json "$out/hook.json"
-step bench-orthonormalize 60 "$bin/gradwire-bench" orthonormalize --model vit_l_32 --device cuda --rank 4 --rank 32 --peer \
+step bench-hook 100 "$bin/gradwire-bench" hook --model vit_l_32 --device cuda "${specs[@]}" --baseline --json "$out/hook.json"
+step bench-orthonormalize 60 "$bin/gradwire-bench" orthonormalize --model vit_l_32 --device cuda --rank 4 --rank 32 --baseline \
   --json "$out/orthonormalize.json"
 
 # ViT-L/32's steps beside PyTorch's, eager and compiled; compiling takes most of the time.
 if "$python" -c 'import torch' 2> /dev/null; then
-  step bench-training 400 "$python" bench/gpu_peer.py --gradwire "$bin/gradwire" --json "$out/training.json"
+  step bench-training 400 "$python" bench/experiments/gpu_training.py --gradwire "$bin/gradwire" --json "$out/training.json"
 else
   absent bench-training "no PyTorch for $python"
 fi

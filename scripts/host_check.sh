@@ -5,8 +5,9 @@
 #   scripts/host_check.sh [OUTPUT FOLDER]    runs a build that is there
 #
 # Kernels against copy bandwidth, compression beside PyTorch's hooks, collectives beside gloo's own, and the same over
-# 1 Gb/s links (bench/shaped_link.sh; as root). The table at the end holds the goals and what was measured. Nothing else
-# should run meanwhile: ratios come from within a step, but a busy machine changes them too.
+# 1 Gb/s links (bench/harness/shaped_link.sh; as root). The table at the end holds the published numbers, the goals and what
+# was measured; it fails when one of them is missed (bench/harness/check.py, which `make bench-check` runs on fewer measurements).
+# Nothing else should run meanwhile: ratios come from within a step, but a busy machine changes them too.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 bench=build/bin/gradwire-bench
@@ -24,7 +25,7 @@ rm -f "$out"/*.json "$out"/*.log
   echo "memory: $(awk '/MemTotal/ {printf "%.0f GiB", $2 / 1048576}' /proc/meminfo)"
   echo "system: $(uname -sr), $(. /etc/os-release && echo "$PRETTY_NAME")"
   echo "compiler: $(c++ --version | head -1)"
-  $python -c 'import torch; print("peer: torch", torch.__version__)' 2> /dev/null || echo "peer: no torch"
+  $python -c 'import torch; print("baseline: torch", torch.__version__)' 2> /dev/null || echo "baseline: no torch"
   echo "load when it began: $(cut -d' ' -f1 /proc/loadavg)"
 } > "$out/machine.txt"
 cat "$out/machine.txt"
@@ -43,58 +44,24 @@ step() {
 }
 
 step kernels $bench kernels --device host --min-size 64K --max-size 256M --factor 16 --budget-ms 30
-step hook $bench hook --model vit_b_32 --device host --peer --steps 15 \
+step hook $bench hook --model vit_b_32 --device host --baseline --steps 15 \
   --compression bf16 --compression fp8 --compression powersgd:rank=1 --compression powersgd:rank=4
-step hook_resnet18 $bench hook --model resnet18 --device host --peer --steps 30 \
+step hook_resnet18 $bench hook --model resnet18 --device host --baseline --steps 30 \
   --compression powersgd:rank=1 --compression powersgd:rank=4
-step orthonormalize $bench orthonormalize --model vit_l_32 --device host --rank 4 --rank 32 --peer
+step orthonormalize $bench orthonormalize --model vit_l_32 --device host --rank 4 --rank 32 --baseline
 step collectives $bench collectives -b 256K -e 16M -f 8 -n 10 -w 2
-step shaped bench/shaped_link.sh --hosts 4 --rate 1gbit -- $bench collectives -b 25M -e 25M -n 10 -w 2
+step shaped bench/harness/shaped_link.sh --hosts 4 --rate 1gbit -- $bench collectives -b 25M -e 25M -n 10 -w 2
 
-$python - "$out" << 'END' > "$out/README.md"
-import json
-import pathlib
-import sys
-
-out = pathlib.Path(sys.argv[1])
-
-
-def rows(name):
-    path = out / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else []
-
-
-goals = []
-
-
-def goal(what, measured, least, unit):
-    goals.append((what, f"{measured:.3g}{unit}", f"{least}{unit}", "yes" if measured >= least else "no"))
-
-
-for row in rows("kernels"):
-    if (row["op"], row["variant"]) == ("bf16_encode", "residual") and row["size_bytes"] == 1 << 28:
-        goal("BF16 encode with residual, of copy bandwidth, 256 MiB", 100 * row["copy_fraction"], 75, " %")
-for row in rows("hook"):
-    for spec, least in (("powersgd:rank=1", 8), ("powersgd:rank=4", 5)):
-        if row["spec"] == spec and row["speedup"]:
-            goal(f"{spec} on {row['model']}, against PyTorch's hook", row["speedup"], least, "x")
-shaped = {(r["schedule"], r["spec"]): r for r in rows("shaped")}
-if shaped:
-    ring = shaped["ring", "fp32"]
-    goal("1 Gb/s, 4 hosts, 25 MiB: FP32 ring, of the link's 0.125 GB/s", 100 * ring["busbw_gbps"] / 0.125, 90, " %")
-    if ring["peer_time_us"]:
-        goal("the same, speed against gloo's own allreduce", ring["peer_time_us"] / ring["time_us"], 1, "x")
-    bf16 = shaped["ring", "bf16"]
-    goal("the same, BF16 ring's effective busbw over FP32's", ring["time_us"] / bf16["time_us"], 1.9, "x")
-    best = min((r for r in shaped.values() if r["spec"] == "powersgd:rank=4"), key=lambda r: r["time_us"])
-    goal(f"the same, PowerSGD rank 4 ({best['schedule']}) against FP32 ring", ring["time_us"] / best["time_us"], 15, "x")
-print("# Speed on the host\n\nMade by `scripts/host_check.sh`; commands and what they printed are in the `.log` files, "
-      "all numbers in the `.json` files\n([docs/benchmarks.md](../../benchmarks.md) says what they mean).\n")
-print("".join(f"    {line}\n" for line in (out / "machine.txt").read_text().splitlines()))
-print("| what | measured | goal | met |\n|---|---|---|---|")
-for cells in goals:
-    print("| " + " | ".join(cells) + " |")
-END
+{
+  echo "# Speed on the host"
+  echo
+  echo "Made by \`scripts/host_check.sh\`; commands and what they printed are in the \`.log\` files, all numbers in the \`.json\` files"
+  echo "([docs/benchmarks.md](../../benchmarks.md) says what they mean)."
+  echo
+  sed 's/^/    /' "$out/machine.txt"
+  echo
+  $python bench/harness/check.py judge "$out" --markdown || failed=$((failed + 1))
+} > "$out/README.md"
 echo
 cat "$out/README.md"
 [ $failed -eq 0 ]

@@ -11,10 +11,10 @@ required=(
 )
 optional=(
   "libgtest-dev:the tests" "libboost-context-dev:the tests that run CUDA kernels on the CPU"
-  "libbenchmark-dev:benchmarks" "libgloo-dev:processes over TCP"
+  "libgloo-dev:processes over TCP"
   "dataset-fashion-mnist:real images without a download (demo; --data fashion-mnist:DIR still works)"
   "python3-numpy:the oracles" "python3-torch:the oracles" "python3-torchvision:the oracles"
-  "python3-matplotlib:pictures (bench/plot.py)" "iproute2:slow links on one machine (bench/shaped_link.sh)"
+  "python3-matplotlib:pictures (bench/plots/plot.py)" "iproute2:slow links on one machine (bench/harness/shaped_link.sh)"
   "ccache:fast rebuilds" "git:version control"
 )
 

@@ -47,7 +47,7 @@ run_tests() {
 # would. Of the tests whose ranks are processes, ASan leaves out the cells of the fault matrix that wait or are like others,
 # and ThreadSanitizer all faults: after one, Gloo's buffers die in an order that only libgloo's own atomics show, and
 # Debian's libgloo is not built for it.
-elsewhere="simt|^kernel_table|oracle|^layers$|^ptx$|^bench|^kill$|NOT_BUILT"
+elsewhere="simt|^kernel_table|oracle|^layers$|^environment$|^paths$|^ptx$|^bench|^kill$|NOT_BUILT"
 layers=(kernels_tests collectives_tests trainer_tests)
 run_tests release --
 like_others="GlooFault\.|Gloo\.(AllToAll|ARankThat|ABusyPort)|FaultMatrix.*/(stopped|exits|returns|.*delay|corrupted_frame|wrong_[cs].*)_"

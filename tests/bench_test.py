@@ -72,7 +72,7 @@ class Step(BenchTest):
 class Kernels(BenchTest):
     def test_every_op_has_a_case(self):
         declared = set()
-        for header in (ROOT / "kernels").glob("*.h"):
+        for header in (ROOT / "kernels").rglob("*.h"):
             declared |= set(re.findall(r"^GW_DECLARE_(?:TYPED_)?OP\((\w+),", header.read_text(), re.M))
         self.assertIn("bf16_encode", declared)
         listed = self.run_bench("kernels", "--list").stdout.splitlines()
@@ -147,7 +147,7 @@ class Hook(BenchTest):
         self.assertLess(rows["powersgd:rank=2,ef=off"]["extra_bytes"], elements)
 
     def test_pytorch_in_the_same_run(self):
-        rows, out = self.hook("--peer", "--compression", "powersgd:rank=2", "--compression", "bf16", "--compression", "fp8")
+        rows, out = self.hook("--baseline", "--compression", "powersgd:rank=2", "--compression", "bf16", "--compression", "fp8")
         for spec, hook in (("powersgd:rank=2", "powerSGD_hook rank 2"), ("bf16", "bf16_compress_hook")):
             self.assertRegex(rows[spec]["peer"], "^torch .* " + hook)
             self.assertAlmostEqual(rows[spec]["speedup"], rows[spec]["peer_ms"] / rows[spec]["ms"])
@@ -164,17 +164,17 @@ class Hook(BenchTest):
         self.refuse(["hook", "--model", "vgg"], "'vgg'", "resnet50", "vit_l_32")
         self.refuse([*small, "--compression", "zip"], "unknown method 'zip'")
         self.refuse([*small, "--steps", "0"], "--steps")
-        self.refuse([*small, "--peer", "--python", "/nowhere/python"], "/nowhere/python", "No such file")
+        self.refuse([*small, "--baseline", "--python", "/nowhere/python"], "/nowhere/python", "No such file")
         python = self.folder / "python"
         python.write_text("#!/bin/sh\necho '{\"missing\": \"No module named torch\"}'\n")
         python.chmod(0o755)
-        self.refuse([*small, "--peer", "--python", python], "No module named torch", "python3-torch")
+        self.refuse([*small, "--baseline", "--python", python], "No module named torch", "python3-torch")
 
-    def test_a_peer_that_dies_is_an_error(self):
+    def test_a_baseline_that_dies_is_an_error(self):
         python = self.folder / "python"
         python.write_text("#!/bin/sh\necho 'that hurt' >&2\nexit 3\n")
         python.chmod(0o755)
-        result = self.run_bench("hook", "--model", "vit_tiny", "--device", "host", "--peer", "--python", python)
+        result = self.run_bench("hook", "--model", "vit_tiny", "--device", "host", "--baseline", "--python", python)
         self.assertEqual((result.returncode, result.stderr.count("\n")), (1, 1), result.stderr)
         self.assertIn("that hurt", result.stderr)
 
@@ -232,7 +232,7 @@ class Collectives(BenchTest):
             self.assertGreater(row["peer_time_us"], 0)
 
     def test_started_by_a_launcher(self):
-        common = [BENCH, "collectives", "-b", "4K", "-e", "4K", "-n", "2", "-w", "1", "--schedule", "two_shot", "--no-peer",
+        common = [BENCH, "collectives", "-b", "4K", "-e", "4K", "-n", "2", "-w", "1", "--schedule", "two_shot", "--no-baseline",
                   "--compression", "bf16", "--rendezvous", f"file://{self.folder}/meet", "--json", "out.json"]
         ranks = [subprocess.Popen(common, env=self.environment({"RANK": str(r), "WORLD_SIZE": "2"}), cwd=self.folder,
                                   stdout=subprocess.PIPE, text=True) for r in range(2)]
@@ -267,10 +267,10 @@ class Collectives(BenchTest):
 
 
 class ShapedLink(BenchTest):
-    """bench/shaped_link.sh: needs root and a machine that permits network namespaces; elsewhere it must say so."""
+    """bench/harness/shaped_link.sh: needs root and a machine that permits network namespaces; elsewhere it must say so."""
 
     def link(self, *arguments, prefix=()):
-        process = subprocess.Popen([*prefix, str(ROOT / "bench/shaped_link.sh"), *map(str, arguments)], text=True,
+        process = subprocess.Popen([*prefix, str(ROOT / "bench/harness/shaped_link.sh"), *map(str, arguments)], text=True,
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self.environment(None))
         stdout, stderr = process.communicate(timeout=120)
         result = subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
@@ -314,7 +314,7 @@ class ShapedLink(BenchTest):
         self.assertEqual(failed.returncode, 7)
         self.assertEqual(failed.stdout, "I am 0 of 2\n")
         self.assertIn("[host 1] I am 1 of 2", failed.stderr)
-        script = subprocess.Popen([ROOT / "bench/shaped_link.sh", "--hosts", "2", "--", "sh", "-c", "echo up; exec sleep 98765"],
+        script = subprocess.Popen([ROOT / "bench/harness/shaped_link.sh", "--hosts", "2", "--", "sh", "-c", "echo up; exec sleep 98765"],
                                   stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         self.assertEqual(script.stdout.readline(), "up\n")
         self.assertEqual(len(self.namespaces(script)), 3)
@@ -344,7 +344,7 @@ class Numerics(BenchTest):
 class Orthonormalize(BenchTest):
     def test_all_factors_of_a_model_beside_qr(self):
         rows, out = self.rows("orthonormalize", "--model", "vit_tiny", "--device", "host", "--rank", 2, "--rank", 4, "--steps",
-                              2, "--peer")
+                              2, "--baseline")
         self.assertEqual([row["rank"] for row in rows], [2, 4])
         for row in rows:
             self.assertEqual(list(row), ["model", "device", "rank", "matrices", "ms", "peer", "peer_ms", "speedup"])
@@ -359,7 +359,7 @@ class Orthonormalize(BenchTest):
 
 
 class Experiments(unittest.TestCase):
-    """The pure parts of bench/experiments.py; what it measures needs root and minutes."""
+    """The pure parts of bench/experiments/slow_links.py; what it measures needs root and minutes."""
 
     def setUp(self):
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="gradwire-bench-"))
@@ -367,8 +367,8 @@ class Experiments(unittest.TestCase):
         sys.path.insert(0, str(ROOT / "bench"))
         self.addCleanup(sys.path.pop, 0)
         sys.dont_write_bytecode = True
-        import experiments_report
-        self.report = experiments_report
+        from harness import report
+        self.report = report
 
     def item(self, who, method, step_ms, bucket_mb=None, phase="main", network="shaped", **more):
         return {"who": who, "method": method, "phase": phase, "network": network, "bucket_mb": bucket_mb,
@@ -445,7 +445,7 @@ class Experiments(unittest.TestCase):
             self.report.replace_section(page, "accuracy", "new")
 
     def test_what_the_command_refuses(self):
-        script = str(ROOT / "bench/experiments.py")
+        script = str(ROOT / "bench/experiments/slow_links.py")
         run = lambda *a: subprocess.run([sys.executable, script, *map(str, a)], capture_output=True, text=True, timeout=60)
         result = run("run", "--gradwire", "/nowhere/gradwire")
         self.assertEqual((result.returncode, len(result.stderr.splitlines())), (2, 1), result.stderr)

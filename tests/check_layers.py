@@ -3,9 +3,10 @@
 
 Between the top folders: trainer -> collectives -> kernels -> runtime, and never back. Between all folders below them, and
 bench's and the integrations': no cycles, so that each can be read, and tested, after those that it stands on. The order
-that follows is what `check_layers.py --print` shows. Also keeps the triple-chevron kernel launch in its one file,
-runtime/launch.cuh.
+that follows is what `check_layers.py --print` shows. bench's Python counts too, and has no cycles of modules either. Also keeps the
+triple-chevron kernel launch in its one file, runtime/launch.cuh.
 """
+import ast
 import collections
 import pathlib
 import re
@@ -56,8 +57,32 @@ def violations(root: pathlib.Path, graph: dict[str, dict[str, str]]) -> list[str
     return found
 
 
+def python_imports(root: pathlib.Path, graph: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """The graph of bench's Python modules; adds their folders' arrows to `graph`."""
+    modules: dict[str, dict[str, str]] = collections.defaultdict(dict)
+    for path in sorted((root / "bench").rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        modules[name]
+        for node in ast.walk(ast.parse(path.read_text(), name)):
+            names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+            if isinstance(node, ast.ImportFrom):  # from plots import style; from plots.style import plt
+                names = [node.module, *(f"{node.module}.{name}" for name in names)]
+            for imported in names:
+                # bench/ is on the path, and the script's own folder.
+                for at in (root / "bench", path.parent):
+                    file = at.joinpath(*imported.split(".")).with_suffix(".py")
+                    if file == path or not file.is_file():
+                        continue
+                    target = file.relative_to(root).as_posix()
+                    where = f"{name}:{node.lineno} imports {target}"
+                    modules[name].setdefault(target, where)
+                    if (folder := name.rpartition("/")[0]) != (into := target.rpartition("/")[0]):
+                        graph[folder].setdefault(into, where)
+    return modules
+
+
 def order(graph: dict[str, dict[str, str]]) -> tuple[list[str], list[str]]:
-    """Folders, each after those it includes, and the cycles that stand in the way of that."""
+    """Folders (or modules), each after those it includes, and the cycles that stand in the way of that."""
     done: list[str] = []
     cycles, path = [], []
 
@@ -66,7 +91,7 @@ def order(graph: dict[str, dict[str, str]]) -> tuple[list[str], list[str]]:
             return
         if folder in path:
             ring = path[path.index(folder):] + [folder]
-            cycles.append("a cycle of folders: " + "; ".join(graph[a][b] for a, b in zip(ring, ring[1:])))
+            cycles.append("a cycle: " + "; ".join(graph[a][b] for a, b in zip(ring, ring[1:])))
             return
         path.append(folder)
         for into in sorted(graph[folder]):
@@ -88,11 +113,13 @@ def main() -> int:
         return 1
     graph: dict[str, dict[str, str]] = collections.defaultdict(dict)
     found = violations(root, graph)
+    modules = python_imports(root, graph)
     folders, cycles = order(graph)
+    cycles += order(modules)[1]
     if "--print" in sys.argv:
         for folder in folders:
             print(f"{folder} -> {', '.join(sorted(graph[folder])) or 'nothing'}")
-    print("\n".join(found + cycles) or f"{files} files in {len(folders)} folders: every include points down, no cycles")
+    print("\n".join(found + cycles) or f"{files} files in {len(folders)} folders, {len(modules)} Python modules: every include points down, no cycles")
     return 1 if found or cycles else 0
 
 

@@ -1,5 +1,6 @@
 #include "collectives/transport/nccl.h"
 
+#include "runtime/environment.h"
 #include "runtime/error.h"
 
 #if defined(GRADWIRE_HAS_NCCL) && defined(GRADWIRE_HAS_CUDA)
@@ -7,7 +8,6 @@
 #include <cuda_runtime_api.h>
 
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 
 #include "collectives/transport/nccl_transport.h"
@@ -173,8 +173,7 @@ std::unique_ptr<Transport> make_nccl_transport(const NcclOptions& options) {
   std::unique_ptr<Membership> group;
   ncclUniqueId id;
   if (options.group.rendezvous == "nccl://") {
-    const char* address = std::getenv("NCCL_COMM_ID");
-    if (address == nullptr || *address == '\0') {
+    if (environment("NCCL_COMM_ID") == nullptr) {
       throw BadInput("rendezvous nccl:// needs NCCL_COMM_ID=host:port in every rank's environment");
     }
     if (ncclResult_t r = api.get_unique_id(&id); r != ncclSuccess)

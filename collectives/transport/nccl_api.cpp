@@ -4,8 +4,7 @@
 
 #include <dlfcn.h>
 
-#include <cstdlib>
-
+#include "runtime/environment.h"
 #include "runtime/error.h"
 
 namespace gradwire {
@@ -22,8 +21,8 @@ void find(void* library, Function& function, const char* symbol, bool required =
 }
 
 NcclApi load() {
-  const char* named = std::getenv("GRADWIRE_NCCL_LIBRARY");
-  const std::string library = named != nullptr && *named != '\0' ? named : "libnccl.so.2";
+  const char* named = environment("GRADWIRE_NCCL_LIBRARY");
+  const std::string library = named != nullptr ? named : "libnccl.so.2";
   void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
     const char* why = dlerror();

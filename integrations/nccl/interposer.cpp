@@ -8,13 +8,13 @@
 #include <nccl.h>
 
 #include <cstdio>
-#include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
 
 #include "integrations/nccl/compressed.h"
 #include "integrations/nccl/decide.h"
+#include "runtime/environment.h"
 #include "runtime/error.h"
 
 namespace gradwire::interposer {
@@ -42,7 +42,7 @@ struct Entry {
 };
 
 struct Interposer {
-  const Settings settings = Settings::read([](const char* name) { return std::getenv(name); });
+  const Settings settings = Settings::read(environment);
   std::mutex mutex;
   std::map<ncclComm_t, std::shared_ptr<Entry>> entries;
   std::once_flag said, group_said, capture_said;

@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(256)
   store<W>(partial + static_cast<int64_t>(blockIdx.y) * width + c, sum);
 }
 
-// Second stage, for up to two sums whose partial rows lie side by side: see vit_bias.cu.
+// Second stage, for up to two sums whose partial rows lie side by side: see vit/bias.cu.
 void combine_partial_sums(CudaStream stream, const float* partial, int64_t count, int64_t width,
                           bool accumulate, float* sum0, float* sum1);
 

@@ -1,4 +1,4 @@
-// Row-major matrix products on OpenBLAS (host; batches of small ones by host/small_gemm.cpp), cuBLASLt and
+// Row-major matrix products on OpenBLAS (host; batches of small ones by small_gemm.cpp), cuBLASLt and
 // cuBLAS (CUDA).
 //
 // C = alpha * op(A) op(B) + beta * C + bias, where op(A) is (m, k), op(B) is (k, n), C is (m, n), for `batch`

@@ -4,7 +4,7 @@
 #define GW_HD __host__ __device__ __forceinline__
 #elif defined(__GNUC__)
 #define GW_HD \
-  __attribute__((always_inline)) inline  // so that it takes on its caller's instruction set (host/simd.h)
+  __attribute__((always_inline)) inline  // so that it takes on its caller's instruction set (simd/simd.h)
 #else
 #define GW_HD inline
 #endif

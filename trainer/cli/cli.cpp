@@ -11,6 +11,7 @@
 #include <new>
 
 #include "collectives/communicator/communicator.h"
+#include "runtime/environment.h"
 #include "runtime/error.h"
 #include "trainer/cli/doctor.h"
 #include "trainer/cli/launcher.h"
@@ -185,7 +186,7 @@ void add_run_options(CLI::App& command, Options& o) {
       ->group("Output");
   add_number(command, "--log-every", o.log_every, "Off a terminal: steps between lines")->group("Output");
   add_path(command, "--trace", o.trace, "FILE",
-           "Write what each rank's streams did, and when, for ui.perfetto.dev or bench/plot.py")
+           "Write what each rank's streams did, and when, for ui.perfetto.dev or bench/plots/plot.py")
       ->group("Output");
   auto add_range = [&](const std::string& flag, std::optional<std::string>& target,
                        const std::string& about) {
@@ -441,6 +442,12 @@ int parse_and_run(int argc, char** argv) {
       ->type_name("FILE")
       ->group("Output");
 
+  bool show_environment = false;
+  doctor_command
+      ->add_flag("--environment", show_environment,
+                 "Show every environment variable that is read, its default and meaning, and nothing else")
+      ->group("Output");
+
   std::string first = argc > 1 ? argv[1] : "";
   if (!first.empty() && first[0] != '-' && first != "train" && first != "compare" && first != "doctor") {
     throw BadInput("unknown command '" + first + "'; there are train, compare and doctor");
@@ -453,6 +460,10 @@ int parse_and_run(int argc, char** argv) {
     return report((std::string(error.what()) + "; see gradwire --help").c_str(), kBadInput);
   }
   if (doctor_command->parsed()) {
+    if (show_environment) {
+      std::fputs(environment_text().c_str(), stdout);
+      return kDone;
+    }
     doctor(doctor_options);
     return kDone;
   }

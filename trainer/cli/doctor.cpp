@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <exception>
 #include <filesystem>
 #include <fstream>
@@ -23,16 +22,17 @@
 #include "collectives/transport/gloo.h"
 #include "collectives/transport/nccl.h"
 #include "runtime/device.h"
+#include "runtime/environment.h"
 #include "runtime/error.h"
 #include "runtime/thread_pool.h"
 #include "trainer/cli/launcher.h"
 #include "trainer/data/dataset.h"
 #include "trainer/log/console.h"
 #include "trainer/log/run_log.h"
+#include "trainer/log/table.h"
 #include "trainer/measure/network.h"
 #include "trainer/measure/peaks.h"
 #include "trainer/measure/ranks.h"
-#include "trainer/measure/table.h"
 #include "trainer/measure/topology.h"
 
 // Present in OpenBLAS only; another BLAS leaves it null.
@@ -96,7 +96,7 @@ std::string compiler() {
 std::string threads_text() {
   int threads = host_threads();
   return std::to_string(threads) + " compute threads, shared by the ranks of a process" +
-         (std::getenv("GRADWIRE_THREADS") != nullptr ? " (GRADWIRE_THREADS)" : "");
+         (environment("GRADWIRE_THREADS") != nullptr ? " (GRADWIRE_THREADS)" : "");
 }
 
 void add_cuda(Report& report) {
@@ -186,8 +186,7 @@ struct Machine {
 };
 
 Machine look_around() {
-  Machine machine{gpu_topology(), find_network(),
-                  nccl_settings([](const char* name) { return std::getenv(name); })};
+  Machine machine{gpu_topology(), find_network(), nccl_settings(environment)};
   machine.nccl.gpus = static_cast<int>(machine.gpus.addresses.size());
   machine.nccl.infiniband = machine.network.infiniband();
   machine.nccl.amd = cpu_name().find("AMD") != std::string::npos;

@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <charconv>
 #include <chrono>
-#include <cstdlib>
 #include <string_view>
 
 #include "collectives/communicator/communicator.h"
 #include "collectives/transport/gloo.h"
 #include "collectives/transport/nccl.h"
+#include "runtime/environment.h"
 #include "runtime/error.h"
 #include "runtime/thread_pool.h"
 
@@ -152,7 +152,7 @@ std::optional<Launch> detect_launcher(const Lookup& lookup) {
 }
 
 std::optional<Launch> detect_launcher() {
-  return detect_launcher([](const char* variable) { return std::getenv(variable); });
+  return detect_launcher(environment);
 }
 
 std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rendezvous, double timeout_s,
@@ -173,8 +173,7 @@ std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rend
 }
 
 void share_cores(const Launch& launch) {
-  const char* given = std::getenv("GRADWIRE_THREADS");
-  if (launch.local_world < 2 || (given != nullptr && *given != '\0')) return;
+  if (launch.local_world < 2 || environment("GRADWIRE_THREADS") != nullptr) return;
   const int usable = host_threads();
   // torchrun binds nothing, so whatever bounds this process bounds its siblings too.
   const bool bound = usable < sysconf(_SC_NPROCESSORS_ONLN) && launch.launcher.starts_with("mpirun");

@@ -1,10 +1,10 @@
 // Fashion-MNIST (and MNIST) from its four IDX files: big-endian magic 0x0000'08'DIMS (unsigned bytes, DIMS
 // dimensions), the dimensions as 32-bit numbers, then the bytes.
-#include <cstdlib>
 #include <filesystem>
 #include <iomanip>
 #include <sstream>
 
+#include "runtime/environment.h"
 #include "runtime/error.h"
 #include "trainer/data/dataset.h"
 #include "trainer/data/file.h"
@@ -100,7 +100,7 @@ Dataset read_split(const std::string& directory, const std::string& prefix) {
 
 std::string default_fashion_mnist_directory() {
   namespace fs = std::filesystem;
-  if (const char* root = std::getenv("GRADWIRE_DATA"); root != nullptr && *root != '\0') {
+  if (const char* root = environment("GRADWIRE_DATA")) {
     for (const fs::path& candidate : {fs::path(root) / "fashion-mnist", fs::path(root)}) {
       std::error_code ignored;
       if (fs::exists(find_idx(candidate.string(), "train-images-idx3-ubyte"), ignored))

@@ -7,6 +7,8 @@
 #include <cmath>
 #include <cstdarg>
 
+#include "trainer/log/table.h"
+
 namespace gradwire {
 namespace {
 
@@ -186,8 +188,8 @@ std::string shares_text(const RunSummary& summary) {
 }
 
 std::string compare_table(const std::vector<ComparedRun>& runs) {
-  std::vector<std::vector<std::string>> rows{{"compression", "test accuracy", "final loss", "step ms",
-                                              "images/s", "sent per step", "ratio", "exposed comm ms"}};
+  Table rows{{"compression", "test accuracy", "final loss", "step ms", "images/s", "sent per step", "ratio",
+              "exposed comm ms"}};
   for (const ComparedRun& run : runs) {
     const RunSummary& s = run.summary;
     rows.push_back({run.compression, percent(s.test_accuracy), format("%.4f", s.final_loss),
@@ -201,22 +203,7 @@ std::string compare_table(const std::vector<ComparedRun>& runs) {
     for (size_t i = 0; i < runs.size(); ++i)
       rows[i + 1].insert(rows[i + 1].begin() + 1, format("%g", runs[i].bucket_mb));
   }
-  std::vector<size_t> widths(rows[0].size());
-  for (const auto& row : rows) {
-    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
-  }
-  std::string text, rule;
-  for (size_t i = 0; i < widths.size(); ++i) rule += (i == 0 ? "" : "  ") + std::string(widths[i], '-');
-  for (size_t r = 0; r < rows.size(); ++r) {
-    for (size_t i = 0; i < rows[r].size(); ++i) {
-      std::string pad(widths[i] - rows[r][i].size(), ' ');
-      text +=
-          (i == 0 ? rows[r][i] + pad : "  " + pad + rows[r][i]);  // names to the left, numbers to the right
-    }
-    text += "\n";
-    if (r == 0) text += rule + "\n";
-  }
-  return text;
+  return table_text(rows, "", true);
 }
 
 }  // namespace gradwire

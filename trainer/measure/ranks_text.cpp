@@ -4,7 +4,7 @@
 
 #include "trainer/log/console.h"
 #include "trainer/measure/ranks.h"
-#include "trainer/measure/table.h"
+#include "trainer/log/table.h"
 
 namespace gradwire {
 namespace {

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "trainer/measure/table.h"
+#include "trainer/log/table.h"
 
 namespace gradwire {
 

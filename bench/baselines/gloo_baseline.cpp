@@ -1,0 +1,140 @@
+#include "bench/baselines/gloo_baseline.h"
+
+#ifdef GRADWIRE_HAS_GLOO
+#include <gloo/allreduce.h>
+#include <gloo/math.h>
+#include <gloo/rendezvous/context.h>
+#include <gloo/transport/tcp/device.h>
+#endif
+
+#include <netdb.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+
+#include "collectives/agreement/all_gather.h"
+#include "runtime/error.h"
+
+namespace gradwire::bench {
+
+std::string address_towards(const std::string& rendezvous) {
+  const std::string loopback = "127.0.0.1";
+  if (!rendezvous.starts_with("tcp://")) return loopback;
+  size_t colon = rendezvous.rfind(':');
+  std::string host = rendezvous.substr(6, colon - 6), port = rendezvous.substr(colon + 1);
+  if (host.starts_with("[")) host = host.substr(1, host.size() - 2);
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_DGRAM;
+  if (getaddrinfo(host.c_str(), port.c_str(), &hints, &found) != 0) return loopback;
+  // Connecting a UDP socket sends nothing; it only looks up the route.
+  std::string address = loopback;
+  int fd = socket(found->ai_family, SOCK_DGRAM, 0);
+  sockaddr_storage local{};
+  socklen_t length = sizeof local;
+  char text[NI_MAXHOST];
+  if (fd >= 0 && connect(fd, found->ai_addr, found->ai_addrlen) == 0 &&
+      getsockname(fd, reinterpret_cast<sockaddr*>(&local), &length) == 0 &&
+      getnameinfo(reinterpret_cast<sockaddr*>(&local), length, text, sizeof text, nullptr, 0,
+                  NI_NUMERICHOST) == 0) {
+    address = text;
+  }
+  if (fd >= 0) close(fd);
+  freeaddrinfo(found);
+  return address;
+}
+
+#ifdef GRADWIRE_HAS_GLOO
+namespace {
+
+// Gloo's ranks set one key each and read all others': all-gathers over the connections there are.
+class GatheringStore final : public ::gloo::rendezvous::Store {
+ public:
+  GatheringStore(Communicator& comm, const Stream& stream) : comm_(comm), stream_(stream) {}
+  void set(const std::string& key, const std::vector<char>& data) override {
+    auto keys = gather({key.begin(), key.end()}), values = gather(data);
+    for (size_t r = 0; r < keys.size(); ++r) values_[{keys[r].begin(), keys[r].end()}] = values[r];
+  }
+  std::vector<char> get(const std::string& key) override { return values_.at(key); }
+  void wait(const std::vector<std::string>& keys) override {
+    for (const std::string& key : keys) {
+      if (!values_.contains(key)) throw Error("gloo asks for a key that no rank has set: " + key);
+    }
+  }
+
+ private:
+  std::vector<std::vector<char>> gather(const std::vector<char>& mine) {
+    const std::string what = "addresses of the baseline's ranks";
+    auto lengths = all_gather(comm_.transport(), stream_, {static_cast<double>(mine.size())}, what);
+    std::vector<double> padded(mine.begin(), mine.end());
+    padded.resize(static_cast<size_t>((*std::max_element(lengths.begin(), lengths.end()))[0]));
+    std::vector<std::vector<char>> all;
+    for (const std::vector<double>& bytes : all_gather(comm_.transport(), stream_, padded, what)) {
+      auto& one = all.emplace_back();
+      for (double byte : bytes) one.push_back(static_cast<char>(byte));
+      one.resize(static_cast<size_t>(lengths[all.size() - 1][0]));
+    }
+    return all;
+  }
+
+  Communicator& comm_;
+  Stream stream_;
+  std::map<std::string, std::vector<char>> values_;
+};
+
+}  // namespace
+
+struct GlooBaseline::Impl {
+  Communicator& comm;
+  std::shared_ptr<::gloo::transport::Device> device;
+  std::shared_ptr<::gloo::rendezvous::Context> context;
+};
+
+GlooBaseline::GlooBaseline(Communicator& comm, const Stream& stream, const std::string& address,
+                           double timeout_s)
+    : impl_(new Impl{comm, nullptr, nullptr}) {
+  impl_->device = ::gloo::transport::tcp::CreateDevice(::gloo::transport::tcp::attr(address.c_str()));
+  impl_->context = std::make_shared<::gloo::rendezvous::Context>(comm.rank(), comm.world());
+  impl_->context->setTimeout(std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3)));
+  GatheringStore store(comm, stream);
+  impl_->context->connectFullMesh(store, impl_->device);
+}
+
+double GlooBaseline::time_us(int64_t count, int warmup, int iterations) {
+  std::vector<float> data(static_cast<size_t>(count));
+  ::gloo::AllreduceOptions options(impl_->context);
+  options.setOutput(data.data(), data.size());
+  void (*sum)(void*, const void*, const void*, size_t) = ::gloo::sum<float>;
+  options.setReduceFunction(sum);
+  for (int i = 0; i < warmup; ++i) ::gloo::allreduce(options);
+  impl_->comm.barrier();
+  auto start = std::chrono::steady_clock::now();
+  for (int i = 0; i < iterations; ++i) ::gloo::allreduce(options);
+  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count() /
+         iterations;
+}
+
+bool GlooBaseline::available() {
+  return true;
+}
+
+#else
+
+struct GlooBaseline::Impl {};
+GlooBaseline::GlooBaseline(Communicator&, const Stream&, const std::string&, double) {
+  throw Error("this build has no Gloo");
+}
+double GlooBaseline::time_us(int64_t, int, int) {
+  return 0;
+}
+bool GlooBaseline::available() {
+  return false;
+}
+
+#endif
+
+GlooBaseline::~GlooBaseline() = default;
+
+}  // namespace gradwire::bench

@@ -1,0 +1,160 @@
+#include "bench/baselines/pytorch_baseline.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "runtime/error.h"
+
+namespace gradwire::bench {
+
+extern const char* const kPyTorchHookScript;  // bench/baselines/pytorch_hook.py, put here by CMake
+
+namespace {
+
+// A file without a name that the child inherits; its path there is /proc/self/fd/<number>.
+int nameless_file(const char* name) {
+  int fd = memfd_create(name, 0);
+  if (fd < 0) throw Error(std::string("memfd_create: ") + std::strerror(errno));
+  return fd;
+}
+
+void write_all(int fd, const void* data, size_t bytes) {
+  for (const char* at = static_cast<const char*>(data); bytes > 0;) {
+    ssize_t n = write(fd, at, bytes);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) throw Error(std::string("write to the baseline: ") + std::strerror(errno));
+    at += n;
+    bytes -= static_cast<size_t>(n);
+  }
+}
+
+std::string last_line(int fd) {
+  std::string text;
+  char chunk[4096];
+  lseek(fd, 0, SEEK_SET);
+  for (ssize_t n; (n = read(fd, chunk, sizeof chunk)) > 0;) text.append(chunk, static_cast<size_t>(n));
+  while (!text.empty() && text.back() == '\n') text.pop_back();
+  return text.substr(text.rfind('\n') + 1);  // npos + 1 is 0
+}
+
+}  // namespace
+
+PyTorchBaseline::PyTorchBaseline(const std::string& python, Device device, int threads,
+                                 const std::vector<GradientTensor>& tensors, std::span<const float> data)
+    : python_(python) {
+  signal(SIGPIPE, SIG_IGN);  // a child that died shows in what write() returns
+  int file = nameless_file("gradients");
+  write_all(file, data.data(), data.size_bytes());
+  errors_ = nameless_file("errors");
+  nlohmann::json shapes = nlohmann::json::array();
+  for (const GradientTensor& t : tensors) shapes.push_back(t.shape);
+  nlohmann::json config = {{"device", device.is_host() ? "cpu" : device.name()},
+                           {"threads", threads},
+                           {"shapes", shapes},
+                           {"data", "/proc/self/fd/" + std::to_string(file)}};
+  std::string text = config.dump(), count = std::to_string(threads);
+  int in[2], out[2];
+  if (pipe2(in, O_CLOEXEC) != 0 || pipe2(out, O_CLOEXEC) != 0) throw Error("pipe2 failed");
+  const char* argv[] = {python_.c_str(), "-c", kPyTorchHookScript, text.c_str(), nullptr};
+  int parent = getpid();
+  pid_ = fork();
+  if (pid_ == 0) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != parent) _exit(127);
+    dup2(in[0], 0);
+    dup2(out[1], 1);
+    dup2(errors_, 2);
+    for (const char* variable : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}) {
+      setenv(variable, count.c_str(), 1);
+    }
+    execvp(argv[0], const_cast<char**>(argv));
+    dprintf(2, "%s: %s\n", argv[0], std::strerror(errno));
+    _exit(127);
+  }
+  close(in[0]);
+  close(out[1]);
+  close(file);
+  to_ = in[1];
+  from_ = out[0];
+  nlohmann::json hello = read_answer();
+  if (hello.contains("missing")) {
+    throw BadInput("--baseline: " + python_ + ": " + hello["missing"].get<std::string>() +
+                   "; install python3-torch and python3-numpy, or give --python one that has them");
+  }
+}
+
+PyTorchBaseline::~PyTorchBaseline() {
+  if (to_ >= 0) close(to_);
+  if (from_ >= 0) close(from_);
+  if (errors_ >= 0) close(errors_);
+  if (pid_ > 0) {
+    kill(pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+  }
+}
+
+bool PyTorchBaseline::has(const CompressionSpec& spec) {
+  if (spec.method == CompressionSpec::Method::powersgd) return spec.wire == kFp32;
+  return spec.wire == kBf16 && spec.rounding == Rounding::nearest;
+}
+
+std::string PyTorchBaseline::prepare(const CompressionSpec& spec) {
+  nlohmann::json options = {{"method", "bf16"}};
+  if (spec.method == CompressionSpec::Method::powersgd) {
+    options = {{"method", "powersgd"},
+               {"rank", spec.rank},
+               {"error_feedback", spec.error_feedback},
+               {"warm", spec.warm},
+               {"min_ratio", spec.min_ratio}};
+  }
+  return ask("prepare " + options.dump()).at("baseline").get<std::string>();
+}
+
+std::string PyTorchBaseline::prepare_qr() {
+  return ask("prepare " + nlohmann::json{{"method", "qr"}}.dump()).at("baseline").get<std::string>();
+}
+
+double PyTorchBaseline::run_ms() {
+  return ask("run").at("ms").get<double>();
+}
+
+nlohmann::json PyTorchBaseline::ask(const std::string& command) {
+  std::string line = command + "\n";
+  write_all(to_, line.data(), line.size());
+  return read_answer();
+}
+
+nlohmann::json PyTorchBaseline::read_answer() {
+  constexpr int kTimeoutMs = 300'000;
+  size_t end;
+  while ((end = received_.find('\n')) == std::string::npos) {
+    pollfd readable{from_, POLLIN, 0};
+    int ready = poll(&readable, 1, kTimeoutMs);
+    if (ready < 0 && errno == EINTR) continue;
+    if (ready == 0) throw Error("--baseline: " + python_ + " gave no answer for five minutes");
+    char chunk[4096];
+    ssize_t n = read(from_, chunk, sizeof chunk);
+    if (n <= 0) {
+      std::string why = "--baseline: " + python_ + " ended: " + last_line(errors_);
+      int status = 0;
+      waitpid(pid_, &status, 0);
+      pid_ = -1;
+      if (WIFEXITED(status) && WEXITSTATUS(status) == 127) throw BadInput(why);
+      throw Error(why);
+    }
+    received_.append(chunk, static_cast<size_t>(n));
+  }
+  nlohmann::json answer = nlohmann::json::parse(received_.substr(0, end));
+  received_.erase(0, end + 1);
+  return answer;
+}
+
+}  // namespace gradwire::bench

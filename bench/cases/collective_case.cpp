@@ -1,0 +1,187 @@
+#include "bench/cases/collective_case.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+
+#include "collectives/agreement/all_gather.h"
+#include "collectives/codec/codec.h"
+#include "kernels/math/random.h"
+#include "runtime/thread_pool.h"
+
+namespace gradwire::bench {
+namespace {
+
+constexpr int64_t kGrain = 1 << 16;
+
+// `count` floats as the gradients of a transformer's layers: matrices of up to 3072 x 768, and what is left
+// as a vector.
+std::vector<BucketTensor> tensors_of(int64_t count) {
+  const auto cols = std::min<int64_t>(768, static_cast<int64_t>(std::sqrt(static_cast<double>(count))));
+  std::vector<BucketTensor> tensors;
+  int64_t done = 0;
+  auto add = [&](int64_t rows, int64_t columns) {
+    auto index = static_cast<int32_t>(tensors.size());
+    tensors.push_back({"t" + std::to_string(index), rows, columns, done, index});
+    done += rows * columns;
+  };
+  while (cols > 1 && count - done >= cols) add(std::min<int64_t>(3072, (count - done) / cols), cols);
+  if (done < count) add(count - done, 1);
+  return tensors;
+}
+
+double hash_of(const std::vector<float>& values) {
+  uint64_t hash = 0xcbf29ce484222325ull;
+  for (float value : values) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    hash = (hash ^ bits) * 0x100000001b3ull;
+  }
+  return static_cast<double>(hash >> 12);
+}
+
+}  // namespace
+
+// A codec with all it needs: what the reducer keeps for one bucket.
+class CollectiveRank::Program {
+ public:
+  Program(CollectiveRank& rank, const CollectiveCase& c)
+      : stream_(rank.stream_), step_(make_buffer<uint64_t>(rank.comm_.device(), 1)) {
+    fill_zero(stream_, step_.data(), step_.bytes());
+    const int world = rank.comm_.world();
+    BucketContext context;
+    context.transport = &rank.comm_.transport();
+    context.spec = c.spec;
+    context.schedule =
+        make_schedule(c.spec.schedule, world, {.nodes = 0, .per_node = rank.settings_.per_node});
+    context.stream = stream_;
+    context.elements = c.size_bytes / 4;
+    context.tensors = tensors_of(context.elements);
+    context.gradients = rank.data_.as<float>();
+    context.scale = 1.0f / static_cast<float>(world);
+    context.rounding_seed = static_cast<uint64_t>(rank.comm_.rank()) + 1;
+    context.step = step_.as<const uint64_t>();
+    context.name = "the benchmark";
+    if (rank.settings_.slice_bytes > 0) context.transfers = rank.comm_.transfers();
+    context.slice_bytes = rank.settings_.slice_bytes;
+    fp32_bytes_ =
+        4.0 * static_cast<double>(elements_sent(context.schedule, rank.comm_.rank(), context.elements));
+    codec_ = make_codec(context);
+    workspace_ = Buffer(rank.comm_.device(), codec_->workspace_bytes());
+    codec_->bind(workspace_.data());
+  }
+  void run() {
+    codec_->run(stream_, steps_++);
+    increment(stream_, step_.as<uint64_t>());
+  }
+  double fp32_bytes() const { return fp32_bytes_; }
+
+ private:
+  Stream stream_;
+  Buffer step_, workspace_;
+  std::unique_ptr<Codec> codec_;
+  int64_t steps_ = 0;
+  double fp32_bytes_ = 0;
+};
+
+CollectiveRank::CollectiveRank(Communicator& comm, const CollectiveSettings& settings)
+    : comm_(comm), settings_(settings), stream_(Stream::create(comm.device(), "bench")) {}
+
+float CollectiveRank::value(Values kind, int rank, int64_t i) const {
+  const auto seed = static_cast<uint64_t>(rank) + 1, counter = static_cast<uint64_t>(i);
+  if (kind == Values::normal) return rough_normal(philox(seed, 0, counter));
+  // -1, 0 or 1, and of many ranks only 15 are not zero: no sum of some of them is beyond 15, so that BF16 and
+  // FP8 hold every one exactly.
+  if ((i + rank) % comm_.world() >= 15) return 0.0f;
+  uint64_t mixed = (counter * 0x9e3779b97f4a7c15ull + seed) * 0xff51afd7ed558ccdull;
+  return static_cast<float>(static_cast<int>((mixed >> 33) % 3) - 1);
+}
+
+void CollectiveRank::fill(Values kind, int64_t count) {
+  if (static_cast<int64_t>(data_.bytes()) < 4 * count) data_ = make_buffer<float>(comm_.device(), count);
+  std::vector<float> values(static_cast<size_t>(count));
+  parallel_for(count, kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) values[i] = value(kind, comm_.rank(), i);
+  });
+  to_device(stream_, data_.as<float>(), std::span<const float>(values));
+}
+
+const std::vector<double>& CollectiveRank::exact_means(Values kind, int64_t count) {
+  if (means_kind_ == kind && static_cast<int64_t>(means_.size()) == count) return means_;
+  means_.assign(static_cast<size_t>(count), 0.0);
+  means_kind_ = kind;
+  const float scale = 1.0f / static_cast<float>(comm_.world());
+  parallel_for(count, kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      double sum = 0;
+      for (int r = 0; r < comm_.world(); ++r) sum += value(kind, r, i);
+      // Integers are compared bit for bit, so their mean is rounded as the contract says: once, in FP32.
+      means_[i] = kind == Values::integers ? static_cast<float>(sum) * scale : sum / comm_.world();
+    }
+  });
+  return means_;
+}
+
+CollectiveResult CollectiveRank::run(const CollectiveCase& c) {
+  struct Mine {
+    double time_us, wire_bytes, fp32_bytes, wrong, error2, norm2;
+    double hash;  // of 52 bits, so that a double holds it
+  } mine{};
+  const int64_t count = c.size_bytes / 4;
+  const bool exact = c.spec.method == CompressionSpec::Method::wire;
+  auto result_of_first_step = [&](Values kind) {
+    fill(kind, count);
+    Program program(*this, c);
+    program.run();
+    return to_host(stream_, data_.as<const float>(), count);
+  };
+  if (settings_.check) {
+    std::vector<float> result = result_of_first_step(Values::normal);
+    mine.hash = hash_of(result);
+    const std::vector<double>& means = exact_means(Values::normal, count);
+    for (int64_t i = 0; i < count; ++i) {
+      double difference = result[i] - means[i];
+      mine.error2 += difference * difference;
+      mine.norm2 += means[i] * means[i];
+      mine.wrong += std::isfinite(result[i]) ? 0 : 1;
+    }
+  }
+  if (settings_.check && exact) {
+    std::vector<float> result = result_of_first_step(Values::integers);
+    const std::vector<double>& means = exact_means(Values::integers, count);
+    for (int64_t i = 0; i < count; ++i) mine.wrong += result[i] == static_cast<float>(means[i]) ? 0 : 1;
+  }
+  fill(Values::normal, count);
+  Program program(*this, c);
+  for (int i = 0; i < settings_.warmup; ++i) program.run();
+  stream_.synchronize();
+  comm_.barrier();
+  uint64_t sent_before = comm_.bytes_sent();
+  auto start = std::chrono::steady_clock::now();
+  for (int i = 0; i < settings_.iterations; ++i) program.run();
+  stream_.synchronize();
+  mine.time_us = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count() /
+                 settings_.iterations;
+  mine.wire_bytes = static_cast<double>(comm_.bytes_sent() - sent_before) / settings_.iterations;
+  mine.fp32_bytes = program.fp32_bytes();
+
+  CollectiveResult all;
+  auto ranks = all_gather(
+      comm_.transport(), stream_,
+      {mine.time_us, mine.wire_bytes, mine.fp32_bytes, mine.wrong, mine.error2, mine.norm2, mine.hash},
+      "results of the benchmark");
+  for (const std::vector<double>& numbers : ranks) {
+    const Mine r{numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6]};
+    all.time_us = std::max(all.time_us, r.time_us);
+    all.wire_bytes = std::max(all.wire_bytes, r.wire_bytes);
+    all.fp32_bytes = std::max(all.fp32_bytes, r.fp32_bytes);
+    all.wrong += r.wrong;
+    // Ranks that ended with other bits than rank 0 are wrong as a whole.
+    if (r.hash != ranks[0].back()) all.wrong += static_cast<double>(count);
+    all.rel_error = std::max(all.rel_error, std::sqrt(r.error2 / std::max(r.norm2, 1e-300)));
+  }
+  return all;
+}
+
+}  // namespace gradwire::bench

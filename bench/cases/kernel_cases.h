@@ -1,0 +1,75 @@
+// Every op of kernels/ as a benchmark case: one entry each in kernel_cases.cpp and its neighbours.
+//
+// To add one: write a function that lays out the op's arguments for about `size` bytes of its main array, and
+// list it in its family's table. tests/bench_test.py fails for an op that has none.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "bench/harness/measure.h"
+
+namespace gradwire::bench {
+
+// Memory of one device, handed out piece by piece and taken back all at once: pages are touched once, not
+// once per case.
+class Arena {
+ public:
+  Arena(const Stream& stream, int64_t bytes);
+
+  const Stream& stream() const { return stream_; }
+  void reset();
+  // Normal draws (the same million again and again), zeros, or one value; 256-byte aligned. All throw Error
+  // when the arena is full, which names `kArenaPerSize`.
+  float* normal(int64_t count);
+  template <typename T>
+  T* zeros(int64_t count) {
+    return static_cast<T*>(take(count * static_cast<int64_t>(sizeof(T))));
+  }
+  float* filled(int64_t count, float value);
+  // Lives until reset().
+  template <typename T, typename... Args>
+  T* make(Args&&... args) {
+    auto object = std::make_shared<T>(std::forward<Args>(args)...);
+    kept_.push_back(object);
+    return object.get();
+  }
+
+ private:
+  void* take(int64_t bytes);
+  float* repeated(int64_t count, std::span<const float> pattern);
+
+  Stream stream_;
+  Buffer memory_;
+  int64_t used_ = 0;
+  std::vector<float> normal_;
+  std::vector<std::shared_ptr<void>> kept_;
+};
+
+// How many bytes of arena a case may take per byte of `size`.
+inline constexpr int64_t kArenaPerSize = 9;
+
+// An op with its arguments, ready to be launched again and again on the same memory.
+struct Problem {
+  Work launch;
+  double bytes = 0;  // read and written by one launch, as the op's header states
+  double flops = 0;  // of products; 0 where memory is all there is
+  std::string shape;
+};
+
+struct KernelCase {
+  const char* op;       // as in GW_DECLARE_OP
+  const char* variant;  // "" when there is one only
+  const char* family;   // its header
+  Problem (*make)(Arena& arena, int64_t size);
+};
+
+std::span<const KernelCase> wire_cases();      // bf16, fp8, fp32, pack, optimizer
+std::span<const KernelCase> powersgd_cases();  // powersgd, orthonormalize
+std::span<const KernelCase> model_cases();     // gemm, vit
+std::vector<KernelCase> kernel_cases();        // all of them
+
+}  // namespace gradwire::bench

@@ -1,0 +1,196 @@
+// Cases of PowerSGD: `size` bytes of gradients, as the matrices of a ViT-B's layers when they fit, as one
+// square matrix when they don't.
+#include <cmath>
+
+#include "bench/cases/kernel_cases.h"
+#include "kernels/gemm/gemm.h"
+#include "kernels/powersgd/orthonormalize.h"
+#include "kernels/powersgd/powersgd.h"
+
+namespace gradwire::bench {
+namespace {
+
+struct Matrices {
+  const MatrixTable* table;
+  float *grad, *residual, *p, *q;
+  int32_t* flags;
+  void* workspace;
+  std::string shape;
+};
+
+Matrices matrices(Arena& arena, int64_t size, int rank) {
+  // MLP, MLP, in_proj, out_proj.
+  constexpr std::pair<int32_t, int32_t> kLayer[] = {{3072, 768}, {768, 3072}, {2304, 768}, {768, 768}};
+  std::vector<MatrixDescriptor> list;
+  int64_t offset = 0, p = 0, q = 0;
+  auto add = [&](int32_t rows, int32_t cols) {
+    list.push_back(
+        {offset, p, q, rows, cols, std::min({rank, rows, cols}), static_cast<int32_t>(list.size())});
+    offset += int64_t{rows} * cols;
+    p += int64_t{rows} * list.back().rank;
+    q += int64_t{cols} * list.back().rank;
+  };
+  for (size_t i = 0;; ++i) {
+    auto [rows, cols] = kLayer[i % std::size(kLayer)];
+    if ((offset + int64_t{rows} * cols) * 4 > size) break;
+    add(rows, cols);
+  }
+  if (list.empty()) {
+    auto side = static_cast<int32_t>(std::sqrt(static_cast<double>(size / 4)));
+    add(side, side);
+  }
+  Matrices m{};
+  m.shape = list.size() == 1 ? std::to_string(list[0].rows) + "x" + std::to_string(list[0].cols)
+                             : std::to_string(list.size()) + " matrices";
+  m.shape += " r" + std::to_string(list[0].rank);
+  m.table = arena.make<MatrixTable>(arena.stream(), std::move(list));
+  m.grad = arena.normal(offset);
+  m.residual = arena.normal(offset);
+  m.p = arena.normal(p);
+  m.q = arena.normal(q);
+  m.flags = arena.zeros<int32_t>(m.table->count());
+  m.workspace =
+      arena.zeros<char>(static_cast<int64_t>(powersgd_workspace_bytes(arena.stream().device(), *m.table)));
+  return m;
+}
+
+double passes(const Matrices& m, double bytes_per_element) {
+  return bytes_per_element * static_cast<double>(m.table->elements());
+}
+double product(const Matrices& m) {
+  double flops = 0;
+  for (const MatrixDescriptor& d : m.table->host()) flops += 2.0 * d.rows * d.cols * d.rank;
+  return flops;
+}
+
+template <int kRank>
+Problem project(Arena& arena, int64_t size) {
+  Matrices m = matrices(arena, size, kRank);
+  PowerSgdProject args{m.table, m.grad, m.residual, m.q, m.p, m.workspace};
+  return {[args](const Stream& s) { powersgd_project(s, args); }, passes(m, 12), product(m), m.shape};
+}
+
+template <int kRank>
+Problem back_project(Arena& arena, int64_t size) {
+  Matrices m = matrices(arena, size, kRank);
+  // Without orthonormal columns the residual would grow from launch to launch.
+  orthonormalize(arena.stream(), {.table = m.table, .in = m.p, .out = m.p, .flags = m.flags});
+  PowerSgdBackProject args{m.table, m.grad, m.residual, m.p, m.q, m.flags, m.workspace};
+  return {[args](const Stream& s) { powersgd_back_project(s, args); }, passes(m, 8), 2 * product(m), m.shape};
+}
+
+template <int kRank>
+Problem reconstruct(Arena& arena, int64_t size) {
+  Matrices m = matrices(arena, size, kRank);
+  PowerSgdReconstruct args{.table = m.table, .p = m.p, .q = m.q, .grad = m.grad, .flags = m.flags};
+  return {[args](const Stream& s) { powersgd_reconstruct(s, args); }, passes(m, 4), product(m), m.shape};
+}
+
+template <int kRank>
+Problem put_back(Arena& arena, int64_t size) {
+  Matrices m = matrices(arena, size, kRank);
+  PowerSgdReconstruct args{.table = m.table,
+                           .p = m.p,
+                           .q = m.q,
+                           .grad = m.grad,
+                           .flags = m.flags,
+                           .q_lost = arena.normal(m.table->q_elements()),
+                           .residual = m.residual};
+  return {[args](const Stream& s) { powersgd_reconstruct(s, args); }, passes(m, 12), 2 * product(m), m.shape};
+}
+
+// The same products by the BLAS library, one call per matrix: what would have to be faster than the passes
+// above for it to pay. P = M Q and Q = M^T P read M once more than the passes do, which form M or leave E on
+// the way.
+enum class Product { project, back_project, residual };
+template <Product kProduct, int kRank>
+Problem by_library(Arena& arena, int64_t size) {
+  Matrices m = matrices(arena, size, kRank);
+  std::vector<Gemm> calls;
+  for (const MatrixDescriptor& d : m.table->host()) {
+    float *matrix = m.residual + d.offset, *p = m.p + d.p_offset, *q = m.q + d.q_offset;
+    Gemm g{.m = d.rows,
+           .n = d.rank,
+           .k = d.cols,
+           .a = matrix,
+           .lda = d.cols,
+           .b = q,
+           .ldb = d.rank,
+           .c = p,
+           .ldc = d.rank};
+    if constexpr (kProduct == Product::back_project) {
+      g = {.transpose_a = true,
+           .m = d.cols,
+           .n = d.rank,
+           .k = d.rows,
+           .a = matrix,
+           .lda = d.cols,
+           .b = p,
+           .ldb = d.rank};
+      g.c = q;
+      g.ldc = d.rank;
+    } else if constexpr (kProduct == Product::residual) {
+      g = {.transpose_b = true,
+           .m = d.rows,
+           .n = d.cols,
+           .k = d.rank,
+           .a = p,
+           .lda = d.rank,
+           .b = q,
+           .ldb = d.rank};
+      g.alpha = -1e-6f;
+      g.beta = 1.0f;
+      g.c = matrix;
+      g.ldc = d.cols;
+    }
+    calls.push_back(g);
+  }
+  const double bytes = kProduct == Product::residual ? 8 : 4;
+  return {[calls](const Stream& s) {
+            for (const Gemm& g : calls) gemm(s, g);
+          },
+          passes(m, bytes), product(m), m.shape};
+}
+
+// All P of those matrices; one pass over them, which is what random columns take.
+template <int kRank>
+Problem orthonormal(Arena& arena, int64_t size) {
+  Matrices m = matrices(arena, size, kRank);
+  float* out = arena.zeros<float>(m.table->p_elements());
+  Orthonormalize args{.table = m.table, .which = Factor::p, .in = m.p, .out = out, .flags = m.flags};
+  return {[args](const Stream& s) { orthonormalize(s, args); },
+          12.0 * static_cast<double>(m.table->p_elements()), 0, m.shape};
+}
+
+constexpr KernelCase kCases[] = {
+    {"powersgd_project", "rank 1", "powersgd", project<1>},
+    {"powersgd_project", "rank 4", "powersgd", project<4>},
+    {"powersgd_project", "rank 32", "powersgd", project<32>},
+    {"powersgd_project", "rank 64", "powersgd", project<64>},
+    {"powersgd_back_project", "rank 1", "powersgd", back_project<1>},
+    {"powersgd_back_project", "rank 4", "powersgd", back_project<4>},
+    {"powersgd_back_project", "rank 32", "powersgd", back_project<32>},
+    {"powersgd_back_project", "rank 64", "powersgd", back_project<64>},
+    {"powersgd_reconstruct", "rank 1", "powersgd", reconstruct<1>},
+    {"powersgd_reconstruct", "rank 4", "powersgd", reconstruct<4>},
+    {"powersgd_reconstruct", "rank 32", "powersgd", reconstruct<32>},
+    {"powersgd_reconstruct", "rank 64", "powersgd", reconstruct<64>},
+    {"powersgd_reconstruct", "rank 4, lossy wire", "powersgd", put_back<4>},
+    {"gemm", "P = M Q, rank 32", "powersgd-blas", by_library<Product::project, 32>},
+    {"gemm", "P = M Q, rank 64", "powersgd-blas", by_library<Product::project, 64>},
+    {"gemm", "Q = M^T P, rank 32", "powersgd-blas", by_library<Product::back_project, 32>},
+    {"gemm", "Q = M^T P, rank 64", "powersgd-blas", by_library<Product::back_project, 64>},
+    {"gemm", "E -= P Q^T, rank 32", "powersgd-blas", by_library<Product::residual, 32>},
+    {"gemm", "E -= P Q^T, rank 64", "powersgd-blas", by_library<Product::residual, 64>},
+    {"orthonormalize", "rank 1", "orthonormalize", orthonormal<1>},
+    {"orthonormalize", "rank 4", "orthonormalize", orthonormal<4>},
+    {"orthonormalize", "rank 32", "orthonormalize", orthonormal<32>},
+};
+
+}  // namespace
+
+std::span<const KernelCase> powersgd_cases() {
+  return kCases;
+}
+
+}  // namespace gradwire::bench

@@ -1,0 +1,273 @@
+// gradwire-bench hook: what compression costs a step, without communication: everything between a bucket of
+// gradients and the bucket of averaged gradients in a world of 1, beside PyTorch's own hook.
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <thread>
+
+#include "bench/baselines/pytorch_baseline.h"
+#include "bench/cases/models.h"
+#include "bench/commands/commands.h"
+#include "bench/harness/measure.h"
+#include "bench/harness/text.h"
+#include "collectives/codec/codec.h"
+#include "collectives/communicator/communicator.h"
+#include "kernels/math/random.h"
+#include "kernels/wire/formats.h"
+#include "runtime/error.h"
+#include "runtime/thread_pool.h"
+#include "trainer/log/run_log.h"
+
+namespace gradwire::bench {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Options {
+  std::string model = "vit_b_32";
+  std::string device = "auto";
+  std::vector<std::string> compression;
+  bool baseline = false;
+  std::string python = "/usr/bin/python3";
+  int steps = 10, threads = 0;
+  std::string json;
+};
+
+// The gradients of a model in one bucket, and what they are at the start of every step.
+struct GradientSet {
+  std::vector<GradientTensor> tensors;
+  std::vector<int64_t> offsets;  // 16-byte aligned, as in the reducer
+  int64_t elements = 0;          // without gaps
+  int64_t padded = 0;            // with them
+  std::vector<float> values;     // without gaps
+  Buffer fresh, gradients;
+
+  GradientSet(const std::string& model, const Stream& stream) : tensors(gradients_of(model)) {
+    for (const GradientTensor& t : tensors) {
+      offsets.push_back(padded);
+      padded += (elements_of(t) + 3) / 4 * 4;
+    }
+    elements = elements_of(tensors);
+    values.resize(static_cast<size_t>(elements));
+    parallel_for(elements, 1 << 16, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) values[i] = rough_normal(philox(1, 0, static_cast<uint64_t>(i)));
+    });
+    fresh = make_buffer<float>(stream.device(), padded);
+    gradients = make_buffer<float>(stream.device(), padded);
+    fill_zero(stream, fresh.data(), fresh.bytes());
+    const float* from = values.data();
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      auto count = elements_of(tensors[i]);
+      copy(stream, fresh.as<float>() + offsets[i], from, static_cast<size_t>(count) * 4);
+      from += count;
+    }
+    stream.synchronize();
+  }
+
+  void restore(const Stream& stream) const {
+    copy(stream, gradients.data(), fresh.data(), fresh.bytes());
+    stream.synchronize();
+  }
+};
+
+// The compress and decompress path of one spec.
+class Path {
+ public:
+  virtual ~Path() = default;
+  virtual void run(const Stream& stream) = 0;
+  virtual int64_t extra_bytes() const = 0;
+  // Bytes per element that cannot be avoided.
+  virtual double floor_bytes() const = 0;
+};
+
+// A wire format: gradient + residual -> wire, residual; wire -> gradient. Two passes, as there are when the wire
+// has been somewhere in between.
+class WirePath final : public Path {
+ public:
+  WirePath(const CompressionSpec& spec, const GradientSet& set, const Stream& stream)
+      : format_(spec.wire),
+        residual_(make_buffer<float>(stream.device(), spec.error_feedback ? set.padded : 0)),
+        wire_(stream.device(), static_cast<size_t>(format_->bytes(set.padded))) {
+    fill_zero(stream, residual_.data(), residual_.bytes());
+    fill_zero(stream, wire_.data(), wire_.bytes());
+    encode_ = {.own = set.gradients.as<const float>(),
+               .residual = residual_.as<float>(),
+               .wire = wire_.data(),
+               .count = set.padded};
+    encode_.rounding.mode = spec.rounding;
+    decode_ = {.wire = wire_.data(), .out = set.gradients.as<float>(), .count = set.padded};
+  }
+  void run(const Stream& stream) override {
+    format_->reduce_encode(stream, encode_);
+    format_->decode(stream, decode_);
+  }
+  int64_t extra_bytes() const override { return static_cast<int64_t>(residual_.bytes() + wire_.bytes()); }
+  double floor_bytes() const override { return 8 + 2 * format_->bytes_per_value() + (residual_ ? 8 : 0); }
+
+ private:
+  const Wire format_;
+  Buffer residual_, wire_;
+  ReduceEncode encode_;
+  Decode decode_;
+};
+
+// What the reducer runs for a bucket, on a transport that has nobody to talk to.
+class CodecPath final : public Path {
+ public:
+  CodecPath(const CompressionSpec& spec, const GradientSet& set, const Stream& stream)
+      : comm_(Communicator::create_single(stream.device())),
+        step_(make_buffer<uint64_t>(stream.device(), 1)),
+        spec_(spec) {
+    fill_zero(stream, step_.data(), step_.bytes());
+    BucketContext context;
+    context.transport = &comm_->transport();
+    context.spec = spec;
+    context.schedule = ring(1);
+    context.stream = stream;
+    for (size_t i = 0; i < set.tensors.size(); ++i) {
+      const GradientTensor& t = set.tensors[i];
+      int64_t count = elements_of(t), rows = t.shape.size() < 2 ? count : t.shape[0];
+      context.tensors.push_back({t.name, rows, count / rows, set.offsets[i], static_cast<int32_t>(i)});
+    }
+    context.gradients = set.gradients.as<float>();
+    context.elements = set.padded;
+    context.step = step_.as<const uint64_t>();
+    context.name = "the model";
+    codec_ = make_codec(context);
+    workspace_ = Buffer(stream.device(), codec_->workspace_bytes());
+    codec_->bind(workspace_.data());
+  }
+  void run(const Stream& stream) override { codec_->run(stream, spec_.start + steps_++); }
+  int64_t extra_bytes() const override {
+    return codec_->state_bytes() + static_cast<int64_t>(workspace_.bytes());
+  }
+  double floor_bytes() const override {
+    if (spec_.method != CompressionSpec::Method::powersgd) return 0;
+    if (!spec_.error_feedback) return 12;
+    return spec_.wire->exact ? 24 : 32;
+  }
+
+ private:
+  std::unique_ptr<Communicator> comm_;
+  Buffer step_, workspace_;
+  std::unique_ptr<Codec> codec_;
+  CompressionSpec spec_;
+  int64_t steps_ = 0;
+};
+
+std::unique_ptr<Path> make_path(const CompressionSpec& spec, const GradientSet& set, const Stream& stream) {
+  if (spec.method == CompressionSpec::Method::wire && !spec.wire->exact) {
+    return std::make_unique<WirePath>(spec, set, stream);
+  }
+  return std::make_unique<CodecPath>(spec, set, stream);
+}
+
+double run_ours_us(Path& path, const GradientSet& set, const Stream& stream) {
+  set.restore(stream);
+  auto start = Clock::now();
+  path.run(stream);
+  stream.synchronize();
+  return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
+}
+
+nlohmann::ordered_json measure(const Options& o, const CompressionSpec& spec, const GradientSet& set,
+                               DeviceUnderTest& device, PyTorchBaseline* baseline) {
+  constexpr int kWarmUp = 3;
+  // OpenMP's threads spin for a moment after their work is done; ours should not run beside them.
+  constexpr std::chrono::milliseconds kPause{20};
+  const Stream& stream = device.stream();
+  std::unique_ptr<Path> path = make_path(spec, set, stream);
+  std::string baseline_name;
+  if (baseline != nullptr && PyTorchBaseline::has(spec)) baseline_name = baseline->prepare(spec);
+  std::vector<double> ours, theirs, copies;  // before, halfway, after
+  const int64_t like_powersgd = 24 * set.elements;
+  for (int step = -kWarmUp; step < o.steps; ++step) {
+    std::this_thread::sleep_for(kPause);
+    if (step == 0 || step == o.steps / 2) copies.push_back(device.copy_gbps(like_powersgd, true));
+    double us = run_ours_us(*path, set, stream);
+    if (step < 0) continue;
+    ours.push_back(us);
+    if (!baseline_name.empty()) theirs.push_back(baseline->run_ms() * 1e3);
+  }
+  copies.push_back(device.copy_gbps(like_powersgd, true));
+  std::sort(copies.begin(), copies.end());
+  const double copy_gbps = copies[copies.size() / 2];
+  Timing our = summarize(ours), their = summarize(theirs);
+  double floor_ms = path->floor_bytes() * static_cast<double>(set.elements) / copy_gbps / 1e6;
+  nlohmann::ordered_json row = {{"spec", spec.to_string()},  {"device", device.device().name()},
+                                {"model", o.model},          {"elements", set.elements},
+                                {"ms", our.median_us / 1e3}, {"floor_ms", floor_ms},
+                                {"copy_gbps", copy_gbps},    {"extra_bytes", path->extra_bytes()},
+                                {"peer", nullptr},           {"peer_ms", nullptr},
+                                {"speedup", nullptr}};
+  std::string their_text = "-", their_least = "-", ratio = "-";
+  if (!baseline_name.empty()) {
+    double speedup = their.median_us / our.median_us;
+    row["peer"] = baseline_name;
+    row["peer_ms"] = their.median_us / 1e3;
+    row["speedup"] = speedup;
+    their_text = number(their.median_us / 1e3, 2);
+    their_least = number(their.min_us / 1e3, 2);
+    ratio = number(speedup, 2) + "x";
+  }
+  std::printf("%-28s %9s %9s %9s %8s %10s %9s %9s %8s  %s\n", spec.to_string().c_str(),
+              number(our.median_us / 1e3, 2).c_str(), number(our.min_us / 1e3, 2).c_str(),
+              number(floor_ms, 2).c_str(), number(copy_gbps, 1).c_str(),
+              size_text(path->extra_bytes()).c_str(), their_text.c_str(), their_least.c_str(), ratio.c_str(),
+              baseline_name.c_str());
+  std::fflush(stdout);
+  return row;
+}
+
+int run(const Options& o) {
+  if (!o.json.empty()) check_writable(o.json);
+  if (o.threads > 0) set_host_threads(o.threads);
+  std::vector<CompressionSpec> specs;
+  for (const std::string& text : o.compression) specs.push_back(CompressionSpec::parse(text));
+  gradients_of(o.model);  // refuses an unknown one before anything else happens
+  nlohmann::ordered_json rows = nlohmann::ordered_json::array();
+  for (Device which : devices_for(o.device)) {
+    constexpr double kCopyBudgetMs = 50;
+    DeviceUnderTest device(which, kCopyBudgetMs);
+    GradientSet set(o.model, device.stream());
+    std::unique_ptr<PyTorchBaseline> baseline;
+    if (o.baseline)
+      baseline = std::make_unique<PyTorchBaseline>(o.python, which, host_threads(), set.tensors, set.values);
+    std::printf("%s: %lld gradients in %zu tensors, one bucket, on %s; medians and minima of %d steps.\n\n",
+                o.model.c_str(), static_cast<long long>(set.elements), set.tensors.size(),
+                device.description().c_str(), o.steps);
+    std::printf("%-28s %9s %9s %9s %8s %10s %9s %9s %8s  %s\n", "spec", "ms", "min", "floor ms", "copy",
+                "extra", "base ms", "min", "speedup", "baseline");
+    for (const CompressionSpec& spec : specs) rows.push_back(measure(o, spec, set, device, baseline.get()));
+    std::printf("\n");
+  }
+  if (!o.json.empty()) write_file_atomically(o.json, rows.dump(1) + "\n");
+  return 0;
+}
+
+}  // namespace
+
+void add_hook(CLI::App& app, int& exit_code) {
+  auto o = std::make_shared<Options>();
+  if (access(o->python.c_str(), X_OK) != 0) o->python = "python3";
+  o->compression = {"bf16", "fp8", "powersgd:rank=1", "powersgd:rank=4"};
+  CLI::App* command = app.add_subcommand(
+      "hook", "What compression alone costs per step on a model's gradients, beside PyTorch's hook");
+  command->add_option("--model", o->model, "A ViT of `gradwire train`, resnet18 or resnet50");
+  command->add_option("--device", o->device, "auto (every device there is), host or cuda");
+  command->add_option("--compression", o->compression, "Compression spec; repeatable");
+  command->add_flag("--baseline,--peer", o->baseline, "Run PyTorch's own hook in turns with ours");
+  command->add_option("--python", o->python, "The Python that has torch");
+  command->add_option("--steps", o->steps, "Measured steps")->check(CLI::Range(1, 100000));
+  command
+      ->add_option("--threads", o->threads, "Host threads of both (default: GRADWIRE_THREADS, or all cores)")
+      ->check(CLI::Range(1, 4096));
+  command->add_option("--json", o->json, "Write the table to FILE");
+  command->callback([o, &exit_code] { exit_code = run(*o); });
+}
+
+}  // namespace gradwire::bench

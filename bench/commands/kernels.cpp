@@ -1,0 +1,181 @@
+// gradwire-bench kernels: how fast each op is, against what the same device copies in the same run.
+#include <algorithm>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "bench/cases/kernel_cases.h"
+#include "bench/commands/commands.h"
+#include "bench/harness/text.h"
+#include "runtime/error.h"
+#include "runtime/thread_pool.h"
+#include "trainer/log/run_log.h"
+
+namespace gradwire::bench {
+namespace {
+
+struct Options {
+  std::vector<std::string> filter;
+  std::string device = "auto";
+  std::string cache = "both";
+  std::string json;
+  uint64_t min_size = 4 << 10, max_size = 0;
+  uint64_t factor = 16;
+  int threads = 0;
+  double budget_ms = 50;
+  bool list = false;
+};
+
+std::string title(const KernelCase& c) {
+  return *c.variant == '\0' ? c.op : std::string(c.op) + " (" + c.variant + ")";
+}
+
+std::vector<KernelCase> chosen_cases(const Options& o) {
+  std::vector<KernelCase> chosen;
+  for (const KernelCase& c : kernel_cases()) {
+    auto matches = [&](const std::string& text) {
+      return title(c).find(text) != std::string::npos || text == c.family;
+    };
+    if (o.filter.empty() || std::any_of(o.filter.begin(), o.filter.end(), matches)) chosen.push_back(c);
+  }
+  if (chosen.empty()) {
+    throw BadInput("--filter " + o.filter[0] +
+                   ": no kernel has that in its name; see gradwire-bench kernels --list");
+  }
+  return chosen;
+}
+
+// min, min * factor, ... and max itself.
+std::vector<int64_t> sizes_for(const Options& o, const DeviceUnderTest& device) {
+  constexpr int64_t kLargest = int64_t{1} << 30;
+  int64_t fits = device.free_bytes() / 2 / kArenaPerSize;
+  auto largest = static_cast<int64_t>(o.max_size);
+  if (largest == 0) {
+    for (largest = kLargest; largest > fits && largest > (1 << 20);) largest /= 2;
+    largest = std::max(largest, static_cast<int64_t>(o.min_size));
+  }
+  if (largest < static_cast<int64_t>(o.min_size)) {
+    throw BadInput("--max-size " + size_text(largest) + " is less than --min-size " +
+                   size_text(static_cast<int64_t>(o.min_size)));
+  }
+  if (largest > fits) {
+    throw BadInput("--max-size " + size_text(largest) + " is too large for " + device.device().name() +
+                   ": cases take up to " + std::to_string(kArenaPerSize) +
+                   " times that, and at most half of the " + size_text(device.free_bytes()) +
+                   " that are free; use --max-size " + size_text(fits >> 20 << 20));
+  }
+  std::vector<int64_t> sizes;
+  for (auto size = static_cast<int64_t>(o.min_size); size < largest; size *= static_cast<int64_t>(o.factor)) {
+    sizes.push_back(size);
+  }
+  sizes.push_back(largest);
+  return sizes;
+}
+
+// Products of large matrices would take minutes on a host.
+bool too_long(const DeviceUnderTest& device, const Problem& problem) {
+  constexpr double kMostHostFlops = 2e10, kMostCudaFlops = 2e13;
+  return problem.flops > (device.device().is_host() ? kMostHostFlops : kMostCudaFlops);
+}
+
+nlohmann::ordered_json measure(DeviceUnderTest& device, const KernelCase& c, const Problem& problem,
+                               int64_t size, bool cold) {
+  auto [timing, copy_gbps] =
+      device.time_beside_copy(problem.launch, static_cast<int64_t>(problem.bytes), cold);
+  double gbps = problem.bytes / timing.median_us / 1e3;
+  std::string rate = "-";
+  nlohmann::ordered_json gflops = nullptr;
+  if (problem.flops > 0) {
+    gflops = problem.flops / timing.median_us / 1e3;
+    rate = number(gflops.get<double>(), 1);
+  }
+  std::printf("%-42s %6s  %-18s %-5s %11s %11s %9s %7s %9s\n", title(c).c_str(), size_text(size).c_str(),
+              problem.shape.c_str(), cold ? "cold" : "warm", number(timing.median_us, 1).c_str(),
+              number(timing.min_us, 1).c_str(), number(gbps, 2).c_str(),
+              (number(100 * gbps / copy_gbps, 0) + " %").c_str(), rate.c_str());
+  std::fflush(stdout);
+  return {{"op", c.op},
+          {"variant", c.variant},
+          {"family", c.family},
+          {"device", device.description()},
+          {"size_bytes", size},
+          {"shape", problem.shape},
+          {"cache", cold ? "cold" : "warm"},
+          {"median_us", timing.median_us},
+          {"min_us", timing.min_us},
+          {"repeats", timing.repeats},
+          {"bytes", problem.bytes},
+          {"gbps", gbps},
+          {"copy_gbps", copy_gbps},
+          {"copy_fraction", gbps / copy_gbps},
+          {"gflops", gflops}};
+}
+
+void measure_device(const Options& o, const std::vector<KernelCase>& cases, Device which,
+                    nlohmann::ordered_json& rows) {
+  DeviceUnderTest device(which, o.budget_ms);
+  std::vector<int64_t> sizes = sizes_for(o, device);
+  Arena arena(device.stream(), kArenaPerSize * sizes.back() + (int64_t{16} << 20));
+  std::printf("%s. Copies of a large buffer, read and written bytes together: %s GB/s.\n\n",
+              device.description().c_str(), device.describe_copies().c_str());
+  std::printf("%-42s %6s  %-18s %-5s %11s %11s %9s %7s %9s\n", "op", "size", "shape", "cache", "median us",
+              "min us", "GB/s", "of copy", "GFLOP/s");
+  for (const KernelCase& c : cases) {
+    for (int64_t size : sizes) {
+      arena.reset();
+      Problem problem = c.make(arena, size);
+      device.stream().synchronize();
+      if (too_long(device, problem)) continue;
+      // What does not fit a cache finds nothing there: one measurement stands for both.
+      bool uncached = problem.bytes >= 4.0 * static_cast<double>(device.flush_bytes());
+      for (bool cold : {false, true}) {
+        if (uncached ? !cold : o.cache == (cold ? "warm" : "cold")) continue;
+        rows.push_back(measure(device, c, problem, size, cold));
+      }
+    }
+  }
+  std::printf("\n");
+}
+
+int run(const Options& o) {
+  if (o.list) {
+    for (const KernelCase& c : kernel_cases()) std::printf("%s\n", title(c).c_str());
+    return 0;
+  }
+  if (!o.json.empty()) check_writable(o.json);
+  if (o.threads > 0) set_host_threads(o.threads);
+  std::vector<KernelCase> cases = chosen_cases(o);
+  nlohmann::ordered_json rows = nlohmann::ordered_json::array();
+  for (Device device : devices_for(o.device)) measure_device(o, cases, device, rows);
+  if (!o.json.empty()) write_file_atomically(o.json, rows.dump(1) + "\n");
+  return 0;
+}
+
+}  // namespace
+
+void add_kernels(CLI::App& app, int& exit_code) {
+  auto o = std::make_shared<Options>();
+  CLI::App* command = app.add_subcommand(
+      "kernels", "Time, bandwidth and share of the device's copy bandwidth of every kernel, host and CUDA");
+  command->add_option("--filter", o->filter,
+                      "Only kernels with this in their name, or of this family; repeatable");
+  command->add_option("--device", o->device, "auto (every device there is), host or cuda");
+  command->add_option("--cache", o->cache, "warm, cold or both; what fits no cache is always cold")
+      ->check(CLI::IsMember({"warm", "cold", "both"}));
+  command->add_option("--min-size", o->min_size, "Bytes of the op's main array to begin with, e.g. 4K")
+      ->transform(CLI::AsSizeValue(false))
+      ->check(CLI::Range(uint64_t{64}, uint64_t{1} << 36));
+  command->add_option("--max-size", o->max_size, "And to end with; default 1G, or what memory allows")
+      ->transform(CLI::AsSizeValue(false))
+      ->check(CLI::Range(uint64_t{64}, uint64_t{1} << 36));
+  command->add_option("--factor", o->factor, "From one size to the next")->check(CLI::Range(2, 1 << 20));
+  command->add_option("--threads", o->threads, "Host threads (default: GRADWIRE_THREADS, or all cores)")
+      ->check(CLI::Range(1, 4096));
+  command->add_option("--budget-ms", o->budget_ms, "Time to spend on each measurement")
+      ->check(CLI::PositiveNumber);
+  command->add_flag("--list", o->list, "Name the cases and end");
+  command->add_option("--json", o->json, "Write all measurements to FILE");
+  command->callback([o, &exit_code] { exit_code = run(*o); });
+}
+
+}  // namespace gradwire::bench

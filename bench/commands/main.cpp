@@ -1,0 +1,42 @@
+#include <cstdio>
+#include <exception>
+
+#include "bench/commands/commands.h"
+#include "runtime/error.h"
+
+namespace {
+
+int fail(const char* what, int exit_code) {
+  std::fflush(stdout);
+  std::fprintf(stderr, "gradwire-bench: %s\n", what);
+  return exit_code;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  constexpr int kFailed = 1, kBadInput = 2;
+  CLI::App app{"Measures and proves Gradwire's parts.", "gradwire-bench"};
+  app.set_version_flag("--version", "gradwire-bench " GRADWIRE_VERSION);
+  app.require_subcommand(1);
+  int exit_code = 0;
+  try {
+    gradwire::bench::add_collectives(app, exit_code);
+    gradwire::bench::add_hook(app, exit_code);
+    gradwire::bench::add_kernels(app, exit_code);
+    gradwire::bench::add_numerics(app, exit_code);
+    gradwire::bench::add_orthonormalize(app, exit_code);
+    gradwire::bench::add_schedules(app, exit_code);
+    gradwire::bench::add_step(app, exit_code);
+    app.parse(argc, argv);
+    return exit_code;
+  } catch (const CLI::Success& success) {
+    return app.exit(success);  // --help, --version
+  } catch (const CLI::ParseError& error) {
+    return fail((std::string(error.what()) + "; see gradwire-bench --help").c_str(), kBadInput);
+  } catch (const gradwire::BadInput& error) {
+    return fail(error.what(), kBadInput);
+  } catch (const std::exception& error) {
+    return fail(error.what(), kFailed);
+  }
+}

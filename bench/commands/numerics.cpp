@@ -1,0 +1,170 @@
+// gradwire-bench numerics: how far an allreduce's result is from the exact sum, against the number of ranks,
+// for every schedule and wire format. Error feedback is off: this is what a single call rounds away, and what
+// error feedback then keeps for later. Threads of one process; bits do not depend on the transport.
+#include <cmath>
+#include <cstdio>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <thread>
+
+#include "bench/commands/commands.h"
+#include "collectives/communicator/communicator.h"
+#include "collectives/program/program.h"
+#include "runtime/error.h"
+#include "trainer/log/run_log.h"
+
+namespace gradwire::bench {
+namespace {
+
+struct Options {
+  std::vector<int> ranks = {2, 3, 4, 5, 8, 11, 16, 23, 32, 45, 64};
+  int64_t elements = 1 << 15;
+  uint64_t seed = 1;
+  std::string json;
+};
+
+struct Case {
+  std::string name;  // as the picture has it
+  Schedule schedule;
+  bool fp32_intra_node = false;
+};
+
+// A wire format in one of its roundings; its name is the spec.
+struct Format {
+  std::string name;
+  Wire wire;
+  Rounding rounding;
+};
+
+std::vector<Format> formats() {
+  std::vector<Format> all;
+  for (Wire wire : wire_formats()) {
+    all.push_back({wire->name, wire, Rounding::nearest});
+    if (wire->stochastic) {
+      all.push_back({wire->name + std::string(":round=stochastic"), wire, Rounding::stochastic});
+    }
+  }
+  return all;
+}
+
+std::vector<Case> cases_of(int world) {
+  std::vector<Case> all = {
+      {"two_shot", two_shot(world)}, {"tree", double_tree(world)}, {"ring", ring(world)}};
+  if (int per_node = usual_per_node(world); per_node > 1) {
+    Schedule nodes = hierarchical(world / per_node, per_node);
+    all.push_back({"hierarchical", nodes});
+    all.push_back({"hierarchical,intra_node=fp32", nodes, true});
+  }
+  return all;
+}
+
+// Independent standard normal values: [rank][element].
+std::vector<std::vector<float>> gradients(int world, int64_t count, uint64_t seed) {
+  std::vector<std::vector<float>> all(static_cast<size_t>(world));
+  for (int r = 0; r < world; ++r) {
+    std::mt19937_64 generator(seed * 1'000'003 + static_cast<uint64_t>(r));
+    std::normal_distribution<float> normal;
+    all[r].resize(static_cast<size_t>(count));
+    for (float& v : all[r]) v = normal(generator);
+  }
+  return all;
+}
+
+// The result, which is the same on every rank.
+std::vector<float> summed(const Case& c, const Format& f, std::vector<std::vector<float>> data) {
+  const int world = c.schedule.world;
+  auto group = Communicator::create_local(std::vector<Device>(static_cast<size_t>(world), Device::host()),
+                                          std::chrono::minutes(5));
+  std::vector<std::thread> threads;
+  std::vector<std::exception_ptr> errors(static_cast<size_t>(world));
+  for (int r = 0; r < world; ++r) {
+    threads.emplace_back([&, r] {
+      try {
+        std::vector<float>& mine = data[r];
+        Stream stream = Stream::immediate_host();
+        Program program(group[r]->transport(), c.schedule,
+                        {mine.data(), mine.data(), nullptr, static_cast<int64_t>(mine.size())},
+                        {.what = "numerics",
+                         .wire = f.wire,
+                         .fp32_intra_node = c.fp32_intra_node,
+                         .rounding = {f.rounding, static_cast<uint64_t>(r) + 1, nullptr, 0}});
+        Buffer workspace(Device::host(), program.workspace_bytes());
+        program.bind(workspace.data());
+        program.run(stream);
+      } catch (const std::exception& error) {
+        errors[r] = std::current_exception();
+        group[r]->abort(error.what());
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  for (const auto& error : errors) {
+    if (error) std::rethrow_exception(error);
+  }
+  return std::move(data[0]);
+}
+
+// The norm of what is wrong over the norm of what is right.
+double relative_error(const std::vector<float>& result, const std::vector<std::vector<float>>& inputs) {
+  double wrong = 0, right = 0;
+  for (size_t i = 0; i < result.size(); ++i) {
+    double exact = 0;
+    for (const auto& input : inputs) exact += input[i];
+    wrong += (result[i] - exact) * (result[i] - exact);
+    right += exact * exact;
+  }
+  return std::sqrt(wrong / right);
+}
+
+int lossy_steps(const Case& c, const Format& f) {
+  if (f.wire->exact) return 0;
+  return c.fp32_intra_node ? c.schedule.inter_node_lossy_steps : c.schedule.lossy_steps;
+}
+
+void run(const Options& o) {
+  nlohmann::ordered_json rows = nlohmann::ordered_json::array();
+  std::printf("# relative error of a sum of %lld normal values per rank, without error feedback\n%5s  %-28s",
+              static_cast<long long>(o.elements), "ranks", "schedule");
+  for (const Format& f : formats()) std::printf(" %22s", f.name.c_str());
+  std::printf("\n");
+  for (int world : o.ranks) {
+    const auto inputs = gradients(world, o.elements, o.seed);
+    for (const Case& c : cases_of(world)) {
+      std::printf("%5d  %-28s", world, c.name.c_str());
+      for (const Format& f : formats()) {
+        const double error = relative_error(summed(c, f, inputs), inputs);
+        std::printf(" %22.3e", error);
+        rows.push_back({{"schedule", c.name},
+                        {"compression", f.name},
+                        {"ranks", world},
+                        {"lossy_steps", lossy_steps(c, f)},
+                        {"elements", o.elements},
+                        {"rel_error", error}});
+      }
+      std::printf("\n");
+      std::fflush(stdout);
+    }
+  }
+  if (!o.json.empty()) write_file_atomically(o.json, rows.dump(2) + "\n");
+}
+
+}  // namespace
+
+void add_numerics(CLI::App& app, int&) {
+  auto o = std::make_shared<Options>();
+  CLI::App* command =
+      app.add_subcommand("numerics", "Error against the number of ranks, for every schedule and wire format");
+  command->add_option("--ranks", o->ranks, "World sizes, separated by commas (default: 2 to 64)")
+      ->delimiter(',')
+      ->check(CLI::Range(2, kMaxInputs + 1));
+  command->add_option("--elements", o->elements, "Per rank")->check(CLI::Range(1, 1 << 26));
+  command->add_option("--seed", o->seed, "Of the values");
+  command->add_option("--json", o->json, "Write the table to FILE; bench/plots/plot.py draws it");
+  command->callback([o] {
+    if (!o->json.empty()) check_writable(o->json);
+    run(*o);
+  });
+}
+
+}  // namespace gradwire::bench

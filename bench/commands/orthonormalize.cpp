@@ -1,0 +1,152 @@
+// gradwire-bench orthonormalize: all of a model's P factors in one launch, beside torch.linalg.qr on the same
+// matrices.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "bench/baselines/pytorch_baseline.h"
+#include "bench/cases/models.h"
+#include "bench/commands/commands.h"
+#include "bench/harness/measure.h"
+#include "bench/harness/text.h"
+#include "collectives/codec/codec.h"
+#include "kernels/math/random.h"
+#include "kernels/powersgd/orthonormalize.h"
+#include "runtime/error.h"
+#include "runtime/thread_pool.h"
+#include "trainer/log/run_log.h"
+
+namespace gradwire::bench {
+namespace {
+
+struct Options {
+  std::string model = "vit_b_32";
+  std::string device = "auto";
+  std::vector<int> ranks = {4, 32};
+  bool baseline = false;
+  std::string python = "/usr/bin/python3";
+  int steps = 10;
+  std::string json;
+};
+
+// The P factors of every matrix that PowerSGD would compress at this rank.
+struct Factors {
+  std::vector<MatrixDescriptor> matrices;
+  std::vector<GradientTensor> shapes;
+  std::vector<float> values;
+
+  Factors(const std::string& model, int rank) {
+    CompressionSpec spec;
+    spec.method = CompressionSpec::Method::powersgd;
+    spec.rank = rank;
+    int64_t p = 0, q = 0;
+    for (const GradientTensor& t : gradients_of(model)) {
+      if (t.shape.size() < 2) continue;
+      const int64_t rows = t.shape[0], cols = elements_of(t) / rows;
+      const int r = powersgd_rank(spec, rows, cols);
+      if (r == 0) continue;
+      matrices.push_back({0, p, q, static_cast<int32_t>(rows), static_cast<int32_t>(cols), r,
+                          static_cast<int32_t>(matrices.size())});
+      shapes.push_back({t.name, {rows, r}});
+      p += rows * r;
+      q += cols * r;
+    }
+    if (matrices.empty()) {
+      throw BadInput("--rank " + std::to_string(rank) + ": PowerSGD would compress no tensor of " + model +
+                     "; give a smaller rank");
+    }
+    values.resize(static_cast<size_t>(p));
+    for (int64_t i = 0; i < p; ++i) values[i] = rough_normal(philox(1, 0, static_cast<uint64_t>(i)));
+  }
+};
+
+nlohmann::ordered_json measure(const Options& o, int rank, DeviceUnderTest& device) {
+  constexpr int kWarmUp = 3;
+  const Factors factors(o.model, rank);
+  const Stream& stream = device.stream();
+  const auto count = static_cast<int64_t>(factors.values.size());
+  MatrixTable table(stream, factors.matrices);
+  Buffer in = make_buffer<float>(stream.device(), count), out = make_buffer<float>(stream.device(), count);
+  Buffer flags = make_buffer<int32_t>(stream.device(), table.count());
+  to_device(stream, in.as<float>(), std::span<const float>(factors.values));
+  const Orthonormalize args{.table = &table,
+                            .which = Factor::p,
+                            .in = in.as<const float>(),
+                            .out = out.as<float>(),
+                            .flags = flags.as<int32_t>()};
+  std::optional<PyTorchBaseline> baseline;
+  std::string baseline_name;
+  if (o.baseline) {
+    baseline.emplace(o.python, device.device(), host_threads(), factors.shapes, factors.values);
+    baseline_name = baseline->prepare_qr();
+  }
+  std::vector<double> ours, theirs;
+  for (int step = -kWarmUp; step < o.steps; ++step) {
+    double us = device.time_once_us([&](const Stream& s) { orthonormalize(s, args); });
+    if (step < 0) continue;
+    ours.push_back(us);
+    if (baseline) theirs.push_back(baseline->run_ms() * 1e3);
+  }
+  const Timing our = summarize(ours);
+  nlohmann::ordered_json row = {{"model", o.model},
+                                {"device", device.device().name()},
+                                {"rank", rank},
+                                {"matrices", table.count()},
+                                {"ms", our.median_us / 1e3},
+                                {"peer", nullptr},
+                                {"peer_ms", nullptr},
+                                {"speedup", nullptr}};
+  std::string their_text = "-", ratio = "-";
+  if (baseline) {
+    const Timing their = summarize(theirs);
+    row["peer"] = baseline_name;
+    row["peer_ms"] = their.median_us / 1e3;
+    row["speedup"] = their.median_us / our.median_us;
+    their_text = number(their.median_us / 1e3, 3);
+    ratio = number(their.median_us / our.median_us, 1) + "x";
+  }
+  std::printf("%4d %9d %10s %10s %8s  %s\n", rank, table.count(), number(our.median_us / 1e3, 3).c_str(),
+              their_text.c_str(), ratio.c_str(), baseline_name.c_str());
+  std::fflush(stdout);
+  return row;
+}
+
+int run(const Options& o) {
+  if (!o.json.empty()) check_writable(o.json);
+  for (int rank : o.ranks) Factors(o.model, rank);  // refuses bad input before anything else happens
+  nlohmann::ordered_json rows = nlohmann::ordered_json::array();
+  for (Device which : devices_for(o.device)) {
+    constexpr double kBudgetMs = 50;
+    DeviceUnderTest device(which, kBudgetMs);
+    std::printf("The P factors of %s on %s; medians of %d runs.\n\n", o.model.c_str(),
+                device.description().c_str(), o.steps);
+    std::printf("%4s %9s %10s %10s %8s  %s\n", "rank", "matrices", "ms", "base ms", "speedup", "baseline");
+    for (int rank : o.ranks) rows.push_back(measure(o, rank, device));
+    std::printf("\n");
+  }
+  if (!o.json.empty()) write_file_atomically(o.json, rows.dump(1) + "\n");
+  return 0;
+}
+
+}  // namespace
+
+void add_orthonormalize(CLI::App& app, int& exit_code) {
+  auto o = std::make_shared<Options>();
+  if (access(o->python.c_str(), X_OK) != 0) o->python = "python3";
+  CLI::App* command =
+      app.add_subcommand("orthonormalize", "All P factors of a model in one launch, beside torch.linalg.qr");
+  command->add_option("--model", o->model, "A ViT of `gradwire train`, resnet18 or resnet50");
+  command->add_option("--device", o->device, "auto (every device there is), host or cuda");
+  command->add_option("--rank", o->ranks, "PowerSGD's rank; repeatable")
+      ->check(CLI::Range(1, kMaxPowerSgdRank));
+  command->add_flag("--baseline,--peer", o->baseline, "Run torch.linalg.qr in turns with ours");
+  command->add_option("--python", o->python, "The Python that has torch");
+  command->add_option("--steps", o->steps, "Measured runs")->check(CLI::Range(1, 100000));
+  command->add_option("--json", o->json, "Write the table to FILE");
+  command->callback([o, &exit_code] { exit_code = run(*o); });
+}
+
+}  // namespace gradwire::bench

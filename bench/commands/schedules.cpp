@@ -1,0 +1,205 @@
+// gradwire-bench schedules: what each schedule costs for given worlds; proves them; draws one.
+#include <algorithm>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+
+#include "bench/commands/commands.h"
+#include "bench/commands/draw_schedule.h"
+#include "collectives/schedule/checker.h"
+#include "collectives/schedule/schedule.h"
+#include "kernels/wire/formats.h"
+#include "runtime/error.h"
+#include "trainer/log/run_log.h"
+
+namespace gradwire::bench {
+namespace {
+
+struct Options {
+  std::vector<int> ranks = {2, 4, 8, 16, 32, 64};
+  int per_node = 0;
+  int slices = 1;
+  double size_mb = 25;
+  std::string draw;
+  bool check = false, damage = false;
+  int max_ranks = 64;
+  std::string json;
+};
+
+struct Named {
+  std::string name;
+  Schedule schedule;
+};
+
+Named named_hierarchical(int nodes, int per_node, ScheduleKind between) {
+  return {"hierarchical " + std::to_string(nodes) + "x" + std::to_string(per_node) + " " + name(between),
+          hierarchical(nodes, per_node, between)};
+}
+
+std::vector<Named> schedules_of(int world, const Options& o) {
+  std::vector<Named> all = {{"ring", ring(world)}, {"tree", double_tree(world)}};
+  if (world <= kMaxInputs + 1) all.push_back({"two_shot", two_shot(world)});
+  int per_node = o.per_node > 0 ? o.per_node : usual_per_node(world);
+  if (per_node > 0 && world % per_node == 0) {
+    for (ScheduleKind between : {ScheduleKind::two_shot, ScheduleKind::ring}) {
+      all.push_back(named_hierarchical(world / per_node, per_node, between));
+    }
+  }
+  for (Named& n : all) n.schedule = pipelined(n.schedule, o.slices);
+  return all;
+}
+
+void drop_a_transfer(Schedule& s) {
+  for (Round& round : s.rounds.back()) {
+    if (round.empty()) continue;
+    round.erase(std::find_if(round.begin(), round.end(),
+                             [](const Step& step) { return step.kind != Step::Kind::send; }));
+    return;
+  }
+}
+
+// Every schedule of every world up to max_ranks; hierarchical ones in every shape. Exit code.
+int check_all(const Options& o) {
+  int checked = 0;
+  nlohmann::ordered_json wrong = nlohmann::ordered_json::array();
+  auto prove = [&](std::string what, Schedule s) {
+    s = pipelined(s, o.slices);
+    if (o.damage && s.world > 1) drop_a_transfer(s);
+    ++checked;
+    CheckReport report = check(s);
+    if (report.ok) return;
+    wrong.push_back({{"schedule", what}, {"violations", report.to_string()}});
+    std::printf("%s: %s\n", what.c_str(), report.to_string().c_str());
+  };
+  for (int n = 1; n <= o.max_ranks; ++n) {
+    std::string of = " of " + std::to_string(n);
+    prove("ring" + of, ring(n));
+    prove("tree" + of, double_tree(n));
+    if (n <= kMaxInputs + 1) prove("two_shot" + of, two_shot(n));
+    for (int nodes = 1; nodes <= n; ++nodes) {
+      if (n % nodes != 0) continue;
+      for (ScheduleKind between : {ScheduleKind::two_shot, ScheduleKind::ring}) {
+        if (nodes + n / nodes - 2 > kMaxInputs) continue;
+        Named named = named_hierarchical(nodes, n / nodes, between);
+        prove(named.name, std::move(named.schedule));
+      }
+    }
+  }
+  std::printf("%d schedules of 1 to %d ranks: %s\n", checked, o.max_ranks,
+              wrong.empty() ? "each proven right, at its known optimum of bytes and its declared rounding"
+                            : (std::to_string(wrong.size()) + " wrong").c_str());
+  if (!o.json.empty()) {
+    nlohmann::ordered_json document = {{"checked", checked}, {"max_ranks", o.max_ranks}, {"wrong", wrong}};
+    write_file_atomically(o.json, document.dump(2) + "\n");
+  }
+  return wrong.empty() ? 0 : 1;
+}
+
+int print_table(const Options& o) {
+  nlohmann::ordered_json rows = nlohmann::ordered_json::array();
+  std::printf(
+      "Sent: by the busiest rank, as a multiple of the buffer and in FP32 for %.4g MB; slow: between nodes "
+      "only.\n"
+      "Link: over the busiest pair of ranks. Lossy: times an element is rounded, with the wire format on "
+      "every link\n"
+      "and on slow links only.\n\n",
+      o.size_mb);
+  std::printf("%5s  %-28s %7s %9s %8s %9s %8s %8s %6s %6s\n", "ranks", "schedule", "rounds", "messages",
+              "sent", "MB", "slow", "link", "lossy", "slow");
+  bool all_ok = true;
+  for (int world : o.ranks) {
+    for (const Named& n : schedules_of(world, o)) {
+      const Schedule& s = n.schedule;
+      CheckReport report = check(s);
+      all_ok = all_ok && report.ok;
+      if (!report.ok) std::printf("%s of %d: %s\n", n.name.c_str(), world, report.to_string().c_str());
+      int64_t sent = 0, slow = 0;
+      for (int r = 0; r < world; ++r) {
+        sent = std::max(sent, report.sent_inter_node[r] + report.sent_intra_node[r]);
+        slow = std::max(slow, report.sent_inter_node[r]);
+      }
+      auto of_buffer = [&](int64_t chunks) { return static_cast<double>(chunks) / s.chunks; };
+      std::printf("%5d  %-28s %7d %9lld %8.3f %9.2f %8.3f %8.3f %6d %6d\n", world, n.name.c_str(),
+                  s.num_rounds(), static_cast<long long>(report.messages), of_buffer(sent),
+                  of_buffer(sent) * o.size_mb, of_buffer(slow), of_buffer(report.busiest_link),
+                  report.lossy_steps, report.inter_node_lossy_steps);
+      rows.push_back({{"schedule", name(s.kind)},
+                      {"variant", n.name},
+                      {"ranks", world},
+                      {"nodes", s.nodes},
+                      {"per_node", s.per_node},
+                      {"chunks", s.chunks},
+                      {"rounds", s.num_rounds()},
+                      {"messages", report.messages},
+                      {"sent_per_size", of_buffer(sent)},
+                      {"sent_slow_per_size", of_buffer(slow)},
+                      {"busiest_link_per_size", of_buffer(report.busiest_link)},
+                      {"lossy_steps", report.lossy_steps},
+                      {"slow_lossy_steps", report.inter_node_lossy_steps},
+                      {"proven", report.ok}});
+    }
+  }
+  if (!o.json.empty()) write_file_atomically(o.json, rows.dump(2) + "\n");
+  return all_ok ? 0 : 1;
+}
+
+Schedule schedule_to_draw(const Options& o, bool ranks_given) {
+  int world = ranks_given ? o.ranks[0] : 4;
+  if (world > 64)
+    throw BadInput("--draw: " + std::to_string(world) + " ranks do not fit on a screen; use up to 64");
+  CompressionSpec spec;
+  try {
+    spec = CompressionSpec::parse("fp32:schedule=" + o.draw);
+  } catch (const BadInput&) {
+    spec.schedule = ScheduleKind::automatic;
+  }
+  if (spec.schedule == ScheduleKind::automatic) {
+    throw BadInput("--draw " + o.draw + ": no such schedule; use ring, tree, two_shot or hierarchical");
+  }
+  Topology topology{.nodes = 0, .per_node = o.per_node > 0 ? o.per_node : std::max(1, usual_per_node(world))};
+  return pipelined(make_schedule(spec.schedule, world, topology), o.slices);
+}
+
+}  // namespace
+
+int usual_per_node(int world) {
+  for (int per_node = std::min(8, world / 2); per_node > 1; --per_node) {
+    if (world % per_node == 0) return per_node;
+  }
+  return 0;
+}
+
+void add_schedules(CLI::App& app, int& exit_code) {
+  auto o = std::make_shared<Options>();
+  CLI::App* command =
+      app.add_subcommand("schedules", "Rounds, bytes and lossy steps of every schedule; proves them");
+  CLI::Option* ranks =
+      command->add_option("--ranks", o->ranks, "World sizes, separated by commas (default: 2 to 64)")
+          ->delimiter(',')
+          ->check(CLI::Range(1, 1024));
+  command->add_option("--per-node", o->per_node, "Ranks per node of hierarchical schedules")
+      ->check(CLI::Range(1, 1024));
+  command
+      ->add_option("--slices", o->slices,
+                   "Run each schedule in that many slices, each a round behind the one before, round k of a "
+                   "slice two behind its round k - 1")
+      ->check(CLI::Range(1, 1024));
+  command->add_option("--size-mb", o->size_mb, "Buffer size for the table")->check(CLI::PositiveNumber);
+  command->add_option("--draw", o->draw, "Draw this schedule as text: ring, tree, two_shot or hierarchical");
+  command->add_flag("--check", o->check, "Prove every schedule of every world; exit code 1 if one is wrong");
+  command->add_option("--max-ranks", o->max_ranks, "Largest world of --check")->check(CLI::Range(1, 1024));
+  command->add_flag("--damage", o->damage,
+                    "With --check: drop one transfer of each, to see that they are caught");
+  command->add_option("--json", o->json, "Write the table, or what --check found, to FILE");
+  command->callback([o, ranks, &exit_code] {
+    if (!o->json.empty()) check_writable(o->json);
+    if (!o->draw.empty()) {
+      std::fputs(draw(schedule_to_draw(*o, ranks->count() > 0)).c_str(), stdout);
+    } else if (o->check) {
+      exit_code = check_all(*o);
+    } else {
+      exit_code = print_table(*o);
+    }
+  });
+}
+
+}  // namespace gradwire::bench

@@ -1,0 +1,198 @@
+// gradwire-bench step: what the reducer and a graph cost or save a training step in a world of 1, where there
+// is nothing to reduce.
+//
+// Three ways to enqueue the same step, on the same model, memory and stream: gradients through the reducer,
+// as `gradwire train` does; the reducer bypassed, gradients straight to the optimizer; and the first as a
+// graph. Rounds of A B G G B A; a round's ratio is of sums, so that a drift of the machine's speed meets all
+// alike, and the result is the median of the rounds.
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+
+#include "bench/commands/commands.h"
+#include "bench/harness/measure.h"
+#include "bench/harness/text.h"
+#include "collectives/communicator/communicator.h"
+#include "collectives/reducer/reducer.h"
+#include "runtime/error.h"
+#include "runtime/graph.h"
+#include "trainer/data/dataset.h"
+#include "trainer/log/run_log.h"
+#include "trainer/log/summary.h"
+#include "trainer/model/vit.h"
+#include "trainer/train/layout.h"
+#include "trainer/train/optimizer.h"
+
+namespace gradwire::bench {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct StepOptions {
+  std::string model = "vit_tiny", device = "auto", json;
+  std::vector<std::string> compression;
+  int64_t batch_size = 32;
+  double seconds = 20;
+};
+
+class Step {
+ public:
+  enum Way { reduced, bypassed, graphed };
+
+  Step(const TrainConfig& config, Communicator& comm)
+      : comm_(comm),
+        stream_(Stream::create(comm.device(), "step")),
+        reducer_(comm, config.compression, gradient_tensors(config.model), {}),
+        model_(config.model, stream_, reducer_layout(reducer_), {.max_batch = config.batch_size}),
+        optimizer_(config, stream_, model_.layout().elements),
+        batch_(config.batch_size),
+        totals_(make_buffer<double>(comm.device(), 2)) {
+    std::vector<float> weights(static_cast<size_t>(model_.layout().elements));
+    vit_initialize(model_.parameters(), model_.layout(), 1, weights);
+    model_.load(weights);
+    const DataSplits data = make_synthetic(config.model, batch_, 1, 1);
+    const int64_t pixels = batch_ * data.train.image_elements();
+    std::vector<float> images(static_cast<size_t>(pixels));
+    for (size_t i = 0; i < images.size(); ++i) images[i] = static_cast<float>(data.train.images[i]) / 128 - 1;
+    const std::vector<int32_t> labels(data.train.labels.begin(), data.train.labels.end());
+    images_ = make_buffer<float>(comm.device(), pixels);
+    labels_ = make_buffer<int32_t>(comm.device(), batch_);
+    to_device<float>(stream_, images_.as<float>(), images);
+    to_device<int32_t>(stream_, labels_.as<int32_t>(), labels);
+    run_ms(reduced);
+    graph_ = Graph::capture(stream_, [&] { enqueue(true); });
+    graph_.launch();
+    captured_ = reducer_.steps() - 1;
+    stream_.synchronize();
+  }
+
+  // From the first thing enqueued to the last thing done.
+  double run_ms(Way way) {
+    const auto begin = Clock::now();
+    optimizer_.prepare(stream_, step_++, 1e-4);
+    if (way == graphed) {
+      graph_.launch();
+      reducer_.replayed(captured_);
+    } else {
+      enqueue(way == reduced);
+    }
+    stream_.synchronize();
+    if (way != bypassed) {
+      comm_.check();
+      reducer_.stats(reducer_.steps() - 1);
+    }
+    return std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
+  }
+
+ private:
+  void enqueue(bool through_reducer) {
+    const std::function<void(int)> ready = [&](int i) { reducer_.ready(i, stream_); };
+    float* gradients = reducer_.gradients().as<float>();
+    fill_zero(stream_, totals_.data(), totals_.bytes());
+    model_.forward(images_.as<float>(), batch_);
+    model_.backward(labels_.as<int32_t>(), totals_.as<double>(), 1.0f / static_cast<float>(batch_), gradients,
+                    false, through_reducer ? ready : std::function<void(int)>());
+    if (through_reducer) reducer_.wait(stream_);
+    optimizer_.step(stream_, model_.weights().as<float>(), gradients);
+  }
+
+  Communicator& comm_;
+  Stream stream_;
+  Reducer reducer_;
+  Vit model_;
+  Optimizer optimizer_;
+  const int64_t batch_;
+  int64_t step_ = 0, captured_ = 0;
+  Buffer totals_, images_, labels_;
+  Graph graph_;
+};
+
+struct Result {
+  int rounds = 0;
+  double ms[3] = {};
+  double reducer_ratio = 0, graph_ratio = 0;
+};
+
+Result measure(Step& step, double seconds) {
+  std::vector<double> ms[3], reducer_ratios, graph_ratios;
+  const auto end = Clock::now() + std::chrono::duration<double>(seconds);
+  Result result;
+  for (bool warm = false; Clock::now() < end || result.rounds < 3; warm = true) {
+    double sums[3] = {};
+    for (Step::Way way :
+         {Step::reduced, Step::bypassed, Step::graphed, Step::graphed, Step::bypassed, Step::reduced}) {
+      const double taken = step.run_ms(way);
+      sums[way] += taken;
+      if (warm) ms[way].push_back(taken);
+    }
+    if (!warm) continue;
+    ++result.rounds;
+    reducer_ratios.push_back(sums[Step::reduced] / sums[Step::bypassed]);
+    graph_ratios.push_back(sums[Step::graphed] / sums[Step::reduced]);
+  }
+  for (int way = 0; way < 3; ++way) result.ms[way] = median(ms[way]);
+  result.reducer_ratio = median(reducer_ratios);
+  result.graph_ratio = median(graph_ratios);
+  return result;
+}
+
+void run(const StepOptions& options) {
+  TrainConfig config;
+  config.model = named_model(options.model);
+  config.batch_size = options.batch_size;
+  if (!options.json.empty()) check_writable(options.json);
+  if (options.batch_size < 1)
+    throw BadInput("--batch-size " + std::to_string(options.batch_size) + " is below 1");
+  std::vector<std::string> specs = options.compression;
+  if (specs.empty()) specs = {"fp32", "powersgd:rank=4"};
+  nlohmann::ordered_json document = nlohmann::ordered_json::array();
+  std::printf("%-10s %-8s %-24s %7s %12s %12s %12s %9s %9s\n", "model", "device", "compression", "rounds",
+              "reducer ms", "bypassed ms", "graph ms", "reducer", "graph");
+  for (const Device device : devices_for(options.device)) {
+    for (const std::string& spec : specs) {
+      config.compression = CompressionSpec::parse(spec);
+      auto comm = Communicator::create_single(device);
+      Step step(config, *comm);
+      const Result r = measure(step, options.seconds);
+      std::printf("%-10s %-8s %-24s %7d %12.3f %12.3f %12.3f %8.4fx %8.4fx\n", options.model.c_str(),
+                  device.name().c_str(), spec.c_str(), r.rounds, r.ms[Step::reduced], r.ms[Step::bypassed],
+                  r.ms[Step::graphed], r.reducer_ratio, r.graph_ratio);
+      std::fflush(stdout);
+      document.push_back({{"model", options.model},
+                          {"device", device.name()},
+                          {"batch_size", options.batch_size},
+                          {"compression", config.compression.to_string()},
+                          {"rounds", r.rounds},
+                          {"reducer_ms", r.ms[Step::reduced]},
+                          {"bypassed_ms", r.ms[Step::bypassed]},
+                          {"graph_ms", r.ms[Step::graphed]},
+                          {"reducer_ratio", r.reducer_ratio},
+                          {"graph_ratio", r.graph_ratio}});
+    }
+  }
+  if (!options.json.empty()) write_file_atomically(options.json, document.dump(2) + "\n");
+}
+
+}  // namespace
+
+void add_step(CLI::App& app, int&) {
+  auto options = std::make_shared<StepOptions>();
+  CLI::App* command = app.add_subcommand(
+      "step",
+      "A training step in a world of 1: through the reducer, with the reducer bypassed, and as a graph");
+  command->add_option("--model", options->model, "One of the trainer's")->capture_default_str();
+  command->add_option("--device", options->device, "auto (every one there is), host or cuda")
+      ->capture_default_str();
+  command->add_option("--batch-size", options->batch_size, "Images per step")->capture_default_str();
+  command
+      ->add_option("--compression", options->compression,
+                   "Spec; may be repeated (default: fp32, powersgd:rank=4)")
+      ->expected(1)
+      ->take_all();
+  command->add_option("--seconds", options->seconds, "How long to measure each")->capture_default_str();
+  command->add_option("--json", options->json, "Write the results to this file");
+  command->callback([options] { run(*options); });
+}
+
+}  // namespace gradwire::bench

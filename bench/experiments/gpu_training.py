@@ -1,0 +1,236 @@
+#!/usr/bin/env python3
+"""One GPU, whole training steps: `gradwire train` beside PyTorch, eager and through torch.compile, in turns.
+
+    bench/experiments/gpu_training.py --gradwire build/bin/gradwire --json training.json          ViT-L/32, batch 32, FP32, TF32 and BF16
+    bench/experiments/gpu_training.py --device cpu --tiny --precision fp32 ...                    the same program without a GPU, to see that it works
+
+PyTorch: torchvision's model (or, without torchvision, the same layers from torch.nn), plain SGD, gradients set to None, images that
+stay on the device. BF16 is autocast with FP32 weights, which is what --precision bf16 does. A step is timed with CUDA events.
+Gradwire: a world of 1, synthetic images, without and with --graph; the medians of its log.
+"""
+import argparse
+import contextlib
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # bench/
+from harness import report  # noqa: E402
+
+try:
+    import torch
+except ImportError:
+    sys.exit("gpu_training: no PyTorch here; install it, or measure with gradwire train alone")
+
+SIZES = {"vit_l_32": dict(image_size=224, patch_size=32, num_layers=24, num_heads=16, hidden_dim=1024, mlp_dim=4096),
+         "tiny": dict(image_size=32, patch_size=8, num_layers=2, num_heads=4, hidden_dim=64, mlp_dim=128)}
+GRADWIRE_SIZES = {"vit_l_32": ["--model", "vit_l_32"],
+                  "tiny": ["--model", "vit_s_16", "--image-size", "32", "--patch", "8", "--depth", "2", "--heads", "4", "--width", "64",
+                           "--mlp", "128"]}
+
+
+class Layer(torch.nn.Module):
+    """One encoder layer as torchvision has it."""
+
+    def __init__(self, width, heads, mlp):
+        super().__init__()
+        self.ln_1, self.ln_2 = torch.nn.LayerNorm(width, eps=1e-6), torch.nn.LayerNorm(width, eps=1e-6)
+        self.attention = torch.nn.MultiheadAttention(width, heads, batch_first=True)
+        self.mlp = torch.nn.Sequential(torch.nn.Linear(width, mlp), torch.nn.GELU(), torch.nn.Linear(mlp, width))
+
+    def forward(self, x):
+        y = self.ln_1(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.mlp(self.ln_2(x))
+
+
+class Vit(torch.nn.Module):
+    """For machines without torchvision."""
+
+    def __init__(self, image_size, patch_size, num_layers, num_heads, hidden_dim, mlp_dim):
+        super().__init__()
+        self.patches = torch.nn.Conv2d(3, hidden_dim, patch_size, patch_size)
+        self.token = torch.nn.Parameter(torch.zeros(1, 1, hidden_dim))
+        self.position = torch.nn.Parameter(torch.randn(1, (image_size // patch_size) ** 2 + 1, hidden_dim) * 0.02)
+        self.layers = torch.nn.Sequential(*(Layer(hidden_dim, num_heads, mlp_dim) for _ in range(num_layers)))
+        self.norm, self.head = torch.nn.LayerNorm(hidden_dim, eps=1e-6), torch.nn.Linear(hidden_dim, 1000)
+
+    def forward(self, images):
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.position
+        return self.head(self.norm(self.layers(x))[:, 0])
+
+
+def build(sizes):
+    try:
+        import torchvision
+        return torchvision.models.VisionTransformer(**sizes), f"torchvision {torchvision.__version__}"
+    except (ImportError, RuntimeError):
+        return Vit(**sizes), "torch.nn"
+
+
+class PyTorch:
+    def __init__(self, arguments, precision, compiled):
+        self.arguments, self.device = arguments, torch.device(arguments.device)
+        torch.manual_seed(0)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
+        model, self.source = build(SIZES[arguments.model])
+        self.model = model.to(self.device).train()
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        self.optimizer = self.sgd()
+        if compiled:
+            self.model = torch.compile(self.model)
+        side = SIZES[arguments.model]["image_size"]
+        self.images = torch.randn(arguments.batch_size, 3, side, side, device=self.device)
+        self.labels = torch.arange(arguments.batch_size, device=self.device)
+        self.cast = (lambda: torch.autocast(self.device.type, dtype=torch.bfloat16)) if precision == "bf16" else contextlib.nullcontext
+
+    def sgd(self):
+        """The fastest that this version has: one kernel for all parameters."""
+        for fast in ({"fused": True}, {"foreach": True}, {}):
+            with contextlib.suppress(TypeError, RuntimeError):
+                return torch.optim.SGD(self.model.parameters(), lr=0.01, **(fast if self.device.type == "cuda" else {}))
+        raise SystemExit("gpu_training: no SGD here")
+
+    def step(self):
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.cast():
+            loss = torch.nn.functional.cross_entropy(self.model(self.images), self.labels)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def marks(self, count):
+        """Milliseconds of each of `count` steps in a row, without a stop in between."""
+        if self.device.type != "cuda":
+            times = [time.perf_counter()]
+            for _ in range(count):
+                self.step()
+                times.append(time.perf_counter())
+            return [(b - a) * 1e3 for a, b in zip(times, times[1:])]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self.step()
+            event.record()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) for a, b in zip(events, events[1:])]
+
+    def measure(self):
+        self.marks(self.arguments.warmup)  # compiles
+        return self.marks(self.arguments.steps)
+
+
+def pytorch_row(arguments, precision, compiled):
+    row = {"who": "torch.compile" if compiled else "PyTorch eager", "precision": precision}
+    if compiled and not hasattr(torch, "compile"):
+        return {**row, "error": f"torch {torch.__version__} has no torch.compile"}
+    try:
+        baseline = PyTorch(arguments, precision, compiled)
+        return {**row, "step_ms": baseline.measure(), "parameters": baseline.parameters, "model": baseline.source}
+    except Exception as error:  # a compiler has many ways to fail, and the other rows still count
+        return {**row, "error": (str(error).splitlines() or [type(error).__name__])[0][:200]}
+    finally:
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def gradwire_row(arguments, precision, graph):
+    row = {"who": "Gradwire --graph" if graph else "Gradwire", "precision": precision}
+    with tempfile.TemporaryDirectory(prefix="gradwire-gpu-") as folder:
+        log = pathlib.Path(folder) / "run.jsonl"
+        command = [arguments.gradwire, "train", *GRADWIRE_SIZES[arguments.model], "--data", "synthetic", "--device",
+                   "host" if arguments.device == "cpu" else "cuda", "--ranks", "1", "--batch-size", str(arguments.batch_size), "--steps",
+                   str(arguments.warmup + arguments.steps), "--optimizer", "sgd", "--lr", "0.01", "--momentum", "0", "--eval-every", "0",
+                   "--precision", precision, "--log", str(log), *(["--graph"] if graph else [])]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.deadline_s)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return {**row, "error": str(error)[:200]}
+        if done.returncode != 0:
+            return {**row, "error": (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1][:200]}
+        read = report.read_log(log, arguments.warmup)
+    return {**row, "step_ms": read["step_ms"], "parameters": read["parameters"]}
+
+
+def medians(rows):
+    """(precision, who) -> the median step over all repetitions."""
+    return {(r["precision"], r["who"]): statistics.median(ms for other in rows for ms in other.get("step_ms", ())
+                                                         if (other["precision"], other["who"]) == (r["precision"], r["who"]))
+            for r in rows if "step_ms" in r}
+
+
+def goal_lines(rows):
+    """What the project wants of one GPU, and whether it came out."""
+    ms = medians(rows)
+    ours = {p: min((ms[p, w] for w in ("Gradwire", "Gradwire --graph") if (p, w) in ms), default=None) for p in ("fp32", "tf32", "bf16")}
+    wanted = [("bf16", "torch.compile", 1.2), ("fp32", "PyTorch eager", 1.0), ("tf32", "PyTorch eager", 1.0)]
+    lines = []
+    for precision, baseline, least in wanted:
+        if ours[precision] and (precision, baseline) in ms:
+            ratio = ms[precision, baseline] / ours[precision]
+            lines.append(f"{precision}: {ratio:.2f}x of {baseline}'s steps/s (goal {least:g}x): {'met' if ratio >= least else 'NOT MET'}")
+    for precision in ours:
+        if (precision, "Gradwire") in ms and (precision, "Gradwire --graph") in ms:
+            ratio = ms[precision, "Gradwire"] / ms[precision, "Gradwire --graph"]
+            lines.append(f"{precision}: --graph {ratio:.2f}x as fast as without (goal 1x): {'met' if ratio >= 1 else 'NOT MET'}")
+    return lines
+
+
+def table(rows, batch_size):
+    ms = medians(rows)
+    out = [["precision", "", "ms/step", "steps/s", "images/s"]]
+    for key in dict.fromkeys((r["precision"], r["who"]) for r in rows):
+        error = next((r["error"] for r in rows if (r["precision"], r["who"]) == key and "error" in r), "")
+        out.append([*key, f"{ms[key]:.2f}", f"{1e3 / ms[key]:.2f}", f"{1e3 * batch_size / ms[key]:.0f}"] if key in ms
+                   else [*key, "-", "-", error])
+    return out
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--gradwire", default="build/bin/gradwire")
+    parser.add_argument("--tiny", dest="model", action="store_const", const="tiny", default="vit_l_32", help="a model for trying this out")
+    parser.add_argument("--precision", action="append", choices=["fp32", "tf32", "bf16"], help="default: all three")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--repetitions", type=int, default=1, help="of Gradwire and eager; what is compiled runs once")
+    parser.add_argument("--deadline-s", type=int, default=120, help="of one run of gradwire")
+    parser.add_argument("--no-compile", action="store_true", help="without torch.compile, which takes a minute per precision")
+    parser.add_argument("--no-graph", action="store_true", help="without --graph")
+    parser.add_argument("--json", type=pathlib.Path)
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("gpu_training: PyTorch sees no GPU")
+    rows = []
+
+    def add(row):
+        rows.append(row)
+        told = row.get("error") or f"{statistics.median(row['step_ms']):.2f} ms"
+        print(f"{row['precision']}  {row['who']}: {told}", flush=True)
+        if arguments.json:  # what was measured stays, whatever comes next
+            arguments.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+
+    settings = {"model": arguments.model, "batch_size": arguments.batch_size, "torch": torch.__version__, "device": arguments.device,
+                "device_name": torch.cuda.get_device_name() if arguments.device == "cuda" else "host"}
+    for precision in arguments.precision or ["bf16", "tf32", "fp32"]:
+        for repetition in range(arguments.repetitions):
+            add(gradwire_row(arguments, precision, graph=False))
+            if not arguments.no_graph:
+                add(gradwire_row(arguments, precision, graph=True))
+            add(pytorch_row(arguments, precision, compiled=False))
+            if repetition == 0 and not arguments.no_compile:
+                add(pytorch_row(arguments, precision, compiled=True))
+    print("\n" + report.plain(table(rows, arguments.batch_size)) + "\n")
+    print("\n".join(goal_lines(rows)))
+    return 1 if any("error" in row for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

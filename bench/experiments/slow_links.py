@@ -1,0 +1,433 @@
+#!/usr/bin/env python3
+"""The article's experiments: training steps with each kind of compression over slow links, beside PyTorch DDP.
+
+    bench/experiments/slow_links.py run [--quick] [--json FILE]      measures (5 to 10 minutes; root, for network namespaces), shows tables
+    bench/experiments/slow_links.py show FILE                        a result's tables again
+    bench/experiments/slow_links.py render FILE                      puts a result's tables and picture into docs/experiments.md
+    bench/experiments/slow_links.py accuracy run FOLDER              trains on Fashion-MNIST: three compressions, three seeds; a log each
+    bench/experiments/slow_links.py accuracy render FOLDER           puts those logs' table and picture into docs/experiments.md
+"""
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+BENCH, ROOT = HERE.parent, HERE.parents[1]
+sys.path.insert(0, str(BENCH))
+from harness import report  # noqa: E402
+
+SHAPED_LINK = str(BENCH / "harness" / "shaped_link.sh")
+PAGE = ROOT / "docs" / "experiments.md"
+# Sizes of buckets that are tried, for Gradwire and for PyTorch; None: one bucket.
+SWEEP_MB = {"fp32": ((32, 16, 8, 4), (16, 8, 4)), "16bit": ((32, 16, 8, 4), (8, 4)), "powersgd4": ((None, 64, 32, 16), (16,))}
+UNTRIED_MB = {"fp32": 16, "16bit": 16}  # without a sweep
+# ViT-S with ViT-L/32's 50 tokens, so that 4 hosts on a small machine can be as far out of balance with a gigabit link as 8 GPUs
+# with PCIe: batch 1 makes FP32 communication 84 % of the step.
+MODEL = {"name": "vit_s_16", "image_size": 56, "patch": 8, "width": 384, "depth": 12, "heads": 6, "mlp": 1536, "classes": 1000}
+
+
+def fail(message, code=2):
+    print(f"experiments: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def model_flags(model):
+    flags = ["--model", model["name"]]
+    for key in ("image_size", "patch", "width", "depth", "heads", "mlp"):
+        flags += ["--" + key.replace("_", "-"), str(model[key])]
+    return flags
+
+
+def item(arguments, who, method, bucket_mb=None, phase="main", network="shaped", ranks_are="hosts", repetition=0, extra=()):
+    """One measurement. More steps where they are short."""
+    if method == "alone":
+        steps, warmup, spec, hook, ranks_are = 14, 3, "fp32", {"hook": "alone"}, "alone"
+    else:
+        spec, hook = next((m[2], m[3]) for m in report.METHODS if m[0] == method)
+        steps, warmup = {"fp32": (5, 1), "16bit": (7, 2)}.get(method, (16, 4) if who == "gradwire" else (6, 4))
+    if network != "shaped":
+        steps, warmup = 9, 4
+    if phase == "sweep" or arguments.quick:
+        steps = max(3, steps // 2)
+    out = {"who": who, "method": method, "phase": phase, "network": network, "ranks_are": ranks_are, "repetition": repetition,
+           "bucket_mb": bucket_mb, "warmup": warmup, "steps": steps, "deadline_s": arguments.deadline_s}
+    return {**out, "spec": spec, "flags": list(extra)} if who == "gradwire" else {**out, **hook}
+
+
+def sweep_items(arguments):
+    """PyTorch's PowerSGD with buckets comes last: it aborts, where it does as this is written."""
+    items = []
+    for method, (ours, theirs) in SWEEP_MB.items():
+        for i, mb in enumerate(ours):
+            items.append(item(arguments, "gradwire", method, mb, "sweep"))
+            if i < len(theirs):
+                items.append(item(arguments, "pytorch", method, theirs[i], "sweep"))
+    return sorted(items, key=lambda i: i.get("hook") == "powersgd")
+
+
+def main_items(arguments, best):
+    """Ours and PyTorch's next to each other, in each repetition."""
+    items = []
+    for repetition in range(arguments.repetitions):
+        for method in ["alone", *(m[0] for m in report.METHODS)]:
+            if arguments.quick and method in ("powersgd1", "powersgd2", "powersgd8"):
+                continue
+            sizes = [(None, None)]
+            if method in ("fp32", "16bit"):
+                sizes.append((best["gradwire", method], best["pytorch", method]))
+            elif method != "alone":  # the better kind of buckets; PyTorch's aborts with more than one over gloo
+                sizes = [(best["gradwire", method], None)]
+            for ours, theirs in sizes:
+                items.append(item(arguments, "gradwire", method, ours, repetition=repetition))
+                items.append(item(arguments, "pytorch", method, theirs, repetition=repetition))
+    return items
+
+
+def fast_items(arguments, best):
+    """Without shaping: over loopback, and Gradwire's ranks as threads of one process."""
+    items = []
+    for method in ("fp32", "16bit", "powersgd4"):
+        sizes = {(None, None), (best["gradwire", method], best["pytorch", method])}
+        if method.startswith("powersgd"):
+            sizes = {(best["gradwire", method], None)}
+        for ours, theirs in sorted(sizes, key=lambda pair: pair != (None, None)):
+            items.append(item(arguments, "gradwire", method, ours, network="loopback"))
+            items.append(item(arguments, "pytorch", method, theirs, network="loopback"))
+            items.append(item(arguments, "gradwire", method, ours, network="threads", ranks_are="threads"))
+    return items
+
+
+def trace_items(arguments, best):
+    """One run each of three modes, for pictures of a step."""
+    items = []
+    for method, mb in (("fp32", None), ("16bit", best["gradwire", "16bit"]), ("powersgd4", None)):
+        path = trace_path(arguments.json, method)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        items.append(item(arguments, "gradwire", method, mb, "trace", extra=["--trace", str(path), "--trace-steps", "5:8"]))
+    return items
+
+
+def trace_path(result, method):
+    return result.parent.resolve() / (result.stem + "-traces") / f"{method}.json"
+
+
+class Session:
+    """Runs plans, on shaped links or without, and keeps what they measured."""
+
+    def __init__(self, arguments):
+        self.arguments, self.items = arguments, []
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="gradwire-experiments-"))
+        self.plans = 0
+
+    def plan(self, items):
+        self.plans += 1
+        folder = self.folder / str(self.plans)
+        folder.mkdir()
+        arguments = self.arguments
+        flags = [*model_flags(MODEL), "--data", "synthetic:512", "--device", "host", "--batch-size", str(arguments.batch_size),
+                 "--optimizer", "sgd", "--lr", "0.01", "--momentum", "0", "--eval-every", "0", "--timeout-s", "60", "--measure-peak", "off"]
+        baseline = {"threads": arguments.threads, "model": MODEL, "batch_size": arguments.batch_size, "lr": 0.01,
+                    "momentum": 0.0, "timeout_s": 60}
+        if arguments.no_baseline:
+            items = [i for i in items if i["who"] == "gradwire"]
+        path = folder / "plan.json"
+        path.write_text(json.dumps({"folder": str(folder), "gradwire": arguments.gradwire, "python": arguments.python,
+                                    "flags": flags, "baseline": baseline, "items": items}))
+        return folder, path, items
+
+    def environment(self):
+        threads = str(self.arguments.threads)
+        return {**os.environ, "GRADWIRE_THREADS": threads, "OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads,
+                "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def shaped(self, items):
+        folder, path, items = self.plan(items)
+        a = self.arguments
+        command = [SHAPED_LINK, "--hosts", str(a.hosts), "--rate", a.rate, "--", sys.executable,
+                   str(HERE / "slow_links_host.py"), str(path)]
+        self.follow([subprocess.Popen(command, env=self.environment(), start_new_session=True)], folder, items)
+
+    def loopback(self, items):
+        """The same processes, joined by the machine's own loopback."""
+        folder, path, items = self.plan(items)
+        hosts, processes = self.arguments.hosts, []
+        for rank in range(hosts):
+            env = {**self.environment(), "RANK": str(rank), "WORLD_SIZE": str(hosts), "LOCAL_RANK": str(rank),
+                   "LOCAL_WORLD_SIZE": str(hosts), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+                   "GLOO_SOCKET_IFNAME": "lo"}
+            processes.append(subprocess.Popen([sys.executable, str(HERE / "slow_links_host.py"), str(path)], env=env,
+                                              start_new_session=True))
+        self.follow(processes, folder, items)
+
+    def follow(self, processes, folder, items):
+        deadline = time.monotonic() + 120 + sum(i["deadline_s"] for i in items)
+        codes = []
+        try:
+            for process in processes:
+                codes.append(process.wait(timeout=max(1, deadline - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            codes.append(1)
+        finally:  # also after Ctrl-C: shaped_link.sh takes its namespaces down on SIGTERM, with all that runs in them
+            for process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGTERM)
+            for process in processes:
+                try:
+                    process.wait(timeout=30)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+        results = folder / "results.jsonl"
+        if results.exists():
+            self.items += [json.loads(line) for line in results.read_text().splitlines()]
+        if any(codes):
+            sys.exit(2 if 2 in codes and not results.exists() else 1)
+
+    def best(self):
+        """Size of buckets by side and method, None for one bucket: the sweep's choice."""
+        sizes = {}
+        for who in ("gradwire", "pytorch"):
+            for method, *_ in report.METHODS:
+                tried = "powersgd4" if method.startswith("powersgd") else method
+                sizes[who, method] = report.best_bucket_mb(self.items, who, tried, UNTRIED_MB.get(method))
+        return sizes
+
+
+def output_of(*command):
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=30).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def settings(arguments, items):
+    cpu = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    first = {who: next((i for i in items if i["who"] == who and "error" not in i), {}) for who in ("gradwire", "pytorch")}
+    commit = output_of("git", "rev-parse", "--short=12", "HEAD") or "unknown"
+    if subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=ROOT, stderr=subprocess.DEVNULL).returncode:
+        commit += ", with changes"
+    return {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit,
+            "command": "bench/experiments/slow_links.py " + " ".join(sys.argv[1:]), "hosts": arguments.hosts, "rate": arguments.rate,
+            "model": MODEL, "parameters": first["gradwire"].get("parameters"),
+            "peer_parameters": first["pytorch"].get("parameters"), "batch_size": arguments.batch_size,
+            "threads": arguments.threads, "repetitions": arguments.repetitions, "cpu": cpu[0] if cpu else "unknown",
+            "cores": os.cpu_count(), "system": output_of("uname", "-sr"), "gradwire": output_of(arguments.gradwire, "--version"),
+            "torch": first["pytorch"].get("torch"), "torchvision": first["pytorch"].get("torchvision"),
+            "load_before": arguments.load}
+
+
+def show(result):
+    base, alone = result.base("gradwire"), result.alone("gradwire")
+    s = result.settings
+    print(f"\n{s['parameters'] or 0:,} parameters, batch {s['batch_size']}, {s['hosts']} hosts, {s['rate']} links; "
+          f"{s['repetitions']} repetitions, medians\n")
+    print(report.plain(report.main_table(result)))
+    print("\nWhere Gradwire's step goes, ms\n")
+    print(report.plain(report.parts_table(result)))
+    if any(i["phase"] == "sweep" for i in result.items):
+        print("\nSize of buckets, ms/step\n")
+        print(report.plain(report.sweep_table(result.items)))
+    for network, title in (("loopback", "Loopback, no shaping"), ("threads", "Threads of one process")):
+        if result.rows(network):
+            print(f"\n{title}\n")
+            print(report.plain(report.main_table(result, network)))
+    print()
+    if result.share():
+        print(f"Communication is {100 * result.share():.0f} % of Gradwire's FP32 step with one bucket ({base.ms:.0f} ms; "
+              f"{alone.ms:.0f} ms without communication). The article's: 84 %.")
+    print("\n".join(report.goal_lines(result)))
+    for line in report.errors(result):
+        print("failed: " + line)
+
+
+def write(path, document):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(document, indent=1) + "\n")
+    temporary.rename(path)
+
+
+def measure(arguments):
+    if not os.access(arguments.gradwire, os.X_OK):
+        fail(f"no {arguments.gradwire}; run make build")
+    probe = subprocess.run([SHAPED_LINK, "--hosts", "2", "--", "true"], capture_output=True, text=True)
+    if probe.returncode != 0:
+        fail("no slow links here: " + (probe.stderr.strip().splitlines() or ["shaped_link.sh failed"])[-1])
+    arguments.load = os.getloadavg()[0]
+    session = Session(arguments)
+    try:
+        if not arguments.quick and not arguments.no_sweep:
+            print("== Size of buckets", flush=True)
+            session.shaped(sweep_items(arguments))
+        best = session.best()
+        print("== Every mode, on links of " + arguments.rate, flush=True)
+        session.shaped(main_items(arguments, best))
+        if not arguments.quick:
+            print("== Traces of a step", flush=True)
+            session.shaped(trace_items(arguments, best))
+        if not arguments.no_fast:
+            print("== Fast links", flush=True)
+            session.loopback(fast_items(arguments, best))
+    finally:  # what was measured before something failed is kept, too
+        shutil.rmtree(session.folder, ignore_errors=True)
+        if session.items:
+            document = {"schema": 1, "settings": settings(arguments, session.items), "items": session.items}
+            write(arguments.json, document)
+    show(report.Result(document))
+    print(f"\nResult: {arguments.json}; bench/experiments/slow_links.py render {arguments.json} puts it into docs/experiments.md")
+
+
+def page_text(result, traced=()):
+    """What docs/experiments.md shows of a result; traced: the methods that there is a timeline of."""
+    s, base, alone = result.settings, result.base("gradwire"), result.alone("gradwire")
+    parts = [
+        f"{s['date']}, commit {s['commit']}, {s['cpu']}, {s['cores']} cores, {s['system']}, {s['gradwire']}, PyTorch "
+        f"{s['torch']}, torchvision {s['torchvision']}. `{s['command']}`, {s['repetitions']} repetitions. "
+        f"{s['parameters']:,} parameters, batch {s['batch_size']} per host." +
+        (f" Communication is {100 * result.share():.0f} % of Gradwire's FP32 step with one bucket ({base.ms:.0f} ms, {alone.ms:.0f} "
+         "without communication); in the article it was 84 %." if alone else ""),
+        "![Speed of every mode](experiments.png)", report.markdown(report.main_table(result)),
+        "Goals:\n\n" + report.markdown(report.goal_table(result)),
+        "Where Gradwire's step goes (medians, ms; host 0's marks):\n\n" + report.markdown(report.parts_table(result))]
+    if traced:
+        parts.append("One step of each, all hosts below each other, on one clock (`--trace`, `bench/plots/plot.py`):")
+        parts += [f"![One step: {report.NAMES[method]}](timeline-{method}.png)" for method in traced]
+    if any(i["phase"] == "sweep" for i in result.items):
+        parts.append("Size of buckets, ms per step; the best of each row is what the table above has as \"buckets\":\n\n"
+                     + report.markdown(report.sweep_table(result.items)))
+    for network, title in (("loopback", "Fast links: the same processes over loopback, nothing shaped"),
+                           ("threads", "Fast links: Gradwire's ranks as threads of one process")):
+        if result.rows(network):
+            parts.append(f"{title}:\n\n" + report.markdown(report.main_table(result, network)))
+    failed = report.errors(result)
+    if failed:
+        parts.append("Failed:\n\n" + "\n".join("- " + line for line in failed))
+    return "\n\n".join(part.strip() for part in parts)
+
+
+def put(section, text):
+    try:
+        page = report.replace_section(PAGE.read_text(), section, text)
+    except ValueError as error:
+        fail(f"{PAGE}: {error}", 1)
+    PAGE.write_text(page)
+    print(f"Written: {PAGE.relative_to(ROOT)}, section {section}")
+
+
+def pictures():
+    """bench/plots/experiments.py; None where matplotlib is missing."""
+    try:
+        from plots import experiments
+        return experiments
+    except SystemExit as missing:
+        print(f"No picture: {missing}", file=sys.stderr)
+        return None
+
+
+def render(path):
+    document = json.loads(path.read_text())
+    result = report.Result(document)
+    if not result.base("gradwire"):
+        fail(f"{path}: Gradwire's FP32 with one bucket is not in it", 1)
+    traces = {m[0]: trace_path(path, m[0]) for m in report.METHODS if trace_path(path, m[0]).exists()}
+    plot, docs = pictures(), ROOT / "docs"
+    put("results", page_text(result, traces if plot else ()))
+    if plot:
+        plot.draw(document, docs / "experiments.png")
+        print("Written: docs/experiments.png")
+        for method, trace in traces.items():
+            subprocess.run([sys.executable, str(BENCH / "plots" / "plot.py"), str(trace), "-o", str(docs / f"timeline-{method}.png")], check=True)
+
+
+ACCURACY_SPECS, ACCURACY_SEEDS = ("fp32", "bf16", "powersgd:rank=4"), (0, 1, 2)
+ACCURACY_FLAGS = ["--model", "vit_tiny", "--data", "fashion-mnist", "--ranks", "8", "--batch-size", "32", "--epochs", "12", "--lr",
+                  "2e-3", "--timeout-s", "600"]
+
+
+def accuracy_run(folder, gradwire):
+    """Half an hour or more; a log that is complete is kept, so that the command can be given again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed in ACCURACY_SEEDS:
+        for spec in ACCURACY_SPECS:
+            log = folder / f"{spec}-{seed}.jsonl"
+            if log.exists() and report.read_accuracy_log(log):
+                continue
+            print(f"== {spec}, seed {seed}", flush=True)
+            unfinished = folder / f"unfinished-{spec}-{seed}.jsonl"
+            subprocess.run([gradwire, "train", *ACCURACY_FLAGS, "--compression", spec, "--seed", str(seed), "--log-every", "500",
+                            "--log", str(unfinished)], check=True)
+            unfinished.rename(log)
+
+
+def accuracy_render(folder):
+    """From the logs in folder whose runs have ended."""
+    found = {path: report.read_accuracy_log(path) for path in sorted(folder.glob("*.jsonl"))}
+    found = {path: log for path, log in found.items() if log}
+    if not found:
+        fail(f"{folder}: no log of a run that has ended", 1)
+    logs, run = [log for log, _ in found.values()], next(iter(found.values()))[1]
+    rows = report.accuracy_rows(logs)
+    print(report.plain(report.accuracy_table(rows)))
+    print("\n".join(report.accuracy_goals(rows)))
+    about = (f"{run['model']['name']} on {run['data']}, {run['ranks']} ranks, batch {run['batch_size']} per rank, {run['epochs']:g} epochs, "
+             f"{run['optimizer']}, learning rate {run['lr']:g}; test accuracy after the last epoch, not of the best one.")
+    put("accuracy", "\n\n".join([about, "![Accuracy](accuracy.png)", report.markdown(report.accuracy_table(rows)).strip(),
+                                  "\n".join("- " + line for line in report.accuracy_goals(rows))]))
+    plot = pictures()
+    if plot:
+        from plots.runs import Run
+        plot.draw_accuracy(logs, [Run(path) for path in found], ROOT / "docs" / "accuracy.png")
+        print("Written: docs/accuracy.png")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="measure")
+    run.add_argument("--quick", action="store_true", help="one repetition, fewer modes: two minutes")
+    run.add_argument("--repetitions", type=int, default=None, help="default: 3, with --quick 1")
+    run.add_argument("--json", type=pathlib.Path, default=ROOT / "build" / "experiments.json")
+    run.add_argument("--rate", default="1gbit")
+    run.add_argument("--hosts", type=int, default=4)
+    run.add_argument("--batch-size", type=int, default=1, help="per host; it decides how large the share of communication is")
+    run.add_argument("--threads", type=int, default=1, help="of each host, for both sides")
+    run.add_argument("--no-baseline", "--no-peer", action="store_true", help="without PyTorch")
+    run.add_argument("--no-sweep", action="store_true", help="buckets of 16 MB, one for PowerSGD")
+    run.add_argument("--no-fast", action="store_true", help="without loopback and threads")
+    run.add_argument("--deadline-s", type=int, default=60, help="of one measurement")
+    run.add_argument("--gradwire", default=str(ROOT / "build" / "bin" / "gradwire"))
+    run.add_argument("--python", default="/usr/bin/python3", help="that has torch and torchvision")
+    shown = commands.add_parser("show", help="a result's tables on the terminal")
+    shown.add_argument("json", type=pathlib.Path)
+    rendered = commands.add_parser("render", help="a result into docs/experiments.md")
+    rendered.add_argument("json", type=pathlib.Path)
+    accuracy = commands.add_parser("accuracy", help="Fashion-MNIST with each compression")
+    accuracy.add_argument("what", choices=["run", "render"])
+    accuracy.add_argument("folder", type=pathlib.Path)
+    accuracy.add_argument("--gradwire", default=str(ROOT / "build" / "bin" / "gradwire"))
+    arguments = parser.parse_args()
+    if arguments.command == "run":
+        arguments.repetitions = arguments.repetitions or (1 if arguments.quick else 3)
+        measure(arguments)
+    elif arguments.command == "show":
+        show(report.Result(json.loads(arguments.json.read_text())))
+    elif arguments.command == "render":
+        render(arguments.json)
+    elif arguments.what == "run":
+        accuracy_run(arguments.folder, arguments.gradwire)
+    else:
+        accuracy_render(arguments.folder)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

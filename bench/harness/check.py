@@ -1,0 +1,261 @@
+#!/usr/bin/env python3
+"""Holds this build's speed to the published numbers and the goals: docs/results/baselines.jsonl, one case per line.
+
+    bench/harness/check.py run [--only REGEX] [--out FOLDER]    runs the cases' commands, then judges; what make bench-check does
+    bench/harness/check.py judge FOLDER                         judges what is there: STEP.json files (scripts/host_check.sh)
+    bench/harness/check.py publish FOLDER                       makes FOLDER's measurements the published values of its cases
+
+Only ratios between things measured in one run are compared, never times, and higher is always better. A case fails when it is
+below its goal, or, on the device that the published value is from, below that value, by more than its noise; also when it
+could not be measured. Being faster never fails. Exit status: 0 when no case fails, 1 when one does, 2 for bad input.
+
+A line: {"case": name, "step": name of the command's results, "command": [...], "where": fields of the row (the best of
+several counts), "metric": field or "field/field" of that row, "over": fields of another row whose metric is divided by this
+one's (for times), "of": constant to divide by, "value", "goal": or null, "noise": share, "commit", "device"}
+"""
+import argparse
+import json
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+from harness import report  # noqa: E402
+
+BASELINES = ROOT / "docs" / "results" / "baselines.jsonl"
+DEADLINE_S = 300  # of one command
+REQUIRED = {"case", "step", "command", "where", "metric", "value", "goal", "noise", "commit", "device"}
+OPTIONAL = {"over", "of"}
+FAILING = ("NOT MET", "SLOWER", "NOT MEASURED")
+
+
+class BadInput(Exception):
+    pass
+
+
+class NotMeasured(Exception):
+    """A case without a number, and why."""
+
+
+def read_cases(path, only="."):
+    """The cases whose name matches."""
+    try:
+        wanted, lines = re.compile(only), pathlib.Path(path).read_text().splitlines()
+    except re.error as error:
+        raise BadInput(f"--only {only}: {error}") from None
+    except OSError as error:
+        raise BadInput(f"{path}: {error.strerror}") from None
+    cases = []
+    for number, line in enumerate(lines, 1):
+        try:
+            case = json.loads(line)
+        except ValueError as error:
+            raise BadInput(f"{path}:{number}: not JSON: {error}") from None
+        wrong = (REQUIRED - set(case)) | (set(case) - REQUIRED - OPTIONAL)
+        if wrong:
+            raise BadInput(f"{path}:{number}: missing or unknown: {', '.join(sorted(wrong))}")
+        cases.append(case)
+    commands = {}
+    for case in cases:
+        if commands.setdefault(case["step"], case["command"]) != case["command"]:
+            raise BadInput(f"{path}: step {case['step']} has two commands")
+    cases = [case for case in cases if wanted.search(case["case"])]
+    if not cases:
+        raise BadInput(f"--only {only}: no case in {path} has that in its name")
+    return cases
+
+
+def field(row, metric):
+    """The metric of one row: a field, or a quotient of two."""
+    values = [row.get(name) for name in metric.split("/")]
+    for name, value in zip(metric.split("/"), values):
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+            raise NotMeasured(f"{name} is {json.dumps(value)}")
+    return values[0] if len(values) == 1 else values[0] / values[1]
+
+
+def matching(rows, where):
+    found = [row for row in rows if all(row.get(key) == value for key, value in where.items())]
+    if not found:
+        raise NotMeasured("no row with " + ", ".join(f"{key}={value}" for key, value in where.items()))
+    return found
+
+
+def measured(case, rows):
+    """The case's ratio from the rows of its step; rows is None when the command did not end well."""
+    if rows is None:
+        raise NotMeasured("its command failed")
+    values = [field(row, case["metric"]) for row in matching(rows, case["where"])]
+    if "over" in case:
+        return field(matching(rows, case["over"])[0], case["metric"]) / min(values)
+    return max(values) / case.get("of", 1)
+
+
+def least(case, device):
+    """(what the case must reach without its noise, the verdict when it does not), the stricter demand first."""
+    demands = [(case["goal"], "NOT MET")] if case["goal"] is not None else []
+    if case["device"] == device:
+        demands.append((case["value"], "SLOWER"))
+    return sorted(demands, reverse=True)
+
+
+def judge(case, rows, device):
+    """{"case", "measured" or None, "verdict", "why"}"""
+    try:
+        value = measured(case, rows)
+    except NotMeasured as reason:
+        return {"case": case["case"], "measured": None, "verdict": "NOT MEASURED", "why": str(reason)}
+    verdicts = [verdict for demand, verdict in least(case, device) if value < demand * (1 - case["noise"])]
+    # A goal that is missed is the graver news.
+    verdict = "NOT MET" if "NOT MET" in verdicts else verdicts[0] if verdicts else "ok"
+    return {"case": case["case"], "measured": value, "verdict": verdict, "why": ""}
+
+
+def better(first, second):
+    """Of two judgements of a case: noise on a shared machine only ever slows down."""
+    return max(first, second, key=lambda j: -1 if j["measured"] is None else j["measured"])
+
+
+def table(cases, judgements, device):
+    rows = [["case", "measured", "goal", "published", "noise", ""]]
+    for case, j in zip(cases, judgements):
+        published = f"{case['value']:.3g}" + ("" if case["device"] == device else " elsewhere")
+        rows.append([case["case"], "-" if j["measured"] is None else f"{j['measured']:.3g}",
+                     "-" if case["goal"] is None else f"{case['goal']:g}", published, f"{100 * case['noise']:.0f} %",
+                     j["verdict"] + (f": {j['why']}" if j["why"] else "")])
+    return rows
+
+
+def last_line(judgements):
+    failed = [j for j in judgements if j["verdict"] in FAILING]
+    text = f"bench-check: {len(judgements) - len(failed)} of {len(judgements)} cases ok"
+    return text + (f", {len(failed)} FAILED" if failed else "")
+
+
+def device_name():
+    model = re.search(r"^model name\s*: (.*)$", pathlib.Path("/proc/cpuinfo").read_text(), re.M)
+    return f"{model[1] if model else 'unknown CPU'}, {os.cpu_count()} cores"
+
+
+def commit_name():
+    def git(*arguments):
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    name = git("rev-parse", "--short=12", "HEAD").stdout.strip() or "unknown"
+    return name + (", with changes" if git("diff", "--quiet", "HEAD").returncode else "")
+
+
+def run_step(step, command, build, folder):
+    """Rows, or None. The command's words go to STEP.log, its rows to STEP.json."""
+    result = folder / f"{step}.json"
+    result.unlink(missing_ok=True)
+    words = [str(build / "bin" / word) if word == "gradwire-bench" else word for word in command]
+    print("== " + " ".join(command), flush=True)
+    with open(folder / f"{step}.log", "w") as log:
+        log.write("$ " + " ".join(command) + "\n")
+        log.flush()
+        try:
+            code = subprocess.run([*words, "--json", str(result)], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
+                                  timeout=DEADLINE_S).returncode
+        except (OSError, subprocess.TimeoutExpired) as error:
+            code = str(error)
+    if code != 0:
+        words = (folder / f"{step}.log").read_text().strip().splitlines()
+        print(f"FAILED ({code}): {words[-1]}", flush=True)
+        return None
+    return read_rows(folder, step)
+
+
+def read_rows(folder, step):
+    path = folder / f"{step}.json"
+    try:
+        return json.loads(path.read_text())
+    except OSError:
+        return None
+    except ValueError as error:
+        raise BadInput(f"{path}: not JSON: {error}") from None
+
+
+def judge_folder(cases, folder, device):
+    rows = {step: read_rows(folder, step) for step in {case["step"] for case in cases}}
+    return [judge(case, rows[case["step"]], device) for case in cases]
+
+
+def run(cases, build, folder, retries, device):
+    if not os.access(build / "bin" / "gradwire-bench", os.X_OK):
+        raise BadInput(f"no {build}/bin/gradwire-bench; run make build")
+    print(f"{len(cases)} cases on {device}, load {os.getloadavg()[0]:.1f}", flush=True)
+    judgements = []
+    for attempt in range(1 + retries):
+        failing = [j["verdict"] in FAILING for j in judgements] or [True] * len(cases)
+        steps = {case["step"]: case["command"] for case, again in zip(cases, failing) if again}
+        if not steps:
+            break
+        if attempt > 0:
+            print("-- once more, where a case failed: a busy machine makes things slower, never faster", flush=True)
+        rows = {step: run_step(step, command, build, folder) for step, command in steps.items()}
+        now = [judge(case, rows[case["step"]], device) if case["step"] in rows else None for case in cases]
+        judgements = [new if not judgements else better(judgements[i], new) if new else judgements[i] for i, new in enumerate(now)]
+    return judgements
+
+
+def publish(path, cases, folder, device):
+    """Rewrites the lines of the cases that the folder has; the others stay as they are."""
+    lines, count = [], 0
+    for line in pathlib.Path(path).read_text().splitlines():
+        case = json.loads(line)
+        if case["case"] in {c["case"] for c in cases}:
+            try:
+                value = measured(case, read_rows(folder, case["step"]))
+                case.update(value=float(f"{value:.4g}"), commit=commit_name(), device=device)
+                count += 1
+            except NotMeasured as reason:
+                print(f"{case['case']}: left as it was: {reason}")
+        lines.append(json.dumps(case))
+    pathlib.Path(path).write_text("\n".join(lines) + "\n")
+    print(f"{path}: {count} cases published")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--only", default=".", metavar="REGEX", help="cases whose name matches")
+    common.add_argument("--baselines", type=pathlib.Path, default=BASELINES)
+    commands = parser.add_subparsers(dest="action", required=True)
+    running = commands.add_parser("run", parents=[common], help="measure, and judge")
+    running.add_argument("--out", type=pathlib.Path, help="where to keep the results (default: nowhere)")
+    running.add_argument("--build", type=pathlib.Path, default=ROOT / "build")
+    running.add_argument("--retries", type=int, default=1, help="how often a failing case is measured again (default: 1)")
+    judging = commands.add_parser("judge", parents=[common], help="judge results that are there")
+    judging.add_argument("--markdown", action="store_true")
+    publishing = commands.add_parser("publish", parents=[common], help="make results the published ones")
+    for command in (judging, publishing):
+        command.add_argument("folder", type=pathlib.Path)
+    arguments = parser.parse_args()
+
+    cases, device = read_cases(arguments.baselines, arguments.only), device_name()
+    if arguments.action == "publish":
+        publish(arguments.baselines, cases, arguments.folder, device)
+        return 0
+    if arguments.action == "judge":
+        judgements = judge_folder(cases, arguments.folder, device)
+    else:
+        with tempfile.TemporaryDirectory(prefix="gradwire-check-") as scratch:
+            folder = arguments.out or pathlib.Path(scratch)
+            folder.mkdir(parents=True, exist_ok=True)
+            judgements = run(cases, arguments.build, folder.resolve(), arguments.retries, device)
+    shape = report.markdown if arguments.action == "judge" and arguments.markdown else report.plain
+    print("\n" + shape(table(cases, judgements, device)).rstrip() + "\n\n" + last_line(judgements))
+    return 1 if any(j["verdict"] in FAILING for j in judgements) else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except BadInput as error:
+        print(f"bench-check: {error}", file=sys.stderr)
+        sys.exit(2)

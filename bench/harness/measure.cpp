@@ -1,0 +1,216 @@
+#include "bench/harness/measure.h"
+
+#ifdef GRADWIRE_HAS_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <fstream>
+#include <numeric>
+
+#include "bench/harness/copy_loops.h"
+#include "bench/harness/text.h"
+#include "runtime/error.h"
+#include "runtime/thread_pool.h"
+
+namespace gradwire::bench {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double us_since(Clock::time_point start) {
+  return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
+}
+
+// The last level of cache that a core can reach, as the kernel tells it; 64 MiB when it does not.
+int64_t host_cache_bytes() {
+  for (int level : {4, 3, 2}) {
+    std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(level) + "/size");
+    int64_t kib = 0;
+    if (file >> kib && kib > 0) return std::clamp(kib << 10, int64_t{4} << 20, int64_t{256} << 20);
+  }
+  return int64_t{64} << 20;
+}
+
+int64_t available_host_bytes() {
+  std::ifstream file("/proc/meminfo");
+  for (std::string word; file >> word;) {
+    int64_t kib = 0;
+    if (word == "MemAvailable:" && file >> kib) return kib << 10;
+  }
+  return int64_t{1} << 30;
+}
+
+#ifdef GRADWIRE_HAS_CUDA
+void check(cudaError_t status, const char* call) {
+  if (status != cudaSuccess) throw DeviceError(std::string(call) + ": " + cudaGetErrorString(status));
+}
+#endif
+
+}  // namespace
+
+Timing summarize(std::vector<double> samples_us) {
+  if (samples_us.empty()) return {};
+  std::sort(samples_us.begin(), samples_us.end());
+  size_t n = samples_us.size();
+  return {(samples_us[(n - 1) / 2] + samples_us[n / 2]) / 2, samples_us[0], static_cast<int>(n)};
+}
+
+DeviceUnderTest::DeviceUnderTest(Device device, double budget_ms)
+    : device_(device),
+      budget_ms_(budget_ms),
+      stream_(device.is_host() ? Stream::immediate_host() : Stream::create(device, "bench")) {
+  if (device.is_host()) {
+    int threads = host_threads();
+    description_ = "host, " + std::to_string(threads) + (threads == 1 ? " thread" : " threads");
+    flush_bytes_ = 2 * host_cache_bytes();
+  } else {
+#ifdef GRADWIRE_HAS_CUDA
+    cudaDeviceProp properties{};
+    check(cudaGetDeviceProperties(&properties, device.index), "cudaGetDeviceProperties");
+    description_ = device.name() + ", " + properties.name;
+    flush_bytes_ = std::max<int64_t>(int64_t{2} * properties.l2CacheSize, int64_t{64} << 20);
+#endif
+  }
+  flush_ = Buffer(device, static_cast<size_t>(flush_bytes_));
+  flush();
+  stream_.synchronize();
+}
+
+int64_t DeviceUnderTest::free_bytes() const {
+  if (device_.is_host()) return available_host_bytes();
+#ifdef GRADWIRE_HAS_CUDA
+  size_t free = 0, total = 0;
+  check(cudaSetDevice(device_.index), "cudaSetDevice");
+  check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+  return static_cast<int64_t>(free);
+#else
+  return 0;
+#endif
+}
+
+void DeviceUnderTest::flush() {
+  fill_zero(stream_, flush_.data(), flush_.bytes());
+}
+
+double DeviceUnderTest::time_once_us(const Work& work) const {
+  if (device_.is_host()) {
+    auto start = Clock::now();
+    work(stream_);
+    return us_since(start);
+  }
+  Event begin = Event::create(device_), end = Event::create(device_);
+  begin.record(stream_);
+  work(stream_);
+  end.record(stream_);
+  end.synchronize();
+  return elapsed_ms(begin, end) * 1e3;
+}
+
+std::vector<Timing> DeviceUnderTest::time(const std::vector<Work>& works, bool cold) {
+  constexpr int kLeast = 3, kMost = 50;
+  // Short work is repeated inside one measurement, so that clock and event resolution do not matter.
+  constexpr double kLongEnoughUs = 100;
+  struct Samples {
+    int inner = 1;
+    std::vector<double> us;
+  };
+  std::vector<Samples> samples(works.size());
+  auto warm_up = [&](size_t i) {
+    works[i](stream_);
+    stream_.synchronize();
+    if (cold) return;
+    double us = std::max(time_once_us(works[i]), 0.1);
+    samples[i].inner = static_cast<int>(std::clamp(kLongEnoughUs / us, 1.0, 1000.0));
+  };
+  auto sample = [&](size_t i) {
+    if (cold) flush();
+    const int inner = samples[i].inner;
+    samples[i].us.push_back(time_once_us([&](const Stream& s) {
+                              for (int k = 0; k < inner; ++k) works[i](s);
+                            }) /
+                            inner);
+  };
+  auto repeat = [&](const std::vector<size_t>& turn, double budget_ms) {
+    for (size_t i : turn) warm_up(i);
+    auto start = Clock::now();
+    for (int n = 0; n < kLeast || (us_since(start) < budget_ms * 1e3 && n < kMost); ++n) {
+      for (size_t i : turn) sample(i);
+    }
+  };
+  std::vector<size_t> all(works.size());
+  std::iota(all.begin(), all.end(), size_t{0});
+  if (cold) {
+    repeat(all, budget_ms_ * static_cast<double>(works.size()));
+  } else {
+    for (size_t i : all) repeat({i}, budget_ms_);  // in turns they would empty each other's caches
+  }
+  std::vector<Timing> timings;
+  for (Samples& s : samples) timings.push_back(summarize(std::move(s.us)));
+  return timings;
+}
+
+std::vector<DeviceUnderTest::CopyWay> DeviceUnderTest::copy_ways(int64_t each) {
+  if (static_cast<int64_t>(copy_to_.bytes()) < each) {
+    for (Buffer* buffer : {&copy_from_, &copy_to_}) {
+      *buffer = Buffer(device_, static_cast<size_t>(each));
+      fill_zero(stream_, buffer->data(), buffer->bytes());
+    }
+  }
+  void *from = copy_from_.data(), *to = copy_to_.data();
+  std::vector<CopyWay> ways;
+  if (device_.is_host()) {
+    for (CopyLoop loop : copy_loops()) {
+      ways.push_back({loop.name, [=](const Stream&) { copy_in_parallel(loop, to, from, each); }});
+    }
+  } else {
+    ways.push_back(
+        {"cudaMemcpyAsync", [=](const Stream& s) { copy(s, to, from, static_cast<size_t>(each)); }});
+  }
+  return ways;
+}
+
+BesideCopy DeviceUnderTest::time_beside_copy(const Work& work, int64_t bytes, bool cold) {
+  // Beyond the caches nothing changes any more; below a page the clock rules.
+  const int64_t each = std::clamp<int64_t>(bytes / 2 / 64 * 64, 4096, large_copy_bytes());
+  std::vector<Work> works = {work};
+  for (CopyWay& way : copy_ways(each)) works.push_back(std::move(way.work));
+  std::vector<Timing> timings = time(works, cold);
+  BesideCopy result{timings[0], 0};
+  for (size_t i = 1; i < timings.size(); ++i) {
+    result.copy_gbps =
+        std::max(result.copy_gbps, 2.0 * static_cast<double>(each) / timings[i].median_us / 1e3);
+  }
+  return result;
+}
+
+double DeviceUnderTest::copy_gbps(int64_t bytes, bool cold) {
+  return time_beside_copy([](const Stream&) {}, bytes, cold).copy_gbps;
+}
+
+std::string DeviceUnderTest::describe_copies() {
+  std::vector<CopyWay> ways = copy_ways(large_copy_bytes());
+  std::vector<Work> works;
+  for (const CopyWay& way : ways) works.push_back(way.work);
+  std::vector<Timing> timings = time(works, true);
+  std::string text;
+  for (size_t i = 0; i < ways.size(); ++i) {
+    double gbps = 2.0 * static_cast<double>(large_copy_bytes()) / timings[i].median_us / 1e3;
+    text += (i == 0 ? "" : ", ") + std::string(ways[i].name) + " " + number(gbps, 1);
+  }
+  return text;
+}
+
+std::vector<Device> devices_for(const std::string& flag) {
+  if (flag == "host") return {Device::host()};
+  if (flag == "auto") return available_devices();
+  if (flag != "cuda") throw BadInput("--device '" + flag + "': use auto, host or cuda");
+  if (cuda_device_count() == 0) {
+    throw BadInput("--device cuda: " + cuda_unavailable_reason() + "; use --device host");
+  }
+  return {Device::cuda(0)};
+}
+
+}  // namespace gradwire::bench

@@ -1,0 +1,81 @@
+// Times work on one device, and measures what the same device can copy.
+//
+// Warm: the same memory again and again, so small sizes come from a cache. Cold: caches are overwritten
+// before each launch. A host op runs in the caller, between two readings of the clock; CUDA work between two
+// events.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "runtime/device.h"
+
+namespace gradwire::bench {
+
+struct Timing {
+  double median_us = 0, min_us = 0;
+  int repeats = 0;
+};
+
+Timing summarize(std::vector<double> samples_us);
+
+using Work = std::function<void(const Stream&)>;
+
+struct BesideCopy {
+  Timing work;
+  double copy_gbps = 0;  // by the median, counting read and written bytes
+};
+
+class DeviceUnderTest {
+ public:
+  // Measurements take about `budget_ms` each.
+  DeviceUnderTest(Device device, double budget_ms);
+
+  Device device() const { return device_; }
+  const Stream& stream() const { return stream_; }
+  // "host, 2 threads" or the GPU's name.
+  const std::string& description() const { return description_; }
+  // Bytes that a process may still take without harm.
+  int64_t free_bytes() const;
+  // Bytes after which one pass evicts everything from the caches.
+  int64_t flush_bytes() const { return flush_bytes_; }
+
+  // One launch, not counting what it takes to enqueue it on a GPU.
+  double time_once_us(const Work& work) const;
+  // Repeats each as long as the budget lasts, between 3 and 50 times: cold work in turns, so that a change in
+  // the machine's speed meets all alike; warm work one after the other.
+  std::vector<Timing> time(const std::vector<Work>& works, bool cold);
+
+  // Times `work` beside copies of a buffer, read and written bytes together about `bytes`. Host: the best of
+  // bench/harness/copy_loops.h; CUDA: cudaMemcpyAsync.
+  BesideCopy time_beside_copy(const Work& work, int64_t bytes, bool cold);
+  // The copies alone.
+  double copy_gbps(int64_t bytes, bool cold);
+  // How fast each way of copying is for a buffer that no cache holds, e.g. "memcpy 33.0, vector stores 29.5".
+  std::string describe_copies();
+
+ private:
+  struct CopyWay {
+    const char* name;
+    Work work;
+  };
+  void flush();
+  int64_t large_copy_bytes() const { return std::max<int64_t>(int64_t{256} << 20, flush_bytes_); }
+  std::vector<CopyWay> copy_ways(int64_t each);
+
+  Device device_;
+  double budget_ms_;
+  Stream stream_;
+  std::string description_;
+  int64_t flush_bytes_ = 0;
+  Buffer flush_;
+  Buffer copy_from_, copy_to_;
+};
+
+// The devices that --device auto|host|cuda asks for: auto is every one there is. Throws BadInput.
+std::vector<Device> devices_for(const std::string& flag);
+
+}  // namespace gradwire::bench

@@ -1,0 +1,165 @@
+"""Draws runs of gradwire train and compare: accuracy against bytes sent, loss against time, where a step's time went."""
+import json
+import pathlib
+import statistics
+
+from plots.style import FAINT, INK, RUN_COLORS, FuncFormatter, LogLocator, NullLocator, human_bytes, plt, style
+
+# The parts of a step in the order in which they happen; what is exposed of communication stands out.
+PARTS = [
+    ("data_ms", "data", "#d1d5db"),
+    ("forward_ms", "forward", "#9db7d5"),
+    ("backward_ms", "backward", "#4f7cac"),
+    ("exposed_comm_ms", "waiting for communication", "#d1495b"),
+    ("optimizer_ms", "optimizer", "#edae49"),
+]
+
+
+class Run:
+    """One run's log."""
+
+    def __init__(self, path):
+        self.config, self.summary, self.steps, self.evals = {}, {}, [], []
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise SystemExit(f"plot.py: {path}:{number}: not JSON: {error}")
+            kind = record.get("type")
+            if kind == "run":
+                self.config = record
+            elif kind == "step":
+                self.steps.append(record)
+            elif kind == "eval":
+                self.evals.append(record)
+            elif kind == "summary":
+                self.summary = record
+        if not self.config or not self.steps:
+            raise SystemExit(f"plot.py: {path}: no run and no steps in it")
+        self.name = self.config["compression"]
+
+    def seconds(self):
+        """When each step ended, in seconds of training (evaluations not counted)."""
+        total, ends = 0.0, []
+        for step in self.steps:
+            total += (step["step_ms"] or 0) / 1000
+            ends.append(total)
+        return ends
+
+    def accuracy_by_bytes(self):
+        """(bytes sent until then, accuracy) of each evaluation."""
+        sent, totals = 0, {0: 0}
+        for step in self.steps:
+            sent += step["wire_bytes"]
+            totals[step["step"] + 1] = sent
+        return [(totals.get(e["step"], sent), e["test_accuracy"]) for e in self.evals if e["test_accuracy"] is not None]
+
+    def median(self, field):
+        values = [s[field] for s in self.steps if s.get(field) is not None]
+        return statistics.median(values) if values else 0.0
+
+
+def load(paths):
+    runs = []
+    for path in map(pathlib.Path, paths):
+        try:
+            if path.suffix == ".jsonl":
+                runs.append(Run(path))
+                continue
+            count = len(json.loads(path.read_text()))
+            runs += [Run(path.with_suffix(f".{i}.jsonl")) for i in range(count)]
+        except OSError as error:
+            raise SystemExit(f"plot.py: {error.filename}: {error.strerror}")
+        except ValueError as error:
+            raise SystemExit(f"plot.py: {path}: not JSON: {error}")
+    if not runs:
+        raise SystemExit("plot.py: no runs to draw")
+    return runs
+
+
+def smooth(values, window):
+    """Mean over a trailing window; a missing value (a loss that was not finite) leaves a gap."""
+    out = []
+    for i in range(len(values)):
+        known = [v for v in values[max(0, i - window + 1):i + 1] if v is not None]
+        out.append(sum(known) / len(known) if known and values[i] is not None else float("nan"))
+    return out
+
+
+def draw_accuracy(axis, runs):
+    style(axis, "Accuracy against bytes sent", "bytes sent by each rank, so far", "test accuracy, %")
+    drawn = False
+    for run, color in zip(runs, RUN_COLORS * len(runs)):
+        points = [(sent, 100 * accuracy) for sent, accuracy in run.accuracy_by_bytes() if sent > 0]
+        if not points:
+            continue
+        drawn = True
+        sent, accuracy = zip(*points)
+        axis.plot(sent, accuracy, color=color, linewidth=2, marker="o", markersize=6, markeredgecolor="white")
+        axis.annotate(f"{accuracy[-1]:.1f} %", (sent[-1], accuracy[-1]), textcoords="offset points", xytext=(0, 9),
+                      ha="center", color=color, fontweight="bold")
+    if not drawn:
+        axis.text(0.5, 0.5, "no evaluation, or nothing was sent", transform=axis.transAxes, ha="center", color=FAINT)
+        return
+    axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter(FuncFormatter(human_bytes))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.margins(x=0.14, y=0.18)
+
+
+def draw_loss(axis, runs):
+    style(axis, "Loss against time", "seconds of training", "training loss")
+    for run, color in zip(runs, RUN_COLORS * len(runs)):
+        seconds, losses = run.seconds(), [s["loss"] for s in run.steps]
+        raw = [float("nan") if v is None else v for v in losses]
+        axis.plot(seconds, raw, color=color, linewidth=0.6, alpha=0.18)
+        axis.plot(seconds, smooth(losses, max(1, len(losses) // 40)), color=color, linewidth=2)
+    axis.set_xlim(left=0)
+
+
+def draw_time(axis, runs):
+    style(axis, "Where a step's time went", "milliseconds per step, median", "")
+    axis.grid(axis="y", visible=False)
+    longest = max(run.median("step_ms") for run in runs)
+    for row, run in enumerate(runs):
+        left, step = 0.0, run.median("step_ms")
+        parts = [(label, color, run.median(field)) for field, label, color in PARTS]
+        parts.append(("other", "#f3f4f6", max(0.0, step - sum(ms for _, _, ms in parts))))
+        for label, color, ms in parts:
+            axis.barh(row, ms, left=left, height=0.5, color=color, edgecolor="white", linewidth=0.8,
+                      label=label if row == 0 else None)
+            left += ms
+        axis.text(left + longest * 0.02, row, f"{step:.1f}", va="center", color=INK, fontweight="bold")
+    for row, (run, color) in enumerate(zip(runs, RUN_COLORS * len(runs))):
+        axis.text(0, row - 0.36, run.name, color=color, fontweight="bold", va="bottom")
+    axis.set_yticks([])
+    axis.set_ylim(len(runs) - 0.6, -0.75)
+    axis.set_xlim(0, longest * 1.14)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=3, frameon=False, fontsize=9, labelcolor=FAINT,
+                handlelength=1.0, handleheight=1.0, columnspacing=1.4)
+
+
+def ratio_text(run):
+    ratio = run.summary.get("ratio")
+    return f"{run.name}  ({ratio:.1f}x fewer bytes)" if ratio and ratio > 1.05 else run.name
+
+
+def draw(runs, path):
+    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK})
+    figure, axes = plt.subplots(1, 3, figsize=(16, 5.6), gridspec_kw={"width_ratios": [1, 1, 1.15]})
+    figure.patch.set_facecolor("white")
+    draw_accuracy(axes[0], runs)
+    draw_loss(axes[1], runs)
+    draw_time(axes[2], runs)
+
+    config = runs[0].config
+    figure.text(0.045, 0.955, f"{config['model']['name']} on {config['data'].split(':')[0]}", fontsize=16, fontweight="bold")
+    figure.text(0.045, 0.907, f"{config['ranks']} ranks on {config['device']}, batch {config['batch_size']} per rank, "
+                f"{config['steps']} steps, schedule {config['schedule']}", fontsize=10.5, color=FAINT)
+    handles = [plt.Line2D([], [], color=color, linewidth=3) for _, color in zip(runs, RUN_COLORS * len(runs))]
+    figure.legend(handles, [ratio_text(run) for run in runs], loc="upper right", bbox_to_anchor=(0.975, 0.985),
+                  ncol=min(4, len(runs)), frameon=False, fontsize=10.5, handlelength=1.4)
+    figure.subplots_adjust(left=0.045, right=0.975, top=0.79, bottom=0.21, wspace=0.27)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

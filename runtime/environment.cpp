@@ -1,0 +1,105 @@
+#include "runtime/environment.h"
+
+#include <cstdlib>
+#include <string_view>
+
+#include "runtime/error.h"
+
+namespace gradwire {
+namespace {
+
+constexpr EnvironmentVariable kOwn[] = {
+    {"GRADWIRE_THREADS", "the cores this process may use, divided among the processes of a machine",
+     "Host threads that compute at once, from 1 to 4096"},
+    {"GRADWIRE_DATA", "Debian's folder of Fashion-MNIST",
+     "Folder with the files of `--data fashion-mnist`, or with a folder fashion-mnist that has them"},
+    {"GRADWIRE_NCCL_LIBRARY", "libnccl.so.2", "The NCCL to load, where it is not found by that name"},
+};
+
+constexpr EnvironmentVariable kInterposer[] = {
+    {"GRADWIRE_NCCL_SPEC", "bf16", "How ncclAllReduce goes: fp32, bf16 or fp8, with their options"},
+    {"GRADWIRE_NCCL_MIN_BYTES", "1M", "Smaller calls stay as they are; K, M and G are powers of 1024"},
+    {"GRADWIRE_NCCL_MAX_STATE_BYTES", "4G",
+     "Device memory for residuals per communicator; buffers beyond it go without error feedback"},
+    {"GRADWIRE_NCCL_RANKS_PER_NODE", "unknown",
+     "For schedule=hierarchical: rank = node x this + local index"},
+    {"GRADWIRE_NCCL_DRY_RUN", "off", "1: change nothing, say what would be done"},
+    {"GRADWIRE_NCCL_QUIET", "off", "1: no log lines but errors"},
+    {"GRADWIRE_NCCL_DISABLE", "off", "1: as if it were not there"},
+};
+
+constexpr EnvironmentVariable kLaunchers[] = {
+    {"RANK", "none", "torchrun, or by hand: this process's rank"},
+    {"WORLD_SIZE", "none", "torchrun, or by hand: the number of ranks"},
+    {"LOCAL_RANK", "none", "The rank among those of this machine, which chooses the GPU"},
+    {"LOCAL_WORLD_SIZE", "none", "The number of ranks on this machine, which share its cores"},
+    {"MASTER_ADDR", "from the launcher", "Rank 0's machine, where the ranks meet"},
+    {"MASTER_PORT", "29500", "A free port there"},
+    {"TORCHELASTIC_RUN_ID", "none", "torchrun: tells it from variables set by hand"},
+    {"TORCHELASTIC_USE_AGENT_STORE", "off",
+     "torchrun: its agent has MASTER_PORT, so the ranks meet 100 ports further"},
+    {"OMPI_COMM_WORLD_RANK", "none", "Open MPI: rank"},
+    {"OMPI_COMM_WORLD_SIZE", "none", "Open MPI: number of ranks"},
+    {"OMPI_COMM_WORLD_LOCAL_RANK", "none", "Open MPI: rank on this machine"},
+    {"OMPI_COMM_WORLD_LOCAL_SIZE", "none", "Open MPI: number of ranks on this machine"},
+    {"OMPI_MCA_ess_base_jobid", "none", "Open MPI: the job, from which the port is made"},
+    {"PMIX_NAMESPACE", "none", "The job, from which the port is made"},
+    {"PMI_RANK", "none", "MPICH, Intel MPI: rank"},
+    {"PMI_SIZE", "none", "MPICH, Intel MPI: number of ranks"},
+    {"MPI_LOCALRANKID", "none", "MPICH, Intel MPI: rank on this machine"},
+    {"MPI_LOCALNRANKS", "none", "MPICH, Intel MPI: number of ranks on this machine"},
+    {"PMI_JOBID", "none", "MPICH: the job, from which the port is made"},
+    {"PMI_PORT", "none", "MPICH: the same, where there is no PMI_JOBID"},
+    {"SLURM_PROCID", "none", "Slurm: rank"},
+    {"SLURM_STEP_NUM_TASKS", "none", "Slurm: number of ranks of the step"},
+    {"SLURM_LOCALID", "none", "Slurm: rank on this machine"},
+    {"SLURM_STEP_NODELIST", "none", "Slurm: the first of these nodes is where the ranks meet"},
+    {"SLURM_JOB_NODELIST", "none", "Slurm: the same, where there is no step"},
+    {"SLURM_JOB_ID", "none", "Slurm: the job, from which the port is made"},
+    {"SLURM_STEP_ID", "none", "Slurm: the step, from which the port is made"},
+};
+
+constexpr EnvironmentVariable kNccl[] = {
+    {"NCCL_COMM_ID", "none", "host:port where the ranks of rendezvous nccl:// meet"},
+    {"NCCL_P2P_DISABLE", "0", "Read by `gradwire doctor`, which says how NCCL would connect two GPUs"},
+    {"NCCL_P2P_LEVEL", "NCCL's own choice", "The same"},
+    {"NCCL_SHM_DISABLE", "0", "The same"},
+    {"NCCL_IB_DISABLE", "0", "The same"},
+    {"NCCL_CUMEM_ENABLE", "1", "The same"},
+    {"NCCL_NET", "NCCL's own choice", "The same"},
+};
+
+constexpr EnvironmentGroup kGroups[] = {{"Libraries and commands", kOwn},
+                                        {"The NCCL interposer", kInterposer},
+                                        {"Set by launchers", kLaunchers},
+                                        {"NCCL's own", kNccl}};
+
+}  // namespace
+
+std::span<const EnvironmentGroup> environment_variables() {
+  return kGroups;
+}
+
+std::string environment_text() {
+  std::string text;
+  for (const EnvironmentGroup& group : kGroups) {
+    text += (text.empty() ? "## " : "\n## ") + std::string(group.title) + "\n\n";
+    text += "| variable | when not set | meaning |\n|---|---|---|\n";
+    for (const EnvironmentVariable& v : group.variables)
+      text += std::string("| `") + v.name + "` | " + v.otherwise + " | " + v.meaning + " |\n";
+  }
+  return text;
+}
+
+const char* environment(const char* name) {
+  for (const EnvironmentGroup& group : kGroups) {
+    for (const EnvironmentVariable& v : group.variables) {
+      if (std::string_view(v.name) != name) continue;
+      const char* value = std::getenv(name);
+      return value == nullptr || *value == '\0' ? nullptr : value;
+    }
+  }
+  throw Error(std::string(name) + " is read but not in the table of runtime/environment.cpp");
+}
+
+}  // namespace gradwire
