@@ -232,7 +232,7 @@ typedef struct gw_stats {
 /* On CUDA: GW_DEVICE_FAILED while the last step is not done; synchronize its stream first. */
 GW_API gw_status gw_reducer_stats(gw_reducer reducer, gw_stats* stats);
 
-/* A checkpoint of this rank's residuals and factors, and of the step count. With it loaded into a reducer made with
+/* A checkpoint of what this rank's codecs keep (residuals, factors, ...), and of the step count. With it loaded into a reducer made with
  * the same spec, tensors (in any order), options and rank of the same world, training goes on bit for bit. Between
  * steps only; waits for work in flight. Every rank saves and loads its own. docs/state-format.md has the layout.
  *

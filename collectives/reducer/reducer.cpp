@@ -234,13 +234,27 @@ class Reducer::Impl {
     tracer.collect(step);
   }
 
-  std::vector<CodecState> state() const {
-    std::vector<CodecState> all;
-    for (size_t b = 0; b < buckets_.size(); ++b) {
-      for (CodecState s : buckets_[b].codec->state()) {
-        s.name = "bucket" + std::to_string(b) + "/" + s.name;
-        all.push_back(s);
+  std::vector<TensorState> tensor_state() const {
+    std::vector<TensorState> all;
+    for (const Bucket& b : buckets_) {
+      const auto first = static_cast<std::ptrdiff_t>(all.size());
+      float* residual = b.codec->residual();
+      for (int i = b.first_tensor; residual != nullptr && i < b.last_tensor; ++i) {
+        if (element_count(tensors_[i]) == 0) continue;
+        all.push_back({.tensor = i,
+                       .kind = kResidualKind,
+                       .data = residual + (offsets_[i] - b.begin),
+                       .shape = tensors_[i].shape});
       }
+      for (TensorState& s : b.codec->tensor_state()) {
+        if (s.tensor < b.first_tensor || s.tensor >= b.last_tensor || s.kind == kResidualKind) {
+          throw Error("a codec keeps '" + s.kind + "' of tensor " + std::to_string(s.tensor) +
+                      ", which is not one of its bucket's, or that is the residual's name");
+        }
+        all.push_back(std::move(s));
+      }
+      std::stable_sort(all.begin() + first, all.end(),
+                       [](const TensorState& x, const TensorState& y) { return x.tensor < y.tensor; });
     }
     return all;
   }
@@ -284,10 +298,7 @@ class Reducer::Impl {
     ReducerMemory memory;
     for (const Lane& lane : lanes_) memory.staging += static_cast<int64_t>(lane.workspace.bytes());
     for (const Bucket& b : buckets_) {
-      int64_t residual = 0;
-      for (const CodecState& s : b.codec->state()) {
-        if (s.first_element >= 0) residual += s.count * static_cast<int64_t>(sizeof(float));
-      }
+      const int64_t residual = b.codec->residual() != nullptr ? (b.end - b.begin) * 4 : 0;
       memory.residual += residual;
       memory.factors += b.codec->state_bytes() - residual;
     }
@@ -384,7 +395,7 @@ class Reducer::Impl {
       context.rounding_seed = options_.seed * 0x9e3779b97f4a7c15ull + static_cast<uint64_t>(comm_.rank()) + 1;
       context.step = device_step_.as<const uint64_t>();
       context.name = "bucket " + std::to_string(b + 1) + " of " + std::to_string(buckets_.size());
-      bucket.codec = make_codec(context);
+      bucket.codec = options_.make_codec ? options_.make_codec(context) : make_codec(context);
       bucket.lane = b % lanes_.size();
       size_t& most = lane_of(bucket).workspace_bytes;
       most = std::max(most, bucket.codec->workspace_bytes());
@@ -425,8 +436,7 @@ class Reducer::Impl {
     const Stream& stream = lane_of(bucket).stream;
     for (const Stream& producer : bucket.producers) {
       full_.record(producer);
-#ifndef GRADWIRE_PLANT_MISSING_WAIT  // tests/collectives/tsan_planted_race.cpp proves that ThreadSanitizer \
-                                     // sees this gone
+#ifndef GRADWIRE_PLANT_MISSING_WAIT  // tests/tsan proves that ThreadSanitizer sees this gone
       stream.wait(full_);
 #endif
     }
@@ -558,8 +568,8 @@ ReducerStats Reducer::stats(int64_t step) const {
 void Reducer::trace(int64_t step, Tracer& tracer) const {
   impl_->trace(step, tracer);
 }
-std::vector<CodecState> Reducer::state() const {
-  return impl_->state();
+std::vector<TensorState> Reducer::tensor_state() const {
+  return impl_->tensor_state();
 }
 int Reducer::buckets() const {
   return impl_->buckets();

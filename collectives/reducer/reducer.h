@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -30,6 +31,7 @@ namespace gradwire {
 struct GradientTensor {
   std::string name;
   std::vector<int64_t> shape;  // PowerSGD sees it as a matrix (shape[0], rest)
+  int64_t count() const { return element_count(shape); }
 };
 
 struct ReducerOptions {
@@ -55,6 +57,8 @@ struct ReducerOptions {
   // Who is told of each exchange in the steps that it traces; outlives the reducer. Null: nobody. Needs
   // `timing`.
   Tracer* tracer = nullptr;
+  // Makes the codec of each bucket; empty: the one that the spec names.
+  std::function<std::unique_ptr<Codec>(const BucketContext&)> make_codec = {};
 };
 
 // Of one step.
@@ -118,7 +122,7 @@ class Reducer {
 
   // Steps begun: how often wait() or replayed() was called, on top of what resume_at() said.
   int64_t steps() const;
-  // Goes on as after `steps` steps: together with state(), what a checkpoint restores. Between steps only.
+  // Goes on as after `steps` steps: together with tensor_state(), what a checkpoint restores. Between steps only.
   void resume_at(int64_t steps);
   // Of step `step`, counted from 0: one of the last kStatsKept, whose wait() the consumer stream has passed
   // (synchronize it, or an event recorded behind it). In a world of 1 all zero.
@@ -128,9 +132,9 @@ class Reducer {
   // trace.
   void trace(int64_t step, Tracer& tracer) const;
 
-  // What a checkpoint must hold: residuals and factors by bucket and name, on the device. The names and sizes
-  // are the same for the same tensors, spec, options and world.
-  std::vector<CodecState> state() const;
+  // What a checkpoint must hold, by tensor, so that it fits whatever the bucket size: the residuals and what
+  // else codecs keep. In the order of the tensors, the same for the same tensors, spec and options.
+  std::vector<TensorState> tensor_state() const;
   int buckets() const;
   // The schedule in use, e.g. "two_shot", or "two_shot+ring" when allreduces differ; "none" in a world of 1.
   std::string schedule() const;

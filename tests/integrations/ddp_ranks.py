@@ -202,10 +202,11 @@ class BothHooks:
         p_elements = 0
         for name in names:
             t = kept[name]
-            if t["q"].numel() > 0:
-                by_shape.setdefault((t["rows"], t["cols"]), []).append(t["q"])
-                p_elements += t["rows"] * (t["q"].numel() // t["cols"])
-                self.exact.q[name] = t["q"].view(t["cols"], -1).double()
+            q = t["state"].get("factor")
+            if q is not None:
+                by_shape.setdefault((t["rows"], t["cols"]), []).append(q)
+                p_elements += t["rows"] * (q.numel() // t["cols"])
+                self.exact.q[name] = q.view(t["cols"], -1).double()
         qs = [q for group in by_shape.values() for q in group]
         self.theirs.p_memory_dict[bucket.index()] = torch.empty(p_elements)
         self.theirs.q_memory_dict[bucket.index()] = torch.cat(qs) if qs else torch.empty(0)
@@ -343,7 +344,7 @@ def a_checkpoint_continues_bit_for_bit() -> None:
             check(difference <= limit, f"{spec}: the resumed run (used hook: {used}) differs by {difference:.1e}")
             check(used or other_hook.state_dict()["steps"] == 7, "steps after resuming")
         # Wrong ones.
-        for change, error in (({"version": 2}, ValueError), ({"spec": "fp32"}, ValueError)):
+        for change, error in (({"version": 3}, ValueError), ({"spec": "fp32"}, ValueError)):
             try:
                 other_hook.load_state_dict({**saved["hook"], **change})
                 check(False, f"a state with {change} was loaded")

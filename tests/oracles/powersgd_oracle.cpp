@@ -49,10 +49,12 @@ void run_rank(const Problem& problem, Communicator& comm, const std::string& out
   Reducer reducer(comm, spec, problem.tensors, {.bucket_bytes = int64_t{1} << 40});
   std::vector<std::vector<float>> averaged;
   oracle::Writer out(comm.rank() == 0 ? output : "/dev/null");
-  for (const GradientTensor& t : problem.tensors) {
+  for (int i = 0; i < reducer.tensors(); ++i) {
     std::vector<float> q;
-    for (const CodecState& s : reducer.state()) {
-      if (s.name.ends_with("/q/" + t.name)) q = to_host(stream, static_cast<const float*>(s.data), s.count);
+    for (const TensorState& s : reducer.tensor_state()) {
+      if (s.tensor == i && s.kind == "factor") {
+        q = to_host(stream, static_cast<const float*>(s.data), s.count());
+      }
     }
     int64_t count = static_cast<int64_t>(q.size());
     out.write(&count, 1);

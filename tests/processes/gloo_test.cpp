@@ -165,7 +165,7 @@ std::string two_steps(Communicator& comm, const std::string& spec) {
     reducer.wait(stream);
     add(reducer.gradients().as<const float>(), reducer.elements());
   }
-  for (const CodecState& s : reducer.state()) add(s.data, s.count);
+  for (const TensorState& s : reducer.tensor_state()) add(static_cast<const float*>(s.data), s.count());
   return spec + " " + std::to_string(hash) + "\n";
 }
 

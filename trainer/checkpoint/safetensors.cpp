@@ -11,8 +11,10 @@
 #include <cstdio>
 #include <cstring>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "runtime/error.h"
+#include "runtime/shape.h"
 
 namespace gradwire {
 namespace {
@@ -62,10 +64,10 @@ SafetensorsWriter::SafetensorsWriter(std::string path, const std::map<std::strin
   for (const auto& [key, value] : metadata) about[key] = value;
   uint64_t offset = 0;
   for (const Entry& entry : entries) {
-    uint64_t bytes = sizeof(float);
-    for (int64_t extent : entry.shape) bytes *= static_cast<uint64_t>(extent);
-    header[entry.name] =
-        Json{{"dtype", "F32"}, {"shape", entry.shape}, {"data_offsets", {offset, offset + bytes}}};
+    if (header.contains(entry.name)) throw Error(path_ + ": two tensors named '" + entry.name + "'");
+    const auto bytes = static_cast<uint64_t>(element_count(entry.shape) * bytes_of(entry.dtype));
+    header[entry.name] = Json{
+        {"dtype", name(entry.dtype)}, {"shape", entry.shape}, {"data_offsets", {offset, offset + bytes}}};
     offset += bytes;
   }
   std::string text = header.dump(-1, ' ', false, Json::error_handler_t::replace);
@@ -78,7 +80,7 @@ SafetensorsWriter::SafetensorsWriter(std::string path, const std::map<std::strin
   expected_ = bytes_ + offset;
 }
 
-void SafetensorsWriter::write(std::span<const float> values) {
+void SafetensorsWriter::write(std::span<const std::byte> values) {
   put(values.data(), values.size_bytes());
 }
 
@@ -200,9 +202,10 @@ void SafetensorsReader::add_tensor(const std::string& name, const void* opaque) 
   }
   tensor.begin = begin;
   tensor.bytes = end - begin;
-  // Other types are for whoever asks for them; ours must have the size that its shape says.
-  if (tensor.dtype == "F32" && (tensor.elements > int64_t{1} << 58 ||
-                                static_cast<uint64_t>(tensor.elements) * sizeof(float) != tensor.bytes)) {
+  // Types unknown here are for whoever asks for them; the others must have the size that the shape says.
+  const std::optional<DType> dtype = find_dtype(tensor.dtype);
+  if (dtype && (tensor.elements > int64_t{1} << 58 ||
+                static_cast<uint64_t>(tensor.elements * bytes_of(*dtype)) != tensor.bytes)) {
     refuse("corrupt: the shape of '" + name + "' does not fit its " + std::to_string(tensor.bytes) +
            " bytes");
   }
@@ -245,8 +248,14 @@ void SafetensorsReader::read(const Tensor& tensor, int64_t first, std::span<floa
   if (first < 0 || first > tensor.elements || out.size() > static_cast<uint64_t>(tensor.elements - first)) {
     throw Error(path_ + ": reading beyond the end of '" + tensor.name + "'");
   }
-  read_at(data_at_ + tensor.begin + static_cast<uint64_t>(first) * sizeof(float), out.data(),
-          out.size_bytes());
+  read_bytes(tensor, static_cast<uint64_t>(first) * sizeof(float), std::as_writable_bytes(out));
+}
+
+void SafetensorsReader::read_bytes(const Tensor& tensor, uint64_t first, std::span<std::byte> out) const {
+  if (first > tensor.bytes || out.size() > tensor.bytes - first) {
+    throw Error(path_ + ": reading beyond the end of '" + tensor.name + "'");
+  }
+  read_at(data_at_ + tensor.begin + first, out.data(), out.size());
 }
 
 void SafetensorsReader::read_at(uint64_t at, void* out, size_t bytes) const {
