@@ -41,29 +41,25 @@ struct Options {
 // The gradients of a model in one bucket, and what they are at the start of every step.
 struct GradientSet {
   std::vector<GradientTensor> tensors;
-  std::vector<int64_t> offsets;  // 16-byte aligned, as in the reducer
-  int64_t elements = 0;          // without gaps
-  int64_t padded = 0;            // with them
-  std::vector<float> values;     // without gaps
+  GradientLayout layout;      // 16-byte aligned, as in the reducer
+  int64_t elements = 0;       // without gaps
+  std::vector<float> values;  // without gaps
   Buffer fresh, gradients;
 
-  GradientSet(const std::string& model, const Stream& stream) : tensors(gradients_of(model)) {
-    for (const GradientTensor& t : tensors) {
-      offsets.push_back(padded);
-      padded += (elements_of(t) + 3) / 4 * 4;
-    }
+  GradientSet(const std::string& model, const Stream& stream)
+      : tensors(gradients_of(model)), layout(lay_out(tensors, 4, kOneBucket)) {
     elements = elements_of(tensors);
     values.resize(static_cast<size_t>(elements));
     parallel_for(elements, 1 << 16, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) values[i] = rough_normal(philox(1, 0, static_cast<uint64_t>(i)));
     });
-    fresh = make_buffer<float>(stream.device(), padded);
-    gradients = make_buffer<float>(stream.device(), padded);
+    fresh = make_buffer<float>(stream.device(), layout.elements);
+    gradients = make_buffer<float>(stream.device(), layout.elements);
     fill_zero(stream, fresh.data(), fresh.bytes());
     const float* from = values.data();
     for (size_t i = 0; i < tensors.size(); ++i) {
-      auto count = elements_of(tensors[i]);
-      copy(stream, fresh.as<float>() + offsets[i], from, static_cast<size_t>(count) * 4);
+      auto count = tensors[i].count();
+      copy(stream, fresh.as<float>() + layout.offsets[i], from, static_cast<size_t>(count) * 4);
       from += count;
     }
     stream.synchronize();
@@ -91,9 +87,9 @@ template <typename Encode, typename Decode, typename Element, auto kEncode, auto
 class WirePath final : public Path {
  public:
   WirePath(const CompressionSpec& spec, const GradientSet& set, const Stream& stream, int64_t wire_length)
-      : residual_(make_buffer<float>(stream.device(), spec.error_feedback ? set.padded : 0)),
+      : residual_(make_buffer<float>(stream.device(), spec.error_feedback ? set.layout.elements : 0)),
         wire_(make_buffer<Element>(stream.device(), wire_length)),
-        count_(set.padded),
+        count_(set.layout.elements),
         wire_bytes_(sizeof(Element)) {
     fill_zero(stream, residual_.data(), residual_.bytes());
     fill_zero(stream, wire_.data(), wire_.bytes());
@@ -127,20 +123,13 @@ class CodecPath final : public Path {
         step_(make_buffer<uint64_t>(stream.device(), 1)),
         spec_(spec) {
     fill_zero(stream, step_.data(), step_.bytes());
-    BucketContext context;
-    context.transport = &comm_->transport();
-    context.spec = spec;
+    BucketContext context = bucket_context({.comm = *comm_,
+                                            .spec = spec,
+                                            .stream = stream,
+                                            .step = step_.as<const uint64_t>(),
+                                            .gradients = set.gradients.as<float>()},
+                                           set.tensors, set.layout, set.layout.buckets.at(0), "the model");
     context.schedule = make_schedule(ScheduleKind::automatic, 1, spec.wire);
-    context.stream = stream;
-    for (size_t i = 0; i < set.tensors.size(); ++i) {
-      const GradientTensor& t = set.tensors[i];
-      int64_t count = elements_of(t), rows = t.shape.size() < 2 ? count : t.shape[0];
-      context.tensors.push_back({t.name, rows, count / rows, set.offsets[i], static_cast<int32_t>(i)});
-    }
-    context.gradients = set.gradients.as<float>();
-    context.elements = set.padded;
-    context.step = step_.as<const uint64_t>();
-    context.name = "the model";
     codec_ = make_codec(context);
     workspace_ = Buffer(stream.device(), codec_->workspace_bytes());
     codec_->bind(workspace_.data());
@@ -166,11 +155,11 @@ class CodecPath final : public Path {
 std::unique_ptr<Path> make_path(const CompressionSpec& spec, const GradientSet& set, const Stream& stream) {
   if (spec.method == CompressionSpec::Method::wire && spec.wire == Wire::bf16) {
     return std::make_unique<WirePath<Bf16Encode, Bf16Decode, uint16_t, bf16_encode, bf16_decode>>(
-        spec, set, stream, set.padded);
+        spec, set, stream, set.layout.elements);
   }
   if (spec.method == CompressionSpec::Method::wire && spec.wire == Wire::fp8) {
     return std::make_unique<WirePath<Fp8Encode, Fp8Decode, uint8_t, fp8_encode, fp8_decode>>(
-        spec, set, stream, fp8_wire_bytes(set.padded));
+        spec, set, stream, fp8_wire_bytes(set.layout.elements));
   }
   return std::make_unique<CodecPath>(spec, set, stream);
 }

@@ -5,7 +5,6 @@
 //   OUTPUT  per tensor int64 elements of its first Q (0: left dense) and that Q as float32; then float32 averaged
 //           gradients by [step][tensor], as rank 0 holds them
 #include <cstdio>
-#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -33,8 +32,7 @@ struct Problem {
       tensors[i].name = "t" + std::to_string(i);
       tensors[i].shape.resize(static_cast<size_t>(in.read<int64_t>()));
       in.read(tensors[i].shape.data(), static_cast<int64_t>(tensors[i].shape.size()));
-      counts.push_back(
-          std::accumulate(tensors[i].shape.begin(), tensors[i].shape.end(), int64_t{1}, std::multiplies<>()));
+      counts.push_back(tensors[i].count());
       per_rank += counts.back();
     }
     gradients.resize(static_cast<size_t>(steps * world * per_rank));

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
-#include <numeric>
 
 #include "kernels/math/random.h"
+#include "runtime/shape.h"
 #include "runtime/thread_pool.h"
 
 namespace gradwire {
@@ -65,7 +65,7 @@ void draw(const VitParameter& parameter, uint64_t seed, uint64_t tensor, int64_t
 }  // namespace
 
 int64_t VitParameter::elements() const {
-  return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+  return element_count(shape);
 }
 
 std::vector<VitParameter> vit_parameters(const VitConfig& config) {
