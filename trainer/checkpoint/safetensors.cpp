@@ -203,9 +203,9 @@ void SafetensorsReader::add_tensor(const std::string& name, const void* opaque) 
   tensor.begin = begin;
   tensor.bytes = end - begin;
   // Types unknown here are for whoever asks for them; the others must have the size that the shape says.
-  const std::optional<DType> dtype = find_dtype(tensor.dtype);
-  if (dtype && (tensor.elements > int64_t{1} << 58 ||
-                static_cast<uint64_t>(tensor.elements * bytes_of(*dtype)) != tensor.bytes)) {
+  const std::optional<DType> known = find_dtype(tensor.dtype);
+  if (known && (tensor.elements > int64_t{1} << 58 ||
+                static_cast<uint64_t>(tensor.elements * bytes_of(*known)) != tensor.bytes)) {
     refuse("corrupt: the shape of '" + name + "' does not fit its " + std::to_string(tensor.bytes) +
            " bytes");
   }
