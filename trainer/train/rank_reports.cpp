@@ -1,4 +1,4 @@
-#include "trainer/train/board.h"
+#include "trainer/train/rank_reports.h"
 
 #include <array>
 #include <bit>
@@ -8,16 +8,16 @@
 
 namespace gradwire {
 
-LocalBoard::LocalBoard(int world, std::chrono::milliseconds timeout)
+LocalRankReports::LocalRankReports(int world, std::chrono::milliseconds timeout)
     : timeout_(timeout), posted_(static_cast<size_t>(world)) {}
 
-void LocalBoard::post(int rank, const Entry& entry) {
+void LocalRankReports::post(int rank, const Report& report) {
   std::lock_guard lock(mutex_);
-  posted_[static_cast<size_t>(rank)].push_back(entry);
+  posted_[static_cast<size_t>(rank)].push_back(report);
   changed_.notify_all();
 }
 
-std::vector<Board::Entry> LocalBoard::collect() {
+std::vector<RankReports::Report> LocalRankReports::collect() {
   std::unique_lock lock(mutex_);
   auto missing = [&] {
     size_t rank = 0;
@@ -31,7 +31,7 @@ std::vector<Board::Entry> LocalBoard::collect() {
     throw CommError("rank " + std::to_string(missing()) + " has not reported its step to rank 0 within " +
                     std::to_string(timeout_.count()) + " ms");
   }
-  std::vector<Entry> round;
+  std::vector<Report> round;
   for (auto& queue : posted_) {
     round.push_back(queue.front());
     queue.pop_front();
@@ -39,7 +39,7 @@ std::vector<Board::Entry> LocalBoard::collect() {
   return round;
 }
 
-void LocalBoard::abort(const std::string& reason) {
+void LocalRankReports::abort(const std::string& reason) {
   std::lock_guard lock(mutex_);
   if (aborted_.empty()) aborted_ = reason;
   changed_.notify_all();
@@ -51,29 +51,29 @@ using Words = std::array<uint64_t, 4>;
 
 }  // namespace
 
-void NoteBoard::post(int, const Entry& entry) {
-  const Words words = {std::bit_cast<uint64_t>(entry.loss), std::bit_cast<uint64_t>(entry.right),
-                       static_cast<uint64_t>(entry.images), entry.hash};
-  comm_.send_note(std::string(reinterpret_cast<const char*>(words.data()), sizeof words));
+void MessageRankReports::post(int, const Report& report) {
+  const Words words = {std::bit_cast<uint64_t>(report.loss), std::bit_cast<uint64_t>(report.correct),
+                       static_cast<uint64_t>(report.images), report.hash};
+  comm_.send_message(std::string(reinterpret_cast<const char*>(words.data()), sizeof words));
 }
 
-std::vector<Board::Entry> NoteBoard::collect() {
-  std::vector<Entry> round;
+std::vector<RankReports::Report> MessageRankReports::collect() {
+  std::vector<Report> round;
   for (int rank = 0; rank < comm_.world(); ++rank) {
-    std::string note = comm_.take_note(rank);
+    const std::string message = comm_.take_message(rank);
     Words words;
-    if (note.size() != sizeof words) {
+    if (message.size() != sizeof words) {
       throw CommError("rank " + std::to_string(rank) +
                       "'s report cannot be read; are all ranks the same build?");
     }
-    std::memcpy(words.data(), note.data(), sizeof words);
+    std::memcpy(words.data(), message.data(), sizeof words);
     round.push_back({std::bit_cast<double>(words[0]), std::bit_cast<double>(words[1]),
                      static_cast<int64_t>(words[2]), words[3]});
   }
   return round;
 }
 
-void NoteBoard::abort(const std::string& reason) {
+void MessageRankReports::abort(const std::string& reason) {
   comm_.abort(reason);
 }
 
