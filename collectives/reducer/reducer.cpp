@@ -1,6 +1,8 @@
 // Making a reducer: its streams, and a codec for each bucket. The step is in step.cpp.
 #include "collectives/reducer/reducer.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "runtime/error.h"
@@ -84,8 +86,8 @@ void Reducer::build_buckets() {
     Bucket& bucket = buckets_.emplace_back();
     static_cast<BucketRange&>(bucket) = range;
     bucket_of_.resize(static_cast<size_t>(range.last_tensor), static_cast<int>(b));
-    BucketContext context = bucket_context(
-        setup, tensors_, layout_, range, "bucket " + std::to_string(b + 1) + " of " + std::to_string(count));
+    BucketContext context =
+        bucket_context(setup, tensors_, layout_, range, fmt::format("bucket {} of {}", b + 1, count));
     context.planner = &*planner_;
     context.transfers = comm_.transfers();
     context.slice_bytes = options_.slice_bytes;

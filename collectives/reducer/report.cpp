@@ -1,6 +1,8 @@
 // What a reducer tells of itself: statistics and traces of its steps, state, memory, and how it was set up.
 #include "collectives/reducer/reducer.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "runtime/error.h"
@@ -43,8 +45,8 @@ const StepMarks& Reducer::marks_of(int64_t step) const {
   // A graph's marks lie where those of the step lie in which it was captured.
   auto found = std::find_if(marks_.begin(), marks_.end(), [&](const StepMarks& m) { return m.step == step; });
   if (step < first_step_ || step >= step_ || found == marks_.end()) {
-    throw BadInput("Reducer::stats: step " + std::to_string(step) + " is not one of the last " +
-                   std::to_string(kStatsKept) + " of " + std::to_string(step_));
+    throw BadInput(
+        fmt::format("Reducer::stats: step {} is not one of the last {} of {}", step, kStatsKept, step_));
   }
   return *found;
 }
@@ -63,8 +65,10 @@ std::vector<TensorState> Reducer::tensor_state() const {
     }
     for (TensorState& s : b.codec->tensor_state()) {
       if (s.tensor < b.first_tensor || s.tensor >= b.last_tensor || s.kind == kResidualKind) {
-        throw Error("a codec keeps '" + s.kind + "' of tensor " + std::to_string(s.tensor) +
-                    ", which is not one of its bucket's, or that is the residual's name");
+        throw Error(
+            fmt::format("a codec keeps '{}' of tensor {}, which is not one of its bucket's, or that is the "
+                        "residual's name",
+                        s.kind, s.tensor));
       }
       all.push_back(std::move(s));
     }
@@ -90,9 +94,8 @@ std::string Reducer::describe() const {
   std::string text;
   for (size_t b = 0; b < buckets_.size(); ++b) {
     const Bucket& bucket = buckets_[b];
-    text += "bucket " + std::to_string(b) + ": " + std::to_string(bucket.tensors()) + " tensors, " +
-            std::to_string(bucket.elements() * 4) + " bytes; " + bucket.codec->describe() + "; " +
-            plan_text(*bucket.codec) + "\n";
+    text += fmt::format("bucket {}: {} tensors, {} bytes; {}; {}\n", b, bucket.tensors(),
+                        bucket.elements() * 4, bucket.codec->describe(), plan_text(*bucket.codec));
   }
   if (const std::string links = links_text(); !links.empty()) text += links + "\n";
   return text;

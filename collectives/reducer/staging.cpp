@@ -1,6 +1,8 @@
 // Gradients that somebody else owns: reduced where they are, or copied into the flat buffer and out of it.
 #include "collectives/reducer/reducer.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "runtime/error.h"
@@ -10,8 +12,8 @@ namespace gradwire {
 void Reducer::adopt(std::span<float* const> gradients) {
   std::lock_guard lock(mutex_);
   if (gradients.size() != tensors_.size()) {
-    throw BadInput("Reducer::adopt: " + std::to_string(gradients.size()) + " addresses for " +
-                   std::to_string(tensors_.size()) + " tensors");
+    throw BadInput(
+        fmt::format("Reducer::adopt: {} addresses for {} tensors", gradients.size(), tensors_.size()));
   }
   for (size_t i = 0; i < tensors_.size(); ++i) {
     if (ready_[i])

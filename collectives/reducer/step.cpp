@@ -1,6 +1,8 @@
 // One step: gradients become ready, full buckets are launched in order, the consumer waits for the last.
 #include "collectives/reducer/reducer.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "runtime/error.h"
@@ -10,7 +12,7 @@ namespace gradwire {
 void Reducer::ready(int i, const Stream& producer) {
   std::lock_guard lock(mutex_);
   if (i < 0 || i >= static_cast<int>(tensors_.size())) {
-    throw BadInput("Reducer::ready: tensor " + std::to_string(i) + " of " + std::to_string(tensors_.size()));
+    throw BadInput(fmt::format("Reducer::ready: tensor {} of {}", i, tensors_.size()));
   }
   if (ready_[i]) throw BadInput("gradient '" + tensors_[i].name + "' was marked ready twice in one step");
   if (!options_.own_gradients && adopted_.empty()) {
@@ -67,9 +69,9 @@ int64_t Reducer::steady_from() const {
 void Reducer::replayed(int64_t captured) {
   std::lock_guard lock(mutex_);
   if (captured < first_step_ || captured >= step_ || captured < steady_from()) {
-    throw BadInput("Reducer::replayed: step " + std::to_string(captured) +
-                   " cannot have been captured: steps are steady from " + std::to_string(steady_from()) +
-                   ", and the next is " + std::to_string(step_));
+    throw BadInput(fmt::format(
+        "Reducer::replayed: step {} cannot have been captured: steps are steady from {}, and the next is {}",
+        captured, steady_from(), step_));
   }
   marks_[captured % kStatsKept].step = step_;
   ++step_;
@@ -77,7 +79,7 @@ void Reducer::replayed(int64_t captured) {
 
 void Reducer::resume_at(int64_t steps) {
   std::lock_guard lock(mutex_);
-  if (steps < 0) throw BadInput("Reducer::resume_at: " + std::to_string(steps) + " steps");
+  if (steps < 0) throw BadInput(fmt::format("Reducer::resume_at: {} steps", steps));
   step_ = first_step_ = steps;
   if (buckets_.empty()) return;
   uint64_t value = static_cast<uint64_t>(steps);

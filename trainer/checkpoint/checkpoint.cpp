@@ -1,5 +1,7 @@
 #include "trainer/checkpoint/checkpoint.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <map>
@@ -26,7 +28,7 @@ constexpr size_t kChunk = 4 << 20;  // bytes staged between device and file
 
 std::string shape_text(const std::vector<int64_t>& shape) {
   std::string text;
-  for (int64_t extent : shape) text += (text.empty() ? "" : "x") + std::to_string(extent);
+  for (int64_t extent : shape) text += fmt::format("{}{}", text.empty() ? "" : "x", extent);
   return text.empty() ? "a scalar" : text;
 }
 
@@ -35,7 +37,7 @@ std::string few(const std::vector<std::string>& names) {
   constexpr size_t kShown = 3;
   std::string text;
   for (size_t i = 0; i < std::min(names.size(), kShown); ++i) text += (i == 0 ? "" : ", ") + names[i];
-  return names.size() > kShown ? text + " and " + std::to_string(names.size() - kShown) + " more" : text;
+  return names.size() > kShown ? fmt::format("{} and {} more", text, names.size() - kShown) : text;
 }
 
 // Memory of the device that a file's tensor comes from or goes to.
@@ -125,8 +127,7 @@ Json about_of(const SafetensorsReader& file) {
     }
   }
   if (about["version"] != kVersion) {
-    refuse("has version " + about["version"].dump() + ", this gradwire reads version " +
-           std::to_string(kVersion));
+    refuse(fmt::format("has version {}, this gradwire reads version {}", about["version"].dump(), kVersion));
   }
   if (!about.contains("config") || !about["config"].is_object() || !about.contains("compression") ||
       !about["compression"].is_string()) {
@@ -214,9 +215,9 @@ std::vector<std::string> compare_with_head(const TrainConfig& config, const Chec
     }
   }
   if (head.position.step > config.steps) {
-    throw BadInput("--resume " + head.path + ": it has done " + std::to_string(head.position.step) +
-                   " steps already, the run has only " + std::to_string(config.steps) +
-                   "; give more --steps or --epochs");
+    throw BadInput(fmt::format(
+        "--resume {}: it has done {} steps already, the run has only {}; give more --steps or --epochs",
+        head.path, head.position.step, config.steps));
   }
   for (const char* key :
        {"data", "augment", "compression", "batch_size", "accumulate", "steps", "lr", "warmup_steps",
@@ -225,9 +226,9 @@ std::vector<std::string> compare_with_head(const TrainConfig& config, const Chec
     if (there != here) differences.push_back(std::string(key) + " " + there.dump() + ", now " + here.dump());
   }
   if (head.world != config.ranks()) {
-    notes.push_back("Note: the checkpoint is of " + std::to_string(head.world) +
-                    (head.world == 1 ? " rank, now there are " : " ranks, now there are ") +
-                    std::to_string(config.ranks()) + "; the sum of their residuals is kept");
+    notes.push_back(
+        fmt::format("Note: the checkpoint is of {}{}{}; the sum of their residuals is kept", head.world,
+                    head.world == 1 ? " rank, now there are " : " ranks, now there are ", config.ranks()));
   }
   for (const std::string& difference : differences) {
     notes.push_back("Note: the checkpoint was made with " + difference +

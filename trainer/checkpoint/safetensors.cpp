@@ -1,6 +1,7 @@
 #include "trainer/checkpoint/safetensors.h"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <zlib.h>
@@ -38,9 +39,7 @@ uint32_t crc_of(uint32_t crc, const void* data, size_t bytes) {
 }
 
 std::string hex8(uint32_t value) {
-  char text[9];
-  std::snprintf(text, sizeof text, "%08x", value);
-  return text;
+  return fmt::format("{:08x}", value);
 }
 
 int open_to_read(const std::string& path) {
@@ -98,8 +97,7 @@ void SafetensorsWriter::put(const void* data, size_t bytes) {
 
 void SafetensorsWriter::finish() {
   if (bytes_ != expected_) {
-    throw Error(path_ + ": " + std::to_string(bytes_) + " bytes written, " + std::to_string(expected_) +
-                " announced");
+    throw Error(fmt::format("{}: {} bytes written, {} announced", path_, bytes_, expected_));
   }
   const std::string digits = hex8(crc_);
   if (pwrite(file_.fd(), digits.data(), digits.size(), static_cast<off_t>(crc_digits_at_)) !=
@@ -125,12 +123,13 @@ SafetensorsReader::SafetensorsReader(std::string path) : path_(std::move(path)),
 void SafetensorsReader::read_header() {
   uint64_t length = 0;
   if (file_bytes_ < sizeof length) {
-    refuse("too short to be a safetensors file: " + std::to_string(file_bytes_) + " bytes");
+    refuse(fmt::format("too short to be a safetensors file: {} bytes", file_bytes_));
   }
   read_at(0, &length, sizeof length);
   if (length > kMostHeaderBytes || length > file_bytes_ - sizeof length) {
-    refuse("truncated, or not a safetensors file: its header should have " + std::to_string(length) +
-           " bytes, the file has " + std::to_string(file_bytes_));
+    refuse(
+        fmt::format("truncated, or not a safetensors file: its header should have {} bytes, the file has {}",
+                    length, file_bytes_));
   }
   header_.resize(length);
   read_at(sizeof length, header_.data(), length);
@@ -140,8 +139,7 @@ void SafetensorsReader::read_header() {
   try {
     header = Json::parse(header_);
   } catch (const Json::parse_error& error) {
-    refuse("corrupt, or not a safetensors file: its header is not JSON at byte " +
-           std::to_string(error.byte));
+    refuse(fmt::format("corrupt, or not a safetensors file: its header is not JSON at byte {}", error.byte));
   }
   if (!header.is_object()) refuse("its header is not a JSON object");
   for (const auto& [name, value] : header.items()) {
@@ -167,8 +165,9 @@ void SafetensorsReader::read_header() {
   }
   const uint64_t data_bytes = file_bytes_ - data_at_;
   if (end != data_bytes) {
-    refuse((end > data_bytes ? "truncated: it should hold " : "too long: it should hold ") +
-           std::to_string(end) + " bytes of tensors, and holds " + std::to_string(data_bytes));
+    refuse(fmt::format("{}{} bytes of tensors, and holds {}",
+                       end > data_bytes ? "truncated: it should hold " : "too long: it should hold ", end,
+                       data_bytes));
   }
 }
 
@@ -197,8 +196,8 @@ void SafetensorsReader::add_tensor(const std::string& name, const void* opaque) 
   }
   const uint64_t begin = offsets[0].get<uint64_t>(), end = offsets[1].get<uint64_t>();
   if (begin > end || end > file_bytes_) {
-    refuse("truncated or corrupt: '" + name + "' should end at byte " + std::to_string(end) +
-           " of the data, the file has " + std::to_string(file_bytes_));
+    refuse(fmt::format("truncated or corrupt: '{}' should end at byte {} of the data, the file has {}", name,
+                       end, file_bytes_));
   }
   tensor.begin = begin;
   tensor.bytes = end - begin;
@@ -206,8 +205,7 @@ void SafetensorsReader::add_tensor(const std::string& name, const void* opaque) 
   const std::optional<DType> known = find_dtype(tensor.dtype);
   if (known && (tensor.elements > int64_t{1} << 58 ||
                 static_cast<uint64_t>(tensor.elements * bytes_of(*known)) != tensor.bytes)) {
-    refuse("corrupt: the shape of '" + name + "' does not fit its " + std::to_string(tensor.bytes) +
-           " bytes");
+    refuse(fmt::format("corrupt: the shape of '{}' does not fit its {} bytes", name, tensor.bytes));
   }
   tensors_.push_back(std::move(tensor));
 }

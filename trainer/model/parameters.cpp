@@ -1,5 +1,7 @@
 #include "trainer/model/parameters.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <numbers>
@@ -82,7 +84,7 @@ std::vector<VitParameter> vit_parameters(const VitConfig& config) {
   add("heads.head.weight", {config.classes, c}, Init::zero);
   add_norm("encoder.ln");
   for (int64_t layer = config.depth - 1; layer >= 0; --layer) {
-    const std::string at = "encoder.layers.encoder_layer_" + std::to_string(layer) + ".";
+    const std::string at = fmt::format("encoder.layers.encoder_layer_{}.", layer);
     add(at + "mlp.3.bias", {c}, Init::normal, 1e-6);
     add(at + "mlp.3.weight", {c, f}, Init::uniform, xavier(c, f));
     add(at + "mlp.0.bias", {f}, Init::normal, 1e-6);

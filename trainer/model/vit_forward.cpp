@@ -1,5 +1,7 @@
 // The forward pass, in reading order: the model, then one layer.
 #include "kernels/vit/vit.h"
+
+#include <fmt/format.h>
 #include "runtime/error.h"
 #include "trainer/model/typed_vit_passes.h"
 
@@ -8,8 +10,7 @@ namespace gradwire {
 template <typename S>
 void TypedVitPasses<S>::forward(const float* images, int64_t batch) {
   if (batch < 0 || batch > options_.max_batch) {
-    throw Error("Vit::forward: " + std::to_string(batch) + " images, made for " +
-                std::to_string(options_.max_batch));
+    throw Error(fmt::format("Vit::forward: {} images, made for {}", batch, options_.max_batch));
   }
   batch_ = batch;
   const int64_t t = config_.tokens(), c = config_.width;

@@ -1,5 +1,7 @@
 #include "trainer/train/rank.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <chrono>
 #include <string>
@@ -181,7 +183,7 @@ Loader::Batch RankTrainer::next_batch(int64_t step) {
   NvtxRange range(Activity::batch, step);
   const Loader::Batch batch = loader_.next(stream_);
   if (batch.count != config_.batch_size) {
-    throw Error("training batch of " + std::to_string(batch.count) + " images");
+    throw Error(fmt::format("training batch of {} images", batch.count));
   }
   return batch;
 }
@@ -348,9 +350,10 @@ void RankTrainer::finish() {
   std::vector<RankReports::Report> entries = shared_.reports.collect();
   for (size_t rank = 1; rank < entries.size(); ++rank) {
     if (entries[rank].hash != hash) {
-      throw Error("rank " + std::to_string(rank) + " ended with parameters that differ from rank 0's (hash " +
-                  hex(entries[rank].hash) + " against " + hex(hash) +
-                  "): the averaged gradients were not the same bits");
+      throw Error(
+          fmt::format("rank {} ended with parameters that differ from rank 0's (hash {} against {}): the "
+                      "averaged gradients were not the same bits",
+                      rank, hex(entries[rank].hash), hex(hash)));
     }
   }
   shared_.observer.on_end({.parameter_hash = hash});

@@ -1,5 +1,7 @@
 #include "trainer/train/rank_reports.h"
 
+#include <fmt/format.h>
+
 #include <array>
 #include <bit>
 #include <cstring>
@@ -28,8 +30,8 @@ std::vector<RankReports::Report> LocalRankReports::collect() {
       changed_.wait_for(lock, timeout_, [&] { return !aborted_.empty() || missing() == posted_.size(); });
   if (!aborted_.empty()) throw CommError(aborted_);
   if (!in_time) {
-    throw CommError("rank " + std::to_string(missing()) + " has not reported its step to rank 0 within " +
-                    std::to_string(timeout_.count()) + " ms");
+    throw CommError(
+        fmt::format("rank {} has not reported its step to rank 0 within {} ms", missing(), timeout_.count()));
   }
   std::vector<Report> round;
   for (auto& queue : posted_) {
@@ -63,8 +65,7 @@ std::vector<RankReports::Report> MessageRankReports::collect() {
     const std::string message = comm_.take_message(rank);
     Words words;
     if (message.size() != sizeof words) {
-      throw CommError("rank " + std::to_string(rank) +
-                      "'s report cannot be read; are all ranks the same build?");
+      throw CommError(fmt::format("rank {}'s report cannot be read; are all ranks the same build?", rank));
     }
     std::memcpy(words.data(), message.data(), sizeof words);
     round.push_back({std::bit_cast<double>(words[0]), std::bit_cast<double>(words[1]),

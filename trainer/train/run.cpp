@@ -1,6 +1,8 @@
 // A run: one thread per rank, or one process per rank, and an end for all of them when one fails.
 #include "trainer/config/run.h"
 
+#include <fmt/format.h>
+
 #include <chrono>
 #include <exception>
 #include <memory>
@@ -30,7 +32,7 @@ class Failure {
     std::lock_guard lock(mutex_);
     if (first_) return;  // what follows a failure is only its echo
     first_ = std::current_exception();
-    std::string reason = "rank " + std::to_string(rank) + " failed";
+    std::string reason = fmt::format("rank {} failed", rank);
     try {
       throw;
     } catch (const std::exception& error) {
@@ -58,8 +60,7 @@ class Failure {
 
 void check(const TrainConfig& config, const DataSplits& data) {
   auto positive = [](const char* what, int64_t value) {
-    if (value < 1)
-      throw BadInput(std::string(what) + " is " + std::to_string(value) + ", at least 1 is needed");
+    if (value < 1) throw BadInput(fmt::format("{} is {}, at least 1 is needed", what, value));
   };
   positive("ranks", config.ranks());
   positive("batch size", config.batch_size);
@@ -76,8 +77,7 @@ void check(const TrainConfig& config, const DataSplits& data) {
 }
 
 std::string described(const TrainConfig& config, const DataSplits& data) {
-  return config_text(config) + "\n\"images\": " + std::to_string(data.train.count()) + " and " +
-         std::to_string(data.test.count());
+  return fmt::format("{}\n\"images\": {} and {}", config_text(config), data.train.count(), data.test.count());
 }
 
 // "learning rate 0.1 there, 0.2 here": the first line in which two descriptions differ.
@@ -106,8 +106,10 @@ void check_agreement(const TrainConfig& config, const DataSplits& data, Communic
   for (int rank = 1; rank < comm.world(); ++rank) {
     std::string theirs = comm.take_message(rank);
     if (theirs != mine) {
-      throw BadInput("rank " + std::to_string(rank) + " was started to train something else than rank 0: " +
-                     first_difference(theirs, mine) + "; give all processes the same flags and data");
+      throw BadInput(
+          fmt::format("rank {} was started to train something else than rank 0: {}; give all processes the "
+                      "same flags and data",
+                      rank, first_difference(theirs, mine)));
     }
   }
 }
