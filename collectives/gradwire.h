@@ -219,9 +219,10 @@ typedef struct gw_stats {
   size_t size;              /* sizeof(gw_stats), set by the caller */
   int64_t steps;            /* done so far, those before a loaded state included */
   uint64_t wire_bytes;      /* sent in the last step, measured at the transport */
-  uint64_t dense_bytes;     /* what "fp32" with the same schedule would have sent */
-  double comm_ms;           /* sum over buckets of compression and communication */
-  double exposed_comm_ms;   /* how long the stream of the last wait stood still */
+  uint64_t dense_bytes;     /* what "fp32" would have sent, with the schedule asked for or the one
+                                that auto takes for it */
+  double comm_ms;           /* while any bucket was under way: compression and communication */
+  double exposed_comm_ms;   /* how long the stream of the last wait stood still for it */
   int64_t extra_bytes;      /* device memory held for residuals, factors and staging */
   int32_t buckets;          /* 0 in a world of 1, where nothing is done */
   int32_t buckets_in_place; /* reduced without a copy */
@@ -232,9 +233,10 @@ typedef struct gw_stats {
 /* On CUDA: GW_DEVICE_FAILED while the last step is not done; synchronize its stream first. */
 GW_API gw_status gw_reducer_stats(gw_reducer reducer, gw_stats* stats);
 
-/* A checkpoint of this rank's residuals and factors, and of the step count. With it loaded into a reducer made with
- * the same spec, tensors (in any order), options and rank of the same world, training goes on bit for bit. Between
- * steps only; waits for work in flight. Every rank saves and loads its own. docs/state-format.md has the layout.
+/* A checkpoint of what this rank's codecs keep (residuals, factors, ...), and of the step count. With it loaded
+ * into a reducer made with the same spec, tensors (in any order), options and rank of the same world, training goes
+ * on bit for bit. Between steps only; waits for work in flight. Every rank saves and loads its own.
+ * docs/state-format.md has the layout.
  *
  * size: out, in bytes. */
 GW_API gw_status gw_reducer_state_size(gw_reducer reducer, size_t* size);

@@ -1,18 +1,36 @@
-// What the elements of a buffer are.
+// Types of numbers in memory and in files.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
+#include <iterator>
+#include <optional>
+#include <string_view>
 
 namespace gradwire {
 
-enum class Dtype : uint8_t { fp32, bf16 };
+enum class DType : uint8_t { f64, f32, f16, bf16, i64, i32, i16, i8, u8 };
 
-inline size_t bytes_of(Dtype dtype) {
-  return dtype == Dtype::fp32 ? 4 : 2;
+namespace detail {
+struct DTypeFacts {
+  const char* name;
+  int64_t bytes;
+};
+inline constexpr DTypeFacts kDTypes[] = {{"F64", 8}, {"F32", 4}, {"F16", 2}, {"BF16", 2}, {"I64", 8},
+                                         {"I32", 4}, {"I16", 2}, {"I8", 1},  {"U8", 1}};
+}  // namespace detail
+
+// As safetensors files name it.
+constexpr const char* name(DType dtype) {
+  return detail::kDTypes[static_cast<size_t>(dtype)].name;
 }
-inline const char* name(Dtype dtype) {
-  return dtype == Dtype::fp32 ? "fp32" : "bf16";
+constexpr int64_t bytes_of(DType dtype) {
+  return detail::kDTypes[static_cast<size_t>(dtype)].bytes;
+}
+constexpr std::optional<DType> find_dtype(std::string_view text) {
+  for (size_t i = 0; i < std::size(detail::kDTypes); ++i) {
+    if (text == detail::kDTypes[i].name) return static_cast<DType>(i);
+  }
+  return {};
 }
 
 }  // namespace gradwire

@@ -7,6 +7,7 @@
 
 #include "collectives/agreement/all_gather.h"
 #include "collectives/codec/codec.h"
+#include "collectives/reducer/buckets.h"
 #include "kernels/math/random.h"
 #include "runtime/thread_pool.h"
 
@@ -17,13 +18,12 @@ constexpr int64_t kGrain = 1 << 16;
 
 // `count` floats as the gradients of a transformer's layers: matrices of up to 3072 x 768, and what is left
 // as a vector.
-std::vector<BucketTensor> tensors_of(int64_t count) {
+std::vector<GradientTensor> tensors_of(int64_t count) {
   const auto cols = std::min<int64_t>(768, static_cast<int64_t>(std::sqrt(static_cast<double>(count))));
-  std::vector<BucketTensor> tensors;
+  std::vector<GradientTensor> tensors;
   int64_t done = 0;
   auto add = [&](int64_t rows, int64_t columns) {
-    auto index = static_cast<int32_t>(tensors.size());
-    tensors.push_back({"t" + std::to_string(index), rows, columns, done, index});
+    tensors.push_back({"t" + std::to_string(tensors.size()), {rows, columns}});
     done += rows * columns;
   };
   while (cols > 1 && count - done >= cols) add(std::min<int64_t>(3072, (count - done) / cols), cols);
@@ -50,19 +50,17 @@ class CollectiveRank::Program {
       : stream_(rank.stream_), step_(make_buffer<uint64_t>(rank.comm_.device(), 1)) {
     fill_zero(stream_, step_.data(), step_.bytes());
     const int world = rank.comm_.world();
-    BucketContext context;
-    context.transport = &rank.comm_.transport();
-    context.spec = c.spec;
+    const std::vector<GradientTensor> tensors = tensors_of(c.size_bytes / 4);
+    const GradientLayout layout = lay_out(tensors, 1, kOneBucket);
+    const BucketRange all{.last_tensor = static_cast<int>(tensors.size()), .end = layout.elements};
+    BucketContext context = bucket_context({.comm = rank.comm_,
+                                            .spec = c.spec,
+                                            .stream = stream_,
+                                            .step = step_.as<const uint64_t>(),
+                                            .gradients = rank.data_.as<float>()},
+                                           tensors, layout, all, "the benchmark");
     context.schedule =
         make_schedule(c.spec.schedule, world, {.nodes = 0, .per_node = rank.settings_.per_node});
-    context.stream = stream_;
-    context.elements = c.size_bytes / 4;
-    context.tensors = tensors_of(context.elements);
-    context.gradients = rank.data_.as<float>();
-    context.scale = 1.0f / static_cast<float>(world);
-    context.rounding_seed = static_cast<uint64_t>(rank.comm_.rank()) + 1;
-    context.step = step_.as<const uint64_t>();
-    context.name = "the benchmark";
     if (rank.settings_.slice_bytes > 0) context.transfers = rank.comm_.transfers();
     context.slice_bytes = rank.settings_.slice_bytes;
     fp32_bytes_ =

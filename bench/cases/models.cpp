@@ -68,15 +68,9 @@ std::vector<GradientTensor> gradients_of(const std::string& model) {
   return all;
 }
 
-int64_t elements_of(const GradientTensor& tensor) {
-  int64_t count = 1;
-  for (int64_t extent : tensor.shape) count *= extent;
-  return count;
-}
-
 int64_t elements_of(const std::vector<GradientTensor>& tensors) {
   int64_t count = 0;
-  for (const GradientTensor& t : tensors) count += elements_of(t);
+  for (const GradientTensor& t : tensors) count += t.count();
   return count;
 }
 

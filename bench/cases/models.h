@@ -11,7 +11,6 @@ namespace gradwire::bench {
 // Every ViT of the trainer, resnet18 and resnet50. Throws BadInput that lists them.
 std::vector<GradientTensor> gradients_of(const std::string& model);
 
-int64_t elements_of(const GradientTensor& tensor);
 int64_t elements_of(const std::vector<GradientTensor>& tensors);
 
 }  // namespace gradwire::bench

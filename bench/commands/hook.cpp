@@ -16,6 +16,7 @@
 #include "bench/harness/text.h"
 #include "collectives/codec/codec.h"
 #include "collectives/communicator/communicator.h"
+#include "collectives/reducer/buckets.h"
 #include "kernels/math/random.h"
 #include "kernels/wire/formats.h"
 #include "runtime/error.h"
@@ -40,29 +41,25 @@ struct Options {
 // The gradients of a model in one bucket, and what they are at the start of every step.
 struct GradientSet {
   std::vector<GradientTensor> tensors;
-  std::vector<int64_t> offsets;  // 16-byte aligned, as in the reducer
-  int64_t elements = 0;          // without gaps
-  int64_t padded = 0;            // with them
-  std::vector<float> values;     // without gaps
+  GradientLayout layout;      // 16-byte aligned, as in the reducer
+  int64_t elements = 0;       // without gaps
+  std::vector<float> values;  // without gaps
   Buffer fresh, gradients;
 
-  GradientSet(const std::string& model, const Stream& stream) : tensors(gradients_of(model)) {
-    for (const GradientTensor& t : tensors) {
-      offsets.push_back(padded);
-      padded += (elements_of(t) + 3) / 4 * 4;
-    }
+  GradientSet(const std::string& model, const Stream& stream)
+      : tensors(gradients_of(model)), layout(lay_out(tensors, 4, kOneBucket)) {
     elements = elements_of(tensors);
     values.resize(static_cast<size_t>(elements));
     parallel_for(elements, 1 << 16, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) values[i] = rough_normal(philox(1, 0, static_cast<uint64_t>(i)));
     });
-    fresh = make_buffer<float>(stream.device(), padded);
-    gradients = make_buffer<float>(stream.device(), padded);
+    fresh = make_buffer<float>(stream.device(), layout.elements);
+    gradients = make_buffer<float>(stream.device(), layout.elements);
     fill_zero(stream, fresh.data(), fresh.bytes());
     const float* from = values.data();
     for (size_t i = 0; i < tensors.size(); ++i) {
-      auto count = elements_of(tensors[i]);
-      copy(stream, fresh.as<float>() + offsets[i], from, static_cast<size_t>(count) * 4);
+      auto count = tensors[i].count();
+      copy(stream, fresh.as<float>() + layout.offsets[i], from, static_cast<size_t>(count) * 4);
       from += count;
     }
     stream.synchronize();
@@ -90,16 +87,16 @@ class WirePath final : public Path {
  public:
   WirePath(const CompressionSpec& spec, const GradientSet& set, const Stream& stream)
       : format_(spec.wire),
-        residual_(make_buffer<float>(stream.device(), spec.error_feedback ? set.padded : 0)),
-        wire_(stream.device(), static_cast<size_t>(format_->bytes(set.padded))) {
+        residual_(make_buffer<float>(stream.device(), spec.error_feedback ? set.layout.elements : 0)),
+        wire_(stream.device(), static_cast<size_t>(format_->bytes(set.layout.elements))) {
     fill_zero(stream, residual_.data(), residual_.bytes());
     fill_zero(stream, wire_.data(), wire_.bytes());
     encode_ = {.own = set.gradients.as<const float>(),
                .residual = residual_.as<float>(),
                .wire = wire_.data(),
-               .count = set.padded};
+               .count = set.layout.elements};
     encode_.rounding.mode = spec.rounding;
-    decode_ = {.wire = wire_.data(), .out = set.gradients.as<float>(), .count = set.padded};
+    decode_ = {.wire = wire_.data(), .out = set.gradients.as<float>(), .count = set.layout.elements};
   }
   void run(const Stream& stream) override {
     format_->reduce_encode(stream, encode_);
@@ -123,20 +120,13 @@ class CodecPath final : public Path {
         step_(make_buffer<uint64_t>(stream.device(), 1)),
         spec_(spec) {
     fill_zero(stream, step_.data(), step_.bytes());
-    BucketContext context;
-    context.transport = &comm_->transport();
-    context.spec = spec;
+    BucketContext context = bucket_context({.comm = *comm_,
+                                            .spec = spec,
+                                            .stream = stream,
+                                            .step = step_.as<const uint64_t>(),
+                                            .gradients = set.gradients.as<float>()},
+                                           set.tensors, set.layout, set.layout.buckets.at(0), "the model");
     context.schedule = ring(1);
-    context.stream = stream;
-    for (size_t i = 0; i < set.tensors.size(); ++i) {
-      const GradientTensor& t = set.tensors[i];
-      int64_t count = elements_of(t), rows = t.shape.size() < 2 ? count : t.shape[0];
-      context.tensors.push_back({t.name, rows, count / rows, set.offsets[i], static_cast<int32_t>(i)});
-    }
-    context.gradients = set.gradients.as<float>();
-    context.elements = set.padded;
-    context.step = step_.as<const uint64_t>();
-    context.name = "the model";
     codec_ = make_codec(context);
     workspace_ = Buffer(stream.device(), codec_->workspace_bytes());
     codec_->bind(workspace_.data());

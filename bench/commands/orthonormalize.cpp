@@ -45,7 +45,7 @@ struct Factors {
     int64_t p = 0, q = 0;
     for (const GradientTensor& t : gradients_of(model)) {
       if (t.shape.size() < 2) continue;
-      const int64_t rows = t.shape[0], cols = elements_of(t) / rows;
+      const int64_t rows = t.shape[0], cols = t.count() / rows;
       const int r = powersgd_rank(spec, rows, cols);
       if (r == 0) continue;
       matrices.push_back({0, p, q, static_cast<int32_t>(rows), static_cast<int32_t>(cols), r,

@@ -77,7 +77,7 @@ Program& ApiComm::program_for(const Key& key) {
   auto program = std::make_unique<Program>(
       communicator->transport(), choice.schedule,
       ProgramBuffers{
-          .in = buf, .out = buf, .count = count, .dtype = dtype == GW_BFLOAT16 ? Dtype::bf16 : Dtype::fp32},
+          .in = buf, .out = buf, .count = count, .dtype = dtype == GW_BFLOAT16 ? DType::bf16 : DType::f32},
       Program::Options{.what = "gw_allreduce",
                        .wire = spec.wire,
                        .fp32_intra_node = spec.fp32_intra_node,

@@ -29,10 +29,6 @@ Struct read_struct(const void* from, const char* what) {
   return result;
 }
 
-int64_t element_count(const GradientTensor& t) {
-  return t.shape[0] * (t.shape.size() > 1 ? t.shape[1] : 1);
-}
-
 // Not the extents themselves are limited, but what their product may do to 64-bit arithmetic in bytes.
 constexpr int64_t kMostElements = int64_t{1} << 50;
 
@@ -110,7 +106,7 @@ ApiReducer::ApiReducer(std::shared_ptr<ApiComm> c, const CompressionSpec& s, std
 
 void ApiReducer::set_addresses(std::vector<float*> addresses) {
   for (size_t i = 0; i < tensors.size(); ++i) {
-    if (addresses[i] == nullptr && element_count(tensors[i]) > 0) return;
+    if (addresses[i] == nullptr && tensors[i].count() > 0) return;
   }
   reducer.adopt(addresses);
   addresses_ = std::move(addresses);

@@ -1,7 +1,6 @@
 // What a gw_reducer stands for, and its checkpoint.
 #pragma once
 
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -35,14 +34,6 @@ struct ApiReducer {
   const std::string description;
 
  private:
-  // What the reducer keeps of one tensor, on the device; null where it keeps nothing.
-  struct Kept {
-    float* residual = nullptr;
-    float* q = nullptr;
-    int64_t count = 0;  // of the residual
-    int64_t q_count = 0;
-  };
-  std::vector<Kept> kept() const;
   // Text that a state must agree in: spec, world, rank, options.
   std::string identity() const;
 

@@ -1,17 +1,18 @@
 // A reducer's checkpoint: one block of memory that says what it is. docs/state-format.md is the reader's side
 // of this file; change both together, and kVersion with them.
 //
-//   header    magic "GRADWIRE", version, CRC-32 of everything behind the header, bytes in all, steps, tensors
+//   header    magic "GRADWIRE", version, CRC-32 of everything after the header, bytes in all, steps, tensors
 //   identity  length and text: what the loading reducer must agree in
-//   tensors   each: name, rows, cols, floats of residual (0 or rows * cols), floats of Q (0 or cols * rank),
-//             then these floats
+//   tensors   each: name, rows, cols, and what is kept of it: kind, dtype, elements, and these elements
 // Integers and floats are little-endian, lengths are not padded. By tensor and not by bucket, so that a state
 // survives another bucket size.
 #include <zlib.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
-#include <limits>
+#include <map>
+#include <optional>
 
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/reducer.h"
@@ -22,7 +23,7 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "the state is written in memory order");
 
 constexpr char kMagic[8] = {'G', 'R', 'A', 'D', 'W', 'I', 'R', 'E'};
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;  // 1 can still be read
 
 struct Header {
   char magic[8];
@@ -37,10 +38,23 @@ static_assert(sizeof(Header) == 40);
 
 struct TensorHeader {
   int64_t rows, cols;
-  int64_t residual_count, q_count;
+  uint64_t entries, name_bytes;
+};
+static_assert(sizeof(TensorHeader) == 32);
+
+struct EntryHeader {
+  char dtype[8];  // padded with zeros
+  uint64_t count, kind_bytes;
+};
+static_assert(sizeof(EntryHeader) == 24);
+
+// Version 1 knew two kinds, both of floats, which came without an EntryHeader.
+struct TensorHeader1 {
+  int64_t rows, cols;
+  uint64_t residual_count, factor_count;
   uint64_t name_bytes;
 };
-static_assert(sizeof(TensorHeader) == 40);
+static_assert(sizeof(TensorHeader1) == 40);
 
 uint32_t crc_of(const void* data, size_t bytes) {
   uint32_t crc = 0;
@@ -83,6 +97,60 @@ class Cursor {
   size_t left_;
 };
 
+// Something kept of a tensor, in the bytes of a state.
+struct Entry {
+  std::string kind;
+  DType dtype = DType::f32;
+  uint64_t count = 0;
+  const char* data = nullptr;
+
+  size_t bytes() const { return count * static_cast<size_t>(bytes_of(dtype)); }
+  bool is_zero() const {
+    return std::all_of(data, data + bytes(), [](char c) { return c == 0; });
+  }
+};
+
+struct SavedTensor {
+  int64_t rows = 0, cols = 0;
+  std::string name = {};
+  std::vector<Entry> entries = {};
+};
+
+Entry take_entry(Cursor& cursor, const std::string& tensor, std::string kind, DType dtype, uint64_t count) {
+  require(count <= cursor.left() / static_cast<size_t>(bytes_of(dtype)),
+          "the state ends too early: '" + kind + "' of '" + tensor + "' has " + std::to_string(count) +
+              " elements");
+  Entry entry{std::move(kind), dtype, count};
+  entry.data = cursor.take(entry.bytes());
+  return entry;
+}
+
+SavedTensor take_tensor_1(Cursor& cursor) {
+  const auto header = cursor.take<TensorHeader1>();
+  SavedTensor tensor{.rows = header.rows, .cols = header.cols};
+  tensor.name.assign(cursor.take(header.name_bytes), header.name_bytes);
+  for (auto [kind, count] :
+       {std::pair{kResidualKind, header.residual_count}, std::pair{"factor", header.factor_count}}) {
+    if (count > 0) tensor.entries.push_back(take_entry(cursor, tensor.name, kind, DType::f32, count));
+  }
+  return tensor;
+}
+
+SavedTensor take_tensor(Cursor& cursor) {
+  const auto header = cursor.take<TensorHeader>();
+  SavedTensor tensor{.rows = header.rows, .cols = header.cols};
+  tensor.name.assign(cursor.take(header.name_bytes), header.name_bytes);
+  for (uint64_t i = 0; i < header.entries; ++i) {
+    const auto entry = cursor.take<EntryHeader>();
+    const std::string text(entry.dtype, strnlen(entry.dtype, sizeof entry.dtype));
+    const std::optional<DType> dtype = find_dtype(text);
+    require(dtype.has_value(), "'" + tensor.name + "' has elements of an unknown type, '" + text + "'");
+    std::string kind(cursor.take(entry.kind_bytes), entry.kind_bytes);
+    tensor.entries.push_back(take_entry(cursor, tensor.name, std::move(kind), *dtype, entry.count));
+  }
+  return tensor;
+}
+
 }  // namespace
 
 std::string ApiReducer::identity() const {
@@ -91,38 +159,11 @@ std::string ApiReducer::identity() const {
          std::to_string(options.seed);
 }
 
-std::vector<ApiReducer::Kept> ApiReducer::kept() const {
-  std::map<std::string, size_t> index;
-  for (size_t i = 0; i < tensors.size(); ++i) index[tensors[i].name] = i;
-  std::vector<Kept> kept(tensors.size());
-  for (const CodecState& s : reducer.state()) {
-    if (s.first_element >= 0) {  // a bucket's residual: cut it into tensors
-      for (size_t i = 0; i < tensors.size(); ++i) {
-        const int64_t begin = reducer.offset(static_cast<int>(i)) - s.first_element;
-        const int64_t count = rows_of(tensors[i]) * cols_of(tensors[i]);
-        if (begin < 0 || begin + count > s.count || count == 0) continue;
-        kept[i].residual = s.data + begin;
-        kept[i].count = count;
-      }
-    } else {  // "bucket3/q/NAME"
-      const size_t slash = s.name.find('/');
-      const auto at = index.find(s.name.substr(slash + 3));
-      if (s.name.compare(slash, 3, "/q/") != 0 || at == index.end()) {
-        throw Error("state '" + s.name + "' has no place in a checkpoint");
-      }
-      kept[at->second].q = s.data;
-      kept[at->second].q_count = s.count;
-    }
-  }
-  return kept;
-}
-
 size_t ApiReducer::state_size() const {
   size_t bytes = sizeof(Header) + identity().size();
-  const auto all = kept();
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    bytes += sizeof(TensorHeader) + tensors[i].name.size() +
-             static_cast<size_t>(all[i].count + all[i].q_count) * sizeof(float);
+  for (const GradientTensor& t : tensors) bytes += sizeof(TensorHeader) + t.name.size();
+  for (const TensorState& s : reducer.tensor_state()) {
+    bytes += sizeof(EntryHeader) + s.kind.size() + static_cast<size_t>(s.bytes());
   }
   return bytes;
 }
@@ -139,17 +180,22 @@ void ApiReducer::save_state(void* state, size_t size) const {
   };
   const std::string text = identity();
   put(text.data(), text.size());
-  const auto all = kept();
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const GradientTensor& t = tensors[i];
-    const TensorHeader header{rows_of(t), cols_of(t), all[i].count, all[i].q_count, t.name.size()};
+  const std::vector<TensorState> all = reducer.tensor_state();
+  auto state_of = all.begin();  // in the order of the tensors
+  for (int i = 0; i < reducer.tensors(); ++i) {
+    const GradientTensor& t = tensors[static_cast<size_t>(i)];
+    const auto end = std::find_if(state_of, all.end(), [i](const TensorState& s) { return s.tensor != i; });
+    const TensorHeader header{rows_of(t), cols_of(t), static_cast<uint64_t>(end - state_of), t.name.size()};
     put(&header, sizeof header);
     put(t.name.data(), t.name.size());
-    for (auto [data, count] :
-         {std::pair{all[i].residual, all[i].count}, std::pair{all[i].q, all[i].q_count}}) {
-      // In stream order, so behind the step; the floats need not be aligned in the state.
-      copy(comm->stream, at, data, static_cast<size_t>(count) * sizeof(float));
-      at += static_cast<size_t>(count) * sizeof(float);
+    for (; state_of != end; ++state_of) {
+      EntryHeader entry{{}, static_cast<uint64_t>(state_of->count()), state_of->kind.size()};
+      std::memcpy(entry.dtype, name(state_of->dtype), std::strlen(name(state_of->dtype)));
+      put(&entry, sizeof entry);
+      put(state_of->kind.data(), state_of->kind.size());
+      // In stream order, so after the step; elements need not be aligned in the state.
+      copy(comm->stream, at, state_of->data, static_cast<size_t>(state_of->bytes()));
+      at += state_of->bytes();
     }
   }
   comm->stream.synchronize();
@@ -173,8 +219,9 @@ void ApiReducer::load_state(const void* state, size_t size) {
   const auto header = cursor.take<Header>();
   require(std::memcmp(header.magic, kMagic, sizeof kMagic) == 0,
           "this is not a state of gw_reducer_state_save");
-  require(header.version == kVersion, "the state has version " + std::to_string(header.version) +
-                                          ", this library reads version " + std::to_string(kVersion));
+  require(header.version >= 1 && header.version <= kVersion,
+          "the state has version " + std::to_string(header.version) + ", this library reads versions 1 to " +
+              std::to_string(kVersion));
   require(header.bytes == size,
           "the state has " + std::to_string(header.bytes) + " bytes, size is " + std::to_string(size));
   require(header.crc == crc_of(static_cast<const char*>(state) + sizeof header, size - sizeof header),
@@ -188,43 +235,55 @@ void ApiReducer::load_state(const void* state, size_t size) {
 
   std::map<std::string, size_t> index;
   for (size_t i = 0; i < tensors.size(); ++i) index[tensors[i].name] = i;
-  auto all = kept();
-  std::vector<std::pair<const char*, const char*>> sources(tensors.size());  // residual, Q; null: zero
+  std::vector<std::vector<Entry>> saved(tensors.size());
   for (uint32_t k = 0; k < header.tensors; ++k) {
-    const auto t = cursor.take<TensorHeader>();
-    const std::string name(cursor.take(t.name_bytes), t.name_bytes);
-    const auto found = index.find(name);
+    SavedTensor t = header.version == 1 ? take_tensor_1(cursor) : take_tensor(cursor);
+    const auto found = index.find(t.name);
     require(found != index.end(),
-            "the state has a tensor '" + name + "', the reducer has not, or it comes twice");
+            "the state has a tensor '" + t.name + "', the reducer has not, or it comes twice");
     const size_t i = found->second;
     index.erase(found);
     require(t.rows == rows_of(tensors[i]) && t.cols == cols_of(tensors[i]),
-            "tensor '" + name + "' is " + std::to_string(t.rows) + " x " + std::to_string(t.cols) +
+            "tensor '" + t.name + "' is " + std::to_string(t.rows) + " x " + std::to_string(t.cols) +
                 " in the state, " + std::to_string(rows_of(tensors[i])) + " x " +
                 std::to_string(cols_of(tensors[i])) + " in the reducer");
-    require(t.residual_count == 0 || t.residual_count == t.rows * t.cols,
-            "the residual of '" + name + "' has " + std::to_string(t.residual_count) + " elements");
-    require(t.q_count == all[i].q_count, "the factor of '" + name + "' has " + std::to_string(t.q_count) +
-                                             " elements in the state, " + std::to_string(all[i].q_count) +
-                                             " in the reducer");
-    const size_t residual_bytes = static_cast<size_t>(t.residual_count) * sizeof(float);
-    const char* residual = cursor.take(residual_bytes);
-    const char* q = cursor.take(static_cast<size_t>(t.q_count) * sizeof(float));
-    // A dense tensor on an FP32 wire has a residual, always zero, only in the company of a matrix.
-    const bool all_zero = std::all_of(residual, residual + residual_bytes, [](char c) { return c == 0; });
-    require(all[i].residual != nullptr || all_zero, "'" + name + "' has a residual in the state only");
-    sources[i] = {all_zero ? nullptr : residual, q};
+    saved[i] = std::move(t.entries);
   }
-  require(cursor.left() == 0, "the state has bytes behind its end");
+  require(cursor.left() == 0, "the state has bytes after its end");
 
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const size_t residual_bytes = static_cast<size_t>(all[i].count) * sizeof(float);
-    if (sources[i].first == nullptr) {
-      fill_zero(comm->stream, all[i].residual, residual_bytes);
-    } else {
-      copy(comm->stream, all[i].residual, sources[i].first, residual_bytes);
+  const std::vector<TensorState> all = reducer.tensor_state();
+  std::vector<const char*> sources;  // one for each of `all`; null: zero
+  for (const TensorState& s : all) {
+    std::vector<Entry>& entries = saved[static_cast<size_t>(s.tensor)];
+    const std::string who = "'" + s.kind + "' of '" + tensors[static_cast<size_t>(s.tensor)].name + "'";
+    const auto entry =
+        std::find_if(entries.begin(), entries.end(), [&](const Entry& e) { return e.kind == s.kind; });
+    if (entry == entries.end()) {
+      require(s.kind == kResidualKind, "the state has no " + who);
+      sources.push_back(nullptr);
+      continue;
     }
-    copy(comm->stream, all[i].q, sources[i].second, static_cast<size_t>(all[i].q_count) * sizeof(float));
+    require(entry->count == static_cast<uint64_t>(s.count()) && entry->dtype == s.dtype,
+            who + " has " + std::to_string(entry->count) + " elements of " + name(entry->dtype) +
+                " in the state, " + std::to_string(s.count()) + " of " + name(s.dtype) + " in the reducer");
+    sources.push_back(entry->data);
+    entries.erase(entry);
+  }
+  // A dense tensor on an FP32 wire has a residual, always zero, only in the company of a matrix. So what is
+  // left may go if it is zero.
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    for (const Entry& e : saved[i]) {
+      require(e.is_zero(), "'" + tensors[i].name + "' has a '" + e.kind + "' in the state only");
+    }
+  }
+
+  for (size_t k = 0; k < all.size(); ++k) {
+    const auto bytes = static_cast<size_t>(all[k].bytes());
+    if (sources[k] == nullptr) {
+      fill_zero(comm->stream, all[k].data, bytes);
+    } else {
+      copy(comm->stream, all[k].data, sources[k], bytes);
+    }
   }
   comm->stream.synchronize();
   reducer.resume_at(header.steps);

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "collectives/codec/tensor_state.h"
 #include "collectives/plan/planner.h"
 #include "collectives/program/program.h"
 #include "collectives/schedule/schedule.h"
@@ -22,7 +23,7 @@ struct BucketTensor {
   std::string name;
   int64_t rows = 0, cols = 0;  // as PowerSGD sees it: shape[0] x the rest; a vector has cols == 1
   int64_t offset = 0;          // of its first element, from the bucket's start
-  int32_t seed_id = 0;         // the tensor's index in the whole model
+  int32_t index = 0;           // in the whole model
   int64_t count() const { return rows * cols; }
 };
 
@@ -60,16 +61,6 @@ struct PlannedAllreduce {
   std::string reason;
 };
 
-// Device memory that outlives a step: what a checkpoint must hold.
-struct CodecState {
-  std::string name;
-  float* data = nullptr;
-  int64_t count = 0;
-  // A residual is laid out as the gradients: data[0] belongs to this element of the model's flat gradient.
-  // -1 for anything else.
-  int64_t first_element = -1;
-};
-
 class Codec {
  public:
   virtual ~Codec() = default;
@@ -91,7 +82,10 @@ class Codec {
   // still differs between steps then follows from BucketContext::step, on the device.
   virtual int64_t steady_from() const { return 0; }
 
-  virtual std::vector<CodecState> state() = 0;
+  // What error feedback keeps, laid out as the bucket's gradients; null: nothing.
+  virtual float* residual() { return nullptr; }
+  // Whatever else outlives a step, by tensor (BucketTensor::index).
+  virtual std::vector<TensorState> tensor_state() { return {}; }
   virtual int64_t state_bytes() const = 0;  // device memory beyond gradients and workspace
   virtual std::string describe() const = 0;
   virtual std::vector<PlannedAllreduce> plan() const = 0;

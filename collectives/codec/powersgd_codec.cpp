@@ -32,7 +32,7 @@ namespace {
 
 struct Plan {
   std::vector<MatrixDescriptor> matrices;
-  std::vector<std::string> names;
+  std::vector<int> tensors;  // of the matrices
   std::vector<Segment> dense;
   int64_t p_elements = 0, q_elements = 0, dense_elements = 0;
 };
@@ -48,8 +48,8 @@ Plan make_plan(const BucketContext& c) {
   for (const BucketTensor& t : c.tensors) {
     if (int rank = powersgd_rank(c.spec, t.rows, t.cols)) {
       plan.matrices.push_back({t.offset, plan.p_elements, plan.q_elements, static_cast<int32_t>(t.rows),
-                               static_cast<int32_t>(t.cols), rank, t.seed_id});
-      plan.names.push_back(t.name);
+                               static_cast<int32_t>(t.cols), rank, t.index});
+      plan.tensors.push_back(t.index);
       plan.p_elements += up4(t.rows * rank);
       plan.q_elements += up4(t.cols * rank);
     }
@@ -70,8 +70,6 @@ class PowerSgdCodec final : public Codec {
         plan_(make_plan(c)),
         device_(c.transport->device()),
         gradients_(c.gradients),
-        elements_(c.elements),
-        first_element_(c.first_element),
         step_(c.step),
         matrices_(c.stream, plan_.matrices),
         dense_(c.stream, plan_.dense),
@@ -216,12 +214,17 @@ class PowerSgdCodec final : public Codec {
 
   int64_t steady_from() const override { return spec_.start; }
 
-  std::vector<CodecState> state() override {
-    std::vector<CodecState> all;
-    if (residual_) all.push_back({"residual", residual_.as<float>(), elements_, first_element_});
+  float* residual() override { return residual_.as<float>(); }
+
+  std::vector<TensorState> tensor_state() override {
+    std::vector<TensorState> all;
     for (size_t i = 0; i < plan_.matrices.size(); ++i) {
       const MatrixDescriptor& d = plan_.matrices[i];
-      all.push_back({"q/" + plan_.names[i], q_.as<float>() + d.q_offset, int64_t{d.cols} * d.rank});
+      all.push_back({.tensor = plan_.tensors[i],
+                     .kind = "factor",
+                     .data = q_.as<float>() + d.q_offset,
+                     .shape = {d.cols, d.rank},
+                     .same_on_all_ranks = true});
     }
     return all;
   }
@@ -341,7 +344,6 @@ class PowerSgdCodec final : public Codec {
   const Plan plan_;
   const Device device_;
   float* gradients_;
-  int64_t elements_, first_element_;
   const uint64_t* step_;
   MatrixTable matrices_;
   SegmentTable dense_;

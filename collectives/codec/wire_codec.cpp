@@ -9,8 +9,6 @@ class WireCodec final : public Codec {
   explicit WireCodec(const BucketContext& c)
       : with_residual_(!c.spec.wire->exact && c.spec.error_feedback),
         residual_(make_buffer<float>(c.transport->device(), with_residual_ ? c.elements : 0)),
-        elements_(c.elements),
-        first_element_(c.first_element),
         name_(c.spec.wire->name),
         choice_(c.choose(c.elements, c.spec.wire)),
         allreduce_(*c.transport, choice_.schedule,
@@ -32,10 +30,7 @@ class WireCodec final : public Codec {
   void bind(void* workspace) override { allreduce_.bind(workspace); }
   void rebind(float* gradients) override { allreduce_.rebind(gradients, gradients); }
   void run(const Stream& stream, int64_t, BucketPhases& phases) override { allreduce_.run(stream, &phases); }
-  std::vector<CodecState> state() override {
-    if (!with_residual_) return {};
-    return {{"residual", residual_.as<float>(), elements_, first_element_}};
-  }
+  float* residual() override { return residual_.as<float>(); }
   int64_t state_bytes() const override { return static_cast<int64_t>(residual_.bytes()); }
   std::string describe() const override { return name_ + (with_residual_ ? " with error feedback" : ""); }
 
@@ -46,7 +41,6 @@ class WireCodec final : public Codec {
  private:
   bool with_residual_;
   Buffer residual_;
-  int64_t elements_, first_element_;
   std::string name_;
   SchedulePlanner::Choice choice_;
   Program allreduce_;

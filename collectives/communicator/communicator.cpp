@@ -86,11 +86,11 @@ std::unique_ptr<Communicator> Communicator::shrink(const std::vector<int>& exclu
 void Communicator::barrier() {
   transport_->barrier();
 }
-void Communicator::send_note(const std::string& note) {
-  transport_->send_note(note);
+void Communicator::send_message(const std::string& message) {
+  transport_->send_message(message);
 }
-std::string Communicator::take_note(int from) {
-  return transport_->take_note(from);
+std::string Communicator::take_message(int from) {
+  return transport_->take_message(from);
 }
 
 }  // namespace gradwire

@@ -78,8 +78,8 @@ class Communicator {
   // step.
   void barrier();
   // Short messages to rank 0 for reports, between processes: see Transport.
-  void send_note(const std::string& note);
-  std::string take_note(int from);
+  void send_message(const std::string& message);
+  std::string take_message(int from);
 
  private:
   std::unique_ptr<Transport> transport_;

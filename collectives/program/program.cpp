@@ -76,7 +76,7 @@ int64_t Program::elements_out() const {
 size_t Program::compile(std::byte* base) {
   const auto begin = reinterpret_cast<uintptr_t>(base);
   size_t used = 0;
-  if (buffers_.dtype != Dtype::fp32) {
+  if (buffers_.dtype != DType::f32) {
     auto wide = [&](int64_t elements) {
       auto* place = reinterpret_cast<float*>(begin + used);
       used += (static_cast<size_t>(elements) * sizeof(float) + 255) / 256 * 256;
@@ -85,7 +85,7 @@ size_t Program::compile(std::byte* base) {
     wide_in_ = wide(elements_in());
     wide_out_ = schedule_.collective == Collective::allreduce ? wide_in_ : wide(elements_out());
   }
-  const bool wide = buffers_.dtype != Dtype::fp32;
+  const bool wide = buffers_.dtype != DType::f32;
   const float* in = wide ? wide_in_ : static_cast<const float*>(buffers_.in);
   float* out = wide ? wide_out_ : static_cast<float*>(buffers_.out);
   used += Compiler(*this, in, out, reinterpret_cast<std::byte*>(begin + used)).compile();
@@ -108,7 +108,7 @@ void Program::find_early() {
   }
 }
 
-Call Program::describe(int64_t count, Dtype dtype) const {
+Call Program::describe(int64_t count, DType dtype) const {
   uint64_t hash = mix(1 + static_cast<uint64_t>(schedule_.collective), static_cast<uint64_t>(count));
   hash = mix(hash, static_cast<uint64_t>(options_.rounding.mode));
   hash = mix(hash, std::bit_cast<uint32_t>(options_.scale));
@@ -130,7 +130,7 @@ Call Program::describe(int64_t count, Dtype dtype) const {
   const std::string wire = options_.wire->name;
   const std::string spec = options_.spec.empty() || options_.spec == wire ? "" : ", " + options_.spec;
   return {hash, name(schedule_.collective) + (" of " + options_.what) + " (" + std::to_string(count) +
-                    (dtype == Dtype::fp32 ? " floats, " : " BF16 values, ") + wire + ", " +
+                    (dtype == DType::f32 ? " floats, " : " BF16 values, ") + wire + ", " +
                     name(schedule_.kind) + spec + ")"};
 }
 
@@ -187,7 +187,7 @@ void Program::label_exchanges(int bucket) {
 void Program::run(const Stream& stream, BucketPhases* phases) {
   if (!bound_ && workspace_bytes_ > 0) throw Error(options_.what + ": Program::run before bind");
   const Stream& transfers = overlapped_ ? options_.transfers : stream;
-  const bool wide = buffers_.dtype != Dtype::fp32;
+  const bool wide = buffers_.dtype != DType::f32;
   if (wide) kBf16->decode(stream, {.wire = buffers_.in, .out = wide_in_, .count = elements_in()});
   auto enter = [&](Phase phase) {
     if (phases != nullptr) phases->enter(stream, phase, phase == Phase::communicate ? &info_ : nullptr);

@@ -61,7 +61,7 @@ struct ProgramBuffers {
   void* out = nullptr;
   float* residual = nullptr;  // (count) in and out; null: no error feedback. Ignored with an exact wire
   int64_t count = 0;
-  Dtype dtype = Dtype::fp32;  // of in and out
+  DType dtype = DType::f32;  // of in and out
 };
 
 class Program {
@@ -129,7 +129,7 @@ class Program {
   size_t compile(std::byte* base);
   int64_t elements_in() const;
   int64_t elements_out() const;
-  Call describe(int64_t count, Dtype dtype) const;
+  Call describe(int64_t count, DType dtype) const;
   void find_early();
   void launch(const Stream& stream, const Operation& kernel) const;
   ProgramInfo describe_exchanges() const;

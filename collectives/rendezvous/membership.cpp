@@ -168,11 +168,11 @@ std::string Membership::address(SteadyClock::time_point deadline) {
   return mine;
 }
 
-std::string Membership::take_note(int from) {
-  if (!server_) throw Error("only rank 0 takes notes");
-  auto note = server_->take_note(from, SteadyClock::now() + options_.timeout);
-  if (!note) throw CommError("nothing after " + std::to_string(options_.timeout.count()) + " ms");
-  return std::move(*note);
+std::string Membership::take_message(int from) {
+  if (!server_) throw Error("only rank 0 takes messages");
+  auto message = server_->take_message(from, SteadyClock::now() + options_.timeout);
+  if (!message) throw CommError("nothing after " + std::to_string(options_.timeout.count()) + " ms");
+  return std::move(*message);
 }
 
 void Membership::barrier() {

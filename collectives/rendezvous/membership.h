@@ -44,9 +44,9 @@ class Membership {
   // timeout and when the group fails.
   void barrier();
   // Leaves a short message for rank 0; nobody waits. Rank 0 takes them, in each rank's order. Both throw
-  // CommError when the group fails, take_note() also at the timeout.
-  void send_note(const std::string& note) { client_->send_note(note); }
-  std::string take_note(int from);
+  // CommError when the group fails, take_message() also at the timeout.
+  void send_message(const std::string& message) { client_->send_message(message); }
+  std::string take_message(int from);
   // Says goodbye: from here on this rank's silence is no failure. The destructor does it too.
   void leave() { client_.reset(); }
 

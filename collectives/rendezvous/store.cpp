@@ -182,9 +182,10 @@ int64_t StoreClient::add(const std::string& key) {
   return std::stoll(request({Op::add, 0, key, ""}, SteadyClock::now() + kPromptly).value);
 }
 
-void StoreClient::send_note(const std::string& note) {
+void StoreClient::send_message(const std::string& message) {
   std::lock_guard lock(mutex_);
-  if (!send_all(command_, StoreMessage{Op::note, 0, "", note}.encode(), SteadyClock::now() + kPromptly)) {
+  if (!send_all(command_, StoreMessage{Op::message, 0, "", message}.encode(),
+                SteadyClock::now() + kPromptly)) {
     throw CommError("rank 0, which keeps the store, is gone");
   }
 }

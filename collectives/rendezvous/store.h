@@ -2,10 +2,10 @@
 // to it.
 //
 // Four services:
-//   store   keys and values, for exchanging addresses and the like before any transport exists
-//   notes   short messages from any rank to rank 0, which nobody waits for but rank 0
-//   alarm   the first failure reported by any rank, or a process that vanishes, is told to every rank at once
-//   roll    after a failure: who still answers, and where each rank stands
+//   store     keys and values, for exchanging addresses and the like before any transport exists
+//   messages  short texts from any rank to rank 0, which nobody waits for but rank 0
+//   alarm     the first failure reported by any rank, or a process that vanishes, is told to every rank at once
+//   roll      after a failure: who still answers, and where each rank stands
 //
 // Every call has a deadline; a server that does not answer is an error, never a hang.
 #pragma once
@@ -28,19 +28,19 @@ namespace gradwire {
 // What one frame carries. On the wire: length of the rest, operation, id, length of the key, key, value.
 struct StoreMessage {
   enum class Op : uint8_t {
-    hello,   // key "command" or "watch", value "<token> <rank> <world>"
-    set,     // reply ok
-    get,     // reply ok with the value once it is there
-    add,     // reply ok with how often this key was added to
-    fail,    // key: what happened; reply ok with the first failure of the group
-    roll,    // reply ok with a line per rank, see RollCall
-    state,   // where a rank stands, in answer to a failure; no reply
-    bye,     // this rank leaves in peace; reply ok
-    note,    // value: a note of this rank's for rank 0; no reply
-    ok,      // reply
-    refuse,  // reply: value says why
-    failed,  // from the server to watchers: the group failed, value says why
-    closing  // from the server to watchers: it leaves in peace
+    hello,    // key "command" or "watch", value "<token> <rank> <world>"
+    set,      // reply ok
+    get,      // reply ok with the value once it is there
+    add,      // reply ok with how often this key was added to
+    fail,     // key: what happened; reply ok with the first failure of the group
+    roll,     // reply ok with a line per rank, see RollCall
+    state,    // where a rank stands, in answer to a failure; no reply
+    bye,      // this rank leaves in peace; reply ok
+    message,  // value: a message of this rank's for rank 0; no reply
+    ok,       // reply
+    refuse,   // reply: value says why
+    failed,   // from the server to watchers: the group failed, value says why
+    closing   // from the server to watchers: it leaves in peace
   };
   Op op = Op::ok;
   uint32_t id = 0;
@@ -82,9 +82,9 @@ class StoreServer {
   ~StoreServer();
   int port() const { return port_; }
 
-  // The oldest note of rank `from`; waits for one. Any thread may call it. Nothing at the deadline; throws
+  // The oldest message of rank `from`; waits for one. Any thread may call it. Nothing at the deadline; throws
   // CommError when the group fails.
-  std::optional<std::string> take_note(int from, SteadyClock::time_point deadline);
+  std::optional<std::string> take_message(int from, SteadyClock::time_point deadline);
 
   static constexpr std::chrono::milliseconds kRollTime{
       1000};                                                 // how long ranks have to answer after a failure
@@ -92,8 +92,8 @@ class StoreServer {
 
  private:
   class Loop;
-  class Notes;
-  std::unique_ptr<Notes> notes_;
+  class Messages;
+  std::unique_ptr<Messages> messages_;
   std::unique_ptr<Loop> loop_;
   int port_ = 0;
   std::thread thread_;
@@ -114,8 +114,8 @@ class StoreClient {
   // Waits until the key is there. Throws CommError: "<what>: nothing after 500 ms".
   std::string get(const std::string& key, SteadyClock::time_point deadline, const std::string& what);
   int64_t add(const std::string& key);
-  // Leaves a note for rank 0, without waiting for an answer. Throws CommError when the connection is lost.
-  void send_note(const std::string& note);
+  // Leaves a message for rank 0, without waiting for an answer. Throws CommError when the connection is lost.
+  void send_message(const std::string& message);
 
   // Calls `on_failure` with the cause, from a thread of its own, when the group fails; then tells the server
   // `where` this rank stands. At most once, and possibly before this returns.

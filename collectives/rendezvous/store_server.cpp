@@ -21,13 +21,13 @@ using Op = StoreMessage::Op;
 using Presence = RollCall::Presence;
 
 // Filled by the loop, emptied by rank 0's own threads.
-class StoreServer::Notes {
+class StoreServer::Messages {
  public:
-  explicit Notes(int world) : by_rank_(static_cast<size_t>(world)) {}
+  explicit Messages(int world) : by_rank_(static_cast<size_t>(world)) {}
 
-  void add(int rank, std::string note) {
+  void add(int rank, std::string message) {
     std::lock_guard lock(mutex_);
-    by_rank_[static_cast<size_t>(rank)].push_back(std::move(note));
+    by_rank_[static_cast<size_t>(rank)].push_back(std::move(message));
     changed_.notify_all();
   }
   void fail(const std::string& why) {
@@ -37,13 +37,13 @@ class StoreServer::Notes {
   }
   std::optional<std::string> take(int from, SteadyClock::time_point deadline) {
     std::unique_lock lock(mutex_);
-    auto& notes = by_rank_.at(static_cast<size_t>(from));
-    changed_.wait_until(lock, deadline, [&] { return !notes.empty() || !failure_.empty(); });
-    if (notes.empty() && !failure_.empty()) throw CommError(failure_);
-    if (notes.empty()) return std::nullopt;
-    std::string note = std::move(notes.front());
-    notes.pop_front();
-    return note;
+    auto& messages = by_rank_.at(static_cast<size_t>(from));
+    changed_.wait_until(lock, deadline, [&] { return !messages.empty() || !failure_.empty(); });
+    if (messages.empty() && !failure_.empty()) throw CommError(failure_);
+    if (messages.empty()) return std::nullopt;
+    std::string message = std::move(messages.front());
+    messages.pop_front();
+    return message;
   }
 
  private:
@@ -55,8 +55,8 @@ class StoreServer::Notes {
 
 class StoreServer::Loop {
  public:
-  Loop(Socket listener, int world, std::string token, Notes& notes)
-      : notes_(notes),
+  Loop(Socket listener, int world, std::string token, Messages& messages)
+      : messages_(messages),
         listener_(std::move(listener)),
         wake_(eventfd(0, EFD_CLOEXEC)),
         world_(world),
@@ -228,8 +228,8 @@ class StoreServer::Loop {
         }
         if (!missing()) answer_roll_calls();
         break;
-      case Op::note:
-        notes_.add(peer.rank, std::move(m.value));
+      case Op::message:
+        messages_.add(peer.rank, std::move(m.value));
         break;
       default:
         throw CommError("not a request");
@@ -274,7 +274,7 @@ class StoreServer::Loop {
   void fail(const std::string& why) {
     if (!failure_.empty()) return;
     failure_ = why;
-    notes_.fail(why);
+    messages_.fail(why);
     roll_due_at_ = SteadyClock::now() + StoreServer::kRollTime;
     for (auto& peer : peers_) {
       if (peer->watches) send(*peer, {Op::failed, 0, "", failure_});
@@ -310,7 +310,7 @@ class StoreServer::Loop {
     std::erase_if(peers_, [](const auto& peer) { return peer->dead; });
   }
 
-  Notes& notes_;
+  Messages& messages_;
   Socket listener_, wake_;
   const int world_;
   const std::string token_;
@@ -325,14 +325,14 @@ class StoreServer::Loop {
 };
 
 StoreServer::StoreServer(const Endpoint& endpoint, int world, std::string token)
-    : notes_(std::make_unique<Notes>(world)),
-      loop_(std::make_unique<Loop>(listen_on(endpoint), world, std::move(token), *notes_)),
+    : messages_(std::make_unique<Messages>(world)),
+      loop_(std::make_unique<Loop>(listen_on(endpoint), world, std::move(token), *messages_)),
       port_(loop_->port()) {
   thread_ = std::thread([this] { loop_->run(); });
 }
 
-std::optional<std::string> StoreServer::take_note(int from, SteadyClock::time_point deadline) {
-  return notes_->take(from, deadline);
+std::optional<std::string> StoreServer::take_message(int from, SteadyClock::time_point deadline) {
+  return messages_->take(from, deadline);
 }
 
 StoreServer::~StoreServer() {

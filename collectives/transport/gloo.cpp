@@ -88,17 +88,17 @@ class GlooTransport final : public Transport {
     where_ = "not in a collective; its last was a barrier";
   }
 
-  void send_note(const std::string& note) override {
+  void send_message(const std::string& message) override {
     try {
-      group_.send_note(note);
+      group_.send_message(message);
     } catch (const CommError& error) {
       give_up("reporting to rank 0", error.what());
     }
   }
 
-  std::string take_note(int from) override {
+  std::string take_message(int from) override {
     try {
-      return group_.take_note(from);
+      return group_.take_message(from);
     } catch (const CommError& error) {
       give_up("waiting for rank " + std::to_string(from) + "'s report", error.what());
     }

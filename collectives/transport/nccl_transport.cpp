@@ -267,19 +267,19 @@ void NcclTransport::check() {
   if (const std::string text = nccl_error(); !text.empty()) give_up(what, text);
 }
 
-void NcclTransport::send_note(const std::string& note) {
-  if (!setup_.group) return Transport::send_note(note);
+void NcclTransport::send_message(const std::string& message) {
+  if (!setup_.group) return Transport::send_message(message);
   try {
-    setup_.group->send_note(note);
+    setup_.group->send_message(message);
   } catch (const CommError& error) {
     give_up("reporting to rank 0", error.what());
   }
 }
 
-std::string NcclTransport::take_note(int from) {
-  if (!setup_.group) return Transport::take_note(from);
+std::string NcclTransport::take_message(int from) {
+  if (!setup_.group) return Transport::take_message(from);
   try {
-    return setup_.group->take_note(from);
+    return setup_.group->take_message(from);
   } catch (const CommError& error) {
     give_up("waiting for rank " + std::to_string(from) + "'s report", error.what());
   }

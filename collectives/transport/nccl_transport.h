@@ -63,8 +63,8 @@ class NcclTransport final : public Transport {
   void barrier() override;
   void abort(const std::string& reason) override;
   void check() override;
-  void send_note(const std::string& note) override;
-  std::string take_note(int from) override;
+  void send_message(const std::string& message) override;
+  std::string take_message(int from) override;
   std::unique_ptr<Transport> shrink(const std::vector<int>& excluded) override;
 
  private:

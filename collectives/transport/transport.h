@@ -83,10 +83,11 @@ class Transport {
   // their order. Throws BadInput where the transport cannot.
   virtual std::unique_ptr<Transport> shrink(const std::vector<int>& excluded);
 
-  // Short messages to rank 0 beside the exchanges, for reports: a rank leaves a note and goes on, rank 0
-  // takes each rank's in their order and waits for them. Between processes only; any thread may call them.
-  virtual void send_note(const std::string& note);
-  virtual std::string take_note(int from);
+  // Short messages to rank 0, apart from the exchanges, for reports: a rank sends one and goes on,
+  // rank 0 takes each rank's in their order and waits for them. Between processes only; any thread may call
+  // them.
+  virtual void send_message(const std::string& message);
+  virtual std::string take_message(int from);
 
   // Bytes of payload this rank has handed to the wire so far, counted as they leave.
   uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }

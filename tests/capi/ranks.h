@@ -110,6 +110,7 @@ inline gw_stats stats_of(gw_reducer reducer) {
 
 // A reducer that dies with its scope.
 struct Reducer {
+  explicit Reducer(gw_reducer made) : handle(made) {}
   Reducer(gw_comm comm, const std::string& spec, const Model& model, int64_t bucket_bytes = 16 << 10) {
     auto tensors = model.tensors();
     auto how = options(bucket_bytes);

@@ -202,9 +202,9 @@ TEST_P(HardGradients, ANanIsSeenOnceAndContained) {
               EXPECT_EQ(finite, !(s == 1 && static_cast<int>(t) == victim))
                   << spec << " tensor " << rank.tensors[t].name << " step " << s;
             }
-            for (const CodecState& state : rank.reducer.state()) {
-              for (float v : to_host(rank.stream, static_cast<const float*>(state.data), state.count)) {
-                ASSERT_TRUE(std::isfinite(v)) << spec << " " << state.name << " step " << s;
+            for (const TensorState& state : rank.reducer.tensor_state()) {
+              for (float v : to_host(rank.stream, static_cast<const float*>(state.data), state.count())) {
+                ASSERT_TRUE(std::isfinite(v)) << spec << " " << state.kind << " step " << s;
               }
             }
           }

@@ -416,7 +416,7 @@ TEST_P(AllreduceTest, OutOfPlaceAndBf16BuffersGiveTheSameSum) {
         for (float v : inputs[r]) narrow.push_back(float_to_bf16_nearest(v));
         Buffer half = make_buffer<uint16_t>(GetParam(), count);
         to_device(stream, half.as<uint16_t>(), std::span<const uint16_t>(narrow));
-        Program program(comm.transport(), schedule, {half.data(), half.data(), nullptr, count, Dtype::bf16},
+        Program program(comm.transport(), schedule, {half.data(), half.data(), nullptr, count, DType::bf16},
                         options);
         Buffer scratch(GetParam(), program.workspace_bytes());
         program.bind(scratch.data());

@@ -1,7 +1,7 @@
 // One rank's side of a test of the reducer: odd tensors, a reducer for them, steps with given gradients.
 #pragma once
 
-#include <numeric>
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -19,7 +19,7 @@ inline std::vector<GradientTensor> model() {
 }
 
 inline int64_t count_of(const GradientTensor& t) {
-  return std::accumulate(t.shape.begin(), t.shape.end(), int64_t{1}, std::multiplies<>());
+  return t.count();
 }
 
 // One rank's side of the test: a reducer and a stream to produce and consume gradients on.
@@ -47,14 +47,12 @@ struct Rank {
 
   // The residual of every element, laid out as the flat gradient; zero where nothing is kept.
   std::vector<float> residual() {
-    std::vector<float> all;
-    for (const CodecState& s : reducer.state()) {
-      if (s.name.ends_with("/residual")) {
-        auto part = to_host(stream, static_cast<const float*>(s.data), s.count);
-        all.insert(all.end(), part.begin(), part.end());
-      }
+    std::vector<float> all(static_cast<size_t>(reducer.elements()));
+    for (const TensorState& s : reducer.tensor_state()) {
+      if (s.kind != kResidualKind) continue;
+      auto part = to_host(stream, static_cast<const float*>(s.data), s.count());
+      std::copy(part.begin(), part.end(), all.begin() + reducer.offset(s.tensor));
     }
-    all.resize(static_cast<size_t>(reducer.elements()));
     return all;
   }
 

@@ -251,7 +251,7 @@ TEST(Reducer, AdoptRefusesWhatItCannotUse) {
   });
 }
 
-// A checkpoint is state() and steps(): with both back in place, a new reducer goes on with the same bits.
+// A checkpoint is tensor_state() and steps(): with both back in place, a new reducer goes on with the same bits.
 TEST(Reducer, ResumesBitForBit) {
   for (const char* spec : {"bf16:round=stochastic", "powersgd:rank=2,start=2,wire=bf16,round=stochastic"}) {
     std::vector<std::vector<float>> straight(2), resumed(2);
@@ -259,18 +259,19 @@ TEST(Reducer, ResumesBitForBit) {
       auto gradients = [&](int s) {
         return gradients_for(model(), static_cast<uint32_t>(s * 2 + comm.rank() + 1));
       };
-      std::vector<std::vector<float>> saved;
+      std::vector<std::vector<std::byte>> saved;
       Rank first(comm, spec, model(), 16 << 10);
       for (int s = 0; s < 3; ++s) first.step(gradients(s));
-      for (const CodecState& s : first.reducer.state()) {
-        saved.push_back(to_host(first.stream, static_cast<const float*>(s.data), s.count));
+      for (const TensorState& s : first.reducer.tensor_state()) {
+        saved.push_back(to_host(first.stream, static_cast<const std::byte*>(s.data), s.bytes()));
       }
       comm.barrier();  // the two reducers have streams of their own
       Rank second(comm, spec, model(), 16 << 10);
-      auto states = second.reducer.state();
+      auto states = second.reducer.tensor_state();
       ASSERT_EQ(states.size(), saved.size());
       for (size_t i = 0; i < states.size(); ++i)
-        to_device(second.stream, states[i].data, std::span<const float>(saved[i]));
+        to_device(second.stream, static_cast<std::byte*>(states[i].data),
+                  std::span<const std::byte>(saved[i]));
       second.reducer.resume_at(3);
       EXPECT_EQ(second.reducer.steps(), 3);
       for (int s = 3; s < 5; ++s) straight[comm.rank()] = first.step(gradients(s));

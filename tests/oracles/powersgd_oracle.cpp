@@ -5,7 +5,6 @@
 //   OUTPUT  per tensor int64 elements of its first Q (0: left dense) and that Q as float32; then float32 averaged
 //           gradients by [step][tensor], as rank 0 holds them
 #include <cstdio>
-#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -33,8 +32,7 @@ struct Problem {
       tensors[i].name = "t" + std::to_string(i);
       tensors[i].shape.resize(static_cast<size_t>(in.read<int64_t>()));
       in.read(tensors[i].shape.data(), static_cast<int64_t>(tensors[i].shape.size()));
-      counts.push_back(
-          std::accumulate(tensors[i].shape.begin(), tensors[i].shape.end(), int64_t{1}, std::multiplies<>()));
+      counts.push_back(tensors[i].count());
       per_rank += counts.back();
     }
     gradients.resize(static_cast<size_t>(steps * world * per_rank));
@@ -49,10 +47,12 @@ void run_rank(const Problem& problem, Communicator& comm, const std::string& out
   Reducer reducer(comm, spec, problem.tensors, {.bucket_bytes = int64_t{1} << 40});
   std::vector<std::vector<float>> averaged;
   oracle::Writer out(comm.rank() == 0 ? output : "/dev/null");
-  for (const GradientTensor& t : problem.tensors) {
+  for (int i = 0; i < reducer.tensors(); ++i) {
     std::vector<float> q;
-    for (const CodecState& s : reducer.state()) {
-      if (s.name.ends_with("/q/" + t.name)) q = to_host(stream, static_cast<const float*>(s.data), s.count);
+    for (const TensorState& s : reducer.tensor_state()) {
+      if (s.tensor == i && s.kind == "factor") {
+        q = to_host(stream, static_cast<const float*>(s.data), s.count());
+      }
     }
     int64_t count = static_cast<int64_t>(q.size());
     out.write(&count, 1);

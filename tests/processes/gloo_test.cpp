@@ -157,7 +157,7 @@ std::string two_steps(Communicator& comm, const std::string& spec) {
   };
   for (uint32_t step = 0; step < 2; ++step) {
     for (int i = 0; i < reducer.tensors(); ++i) {
-      const int64_t count = tensors[i].shape[0] * (tensors[i].shape.size() > 1 ? tensors[i].shape[1] : 1);
+      const int64_t count = tensors[i].count();
       const auto gradient = testing::normal(count, 1000 * step + 100 * comm.rank() + i);
       to_device(stream, reducer.gradient(i), std::span<const float>(gradient));
       reducer.ready(i, stream);
@@ -165,7 +165,7 @@ std::string two_steps(Communicator& comm, const std::string& spec) {
     reducer.wait(stream);
     add(reducer.gradients().as<const float>(), reducer.elements());
   }
-  for (const CodecState& s : reducer.state()) add(s.data, s.count);
+  for (const TensorState& s : reducer.tensor_state()) add(static_cast<const float*>(s.data), s.count());
   return spec + " " + std::to_string(hash) + "\n";
 }
 

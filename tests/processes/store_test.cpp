@@ -55,19 +55,20 @@ TEST_F(StoreTest, KeysAndCountsAreShared) {
   EXPECT_EQ(a->get("large", in(10s), "x"), large);
 }
 
-TEST_F(StoreTest, NotesReachRankZeroInEachRanksOrder) {
+TEST_F(StoreTest, MessagesReachRankZeroInEachRanksOrder) {
   auto a = join(0), b = join(1);
-  b->send_note("first");
-  b->send_note(std::string("sec\0nd", 6));
-  a->send_note("mine");
-  EXPECT_EQ(server->take_note(0, in(10s)), "mine");
-  EXPECT_EQ(server->take_note(1, in(10s)), "first");
-  EXPECT_EQ(server->take_note(1, in(10s)), std::string("sec\0nd", 6));
-  EXPECT_EQ(server->take_note(1, in(20ms)), std::nullopt);
+  b->send_message("first");
+  b->send_message(std::string("sec\0nd", 6));
+  a->send_message("mine");
+  EXPECT_EQ(server->take_message(0, in(10s)), "mine");
+  EXPECT_EQ(server->take_message(1, in(10s)), "first");
+  EXPECT_EQ(server->take_message(1, in(10s)), std::string("sec\0nd", 6));
+  EXPECT_EQ(server->take_message(1, in(20ms)), std::nullopt);
   std::thread taker([&] {
-    EXPECT_NE(error_of([&] { server->take_note(2, in(20s)); }).find("the disk is full"), std::string::npos);
+    EXPECT_NE(error_of([&] { server->take_message(2, in(20s)); }).find("the disk is full"),
+              std::string::npos);
   });
-  b->report("the disk is full");  // ends the wait, with a note that never comes
+  b->report("the disk is full");  // ends the wait, with a message that never comes
   taker.join();
 }
 

@@ -5,9 +5,12 @@
 #include <cmath>
 #include <cstring>
 #include <future>
+#include <map>
 #include <random>
 
 #include "collectives/communicator/communicator.h"
+#include "tests/collectives/group.h"
+#include "tests/own_codec.h"
 #include "tests/trainer/files.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/folder.h"
@@ -135,10 +138,10 @@ Restored restore_rank(const TrainConfig& config, Communicator& comm, const std::
       {comm, stream, reducer, parameters, layout, weights.as<float>(), optimizer.moments()}, config, head);
   Restored out;
   out.residual.assign(static_cast<size_t>(layout.elements), 0.0f);
-  for (const CodecState& s : reducer.state()) {
-    if (s.first_element < 0) continue;
-    auto values = to_host<float>(stream, s.data, s.count);
-    std::copy(values.begin(), values.end(), out.residual.begin() + s.first_element);
+  for (const TensorState& s : reducer.tensor_state()) {
+    if (s.kind != kResidualKind) continue;
+    auto values = to_host(stream, static_cast<const float*>(s.data), s.count());
+    std::copy(values.begin(), values.end(), out.residual.begin() + layout.offsets[s.tensor]);
   }
   out.left = to_host<float>(stream, reducer.gradients().as<float>(), layout.elements);
   EXPECT_EQ(left, std::any_of(out.left.begin(), out.left.end(), [](float x) { return x != 0; }));
@@ -186,6 +189,74 @@ TEST_P(CheckpointTest, AnotherNumberOfRanksKeepsTheSumOfTheResiduals) {
     const std::vector<Restored> left = restore(plain, 2, GetParam(), checkpoint(4));
     for (size_t i = 0; i < expected.size(); ++i) {
       ASSERT_NEAR(sum_of(left)[i], expected[i], 1e-6 * largest) << spec;
+    }
+  }
+}
+
+// Whatever a codec keeps is in the files, of any kind and type, and fits another bucket size. Ranks that are
+// more or fewer keep what is the same on all of them and the sum of the residuals.
+TEST(Checkpoint, StateOfACodecOfOnesOwnIsKept) {
+  using Kept = std::map<std::pair<int, std::string>, std::vector<std::byte>>;
+  const TemporaryFolder folder;
+  TrainConfig config;
+  config.model = tiny_model();
+  config.compression = CompressionSpec::parse("bf16");
+  config.checkpoint_directory = folder.path("run");
+  const auto parameters = vit_parameters(config.model);
+  // Each rank makes some steps, saves or restores, and says what its codecs keep.
+  auto run = [&](int world, int64_t bucket_bytes, int steps, const std::string& from) {
+    TrainConfig c = config;
+    c.devices.assign(static_cast<size_t>(world), Device::host());
+    std::vector<Kept> kept(static_cast<size_t>(world));
+    testing::run_ranks(world, Device::host(), [&](Communicator& comm) {
+      const Stream stream = Stream::create(comm.device(), "train");
+      Reducer reducer(comm, c.compression, gradient_tensors(c.model),
+                      {.bucket_bytes = bucket_bytes, .make_codec = testing::make_own_codec});
+      const ParameterLayout layout = reducer_layout(reducer);
+      const Buffer weights = make_buffer<float>(comm.device(), layout.elements);
+      fill_zero(stream, weights.data(), weights.bytes());
+      const RankState rank{comm, stream, reducer, parameters, layout, weights.as<float>(), {}};
+      if (!from.empty()) restore_checkpoint(rank, c, read_head(from));
+      for (int step = 0; step < steps; ++step) {
+        for (int i = 0; i < reducer.tensors(); ++i) {
+          const auto seed = static_cast<uint32_t>(1000 * step + 100 * comm.rank() + i);
+          const auto gradient = testing::normal(parameters[static_cast<size_t>(i)].elements(), seed);
+          to_device(stream, reducer.gradient(i), std::span<const float>(gradient));
+          reducer.ready(i, stream);
+        }
+        reducer.wait(stream);
+      }
+      stream.synchronize();
+      if (from.empty()) save_checkpoint(rank, c, {.step = steps});
+      for (const TensorState& s : reducer.tensor_state()) {
+        kept[static_cast<size_t>(comm.rank())][{s.tensor, s.kind}] =
+            to_host(stream, static_cast<const std::byte*>(s.data), s.bytes());
+      }
+    });
+    return kept;
+  };
+  const std::vector<Kept> saved = run(2, 1000, 3, "");
+  const std::string checkpoint = NewCheckpoint::final_path(config.checkpoint_directory, 3);
+  EXPECT_EQ(run(2, 1000, 0, checkpoint), saved);
+  EXPECT_EQ(run(2, 1 << 20, 0, checkpoint), saved) << "all in one bucket";
+  const SafetensorsReader common(state_path(checkpoint, 0, 2)), other(state_path(checkpoint, 1, 2));
+  const SafetensorsReader::Tensor* velocity = common.find("velocity." + parameters[0].name);
+  ASSERT_NE(velocity, nullptr);
+  EXPECT_EQ(velocity->dtype, "F64");
+  EXPECT_EQ(other.find("velocity." + parameters[0].name), nullptr) << "it is rank 0's already";
+  ASSERT_NE(other.find("seen." + parameters[0].name), nullptr);
+  EXPECT_EQ(other.find("seen." + parameters[0].name)->dtype, "I16");
+
+  const std::vector<Kept> more = run(3, 1000, 0, checkpoint);
+  for (int i = 0; i < static_cast<int>(parameters.size()); ++i) {
+    for (int r = 0; r < 3; ++r) {
+      EXPECT_EQ(more[r].at({i, "velocity"}), saved[0].at({i, "velocity"}));
+      EXPECT_EQ(more[r].at({i, "seen"}),
+                (std::vector<std::byte>{std::byte(100 * r), std::byte{0}, std::byte(100 * r), std::byte{0}}))
+          << "a rank's own begins anew";
+      if (r < 2) {
+        EXPECT_EQ(more[r].at({i, kResidualKind}), saved[r].at({i, kResidualKind}));
+      }
     }
   }
 }

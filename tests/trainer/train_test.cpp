@@ -12,10 +12,10 @@
 #include "trainer/config/run.h"
 #include "trainer/data/dataset.h"
 #include "trainer/model/flops.h"
-#include "trainer/train/board.h"
 #include "trainer/train/memory.h"
 #include "trainer/train/parameter_hash.h"
 #include "trainer/train/rank.h"
+#include "trainer/train/rank_reports.h"
 #include "trainer/train/schedule.h"
 
 namespace gradwire {
@@ -325,10 +325,10 @@ TEST_P(TrainTest, ARankThatNeverComesIsAnErrorThatNamesItNotAHang) {
   TrainConfig c = config(2);
   const std::chrono::milliseconds timeout(300);
   auto comms = Communicator::create_local(c.devices, timeout);
-  LocalBoard board(2, timeout);
+  LocalRankReports reports(2, timeout);
   InitialWeights initial(c.seed);
   Recorder recorder;
-  const SharedRun shared{c, data_, recorder, board, initial};
+  const SharedRun shared{c, data_, recorder, reports, initial};
   try {
     RankTrainer(shared, *comms[0]).run();
     FAIL() << "ran without rank 1";
@@ -343,20 +343,20 @@ TEST_P(TrainTest, ARankThatStopsHalfwayEndsTheOthersWithItsReason) {
   shorter.steps = 4;
   shorter.eval_every = c.eval_every = 0;
   auto comms = Communicator::create_local(c.devices, std::chrono::seconds(60));
-  LocalBoard board(3, std::chrono::seconds(60));
+  LocalRankReports reports(3, std::chrono::seconds(60));
   InitialWeights initial(c.seed);
   Recorder recorder;
   std::array<std::string, 2> reasons;
   std::vector<std::jthread> threads;
   for (int rank = 0; rank < 3; ++rank) {
     threads.emplace_back([&, rank] {
-      const SharedRun shared{rank == 2 ? shorter : c, data_, recorder, board, initial};
+      const SharedRun shared{rank == 2 ? shorter : c, data_, recorder, reports, initial};
       auto trainer = std::make_unique<RankTrainer>(shared, *comms[static_cast<size_t>(rank)]);
       try {
         trainer->run();
         if (rank == 2) {
           for (auto& comm : comms) comm->abort("rank 2 went home");
-          board.abort("rank 2 went home");
+          reports.abort("rank 2 went home");
         }
       } catch (const CommError& error) {
         if (rank < 2) reasons[static_cast<size_t>(rank)] = error.what();
@@ -415,19 +415,19 @@ TEST(ParameterHash, SeesEveryBitAndTheOrder) {
   EXPECT_EQ(hex(0x1f), "000000000000001f");
 }
 
-TEST(Board, RoundsKeepTheirOrderAndAnAbortEndsTheWait) {
-  LocalBoard board(2, std::chrono::seconds(60));
-  board.post(1, {.loss = 10});
-  board.post(1, {.loss = 20});
-  board.post(0, {.loss = 1});
-  board.post(0, {.loss = 2});
-  EXPECT_EQ(board.collect()[1].loss, 10);
-  std::vector<Board::Entry> second = board.collect();
+TEST(RankReports, RoundsKeepTheirOrderAndAnAbortEndsTheWait) {
+  LocalRankReports reports(2, std::chrono::seconds(60));
+  reports.post(1, {.loss = 10});
+  reports.post(1, {.loss = 20});
+  reports.post(0, {.loss = 1});
+  reports.post(0, {.loss = 2});
+  EXPECT_EQ(reports.collect()[1].loss, 10);
+  std::vector<RankReports::Report> second = reports.collect();
   EXPECT_EQ(second[0].loss, 2);
   EXPECT_EQ(second[1].loss, 20);
-  std::thread aborter([&] { board.abort("rank 1 failed"); });
+  std::thread aborter([&] { reports.abort("rank 1 failed"); });
   try {
-    board.collect();
+    reports.collect();
     ADD_FAILURE() << "collected what nobody posted";
   } catch (const CommError& error) {
     EXPECT_STREQ(error.what(), "rank 1 failed");
@@ -435,12 +435,12 @@ TEST(Board, RoundsKeepTheirOrderAndAnAbortEndsTheWait) {
   aborter.join();
 }
 
-TEST(Board, NamesTheRankThatIsLate) {
-  LocalBoard board(3, std::chrono::milliseconds(20));
-  board.post(0, {});
-  board.post(2, {});
+TEST(RankReports, NamesTheRankThatIsLate) {
+  LocalRankReports reports(3, std::chrono::milliseconds(20));
+  reports.post(0, {});
+  reports.post(2, {});
   try {
-    board.collect();
+    reports.collect();
     ADD_FAILURE();
   } catch (const CommError& error) {
     EXPECT_NE(std::string(error.what()).find("rank 1"), std::string::npos) << error.what();

@@ -1,5 +1,7 @@
 #include "trainer/checkpoint/checkpoint.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <map>
@@ -7,6 +9,7 @@
 #include <set>
 
 #include "runtime/error.h"
+#include "runtime/shape.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/checkpoint/safetensors.h"
 #include "trainer/log/records.h"
@@ -20,12 +23,12 @@ using Tensor = SafetensorsReader::Tensor;
 
 constexpr int kVersion = 1;
 const char* const kAboutKey = "gradwire";
-const std::string kResidual = "residual.", kFactor = "factor.", kOptimizer = "optimizer.";
-constexpr int64_t kChunk = 1 << 20;  // floats staged between device and file
+const std::string kOptimizer = "optimizer.";
+constexpr size_t kChunk = 4 << 20;  // bytes staged between device and file
 
 std::string shape_text(const std::vector<int64_t>& shape) {
   std::string text;
-  for (int64_t extent : shape) text += (text.empty() ? "" : "x") + std::to_string(extent);
+  for (int64_t extent : shape) text += fmt::format("{}{}", text.empty() ? "" : "x", extent);
   return text.empty() ? "a scalar" : text;
 }
 
@@ -34,14 +37,14 @@ std::string few(const std::vector<std::string>& names) {
   constexpr size_t kShown = 3;
   std::string text;
   for (size_t i = 0; i < std::min(names.size(), kShown); ++i) text += (i == 0 ? "" : ", ") + names[i];
-  return names.size() > kShown ? text + " and " + std::to_string(names.size() - kShown) + " more" : text;
+  return names.size() > kShown ? fmt::format("{} and {} more", text, names.size() - kShown) : text;
 }
 
 // Memory of the device that a file's tensor comes from or goes to.
 struct Source {
   Entry entry;
-  float* data = nullptr;
-  int64_t count = 0;
+  void* data = nullptr;
+  size_t bytes() const { return static_cast<size_t>(element_count(entry.shape) * bytes_of(entry.dtype)); }
 };
 
 void write_file(const Stream& stream, const std::string& path, const Json& about,
@@ -50,56 +53,33 @@ void write_file(const Stream& stream, const std::string& path, const Json& about
   for (const Source& s : sources) entries.push_back(s.entry);
   // "format": what Hugging Face's readers ask for.
   SafetensorsWriter writer(path, {{"format", "pt"}, {kAboutKey, about.dump()}}, entries);
-  std::vector<float> chunk(kChunk);
+  std::vector<std::byte> chunk(kChunk);
   for (const Source& s : sources) {
-    for (int64_t at = 0; at < s.count; at += kChunk) {
-      const size_t n = static_cast<size_t>(std::min(kChunk, s.count - at));
-      copy(stream, chunk.data(), s.data + at, n * sizeof(float));
+    for (size_t at = 0; at < s.bytes(); at += kChunk) {
+      const size_t n = std::min(kChunk, s.bytes() - at);
+      copy(stream, chunk.data(), static_cast<const std::byte*>(s.data) + at, n);
       stream.synchronize();
-      writer.write({chunk.data(), n});
+      writer.write(std::span<const std::byte>(chunk.data(), n));
     }
   }
   writer.finish();
   bytes += writer.bytes();
 }
 
-void load(const Stream& stream, const SafetensorsReader& file, const Tensor& tensor, float* to) {
-  std::vector<float> chunk(static_cast<size_t>(std::min(kChunk, tensor.elements)));
-  for (int64_t at = 0; at < tensor.elements; at += kChunk) {
-    const size_t n = static_cast<size_t>(std::min(kChunk, tensor.elements - at));
-    file.read(tensor, at, {chunk.data(), n});
-    copy(stream, to + at, chunk.data(), n * sizeof(float));
+void load(const Stream& stream, const SafetensorsReader& file, const Tensor& tensor, void* to) {
+  std::vector<std::byte> chunk(std::min<size_t>(kChunk, tensor.bytes));
+  for (size_t at = 0; at < tensor.bytes; at += kChunk) {
+    const size_t n = std::min<size_t>(kChunk, tensor.bytes - at);
+    file.read_bytes(tensor, at, {chunk.data(), n});
+    copy(stream, static_cast<std::byte*>(to) + at, chunk.data(), n);
     stream.synchronize();
   }
 }
 
-// A rank's residuals and factors by tensor and not by bucket, so that a checkpoint outlives another bucket
-// size.
-struct Kept {
-  std::vector<float*> residual, factor;  // null: none
-  std::vector<int64_t> factor_count;
-};
-
-Kept kept_of(const RankState& rank) {
-  const size_t tensors = rank.parameters.size();
-  Kept kept{std::vector<float*>(tensors), std::vector<float*>(tensors), std::vector<int64_t>(tensors)};
-  for (const CodecState& state : rank.reducer.state()) {
-    bool placed = false;
-    for (size_t i = 0; i < tensors; ++i) {
-      if (state.first_element >= 0) {  // a bucket's residual, laid out as its gradients
-        const int64_t begin = rank.layout.offsets[i] - state.first_element;
-        if (begin < 0 || begin + rank.parameters[i].elements() > state.count) continue;
-        kept.residual[i] = state.data + begin;
-      } else {
-        if (!state.name.ends_with("/q/" + rank.parameters[i].name)) continue;
-        kept.factor[i] = state.data;
-        kept.factor_count[i] = state.count;
-      }
-      placed = true;
-    }
-    if (!placed) throw Error("state '" + state.name + "' has no place in a checkpoint");
-  }
-  return kept;
+// What a codec keeps of a tensor, under its name in the files.
+Source source_of(const TensorState& state, const RankState& rank) {
+  const std::string& tensor = rank.parameters[static_cast<size_t>(state.tensor)].name;
+  return {{state.kind + "." + tensor, state.shape, state.dtype}, state.data};
 }
 
 Json about_rank(const TrainConfig& config, const Position& at, int rank) {
@@ -147,8 +127,7 @@ Json about_of(const SafetensorsReader& file) {
     }
   }
   if (about["version"] != kVersion) {
-    refuse("has version " + about["version"].dump() + ", this gradwire reads version " +
-           std::to_string(kVersion));
+    refuse(fmt::format("has version {}, this gradwire reads version {}", about["version"].dump(), kVersion));
   }
   if (!about.contains("config") || !about["config"].is_object() || !about.contains("compression") ||
       !about["compression"].is_string()) {
@@ -191,9 +170,8 @@ std::vector<Source> moment_sources(const RankState& rank) {
   for (const FlatState& moment : rank.moments) {
     for (size_t i = 0; i < rank.parameters.size(); ++i) {
       const VitParameter& p = rank.parameters[i];
-      sources.push_back({{kOptimizer + moment.name + "." + p.name, p.shape},
-                         moment.data + rank.layout.offsets[i],
-                         p.elements()});
+      sources.push_back(
+          {{kOptimizer + moment.name + "." + p.name, p.shape}, moment.data + rank.layout.offsets[i]});
     }
   }
   return sources;
@@ -237,9 +215,9 @@ std::vector<std::string> compare_with_head(const TrainConfig& config, const Chec
     }
   }
   if (head.position.step > config.steps) {
-    throw BadInput("--resume " + head.path + ": it has done " + std::to_string(head.position.step) +
-                   " steps already, the run has only " + std::to_string(config.steps) +
-                   "; give more --steps or --epochs");
+    throw BadInput(fmt::format(
+        "--resume {}: it has done {} steps already, the run has only {}; give more --steps or --epochs",
+        head.path, head.position.step, config.steps));
   }
   for (const char* key :
        {"data", "augment", "compression", "batch_size", "accumulate", "steps", "lr", "warmup_steps",
@@ -248,9 +226,9 @@ std::vector<std::string> compare_with_head(const TrainConfig& config, const Chec
     if (there != here) differences.push_back(std::string(key) + " " + there.dump() + ", now " + here.dump());
   }
   if (head.world != config.ranks()) {
-    notes.push_back("Note: the checkpoint is of " + std::to_string(head.world) +
-                    (head.world == 1 ? " rank, now there are " : " ranks, now there are ") +
-                    std::to_string(config.ranks()) + "; the sum of their residuals is kept");
+    notes.push_back(
+        fmt::format("Note: the checkpoint is of {}{}{}; the sum of their residuals is kept", head.world,
+                    head.world == 1 ? " rank, now there are " : " ranks, now there are ", config.ranks()));
   }
   for (const std::string& difference : differences) {
     notes.push_back("Note: the checkpoint was made with " + difference +
@@ -274,21 +252,14 @@ SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config
     const LinkCosts& links = rank.comm.link_costs(rank.stream);  // known since the reducer was made
     if (links.measured) about["links"] = links_json(links);
   }
-  const Kept kept = kept_of(rank);
   std::vector<Source> weights, state;
-  if (leads) state = moment_sources(rank);
   for (size_t i = 0; i < rank.parameters.size(); ++i) {
     const VitParameter& p = rank.parameters[i];
-    const int64_t count = p.elements();
-    weights.push_back({{p.name, p.shape}, rank.weights + rank.layout.offsets[i], count});
-    if (kept.residual[i] != nullptr)
-      state.push_back({{kResidual + p.name, p.shape}, kept.residual[i], count});
-    if (leads && kept.factor[i] != nullptr) {
-      const int64_t columns = count / p.shape[0];  // as PowerSGD sees a tensor
-      state.push_back({{kFactor + p.name, {columns, kept.factor_count[i] / columns}},
-                       kept.factor[i],
-                       kept.factor_count[i]});
-    }
+    weights.push_back({{p.name, p.shape}, rank.weights + rank.layout.offsets[i]});
+  }
+  if (leads) state = moment_sources(rank);
+  for (const TensorState& s : rank.reducer.tensor_state()) {
+    if (leads || !s.same_on_all_ranks) state.push_back(source_of(s, rank));
   }
   try {
     if (leads) write_file(rank.stream, weights_path(folder), about, weights, saved.bytes);
@@ -308,7 +279,7 @@ SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config
 bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const CheckpointHead& head) {
   rank.stream.synchronize();  // an error below may cost the memory that the stream works on
   const int world = rank.comm.world(), me = rank.comm.rank();
-  const Kept kept = kept_of(rank);
+  const std::vector<TensorState> states = rank.reducer.tensor_state();
   const bool same_codec = head.compression == config.compression.to_string();
   auto damaged = [](const SafetensorsReader& file, const std::string& what) {
     throw BadInput(file.path() + ": damaged: " + what);
@@ -327,15 +298,19 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
     }
     load(rank.stream, common, *tensor, source.data);
   }
-  for (size_t i = 0; i < rank.parameters.size(); ++i) {
-    if (kept.factor[i] == nullptr) continue;
-    const Tensor* tensor = common.find(kFactor + rank.parameters[i].name);
-    const bool fits = tensor != nullptr && tensor->elements == kept.factor_count[i];
-    // Those of another rank, or of none, are of no use: the codec's own random ones stay.
+  auto restore_state = [&](const SafetensorsReader& file, const TensorState& state) {
+    const Source source = source_of(state, rank);
+    const Tensor* tensor = file.find(source.entry.name);
+    const bool fits =
+        tensor != nullptr && tensor->dtype == name(state.dtype) && tensor->elements == state.count();
+    // Those of another codec, or of none, are of no use: what the codec begins with stays.
     if (same_codec && head.world > 1 && !fits) {
-      damaged(common, "'" + kFactor + rank.parameters[i].name + "' is missing, or of another shape");
+      damaged(file, "'" + source.entry.name + "' is missing, or of another shape");
     }
-    if (fits) load(rank.stream, common, *tensor, kept.factor[i]);
+    if (fits) load(rank.stream, file, *tensor, state.data);
+  };
+  for (const TensorState& state : states) {
+    if (state.same_on_all_ranks) restore_state(common, state);
   }
 
   std::fill(flat.begin(), flat.end(), 0.0f);
@@ -349,9 +324,10 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
     }
     for (size_t i = 0; i < rank.parameters.size(); ++i) {
       const VitParameter& p = rank.parameters[i];
-      const Tensor* tensor = file.find(kResidual + p.name);
+      const Tensor* tensor = file.find(kResidualKind + ("." + p.name));
       if (tensor == nullptr) continue;
-      if (tensor->shape != p.shape) damaged(file, "'" + tensor->name + "' is of another shape");
+      if (tensor->shape != p.shape || tensor->dtype != "F32")
+        damaged(file, "'" + tensor->name + "' is of another shape");
       float* sum = flat.data() + rank.layout.offsets[i];
       if (from == me) {
         file.read(*tensor, 0, {sum, static_cast<size_t>(tensor->elements)});
@@ -362,13 +338,22 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
       }
       any = true;
     }
+    for (const TensorState& state : states) {
+      const bool mine = !state.same_on_all_ranks && state.kind != kResidualKind;
+      if (mine && head.world == world) restore_state(file, state);
+    }
+  }
+  std::vector<void*> residual(rank.parameters.size());
+  for (const TensorState& state : states) {
+    if (state.kind == kResidualKind) residual[static_cast<size_t>(state.tensor)] = state.data;
   }
   bool left_over = false;
   for (size_t i = 0; any && i < rank.parameters.size(); ++i) {
     float* sum = flat.data() + rank.layout.offsets[i];
     const int64_t count = rank.parameters[i].elements();
-    if (same_codec && kept.residual[i] != nullptr) {
-      to_device(rank.stream, kept.residual[i], std::span<const float>(sum, static_cast<size_t>(count)));
+    if (same_codec && residual[i] != nullptr) {
+      to_device(rank.stream, static_cast<float*>(residual[i]),
+                std::span<const float>(sum, static_cast<size_t>(count)));
       std::fill_n(sum, count, 0.0f);
     } else {
       left_over = left_over || std::any_of(sum, sum + count, [](float x) { return x != 0.0f; });

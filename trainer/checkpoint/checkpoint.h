@@ -1,9 +1,9 @@
 // What a checkpoint holds, and its way between a rank's device and its files.
 //
 //   model.safetensors            the weights, with torchvision's names and shapes
-//   state-R-of-N.safetensors     rank R's residuals; rank 0's also has the optimizer's moments and PowerSGD's
-//   factors,
-//                                which are the same on all ranks, and every one says where the run stands
+//   state-R-of-N.safetensors     what rank R's codecs keep: residuals, factors, ... What is the same on all
+//                                ranks, and the optimizer's moments, are in rank 0's alone. Every one says
+//                                where the run stands
 //
 // There is no generator among them: every random number is a function of the seed, the step and the epoch.
 // docs/checkpoints.md is the reader's side of this file.

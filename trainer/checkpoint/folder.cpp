@@ -1,6 +1,7 @@
 #include "trainer/checkpoint/folder.h"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -94,7 +95,7 @@ std::string weights_path(const std::string& checkpoint) {
 }
 
 std::string state_path(const std::string& checkpoint, int rank, int world) {
-  return checkpoint + "/state-" + std::to_string(rank) + "-of-" + std::to_string(world) + ".safetensors";
+  return fmt::format("{}/state-{}-of-{}.safetensors", checkpoint, rank, world);
 }
 
 int checkpoint_world(const std::string& checkpoint) {
@@ -159,9 +160,7 @@ void check_checkpoint_directory(const std::string& directory) {
 }
 
 std::string NewCheckpoint::final_path(const std::string& directory, int64_t step) {
-  char name[32];
-  std::snprintf(name, sizeof name, "%s%09lld", kPrefix.c_str(), static_cast<long long>(step));
-  return directory + "/" + name;
+  return fmt::format("{}/{}{:09}", directory, kPrefix, step);
 }
 
 std::string NewCheckpoint::temporary_path(const std::string& directory, int64_t step) {

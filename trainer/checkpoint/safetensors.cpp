@@ -1,6 +1,7 @@
 #include "trainer/checkpoint/safetensors.h"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <zlib.h>
@@ -11,8 +12,10 @@
 #include <cstdio>
 #include <cstring>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "runtime/error.h"
+#include "runtime/shape.h"
 
 namespace gradwire {
 namespace {
@@ -36,9 +39,7 @@ uint32_t crc_of(uint32_t crc, const void* data, size_t bytes) {
 }
 
 std::string hex8(uint32_t value) {
-  char text[9];
-  std::snprintf(text, sizeof text, "%08x", value);
-  return text;
+  return fmt::format("{:08x}", value);
 }
 
 int open_to_read(const std::string& path) {
@@ -62,10 +63,10 @@ SafetensorsWriter::SafetensorsWriter(std::string path, const std::map<std::strin
   for (const auto& [key, value] : metadata) about[key] = value;
   uint64_t offset = 0;
   for (const Entry& entry : entries) {
-    uint64_t bytes = sizeof(float);
-    for (int64_t extent : entry.shape) bytes *= static_cast<uint64_t>(extent);
-    header[entry.name] =
-        Json{{"dtype", "F32"}, {"shape", entry.shape}, {"data_offsets", {offset, offset + bytes}}};
+    if (header.contains(entry.name)) throw Error(path_ + ": two tensors named '" + entry.name + "'");
+    const auto bytes = static_cast<uint64_t>(element_count(entry.shape) * bytes_of(entry.dtype));
+    header[entry.name] = Json{
+        {"dtype", name(entry.dtype)}, {"shape", entry.shape}, {"data_offsets", {offset, offset + bytes}}};
     offset += bytes;
   }
   std::string text = header.dump(-1, ' ', false, Json::error_handler_t::replace);
@@ -78,7 +79,7 @@ SafetensorsWriter::SafetensorsWriter(std::string path, const std::map<std::strin
   expected_ = bytes_ + offset;
 }
 
-void SafetensorsWriter::write(std::span<const float> values) {
+void SafetensorsWriter::write(std::span<const std::byte> values) {
   put(values.data(), values.size_bytes());
 }
 
@@ -96,8 +97,7 @@ void SafetensorsWriter::put(const void* data, size_t bytes) {
 
 void SafetensorsWriter::finish() {
   if (bytes_ != expected_) {
-    throw Error(path_ + ": " + std::to_string(bytes_) + " bytes written, " + std::to_string(expected_) +
-                " announced");
+    throw Error(fmt::format("{}: {} bytes written, {} announced", path_, bytes_, expected_));
   }
   const std::string digits = hex8(crc_);
   if (pwrite(file_.fd(), digits.data(), digits.size(), static_cast<off_t>(crc_digits_at_)) !=
@@ -123,12 +123,13 @@ SafetensorsReader::SafetensorsReader(std::string path) : path_(std::move(path)),
 void SafetensorsReader::read_header() {
   uint64_t length = 0;
   if (file_bytes_ < sizeof length) {
-    refuse("too short to be a safetensors file: " + std::to_string(file_bytes_) + " bytes");
+    refuse(fmt::format("too short to be a safetensors file: {} bytes", file_bytes_));
   }
   read_at(0, &length, sizeof length);
   if (length > kMostHeaderBytes || length > file_bytes_ - sizeof length) {
-    refuse("truncated, or not a safetensors file: its header should have " + std::to_string(length) +
-           " bytes, the file has " + std::to_string(file_bytes_));
+    refuse(
+        fmt::format("truncated, or not a safetensors file: its header should have {} bytes, the file has {}",
+                    length, file_bytes_));
   }
   header_.resize(length);
   read_at(sizeof length, header_.data(), length);
@@ -138,8 +139,7 @@ void SafetensorsReader::read_header() {
   try {
     header = Json::parse(header_);
   } catch (const Json::parse_error& error) {
-    refuse("corrupt, or not a safetensors file: its header is not JSON at byte " +
-           std::to_string(error.byte));
+    refuse(fmt::format("corrupt, or not a safetensors file: its header is not JSON at byte {}", error.byte));
   }
   if (!header.is_object()) refuse("its header is not a JSON object");
   for (const auto& [name, value] : header.items()) {
@@ -165,8 +165,9 @@ void SafetensorsReader::read_header() {
   }
   const uint64_t data_bytes = file_bytes_ - data_at_;
   if (end != data_bytes) {
-    refuse((end > data_bytes ? "truncated: it should hold " : "too long: it should hold ") +
-           std::to_string(end) + " bytes of tensors, and holds " + std::to_string(data_bytes));
+    refuse(fmt::format("{}{} bytes of tensors, and holds {}",
+                       end > data_bytes ? "truncated: it should hold " : "too long: it should hold ", end,
+                       data_bytes));
   }
 }
 
@@ -195,16 +196,16 @@ void SafetensorsReader::add_tensor(const std::string& name, const void* opaque) 
   }
   const uint64_t begin = offsets[0].get<uint64_t>(), end = offsets[1].get<uint64_t>();
   if (begin > end || end > file_bytes_) {
-    refuse("truncated or corrupt: '" + name + "' should end at byte " + std::to_string(end) +
-           " of the data, the file has " + std::to_string(file_bytes_));
+    refuse(fmt::format("truncated or corrupt: '{}' should end at byte {} of the data, the file has {}", name,
+                       end, file_bytes_));
   }
   tensor.begin = begin;
   tensor.bytes = end - begin;
-  // Other types are for whoever asks for them; ours must have the size that its shape says.
-  if (tensor.dtype == "F32" && (tensor.elements > int64_t{1} << 58 ||
-                                static_cast<uint64_t>(tensor.elements) * sizeof(float) != tensor.bytes)) {
-    refuse("corrupt: the shape of '" + name + "' does not fit its " + std::to_string(tensor.bytes) +
-           " bytes");
+  // Types unknown here are for whoever asks for them; the others must have the size that the shape says.
+  const std::optional<DType> known = find_dtype(tensor.dtype);
+  if (known && (tensor.elements > int64_t{1} << 58 ||
+                static_cast<uint64_t>(tensor.elements * bytes_of(*known)) != tensor.bytes)) {
+    refuse(fmt::format("corrupt: the shape of '{}' does not fit its {} bytes", name, tensor.bytes));
   }
   tensors_.push_back(std::move(tensor));
 }
@@ -245,8 +246,14 @@ void SafetensorsReader::read(const Tensor& tensor, int64_t first, std::span<floa
   if (first < 0 || first > tensor.elements || out.size() > static_cast<uint64_t>(tensor.elements - first)) {
     throw Error(path_ + ": reading beyond the end of '" + tensor.name + "'");
   }
-  read_at(data_at_ + tensor.begin + static_cast<uint64_t>(first) * sizeof(float), out.data(),
-          out.size_bytes());
+  read_bytes(tensor, static_cast<uint64_t>(first) * sizeof(float), std::as_writable_bytes(out));
+}
+
+void SafetensorsReader::read_bytes(const Tensor& tensor, uint64_t first, std::span<std::byte> out) const {
+  if (first > tensor.bytes || out.size() > tensor.bytes - first) {
+    throw Error(path_ + ": reading beyond the end of '" + tensor.name + "'");
+  }
+  read_at(data_at_ + tensor.begin + first, out.data(), out.size());
 }
 
 void SafetensorsReader::read_at(uint64_t at, void* out, size_t bytes) const {

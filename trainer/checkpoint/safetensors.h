@@ -1,18 +1,22 @@
-// Files of named float tensors in the safetensors format, which PyTorch and most other frameworks read.
+// Files of named tensors in the safetensors format, which PyTorch and most other frameworks read.
 //
 //   8 bytes   length of the header, little-endian
-//   header    JSON: {"__metadata__": {text: text}, NAME: {"dtype": "F32", "shape": [..], "data_offsets":
-//   [begin, end]}} data      the tensors, one behind the other, without gaps
+//   header    JSON: {"__metadata__": {text: text},
+//                    NAME: {"dtype": "F32", "shape": [..], "data_offsets": [begin, end]}}
+//   data      the tensors, one after the other, without gaps
 //
 // Files written here carry a CRC-32 (zlib's) in their metadata, over header and data with the checksum's own
 // digits taken as zeros, so that a damaged file is noticed and not trained on. Other readers ignore it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <span>
 #include <string>
 #include <vector>
+
+#include "runtime/dtype.h"
 
 namespace gradwire {
 
@@ -35,13 +39,15 @@ class SafetensorsWriter {
   struct Entry {
     std::string name;
     std::vector<int64_t> shape;
+    DType dtype = DType::f32;
   };
   // Creates `path`, which must not exist. Throws Error, as do the other calls: a full disk is not the user's
   // input.
   SafetensorsWriter(std::string path, const std::map<std::string, std::string>& metadata,
                     const std::vector<Entry>& entries);
   // The next values of the data, in the order of `entries`.
-  void write(std::span<const float> values);
+  void write(std::span<const float> values) { write(std::as_bytes(values)); }
+  void write(std::span<const std::byte> values);
   // Checksum, onto the disk, closed. Throws Error unless exactly the announced values were written.
   void finish();
   uint64_t bytes() const { return bytes_; }  // of the whole file so far
@@ -79,6 +85,8 @@ class SafetensorsReader {
   void verify(bool required) const;
   // Elements [first, first + out.size()) of a tensor, which must be F32.
   void read(const Tensor& tensor, int64_t first, std::span<float> out) const;
+  // Its bytes [first, first + out.size()), whatever their type.
+  void read_bytes(const Tensor& tensor, uint64_t first, std::span<std::byte> out) const;
 
  private:
   void read_header();

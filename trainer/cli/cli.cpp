@@ -1,5 +1,6 @@
 #include "trainer/cli/cli.h"
 
+#include <fmt/format.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -40,9 +41,7 @@ int report(const char* text, int code) {
 }
 
 std::string shown(double value) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%g", value);
-  return text;
+  return fmt::format("{:g}", value);
 }
 
 // A number must be a number as a whole, and fit: CLI11 takes "" for 0 and wraps -1 into an unsigned.
@@ -226,10 +225,10 @@ void say_start(const Resolved& run, const Options& o) {
   }
   for (const std::string& note : run.notes) say(note);
   const Dataset& train = run.data.train;
-  say("Data: " + run.config.data.to_string() + ", " + human_count(static_cast<double>(train.count())) +
-      " training and " + human_count(static_cast<double>(run.data.test.count())) + " test images of " +
-      std::to_string(train.channels) + "x" + std::to_string(train.height) + "x" +
-      std::to_string(train.width));
+  say(fmt::format("Data: {}, {} training and {} test images of {}x{}x{}", run.config.data.to_string(),
+                  human_count(static_cast<double>(train.count())),
+                  human_count(static_cast<double>(run.data.test.count())), train.channels, train.height,
+                  train.width));
 }
 
 void say_plan(const TrainConfig& config) {
@@ -291,8 +290,8 @@ RunSummary run_once(const Resolved& run, const TrainConfig& config, const std::s
   say(summary_line(summary));
   say(shares_text(summary));
   if (!config.trace.empty()) {
-    say("Trace of steps " + std::to_string(config.trace_steps.begin) + " to " +
-        std::to_string(config.trace_steps.end - 1) + ": " + config.trace);
+    say(fmt::format("Trace of steps {} to {}: {}", config.trace_steps.begin, config.trace_steps.end - 1,
+                    config.trace));
   }
   return summary;
 }
@@ -319,7 +318,7 @@ int train(const Options& options) {
 // demo/compare.json -> demo/compare.2.jsonl
 std::string path_of_run(const std::string& path, size_t index, const std::string& extension) {
   std::filesystem::path named = path;
-  named.replace_extension(std::to_string(index) + extension);
+  named.replace_extension(fmt::format("{}{}", index, extension));
   return named.string();
 }
 std::string run_log_path(const std::string& json_path, size_t index) {
@@ -363,17 +362,17 @@ int compare(const Options& options) {
   std::vector<ComparedRun> runs;
   for (size_t i = 0; i < count; ++i) {
     const TrainConfig config = compared_config(run, i);
-    say("\n[" + std::to_string(i + 1) + "/" + std::to_string(count) + "] " + config.compression.to_string() +
-        (run.buckets_mb.size() > 1 ? ", buckets of " + shown(config.bucket_mb) + " MiB" : ""));
+    say(fmt::format("\n[{}/{}] {}{}", i + 1, count, config.compression.to_string(),
+                    run.buckets_mb.size() > 1 ? ", buckets of " + shown(config.bucket_mb) + " MiB" : ""));
     std::string log_path = options.json.empty() ? "" : run_log_path(options.json, i);
     RunSummary summary = run_once(run, config, log_path, options.log_every, comm.get());
     runs.push_back({config.compression.to_string(), summary, config.ranks(),
                     config.devices[0].is_host() ? "host" : "cuda", config.bucket_mb});
   }
   if (!options.json.empty()) write_file_atomically(options.json, compare_document(runs));
-  say("\n" + run.config.model.name + " on " + run.config.data.to_string() + ", " +
-      std::to_string(run.config.ranks()) + (run.config.ranks() == 1 ? " rank" : " ranks") + ", " +
-      std::to_string(run.config.steps) + " steps; steps and bytes are medians, bytes per rank\n");
+  say(fmt::format("\n{} on {}, {}{}, {} steps; steps and bytes are medians, bytes per rank\n",
+                  run.config.model.name, run.config.data.to_string(), run.config.ranks(),
+                  run.config.ranks() == 1 ? " rank" : " ranks", run.config.steps));
   say(compare_table(runs));
   return kDone;
 }

@@ -1,5 +1,6 @@
 #include "trainer/cli/doctor.h"
 
+#include <fmt/format.h>
 #include <unistd.h>
 #include <zlib.h>
 
@@ -95,14 +96,14 @@ std::string compiler() {
 
 std::string threads_text() {
   int threads = host_threads();
-  return std::to_string(threads) + " compute threads, shared by the ranks of a process" +
-         (environment("GRADWIRE_THREADS") != nullptr ? " (GRADWIRE_THREADS)" : "");
+  return fmt::format("{} compute threads, shared by the ranks of a process{}", threads,
+                     environment("GRADWIRE_THREADS") != nullptr ? " (GRADWIRE_THREADS)" : "");
 }
 
 void add_cuda(Report& report) {
   report.title("CUDA");
 #ifdef GRADWIRE_HAS_CUDA
-  auto version = [](int v) { return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10); };
+  auto version = [](int v) { return fmt::format("{}.{}", v / 1000, v % 1000 / 10); };
   int driver = 0, runtime = 0;
   cudaRuntimeGetVersion(&runtime);
   report.row("runtime", version(runtime) + " (linked statically)");
@@ -112,17 +113,17 @@ void add_cuda(Report& report) {
   if (cublasGetProperty(MAJOR_VERSION, &major) == CUBLAS_STATUS_SUCCESS &&
       cublasGetProperty(MINOR_VERSION, &minor) == CUBLAS_STATUS_SUCCESS &&
       cublasGetProperty(PATCH_LEVEL, &patch) == CUBLAS_STATUS_SUCCESS) {
-    report.row("cuBLAS", std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(patch));
+    report.row("cuBLAS", fmt::format("{}.{}.{}", major, minor, patch));
   }
   report.row("architectures", GRADWIRE_CUDA_ARCHITECTURES);
   for (int i = 0; i < cuda_device_count(); ++i) {
     cudaDeviceProp properties{};
     if (cudaGetDeviceProperties(&properties, i) != cudaSuccess) continue;
-    report.row(Device::cuda(i).name(),
-               std::string(properties.name) + ", sm_" + std::to_string(properties.major) +
-                   std::to_string(properties.minor) + ", " +
-                   human_bytes(static_cast<double>(properties.totalGlobalMem)) + ", " +
-                   std::to_string(properties.multiProcessorCount) + " multiprocessors");
+    report.row(
+        Device::cuda(i).name(),
+        fmt::format("{}, sm_{}{}, {}, {} multiprocessors", std::string(properties.name), properties.major,
+                    properties.minor, human_bytes(static_cast<double>(properties.totalGlobalMem)),
+                    properties.multiProcessorCount));
   }
   if (cuda_device_count() == 0) report.row("devices", "none: " + cuda_unavailable_reason());
 #else
@@ -204,9 +205,9 @@ std::string paths_text(const Machine& machine) {
     report.text_ += table_text(topology_table(machine.gpus));
     if (machine.gpus.nvlink_source != "NVML") report.text_ += "  " + machine.gpus.nvlink_source + "\n";
     for (const GpuPair& pair : machine.gpus.pairs) {
-      report.row(std::to_string(pair.a) + " - " + std::to_string(pair.b),
-                 path_words(pair.path) + (pair.peer_access ? "" : ", no peer access") +
-                     "; NCCL: " + nccl_text(machine, pair, false));
+      report.row(fmt::format("{} - {}", pair.a, pair.b), path_words(pair.path) +
+                                                             (pair.peer_access ? "" : ", no peer access") +
+                                                             "; NCCL: " + nccl_text(machine, pair, false));
     }
   }
   report.title("Network");
@@ -216,7 +217,7 @@ std::string paths_text(const Machine& machine) {
                    (i.megabits > 0 ? ", " + human_count(static_cast<double>(i.megabits)) + " Mb/s" : ""));
   }
   for (const InfinibandPort& p : machine.network.ports) {
-    report.row(p.device + ":" + std::to_string(p.port), p.link + ", " + (p.active ? p.rate : "not active"));
+    report.row(fmt::format("{}:{}", p.device, p.port), p.link + ", " + (p.active ? p.rate : "not active"));
   }
   if (machine.network.interfaces.empty() && machine.network.ports.empty())
     report.row("", "no interface but loopback");
@@ -225,12 +226,10 @@ std::string paths_text(const Machine& machine) {
 }
 
 std::string peaks_text(Device device, const std::string& precision, const Peaks& peaks) {
-  char line[160];
-  std::snprintf(line, sizeof line, "%.3g TFLOP/s %s product, %.3g GB/s copied (read and written)",
-                peaks.tflops, precision.c_str(), peaks.copy_gb_per_s);
   Report report;
   report.title("Peaks (measured)");
-  report.row(device.name(), line);
+  report.row(device.name(), fmt::format("{:.3g} TFLOP/s {} product, {:.3g} GB/s copied (read and written)",
+                                        peaks.tflops, precision, peaks.copy_gb_per_s));
   return "\n" + report.text_;
 }
 

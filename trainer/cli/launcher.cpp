@@ -1,5 +1,6 @@
 #include "trainer/cli/launcher.h"
 
+#include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -68,7 +69,7 @@ int port_of_job(const std::string& job) {
 
 std::string tcp(const std::string& host, int port) {
   bool v6 = host.find(':') != std::string::npos;
-  return "tcp://" + (v6 ? "[" + host + "]" : host) + ":" + std::to_string(port);
+  return fmt::format("tcp://{}:{}", v6 ? "[" + host + "]" : host, port);
 }
 
 std::string find_rendezvous(const Launch& launch, const Lookup& lookup) {
@@ -140,11 +141,11 @@ std::optional<Launch> detect_launcher(const Lookup& lookup) {
     if (value_of(lookup, v.world).empty()) continue;
     Launch launch = read(v, lookup);
     if (found && found->world == 1 && launch.world > 1) {
-      throw BadInput("each process would train alone: " + found->variables + " (" + found->launcher +
-                     ") says that there is one, but " + launch.launcher + " started " +
-                     std::to_string(launch.world) + " (" + launch.variables + "); " +
-                     (found->launcher == "torchrun" ? "give torchrun all nodes (--nnodes)"
-                                                    : "unset the variables that are wrong"));
+      throw BadInput(fmt::format(
+          "each process would train alone: {} ({}) says that there is one, but {} started {} ({}); {}",
+          found->variables, found->launcher, launch.launcher, launch.world, launch.variables,
+          found->launcher == "torchrun" ? "give torchrun all nodes (--nnodes)"
+                                        : "unset the variables that are wrong"));
     }
     if (!found) found = launch;
   }
@@ -163,10 +164,11 @@ std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rend
   options.group.world = launch.world;
   options.group.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3));
   if (options.group.rendezvous.empty()) {
-    throw BadInput("started by " + launch.launcher + " as one of " + std::to_string(launch.world) +
-                   " processes (" + launch.variables +
-                   "), but nothing says where they meet; set MASTER_ADDR and MASTER_PORT to rank 0's machine "
-                   "and a free port there, or give --rendezvous tcp://HOST:PORT or file:///PATH");
+    throw BadInput(
+        fmt::format("started by {} as one of {} processes ({}), but nothing says where they meet; set "
+                    "MASTER_ADDR and MASTER_PORT to rank 0's machine and a free port there, or give "
+                    "--rendezvous tcp://HOST:PORT or file:///PATH",
+                    launch.launcher, launch.world, launch.variables));
   }
   if (device.is_cuda()) return Communicator::create_nccl({.group = options.group, .device = device.index});
   return Communicator::create_gloo(options);

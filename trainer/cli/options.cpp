@@ -1,5 +1,7 @@
 #include "trainer/cli/options.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
@@ -18,16 +20,9 @@ namespace {
 // Measuring a peak takes a fifth of a second, which a shorter run is not worth.
 constexpr double kPeakRunFlops = 1e12;
 
-std::string number(double value) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%g", value);
-  return text;
-}
-
 void check_range(const char* flag, double value, double least, double most) {
   if (!(value >= least) || !(value <= most)) {
-    throw BadInput(std::string(flag) + " " + number(value) + " is not from " + number(least) + " to " +
-                   number(most));
+    throw BadInput(fmt::format("{} {:g} is not from {:g} to {:g}", flag, value, least, most));
   }
 }
 
@@ -38,7 +33,7 @@ void check_ranges(const Options& o) {
   for (double mb : o.bucket_mb) check_range("--bucket-mb", mb, 0.001, 1 << 20);
   if (o.epochs && o.steps) throw BadInput("--epochs and --steps were both given; give one of them");
   if (o.epochs && !(*o.epochs > 0 && *o.epochs <= 1e6)) {
-    throw BadInput("--epochs " + number(*o.epochs) + " is not above 0 and at most 1e+06");
+    throw BadInput(fmt::format("--epochs {:g} is not above 0 and at most 1e+06", *o.epochs));
   }
   if (o.steps) check_range("--steps", static_cast<double>(*o.steps), 1, 1e9);
   if (o.lr) check_range("--lr", *o.lr, 0, 1e6);
@@ -85,15 +80,16 @@ VitConfig resolve_model(const Options& o) {
   return model;
 }
 
-// A process is one rank. That each runs --ranks threads of its own is not to be had, and a world of 1 under a
+// A process is one rank; that each runs --ranks threads of its own is not supported. And a world of 1 under a
 // launcher of more is a mistake: every process would train alone.
 int resolve_ranks(const Options& o, Resolved& out) {
   if (!o.launch || o.launch->world == 1) return o.ranks.value_or(1);
   const int world = o.launch->world;
   if (o.ranks.value_or(world) != world) {
-    throw BadInput("--ranks " + std::to_string(*o.ranks) + ", but " + o.launch->launcher + " started " +
-                   std::to_string(world) + " processes (" + o.launch->variables +
-                   "), and each of them is one rank; leave --ranks away, or start one process");
+    throw BadInput(
+        fmt::format("--ranks {}, but {} started {} processes ({}), and each of them is one rank; leave "
+                    "--ranks away, or start one process",
+                    *o.ranks, o.launch->launcher, world, o.launch->variables));
   }
   out.config.processes = true;
   return world;
@@ -106,8 +102,8 @@ void resolve_nodes(const Options& o, Resolved& out) {
   if (o.ranks_per_node) {
     check_range("--ranks-per-node", *o.ranks_per_node, 1, ranks);
     if (ranks % *o.ranks_per_node != 0) {
-      throw BadInput("--ranks-per-node " + std::to_string(*o.ranks_per_node) + " does not divide the " +
-                     std::to_string(ranks) + " ranks into equal nodes");
+      throw BadInput(fmt::format("--ranks-per-node {} does not divide the {} ranks into equal nodes",
+                                 *o.ranks_per_node, ranks));
     }
     config.ranks_per_node = *o.ranks_per_node;
   } else if (config.processes) {
@@ -133,12 +129,12 @@ void resolve_devices(const Options& o, Resolved& out) {
   if (processes && gpus > 0) {
     std::string obstacle = nccl_unavailable_reason();
     if (obstacle.empty() && choice == Choice::automatic && here > gpus) {
-      obstacle = std::to_string(here) + " processes share " + std::to_string(gpus) +
-                 (gpus == 1 ? " GPU" : " GPUs") + ", which NCCL does not do";
+      obstacle = fmt::format("{} processes share {}{}, which NCCL does not do", here, gpus,
+                             gpus == 1 ? " GPU" : " GPUs");
     }
     if (!obstacle.empty() && choice == Choice::cuda) {
-      throw BadInput("--device cuda: " + obstacle + "; or start one process with --ranks " +
-                     std::to_string(count) + ", or use --device host");
+      throw BadInput(fmt::format(
+          "--device cuda: {}; or start one process with --ranks {}, or use --device host", obstacle, count));
     }
     if (!obstacle.empty()) {
       out.notes.push_back("Note: training on the host, although there is a GPU: " + obstacle);
@@ -149,13 +145,13 @@ void resolve_devices(const Options& o, Resolved& out) {
     throw BadInput("--device cuda: " + cuda_unavailable_reason() +
                    "; use --device host, or see gradwire doctor");
   }
-  std::string ranks = std::to_string(count) + (count == 1 ? " rank" : " ranks");
+  std::string ranks = fmt::format("{}{}", count, count == 1 ? " rank" : " ranks");
   if (processes) ranks += ", a process each";
   if (gpus == 0) {
     out.config.devices.assign(static_cast<size_t>(count), Device::host());
     int threads = host_threads();
     out.device_line =
-        "Device: host, " + std::to_string(threads) + (threads == 1 ? " thread, " : " threads, ") + ranks;
+        fmt::format("Device: host, {}{}{}", threads, threads == 1 ? " thread, " : " threads, ", ranks);
     if (choice == Choice::automatic && out.notes.empty())
       out.device_line += " (no GPU: " + cuda_unavailable_reason() + ")";
     return;
@@ -163,13 +159,13 @@ void resolve_devices(const Options& o, Resolved& out) {
   // Of ranks elsewhere this is how launchers number them; join() asks for this rank's own.
   for (int r = 0; r < count; ++r) out.config.devices.push_back(Device::cuda(r % here % gpus));
   if (processes) {
-    out.device_line = "Device: cuda, " + ranks + " through NCCL " + nccl_version() + ", " +
-                      std::to_string(std::min(gpus, here)) + (std::min(gpus, here) == 1 ? " GPU" : " GPUs") +
-                      " on this machine";
+    out.device_line =
+        fmt::format("Device: cuda, {} through NCCL {}, {}{} on this machine", ranks, nccl_version(),
+                    std::min(gpus, here), std::min(gpus, here) == 1 ? " GPU" : " GPUs");
     return;
   }
-  out.device_line = "Device: cuda, " + ranks + " on " + std::to_string(std::min(gpus, count)) + " of " +
-                    std::to_string(gpus) + (gpus == 1 ? " GPU" : " GPUs");
+  out.device_line = fmt::format("Device: cuda, {} on {} of {}{}", ranks, std::min(gpus, count), gpus,
+                                gpus == 1 ? " GPU" : " GPUs");
   if (count > gpus) out.device_line += ", several ranks share one";
 }
 
@@ -178,16 +174,15 @@ int64_t steps_per_epoch(const TrainConfig& config, const Dataset& train) {
   int64_t per_rank = train.count() / config.ranks();
   int64_t wanted = config.batch_size * config.accumulate;
   if (wanted > per_rank) {
-    std::string remedy =
-        per_rank / config.accumulate < 1
-            ? "use fewer ranks or more images"
-            : "use --batch-size " + std::to_string(per_rank / config.accumulate) + " or less";
+    std::string remedy = per_rank / config.accumulate < 1
+                             ? "use fewer ranks or more images"
+                             : fmt::format("use --batch-size {} or less", per_rank / config.accumulate);
     std::string accumulated =
-        config.accumulate == 1 ? "" : " times --accumulate " + std::to_string(config.accumulate);
-    throw BadInput("--batch-size " + std::to_string(config.batch_size) + accumulated +
-                   " is larger than a rank's shard: the " + std::to_string(train.count()) +
-                   " training images of " + train.name + " are " + std::to_string(per_rank) +
-                   " for each of " + std::to_string(config.ranks()) + " ranks; " + remedy);
+        config.accumulate == 1 ? "" : fmt::format(" times --accumulate {}", config.accumulate);
+    throw BadInput(fmt::format(
+        "--batch-size {}{} is larger than a rank's shard: the {} training images of {} are {} for each of {} "
+        "ranks; {}",
+        config.batch_size, accumulated, train.count(), train.name, per_rank, config.ranks(), remedy));
   }
   return train.count() / config.global_batch();
 }
@@ -234,8 +229,8 @@ void resolve_checkpoints(const Options& o, int64_t steps_per_epoch, Resolved& ou
   const CheckpointHead head = read_head(*found.path);
   config.resume = *found.path;
   const std::vector<std::string> differences = compare_with_head(config, head);
-  out.notes.push_back("Resuming from " + head.path + ", after " + std::to_string(head.position.step) +
-                      " of " + std::to_string(config.steps) + " steps");
+  out.notes.push_back(
+      fmt::format("Resuming from {}, after {} of {} steps", head.path, head.position.step, config.steps));
   out.notes.insert(out.notes.end(), differences.begin(), differences.end());
 }
 
@@ -248,8 +243,7 @@ void resolve_trace(const Options& o, Resolved& out) {
   auto check = [&](const char* flag, const std::string& text) {
     StepRange range = StepRange::parse(flag, text);
     if (range.begin >= config.steps || range.end <= first) {
-      throw BadInput(std::string(flag) + " " + text + ": this run does steps " + std::to_string(first) +
-                     " to " + std::to_string(config.steps - 1));
+      throw BadInput(fmt::format("{} {}: this run does steps {} to {}", flag, text, first, config.steps - 1));
     }
     return StepRange{std::max(range.begin, first), std::min(range.end, config.steps)};
   };
@@ -337,8 +331,8 @@ Resolved resolve(const Options& o) {
   config.epochs = static_cast<double>(config.steps) / static_cast<double>(per_epoch);
   config.warmup_steps = o.warmup.value_or(std::min<int64_t>(config.steps / 10, per_epoch));
   if (config.warmup_steps > config.steps) {
-    throw BadInput("--warmup " + std::to_string(config.warmup_steps) + " is longer than the run of " +
-                   std::to_string(config.steps) + " steps");
+    throw BadInput(
+        fmt::format("--warmup {} is longer than the run of {} steps", config.warmup_steps, config.steps));
   }
   enum class Measure { automatic, on, off };
   const Measure measure =

@@ -1,5 +1,7 @@
 #include "trainer/config/config.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <charconv>
 #include <string_view>
@@ -49,22 +51,21 @@ void check_model(const VitConfig& model) {
         Limit{"--heads", model.heads, 1024}, Limit{"--mlp", model.mlp, 1 << 18},
         Limit{"channels", model.channels, 1024}, Limit{"classes", model.classes, 1 << 24}}) {
     if (limit.value < 1 || limit.value > limit.most) {
-      throw BadInput("model " + model.name + ": " + limit.flag + " is " + std::to_string(limit.value) +
-                     ", but must be from 1 to " + std::to_string(limit.most));
+      throw BadInput(fmt::format("model {}: {} is {}, but must be from 1 to {}", model.name, limit.flag,
+                                 limit.value, limit.most));
     }
   }
   if (model.image % model.patch != 0) {
     std::string fitting;
     for (int32_t patch = 1; patch <= model.image; ++patch) {
-      if (model.image % patch == 0) fitting += (fitting.empty() ? "" : ", ") + std::to_string(patch);
+      if (model.image % patch == 0) fitting += fmt::format("{}{}", fitting.empty() ? "" : ", ", patch);
     }
-    throw BadInput("model " + model.name + ": patches of " + std::to_string(model.patch) +
-                   " do not tile images of " + std::to_string(model.image) + "; --patch must be one of " +
-                   fitting);
+    throw BadInput(fmt::format("model {}: patches of {} do not tile images of {}; --patch must be one of {}",
+                               model.name, model.patch, model.image, fitting));
   }
   if (model.width % model.heads != 0) {
-    throw BadInput("model " + model.name + ": --width " + std::to_string(model.width) +
-                   " is not a multiple of --heads " + std::to_string(model.heads));
+    throw BadInput(fmt::format("model {}: --width {} is not a multiple of --heads {}", model.name,
+                               model.width, model.heads));
   }
 }
 
@@ -111,7 +112,7 @@ DataSpec DataSpec::parse(const std::string& text) {
 }
 
 std::string DataSpec::to_string() const {
-  if (kind == Kind::synthetic) return count == 0 ? "synthetic" : "synthetic:" + std::to_string(count);
+  if (kind == Kind::synthetic) return count == 0 ? "synthetic" : fmt::format("synthetic:{}", count);
   std::string word = kind == Kind::fashion_mnist ? "fashion-mnist" : "cifar10";
   return directory.empty() ? word : word + ":" + directory;
 }
@@ -157,7 +158,7 @@ StepRange StepRange::parse(const std::string& flag, const std::string& text) {
 }
 
 std::string StepRange::to_string() const {
-  return std::to_string(begin) + ":" + std::to_string(end);
+  return fmt::format("{}:{}", begin, end);
 }
 
 const char* name(OptimizerKind kind) {

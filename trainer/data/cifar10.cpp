@@ -1,4 +1,6 @@
 // CIFAR-10's binary version: records of one label byte and 3 x 32 x 32 pixel bytes, 10,000 per file.
+#include <fmt/format.h>
+
 #include <filesystem>
 
 #include "runtime/error.h"
@@ -21,16 +23,16 @@ size_t append(Dataset& data, const std::string& path) {
   std::vector<uint8_t> bytes = read_file(path, kLimitBytes, kRemedy);
   auto fail = [&](const std::string& why) { throw BadInput(path + ": " + why + "; " + kRemedy); };
   if (bytes.empty() || bytes.size() % kRecord != 0) {
-    fail(std::to_string(bytes.size()) + " bytes are not a whole number of records of " +
-         std::to_string(kRecord) + " bytes: truncated, or not CIFAR-10");
+    fail(fmt::format("{} bytes are not a whole number of records of {} bytes: truncated, or not CIFAR-10",
+                     bytes.size(), kRecord));
   }
   size_t records = bytes.size() / kRecord;
   data.images.reserve(data.images.size() + records * kPixels);
   for (size_t i = 0; i < records; ++i) {
     const uint8_t* record = bytes.data() + i * kRecord;
     if (record[0] >= kClasses) {
-      fail("label of record " + std::to_string(i) + " is " + std::to_string(record[0]) +
-           ", but there are classes 0 to " + std::to_string(kClasses - 1) + " only");
+      fail(fmt::format("label of record {} is {}, but there are classes 0 to {} only", i, record[0],
+                       kClasses - 1));
     }
     data.labels.push_back(record[0]);
     data.images.insert(data.images.end(), record + 1, record + kRecord);
@@ -61,12 +63,13 @@ DataSplits load_cifar10(const std::string& directory) {
   DataSplits splits{empty_cifar10(), empty_cifar10()};
   size_t first = 0;
   for (int batch = 1; batch <= 5; ++batch) {
-    std::string path = (root / ("data_batch_" + std::to_string(batch) + ".bin")).string();
+    std::string path = (root / fmt::format("data_batch_{}.bin", batch)).string();
     size_t records = append(splits.train, path);
     if (batch == 1) first = records;
     if (records != first) {
-      throw BadInput(path + ": " + std::to_string(records) + " records, but data_batch_1.bin has " +
-                     std::to_string(first) + ": truncated at a record's end? " + kRemedy);
+      throw BadInput(
+          fmt::format("{}: {} records, but data_batch_1.bin has {}: truncated at a record's end? {}", path,
+                      records, first, kRemedy));
     }
   }
   append(splits.test, (root / "test_batch.bin").string());

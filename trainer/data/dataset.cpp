@@ -1,5 +1,7 @@
 #include "trainer/data/dataset.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "runtime/error.h"
@@ -34,20 +36,20 @@ DataSplits load_data(const DataSpec& spec, const VitConfig& model, uint64_t seed
 }
 
 void check_model_fits(const VitConfig& model, const Dataset& data) {
-  std::string takes = "model " + model.name + " takes " + std::to_string(model.channels) + "x" +
-                      std::to_string(model.image) + "x" + std::to_string(model.image) + " images";
+  std::string takes =
+      fmt::format("model {} takes {}x{}x{} images", model.name, model.channels, model.image, model.image);
   if (data.height != data.width) {
-    throw BadInput(data.name + ": images of " + std::to_string(data.height) + "x" +
-                   std::to_string(data.width) + " are not square, and the model takes square ones only");
+    throw BadInput(fmt::format("{}: images of {}x{} are not square, and the model takes square ones only",
+                               data.name, data.height, data.width));
   }
   if (model.channels != data.channels || model.image != data.height) {
-    throw BadInput(takes + ", but those of " + data.name + " are " + std::to_string(data.channels) + "x" +
-                   std::to_string(data.height) + "x" + std::to_string(data.width) + "; use --image-size " +
-                   std::to_string(data.height) + " with a --patch that divides it");
+    throw BadInput(
+        fmt::format("{}, but those of {} are {}x{}x{}; use --image-size {} with a --patch that divides it",
+                    takes, data.name, data.channels, data.height, data.width, data.height));
   }
   if (model.classes < data.classes) {
-    throw BadInput("model " + model.name + " has " + std::to_string(model.classes) + " outputs, but " +
-                   data.name + " has " + std::to_string(data.classes) + " classes");
+    throw BadInput(fmt::format("model {} has {} outputs, but {} has {} classes", model.name, model.classes,
+                               data.name, data.classes));
   }
 }
 

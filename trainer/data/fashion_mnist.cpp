@@ -1,5 +1,7 @@
 // Fashion-MNIST (and MNIST) from its four IDX files: big-endian magic 0x0000'08'DIMS (unsigned bytes, DIMS
 // dimensions), the dimensions as 32-bit numbers, then the bytes.
+#include <fmt/format.h>
+
 #include <filesystem>
 #include <iomanip>
 #include <sstream>
@@ -47,8 +49,7 @@ Idx read_idx(const std::string& path, uint32_t dimensions) {
     return uint32_t{at[0]} << 24 | uint32_t{at[1]} << 16 | uint32_t{at[2]} << 8 | at[3];
   };
   size_t header = 4 * (1 + size_t{dimensions});
-  if (bytes.size() < header)
-    fail("only " + std::to_string(bytes.size()) + " bytes, shorter than an IDX header");
+  if (bytes.size() < header) fail(fmt::format("only {} bytes, shorter than an IDX header", bytes.size()));
   uint32_t magic = 0x00000800u | dimensions;
   if (word(0) != magic)
     fail("wrong magic number " + hex(word(0)) + ", an IDX file of this kind has " + hex(magic));
@@ -58,14 +59,14 @@ Idx read_idx(const std::string& path, uint32_t dimensions) {
   std::string shape;
   for (uint32_t d = 0; d < dimensions; ++d) {
     uint32_t extent = word(1 + d);
-    shape += (d == 0 ? "" : "x") + std::to_string(extent);
+    shape += fmt::format("{}{}", d == 0 ? "" : "x", extent);
     if (extent == 0 || extent > kLimitBytes / expected) fail("impossible shape " + shape + " in its header");
     idx.shape.push_back(extent);
     expected *= extent;
   }
   if (bytes.size() - header != expected) {
-    fail("holds " + std::to_string(bytes.size() - header) + " bytes after its header, which promises " +
-         shape + " = " + std::to_string(expected));
+    fail(fmt::format("holds {} bytes after its header, which promises {} = {}", bytes.size() - header, shape,
+                     expected));
   }
   idx.values.assign(bytes.begin() + static_cast<std::ptrdiff_t>(header), bytes.end());
   return idx;
@@ -76,8 +77,8 @@ Dataset read_split(const std::string& directory, const std::string& prefix) {
   std::string label_path = find_idx(directory, prefix + "-labels-idx1-ubyte");
   Idx images = read_idx(image_path, 3), labels = read_idx(label_path, 1);
   if (images.shape[0] != labels.shape[0]) {
-    throw BadInput(label_path + ": " + std::to_string(labels.shape[0]) + " labels for the " +
-                   std::to_string(images.shape[0]) + " images of " + image_path + "; " + kRemedy);
+    throw BadInput(fmt::format("{}: {} labels for the {} images of {}; {}", label_path, labels.shape[0],
+                               images.shape[0], image_path, kRemedy));
   }
   Dataset data;
   data.name = "fashion-mnist";
@@ -89,8 +90,8 @@ Dataset read_split(const std::string& directory, const std::string& prefix) {
   data.labels.assign(labels.values.begin(), labels.values.end());
   for (size_t i = 0; i < data.labels.size(); ++i) {
     if (data.labels[i] >= kClasses) {
-      throw BadInput(label_path + ": label " + std::to_string(i) + " is " + std::to_string(data.labels[i]) +
-                     ", but there are classes 0 to " + std::to_string(kClasses - 1) + " only; " + kRemedy);
+      throw BadInput(fmt::format("{}: label {} is {}, but there are classes 0 to {} only; {}", label_path, i,
+                                 data.labels[i], kClasses - 1, kRemedy));
     }
   }
   return data;
@@ -113,10 +114,9 @@ std::string default_fashion_mnist_directory() {
 DataSplits load_fashion_mnist(const std::string& directory) {
   DataSplits splits{read_split(directory, "train"), read_split(directory, "t10k")};
   if (splits.train.height != splits.test.height || splits.train.width != splits.test.width) {
-    throw BadInput(directory + ": training images are " + std::to_string(splits.train.height) + "x" +
-                   std::to_string(splits.train.width) + ", test images " +
-                   std::to_string(splits.test.height) + "x" + std::to_string(splits.test.width) + "; " +
-                   kRemedy);
+    throw BadInput(fmt::format("{}: training images are {}x{}, test images {}x{}; {}", directory,
+                               splits.train.height, splits.train.width, splits.test.height, splits.test.width,
+                               kRemedy));
   }
   set_statistics(splits);
   return splits;

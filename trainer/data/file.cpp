@@ -1,6 +1,7 @@
 #include "trainer/data/file.h"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <zlib.h>
@@ -29,7 +30,7 @@ std::vector<uint8_t> read_file(const std::string& path, size_t limit_bytes, cons
   constexpr size_t kChunk = 1 << 20;
   while (true) {
     size_t filled = contents.size();
-    if (filled > limit_bytes) fail("holds more than the " + std::to_string(limit_bytes) + " bytes it may");
+    if (filled > limit_bytes) fail(fmt::format("holds more than the {} bytes it may", limit_bytes));
     contents.resize(filled + kChunk);
     int got = gzread(file, contents.data() + filled, kChunk);
     if (got < 0) {
@@ -44,8 +45,7 @@ std::vector<uint8_t> read_file(const std::string& path, size_t limit_bytes, cons
   // A gzip stream that stops short of its trailer is only reported on closing.
   closer.release();
   if (int code = gzclose_r(file); code != Z_OK) {
-    fail(code == Z_BUF_ERROR ? "truncated gzip file"
-                             : "cannot be read (zlib error " + std::to_string(code) + ")");
+    fail(code == Z_BUF_ERROR ? "truncated gzip file" : fmt::format("cannot be read (zlib error {})", code));
   }
   return contents;
 }

@@ -1,5 +1,7 @@
 #include "trainer/data/loader.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <condition_variable>
 #include <exception>
@@ -43,19 +45,17 @@ class Loader::Impl {
   Impl(const Dataset& data, LoaderOptions options) : data_(data), options_(options) {
     if (options.world < 1 || options.rank < 0 || options.rank >= options.world || options.batch_size < 1 ||
         options.group < 1 || options.slots < 1 || options.first_batch < 0) {
-      throw BadInput("Loader: rank " + std::to_string(options.rank) + " of " + std::to_string(options.world) +
-                     ", batches of " + std::to_string(options.batch_size) + " in groups of " +
-                     std::to_string(options.group) + ", " + std::to_string(options.slots) +
-                     " slots make no sense");
+      throw BadInput(
+          fmt::format("Loader: rank {} of {}, batches of {} in groups of {}, {} slots make no sense",
+                      options.rank, options.world, options.batch_size, options.group, options.slots));
     }
     const int64_t global = options.batch_size * options.world;
     batches_ = gradwire::batches_per_epoch(data, options);
     if (batches_ == 0) {
-      throw BadInput(data.name + ": its " + std::to_string(data.count()) + " images are fewer than the " +
-                     std::to_string(global * options.group) + " of one step (" +
-                     std::to_string(options.batch_size) + " per rank and batch, " +
-                     std::to_string(options.world) + " ranks, " + std::to_string(options.group) +
-                     " batches); lower --batch-size");
+      throw BadInput(fmt::format(
+          "{}: its {} images are fewer than the {} of one step ({} per rank and batch, {} ranks, {} "
+          "batches); lower --batch-size",
+          data.name, data.count(), global * options.group, options.batch_size, options.world, options.group));
     }
     for (int32_t c = 0; c < data.channels; ++c) {
       scale_.push_back(1.0f / (255.0f * data.stddev[static_cast<size_t>(c)]));
@@ -97,7 +97,7 @@ class Loader::Impl {
     const size_t at = static_cast<size_t>(taken_ % options_.slots);
     Slot& slot = slots_[at];
     if (taken_ - released_ == options_.slots) {
-      throw Error("Loader::next: all " + std::to_string(options_.slots) + " slots are taken");
+      throw Error(fmt::format("Loader::next: all {} slots are taken", options_.slots));
     }
     {
       std::unique_lock lock(mutex_);

@@ -1,28 +1,16 @@
 #include "trainer/log/console.h"
 
+#include <fmt/format.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
-#include <cstdarg>
 
 #include "trainer/log/table.h"
 
 namespace gradwire {
 namespace {
-
-__attribute__((format(printf, 1, 2))) std::string format(const char* pattern, ...) {
-  va_list arguments, again;
-  va_start(arguments, pattern);
-  va_copy(again, arguments);
-  int length = std::vsnprintf(nullptr, 0, pattern, arguments);
-  va_end(arguments);
-  std::string text(static_cast<size_t>(std::max(0, length)), '\0');
-  std::vsnprintf(text.data(), text.size() + 1, pattern, again);
-  va_end(again);
-  return text;
-}
 
 int terminal_columns(std::FILE* out) {
   winsize size{};
@@ -31,11 +19,11 @@ int terminal_columns(std::FILE* out) {
 }
 
 std::string percent(const std::optional<double>& fraction) {
-  return fraction ? format("%.2f %%", 100 * *fraction) : "-";
+  return fraction ? fmt::format("{:.2f} %", 100 * *fraction) : "-";
 }
 
 std::string milliseconds(double ms) {
-  return std::isnan(ms) ? "-" : format(ms < 10 ? "%.2f" : "%.1f", ms);
+  return std::isnan(ms) ? "-" : fmt::format("{:.{}f}", ms, ms < 10 ? 2 : 1);
 }
 
 }  // namespace
@@ -47,13 +35,13 @@ std::string human_bytes(double bytes) {
     bytes /= 1000;
     ++unit;
   }
-  if (unit == 0) return format("%.0f B", bytes);
-  return format(bytes < 9.995 ? "%.2f %s" : bytes < 99.95 ? "%.1f %s" : "%.0f %s", bytes, units[unit]);
+  if (unit == 0) return fmt::format("{:.0f} B", bytes);
+  return fmt::format("{:.{}f} {}", bytes, bytes < 9.995 ? 2 : bytes < 99.95 ? 1 : 0, units[unit]);
 }
 
 std::string human_count(double count) {
   if (!std::isfinite(count)) return "-";
-  std::string digits = format("%.0f", std::abs(count)), text;
+  std::string digits = fmt::format("{:.0f}", std::abs(count)), text;
   for (size_t i = 0; i < digits.size(); ++i) {
     if (i > 0 && (digits.size() - i) % 3 == 0) text += ',';
     text += digits[i];
@@ -63,10 +51,10 @@ std::string human_count(double count) {
 
 std::string human_seconds(double seconds) {
   if (!std::isfinite(seconds) || seconds < 0) return "-";
-  if (seconds < 59.95) return format("%.1f s", seconds);
+  if (seconds < 59.95) return fmt::format("{:.1f} s", seconds);
   long whole = std::lround(seconds);
-  if (whole < 3600) return format("%ld:%02ld", whole / 60, whole % 60);
-  return format("%ld:%02ld:%02ld", whole / 3600, whole / 60 % 60, whole % 60);
+  if (whole < 3600) return fmt::format("{}:{:02}", whole / 60, whole % 60);
+  return fmt::format("{}:{:02}:{:02}", whole / 3600, whole / 60 % 60, whole % 60);
 }
 
 Console::Console(const TrainConfig& config, ConsoleOptions options) : config_(config), options_(options) {}
@@ -76,14 +64,12 @@ Console::~Console() {
 }
 
 void Console::on_run(const RunInfo& info) {
-  print(format("%s: %s parameters in %s tensors; %s; %s", config_.model.name.c_str(),
-               human_count(static_cast<double>(info.parameters)).c_str(),
-               human_count(static_cast<double>(info.tensors)).c_str(),
-               config_.compression.to_string().c_str(),
-               info.buckets == 0 ? "a world of 1, nothing to send"
-                                 : format("%d bucket%s, schedule %s", info.buckets,
-                                          info.buckets == 1 ? "" : "s", info.schedule.c_str())
-                                       .c_str()));
+  print(fmt::format("{}: {} parameters in {} tensors; {}; {}", config_.model.name,
+                    human_count(static_cast<double>(info.parameters)),
+                    human_count(static_cast<double>(info.tensors)), config_.compression.to_string(),
+                    info.buckets == 0 ? "a world of 1, nothing to send"
+                                      : fmt::format("{} bucket{}, schedule {}", info.buckets,
+                                                    info.buckets == 1 ? "" : "s", info.schedule)));
   if (info.buckets > 0 && config_.compression.schedule == ScheduleKind::automatic)
     print("Schedule: " + info.schedule_reason);
   first_step_ = steps_done_ = info.first_step;
@@ -100,19 +86,17 @@ void Console::on_step(const StepRecord& step) {
   if (steps_done_ % options_.log_every != 0 && steps_done_ != config_.steps && steps_done_ != 1) return;
   std::string wire;
   if (step.wire_bytes > 0) {
-    wire =
-        format("  sent %s (%.2fx)  waited %s ms", human_bytes(static_cast<double>(step.wire_bytes)).c_str(),
-               static_cast<double>(step.dense_bytes) / static_cast<double>(step.wire_bytes),
-               milliseconds(step.exposed_comm_ms).c_str());
+    wire = fmt::format("  sent {} ({:.2f}x)  waited {} ms", human_bytes(static_cast<double>(step.wire_bytes)),
+                       static_cast<double>(step.dense_bytes) / static_cast<double>(step.wire_bytes),
+                       milliseconds(step.exposed_comm_ms));
   }
-  print(format("step %lld/%lld  loss %.4f  lr %.2e  %s ms  %s images/s%s",
-               static_cast<long long>(steps_done_), static_cast<long long>(config_.steps), step.loss, step.lr,
-               milliseconds(step.step_ms).c_str(), human_count(step.images_per_s).c_str(), wire.c_str()));
+  print(fmt::format("step {}/{}  loss {:.4f}  lr {:.2e}  {} ms  {} images/s{}", steps_done_, config_.steps,
+                    step.loss, step.lr, milliseconds(step.step_ms), human_count(step.images_per_s), wire));
 }
 
 void Console::on_eval(const EvalRecord& eval) {
-  print(format("epoch %.4g  test loss %.4f  test accuracy %.2f %%", eval.epoch, eval.test_loss,
-               100 * eval.test_accuracy));
+  print(fmt::format("epoch {:.4g}  test loss {:.4f}  test accuracy {:.2f} %", eval.epoch, eval.test_loss,
+                    100 * eval.test_accuracy));
   if (options_.terminal && steps_done_ < config_.steps) draw_bar();
 }
 
@@ -129,10 +113,9 @@ void Console::draw_bar() {
   double share = static_cast<double>(steps_done_ - first_step_) /
                  static_cast<double>(std::max<int64_t>(1, config_.steps - first_step_));
   double elapsed = std::chrono::duration<double>(drawn_ - start_).count();
-  std::string tail = format(" %3.0f %%  step %lld/%lld  loss %.4f  %s images/s  %s left", 100 * done,
-                            static_cast<long long>(steps_done_), static_cast<long long>(config_.steps),
-                            last_.loss, human_count(last_.images_per_s).c_str(),
-                            human_seconds(share > 0 ? elapsed / share - elapsed : NAN).c_str());
+  std::string tail = fmt::format(" {:3.0f} %  step {}/{}  loss {:.4f}  {} images/s  {} left", 100 * done,
+                                 steps_done_, config_.steps, last_.loss, human_count(last_.images_per_s),
+                                 human_seconds(share > 0 ? elapsed / share - elapsed : NAN));
   int room = terminal_columns(options_.out) - static_cast<int>(tail.size()) - 3;
   std::string bar;
   if (room >= 8) {
@@ -153,17 +136,18 @@ void Console::erase_bar() {
 }
 
 std::string summary_line(const RunSummary& summary) {
-  std::string text = format("%s steps in %s: ", human_count(static_cast<double>(summary.steps)).c_str(),
-                            human_seconds(summary.seconds).c_str());
+  std::string text = fmt::format("{} steps in {}: ", human_count(static_cast<double>(summary.steps)),
+                                 human_seconds(summary.seconds));
   if (summary.test_accuracy) text += "test accuracy " + percent(summary.test_accuracy) + ", ";
-  text += format("loss %.4f, %s ms per step, %s images/s", summary.final_loss,
-                 milliseconds(summary.step_ms).c_str(), human_count(summary.images_per_s).c_str());
-  text += format(", %.3g TFLOP/s per device", summary.tflops);
-  if (summary.peak_fraction) text += format(", %.0f %% of the measured peak", 100 * *summary.peak_fraction);
+  text += fmt::format("loss {:.4f}, {} ms per step, {} images/s", summary.final_loss,
+                      milliseconds(summary.step_ms), human_count(summary.images_per_s));
+  text += fmt::format(", {:.3g} TFLOP/s per device", summary.tflops);
+  if (summary.peak_fraction)
+    text += fmt::format(", {:.0f} % of the measured peak", 100 * *summary.peak_fraction);
   if (summary.ratio) {
-    text += format(", %s sent per step and rank (%.2fx less than FP32), waited %s ms for it",
-                   human_bytes(summary.wire_bytes).c_str(), *summary.ratio,
-                   milliseconds(summary.exposed_comm_ms).c_str());
+    text +=
+        fmt::format(", {} sent per step and rank ({:.2f}x less than FP32), waited {} ms for it",
+                    human_bytes(summary.wire_bytes), *summary.ratio, milliseconds(summary.exposed_comm_ms));
   }
   return text;
 }
@@ -171,7 +155,7 @@ std::string summary_line(const RunSummary& summary) {
 std::string shares_text(const RunSummary& summary) {
   const StepShares& s = summary.shares;
   auto part = [](const char* what, double share) {
-    return share < 0.0005 ? "" : format("%s%s %.1f %%", ", ", what, 100 * share);
+    return share < 0.0005 ? "" : fmt::format(", {} {:.1f} %", what, 100 * share);
   };
   const std::string parts = part("forward", s.forward) + part("backward", s.backward) +
                             part("waiting for communication", s.exposed_comm) +
@@ -182,7 +166,7 @@ std::string shares_text(const RunSummary& summary) {
     const std::string beside = part("compression", s.compress) + part("communication", s.communicate) +
                                part("decompression", s.decompress);
     text += "\nBeside it, as long as: " + (beside.empty() ? "nothing" : beside.substr(2)) +
-            format(" of it; %.0f %% of that hidden behind backward", 100 * *hidden);
+            fmt::format(" of it; {:.0f} % of that hidden behind backward", 100 * *hidden);
   }
   return text;
 }
@@ -192,16 +176,16 @@ std::string compare_table(const std::vector<ComparedRun>& runs) {
               "exposed comm ms"}};
   for (const ComparedRun& run : runs) {
     const RunSummary& s = run.summary;
-    rows.push_back({run.compression, percent(s.test_accuracy), format("%.4f", s.final_loss),
+    rows.push_back({run.compression, percent(s.test_accuracy), fmt::format("{:.4f}", s.final_loss),
                     milliseconds(s.step_ms), human_count(s.images_per_s), human_bytes(s.wire_bytes),
-                    s.ratio ? format("%.2fx", *s.ratio) : "-", milliseconds(s.exposed_comm_ms)});
+                    s.ratio ? fmt::format("{:.2f}x", *s.ratio) : "-", milliseconds(s.exposed_comm_ms)});
   }
   // Only where it tells runs apart.
   if (std::any_of(runs.begin(), runs.end(),
                   [&](const auto& r) { return r.bucket_mb != runs[0].bucket_mb; })) {
     rows[0].insert(rows[0].begin() + 1, "bucket MiB");
     for (size_t i = 0; i < runs.size(); ++i)
-      rows[i + 1].insert(rows[i + 1].begin() + 1, format("%g", runs[i].bucket_mb));
+      rows[i + 1].insert(rows[i + 1].begin() + 1, fmt::format("{:g}", runs[i].bucket_mb));
   }
   return table_text(rows, "", true);
 }

@@ -1,5 +1,7 @@
 #include "trainer/log/trace_file.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <filesystem>
 #include <nlohmann/json.hpp>
@@ -21,11 +23,7 @@ std::string text(const Json& json) {
 // The format's times are microseconds; three decimals make them whole nanoseconds, so that spans that touch
 // do.
 std::string microseconds(int64_t ns) {
-  char out[40];
-  std::snprintf(out, sizeof out, "%s%lld.%03d", ns < 0 ? "-" : "",
-                std::llabs(static_cast<long long>(ns)) / 1000,
-                static_cast<int>(std::llabs(static_cast<long long>(ns)) % 1000));
-  return out;
+  return fmt::format("{}{}.{:03}", ns < 0 ? "-" : "", std::abs(ns) / 1000, std::abs(ns) % 1000);
 }
 
 Json about(const TraceLabel& label, int64_t step) {
@@ -57,8 +55,7 @@ std::string trace_events(int rank, Device device, std::vector<TraceSpan> spans, 
 
   std::string events;
   auto add = [&](const std::string& event) { events += (events.empty() ? "\n" : ",\n") + event; };
-  add(text(metadata("process_name", rank, 0,
-                    {{"name", "rank " + std::to_string(rank) + " (" + device.name() + ")"}})));
+  add(text(metadata("process_name", rank, 0, {{"name", fmt::format("rank {} ({})", rank, device.name())}})));
   Json clock{{"sort_index", rank}, {"clock_error_us", error_us}};
   if (dropped > 0) clock["dropped_spans"] = dropped;
   add(text(metadata("process_sort_index", rank, 0, std::move(clock))));
@@ -70,10 +67,10 @@ std::string trace_events(int rank, Device device, std::vector<TraceSpan> spans, 
   }
   for (const TraceSpan& span : spans) {
     const auto row = std::find(rows.begin(), rows.end(), span.row) - rows.begin();
-    add("{\"name\":" + text(span.label->name) + ",\"cat\":" + text(span.label->category) +
-        ",\"ph\":\"X\",\"pid\":" + std::to_string(rank) + ",\"tid\":" + std::to_string(row) +
-        ",\"ts\":" + microseconds(span.begin_ns) + ",\"dur\":" + microseconds(span.end_ns - span.begin_ns) +
-        ",\"args\":" + text(about(*span.label, span.step)) + "}");
+    add(fmt::format(
+        "{{\"name\":{},\"cat\":{},\"ph\":\"X\",\"pid\":{},\"tid\":{},\"ts\":{},\"dur\":{},\"args\":{}}}",
+        text(span.label->name), text(span.label->category), rank, row, microseconds(span.begin_ns),
+        microseconds(span.end_ns - span.begin_ns), text(about(*span.label, span.step))));
   }
   return events;
 }
@@ -130,7 +127,7 @@ std::string TraceFile::document(const std::string& error) const {
 
 std::string trace_path_of_rank(const std::string& path, int rank) {
   std::filesystem::path named = path;
-  named.replace_extension("rank" + std::to_string(rank) + named.extension().string());
+  named.replace_extension(fmt::format("rank{}{}", rank, named.extension().string()));
   return named.string();
 }
 

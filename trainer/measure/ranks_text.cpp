@@ -1,4 +1,6 @@
 // What examine_ranks() found, for people.
+#include <fmt/format.h>
+
 #include <cmath>
 #include <cstdio>
 
@@ -12,9 +14,7 @@ namespace {
 std::string number(double value, int digits = 3) {
   if (!std::isfinite(value)) return "-";
   if (std::abs(value) >= 1000) return human_count(value);
-  char text[32];
-  std::snprintf(text, sizeof text, "%.*g", digits, value);
-  return text;
+  return fmt::format("{:.{}g}", value, digits);
 }
 std::string ms(double value) {
   return number(value) + " ms";
@@ -35,8 +35,8 @@ std::string links_text(const RanksReport& report) {
   auto pattern = [](const LinkCosts::Pattern& p) {
     return number(p.latency_us) + " us, " + number(p.bytes_per_us / 1e3) + " GB/s";
   };
-  std::string text = title("Links between " + std::to_string(report.world) + " ranks, transport " +
-                           report.transport + " (measured)");
+  std::string text =
+      title(fmt::format("Links between {} ranks, transport {} (measured)", report.world, report.transport));
   text += row("to a neighbour", pattern(report.links.neighbour) + ", all ranks at once");
   text += row("to all", pattern(report.links.all_pairs) + ", all ranks at once");
   if (report.links.intra_node != report.links.all_pairs ||
@@ -49,7 +49,7 @@ std::string links_text(const RanksReport& report) {
   Table table(world + 1, std::vector<std::string>(world + 1, "-"));
   table[0][0] = "us \\ GB/s";  // latency below the diagonal, bandwidth above
   for (size_t a = 0; a < world; ++a) {
-    table[0][a + 1] = table[a + 1][0] = "rank " + std::to_string(a);
+    table[0][a + 1] = table[a + 1][0] = fmt::format("rank {}", a);
     for (size_t b = 0; b < world; ++b) {
       const LinkMatrix::Link& link = report.matrix->links[a * world + b];
       if (a != b) table[a + 1][b + 1] = number(a > b ? link.latency_us : link.gb_per_s);
@@ -62,16 +62,14 @@ std::string links_text(const RanksReport& report) {
 std::string recommendation_text(const RanksReport& report, const VitConfig& model) {
   const StepCosts& costs = report.costs;
   const Recommendation& r = report.recommendation;
-  std::string text =
-      title("Prediction: " + model.name + ", " + human_count(static_cast<double>(report.parameters)) +
-            " parameters, batch " + std::to_string(report.batch_size) + ", " + std::to_string(report.world) +
-            " ranks");
-  text += row("compute", number(report.flops_per_image / 1e9) + " GFLOP x " +
-                             std::to_string(report.batch_size) + " images / " + number(report.rank_tflops) +
-                             " TFLOP/s = " + ms(costs.compute_ms) + ", two thirds of it backward");
-  text += row("", "(each rank's speed, all at once, on " + std::to_string(report.probe.depth) +
-                      (report.probe.depth == 1 ? " layer" : " layers") + " and batch " +
-                      std::to_string(report.probe_batch) + ")");
+  std::string text = title(fmt::format("Prediction: {}, {} parameters, batch {}, {} ranks", model.name,
+                                       human_count(static_cast<double>(report.parameters)), report.batch_size,
+                                       report.world));
+  text += row("compute", fmt::format("{} GFLOP x {} images / {} TFLOP/s = {}, two thirds of it backward",
+                                     number(report.flops_per_image / 1e9), report.batch_size,
+                                     number(report.rank_tflops), ms(costs.compute_ms)));
+  text += row("", fmt::format("(each rank's speed, all at once, on {}{} and batch {})", report.probe.depth,
+                              report.probe.depth == 1 ? " layer" : " layers", report.probe_batch));
   text += row("optimizer", human_bytes(report.optimizer_bytes) + " / " + number(report.peaks.copy_gb_per_s) +
                                " GB/s = " + ms(costs.optimizer_ms) + ", AdamW");
   Table table{{"compression", "bucket MB", "buckets", "schedule", "sends", "links ms", "kernels ms",
@@ -86,10 +84,10 @@ std::string recommendation_text(const RanksReport& report, const VitConfig& mode
   text += table_text(table);
 
   const Prediction &plain = r.best[0], &chosen = r.best[r.chosen];
-  text += title(
-      "Recommendation: " +
-      (r.compress() ? "--compression " + chosen.spec : std::string("do not compress, --compression fp32")) +
-      " --bucket-mb " + std::to_string(chosen.bucket_mb));
+  text += title(fmt::format(
+      "Recommendation: {} --bucket-mb {}",
+      r.compress() ? "--compression " + chosen.spec : std::string("do not compress, --compression fp32"),
+      chosen.bucket_mb));
   auto line = [&](const Prediction& p) {
     const double codec = costs.codec_ns.at(p.spec);
     return row(p.spec, human_bytes(p.sent_bytes) + " / " + number(p.sent_bytes / (p.comm_ms * 1e6)) +

@@ -19,26 +19,18 @@ struct Bucket {
   int64_t dense = 0, p = 0, q = 0;  // floats on the wire: as they are, in the factors P and Q
 };
 
-int64_t elements_of(const GradientTensor& tensor) {
-  int64_t count = 1;
-  for (int64_t extent : tensor.shape) count *= extent;
-  return count;
-}
-
-// As the reducer cuts them.
+// As the reducer cuts them, without gaps.
 std::vector<Bucket> cut(const StepCosts& costs, const CompressionSpec& spec, int64_t bucket_bytes) {
   std::vector<Bucket> buckets;
-  for (const GradientTensor& tensor : costs.tensors) {
-    if (buckets.empty() || buckets.back().elements * 4 >= bucket_bytes) buckets.emplace_back();
-    Bucket& bucket = buckets.back();
-    const int64_t count = elements_of(tensor), rows = tensor.shape.empty() ? 1 : tensor.shape[0];
-    const int64_t columns = rows > 0 ? count / rows : 0;
-    const int rank =
-        spec.method == CompressionSpec::Method::powersgd ? powersgd_rank(spec, rows, columns) : 0;
-    bucket.elements += count;
-    bucket.dense += rank > 0 ? 0 : count;
-    bucket.p += rows * rank;
-    bucket.q += columns * rank;
+  for (const BucketRange& range : lay_out(costs.tensors, 1, bucket_bytes).buckets) {
+    Bucket& bucket = buckets.emplace_back(Bucket{.elements = range.elements()});
+    for (int i = range.first_tensor; i < range.last_tensor; ++i) {
+      const auto [rows, cols] = matrix_of(costs.tensors[i]);
+      const int rank = spec.method == CompressionSpec::Method::powersgd ? powersgd_rank(spec, rows, cols) : 0;
+      bucket.dense += rank > 0 ? 0 : rows * cols;
+      bucket.p += rows * rank;
+      bucket.q += cols * rank;
+    }
   }
   return buckets;
 }
@@ -97,7 +89,7 @@ std::vector<std::string> candidate_specs() {
 
 std::vector<int64_t> candidate_bucket_mb(const StepCosts& costs) {
   int64_t bytes = 0;
-  for (const GradientTensor& tensor : costs.tensors) bytes += 4 * elements_of(tensor);
+  for (const GradientTensor& tensor : costs.tensors) bytes += 4 * tensor.count();
   const int64_t all = std::max<int64_t>(1, (bytes + (1 << 20) - 1) >> 20);
   std::vector<int64_t> sizes;
   for (int64_t mb : {int64_t{5}, kDefaultBucketMb, int64_t{100}}) {

@@ -1,5 +1,7 @@
 #include "trainer/measure/topology.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cctype>
 #include <cstdlib>
@@ -69,7 +71,7 @@ std::string path_name(GpuPath path, int nvlinks) {
     case GpuPath::self:
       return "X";
     case GpuPath::nvlink:
-      return "NV" + std::to_string(nvlinks);
+      return fmt::format("NV{}", nvlinks);
     case GpuPath::one_switch:
       return "PIX";
     case GpuPath::switches:
@@ -187,7 +189,7 @@ Table topology_table(const GpuTopology& topology) {
   table[0][0] = "";
   table[0][gpus + 1] = "NUMA";
   for (size_t i = 0; i < gpus; ++i) {
-    table[0][i + 1] = table[i + 1][0] = "cuda:" + std::to_string(i);
+    table[0][i + 1] = table[i + 1][0] = fmt::format("cuda:{}", i);
     table[i + 1][gpus + 1] = topology.numa_nodes[i] < 0 ? "-" : std::to_string(topology.numa_nodes[i]);
   }
   for (const GpuPair& pair : topology.pairs) {

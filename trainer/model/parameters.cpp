@@ -1,11 +1,13 @@
 #include "trainer/model/parameters.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <numbers>
-#include <numeric>
 
 #include "kernels/math/random.h"
+#include "runtime/shape.h"
 #include "runtime/thread_pool.h"
 
 namespace gradwire {
@@ -65,7 +67,7 @@ void draw(const VitParameter& parameter, uint64_t seed, uint64_t tensor, int64_t
 }  // namespace
 
 int64_t VitParameter::elements() const {
-  return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+  return element_count(shape);
 }
 
 std::vector<VitParameter> vit_parameters(const VitConfig& config) {
@@ -82,7 +84,7 @@ std::vector<VitParameter> vit_parameters(const VitConfig& config) {
   add("heads.head.weight", {config.classes, c}, Init::zero);
   add_norm("encoder.ln");
   for (int64_t layer = config.depth - 1; layer >= 0; --layer) {
-    const std::string at = "encoder.layers.encoder_layer_" + std::to_string(layer) + ".";
+    const std::string at = fmt::format("encoder.layers.encoder_layer_{}.", layer);
     add(at + "mlp.3.bias", {c}, Init::normal, 1e-6);
     add(at + "mlp.3.weight", {c, f}, Init::uniform, xavier(c, f));
     add(at + "mlp.0.bias", {f}, Init::normal, 1e-6);

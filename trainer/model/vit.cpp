@@ -1,5 +1,7 @@
 #include "trainer/model/vit.h"
 
+#include <fmt/format.h>
+
 #include "kernels/wire/formats.h"
 #include "runtime/error.h"
 
@@ -8,10 +10,10 @@ namespace gradwire {
 Vit::Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, Options options)
     : config_(config), stream_(stream), parameters_(vit_parameters(config)), layout_(std::move(layout)) {
   check_model(config);
-  if (options.max_batch < 1) throw BadInput("Vit: max_batch is " + std::to_string(options.max_batch));
+  if (options.max_batch < 1) throw BadInput(fmt::format("Vit: max_batch is {}", options.max_batch));
   if (layout_.offsets.size() != parameters_.size()) {
-    throw Error("Vit: a layout of " + std::to_string(layout_.offsets.size()) + " tensors for " +
-                std::to_string(parameters_.size()) + " parameters");
+    throw Error(fmt::format("Vit: a layout of {} tensors for {} parameters", layout_.offsets.size(),
+                            parameters_.size()));
   }
   const bool rounds = options.precision == Precision::bf16;
   if (options.share != nullptr) {
@@ -34,8 +36,7 @@ Vit::Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, 
 
 void Vit::load(std::span<const float> values) {
   if (static_cast<int64_t>(values.size()) != layout_.elements) {
-    throw Error("Vit::load: " + std::to_string(values.size()) + " values for " +
-                std::to_string(layout_.elements));
+    throw Error(fmt::format("Vit::load: {} values for {}", values.size(), layout_.elements));
   }
   to_device(stream_, weights_.as<float>(), values);
   round_weights();

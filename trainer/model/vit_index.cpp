@@ -1,5 +1,7 @@
 #include "trainer/model/vit_index.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <string>
 
@@ -24,7 +26,7 @@ VitIndex find_parameters(const std::vector<VitParameter>& parameters, int32_t de
                  .conv_weight = find("conv_proj.weight"),
                  .layers = {}};
   for (int32_t layer = 0; layer < depth; ++layer) {
-    const std::string at = "encoder.layers.encoder_layer_" + std::to_string(layer) + ".";
+    const std::string at = fmt::format("encoder.layers.encoder_layer_{}.", layer);
     index.layers.push_back({.mlp3_bias = find(at + "mlp.3.bias"),
                             .mlp3_weight = find(at + "mlp.3.weight"),
                             .mlp0_bias = find(at + "mlp.0.bias"),

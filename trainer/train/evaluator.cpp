@@ -22,8 +22,8 @@ Evaluator::Evaluator(const TrainConfig& config, const Dataset& data, const Commu
               .share = &model}),
       totals_(make_buffer<double>(stream.device(), 2)) {}
 
-Board::Entry Evaluator::run() {
-  Board::Entry entry;
+RankReports::Report Evaluator::run() {
+  RankReports::Report entry;
   fill_zero(stream_, totals_.data(), totals_.bytes());
   for (int64_t batch = 0; batch < loader_.batches_per_epoch(); ++batch) {
     const Loader::Batch images = loader_.next(stream_);
@@ -34,7 +34,7 @@ Board::Entry Evaluator::run() {
   }
   std::vector<double> totals = to_host(stream_, totals_.as<const double>(), 2);
   entry.loss = totals[0];
-  entry.right = totals[1];
+  entry.correct = totals[1];
   return entry;
 }
 

@@ -5,7 +5,7 @@
 #include "trainer/data/dataset.h"
 #include "trainer/data/loader.h"
 #include "trainer/model/vit.h"
-#include "trainer/train/board.h"
+#include "trainer/train/rank_reports.h"
 
 namespace gradwire {
 
@@ -17,7 +17,7 @@ class Evaluator {
 
   // Loss and right answers of this rank's images, each image of the test set being some rank's. Waits for the
   // stream.
-  Board::Entry run();
+  RankReports::Report run();
 
  private:
   Stream stream_;

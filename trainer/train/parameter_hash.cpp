@@ -1,7 +1,8 @@
 #include "trainer/train/parameter_hash.h"
 
+#include <fmt/format.h>
+
 #include <bit>
-#include <cstdio>
 
 namespace gradwire {
 
@@ -12,9 +13,7 @@ uint64_t parameter_hash(std::span<const float> values) {
 }
 
 std::string hex(uint64_t value) {
-  char text[17];
-  std::snprintf(text, sizeof text, "%016llx", static_cast<unsigned long long>(value));
-  return text;
+  return fmt::format("{:016x}", value);
 }
 
 }  // namespace gradwire

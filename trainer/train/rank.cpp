@@ -1,5 +1,7 @@
 #include "trainer/train/rank.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <chrono>
 #include <string>
@@ -7,7 +9,6 @@
 #include "collectives/transport/transport.h"
 #include "runtime/error.h"
 #include "runtime/nvtx.h"
-#include "runtime/profiler.h"
 #include "trainer/model/flops.h"
 #include "trainer/train/layout.h"
 #include "trainer/train/parameter_hash.h"
@@ -48,22 +49,14 @@ int64_t first_graph_step(const TrainConfig& config, Communicator& comm, const Re
 }
 
 // In rank order, so that a double's rounding is the same in every run.
-Board::Entry sum(const std::vector<Board::Entry>& entries) {
-  Board::Entry all;
-  for (const Board::Entry& entry : entries) {
+RankReports::Report sum(const std::vector<RankReports::Report>& entries) {
+  RankReports::Report all;
+  for (const RankReports::Report& entry : entries) {
     all.loss += entry.loss;
-    all.right += entry.right;
+    all.correct += entry.correct;
     all.images += entry.images;
   }
   return all;
-}
-
-TraceLabelPtr label(std::string name, std::string category) {
-  return std::make_shared<const TraceLabel>(
-      TraceLabel{.name = std::move(name), .category = std::move(category)});
-}
-TraceLabelPtr label(Activity activity) {
-  return label(name(activity), name(activity));
 }
 
 }  // namespace
@@ -89,17 +82,14 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
       comm_(comm),
       stream_(Stream::create(comm.device(), "compute")),
       start_(find_start(config_, shared.data.train, comm)),
-      tracer_(shared.trace == nullptr
-                  ? nullptr
-                  : std::make_unique<Tracer>(comm.device(), shared.instant.here, config_.trace_steps.begin,
-                                             config_.trace_steps.end)),
+      trace_(config_, comm, shared.trace, shared.instant),
       loader_(shared.data.train, train_loader(config_, comm, start_.data_step * config_.accumulate)),
       reducer_(comm, config_.compression, gradient_tensors(config_.model),
                {.bucket_bytes = config_.bucket_bytes(),
                 .seed = config_.seed,
                 .alignment = tensor_alignment(config_.precision),
                 .in_place = config_.gradient_views,
-                .tracer = tracer_.get()}),
+                .tracer = trace_.tracer()}),
       model_(config_.model, stream_, reducer_layout(reducer_),
              {.max_batch = config_.batch_size, .precision = config_.precision}),
       optimizer_(config_, stream_, model_.layout().elements),
@@ -159,7 +149,7 @@ void RankTrainer::run() {
     }
   }
   catch_up();
-  if (config_.profile_steps.end == config_.steps) profile(config_.steps);
+  if (config_.profile_steps.end == config_.steps) profile(config_, comm_, stream_, config_.steps);
   finish();
 }
 
@@ -193,15 +183,15 @@ Loader::Batch RankTrainer::next_batch(int64_t step) {
   NvtxRange range(Activity::batch, step);
   const Loader::Batch batch = loader_.next(stream_);
   if (batch.count != config_.batch_size) {
-    throw Error("training batch of " + std::to_string(batch.count) + " images");
+    throw Error(fmt::format("training batch of {} images", batch.count));
   }
   return batch;
 }
 
 void RankTrainer::enqueue_step(int64_t step) {
   Slot& slot = slots_[static_cast<size_t>(step % 2)];
-  profile(step);
-  if (tracer_) tracer_->begin_step(step, step < graph_from_);
+  profile(config_, comm_, stream_, step);
+  if (Tracer* tracer = trace_.tracer()) tracer->begin_step(step, step < graph_from_);
   slot.enqueue_begin = std::chrono::steady_clock::now();
   slot.step = step;
   slot.lr = learning_rate(config_, step);
@@ -248,7 +238,7 @@ void RankTrainer::enqueue_work(Slot& slot) {
   const std::function<void(int)> ready = [&](int i) { reducer_.ready(i, stream_); };
 
   for (int64_t micro = 0; micro < config_.accumulate; ++micro) {
-    MicroMarks& marks = slot.micros[static_cast<size_t>(micro)];
+    TrainingMarks::Micro& marks = slot.micros[static_cast<size_t>(micro)];
     if (micro > 0) marks.data.record(stream_);
     std::optional<NvtxRange> range;
     const Loader::Batch batch = config_.graph ? slot.batches[static_cast<size_t>(micro)] : next_batch(step);
@@ -282,15 +272,15 @@ void RankTrainer::harvest(Slot& slot, const Event* next_start) {
   slot.wait_end = std::chrono::steady_clock::now();
   comm_.check();
   const double* totals = slot.totals.as<double>();
-  shared_.board.post(
+  shared_.reports.post(
       comm_.rank(),
-      {.loss = totals[0], .right = totals[1], .images = config_.batch_size * config_.accumulate});
+      {.loss = totals[0], .correct = totals[1], .images = config_.batch_size * config_.accumulate});
   if (leads()) report(slot, end);
-  if (tracer_ && tracer_->traces(slot.step)) trace(slot, end);
+  trace_.add(slot, end, stream_.name(), reducer_);
 }
 
 void RankTrainer::report(const Slot& slot, const Event& end) {
-  Board::Entry all = sum(shared_.board.collect());
+  RankReports::Report all = sum(shared_.reports.collect());
   ReducerStats stats = reducer_.stats(slot.step);
   StepRecord record{.step = slot.step,
                     .epoch = data_step(slot.step) / steps_per_epoch_,
@@ -305,7 +295,7 @@ void RankTrainer::report(const Slot& slot, const Event& end) {
   record.communicate_ms = stats.communicate_ms;
   record.decompress_ms = stats.decompress_ms;
   record.exposed_comm_ms = stats.exposed_comm_ms;
-  for (const MicroMarks& marks : slot.micros) {
+  for (const TrainingMarks::Micro& marks : slot.micros) {
     record.data_ms += elapsed_ms(marks.data, marks.forward);
     record.forward_ms += elapsed_ms(marks.forward, marks.backward);
     record.backward_ms += elapsed_ms(marks.backward, marks.done);
@@ -316,73 +306,16 @@ void RankTrainer::report(const Slot& slot, const Event& end) {
   shared_.observer.on_step(record);
 }
 
-// Ranks in one process share what the profiler sees, so one of them decides.
-void RankTrainer::profile(int64_t step) {
-  const StepRange& steps = config_.profile_steps;
-  if (steps.empty() || (step != steps.begin && step != steps.end)) return;
-  if (!leads() && !config_.processes) return;
-  stream_.synchronize();
-  step == steps.begin ? profiler_start(comm_.device()) : profiler_stop(comm_.device());
-}
-
-void RankTrainer::trace(const Slot& slot, const Event& end) {
-  const std::string number = std::to_string(slot.step), &row = stream_.name();
-  auto add = [&](const TraceLabelPtr& what, const Event& from, const Event& to) {
-    tracer_->add(row, what, slot.step, from, to);
-  };
-  tracer_->add("host thread", label("enqueue step " + number, "host"), slot.step, slot.enqueue_begin,
-               slot.enqueue_end);
-  tracer_->add("host thread", label("wait for step " + number, "host"), slot.step, slot.wait_begin,
-               slot.wait_end);
-  add(label("step " + number, "step"), slot.micros.front().data, end);
-  for (const MicroMarks& marks : slot.micros) {
-    add(label(Activity::batch), marks.data, marks.forward);
-    add(label(Activity::forward), marks.forward, marks.backward);
-    add(label(Activity::backward), marks.backward, marks.done);
-  }
-  if (comm_.world() > 1) add(label("wait", "wait"), slot.micros.back().done, slot.reduced);
-  add(label(Activity::optimizer), slot.reduced, slot.end);
-  reducer_.trace(slot.step, *tracer_);
-  if (tracer_->ends_with(slot.step)) hand_over_trace();
-}
-
-std::string RankTrainer::trace_text() {
-  const double error_us = tracer_->error_us() + shared_.instant.error_us;
-  return trace_events(comm_.rank(), comm_.device(), tracer_->take(), tracer_->dropped(), error_us);
-}
-
-// Ranks that are processes send theirs to rank 0 as notes, which are limited in size: their number, then
-// each. All ranks do this behind the same report, so that rank 0 takes the right notes.
-void RankTrainer::hand_over_trace() {
-  constexpr size_t kNoteBytes = 512 << 10;
-  std::string mine = trace_text();
-  if (config_.processes && !leads()) {
-    comm_.send_note(std::to_string((mine.size() + kNoteBytes - 1) / kNoteBytes));
-    for (size_t at = 0; at < mine.size(); at += kNoteBytes) comm_.send_note(mine.substr(at, kNoteBytes));
-    return;
-  }
-  shared_.trace->add(comm_.rank(), std::move(mine));
-  for (int rank = 1; config_.processes && rank < comm_.world(); ++rank) {
-    std::string theirs;
-    for (int left = std::stoi(comm_.take_note(rank)); left > 0; --left) theirs += comm_.take_note(rank);
-    shared_.trace->add(rank, std::move(theirs));
-  }
-}
-
-void RankTrainer::keep_trace() {
-  if (tracer_) shared_.trace->keep(comm_.rank(), trace_text());
-}
-
 void RankTrainer::evaluate(int64_t steps_done) {
-  shared_.board.post(comm_.rank(), evaluator_->run());
+  shared_.reports.post(comm_.rank(), evaluator_->run());
   if (!leads()) return;
-  Board::Entry all = sum(shared_.board.collect());
+  RankReports::Report all = sum(shared_.reports.collect());
   const double count = static_cast<double>(all.images);
   shared_.observer.on_eval(
       {.step = steps_done,
        .epoch = static_cast<double>(data_step(steps_done)) / static_cast<double>(steps_per_epoch_),
        .test_loss = all.loss / count,
-       .test_accuracy = all.right / count,
+       .test_accuracy = all.correct / count,
        .images = all.images});
 }
 
@@ -412,14 +345,15 @@ RankState RankTrainer::state() {
 void RankTrainer::finish() {
   uint64_t hash =
       parameter_hash(to_host(stream_, model_.weights().as<const float>(), model_.layout().elements));
-  shared_.board.post(comm_.rank(), {.hash = hash});
+  shared_.reports.post(comm_.rank(), {.hash = hash});
   if (!leads()) return;
-  std::vector<Board::Entry> entries = shared_.board.collect();
+  std::vector<RankReports::Report> entries = shared_.reports.collect();
   for (size_t rank = 1; rank < entries.size(); ++rank) {
     if (entries[rank].hash != hash) {
-      throw Error("rank " + std::to_string(rank) + " ended with parameters that differ from rank 0's (hash " +
-                  hex(entries[rank].hash) + " against " + hex(hash) +
-                  "): the averaged gradients were not the same bits");
+      throw Error(
+          fmt::format("rank {} ended with parameters that differ from rank 0's (hash {} against {}): the "
+                      "averaged gradients were not the same bits",
+                      rank, hex(entries[rank].hash), hex(hash)));
     }
   }
   shared_.observer.on_end({.parameter_hash = hash});

@@ -6,7 +6,6 @@
 
 #include <array>
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <vector>
 
@@ -15,7 +14,6 @@
 #include "collectives/reducer/reducer.h"
 #include "runtime/device.h"
 #include "runtime/graph.h"
-#include "runtime/trace.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/config/run.h"
 #include "trainer/data/dataset.h"
@@ -23,10 +21,11 @@
 #include "trainer/log/trace_file.h"
 #include "trainer/measure/peaks.h"
 #include "trainer/model/vit.h"
-#include "trainer/train/board.h"
 #include "trainer/train/evaluator.h"
 #include "trainer/train/initial_weights.h"
 #include "trainer/train/optimizer.h"
+#include "trainer/train/profiling.h"
+#include "trainer/train/rank_reports.h"
 
 namespace gradwire {
 
@@ -35,7 +34,7 @@ struct SharedRun {
   const TrainConfig& config;
   const DataSplits& data;
   RunObserver& observer;  // called by rank 0 only
-  Board& board;
+  RankReports& reports;
   InitialWeights& initial;
   const Peaks* peaks = nullptr;  // null: not measured
   TraceFile* trace = nullptr;    // null: no trace
@@ -54,21 +53,13 @@ class RankTrainer {
   // The whole run.
   void run();
   // Of a run that has failed: gives the trace file what has not been handed over.
-  void keep_trace();
+  void keep_trace() { trace_.keep(); }
 
  private:
-  // Marks of one micro-batch on the stream; a step has config.accumulate of them.
-  struct MicroMarks {
-    Event data, forward, backward, done;  // beginnings of the three phases, and the end of the last
-  };
-  // What one step in flight leaves behind until it is read. Two of them alternate.
-  struct Slot {
-    int64_t step = -1;
+  // A step in flight. Two of them alternate.
+  struct Slot : TrainingMarks {
     double lr = 0;
-    SteadyTime enqueue_begin, enqueue_end, wait_begin, wait_end;  // of the host
-    std::vector<MicroMarks> micros;
-    Event reduced, end;  // gradients averaged; parameters updated
-    Buffer totals;       // pinned: sum of losses, right answers
+    Buffer totals;  // pinned: sum of losses, correct answers
     // --graph: the step, with these marks inside, and what it reads.
     Graph graph;
     std::vector<Loader::Batch> batches;
@@ -97,11 +88,6 @@ class RankTrainer {
   // null when something else follows.
   void harvest(Slot& slot, const Event* next_start);
   void report(const Slot& slot, const Event& end);
-  void profile(int64_t step);
-  // Puts a step that is done into the trace, and hands the trace over behind its last step.
-  void trace(const Slot& slot, const Event& end);
-  void hand_over_trace();
-  std::string trace_text();
   void evaluate(int64_t steps_done);
   void save(int64_t steps_done);
   RankState state();
@@ -112,7 +98,7 @@ class RankTrainer {
   Communicator& comm_;
   Stream stream_;
   const Start start_;
-  std::unique_ptr<Tracer> tracer_;  // none without --trace, and when all of it was handed over
+  RankTrace trace_;
   Loader loader_;
   Reducer reducer_;
   Vit model_;

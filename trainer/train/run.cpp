@@ -1,6 +1,8 @@
 // A run: one thread per rank, or one process per rank, and an end for all of them when one fails.
 #include "trainer/config/run.h"
 
+#include <fmt/format.h>
+
 #include <chrono>
 #include <exception>
 #include <memory>
@@ -22,14 +24,15 @@ namespace {
 // Keeps the first error, and makes every other rank end with it.
 class Failure {
  public:
-  Failure(std::vector<std::unique_ptr<Communicator>>& comms, Board& board) : comms_(comms), board_(board) {}
+  Failure(std::vector<std::unique_ptr<Communicator>>& comms, RankReports& reports)
+      : comms_(comms), reports_(reports) {}
 
   // Called inside a catch block by the rank's thread.
   void report(int rank) {
     std::lock_guard lock(mutex_);
     if (first_) return;  // what follows a failure is only its echo
     first_ = std::current_exception();
-    std::string reason = "rank " + std::to_string(rank) + " failed";
+    std::string reason = fmt::format("rank {} failed", rank);
     try {
       throw;
     } catch (const std::exception& error) {
@@ -37,7 +40,7 @@ class Failure {
     } catch (...) {
     }
     text_ = reason;
-    board_.abort(reason);
+    reports_.abort(reason);
     for (auto& comm : comms_) comm->abort(reason);
   }
 
@@ -49,7 +52,7 @@ class Failure {
 
  private:
   std::vector<std::unique_ptr<Communicator>>& comms_;
-  Board& board_;
+  RankReports& reports_;
   std::mutex mutex_;
   std::exception_ptr first_;
   std::string text_;
@@ -57,8 +60,7 @@ class Failure {
 
 void check(const TrainConfig& config, const DataSplits& data) {
   auto positive = [](const char* what, int64_t value) {
-    if (value < 1)
-      throw BadInput(std::string(what) + " is " + std::to_string(value) + ", at least 1 is needed");
+    if (value < 1) throw BadInput(fmt::format("{} is {}, at least 1 is needed", what, value));
   };
   positive("ranks", config.ranks());
   positive("batch size", config.batch_size);
@@ -75,8 +77,7 @@ void check(const TrainConfig& config, const DataSplits& data) {
 }
 
 std::string described(const TrainConfig& config, const DataSplits& data) {
-  return config_text(config) + "\n\"images\": " + std::to_string(data.train.count()) + " and " +
-         std::to_string(data.test.count());
+  return fmt::format("{}\n\"images\": {} and {}", config_text(config), data.train.count(), data.test.count());
 }
 
 // "learning rate 0.1 there, 0.2 here": the first line in which two descriptions differ.
@@ -101,12 +102,14 @@ std::string first_difference(const std::string& theirs, const std::string& ours)
 // Processes are started with flags of their own; ranks that train differently must not average.
 void check_agreement(const TrainConfig& config, const DataSplits& data, Communicator& comm) {
   const std::string mine = described(config, data);
-  if (comm.rank() != 0) return comm.send_note(mine);
+  if (comm.rank() != 0) return comm.send_message(mine);
   for (int rank = 1; rank < comm.world(); ++rank) {
-    std::string theirs = comm.take_note(rank);
+    std::string theirs = comm.take_message(rank);
     if (theirs != mine) {
-      throw BadInput("rank " + std::to_string(rank) + " was started to train something else than rank 0: " +
-                     first_difference(theirs, mine) + "; give all processes the same flags and data");
+      throw BadInput(
+          fmt::format("rank {} was started to train something else than rank 0: {}; give all processes the "
+                      "same flags and data",
+                      rank, first_difference(theirs, mine)));
     }
   }
 }
@@ -116,11 +119,11 @@ void check_agreement(const TrainConfig& config, const DataSplits& data, Communic
 void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
                   Communicator& comm) {
   std::unique_ptr<RankTrainer> trainer;
-  NoteBoard board(comm);
+  MessageRankReports reports(comm);
   InitialWeights initial(config.seed, config.init);
   Peaks peaks;
   TraceFile trace(config, comm.rank() == 0 ? config.trace : trace_path_of_rank(config.trace, comm.rank()));
-  SharedRun shared{config, data, observer, board, initial, &peaks, config.trace.empty() ? nullptr : &trace};
+  SharedRun shared{config, data, observer, reports, initial, &peaks, config.trace.empty() ? nullptr : &trace};
   try {
     check(config, data);
     check_agreement(config, data, comm);
@@ -154,19 +157,19 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
   const auto timeout = std::chrono::milliseconds(static_cast<int64_t>(config.timeout_s * 1e3));
   auto comms = Communicator::create_local(config.devices, timeout);
   for (auto& comm : comms) comm->set_ranks_per_node(config.ranks_per_node);
-  LocalBoard board(config.ranks(), timeout);
+  LocalRankReports reports(config.ranks(), timeout);
   InitialWeights initial(config.seed, config.init);
   const Peaks peaks = config.measure_peak ? measure_peaks(config.devices.front(), config.precision) : Peaks{};
   TraceFile trace(config, config.trace);
   const SharedRun shared{.config = config,
                          .data = data,
                          .observer = observer,
-                         .board = board,
+                         .reports = reports,
                          .initial = initial,
                          .peaks = &peaks,
                          .trace = config.trace.empty() ? nullptr : &trace,
                          .instant = {std::chrono::steady_clock::now()}};
-  Failure failure(comms, board);
+  Failure failure(comms, reports);
 
   auto run_rank = [&](int rank) {
     std::unique_ptr<RankTrainer> trainer;

@@ -9,17 +9,25 @@ import zlib
 from typing import Dict, NamedTuple
 
 _HEADER = struct.Struct("<8sIIQqII")
-_TENSOR = struct.Struct("<qqqqQ")
-_MAGIC, _VERSION = b"GRADWIRE", 1
+_TENSOR, _ENTRY = struct.Struct("<qqQQ"), struct.Struct("<8sQQ")
+_TENSOR_1 = struct.Struct("<qqQQQ")  # version 1 knew two kinds, of float32 both
+_MAGIC, _VERSION = b"GRADWIRE", 2
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1}
+
+
+class Entry(NamedTuple):
+    """Something kept of a tensor: elements of `dtype`, a name as in safetensors files ("F32"), little-endian."""
+
+    dtype: str
+    data: bytes
 
 
 class TensorState(NamedTuple):
-    """What is kept of one (rows, cols) tensor; residual and q are little-endian float32, empty where nothing is kept."""
+    """What is kept of one (rows, cols) tensor, by kind: "residual", PowerSGD's "factor", whatever else a codec keeps."""
 
     rows: int
     cols: int
-    residual: bytes
-    q: bytes
+    entries: Dict[str, Entry]
 
 
 class State(NamedTuple):
@@ -31,24 +39,36 @@ class State(NamedTuple):
 
 
 def unpack(blob: "bytes | bytearray") -> State:
-    """Takes apart what gw_reducer_state_save wrote."""
+    """Takes apart what gw_reducer_state_save wrote, of this version or of version 1."""
     view = memoryview(blob)
     magic, version, crc, size, steps, count, identity_bytes = _HEADER.unpack_from(view)
-    if magic != _MAGIC or version != _VERSION or size != len(view) or crc != zlib.crc32(view[_HEADER.size:]):
-        raise ValueError("this is not a whole state of version 1")
+    if magic != _MAGIC or version not in (1, _VERSION) or size != len(view) or crc != zlib.crc32(view[_HEADER.size:]):
+        raise ValueError(f"this is not a whole state of version 1 or {_VERSION}")
     at = _HEADER.size
-    identity = bytes(view[at:at + identity_bytes]).decode()
-    at += identity_bytes
+
+    def take(n: int) -> bytes:
+        nonlocal at
+        at += n
+        return bytes(view[at - n:at])
+
+    identity = take(identity_bytes).decode()
     tensors = {}
     for _ in range(count):
-        rows, cols, residual_count, q_count, name_bytes = _TENSOR.unpack_from(view, at)
-        at += _TENSOR.size
-        name = bytes(view[at:at + name_bytes]).decode()
-        at += name_bytes
-        residual = bytes(view[at:at + 4 * residual_count])
-        at += 4 * residual_count
-        tensors[name] = TensorState(rows, cols, residual, bytes(view[at:at + 4 * q_count]))
-        at += 4 * q_count
+        entries: Dict[str, Entry] = {}
+        if version == 1:
+            rows, cols, residual_count, factor_count, name_bytes = _TENSOR_1.unpack(take(_TENSOR_1.size))
+            name = take(name_bytes).decode()
+            for kind, elements in (("residual", residual_count), ("factor", factor_count)):
+                if elements:
+                    entries[kind] = Entry("F32", take(4 * elements))
+        else:
+            rows, cols, entry_count, name_bytes = _TENSOR.unpack(take(_TENSOR.size))
+            name = take(name_bytes).decode()
+            for _ in range(entry_count):
+                dtype_bytes, elements, kind_bytes = _ENTRY.unpack(take(_ENTRY.size))
+                dtype, kind = dtype_bytes.rstrip(b"\0").decode(), take(kind_bytes).decode()
+                entries[kind] = Entry(dtype, take(_BYTES[dtype] * elements))
+        tensors[name] = TensorState(rows, cols, entries)
     return State(identity, steps, tensors)
 
 
@@ -58,8 +78,11 @@ def pack(state: State) -> bytes:
     parts = [identity]
     for name, t in state.tensors.items():
         encoded = name.encode()
-        parts += [_TENSOR.pack(t.rows, t.cols, len(t.residual) // 4, len(t.q) // 4, len(encoded)), encoded, t.residual,
-                  t.q]
+        parts += [_TENSOR.pack(t.rows, t.cols, len(t.entries), len(encoded)), encoded]
+        for kind, entry in t.entries.items():
+            encoded = kind.encode()
+            parts += [_ENTRY.pack(entry.dtype.encode(), len(entry.data) // _BYTES[entry.dtype], len(encoded)), encoded,
+                      entry.data]
     body = b"".join(parts)
     return _HEADER.pack(_MAGIC, _VERSION, zlib.crc32(body), _HEADER.size + len(body), state.steps, len(state.tensors),
                         len(identity)) + body

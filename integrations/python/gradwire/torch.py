@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from gradwire import _native
 from gradwire._core import Communicator, Reducer, memory_of
-from gradwire._state import State, TensorState, pack, unpack
+from gradwire._state import Entry, State, TensorState, pack, unpack
 
 __all__ = ["Hook", "allreduce_", "allreduce_hook", "communicator"]
 
@@ -346,19 +346,21 @@ class Hook:
     # ---- Checkpoints, figures, end -----------------------------------------------------------------------------------
 
     def state_dict(self) -> Dict[str, Any]:
-        """This rank's residuals and factors by parameter, and the step count; for torch.save(). Between steps only.
+        """What this rank keeps of each parameter, and the step count; for torch.save(). Between steps only.
 
-        Every rank saves its own: residuals differ. {"version", "identity", "steps", "tensors": {name: {"rows", "cols",
-        "residual", "q"}}}, the latter two float32 tensors on the CPU, empty where nothing is kept.
+        Every rank saves its own: residuals differ. {"version", "identity", "steps", "spec", "tensors": {name: {"rows",
+        "cols", "state": {kind: tensor}}}}, 1-D tensors on the CPU by kind: "residual", PowerSGD's "factor".
         """
         self._worker.drain()
         state = self._collect(lambda index: True) or State("", 0, {})
 
-        def tensor(data: bytes) -> torch.Tensor:
-            return torch.frombuffer(bytearray(data), dtype=torch.float32) if data else torch.empty(0)
+        def tensor(entry: Entry) -> torch.Tensor:
+            dtype = _DTYPES[entry.dtype]
+            return torch.frombuffer(bytearray(entry.data), dtype=dtype) if entry.data else torch.empty(0, dtype=dtype)
 
-        return {"version": 1, "identity": state.identity, "steps": state.steps, "spec": self.spec,
-                "tensors": {name: {"rows": t.rows, "cols": t.cols, "residual": tensor(t.residual), "q": tensor(t.q)}
+        return {"version": 2, "identity": state.identity, "steps": state.steps, "spec": self.spec,
+                "tensors": {name: {"rows": t.rows, "cols": t.cols,
+                                   "state": {kind: tensor(entry) for kind, entry in t.entries.items()}}
                             for name, t in state.tensors.items()}}
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
@@ -367,8 +369,8 @@ class Hook:
         Raises ValueError for a state of another version or spec; one of another model, rank or world raises in the next
         backward().
         """
-        if state.get("version") != 1:
-            raise ValueError(f"a state of version {state.get('version')}; this package reads version 1")
+        if state.get("version") not in (1, 2):
+            raise ValueError(f"a state of version {state.get('version')}; this package reads versions 1 and 2")
         if state["spec"] != self.spec:
             raise ValueError(f"the state is of spec {state['spec']!r}, the hook has {self.spec!r}")
         self._worker.drain()
@@ -377,8 +379,11 @@ class Hook:
             if entry.reducer is not None:
                 entry.reducer.close()
         self._buckets.clear()
-        tensors = {name: TensorState(t["rows"], t["cols"], _bytes_of(t["residual"]), _bytes_of(t["q"]))
-                   for name, t in state["tensors"].items()}
+        tensors = {}
+        for name, t in state["tensors"].items():
+            kept = t["state"] if state["version"] == 2 else {"residual": t["residual"].float(), "factor": t["q"].float()}
+            tensors[name] = TensorState(t["rows"], t["cols"],
+                                        {kind: _entry_of(tensor) for kind, tensor in kept.items() if tensor.numel() > 0})
         self._carried = State(state["identity"], state["steps"], tensors) if tensors else None
 
     def stats(self) -> Dict[str, Any]:
@@ -407,9 +412,15 @@ class Hook:
             self._finalizer()
 
 
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    data = tensor.detach().to("cpu", torch.float32).contiguous()
-    return ctypes.string_at(data.data_ptr(), data.numel() * 4) if data.numel() else b""
+# By their names in safetensors files.
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+           "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+
+
+def _entry_of(tensor: torch.Tensor) -> Entry:
+    data = tensor.detach().to("cpu").contiguous()
+    name = next(name for name, dtype in _DTYPES.items() if dtype == data.dtype)
+    return Entry(name, ctypes.string_at(data.data_ptr(), data.numel() * data.element_size()))
 
 
 def allreduce_hook(state: Hook, bucket: "dist.GradBucket") -> "torch.futures.Future[torch.Tensor]":

@@ -1,0 +1,55 @@
+#include "collectives/reducer/buckets.h"
+
+#include <algorithm>
+
+#include "runtime/error.h"
+
+namespace gradwire {
+
+std::pair<int64_t, int64_t> matrix_of(const GradientTensor& tensor) {
+  const int64_t count = tensor.count();
+  if (count == 0) return {0, 0};
+  const int64_t rows = tensor.shape.size() < 2 ? count : tensor.shape[0];
+  return {rows, count / rows};
+}
+
+GradientLayout lay_out(const std::vector<GradientTensor>& tensors, int64_t alignment, int64_t bucket_bytes) {
+  if (alignment < 1) throw BadInput("ReducerOptions::alignment must be at least 1 element");
+  GradientLayout layout;
+  for (int i = 0; i < static_cast<int>(tensors.size()); ++i) {
+    const GradientTensor& tensor = tensors[i];
+    if (std::any_of(tensor.shape.begin(), tensor.shape.end(), [](int64_t extent) { return extent < 0; })) {
+      throw BadInput("gradient '" + tensor.name + "' has a negative extent");
+    }
+    if (layout.buckets.empty() || layout.buckets.back().elements() * 4 >= bucket_bytes) {
+      layout.buckets.push_back({.first_tensor = i, .begin = layout.elements});
+    }
+    layout.offsets.push_back(layout.elements);
+    layout.elements += (tensor.count() + alignment - 1) / alignment * alignment;
+    layout.buckets.back().last_tensor = i + 1;
+    layout.buckets.back().end = layout.elements;
+  }
+  return layout;
+}
+
+BucketContext bucket_context(const CodecSetup& setup, const std::vector<GradientTensor>& tensors,
+                             const GradientLayout& layout, const BucketRange& bucket, std::string name) {
+  BucketContext context;
+  context.transport = &setup.comm.transport();
+  context.spec = setup.spec;
+  context.stream = setup.stream;
+  for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
+    const auto [rows, cols] = matrix_of(tensors[i]);
+    context.tensors.push_back({tensors[i].name, rows, cols, layout.offsets[i] - bucket.begin, i});
+  }
+  context.gradients = setup.gradients == nullptr ? nullptr : setup.gradients + bucket.begin;
+  context.elements = bucket.elements();
+  context.first_element = bucket.begin;
+  context.scale = setup.average ? 1.0f / static_cast<float>(setup.comm.world()) : 1.0f;
+  context.rounding_seed = setup.seed * 0x9e3779b97f4a7c15ull + static_cast<uint64_t>(setup.comm.rank()) + 1;
+  context.step = setup.step;
+  context.name = std::move(name);
+  return context;
+}
+
+}  // namespace gradwire

@@ -1,0 +1,129 @@
+// One step: gradients become ready, full buckets are launched in order, the consumer waits for the last.
+#include "collectives/reducer/reducer.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "runtime/error.h"
+
+namespace gradwire {
+
+void Reducer::ready(int i, const Stream& producer) {
+  std::lock_guard lock(mutex_);
+  if (i < 0 || i >= static_cast<int>(tensors_.size())) {
+    throw BadInput(fmt::format("Reducer::ready: tensor {} of {}", i, tensors_.size()));
+  }
+  if (ready_[i]) throw BadInput("gradient '" + tensors_[i].name + "' was marked ready twice in one step");
+  if (!options_.own_gradients && adopted_.empty()) {
+    throw BadInput("Reducer::ready: no gradients; they come from adopt() when own_gradients is off");
+  }
+  ready_[i] = true;
+  if (buckets_.empty()) return;
+  Bucket& bucket = buckets_[bucket_of_[i]];
+  ++bucket.ready;
+  if (std::find(bucket.producers.begin(), bucket.producers.end(), producer) == bucket.producers.end()) {
+    bucket.producers.push_back(producer);
+  }
+  // In order, whatever the order of readiness: all ranks must issue the same collectives in the same order.
+  while (launched_ < static_cast<int>(buckets_.size()) && buckets_[launched_].is_full()) launch(launched_++);
+}
+
+void Reducer::wait(const Stream& consumer) {
+  std::lock_guard lock(mutex_);
+  std::string missing;
+  for (size_t i = 0; i < ready_.size(); ++i) {
+    if (!ready_[i]) missing += (missing.empty() ? "'" : ", '") + tensors_[i].name + "'";
+  }
+  if (!missing.empty()) throw BadInput("Reducer::wait before these gradients were ready: " + missing);
+  ready_.assign(ready_.size(), false);
+  if (!buckets_.empty()) {
+    StepMarks& marks = marks_[step_ % kStatsKept];
+    marks.step = step_;
+    for (Lane& lane : lanes_) {
+      if (lane.stream == stream_) continue;
+      lane.joined.record(lane.stream);
+      stream_.wait(lane.joined);
+    }
+    increment(stream_, device_step_.as<uint64_t>());
+    count_bytes(marks, 1);
+    done_.record(stream_);
+    if (options_.timing) marks.wait_begin.record(consumer);
+    consumer.wait(done_);
+    if (options_.timing) marks.wait_end.record(consumer);
+    for (Bucket& b : buckets_) {
+      b.ready = 0;
+      b.producers.clear();
+    }
+    launched_ = 0;
+  }
+  ++step_;
+}
+
+int64_t Reducer::steady_from() const {
+  int64_t step = 0;
+  for (const Bucket& b : buckets_) step = std::max(step, b.codec->steady_from());
+  return step;
+}
+
+void Reducer::replayed(int64_t captured) {
+  std::lock_guard lock(mutex_);
+  if (captured < first_step_ || captured >= step_ || captured < steady_from()) {
+    throw BadInput(fmt::format(
+        "Reducer::replayed: step {} cannot have been captured: steps are steady from {}, and the next is {}",
+        captured, steady_from(), step_));
+  }
+  marks_[captured % kStatsKept].step = step_;
+  ++step_;
+}
+
+void Reducer::resume_at(int64_t steps) {
+  std::lock_guard lock(mutex_);
+  if (steps < 0) throw BadInput(fmt::format("Reducer::resume_at: {} steps", steps));
+  step_ = first_step_ = steps;
+  if (buckets_.empty()) return;
+  uint64_t value = static_cast<uint64_t>(steps);
+  store(stream_, device_step_.data(), &value, sizeof value);
+  stream_.synchronize();
+}
+
+void Reducer::launch(int b) {
+  Bucket& bucket = buckets_[b];
+  StepMarks& marks = marks_[step_ % kStatsKept];
+  const Stream& stream = lane_of(bucket).stream;
+  for (const Stream& producer : bucket.producers) {
+    full_.record(producer);
+#ifndef GRADWIRE_PLANT_MISSING_WAIT  // tests/tsan proves that ThreadSanitizer sees this gone
+    stream.wait(full_);
+#endif
+  }
+  if (b == 0) {
+    count_bytes(marks, 0);
+    if (begun_) begun_.record(stream_);
+  } else if (b < static_cast<int>(lanes_.size())) {
+    stream.wait(begun_);  // after all of the step before, whose end only the first lane has seen
+  }
+  BucketPhases& phases = marks.buckets[b];
+  phases.begin(stream);
+  if (bucket.staged) {
+    phases.enter(stream, Phase::compress);
+    stage(bucket, true);
+  }
+  bucket.codec->run(stream, step_, phases);
+  if (bucket.staged) {
+    phases.enter(stream, Phase::decompress);
+    stage(bucket, false);
+  }
+  phases.end();
+}
+
+void Reducer::count_bytes(StepMarks& marks, int which) {
+  auto count = [this, bytes = marks.bytes_sent, which] { (*bytes)[which] = comm_.bytes_sent(); };
+  if (stream_.device().is_host()) {
+    stream_.submit(count);
+  } else {
+    count();  // CUDA transports count when they enqueue
+  }
+}
+
+}  // namespace gradwire

@@ -1,0 +1,57 @@
+"""Ranks that die or do not come: backward() raises on the others, at the deadline."""
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import torch.distributed as dist
+
+from gradwire.torch import Hook
+
+from ddp_training import RANK, WORLD, say, check, TASKS, Run
+
+
+def a_dead_peer_raises() -> None:
+    hook = Hook("powersgd:rank=2", timeout_s=6)
+    run = Run(TASKS["vit"], hook)
+    for s in range(2):
+        run.step(s)
+    if RANK == WORLD - 1:
+        os._exit(0)  # no goodbye
+    begin = time.monotonic()
+    for attempt in range(2):
+        try:
+            run.step(2)
+        except RuntimeError as error:
+            text = str(error)
+            check(f"rank {WORLD - 1}" in text or attempt > 0, f"the error does not name rank {WORLD - 1}: {text}")
+            say(f"backward() after {time.monotonic() - begin:.1f} s: {text}")
+        else:
+            check(False, "backward() came back without the dead rank")
+    check(time.monotonic() - begin < 60, "it took much longer than the deadline")
+    sys.stdout.flush()
+    os._exit(0)  # torch's own group would wait for the dead rank
+
+
+def a_silent_peer_raises() -> None:
+    hook = Hook("bf16", timeout_s=2)
+    run = Run(TASKS["vit"], hook)
+    for s in range(2):  # before its second step DDP itself talks to everybody
+        run.step(s)
+    if RANK == 0:  # alive, but busy with something else for longer than the others will wait
+        dist.barrier()
+    else:
+        begin = time.monotonic()
+        try:
+            run.step(2)
+            check(False, "backward() came back without rank 0")
+        except RuntimeError as error:
+            check("rank 0" in str(error), f"the error does not name rank 0: {error}")
+        waited = time.monotonic() - begin
+        check(1.5 < waited < 60, f"the deadline was 2 s, the error came after {waited:.1f} s")
+        dist.barrier()
+    begin = time.monotonic()
+    hook.close()
+    check(time.monotonic() - begin < 30, "closing after a failure took long")
+    say("a rank that does not come: backward() raises on the others at the deadline")

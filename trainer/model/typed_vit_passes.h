@@ -1,0 +1,195 @@
+// The two passes for one type S in which operands of products are stored. This file is what they share: the
+// activations and the products. vit_passes.cpp lays the activations out, vit_forward.cpp and vit_backward.cpp
+// are the passes.
+#pragma once
+
+#include <cmath>
+#include <functional>
+#include <initializer_list>
+#include <type_traits>
+#include <vector>
+
+#include "kernels/gemm/gemm.h"
+#include "runtime/device.h"
+#include "trainer/model/vit_index.h"
+#include "trainer/model/vit_passes.h"
+
+namespace gradwire {
+
+// Where backward puts gradients, and whom it tells.
+struct VitGradients {
+  float* base;
+  const ParameterLayout& layout;
+  bool accumulate;
+  const std::function<void(int)>& ready;
+
+  float* at(int i) const { return base + layout.offsets[static_cast<size_t>(i)]; }
+  float beta() const { return accumulate ? 1.0f : 0.0f; }
+  void done(std::initializer_list<int> which) const {
+    if (!ready) return;
+    for (int i : which) ready(i);
+  }
+};
+
+class Arena;
+
+template <typename S>
+class TypedVitPasses final : public VitPasses {
+ public:
+  TypedVitPasses(const VitConfig& config, const Stream& stream, const std::vector<VitParameter>& parameters,
+                 const ParameterLayout& layout, const VitPassesOptions& options);
+
+  void forward(const float* images, int64_t batch) override;
+  const float* logits() const override { return a_.logits; }
+  void evaluate(const int32_t* labels, double* totals) override;
+  void backward(const int32_t* labels, double* totals, float grad_scale, float* gradients, bool accumulate,
+                const std::function<void(int)>& ready) override;
+  int64_t bytes() const override { return static_cast<int64_t>(arena_.bytes()); }
+
+ private:
+  static constexpr bool kInPlace = std::is_same_v<S, float>;
+  // Kept from forward for backward, per layer.
+  struct LayerActivations {
+    float* x;              // (rows, C) input
+    S* ln1;                // (rows, C)
+    float *mean1, *rstd1;  // (rows)
+    S *q, *k, *v;          // (B, H, T, D)
+    S* attention;          // (B, H, T, Tp) softmax
+    S* merged;             // (rows, C)
+    float* x_mid;          // (rows, C) after the attention branch
+    S* ln2;                // (rows, C)
+    float *mean2, *rstd2;  // (rows)
+    S *pre, *gelu;         // (rows, F)
+  };
+  struct Activations {
+    S* patches;  // (B, T-1, channels * patch^2)
+    std::vector<LayerActivations> layers;
+    float* x_last;          // (rows, C) output of the last layer
+    S* features;            // (B, C) the normalized class token
+    float *mean, *rstd;     // (B)
+    float* logits;          // (B, K)
+    S* d_logits;            // (B, K), in place of the logits where it can be
+    float* loss_workspace;  // (2 * B)
+    // Scratch of one layer.
+    S* qkv;            // (rows, 3C), also its gradient
+    S* heads_out;      // (B, H, T, D), also its gradient
+    S *dq, *dk, *dv;   // (B, H, T, D)
+    S* d_attention;    // (B, H, T, Tp)
+    float* dx;         // (rows, C) gradient of the residual stream
+    S* d_branch;       // (rows, C)
+    S* d_mlp;          // (rows, F)
+    S* d_features;     // (B, C)
+    float* workspace;  // column sums
+    // Where S is float, these three are not needed: what is stored in place of what is said below.
+    S* branch;      // (rows, C) a residual branch before it joins
+    float* scores;  // (B, H, T, Tp) before softmax
+    S* dx_rounded;  // (rows, C) what products read of dx
+  };
+
+  void lay_out(Arena& arena);
+  size_t offset(int i) const { return static_cast<size_t>(layout_.offsets[static_cast<size_t>(i)]); }
+  const float* weight(int i) const { return options_.weights.as<float>() + offset(i); }
+  // The same as products read it.
+  const S* operand(int i) const {
+    if constexpr (kInPlace)
+      return weight(i);
+    else
+      return options_.rounded_weights.as<S>() + offset(i);
+  }
+  // Where the product goes whose sum with the residual stream goes to `sum`.
+  S* branch_of(float* sum) const {
+    if constexpr (kInPlace)
+      return sum;
+    else
+      return a_.branch;
+  }
+  float* scores_of(S* attention) const {
+    if constexpr (kInPlace)
+      return attention;
+    else
+      return a_.scores;
+  }
+  const S* dx_operand() const {
+    if constexpr (kInPlace)
+      return a_.dx;
+    else
+      return a_.dx_rounded;
+  }
+  void forward_layer(size_t layer, S* branch_out);
+  void backward_layer(size_t layer, const VitGradients& to);
+  // C = op(A) op(B) + beta C with dense operands; shapes as in kernels/gemm/gemm.h.
+  template <typename Out>
+  void product(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, const S* a, const S* b,
+               Out* c, float beta = 0.0f, const Out* bias = nullptr) const;
+  // One product per image and head; each operand is stored as T rows, ld* elements apart, and C has m = T
+  // rows.
+  template <typename Out>
+  void attention_product(bool transpose_a, bool transpose_b, int64_t n, int64_t k, const S* a, int64_t lda,
+                         const S* b, int64_t ldb, Out* c, int64_t ldc) const;
+  int64_t patch_elements() const { return int64_t{config_.channels} * config_.patch * config_.patch; }
+  int64_t padded_tokens() const { return (config_.tokens() + 7) / 8 * 8; }
+  float attention_scale() const { return 1.0f / std::sqrt(static_cast<float>(config_.head_dim())); }
+  // FP32 operands on CUDA may be rounded to TF32; the type of others says all.
+  Precision fp32_products() const {
+    return options_.precision == Precision::tf32 ? Precision::tf32 : Precision::fp32;
+  }
+
+  const VitConfig config_;
+  const Stream stream_;
+  const ParameterLayout layout_;
+  const VitPassesOptions options_;
+  const VitIndex index_;
+  Buffer arena_;
+  Activations a_{};
+  int64_t batch_ = 0;  // of the last forward
+};
+
+template <typename S>
+template <typename Out>
+void TypedVitPasses<S>::product(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k,
+                                const S* a, const S* b, Out* c, float beta, const Out* bias) const {
+  Gemm args;
+  args.transpose_a = transpose_a;
+  args.transpose_b = transpose_b;
+  args.m = m;
+  args.n = n;
+  args.k = k;
+  args.a = a;
+  args.lda = transpose_a ? m : k;
+  args.b = b;
+  args.ldb = transpose_b ? k : n;
+  args.c = c;
+  args.ldc = n;
+  args.beta = beta;
+  args.bias = bias;
+  args.precision = fp32_products();
+  gemm(stream_, args);
+}
+
+template <typename S>
+template <typename Out>
+void TypedVitPasses<S>::attention_product(bool transpose_a, bool transpose_b, int64_t n, int64_t k,
+                                          const S* a, int64_t lda, const S* b, int64_t ldb, Out* c,
+                                          int64_t ldc) const {
+  const int64_t t = config_.tokens();
+  Gemm args;
+  args.transpose_a = transpose_a;
+  args.transpose_b = transpose_b;
+  args.m = t;
+  args.n = n;
+  args.k = k;
+  args.a = a;
+  args.lda = lda;
+  args.stride_a = t * lda;
+  args.b = b;
+  args.ldb = ldb;
+  args.stride_b = t * ldb;
+  args.c = c;
+  args.ldc = ldc;
+  args.stride_c = t * ldc;
+  args.batch = batch_ * config_.heads;
+  args.precision = fp32_products();
+  gemm(stream_, args);
+}
+
+}  // namespace gradwire

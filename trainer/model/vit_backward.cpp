@@ -1,0 +1,188 @@
+// The loss and the backward pass, in reading order: the model, then one layer.
+#include "kernels/vit/vit.h"
+#include "runtime/error.h"
+#include "trainer/model/typed_vit_passes.h"
+
+namespace gradwire {
+
+template <typename S>
+void TypedVitPasses<S>::evaluate(const int32_t* labels, double* totals) {
+  cross_entropy<float>(stream_, {.logits = a_.logits,
+                                 .labels = labels,
+                                 .totals = totals,
+                                 .workspace = a_.loss_workspace,
+                                 .rows = batch_,
+                                 .classes = config_.classes});
+}
+
+template <typename S>
+void TypedVitPasses<S>::backward(const int32_t* labels, double* totals, float grad_scale, float* gradients,
+                                 bool accumulate, const std::function<void(int)>& ready) {
+  if (!options_.training) throw Error("Vit::backward: this model was made for evaluation only");
+  const VitGradients to{gradients, layout_, accumulate, ready};
+  const int64_t t = config_.tokens(), c = config_.width, k = config_.classes;
+
+  cross_entropy<S>(stream_, {.logits = a_.logits,
+                             .labels = labels,
+                             .d_logits = a_.d_logits,
+                             .totals = totals,
+                             .workspace = a_.loss_workspace,
+                             .rows = batch_,
+                             .classes = k,
+                             .grad_scale = grad_scale});
+  column_sum<S>(stream_, {.x = a_.d_logits,
+                          .sum = to.at(index_.head_bias),
+                          .workspace = a_.workspace,
+                          .rows = batch_,
+                          .width = k,
+                          .accumulate = accumulate});
+  to.done({index_.head_bias});
+  product(true, false, k, c, batch_, a_.d_logits, a_.features, to.at(index_.head_weight), to.beta());
+  to.done({index_.head_weight});
+  product(false, false, batch_, c, k, a_.d_logits, operand(index_.head_weight), a_.d_features);
+
+  // Rows other than the class token's get no gradient from the head.
+  fill_zero(stream_, a_.dx, static_cast<size_t>(batch_ * t * c) * sizeof(float));
+  if constexpr (!kInPlace) fill_zero(stream_, a_.dx_rounded, static_cast<size_t>(batch_ * t * c) * sizeof(S));
+  layer_norm_backward<S>(stream_, {.x = a_.x_last,
+                                   .dy = a_.d_features,
+                                   .gamma = weight(index_.ln_weight),
+                                   .mean = a_.mean,
+                                   .rstd = a_.rstd,
+                                   .dx = a_.dx,
+                                   .dx_rounded = a_.dx_rounded,
+                                   .d_gamma = to.at(index_.ln_weight),
+                                   .d_beta = to.at(index_.ln_bias),
+                                   .workspace = a_.workspace,
+                                   .rows = batch_,
+                                   .width = c,
+                                   .x_stride = t * c,
+                                   .accumulate = accumulate});
+  to.done({index_.ln_weight, index_.ln_bias});
+
+  for (size_t layer = a_.layers.size(); layer-- > 0;) backward_layer(layer, to);
+
+  assemble_tokens_backward<S>(stream_, {.dx = a_.dx,
+                                        .d_projected = a_.qkv,
+                                        .d_bias = to.at(index_.conv_bias),
+                                        .d_class_token = to.at(index_.class_token),
+                                        .d_position = to.at(index_.position),
+                                        .batch = batch_,
+                                        .tokens = t,
+                                        .width = c,
+                                        .accumulate = accumulate});
+  to.done({index_.position, index_.class_token, index_.conv_bias});
+  product(true, false, c, patch_elements(), batch_ * (t - 1), a_.qkv, a_.patches, to.at(index_.conv_weight),
+          to.beta());
+  to.done({index_.conv_weight});
+}
+
+// On entry a_.dx holds the gradient by the layer's output, on exit the gradient by its input.
+template <typename S>
+void TypedVitPasses<S>::backward_layer(size_t layer, const VitGradients& to) {
+  const LayerActivations& l = a_.layers[layer];
+  const VitLayerIndex& at = index_.layers[layer];
+  const int64_t t = config_.tokens(), c = config_.width, f = config_.mlp, rows = batch_ * t;
+  const int64_t d = config_.head_dim(), tp = padded_tokens();
+  auto bias_gradient = [&](const S* x, int64_t width, int parameter) {
+    column_sum<S>(stream_, {.x = x,
+                            .sum = to.at(parameter),
+                            .workspace = a_.workspace,
+                            .rows = rows,
+                            .width = width,
+                            .accumulate = to.accumulate});
+    to.done({parameter});
+  };
+  // Weight (out, in) of a product y = x W^T: dW = dy^T x.
+  auto weight_gradient = [&](int64_t out, int64_t in, const S* dy, const S* x, int parameter) {
+    product(true, false, out, in, rows, dy, x, to.at(parameter), to.beta());
+    to.done({parameter});
+  };
+
+  // The MLP branch.
+  bias_gradient(dx_operand(), c, at.mlp3_bias);
+  weight_gradient(c, f, dx_operand(), l.gelu, at.mlp3_weight);
+  product(false, false, rows, f, c, dx_operand(), operand(at.mlp3_weight), a_.d_mlp);
+  bias_gelu_backward<S>(stream_, {.pre = l.pre,
+                                  .dy = a_.d_mlp,
+                                  .d_bias = to.at(at.mlp0_bias),
+                                  .workspace = a_.workspace,
+                                  .rows = rows,
+                                  .width = f,
+                                  .accumulate = to.accumulate});
+  to.done({at.mlp0_bias});
+  weight_gradient(f, c, a_.d_mlp, l.ln2, at.mlp0_weight);
+  product(false, false, rows, c, f, a_.d_mlp, operand(at.mlp0_weight), a_.d_branch);
+  layer_norm_backward<S>(stream_, {.x = l.x_mid,
+                                   .dy = a_.d_branch,
+                                   .gamma = weight(at.ln2_weight),
+                                   .mean = l.mean2,
+                                   .rstd = l.rstd2,
+                                   .dx = a_.dx,
+                                   .dx_rounded = a_.dx_rounded,
+                                   .d_gamma = to.at(at.ln2_weight),
+                                   .d_beta = to.at(at.ln2_bias),
+                                   .workspace = a_.workspace,
+                                   .rows = rows,
+                                   .width = c,
+                                   .accumulate_dx = true,
+                                   .accumulate = to.accumulate});
+  to.done({at.ln2_weight, at.ln2_bias});
+
+  // The attention branch.
+  bias_gradient(dx_operand(), c, at.out_bias);
+  weight_gradient(c, c, dx_operand(), l.merged, at.out_weight);
+  product(false, false, rows, c, c, dx_operand(), operand(at.out_weight), a_.d_branch);
+  merge_heads<S>(stream_, {.in = a_.d_branch,
+                           .out = a_.heads_out,
+                           .batch = batch_,
+                           .tokens = t,
+                           .heads = config_.heads,
+                           .head_dim = d,
+                           .inverse = true});
+  attention_product(true, false, d, t, l.attention, tp, a_.heads_out, d, a_.dv, d);
+  attention_product(false, true, t, d, a_.heads_out, d, l.v, d, a_.d_attention, tp);
+  softmax_backward<S>(stream_, {.y = l.attention,
+                                .dy = a_.d_attention,
+                                .rows = batch_ * config_.heads * t,
+                                .width = t,
+                                .ld = tp,
+                                .scale = attention_scale()});
+  attention_product(false, false, d, t, a_.d_attention, tp, l.k, d, a_.dq, d);
+  attention_product(true, false, d, t, a_.d_attention, tp, l.q, d, a_.dk, d);
+  split_heads_backward<S>(stream_, {.dq = a_.dq,
+                                    .dk = a_.dk,
+                                    .dv = a_.dv,
+                                    .d_qkv = a_.qkv,
+                                    .batch = batch_,
+                                    .tokens = t,
+                                    .heads = config_.heads,
+                                    .head_dim = d});
+  bias_gradient(a_.qkv, 3 * c, at.in_bias);
+  weight_gradient(3 * c, c, a_.qkv, l.ln1, at.in_weight);
+  product(false, false, rows, c, 3 * c, a_.qkv, operand(at.in_weight), a_.d_branch);
+  layer_norm_backward<S>(stream_, {.x = l.x,
+                                   .dy = a_.d_branch,
+                                   .gamma = weight(at.ln1_weight),
+                                   .mean = l.mean1,
+                                   .rstd = l.rstd1,
+                                   .dx = a_.dx,
+                                   .dx_rounded = a_.dx_rounded,
+                                   .d_gamma = to.at(at.ln1_weight),
+                                   .d_beta = to.at(at.ln1_bias),
+                                   .workspace = a_.workspace,
+                                   .rows = rows,
+                                   .width = c,
+                                   .accumulate_dx = true,
+                                   .accumulate = to.accumulate});
+  to.done({at.ln1_weight, at.ln1_bias});
+}
+
+template void TypedVitPasses<float>::evaluate(const int32_t*, double*);
+template void TypedVitPasses<Bf16>::evaluate(const int32_t*, double*);
+template void TypedVitPasses<float>::backward(const int32_t*, double*, float, float*, bool,
+                                              const std::function<void(int)>&);
+template void TypedVitPasses<Bf16>::backward(const int32_t*, double*, float, float*, bool,
+                                             const std::function<void(int)>&);
+
+}  // namespace gradwire

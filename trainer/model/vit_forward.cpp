@@ -1,0 +1,128 @@
+// The forward pass, in reading order: the model, then one layer.
+#include "kernels/vit/vit.h"
+
+#include <fmt/format.h>
+#include "runtime/error.h"
+#include "trainer/model/typed_vit_passes.h"
+
+namespace gradwire {
+
+template <typename S>
+void TypedVitPasses<S>::forward(const float* images, int64_t batch) {
+  if (batch < 0 || batch > options_.max_batch) {
+    throw Error(fmt::format("Vit::forward: {} images, made for {}", batch, options_.max_batch));
+  }
+  batch_ = batch;
+  const int64_t t = config_.tokens(), c = config_.width;
+  patchify<S>(stream_, {.images = images,
+                        .patches = a_.patches,
+                        .batch = batch,
+                        .channels = config_.channels,
+                        .image = config_.image,
+                        .patch = config_.patch});
+  // The layer's scratch is free here: it takes the projection.
+  product(false, true, batch * (t - 1), c, patch_elements(), a_.patches, operand(index_.conv_weight), a_.qkv);
+  assemble_tokens<S>(stream_, {.projected = a_.qkv,
+                               .bias = weight(index_.conv_bias),
+                               .class_token = weight(index_.class_token),
+                               .position = weight(index_.position),
+                               .x = a_.layers[0].x,
+                               .batch = batch,
+                               .tokens = t,
+                               .width = c});
+  for (size_t layer = 0; layer < a_.layers.size(); ++layer) {
+    forward_layer(layer, branch_of(layer + 1 < a_.layers.size() ? a_.layers[layer + 1].x : a_.x_last));
+  }
+  bias_residual<S>(stream_, {.y = branch_of(a_.x_last),
+                             .bias = weight(index_.layers.back().mlp3_bias),
+                             .residual = a_.layers.back().x_mid,
+                             .x = a_.x_last,
+                             .rows = batch * t,
+                             .width = c});
+  // Only the class token reaches the head, so only its rows are normalized.
+  layer_norm<S>(stream_, {.x = a_.x_last,
+                          .gamma = weight(index_.ln_weight),
+                          .beta = weight(index_.ln_bias),
+                          .y = a_.features,
+                          .mean = a_.mean,
+                          .rstd = a_.rstd,
+                          .rows = batch,
+                          .width = c,
+                          .x_stride = t * c});
+  product(false, true, batch, config_.classes, c, a_.features, operand(index_.head_weight), a_.logits);
+  bias_residual<float>(stream_, {.y = a_.logits,
+                                 .bias = weight(index_.head_bias),
+                                 .x = a_.logits,
+                                 .rows = batch,
+                                 .width = config_.classes});
+}
+
+// Bias and residual of a layer's last product join in the layer norm that follows: on entry of any layer but
+// the first, l.x holds the bare product, and the layer before the rest.
+template <typename S>
+void TypedVitPasses<S>::forward_layer(size_t layer, S* branch_out) {
+  const LayerActivations& l = a_.layers[layer];
+  const VitLayerIndex& at = index_.layers[layer];
+  const int64_t t = config_.tokens(), c = config_.width, f = config_.mlp, rows = batch_ * t;
+  const int64_t d = config_.head_dim(), tp = padded_tokens();
+
+  // x_mid = x + out_proj(attention(ln_1(x)))
+  const bool joins = layer > 0;
+  layer_norm<S>(stream_, {.x = joins ? a_.layers[layer - 1].x_mid : l.x,
+                          .gamma = weight(at.ln1_weight),
+                          .beta = weight(at.ln1_bias),
+                          .y = l.ln1,
+                          .mean = l.mean1,
+                          .rstd = l.rstd1,
+                          .rows = rows,
+                          .width = c,
+                          .branch = joins ? branch_of(l.x) : nullptr,
+                          .branch_bias = joins ? weight(index_.layers[layer - 1].mlp3_bias) : nullptr,
+                          .sum = joins ? l.x : nullptr});
+  product(false, true, rows, 3 * c, c, l.ln1, operand(at.in_weight), a_.qkv);
+  split_heads<S>(stream_, {.qkv = a_.qkv,
+                           .bias = weight(at.in_bias),
+                           .q = l.q,
+                           .k = l.k,
+                           .v = l.v,
+                           .batch = batch_,
+                           .tokens = t,
+                           .heads = config_.heads,
+                           .head_dim = d});
+  attention_product(false, true, t, d, l.q, d, l.k, d, scores_of(l.attention), tp);
+  softmax<S>(stream_, {.x = scores_of(l.attention),
+                       .y = l.attention,
+                       .rows = batch_ * config_.heads * t,
+                       .width = t,
+                       .ld = tp,
+                       .scale = attention_scale()});
+  attention_product(false, false, d, t, l.attention, tp, l.v, d, a_.heads_out, d);
+  merge_heads<S>(stream_, {.in = a_.heads_out,
+                           .out = l.merged,
+                           .batch = batch_,
+                           .tokens = t,
+                           .heads = config_.heads,
+                           .head_dim = d});
+  product(false, true, rows, c, c, l.merged, operand(at.out_weight), branch_of(l.x_mid));
+
+  // x_out = x_mid + mlp.3(GELU(mlp.0(ln_2(x_mid))))
+  layer_norm<S>(stream_, {.x = l.x,
+                          .gamma = weight(at.ln2_weight),
+                          .beta = weight(at.ln2_bias),
+                          .y = l.ln2,
+                          .mean = l.mean2,
+                          .rstd = l.rstd2,
+                          .rows = rows,
+                          .width = c,
+                          .branch = branch_of(l.x_mid),
+                          .branch_bias = weight(at.out_bias),
+                          .sum = l.x_mid});
+  product(false, true, rows, f, c, l.ln2, operand(at.mlp0_weight), l.pre, 0.0f, operand(at.mlp0_bias));
+  bias_gelu<S>(stream_, {.x = l.pre, .y = l.gelu, .rows = rows, .width = f});
+  product(false, true, rows, c, f, l.gelu, operand(at.mlp3_weight), branch_out);
+}
+
+template void TypedVitPasses<float>::forward(const float*, int64_t);
+template void TypedVitPasses<Bf16>::forward(const float*, int64_t);
+
+}  // namespace gradwire

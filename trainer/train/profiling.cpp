@@ -1,0 +1,92 @@
+#include "trainer/train/profiling.h"
+
+#include <memory>
+#include <utility>
+
+#include "runtime/nvtx.h"
+#include "runtime/profiler.h"
+
+namespace gradwire {
+namespace {
+
+TraceLabelPtr label(std::string name, std::string category) {
+  return std::make_shared<const TraceLabel>(
+      TraceLabel{.name = std::move(name), .category = std::move(category)});
+}
+TraceLabelPtr label(Activity activity) {
+  return label(name(activity), name(activity));
+}
+
+}  // namespace
+
+// Ranks in one process share what the profiler sees, so one of them decides.
+void profile(const TrainConfig& config, Communicator& comm, const Stream& stream, int64_t step) {
+  const StepRange& steps = config.profile_steps;
+  if (steps.empty() || (step != steps.begin && step != steps.end)) return;
+  if (comm.rank() != 0 && !config.processes) return;
+  stream.synchronize();
+  step == steps.begin ? profiler_start(comm.device()) : profiler_stop(comm.device());
+}
+
+RankTrace::RankTrace(const TrainConfig& config, Communicator& comm, TraceFile* file,
+                     const SharedInstant& instant)
+    : config_(config), comm_(comm), file_(file), instant_(instant) {
+  if (file_ == nullptr) return;
+  tracer_.emplace(comm.device(), instant.here, config.trace_steps.begin, config.trace_steps.end);
+}
+
+void RankTrace::add(const TrainingMarks& marks, const Event& end, const std::string& row,
+                    const Reducer& reducer) {
+  if (!tracer_ || !tracer_->traces(marks.step)) return;
+  const std::string number = std::to_string(marks.step);
+  auto add = [&](const TraceLabelPtr& what, const Event& from, const Event& to) {
+    tracer_->add(row, what, marks.step, from, to);
+  };
+  tracer_->add("host thread", label("enqueue step " + number, "host"), marks.step, marks.enqueue_begin,
+               marks.enqueue_end);
+  tracer_->add("host thread", label("wait for step " + number, "host"), marks.step, marks.wait_begin,
+               marks.wait_end);
+  add(label("step " + number, "step"), marks.micros.front().data, end);
+  for (const TrainingMarks::Micro& micro : marks.micros) {
+    add(label(Activity::batch), micro.data, micro.forward);
+    add(label(Activity::forward), micro.forward, micro.backward);
+    add(label(Activity::backward), micro.backward, micro.done);
+  }
+  if (comm_.world() > 1) add(label("wait", "wait"), marks.micros.back().done, marks.reduced);
+  add(label(Activity::optimizer), marks.reduced, marks.end);
+  reducer.trace(marks.step, *tracer_);
+  if (tracer_->ends_with(marks.step)) hand_over();
+}
+
+std::string RankTrace::text() {
+  const double error_us = tracer_->error_us() + instant_.error_us;
+  return trace_events(comm_.rank(), comm_.device(), tracer_->take(), tracer_->dropped(), error_us);
+}
+
+// Ranks that are processes send theirs to rank 0 in messages, which are limited in size: their number, then
+// each. All ranks do this after the same report, so that rank 0 takes the right ones.
+void RankTrace::hand_over() {
+  constexpr size_t kMessageBytes = 512 << 10;
+  std::string mine = text();
+  if (config_.processes && comm_.rank() != 0) {
+    comm_.send_message(std::to_string((mine.size() + kMessageBytes - 1) / kMessageBytes));
+    for (size_t at = 0; at < mine.size(); at += kMessageBytes) {
+      comm_.send_message(mine.substr(at, kMessageBytes));
+    }
+    return;
+  }
+  file_->add(comm_.rank(), std::move(mine));
+  for (int rank = 1; config_.processes && rank < comm_.world(); ++rank) {
+    std::string theirs;
+    for (int left = std::stoi(comm_.take_message(rank)); left > 0; --left) {
+      theirs += comm_.take_message(rank);
+    }
+    file_->add(rank, std::move(theirs));
+  }
+}
+
+void RankTrace::keep() {
+  if (tracer_) file_->keep(comm_.rank(), text());
+}
+
+}  // namespace gradwire
