@@ -32,6 +32,4 @@ void check(const Gemm& g) {
 
 }  // namespace detail
 
-GW_DEFINE_OP(gemm, Gemm)
-
 }  // namespace gradwire

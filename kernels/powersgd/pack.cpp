@@ -4,8 +4,6 @@
 
 namespace gradwire {
 
-GW_DEFINE_OP(pack, Pack)
-
 SegmentTable::SegmentTable(const Stream& stream, std::vector<Segment> segments) : host_(std::move(segments)) {
   for (const Segment& s : host_) longest_ = std::max(longest_, s.count);
   device_ = make_buffer<Segment>(stream.device(), count());

@@ -5,10 +5,6 @@
 
 namespace gradwire {
 
-GW_DEFINE_OP(powersgd_project, PowerSgdProject)
-GW_DEFINE_OP(powersgd_back_project, PowerSgdBackProject)
-GW_DEFINE_OP(powersgd_reconstruct, PowerSgdReconstruct)
-
 size_t powersgd_workspace_bytes(Device, const MatrixTable&) {
   return 0;
 }

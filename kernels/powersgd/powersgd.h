@@ -76,7 +76,10 @@ struct PowerSgdProject {
   // devices.
   void* workspace = nullptr;
 };
-GW_DECLARE_OP(powersgd_project, PowerSgdProject)
+GW_SIDES(powersgd_project, PowerSgdProject)
+inline void powersgd_project(const Stream& stream, const PowerSgdProject& args) {
+  detail::dispatch(stream, args, host::powersgd_project, GW_CUDA_SIDE(powersgd_project), "powersgd_project");
+}
 
 struct PowerSgdBackProject {
   const MatrixTable* table = nullptr;
@@ -87,7 +90,11 @@ struct PowerSgdBackProject {
   const int32_t* flags = nullptr;  // (table count) nonzero: the matrix was not finite
   void* workspace = nullptr;
 };
-GW_DECLARE_OP(powersgd_back_project, PowerSgdBackProject)
+GW_SIDES(powersgd_back_project, PowerSgdBackProject)
+inline void powersgd_back_project(const Stream& stream, const PowerSgdBackProject& args) {
+  detail::dispatch(stream, args, host::powersgd_back_project, GW_CUDA_SIDE(powersgd_back_project),
+                   "powersgd_back_project");
+}
 
 struct PowerSgdReconstruct {
   const MatrixTable* table = nullptr;
@@ -101,7 +108,11 @@ struct PowerSgdReconstruct {
   const float* q_lost = nullptr;
   float* residual = nullptr;
 };
-GW_DECLARE_OP(powersgd_reconstruct, PowerSgdReconstruct)
+GW_SIDES(powersgd_reconstruct, PowerSgdReconstruct)
+inline void powersgd_reconstruct(const Stream& stream, const PowerSgdReconstruct& args) {
+  detail::dispatch(stream, args, host::powersgd_reconstruct, GW_CUDA_SIDE(powersgd_reconstruct),
+                   "powersgd_reconstruct");
+}
 
 // Device memory that project and back_project need for partial sums, in bytes, for either of them.
 size_t powersgd_workspace_bytes(Device device, const MatrixTable& table);

@@ -26,7 +26,11 @@ struct Patchify {
   int64_t batch = 0;
   int32_t channels = 0, image = 0, patch = 0;
 };
-GW_DECLARE_TYPED_OP(patchify, Patchify)
+GW_TYPED_SIDES(patchify, Patchify)
+template <typename S = float>
+void patchify(const Stream& stream, const Patchify<S>& args) {
+  detail::dispatch(stream, args, host::patchify<S>, GW_CUDA_SIDE(patchify<S>), "patchify");
+}
 
 // x(b, 0) = class_token + position(0);  x(b, 1 + i) = projected(b, i) + bias + position(1 + i).
 // 8 or 6 B per element.
@@ -39,7 +43,12 @@ struct AssembleTokens {
   float* x = nullptr;                  // (B, T, C) out
   int64_t batch = 0, tokens = 0, width = 0;
 };
-GW_DECLARE_TYPED_OP(assemble_tokens, AssembleTokens)
+GW_TYPED_SIDES(assemble_tokens, AssembleTokens)
+template <typename S = float>
+void assemble_tokens(const Stream& stream, const AssembleTokens<S>& args) {
+  detail::dispatch(stream, args, host::assemble_tokens<S>, GW_CUDA_SIDE(assemble_tokens<S>),
+                   "assemble_tokens");
+}
 
 // From dx (B, T, C): d_projected (B, T-1, C) = dx without row 0 of each image; d_position (T, C),
 // d_class_token (C) and d_bias (C) are sums over the batch (and over patches for d_bias). 8 or 6 B per
@@ -54,7 +63,12 @@ struct AssembleTokensBackward {
   int64_t batch = 0, tokens = 0, width = 0;
   bool accumulate = false;  // parameter gradients only
 };
-GW_DECLARE_TYPED_OP(assemble_tokens_backward, AssembleTokensBackward)
+GW_TYPED_SIDES(assemble_tokens_backward, AssembleTokensBackward)
+template <typename S = float>
+void assemble_tokens_backward(const Stream& stream, const AssembleTokensBackward<S>& args) {
+  detail::dispatch(stream, args, host::assemble_tokens_backward<S>, GW_CUDA_SIDE(assemble_tokens_backward<S>),
+                   "assemble_tokens_backward");
+}
 
 // y = (x - mean) * rstd * gamma + beta per row, biased variance, rstd = 1 / sqrt(var + eps). 8 or 6 B per
 // element.
@@ -76,7 +90,11 @@ struct LayerNorm {
   const float* branch_bias = nullptr;  // (C); with a branch only
   float* sum = nullptr;                // (rows, C) out; with a branch only; may be x (unstrided) or branch
 };
-GW_DECLARE_TYPED_OP(layer_norm, LayerNorm)
+GW_TYPED_SIDES(layer_norm, LayerNorm)
+template <typename S = float>
+void layer_norm(const Stream& stream, const LayerNorm<S>& args) {
+  detail::dispatch(stream, args, host::layer_norm<S>, GW_CUDA_SIDE(layer_norm<S>), "layer_norm");
+}
 
 // dx (+)= gradient by x; d_gamma, d_beta = sums over rows. 12 or 10 B per element, 4 more when accumulating
 // into dx, 2 more with dx_rounded.
@@ -98,7 +116,12 @@ struct LayerNormBackward {
   bool accumulate_dx = false;  // residual branch: dx += instead of dx =
   bool accumulate = false;     // parameter gradients
 };
-GW_DECLARE_TYPED_OP(layer_norm_backward, LayerNormBackward)
+GW_TYPED_SIDES(layer_norm_backward, LayerNormBackward)
+template <typename S = float>
+void layer_norm_backward(const Stream& stream, const LayerNormBackward<S>& args) {
+  detail::dispatch(stream, args, host::layer_norm_backward<S>, GW_CUDA_SIDE(layer_norm_backward<S>),
+                   "layer_norm_backward");
+}
 int64_t layer_norm_backward_workspace(int64_t rows, int64_t width);
 
 // Each row of y (rows, ld) becomes softmax(scale * row of x) over its first `width` entries; entries between
@@ -110,7 +133,11 @@ struct Softmax {
   int64_t rows = 0, width = 0, ld = 0;
   float scale = 1.0f;
 };
-GW_DECLARE_TYPED_OP(softmax, Softmax)
+GW_TYPED_SIDES(softmax, Softmax)
+template <typename S = float>
+void softmax(const Stream& stream, const Softmax<S>& args) {
+  detail::dispatch(stream, args, host::softmax<S>, GW_CUDA_SIDE(softmax<S>), "softmax");
+}
 
 // dx = scale * y * (dy - sum(dy * y)), in place over dy; padding becomes 0. 12 or 6 B per element.
 template <typename S = float>
@@ -120,7 +147,12 @@ struct SoftmaxBackward {
   int64_t rows = 0, width = 0, ld = 0;
   float scale = 1.0f;
 };
-GW_DECLARE_TYPED_OP(softmax_backward, SoftmaxBackward)
+GW_TYPED_SIDES(softmax_backward, SoftmaxBackward)
+template <typename S = float>
+void softmax_backward(const Stream& stream, const SoftmaxBackward<S>& args) {
+  detail::dispatch(stream, args, host::softmax_backward<S>, GW_CUDA_SIDE(softmax_backward<S>),
+                   "softmax_backward");
+}
 
 // pre = x + bias (in place in x); y = GELU(pre) = pre * Phi(pre), exact with erf. 12 or 6 B per element.
 // Without a bias x is only read: 8 or 4 B.
@@ -131,7 +163,11 @@ struct BiasGelu {
   S* y = nullptr;               // (rows, F)
   int64_t rows = 0, width = 0;
 };
-GW_DECLARE_TYPED_OP(bias_gelu, BiasGelu)
+GW_TYPED_SIDES(bias_gelu, BiasGelu)
+template <typename S = float>
+void bias_gelu(const Stream& stream, const BiasGelu<S>& args) {
+  detail::dispatch(stream, args, host::bias_gelu<S>, GW_CUDA_SIDE(bias_gelu<S>), "bias_gelu");
+}
 
 // dy (rows, F) in place becomes dy * GELU'(pre); d_bias = its sum over rows, before rounding. 12 or 6 B per
 // element.
@@ -144,7 +180,12 @@ struct BiasGeluBackward {
   int64_t rows = 0, width = 0;
   bool accumulate = false;
 };
-GW_DECLARE_TYPED_OP(bias_gelu_backward, BiasGeluBackward)
+GW_TYPED_SIDES(bias_gelu_backward, BiasGeluBackward)
+template <typename S = float>
+void bias_gelu_backward(const Stream& stream, const BiasGeluBackward<S>& args) {
+  detail::dispatch(stream, args, host::bias_gelu_backward<S>, GW_CUDA_SIDE(bias_gelu_backward<S>),
+                   "bias_gelu_backward");
+}
 
 // x (rows, C) += y + bias: a residual branch and the bias of the product before it, in one pass. 12 or
 // 10 B per element. With residual == null: x = y + bias; y may be x (plain bias).
@@ -156,7 +197,11 @@ struct BiasResidual {
   float* x = nullptr;               // (rows, C) out; may equal residual or y
   int64_t rows = 0, width = 0;
 };
-GW_DECLARE_TYPED_OP(bias_residual, BiasResidual)
+GW_TYPED_SIDES(bias_residual, BiasResidual)
+template <typename S = float>
+void bias_residual(const Stream& stream, const BiasResidual<S>& args) {
+  detail::dispatch(stream, args, host::bias_residual<S>, GW_CUDA_SIDE(bias_residual<S>), "bias_residual");
+}
 
 // sum (C) = column sums of x (rows, C): a bias gradient. 4 or 2 B per element.
 template <typename S = float>
@@ -167,7 +212,11 @@ struct ColumnSum {
   int64_t rows = 0, width = 0;
   bool accumulate = false;
 };
-GW_DECLARE_TYPED_OP(column_sum, ColumnSum)
+GW_TYPED_SIDES(column_sum, ColumnSum)
+template <typename S = float>
+void column_sum(const Stream& stream, const ColumnSum<S>& args) {
+  detail::dispatch(stream, args, host::column_sum<S>, GW_CUDA_SIDE(column_sum<S>), "column_sum");
+}
 int64_t column_sum_workspace(int64_t rows, int64_t width);
 
 // qkv (B, T, 3C) + bias (3C) -> q, k, v, each (B, H, T, D). 24 or 12 B per (b, t, c).
@@ -180,7 +229,11 @@ struct SplitHeads {
   S* v = nullptr;
   int64_t batch = 0, tokens = 0, heads = 0, head_dim = 0;
 };
-GW_DECLARE_TYPED_OP(split_heads, SplitHeads)
+GW_TYPED_SIDES(split_heads, SplitHeads)
+template <typename S = float>
+void split_heads(const Stream& stream, const SplitHeads<S>& args) {
+  detail::dispatch(stream, args, host::split_heads<S>, GW_CUDA_SIDE(split_heads<S>), "split_heads");
+}
 
 // The inverse for gradients: dq, dk, dv (B, H, T, D) -> d_qkv (B, T, 3C). 24 or 12 B per (b, t, c).
 template <typename S = float>
@@ -191,7 +244,12 @@ struct SplitHeadsBackward {
   S* d_qkv = nullptr;
   int64_t batch = 0, tokens = 0, heads = 0, head_dim = 0;
 };
-GW_DECLARE_TYPED_OP(split_heads_backward, SplitHeadsBackward)
+GW_TYPED_SIDES(split_heads_backward, SplitHeadsBackward)
+template <typename S = float>
+void split_heads_backward(const Stream& stream, const SplitHeadsBackward<S>& args) {
+  detail::dispatch(stream, args, host::split_heads_backward<S>, GW_CUDA_SIDE(split_heads_backward<S>),
+                   "split_heads_backward");
+}
 
 // (B, H, T, D) -> (B, T, C), or back with `inverse`. 8 or 4 B per element.
 template <typename S = float>
@@ -201,7 +259,11 @@ struct MergeHeads {
   int64_t batch = 0, tokens = 0, heads = 0, head_dim = 0;
   bool inverse = false;
 };
-GW_DECLARE_TYPED_OP(merge_heads, MergeHeads)
+GW_TYPED_SIDES(merge_heads, MergeHeads)
+template <typename S = float>
+void merge_heads(const Stream& stream, const MergeHeads<S>& args) {
+  detail::dispatch(stream, args, host::merge_heads<S>, GW_CUDA_SIDE(merge_heads<S>), "merge_heads");
+}
 
 // Per row: loss = -log softmax(logits)[label]; d_logits = grad_scale * (softmax - onehot).
 // totals[0] += sum of losses over rows, totals[1] += rows whose largest logit (first on ties) is the label;
@@ -217,6 +279,10 @@ struct CrossEntropy {
   int64_t rows = 0, classes = 0;
   float grad_scale = 1.0f;  // 1 / rows for the mean
 };
-GW_DECLARE_TYPED_OP(cross_entropy, CrossEntropy)
+GW_TYPED_SIDES(cross_entropy, CrossEntropy)
+template <typename S = float>
+void cross_entropy(const Stream& stream, const CrossEntropy<S>& args) {
+  detail::dispatch(stream, args, host::cross_entropy<S>, GW_CUDA_SIDE(cross_entropy<S>), "cross_entropy");
+}
 
 }  // namespace gradwire
