@@ -6,7 +6,7 @@
 #include "kernels/math/column_chunks.h"
 #include "kernels/simd/rows.h"
 #include "kernels/simd/simd.h"
-#include "kernels/vit/vit.h"
+#include "kernels/vit/bias.h"
 
 namespace gradwire::host {
 

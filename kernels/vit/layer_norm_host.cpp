@@ -6,7 +6,7 @@
 #include "kernels/simd/column_sum.h"
 #include "kernels/simd/rows.h"
 #include "kernels/simd/simd.h"
-#include "kernels/vit/vit.h"
+#include "kernels/vit/layer_norm.h"
 
 GW_ALLOW_FMA
 

@@ -9,7 +9,7 @@
 #include "kernels/simd/float8.h"
 #include "kernels/simd/rows.h"
 #include "kernels/simd/simd.h"
-#include "kernels/vit/vit.h"
+#include "kernels/vit/softmax.h"
 
 GW_ALLOW_FMA
 
