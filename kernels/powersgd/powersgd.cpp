@@ -5,10 +5,6 @@
 
 namespace gradwire {
 
-size_t powersgd_workspace_bytes(Device, const MatrixTable&) {
-  return 0;
-}
-
 MatrixTable::MatrixTable(const Stream& stream, std::vector<MatrixDescriptor> matrices)
     : host_(std::move(matrices)) {
   std::vector<MatrixBlocks> starts{{}};

@@ -72,9 +72,6 @@ struct PowerSgdProject {
   float* residual = nullptr;  // in: E, out: M; null: no error feedback, M is grad
   const float* q = nullptr;
   float* p = nullptr;  // out
-  // Scratch of powersgd_workspace_bytes(device, table); may be null when that is 0, as it is today on all
-  // devices.
-  void* workspace = nullptr;
 };
 GW_SIDES(powersgd_project, PowerSgdProject)
 inline void powersgd_project(const Stream& stream, const PowerSgdProject& args) {
@@ -88,7 +85,6 @@ struct PowerSgdBackProject {
   const float* p = nullptr;        // orthonormal columns
   float* q = nullptr;              // out: M^T P, this rank's own
   const int32_t* flags = nullptr;  // (table count) nonzero: the matrix was not finite
-  void* workspace = nullptr;
 };
 GW_SIDES(powersgd_back_project, PowerSgdBackProject)
 inline void powersgd_back_project(const Stream& stream, const PowerSgdBackProject& args) {
@@ -113,8 +109,5 @@ inline void powersgd_reconstruct(const Stream& stream, const PowerSgdReconstruct
   detail::dispatch(stream, args, host::powersgd_reconstruct, GW_CUDA_SIDE(powersgd_reconstruct),
                    "powersgd_reconstruct");
 }
-
-// Device memory that project and back_project need for partial sums, in bytes, for either of them.
-size_t powersgd_workspace_bytes(Device device, const MatrixTable& table);
 
 }  // namespace gradwire
