@@ -15,7 +15,7 @@ target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-ffp
 # Nothing here reads errno after sqrt or traps on a floating-point flag; believing otherwise keeps loops from vectorizing.
 target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fno-math-errno -fno-trapping-math>)
 # `#pragma omp simd` without OpenMP's runtime: see kernels/simd/simd.h.
-# -Wno-psabi: vectors of eight floats (kernels/simd/float8.h) only ever live in inlined code, so no ABI carries them.
+# -Wno-psabi: vectors of floats (kernels/simd/vector.h) only ever live in inlined code, so no ABI carries them.
 target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fopenmp-simd -Wno-psabi>)
 target_compile_definitions(gradwire_options INTERFACE GRADWIRE_VERSION="${PROJECT_VERSION}")
 if(GRADWIRE_HAS_CUDA)

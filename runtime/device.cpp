@@ -1,6 +1,7 @@
 // Device, Stream, Event, Buffer: the host implementation, and the forks to the CUDA one.
 #include "runtime/device.h"
 
+#include <fmt/core.h>
 #include <sys/mman.h>
 
 #include <array>
@@ -20,7 +21,7 @@
 namespace gradwire {
 
 std::string Device::name() const {
-  return is_host() ? "host" : "cuda:" + std::to_string(index);
+  return is_host() ? "host" : fmt::format("cuda:{}", index);
 }
 
 bool built_with_cuda() {
@@ -57,7 +58,7 @@ namespace {
 
 #ifndef GRADWIRE_HAS_CUDA
 [[noreturn]] void no_cuda(const char* what) {
-  throw DeviceError(std::string(what) + ": no CUDA device: " + cuda_unavailable_reason());
+  throw DeviceError(fmt::format("{}: no CUDA device: {}", what, cuda_unavailable_reason()));
 }
 #endif
 
@@ -142,7 +143,7 @@ struct HostStream final : Stream::Impl {
   void wait(const Event::Impl& event) override {
     const auto* host_event = dynamic_cast<const HostEvent*>(&event);
     if (host_event == nullptr)
-      throw DeviceError("a host stream cannot wait for an event of " + event.device.name());
+      throw DeviceError(fmt::format("a host stream cannot wait for an event of {}", event.device.name()));
     if (!host_event->ticket) return;
     if (!thread.joinable()) {
       host_event->synchronize();
@@ -195,7 +196,8 @@ struct HostStream final : Stream::Impl {
 
 void HostEvent::record(Stream::Impl& stream) {
   auto* host_stream = dynamic_cast<HostStream*>(&stream);
-  if (host_stream == nullptr) throw DeviceError("a host event cannot be recorded on " + stream.device.name());
+  if (host_stream == nullptr)
+    throw DeviceError(fmt::format("a host event cannot be recorded on {}", stream.device.name()));
   auto fresh = std::make_shared<Ticket>();
   host_stream->mark(fresh);
   ticket = std::move(fresh);
@@ -266,8 +268,8 @@ Event Event::make(Device device, bool timer) {
 // Throws if what `event` marks is inside a graph and cannot be seen from outside.
 void Event::outside(const Impl& event, const char* what) {
   if (event.capture == 0 || event.timer) return;
-  throw DeviceError(std::string(what) +
-                    ": the event was last recorded inside a graph; record it outside, or make it a timer");
+  throw DeviceError(fmt::format(
+      "{}: the event was last recorded inside a graph; record it outside, or make it a timer", what));
 }
 
 Event Event::create(Device device) {
@@ -304,12 +306,11 @@ constexpr size_t kHugePage = size_t{2} << 20, kHugePageBytes = 4 * kHugePage;
 
 Buffer::Buffer(Device device, size_t bytes) : device_(device), bytes_(bytes) {
   if (bytes == 0) return;
-  Capture::forbid("Buffer", std::to_string(bytes) + " bytes", "memory is allocated in set-up");
+  Capture::forbid("Buffer", fmt::format("{} bytes", bytes), "memory is allocated in set-up");
   if (device.is_host()) {
     const size_t alignment = bytes >= kHugePageBytes ? kHugePage : 256;
     void* data = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
-    if (data == nullptr)
-      throw DeviceError("out of host memory: " + std::to_string(bytes) + " bytes asked for");
+    if (data == nullptr) throw DeviceError(fmt::format("out of host memory: {} bytes asked for", bytes));
 #ifdef MADV_HUGEPAGE
     if (bytes >= kHugePageBytes) madvise(data, bytes, MADV_HUGEPAGE);  // a wish; refusal costs speed only
 #endif
@@ -373,7 +374,7 @@ void store(const Stream& stream, void* dst, const void* value, size_t bytes) {
   if (bytes == 0) return;
   std::array<std::byte, 64> captured;
   Capture::forbid("store", "", "each launch would store the same value; call it in front of the launch");
-  if (bytes > captured.size()) throw BadInput("store: " + std::to_string(bytes) + " bytes, at most 64 fit");
+  if (bytes > captured.size()) throw BadInput(fmt::format("store: {} bytes, at most 64 fit", bytes));
   std::memcpy(captured.data(), value, bytes);
   if (stream.device().is_host()) {
     stream.submit([=] { std::memcpy(dst, captured.data(), bytes); });

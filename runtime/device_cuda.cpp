@@ -1,4 +1,6 @@
 // Streams, events and memory on CUDA.
+#include <fmt/core.h>
+
 #include <map>
 #include <mutex>
 
@@ -16,7 +18,8 @@ struct CudaStreamImpl final : Stream::Impl {
     if (owned) cudaStreamDestroy(handle);
   }
   void submit(std::function<void()>) override {
-    throw DeviceError("Stream::submit: '" + name + "' is a CUDA stream; host tasks need a host stream");
+    throw DeviceError(
+        fmt::format("Stream::submit: '{}' is a CUDA stream; host tasks need a host stream", name));
   }
   void wait(const Event::Impl& event) override;
   void synchronize() override {
@@ -68,7 +71,7 @@ struct CudaEventImpl final : Event::Impl {
 void CudaStreamImpl::wait(const Event::Impl& event) {
   const auto* cuda_event = dynamic_cast<const CudaEventImpl*>(&event);
   if (cuda_event == nullptr)
-    throw DeviceError("a CUDA stream cannot wait for an event of " + event.device.name());
+    throw DeviceError(fmt::format("a CUDA stream cannot wait for an event of {}", event.device.name()));
   if (!cuda_event->recorded) return;
   set_device(device.index);
   GW_CUDA_CHECK(cudaStreamWaitEvent(handle, cuda_event->handle, 0));
@@ -113,9 +116,9 @@ int multiprocessors() {
 
 std::shared_ptr<Stream::Impl> make_stream(int device_index, std::string name) {
   if (device_index < 0 || device_index >= device_count()) {
-    throw DeviceError("cuda:" + std::to_string(device_index) +
-                      " does not exist: " + std::to_string(device_count()) + " CUDA devices usable" +
-                      (device_count() == 0 ? " (" + unavailable_reason() + ")" : ""));
+    throw DeviceError(fmt::format("cuda:{} does not exist: {} CUDA devices usable{}", device_index,
+                                  device_count(),
+                                  device_count() == 0 ? fmt::format(" ({})", unavailable_reason()) : ""));
   }
   set_device(device_index);
   CudaStream handle = nullptr;

@@ -1,5 +1,7 @@
 #include "runtime/graph.h"
 
+#include <fmt/core.h>
+
 #include <algorithm>
 #include <atomic>
 
@@ -12,10 +14,6 @@ namespace {
 thread_local Capture* capture_of_thread = nullptr;
 std::atomic<uint64_t> captures{0};
 
-std::string quoted(const Stream::Impl& stream) {
-  return "'" + stream.name + "'";
-}
-
 }  // namespace
 
 Capture* Capture::current() noexcept {
@@ -24,9 +22,9 @@ Capture* Capture::current() noexcept {
 
 void Capture::forbid(const char* what, const std::string& whose, const char* why) {
   if (capture_of_thread == nullptr) return;
-  throw DeviceError(std::string(what) + (whose.empty() ? "" : " (" + whose + ")") +
-                    " while a graph is captured on stream " + quoted(capture_of_thread->origin_) + ": " +
-                    why);
+  throw DeviceError(fmt::format("{}{} while a graph is captured on stream '{}': {}", what,
+                                whose.empty() ? "" : fmt::format(" ({})", whose),
+                                capture_of_thread->origin_.name, why));
 }
 
 Capture::Capture(Stream::Impl& origin) : id_(++captures), origin_(origin) {
@@ -42,9 +40,10 @@ Capture::~Capture() {
 Capture::Clock& Capture::joined(Stream::Impl& stream, const char* what) {
   auto found = streams_.find(&stream);
   if (found != streams_.end()) return found->second;
-  throw DeviceError(std::string(what) + " on stream " + quoted(stream) +
-                    ", which has not joined the graph that is captured on stream " + quoted(origin_) +
-                    ": it waits for no event of it yet");
+  throw DeviceError(
+      fmt::format("{} on stream '{}', which has not joined the graph that is captured on stream '{}': it "
+                  "waits for no event of it yet",
+                  what, stream.name, origin_.name));
 }
 
 void Capture::touch(Stream::Impl& stream) {
@@ -69,9 +68,9 @@ void Capture::record(Event::Impl& event, Stream::Impl& stream) {
 void Capture::wait(Stream::Impl& stream, const std::shared_ptr<Event::Impl>& event) {
   auto recorded = events_.find(event.get());
   if (event->timer || recorded == events_.end()) {
-    throw DeviceError("Stream::wait on stream " + quoted(stream) + " while a graph is captured on stream " +
-                      quoted(origin_) + ": the event " +
-                      (event->timer ? "is a timer" : "was not recorded in this capture"));
+    throw DeviceError(fmt::format(
+        "Stream::wait on stream '{}' while a graph is captured on stream '{}': the event {}", stream.name,
+        origin_.name, event->timer ? "is a timer" : "was not recorded in this capture"));
   }
   for (const auto& [other, work] : recorded->second) {
     int64_t& known = streams_[&stream][other];
@@ -91,8 +90,9 @@ void Capture::finish() const {
     auto known = seen.find(stream);
     if (own == clock.end() || own->second == 0) continue;  // joined, and did nothing
     if (known == seen.end() || known->second < own->second) {
-      throw DeviceError("the graph captured on stream " + quoted(origin_) +
-                        " ends before the work of stream " + quoted(*stream) + ", for which it never waits");
+      throw DeviceError(fmt::format(
+          "the graph captured on stream '{}' ends before the work of stream '{}', for which it never waits",
+          origin_.name, stream->name));
     }
   }
 }

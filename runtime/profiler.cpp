@@ -1,5 +1,7 @@
 #include "runtime/profiler.h"
 
+#include <fmt/core.h>
+
 #include "runtime/error.h"
 #ifdef GRADWIRE_HAS_CUDA
 #include <cuda_profiler_api.h>
@@ -19,7 +21,7 @@ void switch_profiler([[maybe_unused]] Device device, [[maybe_unused]] bool on) {
     return;
   }
 #endif
-  throw DeviceError("the profiler range is CUDA's; " + device.name() + " has none");
+  throw DeviceError(fmt::format("the profiler range is CUDA's; {} has none", device.name()));
 }
 
 }  // namespace

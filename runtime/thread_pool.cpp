@@ -1,5 +1,6 @@
 #include "runtime/thread_pool.h"
 
+#include <fmt/core.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -25,7 +26,7 @@ int default_threads() {
     char* end = nullptr;
     long value = std::strtol(text, &end, 10);
     if (*end != '\0' || value < 1 || value > 4096) {
-      throw BadInput("GRADWIRE_THREADS='" + std::string(text) + "' is not a number from 1 to 4096");
+      throw BadInput(fmt::format("GRADWIRE_THREADS='{}' is not a number from 1 to 4096", text));
     }
     return static_cast<int>(value);
   }
@@ -116,7 +117,7 @@ int host_threads() {
 }
 
 void set_host_threads(int threads) {
-  if (threads < 1) throw BadInput("set_host_threads: need at least 1 thread, got " + std::to_string(threads));
+  if (threads < 1) throw BadInput(fmt::format("set_host_threads: need at least 1 thread, got {}", threads));
   threads_setting().store(threads, std::memory_order_relaxed);
 }
 

@@ -6,8 +6,8 @@ set -uo pipefail
 # package:what is off without it. The first group is needed to build at all.
 required=(
   "g++:the compiler" "cmake:the build" "ninja-build:the build" "make:the front door"
-  "libopenblas-dev:matrix products on the host" "libcli11-dev:the gradwire command"
-  "nlohmann-json3-dev:the gradwire command" "libfmt-dev:texts" "zlib1g-dev:reading data sets" "python3:the scripts"
+  "libopenblas-dev:matrix products on the host" "libfmt-dev:messages" "libcli11-dev:the gradwire command"
+  "nlohmann-json3-dev:the gradwire command" "zlib1g-dev:reading data sets" "python3:the scripts"
 )
 optional=(
   "libgtest-dev:the tests" "libboost-context-dev:the tests that run CUDA kernels on the CPU"

@@ -73,7 +73,7 @@ class Kernels(BenchTest):
     def test_every_op_has_a_case(self):
         declared = set()
         for header in (ROOT / "kernels").rglob("*.h"):
-            declared |= set(re.findall(r"^GW_DECLARE_(?:TYPED_)?OP\((\w+),", header.read_text(), re.M))
+            declared |= set(re.findall(r"^GW_(?:SIDES|TYPED_SIDES|DECLARE_OP)\((\w+),", header.read_text(), re.M))
         self.assertIn("bf16_encode", declared)
         listed = self.run_bench("kernels", "--list").stdout.splitlines()
         self.assertEqual(len(listed), len(set(listed)))

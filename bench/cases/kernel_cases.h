@@ -61,7 +61,7 @@ struct Problem {
 };
 
 struct KernelCase {
-  const char* op;       // as in GW_DECLARE_OP
+  const char* op;       // its name
   const char* variant;  // "" when there is one only
   const char* family;   // its header
   Problem (*make)(Arena& arena, int64_t size);

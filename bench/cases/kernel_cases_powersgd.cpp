@@ -14,7 +14,6 @@ struct Matrices {
   const MatrixTable* table;
   float *grad, *residual, *p, *q;
   int32_t* flags;
-  void* workspace;
   std::string shape;
 };
 
@@ -49,8 +48,6 @@ Matrices matrices(Arena& arena, int64_t size, int rank) {
   m.p = arena.normal(p);
   m.q = arena.normal(q);
   m.flags = arena.zeros<int32_t>(m.table->count());
-  m.workspace =
-      arena.zeros<char>(static_cast<int64_t>(powersgd_workspace_bytes(arena.stream().device(), *m.table)));
   return m;
 }
 
@@ -66,7 +63,7 @@ double product(const Matrices& m) {
 template <int kRank>
 Problem project(Arena& arena, int64_t size) {
   Matrices m = matrices(arena, size, kRank);
-  PowerSgdProject args{m.table, m.grad, m.residual, m.q, m.p, m.workspace};
+  PowerSgdProject args{m.table, m.grad, m.residual, m.q, m.p};
   return {[args](const Stream& s) { powersgd_project(s, args); }, passes(m, 12), product(m), m.shape};
 }
 
@@ -75,7 +72,7 @@ Problem back_project(Arena& arena, int64_t size) {
   Matrices m = matrices(arena, size, kRank);
   // Without orthonormal columns the residual would grow from launch to launch.
   orthonormalize(arena.stream(), {.table = m.table, .in = m.p, .out = m.p, .flags = m.flags});
-  PowerSgdBackProject args{m.table, m.grad, m.residual, m.p, m.q, m.flags, m.workspace};
+  PowerSgdBackProject args{m.table, m.grad, m.residual, m.p, m.q, m.flags};
   return {[args](const Stream& s) { powersgd_back_project(s, args); }, passes(m, 8), 2 * product(m), m.shape};
 }
 

@@ -111,15 +111,14 @@ class PowerSgdCodec final : public Codec {
   }
 
   size_t workspace_bytes() const override {
-    size_t bytes = powersgd_workspace_bytes(device_, matrices_);
-    for (const Half& half : halves_)
-      bytes = std::max(bytes, powersgd_workspace_bytes(device_, half.matrices));
-    return allreduce_bytes() + bytes;
+    size_t bytes = p_allreduce_.workspace_bytes();
+    if (before_start_) bytes = std::max(bytes, before_start_->workspace_bytes());
+    for (const Half& half : halves_) bytes = std::max(bytes, half.allreduce->workspace_bytes());
+    return (bytes + 255) / 256 * 256;
   }
 
   void bind(void* workspace) override {
-    // The passes over the matrices run beside allreduces; allreduces never beside each other.
-    workspace_ = static_cast<std::byte*>(workspace) + allreduce_bytes();
+    // One for all: no two allreduces run at a time.
     p_allreduce_.bind(workspace);
     for (Half& half : halves_) half.allreduce->bind(workspace);
     if (before_start_) before_start_->bind(workspace);
@@ -145,8 +144,7 @@ class PowerSgdCodec final : public Codec {
                                 .grad = gradients_,
                                 .residual = residual_.as<float>(),
                                 .q = q_.as<float>(),
-                                .p = p,
-                                .workspace = workspace_});
+                                .p = p});
     }
     pack(stream, {&dense_, gradients_, p, false});
     if (with_wire_residual()) {
@@ -176,8 +174,7 @@ class PowerSgdCodec final : public Codec {
                                      .residual = residual_.as<float>(),
                                      .p = p,
                                      .q = q_sum,
-                                     .flags = flags_.as<const int32_t>() + half.first,
-                                     .workspace = workspace_});
+                                     .flags = flags_.as<const int32_t>() + half.first});
       if (!beside) {
         half.allreduce->run(stream, &phases);
         continue;
@@ -303,13 +300,6 @@ class PowerSgdCodec final : public Codec {
     }
   }
 
-  size_t allreduce_bytes() const {
-    size_t bytes = p_allreduce_.workspace_bytes();
-    if (before_start_) bytes = std::max(bytes, before_start_->workspace_bytes());
-    for (const Half& half : halves_) bytes = std::max(bytes, half.allreduce->workspace_bytes());
-    return (bytes + 255) / 256 * 256;
-  }
-
   bool with_wire_residual() const { return lossy_ && spec_.error_feedback; }
 
   Program::Options options(const BucketContext& c, const char* part, uint64_t first_element,
@@ -361,7 +351,6 @@ class PowerSgdCodec final : public Codec {
   std::vector<Half> halves_;  // none without matrices
   std::optional<Program> before_start_;
   Stream transfers_;
-  void* workspace_ = nullptr;
 };
 
 }  // namespace

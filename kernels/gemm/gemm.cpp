@@ -1,5 +1,7 @@
 #include "kernels/gemm/gemm.h"
 
+#include <fmt/core.h>
+
 #include <algorithm>
 #include <limits>
 #include <string>
@@ -13,10 +15,9 @@ void check(const Gemm& g) {
   if (g.m < 0 || g.n < 0 || g.k < 0 || g.batch < 0) fail("m, n, k and batch must not be negative");
   auto operand = [&](const char* name, int64_t ld, int64_t row_length) {
     if (ld < row_length) {
-      fail(std::string(name) + " is " + std::to_string(ld) + ", less than its rows' " +
-           std::to_string(row_length) + " elements");
+      fail(fmt::format("{} is {}, less than its rows' {} elements", name, ld, row_length));
     }
-    if (ld > std::numeric_limits<int32_t>::max()) fail(std::string(name) + " does not fit 32 bits");
+    if (ld > std::numeric_limits<int32_t>::max()) fail(fmt::format("{} does not fit 32 bits", name));
   };
   operand("lda", g.lda, g.transpose_a ? g.m : g.k);
   operand("ldb", g.ldb, g.transpose_b ? g.k : g.n);
@@ -31,7 +32,5 @@ void check(const Gemm& g) {
 }
 
 }  // namespace detail
-
-GW_DEFINE_OP(gemm, Gemm)
 
 }  // namespace gradwire

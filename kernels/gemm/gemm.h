@@ -66,7 +66,10 @@ struct Gemm {
   Precision precision = Precision::fp32;  // of FP32 operands: fp32 or tf32
   MatrixPointer<const void> bias = {};    // (n), of C's type, added to each row; null: none. For batch == 1
 };
-GW_DECLARE_OP(gemm, Gemm)
+GW_SIDES(gemm, Gemm)
+inline void gemm(const Stream& stream, const Gemm& args) {
+  detail::dispatch(stream, args, host::gemm, GW_CUDA_SIDE(gemm), "gemm");
+}
 
 namespace detail {
 // Throws BadInput naming the size, type or leading dimension that cannot be.

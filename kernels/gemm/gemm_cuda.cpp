@@ -12,6 +12,7 @@
 #include <cublasLt.h>
 #include <cublas_v2.h>
 #include <cuda_runtime_api.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <map>
@@ -30,8 +31,8 @@ namespace {
 
 void check_cublas(cublasStatus_t status, const char* call) {
   if (status != CUBLAS_STATUS_SUCCESS) {
-    throw DeviceError(std::string(call) + ": " + cublasGetStatusName(status) + ": " +
-                      cublasGetStatusString(status));
+    throw DeviceError(
+        fmt::format("{}: {}: {}", call, cublasGetStatusName(status), cublasGetStatusString(status)));
   }
 }
 #define GW_CUBLAS_CHECK(call) check_cublas((call), #call)

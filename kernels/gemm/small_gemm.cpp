@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "kernels/simd/float8.h"
+#include "kernels/simd/vector.h"
 #include "kernels/simd/simd.h"
 
 GW_ALLOW_FMA
@@ -24,11 +24,11 @@ struct Left {
 template <int kRows, int kVectors>
 GW_INLINE void block(const Left& left, int64_t k, const float* b, int64_t ldb, float alpha, float beta,
                      float* c, int64_t ldc, int64_t columns) {
-  Float8 sum[kRows][kVectors] = {};
+  F32x8 sum[kRows][kVectors] = {};
   for (int64_t i = 0; i < k; ++i) {
-    Float8 row[kVectors];
+    F32x8 row[kVectors];
 #pragma GCC unroll 3
-    for (int v = 0; v < kVectors; ++v) row[v] = load8(b + i * ldb + 8 * v);
+    for (int v = 0; v < kVectors; ++v) row[v] = load<F32x8>(b + i * ldb + 8 * v);
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       const float a = left.a[r * left.row_stride + i * left.k_stride];
@@ -41,13 +41,13 @@ GW_INLINE void block(const Left& left, int64_t k, const float* b, int64_t ldb, f
 #pragma GCC unroll 3
     for (int v = 0; v < kVectors; ++v) {
       float* out = c + r * ldc + 8 * v;
-      Float8 value = sum[r][v] * alpha;
+      F32x8 value = sum[r][v] * alpha;
       if (8 * (v + 1) <= columns) {
-        if (beta != 0.0f) value += load8(out) * beta;
-        store8(out, value);
+        if (beta != 0.0f) value += load<F32x8>(out) * beta;
+        store(out, value);
       } else {
         float values[8];
-        store8(values, value);
+        store(values, value);
         for (int64_t j = 0; j < columns - 8 * v; ++j)
           out[j] = beta != 0.0f ? values[j] + out[j] * beta : values[j];
       }
@@ -82,12 +82,12 @@ GW_INLINE void pack_columns(const Gemm& g, const float* b, int64_t padded, float
   for (int64_t c = 0; c < g.n; c += 8) {
     const int64_t columns = std::min<int64_t>(8, g.n - c);
     for (int64_t row = 0; row < blocked; row += 8) {
-      Float8 v[8];
+      F32x8 v[8];
 #pragma GCC unroll 8
-      for (int j = 0; j < 8; ++j) v[j] = j < columns ? load8(b + (c + j) * g.ldb + row) : Float8{};
+      for (int j = 0; j < 8; ++j) v[j] = j < columns ? load<F32x8>(b + (c + j) * g.ldb + row) : F32x8{};
       transpose(v);
 #pragma GCC unroll 8
-      for (int j = 0; j < 8; ++j) store8(packed + (row + j) * padded + c, v[j]);
+      for (int j = 0; j < 8; ++j) store(packed + (row + j) * padded + c, v[j]);
     }
     for (int64_t row = blocked; row < g.k; ++row) {
       for (int64_t j = 0; j < 8; ++j)

@@ -18,4 +18,9 @@ inline ColumnChunks column_chunks(int64_t rows) {
   return {(rows + per_chunk - 1) / per_chunk, per_chunk};
 }
 
+// Floats of the workspace for the partial sums of `width` columns.
+inline int64_t column_sum_workspace(int64_t rows, int64_t width) {
+  return column_chunks(rows).count * width;
+}
+
 }  // namespace gradwire

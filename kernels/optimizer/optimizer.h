@@ -26,7 +26,10 @@ struct SgdStep {
   float momentum = 0.0f, weight_decay = 0.0f;
   const OptimizerScalars* scalars = nullptr;  // device memory
 };
-GW_DECLARE_OP(sgd_step, SgdStep)
+GW_SIDES(sgd_step, SgdStep)
+inline void sgd_step(const Stream& stream, const SgdStep& args) {
+  detail::dispatch(stream, args, host::sgd_step, GW_CUDA_SIDE(sgd_step), "sgd_step");
+}
 
 // AdamW (Loshchilov and Hutter, arXiv 1711.05101) as PyTorch computes it:
 // w *= 1 - lr * weight_decay; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2;
@@ -40,6 +43,9 @@ struct AdamWStep {
   float beta1 = 0.9f, beta2 = 0.999f, eps = 1e-8f, weight_decay = 0.01f;
   const OptimizerScalars* scalars = nullptr;  // device memory
 };
-GW_DECLARE_OP(adamw_step, AdamWStep)
+GW_SIDES(adamw_step, AdamWStep)
+inline void adamw_step(const Stream& stream, const AdamWStep& args) {
+  detail::dispatch(stream, args, host::adamw_step, GW_CUDA_SIDE(adamw_step), "adamw_step");
+}
 
 }  // namespace gradwire

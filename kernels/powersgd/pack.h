@@ -39,6 +39,9 @@ struct Pack {
   float* packed = nullptr;
   bool unpack = false;
 };
-GW_DECLARE_OP(pack, Pack)
+GW_SIDES(pack, Pack)
+inline void pack(const Stream& stream, const Pack& args) {
+  detail::dispatch(stream, args, host::pack, GW_CUDA_SIDE(pack), "pack");
+}
 
 }  // namespace gradwire

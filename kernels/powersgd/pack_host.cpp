@@ -1,25 +1,17 @@
-#include "kernels/powersgd/pack.h"
-
+#include <algorithm>
 #include <cstring>
 
-namespace gradwire {
-namespace reference {
+#include "kernels/powersgd/pack.h"
 
-void pack(const Pack& a) {
-  for (const Segment& s : a.table->host()) {
-    for (int64_t i = 0; i < s.count; ++i) {
-      float& scattered = a.scattered[s.scattered + i];
-      float& packed = a.packed[s.packed + i];
-      (a.unpack ? scattered : packed) = a.unpack ? packed : scattered;
-    }
-  }
+namespace gradwire {
+
+SegmentTable::SegmentTable(const Stream& stream, std::vector<Segment> segments) : host_(std::move(segments)) {
+  for (const Segment& s : host_) longest_ = std::max(longest_, s.count);
+  device_ = make_buffer<Segment>(stream.device(), count());
+  to_device(stream, device_.as<Segment>(), std::span<const Segment>(host_));
 }
 
-}  // namespace reference
-
-namespace host {
-
-void pack(const Pack& a) {
+void host::pack(const Pack& a) {
   for (const Segment& s : a.table->host()) {
     float* scattered = a.scattered + s.scattered;
     float* packed = a.packed + s.packed;
@@ -27,5 +19,4 @@ void pack(const Pack& a) {
   }
 }
 
-}  // namespace host
 }  // namespace gradwire

@@ -72,11 +72,11 @@ struct PowerSgdProject {
   float* residual = nullptr;  // in: E, out: M; null: no error feedback, M is grad
   const float* q = nullptr;
   float* p = nullptr;  // out
-  // Scratch of powersgd_workspace_bytes(device, table); may be null when that is 0, as it is today on all
-  // devices.
-  void* workspace = nullptr;
 };
-GW_DECLARE_OP(powersgd_project, PowerSgdProject)
+GW_SIDES(powersgd_project, PowerSgdProject)
+inline void powersgd_project(const Stream& stream, const PowerSgdProject& args) {
+  detail::dispatch(stream, args, host::powersgd_project, GW_CUDA_SIDE(powersgd_project), "powersgd_project");
+}
 
 struct PowerSgdBackProject {
   const MatrixTable* table = nullptr;
@@ -85,9 +85,12 @@ struct PowerSgdBackProject {
   const float* p = nullptr;        // orthonormal columns
   float* q = nullptr;              // out: M^T P, this rank's own
   const int32_t* flags = nullptr;  // (table count) nonzero: the matrix was not finite
-  void* workspace = nullptr;
 };
-GW_DECLARE_OP(powersgd_back_project, PowerSgdBackProject)
+GW_SIDES(powersgd_back_project, PowerSgdBackProject)
+inline void powersgd_back_project(const Stream& stream, const PowerSgdBackProject& args) {
+  detail::dispatch(stream, args, host::powersgd_back_project, GW_CUDA_SIDE(powersgd_back_project),
+                   "powersgd_back_project");
+}
 
 struct PowerSgdReconstruct {
   const MatrixTable* table = nullptr;
@@ -101,9 +104,10 @@ struct PowerSgdReconstruct {
   const float* q_lost = nullptr;
   float* residual = nullptr;
 };
-GW_DECLARE_OP(powersgd_reconstruct, PowerSgdReconstruct)
-
-// Device memory that project and back_project need for partial sums, in bytes, for either of them.
-size_t powersgd_workspace_bytes(Device device, const MatrixTable& table);
+GW_SIDES(powersgd_reconstruct, PowerSgdReconstruct)
+inline void powersgd_reconstruct(const Stream& stream, const PowerSgdReconstruct& args) {
+  detail::dispatch(stream, args, host::powersgd_reconstruct, GW_CUDA_SIDE(powersgd_reconstruct),
+                   "powersgd_reconstruct");
+}
 
 }  // namespace gradwire

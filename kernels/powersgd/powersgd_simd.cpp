@@ -8,80 +8,26 @@
 
 #include <algorithm>
 #include <cfloat>
-#include <cstring>
 
 #include "kernels/simd/simd.h"
+#include "kernels/simd/vector.h"
 
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed between inlined functions only
 GW_ALLOW_FMA
 
 namespace gradwire::host {
 namespace {
 
-constexpr int kLanes = 16;
-typedef float Vec __attribute__((vector_size(64)));
-typedef int32_t VecInt __attribute__((vector_size(64)));
+using Vec = F32x16;
+constexpr int kLanes = gradwire::kLanes<Vec>;
 
 constexpr int64_t kPieceFloats = 32 * 1024;  // of turned Q, in the second-level cache
 constexpr int kRowTile = 4;
 constexpr int kRankTile = 4;
 constexpr int64_t kPrefetchFloats = 512;
 
-GW_INLINE Vec load(const float* p) {
-  Vec v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
-GW_INLINE void store(float* p, const Vec& v) {
-  memcpy(p, &v, sizeof v);
-}
-// The first `count` lanes; the others read as 0 and are not written.
-GW_INLINE Vec load_some(const float* p, int64_t count) {
-  if (count >= kLanes) return load(p);
-  Vec v = {};
-  memcpy(&v, p, static_cast<size_t>(count) * sizeof(float));
-  return v;
-}
-GW_INLINE void store_some(float* p, const Vec& v, int64_t count) {
-  if (count >= kLanes) return store(p, v);
-  memcpy(p, &v, static_cast<size_t>(count) * sizeof(float));
-}
-GW_INLINE VecInt finite_mask(const Vec& v) {
-  VecInt bits;
-  memcpy(&bits, &v, sizeof bits);
-  return (bits & 0x7f800000) != 0x7f800000;
-}
 GW_INLINE Vec clamp_finite(const Vec& x) {
   Vec v = x > FLT_MAX ? Vec{} + FLT_MAX : x;
   return v < -FLT_MAX ? Vec{} - FLT_MAX : v;
-}
-// Halving, the same for every instruction set.
-GW_INLINE float sum_lanes(const Vec& v) {
-  float x[kLanes];
-  memcpy(x, &v, sizeof x);
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) x[i] += x[i + half];
-  }
-  return x[0];
-}
-
-// Adds halves of every group of lanes: the sums of a's groups, of half the length, then those of b's.
-template <int kHalf>
-GW_INLINE Vec add_halves(const Vec& a, const Vec& b) {
-  VecInt low, high;
-  for (int i = 0; i < kLanes; ++i) {
-    low[i] = i / kHalf * 2 * kHalf + i % kHalf;
-    high[i] = low[i] + kHalf;
-  }
-  return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
-}
-// The sums over the lanes of sixteen vectors, in a tenth of the time of sixteen sum_lanes and to the same
-// bits.
-GW_INLINE Vec sum_lanes_of_sixteen(const Vec (&v)[kLanes]) {
-  Vec eight[8], four[4];
-  for (int i = 0; i < 8; ++i) eight[i] = add_halves<8>(v[2 * i], v[2 * i + 1]);
-  for (int i = 0; i < 4; ++i) four[i] = add_halves<4>(eight[2 * i], eight[2 * i + 1]);
-  return add_halves<1>(add_halves<2>(four[0], four[1]), add_halves<2>(four[2], four[3]));
 }
 
 int64_t round_up(int64_t n, int64_t to) {
@@ -118,24 +64,24 @@ GW_INLINE void project_tile(const ProjectRows& a, int64_t row0, int64_t column0,
   const int64_t ahead = kRows == 1 ? kPrefetchFloats : kRows * a.cols;
   for (int64_t j = 0; j < columns; j += kLanes) {
     Vec q[kRank];
-    for (int k = 0; k < kRank; ++k) q[k] = load(turned + k * stride + j);
+    for (int k = 0; k < kRank; ++k) q[k] = load<Vec>(turned + k * stride + j);
     for (int i = 0; i < kRows; ++i) {
       Vec m;
       if (kFresh) {
         int64_t at = (row0 + i) * a.cols + column0 + j, count = columns - j;
-        m = load_some(a.grad + at, count);
+        m = load_some<Vec>(a.grad + at, count);
         __builtin_prefetch(a.grad + at + ahead);
         if (a.residual != nullptr) {
           __builtin_prefetch(a.residual + at + ahead, 1);
-          Vec e = load_some(a.residual + at, count), sum = m + e;
+          Vec e = load_some<Vec>(a.residual + at, count), sum = m + e;
           // Where the gradient is not finite the old residual stays; where only the sum is not, a finite
           // value must.
-          store_some(a.residual + at, finite_mask(m) ? clamp_finite(sum) : e, count);
+          store_some(a.residual + at, finite_lanes(m) ? clamp_finite(sum) : e, count);
           m = sum;
         }
         if (keep_m) store(m_buffer + i * stride + j, m);
       } else {
-        m = load(m_buffer + i * stride + j);
+        m = load<Vec>(m_buffer + i * stride + j);
       }
       for (int k = 0; k < kRank; ++k) acc[i][k] += m * q[k];
     }
@@ -144,11 +90,11 @@ GW_INLINE void project_tile(const ProjectRows& a, int64_t row0, int64_t column0,
     Vec flat[kLanes];
     for (int i = 0; i < kLanes; ++i) flat[i] = acc[i / kRank][i % kRank];
     float total[kLanes];
-    store(total, sum_lanes_of_sixteen(flat));
+    store(total, sums_of(flat));
     for (int i = 0; i < kLanes; ++i) sums[i / kRank * sum_stride + i % kRank] += total[i];
   } else {
     for (int i = 0; i < kRows; ++i) {
-      for (int k = 0; k < kRank; ++k) sums[i * sum_stride + k] += sum_lanes(acc[i][k]);
+      for (int k = 0; k < kRank; ++k) sums[i * sum_stride + k] += sum_of(acc[i][k]);
     }
   }
 }
@@ -178,7 +124,7 @@ GW_INLINE void outer_tile(const float* p, int64_t p_stride, int rank, const floa
                           Vec (&value)[kRows][kVecs], bool subtract) {
   for (int k = 0; k < rank; ++k) {
     Vec q[kVecs];
-    for (int v = 0; v < kVecs; ++v) q[v] = load(turned + k * stride + v * kLanes);
+    for (int v = 0; v < kVecs; ++v) q[v] = load<Vec>(turned + k * stride + v * kLanes);
     for (int i = 0; i < kRows; ++i) {
       float weight = subtract ? -p[i * p_stride + k] : p[i * p_stride + k];
       for (int v = 0; v < kVecs; ++v) value[i][v] += weight * q[v];
@@ -225,13 +171,14 @@ GW_INLINE void back_tile(const float* m, int64_t m_stride, int64_t columns, cons
                          int64_t rows, const float* ahead, float* sums, int64_t stride) {
   Vec acc[kRank][kStripVecs];
   for (int k = 0; k < kRank; ++k) {
-    for (int v = 0; v < kStripVecs; ++v) acc[k][v] = load(sums + k * stride + v * kLanes);
+    for (int v = 0; v < kStripVecs; ++v) acc[k][v] = load<Vec>(sums + k * stride + v * kLanes);
   }
   for (int64_t i = 0; i < rows; ++i) {
     Vec x[kStripVecs];
     for (int v = 0; v < kStripVecs; ++v) {
       const float* from = m + i * m_stride + v * kLanes;
-      x[v] = kWhole ? load(from) : load_some(from, std::clamp<int64_t>(columns - v * kLanes, 0, kLanes));
+      x[v] = kWhole ? load<Vec>(from)
+                    : load_some<Vec>(from, std::clamp<int64_t>(columns - v * kLanes, 0, kLanes));
       if (ahead != nullptr) __builtin_prefetch(ahead + i * m_stride + v * kLanes, 0, 3);
     }
     for (int k = 0; k < kRank; ++k) {
@@ -270,14 +217,15 @@ GW_INLINE void residual_tile(const BackProjectPanel& a, int64_t row0, int64_t co
   for (int i = 0; i < kRows; ++i) {
     for (int v = 0; v < kStripVecs; ++v) {
       const float* from = at + i * a.cols + v * kLanes;
-      left[i][v] = kWhole ? load(from)
-                          : load_some(from, std::clamp<int64_t>(a.panel - column0 - v * kLanes, 0, kLanes));
+      left[i][v] = kWhole
+                       ? load<Vec>(from)
+                       : load_some<Vec>(from, std::clamp<int64_t>(a.panel - column0 - v * kLanes, 0, kLanes));
     }
   }
   outer_tile<kRows, kStripVecs>(a.p + row0 * a.rank, a.rank, a.rank, turned + column0, stride, left, true);
   for (int i = 0; i < kRows; ++i) {
     for (int v = 0; v < kStripVecs; ++v) {
-      Vec e = finite_mask(left[i][v]) ? left[i][v] : Vec{};
+      Vec e = finite_lanes(left[i][v]) ? left[i][v] : Vec{};
       float* to = at + i * a.cols + v * kLanes;
       if (kWhole) {
         store(to, e);
@@ -332,8 +280,8 @@ GW_INLINE void reconstruct_tile(const ReconstructRows& a, int64_t row0, int64_t 
       float* to = at + i * a.cols + v * kLanes;
       int64_t lanes = kVecs > 1 ? kLanes : count;
       if (a.mode == Reconstruct::add_finite) {
-        Vec old = load_some(to, lanes), sum = old + value[i][v];
-        store_some(to, finite_mask(sum) ? sum : old, lanes);
+        Vec old = load_some<Vec>(to, lanes), sum = old + value[i][v];
+        store_some(to, finite_lanes(sum) ? sum : old, lanes);
       } else if (a.mode == Reconstruct::stream && lanes == kLanes &&
                  reinterpret_cast<uintptr_t>(to) % 16 == 0) {
         stream_store(to, a.scale * value[i][v]);

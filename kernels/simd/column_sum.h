@@ -1,18 +1,32 @@
-// The second stage of the host's sums over rows; see kernels/math/column_chunks.h.
+// The host's sums over rows, in the two stages of kernels/math/column_chunks.h.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/column_chunks.h"
+#include "runtime/thread_pool.h"
 
 namespace gradwire::host {
 
-// sum(c) = [sum(c) +] partial(0, c) + ... + partial(count - 1, c), with `stride` floats from one partial row
-// to the next.
+// First stage: add_rows(begin, end, partial) adds rows [begin, end), a chunk, to the chunk's `width` partial sums in
+// `workspace`, which begin as 0. Returns the number of chunks.
+template <typename AddRows>
+int64_t sum_chunks(int64_t rows, int64_t width, float* workspace, const AddRows& add_rows) {
+  const auto chunks = column_chunks(rows);
+  parallel_for(chunks.count, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      float* partial = workspace + i * width;
+      std::fill_n(partial, width, 0.0f);
+      add_rows(i * chunks.rows, std::min(rows, (i + 1) * chunks.rows), partial);
+    }
+  });
+  return chunks.count;
+}
+
+// Second stage: sum(c) = [sum(c) +] partial(0, c) + ... + partial(count - 1, c), with `stride` floats from one row of
+// partial sums to the next.
 void combine_partial_sums(const float* partial, int64_t count, int64_t stride, int64_t width, bool accumulate,
                           float* sum);
-// partial(c) += x(r, c) for each of `rows` rows.
-void add_rows(const float* x, int64_t rows, int64_t width, float* partial);
-void add_rows(const Bf16* x, int64_t rows, int64_t width, float* partial);
 
 }  // namespace gradwire::host

@@ -4,7 +4,7 @@
 // that or less. bias_residual reads 8 or 6 B and writes 4 B per element. Limit: memory bandwidth.
 // Deterministic: sums in fixed order.
 #include "kernels/cuda/columns.cuh"
-#include "kernels/vit/vit.h"
+#include "kernels/vit/bias.h"
 
 namespace gradwire::cuda {
 namespace {

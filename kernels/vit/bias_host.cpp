@@ -1,12 +1,9 @@
 // Host column_sum and bias_residual.
+#include "kernels/vit/bias.h"
+
 #include "kernels/simd/column_sum.h"
-
-#include <algorithm>
-
-#include "kernels/math/column_chunks.h"
 #include "kernels/simd/rows.h"
 #include "kernels/simd/simd.h"
-#include "kernels/vit/vit.h"
 
 namespace gradwire::host {
 
@@ -20,8 +17,6 @@ GW_INLINE void add_rows_of(const S* x, int64_t rows, int64_t width, float* parti
   }
 }
 
-}  // namespace
-
 GW_SIMD void add_rows(const float* x, int64_t rows, int64_t width, float* partial) {
   add_rows_of(x, rows, width, partial);
 }
@@ -29,33 +24,15 @@ GW_SIMD void add_rows(const Bf16* x, int64_t rows, int64_t width, float* partial
   add_rows_of(x, rows, width, partial);
 }
 
-GW_SIMD void combine_partial_sums(const float* partial, int64_t count, int64_t stride, int64_t width,
-                                  bool accumulate, float* sum) {
-  constexpr int64_t kTile = 256;
-  for (int64_t begin = 0; begin < width; begin += kTile) {
-    int64_t n = std::min(kTile, width - begin);
-    float total[kTile] = {};
-    for (int64_t i = 0; i < count; ++i) {
-      const float* row = partial + i * stride + begin;
-#pragma omp simd
-      for (int64_t c = 0; c < n; ++c) total[c] += row[c];
-    }
-    for (int64_t c = 0; c < n; ++c) sum[begin + c] = accumulate ? sum[begin + c] + total[c] : total[c];
-  }
-}
+}  // namespace
 
 template <typename S>
 void column_sum(const ColumnSum<S>& a) {
-  auto chunks = column_chunks(a.rows);
-  parallel_for(chunks.count, 4, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      float* partial = a.workspace + i * a.width;
-      std::fill_n(partial, a.width, 0.0f);
-      add_rows(a.x + i * chunks.rows * a.width, std::min(chunks.rows, a.rows - i * chunks.rows), a.width,
-               partial);
-    }
-  });
-  combine_partial_sums(a.workspace, chunks.count, a.width, a.width, a.accumulate, a.sum);
+  const int64_t chunks =
+      sum_chunks(a.rows, a.width, a.workspace, [&](int64_t begin, int64_t end, float* partial) {
+        add_rows(a.x + begin * a.width, end - begin, a.width, partial);
+      });
+  combine_partial_sums(a.workspace, chunks, a.width, a.width, a.accumulate, a.sum);
 }
 
 namespace {

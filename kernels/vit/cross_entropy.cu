@@ -7,7 +7,7 @@
 
 #include "kernels/cuda/reduce.cuh"
 #include "kernels/math/exp.h"
-#include "kernels/vit/vit.h"
+#include "kernels/vit/cross_entropy.h"
 
 namespace gradwire::cuda {
 namespace {

@@ -6,7 +6,7 @@
 #include "kernels/math/exp.h"
 #include "kernels/simd/rows.h"
 #include "kernels/simd/simd.h"
-#include "kernels/vit/vit.h"
+#include "kernels/vit/cross_entropy.h"
 
 GW_ALLOW_FMA
 

@@ -5,7 +5,7 @@
 // two thirds of what the device could do in that time).
 #include "kernels/cuda/columns.cuh"
 #include "kernels/math/gelu.h"
-#include "kernels/vit/vit.h"
+#include "kernels/vit/gelu.h"
 
 namespace gradwire::cuda {
 namespace {

@@ -1,12 +1,9 @@
 // Host bias_gelu and bias_gelu_backward.
-#include <algorithm>
-
-#include "kernels/math/column_chunks.h"
 #include "kernels/math/gelu.h"
 #include "kernels/simd/column_sum.h"
 #include "kernels/simd/rows.h"
 #include "kernels/simd/simd.h"
-#include "kernels/vit/vit.h"
+#include "kernels/vit/gelu.h"
 
 GW_ALLOW_FMA
 
@@ -68,15 +65,10 @@ void bias_gelu(const BiasGelu<S>& a) {
 
 template <typename S>
 void bias_gelu_backward(const BiasGeluBackward<S>& a) {
-  auto chunks = column_chunks(a.rows);
-  parallel_for(chunks.count, 4, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      float* d_bias = a.workspace + i * a.width;
-      std::fill_n(d_bias, a.width, 0.0f);
-      backward_rows(a, i * chunks.rows, std::min(a.rows, (i + 1) * chunks.rows), d_bias);
-    }
-  });
-  combine_partial_sums(a.workspace, chunks.count, a.width, a.width, a.accumulate, a.d_bias);
+  const int64_t chunks =
+      sum_chunks(a.rows, a.width, a.workspace,
+                 [&](int64_t begin, int64_t end, float* d_bias) { backward_rows(a, begin, end, d_bias); });
+  combine_partial_sums(a.workspace, chunks, a.width, a.width, a.accumulate, a.d_bias);
 }
 
 GW_INSTANTIATE_OP(bias_gelu, BiasGelu)

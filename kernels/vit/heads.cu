@@ -5,7 +5,7 @@
 // and dim once. That side is read or written in whole lines, the other in runs of head_dim. Limit: memory
 // bandwidth.
 #include "kernels/cuda/columns.cuh"
-#include "kernels/vit/vit.h"
+#include "kernels/vit/heads.h"
 
 namespace gradwire::cuda {
 namespace {

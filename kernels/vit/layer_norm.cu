@@ -10,7 +10,7 @@
 // bandwidth. Deterministic: no atomics.
 #include "kernels/cuda/columns.cuh"
 #include "kernels/cuda/row_slice.cuh"
-#include "kernels/vit/vit.h"
+#include "kernels/vit/layer_norm.h"
 
 namespace gradwire::cuda {
 namespace {

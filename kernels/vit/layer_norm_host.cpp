@@ -1,12 +1,10 @@
 // Host layer_norm and layer_norm_backward: a row stays in cache, so the second pass over it is free.
-#include <algorithm>
 #include <cmath>
 
-#include "kernels/math/column_chunks.h"
 #include "kernels/simd/column_sum.h"
 #include "kernels/simd/rows.h"
 #include "kernels/simd/simd.h"
-#include "kernels/vit/vit.h"
+#include "kernels/vit/layer_norm.h"
 
 GW_ALLOW_FMA
 
@@ -109,17 +107,11 @@ void layer_norm(const LayerNorm<S>& a) {
 
 template <typename S>
 void layer_norm_backward(const LayerNormBackward<S>& a) {
-  auto chunks = column_chunks(a.rows);
-  parallel_for(chunks.count, 4, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      float* d_gamma = a.workspace + 2 * i * a.width;
-      float* d_beta = d_gamma + a.width;
-      std::fill_n(d_gamma, 2 * a.width, 0.0f);
-      backward_rows(a, i * chunks.rows, std::min(a.rows, (i + 1) * chunks.rows), d_gamma, d_beta);
-    }
-  });
-  combine_partial_sums(a.workspace, chunks.count, 2 * a.width, a.width, a.accumulate, a.d_gamma);
-  combine_partial_sums(a.workspace + a.width, chunks.count, 2 * a.width, a.width, a.accumulate, a.d_beta);
+  const int64_t chunks = sum_chunks(
+      a.rows, 2 * a.width, a.workspace,
+      [&](int64_t begin, int64_t end, float* sums) { backward_rows(a, begin, end, sums, sums + a.width); });
+  combine_partial_sums(a.workspace, chunks, 2 * a.width, a.width, a.accumulate, a.d_gamma);
+  combine_partial_sums(a.workspace + a.width, chunks, 2 * a.width, a.width, a.accumulate, a.d_beta);
 }
 
 GW_INSTANTIATE_OP(layer_norm, LayerNorm)

@@ -6,7 +6,7 @@
 // Deterministic.
 #include "kernels/cuda/row_slice.cuh"
 #include "kernels/math/exp.h"
-#include "kernels/vit/vit.h"
+#include "kernels/vit/softmax.h"
 
 namespace gradwire::cuda {
 namespace {

@@ -6,10 +6,10 @@
 #include <limits>
 
 #include "kernels/math/exp.h"
-#include "kernels/simd/float8.h"
 #include "kernels/simd/rows.h"
 #include "kernels/simd/simd.h"
-#include "kernels/vit/vit.h"
+#include "kernels/simd/vector.h"
+#include "kernels/vit/softmax.h"
 
 GW_ALLOW_FMA
 
@@ -21,37 +21,38 @@ constexpr float kLowest = -std::numeric_limits<float>::infinity();
 template <int kLd, typename S>
 GW_INLINE void short_row(const float* x, S* y, int width, float scale) {
   constexpr int kSteps = kLd / 8;
-  Float8 v[kSteps], highest = Float8{} + kLowest, sum = {};
+  F32x8 v[kSteps], highest = F32x8{} + kLowest, sum = {};
 #pragma GCC unroll 16
   for (int j = 0; j < kSteps; ++j) {
-    v[j] = lanes_below(8 * j, width) ? load8(x + 8 * j) * scale : Float8{} + kLowest;
+    v[j] = first_lanes<F32x8>(width - 8 * j) ? load<F32x8>(x + 8 * j) * scale : F32x8{} + kLowest;
     highest = larger(v[j], highest);
   }
   const float top = largest_of(highest);
 #pragma GCC unroll 16
   for (int j = 0; j < kSteps; ++j) {
-    v[j] = lanes_below(8 * j, width) ? exp_float(v[j] - top) : Float8{};
+    v[j] = first_lanes<F32x8>(width - 8 * j) ? exp_float(v[j] - top) : F32x8{};
     sum += v[j];
   }
   const float inverse = 1.0f / sum_of(sum);
 #pragma GCC unroll 16
-  for (int j = 0; j < kSteps; ++j) store8(y + 8 * j, lanes_below(8 * j, width) ? v[j] * inverse : Float8{});
+  for (int j = 0; j < kSteps; ++j)
+    store(y + 8 * j, first_lanes<F32x8>(width - 8 * j) ? v[j] * inverse : F32x8{});
 }
 
 template <int kLd, typename S>
 GW_INLINE void short_row_backward(const S* y, S* dy, int width, float scale) {
   constexpr int kSteps = kLd / 8;
-  Float8 p[kSteps], d[kSteps], products = {};
+  F32x8 p[kSteps], d[kSteps], products = {};
 #pragma GCC unroll 16
   for (int j = 0; j < kSteps; ++j) {
-    p[j] = load8(y + 8 * j);
-    d[j] = load8(dy + 8 * j);
-    products += lanes_below(8 * j, width) ? p[j] * d[j] : Float8{};
+    p[j] = load<F32x8>(y + 8 * j);
+    d[j] = load<F32x8>(dy + 8 * j);
+    products += first_lanes<F32x8>(width - 8 * j) ? p[j] * d[j] : F32x8{};
   }
   const float dot = sum_of(products);
 #pragma GCC unroll 16
   for (int j = 0; j < kSteps; ++j) {
-    store8(dy + 8 * j, lanes_below(8 * j, width) ? p[j] * scale * (d[j] - dot) : Float8{});
+    store(dy + 8 * j, first_lanes<F32x8>(width - 8 * j) ? p[j] * scale * (d[j] - dot) : F32x8{});
   }
 }
 

@@ -7,7 +7,7 @@
 // deterministically and without a workspace. 8 or 6 B per element. Limit: memory bandwidth, once width / 16
 // blocks fill the device.
 #include "kernels/cuda/columns.cuh"
-#include "kernels/vit/vit.h"
+#include "kernels/vit/tokens.h"
 
 namespace gradwire::cuda {
 namespace {

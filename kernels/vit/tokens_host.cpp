@@ -5,7 +5,7 @@
 #include "kernels/simd/convert.h"
 #include "kernels/simd/rows.h"
 #include "kernels/simd/simd.h"
-#include "kernels/vit/vit.h"
+#include "kernels/vit/tokens.h"
 
 namespace gradwire::host {
 namespace {

@@ -68,19 +68,11 @@ class PowerSgd : public testing::OpTest {
     return b;
   }
 
-  // Scratch of the size the op's device asks for.
-  Array<unsigned char> workspace(const Bucket& b) {
-    Device device = GetParam().simt ? Device::cuda(0) : GetParam().device;
-    return array<unsigned char>(static_cast<int64_t>(powersgd_workspace_bytes(device, b.table)));
-  }
-
   std::vector<float> project(const Bucket& b, const std::vector<float>& grad, std::vector<float>* residual,
                              const std::vector<float>& q) {
     auto g = array(grad), e = array(residual != nullptr ? *residual : grad), p = array<float>(b.p_elements);
     auto q_array = array(q);
-    auto scratch = workspace(b);
     PowerSgdProject args{.table = &b.table, .grad = g.data(), .q = q_array.data(), .p = p.data()};
-    args.workspace = scratch.data();
     if (residual != nullptr) args.residual = e.data();
     GW_RUN(powersgd_project, args);
     for (auto* a : {&g, &e, &p}) a->expect_guards_intact("project");
@@ -97,10 +89,8 @@ class PowerSgd : public testing::OpTest {
     auto g = array(grad), e = array(residual != nullptr ? *residual : grad), q = array<float>(b.q_elements);
     auto p_array = array(p);
     auto f = array(flags);
-    auto scratch = workspace(b);
     PowerSgdBackProject args{.table = &b.table, .grad = g.data(), .p = p_array.data(), .q = q.data()};
     args.flags = flags.empty() ? nullptr : f.data();
-    args.workspace = scratch.data();
     if (residual != nullptr) args.residual = e.data();
     GW_RUN(powersgd_back_project, args);
     for (auto* a : {&g, &e, &q}) a->expect_guards_intact("back_project");

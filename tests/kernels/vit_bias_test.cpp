@@ -1,5 +1,5 @@
 // bias_residual and column_sum, its gradient.
-#include "kernels/vit/vit.h"
+#include "kernels/vit/bias.h"
 #include "runtime/thread_pool.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"

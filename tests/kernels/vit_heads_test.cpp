@@ -1,4 +1,4 @@
-#include "kernels/vit/vit.h"
+#include "kernels/vit/heads.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
 

@@ -1,5 +1,5 @@
 #include "kernels/math/exp.h"
-#include "kernels/vit/vit.h"
+#include "kernels/vit/softmax.h"
 #include "runtime/thread_pool.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"

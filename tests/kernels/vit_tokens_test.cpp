@@ -1,4 +1,4 @@
-#include "kernels/vit/vit.h"
+#include "kernels/vit/tokens.h"
 #include "runtime/thread_pool.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"

@@ -1,0 +1,43 @@
+// Biases and residual branches, and the gradient of a bias: a sum over columns.
+// Shapes and the storage type S: kernels/vit/vit.h.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/math/column_chunks.h"
+#include "kernels/op.h"
+
+namespace gradwire {
+
+// x (rows, C) += y + bias: a residual branch and the bias of the product before it, in one pass. 12 or
+// 10 B per element. With residual == null: x = y + bias; y may be x (plain bias).
+template <typename S = float>
+struct BiasResidual {
+  const S* y = nullptr;             // (rows, C)
+  const float* bias = nullptr;      // (C)
+  const float* residual = nullptr;  // (rows, C) or null
+  float* x = nullptr;               // (rows, C) out; may equal residual or y
+  int64_t rows = 0, width = 0;
+};
+GW_TYPED_SIDES(bias_residual, BiasResidual)
+template <typename S = float>
+void bias_residual(const Stream& stream, const BiasResidual<S>& args) {
+  detail::dispatch(stream, args, host::bias_residual<S>, GW_CUDA_SIDE(bias_residual<S>), "bias_residual");
+}
+
+// sum (C) = column sums of x (rows, C): a bias gradient. 4 or 2 B per element.
+template <typename S = float>
+struct ColumnSum {
+  const S* x = nullptr;
+  float* sum = nullptr;
+  float* workspace = nullptr;  // column_sum_workspace(rows, width) floats
+  int64_t rows = 0, width = 0;
+  bool accumulate = false;
+};
+GW_TYPED_SIDES(column_sum, ColumnSum)
+template <typename S = float>
+void column_sum(const Stream& stream, const ColumnSum<S>& args) {
+  detail::dispatch(stream, args, host::column_sum<S>, GW_CUDA_SIDE(column_sum<S>), "column_sum");
+}
+
+}  // namespace gradwire

@@ -1,0 +1,27 @@
+// Scalar, with every sum in double: what the formulas in bias.h say.
+#include "kernels/vit/bias.h"
+#include "kernels/vit/reference.h"
+
+namespace gradwire::reference {
+
+template <typename S>
+void bias_residual(const BiasResidual<S>& a) {
+  for (int64_t i = 0; i < a.rows * a.width; ++i) {
+    double old = a.residual != nullptr ? a.residual[i] : 0.0;
+    a.x[i] = static_cast<float>(old + widen(a.y[i]) + a.bias[i % a.width]);
+  }
+}
+
+template <typename S>
+void column_sum(const ColumnSum<S>& a) {
+  for (int64_t c = 0; c < a.width; ++c) {
+    double sum = 0.0;
+    for (int64_t r = 0; r < a.rows; ++r) sum += widen(a.x[r * a.width + c]);
+    store_sum(&a.sum[c], sum, a.accumulate);
+  }
+}
+
+GW_INSTANTIATE_OP(bias_residual, BiasResidual)
+GW_INSTANTIATE_OP(column_sum, ColumnSum)
+
+}  // namespace gradwire::reference

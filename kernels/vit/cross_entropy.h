@@ -1,0 +1,31 @@
+// The loss: softmax, cross entropy and its gradient, and how many predictions are correct.
+// Shapes and the storage type S: kernels/vit/vit.h.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/op.h"
+
+namespace gradwire {
+
+// Per row: loss = -log softmax(logits)[label]; d_logits = grad_scale * (softmax - onehot).
+// totals[0] += sum of losses over rows, totals[1] += rows whose largest logit (first on ties) is the label;
+// the two are doubles in device memory, added to in row order. d_logits may be null (evaluation) or equal
+// logits. A label outside 0..classes-1 gives a NaN loss.
+template <typename S = float>
+struct CrossEntropy {
+  const float* logits = nullptr;    // (rows, K)
+  const int32_t* labels = nullptr;  // (rows)
+  S* d_logits = nullptr;
+  double* totals = nullptr;    // (2) in and out
+  float* workspace = nullptr;  // (2 * rows) floats
+  int64_t rows = 0, classes = 0;
+  float grad_scale = 1.0f;  // 1 / rows for the mean
+};
+GW_TYPED_SIDES(cross_entropy, CrossEntropy)
+template <typename S = float>
+void cross_entropy(const Stream& stream, const CrossEntropy<S>& args) {
+  detail::dispatch(stream, args, host::cross_entropy<S>, GW_CUDA_SIDE(cross_entropy<S>), "cross_entropy");
+}
+
+}  // namespace gradwire

@@ -1,0 +1,47 @@
+// Scalar, with every sum in double: what the formulas in gelu.h say.
+#include <cmath>
+
+#include "kernels/vit/gelu.h"
+#include "kernels/vit/reference.h"
+
+namespace gradwire::reference {
+
+namespace {
+
+double phi_cdf(double x) {
+  return 0.5 * std::erfc(-x / std::sqrt(2.0));
+}
+double phi_density(double x) {
+  return std::exp(-0.5 * x * x) / std::sqrt(2.0 * 3.14159265358979323846);
+}
+
+}  // namespace
+
+template <typename S>
+void bias_gelu(const BiasGelu<S>& a) {
+  for (int64_t i = 0; i < a.rows * a.width; ++i) {
+    if (a.bias != nullptr) a.x[i] = narrow<S>(widen(a.x[i]) + a.bias[i % a.width]);
+    const float pre = widen(a.x[i]);
+    a.y[i] = rounded<S>(pre * phi_cdf(pre));
+  }
+}
+
+template <typename S>
+void bias_gelu_backward(const BiasGeluBackward<S>& a) {
+  for (int64_t c = 0; c < a.width; ++c) {
+    double sum = 0.0;
+    for (int64_t r = 0; r < a.rows; ++r) {
+      double pre = widen(a.pre[r * a.width + c]);
+      S& d = a.dy[r * a.width + c];
+      double dx = widen(d) * (phi_cdf(pre) + pre * phi_density(pre));
+      sum += dx;
+      d = rounded<S>(dx);
+    }
+    store_sum(&a.d_bias[c], sum, a.accumulate);
+  }
+}
+
+GW_INSTANTIATE_OP(bias_gelu, BiasGelu)
+GW_INSTANTIATE_OP(bias_gelu_backward, BiasGeluBackward)
+
+}  // namespace gradwire::reference

@@ -1,0 +1,68 @@
+// Layer normalization, with or without a residual branch that joins on the way.
+// Shapes and the storage type S: kernels/vit/vit.h.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/math/column_chunks.h"
+#include "kernels/op.h"
+
+namespace gradwire {
+
+// y = (x - mean) * rstd * gamma + beta per row, biased variance, rstd = 1 / sqrt(var + eps). 8 or 6 B per
+// element.
+//
+// With `branch`, a residual branch joins on the way: sum = x + (branch + branch_bias) is stored, and is what
+// is normalized. 16 or 12 B per element, 4 fewer than bias_residual followed by this; the same bits.
+template <typename S = float>
+struct LayerNorm {
+  const float* x = nullptr;      // (rows, C)
+  const float* gamma = nullptr;  // (C)
+  const float* beta = nullptr;   // (C)
+  S* y = nullptr;                // (rows, C)
+  float* mean = nullptr;         // (rows) out, for backward
+  float* rstd = nullptr;         // (rows) out, for backward
+  int64_t rows = 0, width = 0;
+  int64_t x_stride = 0;  // distance between rows of x; 0 means width (the head normalizes every T-th row)
+  float eps = 1e-6f;
+  const S* branch = nullptr;           // (rows, C) a product without its bias, or null
+  const float* branch_bias = nullptr;  // (C); with a branch only
+  float* sum = nullptr;                // (rows, C) out; with a branch only; may be x (unstrided) or branch
+};
+GW_TYPED_SIDES(layer_norm, LayerNorm)
+template <typename S = float>
+void layer_norm(const Stream& stream, const LayerNorm<S>& args) {
+  detail::dispatch(stream, args, host::layer_norm<S>, GW_CUDA_SIDE(layer_norm<S>), "layer_norm");
+}
+
+// dx (+)= gradient by x; d_gamma, d_beta = sums over rows. 12 or 10 B per element, 4 more when accumulating
+// into dx, 2 more with dx_rounded.
+template <typename S = float>
+struct LayerNormBackward {
+  const float* x = nullptr;
+  const S* dy = nullptr;
+  const float* gamma = nullptr;
+  const float* mean = nullptr;
+  const float* rstd = nullptr;
+  float* dx = nullptr;
+  S* dx_rounded =
+      nullptr;  // as dx, strides included: what the products behind read; null when they read dx itself
+  float* d_gamma = nullptr;
+  float* d_beta = nullptr;
+  float* workspace = nullptr;  // layer_norm_backward_workspace(rows, width) floats
+  int64_t rows = 0, width = 0;
+  int64_t x_stride = 0;        // of x and dx; 0 means width
+  bool accumulate_dx = false;  // residual branch: dx += instead of dx =
+  bool accumulate = false;     // parameter gradients
+};
+GW_TYPED_SIDES(layer_norm_backward, LayerNormBackward)
+template <typename S = float>
+void layer_norm_backward(const Stream& stream, const LayerNormBackward<S>& args) {
+  detail::dispatch(stream, args, host::layer_norm_backward<S>, GW_CUDA_SIDE(layer_norm_backward<S>),
+                   "layer_norm_backward");
+}
+inline int64_t layer_norm_backward_workspace(int64_t rows, int64_t width) {
+  return 2 * column_sum_workspace(rows, width);
+}
+
+}  // namespace gradwire

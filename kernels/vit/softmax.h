@@ -1,0 +1,41 @@
+// Softmax over rows: attention's scores.
+// Shapes and the storage type S: kernels/vit/vit.h.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/op.h"
+
+namespace gradwire {
+
+// Each row of y (rows, ld) becomes softmax(scale * row of x) over its first `width` entries; entries between
+// width and ld become 0, so that padded products see nothing. y may be x. 8 or 6 B per element.
+template <typename S = float>
+struct Softmax {
+  float* x = nullptr;  // (rows, ld) scores; what they are afterwards, if not y, is left open
+  S* y = nullptr;      // (rows, ld)
+  int64_t rows = 0, width = 0, ld = 0;
+  float scale = 1.0f;
+};
+GW_TYPED_SIDES(softmax, Softmax)
+template <typename S = float>
+void softmax(const Stream& stream, const Softmax<S>& args) {
+  detail::dispatch(stream, args, host::softmax<S>, GW_CUDA_SIDE(softmax<S>), "softmax");
+}
+
+// dx = scale * y * (dy - sum(dy * y)), in place over dy; padding becomes 0. 12 or 6 B per element.
+template <typename S = float>
+struct SoftmaxBackward {
+  const S* y = nullptr;  // (rows, ld) what softmax returned
+  S* dy = nullptr;       // (rows, ld) in: dy, out: dx
+  int64_t rows = 0, width = 0, ld = 0;
+  float scale = 1.0f;
+};
+GW_TYPED_SIDES(softmax_backward, SoftmaxBackward)
+template <typename S = float>
+void softmax_backward(const Stream& stream, const SoftmaxBackward<S>& args) {
+  detail::dispatch(stream, args, host::softmax_backward<S>, GW_CUDA_SIDE(softmax_backward<S>),
+                   "softmax_backward");
+}
+
+}  // namespace gradwire

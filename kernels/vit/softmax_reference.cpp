@@ -1,0 +1,40 @@
+// Scalar, with every sum in double: what the formulas in softmax.h say.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "kernels/vit/reference.h"
+#include "kernels/vit/softmax.h"
+
+namespace gradwire::reference {
+
+template <typename S>
+void softmax(const Softmax<S>& a) {
+  for (int64_t r = 0; r < a.rows; ++r) {
+    const float* x = a.x + r * a.ld;
+    S* y = a.y + r * a.ld;
+    const double scale = a.scale;
+    double highest = -std::numeric_limits<double>::infinity(), sum = 0.0;
+    for (int64_t c = 0; c < a.width; ++c) highest = std::max(highest, scale * x[c]);
+    for (int64_t c = 0; c < a.width; ++c) sum += std::exp(scale * x[c] - highest);
+    for (int64_t c = 0; c < a.width; ++c) y[c] = rounded<S>(std::exp(scale * x[c] - highest) / sum);
+    for (int64_t c = a.width; c < a.ld; ++c) y[c] = narrow<S>(0.0f);
+  }
+}
+
+template <typename S>
+void softmax_backward(const SoftmaxBackward<S>& a) {
+  for (int64_t r = 0; r < a.rows; ++r) {
+    const S* y = a.y + r * a.ld;
+    S* dy = a.dy + r * a.ld;
+    double dot = 0.0;
+    for (int64_t c = 0; c < a.width; ++c) dot += static_cast<double>(widen(y[c])) * widen(dy[c]);
+    for (int64_t c = 0; c < a.width; ++c) dy[c] = rounded<S>(a.scale * widen(y[c]) * (widen(dy[c]) - dot));
+    for (int64_t c = a.width; c < a.ld; ++c) dy[c] = narrow<S>(0.0f);
+  }
+}
+
+GW_INSTANTIATE_OP(softmax, Softmax)
+GW_INSTANTIATE_OP(softmax_backward, SoftmaxBackward)
+
+}  // namespace gradwire::reference

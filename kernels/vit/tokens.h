@@ -1,0 +1,65 @@
+// From images to tokens: the operand of the patch convolution, and class token, bias and position joining its
+// result.
+// Shapes and the storage type S: kernels/vit/vit.h.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/op.h"
+
+namespace gradwire {
+
+// patches(b, i, ch*p*p + y*p + x) = images(b, ch, (i / grid)*p + y, (i % grid)*p + x): the operand of the
+// patch convolution as a product. 8 or 6 B per pixel. Image pixels beyond grid * patch are not used.
+template <typename S = float>
+struct Patchify {
+  const float* images = nullptr;  // (B, channels, image, image)
+  S* patches = nullptr;           // (B, grid * grid, channels * patch * patch), grid = image / patch
+  int64_t batch = 0;
+  int32_t channels = 0, image = 0, patch = 0;
+};
+GW_TYPED_SIDES(patchify, Patchify)
+template <typename S = float>
+void patchify(const Stream& stream, const Patchify<S>& args) {
+  detail::dispatch(stream, args, host::patchify<S>, GW_CUDA_SIDE(patchify<S>), "patchify");
+}
+
+// x(b, 0) = class_token + position(0);  x(b, 1 + i) = projected(b, i) + bias + position(1 + i).
+// 8 or 6 B per element.
+template <typename S = float>
+struct AssembleTokens {
+  const S* projected = nullptr;        // (B, T-1, C) patch projection without bias
+  const float* bias = nullptr;         // (C)
+  const float* class_token = nullptr;  // (C)
+  const float* position = nullptr;     // (T, C)
+  float* x = nullptr;                  // (B, T, C) out
+  int64_t batch = 0, tokens = 0, width = 0;
+};
+GW_TYPED_SIDES(assemble_tokens, AssembleTokens)
+template <typename S = float>
+void assemble_tokens(const Stream& stream, const AssembleTokens<S>& args) {
+  detail::dispatch(stream, args, host::assemble_tokens<S>, GW_CUDA_SIDE(assemble_tokens<S>),
+                   "assemble_tokens");
+}
+
+// From dx (B, T, C): d_projected (B, T-1, C) = dx without row 0 of each image; d_position (T, C),
+// d_class_token (C) and d_bias (C) are sums over the batch (and over patches for d_bias). 8 or 6 B per
+// element.
+template <typename S = float>
+struct AssembleTokensBackward {
+  const float* dx = nullptr;
+  S* d_projected = nullptr;
+  float* d_bias = nullptr;
+  float* d_class_token = nullptr;
+  float* d_position = nullptr;
+  int64_t batch = 0, tokens = 0, width = 0;
+  bool accumulate = false;  // parameter gradients only
+};
+GW_TYPED_SIDES(assemble_tokens_backward, AssembleTokensBackward)
+template <typename S = float>
+void assemble_tokens_backward(const Stream& stream, const AssembleTokensBackward<S>& args) {
+  detail::dispatch(stream, args, host::assemble_tokens_backward<S>, GW_CUDA_SIDE(assemble_tokens_backward<S>),
+                   "assemble_tokens_backward");
+}
+
+}  // namespace gradwire
