@@ -222,6 +222,26 @@ class Train(CommandTest):
         self.assertEqual(records[-1]["test_accuracy"], records[-2]["test_accuracy"])
         self.assertEqual(sum(line.startswith("step ") for line in out.splitlines()), 16)
 
+    def test_products_do_not_hang_on_somebody_elses_variables(self):
+        def run(**variables):
+            # Wide enough for OpenBLAS: the smallest products are not its.
+            out = self.run_command("train", *synthetic("--width", 96, "--mlp", 192, "--steps", 3, "--log", "run.jsonl"),
+                                   env=variables)
+            self.assertEqual((out.returncode, out.stderr), (0, ""))
+            head, *steps = (r for r in self.records() if r["type"] in ("run", "step"))
+            self.assertIn("Products: " + head["products"], out.stdout)
+            return head["products"], [r["loss"] for r in steps]
+
+        plain = run()
+        self.assertRegex(plain[0], r"^OpenBLAS [0-9.]+, \w+ kernels")
+        self.assertEqual(run(OPENBLAS_CORETYPE="Prescott", OPENBLAS_NUM_THREADS="3"), plain)
+        old = run(GRADWIRE_BLAS_KERNELS="Prescott")
+        self.assertIn("Prescott kernels (GRADWIRE_BLAS_KERNELS)", old[0])
+        if "Prescott" not in plain[0]:
+            self.assertNotEqual(old[1], plain[1])  # so the losses above do tell kernels apart
+        refused = self.run_command("train", *synthetic("--steps", 1), env={"GRADWIRE_BLAS_KERNELS": "Nonsense"})
+        self.assert_refused(refused, "GRADWIRE_BLAS_KERNELS=Nonsense", "use one of")
+
     def test_same_seed_same_numbers(self):
         def losses(*arguments):
             self.train("--ranks", 2, "--steps", 5, "--log", "run.jsonl", "--compression", "bf16:round=stochastic", *arguments)
@@ -471,8 +491,25 @@ class Doctor(CommandTest):
         self.assertEqual(result.returncode, 0)
         for word in ("Host", "CUDA", "threads", "SIMD", "BLAS", "compiler", "fashion-mnist", "launcher", "Network", "Peaks"):
             self.assertIn(word, result.stdout)
+        self.assertRegex(result.stdout, r"BLAS +OpenBLAS [0-9.]+, \w+ kernels")
         self.assert_refused(self.run_command("doctor", "--json", "/nowhere/x.json"), "/nowhere")
         self.assert_refused(self.run_command("doctor", "--model", "vit_z"), "vit_z")
+
+    def test_warns_of_slow_products(self):
+        fma_share = self.peaks()["fma_share"]
+        if fma_share is None:  # no AVX2, or a sanitized build
+            return
+        slow = self.peaks(GRADWIRE_BLAS_KERNELS="Prescott", says="unset GRADWIRE_BLAS_KERNELS=Prescott")
+        self.assertLess(slow["fma_share"], 0.6)
+        self.assertGreater(fma_share, slow["fma_share"])
+        self.assert_refused(self.run_command("doctor", env={"GRADWIRE_BLAS_KERNELS": "Nonsense"}),
+                            "GRADWIRE_BLAS_KERNELS=Nonsense", "Haswell")
+
+    def peaks(self, says="", **variables):
+        result = self.run_command("doctor", "--device", "host", "--json", "doctor.json", env=variables)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertIn(says, result.stdout)
+        return json.loads((self.folder / "doctor.json").read_text())["peaks"]
 
     def test_help_and_version(self):
         for arguments in (["--help"], ["train", "--help"], ["compare", "--help"], ["--version"]):

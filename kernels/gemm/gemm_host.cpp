@@ -1,26 +1,20 @@
-// Host products on OpenBLAS, which runs single-threaded inside the pieces that the thread pool hands out.
+// Host products on OpenBLAS (kernels/blas/blas.h), which runs single-threaded inside the pieces that the
+// thread pool hands out.
 //
 // BF16 operands are widened to FP32, which is exact: B once per product, A and C piece by piece. That costs 6
 // B per element read or written, little against the 2 n or 2 m operations each takes part in.
-#include <cblas.h>
-
 #include <algorithm>
 #include <vector>
 
+#include "kernels/blas/blas.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/gemm/small_gemm.h"
 #include "kernels/simd/convert.h"
+#include "runtime/error.h"
 #include "runtime/thread_pool.h"
-
-extern "C" void openblas_set_num_threads(int threads);
 
 namespace gradwire::host {
 namespace {
-
-void use_one_thread() {
-  static const bool done = (openblas_set_num_threads(1), true);
-  (void)done;
-}
 
 // One FP32 product, or some of its rows.
 struct Product {
@@ -36,13 +30,8 @@ struct Product {
 };
 
 void run(const Product& p) {
-  auto distance = [](int64_t ld) {
-    return static_cast<blasint>(std::max<int64_t>(1, ld));
-  };  // BLAS refuses 0
-  cblas_sgemm(CblasRowMajor, p.transpose_a ? CblasTrans : CblasNoTrans,
-              p.transpose_b ? CblasTrans : CblasNoTrans, static_cast<blasint>(p.m), static_cast<blasint>(p.n),
-              static_cast<blasint>(p.k), p.alpha, p.a, distance(p.lda), p.b, distance(p.ldb), p.beta, p.c,
-              distance(p.ldc));
+  gradwire_blas_sgemm(p.transpose_a, p.transpose_b, p.m, p.n, p.k, p.alpha, p.a, p.lda, p.b, p.ldb, p.beta,
+                      p.c, p.ldc);
 }
 
 void run_small(const Product& p) {
@@ -162,7 +151,7 @@ void bf16_batch(const Gemm& g, int64_t begin, int64_t end) {
 void gemm(const Gemm& g) {
   detail::check(g);
   if (g.m == 0 || g.n == 0 || g.batch == 0) return;
-  use_one_thread();
+  if (gradwire_blas()->error != nullptr) throw BadInput(gradwire_blas()->error);
   const bool bf16 = g.a.type == Element::bf16;
   // A piece is worth about 4 MFLOP: a fraction of a millisecond.
   constexpr double kPieceFlops = 4e6;

@@ -77,6 +77,8 @@ TEST(Records, EachHasTheFieldsOfItsType) {
   EXPECT_EQ(run["train_images"], 20);
   EXPECT_EQ(run["augment"], "none");
   EXPECT_TRUE(run["peak_tflops"].is_null());  // not measured
+  EXPECT_TRUE(run["fma_share"].is_null());
+  EXPECT_TRUE(run["products"].is_null());  // on a GPU
 
   json s = json::parse(step_record(step(7, 0.5)));
   EXPECT_EQ(s["type"], "step");

@@ -224,6 +224,11 @@ TEST_P(TrainTest, RecordsSayWhatHappened) {
   EXPECT_NE(r.info.schedule, "auto");
   EXPECT_GT(r.info.peak_tflops, 0);
   EXPECT_GT(r.info.copy_gb_per_s, 0);
+  if (GetParam().is_host()) {
+    EXPECT_EQ(r.info.products.rfind("OpenBLAS ", 0), 0u) << r.info.products;
+  } else {
+    EXPECT_EQ(r.info.products, "");
+  }
   ASSERT_EQ(r.steps.size(), 27u);
   for (size_t s = 0; s < r.steps.size(); ++s) {
     const StepRecord& step = r.steps[s];

@@ -21,6 +21,7 @@
 #include "trainer/log/console.h"
 #include "trainer/log/run_log.h"
 #include "trainer/log/summary.h"
+#include "trainer/measure/products.h"
 #include "trainer/train/memory.h"
 
 namespace gradwire {
@@ -217,6 +218,7 @@ bool leads(const Options& o) {
 
 void say_start(const Resolved& run, const Options& o) {
   say(run.device_line);
+  if (run.config.devices.front().is_host()) say("Products: " + host_products_text());
   if (o.launch) {
     std::string meeting = o.rendezvous.empty() ? o.launch->rendezvous : o.rendezvous;
     say("Launcher: " + o.launch->launcher + (o.launch->world == 1 ? " with one process" : "") + " (" +

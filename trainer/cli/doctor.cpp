@@ -5,6 +5,7 @@
 #include <zlib.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <exception>
 #include <filesystem>
@@ -33,11 +34,9 @@
 #include "trainer/log/table.h"
 #include "trainer/measure/network.h"
 #include "trainer/measure/peaks.h"
+#include "trainer/measure/products.h"
 #include "trainer/measure/ranks.h"
 #include "trainer/measure/topology.h"
-
-// Present in OpenBLAS only; another BLAS leaves it null.
-extern "C" __attribute__((weak)) char* openblas_get_config();
 
 namespace gradwire {
 namespace {
@@ -158,11 +157,7 @@ std::string machine_text(const std::string& launcher) {
   report.row("threads", threads_text());
   report.row("SIMD", simd_level());
   report.row("memory", memory());
-  if (openblas_get_config != nullptr) {
-    report.row("BLAS", openblas_get_config());
-  } else {
-    report.row("BLAS", "not OpenBLAS: results are right, speed is unknown");
-  }
+  report.row("BLAS", host_products_text());
   report.row("zlib", zlibVersion());
   add_cuda(report);
   report.title("Ranks");
@@ -230,6 +225,12 @@ std::string peaks_text(Device device, const std::string& precision, const Peaks&
   report.title("Peaks (measured)");
   report.row(device.name(), fmt::format("{:.3g} TFLOP/s {} product, {:.3g} GB/s copied (read and written)",
                                         peaks.tflops, precision, peaks.copy_gb_per_s));
+  if (std::isfinite(peaks.fma_share)) {
+    report.row("", fmt::format("{:.0f} % of its FMA units by an fp32 product, on one core",
+                               100 * peaks.fma_share));
+  }
+  const std::string slow = slow_products_warning(peaks.fma_share);
+  if (!slow.empty()) report.row("warning", slow);
   return "\n" + report.text_;
 }
 
@@ -237,6 +238,7 @@ using Json = nlohmann::ordered_json;
 
 Json machine_json(const Machine& machine) {
   Json json{{"version", GRADWIRE_VERSION}, {"processor", cpu_name()}, {"threads", host_threads()}};
+  json["products"] = host_products_text();
   json["gpus"] = machine.gpus.addresses;
   json["gpu_paths"] = Json::array();
   for (const GpuPair& pair : machine.gpus.pairs) {
@@ -261,7 +263,7 @@ Json machine_json(const Machine& machine) {
 }
 
 Json peaks_json(const Peaks& peaks) {
-  return {{"tflops", peaks.tflops}, {"copy_gb_per_s", peaks.copy_gb_per_s}};
+  return {{"tflops", peaks.tflops}, {"copy_gb_per_s", peaks.copy_gb_per_s}, {"fma_share", peaks.fma_share}};
 }
 
 Json prediction_json(const Prediction& p) {

@@ -23,7 +23,10 @@ struct RunInfo {
   int64_t reducer_extra_bytes = 0;  // device memory per rank for residuals, factors and staging
   double peak_tflops = std::numeric_limits<double>::quiet_NaN();  // measured; NaN: not (measure/peaks.h)
   double copy_gb_per_s = std::numeric_limits<double>::quiet_NaN();
-  int64_t first_step = 0;  // 0, or what the checkpoint had done that the run goes on from
+  double fma_share = std::numeric_limits<double>::quiet_NaN();
+  std::string slow_products;  // a warning, or empty
+  std::string products;       // what computes them on the host (measure/products.h); empty: a GPU
+  int64_t first_step = 0;     // 0, or what the checkpoint had done that the run goes on from
 };
 
 // One optimizer step, as seen by rank 0. A time that was not measured is NaN.

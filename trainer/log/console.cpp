@@ -72,6 +72,7 @@ void Console::on_run(const RunInfo& info) {
                                                     info.buckets == 1 ? "" : "s", info.schedule)));
   if (info.buckets > 0 && config_.compression.schedule == ScheduleKind::automatic)
     print("Schedule: " + info.schedule_reason);
+  if (!info.slow_products.empty()) print("Warning: " + info.slow_products);
   first_step_ = steps_done_ = info.first_step;
   start_ = Clock::now();
 }

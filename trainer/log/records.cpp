@@ -102,6 +102,8 @@ std::string run_record(const TrainConfig& config, const DataSplits& data, const 
   json["reducer_extra_bytes"] = info.reducer_extra_bytes;
   json["peak_tflops"] = info.peak_tflops;
   json["copy_gb_per_s"] = info.copy_gb_per_s;
+  json["fma_share"] = info.fma_share;
+  json["products"] = info.products.empty() ? Json(nullptr) : Json(info.products);
   return line(json);
 }
 

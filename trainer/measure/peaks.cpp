@@ -9,6 +9,7 @@
 #include "kernels/simd/simd.h"
 #include "kernels/wire/formats.h"
 #include "runtime/thread_pool.h"
+#include "trainer/measure/products.h"
 #include "trainer/measure/timing.h"
 
 namespace gradwire {
@@ -109,7 +110,9 @@ double copy_gb_per_s(const Stream& stream) {
 
 Peaks measure_peaks(Device device, Precision precision) {
   const Stream stream = device.is_host() ? Stream::immediate_host() : Stream::create(device, "peaks");
-  return {.tflops = product_tflops(stream, precision), .copy_gb_per_s = copy_gb_per_s(stream)};
+  return {.tflops = product_tflops(stream, precision),
+          .copy_gb_per_s = copy_gb_per_s(stream),
+          .fma_share = device.is_host() ? measure_fma_share() : std::numeric_limits<double>::quiet_NaN()};
 }
 
 }  // namespace gradwire

@@ -13,6 +13,7 @@ namespace gradwire {
 struct Peaks {
   double tflops = std::numeric_limits<double>::quiet_NaN();         // of a large product of random matrices
   double copy_gb_per_s = std::numeric_limits<double>::quiet_NaN();  // bytes read and written together
+  double fma_share = std::numeric_limits<double>::quiet_NaN();      // host: measure/products.h
 };
 
 // Blocks; about a tenth of a second, with nothing else running on the device.

@@ -113,7 +113,7 @@ RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, int sha
   if (comm.rank() == 0) report.peaks = measure_peaks(comm.device(), config.precision);
   const auto peaks = all_gather(comm.transport(), stream, {report.peaks.tflops, report.peaks.copy_gb_per_s},
                                 "what the device of rank 0 can do");
-  report.peaks = {.tflops = peaks[0][0], .copy_gb_per_s = peaks[0][1]};
+  report.peaks.tflops = peaks[0][0], report.peaks.copy_gb_per_s = peaks[0][1];
 
   report.probe = model;
   report.probe.depth = std::min(model.depth, 2);

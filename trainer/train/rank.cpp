@@ -9,6 +9,7 @@
 #include "collectives/transport/transport.h"
 #include "runtime/error.h"
 #include "runtime/nvtx.h"
+#include "trainer/measure/products.h"
 #include "trainer/model/flops.h"
 #include "trainer/train/layout.h"
 #include "trainer/train/parameter_hash.h"
@@ -164,6 +165,9 @@ void RankTrainer::announce() {
                            .reducer_extra_bytes = reducer_.extra_bytes(),
                            .peak_tflops = peaks.tflops,
                            .copy_gb_per_s = peaks.copy_gb_per_s,
+                           .fma_share = peaks.fma_share,
+                           .slow_products = slow_products_warning(peaks.fma_share),
+                           .products = comm_.device().is_host() ? host_products_text() : "",
                            .first_step = start_.step});
 }
 

@@ -1,0 +1,100 @@
+// The part of libgradwire_blas.so that is ours: which kernels OpenBLAS runs.
+//
+// When the library is loaded, OpenBLAS chooses by model number; the first call of ours corrects that before
+// any product runs. The linker sends the archive's calls of getenv here (--wrap), so the choice is handed
+// over without touching the environment.
+#include "kernels/blas/blas.h"
+
+#include <cblas.h>
+
+#include <algorithm>
+#include <string>
+#include <string_view>
+
+#include "kernels/blas/kernel_set.h"
+
+// OpenBLAS's own: not in its headers, but the same since its first release with run-time dispatch. Absent
+// where the archive holds one kernel set only.
+extern "C" {
+[[gnu::weak]] extern void* gotoblas;         // the set in use
+[[gnu::weak]] void gotoblas_dynamic_init();  // chooses, unless `gotoblas` is set
+
+char* __real_getenv(const char* name);
+char* __wrap_getenv(const char* name);
+}
+
+namespace {
+
+using namespace gradwire::blas;
+
+char* core_type = nullptr;  // what OpenBLAS is told
+
+void run(const char* kernels) {
+  if (&gotoblas_dynamic_init == nullptr) return;
+  core_type = const_cast<char*>(kernels);
+  gotoblas = nullptr;
+  gotoblas_dynamic_init();
+}
+
+struct Library : GradwireBlas {
+  Library() : GradwireBlas{} {
+    // "OpenBLAS 0.3.21 NO_LAPACKE DYNAMIC_ARCH ..." without the options.
+    version_text = openblas_get_config();
+    version_text.resize(std::min(version_text.find(' ', version_text.find(' ') + 1), version_text.size()));
+    version = version_text.c_str();
+    if (const char* set = __real_getenv("GRADWIRE_BLAS_KERNELS")) wanted = (wanted_text = set).c_str();
+    const Level processor = level_of_processor();
+    if (wanted != nullptr) {
+      run_wanted(processor);
+    } else if (const char* better = better_kernels(openblas_get_corename(), processor)) {
+      instead_of_text = openblas_get_corename();
+      run(better);
+      if (openblas_get_corename() != instead_of_text) instead_of = instead_of_text.c_str();
+    }
+    kernels = openblas_get_corename();
+  }
+
+  // The set that `wanted` names, if OpenBLAS has it and the processor can run it; else an error.
+  void run_wanted(Level processor) {
+    std::string names;
+    for (const KernelSet& set : kKernelSets) {
+      if (set.level > processor) continue;
+      names += (names.empty() ? "" : ", ") + std::string(set.name);
+      if (set.name != wanted_text) continue;
+      run(wanted);
+      if (openblas_get_corename() == set.name) return;
+    }
+    error_text = "GRADWIRE_BLAS_KERNELS=" + wanted_text + ": " + version_text +
+                 " has no such kernels for this processor; unset it, or use one of " + names;
+    error = error_text.c_str();
+  }
+
+  std::string version_text, wanted_text, instead_of_text, error_text;
+};
+
+}  // namespace
+
+// Of the environment OpenBLAS sees nothing: what is set there is meant for somebody else's copy. One thread
+// means that it starts none.
+char* __wrap_getenv(const char* name) {
+  static char one[] = "1";
+  const std::string_view asked = name;
+  if (asked == "OPENBLAS_CORETYPE") return core_type;
+  return asked == "OPENBLAS_NUM_THREADS" ? one : nullptr;
+}
+
+const GradwireBlas* gradwire_blas() {
+  static const Library library;
+  return &library;
+}
+
+void gradwire_blas_sgemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, float alpha,
+                         const float* a, int64_t lda, const float* b, int64_t ldb, float beta, float* c,
+                         int64_t ldc) {
+  gradwire_blas();  // chooses the kernels, if nobody has asked yet
+
+  auto distance = [](int64_t ld) { return static_cast<blasint>(ld > 0 ? ld : 1); };  // BLAS refuses 0
+  cblas_sgemm(CblasRowMajor, transpose_a ? CblasTrans : CblasNoTrans, transpose_b ? CblasTrans : CblasNoTrans,
+              static_cast<blasint>(m), static_cast<blasint>(n), static_cast<blasint>(k), alpha, a,
+              distance(lda), b, distance(ldb), beta, c, distance(ldc));
+}

@@ -1,0 +1,48 @@
+// Which of OpenBLAS's kernel sets (x86-64) a processor should run, by its features rather than its model.
+#pragma once
+
+#include <string_view>
+
+namespace gradwire::blas {
+
+enum class Level { base, avx2, avx512 };
+
+// A kernel set by OpenBLAS's name for it, and the instructions that it needs.
+struct KernelSet {
+  std::string_view name;
+  Level level;
+};
+inline constexpr KernelSet kKernelSets[] = {
+    {"Prescott", Level::base},   {"Haswell", Level::avx2},      {"Zen", Level::avx2},
+    {"SkylakeX", Level::avx512}, {"Cooperlake", Level::avx512}, {"SapphireRapids", Level::avx512},
+};
+
+// What the processor can do, and the operating system lets it.
+inline Level level_of_processor() {
+#ifdef __x86_64__
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512cd")) {
+    return Level::avx512;
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Level::avx2;
+#endif
+  return Level::base;
+}
+
+// Any other set is older than AVX2.
+inline Level level_of_kernels(std::string_view name) {
+  for (const KernelSet& set : kKernelSets) {
+    if (set.name == name) return set.level;
+  }
+  return Level::base;
+}
+
+// The set to run in place of the one that OpenBLAS chose; null: that one is as good as the processor.
+inline const char* better_kernels(std::string_view chosen, Level processor) {
+  if (level_of_kernels(chosen) >= processor) return nullptr;
+  return processor == Level::avx512 ? "SkylakeX" : "Haswell";
+}
+
+}  // namespace gradwire::blas

@@ -1,0 +1,111 @@
+#include "trainer/measure/products.h"
+
+#include <algorithm>
+#include <cmath>
+#include <ctime>
+#include <limits>
+#include <vector>
+
+#include "kernels/blas/blas.h"
+#include "kernels/blas/kernel_set.h"
+#include "kernels/simd/simd.h"
+#include "runtime/error.h"
+
+GW_ALLOW_FMA
+
+namespace gradwire {
+namespace {
+
+// Kernels that suit the processor make 80 % and more of the FMA units; SSE ones, which have no FMA, at most
+// half.
+constexpr double kLeastShare = 0.6;
+
+constexpr int kRuns = 8;
+constexpr int kChains = 12;  // enough to hide an FMA's latency, and few enough for AVX2's 16 registers
+constexpr int64_t kRounds = 1'000'000;
+constexpr int64_t kSize = 512;  // of the product
+
+using Ymm [[gnu::vector_size(32)]] = float;
+using Zmm [[gnu::vector_size(64)]] = float;
+
+// Independent chains of FMAs in registers.
+template <typename Vector>
+GW_INLINE float fma_chains() {
+  Vector sum[kChains], factor = Vector{} + 0.999f, term = Vector{} + 0.001f;
+#pragma GCC unroll 12
+  for (int i = 0; i < kChains; ++i) sum[i] = Vector{} + static_cast<float>(2 + i);
+  for (int64_t round = 0; round < kRounds; ++round) {
+#pragma GCC unroll 12
+    for (int i = 0; i < kChains; ++i) sum[i] = sum[i] * factor + term;
+  }
+#pragma GCC unroll 12
+  for (int i = 1; i < kChains; ++i) sum[0] += sum[i];
+  return sum[0][0];
+}
+GW_SIMD float fma_chains_avx2() {
+  return fma_chains<Ymm>();
+}
+GW_SIMD float fma_chains_avx512() {
+  return fma_chains<Zmm>();
+}
+
+template <typename Work>
+double cpu_seconds(const Work& work) {
+  auto now = [] {
+    timespec time{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
+  };
+  const double start = now();
+  work();
+  return now() - start;
+}
+
+}  // namespace
+
+std::string host_products_text() {
+  const GradwireBlas& blas = *gradwire_blas();
+  if (blas.error != nullptr) throw BadInput(blas.error);
+  std::string text = std::string(blas.version) + ", " + blas.kernels + " kernels";
+  if (blas.wanted != nullptr) return text + " (GRADWIRE_BLAS_KERNELS)";
+  if (blas.instead_of == nullptr) return text;
+  return text + " (by the processor's features; by its model OpenBLAS would take " + blas.instead_of + ")";
+}
+
+double measure_fma_share() {
+#ifdef GRADWIRE_SANITIZED
+  return std::numeric_limits<double>::quiet_NaN();
+#else
+  const blas::Level level = blas::level_of_processor();
+  if (level == blas::Level::base) return std::numeric_limits<double>::quiet_NaN();
+  const bool wide = level == blas::Level::avx512;
+  const std::vector<float> a(kSize * kSize, 0.5f), b(kSize * kSize, 0.25f);
+  std::vector<float> c(kSize * kSize);
+  double fma_s = std::numeric_limits<double>::infinity(), product_s = fma_s;
+  for (int run = 0; run < kRuns; ++run) {
+    fma_s = std::min(fma_s, cpu_seconds([&] {
+                       volatile float kept = wide ? fma_chains_avx512() : fma_chains_avx2();
+                       (void)kept;
+                     }));
+    product_s = std::min(product_s, cpu_seconds([&] {
+                           gradwire_blas_sgemm(false, false, kSize, kSize, kSize, 1.0f, a.data(), kSize,
+                                               b.data(), kSize, 0.0f, c.data(), kSize);
+                         }));
+  }
+  const double fmas = static_cast<double>(kRounds * kChains * (wide ? 16 : 8));
+  return static_cast<double>(kSize * kSize * kSize) / product_s / (fmas / fma_s);
+#endif
+}
+
+std::string slow_products_warning(double fma_share) {
+  if (!(fma_share < kLeastShare)) return {};  // NaN is no reason to warn
+  const GradwireBlas& blas = *gradwire_blas();
+  return "products run at " + std::to_string(std::lround(100 * fma_share)) +
+         " % of what this processor's FMA units can do: " +
+         (blas.wanted != nullptr
+              ? std::string("unset GRADWIRE_BLAS_KERNELS=") + blas.wanted
+              : std::string(blas.version) + "'s " + blas.kernels +
+                    " kernels do not suit it; build with a newer OpenBLAS, or try GRADWIRE_BLAS_KERNELS");
+}
+
+}  // namespace gradwire
