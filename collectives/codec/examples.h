@@ -1,24 +1,29 @@
 // A spec of every kind that there is to test. Conservation, identical bits on all ranks, hard gradients,
-// resuming and the benchmarks run through this list: a new codec or option needs its line here and is then
-// held to all of them.
+// resuming and the benchmarks run through this list. Every wire format is in it by itself; a new codec or
+// option needs its line here and is then held to all of them.
 #pragma once
+
+#include <string>
+#include <vector>
+
+#include "kernels/wire/formats.h"
 
 namespace gradwire {
 
-inline constexpr const char* kExampleSpecs[] = {
-    "fp32",
-    "bf16",
-    "bf16:round=stochastic",
-    "fp8",
-    "fp8:round=stochastic",
-    "powersgd:rank=1",
-    "powersgd:rank=2",
-    "powersgd:rank=4,wire=bf16",
-    "powersgd:rank=3,wire=bf16,round=stochastic",
-    "powersgd:rank=4,wire=fp8",
-    "powersgd:rank=4,warm=off",
-    "powersgd:rank=4,start=5",
-    "powersgd:rank=64,min_ratio=0.1",
-};
+inline std::vector<std::string> example_specs() {
+  std::vector<std::string> all;
+  for (Wire wire : wire_formats()) {
+    const std::string name = wire->name;
+    all.push_back(name);
+    if (wire->stochastic) all.push_back(name + ":round=stochastic");
+    if (!wire->exact) all.push_back("powersgd:rank=4,wire=" + name);
+  }
+  for (const char* spec :
+       {"powersgd:rank=1", "powersgd:rank=2", "powersgd:rank=3,wire=bf16,round=stochastic",
+        "powersgd:rank=4,warm=off", "powersgd:rank=4,start=5", "powersgd:rank=64,min_ratio=0.1"}) {
+    all.push_back(spec);
+  }
+  return all;
+}
 
 }  // namespace gradwire

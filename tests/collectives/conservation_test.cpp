@@ -21,9 +21,9 @@ using testing::same_bits;
 
 // Every example with every schedule, as specs.
 std::vector<std::string> every_spec() {
-  std::vector<std::string> specs = {"bf16:schedule=hierarchical,node_wire=fp32",
-                                    "powersgd:rank=2,wire=bf16,schedule=hierarchical,node_wire=fp32"};
-  for (std::string spec : kExampleSpecs) {
+  std::vector<std::string> specs = {"bf16:schedule=hierarchical,intra_node=fp32",
+                                    "powersgd:rank=2,wire=bf16,schedule=hierarchical,intra_node=fp32"};
+  for (std::string spec : example_specs()) {
     spec += spec.find(':') == std::string::npos ? ":" : ",";
     for (const char* schedule : {"ring", "tree", "two_shot", "hierarchical"}) {
       specs.push_back(spec + "schedule=" + schedule);

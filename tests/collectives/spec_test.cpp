@@ -12,14 +12,17 @@ TEST(Spec, TextSurvivesARoundTrip) {
        {"fp32", "bf16", "bf16:round=stochastic", "fp8", "fp8:round=stochastic", "powersgd:rank=4,wire=fp8",
         "powersgd:rank=1,wire=bf16,start=1000,warm=off,min_ratio=1.5,seed=7", "powersgd:rank=4",
         "fp32:schedule=ring", "bf16:ef=off,schedule=two_shot", "powersgd:rank=64,ef=off",
-        "powersgd:rank=2,wire=bf16,round=stochastic", "bf16:node_wire=fp32",
-        "powersgd:rank=2,wire=fp8,schedule=hierarchical,node_wire=fp32"}) {
+        "powersgd:rank=2,wire=bf16,round=stochastic", "bf16:intra_node=fp32",
+        "powersgd:rank=2,wire=fp8,schedule=hierarchical,intra_node=fp32"}) {
     CompressionSpec spec = CompressionSpec::parse(text);
     EXPECT_EQ(spec.to_string(), text);
     EXPECT_EQ(CompressionSpec::parse(spec.to_string()), spec);
   }
   EXPECT_EQ(CompressionSpec::parse("bf16:round=nearest,ef=on").to_string(), "bf16");
   EXPECT_EQ(CompressionSpec::parse("powersgd").rank, 1);
+  // The key's first name.
+  EXPECT_EQ(CompressionSpec::parse("bf16:node_wire=fp32").to_string(), "bf16:intra_node=fp32");
+  EXPECT_EQ(CompressionSpec::parse("bf16:node_wire=same").to_string(), "bf16");
 }
 
 TEST(Spec, ErrorsNameTheCulprit) {
@@ -34,8 +37,8 @@ TEST(Spec, ErrorsNameTheCulprit) {
         Case{"powersgd:rank=-1", "rank='-1'"}, Case{"powersgd:rank=4,rank=2", "given twice"},
         Case{"powersgd:rank=4,", "ends in"}, Case{"powersgd:wire=fp16", "fp32|bf16"},
         Case{"fp32:schedule=star", "ring|tree"}, Case{"powersgd:round=stochastic", "wire=bf16"},
-        Case{"bf16:node_wire=fp16", "same|fp32"},
-        Case{"bf16:schedule=ring,node_wire=fp32", "schedule=ring knows no nodes"},
+        Case{"bf16:intra_node=fp16", "wire|fp32"}, Case{"bf16:node_wire=fp16", "intra_node='fp16'"},
+        Case{"bf16:schedule=ring,intra_node=fp32", "schedule=ring knows no nodes"},
         Case{"powersgd:min_ratio=nan", "min_ratio='nan'"}}) {
     try {
       CompressionSpec::parse(c.text);
