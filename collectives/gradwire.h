@@ -219,11 +219,11 @@ typedef struct gw_stats {
   size_t size;              /* sizeof(gw_stats), set by the caller */
   int64_t steps;            /* done so far, those before a loaded state included */
   uint64_t wire_bytes;      /* sent in the last step, measured at the transport */
-  uint64_t dense_bytes;     /* what "fp32" would have sent, with the schedule asked for or the one
-                                that auto takes for it */
+  uint64_t dense_bytes;     /* what "fp32" would have sent, with the schedule asked for, or the one
+                                that auto takes for "fp32" */
   double comm_ms;           /* while any bucket was under way: compression and communication */
   double exposed_comm_ms;   /* how long the stream of the last wait stood still for it */
-  int64_t extra_bytes;      /* device memory held for residuals, factors and staging */
+  int64_t extra_bytes;      /* device memory held for residuals, what else codecs keep, and staging */
   int32_t buckets;          /* 0 in a world of 1, where nothing is done */
   int32_t buckets_in_place; /* reduced without a copy */
   const char* description;  /* a line per bucket: how it is compressed, which schedules and why; valid

@@ -39,9 +39,10 @@ struct GradientLayout {
   std::vector<BucketRange> buckets;
 };
 
-// Tensor after tensor, each at a multiple of `alignment` elements. A bucket is closed by the tensor that fills
-// it to bucket_bytes; tensors are never split. Throws BadInput that names a tensor with a negative extent.
 inline constexpr int64_t kOneBucket = std::numeric_limits<int64_t>::max();  // as bucket_bytes
+// Tensor after tensor, each at a multiple of `alignment` elements. A bucket is closed by the tensor that
+// fills it to bucket_bytes; tensors are never split. Throws BadInput that names a tensor with a negative
+// extent.
 GradientLayout lay_out(const std::vector<GradientTensor>& tensors, int64_t alignment, int64_t bucket_bytes);
 
 // What the codecs of a reducer have in common.

@@ -3,10 +3,10 @@
 // Parameters are registered once, in the order in which backward produces their gradients. The reducer owns
 // one flat gradient buffer in that order, cut into buckets of about bucket_bytes at tensor boundaries; a
 // tensor's gradient is a view into it, so nothing is copied in or out. Gradients that somebody else owns are
-// adopted: see adopt(). When the last gradient of a bucket is
-// ready, the bucket is compressed and reduced on the reducer's own stream, while the producer's stream goes
-// on with backward. Buckets take turns on two such streams, so that one is encoded or decoded while another
-// is on the links; exchanges are made in the order of the buckets, on every rank.
+// adopted: see adopt(). When the last gradient of a bucket is ready, the bucket is compressed and reduced on
+// the reducer's own stream, while the producer's stream goes on with backward. Buckets take turns on two such
+// streams, so that one is encoded or decoded while another is on the links; exchanges are made in the order
+// of the buckets, on every rank.
 //
 // In a world of 1 ready() and wait() do nothing: no stream, no residual, no bucket.
 //
@@ -102,7 +102,8 @@ class Reducer {
 
   // Steps begun: how often wait() or replayed() was called, on top of what resume_at() said.
   int64_t steps() const { return step_; }
-  // Goes on as after `steps` steps: together with tensor_state(), what a checkpoint restores. Between steps only.
+  // Goes on as after `steps` steps: together with tensor_state(), what a checkpoint restores. Between steps
+  // only.
   void resume_at(int64_t steps);
   // Of step `step`, counted from 0: one of the last kStatsKept, whose wait() the consumer stream has passed
   // (synchronize it, or an event recorded after it). In a world of 1 all zero.

@@ -14,7 +14,8 @@ namespace gradwire {
 // Of one step.
 struct ReducerStats {
   uint64_t wire_bytes = 0;  // sent by this rank, measured at the transport
-  // What this rank would have sent in FP32, with the schedule asked for, or the one that `auto` takes for FP32.
+  // What this rank would have sent in FP32, with the schedule asked for, or the one that `auto` takes for
+  // FP32.
   uint64_t dense_bytes = 0;
   double comm_ms = 0;  // while any bucket was under way on the reducer's streams, compression included
   // Its parts: phases.h says where each begins. They add up to it, or to more where two buckets were under

@@ -4,7 +4,7 @@
 // Four services:
 //   store     keys and values, for exchanging addresses and the like before any transport exists
 //   messages  short texts from any rank to rank 0, which nobody waits for but rank 0
-//   alarm     the first failure reported by any rank, or a process that vanishes, is told to every rank at once
+//   alarm     the first failure reported by any rank, or a process that vanishes, is told to all ranks
 //   roll      after a failure: who still answers, and where each rank stands
 //
 // Every call has a deadline; a server that does not answer is an error, never a hang.

@@ -251,7 +251,8 @@ TEST(Reducer, AdoptRefusesWhatItCannotUse) {
   });
 }
 
-// A checkpoint is tensor_state() and steps(): with both back in place, a new reducer goes on with the same bits.
+// A checkpoint is tensor_state() and steps(): with both back in place, a new reducer goes on with the same
+// bits.
 TEST(Reducer, ResumesBitForBit) {
   for (const char* spec : {"bf16:round=stochastic", "powersgd:rank=2,start=2,wire=bf16,round=stochastic"}) {
     std::vector<std::vector<float>> straight(2), resumed(2);
