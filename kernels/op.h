@@ -4,8 +4,8 @@
 //   gradwire::op(stream, args)        public: enqueues on the stream, host or CUDA
 //   gradwire::host::op(args)          the host's fast path; runs on the stream's thread
 //   gradwire::cuda::op(stream, args)  in a .cu; enqueues, never synchronizes
-//   gradwire::reference::op(args)     scalar and obvious, in double where it helps; tests hold the others to it
-// The family's header declares the sides and says, in the public function, which of them runs: detail::dispatch().
+//   gradwire::reference::op(args)     scalar and obvious, in double where it helps; the tests' measure
+// The family's header declares the sides; its public function hands the arguments to one of them.
 // Argument structs hold raw device pointers and are copied; the memory must outlive the stream's work.
 // Counts of 0 are legal everywhere and do nothing.
 #pragma once

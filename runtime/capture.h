@@ -1,4 +1,4 @@
-// What Stream, Event and Buffer tell the graph that their thread is capturing. Behind graph.h.
+// What Stream, Event and Buffer tell the graph that their thread is capturing: the inner side of graph.h.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ class Capture {
   void submit(Stream::Impl& stream, std::function<void()> task);  // host streams only
   void record(Event::Impl& event, Stream::Impl& stream);
   void wait(Stream::Impl& stream, const std::shared_ptr<Event::Impl>& event);
-  // Throws unless the origin is behind everything.
+  // Throws unless the origin has waited for everything.
   void finish() const;
 
   // Host: one call to make again.
@@ -41,7 +41,7 @@ class Capture {
   std::vector<Operation> operations;
 
  private:
-  // How much of each stream's work lies behind a point.
+  // How much of each stream's work is done when a point is reached.
   using Clock = std::map<const Stream::Impl*, int64_t>;
   Clock& joined(Stream::Impl& stream, const char* what);
 

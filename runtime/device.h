@@ -1,15 +1,14 @@
 // Device, Stream, Event, Buffer: one vocabulary for CUDA and host, so that everything above is written once.
 //
 // A host Stream is an in-order queue run by a thread of its own. Ordering between two host streams exists
-// only where an Event says so, exactly as on a GPU, so a missing wait is a data race that ThreadSanitizer
-// reports.
+// only where an Event says so, exactly as on a GPU, so ThreadSanitizer sees a missing wait as a data race.
 //
 // All four are small values: copying one copies a handle. A Buffer's memory lives until its last handle is
 // gone; work in flight does not keep it alive, so synchronize before dropping the last handle (as with CUDA).
 //
 // Errors: a task that throws puts its host stream into a failed state; later tasks of that stream, and of
-// streams that wait for its events, are skipped, and synchronize() rethrows the first error. CUDA calls throw
-// DeviceError.
+// streams that wait for its events, are skipped, and synchronize() rethrows the first error. A CUDA call that
+// fails throws DeviceError.
 #pragma once
 
 #include <chrono>
@@ -94,8 +93,7 @@ class Event {
   // no stream can wait for it, and outside one nobody can see the marks of any other event (graph.h).
   static Event create_timer(Device device);
 
-  // Marks the point that `stream` has reached. Recording again moves the mark; waits made before keep the old
-  // one.
+  // Marks the point that `stream` has reached. Recording again moves it; earlier waits keep the old one.
   void record(const Stream& stream);
   // True once the recorded work is done; true if never recorded.
   bool query() const;
@@ -128,8 +126,7 @@ class Buffer {
   Buffer(Device device, size_t bytes);
   // A span of memory owned by somebody else, who keeps it alive.
   static Buffer view(Device device, void* data, size_t bytes);
-  // Page-locked host memory when the CUDA side has a device, so that copies to it can overlap; plain
-  // otherwise.
+  // Page-locked host memory when there is a CUDA device, so that copies to it can overlap; else plain.
   static Buffer pinned(size_t bytes);
 
   Device device() const { return device_; }
@@ -157,8 +154,7 @@ Buffer make_buffer(Device device, int64_t count) {
 // must stay valid until the stream has passed this point. Directions are found from the addresses.
 void copy(const Stream& stream, void* dst, const void* src, size_t bytes);
 void fill_zero(const Stream& stream, void* dst, size_t bytes);
-// Stores up to 64 bytes that are captured by value now: how a host scalar reaches device memory in stream
-// order.
+// Stores up to 64 bytes, captured by value now: how a host scalar reaches device memory in stream order.
 void store(const Stream& stream, void* dst, const void* value, size_t bytes);
 // Adds 1 to a counter in device memory, in stream order (counters that decide anything live on the device).
 void increment(const Stream& stream, uint64_t* counter);

@@ -1,5 +1,4 @@
-// What a device has to provide behind Stream, Event and Buffer. Implemented in device.cpp (host) and
-// device_cuda.cpp.
+// What a device provides to Stream, Event and Buffer. Implemented in device.cpp (host) and device_cuda.cpp.
 #pragma once
 
 #include <memory>

@@ -1,5 +1,4 @@
-// Exceptions thrown inside Gradwire. At the C ABI each becomes a status code, at the command line an exit
-// code.
+// Exceptions thrown inside Gradwire: status codes at the C ABI, exit codes at the command line.
 #pragma once
 
 #include <stdexcept>

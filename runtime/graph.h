@@ -1,15 +1,14 @@
 // Graph: work that is enqueued once and launched many times, in the same order on the same addresses.
 //
 // On CUDA it is a CUDA graph: Stream and Event calls of the capturing thread become nodes and edges. On the
-// host it is the list of those calls, and a launch makes them again: slower by nothing, faster by nothing,
-// and the proof that no decision of the host is left inside. What a graph may not hold is an error on both:
+// host it is the list of those calls, and a launch makes them again: no slower, no faster, and the proof that
+// no decision of the host is left inside. What a graph may not hold is an error on both:
 //   - waiting on the host (synchronize, query), and memory that is allocated meanwhile;
-//   - store(), whose value would be the same at each launch: call it in front of launch();
-//   - work on a stream that has not joined, by waiting for an event of a stream that has, or that is not
-//   waited
-//     for at the end, directly or not, by the stream of the capture;
+//   - store(), whose value would be the same at each launch: call it before launch();
+//   - work on a stream that has not joined (by waiting for an event of a stream that has), or for which the
+//     stream of the capture does not wait in the end, directly or not;
 //   - waiting for an event that was recorded outside, or for a timer; and outside for an event inside.
-// Kernels must be loaded and library handles made by then: enqueue the same work once without capturing.
+// Kernels must be loaded and library handles exist by then: enqueue the same work once without capturing.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +27,8 @@ class Graph {
   // starting it. Throws what `enqueue` throws; DeviceError names what cannot be captured.
   static Graph capture(const Stream& origin, const std::function<void()>& enqueue);
 
-  // Enqueues the work on the stream of the capture: behind what is there, before what follows. The memory
-  // that it works on must still exist, and so must its other streams on CUDA. To drop the last handle of a
+  // Enqueues the work on the stream of the capture: after what is there, before what follows. The memory
+  // that it works on must still exist, and so must its other streams on CUDA. Dropping the last handle of a
   // graph waits, on the host, until its launches are done.
   void launch() const;
   explicit operator bool() const { return impl_ != nullptr; }

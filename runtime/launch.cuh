@@ -1,5 +1,4 @@
-// The one place where kernels are launched: checked, on an explicit stream, with the grid sized to the
-// device.
+// The one place where kernels are launched: checked, on an explicit stream, with a grid that fits the device.
 //
 // Kernel sources also compile as plain C++ for tests/simt, which runs them block by block on the CPU; the two
 // worlds part in this file only. For that, kernels obey a few rules:

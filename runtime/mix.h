@@ -1,4 +1,4 @@
-// A running hash of numbers, for tags by which ranks notice that they run different programs.
+// A running hash of numbers.
 #pragma once
 
 #include <cstdint>

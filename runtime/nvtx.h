@@ -1,7 +1,6 @@
 // Ranges for NVIDIA's profilers, in the domain "gradwire": what the host enqueues in a range is what the
 // profiler shows under its name on the GPU. NVTX is a header that calls nothing until a profiler is attached,
-// so ranges are always there; without the CUDA side they are empty functions. docs/profiling.md is the user's
-// side.
+// so ranges are always there; without the CUDA side they are empty functions. For users: docs/profiling.md.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +10,7 @@
 
 namespace gradwire {
 
-// What a rank does with its time, in a profile and in a trace.
+// What time is spent on, in a profile and in a trace.
 enum class Activity : uint8_t { batch, forward, backward, compress, communicate, decompress, optimizer };
 inline constexpr int kActivities = 7;
 const char* name(Activity activity);  // "batch", "forward", ...
@@ -19,7 +18,7 @@ const char* name(Activity activity);  // "batch", "forward", ...
 // From construction to destruction, which both happen in one thread; ranges of a thread nest.
 class NvtxRange {
  public:
-  // `number`: a step or a bucket, shown beside the name.
+  // `number`: a step or a bucket, shown next to the name.
   NvtxRange(Activity activity, int64_t number);
   ~NvtxRange();
   NvtxRange(const NvtxRange&) = delete;

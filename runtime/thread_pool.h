@@ -1,4 +1,4 @@
-// The process's one pool of host compute threads. Ranks that live in one process share it.
+// The process's one pool of host compute threads, shared by all callers.
 //
 // It is a plain mutex-and-condition pool, because ThreadSanitizer understands that and not OpenMP's barriers.
 #pragma once
@@ -10,8 +10,7 @@ namespace gradwire {
 
 // Threads that compute at once: GRADWIRE_THREADS, else the cores this process may use.
 int host_threads();
-// Overrides host_threads(). Call before the first parallel_for; tests use it to show that results do not
-// depend on it.
+// Overrides host_threads(). Call before the first parallel_for. For tests that results do not depend on it.
 void set_host_threads(int threads);
 
 // Calls body(begin, end) over disjoint ranges that cover [0, count), each `grain` long but the last, from

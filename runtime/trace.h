@@ -1,11 +1,9 @@
-// A trace: what the streams of one rank did, from events that the engine records on them, on CUDA and host
-// alike.
+// A trace: what the streams of a device did, from events recorded on them, on CUDA and host alike.
 //
-// A span is the time between two marks of one stream. Most marks are there anyway, because the log reports
-// times: once they are done, add() turns them into spans, at no cost to the step. Finer ones are recorded for
-// the trace alone, in the steps that are traced: SpanOnStream. Times are on the clock of this process,
-// counted from an instant that the ranks have agreed on; where the device has a clock of its own, calibrate()
-// relates the two.
+// A span is the time between two marks of one stream. Marks that are recorded anyway, to measure times,
+// become spans by add() once they are done, at no cost to the step. Finer ones are recorded for the trace
+// alone, in the steps that are traced: SpanOnStream. Times are on the clock of this process, counted from an
+// origin that the caller gives; where the device has a clock of its own, calibrate() relates the two.
 #pragma once
 
 #include <chrono>
@@ -47,9 +45,8 @@ class Tracer {
   // `origin` is the trace's time 0. Steps [first_step, end_step) are traced.
   Tracer(Device device, SteadyTime origin, int64_t first_step, int64_t end_step);
 
-  // Of the step that is enqueued from now on; in an untraced one recording() is false and SpanOnStream does
-  // nothing. The same when `finer` is off: a graph, which is launched in many steps, cannot hold marks for
-  // some of them.
+  // What is enqueued from now on belongs to `step`. If that is not traced, recording() is false and
+  // SpanOnStream does nothing. The same if `finer` is off: a graph's launches cannot mark some steps only.
   void begin_step(int64_t step, bool finer = true);
   bool recording() const { return recording_; }
   bool traces(int64_t step) const { return step >= first_step_ && step < end_step_; }

@@ -20,8 +20,7 @@
 
 namespace gradwire::cuda {
 
-// True when rows of `width` elements starting at all of the pointers, of S and of floats, take 16-byte
-// accesses.
+// True when rows of `width` elements from all of the pointers, of S and of floats, take 16-byte accesses.
 template <typename S, typename... Pointers>
 bool takes_vectors(int64_t width, Pointers... pointers) {
   return width % kVector<S> == 0 && ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);

@@ -23,8 +23,7 @@ struct RowSlice {
   // First of the V columns of item j.
   static __device__ __forceinline__ int column(int j) { return (j * G + lane()) * V; }
 
-  // `width` is a multiple of V and the row 16-byte aligned; what lies outside, or in a row that is not live,
-  // is 0.
+  // `width` is a multiple of V and the row 16-byte aligned; outside, and in a row that is not live, it is 0.
   template <typename T>
   __device__ __forceinline__ void read(const T* row, int width, bool live) {
 #pragma unroll
@@ -46,8 +45,7 @@ struct RowSlice {
   }
 };
 
-// Calls run.template operator()<G, Items>() with the smallest slice that holds `width` (at most 1024)
-// elements.
+// Calls run.template operator()<G, Items>() with the smallest slice for `width` (at most 1024) elements.
 template <int V, typename Run>
 void with_row_slice(int64_t width, const Run& run) {
   if (width <= 8 * V) return run.template operator()<8, 1>();

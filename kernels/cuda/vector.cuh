@@ -44,8 +44,7 @@ class Alignment {
   unsigned possible_;
 };
 
-// Calls body.template at<W>(i) for vectors that begin at element i and body.template at<1>(i) for single
-// elements.
+// Calls body.template at<W>(i) for vectors that begin at element i, at<1>(i) for single elements.
 template <int W, typename Body>
 __device__ __forceinline__ void for_each_vector(const VectorSplit& split, const Body& body) {
   int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;

@@ -1,5 +1,5 @@
-// Row-major matrix products on OpenBLAS (host; batches of small ones by small_gemm.cpp), cuBLASLt and
-// cuBLAS (CUDA).
+// Row-major matrix products: OpenBLAS on the host (small_gemm.h for batches of small ones), cuBLASLt and
+// cuBLAS on CUDA.
 //
 // C = alpha * op(A) op(B) + beta * C + bias, where op(A) is (m, k), op(B) is (k, n), C is (m, n), for `batch`
 // products whose operands lie `stride_*` elements apart. lda/ldb/ldc are the distances between rows as
@@ -34,21 +34,18 @@ struct MatrixPointer {
   Void* data = nullptr;
   Element type = Element::fp32;
 
+  template <typename T>
+  using To = std::conditional_t<std::is_const_v<Void>, const T*, T*>;
+
   MatrixPointer() = default;
   MatrixPointer(std::nullptr_t) {}
-  template <typename T>
-  requires std::is_convertible_v<T*, Void*> && std::is_same_v < std::remove_const_t<T>,
-  float > MatrixPointer(T* p) : data(p), type(Element::fp32) {}
-  template <typename T>
-  requires std::is_convertible_v<T*, Void*> && std::is_same_v<std::remove_const_t<T>, Bf16> MatrixPointer(
-      T* p)
-      : data(p), type(Element::bf16) {}
+  MatrixPointer(To<float> p) : data(p), type(Element::fp32) {}
+  MatrixPointer(To<Bf16> p) : data(p), type(Element::bf16) {}
 
   // `offset` elements further.
   template <typename T>
-  auto at(int64_t offset) const {
-    using Pointer = std::conditional_t<std::is_const_v<Void>, const T*, T*>;
-    return static_cast<Pointer>(data) + offset;
+  To<T> at(int64_t offset) const {
+    return static_cast<To<T>>(data) + offset;
   }
 };
 
@@ -72,7 +69,7 @@ inline void gemm(const Stream& stream, const Gemm& args) {
 }
 
 namespace detail {
-// Throws BadInput naming the size, type or leading dimension that cannot be.
+// Throws BadInput naming the size, type or leading dimension that is wrong.
 void check(const Gemm& args);
 }  // namespace detail
 

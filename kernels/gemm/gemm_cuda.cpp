@@ -2,8 +2,8 @@
 //
 // cuBLASLt is asked once per kind of product (shape, types, layout, bias, alignment) for its best algorithm;
 // the answer is kept with the descriptors, so that in the steady state a product is one library call: no
-// allocation, no synchronization, fit for capture in a CUDA graph. Split products add their parts in FP32, in
-// a fixed order.
+// allocation, no synchronization, fit for capture in a CUDA graph. Split products add their parts in FP32,
+// and in a fixed order.
 //
 // A cuBLAS handle must not be used by two threads at once, and gives repeatable bits only when its stream and
 // its workspace are its own. So each thread keeps one handle per (device, stream), made at the first product

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "kernels/simd/vector.h"
 #include "kernels/simd/simd.h"
+#include "kernels/simd/vector.h"
 
 GW_ALLOW_FMA
 

@@ -8,8 +8,7 @@ namespace gradwire::host {
 
 // True when small_gemm is the faster way for each of the batch's products.
 bool is_small(const Gemm& g);
-// Products [begin, end) of the batch. Sums run over k in order, one FMA after the other where the machine has
-// it.
+// Products [begin, end) of the batch. Sums run over k in order, one FMA after the other where there is one.
 void small_gemm(const Gemm& g, int64_t begin, int64_t end);
 
 }  // namespace gradwire::host

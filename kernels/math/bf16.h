@@ -61,8 +61,7 @@ GW_HD uint16_t float_to_bf16_stochastic(float value, uint32_t random) {
   return detail::bf16_finish(x, x + (random & 0xffffu));
 }
 
-// What kernels that are written once for FP32 and BF16 operands do when they load and store: all arithmetic
-// is FP32.
+// How kernels written once for FP32 and BF16 operands load and store: all arithmetic is FP32.
 GW_HD float widen(float x) {
   return x;
 }
@@ -70,8 +69,7 @@ GW_HD float widen(Bf16 x) {
   return bf16_to_float(x.bits);
 }
 
-// Round to nearest, ties to even, as the products do: what is beyond the largest finite BF16 becomes
-// infinite.
+// Round to nearest, ties to even, as the products do: beyond the largest finite BF16 is infinity.
 template <typename T>
 GW_HD T narrow(float x);
 template <>

@@ -15,7 +15,7 @@ namespace gradwire {
 inline constexpr float kExpLowest = -87.33654f;  // ln(2^-126): results below are flushed to 0
 inline constexpr float kExpHighest = 88.02969f;  // ln(2^127): arguments above are treated as this one
 
-// What the arithmetic below needs of a type; simd/simd.h adds eight floats at once.
+// What the arithmetic below needs of a type; kernels/simd/vector.h adds eight floats at once.
 template <typename F>
 struct FloatWords;
 template <>

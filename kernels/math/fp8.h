@@ -1,8 +1,7 @@
 // FP32 <-> FP8 E4M3 by bit arithmetic, and the power-of-two scale of a block, the same on host and device.
 //
-// E4M3 as OCP's "8-bit Floating Point Specification" defines it: sign, 4 bits of exponent with bias 7, 3 of
-// mantissa; largest finite 448, smallest normal 2^-6, quantum below that 2^-9; no infinity; 0x7f and 0xff are
-// NaN.
+// E4M3 as in OCP's "8-bit Floating Point Specification": sign, 4 bits of exponent with bias 7, 3 of mantissa;
+// largest finite 448, smallest normal 2^-6, quantum below that 2^-9; no infinity; 0x7f and 0xff are NaN.
 //
 // A block's scale is a power of two, 2^k with k from -126 to 119, stored as the byte k + 127 (OCP
 // Microscaling's E8M0). So scaling is exact, E4M3's own exponent does the rest, and a scale is never zero.
@@ -26,8 +25,7 @@ GW_HD float e4m3_to_float(uint8_t code) {
 }
 
 namespace detail {
-// `random` rounds: nearest-even when it is negative, else up with probability (discarded fraction), from its
-// 16 bits.
+// Rounds to nearest-even if `random` is negative; else up with probability (discarded fraction), by its bits.
 GW_HD uint8_t to_e4m3(float value, int32_t random) {
   uint32_t x = float_bits(value);
   uint32_t sign = (x >> 24) & 0x80u;

@@ -3,8 +3,8 @@
 #if defined(__CUDACC__)
 #define GW_HD __host__ __device__ __forceinline__
 #elif defined(__GNUC__)
-#define GW_HD \
-  __attribute__((always_inline)) inline  // so that it takes on its caller's instruction set (simd/simd.h)
+// always_inline: takes on its caller's instruction set (kernels/simd/simd.h).
+#define GW_HD __attribute__((always_inline)) inline
 #else
 #define GW_HD inline
 #endif

@@ -8,8 +8,7 @@ namespace gradwire {
 
 // All pivots below are of the Gram matrix with columns scaled to norm 1, so they are squared sines.
 
-// At or below this a column depends on the ones before it: what is left of it is the rounding of its FP32
-// entries.
+// At or below this a column depends on the ones before it: only the rounding of its FP32 entries is left.
 inline constexpr double kDependentPivot = 1e-14;
 // A pass loses about eps64 / pivot of orthogonality. From this pivot up, its result is final (1e-10, far
 // below the rounding of the FP32 result); below, another pass follows.
@@ -17,8 +16,7 @@ inline constexpr double kFinalPivot = 1e-6;
 // Two passes do up to condition 1e8, one more per re-seeding; more means bad luck with the random directions.
 inline constexpr int kMaxOrthonormalizePasses = 16;
 
-// Row `row` of the random direction that replaces `column`; about normal. `attempt` counts re-seedings of
-// this column.
+// Row `row` of the random direction that replaces `column`; about normal. `attempt` counts its re-seedings.
 GW_HD float reseed_value(uint64_t seed, uint64_t step, int32_t seed_id, int which, int column, int attempt,
                          int32_t row) {
   uint64_t stream = (static_cast<uint64_t>(static_cast<uint32_t>(seed_id)) << 32) |

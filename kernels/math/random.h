@@ -31,7 +31,7 @@ GW_HD Random4 philox(uint64_t seed, uint64_t stream, uint64_t counter) {
   return {{c0, c1, c2, c3}};
 }
 
-// One draw serves eight elements with 16 bits each: element i of a (seed, stream) takes half-word i % 8 of
+// A draw serves eight elements with 16 bits each: element i of a (seed, stream) takes half-word i % 8 of
 // counter i / 8.
 GW_HD uint32_t random16_of(const Random4& draw, int lane) {
   // Spelled out, because an array indexed at run time would leave the GPU's registers.
@@ -48,8 +48,7 @@ GW_HD float uniform01(uint32_t bits) {
   return (static_cast<float>(bits >> 9) + 0.5f) * (1.0f / 8388608.0f);
 }
 
-// Approximately normal with mean 0 and variance 1: the sum of four uniforms, scaled (enough for a random
-// direction).
+// Roughly normal with mean 0 and variance 1, which is enough for a random direction: four uniforms, scaled.
 GW_HD float rough_normal(const Random4& r) {
   float sum = uniform01(r.v[0]) + uniform01(r.v[1]) + uniform01(r.v[2]) + uniform01(r.v[3]) - 2.0f;
   return sum * 1.7320508f;

@@ -2,11 +2,11 @@
 //
 // Bytes per element: 8 with residual (panels up to about 2900 rows; up to 12 for taller ones, whose rest is
 // read again, mostly from the L2 cache), 4 without. Limit: memory bandwidth up to about rank 8. A block takes
-// a panel of whole columns, 8 to 32 of them, into shared memory. Each thread owns four columns and every
-// so-manieth row; while the panel streams in it accumulates its part of Q in registers, up to 8 columns of P
-// at a time (further ones from the held panel). Parts are summed over a warp's lanes, then over warps in
-// order; then the panel, which is still there, gives the residual. No other block is involved, so nothing has
-// to be zeroed or waited for. Alignment: any; 16-byte accesses when a matrix's rows are 16-byte aligned.
+// a panel of whole columns, 8 to 32 of them, into shared memory. Each thread owns four columns and rows at a
+// fixed stride; while the panel streams in it accumulates its part of Q in registers, up to 8 columns of P at
+// a time (further ones from the held panel). Parts are summed over a warp's lanes, then over warps in order;
+// then the panel, which is still there, gives the residual. No other block is involved, so nothing has to be
+// zeroed or waited for. Alignment: any; 16-byte accesses when a matrix's rows are 16-byte aligned.
 #include "kernels/powersgd/powersgd.cuh"
 
 namespace gradwire::cuda {
@@ -65,8 +65,7 @@ __device__ __forceinline__ void restore(const BackProjectArgs& a, const MatrixDe
   }
 }
 
-// Sums acc over the block and writes columns [k0, k0 + kRank) of the panel's Q, to shared and to global
-// memory.
+// Sums acc over the block and writes columns [k0, k0 + kRank) of the panel's Q, to shared and global memory.
 template <int kRank, bool kVector>
 __device__ __forceinline__ void combine(const BackProjectArgs& a, const MatrixDescriptor& d,
                                         const Panel& panel, const Quad<kVector>& quad, int k0,

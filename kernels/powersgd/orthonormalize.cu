@@ -3,8 +3,8 @@
 // Bytes: 4 n r read twice and written once per pass, one or two passes; from the L2 cache for the sizes
 // PowerSGD has. Limit: FP64 throughput and latency of one SM per matrix: a matrix costs n r^2 FP64
 // multiply-adds for the Gram matrix (half of them, in 4 x 4 register tiles) and as many for the product with
-// the inverse factor. The algorithm is that of kernels/powersgd/orthonormalize_host.cpp. Every decision (a column is
-// dependent, another pass is needed) is taken by all threads alike from the same shared values.
+// the inverse factor. The algorithm is that of kernels/powersgd/orthonormalize_host.cpp. Every decision (a
+// column is dependent, another pass is needed) is taken by all threads alike from the same shared values.
 // Deterministic: sums run in a fixed order.
 #include "kernels/powersgd/orthonormalize.h"
 
@@ -113,8 +113,7 @@ __device__ __forceinline__ void gram_matrix(const float* in, int32_t n, int rank
 }
 
 // Turns the Gram matrix in w.a into weights there, so that A * weights has orthonormal columns; marks
-// dependent columns. Returns the smallest pivot of the columns that stay, 0 when one does not. Same value for
-// all threads.
+// dependent columns. Returns, to all threads, the smallest pivot, 0 if there are any.
 __device__ __forceinline__ double factor(int rank, const Workspace& w) {
   int thread = static_cast<int>(threadIdx.x);
   if (thread < rank) {
@@ -122,8 +121,7 @@ __device__ __forceinline__ double factor(int rank, const Workspace& w) {
     w.scale[thread] = square > 0.0 ? 1.0 / sqrt(square) : 0.0;
   }
   __syncthreads();
-  // w.b: the scaled Gram matrix in elimination order, which becomes the factor L. w.a: the identity, which
-  // becomes 1/L.
+  // w.b: the scaled Gram matrix in elimination order, later the factor L. w.a: the identity, later 1/L.
   for (int item = thread; item < rank * rank; item += kThreads) {
     int i = item / rank, j = item % rank, ci = w.order[i], cj = w.order[j];
     w.b[i * w.stride + j] = w.a[ci * w.stride + cj] * w.scale[ci] * w.scale[cj];
@@ -164,8 +162,7 @@ __device__ __forceinline__ double factor(int rank, const Workspace& w) {
     __syncthreads();
   }
 
-  // Back to the columns' own order, transposed, scaled and padded: weights[k][c] multiplies column k into
-  // column c.
+  // Back to the columns' own order, transposed, scaled, padded: weights[k][c] takes column k into c.
   for (int item = thread; item < padded(rank) * padded(rank); item += kThreads) {
     w.b[item / padded(rank) * w.stride + item % padded(rank)] = 0.0;
   }
@@ -288,8 +285,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int pass = 0; pass < kMaxOrthonormalizePasses; ++pass) {
     gram_matrix(in, n, d.rank, vector, w);
     if (pass == 0) {
-      // A square of a float is finite in double; so is a sum of squares, unless a NaN or an Inf is among
-      // them.
+      // Squares of floats are finite in double, and so is their sum, unless there is a NaN or an Inf.
       if (thread < d.rank && !(w.a[thread * w.stride + thread] < 1e300)) infinite[0] = 1;
       __syncthreads();
       if (infinite[0] != 0) {

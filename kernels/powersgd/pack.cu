@@ -1,4 +1,4 @@
-// Pack and unpack (see kernels/powersgd/pack.h): blockIdx.y is the segment, blocks along x share its elements.
+// Pack and unpack (see kernels/powersgd/pack.h): blockIdx.y is the segment, which blocks along x share.
 #include "kernels/powersgd/pack.h"
 #include "runtime/launch.cuh"
 

@@ -37,8 +37,7 @@ int64_t panel_columns_on_host(const MatrixDescriptor& d) {
   return std::clamp<int64_t>(fit, kStrip, kMaxPanelColumns);
 }
 
-// Cuts every matrix into tasks of grain(descriptor) of its lines(descriptor), and runs body(matrix, begin,
-// end).
+// Cuts every matrix into tasks of grain(descriptor) of its lines(descriptor); runs body(matrix, begin, end).
 template <typename Lines, typename Grain, typename Body>
 void for_each_slice(const MatrixTable& table, const Lines& lines, const Grain& grain, const Body& body) {
   std::vector<int64_t> first_task{0};
@@ -66,8 +65,7 @@ int64_t task_rows(const MatrixDescriptor&) {
   return kTaskRows;
 }
 
-// A matrix that was not finite, columns [begin, end): Q = 0, and the residual becomes the one before this
-// step.
+// Columns [begin, end) of a matrix that was not finite: Q = 0, and the residual becomes the previous step's.
 void restore(const PowerSgdBackProject& a, const MatrixDescriptor& d, int64_t begin, int64_t end) {
   std::fill(a.q + d.q_offset + begin * d.rank, a.q + d.q_offset + end * d.rank, 0.0f);
   for (int64_t i = 0; a.residual != nullptr && i < d.rows; ++i) {

@@ -2,8 +2,7 @@
 //
 // Q is turned around piece by piece, (cols, rank) to (rank, columns of the piece), so that the columns of a
 // matrix row and of a Q row are neighbours. Pieces are padded to whole vectors with zeros; a row's last,
-// partial vector goes through a buffer. A product and its addition are rounded once where the machine has an
-// fma.
+// partial vector goes through a buffer. A product and its addition are rounded once where there is an fma.
 #include "kernels/powersgd/powersgd_simd.h"
 
 #include <algorithm>
@@ -52,15 +51,14 @@ GW_INLINE void turn(const float* q, int rank, int64_t columns, int64_t stride, f
 }
 
 // M of kRows rows; adds their products with kRank turned columns of Q to sums (kRows, sum_stride). With
-// kFresh, M is formed from grad and residual; else it is read from m_out, where an earlier call with kFresh
-// left it.
+// kFresh, M is formed from grad and residual; else it is read from m_buffer, where an earlier call with
+// kFresh left it.
 template <int kRows, int kRank, bool kFresh>
 GW_INLINE void project_tile(const ProjectRows& a, int64_t row0, int64_t column0, int64_t columns,
                             const float* turned, int64_t stride, float* m_buffer, bool keep_m, float* sums,
                             int64_t sum_stride) {
   Vec acc[kRows][kRank] = {};
-  // A row alone is one stream, which continues in the next; several rows are as many streams, which end
-  // together.
+  // One row is one stream, which continues in the next; several rows are as many streams that end together.
   const int64_t ahead = kRows == 1 ? kPrefetchFloats : kRows * a.cols;
   for (int64_t j = 0; j < columns; j += kLanes) {
     Vec q[kRank];
@@ -74,8 +72,7 @@ GW_INLINE void project_tile(const ProjectRows& a, int64_t row0, int64_t column0,
         if (a.residual != nullptr) {
           __builtin_prefetch(a.residual + at + ahead, 1);
           Vec e = load_some<Vec>(a.residual + at, count), sum = m + e;
-          // Where the gradient is not finite the old residual stays; where only the sum is not, a finite
-          // value must.
+          // Where the gradient is not finite the old residual stays; if only the sum is not, it is clamped.
           store_some(a.residual + at, finite_lanes(m) ? clamp_finite(sum) : e, count);
           m = sum;
         }

@@ -1,5 +1,4 @@
-// The loops of the host's PowerSGD passes: one piece of one matrix each, compiled for several instruction
-// sets.
+// The loops of the host's PowerSGD passes: a piece of a matrix each, compiled for several instruction sets.
 #pragma once
 
 #include <cstdint>

@@ -83,16 +83,14 @@ __device__ __forceinline__ void load_m(const ProjectArgs& a, const Quad<kVector>
 #pragma unroll
   for (int c = 0; c < 4; ++c) {
     float sum = m[c] + e[c];
-    // Where the gradient is not finite the old residual stays; where only the sum is not, a finite value
-    // must.
+    // Where the gradient is not finite the old residual stays; where only the sum is not, it is clamped.
     keep[c] = is_finite(m[c]) ? fminf(fmaxf(sum, -FLT_MAX), FLT_MAX) : e[c];
     m[c] = sum;
   }
   quad.store(a.residual + at, limit, keep);
 }
 
-// Products with `chunks` times kRank columns of Q. In shared memory: the staged Q, then a sum per warp, row
-// and column.
+// Products with `chunks` times kRank columns of Q. Shared memory: staged Q, then sums per warp, row, column.
 template <int kRank, bool kVector>
 __device__ __forceinline__ void project_rows(const ProjectArgs& a, const MatrixDescriptor& d, int row0,
                                              float* shared) {

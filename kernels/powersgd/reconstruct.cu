@@ -30,8 +30,7 @@ struct Tile {
   int row0, rows, column0, columns;
 };
 
-// shared[k][column] = Q[column0 + column][k], zero where there is none. The tile's part of Q is one run of
-// memory.
+// shared[k][column] = Q[column0 + column][k], zero where there is none. The tile's part of Q is contiguous.
 __device__ __forceinline__ void stage_q(const float* q, const MatrixDescriptor& d, const Tile& tile,
                                         int padded, float* shared) {
   const float* from = q + d.q_offset + static_cast<int64_t>(tile.column0) * d.rank;

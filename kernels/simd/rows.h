@@ -1,5 +1,4 @@
-// How the host ops of vit.h cut their rows into pieces: by shape alone, so that results never depend on the
-// threads.
+// How host ops cut rows into pieces: by shape alone, so that results never depend on the threads.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +8,7 @@
 
 namespace gradwire::host {
 
-// About 64 KiB of floats per piece: large enough to hide a task's cost, small enough to stay in a core's
-// cache.
+// About 64 KiB of floats per piece: large enough to hide a task's cost, small enough for a core's cache.
 inline int64_t rows_per_piece(int64_t width) {
   return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, width));
 }

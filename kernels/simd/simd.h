@@ -4,17 +4,14 @@
 //
 // How to use it:
 //   - put GW_SIMD on a plain (non-template, non-inline) function that contains whole loops over arrays;
-//   - everything it calls inside those loops must be inlined: mark it GW_INLINE (GW_HD arithmetic already
-//   is). A lambda
-//     does not inherit the instruction set, so the body of a parallel_for should only call a GW_SIMD
+//   - everything it calls inside those loops must be inlined: mark it GW_INLINE (GW_HD arithmetic is).
+//     A lambda does not inherit the instruction set, so the body of a parallel_for should only call a GW_SIMD
 //     function;
-//   - `#pragma omp simd` before a loop vouches that iterations are independent (so exact aliasing, in place,
-//   is fine);
-//     `#pragma omp simd reduction(+ : sum)` lets it sum in vector order: fixed for a given machine and
-//     length;
+//   - `#pragma omp simd` before a loop vouches that iterations are independent (exact aliases are fine);
+//     `#pragma omp simd reduction(+ : sum)` lets it sum in vector order, fixed for a given machine and length;
 //   - GW_ALLOW_FMA, once after the includes of a .cpp, lets a * b + c round once there. Never in code whose
-//   rounding is
-//     part of a contract (error feedback).
+//     rounding is part of a contract (error feedback).
+// Loops that the compiler does not get right by itself are written with kernels/simd/vector.h.
 #pragma once
 
 #include <cstdint>  // defines __GLIBC__ where there is one

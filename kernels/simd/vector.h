@@ -1,10 +1,11 @@
-// Eight or sixteen numbers as one value, in GCC's portable vectors: for loops that the compiler would not vectorize
-// as they should be, because they are too short or their sums must stay in registers.
+// Eight or sixteen numbers as one value, in GCC's portable vectors: for loops that the compiler would not
+// vectorize as they should be, because they are too short or their sums must stay in registers.
 //
-// An operation compiles to what its function's instruction set has (kernels/simd/simd.h): F32x8 is one AVX register or
-// two of SSE, F32x16 one of AVX-512, two or four. Arithmetic and comparisons are the language's own, also with a plain
-// number on one side, and `mask ? a : b` blends. What is here is the rest: memory, BF16, parts of vectors, and sums and
-// maxima over lanes, which halve, so that they give the same bits on every machine. No alignment is needed anywhere.
+// An operation compiles to what its function's instruction set has (kernels/simd/simd.h): F32x8 is one AVX
+// register or two of SSE, F32x16 one of AVX-512, two of AVX or four of SSE. Arithmetic and comparisons are the
+// language's own, also with a plain number on one side, and `mask ? a : b` blends. Here is the rest: memory,
+// BF16, parts of vectors, and sums and maxima over lanes, which halve, so that they give the same bits on
+// every machine. No alignment is needed anywhere.
 #pragma once
 
 #include <bit>

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(CrossEntropy<S>
   }
   const float at_label = x[label];
   float highest = Max::kIdentity;
-  // Right when nothing before the label reaches it and nothing after exceeds it; a NaN is never right.
+  // Correct when nothing before the label reaches it and nothing after exceeds it; a NaN is never correct.
   bool right = true;
   for (int64_t c = lane; c < a.classes; c += 32) {
     const float v = x[c];

@@ -24,8 +24,8 @@ void bias_gelu(const Stream& stream, const BiasGelu<S>& args) {
   detail::dispatch(stream, args, host::bias_gelu<S>, GW_CUDA_SIDE(bias_gelu<S>), "bias_gelu");
 }
 
-// dy (rows, F) in place becomes dy * GELU'(pre); d_bias = its sum over rows, before rounding. 12 or 6 B per
-// element.
+// In place, dy (rows, F) becomes dy * GELU'(pre); d_bias = its sum over rows, before rounding.
+// 12 or 6 B per element.
 template <typename S = float>
 struct BiasGeluBackward {
   const S* pre = nullptr;

@@ -1,4 +1,4 @@
-// Between the layout of a product (a row per token) and that of attention (a matrix per head): q, k, v and out.
+// Between the layout of a product (a row per token) and that of attention (a matrix per head).
 // Shapes and the storage type S: kernels/vit/vit.h.
 #pragma once
 

@@ -9,8 +9,8 @@
 
 namespace gradwire {
 
-// y = (x - mean) * rstd * gamma + beta per row, biased variance, rstd = 1 / sqrt(var + eps). 8 or 6 B per
-// element.
+// y = (x - mean) * rstd * gamma + beta per row, biased variance, rstd = 1 / sqrt(var + eps).
+// 8 or 6 B per element.
 //
 // With `branch`, a residual branch joins on the way: sum = x + (branch + branch_bias) is stored, and is what
 // is normalized. 16 or 12 B per element, 4 fewer than bias_residual followed by this; the same bits.
@@ -45,8 +45,8 @@ struct LayerNormBackward {
   const float* mean = nullptr;
   const float* rstd = nullptr;
   float* dx = nullptr;
-  S* dx_rounded =
-      nullptr;  // as dx, strides included: what the products behind read; null when they read dx itself
+  // As dx, strides included: what the products that follow read; null when they read dx itself.
+  S* dx_rounded = nullptr;
   float* d_gamma = nullptr;
   float* d_beta = nullptr;
   float* workspace = nullptr;  // layer_norm_backward_workspace(rows, width) floats

@@ -2,8 +2,8 @@
 //
 // Rows of up to 1024 elements whose ld is a multiple of 4 (8 with BF16 operands) stay in registers between
 // the passes: softmax moves 8 or 6 B per element, its backward 12 or 6 B, in 16-byte accesses. Other rows go
-// through one block each, with 4-byte accesses, and are read again from cache. Limit: memory bandwidth.
-// Deterministic.
+// through one block each, with 4-byte accesses, and are read again from cache.
+// Limit: memory bandwidth. Deterministic.
 #include "kernels/cuda/row_slice.cuh"
 #include "kernels/math/exp.h"
 #include "kernels/vit/softmax.h"

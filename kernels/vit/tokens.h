@@ -43,8 +43,8 @@ void assemble_tokens(const Stream& stream, const AssembleTokens<S>& args) {
 }
 
 // From dx (B, T, C): d_projected (B, T-1, C) = dx without row 0 of each image; d_position (T, C),
-// d_class_token (C) and d_bias (C) are sums over the batch (and over patches for d_bias). 8 or 6 B per
-// element.
+// d_class_token (C) and d_bias (C) are sums over the batch (and over patches for d_bias).
+// 8 or 6 B per element.
 template <typename S = float>
 struct AssembleTokensBackward {
   const float* dx = nullptr;
