@@ -383,7 +383,8 @@ class Reducer::Impl {
       context.scale = options_.average ? 1.0f / static_cast<float>(comm_.world()) : 1.0f;
       context.rounding_seed = options_.seed * 0x9e3779b97f4a7c15ull + static_cast<uint64_t>(comm_.rank()) + 1;
       context.step = device_step_.as<const uint64_t>();
-      context.name = "bucket " + std::to_string(b + 1) + " of " + std::to_string(buckets_.size());
+      context.name = "bucket " + std::to_string(b + 1) + " of " + std::to_string(buckets_.size()) +
+                     (options_.name.empty() ? "" : " of " + options_.name);
       bucket.codec = make_codec(context);
       bucket.lane = b % lanes_.size();
       size_t& most = lane_of(bucket).workspace_bytes;
