@@ -11,7 +11,9 @@
  * Threads  Any function may be called from any thread. Calls on one communicator and its reducers run one
  *          after the other; gw_comm_abort() alone does not wait its turn.
  * Order    Collective calls (marked so) are made by all ranks of a communicator, in the same order and with the
- *          same arguments. Ranks that disagree get GW_COMM_FAILED with a text that names rank and call.
+ *          same arguments; "may differ" marks those that need not be the same. Ranks that disagree get GW_COMM_FAILED
+ *          with a text that names both calls. Two calls that are alike in all arguments but the address can only be
+ *          told apart by a tag: see gw_call_tag().
  * Failure  A passed deadline, a dead peer, a disagreement or gw_comm_abort() is final for the communicator:
  *          every pending and later call of every rank that can be reached fails. Destroy it and create another.
  * Streams  `stream` is a cudaStream_t cast to void* (null: the legacy default stream) when the communicator is on
@@ -93,7 +95,8 @@ GW_API const char* gw_last_error(void);
  * rank        0 .. world - 1, each of them once.
  * device      GW_HOST, or the number of a CUDA device of this process.
  * timeout_ms  > 0. The longest wait for a peer: while joining, and later in any operation. A training step in
- *             which one rank writes a checkpoint counts as a wait for all others.
+ *             which one rank writes a checkpoint counts as a wait for all others. May differ: each rank waits as long
+ *             as it was told.
  * comm        out; to be given to gw_comm_destroy().
  *
  * GW_BAD_ARGUMENT, GW_COMM_FAILED (somebody did not come; the text says who), GW_DEVICE_FAILED, GW_UNSUPPORTED. */
@@ -132,19 +135,36 @@ GW_API gw_status gw_comm_abort(gw_comm comm, const char* reason);
  * abort first so as not to. Null is legal and does nothing. */
 GW_API gw_status gw_comm_destroy(gw_comm comm);
 
+/* ---- Tags -------------------------------------------------------------------------------------------------- */
+
+/* Says what this thread's next gw_allreduce() or gw_reducer_create() on `comm` is about: the name of a tensor, say.
+ * Ranks compare it as they compare the call's other arguments, and error texts quote it. So two calls of equal size that
+ * two ranks make in different orders are an error on every rank. Without tags they cannot be told apart, and each rank
+ * gets sums of unlike things: where a scheduler, a compiler or several threads may choose the order of calls, tag
+ * them all.
+ *
+ * tag     at most 1000 bytes of UTF-8 without control characters; copied. Null or "": none. A reducer's tag is part of
+ *         all its calls. The next call uses the tag up, whether it succeeds or not.
+ *
+ * Between GPUs (NCCL) ranks compare a call when it is first made; of calls that all ranks have made before, another
+ * order is not noticed.
+ *
+ * GW_BAD_ARGUMENT, GW_BAD_HANDLE. */
+GW_API gw_status gw_call_tag(gw_comm comm, const char* tag);
+
 /* ---- Stateless allreduce --------------------------------------------------------------------------------- */
 
 /* Sums, or averages, buf over all ranks, in place; every rank ends with the same bits. Collective.
  *
  * buf     (count) elements of dtype on the communicator's device, aligned to the element. May be null when count
- *         is 0.
+ *         is 0. The address may differ.
  * dtype   GW_FLOAT32, or GW_BFLOAT16: converted to float32 and back around the reduction.
  * spec    "fp32", "bf16[:round=nearest|stochastic]" or "fp8[:round=...]", each with
  *         ",schedule=auto|ring|tree|two_shot|hierarchical" and ",intra_node=wire|fp32": the format on the wire. Nothing is remembered between
  *         calls, so there is no error feedback: what is rounded away is gone. "powersgd" needs a reducer.
- * stream  see the top.
+ * stream  see the top; may differ.
  *
- * The program for a buffer is built at its first use and kept (the 64 used last): reuse buffers. Changing how often
+ * The program for a buffer and tag is built at its first use and kept (the 64 used last): reuse both. Changing how often
  * a buffer is used costs nothing; a new one blocks the caller until work in flight is done.
  * In a world of 1, buf stays as it is.
  *
@@ -168,7 +188,7 @@ typedef struct gw_reducer_options {
   size_t size;          /* sizeof(gw_reducer_options) */
   int64_t bucket_bytes; /* tensors are reduced together in buckets of about this size; default 25 MiB */
   int32_t sum;          /* nonzero: the sum comes back; default: the mean */
-  int32_t no_timing;    /* nonzero: gw_stats has no times; default: recorded */
+  int32_t no_timing;    /* nonzero: gw_stats has no times; default: recorded; may differ */
   uint64_t seed;        /* of stochastic rounding; ranks draw differently from the same seed */
 } gw_reducer_options;
 
@@ -179,7 +199,8 @@ typedef struct gw_reducer_options {
  *            each with ",ef=on|off", ",schedule=auto|ring|tree|two_shot|hierarchical" and
  *            ",intra_node=wire|fp32"; docs/formats.md says what they mean. The first schedule=auto of a communicator
  *            between processes measures its links, a tenth of a second at 1 Gb/s.
- * tensors    (n_tensors), in the order in which backward completes them: buckets are reduced in this order.
+ * tensors    (n_tensors), in the order in which backward completes them: buckets are reduced in this order. Names,
+ *            shapes and order are compared here; `grad` may differ.
  * options    may be null: defaults.
  * reducer    out; to be given to gw_reducer_destroy().
  *
@@ -196,13 +217,14 @@ GW_API gw_status gw_reducer_create(gw_comm comm, const char* spec, const gw_tens
  *         A bucket whose tensors lie one directly behind the other in memory, in the order of registration, is
  *         reduced where it is, without a copy; the tensors of any other bucket are copied in and out.
  *         Addresses may change between steps; a change of an uncopied bucket blocks until work in flight is done.
+ *         They may differ between ranks.
  *
  * A gradient that is not finite shows in the result of its own tensor, on every rank; it reaches no other tensor and no
  * residual. GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED, GW_DEVICE_FAILED. */
 GW_API gw_status gw_reducer_allreduce(gw_reducer reducer, void* const* grads, void* stream);
 
 /* The same overlapped with backward, on CUDA and on the host alike: gw_reducer_ready() for every tensor, in any
- * order, when its gradient is complete at this point of `stream`; then gw_reducer_wait(). The last tensor of a bucket
+ * order, which may differ, when its gradient is complete at this point of `stream`; then gw_reducer_wait(). The last tensor of a bucket
  * starts its reduction, behind those of the buckets before it; the call never waits for it.
  * The gradients are where gw_tensor.grad, or the last gw_reducer_allreduce(), said. On the host, write nothing to a
  * gradient between its ready() and wait().
@@ -242,7 +264,8 @@ GW_API gw_status gw_reducer_stats(gw_reducer reducer, gw_stats* stats);
 GW_API gw_status gw_reducer_state_size(gw_reducer reducer, size_t* size);
 /* Writes gw_reducer_state_size() bytes to host memory; `size` says how much room there is. */
 GW_API gw_status gw_reducer_state_save(gw_reducer reducer, void* state, size_t size);
-/* `state` is in host memory. GW_BAD_ARGUMENT for a state that is damaged, or of another spec, tensor, world or rank:
+/* `state` is in host memory. The next step fails with GW_COMM_FAILED on every rank unless all have loaded a state of the
+ * same step and run. GW_BAD_ARGUMENT for a state that is damaged, or of another spec, tensor, world or rank:
  * the text says which; the reducer is unchanged then. */
 GW_API gw_status gw_reducer_state_load(gw_reducer reducer, const void* state, size_t size);
 

@@ -18,7 +18,7 @@ std::vector<std::vector<double>> all_gather(Transport& transport, const Stream& 
     transfers.push_back(
         {Transfer::Kind::receive, peer, all.as<double>() + peer * count, mine.size() * sizeof(double)});
   }
-  const ExchangeLabel label{mix(0x616c6c, static_cast<uint64_t>(count)), what};
+  const ExchangeLabel label{mix(mix(0x616c6c, static_cast<uint64_t>(count)), what), what};
   const Call call{label.tag, what};
   transport.begin(stream, call);
   transport.exchange(stream, transfers, label);

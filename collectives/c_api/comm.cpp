@@ -63,7 +63,7 @@ Stream ApiComm::caller_stream(void* native) {
 
 Program& ApiComm::program_for(const Key& key) {
   if (auto* entry = programs_.find(key)) return *entry->program;
-  const auto& [buf, count, dtype, op, text] = key;
+  const auto& [buf, count, dtype, op, text, tag] = key;
   const CompressionSpec spec = CompressionSpec::parse(text);
   if (spec.method != CompressionSpec::Method::wire) {
     throw BadInput("spec '" + text +
@@ -78,7 +78,8 @@ Program& ApiComm::program_for(const Key& key) {
       communicator->transport(), choice.schedule,
       ProgramBuffers{
           .in = buf, .out = buf, .count = count, .dtype = dtype == GW_BFLOAT16 ? DType::bf16 : DType::f32},
-      Program::Options{.what = "gw_allreduce",
+      Program::Options{.what = "gw_allreduce" + quoted(tag) + ", " + (op == GW_AVG ? "mean" : "sum") +
+                               " of " + (dtype == GW_BFLOAT16 ? "bfloat16" : "float32"),
                        .wire = spec.wire,
                        .fp32_intra_node = spec.fp32_intra_node,
                        .scale = op == GW_AVG ? 1.0f / static_cast<float>(world) : 1.0f,
@@ -92,7 +93,7 @@ Program& ApiComm::program_for(const Key& key) {
 }
 
 void ApiComm::allreduce(void* buf, int64_t count, gw_dtype dtype, gw_op op, const char* spec,
-                        void* native_stream) {
+                        void* native_stream, const std::string& tag) {
   require(count >= 0, "count is " + std::to_string(count));
   require(dtype == GW_FLOAT32 || dtype == GW_BFLOAT16,
           "dtype " + std::to_string(dtype) + " is neither GW_FLOAT32 nor GW_BFLOAT16");
@@ -103,8 +104,8 @@ void ApiComm::allreduce(void* buf, int64_t count, gw_dtype dtype, gw_op op, cons
   require(reinterpret_cast<uintptr_t>(buf) % element == 0,
           "buf is not aligned to its elements of " + std::to_string(element) + " bytes");
   const Stream caller = caller_stream(native_stream);
-  Program& program = program_for({buf, count, dtype, op, spec});
-  if (communicator->world() == 1 || count == 0) return;
+  Program& program = program_for({buf, count, dtype, op, spec, tag});
+  if (communicator->world() == 1) return;
 
   start_.record(caller);
   stream.wait(start_);

@@ -139,14 +139,25 @@ gw_status gw_comm_destroy(gw_comm comm) {
   });
 }
 
+gw_status gw_call_tag(gw_comm comm, const char* tag) {
+  return guarded(__func__, [&] {
+    comms().get(comm)->check_process();
+    set_tag(comm, tag);
+  });
+}
+
 gw_status gw_allreduce(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, gw_op op, const char* spec,
                        void* stream) {
-  return guarded(__func__, [&] { LockedComm(comm)->allreduce(buf, count, dtype, op, spec, stream); });
+  return guarded(__func__, [&] {
+    const std::string tag = take_tag(comm);
+    LockedComm(comm)->allreduce(buf, count, dtype, op, spec, stream, tag);
+  });
 }
 
 gw_status gw_reducer_create(gw_comm comm, const char* spec, const gw_tensor* tensors, int32_t n_tensors,
                             const gw_reducer_options* options, gw_reducer* reducer) {
   return guarded(__func__, [&] {
+    const std::string tag = take_tag(comm);
     LockedComm locked(comm);
     require(reducer != nullptr, "reducer is null");
     require(spec != nullptr, "spec is null; \"fp32\" is the plain one");
@@ -155,6 +166,8 @@ gw_status gw_reducer_create(gw_comm comm, const char* spec, const gw_tensor* ten
     auto read = read_tensors(tensors, n_tensors, &grads);
     ReducerOptions how = read_options(options);
     how.stream = locked->stream;
+    agree_on_reducer(*locked.comm, parsed, read, how, tag);
+    how.name = "reducer " + std::to_string(locked->next_reducer()) + quoted(tag);
     auto made = std::make_shared<ApiReducer>(locked.comm, parsed, std::move(read), how);
     made->set_addresses(std::move(grads));
     *reducer = static_cast<gw_reducer>(reducers().add(std::move(made)));

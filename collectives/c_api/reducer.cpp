@@ -4,6 +4,7 @@
 #include <cstring>
 #include <set>
 
+#include "collectives/agreement/statements.h"
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/handles.h"
 
@@ -84,6 +85,26 @@ ReducerOptions read_options(const gw_reducer_options* given) {
   return options;
 }
 
+void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vector<GradientTensor>& tensors,
+                      const ReducerOptions& options, const std::string& tag) {
+  Communicator& group = *comm.communicator;
+  if (group.world() == 1) return;
+  std::vector<std::string> statements = {
+      "spec " + spec.to_string(),
+      "bucket_bytes " + std::to_string(options.bucket_bytes),
+      options.average ? "the mean" : "the sum",
+      "seed " + std::to_string(options.seed),
+      "ranks_per_node " + std::to_string(group.ranks_per_node()),
+      tag.empty() ? "no tag" : "tag" + quoted(tag),
+  };
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    std::string shape;
+    for (int64_t extent : tensors[i].shape) shape += (shape.empty() ? "" : " x ") + std::to_string(extent);
+    statements.push_back("tensor " + std::to_string(i) + ": '" + tensors[i].name + "' (" + shape + ")");
+  }
+  agree_on(group.transport(), comm.stream, statements, "gw_reducer_create");
+}
+
 void write_stats(const gw_stats& stats, gw_stats* out) {
   require(out != nullptr, "stats is null");
   size_t size = 0;
@@ -129,13 +150,21 @@ void ApiReducer::allreduce(void* const* given, void* native_stream) {
     addresses_known_ = true;
   }
   require(addresses_known_, "grads is null, and where the gradients are was never said");
+  announce_loaded_state();
   for (int i = 0; i < reducer.tensors(); ++i) reducer.ready(i, caller);
   reducer.wait(caller);
+}
+
+void ApiReducer::announce_loaded_state() {
+  if (!loaded_unannounced_) return;
+  loaded_unannounced_ = false;
+  if (comm->communicator->world() > 1) comm->communicator->transport().begin(comm->stream, loaded_);
 }
 
 void ApiReducer::ready(int32_t tensor, void* native_stream) {
   require(addresses_known_,
           "where the gradients are was never said: set gw_tensor.grad, or call gw_reducer_allreduce first");
+  announce_loaded_state();
   reducer.ready(tensor, comm->caller_stream(native_stream));
   ++ready_;
 }

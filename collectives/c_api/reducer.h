@@ -36,15 +36,22 @@ struct ApiReducer {
  private:
   // Text that a state must agree in: spec, world, rank, options.
   std::string identity() const;
+  // After a state was loaded: ranks compare which, in front of the next step.
+  void announce_loaded_state();
 
   std::vector<float*> addresses_;  // of the gradients, by tensor
   bool addresses_known_ = false;
   int ready_ = 0;           // tensors, in the step under way
   int64_t first_step_ = 0;  // where this reducer began, or was resumed
+  Call loaded_;
+  bool loaded_unannounced_ = false;
 };
 
 // Reads the caller's array and struct, whose sizes may be those of another version of the header.
 std::vector<GradientTensor> read_tensors(const gw_tensor* tensors, int32_t n, std::vector<float*>* grads);
+// Collective: throws CommError on every rank unless all make a reducer of the same.
+void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vector<GradientTensor>& tensors,
+                      const ReducerOptions& options, const std::string& tag);
 ReducerOptions read_options(const gw_reducer_options* options);
 void write_stats(const gw_stats& stats, gw_stats* out);
 

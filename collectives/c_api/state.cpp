@@ -10,12 +10,14 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <optional>
 
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/reducer.h"
+#include "runtime/mix.h"
 
 namespace gradwire::c_api {
 namespace {
@@ -288,6 +290,17 @@ void ApiReducer::load_state(const void* state, size_t size) {
   comm->stream.synchronize();
   reducer.resume_at(header.steps);
   first_step_ = header.steps;
+  // Residuals are each rank's own; steps and factors are the same on all of them.
+  uint64_t factors = 0;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    factors = mix(factors, crc_of(sources[i].second, static_cast<size_t>(all[i].q_count) * sizeof(float)));
+  }
+  char loaded[96];
+  std::snprintf(loaded, sizeof loaded, "state of step %lld, factors %08x",
+                static_cast<long long>(header.steps), static_cast<unsigned>(factors >> 32));
+  loaded_.what = options.name + " goes on from a loaded " + loaded;
+  loaded_.hash = mix(0x6c6f6164, loaded_.what);
+  loaded_unannounced_ = true;
 }
 
 }  // namespace gradwire::c_api

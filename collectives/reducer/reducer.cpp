@@ -86,8 +86,9 @@ void Reducer::build_buckets() {
     Bucket& bucket = buckets_.emplace_back();
     static_cast<BucketRange&>(bucket) = range;
     bucket_of_.resize(static_cast<size_t>(range.last_tensor), static_cast<int>(b));
-    BucketContext context =
-        bucket_context(setup, tensors_, layout_, range, fmt::format("bucket {} of {}", b + 1, count));
+    BucketContext context = bucket_context(
+        setup, tensors_, layout_, range,
+        fmt::format("bucket {} of {}{}{}", b + 1, count, options_.name.empty() ? "" : " of ", options_.name));
     context.planner = &*planner_;
     context.transfers = comm_.transfers();
     context.slice_bytes = options_.slice_bytes;

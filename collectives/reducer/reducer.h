@@ -34,6 +34,8 @@
 namespace gradwire {
 
 struct ReducerOptions {
+  // Told apart by it where several reducers share a communicator: part of every call and of what ranks compare.
+  std::string name = {};
   int64_t bucket_bytes = 25 << 20;
   bool average = true;  // divide the sum by the world size
   // Where timings come from; off, nothing is recorded.

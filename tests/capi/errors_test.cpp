@@ -386,12 +386,12 @@ TEST(CApiErrors, NoStateIsTrusted) {
 
 TEST(CApiErrors, AnAbsentPeerFailsTheCallWithinTheDeadline) {
   run_ranks(3, 800, [](gw_comm comm, int rank) {
+    const Model model;
+    capi::Reducer r(comm, "powersgd:rank=2", model);
     if (rank == 2) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1600));
       return;
     }
-    const Model model;
-    capi::Reducer r(comm, "powersgd:rank=2", model);
     auto flat = normal(model.elements(), static_cast<unsigned>(rank));
     auto at = model.addresses(flat.data());
     auto start = steady_clock::now();

@@ -132,6 +132,37 @@ class Reducers(unittest.TestCase):
 
         run_ranks(2, body)
 
+    def test_a_tag_tells_calls_of_equal_size_apart(self) -> None:
+        said: List[str] = [""] * 2
+
+        def body(comm: gradwire.Communicator) -> None:
+            tensors = {name: torch.full((64,), float(i)) for i, name in enumerate(("weight", "bias"))}
+            for name in sorted(tensors, reverse=comm.rank == 1):
+                try:
+                    gradwire.allreduce_(tensors[name], comm=comm, tag=name)
+                except gradwire.CommFailed as error:
+                    said[comm.rank] = str(error)
+                    return
+
+        run_ranks(2, body)
+        for text in said:
+            self.assertRegex(text, "gw_allreduce 'weight'.*gw_allreduce 'bias'|gw_allreduce 'bias'.*gw_allreduce 'weight'")
+
+    def test_reducers_of_other_tensors_are_refused_by_name(self) -> None:
+        said: List[str] = [""] * 2
+
+        def body(comm: gradwire.Communicator) -> None:
+            names = ("a", "b") if comm.rank == 0 else ("b", "a")
+            try:
+                gradwire.Reducer(comm, "fp32", [(name, 4, 4) for name in names], tag="head")
+            except gradwire.CommFailed as error:
+                said[comm.rank] = str(error)
+
+        run_ranks(2, body)
+        for text in said:
+            self.assertIn("tensor 0: 'a' (4 x 4)", text)
+            self.assertIn("tensor 0: 'b' (4 x 4)", text)
+
     def test_a_state_goes_on_bit_for_bit_also_when_taken_apart(self) -> None:
         def body(comm: gradwire.Communicator) -> Any:
             straight = gradwire.Reducer(comm, "powersgd:rank=2", self.TENSORS)

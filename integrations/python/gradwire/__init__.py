@@ -20,12 +20,15 @@ __all__ = ["BadArgument", "BadHandle", "CommFailed", "Communicator", "DeviceFail
            "Unsupported", "allreduce_"]
 
 
-def allreduce_(tensor: Any, spec: str = "fp32", op: str = "avg", comm: Optional[Communicator] = None) -> Any:
+def allreduce_(tensor: Any, spec: str = "fp32", op: str = "avg", comm: Optional[Communicator] = None,
+               tag: str = "") -> Any:
     """Averages (or sums, op="sum") a tensor over all ranks, in place, and returns it. Collective.
 
     tensor: a contiguous torch tensor (float32 or bfloat16) or numpy array (float32).
     spec: the format on the wire: "fp32", "bf16[:round=nearest|stochastic]" or "fp8[:...]". No error feedback: nothing is
         remembered between calls.
+    tag: what the tensor is, the same on every rank. Calls of equal size in another order on another rank raise
+        CommFailed, which names both; without tags the result is a sum of unlike tensors.
     comm: which ranks. None: those of torch.distributed's default process group, for torch tensors.
 
     For CUDA tensors the work is enqueued on PyTorch's current stream; otherwise it is done on return.
@@ -33,7 +36,7 @@ def allreduce_(tensor: Any, spec: str = "fp32", op: str = "avg", comm: Optional[
     if not hasattr(tensor, "data_ptr"):
         if comm is None:
             raise ValueError("numpy arrays need a communicator: allreduce_(array, comm=gradwire.Communicator(...))")
-        return comm.allreduce_(tensor, spec, op)
+        return comm.allreduce_(tensor, spec, op, tag=tag)
     from gradwire import torch as gradwire_torch
 
-    return gradwire_torch.allreduce_(tensor, spec, op, comm)
+    return gradwire_torch.allreduce_(tensor, spec, op, comm, tag)

@@ -102,16 +102,21 @@ class Communicator(_Handle):
         self.world = world
         self.device = number
 
-    def allreduce_(self, array: Any, spec: str = "fp32", op: str = "avg", stream: int = 0) -> Any:
+    def allreduce_(self, array: Any, spec: str = "fp32", op: str = "avg", stream: int = 0,
+                   tag: str = "") -> Any:
         """Averages (or sums, op="sum") a tensor or array over all ranks, in place, and returns it. Collective.
 
         spec: "fp32", "bf16[:round=nearest|stochastic]" or "fp8[:...]", the format on the wire; nothing is remembered between
             calls, so there is no error feedback.
         stream: for CUDA tensors, the cudaStream_t as a number.
+        tag: what the tensor is, the same on every rank. Calls of equal size in another order on another rank raise
+            CommFailed, which names both; without tags the result is a sum of unlike tensors.
         """
         memory = memory_of(array)
         if memory.device != self.device:
             raise ValueError(f"the tensor is on device {memory.device}, the communicator on {self.device} (-1: host)")
+        if tag:
+            _native.call("gw_call_tag", self._handle, tag.encode())
         _native.call("gw_allreduce", self._handle, memory.address, memory.count, memory.dtype, _op(op), spec.encode(),
                      stream or None)
         return array
@@ -133,10 +138,13 @@ class Reducer(_Handle):
     spec: "fp32", "bf16", "powersgd:rank=R[,...]": see docs/for-pytorch.md.
     tensors: (name, rows, cols) each, in the order in which backward completes them; a vector has cols == 1.
     bucket_bytes: tensors are reduced together in buckets of about this size; 0 for the default, 25 MiB.
+    tag: names the reducer in error texts, and tells it from others of the communicator.
+
+    Collective. Raises CommFailed on every rank when ranks differ in any of these, names and order of tensors included.
     """
 
     def __init__(self, comm: Communicator, spec: str, tensors: Sequence[Tuple[str, int, int]], *, bucket_bytes: int = 0,
-                 op: str = "avg", seed: int = 0) -> None:
+                 op: str = "avg", seed: int = 0, tag: str = "") -> None:
         array = (_native.Tensor * max(1, len(tensors)))()
         for item, (name, rows, cols) in zip(array, tensors):
             item.size = ctypes.sizeof(_native.Tensor)
@@ -145,6 +153,8 @@ class Reducer(_Handle):
         options = _native.ReducerOptions(size=ctypes.sizeof(_native.ReducerOptions), bucket_bytes=bucket_bytes,
                                          sum=int(_op(op) == _native.SUM), seed=seed)
         handle = ctypes.c_void_p()
+        if tag:
+            _native.call("gw_call_tag", comm._handle, tag.encode())
         _native.call("gw_reducer_create", comm._handle, spec.encode(), array, len(tensors), ctypes.byref(options),
                      ctypes.byref(handle))
         super().__init__("gw_reducer_destroy", handle)

@@ -76,6 +76,7 @@ _SIGNATURES = {
     "gw_comm_set_ranks_per_node": [c_void_p, c_int],
     "gw_comm_abort": [c_void_p, c_char_p],
     "gw_comm_destroy": [c_void_p],
+    "gw_call_tag": [c_void_p, c_char_p],
     "gw_allreduce": [c_void_p, c_void_p, c_int64, c_int32, c_int32, c_char_p, c_void_p],
     "gw_reducer_create": [c_void_p, c_char_p, POINTER(Tensor), c_int32, POINTER(ReducerOptions), POINTER(c_void_p)],
     "gw_reducer_allreduce": [c_void_p, POINTER(c_void_p), c_void_p],

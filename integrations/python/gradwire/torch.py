@@ -65,7 +65,7 @@ _default_communicators: Dict[int, Communicator] = {}
 
 
 def allreduce_(tensor: torch.Tensor, spec: str = "fp32", op: str = "avg",
-               comm: Optional[Communicator] = None) -> torch.Tensor:
+               comm: Optional[Communicator] = None, tag: str = "") -> torch.Tensor:
     """Averages (or sums) a contiguous float32 or bfloat16 tensor over all ranks, in place. Collective.
 
     The same as gradwire.allreduce_(). comm=None: the ranks of the default process group; the communicator is made at
@@ -81,7 +81,7 @@ def allreduce_(tensor: torch.Tensor, spec: str = "fp32", op: str = "avg",
             comm = communicator(device="host" if memory.device == _native.HOST else memory.device)
             _default_communicators[memory.device] = comm
     stream = torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
-    comm.allreduce_(tensor.detach(), spec, op, stream)
+    comm.allreduce_(tensor.detach(), spec, op, stream, tag)
     return tensor
 
 
@@ -95,7 +95,8 @@ class _Layout(NamedTuple):
 class _Bucket:
     """A DDP bucket and the reducer behind it, which the worker makes at first use."""
 
-    def __init__(self, parameters: List[torch.Tensor], layout: _Layout) -> None:
+    def __init__(self, index: int, parameters: List[torch.Tensor], layout: _Layout) -> None:
+        self.index = index
         self.parameters = parameters
         self.layout = layout
         self.reducer: Optional[Reducer] = None
@@ -287,7 +288,7 @@ class Hook:
         self._communicator(buffer)  # in DDP's thread: it talks through the process group
         names = tuple(self._names.get(id(p)) or self._name(p, f"parameter {len(self._named)}") for p in parameters)
         shapes = tuple(_matrix(p) for p in parameters)
-        entry = self._buckets[index] = _Bucket(parameters, _Layout(names, shapes))
+        entry = self._buckets[index] = _Bucket(index, parameters, _Layout(names, shapes))
         return entry
 
     def _addresses(self, entry: _Bucket, bucket: Any, buffer: torch.Tensor) -> Any:
@@ -306,7 +307,8 @@ class Hook:
         layout = entry.layout
         tensors = [(name, rows, cols) for name, (rows, cols) in zip(layout.names, layout.shapes)]
         # DDP has cut the buckets already: this one stays whole.
-        reducer = Reducer(self._communicator(buffer), self.spec, tensors, bucket_bytes=1 << 60, seed=self._seed)
+        reducer = Reducer(self._communicator(buffer), self.spec, tensors, bucket_bytes=1 << 60, seed=self._seed,
+                          tag=f"DDP bucket {entry.index}")
         carried = self._carried
         if carried is None:
             return reducer

@@ -1,0 +1,72 @@
+#include "collectives/agreement/statements.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "collectives/agreement/all_gather.h"
+#include "runtime/error.h"
+#include "runtime/mix.h"
+
+namespace gradwire {
+namespace {
+
+// As many bits as a double holds exactly.
+double digest(uint64_t hash) {
+  return static_cast<double>(hash >> 11);
+}
+
+// Texts travel as doubles, too: this many, cut off where longer.
+constexpr size_t kTextDoubles = 32;
+
+std::vector<double> packed(std::string text) {
+  constexpr size_t kMost = kTextDoubles * sizeof(double) - 1;
+  if (text.size() > kMost) text = text.substr(0, kMost - 3) + "...";
+  std::vector<double> numbers(kTextDoubles);
+  std::memcpy(numbers.data(), text.data(), text.size());
+  return numbers;
+}
+
+std::string unpacked(const std::vector<double>& numbers) {
+  return reinterpret_cast<const char*>(numbers.data());
+}
+
+// The first rank that differs from rank 0; 0 when none does.
+size_t odd_one(const std::vector<std::vector<double>>& all, size_t column) {
+  for (size_t r = 1; r < all.size(); ++r) {
+    if (all[r][column] != all[0][column]) return r;
+  }
+  return 0;
+}
+
+}  // namespace
+
+void agree_on(Transport& transport, const Stream& stream, const std::vector<std::string>& statements,
+              const std::string& what) {
+  std::vector<double> digests;
+  uint64_t all = 0;
+  for (const std::string& statement : statements) {
+    digests.push_back(digest(mix(0, statement)));
+    all = mix(all, statement);
+  }
+  const auto counts =
+      all_gather(transport, stream, {static_cast<double>(statements.size()), digest(all)}, what);
+  if (odd_one(counts, 0) == 0 && odd_one(counts, 1) == 0) return;
+
+  // Which one differs; one that only some ranks make differs, too.
+  double least = counts[0][0];
+  for (const auto& c : counts) least = std::min(least, c[0]);
+  digests.resize(static_cast<size_t>(least));
+  const auto theirs = all_gather(transport, stream, digests, what + ", finding what differs");
+  size_t at = 0;
+  while (at < digests.size() && odd_one(theirs, at) == 0) ++at;
+  const std::string mine = at < statements.size() ? statements[at] : "nothing more";
+  const auto texts = all_gather(transport, stream, packed(mine), what + ", quoting what differs");
+  size_t odd = 1;
+  while (odd + 1 < texts.size() && unpacked(texts[odd]) == unpacked(texts[0])) ++odd;
+  const std::string text = "ranks disagree: " + what + " has \"" + unpacked(texts[0]) + "\" on rank 0, \"" +
+                           unpacked(texts[odd]) + "\" on rank " + std::to_string(odd);
+  transport.abort(text);
+  throw CommError("rank " + std::to_string(transport.rank()) + ": " + text);
+}
+
+}  // namespace gradwire

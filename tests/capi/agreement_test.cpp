@@ -1,0 +1,382 @@
+// Two ranks that make different calls: each argument in turn. Whatever it is, every rank gets GW_COMM_FAILED, and a text
+// that says on which rank it was what. Between threads, and over TCP.
+#include <stdlib.h>
+
+#include <filesystem>
+
+#include "tests/capi/ranks.h"
+
+namespace {
+
+using capi::Model;
+using capi::options;
+
+// What a rank does; its status, and what gw_last_error() said.
+using Act = std::function<gw_status(gw_comm, int rank)>;
+struct Outcome {
+  gw_status status = GW_OK;
+  std::string text;
+};
+
+class CApiAgreement : public testing::TestWithParam<const char*> {
+ protected:
+  // A fresh place to meet: rank 0's thread and the others' talk as processes do when it is a file.
+  std::string rendezvous() {
+    if (GetParam() == std::string("threads")) return capi::fresh_name();
+    static std::atomic<int> next{0};
+    return "file://" + folder() + "/meet" + std::to_string(next++);
+  }
+
+  std::vector<Outcome> outcomes(int world, const Act& act) {
+    std::vector<Outcome> all(static_cast<size_t>(world));
+    const std::string where = rendezvous();
+    std::vector<std::thread> threads;
+    for (int r = 0; r < world; ++r) {
+      threads.emplace_back([&, r] {
+        gw_comm comm = nullptr;
+        GW_ASSERT_OK(gw_comm_create(where.c_str(), r, world, GW_HOST, 10'000, &comm));
+        all[static_cast<size_t>(r)].status = act(comm, r);
+        all[static_cast<size_t>(r)].text = gw_last_error();
+        gw_comm_destroy(comm);
+      });
+    }
+    for (auto& t : threads) t.join();
+    return all;
+  }
+
+  // Every rank is refused, in words that hold all of `parts`.
+  void expect_refused(const Act& act, const std::vector<std::string>& parts, int world = 2) {
+    const auto start = std::chrono::steady_clock::now();
+    for (const Outcome& o : outcomes(world, act)) {
+      EXPECT_EQ(o.status, GW_COMM_FAILED) << o.text;
+      for (const std::string& part : parts)
+        EXPECT_NE(o.text.find(part), std::string::npos) << part << " in " << o.text;
+    }
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5))
+        << "not noticed, only timed out";
+  }
+
+ private:
+  static const std::string& folder() {
+    struct Folder {
+      Folder() {
+        std::string pattern = (std::filesystem::temp_directory_path() / "gradwire-agreement-XXXXXX").string();
+        path = mkdtemp(pattern.data());
+      }
+      ~Folder() { std::filesystem::remove_all(path); }
+      std::string path;
+    };
+    static const Folder one;
+    return one.path;
+  }
+};
+
+// One gw_allreduce, and one more in which its neighbours would notice at the latest.
+struct AllreduceCall {
+  int64_t count = 1024;
+  gw_dtype dtype = GW_FLOAT32;
+  gw_op op = GW_AVG;
+  std::string spec = "fp32:schedule=ring";
+  const char* tag = nullptr;
+  int ranks_per_node = 0;
+};
+
+gw_status make(gw_comm comm, const AllreduceCall& c) {
+  std::vector<float> buf(4096, 1.0f);
+  if (c.ranks_per_node > 0) {
+    GW_EXPECT_OK(gw_comm_set_ranks_per_node(comm, c.ranks_per_node));
+  }
+  if (c.tag != nullptr) {
+    GW_EXPECT_OK(gw_call_tag(comm, c.tag));
+  }
+  return gw_allreduce(comm, buf.data(), c.count, c.dtype, c.op, c.spec.c_str(), nullptr);
+}
+
+TEST_P(CApiAgreement, AllreduceRefusesEveryArgumentThatDiffers) {
+  auto differ = [&](const AllreduceCall& one, const AllreduceCall& other,
+                    const std::vector<std::string>& parts) {
+    for (int odd : {0, 1}) {
+      expect_refused([&](gw_comm comm, int rank) { return make(comm, rank == odd ? other : one); }, parts);
+    }
+  };
+  differ({}, {.count = 1025}, {"1024 floats", "1025 floats"});
+  differ({}, {.dtype = GW_BFLOAT16}, {"mean of float32", "mean of bfloat16"});
+  differ({}, {.op = GW_SUM}, {"mean of float32", "sum of float32"});
+  differ({}, {.spec = "bf16:schedule=ring"}, {"fp32", "bf16"});
+  differ({.spec = "bf16:schedule=ring"}, {.spec = "bf16:round=stochastic,schedule=ring"},
+         {"round=stochastic"});
+  differ({.spec = "fp32:schedule=ring"}, {.spec = "fp32:schedule=tree"}, {"ring", "tree"});
+  differ({.tag = "weight"}, {.tag = "bias"}, {"'weight'", "'bias'"});
+  differ({}, {.tag = "bias"}, {"gw_allreduce,", "'bias'"});
+  expect_refused(
+      [&](gw_comm comm, int rank) {
+        return make(comm, {.spec = rank == 2 ? "bf16:schedule=hierarchical,node_wire=fp32"
+                                             : "bf16:schedule=hierarchical",
+                           .ranks_per_node = 2});
+      },
+      {"node_wire=fp32"}, 4);
+  // Long names that differ in the middle, where texts leave something out.
+  const std::string begin(200, 'a'), end(200, 'z');
+  const std::string left = begin + "left" + end, right = begin + "right" + end;
+  differ({.tag = left.c_str()}, {.tag = right.c_str()}, {"#"});
+}
+
+TEST_P(CApiAgreement, EqualSizedCallsInAnotherOrderAreRefusedByName) {
+  for (int world : {2, 3}) {
+    expect_refused(
+        [&](gw_comm comm, int rank) {
+          const bool turned = rank == world - 1;
+          const gw_status first = make(comm, {.tag = turned ? "layer 2" : "layer 1"});
+          return first != GW_OK ? first : make(comm, {.tag = turned ? "layer 1" : "layer 2"});
+        },
+        {"'layer 1'", "'layer 2'"}, world);
+  }
+}
+
+TEST_P(CApiAgreement, ATagIsUsedOnceAndBelongsToItsThreadAndCommunicator) {
+  for (const Outcome& o : outcomes(2, [](gw_comm comm, int rank) {
+         GW_EXPECT_OK(gw_call_tag(comm, "both"));
+         if (rank == 0) {
+           GW_EXPECT_OK(gw_call_tag(comm, "both"));
+         }  // again: the same one call
+         if (rank == 1) std::thread([&] { GW_EXPECT_OK(gw_call_tag(comm, "another thread's")); }).join();
+         gw_comm alone = nullptr;
+         GW_EXPECT_OK(gw_comm_create(nullptr, 0, 1, GW_HOST, 1000, &alone));
+         float one = 1;
+         GW_EXPECT_OK(
+             gw_allreduce(alone, &one, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));  // leaves comm's tag alone
+         GW_EXPECT_OK(gw_comm_destroy(alone));
+         GW_EXPECT_OK(make(comm, {}));
+         // A refused call has used it up, too.
+         if (rank == 0) {
+           GW_EXPECT_OK(gw_call_tag(comm, "lost"));
+         }
+         if (rank == 0) {
+           EXPECT_EQ(make(comm, {.count = -1}), GW_BAD_ARGUMENT);
+         }
+         if (rank == 0) {
+           GW_EXPECT_OK(gw_call_tag(comm, "taken back"));
+         }
+         if (rank == 0) {
+           GW_EXPECT_OK(gw_call_tag(comm, nullptr));
+         }
+         return make(comm, {});
+       })) {
+    EXPECT_EQ(o.status, GW_OK) << o.text;
+  }
+}
+
+TEST_P(CApiAgreement, WhatMayDifferDoes) {
+  for (const Outcome& o : outcomes(2, [](gw_comm comm, int rank) {
+         std::vector<float> flat(Model().elements() + 8, 1.0f);
+         Model model;
+         auto tensors = model.tensors(flat.data() + rank);  // other addresses
+         auto how = options(4 << 10);
+         how.no_timing = rank;
+         gw_reducer reducer = nullptr;
+         GW_EXPECT_OK(gw_reducer_create(comm, "bf16:schedule=ring", tensors.data(),
+                                        static_cast<int32_t>(tensors.size()), &how, &reducer));
+         const auto n = static_cast<int32_t>(tensors.size());
+         for (int32_t i = 0; i < n; ++i)
+           GW_EXPECT_OK(gw_reducer_ready(reducer, rank == 0 ? i : n - 1 - i, nullptr));
+         GW_EXPECT_OK(gw_reducer_wait(reducer, nullptr));
+         EXPECT_EQ(flat[static_cast<size_t>(rank)], 1.0f);
+         GW_EXPECT_OK(gw_reducer_destroy(reducer));
+         float nothing = 0;
+         return gw_allreduce(comm, rank == 0 ? nullptr : &nothing, 0, GW_FLOAT32, GW_SUM, "fp32", nullptr);
+       })) {
+    EXPECT_EQ(o.status, GW_OK) << o.text;
+  }
+}
+
+// What a reducer is made of.
+struct ReducerCall {
+  Model model = {};
+  std::string spec = "powersgd:rank=2,schedule=ring";
+  gw_reducer_options how = options(8 << 10);
+  const char* tag = nullptr;
+  int ranks_per_node = 0;
+};
+
+gw_status create(gw_comm comm, const ReducerCall& c, gw_reducer* reducer) {
+  if (c.ranks_per_node > 0) {
+    GW_EXPECT_OK(gw_comm_set_ranks_per_node(comm, c.ranks_per_node));
+  }
+  if (c.tag != nullptr) {
+    GW_EXPECT_OK(gw_call_tag(comm, c.tag));
+  }
+  auto tensors = c.model.tensors();
+  return gw_reducer_create(comm, c.spec.c_str(), tensors.data(), static_cast<int32_t>(tensors.size()), &c.how,
+                           reducer);
+}
+
+TEST_P(CApiAgreement, ReducersRefuseEveryArgumentThatDiffers) {
+  auto differ = [&](const std::function<void(ReducerCall&)>& change, const std::vector<std::string>& parts) {
+    ReducerCall other;
+    change(other);
+    for (int odd : {0, 1, 2}) {
+      expect_refused(
+          [&](gw_comm comm, int rank) {
+            gw_reducer reducer = nullptr;
+            const gw_status status = create(comm, rank == odd ? other : ReducerCall{}, &reducer);
+            gw_reducer_destroy(reducer);
+            return status;
+          },
+          parts, 3);
+    }
+  };
+  differ([](auto& c) { c.model.names[3] = "small"; },
+         {"tensor 3: 'tiny' (3 x 3)", "tensor 3: 'small' (3 x 3)"});
+  differ([](auto& c) { std::swap(c.model.rows[1], c.model.cols[1]); },
+         {"'tall' (129 x 31)", "'tall' (31 x 129)"});
+  differ(  // a matrix of as many elements that is not the other's transpose
+      [](auto& c) { c.model.rows[6] = 32, c.model.cols[6] = 128; },
+      {"'square' (64 x 64)", "'square' (32 x 128)"});
+  differ(
+      [](auto& c) {
+        std::swap(c.model.names[1], c.model.names[2]);
+        std::swap(c.model.rows[1], c.model.rows[2]);
+        std::swap(c.model.cols[1], c.model.cols[2]);
+      },
+      {"tensor 1: 'tall'", "tensor 1: 'wide'"});
+  differ(  // the same total, cut differently
+      [](auto& c) {
+        c.model.rows[0] -= 1;
+        c.model.rows[4] += 1;
+      },
+      {"'bias' (37)", "'bias' (36)"});
+  differ(
+      [](auto& c) {
+        c.model.names.pop_back();
+        c.model.rows.pop_back();
+        c.model.cols.pop_back();
+      },
+      {"tensor 6: 'square' (64 x 64)", "nothing more"});
+  differ([](auto& c) { c.spec = "powersgd:rank=3,schedule=ring"; }, {"rank=2", "rank=3"});
+  differ([](auto& c) { c.spec = "powersgd:rank=2,schedule=ring,seed=7"; }, {"seed=7"});
+  differ([](auto& c) { c.spec = "powersgd:rank=2,schedule=ring,warm=off"; }, {"warm=off"});
+  differ([](auto& c) { c.spec = "powersgd:rank=2,schedule=ring,start=5"; }, {"start=5"});
+  differ([](auto& c) { c.spec = "powersgd:rank=2,schedule=ring,min_ratio=3"; }, {"min_ratio=3"});
+  differ([](auto& c) { c.spec = "powersgd:rank=2,schedule=ring,ef=off"; }, {"ef=off"});
+  differ([](auto& c) { c.spec = "powersgd:rank=2,schedule=ring,wire=bf16"; }, {"wire=bf16"});
+  differ([](auto& c) { c.spec = "powersgd:rank=2,schedule=tree"; }, {"schedule=ring", "schedule=tree"});
+  differ([](auto& c) { c.spec = "powersgd:rank=2"; }, {"schedule=ring"});
+  differ([](auto& c) { c.how.bucket_bytes = 4 << 10; }, {"bucket_bytes 8192", "bucket_bytes 4096"});
+  differ([](auto& c) { c.how.sum = 1; }, {"the mean", "the sum"});
+  differ([](auto& c) { c.how.seed = 3; }, {"seed 0", "seed 3"});
+  differ([](auto& c) { c.tag = "head"; }, {"no tag", "'head'"});
+  differ([](auto& c) { c.ranks_per_node = 1; }, {"ranks_per_node 0", "ranks_per_node 1"});
+}
+
+TEST_P(CApiAgreement, AnotherKindOfCallIsRefusedByName) {
+  expect_refused(
+      [&](gw_comm comm, int rank) {
+        GW_EXPECT_OK(
+            make(comm, {}));  // the first call between processes measures the links before anything else
+        gw_reducer reducer = nullptr;
+        const gw_status status = rank == 0 ? make(comm, {}) : create(comm, {}, &reducer);
+        gw_reducer_destroy(reducer);
+        return status;
+      },
+      {"gw_allreduce", "gw_reducer_create"});
+}
+
+// Two reducers of the very same tensors, stepped in another order.
+TEST_P(CApiAgreement, ReducersSteppedInAnotherOrderAreRefusedByName) {
+  for (const bool tagged : {false, true}) {
+    expect_refused(
+        [&](gw_comm comm, int rank) {
+          gw_reducer reducers[2] = {};
+          for (int i : {0, 1}) {
+            ReducerCall call;
+            if (tagged) call.tag = i == 0 ? "encoder" : "decoder";
+            GW_EXPECT_OK(create(comm, call, &reducers[i]));
+          }
+          std::vector<float> flat(Model().elements(), 1.0f);
+          auto grads = Model().addresses(flat.data());
+          gw_status status = GW_OK;
+          for (int i : {0, 1}) {
+            if (status == GW_OK)
+              status = gw_reducer_allreduce(reducers[(i + rank) % 2], grads.data(), nullptr);
+          }
+          const std::string text = gw_last_error();
+          for (gw_reducer r : reducers) gw_reducer_destroy(r);
+          return status;
+        },
+        tagged ? std::vector<std::string>{"reducer 1 'encoder'", "reducer 2 'decoder'"}
+               : std::vector<std::string>{"reducer 1", "reducer 2"});
+  }
+}
+
+TEST_P(CApiAgreement, AStateThatOnlySomeRanksLoadIsRefused) {
+  enum class Loads { one_rank, other_steps, other_factors, same };
+  for (Loads loads : {Loads::one_rank, Loads::other_steps, Loads::other_factors, Loads::same}) {
+    const Act act = [&](gw_comm comm, int rank) {
+      gw_reducer reducer = nullptr;
+      GW_EXPECT_OK(create(comm, {}, &reducer));
+      std::vector<std::vector<char>> saved;
+      auto step = [&](unsigned seed) {
+        auto flat = capi::normal(Model().elements(), seed + static_cast<unsigned>(rank));
+        auto grads = Model().addresses(flat.data());
+        return gw_reducer_allreduce(reducer, grads.data(), nullptr);
+      };
+      auto save = [&] {
+        size_t size = 0;
+        GW_EXPECT_OK(gw_reducer_state_size(reducer, &size));
+        GW_EXPECT_OK(gw_reducer_state_save(reducer, saved.emplace_back(size).data(), size));
+      };
+      auto load = [&](const std::vector<char>& s) {
+        GW_EXPECT_OK(gw_reducer_state_load(reducer, s.data(), s.size()));
+      };
+      save();
+      for (unsigned i = 0; i < 2; ++i) {
+        GW_EXPECT_OK(step(10 * i));
+        save();
+      }
+      load(saved[0]);  // the same number of steps with other gradients
+      GW_EXPECT_OK(step(100));
+      save();
+      switch (loads) {
+        case Loads::one_rank:
+          if (rank == 1) load(saved[1]);
+          break;
+        case Loads::other_steps:
+          load(saved[static_cast<size_t>(1 + rank)]);
+          break;
+        case Loads::other_factors:
+          load(saved[rank == 0 ? 1 : 3]);
+          break;
+        case Loads::same:
+          load(saved[2]);
+          break;
+      }
+      const gw_status status = step(1000);
+      gw_reducer_destroy(reducer);
+      return status;
+    };
+    if (loads == Loads::same) {
+      for (const Outcome& o : outcomes(2, act)) EXPECT_EQ(o.status, GW_OK) << o.text;
+    } else {
+      expect_refused(act, {"loaded state of step"});
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(, CApiAgreement, testing::Values("threads", "tcp"),
+                         [](const auto& info) { return std::string(info.param); });
+
+TEST(CApiTag, ChecksItsArguments) {
+  gw_comm comm = nullptr;
+  GW_EXPECT_OK(gw_comm_create(nullptr, 0, 1, GW_HOST, 1000, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "control character", gw_call_tag(comm, "two\nlines"));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "1001 bytes", gw_call_tag(comm, std::string(1001, 'x').c_str()));
+  GW_EXPECT_OK(gw_call_tag(comm, std::string(1000, 'x').c_str()));
+  GW_EXPECT_OK(gw_call_tag(comm,
+                           "G\xc3\xbc"
+                           "te"));
+  GW_EXPECT_OK(gw_comm_destroy(comm));
+  GW_EXPECT_FAILS(GW_BAD_HANDLE, "was destroyed", gw_call_tag(comm, "x"));
+  GW_EXPECT_FAILS(GW_BAD_HANDLE, "is null", gw_call_tag(nullptr, "x"));
+}
+
+}  // namespace
