@@ -1,4 +1,4 @@
-// Sixteen columns at a time in GCC's portable vectors; tiles of rows x columns whose sums stay in registers.
+// Sixteen columns at a time (kernels/simd/vector.h); tiles of rows x columns whose sums stay in registers.
 //
 // Q is turned around piece by piece, (cols, rank) to (rank, columns of the piece), so that the columns of a
 // matrix row and of a Q row are neighbours. Pieces are padded to whole vectors with zeros; a row's last,
@@ -25,8 +25,8 @@ constexpr int kRankTile = 4;
 constexpr int64_t kPrefetchFloats = 512;
 
 GW_INLINE Vec clamp_finite(const Vec& x) {
-  Vec v = x > FLT_MAX ? Vec{} + FLT_MAX : x;
-  return v < -FLT_MAX ? Vec{} - FLT_MAX : v;
+  Vec v = blend(x > FLT_MAX, Vec{} + FLT_MAX, x);
+  return blend(v < -FLT_MAX, Vec{} - FLT_MAX, v);
 }
 
 int64_t round_up(int64_t n, int64_t to) {
@@ -73,7 +73,7 @@ GW_INLINE void project_tile(const ProjectRows& a, int64_t row0, int64_t column0,
           __builtin_prefetch(a.residual + at + ahead, 1);
           Vec e = load_some<Vec>(a.residual + at, count), sum = m + e;
           // Where the gradient is not finite the old residual stays; if only the sum is not, it is clamped.
-          store_some(a.residual + at, finite_lanes(m) ? clamp_finite(sum) : e, count);
+          store_some(a.residual + at, blend(finite_lanes(m), clamp_finite(sum), e), count);
           m = sum;
         }
         if (keep_m) store(m_buffer + i * stride + j, m);
@@ -160,19 +160,20 @@ GW_SIMD void project_rows(const ProjectRows& a) {
 namespace {
 
 constexpr int64_t kBlockRows = 16;  // that pass through the first-level cache while their sums are taken
-constexpr int kStripVecs = kStrip / kLanes;
+constexpr int kTileVecs = 2;        // whose sums stay in registers
+constexpr int64_t kTileColumns = kTileVecs * kLanes;
 
 // sums[k][strip] += rows of P^T M, for a strip of columns and kRank of P's columns.
 template <int kRank, bool kWhole>
 GW_INLINE void back_tile(const float* m, int64_t m_stride, int64_t columns, const float* p, int64_t p_stride,
                          int64_t rows, const float* ahead, float* sums, int64_t stride) {
-  Vec acc[kRank][kStripVecs];
+  Vec acc[kRank][kTileVecs];
   for (int k = 0; k < kRank; ++k) {
-    for (int v = 0; v < kStripVecs; ++v) acc[k][v] = load<Vec>(sums + k * stride + v * kLanes);
+    for (int v = 0; v < kTileVecs; ++v) acc[k][v] = load<Vec>(sums + k * stride + v * kLanes);
   }
   for (int64_t i = 0; i < rows; ++i) {
-    Vec x[kStripVecs];
-    for (int v = 0; v < kStripVecs; ++v) {
+    Vec x[kTileVecs];
+    for (int v = 0; v < kTileVecs; ++v) {
       const float* from = m + i * m_stride + v * kLanes;
       x[v] = kWhole ? load<Vec>(from)
                     : load_some<Vec>(from, std::clamp<int64_t>(columns - v * kLanes, 0, kLanes));
@@ -180,11 +181,11 @@ GW_INLINE void back_tile(const float* m, int64_t m_stride, int64_t columns, cons
     }
     for (int k = 0; k < kRank; ++k) {
       float weight = p[i * p_stride + k];
-      for (int v = 0; v < kStripVecs; ++v) acc[k][v] += weight * x[v];
+      for (int v = 0; v < kTileVecs; ++v) acc[k][v] += weight * x[v];
     }
   }
   for (int k = 0; k < kRank; ++k) {
-    for (int v = 0; v < kStripVecs; ++v) store(sums + k * stride + v * kLanes, acc[k][v]);
+    for (int v = 0; v < kTileVecs; ++v) store(sums + k * stride + v * kLanes, acc[k][v]);
   }
 }
 
@@ -209,20 +210,20 @@ GW_INLINE void back_all_ranks(const BackProjectPanel& a, int64_t row0, int64_t r
 template <int kRows, bool kWhole>
 GW_INLINE void residual_tile(const BackProjectPanel& a, int64_t row0, int64_t column0, const float* turned,
                              int64_t stride) {
-  Vec left[kRows][kStripVecs];
+  Vec left[kRows][kTileVecs];
   float* at = a.residual + row0 * a.cols + column0;
   for (int i = 0; i < kRows; ++i) {
-    for (int v = 0; v < kStripVecs; ++v) {
+    for (int v = 0; v < kTileVecs; ++v) {
       const float* from = at + i * a.cols + v * kLanes;
       left[i][v] = kWhole
                        ? load<Vec>(from)
                        : load_some<Vec>(from, std::clamp<int64_t>(a.panel - column0 - v * kLanes, 0, kLanes));
     }
   }
-  outer_tile<kRows, kStripVecs>(a.p + row0 * a.rank, a.rank, a.rank, turned + column0, stride, left, true);
+  outer_tile<kRows, kTileVecs>(a.p + row0 * a.rank, a.rank, a.rank, turned + column0, stride, left, true);
   for (int i = 0; i < kRows; ++i) {
-    for (int v = 0; v < kStripVecs; ++v) {
-      Vec e = finite_lanes(left[i][v]) ? left[i][v] : Vec{};
+    for (int v = 0; v < kTileVecs; ++v) {
+      Vec e = blend(finite_lanes(left[i][v]), left[i][v], Vec{});
       float* to = at + i * a.cols + v * kLanes;
       if (kWhole) {
         store(to, e);
@@ -236,7 +237,7 @@ GW_INLINE void residual_tile(const BackProjectPanel& a, int64_t row0, int64_t co
 template <int kRows>
 GW_INLINE void residual_rows(const BackProjectPanel& a, int64_t row0, const float* turned, int64_t stride) {
   int64_t column0 = 0;
-  for (; column0 + kStrip <= a.panel; column0 += kStrip)
+  for (; column0 + kTileColumns <= a.panel; column0 += kTileColumns)
     residual_tile<kRows, true>(a, row0, column0, turned, stride);
   if (column0 < a.panel) residual_tile<kRows, false>(a, row0, column0, turned, stride);
 }
@@ -249,7 +250,7 @@ GW_SIMD void back_project_panel(const BackProjectPanel& a) {
   std::fill(sums, sums + a.rank * stride, 0.0f);
   for (int64_t row0 = 0; row0 < a.rows; row0 += kBlockRows) {
     int64_t rows = std::min(kBlockRows, a.rows - row0), column0 = 0;
-    for (; column0 + kStrip <= a.panel; column0 += kStrip) {
+    for (; column0 + kTileColumns <= a.panel; column0 += kTileColumns) {
       back_all_ranks<true>(a, row0, rows, column0, sums + column0, stride);
     }
     if (column0 < a.panel) back_all_ranks<false>(a, row0, rows, column0, sums + column0, stride);
@@ -278,7 +279,7 @@ GW_INLINE void reconstruct_tile(const ReconstructRows& a, int64_t row0, int64_t 
       int64_t lanes = kVecs > 1 ? kLanes : count;
       if (a.mode == Reconstruct::add_finite) {
         Vec old = load_some<Vec>(to, lanes), sum = old + value[i][v];
-        store_some(to, finite_lanes(sum) ? sum : old, lanes);
+        store_some(to, blend(finite_lanes(sum), sum, old), lanes);
       } else if (a.mode == Reconstruct::stream && lanes == kLanes &&
                  reinterpret_cast<uintptr_t>(to) % 16 == 0) {
         stream_store(to, a.scale * value[i][v]);
@@ -293,8 +294,8 @@ template <int kRows>
 GW_INLINE void reconstruct_piece(const ReconstructRows& a, int64_t row0, int64_t column0, int64_t columns,
                                  const float* turned, int64_t stride) {
   int64_t j = 0;
-  for (; j + kStrip <= columns; j += kStrip) {
-    reconstruct_tile<kRows, kStripVecs>(a, row0, column0 + j, kStrip, turned + j, stride);
+  for (; j + kTileColumns <= columns; j += kTileColumns) {
+    reconstruct_tile<kRows, kTileVecs>(a, row0, column0 + j, kTileColumns, turned + j, stride);
   }
   for (; j < columns; j += kLanes) {
     reconstruct_tile<kRows, 1>(a, row0, column0 + j, std::min<int64_t>(kLanes, columns - j), turned + j,

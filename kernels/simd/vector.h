@@ -2,10 +2,9 @@
 // vectorize as they should be, because they are too short or their sums must stay in registers.
 //
 // An operation compiles to what its function's instruction set has (kernels/simd/simd.h): F32x8 is one AVX
-// register or two of SSE, F32x16 one of AVX-512, two of AVX or four of SSE. Arithmetic and comparisons are the
-// language's own, also with a plain number on one side, and `mask ? a : b` blends. Here is the rest: memory,
-// BF16, parts of vectors, and sums and maxima over lanes, which halve, so that they give the same bits on
-// every machine. No alignment is needed anywhere.
+// register or two of SSE, and F32x16 is two F32x8. Arithmetic and comparisons are written as for plain
+// numbers, also with a plain number on one side. Here is the rest: memory, BF16, blends, parts of vectors,
+// sums and maxima over lanes, which halve: the same bits on every machine. No alignment is needed.
 #pragma once
 
 #include <bit>
@@ -23,10 +22,47 @@ using I32x8 = int32_t __attribute__((vector_size(32)));
 using U32x8 = uint32_t __attribute__((vector_size(32)));
 using U16x8 = uint16_t __attribute__((vector_size(16)));
 
-using F32x16 = float __attribute__((vector_size(64)));
-using I32x16 = int32_t __attribute__((vector_size(64)));
-using U32x16 = uint32_t __attribute__((vector_size(64)));
-using U16x16 = uint16_t __attribute__((vector_size(32)));
+// Two of eight and not one of 64 bytes: without AVX-512, GCC 12 makes every operation on those sixteen scalar
+// ones (-Wvector-operation-performance), and the loops up to 25 times slower.
+template <typename V>
+struct Pair {
+  V low, high;
+};
+using F32x16 = Pair<F32x8>;
+using I32x16 = Pair<I32x8>;
+using U32x16 = Pair<U32x8>;
+using U16x16 = Pair<U16x8>;
+
+#define GW_PAIR_OPERATOR(op)                                                           \
+  template <typename V>                                                                \
+  GW_INLINE auto operator op(const Pair<V>& a, const Pair<V>& b) {                     \
+    return Pair<decltype(a.low op b.low)>{a.low op b.low, a.high op b.high};           \
+  }                                                                                    \
+  template <typename V, typename T>                                                    \
+  requires std::is_arithmetic_v<T> GW_INLINE auto operator op(const Pair<V>& a, T b) { \
+    return Pair<decltype(a.low op b)>{a.low op b, a.high op b};                        \
+  }
+GW_PAIR_OPERATOR(+)
+GW_PAIR_OPERATOR(-)
+GW_PAIR_OPERATOR(*)
+GW_PAIR_OPERATOR(&)
+GW_PAIR_OPERATOR(|)
+GW_PAIR_OPERATOR(<<)
+GW_PAIR_OPERATOR(>>)
+GW_PAIR_OPERATOR(<)
+GW_PAIR_OPERATOR(>)
+GW_PAIR_OPERATOR(==)
+GW_PAIR_OPERATOR(!=)
+template <typename V>
+GW_INLINE Pair<V> operator*(float a, const Pair<V>& b) {
+  return {a * b.low, a * b.high};
+}
+template <typename V>
+GW_INLINE Pair<V>& operator+=(Pair<V>& a, const Pair<V>& b) {
+  a.low += b.low;
+  a.high += b.high;
+  return a;
+}
 
 // The vectors of as many lanes as V, a vector of floats, has. Masks are I32.
 template <typename V>
@@ -43,28 +79,51 @@ struct Lanes<F32x16> {
   using I32 = I32x16;
   using U32 = U32x16;
   using U16 = U16x16;
-  static constexpr I32 kIndex = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  static constexpr I32 kIndex = {{0, 1, 2, 3, 4, 5, 6, 7}, {8, 9, 10, 11, 12, 13, 14, 15}};
 };
 template <typename V>
 inline constexpr int kLanes = sizeof(V) / sizeof(float);
 
 namespace host {
 
+// mask ? a : b
+template <typename M, typename V>
+GW_INLINE V blend(const M& mask, const V& a, const V& b) {
+  return mask ? a : b;
+}
+template <typename M, typename V>
+GW_INLINE Pair<V> blend(const Pair<M>& mask, const Pair<V>& a, const Pair<V>& b) {
+  return {mask.low ? a.low : b.low, mask.high ? a.high : b.high};
+}
+
 template <typename V>
 GW_INLINE typename Lanes<V>::U32 words_of(const V& x) {
   return std::bit_cast<typename Lanes<V>::U32>(x);
 }
 
+GW_INLINE U32x8 to_u32(const U16x8& x) {
+  return __builtin_convertvector(x, U32x8);
+}
+GW_INLINE U32x16 to_u32(const U16x16& x) {
+  return {to_u32(x.low), to_u32(x.high)};
+}
+GW_INLINE U16x8 to_u16(const U32x8& x) {
+  return __builtin_convertvector(x, U16x8);
+}
+GW_INLINE U16x16 to_u16(const U32x16& x) {
+  return {to_u16(x.low), to_u16(x.high)};
+}
+
 // BF16 bits as floats.
 template <typename V>
 GW_INLINE V widen_bf16(const typename Lanes<V>::U16& bits) {
-  return std::bit_cast<V>(__builtin_convertvector(bits, typename Lanes<V>::U32) << 16);
+  return std::bit_cast<V>(to_u32(bits) << 16);
 }
 // Floats as BF16 bits, rounded as narrow<Bf16> does.
 template <typename V>
 GW_INLINE typename Lanes<V>::U16 narrow_bf16(const V& v) {
   const auto x = words_of(v), rounded = (x + 0x7fffu + ((x >> 16) & 1u)) >> 16, nan = (x >> 16) | 0x0040u;
-  return __builtin_convertvector((x & 0x7fffffffu) > 0x7f800000u ? nan : rounded, typename Lanes<V>::U16);
+  return to_u16(blend((x & 0x7fffffffu) > 0x7f800000u, nan, rounded));
 }
 
 // A V from as many T: floats for a vector of floats, uint16_t for one of those. Bf16 is widened.
@@ -114,7 +173,7 @@ GW_INLINE typename Lanes<V>::I32 finite_lanes(const V& v) {
 
 template <typename V>
 GW_INLINE V larger(const V& a, const V& b) {
-  return a > b ? a : b;
+  return blend(a > b, a, b);
 }
 
 GW_INLINE float sum_of(F32x8 v) {
@@ -123,8 +182,7 @@ GW_INLINE float sum_of(F32x8 v) {
   return v[0] + v[1];
 }
 GW_INLINE float sum_of(const F32x16& v) {
-  return sum_of(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-                __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
+  return sum_of(v.low + v.high);
 }
 GW_INLINE float largest_of(F32x8 v) {
   v = larger(v, __builtin_shuffle(v, I32x8{4, 5, 6, 7, 0, 1, 2, 3}));
@@ -134,9 +192,9 @@ GW_INLINE float largest_of(F32x8 v) {
 
 // Adds halves of every group of lanes: the sums of a's groups, of half the length, then those of b's.
 template <int kHalf>
-GW_INLINE F32x16 add_halves(const F32x16& a, const F32x16& b) {
-  I32x16 low, high;
-  for (int i = 0; i < 16; ++i) {
+GW_INLINE F32x8 add_halves(const F32x8& a, const F32x8& b) {
+  I32x8 low, high;
+  for (int i = 0; i < 8; ++i) {
     low[i] = i / kHalf * 2 * kHalf + i % kHalf;
     high[i] = low[i] + kHalf;
   }
@@ -144,10 +202,11 @@ GW_INLINE F32x16 add_halves(const F32x16& a, const F32x16& b) {
 }
 // sum_of each of sixteen vectors, to the same bits and in a tenth of the time.
 GW_INLINE F32x16 sums_of(const F32x16 (&v)[16]) {
-  F32x16 eight[8], four[4];
-  for (int i = 0; i < 8; ++i) eight[i] = add_halves<8>(v[2 * i], v[2 * i + 1]);
-  for (int i = 0; i < 4; ++i) four[i] = add_halves<4>(eight[2 * i], eight[2 * i + 1]);
-  return add_halves<1>(add_halves<2>(four[0], four[1]), add_halves<2>(four[2], four[3]));
+  F32x8 eight[16], four[8], two[4];
+  for (int i = 0; i < 16; ++i) eight[i] = v[i].low + v[i].high;
+  for (int i = 0; i < 8; ++i) four[i] = add_halves<4>(eight[2 * i], eight[2 * i + 1]);
+  for (int i = 0; i < 4; ++i) two[i] = add_halves<2>(four[2 * i], four[2 * i + 1]);
+  return {add_halves<1>(two[0], two[1]), add_halves<1>(two[2], two[3])};
 }
 
 // Element j of v[i] and element i of v[j] change places.
