@@ -2,6 +2,7 @@
 #
 #   make demo     train a ViT on 4 ranks with FP32, BF16 and PowerSGD gradients; a table, and build/demo/report.png
 #   make test     build and run every test, sanitizers included
+#   make test-quick   the release build's tests only
 #   make build    everything, optimized, in build/
 #   make faults   the fault matrix of docs/faults.md, and 200 runs with a killed rank
 #   make bench    benchmarks
@@ -18,27 +19,20 @@ PYTHON ?= $(firstword $(wildcard /usr/bin/python3) python3)
 DEMO_FLAGS ?=
 BENCH_CHECK_FLAGS ?=
 
-.PHONY: build demo test faults bench bench-check host-check experiments gpu-check bundle setup format clean
+.PHONY: build demo test test-quick faults bench bench-check host-check experiments gpu-check bundle setup format clean
 
 build: setup
 	@scripts/configure.sh release
 	@cmake --build --preset release
 
 demo: setup
-	@scripts/configure.sh release
-	@cmake --build --preset release --target gradwire
-	@mkdir -p build/demo
-	@build/bin/gradwire compare --model vit_tiny --data fashion-mnist --ranks 4 \
-	    --batch-size 64 --epochs 3 --optimizer adamw --lr 2e-3 --log-every 100 \
-	    --compression fp32 --compression bf16 --compression powersgd:rank=4 \
-	    --json build/demo/compare.json $(DEMO_FLAGS)
-	@if $(PYTHON) -c 'import matplotlib' 2> /dev/null; then \
-	  $(PYTHON) bench/plots/plot.py build/demo/compare.json -o build/demo/report.png; \
-	else echo "No picture: python3-matplotlib is not installed"; fi
-	@echo "Records: build/demo/compare.json and build/demo/compare.*.jsonl (docs/formats.md)"
+	@PYTHON=$(PYTHON) scripts/demo.sh $(DEMO_FLAGS)
 
 test: setup
 	@scripts/test.sh
+
+test-quick: setup
+	@scripts/test.sh quick
 
 faults: setup
 	@scripts/configure.sh release

@@ -1,7 +1,23 @@
 #!/usr/bin/env bash
 # Configures a CMake preset (release, debug, asan, tsan). Without the test libraries it configures without tests, and says so.
+#
+#   scripts/configure.sh PRESET         everything that this machine can build
+#   scripts/configure.sh release host   the host side alone, where build/ is new; the next `configure.sh release` adds CUDA
 set -euo pipefail
 cd "$(dirname "$0")/.."
+flags=()
+if [ "$1" = release ]; then
+  # Left by `release host`, and only then is CUDA's absence not somebody's own choice.
+  mark=build/host-side-alone
+  if [ "${2:-}" = host ] && { [ -f $mark ] || [ ! -f build/CMakeCache.txt ]; }; then
+    mkdir -p build
+    touch $mark
+    flags+=(-DGRADWIRE_CUDA=OFF)
+  elif [ "${2:-}" != host ] && [ -f $mark ]; then
+    rm $mark
+    flags+=(-DGRADWIRE_CUDA=AUTO)
+  fi
+fi
 tests=ON
 for header in gtest/gtest.h boost/context/fiber.hpp; do
   if ! echo "#include <$header>" | "${CXX:-c++}" -std=c++20 -E -x c++ - > /dev/null 2>&1; then
@@ -11,7 +27,7 @@ for header in gtest/gtest.h boost/context/fiber.hpp; do
 done
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-if ! cmake --preset "$1" -DGRADWIRE_TESTS=$tests > "$log" 2>&1; then
+if ! cmake --preset "$1" -DGRADWIRE_TESTS=$tests "${flags[@]}" > "$log" 2>&1; then
   cat "$log"
   exit 1
 fi
