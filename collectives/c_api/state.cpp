@@ -292,8 +292,9 @@ void ApiReducer::load_state(const void* state, size_t size) {
   first_step_ = header.steps;
   // Residuals are each rank's own; steps and factors are the same on all of them.
   uint64_t factors = 0;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    factors = mix(factors, crc_of(sources[i].second, static_cast<size_t>(all[i].q_count) * sizeof(float)));
+  for (size_t k = 0; k < all.size(); ++k) {
+    if (!all[k].same_on_all_ranks || sources[k] == nullptr) continue;
+    factors = mix(factors, crc_of(sources[k], static_cast<size_t>(all[k].bytes())));
   }
   char loaded[96];
   std::snprintf(loaded, sizeof loaded, "state of step %lld, factors %08x",

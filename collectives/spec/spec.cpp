@@ -1,5 +1,7 @@
 #include "collectives/spec/spec.h"
 
+#include <fmt/format.h>
+
 #include <charconv>
 #include <functional>
 #include <map>
@@ -13,15 +15,18 @@ namespace gradwire {
 namespace {
 
 [[noreturn]] void bad(std::string_view text, const std::string& why, bool with_grammar = false) {
-  throw BadInput("compression spec '" + std::string(text) + "': " + why +
-                 (with_grammar ? "; a spec is " + CompressionSpec::grammar() : ""));
+  throw BadInput(fmt::format("compression spec '{}': {}{}", text, why,
+                             with_grammar ? "; a spec is " + CompressionSpec::grammar() : ""));
 }
 
 // "a|b|c"
 template <typename T>
 std::string words(const std::vector<std::pair<std::string_view, T>>& choices) {
   std::string all;
-  for (const auto& [word, value] : choices) all += (all.empty() ? "" : "|") + std::string(word);
+  for (const auto& [word, value] : choices) {
+    if (!all.empty()) all += '|';
+    all += word;
+  }
   return all;
 }
 
@@ -87,13 +92,14 @@ std::string shortest(double value) {
 }  // namespace
 
 std::string CompressionSpec::grammar() {
-  std::string all;
+  std::string formats;
   for (Wire wire : wire_formats()) {
-    all += std::string(wire->name) + (wire->stochastic ? "[:round=nearest|stochastic]" : "") + " | ";
+    formats += fmt::format("{}{} | ", wire->name, wire->stochastic ? "[:round=nearest|stochastic]" : "");
   }
-  return all + "powersgd:rank=R[,wire=" + words(wires()) +
-         "][,start=N][,warm=on|off][,min_ratio=X][,seed=S], with ,ef=on|off and ,schedule=" +
-         words(schedules()) + " and ,intra_node=" + words(kIntraNode) + " on any of them";
+  return fmt::format(
+      "{}powersgd:rank=R[,wire={}][,start=N][,warm=on|off][,min_ratio=X][,seed=S], with ,ef=on|off and "
+      ",schedule={} and ,intra_node={} on any of them",
+      formats, words(wires()), words(schedules()), words(kIntraNode));
 }
 
 CompressionSpec CompressionSpec::parse(std::string_view text) {
@@ -161,7 +167,7 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
   if (spec.rounding == Rounding::stochastic && !spec.wire->stochastic) {
     std::string others;
     for (Wire wire : wire_formats()) {
-      if (wire->stochastic) others += (others.empty() ? "wire=" : " or wire=") + std::string(wire->name);
+      if (wire->stochastic) others += fmt::format("{}wire={}", others.empty() ? "" : " or ", wire->name);
     }
     bad(text, std::string("round=stochastic is not for wire=") + spec.wire->name + "; add " + others);
   }
