@@ -23,7 +23,7 @@ using U32x8 = uint32_t __attribute__((vector_size(32)));
 using U16x8 = uint16_t __attribute__((vector_size(16)));
 
 // Two of eight and not one of 64 bytes: without AVX-512, GCC 12 makes every operation on those sixteen scalar
-// ones (-Wvector-operation-performance), and the loops up to 25 times slower.
+// ones (-Wvector-operation-performance), and most loops several times slower.
 template <typename V>
 struct Pair {
   V low, high;
