@@ -74,7 +74,7 @@ class Kernels(BenchTest):
         declared = set()
         for header in (ROOT / "kernels").rglob("*.h"):
             declared |= set(re.findall(r"^GW_(?:SIDES|TYPED_SIDES|DECLARE_OP)\((\w+),", header.read_text(), re.M))
-        self.assertIn("bf16_encode", declared)
+        self.assertIn("bf16_reduce_encode", declared)
         listed = self.run_bench("kernels", "--list").stdout.splitlines()
         self.assertEqual(len(listed), len(set(listed)))
         self.assertEqual(declared, {line.split()[0] for line in listed})
@@ -100,7 +100,7 @@ class Kernels(BenchTest):
     def test_filter_and_sizes(self):
         rows, _ = self.rows("kernels", "--device", "host", "--filter", "fp8_dec", "--filter", "pack", "--min-size", "1K",
                             "--max-size", "2000", "--factor", "2", "--threads", "1", "--budget-ms", "0.1")
-        self.assertEqual({r["op"] for r in rows}, {"fp8_decode", "fp8_decode_add", "fp8_decode_add_encode", "pack"})
+        self.assertEqual({r["op"] for r in rows}, {"fp8_decode", "pack"})
         self.assertEqual({r["size_bytes"] for r in rows}, {1024, 2000})
         self.assertEqual({r["device"] for r in rows}, {"host, 1 thread"})
         self.assertEqual({r["cache"] for r in rows}, {"cold", "warm"})

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -61,13 +62,13 @@ struct Problem {
 };
 
 struct KernelCase {
-  const char* op;       // its name
-  const char* variant;  // "" when there is one only
-  const char* family;   // its header
-  Problem (*make)(Arena& arena, int64_t size);
+  std::string op;       // its name
+  std::string variant;  // "" when there is one only
+  std::string family;   // its header, or the wire format
+  std::function<Problem(Arena& arena, int64_t size)> make;
 };
 
-std::span<const KernelCase> wire_cases();      // bf16, fp8, fp32, pack, optimizer
+std::span<const KernelCase> wire_cases();      // wire formats, pack, optimizer
 std::span<const KernelCase> powersgd_cases();  // powersgd, orthonormalize
 std::span<const KernelCase> model_cases();     // gemm, vit
 std::vector<KernelCase> kernel_cases();        // all of them

@@ -318,7 +318,7 @@ Problem loss(Arena& arena, int64_t size) {
           by(rows, kClasses)};
 }
 
-constexpr KernelCase kCases[] = {
+const KernelCase kCases[] = {
     {"gemm", "", "gemm", square_product<Precision::fp32, false, false>},
     {"gemm", "transposed a", "gemm", square_product<Precision::fp32, true, false>},
     {"gemm", "transposed b", "gemm", square_product<Precision::fp32, false, true>},

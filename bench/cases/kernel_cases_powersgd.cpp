@@ -159,7 +159,7 @@ Problem orthonormal(Arena& arena, int64_t size) {
           12.0 * static_cast<double>(m.table->p_elements()), 0, m.shape};
 }
 
-constexpr KernelCase kCases[] = {
+const KernelCase kCases[] = {
     {"powersgd_project", "rank 1", "powersgd", project<1>},
     {"powersgd_project", "rank 4", "powersgd", project<4>},
     {"powersgd_project", "rank 32", "powersgd", project<32>},

@@ -3,6 +3,7 @@
 #include "kernels/optimizer/optimizer.h"
 #include "kernels/powersgd/pack.h"
 #include "kernels/wire/formats.h"
+#include "kernels/wire/fp32.h"
 
 namespace gradwire::bench {
 namespace {
@@ -11,102 +12,49 @@ std::string elements(int64_t count) {
   return std::to_string(count);
 }
 
-// What BF16 and FP8 have in common; only the element of the wire and its length differ.
-struct Bf16Format {
-  using Element = uint16_t;
-  using Encode = Bf16Encode;
-  using Decode = Bf16Decode;
-  using DecodeAdd = Bf16DecodeAdd;
-  using Hop = Bf16DecodeAddEncode;
-  static constexpr double kBytes = 2;
-  static int64_t length(int64_t count) { return count; }
-  static constexpr auto encode = bf16_encode;
-  static constexpr auto decode = bf16_decode;
-  static constexpr auto decode_add = bf16_decode_add;
-  static constexpr auto hop = bf16_decode_add_encode;
-};
-struct Fp8Format {
-  using Element = uint8_t;
-  using Encode = Fp8Encode;
-  using Decode = Fp8Decode;
-  using DecodeAdd = Fp8DecodeAdd;
-  using Hop = Fp8DecodeAddEncode;
-  static constexpr double kBytes = 1;
-  static int64_t length(int64_t count) { return fp8_wire_bytes(count); }
-  static constexpr auto encode = fp8_encode;
-  static constexpr auto decode = fp8_decode;
-  static constexpr auto decode_add = fp8_decode_add;
-  static constexpr auto hop = fp8_decode_add_encode;
-};
-
-template <typename Format, bool kResidual, Rounding kRounding = Rounding::nearest>
-Problem encode(Arena& arena, int64_t size) {
-  typename Format::Encode args{
-      .grad = arena.normal(size / 4),
-      .residual = kResidual ? arena.zeros<float>(size / 4) : nullptr,
-      .wire = arena.zeros<typename Format::Element>(Format::length(size / 4)),
-      .count = size / 4,
-  };
-  args.rounding.mode = kRounding;
-  double bytes = 4 + Format::kBytes + (kResidual ? 8 : 0);
-  return {[args](const Stream& s) { Format::encode(s, args); }, bytes * static_cast<double>(args.count), 0,
-          elements(args.count)};
-}
-
-// A wire to decode: what encoding normal draws gives.
-template <typename Format>
-const typename Format::Element* encoded(Arena& arena, int64_t count) {
-  auto* wire = arena.zeros<typename Format::Element>(Format::length(count));
-  Format::encode(arena.stream(), {.grad = arena.normal(count), .wire = wire, .count = count});
-  return wire;
-}
-
-template <typename Format>
-Problem decode(Arena& arena, int64_t size) {
-  typename Format::Decode args{
-      .wire = encoded<Format>(arena, size / 4), .out = arena.zeros<float>(size / 4), .count = size / 4};
-  return {[args](const Stream& s) { Format::decode(s, args); },
-          (4 + Format::kBytes) * static_cast<double>(args.count), 0, elements(args.count)};
-}
-
-template <typename Format>
-Problem decode_add(Arena& arena, int64_t size) {
-  typename Format::DecodeAdd args{
-      .wire = encoded<Format>(arena, size / 4), .acc = arena.zeros<float>(size / 4), .count = size / 4};
-  return {[args](const Stream& s) { Format::decode_add(s, args); },
-          (8 + Format::kBytes) * static_cast<double>(args.count), 0, elements(args.count)};
-}
-
-// `kInputs` contributions meet this rank's own: 1 is a hop of a ring, 7 the owner of a two-shot of 8.
-template <typename Format, int kInputs>
-Problem hop(Arena& arena, int64_t size) {
-  typename Format::Hop args;
+// `inputs` contributions meet this rank's own: 0 is a plain encode, 1 a hop of a ring, 7 the owner of a two-shot
+// of 8.
+Problem reduce_encode(Wire wire, Arena& arena, int64_t size, int inputs, bool residual, Rounding rounding) {
+  ReduceEncode args;
   args.count = size / 4;
-  for (int i = 0; i < kInputs; ++i) {
-    auto* input = arena.zeros<typename Format::Element>(Format::length(args.count));
+  for (int i = 0; i < inputs; ++i) {
+    auto* input = arena.zeros<uint8_t>(wire->bytes(args.count));
     args.inputs[i] = input;
-    if (i == 0)
-      Format::encode(arena.stream(), {.grad = arena.normal(args.count), .wire = input, .count = args.count});
-    if (i > 0)
-      copy(arena.stream(), input, args.inputs[0],
-           sizeof(*input) * static_cast<size_t>(Format::length(args.count)));
+    if (i == 0) {
+      wire->reduce_encode(arena.stream(),
+                          {.own = arena.normal(args.count), .wire = input, .count = args.count});
+    } else {
+      copy(arena.stream(), input, args.inputs[0], static_cast<size_t>(wire->bytes(args.count)));
+    }
   }
-  args.num_inputs = kInputs;
-  args.own_position = kInputs / 2;
-  args.grad = arena.normal(args.count);
-  args.residual = arena.zeros<float>(args.count);
-  args.wire = arena.zeros<typename Format::Element>(Format::length(args.count));
-  return {[args](const Stream& s) { Format::hop(s, args); },
-          (12 + Format::kBytes * (1 + kInputs)) * static_cast<double>(args.count), 0, elements(args.count)};
+  args.num_inputs = inputs;
+  args.own_position = inputs / 2;
+  args.own = arena.normal(args.count);
+  args.residual = residual ? arena.zeros<float>(args.count) : nullptr;
+  args.wire = arena.zeros<uint8_t>(wire->bytes(args.count));
+  args.rounding.mode = rounding;
+  const double bytes = (residual ? 12 : 4) + wire->bytes_per_value() * (1 + inputs);
+  return {[wire, args](const Stream& s) { wire->reduce_encode(s, args); },
+          bytes * static_cast<double>(args.count), 0, elements(args.count)};
+}
+
+Problem decode(Wire wire, Arena& arena, int64_t size) {
+  auto* encoded = arena.zeros<uint8_t>(wire->bytes(size / 4));
+  wire->reduce_encode(arena.stream(), {.own = arena.normal(size / 4), .wire = encoded, .count = size / 4});
+  Decode args{.wire = encoded, .out = arena.zeros<float>(size / 4), .count = size / 4};
+  return {[wire, args](const Stream& s) { wire->decode(s, args); },
+          (4 + wire->bytes_per_value()) * static_cast<double>(args.count), 0, elements(args.count)};
 }
 
 template <int kInputs>
 Problem reduce(Arena& arena, int64_t size) {
-  Fp32Reduce args;
+  Reduce args;
   args.count = size / 4;
   for (int i = 0; i < kInputs; ++i) args.inputs[i] = arena.normal(args.count);
   args.num_inputs = kInputs;
-  args.acc = arena.normal(args.count);
+  float* acc = arena.normal(args.count);
+  args.own = acc;
+  args.out = acc;
   args.scale = 1.0f / (kInputs + 1);
   return {[args](const Stream& s) { fp32_reduce(s, args); },
           (8.0 + 4 * kInputs) * static_cast<double>(args.count), 0, elements(args.count)};
@@ -159,34 +107,42 @@ Problem adamw(Arena& arena, int64_t size) {
           elements(args.count)};
 }
 
-constexpr KernelCase kCases[] = {
-    {"bf16_encode", "residual", "bf16", encode<Bf16Format, true>},
-    {"bf16_encode", "residual, stochastic", "bf16", encode<Bf16Format, true, Rounding::stochastic>},
-    {"bf16_encode", "", "bf16", encode<Bf16Format, false>},
-    {"bf16_decode", "", "bf16", decode<Bf16Format>},
-    {"bf16_decode_add", "", "bf16", decode_add<Bf16Format>},
-    {"bf16_decode_add_encode", "1 input", "bf16", hop<Bf16Format, 1>},
-    {"bf16_decode_add_encode", "7 inputs", "bf16", hop<Bf16Format, 7>},
-    {"fp8_encode", "residual", "fp8", encode<Fp8Format, true>},
-    {"fp8_encode", "residual, stochastic", "fp8", encode<Fp8Format, true, Rounding::stochastic>},
-    {"fp8_encode", "", "fp8", encode<Fp8Format, false>},
-    {"fp8_decode", "", "fp8", decode<Fp8Format>},
-    {"fp8_decode_add", "", "fp8", decode_add<Fp8Format>},
-    {"fp8_decode_add_encode", "1 input", "fp8", hop<Fp8Format, 1>},
-    {"fp8_decode_add_encode", "7 inputs", "fp8", hop<Fp8Format, 7>},
-    {"fp32_reduce", "1 input", "fp32", reduce<1>},
-    {"fp32_reduce", "7 inputs", "fp32", reduce<7>},
-    {"pack", "", "pack", packing<false>},
-    {"pack", "unpack", "pack", packing<true>},
-    {"sgd_step", "momentum", "optimizer", sgd<true>},
-    {"sgd_step", "", "optimizer", sgd<false>},
-    {"adamw_step", "", "optimizer", adamw},
-};
+std::vector<KernelCase> make_cases() {
+  std::vector<KernelCase> all;
+  for (Wire wire : wire_formats()) {
+    if (wire->exact) continue;
+    auto add = [&](const char* variant, int inputs, bool residual, Rounding rounding) {
+      all.push_back({wire->name + std::string("_reduce_encode"), variant, wire->name,
+                     [=](Arena& arena, int64_t size) {
+                       return reduce_encode(wire, arena, size, inputs, residual, rounding);
+                     }});
+    };
+    add("residual", 0, true, Rounding::nearest);
+    if (wire->stochastic) add("residual, stochastic", 0, true, Rounding::stochastic);
+    add("", 0, false, Rounding::nearest);
+    add("1 input", 1, true, Rounding::nearest);
+    add("7 inputs", 7, true, Rounding::nearest);
+    all.push_back({wire->name + std::string("_decode"), "", wire->name,
+                   [=](Arena& arena, int64_t size) { return decode(wire, arena, size); }});
+  }
+  const KernelCase others[] = {
+      {"fp32_reduce", "1 input", "fp32", reduce<1>},
+      {"fp32_reduce", "7 inputs", "fp32", reduce<7>},
+      {"pack", "", "pack", packing<false>},
+      {"pack", "unpack", "pack", packing<true>},
+      {"sgd_step", "momentum", "optimizer", sgd<true>},
+      {"sgd_step", "", "optimizer", sgd<false>},
+      {"adamw_step", "", "optimizer", adamw},
+  };
+  all.insert(all.end(), std::begin(others), std::end(others));
+  return all;
+}
 
 }  // namespace
 
 std::span<const KernelCase> wire_cases() {
-  return kCases;
+  static const std::vector<KernelCase> cases = make_cases();
+  return cases;
 }
 
 }  // namespace gradwire::bench

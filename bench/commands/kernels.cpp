@@ -27,7 +27,7 @@ struct Options {
 };
 
 std::string title(const KernelCase& c) {
-  return *c.variant == '\0' ? c.op : std::string(c.op) + " (" + c.variant + ")";
+  return c.variant.empty() ? c.op : c.op + " (" + c.variant + ")";
 }
 
 std::vector<KernelCase> chosen_cases(const Options& o) {

@@ -121,8 +121,7 @@ void Console::draw_bar() {
   std::string bar;
   if (room >= 8) {
     int width = std::min(room, 40), filled = static_cast<int>(std::lround(done * width));
-    bar = "[" + std::string(static_cast<size_t>(filled), '#') +
-          std::string(static_cast<size_t>(width - filled), '.') + "]";
+    bar = fmt::format("[{:#<{}}{:.<{}}]", "", filled, "", width - filled);
   }
   std::fprintf(options_.out, "\r\033[K%s%s", bar.c_str(), tail.c_str());
   std::fflush(options_.out);
