@@ -45,9 +45,8 @@ template <typename S>
 S* repeated(Arena& arena, int64_t count, const float* pattern, int64_t length) {
   S* out = arena.zeros<S>(count);
   for (int64_t at = 0; at < count; at += length) {
-    bf16_encode(arena.stream(), {.grad = pattern,
-                                 .wire = reinterpret_cast<uint16_t*>(out + at),
-                                 .count = std::min(length, count - at)});
+    bf16_reduce_encode(arena.stream(),
+                       {.own = pattern, .wire = out + at, .count = std::min(length, count - at)});
   }
   return out;
 }

@@ -35,7 +35,7 @@ Buffer random_matrix(const Stream& stream, int64_t count) {
 // The same as operands of BF16 products.
 Buffer rounded(const Stream& stream, const Buffer& matrix, int64_t count) {
   Buffer out = make_buffer<Bf16>(stream.device(), count);
-  bf16_encode(stream, {.grad = matrix.as<float>(), .wire = out.as<uint16_t>(), .count = count});
+  bf16_reduce_encode(stream, {.own = matrix.as<float>(), .wire = out.as<Bf16>(), .count = count});
   stream.synchronize();
   return out;
 }

@@ -44,9 +44,8 @@ void Vit::load(std::span<const float> values) {
 void Vit::round_weights() {
   if (!rounded_) return;
   // The nearest BF16 is what the wire format's encoder stores.
-  bf16_encode(stream_, {.grad = weights_.as<float>(),
-                        .wire = reinterpret_cast<uint16_t*>(rounded_.as<Bf16>()),
-                        .count = layout_.elements});
+  bf16_reduce_encode(
+      stream_, {.own = weights_.as<float>(), .wire = rounded_.as<Bf16>(), .count = layout_.elements});
 }
 
 }  // namespace gradwire
