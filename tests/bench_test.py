@@ -74,6 +74,9 @@ class Kernels(BenchTest):
         declared = set()
         for header in (ROOT / "kernels").rglob("*.h"):
             declared |= set(re.findall(r"^GW_(?:SIDES|TYPED_SIDES|DECLARE_OP)\((\w+),", header.read_text(), re.M))
+        blocks = (ROOT / "kernels/wire/block_formats.h").read_text()
+        declared |= {name + op for name in re.findall(r"\bFORMAT\(\w+, (\w+)\)", blocks)
+                     for op in ("_reduce_encode", "_decode")}
         self.assertIn("bf16_reduce_encode", declared)
         listed = self.run_bench("kernels", "--list").stdout.splitlines()
         self.assertEqual(len(listed), len(set(listed)))
@@ -104,7 +107,7 @@ class Kernels(BenchTest):
         self.assertEqual({r["size_bytes"] for r in rows}, {1024, 2000})
         self.assertEqual({r["device"] for r in rows}, {"host, 1 thread"})
         self.assertEqual({r["cache"] for r in rows}, {"cold", "warm"})
-        self.assertEqual({r["bytes"] for r in rows if r["op"] == "fp8_decode"}, {5 * 256, 5 * 500})
+        self.assertEqual({r["bytes"] for r in rows if r["op"] == "fp8_decode"}, {5.0078125 * 256, 5.0078125 * 500})
 
     def test_bad_input(self):
         self.refuse(["kernels", "--filter", "zip"], "zip", "--list")

@@ -1,10 +1,14 @@
-// GW_HD marks arithmetic that is written once and compiled for both sides.
+// GW_HD marks arithmetic that is written once and compiled for both sides, GW_HD_LAMBDA a lambda in it:
+//   auto square = [=](int i) GW_HD_LAMBDA { return x[i] * x[i]; };
+// Both are inlined on the host, so that they take on their caller's instruction set (kernels/simd/simd.h).
 #pragma once
 #if defined(__CUDACC__)
 #define GW_HD __host__ __device__ __forceinline__
+#define GW_HD_LAMBDA
 #elif defined(__GNUC__)
-// always_inline: takes on its caller's instruction set (kernels/simd/simd.h).
 #define GW_HD __attribute__((always_inline)) inline
+#define GW_HD_LAMBDA __attribute__((always_inline))
 #else
 #define GW_HD inline
+#define GW_HD_LAMBDA
 #endif

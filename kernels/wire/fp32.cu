@@ -12,12 +12,12 @@ namespace {
 constexpr int kWidth = 4;
 
 struct ReduceBody {
-  const Fp32Reduce& a;
+  const Reduce& a;
 
   template <int W>
   __device__ __forceinline__ void at(int64_t i) const {
     float own[W], s[W];
-    load<W>(a.acc + i, own);
+    load<W>(a.own + i, own);
 #pragma unroll
     for (int k = 0; k < W; ++k) s[k] = -0.0f;  // adding to it changes nothing, not even a zero's sign
     for (int input = 0; input < a.num_inputs; ++input) {
@@ -29,19 +29,19 @@ struct ReduceBody {
     if (a.own_position == a.num_inputs) add<W>(own, s);
 #pragma unroll
     for (int k = 0; k < W; ++k) s[k] *= a.scale;
-    store<W>(a.acc + i, s);
+    store<W>(a.out + i, s);
   }
 };
 
 __global__ void __launch_bounds__(kVectorThreads)
-    fp32_reduce_kernel(const __grid_constant__ Fp32Reduce a, const __grid_constant__ VectorSplit split) {
+    fp32_reduce_kernel(const __grid_constant__ Reduce a, const __grid_constant__ VectorSplit split) {
   for_each_vector<kWidth>(split, ReduceBody{a});
 }
 
 }  // namespace
 
-void fp32_reduce(CudaStream stream, const Fp32Reduce& a) {
-  auto alignment = Alignment(kWidth).with(a.acc);
+void fp32_reduce(CudaStream stream, const Reduce& a) {
+  auto alignment = Alignment(kWidth).with(a.own).with(a.out);
   for (int k = 0; k < a.num_inputs; ++k) alignment.with(a.inputs[k]);
   auto split = alignment.split(a.count);
   launch("fp32_reduce", fp32_reduce_kernel,

@@ -1,22 +1,25 @@
-// FP32 wire format: the wire is the value itself, so only one op is left.
+// FP32 on the wire: the values themselves, so one op is left.
 #pragma once
 
 #include <cstdint>
 
-#include "kernels/wire/bf16.h"
+#include "kernels/op.h"
+#include "kernels/wire/format.h"
 
 namespace gradwire {
 
-// acc = scale * (inputs[0..own_position) + acc + inputs[own_position..num_inputs)), one addition after the
-// other in that order. Bytes per element: 8 + 4 * num_inputs. Limit: memory bandwidth. Any 4-byte alignment.
-struct Fp32Reduce {
-  const float* inputs[kMaxHopInputs] = {};  // each (count)
+// out = scale * (inputs[0..own_position) + own + inputs[own_position..num_inputs)), in FP32, one addition
+// after the other in this order. Without inputs it is a scaled copy.
+// Bytes per element: 8 + 4 * num_inputs. Limit: memory bandwidth. Alignment: any. Deterministic.
+struct Reduce {
+  const float* inputs[kMaxInputs] = {};  // each (count)
   int num_inputs = 0;
-  int own_position = 0;
-  float* acc = nullptr;  // (count) in and out
+  int own_position = 0;        // 0..num_inputs
+  const float* own = nullptr;  // (count)
+  float* out = nullptr;        // (count); may equal own or any of the inputs
   float scale = 1.0f;
   int64_t count = 0;
 };
-GW_DECLARE_OP(fp32_reduce, Fp32Reduce)
+GW_DECLARE_OP(fp32_reduce, Reduce)
 
 }  // namespace gradwire

@@ -1,23 +1,18 @@
-// Block-scaled FP8 wire format: E4M3 codes, one power-of-two scale per 128 values (kernels/math/fp8.h), and
-// the same four ops as BF16, with error feedback fused in.
+// Block-scaled FP8 on the wire: E4M3 codes, one power-of-two scale per 128 values (kernels/math/fp8.h).
 //
 // A wire of `count` values is fp8_wire_bytes(count) long: count codes, padding to a multiple of 16, then one
 // scale byte per block of 128 values, the last block perhaps short. 1.0078 bytes per value.
 //
-// S is what a rank wants to send, as in kernels/wire/bf16.h. The wire carries round(S); the residual becomes S -
-// round(S), exactly with round to nearest, to FP32 rounding with stochastic. Values far below their block's
-// largest round to zero and wait in the residual.
-//
-// Non-finite S: NaN and Inf both travel as NaN, and their residual becomes 0; they do not touch the scale, so
-// the other values of the block keep their precision. A finite S never becomes NaN.
-//
-// Alignment: any for floats (16 bytes is fast); wires 16 bytes. Limit: memory bandwidth. Deterministic.
+// wire + residual == S exactly with round to nearest, to FP32 rounding with stochastic. Values far below their
+// block's largest round to zero and wait in the residual. NaN and Inf both travel as NaN; they do not touch
+// the scale.
 #pragma once
 
 #include <cstdint>
 
 #include "kernels/math/fp8.h"
-#include "kernels/wire/bf16.h"
+#include "kernels/op.h"
+#include "kernels/wire/format.h"
 
 namespace gradwire {
 
@@ -28,50 +23,45 @@ GW_HD int64_t fp8_wire_bytes(int64_t count) {
   return fp8_scales_offset(count) + (count + kFp8Block - 1) / kFp8Block;
 }
 
-// wire = round(grad + residual); residual = (grad + residual) - wire; out = scale * wire.
-// Bytes per element: 13 with residual, 5 without; +4 with out.
-struct Fp8Encode {
-  const float* grad = nullptr;  // (count)
-  float* residual = nullptr;    // (count) in and out; null: no error feedback
-  uint8_t* wire = nullptr;      // fp8_wire_bytes(count) out
-  float* out = nullptr;         // (count) optional, may equal grad
-  float out_scale = 1.0f;
-  int64_t count = 0;
-  Bf16Rounding rounding = {};
-};
-GW_DECLARE_OP(fp8_encode, Fp8Encode)
+// Its arithmetic as kernels/wire/block.h has it, in a layout of its own.
+struct Fp8 {
+  static constexpr int kBlock = kFp8Block;
 
-// out = scale * wire. Bytes per element: 5.
-struct Fp8Decode {
-  const uint8_t* wire = nullptr;
-  float* out = nullptr;
-  float scale = 1.0f;
-  int64_t count = 0;
-};
-GW_DECLARE_OP(fp8_decode, Fp8Decode)
+  template <typename Byte>
+  struct Place {
+    Byte *codes, *scale;
+  };
+  template <typename Byte>
+  GW_HD static Place<Byte> place(Byte* wire, int64_t count, int64_t block) {
+    return {wire + block * kBlock, wire + fp8_scales_offset(count) + block};
+  }
 
-// acc += wire. Bytes per element: 9.
-struct Fp8DecodeAdd {
-  const uint8_t* wire = nullptr;
-  float* acc = nullptr;
-  int64_t count = 0;
-};
-GW_DECLARE_OP(fp8_decode_add, Fp8DecodeAdd)
+  template <typename Lanes>
+  GW_HD static void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
+                           const Place<uint8_t>& to) {
+    const uint8_t scale = fp8_scale_byte(
+        lanes.max(count, [=](int i) GW_HD_LAMBDA { return finite_magnitude_bits(values[i]); }));
+    const float inverse = fp8_inverse_scale(scale);
+    *to.scale = scale;
+    uint8_t* const codes = to.codes;
+    if (random == nullptr) {
+      lanes.each(count, [=](int i) GW_HD_LAMBDA { codes[i] = float_to_e4m3_nearest(values[i] * inverse); });
+    } else {
+      lanes.each(count, [=](int i) GW_HD_LAMBDA {
+        codes[i] = float_to_e4m3_stochastic(values[i] * inverse, random[i]);
+      });
+    }
+  }
 
-// A hop of a reduction in one pass; the order of additions is that of bf16_decode_add_encode.
-// Bytes per element: 13 + num_inputs with residual.
-struct Fp8DecodeAddEncode {
-  const uint8_t* inputs[kMaxHopInputs] = {};  // each fp8_wire_bytes(count)
-  int num_inputs = 0;
-  int own_position = 0;
-  const float* grad = nullptr;
-  float* residual = nullptr;
-  uint8_t* wire = nullptr;
-  float* out = nullptr;
-  float out_scale = 1.0f;
-  int64_t count = 0;
-  Bf16Rounding rounding = {};
+  template <typename Lanes>
+  GW_HD static void decode(const Lanes& lanes, const Place<const uint8_t>& from, int count, float* values) {
+    const float scale = fp8_scale(*from.scale);
+    const uint8_t* const codes = from.codes;
+    lanes.each(count, [=](int i) GW_HD_LAMBDA { values[i] = scale * e4m3_to_float(codes[i]); });
+  }
 };
-GW_DECLARE_OP(fp8_decode_add_encode, Fp8DecodeAddEncode)
+
+GW_DECLARE_OP(fp8_reduce_encode, ReduceEncode)
+GW_DECLARE_OP(fp8_decode, Decode)
 
 }  // namespace gradwire

@@ -2,9 +2,9 @@
 // executable simt_tests, the same CUDA kernels compiled by g++ and run on the CPU (tests/simt). A test is
 // written once:
 //
-//   class Bf16 : public gradwire::testing::OpTest {};
-//   TEST_P(Bf16, DecodeIsExact) { auto x = array<float>(n); ... GW_RUN(bf16_decode, args); x.host() ... }
-//   GW_INSTANTIATE_BACKENDS(Bf16);
+//   class Gelu : public gradwire::testing::OpTest {};
+//   TEST_P(Gelu, IsTheReference) { auto x = array<float>(n); ... GW_RUN(gelu, args); x.host() ... }
+//   GW_INSTANTIATE_BACKENDS(Gelu);
 #pragma once
 
 #include <gtest/gtest.h>
@@ -106,8 +106,11 @@ class Array {
   Buffer storage_;
 };
 
-class OpTest : public ::testing::TestWithParam<Backend> {
+// What a test on one backend works with.
+class OpFixture {
  public:
+  explicit OpFixture(const Backend& backend)
+      : stream(backend.simt ? Stream::immediate_host() : Stream::create(backend.device, "test")) {}
   template <typename T>
   Array<T> array(int64_t count, int64_t misalign = 0) {
     return Array<T>(stream, count, misalign);
@@ -125,7 +128,12 @@ class OpTest : public ::testing::TestWithParam<Backend> {
     return values;
   }
 
-  Stream stream = GetParam().simt ? Stream::immediate_host() : Stream::create(GetParam().device, "test");
+  Stream stream;
+};
+
+class OpTest : public ::testing::TestWithParam<Backend>, public OpFixture {
+ public:
+  OpTest() : OpFixture(GetParam()) {}
 };
 
 // Sizes that vector loops get wrong.

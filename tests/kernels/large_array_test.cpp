@@ -26,10 +26,10 @@ TEST(LargeHostArray, Bf16HasTheReferencesBits) {
     Array<float> out(stream, count, misalign);
     std::vector<uint16_t> want_wire(g.size());
     std::vector<float> want_out(g.size());
-    host::bf16_encode({.grad = g.data(), .residual = e.data(), .wire = wire.data(), .count = count});
+    host::bf16_reduce_encode({.own = g.data(), .residual = e.data(), .wire = wire.data(), .count = count});
     host::bf16_decode({.wire = wire.data(), .out = out.data(), .scale = 0.5f, .count = count});
-    reference::bf16_encode(
-        {.grad = g.data(), .residual = want_e.data(), .wire = want_wire.data(), .count = count});
+    reference::bf16_reduce_encode(
+        {.own = g.data(), .residual = want_e.data(), .wire = want_wire.data(), .count = count});
     reference::bf16_decode({.wire = want_wire.data(), .out = want_out.data(), .scale = 0.5f, .count = count});
     EXPECT_TRUE(wire.host() == want_wire) << "misaligned by " << misalign;
     EXPECT_TRUE(e == want_e) << "misaligned by " << misalign;

@@ -1,0 +1,19 @@
+// The block formats (kernels/wire/block.h). A new one takes its header and two lines here.
+#pragma once
+
+#include "kernels/op.h"
+#include "kernels/wire/format.h"
+#include "kernels/wire/int8.h"
+
+// FORMAT(type, name in specs) of each, in the order of the docs.
+#define GW_BLOCK_FORMATS(FORMAT) FORMAT(Int8, int8)
+
+namespace gradwire {
+
+#define GW_DECLARE(F, NAME)                         \
+  GW_DECLARE_OP(NAME##_reduce_encode, ReduceEncode) \
+  GW_DECLARE_OP(NAME##_decode, Decode)
+GW_BLOCK_FORMATS(GW_DECLARE)
+#undef GW_DECLARE
+
+}  // namespace gradwire

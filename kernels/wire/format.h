@@ -1,0 +1,88 @@
+// Wire formats: how a run of FP32 values becomes bytes, and the two ops that a collective needs of each.
+//
+// S below is the value a rank wants to send: its own gradient, plus the residual it kept last time, plus what
+// arrived from other ranks. The wire carries round(S); the residual becomes S - round(S), so nothing is lost.
+// Non-finite S: the user must see it, so the wire carries it (as NaN where the format has no infinity), but
+// the residual becomes 0, so that it does not spread in time, and the rest of its block keeps its precision.
+// A finite S never becomes non-finite on the wire: it saturates, and the residual keeps the rest.
+//
+// Stochastic rounding draws from random16(seed, *step, element index) of kernels/math/random.h, so a rank's
+// results repeat; give each rank its own seed. `first_element` is the index of element 0 of a call within the
+// whole bucket, so that cutting a call into pieces changes nothing.
+//
+// Alignment: any for floats (16 bytes is fast), 16 bytes for wires. Limit: memory bandwidth. Deterministic.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "kernels/op.h"
+
+namespace gradwire {
+
+enum class Rounding : uint8_t { nearest, stochastic };
+
+struct WireRounding {
+  Rounding mode = Rounding::nearest;
+  uint64_t seed = 0;
+  const uint64_t* step = nullptr;  // device memory; null means 0
+  int64_t first_element = 0;
+};
+
+// The most contributions that one op adds up.
+inline constexpr int kMaxInputs = 64;
+
+// S = inputs[0..own_position) + (own + residual) + inputs[own_position..num_inputs), in FP32, one addition
+// after the other in this order: it is part of the contract, so that every transport and device gives the
+// same bits. Then wire = round(S), residual = S - wire, out = out_scale * (what wire decodes to). Without a
+// wire, S goes unrounded into out, and the residual, which is in S, becomes 0.
+// Bytes per element, w being the format's: 12 + w (1 + num_inputs) with a residual, 4 + w (1 + num_inputs)
+// without; + 4 with out.
+struct ReduceEncode {
+  const void* inputs[kMaxInputs] = {};  // each bytes(count)
+  int num_inputs = 0;
+  int own_position = 0;        // 0..num_inputs
+  const float* own = nullptr;  // (count)
+  float* residual = nullptr;   // (count) in and out; null: no error feedback
+  void* wire = nullptr;        // bytes(count) out; null: nothing is encoded
+  float* out = nullptr;        // (count) optional with a wire; may equal own
+  float out_scale = 1.0f;
+  int64_t count = 0;
+  WireRounding rounding = {};  // ignored by formats without stochastic rounding
+};
+
+// out = scale * (what wire decodes to). Bytes per element: 4 + w.
+struct Decode {
+  const void* wire = nullptr;  // bytes(count)
+  float* out = nullptr;        // (count)
+  float scale = 1.0f;
+  int64_t count = 0;
+};
+
+// One entry of the table; everything outside this folder knows a format through it alone.
+struct WireFormat {
+  const char* name;
+  const char* summary;  // what is on the wire, in a few words, for help texts and the docs' table
+  const char* source;   // the paper or specification
+  // An exact format is the floats themselves: it is sent from, and received into, the caller's buffer, added
+  // up by fp32_reduce, and has no ops of its own.
+  bool exact;
+  bool stochastic;      // has round=stochastic
+  int64_t granularity;  // chunks begin at multiples of so many values, where a block of the format does
+  int64_t (*bytes)(int64_t count);
+  // Expected squared error of one encode over the squared norm, on Gaussian values; a test holds the format to
+  // it within 5 %. 0 when exact.
+  double gaussian_error;
+  void (*reduce_encode)(const Stream&, const ReduceEncode&);
+  void (*decode)(const Stream&, const Decode&);
+  // The scalar references of both, on the host, for tests.
+  void (*reference_reduce_encode)(const ReduceEncode&);
+  void (*reference_decode)(const Decode&);
+
+  double bytes_per_value() const { return static_cast<double>(bytes(1 << 20)) / (1 << 20); }
+};
+
+// A format by its place in the table; two are equal when they are the same entry.
+using Wire = const WireFormat*;
+
+}  // namespace gradwire

@@ -1,0 +1,60 @@
+// The FP32 wire format on the host: eight elements at a time, in one pass, on all cores.
+#include "kernels/wire/fp32.h"
+
+#include <utility>
+
+#include "kernels/wire/host.h"
+#include "runtime/thread_pool.h"
+
+namespace gradwire::host {
+namespace {
+
+constexpr int64_t kGrain = 64 * 1024;
+
+// `count` is a multiple of the lanes.
+GW_SIMD void reduce_piece(const Reduce& a, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Vec s = -Vec{};  // -0: adding to it changes nothing, not even a zero's sign
+    for (int k = 0; k < a.own_position; ++k) s += load<Vec>(a.inputs[k] + i);
+    s += load<Vec>(a.own + i);
+    for (int k = a.own_position; k < a.num_inputs; ++k) s += load<Vec>(a.inputs[k] + i);
+    store(a.out + i, a.scale * s);
+  }
+}
+
+// From element `begin` to `end`.
+Reduce part_of(Reduce a, int64_t begin, int64_t end) {
+  for (int k = 0; k < a.num_inputs; ++k) advance(a.inputs[k], begin);
+  advance(a.own, begin);
+  advance(a.out, begin);
+  a.count = end - begin;
+  return a;
+}
+
+// A part shorter than a vector, in copies that are as long as one.
+void reduce_short(Reduce a) {
+  const auto bytes = static_cast<size_t>(a.count) * sizeof(float);
+  float padded[kMaxInputs + 1][kLanes] = {};
+  auto copied = [&](const float* from, float* to) {
+    memcpy(to, from, bytes);
+    return to;
+  };
+  for (int k = 0; k < a.num_inputs; ++k) a.inputs[k] = copied(a.inputs[k], padded[k]);
+  a.own = copied(a.own, padded[kMaxInputs]);
+  float result[kLanes];
+  float* out = std::exchange(a.out, result);
+  reduce_piece(a, kLanes);
+  memcpy(out, result, bytes);
+}
+
+}  // namespace
+
+void fp32_reduce(const Reduce& a) {
+  parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) {
+    const int64_t whole = begin + (end - begin) / kLanes * kLanes;
+    reduce_piece(part_of(a, begin, whole), whole - begin);
+    if (whole < end) reduce_short(part_of(a, whole, end));
+  });
+}
+
+}  // namespace gradwire::host

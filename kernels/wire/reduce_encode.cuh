@@ -1,0 +1,27 @@
+// What the CUDA sides of the wire formats share.
+#pragma once
+
+#include "kernels/wire/format.h"
+#include "runtime/launch.cuh"
+
+namespace gradwire::cuda {
+
+// What a reduce_encode kernel is compiled for: to sum without encoding, or a way to round.
+enum class Coding { none, nearest, stochastic };
+
+inline Coding coding_of(const ReduceEncode& a) {
+  if (a.wire == nullptr) return Coding::none;
+  return a.rounding.mode == Rounding::nearest ? Coding::nearest : Coding::stochastic;
+}
+
+__device__ __forceinline__ uint64_t step_of(const WireRounding& rounding) {
+  return rounding.step != nullptr ? *rounding.step : 0;
+}
+
+// True when all take 16-byte accesses; null does.
+template <typename... Pointers>
+bool aligned(Pointers... pointers) {
+  return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
+}
+
+}  // namespace gradwire::cuda

@@ -1,0 +1,350 @@
+// What every wire format promises (kernels/wire/format.h), for each entry of the table that rounds.
+#include <set>
+
+#include "runtime/thread_pool.h"
+#include "tests/kernels/compare.h"
+#include "tests/kernels/wire_problem.h"
+
+namespace gradwire::testing {
+namespace {
+
+TEST(WireFormats, NamesAreUniqueAndFound) {
+  std::set<std::string> names;
+  for (Wire format : wire_formats()) {
+    EXPECT_TRUE(names.insert(format->name).second) << format->name;
+    EXPECT_EQ(find_wire_format(format->name), format);
+    EXPECT_GT(std::string(format->summary).size(), 0u) << format->name;
+    EXPECT_GT(std::string(format->source).size(), 0u) << format->name;
+  }
+  EXPECT_EQ(wire_formats().front(), kFp32);
+  EXPECT_EQ(find_wire_format("fp3"), nullptr);
+  EXPECT_EQ(find_wire_format(""), nullptr);
+}
+
+TEST(WireFormats, LengthsAreThoseOfTheirChunks) {
+  for (Wire format : wire_formats()) {
+    SCOPED_TRACE(format->name);
+    EXPECT_EQ(format->bytes(0), 0);
+    EXPECT_GT(format->granularity, 0);
+    int64_t before = 0;
+    for (int64_t count : {1, 7, 127, 128, 129, 1000, 4096}) {
+      EXPECT_GE(format->bytes(count), before);
+      before = format->bytes(count);
+    }
+    const int64_t chunk = 16 * format->granularity;
+    EXPECT_EQ(format->bytes(5 * chunk), 5 * format->bytes(chunk));
+    EXPECT_NEAR(static_cast<double>(format->bytes(chunk << 10)) / static_cast<double>(chunk << 10),
+                format->bytes_per_value(), 1e-6);
+    EXPECT_EQ(format->exact, format->gaussian_error == 0);
+    EXPECT_EQ(format->exact, format->reduce_encode == nullptr);
+    EXPECT_EQ(format->exact, format->decode == nullptr);
+  }
+}
+
+class WireFormatTest : public ::testing::TestWithParam<std::tuple<Backend, Wire>>, public WireFixture {
+ public:
+  WireFormatTest() : WireFixture(std::get<0>(GetParam())), format(std::get<1>(GetParam())) {}
+
+  std::vector<Rounding> roundings() const {
+    if (!format->stochastic) return {Rounding::nearest};
+    return {Rounding::nearest, Rounding::stochastic};
+  }
+  WireResult run(const WireProblem& p) { return WireFixture::run(format, p); }
+  // Inputs that are wires of other ranks' values.
+  std::vector<Bytes> inputs(int num_inputs, int64_t count, uint32_t seed, float spread) const {
+    std::vector<Bytes> wires;
+    for (int k = 0; k < num_inputs; ++k) {
+      wires.push_back(
+          reference_encoded(format, spread_values(count, seed + static_cast<uint32_t>(k), spread)));
+    }
+    return wires;
+  }
+
+  const Wire format;
+};
+
+TEST_P(WireFormatTest, HasTheReferencesBitsForAnySizeAlignmentAndOrder) {
+  auto sizes = awkward_sizes();
+  for (int64_t k : {3, 8}) {
+    for (int64_t around : {-1, 0, 1}) sizes.push_back(k * format->granularity + around);
+  }
+  sizes.push_back(70001);  // more than one piece per thread
+  uint32_t seed = 0;
+  for (int64_t n : sizes) {
+    for (Rounding mode : roundings()) {
+      for (int variant = 0; variant < 8; ++variant) {
+        if (n == 70001 && variant % 4 != 3) continue;
+        const float spread = variant % 2 == 0 ? 1.0f : 12.0f;
+        const int num_inputs = variant == 7 ? 7 : variant % 4;
+        WireProblem p{
+            .own = variant == 5 ? wild(n, seed += 20) : spread_values(n, seed += 20, spread),
+            .residual = spread_values(n, seed + 1, spread),
+            .inputs = inputs(num_inputs, n, seed + 2, spread),
+            .own_position = num_inputs == 0 ? 0 : variant % (num_inputs + 1),
+            .out = variant % 3 != 1,
+            .in_place = variant == 3,
+            .rounding = {.mode = mode, .seed = 99, .first_element = variant == 4 ? 13 : 8 * variant},
+            .step = 5};
+        if (variant == 2) p.residual.clear();
+        // Aligned, all shifted alike (a vector loop with a head), and each shifted its own way.
+        if (variant == 1 || variant == 6) p.misalign = {3, 3, 3};
+        if (variant == 4) p.misalign = {1, 2, 0};
+        SCOPED_TRACE("n " + std::to_string(n) + " variant " + std::to_string(variant));
+        expect_same_result(format, p, run(p), reference_result(format, p));
+        if (HasFatalFailure()) return;
+        if (n > 40 && variant >= 4) {
+          for (size_t i = 3; i < p.own.size(); i += 7)
+            p.own[i] = special_values()[i / 7 % special_values().size()];
+          if (!p.residual.empty()) p.residual[7] = -kInf;
+          expect_same_result(format, p, run(p), reference_result(format, p));
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(WireFormatTest, TakesAsManyInputsAsTheContractAllows) {
+  for (int own : {0, 17, kMaxInputs}) {
+    for (Rounding mode : roundings()) {
+      WireProblem p{.own = normal(129, 1),
+                    .residual = normal(129, 2, 0.01f),
+                    .inputs = inputs(kMaxInputs, 129, 3, 1.0f),
+                    .own_position = own,
+                    .rounding = {.mode = mode, .seed = 21, .first_element = 3}};
+      expect_same_result(format, p, run(p), reference_result(format, p));
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_P(WireFormatTest, DecodeHasTheReferencesBits) {
+  uint32_t seed = 100;
+  for (int64_t n : awkward_sizes()) {
+    for (int64_t misalign : {0, 1, 4}) {
+      for (float scale : {1.0f, 0.3f}) {
+        auto values = spread_values(n, ++seed, 6.0f);
+        if (n > 40) values[33] = kNan, values[34] = kInf, values[35] = -0.0f;
+        const Bytes wire = reference_encoded(format, values);
+        expect_same_floats(decoded(format, wire, n, scale, misalign),
+                           reference_decoded(format, wire, n, scale), "n " + std::to_string(n));
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+// Without a wire, S itself shows: the order of additions, with terms that swallow each other.
+TEST_P(WireFormatTest, WithoutAWireTheSumIsTheResultAndTheResidualIsSpent) {
+  for (int64_t n : {0, 1, 7, 128, 1025, 70001}) {
+    for (int num_inputs : {0, 1, 2, 7}) {
+      if (n == 70001 && num_inputs != 2) continue;
+      for (int own : {0, num_inputs / 2, num_inputs}) {
+        for (bool with_residual : {true, false}) {
+          WireProblem p{.own = spread_values(n, 1, 6.0f),
+                        .residual = with_residual ? spread_values(n, 2, 6.0f) : std::vector<float>(),
+                        .inputs = inputs(num_inputs, n, 3, 6.0f),
+                        .own_position = own,
+                        .wire = false,
+                        .in_place = own == 0 && with_residual,
+                        .out_scale = 0.3f};
+          if (n > 40) p.own[20] = kInf, p.own[21] = kNan;
+          std::vector<std::vector<float>> terms;
+          for (const Bytes& wire : p.inputs) terms.push_back(reference_decoded(format, wire, n));
+          std::vector<float> mine = p.own;
+          for (size_t i = 0; i < p.residual.size(); ++i) mine[i] += p.residual[i];
+          terms.insert(terms.begin() + own, mine);
+          std::vector<float> want = terms[0];
+          for (size_t k = 1; k < terms.size(); ++k) {
+            for (size_t i = 0; i < want.size(); ++i) want[i] += terms[k][i];
+          }
+          for (float& x : want) x *= 0.3f;
+          SCOPED_TRACE("n " + std::to_string(n) + " inputs " + std::to_string(num_inputs) + " own at " +
+                       std::to_string(own));
+          const WireResult got = run(p);
+          expect_same_floats(got.out, want, "out");
+          expect_same_floats(got.residual, std::vector<float>(p.residual.size()), "residual");
+          EXPECT_EQ(got.wire, Bytes(got.wire.size(), 0xcd)) << "there is no wire to write";
+          expect_same_result(format, p, got, reference_result(format, p));
+          if (HasFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(WireFormatTest, WirePlusResidualIsTheSum) {
+  for (Rounding mode : roundings()) {
+    for (auto [own, residual] : {std::pair{wild(20000, 1), wild(20000, 2)},
+                                 std::pair{spread_values(5000, 3, 8.0f), spread_values(5000, 4, 8.0f)}}) {
+      for (float s : special_values()) {  // saturation, denormals, ties
+        own.push_back(is_finite(s) ? s : 1e38f);
+        residual.push_back(0.0f);
+      }
+      const WireResult got =
+          run({.own = own, .residual = residual, .out_scale = 1, .rounding = {.mode = mode, .seed = 3}});
+      const auto sent = decoded(format, got.wire, static_cast<int64_t>(own.size()));
+      expect_same_floats(got.out, sent, "out is what the wire decodes to");
+      for (size_t i = 0; i < own.size(); ++i) {
+        const float s = own[i] + residual[i];
+        if (!is_finite(s)) continue;
+        ASSERT_TRUE(is_finite(sent[i])) << s;
+        // The residual is one subtraction in FP32 away from the truth.
+        const double error = static_cast<double>(sent[i]) + got.residual[i] - s;
+        ASSERT_LE(std::abs(error), std::ldexp(std::abs(static_cast<double>(got.residual[i])), -24))
+            << "element " << i << ": " << s << " went as " << sent[i];
+      }
+    }
+  }
+}
+
+TEST_P(WireFormatTest, NonFiniteValuesTravelAreNotKeptAndDisturbNobody) {
+  const int64_t block = format->granularity, n = 3 * block + 7;
+  const auto bad = static_cast<size_t>(block + 2);
+  for (Rounding mode : roundings()) {
+    WireProblem p{.own = normal(n, 21), .residual = normal(n, 22, 0.01f), .rounding = {.mode = mode}};
+    p.own[bad] = 0.0f;
+    p.residual[bad] = 0.0f;
+    const WireResult clean = run(p);
+    for (auto [own, kept] :
+         {std::pair{kNan, 0.0f}, std::pair{kInf, 1.0f}, std::pair{-kInf, 1.0f}, std::pair{FLT_MAX, FLT_MAX},
+          std::pair{-FLT_MAX, -FLT_MAX}, std::pair{1.0f, kNan}, std::pair{bits_float(0x7f800001u), 0.0f}}) {
+      p.own[bad] = own;
+      p.residual[bad] = kept;
+      const WireResult got = run(p);
+      const float sent = decoded(format, got.wire, n)[bad];
+      EXPECT_TRUE(std::isnan(sent) || sent == own + kept) << own << " + " << kept << " went as " << sent;
+      EXPECT_FALSE(is_finite(got.out[bad]));
+      EXPECT_EQ(got.residual[bad], 0.0f);
+      for (size_t i = 0; i < p.own.size(); ++i) {
+        if (i == bad) continue;
+        ASSERT_EQ(got.out[i], clean.out[i]) << i;
+        ASSERT_EQ(got.residual[i], clean.residual[i]) << i;
+      }
+    }
+  }
+}
+
+TEST_P(WireFormatTest, ZerosAndExtremesSurvive) {
+  for (float value : {0.0f, -0.0f, FLT_MAX, -FLT_MAX, 1e38f, FLT_MIN, 1e-45f}) {
+    for (Rounding mode : roundings()) {
+      WireProblem p{.own = std::vector<float>(200, value),
+                    .residual = std::vector<float>(200, 0.0f),
+                    .out_scale = 1,
+                    .rounding = {.mode = mode}};
+      const WireResult got = run(p);
+      for (size_t i = 0; i < 200; ++i) {
+        ASSERT_TRUE(is_finite(got.out[i])) << value;
+        ASSERT_TRUE(is_finite(got.residual[i])) << value;
+        ASSERT_EQ(static_cast<double>(got.out[i]) + got.residual[i], static_cast<double>(value));
+        if (value == 0.0f) {
+          ASSERT_EQ(got.out[i], 0.0f);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(WireFormatTest, CuttingACallInPiecesChangesNothing) {
+  const int64_t count = 8 * format->granularity + 5;
+  for (Rounding mode : roundings()) {
+    const WireProblem whole{.own = normal(count, 7),
+                            .residual = normal(count, 8, 0.01f),
+                            .rounding = {.mode = mode, .seed = 4, .first_element = 1000001}};
+    const WireResult want = run(whole);
+    for (int64_t blocks : {1, 3}) {
+      std::vector<float> residual, out, sent;
+      for (int64_t begin = 0; begin < count; begin += blocks * format->granularity) {
+        const int64_t end = std::min(count, begin + blocks * format->granularity);
+        WireProblem part = whole;
+        part.own = {whole.own.begin() + begin, whole.own.begin() + end};
+        part.residual = {whole.residual.begin() + begin, whole.residual.begin() + end};
+        part.rounding.first_element += begin;
+        const WireResult got = run(part);
+        const auto decoded_part = decoded(format, got.wire, end - begin);
+        residual.insert(residual.end(), got.residual.begin(), got.residual.end());
+        out.insert(out.end(), got.out.begin(), got.out.end());
+        sent.insert(sent.end(), decoded_part.begin(), decoded_part.end());
+      }
+      expect_same_floats(residual, want.residual, "residual");
+      expect_same_floats(out, want.out, "out");
+      expect_same_floats(sent, decoded(format, want.wire, count), "decoded wire");
+    }
+  }
+}
+
+TEST_P(WireFormatTest, BitsDependOnSeedAndStepAloneNotOnThreads) {
+  const int64_t count = 70001;
+  for (Rounding mode : roundings()) {
+    WireProblem p{
+        .own = normal(count, 1), .residual = normal(count, 2), .rounding = {.mode = mode, .seed = 5}};
+    const int before = host_threads();
+    const WireResult first = run(p);
+    for (int threads : thread_counts()) {
+      set_host_threads(threads);
+      const WireResult again = run(p);
+      EXPECT_EQ(again.wire, first.wire);
+      EXPECT_EQ(again.residual, first.residual);
+    }
+    set_host_threads(before);
+    p.step += 1;
+    EXPECT_EQ(run(p).wire == first.wire, mode == Rounding::nearest);
+    p.step -= 1;
+    p.rounding.seed += 1;
+    EXPECT_EQ(run(p).wire == first.wire, mode == Rounding::nearest);
+  }
+}
+
+TEST_P(WireFormatTest, StochasticRoundingIsUnbiased) {
+  if (!format->stochastic) GTEST_SKIP() << format->name << " has none";
+  WireProblem p{.own = spread_values(2000, 31, 1.0f),
+                .residual = {},
+                .out_scale = 1,
+                .rounding = {.mode = Rounding::stochastic, .seed = 6}};
+  double sum = 0, outwards = 0, squares = 0;  // of errors; outwards: away from zero
+  for (p.step = 0; p.step < 30; ++p.step) {
+    const WireResult got = run(p);
+    for (size_t i = 0; i < p.own.size(); ++i) {
+      const double error = static_cast<double>(got.out[i]) - p.own[i];
+      sum += error;
+      outwards += std::copysign(1.0, p.own[i]) * error;
+      squares += error * error;
+    }
+  }
+  EXPECT_LE(std::abs(sum), 5 * std::sqrt(squares));
+  EXPECT_LE(std::abs(outwards), 5 * std::sqrt(squares));
+}
+
+TEST_P(WireFormatTest, ErrorOnNormalValuesIsAsTheTableSays) {
+#ifdef GRADWIRE_SIMT_TESTS
+  const int64_t count = 1 << 15;
+#else
+  const int64_t count = 1 << 20;
+#endif
+  const WireProblem p{.own = normal(count, 41), .residual = {}, .out_scale = 1};
+  const WireResult got = run(p);
+  double error = 0, norm = 0;
+  for (size_t i = 0; i < p.own.size(); ++i) {
+    error += std::pow(static_cast<double>(got.out[i]) - p.own[i], 2);
+    norm += std::pow(static_cast<double>(p.own[i]), 2);
+  }
+  EXPECT_NEAR(error / norm, format->gaussian_error, 0.05 * format->gaussian_error);
+}
+
+std::vector<Wire> rounding_formats() {
+  std::vector<Wire> formats;
+  for (Wire format : wire_formats()) {
+    if (!format->exact) formats.push_back(format);
+  }
+  return formats;
+}
+
+INSTANTIATE_TEST_SUITE_P(On, WireFormatTest,
+                         ::testing::Combine(::testing::ValuesIn(backends()),
+                                            ::testing::ValuesIn(rounding_formats())),
+                         [](const auto& info) {
+                           return std::get<0>(info.param).name + "_" + std::get<1>(info.param)->name;
+                         });
+
+}  // namespace
+}  // namespace gradwire::testing
