@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 limit_mb=60
 bundle=build/bundle
-programs=(gradwire gradwire-bench kernels_tests collectives_tests trainer_tests capi_tests processes_tests)
+programs=(gradwire gradwire-bench runtime_tests kernels_tests collectives_tests trainer_tests capi_tests processes_tests)
 
 rm -rf "$bundle" build/gradwire-bundle.tar.gz
 mkdir -p "$bundle/bin" "$bundle/lib"

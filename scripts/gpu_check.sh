@@ -94,7 +94,7 @@ run_suite() {
 export -f run_suite
 export bin
 step doctor 30 "$bin/gradwire" doctor
-for suite in kernels collectives trainer; do
+for suite in runtime kernels collectives trainer; do
   step "tests-$suite" 90 bash -c "run_suite $suite"
 done
 # Several ranks on one GPU, each test with limits of its own. Skipped tests are not passed ones.

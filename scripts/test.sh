@@ -50,11 +50,11 @@ run_tests() {
 # and ThreadSanitizer all faults: after one, Gloo's buffers die in an order that only libgloo's own atomics show, and
 # Debian's libgloo is not built for it.
 elsewhere="simt|^kernel_table|oracle|^layers$|^environment$|^paths$|^ptx$|^bench|^kill$|NOT_BUILT"
-layers=(kernels_tests collectives_tests trainer_tests)
+layers=(runtime_tests kernels_tests collectives_tests trainer_tests)
 run_tests release --
 if [ "${1:-}" != quick ]; then
   like_others="GlooFault\.|Gloo\.(AllToAll|ARankThat|ABusyPort)|FaultMatrix.*/(stopped|exits|returns|.*delay|corrupted_frame|wrong_[cs].*)_"
-  run_tests asan "${layers[@]}" processes_tests capi_tests gradwire -- -E "$elsewhere|^capi_|$like_others"
+  run_tests asan "${layers[@]}" processes_tests capi_tests capi_inside_tests gradwire -- -E "$elsewhere|^capi_|$like_others"
   export TSAN_OPTIONS="${TSAN_OPTIONS:-halt_on_error=1 second_deadlock_stack=1}"
   run_tests tsan "${layers[@]}" processes_tests tsan_overlapped_step tsan_planted_race -- \
     -E "$elsewhere|^capi|^cli$|$like_others|GlooFaults|FaultMatrix|Gloo\.RanksMeet"
