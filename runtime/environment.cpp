@@ -11,6 +11,8 @@ namespace {
 constexpr EnvironmentVariable kOwn[] = {
     {"GRADWIRE_THREADS", "the cores this process may use, divided among the processes of a machine",
      "Host threads that compute at once, from 1 to 4096"},
+    {"GRADWIRE_BLAS_KERNELS", "what suits the processor",
+     "OpenBLAS's kernels for products on the host: Prescott, Haswell, Zen, SkylakeX, ..."},
     {"GRADWIRE_DATA", "Debian's folder of Fashion-MNIST",
      "Folder with the files of `--data fashion-mnist`, or with a folder fashion-mnist that has them"},
     {"GRADWIRE_NCCL_LIBRARY", "libnccl.so.2", "The NCCL to load, where it is not found by that name"},

@@ -70,6 +70,11 @@ class Step(BenchTest):
 
 
 class Kernels(BenchTest):
+    def test_the_formats_page_has_the_table_of_formats(self):
+        table = self.run_bench("formats").stdout
+        self.assertIn("`bf16[:round=nearest\\|stochastic]`", table)
+        self.assertIn(table, (ROOT / "docs/formats.md").read_text())
+
     def test_every_op_has_a_case(self):
         declared = set()
         for header in (ROOT / "kernels").rglob("*.h"):

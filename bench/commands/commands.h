@@ -7,6 +7,7 @@
 namespace gradwire::bench {
 
 void add_collectives(CLI::App& app, int& exit_code);
+void add_formats(CLI::App& app, int& exit_code);
 void add_hook(CLI::App& app, int& exit_code);
 void add_kernels(CLI::App& app, int& exit_code);
 void add_numerics(CLI::App& app, int& exit_code);
