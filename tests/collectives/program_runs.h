@@ -1,0 +1,123 @@
+// Runs one program on every rank of a group of threads: whole allreduces, and their halves.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <span>
+#include <vector>
+
+#include "collectives/program/program.h"
+#include "collectives/schedule/schedule.h"
+#include "tests/collectives/group.h"
+
+namespace gradwire::testing {
+
+struct Outcome {
+  std::vector<std::vector<float>> result, residual;  // [rank]
+  std::vector<uint64_t> bytes_sent;
+};
+
+// One allreduce of inputs[rank] with residuals[rank] (empty: none) on `device`.
+inline Outcome allreduce(Device device, const Schedule& schedule,
+                         const std::vector<std::vector<float>>& inputs,
+                         const std::vector<std::vector<float>>& residuals, const Program::Options& options) {
+  int world = schedule.world;
+  Outcome outcome;
+  outcome.result.resize(world);
+  outcome.residual.resize(world);
+  outcome.bytes_sent.resize(world);
+  run_ranks(world, device, [&](Communicator& comm) {
+    int r = comm.rank();
+    int64_t count = static_cast<int64_t>(inputs[r].size());
+    Stream stream = Stream::create(device, "test");
+    Buffer data = make_buffer<float>(device, count);
+    Buffer residual = make_buffer<float>(device, residuals.empty() ? 0 : count);
+    to_device(stream, data.as<float>(), std::span<const float>(inputs[r]));
+    if (residual) to_device(stream, residual.as<float>(), std::span<const float>(residuals[r]));
+    Stream transfers = options.slice_bytes > 0 ? Stream::create(device, "transfers") : Stream();
+    Program::Options mine = options;
+    mine.transfers = transfers;
+    Program program(comm.transport(), schedule, {data.data(), data.as<float>(), residual.as<float>(), count},
+                    mine);
+    // The tests of slices must have some.
+    const bool sure = options.slice_bytes > 0 && options.slice_bytes <= 500 && count > 10000;
+    EXPECT_TRUE(program.slices() > 1 || !sure);
+    Buffer workspace(device, program.workspace_bytes());
+    program.bind(workspace.data());
+    program.run(stream);
+    outcome.result[r] = to_host(stream, data.as<const float>(), count);
+    if (residual) outcome.residual[r] = to_host(stream, residual.as<const float>(), count);
+    outcome.bytes_sent[r] = comm.bytes_sent();
+  });
+  return outcome;
+}
+
+inline std::vector<Schedule> schedules(int world) {
+  std::vector<Schedule> all = {ring(world), two_shot(world), double_tree(world),
+                               pipelined(double_tree(world), 3)};
+  for (int nodes = 1; nodes <= world; ++nodes) {
+    if (world % nodes != 0) continue;
+    all.push_back(hierarchical(nodes, world / nodes));
+    if (nodes > 2) all.push_back(hierarchical(nodes, world / nodes, ScheduleKind::ring));
+  }
+  return all;
+}
+
+// What one rank of a half of an allreduce works on, all poisoned where nothing was put.
+struct HalfOutcome {
+  std::vector<std::vector<float>> in, out, residual;  // [rank], after the run
+};
+
+inline constexpr float kPoison = -1.5e33f;
+
+// A reduce_scatter of inputs[rank] (count), or an all_gather of inputs[rank], this rank's shard.
+inline HalfOutcome run_half(Device device, const Schedule& schedule, int64_t count,
+                            const std::vector<std::vector<float>>& inputs,
+                            const std::vector<std::vector<float>>& residuals, Program::Options options) {
+  const int world = schedule.world;
+  HalfOutcome outcome;
+  outcome.in.resize(world), outcome.out.resize(world), outcome.residual.resize(world);
+  run_ranks(world, device, [&](Communicator& comm) {
+    const int r = comm.rank();
+    Stream stream = Stream::create(device, "test");
+    const bool gather = schedule.collective == Collective::all_gather;
+    const int64_t shard = elements_owned(schedule, r, count, options.wire->granularity);
+    const int64_t outs = gather ? count : shard;
+    ASSERT_EQ(std::ssize(inputs[r]), gather ? shard : count);
+    Buffer in = make_buffer<float>(device, std::ssize(inputs[r]));
+    Buffer out = make_buffer<float>(device, outs + 4);  // and nothing may be written behind it
+    Buffer residual = make_buffer<float>(device, residuals.empty() ? 0 : count);
+    to_device(stream, in.as<float>(), std::span<const float>(inputs[r]));
+    const std::vector<float> poison(static_cast<size_t>(outs + 4), kPoison);
+    to_device(stream, out.as<float>(), std::span<const float>(poison));
+    if (residual) to_device(stream, residual.as<float>(), std::span<const float>(residuals[r]));
+    Program::Options mine = options;
+    if (options.slice_bytes > 0) mine.transfers = Stream::create(device, "transfers");
+    Program program(comm.transport(), schedule, {in.data(), out.data(), residual.as<float>(), count}, mine);
+    EXPECT_EQ(program.shard_elements(), shard);
+    Buffer workspace(device, program.workspace_bytes());
+    program.bind(workspace.data());
+    program.run(stream);
+    outcome.in[r] = to_host(stream, in.as<const float>(), std::ssize(inputs[r]));
+    outcome.out[r] = to_host(stream, out.as<const float>(), outs + 4);
+    if (residual) outcome.residual[r] = to_host(stream, residual.as<const float>(), count);
+    EXPECT_EQ(std::vector<float>(outcome.out[r].end() - 4, outcome.out[r].end()),
+              std::vector<float>(4, kPoison));
+    outcome.out[r].resize(static_cast<size_t>(outs));
+  });
+  return outcome;
+}
+
+// A rank's shard of a whole buffer.
+inline std::vector<float> shard_of(const Schedule& s, int rank, const std::vector<float>& whole,
+                                   int64_t granularity) {
+  std::vector<float> shard;
+  for (int c = 0; c < s.chunks; ++c) {
+    if (s.owner[c] != rank) continue;
+    const ChunkRange range = chunk_range(std::ssize(whole), s.chunks, c, granularity);
+    shard.insert(shard.end(), whole.begin() + range.begin, whole.begin() + range.end);
+  }
+  return shard;
+}
+
+}  // namespace gradwire::testing
