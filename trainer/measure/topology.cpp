@@ -169,7 +169,7 @@ GpuTopology gpu_topology(const std::string& sys) {
   topology.nvlink_source = links.source();
   for (int a = 0; a < gpus; ++a) {
     for (int b = a + 1; b < gpus; ++b) {
-      GpuPair pair{.a = a, .b = b, .nvlinks = links.inter_node(a, b)};
+      GpuPair pair{.a = a, .b = b, .nvlinks = links.between(a, b)};
       int reachable = 0;
       pair.peer_access = cudaDeviceCanAccessPeer(&reachable, a, b) == cudaSuccess && reachable == 1;
       const auto &from = places[static_cast<size_t>(a)], &to = places[static_cast<size_t>(b)];
