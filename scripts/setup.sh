@@ -11,7 +11,7 @@ required=(
 )
 optional=(
   "libgtest-dev:the tests" "libboost-context-dev:the tests that run CUDA kernels on the CPU"
-  "libgloo-dev:processes over TCP"
+  "libgloo-dev:gloo's own allreduce in benchmarks"
   "dataset-fashion-mnist:real images without a download (demo; --data fashion-mnist:DIR still works)"
   "python3-numpy:the oracles" "python3-torch:the oracles" "python3-torchvision:the oracles"
   "python3-matplotlib:pictures (bench/plots/plot.py)" "iproute2:slow links on one machine (bench/harness/shaped_link.sh)"

@@ -6,8 +6,6 @@
 //   tensors   each: name, rows, cols, and what is kept of it: kind, dtype, elements, and these elements
 // Integers and floats are little-endian, lengths are not padded. By tensor and not by bucket, so that a state
 // survives another bucket size.
-#include <zlib.h>
-
 #include <algorithm>
 #include <bit>
 #include <cstdio>
@@ -15,6 +13,7 @@
 #include <map>
 #include <optional>
 
+#include "collectives/c_api/crc32.h"
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/reducer.h"
 #include "runtime/mix.h"
@@ -57,17 +56,6 @@ struct TensorHeader1 {
   uint64_t name_bytes;
 };
 static_assert(sizeof(TensorHeader1) == 40);
-
-uint32_t crc_of(const void* data, size_t bytes) {
-  uint32_t crc = 0;
-  const auto* at = static_cast<const unsigned char*>(data);
-  for (; bytes > 0;) {  // zlib counts in 32 bits
-    const auto part = static_cast<uInt>(std::min<size_t>(bytes, size_t{1} << 30));
-    crc = static_cast<uint32_t>(crc32(crc, at, part));
-    at += part, bytes -= part;
-  }
-  return crc;
-}
 
 int64_t rows_of(const GradientTensor& t) {
   return t.shape[0];
@@ -209,7 +197,7 @@ void ApiReducer::save_state(void* state, size_t size) const {
                 static_cast<uint32_t>(tensors.size()),
                 static_cast<uint32_t>(text.size())};
   std::memcpy(header.magic, kMagic, sizeof kMagic);
-  header.crc = crc_of(static_cast<char*>(state) + sizeof header, bytes - sizeof header);
+  header.crc = crc32(static_cast<char*>(state) + sizeof header, bytes - sizeof header);
   std::memcpy(state, &header, sizeof header);
 }
 
@@ -226,7 +214,7 @@ void ApiReducer::load_state(const void* state, size_t size) {
               std::to_string(kVersion));
   require(header.bytes == size,
           "the state has " + std::to_string(header.bytes) + " bytes, size is " + std::to_string(size));
-  require(header.crc == crc_of(static_cast<const char*>(state) + sizeof header, size - sizeof header),
+  require(header.crc == crc32(static_cast<const char*>(state) + sizeof header, size - sizeof header),
           "the state is damaged: its checksum does not match");
   const std::string text(cursor.take(header.identity_bytes), header.identity_bytes);
   require(text == identity(),
@@ -294,7 +282,7 @@ void ApiReducer::load_state(const void* state, size_t size) {
   uint64_t factors = 0;
   for (size_t k = 0; k < all.size(); ++k) {
     if (!all[k].same_on_all_ranks || sources[k] == nullptr) continue;
-    factors = mix(factors, crc_of(sources[k], static_cast<size_t>(all[k].bytes())));
+    factors = mix(factors, crc32(sources[k], static_cast<size_t>(all[k].bytes())));
   }
   char loaded[96];
   std::snprintf(loaded, sizeof loaded, "state of step %lld, factors %08x",

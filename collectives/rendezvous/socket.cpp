@@ -199,6 +199,26 @@ bool receive_exactly(const Socket& socket, char* data, size_t bytes, SteadyClock
   return true;
 }
 
+std::string address_of_interface(const std::string& name) {
+  ifaddrs* list = nullptr;
+  std::string address, names;
+  if (getifaddrs(&list) == 0) {
+    for (int family : {AF_INET, AF_INET6}) {
+      for (ifaddrs* i = list; i != nullptr; i = i->ifa_next) {
+        if (i->ifa_addr == nullptr || i->ifa_addr->sa_family != family || (i->ifa_flags & IFF_UP) == 0)
+          continue;
+        if (family == AF_INET) names += (names.empty() ? "" : ", ") + std::string(i->ifa_name);
+        if (i->ifa_name != name || !address.empty()) continue;
+        address = numeric(i->ifa_addr, family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
+      }
+    }
+    freeifaddrs(list);
+  }
+  if (address.empty())
+    throw BadInput("no network interface '" + name + "' with an address; there are " + names);
+  return address;
+}
+
 std::vector<std::string> own_addresses() {
   std::vector<std::string> addresses;
   ifaddrs* list = nullptr;

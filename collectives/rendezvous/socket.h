@@ -53,6 +53,8 @@ bool receive_exactly(const Socket& socket, char* data, size_t bytes, SteadyClock
 
 // This machine's addresses that other machines might reach, then the loopback address.
 std::vector<std::string> own_addresses();
+// Of the interface with this name; throws BadInput that lists those there are.
+std::string address_of_interface(const std::string& name);
 bool is_loopback(const std::string& address);
 
 // Waits until `fd` can be read (or written) or the deadline passes; false at the deadline.

@@ -1,12 +1,5 @@
 #include "collectives/transport/gloo.h"
 
-#include "runtime/error.h"
-
-#ifdef GRADWIRE_HAS_GLOO
-
-#include <gloo/transport/context.h>
-#include <gloo/transport/tcp/device.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -16,6 +9,7 @@
 #include <set>
 
 #include "collectives/transport/gloo_exchange.h"
+#include "runtime/error.h"
 
 namespace gradwire {
 namespace {
@@ -30,13 +24,10 @@ class GlooTransport final : public Transport {
     auto deadline = SteadyClock::now() + options.group.join_timeout();
     group_.store().watch([this](const std::string& cause) { group_failed(cause); },
                          [this] { return where(); });
-    NoSigpipe guard;
     try {
       connect(options, deadline);
       group_.barrier();
     } catch (const Error& error) {
-      give_up("joining", error.what());
-    } catch (const std::exception& error) {  // Gloo's
       give_up("joining", error.what());
     }
     std::lock_guard lock(mutex_);
@@ -66,7 +57,10 @@ class GlooTransport final : public Transport {
 
   void start(const Stream& stream, const std::vector<Transfer>& transfers,
              const ExchangeLabel& label) override {
-    stream.submit([this, &transfers, &label] { begin_exchange(transfers, label); });
+    stream.submit([this, &transfers, &label] {
+      begin_exchange(transfers, label);
+      links_->hand_over();
+    });
   }
 
   bool starts_early() const override { return true; }
@@ -116,53 +110,31 @@ class GlooTransport final : public Transport {
 
  private:
   static constexpr const char* kWaiting = ", waiting for rank ";
-  using Pending = ::gloo::transport::UnboundBuffer;
 
   void connect(const GlooOptions& options, SteadyClock::time_point deadline) {
-    std::string address = group_.address(deadline);
-    ::gloo::transport::tcp::attr attributes(address.c_str());
-    attributes.iface = options.interface;
-    device_ = ::gloo::transport::tcp::CreateDevice(attributes);
-    context_ = device_->createContext(rank(), world());
-    // Gloo waits five times this for a connection.
-    auto left = std::chrono::duration_cast<milliseconds>(deadline - SteadyClock::now());
-    context_->setTimeout(std::max(milliseconds(20), left / 5));
-    std::string addresses;
-    size_t address_bytes = 0;
-    for (int r = 0; r < world(); ++r) {
-      if (r == rank()) continue;
-      std::vector<char> bytes = context_->createPair(r)->address().bytes();
-      address_bytes = bytes.size();
-      addresses.append(bytes.begin(), bytes.end());
+    const std::string address =
+        options.interface.empty() ? group_.address(deadline) : address_of_interface(options.interface);
+    auto links = std::make_unique<TcpLinks>(rank(), world(), address);
+    TcpLinks* made = links.get();
+    {
+      std::lock_guard lock(mutex_);
+      links_ = std::move(links);
+      if (!failure_.empty()) throw CommError(failure_);
     }
-    group_.store().set("gloo/" + std::to_string(rank()), addresses);
+    group_.store().set("link/" + std::to_string(rank()), made->contact());
+    std::vector<std::string> contacts;
     for (int r = 0; r < world(); ++r) {
-      if (r == rank()) continue;
-      std::string theirs = group_.store().get("gloo/" + std::to_string(r), deadline,
-                                              "waiting for rank " + std::to_string(r) + " to join");
-      // A rank has no connection to itself: its list leaves it out.
-      size_t index = static_cast<size_t>(rank() > r ? rank() - 1 : rank());
-      if (theirs.size() != address_bytes * static_cast<size_t>(world() - 1)) {
-        throw CommError("rank " + std::to_string(r) +
-                        " has addresses of another kind; are all ranks the same build?");
-      }
-      auto first = theirs.begin() + static_cast<std::ptrdiff_t>(index * address_bytes);
-      try {
-        context_->getPair(r)->connect({first, first + static_cast<std::ptrdiff_t>(address_bytes)});
-      } catch (const std::exception& error) {
-        throw CommError("connecting to rank " + std::to_string(r) + ": " + without_location(error.what()));
-      }
+      contacts.push_back(group_.store().get("link/" + std::to_string(r), deadline,
+                                            "waiting for rank " + std::to_string(r) + " to join"));
     }
+    made->connect(contacts, deadline);
   }
 
   // Called by the watcher's thread, or by the one that noticed: wakes the exchange that is under way.
   void group_failed(const std::string& cause) {
     std::lock_guard lock(mutex_);
     if (failure_.empty()) failure_ = cause;
-    for (Pending* pending : active_) {
-      pending->abortWaitRecv();
-      pending->abortWaitSend();
-    }
+    if (links_) links_->interrupt();
   }
 
   std::string failure() {
@@ -260,7 +232,6 @@ class GlooTransport final : public Transport {
       std::lock_guard lock(mutex_);
       if (in_flight_.size() == 1) where_ = "in " + e.here;
     }
-    NoSigpipe guard;
     try {
       post_all(e, transfers, tag);
     } catch (const std::exception& error) {
@@ -299,32 +270,29 @@ class GlooTransport final : public Transport {
     if (in_flight_.empty()) throw CommError("the group has failed before: " + failure());
     InFlight& e = *in_flight_.front();
     const auto deadline = SteadyClock::now() + group_.timeout();
-    NoSigpipe guard;
     const Posted* at = nullptr;
     try {
       for (Posted& p : e.posted) {
         at = &p;
         waiting_for_ = p.peer;
         wait(p, deadline);
-        p.done = true;
-        if (p.kind == Transfer::Kind::send) continue;
-        if (p.slot == kCallSlot) compare(e.mine, e.previous, rank(), p.peer);
-        if (p.slot == kHeaderSlot) compare(e.expected.at(p.peer), e.arrived.at(p.peer), rank(), p.peer);
+        if (p.sent) continue;
+        if (p.tag == kCallSlot) compare(e.mine, e.previous, rank(), p.peer);
+        if (p.tag == kHeaderSlot) compare(e.expected.at(p.peer), e.arrived.at(p.peer), rank(), p.peer);
       }
     } catch (const std::exception& error) {
       fail(e, at, error, deadline);
     }
     bytes_sent_.fetch_add(e.bytes, std::memory_order_relaxed);
-    leave(e.posted.size());
+    leave();
     in_flight_.pop_front();
+    if (!in_flight_.empty()) links_->hand_over();
   }
 
-  // The exchange that was under way longest is, with its first `count` messages. Gloo's buffers may be
-  // destroyed while an operation on them is pending: it then leaves them alone.
-  void leave(size_t count) {
+  // The exchange that was under way longest is over.
+  void leave() {
     waiting_for_ = -1;
     std::lock_guard lock(mutex_);
-    active_.erase(active_.begin(), active_.begin() + static_cast<std::ptrdiff_t>(count));
     where_ = in_flight_.size() > 1 ? "in " + in_flight_[1]->here
                                    : "not in a collective; its last was " + in_flight_[0]->here;
   }
@@ -336,9 +304,9 @@ class GlooTransport final : public Transport {
       GlooTransport* self;
       ~Cleared() {
         self->waiting_for_ = -1;
+        self->links_->drop();
         {
           std::lock_guard lock(self->mutex_);
-          self->active_.clear();
           self->where_ = "not in a collective; its last was " + self->in_flight_.front()->here;
         }
         self->in_flight_.clear();
@@ -349,48 +317,39 @@ class GlooTransport final : public Transport {
     if (cause.empty() && SteadyClock::now() >= deadline) {
       cause = "not done after " + std::to_string(group_.timeout().count()) + " ms";
     } else if (cause.empty()) {
-      cause = "connection lost (" + without_location(error.what()) + ")";
+      cause = "connection lost (" + std::string(error.what()) + ")";
     }
     give_up(e.here + ": " + pending_text(e.posted, at), cause);
   }
 
   void post(InFlight& e, Transfer::Kind kind, int peer, void* data, size_t bytes, uint64_t slot) {
     Posted& p = e.posted.emplace_back();
-    p.kind = kind;
+    p.sent = kind == Transfer::Kind::send;
     p.peer = peer;
+    p.data = data;
     p.bytes = bytes;
-    p.slot = slot;
-    p.buffer = context_->createUnboundBuffer(data, bytes);
-    {
-      std::lock_guard lock(mutex_);
-      if (!failure_.empty()) throw CommError(failure_);
-      active_.push_back(p.buffer.get());
-    }
-    kind == Transfer::Kind::send ? p.buffer->send(peer, slot) : p.buffer->recv(peer, slot);
+    p.tag = slot;
+    links_->post(p);
   }
 
   void wait(Posted& p, SteadyClock::time_point deadline) {
-    // Gloo takes -1 ms for "its default".
-    auto left = std::max(milliseconds(1), std::chrono::ceil<milliseconds>(deadline - SteadyClock::now()));
-    bool completed = p.kind == Transfer::Kind::send ? p.buffer->waitSend(left) : p.buffer->waitRecv(left);
-    if (!completed) throw CommError("woken up");  // by group_failed()
+    if (!links_->wait(p, deadline)) throw CommError("not done in time");
   }
 
   std::mutex mutex_;
   std::string failure_;     // the first this rank heard of
   std::string last_words_;  // what give_up() threw
   std::string where_ = "joining";
-  std::vector<Pending*> active_;
   std::atomic<int> waiting_for_{-1};
   // Of the call this rank is in; they belong to the thread that runs exchanges.
   Call call_;
   uint64_t sequence_ = 0, rolling_ = 0;
-  bool unannounced_ = false;  // nothing of this call has been sent yet
-  // Destroyed in reverse: what is pending, then Gloo's threads, then the store.
-  Membership group_;
-  std::shared_ptr<::gloo::transport::Device> device_;
-  std::shared_ptr<::gloo::transport::Context> context_;
+  bool unannounced_ = false;                         // nothing of this call has been sent yet
   std::deque<std::unique_ptr<InFlight>> in_flight_;  // in the order in which they were started
+  // Destroyed in reverse: the store, whose thread may interrupt the links, then these, whose thread may work on what is
+  // in flight.
+  std::unique_ptr<TcpLinks> links_;
+  Membership group_;
 };
 
 }  // namespace
@@ -404,20 +363,3 @@ std::unique_ptr<Transport> make_gloo_transport(const GlooOptions& options) {
 }
 
 }  // namespace gradwire
-
-#else
-
-namespace gradwire {
-
-bool built_with_gloo() {
-  return false;
-}
-
-std::unique_ptr<Transport> make_gloo_transport(const GlooOptions&) {
-  throw BadInput(
-      "this build has no Gloo transport, so ranks cannot be processes; install libgloo-dev and build again");
-}
-
-}  // namespace gradwire
-
-#endif

@@ -1,11 +1,11 @@
-// Ranks as processes, on one host or many, over TCP: Gloo moves the bytes.
+// Ranks as processes, on one host or many, over TCP.
 //
-// An exchange posts all of its receives and sends, each straight from or into the caller's memory, on the
-// host stream's thread, and waits for each until the deadline. Headers go ahead of the payload
+// An exchange posts all of its receives and sends (tcp_links.h), each straight from or into the caller's memory,
+// on the host stream's thread, and waits for each until the deadline. Headers go ahead of the payload
 // (gloo_messages.h): once per call to the next rank, once per exchange to every peer. The receiver compares
 // them with its own; payload of a call or size other than its own cannot touch its memory.
 //
-// Beside Gloo's connections each rank has one to rank 0 (rendezvous/store.h), on which failures travel: who
+// Beside these connections each rank has one to rank 0 (rendezvous/store.h), on which failures travel: who
 // dies, times out or disagrees is known to everybody at once, and the error on every rank says who no longer
 // answers.
 #pragma once

@@ -1,13 +1,13 @@
-// What ranks tell each other beside the payload, over Gloo.
+// What ranks tell each other beside the payload.
 //
-// Two kinds of message go ahead of payloads, each on a slot of its own, where Gloo matches in order:
+// Two kinds of message go ahead of payloads, each with a tag of its own:
 //   CallHeader  once per call, from each rank to the next one (rank + 1): which call it is, as a hash over
 //               this call and all before it, schedule included. If any two ranks differ, some rank differs
 //               from its neighbour, whatever the schedules are that they follow.
 //   Header      only for exchanges outside of any call, once per exchange and peer sent to: how many messages
 //               of which sizes
-// Payloads travel on slots that follow from calls, tag and size: what belongs to another call or has another
-// size finds no receiver, and Gloo then leaves it with the sender.
+// Payloads carry a tag that follows from calls, exchange and size: what belongs to another call or has another
+// size finds no receiver, and stays on its connection.
 #pragma once
 
 #include <cstdint>
@@ -63,7 +63,7 @@ struct Header {
   std::string text() const { return {what, strnlen(what, sizeof what)}; }
 };
 
-// Payload of the same exchange and size may share a slot: there Gloo matches in order.
+// Payload of the same exchange and size may share a tag: messages of one connection are matched in order.
 inline uint64_t payload_slot(uint64_t tag, size_t bytes) {
   return mix(mix(kHeaderSlot, tag), bytes) | (uint64_t{1} << 63);
 }

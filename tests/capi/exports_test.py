@@ -1,26 +1,53 @@
 #!/usr/bin/env python3
-"""libgradwire.so exports the functions that gradwire.h declares, all of them, and nothing else."""
+"""libgradwire.so exports the functions that gradwire.h declares, all of them, and nothing else; and it takes nothing from
+libraries that a program could hold a second copy of.
+
+What it does not define itself is bound by name when it is loaded, to whoever has that name first: libtorch_cpu.so exports
+a Gloo of its own, so a libgradwire.so that needs Gloo would run PyTorch's. Only the C and C++ runtimes, of which a process
+has one, and NVIDIA's versioned libraries are allowed.
+"""
 import pathlib
 import re
 import subprocess
 import sys
 
+RUNTIMES = re.compile(r"(libc|libm|libdl|librt|libpthread|libstdc\+\+|libgcc_s|ld-linux[-\w]*|libcudart|libcublas|libcublasLt|"
+                      r"libasan|libubsan|libtsan)\.so\.\d+")
+
+
+def symbols(library: pathlib.Path, *options: str) -> list:
+    listing = subprocess.run(["nm", "-D", *options, library], check=True, capture_output=True, text=True).stdout
+    return [line.split()[-2:] for line in listing.splitlines()]
+
 
 def main() -> int:
     library, header = map(pathlib.Path, sys.argv[1:3])
-    listing = subprocess.run(["nm", "-D", "--defined-only", library], check=True, capture_output=True, text=True).stdout
-    exported = {line.split()[-1].split("@")[0] for line in listing.splitlines()}
+    failures = []
+    exported = {name.split("@")[0] for _, name in symbols(library, "--defined-only")}
     declared = set(re.findall(r"GW_API [^;(]*?\b(gw_\w+)\(", header.read_text()))
-    for name in sorted(exported - declared):
-        print(f"exported, but not declared in {header.name}: {name}")
-    for name in sorted(declared - exported):
-        print(f"declared in {header.name}, but not exported: {name}")
+    failures += [f"exported, but not declared in {header.name}: {name}" for name in sorted(exported - declared)]
+    failures += [f"declared in {header.name}, but not exported: {name}" for name in sorted(declared - exported)]
     print(f"{len(exported)} symbols exported, {len(declared)} declared")
+    if len(declared) <= 10:
+        failures.append(f"only {len(declared)} functions found in {header.name}")
+
     dynamic = subprocess.run(["readelf", "-d", library], check=True, capture_output=True, text=True).stdout
     soname = re.search(r"SONAME.*\[(.*)\]", dynamic)
     print(f"soname {soname.group(1) if soname else 'missing'}")
-    versioned = soname is not None and re.fullmatch(r"libgradwire\.so\.\d+", soname.group(1)) is not None
-    return 0 if exported == declared and len(declared) > 10 and versioned else 1
+    if soname is None or not re.fullmatch(r"libgradwire\.so\.\d+", soname.group(1)):
+        failures.append("the soname has no version")
+    needed = re.findall(r"NEEDED.*\[(.*)\]", dynamic)
+    print(f"needs {' '.join(needed)}")
+    failures += [f"needs {name}, of which a program may hold another copy" for name in needed if not RUNTIMES.fullmatch(name)]
+
+    # "U": must be found; "w": may be missing, such as __gmon_start__. A name without a version is anybody's.
+    taken = [name for kind, name in symbols(library, "--undefined-only") if kind == "U"]
+    print(f"takes {len(taken)} symbols from them")
+    if "-fsanitize" not in sys.argv:
+        failures += [f"takes a symbol that anybody may define: {name}" for name in taken if "@" not in name]
+    for failure in failures:
+        print(failure)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ namespace gradwire::testing {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using Writev = ssize_t (*)(int, const iovec*, int);
+using Sendmsg = ssize_t (*)(int, const msghdr*, int);
 
-Writev real_writev() {
-  static auto real = reinterpret_cast<Writev>(dlsym(RTLD_NEXT, "writev"));
+Sendmsg real_sendmsg() {
+  static auto real = reinterpret_cast<Sendmsg>(dlsym(RTLD_NEXT, "sendmsg"));
   return real;
 }
 
@@ -91,18 +91,21 @@ DelayLine& delay_line() {
   return *line;
 }
 
-// Gloo's own preamble goes first, in a part of its own; a header of ours begins with "grdwire".
+// The frame goes first, in a part of its own; a header of ours begins with "grdwire".
 bool is_header(const iovec* parts, int count) {
   return count >= 2 && parts[1].iov_len >= 8 && std::memcmp(parts[1].iov_base, "grdwire", 7) == 0;
 }
 
-ssize_t spoiled(int fd, const iovec* parts, int count, int part, size_t byte) {
+ssize_t spoiled(int fd, const iovec* parts, int count, int flags, int part, size_t byte) {
   std::vector<iovec> copy(parts, parts + count);
   const char* data = static_cast<const char*>(parts[part].iov_base);
   std::vector<char> bytes(data, data + parts[part].iov_len);
   bytes.at(byte) = static_cast<char>(bytes[byte] ^ 4);
   copy[part].iov_base = bytes.data();
-  return real_writev()(fd, copy.data(), count);
+  msghdr message = {};
+  message.msg_iov = copy.data();
+  message.msg_iovlen = copy.size();
+  return real_sendmsg()(fd, &message, flags);
 }
 
 }  // namespace
@@ -120,16 +123,19 @@ void reset_next_connection() {
   reset = true;
 }
 
-extern "C" ssize_t writev(int fd, const iovec* parts, int count) {
+extern "C" ssize_t sendmsg(int fd, const msghdr* message, int flags) {
+  const iovec* parts = message->msg_iov;
+  const int count = static_cast<int>(message->msg_iovlen);
   if (reset.exchange(false)) {
     sockaddr nobody = {};
     nobody.sa_family = AF_UNSPEC;
     connect(fd, &nobody, sizeof nobody);  // Linux: ends the connection with an RST
   }
-  if (corrupt && is_header(parts, count) && corrupt.exchange(false)) return spoiled(fd, parts, count, 1, 2);
-  if (corrupt_frame.exchange(false)) return spoiled(fd, parts, count, 0, 8);
+  if (corrupt && is_header(parts, count) && corrupt.exchange(false))
+    return spoiled(fd, parts, count, flags, 1, 2);
+  if (corrupt_frame.exchange(false)) return spoiled(fd, parts, count, flags, 0, 8);
   if (delay_line().on()) return static_cast<ssize_t>(delay_line().put(fd, parts, count));
-  return real_writev()(fd, parts, count);
+  return real_sendmsg()(fd, message, flags);
 }
 
 }  // namespace gradwire::testing

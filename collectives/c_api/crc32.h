@@ -1,0 +1,48 @@
+// CRC-32 as in zlib, gzip and PNG: reflected polynomial 0xedb88320. Our own, because a library's `crc32` can be captured
+// by any program that has a function of that name. Eight bytes at a time, each through a table of its own.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace gradwire::c_api {
+
+namespace detail {
+
+// tables[k][b]: what byte b does to the sum when k more bytes follow it.
+inline constexpr auto kCrcTables = [] {
+  std::array<std::array<uint32_t, 256>, 8> tables{};
+  for (uint32_t b = 0; b < 256; ++b) {
+    uint32_t crc = b;
+    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ (crc & 1 ? 0xedb88320u : 0);
+    tables[0][b] = crc;
+  }
+  for (size_t k = 1; k < 8; ++k) {
+    for (size_t b = 0; b < 256; ++b) {
+      tables[k][b] = (tables[k - 1][b] >> 8) ^ tables[0][tables[k - 1][b] & 255];
+    }
+  }
+  return tables;
+}();
+
+}  // namespace detail
+
+inline uint32_t crc32(const void* data, size_t bytes) {
+  const auto& t = detail::kCrcTables;
+  const auto* at = static_cast<const unsigned char*>(data);
+  uint32_t crc = 0xffffffffu;
+  for (; bytes >= 8; bytes -= 8, at += 8) {
+    uint32_t low, high;
+    std::memcpy(&low, at, 4);
+    std::memcpy(&high, at + 4, 4);
+    low ^= crc;
+    crc = t[7][low & 255] ^ t[6][low >> 8 & 255] ^ t[5][low >> 16 & 255] ^ t[4][low >> 24] ^
+          t[3][high & 255] ^ t[2][high >> 8 & 255] ^ t[1][high >> 16 & 255] ^ t[0][high >> 24];
+  }
+  for (; bytes > 0; --bytes, ++at) crc = (crc >> 8) ^ t[0][(crc ^ *at) & 255];
+  return ~crc;
+}
+
+}  // namespace gradwire::c_api
