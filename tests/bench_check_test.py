@@ -77,7 +77,7 @@ class Check(unittest.TestCase):
 
     def command(self, *arguments):
         command = [sys.executable, "-B", str(ROOT / "bench/harness/check.py"), *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
     def test_judging_a_folder(self):
         path = self.write(case(), case(case="other", where={"spec": "fp8"}), case(case="absent", step="nothing"))
