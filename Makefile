@@ -37,7 +37,7 @@ test-quick: setup
 faults: setup
 	@scripts/configure.sh release
 	@cmake --build --preset release --target processes_tests
-	@GRADWIRE_KILLS=200 build/bin/processes_tests --gtest_filter='*FaultMatrix*:GlooFaults.*' --gtest_brief=1
+	@GRADWIRE_KILLS=200 build/bin/processes_tests --gtest_filter='*FaultMatrix*:TcpFaults.*' --gtest_brief=1
 
 bench: build
 	@build/bin/gradwire-bench kernels --json build/kernels.json

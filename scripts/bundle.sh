@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Packs the release build into build/gradwire-bundle.tar.gz, to be run on a machine that has a GPU and Python's nvidia
-# packages but none of the libraries Gradwire is built with (GoogleTest, OpenBLAS, Gloo, ...).
+# packages but none of the libraries Gradwire is built with (GoogleTest, OpenBLAS, ...).
 #
 #   bin/   gradwire, gradwire-bench and the test programs, stripped
 #   lib/   libgradwire.so, and every shared library they need but glibc, libstdc++ and NVIDIA's

@@ -47,17 +47,16 @@ run_tests() {
 # The sanitizers look at the program, so they leave out what has sanitizers of its own (simt), what compares the program with
 # others (oracles) and checks of source text. The command's and the C ABI's own tests run under ASan, as a user's program
 # would. Of the tests whose ranks are processes, ASan leaves out the cells of the fault matrix that wait or are like others,
-# and ThreadSanitizer all faults: after one, Gloo's buffers die in an order that only libgloo's own atomics show, and
-# Debian's libgloo is not built for it.
+# and ThreadSanitizer, which is slower, all faults.
 elsewhere="simt|^kernel_table|oracle|^layers$|^environment$|^paths$|^ptx$|^bench|^kill$|NOT_BUILT"
 layers=(runtime_tests kernels_tests collectives_tests trainer_tests)
 run_tests release --
 if [ "${1:-}" != quick ]; then
-  like_others="GlooFault\.|Gloo\.(AllToAll|ARankThat|ABusyPort)|FaultMatrix.*/(stopped|exits|returns|.*delay|corrupted_frame|wrong_[cs].*)_"
+  like_others="TcpFault\.|Tcp\.(AllToAll|ARankThat|ABusyPort)|FaultMatrix.*/(stopped|exits|returns|.*delay|corrupted_frame|wrong_[cs].*)_"
   run_tests asan "${layers[@]}" processes_tests capi_tests capi_inside_tests gradwire -- -E "$elsewhere|^capi_|$like_others"
   export TSAN_OPTIONS="${TSAN_OPTIONS:-halt_on_error=1 second_deadlock_stack=1}"
   run_tests tsan "${layers[@]}" processes_tests tsan_overlapped_step tsan_planted_race -- \
-    -E "$elsewhere|^capi|^cli$|$like_others|GlooFaults|FaultMatrix|Gloo\.RanksMeet"
+    -E "$elsewhere|^capi|^cli$|$like_others|TcpFaults|FaultMatrix|Tcp\.RanksMeet"
 fi
 
 [ $skipped -gt 0 ] && echo "$skipped skipped (see above for why)"

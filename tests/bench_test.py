@@ -232,9 +232,9 @@ class Collectives(BenchTest):
         self.assertEqual([(r["schedule"], r["wrong"], r["rel_error"]) for r in rows], [("tree", None, None)])
 
     def test_processes_beside_gloo(self):
-        rows, _ = self.rows("collectives", "--transport", "gloo", "--ranks", 2, "-b", "64K", "-e", "64K", *QUICK,
+        rows, _ = self.rows("collectives", "--transport", "tcp", "--ranks", 2, "-b", "64K", "-e", "64K", *QUICK,
                             "--schedule", "ring", "--compression", "fp32", "--compression", "powersgd:rank=2")
-        self.check(rows, "gloo", 2)
+        self.check(rows, "tcp", 2)
         self.assertEqual([r["spec"] for r in rows], ["fp32", "powersgd:rank=2"])
         for row in rows:
             self.assertGreater(row["peer_time_us"], 0)
@@ -249,7 +249,7 @@ class Collectives(BenchTest):
         self.assertIn("two_shot", outputs[0])
         self.assertEqual(outputs[1], "")
         rows = json.loads((self.folder / "out.json").read_text())
-        self.check(rows, "gloo", 2)
+        self.check(rows, "tcp", 2)
         self.assertIsNone(rows[0]["peer_time_us"])
 
     def test_a_rank_that_never_comes(self):
@@ -266,7 +266,7 @@ class Collectives(BenchTest):
         self.refuse(["collectives", "--schedule", "hierarchical", "--ranks", "3"], "hierarchical", "3 ranks")
         self.refuse(["collectives", "--per-node", "3"], "--per-node 3", "4 ranks")
         self.refuse(["collectives", "--compression", "zip"], "unknown method 'zip'")
-        self.refuse(["collectives", "--transport", "pigeon"], "'pigeon'", "local, gloo or nccl")
+        self.refuse(["collectives", "--transport", "pigeon"], "'pigeon'", "local, tcp or nccl")
         self.refuse(["collectives", "--device", "cuda"], "--device cuda", env={"CUDA_VISIBLE_DEVICES": ""})
         self.refuse(["collectives", "--transport", "local"], "--transport local", "WORLD_SIZE=2",
                     env={"RANK": "0", "WORLD_SIZE": "2"})

@@ -17,8 +17,8 @@
 #include "bench/harness/measure.h"
 #include "bench/harness/spawn.h"
 #include "bench/harness/text.h"
-#include "collectives/transport/gloo.h"
 #include "collectives/transport/nccl.h"
+#include "collectives/transport/tcp.h"
 #include "runtime/error.h"
 #include "runtime/thread_pool.h"
 #include "trainer/cli/launcher.h"
@@ -244,23 +244,20 @@ int run(Options o) {
   const bool launched = launch && launch->world > 1;
   if (o.transports.empty()) {
     if (!launched) o.transports = {"local"};
-    if (launched || built_with_gloo()) o.transports.push_back("gloo");
+    o.transports.push_back("tcp");
   }
   for (const std::string& transport : o.transports) {
-    if (transport != "local" && transport != "gloo" && transport != "nccl")
-      throw BadInput("--transport '" + transport + "': use local, gloo or nccl");
+    if (transport != "local" && transport != "tcp" && transport != "nccl")
+      throw BadInput("--transport '" + transport + "': use local, tcp or nccl");
     if (transport == "local" && launched) {
       throw BadInput("--transport local: its ranks are threads of one process, but " + launch->launcher +
                      " started " + std::to_string(launch->world) + " (" + launch->variables +
-                     "); use --transport gloo");
+                     "); use --transport tcp");
     }
     if (transport == "nccl") {
       devices_for("cuda");  // says what is missing
       if (std::string why = nccl_unavailable_reason(); !why.empty())
         throw BadInput("--transport nccl: " + why);
-    }
-    if (transport == "gloo" && !built_with_gloo()) {
-      throw BadInput("--transport gloo: this build has no Gloo (install libgloo-dev); use --transport local");
     }
   }
   const bool speaks = !launched || launch->rank == 0;
@@ -313,10 +310,9 @@ void add_collectives(CLI::App& app, int& exit_code) {
   command->add_option("--schedule", o->schedules,
                       "ring, tree, two_shot or hierarchical; repeatable (default: all)");
   command->add_option("--compression", o->compression, "Compression spec; repeatable");
-  command->add_option(
-      "--transport", o->transports,
-      "local (threads), gloo (processes over TCP) or nccl (processes with a GPU each); repeatable "
-      "(default: local and gloo)");
+  command->add_option("--transport", o->transports,
+                      "local (threads), tcp (processes) or nccl (processes with a GPU each); repeatable "
+                      "(default: local and tcp)");
   command->add_option("--ranks", o->ranks, "Ranks, unless a launcher started several")
       ->check(CLI::Range(1, 256));
   command->add_option("--per-node", o->per_node, "Ranks per node of hierarchical schedules")

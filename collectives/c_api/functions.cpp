@@ -7,8 +7,8 @@
 #include "collectives/c_api/handles.h"
 #include "collectives/c_api/reducer.h"
 #include "collectives/gradwire.h"
-#include "collectives/transport/gloo.h"
 #include "collectives/transport/nccl.h"
+#include "collectives/transport/tcp.h"
 
 namespace {
 
@@ -74,11 +74,7 @@ std::unique_ptr<Communicator> join(const char* rendezvous, int rank, int world, 
   }
   if (nccl_meets) throw BadInput("rendezvous 'nccl://' is for CUDA devices, and device is GW_HOST");
   if (text.starts_with("tcp://") || text.starts_with("file://")) {
-    if (!built_with_gloo()) {
-      throw Unsupported("rendezvous '" + text +
-                        "': this build has no transport between processes (no libgloo)");
-    }
-    return Communicator::create_gloo({.group = {text, rank, world, timeout}, .interface = {}});
+    return Communicator::create_tcp({.group = {text, rank, world, timeout}, .interface = {}});
   }
   throw BadInput("rendezvous '" + text + "' is none of tcp://HOST:PORT, file:///PATH, nccl://, local://NAME");
 }

@@ -1,7 +1,7 @@
 #include "collectives/communicator/communicator.h"
 
 #include "collectives/agreement/all_gather.h"
-#include "collectives/transport/gloo.h"
+#include "collectives/transport/tcp.h"
 #include "collectives/transport/local.h"
 #include "collectives/transport/nccl.h"
 #include "runtime/error.h"
@@ -18,8 +18,8 @@ std::vector<std::unique_ptr<Communicator>> Communicator::create_local(const std:
   return communicators;
 }
 
-std::unique_ptr<Communicator> Communicator::create_gloo(const GlooOptions& options) {
-  return std::make_unique<Communicator>(make_gloo_transport(options));
+std::unique_ptr<Communicator> Communicator::create_tcp(const TcpOptions& options) {
+  return std::make_unique<Communicator>(make_tcp_transport(options));
 }
 
 std::unique_ptr<Communicator> Communicator::create_nccl(const NcclOptions& options) {

@@ -13,7 +13,7 @@
 
 namespace gradwire {
 
-struct GlooOptions;
+struct TcpOptions;
 struct NcclOptions;
 class Transport;
 
@@ -25,8 +25,8 @@ class Communicator {
   static std::vector<std::unique_ptr<Communicator>> create_local(const std::vector<Device>& devices,
                                                                  std::chrono::milliseconds timeout);
   // One rank of a group of processes, on the host. Blocks until all ranks are there; throws CommError at the
-  // timeout. See transport/gloo.h.
-  static std::unique_ptr<Communicator> create_gloo(const GlooOptions& options);
+  // timeout. See transport/tcp.h.
+  static std::unique_ptr<Communicator> create_tcp(const TcpOptions& options);
   // One rank of a group of processes, on a GPU. Blocks until all ranks are there; throws CommError at the
   // timeout. See transport/nccl.h.
   static std::unique_ptr<Communicator> create_nccl(const NcclOptions& options);

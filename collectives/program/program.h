@@ -42,7 +42,7 @@ namespace gradwire {
 
 // The size of a slice unless somebody knows better. Measured with a bucket of 25 MB, 4 ranks on 2 cores.
 // Links with the delay of 10 Gb/s and 50 us: BF16 two-shot 31.8 ms in one piece, 28.4 ms in slices of 2
-// MiB, 28.3 of 1 MiB, 28.9 of 512 KiB; ring 28.1, 26.2, 27.1, 26.9 ms. Gloo over loopback, where cores are
+// MiB, 28.3 of 1 MiB, 28.9 of 512 KiB; ring 28.1, 26.2, 27.1, 26.9 ms. TCP over loopback, where cores are
 // all there is and nothing can be gained: 24 ms in one piece, 23 to 31 in slices of 2 to 4 MiB, 30 to 42 of
 // 512 KiB.
 inline constexpr int64_t kSliceBytes = 2 << 20;

@@ -25,7 +25,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("cmake", "build", "examples", "cc"):
         arguments.add_argument(f"--{name}", required=True)
-    arguments.add_argument("--processes", choices=("yes", "no"), required=True, help="was it built with Gloo?")
+    arguments.add_argument("--processes", choices=("yes", "no"), required=True, help="can ranks be processes?")
     options = arguments.parse_args()
     prefix = pathlib.Path(options.build, "installed")
     shutil.rmtree(prefix, ignore_errors=True)

@@ -21,8 +21,8 @@
 #endif
 
 #include "collectives/communicator/communicator.h"
-#include "collectives/transport/gloo.h"
 #include "collectives/transport/nccl.h"
+#include "collectives/transport/tcp.h"
 #include "runtime/device.h"
 #include "runtime/environment.h"
 #include "runtime/error.h"
@@ -162,9 +162,7 @@ std::string machine_text(const std::string& launcher) {
   add_cuda(report);
   report.title("Ranks");
   report.row("one process", "on: --ranks N, a thread each (local transport)");
-  report.row("processes, TCP", built_with_gloo()
-                                   ? "on: torchrun, srun or mpirun, or RANK and WORLD_SIZE by hand (Gloo)"
-                                   : "off: this build has no Gloo; install libgloo-dev and build again");
+  report.row("processes, TCP", "torchrun, srun or mpirun, or RANK and WORLD_SIZE by hand");
   const std::string no_nccl = nccl_unavailable_reason();
   report.row("processes, GPUs", !no_nccl.empty() ? "off: " + no_nccl
                                 : cuda_device_count() > 0
@@ -226,8 +224,8 @@ std::string peaks_text(Device device, const std::string& precision, const Peaks&
   report.row(device.name(), fmt::format("{:.3g} TFLOP/s {} product, {:.3g} GB/s copied (read and written)",
                                         peaks.tflops, precision, peaks.copy_gb_per_s));
   if (std::isfinite(peaks.fma_share)) {
-    report.row("", fmt::format("{:.0f} % of its FMA units by an fp32 product, on one core",
-                               100 * peaks.fma_share));
+    report.row(
+        "", fmt::format("{:.0f} % of its FMA units by an fp32 product, on one core", 100 * peaks.fma_share));
   }
   const std::string slow = slow_products_warning(peaks.fma_share);
   if (!slow.empty()) report.row("warning", slow);

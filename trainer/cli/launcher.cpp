@@ -9,7 +9,7 @@
 #include <string_view>
 
 #include "collectives/communicator/communicator.h"
-#include "collectives/transport/gloo.h"
+#include "collectives/transport/tcp.h"
 #include "collectives/transport/nccl.h"
 #include "runtime/environment.h"
 #include "runtime/error.h"
@@ -158,7 +158,7 @@ std::optional<Launch> detect_launcher() {
 
 std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rendezvous, double timeout_s,
                                    Device device) {
-  GlooOptions options;
+  TcpOptions options;
   options.group.rendezvous = rendezvous.empty() ? launch.rendezvous : rendezvous;
   options.group.rank = launch.rank;
   options.group.world = launch.world;
@@ -171,7 +171,7 @@ std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rend
                     launch.launcher, launch.world, launch.variables));
   }
   if (device.is_cuda()) return Communicator::create_nccl({.group = options.group, .device = device.index});
-  return Communicator::create_gloo(options);
+  return Communicator::create_tcp(options);
 }
 
 void share_cores(const Launch& launch) {

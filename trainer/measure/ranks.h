@@ -15,7 +15,7 @@ namespace gradwire {
 
 struct RanksReport {
   int world = 1;
-  std::string transport;  // "local", "gloo", "nccl"
+  std::string transport;  // "local", "tcp", "nccl"
   LinkCosts links;
   std::optional<LinkMatrix> matrix;  // of worlds up to kMatrixRanks
   Peaks peaks;                       // of rank 0's device

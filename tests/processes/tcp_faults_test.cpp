@@ -1,4 +1,4 @@
-// The fault matrix: what goes wrong x schedule, on four processes over Gloo. docs/faults.md shows the
+// The fault matrix: what goes wrong x schedule, on four processes over TCP. docs/faults.md shows the
 // outcomes.
 //
 // Whatever happens, no rank hangs, none takes a wrong sum for a result, none leaves a process behind; and
@@ -17,7 +17,7 @@
 
 #include "collectives/communicator/communicator.h"
 #include "collectives/program/program.h"
-#include "collectives/transport/gloo.h"
+#include "collectives/transport/tcp.h"
 #include "runtime/error.h"
 #include "tests/processes/faults.h"
 #include "tests/processes/processes.h"
@@ -56,9 +56,9 @@ void die_soon(const std::string& how) {
 RANK_PROGRAM(Faulty) {
   const std::string fault = me.option("fault");
   const bool culprit = me.rank == me.number("who");
-  GlooOptions joining;
+  TcpOptions joining;
   joining.group = {me.rendezvous, me.rank, me.world, me.timeout, 60s};
-  auto comm = Communicator::create_gloo(joining);
+  auto comm = Communicator::create_tcp(joining);
   Stream stream = Stream::create(Device::host(), "test");
   if (culprit && fault == "killed_at_any_time") {
     std::thread([after = std::chrono::microseconds(me.number("after_us"))] {
@@ -197,7 +197,7 @@ TEST_P(FaultMatrix, IsBounded) {
                                 .c_str());
 }
 
-INSTANTIATE_TEST_SUITE_P(Gloo, FaultMatrix,
+INSTANTIATE_TEST_SUITE_P(Tcp, FaultMatrix,
                          ::testing::Combine(::testing::ValuesIn(kFaults),
                                             ::testing::Values("ring", "tree", "two_shot", "hierarchical")),
                          [](const auto& info) {
@@ -206,7 +206,7 @@ INSTANTIATE_TEST_SUITE_P(Gloo, FaultMatrix,
 
 // Any rank, killed at any time, under any schedule. GRADWIRE_KILLS says how often; `make faults` does it 200
 // times.
-TEST(GlooFaults, ARankKilledAtAnyTimeNeverHangsTheOthersAndNeverSpoilsASum) {
+TEST(TcpFaults, ARankKilledAtAnyTimeNeverHangsTheOthersAndNeverSpoilsASum) {
   const char* given = std::getenv("GRADWIRE_KILLS");
   const int runs = given == nullptr ? 10 : std::atoi(given);
   std::atomic<int> next = 0, hangs = 0, wrong = 0, unnamed = 0;

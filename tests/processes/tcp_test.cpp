@@ -1,6 +1,6 @@
-// The Gloo transport with ranks as processes: bytes arrive, disagreement and death are noticed, nothing
+// The TCP transport with ranks as processes: bytes arrive, disagreement and death are noticed, nothing
 // hangs.
-#include "collectives/transport/gloo.h"
+#include "collectives/transport/tcp.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -25,8 +25,7 @@ using testing::run_processes;
 using namespace std::chrono_literals;
 
 std::unique_ptr<Communicator> join(const Me& me) {
-  return Communicator::create_gloo(
-      {.group = {me.rendezvous, me.rank, me.world, me.timeout}, .interface = ""});
+  return Communicator::create_tcp({.group = {me.rendezvous, me.rank, me.world, me.timeout}, .interface = ""});
 }
 
 void check(bool condition, const std::string& what) {
@@ -77,11 +76,11 @@ RANK_PROGRAM(AllToAll) {
   comm->barrier();
 }
 
-TEST(Gloo, AllToAllOfManySizes) {
+TEST(Tcp, AllToAllOfManySizes) {
   for (int world : {1, 2, 4}) all_succeeded(run_processes("AllToAll", world));
 }
 
-TEST(Gloo, RanksMeetThroughTcp) {
+TEST(Tcp, RanksMeetThroughTcp) {
   all_succeeded(run_processes("AllToAll", 3, {.rendezvous = testing::free_tcp_rendezvous()}));
 }
 
@@ -108,7 +107,7 @@ RANK_PROGRAM(Ring) {
   }
 }
 
-TEST(Gloo, ARingKeepsOrderWithoutBarriers) {
+TEST(Tcp, ARingKeepsOrderWithoutBarriers) {
   all_succeeded(run_processes("Ring", 4));
 }
 
@@ -120,7 +119,7 @@ RANK_PROGRAM(TwoGroups) {
   }
 }
 
-TEST(Gloo, AGroupCanFollowAnotherOnTheSamePort) {
+TEST(Tcp, AGroupCanFollowAnotherOnTheSamePort) {
   all_succeeded(run_processes("TwoGroups", 3, {.rendezvous = testing::free_tcp_rendezvous()}));
 }
 
@@ -174,7 +173,7 @@ RANK_PROGRAM(ReduceEverything) {
   for (const std::string& spec : every_spec()) std::printf("%s", two_steps(*comm, spec).c_str());
 }
 
-TEST(Gloo, EverySpecAndScheduleGivesTheSameBitsAsThreads) {
+TEST(Tcp, EverySpecAndScheduleGivesTheSameBitsAsThreads) {
   for (int world : {2, 3, 4}) {
     auto ranks = run_processes("ReduceEverything", world);
     if (!all_succeeded(ranks)) continue;
@@ -194,7 +193,7 @@ RANK_PROGRAM(ChoosesASchedule) {
   std::printf("%s", reducer.describe().c_str());
 }
 
-TEST(Gloo, EveryRankChoosesTheSameScheduleForTheSameReason) {
+TEST(Tcp, EveryRankChoosesTheSameScheduleForTheSameReason) {
   auto ranks = run_processes("ChoosesASchedule", 3);
   ASSERT_TRUE(all_succeeded(ranks));
   EXPECT_NE(ranks[0].output.find("links measured: to a neighbour"), std::string::npos) << ranks[0].output;
@@ -270,9 +269,9 @@ void PrintTo(const Case& c, std::ostream* out) {
   *out << c.how;
 }
 
-class GlooFault : public ::testing::TestWithParam<std::tuple<Case, int>> {};
+class TcpFault : public ::testing::TestWithParam<std::tuple<Case, int>> {};
 
-TEST_P(GlooFault, EverySurvivorSaysWhoAndEndsInTime) {
+TEST_P(TcpFault, EverySurvivorSaysWhoAndEndsInTime) {
   const auto& [c, who] = GetParam();
   const auto timeout = 3000ms;  // joining on a busy machine takes a while
   std::string says = c.says;
@@ -306,7 +305,7 @@ std::string fault_name(const ::testing::TestParamInfo<std::tuple<Case, int>>& in
 }
 
 INSTANTIATE_TEST_SUITE_P(
-    AnyRank, GlooFault,
+    AnyRank, TcpFault,
     ::testing::Combine(::testing::Values(Case{"killed", "rank #", -1},
                                          Case{"stopped", "no answer from rank #", -1, true},
                                          Case{"exits", "rank #", 0},
@@ -314,7 +313,7 @@ INSTANTIATE_TEST_SUITE_P(
                                          Case{"wrong size", "rank #"}),
                        ::testing::Values(0, 2)),
     fault_name);
-INSTANTIATE_TEST_SUITE_P(OneRank, GlooFault,
+INSTANTIATE_TEST_SUITE_P(OneRank, TcpFault,
                          ::testing::Combine(::testing::Values(Case{"returns", "left before: rank #", 0},
                                                               Case{"late", "from rank #"},
                                                               Case{"waits at a barrier", "rank #"},
@@ -326,7 +325,7 @@ RANK_PROGRAM(JustJoins) {
   join(me);
 }
 
-TEST(Gloo, ARankThatNeverComesIsNamed) {
+TEST(Tcp, ARankThatNeverComesIsNamed) {
   auto ranks = run_processes("JustJoins", 3, {.timeout = 4000ms, .only = {0, 1}});
   for (int r : {0, 1}) {
     EXPECT_EQ(ranks[r].exit_code, 3) << ranks[r].output;
@@ -335,7 +334,7 @@ TEST(Gloo, ARankThatNeverComesIsNamed) {
   }
 }
 
-TEST(Gloo, ABusyPortIsAnErrorThatSaysSo) {
+TEST(Tcp, ABusyPortIsAnErrorThatSaysSo) {
   Socket taken = listen_on({"127.0.0.1", 0});
   auto ranks = run_processes(
       "JustJoins", 2,

@@ -18,7 +18,7 @@
 
 #include "runtime/mix.h"
 
-namespace gradwire::gloo_messages {
+namespace gradwire::tcp_messages {
 
 constexpr uint64_t kHeaderSlot = 1, kCallSlot = 2;
 
@@ -75,4 +75,4 @@ struct Mismatch : std::runtime_error {
 void compare(const CallHeader& mine, const CallHeader& theirs, int rank, int peer);
 void compare(const Header& expected, const Header& arrived, int rank, int peer);
 
-}  // namespace gradwire::gloo_messages
+}  // namespace gradwire::tcp_messages

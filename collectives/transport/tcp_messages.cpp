@@ -1,6 +1,6 @@
-#include "collectives/transport/gloo_messages.h"
+#include "collectives/transport/tcp_messages.h"
 
-namespace gradwire::gloo_messages {
+namespace gradwire::tcp_messages {
 namespace {
 
 template <typename H>
@@ -36,4 +36,4 @@ void compare(const Header& expected, const Header& arrived, int rank, int peer) 
                  (alike ? "; the calls differ in something else" : ""));
 }
 
-}  // namespace gradwire::gloo_messages
+}  // namespace gradwire::tcp_messages

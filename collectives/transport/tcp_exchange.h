@@ -8,11 +8,11 @@
 #include <string>
 #include <vector>
 
-#include "collectives/transport/gloo_messages.h"
 #include "collectives/transport/tcp_links.h"
+#include "collectives/transport/tcp_messages.h"
 #include "collectives/transport/transport.h"
 
-namespace gradwire::gloo_messages {
+namespace gradwire::tcp_messages {
 
 // A message on its way. Its tag tells headers from payload.
 using Posted = TcpLinks::Message;
@@ -58,4 +58,4 @@ inline std::string pending_text(const std::vector<Posted>& posted, const Posted*
          " sends pending, with ranks " + list + ")";
 }
 
-}  // namespace gradwire::gloo_messages
+}  // namespace gradwire::tcp_messages

@@ -2,7 +2,7 @@
 //
 // An exchange posts all of its receives and sends (tcp_links.h), each straight from or into the caller's memory,
 // on the host stream's thread, and waits for each until the deadline. Headers go ahead of the payload
-// (gloo_messages.h): once per call to the next rank, once per exchange to every peer. The receiver compares
+// (tcp_messages.h): once per call to the next rank, once per exchange to every peer. The receiver compares
 // them with its own; payload of a call or size other than its own cannot touch its memory.
 //
 // Beside these connections each rank has one to rank 0 (rendezvous/store.h), on which failures travel: who
@@ -19,17 +19,14 @@
 
 namespace gradwire {
 
-// True when this binary holds the Gloo transport (libgloo was there when it was built).
-bool built_with_gloo();
-
-struct GlooOptions {
+struct TcpOptions {
   GroupOptions group;
   // The network interface to listen on; empty: the one that reaches rank 0.
   std::string interface;
 };
 
 // Joins the group and connects to every rank. Blocks until all are there. Throws BadInput for options that
-// cannot work or a build without Gloo, CommError when a rank does not come in time.
-std::unique_ptr<Transport> make_gloo_transport(const GlooOptions& options);
+// cannot work, CommError when a rank does not come in time.
+std::unique_ptr<Transport> make_tcp_transport(const TcpOptions& options);
 
 }  // namespace gradwire

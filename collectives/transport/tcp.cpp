@@ -1,4 +1,4 @@
-#include "collectives/transport/gloo.h"
+#include "collectives/transport/tcp.h"
 
 #include <algorithm>
 #include <atomic>
@@ -8,7 +8,7 @@
 #include <mutex>
 #include <set>
 
-#include "collectives/transport/gloo_exchange.h"
+#include "collectives/transport/tcp_exchange.h"
 #include "runtime/error.h"
 
 namespace gradwire {
@@ -16,11 +16,11 @@ namespace {
 
 using std::chrono::milliseconds;
 
-using namespace gloo_messages;
+using namespace tcp_messages;
 
-class GlooTransport final : public Transport {
+class TcpTransport final : public Transport {
  public:
-  explicit GlooTransport(const GlooOptions& options) : group_(options.group) {
+  explicit TcpTransport(const TcpOptions& options) : group_(options.group) {
     auto deadline = SteadyClock::now() + options.group.join_timeout();
     group_.store().watch([this](const std::string& cause) { group_failed(cause); },
                          [this] { return where(); });
@@ -35,12 +35,12 @@ class GlooTransport final : public Transport {
   }
 
   // First says that it leaves in peace, then hangs up.
-  ~GlooTransport() override { group_.leave(); }
+  ~TcpTransport() override { group_.leave(); }
 
   int rank() const override { return group_.rank(); }
   int world() const override { return group_.world(); }
   Device device() const override { return Device::host(); }
-  const char* name() const override { return "gloo"; }
+  const char* name() const override { return "tcp"; }
 
   void begin(const Stream& stream, const Call& call) override {
     if (world() > 1) stream.submit([this, &call] { enter(call); });
@@ -111,7 +111,7 @@ class GlooTransport final : public Transport {
  private:
   static constexpr const char* kWaiting = ", waiting for rank ";
 
-  void connect(const GlooOptions& options, SteadyClock::time_point deadline) {
+  void connect(const TcpOptions& options, SteadyClock::time_point deadline) {
     const std::string address =
         options.interface.empty() ? group_.address(deadline) : address_of_interface(options.interface);
     auto links = std::make_unique<TcpLinks>(rank(), world(), address);
@@ -301,7 +301,7 @@ class GlooTransport final : public Transport {
   [[noreturn]] void fail(const InFlight& e, const Posted* at, const std::exception& error,
                          SteadyClock::time_point deadline) {
     struct Cleared {
-      GlooTransport* self;
+      TcpTransport* self;
       ~Cleared() {
         self->waiting_for_ = -1;
         self->links_->drop();
@@ -354,12 +354,8 @@ class GlooTransport final : public Transport {
 
 }  // namespace
 
-bool built_with_gloo() {
-  return true;
-}
-
-std::unique_ptr<Transport> make_gloo_transport(const GlooOptions& options) {
-  return std::make_unique<GlooTransport>(options);
+std::unique_ptr<Transport> make_tcp_transport(const TcpOptions& options) {
+  return std::make_unique<TcpTransport>(options);
 }
 
 }  // namespace gradwire
