@@ -1,5 +1,7 @@
 #include "bench/cases/collective_case.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -23,7 +25,7 @@ std::vector<GradientTensor> tensors_of(int64_t count) {
   std::vector<GradientTensor> tensors;
   int64_t done = 0;
   auto add = [&](int64_t rows, int64_t columns) {
-    tensors.push_back({"t" + std::to_string(tensors.size()), {rows, columns}});
+    tensors.push_back({fmt::format("t{}", tensors.size()), {rows, columns}});
     done += rows * columns;
   };
   while (cols > 1 && count - done >= cols) add(std::min<int64_t>(3072, (count - done) / cols), cols);

@@ -1,4 +1,6 @@
 // Cases of the wire formats, packing and the optimizers: one flat array of `size` bytes of floats.
+#include <fmt/format.h>
+
 #include "bench/cases/kernel_cases.h"
 #include "kernels/optimizer/optimizer.h"
 #include "kernels/powersgd/pack.h"
@@ -112,7 +114,7 @@ std::vector<KernelCase> make_cases() {
   for (Wire wire : wire_formats()) {
     if (wire->exact) continue;
     auto add = [&](const char* variant, int inputs, bool residual, Rounding rounding) {
-      all.push_back({wire->name + std::string("_reduce_encode"), variant, wire->name,
+      all.push_back({fmt::format("{}_reduce_encode", wire->name), variant, wire->name,
                      [=](Arena& arena, int64_t size) {
                        return reduce_encode(wire, arena, size, inputs, residual, rounding);
                      }});
@@ -122,7 +124,7 @@ std::vector<KernelCase> make_cases() {
     add("", 0, false, Rounding::nearest);
     add("1 input", 1, true, Rounding::nearest);
     add("7 inputs", 7, true, Rounding::nearest);
-    all.push_back({wire->name + std::string("_decode"), "", wire->name,
+    all.push_back({fmt::format("{}_decode", wire->name), "", wire->name,
                    [=](Arena& arena, int64_t size) { return decode(wire, arena, size); }});
   }
   const KernelCase others[] = {
