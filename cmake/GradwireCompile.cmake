@@ -33,7 +33,7 @@ if(GRADWIRE_SANITIZE)
   endif()
   target_compile_options(gradwire_options INTERFACE -fsanitize=${GRADWIRE_SANITIZE} -fno-omit-frame-pointer -g1 -fno-sanitize-recover=all)
   # GCC takes what the sanitizers poison, fmt's arguments above all, for uninitialized.
-  target_compile_options(gradwire_options INTERFACE -Wno-maybe-uninitialized)
+  target_compile_options(gradwire_options INTERFACE -Wno-maybe-uninitialized -Wno-uninitialized)
   target_compile_definitions(gradwire_options INTERFACE GRADWIRE_SANITIZED=1)
   target_link_options(gradwire_options INTERFACE -fsanitize=${GRADWIRE_SANITIZE})
 endif()
