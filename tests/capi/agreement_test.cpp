@@ -113,11 +113,11 @@ TEST_P(CApiAgreement, AllreduceRefusesEveryArgumentThatDiffers) {
   differ({}, {.tag = "bias"}, {"gw_allreduce,", "'bias'"});
   expect_refused(
       [&](gw_comm comm, int rank) {
-        return make(comm, {.spec = rank == 2 ? "bf16:schedule=hierarchical,node_wire=fp32"
+        return make(comm, {.spec = rank == 2 ? "bf16:schedule=hierarchical,intra_node=fp32"
                                              : "bf16:schedule=hierarchical",
                            .ranks_per_node = 2});
       },
-      {"node_wire=fp32"}, 4);
+      {"intra_node=fp32"}, 4);
   // Long names that differ in the middle, where texts leave something out.
   const std::string begin(200, 'a'), end(200, 'z');
   const std::string left = begin + "left" + end, right = begin + "right" + end;

@@ -63,7 +63,7 @@ TEST(CApi, NodesMustBeKnownForAHierarchicalSchedule) {
     std::vector<float> buffer(100, static_cast<float>(rank));
     auto allreduce = [&] {
       return gw_allreduce(comm, buffer.data(), 100, GW_FLOAT32, GW_SUM,
-                          "bf16:schedule=hierarchical,node_wire=fp32", nullptr);
+                          "bf16:schedule=hierarchical,intra_node=fp32", nullptr);
     };
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "needs the number of ranks per node", allreduce());
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "3 ranks per node do not divide", gw_comm_set_ranks_per_node(comm, 3));
