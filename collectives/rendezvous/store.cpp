@@ -137,7 +137,15 @@ StoreClient::~StoreClient() {
     [[maybe_unused]] ssize_t written = write(wake_.fd(), &one, sizeof one);
     watcher_.join();
   }
-  send_all(watch_, StoreMessage{Op::bye, 0, "", ""}.encode(), SteadyClock::now() + kPromptly);
+  // Until the store has noted it and hangs up: who sees this rank's connections end after that finds out why.
+  const auto deadline = SteadyClock::now() + kPromptly;
+  if (!send_all(watch_, StoreMessage{Op::bye, 0, "", ""}.encode(), deadline)) return;
+  shutdown(watch_.fd(), SHUT_WR);
+  char rest[256];
+  while (wait_readable(watch_.fd(), deadline)) {
+    const ssize_t n = recv(watch_.fd(), rest, sizeof rest, 0);
+    if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR)) return;
+  }
 }
 
 // One request at a time; replies to requests that were given up on are skipped by their id.
