@@ -142,7 +142,7 @@ class Hook(BenchTest):
         rows, _ = self.hook(*[word for spec in specs for word in ("--compression", spec)])
         self.assertEqual(list(rows), specs)
         elements = rows["fp32"]["elements"]
-        for spec, floor in (("fp32", 0), ("bf16", 20), ("bf16:ef=off", 12), ("fp8", 18), ("powersgd:rank=2", 24),
+        for spec, floor in (("fp32", 0), ("bf16", 20), ("bf16:ef=off", 12), ("fp8", 18 + 2 / 128), ("powersgd:rank=2", 24),
                             ("powersgd:rank=2,wire=bf16", 32), ("powersgd:rank=2,ef=off", 12)):
             row = rows[spec]
             self.assertAlmostEqual(row["floor_ms"] * row["copy_gbps"] * 1e6, floor * elements, delta=1 + elements / 100)
@@ -339,11 +339,11 @@ class Numerics(BenchTest):
         rows, _ = self.rows("numerics", "--ranks", "2,4", "--elements", 500)
         cases = {(r["ranks"], r["schedule"], r["compression"]): r for r in rows}
         self.assertEqual(len(cases), len(rows))
-        self.assertEqual(len(rows), (3 + 5) * 5)  # no nodes of 2 ranks in a world of 2
+        self.assertEqual(len(rows), (3 + 5) * 7)  # no nodes of 2 ranks in a world of 2
         self.assertEqual([cases[4, "ring", wire]["lossy_steps"] for wire in ("fp32", "bf16")], [0, 4])
         self.assertEqual(cases[4, "hierarchical,intra_node=fp32", "bf16"]["lossy_steps"], 2)
         for (_, _, wire), row in cases.items():
-            self.assertLess(row["rel_error"], {"fp32": 1e-7, "bf16": 6e-3, "fp8:": 1e-1}[wire[:4].ljust(4, ":")], row)
+            self.assertLess(row["rel_error"], {"fp32": 1e-7, "bf16": 6e-3, "fp8": 1e-1, "int8": 3e-2}[wire.partition(":")[0]], row)
 
     def test_too_many_ranks(self):
         self.refuse(["numerics", "--ranks", 66], "--ranks")
