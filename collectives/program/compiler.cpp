@@ -113,7 +113,8 @@ void Program::Compiler::round(int k) {
       mix(program_.call_.hash, static_cast<uint64_t>(k)),
       program_.call_.what + ", round " + std::to_string(k + 1) + " of " + std::to_string(rounds().size())};
   for (const Step& step : rounds()[k]) {
-    if (step.kind == Step::Kind::send && !chunks_[step.chunk].closed) close(step.chunk);
+    const ChunkState& chunk = chunks_[step.chunk];
+    if (step.kind == Step::Kind::send && !chunk.closed && chunk.range.count() > 0) close(step.chunk);
   }
   std::vector<int> finals;
   for (const Step& step : rounds()[k]) {
