@@ -103,7 +103,7 @@ def draw(trace, step, path):
     first = ranks[0]
     communication = timeline.busy(first, "compress", "communicate", "decompress")
     waited = timeline.sum(first, "wait")
-    hidden = f", {100 * (1 - min(1, waited / communication)):.0f} % of it hidden behind backward" if communication else ""
+    hidden = f", {100 * (1 - min(1, waited / communication)):.0f} % of it overlapped with backward" if communication else ""
     figure.text(0.02, 1 - 0.36 / height, f"One step of {about['model']} on {len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'}",
                 fontsize=16, fontweight="bold", va="center")
     figure.text(0.02, 1 - 0.68 / height, f"{about['compression']}, {buckets}, batch {about['batch_size']} per rank, "

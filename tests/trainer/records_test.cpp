@@ -138,8 +138,8 @@ TEST(Records, SharesAreOfTheTimeOfAllSteps) {
   EXPECT_EQ(
       shares_text(summary),
       "Step time: forward 25.0 %, backward 50.0 %, waiting for communication 10.0 %, other 15.0 %\n"
-      "Beside it, as long as: compression 15.0 %, communication 20.0 %, decompression 5.0 % of it; 75 % of "
-      "that hidden behind backward");
+      "In parallel: compression 15.0 %, communication 20.0 %, decompression 5.0 % of the step; 75 % of that "
+      "overlapped with backward");
   EXPECT_DOUBLE_EQ(json::parse(summary_record(summary))["shares"]["hidden_of_comm"], 0.75);
 
   Summarizer alone;  // a world of 1

@@ -163,10 +163,10 @@ std::string shares_text(const RunSummary& summary) {
                             part("other", s.other);
   std::string text = "Step time: " + (parts.empty() ? "not measured" : parts.substr(2));
   if (const auto hidden = s.hidden_of_comm()) {
-    const std::string beside = part("compression", s.compress) + part("communication", s.communicate) +
+    const std::string parallel = part("compression", s.compress) + part("communication", s.communicate) +
                                part("decompression", s.decompress);
-    text += "\nBeside it, as long as: " + (beside.empty() ? "nothing" : beside.substr(2)) +
-            fmt::format(" of it; {:.0f} % of that hidden behind backward", 100 * *hidden);
+    text += fmt::format("\nIn parallel: {} of the step; {:.0f} % of that overlapped with backward",
+                        parallel.empty() ? "nothing" : parallel.substr(2), 100 * *hidden);
   }
   return text;
 }

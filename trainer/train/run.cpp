@@ -186,7 +186,7 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
   std::vector<std::jthread> threads;
   try {
     for (int rank = 1; rank < config.ranks(); ++rank) threads.emplace_back(run_rank, rank);
-  } catch (...) {  // no more threads to be had
+  } catch (...) {  // the system gives no more threads
     failure.report(static_cast<int>(threads.size()) + 1);
   }
   run_rank(0);
