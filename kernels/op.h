@@ -59,15 +59,6 @@
 #define GW_CUDA_SIDE(op) nullptr
 #endif
 
-// kernels/wire's ops, until each spells its public function out.
-#define GW_DECLARE_OP(op, Args)                    \
-  void op(const Stream& stream, const Args& args); \
-  GW_SIDES(op, Args)
-#define GW_DEFINE_OP(op, Args)                                       \
-  void op(const Stream& stream, const Args& args) {                  \
-    detail::dispatch(stream, args, host::op, GW_CUDA_SIDE(op), #op); \
-  }
-
 namespace gradwire::detail {
 
 template <typename Args>

@@ -18,37 +18,35 @@ namespace {
 constexpr int64_t kGrain = 64 * 1024;
 // Ahead of two streams read and two written, the hardware falls behind.
 constexpr int64_t kPrefetchFloats = 512;
-typedef uint16_t VecWire __attribute__((vector_size(16)));
 
-GW_INLINE Vec decode(const void* wire, int64_t i) {
-  return std::bit_cast<Vec>(
-      __builtin_convertvector(load<VecWire>(static_cast<const uint16_t*>(wire) + i), VecBits) << 16);
+GW_INLINE F32x8 decode(const void* wire, int64_t i) {
+  return widen_bf16<F32x8>(load<U16x8>(static_cast<const uint16_t*>(wire) + i));
 }
 
 // The wire of eight sums, as words; `add` is what goes to the discarded half before it is cut off.
-GW_INLINE VecBits round_bits(const Vec& s, const VecBits& add) {
-  VecBits x = std::bit_cast<VecBits>(s), top = (x + add) >> 16;
+GW_INLINE U32x8 round_bits(const F32x8& s, const U32x8& add) {
+  U32x8 x = words_of(s), top = (x + add) >> 16;
   top = (top & 0x7f80u) == 0x7f80u ? top - 1 : top;  // a finite value saturates
-  VecBits kept = (x >> 16) | ((x & 0x007fffffu) != 0 ? VecBits{} + 0x0040u : VecBits{});
+  U32x8 kept = (x >> 16) | ((x & 0x007fffffu) != 0 ? U32x8{} + 0x0040u : U32x8{});
   return (x & 0x7f800000u) == 0x7f800000u ? kept : top;
 }
 
-GW_INLINE VecBits half_way(const Vec& s) {
-  return ((std::bit_cast<VecBits>(s) >> 16) & 1u) + 0x7fffu;
+GW_INLINE U32x8 half_way(const F32x8& s) {
+  return ((words_of(s) >> 16) & 1u) + 0x7fffu;
 }
 
 // Writes wire, residual and out of eight sums.
-GW_INLINE void finish(const Vec& s, const VecBits& add, uint16_t* wire, float* residual, float* out,
+GW_INLINE void finish(const F32x8& s, const U32x8& add, uint16_t* wire, float* residual, float* out,
                       float scale, bool stream_wire) {
-  VecBits bits = round_bits(s, add);
-  Vec sent = std::bit_cast<Vec>(bits << 16);
+  U32x8 bits = round_bits(s, add);
+  F32x8 sent = std::bit_cast<F32x8>(bits << 16);
   if (stream_wire) {
-    stream_store(wire, __builtin_convertvector(bits, VecWire));
+    stream_store(wire, to_u16(bits));
   } else {
-    store(wire, __builtin_convertvector(bits, VecWire));
+    store(wire, to_u16(bits));
   }
   if (residual != nullptr) {
-    store(residual, (std::bit_cast<VecBits>(s) & 0x7f800000u) != 0x7f800000u ? s - sent : Vec{});
+    store(residual, blend(finite_lanes(s), s - sent, F32x8{}));
   }
   if (out != nullptr) store(out, scale * sent);
 }
@@ -63,15 +61,15 @@ GW_INLINE void encode_sums(const ReduceEncode& a, const Sum& sum, float* residua
   const float scale = a.out_scale;
   const int64_t count = a.count;
   if (wire == nullptr) {
-    for (int64_t i = 0; i < count; i += kLanes) {
+    for (int64_t i = 0; i < count; i += kWidth) {
       store(out + i, scale * sum(i));
-      if (residual != nullptr) store(residual + i, Vec{});
+      if (residual != nullptr) store(residual + i, F32x8{});
     }
     return;
   }
   if (a.rounding.mode == Rounding::nearest) {
-    for (int64_t i = 0; i < count; i += kLanes) {
-      Vec s = sum(i);
+    for (int64_t i = 0; i < count; i += kWidth) {
+      F32x8 s = sum(i);
       finish(s, half_way(s), wire + i, at(residual, i), at(out, i), scale, stream_wire);
     }
     return;
@@ -81,8 +79,8 @@ GW_INLINE void encode_sums(const ReduceEncode& a, const Sum& sum, float* residua
   uint16_t buffer[random_buffer(kRandomRun)];
   for (int64_t run = 0; run < count; run += kRandomRun) {
     const uint16_t* random = random_bits(seed, step, first + static_cast<uint64_t>(run), kRandomRun, buffer);
-    for (int64_t i = run; i < std::min(count, run + kRandomRun); i += kLanes) {
-      VecBits add = __builtin_convertvector(load<VecWire>(random + (i - run)), VecBits);
+    for (int64_t i = run; i < std::min(count, run + kRandomRun); i += kWidth) {
+      U32x8 add = to_u32(load<U16x8>(random + (i - run)));
       finish(sum(i), add, wire + i, at(residual, i), at(out, i), scale, stream_wire);
     }
   }
@@ -95,12 +93,12 @@ GW_SIMD void encode_piece(const ReduceEncode& a, bool stream_wire) {
     auto sum = [=](int64_t i) __attribute__((always_inline)) {
       __builtin_prefetch(own + i + kPrefetchFloats);
       __builtin_prefetch(residual + i + kPrefetchFloats, 1);
-      return load<Vec>(own + i) + load<Vec>(residual + i);
+      return load<F32x8>(own + i) + load<F32x8>(residual + i);
     };
     encode_sums(a, sum, a.residual, stream_wire);
   } else {
     auto sum = [=](int64_t i) __attribute__((always_inline)) {
-      return load<Vec>(own + i);
+      return load<F32x8>(own + i);
     };
     encode_sums(a, sum, nullptr, stream_wire);
   }
@@ -109,9 +107,9 @@ GW_SIMD void encode_piece(const ReduceEncode& a, bool stream_wire) {
 
 GW_SIMD void reduce_encode_piece(const ReduceEncode& a) {
   auto sum = [&](int64_t i) __attribute__((always_inline)) {
-    Vec own = load<Vec>(a.own + i);
-    if (a.residual != nullptr) own += load<Vec>(a.residual + i);
-    Vec s = -Vec{};  // -0: adding to it changes nothing, not even a zero's sign
+    F32x8 own = load<F32x8>(a.own + i);
+    if (a.residual != nullptr) own += load<F32x8>(a.residual + i);
+    F32x8 s = -F32x8{};  // -0: adding to it changes nothing, not even a zero's sign
     for (int k = 0; k < a.own_position; ++k) s += decode(a.inputs[k], i);
     s += own;
     for (int k = a.own_position; k < a.num_inputs; ++k) s += decode(a.inputs[k], i);
@@ -134,9 +132,9 @@ GW_SIMD void decode_piece(const uint16_t* wire, float* out, float scale, int64_t
   for (int64_t i = 0; i < count; ++i) out[i] = scale * bf16_to_float(wire[i]);
 }
 
-// `count` is a multiple of the lanes, `out` 16-byte aligned.
+// `count` is a multiple of the width, `out` 16-byte aligned.
 GW_SIMD void decode_piece_past_caches(const uint16_t* wire, float* out, float scale, int64_t count) {
-  for (int64_t i = 0; i < count; i += kLanes) stream_store(out + i, scale * decode(wire, i));
+  for (int64_t i = 0; i < count; i += kWidth) stream_store(out + i, scale * decode(wire, i));
   stream_fence();
 }
 
@@ -155,10 +153,10 @@ ReduceEncode part_of(ReduceEncode a, int64_t begin, int64_t end) {
 // A part of fewer than eight elements, in copies of eight.
 void short_piece(const ReduceEncode& a) {
   const auto count = static_cast<size_t>(a.count);
-  float own[kLanes] = {}, residual[kLanes] = {}, out[kLanes];
-  uint16_t wire[kLanes], inputs[kMaxInputs][kLanes];
+  float own[kWidth] = {}, residual[kWidth] = {}, out[kWidth];
+  uint16_t wire[kWidth], inputs[kMaxInputs][kWidth];
   ReduceEncode padded = a;
-  padded.count = kLanes;
+  padded.count = kWidth;
   memcpy(own, a.own, count * sizeof *own);
   padded.own = own;
   if (a.residual != nullptr)
@@ -181,7 +179,7 @@ void short_piece(const ReduceEncode& a) {
 void bf16_reduce_encode(const ReduceEncode& a) {
   const bool stream_wire = a.wire != nullptr && streams(a.wire, a.count * int64_t{sizeof(uint16_t)});
   parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) {
-    const int64_t whole = begin + (end - begin) / kLanes * kLanes;
+    const int64_t whole = begin + (end - begin) / kWidth * kWidth;
     piece(part_of(a, begin, whole), stream_wire);
     if (whole < end) short_piece(part_of(a, whole, end));
   });
@@ -192,7 +190,7 @@ void bf16_decode(const Decode& a) {
   const bool stream = streams(a.out, a.count * int64_t{sizeof(float)});
   parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) {
     if (stream) {
-      int64_t whole = (end - begin) / kLanes * kLanes;
+      int64_t whole = (end - begin) / kWidth * kWidth;
       decode_piece_past_caches(wire + begin, a.out + begin, a.scale, whole);
       begin += whole;
     }

@@ -10,9 +10,9 @@
 
 namespace gradwire {
 
-#define GW_DECLARE(F, NAME)                         \
-  GW_DECLARE_OP(NAME##_reduce_encode, ReduceEncode) \
-  GW_DECLARE_OP(NAME##_decode, Decode)
+#define GW_DECLARE(F, NAME)                    \
+  GW_SIDES(NAME##_reduce_encode, ReduceEncode) \
+  GW_SIDES(NAME##_decode, Decode)
 GW_BLOCK_FORMATS(GW_DECLARE)
 #undef GW_DECLARE
 

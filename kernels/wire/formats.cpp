@@ -4,31 +4,23 @@
 #include "kernels/wire/bf16.h"
 #include "kernels/wire/block.h"
 #include "kernels/wire/block_formats.h"
-#include "kernels/wire/fp32.h"
 #include "kernels/wire/fp8.h"
 
 namespace gradwire {
 
-GW_DEFINE_OP(fp32_reduce, Reduce)
-
+// An entry's way to the sides of an op.
 #ifdef GRADWIRE_SIMT_TESTS
 // Where CUDA kernels run on the CPU there is no CUDA stream to name them by: the table leads to them alone.
-#define GW_TABLE_OP(op, Args)                \
-  void op(const Stream&, const Args& args) { \
-    cuda::op(nullptr, args);                 \
-  }
+#define GW_OP(op) [](const Stream&, const auto& args) { cuda::op(nullptr, args); }
 #else
-#define GW_TABLE_OP(op, Args) GW_DEFINE_OP(op, Args)
+#define GW_OP(op)                                                    \
+  [](const Stream& stream, const auto& args) {                       \
+    detail::dispatch(stream, args, host::op, GW_CUDA_SIDE(op), #op); \
+  }
 #endif
-#define GW_TABLE_OPS(NAME)                        \
-  GW_TABLE_OP(NAME##_reduce_encode, ReduceEncode) \
-  GW_TABLE_OP(NAME##_decode, Decode)
-
-GW_TABLE_OPS(bf16)
-GW_TABLE_OPS(fp8)
-#define GW_DEFINE(F, NAME) GW_TABLE_OPS(NAME)
-GW_BLOCK_FORMATS(GW_DEFINE)
-#undef GW_DEFINE
+#define GW_OPS(NAME)                                                            \
+  .reduce_encode = GW_OP(NAME##_reduce_encode), .decode = GW_OP(NAME##_decode), \
+  .reference_reduce_encode = reference::NAME##_reduce_encode, .reference_decode = reference::NAME##_decode
 
 const WireFormat kFp32Format = {
     .name = "fp32",
@@ -54,10 +46,7 @@ const WireFormat kBf16Format = {
     .granularity = 8,
     .bytes = [](int64_t count) { return count * 2; },
     .gaussian_error = 2.7e-6,
-    .reduce_encode = bf16_reduce_encode,
-    .decode = bf16_decode,
-    .reference_reduce_encode = reference::bf16_reduce_encode,
-    .reference_decode = reference::bf16_decode,
+    GW_OPS(bf16),
 };
 
 const WireFormat kFp8Format = {
@@ -69,38 +58,23 @@ const WireFormat kFp8Format = {
     .granularity = kFp8Block,
     .bytes = fp8_wire_bytes,
     .gaussian_error = 7.1e-4,
-    .reduce_encode = fp8_reduce_encode,
-    .decode = fp8_decode,
-    .reference_reduce_encode = reference::fp8_reduce_encode,
-    .reference_decode = reference::fp8_decode,
+    GW_OPS(fp8),
 };
 
 namespace {
 
-template <typename F>
-constexpr WireFormat entry(const char* name, void (*reduce_encode)(const Stream&, const ReduceEncode&),
-                           void (*decode)(const Stream&, const Decode&),
-                           void (*reference_reduce_encode)(const ReduceEncode&),
-                           void (*reference_decode)(const Decode&)) {
-  return {
-      .name = name,
-      .summary = F::kSummary,
-      .source = F::kSource,
-      .exact = false,
-      .stochastic = F::kStochastic,
-      .granularity = F::kBlock,
-      .bytes = Packed<F>::bytes,
-      .gaussian_error = F::kGaussianError,
-      .reduce_encode = reduce_encode,
-      .decode = decode,
-      .reference_reduce_encode = reference_reduce_encode,
-      .reference_decode = reference_decode,
+#define GW_DEFINE(F, NAME)                 \
+  constexpr WireFormat k##F##Format = {    \
+      .name = #NAME,                       \
+      .summary = F::kSummary,              \
+      .source = F::kSource,                \
+      .exact = false,                      \
+      .stochastic = F::kStochastic,        \
+      .granularity = F::kBlock,            \
+      .bytes = Packed<F>::bytes,           \
+      .gaussian_error = F::kGaussianError, \
+      GW_OPS(NAME),                        \
   };
-}
-
-#define GW_DEFINE(F, NAME)                                                                 \
-  constexpr WireFormat k##F##Format = entry<F>(#NAME, NAME##_reduce_encode, NAME##_decode, \
-                                               reference::NAME##_reduce_encode, reference::NAME##_decode);
 GW_BLOCK_FORMATS(GW_DEFINE)
 #undef GW_DEFINE
 

@@ -20,6 +20,9 @@ struct Reduce {
   float scale = 1.0f;
   int64_t count = 0;
 };
-GW_DECLARE_OP(fp32_reduce, Reduce)
+GW_SIDES(fp32_reduce, Reduce)
+inline void fp32_reduce(const Stream& stream, const Reduce& args) {
+  detail::dispatch(stream, args, host::fp32_reduce, GW_CUDA_SIDE(fp32_reduce), "fp32_reduce");
+}
 
 }  // namespace gradwire

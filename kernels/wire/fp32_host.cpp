@@ -11,13 +11,13 @@ namespace {
 
 constexpr int64_t kGrain = 64 * 1024;
 
-// `count` is a multiple of the lanes.
+// `count` is a multiple of the width.
 GW_SIMD void reduce_piece(const Reduce& a, int64_t count) {
-  for (int64_t i = 0; i < count; i += kLanes) {
-    Vec s = -Vec{};  // -0: adding to it changes nothing, not even a zero's sign
-    for (int k = 0; k < a.own_position; ++k) s += load<Vec>(a.inputs[k] + i);
-    s += load<Vec>(a.own + i);
-    for (int k = a.own_position; k < a.num_inputs; ++k) s += load<Vec>(a.inputs[k] + i);
+  for (int64_t i = 0; i < count; i += kWidth) {
+    F32x8 s = -F32x8{};  // -0: adding to it changes nothing, not even a zero's sign
+    for (int k = 0; k < a.own_position; ++k) s += load<F32x8>(a.inputs[k] + i);
+    s += load<F32x8>(a.own + i);
+    for (int k = a.own_position; k < a.num_inputs; ++k) s += load<F32x8>(a.inputs[k] + i);
     store(a.out + i, a.scale * s);
   }
 }
@@ -34,16 +34,16 @@ Reduce part_of(Reduce a, int64_t begin, int64_t end) {
 // A part shorter than a vector, in copies that are as long as one.
 void reduce_short(Reduce a) {
   const auto bytes = static_cast<size_t>(a.count) * sizeof(float);
-  float padded[kMaxInputs + 1][kLanes] = {};
+  float padded[kMaxInputs + 1][kWidth] = {};
   auto copied = [&](const float* from, float* to) {
     memcpy(to, from, bytes);
     return to;
   };
   for (int k = 0; k < a.num_inputs; ++k) a.inputs[k] = copied(a.inputs[k], padded[k]);
   a.own = copied(a.own, padded[kMaxInputs]);
-  float result[kLanes];
+  float result[kWidth];
   float* out = std::exchange(a.out, result);
-  reduce_piece(a, kLanes);
+  reduce_piece(a, kWidth);
   memcpy(out, result, bytes);
 }
 
@@ -51,7 +51,7 @@ void reduce_short(Reduce a) {
 
 void fp32_reduce(const Reduce& a) {
   parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) {
-    const int64_t whole = begin + (end - begin) / kLanes * kLanes;
+    const int64_t whole = begin + (end - begin) / kWidth * kWidth;
     reduce_piece(part_of(a, begin, whole), whole - begin);
     if (whole < end) reduce_short(part_of(a, whole, end));
   });

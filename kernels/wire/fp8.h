@@ -61,7 +61,7 @@ struct Fp8 {
   }
 };
 
-GW_DECLARE_OP(fp8_reduce_encode, ReduceEncode)
-GW_DECLARE_OP(fp8_decode, Decode)
+GW_SIDES(fp8_reduce_encode, ReduceEncode)
+GW_SIDES(fp8_decode, Decode)
 
 }  // namespace gradwire

@@ -1,30 +1,16 @@
-// What the host sides of the wire formats share: eight floats as a vector, parts of a call, random bits.
+// What the host sides of the wire formats share: parts of a call, random bits.
 #pragma once
 
 #include <algorithm>
 #include <cstring>
 
 #include "kernels/math/random.h"
-#include "kernels/simd/simd.h"
+#include "kernels/simd/vector.h"
 #include "kernels/wire/format.h"
 
 namespace gradwire::host {
 
-// Eight, which AVX2 has instructions for: GCC takes wider vectors to pieces there, element by element.
-inline constexpr int kLanes = 8;
-typedef float Vec __attribute__((vector_size(32)));
-typedef uint32_t VecBits __attribute__((vector_size(32)));
-
-template <typename V, typename T>
-GW_INLINE V load(const T* p) {
-  V v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
-template <typename V, typename T>
-GW_INLINE void store(T* p, const V& v) {
-  memcpy(p, &v, sizeof v);
-}
+inline constexpr int kWidth = kLanes<F32x8>;
 
 template <typename T>
 void advance(T*& p, int64_t n) {
