@@ -6,7 +6,10 @@
 #include "kernels/wire/int8.h"
 
 // FORMAT(type, name in specs) of each, in the order of the docs.
-#define GW_BLOCK_FORMATS(FORMAT) FORMAT(Int8, int8)
+// clang-format off
+#define GW_BLOCK_FORMATS(FORMAT) \
+  FORMAT(Int8, int8)
+// clang-format on
 
 namespace gradwire {
 
