@@ -165,6 +165,7 @@ void TcpLinks::hand_over() {
   if (!has_work()) return;
   if (!helper_.joinable()) helper_ = std::thread([this] { run(); });
   helping_ = true;
+  if (polling_) helper_bell_.ring();  // it polls for what was posted before
   work_.notify_one();
 }
 
@@ -290,6 +291,8 @@ void TcpLinks::run() {
     polling_ = true;
     poll_once(lock, helper_bell_, entries, owners, SteadyClock::time_point::max());
     polling_ = false;
+    // wait() may poll by now, for bytes that were moved here.
+    if (!helping_) caller_bell_.ring();
   }
 }
 
