@@ -1,11 +1,13 @@
-// What `gradwire doctor` concludes: paths between GPUs from sysfs trees made here, NCCL's choice, network
-// interfaces, and predictions from given costs.
+// What `gradwire doctor` concludes: paths between GPUs from PCI trees, NCCL's choice, network interfaces, and
+// predictions from given costs.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <limits>
 #include <map>
 #include <thread>
 
+#include "runtime/error.h"
 #include "tests/trainer/files.h"
 #include "trainer/measure/network.h"
 #include "trainer/measure/ranks.h"
@@ -19,62 +21,81 @@ namespace {
 namespace fs = std::filesystem;
 using testing::TemporaryFolder;
 
-// A sysfs tree of one's own.
-class Sysfs {
- public:
-  std::string root() const { return folder_.path(); }
-  void write(const std::string& file, const std::string& text) const {
-    const fs::path path = folder_.path(file);
-    fs::create_directories(path.parent_path());
-    std::ofstream(path) << text << "\n";
-  }
-  // A PCI device below `bridges` ("pci0000:3a/0000:3a:00.0/..."), linked to as the kernel does.
-  void add(const std::string& bridges, const std::string& address, int numa_node) const {
-    write("devices/" + bridges + "/" + address + "/numa_node", std::to_string(numa_node));
-    fs::create_directories(folder_.path("bus/pci/devices"));
-    fs::create_directory_symlink("../../../devices/" + bridges + "/" + address,
-                                 folder_.path("bus/pci/devices/" + address));
-  }
-  GpuPath path(const std::string& a, const std::string& b) const {
-    const auto from = find_pci_place(root(), a), to = find_pci_place(root(), b);
-    EXPECT_TRUE(from && to) << a << " " << b;
-    const GpuPath there = pci_path(*from, *to);
-    EXPECT_EQ(there, pci_path(*to, *from));
-    return there;
-  }
+// hwloc's XML of a PCI device, of a bridge between two buses, of a host bridge and what is below it.
+std::string gpu(const std::string& address) {
+  return fmt::format(
+      R"(<object type="PCIDev" gp_index="{}" pci_busid="{}" pci_type="0302 [10de:2330] [0:0] 00"/>)",
+      1000 + std::hash<std::string>()(address) % 1000000, address);
+}
+std::string bridge(const std::string& address, const std::string& buses, const std::string& below) {
+  return fmt::format(R"(<object type="Bridge" gp_index="{}" bridge_type="1-1" depth="1" bridge_pci="0000:[{}]"
+                         pci_busid="{}" pci_type="0604 [8086:2030] [0:0] 00">{}</object>)",
+                     1000 + std::hash<std::string>()(address) % 1000000, buses, address, below);
+}
+std::string host_bridge(const std::string& buses, const std::string& below) {
+  return fmt::format(
+      R"(<object type="Bridge" gp_index="{}" bridge_type="0-1" depth="0" bridge_pci="0000:[{}]">{}</object>)",
+      1000 + std::hash<std::string>()(buses) % 1000000, buses, below);
+}
+// A socket: one core, one NUMA node, and its host bridges.
+std::string socket(int index, const std::string& host_bridges) {
+  const std::string sets =
+      fmt::format(R"(cpuset="{0}" complete_cpuset="{0}" nodeset="{0}" complete_nodeset="{0}")", 1 << index);
+  return fmt::format(R"(<object type="Package" os_index="{0}" {1} gp_index="{2}">
+    <object type="NUMANode" os_index="{0}" {1} gp_index="{3}" local_memory="1024"/>
+    <object type="PU" os_index="{0}" {1} gp_index="{4}"/>{5}</object>)",
+                     index, sets, 10 + index, 20 + index, 30 + index, host_bridges);
+}
+std::string machine(const std::string& sockets) {
+  return R"(<?xml version="1.0"?><!DOCTYPE topology SYSTEM "hwloc2.dtd"><topology version="2.0">
+    <object type="Machine" os_index="0" cpuset="3" complete_cpuset="3" allowed_cpuset="3" nodeset="3"
+            complete_nodeset="3" allowed_nodeset="3" gp_index="1">)" +
+         sockets + "</object></topology>";
+}
 
- private:
-  TemporaryFolder folder_;
-};
+// Socket 0: a root port with a switch of two GPUs and of a second switch, which has two more; another root
+// port of the same host bridge; another host bridge. Socket 1: one GPU.
+TEST(Topology, PathsAreThoseOfThePciTree) {
+  const std::string second_switch = bridge("0000:3f:00.0", "40-42",
+                                           bridge("0000:40:00.0", "41-41", gpu("0000:41:00.0")) +
+                                               bridge("0000:40:04.0", "42-42", gpu("0000:42:00.0")));
+  const std::string first_switch = bridge("0000:3b:00.0", "3c-42",
+                                          bridge("0000:3c:00.0", "3d-3d", gpu("0000:3d:00.0")) +
+                                              bridge("0000:3c:04.0", "3e-3e", gpu("0000:3e:00.0")) +
+                                              bridge("0000:3c:08.0", "3f-42", second_switch));
+  const PciTree tree(
+      machine(socket(0, host_bridge("3a-50", bridge("0000:3a:00.0", "3b-42", first_switch) +
+                                                 bridge("0000:3a:02.0", "50-50", gpu("0000:50:00.0"))) +
+                            host_bridge("5c-5d", bridge("0000:5c:00.0", "5d-5d", gpu("0000:5d:00.0")))) +
+              socket(1, host_bridge("ae-af", bridge("0000:ae:00.0", "af-af", gpu("0000:af:00.0"))))));
+  auto path = [&](const std::string& a, const std::string& b) {
+    const auto from = tree.find(a), to = tree.find(b);
+    if (!from || !to) return GpuPath::unknown;
+    EXPECT_EQ(pci_path(*from, *to), pci_path(*to, *from));
+    return pci_path(*from, *to);
+  };
+  EXPECT_EQ(path("0000:3d:00.0", "0000:3d:00.0"), GpuPath::self);
+  EXPECT_EQ(path("0000:3d:00.0", "0000:3e:00.0"), GpuPath::one_switch);
+  EXPECT_EQ(path("0000:41:00.0", "0000:42:00.0"), GpuPath::one_switch);
+  EXPECT_EQ(path("0000:3d:00.0", "0000:41:00.0"), GpuPath::switches);
+  EXPECT_EQ(path("0000:3d:00.0", "0000:50:00.0"), GpuPath::host_bridge);
+  EXPECT_EQ(path("0000:3d:00.0", "0000:5d:00.0"), GpuPath::node);
+  EXPECT_EQ(path("0000:3d:00.0", "0000:af:00.0"), GpuPath::system);
 
-// Two sockets. Socket 0: a root port with a switch of two GPUs, one of which is behind a second switch as
-// well; another root port of the same host bridge; another host bridge. Socket 1: one GPU.
-TEST(Topology, PathsAreThoseOfTheTree) {
-  const Sysfs sys;
-  const std::string port = "pci0000:3a/0000:3a:00.0", upstream = port + "/0000:3b:00.0";
-  sys.add(upstream + "/0000:3c:00.0", "0000:3d:00.0", 0);
-  sys.add(upstream + "/0000:3c:04.0", "0000:3e:00.0", 0);
-  sys.add(upstream + "/0000:3c:08.0/0000:3f:00.0/0000:40:00.0", "0000:41:00.0", 0);
-  sys.add(upstream + "/0000:3c:08.0/0000:3f:00.0/0000:40:04.0", "0000:42:00.0", 0);
-  sys.add("pci0000:3a/0000:3a:02.0", "0000:50:00.0", 0);
-  sys.add("pci0000:5c/0000:5c:00.0", "0000:5d:00.0", 0);
-  sys.add("pci0000:ae/0000:ae:00.0", "0000:af:00.0", 1);
-  EXPECT_EQ(sys.path("0000:3d:00.0", "0000:3d:00.0"), GpuPath::self);
-  EXPECT_EQ(sys.path("0000:3d:00.0", "0000:3e:00.0"), GpuPath::one_switch);
-  EXPECT_EQ(sys.path("0000:41:00.0", "0000:42:00.0"), GpuPath::one_switch);
-  EXPECT_EQ(sys.path("0000:3d:00.0", "0000:41:00.0"), GpuPath::switches);
-  EXPECT_EQ(sys.path("0000:3d:00.0", "0000:50:00.0"), GpuPath::host_bridge);
-  EXPECT_EQ(sys.path("0000:3d:00.0", "0000:5d:00.0"), GpuPath::node);
-  EXPECT_EQ(sys.path("0000:3d:00.0", "0000:af:00.0"), GpuPath::system);
-
-  const auto place = find_pci_place(sys.root(), "00000000:3D:00.0");  // as CUDA and NVML may write it
+  const auto place = tree.find("00000000:3D:00.0");  // as CUDA and NVML may write it
   ASSERT_TRUE(place);
   EXPECT_EQ(place->address, "0000:3d:00.0");
   EXPECT_EQ(place->numa_node, 0);
   EXPECT_EQ(place->above,
             (std::vector<std::string>{"pci0000:3a", "0000:3a:00.0", "0000:3b:00.0", "0000:3c:00.0"}));
-  EXPECT_FALSE(find_pci_place(sys.root(), "0000:99:00.0"));
-  EXPECT_FALSE(find_pci_place("/nowhere", "0000:3d:00.0"));
+  EXPECT_EQ(tree.find("3d:00.0"), place);
+  EXPECT_FALSE(tree.find("0000:99:00.0"));
+  EXPECT_FALSE(tree.find("no address"));
+}
+
+TEST(Topology, ThisMachinesTreeIsReadWhateverItHas) {
+  EXPECT_FALSE(PciTree().find("ffff:ff:1f.7"));
+  EXPECT_THROW(PciTree("no XML"), BadInput);
 }
 
 TEST(Topology, TheMatrixIsSymmetricAndHasNvidiasNames) {
@@ -132,18 +153,23 @@ TEST(Topology, NcclTakesWhatTheEnvironmentAndTheDistanceAllow) {
 }
 
 TEST(Topology, InterfacesAreThoseOfSysfs) {
-  const Sysfs sys;
-  sys.write("class/net/lo/operstate", "unknown");
-  sys.write("class/net/eth1/operstate", "up");
-  sys.write("class/net/eth1/speed", "25000");
-  sys.write("class/net/eth0/operstate", "down");
-  sys.write("class/net/eth0/speed", "-1");
-  sys.write("class/net/bonding_masters", "");  // a file, no interface
-  sys.write("class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE");
-  sys.write("class/infiniband/mlx5_0/ports/1/rate", "200 Gb/sec (4X HDR)");
-  sys.write("class/infiniband/mlx5_0/ports/1/link_layer", "InfiniBand");
-  sys.write("class/infiniband/mlx5_1/ports/1/state", "1: DOWN");
-  const Network network = find_network(sys.root());
+  const TemporaryFolder sys;
+  auto write = [&](const std::string& file, const std::string& text) {
+    const fs::path path = sys.path(file);
+    fs::create_directories(path.parent_path());
+    std::ofstream(path) << text << "\n";
+  };
+  write("class/net/lo/operstate", "unknown");
+  write("class/net/eth1/operstate", "up");
+  write("class/net/eth1/speed", "25000");
+  write("class/net/eth0/operstate", "down");
+  write("class/net/eth0/speed", "-1");
+  write("class/net/bonding_masters", "");  // a file, no interface
+  write("class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE");
+  write("class/infiniband/mlx5_0/ports/1/rate", "200 Gb/sec (4X HDR)");
+  write("class/infiniband/mlx5_0/ports/1/link_layer", "InfiniBand");
+  write("class/infiniband/mlx5_1/ports/1/state", "1: DOWN");
+  const Network network = find_network(sys.path());
   ASSERT_EQ(network.interfaces.size(), 2u);
   EXPECT_EQ(network.interfaces[0].name, "eth0");
   EXPECT_TRUE(!network.interfaces[0].up && network.interfaces[0].megabits == -1);

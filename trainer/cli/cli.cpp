@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
-#include <charconv>
 #include <chrono>
 #include <cstdio>
 #include <exception>
@@ -15,6 +14,7 @@
 #include "runtime/environment.h"
 #include "runtime/error.h"
 #include "trainer/cli/doctor.h"
+#include "trainer/cli/flags.h"
 #include "trainer/cli/launcher.h"
 #include "trainer/cli/options.h"
 #include "trainer/config/run.h"
@@ -39,171 +39,6 @@ int report(const char* text, int code) {
   std::fflush(stdout);
   std::fprintf(stderr, "gradwire: %s\n", line.c_str());
   return code;
-}
-
-std::string shown(double value) {
-  return fmt::format("{:g}", value);
-}
-
-// A number must be a number as a whole, and fit: CLI11 takes "" for 0 and wraps -1 into an unsigned.
-template <typename T>
-T parse_number(const std::string& flag, const std::string& text) {
-  T value{};
-  auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size()) {
-    const char* kind = std::is_floating_point_v<T> ? "a number"
-                       : std::is_signed_v<T>       ? "a whole number"
-                                                   : "a whole number from 0";
-    throw BadInput(flag + " '" + text + "' is not " + kind +
-                   (error == std::errc::result_out_of_range ? " in range" : ""));
-  }
-  return value;
-}
-
-template <typename T>
-CLI::Option* add_number(CLI::App& command, const std::string& flag, T& target, const std::string& about) {
-  auto set = [flag, &target](const std::string& text) { target = parse_number<T>(flag, text); };
-  return command.add_option_function<std::string>(flag, set, about)
-      ->type_name(std::is_floating_point_v<T> ? "NUMBER" : "N")
-      ->default_str(shown(static_cast<double>(target)));
-}
-
-template <typename T>
-CLI::Option* add_number(CLI::App& command, const std::string& flag, std::optional<T>& target,
-                        const std::string& about) {
-  auto set = [flag, &target](const std::string& text) { target = parse_number<T>(flag, text); };
-  return command.add_option_function<std::string>(flag, set, about)
-      ->type_name(std::is_floating_point_v<T> ? "NUMBER" : "N");
-}
-
-CLI::Option* add_word(CLI::App& command, const std::string& flag, std::string& target,
-                      const std::string& about) {
-  CLI::Option* option = command.add_option(flag, target, about)->type_name("WORD");
-  return target.empty() ? option : option->default_str(target);
-}
-
-CLI::Option* add_path(CLI::App& command, const std::string& flag, std::string& target,
-                      const std::string& type, const std::string& about) {
-  return command.add_option(flag, target, about)->type_name(type);
-}
-
-void add_checkpoint_options(CLI::App& command, Options& o) {
-  const char* group = "Checkpoints";
-  add_path(command, "--checkpoint", o.checkpoint, "DIR",
-           "Write checkpoints into this folder: weights, optimizer, residuals, factors, position")
-      ->group(group);
-  add_number(command, "--checkpoint-every", o.checkpoint_every,
-             "Steps between checkpoints (default: an epoch); the last step always makes one")
-      ->group(group);
-  add_number(command, "--checkpoint-keep", o.checkpoint_keep, "How many of them stay (default: 3)")
-      ->group(group);
-  add_path(
-      command, "--resume", o.resume, "DIR",
-      "Go on from the newest complete checkpoint there; with the same folder as --checkpoint a run that has "
-      "none yet starts from the beginning")
-      ->group(group);
-}
-
-void add_model_options(CLI::App& command, Options& o) {
-  add_word(command, "--model", o.model, "vit_tiny, vit_s_16, vit_b_16, vit_b_32, vit_l_16 or vit_l_32")
-      ->group("Model");
-  add_number(command, "--image-size", o.image_size, "Side of the square images")->group("Model");
-  add_number(command, "--patch", o.patch, "Side of a patch; divides the image size")->group("Model");
-  add_number(command, "--width", o.width, "Width of the encoder")->group("Model");
-  add_number(command, "--depth", o.depth, "Encoder layers")->group("Model");
-  add_number(command, "--heads", o.heads, "Attention heads; divide the width")->group("Model");
-  add_number(command, "--mlp", o.mlp, "Width of the MLP's hidden layer")->group("Model");
-  add_number(command, "--batch-size", o.batch_size, "Images per rank and batch")->group("Training");
-}
-
-void add_rank_options(CLI::App& command, Options& o) {
-  add_number(
-      command, "--ranks", o.ranks,
-      "Ranks in this process, a thread each (default: 1; under torchrun, srun or mpirun each process is "
-      "one rank)")
-      ->group("Ranks");
-  add_word(
-      command, "--rendezvous", o.rendezvous,
-      "Where processes meet: tcp://HOST:PORT, rank 0's, or file:///PATH, shared by all (default: what the "
-      "launcher says, or MASTER_ADDR and MASTER_PORT)")
-      ->group("Ranks");
-  add_number(
-      command, "--ranks-per-node", o.ranks_per_node,
-      "Ranks of a node, for schedule=hierarchical: rank = node x N + local (default: what the launcher says)")
-      ->group("Ranks");
-  add_word(command, "--device", o.device, "auto, host or cuda")->group("Ranks");
-  add_number(command, "--timeout-s", o.timeout_s, "How long a rank waits for a peer before all give up")
-      ->group("Ranks");
-}
-
-void add_run_options(CLI::App& command, Options& o) {
-  add_model_options(command, o);
-  add_rank_options(command, o);
-  add_word(command, "--data", o.data, "fashion-mnist[:DIR], cifar10:DIR or synthetic[:N]")->group("Data");
-  add_word(
-      command, "--augment", o.augment,
-      "none, flip, crop (from a border of an eighth of the side) or flip,crop: of training images, drawn "
-      "from the seed")
-      ->group("Data");
-  add_word(command, "--gradient-views", o.gradient_views,
-           "on: backward writes gradients into the buckets; off: memory of their own, copied in and out")
-      ->group("Ranks");
-  add_number(command, "--accumulate", o.accumulate, "Batches per step, gradients averaged")
-      ->group("Training");
-  add_number(command, "--epochs", o.epochs,
-             "Passes over the training set (default: " + shown(kDefaultEpochs) + ")")
-      ->group("Training");
-  add_number(command, "--steps", o.steps, "Optimizer steps, instead of --epochs")->group("Training");
-  add_word(command, "--optimizer", o.optimizer, "sgd or adamw")->group("Training");
-  add_number(command, "--lr", o.lr, "Peak learning rate (default: 1e-3 for adamw, 0.05 for sgd)")
-      ->group("Training");
-  add_number(command, "--warmup", o.warmup,
-             "Steps of linear warm-up, before a cosine to 0 (default: a tenth of the run, at most an epoch)")
-      ->group("Training");
-  add_number(command, "--momentum", o.momentum, "Of sgd (default: 0.9)")->group("Training");
-  add_number(command, "--weight-decay", o.weight_decay, "Default: 0.01 for adamw, 0 for sgd")
-      ->group("Training");
-  command
-      .add_flag("--graph", o.graph,
-                "Capture the step once, launch it as a graph from then on (a CUDA graph, or on the host a "
-                "recorded program); the same bits")
-      ->group("Training");
-  add_word(command, "--precision", o.precision,
-           "Of the model's products: fp32, tf32 (CUDA's tensor cores on FP32 operands), or bf16\n"
-           "(operands stored as BF16; weights, gradients and the residual stream stay FP32)")
-      ->group("Training");
-  add_number(command, "--seed", o.seed, "Of weights, shuffling and rounding")->group("Training");
-  add_number(command, "--eval-every", o.eval_every, "Epochs between evaluations; 0: never")
-      ->group("Training");
-  add_number(command, "--eval-batch-size", o.eval_batch_size, "Images per rank in evaluation")
-      ->group("Training");
-  add_path(command, "--init", o.init, "FILE",
-           "Start from these weights: safetensors, with torchvision's names")
-      ->group("Checkpoints");
-  add_word(command, "--measure-peak", o.measure_peak,
-           "on, off or auto: measure first what products and copies the device can do at best, which takes "
-           "0.2 s; auto: unless the run is short")
-      ->group("Output");
-  add_number(command, "--log-every", o.log_every, "Off a terminal: steps between lines")->group("Output");
-  add_path(command, "--trace", o.trace, "FILE",
-           "Write what each rank's streams did, and when, for ui.perfetto.dev or bench/plots/plot.py")
-      ->group("Output");
-  auto add_range = [&](const std::string& flag, std::optional<std::string>& target,
-                       const std::string& about) {
-    command
-        .add_option_function<std::string>(
-            flag, [&target](const std::string& text) { target = text; }, about)
-        ->type_name("A:B")
-        ->group("Output");
-  };
-  add_range("--trace-steps", o.trace_steps,
-            "Trace steps A up to, but without, B, counted from 0 (default: ten steps after the first five)");
-  add_range("--profile-steps", o.profile_steps,
-            "CUDA: let a profiler see steps A up to, but without, B (docs/profiling.md has nsys's flags)");
-  command
-      .add_flag("--dry-run", o.dry_run,
-                "Check everything, print the resolved configuration and the memory it takes, do not train")
-      ->group("Output");
 }
 
 void say(const std::string& text) {
@@ -365,7 +200,7 @@ int compare(const Options& options) {
   for (size_t i = 0; i < count; ++i) {
     const TrainConfig config = compared_config(run, i);
     say(fmt::format("\n[{}/{}] {}{}", i + 1, count, config.compression.to_string(),
-                    run.buckets_mb.size() > 1 ? ", buckets of " + shown(config.bucket_mb) + " MiB" : ""));
+                    run.buckets_mb.size() > 1 ? fmt::format(", buckets of {:g} MiB", config.bucket_mb) : ""));
     std::string log_path = options.json.empty() ? "" : run_log_path(options.json, i);
     RunSummary summary = run_once(run, config, log_path, options.log_every, comm.get());
     runs.push_back({config.compression.to_string(), summary, config.ranks(),
@@ -386,68 +221,18 @@ int parse_and_run(int argc, char** argv) {
   app.set_version_flag("--version", "gradwire " GRADWIRE_VERSION);
   app.require_subcommand(1);
 
-  Options options;
-  std::string compression, bucket_mb;
+  Options options, doctor_options = doctor_defaults();
+  bool show_environment = false;
   CLI::App* train_command = app.add_subcommand("train", "Train a model");
-  add_run_options(*train_command, options);
-  CLI::Option* given_compression =
-      train_command->add_option("--compression", compression, "Compression spec (default: fp32)")
-          ->type_name("SPEC")
-          ->group("Ranks");
-  CLI::Option* given_bucket_mb =
-      train_command
-          ->add_option("--bucket-mb", bucket_mb,
-                       "Size of a gradient bucket, in MiB; 0.5 is many, 100000 is one")
-          ->type_name("NUMBER")
-          ->default_str(shown(kDefaultBucketMb))
-          ->group("Ranks");
-  add_checkpoint_options(*train_command, options);
-  train_command->add_option("--log", options.log, "Write records to this file, one JSON object per line")
-      ->type_name("FILE")
-      ->group("Output");
-
+  add_train_flags(*train_command, options);
   CLI::App* compare_command = app.add_subcommand(
       "compare", "Train once per --compression, everything else the same, and print one table");
-  add_run_options(*compare_command, options);
-  compare_command->add_option("--compression", options.compression, "Compression spec; one run for each")
-      ->required()
-      ->type_name("SPEC")
-      ->expected(1)
-      ->take_all()
-      ->group("Ranks");
-  std::vector<std::string> buckets_mb;
-  compare_command
-      ->add_option("--bucket-mb", buckets_mb,
-                   "Size of a gradient bucket, in MiB; given more than once: one run for each --compression "
-                   "and size")
-      ->type_name("NUMBER")
-      ->default_str(shown(kDefaultBucketMb))
-      ->expected(1)
-      ->take_all()
-      ->group("Ranks");
-  compare_command
-      ->add_option("--json", options.json,
-                   "Write the table to FILE, and each run's records next to it (FILE's stem.N.jsonl)")
-      ->type_name("FILE")
-      ->group("Output");
-
-  CLI::App* doctor_command = app.add_subcommand("doctor",
-                                                "Show devices, versions, and what is off and why; with "
-                                                "several ranks measure their links, and say which "
-                                                "compression would pay for --model");
-  Options doctor_options = doctor_defaults();
-  add_model_options(*doctor_command, doctor_options);
-  add_rank_options(*doctor_command, doctor_options);
-  add_word(*doctor_command, "--precision", doctor_options.precision, "As in train")->group("Training");
-  doctor_command->add_option("--json", doctor_options.json, "Write everything to FILE, too")
-      ->type_name("FILE")
-      ->group("Output");
-
-  bool show_environment = false;
-  doctor_command
-      ->add_flag("--environment", show_environment,
-                 "Show every environment variable that is read, its default and meaning, and nothing else")
-      ->group("Output");
+  add_compare_flags(*compare_command, options);
+  CLI::App* doctor_command =
+      app.add_subcommand("doctor",
+                         "Show devices, versions, and what is off and why; with several ranks measure their "
+                         "links, and say which compression would pay for --model");
+  add_doctor_flags(*doctor_command, doctor_options, show_environment);
 
   std::string first = argc > 1 ? argv[1] : "";
   if (!first.empty() && first[0] != '-' && first != "train" && first != "compare" && first != "doctor") {
@@ -476,12 +261,7 @@ int parse_and_run(int argc, char** argv) {
         "or set RANK and WORLD_SIZE for each");
   }
   if (options.launch) share_cores(*options.launch);
-  for (const std::string& mb : buckets_mb)
-    options.bucket_mb.push_back(parse_number<double>("--bucket-mb", mb));
-  if (compare_command->parsed()) return compare(options);
-  if (given_bucket_mb->count() > 0) options.bucket_mb = {parse_number<double>("--bucket-mb", bucket_mb)};
-  if (given_compression->count() > 0) options.compression = {compression};
-  return train(options);
+  return compare_command->parsed() ? compare(options) : train(options);
 }
 
 }  // namespace

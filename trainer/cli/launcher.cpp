@@ -9,8 +9,8 @@
 #include <string_view>
 
 #include "collectives/communicator/communicator.h"
-#include "collectives/transport/tcp.h"
 #include "collectives/transport/nccl.h"
+#include "collectives/transport/tcp.h"
 #include "runtime/environment.h"
 #include "runtime/error.h"
 #include "runtime/thread_pool.h"

@@ -20,52 +20,6 @@ namespace {
 // Measuring a peak takes a fifth of a second, which a shorter run is not worth.
 constexpr double kPeakRunFlops = 1e12;
 
-void check_range(const char* flag, double value, double least, double most) {
-  if (!(value >= least) || !(value <= most)) {
-    throw BadInput(fmt::format("{} {:g} is not from {:g} to {:g}", flag, value, least, most));
-  }
-}
-
-void check_ranges(const Options& o) {
-  check_range("--ranks", o.ranks.value_or(1), 1, 1024);
-  check_range("--batch-size", static_cast<double>(o.batch_size), 1, 1 << 20);
-  check_range("--accumulate", static_cast<double>(o.accumulate), 1, 1 << 20);
-  for (double mb : o.bucket_mb) check_range("--bucket-mb", mb, 0.001, 1 << 20);
-  if (o.epochs && o.steps) throw BadInput("--epochs and --steps were both given; give one of them");
-  if (o.epochs && !(*o.epochs > 0 && *o.epochs <= 1e6)) {
-    throw BadInput(fmt::format("--epochs {:g} is not above 0 and at most 1e+06", *o.epochs));
-  }
-  if (o.steps) check_range("--steps", static_cast<double>(*o.steps), 1, 1e9);
-  if (o.lr) check_range("--lr", *o.lr, 0, 1e6);
-  if (o.weight_decay) check_range("--weight-decay", *o.weight_decay, 0, 1e6);
-  if (o.momentum) check_range("--momentum", *o.momentum, 0, 1);
-  if (o.warmup) check_range("--warmup", static_cast<double>(*o.warmup), 0, 1e9);
-  check_range("--timeout-s", o.timeout_s, 0.001, 1e6);
-  check_range("--eval-every", static_cast<double>(o.eval_every), 0, 1e6);
-  check_range("--eval-batch-size", static_cast<double>(o.eval_batch_size), 1, 1 << 20);
-  if (o.checkpoint.empty() && (o.checkpoint_every || o.checkpoint_keep)) {
-    throw BadInput(std::string(o.checkpoint_every ? "--checkpoint-every" : "--checkpoint-keep") +
-                   " without a folder for checkpoints; add --checkpoint DIR");
-  }
-  if (o.checkpoint_every) check_range("--checkpoint-every", static_cast<double>(*o.checkpoint_every), 1, 1e9);
-  if (o.checkpoint_keep) check_range("--checkpoint-keep", *o.checkpoint_keep, 1, 1e6);
-  if (!o.init.empty() && !o.resume.empty()) {
-    throw BadInput("--init and --resume were both given; a checkpoint has weights of its own");
-  }
-  check_range("--log-every", static_cast<double>(o.log_every), 1, 1e9);
-}
-
-template <typename T>
-T choose(const char* flag, const std::string& value,
-         std::initializer_list<std::pair<const char*, T>> choices) {
-  std::string legal;
-  for (const auto& [word, result] : choices) {
-    if (value == word) return result;
-    legal += (legal.empty() ? "" : ", ") + std::string(word);
-  }
-  throw BadInput(std::string(flag) + " '" + value + "' is not one of " + legal);
-}
-
 VitConfig resolve_model(const Options& o) {
   VitConfig model = named_model(o.model);
   auto override_with = [](int32_t& field, const std::optional<int32_t>& given) {
@@ -100,7 +54,6 @@ void resolve_nodes(const Options& o, Resolved& out) {
   TrainConfig& config = out.config;
   const int ranks = config.ranks();
   if (o.ranks_per_node) {
-    check_range("--ranks-per-node", *o.ranks_per_node, 1, ranks);
     if (ranks % *o.ranks_per_node != 0) {
       throw BadInput(fmt::format("--ranks-per-node {} does not divide the {} ranks into equal nodes",
                                  *o.ranks_per_node, ranks));
@@ -118,21 +71,18 @@ void resolve_nodes(const Options& o, Resolved& out) {
 }
 
 void resolve_devices(const Options& o, Resolved& out) {
-  enum class Choice { automatic, host, cuda };
-  Choice choice = choose<Choice>(
-      "--device", o.device, {{"auto", Choice::automatic}, {"host", Choice::host}, {"cuda", Choice::cuda}});
   const int count = resolve_ranks(o, out);
   const bool processes = out.config.processes;
-  int gpus = choice == Choice::host ? 0 : cuda_device_count();
+  int gpus = o.device == DeviceChoice::host ? 0 : cuda_device_count();
   // Ranks on this machine, as far as known.
   const int here = processes && o.launch->local_world > 0 ? o.launch->local_world : count;
   if (processes && gpus > 0) {
     std::string obstacle = nccl_unavailable_reason();
-    if (obstacle.empty() && choice == Choice::automatic && here > gpus) {
+    if (obstacle.empty() && o.device == DeviceChoice::automatic && here > gpus) {
       obstacle = fmt::format("{} processes share {}{}, which NCCL does not do", here, gpus,
                              gpus == 1 ? " GPU" : " GPUs");
     }
-    if (!obstacle.empty() && choice == Choice::cuda) {
+    if (!obstacle.empty() && o.device == DeviceChoice::cuda) {
       throw BadInput(fmt::format(
           "--device cuda: {}; or start one process with --ranks {}, or use --device host", obstacle, count));
     }
@@ -141,7 +91,7 @@ void resolve_devices(const Options& o, Resolved& out) {
       gpus = 0;
     }
   }
-  if (choice == Choice::cuda && gpus == 0) {
+  if (o.device == DeviceChoice::cuda && gpus == 0) {
     throw BadInput("--device cuda: " + cuda_unavailable_reason() +
                    "; use --device host, or see gradwire doctor");
   }
@@ -152,7 +102,7 @@ void resolve_devices(const Options& o, Resolved& out) {
     int threads = host_threads();
     out.device_line =
         fmt::format("Device: host, {}{}{}", threads, threads == 1 ? " thread, " : " threads, ", ranks);
-    if (choice == Choice::automatic && out.notes.empty())
+    if (o.device == DeviceChoice::automatic && out.notes.empty())
       out.device_line += " (no GPU: " + cuda_unavailable_reason() + ")";
     return;
   }
@@ -247,9 +197,6 @@ void resolve_trace(const Options& o, Resolved& out) {
     }
     return StepRange{std::max(range.begin, first), std::min(range.end, config.steps)};
   };
-  if (o.trace_steps && o.trace.empty()) {
-    throw BadInput("--trace-steps " + *o.trace_steps + " without a file for the trace; add --trace FILE");
-  }
   if (!o.trace.empty() && first < config.steps) {
     config.trace = o.trace;
     const int64_t begin = std::max(first, std::min(first + kTraceAfter, config.steps - kTraceSteps));
@@ -271,18 +218,14 @@ void resolve_trace(const Options& o, Resolved& out) {
 Resolved resolve_machine(const Options& o) {
   Resolved out;
   TrainConfig& config = out.config;
-  check_ranges(o);
   config.model = resolve_model(o);
   config.data = DataSpec::parse(o.data);
   config.augment = Augmentation::parse(o.augment);
   for (const std::string& spec : o.compression) out.compressions.push_back(CompressionSpec::parse(spec));
   if (out.compressions.empty()) out.compressions.push_back(CompressionSpec::parse("fp32"));
   config.compression = out.compressions[0];
-  config.optimizer = choose<OptimizerKind>("--optimizer", o.optimizer,
-                                           {{"sgd", OptimizerKind::sgd}, {"adamw", OptimizerKind::adamw}});
-  config.precision =
-      choose<Precision>("--precision", o.precision,
-                        {{"fp32", Precision::fp32}, {"tf32", Precision::tf32}, {"bf16", Precision::bf16}});
+  config.optimizer = o.optimizer;
+  config.precision = o.precision;
   bool adamw = config.optimizer == OptimizerKind::adamw;
   if (adamw && o.momentum) throw BadInput("--momentum is for --optimizer sgd; adamw has its betas");
   config.lr = o.lr.value_or(adamw ? 1e-3 : 0.05);
@@ -290,7 +233,7 @@ Resolved resolve_machine(const Options& o) {
   config.weight_decay = o.weight_decay.value_or(adamw ? 0.01 : 0.0);
   out.buckets_mb = o.bucket_mb.empty() ? std::vector{kDefaultBucketMb} : o.bucket_mb;
   config.bucket_mb = out.buckets_mb[0];
-  config.gradient_views = choose<bool>("--gradient-views", o.gradient_views, {{"on", true}, {"off", false}});
+  config.gradient_views = o.gradient_views;
   config.graph = o.graph;
   config.batch_size = o.batch_size;
   config.accumulate = o.accumulate;
@@ -334,14 +277,10 @@ Resolved resolve(const Options& o) {
     throw BadInput(
         fmt::format("--warmup {} is longer than the run of {} steps", config.warmup_steps, config.steps));
   }
-  enum class Measure { automatic, on, off };
-  const Measure measure =
-      choose<Measure>("--measure-peak", o.measure_peak,
-                      {{"auto", Measure::automatic}, {"on", Measure::on}, {"off", Measure::off}});
   const double run_flops = training_flops_per_image(config.model) *
                            static_cast<double>(config.global_batch()) * static_cast<double>(config.steps);
-  config.measure_peak =
-      measure == Measure::on || (measure == Measure::automatic && run_flops >= kPeakRunFlops);
+  config.measure_peak = o.measure_peak == PeakMeasurement::on ||
+                        (o.measure_peak == PeakMeasurement::automatic && run_flops >= kPeakRunFlops);
   resolve_checkpoints(o, per_epoch, out);
   resolve_trace(o, out);
   return out;

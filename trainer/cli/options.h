@@ -13,7 +13,11 @@
 
 namespace gradwire {
 
-// Flags as given; what was not given is empty and gets its default in resolve().
+enum class DeviceChoice : uint8_t { automatic, host, cuda };
+enum class PeakMeasurement : uint8_t { automatic, on, off };
+
+// Flags as given, each within its range (trainer/cli/flags.cpp); what was not given is empty and gets its
+// default in resolve().
 struct Options {
   std::string model = "vit_tiny";
   std::optional<int32_t> image_size, patch, width, depth, heads, mlp;
@@ -22,15 +26,16 @@ struct Options {
   std::optional<Launch> launch;       // how this process was started, if by a launcher
   std::string rendezvous;             // empty: the launcher's
   std::optional<int> ranks_per_node;  // default: what the launcher says of this machine
-  std::string device = "auto";
+  DeviceChoice device = DeviceChoice::automatic;
   std::vector<std::string> compression;  // train: one at most; compare: one run each
   std::vector<double> bucket_mb;         // train: one at most; compare: one run each
-  std::string gradient_views = "on";
+  bool gradient_views = true;
   bool graph = false;
   int64_t batch_size = 64, accumulate = 1;
   std::optional<double> epochs;
   std::optional<int64_t> steps;
-  std::string optimizer = "adamw", precision = "fp32";
+  OptimizerKind optimizer = OptimizerKind::adamw;
+  Precision precision = Precision::fp32;
   std::optional<double> lr, weight_decay, momentum;
   std::optional<int64_t> warmup;
   uint64_t seed = 0;
@@ -42,7 +47,7 @@ struct Options {
   std::string init, checkpoint, resume;
   std::optional<int64_t> checkpoint_every;  // default: an epoch
   std::optional<int> checkpoint_keep;
-  std::string measure_peak = "auto";
+  PeakMeasurement measure_peak = PeakMeasurement::automatic;
   int64_t log_every = 1;
   bool dry_run = false;
 };

@@ -1,55 +1,65 @@
 #include "trainer/measure/topology.h"
 
 #include <fmt/format.h>
+#include <hwloc.h>
 
 #include <algorithm>
 #include <cctype>
 #include <cstdlib>
-#include <filesystem>
-#include <fstream>
+#include <new>
 
 #ifdef GRADWIRE_HAS_CUDA
 #include <cuda_runtime_api.h>
 #endif
 
 #include "runtime/device.h"
+#include "runtime/error.h"
 #include "trainer/measure/nvml.h"
 
 namespace gradwire {
-namespace {
 
-namespace fs = std::filesystem;
-
-int read_number(const fs::path& file, int otherwise) {
-  std::ifstream in(file);
-  int value = otherwise;
-  return in >> value ? value : otherwise;
+PciTree::PciTree() {
+  if (hwloc_topology_init(&topology_) != 0) throw std::bad_alloc();
+  load();
 }
 
-// As sysfs writes it: lower case, a domain of four digits.
-std::string normal_address(std::string address) {
-  std::transform(address.begin(), address.end(), address.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  const size_t colon = address.find(':');
-  if (colon == 8) address.erase(0, 4);                                 // 00000000:3b:00.0
-  if (colon == 2 && address.size() <= 7) address = "0000:" + address;  // 3b:00.0
-  return address;
+PciTree::PciTree(const std::string& xml) {
+  if (hwloc_topology_init(&topology_) != 0) throw std::bad_alloc();
+  if (hwloc_topology_set_xmlbuffer(topology_, xml.c_str(), static_cast<int>(xml.size()) + 1) != 0) {
+    hwloc_topology_destroy(topology_);
+    throw BadInput("this is not the XML of hwloc's lstopo");
+  }
+  load();
 }
 
-}  // namespace
+// A machine that hwloc cannot read has an empty tree.
+void PciTree::load() {
+  hwloc_topology_set_io_types_filter(topology_, HWLOC_TYPE_FILTER_KEEP_ALL);
+  hwloc_topology_load(topology_);
+}
 
-std::optional<PciPlace> find_pci_place(const std::string& sys, const std::string& address) {
-  std::error_code error;
-  const fs::path link = fs::path(sys) / "bus/pci/devices" / normal_address(address);
-  const fs::path real = fs::canonical(link, error);
-  if (error) return {};
-  PciPlace place{.address = real.filename().string(), .numa_node = read_number(real / "numa_node", -1)};
-  bool inside = false;
-  for (const fs::path& part : real.parent_path()) {
-    inside = inside || part.string().starts_with("pci");
-    if (inside) place.above.push_back(part.string());
+PciTree::~PciTree() {
+  hwloc_topology_destroy(topology_);
+}
+
+std::optional<PciPlace> PciTree::find(const std::string& address) const {
+  auto text = [](const hwloc_obj_attr_u::hwloc_pcidev_attr_s& pci) {
+    return fmt::format("{:04x}:{:02x}:{:02x}.{:x}", pci.domain, pci.bus, pci.dev, pci.func);
+  };
+  const hwloc_obj_t device = hwloc_get_pcidev_by_busidstring(topology_, address.c_str());
+  if (device == nullptr) return {};
+  PciPlace place{.address = text(device->attr->pcidev)};
+  for (hwloc_obj_t up = device->parent; up->type == HWLOC_OBJ_BRIDGE; up = up->parent) {
+    const hwloc_obj_attr_u::hwloc_bridge_attr_s& bridge = up->attr->bridge;
+    place.above.push_back(bridge.upstream_type == HWLOC_OBJ_BRIDGE_PCI
+                              ? text(bridge.upstream.pci)
+                              : fmt::format("pci{:04x}:{:02x}", bridge.downstream.pci.domain,
+                                            bridge.downstream.pci.secondary_bus));
   }
   if (place.above.empty()) return {};
+  std::reverse(place.above.begin(), place.above.end());
+  const hwloc_const_nodeset_t nodes = hwloc_get_non_io_ancestor_obj(topology_, device)->nodeset;
+  if (hwloc_bitmap_weight(nodes) == 1) place.numa_node = hwloc_bitmap_first(nodes);
   return place;
 }
 
@@ -152,16 +162,18 @@ std::string nccl_transport(GpuPath path, bool peer_access, bool one_process, con
   return settings.shm_disable ? nccl_network(settings) : "SHM";
 }
 
-GpuTopology gpu_topology(const std::string& sys) {
+GpuTopology gpu_topology() {
   GpuTopology topology;
 #ifdef GRADWIRE_HAS_CUDA
   const int gpus = cuda_device_count();
+  if (gpus == 0) return topology;
+  const PciTree tree;
   std::vector<std::optional<PciPlace>> places;
   for (int i = 0; i < gpus; ++i) {
     char address[32] = "";
     if (cudaDeviceGetPCIBusId(address, sizeof address, i) != cudaSuccess) cudaGetLastError();
-    places.push_back(find_pci_place(sys, address));
-    topology.addresses.push_back(normal_address(address));
+    places.push_back(tree.find(address));
+    topology.addresses.push_back(places.back() ? places.back()->address : address);
     topology.numa_nodes.push_back(places.back() ? places.back()->numa_node : -1);
   }
   if (gpus < 2) return topology;
@@ -177,8 +189,6 @@ GpuTopology gpu_topology(const std::string& sys) {
       topology.pairs.push_back(pair);
     }
   }
-#else
-  (void)sys;
 #endif
   return topology;
 }

@@ -1,9 +1,8 @@
-// Which way bytes take from one GPU to another: what `nvidia-smi topo -m` calls NV#, PIX, PXB, PHB, NODE,
-// SYS, found in sysfs, and what NCCL makes of it.
+// The path from one GPU to another: what `nvidia-smi topo -m` calls NV#, PIX, PXB, PHB, NODE, SYS, and the
+// transport that NCCL picks for it.
 //
-// Sources: the PCI tree is /sys/bus/pci/devices/<address>, whose real path names every bridge above a device;
-// NVLinks are counted by NVML, opened at run time where it is installed. Everything here but gpu_topology()
-// is a function of its arguments.
+// Sources: hwloc has the PCI tree, NVML (opened at run time, where it is installed) counts the NVLinks.
+// Everything here but gpu_topology() is a function of its arguments.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +12,8 @@
 #include <vector>
 
 #include "trainer/log/table.h"
+
+struct hwloc_topology;
 
 namespace gradwire {
 
@@ -24,9 +25,22 @@ struct PciPlace {
   bool operator==(const PciPlace&) const = default;
 };
 
-// Of the device `address` (any letter case, with a domain of 4 or 8 digits as drivers write it, or none);
-// none where the tree does not have it. `sys`: where sysfs is mounted.
-std::optional<PciPlace> find_pci_place(const std::string& sys, const std::string& address);
+// A machine's PCI devices.
+class PciTree {
+ public:
+  PciTree();                                 // of this machine
+  explicit PciTree(const std::string& xml);  // of the machine that wrote this with `lstopo --of xml`
+  ~PciTree();
+  PciTree(const PciTree&) = delete;
+  PciTree& operator=(const PciTree&) = delete;
+
+  // `address`: in either case, with a domain of 4 or 8 digits, or none. Empty if the tree does not have it.
+  std::optional<PciPlace> find(const std::string& address) const;
+
+ private:
+  void load();
+  hwloc_topology* topology_ = nullptr;
+};
 
 enum class GpuPath : uint8_t {
   self,
@@ -79,7 +93,7 @@ struct GpuTopology {
   std::string nvlink_source;   // "NVML", or why NVLinks are not known
 };
 // Of the GPUs that CUDA shows this process. Empty without any.
-GpuTopology gpu_topology(const std::string& sys = "/sys");
+GpuTopology gpu_topology();
 
 // The matrix as nvidia-smi prints it.
 Table topology_table(const GpuTopology& topology);

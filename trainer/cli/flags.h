@@ -1,0 +1,17 @@
+// The flags of each command, with their ranges, choices and conflicts: parsing throws CLI::ParseError for what
+// they do not allow.
+#pragma once
+
+#include "trainer/cli/options.h"
+
+namespace CLI {
+class App;
+}
+
+namespace gradwire {
+
+void add_train_flags(CLI::App& command, Options& options);
+void add_compare_flags(CLI::App& command, Options& options);
+void add_doctor_flags(CLI::App& command, Options& options, bool& show_environment);
+
+}  // namespace gradwire
