@@ -368,7 +368,7 @@ void doctor(Options options) {
   }
   const bool leads = !options.launch || options.launch->rank == 0;
   if (leads && !options.json.empty()) check_writable(options.json);
-  if (!options.ranks && !options.launch && options.device != "host" && cuda_device_count() > 1) {
+  if (!options.ranks && !options.launch && options.device != DeviceChoice::host && cuda_device_count() > 1) {
     options.ranks = cuda_device_count();
   }
   const TrainConfig config = resolve_machine(options).config;
