@@ -1,14 +1,15 @@
-"""Training steps by PyTorch, the baseline of bench/experiments/slow_links.py: one process per rank, DistributedDataParallel over gloo.
+"""PyTorch's training steps, the baseline of bench/experiments/slow_links.py: DDP over gloo, one process per rank.
 
-argv[1] is JSON: {"rendezvous": a file that all ranks see, "threads", "model": {image_size, patch, depth, heads, width, mlp,
-classes}, "batch_size", "lr", "momentum", "timeout_s"}; RANK and WORLD_SIZE are in the environment. Then one JSON command per
-line on stdin, the same on every rank, and one line of JSON as the answer on stdout:
+argv[1] is JSON: {"rendezvous": a file shared by all ranks, "threads", "model": {image_size, patch, depth, heads,
+width, mlp, classes}, "batch_size", "lr", "momentum", "timeout_s"}; RANK and WORLD_SIZE are in the environment. Then
+it reads one JSON command per line from stdin, the same on every rank, and answers with one line of JSON on stdout:
 
-    {"hook": null | "fp16" | "bf16" | "powersgd" | "alone", "rank": r, "bucket_mb": MB or null for one bucket, "warmup", "steps"}
+    {"hook": null | "fp16" | "bf16" | "powersgd" | "alone", "rank": r, "bucket_mb": MB or null for one bucket,
+     "warmup", "steps"}
     -> {"step_ms": [...], "buckets": n, "loss": of the last step}, or {"error": why}
 
-"alone" trains without DistributedDataParallel. The settings are those that were fastest here: gradients as views of the
-buckets, a static graph, gradients set to None between steps, SGD that takes one parameter after the other.
+"alone" trains without DistributedDataParallel. The settings are those that were fastest here: gradients as views of
+the buckets, a static graph, gradients set to None between steps, SGD that updates one parameter after another.
 """
 import copy
 import datetime
@@ -49,7 +50,7 @@ class Baseline:
         torch.manual_seed(0)
         self.model = build(config["model"])
         side = config["model"]["image_size"]
-        # The same images in every step: nothing is loaded, which is in PyTorch's favor.
+        # The same images in every step: nothing is loaded, which favors PyTorch.
         self.images = torch.randn(config["batch_size"], 3, side, side)
         self.labels = torch.arange(config["batch_size"]) % config["model"]["classes"]
 
@@ -59,7 +60,7 @@ class Baseline:
     def wrap(self, model, command):
         """DDP with the hook that the command names."""
         megabytes = command.get("bucket_mb") or ONE_BUCKET_MB
-        # The first bucket has a limit of its own, 1 MB, which would make two of one.
+        # The first bucket has its own limit, 1 MB, which would split one bucket into two.
         dist._DEFAULT_FIRST_BUCKET_BYTES = ONE_BUCKET_MB << 20 if command.get("bucket_mb") is None else 1 << 20
         ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=megabytes, gradient_as_bucket_view=True,
                                                         static_graph=True, broadcast_buffers=False)

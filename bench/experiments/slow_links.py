@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""The article's experiments: training steps with each kind of compression over slow links, beside PyTorch DDP.
+"""The article's experiments: training steps with each kind of compression over slow links, compared with PyTorch DDP.
 
-    bench/experiments/slow_links.py run [--quick] [--json FILE]      measures (5 to 10 minutes; root, for network namespaces), shows tables
-    bench/experiments/slow_links.py show FILE                        a result's tables again
-    bench/experiments/slow_links.py render FILE                      puts a result's tables and picture into docs/experiments.md
-    bench/experiments/slow_links.py accuracy run FOLDER              trains on Fashion-MNIST: three compressions, three seeds; a log each
-    bench/experiments/slow_links.py accuracy render FOLDER           puts those logs' table and picture into docs/experiments.md
+    slow_links.py run [--quick] [--json FILE]   measures (5 to 10 minutes; root, for network namespaces), shows tables
+    slow_links.py show FILE                     shows a result's tables again
+    slow_links.py render FILE                   puts a result's tables and pictures into docs/experiments.md
+    slow_links.py accuracy run FOLDER           trains on Fashion-MNIST: three compressions, three seeds; a log each
+    slow_links.py accuracy render FOLDER        puts those logs' table and picture into docs/experiments.md
 """
 import argparse
 import json
@@ -25,11 +25,11 @@ from harness import report  # noqa: E402
 
 SHAPED_LINK = str(BENCH / "harness" / "shaped_link.sh")
 PAGE = ROOT / "docs" / "experiments.md"
-# Sizes of buckets that are tried, for Gradwire and for PyTorch; None: one bucket.
+# Bucket sizes that the sweep tries, for Gradwire and for PyTorch; None: one bucket.
 SWEEP_MB = {"fp32": ((32, 16, 8, 4), (16, 8, 4)), "16bit": ((32, 16, 8, 4), (8, 4)), "powersgd4": ((None, 64, 32, 16), (16,))}
 UNTRIED_MB = {"fp32": 16, "16bit": 16}  # without a sweep
-# ViT-S with ViT-L/32's 50 tokens, so that 4 hosts on a small machine can be as far out of balance with a gigabit link as 8 GPUs
-# with PCIe: batch 1 makes FP32 communication 84 % of the step.
+# ViT-S with ViT-L/32's 50 tokens. With batch 1, 4 hosts on a small machine with gigabit links spend 84 % of an
+# FP32 step on communication, as the article's 8 GPUs did over PCIe.
 MODEL = {"name": "vit_s_16", "image_size": 56, "patch": 8, "width": 384, "depth": 12, "heads": 6, "mlp": 1536, "classes": 1000}
 
 
@@ -46,7 +46,7 @@ def model_flags(model):
 
 
 def item(arguments, who, method, bucket_mb=None, phase="main", network="shaped", ranks_are="hosts", repetition=0, extra=()):
-    """One measurement. More steps where they are short."""
+    """One measurement, with more steps where they are short."""
     if method == "alone":
         steps, warmup, spec, hook, ranks_are = 14, 3, "fp32", {"hook": "alone"}, "alone"
     else:
@@ -62,7 +62,7 @@ def item(arguments, who, method, bucket_mb=None, phase="main", network="shaped",
 
 
 def sweep_items(arguments):
-    """PyTorch's PowerSGD with buckets comes last: it aborts, where it does as this is written."""
+    """PyTorch's PowerSGD with several buckets comes last, because over gloo it aborts."""
     items = []
     for method, (ours, theirs) in SWEEP_MB.items():
         for i, mb in enumerate(ours):
@@ -73,7 +73,7 @@ def sweep_items(arguments):
 
 
 def main_items(arguments, best):
-    """Ours and PyTorch's next to each other, in each repetition."""
+    """Ours and PyTorch's in turns, in each repetition."""
     items = []
     for repetition in range(arguments.repetitions):
         for method in ["alone", *(m[0] for m in report.METHODS)]:
@@ -82,7 +82,7 @@ def main_items(arguments, best):
             sizes = [(None, None)]
             if method in ("fp32", "16bit"):
                 sizes.append((best["gradwire", method], best["pytorch", method]))
-            elif method != "alone":  # the better kind of buckets; PyTorch's aborts with more than one over gloo
+            elif method != "alone":  # the faster bucketing; PyTorch's hook aborts with more than one bucket over gloo
                 sizes = [(best["gradwire", method], None)]
             for ours, theirs in sizes:
                 items.append(item(arguments, "gradwire", method, ours, repetition=repetition))
@@ -119,7 +119,7 @@ def trace_path(result, method):
 
 
 class Session:
-    """Runs plans, on shaped links or without, and keeps what they measured."""
+    """Runs plans, on shaped links or not, and keeps their measurements."""
 
     def __init__(self, arguments):
         self.arguments, self.items = arguments, []
@@ -155,7 +155,7 @@ class Session:
         self.follow([subprocess.Popen(command, env=self.environment(), start_new_session=True)], folder, items)
 
     def loopback(self, items):
-        """The same processes, joined by the machine's own loopback."""
+        """The same processes, connected by loopback."""
         folder, path, items = self.plan(items)
         hosts, processes = self.arguments.hosts, []
         for rank in range(hosts):
@@ -174,7 +174,7 @@ class Session:
                 codes.append(process.wait(timeout=max(1, deadline - time.monotonic())))
         except subprocess.TimeoutExpired:
             codes.append(1)
-        finally:  # also after Ctrl-C: shaped_link.sh takes its namespaces down on SIGTERM, with all that runs in them
+        finally:  # even after Ctrl-C: on SIGTERM shaped_link.sh removes its namespaces and all that runs in them
             for process in processes:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGTERM)
@@ -190,7 +190,7 @@ class Session:
             sys.exit(2 if 2 in codes and not results.exists() else 1)
 
     def best(self):
-        """Size of buckets by side and method, None for one bucket: the sweep's choice."""
+        """Bucket size by side and method, as chosen by the sweep; None for one bucket."""
         sizes = {}
         for who in ("gradwire", "pytorch"):
             for method, *_ in report.METHODS:
@@ -255,7 +255,7 @@ def write(path, document):
 
 def measure(arguments):
     if not os.access(arguments.gradwire, os.X_OK):
-        fail(f"no {arguments.gradwire}; run make build")
+        fail(f"{arguments.gradwire} is missing; run make build")
     probe = subprocess.run([SHAPED_LINK, "--hosts", "2", "--", "true"], capture_output=True, text=True)
     if probe.returncode != 0:
         fail("no slow links here: " + (probe.stderr.strip().splitlines() or ["shaped_link.sh failed"])[-1])
@@ -274,7 +274,7 @@ def measure(arguments):
         if not arguments.no_fast:
             print("== Fast links", flush=True)
             session.loopback(fast_items(arguments, best))
-    finally:  # what was measured before something failed is kept, too
+    finally:  # keeps what was measured before a failure
         shutil.rmtree(session.folder, ignore_errors=True)
         if session.items:
             document = {"schema": 1, "settings": settings(arguments, session.items), "items": session.items}
@@ -284,11 +284,12 @@ def measure(arguments):
 
 
 def page_text(result, traced=()):
-    """What docs/experiments.md shows of a result; traced: the methods that there is a timeline of."""
+    """The section of docs/experiments.md for a result. traced: the methods that have a timeline."""
     s, base, alone = result.settings, result.base("gradwire"), result.alone("gradwire")
     parts = [
         f"{s['date']}, commit {s['commit']}, {s['cpu']}, {s['cores']} cores, {s['system']}, {s['gradwire']}, PyTorch "
-        f"{s['torch']}, torchvision {s['torchvision']}. `{s['command']}`, {s['repetitions']} repetitions. "
+        f"{s['torch']}, torchvision {s['torchvision']}. `{s['command']}`, "
+        f"{s['repetitions']} repetition{'s' if s['repetitions'] != 1 else ''}. "
         f"{s['parameters']:,} parameters, batch {s['batch_size']} per host." +
         (f" Communication is {100 * result.share():.0f} % of Gradwire's FP32 step with one bucket ({base.ms:.0f} ms, {alone.ms:.0f} "
          "without communication); in the article it was 84 %." if alone else ""),
@@ -296,12 +297,12 @@ def page_text(result, traced=()):
         "Goals:\n\n" + report.markdown(report.goal_table(result)),
         "Where Gradwire's step goes (medians, ms; host 0's marks):\n\n" + report.markdown(report.parts_table(result))]
     if traced:
-        parts.append("One step of each, all hosts below each other, on one clock (`--trace`, `bench/plots/plot.py`):")
+        parts.append("One step of each mode, all hosts on one clock (`--trace`, `bench/plots/plot.py`):")
         parts += [f"![One step: {report.NAMES[method]}](timeline-{method}.png)" for method in traced]
     if any(i["phase"] == "sweep" for i in result.items):
-        parts.append("Size of buckets, ms per step; the best of each row is what the table above has as \"buckets\":\n\n"
+        parts.append("Size of buckets, ms per step; the fastest of each row is the size used for \"buckets\" in the table above:\n\n"
                      + report.markdown(report.sweep_table(result.items)))
-    for network, title in (("loopback", "Fast links: the same processes over loopback, nothing shaped"),
+    for network, title in (("loopback", "Fast links: the same processes over loopback, not shaped"),
                            ("threads", "Fast links: Gradwire's ranks as threads of one process")):
         if result.rows(network):
             parts.append(f"{title}:\n\n" + report.markdown(report.main_table(result, network)))
@@ -334,7 +335,7 @@ def render(path):
     document = json.loads(path.read_text())
     result = report.Result(document)
     if not result.base("gradwire"):
-        fail(f"{path}: Gradwire's FP32 with one bucket is not in it", 1)
+        fail(f"{path} has no result for Gradwire's FP32 with one bucket, to which all others are compared", 1)
     traces = {m[0]: trace_path(path, m[0]) for m in report.METHODS if trace_path(path, m[0]).exists()}
     plot, docs = pictures(), ROOT / "docs"
     put("results", page_text(result, traces if plot else ()))
@@ -351,7 +352,7 @@ ACCURACY_FLAGS = ["--model", "vit_tiny", "--data", "fashion-mnist", "--ranks", "
 
 
 def accuracy_run(folder, gradwire):
-    """Half an hour or more; a log that is complete is kept, so that the command can be given again."""
+    """Half an hour or more. Complete logs are kept, so an interrupted run continues when started again."""
     folder.mkdir(parents=True, exist_ok=True)
     for seed in ACCURACY_SEEDS:
         for spec in ACCURACY_SPECS:
@@ -366,17 +367,17 @@ def accuracy_run(folder, gradwire):
 
 
 def accuracy_render(folder):
-    """From the logs in folder whose runs have ended."""
+    """Uses the logs in folder whose runs are complete."""
     found = {path: report.read_accuracy_log(path) for path in sorted(folder.glob("*.jsonl"))}
     found = {path: log for path, log in found.items() if log}
     if not found:
-        fail(f"{folder}: no log of a run that has ended", 1)
+        fail(f"{folder} has no log of a complete run; use accuracy run first", 1)
     logs, run = [log for log, _ in found.values()], next(iter(found.values()))[1]
     rows = report.accuracy_rows(logs)
     print(report.plain(report.accuracy_table(rows)))
     print("\n".join(report.accuracy_goals(rows)))
     about = (f"{run['model']['name']} on {run['data']}, {run['ranks']} ranks, batch {run['batch_size']} per rank, {run['epochs']:g} epochs, "
-             f"{run['optimizer']}, learning rate {run['lr']:g}; test accuracy after the last epoch, not of the best one.")
+             f"{run['optimizer']}, learning rate {run['lr']:g}; test accuracy is taken after the last epoch, not at the best one.")
     put("accuracy", "\n\n".join([about, "![Accuracy](accuracy.png)", report.markdown(report.accuracy_table(rows)).strip(),
                                   "\n".join("- " + line for line in report.accuracy_goals(rows))]))
     plot = pictures()
@@ -395,17 +396,17 @@ def main():
     run.add_argument("--json", type=pathlib.Path, default=ROOT / "build" / "experiments.json")
     run.add_argument("--rate", default="1gbit")
     run.add_argument("--hosts", type=int, default=4)
-    run.add_argument("--batch-size", type=int, default=1, help="per host; it decides how large the share of communication is")
-    run.add_argument("--threads", type=int, default=1, help="of each host, for both sides")
+    run.add_argument("--batch-size", type=int, default=1, help="per host; determines communication's share of the step")
+    run.add_argument("--threads", type=int, default=1, help="threads of each host, for both sides")
     run.add_argument("--no-baseline", "--no-peer", action="store_true", help="without PyTorch")
-    run.add_argument("--no-sweep", action="store_true", help="buckets of 16 MB, one for PowerSGD")
+    run.add_argument("--no-sweep", action="store_true", help="no sweep: buckets of 16 MB, one bucket for PowerSGD")
     run.add_argument("--no-fast", action="store_true", help="without loopback and threads")
-    run.add_argument("--deadline-s", type=int, default=60, help="of one measurement")
+    run.add_argument("--deadline-s", type=int, default=60, help="deadline of one measurement")
     run.add_argument("--gradwire", default=str(ROOT / "build" / "bin" / "gradwire"))
-    run.add_argument("--python", default="/usr/bin/python3", help="that has torch and torchvision")
-    shown = commands.add_parser("show", help="a result's tables on the terminal")
+    run.add_argument("--python", default="/usr/bin/python3", help="a Python interpreter with torch and torchvision")
+    shown = commands.add_parser("show", help="print a result's tables")
     shown.add_argument("json", type=pathlib.Path)
-    rendered = commands.add_parser("render", help="a result into docs/experiments.md")
+    rendered = commands.add_parser("render", help="put a result into docs/experiments.md")
     rendered.add_argument("json", type=pathlib.Path)
     accuracy = commands.add_parser("accuracy", help="Fashion-MNIST with each compression")
     accuracy.add_argument("what", choices=["run", "render"])

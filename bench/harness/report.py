@@ -1,7 +1,7 @@
-"""What bench/experiments/slow_links.py makes of its measurements: rows, tables, and whether the goals are met. No measuring here.
+"""Evaluates the measurements of bench/experiments/slow_links.py: rows, tables, and whether the goals are met.
 
-A result is {"settings": {...}, "items": [...]}; an item is one measurement (bench/experiments/slow_links_host.py). Everything shown is
-computed from the items, so that a result can be rendered again.
+A result is {"settings": {...}, "items": [...]}; an item is one measurement (bench/experiments/slow_links_host.py).
+Everything shown is computed from the items, so that a result can be rendered again.
 """
 import json
 import pathlib
@@ -9,8 +9,8 @@ import statistics
 
 ONE_BUCKET_MB = 1 << 20
 RANKS = (1, 2, 4, 8)
-# method, its name, Gradwire's spec, PyTorch's hook. Schedules are named, so that all repetitions have the same: a ring where
-# the link is the limit, which is gloo's own algorithm too; the fewest rounds where latency is.
+# Method, its name, Gradwire's spec, PyTorch's hook. Schedules are named, so that all repetitions use the same: a
+# ring where bandwidth is the limit, as in gloo's own algorithm, and the fewest rounds where latency is.
 METHODS = [
     ("fp32", "FP32", "fp32:schedule=ring", {"hook": None}),
     ("16bit", "BF16", "bf16:schedule=ring", {"hook": "fp16"}),
@@ -18,7 +18,7 @@ METHODS = [
       for r in RANKS),
 ]
 NAMES = {key: name for key, name, _, _ in METHODS}
-# What a log's steps have in common with the parts of a step.
+# Fields of a log's steps that are reported as medians.
 FIELDS = ("comm_ms", "exposed_comm_ms", "data_ms", "forward_ms", "backward_ms", "optimizer_ms", "wire_bytes", "dense_bytes")
 
 
@@ -28,7 +28,7 @@ def median(values):
 
 
 def read_log(path, warmup):
-    """An item's result from the log of `gradwire train`: the steps behind the first `warmup`, and medians of their parts."""
+    """An item's result from the log of `gradwire train`: the steps after the first `warmup`, and medians of their parts."""
     records = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
     run = next(r for r in records if r["type"] == "run")
     steps = [r for r in records if r["type"] == "step"][warmup:]
@@ -84,7 +84,7 @@ class Result:
         return min(cells, key=lambda c: c.ms) if cells else Cell([])
 
     def rows(self, network="shaped"):
-        """(name, buckets, ours, theirs): as the article has them, PowerSGD with the better kind of buckets."""
+        """(name, buckets, ours, theirs), as in the article; PowerSGD with one bucket or many, whichever is faster."""
         out = []
         for method, name, _, _ in METHODS:
             if method.startswith("powersgd"):
@@ -101,13 +101,13 @@ class Result:
         return self.cell(who, "alone", "one")
 
     def share(self):
-        """Of Gradwire's FP32 step with one bucket, what communication adds. As the article's 84 %: of 701 ms, 112 without."""
+        """Communication's share of Gradwire's FP32 step with one bucket. In the article 84 %: 701 ms, 112 ms without it."""
         base, alone = self.base("gradwire"), self.alone("gradwire")
         return 1 - alone.ms / base.ms if base and alone else None
 
 
 def best_bucket_mb(items, who, method, untried):
-    """Of a sweep, None meaning one bucket; `untried` when nothing was measured."""
+    """The sweep's fastest size, None meaning one bucket; `untried` when nothing was measured."""
     tried = {}
     for i in items:
         if (i["who"], i["method"], i["phase"]) == (who, method, "sweep") and "error" not in i:
@@ -124,7 +124,7 @@ def ratio(above, below):
 
 
 def goals(result):
-    """The targets, and what was measured; "met" is None where nothing was."""
+    """The goals and what was measured; "met" is None for a goal that was not measured."""
     base = result.base("gradwire")
     out = [goal("BF16 with buckets, steps/s relative to own FP32 with one bucket",
                 ratio(base, result.cell("gradwire", "16bit", "many")), 1.86)]
@@ -176,12 +176,12 @@ def step_text(cell, base):
 
 
 def main_table(result, network="shaped"):
-    """Rows of text; the first is the head."""
+    """Rows of text; the first is the header."""
     ours_base, theirs_base = (result.base(who, network) for who in ("gradwire", "pytorch"))
     table = [["mode", "Gradwire: buckets", "ms/step", "of own FP32", "MB sent", "PyTorch: buckets", "ms/step", "of own FP32",
               "Gradwire / PyTorch"]]
     for name, buckets, ours, theirs in result.rows(network):
-        beside = ratio(theirs, ours)
+        compared_to = ratio(theirs, ours)
         sent = ours.field("wire_bytes") if ours else None
         if not theirs and not theirs.error:
             their_buckets = "-"
@@ -189,19 +189,19 @@ def main_table(result, network="shaped"):
             their_buckets = bucket_text(theirs, buckets) + (" (FP16)" if name == "BF16" else "")
         table.append([name, bucket_text(ours, buckets), *step_text(ours, ours_base),
                       "-" if sent is None else f"{sent / 1e6:.2f}", their_buckets, *step_text(theirs, theirs_base),
-                      f"{beside:.2f}x" if beside else "-"])
+                      f"{compared_to:.2f}x" if compared_to else "-"])
     if network == "shaped":
         ours, theirs = result.alone("gradwire"), result.alone("pytorch")
-        beside = ratio(theirs, ours)
+        compared_to = ratio(theirs, ours)
         table.append(["no communication", "-", *step_text(ours, ours_base), "0", "-", *step_text(theirs, theirs_base),
-                      f"{beside:.2f}x" if beside else "-"])
+                      f"{compared_to:.2f}x" if compared_to else "-"])
     compared = any(row[5] != "-" for row in table[1:])
     return table if compared else [row[:5] for row in table]
 
 
 def parts_table(result):
     """Where Gradwire's step goes."""
-    table = [["mode", "ms/step", "forward", "backward", "communication", "of it exposed", "optimizer"]]
+    table = [["mode", "ms/step", "forward", "backward", "communication", "exposed", "optimizer"]]
     cells = [(name, buckets, ours) for name, buckets, ours, _ in result.rows() if ours]
     alone = result.alone("gradwire")
     if alone:
@@ -214,7 +214,7 @@ def parts_table(result):
 
 
 def sweep_table(items):
-    """Milliseconds per step by size of bucket."""
+    """Milliseconds per step by bucket size."""
     sizes = sorted({i["bucket_mb"] for i in items if i["phase"] == "sweep"}, key=lambda mb: -(mb or ONE_BUCKET_MB))
     table = [["", *(f"{mb} MB" if mb else "one bucket" for mb in sizes)]]
     for who in ("gradwire", "pytorch"):
@@ -234,7 +234,7 @@ def markdown(table):
 
 
 def plain(table):
-    """Columns under each other; the first is text, the others are numbers."""
+    """Aligned columns; the first is text, the others are numbers."""
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     return "\n".join("  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
                      for row in table)
@@ -252,7 +252,7 @@ def errors(result):
 
 
 def replace_section(page, name, text):
-    """Puts text between the page's <!-- name:begin --> and <!-- name:end -->."""
+    """Replaces what is between the page's <!-- name:begin --> and <!-- name:end -->."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if begin not in page or end not in page:
         raise ValueError(f"no {begin} and {end} on the page")
@@ -263,7 +263,10 @@ def replace_section(page, name, text):
 # Accuracy: runs of `gradwire train`, a log for each spec and seed.
 
 def accuracy_rows(logs):
-    """logs: (spec, seed, last test accuracy or None, bytes sent, ratio). Per spec: accuracies, differences to FP32 by seed, bytes."""
+    """Per spec: accuracies, differences to FP32 by seed, bytes.
+
+    logs: (spec, seed, last test accuracy or None, bytes sent, ratio)
+    """
     by_spec = {}
     for spec, seed, accuracy, sent, ratio_ in logs:
         if accuracy is not None:
@@ -289,7 +292,7 @@ def read_accuracy_log(path):
     return (run["compression"], run["seed"], summary["test_accuracy"], summary["total_wire_bytes"], summary["ratio"]), run
 
 
-ACCURACY_GOALS = {"bf16": 0.2, "powersgd:rank=4": 0.5}  # points that the mean may lie below FP32's
+ACCURACY_GOALS = {"bf16": 0.2, "powersgd:rank=4": 0.5}  # points by which the mean may be below FP32's
 
 
 def accuracy_table(rows):
@@ -306,7 +309,7 @@ def accuracy_table(rows):
 
 
 def accuracy_goals(rows):
-    """Lines: what was asked, what came out."""
+    """A line per goal: the goal, the result, the verdict."""
     lines = []
     for row in rows:
         if row["spec"] == "fp32":

@@ -1,7 +1,7 @@
-"""Draws what gradwire-bench numerics measured: the error of an allreduce against ranks, a panel per wire format."""
+"""Draws the result of gradwire-bench numerics: the error of an allreduce by ranks, a panel per wire format."""
 from plots.style import FAINT, INK, FuncFormatter, LogLocator, NullLocator, plt, style
 
-# Schedules by how they look in the picture of `gradwire-bench numerics`.
+# Schedule, its label, color and line style.
 SCHEDULE_LINES = [
     ("ring", "ring", "#d55e00", "-"),
     ("tree", "tree", "#e69f00", "-"),

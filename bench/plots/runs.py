@@ -5,7 +5,7 @@ import statistics
 
 from plots.style import FAINT, INK, RUN_COLORS, FuncFormatter, LogLocator, NullLocator, human_bytes, plt, style
 
-# The parts of a step in the order in which they happen; what is exposed of communication stands out.
+# The parts of a step in the order in which they happen; exposed communication is highlighted.
 PARTS = [
     ("data_ms", "data", "#d1d5db"),
     ("forward_ms", "forward", "#9db7d5"),
@@ -35,7 +35,7 @@ class Run:
             elif kind == "summary":
                 self.summary = record
         if not self.config or not self.steps:
-            raise SystemExit(f"plot.py: {path}: no run and no steps in it")
+            raise SystemExit(f"plot.py: {path} has no steps of a run")
         self.name = self.config["compression"]
 
     def seconds(self):
@@ -47,7 +47,7 @@ class Run:
         return ends
 
     def accuracy_by_bytes(self):
-        """(bytes sent until then, accuracy) of each evaluation."""
+        """(bytes sent so far, accuracy) of each evaluation."""
         sent, totals = 0, {0: 0}
         for step in self.steps:
             sent += step["wire_bytes"]

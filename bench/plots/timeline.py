@@ -1,29 +1,29 @@
-"""Draws one step of a trace (gradwire train --trace): what each rank's streams did, all ranks below each other."""
+"""Draws one step of a trace (gradwire train --trace): what each rank's streams did, a row per rank."""
 import statistics
 
 from plots.style import FAINT, INK, plt, style
 
-# What a rank does, as the timeline shows it; the same colors as in a profiler (runtime/nvtx.cpp).
+# Labels and colors of spans; the colors are those of the NVTX ranges (runtime/nvtx.cpp).
 KINDS = {
     "batch": ("batch", "#b8bec8"), "forward": ("forward", "#9db7d5"), "backward": ("backward", "#4f7cac"),
     "optimizer": ("optimizer", "#edae49"), "wait": ("waits for communication", "#f7dfe2"),
     "compress": ("compress", "#7b5ea7"), "communicate": ("communicate", "#d1495b"), "decompress": ("decompress", "#3a9d8f"),
     "exchange": ("on the wire", INK),
 }
-# Height and place of a rank's lanes, from its top.
+# Offset from the rank's top, and height, of its lanes.
 LANES = {"compute": (0.0, 0.40), "communicate": (0.44, 0.34), "exchange": (0.80, 0.07)}
 
 
 class Timeline:
-    """The spans of one step, per rank, in milliseconds from the moment when the first rank began it."""
+    """The spans of one step, per rank, in milliseconds since the first rank began it."""
 
     def __init__(self, trace, step):
         spans = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
         steps = [e for e in spans if e["cat"] == "step"]
         if not steps:
-            raise SystemExit("plot.py: there is no step in this trace"
+            raise SystemExit("plot.py: this trace has no steps"
                              + (f"; the run ended with: {trace['otherData']['error']}" if "error" in trace["otherData"] else ""))
-        # A step counts when all ranks have it.
+        # Only steps that all ranks have count.
         times = {}
         for e in steps:
             times.setdefault(e["args"]["step"], []).append(e["dur"])
@@ -42,7 +42,7 @@ class Timeline:
         self.step_ms = {rank: self.sum(rank, "step") for rank in self.ranks}
 
     def busy(self, rank, *kinds):
-        """For how long at least one span of these kinds was under way."""
+        """How long at least one span of these kinds was active."""
         total = until = 0.0
         for begin, end in sorted((begin, begin + ms) for kind, begin, ms, _ in self.spans[rank] if kind in kinds):
             total += max(0.0, end - max(begin, until))
@@ -62,7 +62,7 @@ def draw_spans(axis, spans, top, end, several):
             continue
         lane = kind if kind == "exchange" else "communicate" if kind in ("compress", "communicate", "decompress") else "compute"
         offset, height = LANES[lane]
-        if lane == "communicate" and several:  # they take turns on two streams, and overlap
+        if lane == "communicate" and several:  # buckets alternate between two streams, and overlap
             height /= 2
             offset += height * (bucket % 2)
         edge = {"hatch": "////", "edgecolor": "#d1495b", "linewidth": 0} if kind == "wait" else {
@@ -71,7 +71,7 @@ def draw_spans(axis, spans, top, end, several):
         text = {"communicate": str(bucket) if kind == "communicate" else "", "compute": kind}.get(lane, "")
         if kind == "wait":
             text = f"waits {ms:.1f} ms" if ms > end / 10 else f"{ms:.0f} ms"
-        # Letters are about a 140th of the picture wide.
+        # A letter is about 1/140 of the picture's width.
         if text and ms > end * (len(text) + 1) / 140:
             axis.text(begin + ms / 2, top + offset + height / 2, text, ha="center", va="center", fontsize=8.5,
                       color="#a22f40" if kind == "wait" else INK if kind in ("batch", "forward", "optimizer") else "white",
