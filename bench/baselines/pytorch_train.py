@@ -1,15 +1,17 @@
-"""PyTorch's training steps, the baseline of bench/experiments/slow_links.py: DDP over gloo, one process per rank.
+"""The baseline of bench/experiments/slow_links.py: PyTorch's DDP over gloo, one process per rank.
 
-argv[1] is JSON: {"rendezvous": a file shared by all ranks, "threads", "model": {image_size, patch, depth, heads,
-width, mlp, classes}, "batch_size", "lr", "momentum", "timeout_s"}; RANK and WORLD_SIZE are in the environment. Then
-it reads one JSON command per line from stdin, the same on every rank, and answers with one line of JSON on stdout:
+argv[1] is JSON: {"rendezvous": a file shared by all ranks, "threads", "model": {image_size, patch, depth,
+heads, width, mlp, classes}, "batch_size", "lr", "momentum", "timeout_s"}; RANK and WORLD_SIZE are in the
+environment. Then it reads one JSON command per line from stdin, the same on every rank, and answers with one
+line of JSON on stdout:
 
     {"hook": null | "fp16" | "bf16" | "powersgd" | "alone", "rank": r, "bucket_mb": MB or null for one bucket,
      "warmup", "steps"}
     -> {"step_ms": [...], "buckets": n, "loss": of the last step}, or {"error": why}
 
-"alone" trains without DistributedDataParallel. The settings are those that were fastest here: gradients as views of
-the buckets, a static graph, gradients set to None between steps, SGD that updates one parameter after another.
+"alone" trains without DistributedDataParallel. The settings are those that were fastest here: gradients as
+views of the buckets, a static graph, gradients set to None between steps, SGD that updates one parameter at a
+time.
 """
 import copy
 import datetime
@@ -37,7 +39,8 @@ except ImportError as error:
 
 def build(model):
     return torchvision.models.VisionTransformer(
-        image_size=model["image_size"], patch_size=model["patch"], num_layers=model["depth"], num_heads=model["heads"],
+        image_size=model["image_size"], patch_size=model["patch"], num_layers=model["depth"],
+        num_heads=model["heads"],
         hidden_dim=model["width"], mlp_dim=model["mlp"], num_classes=model["classes"])
 
 
@@ -61,9 +64,11 @@ class Baseline:
         """DDP with the hook that the command names."""
         megabytes = command.get("bucket_mb") or ONE_BUCKET_MB
         # The first bucket has its own limit, 1 MB, which would split one bucket into two.
-        dist._DEFAULT_FIRST_BUCKET_BYTES = ONE_BUCKET_MB << 20 if command.get("bucket_mb") is None else 1 << 20
-        ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=megabytes, gradient_as_bucket_view=True,
-                                                        static_graph=True, broadcast_buffers=False)
+        first_mb = ONE_BUCKET_MB if command.get("bucket_mb") is None else 1
+        dist._DEFAULT_FIRST_BUCKET_BYTES = first_mb << 20
+        ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=megabytes,
+                                                        gradient_as_bucket_view=True, static_graph=True,
+                                                        broadcast_buffers=False)
         hook = command["hook"]
         if hook == "powersgd":
             ddp.register_comm_hook(powerSGD_hook.PowerSGDState(
@@ -78,7 +83,8 @@ class Baseline:
         model.train()
         alone = command["hook"] == "alone"
         ddp = model if alone else self.wrap(model, command)
-        optimizer = torch.optim.SGD(model.parameters(), lr=self.config["lr"], momentum=self.config["momentum"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=self.config["lr"],
+                                    momentum=self.config["momentum"])
         starts, loss = [], None
         dist.barrier()
         for _ in range(command["warmup"] + command["steps"]):
@@ -99,8 +105,8 @@ class Baseline:
 
 def main():
     config = json.loads(sys.argv[1])
-    dist.init_process_group("gloo", init_method=f"file://{config['rendezvous']}", rank=int(os.environ["RANK"]),
-                            world_size=int(os.environ["WORLD_SIZE"]),
+    dist.init_process_group("gloo", init_method=f"file://{config['rendezvous']}",
+                            rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
                             timeout=datetime.timedelta(seconds=config["timeout_s"]))
     baseline = Baseline(config)
     answer(torch=torch.__version__, torchvision=torchvision.__version__, parameters=baseline.parameters())

@@ -201,7 +201,7 @@ Problem softmax_rows(Arena& arena, int64_t size) {
 
 Problem softmax_rows_backward(Arena& arena, int64_t size) {
   int64_t rows = rows_of(size, kTokensPadded);
-  // With y = 1 / width everywhere and this scale, the op only subtracts the mean, so repeating it is harmless.
+  // With y = 1 / width everywhere and this scale, the op only subtracts the mean, so it can be repeated.
   SoftmaxBackward args{.y = arena.filled(rows * kTokensPadded, 1.0f / kTokens),
                        .dy = arena.normal(rows * kTokensPadded),
                        .rows = rows,

@@ -15,8 +15,8 @@ void add_orthonormalize(CLI::App& app, int& exit_code);
 void add_schedules(CLI::App& app, int& exit_code);
 void add_step(CLI::App& app, int& exit_code);
 
-// Default ranks per node of hierarchical schedules: the largest divisor up to 8 that gives more than one node;
-// 0 when there is none.
+// Default ranks per node of hierarchical schedules: the largest divisor up to 8 that gives more than one
+// node; 0 when there is none.
 int usual_per_node(int world);
 
 }  // namespace gradwire::bench

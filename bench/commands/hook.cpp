@@ -80,8 +80,8 @@ class Path {
   virtual double floor_bytes() const = 0;
 };
 
-// A wire format: gradient + residual -> wire, residual; wire -> gradient. Two passes, because in a real run the
-// data crosses the wire in between.
+// A wire format: gradient + residual -> wire, residual; wire -> gradient. Two passes, because in a real run
+// the data crosses the wire in between.
 class WirePath final : public Path {
  public:
   WirePath(const CompressionSpec& spec, const GradientSet& set, const Stream& stream)

@@ -1,5 +1,5 @@
-// gradwire-bench orthonormalize: all of a model's P factors in one launch, compared with torch.linalg.qr on the
-// same matrices.
+// gradwire-bench orthonormalize: all of a model's P factors in one launch, compared with torch.linalg.qr on
+// the same matrices.
 #include <fmt/format.h>
 #include <unistd.h>
 

@@ -2,9 +2,9 @@
 // where there is nothing to reduce.
 //
 // Three ways to enqueue the same step, on the same model, memory and stream: (A) gradients through the
-// reducer, as `gradwire train` does; (B) the reducer bypassed, gradients straight to the optimizer; (G) A as a
-// graph. Rounds run in the order A B G G B A. A round's ratio is that of sums, so that drift in the machine's
-// speed affects all three alike. The result is the median over the rounds.
+// reducer, as `gradwire train` does; (B) the reducer bypassed, gradients straight to the optimizer; (G) A as
+// a graph. Rounds run in the order A B G G B A. A round's ratio is that of sums, so that drift in the
+// machine's speed affects all three alike. The result is the median over the rounds.
 #include <fmt/format.h>
 
 #include <chrono>

@@ -3,9 +3,9 @@
     slow_links_host.py PLAN.json      with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment
 
 PLAN.json: {"folder": shared by the hosts, "gradwire": path, "python": of the baseline, "flags": [of gradwire
-train], "baseline": what bench/baselines/pytorch_train.py takes, "items": [...]}. An item is one measurement, by
-Gradwire (a new process each time) or by PyTorch (one process for all, because importing it takes longer than a
-measurement). The two take turns, so that changes in the machine's speed affect both. Host 0 appends to
+train], "baseline": what bench/baselines/pytorch_train.py takes, "items": [...]}. An item is one measurement,
+by Gradwire (a new process each time) or by PyTorch (one process for all, because importing it takes longer
+than a measurement). The two take turns, so that changes in the machine's speed affect both. Host 0 appends to
 folder/results.jsonl: the item with "step_ms" and more, or with "error".
 """
 import json
@@ -33,9 +33,10 @@ class Child:
     def __init__(self, plan, serial):
         config = {**plan["baseline"], "rendezvous": f"{plan['folder']}/store.{serial}"}
         script = HERE.parent / "baselines" / "pytorch_train.py"
-        self.process = subprocess.Popen([plan["python"], "-W", "ignore", str(script), json.dumps(config)], text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=open(f"{plan['folder']}/baseline.{os.environ['RANK']}.log", "a"))
+        log = f"{plan['folder']}/baseline.{os.environ['RANK']}.log"
+        self.process = subprocess.Popen([plan["python"], "-W", "ignore", str(script), json.dumps(config)],
+                                        text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        stderr=open(log, "a"))
         self.lines = queue.Queue()
         threading.Thread(target=self.read, daemon=True).start()
         self.hello = {}
@@ -78,7 +79,7 @@ class Host:
         self.child, self.children, self.meetings = None, 0, 0
 
     def meet(self, why="", seconds=90):
-        """Waits for the other hosts. Returns what went wrong, here or on another host; \"\" if nothing did."""
+        """Waits for the other hosts. Returns what went wrong on any host; an empty text if nothing did."""
         self.meetings += 1
         note = self.folder / f"note.{self.rank}"
         note.write_text(why)
@@ -94,29 +95,32 @@ class Host:
         return why
 
     def gradwire(self, item, number):
-        """One `gradwire train` of a rank per host, or of one rank on each host, or of all ranks in one process."""
+        """One `gradwire train`: a rank per host, a world of 1 on each host, or all ranks in one process."""
         log = self.folder / f"{number}.{self.rank}.jsonl"
-        command = [self.plan["gradwire"], "train", *self.plan["flags"], "--compression", item["spec"], "--steps",
-                   str(item["warmup"] + item["steps"]), "--log", str(log), "--bucket-mb",
+        command = [self.plan["gradwire"], "train", *self.plan["flags"], "--compression", item["spec"],
+                   "--steps", str(item["warmup"] + item["steps"]), "--log", str(log), "--bucket-mb",
                    str(item["bucket_mb"] or report.ONE_BUCKET_MB), *item.get("flags", [])]
         env = dict(os.environ)
         env["MASTER_PORT"] = str(int(env["MASTER_PORT"]) + 1 + number % 500)
         if item["ranks_are"] != "hosts":
-            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+                         "MASTER_PORT"):
                 env.pop(name)
         if item["ranks_are"] == "threads":
             if self.rank != 0:
                 return {}
             command += ["--ranks", str(self.world)]
             env.pop("GRADWIRE_THREADS")
-        with subprocess.Popen(command, env=env, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        with subprocess.Popen(command, env=env, text=True, stdout=subprocess.DEVNULL,
+                              stderr=subprocess.PIPE) as process:
             try:
                 _, errors = process.communicate(timeout=item["deadline_s"])
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise Failed(f"gradwire did not finish within {item['deadline_s']} s") from None
         if process.returncode != 0:
-            raise Failed((errors.strip().splitlines() or [f"gradwire exited with code {process.returncode}"])[-1])
+            raise Failed((errors.strip().splitlines()
+                          or [f"gradwire exited with code {process.returncode}"])[-1])
         return report.read_log(log, item["warmup"]) if self.rank == 0 else {}
 
     def pytorch(self, item):

@@ -1,20 +1,19 @@
 #!/usr/bin/env python3
-"""Checks this build's speed against the published numbers and the goals: docs/results/baselines.jsonl, one case
-per line.
+"""Checks this build's speed against the goals and the published numbers, docs/results/baselines.jsonl.
 
-    bench/harness/check.py run [--only REGEX] [--out FOLDER]   measures and judges the cases (make bench-check)
-    bench/harness/check.py judge FOLDER     judges existing results: STEP.json files (scripts/host_check.sh)
-    bench/harness/check.py publish FOLDER   makes FOLDER's measurements the published values of its cases
+    check.py run [--only REGEX] [--out FOLDER]   measures and judges the cases (make bench-check)
+    check.py judge FOLDER                        judges existing results, STEP.json (scripts/host_check.sh)
+    check.py publish FOLDER                      makes FOLDER's measurements the published values of its cases
 
 Only ratios between things measured in one run are compared, never times, and higher is always better. A case
-fails when it is below its goal, or below the published value on the same device, by more than its noise, or when
-it could not be measured. Being faster never fails. Exit status: 0 when no case fails, 1 when one does, 2 for bad
-input.
+fails when it is below its goal, or below the published value on the same device, by more than its noise, or
+when it could not be measured. Being faster never fails. Exit status: 0 when no case fails, 1 when one does, 2
+for bad input.
 
-A line: {"case": name, "step": name of the command's results, "command": [...], "where": fields of the row (the
-best of several counts), "metric": field or "field/field" of that row, "over": fields of another row whose metric
-is divided by this one's (for times), "of": constant to divide by, "value", "goal": or null, "noise": fraction,
-"commit", "device"}
+baselines.jsonl has one case per line: {"case": name, "step": name of the command's results, "command": [...],
+"where": fields of the row (the best of several counts), "metric": field or "field/field" of that row, "over":
+fields of another row whose metric is divided by this one's (for times), "of": constant to divide by, "value",
+"goal": or null, "noise": fraction, "commit", "device"}
 """
 import argparse
 import json
@@ -129,8 +128,8 @@ def table(cases, judgements, device):
     for case, j in zip(cases, judgements):
         published = f"{case['value']:.3g}" + ("" if case["device"] == device else " elsewhere")
         rows.append([case["case"], "-" if j["measured"] is None else f"{j['measured']:.3g}",
-                     "-" if case["goal"] is None else f"{case['goal']:g}", published, f"{100 * case['noise']:.0f} %",
-                     j["verdict"] + (f": {j['why']}" if j["why"] else "")])
+                     "-" if case["goal"] is None else f"{case['goal']:g}", published,
+                     f"{100 * case['noise']:.0f} %", j["verdict"] + (f": {j['why']}" if j["why"] else "")])
     return rows
 
 
@@ -162,8 +161,8 @@ def run_step(step, command, build, folder):
         log.write("$ " + " ".join(command) + "\n")
         log.flush()
         try:
-            code = subprocess.run([*words, "--json", str(result)], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
-                                  timeout=DEADLINE_S).returncode
+            code = subprocess.run([*words, "--json", str(result)], cwd=ROOT, stdout=log,
+                                  stderr=subprocess.STDOUT, timeout=DEADLINE_S).returncode
         except (OSError, subprocess.TimeoutExpired) as error:
             code = str(error)
     if code != 0:
@@ -199,10 +198,12 @@ def run(cases, build, folder, retries, device):
         if not steps:
             break
         if attempt > 0:
-            print("-- once more, where a case failed: a busy machine makes things slower, never faster", flush=True)
+            print("-- once more, where a case failed: a busy machine makes things slower, never faster",
+                  flush=True)
         rows = {step: run_step(step, command, build, folder) for step, command in steps.items()}
         now = [judge(case, rows[case["step"]], device) if case["step"] in rows else None for case in cases]
-        judgements = [new if not judgements else better(judgements[i], new) if new else judgements[i] for i, new in enumerate(now)]
+        judgements = [new if not judgements else better(judgements[i], new) if new else judgements[i]
+                      for i, new in enumerate(now)]
     return judgements
 
 
@@ -224,7 +225,8 @@ def publish(path, cases, folder, device):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--only", default=".", metavar="REGEX", help="cases whose name matches")
     common.add_argument("--baselines", type=pathlib.Path, default=BASELINES)
@@ -232,7 +234,8 @@ def main():
     running = commands.add_parser("run", parents=[common], help="measure, and judge")
     running.add_argument("--out", type=pathlib.Path, help="folder to keep the results in (default: none)")
     running.add_argument("--build", type=pathlib.Path, default=ROOT / "build")
-    running.add_argument("--retries", type=int, default=1, help="how often to repeat a failing case (default: 1)")
+    running.add_argument("--retries", type=int, default=1,
+                         help="how often to repeat a failing case (default: 1)")
     judging = commands.add_parser("judge", parents=[common], help="judge existing results")
     judging.add_argument("--markdown", action="store_true")
     publishing = commands.add_parser("publish", parents=[common], help="make results the published values")

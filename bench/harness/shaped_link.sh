@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # Runs a command on several hosts that are connected by slow links, all on this machine.
 #
-#   bench/harness/shaped_link.sh [--hosts 4] [--rate 1gbit] [--delay 100us] [--port 29500] -- COMMAND [ARGUMENT...]
+#   shaped_link.sh [--hosts 4] [--rate 1gbit] [--delay 100us] [--port 29500] -- COMMAND [ARGUMENT...]
 #
-# A host is a network namespace with one Ethernet port; a cable (veth pair) leads from it to a switch (a bridge in its
-# own namespace). Both ends of each cable send at most --rate (tc tbf), so a link is full duplex; each host adds --delay
-# to what it sends. COMMAND runs once per host, with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
-# MASTER_PORT set as torchrun does. GRADWIRE_THREADS and OMP_NUM_THREADS, unless set, are set so that all hosts together
-# use this machine's cores. Host 0 uses the terminal; the output of another host is shown if it fails.
+# A host is a network namespace with one Ethernet port; a cable (veth pair) leads from it to a switch (a bridge
+# in its own namespace). Both ends of each cable send at most --rate (tc tbf), so a link is full duplex; each
+# host adds --delay to what it sends. COMMAND runs once per host, with RANK, WORLD_SIZE, LOCAL_RANK,
+# LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set as torchrun does. GRADWIRE_THREADS and OMP_NUM_THREADS,
+# unless set, are set so that all hosts together use this machine's cores. Host 0 uses the terminal; the output
+# of another host is shown if it fails.
 #
-# Needs root, for its own namespaces only: the machine's network is not touched. Everything is taken down at the end,
-# even after Ctrl-C; the next run removes what a killed run left behind.
+# Needs root, for its own namespaces only: the machine's network is not touched. Everything is taken down at
+# the end, even after Ctrl-C; the next run removes what a killed run left behind.
 # Exit code: that of the first host that failed; 2 when the links cannot be made.
 set -uo pipefail
 
@@ -52,7 +53,7 @@ prefix=gwlink-
 me=$prefix$$-
 pids=()
 
-# Kills what runs in the namespaces whose names begin with $1 and removes them, with their veths, bridges and rates.
+# Kills what runs in the namespaces whose names begin with $1 and removes them, with their veths and bridges.
 remove() {
   local space inside
   for space in $(ip netns list 2> /dev/null | awk '{print $1}' | grep "^$1"); do
@@ -111,7 +112,8 @@ done
 threads=$(($(nproc) / hosts))
 [ $threads -ge 1 ] || threads=1
 export WORLD_SIZE=$hosts LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.77.0.1 MASTER_PORT=$port
-export GRADWIRE_THREADS=${GRADWIRE_THREADS:-$threads} OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads} GLOO_SOCKET_IFNAME=eth0
+export GRADWIRE_THREADS=${GRADWIRE_THREADS:-$threads} OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
+export GLOO_SOCKET_IFNAME=eth0
 for ((i = 0; i < hosts; ++i)); do
   if [ $i -eq 0 ]; then
     RANK=$i ip netns exec "${me}host$i" "$@" &

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Draws `gradwire compare`: accuracy against bytes sent, loss against time, where a step's time went.
 
-    bench/plots/plot.py build/demo/compare.json -o report.png     the result of gradwire compare --json
-    bench/plots/plot.py run-a.jsonl run-b.jsonl -o report.png     logs of single runs (gradwire train --log)
-    bench/plots/plot.py numerics.json -o numerics.png             the result of gradwire-bench numerics --json
-    bench/plots/plot.py experiments.json -o experiments.png       the result of bench/experiments/slow_links.py
-    bench/plots/plot.py trace.json -o timeline.png                one step of gradwire train --trace, a row per rank
+    plot.py build/demo/compare.json -o report.png     the result of gradwire compare --json
+    plot.py run-a.jsonl run-b.jsonl -o report.png     logs of single runs (gradwire train --log)
+    plot.py numerics.json -o numerics.png             the result of gradwire-bench numerics --json
+    plot.py experiments.json -o experiments.png       the result of bench/experiments/slow_links.py
+    plot.py trace.json -o timeline.png                one step of gradwire train --trace, a row per rank
 
 The runs' logs, compare.0.jsonl and so on, must be next to compare.json (docs/formats.md).
 """
@@ -43,14 +43,15 @@ def trace_of(paths):
 def numerics_of(paths):
     """The rows of `gradwire-bench numerics --json`, or None when the files are something else."""
     rows = document_of(paths)
-    return rows if rows and isinstance(rows, list) and "lossy_steps" in rows[0] and "rel_error" in rows[0] else None
+    return rows if rows and isinstance(rows, list) and {"lossy_steps", "rel_error"} <= set(rows[0]) else None
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", help="compare.json, run logs (.jsonl), numerics.json, or a trace")
     parser.add_argument("-o", "--output", default="report.png", help="picture to write (default: report.png)")
-    parser.add_argument("--step", type=int, help="of a trace: the step to draw (default: one of median length)")
+    parser.add_argument("--step", type=int,
+                        help="of a trace: the step to draw (default: one of median length)")
     arguments = parser.parse_args()
     trace = trace_of(arguments.files)
     numerics_rows, experiments_result = numerics_of(arguments.files), experiments_of(arguments.files)
