@@ -7,6 +7,7 @@
 #include <gloo/transport/tcp/device.h>
 #endif
 
+#include <fmt/format.h>
 #include <netdb.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -49,7 +50,7 @@ std::string address_towards(const std::string& rendezvous) {
 #ifdef GRADWIRE_HAS_GLOO
 namespace {
 
-// Gloo's ranks set one key each and read all others': all-gathers over the connections there are.
+// Each of Gloo's ranks sets one key and reads all others', so all-gathers over our own connections suffice.
 class GatheringStore final : public ::gloo::rendezvous::Store {
  public:
   GatheringStore(Communicator& comm, const Stream& stream) : comm_(comm), stream_(stream) {}
@@ -60,7 +61,8 @@ class GatheringStore final : public ::gloo::rendezvous::Store {
   std::vector<char> get(const std::string& key) override { return values_.at(key); }
   void wait(const std::vector<std::string>& keys) override {
     for (const std::string& key : keys) {
-      if (!values_.contains(key)) throw Error("gloo asks for a key that no rank has set: " + key);
+      if (!values_.contains(key))
+        throw Error(fmt::format("gloo waits for the key {}, which no rank has set", key));
     }
   }
 
@@ -124,7 +126,7 @@ bool GlooBaseline::available() {
 
 struct GlooBaseline::Impl {};
 GlooBaseline::GlooBaseline(Communicator&, const Stream&, const std::string&, double) {
-  throw Error("this build has no Gloo");
+  throw Error("this build has no Gloo; use --no-baseline");
 }
 double GlooBaseline::time_us(int64_t, int, int) {
   return 0;

@@ -1,4 +1,4 @@
-// Gloo's own allreduce of floats, among the same processes, to compare ours with.
+// Gloo's own allreduce of floats between the same processes, as a baseline.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +12,14 @@ namespace gradwire::bench {
 
 class GlooBaseline {
  public:
-  // Collective. `address` is this machine's, under which the others reach it.
+  // Collective. `address` is this machine's address as the other ranks reach it.
   GlooBaseline(Communicator& comm, const Stream& stream, const std::string& address, double timeout_s);
   ~GlooBaseline();
 
   // Microseconds per sum of `count` floats, mean of `iterations` after `warmup`. Collective.
   double time_us(int64_t count, int warmup, int iterations);
 
-  // False in a build without Gloo; then there is nothing to compare with.
+  // False in a build without Gloo.
   static bool available();
 
  private:
@@ -27,7 +27,7 @@ class GlooBaseline {
   std::unique_ptr<Impl> impl_;
 };
 
-// The address of this machine that traffic to the other ranks leaves from, given where they meet.
+// This machine's local address on the route to the rendezvous.
 std::string address_towards(const std::string& rendezvous);
 
 }  // namespace gradwire::bench

@@ -4,9 +4,10 @@
 
 #if defined(GRADWIRE_HAS_NCCL) && defined(GRADWIRE_HAS_CUDA)
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <vector>
 
 #include "collectives/agreement/all_gather.h"
@@ -16,7 +17,9 @@ namespace gradwire::bench {
 namespace {
 
 void check(ncclResult_t result, const char* call) {
-  if (result != ncclSuccess) throw Error(std::string(call) + ": " + NcclApi::loaded().text(result, nullptr));
+  if (result != ncclSuccess) {
+    throw Error(fmt::format("{}: {}", call, NcclApi::loaded().text(result, nullptr)));
+  }
 }
 
 }  // namespace
@@ -81,7 +84,7 @@ namespace gradwire::bench {
 
 struct NcclBaseline::Impl {};
 NcclBaseline::NcclBaseline(Communicator&, const Stream&) {
-  throw Error("this build has no NCCL transport");
+  throw Error("this build has no NCCL transport; use --no-baseline");
 }
 NcclBaseline::~NcclBaseline() = default;
 double NcclBaseline::time_us(int64_t, int, int) {

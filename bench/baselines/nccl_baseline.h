@@ -1,4 +1,4 @@
-// NCCL's own allreduce of floats, among the same processes, to compare ours with.
+// NCCL's own allreduce of floats between the same processes, as a baseline.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace gradwire::bench {
 
 class NcclBaseline {
  public:
-  // Collective: a communicator of its own among the ranks of `comm`, whose device is a GPU.
+  // Collective: makes its own NCCL communicator among the ranks of `comm`, whose device must be a GPU.
   NcclBaseline(Communicator& comm, const Stream& stream);
   ~NcclBaseline();
 
@@ -18,7 +18,7 @@ class NcclBaseline {
   // rank. Collective.
   double time_us(int64_t count, int warmup, int iterations);
 
-  // False in a build without the NCCL transport; then there is nothing to compare with.
+  // False in a build without the NCCL transport.
   static bool available();
 
  private:

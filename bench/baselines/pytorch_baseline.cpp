@@ -1,6 +1,7 @@
 #include "bench/baselines/pytorch_baseline.h"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -15,14 +16,14 @@
 
 namespace gradwire::bench {
 
-extern const char* const kPyTorchHookScript;  // bench/baselines/pytorch_hook.py, put here by CMake
+extern const char* const kPyTorchHookScript;  // bench/baselines/pytorch_hook.py, embedded by CMake
 
 namespace {
 
-// A file without a name that the child inherits; its path there is /proc/self/fd/<number>.
-int nameless_file(const char* name) {
+// An anonymous file that the child inherits; its path in the child is /proc/self/fd/<number>.
+int anonymous_file(const char* name) {
   int fd = memfd_create(name, 0);
-  if (fd < 0) throw Error(std::string("memfd_create: ") + std::strerror(errno));
+  if (fd < 0) throw Error(fmt::format("memfd_create: {}", std::strerror(errno)));
   return fd;
 }
 
@@ -30,7 +31,7 @@ void write_all(int fd, const void* data, size_t bytes) {
   for (const char* at = static_cast<const char*>(data); bytes > 0;) {
     ssize_t n = write(fd, at, bytes);
     if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) throw Error(std::string("write to the baseline: ") + std::strerror(errno));
+    if (n <= 0) throw Error(fmt::format("write to the baseline: {}", std::strerror(errno)));
     at += n;
     bytes -= static_cast<size_t>(n);
   }
@@ -50,17 +51,17 @@ std::string last_line(int fd) {
 PyTorchBaseline::PyTorchBaseline(const std::string& python, Device device, int threads,
                                  const std::vector<GradientTensor>& tensors, std::span<const float> data)
     : python_(python) {
-  signal(SIGPIPE, SIG_IGN);  // a child that died shows in what write() returns
-  int file = nameless_file("gradients");
+  signal(SIGPIPE, SIG_IGN);  // a dead child makes write() fail instead
+  int file = anonymous_file("gradients");
   write_all(file, data.data(), data.size_bytes());
-  errors_ = nameless_file("errors");
+  errors_ = anonymous_file("errors");
   nlohmann::json shapes = nlohmann::json::array();
   for (const GradientTensor& t : tensors) shapes.push_back(t.shape);
   nlohmann::json config = {{"device", device.is_host() ? "cpu" : device.name()},
                            {"threads", threads},
                            {"shapes", shapes},
-                           {"data", "/proc/self/fd/" + std::to_string(file)}};
-  std::string text = config.dump(), count = std::to_string(threads);
+                           {"data", fmt::format("/proc/self/fd/{}", file)}};
+  std::string text = config.dump(), count = fmt::to_string(threads);
   int in[2], out[2];
   if (pipe2(in, O_CLOEXEC) != 0 || pipe2(out, O_CLOEXEC) != 0) throw Error("pipe2 failed");
   const char* argv[] = {python_.c_str(), "-c", kPyTorchHookScript, text.c_str(), nullptr};
@@ -86,8 +87,10 @@ PyTorchBaseline::PyTorchBaseline(const std::string& python, Device device, int t
   from_ = out[0];
   nlohmann::json hello = read_answer();
   if (hello.contains("missing")) {
-    throw BadInput("--baseline: " + python_ + ": " + hello["missing"].get<std::string>() +
-                   "; install python3-torch and python3-numpy, or give --python one that has them");
+    throw BadInput(
+        fmt::format("--baseline: {}: {}; install python3-torch and python3-numpy, or give --python an "
+                    "interpreter that has them",
+                    python_, hello["missing"].get<std::string>()));
   }
 }
 
@@ -139,11 +142,11 @@ nlohmann::json PyTorchBaseline::read_answer() {
     pollfd readable{from_, POLLIN, 0};
     int ready = poll(&readable, 1, kTimeoutMs);
     if (ready < 0 && errno == EINTR) continue;
-    if (ready == 0) throw Error("--baseline: " + python_ + " gave no answer for five minutes");
+    if (ready == 0) throw Error(fmt::format("--baseline: {} did not answer for five minutes", python_));
     char chunk[4096];
     ssize_t n = read(from_, chunk, sizeof chunk);
     if (n <= 0) {
-      std::string why = "--baseline: " + python_ + " ended: " + last_line(errors_);
+      std::string why = fmt::format("--baseline: {} ended: {}", python_, last_line(errors_));
       int status = 0;
       waitpid(pid_, &status, 0);
       pid_ = -1;

@@ -1,4 +1,4 @@
-// PyTorch's hook in a child process, which waits while we run and runs while we wait.
+// PyTorch's hook in a child process. The two sides take turns: one waits while the other runs.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -13,16 +13,16 @@ namespace gradwire::bench {
 
 class PyTorchBaseline {
  public:
-  // Starts `python` on bench/baselines/pytorch_hook.py with `data`, the tensors' values one after the other. Throws
-  // BadInput when there is no such program or it has no torch.
+  // Starts `python` on bench/baselines/pytorch_hook.py with `data`, the tensors' values one after the other.
+  // Throws BadInput when there is no such program or it has no torch.
   PyTorchBaseline(const std::string& python, Device device, int threads,
                   const std::vector<GradientTensor>& tensors, std::span<const float> data);
   ~PyTorchBaseline();
   PyTorchBaseline(const PyTorchBaseline&) = delete;
 
-  // True when PyTorch has something like it.
+  // True when PyTorch has a corresponding hook.
   static bool has(const CompressionSpec& spec);
-  // Sets up its hook for `spec` and warms it up; returns what it is.
+  // Sets up PyTorch's hook for `spec` and warms it up; returns its description.
   std::string prepare(const CompressionSpec& spec);
   // torch.linalg.qr of every tensor instead of a hook, tensors of one shape in one batched call.
   std::string prepare_qr();

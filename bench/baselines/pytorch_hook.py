@@ -1,11 +1,12 @@
-"""PyTorch's own communication hooks, as `gradwire-bench hook --baseline` drives them: a world of 1, no DDP around them.
+"""PyTorch's own communication hooks, driven by `gradwire-bench hook --baseline`: a world of 1, without DDP.
 
-argv[1] is JSON: {"device", "threads", "shapes", "data": file of float32 in the order of shapes}. Then one command per
-line on stdin and one line of JSON as the answer on stdout:
-    prepare SPEC   SPEC is JSON: {"method": "powersgd", "rank", "error_feedback", "warm", "min_ratio"} or {"method": "bf16"}
-                   or {"method": "qr"}
-                   -> {"baseline": what runs}
-    run            -> {"ms": time of one call of the hook on a bucket that holds the data; "qr": of factoring all tensors}
+argv[1] is JSON: {"device", "threads", "shapes", "data": file of float32 in the order of shapes}. Then it
+reads one command per line from stdin and answers with one line of JSON on stdout:
+    prepare SPEC   SPEC is JSON: {"method": "powersgd", "rank", "error_feedback", "warm", "min_ratio"},
+                   {"method": "bf16"} or {"method": "qr"}
+                   -> {"baseline": description}
+    run            -> {"ms": time of one call of the hook on a bucket with the data; for "qr", time to factor
+                   all tensors}
 """
 import json
 import os
@@ -30,7 +31,7 @@ except ImportError as error:
 
 
 class Bucket:
-    """What DDP hands to a hook: one flat buffer, and its tensors as views of it."""
+    """What DDP passes to a hook: one flat buffer, and its tensors as views of it."""
 
     def __init__(self, buffer, shapes):
         self._buffer, self._gradients, begin = buffer, [], 0
@@ -54,7 +55,7 @@ class Bucket:
 
 
 class DoneAtOnce:
-    """Stands for the allreduce where the backend has none for BF16. In a world of 1 it has nothing to do anyway."""
+    """Replaces an allreduce that the backend lacks for BF16. In a world of 1 it would do nothing anyway."""
 
     def __init__(self, tensor, *_, **__):
         self._future = torch.futures.Future()
@@ -90,7 +91,7 @@ class Baseline:
             self.bucket.buffer().copy_(self.data)
             for matrix in self.bucket.gradients():
                 groups.setdefault(tuple(matrix.shape), []).append(matrix)
-            # Batched by shape, and outside the time that is measured: better than any hook gets it.
+            # Batching by shape is not timed, which favors PyTorch: a real hook would have to do it.
             batches = [torch.stack(group) for group in groups.values()]
             self.hook = lambda state, bucket: self.factor(batches)
             name += "linalg.qr, batched by shape"
@@ -133,8 +134,8 @@ def main():
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     folder = tempfile.mkdtemp(prefix="gradwire-baseline-")
     try:
-        dist.init_process_group("gloo" if config["device"] == "cpu" else "nccl", init_method=f"file://{folder}/store",
-                                rank=0, world_size=1)
+        dist.init_process_group("gloo" if config["device"] == "cpu" else "nccl",
+                                init_method=f"file://{folder}/store", rank=0, world_size=1)
         baseline = Baseline(config)
         answer(torch=torch.__version__)
         for line in sys.stdin:

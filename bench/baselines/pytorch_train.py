@@ -1,14 +1,17 @@
-"""Training steps by PyTorch, the baseline of bench/experiments/slow_links.py: one process per rank, DistributedDataParallel over gloo.
+"""The baseline of bench/experiments/slow_links.py: PyTorch's DDP over gloo, one process per rank.
 
-argv[1] is JSON: {"rendezvous": a file that all ranks see, "threads", "model": {image_size, patch, depth, heads, width, mlp,
-classes}, "batch_size", "lr", "momentum", "timeout_s"}; RANK and WORLD_SIZE are in the environment. Then one JSON command per
-line on stdin, the same on every rank, and one line of JSON as the answer on stdout:
+argv[1] is JSON: {"rendezvous": a file shared by all ranks, "threads", "model": {image_size, patch, depth,
+heads, width, mlp, classes}, "batch_size", "lr", "momentum", "timeout_s"}; RANK and WORLD_SIZE are in the
+environment. Then it reads one JSON command per line from stdin, the same on every rank, and answers with one
+line of JSON on stdout:
 
-    {"hook": null | "fp16" | "bf16" | "powersgd" | "alone", "rank": r, "bucket_mb": MB or null for one bucket, "warmup", "steps"}
+    {"hook": null | "fp16" | "bf16" | "powersgd" | "alone", "rank": r, "bucket_mb": MB or null for one bucket,
+     "warmup", "steps"}
     -> {"step_ms": [...], "buckets": n, "loss": of the last step}, or {"error": why}
 
-"alone" trains without DistributedDataParallel. The settings are those that were fastest here: gradients as views of the
-buckets, a static graph, gradients set to None between steps, SGD that takes one parameter after the other.
+"alone" trains without DistributedDataParallel. The settings are those that were fastest here: gradients as
+views of the buckets, a static graph, gradients set to None between steps, SGD that updates one parameter at a
+time.
 """
 import copy
 import datetime
@@ -36,7 +39,8 @@ except ImportError as error:
 
 def build(model):
     return torchvision.models.VisionTransformer(
-        image_size=model["image_size"], patch_size=model["patch"], num_layers=model["depth"], num_heads=model["heads"],
+        image_size=model["image_size"], patch_size=model["patch"], num_layers=model["depth"],
+        num_heads=model["heads"],
         hidden_dim=model["width"], mlp_dim=model["mlp"], num_classes=model["classes"])
 
 
@@ -49,7 +53,7 @@ class Baseline:
         torch.manual_seed(0)
         self.model = build(config["model"])
         side = config["model"]["image_size"]
-        # The same images in every step: nothing is loaded, which is in PyTorch's favor.
+        # The same images in every step: nothing is loaded, which favors PyTorch.
         self.images = torch.randn(config["batch_size"], 3, side, side)
         self.labels = torch.arange(config["batch_size"]) % config["model"]["classes"]
 
@@ -59,10 +63,12 @@ class Baseline:
     def wrap(self, model, command):
         """DDP with the hook that the command names."""
         megabytes = command.get("bucket_mb") or ONE_BUCKET_MB
-        # The first bucket has a limit of its own, 1 MB, which would make two of one.
-        dist._DEFAULT_FIRST_BUCKET_BYTES = ONE_BUCKET_MB << 20 if command.get("bucket_mb") is None else 1 << 20
-        ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=megabytes, gradient_as_bucket_view=True,
-                                                        static_graph=True, broadcast_buffers=False)
+        # The first bucket has its own limit, 1 MB, which would split one bucket into two.
+        first_mb = ONE_BUCKET_MB if command.get("bucket_mb") is None else 1
+        dist._DEFAULT_FIRST_BUCKET_BYTES = first_mb << 20
+        ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=megabytes,
+                                                        gradient_as_bucket_view=True, static_graph=True,
+                                                        broadcast_buffers=False)
         hook = command["hook"]
         if hook == "powersgd":
             ddp.register_comm_hook(powerSGD_hook.PowerSGDState(
@@ -77,7 +83,8 @@ class Baseline:
         model.train()
         alone = command["hook"] == "alone"
         ddp = model if alone else self.wrap(model, command)
-        optimizer = torch.optim.SGD(model.parameters(), lr=self.config["lr"], momentum=self.config["momentum"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=self.config["lr"],
+                                    momentum=self.config["momentum"])
         starts, loss = [], None
         dist.barrier()
         for _ in range(command["warmup"] + command["steps"]):
@@ -98,8 +105,8 @@ class Baseline:
 
 def main():
     config = json.loads(sys.argv[1])
-    dist.init_process_group("gloo", init_method=f"file://{config['rendezvous']}", rank=int(os.environ["RANK"]),
-                            world_size=int(os.environ["WORLD_SIZE"]),
+    dist.init_process_group("gloo", init_method=f"file://{config['rendezvous']}",
+                            rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
                             timeout=datetime.timedelta(seconds=config["timeout_s"]))
     baseline = Baseline(config)
     answer(torch=torch.__version__, torchvision=torchvision.__version__, parameters=baseline.parameters())

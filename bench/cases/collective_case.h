@@ -1,9 +1,7 @@
 // One allreduce as gradwire-bench collectives measures it: a schedule, a compression spec, a size.
 #pragma once
 
-#include <functional>
-#include <optional>
-#include <string>
+#include <cstdint>
 #include <vector>
 
 #include "collectives/communicator/communicator.h"
@@ -30,10 +28,10 @@ struct CollectiveResult {
   double wire_bytes = 0;  // sent by the busiest rank per iteration, measured at the transport
   double fp32_bytes = 0;  // what it would have sent in FP32 with the same schedule
   double wrong = 0;       // elements, summed over ranks
-  double rel_error = 0;   // norm of the difference to the exact mean over the norm of that
+  double rel_error = 0;   // norm of the difference to the exact mean, over the norm of the exact mean
 };
 
-// One rank's life in the benchmark. Every rank makes the same calls.
+// One rank of the benchmark. Every rank makes the same calls.
 class CollectiveRank {
  public:
   CollectiveRank(Communicator& comm, const CollectiveSettings& settings);
@@ -44,7 +42,7 @@ class CollectiveRank {
 
  private:
   class Program;
-  // What the ranks' data are: small integers, whose sums no wire rounds, or normal draws.
+  // The ranks' data: small integers, whose sums no wire rounds, or normally distributed values.
   enum class Values { integers, normal };
   float value(Values kind, int rank, int64_t i) const;
   void fill(Values kind, int64_t count);

@@ -24,7 +24,7 @@ void Arena::reset() {
 void* Arena::take(int64_t bytes) {
   int64_t aligned = (bytes + 255) / 256 * 256;
   if (used_ + aligned > static_cast<int64_t>(memory_.bytes())) {
-    throw Error("a benchmark case needs more than kArenaPerSize times its size");
+    throw Error("a benchmark case needs more arena than kArenaPerSize times its size; raise kArenaPerSize");
   }
   void* data = memory_.as<char>() + used_;
   used_ += aligned;

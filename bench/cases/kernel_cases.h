@@ -1,7 +1,7 @@
 // Every op of kernels/ as a benchmark case: one entry each in kernel_cases.cpp and its neighbours.
 //
 // To add one: write a function that lays out the op's arguments for about `size` bytes of its main array, and
-// list it in its family's table. tests/bench_test.py fails for an op that has none.
+// list it in its family's table. tests/bench_test.py fails for an op without a case.
 #pragma once
 
 #include <cstdint>
@@ -15,16 +15,16 @@
 
 namespace gradwire::bench {
 
-// Memory of one device, handed out piece by piece and taken back all at once: pages are touched once, not
-// once per case.
+// Memory of one device, handed out piece by piece and freed all at once, so that pages are touched once and
+// not once per case.
 class Arena {
  public:
   Arena(const Stream& stream, int64_t bytes);
 
   const Stream& stream() const { return stream_; }
   void reset();
-  // Normal draws (the same million again and again), zeros, or one value; 256-byte aligned. All throw Error
-  // when the arena is full, which names `kArenaPerSize`.
+  // Normally distributed values (the same million repeated), zeros, or one value; 256-byte aligned. All throw
+  // Error when the arena is full.
   float* normal(int64_t count);
   template <typename T>
   T* zeros(int64_t count) {
@@ -50,20 +50,20 @@ class Arena {
   std::vector<std::shared_ptr<void>> kept_;
 };
 
-// How many bytes of arena a case may take per byte of `size`.
+// Arena bytes that a case may use per byte of `size`.
 inline constexpr int64_t kArenaPerSize = 9;
 
 // An op with its arguments, ready to be launched again and again on the same memory.
 struct Problem {
   Work launch;
   double bytes = 0;  // read and written by one launch, as the op's header states
-  double flops = 0;  // of products; 0 where memory is all there is
+  double flops = 0;  // of products; 0 for ops limited by memory
   std::string shape;
 };
 
 struct KernelCase {
   std::string op;       // its name
-  std::string variant;  // "" when there is one only
+  std::string variant;  // "" when there is only one
   std::string family;   // its header, or the wire format
   std::function<Problem(Arena& arena, int64_t size)> make;
 };

@@ -1,8 +1,10 @@
 // Cases of the ViT and its products, in ViT-B/32's shapes: 50 tokens, width 768, 12 heads, MLP 3072. `size`
-// is that of the main activation; the number of images or rows follows.
+// is that of the main activation and determines the number of images or rows.
 //
 // Ops that work in place run on the same memory again and again, so their inputs are chosen such that values
-// neither vanish nor explode (a denormal would cost time that is not the kernel's).
+// neither vanish nor explode (denormals would slow the arithmetic down).
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
@@ -22,7 +24,7 @@ int64_t rows_of(int64_t size, int64_t width) {
   return std::max<int64_t>(1, size / 4 / width);
 }
 std::string by(int64_t rows, int64_t width) {
-  return std::to_string(rows) + "x" + std::to_string(width);
+  return fmt::format("{}x{}", rows, width);
 }
 double times(double bytes, int64_t rows, int64_t width) {
   return bytes * static_cast<double>(rows) * static_cast<double>(width);
@@ -31,16 +33,14 @@ double times(double bytes, int64_t rows, int64_t width) {
 struct Tokens {
   int64_t batch, tokens;
   int64_t elements() const { return batch * tokens * kWidth; }
-  std::string shape() const {
-    return std::to_string(batch) + "x" + std::to_string(tokens) + "x" + std::to_string(kWidth);
-  }
+  std::string shape() const { return fmt::format("{}x{}x{}", batch, tokens, kWidth); }
 };
 Tokens tokens_of(int64_t size) {
   int64_t rows = rows_of(size, kWidth);
   return rows < kTokens ? Tokens{1, std::max<int64_t>(2, rows)} : Tokens{rows / kTokens, kTokens};
 }
 
-// Operands of products as S, from the same values; a short pattern again and again.
+// Operands of products as S: the same values for every S, a short pattern repeated.
 template <typename S>
 S* repeated(Arena& arena, int64_t count, const float* pattern, int64_t length) {
   S* out = arena.zeros<S>(count);
@@ -111,7 +111,7 @@ Problem attention_product(Arena& arena, int64_t size) {
   double per = kTokens * (2.0 * kHeadDim + kTokens);
   return {[args](const Stream& s) { gemm(s, args); }, 4 * per * static_cast<double>(batch),
           2.0 * kTokens * kTokens * kHeadDim * static_cast<double>(batch),
-          std::to_string(batch) + " of 50x50x64"};
+          fmt::format("{} of {}x{}x{}", batch, kTokens, kTokens, kHeadDim)};
 }
 
 Problem patchify_images(Arena& arena, int64_t size) {
@@ -124,7 +124,7 @@ Problem patchify_images(Arena& arena, int64_t size) {
   args.images = arena.normal(args.batch * pixels);
   args.patches = arena.zeros<float>(args.batch * pixels);
   return {[args](const Stream& s) { patchify(s, args); }, times(8, args.batch, pixels), 0,
-          std::to_string(args.batch) + " of " + by(args.image, args.image)};
+          fmt::format("{} of {}", args.batch, by(args.image, args.image))};
 }
 
 Problem assemble(Arena& arena, int64_t size) {
@@ -201,7 +201,7 @@ Problem softmax_rows(Arena& arena, int64_t size) {
 
 Problem softmax_rows_backward(Arena& arena, int64_t size) {
   int64_t rows = rows_of(size, kTokensPadded);
-  // With y = 1 / width everywhere and this scale the op only takes the mean away, once.
+  // With y = 1 / width everywhere and this scale, the op only subtracts the mean, so it can be repeated.
   SoftmaxBackward args{.y = arena.filled(rows * kTokensPadded, 1.0f / kTokens),
                        .dy = arena.normal(rows * kTokensPadded),
                        .rows = rows,
@@ -261,7 +261,7 @@ Problem bias_gradient(Arena& arena, int64_t size) {
           by(rows, kWidth)};
 }
 
-// Of split and merge the size is that of (B, T, C); qkv is three times as large.
+// For split and merge, `size` is that of (B, T, C); qkv is three times as large.
 Problem split(Arena& arena, int64_t size) {
   Tokens t = tokens_of(size);
   SplitHeads args{.qkv = arena.normal(3 * t.elements()),

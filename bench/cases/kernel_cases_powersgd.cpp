@@ -1,5 +1,7 @@
-// Cases of PowerSGD: `size` bytes of gradients, as the matrices of a ViT-B's layers when they fit, as one
-// square matrix when they don't.
+// Cases of PowerSGD: `size` bytes of gradients, as the matrices of a ViT-B's layers if they fit, otherwise as
+// one square matrix.
+#include <fmt/format.h>
+
 #include <cmath>
 
 #include "bench/cases/kernel_cases.h"
@@ -39,9 +41,8 @@ Matrices matrices(Arena& arena, int64_t size, int rank) {
     add(side, side);
   }
   Matrices m{};
-  m.shape = list.size() == 1 ? std::to_string(list[0].rows) + "x" + std::to_string(list[0].cols)
-                             : std::to_string(list.size()) + " matrices";
-  m.shape += " r" + std::to_string(list[0].rank);
+  m.shape = list.size() == 1 ? fmt::format("{}x{} r{}", list[0].rows, list[0].cols, list[0].rank)
+                             : fmt::format("{} matrices r{}", list.size(), list[0].rank);
   m.table = arena.make<MatrixTable>(arena.stream(), std::move(list));
   m.grad = arena.normal(offset);
   m.residual = arena.normal(offset);
@@ -96,9 +97,8 @@ Problem put_back(Arena& arena, int64_t size) {
   return {[args](const Stream& s) { powersgd_reconstruct(s, args); }, passes(m, 12), 2 * product(m), m.shape};
 }
 
-// The same products by the BLAS library, one call per matrix: what would have to be faster than the passes
-// above for it to pay. P = M Q and Q = M^T P read M once more than the passes do, which form M or leave E on
-// the way.
+// The same products by the BLAS library, one call per matrix, for comparison with the passes above. The
+// library reads M once more than they do: the passes also form M, or leave E, while they multiply.
 enum class Product { project, back_project, residual };
 template <Product kProduct, int kRank>
 Problem by_library(Arena& arena, int64_t size) {
@@ -149,7 +149,7 @@ Problem by_library(Arena& arena, int64_t size) {
           passes(m, bytes), product(m), m.shape};
 }
 
-// All P of those matrices; one pass over them, which is what random columns take.
+// All P of those matrices. Random columns take one pass.
 template <int kRank>
 Problem orthonormal(Arena& arena, int64_t size) {
   Matrices m = matrices(arena, size, kRank);

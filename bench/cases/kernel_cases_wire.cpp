@@ -11,11 +11,11 @@ namespace gradwire::bench {
 namespace {
 
 std::string elements(int64_t count) {
-  return std::to_string(count);
+  return fmt::to_string(count);
 }
 
-// `inputs` contributions meet this rank's own: 0 is a plain encode, 1 a hop of a ring, 7 the owner of a two-shot
-// of 8.
+// Adds `inputs` contributions to this rank's own: 0 is a plain encode, 1 a hop of a ring, 7 the owner of a
+// two-shot of 8.
 Problem reduce_encode(Wire wire, Arena& arena, int64_t size, int inputs, bool residual, Rounding rounding) {
   ReduceEncode args;
   args.count = size / 4;
@@ -62,7 +62,7 @@ Problem reduce(Arena& arena, int64_t size) {
           (8.0 + 4 * kInputs) * static_cast<double>(args.count), 0, elements(args.count)};
 }
 
-// The vectors of a ViT: pieces of 768 floats that lie four times as far apart.
+// The vectors of a ViT: pieces of 768 floats, spaced four times as far apart.
 template <bool kUnpack>
 Problem packing(Arena& arena, int64_t size) {
   constexpr int64_t kPiece = 768;
@@ -71,7 +71,7 @@ Problem packing(Arena& arena, int64_t size) {
   for (int64_t done = 0; done < count; done += kPiece) {
     segments.push_back({4 * done, done, std::min(kPiece, count - done)});
   }
-  std::string shape = std::to_string(segments.size()) + " x " + std::to_string(std::min(kPiece, count));
+  std::string shape = fmt::format("{} x {}", segments.size(), std::min(kPiece, count));
   Pack args{.table = arena.make<SegmentTable>(arena.stream(), std::move(segments)),
             .scattered = arena.zeros<float>(4 * count),
             .packed = arena.zeros<float>(count),
@@ -114,10 +114,10 @@ std::vector<KernelCase> make_cases() {
   for (Wire wire : wire_formats()) {
     if (wire->exact) continue;
     auto add = [&](const char* variant, int inputs, bool residual, Rounding rounding) {
-      all.push_back({fmt::format("{}_reduce_encode", wire->name), variant, wire->name,
-                     [=](Arena& arena, int64_t size) {
-                       return reduce_encode(wire, arena, size, inputs, residual, rounding);
-                     }});
+      all.push_back(
+          {fmt::format("{}_reduce_encode", wire->name), variant, wire->name, [=](Arena& arena, int64_t size) {
+             return reduce_encode(wire, arena, size, inputs, residual, rounding);
+           }});
     };
     add("residual", 0, true, Rounding::nearest);
     if (wire->stochastic) add("residual, stochastic", 0, true, Rounding::stochastic);

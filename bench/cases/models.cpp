@@ -1,5 +1,7 @@
 #include "bench/cases/models.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "runtime/error.h"
@@ -24,7 +26,7 @@ std::vector<GradientTensor> resnet(bool bottleneck, const std::vector<int>& bloc
   int64_t in = 64, width = 64;
   for (size_t stage = 0; stage < blocks.size(); ++stage, width *= 2) {
     for (int b = 0; b < blocks[stage]; ++b) {
-      std::string at = "layer" + std::to_string(stage + 1) + "." + std::to_string(b) + ".";
+      const std::string at = fmt::format("layer{}.{}.", stage + 1, b);
       int64_t out = width * expansion;
       if (bottleneck) {
         conv(at + "conv1", width, in, 1);
@@ -59,9 +61,8 @@ std::vector<GradientTensor> gradients_of(const std::string& model) {
   if (model == "resnet50") return resnet(true, {3, 4, 6, 3});
   std::vector<std::string> vits = model_names();
   if (std::find(vits.begin(), vits.end(), model) == vits.end()) {
-    std::string known = "resnet18, resnet50";
-    for (const std::string& name : vits) known += ", " + name;
-    throw BadInput("--model '" + model + "' is unknown; known are " + known);
+    throw BadInput(
+        fmt::format("--model '{}' is unknown; use resnet18, resnet50, {}", model, fmt::join(vits, ", ")));
   }
   std::vector<GradientTensor> all;
   for (const VitParameter& p : vit_parameters(named_model(model))) all.push_back({p.name, p.shape});

@@ -8,7 +8,7 @@
 
 namespace gradwire::bench {
 
-// Every ViT of the trainer, resnet18 and resnet50. Throws BadInput that lists them.
+// Every ViT of the trainer, resnet18 and resnet50. Any other name throws a BadInput that lists them.
 std::vector<GradientTensor> gradients_of(const std::string& model);
 
 int64_t elements_of(const std::vector<GradientTensor>& tensors);

@@ -1,13 +1,13 @@
 // gradwire-bench collectives: every schedule, compression and transport, with the flags and columns of
-// nccl-tests, beside gloo's own allreduce.
-#include <unistd.h>
+// nccl-tests. The baseline is gloo's or NCCL's own allreduce.
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <thread>
 
 #include "bench/baselines/gloo_baseline.h"
@@ -42,8 +42,8 @@ const std::vector<std::string> kAllSchedules = {"ring", "tree", "two_shot", "hie
 
 std::vector<int64_t> sizes_of(const Options& o) {
   if (o.max_bytes < o.min_bytes) {
-    throw BadInput("-e " + size_text(static_cast<int64_t>(o.max_bytes)) + " is less than -b " +
-                   size_text(static_cast<int64_t>(o.min_bytes)));
+    throw BadInput(fmt::format("-e {} is less than -b {}", size_text(static_cast<int64_t>(o.max_bytes)),
+                               size_text(static_cast<int64_t>(o.min_bytes))));
   }
   std::vector<int64_t> sizes;
   for (uint64_t size = o.min_bytes; size <= o.max_bytes; size *= static_cast<uint64_t>(o.factor)) {
@@ -54,13 +54,12 @@ std::vector<int64_t> sizes_of(const Options& o) {
 
 int per_node_of(const Options& o, int world) {
   if (o.per_node > 0 && world % o.per_node != 0) {
-    throw BadInput("--per-node " + std::to_string(o.per_node) + " does not divide " + std::to_string(world) +
-                   " ranks");
+    throw BadInput(fmt::format("--per-node {} does not divide {} ranks; use a divisor", o.per_node, world));
   }
   return o.per_node > 0 ? o.per_node : usual_per_node(world);
 }
 
-// Every size with every spec with every schedule that can serve this world.
+// Every size with every spec with every schedule that works for this world size.
 std::vector<CollectiveCase> cases_of(const Options& o, int world) {
   std::vector<CompressionSpec> specs;
   for (const std::string& text : o.compression) {
@@ -71,22 +70,25 @@ std::vector<CollectiveCase> cases_of(const Options& o, int world) {
     }
     for (const std::string& schedule : o.schedules.empty() ? kAllSchedules : o.schedules) {
       if (std::find(kAllSchedules.begin(), kAllSchedules.end(), schedule) == kAllSchedules.end()) {
-        throw BadInput("--schedule '" + schedule + "': use ring, tree, two_shot or hierarchical");
+        throw BadInput(fmt::format("--schedule '{}': use ring, tree, two_shot or hierarchical", schedule));
       }
       bool possible = schedule != "hierarchical" || per_node_of(o, world) > 0;
       if (!possible && o.schedules.empty()) continue;
       if (!possible) {
-        throw BadInput("--schedule hierarchical: " + std::to_string(world) +
-                       " ranks do not make several nodes of several ranks; use 4, 6, 8, ... --ranks");
+        throw BadInput(fmt::format(
+            "--schedule hierarchical: {} ranks cannot be divided into several nodes of several ranks; "
+            "use --ranks 4, 6, 8, ...",
+            world));
       }
-      spec.schedule = CompressionSpec::parse("fp32:schedule=" + schedule).schedule;
+      spec.schedule = CompressionSpec::parse(fmt::format("fp32:schedule={}", schedule)).schedule;
       specs.push_back(spec);
     }
   }
   std::vector<CollectiveCase> cases;
   for (int64_t size : sizes_of(o)) {
     for (const CompressionSpec& spec : specs) {
-      make_schedule(spec.schedule, world, {.nodes = 0, .per_node = per_node_of(o, world)});  // or refuses
+      make_schedule(spec.schedule, world,
+                    {.nodes = 0, .per_node = per_node_of(o, world)});  // throws if impossible
       cases.push_back({spec, size});
     }
   }
@@ -101,15 +103,22 @@ CollectiveSettings settings_of(const Options& o, int world) {
           .slice_bytes = static_cast<int64_t>(o.slice_bytes)};
 }
 
-void print_header() {
-  std::printf("#%11s %11s %6s %6s %-13s %-18s %-6s %10s %8s %8s %7s %11s %9s %9s %10s\n", "size", "count",
-              "type", "redop", "schedule", "compression", "over", "time", "algbw", "busbw", "#wrong", "wire",
-              "eff. bus", "error", "baseline");
-  std::printf("#%11s %11s %6s %6s %-13s %-18s %-6s %10s %8s %8s %7s %11s %9s %9s %10s\n", "(B)", "(elements)",
-              "", "", "", "", "", "(us)", "(GB/s)", "(GB/s)", "", "(B/rank)", "(GB/s)", "(rel.)", "(us)");
+template <typename... Cells>
+std::string table_line(const Cells&... cells) {
+  static_assert(sizeof...(cells) == 15);
+  return fmt::format(
+      "{:>11} {:>11} {:>6} {:>6} {:<13} {:<18} {:<6} {:>10} {:>8} {:>8} {:>7} {:>11} {:>9} {:>9} {:>10}\n",
+      cells...);
 }
 
-// One row on the screen and in the JSON. `baseline_us` is 0 without a baseline.
+void print_header() {
+  fmt::print("#{}", table_line("size", "count", "type", "redop", "schedule", "compression", "over", "time",
+                               "algbw", "busbw", "#wrong", "wire", "eff. bus", "error", "baseline"));
+  fmt::print("#{}", table_line("(B)", "(elements)", "", "", "", "", "", "(us)", "(GB/s)", "(GB/s)", "",
+                               "(B/rank)", "(GB/s)", "(rel.)", "(us)"));
+}
+
+// Prints one row and returns it for the JSON file. `baseline_us` is 0 without a baseline.
 nlohmann::ordered_json report(const Options& o, const CollectiveCase& c, const CollectiveResult& r,
                               const std::string& transport, int world, double baseline_us) {
   const auto size = static_cast<double>(c.size_bytes);
@@ -118,14 +127,12 @@ nlohmann::ordered_json report(const Options& o, const CollectiveCase& c, const C
   const double busbw = r.fp32_bytes > 0 ? effective * r.wire_bytes / r.fp32_bytes : 0;
   CompressionSpec plain = c.spec;
   plain.schedule = ScheduleKind::automatic;
-  char error[32] = "N/A";
-  if (o.check) std::snprintf(error, sizeof error, "%.1e", r.rel_error);
-  std::printf(" %11lld %11lld %6s %6s %-13s %-18s %-6s %10s %8s %8s %7s %11s %9s %9s %10s\n",
-              static_cast<long long>(c.size_bytes), static_cast<long long>(c.size_bytes / 4), "float", "avg",
-              name(c.spec.schedule), plain.to_string().c_str(), transport.c_str(),
-              number(r.time_us, 1).c_str(), number(algbw, 3).c_str(), number(busbw, 3).c_str(),
-              o.check ? number(r.wrong, 0).c_str() : "N/A", number(r.wire_bytes, 0).c_str(),
-              number(effective, 3).c_str(), error, baseline_us > 0 ? number(baseline_us, 1).c_str() : "-");
+  auto fixed = [](double value, int digits) { return fmt::format("{:.{}f}", value, digits); };
+  fmt::print(" {}", table_line(c.size_bytes, c.size_bytes / 4, "float", "avg", name(c.spec.schedule),
+                               plain.to_string(), transport, fixed(r.time_us, 1), fixed(algbw, 3),
+                               fixed(busbw, 3), o.check ? fixed(r.wrong, 0) : "N/A", fixed(r.wire_bytes, 0),
+                               fixed(effective, 3), o.check ? fmt::format("{:.1e}", r.rel_error) : "N/A",
+                               baseline_us > 0 ? fixed(baseline_us, 1) : "-"));
   std::fflush(stdout);
   nlohmann::ordered_json row = {{"schedule", name(c.spec.schedule)},
                                 {"spec", plain.to_string()},
@@ -213,27 +220,29 @@ void run_rank(const Options& o, const std::string& transport, const Launch& laun
   comm->barrier();
 }
 
-// The same command once per rank, told who it is by the environment.
+// Starts the same command once per rank; each learns its rank from the environment.
 void run_processes(const Options& o, const std::string& transport, nlohmann::ordered_json& rows) {
   ScratchFolder scratch;
-  std::string json = scratch.path() + "/rows.json";
-  std::vector<std::string> arguments = {"collectives",
-                                        "--transport=" + transport,
-                                        "--child",
-                                        "--rendezvous=file://" + scratch.path() + "/rendezvous",
-                                        "--minbytes=" + std::to_string(o.min_bytes),
-                                        "--maxbytes=" + std::to_string(o.max_bytes),
-                                        "--stepfactor=" + std::to_string(o.factor),
-                                        "--iters=" + std::to_string(o.iterations),
-                                        "--warmup_iters=" + std::to_string(o.warmup),
-                                        "--check=" + std::to_string(o.check),
-                                        "--timeout-s=" + std::to_string(o.timeout_s)};
-  for (const std::string& text : o.schedules) arguments.push_back("--schedule=" + text);
-  for (const std::string& text : o.compression) arguments.push_back("--compression=" + text);
-  if (o.per_node > 0) arguments.push_back("--per-node=" + std::to_string(o.per_node));
-  arguments.push_back("--slice=" + std::to_string(o.slice_bytes));
+  const std::string json = fmt::format("{}/rows.json", scratch.path());
+  std::vector<std::string> arguments = {"collectives", "--child"};
+  auto pass = [&](const char* flag, const auto& value) {
+    arguments.push_back(fmt::format("{}={}", flag, value));
+  };
+  pass("--transport", transport);
+  pass("--rendezvous", fmt::format("file://{}/rendezvous", scratch.path()));
+  pass("--minbytes", o.min_bytes);
+  pass("--maxbytes", o.max_bytes);
+  pass("--stepfactor", o.factor);
+  pass("--iters", o.iterations);
+  pass("--warmup_iters", o.warmup);
+  pass("--check", o.check);
+  pass("--timeout-s", o.timeout_s);
+  for (const std::string& text : o.schedules) pass("--schedule", text);
+  for (const std::string& text : o.compression) pass("--compression", text);
+  if (o.per_node > 0) pass("--per-node", o.per_node);
+  pass("--slice", o.slice_bytes);
   if (o.no_baseline) arguments.push_back("--no-baseline");
-  arguments.push_back("--json=" + json);
+  pass("--json", json);
   run_as_ranks(arguments, o.ranks);
   std::ifstream file(json);
   for (auto& row : nlohmann::ordered_json::parse(file)) rows.push_back(std::move(row));
@@ -248,27 +257,28 @@ int run(Options o) {
   }
   for (const std::string& transport : o.transports) {
     if (transport != "local" && transport != "tcp" && transport != "nccl")
-      throw BadInput("--transport '" + transport + "': use local, tcp or nccl");
+      throw BadInput(fmt::format("--transport '{}': use local, tcp or nccl", transport));
     if (transport == "local" && launched) {
-      throw BadInput("--transport local: its ranks are threads of one process, but " + launch->launcher +
-                     " started " + std::to_string(launch->world) + " (" + launch->variables +
-                     "); use --transport tcp");
+      throw BadInput(
+          fmt::format("--transport local: its ranks are threads of one process, but {} started {} processes "
+                      "({}); use --transport tcp",
+                      launch->launcher, launch->world, launch->variables));
     }
     if (transport == "nccl") {
-      devices_for("cuda");  // says what is missing
+      devices_for("cuda");  // throws if there is none
       if (std::string why = nccl_unavailable_reason(); !why.empty())
-        throw BadInput("--transport nccl: " + why);
+        throw BadInput(fmt::format("--transport nccl: {}", why));
     }
   }
   const bool speaks = !launched || launch->rank == 0;
   if (!o.json.empty() && speaks) check_writable(o.json);
   if (o.device != "host" && o.device != "cuda")
-    throw BadInput("--device '" + o.device + "': use host or cuda");
+    throw BadInput(fmt::format("--device '{}': use host or cuda", o.device));
   devices_for(o.device);
   std::vector<CollectiveCase> cases = cases_of(o, launched ? launch->world : o.ranks);
   if (speaks && !o.child) {
-    std::printf("# %d ranks; mean of %d calls after %d; baseline: gloo's or NCCL's own allreduce, FP32\n",
-                launched ? launch->world : o.ranks, o.iterations, o.warmup);
+    fmt::print("# {} ranks; mean of {} calls after {}; baseline: gloo's or NCCL's own allreduce, FP32\n",
+               launched ? launch->world : o.ranks, o.iterations, o.warmup);
     print_header();
   }
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
@@ -285,7 +295,7 @@ int run(Options o) {
   if (!o.json.empty()) write_file_atomically(o.json, rows.dump(1) + "\n");
   bool all_right = std::all_of(rows.begin(), rows.end(),
                                [](const auto& row) { return row["wrong"].is_null() || row["wrong"] == 0.0; });
-  return all_right || o.child ? 0 : 1;  // the parent has the rows and says it
+  return all_right || o.child ? 0 : 1;  // a child's rows are judged by the parent
 }
 
 }  // namespace
@@ -302,18 +312,19 @@ void add_collectives(CLI::App& app, int& exit_code) {
   };
   bytes("-b,--minbytes", o->min_bytes, "Smallest size, e.g. 64K");
   bytes("-e,--maxbytes", o->max_bytes, "Largest size");
-  command->add_option("-f,--stepfactor", o->factor, "From one size to the next")
+  command->add_option("-f,--stepfactor", o->factor, "Factor from one size to the next")
       ->check(CLI::Range(2, 1 << 20));
   command->add_option("-n,--iters", o->iterations, "Timed calls")->check(CLI::Range(1, 1000000));
-  command->add_option("-w,--warmup_iters", o->warmup, "Calls before")->check(CLI::Range(0, 1000000));
-  command->add_option("-c,--check", o->check, "0: no check of the results")->check(CLI::Range(0, 1));
+  command->add_option("-w,--warmup_iters", o->warmup, "Warm-up calls before them")
+      ->check(CLI::Range(0, 1000000));
+  command->add_option("-c,--check", o->check, "0: do not check the results")->check(CLI::Range(0, 1));
   command->add_option("--schedule", o->schedules,
                       "ring, tree, two_shot or hierarchical; repeatable (default: all)");
   command->add_option("--compression", o->compression, "Compression spec; repeatable");
   command->add_option("--transport", o->transports,
                       "local (threads), tcp (processes) or nccl (processes with a GPU each); repeatable "
                       "(default: local and tcp)");
-  command->add_option("--ranks", o->ranks, "Ranks, unless a launcher started several")
+  command->add_option("--ranks", o->ranks, "Number of ranks, unless a launcher started several")
       ->check(CLI::Range(1, 256));
   command->add_option("--per-node", o->per_node, "Ranks per node of hierarchical schedules")
       ->check(CLI::Range(1, 256));
@@ -322,12 +333,12 @@ void add_collectives(CLI::App& app, int& exit_code) {
                    "Cut messages into slices of about this size, so that exchanges overlap with kernels; 0: "
                    "no overlap")
       ->transform(CLI::AsSizeValue(false));
-  command->add_option("--device", o->device, "host or cuda, of local ranks");
+  command->add_option("--device", o->device, "Device of local ranks: host or cuda");
   command->add_option("--rendezvous", o->rendezvous,
                       "Where launched ranks meet: tcp://host:port or file:///path (default: the launcher's)");
   command->add_option("--timeout-s", o->timeout_s, "How long a rank waits for a peer")
       ->check(CLI::PositiveNumber);
-  command->add_flag("--no-baseline,--no-peer", o->no_baseline, "Leave gloo's and NCCL's own allreduce out");
+  command->add_flag("--no-baseline,--no-peer", o->no_baseline, "Do not run gloo's or NCCL's own allreduce");
   command->add_flag("--child", o->child)->group("");
   command->add_option("--json", o->json, "Write the table to FILE");
   command->callback([o, &exit_code] { exit_code = run(*o); });

@@ -1,5 +1,7 @@
 #include "bench/commands/draw_schedule.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <functional>
 
@@ -8,13 +10,8 @@ namespace {
 
 std::string cell(const Step& step) {
   const char* mark = step.kind == Step::Kind::send ? ">" : step.kind == Step::Kind::recv_reduce ? "+" : "=";
-  std::string text = std::to_string(step.chunk) + mark + std::to_string(step.peer);
-  return step.intra_node ? "(" + text + ")" : text;
-}
-
-std::string padded(std::string text, size_t width) {
-  text.resize(std::max(width, text.size()), ' ');
-  return text;
+  const std::string text = fmt::format("{}{}{}", step.chunk, mark, step.peer);
+  return step.intra_node ? fmt::format("({})", text) : text;
 }
 
 void end_line(std::string& text) {
@@ -39,13 +36,13 @@ std::string draw_tree(const Schedule& s, int chunk) {
   std::function<void(int, const std::string&)> below = [&](int node, const std::string& indent) {
     for (size_t i = 0; i < children[node].size(); ++i) {
       bool last = i + 1 == children[node].size();
-      text += indent + (last ? "`- " : "|- ") + std::to_string(children[node][i]) + "\n";
+      text += fmt::format("{}{}{}\n", indent, last ? "`- " : "|- ", children[node][i]);
       below(children[node][i], indent + (last ? "   " : "|  "));
     }
   };
   for (int r = 0; r < s.world; ++r) {
     if (!is_root[r]) continue;
-    text += "  " + std::to_string(r) + "\n";
+    text += fmt::format("  {}\n", r);
     below(r, "  ");
   }
   return text;
@@ -54,32 +51,31 @@ std::string draw_tree(const Schedule& s, int chunk) {
 }  // namespace
 
 std::string draw(const Schedule& s) {
-  auto counted = [](int n, const std::string& unit) {
-    return std::to_string(n) + " " + unit + (n == 1 ? "" : "s");
-  };
-  std::string text = std::string(name(s.kind)) + ": " + counted(s.world, "rank") + ", " +
-                     counted(s.chunks, "chunk") + ", " + counted(s.num_rounds(), "round") + ", " +
-                     counted(s.lossy_steps, "lossy step") + "\n";
+  auto counted = [](int n, const char* unit) { return fmt::format("{} {}{}", n, unit, n == 1 ? "" : "s"); };
+  std::string text =
+      fmt::format("{}: {}, {}, {}, {}\n", name(s.kind), counted(s.world, "rank"), counted(s.chunks, "chunk"),
+                  counted(s.num_rounds(), "round"), counted(s.lossy_steps, "lossy step"));
   if (s.kind == ScheduleKind::hierarchical) {
-    text += counted(s.nodes, "node") + " of " + counted(s.per_node, "rank") + "; " +
-            counted(s.inter_node_lossy_steps, "lossy step") + " with the wire format between nodes only\n";
+    text += fmt::format("{} of {}; {} with the wire format between nodes only\n", counted(s.nodes, "node"),
+                        counted(s.per_node, "rank"), counted(s.inter_node_lossy_steps, "lossy step"));
   }
   text +=
       "c>r: send chunk c to rank r   c+r: add chunk c from rank r   c=r: copy chunk c's result from rank r";
   if (s.kind == ScheduleKind::hierarchical) text += "   (in brackets: inside a node)";
   text += "\n\n";
 
+  auto rank_title = [](int r) { return fmt::format("rank {}", r); };
   size_t width = 0;
-  for (int r = 0; r < s.world; ++r) width = std::max(width, ("rank " + std::to_string(r)).size());
+  for (int r = 0; r < s.world; ++r) width = std::max(width, rank_title(r).size());
   for (const auto& rounds : s.rounds) {
     for (const Round& round : rounds) {
       for (const Step& step : round) width = std::max(width, cell(step).size());
     }
   }
   width += 2;
-  const size_t margin = std::max<size_t>(8, ("round " + std::to_string(s.num_rounds())).size() + 2);
+  const size_t margin = std::max<size_t>(8, fmt::formatted_size("round {}", s.num_rounds()) + 2);
   std::string line(margin, ' ');
-  for (int r = 0; r < s.world; ++r) line += padded("rank " + std::to_string(r), width);
+  for (int r = 0; r < s.world; ++r) line += fmt::format("{:<{}}", rank_title(r), width);
   end_line(line);
   text += line;
   for (int k = 0; k < s.num_rounds(); ++k) {
@@ -93,15 +89,17 @@ std::string draw(const Schedule& s) {
       lines = std::max(lines, column[r].size());
     }
     for (size_t i = 0; i < lines; ++i) {
-      line = padded(i == 0 ? "round " + std::to_string(k + 1) : "", margin);
-      for (int r = 0; r < s.world; ++r) line += padded(i < column[r].size() ? cell(column[r][i]) : "", width);
+      line = fmt::format("{:<{}}", i == 0 ? fmt::format("round {}", k + 1) : "", margin);
+      for (int r = 0; r < s.world; ++r) {
+        line += fmt::format("{:<{}}", i < column[r].size() ? cell(column[r][i]) : "", width);
+      }
       end_line(line);
       text += line;
     }
   }
   if (s.kind == ScheduleKind::tree && s.world > 1) {
     for (int chunk = 0; chunk < s.chunks; ++chunk) {
-      text += "\ntree of chunk " + std::to_string(chunk) + "\n" + draw_tree(s, chunk);
+      text += fmt::format("\ntree of chunk {}\n{}", chunk, draw_tree(s, chunk));
     }
   }
   return text;

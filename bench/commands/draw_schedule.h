@@ -1,4 +1,4 @@
-// A schedule as text: a line per round and transfer slot, a column per rank; trees also as trees.
+// A schedule as text: a line per round and transfer slot, a column per rank. Trees are drawn as trees, too.
 #pragma once
 
 #include <string>

@@ -15,7 +15,8 @@ void add_formats(CLI::App& app, int&) {
     for (Wire wire : wire_formats()) {
       fmt::print("| `{}{}` | {:.4g} | {} | {} | {} |\n", wire->name,
                  wire->stochastic ? "[:round=nearest\\|stochastic]" : "", wire->bytes_per_value(),
-                 wire->exact ? "0" : fmt::format("{:.2g}", wire->gaussian_error), wire->summary, wire->source);
+                 wire->exact ? "0" : fmt::format("{:.2g}", wire->gaussian_error), wire->summary,
+                 wire->source);
     }
   });
 }

@@ -1,12 +1,12 @@
-// gradwire-bench hook: what compression costs a step, without communication: everything between a bucket of
-// gradients and the bucket of averaged gradients in a world of 1, beside PyTorch's own hook.
+// gradwire-bench hook: the cost of compression per step, without communication: everything between a bucket
+// of gradients and the bucket of averaged gradients in a world of 1, compared with PyTorch's own hook.
+#include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <thread>
 
 #include "bench/baselines/pytorch_baseline.h"
@@ -19,7 +19,6 @@
 #include "collectives/reducer/buckets.h"
 #include "kernels/math/random.h"
 #include "kernels/wire/formats.h"
-#include "runtime/error.h"
 #include "runtime/thread_pool.h"
 #include "trainer/log/run_log.h"
 
@@ -38,7 +37,7 @@ struct Options {
   std::string json;
 };
 
-// The gradients of a model in one bucket, and what they are at the start of every step.
+// The gradients of a model in one bucket, and the values they are reset to before every step.
 struct GradientSet {
   std::vector<GradientTensor> tensors;
   GradientLayout layout;      // 16-byte aligned, as in the reducer
@@ -77,12 +76,12 @@ class Path {
   virtual ~Path() = default;
   virtual void run(const Stream& stream) = 0;
   virtual int64_t extra_bytes() const = 0;
-  // Bytes per element that cannot be avoided.
+  // Unavoidable bytes per element.
   virtual double floor_bytes() const = 0;
 };
 
-// A wire format: gradient + residual -> wire, residual; wire -> gradient. Two passes, as there are when the wire
-// has been somewhere in between.
+// A wire format: gradient + residual -> wire, residual; wire -> gradient. Two passes, because in a real run
+// the data crosses the wire in between.
 class WirePath final : public Path {
  public:
   WirePath(const CompressionSpec& spec, const GradientSet& set, const Stream& stream)
@@ -112,7 +111,7 @@ class WirePath final : public Path {
   Decode decode_;
 };
 
-// What the reducer runs for a bucket, on a transport that has nobody to talk to.
+// What the reducer runs for a bucket, on a transport without peers.
 class CodecPath final : public Path {
  public:
   CodecPath(const CompressionSpec& spec, const GradientSet& set, const Stream& stream)
@@ -167,7 +166,7 @@ double run_ours_us(Path& path, const GradientSet& set, const Stream& stream) {
 nlohmann::ordered_json measure(const Options& o, const CompressionSpec& spec, const GradientSet& set,
                                DeviceUnderTest& device, PyTorchBaseline* baseline) {
   constexpr int kWarmUp = 3;
-  // OpenMP's threads spin for a moment after their work is done; ours should not run beside them.
+  // OpenMP's threads spin for a moment after their work is done; wait for that before running ours.
   constexpr std::chrono::milliseconds kPause{20};
   const Stream& stream = device.stream();
   std::unique_ptr<Path> path = make_path(spec, set, stream);
@@ -200,15 +199,13 @@ nlohmann::ordered_json measure(const Options& o, const CompressionSpec& spec, co
     row["peer"] = baseline_name;
     row["peer_ms"] = their.median_us / 1e3;
     row["speedup"] = speedup;
-    their_text = number(their.median_us / 1e3, 2);
-    their_least = number(their.min_us / 1e3, 2);
-    ratio = number(speedup, 2) + "x";
+    their_text = fmt::format("{:.2f}", their.median_us / 1e3);
+    their_least = fmt::format("{:.2f}", their.min_us / 1e3);
+    ratio = fmt::format("{:.2f}x", speedup);
   }
-  std::printf("%-28s %9s %9s %9s %8s %10s %9s %9s %8s  %s\n", spec.to_string().c_str(),
-              number(our.median_us / 1e3, 2).c_str(), number(our.min_us / 1e3, 2).c_str(),
-              number(floor_ms, 2).c_str(), number(copy_gbps, 1).c_str(),
-              size_text(path->extra_bytes()).c_str(), their_text.c_str(), their_least.c_str(), ratio.c_str(),
-              baseline_name.c_str());
+  fmt::print("{:<28} {:>9.2f} {:>9.2f} {:>9.2f} {:>8.1f} {:>10} {:>9} {:>9} {:>8}  {}\n", spec.to_string(),
+             our.median_us / 1e3, our.min_us / 1e3, floor_ms, copy_gbps, size_text(path->extra_bytes()),
+             their_text, their_least, ratio, baseline_name);
   std::fflush(stdout);
   return row;
 }
@@ -218,7 +215,7 @@ int run(const Options& o) {
   if (o.threads > 0) set_host_threads(o.threads);
   std::vector<CompressionSpec> specs;
   for (const std::string& text : o.compression) specs.push_back(CompressionSpec::parse(text));
-  gradients_of(o.model);  // refuses an unknown one before anything else happens
+  gradients_of(o.model);  // throws if it is unknown, before anything else happens
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   for (Device which : devices_for(o.device)) {
     constexpr double kCopyBudgetMs = 50;
@@ -227,13 +224,12 @@ int run(const Options& o) {
     std::unique_ptr<PyTorchBaseline> baseline;
     if (o.baseline)
       baseline = std::make_unique<PyTorchBaseline>(o.python, which, host_threads(), set.tensors, set.values);
-    std::printf("%s: %lld gradients in %zu tensors, one bucket, on %s; medians and minima of %d steps.\n\n",
-                o.model.c_str(), static_cast<long long>(set.elements), set.tensors.size(),
-                device.description().c_str(), o.steps);
-    std::printf("%-28s %9s %9s %9s %8s %10s %9s %9s %8s  %s\n", "spec", "ms", "min", "floor ms", "copy",
-                "extra", "base ms", "min", "speedup", "baseline");
+    fmt::print("{}: {} gradients in {} tensors, one bucket, on {}; medians and minima of {} steps.\n\n",
+               o.model, set.elements, set.tensors.size(), device.description(), o.steps);
+    fmt::print("{:<28} {:>9} {:>9} {:>9} {:>8} {:>10} {:>9} {:>9} {:>8}  {}\n", "spec", "ms", "min",
+               "floor ms", "copy", "extra", "base ms", "min", "speedup", "baseline");
     for (const CompressionSpec& spec : specs) rows.push_back(measure(o, spec, set, device, baseline.get()));
-    std::printf("\n");
+    fmt::print("\n");
   }
   if (!o.json.empty()) write_file_atomically(o.json, rows.dump(1) + "\n");
   return 0;
@@ -246,15 +242,16 @@ void add_hook(CLI::App& app, int& exit_code) {
   if (access(o->python.c_str(), X_OK) != 0) o->python = "python3";
   o->compression = {"bf16", "fp8", "powersgd:rank=1", "powersgd:rank=4"};
   CLI::App* command = app.add_subcommand(
-      "hook", "What compression alone costs per step on a model's gradients, beside PyTorch's hook");
+      "hook", "The cost of compression alone per step on a model's gradients, compared with PyTorch's hook");
   command->add_option("--model", o->model, "A ViT of `gradwire train`, resnet18 or resnet50");
-  command->add_option("--device", o->device, "auto (every device there is), host or cuda");
+  command->add_option("--device", o->device, "auto (all devices), host or cuda");
   command->add_option("--compression", o->compression, "Compression spec; repeatable");
-  command->add_flag("--baseline,--peer", o->baseline, "Run PyTorch's own hook in turns with ours");
-  command->add_option("--python", o->python, "The Python that has torch");
+  command->add_flag("--baseline,--peer", o->baseline, "Also run PyTorch's own hook, in turns with ours");
+  command->add_option("--python", o->python, "A Python interpreter with torch");
   command->add_option("--steps", o->steps, "Measured steps")->check(CLI::Range(1, 100000));
   command
-      ->add_option("--threads", o->threads, "Host threads of both (default: GRADWIRE_THREADS, or all cores)")
+      ->add_option("--threads", o->threads,
+                   "Host threads of both sides (default: GRADWIRE_THREADS, or all cores)")
       ->check(CLI::Range(1, 4096));
   command->add_option("--json", o->json, "Write the table to FILE");
   command->callback([o, &exit_code] { exit_code = run(*o); });

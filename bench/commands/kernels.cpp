@@ -1,8 +1,9 @@
-// gradwire-bench kernels: how fast each op is, against what the same device copies in the same run.
+// gradwire-bench kernels: the speed of each op, relative to the same device's copy bandwidth in the same run.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <nlohmann/json.hpp>
-#include <optional>
 
 #include "bench/cases/kernel_cases.h"
 #include "bench/commands/commands.h"
@@ -27,7 +28,7 @@ struct Options {
 };
 
 std::string title(const KernelCase& c) {
-  return c.variant.empty() ? c.op : c.op + " (" + c.variant + ")";
+  return c.variant.empty() ? c.op : fmt::format("{} ({})", c.op, c.variant);
 }
 
 std::vector<KernelCase> chosen_cases(const Options& o) {
@@ -39,8 +40,8 @@ std::vector<KernelCase> chosen_cases(const Options& o) {
     if (o.filter.empty() || std::any_of(o.filter.begin(), o.filter.end(), matches)) chosen.push_back(c);
   }
   if (chosen.empty()) {
-    throw BadInput("--filter " + o.filter[0] +
-                   ": no kernel has that in its name; see gradwire-bench kernels --list");
+    throw BadInput(fmt::format(
+        "--filter {}: no kernel has that in its name; see gradwire-bench kernels --list", o.filter[0]));
   }
   return chosen;
 }
@@ -55,14 +56,16 @@ std::vector<int64_t> sizes_for(const Options& o, const DeviceUnderTest& device) 
     largest = std::max(largest, static_cast<int64_t>(o.min_size));
   }
   if (largest < static_cast<int64_t>(o.min_size)) {
-    throw BadInput("--max-size " + size_text(largest) + " is less than --min-size " +
-                   size_text(static_cast<int64_t>(o.min_size)));
+    throw BadInput(fmt::format("--max-size {} is less than --min-size {}", size_text(largest),
+                               size_text(static_cast<int64_t>(o.min_size))));
   }
   if (largest > fits) {
-    throw BadInput("--max-size " + size_text(largest) + " is too large for " + device.device().name() +
-                   ": cases take up to " + std::to_string(kArenaPerSize) +
-                   " times that, and at most half of the " + size_text(device.free_bytes()) +
-                   " that are free; use --max-size " + size_text(fits >> 20 << 20));
+    throw BadInput(
+        fmt::format("--max-size {} is too large for {}: cases take up to {} times that, and may use half of "
+                    "the {} that are "
+                    "free; use --max-size {}",
+                    size_text(largest), device.device().name(), kArenaPerSize, size_text(device.free_bytes()),
+                    size_text(fits >> 20 << 20)));
   }
   std::vector<int64_t> sizes;
   for (auto size = static_cast<int64_t>(o.min_size); size < largest; size *= static_cast<int64_t>(o.factor)) {
@@ -87,12 +90,11 @@ nlohmann::ordered_json measure(DeviceUnderTest& device, const KernelCase& c, con
   nlohmann::ordered_json gflops = nullptr;
   if (problem.flops > 0) {
     gflops = problem.flops / timing.median_us / 1e3;
-    rate = number(gflops.get<double>(), 1);
+    rate = fmt::format("{:.1f}", gflops.get<double>());
   }
-  std::printf("%-42s %6s  %-18s %-5s %11s %11s %9s %7s %9s\n", title(c).c_str(), size_text(size).c_str(),
-              problem.shape.c_str(), cold ? "cold" : "warm", number(timing.median_us, 1).c_str(),
-              number(timing.min_us, 1).c_str(), number(gbps, 2).c_str(),
-              (number(100 * gbps / copy_gbps, 0) + " %").c_str(), rate.c_str());
+  fmt::print("{:<42} {:>6}  {:<18} {:<5} {:>11.1f} {:>11.1f} {:>9.2f} {:>5.0f} % {:>9}\n", title(c),
+             size_text(size), problem.shape, cold ? "cold" : "warm", timing.median_us, timing.min_us, gbps,
+             100 * gbps / copy_gbps, rate);
   std::fflush(stdout);
   return {{"op", c.op},
           {"variant", c.variant},
@@ -116,17 +118,17 @@ void measure_device(const Options& o, const std::vector<KernelCase>& cases, Devi
   DeviceUnderTest device(which, o.budget_ms);
   std::vector<int64_t> sizes = sizes_for(o, device);
   Arena arena(device.stream(), kArenaPerSize * sizes.back() + (int64_t{16} << 20));
-  std::printf("%s. Copies of a large buffer, read and written bytes together: %s GB/s.\n\n",
-              device.description().c_str(), device.describe_copies().c_str());
-  std::printf("%-42s %6s  %-18s %-5s %11s %11s %9s %7s %9s\n", "op", "size", "shape", "cache", "median us",
-              "min us", "GB/s", "of copy", "GFLOP/s");
+  fmt::print("{}. Copies of a large buffer, read and written bytes together: {} GB/s.\n\n",
+             device.description(), device.describe_copies());
+  fmt::print("{:<42} {:>6}  {:<18} {:<5} {:>11} {:>11} {:>9} {:>7} {:>9}\n", "op", "size", "shape", "cache",
+             "median us", "min us", "GB/s", "of copy", "GFLOP/s");
   for (const KernelCase& c : cases) {
     for (int64_t size : sizes) {
       arena.reset();
       Problem problem = c.make(arena, size);
       device.stream().synchronize();
       if (too_long(device, problem)) continue;
-      // What does not fit a cache finds nothing there: one measurement stands for both.
+      // Warm and cold are the same for sizes that fit no cache: measure once.
       bool uncached = problem.bytes >= 4.0 * static_cast<double>(device.flush_bytes());
       for (bool cold : {false, true}) {
         if (uncached ? !cold : o.cache == (cold ? "warm" : "cold")) continue;
@@ -134,12 +136,12 @@ void measure_device(const Options& o, const std::vector<KernelCase>& cases, Devi
       }
     }
   }
-  std::printf("\n");
+  fmt::print("\n");
 }
 
 int run(const Options& o) {
   if (o.list) {
-    for (const KernelCase& c : kernel_cases()) std::printf("%s\n", title(c).c_str());
+    for (const KernelCase& c : kernel_cases()) fmt::print("{}\n", title(c));
     return 0;
   }
   if (!o.json.empty()) check_writable(o.json);
@@ -156,24 +158,26 @@ int run(const Options& o) {
 void add_kernels(CLI::App& app, int& exit_code) {
   auto o = std::make_shared<Options>();
   CLI::App* command = app.add_subcommand(
-      "kernels", "Time, bandwidth and share of the device's copy bandwidth of every kernel, host and CUDA");
+      "kernels",
+      "Time, bandwidth and fraction of the device's copy bandwidth of every kernel, host and CUDA");
   command->add_option("--filter", o->filter,
                       "Only kernels with this in their name, or of this family; repeatable");
-  command->add_option("--device", o->device, "auto (every device there is), host or cuda");
-  command->add_option("--cache", o->cache, "warm, cold or both; what fits no cache is always cold")
+  command->add_option("--device", o->device, "auto (all devices), host or cuda");
+  command->add_option("--cache", o->cache, "warm, cold or both; sizes that fit no cache are always cold")
       ->check(CLI::IsMember({"warm", "cold", "both"}));
-  command->add_option("--min-size", o->min_size, "Bytes of the op's main array to begin with, e.g. 4K")
+  command->add_option("--min-size", o->min_size, "Smallest size of the op's main array, e.g. 4K")
       ->transform(CLI::AsSizeValue(false))
       ->check(CLI::Range(uint64_t{64}, uint64_t{1} << 36));
-  command->add_option("--max-size", o->max_size, "And to end with; default 1G, or what memory allows")
+  command->add_option("--max-size", o->max_size, "Largest size (default: 1G, or what memory allows)")
       ->transform(CLI::AsSizeValue(false))
       ->check(CLI::Range(uint64_t{64}, uint64_t{1} << 36));
-  command->add_option("--factor", o->factor, "From one size to the next")->check(CLI::Range(2, 1 << 20));
+  command->add_option("--factor", o->factor, "Factor from one size to the next")
+      ->check(CLI::Range(2, 1 << 20));
   command->add_option("--threads", o->threads, "Host threads (default: GRADWIRE_THREADS, or all cores)")
       ->check(CLI::Range(1, 4096));
   command->add_option("--budget-ms", o->budget_ms, "Time to spend on each measurement")
       ->check(CLI::PositiveNumber);
-  command->add_flag("--list", o->list, "Name the cases and end");
+  command->add_flag("--list", o->list, "List the cases and exit");
   command->add_option("--json", o->json, "Write all measurements to FILE");
   command->callback([o, &exit_code] { exit_code = run(*o); });
 }

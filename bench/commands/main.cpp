@@ -1,14 +1,17 @@
+#include <fmt/format.h>
+
 #include <cstdio>
 #include <exception>
+#include <string>
 
 #include "bench/commands/commands.h"
 #include "runtime/error.h"
 
 namespace {
 
-int fail(const char* what, int exit_code) {
+int fail(const std::string& what, int exit_code) {
   std::fflush(stdout);
-  std::fprintf(stderr, "gradwire-bench: %s\n", what);
+  fmt::print(stderr, "gradwire-bench: {}\n", what);
   return exit_code;
 }
 
@@ -34,7 +37,7 @@ int main(int argc, char** argv) {
   } catch (const CLI::Success& success) {
     return app.exit(success);  // --help, --version
   } catch (const CLI::ParseError& error) {
-    return fail((std::string(error.what()) + "; see gradwire-bench --help").c_str(), kBadInput);
+    return fail(fmt::format("{}; see gradwire-bench --help", error.what()), kBadInput);
   } catch (const gradwire::BadInput& error) {
     return fail(error.what(), kBadInput);
   } catch (const std::exception& error) {

@@ -1,6 +1,9 @@
-// gradwire-bench numerics: how far an allreduce's result is from the exact sum, against the number of ranks,
-// for every schedule and wire format. Error feedback is off: this is what a single call rounds away, and what
-// error feedback then keeps for later. Threads of one process; bits do not depend on the transport.
+// gradwire-bench numerics: the error of an allreduce relative to the exact sum, by number of ranks, for every
+// schedule and wire format. Error feedback is off: this is what a single call rounds away, which error
+// feedback would keep for later. Ranks are threads of one process; bits do not depend on the transport.
+#include <fmt/format.h>
+
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <memory>
@@ -11,7 +14,6 @@
 #include "bench/commands/commands.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/program/program.h"
-#include "runtime/error.h"
 #include "trainer/log/run_log.h"
 
 namespace gradwire::bench {
@@ -25,12 +27,12 @@ struct Options {
 };
 
 struct Case {
-  std::string name;  // as the picture has it
+  std::string name;  // as in the picture
   Schedule schedule;
   bool fp32_intra_node = false;
 };
 
-// A wire format in one of its roundings; its name is the spec.
+// A wire format with one of its roundings; its name is the spec.
 struct Format {
   std::string name;
   Wire wire;
@@ -42,7 +44,7 @@ std::vector<Format> formats() {
   for (Wire wire : wire_formats()) {
     all.push_back({wire->name, wire, Rounding::nearest});
     if (wire->stochastic) {
-      all.push_back({wire->name + std::string(":round=stochastic"), wire, Rounding::stochastic});
+      all.push_back({fmt::format("{}:round=stochastic", wire->name), wire, Rounding::stochastic});
     }
   }
   return all;
@@ -105,7 +107,7 @@ std::vector<float> summed(const Case& c, const Format& f, std::vector<std::vecto
   return std::move(data[0]);
 }
 
-// The norm of what is wrong over the norm of what is right.
+// The norm of the error over the norm of the exact sum.
 double relative_error(const std::vector<float>& result, const std::vector<std::vector<float>>& inputs) {
   double wrong = 0, right = 0;
   for (size_t i = 0; i < result.size(); ++i) {
@@ -124,17 +126,17 @@ int lossy_steps(const Case& c, const Format& f) {
 
 void run(const Options& o) {
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
-  std::printf("# relative error of a sum of %lld normal values per rank, without error feedback\n%5s  %-28s",
-              static_cast<long long>(o.elements), "ranks", "schedule");
-  for (const Format& f : formats()) std::printf(" %22s", f.name.c_str());
-  std::printf("\n");
+  fmt::print("# relative error of a sum of {} normal values per rank, without error feedback\n{:>5}  {:<28}",
+             o.elements, "ranks", "schedule");
+  for (const Format& f : formats()) fmt::print(" {:>22}", f.name);
+  fmt::print("\n");
   for (int world : o.ranks) {
     const auto inputs = gradients(world, o.elements, o.seed);
     for (const Case& c : cases_of(world)) {
-      std::printf("%5d  %-28s", world, c.name.c_str());
+      fmt::print("{:>5}  {:<28}", world, c.name);
       for (const Format& f : formats()) {
         const double error = relative_error(summed(c, f, inputs), inputs);
-        std::printf(" %22.3e", error);
+        fmt::print(" {:>22.3e}", error);
         rows.push_back({{"schedule", c.name},
                         {"compression", f.name},
                         {"ranks", world},
@@ -142,7 +144,7 @@ void run(const Options& o) {
                         {"elements", o.elements},
                         {"rel_error", error}});
       }
-      std::printf("\n");
+      fmt::print("\n");
       std::fflush(stdout);
     }
   }
@@ -154,12 +156,12 @@ void run(const Options& o) {
 void add_numerics(CLI::App& app, int&) {
   auto o = std::make_shared<Options>();
   CLI::App* command =
-      app.add_subcommand("numerics", "Error against the number of ranks, for every schedule and wire format");
+      app.add_subcommand("numerics", "Error by number of ranks, for every schedule and wire format");
   command->add_option("--ranks", o->ranks, "World sizes, separated by commas (default: 2 to 64)")
       ->delimiter(',')
       ->check(CLI::Range(2, kMaxInputs + 1));
-  command->add_option("--elements", o->elements, "Per rank")->check(CLI::Range(1, 1 << 26));
-  command->add_option("--seed", o->seed, "Of the values");
+  command->add_option("--elements", o->elements, "Number of values per rank")->check(CLI::Range(1, 1 << 26));
+  command->add_option("--seed", o->seed, "Seed of the values");
   command->add_option("--json", o->json, "Write the table to FILE; bench/plots/plot.py draws it");
   command->callback([o] {
     if (!o->json.empty()) check_writable(o->json);

@@ -1,8 +1,8 @@
-// gradwire-bench orthonormalize: all of a model's P factors in one launch, beside torch.linalg.qr on the same
-// matrices.
+// gradwire-bench orthonormalize: all of a model's P factors in one launch, compared with torch.linalg.qr on
+// the same matrices.
+#include <fmt/format.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstdio>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -11,7 +11,6 @@
 #include "bench/cases/models.h"
 #include "bench/commands/commands.h"
 #include "bench/harness/measure.h"
-#include "bench/harness/text.h"
 #include "collectives/codec/codec.h"
 #include "kernels/math/random.h"
 #include "kernels/powersgd/orthonormalize.h"
@@ -55,8 +54,8 @@ struct Factors {
       q += cols * r;
     }
     if (matrices.empty()) {
-      throw BadInput("--rank " + std::to_string(rank) + ": PowerSGD would compress no tensor of " + model +
-                     "; give a smaller rank");
+      throw BadInput(
+          fmt::format("--rank {}: PowerSGD would compress no tensor of {}; use a smaller rank", rank, model));
     }
     values.resize(static_cast<size_t>(p));
     for (int64_t i = 0; i < p; ++i) values[i] = rough_normal(philox(1, 0, static_cast<uint64_t>(i)));
@@ -105,27 +104,27 @@ nlohmann::ordered_json measure(const Options& o, int rank, DeviceUnderTest& devi
     row["peer"] = baseline_name;
     row["peer_ms"] = their.median_us / 1e3;
     row["speedup"] = their.median_us / our.median_us;
-    their_text = number(their.median_us / 1e3, 3);
-    ratio = number(their.median_us / our.median_us, 1) + "x";
+    their_text = fmt::format("{:.3f}", their.median_us / 1e3);
+    ratio = fmt::format("{:.1f}x", their.median_us / our.median_us);
   }
-  std::printf("%4d %9d %10s %10s %8s  %s\n", rank, table.count(), number(our.median_us / 1e3, 3).c_str(),
-              their_text.c_str(), ratio.c_str(), baseline_name.c_str());
+  fmt::print("{:>4} {:>9} {:>10.3f} {:>10} {:>8}  {}\n", rank, table.count(), our.median_us / 1e3, their_text,
+             ratio, baseline_name);
   std::fflush(stdout);
   return row;
 }
 
 int run(const Options& o) {
   if (!o.json.empty()) check_writable(o.json);
-  for (int rank : o.ranks) Factors(o.model, rank);  // refuses bad input before anything else happens
+  for (int rank : o.ranks) Factors(o.model, rank);  // throws on bad input before anything else happens
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   for (Device which : devices_for(o.device)) {
     constexpr double kBudgetMs = 50;
     DeviceUnderTest device(which, kBudgetMs);
-    std::printf("The P factors of %s on %s; medians of %d runs.\n\n", o.model.c_str(),
-                device.description().c_str(), o.steps);
-    std::printf("%4s %9s %10s %10s %8s  %s\n", "rank", "matrices", "ms", "base ms", "speedup", "baseline");
+    fmt::print("The P factors of {} on {}; medians of {} runs.\n\n", o.model, device.description(), o.steps);
+    fmt::print("{:>4} {:>9} {:>10} {:>10} {:>8}  {}\n", "rank", "matrices", "ms", "base ms", "speedup",
+               "baseline");
     for (int rank : o.ranks) rows.push_back(measure(o, rank, device));
-    std::printf("\n");
+    fmt::print("\n");
   }
   if (!o.json.empty()) write_file_atomically(o.json, rows.dump(1) + "\n");
   return 0;
@@ -136,14 +135,14 @@ int run(const Options& o) {
 void add_orthonormalize(CLI::App& app, int& exit_code) {
   auto o = std::make_shared<Options>();
   if (access(o->python.c_str(), X_OK) != 0) o->python = "python3";
-  CLI::App* command =
-      app.add_subcommand("orthonormalize", "All P factors of a model in one launch, beside torch.linalg.qr");
+  CLI::App* command = app.add_subcommand(
+      "orthonormalize", "All P factors of a model in one launch, compared with torch.linalg.qr");
   command->add_option("--model", o->model, "A ViT of `gradwire train`, resnet18 or resnet50");
-  command->add_option("--device", o->device, "auto (every device there is), host or cuda");
+  command->add_option("--device", o->device, "auto (all devices), host or cuda");
   command->add_option("--rank", o->ranks, "PowerSGD's rank; repeatable")
       ->check(CLI::Range(1, kMaxPowerSgdRank));
-  command->add_flag("--baseline,--peer", o->baseline, "Run torch.linalg.qr in turns with ours");
-  command->add_option("--python", o->python, "The Python that has torch");
+  command->add_flag("--baseline,--peer", o->baseline, "Also run torch.linalg.qr, in turns with ours");
+  command->add_option("--python", o->python, "A Python interpreter with torch");
   command->add_option("--steps", o->steps, "Measured runs")->check(CLI::Range(1, 100000));
   command->add_option("--json", o->json, "Write the table to FILE");
   command->callback([o, &exit_code] { exit_code = run(*o); });

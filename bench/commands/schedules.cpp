@@ -1,4 +1,6 @@
-// gradwire-bench schedules: what each schedule costs for given worlds; proves them; draws one.
+// gradwire-bench schedules: the cost of each schedule for given world sizes; proves them; draws one.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <nlohmann/json.hpp>
@@ -31,7 +33,7 @@ struct Named {
 };
 
 Named named_hierarchical(int nodes, int per_node, ScheduleKind between) {
-  return {"hierarchical " + std::to_string(nodes) + "x" + std::to_string(per_node) + " " + name(between),
+  return {fmt::format("hierarchical {}x{} {}", nodes, per_node, name(between)),
           hierarchical(nodes, per_node, between)};
 }
 
@@ -68,13 +70,12 @@ int check_all(const Options& o) {
     CheckReport report = check(s);
     if (report.ok) return;
     wrong.push_back({{"schedule", what}, {"violations", report.to_string()}});
-    std::printf("%s: %s\n", what.c_str(), report.to_string().c_str());
+    fmt::print("{}: {}\n", what, report.to_string());
   };
   for (int n = 1; n <= o.max_ranks; ++n) {
-    std::string of = " of " + std::to_string(n);
-    prove("ring" + of, ring(n));
-    prove("tree" + of, double_tree(n));
-    if (n <= kMaxInputs + 1) prove("two_shot" + of, two_shot(n));
+    prove(fmt::format("ring of {}", n), ring(n));
+    prove(fmt::format("tree of {}", n), double_tree(n));
+    if (n <= kMaxInputs + 1) prove(fmt::format("two_shot of {}", n), two_shot(n));
     for (int nodes = 1; nodes <= n; ++nodes) {
       if (n % nodes != 0) continue;
       for (ScheduleKind between : {ScheduleKind::two_shot, ScheduleKind::ring}) {
@@ -84,9 +85,9 @@ int check_all(const Options& o) {
       }
     }
   }
-  std::printf("%d schedules of 1 to %d ranks: %s\n", checked, o.max_ranks,
-              wrong.empty() ? "each proven right, at its known optimum of bytes and its declared rounding"
-                            : (std::to_string(wrong.size()) + " wrong").c_str());
+  fmt::print("{} schedules of 1 to {} ranks: {}\n", checked, o.max_ranks,
+             wrong.empty() ? "each proven right, at its known optimum of bytes and its declared rounding"
+                           : fmt::format("{} wrong", wrong.size()));
   if (!o.json.empty()) {
     nlohmann::ordered_json document = {{"checked", checked}, {"max_ranks", o.max_ranks}, {"wrong", wrong}};
     write_file_atomically(o.json, document.dump(2) + "\n");
@@ -96,32 +97,32 @@ int check_all(const Options& o) {
 
 int print_table(const Options& o) {
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
-  std::printf(
-      "Sent: by the busiest rank, as a multiple of the buffer and in FP32 for %.4g MB; slow: between nodes "
+  fmt::print(
+      "Sent: by the busiest rank, as a multiple of the buffer and in FP32 for {:.4g} MB; slow: between nodes "
       "only.\n"
       "Link: over the busiest pair of ranks. Lossy: times an element is rounded, with the wire format on "
       "every link\n"
       "and on slow links only.\n\n",
       o.size_mb);
-  std::printf("%5s  %-28s %7s %9s %8s %9s %8s %8s %6s %6s\n", "ranks", "schedule", "rounds", "messages",
-              "sent", "MB", "slow", "link", "lossy", "slow");
+  fmt::print("{:>5}  {:<28} {:>7} {:>9} {:>8} {:>9} {:>8} {:>8} {:>6} {:>6}\n", "ranks", "schedule", "rounds",
+             "messages", "sent", "MB", "slow", "link", "lossy", "slow");
   bool all_ok = true;
   for (int world : o.ranks) {
     for (const Named& n : schedules_of(world, o)) {
       const Schedule& s = n.schedule;
       CheckReport report = check(s);
       all_ok = all_ok && report.ok;
-      if (!report.ok) std::printf("%s of %d: %s\n", n.name.c_str(), world, report.to_string().c_str());
+      if (!report.ok) fmt::print("{} of {}: {}\n", n.name, world, report.to_string());
       int64_t sent = 0, slow = 0;
       for (int r = 0; r < world; ++r) {
         sent = std::max(sent, report.sent_inter_node[r] + report.sent_intra_node[r]);
         slow = std::max(slow, report.sent_inter_node[r]);
       }
       auto of_buffer = [&](int64_t chunks) { return static_cast<double>(chunks) / s.chunks; };
-      std::printf("%5d  %-28s %7d %9lld %8.3f %9.2f %8.3f %8.3f %6d %6d\n", world, n.name.c_str(),
-                  s.num_rounds(), static_cast<long long>(report.messages), of_buffer(sent),
-                  of_buffer(sent) * o.size_mb, of_buffer(slow), of_buffer(report.busiest_link),
-                  report.lossy_steps, report.inter_node_lossy_steps);
+      fmt::print("{:>5}  {:<28} {:>7} {:>9} {:>8.3f} {:>9.2f} {:>8.3f} {:>8.3f} {:>6} {:>6}\n", world, n.name,
+                 s.num_rounds(), report.messages, of_buffer(sent), of_buffer(sent) * o.size_mb,
+                 of_buffer(slow), of_buffer(report.busiest_link), report.lossy_steps,
+                 report.inter_node_lossy_steps);
       rows.push_back({{"schedule", name(s.kind)},
                       {"variant", n.name},
                       {"ranks", world},
@@ -144,16 +145,16 @@ int print_table(const Options& o) {
 
 Schedule schedule_to_draw(const Options& o, bool ranks_given) {
   int world = ranks_given ? o.ranks[0] : 4;
-  if (world > 64)
-    throw BadInput("--draw: " + std::to_string(world) + " ranks do not fit on a screen; use up to 64");
+  if (world > 64) throw BadInput(fmt::format("--draw: {} ranks do not fit on a screen; use up to 64", world));
   CompressionSpec spec;
   try {
-    spec = CompressionSpec::parse("fp32:schedule=" + o.draw);
+    spec = CompressionSpec::parse(fmt::format("fp32:schedule={}", o.draw));
   } catch (const BadInput&) {
     spec.schedule = ScheduleKind::automatic;
   }
   if (spec.schedule == ScheduleKind::automatic) {
-    throw BadInput("--draw " + o.draw + ": no such schedule; use ring, tree, two_shot or hierarchical");
+    throw BadInput(
+        fmt::format("--draw {}: no such schedule; use ring, tree, two_shot or hierarchical", o.draw));
   }
   Topology topology{.nodes = 0, .per_node = o.per_node > 0 ? o.per_node : std::max(1, usual_per_node(world))};
   return pipelined(make_schedule(spec.schedule, world, topology), o.slices);
@@ -180,15 +181,15 @@ void add_schedules(CLI::App& app, int& exit_code) {
       ->check(CLI::Range(1, 1024));
   command
       ->add_option("--slices", o->slices,
-                   "Run each schedule in that many slices, each a round behind the one before, round k of a "
-                   "slice two behind its round k - 1")
+                   "Run each schedule in that many slices: each slice starts one round after the previous "
+                   "one, and its own rounds are two apart")
       ->check(CLI::Range(1, 1024));
   command->add_option("--size-mb", o->size_mb, "Buffer size for the table")->check(CLI::PositiveNumber);
   command->add_option("--draw", o->draw, "Draw this schedule as text: ring, tree, two_shot or hierarchical");
   command->add_flag("--check", o->check, "Prove every schedule of every world; exit code 1 if one is wrong");
   command->add_option("--max-ranks", o->max_ranks, "Largest world of --check")->check(CLI::Range(1, 1024));
   command->add_flag("--damage", o->damage,
-                    "With --check: drop one transfer of each, to see that they are caught");
+                    "With --check: drop one transfer of each schedule, to test the checker");
   command->add_option("--json", o->json, "Write the table, or what --check found, to FILE");
   command->callback([o, ranks, &exit_code] {
     if (!o->json.empty()) check_writable(o->json);

@@ -1,18 +1,18 @@
-// gradwire-bench step: what the reducer and a graph cost or save a training step in a world of 1, where there
-// is nothing to reduce.
+// gradwire-bench step: what the reducer costs, and what a graph saves, in a training step in a world of 1,
+// where there is nothing to reduce.
 //
-// Three ways to enqueue the same step, on the same model, memory and stream: gradients through the reducer,
-// as `gradwire train` does; the reducer bypassed, gradients straight to the optimizer; and the first as a
-// graph. Rounds of A B G G B A; a round's ratio is of sums, so that a drift of the machine's speed meets all
-// alike, and the result is the median of the rounds.
-#include <algorithm>
+// Three ways to enqueue the same step, on the same model, memory and stream: (A) gradients through the
+// reducer, as `gradwire train` does; (B) the reducer bypassed, gradients straight to the optimizer; (G) A as
+// a graph. Rounds run in the order A B G G B A. A round's ratio is that of sums, so that drift in the
+// machine's speed affects all three alike. The result is the median over the rounds.
+#include <fmt/format.h>
+
 #include <chrono>
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
 #include "bench/commands/commands.h"
 #include "bench/harness/measure.h"
-#include "bench/harness/text.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/reducer/reducer.h"
 #include "runtime/error.h"
@@ -142,22 +142,23 @@ void run(const StepOptions& options) {
   config.model = named_model(options.model);
   config.batch_size = options.batch_size;
   if (!options.json.empty()) check_writable(options.json);
-  if (options.batch_size < 1)
-    throw BadInput("--batch-size " + std::to_string(options.batch_size) + " is below 1");
+  if (options.batch_size < 1) {
+    throw BadInput(fmt::format("--batch-size {}: must be at least 1", options.batch_size));
+  }
   std::vector<std::string> specs = options.compression;
   if (specs.empty()) specs = {"fp32", "powersgd:rank=4"};
   nlohmann::ordered_json document = nlohmann::ordered_json::array();
-  std::printf("%-10s %-8s %-24s %7s %12s %12s %12s %9s %9s\n", "model", "device", "compression", "rounds",
-              "reducer ms", "bypassed ms", "graph ms", "reducer", "graph");
+  fmt::print("{:<10} {:<8} {:<24} {:>7} {:>12} {:>12} {:>12} {:>9} {:>9}\n", "model", "device", "compression",
+             "rounds", "reducer ms", "bypassed ms", "graph ms", "reducer", "graph");
   for (const Device device : devices_for(options.device)) {
     for (const std::string& spec : specs) {
       config.compression = CompressionSpec::parse(spec);
       auto comm = Communicator::create_single(device);
       Step step(config, *comm);
       const Result r = measure(step, options.seconds);
-      std::printf("%-10s %-8s %-24s %7d %12.3f %12.3f %12.3f %8.4fx %8.4fx\n", options.model.c_str(),
-                  device.name().c_str(), spec.c_str(), r.rounds, r.ms[Step::reduced], r.ms[Step::bypassed],
-                  r.ms[Step::graphed], r.reducer_ratio, r.graph_ratio);
+      fmt::print("{:<10} {:<8} {:<24} {:>7} {:>12.3f} {:>12.3f} {:>12.3f} {:>8.4f}x {:>8.4f}x\n",
+                 options.model, device.name(), spec, r.rounds, r.ms[Step::reduced], r.ms[Step::bypassed],
+                 r.ms[Step::graphed], r.reducer_ratio, r.graph_ratio);
       std::fflush(stdout);
       document.push_back({{"model", options.model},
                           {"device", device.name()},
@@ -181,16 +182,15 @@ void add_step(CLI::App& app, int&) {
   CLI::App* command = app.add_subcommand(
       "step",
       "A training step in a world of 1: through the reducer, with the reducer bypassed, and as a graph");
-  command->add_option("--model", options->model, "One of the trainer's")->capture_default_str();
-  command->add_option("--device", options->device, "auto (every one there is), host or cuda")
-      ->capture_default_str();
+  command->add_option("--model", options->model, "A model of `gradwire train`")->capture_default_str();
+  command->add_option("--device", options->device, "auto (all devices), host or cuda")->capture_default_str();
   command->add_option("--batch-size", options->batch_size, "Images per step")->capture_default_str();
   command
       ->add_option("--compression", options->compression,
-                   "Spec; may be repeated (default: fp32, powersgd:rank=4)")
+                   "Compression spec; repeatable (default: fp32, powersgd:rank=4)")
       ->expected(1)
       ->take_all();
-  command->add_option("--seconds", options->seconds, "How long to measure each")->capture_default_str();
+  command->add_option("--seconds", options->seconds, "How long to measure each spec")->capture_default_str();
   command->add_option("--json", options->json, "Write the results to this file");
   command->callback([options] { run(*options); });
 }

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""One GPU, whole training steps: `gradwire train` beside PyTorch, eager and through torch.compile, in turns.
+"""Whole training steps on one GPU: `gradwire train` and PyTorch, eager and through torch.compile, in turns.
 
-    bench/experiments/gpu_training.py --gradwire build/bin/gradwire --json training.json          ViT-L/32, batch 32, FP32, TF32 and BF16
-    bench/experiments/gpu_training.py --device cpu --tiny --precision fp32 ...                    the same program without a GPU, to see that it works
+    gpu_training.py --gradwire build/bin/gradwire --json FILE   ViT-L/32, batch 32, in FP32, TF32 and BF16
+    gpu_training.py --device cpu --tiny --precision fp32 ...    without a GPU, to test this program
 
-PyTorch: torchvision's model (or, without torchvision, the same layers from torch.nn), plain SGD, gradients set to None, images that
-stay on the device. BF16 is autocast with FP32 weights, which is what --precision bf16 does. A step is timed with CUDA events.
-Gradwire: a world of 1, synthetic images, without and with --graph; the medians of its log.
+PyTorch: torchvision's model (or, without torchvision, the same layers from torch.nn), plain SGD, gradients
+set to None, images that stay on the device. BF16 is autocast with FP32 weights, which is what
+--precision bf16 does. A step is timed with CUDA events. Gradwire: a world of 1, synthetic images, with and
+without --graph; medians of its log.
 """
 import argparse
 import contextlib
@@ -24,23 +25,25 @@ from harness import report  # noqa: E402
 try:
     import torch
 except ImportError:
-    sys.exit("gpu_training: no PyTorch here; install it, or measure with gradwire train alone")
+    sys.exit("gpu_training: PyTorch is missing; install it, or measure with gradwire train alone")
 
-SIZES = {"vit_l_32": dict(image_size=224, patch_size=32, num_layers=24, num_heads=16, hidden_dim=1024, mlp_dim=4096),
+SIZES = {"vit_l_32": dict(image_size=224, patch_size=32, num_layers=24, num_heads=16, hidden_dim=1024,
+                          mlp_dim=4096),
          "tiny": dict(image_size=32, patch_size=8, num_layers=2, num_heads=4, hidden_dim=64, mlp_dim=128)}
 GRADWIRE_SIZES = {"vit_l_32": ["--model", "vit_l_32"],
-                  "tiny": ["--model", "vit_s_16", "--image-size", "32", "--patch", "8", "--depth", "2", "--heads", "4", "--width", "64",
-                           "--mlp", "128"]}
+                  "tiny": ["--model", "vit_s_16", "--image-size", "32", "--patch", "8", "--depth", "2",
+                           "--heads", "4", "--width", "64", "--mlp", "128"]}
 
 
 class Layer(torch.nn.Module):
-    """One encoder layer as torchvision has it."""
+    """One encoder layer, as in torchvision."""
 
     def __init__(self, width, heads, mlp):
         super().__init__()
         self.ln_1, self.ln_2 = torch.nn.LayerNorm(width, eps=1e-6), torch.nn.LayerNorm(width, eps=1e-6)
         self.attention = torch.nn.MultiheadAttention(width, heads, batch_first=True)
-        self.mlp = torch.nn.Sequential(torch.nn.Linear(width, mlp), torch.nn.GELU(), torch.nn.Linear(mlp, width))
+        self.mlp = torch.nn.Sequential(torch.nn.Linear(width, mlp), torch.nn.GELU(),
+                                       torch.nn.Linear(mlp, width))
 
     def forward(self, x):
         y = self.ln_1(x)
@@ -55,7 +58,8 @@ class Vit(torch.nn.Module):
         super().__init__()
         self.patches = torch.nn.Conv2d(3, hidden_dim, patch_size, patch_size)
         self.token = torch.nn.Parameter(torch.zeros(1, 1, hidden_dim))
-        self.position = torch.nn.Parameter(torch.randn(1, (image_size // patch_size) ** 2 + 1, hidden_dim) * 0.02)
+        tokens = (image_size // patch_size) ** 2 + 1
+        self.position = torch.nn.Parameter(torch.randn(1, tokens, hidden_dim) * 0.02)
         self.layers = torch.nn.Sequential(*(Layer(hidden_dim, num_heads, mlp_dim) for _ in range(num_layers)))
         self.norm, self.head = torch.nn.LayerNorm(hidden_dim, eps=1e-6), torch.nn.Linear(hidden_dim, 1000)
 
@@ -87,14 +91,17 @@ class PyTorch:
         side = SIZES[arguments.model]["image_size"]
         self.images = torch.randn(arguments.batch_size, 3, side, side, device=self.device)
         self.labels = torch.arange(arguments.batch_size, device=self.device)
-        self.cast = (lambda: torch.autocast(self.device.type, dtype=torch.bfloat16)) if precision == "bf16" else contextlib.nullcontext
+        self.cast = contextlib.nullcontext
+        if precision == "bf16":
+            self.cast = lambda: torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def sgd(self):
-        """The fastest that this version has: one kernel for all parameters."""
+        """The fastest SGD of this version: one kernel for all parameters if it has that."""
         for fast in ({"fused": True}, {"foreach": True}, {}):
             with contextlib.suppress(TypeError, RuntimeError):
-                return torch.optim.SGD(self.model.parameters(), lr=0.01, **(fast if self.device.type == "cuda" else {}))
-        raise SystemExit("gpu_training: no SGD here")
+                return torch.optim.SGD(self.model.parameters(), lr=0.01,
+                                       **(fast if self.device.type == "cuda" else {}))
+        raise SystemExit("gpu_training: torch.optim.SGD accepts none of the options tried")
 
     def step(self):
         self.optimizer.zero_grad(set_to_none=True)
@@ -105,7 +112,7 @@ class PyTorch:
         return loss
 
     def marks(self, count):
-        """Milliseconds of each of `count` steps in a row, without a stop in between."""
+        """Milliseconds of each of `count` consecutive steps, without synchronizing in between."""
         if self.device.type != "cuda":
             times = [time.perf_counter()]
             for _ in range(count):
@@ -131,8 +138,9 @@ def pytorch_row(arguments, precision, compiled):
         return {**row, "error": f"torch {torch.__version__} has no torch.compile"}
     try:
         baseline = PyTorch(arguments, precision, compiled)
-        return {**row, "step_ms": baseline.measure(), "parameters": baseline.parameters, "model": baseline.source}
-    except Exception as error:  # a compiler has many ways to fail, and the other rows still count
+        return {**row, "step_ms": baseline.measure(), "parameters": baseline.parameters,
+                "model": baseline.source}
+    except Exception as error:  # torch.compile may fail in many ways; the other rows still count
         return {**row, "error": (str(error).splitlines() or [type(error).__name__])[0][:200]}
     finally:
         if arguments.device == "cuda":
@@ -143,41 +151,49 @@ def gradwire_row(arguments, precision, graph):
     row = {"who": "Gradwire --graph" if graph else "Gradwire", "precision": precision}
     with tempfile.TemporaryDirectory(prefix="gradwire-gpu-") as folder:
         log = pathlib.Path(folder) / "run.jsonl"
-        command = [arguments.gradwire, "train", *GRADWIRE_SIZES[arguments.model], "--data", "synthetic", "--device",
-                   "host" if arguments.device == "cpu" else "cuda", "--ranks", "1", "--batch-size", str(arguments.batch_size), "--steps",
-                   str(arguments.warmup + arguments.steps), "--optimizer", "sgd", "--lr", "0.01", "--momentum", "0", "--eval-every", "0",
-                   "--precision", precision, "--log", str(log), *(["--graph"] if graph else [])]
+        command = [arguments.gradwire, "train", *GRADWIRE_SIZES[arguments.model], "--data", "synthetic",
+                   "--device", "host" if arguments.device == "cpu" else "cuda", "--ranks", "1",
+                   "--batch-size", str(arguments.batch_size), "--steps",
+                   str(arguments.warmup + arguments.steps), "--optimizer", "sgd", "--lr", "0.01",
+                   "--momentum", "0", "--eval-every", "0", "--precision", precision, "--log", str(log),
+                   *(["--graph"] if graph else [])]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.deadline_s)
         except (OSError, subprocess.TimeoutExpired) as error:
             return {**row, "error": str(error)[:200]}
         if done.returncode != 0:
-            return {**row, "error": (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1][:200]}
+            return {**row, "error": (done.stderr.strip().splitlines()
+                                     or [f"exited with code {done.returncode}"])[-1][:200]}
         read = report.read_log(log, arguments.warmup)
     return {**row, "step_ms": read["step_ms"], "parameters": read["parameters"]}
 
 
 def medians(rows):
     """(precision, who) -> the median step over all repetitions."""
-    return {(r["precision"], r["who"]): statistics.median(ms for other in rows for ms in other.get("step_ms", ())
-                                                         if (other["precision"], other["who"]) == (r["precision"], r["who"]))
-            for r in rows if "step_ms" in r}
+    all_ms = {}
+    for row in rows:
+        if "step_ms" in row:
+            all_ms.setdefault((row["precision"], row["who"]), []).extend(row["step_ms"])
+    return {key: statistics.median(ms) for key, ms in all_ms.items()}
 
 
 def goal_lines(rows):
-    """What the project wants of one GPU, and whether it came out."""
+    """The project's goals on one GPU, and whether they are met."""
     ms = medians(rows)
-    ours = {p: min((ms[p, w] for w in ("Gradwire", "Gradwire --graph") if (p, w) in ms), default=None) for p in ("fp32", "tf32", "bf16")}
+    ours = {p: min((ms[p, w] for w in ("Gradwire", "Gradwire --graph") if (p, w) in ms), default=None)
+            for p in ("fp32", "tf32", "bf16")}
     wanted = [("bf16", "torch.compile", 1.2), ("fp32", "PyTorch eager", 1.0), ("tf32", "PyTorch eager", 1.0)]
     lines = []
     for precision, baseline, least in wanted:
         if ours[precision] and (precision, baseline) in ms:
             ratio = ms[precision, baseline] / ours[precision]
-            lines.append(f"{precision}: {ratio:.2f}x of {baseline}'s steps/s (goal {least:g}x): {'met' if ratio >= least else 'NOT MET'}")
+            lines.append(f"{precision}: {ratio:.2f}x of {baseline}'s steps/s (goal {least:g}x): "
+                         f"{'met' if ratio >= least else 'NOT MET'}")
     for precision in ours:
         if (precision, "Gradwire") in ms and (precision, "Gradwire --graph") in ms:
             ratio = ms[precision, "Gradwire"] / ms[precision, "Gradwire --graph"]
-            lines.append(f"{precision}: --graph {ratio:.2f}x as fast as without (goal 1x): {'met' if ratio >= 1 else 'NOT MET'}")
+            lines.append(f"{precision}: --graph {ratio:.2f}x as fast as without (goal 1x): "
+                         f"{'met' if ratio >= 1 else 'NOT MET'}")
     return lines
 
 
@@ -186,23 +202,30 @@ def table(rows, batch_size):
     out = [["precision", "", "ms/step", "steps/s", "images/s"]]
     for key in dict.fromkeys((r["precision"], r["who"]) for r in rows):
         error = next((r["error"] for r in rows if (r["precision"], r["who"]) == key and "error" in r), "")
-        out.append([*key, f"{ms[key]:.2f}", f"{1e3 / ms[key]:.2f}", f"{1e3 * batch_size / ms[key]:.0f}"] if key in ms
-                   else [*key, "-", "-", error])
+        if key in ms:
+            out.append([*key, f"{ms[key]:.2f}", f"{1e3 / ms[key]:.2f}", f"{1e3 * batch_size / ms[key]:.0f}"])
+        else:
+            out.append([*key, "-", "-", error])
     return out
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--gradwire", default="build/bin/gradwire")
-    parser.add_argument("--tiny", dest="model", action="store_const", const="tiny", default="vit_l_32", help="a model for trying this out")
-    parser.add_argument("--precision", action="append", choices=["fp32", "tf32", "bf16"], help="default: all three")
+    parser.add_argument("--tiny", dest="model", action="store_const", const="tiny", default="vit_l_32",
+                        help="a tiny model, to test this program")
+    parser.add_argument("--precision", action="append", choices=["fp32", "tf32", "bf16"],
+                        help="default: all three")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=10)
-    parser.add_argument("--repetitions", type=int, default=1, help="of Gradwire and eager; what is compiled runs once")
-    parser.add_argument("--deadline-s", type=int, default=120, help="of one run of gradwire")
-    parser.add_argument("--no-compile", action="store_true", help="without torch.compile, which takes a minute per precision")
+    parser.add_argument("--repetitions", type=int, default=1,
+                        help="of Gradwire and eager; compiled models run once")
+    parser.add_argument("--deadline-s", type=int, default=120, help="deadline of one run of gradwire")
+    parser.add_argument("--no-compile", action="store_true",
+                        help="without torch.compile, which takes a minute per precision")
     parser.add_argument("--no-graph", action="store_true", help="without --graph")
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
@@ -214,10 +237,11 @@ def main():
         rows.append(row)
         told = row.get("error") or f"{statistics.median(row['step_ms']):.2f} ms"
         print(f"{row['precision']}  {row['who']}: {told}", flush=True)
-        if arguments.json:  # what was measured stays, whatever comes next
+        if arguments.json:  # written after each row, so that a later failure loses nothing
             arguments.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
 
-    settings = {"model": arguments.model, "batch_size": arguments.batch_size, "torch": torch.__version__, "device": arguments.device,
+    settings = {"model": arguments.model, "batch_size": arguments.batch_size, "torch": torch.__version__,
+                "device": arguments.device,
                 "device_name": torch.cuda.get_device_name() if arguments.device == "cuda" else "host"}
     for precision in arguments.precision or ["bf16", "tf32", "fp32"]:
         for repetition in range(arguments.repetitions):

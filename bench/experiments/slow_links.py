@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""The article's experiments: training steps with each kind of compression over slow links, beside PyTorch DDP.
+"""The article's experiments: training steps over slow links with each kind of compression, and PyTorch's DDP.
 
-    bench/experiments/slow_links.py run [--quick] [--json FILE]      measures (5 to 10 minutes; root, for network namespaces), shows tables
-    bench/experiments/slow_links.py show FILE                        a result's tables again
-    bench/experiments/slow_links.py render FILE                      puts a result's tables and picture into docs/experiments.md
-    bench/experiments/slow_links.py accuracy run FOLDER              trains on Fashion-MNIST: three compressions, three seeds; a log each
-    bench/experiments/slow_links.py accuracy render FOLDER           puts those logs' table and picture into docs/experiments.md
+    slow_links.py run [--quick] [--json FILE]   measures (5 to 10 minutes; root, for network namespaces)
+    slow_links.py show FILE                     shows a result's tables again
+    slow_links.py render FILE                   puts a result's tables and pictures into docs/experiments.md
+    slow_links.py accuracy run FOLDER           trains on Fashion-MNIST: 3 compressions, 3 seeds, a log each
+    slow_links.py accuracy render FOLDER        puts those logs' table and picture into docs/experiments.md
 """
 import argparse
 import json
@@ -25,12 +25,14 @@ from harness import report  # noqa: E402
 
 SHAPED_LINK = str(BENCH / "harness" / "shaped_link.sh")
 PAGE = ROOT / "docs" / "experiments.md"
-# Sizes of buckets that are tried, for Gradwire and for PyTorch; None: one bucket.
-SWEEP_MB = {"fp32": ((32, 16, 8, 4), (16, 8, 4)), "16bit": ((32, 16, 8, 4), (8, 4)), "powersgd4": ((None, 64, 32, 16), (16,))}
+# Bucket sizes that the sweep tries, for Gradwire and for PyTorch; None: one bucket.
+SWEEP_MB = {"fp32": ((32, 16, 8, 4), (16, 8, 4)), "16bit": ((32, 16, 8, 4), (8, 4)),
+            "powersgd4": ((None, 64, 32, 16), (16,))}
 UNTRIED_MB = {"fp32": 16, "16bit": 16}  # without a sweep
-# ViT-S with ViT-L/32's 50 tokens, so that 4 hosts on a small machine can be as far out of balance with a gigabit link as 8 GPUs
-# with PCIe: batch 1 makes FP32 communication 84 % of the step.
-MODEL = {"name": "vit_s_16", "image_size": 56, "patch": 8, "width": 384, "depth": 12, "heads": 6, "mlp": 1536, "classes": 1000}
+# ViT-S with ViT-L/32's 50 tokens. With batch 1, 4 hosts on a small machine with gigabit links spend 84 % of
+# an FP32 step on communication, as the article's 8 GPUs did over PCIe.
+MODEL = {"name": "vit_s_16", "image_size": 56, "patch": 8, "width": 384, "depth": 12, "heads": 6, "mlp": 1536,
+         "classes": 1000}
 
 
 def fail(message, code=2):
@@ -45,24 +47,27 @@ def model_flags(model):
     return flags
 
 
-def item(arguments, who, method, bucket_mb=None, phase="main", network="shaped", ranks_are="hosts", repetition=0, extra=()):
-    """One measurement. More steps where they are short."""
+def item(arguments, who, method, bucket_mb=None, phase="main", network="shaped", ranks_are="hosts",
+         repetition=0, extra=()):
+    """One measurement, with more steps where they are short."""
     if method == "alone":
         steps, warmup, spec, hook, ranks_are = 14, 3, "fp32", {"hook": "alone"}, "alone"
     else:
         spec, hook = next((m[2], m[3]) for m in report.METHODS if m[0] == method)
-        steps, warmup = {"fp32": (5, 1), "16bit": (7, 2)}.get(method, (16, 4) if who == "gradwire" else (6, 4))
+        steps, warmup = {"fp32": (5, 1), "16bit": (7, 2)}.get(method,
+                                                              (16, 4) if who == "gradwire" else (6, 4))
     if network != "shaped":
         steps, warmup = 9, 4
     if phase == "sweep" or arguments.quick:
         steps = max(3, steps // 2)
-    out = {"who": who, "method": method, "phase": phase, "network": network, "ranks_are": ranks_are, "repetition": repetition,
-           "bucket_mb": bucket_mb, "warmup": warmup, "steps": steps, "deadline_s": arguments.deadline_s}
+    out = {"who": who, "method": method, "phase": phase, "network": network, "ranks_are": ranks_are,
+           "repetition": repetition, "bucket_mb": bucket_mb, "warmup": warmup, "steps": steps,
+           "deadline_s": arguments.deadline_s}
     return {**out, "spec": spec, "flags": list(extra)} if who == "gradwire" else {**out, **hook}
 
 
 def sweep_items(arguments):
-    """PyTorch's PowerSGD with buckets comes last: it aborts, where it does as this is written."""
+    """PyTorch's PowerSGD with several buckets comes last, because over gloo it aborts."""
     items = []
     for method, (ours, theirs) in SWEEP_MB.items():
         for i, mb in enumerate(ours):
@@ -73,7 +78,7 @@ def sweep_items(arguments):
 
 
 def main_items(arguments, best):
-    """Ours and PyTorch's next to each other, in each repetition."""
+    """Ours and PyTorch's in turns, in each repetition."""
     items = []
     for repetition in range(arguments.repetitions):
         for method in ["alone", *(m[0] for m in report.METHODS)]:
@@ -82,7 +87,7 @@ def main_items(arguments, best):
             sizes = [(None, None)]
             if method in ("fp32", "16bit"):
                 sizes.append((best["gradwire", method], best["pytorch", method]))
-            elif method != "alone":  # the better kind of buckets; PyTorch's aborts with more than one over gloo
+            elif method != "alone":  # ours with the best size; PyTorch's hook aborts with several buckets
                 sizes = [(best["gradwire", method], None)]
             for ours, theirs in sizes:
                 items.append(item(arguments, "gradwire", method, ours, repetition=repetition))
@@ -110,7 +115,8 @@ def trace_items(arguments, best):
     for method, mb in (("fp32", None), ("16bit", best["gradwire", "16bit"]), ("powersgd4", None)):
         path = trace_path(arguments.json, method)
         path.parent.mkdir(parents=True, exist_ok=True)
-        items.append(item(arguments, "gradwire", method, mb, "trace", extra=["--trace", str(path), "--trace-steps", "5:8"]))
+        items.append(item(arguments, "gradwire", method, mb, "trace",
+                          extra=["--trace", str(path), "--trace-steps", "5:8"]))
     return items
 
 
@@ -119,7 +125,7 @@ def trace_path(result, method):
 
 
 class Session:
-    """Runs plans, on shaped links or without, and keeps what they measured."""
+    """Runs plans, on shaped links or not, and keeps their measurements."""
 
     def __init__(self, arguments):
         self.arguments, self.items = arguments, []
@@ -131,39 +137,42 @@ class Session:
         folder = self.folder / str(self.plans)
         folder.mkdir()
         arguments = self.arguments
-        flags = [*model_flags(MODEL), "--data", "synthetic:512", "--device", "host", "--batch-size", str(arguments.batch_size),
-                 "--optimizer", "sgd", "--lr", "0.01", "--momentum", "0", "--eval-every", "0", "--timeout-s", "60", "--measure-peak", "off"]
-        baseline = {"threads": arguments.threads, "model": MODEL, "batch_size": arguments.batch_size, "lr": 0.01,
-                    "momentum": 0.0, "timeout_s": 60}
+        flags = [*model_flags(MODEL), "--data", "synthetic:512", "--device", "host", "--batch-size",
+                 str(arguments.batch_size), "--optimizer", "sgd", "--lr", "0.01", "--momentum", "0",
+                 "--eval-every", "0", "--timeout-s", "60", "--measure-peak", "off"]
+        baseline = {"threads": arguments.threads, "model": MODEL, "batch_size": arguments.batch_size,
+                    "lr": 0.01, "momentum": 0.0, "timeout_s": 60}
         if arguments.no_baseline:
             items = [i for i in items if i["who"] == "gradwire"]
         path = folder / "plan.json"
-        path.write_text(json.dumps({"folder": str(folder), "gradwire": arguments.gradwire, "python": arguments.python,
-                                    "flags": flags, "baseline": baseline, "items": items}))
+        path.write_text(json.dumps({"folder": str(folder), "gradwire": arguments.gradwire,
+                                    "python": arguments.python, "flags": flags, "baseline": baseline,
+                                    "items": items}))
         return folder, path, items
 
     def environment(self):
         threads = str(self.arguments.threads)
-        return {**os.environ, "GRADWIRE_THREADS": threads, "OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads,
-                "PYTHONDONTWRITEBYTECODE": "1"}
+        return {**os.environ, "GRADWIRE_THREADS": threads, "OMP_NUM_THREADS": threads,
+                "OPENBLAS_NUM_THREADS": threads, "PYTHONDONTWRITEBYTECODE": "1"}
 
     def shaped(self, items):
         folder, path, items = self.plan(items)
         a = self.arguments
         command = [SHAPED_LINK, "--hosts", str(a.hosts), "--rate", a.rate, "--", sys.executable,
                    str(HERE / "slow_links_host.py"), str(path)]
-        self.follow([subprocess.Popen(command, env=self.environment(), start_new_session=True)], folder, items)
+        self.follow([subprocess.Popen(command, env=self.environment(), start_new_session=True)], folder,
+                    items)
 
     def loopback(self, items):
-        """The same processes, joined by the machine's own loopback."""
+        """The same processes, connected by loopback."""
         folder, path, items = self.plan(items)
         hosts, processes = self.arguments.hosts, []
         for rank in range(hosts):
             env = {**self.environment(), "RANK": str(rank), "WORLD_SIZE": str(hosts), "LOCAL_RANK": str(rank),
                    "LOCAL_WORLD_SIZE": str(hosts), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
                    "GLOO_SOCKET_IFNAME": "lo"}
-            processes.append(subprocess.Popen([sys.executable, str(HERE / "slow_links_host.py"), str(path)], env=env,
-                                              start_new_session=True))
+            processes.append(subprocess.Popen([sys.executable, str(HERE / "slow_links_host.py"), str(path)],
+                                              env=env, start_new_session=True))
         self.follow(processes, folder, items)
 
     def follow(self, processes, folder, items):
@@ -174,7 +183,7 @@ class Session:
                 codes.append(process.wait(timeout=max(1, deadline - time.monotonic())))
         except subprocess.TimeoutExpired:
             codes.append(1)
-        finally:  # also after Ctrl-C: shaped_link.sh takes its namespaces down on SIGTERM, with all that runs in them
+        finally:  # even after Ctrl-C: on SIGTERM shaped_link.sh removes its namespaces and their processes
             for process in processes:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGTERM)
@@ -190,7 +199,7 @@ class Session:
             sys.exit(2 if 2 in codes and not results.exists() else 1)
 
     def best(self):
-        """Size of buckets by side and method, None for one bucket: the sweep's choice."""
+        """Bucket size by side and method, as chosen by the sweep; None for one bucket."""
         sizes = {}
         for who in ("gradwire", "pytorch"):
             for method, *_ in report.METHODS:
@@ -208,25 +217,26 @@ def output_of(*command):
 
 def settings(arguments, items):
     cpu = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
-    first = {who: next((i for i in items if i["who"] == who and "error" not in i), {}) for who in ("gradwire", "pytorch")}
+    first = {who: next((i for i in items if i["who"] == who and "error" not in i), {})
+             for who in ("gradwire", "pytorch")}
     commit = output_of("git", "rev-parse", "--short=12", "HEAD") or "unknown"
     if subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=ROOT, stderr=subprocess.DEVNULL).returncode:
         commit += ", with changes"
     return {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit,
-            "command": "bench/experiments/slow_links.py " + " ".join(sys.argv[1:]), "hosts": arguments.hosts, "rate": arguments.rate,
-            "model": MODEL, "parameters": first["gradwire"].get("parameters"),
+            "command": "bench/experiments/slow_links.py " + " ".join(sys.argv[1:]), "hosts": arguments.hosts,
+            "rate": arguments.rate, "model": MODEL, "parameters": first["gradwire"].get("parameters"),
             "peer_parameters": first["pytorch"].get("parameters"), "batch_size": arguments.batch_size,
-            "threads": arguments.threads, "repetitions": arguments.repetitions, "cpu": cpu[0] if cpu else "unknown",
-            "cores": os.cpu_count(), "system": output_of("uname", "-sr"), "gradwire": output_of(arguments.gradwire, "--version"),
-            "torch": first["pytorch"].get("torch"), "torchvision": first["pytorch"].get("torchvision"),
-            "load_before": arguments.load}
+            "threads": arguments.threads, "repetitions": arguments.repetitions,
+            "cpu": cpu[0] if cpu else "unknown", "cores": os.cpu_count(), "system": output_of("uname", "-sr"),
+            "gradwire": output_of(arguments.gradwire, "--version"), "torch": first["pytorch"].get("torch"),
+            "torchvision": first["pytorch"].get("torchvision"), "load_before": arguments.load}
 
 
 def show(result):
     base, alone = result.base("gradwire"), result.alone("gradwire")
     s = result.settings
-    print(f"\n{s['parameters'] or 0:,} parameters, batch {s['batch_size']}, {s['hosts']} hosts, {s['rate']} links; "
-          f"{s['repetitions']} repetitions, medians\n")
+    print(f"\n{s['parameters'] or 0:,} parameters, batch {s['batch_size']}, {s['hosts']} hosts, "
+          f"{s['rate']} links; {s['repetitions']} repetitions, medians\n")
     print(report.plain(report.main_table(result)))
     print("\nWhere Gradwire's step goes, ms\n")
     print(report.plain(report.parts_table(result)))
@@ -239,8 +249,8 @@ def show(result):
             print(report.plain(report.main_table(result, network)))
     print()
     if result.share():
-        print(f"Communication is {100 * result.share():.0f} % of Gradwire's FP32 step with one bucket ({base.ms:.0f} ms; "
-              f"{alone.ms:.0f} ms without communication). The article's: 84 %.")
+        print(f"Communication is {100 * result.share():.0f} % of Gradwire's FP32 step with one bucket "
+              f"({base.ms:.0f} ms; {alone.ms:.0f} ms without communication). The article's: 84 %.")
     print("\n".join(report.goal_lines(result)))
     for line in report.errors(result):
         print("failed: " + line)
@@ -255,7 +265,7 @@ def write(path, document):
 
 def measure(arguments):
     if not os.access(arguments.gradwire, os.X_OK):
-        fail(f"no {arguments.gradwire}; run make build")
+        fail(f"{arguments.gradwire} is missing; run make build")
     probe = subprocess.run([SHAPED_LINK, "--hosts", "2", "--", "true"], capture_output=True, text=True)
     if probe.returncode != 0:
         fail("no slow links here: " + (probe.stderr.strip().splitlines() or ["shaped_link.sh failed"])[-1])
@@ -274,34 +284,39 @@ def measure(arguments):
         if not arguments.no_fast:
             print("== Fast links", flush=True)
             session.loopback(fast_items(arguments, best))
-    finally:  # what was measured before something failed is kept, too
+    finally:  # keeps what was measured before a failure
         shutil.rmtree(session.folder, ignore_errors=True)
         if session.items:
             document = {"schema": 1, "settings": settings(arguments, session.items), "items": session.items}
             write(arguments.json, document)
     show(report.Result(document))
-    print(f"\nResult: {arguments.json}; bench/experiments/slow_links.py render {arguments.json} puts it into docs/experiments.md")
+    print(f"\nResult: {arguments.json}; to put it into docs/experiments.md: "
+          f"bench/experiments/slow_links.py render {arguments.json}")
 
 
 def page_text(result, traced=()):
-    """What docs/experiments.md shows of a result; traced: the methods that there is a timeline of."""
+    """The section of docs/experiments.md for a result. traced: the methods that have a timeline."""
     s, base, alone = result.settings, result.base("gradwire"), result.alone("gradwire")
     parts = [
-        f"{s['date']}, commit {s['commit']}, {s['cpu']}, {s['cores']} cores, {s['system']}, {s['gradwire']}, PyTorch "
-        f"{s['torch']}, torchvision {s['torchvision']}. `{s['command']}`, {s['repetitions']} repetitions. "
+        f"{s['date']}, commit {s['commit']}, {s['cpu']}, {s['cores']} cores, {s['system']}, {s['gradwire']}, "
+        f"PyTorch {s['torch']}, torchvision {s['torchvision']}. `{s['command']}`, "
+        f"{s['repetitions']} repetition{'s' if s['repetitions'] != 1 else ''}. "
         f"{s['parameters']:,} parameters, batch {s['batch_size']} per host." +
-        (f" Communication is {100 * result.share():.0f} % of Gradwire's FP32 step with one bucket ({base.ms:.0f} ms, {alone.ms:.0f} "
-         "without communication); in the article it was 84 %." if alone else ""),
+        (f" Communication is {100 * result.share():.0f} % of Gradwire's FP32 step with one bucket "
+         f"({base.ms:.0f} ms, {alone.ms:.0f} without communication); in the article it was 84 %."
+         if alone else ""),
         "![Speed of every mode](experiments.png)", report.markdown(report.main_table(result)),
         "Goals:\n\n" + report.markdown(report.goal_table(result)),
-        "Where Gradwire's step goes (medians, ms; host 0's marks):\n\n" + report.markdown(report.parts_table(result))]
+        "Where Gradwire's step goes (medians, ms; host 0's marks):\n\n"
+        + report.markdown(report.parts_table(result))]
     if traced:
-        parts.append("One step of each, all hosts below each other, on one clock (`--trace`, `bench/plots/plot.py`):")
+        parts.append("One step of each mode, all hosts on one clock (`--trace`, `bench/plots/plot.py`):")
         parts += [f"![One step: {report.NAMES[method]}](timeline-{method}.png)" for method in traced]
     if any(i["phase"] == "sweep" for i in result.items):
-        parts.append("Size of buckets, ms per step; the best of each row is what the table above has as \"buckets\":\n\n"
+        parts.append("Size of buckets, ms per step; the fastest of each row is the size used for \"buckets\" "
+                     "in the table above:\n\n"
                      + report.markdown(report.sweep_table(result.items)))
-    for network, title in (("loopback", "Fast links: the same processes over loopback, nothing shaped"),
+    for network, title in (("loopback", "Fast links: the same processes over loopback, not shaped"),
                            ("threads", "Fast links: Gradwire's ranks as threads of one process")):
         if result.rows(network):
             parts.append(f"{title}:\n\n" + report.markdown(report.main_table(result, network)))
@@ -334,7 +349,7 @@ def render(path):
     document = json.loads(path.read_text())
     result = report.Result(document)
     if not result.base("gradwire"):
-        fail(f"{path}: Gradwire's FP32 with one bucket is not in it", 1)
+        fail(f"{path} has no result for Gradwire's FP32 with one bucket, to which all others are compared", 1)
     traces = {m[0]: trace_path(path, m[0]) for m in report.METHODS if trace_path(path, m[0]).exists()}
     plot, docs = pictures(), ROOT / "docs"
     put("results", page_text(result, traces if plot else ()))
@@ -342,16 +357,17 @@ def render(path):
         plot.draw(document, docs / "experiments.png")
         print("Written: docs/experiments.png")
         for method, trace in traces.items():
-            subprocess.run([sys.executable, str(BENCH / "plots" / "plot.py"), str(trace), "-o", str(docs / f"timeline-{method}.png")], check=True)
+            subprocess.run([sys.executable, str(BENCH / "plots" / "plot.py"), str(trace), "-o",
+                            str(docs / f"timeline-{method}.png")], check=True)
 
 
 ACCURACY_SPECS, ACCURACY_SEEDS = ("fp32", "bf16", "powersgd:rank=4"), (0, 1, 2)
-ACCURACY_FLAGS = ["--model", "vit_tiny", "--data", "fashion-mnist", "--ranks", "8", "--batch-size", "32", "--epochs", "12", "--lr",
-                  "2e-3", "--timeout-s", "600"]
+ACCURACY_FLAGS = ["--model", "vit_tiny", "--data", "fashion-mnist", "--ranks", "8", "--batch-size", "32",
+                  "--epochs", "12", "--lr", "2e-3", "--timeout-s", "600"]
 
 
 def accuracy_run(folder, gradwire):
-    """Half an hour or more; a log that is complete is kept, so that the command can be given again."""
+    """Half an hour or more. Complete logs are kept, so an interrupted run continues when started again."""
     folder.mkdir(parents=True, exist_ok=True)
     for seed in ACCURACY_SEEDS:
         for spec in ACCURACY_SPECS:
@@ -360,25 +376,27 @@ def accuracy_run(folder, gradwire):
                 continue
             print(f"== {spec}, seed {seed}", flush=True)
             unfinished = folder / f"unfinished-{spec}-{seed}.jsonl"
-            subprocess.run([gradwire, "train", *ACCURACY_FLAGS, "--compression", spec, "--seed", str(seed), "--log-every", "500",
-                            "--log", str(unfinished)], check=True)
+            subprocess.run([gradwire, "train", *ACCURACY_FLAGS, "--compression", spec, "--seed", str(seed),
+                            "--log-every", "500", "--log", str(unfinished)], check=True)
             unfinished.rename(log)
 
 
 def accuracy_render(folder):
-    """From the logs in folder whose runs have ended."""
+    """Uses the logs in folder whose runs are complete."""
     found = {path: report.read_accuracy_log(path) for path in sorted(folder.glob("*.jsonl"))}
     found = {path: log for path, log in found.items() if log}
     if not found:
-        fail(f"{folder}: no log of a run that has ended", 1)
+        fail(f"{folder} has no log of a complete run; use accuracy run first", 1)
     logs, run = [log for log, _ in found.values()], next(iter(found.values()))[1]
     rows = report.accuracy_rows(logs)
     print(report.plain(report.accuracy_table(rows)))
     print("\n".join(report.accuracy_goals(rows)))
-    about = (f"{run['model']['name']} on {run['data']}, {run['ranks']} ranks, batch {run['batch_size']} per rank, {run['epochs']:g} epochs, "
-             f"{run['optimizer']}, learning rate {run['lr']:g}; test accuracy after the last epoch, not of the best one.")
-    put("accuracy", "\n\n".join([about, "![Accuracy](accuracy.png)", report.markdown(report.accuracy_table(rows)).strip(),
-                                  "\n".join("- " + line for line in report.accuracy_goals(rows))]))
+    about = (f"{run['model']['name']} on {run['data']}, {run['ranks']} ranks, batch {run['batch_size']} "
+             f"per rank, {run['epochs']:g} epochs, {run['optimizer']}, learning rate {run['lr']:g}; "
+             "test accuracy is taken after the last epoch, not at the best one.")
+    put("accuracy",
+        "\n\n".join([about, "![Accuracy](accuracy.png)", report.markdown(report.accuracy_table(rows)).strip(),
+                      "\n".join("- " + line for line in report.accuracy_goals(rows))]))
     plot = pictures()
     if plot:
         from plots.runs import Run
@@ -387,7 +405,8 @@ def accuracy_render(folder):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="measure")
     run.add_argument("--quick", action="store_true", help="one repetition, fewer modes: two minutes")
@@ -395,17 +414,20 @@ def main():
     run.add_argument("--json", type=pathlib.Path, default=ROOT / "build" / "experiments.json")
     run.add_argument("--rate", default="1gbit")
     run.add_argument("--hosts", type=int, default=4)
-    run.add_argument("--batch-size", type=int, default=1, help="per host; it decides how large the share of communication is")
-    run.add_argument("--threads", type=int, default=1, help="of each host, for both sides")
+    run.add_argument("--batch-size", type=int, default=1,
+                     help="per host; determines communication's share of the step")
+    run.add_argument("--threads", type=int, default=1, help="threads of each host, for both sides")
     run.add_argument("--no-baseline", "--no-peer", action="store_true", help="without PyTorch")
-    run.add_argument("--no-sweep", action="store_true", help="buckets of 16 MB, one for PowerSGD")
+    run.add_argument("--no-sweep", action="store_true",
+                     help="no sweep: buckets of 16 MB, one bucket for PowerSGD")
     run.add_argument("--no-fast", action="store_true", help="without loopback and threads")
-    run.add_argument("--deadline-s", type=int, default=60, help="of one measurement")
+    run.add_argument("--deadline-s", type=int, default=60, help="deadline of one measurement")
     run.add_argument("--gradwire", default=str(ROOT / "build" / "bin" / "gradwire"))
-    run.add_argument("--python", default="/usr/bin/python3", help="that has torch and torchvision")
-    shown = commands.add_parser("show", help="a result's tables on the terminal")
+    run.add_argument("--python", default="/usr/bin/python3",
+                     help="a Python interpreter with torch and torchvision")
+    shown = commands.add_parser("show", help="print a result's tables")
     shown.add_argument("json", type=pathlib.Path)
-    rendered = commands.add_parser("render", help="a result into docs/experiments.md")
+    rendered = commands.add_parser("render", help="put a result into docs/experiments.md")
     rendered.add_argument("json", type=pathlib.Path)
     accuracy = commands.add_parser("accuracy", help="Fashion-MNIST with each compression")
     accuracy.add_argument("what", choices=["run", "render"])

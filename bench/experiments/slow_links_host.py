@@ -1,11 +1,12 @@
-"""What runs on each host of bench/experiments/slow_links.py: works through a plan, together with the same program on the other hosts.
+"""Runs on each host of bench/experiments/slow_links.py: works through a plan together with the other hosts.
 
     slow_links_host.py PLAN.json      with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment
 
-PLAN.json: {"folder": shared by the hosts, "gradwire": path, "python": of the baseline, "flags": [of gradwire train], "baseline": what
-bench/baselines/pytorch_train.py takes, "items": [...]}. An item is one measurement, by Gradwire (a fresh process) or by PyTorch (a process
-that stays, since importing it takes longer than a measurement). Both kinds take turns, so that what changes in the machine's
-speed meets both. Host 0 appends to folder/results.jsonl: the item with "step_ms" and more, or with "error".
+PLAN.json: {"folder": shared by the hosts, "gradwire": path, "python": of the baseline, "flags": [of gradwire
+train], "baseline": what bench/baselines/pytorch_train.py takes, "items": [...]}. An item is one measurement,
+by Gradwire (a new process each time) or by PyTorch (one process for all, because importing it takes longer
+than a measurement). The two take turns, so that changes in the machine's speed affect both. Host 0 appends to
+folder/results.jsonl: the item with "step_ms" and more, or with "error".
 """
 import json
 import os
@@ -22,19 +23,20 @@ sys.path.insert(0, str(HERE.parent))  # bench/
 from harness import report  # noqa: E402
 
 
-class Gave(Exception):
-    """A measurement that came to nothing, and why."""
+class Failed(Exception):
+    """A measurement that failed, and why."""
 
 
 class Child:
-    """PyTorch's process: a command in, an answer out, with a deadline."""
+    """PyTorch's process: takes a command and answers within a deadline."""
 
     def __init__(self, plan, serial):
         config = {**plan["baseline"], "rendezvous": f"{plan['folder']}/store.{serial}"}
         script = HERE.parent / "baselines" / "pytorch_train.py"
-        self.process = subprocess.Popen([plan["python"], "-W", "ignore", str(script), json.dumps(config)], text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=open(f"{plan['folder']}/baseline.{os.environ['RANK']}.log", "a"))
+        log = f"{plan['folder']}/baseline.{os.environ['RANK']}.log"
+        self.process = subprocess.Popen([plan["python"], "-W", "ignore", str(script), json.dumps(config)],
+                                        text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        stderr=open(log, "a"))
         self.lines = queue.Queue()
         threading.Thread(target=self.read, daemon=True).start()
         self.hello = {}
@@ -48,21 +50,21 @@ class Child:
         try:
             line = self.lines.get(timeout=seconds)
         except queue.Empty:
-            raise Gave(f"PyTorch gave no answer in {seconds} s") from None
+            raise Failed(f"PyTorch did not answer within {seconds} s") from None
         if line is None:
-            raise Gave(f"PyTorch's process ended with {self.process.wait()}")
+            raise Failed(f"PyTorch's process exited with code {self.process.wait()}")
         return json.loads(line)
 
     def ask(self, command, seconds):
         if not self.hello:
             self.hello = self.wait_for_answer(60)
             if "missing" in self.hello:
-                raise Gave(f"no PyTorch: {self.hello['missing']}")
+                raise Failed(f"no PyTorch: {self.hello['missing']}")
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
         reply = self.wait_for_answer(seconds)
         if "error" in reply:
-            raise Gave(reply["error"])
+            raise Failed(reply["error"])
         return reply
 
     def stop(self):
@@ -77,7 +79,7 @@ class Host:
         self.child, self.children, self.meetings = None, 0, 0
 
     def meet(self, why="", seconds=90):
-        """Waits for the other hosts. Says what went wrong, here or elsewhere; nothing if all are well."""
+        """Waits for the other hosts. Returns what went wrong on any host; an empty text if nothing did."""
         self.meetings += 1
         note = self.folder / f"note.{self.rank}"
         note.write_text(why)
@@ -87,35 +89,38 @@ class Host:
             path = self.folder / f"at.{self.meetings}.{other}"
             while not path.exists():
                 if time.monotonic() > deadline:
-                    raise SystemExit(f"experiments: host {other} did not come within {seconds} s")
+                    raise SystemExit(f"experiments: host {other} did not arrive within {seconds} s")
                 time.sleep(0.005)
             why = why or path.read_text()
         return why
 
     def gradwire(self, item, number):
-        """One `gradwire train` of a rank per host, or of one rank on each host, or of all ranks in one process."""
+        """One `gradwire train`: a rank per host, a world of 1 on each host, or all ranks in one process."""
         log = self.folder / f"{number}.{self.rank}.jsonl"
-        command = [self.plan["gradwire"], "train", *self.plan["flags"], "--compression", item["spec"], "--steps",
-                   str(item["warmup"] + item["steps"]), "--log", str(log), "--bucket-mb",
+        command = [self.plan["gradwire"], "train", *self.plan["flags"], "--compression", item["spec"],
+                   "--steps", str(item["warmup"] + item["steps"]), "--log", str(log), "--bucket-mb",
                    str(item["bucket_mb"] or report.ONE_BUCKET_MB), *item.get("flags", [])]
         env = dict(os.environ)
         env["MASTER_PORT"] = str(int(env["MASTER_PORT"]) + 1 + number % 500)
         if item["ranks_are"] != "hosts":
-            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+                         "MASTER_PORT"):
                 env.pop(name)
         if item["ranks_are"] == "threads":
             if self.rank != 0:
                 return {}
             command += ["--ranks", str(self.world)]
             env.pop("GRADWIRE_THREADS")
-        with subprocess.Popen(command, env=env, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        with subprocess.Popen(command, env=env, text=True, stdout=subprocess.DEVNULL,
+                              stderr=subprocess.PIPE) as process:
             try:
                 _, errors = process.communicate(timeout=item["deadline_s"])
             except subprocess.TimeoutExpired:
                 process.kill()
-                raise Gave(f"gradwire did not end within {item['deadline_s']} s") from None
+                raise Failed(f"gradwire did not finish within {item['deadline_s']} s") from None
         if process.returncode != 0:
-            raise Gave((errors.strip().splitlines() or [f"gradwire ended with {process.returncode}"])[-1])
+            raise Failed((errors.strip().splitlines()
+                          or [f"gradwire exited with code {process.returncode}"])[-1])
         return report.read_log(log, item["warmup"]) if self.rank == 0 else {}
 
     def pytorch(self, item):
@@ -130,7 +135,7 @@ class Host:
         self.meet()
         try:
             result = self.gradwire(item, number) if item["who"] == "gradwire" else self.pytorch(item)
-        except Gave as reason:
+        except Failed as reason:
             why = str(reason)
         why = self.meet(why, item["deadline_s"] + 90)
         if why:

@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
-"""Holds this build's speed to the published numbers and the goals: docs/results/baselines.jsonl, one case per line.
+"""Checks this build's speed against the goals and the published numbers, docs/results/baselines.jsonl.
 
-    bench/harness/check.py run [--only REGEX] [--out FOLDER]    runs the cases' commands, then judges; what make bench-check does
-    bench/harness/check.py judge FOLDER                         judges what is there: STEP.json files (scripts/host_check.sh)
-    bench/harness/check.py publish FOLDER                       makes FOLDER's measurements the published values of its cases
+    check.py run [--only REGEX] [--out FOLDER]   measures and judges the cases (make bench-check)
+    check.py judge FOLDER                        judges existing results, STEP.json (scripts/host_check.sh)
+    check.py publish FOLDER                      makes FOLDER's measurements the published values of its cases
 
-Only ratios between things measured in one run are compared, never times, and higher is always better. A case fails when it is
-below its goal, or, on the device that the published value is from, below that value, by more than its noise; also when it
-could not be measured. Being faster never fails. Exit status: 0 when no case fails, 1 when one does, 2 for bad input.
+Only ratios between things measured in one run are compared, never times, and higher is always better. A case
+fails when it is below its goal, or below the published value on the same device, by more than its noise, or
+when it could not be measured. Being faster never fails. Exit status: 0 when no case fails, 1 when one does, 2
+for bad input.
 
-A line: {"case": name, "step": name of the command's results, "command": [...], "where": fields of the row (the best of
-several counts), "metric": field or "field/field" of that row, "over": fields of another row whose metric is divided by this
-one's (for times), "of": constant to divide by, "value", "goal": or null, "noise": share, "commit", "device"}
+baselines.jsonl has one case per line: {"case": name, "step": name of the command's results, "command": [...],
+"where": fields of the row (the best of several counts), "metric": field or "field/field" of that row, "over":
+fields of another row whose metric is divided by this one's (for times), "of": constant to divide by, "value",
+"goal": or null, "noise": fraction, "commit", "device"}
 """
 import argparse
 import json
@@ -63,10 +65,10 @@ def read_cases(path, only="."):
     commands = {}
     for case in cases:
         if commands.setdefault(case["step"], case["command"]) != case["command"]:
-            raise BadInput(f"{path}: step {case['step']} has two commands")
+            raise BadInput(f"{path}: step {case['step']} has two commands; give each its own step")
     cases = [case for case in cases if wanted.search(case["case"])]
     if not cases:
-        raise BadInput(f"--only {only}: no case in {path} has that in its name")
+        raise BadInput(f"--only {only}: no case in {path} has a name that matches")
     return cases
 
 
@@ -87,7 +89,7 @@ def matching(rows, where):
 
 
 def measured(case, rows):
-    """The case's ratio from the rows of its step; rows is None when the command did not end well."""
+    """The case's ratio from the rows of its step; rows is None when the command failed."""
     if rows is None:
         raise NotMeasured("its command failed")
     values = [field(row, case["metric"]) for row in matching(rows, case["where"])]
@@ -97,7 +99,7 @@ def measured(case, rows):
 
 
 def least(case, device):
-    """(what the case must reach without its noise, the verdict when it does not), the stricter demand first."""
+    """(minimum before subtracting the noise, verdict below it), the stricter one first."""
     demands = [(case["goal"], "NOT MET")] if case["goal"] is not None else []
     if case["device"] == device:
         demands.append((case["value"], "SLOWER"))
@@ -111,13 +113,13 @@ def judge(case, rows, device):
     except NotMeasured as reason:
         return {"case": case["case"], "measured": None, "verdict": "NOT MEASURED", "why": str(reason)}
     verdicts = [verdict for demand, verdict in least(case, device) if value < demand * (1 - case["noise"])]
-    # A goal that is missed is the graver news.
+    # Missing the goal is the more serious verdict.
     verdict = "NOT MET" if "NOT MET" in verdicts else verdicts[0] if verdicts else "ok"
     return {"case": case["case"], "measured": value, "verdict": verdict, "why": ""}
 
 
 def better(first, second):
-    """Of two judgements of a case: noise on a shared machine only ever slows down."""
+    """The better of two judgements of a case: noise on a shared machine only ever slows things down."""
     return max(first, second, key=lambda j: -1 if j["measured"] is None else j["measured"])
 
 
@@ -126,8 +128,8 @@ def table(cases, judgements, device):
     for case, j in zip(cases, judgements):
         published = f"{case['value']:.3g}" + ("" if case["device"] == device else " elsewhere")
         rows.append([case["case"], "-" if j["measured"] is None else f"{j['measured']:.3g}",
-                     "-" if case["goal"] is None else f"{case['goal']:g}", published, f"{100 * case['noise']:.0f} %",
-                     j["verdict"] + (f": {j['why']}" if j["why"] else "")])
+                     "-" if case["goal"] is None else f"{case['goal']:g}", published,
+                     f"{100 * case['noise']:.0f} %", j["verdict"] + (f": {j['why']}" if j["why"] else "")])
     return rows
 
 
@@ -150,7 +152,7 @@ def commit_name():
 
 
 def run_step(step, command, build, folder):
-    """Rows, or None. The command's words go to STEP.log, its rows to STEP.json."""
+    """Rows, or None. The command's output goes to STEP.log, its rows to STEP.json."""
     result = folder / f"{step}.json"
     result.unlink(missing_ok=True)
     words = [str(build / "bin" / word) if word == "gradwire-bench" else word for word in command]
@@ -159,8 +161,8 @@ def run_step(step, command, build, folder):
         log.write("$ " + " ".join(command) + "\n")
         log.flush()
         try:
-            code = subprocess.run([*words, "--json", str(result)], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
-                                  timeout=DEADLINE_S).returncode
+            code = subprocess.run([*words, "--json", str(result)], cwd=ROOT, stdout=log,
+                                  stderr=subprocess.STDOUT, timeout=DEADLINE_S).returncode
         except (OSError, subprocess.TimeoutExpired) as error:
             code = str(error)
     if code != 0:
@@ -187,7 +189,7 @@ def judge_folder(cases, folder, device):
 
 def run(cases, build, folder, retries, device):
     if not os.access(build / "bin" / "gradwire-bench", os.X_OK):
-        raise BadInput(f"no {build}/bin/gradwire-bench; run make build")
+        raise BadInput(f"{build}/bin/gradwire-bench is missing; run make build")
     print(f"{len(cases)} cases on {device}, load {os.getloadavg()[0]:.1f}", flush=True)
     judgements = []
     for attempt in range(1 + retries):
@@ -196,15 +198,17 @@ def run(cases, build, folder, retries, device):
         if not steps:
             break
         if attempt > 0:
-            print("-- once more, where a case failed: a busy machine makes things slower, never faster", flush=True)
+            print("-- once more, where a case failed: a busy machine makes things slower, never faster",
+                  flush=True)
         rows = {step: run_step(step, command, build, folder) for step, command in steps.items()}
         now = [judge(case, rows[case["step"]], device) if case["step"] in rows else None for case in cases]
-        judgements = [new if not judgements else better(judgements[i], new) if new else judgements[i] for i, new in enumerate(now)]
+        judgements = [new if not judgements else better(judgements[i], new) if new else judgements[i]
+                      for i, new in enumerate(now)]
     return judgements
 
 
 def publish(path, cases, folder, device):
-    """Rewrites the lines of the cases that the folder has; the others stay as they are."""
+    """Rewrites the lines of the cases that the folder has results for; the others are unchanged."""
     lines, count = [], 0
     for line in pathlib.Path(path).read_text().splitlines():
         case = json.loads(line)
@@ -214,25 +218,27 @@ def publish(path, cases, folder, device):
                 case.update(value=float(f"{value:.4g}"), commit=commit_name(), device=device)
                 count += 1
             except NotMeasured as reason:
-                print(f"{case['case']}: left as it was: {reason}")
+                print(f"{case['case']}: unchanged: {reason}")
         lines.append(json.dumps(case))
     pathlib.Path(path).write_text("\n".join(lines) + "\n")
     print(f"{path}: {count} cases published")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--only", default=".", metavar="REGEX", help="cases whose name matches")
     common.add_argument("--baselines", type=pathlib.Path, default=BASELINES)
     commands = parser.add_subparsers(dest="action", required=True)
     running = commands.add_parser("run", parents=[common], help="measure, and judge")
-    running.add_argument("--out", type=pathlib.Path, help="where to keep the results (default: nowhere)")
+    running.add_argument("--out", type=pathlib.Path, help="folder to keep the results in (default: none)")
     running.add_argument("--build", type=pathlib.Path, default=ROOT / "build")
-    running.add_argument("--retries", type=int, default=1, help="how often a failing case is measured again (default: 1)")
-    judging = commands.add_parser("judge", parents=[common], help="judge results that are there")
+    running.add_argument("--retries", type=int, default=1,
+                         help="how often to repeat a failing case (default: 1)")
+    judging = commands.add_parser("judge", parents=[common], help="judge existing results")
     judging.add_argument("--markdown", action="store_true")
-    publishing = commands.add_parser("publish", parents=[common], help="make results the published ones")
+    publishing = commands.add_parser("publish", parents=[common], help="make results the published values")
     for command in (judging, publishing):
         command.add_argument("folder", type=pathlib.Path)
     arguments = parser.parse_args()

@@ -20,7 +20,7 @@ void with_memcpy(void* to, const void* from, int64_t bytes) {
 GW_SIMD void with_vectors(void* to, const void* from, int64_t bytes) {
   auto* out = static_cast<float*>(to);
   auto* in = static_cast<const float*>(from);
-  // Unlike a plain loop, one in blocks of vectors is not turned into a call of memcpy.
+  // The compiler turns a plain loop into a call of memcpy, but not one in blocks of vectors.
   using Vector [[gnu::vector_size(64), gnu::may_alias]] = float;
   for (int64_t i = 0; i < bytes / 4; i += 16) {
     *reinterpret_cast<Vector*>(out + i) = *reinterpret_cast<const Vector*>(in + i);
@@ -28,7 +28,7 @@ GW_SIMD void with_vectors(void* to, const void* from, int64_t bytes) {
 }
 
 #if defined(__x86_64__)
-__attribute__((target("avx"))) void past_the_caches(void* to, const void* from, int64_t bytes) {
+__attribute__((target("avx"))) void non_temporal(void* to, const void* from, int64_t bytes) {
   auto* out = static_cast<float*>(to);
   auto* in = static_cast<const float*>(from);
   for (int64_t i = 0; i < bytes / 4; i += 16) {
@@ -44,7 +44,7 @@ __attribute__((target("avx"))) void past_the_caches(void* to, const void* from, 
 std::vector<CopyLoop> copy_loops() {
   std::vector<CopyLoop> loops = {{"memcpy", with_memcpy}, {"vector stores", with_vectors}};
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx")) loops.push_back({"stores past the caches", past_the_caches});
+  if (__builtin_cpu_supports("avx")) loops.push_back({"non-temporal stores", non_temporal});
 #endif
   return loops;
 }

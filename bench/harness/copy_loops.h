@@ -1,4 +1,4 @@
-// Plain ways to copy memory on the host: the yardstick that kernels are held to.
+// Plain ways to copy memory on the host: the yardstick for kernels.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@ struct CopyLoop {
   void (*copy)(void* to, const void* from, int64_t bytes);
 };
 
-// memcpy, plain vector stores and, where the machine has them, vector stores past the caches: without these a
-// store reads its line first, and two thirds of the bandwidth are the most that any copy gets.
+// memcpy, plain vector stores and, where the machine has them, non-temporal vector stores. An ordinary store
+// reads its line first, which limits a copy to two thirds of the bandwidth.
 std::vector<CopyLoop> copy_loops();
 
 // On all host threads; `bytes` is rounded down to a multiple of 64.

@@ -4,6 +4,8 @@
 #include <cuda_runtime_api.h>
 #endif
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -11,7 +13,6 @@
 #include <numeric>
 
 #include "bench/harness/copy_loops.h"
-#include "bench/harness/text.h"
 #include "runtime/error.h"
 #include "runtime/thread_pool.h"
 
@@ -24,10 +25,10 @@ double us_since(Clock::time_point start) {
   return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
 }
 
-// The last level of cache that a core can reach, as the kernel tells it; 64 MiB when it does not.
+// Size of the last-level cache according to the kernel; 64 MiB when it does not say.
 int64_t host_cache_bytes() {
   for (int level : {4, 3, 2}) {
-    std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(level) + "/size");
+    std::ifstream file(fmt::format("/sys/devices/system/cpu/cpu0/cache/index{}/size", level));
     int64_t kib = 0;
     if (file >> kib && kib > 0) return std::clamp(kib << 10, int64_t{4} << 20, int64_t{256} << 20);
   }
@@ -45,7 +46,7 @@ int64_t available_host_bytes() {
 
 #ifdef GRADWIRE_HAS_CUDA
 void check(cudaError_t status, const char* call) {
-  if (status != cudaSuccess) throw DeviceError(std::string(call) + ": " + cudaGetErrorString(status));
+  if (status != cudaSuccess) throw DeviceError(fmt::format("{}: {}", call, cudaGetErrorString(status)));
 }
 #endif
 
@@ -64,13 +65,13 @@ DeviceUnderTest::DeviceUnderTest(Device device, double budget_ms)
       stream_(device.is_host() ? Stream::immediate_host() : Stream::create(device, "bench")) {
   if (device.is_host()) {
     int threads = host_threads();
-    description_ = "host, " + std::to_string(threads) + (threads == 1 ? " thread" : " threads");
+    description_ = fmt::format("host, {} {}", threads, threads == 1 ? "thread" : "threads");
     flush_bytes_ = 2 * host_cache_bytes();
   } else {
 #ifdef GRADWIRE_HAS_CUDA
     cudaDeviceProp properties{};
     check(cudaGetDeviceProperties(&properties, device.index), "cudaGetDeviceProperties");
-    description_ = device.name() + ", " + properties.name;
+    description_ = fmt::format("{}, {}", device.name(), properties.name);
     flush_bytes_ = std::max<int64_t>(int64_t{2} * properties.l2CacheSize, int64_t{64} << 20);
 #endif
   }
@@ -145,7 +146,7 @@ std::vector<Timing> DeviceUnderTest::time(const std::vector<Work>& works, bool c
   if (cold) {
     repeat(all, budget_ms_ * static_cast<double>(works.size()));
   } else {
-    for (size_t i : all) repeat({i}, budget_ms_);  // in turns they would empty each other's caches
+    for (size_t i : all) repeat({i}, budget_ms_);  // in turns they would evict each other from the caches
   }
   std::vector<Timing> timings;
   for (Samples& s : samples) timings.push_back(summarize(std::move(s.us)));
@@ -173,7 +174,7 @@ std::vector<DeviceUnderTest::CopyWay> DeviceUnderTest::copy_ways(int64_t each) {
 }
 
 BesideCopy DeviceUnderTest::time_beside_copy(const Work& work, int64_t bytes, bool cold) {
-  // Beyond the caches nothing changes any more; below a page the clock rules.
+  // Larger than the caches, the bandwidth no longer changes; below a page, clock resolution dominates.
   const int64_t each = std::clamp<int64_t>(bytes / 2 / 64 * 64, 4096, large_copy_bytes());
   std::vector<Work> works = {work};
   for (CopyWay& way : copy_ways(each)) works.push_back(std::move(way.work));
@@ -198,7 +199,7 @@ std::string DeviceUnderTest::describe_copies() {
   std::string text;
   for (size_t i = 0; i < ways.size(); ++i) {
     double gbps = 2.0 * static_cast<double>(large_copy_bytes()) / timings[i].median_us / 1e3;
-    text += (i == 0 ? "" : ", ") + std::string(ways[i].name) + " " + number(gbps, 1);
+    text += fmt::format("{}{} {:.1f}", i == 0 ? "" : ", ", ways[i].name, gbps);
   }
   return text;
 }
@@ -206,9 +207,9 @@ std::string DeviceUnderTest::describe_copies() {
 std::vector<Device> devices_for(const std::string& flag) {
   if (flag == "host") return {Device::host()};
   if (flag == "auto") return available_devices();
-  if (flag != "cuda") throw BadInput("--device '" + flag + "': use auto, host or cuda");
+  if (flag != "cuda") throw BadInput(fmt::format("--device '{}': use auto, host or cuda", flag));
   if (cuda_device_count() == 0) {
-    throw BadInput("--device cuda: " + cuda_unavailable_reason() + "; use --device host");
+    throw BadInput(fmt::format("--device cuda: {}; use --device host", cuda_unavailable_reason()));
   }
   return {Device::cuda(0)};
 }

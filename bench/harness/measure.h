@@ -1,7 +1,7 @@
-// Times work on one device, and measures what the same device can copy.
+// Times work on one device, and measures the same device's copy bandwidth.
 //
 // Warm: the same memory again and again, so small sizes come from a cache. Cold: caches are overwritten
-// before each launch. A host op runs in the caller, between two readings of the clock; CUDA work between two
+// before each launch. A host op runs on the calling thread and is timed with the clock, CUDA work with two
 // events.
 #pragma once
 
@@ -26,7 +26,7 @@ using Work = std::function<void(const Stream&)>;
 
 struct BesideCopy {
   Timing work;
-  double copy_gbps = 0;  // by the median, counting read and written bytes
+  double copy_gbps = 0;  // from the median time; read plus written bytes
 };
 
 class DeviceUnderTest {
@@ -38,23 +38,23 @@ class DeviceUnderTest {
   const Stream& stream() const { return stream_; }
   // "host, 2 threads" or the GPU's name.
   const std::string& description() const { return description_; }
-  // Bytes that a process may still take without harm.
+  // Bytes that this process can still allocate.
   int64_t free_bytes() const;
-  // Bytes after which one pass evicts everything from the caches.
+  // A pass over this many bytes evicts everything from the caches.
   int64_t flush_bytes() const { return flush_bytes_; }
 
-  // One launch, not counting what it takes to enqueue it on a GPU.
+  // One launch; on a GPU without the time to enqueue it.
   double time_once_us(const Work& work) const;
-  // Repeats each as long as the budget lasts, between 3 and 50 times: cold work in turns, so that a change in
-  // the machine's speed meets all alike; warm work one after the other.
+  // Repeats each as long as the budget lasts, between 3 and 50 times: cold work in turns, so that changes in
+  // the machine's speed affect all alike; warm work one after the other.
   std::vector<Timing> time(const std::vector<Work>& works, bool cold);
 
-  // Times `work` beside copies of a buffer, read and written bytes together about `bytes`. Host: the best of
-  // bench/harness/copy_loops.h; CUDA: cudaMemcpyAsync.
+  // Times `work` and, alongside, copies of a buffer that read and write about `bytes` in total. Host: the
+  // fastest of bench/harness/copy_loops.h; CUDA: cudaMemcpyAsync.
   BesideCopy time_beside_copy(const Work& work, int64_t bytes, bool cold);
   // The copies alone.
   double copy_gbps(int64_t bytes, bool cold);
-  // How fast each way of copying is for a buffer that no cache holds, e.g. "memcpy 33.0, vector stores 29.5".
+  // GB/s of each way of copying a buffer that fits no cache, e.g. "memcpy 33.0, vector stores 29.5".
   std::string describe_copies();
 
  private:
@@ -75,7 +75,7 @@ class DeviceUnderTest {
   Buffer copy_from_, copy_to_;
 };
 
-// The devices that --device auto|host|cuda asks for: auto is every one there is. Throws BadInput.
+// The devices selected by --device auto|host|cuda; auto means all. Throws BadInput.
 std::vector<Device> devices_for(const std::string& flag);
 
 }  // namespace gradwire::bench

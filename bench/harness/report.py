@@ -1,7 +1,8 @@
-"""What bench/experiments/slow_links.py makes of its measurements: rows, tables, and whether the goals are met. No measuring here.
+"""Evaluates the measurements of bench/experiments/slow_links.py: rows, tables, and whether the goals are met.
 
-A result is {"settings": {...}, "items": [...]}; an item is one measurement (bench/experiments/slow_links_host.py). Everything shown is
-computed from the items, so that a result can be rendered again.
+A result is {"settings": {...}, "items": [...]}; an item is one measurement of
+bench/experiments/slow_links_host.py. Everything shown is computed from the items, so that a result can be
+rendered again.
 """
 import json
 import pathlib
@@ -9,17 +10,20 @@ import statistics
 
 ONE_BUCKET_MB = 1 << 20
 RANKS = (1, 2, 4, 8)
-# method, its name, Gradwire's spec, PyTorch's hook. Schedules are named, so that all repetitions have the same: a ring where
-# the link is the limit, which is gloo's own algorithm too; the fewest rounds where latency is.
+# Method, its name, Gradwire's spec, PyTorch's hook. Schedules are named, so that all repetitions use the
+# same: a ring where bandwidth is the limit, as in gloo's own algorithm, and the fewest rounds where latency
+# is.
 METHODS = [
     ("fp32", "FP32", "fp32:schedule=ring", {"hook": None}),
     ("16bit", "BF16", "bf16:schedule=ring", {"hook": "fp16"}),
-    *((f"powersgd{r}", f"PowerSGD rank {r}", f"powersgd:rank={r},schedule=two_shot", {"hook": "powersgd", "rank": r})
+    *((f"powersgd{r}", f"PowerSGD rank {r}", f"powersgd:rank={r},schedule=two_shot",
+       {"hook": "powersgd", "rank": r})
       for r in RANKS),
 ]
 NAMES = {key: name for key, name, _, _ in METHODS}
-# What a log's steps have in common with the parts of a step.
-FIELDS = ("comm_ms", "exposed_comm_ms", "data_ms", "forward_ms", "backward_ms", "optimizer_ms", "wire_bytes", "dense_bytes")
+# Fields of a log's steps that are reported as medians.
+FIELDS = ("comm_ms", "exposed_comm_ms", "data_ms", "forward_ms", "backward_ms", "optimizer_ms", "wire_bytes",
+          "dense_bytes")
 
 
 def median(values):
@@ -28,7 +32,7 @@ def median(values):
 
 
 def read_log(path, warmup):
-    """An item's result from the log of `gradwire train`: the steps behind the first `warmup`, and medians of their parts."""
+    """An item's result from the log of `gradwire train`, without the first `warmup` steps."""
     records = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
     run = next(r for r in records if r["type"] == "run")
     steps = [r for r in records if r["type"] == "step"][warmup:]
@@ -44,7 +48,7 @@ def progress_line(number, count, item, result):
         what = "FP16"
     buckets = f", buckets of {item['bucket_mb']} MB" if item.get("bucket_mb") else ""
     where = {"threads": ", threads"}.get(item["ranks_are"], "")
-    told = result["error"] if "error" in result else f"{median(result['step_ms']):.1f} ms" if "step_ms" in result else "?"
+    told = result.get("error") or (f"{median(result['step_ms']):.1f} ms" if "step_ms" in result else "?")
     return f"[{number}/{count}] {who} {what}{buckets}{where}: {told}"
 
 
@@ -75,7 +79,8 @@ class Result:
 
     def cell(self, who, method, buckets, network="shaped", phase="main"):
         """buckets: "one" or "many"."""
-        return Cell([i for i in self.items if (i["who"], i["method"], i["network"], i["phase"]) == (who, method, network, phase)
+        return Cell([i for i in self.items
+                     if (i["who"], i["method"], i["network"], i["phase"]) == (who, method, network, phase)
                      and (buckets == "many") == bool(i["bucket_mb"])])
 
     def better(self, who, method, network="shaped"):
@@ -84,14 +89,16 @@ class Result:
         return min(cells, key=lambda c: c.ms) if cells else Cell([])
 
     def rows(self, network="shaped"):
-        """(name, buckets, ours, theirs): as the article has them, PowerSGD with the better kind of buckets."""
+        """(name, buckets, ours, theirs), as in the article; PowerSGD with the faster bucketing."""
         out = []
         for method, name, _, _ in METHODS:
             if method.startswith("powersgd"):
-                out.append((name, "better", self.better("gradwire", method, network), self.better("pytorch", method, network)))
+                out.append((name, "better", self.better("gradwire", method, network),
+                            self.better("pytorch", method, network)))
                 continue
             for buckets in ("one", "many"):
-                out.append((name, buckets, *(self.cell(w, method, buckets, network) for w in ("gradwire", "pytorch"))))
+                out.append((name, buckets,
+                            *(self.cell(w, method, buckets, network) for w in ("gradwire", "pytorch"))))
         return [row for row in out if row[2] or row[3] or row[2].error or row[3].error]
 
     def base(self, who, network="shaped"):
@@ -101,13 +108,13 @@ class Result:
         return self.cell(who, "alone", "one")
 
     def share(self):
-        """Of Gradwire's FP32 step with one bucket, what communication adds. As the article's 84 %: of 701 ms, 112 without."""
+        """Communication's share of Gradwire's FP32 step with one bucket (article: 84 %, 701 and 112 ms)."""
         base, alone = self.base("gradwire"), self.alone("gradwire")
         return 1 - alone.ms / base.ms if base and alone else None
 
 
 def best_bucket_mb(items, who, method, untried):
-    """Of a sweep, None meaning one bucket; `untried` when nothing was measured."""
+    """The sweep's fastest size, None meaning one bucket; `untried` when nothing was measured."""
     tried = {}
     for i in items:
         if (i["who"], i["method"], i["phase"]) == (who, method, "sweep") and "error" not in i:
@@ -116,7 +123,8 @@ def best_bucket_mb(items, who, method, untried):
 
 
 def goal(what, measured, least):
-    return {"what": what, "measured": measured, "least": least, "met": None if measured is None else measured >= least}
+    return {"what": what, "measured": measured, "least": least,
+            "met": None if measured is None else measured >= least}
 
 
 def ratio(above, below):
@@ -124,20 +132,22 @@ def ratio(above, below):
 
 
 def goals(result):
-    """The targets, and what was measured; "met" is None where nothing was."""
+    """The goals and what was measured; "met" is None for a goal that was not measured."""
     base = result.base("gradwire")
     out = [goal("BF16 with buckets, steps/s relative to own FP32 with one bucket",
                 ratio(base, result.cell("gradwire", "16bit", "many")), 1.86)]
     fastest = min((c for c in ((result.better("gradwire", f"powersgd{r}"), r) for r in RANKS) if c[0]),
                   key=lambda c: c[0].ms, default=(Cell([]), None))
-    out.append(goal(f"PowerSGD (rank {fastest[1]}), relative to own FP32 with one bucket", ratio(base, fastest[0]), 5))
+    out.append(goal(f"PowerSGD (rank {fastest[1]}), relative to own FP32 with one bucket",
+                    ratio(base, fastest[0]), 5))
     for name, buckets, ours, theirs in result.rows():
         if not theirs:
             continue
         where = {"one": ", one bucket", "many": ", buckets", "better": ""}[buckets]
         least = 1.5 if name.startswith("PowerSGD") else 1
         theirs_is = "FP16" if name == "BF16" else "the same"
-        out.append(goal(f"{name}{where}: speed relative to PyTorch's ({theirs_is})", ratio(theirs, ours), least))
+        out.append(goal(f"{name}{where}: speed relative to PyTorch's ({theirs_is})", ratio(theirs, ours),
+                        least))
     return out
 
 
@@ -172,36 +182,37 @@ def step_text(cell, base):
     """milliseconds, and speed relative to base."""
     if not cell:
         return ["fails" if cell.error else "-", "-"]
-    return [f"{cell.ms:.0f}" if cell.ms >= 100 else f"{cell.ms:.1f}", f"{base.ms / cell.ms:.2f}x" if base else "-"]
+    return [f"{cell.ms:.0f}" if cell.ms >= 100 else f"{cell.ms:.1f}",
+            f"{base.ms / cell.ms:.2f}x" if base else "-"]
 
 
 def main_table(result, network="shaped"):
-    """Rows of text; the first is the head."""
+    """Rows of text; the first is the header."""
     ours_base, theirs_base = (result.base(who, network) for who in ("gradwire", "pytorch"))
-    table = [["mode", "Gradwire: buckets", "ms/step", "of own FP32", "MB sent", "PyTorch: buckets", "ms/step", "of own FP32",
-              "Gradwire / PyTorch"]]
+    table = [["mode", "Gradwire: buckets", "ms/step", "of own FP32", "MB sent", "PyTorch: buckets", "ms/step",
+              "of own FP32", "Gradwire / PyTorch"]]
     for name, buckets, ours, theirs in result.rows(network):
-        beside = ratio(theirs, ours)
+        compared_to = ratio(theirs, ours)
         sent = ours.field("wire_bytes") if ours else None
         if not theirs and not theirs.error:
             their_buckets = "-"
         else:
             their_buckets = bucket_text(theirs, buckets) + (" (FP16)" if name == "BF16" else "")
         table.append([name, bucket_text(ours, buckets), *step_text(ours, ours_base),
-                      "-" if sent is None else f"{sent / 1e6:.2f}", their_buckets, *step_text(theirs, theirs_base),
-                      f"{beside:.2f}x" if beside else "-"])
+                      "-" if sent is None else f"{sent / 1e6:.2f}", their_buckets,
+                      *step_text(theirs, theirs_base), f"{compared_to:.2f}x" if compared_to else "-"])
     if network == "shaped":
         ours, theirs = result.alone("gradwire"), result.alone("pytorch")
-        beside = ratio(theirs, ours)
-        table.append(["no communication", "-", *step_text(ours, ours_base), "0", "-", *step_text(theirs, theirs_base),
-                      f"{beside:.2f}x" if beside else "-"])
+        compared_to = ratio(theirs, ours)
+        table.append(["no communication", "-", *step_text(ours, ours_base), "0", "-",
+                      *step_text(theirs, theirs_base), f"{compared_to:.2f}x" if compared_to else "-"])
     compared = any(row[5] != "-" for row in table[1:])
     return table if compared else [row[:5] for row in table]
 
 
 def parts_table(result):
     """Where Gradwire's step goes."""
-    table = [["mode", "ms/step", "forward", "backward", "communication", "of it exposed", "optimizer"]]
+    table = [["mode", "ms/step", "forward", "backward", "communication", "exposed", "optimizer"]]
     cells = [(name, buckets, ours) for name, buckets, ours, _ in result.rows() if ours]
     alone = result.alone("gradwire")
     if alone:
@@ -214,12 +225,14 @@ def parts_table(result):
 
 
 def sweep_table(items):
-    """Milliseconds per step by size of bucket."""
-    sizes = sorted({i["bucket_mb"] for i in items if i["phase"] == "sweep"}, key=lambda mb: -(mb or ONE_BUCKET_MB))
+    """Milliseconds per step by bucket size."""
+    sizes = sorted({i["bucket_mb"] for i in items if i["phase"] == "sweep"},
+                   key=lambda mb: -(mb or ONE_BUCKET_MB))
     table = [["", *(f"{mb} MB" if mb else "one bucket" for mb in sizes)]]
     for who in ("gradwire", "pytorch"):
         for method, name, _, _ in METHODS:
-            values = [median(median(i["step_ms"]) for i in items if i["phase"] == "sweep" and "error" not in i and
+            values = [median(median(i["step_ms"]) for i in items
+                             if i["phase"] == "sweep" and "error" not in i and
                              (i["who"], i["method"], i["bucket_mb"]) == (who, method, mb)) for mb in sizes]
             if any(values):
                 side = "Gradwire" if who == "gradwire" else "PyTorch"
@@ -234,10 +247,13 @@ def markdown(table):
 
 
 def plain(table):
-    """Columns under each other; the first is text, the others are numbers."""
+    """Aligned columns; the first is text, the others are numbers."""
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    return "\n".join("  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
-                     for row in table)
+    lines = []
+    for first, *others in table:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:]))]
+        lines.append("  ".join(cells))
+    return "\n".join(lines)
 
 
 def errors(result):
@@ -252,7 +268,7 @@ def errors(result):
 
 
 def replace_section(page, name, text):
-    """Puts text between the page's <!-- name:begin --> and <!-- name:end -->."""
+    """Replaces what is between the page's <!-- name:begin --> and <!-- name:end -->."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if begin not in page or end not in page:
         raise ValueError(f"no {begin} and {end} on the page")
@@ -263,7 +279,10 @@ def replace_section(page, name, text):
 # Accuracy: runs of `gradwire train`, a log for each spec and seed.
 
 def accuracy_rows(logs):
-    """logs: (spec, seed, last test accuracy or None, bytes sent, ratio). Per spec: accuracies, differences to FP32 by seed, bytes."""
+    """Per spec: accuracies, differences to FP32 by seed, bytes.
+
+    logs: (spec, seed, last test accuracy or None, bytes sent, ratio)
+    """
     by_spec = {}
     for spec, seed, accuracy, sent, ratio_ in logs:
         if accuracy is not None:
@@ -273,9 +292,10 @@ def accuracy_rows(logs):
     for spec, runs in sorted(by_spec.items(), key=lambda pair: (pair[0] != "fp32", pair[0])):
         accuracies = [runs[s][0] for s in sorted(runs)]
         differences = [runs[s][0] - fp32[s][0] for s in sorted(runs) if s in fp32]
-        rows.append({"spec": spec, "seeds": sorted(runs), "accuracies": accuracies, "mean": statistics.mean(accuracies),
-                     "spread": max(accuracies) - min(accuracies), "differences": differences,
-                     "bytes": median(r[1] for r in runs.values()), "ratio": median(r[2] for r in runs.values())})
+        rows.append({"spec": spec, "seeds": sorted(runs), "accuracies": accuracies,
+                     "mean": statistics.mean(accuracies), "spread": max(accuracies) - min(accuracies),
+                     "differences": differences, "bytes": median(r[1] for r in runs.values()),
+                     "ratio": median(r[2] for r in runs.values())})
     return rows
 
 
@@ -286,27 +306,29 @@ def read_accuracy_log(path):
     summary = next((r for r in records if r["type"] == "summary"), None)
     if run is None or summary is None:
         return None
-    return (run["compression"], run["seed"], summary["test_accuracy"], summary["total_wire_bytes"], summary["ratio"]), run
+    return (run["compression"], run["seed"], summary["test_accuracy"], summary["total_wire_bytes"],
+            summary["ratio"]), run
 
 
-ACCURACY_GOALS = {"bf16": 0.2, "powersgd:rank=4": 0.5}  # points that the mean may lie below FP32's
+ACCURACY_GOALS = {"bf16": 0.2, "powersgd:rank=4": 0.5}  # points by which the mean may be below FP32's
 
 
 def accuracy_table(rows):
-    table = [["compression", "accuracy by seed, %", "mean, %", "spread, points", "difference to FP32 by seed, points",
-              "mean difference", "sent per rank", "fewer bytes"]]
+    table = [["compression", "accuracy by seed, %", "mean, %", "spread, points",
+              "difference to FP32 by seed, points", "mean difference", "sent per rank", "fewer bytes"]]
     for row in rows:
         per_seed = ", ".join(f"{100 * a:.2f}" for a in row["accuracies"])
         differences = ", ".join(f"{100 * d:+.2f}" for d in row["differences"])
         table.append([f"`{row['spec']}`", per_seed, f"{100 * row['mean']:.2f}", f"{100 * row['spread']:.2f}",
                       "-" if row["spec"] == "fp32" else differences or "-",
-                      "-" if row["spec"] == "fp32" or not differences else f"{100 * statistics.mean(row['differences']):+.2f}",
+                      "-" if row["spec"] == "fp32" or not differences
+                      else f"{100 * statistics.mean(row['differences']):+.2f}",
                       f"{row['bytes'] / 1e9:.3f} GB", f"{row['ratio']:.1f}x" if row["ratio"] else "-"])
     return table
 
 
 def accuracy_goals(rows):
-    """Lines: what was asked, what came out."""
+    """A line per goal: the goal, the result, the verdict."""
     lines = []
     for row in rows:
         if row["spec"] == "fp32":
@@ -314,6 +336,6 @@ def accuracy_goals(rows):
             lines.append(f"FP32 passes 88 %: {100 * row['mean']:.2f} %, {'met' if met else 'NOT MET'}")
         elif row["spec"] in ACCURACY_GOALS and row["differences"]:
             least, mean = ACCURACY_GOALS[row["spec"]], 100 * statistics.mean(row["differences"])
-            lines.append(f"{row['spec']} within {least} points of FP32 over {len(row['differences'])} seeds: {mean:+.2f}, "
-                         f"{'met' if mean >= -least else 'NOT MET'}")
+            lines.append(f"{row['spec']} within {least} points of FP32 over {len(row['differences'])} seeds: "
+                         f"{mean:+.2f}, {'met' if mean >= -least else 'NOT MET'}")
     return lines

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Runs a command on several hosts that are joined by slow links, all on this machine.
+# Runs a command on several hosts that are connected by slow links, all on this machine.
 #
-#   bench/harness/shaped_link.sh [--hosts 4] [--rate 1gbit] [--delay 100us] [--port 29500] -- COMMAND [ARGUMENT...]
+#   shaped_link.sh [--hosts 4] [--rate 1gbit] [--delay 100us] [--port 29500] -- COMMAND [ARGUMENT...]
 #
-# A host is a network namespace with one Ethernet port; a cable (veth pair) leads from it to a switch (a bridge in a
-# namespace of its own). Both ends of each cable send at most --rate (tc tbf), so a link is full duplex; --delay is
-# what one end adds on the way out. COMMAND runs once per host, with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-# MASTER_ADDR and MASTER_PORT set as torchrun does, and GRADWIRE_THREADS and OMP_NUM_THREADS, unless given, such that
-# all hosts together have this machine's cores. Host 0 talks to the terminal; what the others say is shown when they fail.
+# A host is a network namespace with one Ethernet port; a cable (veth pair) leads from it to a switch (a bridge
+# in its own namespace). Both ends of each cable send at most --rate (tc tbf), so a link is full duplex; each
+# host adds --delay to what it sends. COMMAND runs once per host, with RANK, WORLD_SIZE, LOCAL_RANK,
+# LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set as torchrun does. GRADWIRE_THREADS and OMP_NUM_THREADS,
+# unless set, are set so that all hosts together use this machine's cores. Host 0 uses the terminal; the output
+# of another host is shown if it fails.
 #
-# Needs root, for its own namespaces only: the machine's own network is not touched. Everything is taken down at the end,
-# also after Ctrl-C; what a killed run left behind is removed by the next one.
+# Needs root, for its own namespaces only: the machine's network is not touched. Everything is taken down at
+# the end, even after Ctrl-C; the next run removes what a killed run left behind.
 # Exit code: that of the first host that failed; 2 when the links cannot be made.
 set -uo pipefail
 
@@ -44,7 +45,7 @@ case $hosts in
 esac
 [ "$hosts" -ge 1 ] && [ "$hosts" -le 200 ] || stop "--hosts $hosts: must be from 1 to 200"
 for tool in ip tc; do
-  command -v $tool > /dev/null || stop "no '$tool' here; install the package iproute2"
+  command -v $tool > /dev/null || stop "'$tool' is missing; install the package iproute2"
 done
 [ "$(id -u)" -eq 0 ] || stop "network namespaces need root; run it with sudo"
 
@@ -52,7 +53,7 @@ prefix=gwlink-
 me=$prefix$$-
 pids=()
 
-# Ends what runs in the namespaces whose names begin with $1, and removes them; their veths, bridges and rates go with them.
+# Kills what runs in the namespaces whose names begin with $1 and removes them, with their veths and bridges.
 remove() {
   local space inside
   for space in $(ip netns list 2> /dev/null | awk '{print $1}' | grep "^$1"); do
@@ -67,14 +68,14 @@ logs=$(mktemp -d)
 finish() {
   trap '' INT TERM HUP
   remove "$me"
-  wait 2> /dev/null  # or bash tells of each process that was killed
+  wait 2> /dev/null  # otherwise bash reports each killed process
   rm -rf "$logs"
 }
 trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 
-# Of runs that were killed before they could clean up.
+# Removes what killed runs left behind.
 for space in $(ip netns list 2> /dev/null | awk '{print $1}' | grep "^$prefix"); do
   owner=${space#"$prefix"}
   owner=${owner%%-*}
@@ -82,10 +83,10 @@ for space in $(ip netns list 2> /dev/null | awk '{print $1}' | grep "^$prefix");
 done
 
 why=$(ip netns add "${me}switch" 2>&1) || stop "this machine does not permit network namespaces: $why"
-run() { "$@" || stop "could not: $*"; }
+run() { "$@" || stop "failed: $*"; }
 on_switch() { run ip -n "${me}switch" "$@"; }
 
-# The burst is two of the largest packets that a veth carries (64 KiB): as even as the rate can be.
+# The burst is two of the largest packets that a veth carries (64 KiB): the smoothest rate possible.
 shape() { # namespace, device
   run tc -n "$1" qdisc add dev "$2" root handle 1: tbf rate "$rate" burst 128k latency 50ms
 }
@@ -111,7 +112,8 @@ done
 threads=$(($(nproc) / hosts))
 [ $threads -ge 1 ] || threads=1
 export WORLD_SIZE=$hosts LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.77.0.1 MASTER_PORT=$port
-export GRADWIRE_THREADS=${GRADWIRE_THREADS:-$threads} OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads} GLOO_SOCKET_IFNAME=eth0
+export GRADWIRE_THREADS=${GRADWIRE_THREADS:-$threads} OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
+export GLOO_SOCKET_IFNAME=eth0
 for ((i = 0; i < hosts; ++i)); do
   if [ $i -eq 0 ]; then
     RANK=$i ip netns exec "${me}host$i" "$@" &

@@ -1,6 +1,7 @@
 #include "bench/harness/spawn.h"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -29,7 +30,7 @@ Child start(const std::vector<std::string>& arguments, int rank, int world) {
   std::vector<char*> argv;
   for (std::string& word : words) argv.push_back(word.data());
   argv.push_back(nullptr);
-  const std::string rank_text = std::to_string(rank), world_text = std::to_string(world);
+  const std::string rank_text = fmt::to_string(rank), world_text = fmt::to_string(world);
   const pid_t parent = getpid();
   std::fflush(stdout);
   child.pid = fork();
@@ -44,7 +45,8 @@ Child start(const std::vector<std::string>& arguments, int rank, int world) {
   _exit(127);
 }
 
-std::string words_of(int fd) {
+// The last line of what a child wrote, without the program's name.
+std::string message_of(int fd) {
   std::string text;
   char chunk[4096];
   lseek(fd, 0, SEEK_SET);
@@ -59,7 +61,8 @@ std::string words_of(int fd) {
 
 ScratchFolder::ScratchFolder() {
   std::string name = (std::filesystem::temp_directory_path() / "gradwire-bench-XXXXXX").string();
-  if (mkdtemp(name.data()) == nullptr) throw Error("no folder could be made at " + name);
+  if (mkdtemp(name.data()) == nullptr)
+    throw Error(fmt::format("cannot create the folder {}; set TMPDIR to a writable one", name));
   path_ = name;
 }
 ScratchFolder::~ScratchFolder() {
@@ -71,16 +74,14 @@ void run_as_ranks(const std::vector<std::string>& arguments, int world) {
   std::vector<Child> children;
   for (int r = 0; r < world; ++r) children.push_back(start(arguments, r, world));
   std::string failure;
-  // Each has deadlines of its own, so all of them end.
+  // Each rank has its own deadlines, so all of them end.
   for (int r = 0; r < world; ++r) {
     int status = 0;
     waitpid(children[r].pid, &status, 0);
     if (status != 0 && failure.empty()) {
-      failure = words_of(children[r].errors);
-      if (WIFSIGNALED(status))
-        failure = "rank " + std::to_string(r) + " was ended by signal " + std::to_string(WTERMSIG(status));
-      if (failure.empty())
-        failure = "rank " + std::to_string(r) + " ended with code " + std::to_string(WEXITSTATUS(status));
+      failure = message_of(children[r].errors);
+      if (WIFSIGNALED(status)) failure = fmt::format("rank {} was killed by signal {}", r, WTERMSIG(status));
+      if (failure.empty()) failure = fmt::format("rank {} exited with code {}", r, WEXITSTATUS(status));
     }
     close(children[r].errors);
   }

@@ -6,7 +6,7 @@
 
 namespace gradwire::bench {
 
-// A folder that is gone at the end.
+// A temporary folder, removed by the destructor.
 class ScratchFolder {
  public:
   ScratchFolder();
@@ -18,9 +18,9 @@ class ScratchFolder {
   std::string path_;
 };
 
-// Runs this program with `arguments` as ranks 0 to world - 1, told by RANK, WORLD_SIZE, LOCAL_RANK and
-// LOCAL_WORLD_SIZE, and waits for all. Rank 0 has this process's stdout; the others' is not shown. Throws
-// Error with the words of the first that failed; no process outlives this call.
+// Runs this program with `arguments` as ranks 0 to world - 1, which RANK, WORLD_SIZE, LOCAL_RANK and
+// LOCAL_WORLD_SIZE tell apart, and waits for all. Rank 0 inherits stdout; the others' output is not shown.
+// Throws Error with the error message of the first that failed; no process outlives this call.
 void run_as_ranks(const std::vector<std::string>& arguments, int world);
 
 }  // namespace gradwire::bench

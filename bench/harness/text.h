@@ -1,4 +1,4 @@
-// Numbers as the benchmarks' tables show them.
+// Sizes as the benchmarks' tables show them.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,5 @@ namespace gradwire::bench {
 
 // "4K", "1.5M", "1G": powers of 1024.
 std::string size_text(int64_t bytes);
-// With that many digits behind the point.
-std::string number(double value, int digits);
 
 }  // namespace gradwire::bench

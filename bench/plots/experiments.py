@@ -1,38 +1,41 @@
 """The pictures of bench/experiments/slow_links.py."""
 from harness.report import Result, accuracy_rows
-from plots.style import FAINT, INK, RUN_COLORS, FuncFormatter, LogLocator, NullLocator, human_bytes, plt, style
+from plots.style import (FAINT, INK, RUN_COLORS, FuncFormatter, LogLocator, NullLocator, human_bytes, plt,
+                         style)
 
 OURS, THEIRS = "#0072b2", "#d5a021"
 
 
 def label(name, buckets, ours):
     """A mode under its bars, in two lines."""
-    if buckets == "one" or not (ours.bucket_mb if ours else True):
-        return f"{name}\none bucket" if not name.startswith("PowerSGD") else name.replace("PowerSGD ", "PowerSGD\n")
-    return f"{name}\nbuckets" if not name.startswith("PowerSGD") else name.replace("PowerSGD ", "PowerSGD\n")
+    if name.startswith("PowerSGD"):
+        return name.replace("PowerSGD ", "PowerSGD\n")
+    return name + ("\none bucket" if buckets == "one" or ours and not ours.bucket_mb else "\nbuckets")
 
 
 def grouped_bars(axis, rows, value, text, lines=()):
     """value(cell, is ours) for both sides of each row; lines: (height, color, what)."""
     width = 0.38
-    values = [[value(cell, mine) if cell else None for cell, mine in ((ours, True), (theirs, False))] for _, _, ours, theirs in rows]
+    values = [[value(cell, mine) if cell else None for cell, mine in ((ours, True), (theirs, False))]
+              for _, _, ours, theirs in rows]
     most = max(v for pair in values for v in pair if v is not None)
     for at, pair in enumerate(values):
         for side, (v, color) in enumerate(zip(pair, (OURS, THEIRS))):
             x = at + (side - 0.5) * width
             if v is None:
-                axis.text(x, most * 0.012, "none" if not rows[at][3].error else "fails", ha="center", va="bottom", fontsize=8,
-                          color=FAINT, rotation=90)
+                axis.text(x, most * 0.012, "none" if not rows[at][3].error else "fails", ha="center",
+                          va="bottom", fontsize=8, color=FAINT, rotation=90)
                 continue
             axis.bar(x, v, width=width * 0.94, color=color)
-            axis.text(x, v + most * 0.012, text(v), ha="center", va="bottom", fontsize=8.5, color=color if side == 0 else FAINT,
-                      fontweight="bold" if side == 0 else "normal")
+            axis.text(x, v + most * 0.012, text(v), ha="center", va="bottom", fontsize=8.5,
+                      color=color if side == 0 else FAINT, fontweight="bold" if side == 0 else "normal")
     for height, color, what in lines:
         axis.axhline(height, color=color, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
         axis.text(-0.55, height, what, color=FAINT, fontsize=8, va="bottom", ha="left")
         most = max(most, height)
     axis.set_xticks(range(len(rows)))
-    axis.set_xticklabels([label(name, buckets, ours) for name, buckets, ours, _ in rows], fontsize=8.5, color=INK)
+    axis.set_xticklabels([label(name, buckets, ours) for name, buckets, ours, _ in rows], fontsize=8.5,
+                         color=INK)
     axis.grid(axis="x", visible=False)
     axis.set_ylim(0, most * 1.1)
     axis.set_xlim(-0.6, len(rows) - 0.4)
@@ -47,32 +50,36 @@ def draw(document, path):
                                 gridspec_kw={"width_ratios": [1.25, 1.25, 1.0][:3 if fast else 2]})
     axes = axes[0]
     rows = result.rows()
-    relative = lambda network: lambda cell, mine: result.base("gradwire" if mine else "pytorch", network).ms / cell.ms
+    base_ms = {True: result.base("gradwire").ms, False: result.base("pytorch").ms}
     style(axes[0], "Speed relative to own FP32 with one bucket", "", "")
-    grouped_bars(axes[0], rows, relative("shaped"), lambda v: f"{v:.2f}", [(5, "#d1495b", "article: PowerSGD"),
-                                                                           (1.86, "#d1495b", "article: BF16, buckets")])
+    grouped_bars(axes[0], rows, lambda cell, mine: base_ms[mine] / cell.ms, lambda v: f"{v:.2f}",
+                 [(5, "#d1495b", "article: PowerSGD"), (1.86, "#d1495b", "article: BF16, buckets")])
     style(axes[1], "Steps per second", "", "")
     lines = [(1000 / cell.ms, color, f"{who} without communication")
-             for cell, color, who in ((result.alone("gradwire"), OURS, "Gradwire"), (result.alone("pytorch"), THEIRS, "PyTorch")) if cell]
+             for cell, color, who in ((result.alone("gradwire"), OURS, "Gradwire"),
+                                      (result.alone("pytorch"), THEIRS, "PyTorch")) if cell]
     grouped_bars(axes[1], rows, lambda cell, _: 1000 / cell.ms, lambda v: f"{v:.1f}", lines)
     if fast:
         style(axes[2], "Steps per second over loopback", "", "")
         grouped_bars(axes[2], fast, lambda cell, _: 1000 / cell.ms, lambda v: f"{v:.1f}")
     figure.text(0.03, 0.95, f"Training steps over {s['rate']} links", fontsize=16, fontweight="bold")
     share = result.share()
-    figure.text(0.03, 0.9, f"{s['hosts']} hosts (network namespaces on {s['cores']} cores), ViT with {s['parameters'] or 0:,} parameters, batch "
-                f"{s['batch_size']} per host" + (f"; communication is {100 * share:.0f} % of Gradwire's FP32 step with one bucket" if share else ""),
-                fontsize=10.5, color=FAINT)
+    about = (f"{s['hosts']} hosts (network namespaces on {s['cores']} cores), "
+             f"ViT with {s['parameters'] or 0:,} parameters, batch {s['batch_size']} per host")
+    if share:
+        about += f"; communication is {100 * share:.0f} % of Gradwire's FP32 step with one bucket"
+    figure.text(0.03, 0.9, about, fontsize=10.5, color=FAINT)
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in (OURS, THEIRS)]
-    figure.legend(handles, ["Gradwire", f"PyTorch {s['torch']} DDP over gloo (FP16 for BF16)"], loc="upper right",
-                  bbox_to_anchor=(0.985, 0.985), ncol=2, frameon=False, fontsize=10.5, handlelength=1.2, handleheight=1.0)
+    figure.legend(handles, ["Gradwire", f"PyTorch {s['torch']} DDP over gloo (FP16 for BF16)"],
+                  loc="upper right", bbox_to_anchor=(0.985, 0.985), ncol=2, frameon=False, fontsize=10.5,
+                  handlelength=1.2, handleheight=1.0)
     figure.subplots_adjust(left=0.03, right=0.985, top=0.79, bottom=0.11, wspace=0.1)
     figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
 def draw_accuracy(logs, runs, path):
-    """Left: accuracy by epoch of every run; right: the last accuracies against bytes. logs: as accuracy_rows takes them."""
+    """Left: accuracy by epoch of every run; right: last accuracies by bytes. logs: see accuracy_rows."""
     plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK})
     figure, axes = plt.subplots(1, 2, figsize=(14, 5.2))
     rows = accuracy_rows(logs)
@@ -89,12 +96,14 @@ def draw_accuracy(logs, runs, path):
     style(axes[1], "Accuracy after the last epoch, against bytes", "bytes sent by each rank", "%")
     for row in rows:
         color = colors[row["spec"]]
-        axes[1].plot([row["bytes"]] * len(row["accuracies"]), [100 * a for a in row["accuracies"]], "o", color=color, alpha=0.45,
-                     markersize=7, markeredgewidth=0)
-        axes[1].plot([row["bytes"]], [100 * row["mean"]], "_", color=color, markersize=26, markeredgewidth=2.4)
+        axes[1].plot([row["bytes"]] * len(row["accuracies"]), [100 * a for a in row["accuracies"]], "o",
+                     color=color, alpha=0.45, markersize=7, markeredgewidth=0)
+        axes[1].plot([row["bytes"]], [100 * row["mean"]], "_", color=color, markersize=26,
+                     markeredgewidth=2.4)
         ratio = f", {row['ratio']:.1f}x fewer bytes" if row["ratio"] and row["ratio"] > 1.05 else ""
-        axes[1].annotate(f"{row['spec']}\n{100 * row['mean']:.2f} %{ratio}", (row["bytes"], 100 * min(row["accuracies"])),
-                         textcoords="offset points", xytext=(0, -14), ha="center", va="top", color=color, fontweight="bold", fontsize=9.5)
+        axes[1].annotate(f"{row['spec']}\n{100 * row['mean']:.2f} %{ratio}",
+                         (row["bytes"], 100 * min(row["accuracies"])), textcoords="offset points",
+                         xytext=(0, -14), ha="center", va="top", color=color, fontweight="bold", fontsize=9.5)
     axes[1].set_xscale("log")
     axes[1].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes[1].xaxis.set_major_formatter(FuncFormatter(human_bytes))
@@ -102,11 +111,14 @@ def draw_accuracy(logs, runs, path):
     axes[1].margins(x=0.25, y=0.6)
     config = runs[0].config
     seeds = len({run.config["seed"] for run in runs})
-    figure.text(0.045, 0.945, f"{config['model']['name']} on {config['data'].split(':')[0]}", fontsize=16, fontweight="bold")
-    figure.text(0.045, 0.893, f"{config['ranks']} ranks, batch {config['batch_size']} per rank, {config['epochs']:g} epochs, "
-                f"{config['optimizer']}; {seeds} seed{'s' if seeds > 1 else ''} each", fontsize=10.5, color=FAINT)
+    figure.text(0.045, 0.945, f"{config['model']['name']} on {config['data'].split(':')[0]}", fontsize=16,
+                fontweight="bold")
+    figure.text(0.045, 0.893, f"{config['ranks']} ranks, batch {config['batch_size']} per rank, "
+                f"{config['epochs']:g} epochs, {config['optimizer']}; "
+                f"{seeds} seed{'s' if seeds > 1 else ''} each", fontsize=10.5, color=FAINT)
     handles = [plt.Line2D([], [], color=color, linewidth=3) for color in colors.values()]
-    figure.legend(handles, list(colors), loc="upper right", bbox_to_anchor=(0.975, 0.985), ncol=4, frameon=False, handlelength=1.4)
+    figure.legend(handles, list(colors), loc="upper right", bbox_to_anchor=(0.975, 0.985), ncol=4,
+                  frameon=False, handlelength=1.4)
     figure.subplots_adjust(left=0.045, right=0.975, top=0.79, bottom=0.12, wspace=0.14)
     figure.savefig(path, dpi=110)
     plt.close(figure)

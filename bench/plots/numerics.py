@@ -1,7 +1,7 @@
-"""Draws what gradwire-bench numerics measured: the error of an allreduce against ranks, a panel per wire format."""
+"""Draws the result of gradwire-bench numerics: an allreduce's error by ranks, a panel per wire format."""
 from plots.style import FAINT, INK, FuncFormatter, LogLocator, NullLocator, plt, style
 
-# Schedules by how they look in the picture of `gradwire-bench numerics`.
+# Schedule, its label, color and line style.
 SCHEDULE_LINES = [
     ("ring", "ring", "#d55e00", "-"),
     ("tree", "tree", "#e69f00", "-"),
@@ -38,7 +38,8 @@ def draw(rows, path):
         axis.set_ylim(low / 1.3, max(high * 1.3, low * 12))
     axes[0].legend(loc="upper left", frameon=False, fontsize=9.5, labelcolor=INK)
     figure.text(0.045, 0.945, "What one allreduce rounds away", fontsize=16, fontweight="bold")
-    figure.text(0.045, 0.893, f"{rows[0]['elements']:,} normal values per rank, no error feedback, round to nearest",
+    figure.text(0.045, 0.893,
+                f"{rows[0]['elements']:,} normal values per rank, no error feedback, round to nearest",
                 fontsize=10.5, color=FAINT)
     figure.subplots_adjust(left=0.06, right=0.985, top=0.78, bottom=0.12, wspace=0.22)
     figure.savefig(path, dpi=110)

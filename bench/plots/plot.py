@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Draws what `gradwire compare --json` measured: accuracy against bytes sent, loss against time, where a step's time went.
+"""Draws `gradwire compare`: accuracy against bytes sent, loss against time, where a step's time went.
 
-    bench/plots/plot.py build/demo/compare.json -o report.png
-    bench/plots/plot.py run-a.jsonl run-b.jsonl -o report.png     logs of single runs (gradwire train --log)
-    bench/plots/plot.py numerics.json -o numerics.png             what gradwire-bench numerics --json measured
-    bench/plots/plot.py experiments.json -o experiments.png       what bench/experiments/slow_links.py measured
-    bench/plots/plot.py trace.json -o timeline.png                one step of gradwire train --trace, all ranks below each other
+    plot.py build/demo/compare.json -o report.png     the result of gradwire compare --json
+    plot.py run-a.jsonl run-b.jsonl -o report.png     logs of single runs (gradwire train --log)
+    plot.py numerics.json -o numerics.png             the result of gradwire-bench numerics --json
+    plot.py experiments.json -o experiments.png       the result of bench/experiments/slow_links.py
+    plot.py trace.json -o timeline.png                one step of gradwire train --trace, a row per rank
 
-Beside compare.json lie the runs' logs, compare.0.jsonl and so on (docs/formats.md).
+The runs' logs, compare.0.jsonl and so on, must be next to compare.json (docs/formats.md).
 """
 import argparse
 import json
@@ -19,13 +19,13 @@ from plots import experiments, numerics, runs, timeline  # noqa: E402
 
 
 def document_of(paths):
-    """What the one JSON file holds, or None."""
+    """The content of a single JSON file, or None."""
     if len(paths) != 1 or not paths[0].endswith(".json"):
         return None
     try:
         return json.loads(pathlib.Path(paths[0]).read_text())
     except (OSError, ValueError):
-        return None  # runs.load() says what is wrong
+        return None  # runs.load() reports what is wrong
 
 
 def experiments_of(paths):
@@ -35,7 +35,7 @@ def experiments_of(paths):
 
 
 def trace_of(paths):
-    """What gradwire train --trace wrote, or None when the files are something else."""
+    """A trace of gradwire train --trace, or None when the files are something else."""
     document = document_of(paths)
     return document if isinstance(document, dict) and {"traceEvents", "otherData"} <= set(document) else None
 
@@ -43,14 +43,15 @@ def trace_of(paths):
 def numerics_of(paths):
     """The rows of `gradwire-bench numerics --json`, or None when the files are something else."""
     rows = document_of(paths)
-    return rows if rows and isinstance(rows, list) and "lossy_steps" in rows[0] and "rel_error" in rows[0] else None
+    return rows if rows and isinstance(rows, list) and {"lossy_steps", "rel_error"} <= set(rows[0]) else None
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", help="compare.json, run logs (.jsonl), numerics.json, or a trace")
     parser.add_argument("-o", "--output", default="report.png", help="picture to write (default: report.png)")
-    parser.add_argument("--step", type=int, help="of a trace: the step to draw (default: one of median length)")
+    parser.add_argument("--step", type=int,
+                        help="of a trace: the step to draw (default: one of median length)")
     arguments = parser.parse_args()
     trace = trace_of(arguments.files)
     numerics_rows, experiments_result = numerics_of(arguments.files), experiments_of(arguments.files)

@@ -1,11 +1,12 @@
-"""Draws runs of gradwire train and compare: accuracy against bytes sent, loss against time, where a step's time went."""
+"""Draws runs of gradwire train and compare: accuracy by bytes, loss by time, where a step's time went."""
 import json
 import pathlib
 import statistics
 
-from plots.style import FAINT, INK, RUN_COLORS, FuncFormatter, LogLocator, NullLocator, human_bytes, plt, style
+from plots.style import (FAINT, INK, RUN_COLORS, FuncFormatter, LogLocator, NullLocator, human_bytes, plt,
+                         style)
 
-# The parts of a step in the order in which they happen; what is exposed of communication stands out.
+# The parts of a step in the order in which they happen; exposed communication is highlighted.
 PARTS = [
     ("data_ms", "data", "#d1d5db"),
     ("forward_ms", "forward", "#9db7d5"),
@@ -35,7 +36,7 @@ class Run:
             elif kind == "summary":
                 self.summary = record
         if not self.config or not self.steps:
-            raise SystemExit(f"plot.py: {path}: no run and no steps in it")
+            raise SystemExit(f"plot.py: {path} has no steps of a run")
         self.name = self.config["compression"]
 
     def seconds(self):
@@ -47,12 +48,13 @@ class Run:
         return ends
 
     def accuracy_by_bytes(self):
-        """(bytes sent until then, accuracy) of each evaluation."""
+        """(bytes sent so far, accuracy) of each evaluation."""
         sent, totals = 0, {0: 0}
         for step in self.steps:
             sent += step["wire_bytes"]
             totals[step["step"] + 1] = sent
-        return [(totals.get(e["step"], sent), e["test_accuracy"]) for e in self.evals if e["test_accuracy"] is not None]
+        return [(totals.get(e["step"], sent), e["test_accuracy"]) for e in self.evals
+                if e["test_accuracy"] is not None]
 
     def median(self, field):
         values = [s[field] for s in self.steps if s.get(field) is not None]
@@ -96,10 +98,11 @@ def draw_accuracy(axis, runs):
         drawn = True
         sent, accuracy = zip(*points)
         axis.plot(sent, accuracy, color=color, linewidth=2, marker="o", markersize=6, markeredgecolor="white")
-        axis.annotate(f"{accuracy[-1]:.1f} %", (sent[-1], accuracy[-1]), textcoords="offset points", xytext=(0, 9),
-                      ha="center", color=color, fontweight="bold")
+        axis.annotate(f"{accuracy[-1]:.1f} %", (sent[-1], accuracy[-1]), textcoords="offset points",
+                      xytext=(0, 9), ha="center", color=color, fontweight="bold")
     if not drawn:
-        axis.text(0.5, 0.5, "no evaluation, or nothing was sent", transform=axis.transAxes, ha="center", color=FAINT)
+        axis.text(0.5, 0.5, "no evaluation, or nothing was sent", transform=axis.transAxes, ha="center",
+                  color=FAINT)
         return
     axis.set_xscale("log")
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -136,8 +139,8 @@ def draw_time(axis, runs):
     axis.set_yticks([])
     axis.set_ylim(len(runs) - 0.6, -0.75)
     axis.set_xlim(0, longest * 1.14)
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=3, frameon=False, fontsize=9, labelcolor=FAINT,
-                handlelength=1.0, handleheight=1.0, columnspacing=1.4)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=3, frameon=False, fontsize=9,
+                labelcolor=FAINT, handlelength=1.0, handleheight=1.0, columnspacing=1.4)
 
 
 def ratio_text(run):
@@ -154,12 +157,15 @@ def draw(runs, path):
     draw_time(axes[2], runs)
 
     config = runs[0].config
-    figure.text(0.045, 0.955, f"{config['model']['name']} on {config['data'].split(':')[0]}", fontsize=16, fontweight="bold")
-    figure.text(0.045, 0.907, f"{config['ranks']} ranks on {config['device']}, batch {config['batch_size']} per rank, "
+    figure.text(0.045, 0.955, f"{config['model']['name']} on {config['data'].split(':')[0]}", fontsize=16,
+                fontweight="bold")
+    figure.text(0.045, 0.907,
+                f"{config['ranks']} ranks on {config['device']}, batch {config['batch_size']} per rank, "
                 f"{config['steps']} steps, schedule {config['schedule']}", fontsize=10.5, color=FAINT)
     handles = [plt.Line2D([], [], color=color, linewidth=3) for _, color in zip(runs, RUN_COLORS * len(runs))]
-    figure.legend(handles, [ratio_text(run) for run in runs], loc="upper right", bbox_to_anchor=(0.975, 0.985),
-                  ncol=min(4, len(runs)), frameon=False, fontsize=10.5, handlelength=1.4)
+    figure.legend(handles, [ratio_text(run) for run in runs], loc="upper right",
+                  bbox_to_anchor=(0.975, 0.985), ncol=min(4, len(runs)), frameon=False, fontsize=10.5,
+                  handlelength=1.4)
     figure.subplots_adjust(left=0.045, right=0.975, top=0.79, bottom=0.21, wspace=0.27)
     figure.savefig(path, dpi=130)
     plt.close(figure)

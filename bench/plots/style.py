@@ -1,4 +1,4 @@
-"""How all of bench/plots' pictures look. The one place that imports matplotlib."""
+"""The common style of bench/plots' pictures. The only module that imports matplotlib."""
 import sys
 
 try:
@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator  # noqa: E402, F401
 
 INK, FAINT, GRID = "#22272e", "#6b7280", "#e5e7eb"
-# Okabe and Ito's colors, which the color-blind can tell apart.
+# Okabe and Ito's colors, which color-blind readers can tell apart.
 RUN_COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f"]
 
 

@@ -1,29 +1,31 @@
-"""Draws one step of a trace (gradwire train --trace): what each rank's streams did, all ranks below each other."""
+"""Draws one step of a trace (gradwire train --trace): what each rank's streams did, a row per rank."""
 import statistics
 
 from plots.style import FAINT, INK, plt, style
 
-# What a rank does, as the timeline shows it; the same colors as in a profiler (runtime/nvtx.cpp).
+# Labels and colors of spans; the colors are those of the NVTX ranges (runtime/nvtx.cpp).
 KINDS = {
     "batch": ("batch", "#b8bec8"), "forward": ("forward", "#9db7d5"), "backward": ("backward", "#4f7cac"),
     "optimizer": ("optimizer", "#edae49"), "wait": ("waits for communication", "#f7dfe2"),
-    "compress": ("compress", "#7b5ea7"), "communicate": ("communicate", "#d1495b"), "decompress": ("decompress", "#3a9d8f"),
+    "compress": ("compress", "#7b5ea7"), "communicate": ("communicate", "#d1495b"),
+    "decompress": ("decompress", "#3a9d8f"),
     "exchange": ("on the wire", INK),
 }
-# Height and place of a rank's lanes, from its top.
+# Offset from the rank's top, and height, of its lanes.
 LANES = {"compute": (0.0, 0.40), "communicate": (0.44, 0.34), "exchange": (0.80, 0.07)}
 
 
 class Timeline:
-    """The spans of one step, per rank, in milliseconds from the moment when the first rank began it."""
+    """The spans of one step, per rank, in milliseconds since the first rank began it."""
 
     def __init__(self, trace, step):
         spans = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
         steps = [e for e in spans if e["cat"] == "step"]
         if not steps:
-            raise SystemExit("plot.py: there is no step in this trace"
-                             + (f"; the run ended with: {trace['otherData']['error']}" if "error" in trace["otherData"] else ""))
-        # A step counts when all ranks have it.
+            raise SystemExit("plot.py: this trace has no steps"
+                             + (f"; the run ended with: {trace['otherData']['error']}"
+                                if "error" in trace["otherData"] else ""))
+        # Only steps that all ranks have count.
         times = {}
         for e in steps:
             times.setdefault(e["args"]["step"], []).append(e["dur"])
@@ -31,20 +33,23 @@ class Timeline:
         if step is None:  # the one in the middle
             step = sorted(whole, key=lambda n: (whole[n], n))[(len(whole) - 1) // 2]
         if step not in whole:
-            raise SystemExit(f"plot.py: step {step} is not in this trace; it has {', '.join(map(str, sorted(whole)))}")
+            raise SystemExit(f"plot.py: step {step} is not in this trace; it has "
+                             f"{', '.join(map(str, sorted(whole)))}")
         self.step, self.about = step, trace["otherData"]
         mine = [e for e in spans if e["args"]["step"] == step]
         self.ranks = sorted({e["pid"] for e in mine})
         zero = min(e["ts"] for e in mine if e["cat"] == "step")
         self.spans = {rank: [] for rank in self.ranks}
         for e in mine:
-            self.spans[e["pid"]].append((e["cat"], (e["ts"] - zero) / 1e3, e["dur"] / 1e3, e["args"].get("bucket")))
+            self.spans[e["pid"]].append((e["cat"], (e["ts"] - zero) / 1e3, e["dur"] / 1e3,
+                                         e["args"].get("bucket")))
         self.step_ms = {rank: self.sum(rank, "step") for rank in self.ranks}
 
     def busy(self, rank, *kinds):
-        """For how long at least one span of these kinds was under way."""
+        """How long at least one span of these kinds was active."""
         total = until = 0.0
-        for begin, end in sorted((begin, begin + ms) for kind, begin, ms, _ in self.spans[rank] if kind in kinds):
+        for begin, end in sorted((begin, begin + ms) for kind, begin, ms,
+                                 _ in self.spans[rank] if kind in kinds):
             total += max(0.0, end - max(begin, until))
             until = max(until, end)
         return total
@@ -53,16 +58,18 @@ class Timeline:
         return sum(ms for kind, _, ms, _ in self.spans[rank] if kind in kinds)
 
     def end(self):
-        return max(begin + ms for spans in self.spans.values() for kind, begin, ms, _ in spans if kind in KINDS or kind == "step")
+        return max(begin + ms for spans in self.spans.values() for kind, begin, ms,
+                   _ in spans if kind in KINDS or kind == "step")
 
 
 def draw_spans(axis, spans, top, end, several):
     for kind, begin, ms, bucket in spans:
         if kind not in KINDS:
             continue
-        lane = kind if kind == "exchange" else "communicate" if kind in ("compress", "communicate", "decompress") else "compute"
+        lane = kind if kind == "exchange" else "communicate" if kind in ("compress", "communicate",
+                                                                         "decompress") else "compute"
         offset, height = LANES[lane]
-        if lane == "communicate" and several:  # they take turns on two streams, and overlap
+        if lane == "communicate" and several:  # buckets alternate between two streams, and overlap
             height /= 2
             offset += height * (bucket % 2)
         edge = {"hatch": "////", "edgecolor": "#d1495b", "linewidth": 0} if kind == "wait" else {
@@ -71,18 +78,21 @@ def draw_spans(axis, spans, top, end, several):
         text = {"communicate": str(bucket) if kind == "communicate" else "", "compute": kind}.get(lane, "")
         if kind == "wait":
             text = f"waits {ms:.1f} ms" if ms > end / 10 else f"{ms:.0f} ms"
-        # Letters are about a 140th of the picture wide.
+        # A letter is about 1/140 of the picture's width.
         if text and ms > end * (len(text) + 1) / 140:
             axis.text(begin + ms / 2, top + offset + height / 2, text, ha="center", va="center", fontsize=8.5,
-                      color="#a22f40" if kind == "wait" else INK if kind in ("batch", "forward", "optimizer") else "white",
-                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.85} if kind == "wait" else None)
+                      color="#a22f40" if kind == "wait" else INK if kind in ("batch", "forward", "optimizer")
+                      else "white", bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5,
+                                          "alpha": 0.85} if kind == "wait" else None)
 
 
 def draw(trace, step, path):
     timeline = Timeline(trace, step)
-    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK, "hatch.linewidth": 0.5})
+    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK,
+                         "hatch.linewidth": 0.5})
     ranks, about, end = timeline.ranks, timeline.about, timeline.end()
-    several = len({bucket for spans in timeline.spans.values() for *_, bucket in spans if bucket is not None}) > 1
+    several = len({bucket for spans in timeline.spans.values() for *_,
+                   bucket in spans if bucket is not None}) > 1
     buckets = f"buckets of {about['bucket_mb']} MiB" if several else "one bucket"
     height = 1.9 + 0.95 * len(ranks)
     figure, axis = plt.subplots(figsize=(16, height))
@@ -91,11 +101,12 @@ def draw(trace, step, path):
     axis.grid(axis="y", visible=False)
     for row, rank in enumerate(ranks):
         draw_spans(axis, timeline.spans[rank], row, end, several)
-        axis.text(-0.092, row + 0.43, f"rank {rank}", transform=axis.get_yaxis_transform(), fontweight="bold", ha="left", va="center")
+        axis.text(-0.092, row + 0.43, f"rank {rank}", transform=axis.get_yaxis_transform(), fontweight="bold",
+                  ha="left", va="center")
         for lane, name in (("compute", "compute"), ("communicate", "buckets")):
             offset, tall = LANES[lane]
-            axis.text(-0.004, row + offset + tall / 2, name, transform=axis.get_yaxis_transform(), color=FAINT, fontsize=8,
-                      ha="right", va="center")
+            axis.text(-0.004, row + offset + tall / 2, name, transform=axis.get_yaxis_transform(),
+                      color=FAINT, fontsize=8, ha="right", va="center")
     axis.set_yticks([])
     axis.set_ylim(len(ranks) - 0.08, -0.08)
     axis.set_xlim(0, end * 1.002)
@@ -103,18 +114,25 @@ def draw(trace, step, path):
     first = ranks[0]
     communication = timeline.busy(first, "compress", "communicate", "decompress")
     waited = timeline.sum(first, "wait")
-    hidden = f", {100 * (1 - min(1, waited / communication)):.0f} % of it overlapped with backward" if communication else ""
-    figure.text(0.02, 1 - 0.36 / height, f"One step of {about['model']} on {len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'}",
+    told = ""
+    if communication:
+        overlapped = 100 * (1 - min(1, waited / communication))
+        told = f", communication {communication:.1f} ms, {overlapped:.0f} % of it overlapped with backward"
+    figure.text(0.02, 1 - 0.36 / height,
+                f"One step of {about['model']} on {len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'}",
                 fontsize=16, fontweight="bold", va="center")
-    figure.text(0.02, 1 - 0.68 / height, f"{about['compression']}, {buckets}, batch {about['batch_size']} per rank, "
-                f"on {about['device']} ({about['ranks_are']});  step {timeline.step}: {timeline.step_ms[first]:.1f} ms on rank {first}"
-                + (f", communication {communication:.1f} ms{hidden}" if communication else ""),
+    figure.text(0.02, 1 - 0.68 / height,
+                f"{about['compression']}, {buckets}, batch {about['batch_size']} per rank, "
+                f"on {about['device']} ({about['ranks_are']});  "
+                f"step {timeline.step}: {timeline.step_ms[first]:.1f} ms on rank {first}{told}",
                 fontsize=10.5, color=FAINT, va="center")
     shown = [kind for kind in KINDS if any(kind == s[0] for spans in timeline.spans.values() for s in spans)]
     handles = [plt.Rectangle((0, 0), 1, 1, facecolor=KINDS[kind][1], linewidth=0,
-                             **({"hatch": "////", "edgecolor": "#d1495b"} if kind == "wait" else {})) for kind in shown]
-    figure.legend(handles, [KINDS[kind][0] for kind in shown], loc="lower center", ncol=len(shown), frameon=False, fontsize=9.5,
-                  labelcolor=FAINT, handlelength=1.1, handleheight=1.0, columnspacing=1.6, borderaxespad=0.2)
+                             **({"hatch": "////", "edgecolor": "#d1495b"} if kind == "wait" else {}))
+               for kind in shown]
+    figure.legend(handles, [KINDS[kind][0] for kind in shown], loc="lower center", ncol=len(shown),
+                  frameon=False, fontsize=9.5, labelcolor=FAINT, handlelength=1.1, handleheight=1.0,
+                  columnspacing=1.6, borderaxespad=0.2)
     figure.subplots_adjust(left=0.098, right=0.985, top=1 - 0.95 / height, bottom=0.92 / height)
     figure.savefig(path, dpi=110)
     plt.close(figure)
