@@ -232,7 +232,7 @@ std::vector<std::string> compare_with_head(const TrainConfig& config, const Chec
   }
   for (const std::string& difference : differences) {
     notes.push_back(fmt::format(
-        "Note: the checkpoint was made with {}; the run continues, but not bit-identical", difference));
+        "Note: the checkpoint was made with {}; the run continues, but not with the same bits", difference));
   }
   return notes;
 }

@@ -186,8 +186,8 @@ void NewCheckpoint::commit(int keep) {
   const std::string from = temporary_path(directory_, step_), to = final_path(directory_, step_);
   sync_folder(from);
   std::error_code ignored;
-  fs::remove_all(
-      to, ignored);  // if there is one, it is incomplete: otherwise this run would have resumed from it
+  // A folder with this name must be incomplete, or the run would have resumed from it.
+  fs::remove_all(to, ignored);
   rename_folder(from, to);
   sync_folder(directory_);
   int kept = 0;

@@ -16,8 +16,7 @@ constexpr size_t kLimitBytes = size_t{1} << 30;
 constexpr int32_t kClasses = 10;
 constexpr const char* kRemedy =
     "cifar10:DIR must have the binary version (cifar-10-binary.tar.gz): data_batch_1.bin to data_batch_5.bin "
-    "and "
-    "test_batch.bin";
+    "and test_batch.bin";
 
 // Appends the records of one file; returns how many.
 size_t append(Dataset& data, const std::string& path) {

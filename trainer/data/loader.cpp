@@ -54,8 +54,7 @@ class Loader::Impl {
     if (batches_ == 0) {
       throw BadInput(fmt::format(
           "{}: {} images are fewer than the {} of one step ({} per rank and batch, {} ranks, {} batches); "
-          "lower "
-          "--batch-size",
+          "lower --batch-size",
           data.name, data.count(), global * options.group, options.batch_size, options.world, options.group));
     }
     for (int32_t c = 0; c < data.channels; ++c) {
@@ -143,8 +142,8 @@ class Loader::Impl {
     Buffer staged_images, staged_labels;  // what the loading thread fills; on the host the same buffers
     int64_t count = 0;
     Event copied, released;
-    bool full =
-        false;  // guarded by mutex_. The rest belongs to the caller if true, to the loading thread if not
+    // Guarded by mutex_. The other members belong to the caller if true, to the loading thread if false.
+    bool full = false;
   };
 
   bool copies() const { return options_.device.is_cuda(); }
