@@ -1,17 +1,18 @@
-# The front door. On a Debian 12 machine `make demo` and `make test` need nothing but this checkout.
+# Common tasks. On Debian 12, `make demo` and `make test` need only this checkout.
 #
-#   make demo     train a ViT on 4 ranks with FP32, BF16 and PowerSGD gradients; a table, and build/demo/report.png
+#   make demo     train a ViT on 4 ranks with FP32, BF16 and PowerSGD gradients: table, build/demo/report.png
 #   make test     build and run every test, sanitizers included
-#   make test-quick   the release build's tests only
-#   make build    everything, optimized, in build/
+#   make test-quick   only the release build's tests
+#   make build    the optimized build, in build/
 #   make faults   the fault matrix of docs/faults.md, and 200 runs with a killed rank
 #   make bench    benchmarks
-#   make bench-check  this build against the goals and the published numbers, docs/results/baselines.jsonl, in about five minutes;
-#                 BENCH_CHECK_FLAGS="--only REGEX" for some of it
-#   make host-check  speed without a GPU, against what the machine can do and against PyTorch and gloo; into docs/results/
-#   make experiments  training steps over slow links with each kind of compression, beside PyTorch's (docs/experiments.md); as root
-#   make gpu-check   on a machine with a GPU: its tests, compute-sanitizer and benches; results in docs/results/
-#   make bundle   the build, packed for a GPU machine that cannot build it: build/gradwire-bundle.tar.gz
+#   make bench-check  compare this build with the goals and the published numbers in
+#                 docs/results/baselines.jsonl, in five minutes; BENCH_CHECK_FLAGS="--only REGEX" for some
+#   make host-check  speed without a GPU, compared with hardware limits, PyTorch and gloo; into docs/results/
+#   make experiments  training steps over slow links with each compression and with PyTorch's
+#                 (docs/experiments.md); needs root
+#   make gpu-check   GPU tests, compute-sanitizer and benches on a machine with a GPU; into docs/results/
+#   make bundle   pack the build for a GPU machine that cannot build it: build/gradwire-bundle.tar.gz
 #   make format   clang-format over the sources
 #   make clean    remove every build folder
 
@@ -19,7 +20,8 @@ PYTHON ?= $(firstword $(wildcard /usr/bin/python3) python3)
 DEMO_FLAGS ?=
 BENCH_CHECK_FLAGS ?=
 
-.PHONY: build demo test test-quick faults bench bench-check host-check experiments gpu-check bundle setup format clean
+.PHONY: build demo test test-quick faults bench bench-check host-check experiments gpu-check bundle setup \
+  format clean
 
 build: setup
 	@scripts/configure.sh release

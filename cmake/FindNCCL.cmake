@@ -1,14 +1,16 @@
-# Finds NCCL's header. The library itself is loaded when it is first used (collectives/transport/nccl_api.h), so programs
-# start where it is missing, and share the copy that is already in the process.
-#   NCCL_FOUND, NCCL_INCLUDE_DIRS, NCCL_VERSION.   NCCL_ROOT says where to look first.
+# Finds NCCL's header. The library itself is loaded at first use (collectives/transport/nccl_api.h), so
+# programs start without it, and share a copy that is already in the process.
+#   NCCL_FOUND, NCCL_INCLUDE_DIRS, NCCL_VERSION.   NCCL_ROOT: where to look first.
 find_package(CUDAToolkit QUIET)
-find_path(NCCL_INCLUDE_DIR nccl.h HINTS ${NCCL_ROOT} ENV NCCL_ROOT ${CUDAToolkit_INCLUDE_DIRS} PATH_SUFFIXES include)
+find_path(NCCL_INCLUDE_DIR nccl.h
+  HINTS ${NCCL_ROOT} ENV NCCL_ROOT ${CUDAToolkit_INCLUDE_DIRS} PATH_SUFFIXES include)
 if(NCCL_INCLUDE_DIR)
   file(STRINGS ${NCCL_INCLUDE_DIR}/nccl.h lines REGEX "^#define NCCL_(MAJOR|MINOR|PATCH) [0-9]+")
   string(REGEX REPLACE "[^0-9;]" "" NCCL_VERSION "${lines}")
   string(REPLACE ";" "." NCCL_VERSION "${NCCL_VERSION}")
 endif()
 include(FindPackageHandleStandardArgs)
-find_package_handle_standard_args(NCCL REQUIRED_VARS NCCL_INCLUDE_DIR CUDAToolkit_INCLUDE_DIRS VERSION_VAR NCCL_VERSION)
+find_package_handle_standard_args(NCCL
+  REQUIRED_VARS NCCL_INCLUDE_DIR CUDAToolkit_INCLUDE_DIRS VERSION_VAR NCCL_VERSION)
 set(NCCL_INCLUDE_DIRS ${NCCL_INCLUDE_DIR} ${CUDAToolkit_INCLUDE_DIRS})  # nccl.h includes CUDA's headers
 mark_as_advanced(NCCL_INCLUDE_DIR)

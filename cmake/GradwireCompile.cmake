@@ -1,38 +1,44 @@
-# Flags every target shares. Sanitizers apply to host code; a sanitized build has no CUDA side.
+# Flags of all targets. Sanitizers apply to host code; a sanitized build has no CUDA side.
 add_library(gradwire_options INTERFACE)
 target_include_directories(gradwire_options INTERFACE ${CMAKE_SOURCE_DIR})
 target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
-  # GCC 12 sees overlaps in std::string concatenation that are not there (GCC bug 105651).
+  # GCC 12 wrongly warns about overlaps in std::string concatenation (GCC bug 105651).
   target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wno-restrict>)
 endif()
 if(GRADWIRE_WERROR)
   target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
 endif()
-# Contracting a*b+c into one rounding would make results depend on the compiler's choices; where an fma is wanted it
-# is written. See docs/numerics.md.
+# Contracting a*b+c into an FMA would make results depend on the compiler; the code asks for FMAs explicitly
+# where it wants them. See docs/numerics.md.
 target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)
-# Nothing here reads errno after sqrt or traps on a floating-point flag; believing otherwise keeps loops from vectorizing.
-target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fno-math-errno -fno-trapping-math>)
-# `#pragma omp simd` without OpenMP's runtime: see kernels/simd/simd.h.
-# -Wno-psabi: vectors of floats (kernels/simd/vector.h) only ever live in inlined code, so no ABI carries them.
+# No code reads errno after sqrt or traps on floating-point flags; assuming otherwise prevents vectorization.
+target_compile_options(gradwire_options INTERFACE
+  $<$<COMPILE_LANGUAGE:CXX>:-fno-math-errno -fno-trapping-math>)
+# -fopenmp-simd: `#pragma omp simd` without OpenMP's runtime, see kernels/simd/simd.h.
+# -Wno-psabi: vectors of floats (kernels/simd/vector.h) exist only in inlined code, never in an ABI.
 target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fopenmp-simd -Wno-psabi>)
 target_compile_definitions(gradwire_options INTERFACE GRADWIRE_VERSION="${PROJECT_VERSION}")
 if(GRADWIRE_HAS_CUDA)
   target_compile_definitions(gradwire_options INTERFACE GRADWIRE_HAS_CUDA=1)
-  # -Xptxas --warn-on-spills together with -Werror all-warnings: a kernel that spills registers does not build.
+  # -Xptxas --warn-on-spills together with -Werror all-warnings: a kernel that spills registers does not
+  # build.
   target_compile_options(gradwire_options INTERFACE
-    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -Xcompiler=-Wall,-Wextra -Xptxas=--warn-on-spills,--warn-on-local-memory-usage>)
+    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -Xcompiler=-Wall,-Wextra>
+    $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=--warn-on-spills,--warn-on-local-memory-usage>)
   if(GRADWIRE_WERROR)
-    target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings -Xptxas=--warning-as-error>)
+    target_compile_options(gradwire_options INTERFACE
+      $<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings -Xptxas=--warning-as-error>)
   endif()
 endif()
 if(GRADWIRE_SANITIZE)
   if(GRADWIRE_HAS_CUDA)
-    message(FATAL_ERROR "GRADWIRE_SANITIZE needs -DGRADWIRE_CUDA=OFF: the host sanitizers do not see device code.")
+    message(FATAL_ERROR
+      "GRADWIRE_SANITIZE needs -DGRADWIRE_CUDA=OFF: the host sanitizers do not check device code.")
   endif()
-  target_compile_options(gradwire_options INTERFACE -fsanitize=${GRADWIRE_SANITIZE} -fno-omit-frame-pointer -g1 -fno-sanitize-recover=all)
-  # GCC takes what the sanitizers poison, fmt's arguments above all, for uninitialized.
+  target_compile_options(gradwire_options INTERFACE
+    -fsanitize=${GRADWIRE_SANITIZE} -fno-omit-frame-pointer -g1 -fno-sanitize-recover=all)
+  # With sanitizers, GCC wrongly reports uninitialized values, mostly fmt's arguments.
   target_compile_options(gradwire_options INTERFACE -Wno-maybe-uninitialized -Wno-uninitialized)
   target_compile_definitions(gradwire_options INTERFACE GRADWIRE_SANITIZED=1)
   target_link_options(gradwire_options INTERFACE -fsanitize=${GRADWIRE_SANITIZE})

@@ -1,11 +1,12 @@
-# Finds nvcc and decides whether the CUDA side is built; says which, because nothing should fall back silently.
+# Finds nvcc, decides whether to build the CUDA side, and reports the decision: no silent fallback.
 set(GRADWIRE_HAS_CUDA OFF)
 if(NOT GRADWIRE_CUDA STREQUAL "OFF")
   include(CheckLanguage)
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-      set(CMAKE_CUDA_ARCHITECTURES "80-real;90-real;90-virtual" CACHE STRING "sm_80 and sm_90 code, PTX for later ones")
+      set(CMAKE_CUDA_ARCHITECTURES "80-real;90-real;90-virtual" CACHE STRING
+          "sm_80 and sm_90 code, PTX for later ones")
     endif()
     enable_language(CUDA)
     if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake 3.25 stops at C++17
@@ -17,7 +18,8 @@ if(NOT GRADWIRE_CUDA STREQUAL "OFF")
     find_package(CUDAToolkit REQUIRED)
     set(GRADWIRE_HAS_CUDA ON)
   elseif(GRADWIRE_CUDA STREQUAL "ON")
-    message(FATAL_ERROR "GRADWIRE_CUDA=ON, but no nvcc was found. Put nvcc on PATH or set CUDACXX, or use -DGRADWIRE_CUDA=OFF.")
+    message(FATAL_ERROR
+      "GRADWIRE_CUDA=ON, but no nvcc was found. Put nvcc on PATH or set CUDACXX, or use -DGRADWIRE_CUDA=OFF.")
   endif()
 endif()
 if(GRADWIRE_HAS_CUDA)

@@ -1,16 +1,17 @@
-# cmake --install: libgradwire.so, gradwire.h, and what find_package(gradwire) and pkg-config need to find them.
-# `cmake --install build --component library` installs just these.
+# cmake --install: libgradwire.so, gradwire.h, and the files for find_package(gradwire) and pkg-config.
+# `cmake --install build --component library` installs only these.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
 target_include_directories(gradwire_shared INTERFACE $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
 install(TARGETS gradwire_shared EXPORT gradwireTargets
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT library NAMELINK_COMPONENT library)
-install(FILES ${CMAKE_SOURCE_DIR}/collectives/gradwire.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT library)
+install(FILES ${CMAKE_SOURCE_DIR}/collectives/gradwire.h
+  DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT library)
 
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/gradwire)
 install(EXPORT gradwireTargets NAMESPACE gradwire:: DESTINATION ${package_dir} COMPONENT library)
-# The library's dependencies are linked into it or named in it, so its users have none to find.
+# The library contains its dependencies or names them (DT_NEEDED), so its users do not have to find any.
 file(WRITE ${CMAKE_BINARY_DIR}/gradwireConfig.cmake
   "# find_package(gradwire): target gradwire::gradwire, the C ABI of gradwire.h.\n"
   "include(\${CMAKE_CURRENT_LIST_DIR}/gradwireTargets.cmake)\n")
@@ -20,7 +21,7 @@ write_basic_package_version_file(${CMAKE_BINARY_DIR}/gradwireConfigVersion.cmake
 install(FILES ${CMAKE_BINARY_DIR}/gradwireConfig.cmake ${CMAKE_BINARY_DIR}/gradwireConfigVersion.cmake
   DESTINATION ${package_dir} COMPONENT library)
 
-# The prefix is found from where the file is, so that an installed tree can be moved.
+# The prefix is relative to the file, so an installed tree can be moved.
 set(pc_dir ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 file(RELATIVE_PATH pc_to_prefix ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig ${CMAKE_INSTALL_PREFIX})
 string(REGEX REPLACE "/$" "" pc_to_prefix ${pc_to_prefix})

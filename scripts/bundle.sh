@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# Packs the release build into build/gradwire-bundle.tar.gz, to be run on a machine that has a GPU and Python's nvidia
-# packages but none of the libraries Gradwire is built with (GoogleTest, OpenBLAS, ...).
+# Packs the release build into build/gradwire-bundle.tar.gz, for a machine that has a GPU and Python's nvidia
+# packages but not the libraries that Gradwire is built with (GoogleTest, OpenBLAS, ...).
 #
 #   bin/   gradwire, gradwire-bench and the test programs, stripped
-#   lib/   libgradwire.so, and every shared library they need but glibc, libstdc++ and NVIDIA's
+#   lib/   libgradwire.so, and every shared library they need except glibc, libstdc++ and NVIDIA's
 #
-# Unpack it anywhere; scripts/gpu_check.sh finds it in build/bundle and NVIDIA's libraries where Python keeps them.
+# Unpack it anywhere; scripts/gpu_check.sh looks in build/bundle, and for NVIDIA's libraries in Python's
+# packages.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 limit_mb=60
 bundle=build/bundle
-programs=(gradwire gradwire-bench runtime_tests kernels_tests collectives_tests trainer_tests capi_tests processes_tests)
+programs=(gradwire gradwire-bench runtime_tests kernels_tests collectives_tests trainer_tests capi_tests
+  processes_tests)
 
 rm -rf "$bundle" build/gradwire-bundle.tar.gz
 mkdir -p "$bundle/bin" "$bundle/lib"
@@ -26,8 +28,10 @@ done
 strip -o "$bundle/lib/libgradwire.so.0" build/lib/libgradwire.so.0
 needed+=(build/lib/libgradwire.so.0)
 
-# The target's own: glibc (2.36 or later), libstdc++ (GCC 12 or later), NVIDIA's libraries (driver and Python packages).
-theirs='^(linux-vdso|ld-linux|libc|libm|libdl|librt|libpthread|libresolv|libstdc\+\+|libgcc_s|libcu[a-zA-Z]*|libnccl|libnv[a-zA-Z-]*|libgradwire)[.-]'
+# The target machine provides glibc (2.36 or later), libstdc++ (GCC 12 or later) and NVIDIA's libraries (from
+# the driver and Python packages).
+system='linux-vdso|ld-linux|libc|libm|libdl|librt|libpthread|libresolv|libstdc\+\+|libgcc_s'
+theirs="^($system|libcu[a-zA-Z]*|libnccl|libnv[a-zA-Z-]*|libgradwire)[.-]"
 ldd "${needed[@]}" | sed -nE 's/^\s+(\S+) => (\/\S+) .*/\1 \2/p' | sort -u | while read -r name path; do
   [[ $name =~ $theirs ]] && continue
   cp -L "$path" "$bundle/lib/$name"
@@ -38,8 +42,9 @@ git rev-parse HEAD > "$bundle/commit" 2> /dev/null || echo unknown > "$bundle/co
 git diff --quiet HEAD 2> /dev/null || echo "with local changes" >> "$bundle/commit"
 tar -C build -czf build/gradwire-bundle.tar.gz bundle
 bytes=$(stat -c %s build/gradwire-bundle.tar.gz)
-echo "bundle: build/gradwire-bundle.tar.gz, $((bytes / 1000000)) MB; $(du -sm "$bundle" | cut -f1) MB unpacked"
+unpacked_mb=$(du -sm "$bundle" | cut -f1)
+echo "bundle: build/gradwire-bundle.tar.gz, $((bytes / 1000000)) MB; $unpacked_mb MB unpacked"
 if [ "$bytes" -gt $((limit_mb * 1000000)) ]; then
-  echo "bundle: more than the $limit_mb MB it should stay under" >&2
+  echo "bundle: larger than the limit of $limit_mb MB" >&2
   exit 1
 fi

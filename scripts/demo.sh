@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# make demo: builds the gradwire command and nothing else, then trains a ViT three times and draws what came out.
+# make demo: builds only the gradwire command, trains a ViT three times and plots the results.
 #
-# In a fresh checkout on a machine without a GPU, the CUDA side is left out of the build; make build adds it later.
-# Arguments are more flags of `gradwire compare`.
+# In a fresh checkout on a machine without a GPU, the build omits the CUDA side; make build adds it later.
+# Arguments are additional flags for `gradwire compare`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -17,8 +17,8 @@ for object in $(ninja -C build -t commands gradwire | grep -oE -- '-o [^ ]+\.o '
 done
 if [ "$files" -gt 0 ]; then
   cores=$(nproc)
-  # About 4 seconds of a core for each.
-  echo "demo: compiling $files files on $cores cores: about $((1 + files * 4 / cores / 60)) minutes, less what the compiler cache has"
+  minutes=$((1 + files * 4 / cores / 60))  # about 4 core-seconds per file
+  echo "demo: compiling $files files on $cores cores: about $minutes minutes, less with a warm compiler cache"
 fi
 cmake --build --preset release --target gradwire
 mkdir -p build/demo
@@ -30,6 +30,6 @@ build/bin/gradwire compare --model vit_tiny --data fashion-mnist --ranks 4 \
 if "$python" -c 'import matplotlib' 2> /dev/null; then
   "$python" bench/plots/plot.py build/demo/compare.json -o build/demo/report.png
 else
-  echo "No picture: python3-matplotlib is not installed"
+  echo "No plot: python3-matplotlib is not installed"
 fi
 echo "Records: build/demo/compare.json and build/demo/compare.*.jsonl (docs/formats.md)"

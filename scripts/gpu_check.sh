@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Everything a machine with a GPU can tell about Gradwire, in 10 to 15 minutes; results into docs/results/.
+# All checks that need a GPU, in 10 to 15 minutes; results go to docs/results/.
 #
 #   make gpu-check                          builds, then runs this
-#   scripts/gpu_check.sh [OUTPUT FOLDER]    runs a build, or a bundle (scripts/bundle.sh) where nothing can be built
-#   GPU_CHECK_ONLY=REGEX scripts/gpu_check.sh    only the steps whose name matches, 'bench-training' for example
+#   scripts/gpu_check.sh [OUTPUT FOLDER]    runs an existing build or a bundle (scripts/bundle.sh)
+#   GPU_CHECK_ONLY=REGEX scripts/gpu_check.sh    only the steps whose name matches, such as 'bench-training'
 #
-# Every GPU test; compute-sanitizer's memcheck, racecheck and initcheck over the kernels' tests; the benches, with
-# PyTorch's own code as the baseline; registers and shared memory per kernel. Each step has a deadline, and a step that fails
-# or is missing a tool is in the table at the end and in the exit status: nothing is left out silently.
+# Runs every GPU test; compute-sanitizer's memcheck, racecheck and initcheck on the kernels' tests; the
+# benches, with PyTorch as the baseline; and lists registers and shared memory per kernel. Each step has a
+# deadline. A step that fails or lacks a tool appears in the table at the end and in the exit status: nothing
+# is skipped silently.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -18,12 +19,13 @@ root=build
 [ -x build/bin/gradwire ] || root=build/bundle
 bin=$root/bin
 if [ ! -x "$bin/gradwire" ]; then
-  echo "gpu-check: neither build/bin/gradwire nor build/gradwire-bundle.tar.gz is there; run make build, or carry a bundle" >&2
+  echo "gpu-check: found neither build/bin/gradwire nor build/gradwire-bundle.tar.gz;" \
+    "run make build, or copy a bundle made by make bundle" >&2
   exit 1
 fi
 python=$(command -v python3 || true)
 
-# In a bundle, NVIDIA's libraries are those of Python's packages; programs look in their ../lib.
+# A bundle uses the NVIDIA libraries of Python's packages; programs look in ../lib.
 if ldd "$bin/gradwire" | grep -q 'libcublas.*not found'; then
   mkdir -p "$root/lib"
   for folder in $("$python" - << 'END'
@@ -40,12 +42,13 @@ END
   done
 fi
 if missing=$(ldd "$bin/gradwire" | grep 'not found'); then
-  echo "gpu-check: these libraries are missing; install CUDA 13's cuBLAS, or Python's nvidia-cublas package:" >&2
+  echo "gpu-check: libraries are missing; install CUDA 13's cuBLAS, or Python's nvidia-cublas package:" >&2
   echo "$missing" >&2
   exit 1
 fi
 if ! command -v nvidia-smi > /dev/null || ! nvidia-smi -L > /dev/null 2>&1; then
-  echo "gpu-check: no GPU here (nvidia-smi lists none); without one, make test runs every CUDA kernel under the shim" >&2
+  echo "gpu-check: no GPU (nvidia-smi lists none);" \
+    "without a GPU, make test runs every CUDA kernel under the shim" >&2
   exit 1
 fi
 
@@ -80,16 +83,17 @@ absent() {
   echo "date: $(date -u +%FT%TZ)"
   nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,clocks.mem --format=csv
   nvcc --version 2> /dev/null | tail -2
-  "$python" -c 'import torch; print("torch", torch.__version__, "cuda", torch.version.cuda)' 2> /dev/null || echo "torch: none"
+  "$python" -c 'import torch; print("torch", torch.__version__, "cuda", torch.version.cuda)' 2> /dev/null ||
+    echo "torch: none"
   uname -r
 } > "$out/machine.txt" 2>&1
 cat "$out/machine.txt"
 
-# The tests that have a CUDA form end in cuda0, cuda0_...; the rest is the host's, which CI has run. No test at all, with a
-# GPU that the program does not see, is a failure.
+# Tests on a GPU have names with cuda0, cuda0_...; CI runs the others. Running no test, because the program
+# does not see the GPU, is a failure.
 run_suite() {
-  ${sanitizer:-} "$bin/$1_tests" --gtest_filter='*cuda*' --gtest_brief=1 | tee /dev/stderr | grep -qE '^\[  PASSED  \] [1-9]' &&
-    [ "${PIPESTATUS[0]}" -eq 0 ]
+  ${sanitizer:-} "$bin/$1_tests" --gtest_filter='*cuda*' --gtest_brief=1 | tee /dev/stderr |
+    grep -qE '^\[  PASSED  \] [1-9]' && [ "${PIPESTATUS[0]}" -eq 0 ]
 }
 export -f run_suite
 export bin
@@ -97,22 +101,22 @@ step doctor 30 "$bin/gradwire" doctor
 for suite in runtime kernels collectives trainer; do
   step "tests-$suite" 90 bash -c "run_suite $suite"
 done
-# Several ranks on one GPU, each test with limits of its own. Skipped tests are not passed ones.
+# Several ranks on one GPU; the tests have their own time limits. Skipped tests do not count as passed.
 run_nccl() {
-  "$bin/processes_tests" --gtest_filter='NcclGpu*' --gtest_brief=1 | tee /dev/stderr | grep -qE '^\[  PASSED  \] [1-9]' &&
-    [ "${PIPESTATUS[0]}" -eq 0 ]
+  "$bin/processes_tests" --gtest_filter='NcclGpu*' --gtest_brief=1 | tee /dev/stderr |
+    grep -qE '^\[  PASSED  \] [1-9]' && [ "${PIPESTATUS[0]}" -eq 0 ]
 }
 export -f run_nccl
 step tests-nccl 240 bash -c run_nccl
-step train 60 "$bin/gradwire" train --model vit_b_32 --data synthetic --device cuda --steps 20 --batch-size 32 \
-  --compression powersgd:rank=4
+step train 60 "$bin/gradwire" train --model vit_b_32 --data synthetic --device cuda --steps 20 \
+  --batch-size 32 --compression powersgd:rank=4
 
-# Shards run side by side: the sanitizers are bound by the host.
+# Shards run in parallel, because the sanitizers are limited by the host.
 sanitize() {
   local tool=$1 shards=4 i rc=0 pids=()
   for ((i = 0; i < shards; ++i)); do
-    GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$i sanitizer="compute-sanitizer --tool $tool --error-exitcode 9" \
-      bash -c "run_suite kernels" &
+    GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$i \
+      sanitizer="compute-sanitizer --tool $tool --error-exitcode 9" bash -c "run_suite kernels" &
     pids+=($!)
   done
   for i in "${pids[@]}"; do wait "$i" || rc=1; done
@@ -127,24 +131,26 @@ else
   absent sanitizer "compute-sanitizer is not on PATH"
 fi
 
-step bench-kernels 120 "$bin/gradwire-bench" kernels --device cuda --cache cold --factor 16 --min-size 256K --budget-ms 20 \
-  --json "$out/kernels.json"
+step bench-kernels 120 "$bin/gradwire-bench" kernels --device cuda --cache cold --factor 16 --min-size 256K \
+  --budget-ms 20 --json "$out/kernels.json"
 specs=(--compression bf16 --compression fp8 --compression powersgd:rank=1 --compression powersgd:rank=4
   --compression powersgd:rank=32)
-step bench-hook 100 "$bin/gradwire-bench" hook --model vit_l_32 --device cuda "${specs[@]}" --baseline --json "$out/hook.json"
-step bench-orthonormalize 60 "$bin/gradwire-bench" orthonormalize --model vit_l_32 --device cuda --rank 4 --rank 32 --baseline \
-  --json "$out/orthonormalize.json"
+step bench-hook 100 "$bin/gradwire-bench" hook --model vit_l_32 --device cuda "${specs[@]}" --baseline \
+  --json "$out/hook.json"
+step bench-orthonormalize 60 "$bin/gradwire-bench" orthonormalize --model vit_l_32 --device cuda \
+  --rank 4 --rank 32 --baseline --json "$out/orthonormalize.json"
 
-# ViT-L/32's steps beside PyTorch's, eager and compiled; compiling takes most of the time.
+# Training steps of ViT-L/32 compared with PyTorch's, eager and compiled; compiling takes most of the time.
 if "$python" -c 'import torch' 2> /dev/null; then
-  step bench-training 400 "$python" bench/experiments/gpu_training.py --gradwire "$bin/gradwire" --json "$out/training.json"
+  step bench-training 400 "$python" bench/experiments/gpu_training.py --gradwire "$bin/gradwire" \
+    --json "$out/training.json"
 else
   absent bench-training "no PyTorch for $python"
 fi
 
-# Eight ranks share the one GPU: right sums with every schedule and wire; the times say little.
-step bench-collectives 60 "$bin/gradwire-bench" collectives --transport local --device cuda --ranks 8 -b 1M -e 16M -f 16 -n 5 \
-  --json "$out/collectives.json"
+# Eight ranks on one GPU: checks the sums of every schedule and wire format; the times are not representative.
+step bench-collectives 60 "$bin/gradwire-bench" collectives --transport local --device cuda --ranks 8 \
+  -b 1M -e 16M -f 16 -n 5 --json "$out/collectives.json"
 
 if command -v cuobjdump > /dev/null; then
   step resources 60 bash -c "cuobjdump --dump-resource-usage '$bin/gradwire-bench' 2> /dev/null | c++filt |

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# What a machine without a GPU can tell about Gradwire's speed, in five to ten minutes; results into docs/results/.
+# Measures Gradwire's speed on a machine without a GPU, in five to ten minutes; results go to docs/results/.
 #
 #   make host-check                          builds, then runs this
-#   scripts/host_check.sh [OUTPUT FOLDER]    runs a build that is there
+#   scripts/host_check.sh [OUTPUT FOLDER]    runs an existing build
 #
-# Kernels against copy bandwidth, compression beside PyTorch's hooks, collectives beside gloo's own, and the same over
-# 1 Gb/s links (bench/harness/shaped_link.sh; as root). The table at the end holds the published numbers, the goals and what
-# was measured; it fails when one of them is missed (bench/harness/check.py, which `make bench-check` runs on fewer measurements).
-# Nothing else should run meanwhile: ratios come from within a step, but a busy machine changes them too.
+# Compares kernels with copy bandwidth, compression with PyTorch's hooks, and collectives with gloo, also over
+# 1 Gb/s links (bench/harness/shaped_link.sh; needs root). The table at the end compares the measurements with
+# the published numbers and the goals; a missed one is a failure (bench/harness/check.py, which `make
+# bench-check` runs on fewer measurements). Nothing else should run meanwhile: ratios are taken within a step,
+# but a busy machine changes them.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 bench=build/bin/gradwire-bench
@@ -19,19 +20,21 @@ mkdir -p "$out"
 rm -f "$out"/*.json "$out"/*.log
 
 {
-  echo "commit: $(git rev-parse --short=12 HEAD 2> /dev/null || echo unknown)$(git diff --quiet HEAD 2> /dev/null || echo ', with changes')"
+  commit=$(git rev-parse --short=12 HEAD 2> /dev/null || echo unknown)
+  echo "commit: $commit$(git diff --quiet HEAD 2> /dev/null || echo ', with changes')"
   lscpu | sed -nE 's/^Model name: +/cpu: /p; s/^L3 cache: +/L3 cache: /p'
   echo "cores: $(nproc)"
   echo "memory: $(awk '/MemTotal/ {printf "%.0f GiB", $2 / 1048576}' /proc/meminfo)"
   echo "system: $(uname -sr), $(. /etc/os-release && echo "$PRETTY_NAME")"
   echo "compiler: $(c++ --version | head -1)"
-  $python -c 'import torch; print("baseline: torch", torch.__version__)' 2> /dev/null || echo "baseline: no torch"
-  echo "load when it began: $(cut -d' ' -f1 /proc/loadavg)"
+  $python -c 'import torch; print("baseline: torch", torch.__version__)' 2> /dev/null ||
+    echo "baseline: no torch"
+  echo "load at start: $(cut -d' ' -f1 /proc/loadavg)"
 } > "$out/machine.txt"
 cat "$out/machine.txt"
 
 failed=0
-# step NAME COMMAND...: the command and what it prints go to NAME.log; it writes NAME.json.
+# step NAME COMMAND...: the command and its output go to NAME.log, its results to NAME.json.
 step() {
   local name=$1
   shift
@@ -55,8 +58,8 @@ step shaped bench/harness/shaped_link.sh --hosts 4 --rate 1gbit -- $bench collec
 {
   echo "# Speed on the host"
   echo
-  echo "Made by \`scripts/host_check.sh\`; commands and what they printed are in the \`.log\` files, all numbers in the \`.json\` files"
-  echo "([docs/benchmarks.md](../../benchmarks.md) says what they mean)."
+  echo "Written by \`scripts/host_check.sh\`. The \`.log\` files have the commands and their output,"
+  echo "the \`.json\` files all numbers ([docs/benchmarks.md](../../benchmarks.md) explains them)."
   echo
   sed 's/^/    /' "$out/machine.txt"
   echo

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Builds and runs every test: the release build's, then what makes sense under AddressSanitizer + UBSan and under
-# ThreadSanitizer. Goes on after a failure; the last line counts what all of them came to.
+# Builds and runs every test: the release build's, then a selection under AddressSanitizer + UBSan and under
+# ThreadSanitizer. Continues after failures; the last line has the totals.
 #
-#   scripts/test.sh [quick]      quick: the release build's only
+#   scripts/test.sh [quick]      quick: only the release build's
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 passed=0 failed=0 skipped=0
 
-# run_tests PRESET [BUILD TARGETS] -- [ctest arguments]: without targets it builds everything.
+# run_tests PRESET [BUILD TARGETS] -- [ctest arguments]: without targets, builds everything.
 run_tests() {
   local preset=$1 targets=()
   shift
@@ -44,21 +44,23 @@ run_tests() {
   passed=$((passed + all - bad - skips))
 }
 
-# The sanitizers look at the program, so they leave out what has sanitizers of its own (simt), what compares the program with
-# others (oracles) and checks of source text. The command's and the C ABI's own tests run under ASan, as a user's program
-# would. Of the tests whose ranks are processes, ASan leaves out the cells of the fault matrix that wait or are like others,
-# and ThreadSanitizer, which is slower, all faults.
+# The sanitizer runs omit tests with their own sanitizers (simt), comparisons with other programs (oracles)
+# and checks of source text. The tests of the command and the C ABI run under ASan only. Of the tests with a
+# process per rank, ASan omits the cells of the fault matrix that wait or resemble others, and
+# ThreadSanitizer, which is slower, omits all faults.
 elsewhere="simt|^kernel_table|oracle|^layers$|^environment$|^paths$|^ptx$|^bench|^kill$|NOT_BUILT"
 layers=(runtime_tests kernels_tests collectives_tests trainer_tests)
 run_tests release --
 if [ "${1:-}" != quick ]; then
-  like_others="TcpFault\.|Tcp\.(AllToAll|ARankThat|ABusyPort)|FaultMatrix.*/(stopped|exits|returns|.*delay|corrupted_frame|wrong_[cs].*)_"
-  run_tests asan "${layers[@]}" processes_tests capi_tests capi_inside_tests gradwire -- -E "$elsewhere|^capi_|$like_others"
+  like_others="TcpFault\.|Tcp\.(AllToAll|ARankThat|ABusyPort)"
+  like_others+="|FaultMatrix.*/(stopped|exits|returns|.*delay|corrupted_frame|wrong_[cs].*)_"
+  run_tests asan "${layers[@]}" processes_tests capi_tests capi_inside_tests gradwire -- \
+    -E "$elsewhere|^capi_|$like_others"
   export TSAN_OPTIONS="${TSAN_OPTIONS:-halt_on_error=1 second_deadlock_stack=1}"
   run_tests tsan "${layers[@]}" processes_tests tsan_overlapped_step tsan_planted_race -- \
     -E "$elsewhere|^capi|^cli$|$like_others|TcpFaults|FaultMatrix|Tcp\.RanksMeet"
 fi
 
-[ $skipped -gt 0 ] && echo "$skipped skipped (see above for why)"
+[ $skipped -gt 0 ] && echo "$skipped skipped (reasons are above)"
 echo "$passed passed, $failed failed"
 [ $failed -eq 0 ]

@@ -1,4 +1,4 @@
-/* The least a C program needs: join a group, average a buffer over it.
+/* A minimal C program: joins a group and averages a buffer over it.
  *
  *   allreduce                         two ranks as threads of this process
  *   allreduce RENDEZVOUS RANK WORLD   one rank of several processes, e.g. tcp://node0:29500 0 4
@@ -36,12 +36,11 @@ static void* run(void* argument) {
   CHECK(gw_allreduce(comm, buffer, COUNT, GW_FLOAT32, GW_AVG, "bf16", NULL));
   CHECK(gw_comm_destroy(comm));
 
-  /* The mean of rank + i over the ranks. A bfloat16 is right to 1/256, and each value is rounded twice on its
-   * way. */
+  /* The mean of rank + i over the ranks. A bfloat16 is accurate to 1/256, and each value is rounded twice. */
   for (i = 0; i < COUNT; ++i) {
     const float want = (float)(me->world - 1) / 2 + (float)i, error = buffer[i] - want;
     if (error > want / 128 + 1e-6f || -error > want / 128 + 1e-6f) {
-      fprintf(stderr, "rank %d: element %d is %g, not %g\n", me->rank, i, buffer[i], want);
+      fprintf(stderr, "rank %d: element %d is %g, expected %g\n", me->rank, i, buffer[i], want);
       exit(1);
     }
   }

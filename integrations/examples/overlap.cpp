@@ -1,7 +1,7 @@
-// A training step as a framework author builds it: gradients compressed with PowerSGD and error feedback,
-// each bucket on its way while backward still computes the next, and a checkpoint that brings all of it back.
+// A training step as a framework author would write it: gradients compressed with PowerSGD and error
+// feedback, buckets reduced while backward computes the next ones, and a checkpoint of the reducer's state.
 //
-// Two ranks as threads; `overlap RENDEZVOUS RANK WORLD` is one rank of several processes.
+// Runs two ranks as threads; `overlap RENDEZVOUS RANK WORLD` runs one rank of several processes.
 #include <gradwire.h>
 
 #include <cmath>
@@ -35,7 +35,7 @@ void run(const char* rendezvous, int rank, int world) {
   gw_comm comm = nullptr;
   check(gw_comm_create(rendezvous, rank, world, GW_HOST, 60'000, &comm));
 
-  // One flat buffer, tensor behind tensor: reduced where it is, nothing is copied.
+  // One flat buffer with contiguous tensors is reduced in place, without copies.
   int64_t elements = 0;
   for (const Layer& l : kLayers) elements += l.rows * l.cols;
   std::vector<float> gradients(elements);
@@ -61,7 +61,7 @@ void run(const char* rendezvous, int rank, int world) {
 
   for (int step = 0; step < 20; ++step) {
     for (size_t i = 0; i < tensors.size(); ++i) {
-      // "Backward" of layer i: something that differs between ranks and is of low rank.
+      // "Backward" of layer i: values that differ between ranks and have low rank.
       auto* gradient = static_cast<float*>(tensors[i].grad);
       for (int64_t r = 0; r < tensors[i].rows; ++r) {
         for (int64_t c = 0; c < tensors[i].cols; ++c) {
@@ -71,17 +71,16 @@ void run(const char* rendezvous, int rank, int world) {
       }
       check(gw_reducer_ready(reducer, static_cast<int32_t>(i), nullptr));  // never waits for the network
     }
-    check(
-        gw_reducer_wait(reducer, nullptr));  // from here on: averaged gradients, the same bits on every rank
+    check(gw_reducer_wait(reducer, nullptr));
+    // Now the gradients are averaged, with the same bits on every rank.
   }
-  // What is of rank 2, rank 4 brings across whole.
+  // The gradients have rank 2, so PowerSGD of rank 4 loses nothing.
   for (int64_t r = 0; r < 256; ++r) {
     double mean = 0;
     for (int k = 0; k < world; ++k) mean += std::sin(static_cast<double>(r + k)) / world;
     const float want = static_cast<float>(mean * std::cos(19.0));
     const float got = static_cast<float*>(tensors[2].grad)[r * 512];
-    if (std::abs(got - want) > 1e-3f)
-      throw std::runtime_error("row " + std::to_string(r) + " came out wrong");
+    if (std::abs(got - want) > 1e-3f) throw std::runtime_error("row " + std::to_string(r) + " is wrong");
   }
 
   gw_stats stats{};

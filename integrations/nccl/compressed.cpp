@@ -1,6 +1,7 @@
 #include "integrations/nccl/compressed.h"
 
 #include <cuda_runtime_api.h>
+#include <fmt/format.h>
 
 #include "collectives/agreement/all_gather.h"
 #include "collectives/transport/transport.h"
@@ -8,7 +9,7 @@
 namespace gradwire::interposer {
 
 CompressedAllReduce::CompressedAllReduce(ncclComm_t comm, int device, const Settings& settings)
-    // Not watched: whoever owns the communicator has a watchdog, and alone may abort it.
+    // No timeout: only the communicator's owner may abort it, and has its own watchdog.
     : settings_(settings),
       device_(device),
       comm_(Communicator::adopt_nccl(comm, device, std::chrono::milliseconds(0))),
@@ -22,11 +23,11 @@ CompressedAllReduce::CompressedAllReduce(ncclComm_t comm, int device, const Sett
     agreed = agreed && theirs[0] == mine;
   }
   if (!agreed) {
-    description_ = "ranks differ in their GRADWIRE_NCCL_ settings, so nothing is changed";
+    description_ = "off: ranks have different GRADWIRE_NCCL_ settings; set the same on all";
     return;
   }
   if (!settings.on) {
-    description_ = "off: " + settings.why_off;
+    description_ = fmt::format("off: {}", settings.why_off);
     return;
   }
   if (settings.ranks_per_node > 0 && world % settings.ranks_per_node == 0)
@@ -36,7 +37,7 @@ CompressedAllReduce::CompressedAllReduce(ncclComm_t comm, int device, const Sett
         ScheduleRequest{.kind = settings.spec.schedule, .fp32_intra_node = settings.spec.fp32_intra_node},
         world, comm_->ranks_per_node(), comm_->link_costs(setup_), kAutomaticSlices);
   } catch (const BadInput& error) {  // the same on every rank
-    description_ = std::string("off on this communicator: ") + error.what();
+    description_ = fmt::format("off on this communicator: {}", error.what());
     return;
   }
   step_ = make_buffer<uint64_t>(comm_->device(), 1);
@@ -44,15 +45,16 @@ CompressedAllReduce::CompressedAllReduce(ncclComm_t comm, int device, const Sett
   setup_.synchronize();
   last_ = Event::create(comm_->device());
   usable_ = true;
-  description_ = "ncclAllReduce of float32 sum and avg from " + std::to_string(settings.min_bytes) +
-                 " bytes on goes as " + settings.spec.to_string() + " over " + std::to_string(world) +
-                 " ranks; everything else is untouched";
+  description_ = fmt::format(
+      "ncclAllReduce of at least {} bytes of float32, sum or avg, is sent as {} over {} ranks; other calls "
+      "are unchanged",
+      settings.min_bytes, settings.spec.to_string(), world);
 }
 
 Program& CompressedAllReduce::program_for(const Key& key) {
   if (auto* entry = programs_.find(key)) return *entry->program;
   const auto& [send, receive, count, op] = key;
-  last_.synchronize();  // memory changes hands, which work in flight may use
+  last_.synchronize();  // work in flight may use memory that an evicted entry frees
   int64_t state_bytes = count * static_cast<int64_t>(sizeof(float));
   for (const auto& entry : programs_.entries()) state_bytes += static_cast<int64_t>(entry.residual.bytes());
   Buffer residual;

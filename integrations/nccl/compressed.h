@@ -1,4 +1,4 @@
-// The compressed allreduce on somebody else's NCCL communicator, as the interposer needs it.
+// The interposer's compressed allreduce, on the program's own NCCL communicator.
 #pragma once
 
 #include <nccl.h>
@@ -15,20 +15,20 @@
 
 namespace gradwire::interposer {
 
-// One communicator's. Calls come one at a time, as NCCL demands of its users.
+// For one communicator. Calls must come one at a time, as NCCL requires.
 //
-// Error feedback belongs to a place in memory: a residual is kept for each (send buffer, receive buffer,
-// count, operation), which for training frameworks is a gradient bucket. The kPlaces used last are kept; a
-// place that comes back later starts without a residual. Residuals never decide whether a call is compressed,
-// so ranks may differ in them.
+// Error feedback is tied to memory addresses: there is a residual for each (send buffer, receive buffer,
+// count, operation), which for training frameworks is a gradient bucket. The kPlaces most recently used are
+// kept; an evicted one starts again without a residual. Residuals never decide whether a call is compressed,
+// so they may differ between ranks.
 class CompressedAllReduce {
  public:
   // Adopts `comm` and compares settings with the other ranks. Collective, blocks.
   CompressedAllReduce(ncclComm_t comm, int device, const Settings& settings);
 
-  // All ranks said the same, and something is to be done.
+  // All ranks have the same settings, and those allow compression.
   bool usable() const { return usable_; }
-  // What the log says about this communicator.
+  // For the log: what is done on this communicator.
   const std::string& description() const { return description_; }
   int rank() const { return comm_->rank(); }
 
@@ -48,7 +48,7 @@ class CompressedAllReduce {
   Stream setup_;
   std::optional<SchedulePlanner> planner_;
   Buffer step_;
-  Event last_;  // of the call before: they share the workspace
+  Event last_;  // end of the previous call: calls share the workspace
   ProgramCache<Key> programs_;
 };
 

@@ -1,5 +1,7 @@
 #include "integrations/nccl/decide.h"
 
+#include <fmt/format.h>
+
 #include <charconv>
 
 #include "runtime/error.h"
@@ -43,26 +45,27 @@ Settings Settings::read(const std::function<const char*(const char*)>& lookup) {
     const std::string text = value(name);
     if (text.empty()) return;
     const int64_t parsed = parse_bytes(text);
-    if (parsed < 0) return off(std::string(name) + "='" + text + "' is not a size such as 4M");
+    if (parsed < 0) return off(fmt::format("{}='{}' is not a size such as 4M", name, text));
     out = parsed;
   };
   const std::string spec = value("GRADWIRE_NCCL_SPEC");
   try {
     s.spec = CompressionSpec::parse(spec.empty() ? "bf16" : spec);
     if (s.spec.method != CompressionSpec::Method::wire) {
-      off("GRADWIRE_NCCL_SPEC=" + spec +
-          " needs to know the model's matrices, which a call of ncclAllReduce does "
-          "not tell; use bf16 or fp8, or the PyTorch hook");
+      off(fmt::format(
+          "GRADWIRE_NCCL_SPEC={} needs the shapes of the model's matrices, but a call of ncclAllReduce has "
+          "none; use bf16 or fp8, or the PyTorch hook",
+          spec));
     }
   } catch (const BadInput& error) {
-    off(std::string("GRADWIRE_NCCL_SPEC: ") + error.what());
+    off(fmt::format("GRADWIRE_NCCL_SPEC: {}", error.what()));
   }
   bytes("GRADWIRE_NCCL_MIN_BYTES", s.min_bytes);
   bytes("GRADWIRE_NCCL_MAX_STATE_BYTES", s.max_state_bytes);
   if (const std::string text = value("GRADWIRE_NCCL_RANKS_PER_NODE"); !text.empty()) {
     const int64_t ranks = parse_bytes(text);
     if (ranks < 1 || ranks > 1 << 20)
-      off("GRADWIRE_NCCL_RANKS_PER_NODE='" + text + "' is not a number of ranks");
+      off(fmt::format("GRADWIRE_NCCL_RANKS_PER_NODE='{}' is not a number of ranks", text));
     else
       s.ranks_per_node = static_cast<int>(ranks);
   }

@@ -1,5 +1,5 @@
-// What the interposer does with a call of ncclAllReduce, and its settings. No CUDA and no NCCL calls here, so
-// that all of it can be tested anywhere.
+// The interposer's settings, and its decision about a call of ncclAllReduce. Makes no CUDA or NCCL calls, so
+// it can be tested anywhere.
 #pragma once
 
 #include <nccl.h>
@@ -15,20 +15,20 @@ namespace gradwire::interposer {
 // From the environment; docs/for-nccl-users.md has the table.
 struct Settings {
   bool on = true;
-  std::string why_off;  // when not `on`: for the log line
+  std::string why_off;  // for the log, unless `on`
   CompressionSpec spec;
   int64_t min_bytes = 1 << 20;
   int64_t max_state_bytes = int64_t{4} << 30;
   int ranks_per_node = 0;
   bool dry_run = false, quiet = false;
 
-  // Never throws: settings that cannot be used turn the interposer off, and say so.
+  // Never throws: invalid settings turn the interposer off, with a reason in why_off.
   static Settings read(const std::function<const char*(const char*)>& lookup);
-  // Equal on ranks that compress the same; exact as a double. 0 when off.
+  // Equal on ranks whose settings compress the same way; exact as a double. 0 when off.
   uint64_t fingerprint() const;
 };
 
-// What one call looks like before anything is done.
+// A call of ncclAllReduce.
 struct Request {
   int64_t count = 0;
   ncclDataType_t type = ncclFloat32;
@@ -39,18 +39,18 @@ struct Request {
 
 enum class Path {
   compressed,
-  untouched,        // another type, operation, or too small
+  untouched,        // off, another type or operation, or too small
   untouched_group,  // between ncclGroupStart and ncclGroupEnd
   untouched_capture
 };
-// The same on all ranks whose settings agree: it depends on nothing that may differ between them.
+// The same on all ranks with the same settings: depends on nothing that may differ between ranks.
 Path decide(const Settings& settings, const Request& request);
 
-// Whether ranks may use this call to compare their settings, which they do once per communicator: whatever
-// the settings are, all ranks answer alike.
+// Whether ranks may use this call to compare their settings, once per communicator. Does not depend on
+// settings, so all ranks decide alike.
 bool may_compare(const Request& request);
 
-// "4M" -> 4194304; negative when it is not a size.
+// "4M" -> 4194304; negative if it is not a size.
 int64_t parse_bytes(const std::string& text);
 
 }  // namespace gradwire::interposer

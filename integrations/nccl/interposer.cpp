@@ -1,10 +1,11 @@
-// libgradwire_nccl.so: preloaded into a program that uses NCCL, it puts the compressed path in the place of
-// large float32 calls of ncclAllReduce. docs/for-nccl-users.md.
+// libgradwire_nccl.so: preloaded into a program that uses NCCL, it compresses large float32 calls of
+// ncclAllReduce. docs/for-nccl-users.md.
 //
-// Of NCCL's functions it defines ncclAllReduce, the group calls, which it only counts, and those that end a
-// communicator, after which what is kept for it is dropped. Each forwards to the next definition.
+// It defines ncclAllReduce, the group calls (only to track their depth), and the calls that end a
+// communicator (to drop its state). Each forwards to NCCL's definition.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
+#include <fmt/format.h>
 #include <nccl.h>
 
 #include <cstdio>
@@ -24,8 +25,8 @@ void say(const std::string& text) {
   std::fprintf(stderr, "gradwire: %s\n", text.c_str());
 }
 
-// NCCL's own definition. A program that loads NCCL as a plug-in keeps it out of the global scope; it is found
-// by its name then.
+// NCCL's definition. RTLD_NEXT does not find an NCCL that the program loaded outside the global scope; the
+// library's name does.
 template <typename Function>
 Function next(const char* symbol) {
   void* found = dlsym(RTLD_NEXT, symbol);
@@ -68,7 +69,7 @@ struct Interposer {
   }
 };
 
-// Never destroyed: NCCL is used until the very end of some programs.
+// Never destroyed: some programs use NCCL during static destruction.
 Interposer& interposer() {
   static auto* one = new Interposer;
   return *one;
@@ -85,24 +86,24 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Whether the call was made here; `result` is its result then.
+// True if the call was handled here; `result` is then its result.
 bool compress(const void* send, void* receive, const Request& request, ncclComm_t comm, cudaStream_t stream,
               ncclResult_t& result) {
   Interposer& all = interposer();
   const Path path = decide(all.settings, request);
   if (path == Path::untouched_group) {
-    all.say_once(all.group_said, "large calls of ncclAllReduce inside ncclGroupStart/End stay as they are");
+    all.say_once(all.group_said, "large calls of ncclAllReduce inside ncclGroupStart/End stay uncompressed");
   } else if (path == Path::untouched_capture) {
-    all.say_once(all.capture_said, "large calls of ncclAllReduce captured in a CUDA graph stay as they are");
+    all.say_once(all.capture_said, "large calls of ncclAllReduce captured in a CUDA graph stay uncompressed");
   }
   if (all.settings.dry_run) {
     if (path == Path::compressed && !all.settings.quiet)
-      say("dry run: would send " + std::to_string(4 * request.count) + " bytes as " +
-          all.settings.spec.to_string());
+      say(fmt::format("dry run: would send {} bytes as {}", 4 * request.count,
+                      all.settings.spec.to_string()));
   }
   if (!may_compare(request)) return false;
   if (cuda_device_count() == 0) {
-    all.say_once(all.said, "nothing is changed: " + cuda_unavailable_reason());
+    all.say_once(all.said, fmt::format("off, nothing is changed: {}", cuda_unavailable_reason()));
     return false;
   }
   const std::shared_ptr<Entry> entry = all.entry(comm);
@@ -153,7 +154,7 @@ bool compress(const void* send, void* receive, const Request& request, ncclComm_
 GRADWIRE_EXPORT ncclResult_t ncclAllReduce(const void* send, void* receive, size_t count, ncclDataType_t type,
                                            ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
   using namespace gradwire::interposer;
-  // Small talk first: most calls are none of ours.
+  // Cheap checks first: most calls are not compressed.
   if (type == ncclFloat32 && (op == ncclSum || op == ncclAvg) && comm != nullptr) {
     const Request request{static_cast<int64_t>(count), type, op, group_depth, is_capturing(stream)};
     ncclResult_t result = ncclSuccess;
@@ -177,7 +178,7 @@ GRADWIRE_EXPORT ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   GRADWIRE_FORWARD(ncclCommDestroy, comm);
 }
 
-// Memory is given back behind the abort: before, kernels that use it may be waiting for a peer.
+// Memory is freed after the abort: until then, kernels that use it may be waiting for a peer.
 GRADWIRE_EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) {
   static const auto real = gradwire::interposer::next<decltype(&ncclCommAbort)>("ncclCommAbort");
   if (real == nullptr) return ncclSystemError;

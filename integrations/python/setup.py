@@ -1,6 +1,6 @@
-"""Puts libgradwire.so beside the package: the one GRADWIRE_LIBRARY names, or the one in the source tree's build folder.
+"""Installs libgradwire.so with the package: from GRADWIRE_LIBRARY, or from the source tree's build folder.
 
-Without either, the package is installed alone and looks for the library when it is imported.
+If there is neither, only the package is installed, and looks for the library at run time.
 """
 import os
 import pathlib
@@ -28,7 +28,7 @@ class BuildWithLibrary(build_py):
 
 
 class PlatformDistribution(Distribution):
-    def has_ext_modules(self) -> bool:  # a wheel with a library in it is not for every platform
+    def has_ext_modules(self) -> bool:  # a wheel with a library is platform-specific
         return library() is not None
 
 

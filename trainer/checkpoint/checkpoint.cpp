@@ -1,6 +1,7 @@
 #include "trainer/checkpoint/checkpoint.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>
@@ -23,24 +24,21 @@ using Tensor = SafetensorsReader::Tensor;
 
 constexpr int kVersion = 1;
 const char* const kAboutKey = "gradwire";
-const std::string kOptimizer = "optimizer.";
 constexpr size_t kChunk = 4 << 20;  // bytes staged between device and file
 
 std::string shape_text(const std::vector<int64_t>& shape) {
-  std::string text;
-  for (int64_t extent : shape) text += fmt::format("{}{}", text.empty() ? "" : "x", extent);
-  return text.empty() ? "a scalar" : text;
+  return shape.empty() ? "a scalar" : fmt::format("{}", fmt::join(shape, "x"));
 }
 
 // "a, b, c and 4 more"
 std::string few(const std::vector<std::string>& names) {
   constexpr size_t kShown = 3;
-  std::string text;
-  for (size_t i = 0; i < std::min(names.size(), kShown); ++i) text += (i == 0 ? "" : ", ") + names[i];
+  const size_t shown = std::min(names.size(), kShown);
+  const std::string text = fmt::format("{}", fmt::join(names.begin(), names.begin() + shown, ", "));
   return names.size() > kShown ? fmt::format("{} and {} more", text, names.size() - kShown) : text;
 }
 
-// Memory of the device that a file's tensor comes from or goes to.
+// A tensor of a file, and the device memory that it is written from or loaded to.
 struct Source {
   Entry entry;
   void* data = nullptr;
@@ -51,7 +49,7 @@ void write_file(const Stream& stream, const std::string& path, const Json& about
                 const std::vector<Source>& sources, uint64_t& bytes) {
   std::vector<Entry> entries;
   for (const Source& s : sources) entries.push_back(s.entry);
-  // "format": what Hugging Face's readers ask for.
+  // Hugging Face's readers require "format".
   SafetensorsWriter writer(path, {{"format", "pt"}, {kAboutKey, about.dump()}}, entries);
   std::vector<std::byte> chunk(kChunk);
   for (const Source& s : sources) {
@@ -76,10 +74,10 @@ void load(const Stream& stream, const SafetensorsReader& file, const Tensor& ten
   }
 }
 
-// What a codec keeps of a tensor, under its name in the files.
+// A codec's state of a tensor, with its name in the files.
 Source source_of(const TensorState& state, const RankState& rank) {
   const std::string& tensor = rank.parameters[static_cast<size_t>(state.tensor)].name;
-  return {{state.kind + "." + tensor, state.shape, state.dtype}, state.data};
+  return {{fmt::format("{}.{}", state.kind, tensor), state.shape, state.dtype}, state.data};
 }
 
 Json about_rank(const TrainConfig& config, const Position& at, int rank) {
@@ -114,24 +112,24 @@ std::optional<LinkCosts> links_of(const Json& json) {
   return links;
 }
 
-// What a state file says of itself.
+// A state file's description of itself.
 Json about_of(const SafetensorsReader& file) {
-  auto refuse = [&](const std::string& why) { throw BadInput(file.path() + ": " + why); };
+  auto refuse = [&](const std::string& why) { throw BadInput(fmt::format("{}: {}", file.path(), why)); };
   const auto text = file.metadata().find(kAboutKey);
-  if (text == file.metadata().end()) refuse("not a state of gradwire's");
+  if (text == file.metadata().end()) refuse("not written by gradwire as a checkpoint's state");
   Json about = Json::parse(text->second, nullptr, false);
-  if (!about.is_object()) refuse("damaged: its description cannot be read");
+  if (!about.is_object()) refuse("damaged: its metadata cannot be parsed");
   for (const char* key : {"version", "step", "epoch", "images", "rank", "world"}) {
     if (!about.contains(key) || !about[key].is_number_unsigned()) {
-      refuse(std::string("damaged: its description has no ") + key);
+      refuse(fmt::format("damaged: its metadata has no {}", key));
     }
   }
   if (about["version"] != kVersion) {
-    refuse(fmt::format("has version {}, this gradwire reads version {}", about["version"].dump(), kVersion));
+    refuse(fmt::format("has version {}; this build reads version {}", about["version"].dump(), kVersion));
   }
   if (!about.contains("config") || !about["config"].is_object() || !about.contains("compression") ||
       !about["compression"].is_string()) {
-    refuse("damaged: its description has no configuration");
+    refuse("damaged: its metadata has no configuration");
   }
   return about;
 }
@@ -145,10 +143,10 @@ void check_names(const SafetensorsReader& file, const std::vector<VitParameter>&
     if (tensor == nullptr) {
       missing.push_back(parameter.name);
     } else if (tensor->shape != parameter.shape) {
-      misshaped.push_back(parameter.name + " (" + shape_text(tensor->shape) + " in the file, " +
-                          shape_text(parameter.shape) + " in the model)");
+      misshaped.push_back(fmt::format("{} ({} in the file, {} in the model)", parameter.name,
+                                      shape_text(tensor->shape), shape_text(parameter.shape)));
     } else if (tensor->dtype != "F32") {
-      misshaped.push_back(parameter.name + " (type " + tensor->dtype + ", F32 is needed)");
+      misshaped.push_back(fmt::format("{} (type {}, must be F32)", parameter.name, tensor->dtype));
     }
   }
   for (const Tensor& tensor : file.tensors()) {
@@ -156,22 +154,22 @@ void check_names(const SafetensorsReader& file, const std::vector<VitParameter>&
   }
   std::string why;
   auto add = [&](const char* what, const std::vector<std::string>& names) {
-    if (!names.empty()) why += (why.empty() ? "" : "; ") + std::string(what) + few(names);
+    if (!names.empty()) why += fmt::format("; {}: {}", what, few(names));
   };
-  add("missing: ", missing);
-  add("unexpected: ", unexpected);
-  add("of another shape: ", misshaped);
-  if (!why.empty()) throw BadInput(file.path() + ": not the weights of this model; " + why);
+  add("missing", missing);
+  add("unexpected", unexpected);
+  add("wrong shape or type", misshaped);
+  if (!why.empty()) throw BadInput(fmt::format("{}: not the weights of this model{}", file.path(), why));
 }
 
-// Every moment of the optimizer, by the name under which rank 0's file has it.
+// Every moment of the optimizer, with its name in rank 0's file.
 std::vector<Source> moment_sources(const RankState& rank) {
   std::vector<Source> sources;
   for (const FlatState& moment : rank.moments) {
     for (size_t i = 0; i < rank.parameters.size(); ++i) {
       const VitParameter& p = rank.parameters[i];
-      sources.push_back(
-          {{kOptimizer + moment.name + "." + p.name, p.shape}, moment.data + rank.layout.offsets[i]});
+      sources.push_back({{fmt::format("optimizer.{}.{}", moment.name, p.name), p.shape},
+                         moment.data + rank.layout.offsets[i]});
     }
   }
   return sources;
@@ -181,7 +179,7 @@ std::vector<Source> moment_sources(const RankState& rank) {
 
 CheckpointHead read_head(const std::string& checkpoint) {
   const int world = checkpoint_world(checkpoint);
-  if (world == 0) throw BadInput(checkpoint + ": not a complete checkpoint");
+  if (world == 0) throw BadInput(fmt::format("{}: not a complete checkpoint", checkpoint));
   const SafetensorsReader file(state_path(checkpoint, 0, world));
   const Json about = about_of(file);
   auto number = [&](const char* key) { return about[key].get<int64_t>(); };
@@ -192,11 +190,11 @@ CheckpointHead read_head(const std::string& checkpoint) {
                       .links = links_of(about.value("links", Json())),
                       .config = about["config"].dump()};
   if (number("world") != world || number("rank") != 0) {
-    throw BadInput(file.path() + ": it is of rank " + about["rank"].dump() + " of " + about["world"].dump() +
-                   ", which is not what its name says");
+    throw BadInput(fmt::format("{}: it contains rank {} of {}, which contradicts its name", file.path(),
+                               about["rank"].dump(), about["world"].dump()));
   }
   if (head.position.step < 0 || head.position.epoch < 0 || head.position.images < 0) {
-    throw BadInput(file.path() + ": damaged: it has done a negative number of steps");
+    throw BadInput(fmt::format("{}: damaged: its step, epoch or images is negative", file.path()));
   }
   return head;
 }
@@ -206,33 +204,35 @@ std::vector<std::string> compare_with_head(const TrainConfig& config, const Chec
   std::vector<std::string> notes, differences;
   for (const char* key : {"model", "optimizer", "momentum"}) {
     const Json there = theirs.value(key, Json()), here = ours.value(key, Json());
-    // Momentum matters by being there or not.
+    // Only whether there is a momentum buffer matters.
     auto zero = [](const Json& j) { return j.is_number() && j.get<double>() == 0.0; };
     const bool fits = std::string(key) == "momentum" ? zero(there) == zero(here) : there == here;
     if (!fits) {
-      throw BadInput("--resume " + head.path + ": it is of a run with " + key + " " + there.dump() +
-                     ", this one has " + here.dump() + "; --init takes weights alone");
+      throw BadInput(
+          fmt::format("--resume {}: the checkpoint has {} {}, this run has {}; to load only the weights, "
+                      "use --init",
+                      head.path, key, there.dump(), here.dump()));
     }
   }
   if (head.position.step > config.steps) {
     throw BadInput(fmt::format(
-        "--resume {}: it has done {} steps already, the run has only {}; give more --steps or --epochs",
+        "--resume {}: the checkpoint is at step {}, the run ends at {}; give more --steps or --epochs",
         head.path, head.position.step, config.steps));
   }
   for (const char* key :
        {"data", "augment", "compression", "batch_size", "accumulate", "steps", "lr", "warmup_steps",
         "momentum", "beta1", "beta2", "eps", "weight_decay", "precision", "seed", "bucket_mb", "device"}) {
     const Json there = theirs.value(key, Json()), here = ours.value(key, Json());
-    if (there != here) differences.push_back(std::string(key) + " " + there.dump() + ", now " + here.dump());
+    if (there != here) differences.push_back(fmt::format("{} {}, now {}", key, there.dump(), here.dump()));
   }
   if (head.world != config.ranks()) {
-    notes.push_back(
-        fmt::format("Note: the checkpoint is of {}{}{}; the sum of their residuals is kept", head.world,
-                    head.world == 1 ? " rank, now there are " : " ranks, now there are ", config.ranks()));
+    notes.push_back(fmt::format(
+        "Note: the checkpoint was made with {} rank{}, now {}; the sum of their residuals is kept",
+        head.world, head.world == 1 ? "" : "s", config.ranks()));
   }
   for (const std::string& difference : differences) {
-    notes.push_back("Note: the checkpoint was made with " + difference +
-                    "; the run goes on, but not with the bits it would have had");
+    notes.push_back(fmt::format(
+        "Note: the checkpoint was made with {}; the run continues, but not with the same bits", difference));
   }
   return notes;
 }
@@ -244,7 +244,7 @@ SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config
   rank.stream.synchronize();
   std::optional<NewCheckpoint> checkpoint;
   if (leads) checkpoint.emplace(directory, position.step);
-  rank.comm.barrier();  // from here on the folder is there
+  rank.comm.barrier();  // the folder exists now
 
   SavedCheckpoint saved{.path = NewCheckpoint::final_path(directory, position.step)};
   Json about = about_rank(config, position, rank.comm.rank());
@@ -267,22 +267,23 @@ SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config
                saved.bytes);
   } catch (const Error& error) {
     if (leads) throw;
-    throw Error(std::string(error.what()) +
-                "; rank 0 makes this folder, and every rank must reach it: ranks on several machines need "
-                "--checkpoint on a file system that they share");
+    throw Error(
+        fmt::format("{}; rank 0 makes this folder, and every rank writes to it: with several machines, "
+                    "--checkpoint must be on a shared file system",
+                    error.what()));
   }
-  rank.comm.barrier();  // now all files are on the disk
+  rank.comm.barrier();  // all files are on disk now
   if (checkpoint) checkpoint->commit(config.checkpoint_keep);
   return saved;
 }
 
 bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const CheckpointHead& head) {
-  rank.stream.synchronize();  // an error below may cost the memory that the stream works on
+  rank.stream.synchronize();  // an error below may free memory that the stream still uses
   const int world = rank.comm.world(), me = rank.comm.rank();
   const std::vector<TensorState> states = rank.reducer.tensor_state();
   const bool same_codec = head.compression == config.compression.to_string();
   auto damaged = [](const SafetensorsReader& file, const std::string& what) {
-    throw BadInput(file.path() + ": damaged: " + what);
+    throw BadInput(fmt::format("{}: damaged: {}", file.path(), what));
   };
 
   std::vector<float> flat(static_cast<size_t>(rank.layout.elements));
@@ -294,7 +295,7 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
   for (const Source& source : moment_sources(rank)) {
     const Tensor* tensor = common.find(source.entry.name);
     if (tensor == nullptr || tensor->shape != source.entry.shape) {
-      damaged(common, "'" + source.entry.name + "' is missing, or of another shape");
+      damaged(common, fmt::format("'{}' is missing or has another shape", source.entry.name));
     }
     load(rank.stream, common, *tensor, source.data);
   }
@@ -303,9 +304,9 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
     const Tensor* tensor = file.find(source.entry.name);
     const bool fits =
         tensor != nullptr && tensor->dtype == name(state.dtype) && tensor->elements == state.count();
-    // Those of another codec, or of none, are of no use: what the codec begins with stays.
+    // Without a state from the same codec, the codec keeps its initial state.
     if (same_codec && head.world > 1 && !fits) {
-      damaged(file, "'" + source.entry.name + "' is missing, or of another shape");
+      damaged(file, fmt::format("'{}' is missing or has another shape or type", source.entry.name));
     }
     if (fits) load(rank.stream, file, *tensor, state.data);
   };
@@ -320,14 +321,14 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
     file.verify(true);
     const Json about = about_of(file);
     if (about["step"] != head.position.step || about["rank"] != from || about["world"] != head.world) {
-      damaged(file, "it is of another rank or step");
+      damaged(file, "it belongs to another rank or step");
     }
     for (size_t i = 0; i < rank.parameters.size(); ++i) {
       const VitParameter& p = rank.parameters[i];
-      const Tensor* tensor = file.find(kResidualKind + ("." + p.name));
+      const Tensor* tensor = file.find(fmt::format("{}.{}", kResidualKind, p.name));
       if (tensor == nullptr) continue;
       if (tensor->shape != p.shape || tensor->dtype != "F32")
-        damaged(file, "'" + tensor->name + "' is of another shape");
+        damaged(file, fmt::format("'{}' has another shape or type", tensor->name));
       float* sum = flat.data() + rank.layout.offsets[i];
       if (from == me) {
         file.read(*tensor, 0, {sum, static_cast<size_t>(tensor->elements)});

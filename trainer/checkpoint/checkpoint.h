@@ -1,12 +1,12 @@
-// What a checkpoint holds, and its way between a rank's device and its files.
+// The contents of a checkpoint, and how they get from a rank's device to its files and back.
 //
 //   model.safetensors            the weights, with torchvision's names and shapes
-//   state-R-of-N.safetensors     what rank R's codecs keep: residuals, factors, ... What is the same on all
-//                                ranks, and the optimizer's moments, are in rank 0's alone. Every one says
-//                                where the run stands
+//   state-R-of-N.safetensors     the state of rank R's codecs: residuals, factors, ... State that is the same
+//                                on all ranks, and the optimizer's moments, are in rank 0's file only. Every
+//                                file has the run's position
 //
-// There is no generator among them: every random number is a function of the seed, the step and the epoch.
-// docs/checkpoints.md is the reader's side of this file.
+// No random generator state is needed: every random number is a function of the seed, the step and the epoch.
+// docs/checkpoints.md is the user's guide.
 #pragma once
 
 #include <cstdint>
@@ -23,11 +23,10 @@
 
 namespace gradwire {
 
-// Where a run stands.
 struct Position {
   int64_t step = 0;    // optimizer steps done
-  int64_t epoch = 0;   // passes over the training images begun, from 0
-  int64_t images = 0;  // of that pass, over all ranks, already used
+  int64_t epoch = 0;   // from 0
+  int64_t images = 0;  // images of this epoch already used, over all ranks
 };
 
 struct CheckpointHead {
@@ -35,24 +34,24 @@ struct CheckpointHead {
   Position position;
   int world = 1;
   std::string compression;
-  // What schedule=auto went by, where it was measured: measured again it might choose another schedule.
+  // What schedule=auto based its choice on, if measured: a new measurement could lead to another schedule.
   std::optional<LinkCosts> links;
   std::string config;  // the run's, as JSON text
 };
 
-// Reads a few headers. Throws BadInput that names the file when something is missing or contradicts itself.
+// Reads headers only. Throws BadInput, which names the file, when something is missing or inconsistent.
 CheckpointHead read_head(const std::string& checkpoint);
-// Throws BadInput when the run cannot go on from there (another model, another optimizer, more steps than it
-// has). Returns a line for each setting that makes it go on differently.
+// Throws BadInput when the run cannot continue from there (another model or optimizer, or fewer steps than
+// the checkpoint has done). Returns a note for each setting that changes how the run continues.
 std::vector<std::string> compare_with_head(const TrainConfig& config, const CheckpointHead& head);
 
-// A flat buffer in ParameterLayout that outlives a step, on the device.
+// Optimizer state: a flat buffer in ParameterLayout, on the device.
 struct FlatState {
   std::string name;  // "m"
   float* data = nullptr;
 };
 
-// What a rank's checkpoint is made of. All work in flight is done.
+// The parts of a rank's checkpoint. No work may be in flight.
 struct RankState {
   Communicator& comm;
   Stream stream;
@@ -71,17 +70,17 @@ struct SavedCheckpoint {
 // Collective.
 SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config, const Position& position);
 
-// Loads everything, after checking all of it. Rank r of this run takes the residuals of the checkpoint's
-// ranks r, r + world, ..., added up, so that their sum stays. What this run has no residual for (a world of
-// 1, other compression) is left in reducer.gradients(): then the result is true, and the first step's
-// gradients must be added to it.
+// Checks and loads every file. Rank r of this run takes the sum of the residuals of the checkpoint's ranks r,
+// r + world, ..., so the sum over all ranks is kept. A residual that this run has no place for (a world of 1,
+// another compression) is left in reducer.gradients(): the result is then true, and the first step must add
+// its gradients to it.
 bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const CheckpointHead& head);
 
-// Weights alone, into `out`, which has layout.elements floats; gaps are 0. Strict: throws BadInput that names
-// missing, unexpected and differently shaped tensors.
+// Loads weights only, into `out`, which has layout.elements floats; gaps become 0. Strict: throws BadInput,
+// which names missing and unexpected tensors and those of another shape or type.
 void load_weights(const std::string& path, const std::vector<VitParameter>& parameters,
                   const ParameterLayout& layout, bool checksum_required, std::span<float> out);
-// The same check without reading the weights.
+// The same checks, without reading the weights.
 void check_weights(const std::string& path, const VitConfig& model);
 
 }  // namespace gradwire

@@ -21,7 +21,7 @@ namespace fs = std::filesystem;
 
 const std::string kPrefix = "step-", kUnfinished = ".tmp";
 
-// The steps of "step-000000030"; -1 for any other name.
+// "step-000000030" -> 30; -1 for any other name.
 int64_t steps_of(const std::string& name) {
   int64_t steps = -1;
   const char* end = name.data() + name.size();
@@ -53,28 +53,29 @@ Listing list(const std::string& directory) {
       listing.unfinished.push_back(it->path().string());
     }
   }
-  if (error) throw BadInput(directory + ": " + error.message());
+  if (error) throw BadInput(fmt::format("{}: {}", directory, error.message()));
   std::sort(listing.checkpoints.rbegin(), listing.checkpoints.rend());
   std::sort(listing.unfinished.begin(), listing.unfinished.end());
   return listing;
 }
 
 [[noreturn]] void fail(const std::string& what, int error) {
-  throw Error(what + ": " + std::strerror(error));
+  throw Error(fmt::format("{}: {}", what, std::strerror(error)));
 }
 
-// A new name is on the disk when its folder is.
+// Makes the names in a folder durable.
 void sync_folder(const std::string& path) {
   const OpenFile folder(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  // Some file systems know no fsync of a folder, and need none.
+  // EINVAL: a file system that does not support fsync of folders, and does not need it.
   if (folder.fd() < 0 || (fsync(folder.fd()) != 0 && errno != EINVAL)) fail(path + ": fsync failed", errno);
 }
 
 void rename_folder(const std::string& from, const std::string& to) {
-  if (std::rename(from.c_str(), to.c_str()) != 0) fail(from + ": renaming to " + to + " failed", errno);
+  if (std::rename(from.c_str(), to.c_str()) != 0)
+    fail(fmt::format("{}: renaming to {} failed", from, to), errno);
 }
 
-// In two steps, so that a killed run leaves no half checkpoint under a whole one's name.
+// Renames first: a run killed here must not leave half a checkpoint under a complete one's name.
 void remove_checkpoint(const std::string& path) {
   std::string doomed = path;
   if (!doomed.ends_with(kUnfinished)) {
@@ -85,7 +86,7 @@ void remove_checkpoint(const std::string& path) {
   }
   std::error_code error;
   fs::remove_all(doomed, error);
-  if (error) throw Error(doomed + ": cannot be removed: " + error.message());
+  if (error) throw Error(fmt::format("{}: cannot be removed: {}", doomed, error.message()));
 }
 
 }  // namespace
@@ -121,7 +122,8 @@ FoundCheckpoint find_checkpoint(const std::string& directory) {
   FoundCheckpoint found;
   std::error_code error;
   if (!fs::is_directory(directory, error)) {
-    throw BadInput(directory + ": " + (fs::exists(directory, error) ? "not a folder" : "no such folder"));
+    throw BadInput(
+        fmt::format("{}: {}", directory, fs::exists(directory, error) ? "not a folder" : "no such folder"));
   }
   if (checkpoint_world(directory) > 0) {
     found.path = directory;
@@ -129,14 +131,14 @@ FoundCheckpoint find_checkpoint(const std::string& directory) {
   }
   const Listing listing = list(directory);
   for (const std::string& path : listing.unfinished) {
-    found.ignored.push_back("Ignoring " + path + ": it was not finished");
+    found.ignored.push_back(fmt::format("Ignoring {}: it was not finished", path));
   }
   for (const auto& [steps, path] : listing.checkpoints) {
     if (checkpoint_world(path) > 0) {
       found.path = path;
       break;
     }
-    found.ignored.push_back("Ignoring " + path + ": incomplete, not all of its files are there");
+    found.ignored.push_back(fmt::format("Ignoring {}: incomplete, some of its files are missing", path));
   }
   return found;
 }
@@ -151,11 +153,11 @@ void check_checkpoint_directory(const std::string& directory) {
   std::error_code ignored;
   while (!fs::exists(existing, ignored) && existing.has_relative_path()) existing = existing.parent_path();
   if (!fs::is_directory(existing, ignored)) {
-    throw BadInput("--checkpoint " + directory + ": " + existing.string() + " is not a folder");
+    throw BadInput(fmt::format("--checkpoint {}: {} is not a folder", directory, existing.string()));
   }
   if (access(existing.c_str(), W_OK | X_OK) != 0) {
-    throw BadInput("--checkpoint " + directory + ": " + existing.string() +
-                   " cannot be written to: " + std::strerror(errno));
+    throw BadInput(fmt::format("--checkpoint {}: {} cannot be written to: {}", directory, existing.string(),
+                               std::strerror(errno)));
   }
 }
 
@@ -171,11 +173,12 @@ NewCheckpoint::NewCheckpoint(const std::string& directory, int64_t step)
     : directory_(directory), step_(step) {
   std::error_code error;
   fs::create_directories(directory_, error);
-  if (error) throw Error(directory_ + ": cannot be made: " + error.message());
+  if (error) throw Error(fmt::format("{}: cannot be created: {}", directory_, error.message()));
   for (const std::string& path : list(directory_).unfinished) remove_checkpoint(path);
   const std::string path = temporary_path(directory_, step_);
   if (!fs::create_directory(path, error) || error) {
-    throw Error(path + ": cannot be made: " + (error ? error.message() : "it is there already"));
+    throw Error(
+        fmt::format("{}: cannot be created: {}", path, error ? error.message() : "it exists already"));
   }
 }
 
@@ -183,9 +186,8 @@ void NewCheckpoint::commit(int keep) {
   const std::string from = temporary_path(directory_, step_), to = final_path(directory_, step_);
   sync_folder(from);
   std::error_code ignored;
-  if (fs::exists(to, ignored)) {  // incomplete, or it would have been resumed from
-    fs::remove_all(to, ignored);
-  }
+  // A folder with this name must be incomplete, or the run would have resumed from it.
+  fs::remove_all(to, ignored);
   rename_folder(from, to);
   sync_folder(directory_);
   int kept = 0;

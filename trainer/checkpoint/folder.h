@@ -1,6 +1,6 @@
-// Folders of checkpoints. DIR/step-000000030/ is a checkpoint after 30 steps; it comes into being under the
-// name step-000000030.tmp and gets its own by one rename when all of its files are on the disk. So whatever
-// kills the run, a folder without .tmp is whole.
+// Folders of checkpoints. DIR/step-000000030/ is the checkpoint after 30 steps. It is written as
+// step-000000030.tmp and renamed when all of its files are on disk. So a folder without .tmp is complete,
+// however the run ended.
 #pragma once
 
 #include <cstdint>
@@ -18,24 +18,24 @@ int checkpoint_world(const std::string& checkpoint);
 
 struct FoundCheckpoint {
   std::optional<std::string> path;   // of the newest one that has all its files
-  std::vector<std::string> ignored;  // one line for each newer or unfinished one that was passed over
+  std::vector<std::string> ignored;  // a message for each newer or unfinished one that was skipped
 };
-// `directory` is a folder of checkpoints, or one of them. Throws BadInput when it is no folder.
+// `directory` is a folder of checkpoints, or a checkpoint. Throws BadInput when it is not a folder.
 FoundCheckpoint find_checkpoint(const std::string& directory);
-// A folder that is not there holds none.
+// False for a folder that does not exist.
 bool holds_checkpoints(const std::string& directory);
-// Throws BadInput unless checkpoints could be written there now. Creates nothing.
+// Throws BadInput if checkpoints cannot be written there. Creates nothing.
 void check_checkpoint_directory(const std::string& directory);
 
-// Writing, by one rank: begin, then all ranks write files into path(), then commit.
+// One rank creates this object, all ranks write files to temporary_path(), then the one rank commits.
 class NewCheckpoint {
  public:
-  // Makes the folder, and removes what earlier, killed writers have left.
+  // Creates the folder, and removes unfinished ones of earlier runs.
   NewCheckpoint(const std::string& directory, int64_t step);
-  // Where it is while it is written: also known to ranks that have not made it.
+  // Static, so that ranks without the object know the paths.
   static std::string temporary_path(const std::string& directory, int64_t step);
   static std::string final_path(const std::string& directory, int64_t step);
-  // Onto the disk, into its place; then removes all but the last `keep` checkpoints.
+  // Syncs the folder, renames it, and removes all but the last `keep` checkpoints.
   void commit(int keep);
 
  private:

@@ -63,7 +63,8 @@ SafetensorsWriter::SafetensorsWriter(std::string path, const std::map<std::strin
   for (const auto& [key, value] : metadata) about[key] = value;
   uint64_t offset = 0;
   for (const Entry& entry : entries) {
-    if (header.contains(entry.name)) throw Error(path_ + ": two tensors named '" + entry.name + "'");
+    if (header.contains(entry.name))
+      throw Error(fmt::format("{}: two tensors named '{}'", path_, entry.name));
     const auto bytes = static_cast<uint64_t>(element_count(entry.shape) * bytes_of(entry.dtype));
     header[entry.name] = Json{
         {"dtype", name(entry.dtype)}, {"shape", entry.shape}, {"data_offsets", {offset, offset + bytes}}};
@@ -74,7 +75,7 @@ SafetensorsWriter::SafetensorsWriter(std::string path, const std::map<std::strin
   const uint64_t length = text.size();
   put(&length, sizeof length);
   crc_digits_at_ = sizeof length + text.find(kChecksumKey) + kChecksumKey.size();
-  crc_ = 0;  // the length is not part of it
+  crc_ = 0;  // does not cover the length
   put(text.data(), text.size());
   expected_ = bytes_ + offset;
 }
@@ -97,7 +98,7 @@ void SafetensorsWriter::put(const void* data, size_t bytes) {
 
 void SafetensorsWriter::finish() {
   if (bytes_ != expected_) {
-    throw Error(fmt::format("{}: {} bytes written, {} announced", path_, bytes_, expected_));
+    throw Error(fmt::format("{}: {} bytes written, the header declares {}", path_, bytes_, expected_));
   }
   const std::string digits = hex8(crc_);
   if (pwrite(file_.fd(), digits.data(), digits.size(), static_cast<off_t>(crc_digits_at_)) !=
@@ -108,7 +109,7 @@ void SafetensorsWriter::finish() {
 }
 
 void SafetensorsWriter::fail() const {
-  throw Error(path_ + ": writing failed: " + std::strerror(errno));
+  throw Error(fmt::format("{}: writing failed: {}", path_, std::strerror(errno)));
 }
 
 SafetensorsReader::SafetensorsReader(std::string path) : path_(std::move(path)), file_(open_to_read(path_)) {
@@ -127,9 +128,8 @@ void SafetensorsReader::read_header() {
   }
   read_at(0, &length, sizeof length);
   if (length > kMostHeaderBytes || length > file_bytes_ - sizeof length) {
-    refuse(
-        fmt::format("truncated, or not a safetensors file: its header should have {} bytes, the file has {}",
-                    length, file_bytes_));
+    refuse(fmt::format("truncated, or not a safetensors file: a header of {} bytes in a file of {}", length,
+                       file_bytes_));
   }
   header_.resize(length);
   read_at(sizeof length, header_.data(), length);
@@ -146,34 +146,34 @@ void SafetensorsReader::read_header() {
     if (name == "__metadata__") {
       if (!value.is_object()) refuse("__metadata__ is not an object");
       for (const auto& [key, text] : value.items()) {
-        if (!text.is_string()) refuse("metadata '" + key + "' is not a text");
+        if (!text.is_string()) refuse(fmt::format("metadata '{}' is not a string", key));
         metadata_[key] = text.get<std::string>();
       }
     } else {
       add_tensor(name, &value);
     }
   }
-  // No byte twice, none left over: whatever was cut off or moved shows here.
+  // The tensors must cover the data without gaps or overlaps, which detects truncated and shifted files.
   std::stable_sort(tensors_.begin(), tensors_.end(),
                    [](const Tensor& a, const Tensor& b) { return a.begin < b.begin; });
   uint64_t end = 0;
   for (size_t i = 0; i < tensors_.size(); ++i) {
     const Tensor& t = tensors_[i];
-    if (t.begin != end) refuse("corrupt: '" + t.name + "' does not begin where the tensor before it ends");
+    if (t.begin != end)
+      refuse(fmt::format("corrupt: '{}' does not begin where the previous tensor ends", t.name));
     end += t.bytes;
     index_[t.name] = i;
   }
   const uint64_t data_bytes = file_bytes_ - data_at_;
   if (end != data_bytes) {
-    refuse(fmt::format("{}{} bytes of tensors, and holds {}",
-                       end > data_bytes ? "truncated: it should hold " : "too long: it should hold ", end,
-                       data_bytes));
+    refuse(fmt::format("{}: {} bytes of tensors, expected {}", end > data_bytes ? "truncated" : "too long",
+                       data_bytes, end));
   }
 }
 
 void SafetensorsReader::add_tensor(const std::string& name, const void* opaque) {
   const Json& json = *static_cast<const Json*>(opaque);
-  auto wrong = [&](const char* what) { refuse("corrupt: '" + name + "' has no usable " + what); };
+  auto wrong = [&](const char* what) { refuse(fmt::format("corrupt: '{}' has no valid {}", name, what)); };
   if (!json.is_object()) wrong("description");
   auto field = [&](const char* key) -> const Json& {
     const auto at = json.find(key);
@@ -196,16 +196,16 @@ void SafetensorsReader::add_tensor(const std::string& name, const void* opaque) 
   }
   const uint64_t begin = offsets[0].get<uint64_t>(), end = offsets[1].get<uint64_t>();
   if (begin > end || end > file_bytes_) {
-    refuse(fmt::format("truncated or corrupt: '{}' should end at byte {} of the data, the file has {}", name,
+    refuse(fmt::format("truncated or corrupt: '{}' ends at byte {} of the data, the file has {} bytes", name,
                        end, file_bytes_));
   }
   tensor.begin = begin;
   tensor.bytes = end - begin;
-  // Types unknown here are for whoever asks for them; the others must have the size that the shape says.
+  // An unknown type is an error only when the tensor is read. For known types the size must match the shape.
   const std::optional<DType> known = find_dtype(tensor.dtype);
   if (known && (tensor.elements > int64_t{1} << 58 ||
                 static_cast<uint64_t>(tensor.elements * bytes_of(*known)) != tensor.bytes)) {
-    refuse(fmt::format("corrupt: the shape of '{}' does not fit its {} bytes", name, tensor.bytes));
+    refuse(fmt::format("corrupt: the shape of '{}' does not match its {} bytes", name, tensor.bytes));
   }
   tensors_.push_back(std::move(tensor));
 }
@@ -235,23 +235,24 @@ void SafetensorsReader::verify(bool required) const {
     crc = crc_of(crc, chunk.data(), bytes);
   }
   if (hex8(crc) != at->second) {
-    refuse("damaged: its checksum is " + hex8(crc) + ", and should be " + at->second);
+    refuse(fmt::format("damaged: its checksum is {}, expected {}", hex8(crc), at->second));
   }
 }
 
 void SafetensorsReader::read(const Tensor& tensor, int64_t first, std::span<float> out) const {
   if (tensor.dtype != "F32") {
-    refuse("'" + tensor.name + "' is of type " + tensor.dtype + "; only F32 can be read, convert it first");
+    refuse(
+        fmt::format("'{}' has type {}; only F32 is supported, convert it first", tensor.name, tensor.dtype));
   }
   if (first < 0 || first > tensor.elements || out.size() > static_cast<uint64_t>(tensor.elements - first)) {
-    throw Error(path_ + ": reading beyond the end of '" + tensor.name + "'");
+    throw Error(fmt::format("{}: reading past the end of '{}'", path_, tensor.name));
   }
   read_bytes(tensor, static_cast<uint64_t>(first) * sizeof(float), std::as_writable_bytes(out));
 }
 
 void SafetensorsReader::read_bytes(const Tensor& tensor, uint64_t first, std::span<std::byte> out) const {
   if (first > tensor.bytes || out.size() > tensor.bytes - first) {
-    throw Error(path_ + ": reading beyond the end of '" + tensor.name + "'");
+    throw Error(fmt::format("{}: reading past the end of '{}'", path_, tensor.name));
   }
   read_at(data_at_ + tensor.begin + first, out.data(), out.size());
 }
@@ -262,13 +263,13 @@ void SafetensorsReader::read_at(uint64_t at, void* out, size_t bytes) const {
     const ssize_t done = pread(file_.fd(), to, bytes, static_cast<off_t>(at));
     if (done < 0 && errno == EINTR) continue;
     if (done < 0) refuse(std::strerror(errno));
-    if (done == 0) refuse("truncated while it was read");
+    if (done == 0) refuse("truncated while being read");
     to += done, at += static_cast<uint64_t>(done), bytes -= static_cast<size_t>(done);
   }
 }
 
 void SafetensorsReader::refuse(const std::string& why) const {
-  throw BadInput(path_ + ": " + why);
+  throw BadInput(fmt::format("{}: {}", path_, why));
 }
 
 }  // namespace gradwire

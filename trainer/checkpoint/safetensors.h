@@ -1,12 +1,12 @@
 // Files of named tensors in the safetensors format, which PyTorch and most other frameworks read.
 //
 //   8 bytes   length of the header, little-endian
-//   header    JSON: {"__metadata__": {text: text},
+//   header    JSON: {"__metadata__": {KEY: TEXT},
 //                    NAME: {"dtype": "F32", "shape": [..], "data_offsets": [begin, end]}}
-//   data      the tensors, one after the other, without gaps
+//   data      the tensors in order, without gaps
 //
-// Files written here carry a CRC-32 (zlib's) in their metadata, over header and data with the checksum's own
-// digits taken as zeros, so that a damaged file is noticed and not trained on. Other readers ignore it.
+// Files written here have a CRC-32 (zlib's) in their metadata, over header and data with the checksum's own
+// digits taken as zeros, so that a damaged file is not trained on. Other readers ignore it.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@
 
 namespace gradwire {
 
-// A file descriptor that is closed with its owner.
+// Owns a file descriptor.
 class OpenFile {
  public:
   explicit OpenFile(int fd = -1) : fd_(fd) {}
@@ -28,7 +28,7 @@ class OpenFile {
   OpenFile(const OpenFile&) = delete;
   OpenFile& operator=(const OpenFile&) = delete;
   int fd() const { return fd_; }
-  bool close();  // false when the system says that something was lost
+  bool close();  // false when close(2) reports an error
 
  private:
   int fd_;
@@ -41,14 +41,13 @@ class SafetensorsWriter {
     std::vector<int64_t> shape;
     DType dtype = DType::f32;
   };
-  // Creates `path`, which must not exist. Throws Error, as do the other calls: a full disk is not the user's
-  // input.
+  // Creates `path`, which must not exist. All calls throw Error, not BadInput: a full disk is not bad input.
   SafetensorsWriter(std::string path, const std::map<std::string, std::string>& metadata,
                     const std::vector<Entry>& entries);
-  // The next values of the data, in the order of `entries`.
+  // Appends to the data, in the order of `entries`.
   void write(std::span<const float> values) { write(std::as_bytes(values)); }
   void write(std::span<const std::byte> values);
-  // Checksum, onto the disk, closed. Throws Error unless exactly the announced values were written.
+  // Writes the checksum, syncs and closes. Throws Error unless exactly the declared values were written.
   void finish();
   uint64_t bytes() const { return bytes_; }  // of the whole file so far
 
@@ -72,20 +71,20 @@ class SafetensorsReader {
     int64_t elements = 0;
   };
 
-  // Reads the header alone, and believes nothing in it: every size is checked against the file's before it is
-  // used. Throws BadInput that names the file and what is wrong.
+  // Reads only the header, and checks every size in it against the file's before using it. Throws BadInput,
+  // which names the file and the problem.
   explicit SafetensorsReader(std::string path);
 
   const std::string& path() const { return path_; }
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
   const std::vector<Tensor>& tensors() const { return tensors_; }  // in file order
-  const Tensor* find(const std::string& name) const;               // null: not there
+  const Tensor* find(const std::string& name) const;               // null: not found
 
-  // Reads all of the file. Throws BadInput when its checksum does not match, or it has none and `required`.
+  // Reads the whole file. Throws BadInput when its checksum does not match, or is missing and `required`.
   void verify(bool required) const;
   // Elements [first, first + out.size()) of a tensor, which must be F32.
   void read(const Tensor& tensor, int64_t first, std::span<float> out) const;
-  // Its bytes [first, first + out.size()), whatever their type.
+  // Bytes [first, first + out.size()) of a tensor of any type.
   void read_bytes(const Tensor& tensor, uint64_t first, std::span<std::byte> out) const;
 
  private:

@@ -43,10 +43,8 @@ namespace {
 
 class Report {
  public:
-  void title(const std::string& text) { text_ += (text_.empty() ? "" : "\n") + text + "\n"; }
-  void row(const std::string& name, const std::string& value) {
-    text_ += "  " + name + std::string(name.size() < 18 ? 18 - name.size() : 1, ' ') + value + "\n";
-  }
+  void title(const std::string& text) { text_ += fmt::format("{}{}\n", text_.empty() ? "" : "\n", text); }
+  void row(const std::string& name, const std::string& value) { text_ += row_text(name, value); }
   std::string text_;
 };
 
@@ -63,7 +61,7 @@ std::string memory() {
   return human_bytes(bytes);
 }
 
-// The instruction set the host loops run with; kernels/simd/simd.h compiles them for these levels.
+// The instruction set that the host loops use; kernels/simd/simd.h compiles them for these levels.
 std::string simd_level() {
 #if defined(GRADWIRE_SANITIZED)
   return "default (sanitized build: no run-time dispatch)";
@@ -107,7 +105,7 @@ void add_cuda(Report& report) {
   cudaRuntimeGetVersion(&runtime);
   report.row("runtime", version(runtime) + " (linked statically)");
   bool has_driver = cudaDriverGetVersion(&driver) == cudaSuccess && driver > 0;
-  report.row("driver", has_driver ? "supports CUDA " + version(driver) : "none");
+  report.row("driver", has_driver ? fmt::format("supports CUDA {}", version(driver)) : "none");
   int major = 0, minor = 0, patch = 0;
   if (cublasGetProperty(MAJOR_VERSION, &major) == CUBLAS_STATUS_SUCCESS &&
       cublasGetProperty(MINOR_VERSION, &minor) == CUBLAS_STATUS_SUCCESS &&
@@ -124,7 +122,7 @@ void add_cuda(Report& report) {
                     properties.minor, human_bytes(static_cast<double>(properties.totalGlobalMem)),
                     properties.multiProcessorCount));
   }
-  if (cuda_device_count() == 0) report.row("devices", "none: " + cuda_unavailable_reason());
+  if (cuda_device_count() == 0) report.row("devices", fmt::format("none: {}", cuda_unavailable_reason()));
 #else
   report.row("off", cuda_unavailable_reason());
 #endif
@@ -137,7 +135,7 @@ void add_data(Report& report) {
   bool there = std::filesystem::exists(directory + "/train-images-idx3-ubyte.gz", ignored) ||
                std::filesystem::exists(directory + "/train-images-idx3-ubyte", ignored);
   report.row("fashion-mnist",
-             there ? directory : "not found (looked in " + directory + "); make setup installs it");
+             there ? directory : fmt::format("not found in {}; make setup installs it", directory));
 }
 
 std::string machine_text(const std::string& launcher) {
@@ -164,10 +162,10 @@ std::string machine_text(const std::string& launcher) {
   report.row("one process", "on: --ranks N, a thread each (local transport)");
   report.row("processes, TCP", "torchrun, srun or mpirun, or RANK and WORLD_SIZE by hand");
   const std::string no_nccl = nccl_unavailable_reason();
-  report.row("processes, GPUs", !no_nccl.empty() ? "off: " + no_nccl
+  report.row("processes, GPUs", !no_nccl.empty() ? fmt::format("off: {}", no_nccl)
                                 : cuda_device_count() > 0
-                                    ? "on: the same, with a GPU each (NCCL " + nccl_version() + ")"
-                                    : "off: NCCL " + nccl_version() + " is here, but no GPU");
+                                    ? fmt::format("on: as above, one GPU each (NCCL {})", nccl_version())
+                                    : fmt::format("off: no GPU (NCCL {} is installed)", nccl_version()));
   report.row("launcher", launcher);
   add_data(report);
   return report.text_;
@@ -187,8 +185,8 @@ Machine look_around() {
   return machine;
 }
 
-std::string nccl_text(const Machine& machine, const GpuPair& pair, bool one_process) {
-  return nccl_transport(pair.path, pair.peer_access, one_process, machine.nccl);
+std::string nccl_text(const Machine& machine, const GpuPair& pair) {
+  return nccl_transport(pair.path, pair.peer_access, /*one_process=*/false, machine.nccl);
 }
 
 std::string paths_text(const Machine& machine) {
@@ -196,24 +194,26 @@ std::string paths_text(const Machine& machine) {
   if (!machine.gpus.pairs.empty()) {
     report.title("Paths between GPUs");
     report.text_ += table_text(topology_table(machine.gpus));
-    if (machine.gpus.nvlink_source != "NVML") report.text_ += "  " + machine.gpus.nvlink_source + "\n";
+    if (machine.gpus.nvlink_source != "NVML")
+      report.text_ += fmt::format("  {}\n", machine.gpus.nvlink_source);
     for (const GpuPair& pair : machine.gpus.pairs) {
-      report.row(fmt::format("{} - {}", pair.a, pair.b), path_words(pair.path) +
-                                                             (pair.peer_access ? "" : ", no peer access") +
-                                                             "; NCCL: " + nccl_text(machine, pair, false));
+      report.row(fmt::format("{} - {}", pair.a, pair.b),
+                 fmt::format("{}{}; NCCL: {}", path_words(pair.path),
+                             pair.peer_access ? "" : ", no peer access", nccl_text(machine, pair)));
     }
   }
   report.title("Network");
   for (const NetInterface& i : machine.network.interfaces) {
-    report.row(i.name,
-               std::string(i.up ? "up" : "not up") +
-                   (i.megabits > 0 ? ", " + human_count(static_cast<double>(i.megabits)) + " Mb/s" : ""));
+    const std::string speed =
+        i.megabits > 0 ? fmt::format(", {} Mb/s", human_count(static_cast<double>(i.megabits))) : "";
+    report.row(i.name, (i.up ? "up" : "not up") + speed);
   }
   for (const InfinibandPort& p : machine.network.ports) {
-    report.row(fmt::format("{}:{}", p.device, p.port), p.link + ", " + (p.active ? p.rate : "not active"));
+    report.row(fmt::format("{}:{}", p.device, p.port),
+               fmt::format("{}, {}", p.link, p.active ? p.rate : "not active"));
   }
   if (machine.network.interfaces.empty() && machine.network.ports.empty())
-    report.row("", "no interface but loopback");
+    report.row("", "no interface except loopback");
   report.row("NCCL, machines", nccl_network(machine.nccl));
   return "\n" + report.text_;
 }
@@ -224,8 +224,8 @@ std::string peaks_text(Device device, const std::string& precision, const Peaks&
   report.row(device.name(), fmt::format("{:.3g} TFLOP/s {} product, {:.3g} GB/s copied (read and written)",
                                         peaks.tflops, precision, peaks.copy_gb_per_s));
   if (std::isfinite(peaks.fma_share)) {
-    report.row(
-        "", fmt::format("{:.0f} % of its FMA units by an fp32 product, on one core", 100 * peaks.fma_share));
+    report.row("",
+               fmt::format("an fp32 product reaches {:.0f} % of a core's FMA peak", 100 * peaks.fma_share));
   }
   const std::string slow = slow_products_warning(peaks.fma_share);
   if (!slow.empty()) report.row("warning", slow);
@@ -244,7 +244,7 @@ Json machine_json(const Machine& machine) {
                                  {"b", pair.b},
                                  {"path", path_name(pair.path, pair.nvlinks)},
                                  {"peer_access", pair.peer_access},
-                                 {"nccl", nccl_text(machine, pair, false)}});
+                                 {"nccl", nccl_text(machine, pair)}});
   }
   json["network"] = Json::array();
   for (const NetInterface& i : machine.network.interfaces) {
@@ -309,7 +309,7 @@ Json recommendation_json(const RanksReport& report, const VitConfig& model) {
   return json;
 }
 
-// Every rank of this process in a thread of its own; the first error of any of them.
+// Runs each rank of this process in its own thread; throws the first error of any of them.
 RanksReport examine_threads(const TrainConfig& config, int sharing) {
   auto comms = Communicator::create_local(
       config.devices, std::chrono::milliseconds(static_cast<int64_t>(config.timeout_s * 1e3)));
@@ -360,7 +360,7 @@ void doctor(Options options) {
   try {
     options.launch = detect_launcher();
     if (options.launch) {
-      launcher = options.launch->launcher + " (" + options.launch->variables + ")";
+      launcher = fmt::format("{} ({})", options.launch->launcher, options.launch->variables);
       share_cores(*options.launch);
     }
   } catch (const BadInput& error) {
@@ -389,9 +389,8 @@ void doctor(Options options) {
     const Peaks peaks = measure_peaks(device, config.precision);
     say(peaks_text(device, name(config.precision), peaks));
     json["peaks"] = peaks_json(peaks);
-    say("\nLinks: one rank has none; --ranks N, or torchrun, srun or mpirun, measures those between several "
-        "and\n"
-        "says which compression would pay for --model, --batch-size\n");
+    say("\nLinks: one rank has none. With --ranks N, or under torchrun, srun or mpirun, doctor measures\n"
+        "the links between ranks and says which compression pays for --model and --batch-size\n");
   } else {
     const auto sharing = static_cast<int>(std::count(config.devices.begin(), config.devices.end(), device));
     const std::unique_ptr<Communicator> comm = join(options, config);
@@ -402,7 +401,7 @@ void doctor(Options options) {
     json["peaks"] = peaks_json(report.peaks);
     json["ranks"] = ranks_json(report);
     json["prediction"] = recommendation_json(report, config.model);
-    if (comm) comm->barrier();  // nobody leaves while another may still ask
+    if (comm) comm->barrier();  // no rank exits while others still communicate
   }
   if (leads && !options.json.empty()) write_file_atomically(options.json, json.dump(2) + "\n");
 }

@@ -1,16 +1,16 @@
-// `gradwire doctor`: what this machine and this build offer, what is off and why; and, of several ranks, what
-// their links give and which compression would pay.
+// `gradwire doctor`: what this machine and this build support, and what is off and why; with several ranks,
+// how fast their links are and which compression pays.
 #pragma once
 
 #include "trainer/cli/options.h"
 
 namespace gradwire {
 
-// What doctor looks at unless flags say otherwise: vit_b_32 with batches of 32, and short deadlines.
+// Defaults that differ from train's: vit_b_32, batches of 32, a timeout of 10 s.
 Options doctor_defaults();
 
-// Prints (rank 0) and, with options.json, writes it all. Collective where a launcher has started several
-// processes. Takes seconds; throws CommError when a rank does not answer in time.
+// Prints the report on rank 0 and, with options.json, writes it to a file. Collective if a launcher has
+// started several processes. Takes seconds; throws CommError when a rank does not answer in time.
 void doctor(Options options);
 
 }  // namespace gradwire

@@ -25,9 +25,9 @@ struct Variables {
   const char *rank, *world, *local_rank, *local_world;
 };
 
-// In order of precedence. torchrun may itself run under Slurm; so may mpirun, which has srun start its own
-// daemons, whose SLURM_PROCID the ranks inherit. Slurm's batch script and salloc's shell have SLURM_NTASKS
-// although nothing was launched; only a step (srun) has SLURM_STEP_NUM_TASKS.
+// In order of precedence. torchrun may run under Slurm. So may mpirun: it starts its daemons with srun, and
+// the ranks inherit the daemons' SLURM_PROCID. A batch script and salloc's shell have SLURM_NTASKS although
+// nothing was launched; only a step (srun) has SLURM_STEP_NUM_TASKS.
 constexpr Variables kLaunchers[] = {
     {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
     {"mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -42,7 +42,8 @@ int parse(const std::string& variable, std::string_view text) {
   int value = 0;
   auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc() || end != text.data() + text.size() || value < 0) {
-    throw BadInput(variable + "='" + std::string(text) + "' in the environment is not a number; unset it");
+    throw BadInput(
+        fmt::format("{}='{}' in the environment is not a non-negative integer; unset it", variable, text));
   }
   return value;
 }
@@ -60,7 +61,7 @@ std::string first_of(const Lookup& lookup, std::initializer_list<const char*> va
   return "";
 }
 
-// A port below those that the system hands out, different for jobs that share a machine.
+// Below the system's ephemeral ports, and different for jobs that share a machine.
 int port_of_job(const std::string& job) {
   uint32_t hash = 2166136261u;
   for (char c : job) hash = (hash ^ static_cast<uint8_t>(c)) * 16777619u;
@@ -76,18 +77,19 @@ std::string find_rendezvous(const Launch& launch, const Lookup& lookup) {
   const std::string host = value_of(lookup, "MASTER_ADDR"), port_text = value_of(lookup, "MASTER_PORT");
   int port = port_text.empty() ? 0 : parse("MASTER_PORT", port_text);
   if (!port_text.empty() && (port < 1 || port > 65535)) {
-    throw BadInput("MASTER_PORT=" + port_text + " in the environment is not a port");
+    throw BadInput(
+        fmt::format("MASTER_PORT={} in the environment is not a port; set it to 1 .. 65535", port_text));
   }
   const std::string agent = value_of(lookup, "TORCHELASTIC_USE_AGENT_STORE");
   if (!host.empty() && port > 0 && (agent == "True" || agent == "1")) {
     port += port + kPortsBeyond <= 65535 ? kPortsBeyond : -kPortsBeyond;
   }
   if (!host.empty()) return tcp(host, port > 0 ? port : kDefaultPort);
-  // Does anybody know where rank 0 is? Slurm does, and on one machine it is easy.
+  // Slurm says where rank 0 is; otherwise it is known only if all ranks are on this machine.
   if (auto list = first_of(lookup, {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"}); !list.empty()) {
-    return tcp(first_host(list), port > 0 ? port
-                                          : port_of_job(value_of(lookup, "SLURM_JOB_ID") + "." +
-                                                        value_of(lookup, "SLURM_STEP_ID")));
+    const std::string job =
+        fmt::format("{}.{}", value_of(lookup, "SLURM_JOB_ID"), value_of(lookup, "SLURM_STEP_ID"));
+    return tcp(first_host(list), port > 0 ? port : port_of_job(job));
   }
   if (launch.local_world != launch.world) return "";
   std::string job = first_of(lookup, {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PMI_PORT"});
@@ -98,20 +100,22 @@ Launch read(const Variables& v, const Lookup& lookup) {
   Launch launch;
   launch.launcher = v.launcher;
   const std::string rank = value_of(lookup, v.rank), world = value_of(lookup, v.world);
-  launch.variables = std::string(v.world) + "=" + world;
+  launch.variables = fmt::format("{}={}", v.world, world);
   launch.world = parse(v.world, world);
   if (rank.empty() && launch.world > 1) {
-    throw BadInput(launch.variables + " in the environment, but no " + v.rank + ": which rank is this?");
+    throw BadInput(fmt::format("{} is set in the environment, but no {}; set it to this process's rank",
+                               launch.variables, v.rank));
   }
   if (!rank.empty()) {
     launch.rank = parse(v.rank, rank);
-    launch.variables = std::string(v.rank) + "=" + rank + " " + launch.variables;
+    launch.variables = fmt::format("{}={} {}", v.rank, rank, launch.variables);
   }
   if (launch.launcher == "torchrun" && value_of(lookup, "TORCHELASTIC_RUN_ID").empty()) {
     launch.launcher = "the environment";
   }
   if (launch.world < 1 || launch.rank >= launch.world) {
-    throw BadInput("the environment contradicts itself: " + launch.variables + " (" + launch.launcher + ")");
+    throw BadInput(fmt::format("the environment is inconsistent: {} ({}); ranks are 0 .. world - 1",
+                               launch.variables, launch.launcher));
   }
   if (auto text = value_of(lookup, v.local_rank); !text.empty())
     launch.local_rank = parse(v.local_rank, text);
@@ -141,11 +145,12 @@ std::optional<Launch> detect_launcher(const Lookup& lookup) {
     if (value_of(lookup, v.world).empty()) continue;
     Launch launch = read(v, lookup);
     if (found && found->world == 1 && launch.world > 1) {
-      throw BadInput(fmt::format(
-          "each process would train alone: {} ({}) says that there is one, but {} started {} ({}); {}",
-          found->variables, found->launcher, launch.launcher, launch.world, launch.variables,
-          found->launcher == "torchrun" ? "give torchrun all nodes (--nnodes)"
-                                        : "unset the variables that are wrong"));
+      throw BadInput(
+          fmt::format("each process would train alone: {} ({}) says that there is one process, but {} "
+                      "started {} ({}); {}",
+                      found->variables, found->launcher, launch.launcher, launch.world, launch.variables,
+                      found->launcher == "torchrun" ? "give torchrun all nodes (--nnodes)"
+                                                    : "unset the variables that are wrong"));
     }
     if (!found) found = launch;
   }
@@ -177,7 +182,7 @@ std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rend
 void share_cores(const Launch& launch) {
   if (launch.local_world < 2 || environment("GRADWIRE_THREADS") != nullptr) return;
   const int usable = host_threads();
-  // torchrun binds nothing, so whatever bounds this process bounds its siblings too.
+  // torchrun does not bind processes to cores: if this process has fewer, all of them share those.
   const bool bound = usable < sysconf(_SC_NPROCESSORS_ONLN) && launch.launcher.starts_with("mpirun");
   if (!bound) set_host_threads(std::max(1, usable / launch.local_world));
 }

@@ -1,6 +1,7 @@
 #include "trainer/config/config.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <charconv>
@@ -11,7 +12,7 @@
 namespace gradwire {
 namespace {
 
-// torchvision's models (Dosovitskiy et al., arXiv 2010.11929, table 1; vit_s is the usual DeiT-S shape), and
+// torchvision's models (Dosovitskiy et al., arXiv 2010.11929, table 1; vit_s has the shape of DeiT-S), and
 // vit_tiny for 28x28 images, small enough for a laptop's CPU.
 const std::vector<VitConfig>& known_models() {
   static const std::vector<VitConfig> models{
@@ -31,13 +32,13 @@ std::vector<std::string> model_names() {
 }
 
 VitConfig named_model(const std::string& name) {
-  std::string known;
   for (const auto& model : known_models()) {
     if (model.name == name) return model;
-    known += (known.empty() ? "" : ", ") + model.name;
   }
-  throw BadInput("unknown model '" + name + "'; known are " + known +
-                 ", each to be changed by --image-size, --patch, --width, --depth, --heads and --mlp");
+  throw BadInput(fmt::format(
+      "unknown model '{}'; use one of {}; --image-size, --patch, --width, --depth, --heads and --mlp "
+      "change its shape",
+      name, fmt::join(model_names(), ", ")));
 }
 
 void check_model(const VitConfig& model) {
@@ -51,17 +52,18 @@ void check_model(const VitConfig& model) {
         Limit{"--heads", model.heads, 1024}, Limit{"--mlp", model.mlp, 1 << 18},
         Limit{"channels", model.channels, 1024}, Limit{"classes", model.classes, 1 << 24}}) {
     if (limit.value < 1 || limit.value > limit.most) {
-      throw BadInput(fmt::format("model {}: {} is {}, but must be from 1 to {}", model.name, limit.flag,
+      throw BadInput(fmt::format("model {}: {} is {}; it must be from 1 to {}", model.name, limit.flag,
                                  limit.value, limit.most));
     }
   }
   if (model.image % model.patch != 0) {
-    std::string fitting;
+    std::vector<int32_t> fitting;
     for (int32_t patch = 1; patch <= model.image; ++patch) {
-      if (model.image % patch == 0) fitting += fmt::format("{}{}", fitting.empty() ? "" : ", ", patch);
+      if (model.image % patch == 0) fitting.push_back(patch);
     }
-    throw BadInput(fmt::format("model {}: patches of {} do not tile images of {}; --patch must be one of {}",
-                               model.name, model.patch, model.image, fitting));
+    throw BadInput(
+        fmt::format("model {}: patches of {} pixels do not tile images of {}; --patch must be one of {}",
+                    model.name, model.patch, model.image, fmt::join(fitting, ", ")));
   }
   if (model.width % model.heads != 0) {
     throw BadInput(fmt::format("model {}: --width {} is not a multiple of --heads {}", model.name,
@@ -83,8 +85,8 @@ DataSpec DataSpec::parse(const std::string& text) {
   std::string kind = text.substr(0, colon);
   std::string rest = colon == std::string::npos ? "" : text.substr(colon + 1);
   auto bad = [&](const std::string& why) {
-    throw BadInput("--data '" + text + "': " + why +
-                   "; use fashion-mnist[:DIR], cifar10:DIR or synthetic[:N]");
+    throw BadInput(
+        fmt::format("--data '{}': {}; use fashion-mnist[:DIR], cifar10:DIR or synthetic[:N]", text, why));
   };
   DataSpec spec;
   if (kind == "fashion-mnist") {
@@ -94,7 +96,7 @@ DataSpec DataSpec::parse(const std::string& text) {
   } else if (kind == "synthetic") {
     spec.kind = Kind::synthetic;
   } else {
-    bad("unknown data '" + kind + "'");
+    bad(fmt::format("unknown data '{}'", kind));
   }
   if (colon != std::string::npos && rest.empty()) bad("nothing after ':'");
   if (spec.kind == Kind::synthetic) {
@@ -102,7 +104,7 @@ DataSpec DataSpec::parse(const std::string& text) {
     auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), spec.count);
     if (error != std::errc() || end != rest.data() + rest.size() || spec.count < 1 ||
         spec.count > 100'000'000) {
-      bad("'" + rest + "' is not a number of images from 1 to 100000000");
+      bad(fmt::format("'{}' is not a number of images from 1 to 100000000", rest));
     }
     return spec;
   }
@@ -114,7 +116,7 @@ DataSpec DataSpec::parse(const std::string& text) {
 std::string DataSpec::to_string() const {
   if (kind == Kind::synthetic) return count == 0 ? "synthetic" : fmt::format("synthetic:{}", count);
   std::string word = kind == Kind::fashion_mnist ? "fashion-mnist" : "cifar10";
-  return directory.empty() ? word : word + ":" + directory;
+  return directory.empty() ? word : fmt::format("{}:{}", word, directory);
 }
 
 Augmentation Augmentation::parse(const std::string& text) {
@@ -126,8 +128,8 @@ Augmentation Augmentation::parse(const std::string& text) {
     const std::string word = text.substr(begin, end - begin);
     bool* which = word == "flip" ? &augment.flip : word == "crop" ? &augment.crop : nullptr;
     if (which == nullptr || *which) {
-      throw BadInput("--augment '" + text + "': '" + word + "' is " +
-                     (which == nullptr ? "unknown" : "there twice") + "; use none, flip, crop or flip,crop");
+      throw BadInput(fmt::format("--augment '{}': '{}' is {}; use none, flip, crop or flip,crop", text, word,
+                                 which == nullptr ? "unknown" : "given twice"));
     }
     *which = true;
     begin = end + 1;
@@ -151,8 +153,9 @@ StepRange StepRange::parse(const std::string& flag, const std::string& text) {
   };
   const bool read = number(range.begin) && at < end && *at++ == ':' && number(range.end) && at == end;
   if (!read || range.empty()) {
-    throw BadInput(flag + " '" + text +
-                   "' is not a range of steps a:b; 10:20 are the ten steps from 10 to 19, counted from 0");
+    throw BadInput(fmt::format(
+        "{} '{}' is not a range of steps a:b; 10:20 means the ten steps from 10 to 19, counted from 0", flag,
+        text));
   }
   return range;
 }

@@ -1,5 +1,5 @@
-// Everything that decides a training run, after defaults, named models and the data have been taken into
-// account. The command line (trainer/cli) fills it; the training loop (trainer/train) only reads it.
+// The resolved settings of a training run, with defaults, named models and the data applied. The command line
+// (trainer/cli) fills it; the training loop (trainer/train) only reads it.
 #pragma once
 
 #include <cstdint>
@@ -25,27 +25,27 @@ struct VitConfig {
   bool operator==(const VitConfig&) const = default;
 };
 
-// Throws BadInput that lists the known names.
+// Throws BadInput, with the known names, for any other.
 VitConfig named_model(const std::string& name);
 std::vector<std::string> model_names();
-// Throws BadInput unless image % patch == 0, width % heads == 0 and everything is positive and of sane size.
+// Throws BadInput unless image % patch == 0, width % heads == 0 and every size is within its limits.
 void check_model(const VitConfig& model);
-// Number of parameters, from the formula (the model counts its own; a test holds the two together).
+// Number of parameters, from a formula; a test compares it with the model's own count.
 int64_t parameter_count(const VitConfig& model);
 
 // fashion-mnist[:DIR] | cifar10:DIR | synthetic[:N]
 struct DataSpec {
   enum class Kind : uint8_t { fashion_mnist, cifar10, synthetic };
   Kind kind = Kind::fashion_mnist;
-  std::string directory;  // empty: the default place of fashion-mnist
-  int64_t count = 0;      // synthetic: training images; 0 means as many as make sense
+  std::string directory;  // empty: the default folder of fashion-mnist
+  int64_t count = 0;      // synthetic: training images; 0: chosen from the image size (load_data())
 
   static DataSpec parse(const std::string& text);  // throws BadInput
   std::string to_string() const;
   bool operator==(const DataSpec&) const = default;
 };
 
-// none | flip | crop | flip,crop: what happens to training images on their way in (trainer/data/augment.h).
+// none | flip | crop | flip,crop: augmentation of training images (trainer/data/augment.h).
 struct Augmentation {
   bool flip = false, crop = false;
 
@@ -55,11 +55,11 @@ struct Augmentation {
   bool operator==(const Augmentation&) const = default;
 };
 
-// Steps [begin, end), counted from 0 as the log does. Empty: none.
+// Steps [begin, end), counted from 0 as in the log.
 struct StepRange {
   int64_t begin = 0, end = 0;
 
-  // "a:b". Throws BadInput that names `flag`.
+  // "a:b". The message of the BadInput names `flag`.
   static StepRange parse(const std::string& flag, const std::string& text);
   std::string to_string() const;
   bool empty() const { return begin >= end; }
@@ -74,9 +74,9 @@ struct TrainConfig {
   Augmentation augment;
 
   std::vector<Device> devices;  // of each rank; several ranks may share one
-  bool processes = false;       // each rank is a process of its own; otherwise a thread of this one
-  int ranks_per_node = 0;       // for hierarchical schedules; 0: what the launcher says, if all ranks agree
-  int ranks_here = 0;           // of this machine, as the launcher says; 0: it does not
+  bool processes = false;       // a process per rank; otherwise ranks are threads of this process
+  int ranks_per_node = 0;       // for hierarchical schedules; 0: the launcher's, if all ranks agree
+  int ranks_here = 0;           // on this machine, from the launcher; 0: unknown
   int ranks() const { return static_cast<int>(devices.size()); }
 
   CompressionSpec compression;
@@ -87,37 +87,36 @@ struct TrainConfig {
   int64_t batch_size = 64;  // images per rank and micro-batch
   int64_t accumulate = 1;   // micro-batches per optimizer step; gradients are averaged over them
   int64_t steps = 0;        // optimizer steps of the whole run; always > 0 once resolved
-  double epochs = 0;        // the same in passes over the training set, for display
+  double epochs = 0;        // steps as passes over the training set, for display
 
   OptimizerKind optimizer = OptimizerKind::adamw;
-  double lr = 1e-3;  // peak: linear warm-up from 0 over warmup_steps, then half a cosine down to 0 at `steps`
+  double lr = 1e-3;  // peak (trainer/train/schedule.h)
   int64_t warmup_steps = 0;
   double momentum = 0.9;                          // sgd
   double beta1 = 0.9, beta2 = 0.999, eps = 1e-8;  // adamw
   double weight_decay = 0.0;
   Precision precision = Precision::fp32;
-  bool graph = false;  // the step is captured once and launched as a graph from then on; the same bits
-  uint64_t seed = 0;   // of weights, shuffling, augmentation and stochastic rounding
+  bool graph = false;  // capture the step once and launch it as a graph from then on; same bits
+  uint64_t seed = 0;   // for weights, shuffling, augmentation and stochastic rounding
 
-  int64_t eval_every =
-      1;  // epochs between evaluations on the whole test set; the last step always evaluates. 0: never
-  int64_t eval_batch_size = 250;  // images per rank; does not change the result beyond summation order
+  int64_t eval_every = 1;         // epochs between evaluations; also after the last step. 0: never
+  int64_t eval_batch_size = 250;  // images per rank; only changes the order of summation
 
-  std::string init;                  // a file of weights to start from; empty: drawn from the seed
+  std::string init;                  // file of initial weights; empty: drawn from the seed
   std::string checkpoint_directory;  // empty: no checkpoints
-  int64_t checkpoint_every = 0;      // optimizer steps; the last step always makes one
-  int checkpoint_keep = 3;           // how many stay
-  std::string resume;                // the checkpoint to go on from; empty: from the beginning
+  int64_t checkpoint_every = 0;      // optimizer steps between checkpoints; also after the last step
+  int checkpoint_keep = 3;           // older checkpoints are removed
+  std::string resume;                // checkpoint to resume from; empty: start from scratch
 
-  bool measure_peak = false;  // of product and copy, before the first step (measure/peaks.h)
+  bool measure_peak = false;  // measure product and copy speed before the first step (measure/peaks.h)
 
-  std::string trace;        // the file for a trace; empty: none
-  StepRange trace_steps;    // which steps it shows
-  StepRange profile_steps;  // between cudaProfilerStart and cudaProfilerStop
+  std::string trace;        // trace file; empty: none
+  StepRange trace_steps;    // steps in the trace
+  StepRange profile_steps;  // steps between cudaProfilerStart and cudaProfilerStop
 
   double timeout_s = 60;  // how long a rank waits for a peer in one operation
 
-  // Images that one optimizer step takes, over all ranks.
+  // Images per optimizer step, over all ranks.
   int64_t global_batch() const { return batch_size * accumulate * ranks(); }
 };
 

@@ -49,7 +49,7 @@ void normalize_plane(const uint8_t* pixels, int32_t height, int32_t width, const
                      float scale, float shift, float* to) {
   const int64_t plane = int64_t{1} * height * width;
   if (!draw.flip && draw.dy == 0 && draw.dx == 0) return normalize(pixels, plane, scale, shift, to);
-  // Of each row of the crop, [begin, end) lies in the image.
+  // Columns [begin, end) of each row of the crop are inside the image.
   const int32_t begin = std::clamp(-draw.dx, 0, width), end = std::clamp(width - draw.dx, begin, width);
   for (int32_t y = 0; y < height; ++y, to += width) {
     const int32_t from_y = y + draw.dy;

@@ -15,13 +15,13 @@ constexpr size_t kPixels = 3 * 32 * 32, kRecord = 1 + kPixels;
 constexpr size_t kLimitBytes = size_t{1} << 30;
 constexpr int32_t kClasses = 10;
 constexpr const char* kRemedy =
-    "cifar10:DIR wants the binary version (cifar-10-binary.tar.gz): data_batch_1.bin to data_batch_5.bin and "
-    "test_batch.bin";
+    "cifar10:DIR must have the binary version (cifar-10-binary.tar.gz): data_batch_1.bin to data_batch_5.bin "
+    "and test_batch.bin";
 
 // Appends the records of one file; returns how many.
 size_t append(Dataset& data, const std::string& path) {
   std::vector<uint8_t> bytes = read_file(path, kLimitBytes, kRemedy);
-  auto fail = [&](const std::string& why) { throw BadInput(path + ": " + why + "; " + kRemedy); };
+  auto fail = [&](const std::string& why) { throw BadInput(fmt::format("{}: {}; {}", path, why, kRemedy)); };
   if (bytes.empty() || bytes.size() % kRecord != 0) {
     fail(fmt::format("{} bytes are not a whole number of records of {} bytes: truncated, or not CIFAR-10",
                      bytes.size(), kRecord));
@@ -31,8 +31,7 @@ size_t append(Dataset& data, const std::string& path) {
   for (size_t i = 0; i < records; ++i) {
     const uint8_t* record = bytes.data() + i * kRecord;
     if (record[0] >= kClasses) {
-      fail(fmt::format("label of record {} is {}, but there are classes 0 to {} only", i, record[0],
-                       kClasses - 1));
+      fail(fmt::format("label of record {} is {}, but the classes are 0 to {}", i, record[0], kClasses - 1));
     }
     data.labels.push_back(record[0]);
     data.images.insert(data.images.end(), record + 1, record + kRecord);
@@ -55,7 +54,7 @@ DataSplits load_cifar10(const std::string& directory) {
   namespace fs = std::filesystem;
   std::error_code ignored;
   fs::path root = directory;
-  // The archive unpacks into a folder of its own; both that folder and its parent will do.
+  // The archive has a top-level folder; accept that folder or its parent.
   if (!fs::exists(root / "data_batch_1.bin", ignored) &&
       fs::is_directory(root / "cifar-10-batches-bin", ignored)) {
     root /= "cifar-10-batches-bin";
@@ -68,7 +67,7 @@ DataSplits load_cifar10(const std::string& directory) {
     if (batch == 1) first = records;
     if (records != first) {
       throw BadInput(
-          fmt::format("{}: {} records, but data_batch_1.bin has {}: truncated at a record's end? {}", path,
+          fmt::format("{}: {} records, but data_batch_1.bin has {}; truncated after a whole record? {}", path,
                       records, first, kRemedy));
     }
   }

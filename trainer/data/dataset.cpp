@@ -9,8 +9,7 @@
 namespace gradwire {
 namespace {
 
-// Synthetic data is made in memory: enough for an epoch to mean something, no more than this unless asked
-// for.
+// The default size of synthetic data.
 constexpr int64_t kSyntheticBytes = 64 << 20;
 constexpr int64_t kSyntheticMost = 8192, kSyntheticLeast = 256;
 
@@ -39,13 +38,12 @@ void check_model_fits(const VitConfig& model, const Dataset& data) {
   std::string takes =
       fmt::format("model {} takes {}x{}x{} images", model.name, model.channels, model.image, model.image);
   if (data.height != data.width) {
-    throw BadInput(fmt::format("{}: images of {}x{} are not square, and the model takes square ones only",
+    throw BadInput(fmt::format("{}: images of {}x{} are not square; the model takes only square images",
                                data.name, data.height, data.width));
   }
   if (model.channels != data.channels || model.image != data.height) {
-    throw BadInput(
-        fmt::format("{}, but those of {} are {}x{}x{}; use --image-size {} with a --patch that divides it",
-                    takes, data.name, data.channels, data.height, data.width, data.height));
+    throw BadInput(fmt::format("{}, but {} has {}x{}x{}; use --image-size {} and a --patch that divides it",
+                               takes, data.name, data.channels, data.height, data.width, data.height));
   }
   if (model.classes < data.classes) {
     throw BadInput(fmt::format("model {} has {} outputs, but {} has {} classes", model.name, model.classes,

@@ -24,21 +24,20 @@ struct DataSplits {
   Dataset train, test;  // same shape, classes, mean and stddev
 };
 
-// Loads what `spec` names; synthetic data takes its shape from `model` and at least `min_train` training
-// images unless the spec says how many. Throws BadInput that names the file and the remedy: missing or
-// truncated files, wrong magic, wrong counts, labels out of range.
+// Loads the data that `spec` names. Synthetic data has the model's image shape and, unless the spec says how
+// many, at least `min_train` training images. Throws BadInput, which names the file and the remedy, for
+// missing or truncated files, wrong magic numbers or counts, and labels out of range.
 DataSplits load_data(const DataSpec& spec, const VitConfig& model, uint64_t seed, int64_t min_train = 0);
 
 // The four IDX files of Fashion-MNIST (or MNIST), each plain or gzip (.gz).
 DataSplits load_fashion_mnist(const std::string& directory);
 // data_batch_1..5.bin and test_batch.bin of the binary version.
 DataSplits load_cifar10(const std::string& directory);
-// Each class has a smooth pattern of its own, an image is its class's pattern, shifted, plus noise:
-// learnable, not trivial.
+// Each class has a smooth pattern; an image is its class's pattern, shifted, plus noise.
 DataSplits make_synthetic(const VitConfig& shape, int64_t train_count, int64_t test_count, uint64_t seed);
 
-// Where fashion-mnist lies when its spec names no folder: $GRADWIRE_DATA/fashion-mnist, $GRADWIRE_DATA,
-// Debian's folder.
+// The folder of fashion-mnist if the spec does not name one: $GRADWIRE_DATA/fashion-mnist, $GRADWIRE_DATA, or
+// that of Debian's package.
 std::string default_fashion_mnist_directory();
 
 // Throws BadInput unless the model takes these images and has an output for each class.

@@ -3,8 +3,6 @@
 #include <fmt/format.h>
 
 #include <filesystem>
-#include <iomanip>
-#include <sstream>
 
 #include "runtime/environment.h"
 #include "runtime/error.h"
@@ -27,13 +25,7 @@ struct Idx {
   std::vector<uint8_t> values;
 };
 
-std::string hex(uint32_t value) {
-  std::ostringstream out;
-  out << "0x" << std::hex << std::setw(8) << std::setfill('0') << value;
-  return out.str();
-}
-
-// `stem`.gz or `stem`, whichever is there.
+// `stem`.gz or `stem`, whichever exists.
 std::string find_idx(const std::string& directory, const std::string& stem) {
   namespace fs = std::filesystem;
   std::error_code ignored;
@@ -43,7 +35,7 @@ std::string find_idx(const std::string& directory, const std::string& stem) {
 
 Idx read_idx(const std::string& path, uint32_t dimensions) {
   std::vector<uint8_t> bytes = read_file(path, kLimitBytes, kRemedy);
-  auto fail = [&](const std::string& why) { throw BadInput(path + ": " + why + "; " + kRemedy); };
+  auto fail = [&](const std::string& why) { throw BadInput(fmt::format("{}: {}; {}", path, why, kRemedy)); };
   auto word = [&](size_t index) {
     const uint8_t* at = bytes.data() + 4 * index;
     return uint32_t{at[0]} << 24 | uint32_t{at[1]} << 16 | uint32_t{at[2]} << 8 | at[3];
@@ -52,7 +44,7 @@ Idx read_idx(const std::string& path, uint32_t dimensions) {
   if (bytes.size() < header) fail(fmt::format("only {} bytes, shorter than an IDX header", bytes.size()));
   uint32_t magic = 0x00000800u | dimensions;
   if (word(0) != magic)
-    fail("wrong magic number " + hex(word(0)) + ", an IDX file of this kind has " + hex(magic));
+    fail(fmt::format("wrong magic number 0x{:08x}, an IDX file of this kind has 0x{:08x}", word(0), magic));
 
   Idx idx;
   size_t expected = 1;
@@ -60,13 +52,14 @@ Idx read_idx(const std::string& path, uint32_t dimensions) {
   for (uint32_t d = 0; d < dimensions; ++d) {
     uint32_t extent = word(1 + d);
     shape += fmt::format("{}{}", d == 0 ? "" : "x", extent);
-    if (extent == 0 || extent > kLimitBytes / expected) fail("impossible shape " + shape + " in its header");
+    if (extent == 0 || extent > kLimitBytes / expected)
+      fail(fmt::format("impossible shape {} in its header", shape));
     idx.shape.push_back(extent);
     expected *= extent;
   }
   if (bytes.size() - header != expected) {
-    fail(fmt::format("holds {} bytes after its header, which promises {} = {}", bytes.size() - header, shape,
-                     expected));
+    fail(
+        fmt::format("{} bytes after the header, which says {} = {}", bytes.size() - header, shape, expected));
   }
   idx.values.assign(bytes.begin() + static_cast<std::ptrdiff_t>(header), bytes.end());
   return idx;
@@ -90,7 +83,7 @@ Dataset read_split(const std::string& directory, const std::string& prefix) {
   data.labels.assign(labels.values.begin(), labels.values.end());
   for (size_t i = 0; i < data.labels.size(); ++i) {
     if (data.labels[i] >= kClasses) {
-      throw BadInput(fmt::format("{}: label {} is {}, but there are classes 0 to {} only; {}", label_path, i,
+      throw BadInput(fmt::format("{}: label {} is {}, but the classes are 0 to {}; {}", label_path, i,
                                  data.labels[i], kClasses - 1, kRemedy));
     }
   }

@@ -16,7 +16,7 @@
 namespace gradwire {
 
 std::vector<uint8_t> read_file(const std::string& path, size_t limit_bytes, const std::string& remedy) {
-  auto fail = [&](const std::string& why) { throw BadInput(path + ": " + why + "; " + remedy); };
+  auto fail = [&](const std::string& why) { throw BadInput(fmt::format("{}: {}; {}", path, why, remedy)); };
   struct stat status {};
   if (stat(path.c_str(), &status) != 0) fail(errno == ENOENT ? "no such file" : std::strerror(errno));
   if (!S_ISREG(status.st_mode)) fail("not a regular file");
@@ -30,19 +30,19 @@ std::vector<uint8_t> read_file(const std::string& path, size_t limit_bytes, cons
   constexpr size_t kChunk = 1 << 20;
   while (true) {
     size_t filled = contents.size();
-    if (filled > limit_bytes) fail(fmt::format("holds more than the {} bytes it may", limit_bytes));
+    if (filled > limit_bytes) fail(fmt::format("larger than the limit of {} bytes", limit_bytes));
     contents.resize(filled + kChunk);
     int got = gzread(file, contents.data() + filled, kChunk);
     if (got < 0) {
       int code = 0;
       const char* text = gzerror(file, &code);
       bool truncated = code == Z_BUF_ERROR || std::strstr(text, "unexpected end") != nullptr;
-      fail(truncated ? "truncated gzip file" : std::string("corrupt gzip file (") + text + ")");
+      fail(truncated ? "truncated gzip file" : fmt::format("corrupt gzip file ({})", text));
     }
     contents.resize(filled + static_cast<size_t>(got));
     if (got == 0) break;
   }
-  // A gzip stream that stops short of its trailer is only reported on closing.
+  // A gzip stream that ends before its trailer is reported only on closing.
   closer.release();
   if (int code = gzclose_r(file); code != Z_OK) {
     fail(code == Z_BUF_ERROR ? "truncated gzip file" : fmt::format("cannot be read (zlib error {})", code));

@@ -7,8 +7,8 @@
 
 namespace gradwire {
 
-// Contents of `path`, decompressed when it is gzip. Throws BadInput that names the file when it is missing,
-// unreadable, truncated or corrupt, or longer than `limit_bytes`; `remedy` closes the text.
+// The contents of `path`, decompressed if it is gzip. Throws BadInput, which names the file and ends with
+// `remedy`, when the file is missing, unreadable, truncated, corrupt, or longer than `limit_bytes`.
 std::vector<uint8_t> read_file(const std::string& path, size_t limit_bytes, const std::string& remedy);
 
 }  // namespace gradwire

@@ -17,8 +17,7 @@
 namespace gradwire {
 namespace {
 
-constexpr uint64_t kShuffleStream =
-    0x5348'0001;  // the generator's stream; the epoch is in the counter's upper half
+constexpr uint64_t kShuffleStream = 0x5348'0001;  // the generator's stream
 
 }  // namespace
 
@@ -45,16 +44,17 @@ class Loader::Impl {
   Impl(const Dataset& data, LoaderOptions options) : data_(data), options_(options) {
     if (options.world < 1 || options.rank < 0 || options.rank >= options.world || options.batch_size < 1 ||
         options.group < 1 || options.slots < 1 || options.first_batch < 0) {
-      throw BadInput(
-          fmt::format("Loader: rank {} of {}, batches of {} in groups of {}, {} slots make no sense",
-                      options.rank, options.world, options.batch_size, options.group, options.slots));
+      throw BadInput(fmt::format(
+          "Loader: invalid options: rank {} of {}, batches of {} in groups of {}, {} slots, first batch {}",
+          options.rank, options.world, options.batch_size, options.group, options.slots,
+          options.first_batch));
     }
     const int64_t global = options.batch_size * options.world;
     batches_ = gradwire::batches_per_epoch(data, options);
     if (batches_ == 0) {
       throw BadInput(fmt::format(
-          "{}: its {} images are fewer than the {} of one step ({} per rank and batch, {} ranks, {} "
-          "batches); lower --batch-size",
+          "{}: {} images are fewer than the {} of one step ({} per rank and batch, {} ranks, {} batches); "
+          "lower --batch-size",
           data.name, data.count(), global * options.group, options.batch_size, options.world, options.group));
     }
     for (int32_t c = 0; c < data.channels; ++c) {
@@ -86,7 +86,7 @@ class Loader::Impl {
     thread_.join();
     try {
       if (copies()) copy_stream_.synchronize();
-    } catch (...) {  // the device is lost, and somebody else has found out
+    } catch (...) {  // the device failed, which other calls report
     }
   }
 
@@ -139,18 +139,19 @@ class Loader::Impl {
  private:
   struct Slot {
     Buffer images, labels;                // what next() gives
-    Buffer staged_images, staged_labels;  // what the loading thread fills: the same on the host
+    Buffer staged_images, staged_labels;  // what the loading thread fills; on the host the same buffers
     int64_t count = 0;
     Event copied, released;
-    bool full = false;  // guarded by mutex_; whoever sees its value of it owns the rest
+    // Guarded by mutex_. The other members belong to the caller if true, to the loading thread if false.
+    bool full = false;
   };
 
   bool copies() const { return options_.device.is_cuda(); }
 
   void check_device(const Stream& stream, const char* what) const {
     if (stream.device() == options_.device) return;
-    throw BadInput(std::string("Loader::") + what + ": the stream is on " + stream.device().name() +
-                   ", the loader was made for " + options_.device.name());
+    throw BadInput(fmt::format("Loader::{}: the stream is on {}, the loader's device is {}", what,
+                               stream.device().name(), options_.device.name()));
   }
 
   void work() {
@@ -166,7 +167,7 @@ class Loader::Impl {
             changed_.wait(lock, [&] { return stop_ || !slot.full; });
             if (stop_) return;
           }
-          // What the thread fills must have been read: by the copy, or on the host by the step itself.
+          // The buffers to be filled must have been read: by the copy, or on the host by the step itself.
           (copies() ? slot.copied : slot.released).synchronize();
           fill(slot, epoch, positions, batch);
           if (copies()) send(slot);
@@ -177,7 +178,7 @@ class Loader::Impl {
           changed_.notify_all();
         }
       }
-    } catch (...) {  // a stream that failed; next() passes it on
+    } catch (...) {  // a stream failed; next() rethrows it
       std::lock_guard lock(mutex_);
       error_ = std::current_exception();
       changed_.notify_all();
@@ -200,7 +201,7 @@ class Loader::Impl {
     auto fill_images = [&](int64_t from, int64_t to) {
       for (int64_t i = from; i < to; ++i) fill_image(slot, epoch, i, order[i]);
     };
-    // On the host the cores are busy with the model; for a GPU they have nothing better to do.
+    // On the host the cores are busy with the model; with a GPU they are free.
     const int64_t grain = std::max<int64_t>(1, kGrainElements / data_.image_elements());
     if (copies() && slot.count > grain) {
       parallel_for(slot.count, grain, fill_images);
@@ -221,7 +222,7 @@ class Loader::Impl {
     }
   }
 
-  static constexpr int64_t kGrainElements = 1 << 18;  // some 50 us of work
+  static constexpr int64_t kGrainElements = 1 << 18;  // about 50 us of work
 
   const Dataset& data_;
   const LoaderOptions options_;
@@ -229,7 +230,7 @@ class Loader::Impl {
   std::vector<float> scale_, shift_;  // pixel * scale + shift is normalized
   std::vector<Slot> slots_;
   Stream copy_stream_;                // CUDA only
-  int64_t taken_ = 0, released_ = 0;  // of the caller of next() and release()
+  int64_t taken_ = 0, released_ = 0;  // batches; used only by the caller's thread
 
   std::mutex mutex_;
   std::condition_variable changed_;

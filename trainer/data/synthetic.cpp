@@ -1,6 +1,6 @@
-// Made-up images that a classifier can learn: each class has a smooth pattern, an image is that pattern moved
-// by a few pixels, plus noise. A pure function of (shape, counts, seed), drawn with the counter-based
-// generator, so that every process that asks for it gets the same bytes.
+// Synthetic images that a classifier can learn: each class has a smooth pattern; an image is that pattern
+// shifted by a few pixels, plus noise. A pure function of (shape, counts, seed), drawn with the counter-based
+// generator, so every process gets the same bytes.
 #include <algorithm>
 #include <cmath>
 
@@ -60,7 +60,7 @@ Dataset draw(const VitConfig& shape, const std::vector<float>& patterns, int64_t
   data.labels.resize(static_cast<size_t>(count));
   int64_t size = shape.image, plane = size * size, elements = data.image_elements();
   data.images.resize(static_cast<size_t>(count * elements));
-  int reach = static_cast<int>(size / 14);  // an image's pattern moves by -reach..reach pixels
+  int reach = static_cast<int>(size / 14);  // the pattern is shifted by -reach..reach pixels
   uint64_t draws = static_cast<uint64_t>((elements + 7) / 8) + 1;
   parallel_for(count, 16, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -93,7 +93,7 @@ Dataset draw(const VitConfig& shape, const std::vector<float>& patterns, int64_t
 DataSplits make_synthetic(const VitConfig& shape, int64_t train_count, int64_t test_count, uint64_t seed) {
   check_model(shape);
   if (train_count < 1 || test_count < 1)
-    throw BadInput("synthetic data needs at least one image of each kind");
+    throw BadInput("synthetic data needs at least one training and one test image");
   std::vector<float> patterns = class_patterns(shape, seed);
   DataSplits splits{draw(shape, patterns, train_count, seed, kTrainStream),
                     draw(shape, patterns, test_count, seed, kTestStream)};

@@ -67,12 +67,12 @@ void Console::on_run(const RunInfo& info) {
   print(fmt::format("{}: {} parameters in {} tensors; {}; {}", config_.model.name,
                     human_count(static_cast<double>(info.parameters)),
                     human_count(static_cast<double>(info.tensors)), config_.compression.to_string(),
-                    info.buckets == 0 ? "a world of 1, nothing to send"
+                    info.buckets == 0 ? "one rank, nothing to send"
                                       : fmt::format("{} bucket{}, schedule {}", info.buckets,
                                                     info.buckets == 1 ? "" : "s", info.schedule)));
   if (info.buckets > 0 && config_.compression.schedule == ScheduleKind::automatic)
-    print("Schedule: " + info.schedule_reason);
-  if (!info.slow_products.empty()) print("Warning: " + info.slow_products);
+    print(fmt::format("Schedule: {}", info.schedule_reason));
+  if (!info.slow_products.empty()) print(fmt::format("Warning: {}", info.slow_products));
   first_step_ = steps_done_ = info.first_step;
   start_ = Clock::now();
 }
@@ -110,7 +110,7 @@ void Console::print(const std::string& text) {
 void Console::draw_bar() {
   drawn_ = Clock::now();
   double done = static_cast<double>(steps_done_) / static_cast<double>(std::max<int64_t>(1, config_.steps));
-  // Of what this process has to do; it may have begun behind a checkpoint.
+  // The share of this process's work, which may have started from a checkpoint.
   double share = static_cast<double>(steps_done_ - first_step_) /
                  static_cast<double>(std::max<int64_t>(1, config_.steps - first_step_));
   double elapsed = std::chrono::duration<double>(drawn_ - start_).count();
@@ -138,7 +138,7 @@ void Console::erase_bar() {
 std::string summary_line(const RunSummary& summary) {
   std::string text = fmt::format("{} steps in {}: ", human_count(static_cast<double>(summary.steps)),
                                  human_seconds(summary.seconds));
-  if (summary.test_accuracy) text += "test accuracy " + percent(summary.test_accuracy) + ", ";
+  if (summary.test_accuracy) text += fmt::format("test accuracy {}, ", percent(summary.test_accuracy));
   text += fmt::format("loss {:.4f}, {} ms per step, {} images/s", summary.final_loss,
                       milliseconds(summary.step_ms), human_count(summary.images_per_s));
   text += fmt::format(", {:.3g} TFLOP/s per device", summary.tflops);
@@ -161,10 +161,10 @@ std::string shares_text(const RunSummary& summary) {
                             part("waiting for communication", s.exposed_comm) +
                             part("optimizer", s.optimizer) + part("waiting for data", s.data) +
                             part("other", s.other);
-  std::string text = "Step time: " + (parts.empty() ? "not measured" : parts.substr(2));
+  std::string text = fmt::format("Step time: {}", parts.empty() ? "not measured" : parts.substr(2));
   if (const auto hidden = s.hidden_of_comm()) {
     const std::string parallel = part("compression", s.compress) + part("communication", s.communicate) +
-                               part("decompression", s.decompress);
+                                 part("decompression", s.decompress);
     text += fmt::format("\nIn parallel: {} of the step; {:.0f} % of that overlapped with backward",
                         parallel.empty() ? "nothing" : parallel.substr(2), 100 * *hidden);
   }
@@ -180,7 +180,7 @@ std::string compare_table(const std::vector<ComparedRun>& runs) {
                     milliseconds(s.step_ms), human_count(s.images_per_s), human_bytes(s.wire_bytes),
                     s.ratio ? fmt::format("{:.2f}x", *s.ratio) : "-", milliseconds(s.exposed_comm_ms)});
   }
-  // Only where it tells runs apart.
+  // Only if runs differ in it.
   if (std::any_of(runs.begin(), runs.end(),
                   [&](const auto& r) { return r.bucket_mb != runs[0].bucket_mb; })) {
     rows[0].insert(rows[0].begin() + 1, "bucket MiB");

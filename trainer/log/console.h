@@ -1,5 +1,4 @@
-// What a person sees of a run: a progress bar on a terminal, a line every few steps otherwise; and the table
-// of compare.
+// Console output: a progress bar on a terminal, otherwise a line every few steps; and the table of compare.
 #pragma once
 
 #include <chrono>
@@ -19,7 +18,7 @@ std::string human_seconds(double seconds);  // "3.2 s", "1:05", "2:03:10"
 struct ConsoleOptions {
   std::FILE* out = stdout;
   bool terminal = false;  // draw a progress bar
-  int64_t log_every = 1;  // not on a terminal: a line every so many steps, and for the last
+  int64_t log_every = 1;  // without a terminal: steps per line; the last step always gets a line
 };
 
 class Console final : public RunObserver {
@@ -44,12 +43,12 @@ class Console final : public RunObserver {
   Clock::time_point start_ = Clock::now(), drawn_{};
 };
 
-// The table that compares runs, one line each; the first run is what the others are measured against.
+// The table of compare, one line per run.
 std::string compare_table(const std::vector<ComparedRun>& runs);
-// One line about a finished run.
+// A finished run in one line.
 std::string summary_line(const RunSummary& summary);
-// What its steps spent their time on: a line of parts that add up to 100 %, and, when there was
-// communication, one of what went on beside them.
+// How the step time divides: a line of parts that add up to 100 %, and, if there was communication, a line
+// for what ran in parallel.
 std::string shares_text(const RunSummary& summary);
 
 }  // namespace gradwire

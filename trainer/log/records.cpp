@@ -167,7 +167,7 @@ bool is_before(const std::string& line, int64_t first_step, int64_t steps) {
   if (type == "run") return true;
   if (!step.is_number_integer()) return false;
   if (type == "step") return step.get<int64_t>() < first_step;
-  // A run that is resumed behind its last step evaluates again.
+  // A run resumed after its last step repeats its evaluation.
   if (type == "eval" && first_step == steps) return step.get<int64_t>() < first_step;
   return step.get<int64_t>() <= first_step;
 }

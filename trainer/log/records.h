@@ -1,5 +1,5 @@
-// Records as JSON text, one line each; docs/formats.md describes every field. A number that is not finite
-// becomes null, so that each line stays valid JSON whatever the run did.
+// Log records: one line of JSON each; docs/formats.md describes every field. A number that is not finite
+// becomes null, because JSON has no NaN or infinity.
 #pragma once
 
 #include <string>
@@ -20,13 +20,13 @@ std::string eval_record(const EvalRecord& eval);
 std::string checkpoint_record(const CheckpointRecord& checkpoint);
 std::string resume_record(const TrainConfig& config, const RunInfo& info);
 std::string summary_record(const RunSummary& summary);
-// The resolved config alone, indented, for people (--dry-run).
+// The resolved config as indented JSON (--dry-run).
 std::string config_text(const TrainConfig& config);
 
-// Is this the first line of a log?
+// Whether this is the first line of a log.
 bool is_run_record(const std::string& line);
-// Of a line of a log that a run goes on with, which is at step `first_step` of `steps`: does it stay? What
-// the run will say again does not, nor does a part of a line.
+// Whether a line of an old log stays when a run resumes at step `first_step` of `steps`. False for records
+// that the run will write again, and for incomplete lines.
 bool is_before(const std::string& line, int64_t first_step, int64_t steps);
 
 struct ComparedRun {

@@ -1,6 +1,6 @@
 #include "trainer/log/run_log.h"
 
-#include <fcntl.h>
+#include <fmt/format.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -15,8 +15,8 @@ namespace gradwire {
 namespace {
 
 [[noreturn]] void cannot_write(const std::string& path, const std::string& why) {
-  throw BadInput(path + ": cannot be written: " + why +
-                 "; name a file in a folder that exists and is writable");
+  throw BadInput(fmt::format("{}: cannot be written: {}; name a file in a folder that exists and is writable",
+                             path, why));
 }
 
 }  // namespace
@@ -32,11 +32,10 @@ void check_writable(const std::string& path) {
   if (errno != ENOENT) cannot_write(path, std::strerror(errno));
   std::string folder = std::filesystem::path(path).parent_path().string();
   if (folder.empty()) folder = ".";
-  if (stat(folder.c_str(), &status) != 0)
-    cannot_write(path, "folder " + folder + ": " + std::strerror(errno));
+  auto bad_folder = [&] { cannot_write(path, fmt::format("folder {}: {}", folder, std::strerror(errno))); };
+  if (stat(folder.c_str(), &status) != 0) bad_folder();
   if (!S_ISDIR(status.st_mode)) cannot_write(path, folder + " is not a folder");
-  if (access(folder.c_str(), W_OK | X_OK) != 0)
-    cannot_write(path, "folder " + folder + ": " + std::strerror(errno));
+  if (access(folder.c_str(), W_OK | X_OK) != 0) bad_folder();
 }
 
 void write_file_atomically(const std::string& path, const std::string& contents) {
@@ -50,7 +49,7 @@ void write_file_atomically(const std::string& path, const std::string& contents)
   if (!written || std::rename(temporary.c_str(), path.c_str()) != 0) {
     if (written) error = errno;
     std::remove(temporary.c_str());
-    throw Error(path + ": writing failed: " + std::strerror(error));
+    throw Error(fmt::format("{}: writing failed: {}", path, std::strerror(error)));
   }
 }
 
@@ -66,7 +65,7 @@ void RunLog::on_run(const RunInfo& info) {
   write(goes_on ? resume_record(config_, info) : run_record(config_, data_, info));
 }
 
-// False when there is no log of a run to go on with.
+// Keeps the old log's records before `step`; false when there is no old log.
 bool RunLog::keep_until(int64_t step) {
   std::ifstream old(path_, std::ios::binary);
   std::string kept, line;
@@ -94,7 +93,7 @@ void RunLog::write_summary(const RunSummary& summary) {
 
 void RunLog::write(const std::string& record) {
   if (std::fputs((record + "\n").c_str(), file_.get()) < 0 || std::fflush(file_.get()) != 0) {
-    throw Error(path_ + ": writing failed: " + std::strerror(errno));
+    throw Error(fmt::format("{}: writing failed: {}", path_, std::strerror(errno)));
   }
 }
 

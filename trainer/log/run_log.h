@@ -1,5 +1,4 @@
-// The run's log: one JSON record per line, each flushed when written, so that a run that dies leaves whole
-// lines.
+// The run's log: one JSON record per line, each flushed when written: a killed run leaves complete lines.
 #pragma once
 
 #include <cstdio>
@@ -10,18 +9,17 @@
 
 namespace gradwire {
 
-// Throws BadInput unless `path` could be created or overwritten now. Creates nothing.
+// Throws BadInput if `path` cannot be created or overwritten. Creates nothing.
 void check_writable(const std::string& path);
 
-// Replaces the file at `path` in one step: a reader sees the old contents or the new, never a part.
+// Replaces the file at `path` atomically: a reader sees the old contents or the new.
 void write_file_atomically(const std::string& path, const std::string& contents);
 
 class RunLog final : public RunObserver {
  public:
-  // The file is opened when the run stands (on_run), not before: a run that never starts leaves no file.
-  // A run that goes on from a checkpoint goes on with the file, too, if it is there: lines of steps that the
-  // checkpoint has not seen are dropped, whatever was written of them before the run was stopped.
-  // `config` and `data` outlive the log. Throws BadInput when the path cannot be written.
+  // The file is opened in on_run(): a run that never starts leaves no file. A run that resumes from a
+  // checkpoint appends to its old log, if there is one, and drops the lines of steps after the checkpoint.
+  // `config` and `data` must outlive the log. Throws BadInput when the path cannot be written.
   RunLog(std::string path, const TrainConfig& config, const DataSplits& data);
 
   void on_run(const RunInfo& info) override;

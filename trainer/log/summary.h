@@ -1,4 +1,4 @@
-// What a finished run comes to: medians over its steps, and its last evaluation.
+// The summary of a finished run: medians over its steps, and its last evaluation.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,14 @@
 
 namespace gradwire {
 
-// Parts of the time of all steps together, as fractions of it.
+// Fractions of the total step time.
 struct StepShares {
-  // On the compute stream, one after the other: with what is between the marks they add up to 1.
+  // On the compute stream, in sequence: they add up to 1.
   double data = 0, forward = 0, backward = 0, exposed_comm = 0, optimizer = 0, other = 0;
-  // On the stream of communication, while the compute stream is at the above.
+  // On the communication stream, at the same time.
   double compress = 0, communicate = 0, decompress = 0;
   double comm() const { return compress + communicate + decompress; }
-  // How much of that the compute stream did not wait for. None where there was no communication.
+  // The fraction of comm() that the compute stream did not wait for. None if there was no communication.
   std::optional<double> hidden_of_comm() const;
 };
 
@@ -33,8 +33,8 @@ struct RunSummary {
   double comm_ms = 0, compress_ms = 0, communicate_ms = 0, decompress_ms = 0, exposed_comm_ms = 0;
   double data_ms = 0, forward_ms = 0, backward_ms = 0, optimizer_ms = 0;
   double tflops = 0;                    // per device
-  double data_wait_share = 0;           // of the time of all steps, how much the device waited for batches
-  std::optional<double> peak_fraction;  // tflops / the measured peak; none when that was not measured
+  double data_wait_share = 0;           // fraction of the total step time that the device waited for batches
+  std::optional<double> peak_fraction;  // tflops / the measured peak; none if not measured
   uint64_t total_wire_bytes = 0;        // of rank 0, over the whole run
   std::optional<double> ratio;          // dense_bytes / wire_bytes; none when nothing was sent
   StepShares shares;
@@ -43,8 +43,7 @@ struct RunSummary {
 
 constexpr int64_t kFinalLossSteps = 20;
 
-// The middle value, or the mean of the two middle ones; values that are NaN (not measured) are left out. NaN
-// when none is left.
+// The median, without NaN values (not measured). NaN if there are no others.
 double median(std::vector<double> values);
 
 // Collects a run's records.

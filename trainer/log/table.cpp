@@ -1,5 +1,7 @@
 #include "trainer/log/table.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 namespace gradwire {
@@ -26,6 +28,10 @@ std::string table_text(const Table& table, const std::string& indent, bool rule)
     }
   }
   return text;
+}
+
+std::string row_text(const std::string& name, const std::string& value) {
+  return fmt::format("  {:<17} {}\n", name, value);
 }
 
 }  // namespace gradwire

@@ -13,15 +13,14 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// Rows in the order in which a step goes through them; others below.
+// The first rows, in the order of a step's work; others follow.
 constexpr const char* kRows[] = {"host thread", "compute", "communicate", "transfers"};
 
 std::string text(const Json& json) {
   return json.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
-// The format's times are microseconds; three decimals make them whole nanoseconds, so that spans that touch
-// do.
+// The format's unit is microseconds; three decimals keep nanoseconds, so adjacent spans stay adjacent.
 std::string microseconds(int64_t ns) {
   return fmt::format("{}{}.{:03}", ns < 0 ? "-" : "", std::abs(ns) / 1000, std::abs(ns) % 1000);
 }
@@ -42,7 +41,7 @@ Json metadata(const char* kind, int rank, int row, Json args) {
 
 std::string trace_events(int rank, Device device, std::vector<TraceSpan> spans, size_t dropped,
                          double error_us) {
-  // Parents before children, which is what readers nest by.
+  // Parents before children: readers nest spans by their order.
   std::stable_sort(spans.begin(), spans.end(), [](const TraceSpan& a, const TraceSpan& b) {
     return a.begin_ns != b.begin_ns ? a.begin_ns < b.begin_ns : a.end_ns > b.end_ns;
   });
@@ -105,7 +104,7 @@ void TraceFile::write_rest(const std::string& error) noexcept {
 }
 
 std::string TraceFile::document(const std::string& error) const {
-  Json about{{"program", std::string("gradwire ") + GRADWIRE_VERSION},
+  Json about{{"program", "gradwire " GRADWIRE_VERSION},
              {"model", config_.model.name},
              {"data", config_.data.to_string()},
              {"ranks", config_.ranks()},
@@ -121,8 +120,8 @@ std::string TraceFile::document(const std::string& error) const {
   for (const std::string& part : parts_) {
     if (!part.empty()) events += (events.empty() ? "" : ",") + part;
   }
-  return "{\"displayTimeUnit\":\"ms\",\"otherData\":" + text(about) + ",\"traceEvents\":[" + events +
-         "\n]}\n";
+  return fmt::format("{{\"displayTimeUnit\":\"ms\",\"otherData\":{},\"traceEvents\":[{}\n]}}\n", text(about),
+                     events);
 }
 
 std::string trace_path_of_rank(const std::string& path, int rank) {

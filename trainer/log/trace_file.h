@@ -1,5 +1,5 @@
-// The file of --trace: the spans of all ranks in the trace event format, which Perfetto and chrome://tracing
-// read. A process per rank, a thread per stream. docs/profiling.md describes it.
+// The file of --trace: the spans of all ranks in the trace event format of Perfetto and chrome://tracing,
+// with a process per rank and a thread per stream. docs/profiling.md describes it.
 #pragma once
 
 #include <mutex>
@@ -11,22 +11,21 @@
 
 namespace gradwire {
 
-// One rank's spans as a comma-separated list of events; "" for none. `error_us`: how far its clock may be
-// off.
+// One rank's spans as a comma-separated list of events; "" for none. `error_us`: bound on its clock's error.
 std::string trace_events(int rank, Device device, std::vector<TraceSpan> spans, size_t dropped,
                          double error_us);
 
-// Collects the ranks' parts, and writes them in one piece: a reader sees a whole file or none.
+// Collects the ranks' parts and writes them atomically: a reader sees a complete file or none.
 class TraceFile {
  public:
   TraceFile(const TrainConfig& config, std::string path);
 
-  // Any thread. When the last rank's part has come, the file is written. Throws Error when that fails.
+  // From any thread. The last rank's part writes the file. Throws Error when that fails.
   void add(int rank, std::string events);
-  // Of a run that failed: what a rank has so far. Does nothing where its part has come.
+  // After a failure: the spans that a rank has so far. Ignored if its part was already added.
   void keep(int rank, std::string events);
-  // At the end of a run that failed: writes what there is, unless all had come. Throws nothing: there is an
-  // error already.
+  // At the end of a failed run: writes what there is, unless the file was already written. Does not throw,
+  // because there is an error to report already.
   void write_rest(const std::string& error) noexcept;
 
  private:
@@ -40,8 +39,7 @@ class TraceFile {
   bool written_ = false;
 };
 
-// trace.json -> trace.rank3.json: where a rank that is a process of its own leaves what it could not hand to
-// rank 0.
+// trace.json -> trace.rank3.json: where a rank that is a process writes what it could not send to rank 0.
 std::string trace_path_of_rank(const std::string& path, int rank);
 
 }  // namespace gradwire

@@ -17,7 +17,7 @@ double best_round_us(Communicator& comm, const Stream& stream, const std::vector
                      const ExchangeLabel& label, int rounds, int repeats) {
   using Clock = std::chrono::steady_clock;
   double best = std::numeric_limits<double>::infinity();
-  for (int i = 0; i <= repeats; ++i) {  // the first to warm up
+  for (int i = 0; i <= repeats; ++i) {  // the first is a warm-up
     const auto start = Clock::now();
     for (int k = 0; k < rounds; ++k) comm.transport().exchange(stream, transfers, label);
     stream.synchronize();
@@ -40,8 +40,7 @@ LinkMatrix measure_link_matrix(Communicator& comm, const Stream& stream, const L
   const Call call{0x6c696e6d, "measuring each link"};
   const ExchangeLabel label{call.hash, call.what};
   comm.transport().begin(stream, call);
-  // A call is checked between neighbours when they first exchange something, and a pair need not be
-  // neighbours.
+  // Neighbours check the call at their first exchange; a pair measured below need not be neighbours.
   const std::vector<Transfer> round{
       {Transfer::Kind::send, (rank + 1) % world, out.data(), kSmallBytes},
       {Transfer::Kind::receive, (rank + world - 1) % world, in.data(), kSmallBytes}};
@@ -49,7 +48,7 @@ LinkMatrix measure_link_matrix(Communicator& comm, const Stream& stream, const L
   for (int a = 0; a < world; ++a) {
     for (int b = a + 1; b < world; ++b) {
       stream.synchronize();
-      comm.barrier();  // nobody else is on the links
+      comm.barrier();  // no other traffic on the links
       if (rank != a && rank != b) continue;
       const int peer = rank == a ? b : a;
       auto transfers = [&](size_t bytes) {
@@ -59,12 +58,12 @@ LinkMatrix measure_link_matrix(Communicator& comm, const Stream& stream, const L
       const double small_us = best_round_us(comm, stream, transfers(kSmallBytes), label, 16, 4);
       const double large_us = best_round_us(comm, stream, transfers(large), label, 1, 3);
       mine[static_cast<size_t>(2 * peer)] = small_us;
-      // Where bytes hardly show beside the latency, noise must not make them free.
+      // Latency may dominate, and noise make the difference tiny or negative: use at least half of large_us.
       mine[static_cast<size_t>(2 * peer + 1)] =
           static_cast<double>(large) / std::max(large_us - small_us, 0.5 * large_us) / 1e3;
     }
   }
-  const auto all = all_gather(comm.transport(), stream, mine, "what each link gives");
+  const auto all = all_gather(comm.transport(), stream, mine, "speed of each link");
   LinkMatrix matrix{.world = world,
                     .links = std::vector<LinkMatrix::Link>(static_cast<size_t>(world * world))};
   for (int a = 0; a < world; ++a) {

@@ -1,4 +1,4 @@
-// What each pair of ranks has between it, measured one pair at a time.
+// Latency and bandwidth between each pair of ranks, measured one pair at a time.
 #pragma once
 
 #include <vector>
@@ -9,8 +9,8 @@ namespace gradwire {
 
 struct LinkMatrix {
   struct Link {
-    double latency_us = 0;  // of 64 bytes there and, at the same time, 64 back
-    double gb_per_s = 0;    // each way, both ways at the same time
+    double latency_us = 0;  // 64 bytes each way at the same time
+    double gb_per_s = 0;    // each way, with both ways at the same time
   };
   int world = 0;
   std::vector<Link> links;  // [a * world + b], symmetric
@@ -18,8 +18,8 @@ struct LinkMatrix {
   const Link& between(int a, int b) const { return links[static_cast<size_t>(a * world + b)]; }
 };
 
-// Collective, and blocks the caller: some 50 ms per pair, whatever the link. `costs`, the same on every rank,
-// say how much to send. Every rank returns the same.
+// Collective; blocks for about 50 ms per pair, on any link. `costs`, the same on every rank, determines how
+// much to send. Every rank returns the same.
 LinkMatrix measure_link_matrix(Communicator& comm, const Stream& stream, const LinkCosts& costs);
 
 }  // namespace gradwire

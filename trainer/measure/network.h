@@ -1,4 +1,4 @@
-// The machine's ways out: network interfaces and InfiniBand or RoCE ports, as sysfs tells of them.
+// The machine's network interfaces and InfiniBand or RoCE ports, from sysfs.
 #pragma once
 
 #include <cstdint>
@@ -10,22 +10,22 @@ namespace gradwire {
 struct NetInterface {
   std::string name;
   bool up = false;
-  int64_t megabits = -1;  // per second; -1: the driver does not say
+  int64_t megabits = -1;  // per second; -1: unknown
 };
 struct InfinibandPort {
   std::string device;  // "mlx5_0"
   int port = 1;
-  std::string link;  // "InfiniBand" or "Ethernet", which is RoCE
+  std::string link;  // "InfiniBand" or "Ethernet" (RoCE)
   std::string rate;  // "200 Gb/sec (4X HDR)"
   bool active = false;
 };
 struct Network {
-  std::vector<NetInterface> interfaces;  // but loopback, by name
+  std::vector<NetInterface> interfaces;  // sorted by name, without loopback
   std::vector<InfinibandPort> ports;
-  bool infiniband() const;  // an active port
+  bool infiniband() const;  // whether a port is active
 };
 
-// `sys`: where sysfs is mounted. Never throws; what cannot be read is not there.
+// `sys`: where sysfs is mounted. Never throws; skips what cannot be read.
 Network find_network(const std::string& sys = "/sys");
 
 }  // namespace gradwire

@@ -8,7 +8,7 @@
 namespace gradwire {
 namespace {
 
-// The little of NVML's ABI that is needed (nvml.h of the driver; stable by its versioned names).
+// The part of NVML's ABI used here (the driver's nvml.h; versioned names keep it stable).
 struct PciInfo {  // nvmlPciInfo_t
   char legacy_address[16];
   unsigned domain, bus, device, device_id, subsystem_id;
@@ -41,7 +41,7 @@ NvLinks::NvLinks(const std::vector<std::string>& addresses) {
   for (const std::string& address : addresses) gpus_.push_back({address, {}, 0});
   void* library = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
-    source_ = "NVLinks are not known: NVML (libnvidia-ml.so.1) cannot be opened";
+    source_ = "NVLinks unknown: NVML (libnvidia-ml.so.1) cannot be opened";
     return;
   }
   auto* init = find<int()>(library, "nvmlInit_v2");
@@ -51,7 +51,7 @@ NvLinks::NvLinks(const std::vector<std::string>& addresses) {
   auto* remote = find<int(Handle, unsigned, PciInfo*)>(library, "nvmlDeviceGetNvLinkRemotePciInfo_v2");
   auto* remote_type = find<int(Handle, unsigned, int*)>(library, "nvmlDeviceGetNvLinkRemoteDeviceType");
   if (!init || !shutdown || !by_address || !link_state || !remote || init() != kSuccess) {
-    source_ = "NVLinks are not known: NVML does not start";
+    source_ = "NVLinks unknown: NVML cannot be initialized";
     dlclose(library);
     return;
   }

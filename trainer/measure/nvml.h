@@ -1,4 +1,4 @@
-// NVLinks between GPUs, as NVML counts them. The library is opened at run time, so nothing links to it.
+// NVLinks between GPUs, from NVML. The library is opened at run time, so nothing links to it.
 #pragma once
 
 #include <string>
@@ -8,19 +8,19 @@ namespace gradwire {
 
 class NvLinks {
  public:
-  // `addresses`: PCI addresses of the GPUs. Never throws; without NVML there are no links and source() says
-  // why.
+  // `addresses`: PCI addresses of the GPUs. Never throws; without NVML between() is 0 and source() says why.
   explicit NvLinks(const std::vector<std::string>& addresses);
 
-  // Bonded links from GPU a to GPU b, direct ones, or those with which both hang on NVSwitches.
+  // Links from GPU a to GPU b: direct ones, plus those through NVSwitches.
   int between(int a, int b) const;
+  // "NVML", or why there are no links.
   const std::string& source() const { return source_; }
 
  private:
   struct Gpu {
     std::string address;
-    std::vector<std::string> peers;  // at the other end of each active link that ends at a GPU
-    int to_switches = 0;
+    std::vector<std::string> peers;  // PCI addresses, one for each active link to a GPU
+    int to_switches = 0;             // active links to NVSwitches
   };
   std::vector<Gpu> gpus_;
   std::string source_;

@@ -17,7 +17,7 @@ namespace {
 
 constexpr double kBudgetMs = 40;  // of each measurement
 
-// Values in (-1, 1). Of constants a GPU multiplies faster than of anything real.
+// Values in (-1, 1). Not constants: a GPU multiplies those faster than real data.
 Buffer random_matrix(const Stream& stream, int64_t count) {
   constexpr int64_t kDrawn = 1 << 18;
   std::vector<float> drawn(static_cast<size_t>(std::min(count, kDrawn)));
@@ -33,7 +33,7 @@ Buffer random_matrix(const Stream& stream, int64_t count) {
   return matrix;
 }
 
-// The same as operands of BF16 products.
+// The same values as BF16.
 Buffer rounded(const Stream& stream, const Buffer& matrix, int64_t count) {
   Buffer out = make_buffer<Bf16>(stream.device(), count);
   kBf16->reduce_encode(stream, {.own = matrix.as<float>(), .wire = out.data(), .count = count});
@@ -44,7 +44,7 @@ Buffer rounded(const Stream& stream, const Buffer& matrix, int64_t count) {
 double product_tflops(const Stream& stream, Precision precision) {
   const bool host = stream.device().is_host(), bf16 = precision == Precision::bf16;
   const int64_t n = host ? 768 : precision == Precision::fp32 ? 4096 : 8192;
-  // On the host each product of a batch is one thread's, without seams between pieces.
+  // On the host: one product per thread, so that no product is split between threads.
   const int64_t batch = host ? host_threads() : 1;
   Buffer a = random_matrix(stream, n * n), b = random_matrix(stream, n * n);
   if (bf16) a = rounded(stream, a, n * n), b = rounded(stream, b, n * n);
@@ -68,7 +68,8 @@ double product_tflops(const Stream& stream, Precision precision) {
   return 2.0 * static_cast<double>(batch * n) * static_cast<double>(n * n) / (ms * 1e9);
 }
 
-// Past the caches: a plain store reads its line first, and then two thirds of the bandwidth are the most.
+// Uses non-temporal stores. A normal store reads its cache line first, which limits a copy to two thirds of
+// the bandwidth.
 void copy_piece(std::byte* to, const std::byte* from, int64_t bytes) {
   using Vector [[gnu::vector_size(16), gnu::may_alias]] = float;
   for (int64_t i = 0; i < bytes; i += 16) {

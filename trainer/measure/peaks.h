@@ -1,5 +1,4 @@
-// How fast a device multiplies matrices and copies memory, measured: what TFLOP/s in the log are a fraction
-// of.
+// Measures how fast a device multiplies matrices and copies memory. The log's TFLOP/s are compared with it.
 #pragma once
 
 #include <limits>
@@ -16,9 +15,10 @@ struct Peaks {
   double fma_share = std::numeric_limits<double>::quiet_NaN();      // host: measure/products.h
 };
 
-// Blocks; about a tenth of a second, with nothing else running on the device.
-//   product: host: 768^3 FP32, one on each of the process' threads; CUDA: 8192^3 (FP32: 4096^3) in
-//   `precision` copy: 64 MiB on all threads; CUDA: 256 MiB
+// Blocks for about a tenth of a second; nothing else should run on the device.
+//   product   host: 768^3 FP32, one on each of the process's threads
+//             CUDA: 8192^3 (FP32: 4096^3) in `precision`
+//   copy      host: 64 MiB on all threads; CUDA: 256 MiB
 // Each is the best of several runs.
 Peaks measure_peaks(Device device, Precision precision);
 

@@ -1,5 +1,7 @@
 #include "trainer/measure/products.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <ctime>
@@ -16,8 +18,7 @@ GW_ALLOW_FMA
 namespace gradwire {
 namespace {
 
-// Kernels that suit the processor make 80 % and more of the FMA units; SSE ones, which have no FMA, at most
-// half.
+// Kernels for the processor reach 80 % or more of the FMA peak; SSE kernels, which have no FMA, at most half.
 constexpr double kLeastShare = 0.6;
 
 constexpr int kRuns = 8;
@@ -25,7 +26,7 @@ constexpr int kChains = 12;  // enough to hide an FMA's latency, and few enough 
 constexpr int64_t kRounds = 1'000'000;
 constexpr int64_t kSize = 512;  // of the product
 
-#ifndef GRADWIRE_SANITIZED  // whose products would measure the sanitizer
+#ifndef GRADWIRE_SANITIZED  // a sanitized build would measure the sanitizer
 using Ymm [[gnu::vector_size(32)]] = float;
 using Zmm [[gnu::vector_size(64)]] = float;
 
@@ -68,10 +69,11 @@ double cpu_seconds(const Work& work) {
 std::string host_products_text() {
   const GradwireBlas& blas = *gradwire_blas();
   if (blas.error != nullptr) throw BadInput(blas.error);
-  std::string text = std::string(blas.version) + ", " + blas.kernels + " kernels";
+  const std::string text = fmt::format("{}, {} kernels", blas.version, blas.kernels);
   if (blas.wanted != nullptr) return text + " (GRADWIRE_BLAS_KERNELS)";
   if (blas.instead_of == nullptr) return text;
-  return text + " (by the processor's features; by its model OpenBLAS would take " + blas.instead_of + ")";
+  return fmt::format("{} (chosen by CPU features; OpenBLAS would use {} for this CPU model)", text,
+                     blas.instead_of);
 }
 
 double measure_fma_share() {
@@ -102,12 +104,14 @@ double measure_fma_share() {
 std::string slow_products_warning(double fma_share) {
   if (!(fma_share < kLeastShare)) return {};  // NaN is no reason to warn
   const GradwireBlas& blas = *gradwire_blas();
-  return "products run at " + std::to_string(std::lround(100 * fma_share)) +
-         " % of what this processor's FMA units can do: " +
-         (blas.wanted != nullptr
-              ? std::string("unset GRADWIRE_BLAS_KERNELS=") + blas.wanted
-              : std::string(blas.version) + "'s " + blas.kernels +
-                    " kernels do not suit it; build with a newer OpenBLAS, or try GRADWIRE_BLAS_KERNELS");
+  const std::string remedy =
+      blas.wanted != nullptr
+          ? fmt::format("unset GRADWIRE_BLAS_KERNELS={}", blas.wanted)
+          : fmt::format(
+                "{}'s {} kernels do not suit it; build with a newer OpenBLAS, or try GRADWIRE_BLAS_KERNELS",
+                blas.version, blas.kernels);
+  return fmt::format("products run at {} % of this processor's FMA peak: {}", std::lround(100 * fma_share),
+                     remedy);
 }
 
 }  // namespace gradwire

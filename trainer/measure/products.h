@@ -1,20 +1,20 @@
-// What computes products on the host, in words, and whether it is as fast as the processor.
+// Which BLAS computes products on the host, and whether it is as fast as the processor allows.
 #pragma once
 
 #include <string>
 
 namespace gradwire {
 
-// "OpenBLAS 0.3.21, Zen kernels", and who chose them when OpenBLAS did not. Throws BadInput when
-// GRADWIRE_BLAS_KERNELS names what is not there.
+// "OpenBLAS 0.3.21, Zen kernels", and how they were chosen if not by OpenBLAS. Throws BadInput when
+// GRADWIRE_BLAS_KERNELS names kernels that do not exist.
 std::string host_products_text();
 
-// The speed of an FP32 product as a share of what the core's FMA units can do, each the best of several runs
-// in the calling thread. Counted in the thread's CPU time, so that other programs on the same cores hardly
-// matter. Takes about 50 ms. NaN: the processor has no AVX2, or the build cannot use it (sanitizers).
+// The speed of an FP32 product as a fraction of the core's FMA peak, each the best of several runs in the
+// calling thread. Measured in the thread's CPU time, so other programs on the same cores hardly matter. Takes
+// about 50 ms. NaN: the processor has no AVX2, or the build is sanitized.
 double measure_fma_share();
 
-// Empty when the share is what it should be, or NaN.
+// Empty when the fraction is high enough, or NaN.
 std::string slow_products_warning(double fma_share);
 
 }  // namespace gradwire

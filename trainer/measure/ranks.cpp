@@ -14,12 +14,11 @@
 namespace gradwire {
 namespace {
 
-constexpr double kProbeMs = 150;  // about, of one run of the model on the host
+constexpr double kProbeMs = 150;  // about one forward and backward of the probe on the host
 constexpr double kProbeBudgetMs = 700, kCodecBudgetMs = 150;
 constexpr double kOptimizerBytes = 28;  // AdamW reads four floats per parameter and writes three
 
-// A group in which every exchange is done at once and brings nothing, so that a codec's kernels are all that
-// takes time.
+// Every exchange returns at once without data, so only a codec's kernels take time.
 class SilentTransport final : public PlannedTransport {
  public:
   using PlannedTransport::PlannedTransport;
@@ -66,7 +65,7 @@ double training_tflops(const Stream& stream, const VitConfig& model, int64_t bat
   return training_flops_per_image(model) * static_cast<double>(batch) / (ms * 1e9);
 }
 
-// The gradients of one encoder layer: what all of a large model's are like.
+// The gradients of one encoder layer, as a sample of the model's.
 std::vector<GradientTensor> layer_gradients(VitConfig model) {
   model.depth = 1;
   std::vector<GradientTensor> tensors;
@@ -112,7 +111,7 @@ RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, int sha
   comm.barrier();
   if (comm.rank() == 0) report.peaks = measure_peaks(comm.device(), config.precision);
   const auto peaks = all_gather(comm.transport(), stream, {report.peaks.tflops, report.peaks.copy_gb_per_s},
-                                "what the device of rank 0 can do");
+                                "peaks of rank 0's device");
   report.peaks.tflops = peaks[0][0], report.peaks.copy_gb_per_s = peaks[0][1];
 
   report.probe = model;
@@ -123,8 +122,8 @@ RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, int sha
     const double images = kProbeMs * share * 1e9 / training_flops_per_image(report.probe);
     report.probe_batch = std::clamp<int64_t>(std::llround(images), 1, config.batch_size);
   }
-  // All ranks at once from here on, as they will be when they train: means, since who is fastest has found
-  // the machine idle for a moment.
+  // From here on all ranks measure at once, as in training. Means, not minima: the fastest run may have had
+  // the machine to itself.
   std::vector<double> mine;
   comm.barrier();
   mine.push_back(
@@ -137,7 +136,7 @@ RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, int sha
                          : codec_ns(stream, spec, layer_gradients(model), comm.world(), report.links,
                                     patience * kCodecBudgetMs));
   }
-  const auto all = all_gather(comm.transport(), stream, mine, "how fast each rank is");
+  const auto all = all_gather(comm.transport(), stream, mine, "speed of each rank");
   StepCosts& costs = report.costs;
   report.rank_tflops = all[0][0];
   for (const auto& theirs : all) {

@@ -1,5 +1,5 @@
-// What a group of ranks is good for: its links, how fast each rank trains, what compression costs there, and
-// so which compression pays.
+// Measures a group of ranks: its links, how fast each rank trains, and what compression costs; and predicts
+// from that which compression pays.
 #pragma once
 
 #include <optional>
@@ -17,25 +17,25 @@ struct RanksReport {
   int world = 1;
   std::string transport;  // "local", "tcp", "nccl"
   LinkCosts links;
-  std::optional<LinkMatrix> matrix;  // of worlds up to kMatrixRanks
+  std::optional<LinkMatrix> matrix;  // for worlds of up to kMatrixRanks
   Peaks peaks;                       // of rank 0's device
-  double rank_tflops = 0;            // of the slowest rank, training, all ranks at once
-  VitConfig probe;                   // the model that was trained to see that: fewer layers
+  double rank_tflops = 0;            // of the slowest rank, with all ranks training at once
+  VitConfig probe;                   // the model trained to measure that: fewer layers
   int64_t probe_batch = 0;
   int64_t parameters = 0, batch_size = 0;
   double flops_per_image = 0;
-  double optimizer_bytes = 0;  // moved by a step of AdamW
+  double optimizer_bytes = 0;  // read and written by a step of AdamW
   StepCosts costs;
   Recommendation recommendation;
 };
 constexpr int kMatrixRanks = 8;
 
-// Collective, and blocks the caller for a few seconds: every rank passes the same config, of which model,
-// batch size, precision and devices matter. `sharing`: ranks that are on rank 0's device. Every rank returns
-// the same. `patience`: how long to time each thing, against about two seconds in all.
+// Collective; blocks for a few seconds. Every rank passes the same config; its model, batch size, precision
+// and devices matter. `sharing`: ranks on rank 0's device. `patience` scales the time for each measurement;
+// 1: about two seconds in all. Every rank returns the same.
 RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, int sharing, double patience = 1);
 
-// For people: the links, then the prediction with its arithmetic.
+// The report as text: the links, then the prediction with its arithmetic.
 std::string links_text(const RanksReport& report);
 std::string recommendation_text(const RanksReport& report, const VitConfig& model);
 

@@ -1,12 +1,12 @@
-// What examine_ranks() found, for people.
+// The report of examine_ranks() as text.
 #include <fmt/format.h>
 
 #include <cmath>
 #include <cstdio>
 
 #include "trainer/log/console.h"
-#include "trainer/measure/ranks.h"
 #include "trainer/log/table.h"
+#include "trainer/measure/ranks.h"
 
 namespace gradwire {
 namespace {
@@ -23,26 +23,23 @@ std::string percent(double share) {
   return number(100 * share, 2) + " %";
 }
 std::string title(const std::string& text) {
-  return "\n" + text + "\n";
-}
-std::string row(const std::string& name, const std::string& value) {
-  return "  " + name + std::string(name.size() < 18 ? 18 - name.size() : 1, ' ') + value + "\n";
+  return fmt::format("\n{}\n", text);
 }
 
 }  // namespace
 
 std::string links_text(const RanksReport& report) {
   auto pattern = [](const LinkCosts::Pattern& p) {
-    return number(p.latency_us) + " us, " + number(p.bytes_per_us / 1e3) + " GB/s";
+    return fmt::format("{} us, {} GB/s", number(p.latency_us), number(p.bytes_per_us / 1e3));
   };
   std::string text =
       title(fmt::format("Links between {} ranks, transport {} (measured)", report.world, report.transport));
-  text += row("to a neighbour", pattern(report.links.neighbour) + ", all ranks at once");
-  text += row("to all", pattern(report.links.all_pairs) + ", all ranks at once");
+  text += row_text("to a neighbour", pattern(report.links.neighbour) + ", all ranks at once");
+  text += row_text("to all", pattern(report.links.all_pairs) + ", all ranks at once");
   if (report.links.intra_node != report.links.all_pairs ||
       report.links.inter_node != report.links.all_pairs) {
-    text += row("inside a node", pattern(report.links.intra_node));
-    text += row("between nodes", pattern(report.links.inter_node));
+    text += row_text("inside a node", pattern(report.links.intra_node));
+    text += row_text("between nodes", pattern(report.links.inter_node));
   }
   if (!report.matrix) return text;
   const auto world = static_cast<size_t>(report.world);
@@ -65,17 +62,18 @@ std::string recommendation_text(const RanksReport& report, const VitConfig& mode
   std::string text = title(fmt::format("Prediction: {}, {} parameters, batch {}, {} ranks", model.name,
                                        human_count(static_cast<double>(report.parameters)), report.batch_size,
                                        report.world));
-  text += row("compute", fmt::format("{} GFLOP x {} images / {} TFLOP/s = {}, two thirds of it backward",
-                                     number(report.flops_per_image / 1e9), report.batch_size,
-                                     number(report.rank_tflops), ms(costs.compute_ms)));
-  text += row("", fmt::format("(each rank's speed, all at once, on {}{} and batch {})", report.probe.depth,
-                              report.probe.depth == 1 ? " layer" : " layers", report.probe_batch));
-  text += row("optimizer", human_bytes(report.optimizer_bytes) + " / " + number(report.peaks.copy_gb_per_s) +
-                               " GB/s = " + ms(costs.optimizer_ms) + ", AdamW");
+  text += row_text("compute", fmt::format("{} GFLOP x {} images / {} TFLOP/s = {}, two thirds of it backward",
+                                          number(report.flops_per_image / 1e9), report.batch_size,
+                                          number(report.rank_tflops), ms(costs.compute_ms)));
+  text +=
+      row_text("", fmt::format("(each rank's speed, all at once, on {}{} and batch {})", report.probe.depth,
+                               report.probe.depth == 1 ? " layer" : " layers", report.probe_batch));
+  text += row_text("optimizer", fmt::format("{} / {} GB/s = {}, AdamW", human_bytes(report.optimizer_bytes),
+                                            number(report.peaks.copy_gb_per_s), ms(costs.optimizer_ms)));
   Table table{{"compression", "bucket MB", "buckets", "schedule", "sends", "links ms", "kernels ms",
                "exposed ms", "step ms", "speed"}};
   auto add = [&](const Prediction& p) {
-    table.push_back({p.spec, std::to_string(p.bucket_mb), std::to_string(p.buckets), p.schedule,
+    table.push_back({p.spec, fmt::format("{}", p.bucket_mb), fmt::format("{}", p.buckets), p.schedule,
                      human_bytes(p.sent_bytes), number(p.comm_ms), number(p.codec_ms), number(p.exposed_ms),
                      number(p.step_ms), number(r.best[0].step_ms / p.step_ms) + "x"});
   };
@@ -86,25 +84,26 @@ std::string recommendation_text(const RanksReport& report, const VitConfig& mode
   const Prediction &plain = r.best[0], &chosen = r.best[r.chosen];
   text += title(fmt::format(
       "Recommendation: {} --bucket-mb {}",
-      r.compress() ? "--compression " + chosen.spec : std::string("do not compress, --compression fp32"),
+      r.compress() ? fmt::format("--compression {}", chosen.spec) : "do not compress, --compression fp32",
       chosen.bucket_mb));
   auto line = [&](const Prediction& p) {
     const double codec = costs.codec_ns.at(p.spec);
-    return row(p.spec, human_bytes(p.sent_bytes) + " / " + number(p.sent_bytes / (p.comm_ms * 1e6)) +
-                           " GB/s = " + ms(p.comm_ms) + " on the links, " + number(codec) + " ns x " +
-                           human_count(static_cast<double>(report.parameters)) + " = " + ms(p.codec_ms) +
-                           " of kernels") +
-           row("", ms(p.exposed_ms) + " (" + percent(p.exposed_ms / p.step_ms) +
-                       " of the step) are left when backward is done: " + ms(p.step_ms) + " per step");
+    return row_text(p.spec,
+                    fmt::format("{} / {} GB/s = {} on the links, {} ns x {} = {} of kernels",
+                                human_bytes(p.sent_bytes), number(p.sent_bytes / (p.comm_ms * 1e6)),
+                                ms(p.comm_ms), number(codec),
+                                human_count(static_cast<double>(report.parameters)), ms(p.codec_ms))) +
+           row_text("", fmt::format("{} ({} of the step) are left when backward is done: {} per step",
+                                    ms(p.exposed_ms), percent(p.exposed_ms / p.step_ms), ms(p.step_ms)));
   };
   text += line(plain);
   if (r.compress()) return text + line(chosen);
   const Prediction* fastest = &plain;
   for (const Prediction& p : r.best) fastest = p.step_ms < fastest->step_ms ? &p : fastest;
-  if (fastest == &plain) return text + row("", "nothing is predicted to be faster");
+  if (fastest == &plain) return text + row_text("", "nothing is predicted to be faster");
   return text + line(*fastest) +
-         row("", "compression would gain " + percent(plain.step_ms / fastest->step_ms - 1) +
-                     ", which is not worth its rounding");
+         row_text("", fmt::format("compression would gain {}, too little to justify its rounding errors",
+                                  percent(plain.step_ms / fastest->step_ms - 1)));
 }
 
 }  // namespace gradwire

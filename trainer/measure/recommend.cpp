@@ -1,5 +1,7 @@
 #include "trainer/measure/recommend.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 
@@ -16,10 +18,10 @@ constexpr int64_t kDefaultBucketMb = 25;
 
 struct Bucket {
   int64_t elements = 0;
-  int64_t dense = 0, p = 0, q = 0;  // floats on the wire: as they are, in the factors P and Q
+  int64_t dense = 0, p = 0, q = 0;  // floats on the wire: uncompressed, and in the factors P and Q
 };
 
-// As the reducer cuts them, without gaps.
+// The reducer's buckets, without gaps between tensors.
 std::vector<Bucket> cut(const StepCosts& costs, const CompressionSpec& spec, int64_t bucket_bytes) {
   std::vector<Bucket> buckets;
   for (const BucketRange& range : lay_out(costs.tensors, 1, bucket_bytes).buckets) {
@@ -40,8 +42,10 @@ std::vector<Bucket> cut(const StepCosts& costs, const CompressionSpec& spec, int
 Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t bucket_mb) {
   const CompressionSpec spec = CompressionSpec::parse(text);
   const auto codec = costs.codec_ns.find(text);
-  if (codec == costs.codec_ns.end()) throw BadInput(text + ": nobody has measured its kernels");
-  const SchedulePlanner planner(schedule_request(spec), costs.world, costs.ranks_per_node, costs.links, kSliceBytes);
+  if (codec == costs.codec_ns.end())
+    throw BadInput(fmt::format("{}: its kernels were not measured (StepCosts::codec_ns)", text));
+  const SchedulePlanner planner(schedule_request(spec), costs.world, costs.ranks_per_node, costs.links,
+                                kSliceBytes);
   const std::vector<Bucket> buckets = cut(costs, spec, bucket_mb << 20);
   Prediction out{.spec = text, .bucket_mb = bucket_mb, .buckets = static_cast<int>(buckets.size())};
   double elements = 0;
@@ -63,7 +67,8 @@ Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t
     largest = std::max(largest, count);
   };
   const double forward = costs.compute_ms / 3, backward = costs.compute_ms - forward;
-  double done = 0, ready = 0, delay = 0, free = 0;  // of the reducer's stream
+  double done = 0, ready = 0, delay = 0;
+  double free = 0;  // when the reducer's stream is idle again
   for (const Bucket& bucket : buckets) {
     const double kernels = costs.world == 1 ? 0 : codec->second * static_cast<double>(bucket.elements) * 1e-6;
     us = 0;
@@ -71,13 +76,13 @@ Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t
     allreduce(bucket.q);
     done += static_cast<double>(bucket.elements);
     ready = forward + backward * done / elements + delay;
-    const bool beside_backward = costs.shared_cores && &bucket != &buckets.back();
-    free = std::max(free, ready) + (beside_backward ? 2 : 1) * kernels + us * 1e-3;
+    const bool during_backward = costs.shared_cores && &bucket != &buckets.back();
+    free = std::max(free, ready) + (during_backward ? 2 : 1) * kernels + us * 1e-3;
     out.codec_ms += kernels;
     out.comm_ms += us * 1e-3;
     if (costs.shared_cores) delay += kernels;
   }
-  // `delay` of the last bucket comes after backward, which is `ready`.
+  // `ready` is the end of backward: the last bucket's share of `delay` comes after it.
   out.exposed_ms = std::max(0.0, free - ready);
   out.step_ms = std::max(free, ready) + costs.optimizer_ms;
   return out;

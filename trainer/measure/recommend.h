@@ -1,13 +1,13 @@
-// To compress or not: what a training step would take with each compression, predicted from what a device and
-// the links between ranks were measured to do. A function of its arguments.
+// Whether to compress: predicts the time of a training step with each compression from the measured speed of
+// a device and of the links between ranks. Pure functions.
 //
 //   step = compute + exposed + optimizer
 //
-// Backward, two thirds of compute, finishes gradients in their order, in proportion to their elements. A
-// bucket that is full is compressed and reduced behind the buckets before it, while backward goes on: `codec`
-// for its kernels, and what the planner's cost model (collectives/plan/planner.h) predicts for its allreduces.
-// Exposed is what is left when backward is done. On the host kernels and backward share the cores: what a
-// bucket's kernels take comes on top of backward, and beside it they take twice as long.
+// Backward, two thirds of compute, finishes gradients in order, in time proportional to their elements. A
+// full bucket is compressed and reduced after the previous buckets, while backward continues: `codec` for its
+// kernels, plus the planner's cost model (collectives/plan/planner.h) for its allreduces. Exposed is what
+// remains when backward is done. On the host, kernels and backward share the cores: a bucket's kernels delay
+// backward by their own time, and take twice as long while backward runs.
 #pragma once
 
 #include <cstdint>
@@ -25,10 +25,10 @@ struct StepCosts {
   int world = 1;
   int ranks_per_node = 0;
   LinkCosts links;
-  double compute_ms = 0;  // forward and backward of a rank's batch, alone
+  double compute_ms = 0;  // forward and backward of a rank's batch, without communication
   double optimizer_ms = 0;
-  std::map<std::string, double> codec_ns;  // kernels of a spec, per element of the gradients
-  bool shared_cores = false;               // kernels take their time from backward
+  std::map<std::string, double> codec_ns;  // by spec: kernel time per gradient element
+  bool shared_cores = false;               // kernels slow down backward
 };
 
 struct Prediction {
@@ -41,11 +41,10 @@ struct Prediction {
   double codec_ms = 0, comm_ms = 0, exposed_ms = 0, step_ms = 0;
 };
 
-// One spec with one bucket size, in MiB. Throws BadInput for a spec that costs.codec_ns does not have.
+// One spec and bucket size in MiB. Throws BadInput for a spec that costs.codec_ns lacks.
 Prediction predict_step(const StepCosts& costs, const std::string& spec, int64_t bucket_mb);
 
-// Specs that are tried, gentlest first, and bucket sizes, of which 25 is the default; the last one holds
-// every gradient.
+// The specs to try, most accurate first, and the bucket sizes in MiB; the last size holds all gradients.
 std::vector<std::string> candidate_specs();
 std::vector<int64_t> candidate_bucket_mb(const StepCosts& costs);
 
@@ -56,8 +55,8 @@ struct Recommendation {
   bool compress() const { return chosen != 0; }
 };
 
-// The gentlest spec whose step is predicted within 10 % of the fastest: compression that gains less is not
-// worth its rounding.
+// Chooses the most accurate spec whose predicted step is within 10 % of the fastest: a smaller gain does not
+// justify rounding errors. Prefers the default bucket size of 25 MiB if it is within 2 % of the best.
 Recommendation recommend(const StepCosts& costs);
 
 }  // namespace gradwire

@@ -1,4 +1,4 @@
-// How long something takes.
+// Times work on a stream.
 #pragma once
 
 #include <functional>
@@ -8,12 +8,12 @@
 namespace gradwire {
 
 struct Timing {
-  double fastest_ms = 0;  // when nothing disturbs it
-  double mean_ms = 0;     // beside whatever else is running
+  double fastest_ms = 0;  // least disturbed by other work
+  double mean_ms = 0;     // includes the effect of other work
 };
 
-// Runs `work`, which enqueues on `stream`, once to warm up and then until `budget_ms` have passed, between 2
-// and 20 times, each between two events. Blocks.
+// Runs `work`, which enqueues on `stream`, once as a warm-up, then 2 to 20 times until `budget_ms` have
+// passed, timing each run with two events. Blocks.
 Timing time_runs(const Stream& stream, const std::function<void()>& work, double budget_ms);
 
 }  // namespace gradwire

@@ -1,14 +1,13 @@
-// What a training step costs in arithmetic: the yardstick for TFLOP/s in the log.
+// FLOPs of a training step, for the log's TFLOP/s.
 #pragma once
 
 #include "trainer/config/config.h"
 
 namespace gradwire {
 
-// FLOPs of the matrix products in one image's forward and backward pass, a multiplication and an addition
-// counting as two. Backward costs each product twice, for the gradients by its weight (or right operand) and
-// by its input, but nobody asks for the gradient by the pixels. The padding of attention matrices does not
-// count.
+// FLOPs of the matrix products in one image's forward and backward pass; a multiply-add counts as two.
+// Backward needs two products for each of forward's, for the gradients by its weight (or right operand) and
+// by its input, but no gradient by the pixels. The padding of attention matrices is not counted.
 double training_flops_per_image(const VitConfig& config);
 
 }  // namespace gradwire

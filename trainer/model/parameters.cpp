@@ -29,14 +29,13 @@ NormalPair normal_pair(uint32_t a, uint32_t b) {
   return {radius * std::cos(angle), radius * std::sin(angle)};
 }
 
-// Keeps these draws apart from those that others make from the same seed ("init" in ASCII).
+// Separates these draws from others with the same seed ("init" in ASCII).
 constexpr uint64_t kInitStream = uint64_t{0x696e6974} << 32;
 
-// torchvision's trunc_normal_ cuts at the absolute values -2 and 2, whatever the standard deviation is.
+// torchvision's trunc_normal_ truncates at -2 and 2, independent of the standard deviation.
 constexpr double kTruncateAt = 2.0;
 
-// Fills elements [begin, end) of one tensor; begin is a multiple of 4. Four elements come from one Philox
-// block.
+// Fills elements [begin, end) of one tensor, four from each Philox block; begin is a multiple of 4.
 void draw(const VitParameter& parameter, uint64_t seed, uint64_t tensor, int64_t begin, int64_t end,
           float* out) {
   for (int64_t i = begin; i < end; i += 4) {
@@ -50,7 +49,7 @@ void draw(const VitParameter& parameter, uint64_t seed, uint64_t tensor, int64_t
       double draws[4] = {p.first, p.second, q.first, q.second};
       for (int j = 0; j < 4; ++j) {
         double value = draws[j] * parameter.scale;
-        // A redraw has a stream of its own, so it shifts nobody else's numbers.
+        // Redraws use another stream, so they do not shift other elements' numbers.
         for (uint64_t attempt = 1; parameter.init == Init::truncated_normal && std::abs(value) > kTruncateAt;
              ++attempt) {
           Random4 again =

@@ -1,7 +1,7 @@
-// The parameters of a ViT: torchvision's names and shapes, where they lie, and their initial values.
+// The parameters of a ViT: torchvision's names and shapes, their layout in memory, and initial values.
 //
 // Parameters are listed in the order in which backward finishes their gradients (head first, patch embedding
-// last): the order in which the reducer wants them, and in which they lie in memory.
+// last). The reducer needs this order, and it is also the order in memory.
 #pragma once
 
 #include <cstdint>
@@ -18,19 +18,18 @@ struct VitParameter {
   std::string name;            // torchvision's state-dict name
   std::vector<int64_t> shape;  // torchvision's shape
   Init init = Init::zero;
-  double scale = 0.0;  // standard deviation, or the bound of the uniform distribution
+  double scale = 0.0;  // standard deviation, or bound of the uniform distribution
 
   int64_t elements() const;
 };
 
 // All parameters, in the order in which their gradients become ready.
 std::vector<VitParameter> vit_parameters(const VitConfig& config);
-// Elements of all of them: what "the model has N parameters" means.
+// Number of elements of all parameters, as in "the model has N parameters".
 int64_t count_elements(const std::vector<VitParameter>& parameters);
 
-// Where each parameter begins in a flat buffer, in floats. The reducer's gradient buffer has a layout of its
-// own (16-byte aligned, gaps zero); parameters, gradients and optimizer state share it, so that one launch
-// updates everything.
+// Where each parameter starts in a flat buffer, in floats. Parameters, gradients and optimizer state have the
+// layout of the reducer's gradient buffer (16-byte aligned, gaps zero), so one launch updates everything.
 struct ParameterLayout {
   std::vector<int64_t> offsets;
   int64_t elements = 0;  // gaps included
@@ -38,10 +37,10 @@ struct ParameterLayout {
 // Each tensor at the next multiple of 4 floats.
 ParameterLayout packed_layout(const std::vector<VitParameter>& parameters);
 
-// Initial values as torchvision draws them, a pure function of (parameters, layout, seed): class token and
-// biases 0, positions N(0, 0.02), patch convolution truncated normal, in_proj and MLP Xavier-uniform,
-// out_proj uniform in
-// +-1/sqrt(C), MLP biases N(0, 1e-6), norms 1 and 0, head 0. Gaps are 0. `out` has layout.elements floats.
+// Initial values with torchvision's distributions, a pure function of (parameters, layout, seed): class token
+// and biases 0, positions N(0, 0.02), patch convolution truncated normal, in_proj and MLP Xavier-uniform,
+// out_proj uniform in +-1/sqrt(C), MLP biases N(0, 1e-6), norms 1 and 0, head 0. Gaps are 0.
+// `out` has layout.elements floats.
 void vit_initialize(const std::vector<VitParameter>& parameters, const ParameterLayout& layout, uint64_t seed,
                     std::span<float> out);
 

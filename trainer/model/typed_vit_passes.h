@@ -1,6 +1,6 @@
-// The two passes for one type S in which operands of products are stored. This file is what they share: the
-// activations and the products. vit_passes.cpp lays the activations out, vit_forward.cpp and vit_backward.cpp
-// are the passes.
+// The two passes, for operands of products stored as type S. This file has the activations and the products,
+// which they share. vit_passes.cpp lays out the activations; vit_forward.cpp and vit_backward.cpp are the
+// two passes.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,7 @@
 
 namespace gradwire {
 
-// Where backward puts gradients, and whom it tells.
+// Where backward writes gradients, and the callback for finished ones.
 struct VitGradients {
   float* base;
   const ParameterLayout& layout;
@@ -68,9 +68,9 @@ class TypedVitPasses final : public VitPasses {
     S* features;            // (B, C) the normalized class token
     float *mean, *rstd;     // (B)
     float* logits;          // (B, K)
-    S* d_logits;            // (B, K), in place of the logits where it can be
+    S* d_logits;            // (B, K), in place of the logits if S is float
     float* loss_workspace;  // (2 * B)
-    // Scratch of one layer.
+    // Scratch, shared by the layers.
     S* qkv;            // (rows, 3C), also its gradient
     S* heads_out;      // (B, H, T, D), also its gradient
     S *dq, *dk, *dv;   // (B, H, T, D)
@@ -80,23 +80,23 @@ class TypedVitPasses final : public VitPasses {
     S* d_mlp;          // (rows, F)
     S* d_features;     // (B, C)
     float* workspace;  // column sums
-    // Where S is float, these three are not needed: what is stored in place of what is said below.
-    S* branch;      // (rows, C) a residual branch before it joins
+    // Unused if S is float (kInPlace): see branch_of(), scores_of() and dx_operand().
+    S* branch;      // (rows, C) a residual branch before it is added
     float* scores;  // (B, H, T, Tp) before softmax
-    S* dx_rounded;  // (rows, C) what products read of dx
+    S* dx_rounded;  // (rows, C) dx as an operand of products
   };
 
   void lay_out(Arena& arena);
   size_t offset(int i) const { return static_cast<size_t>(layout_.offsets[static_cast<size_t>(i)]); }
   const float* weight(int i) const { return options_.weights.as<float>() + offset(i); }
-  // The same as products read it.
+  // The same, as an operand of products.
   const S* operand(int i) const {
     if constexpr (kInPlace)
       return weight(i);
     else
       return options_.rounded_weights.as<S>() + offset(i);
   }
-  // Where the product goes whose sum with the residual stream goes to `sum`.
+  // Where to write a branch that is then added to the residual stream, giving `sum`.
   S* branch_of(float* sum) const {
     if constexpr (kInPlace)
       return sum;
@@ -121,15 +121,14 @@ class TypedVitPasses final : public VitPasses {
   template <typename Out>
   void product(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, const S* a, const S* b,
                Out* c, float beta = 0.0f, const Out* bias = nullptr) const;
-  // One product per image and head; each operand is stored as T rows, ld* elements apart, and C has m = T
-  // rows.
+  // One product per image and head. Operands have T rows, ld* elements apart; C has m = T rows.
   template <typename Out>
   void attention_product(bool transpose_a, bool transpose_b, int64_t n, int64_t k, const S* a, int64_t lda,
                          const S* b, int64_t ldb, Out* c, int64_t ldc) const;
   int64_t patch_elements() const { return int64_t{config_.channels} * config_.patch * config_.patch; }
   int64_t padded_tokens() const { return (config_.tokens() + 7) / 8 * 8; }
   float attention_scale() const { return 1.0f / std::sqrt(static_cast<float>(config_.head_dim())); }
-  // FP32 operands on CUDA may be rounded to TF32; the type of others says all.
+  // TF32 applies to FP32 operands on CUDA; for BF16 operands the type determines the precision.
   Precision fp32_products() const {
     return options_.precision == Precision::tf32 ? Precision::tf32 : Precision::fp32;
   }

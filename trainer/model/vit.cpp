@@ -12,7 +12,7 @@ Vit::Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, 
   check_model(config);
   if (options.max_batch < 1) throw BadInput(fmt::format("Vit: max_batch is {}", options.max_batch));
   if (layout_.offsets.size() != parameters_.size()) {
-    throw Error(fmt::format("Vit: a layout of {} tensors for {} parameters", layout_.offsets.size(),
+    throw Error(fmt::format("Vit: the layout has {} tensors, the model {} parameters", layout_.offsets.size(),
                             parameters_.size()));
   }
   const bool rounds = options.precision == Precision::bf16;
@@ -20,7 +20,7 @@ Vit::Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, 
     weights_ = options.share->weights_;
     rounded_ = options.share->rounded_;
     if (options.share->layout_.elements < layout_.elements || static_cast<bool>(rounded_) != rounds) {
-      throw Error("Vit: the shared weights are of another layout or precision");
+      throw Error("Vit: the shared weights have another layout or precision");
     }
   } else {
     weights_ = make_buffer<float>(stream_.device(), layout_.elements);
@@ -36,7 +36,7 @@ Vit::Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, 
 
 void Vit::load(std::span<const float> values) {
   if (static_cast<int64_t>(values.size()) != layout_.elements) {
-    throw Error(fmt::format("Vit::load: {} values for {}", values.size(), layout_.elements));
+    throw Error(fmt::format("Vit::load: got {} values, expected {}", values.size(), layout_.elements));
   }
   to_device(stream_, weights_.as<float>(), values);
   round_weights();
@@ -44,10 +44,9 @@ void Vit::load(std::span<const float> values) {
 
 void Vit::round_weights() {
   if (!rounded_) return;
-  // The nearest BF16 is what the wire format's encoder stores.
-  kBf16->reduce_encode(stream_, {.own = weights_.as<float>(),
-                                 .wire = rounded_.data(),
-                                 .count = layout_.elements});
+  // The wire format's encoder rounds to the nearest BF16.
+  kBf16->reduce_encode(stream_,
+                       {.own = weights_.as<float>(), .wire = rounded_.data(), .count = layout_.elements});
 }
 
 }  // namespace gradwire

@@ -1,15 +1,14 @@
-// The Vision Transformer of torchvision, forward and backward, written on the ops of kernels/vit/vit.h and
-// gemm.h.
+// torchvision's Vision Transformer, forward and backward, built from the ops of kernels/vit/vit.h and gemm.h.
 //
-// One program for host and CUDA: every call below only enqueues on the model's stream. All memory is taken
-// once, in the constructor. Deterministic: same input, same bits.
+// The same code runs on host and CUDA: every call only enqueues on the model's stream. All memory is
+// allocated in the constructor. Deterministic: same input, same bits.
 //
 // Shapes: B images, T tokens, C width, H heads, D = C / H, F MLP width, K classes; rows = B * T. Attention
-// matrices are (B, H, T, Tp) with Tp = T rounded up to 8 elements, so that their rows are aligned for tensor
+// matrices are (B, H, T, Tp) with Tp = T rounded up to a multiple of 8, which aligns their rows for tensor
 // cores (50 -> 56, 197 -> 200).
 //
 // With Precision::bf16 the operands of products are stored as BF16 (docs/precision.md): activations, their
-// gradients, and a copy of the weights, made anew whenever they change. The weights themselves, the residual
+// gradients, and a copy of the weights, updated whenever they change. The weights themselves, the residual
 // stream and all parameter gradients stay FP32.
 #pragma once
 
@@ -33,10 +32,10 @@ class Vit {
     Precision precision = Precision::fp32;
     bool training = true;  // false: forward only; layers share their activations
     const Vit* share =
-        nullptr;  // another Vit with the same layout, stream and precision, whose weights to use
+        nullptr;  // use the weights of this Vit, which has the same layout, stream and precision
   };
 
-  // `layout` says where parameter i (of vit_parameters(config)) begins in the flat buffers.
+  // `layout` says where parameter i of vit_parameters(config) starts in the flat buffers.
   Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, Options options);
 
   const VitConfig& config() const { return config_; }
@@ -44,25 +43,24 @@ class Vit {
   const ParameterLayout& layout() const { return layout_; }
   // The flat parameter buffer: layout().elements floats. Not initialized by the constructor.
   const Buffer& weights() const { return weights_; }
-  // Copies `values` (layout().elements floats, host memory) in and waits.
+  // Copies `values` (layout().elements floats in host memory) into weights(), and waits.
   void load(std::span<const float> values);
-  // The weights as products read them, layout().elements of them; null unless the precision is bf16. Who
-  // writes weights() otherwise than by load() writes these too (an optimizer on its way) or calls
-  // round_weights().
+  // The BF16 copy of the weights, layout().elements values; null unless the precision is bf16. After writing
+  // weights() other than by load(), write the copy as well or call round_weights().
   Bf16* rounded_weights() const { return rounded_.as<Bf16>(); }
   void round_weights();
 
-  // images (batch, channels, image, image) in the device's memory -> logits(). 0 <= batch <= max_batch.
+  // images (batch, channels, image, image) in device memory -> logits(). 0 <= batch <= max_batch.
   void forward(const float* images, int64_t batch) { passes_->forward(images, batch); }
   // (batch, K) of the last forward. A backward may overwrite them.
   const float* logits() const { return passes_->logits(); }
 
-  // Cross entropy of the last forward's logits. totals[0] += sum of losses, totals[1] += right answers
-  // (doubles in the device's memory); labels (batch).
+  // Cross entropy of the last forward's logits; labels (batch). totals[0] += sum of losses, totals[1] +=
+  // correct answers (doubles in device memory).
   void evaluate(const int32_t* labels, double* totals) { passes_->evaluate(labels, totals); }
 
-  // The same, then the gradient of grad_scale * (sum of losses) by every parameter, written to `gradients` (a
-  // flat buffer in layout(); gaps are left alone) or, with `accumulate`, added to it. Calls ready(i) right
+  // evaluate(), then the gradient of grad_scale * (sum of losses) by every parameter, written or, with
+  // `accumulate`, added to `gradients`, a flat buffer in layout(); gaps are not touched. Calls ready(i) right
   // after enqueuing the op that finishes gradient i, in order of i; `ready` may be empty. Once per forward.
   void backward(const int32_t* labels, double* totals, float grad_scale, float* gradients, bool accumulate,
                 const std::function<void(int)>& ready) {

@@ -18,7 +18,7 @@ void TypedVitPasses<S>::evaluate(const int32_t* labels, double* totals) {
 template <typename S>
 void TypedVitPasses<S>::backward(const int32_t* labels, double* totals, float grad_scale, float* gradients,
                                  bool accumulate, const std::function<void(int)>& ready) {
-  if (!options_.training) throw Error("Vit::backward: this model was made for evaluation only");
+  if (!options_.training) throw Error("Vit::backward: this model was created with training=false");
   const VitGradients to{gradients, layout_, accumulate, ready};
   const int64_t t = config_.tokens(), c = config_.width, k = config_.classes;
 

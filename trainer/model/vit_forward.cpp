@@ -1,7 +1,7 @@
 // The forward pass, in reading order: the model, then one layer.
-#include "kernels/vit/vit.h"
-
 #include <fmt/format.h>
+
+#include "kernels/vit/vit.h"
 #include "runtime/error.h"
 #include "trainer/model/typed_vit_passes.h"
 
@@ -10,7 +10,7 @@ namespace gradwire {
 template <typename S>
 void TypedVitPasses<S>::forward(const float* images, int64_t batch) {
   if (batch < 0 || batch > options_.max_batch) {
-    throw Error(fmt::format("Vit::forward: {} images, made for {}", batch, options_.max_batch));
+    throw Error(fmt::format("Vit::forward: {} images, max_batch is {}", batch, options_.max_batch));
   }
   batch_ = batch;
   const int64_t t = config_.tokens(), c = config_.width;
@@ -20,7 +20,7 @@ void TypedVitPasses<S>::forward(const float* images, int64_t batch) {
                         .channels = config_.channels,
                         .image = config_.image,
                         .patch = config_.patch});
-  // The layer's scratch is free here: it takes the projection.
+  // The projection goes to a_.qkv, a scratch buffer that is free here.
   product(false, true, batch * (t - 1), c, patch_elements(), a_.patches, operand(index_.conv_weight), a_.qkv);
   assemble_tokens<S>(stream_, {.projected = a_.qkv,
                                .bias = weight(index_.conv_bias),
@@ -57,8 +57,8 @@ void TypedVitPasses<S>::forward(const float* images, int64_t batch) {
                                  .width = config_.classes});
 }
 
-// Bias and residual of a layer's last product join in the layer norm that follows: on entry of any layer but
-// the first, l.x holds the bare product, and the layer before the rest.
+// The bias and residual of a layer's last product are added in the next layer's first layer norm. So, except
+// in the first layer, l.x (or a_.branch) has only the product on entry, without bias and residual.
 template <typename S>
 void TypedVitPasses<S>::forward_layer(size_t layer, S* branch_out) {
   const LayerActivations& l = a_.layers[layer];

@@ -13,7 +13,7 @@ VitIndex find_parameters(const std::vector<VitParameter>& parameters, int32_t de
   auto find = [&](const std::string& name) {
     auto at =
         std::find_if(parameters.begin(), parameters.end(), [&](const auto& p) { return p.name == name; });
-    if (at == parameters.end()) throw Error("Vit: no parameter named " + name);
+    if (at == parameters.end()) throw Error(fmt::format("Vit: no parameter named {}", name));
     return static_cast<int>(at - parameters.begin());
   };
   VitIndex index{.head_bias = find("heads.head.bias"),

@@ -1,3 +1,4 @@
+// Where each of the model's parameters is in the list of vit_parameters().
 #pragma once
 
 #include <cstdint>
@@ -7,7 +8,6 @@
 
 namespace gradwire {
 
-// Where the parameters of one layer stand in the list of parameters.
 struct VitLayerIndex {
   int mlp3_bias, mlp3_weight, mlp0_bias, mlp0_weight, ln2_weight, ln2_bias;
   int out_bias, out_weight, in_bias, in_weight, ln1_weight, ln1_bias;

@@ -1,4 +1,4 @@
-// Set-up of the passes: where each activation lies in one allocation.
+// Set-up of the passes: the layout of the activations in one allocation.
 #include "trainer/model/vit_passes.h"
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace gradwire {
 
-// Hands out pieces of one allocation. Run once without memory to learn the size, once with it.
+// Hands out pieces of one allocation. Used twice: without memory to compute the size, then with it.
 class Arena {
  public:
   explicit Arena(char* base) : base_(base) {}
@@ -53,7 +53,8 @@ void TypedVitPasses<S>::lay_out(Arena& arena) {
   for (size_t layer = 0; layer < a_.layers.size(); ++layer) {
     LayerActivations& l = a_.layers[layer];
     if (layer > 0 && !options_.training) {
-      l = a_.layers[0];  // nothing is kept for backward; a layer's input is dead before its output is written
+      l = a_.layers
+              [0];  // no backward needs the activations; a layer's input is dead before its output is written
       continue;
     }
     l.x = take(rows * c);

@@ -1,5 +1,5 @@
-// What Vit is made of: the activations and the two passes, for one of the types in which operands of products
-// are stored (docs/precision.md).
+// The implementation of Vit: the activations and the two passes, for one storage type of the operands of
+// products (docs/precision.md).
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// One rank's share of the test set, run forward with the weights of the model being trained.
+// Evaluates the model being trained on this rank's share of the test set.
 #pragma once
 
 #include "collectives/communicator/communicator.h"
@@ -11,18 +11,18 @@ namespace gradwire {
 
 class Evaluator {
  public:
-  // `data` and `model` (on the same stream) outlive this object.
+  // `data` and `model` must outlive this object; the model is on `stream`.
   Evaluator(const TrainConfig& config, const Dataset& data, const Communicator& comm, const Stream& stream,
             const Vit& model);
 
-  // Loss and right answers of this rank's images, each image of the test set being some rank's. Waits for the
-  // stream.
+  // Loss and correct answers on this rank's images; the ranks' shares cover the test set exactly once. Waits
+  // for the stream.
   RankReports::Report run();
 
  private:
   Stream stream_;
   Loader loader_;
-  Vit model_;      // shares its weights
+  Vit model_;      // shares the weights of the model being trained
   Buffer totals_;  // two doubles
 };
 

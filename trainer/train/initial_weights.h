@@ -1,4 +1,4 @@
-// The values all ranks start from: drawn once, copied by each rank, freed when the last has its copy.
+// The weights all ranks start from: drawn once, copied by each rank, freed after the last copy.
 #pragma once
 
 #include <memory>
@@ -13,11 +13,10 @@ namespace gradwire {
 
 class InitialWeights {
  public:
-  // From the file, when there is one; otherwise drawn from the seed.
+  // From `file`, or drawn from the seed if it is empty.
   explicit InitialWeights(uint64_t seed, std::string file = {}) : seed_(seed), file_(std::move(file)) {}
 
-  // A pure function of its arguments and the seed or file; the result is shared among those who hold it at
-  // the same time.
+  // A pure function of its arguments and the seed or file. Callers share the result while any holds it.
   std::shared_ptr<const std::vector<float>> get(const std::vector<VitParameter>& parameters,
                                                 const ParameterLayout& layout) {
     std::lock_guard lock(mutex_);

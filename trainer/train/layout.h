@@ -1,4 +1,4 @@
-// How a model's parameters are laid out by the reducer that averages their gradients.
+// The layout of a model's parameters, which follows the reducer's layout of their gradients.
 #pragma once
 
 #include <vector>
@@ -15,7 +15,7 @@ inline std::vector<GradientTensor> gradient_tensors(const VitConfig& model) {
   return tensors;
 }
 
-// Elements at whose multiples tensors begin, so that each is on a multiple of 16 bytes, its BF16 copy too.
+// In elements. Every tensor starts on a multiple of 16 bytes, in the BF16 copy as well.
 inline int64_t tensor_alignment(Precision precision) {
   return precision == Precision::bf16 ? 8 : 4;
 }

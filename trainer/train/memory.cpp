@@ -1,5 +1,7 @@
 #include "trainer/train/memory.h"
 
+#include <fmt/format.h>
+
 #include <memory>
 
 #include "collectives/communicator/communicator.h"
@@ -12,7 +14,7 @@ namespace gradwire {
 
 RunMemory plan_memory(const TrainConfig& config) {
   Communicator comm(std::make_unique<PlannedTransport>(0, config.ranks(), Device::host()));
-  comm.set_link_costs({});  // there is nobody to measure with
+  comm.set_link_costs({});  // no peers to measure
   const Stream stream = Stream::immediate_host();
   const Reducer reducer(comm, config.compression, gradient_tensors(config.model),
                         {.bucket_bytes = config.bucket_bytes(),
@@ -31,10 +33,11 @@ RunMemory plan_memory(const TrainConfig& config) {
 std::string memory_text(const TrainConfig& config, const RunMemory& memory) {
   auto text = [](int64_t bytes) { return human_bytes(static_cast<double>(bytes)); };
   const ReducerMemory& extra = memory.compression;
-  return "Memory per rank: " + text(memory.model) + " model and activations, " + text(memory.gradients) +
-         " gradients, " + text(memory.optimizer) + " optimizer\nExtra memory for " +
-         config.compression.to_string() + ": " + text(extra.total()) + " (" + text(extra.residual) +
-         " residual, " + text(extra.factors) + " factors, " + text(extra.staging) + " staging)";
+  return fmt::format(
+      "Memory per rank: {} model and activations, {} gradients, {} optimizer\n"
+      "Extra memory for {}: {} ({} residual, {} factors, {} staging)",
+      text(memory.model), text(memory.gradients), text(memory.optimizer), config.compression.to_string(),
+      text(extra.total()), text(extra.residual), text(extra.factors), text(extra.staging));
 }
 
 }  // namespace gradwire

@@ -1,4 +1,4 @@
-// What a run takes of each device's memory, known before it starts.
+// How much device memory a run needs, known before it starts.
 #pragma once
 
 #include <cstdint>
@@ -16,12 +16,11 @@ struct RunMemory {
   ReducerMemory compression;  // beyond the gradients
 };
 
-// Of rank 0; the others differ by the rounding of their chunks. Builds what a run would build, on the host
-// and without peers, so it needs about as much host memory while it looks, but for activations, which are not
-// touched.
+// Rank 0's memory; other ranks differ by the rounding of their chunks. Builds rank 0's model and reducer on
+// the host without peers. That briefly takes as much host memory, except activations, which stay untouched.
 RunMemory plan_memory(const TrainConfig& config);
 
-// Two lines, for people.
+// The plan as two lines of text.
 std::string memory_text(const TrainConfig& config, const RunMemory& memory);
 
 }  // namespace gradwire

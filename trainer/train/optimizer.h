@@ -15,13 +15,13 @@ class Optimizer {
   // State for `elements` parameters, zeroed in stream order.
   Optimizer(const TrainConfig& config, const Stream& stream, int64_t elements);
 
-  // What changes from step to step, for step number `step` (from 0): it reaches the device in stream order,
-  // so the host need not wait for the previous step. Before step(), and outside of any graph that holds it.
+  // Sends the values that change with the step (from 0) to the device in stream order, so the host need not
+  // wait for the previous step. Call before step(), and outside of a graph that contains step().
   void prepare(const Stream& stream, int64_t step, double lr);
-  // Enqueues a step. The same work each time.
+  // Enqueues a step: the same work each time, so it can be captured.
   void step(const Stream& stream, float* params, const float* grads);
 
-  // What outlives a step: each of `elements` floats.
+  // The state that a checkpoint saves: buffers of `elements` floats.
   std::vector<FlatState> moments() const;
 
  private:

@@ -1,5 +1,7 @@
 #include "trainer/train/profiling.h"
 
+#include <fmt/format.h>
+
 #include <memory>
 #include <utility>
 
@@ -19,7 +21,7 @@ TraceLabelPtr label(Activity activity) {
 
 }  // namespace
 
-// Ranks in one process share what the profiler sees, so one of them decides.
+// The profiler works on the whole process, so with ranks in threads only rank 0 controls it.
 void profile(const TrainConfig& config, Communicator& comm, const Stream& stream, int64_t step) {
   const StepRange& steps = config.profile_steps;
   if (steps.empty() || (step != steps.begin && step != steps.end)) return;
@@ -38,15 +40,14 @@ RankTrace::RankTrace(const TrainConfig& config, Communicator& comm, TraceFile* f
 void RankTrace::add(const TrainingMarks& marks, const Event& end, const std::string& row,
                     const Reducer& reducer) {
   if (!tracer_ || !tracer_->traces(marks.step)) return;
-  const std::string number = std::to_string(marks.step);
   auto add = [&](const TraceLabelPtr& what, const Event& from, const Event& to) {
     tracer_->add(row, what, marks.step, from, to);
   };
-  tracer_->add("host thread", label("enqueue step " + number, "host"), marks.step, marks.enqueue_begin,
-               marks.enqueue_end);
-  tracer_->add("host thread", label("wait for step " + number, "host"), marks.step, marks.wait_begin,
-               marks.wait_end);
-  add(label("step " + number, "step"), marks.micros.front().data, end);
+  tracer_->add("host thread", label(fmt::format("enqueue step {}", marks.step), "host"), marks.step,
+               marks.enqueue_begin, marks.enqueue_end);
+  tracer_->add("host thread", label(fmt::format("wait for step {}", marks.step), "host"), marks.step,
+               marks.wait_begin, marks.wait_end);
+  add(label(fmt::format("step {}", marks.step), "step"), marks.micros.front().data, end);
   for (const TrainingMarks::Micro& micro : marks.micros) {
     add(label(Activity::batch), micro.data, micro.forward);
     add(label(Activity::forward), micro.forward, micro.backward);
@@ -63,13 +64,13 @@ std::string RankTrace::text() {
   return trace_events(comm_.rank(), comm_.device(), tracer_->take(), tracer_->dropped(), error_us);
 }
 
-// Ranks that are processes send theirs to rank 0 in messages, which are limited in size: their number, then
-// each. All ranks do this after the same report, so that rank 0 takes the right ones.
+// With a process per rank, each sends its spans to rank 0 in messages of limited size: first their number,
+// then the messages. All ranks do this after the same step's report, so rank 0 takes the right messages.
 void RankTrace::hand_over() {
   constexpr size_t kMessageBytes = 512 << 10;
   std::string mine = text();
   if (config_.processes && comm_.rank() != 0) {
-    comm_.send_message(std::to_string((mine.size() + kMessageBytes - 1) / kMessageBytes));
+    comm_.send_message(fmt::format("{}", (mine.size() + kMessageBytes - 1) / kMessageBytes));
     for (size_t at = 0; at < mine.size(); at += kMessageBytes) {
       comm_.send_message(mine.substr(at, kMessageBytes));
     }

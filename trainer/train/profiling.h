@@ -14,21 +14,21 @@
 
 namespace gradwire {
 
-// --profile-steps: starts a profiler in front of its first step, and stops it after its last. Call it in front
-// of each step, and after the last.
+// --profile-steps: starts the profiler before the first step of the range and stops it after the last one.
+// Call before each step, and once after the last step of the run.
 void profile(const TrainConfig& config, Communicator& comm, const Stream& stream, int64_t step);
 
-// --trace: spans of this rank's steps, from the marks that the log needs anyway.
+// --trace: the spans of this rank's steps, from the marks that the log needs anyway.
 class RankTrace {
  public:
-  // `file`: null without --trace; then nothing is done. `instant`: time 0 of the trace.
+  // `file`: null without --trace, and then the class does nothing. `instant`: time 0 of the trace.
   RankTrace(const TrainConfig& config, Communicator& comm, TraceFile* file, const SharedInstant& instant);
 
-  // Who is told of spans finer than those; null without --trace.
+  // Takes spans finer than those of add(); null without --trace.
   Tracer* tracer() { return tracer_ ? &*tracer_ : nullptr; }
-  // Puts a step that is done, at `end`, into the trace. After its last step all of it is handed over.
+  // Adds a finished step, which ended at `end`. After the last traced step everything goes to the trace file.
   void add(const TrainingMarks& marks, const Event& end, const std::string& row, const Reducer& reducer);
-  // Of a run that has failed: gives the trace file what has not been handed over.
+  // After a failure: gives the trace file the spans that it does not have yet.
   void keep();
 
  private:

@@ -28,28 +28,29 @@ LoaderOptions train_loader(const TrainConfig& config, const Communicator& comm, 
           .augment = config.augment,
           .seed = config.seed,
           .first_batch = first_batch,
-          // One trains while the other is loaded; a graph takes all of a step's at once.
+          // One batch trains while the next is loaded; a graph needs all batches of a step at once.
           .slots = config.graph ? 2 * config.accumulate : 2,
           .device = comm.device()};
 }
 
-// Of a step, by all ranks on rank 0's device. Processes have a GPU each, or a share of the cores.
+// Images per step on rank 0's device, by all ranks that use it. With a process per rank, each has its own GPU
+// or its share of the cores.
 int64_t images_per_device(const TrainConfig& config) {
   const auto here = std::count(config.devices.begin(), config.devices.end(), config.devices.front());
   return (config.processes ? 1 : here) * config.batch_size * config.accumulate;
 }
 
-// What is captured must have run before (kernels are loaded, connections stand), and must stay the same.
+// A step can be captured once it has run before (kernels loaded, connections open) and no longer changes.
 int64_t first_graph_step(const TrainConfig& config, Communicator& comm, const Reducer& reducer,
                          int64_t first_step) {
   if (!config.graph) return config.steps;
   if (const std::string obstacle = comm.transport().capture_obstacle(); !obstacle.empty()) {
-    throw BadInput("--graph: " + obstacle);
+    throw BadInput(fmt::format("--graph: {}", obstacle));
   }
   return std::max(first_step, reducer.steady_from()) + 1;
 }
 
-// In rank order, so that a double's rounding is the same in every run.
+// In rank order: the rounding of the sum must be the same in every run.
 RankReports::Report sum(const std::vector<RankReports::Report>& entries) {
   RankReports::Report all;
   for (const RankReports::Report& entry : entries) {
@@ -62,8 +63,8 @@ RankReports::Report sum(const std::vector<RankReports::Report>& entries) {
 
 }  // namespace
 
-// A world of another size takes bigger or smaller bites of an epoch. It goes on behind the images that were
-// used, at its next whole bite, so that no image comes twice.
+// With another world size, a global batch is larger or smaller. The run then continues at its first whole
+// batch after the images already used, so that no image is used twice in an epoch.
 RankTrainer::Start RankTrainer::find_start(const TrainConfig& config, const Dataset& data,
                                            Communicator& comm) {
   if (config.resume.empty()) return {};
@@ -71,9 +72,9 @@ RankTrainer::Start RankTrainer::find_start(const TrainConfig& config, const Data
   if (head.links && head.world == comm.world()) comm.set_link_costs(*head.links);
   const Position& at = head.position;
   const int64_t per_epoch = batches_per_epoch(data, train_loader(config, comm, 0)) / config.accumulate;
-  const int64_t bite = config.global_batch();
+  const int64_t batch = config.global_batch();
   const int64_t step = at.step;
-  const int64_t within = std::min(at.images / bite + (at.images % bite != 0), per_epoch);
+  const int64_t within = std::min(at.images / batch + (at.images % batch != 0), per_epoch);
   return {.from = std::move(head), .step = step, .data_step = at.epoch * per_epoch + within};
 }
 
@@ -98,7 +99,7 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
       graph_from_(first_graph_step(config_, comm, reducer_, start_.step)),
       gradients_(reducer_.gradients().as<float>()),
       totals_(make_buffer<double>(comm.device(), 2)) {
-  // A file may be refused, and then the memory goes that the stream is still zeroing.
+  // Loading may throw, which frees memory that the stream is still zeroing.
   stream_.synchronize();
   if (start_.from) {
     carried_ = restore_checkpoint(state(), config_, *start_.from);
@@ -121,13 +122,13 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
 RankTrainer::~RankTrainer() {
   try {
     stream_.synchronize();
-  } catch (...) {  // whoever destroys us after a failure knows already
+  } catch (...) {  // the failure is already known
   }
 }
 
 void RankTrainer::run() {
   if (leads()) announce();
-  // A run that was stopped behind its last step has only its last evaluation to show.
+  // The checkpoint was saved after the last step: only the final evaluation is left.
   if (evaluator_ && start_.step == config_.steps) evaluate(start_.step);
   Slot* pending = nullptr;
   auto catch_up = [&] {
@@ -171,11 +172,11 @@ void RankTrainer::announce() {
                            .first_step = start_.step});
 }
 
-// As without bucket views: memory of their own, which the reducer copies into its buckets and out of them.
+// Without gradient views, gradients have their own memory; the reducer copies them to its buckets and back.
 void RankTrainer::separate_gradients() {
   own_gradients_ = make_buffer<float>(comm_.device(), reducer_.elements());
   gradients_ = own_gradients_.as<float>();
-  // Residuals of a checkpoint may lie there, else zeros.
+  // The reducer's buffer holds a checkpoint's residuals, or zeros.
   copy(stream_, gradients_, reducer_.gradients().data(), own_gradients_.bytes());
   stream_.synchronize();
   std::vector<float*> addresses;
@@ -187,7 +188,8 @@ Loader::Batch RankTrainer::next_batch(int64_t step) {
   NvtxRange range(Activity::batch, step);
   const Loader::Batch batch = loader_.next(stream_);
   if (batch.count != config_.batch_size) {
-    throw Error(fmt::format("training batch of {} images", batch.count));
+    throw Error(fmt::format("the loader gave a training batch of {} images, expected {}", batch.count,
+                            config_.batch_size));
   }
   return batch;
 }
@@ -211,8 +213,7 @@ void RankTrainer::enqueue_step(int64_t step) {
   slot.enqueue_end = std::chrono::steady_clock::now();
 }
 
-// A graph holds the marks of its slot and the addresses of its batches, so there are two of them, for even
-// and odd steps.
+// A graph contains its slot's marks and its batches' addresses, so there are two: for even and odd steps.
 void RankTrainer::enqueue_graph(Slot& slot) {
   std::vector<Loader::Batch> batches;
   for (int64_t micro = 0; micro < config_.accumulate; ++micro) batches.push_back(next_batch(slot.step));
@@ -237,7 +238,7 @@ void RankTrainer::enqueue_graph(Slot& slot) {
 
 void RankTrainer::enqueue_work(Slot& slot) {
   const int64_t step = slot.step;
-  // The reducer divides by the ranks; the mean over this rank's images is taken here.
+  // The mean over this rank's images; the reducer divides by the number of ranks.
   const float grad_scale = 1.0f / static_cast<float>(config_.batch_size * config_.accumulate);
   const std::function<void(int)> ready = [&](int i) { reducer_.ready(i, stream_); };
 
@@ -355,8 +356,8 @@ void RankTrainer::finish() {
   for (size_t rank = 1; rank < entries.size(); ++rank) {
     if (entries[rank].hash != hash) {
       throw Error(
-          fmt::format("rank {} ended with parameters that differ from rank 0's (hash {} against {}): the "
-                      "averaged gradients were not the same bits",
+          fmt::format("rank {} ended with parameters that differ from rank 0's (hash {}, rank 0 has {}): the "
+                      "averaged gradients were not bit-identical on all ranks",
                       rank, hex(entries[rank].hash), hex(hash)));
     }
   }

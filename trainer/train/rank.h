@@ -1,7 +1,7 @@
-// One rank of a training run: its stream, model, reducer, optimizer and data, driven by a thread of its own.
+// One rank of a training run: its stream, model, reducer, optimizer and data, driven by its own thread.
 //
-// The thread only enqueues. It is at most one step ahead of its device: after enqueuing step s it waits for
-// step s-1, to read that step's loss and times. Nothing waits between backward and optimizer.
+// The thread only enqueues. It runs at most one step ahead of its device: after enqueuing step s it waits for
+// step s-1, to read that step's loss and times. The host never waits between backward and the optimizer.
 #pragma once
 
 #include <array>
@@ -44,36 +44,36 @@ struct SharedRun {
 class RankTrainer {
  public:
   RankTrainer(const SharedRun& shared, Communicator& comm);
-  // Waits for whatever is still enqueued. After a failure, abort the communicator first, or this waits for a
-  // peer.
+  // Waits for all enqueued work. After a failure, abort the communicator first, or this waits for a peer.
   ~RankTrainer();
   RankTrainer(const RankTrainer&) = delete;
   RankTrainer& operator=(const RankTrainer&) = delete;
 
   // The whole run.
   void run();
-  // Of a run that has failed: gives the trace file what has not been handed over.
+  // After a failure: gives the trace file the spans that it does not have yet.
   void keep_trace() { trace_.keep(); }
 
  private:
-  // A step in flight. Two of them alternate.
+  // A step in flight. Two slots alternate.
   struct Slot : TrainingMarks {
     double lr = 0;
     Buffer totals;  // pinned: sum of losses, correct answers
-    // --graph: the step, with these marks inside, and what it reads.
+    // --graph: the captured step, with these marks inside, and the batches that it reads.
     Graph graph;
     std::vector<Loader::Batch> batches;
-    int64_t captured = -1;
+    int64_t captured = -1;  // the step that was captured
   };
 
-  // Where this run begins, and where that is in the data: the same, unless the world has changed meanwhile.
+  // The first step, and its position in the data. They differ only if the world size has changed since the
+  // checkpoint.
   struct Start {
     std::optional<CheckpointHead> from;
     int64_t step = 0;
-    int64_t data_step = 0;  // steps of this run's size that would have brought the data there
+    int64_t data_step = 0;  // steps with this run's global batch that would use as much data
   };
   static Start find_start(const TrainConfig& config, const Dataset& data, Communicator& comm);
-  // Step `step`, counted as if the whole run had had today's global batch.
+  // `step`, counted as if the whole run had used the current global batch.
   int64_t data_step(int64_t step) const { return step - start_.step + start_.data_step; }
 
   bool leads() const { return comm_.rank() == 0; }
@@ -82,10 +82,10 @@ class RankTrainer {
   void separate_gradients();
   Loader::Batch next_batch(int64_t step);
   void enqueue_graph(Slot& slot);
-  // What is the same in each step: forward, backward, communication, optimizer.
+  // The part that a graph can capture: forward, backward, communication, optimizer.
   void enqueue_work(Slot& slot);
-  // Reads step `slot.step` once it is done and reports it. `next_start`: where the following step began, or
-  // null when something else follows.
+  // Waits until step `slot.step` is done, and reports it. `next_start`: the mark at which the next step
+  // began; null when no step follows directly.
   void harvest(Slot& slot, const Event* next_start);
   void report(const Slot& slot, const Event& end);
   void evaluate(int64_t steps_done);
@@ -106,11 +106,11 @@ class RankTrainer {
   std::optional<Evaluator> evaluator_;  // none when the run never evaluates
   int64_t steps_per_epoch_;
   const int64_t graph_from_;  // the first step that is launched as a graph
-  Buffer own_gradients_;      // where they are not views of the buckets
+  Buffer own_gradients_;      // empty when gradients are views of the buckets
   float* gradients_;
   Buffer totals_;  // device: two doubles
   std::array<Slot, 2> slots_;
-  bool carried_ = false;  // the gradient buffer holds residuals of a checkpoint, for the first step to add to
+  bool carried_ = false;  // the gradient buffer holds a checkpoint's residuals; the first step adds to them
 };
 
 }  // namespace gradwire

@@ -49,7 +49,7 @@ void LocalRankReports::abort(const std::string& reason) {
 
 namespace {
 
-using Words = std::array<uint64_t, 4>;
+using Words = std::array<uint64_t, 4>;  // a report's fields
 
 }  // namespace
 

@@ -1,7 +1,7 @@
-// How the ranks hand rank 0 the few numbers that it logs: losses, test totals, parameter hashes.
+// How ranks send rank 0 the numbers that it logs: losses, test totals, parameter hashes.
 //
-// post() never blocks, so no rank's step waits for a report; only rank 0 waits, in collect(). The numbers of
-// one round are those that each rank posted in the same position of its own sequence.
+// post() never blocks, so no step waits for a report; only rank 0 waits, in collect(). Round k consists of
+// the k-th report of every rank.
 #pragma once
 
 #include <chrono>
@@ -19,8 +19,8 @@ namespace gradwire {
 class RankReports {
  public:
   struct Report {
-    double loss = 0;     // summed over the images
-    double correct = 0;  // answers
+    double loss = 0;     // sum over the images
+    double correct = 0;  // correct answers
     int64_t images = 0;
     uint64_t hash = 0;  // of the parameters
   };
@@ -32,7 +32,7 @@ class RankReports {
   virtual void abort(const std::string& reason) = 0;
 };
 
-// Of ranks in one process; all of them use the same object.
+// For ranks that are threads of one process: all use the same object.
 class LocalRankReports final : public RankReports {
  public:
   LocalRankReports(int world, std::chrono::milliseconds timeout);
@@ -45,10 +45,10 @@ class LocalRankReports final : public RankReports {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::deque<Report>> posted_;
-  std::string aborted_;  // empty: not
+  std::string aborted_;  // the reason; empty while not aborted
 };
 
-// One rank's, where ranks are processes: reports travel as the communicator's messages.
+// For ranks that are processes, each with its own object: reports are sent as the communicator's messages.
 class MessageRankReports final : public RankReports {
  public:
   explicit MessageRankReports(Communicator& comm) : comm_(comm) {}

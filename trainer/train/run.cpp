@@ -1,4 +1,4 @@
-// A run: one thread per rank, or one process per rank, and an end for all of them when one fails.
+// A run: one thread or one process per rank; when one rank fails, all stop.
 #include "trainer/config/run.h"
 
 #include <fmt/format.h>
@@ -21,7 +21,7 @@
 namespace gradwire {
 namespace {
 
-// Keeps the first error, and makes every other rank end with it.
+// Keeps the first error, and stops all other ranks with it.
 class Failure {
  public:
   Failure(std::vector<std::unique_ptr<Communicator>>& comms, RankReports& reports)
@@ -30,18 +30,17 @@ class Failure {
   // Called inside a catch block by the rank's thread.
   void report(int rank) {
     std::lock_guard lock(mutex_);
-    if (first_) return;  // what follows a failure is only its echo
+    if (first_) return;  // later errors are consequences of the first
     first_ = std::current_exception();
-    std::string reason = fmt::format("rank {} failed", rank);
+    text_ = fmt::format("rank {} failed", rank);
     try {
       throw;
     } catch (const std::exception& error) {
-      reason += std::string(": ") + error.what();
+      text_ += fmt::format(": {}", error.what());
     } catch (...) {
     }
-    text_ = reason;
-    reports_.abort(reason);
-    for (auto& comm : comms_) comm->abort(reason);
+    reports_.abort(text_);
+    for (auto& comm : comms_) comm->abort(text_);
   }
 
   bool happened() const { return first_ != nullptr; }
@@ -80,7 +79,7 @@ std::string described(const TrainConfig& config, const DataSplits& data) {
   return fmt::format("{}\n\"images\": {} and {}", config_text(config), data.train.count(), data.test.count());
 }
 
-// "learning rate 0.1 there, 0.2 here": the first line in which two descriptions differ.
+// The first line in which two descriptions differ: "learning rate 0.1 there, 0.2 here".
 std::string first_difference(const std::string& theirs, const std::string& ours) {
   std::istringstream left(theirs), right(ours);
   std::string a, b;
@@ -95,21 +94,21 @@ std::string first_difference(const std::string& theirs, const std::string& ours)
     if (!more_left && !more_right) return "";
     if (!more_left) a.clear();
     if (!more_right) b.clear();
-    if (a != b) return trimmed(a) + " there, " + trimmed(b) + " here";
+    if (a != b) return fmt::format("{} there, {} here", trimmed(a), trimmed(b));
   }
 }
 
-// Processes are started with flags of their own; ranks that train differently must not average.
+// Each process is started with its own flags; gradients of different trainings must not be averaged.
 void check_agreement(const TrainConfig& config, const DataSplits& data, Communicator& comm) {
   const std::string mine = described(config, data);
   if (comm.rank() != 0) return comm.send_message(mine);
   for (int rank = 1; rank < comm.world(); ++rank) {
     std::string theirs = comm.take_message(rank);
     if (theirs != mine) {
-      throw BadInput(
-          fmt::format("rank {} was started to train something else than rank 0: {}; give all processes the "
-                      "same flags and data",
-                      rank, first_difference(theirs, mine)));
+      throw BadInput(fmt::format(
+          "rank {} was started with other settings or data than rank 0: {}; give all processes the "
+          "same flags and data",
+          rank, first_difference(theirs, mine)));
     }
   }
 }
@@ -133,21 +132,21 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
     } else {
       comm.agree_on_ranks_per_node(config.ranks_here);
     }
-    if (config.measure_peak) {  // rank 0 alone, while the others leave the machine to it
+    if (config.measure_peak) {  // on rank 0, while the other ranks are idle
       comm.barrier();
       if (comm.rank() == 0) peaks = measure_peaks(comm.device(), config.precision);
       comm.barrier();
     }
     trainer = std::make_unique<RankTrainer>(shared, comm);
     trainer->run();
-    comm.barrier();  // whatever fails on rank 0 at the end fails on all
+    comm.barrier();  // an error of rank 0 at the end reaches all ranks
   } catch (const std::exception& error) {
     comm.abort(error.what());
     if (trainer && shared.trace != nullptr) {
       trainer->keep_trace();
       trace.write_rest(error.what());
     }
-    trainer.reset();  // waits for the rank's stream, which has nothing to wait for now
+    trainer.reset();  // waits for the rank's stream, so only after the abort
     throw;
   }
 }
@@ -180,13 +179,13 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
       failure.report(rank);
       if (trainer) trainer->keep_trace();
     }
-    // Only now, when the communicator is aborted after a failure: this waits for the rank's stream.
+    // This waits for the rank's stream, so after a failure it must follow the abort.
     trainer.reset();
   };
   std::vector<std::jthread> threads;
   try {
     for (int rank = 1; rank < config.ranks(); ++rank) threads.emplace_back(run_rank, rank);
-  } catch (...) {  // the system gives no more threads
+  } catch (...) {  // no more threads available
     failure.report(static_cast<int>(threads.size()) + 1);
   }
   run_rank(0);

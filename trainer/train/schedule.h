@@ -7,8 +7,8 @@
 
 namespace gradwire {
 
-// lr * (step + 1) / warmup_steps while step < warmup_steps, so that no update is wasted on a rate of 0 and
-// the peak is reached; then lr * (1 + cos(pi * p)) / 2, where p runs from 0 towards 1 at `steps`.
+// lr * (step + 1) / warmup_steps while step < warmup_steps: the first rate is not 0, and the last one is the
+// peak. Then lr * (1 + cos(pi * p)) / 2, where p goes from 0 to 1 at `steps`.
 double learning_rate(const TrainConfig& config, int64_t step);
 
 }  // namespace gradwire

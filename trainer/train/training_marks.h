@@ -1,4 +1,4 @@
-// What one training step leaves behind until it is read: marks on the rank's stream, and times of its thread.
+// The times of one training step: marks on the rank's stream, and times of its thread.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 namespace gradwire {
 
 struct TrainingMarks {
-  // Of one micro-batch: beginnings of the three phases, and the end of the last.
+  // One micro-batch: the starts of its three phases, and the end of the last one.
   struct Micro {
     Event data, forward, backward, done;
   };

@@ -1,4 +1,4 @@
-"""Gradwire: gradients made small before they cross a wire, and nothing lost on the way.
+"""Gradwire: gradient compression with error feedback for data-parallel training.
 
 With PyTorch's DistributedDataParallel, three lines:
 
@@ -16,8 +16,8 @@ from gradwire._core import Communicator, Reducer
 from gradwire._native import BadArgument, BadHandle, CommFailed, DeviceFailed, Error, NoMemory, Unsupported
 
 __version__ = "0.1.0"
-__all__ = ["BadArgument", "BadHandle", "CommFailed", "Communicator", "DeviceFailed", "Error", "NoMemory", "Reducer",
-           "Unsupported", "allreduce_"]
+__all__ = ["BadArgument", "BadHandle", "CommFailed", "Communicator", "DeviceFailed", "Error", "NoMemory",
+           "Reducer", "Unsupported", "allreduce_"]
 
 
 def allreduce_(tensor: Any, spec: str = "fp32", op: str = "avg", comm: Optional[Communicator] = None,
@@ -25,17 +25,18 @@ def allreduce_(tensor: Any, spec: str = "fp32", op: str = "avg", comm: Optional[
     """Averages (or sums, op="sum") a tensor over all ranks, in place, and returns it. Collective.
 
     tensor: a contiguous torch tensor (float32 or bfloat16) or numpy array (float32).
-    spec: the format on the wire: "fp32", "bf16[:round=nearest|stochastic]" or "fp8[:...]". No error feedback: nothing is
-        remembered between calls.
-    tag: what the tensor is, the same on every rank. Calls of equal size in another order on another rank raise
-        CommFailed, which names both; without tags the result is a sum of unlike tensors.
-    comm: which ranks. None: those of torch.distributed's default process group, for torch tensors.
+    spec: the wire format: "fp32", "bf16[:round=nearest|stochastic]" or "fp8[:...]". There is no error
+        feedback, because nothing is kept between calls.
+    tag: a name for the tensor, the same on every rank. If ranks make calls of equal size in a different
+        order, tags turn that into CommFailed, which names both; without tags, different tensors are added up.
+    comm: the ranks. None, for torch tensors only: those of torch.distributed's default process group.
 
     For CUDA tensors the work is enqueued on PyTorch's current stream; otherwise it is done on return.
     """
     if not hasattr(tensor, "data_ptr"):
         if comm is None:
-            raise ValueError("numpy arrays need a communicator: allreduce_(array, comm=gradwire.Communicator(...))")
+            raise ValueError("numpy arrays need a communicator: "
+                             "allreduce_(array, comm=gradwire.Communicator(...))")
         return comm.allreduce_(tensor, spec, op, tag=tag)
     from gradwire import torch as gradwire_torch
 

@@ -1,4 +1,4 @@
-"""Communicators and reducers, and memory of numpy arrays and torch tensors."""
+"""Communicators and reducers, for numpy arrays and torch tensors."""
 from __future__ import annotations
 
 import ctypes
@@ -9,7 +9,7 @@ from gradwire import _native
 
 
 class Memory(NamedTuple):
-    """A contiguous array: where it is, how many elements of which type, and on which device."""
+    """A contiguous array: address, number of elements, type and device."""
 
     address: int
     count: int
@@ -25,23 +25,23 @@ def memory_of(array: Any) -> Memory:
     if hasattr(array, "data_ptr"):
         dtype = _TORCH_DTYPES.get(str(array.dtype))
         if dtype is None:
-            raise TypeError(f"a tensor of {array.dtype}; float32 and bfloat16 are supported")
+            raise TypeError(f"a tensor of {array.dtype} is not supported; use float32 or bfloat16")
         if not array.is_contiguous():
             raise ValueError("the tensor is not contiguous; reduce tensor.contiguous() and copy it back")
         if array.device.type not in ("cpu", "cuda"):
-            raise TypeError(f"a tensor on {array.device}; cpu and cuda are supported")
+            raise TypeError(f"a tensor on {array.device} is not supported; use cpu or cuda")
         device = _native.HOST if array.device.type == "cpu" else array.device.index
         return Memory(array.data_ptr(), array.numel(), dtype, device)
     interface = getattr(array, "__array_interface__", None)
     if interface is None:
         raise TypeError(f"{type(array).__name__} is neither a torch tensor nor a numpy array")
     if interface["typestr"] != "<f4":
-        raise TypeError(f"an array of {interface['typestr']}; numpy arrays must be float32 (<f4)")
+        raise TypeError(f"a numpy array of {interface['typestr']} is not supported; use float32 (<f4)")
     if not array.flags.c_contiguous:
         raise ValueError("the array is not contiguous; reduce a contiguous copy")
     address, read_only = interface["data"]
     if read_only:
-        raise ValueError("the array is read-only")
+        raise ValueError("the array is read-only; reduce a writable copy")
     return Memory(address, array.size, _native.FLOAT32, _native.HOST)
 
 
@@ -52,14 +52,14 @@ def _op(op: str) -> int:
 
 
 class _Handle:
-    """A handle of the library, given back by close() or when the object dies."""
+    """A handle of the library, released by close() or with the object."""
 
     def __init__(self, destroy: str, handle: ctypes.c_void_p) -> None:
         self._handle = handle
         self._finalizer = weakref.finalize(self, _destroy, destroy, handle)
 
     def close(self) -> None:
-        """Gives the handle back; waits for work in flight. Closing twice is fine."""
+        """Waits for work in flight and releases the handle. May be called twice."""
         self._finalizer()
 
     @property
@@ -71,30 +71,30 @@ class _Handle:
 def _destroy(function: str, handle: ctypes.c_void_p) -> None:
     try:
         _native.call(function, handle)
-    except _native.BadHandle:  # a fork of the process that created it
+    except _native.BadHandle:  # in a fork of the process that created it
         pass
 
 
 class Communicator(_Handle):
-    """A group of ranks. Creating one is collective: it blocks until all `world` ranks have come.
+    """A group of ranks. Creating one is collective: it blocks until all `world` ranks have joined.
 
-    rendezvous: the same text on every rank: "tcp://HOST:PORT" (rank 0 listens there), "file:///PATH" on a shared
-        folder, or "local://NAME" for ranks that are threads of one process. None in a world of 1.
+    rendezvous: the same text on every rank: "tcp://HOST:PORT" (rank 0 listens there), "file:///PATH" on a
+        shared folder, or "local://NAME" for ranks that are threads of one process. None in a world of 1.
     device: "host", or the number of a CUDA device.
-    timeout_s: the longest wait for a peer, while joining and later in any operation.
-    ranks_per_node: how ranks sit in nodes, rank = node * ranks_per_node + local, for schedule=hierarchical; 0: unknown.
+    timeout_s: the longest wait for a peer, in joining and in any later operation.
+    ranks_per_node: for schedule=hierarchical, where rank = node * ranks_per_node + local rank; 0: unknown.
 
-    Raises CommFailed when somebody does not come in time.
+    Raises CommFailed when a rank does not join in time.
     """
 
-    def __init__(self, rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *, device: "str | int" = "host",
-                 timeout_s: float = 60.0, ranks_per_node: int = 0) -> None:
+    def __init__(self, rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *,
+                 device: "str | int" = "host", timeout_s: float = 60.0, ranks_per_node: int = 0) -> None:
         number = _native.HOST if device == "host" else device
         if not isinstance(number, int):
             raise ValueError(f"device={device!r} is neither 'host' nor the number of a CUDA device")
         handle = ctypes.c_void_p()
-        _native.call("gw_comm_create", rendezvous.encode() if rendezvous is not None else None, rank, world, number,
-                     int(timeout_s * 1000), ctypes.byref(handle))
+        _native.call("gw_comm_create", rendezvous.encode() if rendezvous is not None else None, rank, world,
+                     number, int(timeout_s * 1000), ctypes.byref(handle))
         super().__init__("gw_comm_destroy", handle)
         if ranks_per_node != 0:
             _native.call("gw_comm_set_ranks_per_node", handle, ranks_per_node)
@@ -104,25 +104,26 @@ class Communicator(_Handle):
 
     def allreduce_(self, array: Any, spec: str = "fp32", op: str = "avg", stream: int = 0,
                    tag: str = "") -> Any:
-        """Averages (or sums, op="sum") a tensor or array over all ranks, in place, and returns it. Collective.
+        """Averages (or sums, op="sum") a tensor or array over all ranks in place, and returns it. Collective.
 
-        spec: "fp32", "bf16[:round=nearest|stochastic]" or "fp8[:...]", the format on the wire; nothing is remembered between
-            calls, so there is no error feedback.
+        spec: the wire format: "fp32", "bf16[:round=nearest|stochastic]" or "fp8[:...]". There is no error
+            feedback, because nothing is kept between calls.
         stream: for CUDA tensors, the cudaStream_t as a number.
-        tag: what the tensor is, the same on every rank. Calls of equal size in another order on another rank raise
-            CommFailed, which names both; without tags the result is a sum of unlike tensors.
+        tag: a name for the tensor, the same on every rank. If ranks make calls of equal size in a different
+            order, tags turn that into CommFailed, which names both; without tags, the result mixes tensors.
         """
         memory = memory_of(array)
         if memory.device != self.device:
-            raise ValueError(f"the tensor is on device {memory.device}, the communicator on {self.device} (-1: host)")
+            raise ValueError(f"the tensor is on device {memory.device}, the communicator on {self.device} "
+                             "(-1: host)")
         if tag:
             _native.call("gw_call_tag", self._handle, tag.encode())
-        _native.call("gw_allreduce", self._handle, memory.address, memory.count, memory.dtype, _op(op), spec.encode(),
-                     stream or None)
+        _native.call("gw_allreduce", self._handle, memory.address, memory.count, memory.dtype, _op(op),
+                     spec.encode(), stream or None)
         return array
 
     def abort(self, reason: str = "") -> None:
-        """Fails everything that is pending on the communicator, on all ranks that can be reached. Returns at once."""
+        """Fails all pending operations of the communicator, on all reachable ranks. Returns at once."""
         _native.call("gw_comm_abort", self._handle, reason.encode())
 
     def __enter__(self) -> "Communicator":
@@ -136,57 +137,58 @@ class Reducer(_Handle):
     """A model's gradients, or a part of them, reduced together with compression and error feedback.
 
     spec: "fp32", "bf16", "powersgd:rank=R[,...]": see docs/for-pytorch.md.
-    tensors: (name, rows, cols) each, in the order in which backward completes them; a vector has cols == 1.
-    bucket_bytes: tensors are reduced together in buckets of about this size; 0 for the default, 25 MiB.
-    tag: names the reducer in error texts, and tells it from others of the communicator.
+    tensors: a (name, rows, cols) for each, in the order in which backward completes them; vectors: cols == 1.
+    bucket_bytes: tensors are reduced together in buckets of about this size; 0: the default, 25 MiB.
+    tag: a name for the reducer in error messages, to tell it from others of the communicator.
 
-    Collective. Raises CommFailed on every rank when ranks differ in any of these, names and order of tensors included.
+    Collective. Raises CommFailed on every rank when ranks differ in any of these, tensor names and order too.
     """
 
-    def __init__(self, comm: Communicator, spec: str, tensors: Sequence[Tuple[str, int, int]], *, bucket_bytes: int = 0,
-                 op: str = "avg", seed: int = 0, tag: str = "") -> None:
+    def __init__(self, comm: Communicator, spec: str, tensors: Sequence[Tuple[str, int, int]], *,
+                 bucket_bytes: int = 0, op: str = "avg", seed: int = 0, tag: str = "") -> None:
         array = (_native.Tensor * max(1, len(tensors)))()
         for item, (name, rows, cols) in zip(array, tensors):
             item.size = ctypes.sizeof(_native.Tensor)
             item.name = name.encode()
             item.rows, item.cols, item.dtype = rows, cols, _native.FLOAT32
-        options = _native.ReducerOptions(size=ctypes.sizeof(_native.ReducerOptions), bucket_bytes=bucket_bytes,
-                                         sum=int(_op(op) == _native.SUM), seed=seed)
+        options = _native.ReducerOptions(size=ctypes.sizeof(_native.ReducerOptions), seed=seed,
+                                         bucket_bytes=bucket_bytes, sum=int(_op(op) == _native.SUM))
         handle = ctypes.c_void_p()
         if tag:
             _native.call("gw_call_tag", comm._handle, tag.encode())
-        _native.call("gw_reducer_create", comm._handle, spec.encode(), array, len(tensors), ctypes.byref(options),
-                     ctypes.byref(handle))
+        _native.call("gw_reducer_create", comm._handle, spec.encode(), array, len(tensors),
+                     ctypes.byref(options), ctypes.byref(handle))
         super().__init__("gw_reducer_destroy", handle)
         self._counts = [rows * cols for _, rows, cols in tensors]
         self._device = comm.device
 
     def allreduce(self, gradients: Sequence[Any], stream: int = 0) -> None:
-        """Reduces float32 tensors or arrays, one per registered tensor and in that order, in place. Collective.
+        """Reduces float32 tensors or arrays in place, one per registered tensor, in order. Collective.
 
-        Those that lie one behind the other in memory are reduced where they are; others are copied in and out. On the
-        host it returns when the result is there; on CUDA it enqueues on `stream`, a cudaStream_t as a number, and the
-        tensors must be kept until the stream has passed.
+        Tensors that are adjacent in memory are reduced in place; others are copied to a buffer and back. On
+        the host the result is ready on return. On CUDA the work is enqueued on `stream`, a cudaStream_t as a
+        number, and the tensors must live until the stream has finished it.
         """
         memories = [memory_of(g) for g in gradients]
         for i, (memory, count) in enumerate(zip(memories, self._counts)):
             if memory != (memory.address, count, _native.FLOAT32, self._device):
-                raise ValueError(f"gradient {i} is not {count} float32 elements on device {self._device} (-1: host)")
+                raise ValueError(f"gradient {i} is not {count} float32 elements on device {self._device} "
+                                 "(-1: host)")
         self.allreduce_at(self.addresses_of([m.address for m in memories]), stream)
 
     def allreduce_at(self, addresses: "ctypes.Array[ctypes.c_void_p]", stream: int = 0) -> None:
-        """The same for gradients that are at `addresses` (made by addresses_of()), whose memory the caller vouches for."""
+        """allreduce() for gradients at `addresses`, from addresses_of(). The memory is not checked."""
         if len(addresses) != len(self._counts):
-            raise ValueError(f"{len(addresses)} gradients for {len(self._counts)} tensors")
+            raise ValueError(f"got {len(addresses)} gradients, the reducer has {len(self._counts)} tensors")
         _native.call("gw_reducer_allreduce", self._handle, addresses, stream or None)
 
     @staticmethod
     def addresses_of(addresses: Sequence[int]) -> "ctypes.Array[ctypes.c_void_p]":
-        """A C array of addresses, to be kept and used again as long as the gradients don't move."""
+        """A C array of addresses, which can be reused as long as the gradients do not move."""
         return (ctypes.c_void_p * len(addresses))(*addresses)
 
     def stats(self) -> Dict[str, Any]:
-        """The last step's bytes and times, and what the reducer holds: the fields of gw_stats."""
+        """The fields of gw_stats: bytes and times of the last step, and the memory held."""
         stats = _native.Stats(size=ctypes.sizeof(_native.Stats))
         _native.call("gw_reducer_stats", self._handle, ctypes.byref(stats))
         fields: List[str] = [name for name, *_ in _native.Stats._fields_ if name != "size"]
@@ -199,9 +201,10 @@ class Reducer(_Handle):
         size = ctypes.c_size_t()
         _native.call("gw_reducer_state_size", self._handle, ctypes.byref(size))
         state = bytearray(size.value)
-        _native.call("gw_reducer_state_save", self._handle, (ctypes.c_char * len(state)).from_buffer(state), len(state))
+        buffer = (ctypes.c_char * len(state)).from_buffer(state)
+        _native.call("gw_reducer_state_save", self._handle, buffer, len(state))
         return state
 
     def load_state(self, state: bytes) -> None:
-        """Goes on where save_state() was. Raises BadArgument for a state of another spec, model, rank or world."""
+        """Restores a save_state(). Raises BadArgument for a state of another spec, model, rank or world."""
         _native.call("gw_reducer_state_load", self._handle, bytes(state), len(state))

@@ -1,4 +1,4 @@
-"""libgradwire.so through ctypes: finding it, its functions, and its errors as exceptions.
+"""Loads libgradwire.so through ctypes, declares its functions, and turns its errors into exceptions.
 
 Nothing is compiled against Python or PyTorch, so one library serves every version of both.
 """
@@ -14,12 +14,12 @@ HOST = -1
 FLOAT32, BFLOAT16 = 0, 1
 SUM, AVG = 0, 1
 
-# What this package was written for; before 1.0 a minor version may change the ABI.
+# The library version that this package needs; before 1.0 a minor version may change the ABI.
 _VERSION = (0, 1)
 
 
 class Error(RuntimeError):
-    """Base of everything that Gradwire raises. The text says what was wrong and what to do."""
+    """Base class of Gradwire's errors. The message says what is wrong and what to do."""
 
 
 class BadArgument(Error, ValueError):
@@ -31,7 +31,7 @@ class BadHandle(Error):
 
 
 class CommFailed(Error):
-    """A deadline passed, a peer died, ranks disagreed, or somebody aborted. Final for the communicator."""
+    """A timeout, a dead peer, ranks that disagree, or an abort. The communicator cannot be used again."""
 
 
 class DeviceFailed(Error):
@@ -39,7 +39,7 @@ class DeviceFailed(Error):
 
 
 class Unsupported(Error, NotImplementedError):
-    """Legal, but not in this version or build."""
+    """Valid, but not supported by this version or build."""
 
 
 class NoMemory(Error, MemoryError):
@@ -52,8 +52,8 @@ _EXCEPTIONS = {1: BadArgument, 2: BadHandle, 3: CommFailed, 4: DeviceFailed, 5: 
 class Tensor(ctypes.Structure):
     """gw_tensor."""
 
-    _fields_ = [("size", c_size_t), ("name", c_char_p), ("rows", c_int64), ("cols", c_int64), ("dtype", c_int32),
-                ("grad", c_void_p)]
+    _fields_ = [("size", c_size_t), ("name", c_char_p), ("rows", c_int64), ("cols", c_int64),
+                ("dtype", c_int32), ("grad", c_void_p)]
 
 
 class ReducerOptions(ctypes.Structure):
@@ -67,8 +67,8 @@ class Stats(ctypes.Structure):
     """gw_stats."""
 
     _fields_ = [("size", c_size_t), ("steps", c_int64), ("wire_bytes", c_uint64), ("dense_bytes", c_uint64),
-                ("comm_ms", c_double), ("exposed_comm_ms", c_double), ("extra_bytes", c_int64), ("buckets", c_int32),
-                ("buckets_in_place", c_int32), ("description", c_char_p)]
+                ("comm_ms", c_double), ("exposed_comm_ms", c_double), ("extra_bytes", c_int64),
+                ("buckets", c_int32), ("buckets_in_place", c_int32), ("description", c_char_p)]
 
 
 _SIGNATURES = {
@@ -78,7 +78,8 @@ _SIGNATURES = {
     "gw_comm_destroy": [c_void_p],
     "gw_call_tag": [c_void_p, c_char_p],
     "gw_allreduce": [c_void_p, c_void_p, c_int64, c_int32, c_int32, c_char_p, c_void_p],
-    "gw_reducer_create": [c_void_p, c_char_p, POINTER(Tensor), c_int32, POINTER(ReducerOptions), POINTER(c_void_p)],
+    "gw_reducer_create": [c_void_p, c_char_p, POINTER(Tensor), c_int32, POINTER(ReducerOptions),
+                          POINTER(c_void_p)],
     "gw_reducer_allreduce": [c_void_p, POINTER(c_void_p), c_void_p],
     "gw_reducer_stats": [c_void_p, POINTER(Stats)],
     "gw_reducer_state_size": [c_void_p, POINTER(c_size_t)],
@@ -112,24 +113,24 @@ def _load() -> ctypes.CDLL:
         library.gw_version.restype = c_int
         version = library.gw_version()
         if (version // 10000, version // 100 % 100) != _VERSION:
-            raise ImportError(f"{path} is Gradwire {version // 10000}.{version // 100 % 100}, this package needs "
-                              f"{_VERSION[0]}.{_VERSION[1]}")
+            raise ImportError(f"{path} is Gradwire {version // 10000}.{version // 100 % 100}, this package "
+                              f"needs {_VERSION[0]}.{_VERSION[1]}; set GRADWIRE_LIBRARY to such a library")
         library.gw_last_error.restype = c_char_p
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes = arguments
             function.restype = c_int32
         return library
-    raise ImportError("libgradwire.so was not found. Build it (cmake --build) or install it, and set GRADWIRE_LIBRARY to "
-                      "its path if it is in neither the source tree's build folder nor the linker's path. Tried: " +
-                      "; ".join(problems))
+    raise ImportError("libgradwire.so was not found. Build it (cmake --build) or install it; if it is in "
+                      "neither the source tree's build folder nor the linker's path, set GRADWIRE_LIBRARY to "
+                      "its path. Tried: " + "; ".join(problems))
 
 
 _library: Optional[ctypes.CDLL] = None
 
 
 def library() -> ctypes.CDLL:
-    """The loaded library; ImportError that lists what was tried if there is none."""
+    """The loaded library. Raises ImportError, with the paths that were tried, if there is none."""
     global _library
     if _library is None:
         _library = _load()
@@ -137,7 +138,7 @@ def library() -> ctypes.CDLL:
 
 
 def call(name: str, *arguments: object) -> None:
-    """Calls a function that returns gw_status, without the GIL; raises what it reports."""
+    """Calls a function that returns gw_status, without the GIL; raises its error as an exception."""
     loaded = library()
     status = getattr(loaded, name)(*arguments)
     if status != 0:

@@ -1,6 +1,6 @@
-"""The layout of a reducer's state (docs/state-format.md), for taking states apart by tensor and putting them together.
+"""Splits a reducer's state (docs/state-format.md) by tensor, and joins it again.
 
-PyTorch regroups its buckets after the first step, and a state must follow its tensors into their new bucket.
+PyTorch regroups its buckets after the first step, and each tensor's state must move to the new bucket.
 """
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Dict, NamedTuple
 
 _HEADER = struct.Struct("<8sIIQqII")
 _TENSOR, _ENTRY = struct.Struct("<qqQQ"), struct.Struct("<8sQQ")
-_TENSOR_1 = struct.Struct("<qqQQQ")  # version 1 knew two kinds, of float32 both
+_TENSOR_1 = struct.Struct("<qqQQQ")  # version 1 had two kinds, both float32
 _MAGIC, _VERSION = b"GRADWIRE", 2
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1}
 
 
 class Entry(NamedTuple):
-    """Something kept of a tensor: elements of `dtype`, a name as in safetensors files ("F32"), little-endian."""
+    """Part of a tensor's state: little-endian elements; `dtype` is a safetensors name such as "F32"."""
 
     dtype: str
     data: bytes
 
 
 class TensorState(NamedTuple):
-    """What is kept of one (rows, cols) tensor, by kind: "residual", PowerSGD's "factor", whatever else a codec keeps."""
+    """The state of one (rows, cols) tensor by kind: "residual", PowerSGD's "factor", ..."""
 
     rows: int
     cols: int
@@ -31,7 +31,7 @@ class TensorState(NamedTuple):
 
 
 class State(NamedTuple):
-    """A reducer's state. `identity` is what the loading reducer must agree in."""
+    """A reducer's state. The reducer that loads it must have the same `identity`."""
 
     identity: str
     steps: int
@@ -39,11 +39,12 @@ class State(NamedTuple):
 
 
 def unpack(blob: "bytes | bytearray") -> State:
-    """Takes apart what gw_reducer_state_save wrote, of this version or of version 1."""
+    """Parses the output of gw_reducer_state_save, of this version or version 1."""
     view = memoryview(blob)
     magic, version, crc, size, steps, count, identity_bytes = _HEADER.unpack_from(view)
-    if magic != _MAGIC or version not in (1, _VERSION) or size != len(view) or crc != zlib.crc32(view[_HEADER.size:]):
-        raise ValueError(f"this is not a whole state of version 1 or {_VERSION}")
+    known = magic == _MAGIC and version in (1, _VERSION)
+    if not known or size != len(view) or crc != zlib.crc32(view[_HEADER.size:]):
+        raise ValueError(f"not a reducer's state of version 1 or {_VERSION}, or it is truncated or damaged")
     at = _HEADER.size
 
     def take(n: int) -> bytes:
@@ -81,8 +82,8 @@ def pack(state: State) -> bytes:
         parts += [_TENSOR.pack(t.rows, t.cols, len(t.entries), len(encoded)), encoded]
         for kind, entry in t.entries.items():
             encoded = kind.encode()
-            parts += [_ENTRY.pack(entry.dtype.encode(), len(entry.data) // _BYTES[entry.dtype], len(encoded)), encoded,
-                      entry.data]
+            elements = len(entry.data) // _BYTES[entry.dtype]
+            parts += [_ENTRY.pack(entry.dtype.encode(), elements, len(encoded)), encoded, entry.data]
     body = b"".join(parts)
-    return _HEADER.pack(_MAGIC, _VERSION, zlib.crc32(body), _HEADER.size + len(body), state.steps, len(state.tensors),
-                        len(identity)) + body
+    return _HEADER.pack(_MAGIC, _VERSION, zlib.crc32(body), _HEADER.size + len(body), state.steps,
+                        len(state.tensors), len(identity)) + body

@@ -3,8 +3,8 @@
     hook = Hook("powersgd:rank=4")
     ddp_model.register_comm_hook(hook, allreduce_hook)
 
-Nothing else changes: backward() leaves averaged gradients, the same bits on every rank. docs/for-pytorch.md tells how
-to move from PyTorch's powerSGD_hook, option by option.
+Nothing else changes: after backward() the gradients are averaged, with the same bits on every rank.
+docs/for-pytorch.md shows how to migrate from PyTorch's powerSGD_hook, option by option.
 """
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def communicator(process_group: Any = None, device: "str | int" = "host", timeout_s: float = 60.0) -> Communicator:
+def communicator(process_group: Any = None, device: "str | int" = "host",
+                 timeout_s: float = 60.0) -> Communicator:
     """A communicator of the ranks of a torch.distributed process group (None: the default one). Collective.
 
-    Rank 0 picks a free port, which the others hear of through the process group; nothing needs to be configured.
+    Rank 0 picks a free port and broadcasts it through the process group, so nothing needs to be configured.
     """
     rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
     if world == 1:
@@ -53,7 +54,7 @@ def communicator(process_group: Any = None, device: "str | int" = "host", timeou
     if rank == 0:
         host = "127.0.0.1"
         if len(set(hosts)) > 1:
-            # Where the others find this process: what they found torch's own store by, if that was this process.
+            # The address at which the others reach this process: MASTER_ADDR if torch's store runs here too.
             host = os.environ.get("MASTER_ADDR", "") if dist.get_rank() == 0 else ""
             host = host or socket.gethostbyname(socket.gethostname())
         address = [f"tcp://{host}:{_free_port()}"]
@@ -68,8 +69,8 @@ def allreduce_(tensor: torch.Tensor, spec: str = "fp32", op: str = "avg",
                comm: Optional[Communicator] = None, tag: str = "") -> torch.Tensor:
     """Averages (or sums) a contiguous float32 or bfloat16 tensor over all ranks, in place. Collective.
 
-    The same as gradwire.allreduce_(). comm=None: the ranks of the default process group; the communicator is made at
-    the first call.
+    The same as gradwire.allreduce_(). comm=None: the ranks of the default process group, with a communicator
+    that is created at the first call.
     """
     memory = memory_of(tensor)
     if comm is None:
@@ -86,30 +87,30 @@ def allreduce_(tensor: torch.Tensor, spec: str = "fp32", op: str = "avg",
 
 
 class _Layout(NamedTuple):
-    """What a DDP bucket holds, in its order: names and (rows, cols) of its tensors."""
+    """The tensors of a DDP bucket, in its order: names and (rows, cols)."""
 
     names: Tuple[str, ...]
     shapes: Tuple[Tuple[int, int], ...]
 
 
 class _Bucket:
-    """A DDP bucket and the reducer behind it, which the worker makes at first use."""
+    """A DDP bucket and its reducer, which is created at first use."""
 
     def __init__(self, index: int, parameters: List[torch.Tensor], layout: _Layout) -> None:
         self.index = index
         self.parameters = parameters
         self.layout = layout
         self.reducer: Optional[Reducer] = None
-        self.address = -1  # of the buffer that `addresses` was made for
+        self.address = -1  # of the buffer that `addresses` is for
         self.addresses: Any = None
-        self.staging: Optional[torch.Tensor] = None  # float32, for buckets of another type
+        self.staging: Optional[torch.Tensor] = None  # a float32 copy, for buckets of another type
 
 
 class _Worker:
-    """A thread that runs jobs in order: what blocks on the host must not block backward."""
+    """A thread that runs jobs in order, so that host-side communication does not block backward."""
 
     def __init__(self) -> None:
-        self._jobs: "queue.Queue[Any]" = queue.Queue()  # of (job, future), or None: the end
+        self._jobs: "queue.Queue[Any]" = queue.Queue()  # of (job, future); None: stop
         self._thread = threading.Thread(target=self._run, name="gradwire", daemon=True)
         self._thread.start()
 
@@ -121,13 +122,13 @@ class _Worker:
             job, done = item
             outcome = job()
             del item, job  # they hold the bucket's buffer
-            # No longer busy before anybody hears of it: who has waited for the last future may close the hook.
+            # Before set_result(): a caller that has waited for the last future may close the hook.
             self._jobs.task_done()
             done.set_result(outcome)
             del outcome, done
 
     def submit(self, job: Callable[[], Any], done: "torch.futures.Future[Any]") -> None:
-        """Runs `job`, which does not raise, after those before it; what it returns goes to `done`."""
+        """Queues `job`, which must not raise; its result goes to `done`."""
         self._jobs.put((job, done))
 
     def drain(self) -> None:
@@ -139,7 +140,7 @@ class _Worker:
 
     def stop(self) -> None:
         self._jobs.put(None)
-        self._thread.join(timeout=10)  # a daemon: should it still wait for a peer, the process may end all the same
+        self._thread.join(timeout=10)  # a daemon, so the process can exit even if it still waits for a peer
 
 
 def _shut_down(worker: _Worker, communicators: List[Communicator]) -> None:
@@ -152,10 +153,10 @@ def _shut_down(worker: _Worker, communicators: List[Communicator]) -> None:
 
 
 def _matrix(parameter: torch.Tensor) -> Tuple[int, int]:
-    """(rows, cols) of a parameter's gradient as it lies in DDP's bucket: the outermost dimension, and the rest.
+    """(rows, cols) of a parameter's gradient as stored in DDP's bucket: outermost dimension, and the rest.
 
-    DDP lays a gradient out with its parameter's strides (bucket.gradients() does not show them), so the outermost
-    dimension of a transposed parameter is not the first.
+    DDP stores a gradient with its parameter's strides (bucket.gradients() does not show them), so the
+    outermost dimension of a transposed parameter is not the first.
     """
     if parameter.dim() < 2 or parameter.numel() == 0:
         return parameter.numel(), 1
@@ -167,26 +168,26 @@ def _matrix(parameter: torch.Tensor) -> Tuple[int, int]:
 
 
 class Hook:
-    """The state of allreduce_hook: which compression, between which ranks, and what it has kept so far.
+    """The state of allreduce_hook: the compression, the ranks, and the codecs' state.
 
     spec: "fp32" | "bf16[:...]" | "fp8[:...]" |
         "powersgd:rank=R[,wire=fp32|bf16|fp8][,start=N][,warm=on|off][,min_ratio=X][,seed=S]",
         each with ",ef=on|off" and ",schedule=auto|ring|tree|two_shot|hierarchical".
     process_group: DDP's; None for the default one.
-    model: names the parameters in error texts and in state_dict(). None: numbered, in the order in which DDP's first
-        bucketing has them, which is the same in every run of the same model.
-    timeout_s: the longest wait for a peer; then backward() raises gradwire.CommFailed's text.
-    comm: a communicator to use instead of one of the process group.
-    seed: of stochastic rounding.
+    model: gives the names of parameters in error messages and state_dict(). None: parameters are numbered in
+        the order of DDP's first buckets, which is the same in every run of the same model.
+    timeout_s: the longest wait for a peer; after that backward() raises with the text of gradwire.CommFailed.
+    comm: a communicator to use instead of one for the process group.
+    seed: for stochastic rounding.
 
-    Creating it is cheap; the communicator is made at the first gradient. One hook serves one model. Gradients are
-    float32; buckets of other floating types are converted and back.
+    Creating a hook is cheap; the communicator is created at the first gradient. Use one hook per model.
+    Gradients are reduced as float32; buckets of other floating-point types are converted to float32 and back.
     """
 
     def __init__(self, spec: str = "powersgd:rank=4", *, process_group: Any = None,
                  model: Optional[torch.nn.Module] = None, timeout_s: float = 60.0,
                  comm: Optional[Communicator] = None, seed: int = 0) -> None:
-        with Communicator() as alone:  # a wrong spec should fail here and not in backward
+        with Communicator() as alone:  # a wrong spec must fail here, not in backward
             Reducer(alone, spec, []).close()
         self.spec = spec
         self._process_group = process_group
@@ -194,23 +195,23 @@ class Hook:
         self._seed = seed
         self._comm = comm
         self._names: Dict[int, str] = {}
-        self._named: List[torch.Tensor] = []  # keeps the ids in _names from being given to others
+        self._named: List[torch.Tensor] = []  # keeps the tensors alive, so that the ids in _names stay unique
         for name, parameter in (model.named_parameters() if model is not None else ()):
             self._name(parameter, name[len("module."):] if name.startswith("module.") else name)
         self._buckets: Dict[int, _Bucket] = {}
-        self._carried: Optional[State] = None  # waits for the buckets that will hold its tensors
+        self._carried: Optional[State] = None  # state of tensors whose buckets do not exist yet
         self._failure: Optional[BaseException] = None
         self._side_stream: Any = None
         self._worker = _Worker()
         self._communicators: List[Communicator] = []
         self._finalizer = weakref.finalize(self, _shut_down, self._worker, self._communicators)
 
-    # ---- The hook ------------------------------------------------------------------------------------------------
+    # ---- The hook ------------------------------------------------------------------------------------------
 
     def __call__(self, bucket: "dist.GradBucket") -> "torch.futures.Future[torch.Tensor]":
-        """What DDP calls for every bucket, in the same order on every rank; allreduce_hook() by another name."""
+        """The same as allreduce_hook(): DDP calls it for every bucket, in the same order on every rank."""
         if not self._finalizer.alive:
-            raise _native.BadHandle("the hook was closed")
+            raise _native.BadHandle("the hook was closed; create another Hook for DDP")
         if self._failure is not None:
             raise _native.CommFailed(f"an earlier step failed: {self._failure}") from self._failure
         buffer = bucket.buffer()
@@ -223,7 +224,7 @@ class Hook:
         def job() -> Optional[BaseException]:
             try:
                 self._reduce(entry, buffer, addresses, 0)
-            except BaseException as error:  # goes to whoever waits for the future
+            except BaseException as error:  # result() raises it
                 self._failure = error
                 return error
             return None
@@ -237,8 +238,9 @@ class Hook:
         self._worker.submit(job, done)
         return done.then(result)
 
-    def _enqueue_cuda(self, entry: _Bucket, bucket: Any, buffer: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
-        # On a stream of its own, so that backward goes on; the future carries an event of it, for which DDP waits.
+    def _enqueue_cuda(self, entry: _Bucket, bucket: Any,
+                      buffer: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
+        # On a side stream, so that backward continues. DDP waits for the event of that stream in the future.
         if self._side_stream is None:
             self._side_stream = torch.cuda.Stream(buffer.device)
         future: "torch.futures.Future[torch.Tensor]" = torch.futures.Future(devices=[buffer.device])
@@ -267,11 +269,11 @@ class Hook:
         if self._comm is None:
             device: "str | int" = buffer.device.index if buffer.is_cuda else "host"
             self._comm = communicator(self._process_group, device, self._timeout_s)
-            self._comm._finalizer.atexit = False  # _shut_down() closes it, behind the worker
+            self._comm._finalizer.atexit = False  # _shut_down() closes it, after the worker has stopped
             self._communicators.append(self._comm)
         return self._comm
 
-    # ---- Buckets ---------------------------------------------------------------------------------------------------
+    # ---- Buckets -------------------------------------------------------------------------------------------
 
     def _name(self, parameter: torch.Tensor, name: str) -> str:
         self._named.append(parameter)
@@ -285,8 +287,9 @@ class Hook:
             return entry
         if entry is not None:  # DDP regroups its buckets once, after the first step
             self._dissolve(lambda i: i >= index)
-        self._communicator(buffer)  # in DDP's thread: it talks through the process group
-        names = tuple(self._names.get(id(p)) or self._name(p, f"parameter {len(self._named)}") for p in parameters)
+        self._communicator(buffer)  # in DDP's thread, because it uses the process group
+        names = tuple(self._names.get(id(p)) or self._name(p, f"parameter {len(self._named)}")
+                      for p in parameters)
         shapes = tuple(_matrix(p) for p in parameters)
         entry = self._buckets[index] = _Bucket(index, parameters, _Layout(names, shapes))
         return entry
@@ -294,29 +297,30 @@ class Hook:
     def _addresses(self, entry: _Bucket, bucket: Any, buffer: torch.Tensor) -> Any:
         if buffer.dtype != torch.float32 and entry.staging is None:
             if not buffer.is_floating_point():
-                raise TypeError(f"gradients of {buffer.dtype}; floating-point gradients are supported")
+                raise TypeError(f"gradients of {buffer.dtype} are not supported; they must be floating-point")
             entry.staging = torch.empty_like(buffer, dtype=torch.float32)
         if entry.addresses is None or entry.address != buffer.data_ptr():
             base = buffer.data_ptr() if entry.staging is None else entry.staging.data_ptr()
             entry.address = buffer.data_ptr()
             entry.addresses = Reducer.addresses_of(
-                [base + (g.data_ptr() - buffer.data_ptr()) // buffer.element_size() * 4 for g in bucket.gradients()])
+                [base + (g.data_ptr() - buffer.data_ptr()) // buffer.element_size() * 4
+                 for g in bucket.gradients()])
         return entry.addresses
 
     def _make_reducer(self, entry: _Bucket, buffer: torch.Tensor) -> Reducer:
         layout = entry.layout
         tensors = [(name, rows, cols) for name, (rows, cols) in zip(layout.names, layout.shapes)]
-        # DDP has cut the buckets already: this one stays whole.
-        reducer = Reducer(self._communicator(buffer), self.spec, tensors, bucket_bytes=1 << 60, seed=self._seed,
-                          tag=f"DDP bucket {entry.index}")
+        # One reducer bucket for each of DDP's.
+        reducer = Reducer(self._communicator(buffer), self.spec, tensors, bucket_bytes=1 << 60,
+                          seed=self._seed, tag=f"DDP bucket {entry.index}")
         carried = self._carried
         if carried is None:
             return reducer
         fresh = unpack(reducer.save_state())
         missing = [name for name in layout.names if name not in carried.tensors]
         if missing:
-            raise _native.BadArgument(f"the loaded state has no parameter {missing[0]!r} (and {len(missing) - 1} more of "
-                                      "this bucket): it is of another model, or of a Hook with other names")
+            raise _native.BadArgument(f"the loaded state lacks {len(missing)} parameters of this bucket, "
+                                      f"such as {missing[0]!r}: it is from another model, or has other names")
         reducer.load_state(pack(State(carried.identity or fresh.identity, carried.steps,
                                       {name: carried.tensors[name] for name in layout.names})))
         for name in layout.names:
@@ -326,7 +330,7 @@ class Hook:
         return reducer
 
     def _dissolve(self, which: Callable[[int], bool]) -> None:
-        """Takes buckets apart; what they have kept waits in _carried for those that come after them."""
+        """Removes buckets, and keeps their state in _carried for the buckets that replace them."""
         self._worker.drain()
         collected = self._collect(which)
         for index in [i for i in self._buckets if which(i)]:
@@ -337,7 +341,9 @@ class Hook:
 
     def _collect(self, which: Callable[[int], bool]) -> Optional[State]:
         tensors: Dict[str, TensorState] = dict(self._carried.tensors) if self._carried is not None else {}
-        identity, steps = (self._carried.identity, self._carried.steps) if self._carried is not None else ("", 0)
+        identity, steps = "", 0
+        if self._carried is not None:
+            identity, steps = self._carried.identity, self._carried.steps
         for index, entry in self._buckets.items():
             if which(index) and entry.reducer is not None:
                 state = unpack(entry.reducer.save_state())
@@ -345,20 +351,23 @@ class Hook:
                 tensors.update(state.tensors)
         return State(identity, steps, tensors) if tensors else None
 
-    # ---- Checkpoints, figures, end -----------------------------------------------------------------------------------
+    # ---- Checkpoints, statistics, closing ------------------------------------------------------------------
 
     def state_dict(self) -> Dict[str, Any]:
-        """What this rank keeps of each parameter, and the step count; for torch.save(). Between steps only.
+        """This rank's state of each parameter, and the step count, for torch.save(). Call between steps only.
 
-        Every rank saves its own: residuals differ. {"version", "identity", "steps", "spec", "tensors": {name: {"rows",
-        "cols", "state": {kind: tensor}}}}, 1-D tensors on the CPU by kind: "residual", PowerSGD's "factor".
+        Every rank must save its own, because residuals differ. {"version", "identity", "steps", "spec",
+        "tensors": {name: {"rows", "cols", "state": {kind: tensor}}}}, with 1-D CPU tensors of kind "residual"
+        or PowerSGD's "factor".
         """
         self._worker.drain()
         state = self._collect(lambda index: True) or State("", 0, {})
 
         def tensor(entry: Entry) -> torch.Tensor:
             dtype = _DTYPES[entry.dtype]
-            return torch.frombuffer(bytearray(entry.data), dtype=dtype) if entry.data else torch.empty(0, dtype=dtype)
+            if not entry.data:
+                return torch.empty(0, dtype=dtype)
+            return torch.frombuffer(bytearray(entry.data), dtype=dtype)
 
         return {"version": 2, "identity": state.identity, "steps": state.steps, "spec": self.spec,
                 "tensors": {name: {"rows": t.rows, "cols": t.cols,
@@ -366,15 +375,15 @@ class Hook:
                             for name, t in state.tensors.items()}}
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
-        """Goes on where state_dict() was: with the model and the optimizer restored too, bit for bit. Between steps only.
+        """Restores a state_dict(). If model and optimizer are restored too, training continues bit for bit.
 
-        Raises ValueError for a state of another version or spec; one of another model, rank or world raises in the next
-        backward().
+        Call between steps only. Raises ValueError for a state of another version or spec; a state of another
+        model, rank or world makes the next backward() raise.
         """
         if state.get("version") not in (1, 2):
-            raise ValueError(f"a state of version {state.get('version')}; this package reads versions 1 and 2")
+            raise ValueError(f"the state has version {state.get('version')}; this package reads 1 and 2")
         if state["spec"] != self.spec:
-            raise ValueError(f"the state is of spec {state['spec']!r}, the hook has {self.spec!r}")
+            raise ValueError(f"the state is for spec {state['spec']!r}, the hook has {self.spec!r}")
         self._worker.drain()
         self._carried = None
         for entry in self._buckets.values():
@@ -383,30 +392,33 @@ class Hook:
         self._buckets.clear()
         tensors = {}
         for name, t in state["tensors"].items():
-            kept = t["state"] if state["version"] == 2 else {"residual": t["residual"].float(), "factor": t["q"].float()}
-            tensors[name] = TensorState(t["rows"], t["cols"],
-                                        {kind: _entry_of(tensor) for kind, tensor in kept.items() if tensor.numel() > 0})
+            if state["version"] == 2:
+                kept = t["state"]
+            else:
+                kept = {"residual": t["residual"].float(), "factor": t["q"].float()}
+            entries = {kind: _entry_of(tensor) for kind, tensor in kept.items() if tensor.numel() > 0}
+            tensors[name] = TensorState(t["rows"], t["cols"], entries)
         self._carried = State(state["identity"], state["steps"], tensors) if tensors else None
 
     def stats(self) -> Dict[str, Any]:
-        """Of the last step, summed over buckets: "wire_bytes" sent by this rank, "dense_bytes" it would have sent in
-        FP32, "comm_ms", "extra_bytes" held, "buckets", "buckets_in_place", and "description", a line per bucket."""
+        """The last step, summed over buckets: "wire_bytes" sent by this rank, "dense_bytes" in FP32,
+        "comm_ms", "extra_bytes" of memory, "buckets", "buckets_in_place", and "description" (text)."""
         self._worker.drain()
-        total: Dict[str, Any] = {"steps": 0, "wire_bytes": 0, "dense_bytes": 0, "comm_ms": 0.0, "extra_bytes": 0,
-                                 "buckets": 0, "buckets_in_place": 0, "description": ""}
+        total: Dict[str, Any] = {"steps": 0, "wire_bytes": 0, "dense_bytes": 0, "comm_ms": 0.0,
+                                 "extra_bytes": 0, "buckets": 0, "buckets_in_place": 0, "description": ""}
         for index in sorted(self._buckets):
             reducer = self._buckets[index].reducer
             if reducer is None:
                 continue
             stats = reducer.stats()
             total["steps"] = max(total["steps"], stats["steps"])
-            for name in ("wire_bytes", "dense_bytes", "comm_ms", "extra_bytes", "buckets", "buckets_in_place"):
+            for name in total.keys() - {"steps", "description"}:
                 total[name] += stats[name]
             total["description"] += f"DDP {stats['description'].replace('bucket 0', f'bucket {index}', 1)}"
         return total
 
     def close(self) -> None:
-        """Ends the hook's thread and communicator. DDP must not call the hook again. Also done at exit."""
+        """Stops the thread and closes the communicator; also done at exit. Do not use the hook after this."""
         if self._finalizer.alive:
             for entry in self._buckets.values():
                 if entry.reducer is not None and not self._worker.busy:
@@ -414,7 +426,7 @@ class Hook:
             self._finalizer()
 
 
-# By their names in safetensors files.
+# By name in safetensors files.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
            "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
 
@@ -430,5 +442,6 @@ def allreduce_hook(state: Hook, bucket: "dist.GradBucket") -> "torch.futures.Fut
     return state(bucket)
 
 
-# DDP compares these annotations with the classes themselves; here they are strings.
-allreduce_hook.__annotations__ = {"state": Hook, "bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+# DDP compares the annotations with classes, but `from __future__ import annotations` made them strings.
+allreduce_hook.__annotations__ = {"state": Hook, "bucket": dist.GradBucket,
+                                  "return": torch.futures.Future[torch.Tensor]}
