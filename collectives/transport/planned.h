@@ -1,5 +1,5 @@
-// One rank of a group whose other ranks do not exist: what reducers and codecs can be made with to see what
-// they would take. Moving anything through it is an error.
+// One rank of a group whose other ranks do not exist, for building reducers and codecs to see how much memory
+// they would need. Any exchange is an error.
 #pragma once
 
 #include "collectives/transport/transport.h"
