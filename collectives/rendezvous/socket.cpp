@@ -87,7 +87,7 @@ std::string Socket::peer_address() const {
 
 std::string Endpoint::text() const {
   bool v6 = host.find(':') != std::string::npos;
-  return fmt::format(v6 ? "[{}]:{}" : "{}:{}", host, port);
+  return v6 ? fmt::format("[{}]:{}", host, port) : fmt::format("{}:{}", host, port);
 }
 
 bool is_loopback(const std::string& address) {
