@@ -3,8 +3,7 @@
 //
 // The rendezvous is a string, the same on every rank:
 //   tcp://host:port   rank 0 listens on `port`; the others find it at `host` (MASTER_ADDR, MASTER_PORT)
-//   file:///path      rank 0 listens on any port and writes its addresses to that file, which all ranks can
-//   read
+//   file:///path      rank 0 listens on any port and writes its addresses to that shared file
 #pragma once
 
 #include <chrono>
