@@ -6,8 +6,7 @@
 //                                 so far, in ascending rank order -> wire, residual (the error of this
 //                                 encode), and, at the owner, the result as all ranks will decode it
 //   recv_reduce                   the contribution stays encoded until then
-//   recv_copy                     decoded into the result; forwarded as the same bytes if the schedule says
-//   so
+//   recv_copy                     decoded into the result; if forwarded, then as the same bytes
 //   the end of a reduce_scatter   the owner adds up what it has and never encodes it
 // So each rank encodes each chunk at most once, keeps the error of that encode in its own residual, and
 //   sum over ranks of residual_new  +  result / scale  ==  sum over ranks of (own part + residual_old)
@@ -51,15 +50,13 @@ inline constexpr int64_t kAutomaticSlices = -1;
 // A program's buffers. `in` and `out` are on the transport's device; a rank's shard is its own chunks
 // (Schedule::owner) in ascending order, Program::shard_elements() in total.
 //   allreduce        in, out: (count), may be the same memory
-//   reduce_scatter   in: (count), unchanged; out: this rank's shard, may be its place in `in` if that is
-//   contiguous
+//   reduce_scatter   in: (count), unchanged; out: this rank's shard, may be its place in `in` if contiguous
 //   all_gather       in: this rank's shard, may be its place in `out`; out: (count)
 // Sums are FP32 whatever the dtype: BF16 is widened into the workspace and rounded to nearest on the way out.
 struct ProgramBuffers {
   const void* in = nullptr;
   void* out = nullptr;
-  float* residual =
-      nullptr;  // (count), read and written; null: no error feedback. Ignored with an exact wire
+  float* residual = nullptr;  // (count), updated; null: no error feedback. Ignored with an exact wire
   int64_t count = 0;
   DType dtype = DType::f32;  // of in and out
 };

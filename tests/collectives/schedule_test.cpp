@@ -273,7 +273,7 @@ TEST(Checker, SeesAValueThatWouldBeRoundedForSomeOnly) {
       {{send(0, false)}, {}, {get(0, false)}},
       {{send(0, false)}, {}, {get(0, false)}}};
   expect_violation(s, Rule::rounding,
-                   "round 2: rank 0 sends chunk 0 to rank 2 to another node, after it went unrounded");
+                   "round 2: rank 0 sends chunk 0 to rank 2 to another node, after it was sent unrounded");
 }
 
 // --- mutations: whatever executing shows to be wrong, the checker must have said so, and nothing else ---
