@@ -1,4 +1,5 @@
-// Do all ranks say the same? Asked once where a disagreement would otherwise show late, without saying in what.
+// Checks once that all ranks agree, where a disagreement would otherwise surface late and without naming its
+// cause.
 #pragma once
 
 #include <string>
@@ -8,10 +9,12 @@
 
 namespace gradwire {
 
-// Collective; `what` is the call it belongs to. Returns when all ranks make the same statements in the same order.
-// Otherwise fails the group and throws CommError, which quotes two ranks on the first statement that differs:
-//   ranks disagree: gw_reducer_create has "tensor 1: 'a' (3 x 4)" on rank 0, "tensor 1: 'b' (3 x 4)" on rank 1
-// 16 bytes to each peer when they agree.
+// Collective; `what` is the call it belongs to. Returns if all ranks make the same statements in the same
+// order. Otherwise fails the group and throws CommError, which quotes two ranks on the first statement that
+// differs:
+//   ranks disagree: gw_reducer_create has "tensor 1: 'a' (3 x 4)" on rank 0, "tensor 1: 'b' (3 x 4)" on rank
+//   1
+// Sends 16 bytes to each peer if they agree.
 void agree_on(Transport& transport, const Stream& stream, const std::vector<std::string>& statements,
               const std::string& what);
 
