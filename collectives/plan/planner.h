@@ -6,8 +6,8 @@
 //   add rounds and fill those in which few ranks are busy. Kernels are not modelled.
 // Error: if the wire is lossy, each lossy step beyond the fewest available counts as 10 % more time.
 // Choice: the first of two_shot, hierarchical, ring, tree that is within 20 % of the best, so that
-// measurement noise
-//   seldom changes it. Equal costs give equal choices, so every rank decides on its own.
+// measurement
+//   noise seldom changes it. Equal costs give equal choices, so every rank decides on its own.
 //
 // Slices: long enough to amortize the latency of an exchange, but no longer, because the first and the last
 // slice of a buffer overlap with nothing. If links were measured, an exchange is sized to take four
