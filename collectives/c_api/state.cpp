@@ -246,7 +246,7 @@ void ApiReducer::load_state(const void* state, size_t size) {
     const auto entry =
         std::find_if(entries.begin(), entries.end(), [&](const Entry& e) { return e.kind == s.kind; });
     if (entry == entries.end()) {
-      require(s.kind == kResidualKind, "the state has no " + who);
+      require(s.kind == kResidualKind, fmt::format("the state has no {}", who));
       sources.push_back(nullptr);
       continue;
     }

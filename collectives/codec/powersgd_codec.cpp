@@ -304,7 +304,7 @@ class PowerSgdCodec final : public Codec {
 
   Program::Options options(const BucketContext& c, const char* part, uint64_t first_element,
                            int64_t slice_bytes) const {
-    return {.what = c.name + " (" + part + ")",
+    return {.what = fmt::format("{} ({})", c.name, part),
             .part = part,
             .wire = spec_.wire,
             .fp32_intra_node = spec_.fp32_intra_node,

@@ -85,9 +85,9 @@ std::string text(const char* what, const LinkCosts::Pattern& p) {
 }  // namespace
 
 std::string LinkCosts::to_string() const {
-  std::string all = text("to a neighbour", neighbour) + ", " + text("to all", all_pairs);
+  std::string all = fmt::format("{}, {}", text("to a neighbour", neighbour), text("to all", all_pairs));
   if (intra_node == all_pairs && inter_node == all_pairs) return all;
-  return all + ", " + text("inside a node", intra_node) + ", " + text("between nodes", inter_node);
+  return fmt::format("{}, {}, {}", all, text("inside a node", intra_node), text("between nodes", inter_node));
 }
 
 LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ranks_per_node) {

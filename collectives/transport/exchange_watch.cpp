@@ -33,7 +33,7 @@ std::string one_way(const std::vector<Transfer>& transfers, Transfer::Kind kind)
 std::string pending_text(const std::vector<Transfer>& transfers) {
   const std::string in = one_way(transfers, Transfer::Kind::receive);
   const std::string out = one_way(transfers, Transfer::Kind::send);
-  return in + (in.empty() || out.empty() ? "" : " and ") + out + " pending";
+  return fmt::format("{}{}{} pending", in, in.empty() || out.empty() ? "" : " and ", out);
 }
 
 void ExchangesInFlight::add(std::unique_ptr<ExchangeMark> mark, WatchedExchange exchange) {

@@ -35,7 +35,7 @@ class ExchangeMark {
 struct WatchedExchange {
   uint64_t number = 0;  // of this rank's exchanges, from 1
   std::string what;     // "call 3, allreduce of bucket 1 of 2 (4096 floats, bf16, ring), round 2 of 6"
-  std::string pending;  // "receives from ranks 0, 2 and sends to rank 1 (3 x 4096 bytes) pending"
+  std::string pending;  // see pending_text()
 };
 
 // "3 receives (12288 bytes) from ranks 0, 2 and 1 send (4096 bytes) to rank 1 pending"

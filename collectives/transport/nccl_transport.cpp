@@ -109,7 +109,7 @@ void NcclTransport::heard(const std::string& cause, bool from_group) {
 }
 
 void NcclTransport::give_up(const std::string& what, const std::string& cause) {
-  heard(what + ": " + cause, false);
+  heard(fmt::format("{}: {}", what, cause), false);
   throw_if_failed(what);
   throw CommError(fmt::format("rank {}: {}: {}", rank_, what, cause));
 }
@@ -305,7 +305,7 @@ void NcclTransport::watch() {
     }
     standing_ = in_flight_.standing();
     for (auto& mark : in_flight_.take_spare()) spare_.push_back(std::move(mark));
-    if (!text.empty() && !cause_) cause_ = standing_ + ": " + text;
+    if (!text.empty() && !cause_) cause_ = fmt::format("{}: {}", standing_, text);
     if (overdue && !cause_) cause_ = *overdue;
   }
   if (!cause_) return;

@@ -320,7 +320,7 @@ class TcpTransport final : public Transport {
     } else if (cause.empty()) {
       cause = fmt::format("connection lost ({})", error.what());
     }
-    give_up(e.here + ": " + pending_text(e.posted, at), cause);
+    give_up(fmt::format("{}: {}", e.here, pending_text(e.posted, at)), cause);
   }
 
   void post(InFlight& e, Transfer::Kind kind, int peer, void* data, size_t bytes, uint64_t slot) {
