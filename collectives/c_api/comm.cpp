@@ -98,15 +98,15 @@ Program& ApiComm::program_for(const Key& key) {
 
 void ApiComm::allreduce(void* buf, int64_t count, gw_dtype dtype, gw_op op, const char* spec,
                         void* native_stream, const std::string& tag) {
-  require(count >= 0, fmt::format("count is {}, must not be negative", count));
-  require(dtype == GW_FLOAT32 || dtype == GW_BFLOAT16,
-          fmt::format("dtype {} is neither GW_FLOAT32 nor GW_BFLOAT16", dtype));
-  require(op == GW_SUM || op == GW_AVG, fmt::format("op {} is neither GW_SUM nor GW_AVG", op));
+  require(count >= 0, "count is {}, must not be negative", count);
+  require(dtype == GW_FLOAT32 || dtype == GW_BFLOAT16, "dtype {} is neither GW_FLOAT32 nor GW_BFLOAT16",
+          dtype);
+  require(op == GW_SUM || op == GW_AVG, "op {} is neither GW_SUM nor GW_AVG", op);
   require(spec != nullptr, "spec is null; pass \"fp32\" for no compression");
   require(buf != nullptr || count == 0, "buf is null");
   const size_t element = dtype == GW_FLOAT32 ? 4 : 2;
-  require(reinterpret_cast<uintptr_t>(buf) % element == 0,
-          fmt::format("buf is not aligned to its elements of {} bytes", element));
+  require(reinterpret_cast<uintptr_t>(buf) % element == 0, "buf is not aligned to its elements of {} bytes",
+          element);
   const Stream caller = caller_stream(native_stream);
   Program& program = program_for({buf, count, dtype, op, spec, tag});
   if (communicator->world() == 1) return;

@@ -1,7 +1,9 @@
 // The boundary between exceptions and status codes.
 #pragma once
 
-#include <string>
+#include <fmt/format.h>
+
+#include <utility>
 
 #include "collectives/gradwire.h"
 #include "runtime/error.h"
@@ -33,8 +35,10 @@ gw_status guarded(const char* function, Body&& body) noexcept {
   }
 }
 
-inline void require(bool condition, const std::string& text) {
-  if (!condition) throw BadInput(text);
+// Formats the text only when it throws.
+template <typename... Args>
+void require(bool condition, fmt::format_string<Args...> text, Args&&... args) {
+  if (!condition) throw BadInput(fmt::format(text, std::forward<Args>(args)...));
 }
 
 }  // namespace gradwire::c_api

@@ -39,13 +39,13 @@ struct LockedReducer {
 };
 
 std::chrono::milliseconds checked_timeout(int64_t timeout_ms) {
-  require(timeout_ms > 0, fmt::format("timeout_ms is {}, must be positive", timeout_ms));
+  require(timeout_ms > 0, "timeout_ms is {}, must be positive", timeout_ms);
   return std::chrono::milliseconds(std::min<int64_t>(timeout_ms, INT_MAX));
 }
 
 Device checked_device(int device) {
   if (device == GW_HOST) return Device::host();
-  require(device >= 0, fmt::format("device {} is neither GW_HOST nor a CUDA device", device));
+  require(device >= 0, "device {} is neither GW_HOST nor a CUDA device", device);
   if (device >= cuda_device_count()) {
     const std::string reason = cuda_unavailable_reason();
     throw DeviceError(fmt::format("device {}: {} CUDA devices are usable{}", device, cuda_device_count(),
@@ -62,7 +62,7 @@ void require_nccl() {
 std::unique_ptr<Communicator> join(const char* rendezvous, int rank, int world, Device device,
                                    std::chrono::milliseconds timeout) {
   if (world == 1) return Communicator::create_single(device);
-  require(rendezvous != nullptr, fmt::format("rendezvous is null and world is {}", world));
+  require(rendezvous != nullptr, "rendezvous is null and world is {}", world);
   const std::string text = rendezvous;
   constexpr std::string_view kLocal = "local://";
   if (text.starts_with(kLocal)) {
@@ -90,8 +90,8 @@ gw_status gw_comm_create(const char* rendezvous, int rank, int world, int device
                          gw_comm* comm) {
   return guarded(__func__, [&] {
     require(comm != nullptr, "comm is null");
-    require(world >= 1, fmt::format("world is {}, must be at least 1", world));
-    require(rank >= 0 && rank < world, fmt::format("rank is {} in a world of {}", rank, world));
+    require(world >= 1, "world is {}, must be at least 1", world);
+    require(rank >= 0 && rank < world, "rank is {} in a world of {}", rank, world);
     const auto timeout = checked_timeout(timeout_ms);
     const Device where = checked_device(device);
     auto made = std::make_shared<ApiComm>(join(rendezvous, rank, world, where, timeout));
@@ -103,7 +103,7 @@ gw_status gw_comm_from_nccl(void* nccl_comm, int device, int64_t timeout_ms, gw_
   return guarded(__func__, [&] {
     require(comm != nullptr, "comm is null");
     require(nccl_comm != nullptr, "nccl_comm is null");
-    require(device >= 0, fmt::format("device {} is not a CUDA device", device));
+    require(device >= 0, "device {} is not a CUDA device", device);
     const auto timeout = checked_timeout(timeout_ms);
     require_nccl();
     checked_device(device);

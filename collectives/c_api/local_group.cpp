@@ -1,3 +1,4 @@
+// The rendezvous of "local://": threads of one process meet under a name.
 #include <fmt/format.h>
 
 #include <condition_variable>
@@ -44,9 +45,8 @@ std::unique_ptr<Communicator> join_local_group(const std::string& name, int rank
   std::shared_ptr<Meeting> meeting = entry;
   const std::string who = fmt::format("local://{}, rank {}", name, rank);
   const size_t seats = meeting->seats.size();
-  require(static_cast<int>(seats) == world,
-          fmt::format("{} says world {}, another rank says {}", who, world, seats));
-  require(!meeting->seats[rank].has_value(), who + " has joined already; give each thread its own rank");
+  require(static_cast<int>(seats) == world, "{} says world {}, another rank says {}", who, world, seats);
+  require(!meeting->seats[rank].has_value(), "{} has joined already; give each thread its own rank", who);
   meeting->seats[rank] = device;
   if (++meeting->taken == world) {
     std::vector<Device> devices;

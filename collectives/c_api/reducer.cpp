@@ -21,7 +21,7 @@ Struct read_struct(const void* from, const char* what) {
   size_t size = 0;
   std::memcpy(&size, from, sizeof size);
   require(size >= sizeof(Struct) && size <= kMostBytes,
-          fmt::format("{0}.size is {1}; set it to sizeof({0}), which is {2}", what, size, sizeof(Struct)));
+          "{0}.size is {1}; set it to sizeof({0}), which is {2}", what, size, sizeof(Struct));
   const auto* bytes = static_cast<const unsigned char*>(from);
   if (std::any_of(bytes + sizeof(Struct), bytes + size, [](unsigned char b) { return b != 0; })) {
     throw Unsupported(fmt::format("{} uses fields that this version of the library does not know", what));
@@ -42,7 +42,7 @@ Handles<ApiReducer>& reducers() {
 }
 
 std::vector<GradientTensor> read_tensors(const gw_tensor* tensors, int32_t n, std::vector<float*>* grads) {
-  require(n >= 0, fmt::format("n_tensors is {}, must not be negative", n));
+  require(n >= 0, "n_tensors is {}, must not be negative", n);
   require(tensors != nullptr || n == 0, "tensors is null");
   std::vector<GradientTensor> result;
   std::set<std::string> names;
@@ -54,14 +54,14 @@ std::vector<GradientTensor> read_tensors(const gw_tensor* tensors, int32_t n, st
     const auto t = read_struct<gw_tensor>(at, "gw_tensor");
     std::string name = t.name != nullptr ? t.name : fmt::format("tensor {}", i);
     const std::string who = fmt::format("tensor {} ('{}')", i, name);
-    require(t.size == tensors[0].size, who + ": its size differs from that of tensor 0");
-    require(names.insert(name).second, who + ": another tensor has the same name");
-    require(t.rows >= 0 && t.cols >= 0, fmt::format("{}: rows {}, cols {}", who, t.rows, t.cols));
-    require(t.cols == 0 || t.rows <= (kMostElements - total) / t.cols, who + ": too many elements");
+    require(t.size == tensors[0].size, "{}: its size differs from that of tensor 0", who);
+    require(names.insert(name).second, "{}: another tensor has the same name", who);
+    require(t.rows >= 0 && t.cols >= 0, "{}: rows {}, cols {}", who, t.rows, t.cols);
+    require(t.cols == 0 || t.rows <= (kMostElements - total) / t.cols, "{}: too many elements", who);
     total += t.rows * t.cols;
     if (t.dtype == GW_BFLOAT16) throw Unsupported(who + ": gradients must be GW_FLOAT32; convert them");
-    require(t.dtype == GW_FLOAT32, fmt::format("{}: dtype {} is not GW_FLOAT32", who, t.dtype));
-    require(reinterpret_cast<uintptr_t>(t.grad) % 4 == 0, who + ": grad is not 4-byte aligned");
+    require(t.dtype == GW_FLOAT32, "{}: dtype {} is not GW_FLOAT32", who, t.dtype);
+    require(reinterpret_cast<uintptr_t>(t.grad) % 4 == 0, "{}: grad is not 4-byte aligned", who);
     GradientTensor tensor{std::move(name), {t.rows}};
     if (t.cols != 1) tensor.shape.push_back(t.cols);
     result.push_back(std::move(tensor));
@@ -76,8 +76,7 @@ ReducerOptions read_options(const gw_reducer_options* given) {
   options.own_gradients = false;
   if (given == nullptr) return options;
   const auto o = read_struct<gw_reducer_options>(given, "gw_reducer_options");
-  require(o.bucket_bytes >= 0,
-          fmt::format("gw_reducer_options.bucket_bytes is {}, must not be negative", o.bucket_bytes));
+  require(o.bucket_bytes >= 0, "gw_reducer_options.bucket_bytes is {}, must not be negative", o.bucket_bytes);
   if (o.bucket_bytes > 0) options.bucket_bytes = o.bucket_bytes;
   options.average = o.sum == 0;
   options.timing = o.no_timing == 0;
@@ -108,9 +107,8 @@ void write_stats(const gw_stats& stats, gw_stats* out) {
   require(out != nullptr, "stats is null");
   size_t size = 0;
   std::memcpy(&size, out, sizeof size);
-  require(
-      size >= sizeof(gw_stats),
-      fmt::format("gw_stats.size is {}; set it to sizeof(gw_stats), which is {}", size, sizeof(gw_stats)));
+  require(size >= sizeof(gw_stats), "gw_stats.size is {}; set it to sizeof(gw_stats), which is {}", size,
+          sizeof(gw_stats));
   std::memcpy(out, &stats, sizeof stats);
   out->size = size;
 }
@@ -134,14 +132,13 @@ void ApiReducer::set_addresses(const std::vector<float*>& addresses) {
 
 void ApiReducer::allreduce(void* const* given, void* native_stream) {
   const Stream caller = comm->caller_stream(native_stream);
-  require(
-      ready_ == 0,
-      fmt::format("in the middle of a step: {} tensors are ready; finish it with gw_reducer_wait", ready_));
+  require(ready_ == 0, "in the middle of a step: {} tensors are ready; finish it with gw_reducer_wait",
+          ready_);
   if (given != nullptr) {
     std::vector<float*> addresses;
     for (size_t i = 0; i < tensors.size(); ++i) {
-      require(reinterpret_cast<uintptr_t>(given[i]) % 4 == 0,
-              fmt::format("the gradient of '{}' is not 4-byte aligned", tensors[i].name));
+      require(reinterpret_cast<uintptr_t>(given[i]) % 4 == 0, "the gradient of '{}' is not 4-byte aligned",
+              tensors[i].name);
       addresses.push_back(static_cast<float*>(given[i]));
     }
     reducer.adopt(addresses);

@@ -109,7 +109,7 @@ struct SavedTensor {
 
 Entry take_entry(Cursor& cursor, const std::string& tensor, std::string kind, DType dtype, uint64_t count) {
   require(count <= cursor.left() / static_cast<size_t>(bytes_of(dtype)),
-          fmt::format("the state is truncated: '{}' of '{}' has {} elements", kind, tensor, count));
+          "the state is truncated: '{}' of '{}' has {} elements", kind, tensor, count);
   Entry entry{std::move(kind), dtype, count};
   entry.data = cursor.take(entry.bytes());
   return entry;
@@ -134,7 +134,7 @@ SavedTensor take_tensor(Cursor& cursor) {
     const auto entry = cursor.take<EntryHeader>();
     const std::string text(entry.dtype, strnlen(entry.dtype, sizeof entry.dtype));
     const std::optional<DType> dtype = find_dtype(text);
-    require(dtype.has_value(), fmt::format("'{}' has elements of an unknown type, '{}'", tensor.name, text));
+    require(dtype.has_value(), "'{}' has elements of an unknown type, '{}'", tensor.name, text);
     std::string kind(cursor.take(entry.kind_bytes), entry.kind_bytes);
     tensor.entries.push_back(take_entry(cursor, tensor.name, std::move(kind), *dtype, entry.count));
   }
@@ -161,7 +161,7 @@ void ApiReducer::save_state(void* state, size_t size) const {
   require(state != nullptr, "state is null");
   require(ready_ == 0, "in the middle of a step; finish it with gw_reducer_wait");
   const size_t bytes = state_size();
-  require(size >= bytes, fmt::format("size is {}, the state needs {}", size, bytes));
+  require(size >= bytes, "size is {}, the state needs {}", size, bytes);
   auto* at = static_cast<char*>(state) + sizeof(Header);
   auto put = [&](const void* from, size_t n) {
     std::memcpy(at, from, n);
@@ -208,18 +208,16 @@ void ApiReducer::load_state(const void* state, size_t size) {
   const auto header = cursor.take<Header>();
   require(std::memcmp(header.magic, kMagic, sizeof kMagic) == 0,
           "this is not a state of gw_reducer_state_save");
-  require(
-      header.version >= 1 && header.version <= kVersion,
-      fmt::format("the state has version {}, this library reads versions 1 to {}", header.version, kVersion));
-  require(header.bytes == size, fmt::format("the state has {} bytes, size is {}", header.bytes, size));
+  require(header.version >= 1 && header.version <= kVersion,
+          "the state has version {}, this library reads versions 1 to {}", header.version, kVersion);
+  require(header.bytes == size, "the state has {} bytes, size is {}", header.bytes, size);
   require(header.crc == crc32(static_cast<const char*>(state) + sizeof header, size - sizeof header),
           "the state is damaged: its checksum does not match");
   const std::string text(cursor.take(header.identity_bytes), header.identity_bytes);
-  require(text == identity(),
-          fmt::format("the state is of another reducer: '{}', this one is '{}'", text, identity()));
-  require(header.tensors == tensors.size(),
-          fmt::format("the state has {} tensors, the reducer {}", header.tensors, tensors.size()));
-  require(header.steps >= 0, fmt::format("the state has {} steps", header.steps));
+  require(text == identity(), "the state is of another reducer: '{}', this one is '{}'", text, identity());
+  require(header.tensors == tensors.size(), "the state has {} tensors, the reducer {}", header.tensors,
+          tensors.size());
+  require(header.steps >= 0, "the state has {} steps", header.steps);
 
   std::map<std::string, size_t> index;
   for (size_t i = 0; i < tensors.size(); ++i) index[tensors[i].name] = i;
@@ -227,13 +225,13 @@ void ApiReducer::load_state(const void* state, size_t size) {
   for (uint32_t k = 0; k < header.tensors; ++k) {
     SavedTensor t = header.version == 1 ? take_tensor_1(cursor) : take_tensor(cursor);
     const auto found = index.find(t.name);
-    require(found != index.end(),
-            fmt::format("tensor '{}' in the state is unknown to the reducer, or a duplicate", t.name));
+    require(found != index.end(), "tensor '{}' in the state is unknown to the reducer, or a duplicate",
+            t.name);
     const size_t i = found->second;
     index.erase(found);
     require(t.rows == rows_of(tensors[i]) && t.cols == cols_of(tensors[i]),
-            fmt::format("tensor '{}' is {} x {} in the state, {} x {} in the reducer", t.name, t.rows, t.cols,
-                        rows_of(tensors[i]), cols_of(tensors[i])));
+            "tensor '{}' is {} x {} in the state, {} x {} in the reducer", t.name, t.rows, t.cols,
+            rows_of(tensors[i]), cols_of(tensors[i]));
     saved[i] = std::move(t.entries);
   }
   require(cursor.left() == 0, "the state has bytes after its end");
@@ -246,13 +244,13 @@ void ApiReducer::load_state(const void* state, size_t size) {
     const auto entry =
         std::find_if(entries.begin(), entries.end(), [&](const Entry& e) { return e.kind == s.kind; });
     if (entry == entries.end()) {
-      require(s.kind == kResidualKind, fmt::format("the state has no {}", who));
+      require(s.kind == kResidualKind, "the state has no {}", who);
       sources.push_back(nullptr);
       continue;
     }
     require(entry->count == static_cast<uint64_t>(s.count()) && entry->dtype == s.dtype,
-            fmt::format("{} has {} elements of {} in the state, {} of {} in the reducer", who, entry->count,
-                        name(entry->dtype), s.count(), name(s.dtype)));
+            "{} has {} elements of {} in the state, {} of {} in the reducer", who, entry->count,
+            name(entry->dtype), s.count(), name(s.dtype));
     sources.push_back(entry->data);
     entries.erase(entry);
   }
@@ -260,7 +258,7 @@ void ApiReducer::load_state(const void* state, size_t size) {
   // leftover entries may be dropped if they are zero.
   for (size_t i = 0; i < tensors.size(); ++i) {
     for (const Entry& e : saved[i]) {
-      require(e.is_zero(), fmt::format("'{}' has a '{}' in the state only", tensors[i].name, e.kind));
+      require(e.is_zero(), "'{}' has a '{}' in the state only", tensors[i].name, e.kind);
     }
   }
 

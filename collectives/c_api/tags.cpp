@@ -23,8 +23,7 @@ Pending& pending() {
 
 void set_tag(gw_comm comm, const char* tag) {
   const std::string text = tag != nullptr ? tag : "";
-  require(text.size() <= kMostBytes,
-          fmt::format("tag has {} bytes, at most {} are allowed", text.size(), kMostBytes));
+  require(text.size() <= kMostBytes, "tag has {} bytes, at most {} are allowed", text.size(), kMostBytes);
   for (char c : text) require(static_cast<unsigned char>(c) >= ' ', "tag has a control character");
   pending() = {comm, text};
 }

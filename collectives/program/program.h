@@ -120,7 +120,6 @@ class Program {
     int after = -1;       // kernels: the exchange they depend on, counted from 0; -1: none
     bool needed = false;  // kernels: the next exchange depends on this one and those before it
     bool early = false;   // exchanges: may start before the previous one has finished
-    bool is_exchange() const { return std::holds_alternative<Exchange>(work); }
   };
 
   class Compiler;

@@ -108,8 +108,7 @@ std::string RollCall::absent() const {
 
 StoreClient::StoreClient(Socket command, Socket watch, const std::string& token, int rank, int world,
                          SteadyClock::time_point deadline)
-    : rank_(rank),
-      world_(world),
+    : world_(world),
       command_(std::move(command)),
       watch_(std::move(watch)),
       wake_(eventfd(0, EFD_CLOEXEC)) {

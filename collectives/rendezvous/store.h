@@ -135,7 +135,7 @@ class StoreClient {
   StoreMessage request(StoreMessage message, SteadyClock::time_point deadline);
   void watch_loop();
 
-  int rank_, world_;
+  int world_;
   std::mutex mutex_;  // guards command_ and next_id_
   Socket command_, watch_, wake_;
   std::string received_;  // on command_, not yet decoded

@@ -19,7 +19,7 @@ class PlannedTransport : public Transport {
   void exchange(const Stream&, const std::vector<Transfer>&, const ExchangeLabel& label) override {
     throw Error("a planned group moves nothing: " + label.what);
   }
-  void barrier() override { throw Error("a planned group has nobody to meet"); }
+  void barrier() override { throw Error("a planned group has no other ranks to meet"); }
   void abort(const std::string&) override {}
 
  private:
