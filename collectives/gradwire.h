@@ -15,8 +15,8 @@
  *          with a text that names both calls. Two calls whose arguments differ in nothing but the address can
  *          only be told apart by a tag: see gw_call_tag().
  * Failure  A missed deadline, a dead peer, a disagreement or gw_comm_abort() is final for the communicator:
- *          every pending and later call fails on every rank that can be reached. Destroy it and make
- *          a new one.
+ *          every pending and later call fails on every rank that can be reached. Then destroy it and
+ *          create another.
  * Streams  On a CUDA device, `stream` is a cudaStream_t cast to void* (null: the legacy default stream):
  *          calls enqueue work and return, and later work on that stream sees the results. On the host it must
  *          be null, and a call returns when its result is ready.

@@ -49,7 +49,7 @@ class BucketPhases {
   Tracer* tracer() const { return options_.tracer; }
   int bucket() const { return options_.bucket; }
 
-  // The rest only once the marks are done.
+  // Everything below is valid only once the marks are done.
   // When this bucket began and ended, in ms since the beginning of `first`.
   std::pair<double, double> since(const BucketPhases& first) const;
   double ms(Phase phase) const;
