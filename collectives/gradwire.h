@@ -92,8 +92,7 @@ GW_API const char* gw_last_error(void);
  *                                  variable NCCL_COMM_ID, as in other NCCL programs
  *               "local://NAME"     threads of one process, one per rank
  *             Processes on GPUs communicate through NCCL, which is loaded on demand; processes on the host
- *             through TCP. May be null when world is 1. A name, port or path can be reused once the group has
- *             formed.
+ *             through TCP. May be null when world is 1. Once the group has formed, the name is free again.
  * rank        0 .. world - 1, each exactly once.
  * device      GW_HOST, or the number of a CUDA device of this process.
  * timeout_ms  > 0. The longest wait for a peer, both while joining and later in any operation. If one rank

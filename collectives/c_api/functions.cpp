@@ -1,5 +1,4 @@
-// The functions of gradwire.h: each checks its arguments and handles, takes the communicator's lock, and
-// forwards.
+// The functions of gradwire.h: each checks its arguments and handles, takes the lock, and forwards.
 #include <fmt/format.h>
 
 #include <climits>

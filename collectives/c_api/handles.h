@@ -32,8 +32,7 @@ class Handles {
     return find(handle)->second;
   }
 
-  // Returns the table's reference, for the caller to drop outside the lock: destructors wait for work in
-  // flight.
+  // Returns the table's reference, to be dropped outside the lock: destructors wait for work in flight.
   std::shared_ptr<Object> remove(const void* handle) {
     std::lock_guard lock(mutex_);
     auto at = find(handle);

@@ -13,8 +13,7 @@
 namespace gradwire::c_api {
 namespace {
 
-// A struct from a caller that may have been compiled against a newer header: fields unknown here must be
-// zero.
+// A struct from a caller, perhaps compiled against a newer header: fields unknown here must be zero.
 template <typename Struct>
 Struct read_struct(const void* from, const char* what) {
   constexpr size_t kMostBytes = 4096;  // more is garbage

@@ -68,8 +68,7 @@ class Codec {
   // Scratch shared with the other buckets of the same stream; bind() is called once, before the first run().
   virtual size_t workspace_bytes() const = 0;
   virtual void bind(void* workspace) = 0;
-  // The bucket's gradients have moved, with the same layout. Only while none of this codec's work is in
-  // flight.
+  // The bucket's gradients have moved, with the same layout. Only while none of its work is in flight.
   virtual void rebind(float* gradients) = 0;
   // Enqueues one step on `stream`: bucket gradients in, averaged gradients out. `step` counts from 0. Tells
   // `phases` which phase the work on `stream` belongs to: compression, exchanges or decompression.

@@ -148,8 +148,7 @@ class PowerSgdCodec final : public Codec {
     }
     pack(stream, {&dense_, gradients_, p, false});
     if (with_wire_residual()) {
-      // By the next step the error of P's encode belongs to another basis: discard it. Dense tensors keep
-      // theirs.
+      // By the next step the error of P's encode belongs to another basis: keep only that of dense tensors.
       fill_zero(stream, p_residual_.data(), p_residual_.bytes());
       pack(stream, {&dense_, residual_.as<float>(), p_residual_.as<float>(), false});
     }

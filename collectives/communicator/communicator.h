@@ -57,8 +57,7 @@ class Communicator {
   const LinkCosts& link_costs(const Stream& stream);
   void set_link_costs(const LinkCosts& costs) { link_costs_ = costs; }
 
-  // The stream for exchanges that overlap with kernels, for all users of this communicator; created on first
-  // use.
+  // The stream for exchanges that overlap with kernels, for all users of this communicator.
   const Stream& transfers();
 
   // Bytes this rank has sent so far, counted where they leave.
@@ -72,8 +71,7 @@ class Communicator {
   // every remaining rank. Afterwards this communicator can only be destroyed. NCCL only, and after a failure
   // only if it was created `shrinkable`.
   std::unique_ptr<Communicator> shrink(const std::vector<int>& excluded);
-  // Blocks the calling thread until all ranks have called it. For set-up and between epochs, not within a
-  // step.
+  // Blocks the calling thread until all ranks have called it. For set-up and between epochs, not in a step.
   void barrier();
   // Short messages to rank 0 for reports, between processes only: see Transport.
   void send_message(const std::string& message);

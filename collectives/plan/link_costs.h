@@ -31,8 +31,7 @@ struct LinkCosts {
 };
 
 // Collective, and blocks the caller: a few dozen small exchanges and a few of 2 MiB per rank and pattern, a
-// tenth of a second at 1 Gb/s. Every rank returns the same numbers: the slowest rank's. The exchanges run on
-// `stream`.
+// tenth of a second at 1 Gb/s. Every rank returns the slowest rank's numbers. The exchanges run on `stream`.
 LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ranks_per_node);
 
 }  // namespace gradwire

@@ -5,9 +5,8 @@
 //   (link_costs.h). Bytes are those of the busiest rank in each round, in the wire format of the link. Slices
 //   add rounds and fill those in which few ranks are busy. Kernels are not modelled.
 // Error: if the wire is lossy, each lossy step beyond the fewest available counts as 10 % more time.
-// Choice: the first of two_shot, hierarchical, ring, tree that is within 20 % of the best, so that
-// measurement
-//   noise seldom changes it. Equal costs give equal choices, so every rank decides on its own.
+// Choice: the first of two_shot, hierarchical, ring, tree within 20 % of the best, so that measurement noise
+//   seldom changes it. Equal costs give equal choices, so every rank decides on its own.
 //
 // Slices: long enough to amortize the latency of an exchange, but no longer, because the first and the last
 // slice of a buffer overlap with nothing. If links were measured, an exchange is sized to take four

@@ -209,8 +209,7 @@ void Program::Compiler::close(int c) {
       .data = chunk.owner ? chunk.exact : sum, .there = !encode || chunk.owner, .made_by = last};
 }
 
-// The arguments common to all merging kernels: the contributions in rank order, and this rank's place among
-// them.
+// The arguments common to all merging kernels: contributions in rank order, and this rank's place among them.
 template <typename Args>
 void Program::Compiler::merge(std::vector<Input>& inputs, const ChunkState& chunk, Args& args) {
   if (inputs.size() > kMaxInputs) {

@@ -19,8 +19,7 @@ class Program::Compiler {
   // `in` and `out` as in ProgramBuffers, in FP32.
   Compiler(Program& program, const float* in, float* out, std::byte* base);
 
-  // Returns the workspace's size in bytes. Runs twice: first without a workspace, to measure it, then with
-  // it.
+  // Returns the workspace's size in bytes. Runs twice: without a workspace, to measure it, then with it.
   size_t compile();
 
  private:

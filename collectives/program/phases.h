@@ -1,5 +1,4 @@
-// Times the phases of a bucket's step: compress, communicate, decompress, as often as the codec goes through
-// them.
+// Times the phases of a bucket's step: compress, communicate, decompress, possibly several times each.
 //
 // The codec, and the program under it, report when they enter a phase; a mark on the bucket's stream
 // separates it from the previous one. So phases follow each other without gaps, and their times add up to the

@@ -73,8 +73,7 @@ class Program {
     // The compression spec that this belongs to. Ranks must agree on it, and on all of the above except the
     // rounding's seed.
     std::string spec = {};
-    // The stream for exchanges that overlap with kernels; empty: everything runs on run()'s stream, in one
-    // slice.
+    // The stream for exchanges that overlap with kernels; empty: all on run()'s stream, in one slice.
     Stream transfers = {};
     // Run exchanges on `transfers` even with one slice: for programs that run concurrently on their own
     // streams and whose exchanges must have the same order on all ranks.
@@ -102,8 +101,7 @@ class Program {
   void rebind(const void* in, void* out);
 
   // Enqueues everything; later work on `stream` sees the result. All ranks run the same programs in the same
-  // order. Tells `phases` when the first exchange begins and the last one ends, and its tracer about each
-  // exchange.
+  // order. Tells `phases` when the first exchange begins and the last ends, and its tracer of each one.
   void run(const Stream& stream, BucketPhases* phases = nullptr);
 
   int64_t shard_elements() const;  // of this rank

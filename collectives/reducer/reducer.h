@@ -48,14 +48,12 @@ struct ReducerOptions {
   int64_t slice_bytes = kAutomaticSlices;
   // Off: no flat buffer; adopt() gives the gradients' addresses, before the first ready().
   bool own_gradients = true;
-  // Off: adopted gradients are always copied into the flat buffer and out of it, even if they have its
-  // layout.
+  // Off: adopted gradients are always copied in and out of the flat buffer, even if they have its layout.
   bool in_place = true;
   // The stream the reducer works on; empty: one of its own. Reducers that use one communicator at the same
   // time must share a stream, so that all ranks run their exchanges in the order in which they were enqueued.
   Stream stream = {};
-  // Receives each exchange in the steps that it traces; must outlive the reducer. Null: no tracing. Needs
-  // `timing`.
+  // Receives each exchange in the steps that it traces; must outlive the reducer. Needs `timing`.
   Tracer* tracer = nullptr;
   // Constructs the codec of each bucket; empty: the one that the spec names.
   std::function<std::unique_ptr<Codec>(const BucketContext&)> make_codec = {};
@@ -90,8 +88,7 @@ class Reducer {
 
   // Tensor i's gradient is complete at this point of `producer`. Each tensor once per step.
   void ready(int i, const Stream& producer);
-  // Later work on `consumer` sees averaged gradients. Throws BadInput that names the tensors that were not
-  // ready.
+  // Later work on `consumer` sees averaged gradients. Throws BadInput naming the tensors that were not ready.
   void wait(const Stream& consumer);
 
   // A step can be captured in a graph (runtime/graph.h): from step steady_from() on, ready() and wait()
@@ -103,15 +100,13 @@ class Reducer {
 
   // Steps begun: the number of calls of wait() and replayed(), plus the steps given to resume_at().
   int64_t steps() const { return step_; }
-  // Continues as if `steps` steps had been made: a checkpoint restores this and tensor_state(). Only between
-  // steps.
+  // Continues after `steps` steps: a checkpoint restores this and tensor_state(). Only between steps.
   void resume_at(int64_t steps);
   // Statistics of step `step`, counted from 0, which must be one of the last kStatsKept. The consumer stream
   // must have passed its wait() (synchronize it, or an event recorded after it). In a world of 1 all zero.
   ReducerStats stats(int64_t step) const;
   static constexpr int kStatsKept = 8;
-  // Adds that step's phases of every bucket, and their exchanges, to the trace. Same conditions as for
-  // stats().
+  // Adds that step's phases of every bucket, and their exchanges, to the trace. Conditions as for stats().
   void trace(int64_t step, Tracer& tracer) const;
 
   // What a checkpoint must hold: the residuals and the codecs' other state. By tensor, so that it does not

@@ -46,8 +46,7 @@ class Membership {
   // CommError if the group fails, take_message() also at the timeout.
   void send_message(const std::string& message) { client_->send_message(message); }
   std::string take_message(int from);
-  // Announces an orderly departure: from here on this rank's silence is no failure. The destructor does so
-  // too.
+  // Announces an orderly departure: from here on silence is no failure. The destructor does so too.
   void leave() { client_.reset(); }
 
  private:

@@ -84,8 +84,7 @@ class StoreServer {
   // CommError if the group fails.
   std::optional<std::string> take_message(int from, SteadyClock::time_point deadline);
 
-  // How long ranks have to answer after a failure, and how long the server stays up for the others at the
-  // end.
+  // How long ranks have to answer after a failure, and how long the server stays up at the end.
   static constexpr std::chrono::milliseconds kRollTime{1000};
   static constexpr std::chrono::milliseconds kLinger{2000};
 
@@ -117,8 +116,7 @@ class StoreClient {
   void send_message(const std::string& message);
 
   // When the group fails, calls `on_failure` with the cause from a thread of its own, then sends the server
-  // the text that `where` returns: what this rank is doing. At most once, and possibly before watch()
-  // returns.
+  // the text that `where` returns: what this rank is doing. At most once, maybe before watch() returns.
   void watch(std::function<void(const std::string& cause)> on_failure, std::function<std::string()> where);
   // Reports that this rank failed; returns the group's first failure, which may be another one, or nothing if
   // the server does not answer.

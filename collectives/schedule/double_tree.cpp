@@ -12,8 +12,7 @@
 // Phases: up, floor(log2 n) rounds: a node adds its children's sums to its own part and sends the sum to its
 //   parent; down, as many rounds: the root, which owns its half, sends the result to its children, which
 //   forward it.
-// Messages: S/2 each, 2 (n-1) per tree. A single slice uses one level of the tree at a time, so run it
-//   pipelined().
+// Messages: S/2 each, 2 (n-1) per tree. One slice uses one level of the tree at a time: run it pipelined().
 // Bytes per rank: at most 2 S (an interior node: S/2 up, S down; as a leaf of the other tree S/2 up). The sum
 //   over ranks, 2 (n-1) S, is optimal.
 // Lossy steps: floor(log2 n) + 1, one per level.

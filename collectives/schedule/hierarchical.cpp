@@ -5,8 +5,7 @@
 //
 // Phases: (1) inside each node, one round: all ranks send their shard l directly to local rank l, which adds
 //   them. (2) between nodes: the N ranks with local index l allreduce shard l, as a two-shot (2 rounds) or a
-//   ring (2 (N-1) rounds). (3) inside each node, one round: local rank l sends the finished shard l to the
-//   others.
+//   ring (2 (N-1) rounds). (3) inside each node, one round: local rank l sends shard l to the others.
 // Messages: S/(L N) each.
 // Bytes per rank: 2 (L-1)/L S inside the node, 2 (N-1)/N S/L between nodes; so a node sends 2 (N-1)/N S, the
 //   minimum.

@@ -123,8 +123,7 @@ Schedule pipelined(const Schedule& schedule, int slices) {
   int rounds = schedule.num_rounds();
   for (int r = 0; r < s.world && rounds > 0; ++r) {
     s.rounds[r].assign(2 * (rounds - 1) + slices, {});
-    // Within a round slices are in ascending order on every rank, so transfers between two ranks match in
-    // order.
+    // Within a round slices ascend on every rank, so transfers between two ranks match in order.
     for (int slice = 0; slice < slices; ++slice) {
       for (int k = 0; k < rounds; ++k) {
         for (Step step : schedule.rounds[r][k]) {

@@ -3,8 +3,7 @@
 // their cost.
 //
 // The buffer is cut into `chunks` parts, each owned by one rank. In each round a rank's transfers progress
-// together, as in an NCCL group; a round starts when the previous one is done on this rank. The kinds of
-// step:
+// together, as in an NCCL group; a round starts when the previous one is done on this rank. Kinds of step:
 //   send c to p              what this rank holds of chunk c: its partial sum, or the final value
 //   recv_reduce c from p     a contribution, added to this rank's partial sum of c
 //   recv_copy c from p       the final value of c

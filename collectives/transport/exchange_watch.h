@@ -51,8 +51,7 @@ class ExchangesInFlight {
   // Polls every mark and drops those that are done. Returns the error text of the oldest exchange that has
   // been running for longer than the timeout, if there is one.
   std::optional<std::string> overdue(Time now);
-  // This rank's state, for the others: the oldest running exchange, else the oldest queued one, else the
-  // last.
+  // This rank's state, for the others: the oldest running exchange, else the oldest queued, else the last.
   std::string standing() const;
   // Finished marks, for reuse.
   std::vector<std::unique_ptr<ExchangeMark>> take_spare() { return std::move(spare_); }

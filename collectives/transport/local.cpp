@@ -49,8 +49,7 @@ class Hub {
     }
   }
 
-  // With the lock held: rank `rank` makes its call number `sequence`. The first rank to arrive defines the
-  // call.
+  // With the lock held: rank `rank` makes its call number `sequence`. The first to arrive defines it.
   void enter(int rank, uint64_t sequence, const Call& call) {
     if (!failure.empty()) throw CommError(fmt::format("rank {}: {}: {}", rank, call.what, failure));
     const size_t index = sequence - first_open_;

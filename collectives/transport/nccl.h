@@ -1,7 +1,6 @@
 // Ranks as processes with one GPU each: NCCL moves the bytes, as one group of sends and receives per
 // exchange, on the caller's stream. The host waits for nothing but NCCL's own state, so an exchange can be
-// captured in a CUDA graph; the first exchange with a peer connects to it and blocks until the peer does the
-// same.
+// captured in a CUDA graph; the first exchange with a peer connects to it and blocks until it does too.
 //
 // Communicators are non-blocking, because only those can be aborted reliably. One thread per communicator
 // watches the enqueued exchanges (exchange_watch.h) and NCCL's own errors. If an exchange is overdue, or NCCL

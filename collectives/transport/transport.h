@@ -55,14 +55,12 @@ class Transport {
   // stream has passed this point. Calls are numbered from 1. If the number or hash differs between ranks,
   // every rank gets an error that names both calls, before either accepts data from the other.
   virtual void begin(const Stream& stream, const Call& call) = 0;
-  // `transfers` and `label` must stay valid until the stream has passed this point. Empty `transfers` do
-  // nothing.
+  // `transfers` and `label` must stay valid until the stream has passed this point. No transfers: a no-op.
   virtual void exchange(const Stream& stream, const std::vector<Transfer>& transfers,
                         const ExchangeLabel& label) = 0;
   // The same in two parts, so that the next exchange can be posted while one is in flight: start() posts an
   // exchange, and work after finish() sees the result of the oldest unfinished one. At most two may be in
-  // flight, and the second must neither send what the first receives nor receive where the first reads or
-  // writes.
+  // flight, and the second must neither send what the first receives nor receive where it reads or writes.
   virtual void start(const Stream& stream, const std::vector<Transfer>& transfers,
                      const ExchangeLabel& label) {
     exchange(stream, transfers, label);
