@@ -108,10 +108,7 @@ std::string RollCall::absent() const {
 
 StoreClient::StoreClient(Socket command, Socket watch, const std::string& token, int rank, int world,
                          SteadyClock::time_point deadline)
-    : world_(world),
-      command_(std::move(command)),
-      watch_(std::move(watch)),
-      wake_(eventfd(0, EFD_CLOEXEC)) {
+    : world_(world), command_(std::move(command)), watch_(std::move(watch)), wake_(eventfd(0, EFD_CLOEXEC)) {
   std::string me = fmt::format("{} {} {}", token, rank, world);
   request({Op::hello, 0, "command", me}, deadline);
   std::string bytes = StoreMessage{Op::hello, 0, "watch", me}.encode();
