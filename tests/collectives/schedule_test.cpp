@@ -184,8 +184,9 @@ void expect_violation(const Schedule& s, Rule rule, const std::string& text) {
 TEST(Checker, NamesWhatIsWrong) {
   Schedule s = ring(4);
   s.rounds[2][1] = {first(s, 2, 1, Step::Kind::recv_reduce)};
-  expect_violation(s, Rule::match,
-                   "round 2: rank 2 sends chunk 3 to rank 3, but there it meets round 1: rank 3 adds chunk 0");
+  expect_violation(
+      s, Rule::match,
+      "round 2: rank 2 sends chunk 3 to rank 3, but there it meets round 1: rank 3 adds chunk 0");
 
   s = two_shot(3);
   std::erase(s.rounds[2][0], Step{Step::Kind::send, 1, 1});
@@ -194,8 +195,9 @@ TEST(Checker, NamesWhatIsWrong) {
 
   s = ring(4);
   first(s, 2, 1, Step::Kind::send).chunk = 2;
-  expect_violation(s, Rule::match,
-                   "round 1: rank 2 sends chunk 2 to rank 3, but there it meets round 1: rank 3 adds chunk 0");
+  expect_violation(
+      s, Rule::match,
+      "round 1: rank 2 sends chunk 2 to rank 3, but there it meets round 1: rank 3 adds chunk 0");
 
   s = ring(4);
   first(s, 1, 0, Step::Kind::send).peer = 9;
