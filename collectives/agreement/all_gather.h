@@ -1,4 +1,4 @@
-// A few numbers of every rank, on every rank: for agreements between ranks at set-up.
+// All-gather of a few numbers, for agreement between ranks at set-up.
 #pragma once
 
 #include <string>
@@ -8,8 +8,8 @@
 
 namespace gradwire {
 
-// Collective, and blocks the caller. Every rank passes as many numbers; result[r] are rank r's. `stream`:
-// where the exchange runs, behind what was enqueued there before.
+// Collective, and blocks the caller. All ranks pass equally many numbers; result[r] are rank r's. The
+// exchange runs on `stream`, after earlier work on it.
 std::vector<std::vector<double>> all_gather(Transport& transport, const Stream& stream,
                                             const std::vector<double>& mine, const std::string& what);
 

@@ -1,5 +1,5 @@
-// Cristian's method: a rank asks rank 0 for the time; the answer was true at some moment between asking and
-// receiving.
+// Cristian's algorithm: a rank asks rank 0 for the time; the answer was right at some moment between the
+// request and the reply.
 #include "collectives/agreement/shared_clock.h"
 
 #include <cmath>

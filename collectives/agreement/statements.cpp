@@ -1,5 +1,7 @@
 #include "collectives/agreement/statements.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -15,7 +17,7 @@ double digest(uint64_t hash) {
   return static_cast<double>(hash >> 11);
 }
 
-// Texts travel as doubles, too: this many, cut off where longer.
+// Texts are sent as doubles too: this many; longer texts are cut.
 constexpr size_t kTextDoubles = 32;
 
 std::vector<double> packed(std::string text) {
@@ -30,7 +32,7 @@ std::string unpacked(const std::vector<double>& numbers) {
   return reinterpret_cast<const char*>(numbers.data());
 }
 
-// The first rank that differs from rank 0; 0 when none does.
+// The first rank that differs from rank 0; 0 if none does.
 size_t odd_one(const std::vector<std::vector<double>>& all, size_t column) {
   for (size_t r = 1; r < all.size(); ++r) {
     if (all[r][column] != all[0][column]) return r;
@@ -52,7 +54,7 @@ void agree_on(Transport& transport, const Stream& stream, const std::vector<std:
       all_gather(transport, stream, {static_cast<double>(statements.size()), digest(all)}, what);
   if (odd_one(counts, 0) == 0 && odd_one(counts, 1) == 0) return;
 
-  // Which one differs; one that only some ranks make differs, too.
+  // Find the first statement that differs, which may be one that only some ranks make.
   double least = counts[0][0];
   for (const auto& c : counts) least = std::min(least, c[0]);
   digests.resize(static_cast<size_t>(least));
@@ -63,10 +65,10 @@ void agree_on(Transport& transport, const Stream& stream, const std::vector<std:
   const auto texts = all_gather(transport, stream, packed(mine), what + ", quoting what differs");
   size_t odd = 1;
   while (odd + 1 < texts.size() && unpacked(texts[odd]) == unpacked(texts[0])) ++odd;
-  const std::string text = "ranks disagree: " + what + " has \"" + unpacked(texts[0]) + "\" on rank 0, \"" +
-                           unpacked(texts[odd]) + "\" on rank " + std::to_string(odd);
+  const std::string text = fmt::format("ranks disagree: {} has \"{}\" on rank 0, \"{}\" on rank {}", what,
+                                       unpacked(texts[0]), unpacked(texts[odd]), odd);
   transport.abort(text);
-  throw CommError("rank " + std::to_string(transport.rank()) + ": " + text);
+  throw CommError(fmt::format("rank {}: {}", transport.rank(), text));
 }
 
 }  // namespace gradwire

@@ -1,5 +1,6 @@
 #include "collectives/c_api/comm.h"
 
+#include <fmt/format.h>
 #include <unistd.h>
 
 #include <tuple>
@@ -44,8 +45,9 @@ ApiComm::~ApiComm() {
 
 void ApiComm::check_process() const {
   if (getpid() != process_) {
-    throw BadHandle("the handle belongs to process " + std::to_string(process_) +
-                    ", of which this one is a fork; create communicators after forking");
+    throw BadHandle(fmt::format(
+        "the handle belongs to process {}, and this is a fork of it; create communicators after forking",
+        process_));
   }
 }
 
@@ -66,8 +68,9 @@ Program& ApiComm::program_for(const Key& key) {
   const auto& [buf, count, dtype, op, text, tag] = key;
   const CompressionSpec spec = CompressionSpec::parse(text);
   if (spec.method != CompressionSpec::Method::wire) {
-    throw BadInput("spec '" + text +
-                   "' keeps state between steps, which gw_allreduce has not; use a reducer, or fp32 or bf16");
+    throw BadInput(fmt::format(
+        "spec '{}' keeps state between steps and gw_allreduce cannot; use a reducer, or fp32, bf16 or fp8",
+        text));
   }
   const int world = communicator->world();
   const SchedulePlanner plan({.kind = spec.schedule, .fp32_intra_node = spec.fp32_intra_node}, world,
@@ -78,31 +81,32 @@ Program& ApiComm::program_for(const Key& key) {
       communicator->transport(), choice.schedule,
       ProgramBuffers{
           .in = buf, .out = buf, .count = count, .dtype = dtype == GW_BFLOAT16 ? DType::bf16 : DType::f32},
-      Program::Options{.what = "gw_allreduce" + quoted(tag) + ", " + (op == GW_AVG ? "mean" : "sum") +
-                               " of " + (dtype == GW_BFLOAT16 ? "bfloat16" : "float32"),
-                       .wire = spec.wire,
-                       .fp32_intra_node = spec.fp32_intra_node,
-                       .scale = op == GW_AVG ? 1.0f / static_cast<float>(world) : 1.0f,
-                       .rounding = {spec.rounding, static_cast<uint64_t>(communicator->rank()) + 1,
-                                    step_.as<const uint64_t>(), 0},
-                       .spec = spec.to_string(),
-                       .transfers = communicator->transfers(),
-                       .slice_bytes = choice.slice_bytes});
-  stream.synchronize();  // the cache's memory changes hands
+      Program::Options{
+          .what = fmt::format("gw_allreduce{}, {} of {}", quoted(tag), op == GW_AVG ? "mean" : "sum",
+                              dtype == GW_BFLOAT16 ? "bfloat16" : "float32"),
+          .wire = spec.wire,
+          .fp32_intra_node = spec.fp32_intra_node,
+          .scale = op == GW_AVG ? 1.0f / static_cast<float>(world) : 1.0f,
+          .rounding = {spec.rounding, static_cast<uint64_t>(communicator->rank()) + 1,
+                       step_.as<const uint64_t>(), 0},
+          .spec = spec.to_string(),
+          .transfers = communicator->transfers(),
+          .slice_bytes = choice.slice_bytes});
+  stream.synchronize();  // add() may free or rebind memory that is in use
   return *programs_.add({.key = key, .residual = {}, .program = std::move(program)}).program;
 }
 
 void ApiComm::allreduce(void* buf, int64_t count, gw_dtype dtype, gw_op op, const char* spec,
                         void* native_stream, const std::string& tag) {
-  require(count >= 0, "count is " + std::to_string(count));
-  require(dtype == GW_FLOAT32 || dtype == GW_BFLOAT16,
-          "dtype " + std::to_string(dtype) + " is neither GW_FLOAT32 nor GW_BFLOAT16");
-  require(op == GW_SUM || op == GW_AVG, "op " + std::to_string(op) + " is neither GW_SUM nor GW_AVG");
-  require(spec != nullptr, "spec is null; \"fp32\" is the plain one");
+  require(count >= 0, "count is {}, must not be negative", count);
+  require(dtype == GW_FLOAT32 || dtype == GW_BFLOAT16, "dtype {} is neither GW_FLOAT32 nor GW_BFLOAT16",
+          dtype);
+  require(op == GW_SUM || op == GW_AVG, "op {} is neither GW_SUM nor GW_AVG", op);
+  require(spec != nullptr, "spec is null; pass \"fp32\" for no compression");
   require(buf != nullptr || count == 0, "buf is null");
   const size_t element = dtype == GW_FLOAT32 ? 4 : 2;
-  require(reinterpret_cast<uintptr_t>(buf) % element == 0,
-          "buf is not aligned to its elements of " + std::to_string(element) + " bytes");
+  require(reinterpret_cast<uintptr_t>(buf) % element == 0, "buf is not aligned to its elements of {} bytes",
+          element);
   const Stream caller = caller_stream(native_stream);
   Program& program = program_for({buf, count, dtype, op, spec, tag});
   if (communicator->world() == 1) return;

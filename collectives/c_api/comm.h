@@ -1,5 +1,5 @@
-// What a gw_comm stands for: a communicator, the one stream all its operations run on, in the order of the
-// calls, and the programs of gw_allreduce().
+// What a gw_comm refers to: a communicator, the one stream on which all its operations run in call order, and
+// the programs of gw_allreduce().
 #pragma once
 
 #include <sys/types.h>
@@ -23,17 +23,17 @@ struct ApiComm {
   explicit ApiComm(std::unique_ptr<Communicator> communicator);
   ~ApiComm();
 
-  // Throws BadHandle in a fork of the process: the threads that do the work are not there.
+  // Throws BadHandle in a fork of the process, which lacks the threads that do the work.
   void check_process() const;
   // The caller's stream: `native` is a cudaStream_t on CUDA, and null on the host.
   Stream caller_stream(void* native);
   void allreduce(void* buf, int64_t count, gw_dtype dtype, gw_op op, const char* spec, void* native_stream,
                  const std::string& tag);
-  // Numbers the reducers; the same on every rank, since creating one is collective.
+  // Numbers the reducers, identically on every rank because creating one is collective.
   int next_reducer() { return ++reducers_; }
 
   const std::unique_ptr<Communicator> communicator;
-  std::mutex mutex;  // held during every call but abort
+  std::mutex mutex;  // held during every call except abort
 
  private:
   using Key = std::tuple<void*, int64_t, int, int, std::string, std::string>;
@@ -50,13 +50,14 @@ struct ApiComm {
   Stream stream;  // last: destroyed first, before anything its tasks use
 };
 
-// What gw_call_tag() said on this thread about `comm`, once: "" the next time.
+// The tag that gw_call_tag() set on this thread for `comm`, and clears it: the next call returns "".
 std::string take_tag(gw_comm comm);
 void set_tag(gw_comm comm, const char* tag);
-// " 'TAG'", shortened in the middle, for texts; "" without a tag. Different for different tags.
+// " 'TAG'" for error texts; "" without a tag. A long tag is shortened in the middle and gets a digest, so
+// that different tags stay different.
 std::string quoted(const std::string& tag);
 
-// "local://": threads of one process meet under a name. Blocks until all of them have come.
+// "local://": threads of one process meet under a name. Blocks until all have arrived.
 std::unique_ptr<Communicator> join_local_group(const std::string& name, int rank, int world, Device device,
                                                std::chrono::milliseconds timeout);
 

@@ -1,5 +1,6 @@
-// CRC-32 as in zlib, gzip and PNG: reflected polynomial 0xedb88320. Our own, because a library's `crc32` can be captured
-// by any program that has a function of that name. Eight bytes at a time, each through a table of its own.
+// CRC-32 as in zlib, gzip and PNG: reflected polynomial 0xedb88320. Our own, because a library's `crc32` can
+// be interposed by any program that defines a function of that name. Slicing-by-8: eight bytes at a time, one
+// table for each.
 #pragma once
 
 #include <array>
@@ -11,7 +12,7 @@ namespace gradwire::c_api {
 
 namespace detail {
 
-// tables[k][b]: what byte b does to the sum when k more bytes follow it.
+// tables[k][b]: the effect of byte b on the checksum when k more bytes follow it.
 inline constexpr auto kCrcTables = [] {
   std::array<std::array<uint32_t, 256>, 8> tables{};
   for (uint32_t b = 0; b < 256; ++b) {

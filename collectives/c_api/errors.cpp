@@ -9,8 +9,8 @@ thread_local std::string last_error;
 
 gw_status fail(gw_status status, const char* function, const char* text) noexcept {
   try {
-    last_error = std::string(function) + ": " + text;
-  } catch (...) {  // not even memory for the text
+    last_error = fmt::format("{}: {}", function, text);
+  } catch (...) {  // no memory even for the text
     last_error.clear();
   }
   return status;

@@ -1,14 +1,16 @@
-// The border between exceptions and status codes.
+// The boundary between exceptions and status codes.
 #pragma once
 
-#include <string>
+#include <fmt/format.h>
+
+#include <utility>
 
 #include "collectives/gradwire.h"
 #include "runtime/error.h"
 
 namespace gradwire::c_api {
 
-// What gw_status has and the library's own exceptions don't.
+// The statuses for which the library has no exception of its own.
 class BadHandle : public Error {
  public:
   using Error::Error;
@@ -18,11 +20,11 @@ class Unsupported : public Error {
   using Error::Error;
 };
 
-// To be called in a catch block: turns the exception in flight into a status, and its text, behind the name
-// of the function, into gw_last_error().
+// Call it in a catch block: returns the status for the current exception and stores "FUNCTION: text" for
+// gw_last_error().
 gw_status status_of_current_exception(const char* function) noexcept;
 
-// Runs `body`, from which no exception comes out.
+// Runs `body` and lets no exception out.
 template <typename Body>
 gw_status guarded(const char* function, Body&& body) noexcept {
   try {
@@ -33,8 +35,10 @@ gw_status guarded(const char* function, Body&& body) noexcept {
   }
 }
 
-inline void require(bool condition, const std::string& text) {
-  if (!condition) throw BadInput(text);
+// Formats the text only when it throws.
+template <typename... Args>
+void require(bool condition, fmt::format_string<Args...> text, Args&&... args) {
+  if (!condition) throw BadInput(fmt::format(text, std::forward<Args>(args)...));
 }
 
 }  // namespace gradwire::c_api

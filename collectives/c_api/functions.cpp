@@ -1,5 +1,6 @@
-// The functions of gradwire.h: each checks its arguments and handles, takes the communicator's lock, and
-// forwards.
+// The functions of gradwire.h: each checks its arguments and handles, takes the lock, and forwards.
+#include <fmt/format.h>
+
 #include <climits>
 
 #include "collectives/c_api/comm.h"
@@ -15,7 +16,7 @@ namespace {
 using namespace gradwire;
 using namespace gradwire::c_api;
 
-// A live communicator or reducer, locked for the length of a call.
+// A live communicator or reducer, locked for the duration of a call.
 struct LockedComm {
   explicit LockedComm(gw_comm handle) : comm(comms().get(handle)) {
     comm->check_process();
@@ -37,17 +38,17 @@ struct LockedReducer {
 };
 
 std::chrono::milliseconds checked_timeout(int64_t timeout_ms) {
-  require(timeout_ms > 0, "timeout_ms is " + std::to_string(timeout_ms) + ", must be positive");
+  require(timeout_ms > 0, "timeout_ms is {}, must be positive", timeout_ms);
   return std::chrono::milliseconds(std::min<int64_t>(timeout_ms, INT_MAX));
 }
 
 Device checked_device(int device) {
   if (device == GW_HOST) return Device::host();
-  require(device >= 0, "device " + std::to_string(device) + " is neither GW_HOST nor a CUDA device");
+  require(device >= 0, "device {} is neither GW_HOST nor a CUDA device", device);
   if (device >= cuda_device_count()) {
     const std::string reason = cuda_unavailable_reason();
-    throw DeviceError("device " + std::to_string(device) + ": " + std::to_string(cuda_device_count()) +
-                      " CUDA devices are usable" + (reason.empty() ? "" : " (" + reason + ")"));
+    throw DeviceError(fmt::format("device {}: {} CUDA devices are usable{}", device, cuda_device_count(),
+                                  reason.empty() ? "" : " (" + reason + ")"));
   }
   return Device::cuda(device);
 }
@@ -60,7 +61,7 @@ void require_nccl() {
 std::unique_ptr<Communicator> join(const char* rendezvous, int rank, int world, Device device,
                                    std::chrono::milliseconds timeout) {
   if (world == 1) return Communicator::create_single(device);
-  require(rendezvous != nullptr, "rendezvous is null and world is " + std::to_string(world));
+  require(rendezvous != nullptr, "rendezvous is null and world is {}", world);
   const std::string text = rendezvous;
   constexpr std::string_view kLocal = "local://";
   if (text.starts_with(kLocal)) {
@@ -76,7 +77,8 @@ std::unique_ptr<Communicator> join(const char* rendezvous, int rank, int world, 
   if (text.starts_with("tcp://") || text.starts_with("file://")) {
     return Communicator::create_tcp({.group = {text, rank, world, timeout}, .interface = {}});
   }
-  throw BadInput("rendezvous '" + text + "' is none of tcp://HOST:PORT, file:///PATH, nccl://, local://NAME");
+  throw BadInput(
+      fmt::format("rendezvous '{}' is none of tcp://HOST:PORT, file:///PATH, nccl://, local://NAME", text));
 }
 
 }  // namespace
@@ -87,9 +89,8 @@ gw_status gw_comm_create(const char* rendezvous, int rank, int world, int device
                          gw_comm* comm) {
   return guarded(__func__, [&] {
     require(comm != nullptr, "comm is null");
-    require(world >= 1, "world is " + std::to_string(world));
-    require(rank >= 0 && rank < world,
-            "rank is " + std::to_string(rank) + " in a world of " + std::to_string(world));
+    require(world >= 1, "world is {}, must be at least 1", world);
+    require(rank >= 0 && rank < world, "rank is {} in a world of {}", rank, world);
     const auto timeout = checked_timeout(timeout_ms);
     const Device where = checked_device(device);
     auto made = std::make_shared<ApiComm>(join(rendezvous, rank, world, where, timeout));
@@ -101,7 +102,7 @@ gw_status gw_comm_from_nccl(void* nccl_comm, int device, int64_t timeout_ms, gw_
   return guarded(__func__, [&] {
     require(comm != nullptr, "comm is null");
     require(nccl_comm != nullptr, "nccl_comm is null");
-    require(device >= 0, "device " + std::to_string(device) + " is not a CUDA device");
+    require(device >= 0, "device {} is not a CUDA device", device);
     const auto timeout = checked_timeout(timeout_ms);
     require_nccl();
     checked_device(device);
@@ -122,7 +123,7 @@ gw_status gw_comm_abort(gw_comm comm, const char* reason) {
   return guarded(__func__, [&] {
     auto object = comms().get(comm);
     object->check_process();
-    // No lock: whoever holds it may be waiting for what is aborted here.
+    // No lock: its holder may be waiting for the operation that is aborted here.
     object->communicator->abort(reason != nullptr && *reason != '\0' ? reason : "gw_comm_abort was called");
   });
 }
@@ -156,16 +157,16 @@ gw_status gw_reducer_create(gw_comm comm, const char* spec, const gw_tensor* ten
     const std::string tag = take_tag(comm);
     LockedComm locked(comm);
     require(reducer != nullptr, "reducer is null");
-    require(spec != nullptr, "spec is null; \"fp32\" is the plain one");
+    require(spec != nullptr, "spec is null; pass \"fp32\" for no compression");
     const CompressionSpec parsed = CompressionSpec::parse(spec);
     std::vector<float*> grads;
     auto read = read_tensors(tensors, n_tensors, &grads);
     ReducerOptions how = read_options(options);
     how.stream = locked->stream;
     agree_on_reducer(*locked.comm, parsed, read, how, tag);
-    how.name = "reducer " + std::to_string(locked->next_reducer()) + quoted(tag);
+    how.name = fmt::format("reducer {}{}", locked->next_reducer(), quoted(tag));
     auto made = std::make_shared<ApiReducer>(locked.comm, parsed, std::move(read), how);
-    made->set_addresses(std::move(grads));
+    made->set_addresses(grads);
     *reducer = static_cast<gw_reducer>(reducers().add(std::move(made)));
   });
 }

@@ -1,19 +1,19 @@
-// Handles are names, not addresses: a number that is given out once and never again, looked up in a table of
-// what is alive. So a destroyed handle is recognized for ever, and a wrong one is never followed.
+// Handles are names, not addresses: numbers that are never reused, looked up in a table of live objects. So a
+// destroyed handle is always recognized, and an invalid one is never dereferenced.
 #pragma once
+
+#include <fmt/format.h>
 
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <unordered_map>
 
 #include "collectives/c_api/errors.h"
 
 namespace gradwire::c_api {
 
-// The handles of one type of object. `kind` (1..7) is part of the number, so that handles of another type are
-// told apart.
+// The handles of one type of object. `kind` (1..7) is part of the number, which tells the types apart.
 template <typename Object>
 class Handles {
  public:
@@ -26,14 +26,13 @@ class Handles {
     return reinterpret_cast<void*>(number);
   }
 
-  // The object stays alive as long as the caller holds the pointer, whoever destroys the handle meanwhile.
+  // The object lives as long as the caller holds the pointer, even if the handle is destroyed meanwhile.
   std::shared_ptr<Object> get(const void* handle) {
     std::lock_guard lock(mutex_);
     return find(handle)->second;
   }
 
-  // Returns the last reference of the table, to be dropped without its lock: destructors wait for work in
-  // flight.
+  // Returns the table's reference, to be dropped outside the lock: destructors wait for work in flight.
   std::shared_ptr<Object> remove(const void* handle) {
     std::lock_guard lock(mutex_);
     auto at = find(handle);
@@ -47,13 +46,13 @@ class Handles {
     const auto number = reinterpret_cast<uintptr_t>(handle);
     auto at = live_.find(number);
     if (at != live_.end()) return at;
-    std::string problem = "is not a handle";
+    const char* problem = "is not a handle";
     if (number == 0) {
       problem = "is null";
     } else if ((number & 7) == kind_ && (number >> 3) <= last_) {
       problem = "was destroyed";
     }
-    throw BadHandle(std::string("the ") + type_name_ + " handle " + problem);
+    throw BadHandle(fmt::format("the {} handle {}", type_name_, problem));
   }
 
   const uintptr_t kind_;
@@ -66,7 +65,7 @@ class Handles {
 struct ApiComm;
 struct ApiReducer;
 
-// Leaked on purpose: threads may still be in calls while static destructors run.
+// Leaked on purpose: threads may still be inside calls while static destructors run.
 Handles<ApiComm>& comms();
 Handles<ApiReducer>& reducers();
 

@@ -1,3 +1,6 @@
+// The rendezvous of "local://": threads of one process meet under a name.
+#include <fmt/format.h>
+
 #include <condition_variable>
 #include <map>
 #include <optional>
@@ -8,7 +11,7 @@
 namespace gradwire::c_api {
 namespace {
 
-// A group that has not met yet.
+// A group whose ranks have not all arrived.
 struct Meeting {
   std::vector<std::optional<Device>> seats;
   int taken = 0;
@@ -40,11 +43,10 @@ std::unique_ptr<Communicator> join_local_group(const std::string& name, int rank
     entry->seats.resize(world);
   }
   std::shared_ptr<Meeting> meeting = entry;
-  const std::string who = "local://" + name + ", rank " + std::to_string(rank);
-  require(static_cast<int>(meeting->seats.size()) == world, who + " says world " + std::to_string(world) +
-                                                                ", another rank says " +
-                                                                std::to_string(meeting->seats.size()));
-  require(!meeting->seats[rank].has_value(), who + " is there already");
+  const std::string who = fmt::format("local://{}, rank {}", name, rank);
+  const size_t seats = meeting->seats.size();
+  require(static_cast<int>(seats) == world, "{} says world {}, another rank says {}", who, world, seats);
+  require(!meeting->seats[rank].has_value(), "{} has joined already; give each thread its own rank", who);
   meeting->seats[rank] = device;
   if (++meeting->taken == world) {
     std::vector<Device> devices;
@@ -60,12 +62,11 @@ std::unique_ptr<Communicator> join_local_group(const std::string& name, int rank
   } else if (!all.changed.wait_for(lock, timeout, [&] { return meeting->complete; })) {
     std::string absent;
     for (int r = 0; r < world; ++r) {
-      if (!meeting->seats[r]) absent += (absent.empty() ? "" : ", ") + std::to_string(r);
+      if (!meeting->seats[r]) absent += fmt::format("{}{}", absent.empty() ? "" : ", ", r);
     }
     meeting->seats[rank].reset();
     if (--meeting->taken == 0) all.by_name.erase(name);
-    throw CommError(who + " of " + std::to_string(world) + ": waited " + std::to_string(timeout.count()) +
-                    " ms for rank " + absent);
+    throw CommError(fmt::format("{} of {}: waited {} ms for rank {}", who, world, timeout.count(), absent));
   }
   if (!meeting->problem.empty()) throw BadInput(who + ": " + meeting->problem);
   return std::move(meeting->communicators[rank]);

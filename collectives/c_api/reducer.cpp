@@ -1,5 +1,7 @@
 #include "collectives/c_api/reducer.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cstring>
 #include <set>
@@ -11,26 +13,24 @@
 namespace gradwire::c_api {
 namespace {
 
-// A struct of a caller who may have been compiled against an older header (shorter: the rest is zero, the
-// default) or a newer one (longer: legal as long as what we don't know is zero).
+// A struct from a caller, perhaps compiled against a newer header: fields unknown here must be zero.
 template <typename Struct>
 Struct read_struct(const void* from, const char* what) {
   constexpr size_t kMostBytes = 4096;  // more is garbage
   size_t size = 0;
   std::memcpy(&size, from, sizeof size);
   require(size >= sizeof(Struct) && size <= kMostBytes,
-          std::string(what) + ".size is " + std::to_string(size) + "; set it to sizeof(" + what +
-              "), which is " + std::to_string(sizeof(Struct)));
+          "{0}.size is {1}; set it to sizeof({0}), which is {2}", what, size, sizeof(Struct));
   const auto* bytes = static_cast<const unsigned char*>(from);
   if (std::any_of(bytes + sizeof(Struct), bytes + size, [](unsigned char b) { return b != 0; })) {
-    throw Unsupported(std::string(what) + " has fields that this version of the library does not know");
+    throw Unsupported(fmt::format("{} uses fields that this version of the library does not know", what));
   }
   Struct result;
   std::memcpy(&result, from, sizeof result);
   return result;
 }
 
-// Not the extents themselves are limited, but what their product may do to 64-bit arithmetic in bytes.
+// A limit on the product of the extents, so that sizes in bytes fit in 64 bits.
 constexpr int64_t kMostElements = int64_t{1} << 50;
 
 }  // namespace
@@ -41,27 +41,26 @@ Handles<ApiReducer>& reducers() {
 }
 
 std::vector<GradientTensor> read_tensors(const gw_tensor* tensors, int32_t n, std::vector<float*>* grads) {
-  require(n >= 0, "n_tensors is " + std::to_string(n));
+  require(n >= 0, "n_tensors is {}, must not be negative", n);
   require(tensors != nullptr || n == 0, "tensors is null");
   std::vector<GradientTensor> result;
   std::set<std::string> names;
   int64_t total = 0;
   for (int32_t i = 0; i < n; ++i) {
-    // The elements are as far apart as the caller's header made them.
+    // The caller's header determines the spacing of the elements.
     const size_t stride = i == 0 ? 0 : tensors[0].size;
     const void* at = reinterpret_cast<const char*>(tensors) + static_cast<size_t>(i) * stride;
     const auto t = read_struct<gw_tensor>(at, "gw_tensor");
-    std::string name = t.name != nullptr ? t.name : "tensor " + std::to_string(i);
-    const std::string who = "tensor " + std::to_string(i) + " ('" + name + "')";
-    require(t.size == tensors[0].size, who + ": its size differs from that of tensor 0");
-    require(names.insert(name).second, who + ": another tensor has the same name");
-    require(t.rows >= 0 && t.cols >= 0,
-            who + ": rows " + std::to_string(t.rows) + ", cols " + std::to_string(t.cols));
-    require(t.cols == 0 || t.rows <= (kMostElements - total) / t.cols, who + ": too many elements");
+    std::string name = t.name != nullptr ? t.name : fmt::format("tensor {}", i);
+    const std::string who = fmt::format("tensor {} ('{}')", i, name);
+    require(t.size == tensors[0].size, "{}: its size differs from that of tensor 0", who);
+    require(names.insert(name).second, "{}: another tensor has the same name", who);
+    require(t.rows >= 0 && t.cols >= 0, "{}: rows {}, cols {}", who, t.rows, t.cols);
+    require(t.cols == 0 || t.rows <= (kMostElements - total) / t.cols, "{}: too many elements", who);
     total += t.rows * t.cols;
     if (t.dtype == GW_BFLOAT16) throw Unsupported(who + ": gradients must be GW_FLOAT32; convert them");
-    require(t.dtype == GW_FLOAT32, who + ": dtype " + std::to_string(t.dtype) + " is not GW_FLOAT32");
-    require(reinterpret_cast<uintptr_t>(t.grad) % 4 == 0, who + ": grad is not 4-byte aligned");
+    require(t.dtype == GW_FLOAT32, "{}: dtype {} is not GW_FLOAT32", who, t.dtype);
+    require(reinterpret_cast<uintptr_t>(t.grad) % 4 == 0, "{}: grad is not 4-byte aligned", who);
     GradientTensor tensor{std::move(name), {t.rows}};
     if (t.cols != 1) tensor.shape.push_back(t.cols);
     result.push_back(std::move(tensor));
@@ -72,12 +71,11 @@ std::vector<GradientTensor> read_tensors(const gw_tensor* tensors, int32_t n, st
 
 ReducerOptions read_options(const gw_reducer_options* given) {
   ReducerOptions options;
-  // As a framework packs its buckets: tensor behind tensor.
-  options.alignment = 1;
+  options.alignment = 1;  // frameworks pack their buckets without gaps
   options.own_gradients = false;
   if (given == nullptr) return options;
   const auto o = read_struct<gw_reducer_options>(given, "gw_reducer_options");
-  require(o.bucket_bytes >= 0, "gw_reducer_options.bucket_bytes is " + std::to_string(o.bucket_bytes));
+  require(o.bucket_bytes >= 0, "gw_reducer_options.bucket_bytes is {}, must not be negative", o.bucket_bytes);
   if (o.bucket_bytes > 0) options.bucket_bytes = o.bucket_bytes;
   options.average = o.sum == 0;
   options.timing = o.no_timing == 0;
@@ -91,16 +89,15 @@ void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vec
   if (group.world() == 1) return;
   std::vector<std::string> statements = {
       "spec " + spec.to_string(),
-      "bucket_bytes " + std::to_string(options.bucket_bytes),
+      fmt::format("bucket_bytes {}", options.bucket_bytes),
       options.average ? "the mean" : "the sum",
-      "seed " + std::to_string(options.seed),
-      "ranks_per_node " + std::to_string(group.ranks_per_node()),
+      fmt::format("seed {}", options.seed),
+      fmt::format("ranks_per_node {}", group.ranks_per_node()),
       tag.empty() ? "no tag" : "tag" + quoted(tag),
   };
   for (size_t i = 0; i < tensors.size(); ++i) {
-    std::string shape;
-    for (int64_t extent : tensors[i].shape) shape += (shape.empty() ? "" : " x ") + std::to_string(extent);
-    statements.push_back("tensor " + std::to_string(i) + ": '" + tensors[i].name + "' (" + shape + ")");
+    statements.push_back(
+        fmt::format("tensor {}: '{}' ({})", i, tensors[i].name, fmt::join(tensors[i].shape, " x ")));
   }
   agree_on(group.transport(), comm.stream, statements, "gw_reducer_create");
 }
@@ -109,9 +106,8 @@ void write_stats(const gw_stats& stats, gw_stats* out) {
   require(out != nullptr, "stats is null");
   size_t size = 0;
   std::memcpy(&size, out, sizeof size);
-  require(size >= sizeof(gw_stats), "gw_stats.size is " + std::to_string(size) +
-                                        "; set it to sizeof(gw_stats), which is " +
-                                        std::to_string(sizeof(gw_stats)));
+  require(size >= sizeof(gw_stats), "gw_stats.size is {}; set it to sizeof(gw_stats), which is {}", size,
+          sizeof(gw_stats));
   std::memcpy(out, &stats, sizeof stats);
   out->size = size;
 }
@@ -125,31 +121,30 @@ ApiReducer::ApiReducer(std::shared_ptr<ApiComm> c, const CompressionSpec& s, std
       reducer(*comm->communicator, spec, tensors, options),
       description(reducer.describe()) {}
 
-void ApiReducer::set_addresses(std::vector<float*> addresses) {
+void ApiReducer::set_addresses(const std::vector<float*>& addresses) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (addresses[i] == nullptr && tensors[i].count() > 0) return;
   }
   reducer.adopt(addresses);
-  addresses_ = std::move(addresses);
   addresses_known_ = true;
 }
 
 void ApiReducer::allreduce(void* const* given, void* native_stream) {
   const Stream caller = comm->caller_stream(native_stream);
-  require(ready_ == 0, "in the middle of a step: " + std::to_string(ready_) +
-                           " tensors are ready; finish it with gw_reducer_wait");
+  require(ready_ == 0, "in the middle of a step: {} tensors are ready; finish it with gw_reducer_wait",
+          ready_);
   if (given != nullptr) {
     std::vector<float*> addresses;
     for (size_t i = 0; i < tensors.size(); ++i) {
-      require(reinterpret_cast<uintptr_t>(given[i]) % 4 == 0,
-              "the gradient of '" + tensors[i].name + "' is not 4-byte aligned");
+      require(reinterpret_cast<uintptr_t>(given[i]) % 4 == 0, "the gradient of '{}' is not 4-byte aligned",
+              tensors[i].name);
       addresses.push_back(static_cast<float*>(given[i]));
     }
     reducer.adopt(addresses);
-    addresses_ = std::move(addresses);
     addresses_known_ = true;
   }
-  require(addresses_known_, "grads is null, and where the gradients are was never said");
+  require(addresses_known_,
+          "grads is null and no addresses were given before: set gw_tensor.grad, or pass grads");
   announce_loaded_state();
   for (int i = 0; i < reducer.tensors(); ++i) reducer.ready(i, caller);
   reducer.wait(caller);
@@ -163,7 +158,7 @@ void ApiReducer::announce_loaded_state() {
 
 void ApiReducer::ready(int32_t tensor, void* native_stream) {
   require(addresses_known_,
-          "where the gradients are was never said: set gw_tensor.grad, or call gw_reducer_allreduce first");
+          "the gradients' addresses are unknown: set gw_tensor.grad, or call gw_reducer_allreduce first");
   announce_loaded_state();
   reducer.ready(tensor, comm->caller_stream(native_stream));
   ++ready_;

@@ -1,4 +1,4 @@
-// What a gw_reducer stands for, and its checkpoint.
+// What a gw_reducer refers to, and its checkpoint.
 #pragma once
 
 #include <memory>
@@ -14,8 +14,8 @@ struct ApiReducer {
   ApiReducer(std::shared_ptr<ApiComm> comm, const CompressionSpec& spec, std::vector<GradientTensor> tensors,
              const ReducerOptions& options);
 
-  // Where the gradients are; ignored unless that is known of each of them.
-  void set_addresses(std::vector<float*> addresses);
+  // The addresses of the gradients; ignored unless all are known.
+  void set_addresses(const std::vector<float*>& addresses);
   void allreduce(void* const* grads, void* native_stream);
   void ready(int32_t tensor, void* native_stream);
   void wait(void* native_stream);
@@ -34,25 +34,24 @@ struct ApiReducer {
   const std::string description;
 
  private:
-  // Text that a state must agree in: spec, world, rank, options.
+  // What a state must match: spec, rank, world, options.
   std::string identity() const;
-  // After a state was loaded: ranks compare which, in front of the next step.
+  // Before the first step after a load: ranks compare which state they loaded.
   void announce_loaded_state();
 
-  std::vector<float*> addresses_;  // of the gradients, by tensor
   bool addresses_known_ = false;
-  int ready_ = 0;           // tensors, in the step under way
-  int64_t first_step_ = 0;  // where this reducer began, or was resumed
+  int ready_ = 0;           // tensors, in the current step
+  int64_t first_step_ = 0;  // where this reducer began or resumed
   Call loaded_;
   bool loaded_unannounced_ = false;
 };
 
-// Reads the caller's array and struct, whose sizes may be those of another version of the header.
+// Read the caller's array and struct, whose sizes may come from another version of the header.
 std::vector<GradientTensor> read_tensors(const gw_tensor* tensors, int32_t n, std::vector<float*>* grads);
-// Collective: throws CommError on every rank unless all make a reducer of the same.
+ReducerOptions read_options(const gw_reducer_options* options);
+// Collective: throws CommError on every rank unless all create the same reducer.
 void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vector<GradientTensor>& tensors,
                       const ReducerOptions& options, const std::string& tag);
-ReducerOptions read_options(const gw_reducer_options* options);
 void write_stats(const gw_stats& stats, gw_stats* out);
 
 }  // namespace gradwire::c_api

@@ -1,14 +1,15 @@
-// A reducer's checkpoint: one block of memory that says what it is. docs/state-format.md is the reader's side
-// of this file; change both together, and kVersion with them.
+// A reducer's checkpoint: one self-describing block of memory. docs/state-format.md documents it for readers;
+// change both together, and kVersion with them.
 //
-//   header    magic "GRADWIRE", version, CRC-32 of everything after the header, bytes in all, steps, tensors
-//   identity  length and text: what the loading reducer must agree in
-//   tensors   each: name, rows, cols, and what is kept of it: kind, dtype, elements, and these elements
-// Integers and floats are little-endian, lengths are not padded. By tensor and not by bucket, so that a state
-// survives another bucket size.
+//   header    magic "GRADWIRE", version, CRC-32 of everything after the header, total bytes, steps, tensors
+//   identity  length and text: what the loading reducer must match
+//   tensors   each: name, rows, cols and its entries; each entry: kind, dtype, count and the elements
+// Integers and floats are little-endian, lengths are not padded. Stored by tensor rather than by bucket, so
+// that a state can be loaded with another bucket size.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <bit>
-#include <cstdio>
 #include <cstring>
 #include <map>
 #include <optional>
@@ -24,7 +25,7 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "the state is written in memory order");
 
 constexpr char kMagic[8] = {'G', 'R', 'A', 'D', 'W', 'I', 'R', 'E'};
-constexpr uint32_t kVersion = 2;  // 1 can still be read
+constexpr uint32_t kVersion = 2;  // version 1 can still be read
 
 struct Header {
   char magic[8];
@@ -49,7 +50,7 @@ struct EntryHeader {
 };
 static_assert(sizeof(EntryHeader) == 24);
 
-// Version 1 knew two kinds, both of floats, which came without an EntryHeader.
+// Version 1 had two kinds, both float, without an EntryHeader.
 struct TensorHeader1 {
   int64_t rows, cols;
   uint64_t residual_count, factor_count;
@@ -64,12 +65,12 @@ int64_t cols_of(const GradientTensor& t) {
   return t.shape.size() > 1 ? t.shape[1] : 1;
 }
 
-// Walks through foreign bytes without ever leaving them.
+// Reads untrusted bytes without ever running past their end.
 class Cursor {
  public:
   Cursor(const void* data, size_t bytes) : at_(static_cast<const char*>(data)), left_(bytes) {}
   const char* take(size_t bytes) {
-    require(bytes <= left_, "the state ends too early");
+    require(bytes <= left_, "the state is truncated");
     const char* from = at_;
     at_ += bytes, left_ -= bytes;
     return from;
@@ -87,7 +88,7 @@ class Cursor {
   size_t left_;
 };
 
-// Something kept of a tensor, in the bytes of a state.
+// A piece of a tensor's state, in the bytes of a checkpoint.
 struct Entry {
   std::string kind;
   DType dtype = DType::f32;
@@ -108,8 +109,7 @@ struct SavedTensor {
 
 Entry take_entry(Cursor& cursor, const std::string& tensor, std::string kind, DType dtype, uint64_t count) {
   require(count <= cursor.left() / static_cast<size_t>(bytes_of(dtype)),
-          "the state ends too early: '" + kind + "' of '" + tensor + "' has " + std::to_string(count) +
-              " elements");
+          "the state is truncated: '{}' of '{}' has {} elements", kind, tensor, count);
   Entry entry{std::move(kind), dtype, count};
   entry.data = cursor.take(entry.bytes());
   return entry;
@@ -134,7 +134,7 @@ SavedTensor take_tensor(Cursor& cursor) {
     const auto entry = cursor.take<EntryHeader>();
     const std::string text(entry.dtype, strnlen(entry.dtype, sizeof entry.dtype));
     const std::optional<DType> dtype = find_dtype(text);
-    require(dtype.has_value(), "'" + tensor.name + "' has elements of an unknown type, '" + text + "'");
+    require(dtype.has_value(), "'{}' has elements of an unknown type, '{}'", tensor.name, text);
     std::string kind(cursor.take(entry.kind_bytes), entry.kind_bytes);
     tensor.entries.push_back(take_entry(cursor, tensor.name, std::move(kind), *dtype, entry.count));
   }
@@ -144,9 +144,8 @@ SavedTensor take_tensor(Cursor& cursor) {
 }  // namespace
 
 std::string ApiReducer::identity() const {
-  return "spec " + spec.to_string() + "; rank " + std::to_string(comm->communicator->rank()) + " of " +
-         std::to_string(comm->communicator->world()) + "; " + (options.average ? "mean" : "sum") + "; seed " +
-         std::to_string(options.seed);
+  return fmt::format("spec {}; rank {} of {}; {}; seed {}", spec.to_string(), comm->communicator->rank(),
+                     comm->communicator->world(), options.average ? "mean" : "sum", options.seed);
 }
 
 size_t ApiReducer::state_size() const {
@@ -162,7 +161,7 @@ void ApiReducer::save_state(void* state, size_t size) const {
   require(state != nullptr, "state is null");
   require(ready_ == 0, "in the middle of a step; finish it with gw_reducer_wait");
   const size_t bytes = state_size();
-  require(size >= bytes, "size is " + std::to_string(size) + ", the state needs " + std::to_string(bytes));
+  require(size >= bytes, "size is {}, the state needs {}", size, bytes);
   auto* at = static_cast<char*>(state) + sizeof(Header);
   auto put = [&](const void* from, size_t n) {
     std::memcpy(at, from, n);
@@ -183,7 +182,7 @@ void ApiReducer::save_state(void* state, size_t size) const {
       std::memcpy(entry.dtype, name(state_of->dtype), std::strlen(name(state_of->dtype)));
       put(&entry, sizeof entry);
       put(state_of->kind.data(), state_of->kind.size());
-      // In stream order, so after the step; elements need not be aligned in the state.
+      // In stream order, hence after the step. Elements need not be aligned in the state.
       copy(comm->stream, at, state_of->data, static_cast<size_t>(state_of->bytes()));
       at += state_of->bytes();
     }
@@ -204,24 +203,21 @@ void ApiReducer::save_state(void* state, size_t size) const {
 void ApiReducer::load_state(const void* state, size_t size) {
   require(state != nullptr, "state is null");
   require(ready_ == 0, "in the middle of a step; finish it with gw_reducer_wait");
-  // First everything is checked, then everything is copied: a refused state changes nothing.
+  // Check everything before copying anything: a rejected state must leave the reducer unchanged.
   Cursor cursor(state, size);
   const auto header = cursor.take<Header>();
   require(std::memcmp(header.magic, kMagic, sizeof kMagic) == 0,
           "this is not a state of gw_reducer_state_save");
   require(header.version >= 1 && header.version <= kVersion,
-          "the state has version " + std::to_string(header.version) + ", this library reads versions 1 to " +
-              std::to_string(kVersion));
-  require(header.bytes == size,
-          "the state has " + std::to_string(header.bytes) + " bytes, size is " + std::to_string(size));
+          "the state has version {}, this library reads versions 1 to {}", header.version, kVersion);
+  require(header.bytes == size, "the state has {} bytes, size is {}", header.bytes, size);
   require(header.crc == crc32(static_cast<const char*>(state) + sizeof header, size - sizeof header),
           "the state is damaged: its checksum does not match");
   const std::string text(cursor.take(header.identity_bytes), header.identity_bytes);
-  require(text == identity(),
-          "the state is of another reducer: '" + text + "', this one is '" + identity() + "'");
-  require(header.tensors == tensors.size(), "the state has " + std::to_string(header.tensors) +
-                                                " tensors, the reducer " + std::to_string(tensors.size()));
-  require(header.steps >= 0, "the state has " + std::to_string(header.steps) + " steps");
+  require(text == identity(), "the state is of another reducer: '{}', this one is '{}'", text, identity());
+  require(header.tensors == tensors.size(), "the state has {} tensors, the reducer {}", header.tensors,
+          tensors.size());
+  require(header.steps >= 0, "the state has {} steps", header.steps);
 
   std::map<std::string, size_t> index;
   for (size_t i = 0; i < tensors.size(); ++i) index[tensors[i].name] = i;
@@ -229,14 +225,13 @@ void ApiReducer::load_state(const void* state, size_t size) {
   for (uint32_t k = 0; k < header.tensors; ++k) {
     SavedTensor t = header.version == 1 ? take_tensor_1(cursor) : take_tensor(cursor);
     const auto found = index.find(t.name);
-    require(found != index.end(),
-            "the state has a tensor '" + t.name + "', the reducer has not, or it comes twice");
+    require(found != index.end(), "tensor '{}' in the state is unknown to the reducer, or a duplicate",
+            t.name);
     const size_t i = found->second;
     index.erase(found);
     require(t.rows == rows_of(tensors[i]) && t.cols == cols_of(tensors[i]),
-            "tensor '" + t.name + "' is " + std::to_string(t.rows) + " x " + std::to_string(t.cols) +
-                " in the state, " + std::to_string(rows_of(tensors[i])) + " x " +
-                std::to_string(cols_of(tensors[i])) + " in the reducer");
+            "tensor '{}' is {} x {} in the state, {} x {} in the reducer", t.name, t.rows, t.cols,
+            rows_of(tensors[i]), cols_of(tensors[i]));
     saved[i] = std::move(t.entries);
   }
   require(cursor.left() == 0, "the state has bytes after its end");
@@ -245,25 +240,25 @@ void ApiReducer::load_state(const void* state, size_t size) {
   std::vector<const char*> sources;  // one for each of `all`; null: zero
   for (const TensorState& s : all) {
     std::vector<Entry>& entries = saved[static_cast<size_t>(s.tensor)];
-    const std::string who = "'" + s.kind + "' of '" + tensors[static_cast<size_t>(s.tensor)].name + "'";
+    const std::string who = fmt::format("'{}' of '{}'", s.kind, tensors[static_cast<size_t>(s.tensor)].name);
     const auto entry =
         std::find_if(entries.begin(), entries.end(), [&](const Entry& e) { return e.kind == s.kind; });
     if (entry == entries.end()) {
-      require(s.kind == kResidualKind, "the state has no " + who);
+      require(s.kind == kResidualKind, "the state has no {}", who);
       sources.push_back(nullptr);
       continue;
     }
     require(entry->count == static_cast<uint64_t>(s.count()) && entry->dtype == s.dtype,
-            who + " has " + std::to_string(entry->count) + " elements of " + name(entry->dtype) +
-                " in the state, " + std::to_string(s.count()) + " of " + name(s.dtype) + " in the reducer");
+            "{} has {} elements of {} in the state, {} of {} in the reducer", who, entry->count,
+            name(entry->dtype), s.count(), name(s.dtype));
     sources.push_back(entry->data);
     entries.erase(entry);
   }
-  // A dense tensor on an FP32 wire has a residual, always zero, only in the company of a matrix. So what is
-  // left may go if it is zero.
+  // With an FP32 wire a dense tensor has a residual, always zero, only if its bucket also holds a matrix. So
+  // leftover entries may be dropped if they are zero.
   for (size_t i = 0; i < tensors.size(); ++i) {
     for (const Entry& e : saved[i]) {
-      require(e.is_zero(), "'" + tensors[i].name + "' has a '" + e.kind + "' in the state only");
+      require(e.is_zero(), "'{}' has a '{}' in the state only", tensors[i].name, e.kind);
     }
   }
 
@@ -278,16 +273,14 @@ void ApiReducer::load_state(const void* state, size_t size) {
   comm->stream.synchronize();
   reducer.resume_at(header.steps);
   first_step_ = header.steps;
-  // Residuals are each rank's own; steps and factors are the same on all of them.
+  // Residuals differ between ranks; steps and factors are the same on all of them.
   uint64_t factors = 0;
   for (size_t k = 0; k < all.size(); ++k) {
     if (!all[k].same_on_all_ranks || sources[k] == nullptr) continue;
     factors = mix(factors, crc32(sources[k], static_cast<size_t>(all[k].bytes())));
   }
-  char loaded[96];
-  std::snprintf(loaded, sizeof loaded, "state of step %lld, factors %08x",
-                static_cast<long long>(header.steps), static_cast<unsigned>(factors >> 32));
-  loaded_.what = options.name + " goes on from a loaded " + loaded;
+  loaded_.what = fmt::format("{} goes on from a loaded state of step {}, factors {:08x}", options.name,
+                             header.steps, factors >> 32);
   loaded_.hash = mix(0x6c6f6164, loaded_.what);
   loaded_unannounced_ = true;
 }

@@ -1,5 +1,5 @@
-// gw_call_tag(): what the next call of a thread is about.
-#include <cstdio>
+// gw_call_tag(): a label for a thread's next call.
+#include <fmt/format.h>
 
 #include "collectives/c_api/comm.h"
 #include "collectives/c_api/errors.h"
@@ -8,7 +8,7 @@
 namespace gradwire::c_api {
 namespace {
 
-constexpr size_t kMostCharacters = 1000, kShown = 72;
+constexpr size_t kMostBytes = 1000, kShown = 72;
 
 struct Pending {
   gw_comm comm = nullptr;
@@ -23,8 +23,7 @@ Pending& pending() {
 
 void set_tag(gw_comm comm, const char* tag) {
   const std::string text = tag != nullptr ? tag : "";
-  require(text.size() <= kMostCharacters, "tag has " + std::to_string(text.size()) + " bytes, at most " +
-                                              std::to_string(kMostCharacters) + " are allowed");
+  require(text.size() <= kMostBytes, "tag has {} bytes, at most {} are allowed", text.size(), kMostBytes);
   for (char c : text) require(static_cast<unsigned char>(c) >= ' ', "tag has a control character");
   pending() = {comm, text};
 }
@@ -38,10 +37,9 @@ std::string take_tag(gw_comm comm) {
 
 std::string quoted(const std::string& tag) {
   if (tag.empty()) return "";
-  if (tag.size() <= kShown) return " '" + tag + "'";
-  char digest[12];
-  std::snprintf(digest, sizeof digest, "%08x", static_cast<unsigned>(mix(0, tag) >> 32));
-  return " '" + tag.substr(0, kShown / 2) + "..." + tag.substr(tag.size() - kShown / 2) + "' #" + digest;
+  if (tag.size() <= kShown) return fmt::format(" '{}'", tag);
+  return fmt::format(" '{}...{}' #{:08x}", tag.substr(0, kShown / 2), tag.substr(tag.size() - kShown / 2),
+                     mix(0, tag) >> 32);
 }
 
 }  // namespace gradwire::c_api

@@ -1,6 +1,6 @@
-// A spec of every kind that there is to test. Conservation, identical bits on all ranks, hard gradients,
-// resuming and the benchmarks run through this list. Every wire format is in it by itself; a new codec or
-// option needs its line here and is then held to all of them.
+// A spec of every kind to test. Conservation, identical bits on all ranks, hard gradients, resuming and the
+// benchmarks run through this list. Wire formats are included automatically; add a line for a new codec or
+// option, and all of these tests cover it.
 #pragma once
 
 #include <string>

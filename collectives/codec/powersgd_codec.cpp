@@ -1,23 +1,24 @@
 // `powersgd`: rank-r approximation of each gradient matrix (Vogels et al., arXiv 1905.13727), one step of
 // subspace iteration per training step, with the residual kept locally.
 //
-// One step of a bucket, two collectives, the second perhaps in two halves:
+// One step of a bucket: two collectives, the second split in two halves in a large bucket:
 //   project        M = G + E (into E), P = M Q                      on this rank
-//   pack           dense tensors (vectors, small matrices) behind P
+//   pack           dense tensors (vectors, small matrices) after P
 //   allreduce 1    [P | dense], mean
-//   orthonormalize P; matrices that are not finite are flagged here, on every rank alike
-//   unpack         dense tensors are done
+//   orthonormalize P; matrices with non-finite values are flagged here, identically on every rank
+//   unpack         dense tensors, which are now done
 //   back_project   Q = M^T P, E = M - P Q^T
-//   allreduce 2    Q, mean; in a large bucket for one half of the matrices while back_project does the other,
-//                  and for that while reconstruct does the first
+//   allreduce 2    Q, mean. In two halves the exchange of the first overlaps with back_project of the second,
+//                  and that of the second with reconstruct of the first
 //   reconstruct    G = P Q^T
-//   orthonormalize Q, the start of the next step; a column that vanished is re-seeded
+//   orthonormalize Q, for the next step; a column that vanished is re-seeded
 //
 // Conservation: sum over ranks of E_new + world * G_out = sum of (G + E_old), for every matrix, because P is
-// the same everywhere and the mean of the ranks' Q is what is applied. With a lossy wire each encode of Q
-// loses a little; the rank that encoded keeps that loss, multiplies it by P^T and adds it to E (reconstruct's
-// q_lost). A lossy wire under P loses nothing of the gradient: it only tilts the subspace, for all ranks
-// alike.
+// the same on all ranks and the applied Q is the mean of theirs. With a lossy wire each encode of Q has an
+// error; the rank that encoded keeps it, multiplies it by P^T and adds it to E (reconstruct's q_lost). A
+// lossy wire for P loses nothing of the gradient: it only tilts the subspace, identically on all ranks.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <optional>
 
@@ -37,8 +38,7 @@ struct Plan {
   int64_t p_elements = 0, q_elements = 0, dense_elements = 0;
 };
 
-// Factors and dense pieces begin at multiples of 4 elements, so that vectorized kernels apply; the gaps stay
-// zero.
+// Factors and dense pieces begin at multiples of 4 elements for vectorized kernels; the gaps stay zero.
 int64_t up4(int64_t x) {
   return (x + 3) / 4 * 4;
 }
@@ -118,7 +118,7 @@ class PowerSgdCodec final : public Codec {
   }
 
   void bind(void* workspace) override {
-    // One for all: no two allreduces run at a time.
+    // One workspace for all: no two allreduces run at the same time.
     p_allreduce_.bind(workspace);
     for (Half& half : halves_) half.allreduce->bind(workspace);
     if (before_start_) before_start_->bind(workspace);
@@ -148,8 +148,7 @@ class PowerSgdCodec final : public Codec {
     }
     pack(stream, {&dense_, gradients_, p, false});
     if (with_wire_residual()) {
-      // The loss of P's encode belongs to another basis by the next step: forget it. Dense tensors keep
-      // theirs.
+      // By the next step the error of P's encode belongs to another basis: keep only that of dense tensors.
       fill_zero(stream, p_residual_.data(), p_residual_.bytes());
       pack(stream, {&dense_, residual_.as<float>(), p_residual_.as<float>(), false});
     }
@@ -167,7 +166,7 @@ class PowerSgdCodec final : public Codec {
                             .seed = spec_.seed,
                             .step = step_});
     fill_zero(stream, q_lost_.data(), q_lost_.bytes());
-    const bool beside = halves_.size() > 1;
+    const bool overlapped = halves_.size() > 1;
     for (Half& half : halves_) {
       powersgd_back_project(stream, {.table = &half.matrices,
                                      .grad = gradients_,
@@ -175,7 +174,7 @@ class PowerSgdCodec final : public Codec {
                                      .p = p,
                                      .q = q_sum,
                                      .flags = flags_.as<const int32_t>() + half.first});
-      if (!beside) {
+      if (!overlapped) {
         half.allreduce->run(stream, &phases);
         continue;
       }
@@ -186,7 +185,7 @@ class PowerSgdCodec final : public Codec {
     }
     const bool put_back = lossy_ && residual_;
     for (Half& half : halves_) {
-      if (beside) {
+      if (overlapped) {
         phases.enter(stream, Phase::communicate, &half.allreduce->info());
         stream.wait(half.summed);
       }
@@ -235,11 +234,11 @@ class PowerSgdCodec final : public Codec {
   }
 
   std::string describe() const override {
-    return "powersgd rank " + std::to_string(spec_.rank) + ": " + std::to_string(matrices_.count()) +
-           " matrices of " + std::to_string(matrices_.elements()) + " elements as " +
-           std::to_string(matrices_.p_elements() + matrices_.q_elements()) + ", " +
-           std::to_string(dense_.count()) + " dense tensors of " + std::to_string(plan_.dense_elements) +
-           "; wire " + spec_.wire->name + (spec_.error_feedback ? ", error feedback" : "");
+    return fmt::format(
+        "powersgd rank {}: {} matrices of {} elements as {}, {} dense tensors of {}; wire {}{}", spec_.rank,
+        matrices_.count(), matrices_.elements(), matrices_.p_elements() + matrices_.q_elements(),
+        dense_.count(), plan_.dense_elements, spec_.wire->name,
+        spec_.error_feedback ? ", error feedback" : "");
   }
 
   std::vector<PlannedAllreduce> plan() const override {
@@ -259,12 +258,12 @@ class PowerSgdCodec final : public Codec {
     MatrixTable matrices;
     SchedulePlanner::Choice choice;
     std::unique_ptr<Program> allreduce;
-    Event ready, summed;  // Q, on this rank and over all
+    Event ready, summed;  // Q is complete on this rank, and summed over all
   };
 
-  // One part, or two of about the same size where there is enough to overlap: the residual pass over half of
-  // the matrices must take longer than one more exchange does. Measured over TCP, four hosts of a core each:
-  // a bucket of 6.5 million elements takes 37 to 38 ms in one part and 40 to 41 ms in two.
+  // One part, or two of about the same size if there is enough to overlap: the residual pass over half of the
+  // matrices must take longer than an additional exchange. Measured over TCP on four hosts with one core
+  // each: a bucket of 6.5 million elements takes 37 to 38 ms in one part and 40 to 41 ms in two.
   static constexpr int64_t kElementsToHalve = 32 << 20;
   void make_halves(const BucketContext& c) {
     const auto& all = plan_.matrices;
@@ -275,7 +274,7 @@ class PowerSgdCodec final : public Codec {
       half.first = static_cast<int>(begin);
       half.matrices = MatrixTable(c.stream, {all.begin() + static_cast<std::ptrdiff_t>(begin),
                                              all.begin() + static_cast<std::ptrdiff_t>(end)});
-      // Small, and already beside something: in one slice.
+      // One slice: it is small and already overlaps with kernels.
       const auto how = options(c, name, (uint64_t{1} << 62) + static_cast<uint64_t>(q_begin), 0);
       half.choice = c.choose(q_end - q_begin, c.spec.wire);
       half.allreduce = std::make_unique<Program>(
@@ -304,7 +303,7 @@ class PowerSgdCodec final : public Codec {
 
   Program::Options options(const BucketContext& c, const char* part, uint64_t first_element,
                            int64_t slice_bytes) const {
-    return {.what = c.name + " (" + part + ")",
+    return {.what = fmt::format("{} ({})", c.name, part),
             .part = part,
             .wire = spec_.wire,
             .fp32_intra_node = spec_.fp32_intra_node,
@@ -317,7 +316,7 @@ class PowerSgdCodec final : public Codec {
             .slice_bytes = slice_bytes};
   }
 
-  // Orthonormalizing zeros re-seeds every column: random orthonormal Q, the same on every rank.
+  // Draws a random orthonormal Q, the same on every rank: orthonormalizing zeros re-seeds every column.
   void draw_q(const Stream& stream) {
     if (matrices_.count() == 0) return;
     fill_zero(stream, q_.data(), q_.bytes());
@@ -338,11 +337,10 @@ class PowerSgdCodec final : public Codec {
   MatrixTable matrices_;
   SegmentTable dense_;
   bool lossy_;
-  Buffer residual_;  // E, laid out as the bucket: of the matrices, and with a lossy wire of the dense tensors
-                     // too
-  Buffer p_;         // [P | dense]
-  Buffer p_residual_;  // scratch, lossy wires only: the residual of [P | dense] while it is on the wire
-  Buffer q_;           // orthonormal Q to start from
+  Buffer residual_;    // E, laid out as the bucket; also of dense tensors if the wire is lossy
+  Buffer p_;           // [P | dense]
+  Buffer p_residual_;  // scratch, lossy wires only: the residual of [P | dense] during allreduce 1
+  Buffer q_;           // the orthonormal Q that a step starts from
   Buffer q_sum_;       // this step's Q
   Buffer q_lost_;      // lossy wires only
   Buffer flags_;

@@ -1,5 +1,5 @@
-// What a codec keeps of one tensor from one step to the next: what a checkpoint must hold. Whoever writes one
-// (the C ABI's states, the trainer's checkpoints) needs to know no more than this.
+// The state that a codec keeps of one tensor between steps, which a checkpoint must hold. Code that writes
+// checkpoints (the C ABI's states, the trainer) needs to know nothing else about codecs.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 
 namespace gradwire {
 
-// Of error feedback: FP32, shaped as the tensor. What matters is its sum over the ranks, so it is summed when
-// ranks are fewer, and zero where there is none.
+// The residual of error feedback: FP32, shaped as the tensor. Only its sum over the ranks matters, so when
+// the number of ranks shrinks, residuals are added up, and a missing one counts as zero.
 inline constexpr const char* kResidualKind = "residual";
 
 struct TensorState {
@@ -21,8 +21,8 @@ struct TensorState {
   DType dtype = DType::f32;
   void* data = nullptr;        // on the device
   std::vector<int64_t> shape;  // for readers of a checkpoint
-  // The same bits on every rank, so that a checkpoint holds it once. Otherwise it is this rank's alone, and
-  // starts afresh, a residual aside, when the number of ranks changes.
+  // The same bits on every rank, so a checkpoint holds it once. Otherwise it belongs to this rank and, except
+  // for a residual, starts afresh when the number of ranks changes.
   bool same_on_all_ranks = false;
 
   int64_t count() const { return element_count(shape); }

@@ -1,9 +1,11 @@
 #include "collectives/communicator/communicator.h"
 
+#include <fmt/format.h>
+
 #include "collectives/agreement/all_gather.h"
-#include "collectives/transport/tcp.h"
 #include "collectives/transport/local.h"
 #include "collectives/transport/nccl.h"
+#include "collectives/transport/tcp.h"
 #include "runtime/error.h"
 
 namespace gradwire {
@@ -49,8 +51,8 @@ Device Communicator::device() const {
 }
 void Communicator::set_ranks_per_node(int ranks) {
   if (ranks < 0 || (ranks > 0 && world() % ranks != 0)) {
-    throw BadInput(std::to_string(ranks) + " ranks per node do not divide a world of " +
-                   std::to_string(world()) + " into equal nodes");
+    throw BadInput(
+        fmt::format("{} ranks per node do not divide a world of {} into equal nodes", ranks, world()));
   }
   ranks_per_node_ = ranks;
 }

@@ -1,4 +1,4 @@
-// A rank's membership in a group of ranks: its transport, its deadline, and the order of its operations.
+// A rank's membership in a group of ranks: its transport, its link costs, and its placement on nodes.
 #pragma once
 
 #include <chrono>
@@ -19,18 +19,17 @@ class Transport;
 
 class Communicator {
  public:
-  // Ranks that live in one process, one thread each: communicators[r] is for rank r alone, on devices[r].
-  // Several ranks may share a device. An operation that waits longer than `timeout` for a peer throws
-  // CommError on every rank.
+  // Ranks as threads of one process: communicators[r] is for rank r only, on devices[r]. Several ranks may
+  // share a device. An operation that waits longer than `timeout` for a peer throws CommError on every rank.
   static std::vector<std::unique_ptr<Communicator>> create_local(const std::vector<Device>& devices,
                                                                  std::chrono::milliseconds timeout);
-  // One rank of a group of processes, on the host. Blocks until all ranks are there; throws CommError at the
-  // timeout. See transport/tcp.h.
+  // One rank of a group of processes, on the host. Blocks until all ranks have joined; throws CommError at
+  // the timeout. See transport/tcp.h.
   static std::unique_ptr<Communicator> create_tcp(const TcpOptions& options);
-  // One rank of a group of processes, on a GPU. Blocks until all ranks are there; throws CommError at the
+  // One rank of a group of processes, on a GPU. Blocks until all ranks have joined; throws CommError at the
   // timeout. See transport/nccl.h.
   static std::unique_ptr<Communicator> create_nccl(const NcclOptions& options);
-  // On an ncclComm_t of somebody else's, who keeps it.
+  // Uses the caller's ncclComm_t, which remains the caller's.
   static std::unique_ptr<Communicator> adopt_nccl(void* nccl_comm, int device,
                                                   std::chrono::milliseconds timeout);
   // A world of 1.
@@ -43,41 +42,38 @@ class Communicator {
   Device device() const;
   Transport& transport() { return *transport_; }
 
-  // How ranks sit in nodes: rank = node * ranks_per_node + local index. 0, the default: unknown. What
-  // hierarchical schedules are made from; set it before reducers are made, the same on every rank. Throws
-  // BadInput unless it divides the world.
+  // How ranks are placed on nodes: rank = node * ranks_per_node + local index. 0, the default: unknown.
+  // Needed by hierarchical schedules; set it before creating reducers, to the same value on every rank.
+  // Throws BadInput unless it divides the world.
   void set_ranks_per_node(int ranks);
-  // The same from what each rank knows of its own machine (0: nothing). Collective, and blocks. Sets what all
-  // of them say, and "unknown" when they differ or it does not divide the world.
+  // The same, from the number of ranks that each rank sees on its own machine (0: unknown). Collective, and
+  // blocks. Sets the number that all ranks agree on, or 0 if they differ or it does not divide the world.
   void agree_on_ranks_per_node(int ranks_here);
   int ranks_per_node() const { return ranks_per_node_; }
 
-  // What schedule=auto decides by: measured when it is first asked for (collective then, and blocks; the
-  // exchanges run on `stream`), unless it was set. Groups in one process start with LinkCosts' defaults
-  // instead, so that a run gives the same bits each time.
+  // The costs from which schedule=auto chooses: measured on first use (then collective, and blocks; the
+  // exchanges run on `stream`), unless they were set. Groups in one process start with LinkCosts' defaults
+  // instead, so that every run gives the same bits.
   const LinkCosts& link_costs(const Stream& stream);
   void set_link_costs(const LinkCosts& costs) { link_costs_ = costs; }
 
-  // Where exchanges run that overlap with kernels, for everything that uses this communicator; made when it
-  // is first asked for.
+  // The stream for exchanges that overlap with kernels, for all users of this communicator.
   const Stream& transfers();
 
   // Bytes this rank has sent so far, counted where they leave.
   uint64_t bytes_sent() const;
-  // Makes every pending and later operation of every rank of the group fail with `reason`. Any thread may
-  // call it.
+  // Fails every pending and later operation of every rank of the group with `reason`. Any thread may call it.
   void abort(const std::string& reason);
-  // Throws CommError once the group has failed. On CUDA: after synchronizing a stream, and before trusting
-  // what operations left there.
+  // Throws CommError once the group has failed. On CUDA: call it after synchronizing a stream, before using
+  // the results.
   void check();
-  // A new communicator of the ranks that stay, in their order; `excluded` are those that are lost, the same
-  // list on every rank that stays. This one is good for nothing but being destroyed then. NCCL only, and
-  // after a failure only where it was created `shrinkable`.
+  // A new communicator of the remaining ranks, in their order; `excluded` lists the lost ones, identically on
+  // every remaining rank. Afterwards this communicator can only be destroyed. NCCL only, and after a failure
+  // only if it was created `shrinkable`.
   std::unique_ptr<Communicator> shrink(const std::vector<int>& excluded);
-  // Blocks the calling thread until all ranks have called it. For set-up and between epochs, not for the
-  // step.
+  // Blocks the calling thread until all ranks have called it. For set-up and between epochs, not in a step.
   void barrier();
-  // Short messages to rank 0 for reports, between processes: see Transport.
+  // Short messages to rank 0 for reports, between processes only: see Transport.
   void send_message(const std::string& message);
   std::string take_message(int from);
 

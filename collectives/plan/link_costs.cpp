@@ -1,8 +1,9 @@
 #include "collectives/plan/link_costs.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <limits>
 
 #include "collectives/agreement/all_gather.h"
@@ -30,14 +31,13 @@ class Meter {
 
   LinkCosts::Pattern measure(const std::vector<int>& to, const std::vector<int>& from) {
     const double small = round_us(exchange(to, from, kSmallBytes), 8, 6);
-    // What more bytes cost is between two large rounds: part of a small one's latency passes while a large
-    // one is on its way, and a rate limit lets the first bytes through as a burst.
+    // The cost per byte comes from two large rounds: part of the latency overlaps with a large transfer, and
+    // a rate limiter lets the first bytes through as a burst.
     auto each = [&](size_t all) { return all / std::max<size_t>(1, to.size()) / 4 * 4; };
     const double medium = round_us(exchange(to, from, each(kMediumBytes)), 1, 3);
     const double large = round_us(exchange(to, from, each(kLargeBytes)), 1, 3);
     const auto bytes = [&](size_t all) { return static_cast<double>(each(all) * to.size()); };
-    // Where bytes hardly show beside the latency, noise must not make them free, nor dearer than all of the
-    // round.
+    // Where the latency dominates, noise must not make bytes free, nor more expensive than the whole round.
     const double more =
         std::clamp((large - medium) * bytes(kLargeBytes) / (bytes(kLargeBytes) - bytes(kMediumBytes)),
                    0.5 * large, large);
@@ -56,7 +56,7 @@ class Meter {
     return transfers;
   }
 
-  // The best of `repeats` runs of `rounds` exchanges in a row, and one run before to warm up.
+  // The best of `repeats` runs of `rounds` consecutive exchanges, after one run to warm up.
   double round_us(const std::vector<Transfer>& transfers, int rounds, int repeats) {
     using Clock = std::chrono::steady_clock;
     double best = std::numeric_limits<double>::infinity();
@@ -79,17 +79,15 @@ class Meter {
 };
 
 std::string text(const char* what, const LinkCosts::Pattern& p) {
-  char line[96];
-  std::snprintf(line, sizeof line, "%s %.3g us and %.3g GB/s", what, p.latency_us, p.bytes_per_us / 1e3);
-  return line;
+  return fmt::format("{} {:.3g} us and {:.3g} GB/s", what, p.latency_us, p.bytes_per_us / 1e3);
 }
 
 }  // namespace
 
 std::string LinkCosts::to_string() const {
-  std::string all = text("to a neighbour", neighbour) + ", " + text("to all", all_pairs);
+  std::string all = fmt::format("{}, {}", text("to a neighbour", neighbour), text("to all", all_pairs));
   if (intra_node == all_pairs && inter_node == all_pairs) return all;
-  return all + ", " + text("inside a node", intra_node) + ", " + text("between nodes", inter_node);
+  return fmt::format("{}, {}, {}", all, text("inside a node", intra_node), text("between nodes", inter_node));
 }
 
 LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ranks_per_node) {

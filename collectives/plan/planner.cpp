@@ -1,7 +1,8 @@
 #include "collectives/plan/planner.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
-#include <cstdio>
 
 #include "collectives/program/program.h"
 #include "kernels/wire/formats.h"
@@ -14,9 +15,7 @@ constexpr double kLatenciesPerSlice = 4;
 constexpr int64_t kLeastSlice = 128 << 10;
 
 std::string milliseconds(double us) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.3g ms", us / 1e3);
-  return text;
+  return fmt::format("{:.3g} ms", us / 1e3);
 }
 
 }  // namespace
@@ -67,14 +66,14 @@ SchedulePlanner::SchedulePlanner(const ScheduleRequest& request, int world, int 
     const Schedule& s = candidates_[0].schedule;
     reason_ = "asked for";
     if (request.kind == ScheduleKind::hierarchical) {
-      reason_ += ", " + std::to_string(s.nodes) + " nodes of " + std::to_string(s.per_node);
+      reason_ += fmt::format(", {} nodes of {}", s.nodes, s.per_node);
     }
     return;
   }
   if (world <= kMaxInputs + 1) add(ScheduleKind::two_shot);
   const bool nodes = ranks_per_node > 1 && ranks_per_node < world && world % ranks_per_node == 0;
   if (nodes && ranks_per_node <= kMaxInputs) add(ScheduleKind::hierarchical);
-  if (world > 2) {  // of two ranks, all are the same
+  if (world > 2) {  // with two ranks, all schedules are the same
     add(ScheduleKind::ring);
     add(ScheduleKind::tree);
   }
@@ -128,7 +127,7 @@ SchedulePlanner::Choice SchedulePlanner::choose(int64_t count, Wire wire) const 
     return {candidates_[0].schedule,
             !chosen       ? reason_
             : world_ == 1 ? "a world of 1"
-                          : "of two ranks, all schedules are the same",
+                          : "with two ranks, all schedules are the same",
             predicted_us(candidates_[0], count, wire), slice_bytes(candidates_[0])};
   }
   struct Option {
@@ -155,17 +154,16 @@ SchedulePlanner::Choice SchedulePlanner::choose(int64_t count, Wire wire) const 
   const ScheduleKind kind = chosen.candidate->schedule.kind;
   std::string reason;
   if (fastest.candidate == chosen.candidate) {
-    reason = "fastest: " + milliseconds(chosen.us) + " predicted";
+    reason = fmt::format("fastest: {} predicted", milliseconds(chosen.us));
   } else if (chosen.lossy_steps < fastest.lossy_steps) {
-    reason = milliseconds(chosen.us) + " predicted, " + std::to_string(chosen.lossy_steps) +
-             " lossy steps; " + name(fastest.candidate->schedule.kind) + " is faster but has " +
-             std::to_string(fastest.lossy_steps);
+    reason = fmt::format("{} predicted, {} lossy steps; {} is faster but has {}", milliseconds(chosen.us),
+                         chosen.lossy_steps, name(fastest.candidate->schedule.kind), fastest.lossy_steps);
   } else {
-    reason = milliseconds(chosen.us) + " predicted, within 20 % of the fastest";
+    reason = fmt::format("{} predicted, within 20 % of the fastest", milliseconds(chosen.us));
   }
   for (const Option& o : options) {
     if (o.candidate->schedule.kind == kind) continue;
-    reason += std::string(", ") + name(o.candidate->schedule.kind) + " " + milliseconds(o.us);
+    reason += fmt::format(", {} {}", name(o.candidate->schedule.kind), milliseconds(o.us));
   }
   return {chosen.candidate->schedule, reason, chosen.us, slice_bytes(*chosen.candidate)};
 }

@@ -1,17 +1,17 @@
-// Which schedule a collective runs: the one that the spec asks for, or for schedule=auto the one that a model
-// with this group's link costs predicts to be done first, error weighed in.
+// Chooses the schedule of a collective: the one that the spec asks for or, for schedule=auto, the fastest
+// according to a model of this group's link costs, with a penalty for rounding error.
 //
-// Predicted time: rounds x latency + bytes / rate, in the pattern in which the schedule loads the links
-// (link_costs.h); bytes are those of the busiest rank in each round, in the wire format of the link; slices
-// add rounds and fill up those in which few ranks have something to do. Kernels are not in the model.
-// Error: where the wire rounds, a schedule counts as 10 % slower for each lossy step more than the fewest on
-// offer. Choice: the first of two_shot, hierarchical, ring, tree that is within 20 % of the best, so that
-// noise in a measurement seldom changes it. Equal costs give equal choices: every rank decides for itself.
+// Predicted time: rounds x latency + bytes / rate, for the pattern in which the schedule loads the links
+//   (link_costs.h). Bytes are those of the busiest rank in each round, in the wire format of the link. Slices
+//   add rounds and fill those in which few ranks are busy. Kernels are not modelled.
+// Error: if the wire is lossy, each lossy step beyond the fewest available counts as 10 % more time.
+// Choice: the first of two_shot, hierarchical, ring, tree within 20 % of the best, so that measurement noise
+//   seldom changes it. Equal costs give equal choices, so every rank decides on its own.
 //
-// Slices: long enough that the latency of an exchange hardly shows, and no longer, because the first and the
-// last slice of a buffer overlap with nothing. Where links were measured an exchange takes four latencies.
-// Seen on 4 hosts with links of 1 Gb/s, BF16 in buckets of 10 MB: steps of 374 ms with slices of 2 MiB, 367
-// of 700 kB, 356 of 350 kB (which is this rule's), 360 of 150 kB.
+// Slices: long enough to amortize the latency of an exchange, but no longer, because the first and the last
+// slice of a buffer overlap with nothing. If links were measured, an exchange is sized to take four
+// latencies. Measured on 4 hosts with 1 Gb/s links, BF16 in buckets of 10 MB: steps of 374 ms with slices of
+// 2 MiB, 367 with 700 kB, 356 with 350 kB (this rule's choice), 360 with 150 kB.
 #pragma once
 
 #include <cstdint>
@@ -24,24 +24,24 @@
 
 namespace gradwire {
 
-// What is asked of a planner: the part of a compression spec that schedules depend on.
+// The part of a compression spec that schedules depend on.
 struct ScheduleRequest {
   ScheduleKind kind = ScheduleKind::automatic;
-  bool fp32_intra_node = false;  // the wire format is left to the links between nodes
+  bool fp32_intra_node = false;  // only links between nodes use the wire format
   Collective collective = Collective::allreduce;
 };
 
 class SchedulePlanner {
  public:
-  // `costs` matter for schedule=auto and kAutomaticSlices alone. Throws BadInput where the schedule asked for
-  // cannot serve this world.
+  // `costs` are used only for schedule=auto and kAutomaticSlices. Throws BadInput if the requested schedule
+  // does not support this world.
   SchedulePlanner(const ScheduleRequest& request, int world, int ranks_per_node, const LinkCosts& costs,
                   int64_t slice_bytes);
 
   struct Choice {
     Schedule schedule;
-    std::string reason;       // "asked for", or what was predicted for each
-    double predicted_us = 0;  // from costs(), which are assumed until somebody measures them
+    std::string reason;       // "asked for", or the predictions
+    double predicted_us = 0;  // from costs(), which may be assumptions rather than measurements
     int64_t slice_bytes = 0;  // for Program::Options
   };
   // For `count` floats in this wire format. Cheap enough to be called for every program.
@@ -50,11 +50,11 @@ class SchedulePlanner {
   const LinkCosts& costs() const { return costs_; }
 
  private:
-  // Of a schedule: rounds, and the busiest rank's load in them, inside and between nodes.
+  // A schedule's load on one class of links, inside or between nodes.
   struct Load {
     int rounds = 0;
-    double serial = 0;   // sum over rounds of the most that a rank sends or receives, in buffers
-    double busiest = 0;  // the most that a rank sends or receives in all
+    double serial = 0;   // sum over rounds of the most that any rank sends or receives, in buffers
+    double busiest = 0;  // the most that any rank sends or receives in total
   };
   struct Candidate {
     Schedule schedule;
@@ -70,7 +70,7 @@ class SchedulePlanner {
   const int world_;
   const LinkCosts costs_;
   const int64_t slice_bytes_;
-  std::vector<Candidate> candidates_;  // in order of preference; one when asked for
+  std::vector<Candidate> candidates_;  // in order of preference; one if the spec names it
   std::string reason_;                 // when there is nothing to choose
 };
 

@@ -1,7 +1,7 @@
-// Programs for buffers that come back: what a caller that brings memory of its own, call by call, is served
-// from (the C ABI's gw_allreduce, the NCCL interposer).
+// Caches programs by buffer, for callers that pass their own memory with each call (the C ABI's gw_allreduce,
+// the NCCL interposer).
 //
-// All programs of a cache share one workspace, so they run on one stream, or in turns.
+// All programs of a cache share one workspace, so they must run on one stream or one at a time.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ class ProgramCache {
 
   ProgramCache(Device device, size_t most) : device_(device), most_(most) {}
 
-  // The entry of this key; null when there is none.
+  // The entry for this key; null if there is none.
   Entry* find(const Key& key) {
     auto at = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& e) { return e.key == key; });
     if (at == entries_.end()) return nullptr;
@@ -32,8 +32,8 @@ class ProgramCache {
     return &entries_.front();
   }
 
-  // Adds one that find() has not; the one used least recently goes where there are too many. Memory changes
-  // hands, so nothing of this cache may be in flight.
+  // Adds an entry that find() did not find; evicts the least recently used one if the cache is full. May free
+  // or rebind memory, so none of the cache's programs may be in flight.
   Entry& add(Entry entry) {
     if (entries_.size() >= most_) entries_.pop_back();
     entries_.push_front(std::move(entry));
@@ -46,7 +46,7 @@ class ProgramCache {
     return entries_.front();
   }
 
-  const std::list<Entry>& entries() const { return entries_; }  // used last comes first
+  const std::list<Entry>& entries() const { return entries_; }  // most recently used first
 
  private:
   const Device device_;

@@ -1,5 +1,7 @@
 #include "collectives/program/compiler.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "runtime/error.h"
@@ -28,12 +30,11 @@ Program::Compiler::Compiler(Program& program, const float* in, float* out, std::
   place_chunks(in, out);
 }
 
-// Where each chunk's parts and results lie: in the caller's buffers as far as the collective lets them, else
-// in the workspace. That begins with every chunk as it goes over a wire that rounds; slots for contributions
-// follow.
+// Places each chunk's parts and results: in the caller's buffers where the collective allows it, otherwise in
+// the workspace. That begins with the encoded chunks of a lossy wire; slots for contributions follow.
 void Program::Compiler::place_chunks(const float* in, float* out) {
   const Collective collective = program_.schedule_.collective;
-  int64_t shard = 0;  // elements of it so far
+  int64_t shard = 0;  // elements placed so far
   for (ChunkState& chunk : chunks_) {
     const int64_t begin = chunk.range.begin;
     if (!wire_->exact) chunk.wire = reserve(bytes_of(chunk, false));
@@ -61,7 +62,7 @@ void* Program::Compiler::reserve(int64_t bytes) {
   return place;
 }
 
-// Which of this rank's own sums cross a wire that rounds, and how large a slot must be.
+// Finds which of this rank's own sums are sent over a lossy wire, and how large a slot must be.
 void Program::Compiler::look_ahead() {
   std::vector<bool> final(chunks_.size());
   for (const Round& round : rounds()) {
@@ -104,14 +105,13 @@ int Program::Compiler::take_slot() {
 }
 
 void Program::Compiler::refuse(const std::string& why) const {
-  throw BadInput(program_.options_.what + ": the schedule " + why);
+  throw BadInput(fmt::format("{}: the schedule {}", program_.options_.what, why));
 }
 
 void Program::Compiler::round(int k) {
   Exchange& exchange = exchanges_.emplace_back();
-  exchange.label = {
-      mix(program_.call_.hash, static_cast<uint64_t>(k)),
-      program_.call_.what + ", round " + std::to_string(k + 1) + " of " + std::to_string(rounds().size())};
+  exchange.label = {mix(program_.call_.hash, static_cast<uint64_t>(k)),
+                    fmt::format("{}, round {} of {}", program_.call_.what, k + 1, rounds().size())};
   for (const Step& step : rounds()[k]) {
     const ChunkState& chunk = chunks_[step.chunk];
     if (step.kind == Step::Kind::send && !chunk.closed && chunk.range.count() > 0) close(step.chunk);
@@ -128,8 +128,7 @@ void Program::Compiler::round(int k) {
         break;
       case Step::Kind::recv_reduce: {
         if (chunk.closed) {
-          refuse("adds to chunk " + std::to_string(step.chunk) + " in round " + std::to_string(k) +
-                 ", after its partial sum was sent");
+          refuse(fmt::format("adds to chunk {} in round {}, after its partial sum was sent", step.chunk, k));
         }
         auto& inputs = in_fp32 ? chunk.exact_inputs : chunk.encoded_inputs;
         inputs.push_back({step.peer, take_slot()});
@@ -140,7 +139,7 @@ void Program::Compiler::round(int k) {
       case Step::Kind::recv_copy: {
         void* to = in_fp32 ? chunk.exact : chunk.wire;
         exchange.transfers.push_back({Transfer::Kind::receive, step.peer, to, bytes});
-        chunk.closed = true;  // from here on it is forwarded, not encoded
+        chunk.closed = true;  // from now on it is forwarded, not encoded
         chunk.arrived = k;
         (in_fp32 ? chunk.exact_form : chunk.encoded_form) = {.data = to, .there = true};
         (in_fp32 ? chunk.encoded_form : chunk.exact_form) = {};
@@ -157,9 +156,10 @@ Transfer Program::Compiler::send(const Step& step, int k) {
   const bool in_fp32 = exact(step);
   const Form& form = in_fp32 ? chunk.exact_form : chunk.encoded_form;
   if (!form.there) {
-    refuse("sends chunk " + std::to_string(step.chunk) + " in round " + std::to_string(k) +
-           (in_fp32 ? " inside its node, as FP32, after it was rounded for another node"
-                    : " to another node, to be rounded, after it went unrounded inside its own"));
+    refuse(fmt::format("sends chunk {} in round {} {}", step.chunk, k,
+                       in_fp32
+                           ? "inside its node, as FP32, after it was rounded for another node"
+                           : "to another node, to be rounded, after it was sent unrounded inside its own"));
   }
   if (form.made_by >= 0) kernels_[form.made_by].before = std::min(kernels_[form.made_by].before, k);
   // Sends only read.
@@ -173,19 +173,18 @@ int Program::Compiler::add(const K& kernel, const ChunkState& chunk) {
   return static_cast<int>(kernels_.size()) - 1;
 }
 
-// The partial sum of chunk c is complete on this rank: its kernels turn it into what will be sent, or, at an
-// owner who sends nothing, into the result.
+// The partial sum of chunk c is complete on this rank: emits the kernels that turn it into what is sent or,
+// at an owner that sends nothing, into the result.
 void Program::Compiler::close(int c) {
   ChunkState& chunk = chunks_[c];
   if (chunk.own == nullptr && program_.schedule_.collective == Collective::all_gather && !chunk.owner) {
-    refuse("sends chunk " + std::to_string(c) + " before it has come");
+    refuse(fmt::format("sends chunk {} before it was received", c));
   }
   const bool encode = chunk.sent_encoded;
   const float scale = chunk.owner ? program_.options_.scale : 1.0f;
   chunk.closed = true;
   if (!encode && !chunk.owner && !chunk.encoded_inputs.empty()) {
-    refuse("forwards chunk " + std::to_string(c) +
-           " inside its node only, after parts came from other nodes");
+    refuse(fmt::format("forwards chunk {} only inside its node, after parts came from other nodes", c));
   }
   const bool last_is_exact = !encode && chunk.encoded_inputs.empty();
   const float* sum = chunk.own;
@@ -210,12 +209,12 @@ void Program::Compiler::close(int c) {
       .data = chunk.owner ? chunk.exact : sum, .there = !encode || chunk.owner, .made_by = last};
 }
 
-// What all merging kernels have in common: the contributions in rank order, this rank's own place among them.
+// The arguments common to all merging kernels: contributions in rank order, and this rank's place among them.
 template <typename Args>
 void Program::Compiler::merge(std::vector<Input>& inputs, const ChunkState& chunk, Args& args) {
   if (inputs.size() > kMaxInputs) {
-    refuse("merges " + std::to_string(inputs.size()) + " contributions at once, at most " +
-           std::to_string(kMaxInputs) + " are possible");
+    refuse(
+        fmt::format("merges {} contributions at once, at most {} are possible", inputs.size(), kMaxInputs));
   }
   std::sort(inputs.begin(), inputs.end(), [](auto& a, auto& b) { return a.from < b.from; });
   for (const Input& input : inputs) {
@@ -247,9 +246,9 @@ void Program::Compiler::decode(ChunkState& chunk) {
   chunk.exact_form = {.data = chunk.exact, .there = true, .made_by = add(args, chunk)};
 }
 
-// Kernels are written down in an order in which each comes behind what it builds on; here those that can wait
-// are put off. Slots are why every kernel that closes something for exchange k must come before it, even
-// where nothing else says so: the exchange may receive into a slot that the kernel reads.
+// Kernels were emitted in an order in which each follows the ones it depends on; this defers those that can
+// wait. Every kernel that closes something for exchange k must come before that exchange even if no other
+// dependency says so: the exchange may receive into a slot that the kernel reads.
 void Program::Compiler::put_in_order() {
   auto& operations = program_.operations_;
   operations.clear();
@@ -258,7 +257,7 @@ void Program::Compiler::put_in_order() {
   }
   std::vector<const Kernel*> pending;
   for (const Kernel& kernel : kernels_) pending.push_back(&kernel);
-  std::vector<int> last_for(exchanges_.size(), -1);  // where the last kernel that exchange k needs was put
+  std::vector<int> last_for(exchanges_.size(), -1);  // position of the last kernel that exchange k depends on
   auto emit = [&](auto chosen) {
     std::erase_if(pending, [&](const Kernel* kernel) {
       if (!chosen(*kernel)) return false;
@@ -271,7 +270,7 @@ void Program::Compiler::put_in_order() {
     emit([&](const Kernel& kernel) { return kernel.before == k; });
     if (last_for[k] >= 0) operations[last_for[k]].needed = true;
     operations.push_back({.work = std::move(exchanges_[k])});
-    // While this exchange is under way, there is time for what does not need it.
+    // While this exchange is in flight, there is time for kernels that do not depend on it.
     emit([&](const Kernel& kernel) { return kernel.before == k + 1 && kernel.operation.after < k; });
     emit([&](const Kernel& kernel) { return kernel.before > k + 1 && kernel.operation.after < k; });
   }

@@ -1,9 +1,9 @@
-// How a schedule becomes a program. Internal to program.cpp.
+// Compiles a schedule into a program. Internal to program.cpp.
 //
-// The compiler walks one rank's rounds and writes down, for each, the kernels that must be done before its
-// exchange, the exchange, and the kernels that its arrivals allow. Then it puts the kernels in one order, for
-// in-order streams: those that the next exchange needs come before those that can wait, and a kernel that
-// needs exchange k comes behind those that don't, so that it runs while exchange k + 1 is under way.
+// The compiler walks one rank's rounds and emits, for each, the kernels that must run before its exchange,
+// the exchange, and the kernels that depend on what it received. Then it orders the kernels for in-order
+// streams: those that the next exchange depends on come before those that can wait, and a kernel that depends
+// on exchange k comes after those that don't, so that it runs while exchange k + 1 is in flight.
 #pragma once
 
 #include <climits>
@@ -19,7 +19,7 @@ class Program::Compiler {
   // `in` and `out` as in ProgramBuffers, in FP32.
   Compiler(Program& program, const float* in, float* out, std::byte* base);
 
-  // Returns the workspace's size in bytes. Runs twice: without a workspace, to learn that, and with it.
+  // Returns the workspace's size in bytes. Runs twice: without a workspace, to measure it, then with it.
   size_t compile();
 
  private:
@@ -30,32 +30,32 @@ class Program::Compiler {
   struct Form {
     const void* data = nullptr;
     bool there = false;
-    int made_by = -1;  // index of the kernel; -1: it came by an exchange, or is the caller's
+    int made_by = -1;  // index of the kernel; -1: it was received, or is the caller's
   };
   // What this rank holds of one chunk.
   struct ChunkState {
     ChunkRange range;
     bool owner = false;
-    const float* own = nullptr;  // this rank's part; null where an all_gather gives it none
-    float* exact = nullptr;      // where it is added up in FP32, and where the final value goes
-    void* wire = nullptr;        // its place in the workspace, as the wire has it
+    const float* own = nullptr;  // this rank's part; null if it has none, in an all_gather
+    float* exact = nullptr;      // the place of the FP32 sum and of the final value
+    void* wire = nullptr;        // the place of the encoded chunk, in the workspace
     std::vector<Input> encoded_inputs, exact_inputs;
-    bool closed = false;        // the partial sum is complete and written down, or the final value has come
-    bool sent_encoded = false;  // this rank's own sum leaves in the wire format, somewhere
-    Form encoded_form, exact_form;  // of what will be sent from now on
-    int arrived = -1;               // the exchange that brought the last of it
+    bool closed = false;        // the partial sum is complete and emitted, or the final value was received
+    bool sent_encoded = false;  // this rank's own sum is sent in the wire format at some point
+    Form encoded_form, exact_form;  // of what is sent from now on
+    int arrived = -1;               // the last exchange that received anything for it
   };
   static constexpr int kNever = INT_MAX;
   struct Kernel {
     Operation operation;
-    int before = kNever;      // the exchange that needs it
-    bool feeds_next = false;  // the next one builds on it
+    int before = kNever;      // the exchange that depends on it
+    bool feeds_next = false;  // the next kernel depends on it
   };
 
   const std::vector<Round>& rounds() const { return program_.schedule_.rounds[rank_]; }
   bool exact(const Step& step) const;
   int64_t bytes_of(const ChunkState& chunk, bool exact) const;
-  // Addresses are computed as integers, because in the measuring pass there is no base to add to.
+  // Addresses are computed as integers because the measuring pass has no base to add to.
   void* address(size_t offset) const { return reinterpret_cast<void*>(base_ + offset); }
   void* reserve(int64_t bytes);
   void* slot(int index) const { return address(reserved_ + static_cast<size_t>(index) * slot_bytes_); }
@@ -81,9 +81,9 @@ class Program::Compiler {
   const uintptr_t base_;
   std::vector<ChunkState> chunks_;
   size_t reserved_ = 0, slot_bytes_ = 0;
-  std::vector<int> free_slots_;  // a slot is free again once the kernel that reads it is written down
+  std::vector<int> free_slots_;  // a slot is free again once the kernel that reads it is emitted
   int slots_ = 0;
-  std::vector<Exchange> exchanges_;  // one per round, perhaps empty
+  std::vector<Exchange> exchanges_;  // one per round, possibly empty
   std::vector<Kernel> kernels_;
 };
 

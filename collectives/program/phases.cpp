@@ -1,5 +1,7 @@
 #include "collectives/program/phases.h"
 
+#include <fmt/format.h>
+
 namespace gradwire {
 namespace {
 
@@ -11,7 +13,7 @@ Activity activity(Phase phase) {
 
 }  // namespace
 
-// Events are made in the first steps, and used again.
+// Events are created in the first steps and then reused.
 BucketPhases::Segment& BucketPhases::next(const Stream& stream) {
   if (used_ == segments_.size()) segments_.emplace_back().begin = Event::create_timer(stream.device());
   Segment& segment = segments_[used_++];
@@ -39,7 +41,7 @@ void BucketPhases::enter(const Stream& stream, Phase phase, const ProgramInfo* a
     current->allreduce = allreduce;
   }
   entered_ = true;
-  range_.reset();  // the one before ends before this one begins
+  range_.reset();  // the previous range must end before the next one begins
   range_.emplace(activity(phase), options_.bucket);
 }
 
@@ -67,10 +69,9 @@ void BucketPhases::trace(Tracer& tracer, const std::string& row, int64_t step,
                          const std::vector<std::pair<std::string, TraceLabel::Value>>& details) const {
   for (size_t i = 0; i + 1 < used_; ++i) {
     const Segment& segment = segments_[i];
+    const char* phase = name(activity(segment.phase));
     TraceLabel label{
-        .name = std::string(name(activity(segment.phase))) + " " + std::to_string(options_.bucket),
-        .category = name(activity(segment.phase)),
-        .details = details};
+        .name = fmt::format("{} {}", phase, options_.bucket), .category = phase, .details = details};
     if (const ProgramInfo* allreduce = segment.allreduce) {
       if (!allreduce->part.empty()) label.details.emplace_back("part", allreduce->part);
       label.details.emplace_back("schedule", allreduce->schedule);

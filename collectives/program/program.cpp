@@ -1,5 +1,7 @@
 #include "collectives/program/program.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <bit>
 
@@ -8,10 +10,9 @@
 #include "runtime/mix.h"
 
 namespace gradwire {
-
 namespace {
 
-// Whether memory that one transfer writes is read or written by the other.
+// Whether one transfer writes memory that the other reads or writes.
 bool collide(const Transfer& a, const Transfer& b) {
   if (a.kind == Transfer::Kind::send && b.kind == Transfer::Kind::send) return false;
   const auto begin = [](const Transfer& t) { return reinterpret_cast<uintptr_t>(t.data); };
@@ -31,8 +32,8 @@ Program::Program(Transport& transport, const Schedule& schedule, const ProgramBu
       call_(describe(buffers.count, buffers.dtype)),
       buffers_(buffers) {
   if (schedule.world != transport.world()) {
-    throw BadInput(options_.what + ": a schedule for " + std::to_string(schedule.world) +
-                   " ranks on a transport of " + std::to_string(transport.world()));
+    throw BadInput(fmt::format("{}: a schedule for {} ranks on a transport of {}", options_.what,
+                               schedule.world, transport.world()));
   }
   workspace_bytes_ = compile(nullptr);
   info_ = describe_exchanges();
@@ -129,9 +130,9 @@ Call Program::describe(int64_t count, DType dtype) const {
   }
   const std::string wire = options_.wire->name;
   const std::string spec = options_.spec.empty() || options_.spec == wire ? "" : ", " + options_.spec;
-  return {hash, name(schedule_.collective) + (" of " + options_.what) + " (" + std::to_string(count) +
-                    (dtype == DType::f32 ? " floats, " : " BF16 values, ") + wire + ", " +
-                    name(schedule_.kind) + spec + ")"};
+  return {hash,
+          fmt::format("{} of {} ({} {}, {}, {}{})", name(schedule_.collective), options_.what, count,
+                      dtype == DType::f32 ? "floats" : "BF16 values", wire, name(schedule_.kind), spec)};
 }
 
 void Program::launch(const Stream& stream, const Operation& kernel) const {
@@ -169,7 +170,7 @@ void Program::label_exchanges(int bucket) {
     }
     ++k;
     if (k - first < group && k < info_.exchanges) continue;
-    TraceLabel label{.name = "exchange " + std::to_string(bucket),
+    TraceLabel label{.name = fmt::format("exchange {}", bucket),
                      .category = "exchange",
                      .details = {{"bucket", int64_t{bucket}},
                                  {"part", options_.part.empty() ? "all" : options_.part},
@@ -196,7 +197,7 @@ void Program::run(const Stream& stream, BucketPhases* phases) {
                        ? phases->tracer()
                        : nullptr;
   if (tracer != nullptr && labels_.empty()) label_exchanges(phases->bucket());
-  // The exchange that was started first of those under way has the span.
+  // The span belongs to the oldest exchange in flight.
   const int group = (info_.exchanges + kMostSpans - 1) / kMostSpans;
   std::optional<SpanOnStream> span;
   auto open_span = [&](int exchange) {
@@ -208,12 +209,13 @@ void Program::run(const Stream& stream, BucketPhases* phases) {
     transfers.wait(start_);
   }
   transport_.begin(transfers, call_);
-  int started = 0, finished = 0, awaited = -1;  // exchanges; the last one that `stream` is behind
+  int started = 0, finished = 0;  // exchanges
+  int awaited = -1;               // the last exchange that `stream` has waited for
   auto finish_until = [&](int count) {
     for (; finished < count; ++finished) {
       transport_.finish(transfers);
       const int next = finished + 1;
-      // In front of the mark that others wait for: who has seen that may read the span.
+      // Before the event that others wait for, after which they may read the span.
       if (next == info_.exchanges || next % group == 0) span.reset();
       if (overlapped_) exchange_done_[finished].record(transfers);
       if (next < started) open_span(next);

@@ -1,29 +1,28 @@
 // A program: one rank's part of a collective, for one buffer, over any transport with any wire format.
 //
-// It is built once from a schedule: a list of kernels and exchanges with every address fixed. Per element of a
-// chunk:
+// It is built once from a schedule: a list of kernels and exchanges in which every address is fixed. For each
+// element of a chunk:
 //   first send of a partial sum   one fused op: this rank's own part + residual + all contributions received
-//                                 so far, in ascending rank order -> wire, residual (what this encode lost),
-//                                 and, at the owner, the result as everybody will decode it
-//   recv_reduce                   the contribution waits, still encoded, until then
-//   recv_copy                     decoded into the result; forwarded, if the schedule says so, as the same
-//                                 bytes
+//                                 so far, in ascending rank order -> wire, residual (the error of this
+//                                 encode), and, at the owner, the result as all ranks will decode it
+//   recv_reduce                   the contribution stays encoded until then
+//   recv_copy                     decoded into the result; if forwarded, then as the same bytes
 //   the end of a reduce_scatter   the owner adds up what it has and never encodes it
-// So each rank encodes each chunk at most once, keeps that encode's loss in its own residual, and
+// So each rank encodes each chunk at most once, keeps the error of that encode in its own residual, and
 //   sum over ranks of residual_new  +  result / scale  ==  sum over ranks of (own part + residual_old)
 // to FP32 rounding; and every rank ends with the same bits.
 //
 // With an exact wire there is nothing to encode: chunks are sent from and received into the buffers
-// themselves. With fp32_intra_node the same holds for the links inside a node of a hierarchical schedule, and
-// the wire format is left to those between nodes: a rank whose part only ever stays inside its node rounds
-// nothing, so it neither uses nor changes its residual there; the ranks that speak for a node add what came
-// from inside it in FP32 first, in rank order with their own part, and then encode as above.
+// themselves. With fp32_intra_node the same holds for links inside a node of a hierarchical schedule, and
+// only links between nodes use the wire format. A rank whose part never leaves its node rounds nothing, so it
+// neither uses nor changes its residual there. The ranks that represent a node first add the parts from
+// inside it in FP32, in rank order with their own part, and then encode as above.
 //
-// Overlap: with a stream for transfers, chunks are cut in slices (pipelined() in schedule.h) and exchanges
-// run on that stream, kernels on the caller's, ordered by events where one needs the other: while one slice
-// travels, another is added up; and an exchange that has nothing to do with the memory of the one before is
-// posted before that one is done, so that links do not idle between the two. The sums of an element do not
-// depend on the slice that it is in, so neither do the bits.
+// Overlap: given a stream for transfers, chunks are cut into slices (pipelined() in schedule.h). Exchanges
+// run on that stream, kernels on the caller's, ordered by events where one depends on the other: while one
+// slice is in flight, another is added up. An exchange that does not touch the memory of the previous one is
+// posted before that one is done, so that links do not idle in between. The sum of an element does not depend
+// on its slice, so neither do the bits.
 #pragma once
 
 #include <cstddef>
@@ -40,26 +39,24 @@
 
 namespace gradwire {
 
-// The size of a slice unless somebody knows better. Measured with a bucket of 25 MB, 4 ranks on 2 cores.
-// Links with the delay of 10 Gb/s and 50 us: BF16 two-shot 31.8 ms in one piece, 28.4 ms in slices of 2
-// MiB, 28.3 of 1 MiB, 28.9 of 512 KiB; ring 28.1, 26.2, 27.1, 26.9 ms. TCP over loopback, where cores are
-// all there is and nothing can be gained: 24 ms in one piece, 23 to 31 in slices of 2 to 4 MiB, 30 to 42 of
-// 512 KiB.
+// The default size of a slice. Measured with a bucket of 25 MB, 4 ranks on 2 cores. Links simulated at 10
+// Gb/s and 50 us: BF16 two-shot 31.8 ms unsliced, 28.4 ms in slices of 2 MiB, 28.3 of 1 MiB, 28.9 of 512 KiB;
+// ring 28.1, 26.2, 27.1, 26.9 ms. TCP over loopback, which is bound by the cores, so that slices cannot help:
+// 24 ms unsliced, 23 to 31 in slices of 2 to 4 MiB, 30 to 42 of 512 KiB.
 inline constexpr int64_t kSliceBytes = 2 << 20;
-// Slices as the links want them: see SchedulePlanner.
+// Slice size chosen from the cost of the links: see SchedulePlanner.
 inline constexpr int64_t kAutomaticSlices = -1;
 
-// What a program works on. `in` and `out` lie on the transport's device; a rank's shard is its own chunks
-// (Schedule::owner) in ascending order, Program::shard_elements() in all.
-//   allreduce        in, out: (count), perhaps the same memory
-//   reduce_scatter   in: (count), not changed; out: this rank's shard, perhaps the same memory as its place
-//                    in `in` where that is one piece
-//   all_gather       in: this rank's shard, perhaps in its place in `out`; out: (count)
+// A program's buffers. `in` and `out` are on the transport's device; a rank's shard is its own chunks
+// (Schedule::owner) in ascending order, Program::shard_elements() in total.
+//   allreduce        in, out: (count), may be the same memory
+//   reduce_scatter   in: (count), unchanged; out: this rank's shard, may be its place in `in` if contiguous
+//   all_gather       in: this rank's shard, may be its place in `out`; out: (count)
 // Sums are FP32 whatever the dtype: BF16 is widened into the workspace and rounded to nearest on the way out.
 struct ProgramBuffers {
   const void* in = nullptr;
   void* out = nullptr;
-  float* residual = nullptr;  // (count) in and out; null: no error feedback. Ignored with an exact wire
+  float* residual = nullptr;  // (count), updated; null: no error feedback. Ignored with an exact wire
   int64_t count = 0;
   DType dtype = DType::f32;  // of in and out
 };
@@ -68,43 +65,43 @@ class Program {
  public:
   struct Options {
     std::string what;       // for error texts, e.g. "bucket 2 of 5 (Q)"
-    std::string part = {};  // for traces, e.g. "Q"; empty: all of the bucket
+    std::string part = {};  // for traces, e.g. "Q"; empty: the whole bucket
     Wire wire = kFp32;
     bool fp32_intra_node = false;  // links inside a node carry FP32 whatever `wire` is
     float scale = 1.0f;            // of the result: 1 / world for the mean
     WireRounding rounding = {};    // its first_element is that of element 0 of `count`
-    // The compression spec that this is a part of. Ranks must agree on it, as on all of the above but the
+    // The compression spec that this belongs to. Ranks must agree on it, and on all of the above except the
     // rounding's seed.
     std::string spec = {};
-    // Where exchanges run beside the kernels; empty: everything on the stream given to run(), in one slice.
+    // The stream for exchanges that overlap with kernels; empty: all on run()'s stream, in one slice.
     Stream transfers = {};
-    // Exchanges run on `transfers` even in one slice: for programs that are under way at once, on streams of
-    // their own, and whose exchanges must keep one order on all ranks.
+    // Run exchanges on `transfers` even with one slice: for programs that run concurrently on their own
+    // streams and whose exchanges must have the same order on all ranks.
     bool beside_others = false;
-    // Messages larger than this are cut into slices of about this size, kMostSlices at most; 0: never.
+    // Messages larger than this are cut into slices of about this size, at most kMostSlices; 0: never.
     // Needs `transfers`.
     int64_t slice_bytes = 0;
   };
   static constexpr int kMostSlices = 16;
-  // A trace shows so many exchanges of one run at most; where there are more, several are one span.
+  // The most spans that a trace shows for the exchanges of one run; if there are more exchanges, a span
+  // covers several.
   static constexpr int kMostSpans = 64;
-  // Into how many slices messages of at most slice_bytes cut the chunks; 1 when slice_bytes is 0.
+  // How many slices per chunk keep messages within slice_bytes; 1 when slice_bytes is 0.
   static int slices_for(const Schedule& schedule, int64_t count, Wire wire, int64_t slice_bytes);
 
-  // Nothing is allocated: give it workspace_bytes() through bind() before the first run.
+  // Allocates no memory: pass workspace_bytes() to bind() before the first run.
   Program(Transport& transport, const Schedule& schedule, const ProgramBuffers& buffers, Options options);
   Program(const Program&) = delete;
 
   size_t workspace_bytes() const { return workspace_bytes_; }
-  void bind(void* workspace);  // on the transport's device, 256-byte aligned; may be shared by programs of
-                               // one stream
+  // On the transport's device, 256-byte aligned; may be shared by programs of one stream.
+  void bind(void* workspace);
 
-  // The same program for buffers that have moved. Only while nothing of it is in flight.
+  // Moves the program to other buffers. Only while none of its work is in flight.
   void rebind(const void* in, void* out);
 
-  // Enqueues everything; later work of `stream` sees the result. All ranks run the same programs in the same
-  // order. `phases` is told when the first exchange begins and when the last is over, and by its tracer of
-  // each exchange.
+  // Enqueues everything; later work on `stream` sees the result. All ranks run the same programs in the same
+  // order. Tells `phases` when the first exchange begins and the last ends, and its tracer of each one.
   void run(const Stream& stream, BucketPhases* phases = nullptr);
 
   int64_t shard_elements() const;  // of this rank
@@ -118,10 +115,9 @@ class Program {
   };
   struct Operation {
     std::variant<Exchange, ReduceEncode, Decode, Reduce> work;
-    int after = -1;       // kernels: the exchange they need, counted from 0; -1: none
-    bool needed = false;  // kernels: the next exchange needs this one and those before it
-    bool early = false;   // exchanges: may start before the one before has finished
-    bool is_exchange() const { return std::holds_alternative<Exchange>(work); }
+    int after = -1;       // kernels: the exchange they depend on, counted from 0; -1: none
+    bool needed = false;  // kernels: the next exchange depends on this one and those before it
+    bool early = false;   // exchanges: may start before the previous one has finished
   };
 
   class Compiler;
@@ -147,11 +143,11 @@ class Program {
   size_t workspace_bytes_ = 0;
   void* workspace_ = nullptr;
   bool bound_ = false;
-  // Between the two streams.
+  // Synchronization between the two streams.
   Event start_, kernels_done_;
   std::vector<Event> exchange_done_;
   ProgramInfo info_;
-  std::vector<TraceLabelPtr> labels_;  // of exchanges, or of groups of them; made when they are first traced
+  std::vector<TraceLabelPtr> labels_;  // of exchanges or groups of them; created when first traced
 };
 
 }  // namespace gradwire

@@ -1,5 +1,7 @@
 #include "collectives/reducer/buckets.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "runtime/error.h"
@@ -19,7 +21,7 @@ GradientLayout lay_out(const std::vector<GradientTensor>& tensors, int64_t align
   for (int i = 0; i < static_cast<int>(tensors.size()); ++i) {
     const GradientTensor& tensor = tensors[i];
     if (std::any_of(tensor.shape.begin(), tensor.shape.end(), [](int64_t extent) { return extent < 0; })) {
-      throw BadInput("gradient '" + tensor.name + "' has a negative extent");
+      throw BadInput(fmt::format("gradient '{}' has a negative extent", tensor.name));
     }
     if (layout.buckets.empty() || layout.buckets.back().elements() * 4 >= bucket_bytes) {
       layout.buckets.push_back({.first_tensor = i, .begin = layout.elements});

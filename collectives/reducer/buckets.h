@@ -1,4 +1,4 @@
-// Which gradients there are, where each lies in the flat buffer, and how that is cut into buckets.
+// The gradients, their layout in the flat buffer, and its division into buckets.
 #pragma once
 
 #include <cstdint>
@@ -21,10 +21,10 @@ struct GradientTensor {
   int64_t count() const { return element_count(shape); }
 };
 
-// Rows and columns of a tensor as PowerSGD sees it: shape[0] x the rest; vectors and scalars are one column.
+// Rows and columns of a tensor for PowerSGD: shape[0] x the rest; vectors and scalars are one column.
 std::pair<int64_t, int64_t> matrix_of(const GradientTensor& tensor);
 
-// Tensors [first_tensor, last_tensor), which are elements [begin, end) of the flat buffer.
+// Tensors [first_tensor, last_tensor), in elements [begin, end) of the flat buffer.
 struct BucketRange {
   int first_tensor = 0, last_tensor = 0;
   int64_t begin = 0, end = 0;
@@ -40,23 +40,23 @@ struct GradientLayout {
 };
 
 inline constexpr int64_t kOneBucket = std::numeric_limits<int64_t>::max();  // as bucket_bytes
-// Tensor after tensor, each at a multiple of `alignment` elements. A bucket is closed by the tensor that
-// fills it to bucket_bytes; tensors are never split. Throws BadInput that names a tensor with a negative
-// extent.
+// Places tensors one after the other, each at a multiple of `alignment` elements. The tensor that fills a
+// bucket to bucket_bytes closes it; tensors are never split. Throws BadInput that names a tensor with a
+// negative extent.
 GradientLayout lay_out(const std::vector<GradientTensor>& tensors, int64_t alignment, int64_t bucket_bytes);
 
-// What the codecs of a reducer have in common.
+// Common to all codecs of a reducer.
 struct CodecSetup {
   Communicator& comm;
   const CompressionSpec& spec;
   Stream stream;                   // for set-up work
   const uint64_t* step = nullptr;  // steps done so far, in device memory
-  float* gradients = nullptr;      // the flat buffer; null: BucketContext::gradients
+  float* gradients = nullptr;      // the flat buffer; null: see BucketContext::gradients
   bool average = true;
   uint64_t seed = 0;
 };
 
-// What make_codec() wants to know of a bucket. Left to the caller: schedule or planner, transfers and slices.
+// The context of a bucket for make_codec(). The caller adds schedule or planner, transfers and slices.
 BucketContext bucket_context(const CodecSetup& setup, const std::vector<GradientTensor>& tensors,
                              const GradientLayout& layout, const BucketRange& bucket, std::string name);
 

@@ -1,4 +1,4 @@
-// Making a reducer: its streams, and a codec for each bucket. The step is in step.cpp.
+// Construction of a reducer: its streams, and a codec for each bucket. The step is in step.cpp.
 #include "collectives/reducer/reducer.h"
 
 #include <fmt/format.h>
@@ -33,8 +33,7 @@ Reducer::Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<Gr
 }
 
 Reducer::~Reducer() {
-  // Whatever is in flight uses memory that dies with this object. A stream that failed has left the other's
-  // work behind.
+  // Work in flight uses this object's memory. Synchronize every stream, even after one has failed.
   std::vector<Stream> busy = {stream_};
   for (const Lane& lane : lanes_) busy.push_back(lane.stream);
   if (!buckets_.empty()) busy.push_back(comm_.transfers());
@@ -47,7 +46,8 @@ Reducer::~Reducer() {
 }
 
 void Reducer::build_lanes() {
-  // A second bucket can be encoded while the links carry the first, unless somebody else gives the order.
+  // With a second lane one bucket is encoded while another is in transfer. Not on a stream of the caller's,
+  // whose order of work must be kept.
   lanes_.push_back({.stream = stream_});
   if (layout_.buckets.size() > 1 && !options_.stream) {
     lanes_.push_back(

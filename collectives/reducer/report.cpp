@@ -1,4 +1,4 @@
-// What a reducer tells of itself: statistics and traces of its steps, state, memory, and how it was set up.
+// What a reducer reports: statistics and traces of its steps, state, memory, and its configuration.
 #include "collectives/reducer/reducer.h"
 
 #include <fmt/format.h>
@@ -10,12 +10,12 @@
 namespace gradwire {
 namespace {
 
-// "schedule two_shot (fastest: 1.2 ms predicted, ring 1.9 ms)", for each allreduce.
+// "schedule two_shot (fastest: 1.2 ms predicted, ring 1.9 ms)" for each allreduce.
 std::string plan_text(const Codec& codec) {
   std::string text;
   for (const PlannedAllreduce& p : codec.plan()) {
-    text += (text.empty() ? "" : "; ") + p.what + (p.what.empty() ? "" : ": ") + "schedule " +
-            name(p.schedule) + " (" + p.reason + ")";
+    text += fmt::format("{}{}{}schedule {} ({})", text.empty() ? "" : "; ", p.what,
+                        p.what.empty() ? "" : ": ", name(p.schedule), p.reason);
   }
   return text;
 }
@@ -42,7 +42,7 @@ void Reducer::trace(int64_t step, Tracer& tracer) const {
 }
 
 const StepMarks& Reducer::marks_of(int64_t step) const {
-  // A graph's marks lie where those of the step lie in which it was captured.
+  // A graph's marks are stored with those of the step in which it was captured.
   auto found = std::find_if(marks_.begin(), marks_.end(), [&](const StepMarks& m) { return m.step == step; });
   if (step < first_step_ || step >= step_ || found == marks_.end()) {
     throw BadInput(
@@ -65,10 +65,10 @@ std::vector<TensorState> Reducer::tensor_state() const {
     }
     for (TensorState& s : b.codec->tensor_state()) {
       if (s.tensor < b.first_tensor || s.tensor >= b.last_tensor || s.kind == kResidualKind) {
-        throw Error(
-            fmt::format("a codec keeps '{}' of tensor {}, which is not one of its bucket's, or that is the "
-                        "residual's name",
-                        s.kind, s.tensor));
+        throw Error(fmt::format(
+            "a codec has state '{}' of tensor {}, but the tensor is not in its bucket or the name is "
+            "reserved for the residual",
+            s.kind, s.tensor));
       }
       all.push_back(std::move(s));
     }
@@ -122,7 +122,7 @@ std::string Reducer::schedule_reason() const {
   return text;
 }
 
-// What a choice was made from; empty when none was to be made.
+// The link costs behind the choice of schedule; empty if there was no choice.
 std::string Reducer::links_text() const {
   if (spec_.schedule != ScheduleKind::automatic || comm_.world() <= 2) return "";
   const LinkCosts& costs = planner_->costs();

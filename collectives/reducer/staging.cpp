@@ -1,4 +1,4 @@
-// Gradients that somebody else owns: reduced where they are, or copied into the flat buffer and out of it.
+// Gradients in the caller's memory: reduced in place, or copied into the flat buffer and out of it.
 #include "collectives/reducer/reducer.h"
 
 #include <fmt/format.h>
@@ -16,10 +16,13 @@ void Reducer::adopt(std::span<float* const> gradients) {
         fmt::format("Reducer::adopt: {} addresses for {} tensors", gradients.size(), tensors_.size()));
   }
   for (size_t i = 0; i < tensors_.size(); ++i) {
-    if (ready_[i])
-      throw BadInput("Reducer::adopt in the middle of a step: '" + tensors_[i].name + "' is ready");
+    const std::string& name = tensors_[i].name;
+    if (ready_[i]) {
+      throw BadInput(
+          fmt::format("Reducer::adopt in the middle of a step: '{}' is ready; call wait() first", name));
+    }
     if (gradients[i] == nullptr && tensors_[i].count() > 0) {
-      throw BadInput("Reducer::adopt: the address of gradient '" + tensors_[i].name + "' is null");
+      throw BadInput(fmt::format("Reducer::adopt: the address of gradient '{}' is null", name));
     }
   }
   adopted_.assign(gradients.begin(), gradients.end());
@@ -50,17 +53,17 @@ void Reducer::allocate_gradients() {
   fill_zero(stream_, gradients_.data(), gradients_.bytes());
 }
 
-// Where the bucket begins if the adopted gradients lie as in the flat buffer; null if they don't.
+// The bucket's address if the adopted gradients have the layout of the flat buffer; null if they don't.
 float* Reducer::common_base(const Bucket& bucket) const {
   uintptr_t base = 0;
   for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
     if (tensors_[i].count() == 0) continue;
-    // As integers: addresses of different allocations may not be subtracted as pointers.
+    // As integers, because subtracting pointers into different allocations is undefined.
     uintptr_t start = reinterpret_cast<uintptr_t>(adopted_[i]) - 4 * (layout_.offsets[i] - bucket.begin);
     if (base == 0) base = start;
     if (start != base) return nullptr;
   }
-  // The gap after the last tensor is not the caller's to write into.
+  // A gap after the last tensor is not part of the gradients, so it must not be written.
   const int last = bucket.last_tensor - 1;
   if (layout_.offsets[last] + tensors_[last].count() != bucket.end) return nullptr;
   return reinterpret_cast<float*>(base);

@@ -8,7 +8,7 @@ ReducerStats StepMarks::stats(bool timing) const {
   ReducerStats stats;
   stats.wire_bytes = (*bytes_sent)[1] - (*bytes_sent)[0];
   if (!timing) return stats;
-  double until = 0;  // of those before, from the beginning of the first
+  double until = 0;  // end of the latest bucket so far, since the beginning of the first
   for (const BucketPhases& b : buckets) {
     const auto [begin, end] = b.since(buckets[0]);
     stats.comm_ms += std::max(0.0, end - std::max(begin, until));

@@ -14,9 +14,11 @@ void Reducer::ready(int i, const Stream& producer) {
   if (i < 0 || i >= static_cast<int>(tensors_.size())) {
     throw BadInput(fmt::format("Reducer::ready: tensor {} of {}", i, tensors_.size()));
   }
-  if (ready_[i]) throw BadInput("gradient '" + tensors_[i].name + "' was marked ready twice in one step");
+  if (ready_[i]) {
+    throw BadInput(fmt::format("gradient '{}' was marked ready twice in one step", tensors_[i].name));
+  }
   if (!options_.own_gradients && adopted_.empty()) {
-    throw BadInput("Reducer::ready: no gradients; they come from adopt() when own_gradients is off");
+    throw BadInput("Reducer::ready: no gradients; call adopt() first, because own_gradients is off");
   }
   ready_[i] = true;
   if (buckets_.empty()) return;
@@ -25,7 +27,7 @@ void Reducer::ready(int i, const Stream& producer) {
   if (std::find(bucket.producers.begin(), bucket.producers.end(), producer) == bucket.producers.end()) {
     bucket.producers.push_back(producer);
   }
-  // In order, whatever the order of readiness: all ranks must issue the same collectives in the same order.
+  // In bucket order, whatever the order of readiness: all ranks must issue collectives in the same order.
   while (launched_ < static_cast<int>(buckets_.size()) && buckets_[launched_].is_full()) launch(launched_++);
 }
 
@@ -33,7 +35,7 @@ void Reducer::wait(const Stream& consumer) {
   std::lock_guard lock(mutex_);
   std::string missing;
   for (size_t i = 0; i < ready_.size(); ++i) {
-    if (!ready_[i]) missing += (missing.empty() ? "'" : ", '") + tensors_[i].name + "'";
+    if (!ready_[i]) missing += fmt::format("{}'{}'", missing.empty() ? "" : ", ", tensors_[i].name);
   }
   if (!missing.empty()) throw BadInput("Reducer::wait before these gradients were ready: " + missing);
   ready_.assign(ready_.size(), false);
@@ -101,7 +103,7 @@ void Reducer::launch(int b) {
     count_bytes(marks, 0);
     if (begun_) begun_.record(stream_);
   } else if (b < static_cast<int>(lanes_.size())) {
-    stream.wait(begun_);  // after all of the step before, whose end only the first lane has seen
+    stream.wait(begun_);  // after the whole previous step, whose end only the first lane has waited for
   }
   BucketPhases& phases = marks.buckets[b];
   phases.begin(stream);

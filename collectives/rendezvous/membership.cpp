@@ -1,6 +1,6 @@
 #include "collectives/rendezvous/membership.h"
 
-#include <unistd.h>
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <charconv>
@@ -17,7 +17,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Where rank 0's store may be found.
+// Where to find rank 0's store.
 struct Meeting {
   std::vector<Endpoint> endpoints;
   std::string token;
@@ -27,7 +27,8 @@ constexpr const char* kFileMagic = "gradwire-rendezvous-1";
 
 Endpoint parse_tcp(const std::string& rendezvous) {
   auto bad = [&](const std::string& why) {
-    return BadInput("rendezvous '" + rendezvous + "': " + why + "; give tcp://host:port or file:///path");
+    return BadInput(
+        fmt::format("rendezvous '{}': {}; give tcp://host:port or file:///path", rendezvous, why));
   };
   std::string rest = rendezvous.substr(6);
   size_t colon = rest.rfind(':');
@@ -39,21 +40,19 @@ Endpoint parse_tcp(const std::string& rendezvous) {
   const char *begin = rest.data() + colon + 1, *end = rest.data() + rest.size();
   auto [parsed, error] = std::from_chars(begin, end, endpoint.port);
   if (error != std::errc() || parsed != end || endpoint.port < 1 || endpoint.port > 65535) {
-    throw bad("'" + std::string(begin, end) + "' is not a port");
+    throw bad(fmt::format("'{}' is not a port", std::string(begin, end)));
   }
   return endpoint;
 }
 
 std::string random_token() {
   std::random_device device;
-  char text[17];
-  std::snprintf(text, sizeof text, "%08x%08x", device(), device());
-  return text;
+  return fmt::format("{:08x}{:08x}", device(), device());
 }
 
-// Other ranks see the file whole or not at all.
+// Renames a scratch file into place, so that other ranks see the whole file or none.
 void publish(const std::string& path, const std::string& token, int port) {
-  std::string scratch = path + "." + token;
+  std::string scratch = fmt::format("{}.{}", path, token);
   std::ofstream file(scratch);
   file << kFileMagic << "\n" << token << " " << port;
   for (const std::string& address : own_addresses()) file << " " << address;
@@ -61,12 +60,12 @@ void publish(const std::string& path, const std::string& token, int port) {
   file.close();
   if (!file || std::rename(scratch.c_str(), path.c_str()) != 0) {
     std::remove(scratch.c_str());
-    throw BadInput("rendezvous file " + path +
-                   " cannot be written; name a file in a folder that all ranks share");
+    throw BadInput(fmt::format(
+        "rendezvous file {} cannot be written; name a file in a folder that all ranks share", path));
   }
 }
 
-// Nothing while there is no such file.
+// Empty as long as the file does not exist.
 Meeting read_meeting(const std::string& path) {
   std::ifstream file(path);
   std::string magic;
@@ -83,7 +82,7 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
   const std::string& rendezvous = options.rendezvous;
   const int rank = options.rank, world = options.world;
   if (world < 1 || rank < 0 || rank >= world) {
-    throw BadInput("there is no rank " + std::to_string(rank) + " in a group of " + std::to_string(world));
+    throw BadInput(fmt::format("there is no rank {} in a group of {}", rank, world));
   }
   const auto deadline = SteadyClock::now() + options.join_timeout();
   std::string path;
@@ -101,9 +100,10 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
       token_ = meeting.token;
     }
   } else {
-    throw BadInput("rendezvous '" + rendezvous + "': unknown kind; give tcp://host:port or file:///path");
+    throw BadInput(
+        fmt::format("rendezvous '{}': unknown kind; give tcp://host:port or file:///path", rendezvous));
   }
-  // Rank 0 goes to itself by the shortest way.
+  // Rank 0 connects to its own store directly.
   if (rank == 0) {
     Endpoint own = path.empty() ? meeting.endpoints[0] : Endpoint{"127.0.0.1", server_->port()};
     meeting.endpoints = {own};
@@ -117,7 +117,7 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
       auto command = try_connect(endpoint, patience, why);
       auto watch = command ? try_connect(endpoint, patience, why) : std::nullopt;
       if (!watch) {
-        why = endpoint.text() + ": " + why;
+        why = fmt::format("{}: {}", endpoint.text(), why);
         continue;
       }
       try {
@@ -126,17 +126,17 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
                                           std::max(patience, SteadyClock::now() + milliseconds(500)));
         break;
       } catch (const StoreRefused& error) {
-        throw CommError("rank " + std::to_string(rank) + " cannot join through " + rendezvous + ": " +
-                        error.what());
+        throw CommError(fmt::format("rank {} cannot join through {}: {}", rank, rendezvous, error.what()));
       } catch (const CommError& error) {
-        why = endpoint.text() + ": " + error.what();
+        why = fmt::format("{}: {}", endpoint.text(), error.what());
       }
     }
     if (client_) break;
     if (SteadyClock::now() >= deadline) {
-      throw CommError("rank " + std::to_string(rank) + " did not reach rank 0 through " + rendezvous +
-                      " within " + std::to_string(options.join_timeout().count()) + " ms (" + why +
-                      "); is rank 0 running, and is the address right on every rank?");
+      throw CommError(fmt::format(
+          "rank {} did not reach rank 0 through {} within {} ms ({}); is rank 0 running, and is the address "
+          "right on every rank?",
+          rank, rendezvous, options.join_timeout().count(), why));
     }
     std::this_thread::sleep_for(milliseconds(20));
   }
@@ -145,22 +145,21 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
 Membership::~Membership() {
   client_.reset();
   server_.reset();
-  // Only if it is still ours: a later group may have taken the name.
+  // Only if it is still ours: a later group may have reused the name.
   if (!published_file_.empty() && read_meeting(published_file_).token == token_) {
     std::remove(published_file_.c_str());
   }
 }
 
 std::string Membership::address(SteadyClock::time_point deadline) {
-  // What this rank sees: its own end, and rank 0's end, of the connection between them.
+  // Both ends of this rank's connection to rank 0, as it sees them.
   std::string mine = client_->local_address();
-  client_->set("address/" + std::to_string(rank()), mine + " " + client_->peer_address());
+  client_->set(fmt::format("address/{}", rank()), fmt::format("{} {}", mine, client_->peer_address()));
   if (!is_loopback(mine)) return mine;
-  // Same machine as rank 0, so what the ranks on other machines call rank 0's machine is right here too.
+  // This is rank 0's machine, so the address by which ranks on other machines reach rank 0 serves here too.
   for (int r = 0; r < world(); ++r) {
-    std::istringstream seen(client_->get(
-        "address/" + std::to_string(r), deadline,
-        "rank " + std::to_string(rank()) + ", waiting for rank " + std::to_string(r) + " to join"));
+    std::istringstream seen(client_->get(fmt::format("address/{}", r), deadline,
+                                         fmt::format("rank {}, waiting for rank {} to join", rank(), r)));
     std::string local, peer;
     seen >> local >> peer;
     if (!is_loopback(local)) return peer;
@@ -171,12 +170,12 @@ std::string Membership::address(SteadyClock::time_point deadline) {
 std::string Membership::take_message(int from) {
   if (!server_) throw Error("only rank 0 takes messages");
   auto message = server_->take_message(from, SteadyClock::now() + options_.timeout);
-  if (!message) throw CommError("nothing after " + std::to_string(options_.timeout.count()) + " ms");
+  if (!message) throw CommError(fmt::format("nothing after {} ms", options_.timeout.count()));
   return std::move(*message);
 }
 
 void Membership::barrier() {
-  std::string key = "barrier/" + std::to_string(barriers_++);
+  std::string key = fmt::format("barrier/{}", barriers_++);
   auto deadline = SteadyClock::now() + options_.timeout;
   if (client_->add(key) == world()) client_->set(key, "open");
   client_->get(key, deadline, "waiting for all ranks");

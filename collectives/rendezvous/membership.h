@@ -1,10 +1,9 @@
-// A process's membership in a group of processes: how the ranks find each other, hear of each other's
+// A process's membership in a group of processes: how the ranks find each other, learn of each other's
 // failures, and wait for each other. Transports between processes are built on it.
 //
-// Rendezvous is text, the same on every rank:
-//   tcp://host:port   rank 0 listens on `port`; `host` is where the others find it (MASTER_ADDR, MASTER_PORT)
-//   file:///path      rank 0 listens anywhere and writes its addresses into that file, which all ranks can
-//   read
+// The rendezvous is a string, the same on every rank:
+//   tcp://host:port   rank 0 listens on `port`; the others find it at `host` (MASTER_ADDR, MASTER_PORT)
+//   file:///path      rank 0 listens on any port and writes its addresses to that shared file
 #pragma once
 
 #include <chrono>
@@ -20,7 +19,7 @@ struct GroupOptions {
   std::string rendezvous;
   int rank = 0;
   int world = 1;
-  std::chrono::milliseconds timeout{60'000};  // for each operation, and for joining unless that is given
+  std::chrono::milliseconds timeout{60'000};  // for each operation, and for joining unless `joining` is set
   std::chrono::milliseconds joining{0};
 
   std::chrono::milliseconds join_timeout() const { return joining.count() > 0 ? joining : timeout; }
@@ -28,8 +27,8 @@ struct GroupOptions {
 
 class Membership {
  public:
-  // Blocks until rank 0's store is reached. Throws BadInput for options that cannot work, CommError when the
-  // store is not reached in time or refuses.
+  // Blocks until it has reached rank 0's store. Throws BadInput for invalid options, CommError if the store
+  // cannot be reached in time or refuses.
   explicit Membership(const GroupOptions& options);
   ~Membership();
 
@@ -38,16 +37,16 @@ class Membership {
   std::chrono::milliseconds timeout() const { return options_.timeout; }
   StoreClient& store() { return *client_; }
 
-  // The address of this machine under which all others can reach it. Collective.
+  // The address at which all other machines can reach this one. Collective.
   std::string address(SteadyClock::time_point deadline);
-  // Blocks until all ranks are here. Collective, in the same order on every rank. Throws CommError at the
-  // timeout and when the group fails.
+  // Blocks until all ranks have called it. Collective, in the same order on every rank. Throws CommError at
+  // the timeout and if the group fails.
   void barrier();
-  // Leaves a short message for rank 0; nobody waits. Rank 0 takes them, in each rank's order. Both throw
-  // CommError when the group fails, take_message() also at the timeout.
+  // Sends a short message to rank 0 without waiting. Rank 0 takes each rank's messages in order. Both throw
+  // CommError if the group fails, take_message() also at the timeout.
   void send_message(const std::string& message) { client_->send_message(message); }
   std::string take_message(int from);
-  // Says goodbye: from here on this rank's silence is no failure. The destructor does it too.
+  // Announces an orderly departure: from here on silence is no failure. The destructor does so too.
   void leave() { client_.reset(); }
 
  private:

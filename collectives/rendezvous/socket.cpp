@@ -1,7 +1,7 @@
 #include "collectives/rendezvous/socket.h"
 
 #include <arpa/inet.h>
-#include <fcntl.h>
+#include <fmt/format.h>
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
@@ -27,7 +27,7 @@ AddressList resolve(const Endpoint& endpoint, int flags, std::string& why) {
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = flags | AI_NUMERICSERV;
   int error = getaddrinfo(endpoint.host.empty() ? nullptr : endpoint.host.c_str(),
-                          std::to_string(endpoint.port).c_str(), &hints, &found);
+                          fmt::format("{}", endpoint.port).c_str(), &hints, &found);
   if (error != 0) why = gai_strerror(error);
   return {error == 0 ? found : nullptr, &freeaddrinfo};
 }
@@ -87,7 +87,7 @@ std::string Socket::peer_address() const {
 
 std::string Endpoint::text() const {
   bool v6 = host.find(':') != std::string::npos;
-  return (v6 ? "[" + host + "]" : host) + ":" + std::to_string(port);
+  return v6 ? fmt::format("[{}]:{}", host, port) : fmt::format("{}:{}", host, port);
 }
 
 bool is_loopback(const std::string& address) {
@@ -103,8 +103,8 @@ bool wait_writable(int fd, SteadyClock::time_point deadline) {
 
 Socket listen_on(const Endpoint& endpoint) {
   std::string why;
-  // The name decides the family. A name that means this machine may resolve to a loopback address that others
-  // cannot reach (Debian's 127.0.1.1), so only an explicit loopback address restricts the listener.
+  // The name determines only the address family. This machine's name may resolve to a loopback address that
+  // others cannot reach (Debian's 127.0.1.1), so only an explicit loopback address restricts the listener.
   AddressList target = resolve(endpoint, 0, why);
   int family = target ? target->ai_family : AF_INET;
   Endpoint here{is_loopback(endpoint.host) ? endpoint.host
@@ -121,7 +121,7 @@ Socket listen_on(const Endpoint& endpoint) {
     }
     why = std::strerror(errno);
   }
-  throw CommError("cannot listen on " + here.text() + ": " + why);
+  throw CommError(fmt::format("cannot listen on {}: {}", here.text(), why));
 }
 
 int local_port(const Socket& socket) {
@@ -214,8 +214,9 @@ std::string address_of_interface(const std::string& name) {
     }
     freeifaddrs(list);
   }
-  if (address.empty())
-    throw BadInput("no network interface '" + name + "' with an address; there are " + names);
+  if (address.empty()) {
+    throw BadInput(fmt::format("no network interface '{}' with an address; there are {}", name, names));
+  }
   return address;
 }
 

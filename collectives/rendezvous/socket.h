@@ -1,4 +1,4 @@
-// TCP sockets with deadlines, just enough for rendezvous: every call that waits ends at its deadline.
+// TCP sockets with deadlines, just enough for rendezvous: every call that waits returns at its deadline.
 #pragma once
 
 #include <chrono>
@@ -37,13 +37,13 @@ struct Endpoint {
   std::string text() const;
 };
 
-// Listens on every interface, or only on the loopback one when `host` is a loopback address itself. Port 0:
-// any free one. Throws CommError that says why not.
+// Listens on every interface, or only on loopback when `host` is a loopback address. Port 0: any free port.
+// Throws CommError with the reason if it cannot.
 Socket listen_on(const Endpoint& endpoint);
 int local_port(const Socket& socket);
-std::optional<Socket> accept_from(const Socket& listener);  // nothing when nobody is waiting
+std::optional<Socket> accept_from(const Socket& listener);  // empty when no connection is pending
 
-// One attempt to connect; nothing, and the reason in `why`, when it failed.
+// One attempt to connect; if it fails, returns nothing and puts the reason in `why`.
 std::optional<Socket> try_connect(const Endpoint& endpoint, SteadyClock::time_point deadline,
                                   std::string& why);
 
@@ -51,9 +51,9 @@ std::optional<Socket> try_connect(const Endpoint& endpoint, SteadyClock::time_po
 bool send_all(const Socket& socket, const std::string& data, SteadyClock::time_point deadline);
 bool receive_exactly(const Socket& socket, char* data, size_t bytes, SteadyClock::time_point deadline);
 
-// This machine's addresses that other machines might reach, then the loopback address.
+// This machine's addresses that other machines might reach, followed by the loopback address.
 std::vector<std::string> own_addresses();
-// Of the interface with this name; throws BadInput that lists those there are.
+// The address of the interface with this name; throws BadInput that lists the existing ones.
 std::string address_of_interface(const std::string& name);
 bool is_loopback(const std::string& address);
 

@@ -1,5 +1,6 @@
 #include "collectives/rendezvous/store.h"
 
+#include <fmt/format.h>
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -18,8 +19,8 @@ namespace {
 using Op = StoreMessage::Op;
 
 constexpr uint32_t kMaxFrameBytes = 1 << 20;
-// How long the server may take for anything that it can answer at once. Well below the 5 s within which every
-// rank has to have its error.
+// How long the server may take for requests that it can answer at once. Well below the 5 s within which every
+// rank must report an error.
 constexpr std::chrono::milliseconds kPromptly{2000};
 
 void put(std::string& bytes, uint32_t value) {
@@ -57,13 +58,15 @@ std::string StoreMessage::encode() const {
 std::optional<StoreMessage> StoreMessage::decode(std::string& bytes) {
   if (bytes.size() < 4) return std::nullopt;
   uint32_t rest = take(bytes, 0);
-  if (rest < 9 || rest > kMaxFrameBytes) throw CommError("what arrived is no message of the store");
+  if (rest < 9 || rest > kMaxFrameBytes) throw CommError("what arrived is not a message of the store");
   if (bytes.size() < 4 + size_t{rest}) return std::nullopt;
   StoreMessage m;
   m.op = static_cast<Op>(bytes[4]);
   m.id = take(bytes, 5);
   uint32_t key_bytes = take(bytes, 9);
-  if (m.op > Op::closing || key_bytes > rest - 9) throw CommError("what arrived is no message of the store");
+  if (m.op > Op::closing || key_bytes > rest - 9) {
+    throw CommError("what arrived is not a message of the store");
+  }
   m.key = bytes.substr(13, key_bytes);
   m.value = bytes.substr(13 + key_bytes, rest - 9 - key_bytes);
   bytes.erase(0, 4 + size_t{rest});
@@ -86,34 +89,27 @@ RollCall RollCall::decode(const std::string& text) {
 }
 
 std::string RollCall::absent() const {
-  auto list = [&](Presence presence, const char* before, const char* after) -> std::string {
-    std::string numbers;
-    int count = 0;
-    for (size_t r = 0; r < ranks.size(); ++r) {
-      if (ranks[r].presence != presence) continue;
-      numbers += (numbers.empty() ? "" : ", ") + std::to_string(r);
-      ++count;
-    }
-    if (count == 0) return "";
-    return std::string(before) + (count == 1 ? "rank " : "ranks ") + numbers + after;
-  };
   std::string text;
-  for (const std::string& part :
-       {list(Presence::silent, "no answer from ", ""), list(Presence::gone, "gone: ", ""),
-        list(Presence::left, "left before: ", ""), list(Presence::never_came, "never came: ", "")}) {
-    if (!part.empty()) text += (text.empty() ? "" : "; ") + part;
-  }
+  auto list = [&](Presence presence, const char* label) {
+    std::vector<size_t> these;
+    for (size_t r = 0; r < ranks.size(); ++r) {
+      if (ranks[r].presence == presence) these.push_back(r);
+    }
+    if (these.empty()) return;
+    text += fmt::format("{}{} rank{} {}", text.empty() ? "" : "; ", label, these.size() == 1 ? "" : "s",
+                        fmt::join(these, ", "));
+  };
+  list(Presence::silent, "no answer from");
+  list(Presence::gone, "gone:");
+  list(Presence::left, "left before:");
+  list(Presence::never_came, "never came:");
   return text;
 }
 
 StoreClient::StoreClient(Socket command, Socket watch, const std::string& token, int rank, int world,
                          SteadyClock::time_point deadline)
-    : rank_(rank),
-      world_(world),
-      command_(std::move(command)),
-      watch_(std::move(watch)),
-      wake_(eventfd(0, EFD_CLOEXEC)) {
-  std::string me = token + " " + std::to_string(rank) + " " + std::to_string(world);
+    : world_(world), command_(std::move(command)), watch_(std::move(watch)), wake_(eventfd(0, EFD_CLOEXEC)) {
+  std::string me = fmt::format("{} {} {}", token, rank, world);
   request({Op::hello, 0, "command", me}, deadline);
   std::string bytes = StoreMessage{Op::hello, 0, "watch", me}.encode();
   char head[4];
@@ -137,7 +133,8 @@ StoreClient::~StoreClient() {
     [[maybe_unused]] ssize_t written = write(wake_.fd(), &one, sizeof one);
     watcher_.join();
   }
-  // Until the store has noted it and hangs up: who sees this rank's connections end after that finds out why.
+  // Wait until the store has recorded the departure and hangs up, so that a rank that sees this one's
+  // connections close afterwards can find out why.
   const auto deadline = SteadyClock::now() + kPromptly;
   if (!send_all(watch_, StoreMessage{Op::bye, 0, "", ""}.encode(), deadline)) return;
   shutdown(watch_.fd(), SHUT_WR);
@@ -148,25 +145,26 @@ StoreClient::~StoreClient() {
   }
 }
 
-// One request at a time; replies to requests that were given up on are skipped by their id.
+// One request at a time; late replies to abandoned requests are recognized by their id and skipped.
 StoreMessage StoreClient::request(StoreMessage message, SteadyClock::time_point deadline) {
   std::lock_guard lock(mutex_);
   message.id = next_id_++;
-  if (!send_all(command_, message.encode(), deadline))
-    throw CommError("rank 0, which keeps the store, is gone");
+  const char* const gone = "rank 0, which runs the store, is gone";
+  if (!send_all(command_, message.encode(), deadline)) throw CommError(gone);
   while (true) {
     while (auto reply = StoreMessage::decode(received_)) {
       if (reply->id != message.id) continue;
       check_reply(*reply);
       return std::move(*reply);
     }
-    if (!wait_readable(command_.fd(), deadline))
-      throw CommError("rank 0, which keeps the store, does not answer");
+    if (!wait_readable(command_.fd(), deadline)) {
+      throw CommError("rank 0, which runs the store, does not answer");
+    }
     char chunk[4096];
     ssize_t n = recv(command_.fd(), chunk, sizeof chunk, 0);
-    if (n == 0) throw CommError("rank 0, which keeps the store, is gone");
+    if (n == 0) throw CommError(gone);
     if (n > 0) received_.append(chunk, static_cast<size_t>(n));
-    if (n < 0 && errno != EAGAIN && errno != EINTR) throw CommError("rank 0, which keeps the store, is gone");
+    if (n < 0 && errno != EAGAIN && errno != EINTR) throw CommError(gone);
   }
 }
 
@@ -180,9 +178,9 @@ std::string StoreClient::get(const std::string& key, SteadyClock::time_point dea
   try {
     return request({Op::get, 0, key, ""}, deadline).value;
   } catch (const CommError& error) {
-    if (SteadyClock::now() < deadline) throw CommError(what + ": " + error.what());
+    if (SteadyClock::now() < deadline) throw CommError(fmt::format("{}: {}", what, error.what()));
     auto waited = std::chrono::duration_cast<Milliseconds>(SteadyClock::now() - start).count();
-    throw CommError(what + ": nothing after " + std::to_string(waited) + " ms");
+    throw CommError(fmt::format("{}: nothing after {} ms", what, waited));
   }
 }
 
@@ -194,7 +192,7 @@ void StoreClient::send_message(const std::string& message) {
   std::lock_guard lock(mutex_);
   if (!send_all(command_, StoreMessage{Op::message, 0, "", message}.encode(),
                 SteadyClock::now() + kPromptly)) {
-    throw CommError("rank 0, which keeps the store, is gone");
+    throw CommError("rank 0, which runs the store, is gone");
   }
 }
 

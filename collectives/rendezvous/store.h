@@ -1,11 +1,11 @@
-// The meeting place of a group of processes: a small server in rank 0's process, and each rank's connections
-// to it.
+// The rendezvous store of a group of processes: a small server in rank 0's process, and each rank's
+// connections to it.
 //
 // Four services:
 //   store     keys and values, for exchanging addresses and the like before any transport exists
-//   messages  short texts from any rank to rank 0, which nobody waits for but rank 0
-//   alarm     the first failure reported by any rank, or a process that vanishes, is told to all ranks
-//   roll      after a failure: who still answers, and where each rank stands
+//   messages  short texts from any rank to rank 0; only rank 0 ever waits for one
+//   alarm     tells all ranks of the first failure that any rank reports, or of a process that vanishes
+//   roll      after a failure: who still answers, and what each rank is doing
 //
 // Every call has a deadline; a server that does not answer is an error, never a hang.
 #pragma once
@@ -25,30 +25,29 @@
 
 namespace gradwire {
 
-// What one frame carries. On the wire: length of the rest, operation, id, length of the key, key, value.
+// The content of one frame. On the wire: length of the rest, operation, id, length of the key, key, value.
 struct StoreMessage {
   enum class Op : uint8_t {
     hello,    // key "command" or "watch", value "<token> <rank> <world>"
     set,      // reply ok
-    get,      // reply ok with the value once it is there
-    add,      // reply ok with how often this key was added to
+    get,      // reply ok with the value once it is set
+    add,      // reply ok with how often this key has been added to
     fail,     // key: what happened; reply ok with the first failure of the group
     roll,     // reply ok with a line per rank, see RollCall
-    state,    // where a rank stands, in answer to a failure; no reply
-    bye,      // this rank leaves in peace; reply ok
-    message,  // value: a message of this rank's for rank 0; no reply
+    state,    // what a rank is doing, in answer to a failure; no reply
+    bye,      // this rank leaves in an orderly way; reply ok
+    message,  // value: a message to rank 0; no reply
     ok,       // reply
     refuse,   // reply: value says why
     failed,   // from the server to watchers: the group failed, value says why
-    closing   // from the server to watchers: it leaves in peace
+    closing   // from the server to watchers: orderly shutdown
   };
   Op op = Op::ok;
   uint32_t id = 0;
   std::string key, value;
 
   std::string encode() const;
-  // Takes one frame off the front of `bytes`; nothing when there is no whole one yet. Throws CommError on
-  // garbage.
+  // Takes one frame off the front of `bytes`; nothing if it is not complete yet. Throws CommError on garbage.
   static std::optional<StoreMessage> decode(std::string& bytes);
 };
 
@@ -57,17 +56,17 @@ struct RollCall {
   enum class Presence : char { here = 'h', silent = 's', gone = 'g', left = 'l', never_came = 'n' };
   struct Entry {
     Presence presence = Presence::silent;
-    std::string state;  // of ranks that are here
+    std::string state;  // of ranks that answered
   };
   std::vector<Entry> ranks;
 
   std::string encode() const;
   static RollCall decode(const std::string& text);
-  // "no answer from rank 2; rank 3 is gone", leaving out who is here; empty when all are.
+  // "no answer from rank 2; gone: rank 3": the ranks that did not answer; empty if all did.
   std::string absent() const;
 };
 
-// The server knows this rank or its group and will not have it; trying again will not help.
+// The server rejects this rank for good; trying again will not help.
 class StoreRefused : public CommError {
  public:
   using CommError::CommError;
@@ -75,20 +74,19 @@ class StoreRefused : public CommError {
 
 class StoreServer {
  public:
-  // Listens; throws CommError when it cannot. `token` keeps strangers and leftovers of earlier runs out.
+  // Listens; throws CommError if it cannot. `token` keeps out strangers and leftovers of earlier runs.
   StoreServer(const Endpoint& endpoint, int world, std::string token);
-  // Gives the others time to leave first, for what they may still want to ask; then tells them that the
-  // server leaves.
+  // Gives the other ranks time to make their last requests and leave, then announces the shutdown.
   ~StoreServer();
   int port() const { return port_; }
 
-  // The oldest message of rank `from`; waits for one. Any thread may call it. Nothing at the deadline; throws
-  // CommError when the group fails.
+  // Waits for the oldest message of rank `from`. Any thread may call it. Nothing at the deadline; throws
+  // CommError if the group fails.
   std::optional<std::string> take_message(int from, SteadyClock::time_point deadline);
 
-  static constexpr std::chrono::milliseconds kRollTime{
-      1000};                                                 // how long ranks have to answer after a failure
-  static constexpr std::chrono::milliseconds kLinger{2000};  // how long the server stays for the others
+  // How long ranks have to answer after a failure, and how long the server stays up at the end.
+  static constexpr std::chrono::milliseconds kRollTime{1000};
+  static constexpr std::chrono::milliseconds kLinger{2000};
 
  private:
   class Loop;
@@ -103,27 +101,27 @@ class StoreClient {
  public:
   using Milliseconds = std::chrono::milliseconds;
 
-  // Takes over two fresh connections to the server and says hello on both. Throws CommError when the server
+  // Takes over two new connections to the server and says hello on both. Throws CommError if the server
   // refuses or does not answer.
   StoreClient(Socket command, Socket watch, const std::string& token, int rank, int world,
               SteadyClock::time_point deadline);
-  // Leaves in peace.
+  // Leaves in an orderly way.
   ~StoreClient();
 
   void set(const std::string& key, const std::string& value);
-  // Waits until the key is there. Throws CommError: "<what>: nothing after 500 ms".
+  // Waits until the key is set. Throws CommError: "<what>: nothing after 500 ms".
   std::string get(const std::string& key, SteadyClock::time_point deadline, const std::string& what);
   int64_t add(const std::string& key);
-  // Leaves a message for rank 0, without waiting for an answer. Throws CommError when the connection is lost.
+  // Sends a message to rank 0 without waiting for an answer. Throws CommError if the connection is lost.
   void send_message(const std::string& message);
 
-  // Calls `on_failure` with the cause, from a thread of its own, when the group fails; then tells the server
-  // `where` this rank stands. At most once, and possibly before this returns.
+  // When the group fails, calls `on_failure` with the cause from a thread of its own, then sends the server
+  // the text that `where` returns: what this rank is doing. At most once, maybe before watch() returns.
   void watch(std::function<void(const std::string& cause)> on_failure, std::function<std::string()> where);
-  // Reports that this rank failed; returns the group's first failure, which may be another one, or nothing
-  // when the server does not answer.
+  // Reports that this rank failed; returns the group's first failure, which may be another one, or nothing if
+  // the server does not answer.
   std::optional<std::string> report(const std::string& what);
-  // After a failure. When the server, which is rank 0's, does not answer, rank 0 is silent and nothing is
+  // After a failure. If the server does not answer, rank 0, which runs it, counts as silent and nothing is
   // known of the others.
   RollCall roll_call();
 
@@ -135,8 +133,8 @@ class StoreClient {
   StoreMessage request(StoreMessage message, SteadyClock::time_point deadline);
   void watch_loop();
 
-  int rank_, world_;
-  std::mutex mutex_;  // of command_ and next_id_
+  int world_;
+  std::mutex mutex_;  // guards command_ and next_id_
   Socket command_, watch_, wake_;
   std::string received_;  // on command_, not yet decoded
   uint32_t next_id_ = 1;

@@ -1,4 +1,5 @@
-// The server's side of store.h: one thread, one poll loop, no call that blocks.
+// The server side of store.h: one thread, one poll loop, no blocking calls.
+#include <fmt/format.h>
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -20,7 +21,7 @@ namespace gradwire {
 using Op = StoreMessage::Op;
 using Presence = RollCall::Presence;
 
-// Filled by the loop, emptied by rank 0's own threads.
+// Filled by the loop, drained by rank 0's own threads.
 class StoreServer::Messages {
  public:
   explicit Messages(int world) : by_rank_(static_cast<size_t>(world)) {}
@@ -131,7 +132,7 @@ class StoreServer::Loop {
     }
   }
 
-  // Nobody but rank 0 itself, and those who did not answer the roll.
+  // Whether only rank 0 itself and ranks that did not answer the roll call remain.
   bool nobody_left() const {
     const bool roll_is_over = roll_due_at_ && SteadyClock::now() >= *roll_due_at_;
     return std::none_of(peers_.begin(), peers_.end(), [&](const auto& p) {
@@ -175,7 +176,7 @@ class StoreServer::Loop {
     try {
       while (auto message = StoreMessage::decode(peer.in)) handle(peer, std::move(*message));
     } catch (const CommError&) {
-      peer.dead = true;  // not one of us
+      peer.dead = true;  // not a Gradwire client
     }
   }
 
@@ -205,7 +206,7 @@ class StoreServer::Loop {
         }
         break;
       case Op::add:
-        reply(peer, m.id, std::to_string(++counts_[m.key]));
+        reply(peer, m.id, fmt::format("{}", ++counts_[m.key]));
         break;
       case Op::fail:
         fail(m.key);
@@ -220,7 +221,7 @@ class StoreServer::Loop {
         if (!missing() || !roll_due_at_ || SteadyClock::now() >= *roll_due_at_) answer_roll_calls();
         break;
       case Op::bye:
-        // Whoever leaves because of the failure is not missed.
+        // A rank that leaves because of the failure counts as present in the roll call.
         if (failure_.empty()) roll_.ranks[peer.rank].presence = Presence::left;
         peer.leaving = true;
         if (!failure_.empty() && roll_.ranks[peer.rank].presence == Presence::silent) {
@@ -247,18 +248,17 @@ class StoreServer::Loop {
     if (token != token_) {
       why = "the store there belongs to another run";
     } else if (rank >= 0 && rank < world_ && roll_.ranks[rank].presence == Presence::left) {
-      why = "the store there is of a group that is just ending";
+      why = "the store there belongs to a group that is shutting down";
     } else {
       try_again = false;
     }
     if (try_again) {
     } else if (world != world_) {
-      why = "rank " + std::to_string(rank) + " was told of " + std::to_string(world) + " ranks, rank 0 of " +
-            std::to_string(world_);
+      why = fmt::format("rank {} was started with a world of {}, rank 0 with {}", rank, world, world_);
     } else if (rank < 0 || rank >= world) {
-      why = "there is no rank " + std::to_string(rank) + " among " + std::to_string(world);
+      why = fmt::format("there is no rank {} in a world of {}", rank, world);
     } else if (watches && roll_.ranks[rank].presence != Presence::never_came) {
-      why = "there are two processes that say they are rank " + std::to_string(rank);
+      why = fmt::format("two processes were started as rank {}", rank);
     }
     if (!why.empty()) {
       send(peer, {Op::refuse, m.id, try_again ? "again" : "", why});
@@ -279,12 +279,12 @@ class StoreServer::Loop {
     for (auto& peer : peers_) {
       if (peer->watches) send(*peer, {Op::failed, 0, "", failure_});
     }
-    // Nobody will set what these wait for.
+    // The keys that these wait for will never be set.
     for (const Waiting& w : waiting_) send(*w.peer, {Op::refuse, w.id, "", failure_});
     waiting_.clear();
   }
 
-  // True while somebody could still answer the roll.
+  // Whether a rank could still answer the roll call.
   bool missing() const {
     return std::any_of(roll_.ranks.begin(), roll_.ranks.end(),
                        [](const auto& entry) { return entry.presence == Presence::silent; });
@@ -302,8 +302,7 @@ class StoreServer::Loop {
       std::erase_if(roll_callers_, [&](const Waiting& w) { return w.peer == peer.get(); });
       if (peer->watches && !peer->leaving) {
         roll_.ranks[peer->rank].presence = Presence::gone;
-        fail("rank " + std::to_string(peer->rank) +
-             " is gone: its process ended or its machine cut the connection");
+        fail(fmt::format("rank {} is gone: its process ended or its machine cut the connection", peer->rank));
         if (!missing()) answer_roll_calls();
       }
     }

@@ -1,13 +1,12 @@
-// What the schedule builders share. Internal to collectives/schedule.
+// Helpers shared by the schedule builders. Internal to collectives/schedule.
 #pragma once
 
 #include "collectives/schedule/schedule.h"
 
 namespace gradwire::detail {
 
-// An allreduce of `rounds` empty rounds for each rank; none at all when the world is 1. owner[c] is who owns
-// chunk c. Throws BadInput for a world below 1. Every rank is a node of its own until the builder says
-// otherwise.
+// An allreduce with `rounds` empty rounds per rank; none in a world of 1. owner[c] is the rank that owns
+// chunk c. Throws BadInput for a world below 1. Every rank is its own node unless the builder changes that.
 Schedule empty_schedule(ScheduleKind kind, int world, std::vector<int32_t> owner, int rounds);
 // As many chunks as ranks, chunk c owned by rank c.
 std::vector<int32_t> one_chunk_each(int world);

@@ -1,5 +1,7 @@
 #include "collectives/schedule/checker.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <deque>
 #include <memory>
@@ -13,12 +15,12 @@ namespace {
 
 using Rule = CheckReport::Rule;
 
-// What travels and what a rank holds of a chunk. Never changes once it has been sent.
+// What is sent, and what a rank holds of a chunk. Immutable once it has been sent.
 struct Value {
-  std::vector<uint8_t> parts;  // [rank] how often its contribution is in here; stops counting at 255
-  int lossy_steps = 0;         // the most that any of the parts went through
+  std::vector<uint8_t> parts;  // [rank] how many times its contribution is included; saturates at 255
+  int lossy_steps = 0;         // the maximum over all parts
   int inter_node_lossy_steps = 0;
-  bool exact = false;  // with the wire on links between nodes alone: closed without being rounded
+  bool exact = false;  // with the wire format only on links between nodes: closed without being rounded
 };
 
 struct Holding {
@@ -49,25 +51,25 @@ class Player {
 
   bool well_formed() {
     if (s_.world < 1 || s_.chunks < 1 || std::ssize(s_.rounds) != s_.world) {
-      violation(Rule::form, "world " + std::to_string(s_.world) + ", " + std::to_string(s_.chunks) +
-                                " chunks and rounds of " + std::to_string(s_.rounds.size()) + " ranks");
+      violation(Rule::form, fmt::format("world {}, {} chunks and rounds of {} ranks", s_.world, s_.chunks,
+                                        s_.rounds.size()));
       return false;
     }
     if (std::ssize(s_.owner) != s_.chunks ||
         std::any_of(s_.owner.begin(), s_.owner.end(), [&](int r) { return r < 0 || r >= s_.world; })) {
-      violation(Rule::form, "each of the " + std::to_string(s_.chunks) + " chunks needs an owner among " +
-                                std::to_string(s_.world) + " ranks");
+      violation(Rule::form,
+                fmt::format("each of the {} chunks needs an owner among {} ranks", s_.chunks, s_.world));
       return false;
     }
     if (s_.per_node < 1 || s_.nodes * s_.per_node != s_.world) {
-      violation(Rule::form, std::to_string(s_.nodes) + " nodes of " + std::to_string(s_.per_node) +
-                                " ranks are not " + std::to_string(s_.world) + " ranks");
+      violation(Rule::form,
+                fmt::format("{} nodes of {} ranks are not {} ranks", s_.nodes, s_.per_node, s_.world));
       return false;
     }
     for (int r = 0; r < s_.world; ++r) {
       if (std::ssize(s_.rounds[r]) != s_.num_rounds()) {
-        violation(Rule::form, "rank " + std::to_string(r) + " has " + std::to_string(s_.rounds[r].size()) +
-                                  " rounds, rank 0 has " + std::to_string(s_.num_rounds()));
+        violation(Rule::form, fmt::format("rank {} has {} rounds, rank 0 has {}", r, s_.rounds[r].size(),
+                                          s_.num_rounds()));
       }
       for (int k = 0; k < std::ssize(s_.rounds[r]); ++k) check_round_form(r, k);
     }
@@ -128,15 +130,15 @@ class Player {
   void check_rounding() {
     auto compare = [&](int declared, int seen, const char* where) {
       if (declared != seen) {
-        violation(Rule::rounding, "declares " + std::to_string(declared) + " lossy steps with the wire on " +
-                                      where + ", takes " + std::to_string(seen));
+        violation(Rule::rounding, fmt::format("declares {} lossy steps with the wire on {}, takes {}",
+                                              declared, where, seen));
       }
     };
     compare(s_.lossy_steps, report_.lossy_steps, "every link");
     compare(s_.inter_node_lossy_steps, report_.inter_node_lossy_steps, "links between nodes");
     if (report_.most_inputs > kMaxInputs) {
-      violation(Rule::rounding, "a hop adds " + std::to_string(report_.most_inputs) +
-                                    " messages at once, more than " + std::to_string(kMaxInputs));
+      violation(Rule::rounding,
+                fmt::format("a hop adds {} messages at once, more than {}", report_.most_inputs, kMaxInputs));
     }
   }
 
@@ -147,32 +149,31 @@ class Player {
       int64_t total =
           std::accumulate(report_.sent_inter_node.begin(), report_.sent_inter_node.end(), int64_t{0});
       if (total != passes * (n - 1) * chunks) {
-        violation(Rule::cost, "all ranks together send " + fraction(total) + ", the optimum is " +
-                                  std::to_string(passes * (n - 1)) + " times the buffer");
+        violation(Rule::cost, fmt::format("all ranks together send {}, the optimum is {} times the buffer",
+                                          fraction(total), passes * (n - 1)));
       }
       for (int r = 0; r < n; ++r) {
         for (auto [moved, what] :
              {std::pair{report_.sent_inter_node[r], "sends"}, {report_.received_inter_node[r], "receives"}}) {
           if (moved > passes * chunks) {
-            violation(Rule::cost, "rank " + std::to_string(r) + " " + what + " " + fraction(moved) +
-                                      ", a double tree needs at most " + std::to_string(passes) +
-                                      " times the buffer");
+            violation(Rule::cost,
+                      fmt::format("rank {} {} {}, a double tree needs at most {} times the buffer", r, what,
+                                  fraction(moved), passes));
           }
         }
       }
       return;
     }
-    // (n-1)/n of the buffer for each half; hierarchical: inside a node of all of it, between nodes of a rank's
-    // shard. In numerators over the same denominator, to stay exact.
+    // Each half moves (n-1)/n of the buffer; hierarchical: of the whole buffer inside a node, of a rank's
+    // shard between nodes. Compared as numerators over a common denominator, to stay exact.
     bool layered = s_.kind == ScheduleKind::hierarchical;
     int64_t inter_over = layered ? nodes * per_node : n,
             inter = passes * ((layered ? nodes : n) - 1) * chunks;
     int64_t intra_over = per_node, intra = layered ? passes * (per_node - 1) * chunks : 0;
     auto expect = [&](int r, int64_t moved, int64_t want, int64_t over, const char* what) {
       if (moved * over != want) {
-        violation(Rule::cost, "rank " + std::to_string(r) + " " + what + " " + fraction(moved) +
-                                  ", the optimum is " + std::to_string(want / chunks) + "/" +
-                                  std::to_string(over) + " of the buffer");
+        violation(Rule::cost, fmt::format("rank {} {} {}, the optimum is {}/{} of the buffer", r, what,
+                                          fraction(moved), want / chunks, over));
       }
     };
     for (int r = 0; r < n; ++r) {
@@ -186,17 +187,14 @@ class Player {
  private:
   Holding& holding(int rank, int chunk) { return holdings_[static_cast<size_t>(rank) * s_.chunks + chunk]; }
   size_t link(int from, int to) const { return static_cast<size_t>(from) * s_.world + to; }
-  std::string fraction(int64_t chunks) const {
-    return std::to_string(chunks) + "/" + std::to_string(s_.chunks) + " of the buffer";
-  }
+  std::string fraction(int64_t chunks) const { return fmt::format("{}/{} of the buffer", chunks, s_.chunks); }
 
   static std::string describe(int rank, int round, const Step& step) {
-    const char* verb = step.kind == Step::Kind::send          ? " sends chunk "
-                       : step.kind == Step::Kind::recv_reduce ? " adds chunk "
-                                                              : " copies chunk ";
-    const char* way = step.kind == Step::Kind::send ? " to rank " : " from rank ";
-    return "round " + std::to_string(round) + ": rank " + std::to_string(rank) + verb +
-           std::to_string(step.chunk) + way + std::to_string(step.peer);
+    const char* verb = step.kind == Step::Kind::send          ? "sends"
+                       : step.kind == Step::Kind::recv_reduce ? "adds"
+                                                              : "copies";
+    return fmt::format("round {}: rank {} {} chunk {} {} rank {}", round, rank, verb, step.chunk,
+                       step.kind == Step::Kind::send ? "to" : "from", step.peer);
   }
 
   void check_round_form(int rank, int k) {
@@ -209,7 +207,7 @@ class Player {
         continue;
       }
       if (step.chunk < 0 || step.chunk >= s_.chunks) {
-        wrong("; there are chunks 0 to " + std::to_string(s_.chunks - 1));
+        wrong(fmt::format("; there are chunks 0 to {}", s_.chunks - 1));
         continue;
       }
       if (step.peer == rank) wrong(", itself");
@@ -223,7 +221,7 @@ class Player {
       } else if (first->kind != step.kind) {
         wrong(" and does something else to it in the same round");
       } else if (step.kind == Step::Kind::recv_copy) {
-        wrong(" and copies it once more in the same round");
+        wrong(" and copies it a second time in the same round");
       }
     }
     for (const Step& step : round) {
@@ -254,8 +252,8 @@ class Player {
     }
   }
 
-  // The partial sums that this round sends for the first time are closed here, which rounds them: with the
-  // wire on links between nodes alone only if one of the sends goes over such a link.
+  // Closes the partial sums that this round sends for the first time, which rounds them. With the wire format
+  // only on links between nodes, a sum is rounded only if one of its sends goes over such a link.
   void close_what_is_sent(int r, int k) {
     for (const Step& step : s_.rounds[r][k]) {
       if (step.kind != Step::Kind::send) continue;
@@ -274,7 +272,7 @@ class Player {
         ++value.inter_node_lossy_steps;
       } else {
         violation(Rule::rounding,
-                  describe(r, k, step) + " to another node, after it went unrounded to one of its own");
+                  describe(r, k, step) + " to another node, after it was sent unrounded inside its own");
       }
     }
   }
@@ -287,11 +285,11 @@ class Player {
       receives.pop_front();
       const Step& sent = s_.rounds[from][send.round][send.step];
       const Step& wanted = s_.rounds[to][receive.round][receive.step];
-      // Once out of step, two ranks stay so: the first mismatch says it.
+      // Once out of step, two ranks stay so: report only the first mismatch.
       if ((sent.chunk != wanted.chunk || send.round != receive.round) && !mismatched_[link(from, to)]) {
         mismatched_[link(from, to)] = true;
-        violation(Rule::match, describe(from, send.round, sent) + ", which there meets " +
-                                   describe(to, receive.round, wanted));
+        violation(Rule::match, fmt::format("{}, but there it meets {}", describe(from, send.round, sent),
+                                           describe(to, receive.round, wanted)));
       }
       arrived_[to][receive.step] = send.value;
       for (int end : {from, to}) {
@@ -315,7 +313,7 @@ class Player {
         violation(Rule::result,
                   describe(r, k, round[i]) + (mine.stage == Holding::Stage::final
                                                   ? ", but it already has the final value"
-                                                  : ", but it has sent its partial sum before"));
+                                                  : ", but it has already sent its partial sum"));
         continue;
       }
       Value& sum = *mine.value;
@@ -352,19 +350,20 @@ class Player {
         if (scatter && !owner) continue;
         const Value& value = *holding(r, c).value;
         if (owner && copied) {
-          violation(Rule::ownership, "rank " + std::to_string(r) + " owns chunk " + std::to_string(c) +
-                                         ", but copies its final value from another");
+          violation(Rule::ownership,
+                    fmt::format("rank {} owns chunk {}, but copies its final value from another", r, c));
         } else if (!owner && !copied) {
-          violation(Rule::ownership, "rank " + std::to_string(r) + " does not own chunk " +
-                                         std::to_string(c) +
-                                         ", but never gets its final value from the owner");
+          violation(
+              Rule::ownership,
+              fmt::format("rank {} does not own chunk {}, but never gets its final value from the owner", r,
+                          c));
         }
         auto wrong =
             std::find_if(value.parts.begin(), value.parts.end(), [](uint8_t times) { return times != 1; });
         if (wrong != value.parts.end()) {
-          violation(Rule::result, "rank " + std::to_string(r) + " ends with chunk " + std::to_string(c) +
-                                      " holding " + std::to_string(*wrong) + " contributions of rank " +
-                                      std::to_string(wrong - value.parts.begin()));
+          violation(Rule::result,
+                    fmt::format("rank {} ends with chunk {} holding {} contributions of rank {}", r, c,
+                                int{*wrong}, wrong - value.parts.begin()));
         }
         report_.lossy_steps = std::max(report_.lossy_steps, value.lossy_steps);
         report_.inter_node_lossy_steps =
@@ -375,7 +374,7 @@ class Player {
 
   const Schedule& s_;
   CheckReport& report_;
-  std::vector<const Step*> first_use_;                        // [chunk] within the round at hand
+  std::vector<const Step*> first_use_;                        // [chunk] within the current round
   std::vector<Holding> holdings_;                             // [rank][chunk]
   std::vector<std::deque<Post>> sends_, receives_;            // [from][to], posted and not yet matched
   std::vector<bool> mismatched_;                              // [from][to]
@@ -401,10 +400,11 @@ CheckReport check(const Schedule& schedule) {
 std::string CheckReport::to_string() const {
   if (ok) return "ok";
   std::string text;
-  for (const Violation& v : violations)
-    text += std::string(text.empty() ? "" : "\n") + name(v.rule) + ": " + v.text;
+  for (const Violation& v : violations) {
+    text += fmt::format("{}{}: {}", text.empty() ? "" : "\n", name(v.rule), v.text);
+  }
   int64_t unlisted = violations_found - std::ssize(violations);
-  if (unlisted > 0) text += "\nand " + std::to_string(unlisted) + " more";
+  if (unlisted > 0) text += fmt::format("\nand {} more", unlisted);
   return text;
 }
 

@@ -1,18 +1,21 @@
 // Double binary tree allreduce: logarithmic latency at (nearly) the ring's bandwidth.
 //
 // After Sanders, Speck, Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan"
-// (2009). In one binary tree half of the ranks are leaves and send only half of what they could. Two trees,
-// each for one half of the buffer, in which every rank is interior in at most one, keep everybody busy.
+// (2009). In a single binary tree half of the ranks are leaves and use only half of their bandwidth. Two
+// trees, one for each half of the buffer, with every rank an interior node in at most one of them, keep all
+// ranks busy.
 //
-// The trees: in a full binary tree read from left to right, leaves and interior nodes alternate. So let the
-// odd positions be the interior of tree 0, balanced, and the even ones its leaves. Tree 1 is the same tree
-// mirrored (n even) or shifted by one position (n odd), which makes its interior even.
+// The trees: in an in-order traversal of a full binary tree, leaves and interior nodes alternate. So the odd
+// positions form the interior of tree 0, balanced, and the even ones its leaves. Tree 1 is the same tree
+// mirrored (n even) or shifted by one position (n odd), so that its interior is at even positions.
 //
-// Phases: up, floor(log2 n) rounds: a node adds its children's sums to its part and sends it to its parent;
-// down, as many rounds: the root, owner of its half, sends the result to its children, who pass it on.
-// Messages: S/2; 2 (n-1) of them per tree. A single slice uses a level of the tree at a time: run it
-// pipelined(). Bytes per rank: at most 2 S (an interior node: S/2 up, S down; as a leaf of the other tree S/2
-// up). The sum over ranks, 2 (n-1) S, is the least possible. Lossy steps: floor(log2 n) + 1, one per level.
+// Phases: up, floor(log2 n) rounds: a node adds its children's sums to its own part and sends the sum to its
+//   parent; down, as many rounds: the root, which owns its half, sends the result to its children, which
+//   forward it.
+// Messages: S/2 each, 2 (n-1) per tree. One slice uses one level of the tree at a time: run it pipelined().
+// Bytes per rank: at most 2 S (an interior node: S/2 up, S down; as a leaf of the other tree S/2 up). The sum
+//   over ranks, 2 (n-1) S, is optimal.
+// Lossy steps: floor(log2 n) + 1, one per level.
 // Sync points: a node waits for both subtrees, then for its parent.
 #include <algorithm>
 
@@ -27,8 +30,8 @@ struct Tree {
   std::vector<int> height;  // 0 for a leaf
 };
 
-// Builds the subtree of positions [begin, end) below `parent`; its interior is at odd positions. Returns its
-// height.
+// Builds the subtree of positions [begin, end) below `parent`, with its interior at odd positions. Returns
+// its height.
 int grow(Tree& tree, int begin, int end, int parent, int depth) {
   if (begin >= end) return -1;
   // The middle one of the odd positions; a range of one position is a leaf.

@@ -1,20 +1,22 @@
-// Hierarchical allreduce: links inside a node carry most of the bytes, links between nodes the fewest possible.
+// Hierarchical allreduce: most bytes stay on links inside a node, as few as possible cross between nodes.
 //
-// N nodes of L ranks, rank = node * L + local. The buffer is cut in L shards of N chunks: chunk l * N + b
-// belongs to shard l and is owned by local rank l of node b.
+// N nodes of L ranks, rank = node * L + local. The buffer is cut into L shards of N chunks: chunk l * N + b
+// belongs to shard l and is owned by local rank l of node b. With one node the schedule is a two-shot.
 //
-// Phases: (1) one round inside each node: shard l of everybody goes straight to local rank l, which adds them.
-// (2) between the nodes: the N ranks with local index l allreduce shard l, as a two-shot (2 rounds) or a ring
-// (2 (N-1) rounds). (3) one round inside each node: local rank l sends the finished shard l to the others.
-// Messages: S/(L N) each. Bytes per rank: 2 (L-1)/L S inside the node, 2 (N-1)/N S/L between nodes; so a node
-// sends 2 (N-1)/N S, the least possible. Lossy steps with the wire format on every link: 1 inside, plus 2
-// (two-shot) or N (ring) between; on links between nodes alone 2 or N. With one node it is a two-shot. Sync
-// points: each round inside waits for the slowest rank of the node, each round between as its schedule does.
+// Phases: (1) inside each node, one round: all ranks send their shard l directly to local rank l, which adds
+//   them. (2) between nodes: the N ranks with local index l allreduce shard l, as a two-shot (2 rounds) or a
+//   ring (2 (N-1) rounds). (3) inside each node, one round: local rank l sends shard l to the others.
+// Messages: S/(L N) each.
+// Bytes per rank: 2 (L-1)/L S inside the node, 2 (N-1)/N S/L between nodes; so a node sends 2 (N-1)/N S, the
+//   minimum.
+// Lossy steps with the wire format on every link: 1 inside, plus 2 (two-shot) or N (ring) between nodes; with
+//   it only between nodes: 2 or N.
+// Sync points: rounds inside a node wait for its slowest rank, rounds between nodes as in their schedule.
 //
-// Partial sums leave a node only after phase 1, so what crosses to other nodes is already the node's sum; and
-// the owner's first send of a finished chunk goes to another node, so what it keeps, and what phase 3 spreads,
-// is what the wire carried.
-#include <string>
+// Partial sums leave a node only after phase 1, so what crosses to other nodes is already the node's sum. The
+// owner's first send of a finished chunk goes to another node, so the value that it keeps, and that phase 3
+// distributes, is the one that the wire carried.
+#include <fmt/format.h>
 
 #include "collectives/schedule/build.h"
 #include "kernels/wire/format.h"
@@ -24,20 +26,20 @@ namespace gradwire {
 
 Schedule hierarchical(int nodes, int per_node, ScheduleKind between) {
   if (nodes < 1 || per_node < 1) {
-    throw BadInput("a hierarchical schedule needs at least 1 node of 1 rank, got " + std::to_string(nodes) +
-                   " of " + std::to_string(per_node));
+    throw BadInput(fmt::format("a hierarchical schedule needs at least 1 node of 1 rank, got {} of {}", nodes,
+                               per_node));
   }
   if (between != ScheduleKind::two_shot && between != ScheduleKind::ring) {
-    throw BadInput(std::string("between nodes a hierarchical schedule runs two_shot or ring, not ") +
-                   name(between));
+    throw BadInput(
+        fmt::format("between nodes a hierarchical schedule runs two_shot or ring, not {}", name(between)));
   }
   bool straight = between == ScheduleKind::two_shot;
   int most_inputs = per_node - 1 + (nodes == 1 ? 0 : straight ? nodes - 1 : 1);
   if (most_inputs > kMaxInputs) {
     throw BadInput(
-        std::to_string(nodes) + " nodes of " + std::to_string(per_node) + " ranks would add " +
-        std::to_string(most_inputs) + " messages at once, more than " + std::to_string(kMaxInputs) +
-        (straight && per_node <= kMaxInputs ? "; use a ring between the nodes" : "; use schedule=ring"));
+        fmt::format("{} nodes of {} ranks would add {} messages at once, more than {}; use {}", nodes,
+                    per_node, most_inputs, kMaxInputs,
+                    straight && per_node <= kMaxInputs ? "a ring between the nodes" : "schedule=ring"));
   }
   int inner = per_node > 1 ? 1 : 0;
   int outer = nodes == 1 ? 0 : straight ? 2 : 2 * (nodes - 1);

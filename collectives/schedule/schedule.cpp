@@ -1,5 +1,7 @@
 #include "collectives/schedule/schedule.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <numeric>
 
@@ -40,7 +42,7 @@ const char* name(ScheduleKind kind) {
 namespace detail {
 
 Schedule empty_schedule(ScheduleKind kind, int world, std::vector<int32_t> owner, int rounds) {
-  if (world < 1) throw BadInput("a schedule needs at least 1 rank, got " + std::to_string(world));
+  if (world < 1) throw BadInput(fmt::format("a schedule needs at least 1 rank, got {}", world));
   Schedule s;
   s.kind = kind;
   s.world = world;
@@ -67,18 +69,18 @@ void add_transfer(Schedule& schedule, int round, int from, int to, int chunk, St
 
 namespace {
 
-// The transfers of an allreduce whose receiving end is of this kind.
+// The transfers of an allreduce whose receiving step is of kind `receive`.
 Schedule half(const Schedule& allreduce, Collective collective, Step::Kind receive) {
   if (allreduce.collective != Collective::allreduce) {
-    throw BadInput(std::string("only an allreduce has a ") + name(collective) + " in it, not a " +
-                   name(allreduce.collective));
+    throw BadInput(fmt::format("cannot take the {} half of a {}; give an allreduce", name(collective),
+                               name(allreduce.collective)));
   }
   Schedule s = allreduce;
   s.collective = collective;
   for (int k = s.num_rounds(); k-- > 0;) {
     size_t left = 0;
     for (int r = 0; r < s.world; ++r) {
-      // A send says nothing of its kind; the other end, in the same round, does.
+      // A send does not tell which half it belongs to; the receiving step, in the same round, does.
       std::erase_if(s.rounds[r][k], [&](const Step& step) {
         if (step.kind != Step::Kind::send) return step.kind != receive;
         const Round& other = allreduce.rounds[step.peer][k];
@@ -98,7 +100,7 @@ Schedule half(const Schedule& allreduce, Collective collective, Step::Kind recei
 
 Schedule reduce_scatter(const Schedule& allreduce) {
   Schedule s = half(allreduce, Collective::reduce_scatter, Step::Kind::recv_reduce);
-  // The owner's own encode comes with the gather.
+  // The owner's own encode belongs to the gather.
   s.lossy_steps = std::max(0, s.lossy_steps - 1);
   s.inter_node_lossy_steps = std::max(0, s.inter_node_lossy_steps - 1);
   return s;
@@ -112,19 +114,16 @@ Schedule all_gather(const Schedule& allreduce) {
 }
 
 Schedule pipelined(const Schedule& schedule, int slices) {
-  if (slices < 1)
-    throw BadInput("a pipelined schedule needs at least 1 slice, got " + std::to_string(slices));
+  if (slices < 1) throw BadInput(fmt::format("a pipelined schedule needs at least 1 slice, got {}", slices));
   Schedule s = schedule;
   if (slices == 1) return s;
   s.chunks *= slices;
-  for (int c = 0; c < s.chunks; ++c) {
-    if (c == 0) s.owner.clear();
-    s.owner.push_back(schedule.owner[c / slices]);
-  }
+  s.owner.clear();
+  for (int c = 0; c < s.chunks; ++c) s.owner.push_back(schedule.owner[c / slices]);
   int rounds = schedule.num_rounds();
   for (int r = 0; r < s.world && rounds > 0; ++r) {
     s.rounds[r].assign(2 * (rounds - 1) + slices, {});
-    // Slices ascend inside a round on every rank, so transfers between two ranks still match in order.
+    // Within a round slices ascend on every rank, so transfers between two ranks match in order.
     for (int slice = 0; slice < slices; ++slice) {
       for (int k = 0; k < rounds; ++k) {
         for (Step step : schedule.rounds[r][k]) {
@@ -163,7 +162,7 @@ int64_t elements_owned(const Schedule& schedule, int rank, int64_t count, int64_
 
 namespace {
 
-// Fills in what is unknown of the topology from the world.
+// Derives the unknown part of the topology from the world.
 Topology complete(Topology t, int world) {
   if (t.nodes < 0 || t.per_node < 0) throw BadInput("nodes and ranks per node cannot be negative");
   if (t.nodes == 0 && t.per_node == 0) {
@@ -173,11 +172,11 @@ Topology complete(Topology t, int world) {
   if (t.nodes == 0 && world % t.per_node == 0) t.nodes = world / t.per_node;
   if (t.nodes * t.per_node != world) {
     auto part = [](int n, const char* unit) {
-      return n == 0 ? std::string("equal ") + unit : std::to_string(n) + " " + unit;
+      return n == 0 ? fmt::format("equal {}", unit) : fmt::format("{} {}", n, unit);
     };
-    throw BadInput("schedule=hierarchical: " + std::to_string(world) + " ranks are not " +
-                   part(t.nodes, "nodes") + " of " + part(t.per_node, "ranks") +
-                   "; use nodes of equal size or schedule=ring");
+    throw BadInput(fmt::format(
+        "schedule=hierarchical: {} ranks are not {} of {}; use nodes of equal size or schedule=ring", world,
+        part(t.nodes, "nodes"), part(t.per_node, "ranks")));
   }
   return t;
 }
@@ -193,15 +192,15 @@ Schedule make_schedule(ScheduleKind kind, int world, Topology topology) {
       return ring(world);
     case ScheduleKind::two_shot:
       if (world > kMostTwoShot) {
-        throw BadInput("schedule=two_shot serves at most " + std::to_string(kMostTwoShot) + " ranks, not " +
-                       std::to_string(world) + "; use schedule=ring");
+        throw BadInput(fmt::format("schedule=two_shot serves at most {} ranks, not {}; use schedule=ring",
+                                   kMostTwoShot, world));
       }
       return two_shot(world);
     case ScheduleKind::tree:
       return double_tree(world);
     case ScheduleKind::hierarchical: {
       Topology t = complete(topology, world);
-      // A ring between very many nodes: each of its steps adds a single message.
+      // With very many nodes a ring between them, because each of its steps adds a single message.
       const bool straight = t.nodes + t.per_node - 2 <= kMaxInputs;
       return hierarchical(t.nodes, t.per_node, straight ? ScheduleKind::two_shot : ScheduleKind::ring);
     }

@@ -1,24 +1,25 @@
-// Schedules are data: for each rank, rounds of transfers that add up to a collective. No schedule touches
-// memory or a wire; one program runs them all, one checker proves them all, one planner simulates them.
+// Schedules are data: for each rank, rounds of transfers that make up a collective. A schedule touches
+// neither memory nor a wire; one program runs all schedules, one checker proves them, one planner predicts
+// their cost.
 //
 // The buffer is cut into `chunks` parts, each owned by one rank. In each round a rank's transfers progress
-// together, as in an NCCL group; a round starts when the one before is done on this rank. The three kinds:
+// together, as in an NCCL group; a round starts when the previous one is done on this rank. Kinds of step:
 //   send c to p              what this rank holds of chunk c: its partial sum, or the final value
-//   recv_reduce c from p     a contribution: it joins this rank's partial sum of c
+//   recv_reduce c from p     a contribution, added to this rank's partial sum of c
 //   recv_copy c from p       the final value of c
-// A rank's partial sum of c is closed by its first send of c. Nothing may join after that. What the owner of
-// c closes is final. The collectives differ in where they begin and end:
-//   allreduce        every rank has a part of every chunk; in the end every rank has every final value
-//   reduce_scatter   the same beginning; in the end each owner has the final value of its chunks
+// A rank's first send of c closes its partial sum of c: nothing may be added after that. What the owner of c
+// closes is final. The collectives differ in where they begin and end:
+//   allreduce        every rank begins with a part of every chunk and ends with every final value
+//   reduce_scatter   begins the same way; ends with each owner holding the final value of its chunks
 //   all_gather       begins where reduce_scatter ends, and ends where allreduce does
 //
-// Rounding order is part of a schedule's meaning: when a partial sum is closed, its parts are added in FP32
-// in ascending order of the source rank, this rank's own part at its own place.
+// Summation order is part of a schedule's meaning: when a partial sum is closed, its parts are added in FP32
+// in ascending order of the source rank, this rank's own part in its place.
 //
-// Inside a round nothing depends on order, except that transfers between the same two ranks match in order:
-// what is sent was there before the round began, and in one round a rank does only one of the three things to
-// a chunk (any number of sends, any number of recv_reduce, or one recv_copy). Both ends of a transfer are in
-// the same round of their ranks, so round k of everybody is one closed exchange and no round can deadlock.
+// Within a round order does not matter, except that transfers between the same two ranks match in order: what
+// is sent was complete before the round began, and in one round a rank does only one of the three things to a
+// chunk (any number of sends, any number of recv_reduce, or one recv_copy). Both ends of a transfer are in
+// the same round of their ranks, so round k of all ranks is one closed exchange and no round can deadlock.
 //
 // checker.h proves all of this for a given schedule.
 #pragma once
@@ -30,8 +31,8 @@
 namespace gradwire {
 
 enum class Collective : uint8_t { allreduce, reduce_scatter, all_gather };
-// How transfers are arranged. `automatic` is for the planner (collectives/plan) to decide; no schedule
-// is of that kind.
+// How transfers are arranged. `automatic` leaves the choice to the planner (collectives/plan); no schedule
+// has that kind.
 enum class ScheduleKind : uint8_t { automatic, ring, tree, two_shot, hierarchical };
 
 const char* name(Collective collective);
@@ -42,8 +43,8 @@ struct Step {
   Kind kind = Kind::send;
   int32_t peer = 0;
   int32_t chunk = 0;
-  // A link inside a node, where bytes are cheap: hierarchical schedules mark these so that a wire format can
-  // be left to the links between nodes. A schedule that knows no nodes has links between nodes only.
+  // A link inside a node, where bytes are cheap. Hierarchical schedules mark these so that the wire format
+  // can be limited to links between nodes. In other schedules all links count as links between nodes.
   bool intra_node = false;
   bool operator==(const Step&) const = default;
 };
@@ -56,8 +57,8 @@ struct Schedule {
   int world = 1;
   int chunks = 1;
   std::vector<int32_t> owner;  // [chunk]
-  // How often one element is rounded on its way into the result, at most, when the wire is lossy: on every
-  // link, or on the links between nodes alone.
+  // The most times an element is rounded on its way into the result when the wire is lossy: with the wire
+  // format on every link, or only on links between nodes.
   int lossy_steps = 0;
   int inter_node_lossy_steps = 0;
   // Hierarchical: rank = node * per_node + local index. Otherwise every rank counts as a node.
@@ -70,10 +71,10 @@ struct Schedule {
 
 // Below, S is the size of the whole buffer; each function's file says how it works. All are allreduces.
 
-// n chunks, 2 (n-1) rounds, n lossy steps. Each rank sends 2 (n-1)/n S, the least possible.
+// n chunks, 2 (n-1) rounds, n lossy steps. Each rank sends 2 (n-1)/n S, the minimum.
 Schedule ring(int world);
 
-// n chunks, 2 rounds, 2 lossy steps whatever n is, the ring's bytes; n (n-1) messages per round.
+// n chunks, 2 rounds, 2 lossy steps for any n, as many bytes as the ring; n (n-1) messages per round.
 Schedule two_shot(int world);
 
 // 2 chunks, 2 floor(log2 n) rounds, floor(log2 n) + 1 lossy steps. Each rank sends at most 2 S.
@@ -83,15 +84,15 @@ Schedule double_tree(int world);
 // node. Each rank sends 2 (n-1)/n S / per_node between nodes, n being `nodes`. `between`: two_shot or ring.
 Schedule hierarchical(int nodes, int per_node, ScheduleKind between = ScheduleKind::two_shot);
 
-// The two halves of an allreduce: every transfer up to each owner's sum, and every transfer of what owners
-// closed. Rounds in which nobody has anything left to do are dropped. Throws BadInput for another collective.
+// The two halves of an allreduce: the transfers up to each owner's sum, and the transfers of the final
+// values. Rounds that become empty on all ranks are dropped. Throws BadInput for another collective.
 Schedule reduce_scatter(const Schedule& allreduce);
 Schedule all_gather(const Schedule& allreduce);
 
-// The same schedule on each of `slices` parts of every chunk, round k of part i being round i + 2 k of the
-// whole. So parts share the links, and between two rounds of one part lies a round of others, in which its
-// contributions can be added up: a round never needs what the round before it brought. 2 (rounds - 1) +
-// slices rounds of 1/slices the size; one slice is the schedule itself. Same sums, same bits.
+// The same schedule on each of `slices` parts of every chunk; round k of part i is round i + 2 k of the
+// whole. So the parts share the links, and between two rounds of one part there is a round of others during
+// which its contributions can be added up: a round never needs what the previous round received. 2 (rounds -
+// 1) + slices rounds of 1/slices the size; with one slice it is the schedule itself. Same sums, same bits.
 Schedule pipelined(const Schedule& schedule, int slices);
 
 // The [begin, end) of chunk c when `count` elements are cut into `chunks` parts as evenly as `granularity`
@@ -107,7 +108,7 @@ int64_t elements_sent(const Schedule& schedule, int rank, int64_t count);
 // Elements of the chunks that this rank owns.
 int64_t elements_owned(const Schedule& schedule, int rank, int64_t count, int64_t granularity = 8);
 
-// How ranks sit in nodes; 0 means unknown. Either one follows from the other and the world.
+// How ranks are placed on nodes; 0: unknown. Either field follows from the other and the world.
 struct Topology {
   int nodes = 0;
   int per_node = 0;

@@ -1,10 +1,11 @@
-// Two-shot allreduce: rounding that does not grow with n, and two rounds whatever n is.
+// Two-shot allreduce: two rounds, and a rounding error that does not grow with n.
 //
-// Phases: round 1, chunk c of everybody goes straight to rank c, which adds all n parts in rank order in
-// FP32; round 2, rank c sends the result straight to everybody. Messages: S/n each, n (n-1) per round,
-// between all pairs: made for switched fabrics and small worlds. Bytes per rank: 2 (n-1)/n S, the least
-// possible, spread over n-1 links. Lossy steps: 2, the sender's encode and the owner's. Sync points: each
-// round waits for the slowest rank.
+// Phases: round 1, all ranks send their chunk c directly to rank c, which adds all n parts in rank order in
+//   FP32; round 2, rank c sends the result directly to all.
+// Messages: S/n each, n (n-1) per round, between all pairs: suits switched fabrics and small worlds.
+// Bytes per rank: 2 (n-1)/n S, the minimum, spread over n-1 links.
+// Lossy steps: 2, the sender's encode and the owner's.
+// Sync points: each round waits for the slowest rank.
 #include "collectives/schedule/build.h"
 
 namespace gradwire {
@@ -12,7 +13,7 @@ namespace gradwire {
 Schedule two_shot(int world) {
   Schedule s = detail::empty_schedule(ScheduleKind::two_shot, world, detail::one_chunk_each(world), 2);
   s.lossy_steps = s.inter_node_lossy_steps = world == 1 ? 0 : 2;
-  // Starting at the right neighbour spreads the load: no rank is everybody's first peer.
+  // Starting at the right neighbour spreads the load: no rank is the first peer of all others.
   for (int k = 1; k < world; ++k) {
     for (int r = 0; r < world; ++r) {
       int to = (r + k) % world;

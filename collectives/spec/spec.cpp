@@ -37,20 +37,15 @@ T choose(std::string_view text, std::string_view key, std::string_view value,
   for (const auto& [word, result] : choices) {
     if (word == value) return result;
   }
-  bad(text, std::string(key) + "='" + std::string(value) + "' is not one of " + words(choices));
+  bad(text, fmt::format("{}='{}' is not one of {}", key, value, words(choices)));
 }
 
 template <typename T>
 T number(std::string_view text, std::string_view key, std::string_view value, T least, T most) {
   T result{};
   auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), result);
-  auto shown = [](T x) {
-    std::string s = std::to_string(x);
-    return s;
-  };
   if (error != std::errc() || end != value.data() + value.size() || !(result >= least) || !(result <= most)) {
-    bad(text, std::string(key) + "='" + std::string(value) + "' is not a number from " + shown(least) +
-                  " to " + shown(most));
+    bad(text, fmt::format("{}='{}' is not a number from {} to {}", key, value, least, most));
   }
   return result;
 }
@@ -111,7 +106,7 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
   } else if (method == "powersgd") {
     spec.method = Method::powersgd;
   } else {
-    bad(text, "unknown method '" + std::string(method) + "'", true);
+    bad(text, fmt::format("unknown method '{}'", method), true);
   }
   bool powersgd = spec.method == Method::powersgd;
 
@@ -149,19 +144,20 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
     rest = comma == std::string_view::npos ? std::string_view() : rest.substr(comma + 1);
     size_t equals = item.find('=');
     std::string_view key = item.substr(0, equals);
-    if (equals == std::string_view::npos) bad(text, "'" + std::string(item) + "' is not key=value", true);
-    std::string_view value = item.substr(equals == std::string_view::npos ? item.size() : equals + 1);
-    if (key == "node_wire") {  // the name it had first
+    if (equals == std::string_view::npos) bad(text, fmt::format("'{}' is not key=value", item), true);
+    std::string_view value = item.substr(equals + 1);
+    if (key == "node_wire") {  // its original name
       key = "intra_node";
       if (value == "same") value = "wire";
     }
     auto option = options.find(key);
     if (option == options.end()) {
       std::string legal;
-      for (const auto& [known, apply] : options) legal += (legal.empty() ? "" : ", ") + std::string(known);
-      bad(text, std::string(method) + " has no option '" + std::string(key) + "'; it has " + legal);
+      for (const auto& [known, apply] : options)
+        legal += fmt::format("{}{}", legal.empty() ? "" : ", ", known);
+      bad(text, fmt::format("{} has no option '{}'; it has {}", method, key, legal));
     }
-    if (std::exchange(seen[key], true)) bad(text, "'" + std::string(key) + "' is given twice");
+    if (std::exchange(seen[key], true)) bad(text, fmt::format("'{}' is given twice", key));
     option->second(value);
   }
   if (spec.rounding == Rounding::stochastic && !spec.wire->stochastic) {
@@ -169,12 +165,13 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
     for (Wire wire : wire_formats()) {
       if (wire->stochastic) others += fmt::format("{}wire={}", others.empty() ? "" : " or ", wire->name);
     }
-    bad(text, std::string("round=stochastic is not for wire=") + spec.wire->name + "; add " + others);
+    bad(text, fmt::format("round=stochastic does not apply to wire={}; add {}", spec.wire->name, others));
   }
   if (spec.fp32_intra_node && spec.schedule != ScheduleKind::hierarchical &&
       spec.schedule != ScheduleKind::automatic) {
-    bad(text, std::string("intra_node=fp32 concerns schedule=hierarchical; schedule=") + name(spec.schedule) +
-                  " knows no nodes");
+    bad(text,
+        fmt::format("intra_node=fp32 needs schedule=hierarchical or auto; schedule={} has no notion of nodes",
+                    name(spec.schedule)));
   }
   return spec;
 }
@@ -187,16 +184,16 @@ std::string CompressionSpec::to_string() const {
   };
   bool powersgd = method == Method::powersgd;
   if (powersgd) {
-    add(true, "rank=" + std::to_string(rank));
-    add(wire != defaults.wire, std::string("wire=") + wire->name);
-    add(start != defaults.start, "start=" + std::to_string(start));
+    add(true, fmt::format("rank={}", rank));
+    add(wire != defaults.wire, fmt::format("wire={}", wire->name));
+    add(start != defaults.start, fmt::format("start={}", start));
     add(warm != defaults.warm, warm ? "warm=on" : "warm=off");
     add(min_ratio != defaults.min_ratio, "min_ratio=" + shortest(min_ratio));
-    add(seed != defaults.seed, "seed=" + std::to_string(seed));
+    add(seed != defaults.seed, fmt::format("seed={}", seed));
   }
-  add(rounding != defaults.rounding, std::string("round=") + word_for(kRoundings, rounding));
+  add(rounding != defaults.rounding, fmt::format("round={}", word_for(kRoundings, rounding)));
   add(error_feedback != defaults.error_feedback, error_feedback ? "ef=on" : "ef=off");
-  add(schedule != defaults.schedule, std::string("schedule=") + name(schedule));
+  add(schedule != defaults.schedule, fmt::format("schedule={}", name(schedule)));
   add(fp32_intra_node != defaults.fp32_intra_node, "intra_node=fp32");
   return (powersgd ? "powersgd" : std::string(wire->name)) + options;
 }

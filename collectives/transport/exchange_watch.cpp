@@ -1,13 +1,14 @@
 #include "collectives/transport/exchange_watch.h"
 
-#include <algorithm>
+#include <fmt/format.h>
+
 #include <set>
 
 namespace gradwire {
 namespace {
 
 std::string name_of(const WatchedExchange& e) {
-  return "exchange " + std::to_string(e.number) + " (" + e.what + ")";
+  return fmt::format("exchange {} ({})", e.number, e.what);
 }
 
 std::string one_way(const std::vector<Transfer>& transfers, Transfer::Kind kind) {
@@ -21,12 +22,10 @@ std::string one_way(const std::vector<Transfer>& transfers, Transfer::Kind kind)
     peers.insert(t.peer);
   }
   if (messages == 0) return "";
-  std::string ranks;
-  for (int peer : peers) ranks += (ranks.empty() ? "" : ", ") + std::to_string(peer);
   const bool send = kind == Transfer::Kind::send;
-  return std::to_string(messages) + (send ? " send" : " receive") + (messages == 1 ? "" : "s") + " (" +
-         std::to_string(bytes) + " bytes) " + (send ? "to rank" : "from rank") +
-         (peers.size() == 1 ? " " : "s ") + ranks;
+  return fmt::format("{} {}{} ({} bytes) {} rank{} {}", messages, send ? "send" : "receive",
+                     messages == 1 ? "" : "s", bytes, send ? "to" : "from", peers.size() == 1 ? "" : "s",
+                     fmt::join(peers, ", "));
 }
 
 }  // namespace
@@ -34,7 +33,7 @@ std::string one_way(const std::vector<Transfer>& transfers, Transfer::Kind kind)
 std::string pending_text(const std::vector<Transfer>& transfers) {
   const std::string in = one_way(transfers, Transfer::Kind::receive);
   const std::string out = one_way(transfers, Transfer::Kind::send);
-  return in + (in.empty() || out.empty() ? "" : " and ") + out + " pending";
+  return fmt::format("{}{}{} pending", in, in.empty() || out.empty() ? "" : " and ", out);
 }
 
 void ExchangesInFlight::add(std::unique_ptr<ExchangeMark> mark, WatchedExchange exchange) {
@@ -62,8 +61,8 @@ std::optional<std::string> ExchangesInFlight::overdue(Time now) {
       if (before != Progress::running || runs != e.runs) e.since = now;
       e.runs = runs;
       if (!text && timeout_.count() > 0 && now - e.since > timeout_) {
-        text = name_of(e.exchange) + ": no progress for " + std::to_string(timeout_.count()) +
-               " ms: " + e.exchange.pending;
+        text = fmt::format("{}: no progress for {} ms: {}", name_of(e.exchange), timeout_.count(),
+                           e.exchange.pending);
       }
     }
     ++at;

@@ -1,9 +1,9 @@
-// What decides that an exchange on a GPU is stuck. The GPU says how far each exchange is (a mark); this says
-// since when, which one is overdue, and in which words. No thread, no clock and no CUDA of its own, so that
-// every decision can be tested with made-up times.
+// Decides when an exchange on a GPU is stuck. Marks report each exchange's progress; this records since when
+// it has been running, finds the overdue one and words the error. It has no thread, clock or CUDA calls of
+// its own, so every decision can be tested with made-up times.
 //
-// An exchange waits in its stream for the kernels before it, as long as it likes; the deadline runs from when
-// it was first seen running, which is when it waits for nobody but its peers.
+// An exchange may wait in its stream for earlier kernels without limit; the deadline runs from when it was
+// first seen running, when it waits only for its peers.
 #pragma once
 
 #include <chrono>
@@ -20,14 +20,14 @@ namespace gradwire {
 
 enum class Progress { queued, running, done };
 
-// Put around one exchange on its stream. Polled by the watching thread, never blocks.
+// Brackets one exchange on its stream. Polled by the watching thread; never blocks.
 class ExchangeMark {
  public:
   virtual ~ExchangeMark() = default;
   virtual void begin(const Stream& stream) = 0;
   virtual void end(const Stream& stream) = 0;
   virtual Progress poll() = 0;
-  // Those of a captured graph run again with each launch: how often this one has begun. 0: it runs once.
+  // How often a captured exchange has begun; it runs again with each launch of its graph. 0: it runs once.
   virtual uint64_t runs() const { return 0; }
   virtual bool repeats() const { return false; }
 };
@@ -35,27 +35,27 @@ class ExchangeMark {
 struct WatchedExchange {
   uint64_t number = 0;  // of this rank's exchanges, from 1
   std::string what;     // "call 3, allreduce of bucket 1 of 2 (4096 floats, bf16, ring), round 2 of 6"
-  std::string pending;  // "receives from ranks 0, 2 and sends to rank 1 (3 x 4096 bytes) pending"
+  std::string pending;  // see pending_text()
 };
 
 // "3 receives (12288 bytes) from ranks 0, 2 and 1 send (4096 bytes) to rank 1 pending"
 std::string pending_text(const std::vector<Transfer>& transfers);
 
-// The exchanges that a rank has enqueued and that have not been seen done. Not thread-safe.
+// The exchanges that a rank has enqueued and that are not known to be done. Not thread-safe.
 class ExchangesInFlight {
  public:
   using Time = std::chrono::steady_clock::time_point;
   explicit ExchangesInFlight(std::chrono::milliseconds timeout) : timeout_(timeout) {}
 
   void add(std::unique_ptr<ExchangeMark> mark, WatchedExchange exchange);
-  // Polls every mark and forgets what is done. The text of the oldest exchange that has been running for
-  // longer than the timeout, if there is one.
+  // Polls every mark and drops those that are done. Returns the error text of the oldest exchange that has
+  // been running for longer than the timeout, if there is one.
   std::optional<std::string> overdue(Time now);
-  // Where this rank stands, for the others: the oldest exchange that runs, else that waits, else the last.
+  // This rank's state, for the others: the oldest running exchange, else the oldest queued, else the last.
   std::string standing() const;
-  // Marks that are done with, to be used again.
+  // Finished marks, for reuse.
   std::vector<std::unique_ptr<ExchangeMark>> take_spare() { return std::move(spare_); }
-  // Whether there is anything to look at often.
+  // Whether anything needs frequent polling.
   bool active() const;
 
  private:

@@ -1,5 +1,7 @@
 #include "collectives/transport/local.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
@@ -13,14 +15,14 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A send on offer. Lives in the sender's exchange() until it is finished or withdrawn.
+// A pending send. Lives in the sender's exchange() until it is finished or withdrawn.
 struct Offer {
   const void* data = nullptr;
   size_t bytes = 0;
   const ExchangeLabel* label = nullptr;
   enum class State { waiting, copying, finished } state = State::waiting;
-  Event ready;  // CUDA: the data is there
-  Event taken;  // CUDA: the copy is enqueued behind this
+  Event ready;  // CUDA: recorded when the data is complete
+  Event taken;  // CUDA: recorded after the copy
 };
 
 // What the ranks of one process share. One lock: exchanges are few and copies happen outside it.
@@ -31,34 +33,32 @@ class Hub {
 
   std::deque<Offer*>& box(int from, int to) { return offers_[from * world + to]; }
 
-  // With the lock held: waits until `condition` holds. Throws when the group failed or the deadline passed,
-  // which fails the group; `pending` then tells what was waited for.
+  // With the lock held: waits until `condition` holds. Throws if the group failed or the deadline passed,
+  // which fails the group; `pending` then describes what it waited for.
   template <typename Condition, typename Pending>
   void wait(std::unique_lock<std::mutex>& lock, int rank, Condition condition, Pending pending) {
     auto deadline = Clock::now() + timeout;
     while (!condition()) {
-      if (!failure.empty())
-        throw CommError("rank " + std::to_string(rank) + ": " + pending() + ": " + failure);
+      if (!failure.empty()) throw CommError(fmt::format("rank {}: {}: {}", rank, pending(), failure));
       if (changed.wait_until(lock, deadline) == std::cv_status::timeout && !condition() && failure.empty()) {
-        std::string text = "rank " + std::to_string(rank) + ": no progress for " +
-                           std::to_string(timeout.count()) + " ms: " + pending();
+        std::string text =
+            fmt::format("rank {}: no progress for {} ms: {}", rank, timeout.count(), pending());
         fail(text);
         throw CommError(text);
       }
     }
   }
 
-  // With the lock held: rank `rank` makes its call number `sequence`. Whoever comes first says what it is.
+  // With the lock held: rank `rank` makes its call number `sequence`. The first to arrive defines it.
   void enter(int rank, uint64_t sequence, const Call& call) {
-    if (!failure.empty()) throw CommError("rank " + std::to_string(rank) + ": " + call.what + ": " + failure);
+    if (!failure.empty()) throw CommError(fmt::format("rank {}: {}: {}", rank, call.what, failure));
     const size_t index = sequence - first_open_;
     if (index == open_.size()) open_.push_back({call.hash, rank, 0, call.what});
     OpenCall& open = open_[index];
     if (open.hash != call.hash) {
-      std::string text = "ranks disagree: call " + std::to_string(sequence) + " of rank " +
-                         std::to_string(open.rank) + " is " + open.what + ", of rank " +
-                         std::to_string(rank) + " it is " + call.what +
-                         (open.what == call.what ? "; the calls differ in something else" : "");
+      std::string text = fmt::format("ranks disagree: call {} of rank {} is {}, of rank {} it is {}{}",
+                                     sequence, open.rank, open.what, rank, call.what,
+                                     open.what == call.what ? "; the calls differ in something else" : "");
       fail(text);
       throw CommError(text);
     }
@@ -84,7 +84,7 @@ class Hub {
   uint64_t barriers = 0;
 
  private:
-  // A call that some ranks have made and others not yet.
+  // A call that some ranks have not made yet.
   struct OpenCall {
     uint64_t hash;
     int rank;  // that made it first
@@ -126,7 +126,7 @@ class LocalTransport final : public Transport {
 
   std::string capture_obstacle() const override {
     if (device_.is_host() || hub_->world == 1) return "";
-    return "ranks of one process on GPUs meet on the host in each exchange; start a process for each rank "
+    return "ranks of one process on GPUs meet on the host in each exchange; start one process per rank "
            "(torchrun, srun or mpirun)";
   }
 
@@ -141,8 +141,7 @@ class LocalTransport final : public Transport {
     hub_->wait(
         lock, rank_, [&] { return hub_->barriers != mine; },
         [&] {
-          return "at a barrier that " + std::to_string(hub_->at_barrier) + " of " +
-                 std::to_string(hub_->world) + " ranks have reached";
+          return fmt::format("at a barrier that {} of {} ranks have reached", hub_->at_barrier, hub_->world);
         });
   }
 
@@ -153,7 +152,7 @@ class LocalTransport final : public Transport {
 
  private:
   std::string here(const ExchangeLabel& label) const {
-    return sequence_ == 0 ? label.what : "call " + std::to_string(sequence_) + ", " + label.what;
+    return sequence_ == 0 ? label.what : fmt::format("call {}, {}", sequence_, label.what);
   }
 
   // `stream` is null on the host, where data moves now; on CUDA only events and copies are enqueued.
@@ -171,7 +170,7 @@ class LocalTransport final : public Transport {
       }
     }
     std::unique_lock lock(hub_->mutex);
-    // An offer points into this frame, so it may not outlive it, whatever happens.
+    // An offer points into this stack frame, so it must not outlive it, even when an exception is thrown.
     struct Withdraw {
       LocalTransport* self;
       std::unique_lock<std::mutex>& lock;
@@ -208,8 +207,8 @@ class LocalTransport final : public Transport {
             return takeable != receives.end();
           },
           [&] {
-            return here(label) + ": waiting to receive " + std::to_string(receives.front()->bytes) +
-                   " bytes from rank " + std::to_string(receives.front()->peer);
+            return fmt::format("{}: waiting to receive {} bytes from rank {}", here(label),
+                               receives.front()->bytes, receives.front()->peer);
           });
       take(lock, stream, **takeable, label);
       receives.erase(takeable);
@@ -227,16 +226,15 @@ class LocalTransport final : public Transport {
     for (const Offer& offer : mine) bytes_sent_.fetch_add(offer.bytes, std::memory_order_relaxed);
   }
 
-  // Receives the oldest offer of t.peer. Holds the lock on entry and exit, not while copying.
+  // Receives the oldest offer of t.peer. The lock is held on entry and exit, but not while copying.
   void take(std::unique_lock<std::mutex>& lock, const Stream* stream, const Transfer& t,
             const ExchangeLabel& label) {
     auto& box = hub_->box(t.peer, rank_);
     Offer& offer = *box.front();
     if (offer.bytes != t.bytes || offer.label->tag != label.tag) {
-      std::string text = "ranks disagree: rank " + std::to_string(rank_) + " is in " + label.what +
-                         " and expects " + std::to_string(t.bytes) + " bytes from rank " +
-                         std::to_string(t.peer) + ", which is in " + offer.label->what + " and sends " +
-                         std::to_string(offer.bytes);
+      std::string text = fmt::format(
+          "ranks disagree: rank {} is in {} and expects {} bytes from rank {}, which is in {} and sends {}",
+          rank_, label.what, t.bytes, t.peer, offer.label->what, offer.bytes);
       hub_->fail(text);
       throw CommError(text);
     }
@@ -259,7 +257,7 @@ class LocalTransport final : public Transport {
   std::shared_ptr<Hub> hub_;
   int rank_;
   Device device_;
-  uint64_t sequence_ = 0;  // of the call this rank is in; belongs to the thread that runs exchanges
+  uint64_t sequence_ = 0;  // number of the current call; used only by the thread that runs exchanges
 };
 
 }  // namespace

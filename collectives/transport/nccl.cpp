@@ -6,6 +6,7 @@
 #if defined(GRADWIRE_HAS_NCCL) && defined(GRADWIRE_HAS_CUDA)
 
 #include <cuda_runtime_api.h>
+#include <fmt/format.h>
 
 #include <atomic>
 #include <cstring>
@@ -49,8 +50,8 @@ class EventMark final : public ExchangeMark {
   cudaEvent_t begin_ = nullptr, end_ = nullptr;
 };
 
-// Events of a captured graph cannot be asked how far a launch is. Two counters in pinned host memory can: a
-// kernel adds to one of them on each side of the exchange, whenever the graph runs.
+// The events of a captured graph cannot be queried for the progress of a launch. So a kernel on each side of
+// the exchange increments a counter in pinned host memory whenever the graph runs.
 class CounterMark final : public ExchangeMark {
  public:
   explicit CounterMark(uint64_t* counters, std::shared_ptr<void> memory)
@@ -60,7 +61,8 @@ class CounterMark final : public ExchangeMark {
   bool repeats() const override { return true; }
   uint64_t runs() const override { return read(0); }
   Progress poll() override {
-    const uint64_t done = read(1);  // first, so that a launch in between is not taken for a finished one
+    const uint64_t done =
+        read(1);  // read first, so that a launch in between is not mistaken for a finished one
     return read(0) != done ? Progress::running : Progress::done;
   }
 
@@ -70,7 +72,7 @@ class CounterMark final : public ExchangeMark {
   std::shared_ptr<void> memory_;
 };
 
-// While it lives, this thread's calls do not break a capture that is under way in another.
+// Keeps this thread's calls from breaking a capture in another thread.
 class OutsideCapture {
  public:
   OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -93,8 +95,8 @@ class CudaCalls final : public GpuCalls {
   cudaStream_t native(const Stream& stream) override { return stream.native(); }
   std::unique_ptr<ExchangeMark> make_mark() override { return std::make_unique<EventMark>(device_); }
 
-  // Called by the one thread that enqueues. The memory is not given back: a graph may run for as long as the
-  // process does, and a pair takes 16 bytes.
+  // Called only by the thread that enqueues. Pairs of counters are never reused: a graph may run as long as
+  // the process does, and a pair takes 16 bytes.
   std::unique_ptr<ExchangeMark> make_captured_mark() override {
     constexpr size_t kPairs = 4096;
     if (!slab_ || used_ == kPairs) {
@@ -129,16 +131,16 @@ ncclUniqueId meet(const NcclApi& api, Membership& group, SteadyClock::time_point
   }
   const std::string bytes = group.store().get("nccl/id", deadline, "waiting for rank 0 to begin with NCCL");
   if (bytes.size() != sizeof id.internal)
-    throw CommError("rank 0 is another build: its NCCL id has another size");
+    throw CommError("rank 0 is a different build: its NCCL id has another size; use one build on all ranks");
   std::memcpy(id.internal, bytes.data(), bytes.size());
   return id;
 }
 
 void use_device(int device) {
   if (device < 0 || device >= cuda_device_count()) {
-    throw DeviceError("cuda:" + std::to_string(device) +
-                      " does not exist: " + std::to_string(cuda_device_count()) + " CUDA devices usable" +
-                      (cuda_device_count() == 0 ? " (" + cuda_unavailable_reason() + ")" : ""));
+    throw DeviceError(fmt::format("cuda:{} does not exist: {} CUDA devices usable{}", device,
+                                  cuda_device_count(),
+                                  cuda_device_count() == 0 ? " (" + cuda_unavailable_reason() + ")" : ""));
   }
   GW_CUDA_CHECK(cudaSetDevice(device));
 }
@@ -166,7 +168,8 @@ std::unique_ptr<Transport> make_nccl_transport(const NcclOptions& options) {
   const NcclApi& api = NcclApi::loaded();
   use_device(options.device);
   if (options.shrinkable && (api.revoke == nullptr || api.shrink == nullptr)) {
-    throw BadInput("a communicator that survives failures needs NCCL 2.28.7; this is " + api.version());
+    throw BadInput(
+        fmt::format("a communicator that survives failures needs NCCL 2.28.7; this is {}", api.version()));
   }
   const int rank = options.group.rank, world = options.group.world;
   const auto deadline = SteadyClock::now() + options.group.timeout;
@@ -205,8 +208,8 @@ std::unique_ptr<Transport> adopt_nccl_communicator(void* nccl_comm, int device,
   auto comm = static_cast<ncclComm_t>(nccl_comm);
   int actual = -1;
   if (api.device(comm, &actual) == ncclSuccess && actual != device) {
-    throw BadInput("the NCCL communicator is on cuda:" + std::to_string(actual) +
-                   ", not on cuda:" + std::to_string(device));
+    throw BadInput(
+        fmt::format("the NCCL communicator is on cuda:{}, not on cuda:{}; pass its device", actual, device));
   }
   return std::make_unique<NcclTransport>(NcclSetup{.api = &api,
                                                    .gpu = std::make_shared<CudaCalls>(device),

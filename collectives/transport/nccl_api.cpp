@@ -3,6 +3,7 @@
 #include "collectives/transport/nccl_api.h"
 
 #include <dlfcn.h>
+#include <fmt/format.h>
 
 #include "runtime/environment.h"
 #include "runtime/error.h"
@@ -16,7 +17,7 @@ template <typename Function>
 void find(void* library, Function& function, const char* symbol, bool required = true) {
   function = reinterpret_cast<Function>(dlsym(library, symbol));
   if (function == nullptr && required) {
-    throw BadInput(std::string("NCCL without ") + symbol + "; versions from 2.18 on have it");
+    throw BadInput(fmt::format("NCCL lacks {}; install version 2.18 or newer", symbol));
   }
 }
 
@@ -26,16 +27,19 @@ NcclApi load() {
   void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
     const char* why = dlerror();
-    throw BadInput("NCCL cannot be loaded: " + std::string(why != nullptr ? why : library) +
-                   "; install it, add its folder to LD_LIBRARY_PATH, or name it in GRADWIRE_NCCL_LIBRARY");
+    throw BadInput(
+        fmt::format("NCCL cannot be loaded: {}; install it, add its folder to LD_LIBRARY_PATH, or name it in "
+                    "GRADWIRE_NCCL_LIBRARY",
+                    why != nullptr ? why : library.c_str()));
   }
   NcclApi api;
   find(handle, api.get_version, "ncclGetVersion");
   find(handle, api.error_string, "ncclGetErrorString");
   int version = 0;
   api.get_version(&version);
-  if (version < kOldest)
-    throw BadInput("NCCL " + api.version() + " is too old; 2.18 is the oldest that works");
+  if (version < kOldest) {
+    throw BadInput(fmt::format("NCCL {} is too old; install version 2.18 or newer", api.version()));
+  }
   find(handle, api.get_unique_id, "ncclGetUniqueId");
   find(handle, api.init_rank, "ncclCommInitRankConfig");
   find(handle, api.finalize, "ncclCommFinalize");
@@ -61,18 +65,18 @@ NcclApi load() {
 std::string NcclApi::text(ncclResult_t result, ncclComm_t comm) const {
   std::string text = error_string(result);
   const char* more = last_error != nullptr ? last_error(comm) : nullptr;
-  if (more != nullptr && *more != '\0') text += std::string(" (") + more + ")";
+  if (more != nullptr && *more != '\0') text += fmt::format(" ({})", more);
   return text;
 }
 
 std::string NcclApi::version() const {
   int v = 0;
   get_version(&v);
-  return std::to_string(v / 10000) + "." + std::to_string(v / 100 % 100) + "." + std::to_string(v % 100);
+  return fmt::format("{}.{}.{}", v / 10000, v / 100 % 100, v % 100);
 }
 
 const NcclApi& NcclApi::loaded() {
-  static const NcclApi api = load();  // tried again after a failure
+  static const NcclApi api = load();  // if load() throws, the next call tries again
   return api;
 }
 

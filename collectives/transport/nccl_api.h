@@ -1,8 +1,8 @@
-// The functions of NCCL that Gradwire uses, behind a table: the library is loaded when it is first needed, so
-// that programs start where it is missing; the copy that the process has loaded already is shared; and tests
-// put functions of their own in its place.
+// A table of the NCCL functions that Gradwire uses. The library is loaded on first use, so programs start
+// where it is missing; a copy that the process has already loaded is shared; and tests can substitute
+// functions of their own.
 //
-// Includes nccl.h, and with it CUDA's headers: for the NCCL transport and the interposer only.
+// Includes nccl.h, and with it CUDA's headers: only for the NCCL transport and the interposer.
 #pragma once
 
 #include <nccl.h>
@@ -27,7 +27,7 @@ struct NcclApi {
   decltype(&ncclGroupEnd) group_end = nullptr;
   decltype(&ncclSend) send = nullptr;
   decltype(&ncclRecv) receive = nullptr;
-  // Null in versions that lack them, and where nobody needs them.
+  // Optional: null in versions that lack them.
   decltype(&ncclAllReduce) all_reduce = nullptr;
   decltype(&ncclGetLastError) last_error = nullptr;
   ncclResult_t (*shrink)(ncclComm_t, int*, int, ncclComm_t*, ncclConfig_t*, int) = nullptr;  // 2.27

@@ -2,6 +2,8 @@
 
 #include "collectives/transport/nccl_transport.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "runtime/error.h"
@@ -13,7 +15,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kLookEvery{20}, kLookWhenIdle{500};
-// How long NCCL may take to shut a communicator down whose peers are all well.
+// How long NCCL may take to shut down a communicator whose peers are all healthy.
 constexpr milliseconds kFarewell{10'000};
 
 }  // namespace
@@ -32,8 +34,8 @@ ncclComm_t init_nccl(const NcclApi& api, int rank, int world, const ncclUniqueId
   const std::string why =
       result == ncclInProgress ? "no progress until the deadline" : api.text(result, comm);
   if (comm != nullptr) api.abort(comm);
-  throw CommError("rank " + std::to_string(rank) + " of " + std::to_string(world) +
-                  ": joining through NCCL: " + why + "; NCCL_DEBUG=INFO says more");
+  throw CommError(
+      fmt::format("rank {} of {}: joining through NCCL: {}; NCCL_DEBUG=INFO says more", rank, world, why));
 }
 
 NcclTransport::NcclTransport(NcclSetup setup)
@@ -43,7 +45,7 @@ NcclTransport::NcclTransport(NcclSetup setup)
       comm_(setup_.comm),
       in_flight_(setup_.timeout) {
   if (api_.user_rank(comm_, &rank_) != ncclSuccess || api_.count(comm_, &world_) != ncclSuccess) {
-    throw BadInput("this is not an NCCL communicator that stands");
+    throw BadInput("this is not a working NCCL communicator");
   }
   standing_ = in_flight_.standing();
   if (watched_) watcher_ = std::thread([this] { watch(); });
@@ -69,7 +71,7 @@ NcclTransport::~NcclTransport() {
     if (!ended_->changed.wait_for(lock, kFarewell, [&] { return ended_->done; })) watcher_.detach();
   }
   if (watcher_.joinable()) watcher_.join();
-  // Says that it leaves in peace, then hangs up.
+  // Announces an orderly departure before hanging up.
   if (setup_.group) setup_.group->leave();
   if (!setup_.owned || comm_ == nullptr) return;
   const auto deadline = SteadyClock::now() + kFarewell;
@@ -84,14 +86,14 @@ NcclTransport::~NcclTransport() {
 }
 
 std::string NcclTransport::doing(const std::string& what) const {
-  return calls_ == 0 ? what : "call " + std::to_string(calls_) + ", " + what;
+  return calls_ == 0 ? what : fmt::format("call {}, {}", calls_, what);
 }
 
 void NcclTransport::throw_if_failed(const std::string& what) {
   std::unique_lock lock(mutex_);
-  // A failure that is being dealt with is one.
+  // A failure that is still being handled counts: wait for its final text.
   changed_.wait(lock, [&] { return !cause_ || !failure_.empty(); });
-  if (!failure_.empty()) throw CommError("rank " + std::to_string(rank_) + ": " + what + ": " + failure_);
+  if (!failure_.empty()) throw CommError(fmt::format("rank {}: {}: {}", rank_, what, failure_));
 }
 
 void NcclTransport::heard(const std::string& cause, bool from_group) {
@@ -107,9 +109,9 @@ void NcclTransport::heard(const std::string& cause, bool from_group) {
 }
 
 void NcclTransport::give_up(const std::string& what, const std::string& cause) {
-  heard(what + ": " + cause, false);
+  heard(fmt::format("{}: {}", what, cause), false);
   throw_if_failed(what);
-  throw CommError("rank " + std::to_string(rank_) + ": " + what + ": " + cause);
+  throw CommError(fmt::format("rank {}: {}: {}", rank_, what, cause));
 }
 
 ncclResult_t NcclTransport::settle(ncclComm_t comm, ncclResult_t result, SteadyClock::time_point deadline,
@@ -125,26 +127,25 @@ ncclResult_t NcclTransport::settle(ncclComm_t comm, ncclResult_t result, SteadyC
   return result;
 }
 
-// A rank compares with the one before it, so all of them with each other.
+// Each rank compares with its predecessor; around the ring, that compares all of them.
 void NcclTransport::compare(const Call& call) {
-  const std::string key = "call/" + std::to_string(calls_) + "/";
-  const std::string mine = std::to_string(rolling_) + " " + call.what;
+  const std::string mine = fmt::format("{} {}", rolling_, call.what);
   StoreClient& store = setup_.group->store();
   const int previous = (rank_ + world_ - 1) % world_;
   std::string theirs;
   try {
-    store.set(key + std::to_string(rank_), mine);
-    theirs = store.get(key + std::to_string(previous), SteadyClock::now() + setup_.timeout,
-                       "waiting for rank " + std::to_string(previous) + " to make this call");
+    store.set(fmt::format("call/{}/{}", calls_, rank_), mine);
+    theirs = store.get(fmt::format("call/{}/{}", calls_, previous), SteadyClock::now() + setup_.timeout,
+                       fmt::format("waiting for rank {} to make this call", previous));
   } catch (const CommError& error) {
     give_up(doing(call.what), error.what());
   }
   if (theirs == mine) return;
   const std::string their_call = theirs.substr(theirs.find(' ') + 1);
-  give_up(doing(call.what),
-          "ranks disagree: rank " + std::to_string(previous) + " makes call " + std::to_string(calls_) +
-              ", " + their_call +
-              (their_call == call.what ? "; this call or one before differs in something else" : ""));
+  give_up(
+      doing(call.what),
+      fmt::format("ranks disagree: rank {} makes call {}, {}{}", previous, calls_, their_call,
+                  their_call == call.what ? "; this call or an earlier one differs in something else" : ""));
 }
 
 void NcclTransport::begin(const Stream&, const Call& call) {
@@ -174,8 +175,7 @@ void NcclTransport::exchange(const Stream& stream, const std::vector<Transfer>& 
   if (transfers.empty()) return;
   for (const Transfer& t : transfers) {
     if (t.peer < 0 || t.peer >= world_ || t.peer == rank_) {
-      throw BadInput(label.what + ": rank " + std::to_string(rank_) + " cannot exchange with rank " +
-                     std::to_string(t.peer));
+      throw BadInput(fmt::format("{}: rank {} cannot exchange with rank {}", label.what, rank_, t.peer));
     }
   }
   ++exchanges_;
@@ -202,7 +202,7 @@ void NcclTransport::exchange(const Stream& stream, const std::vector<Transfer>& 
         } else {
           result = api_.receive(t.data, t.bytes, ncclUint8, t.peer, comm, native);
         }
-        if (result == ncclInProgress) result = ncclSuccess;  // of the group's end, that is
+        if (result == ncclInProgress) result = ncclSuccess;  // the end of the group reports the real result
       }
       const ncclResult_t ended = api_.group_end();
       if (result == ncclSuccess) result = ended;
@@ -215,11 +215,11 @@ void NcclTransport::exchange(const Stream& stream, const std::vector<Transfer>& 
   result = settle(comm, result, deadline, failed);
   if (result == ncclInProgress || failed()) {
     throw_if_failed(what);
-    give_up(what, "no progress for " + std::to_string(setup_.timeout.count()) +
-                      " ms while connecting: " + pending_text(transfers));
+    give_up(what, fmt::format("no progress for {} ms while connecting: {}", setup_.timeout.count(),
+                              pending_text(transfers)));
   }
   if (result != ncclSuccess) {
-    give_up(what, "NCCL: " + api_.text(result, nullptr) + ": " + pending_text(transfers));
+    give_up(what, fmt::format("NCCL: {}: {}", api_.text(result, nullptr), pending_text(transfers)));
   }
   bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
   if (!mark) return;
@@ -241,7 +241,7 @@ void NcclTransport::barrier() {
     return;
   }
   if (world_ == 1) return;
-  // A byte from everybody to everybody.
+  // One byte from every rank to every other.
   const Stream stream = Stream::create(setup_.device, "barrier");
   Buffer bytes(setup_.device, static_cast<size_t>(world_));
   fill_zero(stream, bytes.data(), bytes.bytes());
@@ -253,12 +253,12 @@ void NcclTransport::barrier() {
   }
   exchange(stream, transfers, {mix(0, 0x626172), "barrier"});
   bytes_sent_.fetch_sub(static_cast<uint64_t>(world_ - 1), std::memory_order_relaxed);  // no payload
-  stream.synchronize();  // ends: the watching thread, or the communicator's owner, sees to that
+  stream.synchronize();  // cannot hang: the watching thread or the communicator's owner aborts it
   throw_if_failed("at a barrier");
 }
 
 void NcclTransport::abort(const std::string& reason) {
-  heard("rank " + std::to_string(rank_) + " gave up: " + reason, false);
+  heard(fmt::format("rank {} gave up: {}", rank_, reason), false);
 }
 
 void NcclTransport::check() {
@@ -281,7 +281,7 @@ std::string NcclTransport::take_message(int from) {
   try {
     return setup_.group->take_message(from);
   } catch (const CommError& error) {
-    give_up("waiting for rank " + std::to_string(from) + "'s report", error.what());
+    give_up(fmt::format("waiting for rank {}'s report", from), error.what());
   }
 }
 
@@ -305,24 +305,24 @@ void NcclTransport::watch() {
     }
     standing_ = in_flight_.standing();
     for (auto& mark : in_flight_.take_spare()) spare_.push_back(std::move(mark));
-    if (!text.empty() && !cause_) cause_ = standing_ + ": " + text;
+    if (!text.empty() && !cause_) cause_ = fmt::format("{}: {}", standing_, text);
     if (overdue && !cause_) cause_ = *overdue;
   }
   if (!cause_) return;
-  // From here on this is the end of the group.
+  // The group has failed; what follows shuts it down.
   const std::string cause = *cause_;
   const bool from_group = cause_from_group_;
   lock.unlock();
   std::string text = from_group || !setup_.group ? cause : tell_the_group(cause);
   lock.lock();
-  // Before the kernels stop waiting, so that whoever waits for a stream finds it.
+  // Set before the kernels stop waiting, so that a thread that synchronizes a stream finds it in check().
   failure_ = std::move(text);
   changed_.notify_all();
   lock.unlock();
   end_communicator();
 }
 
-// NCCL's own opinion of the communicator; empty when it is well.
+// NCCL's own error for the communicator; empty if there is none.
 std::string NcclTransport::nccl_error() {
   std::lock_guard lock(nccl_mutex_);
   if (comm_ == nullptr) return "";
@@ -331,12 +331,12 @@ std::string NcclTransport::nccl_error() {
   return result == ncclSuccess || result == ncclInProgress ? "" : "NCCL: " + api_.text(result, comm_);
 }
 
-// Reports, hears who still answers, and returns all that is known.
+// Reports the failure, finds out who still answers, and returns everything that is known.
 std::string NcclTransport::tell_the_group(const std::string& cause) {
   std::string text = cause;
   const std::optional<std::string> first =
-      setup_.group->store().report("rank " + std::to_string(rank_) + ": " + cause);
-  if (!first) return text + "; no answer from rank 0, which keeps the roll";
+      setup_.group->store().report(fmt::format("rank {}: {}", rank_, cause));
+  if (!first) return text + "; no answer from rank 0, which runs the store";
   if (first->find(cause) == std::string::npos) text += "; the first to fail: " + *first;
   const RollCall roll = setup_.group->store().roll_call();
   if (const std::string absent = roll.absent(); !absent.empty()) text += "; " + absent;
@@ -346,12 +346,12 @@ std::string NcclTransport::tell_the_group(const std::string& cause) {
     const std::string& state = roll.ranks[r].state;
     if (roll.ranks[r].presence != RollCall::Presence::here || state.empty() || state == standing_) continue;
     if (++told > 3) break;
-    text += "; rank " + std::to_string(r) + " is " + state;
+    text += fmt::format("; rank {} is {}", r, state);
   }
   return text;
 }
 
-// An abort may hang, so nothing of this object is touched behind it; see the destructor.
+// An abort may hang, so this object must not be touched after it; see the destructor.
 void NcclTransport::end_communicator() {
   const NcclApi& api = api_;
   const std::shared_ptr<Ended> ended = ended_;
@@ -372,17 +372,19 @@ void NcclTransport::end_communicator() {
 }
 
 std::unique_ptr<Transport> NcclTransport::shrink(const std::vector<int>& excluded) {
-  if (api_.shrink == nullptr) throw BadInput("shrink needs NCCL 2.27; this is " + api_.version());
+  if (api_.shrink == nullptr)
+    throw BadInput(fmt::format("shrink needs NCCL 2.27; this is {}", api_.version()));
   std::vector<int> out = excluded;
   std::sort(out.begin(), out.end());
   out.erase(std::unique(out.begin(), out.end()), out.end());
   if (out.empty() || out.front() < 0 || out.back() >= world_ || static_cast<int>(out.size()) >= world_) {
-    throw BadInput("shrink: the ranks to leave out are some, not all, of 0 to " + std::to_string(world_ - 1));
+    throw BadInput(
+        fmt::format("shrink: the excluded ranks must be some, but not all, of 0 to {}", world_ - 1));
   }
   if (std::binary_search(out.begin(), out.end(), rank_)) {
-    throw BadInput("shrink: rank " + std::to_string(rank_) + " is among those left out, who do not call it");
+    throw BadInput(fmt::format("shrink: rank {} is excluded; only the remaining ranks call it", rank_));
   }
-  // A failure under way is the usual reason to be here.
+  // Usually called because of a failure, which may still be being handled: wait until it has been.
   try {
     throw_if_failed("shrinking");
   } catch (const CommError&) {
@@ -394,9 +396,9 @@ std::unique_ptr<Transport> NcclTransport::shrink(const std::vector<int>& exclude
     result = settle(comm, result, deadline, never);
     if (result == ncclSuccess) return;
     if (child != nullptr) api_.abort(child);
-    throw CommError("rank " + std::to_string(rank_) + ": shrinking to " +
-                    std::to_string(world_ - static_cast<int>(out.size())) + " ranks: " +
-                    (result == ncclInProgress ? "no progress until the deadline" : api_.text(result, comm)));
+    throw CommError(
+        fmt::format("rank {}: shrinking to {} ranks: {}", rank_, world_ - static_cast<int>(out.size()),
+                    result == ncclInProgress ? "no progress until the deadline" : api_.text(result, comm)));
   };
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;
@@ -410,7 +412,7 @@ std::unique_ptr<Transport> NcclTransport::shrink(const std::vector<int>& exclude
         "shrink: the communicator was aborted; create it with NcclOptions::shrinkable so that a failure "
         "leaves it usable for this");
   }
-  if (revoked_) busy(parent, ncclInProgress);  // until it is quiet
+  if (revoked_) busy(parent, ncclInProgress);  // until the revocation is complete
   {
     std::lock_guard lock(nccl_mutex_);
     result = api_.shrink(parent, out.data(), static_cast<int>(out.size()), &child, &config, 0);

@@ -1,5 +1,5 @@
-// The NCCL transport without CUDA: what it does with NCCL's functions and with marks on streams. nccl.cpp
-// gives it the real ones, tests their own.
+// The NCCL transport without CUDA: its logic on top of NCCL's functions and marks on streams. nccl.cpp
+// supplies the real ones, tests supply their own.
 #pragma once
 
 #include <condition_variable>
@@ -19,7 +19,7 @@
 
 namespace gradwire {
 
-// What the transport needs of CUDA beside NCCL.
+// What the transport needs from CUDA apart from NCCL.
 class GpuCalls {
  public:
   virtual ~GpuCalls() = default;
@@ -43,7 +43,7 @@ struct NcclSetup {
   std::unique_ptr<Membership> group = nullptr;
 };
 
-// Joins, until the communicator stands or the deadline has passed.
+// Joins: returns the initialized communicator, or throws CommError at the deadline.
 ncclComm_t init_nccl(const NcclApi& api, int rank, int world, const ncclUniqueId& id,
                      SteadyClock::time_point deadline);
 
@@ -69,7 +69,7 @@ class NcclTransport final : public Transport {
 
  private:
   std::string doing(const std::string& what) const;
-  // Makes the group fail with `cause`, waits until the watching thread has said goodbye to the peers, throws.
+  // Fails the group with `cause`, waits until the watching thread has told the peers, then throws.
   [[noreturn]] void give_up(const std::string& what, const std::string& cause);
   void throw_if_failed(const std::string& what);
   void compare(const Call& call);
@@ -97,12 +97,12 @@ class NcclTransport final : public Transport {
   const std::shared_ptr<Ended> ended_ = std::make_shared<Ended>();
   int rank_ = 0, world_ = 1;
 
-  // Of the thread that makes the calls.
+  // Used only by the thread that makes the calls.
   uint64_t calls_ = 0, exchanges_ = 0, rolling_ = 0;
   std::string call_;
   std::set<uint64_t> known_calls_;
 
-  std::mutex nccl_mutex_;  // held during every call on comm_, so that no call meets an abort
+  std::mutex nccl_mutex_;  // held during every call on comm_, so that none runs concurrently with an abort
   ncclComm_t comm_ = nullptr;
   bool revoked_ = false;
 
@@ -110,7 +110,7 @@ class NcclTransport final : public Transport {
   std::condition_variable changed_;
   ExchangesInFlight in_flight_;
   std::vector<std::unique_ptr<ExchangeMark>> spare_;
-  std::optional<std::string> cause_;  // a failure that the watching thread has yet to deal with
+  std::optional<std::string> cause_;  // a failure that the watching thread has yet to handle
   bool cause_from_group_ = false;
   std::string failure_;  // final
   std::string standing_ = "joining";

@@ -1,5 +1,5 @@
-// One rank of a group whose other ranks do not exist: what reducers and codecs can be made with to see what
-// they would take. Moving anything through it is an error.
+// One rank of a group whose other ranks do not exist, for building reducers and codecs to see how much memory
+// they would need. Any exchange is an error.
 #pragma once
 
 #include "collectives/transport/transport.h"
@@ -19,7 +19,7 @@ class PlannedTransport : public Transport {
   void exchange(const Stream&, const std::vector<Transfer>&, const ExchangeLabel& label) override {
     throw Error("a planned group moves nothing: " + label.what);
   }
-  void barrier() override { throw Error("a planned group has nobody to meet"); }
+  void barrier() override { throw Error("a planned group has no other ranks to meet"); }
   void abort(const std::string&) override {}
 
  private:

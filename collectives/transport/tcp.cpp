@@ -1,5 +1,7 @@
 #include "collectives/transport/tcp.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -34,7 +36,7 @@ class TcpTransport final : public Transport {
     where_ = "not in a collective yet";
   }
 
-  // First says that it leaves in peace, then hangs up.
+  // Announces an orderly departure before hanging up.
   ~TcpTransport() override { group_.leave(); }
 
   int rank() const override { return group_.rank(); }
@@ -94,16 +96,16 @@ class TcpTransport final : public Transport {
     try {
       return group_.take_message(from);
     } catch (const CommError& error) {
-      give_up("waiting for rank " + std::to_string(from) + "'s report", error.what());
+      give_up(fmt::format("waiting for rank {}'s report", from), error.what());
     }
   }
 
   void abort(const std::string& reason) override {
     {
       std::lock_guard lock(mutex_);
-      if (!last_words_.empty()) return;  // the group has heard of it
+      if (!last_words_.empty()) return;  // the group knows already
     }
-    std::string cause = "rank " + std::to_string(rank()) + " gave up: " + reason;
+    std::string cause = fmt::format("rank {} gave up: {}", rank(), reason);
     group_.store().report(cause);
     group_failed(cause);
   }
@@ -121,16 +123,16 @@ class TcpTransport final : public Transport {
       links_ = std::move(links);
       if (!failure_.empty()) throw CommError(failure_);
     }
-    group_.store().set("link/" + std::to_string(rank()), made->contact());
+    group_.store().set(fmt::format("link/{}", rank()), made->contact());
     std::vector<std::string> contacts;
     for (int r = 0; r < world(); ++r) {
-      contacts.push_back(group_.store().get("link/" + std::to_string(r), deadline,
-                                            "waiting for rank " + std::to_string(r) + " to join"));
+      contacts.push_back(group_.store().get(fmt::format("link/{}", r), deadline,
+                                            fmt::format("waiting for rank {} to join", r)));
     }
     made->connect(contacts, deadline);
   }
 
-  // Called by the watcher's thread, or by the one that noticed: wakes the exchange that is under way.
+  // Called by the watcher's thread or the one that noticed the failure: wakes the exchange in progress.
   void group_failed(const std::string& cause) {
     std::lock_guard lock(mutex_);
     if (failure_.empty()) failure_ = cause;
@@ -142,9 +144,9 @@ class TcpTransport final : public Transport {
     return failure_;
   }
 
-  // Tells the group, hears who still answers, and throws with all that is known.
+  // Tells the group, finds out who still answers, and throws an error with everything that is known.
   [[noreturn]] void give_up(const std::string& doing, const std::string& cause) {
-    std::string text = "rank " + std::to_string(rank()) + ": " + doing + ": ";
+    std::string text = fmt::format("rank {}: {}: ", rank(), doing);
     const int waited_for = waiting_for_.load();
     {
       std::lock_guard lock(mutex_);
@@ -154,7 +156,7 @@ class TcpTransport final : public Transport {
     std::optional<std::string> first = group_.store().report(text);
     group_failed(first.value_or(text));
     if (!first) {
-      text += "; no answer from rank 0, which keeps the roll";
+      text += "; no answer from rank 0, which runs the store";
     } else {
       if (*first != text && cause.find(*first) == std::string::npos) text += "; the first to fail: " + *first;
       text += who_is_where(waited_for);
@@ -164,15 +166,15 @@ class TcpTransport final : public Transport {
     throw CommError(text);
   }
 
-  // Where this rank stands, for the others: "in call 17, allreduce of ..., waiting for rank 2".
+  // This rank's state, for the others: "in call 17, allreduce of ..., waiting for rank 2".
   std::string where() {
     int peer = waiting_for_.load();
     std::lock_guard lock(mutex_);
-    return peer < 0 ? where_ : where_ + kWaiting + std::to_string(peer);
+    return peer < 0 ? where_ : fmt::format("{}{}{}", where_, kWaiting, peer);
   }
 
-  // "; gone: rank 2; rank 3 is in call 17, ..., waiting for rank 1; ...": who does not answer, then whom this
-  // rank waits for, whom that one waits for, and so on, which leads to the culprit; then others.
+  // "; gone: rank 2; rank 3 is in call 17, ..., waiting for rank 1; ...": first the ranks that do not answer,
+  // then the chain of who waits for whom, starting from this rank, which leads to the culprit; then others.
   std::string who_is_where(int waited_for) {
     RollCall roll = group_.store().roll_call();
     std::string text = roll.absent();
@@ -184,7 +186,7 @@ class TcpTransport final : public Transport {
       if (roll.ranks[r].presence != RollCall::Presence::here || state.empty() || !told.insert(r).second) {
         return false;
       }
-      text += "; rank " + std::to_string(r) + " is " + state;
+      text += fmt::format("; rank {} is {}", r, state);
       return true;
     };
     for (int r = waited_for; r >= 0 && r < world && told.size() < 6 && tell(r);) {
@@ -197,7 +199,7 @@ class TcpTransport final : public Transport {
 
   // From here to the end of end_exchange(): on the stream's thread.
   void enter(const Call& call) {
-    if (unannounced_) {  // the last call moved nothing; its neighbours still compare
+    if (unannounced_) {  // the previous call moved nothing, but its header must still be compared
       begin_exchange({}, {0, call_.what});
       end_exchange();
     }
@@ -207,9 +209,9 @@ class TcpTransport final : public Transport {
     unannounced_ = true;
   }
 
-  // "call 17, allreduce of ...": what this rank does, for every error.
+  // "call 17, allreduce of ...": what this rank is doing, for error texts.
   std::string named(const std::string& what) const {
-    return sequence_ == 0 ? what : "call " + std::to_string(sequence_) + ", " + what;
+    return sequence_ == 0 ? what : fmt::format("call {}, {}", sequence_, what);
   }
 
   void begin_exchange(const std::vector<Transfer>& transfers, const ExchangeLabel& label) {
@@ -219,11 +221,10 @@ class TcpTransport final : public Transport {
     for (const Transfer& t : transfers) {
       if (t.peer < 0 || t.peer >= world() || t.peer == rank()) {
         in_flight_.pop_back();
-        throw BadInput(label.what + ": rank " + std::to_string(rank()) + " cannot exchange with rank " +
-                       std::to_string(t.peer));
+        throw BadInput(fmt::format("{}: rank {} cannot exchange with rank {}", label.what, rank(), t.peer));
       }
       if (t.kind == Transfer::Kind::send) e.bytes += t.bytes;
-      if (sequence_ > 0) continue;  // in a call, its header stands for all that it exchanges
+      if (sequence_ > 0) continue;  // a call's header covers all its exchanges
       auto& headers = t.kind == Transfer::Kind::send ? e.sent : e.expected;
       headers.try_emplace(t.peer, tag, e.here).first->second.add(t.bytes);
     }
@@ -289,7 +290,7 @@ class TcpTransport final : public Transport {
     if (!in_flight_.empty()) links_->hand_over();
   }
 
-  // The exchange that was under way longest is over.
+  // The oldest exchange in flight is done.
   void leave() {
     waiting_for_ = -1;
     std::lock_guard lock(mutex_);
@@ -297,7 +298,7 @@ class TcpTransport final : public Transport {
                                    : "not in a collective; its last was " + in_flight_[0]->here;
   }
 
-  // Of exchange `e`, while it waited for `at` or, where that is null, posted.
+  // Exchange `e` failed while waiting for `at`, or while posting if `at` is null.
   [[noreturn]] void fail(const InFlight& e, const Posted* at, const std::exception& error,
                          SteadyClock::time_point deadline) {
     struct Cleared {
@@ -315,11 +316,11 @@ class TcpTransport final : public Transport {
     if (const auto* mismatch = dynamic_cast<const Mismatch*>(&error)) give_up(e.here, mismatch->what());
     std::string cause = failure();
     if (cause.empty() && SteadyClock::now() >= deadline) {
-      cause = "not done after " + std::to_string(group_.timeout().count()) + " ms";
+      cause = fmt::format("not done after {} ms", group_.timeout().count());
     } else if (cause.empty()) {
-      cause = "connection lost (" + std::string(error.what()) + ")";
+      cause = fmt::format("connection lost ({})", error.what());
     }
-    give_up(e.here + ": " + pending_text(e.posted, at), cause);
+    give_up(fmt::format("{}: {}", e.here, pending_text(e.posted, at)), cause);
   }
 
   void post(InFlight& e, Transfer::Kind kind, int peer, void* data, size_t bytes, uint64_t slot) {
@@ -337,17 +338,17 @@ class TcpTransport final : public Transport {
   }
 
   std::mutex mutex_;
-  std::string failure_;     // the first this rank heard of
-  std::string last_words_;  // what give_up() threw
+  std::string failure_;     // the first one this rank heard of
+  std::string last_words_;  // the text that give_up() threw
   std::string where_ = "joining";
   std::atomic<int> waiting_for_{-1};
-  // Of the call this rank is in; they belong to the thread that runs exchanges.
+  // The current call. Used only by the thread that runs exchanges.
   Call call_;
   uint64_t sequence_ = 0, rolling_ = 0;
   bool unannounced_ = false;                         // nothing of this call has been sent yet
-  std::deque<std::unique_ptr<InFlight>> in_flight_;  // in the order in which they were started
-  // Destroyed in reverse: the store, whose thread may interrupt the links, then these, whose thread may work on what is
-  // in flight.
+  std::deque<std::unique_ptr<InFlight>> in_flight_;  // in start order
+  // Destroyed in reverse order: first the group, because its thread may interrupt the links, then the links,
+  // because their thread may work on what is in flight.
   std::unique_ptr<TcpLinks> links_;
   Membership group_;
 };

@@ -1,13 +1,12 @@
 // Ranks as processes, on one host or many, over TCP.
 //
-// An exchange posts all of its receives and sends (tcp_links.h), each straight from or into the caller's memory,
-// on the host stream's thread, and waits for each until the deadline. Headers go ahead of the payload
-// (tcp_messages.h): once per call to the next rank, once per exchange to every peer. The receiver compares
-// them with its own; payload of a call or size other than its own cannot touch its memory.
+// An exchange runs on the host stream's thread: it posts all of its receives and sends (tcp_links.h), each
+// straight into or from the caller's memory, and waits for them until the deadline. Headers precede the
+// payload (tcp_messages.h): once per call to the next rank; outside of calls, once per exchange to every
+// peer. The receiver compares them with its own; payload of another call or size cannot touch its memory.
 //
-// Beside these connections each rank has one to rank 0 (rendezvous/store.h), on which failures travel: who
-// dies, times out or disagrees is known to everybody at once, and the error on every rank says who no longer
-// answers.
+// In addition each rank has a connection to rank 0 (rendezvous/store.h) for failures: all ranks learn at once
+// of one that dies, times out or disagrees, and the error on every rank says who no longer answers.
 #pragma once
 
 #include <chrono>
@@ -25,8 +24,8 @@ struct TcpOptions {
   std::string interface;
 };
 
-// Joins the group and connects to every rank. Blocks until all are there. Throws BadInput for options that
-// cannot work, CommError when a rank does not come in time.
+// Joins the group and connects to every rank. Blocks until all have joined. Throws BadInput for invalid
+// options, CommError when a rank does not join in time.
 std::unique_ptr<Transport> make_tcp_transport(const TcpOptions& options);
 
 }  // namespace gradwire

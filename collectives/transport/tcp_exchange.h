@@ -1,5 +1,8 @@
-// An exchange between processes while it is under way, and how to say what it waits for. Internal to the transport.
+// An exchange between processes while it is in flight, and a description of what it waits for. Internal to
+// the transport.
 #pragma once
+
+#include <fmt/format.h>
 
 #include <cstdint>
 #include <map>
@@ -14,10 +17,10 @@
 
 namespace gradwire::tcp_messages {
 
-// A message on its way. Its tag tells headers from payload.
+// A message in flight. Its tag tells headers from payload.
 using Posted = TcpLinks::Message;
 
-// An exchange on its way. The links know where its messages are, so it stays where it is.
+// An exchange in flight. The links hold pointers to its messages, so it must not move.
 struct InFlight {
   std::string here;  // "call 17, allreduce of ..., round 3 of 6"
   std::map<int, Header> expected, sent, arrived;
@@ -36,14 +39,13 @@ inline std::string pending_text(const std::vector<Posted>& posted, const Posted*
   if (at == nullptr) {
     if (posted.empty()) return "before the first transfer";
     const Posted& last = posted.back();
-    text = std::string("starting to ") + (last.sent ? "send to rank " : "receive from rank ") +
-           std::to_string(last.peer);
+    text = fmt::format("starting to {} rank {}", last.sent ? "send to" : "receive from", last.peer);
+  } else if (at->tag == kCallSlot && !at->sent) {
+    text = fmt::format("waiting for rank {} to begin it", at->peer);
   } else {
-    bool send = at->sent;
-    text = std::string("waiting to ") + (send ? "send " : "receive ") +
-           (is_header(*at) ? "" : std::to_string(at->bytes) + " bytes ") + (send ? "to" : "from") + " rank " +
-           std::to_string(at->peer);
-    if (at->tag == kCallSlot && !send) text = "waiting for rank " + std::to_string(at->peer) + " to begin it";
+    text = fmt::format("waiting to {} {}{} rank {}", at->sent ? "send" : "receive",
+                       is_header(*at) ? "" : fmt::format("{} bytes ", at->bytes), at->sent ? "to" : "from",
+                       at->peer);
   }
   int receives = 0, sends = 0;
   std::set<int> peers;
@@ -52,10 +54,8 @@ inline std::string pending_text(const std::vector<Posted>& posted, const Posted*
     ++(p.sent ? sends : receives);
     peers.insert(p.peer);
   }
-  std::string list;
-  for (int peer : peers) list += (list.empty() ? "" : ", ") + std::to_string(peer);
-  return text + " (" + std::to_string(receives) + " receives and " + std::to_string(sends) +
-         " sends pending, with ranks " + list + ")";
+  return fmt::format("{} ({} receives and {} sends pending, with ranks {})", text, receives, sends,
+                     fmt::join(peers, ", "));
 }
 
 }  // namespace gradwire::tcp_messages

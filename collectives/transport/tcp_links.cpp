@@ -1,5 +1,6 @@
 #include "collectives/transport/tcp_links.h"
 
+#include <fmt/format.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -18,14 +19,15 @@ namespace {
 
 constexpr char kGreeting[8] = {'g', 'w', '-', 'l', 'i', 'n', 'k', '1'};
 constexpr size_t kSecretCharacters = 32;
-// Connections that have not said who they are: more than this beyond the ranks, and the oldest goes.
+// How many connections that have not identified themselves are kept, beyond one per rank, before the oldest
+// is closed.
 constexpr size_t kMostStrangers = 64;
 
-// The first bytes on a connection, from the rank that made it.
+// The first bytes on a connection, sent by the rank that opened it.
 struct Hello {
   char greeting[sizeof kGreeting];
-  char secret[kSecretCharacters];  // of the rank that is called
-  int32_t rank;                    // of the caller
+  char secret[kSecretCharacters];  // of the listening rank
+  int32_t rank;                    // of the connecting rank
 };
 
 std::string random_secret() {
@@ -44,7 +46,7 @@ int milliseconds_until(SteadyClock::time_point deadline) {
 }  // namespace
 
 TcpLinks::Bell::Bell() : socket_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (!socket_) throw CommError(std::string("no event for a connection: ") + std::strerror(errno));
+  if (!socket_) throw CommError(fmt::format("eventfd failed: {}", std::strerror(errno)));
 }
 void TcpLinks::Bell::ring() {
   const uint64_t one = 1;
@@ -73,28 +75,28 @@ TcpLinks::~TcpLinks() {
 }
 
 std::string TcpLinks::contact() const {
-  return address_ + " " + std::to_string(local_port(listener_)) + " " + secret_;
+  return fmt::format("{} {} {}", address_, local_port(listener_), secret_);
 }
 
-// Each rank calls those below it, and is called by those above it.
+// Each rank connects to those below it and accepts connections from those above it.
 void TcpLinks::connect(const std::vector<std::string>& contacts, SteadyClock::time_point deadline) {
   for (int r = 0; r < rank_; ++r) {
-    const std::string who = "connecting to rank " + std::to_string(r);
+    const std::string who = fmt::format("connecting to rank {}", r);
     std::istringstream contact(contacts[static_cast<size_t>(r)]);
     Endpoint endpoint;
     std::string secret;
     if (!(contact >> endpoint.host >> endpoint.port >> secret) || secret.size() != kSecretCharacters) {
-      throw CommError(who + ": it has an address of another kind; are all ranks the same build?");
+      throw CommError(who + ": its address does not parse; are all ranks the same build?");
     }
     std::string why;
     auto socket = try_connect(endpoint, deadline, why);
-    if (!socket) throw CommError(who + " at " + endpoint.text() + ": " + why);
+    if (!socket) throw CommError(fmt::format("{} at {}: {}", who, endpoint.text(), why));
     Hello hello;
     std::memcpy(hello.greeting, kGreeting, sizeof kGreeting);
     std::memcpy(hello.secret, secret.data(), kSecretCharacters);
     hello.rank = rank_;
     if (!send_all(*socket, std::string(reinterpret_cast<const char*>(&hello), sizeof hello), deadline)) {
-      throw CommError(who + " at " + endpoint.text() + ": it hung up");
+      throw CommError(fmt::format("{} at {}: it hung up", who, endpoint.text()));
     }
     links_[static_cast<size_t>(r)].socket = std::move(*socket);
   }
@@ -111,7 +113,7 @@ void TcpLinks::accept_others(SteadyClock::time_point deadline) {
   auto missing = [&] {
     std::string ranks;
     for (size_t r = static_cast<size_t>(rank_) + 1; r < links_.size(); ++r) {
-      if (!links_[r].socket) ranks += (ranks.empty() ? "" : ", ") + std::to_string(r);
+      if (!links_[r].socket) ranks += fmt::format("{}{}", ranks.empty() ? "" : ", ", r);
     }
     return ranks;
   };

@@ -1,13 +1,12 @@
 // Messages between the ranks of a group of processes: one TCP connection per pair.
 //
-// On a connection messages follow each other, each behind a frame that says what it is and how long. The receiver
-// matches them in order: payload goes from the socket straight to where the message it meets was posted. A frame other
-// than the expected one stops the connection there, with the payload unread: it never reaches memory meant for
-// something else.
+// Each message on a connection is preceded by a frame with its tag and length. The receiver matches messages
+// in order: payload goes from the socket straight into the memory posted for it. An unexpected frame stops
+// the connection there, with the payload unread, so it never reaches memory meant for something else.
 //
-// Who waits does the work: wait() polls all connections and moves what can be moved, so a message costs no switch
-// between threads. Where the caller has other things to do between post() and wait(), hand_over() leaves the work to a
-// thread of the links' own until the next wait().
+// The waiting thread does the work: wait() polls all connections and moves what it can, so a message costs no
+// switch between threads. A caller that has other things to do between post() and wait() calls hand_over(),
+// which leaves the work to a helper thread until the next wait().
 #pragma once
 
 #include <poll.h>
@@ -35,7 +34,7 @@ class TcpLinks {
   struct Frame {
     uint64_t tag = 0, bytes = 0;
   };
-  // Stays where it is from post() to its end, which is wait() or drop().
+  // Must not move from post() until wait() or drop() has returned.
   struct Message {
     bool sent = false;  // or received
     int peer = 0;
@@ -57,27 +56,27 @@ class TcpLinks {
 
   // What the others need to connect: address, port and a secret that keeps strangers out.
   std::string contact() const;
-  // Connects to every rank; contacts[r] is rank r's. Throws CommError that says to whom not.
+  // Connects to every rank; contacts[r] is rank r's. Throws CommError that names the rank it could not reach.
   void connect(const std::vector<std::string>& contacts, SteadyClock::time_point deadline);
 
-  // post(), hand_over() and wait() belong to one thread at a time. post() and wait() throw LinkLost, and CommError after
-  // interrupt().
+  // post(), hand_over() and wait() are for one thread at a time. post() and wait() throw LinkLost, and
+  // CommError after interrupt().
   void post(Message& message);
   void hand_over();
-  // Until `message` is done; false at the deadline.
+  // Waits until `message` is done; false at the deadline.
   bool wait(Message& message, SteadyClock::time_point deadline);
 
-  // From any thread: everything that waits, or will, throws.
+  // From any thread: every current and later wait throws.
   void interrupt();
-  // Forgets what is posted: its memory is left alone from here on. Connections are of no use afterwards.
+  // Forgets what is posted and no longer touches its memory. The connections cannot be used afterwards.
   void drop();
 
  private:
   struct Link {
     Socket socket;
     std::deque<Message*> sends, receives;
-    std::string lost;         // why nothing moves any more
-    bool mismatched = false;  // the next frame is not of receives.front()
+    std::string lost;         // why the connection is dead; empty: it is not
+    bool mismatched = false;  // the next frame does not match receives.front()
   };
   // An event that ends a poll().
   class Bell {
@@ -95,7 +94,7 @@ class TcpLinks {
   bool has_work() const;
   void push(Link& link);
   void pull(Link& link);
-  // Waits until something can move or `bell` rings, and moves it. With `lock` held on entry and exit.
+  // Waits until something can be moved or `bell` rings, and moves it. `lock` is held on entry and exit.
   void poll_once(std::unique_lock<std::mutex>& lock, Bell& bell, std::vector<pollfd>& entries,
                  std::vector<Link*>& owners, SteadyClock::time_point deadline);
   void run();
@@ -109,7 +108,7 @@ class TcpLinks {
   Bell caller_bell_;
   std::vector<pollfd> entries_;
   std::vector<Link*> owners_;
-  // The thread that works between hand_over() and wait(); started when first needed.
+  // Works between hand_over() and wait(); started on first use.
   std::thread helper_;
   std::condition_variable work_;
   Bell helper_bell_;

@@ -1,12 +1,14 @@
 #include "collectives/transport/tcp_messages.h"
 
+#include <fmt/format.h>
+
 namespace gradwire::tcp_messages {
 namespace {
 
 template <typename H>
 void check_magic(const H& header, int peer) {
   if (header.magic == H::kMagic) return;
-  throw Mismatch("what rank " + std::to_string(peer) + " sent is no header of Gradwire's: it is corrupted");
+  throw Mismatch(fmt::format("what rank {} sent is not a Gradwire header: it is corrupted", peer));
 }
 
 }  // namespace
@@ -15,25 +17,23 @@ void compare(const CallHeader& mine, const CallHeader& theirs, int rank, int pee
   if (mine.agrees_with(theirs)) return;
   check_magic(theirs, peer);
   auto call = [](int r, const CallHeader& h) {
-    return "rank " + std::to_string(r) + " makes call " + std::to_string(h.sequence) + ", " + h.text();
+    return fmt::format("rank {} makes call {}, {}", r, h.sequence, h.text());
   };
   bool alike = mine.sequence == theirs.sequence && mine.text() == theirs.text();
-  throw Mismatch("ranks disagree: " + call(rank, mine) + "; " + call(peer, theirs) +
-                 (alike ? "; this call or one before differs in something else" : ""));
+  throw Mismatch(fmt::format("ranks disagree: {}; {}{}", call(rank, mine), call(peer, theirs),
+                             alike ? "; this call or an earlier one differs in something else" : ""));
 }
 
 void compare(const Header& expected, const Header& arrived, int rank, int peer) {
   if (expected.agrees_with(arrived)) return;
   check_magic(arrived, peer);
-  std::string from = "rank " + std::to_string(peer), theirs = arrived.text();
   auto amount = [](const Header& h) {
-    return std::to_string(h.bytes) + " bytes in " + std::to_string(h.messages) +
-           (h.messages == 1 ? " message" : " messages");
+    return fmt::format("{} bytes in {} message{}", h.bytes, h.messages, h.messages == 1 ? "" : "s");
   };
-  bool alike = amount(expected) == amount(arrived) && expected.text() == theirs;
-  throw Mismatch("ranks disagree: rank " + std::to_string(rank) + " expects " + amount(expected) + " from " +
-                 from + ", which is in " + theirs + " and sends " + amount(arrived) +
-                 (alike ? "; the calls differ in something else" : ""));
+  bool alike = amount(expected) == amount(arrived) && expected.text() == arrived.text();
+  throw Mismatch(fmt::format("ranks disagree: rank {} expects {} from rank {}, which is in {} and sends {}{}",
+                             rank, amount(expected), peer, arrived.text(), amount(arrived),
+                             alike ? "; the calls differ in something else" : ""));
 }
 
 }  // namespace gradwire::tcp_messages

@@ -1,17 +1,16 @@
-// What ranks tell each other beside the payload.
+// What ranks tell each other in addition to the payload.
 //
-// Two kinds of message go ahead of payloads, each with a tag of its own:
+// Two kinds of message precede payloads, each with its own tag:
 //   CallHeader  once per call, from each rank to the next one (rank + 1): which call it is, as a hash over
-//               this call and all before it, schedule included. If any two ranks differ, some rank differs
-//               from its neighbour, whatever the schedules are that they follow.
-//   Header      only for exchanges outside of any call, once per exchange and peer sent to: how many messages
-//               of which sizes
-// Payloads carry a tag that follows from calls, exchange and size: what belongs to another call or has another
-// size finds no receiver, and stays on its connection.
+//               this call and all previous ones, including their schedules. If any two ranks differ, some
+//               rank differs from its neighbour, whichever schedules they follow.
+//   Header      only for exchanges outside of any call, once per exchange and receiving peer: how many
+//               messages of which sizes
+// A payload's tag is derived from calls, exchange and size: payload of another call or size finds no receiver
+// and stays on its connection.
 #pragma once
 
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -26,12 +25,12 @@ struct CallHeader {
   static constexpr uint64_t kMagic = 0x32657269'77647267ull;
   uint64_t magic = kMagic;
   uint64_t sequence = 0;
-  uint64_t rolling = 0;  // of all calls so far, this one included
+  uint64_t rolling = 0;  // hash of all calls so far, including this one
   char what[168] = {};   // for the receiver's error text
 
   CallHeader() = default;
   CallHeader(uint64_t call, uint64_t hash, const std::string& label) : sequence(call), rolling(hash) {
-    std::snprintf(what, sizeof what, "%s", label.c_str());
+    label.copy(what, sizeof what - 1);
   }
   bool agrees_with(const CallHeader& other) const {
     return magic == other.magic && sequence == other.sequence && rolling == other.rolling;
@@ -49,7 +48,7 @@ struct Header {
   char what[88] = {};  // for the receiver's error text
 
   Header(uint64_t tag_of_exchange, const std::string& label) : tag(tag_of_exchange) {
-    std::snprintf(what, sizeof what, "%s", label.c_str());
+    label.copy(what, sizeof what - 1);
   }
   void add(size_t message_bytes) {
     ++messages;
@@ -71,7 +70,8 @@ inline uint64_t payload_slot(uint64_t tag, size_t bytes) {
 struct Mismatch : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-// Of rank `rank`, about what rank `peer` sent. Throw Mismatch, which names both and what each is in.
+// Compare what rank `rank` expects with what rank `peer` sent. Throw Mismatch, which names both ranks and
+// what each is doing.
 void compare(const CallHeader& mine, const CallHeader& theirs, int rank, int peer);
 void compare(const Header& expected, const Header& arrived, int rank, int peer);
 

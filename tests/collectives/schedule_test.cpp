@@ -184,8 +184,9 @@ void expect_violation(const Schedule& s, Rule rule, const std::string& text) {
 TEST(Checker, NamesWhatIsWrong) {
   Schedule s = ring(4);
   s.rounds[2][1] = {first(s, 2, 1, Step::Kind::recv_reduce)};
-  expect_violation(s, Rule::match,
-                   "round 2: rank 2 sends chunk 3 to rank 3, which there meets round 1: rank 3 adds chunk 0");
+  expect_violation(
+      s, Rule::match,
+      "round 2: rank 2 sends chunk 3 to rank 3, but there it meets round 1: rank 3 adds chunk 0");
 
   s = two_shot(3);
   std::erase(s.rounds[2][0], Step{Step::Kind::send, 1, 1});
@@ -194,8 +195,9 @@ TEST(Checker, NamesWhatIsWrong) {
 
   s = ring(4);
   first(s, 2, 1, Step::Kind::send).chunk = 2;
-  expect_violation(s, Rule::match,
-                   "round 1: rank 2 sends chunk 2 to rank 3, which there meets round 1: rank 3 adds chunk 0");
+  expect_violation(
+      s, Rule::match,
+      "round 1: rank 2 sends chunk 2 to rank 3, but there it meets round 1: rank 3 adds chunk 0");
 
   s = ring(4);
   first(s, 1, 0, Step::Kind::send).peer = 9;
@@ -218,7 +220,7 @@ TEST(Checker, NamesWhatIsWrong) {
   s.rounds[0][1].push_back({Step::Kind::send, 1, 0});
   s.rounds[1][1].push_back({Step::Kind::recv_reduce, 0, 0});
   expect_violation(s, Rule::result,
-                   "round 1: rank 1 adds chunk 0 from rank 0, but it has sent its partial sum before");
+                   "round 1: rank 1 adds chunk 0 from rank 0, but it has already sent its partial sum");
 
   s = hierarchical(2, 2);
   for (auto& rounds : s.rounds)
@@ -234,7 +236,7 @@ TEST(Checker, SeesADifferentRoundOnTheOtherSide) {
   s.rounds[0][2] = {first(s, 0, 1, Step::Kind::send)};
   s.rounds[0][1] = {first(s, 0, 1, Step::Kind::recv_reduce)};
   expect_violation(s, Rule::match,
-                   "round 2: rank 0 sends chunk 1 to rank 1, which there meets round 1: rank 1 adds");
+                   "round 2: rank 0 sends chunk 1 to rank 1, but there it meets round 1: rank 1 adds");
 }
 
 TEST(Checker, SeesWastedBytesAndFalseClaims) {
@@ -273,7 +275,7 @@ TEST(Checker, SeesAValueThatWouldBeRoundedForSomeOnly) {
       {{send(0, false)}, {}, {get(0, false)}},
       {{send(0, false)}, {}, {get(0, false)}}};
   expect_violation(s, Rule::rounding,
-                   "round 2: rank 0 sends chunk 0 to rank 2 to another node, after it went unrounded");
+                   "round 2: rank 0 sends chunk 0 to rank 2 to another node, after it was sent unrounded");
 }
 
 // --- mutations: whatever executing shows to be wrong, the checker must have said so, and nothing else ---

@@ -38,7 +38,7 @@ TEST(Spec, ErrorsNameTheCulprit) {
         Case{"powersgd:rank=4,", "ends in"}, Case{"powersgd:wire=fp16", "fp32|bf16"},
         Case{"fp32:schedule=star", "ring|tree"}, Case{"powersgd:round=stochastic", "wire=bf16"},
         Case{"bf16:intra_node=fp16", "wire|fp32"}, Case{"bf16:node_wire=fp16", "intra_node='fp16'"},
-        Case{"bf16:schedule=ring,intra_node=fp32", "schedule=ring knows no nodes"},
+        Case{"bf16:schedule=ring,intra_node=fp32", "schedule=ring has no notion of nodes"},
         Case{"powersgd:min_ratio=nan", "min_ratio='nan'"}}) {
     try {
       CompressionSpec::parse(c.text);

@@ -96,9 +96,9 @@ TEST_F(StoreTest, GetEndsAtItsDeadlineAndTheConnectionStaysUsable) {
 
 TEST_F(StoreTest, StrangersAreRefused) {
   auto a = join(0), b = join(1);
-  EXPECT_EQ(error_of([&] { join(1); }), "there are two processes that say they are rank 1");
-  EXPECT_EQ(error_of([&] { join(2, 4); }), "rank 2 was told of 4 ranks, rank 0 of 3");
-  EXPECT_EQ(error_of([&] { join(7); }), "there is no rank 7 among 3");
+  EXPECT_EQ(error_of([&] { join(1); }), "two processes were started as rank 1");
+  EXPECT_EQ(error_of([&] { join(2, 4); }), "rank 2 was started with a world of 4, rank 0 with 3");
+  EXPECT_EQ(error_of([&] { join(7); }), "there is no rank 7 in a world of 3");
   EXPECT_EQ(error_of([&] { join(2, 3, "another"); }), "the store there belongs to another run");
   // Someone who talks another language is cut off and harms nobody.
   std::string why;

@@ -143,7 +143,7 @@ const Fault kFaults[] = {
     {"wrong_schedule", 3, 3, "ranks disagree: "},
     {"short_delay", 0, 0, ""},
     {"long_delay", 3, 3, "rank #", true},
-    {"corrupted_header", 3, 3, "what rank # sent is no header of Gradwire's: it is corrupted"},
+    {"corrupted_header", 3, 3, "what rank # sent is not a Gradwire header: it is corrupted"},
     {"corrupted_frame", 3, 3, "rank #", true},
     {"reset", 3, 3, "rank #"},
 };
