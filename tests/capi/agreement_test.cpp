@@ -1,16 +1,16 @@
 // Two ranks that make different calls: each argument in turn. Whatever it is, every rank gets GW_COMM_FAILED, and a text
 // that says on which rank it was what. Between threads, and over TCP.
-#include <stdlib.h>
-
 #include <chrono>
-#include <filesystem>
 
 #include "tests/capi/ranks.h"
+#include "tests/expect.h"
+#include "tests/temporary_folder.h"
 
 namespace {
 
 using capi::Model;
 using capi::options;
+using gradwire::testing::expect_has;
 
 // What a rank does; its status, and what gw_last_error() said.
 using Act = std::function<gw_status(gw_comm, int rank)>;
@@ -25,8 +25,9 @@ class CApiAgreement : public testing::TestWithParam<const char*> {
   // A fresh place to meet: rank 0's thread and the others' talk as processes do when it is a file.
   std::string rendezvous() {
     if (GetParam() == std::string("threads")) return capi::fresh_name();
+    static const gradwire::testing::TemporaryFolder folder;
     static std::atomic<int> next{0};
-    return "file://" + folder() + "/meet" + std::to_string(next++);
+    return "file://" + folder.path("meet" + std::to_string(next++));
   }
 
   std::vector<Outcome> outcomes(int world, const Act& act) {
@@ -54,23 +55,8 @@ class CApiAgreement : public testing::TestWithParam<const char*> {
     for (const Outcome& o : outcomes(world, act)) {
       EXPECT_EQ(o.status, GW_COMM_FAILED) << o.text;
       EXPECT_LT(o.took, std::chrono::seconds(30)) << "not noticed, only timed out";
-      for (const std::string& part : parts)
-        EXPECT_NE(o.text.find(part), std::string::npos) << part << " in " << o.text;
+      expect_has(o.text, parts);
     }
-  }
-
- private:
-  static const std::string& folder() {
-    struct Folder {
-      Folder() {
-        std::string pattern = (std::filesystem::temp_directory_path() / "gradwire-agreement-XXXXXX").string();
-        path = mkdtemp(pattern.data());
-      }
-      ~Folder() { std::filesystem::remove_all(path); }
-      std::string path;
-    };
-    static const Folder one;
-    return one.path;
   }
 };
 

@@ -1,11 +1,13 @@
 // What every compression spec owes: nothing is lost over many steps, ranks stay bit-identical, hard gradients
 // stay contained.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
 #include "collectives/codec/examples.h"
 #include "tests/collectives/reducer_rank.h"
+#include "tests/devices.h"
 
 namespace gradwire {
 namespace {
@@ -113,7 +115,7 @@ TEST_P(EverySpec, LosesNothingAndKeepsRanksIdentical) {
   const std::initializer_list<int> worlds = {1, 2, 3, 4, 5, 6, 7, 8, 16};
 #endif
   for (int world : worlds) {
-    SCOPED_TRACE("world of " + std::to_string(world));
+    SCOPED_TRACE(fmt::format("world of {}", world));
     // Long runs of many ranks take minutes on two cores; the schedules with the most steps have them.
     const bool branches = spec.find("tree") != spec.npos || spec.find("hierarchical") != spec.npos;
     const int most = world <= 4 || (world <= 8 && !branches) ? kSteps : 8;
@@ -225,9 +227,7 @@ TEST_P(HardGradients, HugeGradientsSurviveTheWire) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(On, HardGradients, ::testing::ValuesIn(available_devices()), [](const auto& info) {
-  return info.param.is_host() ? std::string("host") : "cuda" + std::to_string(info.param.index);
-});
+GW_INSTANTIATE_ON_DEVICES(HardGradients);
 
 }  // namespace
 }  // namespace gradwire

@@ -3,6 +3,7 @@
 // leave behind is garbage, and the stream goes on as if nothing had happened.
 #pragma once
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -166,7 +167,7 @@ inline const NcclApi& fake_nccl() {
       ++comm.groups;
       comm.log.clear();
       for (const auto& op : operations)
-        comm.log += (op.send ? " s" : " r") + std::to_string(op.peer) + ":" + std::to_string(op.bytes);
+        comm.log += fmt::format(" {}{}:{}", op.send ? 's' : 'r', op.peer, op.bytes);
       if (comm.send_result != ncclSuccess) return ncclSuccess;
       operations[0].stream->submit([operations] { run_fake(operations); });
       comm.busy = comm.busy_after_group;

@@ -4,6 +4,7 @@
 #include "runtime/error.h"
 #include "tests/collectives/group.h"
 #include "tests/collectives/program_runs.h"
+#include "tests/devices.h"
 
 namespace gradwire {
 namespace {
@@ -151,9 +152,7 @@ TEST_P(HalvesTest, SlicesChangeNoBitOfAHalf) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(On, HalvesTest, ::testing::ValuesIn(available_devices()), [](const auto& info) {
-  return info.param.is_host() ? std::string("host") : "cuda" + std::to_string(info.param.index);
-});
+GW_INSTANTIATE_ON_DEVICES(HalvesTest);
 
 }  // namespace
 }  // namespace gradwire

@@ -1,7 +1,7 @@
 // The NCCL transport without a GPU: what it asks NCCL to do, what it decides is stuck, and what it says then.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include <filesystem>
 #include <functional>
 #include <thread>
 
@@ -10,10 +10,14 @@
 #include "runtime/error.h"
 #include "tests/collectives/fake_nccl.h"
 #include "tests/collectives/group.h"
+#include "tests/expect.h"
+#include "tests/temporary_folder.h"
 
 namespace gradwire {
 namespace {
 
+using testing::expect_error;
+using testing::expect_has;
 using testing::fake_nccl;
 using testing::FakeComm;
 using testing::FakeWorld;
@@ -138,11 +142,6 @@ std::vector<std::string> run(int world, const std::function<NcclSetup(int)>& mak
   return errors;
 }
 
-void expect_has(const std::string& text, const std::vector<std::string>& parts) {
-  for (const auto& part : parts)
-    EXPECT_NE(text.find(part), std::string::npos) << part << " is not in: " << text;
-}
-
 TEST(Nccl, AnExchangeIsOneGroupInTheOrderGiven) {
   FakeWorld world(3);
   char buffer[64] = {};
@@ -219,7 +218,7 @@ void all_to_all(Rank& rank, int steps) {
     transfers.push_back({Transfer::Kind::receive, peer, &in[peer], 4});
   }
   for (int step = 0; step < steps; ++step) {
-    rank.transport->exchange(rank.stream, transfers, {1, "step " + std::to_string(step)});
+    rank.transport->exchange(rank.stream, transfers, {1, fmt::format("step {}", step)});
     rank.stream.synchronize();
     rank.transport->check();
     for (int peer = 0; peer < world; ++peer) {
@@ -270,7 +269,7 @@ TEST(Nccl, ASilentPeerIsAnErrorThatNamesItAndTheWatchingThreadAborts) {
       });
   EXPECT_EQ(errors[1], "");
   for (int r : {0, 2}) {
-    expect_has(errors[r], {"rank " + std::to_string(r), "exchange 3", "step 2", "no progress for 1000 ms",
+    expect_has(errors[r], {fmt::format("rank {}", r), "exchange 3", "step 2", "no progress for 1000 ms",
                            "2 receives (8 bytes) from ranks ", "1"});
     EXPECT_EQ(world[r].aborted, 1);
     EXPECT_NE(world[r].aborted_by.load(), caller[r]);
@@ -329,12 +328,11 @@ TEST(Nccl, AnErrorInsideAGroupStillEndsIt) {
   NcclTransport transport(setup(world[0]));
   Stream stream = Stream::create(Device::host(), "test");
   char byte = 0;
-  try {
-    transport.exchange(stream, {{Transfer::Kind::send, 1, &byte, 1}}, {1, "a send"});
-    FAIL();
-  } catch (const CommError& error) {
-    expect_has(error.what(), {"a send", "fake error", "1 send (1 bytes) to rank 1"});
-  }
+  expect_error<CommError>(
+      [&] {
+        transport.exchange(stream, {{Transfer::Kind::send, 1, &byte, 1}}, {1, "a send"});
+      },
+      {"a send", "fake error", "1 send (1 bytes) to rank 1"});
   EXPECT_EQ(testing::fake_group().depth, 0);
   EXPECT_EQ(transport.bytes_sent(), 0u);
 }
@@ -345,12 +343,11 @@ TEST(Nccl, ConnectingHasADeadlineToo) {
   NcclTransport transport(setup(world[0], 200ms));
   Stream stream = Stream::create(Device::host(), "test");
   char byte = 0;
-  try {
-    transport.exchange(stream, {{Transfer::Kind::receive, 1, &byte, 1}}, {1, "the first"});
-    FAIL();
-  } catch (const CommError& error) {
-    expect_has(error.what(), {"the first", "no progress for 200 ms while connecting", "from rank 1"});
-  }
+  expect_error<CommError>(
+      [&] {
+        transport.exchange(stream, {{Transfer::Kind::receive, 1, &byte, 1}}, {1, "the first"});
+      },
+      {"the first", "no progress for 200 ms while connecting", "from rank 1"});
   world[0].busy = 0;
   stream.synchronize();
 }
@@ -363,12 +360,7 @@ TEST(Nccl, AbortEndsWhatIsPendingWithItsReason) {
   transport.exchange(stream, {{Transfer::Kind::receive, 1, &byte, 1}}, {1, "pending"});
   transport.abort("the disk is full");
   stream.synchronize();
-  try {
-    transport.check();
-    FAIL();
-  } catch (const CommError& error) {
-    expect_has(error.what(), {"rank 0 gave up: the disk is full"});
-  }
+  expect_error<CommError>([&] { transport.check(); }, {"rank 0 gave up: the disk is full"});
 }
 
 TEST(Nccl, SurvivorsShrinkAndGoOn) {
@@ -410,34 +402,24 @@ TEST(Nccl, AnAbortedCommunicatorCannotShrinkAndSaysHowItCould) {
   transport.abort("enough");
   EXPECT_THROW(transport.check(), CommError);
   while (world[0].aborted == 0) std::this_thread::sleep_for(1ms);
-  try {
-    transport.shrink({1});
-    FAIL();
-  } catch (const BadInput& error) {
-    expect_has(error.what(), {"shrinkable"});
-  }
+  expect_error<BadInput>([&] { transport.shrink({1}); }, {"shrinkable"});
 }
 
 // --- with a store ---
 
 struct Store {
-  explicit Store(const std::string& name)
-      : path(::testing::TempDir() + "gradwire." + std::to_string(getpid()) + "." + name) {}
-  ~Store() {
-    std::error_code ignored;
-    std::filesystem::remove(path, ignored);
-  }
   NcclSetup setup_with(FakeComm& comm, std::chrono::milliseconds timeout) const {
     NcclSetup s = setup(comm, timeout);
-    s.group = std::make_unique<Membership>(GroupOptions{"file://" + path, comm.rank, comm.world, timeout});
+    s.group = std::make_unique<Membership>(
+        GroupOptions{"file://" + folder.path("store"), comm.rank, comm.world, timeout});
     return s;
   }
-  std::string path;
+  testing::TemporaryFolder folder;
 };
 
 TEST(Nccl, RanksThatMakeDifferentCallsAreToldBeforeDataMoves) {
   FakeWorld world(3);
-  Store store("calls");
+  Store store;
   auto errors = run(
       3, [&](int r) { return store.setup_with(world[r], 10s); },
       [&](Rank& rank) {
@@ -455,7 +437,7 @@ TEST(Nccl, RanksThatMakeDifferentCallsAreToldBeforeDataMoves) {
 
 TEST(Nccl, EverybodyHearsWhoFailedAndTheCulpritIsNamed) {
   FakeWorld world(3);
-  Store store("culprit");
+  Store store;
   auto errors = run(
       3, [&](int r) { return store.setup_with(world[r], r == 0 ? 1000ms : 20s); },
       [&](Rank& rank) {

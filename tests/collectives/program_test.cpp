@@ -1,5 +1,6 @@
 // Programs: every collective, schedule and wire sums right, keeps what it rounds away, and leaves the same bits
 // on every rank.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <random>
@@ -10,11 +11,14 @@
 #include "tests/collectives/group.h"
 #include "tests/collectives/program_runs.h"
 #include "tests/collectives/schedule_mutator.h"
+#include "tests/devices.h"
+#include "tests/expect.h"
 
 namespace gradwire {
 namespace {
 
 using testing::allreduce;
+using testing::expect_has;
 using testing::Outcome;
 using testing::run_ranks;
 using testing::same_bits;
@@ -104,8 +108,7 @@ TEST_P(AllreduceTest, HierarchicalLeavesTheWireToTheSlowLinks) {
       for (Wire wire : wire_formats().subspan(1)) {  // those that round
         const Schedule schedule = hierarchical(nodes, per_node, between);
         const int world = schedule.world;
-        SCOPED_TRACE(std::to_string(nodes) + "x" + std::to_string(per_node) + " " + name(between) + " " +
-                     wire->name);
+        SCOPED_TRACE(fmt::format("{}x{} {} {}", nodes, per_node, name(between), wire->name));
         std::vector<std::vector<float>> inputs, residuals;
         for (int r = 0; r < world; ++r) {
           inputs.push_back(testing::normal(count, 100 + r));
@@ -293,9 +296,7 @@ TEST_P(AllreduceTest, TwoShotStaysFlatWhereARingsErrorGrows) {
   EXPECT_GT(error(ring(kMany)), 0.5 * std::sqrt(kMany / 2) * few);
 }
 
-INSTANTIATE_TEST_SUITE_P(On, AllreduceTest, ::testing::ValuesIn(available_devices()), [](const auto& info) {
-  return info.param.is_host() ? std::string("host") : "cuda" + std::to_string(info.param.index);
-});
+GW_INSTANTIATE_ON_DEVICES(AllreduceTest);
 
 // What the checker proves is what happens: right schedules give the sum, wrong ones an error or a wrong sum.
 TEST(Executor, AgreesWithTheCheckerOnMutatedSchedules) {
@@ -358,9 +359,7 @@ TEST(LocalTransport, AnAbsentRankIsNamedWithinTheDeadline) {
     });
     FAIL() << "no error";
   } catch (const CommError& error) {
-    std::string text = error.what();
-    EXPECT_NE(text.find("from rank 2"), std::string::npos) << text;
-    EXPECT_NE(text.find("the test's buffer"), std::string::npos) << text;
+    expect_has(error.what(), {"from rank 2", "the test's buffer"});
   }
 }
 
@@ -387,10 +386,7 @@ TEST(LocalTransport, RanksThatDisagreeAreToldSo) {
             EXPECT_EQ(data, std::vector<float>(count, 4.0f)) << "call " << call;
           }
         } catch (const CommError& error) {
-          std::string text = error.what();
-          for (const char* part : {"ranks disagree: call 3 of rank ", "of rank 2", says}) {
-            EXPECT_NE(text.find(part), std::string::npos) << text << " lacks " << part;
-          }
+          expect_has(error.what(), {"ranks disagree: call 3 of rank ", "of rank 2", says});
           ++told;
           throw;
         }

@@ -8,6 +8,8 @@
 // owner from whom a final value comes.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <optional>
 #include <random>
@@ -52,14 +54,13 @@ class Interpreter {
       }
     }
     for (int r = 0; r < s_.world; ++r) {
-      if (ranks_[r].round < s_.num_rounds()) return "rank " + std::to_string(r) + " is stuck";
+      if (ranks_[r].round < s_.num_rounds()) return fmt::format("rank {} is stuck", r);
       for (int c = 0; c < s_.chunks; ++c) {
         const bool owner = s_.owner[c] == r;
         if (s_.collective == Collective::reduce_scatter && !owner) continue;
-        if (ranks_[r].numbers[c] != sums[c]) return "rank " + std::to_string(r) + " has a wrong sum";
+        if (ranks_[r].numbers[c] != sums[c]) return fmt::format("rank {} has a wrong sum", r);
         if (ranks_[r].finished[c] == owner) {
-          return "rank " + std::to_string(r) +
-                 (owner ? " copied what it owns" : " made up what it does not own");
+          return fmt::format("rank {} {}", r, owner ? "copied what it owns" : "made up what it does not own");
         }
       }
     }

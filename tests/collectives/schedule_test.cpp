@@ -1,5 +1,6 @@
 #include "collectives/schedule/schedule.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -31,7 +32,7 @@ void expect_proven(const Schedule& s, const std::string& what) {
 TEST(Schedule, RingTreeAndTwoShotAreProvenForEveryWorld) {
   for (int n = 1; n <= kMaxRanks; ++n) {
     for (const Schedule& s : {ring(n), two_shot(n), double_tree(n)}) {
-      expect_proven(s, std::string(name(s.kind)) + " of " + std::to_string(n));
+      expect_proven(s, fmt::format("{} of {}", name(s.kind), n));
     }
   }
 }
@@ -40,9 +41,8 @@ TEST(Schedule, HierarchicalIsProvenForEveryShape) {
   for (int nodes = 1; nodes <= kMaxRanks; ++nodes) {
     for (int per_node = 1; nodes * per_node <= kMaxRanks; ++per_node) {
       for (ScheduleKind between : {ScheduleKind::two_shot, ScheduleKind::ring}) {
-        expect_proven(hierarchical(nodes, per_node, between), std::to_string(nodes) + " x " +
-                                                                  std::to_string(per_node) + ", " +
-                                                                  name(between) + " between nodes");
+        expect_proven(hierarchical(nodes, per_node, between),
+                      fmt::format("{} x {}, {} between nodes", nodes, per_node, name(between)));
       }
     }
   }
@@ -60,8 +60,7 @@ TEST(Schedule, BothHalvesOfEveryAllreduceAreProven) {
     }
   }
   for (const Schedule& s : all) {
-    const std::string what =
-        std::string(name(s.kind)) + " of " + std::to_string(s.nodes) + " x " + std::to_string(s.per_node);
+    const std::string what = fmt::format("{} of {} x {}", name(s.kind), s.nodes, s.per_node);
     const Schedule scatter = reduce_scatter(s), gather = all_gather(s);
     expect_proven(scatter, "reduce-scatter, " + what);
     expect_proven(gather, "all-gather, " + what);
@@ -98,8 +97,7 @@ TEST(Schedule, SlicesOfAProvenScheduleAreProven) {
     for (int slices : {1, 2, 3, 8}) {
       for (const Schedule& s : {ring(n), two_shot(n), double_tree(n), hierarchical(n, 3)}) {
         Schedule sliced = pipelined(s, slices);
-        expect_proven(
-            sliced, std::string(name(s.kind)) + " of " + std::to_string(n) + " in " + std::to_string(slices));
+        expect_proven(sliced, fmt::format("{} of {} in {}", name(s.kind), n, slices));
         EXPECT_EQ(sliced.num_rounds(),
                   slices == 1 || s.num_rounds() == 0 ? s.num_rounds() : 2 * (s.num_rounds() - 1) + slices);
         EXPECT_EQ(testing::Interpreter(sliced, 1).run(), std::nullopt);
@@ -283,8 +281,7 @@ TEST(Checker, AgreesWithExecutingOnThousandsOfMutations) {
   std::map<std::string, int> harmful, harmless;
   for (int i = 0; i < kMutations; ++i) {
     Schedule s = testing::random_schedule(random, random() % 4 == 0 ? kMaxRanks : 10, true);
-    std::string what =
-        std::string(name(s.collective)) + " " + name(s.kind) + std::string(" of ") + std::to_string(s.world);
+    std::string what = fmt::format("{} {} of {}", name(s.collective), name(s.kind), s.world);
     std::string change = testing::Mutator(s, random).mutate();
     int changes = 1;
     // Now and then a second one, which may hide the first.

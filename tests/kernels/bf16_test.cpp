@@ -1,6 +1,8 @@
 // What is special about the BF16 wire format; wire_test.cpp holds it to what all formats promise.
 #include "kernels/wire/bf16.h"
 
+#include <fmt/format.h>
+
 #include "tests/kernels/wire_problem.h"
 
 namespace gradwire::testing {
@@ -35,7 +37,7 @@ TEST_P(Bf16, WiresMayLieAnywhere) {
         // With the floats shifted alike (a vector loop with a head), or not.
         if (shift == 3) p.misalign = {3, 3, 3};
         if (shift == 5) p.misalign = {1, 2, 3};
-        SCOPED_TRACE("n " + std::to_string(n) + " shift " + std::to_string(shift));
+        SCOPED_TRACE(fmt::format("n {} shift {}", n, shift));
         expect_same_result(kBf16, p, run(kBf16, p), reference_result(kBf16, p));
         p.inputs.clear();
         p.own_position = 0;

@@ -2,6 +2,8 @@
 // directions, and a matrix that is not finite is flagged and left alone.
 #include "kernels/powersgd/orthonormalize.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -188,7 +190,7 @@ TEST_P(OrthonormalizeTest, AgreesWithTheReferenceOnRandomMatrices) {
       auto got = run(kShapes, matrices, o);
       auto want = reference_result(kShapes, matrices, o);
       for (size_t m = 0; m < kShapes.size(); ++m) {
-        SCOPED_TRACE(std::to_string(kShapes[m].n) + " x " + std::to_string(kShapes[m].rank));
+        SCOPED_TRACE(fmt::format("{} x {}", kShapes[m].n, kShapes[m].rank));
         EXPECT_EQ(got.flags[m], 0);
         EXPECT_LT(orthogonality_error(got.out[m], kShapes[m].n, kShapes[m].rank), 2e-7);
         for (size_t i = 0; i < got.out[m].size(); ++i) ASSERT_NEAR(got.out[m][i], want.out[m][i], 1e-6) << i;
@@ -241,7 +243,7 @@ TEST_P(OrthonormalizeTest, DeficientColumnsAreReseeded) {
     auto got = run(shapes, matrices, o);
     auto want = reference_result(shapes, matrices, o);
     for (size_t m = 0; m < matrices.size(); ++m) {
-      SCOPED_TRACE("matrix " + std::to_string(m));
+      SCOPED_TRACE(fmt::format("matrix {}", m));
       EXPECT_EQ(got.flags[m], 0);
       EXPECT_LT(orthogonality_error(got.out[m], s.n, s.rank), 1e-7);
       if (m != 5) {

@@ -2,6 +2,8 @@
 // lost, and non-finite values that reach the result but no state.
 #include "kernels/powersgd/powersgd.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cfloat>
 #include <cstring>
@@ -211,7 +213,7 @@ TEST_P(PowerSgd, PassesAgreeWithTheDoubleReference) {
                                        .scale = 0.5f});
 
       for (const auto& d : b.table.host()) {
-        SCOPED_TRACE("matrix of " + std::to_string(d.rows) + " x " + std::to_string(d.cols));
+        SCOPED_TRACE(fmt::format("matrix of {} x {}", d.rows, d.cols));
         int64_t size = int64_t{d.rows} * d.cols, p_size = int64_t{d.rows} * d.rank,
                 q_size = int64_t{d.cols} * d.rank;
         // FP32 sums of n random terms: rounding grows like sqrt(n), and the result is about sqrt(n) as well.

@@ -1,6 +1,8 @@
 // The ops of vit.h with BF16 operands. Where an op only moves operands, its bits are the reference's. Where
 // it computes, the result is within one rounding of what the FP32 reference makes of the same (widened)
 // operands: arithmetic in less than FP32, or a second rounding, would show.
+#include <fmt/format.h>
+
 #include "kernels/vit/vit.h"
 #include "runtime/thread_pool.h"
 #include "tests/kernels/backend.h"
@@ -56,8 +58,7 @@ class VitBf16 : public OpTest {
   void for_shapes(const Check& check) {
     for (const Shape& s : kShapes) {
       for (int64_t misalign : {0, 1}) {
-        SCOPED_TRACE(std::to_string(s.rows) + "x" + std::to_string(s.width) + " misaligned by " +
-                     std::to_string(misalign));
+        SCOPED_TRACE(fmt::format("{}x{} misaligned by {}", s.rows, s.width, misalign));
         check(s, misalign);
       }
     }

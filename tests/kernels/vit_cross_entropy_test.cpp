@@ -1,3 +1,5 @@
+#include <fmt/format.h>
+
 #include "kernels/vit/cross_entropy.h"
 #include "runtime/thread_pool.h"
 #include "tests/kernels/backend.h"
@@ -77,8 +79,7 @@ TEST_P(VitCrossEntropy, MatchesTheDoubleReference) {
     float scale = 1.0f / static_cast<float>(std::max<int64_t>(1, rows));
     auto want = reference_run(logits, labels, classes, scale, {2.5, 3.0});
     for (auto gradient : {separate, in_place, none}) {
-      SCOPED_TRACE(std::to_string(rows) + "x" + std::to_string(classes) + " gradient " +
-                   std::to_string(gradient));
+      SCOPED_TRACE(fmt::format("{}x{} gradient {}", rows, classes, static_cast<int>(gradient)));
       auto got = run(logits, labels, classes, scale, gradient, {2.5, 3.0}, gradient == in_place ? 1 : 0);
       EXPECT_NEAR(got.totals[0], want.totals[0], 1e-6 * (1.0 + want.totals[0]));
       EXPECT_EQ(got.totals[1], want.totals[1]);

@@ -1,4 +1,6 @@
 // What every wire format promises (kernels/wire/format.h), for each entry of the table that rounds.
+#include <fmt/format.h>
+
 #include <set>
 
 #include "runtime/thread_pool.h"
@@ -89,7 +91,7 @@ TEST_P(WireFormatTest, HasTheReferencesBitsForAnySizeAlignmentAndOrder) {
         // Aligned, all shifted alike (a vector loop with a head), and each shifted its own way.
         if (variant == 1 || variant == 6) p.misalign = {3, 3, 3};
         if (variant == 4) p.misalign = {1, 2, 0};
-        SCOPED_TRACE("n " + std::to_string(n) + " variant " + std::to_string(variant));
+        SCOPED_TRACE(fmt::format("n {} variant {}", n, variant));
         expect_same_result(format, p, run(p), reference_result(format, p));
         if (HasFatalFailure()) return;
         if (n > 40 && variant >= 4) {
@@ -127,7 +129,7 @@ TEST_P(WireFormatTest, DecodeHasTheReferencesBits) {
         if (n > 40) values[33] = kNan, values[34] = kInf, values[35] = -0.0f;
         const Bytes wire = reference_encoded(format, values);
         expect_same_floats(decoded(format, wire, n, scale, misalign),
-                           reference_decoded(format, wire, n, scale), "n " + std::to_string(n));
+                           reference_decoded(format, wire, n, scale), fmt::format("n {}", n));
         if (HasFatalFailure()) return;
       }
     }
@@ -160,8 +162,7 @@ TEST_P(WireFormatTest, WithoutAWireTheSumIsTheResultAndTheResidualIsSpent) {
             for (size_t i = 0; i < want.size(); ++i) want[i] += terms[k][i];
           }
           for (float& x : want) x *= 0.3f;
-          SCOPED_TRACE("n " + std::to_string(n) + " inputs " + std::to_string(num_inputs) + " own at " +
-                       std::to_string(own));
+          SCOPED_TRACE(fmt::format("n {} inputs {} own at {}", n, num_inputs, own));
           const WireResult got = run(p);
           expect_same_floats(got.out, want, "out");
           expect_same_floats(got.residual, std::vector<float>(p.residual.size()), "residual");

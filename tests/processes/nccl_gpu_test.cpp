@@ -2,6 +2,7 @@
 // host, so that NCCL goes over sockets of the loopback, and every test has a hard limit (tests/processes).
 // Without a GPU they are skipped; tests/collectives/nccl_test.cpp has what can be tested then.
 #include <cuda_runtime_api.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <unistd.h>
@@ -35,7 +36,7 @@ class NcclGpu : public ::testing::Test {
 };
 
 std::unique_ptr<Communicator> join(const Me& me, bool shrinkable = false) {
-  const std::string host = std::to_string(getppid()) + "-" + std::to_string(me.rank);
+  const std::string host = fmt::format("{}-{}", getppid(), me.rank);
   for (const auto& [name, value] :
        std::initializer_list<std::pair<const char*, const char*>>{{"NCCL_HOSTID", host.c_str()},
                                                                   {"NCCL_NET", "Socket"},
@@ -140,7 +141,7 @@ RANK_PROGRAM(NcclCaptured) {
     check(cudaGraphLaunch(executable, gpu.stream.native()) == cudaSuccess, "launch");
     const auto got = gpu.result();
     comm->check();
-    check(got == sum_of(me.world), "wrong sum in launch " + std::to_string(launch));
+    check(got == sum_of(me.world), fmt::format("wrong sum in launch {}", launch));
   }
   comm->barrier();
   cudaGraphExecDestroy(executable);

@@ -1,6 +1,7 @@
 // The meeting place: keys, alarm and roll, with ranks as threads; and how ranks find it.
 #include "collectives/rendezvous/store.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -124,7 +125,7 @@ struct Told {
           causes[rank] = cause;
           changed.notify_all();
         },
-        [rank] { return "state of " + std::to_string(rank); });
+        [rank] { return fmt::format("state of {}", rank); });
   }
   std::string of(int rank) {
     std::unique_lock lock(mutex);

@@ -8,6 +8,7 @@
 
 #include "runtime/error.h"
 #include "runtime/thread_pool.h"
+#include "tests/devices.h"
 
 namespace gradwire {
 namespace {
@@ -71,9 +72,7 @@ TEST_P(DeviceTest, BuffersAreAlignedAndEmptyOnesAreNull) {
   EXPECT_EQ(Buffer(GetParam(), 0).data(), nullptr);
 }
 
-INSTANTIATE_TEST_SUITE_P(On, DeviceTest, ::testing::ValuesIn(available_devices()), [](const auto& info) {
-  return info.param.is_host() ? std::string("host") : "cuda" + std::to_string(info.param.index);
-});
+GW_INSTANTIATE_ON_DEVICES(DeviceTest);
 
 TEST(HostStream, FirstErrorIsRethrownAndLaterTasksAreSkipped) {
   Stream stream = Stream::create(Device::host(), "test");

@@ -1,5 +1,7 @@
 // Barriers, shuffles and votes: a thread that comes first waits, the one that comes last computes everybody's
 // result.
+#include <fmt/format.h>
+
 #include <cstring>
 
 #include "tests/simt/engine.h"
@@ -84,19 +86,12 @@ void finish(Op op, unsigned mask, Thread* lanes) {
   }
 }
 
-std::string hex(unsigned mask) {
-  char text[16];
-  std::snprintf(text, sizeof text, "0x%08x", mask);
-  return text;
-}
-
 // Not inline: its strings would make every waiting thread's stack frame larger.
 [[noreturn, gnu::noinline]] void refuse_mask(Op op, unsigned mask, const Where& where) {
-  std::string call = "thread " + std::to_string(block.current) + " calls " + op_name(op) + " (" + where.file +
-                     ":" + std::to_string(where.line) + ") with mask " + hex(mask);
-  if (!(mask & current_bit()))
-    fail(call + ", which leaves out the caller, lane " + std::to_string(lane_id()));
-  fail(call + ", but its warp has only the lanes " + hex(current_warp().existing));
+  const std::string call = fmt::format("thread {} calls {} ({}:{}) with mask {:#010x}", block.current,
+                                       op_name(op), where.file, where.line, mask);
+  if (!(mask & current_bit())) fail(fmt::format("{}, which leaves out the caller, lane {}", call, lane_id()));
+  fail(fmt::format("{}, but its warp has only the lanes {:#010x}", call, current_warp().existing));
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
 // A launch: its limits, its schedules, the memory saved between them, the log, and the watchdog.
+#include <fmt/format.h>
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #include <signal.h>
@@ -144,13 +145,12 @@ class Memory {
       }
       size_t at = first_difference(begin, region.outcome.get(), region.bytes);
       if (at == region.bytes) continue;
-      throw Failure(
-          launch +
-          ": the result depends on the order in which threads run. Two schedules left different "
-          "bits, first " +
-          std::to_string(static_cast<char*>(begin) + at - static_cast<char*>(region.pointer)) +
-          " bytes behind the pointer in parameter " + std::to_string(region.parameter) +
-          " (counted from 0). Is a barrier missing, a shared value uninitialized, or a sum unordered?");
+      throw Failure(fmt::format(
+          "{}: the result depends on the order in which threads run. Two schedules left different bits, "
+          "first {} "
+          "bytes after the pointer in parameter {} (counted from 0). Is a barrier missing, a shared value "
+          "uninitialized, or a sum unordered?",
+          launch, static_cast<char*>(begin) + at - static_cast<char*>(region.pointer), region.parameter));
     }
   }
 
@@ -198,21 +198,21 @@ class Memory {
 
 void check_limits(const Grid& grid) {
   auto refuse = [&](const std::string& why) {
-    throw Failure(std::string("launch of '") + grid.kernel + "' refused: " + why);
+    throw Failure(fmt::format("launch of '{}' refused: {}", grid.kernel, why));
   };
   if (block.current >= 0) refuse("kernels cannot launch kernels here");
   size_t threads = size_t{grid.block.x} * grid.block.y * grid.block.z;
   if (threads == 0) refuse("a block has no threads");
   if (threads > 1024 || grid.block.z > 64) {
-    refuse(std::to_string(threads) + " threads in a block (" + std::to_string(grid.block.z) +
-           " in z); CUDA allows 1024, and 64 in z");
+    refuse(
+        fmt::format("{} threads in a block ({} in z); CUDA allows 1024, and 64 in z", threads, grid.block.z));
   }
   if (grid.grid.x > 0x7fffffffu || grid.grid.y > 65535 || grid.grid.z > 65535) {
-    refuse("the grid is " + std::to_string(grid.grid.x) + " x " + std::to_string(grid.grid.y) + " x " +
-           std::to_string(grid.grid.z) + "; CUDA allows 2^31-1 x 65535 x 65535");
+    refuse(fmt::format("the grid is {} x {} x {}; CUDA allows 2^31-1 x 65535 x 65535", grid.grid.x,
+                       grid.grid.y, grid.grid.z));
   }
   if (grid.shared_bytes > 227 * 1024) {
-    refuse(std::to_string(grid.shared_bytes) + " bytes of dynamic shared memory; sm_90 has 227 KB");
+    refuse(fmt::format("{} bytes of dynamic shared memory; sm_90 has 227 KB", grid.shared_bytes));
   }
 }
 

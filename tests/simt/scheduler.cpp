@@ -3,6 +3,7 @@
 // A fiber is made once and used for every later block: it runs a thread of the kernel, reports that it is
 // done, and waits for the next. When a launch fails, the threads that are still inside the kernel are resumed
 // one last time and leave by an exception, so that their stacks are clean for the next launch.
+#include <fmt/format.h>
 #include <sanitizer/common_interface_defs.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -184,7 +185,13 @@ void place_threads() {
 }
 
 std::string dimensions(const dim3& d) {
-  return "(" + std::to_string(d.x) + "," + std::to_string(d.y) + "," + std::to_string(d.z) + ")";
+  return fmt::format("({},{},{})", d.x, d.y, d.z);
+}
+
+// "3", or "3-7"
+template <typename Number>
+std::string range(Number first, Number last) {
+  return last > first ? fmt::format("{}-{}", first, last) : fmt::to_string(first);
 }
 
 std::string lane_list(unsigned lanes) {
@@ -193,7 +200,7 @@ std::string lane_list(unsigned lanes) {
     if (!(lanes >> i & 1u)) continue;
     int last = i;
     while (last + 1 < kWarp && (lanes >> (last + 1) & 1u)) ++last;
-    text += (text.empty() ? "" : ",") + std::to_string(i) + (last > i ? "-" + std::to_string(last) : "");
+    text += (text.empty() ? "" : ",") + range(i, last);
     i = last;
   }
   return text;
@@ -203,13 +210,9 @@ std::string describe_state(const Thread& t) {
   if (t.state == Thread::State::exited) return "exited";
   if (t.state == Thread::State::ready) return "could run";
   if (t.state == Thread::State::idle) return "had not started";
-  std::string text = std::string("wait at ") + op_name(t.op);
-  if (t.state == Thread::State::in_warp_op) {
-    char mask[16];
-    std::snprintf(mask, sizeof mask, "0x%08x", t.mask);
-    text += std::string(" with mask ") + mask;
-  }
-  return text + " (" + t.where.file + ":" + std::to_string(t.where.line) + ")";
+  const std::string mask =
+      t.state == Thread::State::in_warp_op ? fmt::format(" with mask {:#010x}", t.mask) : "";
+  return fmt::format("wait at {}{} ({}:{})", op_name(t.op), mask, t.where.file, t.where.line);
 }
 
 std::string describe_warp(size_t warp) {
@@ -232,17 +235,17 @@ std::string diagnose() {
     waiting += t.state == Thread::State::in_block_op;
   }
   if (in_warp_op) return "a warp collective waits for lanes of its mask that will not come";
-  return "divergent barrier: " + std::to_string(waiting) + " of " + std::to_string(block.threads.size()) +
-         " threads wait at a barrier that the others will not reach";
+  return fmt::format("divergent barrier: {} of {} threads wait at a barrier that the others will not reach",
+                     waiting, block.threads.size());
 }
 
 }  // namespace
 
 std::string describe_launch() {
   const Grid& grid = *block.grid;
-  return std::string("kernel '") + grid.kernel + "', block " + dimensions(dim3(block.index)) + " of " +
-         dimensions(grid.grid) + ", threads " + dimensions(grid.block) + ", seed " +
-         std::to_string(options().seed);
+  return fmt::format("kernel '{}', block {} of {}, threads {}, seed {}", grid.kernel,
+                     dimensions(dim3(block.index)), dimensions(grid.grid), dimensions(grid.block),
+                     options().seed);
 }
 
 std::string describe_threads() {
@@ -251,8 +254,7 @@ std::string describe_threads() {
     std::string state = describe_warp(first);
     size_t last = first;
     while (last + 1 < block.warps.size() && describe_warp(last + 1) == state) ++last;
-    text +=
-        "\n  warp " + std::to_string(first) + (last > first ? "-" + std::to_string(last) : "") + ": " + state;
+    text += fmt::format("\n  warp {}: {}", range(first, last), state);
     first = last + 1;
   }
   return text;

@@ -4,6 +4,8 @@
 // stands (see the macro in simt.h), since a macro in front of a declaration cannot know the name.
 // AddressSanitizer knows the rest: GCC hands it address, size and source line of every static, on start-up,
 // in __asan_register_globals. The linker's --wrap lets this file see those calls.
+#include <fmt/format.h>
+
 #include <cstring>
 #include <map>
 #include <utility>
@@ -77,8 +79,9 @@ void SharedSite::enter() {
   if (entry == nullptr) {
     Variable& variable = find(file, line);
     if (variable.instances.empty()) {
-      fail(std::string("cannot find the shared variable declared at ") + file + ":" + std::to_string(line) +
-           ": write `__shared__ T name[N];` on one line");
+      fail(fmt::format(
+          "cannot find the shared variable declared at {}:{}: write `__shared__ T name[N];` on one line",
+          file, line));
     }
     entry = &variable;
   }

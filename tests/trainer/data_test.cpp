@@ -1,4 +1,6 @@
 // Reading data sets: what is in the files arrives, and every way a file can be broken is named.
+#include <fmt/format.h>
+
 #include <cmath>
 #include <cstdlib>
 #include <numeric>
@@ -69,7 +71,7 @@ TEST(FashionMnist, GzipCutAtAnyPlaceIsRefused) {
   for (size_t keep : {whole.size() - 1, whole.size() - 4, whole.size() - 8, whole.size() - 9,
                       whole.size() / 2, size_t{20}, size_t{11}, size_t{3}, size_t{1}, size_t{0}}) {
     write_bytes(path, Bytes(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(keep)));
-    SCOPED_TRACE("kept " + std::to_string(keep) + " of " + std::to_string(whole.size()) + " bytes");
+    SCOPED_TRACE(fmt::format("kept {} of {} bytes", keep, whole.size()));
     expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {path});
   }
   write_bytes(path, Bytes(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(whole.size() / 2)));

@@ -1,5 +1,6 @@
 // What `gradwire doctor` concludes: paths between GPUs from sysfs trees made here, NCCL's choice, network
 // interfaces, and predictions from given costs.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -30,7 +31,7 @@ class Sysfs {
   }
   // A PCI device below `bridges` ("pci0000:3a/0000:3a:00.0/..."), linked to as the kernel does.
   void add(const std::string& bridges, const std::string& address, int numa_node) const {
-    write("devices/" + bridges + "/" + address + "/numa_node", std::to_string(numa_node));
+    write(fmt::format("devices/{}/{}/numa_node", bridges, address), fmt::to_string(numa_node));
     fs::create_directories(folder_.path("bus/pci/devices"));
     fs::create_directory_symlink("../../../devices/" + bridges + "/" + address,
                                  folder_.path("bus/pci/devices/" + address));

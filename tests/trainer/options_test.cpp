@@ -1,6 +1,7 @@
 // From flags to a resolved configuration, and launchers' variables.
 #include "trainer/cli/options.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -51,7 +52,7 @@ TEST(Models, ImpossibleShapesSayWhatWouldFit) {
     for (int32_t value : {0, -1, 1 << 30}) {
       model = VitConfig{};
       model.*field = value;
-      expect_bad_input([&] { check_model(model); }, {std::to_string(value)});
+      expect_bad_input([&] { check_model(model); }, {fmt::to_string(value)});
     }
   }
 }
@@ -264,7 +265,7 @@ TEST(Launcher, AWorldOfOneUnderALauncherOfMoreIsRefused) {
   EXPECT_EQ(resolve(o).config.ranks(), 4);
   for (int ranks : {1, 2}) {
     o.ranks = ranks;
-    expect_bad_input([&] { resolve(o); }, {"--ranks " + std::to_string(ranks), "started 4 processes"});
+    expect_bad_input([&] { resolve(o); }, {fmt::format("--ranks {}", ranks), "started 4 processes"});
   }
 }
 

@@ -1,4 +1,5 @@
 // What --trace writes: a whole file, spans that fit into each other, and a run that does not notice.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -8,6 +9,7 @@
 #include <set>
 
 #include "runtime/error.h"
+#include "tests/devices.h"
 #include "tests/trainer/files.h"
 #include "trainer/config/run.h"
 #include "trainer/data/dataset.h"
@@ -85,9 +87,7 @@ class TraceTest : public ::testing::TestWithParam<Device> {
 
   const testing::TemporaryFolder folder_;
 };
-INSTANTIATE_TEST_SUITE_P(On, TraceTest, ::testing::ValuesIn(available_devices()), [](const auto& info) {
-  return info.param.is_host() ? std::string("host") : "cuda" + std::to_string(info.param.index);
-});
+GW_INSTANTIATE_ON_DEVICES(TraceTest);
 
 TEST_P(TraceTest, EveryBucketOfEveryStepIsCompressedThenSentThenDecompressed) {
   for (const char* spec : {"bf16", "powersgd:rank=2", "fp32"}) {
@@ -102,12 +102,12 @@ TEST_P(TraceTest, EveryBucketOfEveryStepIsCompressedThenSentThenDecompressed) {
           if (s.category == "exchange") continue;
           phases[{s.step, s.bucket}] += s.category + " ";
           bytes[s.bucket] = s.bucket_bytes;
-          EXPECT_EQ(s.name, s.category + " " + std::to_string(s.bucket));
+          EXPECT_EQ(s.name, fmt::format("{} {}", s.category, s.bucket));
           EXPECT_EQ(s.bucket % 2, std::string(stream) == "communicate" ? 0 : 1);
         }
       }
       for (const auto& [key, text] : phases) {
-        const std::string where = std::string(spec) + ", bucket " + std::to_string(key.second) + ": " + text;
+        const std::string where = fmt::format("{}, bucket {}: {}", spec, key.second, text);
         EXPECT_NE(text.find("communicate "), std::string::npos) << where;
         if (std::string(spec) == "fp32") {
           EXPECT_EQ(text, "communicate ") << where;

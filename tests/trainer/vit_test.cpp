@@ -6,15 +6,18 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <random>
 #include <set>
 
 #include "runtime/error.h"
 #include "runtime/thread_pool.h"
+#include "tests/devices.h"
+#include "tests/normal.h"
 #include "trainer/model/flops.h"
 
 namespace gradwire {
 namespace {
+
+using testing::normal;
 
 VitConfig small_config() {
   VitConfig config;
@@ -28,14 +31,6 @@ VitConfig small_config() {
   config.mlp = 40;
   config.classes = 5;
   return config;
-}
-
-std::vector<float> normal(size_t count, uint32_t seed, float scale = 1.0f) {
-  std::mt19937 generator(seed);
-  std::normal_distribution<float> distribution(0.0f, scale);
-  std::vector<float> values(count);
-  for (float& v : values) v = distribution(generator);
-  return values;
 }
 
 int index_of(const std::vector<VitParameter>& parameters, const std::string& name) {
@@ -104,9 +99,7 @@ struct Bench {
 };
 
 class VitTest : public ::testing::TestWithParam<Device> {};
-INSTANTIATE_TEST_SUITE_P(On, VitTest, ::testing::ValuesIn(available_devices()), [](const auto& info) {
-  return info.param.is_host() ? std::string("host") : "cuda" + std::to_string(info.param.index);
-});
+GW_INSTANTIATE_ON_DEVICES(VitTest);
 
 TEST(VitParameters, CountsAndTensorsAreTorchvisions) {
   struct Known {
