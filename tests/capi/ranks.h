@@ -102,7 +102,7 @@ inline gw_stats stats_of(gw_reducer reducer) {
   return s;
 }
 
-// A reducer that dies with its scope.
+// A reducer, destroyed at the end of its scope.
 struct Reducer {
   explicit Reducer(gw_reducer made) : handle(made) {}
   Reducer(gw_comm comm, const std::string& spec, const Model& model, int64_t bucket_bytes = 16 << 10) {

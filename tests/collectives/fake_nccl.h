@@ -1,6 +1,6 @@
 // NCCL's functions over host memory: communicators of threads of one process, groups that run on host
-// streams. Like the real ones they wait for a peer forever, until the communicator is aborted; what they then
-// leave behind is garbage, and the stream goes on as if nothing had happened.
+// streams. Like the real ones, they wait for a peer until the communicator is aborted; the data is then
+// garbage, and the stream continues as if nothing had happened.
 #pragma once
 
 #include <fmt/format.h>
@@ -53,7 +53,7 @@ inline FakeComm& fake(ncclComm_t comm) {
   return *reinterpret_cast<FakeComm*>(comm);
 }
 
-// A world of fake communicators; they live as long as it does, whatever is done to them.
+// A world of fake communicators, which live as long as it does.
 struct FakeWorld {
   explicit FakeWorld(int world) {
     auto wire = std::make_shared<FakeWire>();
@@ -109,7 +109,7 @@ inline void run_fake(const std::vector<FakeOperation>& operations) {
   }
 }
 
-// Of shrink(): the survivors' new communicators, by parent's wire.
+// The new communicators that shrink() made for the survivors, by the parent's wire.
 struct FakeShrinks {
   std::mutex mutex;
   std::map<FakeWire*, std::unique_ptr<FakeWorld>> worlds;
@@ -191,7 +191,7 @@ inline const NcclApi& fake_nccl() {
   return api;
 }
 
-// Marks on host streams.
+// Events on host streams.
 class HostMark final : public ExchangeMark {
  public:
   void begin(const Stream& stream) override {

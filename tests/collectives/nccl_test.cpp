@@ -1,4 +1,5 @@
-// The NCCL transport without a GPU: what it asks NCCL to do, what it decides is stuck, and what it says then.
+// The NCCL transport without a GPU: what it asks of NCCL, when it declares an
+// exchange stuck, and what its errors say.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -48,7 +49,7 @@ std::shared_ptr<ManualMark::State> add(ExchangesInFlight& all, WatchedExchange e
   return state;
 }
 
-TEST(ExchangesInFlight, TheDeadlineRunsFromWhenAnExchangeRuns) {
+TEST(ExchangesInFlight, TheDeadlineStartsWhenTheExchangeStarts) {
   ExchangesInFlight all(100ms);
   const Time t{};
   auto first =
@@ -76,7 +77,7 @@ TEST(ExchangesInFlight, TheDeadlineRunsFromWhenAnExchangeRuns) {
   EXPECT_NE(all.standing().find("its last was exchange 8"), std::string::npos) << all.standing();
 }
 
-TEST(ExchangesInFlight, EachLaunchOfAGraphHasADeadlineOfItsOwn) {
+TEST(ExchangesInFlight, EachLaunchOfAGraphHasItsOwnDeadline) {
   ExchangesInFlight all(100ms);
   const Time t{};
   auto mark = add(all, {1, "captured", "all"}, true);
@@ -84,7 +85,7 @@ TEST(ExchangesInFlight, EachLaunchOfAGraphHasADeadlineOfItsOwn) {
   EXPECT_FALSE(all.overdue(t));
   EXPECT_TRUE(all.active()) << "the graph may be launched again";
   mark->progress = Progress::running;
-  for (int launch = 0; launch < 10; ++launch) {  // always seen running, each time in another launch
+  for (int launch = 0; launch < 10; ++launch) {  // running at every look, each time in another launch
     ++mark->runs;
     EXPECT_FALSE(all.overdue(t + 90ms * launch));
   }
@@ -227,7 +228,7 @@ void all_to_all(Rank& rank, int steps) {
   }
 }
 
-TEST(Nccl, MarksAreUsedAgain) {
+TEST(Nccl, MarksAreReused) {
   FakeWorld world(2);
   std::vector<std::shared_ptr<HostCalls>> gpu = {std::make_shared<HostCalls>(),
                                                  std::make_shared<HostCalls>()};
@@ -241,13 +242,13 @@ TEST(Nccl, MarksAreUsedAgain) {
       [](Rank& rank) {
         for (int i = 0; i < 40; ++i) {
           all_to_all(rank, 1);
-          std::this_thread::sleep_for(5ms);  // the watching thread looks in between, now and then
+          std::this_thread::sleep_for(5ms);  // lets the watching thread look in between
         }
       });
   EXPECT_LT(gpu[0]->made, 40);
 }
 
-TEST(Nccl, ASilentPeerIsAnErrorThatNamesItAndTheWatchingThreadAborts) {
+TEST(Nccl, ASilentPeerIsNamedAndTheWatchingThreadAborts) {
   FakeWorld world(3);
   std::vector<std::thread::id> caller(3);
   auto errors = run(
@@ -256,7 +257,7 @@ TEST(Nccl, ASilentPeerIsAnErrorThatNamesItAndTheWatchingThreadAborts) {
         caller[rank.transport->rank()] = std::this_thread::get_id();
         if (rank.transport->rank() == 1) {
           all_to_all(rank, 2);
-          // It is still computing; the others wait for its third.
+          // Rank 1 is still computing; the others wait for its third exchange.
           while (world[0].aborted == 0 || world[2].aborted == 0) std::this_thread::sleep_for(1ms);
           return;
         }
@@ -322,7 +323,7 @@ TEST(Nccl, AnErrorThatNcclReportsLaterFailsTheCommunicator) {
   EXPECT_EQ(world[0].aborted, 1);
 }
 
-TEST(Nccl, AnErrorInsideAGroupStillEndsIt) {
+TEST(Nccl, AnErrorInsideAGroupStillEndsTheGroup) {
   FakeWorld world(2);
   world[0].send_result = ncclInvalidArgument;
   NcclTransport transport(setup(world[0]));
@@ -352,7 +353,7 @@ TEST(Nccl, ConnectingHasADeadlineToo) {
   stream.synchronize();
 }
 
-TEST(Nccl, AbortEndsWhatIsPendingWithItsReason) {
+TEST(Nccl, AbortEndsPendingExchangesWithItsReason) {
   FakeWorld world(2);
   NcclTransport transport(setup(world[0]));
   Stream stream = Stream::create(Device::host(), "test");
@@ -363,7 +364,7 @@ TEST(Nccl, AbortEndsWhatIsPendingWithItsReason) {
   expect_error<CommError>([&] { transport.check(); }, {"rank 0 gave up: the disk is full"});
 }
 
-TEST(Nccl, SurvivorsShrinkAndGoOn) {
+TEST(Nccl, SurvivorsShrinkAndContinue) {
   FakeWorld world(4);
   auto errors = run(
       4,
@@ -396,7 +397,7 @@ TEST(Nccl, SurvivorsShrinkAndGoOn) {
   EXPECT_EQ(world[0].destroyed, 1);
 }
 
-TEST(Nccl, AnAbortedCommunicatorCannotShrinkAndSaysHowItCould) {
+TEST(Nccl, AnAbortedCommunicatorCannotShrinkAndNamesTheRemedy) {
   FakeWorld world(2);
   NcclTransport transport(setup(world[0]));
   transport.abort("enough");
@@ -435,7 +436,7 @@ TEST(Nccl, RanksThatMakeDifferentCallsAreToldBeforeDataMoves) {
   for (int r = 0; r < 3; ++r) EXPECT_EQ(world[r].groups, 0);
 }
 
-TEST(Nccl, EverybodyHearsWhoFailedAndTheCulpritIsNamed) {
+TEST(Nccl, EveryRankHearsWhoFailedAndTheCulpritIsNamed) {
   FakeWorld world(3);
   Store store;
   auto errors = run(
@@ -456,7 +457,7 @@ TEST(Nccl, EverybodyHearsWhoFailedAndTheCulpritIsNamed) {
   for (int r : {1, 2}) expect_has(errors[r], {"rank 0", "step 1", "no progress for 1000 ms"});
 }
 
-TEST(Nccl, JoiningThatFailsSaysSo) {
+TEST(Nccl, AFailedJoinIsAnError) {
   NcclApi api = fake_nccl();
   api.init_rank = [](ncclComm_t* comm, int world, ncclUniqueId, int rank, ncclConfig_t* config) {
     static FakeWorld one(1);

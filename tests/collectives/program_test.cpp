@@ -1,5 +1,5 @@
-// Programs: every collective, schedule and wire sums right, keeps what it rounds away, and leaves the same bits
-// on every rank.
+// Programs: every collective, schedule and wire gives the right sum, keeps what it rounds away, and leaves
+// the same bits on every rank.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -99,8 +99,8 @@ TEST_P(AllreduceTest, Bf16LosesNothing) {
   }
 }
 
-// With intra_node=fp32: nothing is lost either, all ranks agree, links between nodes carry the wire format
-// and those inside FP32, and there is less rounding than with the wire format everywhere.
+// With intra_node=fp32 nothing is lost either, all ranks agree, links between nodes carry the wire format and
+// links inside nodes FP32, and rounding errors are smaller than with the wire format everywhere.
 TEST_P(AllreduceTest, HierarchicalLeavesTheWireToTheSlowLinks) {
   const int64_t count = 12 * 128 * 3;  // divides evenly
   for (auto [nodes, per_node] : {std::pair{1, 4}, {2, 1}, {2, 2}, {3, 4}, {4, 3}}) {
@@ -125,7 +125,7 @@ TEST_P(AllreduceTest, HierarchicalLeavesTheWireToTheSlowLinks) {
               before += double{inputs[r][i]} + residuals[r][i];
               after += outcome.residual[r][i];
               size += std::abs(inputs[r][i]) + std::abs(residuals[r][i]);
-              // A rank that rounded nothing still has what it had.
+              // A rank that rounded nothing keeps its residual.
               lost[fp32_intra_node] +=
                   outcome.residual[r][i] == residuals[r][i] ? 0 : std::abs(outcome.residual[r][i]);
             }
@@ -155,8 +155,7 @@ TEST_P(AllreduceTest, HierarchicalLeavesTheWireToTheSlowLinks) {
   }
 }
 
-// The result is the same whether it overwrites what went in or not; and BF16 buffers give the rounded bits of
-// the same sum in FP32.
+// The result is the same in place and out of place, and BF16 buffers get the FP32 sum, rounded.
 TEST_P(AllreduceTest, OutOfPlaceAndBf16BuffersGiveTheSameSum) {
   const int world = 4;
   const int64_t count = 4099;
@@ -230,8 +229,8 @@ TEST_P(AllreduceTest, SendsWhatTheScheduleSays) {
 }
 
 // A slice of a chunk goes through the same additions in the same order as the whole chunk, at the same places
-// of the buffer: no slice size changes a bit of a result or of a residual, nor does it matter that transfers
-// run beside the kernels. (The world is 6: every kind of schedule, with nodes of several shapes.)
+// of the buffer: no slice size changes a bit of a result or a residual, nor do transfers that run
+// concurrently with the kernels. (A world of 6 has every kind of schedule, with nodes of several shapes.)
 TEST_P(AllreduceTest, SlicesChangeNoBit) {
   std::vector<Schedule> all = schedules(6);
 #ifdef GRADWIRE_SANITIZED
@@ -298,7 +297,7 @@ TEST_P(AllreduceTest, TwoShotStaysFlatWhereARingsErrorGrows) {
 
 GW_INSTANTIATE_ON_DEVICES(AllreduceTest);
 
-// What the checker proves is what happens: right schedules give the sum, wrong ones an error or a wrong sum.
+// Execution agrees with the checker: right schedules give the sum, wrong ones an error or a wrong sum.
 TEST(Executor, AgreesWithTheCheckerOnMutatedSchedules) {
   std::mt19937_64 random(7);
   int right = 0, wrong = 0;
@@ -306,7 +305,7 @@ TEST(Executor, AgreesWithTheCheckerOnMutatedSchedules) {
     Schedule s = testing::random_schedule(random, 6);
     std::string change = testing::Mutator(s, random).mutate();
     CheckReport report = check(s);
-    // Peers and chunks that do not exist are not the executor's business.
+    // The executor does not handle peers and chunks that do not exist.
     if (!report.violations.empty() && report.violations[0].rule == CheckReport::Rule::form) continue;
     ++(report.correct ? right : wrong);
     const int64_t count = 8 * s.chunks;
@@ -363,7 +362,7 @@ TEST(LocalTransport, AnAbsentRankIsNamedWithinTheDeadline) {
   }
 }
 
-// What rank 2 of 4 does differently in its third call. Nothing here waits for the deadline.
+// Rank 2 of 4 does something different in its third call. Nothing here waits for the deadline.
 TEST(LocalTransport, RanksThatDisagreeAreToldSo) {
   using Options = Program::Options;
   auto disagree = [](const char* says, const std::function<void(int64_t&, Schedule&, Options&)>& change) {

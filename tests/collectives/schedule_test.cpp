@@ -18,7 +18,7 @@ namespace gradwire {
 namespace {
 
 #ifdef GRADWIRE_SANITIZED
-constexpr int kMaxRanks = 24, kMutations = 600;  // ten times slower, and all of this runs on one thread
+constexpr int kMaxRanks = 24, kMutations = 600;  // ten times slower, on one thread
 #else
 constexpr int kMaxRanks = 64, kMutations = 4000;
 #endif
@@ -84,7 +84,7 @@ TEST(Schedule, ShardsOfAllRanksAreTheBuffer) {
         for (int r = 0; r < n; ++r) owned += elements_owned(s, r, count, 128);
         EXPECT_EQ(owned, count) << name(s.kind) << " of " << n;
       }
-      // A slice changes nothing about who has what.
+      // Slices do not change who owns what.
       for (int r = 0; r < n; ++r) {
         EXPECT_EQ(elements_owned(pipelined(s, 4), r, 12345), elements_owned(s, r, 12345));
       }
@@ -138,7 +138,7 @@ TEST(DoubleTree, DepthIsLogarithmic) {
   }
 }
 
-TEST(Hierarchical, SlowLinksCarryTheLeastThatAnAllreduceBetweenNodesCan) {
+TEST(Hierarchical, SlowLinksCarryNoMoreThanAnAllreduceBetweenNodesMust) {
   CheckReport report = check(hierarchical(4, 8));  // 32 chunks
   for (int r = 0; r < 32; ++r) {
     EXPECT_EQ(report.sent_inter_node[r], 2 * 3);      // 2 * 3/4 of an eighth of the buffer
@@ -226,7 +226,7 @@ TEST(Checker, NamesWhatIsWrong) {
 }
 
 TEST(Checker, SeesADifferentRoundOnTheOtherSide) {
-  // Everybody would get the sum, but the two ends of one transfer are in different rounds.
+  // Every rank would get the sum, but the two ends of one transfer are in different rounds.
   Schedule s = ring(3);
   for (auto& rounds : s.rounds) rounds.insert(rounds.begin() + 2, Round{});
   s.rounds[0][2] = {first(s, 0, 1, Step::Kind::send)};
@@ -252,7 +252,7 @@ TEST(Checker, SeesWastedBytesAndFalseClaims) {
   expect_violation(two_shot(kMaxInputs + 2), Rule::rounding, "a hop adds 65 messages at once");
 }
 
-TEST(Checker, SeesAValueThatWouldBeRoundedForSomeOnly) {
+TEST(Checker, SeesAValueThatOnlySomeRanksWouldRound) {
   // Two nodes of two. Rank 0 owns the only chunk and sends the result inside its node before it crosses to
   // the other.
   Schedule s;
@@ -274,7 +274,7 @@ TEST(Checker, SeesAValueThatWouldBeRoundedForSomeOnly) {
                    "round 2: rank 0 sends chunk 0 to rank 2 to another node, after it went unrounded");
 }
 
-// --- mutations: whatever executing shows to be wrong, the checker must have said so, and nothing else ---
+// --- mutations: the checker must reject exactly what execution shows to be wrong ---
 
 TEST(Checker, AgreesWithExecutingOnThousandsOfMutations) {
   std::mt19937_64 random(20240607);
@@ -284,7 +284,7 @@ TEST(Checker, AgreesWithExecutingOnThousandsOfMutations) {
     std::string what = fmt::format("{} {} of {}", name(s.collective), name(s.kind), s.world);
     std::string change = testing::Mutator(s, random).mutate();
     int changes = 1;
-    // Now and then a second one, which may hide the first.
+    // Sometimes a second change, which may hide the first.
     if (random() % 4 == 0 && check(s).correct) testing::Mutator(s, random).mutate(), ++changes;
     CheckReport report = check(s);
     auto wrong = testing::Interpreter(s, i).run();
@@ -302,8 +302,7 @@ TEST(Checker, AgreesWithExecutingOnThousandsOfMutations) {
         "chunk changed on both sides", "dropped on both sides", "add and copy exchanged"}) {
     EXPECT_GE(harmful[change], kMutations / 80) << change;
   }
-  // Order inside a round means nothing, and sending a result twice wastes bytes only: the checker must not
-  // cry wolf.
+  // Order inside a round does not matter, and sending a result twice only wastes bytes: no false alarms.
   EXPECT_GE(harmless["swapped in a round"], kMutations / 80);
   for (const auto& [change, times] : harmful) RecordProperty(change + ", harmful", times);
   for (const auto& [change, times] : harmless) RecordProperty(change + ", harmless", times);
@@ -311,7 +310,7 @@ TEST(Checker, AgreesWithExecutingOnThousandsOfMutations) {
 
 // --- choosing ---
 
-TEST(MakeSchedule, ServesEveryKind) {
+TEST(MakeSchedule, MakesEveryKind) {
   EXPECT_EQ(make_schedule(ScheduleKind::tree, 6).kind, ScheduleKind::tree);
   Schedule s = make_schedule(ScheduleKind::hierarchical, 12, {.nodes = 0, .per_node = 4});
   EXPECT_EQ(s.nodes, 3);
@@ -320,7 +319,7 @@ TEST(MakeSchedule, ServesEveryKind) {
   expect_proven(make_schedule(ScheduleKind::hierarchical, 2 * 100, {.nodes = 100}), "100 nodes");
 }
 
-TEST(MakeSchedule, RefusesWhatCannotServe) {
+TEST(MakeSchedule, RefusesSchedulesThatCannotWork) {
   auto error = [](ScheduleKind kind, int world, Topology topology) -> std::string {
     try {
       make_schedule(kind, world, topology);

@@ -42,9 +42,9 @@ inline std::vector<Backend> backends() {
 #endif
 }
 
-// Memory on the backend's device with guard elements on both sides, all poisoned, so that an element that was
-// not written, or one written outside, shows. `misalign` shifts the start by that many elements off 256-byte
-// alignment.
+// Memory on the backend's device with guard elements on both sides, all poisoned, so that tests find
+// elements that were not written and writes outside. `misalign` shifts the start by that many elements
+// off 256-byte alignment.
 template <typename T>
 class Array {
  public:

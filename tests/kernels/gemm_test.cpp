@@ -152,7 +152,7 @@ TEST_P(GemmOp, AnImpossibleLeadingDimensionIsBadInputThatNamesIt) {
   expect_error<BadInput>([&] { run(o); }, {"ldb is 3"});
 }
 
-// Products of BF16 numbers are exact in FP32, so the only error beside a sum's is C's own rounding.
+// Products of BF16 numbers are exact in FP32, so the only errors are the sum's and C's own rounding.
 class Bf16Gemm : public OpTest {
  public:
   template <typename Out>

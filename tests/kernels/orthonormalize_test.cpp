@@ -1,5 +1,5 @@
-// Orthonormalization: the columns are orthonormal whatever came in, span what came in as far as it had
-// directions, and a matrix that is not finite is flagged and left alone.
+// Orthonormalization: the columns are always orthonormal and span what the input spanned; a matrix that is
+// not finite is flagged and left alone.
 #include "kernels/powersgd/orthonormalize.h"
 
 #include <fmt/format.h>
@@ -100,7 +100,7 @@ class OrthonormalizeTest : public testing::OpTest {
     bool in_place = true, keep_flags = false;
     uint64_t seed = 1, step = 0;
     int64_t gap = 0;
-    std::vector<int32_t> flags = {};  // what they hold before; poison when empty
+    std::vector<int32_t> flags = {};  // their initial values; poison when empty
   };
   struct Result {
     std::vector<Matrix> out;

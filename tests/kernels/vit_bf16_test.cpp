@@ -1,6 +1,6 @@
 // The ops of vit.h with BF16 operands. Where an op only moves operands, its bits are the reference's. Where
-// it computes, the result is within one rounding of what the FP32 reference makes of the same (widened)
-// operands: arithmetic in less than FP32, or a second rounding, would show.
+// it computes, the result is within one rounding of the FP32 reference's on the same (widened) operands;
+// arithmetic in less than FP32, or a second rounding, would exceed that.
 #include <fmt/format.h>
 
 #include "kernels/vit/vit.h"
@@ -47,7 +47,7 @@ struct Shape {
   int64_t rows, width;
   int64_t size() const { return rows * width; }
 };
-// Each way of holding a row in registers, and rows that are not.
+// Each way of holding a row in registers, and rows too long for that.
 const std::vector<Shape> kShapes = {{0, 64},  {1, 1},   {5, 7},   {35, 64},  {6, 72},
                                     {3, 136}, {4, 264}, {3, 520}, {2, 1024}, {2, 1032}};
 
@@ -107,7 +107,7 @@ TEST_P(VitBf16, GeluRoundsOnceForwardAndBackward) {
     GW_RUN(bias_gelu_backward, args);
     dy.expect_guards_intact("dy");
     expect_rounded(dy.host(), want, "dy");
-    expect_close(d_bias.host(), want_bias, 3e-6, "d_bias", 6.0);  // of what was not rounded yet
+    expect_close(d_bias.host(), want_bias, 3e-6, "d_bias", 6.0);  // summed before rounding
   });
 }
 
@@ -282,7 +282,7 @@ TEST_P(VitBf16, SoftmaxReadsFp32ScoresAndRoundsOnce) {
   });
 }
 
-TEST_P(VitBf16, HeadsMoveWithTheirBits) {
+TEST_P(VitBf16, HeadsAreMovedBitForBit) {
   struct Heads {
     int64_t batch, tokens, heads, dim;
   };
@@ -345,7 +345,7 @@ TEST_P(VitBf16, HeadsMoveWithTheirBits) {
   }
 }
 
-TEST_P(VitBf16, TokensAndPatchesAreRoundedOnTheirWay) {
+TEST_P(VitBf16, TokensAndPatchesAreRoundedWhenMoved) {
   struct Image {
     int64_t batch;
     int32_t channels, image, patch;
@@ -434,7 +434,7 @@ TEST_P(VitBf16, CrossEntropyRoundsTheGradientsOfFp32Logits) {
   auto d_labels = array(labels);
   auto totals = array(std::vector<double>{0, 0});
   auto d = array<Bf16>(rows * classes);
-  // Without the row whose label is none: its NaN reaches the total.
+  // Without the row that has an invalid label: its NaN reaches the total.
   CrossEntropy<Bf16> args{.logits = x.data(),
                           .labels = d_labels.data() + 5,
                           .d_logits = d.data(),

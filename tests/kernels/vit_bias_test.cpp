@@ -88,7 +88,7 @@ TEST_P(VitBias, ColumnSumMatchesTheDoubleReference) {
 }
 
 TEST_P(VitBias, ColumnSumLosesNoRow) {
-  // Small integers add exactly, so one row too many or too few would show.
+  // Small integers add exactly, so one row too many or too few changes the sum.
   for (int64_t rows : {1, 15, 16, 17, 31, 33, 255, 256, 257, 4095, 4097, 8193}) {
     Shape s{rows, 5};
     std::vector<float> x(static_cast<size_t>(s.size())), want(5, 0.0f);

@@ -103,7 +103,7 @@ TEST_P(VitCrossEntropy, HugeLogitsGiveFiniteLosses) {
   std::vector<float> logits = {3e37f, -3e37f, 0.0f, -1e30f, 1e30f, 0.0f, 1e38f, 1e38f, 1e38f};
   auto got = run(logits, {0, 0, 2}, 3, 1.0f);
   EXPECT_NEAR(got.totals[0] / 2e30, 1.0, 1e-6);
-  EXPECT_EQ(got.totals[1], 1.0);  // on the tie the first class wins, and the label is the last
+  EXPECT_EQ(got.totals[1], 1.0);  // the first class wins a tie, and the label is the last
   std::vector<float> want = {0, 0, 0, -1, 1, 0, 1 / 3.0f, 1 / 3.0f, -2 / 3.0f};
   expect_close(got.d_logits, want, 1e-6, "d_logits");
 }

@@ -54,7 +54,7 @@ TEST_P(VitSoftmax, ForwardMatchesTheDoubleReferenceAndZeroesThePadding) {
     for (int64_t misalign : {0, 1}) {
       SCOPED_TRACE(fmt::format("{} misaligned by {}", shape.name(), misalign));
       auto x = normal(shape.size(), 3, 4.0f);
-      // What lies in the padding must not matter.
+      // The padding's old contents must not matter.
       for (int64_t i = 0; i < shape.size(); ++i) {
         if (i % shape.ld >= shape.width) x[static_cast<size_t>(i)] = std::numeric_limits<float>::quiet_NaN();
       }

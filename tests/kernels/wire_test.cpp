@@ -136,7 +136,8 @@ TEST_P(WireFormatTest, DecodeHasTheReferencesBits) {
   }
 }
 
-// Without a wire, S itself shows: the order of additions, with terms that swallow each other.
+// Without a wire the result is S itself, here with terms that swallow each other, so
+// that their order matters.
 TEST_P(WireFormatTest, WithoutAWireTheSumIsTheResultAndTheResidualIsSpent) {
   for (int64_t n : {0, 1, 7, 128, 1025, 70001}) {
     for (int num_inputs : {0, 1, 2, 7}) {
@@ -200,7 +201,7 @@ TEST_P(WireFormatTest, WirePlusResidualIsTheSum) {
   }
 }
 
-TEST_P(WireFormatTest, NonFiniteValuesTravelAreNotKeptAndDisturbNobody) {
+TEST_P(WireFormatTest, NonFiniteValuesAreSentNotKeptAndLeaveOthersAlone) {
   const int64_t block = format->granularity, n = 3 * block + 7;
   const auto bad = static_cast<size_t>(block + 2);
   for (Rounding mode : roundings()) {
@@ -247,7 +248,7 @@ TEST_P(WireFormatTest, ZerosAndExtremesSurvive) {
   }
 }
 
-TEST_P(WireFormatTest, CuttingACallInPiecesChangesNothing) {
+TEST_P(WireFormatTest, CuttingACallIntoPiecesChangesNothing) {
   const int64_t count = 8 * format->granularity + 5;
   for (Rounding mode : roundings()) {
     const WireProblem whole{.own = normal(count, 7),

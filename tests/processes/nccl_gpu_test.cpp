@@ -1,6 +1,6 @@
-// NCCL itself, with several ranks on one GPU. NVIDIA does not support that: each rank claims to be another
-// host, so that NCCL goes over sockets of the loopback, and every test has a hard limit (tests/processes).
-// Without a GPU they are skipped; tests/collectives/nccl_test.cpp has what can be tested then.
+// NCCL itself, with several ranks on one GPU. NVIDIA does not support that: each rank claims to be a
+// different host, so that NCCL uses sockets on the loopback interface, and every test has a hard limit
+// (tests/processes). Skipped without a GPU; tests/collectives/nccl_test.cpp tests what needs none.
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -152,7 +152,7 @@ TEST_F(NcclGpu, AnAllreduceCanBeCapturedInAGraph) {
   all_succeeded(run_processes("NcclCaptured", 2, {.limit = 60s}));
 }
 
-// One rank is killed in step 3; the others, after a shrink if told so, go on.
+// One rank is killed in step 3; the others continue, after a shrink if told to.
 RANK_PROGRAM(NcclLosesARank) {
   const bool shrinks = me.option("then") == "shrink";
   auto comm = join(me, shrinks);
@@ -185,7 +185,7 @@ TEST_F(NcclGpu, AKilledRankIsAnErrorThatNamesIt) {
   }
 }
 
-TEST_F(NcclGpu, SurvivorsShrinkAndGoOn) {
+TEST_F(NcclGpu, SurvivorsShrinkAndContinue) {
   auto ranks =
       run_processes("NcclLosesARank", 3, {.timeout = 20s, .limit = 60s, .options = {{"then", "shrink"}}});
   for (int r : {0, 2}) EXPECT_EQ(ranks[r].exit_code, 0) << ranks[r].output;

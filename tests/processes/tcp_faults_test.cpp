@@ -1,8 +1,8 @@
 // The fault matrix: what goes wrong x schedule, on four processes over TCP. docs/faults.md shows the
 // outcomes.
 //
-// Whatever happens, no rank hangs, none takes a wrong sum for a result, none leaves a process behind; and
-// each survivor says which rank, which operation and which call it was, and what it waited for.
+// Whatever happens, no rank hangs, accepts a wrong sum or leaves a process behind, and each survivor's error
+// names the rank, the operation, the call, and what it waited for.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -34,7 +34,7 @@ using namespace std::chrono_literals;
 using std::chrono::milliseconds;
 
 constexpr int kWorld = 4;
-constexpr int kFaultyCall = 6;  // the fault comes with this call, numbered from 1
+constexpr int kFaultyCall = 6;  // the call with the fault, numbered from 1
 constexpr int64_t kFloats = 50'000;
 
 Schedule schedule_of(const std::string& text) {
@@ -53,8 +53,8 @@ void die_soon(const std::string& how) {
   raise(how == "stopped" ? SIGSTOP : SIGKILL);
 }
 
-// Sums small integers, so that every right result is exact, again and again. Prints the time of the fault and
-// of the error, by this machine's clock.
+// Sums small integers again and again; every right result is exact. Prints the time of the fault and of the
+// error, by this machine's clock.
 RANK_PROGRAM(Faulty) {
   const std::string fault = me.option("fault");
   const bool culprit = me.rank == me.number("who");
@@ -118,16 +118,16 @@ bool holds_one_of(const std::string& text, std::initializer_list<const char*> pa
                      [&](const char* part) { return text.find(part) != std::string::npos; });
 }
 
-// What is left of this test's processes.
+// Whether any of this test's processes is left.
 bool has_children() {
   return waitpid(-1, nullptr, WNOHANG) != -1;
 }
 
 struct Fault {
   const char* name;
-  // Of the survivors, and of the rank where it happens: 0 done, 3 an error, -1 a signal, -2 never by itself.
+  // How the survivors and the faulty rank end: 0 done, 3 an error, -1 a signal, -2 never by itself.
   int others, culprit;
-  const char* says;  // in every error; # stands for the rank where it happens
+  const char* says;  // in every error; # stands for the faulty rank
   bool waits_for_deadline = false;
 };
 
@@ -155,7 +155,7 @@ class FaultMatrix : public ::testing::TestWithParam<std::tuple<Fault, const char
 TEST_P(FaultMatrix, IsBounded) {
   const auto& [fault, schedule] = GetParam();
   const int who = 2;
-  // Where nobody has to wait for it, the deadline is far away: an error must come by other means.
+  // Faults that must be noticed before the deadline get one that is far away.
   const milliseconds deadline = fault.waits_for_deadline ? 1500ms : 30'000ms;
   testing::ProcessOptions options{
       .timeout = deadline,
@@ -181,7 +181,7 @@ TEST_P(FaultMatrix, IsBounded) {
     if (expected != 3) continue;
     const std::string& text = ranks[r].output;
     testing::expect_has(text, {says, fmt::format("rank {}", who)});
-    // Ranks may be a call apart, and one that is stopped may have done its part of this one.
+    // Ranks may be a call apart, and a stopped rank may have finished its part of this one.
     EXPECT_TRUE(
         holds_one_of(text, {"call 5, allreduce of the gradients (", "call 6, allreduce of the gradients (",
                             "call 7, allreduce of the gradients ("}));

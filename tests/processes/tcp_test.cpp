@@ -1,5 +1,5 @@
-// The TCP transport with ranks as processes: bytes arrive, disagreement and death are noticed, nothing
-// hangs.
+// The TCP transport with ranks as processes: bytes arrive, disagreements and deaths are
+// noticed, nothing hangs.
 #include "collectives/transport/tcp.h"
 
 #include <fmt/format.h>
@@ -38,15 +38,14 @@ unsigned char pattern(int from, int to, int step, size_t i) {
   return static_cast<unsigned char>(from * 31 + to * 17 + step * 7 + i * 3 + (i >> 8));
 }
 
-// Everybody sends everybody a message of each size.
+// Every rank sends every other a message of each size.
 RANK_PROGRAM(AllToAll) {
   auto comm = join(me);
   Stream stream = Stream::create(Device::host(), "test");
   const std::vector<size_t> sizes = {0, 1, 2, 127, 4096, 65'537, 1 << 20, 3, 3};
   uint64_t bytes = 0;
   for (int step = 0; step < static_cast<int>(sizes.size()); ++step) {
-    // The sizes differ by peer too, and each peer gets two messages of equal size, which must not be mixed
-    // up.
+    // Sizes differ by peer, and each peer gets two messages of equal size, which must not be swapped.
     auto size = [&](int from, int to) { return sizes[(step + from + to) % sizes.size()]; };
     std::vector<std::vector<unsigned char>> in, out;
     std::vector<Transfer> transfers;
@@ -126,9 +125,9 @@ TEST(Tcp, AGroupCanFollowAnotherOnTheSamePort) {
 
 // --- the same bits as with threads, for everything ---
 //
-// tests/collectives/reducer_test.cpp proves with threads that nothing is lost and that ranks end with the
-// same bits. Here each rank's results and residuals are the same bits as there, so it holds for processes,
-// too.
+// tests/collectives/reducer_test.cpp proves with threads that nothing is lost and that ranks end
+// with the same bits. Here each rank has the same bits in results and residuals as there, so that
+// holds for processes, too.
 
 std::vector<std::string> every_spec() {
   std::vector<std::string> specs = {"bf16:schedule=hierarchical,intra_node=fp32"};
@@ -141,8 +140,8 @@ std::vector<std::string> every_spec() {
   return specs;
 }
 
-// A line with a hash of what this rank has of two steps: averaged gradients, residuals, factors. In slices,
-// so that exchanges overlap with kernels.
+// A line with a hash of this rank's averaged gradients, residuals and factors after two steps. In slices, so
+// that exchanges overlap with kernels.
 std::string two_steps(Communicator& comm, const std::string& spec) {
   const std::vector<GradientTensor> tensors = {{"bias", {37}}, {"matrix", {48, 31}}, {"square", {40, 40}}};
   Stream stream = Stream::create(comm.device(), "test");
@@ -187,7 +186,7 @@ TEST(Tcp, EverySpecAndScheduleGivesTheSameBitsAsThreads) {
   }
 }
 
-// Links are measured, and every rank chooses alike.
+// Links are measured, and every rank makes the same choice.
 RANK_PROGRAM(ChoosesASchedule) {
   auto comm = join(me);
   Reducer reducer(*comm, CompressionSpec::parse("bf16"), {{"matrix", {512, 512}}}, {});
@@ -237,7 +236,7 @@ RANK_PROGRAM(Misbehaving) {
     try {
       stream.synchronize();
     } catch (const CommError&) {
-      // Later calls fail at once, and with an error too.
+      // Later calls fail at once, with an error.
       auto start = std::chrono::steady_clock::now();
       Stream other = Stream::create(Device::host(), "other");
       comm->transport().exchange(other, transfers, label);
@@ -290,7 +289,7 @@ TEST_P(TcpFault, EverySurvivorSaysWhoAndEndsInTime) {
       continue;
     }
     EXPECT_EQ(ranks[r].exit_code, 3) << "signal " << ranks[r].signal;
-    // Joining comes on top, and this machine is busy with other things.
+    // Allows for joining, and for a busy machine.
     EXPECT_LT(ranks[r].took, timeout + 5s + 5s);
     testing::expect_has(ranks[r].output, {says, "step "});
     EXPECT_EQ(ranks[r].output.find("failed group"), std::string::npos);

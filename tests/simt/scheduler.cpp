@@ -1,6 +1,6 @@
 // Fibers, one per CUDA thread of a block, and the choice of who runs next.
 //
-// A fiber is made once and used for every later block: it runs a thread of the kernel, reports that it is
+// A fiber is made once and reused by all later blocks: it runs a thread of the kernel, reports that it is
 // done, and waits for the next. When a launch fails, the threads that are still inside the kernel are resumed
 // one last time and leave by an exception, so that their stacks are clean for the next launch.
 #include <fmt/format.h>
@@ -24,7 +24,7 @@ Block block;
 
 namespace {
 
-constexpr size_t kStackBytes = 256 * 1024;  // virtual; a page is paid for when it is touched
+constexpr size_t kStackBytes = 256 * 1024;  // virtual: untouched pages cost nothing
 constexpr int64_t kMaxSpins = int64_t{1} << 21;
 
 struct Abandon {};
@@ -62,7 +62,7 @@ int take_next() {
   bool draw_any = block.draw_any, any = block.uniform || draw_any;
   block.draw_any = false;
   int warp = block.last_warp;
-  // Uniform means: change warps now and then. Staying spares the cache.
+  // Even a uniform draw stays with a warp for a while, which spares the cache.
   bool stay =
       block.uniform && !draw_any && (block.ready_warps >> warp & 1u) && block.random.next() >> 62 != 0;
   if (!stay) warp = any ? any_bit(block.ready_warps) : favoured_bit(block.ready_warps);
@@ -88,7 +88,7 @@ Side scheduler;
 Side* running = &scheduler;
 Side* came_from = nullptr;  // who switched to `running`
 
-// Never deleted: idle fibers have no end.
+// Never deleted: idle fibers never end.
 std::vector<Side*>& fibers = *new std::vector<Side*>();
 
 void arrive(boost::context::fiber&& from, Side& self) {
@@ -96,7 +96,7 @@ void arrive(boost::context::fiber&& from, Side& self) {
   came_from->context = std::move(from);
 }
 
-// Runs `target` from where it stopped; returns when somebody switches back.
+// Resumes `target`; returns when something switches back.
 void switch_to(Side& target) {
   Side& self = *running;
   came_from = &self;
@@ -151,7 +151,7 @@ boost::context::fiber fiber_main(boost::context::fiber&& from) {
 void make_fibers(size_t count) {
   while (fibers.size() < count) {
     Stack memory;
-    // Staggered: stacks that all end at the same place in a page would share a few sets of the cache.
+    // Staggered: stacks that all end at the same offset in a page would compete for a few cache sets.
     boost::context::stack_context stack;
     stack.size = kStackBytes - fibers.size() % 61 * 256;
     stack.sp = memory.bottom + stack.size;
@@ -303,7 +303,7 @@ void preempt() {
         "cannot wait for another one." +
         describe_threads());
   }
-  block.draw_any = true;  // a thread that spins must not keep the others out
+  block.draw_any = true;  // a spinning thread must not starve the others
   make_ready(static_cast<size_t>(block.current / kWarp), current_bit());
   switch_out();
 }

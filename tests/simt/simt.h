@@ -1,14 +1,13 @@
-// What a kernel sees instead of cuda_runtime.h when g++ compiles it for the CPU: CUDA's vocabulary, on
-// runtime.h.
+// What a kernel sees instead of cuda_runtime.h when g++ compiles it for the CPU: CUDA's
+// vocabulary, on top of runtime.h.
 //
-// A name that is missing here does not compile; that is meant. Not offered: inline PTX, textures, clusters,
-// TMA, wgmma, dynamic parallelism, cooperative groups, CUB, streams that overlap. `cudaStream_t` arguments
-// are ignored: a launch has ended when it returns.
+// A name that is missing here does not compile, on purpose. Missing: inline PTX, textures, clusters, TMA,
+// wgmma, dynamic parallelism, cooperative groups, CUB, streams that overlap. `cudaStream_t` arguments are
+// ignored: a launch has ended when it returns.
 //
 // Stricter than CUDA, on purpose:
 //   - every lane named in the mask of a warp collective must reach it, on the same source line; lanes that
-//   returned
-//     early do not count as arrived;
+//     returned early do not count as arrived;
 //   - every thread of the block must reach a __syncthreads(), and the same one;
 //   - 16-byte accesses are checked for alignment, arithmetic for undefined behaviour, memory for bounds;
 //   - the result may not depend on the order of threads (see runtime.h).
@@ -48,8 +47,7 @@
 
 using cudaStream_t = struct CUstream_st*;
 
-// ------------------------------------------------------------------------------------------------------
-// collectives
+// --- collectives ---
 
 #define GW_SIMT_HERE ::gradwire::simt::Where where = {__builtin_FILE(), __builtin_LINE()}
 
@@ -95,15 +93,15 @@ GW_SIMT_REDUCE(__reduce_or_sync, bit_or, unsigned)
 GW_SIMT_REDUCE(__reduce_xor_sync, bit_xor, unsigned)
 #undef GW_SIMT_REDUCE
 
-// Lanes that happen to run together are nobody's promise; here they are all that have not returned.
+// CUDA promises nothing about which lanes run together; here, all that have not returned.
 inline unsigned __activemask() {
   return ::gradwire::simt::lanes_alive();
 }
 
 namespace gradwire::simt {
 
-// By bit_cast: a local variable whose address is taken costs AddressSanitizer a stack frame in the busiest
-// functions.
+// By bit_cast: with AddressSanitizer, taking a local variable's address adds a stack frame to
+// the busiest functions.
 template <typename T>
 uint64_t to_word(T value) {
   static_assert(std::is_arithmetic_v<T> && (sizeof(T) == 4 || sizeof(T) == 8),
@@ -171,11 +169,10 @@ unsigned __match_all_sync(unsigned mask, T value, int* all_equal, GW_SIMT_HERE) 
 }
 #undef GW_SIMT_HERE
 
-// ------------------------------------------------------------------------------------------------------
-// atomics
+// --- atomics ---
 
-// One thread runs at a time, so each is a plain update after which another thread may get its turn. Types as
-// in CUDA, by name, so that a 64-bit `unsigned long` that nvcc would refuse is refused here as well.
+// One thread runs at a time, so each is a plain update, after which another thread may run. Overloads exist
+// for CUDA's types only: a 64-bit `unsigned long`, which nvcc would refuse, is refused here as well.
 #define GW_SIMT_ATOMIC(name, T, expression) \
   inline T name(T* address, T value) {      \
     T old = *address;                       \
@@ -228,8 +225,7 @@ inline void __nanosleep(unsigned) {
   ::gradwire::simt::fail("__trap()");
 }
 
-// ------------------------------------------------------------------------------------------------------
-// launch
+// --- launch ---
 
 namespace gradwire::simt {
 

@@ -1,4 +1,4 @@
-// The shim proves itself: correct kernels give correct results, and each kind of planted bug is caught.
+// Tests of the shim itself: correct kernels give correct results, and each kind of planted bug is caught.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -15,8 +15,7 @@ namespace {
 using cuda::launch;
 using testing::expect_has;
 
-// ------------------------------------------------------------------------------------------------- correct
-// kernels
+// --- correct kernels ---
 
 __device__ float warp_sum(float v) {
   for (int d = 16; d > 0; d /= 2) v += __shfl_xor_sync(0xffffffffu, v, d);
@@ -183,10 +182,9 @@ TEST(Simt, FullBlocksWork) {
   for (size_t i = 0; i < out.size(); ++i) ASSERT_EQ(out[i], static_cast<float>(1023 - i % 1024));
 }
 
-// ------------------------------------------------------------------------------------------------- planted
-// bugs
+// --- planted bugs ---
 
-// The text of the Failure that `body` ends with, "" when it ends well.
+// The text of the Failure that `body` throws, "" if it throws none.
 std::string failure_of(const std::function<void()>& body) {
   try {
     body();
@@ -196,7 +194,7 @@ std::string failure_of(const std::function<void()>& body) {
   return "";
 }
 
-// With each of ten seeds: to find a bug must not be luck.
+// With each of ten seeds: finding a bug must not take luck.
 std::vector<std::string> failures_of(const std::function<void()>& body) {
   std::vector<std::string> texts;
   uint64_t before = options().seed;
@@ -205,7 +203,7 @@ std::vector<std::string> failures_of(const std::function<void()>& body) {
   return texts;
 }
 
-// A shared array is written, then read by another thread. The barrier between is what the bug leaves out.
+// A shared array is written, then read by other threads; the bug is a missing barrier in between.
 __global__ void reverse_kernel(int* data, bool with_barrier) {
   __shared__ int copy[64];
   copy[threadIdx.x] = data[threadIdx.x];
@@ -225,8 +223,7 @@ TEST(SimtCatches, MissingBarrier) {
   for (const auto& text : run(false)) expect_has(text, {"reverse", "depends on the order", "parameter 0"});
 }
 
-// The barrier that is missing stands at the end of a loop: a fast warp overwrites what a slow one still has
-// to read.
+// The missing barrier belongs at the end of a loop: a fast warp overwrites what a slow one has yet to read.
 __global__ void rounds_kernel(const float* x, float* out, bool with_second_barrier) {
   __shared__ float partial[4];
   for (int round = 0; round < 3; ++round) {
@@ -267,7 +264,7 @@ TEST(SimtCatches, UninitializedSharedValueInEveryBlock) {
   };
   run(true);
   EXPECT_EQ(out, std::vector<float>(64, 1.0f));
-  // Either two schedules differ, or the poison shows: never the value that the launch before left there.
+  // Either two schedules differ, or the result is poison: never what the previous launch left there.
   for (const auto& text : failures_of([&] { run(false); })) {
     if (!text.empty()) continue;
     EXPECT_NE(out[4], 1.0f);
@@ -397,7 +394,7 @@ TEST(SimtCatches, LaunchesThatCudaRefuses) {
   expect_has(refusal({.grid = dim3(1), .block = dim3(1), .shared_bytes = 233 * 1024}), {"shared memory"});
 }
 
-TEST(Simt, RunsOnAfterAFailure) {
+TEST(Simt, KeepsRunningAfterAFailure) {
   std::vector<float> data(64);
   for (int i = 0; i < 3; ++i) {
     EXPECT_NE(failure_of([&] { launch("skip", skip_kernel, {.block = dim3(64)}, data.data(), 37); }), "");
@@ -411,7 +408,7 @@ __global__ void read_kernel(const float* x, float* out, int at) {
   *out = x[at];
 }
 
-TEST(SimtDeathTest, ReadBehindGlobalMemory) {
+TEST(SimtDeathTest, ReadPastTheEndOfGlobalMemory) {
   std::vector<float> x(8), out(1);
   EXPECT_DEATH(launch("read", read_kernel, {.block = dim3(1)}, x.data(), out.data(), 8),
                "heap-buffer-overflow");
@@ -428,7 +425,7 @@ __global__ void shared_read_kernel(float* out, int at) {
   out[threadIdx.x] = behind[at];
 }
 
-TEST(SimtDeathTest, ReadBehindStaticSharedMemory) {
+TEST(SimtDeathTest, ReadPastTheEndOfStaticSharedMemory) {
   std::vector<float> out(8);
   EXPECT_DEATH(launch("shared_read", shared_read_kernel, {.block = dim3(8)}, out.data(), 9),
                "global-buffer-overflow|insufficient space");
@@ -440,7 +437,7 @@ __global__ void dynamic_write_kernel(int at) {
   x[at] = 1.0f;
 }
 
-TEST(SimtDeathTest, WriteBehindDynamicSharedMemory) {
+TEST(SimtDeathTest, WritePastTheEndOfDynamicSharedMemory) {
   launch("dynamic_write", dynamic_write_kernel, {.block = dim3(1), .shared_bytes = 36}, 8);
   EXPECT_DEATH(launch("dynamic_write", dynamic_write_kernel, {.block = dim3(1), .shared_bytes = 36}, 9),
                "heap-buffer-overflow");

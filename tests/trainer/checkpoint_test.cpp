@@ -69,7 +69,7 @@ class CheckpointTest : public ::testing::TestWithParam<Device> {
     run_training(config, data_, recorder);
     return recorder;
   }
-  // Makes checkpoints after every step and keeps all; returns the whole run.
+  // Saves after every step and keeps all checkpoints.
   Recorder train_and_save(TrainConfig config) const {
     config.checkpoint_directory = folder_.path("run");
     config.checkpoint_every = 1;
@@ -120,8 +120,8 @@ TEST_P(CheckpointTest, ResumingAtAnyStepGivesTheSameBits) {
   }
 }
 
-// What a run of `world` ranks would begin with: rank r's residuals, in the model's layout, and what is left
-// in its gradients.
+// What a rank of a resumed run begins with: its residuals, in the model's layout, and what is
+// left in its gradients.
 struct Restored {
   std::vector<float> residual, left;
 };
@@ -182,7 +182,7 @@ TEST_P(CheckpointTest, AnotherNumberOfRanksKeepsTheSumOfTheResiduals) {
         ASSERT_NEAR(sum[i], expected[i], 1e-6 * largest) << spec << ", " << world << " ranks, element " << i;
       }
     }
-    // Another codec has no place for them, so they wait in the gradients.
+    // A codec without residuals gets them in its first gradients.
     TrainConfig plain = c;
     plain.compression = CompressionSpec::parse("fp32");
     const std::vector<Restored> left = restore(plain, 2, GetParam(), checkpoint(4));
@@ -192,9 +192,9 @@ TEST_P(CheckpointTest, AnotherNumberOfRanksKeepsTheSumOfTheResiduals) {
   }
 }
 
-// Whatever a codec keeps is in the files, of any kind and type, and fits another bucket size. Ranks that are
-// more or fewer keep what is the same on all of them and the sum of the residuals.
-TEST(Checkpoint, StateOfACodecOfOnesOwnIsKept) {
+// Whatever a codec keeps, of any kind and type, is in the files and fits another bucket size. With more or
+// fewer ranks, state that is the same on all ranks is kept, and so is the sum of the residuals.
+TEST(Checkpoint, StateOfACustomCodecIsKept) {
   using Kept = std::map<std::pair<int, std::string>, std::vector<std::byte>>;
   const TemporaryFolder folder;
   TrainConfig config;
@@ -202,7 +202,7 @@ TEST(Checkpoint, StateOfACodecOfOnesOwnIsKept) {
   config.compression = CompressionSpec::parse("bf16");
   config.checkpoint_directory = folder.path("run");
   const auto parameters = vit_parameters(config.model);
-  // Each rank makes some steps, saves or restores, and says what its codecs keep.
+  // Each rank makes `steps` steps, saves or restores, and returns what its codecs keep.
   auto run = [&](int world, int64_t bucket_bytes, int steps, const std::string& from) {
     TrainConfig c = config;
     c.devices.assign(static_cast<size_t>(world), Device::host());
@@ -252,7 +252,7 @@ TEST(Checkpoint, StateOfACodecOfOnesOwnIsKept) {
       EXPECT_EQ(more[r].at({i, "velocity"}), saved[0].at({i, "velocity"}));
       EXPECT_EQ(more[r].at({i, "seen"}),
                 (std::vector<std::byte>{std::byte(100 * r), std::byte{0}, std::byte(100 * r), std::byte{0}}))
-          << "a rank's own begins anew";
+          << "per-rank state starts afresh";
       if (r < 2) {
         EXPECT_EQ(more[r].at({i, kResidualKind}), saved[r].at({i, kResidualKind}));
       }
@@ -268,7 +268,8 @@ std::vector<float> weights_of(const std::string& path) {
   return values;
 }
 
-// One step of plain SGD, from residuals and without: the weights differ by lr times their sum over the world.
+// One step of plain SGD, with residuals and without: the weights differ by lr times the sum
+// of all ranks' residuals.
 TEST_P(CheckpointTest, TheFirstStepInAWorldOfOneAppliesTheResidualsItFound) {
   TrainConfig c = config(3, "bf16");
   c.optimizer = OptimizerKind::sgd;
@@ -287,7 +288,7 @@ TEST_P(CheckpointTest, TheFirstStepInAWorldOfOneAppliesTheResidualsItFound) {
     return weights_of(weights_path(NewCheckpoint::final_path(folder_.path(to), 5)));
   };
   const std::vector<float> with = one_step(checkpoint(4), "with");
-  // The same checkpoint, its residuals taken out.
+  // The same checkpoint without its residuals.
   const std::string bare = folder_.path("bare");
   fs::create_directory(bare);
   fs::copy_file(weights_path(checkpoint(4)), weights_path(bare));
@@ -301,12 +302,12 @@ TEST_P(CheckpointTest, TheFirstStepInAWorldOfOneAppliesTheResidualsItFound) {
   const double lr = 0.5 * (1 + std::cos(std::acos(-1.0) * 4 / 5)) / 2;
   double largest = 0;
   for (size_t i = 0; i < with.size(); ++i) {
-    // Each of the two is a weight rounded to FP32.
+    // Both are weights rounded to FP32.
     const double rounding = 2e-7 * std::max(1.0f, std::abs(with[i]));
     ASSERT_NEAR(without[i] - with[i], lr * residual[i], rounding) << i << ", a weight of " << with[i];
     largest = std::max(largest, std::abs(lr * residual[i]));
   }
-  EXPECT_GT(largest, 1e-5);  // the tolerance sees something
+  EXPECT_GT(largest, 1e-5);  // the residuals are larger than the tolerance
 }
 
 TEST_P(CheckpointTest, WeightsOfACheckpointStartARun) {
@@ -331,7 +332,7 @@ TEST_P(CheckpointTest, WeightsOfACheckpointStartARun) {
                    {c.init, "unexpected: encoder.layers.encoder_layer_0."});
 }
 
-TEST_P(CheckpointTest, TheLastOnesAreKeptAndUnfinishedOnesPassedOver) {
+TEST_P(CheckpointTest, TheLatestAreKeptAndUnfinishedOnesAreSkipped) {
   TrainConfig c = config(2, "bf16");
   const std::string run = folder_.path("run");
   c.checkpoint_directory = run;
@@ -378,7 +379,7 @@ TEST_P(CheckpointTest, ARunThatDoesNotFitIsRefused) {
   EXPECT_NE(notes[0].find("lr 0.01, now 0.5"), std::string::npos) << notes[0];
 }
 
-// Wherever a byte changes and wherever a file ends too early.
+// Wherever a bit flips, and wherever the file is cut off.
 TEST_P(CheckpointTest, ADamagedFileIsAlwaysRefused) {
   const TrainConfig c = config(1, "bf16");
   TrainConfig saved = c;

@@ -1,4 +1,4 @@
-// Reading data sets: what is in the files arrives, and every way a file can be broken is named.
+// Reading data sets: the files' contents arrive, and every way a file can be broken is named.
 #include <fmt/format.h>
 
 #include <cmath>
@@ -91,7 +91,7 @@ TEST(FashionMnist, FlippedBitInGzipIsRefused) {
 TEST(FashionMnist, WrongMagicIsRefused) {
   TemporaryFolder folder;
   write_fashion_mnist(folder);
-  // Labels where images belong, floats instead of bytes, something else altogether.
+  // Labels instead of images, floats instead of bytes, and something else altogether.
   write_gzip(folder.path("train-images-idx3-ubyte.gz"), idx_labels(50));
   expect_bad_input([&] { load_fashion_mnist(folder.path()); },
                    {"train-images", "wrong magic", "0x00000801", "0x00000803"});
@@ -209,7 +209,7 @@ TEST(Cifar10, BrokenFilesAreNamed) {
   expect_bad_input([&] { load_cifar10(folder.path()); }, {"data_batch_2.bin", "0 bytes"});
 
   write_cifar10(folder);
-  write_bytes(folder.path("data_batch_5.bin"), cifar_records(3));  // cut where a record ends
+  write_bytes(folder.path("data_batch_5.bin"), cifar_records(3));  // cut at the end of a record
   expect_bad_input([&] { load_cifar10(folder.path()); }, {"data_batch_5.bin", "3 records", "has 4"});
 
   write_cifar10(folder);
@@ -219,7 +219,7 @@ TEST(Cifar10, BrokenFilesAreNamed) {
   expect_bad_input([&] { load_cifar10(folder.path()); }, {"data_batch_1.bin", "label of record 1 is 10"});
 }
 
-TEST(Synthetic, SameSeedSameBytesAndEachClassIsThere) {
+TEST(Synthetic, SameSeedSameBytesAndEveryClassOccurs) {
   VitConfig shape;
   DataSplits a = make_synthetic(shape, 100, 50, 7), b = make_synthetic(shape, 100, 50, 7);
   DataSplits c = make_synthetic(shape, 100, 50, 8);

@@ -20,7 +20,7 @@ namespace {
 namespace fs = std::filesystem;
 using testing::TemporaryFolder;
 
-// A sysfs tree of one's own.
+// A sysfs tree made for a test.
 class Sysfs {
  public:
   std::string root() const { return folder_.path(); }
@@ -29,7 +29,7 @@ class Sysfs {
     fs::create_directories(path.parent_path());
     std::ofstream(path) << text << "\n";
   }
-  // A PCI device below `bridges` ("pci0000:3a/0000:3a:00.0/..."), linked to as the kernel does.
+  // A PCI device below `bridges` ("pci0000:3a/0000:3a:00.0/..."), linked as the kernel does it.
   void add(const std::string& bridges, const std::string& address, int numa_node) const {
     write(fmt::format("devices/{}/{}/numa_node", bridges, address), fmt::to_string(numa_node));
     fs::create_directories(folder_.path("bus/pci/devices"));
@@ -50,7 +50,7 @@ class Sysfs {
 
 // Two sockets. Socket 0: a root port with a switch of two GPUs, one of which is behind a second switch as
 // well; another root port of the same host bridge; another host bridge. Socket 1: one GPU.
-TEST(Topology, PathsAreThoseOfTheTree) {
+TEST(Topology, PathsFollowTheTree) {
   const Sysfs sys;
   const std::string port = "pci0000:3a/0000:3a:00.0", upstream = port + "/0000:3b:00.0";
   sys.add(upstream + "/0000:3c:00.0", "0000:3d:00.0", 0);
@@ -68,7 +68,7 @@ TEST(Topology, PathsAreThoseOfTheTree) {
   EXPECT_EQ(sys.path("0000:3d:00.0", "0000:5d:00.0"), GpuPath::node);
   EXPECT_EQ(sys.path("0000:3d:00.0", "0000:af:00.0"), GpuPath::system);
 
-  const auto place = find_pci_place(sys.root(), "00000000:3D:00.0");  // as CUDA and NVML may write it
+  const auto place = find_pci_place(sys.root(), "00000000:3D:00.0");  // as CUDA and NVML write it
   ASSERT_TRUE(place);
   EXPECT_EQ(place->address, "0000:3d:00.0");
   EXPECT_EQ(place->numa_node, 0);
@@ -184,7 +184,7 @@ TEST(Recommend, NothingOnAFastLinkAndCompressionOnASlowOne) {
   EXPECT_NEAR(plain.sent_bytes, 2 * 0.75 * 4 * 88'224'232, 1e4);
   EXPECT_NEAR(plain.step_ms, 102 + plain.exposed_ms, 1e-6);
   EXPECT_GE(slow.one_bucket.step_ms, plain.step_ms);
-  // In between there is a link on which a gentle spec is enough.
+  // For some link in between, a milder spec is enough.
   bool gentle = false;
   for (double rate = 125; rate < 200e3; rate *= 1.5) {
     const Recommendation r = recommend(costs(rate));
@@ -216,9 +216,9 @@ TEST(Recommend, AFasterLinkNeverMakesAStepLonger) {
   }
 }
 
-TEST(Recommend, KernelsCountOnceWhereTheyHaveACoreOfTheirOwnAndAlwaysWhereTheyShare) {
-  StepCosts c = costs(1e9, 0);  // links for nothing
-  c.codec_ns["bf16"] = 0.5;     // 44 ms in all, which fits beside 67 ms of backward
+TEST(Recommend, KernelsOverlapWithBackwardUnlessTheyShareItsCores) {
+  StepCosts c = costs(1e9, 0);  // links that cost nothing
+  c.codec_ns["bf16"] = 0.5;     // 44 ms in all, which 67 ms of backward can hide
   const Prediction apart = predict_step(c, "bf16", 25);
   EXPECT_NEAR(apart.codec_ms, 0.5e-6 * 88'224'232, 1e-6);
   EXPECT_LT(apart.exposed_ms, 0.25 * apart.codec_ms);
@@ -234,8 +234,8 @@ TEST(Recommend, KernelsCountOnceWhereTheyHaveACoreOfTheirOwnAndAlwaysWhereTheySh
   EXPECT_THROW(predict_step(c, "bf16:round=stochastic", 25), BadInput);
 }
 
-// The whole examination, on a model small enough for a test: every rank comes to the same end.
-TEST(Recommend, RanksOfAProcessAreExaminedAlike) {
+// The whole examination, with a model small enough for a test: every rank reaches the same result.
+TEST(Recommend, EveryRankReachesTheSameResult) {
   TrainConfig config;
   config.batch_size = 2;
   config.devices.assign(3, Device::host());

@@ -1,4 +1,4 @@
-// Small data files for tests, good and broken.
+// Small data files for tests.
 #pragma once
 
 #include <fmt/format.h>

@@ -1,4 +1,4 @@
-// From flags to a resolved configuration, and launchers' variables.
+// From flags and launchers' variables to a resolved configuration.
 #include "trainer/cli/options.h"
 
 #include <fmt/format.h>
@@ -30,7 +30,7 @@ TEST(Models, ParameterCountsAreThePublishedOnes) {
   EXPECT_EQ(parameter_count(named_model("vit_b_32")), 88'224'232);
 }
 
-TEST(Models, EachNamedOneIsSound) {
+TEST(Models, EveryNamedModelIsValid) {
   EXPECT_EQ(model_names().size(), 6u);
   for (const std::string& name : model_names()) {
     EXPECT_EQ(named_model(name).name, name);
@@ -157,7 +157,7 @@ TEST(Resolve, EachWrongValueIsNamed) {
     refuse([](Options& o) { o.device = "cuda"; }, {"--device cuda", "--device host"});
 }
 
-TEST(Resolve, DeviceIsSaidAndAFallbackExplained) {
+TEST(Resolve, TheDeviceIsNamedAndAFallbackExplained) {
   Options o = synthetic();
   EXPECT_EQ(resolve(o).device_line.substr(0, 12), "Device: host");
   o.device = "auto";
@@ -178,7 +178,7 @@ std::optional<Launch> launched_with(const std::map<std::string, std::string>& va
   });
 }
 
-TEST(Launcher, EachIsRecognized) {
+TEST(Launcher, EveryLauncherIsRecognized) {
   EXPECT_FALSE(launched_with({}));
   EXPECT_FALSE(launched_with({{"SLURM_NTASKS", "4"}, {"SLURM_PROCID", "0"}}))
       << "a batch script launched nothing yet";
@@ -215,7 +215,7 @@ TEST(Launcher, SaysWhereTheRanksMeet) {
   };
   EXPECT_EQ(meet({{"MASTER_ADDR", "node0"}, {"MASTER_PORT", "1234"}}), "tcp://node0:1234");
   EXPECT_EQ(meet({{"MASTER_ADDR", "fe80::1"}, {"MASTER_PORT", "1234"}}), "tcp://[fe80::1]:1234");
-  // The port on which torchrun's agent keeps its own store is taken.
+  // torchrun's agent occupies this port with its own store.
   EXPECT_EQ(meet({{"MASTER_ADDR", "a"}, {"MASTER_PORT", "29500"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}}),
             "tcp://a:29600");
   EXPECT_EQ(meet({{"MASTER_ADDR", "a"}, {"MASTER_PORT", "65500"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}}),
@@ -261,7 +261,7 @@ TEST(Launcher, AWorldOfOneUnderALauncherOfMoreIsRefused) {
   o.launch = launched_with({{"RANK", "2"}, {"WORLD_SIZE", "4"}});
   EXPECT_EQ(resolve(o).config.ranks(), 4);
   EXPECT_TRUE(resolve(o).config.processes);
-  o.ranks = 4;  // says the same
+  o.ranks = 4;  // agrees with the launcher
   EXPECT_EQ(resolve(o).config.ranks(), 4);
   for (int ranks : {1, 2}) {
     o.ranks = ranks;

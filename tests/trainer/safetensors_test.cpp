@@ -98,7 +98,7 @@ TEST_F(SafetensorsTest, ImpossibleHeadersAreRefused) {
   expect_bad_input([&] { SafetensorsReader reader(path_); }, {path_, "too short"});
   expect_bad_input([&] { SafetensorsReader(folder_.path("none")); }, {"none", "no such file"});
   expect_bad_input([&] { SafetensorsReader(folder_.path()); }, {"not a regular file"});
-  // Fine, but not ours.
+  // Valid, but not written by Gradwire.
   const SafetensorsReader foreign(write("{" + tensor("a", "[2]", "[0,8]") + "}   ", 8));
   EXPECT_NO_THROW(foreign.verify(false));
   expect_bad_input([&] { foreign.verify(true); }, {path_, "no checksum"});

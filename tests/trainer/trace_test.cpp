@@ -1,4 +1,4 @@
-// What --trace writes: a whole file, spans that fit into each other, and a run that does not notice.
+// What --trace writes: a complete file with properly nested spans. The run itself is unchanged.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -111,7 +111,7 @@ TEST_P(TraceTest, EveryBucketOfEveryStepIsCompressedThenSentThenDecompressed) {
         EXPECT_NE(text.find("communicate "), std::string::npos) << where;
         if (std::string(spec) == "fp32") {
           EXPECT_EQ(text, "communicate ") << where;
-        } else if (bytes[key.second] > 1000) {  // of less, a rank may have no part to encode or decode
+        } else if (bytes[key.second] > 1000) {  // of fewer bytes a rank may have no part to encode or decode
           EXPECT_TRUE(text.starts_with("compress communicate ")) << where;
           EXPECT_TRUE(text.ends_with("decompress ")) << where;
         }
@@ -178,7 +178,7 @@ TEST_P(TraceTest, ATraceChangesNoBit) {
   }
 }
 
-TEST_P(TraceTest, ARunThatFailsLeavesTheStepsItHasDone) {
+TEST_P(TraceTest, AFailedRunLeavesTheStepsItMade) {
   EXPECT_THROW(train(config(2, "bf16"), 5), Error);
   Json trace = read();
   EXPECT_NE(trace["otherData"]["error"].get<std::string>().find("enough of this"), std::string::npos);
@@ -194,7 +194,7 @@ TEST_P(TraceTest, ARunThatFailsLeavesTheStepsItHasDone) {
   EXPECT_FALSE(std::filesystem::exists(folder_.path("trace.json.tmp")));
 }
 
-TEST_P(TraceTest, AWorldOfOneHasNothingButItsOwnWork) {
+TEST_P(TraceTest, AWorldOfOneTracesItsOwnWorkOnly) {
   train(config(1, "bf16"));
   std::set<std::string> streams;
   const Rows rows = rows_of(read());
@@ -202,7 +202,7 @@ TEST_P(TraceTest, AWorldOfOneHasNothingButItsOwnWork) {
   EXPECT_EQ(streams, (std::set<std::string>{"compute", "host thread"}));
 }
 
-// Behind the cap spans are counted, not kept: a long range of steps cannot fill the memory.
+// Beyond the cap spans are counted, not kept, so that a long range of steps cannot fill the memory.
 TEST_P(TraceTest, ATraceIsBounded) {
   const Device device = GetParam();
   const Stream stream = Stream::create(device, "compute");

@@ -93,7 +93,7 @@ TEST_P(TrainTest, LearnsWithEveryCompression) {
     c.steps = 90;
     Recorder r = train(c);
     ASSERT_EQ(r.steps.size(), 90u);
-    EXPECT_NEAR(r.steps.front().loss, std::log(4.0), 1e-5) << spec;  // a zero head knows nothing
+    EXPECT_NEAR(r.steps.front().loss, std::log(4.0), 1e-5) << spec;  // a zero head is uniform
     EXPECT_LT(r.steps.back().loss, 0.5) << spec;
     ASSERT_FALSE(r.evals.empty());
     EXPECT_GT(r.evals.back().test_accuracy, 0.8) << spec;
@@ -195,7 +195,7 @@ TEST_P(TrainTest, GradientsThatAreCopiedInAndOutGiveTheSameBits) {
 TEST_P(TrainTest, RanksAndAccumulationSplitTheSameGlobalBatch) {
   auto run = [&](int ranks, int64_t batch, int64_t accumulate) {
     TrainConfig c = config(ranks);
-    c.optimizer = OptimizerKind::sgd;  // AdamW's division turns rounding of tiny gradients into whole steps
+    c.optimizer = OptimizerKind::sgd;  // AdamW divides: rounding of tiny gradients becomes whole steps
     c.lr = 0.05;
     c.batch_size = batch;
     c.accumulate = accumulate;
@@ -250,7 +250,7 @@ TEST_P(TrainTest, RecordsSayWhatHappened) {
     // All ranks are on one device.
     EXPECT_NEAR(step.tflops * step.step_ms * 1e9, training_flops_per_image(c.model) * 16, 1);
   }
-  // After each epoch and at the end, on every image, when all steps before it are reported.
+  // After each epoch and at the end, on all images, and after all earlier steps were reported.
   ASSERT_EQ(r.evals.size(), 3u);
   EXPECT_EQ(r.steps_before_eval, (std::vector<size_t>{12, 24, 27}));
   for (const EvalRecord& e : r.evals) EXPECT_EQ(e.images, 50);
@@ -258,7 +258,7 @@ TEST_P(TrainTest, RecordsSayWhatHappened) {
   EXPECT_DOUBLE_EQ(r.evals.back().epoch, 27.0 / 12.0);
 }
 
-TEST_P(TrainTest, EvaluationIsTheSameHoweverItIsCut) {
+TEST_P(TrainTest, EvaluationDoesNotDependOnTheBatchSize) {
   std::vector<EvalRecord> evals;
   for (int64_t batch : {1, 7, 50, 64}) {
     TrainConfig c = config(3);
@@ -285,7 +285,7 @@ TEST_P(TrainTest, EvalEveryChoosesTheEpochs) {
   EXPECT_EQ(never.ends, 1);
 }
 
-TEST_P(TrainTest, ThePlannedMemoryIsWhatARunTakes) {
+TEST_P(TrainTest, ThePlannedMemoryIsWhatARunUses) {
   for (const char* spec : {"fp32", "bf16", "powersgd:rank=2", "powersgd:rank=2,wire=bf16"}) {
     TrainConfig c = config(3, spec);
     c.steps = 1;
@@ -328,7 +328,7 @@ TEST_P(TrainTest, ARankThatFailsInSetUpEndsTheOthers) {
   EXPECT_EQ(recorder.runs, 0);
 }
 
-TEST_P(TrainTest, ARankThatNeverComesIsAnErrorThatNamesItNotAHang) {
+TEST_P(TrainTest, ARankThatNeverComesIsNamedInsteadOfAHang) {
   TrainConfig c = config(2);
   const std::chrono::milliseconds timeout(300);
   auto comms = Communicator::create_local(c.devices, timeout);
@@ -366,7 +366,7 @@ TEST_P(TrainTest, ARankThatStopsHalfwayEndsTheOthersWithItsReason) {
       trainer.reset();
     });
   }
-  threads.clear();  // joins: that it returns long before the timeout is the point
+  threads.clear();  // joins, and must do so long before the timeout
   for (const std::string& reason : reasons)
     EXPECT_NE(reason.find("rank 2 went home"), std::string::npos) << reason;
 }

@@ -247,7 +247,7 @@ TEST_P(VitTest, GradientMatchesFiniteDifferencesInEveryTensor) {
   const std::vector<float> gradient = bench.gradient();
   const std::vector<float> weights = bench.weights;
   for (size_t i = 0; i < bench.vit.parameters().size(); ++i) {
-    // Along the gradient itself the loss changes fastest, so that rounding matters least.
+    // Along the gradient the loss changes fastest, so rounding matters least.
     std::span<const float> g = bench.tensor(gradient, static_cast<int>(i));
     double norm = 0;
     for (float v : g) norm += double(v) * v;
@@ -262,7 +262,7 @@ TEST_P(VitTest, GradientMatchesFiniteDifferencesInEveryTensor) {
       bench.vit.load(moved);
       return bench.loss();
     };
-    // Fourth order: its own error is far below FP32's.
+    // Of fourth order: its error is far below FP32's.
     const double h = 0.04;
     double slope = (8 * (loss_at(h) - loss_at(-h)) - (loss_at(2 * h) - loss_at(-2 * h))) / (12 * h);
     EXPECT_NEAR(slope / norm, 1.0, 4e-3) << bench.vit.parameters()[i].name << ", norm " << norm;
@@ -297,7 +297,7 @@ TEST_P(VitTest, ReadyIsCalledOncePerGradientInOrderAndGapsStayUntouched) {
     EXPECT_EQ(std::isnan(gradient[j]), !written[j]) << "element " << j;
 }
 
-// When ready(i) is called, gradient i must be final at that point of the stream: what the reducer relies on.
+// The reducer relies on it: when ready(i) is called, gradient i is final at that point of the stream.
 TEST_P(VitTest, GradientIsFinalWhenReadyIsCalled) {
   Bench bench(small_config(), GetParam(), 2, 3);
   bench.randomize(9);
@@ -355,7 +355,7 @@ double norm_of(std::span<const float> x) {
 }
 
 // A rounding to BF16 is off by at most 2^-9 of the next power of two, independently from element to element,
-// and a gradient has some thirty of them behind it: 6 x 2^-9, where nothing cancels. Sums over rows cancel in
+// and a gradient accumulates some thirty of them: 6 x 2^-9, where nothing cancels. Sums over rows cancel in
 // part. Measured here: at most 2.7 %, in the first layer's ln_1.bias.
 TEST_P(VitTest, Bf16IsWithinItsRoundingsOfFp32InEveryTensor) {
   Bench exact(small_config(), GetParam(), 8, 11), bench(small_config(), GetParam(), 8, 11, Precision::bf16);
@@ -393,7 +393,7 @@ TEST_P(VitTest, Bf16KeepsTheContractsOfReadyGapsAndAccumulation) {
     expected.push_back(static_cast<int>(i));
     std::span<const float> a = bench.tensor(whole, static_cast<int>(i)),
                            b = bench.tensor(twice, static_cast<int>(i));
-    // Half of a gradient has half of its roundings, but for FP32's in the sums.
+    // Half of a gradient has half of its rounding errors, except for FP32's in the sums.
     for (size_t j = 0; j < a.size(); ++j) {
       ASSERT_NEAR(a[j], b[j], 1e-6 + 1e-5 * std::abs(a[j])) << bench.vit.parameters()[i].name << " " << j;
     }

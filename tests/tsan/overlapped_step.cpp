@@ -1,7 +1,7 @@
-// Overlapped training steps on eight ranks, with transfers beside kernels, for ThreadSanitizer. Built twice
-// from this file: as it is, which must be clean, and with GRADWIRE_PLANT_MISSING_WAIT, which removes the
+// Overlapped training steps on eight ranks, with transfers concurrent with kernels, for ThreadSanitizer.
+// Built twice: as it is, which must be clean, and with GRADWIRE_PLANT_MISSING_WAIT, which removes the
 // reducer's wait for "the gradients of this bucket are written" and must be reported as a data race. The
-// second proves that the first means something: host streams are real threads, so a missing event wait is a
+// second build proves that the first can fail: host streams are real threads, so a missing event wait is a
 // race here just as it would be, silently, on a GPU.
 #include <fmt/format.h>
 
