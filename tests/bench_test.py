@@ -275,7 +275,7 @@ class Collectives(BenchTest):
 
 
 class ShapedLink(BenchTest):
-    """bench/harness/shaped_link.sh needs root and permission for network namespaces, and must say so without."""
+    """bench/harness/shaped_link.sh needs root and network namespaces, and says so where it lacks them."""
 
     def link(self, *arguments, prefix=()):
         process = subprocess.Popen([*prefix, str(ROOT / "bench/harness/shaped_link.sh"), *map(str, arguments)], text=True,

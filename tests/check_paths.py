@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Fails when a comment, a doc or a script names a file or folder that does not exist, or a doc has a dead link.
+"""Fails when a comment, doc or script names a file or folder that does not exist, or a doc has a dead link.
 
     check_paths.py ROOT
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Kills training runs with SIGKILL at random moments, again and again, resumes them with the same command each
-time, and compares the losses with those of an uninterrupted run: they must agree to the last digit.
+"""Kills training runs with SIGKILL at random moments, again and again, and resumes them with the same command.
+Their losses must agree to the last digit with those of an uninterrupted run.
 
 usage: kill_test.py PATH_TO_gradwire [--kills N] [--seed S]
 """
@@ -21,7 +21,8 @@ MODEL = ["--device", "host", "--width", "16", "--depth", "1", "--heads", "2", "-
 # Ranks that are threads, and ranks that are processes.
 KINDS = [
     ("threads", 3, ["--compression", "powersgd:rank=2,wire=bf16", "--augment", "flip,crop"]),
-    ("processes", 3, ["--compression", "bf16:round=stochastic,schedule=ring"]),  # auto measures links, and may choose differently
+    # A named schedule: auto measures links, and may choose differently.
+    ("processes", 3, ["--compression", "bf16:round=stochastic,schedule=ring"]),
 ]
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMI_SIZE")
 
@@ -74,7 +75,7 @@ def torture(gradwire: str, kind: str, ranks: int, flags: list[str], kills: int, 
         killed = ended = 0
         while killed < kills:
             processes = start(gradwire, kind, ranks, again, folder)
-            # Anywhere in the run's life, start and end included; checkpoints make it longer than the whole run was.
+            # At any moment, start and end included; checkpoints make this run longer than the whole one.
             time.sleep(chance.uniform(0, 1.2) * whole_s)
             if any(process.poll() is None for process in processes):
                 killed += 1

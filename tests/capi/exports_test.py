@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""libgradwire.so exports exactly the functions that gradwire.h declares, and needs no library of which a program
-could hold a second copy.
+"""libgradwire.so exports exactly the functions that gradwire.h declares, and needs no library of which a
+program could hold a second copy.
 
 The loader binds what a library does not define to the first definition of that name. libtorch_cpu.so exports
 its own Gloo, so a libgradwire.so that needed Gloo would run PyTorch's. Only the C and C++ runtimes, of which
@@ -40,7 +40,8 @@ def main() -> int:
     print(f"needs {' '.join(needed)}")
     failures += [f"needs {name}, of which a program may hold another copy" for name in needed if not RUNTIMES.fullmatch(name)]
 
-    # "U": must be found; "w": may be missing, such as __gmon_start__. A name without a version could be any library's.
+    # "U": must be found; "w": may be missing, such as __gmon_start__. A name without a version could be from
+    # any library.
     taken = [name for kind, name in symbols(library, "--undefined-only") if kind == "U"]
     print(f"takes {len(taken)} symbols from them")
     if "-fsanitize" not in sys.argv:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`gradwire train` with checkpoints: a stopped run resumes with its log, and damage and contradictions are refused."""
+"""`gradwire train` with checkpoints: a stopped run resumes with its log, and damage is refused."""
 import shutil
 
 from command import CommandTest, main, synthetic

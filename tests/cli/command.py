@@ -1,4 +1,4 @@
-"""What the tests of the real `gradwire` command share: a temporary folder, a clean environment, small inputs."""
+"""Shared by the tests of the real `gradwire` command: a temporary folder, a clean environment, small inputs."""
 import json
 import os
 import pathlib
@@ -15,7 +15,7 @@ SYNTHETIC = ["--data", "synthetic:256", "--batch-size", "16", *SMALL]
 
 
 def synthetic(*extra):
-    """SYNTHETIC with more flags, which replace those of the same name: the command refuses a flag given twice."""
+    """SYNTHETIC plus flags, which replace those of the same name: the command refuses a flag given twice."""
     extra = [str(word) for word in extra]
     kept = [word for i in range(0, len(SYNTHETIC), 2) if SYNTHETIC[i] not in extra for word in SYNTHETIC[i:i + 2]]
     return kept + extra

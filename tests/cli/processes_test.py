@@ -15,7 +15,7 @@ def free_port():
 
 class Processes(CommandTest):
     def start(self, world, *arguments, own=None, **env):
-        """One process per rank; they meet through a file unless told otherwise. `own`: extra arguments by rank."""
+        """One process per rank, meeting through a file unless told otherwise. `own`: extra arguments by rank."""
         if "MASTER_ADDR" not in env and "--rendezvous" not in arguments:
             arguments += ("--rendezvous", f"file://{self.folder}/meeting")
         processes = []
@@ -41,8 +41,8 @@ class Processes(CommandTest):
         return [[r.get(key) for key in keys] for r in records]
 
     def rows(self, name):
-        """How many spans each stream of each rank has in a trace, without exchanges: measured link costs decide
-        how many slices those are cut into."""
+        """How many spans each stream of each rank has in a trace. Without exchanges: measured link costs
+        decide how many slices those are cut into."""
         events = json.loads((self.folder / name).read_text())["traceEvents"]
         names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
         spans = [(e["pid"], names[e["pid"], e["tid"]]) for e in events if e["ph"] == "X" and e["cat"] != "exchange"]

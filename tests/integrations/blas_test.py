@@ -111,7 +111,7 @@ class InSomebodysProcess(unittest.TestCase):
         chosen = self.look(GRADWIRE_BLAS_KERNELS="Prescott")["ours"]
         self.assertEqual((chosen["kernels"], chosen["error"]), ("Prescott", None))
         if self.alone["kernels"] != "Prescott":
-            self.assertNotEqual(chosen["bits"], self.alone["bits"])  # the bits compared above depend on the kernels
+            self.assertNotEqual(chosen["bits"], self.alone["bits"])  # so bits do depend on kernels
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class Exact:
 
 
 class BothHooks:
-    """Gives every bucket to Gradwire, PyTorch's powerSGD_hook and Exact, with the same first Q, and compares."""
+    """Gives every bucket to Gradwire, PyTorch's hook and Exact, with the same first Q, and compares."""
 
     def __init__(self, rank: int, start: int) -> None:
         self.ours = Hook(f"powersgd:rank={rank},start={start}")
@@ -116,8 +116,8 @@ class BothHooks:
 def powersgd_agrees_with_torch() -> None:
     for name in TASKS:
         both = BothHooks(rank=4, start=2)
-        # With several buckets PyTorch's hook issues its collectives in a different order on each rank, and Gloo
-        # aborts.
+        # With several buckets PyTorch's hook issues its collectives in a different order on each rank, and
+        # Gloo aborts.
         default, dist._DEFAULT_FIRST_BUCKET_BYTES = dist._DEFAULT_FIRST_BUCKET_BYTES, 1 << 30
         run = Run(TASKS[name], both, lambda state, bucket: state(bucket), lr=0.002, bucket_cap_mb=1024)
         dist._DEFAULT_FIRST_BUCKET_BYTES = default
@@ -125,9 +125,9 @@ def powersgd_agrees_with_torch() -> None:
             run.step(0)  # one batch: see below
         matrices = len(both.exact.q)
         check(matrices > 10, f"{matrices} matrices were compressed")
-        # Where a matrix has effectively fewer than `rank` directions, as the last layer's gradient over a small
-        # batch has, M Q is badly conditioned, and rounding errors grow by a factor of two and more per step.
-        # The test therefore requires agreement to 1e-4, or to PyTorch's own accuracy where that is worse.
+        # Where a matrix has effectively fewer than `rank` directions, as the last layer's gradient over a
+        # small batch has, M Q is badly conditioned, and rounding errors grow by a factor of two and more per
+        # step. So the test requires agreement to 1e-4, or to PyTorch's own accuracy where that is worse.
         for s, (difference, ours, theirs) in enumerate(both.errors):
             check(max(difference, ours) <= max(1e-4, 3 * theirs),
                   f"{name}, step {s}: {difference:.1e} from torch's hook, {ours:.1e} from float64; torch's is at {theirs:.1e}")

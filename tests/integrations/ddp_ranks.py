@@ -1,5 +1,5 @@
-"""One rank of the DDP tests; ddp_test.py starts them. Every rank runs the scenarios named on the command line, in
-order; a failed check ends the rank, and with it the test."""
+"""One rank of the DDP tests; ddp_test.py starts them. Every rank runs the scenarios named on the command line,
+in order; a failed check ends the rank, and with it the test."""
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""The Python package without DDP: imports, arrays, reducers, states, errors, and what `pip install .` installs."""
+"""The Python package without DDP: imports, arrays, reducers, states, errors, and `pip install .`."""
 from __future__ import annotations
 
 import ctypes
@@ -24,7 +24,7 @@ _next_name = iter(range(1 << 30))
 
 
 def run_ranks(world: int, body: Callable[[gradwire.Communicator], Any]) -> List[Any]:
-    """Runs body on every rank, in a thread each. Returns their results by rank; raises the first rank's exception."""
+    """Runs body on every rank, in a thread each. Returns the results; raises the first rank's exception."""
     name, results = f"local://package{next(_next_name)}", [None] * world
     errors: List[BaseException] = []
 
@@ -100,7 +100,7 @@ class Reducers(unittest.TestCase):
         rng = np.random.default_rng(step * 100 + rank)
         return [rng.standard_normal((rows, cols)).astype(np.float32) for _, rows, cols in self.TENSORS]
 
-    # The state of rank 0 of 2 after two steps of powersgd:rank=1 on "w" (6, 5) and "b" (2), in version 1's format.
+    # Version 1's state of rank 0 of 2 after two steps of powersgd:rank=1 on "w" (6, 5) and "b" (2).
     VERSION_1 = bytes.fromhex(
         "475241445749524501000000827eed453d010000000000000200000000000000020000002f0000007370656320706f776572"
         "7367643a72616e6b3d313b2072616e6b2030206f6620323b206d65616e3b2073656564203006000000000000000500000000"

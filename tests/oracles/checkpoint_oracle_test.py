@@ -1,6 +1,6 @@
 #!/usr/bin/python3
-"""torchvision's weights go into `gradwire train --init`, and a checkpoint's into torchvision: file format, names and
-shapes agree, and no bit changes on the way.
+"""torchvision's weights go into `gradwire train --init`, and a checkpoint's into torchvision: file format, names
+and shapes agree, and no bit changes on the way.
 
 usage: checkpoint_oracle_test.py PATH_TO_gradwire
 """

@@ -1,9 +1,10 @@
-// powersgd_oracle [--device host|cuda:N] INPUT OUTPUT: our PowerSGD on gradients that powersgd_oracle_test.py chose, for
-// comparison with PyTorch's hook. Ranks are threads. Both files hold little-endian values, no padding:
-//   INPUT   int64: world, steps, rank, start, tensors; per tensor: dimensions, extents; then float32 gradients by
-//           [step][rank][tensor]
-//   OUTPUT  per tensor int64 elements of its first Q (0: left dense) and that Q as float32; then float32 averaged
-//           gradients by [step][tensor], as rank 0 holds them
+// powersgd_oracle [--device host|cuda:N] INPUT OUTPUT: our PowerSGD on gradients that powersgd_oracle_test.py
+// chose, for comparison with PyTorch's hook. Ranks are threads. Both files hold little-endian values, without
+// padding:
+//   INPUT   int64: world, steps, rank, start, tensors; per tensor: dimensions, extents; then float32
+//           gradients by [step][rank][tensor]
+//   OUTPUT  per tensor int64 elements of its first Q (0: left dense) and that Q as float32; then float32
+//           averaged gradients by [step][tensor], as rank 0 holds them
 #include <fmt/format.h>
 
 #include <cstdio>

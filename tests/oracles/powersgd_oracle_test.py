@@ -67,7 +67,7 @@ def run_ours(binary: str, folder: pathlib.Path, world: int, rank: int, values: l
 
 
 def run_exact(world: int, values: list, qs: list) -> list:
-    """The same in float64, on the mean over ranks, on which alone the result depends. Tells whose error it is."""
+    """The same in float64, on the mean over ranks (all that the result depends on). Tells whose error it is."""
     state = [(q.astype(numpy.float64).reshape(int(numpy.prod(s[1:])), -1) if q.size else None)
              for s, q in zip(SHAPES, qs)]
     error = [numpy.zeros(s) for s in SHAPES]
@@ -100,7 +100,8 @@ def run_torch_rank(rank: int, world: int, store: str, approximation_rank: int, v
             self.weights = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(s)) for s in reversed(SHAPES)])
 
         def forward(self, wanted):
-            return sum((w * g).sum() for w, g in zip(self.weights, wanted))  # its gradient with respect to w is g
+            # The gradient of this with respect to w is g.
+            return sum((w * g).sum() for w, g in zip(self.weights, wanted))
 
     model = torch.nn.parallel.DistributedDataParallel(Model(), bucket_cap_mb=1024)
     state = psgd.PowerSGDState(None, matrix_approximation_rank=approximation_rank, start_powerSGD_iter=START,
