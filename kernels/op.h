@@ -45,7 +45,7 @@
   void op(CudaStream stream, const Args<S>& args);                                                       \
   }
 
-// Follow the definitions of a typed op: of its reference or host side, and of its CUDA side.
+// These follow the definitions of a typed op: of its reference or host side, and of its CUDA side.
 #define GW_INSTANTIATE_OP(op, Args)       \
   template void op(const Args<float>& a); \
   template void op(const Args<Bf16>& a);
@@ -59,7 +59,7 @@
 #define GW_CUDA_SIDE(op) nullptr
 #endif
 
-// kernels/wire's ops, until each spells its public function out.
+// For kernels/wire's ops, until each spells out its public function.
 #define GW_DECLARE_OP(op, Args)                    \
   void op(const Stream& stream, const Args& args); \
   GW_SIDES(op, Args)

@@ -68,8 +68,8 @@ TEST_P(AllreduceTest, EveryRankEndsWithTheSameBits) {
   }
 }
 
-// sum of (gradient + residual) == result / scale + sum of new residuals, element by element, to FP32
-// rounding.
+// sum of (gradient + residual) == result / scale + sum of new residuals, element by
+// element, to FP32 rounding.
 TEST_P(AllreduceTest, Bf16LosesNothing) {
   for (Rounding rounding : {Rounding::nearest, Rounding::stochastic}) {
     for (int world : {2, 3, 4, 8}) {

@@ -10,8 +10,8 @@
 
 namespace gradwire::testing {
 
-// Tensors of odd shapes: vectors, matrices worth compressing and not, a 4-D convolution, a scalar, an empty
-// one.
+// Tensors of odd shapes: vectors, matrices worth compressing and not, a 4-D convolution,
+// a scalar, an empty one.
 inline std::vector<GradientTensor> model() {
   return {{"bias", {37}},          {"tall", {129, 31}}, {"wide", {17, 203}},
           {"tiny", {3, 3}},        {"scalar", {}},      {"empty", {0, 5}},

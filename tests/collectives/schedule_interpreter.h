@@ -99,8 +99,8 @@ class Interpreter {
     return std::nullopt;
   }
 
-  // Tries to receive, for rank r, everything whose sender has posted it; enters the next round when the group
-  // is done.
+  // Tries to receive, for rank r, everything whose sender has posted it; enters the next round
+  // when the group is done.
   std::optional<std::string> advance(int r, bool& moved) {
     Rank& me = ranks_[r];
     if (me.round >= s_.num_rounds()) return std::nullopt;

@@ -253,8 +253,8 @@ TEST(Checker, SeesWastedBytesAndFalseClaims) {
 }
 
 TEST(Checker, SeesAValueThatOnlySomeRanksWouldRound) {
-  // Two nodes of two. Rank 0 owns the only chunk and sends the result inside its node before it crosses to
-  // the other.
+  // Two nodes of two. Rank 0 owns the only chunk and sends the result inside its node before it
+  // crosses to the other.
   Schedule s;
   s.kind = ScheduleKind::hierarchical;
   s.world = 4;

@@ -1,6 +1,6 @@
-// The backends an op's tests run on: the host's fast path, CUDA where a device is visible, and, in the
-// executable simt_tests, the same CUDA kernels compiled by g++ and run on the CPU (tests/simt). A test is
-// written once:
+// The backends an op's tests run on: the host's fast path, CUDA where a device is visible, and, in
+// the executable simt_tests, the same CUDA kernels compiled by g++ and run on the CPU (tests/simt).
+// A test is written once:
 //
 //   class Gelu : public gradwire::testing::OpTest {};
 //   TEST_P(Gelu, IsTheReference) { auto x = array<float>(n); ... GW_RUN(gelu, args); x.host() ... }

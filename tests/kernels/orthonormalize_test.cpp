@@ -35,8 +35,8 @@ double orthogonality_error(const Matrix& a, int32_t n, int r) {
   return most;
 }
 
-// How much of each column of `a` lies outside the span of `basis` (orthonormal), relative to the largest
-// column.
+// How much of each column of `a` lies outside the span of `basis` (orthonormal), relative
+// to the largest column.
 double outside_span(const Matrix& a, const Matrix& basis, int32_t n, int r) {
   double most = 0.0, largest = 0.0;
   for (int k = 0; k < r; ++k) {

@@ -26,8 +26,8 @@ std::vector<float> draws(int64_t count, uint32_t seed, float scale = 1.0f) {
   return widened(rounded(OpTest::normal(count, seed, scale)));
 }
 
-// A rounding to nearest is off by at most 2^-8 of the value; `slack` is what FP32 arithmetic may add,
-// absolutely.
+// A rounding to nearest is off by at most 2^-8 of the value; `slack` is what FP32
+// arithmetic may add, absolutely.
 void expect_rounded(const std::vector<Bf16>& got, const std::vector<float>& want, const std::string& what,
                     double slack = 4e-6) {
   ASSERT_EQ(got.size(), want.size()) << what;

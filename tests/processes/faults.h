@@ -9,8 +9,8 @@
 
 namespace gradwire::testing {
 
-// From now on everything this process sends to other ranks arrives `delay` later; what arrives here is not
-// delayed.
+// From now on everything this process sends to other ranks arrives `delay` later; what
+// arrives here is not delayed.
 void delay_what_is_sent(std::chrono::milliseconds delay);
 // Flips a bit in the magic number of the next header that this process sends (each call and each
 // exchange begins with one).

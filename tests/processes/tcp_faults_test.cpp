@@ -1,5 +1,5 @@
-// The fault matrix: what goes wrong x schedule, on four processes over TCP. docs/faults.md shows the
-// outcomes.
+// The fault matrix: what goes wrong x schedule, on four processes over TCP.
+// docs/faults.md shows the outcomes.
 //
 // Whatever happens, no rank hangs, accepts a wrong sum or leaves a process behind, and each survivor's error
 // names the rank, the operation, the call, and what it waited for.
@@ -204,8 +204,8 @@ INSTANTIATE_TEST_SUITE_P(Tcp, FaultMatrix,
                            return std::string(std::get<0>(info.param).name) + "_" + std::get<1>(info.param);
                          });
 
-// Any rank, killed at any time, under any schedule. GRADWIRE_KILLS says how often; `make faults` does it 200
-// times.
+// Any rank, killed at any time, under any schedule. GRADWIRE_KILLS says how often; `make
+// faults` does it 200 times.
 TEST(TcpFaults, ARankKilledAtAnyTimeNeverHangsTheOthersAndNeverSpoilsASum) {
   const char* given = std::getenv("GRADWIRE_KILLS");
   const int runs = given == nullptr ? 10 : std::atoi(given);

@@ -112,8 +112,8 @@ uint64_t to_word(T value) {
     return std::bit_cast<uint64_t>(value);
 }
 
-// `source` is the lane to read from, `valid` whether it lies in the caller's segment; otherwise it reads
-// itself.
+// `source` is the lane to read from, `valid` whether it lies in the caller's segment;
+// otherwise it reads itself.
 template <typename T>
 T shuffle(unsigned mask, T value, int source, bool valid, Where where) {
   constexpr Op op = sizeof(T) == 4 ? Op::shuffle4 : Op::shuffle8;

@@ -234,8 +234,8 @@ TEST(Synthetic, SameSeedSameBytesAndEveryClassOccurs) {
   EXPECT_TRUE(std::equal(a.train.images.begin(), a.train.images.end(), longer.train.images.begin()));
 }
 
-// The nearest class mean of the training images must tell the test images apart, or there is nothing to
-// learn.
+// The nearest class mean of the training images must tell the test images apart, or
+// there is nothing to learn.
 TEST(Synthetic, ClassesCanBeToldApart) {
   VitConfig shape;
   shape.image = 32;
