@@ -25,8 +25,7 @@
 #include "tests/simt/vector_types.h"
 
 #ifndef __SANITIZE_ADDRESS__
-#error \
-    "tests/simt finds memory errors and shared variables through GCC's AddressSanitizer: compile with -fsanitize=address"
+#error "tests/simt needs GCC's AddressSanitizer to find memory errors: compile with -fsanitize=address"
 #endif
 
 #define __global__
