@@ -45,7 +45,7 @@
   void op(CudaStream stream, const Args<S>& args);                                                       \
   }
 
-// Follow the definitions of a typed op: of its reference or host side, and of its CUDA side.
+// These follow the definitions of a typed op: of its reference or host side, and of its CUDA side.
 #define GW_INSTANTIATE_OP(op, Args)       \
   template void op(const Args<float>& a); \
   template void op(const Args<Bf16>& a);

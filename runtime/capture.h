@@ -1,4 +1,4 @@
-// What Stream, Event and Buffer tell the graph that their thread is capturing: the inner side of graph.h.
+// What Stream, Event and Buffer report to the graph that their thread is capturing: the internals of graph.h.
 #pragma once
 
 #include <cstdint>
@@ -14,9 +14,9 @@ namespace gradwire {
 
 class Capture {
  public:
-  // The one under way in this thread; null: none.
+  // This thread's capture; null: none.
   static Capture* current() noexcept;
-  // Throws if there is one: `what` is not for graphs, because `why`.
+  // Throws during a capture: `what` cannot be in a graph, because `why`.
   static void forbid(const char* what, const std::string& whose, const char* why);
 
   explicit Capture(Stream::Impl& origin);

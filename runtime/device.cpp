@@ -116,13 +116,13 @@ struct HostStream final : Stream::Impl {
     if (!thread.joinable()) return;
     push({nullptr, true});
     if (thread.get_id() == std::this_thread::get_id()) {
-      thread.detach();  // the last handle died inside one of its own tasks
+      thread.detach();  // the last handle was dropped inside one of its own tasks
     } else {
       thread.join();
     }
   }
 
-  // `always` tasks (event marks, waits) run even after a failure, so that nobody waits for ever.
+  // `always` tasks (event marks, waits) run even after a failure, so that nothing waits forever.
   struct Task {
     std::function<void()> run;
     bool always = false;
@@ -265,7 +265,7 @@ Event Event::make(Device device, bool timer) {
 #endif
 }
 
-// Throws if what `event` marks is inside a graph and cannot be seen from outside.
+// Throws if `event` marks a point inside a graph, which is invisible outside.
 void Event::outside(const Impl& event, const char* what) {
   if (event.capture == 0 || event.timer) return;
   throw DeviceError(fmt::format(
@@ -300,7 +300,7 @@ double elapsed_ms(const Event& start, const Event& end) {
 }
 
 namespace {
-// Large host buffers lie on huge pages where the system grants them: a third faster to stream.
+// Large host buffers use huge pages where the system grants them: streaming is a third faster.
 constexpr size_t kHugePage = size_t{2} << 20, kHugePageBytes = 4 * kHugePage;
 }  // namespace
 
@@ -312,7 +312,7 @@ Buffer::Buffer(Device device, size_t bytes) : device_(device), bytes_(bytes) {
     void* data = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
     if (data == nullptr) throw DeviceError(fmt::format("out of host memory: {} bytes asked for", bytes));
 #ifdef MADV_HUGEPAGE
-    if (bytes >= kHugePageBytes) madvise(data, bytes, MADV_HUGEPAGE);  // a wish; refusal costs speed only
+    if (bytes >= kHugePageBytes) madvise(data, bytes, MADV_HUGEPAGE);  // a hint; refusal costs only speed
 #endif
     owner_ = std::shared_ptr<void>(data, std::free);
   } else {

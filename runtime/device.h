@@ -90,7 +90,7 @@ class Event {
   Event() = default;
   static Event create(Device device);
   // An event for elapsed_ms(): a graph that holds its record() marks it again at each launch. Inside a graph
-  // no stream can wait for it, and outside one nobody can see the marks of any other event (graph.h).
+  // no stream can wait for it, and the marks of all other events are invisible outside it (graph.h).
   static Event create_timer(Device device);
 
   // Marks the point that `stream` has reached. Recording again moves it; earlier waits keep the old one.

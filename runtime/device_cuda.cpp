@@ -97,7 +97,7 @@ std::string unavailable_reason() {
   cudaError_t status = cudaGetDeviceCount(&count);
   if (status == cudaSuccess) return count == 0 ? "the driver reports no device" : "";
   cudaGetLastError();
-  // Without a driver CUDA speaks of an insufficient one, which sends people looking for the wrong thing.
+  // Without a driver CUDA reports an insufficient one, which is misleading.
   int driver = 0;
   if (cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0) return "no NVIDIA driver is installed";
   return cudaGetErrorString(status);
@@ -156,8 +156,8 @@ void fill_zero(CudaStream stream, void* dst, size_t bytes) {
   GW_CUDA_CHECK(cudaMemsetAsync(dst, 0, bytes, stream));
 }
 
-// Thread-local: what would break the capture is an error in this thread only, so that ranks, the watching
-// threads of NCCL and loaders in the same process go on with what they do.
+// Thread-local: calls that would break the capture are errors in this thread only, so that other ranks,
+// NCCL's watching threads and loaders in this process are unaffected.
 void begin_capture(int device_index, CudaStream origin) {
   set_device(device_index);
   GW_CUDA_CHECK(cudaStreamBeginCapture(origin, cudaStreamCaptureModeThreadLocal));
@@ -180,7 +180,7 @@ void drop_capture(int device_index, CudaStream origin) noexcept {
   cudaGraph_t graph = nullptr;
   if (cudaSetDevice(device_index) == cudaSuccess) cudaStreamEndCapture(origin, &graph);
   if (graph != nullptr) cudaGraphDestroy(graph);
-  cudaGetLastError();  // that the capture was broken is known already
+  cudaGetLastError();  // already known: the capture was broken
 }
 
 void launch_graph(int device_index, void* executable, CudaStream origin) {

@@ -1,4 +1,4 @@
-// Types of numbers in memory and in files.
+// Number types in memory and in files.
 #pragma once
 
 #include <cstdint>

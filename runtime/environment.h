@@ -1,5 +1,5 @@
-// The one place that reads environment variables: each is in the table of environment.cpp, with its default and
-// meaning, and tests/check_environment.py fails where another file calls getenv().
+// The only place that reads environment variables: each is in the table of environment.cpp, with its default
+// and meaning, and tests/check_environment.py fails where another file calls getenv().
 #pragma once
 
 #include <span>
@@ -9,7 +9,7 @@ namespace gradwire {
 
 struct EnvironmentVariable {
   const char* name;
-  const char* otherwise;  // what counts when it is not set
+  const char* otherwise;  // the value when it is not set
   const char* meaning;
 };
 
@@ -23,7 +23,7 @@ std::span<const EnvironmentGroup> environment_variables();
 // The table as docs/environment.md shows it; `gradwire doctor --environment` prints it.
 std::string environment_text();
 
-// A variable's value; null when it is not set, or set to nothing. Throws Error for one that is not in the table.
+// A variable's value; null when it is unset or empty. Throws Error for one that is not in the table.
 const char* environment(const char* name);
 
 }  // namespace gradwire

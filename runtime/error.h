@@ -18,13 +18,13 @@ class BadInput : public Error {
   using Error::Error;
 };
 
-// A CUDA, cuBLAS or NCCL call failed: the text holds the call and the library's own words.
+// A CUDA, cuBLAS or NCCL call failed: the text holds the call and the library's message.
 class DeviceError : public Error {
  public:
   using Error::Error;
 };
 
-// A deadline passed, or another rank gave up: the text names rank, operation and what was pending.
+// A deadline passed, or another rank gave up: the text names the rank, the operation and what was pending.
 class CommError : public Error {
  public:
   using Error::Error;

@@ -100,7 +100,7 @@ void Capture::finish() const {
 struct Graph::Impl {
   Impl() = default;
   Impl(const Impl&) = delete;
-  // Streams of the host still have the tasks of the last launch before them, those that failed too.
+  // Host streams may still have the last launch's tasks to run, also when they failed.
   ~Impl() {
     std::vector<const Stream::Impl*> waited;
     for (const Capture::Operation& operation : operations) {
@@ -108,7 +108,7 @@ struct Graph::Impl {
       waited.push_back(operation.stream.get());
       try {
         operation.stream->synchronize();
-      } catch (...) {  // whoever launched it hears of that from the stream
+      } catch (...) {  // the launcher gets the error from the stream
       }
     }
   }

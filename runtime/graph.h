@@ -1,14 +1,16 @@
 // Graph: work that is enqueued once and launched many times, in the same order on the same addresses.
 //
 // On CUDA it is a CUDA graph: Stream and Event calls of the capturing thread become nodes and edges. On the
-// host it is the list of those calls, and a launch makes them again: no slower, no faster, and the proof that
-// no decision of the host is left inside. What a graph may not hold is an error on both:
-//   - waiting on the host (synchronize, query), and memory that is allocated meanwhile;
+// host it is the list of those calls, and a launch repeats them: no faster, but proof that the graph contains
+// no decision of the host. What a graph may not contain is an error on both:
+//   - waiting on the host (synchronize, query), and memory allocated during the capture;
 //   - store(), whose value would be the same at each launch: call it before launch();
 //   - work on a stream that has not joined (by waiting for an event of a stream that has), or for which the
-//     stream of the capture does not wait in the end, directly or not;
-//   - waiting for an event that was recorded outside, or for a timer; and outside for an event inside.
-// Kernels must be loaded and library handles exist by then: enqueue the same work once without capturing.
+//     stream of the capture does not wait in the end, directly or indirectly;
+//   - waiting for an event that was recorded outside, or for a timer; nor may a stream outside wait for an
+//     event inside.
+// Kernels must be loaded and library handles must exist already: enqueue the same work once without a
+// capture.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +29,7 @@ class Graph {
   // starting it. Throws what `enqueue` throws; DeviceError names what cannot be captured.
   static Graph capture(const Stream& origin, const std::function<void()>& enqueue);
 
-  // Enqueues the work on the stream of the capture: after what is there, before what follows. The memory
+  // Enqueues the work on the stream of the capture: after earlier work there, before later work. The memory
   // that it works on must still exist, and so must its other streams on CUDA. Dropping the last handle of a
   // graph waits, on the host, until its launches are done.
   void launch() const;

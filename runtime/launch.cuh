@@ -1,7 +1,7 @@
 // The one place where kernels are launched: checked, on an explicit stream, with a grid that fits the device.
 //
-// Kernel sources also compile as plain C++ for tests/simt, which runs them block by block on the CPU; the two
-// worlds part in this file only. For that, kernels obey a few rules:
+// Kernel sources also compile as plain C++ for tests/simt, which runs them block by block on the CPU. Only
+// this file knows which of the two it is, so kernels obey a few rules:
 //   - launched through gradwire::cuda::launch(), never with triple chevrons;
 //   - dynamic shared memory is declared with GW_DYNAMIC_SHARED(type, name);
 //   - static shared memory is declared as `__shared__ T name[N];` with T trivially constructible;
@@ -37,8 +37,8 @@ struct LaunchConfig {
   CudaStream stream = nullptr;
 };
 
-// Throws DeviceError (tests/simt: simt::Failure) when the launch is refused. A grid with a zero dimension
-// launches nothing.
+// Throws DeviceError (tests/simt: simt::Failure) when the launch is refused. A grid with a zero
+// dimension launches nothing.
 template <typename... Params, typename... Args>
 void launch(const char* name, void (*kernel)(Params...), const LaunchConfig& config, Args&&... args) {
   if (config.grid.x == 0 || config.grid.y == 0 || config.grid.z == 0) return;

@@ -35,7 +35,7 @@ const Domain& domain() {
   return domain;
 }
 
-// As in bench/plots/plot.py: the same colors wherever a step is drawn.
+// The same colors as in bench/plots/plot.py.
 constexpr uint32_t kColors[kActivities] = {0xffb8bec8, 0xff9db7d5, 0xff4f7cac, 0xff7b5ea7,
                                            0xffd1495b, 0xff3a9d8f, 0xffedae49};
 

@@ -1,6 +1,7 @@
-// Ranges for NVIDIA's profilers, in the domain "gradwire": what the host enqueues in a range is what the
-// profiler shows under its name on the GPU. NVTX is a header that calls nothing until a profiler is attached,
-// so ranges are always there; without the CUDA side they are empty functions. For users: docs/profiling.md.
+// Ranges for NVIDIA's profilers, in the domain "gradwire": what the host enqueues in a range is what
+// the profiler shows under its name on the GPU. NVTX is a header that calls nothing until a profiler is
+// attached, so ranges are always compiled in; without the CUDA side they are empty functions. For
+// users: docs/profiling.md.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,7 @@ enum class Activity : uint8_t { batch, forward, backward, compress, communicate,
 inline constexpr int kActivities = 7;
 const char* name(Activity activity);  // "batch", "forward", ...
 
-// From construction to destruction, which both happen in one thread; ranges of a thread nest.
+// Lasts from construction to destruction, both in one thread; a thread's ranges nest.
 class NvtxRange {
  public:
   // `number`: a step or a bucket, shown next to the name.

@@ -1,12 +1,12 @@
-// What a profiler that was started with a capture range (nsys --capture-range=cudaProfilerApi) takes down.
+// Starts and stops a profiler that was run with a capture range (nsys --capture-range=cudaProfilerApi).
 #pragma once
 
 #include "runtime/device.h"
 
 namespace gradwire {
 
-// Of the whole process. Work that is enqueued or under way belongs to neither side for certain: synchronize
-// before. CUDA devices only; throws DeviceError.
+// For the whole process. Work in flight may or may not be recorded, so synchronize first. CUDA devices
+// only; throws DeviceError.
 void profiler_start(Device device);
 void profiler_stop(Device device);
 

@@ -10,7 +10,8 @@ namespace gradwire {
 
 // Threads that compute at once: GRADWIRE_THREADS, else the cores this process may use.
 int host_threads();
-// Overrides host_threads(). Call before the first parallel_for. For tests that results do not depend on it.
+// Overrides host_threads(). Call before the first parallel_for. For tests that results do not depend on
+// the number of threads.
 void set_host_threads(int threads);
 
 // Calls body(begin, end) over disjoint ranges that cover [0, count), each `grain` long but the last, from

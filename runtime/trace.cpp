@@ -21,8 +21,8 @@ void Tracer::begin_step(int64_t step, bool finer) {
   if (traces(step) && !reference_) calibrate();
 }
 
-// A mark on a stream where nothing else runs is made between two looks at the host's clock; of some tries the
-// one where they are closest counts. On the host the mark is made in this thread, by the very same clock.
+// An event on an idle stream is recorded between two readings of the host's clock; of several tries, the one
+// with the closest readings counts. On the host this thread records it, by the same clock.
 void Tracer::calibrate() {
   const Stream idle =
       device_.is_host() ? Stream::immediate_host() : Stream::create(device_, "clock calibration");
@@ -97,7 +97,7 @@ SpanOnStream::SpanOnStream(Tracer* tracer, const Stream& stream, TraceLabelPtr l
     ++tracer_->dropped_;
     return;
   }
-  // A deque: where it lies does not change while others come and go at the ends.
+  // A deque, whose elements stay in place while others are added and removed at the ends.
   pending_ = &tracer_->pending_.emplace_back(Tracer::Pending{.row = stream.name(),
                                                              .label = std::move(label),
                                                              .step = tracer_->step_,
@@ -112,7 +112,7 @@ SpanOnStream::~SpanOnStream() {
   try {
     pending_->end.record(stream_);
     pending_->ended = true;
-  } catch (...) {  // the stream is broken, and whoever uses it next will say so
+  } catch (...) {  // the stream has failed, and its next user will get the error
   }
 }
 

@@ -1,9 +1,9 @@
 // A trace: what the streams of a device did, from events recorded on them, on CUDA and host alike.
 //
 // A span is the time between two marks of one stream. Marks that are recorded anyway, to measure times,
-// become spans by add() once they are done, at no cost to the step. Finer ones are recorded for the trace
-// alone, in the steps that are traced: SpanOnStream. Times are on the clock of this process, counted from an
-// origin that the caller gives; where the device has a clock of its own, calibrate() relates the two.
+// become spans by add() once they are done, at no cost to the step. Finer ones (SpanOnStream) are recorded
+// for the trace only, in the traced steps. Times are on the clock of this process, counted from an origin
+// that the caller gives; where the device has a clock of its own, calibrate() relates the two.
 #pragma once
 
 #include <chrono>
@@ -22,7 +22,7 @@ namespace gradwire {
 
 using SteadyTime = std::chrono::steady_clock::time_point;
 
-// What a span is called and what is known of it. Spans of many steps share one.
+// A span's name and properties; the spans of many steps share one.
 struct TraceLabel {
   using Value = std::variant<int64_t, std::string>;
   std::string name;
@@ -45,8 +45,8 @@ class Tracer {
   // `origin` is the trace's time 0. Steps [first_step, end_step) are traced.
   Tracer(Device device, SteadyTime origin, int64_t first_step, int64_t end_step);
 
-  // What is enqueued from now on belongs to `step`. If that is not traced, recording() is false and
-  // SpanOnStream does nothing. The same if `finer` is off: a graph's launches cannot mark some steps only.
+  // Work enqueued from now on belongs to `step`. If that is not traced, recording() is false and SpanOnStream
+  // does nothing. The same if `finer` is off: a graph's launches cannot mark some steps only.
   void begin_step(int64_t step, bool finer = true);
   bool recording() const { return recording_; }
   bool traces(int64_t step) const { return step >= first_step_ && step < end_step_; }
@@ -55,14 +55,14 @@ class Tracer {
   // Both marks are done.
   void add(const std::string& row, TraceLabelPtr label, int64_t step, const Event& begin, const Event& end);
   void add(const std::string& row, TraceLabelPtr label, int64_t step, SteadyTime begin, SteadyTime end);
-  // Turns what SpanOnStream recorded in `step`, all of it done, into spans.
+  // Turns what SpanOnStream recorded in `step`, which must be done, into spans.
   void collect(int64_t step);
 
   // All spans so far, in no order.
   std::vector<TraceSpan> take();
-  // How many there were beyond kMostSpans.
+  // The number of spans dropped beyond kMostSpans.
   size_t dropped() const { return dropped_; }
-  // By how much the device's clock may be off the host's; 0 where they are one.
+  // How far the device's clock may be off the host's; 0 where they are the same.
   double error_us() const { return static_cast<double>(error_ns_) / 1e3; }
 
  private:
@@ -94,7 +94,7 @@ class Tracer {
   size_t dropped_ = 0;
 };
 
-// Marks `stream` now and at the end of the scope, if `tracer` is there and records.
+// Marks `stream` now and at the end of the scope, if there is a `tracer` and it is recording.
 class SpanOnStream {
  public:
   SpanOnStream(Tracer* tracer, const Stream& stream, TraceLabelPtr label);

@@ -58,7 +58,7 @@ if [ "${1:-}" != quick ]; then
     -E "$elsewhere|^capi_|$like_others"
   export TSAN_OPTIONS="${TSAN_OPTIONS:-halt_on_error=1 second_deadlock_stack=1}"
   run_tests tsan "${layers[@]}" processes_tests tsan_overlapped_step tsan_planted_race -- \
-    -E "$elsewhere|^capi|^cli$|$like_others|TcpFaults|FaultMatrix|Tcp\.RanksMeet"
+    -E "$elsewhere|^capi|^cli_|$like_others|TcpFaults|FaultMatrix|Tcp\.RanksMeet"
 fi
 
 [ $skipped -gt 0 ] && echo "$skipped skipped (reasons are above)"

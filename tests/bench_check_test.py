@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""bench/harness/check.py on results that are made up: what passes, what fails, what is missing. Nothing is timed."""
+"""bench/harness/check.py on invented results: what passes, what fails, what is missing. Nothing is timed."""
 import contextlib
 import io
 import json
@@ -46,7 +46,7 @@ class Check(unittest.TestCase):
             self.assertEqual(self.verdict(here, [row(speedup)]), verdict, speedup)
         self.assertEqual(self.verdict(case(goal=None, device=HERE), [row(5.3)]), "SLOWER")
         self.assertEqual(self.verdict(case(goal=None), [row(0.1)]), "ok")
-        # A published value below the goal is no excuse.
+        # The goal still counts where the published value is below it.
         self.assertEqual(self.verdict(case(value=3.0, device=HERE), [row(3.0)]), "NOT MET")
 
     def test_faster_never_fails(self):
@@ -64,7 +64,8 @@ class Check(unittest.TestCase):
     def test_ratios(self):
         times = [{"spec": "fp32", "time_us": 300.0, "peer_time_us": 270.0}, {"spec": "bf16", "schedule": "ring", "time_us": 200.0},
                  {"spec": "bf16", "schedule": "tree", "time_us": 100.0}]
-        self.assertEqual(check.measured(case(metric="time_us", over={"spec": "fp32"}), times), 3)  # the best of several
+        best = check.measured(case(metric="time_us", over={"spec": "fp32"}), times)  # of several
+        self.assertEqual(best, 3)
         self.assertEqual(check.measured(case(metric="peer_time_us/time_us", where={"spec": "fp32"}), times), 0.9)
         self.assertEqual(check.measured(case(of=4), [row(2), row(3)]), 0.75)
         with self.assertRaises(check.NotMeasured):
@@ -115,7 +116,7 @@ class Check(unittest.TestCase):
         (self.folder / "count").unlink()
         self.assertEqual(self.run_cases(count + self.WRITE.format("$((n * 3))"), case(), retries=0)[0], ["NOT MET"])
         (self.folder / "count").unlink()
-        # The first was the better one, and still too slow. A case that is well is not measured again.
+        # The first measurement was better, but too slow. A case that passes is not measured again.
         verdicts, _ = self.run_cases(count + self.WRITE.format("$((5 - n))"), case(), case(case="easy", goal=1))
         self.assertEqual((verdicts, runs()), (["NOT MET", "ok"], 2))
 

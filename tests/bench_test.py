@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs the real `gradwire-bench`: what its subcommands print and write, and that bad input ends in one line and code 2."""
+"""Runs the real `gradwire-bench`: what its subcommands print and write, and how they refuse bad input."""
 import json
 import os
 import pathlib
@@ -30,7 +30,7 @@ class BenchTest(unittest.TestCase):
                               env=self.environment(env), timeout=timeout)
 
     def rows(self, *arguments, **kwargs):
-        """What a run that ends well writes with --json."""
+        """What a successful run writes with --json."""
         result = self.run_bench(*arguments, "--json", "out.json", **kwargs)
         self.assertEqual(result.returncode, 0, result.stdout[-500:] + result.stderr)
         self.assertEqual(result.stderr, "")
@@ -148,7 +148,7 @@ class Hook(BenchTest):
             self.assertAlmostEqual(row["floor_ms"] * row["copy_gbps"] * 1e6, floor * elements, delta=1 + elements / 100)
             self.assertEqual((row["peer"], row["peer_ms"], row["speedup"]), (None, None, None))
         self.assertEqual(rows["fp32"]["extra_bytes"], 0)
-        # The residual has a float per element and the gaps that align tensors; the wire's staging comes on top.
+        # The residual: a float per element, and gaps that align tensors. Then the wire's staging.
         self.assertGreaterEqual(rows["bf16"]["extra_bytes"], 6 * elements)
         self.assertLess(rows["bf16"]["extra_bytes"], 6.1 * elements)
         self.assertGreater(rows["powersgd:rank=2"]["extra_bytes"], 4 * elements)
@@ -231,7 +231,7 @@ class Collectives(BenchTest):
                             "--compression", "fp32:schedule=tree")
         self.assertEqual([(r["schedule"], r["wrong"], r["rel_error"]) for r in rows], [("tree", None, None)])
 
-    def test_processes_beside_gloo(self):
+    def test_processes_next_to_gloo(self):
         rows, _ = self.rows("collectives", "--transport", "tcp", "--ranks", 2, "-b", "64K", "-e", "64K", *QUICK,
                             "--schedule", "ring", "--compression", "fp32", "--compression", "powersgd:rank=2")
         self.check(rows, "tcp", 2)
@@ -275,7 +275,7 @@ class Collectives(BenchTest):
 
 
 class ShapedLink(BenchTest):
-    """bench/harness/shaped_link.sh: needs root and a machine that permits network namespaces; elsewhere it must say so."""
+    """bench/harness/shaped_link.sh needs root and network namespaces, and says so where it lacks them."""
 
     def link(self, *arguments, prefix=()):
         process = subprocess.Popen([*prefix, str(ROOT / "bench/harness/shaped_link.sh"), *map(str, arguments)], text=True,
@@ -316,7 +316,7 @@ class ShapedLink(BenchTest):
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
         row = json.loads((self.folder / "out.json").read_text())[0]
         self.assertEqual((row["ranks"], row["wrong"]), (2, 0))
-        # 200 Mb/s are 25 MB/s; a burst may pass unshaped, which cannot help a megabyte by more than a third.
+        # 200 Mb/s are 25 MB/s; an unshaped burst cannot speed up a megabyte by more than a third.
         self.assertLess(row["busbw_gbps"], 0.034)
         failed = self.link("--hosts", "2", "--", "sh", "-c", 'echo "I am $RANK of $WORLD_SIZE"; exit $((RANK * 7))')
         self.assertEqual(failed.returncode, 7)
@@ -330,7 +330,7 @@ class ShapedLink(BenchTest):
         self.assertEqual(script.wait(timeout=60), 143)
         script.stdout.close()
         self.assertEqual(self.namespaces(script), [])
-        # Nor does what ran in them.
+        # No process that ran in them is left either.
         self.assertEqual(subprocess.run(["pgrep", "-f", "^sleep 98765$"], capture_output=True).stdout, b"")
 
 
@@ -350,7 +350,7 @@ class Numerics(BenchTest):
 
 
 class Orthonormalize(BenchTest):
-    def test_all_factors_of_a_model_beside_qr(self):
+    def test_all_factors_of_a_model_next_to_qr(self):
         rows, out = self.rows("orthonormalize", "--model", "vit_tiny", "--device", "host", "--rank", 2, "--rank", 4, "--steps",
                               2, "--baseline")
         self.assertEqual([row["rank"] for row in rows], [2, 4])

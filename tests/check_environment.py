@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Holds docs/environment.md to what the code reads.
+"""Checks docs/environment.md against what the code reads.
 
-    check_environment.py GRADWIRE ROOT      GRADWIRE: the command, whose `doctor --environment` prints the table in the code
+    check_environment.py GRADWIRE ROOT
 
-No C++ but runtime/environment.cpp calls getenv(), and what it is asked for is in its table. What Python, shell and the tests
-read is on the page in a section of its own, and nothing is there that they do not read.
+GRADWIRE is the command, whose `doctor --environment` prints the table in the code. Only runtime/environment.cpp
+calls getenv(), and its table has every variable that C++ asks it for. What Python, shell and the tests read
+is in sections of its own on the page, which list nothing else.
 """
 import pathlib
 import re
@@ -42,7 +43,7 @@ def getenv_elsewhere(root):
 
 
 def asked_for(root):
-    """(variable, place) of each literal name that C++ gives to environment()."""
+    """(variable, place) of each literal name that C++ passes to environment()."""
     for top in PRODUCT:
         for path in files(root, top):
             if path.suffix in (".h", ".cpp"):
@@ -64,7 +65,7 @@ def read_by(root, places):
 
 
 def sections(page):
-    """title -> text; "" for what comes before the first."""
+    """title -> text; the text before the first title has the key ""."""
     parts = re.split(r"^## (.+)\n", page, flags=re.M)
     return {"": parts[0], **dict(zip(parts[1::2], parts[2::2]))}
 

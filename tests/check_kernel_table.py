@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Holds the kernel table of docs/gpu.md to the kernels that exist and to what the tests really ran.
+"""Checks the kernel table of docs/gpu.md against the kernels that exist and those that the tests ran.
 
     check_kernel_table.py ROOT
-        fails when a __global__ function is missing in the table, or the table names one that is not there.
+        fails when the table lacks a __global__ function, or names one that does not exist.
     check_kernel_table.py ROOT --launched DIR --executable simt_tests [--nm nm]
-        fails when a kernel that the table says runs under the shim was not launched by simt_tests, or only some of the
-        instantiations of its template were. DIR holds the logs that simt_tests wrote (GRADWIRE_SIMT_LOG).
+        fails when simt_tests did not launch a kernel that runs under the shim according to the table, or did
+        not launch all instantiations of its template. DIR holds simt_tests' logs (GRADWIRE_SIMT_LOG).
 """
 import argparse
 import dataclasses
@@ -74,7 +74,7 @@ def compare(sources: dict[str, str], table: dict[str, Row]) -> list[str]:
 
 
 def base_name(symbol: str) -> str:
-    """The function's own name in a demangled symbol: the first identifier with template or function arguments."""
+    """The function's name in a demangled symbol: the first identifier with template or function arguments."""
     match = re.search(r"(\w+)(?:<|\()", symbol.replace("(anonymous namespace)", "{anonymous}"))
     return match.group(1) if match else ""
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Fails when an include points the wrong way.
 
-Between the top folders: trainer -> collectives -> kernels -> runtime, and never back. Between all folders below them, and
-bench's and the integrations': no cycles, so that each can be read, and tested, after those that it stands on. The order
-that follows is what `check_layers.py --print` shows. bench's Python counts too, and has no cycles of modules either. Also keeps the
-triple-chevron kernel launch in its one file, runtime/launch.cuh.
+Between the top folders: trainer -> collectives -> kernels -> runtime, never back. Between all folders below
+them, and those of bench and the integrations: no cycles, so that each can be read and tested after those that
+it depends on, in the order that `check_layers.py --print` shows. bench's Python counts too, and its modules
+have no cycles either. Also keeps the triple-chevron kernel launch in one file, runtime/launch.cuh.
 """
 import ast
 import collections
@@ -12,7 +12,7 @@ import pathlib
 import re
 import sys
 
-LAYERS = {  # a folder at the top, and those that its files may include
+LAYERS = {  # each top folder, and those that its files may include
     "runtime": set(),
     "kernels": {"runtime"},
     "collectives": {"kernels", "runtime"},
@@ -20,7 +20,7 @@ LAYERS = {  # a folder at the top, and those that its files may include
     "bench": {"trainer", "collectives", "kernels", "runtime"},
     "integrations": {"collectives", "kernels", "runtime"},
 }
-# The launcher is where kernels part between nvcc and the CPU shim.
+# The launcher chooses between nvcc and the CPU shim.
 EXCEPTIONS = {("runtime/launch.cuh", "tests/simt/simt.h")}
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"')
 SUFFIXES = {".h", ".cpp", ".cu", ".cuh", ".c"}
@@ -32,7 +32,7 @@ def sources(root: pathlib.Path) -> list[pathlib.Path]:
 
 
 def violations(root: pathlib.Path, graph: dict[str, dict[str, str]]) -> list[str]:
-    """Wrong lines; fills graph[folder][folder it includes] with one place where it does."""
+    """The wrong lines; fills graph[folder][folder it includes] with one place where it does."""
     found = []
     for path in sources(root):
         name = path.relative_to(root).as_posix()
@@ -82,7 +82,7 @@ def python_imports(root: pathlib.Path, graph: dict[str, dict[str, str]]) -> dict
 
 
 def order(graph: dict[str, dict[str, str]]) -> tuple[list[str], list[str]]:
-    """Folders (or modules), each after those it includes, and the cycles that stand in the way of that."""
+    """Folders (or modules), each after those that it includes, and the cycles that prevent such an order."""
     done: list[str] = []
     cycles, path = [], []
 
@@ -119,7 +119,8 @@ def main() -> int:
     if "--print" in sys.argv:
         for folder in folders:
             print(f"{folder} -> {', '.join(sorted(graph[folder])) or 'nothing'}")
-    print("\n".join(found + cycles) or f"{files} files in {len(folders)} folders, {len(modules)} Python modules: every include points down, no cycles")
+    fine = f"{files} files in {len(folders)} folders, {len(modules)} Python modules: every include points down, no cycles"
+    print("\n".join(found + cycles) or fine)
     return 1 if found or cycles else 0
 
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Fails when a comment, a doc or a script names a file or folder that is not there, or a doc's link leads nowhere.
+"""Fails when a comment, doc or script names a file or folder that does not exist, or a doc has a dead link.
 
     check_paths.py ROOT
 
-Looks at every text file. A path counts when it begins with one of the top folders; * stands for anything, {h,cpp} for one of
-several, and a path without an ending for all files that begin with it. A file without its folder (measure.h) must be somewhere.
+Looks at every text file. A path counts when it begins with one of the top folders; * stands for anything,
+{h,cpp} for one of several, and a path without an extension for all files that begin with it. A file named
+without its folder (measure.h) must exist in some folder.
 """
 import fnmatch
 import pathlib
@@ -15,13 +16,13 @@ SUFFIXES = {".h", ".cpp", ".c", ".cu", ".cuh", ".py", ".sh", ".md", ".cmake", ".
 ENDINGS = r"(?:h|hpp|c|cc|cpp|cu|cuh|py|sh|md|cmake|png|in)"
 BARE = re.compile(rf"(?<![\w./<>*-])[A-Za-z]\w*(?:/\w+)*\.{ENDINGS}\b(?![\w(/]|\.\w)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-# Not ours: other people's headers and scripts, and files that a user would have.
+# Not in the tree: other projects' headers and scripts, and users' files.
 ELSEWHERE = {"nccl.h", "nvml.h", "cuda_runtime.h", "asan_interface_internal.h", "graph/paths.cc", "train.py", "result.png",
              "build/demo/report.png"}
 
 
 def tracked(root):
-    """Files, without what builds leave."""
+    """The tree's files, without build outputs."""
     out = set()
     for path in root.rglob("*"):
         parts = path.relative_to(root).parts
@@ -32,7 +33,7 @@ def tracked(root):
 
 
 def comment_of(name, line):
-    """What of a line is for people: all of a doc, the comment of code."""
+    """The part of a line to check: all of a doc's, the comment of code."""
     if name.endswith(".md"):
         return line
     mark = "//" if name.endswith((".h", ".cpp", ".c", ".cu", ".cuh")) else "#"
@@ -49,7 +50,7 @@ class Tree:
         self.headings = {}
 
     def there(self, path):
-        """Is there such a file or folder, or one that begins so?"""
+        """Whether there is such a file or folder, or one that begins so."""
         if match := re.search(r"{([^{}]*)}", path):
             return all(self.there(path[:match.start()] + part + path[match.end():]) for part in match[1].split(","))
         path = path.rstrip("/")
@@ -61,7 +62,7 @@ class Tree:
         return not ended and any(f.startswith((path + ".", path + "_")) for f in self.files)
 
     def anchors(self, name):
-        """Of a doc's headings, as they are linked to."""
+        """The link targets of a doc's headings."""
         if name not in self.headings:
             text = re.sub(r"^```.*?^```", "", (self.root / name).read_text(), flags=re.S | re.M)
             titles = re.findall(r"^#+ +(.+?)\s*$", text, re.M)

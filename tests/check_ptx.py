@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Holds the compiled CUDA kernels to what docs/gpu.md says of them; prints registers, stack and shared memory of each.
+"""Checks the compiled CUDA kernels against docs/gpu.md; prints each one's registers, stack and shared memory.
 
     check_ptx.py ROOT [--nvcc nvcc] [--cache DIR] [--launched DIR --executable simt_tests] [--nm nm]
 
-For every .cu file of kernels/ and runtime/: one PTX file, assembled by ptxas for sm_80 and sm_90. Fails when a kernel spills registers
-or uses a stack, when one that should access global memory 16 bytes at a time has no such instruction in its PTX, or
-when one has them and the table does not say so. With the logs that simt_tests wrote (GRADWIRE_SIMT_LOG) also when a
-test launched a kernel with more threads or shared memory than its compiled form can have on a GPU. Results are kept
-in the cache for as long as the sources stay the same.
+For every .cu file of kernels/ and runtime/: one PTX file, assembled by ptxas for sm_80 and sm_90. Fails when
+a kernel spills registers or uses a stack, when its PTX lacks the 16-byte accesses to global memory that the
+table promises, or has them unannounced. With the logs that simt_tests wrote (GRADWIRE_SIMT_LOG), also fails
+when a test launched a kernel with more threads or shared memory than its compiled form can have on a GPU.
+Results are cached as long as the sources stay the same.
 """
 import argparse
 import concurrent.futures
@@ -34,7 +34,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess:
 
 
 def wide_accesses(ptx: str) -> dict[str, list[str]]:
-    """Mangled entry -> which of ld, st it does 16 bytes at a time."""
+    """Mangled entry -> which of ld and st access 16 bytes at a time."""
     starts = [(m.group(1), m.end()) for m in ENTRY.finditer(ptx)]
     bodies = {name: ptx[begin:starts[i + 1][1] if i + 1 < len(starts) else len(ptx)]
               for i, (name, begin) in enumerate(starts)}

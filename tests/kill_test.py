@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Kills training runs with SIGKILL at random moments, again and again, and holds the loss curve of what comes out, resumed
-each time with the very same command, to that of a run that nobody stopped: every loss must be the same to the last digit.
+"""Kills training runs with SIGKILL at random moments, again and again, and resumes them with the same command.
+Their losses must agree to the last digit with those of an uninterrupted run.
 
 usage: kill_test.py PATH_TO_gradwire [--kills N] [--seed S]
 """
@@ -21,7 +21,8 @@ MODEL = ["--device", "host", "--width", "16", "--depth", "1", "--heads", "2", "-
 # Ranks that are threads, and ranks that are processes.
 KINDS = [
     ("threads", 3, ["--compression", "powersgd:rank=2,wire=bf16", "--augment", "flip,crop"]),
-    ("processes", 3, ["--compression", "bf16:round=stochastic,schedule=ring"]),  # auto measures links, and may choose differently
+    # A named schedule: auto measures links, and may choose differently.
+    ("processes", 3, ["--compression", "bf16:round=stochastic,schedule=ring"]),
 ]
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMI_SIZE")
 
@@ -74,7 +75,7 @@ def torture(gradwire: str, kind: str, ranks: int, flags: list[str], kills: int, 
         killed = ended = 0
         while killed < kills:
             processes = start(gradwire, kind, ranks, again, folder)
-            # Checkpoints make a run longer; a moment anywhere in its life, start and end included.
+            # At any moment, start and end included; checkpoints make this run longer than the whole one.
             time.sleep(chance.uniform(0, 1.2) * whole_s)
             if any(process.poll() is None for process in processes):
                 killed += 1
@@ -85,10 +86,10 @@ def torture(gradwire: str, kind: str, ranks: int, flags: list[str], kills: int, 
             deadline = time.monotonic() + 3
             while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            for process in processes:  # what was not killed misses its peer; that it ends by itself is another test's
+            for process in processes:  # the survivors; that they end by themselves is another test's business
                 process.kill()
             finish(processes)
-            if ended > 0:  # nothing is left to be killed in: begin again
+            if ended > 0:  # the run is finished: start over
                 check(folder, steps)
                 ended = 0
                 for path in sorted((folder / "saved").rglob("*"), reverse=True):
@@ -99,7 +100,7 @@ def torture(gradwire: str, kind: str, ranks: int, flags: list[str], kills: int, 
         check(folder, steps)
         left = sorted(path.name for path in (folder / "saved").iterdir())
         assert len(left) <= 3 and left[-1] == f"step-{steps:09d}", left
-        print(f"ranks are {kind}: killed {killed} times, {steps} losses each time as if never", flush=True)
+        print(f"ranks are {kind}: killed {killed} times, {steps} losses each time as if uninterrupted", flush=True)
 
 
 def check(folder: pathlib.Path, steps: int) -> None:
@@ -113,7 +114,7 @@ def check(folder: pathlib.Path, steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("gradwire")
-    parser.add_argument("--kills", type=int, default=4, help="of each kind of run")
+    parser.add_argument("--kills", type=int, default=4, help="kills per kind of run")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
     arguments = parser.parse_args()

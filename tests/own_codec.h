@@ -1,7 +1,7 @@
-// A codec such as a user may write, with state of its own: what docs/for-researchers.md promises to keep.
+// A codec with its own state, as a user might write; docs/for-researchers.md promises to keep that state.
 //
-// bf16 with error feedback, then a momentum over the averaged gradients, in double precision: velocity = 0.5
-// velocity + gradient, which is what comes out. Host only.
+// bf16 with error feedback, then momentum over the averaged gradients in double precision: the result is
+// velocity = 0.5 velocity + gradient. Host only.
 #pragma once
 
 #include <memory>

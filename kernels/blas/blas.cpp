@@ -1,8 +1,8 @@
-// The part of libgradwire_blas.so that is ours: which kernels OpenBLAS runs.
+// Gradwire's own part of libgradwire_blas.so: it decides which kernels OpenBLAS runs.
 //
-// When the library is loaded, OpenBLAS chooses by model number; the first call of ours corrects that before
-// any product runs. The linker sends the archive's calls of getenv here (--wrap), so the choice is handed
-// over without touching the environment.
+// When the library is loaded, OpenBLAS chooses by model number; Gradwire's first call corrects that before
+// any product runs. The linker redirects the archive's calls of getenv to this file (--wrap), so the choice
+// reaches OpenBLAS without touching the environment.
 #include "kernels/blas/blas.h"
 
 #include <cblas.h>
@@ -74,7 +74,7 @@ struct Library : GradwireBlas {
 
 }  // namespace
 
-// Of the environment OpenBLAS sees nothing: what is set there is meant for somebody else's copy. One thread
+// OpenBLAS sees nothing of the environment, whose variables are meant for another copy. One thread
 // means that it starts none.
 char* __wrap_getenv(const char* name) {
   static char one[] = "1";
@@ -91,7 +91,7 @@ const GradwireBlas* gradwire_blas() {
 void gradwire_blas_sgemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, float alpha,
                          const float* a, int64_t lda, const float* b, int64_t ldb, float beta, float* c,
                          int64_t ldc) {
-  gradwire_blas();  // chooses the kernels, if nobody has asked yet
+  gradwire_blas();  // chooses the kernels on the first call
 
   auto distance = [](int64_t ld) { return static_cast<blasint>(ld > 0 ? ld : 1); };  // BLAS refuses 0
   cblas_sgemm(CblasRowMajor, transpose_a ? CblasTrans : CblasNoTrans, transpose_b ? CblasTrans : CblasNoTrans,

@@ -17,7 +17,7 @@ inline constexpr KernelSet kKernelSets[] = {
     {"SkylakeX", Level::avx512}, {"Cooperlake", Level::avx512}, {"SapphireRapids", Level::avx512},
 };
 
-// What the processor can do, and the operating system lets it.
+// What the processor and the operating system support.
 inline Level level_of_processor() {
 #ifdef __x86_64__
   __builtin_cpu_init();
@@ -39,7 +39,7 @@ inline Level level_of_kernels(std::string_view name) {
   return Level::base;
 }
 
-// The set to run in place of the one that OpenBLAS chose; null: that one is as good as the processor.
+// The set to run instead of the one that OpenBLAS chose; null: OpenBLAS's choice is as good as the processor.
 inline const char* better_kernels(std::string_view chosen, Level processor) {
   if (level_of_kernels(chosen) >= processor) return nullptr;
   return processor == Level::avx512 ? "SkylakeX" : "Haswell";

@@ -2,11 +2,10 @@
 // which operands are stored; kVector<S> of them) or 1:
 //
 //   for_columns       element-wise. A thread keeps its columns and walks down the rows, so what depends on
-//   the column
-//                     alone (a bias, a divided-up index) is computed once. Consecutive threads touch
+//                     the column alone (a bias, a divided index) is computed once. Consecutive threads touch
 //                     consecutive memory.
 //   sum_over_rows     per-column sums of what Op returns, in two stages of fixed order
-//   (kernels/math/column_chunks.h).
+//                     (kernels/math/column_chunks.h).
 //
 // Op is a small struct of pointers passed by value:
 //   for_columns:    template <int W> struct Column;  template <int W> Column<W> column(int64_t c) const;
@@ -26,7 +25,7 @@ bool takes_vectors(int64_t width, Pointers... pointers) {
   return width % kVector<S> == 0 && ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
 }
 
-// (x, y) threads: x of them side by side on a row.
+// (x, y) threads, x of them adjacent in a row.
 inline dim3 column_block(int64_t accesses_per_row) {
   unsigned x = 1;
   while (x < 32 && x < accesses_per_row) x *= 2;
@@ -93,7 +92,7 @@ __global__ void __launch_bounds__(256)
   store<W>(partial + static_cast<int64_t>(blockIdx.y) * width + c, sum);
 }
 
-// Second stage, for up to two sums whose partial rows lie side by side: see vit/bias.cu.
+// Second stage, for up to two sums with adjacent partial rows: see vit/bias.cu.
 void combine_partial_sums(CudaStream stream, const float* partial, int64_t count, int64_t width,
                           bool accumulate, float* sum0, float* sum1);
 

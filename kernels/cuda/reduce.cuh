@@ -29,7 +29,7 @@ __device__ __forceinline__ float group_reduce(float x, Combine combine) {
   return x;
 }
 
-// Over a block of whole warps, at most 32 of them. `shared` (32) may be used again right after the call.
+// Over a block of whole warps, at most 32 of them. `shared` (32) may be reused right after the call.
 template <typename Combine>
 __device__ __forceinline__ float block_reduce(float x, float* shared, Combine combine) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;

@@ -1,5 +1,5 @@
 // Element-wise kernels over arrays of any alignment: a body of 16-byte accesses with a scalar head and tail,
-// in one launch. When no head makes all arrays aligned at once, every element goes the scalar way.
+// in one launch. When no head aligns all arrays at once, every element is handled as a scalar.
 #pragma once
 
 #include <cstdint>

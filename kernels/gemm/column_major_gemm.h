@@ -1,11 +1,11 @@
-// A product as cuBLASLt is asked for it: column-major, D = op(A) op(B) [+ bias], where A, B and D are given
-// by what is stored. A pure function of Gemm, so that machines without a GPU can test it
-// (tests/kernels/gemm_test.cpp has an interpreter).
+// A product as cuBLASLt gets it: column-major, D = op(A) op(B) [+ bias], where A, B and D are given by what
+// is stored. A pure function of Gemm, so that machines without a GPU can test it (tests/kernels/gemm_test.cpp
+// has an interpreter).
 //
 // A row-major matrix is the column-major matrix of its transpose, in the same memory. C^T = op(B)^T op(A)^T:
-// so the operands change places, and each keeps its own flag: what is stored as B is B^T to column-major
-// eyes, which is op(B)^T already unless transpose_b is set. The bias runs along a row of C: along a column of
-// C^T, which is what the bias epilogue adds (one element per row of D, the same for all columns).
+// so the operands are swapped, and each keeps its own flag: the memory of B, read as column-major, is B^T,
+// which is op(B)^T unless transpose_b is set. The bias runs along a row of C, so along a column of C^T, as
+// the bias epilogue adds it (one element per row of D, the same for all columns).
 #pragma once
 
 #include "kernels/gemm/gemm.h"

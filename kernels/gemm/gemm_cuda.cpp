@@ -1,14 +1,14 @@
 // Single products on cuBLASLt, batches on cuBLAS.
 //
-// cuBLASLt is asked once per kind of product (shape, types, layout, bias, alignment) for its best algorithm;
-// the answer is kept with the descriptors, so that in the steady state a product is one library call: no
-// allocation, no synchronization, fit for capture in a CUDA graph. Split products add their parts in FP32,
-// and in a fixed order.
+// cuBLASLt is asked for its best algorithm once per kind of product (shape, types, layout, bias,
+// alignment). The answer is kept with the descriptors, so that from then on a product is one library call,
+// without allocation or synchronization, which a CUDA graph can capture. Split products add their parts in
+// FP32, and in a fixed order.
 //
-// A cuBLAS handle must not be used by two threads at once, and gives repeatable bits only when its stream and
-// its workspace are its own. So each thread keeps one handle per (device, stream), made at the first product
-// there, with a workspace of its own; a CUDA graph is therefore captured after one plain run. FP32 products
-// never use TF32 unless asked to.
+// A cuBLAS handle must not be used by two threads at once, and gives repeatable bits only with a stream and a
+// workspace that it does not share. So each thread keeps one handle per (device, stream), with its own
+// workspace, made at the first product there; a CUDA graph is therefore captured after one plain run. FP32
+// products never use TF32 unless asked to.
 #include <cublasLt.h>
 #include <cublas_v2.h>
 #include <cuda_runtime_api.h>
@@ -99,7 +99,7 @@ class Plan {
           cublasLtMatmulPreferenceSetAttribute(preference.get(), attribute, &value, sizeof value));
     };
     prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(workspace_bytes));
-    // Parts of a split product are not to be rounded to BF16 before they are added.
+    // Parts of a split product must not be rounded to BF16 before they are added.
     prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
            static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(g.a.data));
@@ -179,7 +179,7 @@ class Context {
         static_cast<cublasMath_t>(CUBLAS_DEFAULT_MATH | CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)));
   }
   ~Context() {
-    // At thread exit, perhaps after the driver has gone: nothing useful can be done about a failure.
+    // At thread exit, perhaps after the driver has shut down: a failure cannot be handled.
     plans_.clear();
     cublasDestroy(handle_);
     cudaFree(workspace_);
@@ -187,7 +187,7 @@ class Context {
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
-  // False when cuBLASLt has no way to do it.
+  // False when cuBLASLt has no algorithm for it.
   bool single(const Gemm& g) {
     // A cuBLAS handle holds a cuBLASLt one and may be used as such.
     const auto lt = reinterpret_cast<cublasLtHandle_t>(handle_);

@@ -2,7 +2,7 @@
 // thread pool hands out.
 //
 // BF16 operands are widened to FP32, which is exact: B once per product, A and C piece by piece. That costs 6
-// B per element read or written, little against the 2 n or 2 m operations each takes part in.
+// B per element, little compared with the 2 n or 2 m operations on each.
 #include <algorithm>
 #include <vector>
 
@@ -56,7 +56,7 @@ void add_bias(const Gemm& g, float* c, int64_t rows) {
   for (int64_t row = 0; row < rows; ++row) add_all(g.bias.at<float>(0), g.n, c + row * g.ldc);
 }
 
-// A thread's memory for FP32 copies: it grows to what its largest product needs, and stays.
+// A thread's memory for FP32 copies: it grows to what its largest product needs and is kept.
 enum class Copy { a, b, c };
 float* scratch(Copy which, int64_t floats) {
   thread_local std::vector<float> memory[3];

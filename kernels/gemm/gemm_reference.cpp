@@ -21,7 +21,7 @@ void product(const Gemm& g) {
         Out& out = c[row * g.ldc + col];
         double old = g.beta == 0.0f
                          ? 0.0
-                         : static_cast<double>(g.beta) * widen(out);  // as BLAS: beta 0 forgets even a NaN
+                         : static_cast<double>(g.beta) * widen(out);  // as in BLAS: beta 0 drops even a NaN
         if (bias != nullptr) old += widen(bias[col]);
         out = narrow<Out>(static_cast<float>(static_cast<double>(g.alpha) * sum + old));
       }

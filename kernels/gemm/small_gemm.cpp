@@ -1,5 +1,5 @@
-// One product: op(B) is packed into rows of whole vectors (unless it lies like that already), then blocks of
-// 4 rows by 24 columns of C are kept in registers while k runs.
+// One product: op(B) is packed into rows of whole vectors (unless it is stored like that), then blocks of 4
+// rows by 24 columns of C are kept in registers while k runs.
 #include "kernels/gemm/small_gemm.h"
 
 #include <algorithm>

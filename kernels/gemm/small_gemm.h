@@ -6,9 +6,10 @@
 
 namespace gradwire::host {
 
-// True when small_gemm is the faster way for each of the batch's products.
+// Whether small_gemm is faster for each of the batch's products.
 bool is_small(const Gemm& g);
-// Products [begin, end) of the batch. Sums run over k in order, one FMA after the other where there is one.
+// Products [begin, end) of the batch. Sums run over k in order, one FMA after another where
+// the processor has them.
 void small_gemm(const Gemm& g, int64_t begin, int64_t end);
 
 }  // namespace gradwire::host

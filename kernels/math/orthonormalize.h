@@ -8,7 +8,7 @@ namespace gradwire {
 
 // All pivots below are of the Gram matrix with columns scaled to norm 1, so they are squared sines.
 
-// At or below this a column depends on the ones before it: only the rounding of its FP32 entries is left.
+// At or below this a column depends on the previous ones: only the rounding of its FP32 entries is left.
 inline constexpr double kDependentPivot = 1e-14;
 // A pass loses about eps64 / pivot of orthogonality. From this pivot up, its result is final (1e-10, far
 // below the rounding of the FP32 result); below, another pass follows.

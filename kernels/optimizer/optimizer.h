@@ -16,8 +16,8 @@ struct OptimizerScalars {
   float correction2 = 1.0f;  // 1 - beta2^t, AdamW only
 };
 
-// PyTorch's SGD: g = grad + weight_decay * w; v = momentum * v + g (v = g in the first step, which zeroed v
-// gives as well); w -= lr * v. 20 B per element with momentum, 12 without.
+// PyTorch's SGD: g = grad + weight_decay * w; v = momentum * v + g (v = g in the first step, as a zeroed v
+// gives); w -= lr * v. 20 B per element with momentum, 12 without.
 struct SgdStep {
   float* params = nullptr;
   const float* grads = nullptr;

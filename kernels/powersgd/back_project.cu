@@ -1,12 +1,12 @@
-// PowerSGD pass (b) on CUDA: Q = M^T P and residual = M - P Q^T, M being read from memory once.
+// PowerSGD pass (b) on CUDA: Q = M^T P and residual = M - P Q^T, reading M from memory once.
 //
 // Bytes per element: 8 with residual (panels up to about 2900 rows; up to 12 for taller ones, whose rest is
 // read again, mostly from the L2 cache), 4 without. Limit: memory bandwidth up to about rank 8. A block takes
 // a panel of whole columns, 8 to 32 of them, into shared memory. Each thread owns four columns and rows at a
 // fixed stride; while the panel streams in it accumulates its part of Q in registers, up to 8 columns of P at
 // a time (further ones from the held panel). Parts are summed over a warp's lanes, then over warps in order;
-// then the panel, which is still there, gives the residual. No other block is involved, so nothing has to be
-// zeroed or waited for. Alignment: any; 16-byte accesses when a matrix's rows are 16-byte aligned.
+// then the panel, which is still there, gives the residual. No other block is involved, so there is nothing
+// to zero or to wait for. Alignment: any; 16-byte accesses when a matrix's rows are 16-byte aligned.
 #include "kernels/powersgd/powersgd.cuh"
 
 namespace gradwire::cuda {
@@ -48,7 +48,7 @@ struct Panel {
   float *held, *parts, *q;  // shared: (held_rows, width), (kWarps, width * kRank), (rank, width)
 };
 
-// A matrix that was not finite: Q = 0, and the residual becomes the one before this step.
+// A matrix that was not finite: Q = 0, and the residual becomes the previous step's.
 __device__ __forceinline__ void restore(const BackProjectArgs& a, const MatrixDescriptor& d,
                                         const Panel& panel) {
   for (int item = static_cast<int>(threadIdx.x); item < panel.columns * d.rank; item += kThreads) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void combine(const BackProjectArgs& a, const MatrixDe
 template <int kRank, bool kVector>
 __device__ __forceinline__ void back_project_panel(const BackProjectArgs& a, const MatrixDescriptor& d,
                                                    const Panel& panel) {
-  constexpr int kBatch = kRank > 4 ? 2 : 4;  // rows that a thread has on their way at once; more would spill
+  constexpr int kBatch = kRank > 4 ? 2 : 4;  // rows that a thread loads at once; more would spill
   Quad<kVector> quad{panel.width / 4, static_cast<int>(threadIdx.x) % (panel.width / 4)};
   int row_of_thread = static_cast<int>(threadIdx.x) / quad.spread, row_step = kThreads / quad.spread;
   float* m_global =

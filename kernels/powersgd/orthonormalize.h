@@ -5,9 +5,10 @@
 // for well-conditioned ones and more after a re-seed. Columns are FP32 in memory.
 // Orthogonality error about 5e-8 up to a condition number of 1e8 (docs/numerics.md).
 //
-// A column that is zero, or depends on the ones before it to within FP64 rounding, is replaced by a random
-// direction orthogonal to the others, drawn from philox(seed, seed_id, ...) and *step, so that all ranks draw
-// the same: a gradient that was zero once can still be learned later. There are always r orthonormal columns.
+// A column that is zero, or depends on the previous ones to within FP64 rounding, is replaced by a
+// random direction orthogonal to the others, drawn from philox(seed, seed_id, ...) and *step, so that
+// all ranks draw the same. So a gradient that was zero once can still be learned later. There are always
+// r orthonormal columns.
 //
 // A matrix that holds a NaN or Inf is flagged: flags[i] = 1 and `out` keeps its old content (pass out == in
 // to keep the input). Matrices without one write flags[i] = 0, unless keep_flags is set, when flags are only

@@ -2,8 +2,8 @@
 //
 // One pass: G = A^T A in FP64 (products of two floats are exact there); scale its columns to norm 1; Cholesky
 // with dependent columns left out; A <- A W with W the inverse of the factor. A dependent column is replaced
-// by a random one, and comes last in the next pass's elimination, so that it is made orthogonal to the others
-// and not they to it.
+// by a random one, and comes last in the next pass's elimination, so that it is made orthogonal to the
+// others, not the others to it.
 #include "kernels/powersgd/orthonormalize.h"
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // Scalar reference of the orthonormalization: Gram-Schmidt in double, each column orthogonalized until
 // nothing moves, dependent columns last. In exact arithmetic the Cholesky form gives the same columns, so the
-// others are held to it.
+// other implementations are tested against this one.
 #include <cmath>
 #include <vector>
 

@@ -32,7 +32,7 @@ class SegmentTable {
   int64_t longest_ = 0;
 };
 
-// packed[segment.packed + i] = scattered[segment.scattered + i] for every segment, or the other way round.
+// packed[segment.packed + i] = scattered[segment.scattered + i] for every segment, or the reverse.
 struct Pack {
   const SegmentTable* table = nullptr;
   float* scattered = nullptr;

@@ -1,7 +1,7 @@
 // What the three PowerSGD kernels share: finding a block's matrix, and four-column accesses.
 //
-// A thread owns four columns of a row. In an aligned matrix they are neighbours, one 16-byte access; in
-// another they lie `spread` columns apart, so that the four 4-byte accesses of a warp are still consecutive.
+// A thread owns four columns of a row. In an aligned matrix they are adjacent, one 16-byte access; otherwise
+// they are `spread` columns apart, so that the four 4-byte accesses of a warp are still consecutive.
 #pragma once
 
 #include <algorithm>

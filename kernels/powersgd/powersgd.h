@@ -9,8 +9,9 @@
 //       -- Q is summed over ranks, while (b) of other matrices still runs --
 //   (c) reconstruct   grad = scale * P Q^T  with the summed Q                             4 B/element
 //
-// The residual is *local*: what this rank's own projection lost. Summed over ranks, the residuals and the
-// applied gradient equal what went in, because P is the same on all ranks and Q enters linearly.
+// The residual is *local*: what this rank's own projection lost. Summed over ranks, the residuals
+// and the applied gradient equal the gradients that went in, because P is the same on all ranks
+// and Q enters linearly.
 //
 // Non-finite input: (a) keeps the old residual where the gradient is not finite, and lets P become
 // non-finite, so that after the sum every rank sees it. orthonormalize() then flags the matrix; (b) restores
@@ -99,8 +100,8 @@ struct PowerSgdReconstruct {
   float* grad = nullptr;     // out: scale * P Q^T, or NaN where flagged
   float scale = 1.0f;
   const int32_t* flags = nullptr;
-  // With a lossy wire under Q: what this rank's encodes of Q lost, put back where error feedback will find
-  // it: residual += P q_lost^T (12 B/element instead of 4). Both null otherwise.
+  // With a lossy wire under Q: what this rank's encodes of Q lost, added back to the residual: residual += P
+  // q_lost^T (12 B/element instead of 4). Both null otherwise.
   const float* q_lost = nullptr;
   float* residual = nullptr;
 };

@@ -1,10 +1,10 @@
 // PowerSGD's passes on the host, each streaming the matrix once.
 //
-// Bytes per element: project 12, back_project 8 (a panel of columns stays in the cache between its two uses),
-// reconstruct 4 (non-temporal stores when the result is larger than a cache). Limit: memory up to about rank
-// 8, then arithmetic. Work is cut into pieces that depend on the shapes alone, and each sum is taken within a
-// piece in a fixed order, so results do not depend on the number of threads. Alignment: any. The loops are in
-// powersgd_simd.cpp.
+// Bytes per element: project 12, back_project 8 (a panel of columns stays in the cache between its two
+// uses), reconstruct 4 (non-temporal stores when the result is larger than a cache). Limit: memory up to
+// about rank 8, then arithmetic. Work is cut into pieces that depend on the shapes alone, and each sum is
+// taken within a piece in a fixed order, so results do not depend on the number of threads. Alignment: any.
+// The loops are in powersgd_simd.cpp.
 #include "kernels/powersgd/powersgd.h"
 
 #include <algorithm>
@@ -19,10 +19,10 @@
 namespace gradwire::host {
 namespace {
 
-// Enough rows to pay for turning a piece of Q around.
+// Enough rows to pay for transposing a piece of Q.
 constexpr int64_t kTaskRows = 128;
-// A thread takes neighbouring tasks in one go: neighbouring panels share the cache lines at their border, and
-// two cores would throw those to and fro (up to 2x of back_project's time where they share no cache).
+// A thread takes adjacent tasks together: adjacent panels share the cache lines at their border, which would
+// bounce between two cores (up to 2x of back_project's time where the cores share no cache).
 constexpr int64_t kRunsPerThread = 16;
 // Bytes of a back_project panel: it should stay in a core's share of the last cache. Narrower panels that fit
 // the second level lose more to short rows than they gain (37 against 26 ms on ViT-B/32).

@@ -1,4 +1,4 @@
-// Scalar reference of the PowerSGD passes: sums in double, one element of the result after the other.
+// Scalar reference of the PowerSGD passes: sums in double, one element of the result after another.
 #include <algorithm>
 #include <cfloat>
 #include <limits>

@@ -1,7 +1,7 @@
 // Sixteen columns at a time (kernels/simd/vector.h); tiles of rows x columns whose sums stay in registers.
 //
-// Q is turned around piece by piece, (cols, rank) to (rank, columns of the piece), so that the columns of a
-// matrix row and of a Q row are neighbours. Pieces are padded to whole vectors with zeros; a row's last,
+// Q is transposed piece by piece, (cols, rank) to (rank, columns of the piece), so that adjacent columns of a
+// matrix row have adjacent elements of Q. Pieces are padded to whole vectors with zeros; a row's last,
 // partial vector goes through a buffer. A product and its addition are rounded once where there is an fma.
 #include "kernels/powersgd/powersgd_simd.h"
 
@@ -58,7 +58,8 @@ GW_INLINE void project_tile(const ProjectRows& a, int64_t row0, int64_t column0,
                             const float* turned, int64_t stride, float* m_buffer, bool keep_m, float* sums,
                             int64_t sum_stride) {
   Vec acc[kRows][kRank] = {};
-  // One row is one stream, which continues in the next; several rows are as many streams that end together.
+  // One row is one stream, which continues in the next row; several rows are several
+  // streams, which end together.
   const int64_t ahead = kRows == 1 ? kPrefetchFloats : kRows * a.cols;
   for (int64_t j = 0; j < columns; j += kLanes) {
     Vec q[kRank];
@@ -143,7 +144,7 @@ GW_SIMD void project_rows(const ProjectRows& a) {
       int64_t columns = std::min(piece, a.cols - column0), stride = round_up(columns, kLanes);
       turn(a.q + column0 * a.rank, a.rank, columns, stride, turned);
       int64_t i = 0;
-      // Where memory is the limit, one row after the other (28 against 34 ms on ViT-B/32 at rank 4); where
+      // Where memory is the limit, one row after another (28 against 34 ms on ViT-B/32 at rank 4); where
       // arithmetic is, several rows share the loads of Q.
       for (; a.rank > kRankTile && i + kRowTile <= rows; i += kRowTile) {
         project_all_ranks<kRowTile>(a, first + i, column0, columns, turned, stride, m_buffer, sums[i]);
@@ -194,7 +195,7 @@ GW_INLINE void back_all_ranks(const BackProjectPanel& a, int64_t row0, int64_t r
                               float* sums, int64_t stride) {
   const float *m = a.m + row0 * a.cols + column0, *p = a.p + row0 * a.rank;
   int64_t columns = a.panel - column0;
-  // Each row's piece of a panel is short, so the next block is asked for while this one is worked on.
+  // Each row's piece of a panel is short, so the next block is prefetched while this one is computed.
   const float* ahead = row0 + 2 * kBlockRows <= a.rows ? m + kBlockRows * a.cols : nullptr;
   int k = 0;
   for (; k + kRankTile <= a.rank; k += kRankTile) {
@@ -259,7 +260,7 @@ GW_SIMD void back_project_panel(const BackProjectPanel& a) {
     for (int k = 0; k < a.rank; ++k) a.q[j * a.rank + k] = sums[k * stride + j];
   }
   if (a.residual == nullptr) return;
-  // From the last row up: what was read last is the surest to be in the cache still.
+  // From the last row up, because what was read last is most likely still in the cache.
   int64_t row = a.rows;
   for (; row >= kRowTile; row -= kRowTile) residual_rows<kRowTile>(a, row - kRowTile, sums, stride);
   for (; row > 0; --row) residual_rows<1>(a, row - 1, sums, stride);

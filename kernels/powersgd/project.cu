@@ -26,8 +26,8 @@ struct ProjectArgs {
 };
 
 // Sums each of kCount values over the 32 lanes; kCount a power of 2 up to 32. Afterwards v[0] of lane l is
-// the sum of value l / (32 / kCount). A step sends away the half of the values that the partner lane keeps.
-// Recursive, so that no index is left to run time.
+// the sum of value l / (32 / kCount). Each step sends the half of the values that the partner lane keeps.
+// Recursive, so that all indices are compile-time constants.
 template <int kCount, int kOffset = 16, int kTotal>
 __device__ __forceinline__ void sum_over_lanes(float (&v)[kTotal], int lane) {
   if constexpr (kOffset > 0) {

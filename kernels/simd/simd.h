@@ -1,6 +1,5 @@
-// SIMD on the host without intrinsics: loops are written plainly, the compiler vectorizes them, and each
-// function marked GW_SIMD is compiled for several instruction sets, of which the dynamic linker picks the
-// best at program start.
+// SIMD on the host without intrinsics: plain loops that the compiler vectorizes. Each function marked GW_SIMD
+// is compiled for several instruction sets, and the dynamic linker picks the best at program start.
 //
 // How to use it:
 //   - put GW_SIMD on a plain (non-template, non-inline) function that contains whole loops over arrays;
@@ -8,7 +7,8 @@
 //     A lambda does not inherit the instruction set, so the body of a parallel_for should only call a GW_SIMD
 //     function;
 //   - `#pragma omp simd` before a loop vouches that iterations are independent (exact aliases are fine);
-//     `#pragma omp simd reduction(+ : sum)` lets it sum in vector order, fixed for a given machine and length;
+//     `#pragma omp simd reduction(+ : sum)` lets it sum in vector order, which is fixed for a given machine
+//     and length;
 //   - GW_ALLOW_FMA, once after the includes of a .cpp, lets a * b + c round once there. Never in code whose
 //     rounding is part of a contract (error feedback).
 // Loops that the compiler does not get right by itself are written with kernels/simd/vector.h.
@@ -40,14 +40,14 @@
 
 namespace gradwire::host {
 
-// Results of this many bytes and more would only push others out of the caches: they are written past them,
-// which saves reading each line first.
+// Results of this many bytes and more would only evict others from the caches, so they are written past them,
+// which also saves reading each line first.
 inline constexpr int64_t kStreamBytes = 16 * 1024 * 1024;
 
 GW_INLINE bool streams(const void* to, int64_t bytes) {
   return bytes >= kStreamBytes && reinterpret_cast<uintptr_t>(to) % 16 == 0;
 }
-// Stores a GCC vector past the caches. `to` is on a multiple of 16 bytes.
+// Stores a GCC vector past the caches. `to` is 16-byte aligned.
 template <typename V>
 GW_INLINE void stream_store(void* to, const V& v) {
 #ifdef __SSE2__
@@ -58,7 +58,7 @@ GW_INLINE void stream_store(void* to, const V& v) {
   std::memcpy(to, &v, sizeof v);
 #endif
 }
-// After stream_store, before another thread may look.
+// Call it after stream_store, before another thread reads the results.
 GW_INLINE void stream_fence() {
 #ifdef __SSE2__
   _mm_sfence();

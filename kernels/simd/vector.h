@@ -1,5 +1,5 @@
 // Eight or sixteen numbers as one value, in GCC's portable vectors: for loops that the compiler would not
-// vectorize as they should be, because they are too short or their sums must stay in registers.
+// vectorize well, because they are too short or their sums must stay in registers.
 //
 // An operation compiles to what its function's instruction set has (kernels/simd/simd.h): F32x8 is one AVX
 // register or two of SSE, and F32x16 is two F32x8. Arithmetic and comparisons are written as for plain
@@ -209,7 +209,7 @@ GW_INLINE F32x16 sums_of(const F32x16 (&v)[16]) {
   return {add_halves<1>(two[0], two[1]), add_halves<1>(two[2], two[3])};
 }
 
-// Element j of v[i] and element i of v[j] change places.
+// Swaps element j of v[i] and element i of v[j].
 GW_INLINE void transpose(F32x8 (&v)[8]) {
   F32x8 pairs[8], fours[8];
 #pragma GCC unroll 4

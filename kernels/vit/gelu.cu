@@ -1,8 +1,8 @@
 // bias_gelu and bias_gelu_backward: exact GELU by kernels/math/gelu.h, about 45 FP32 operations per element.
 //
-// Forward: reads 4 B, writes 8 B per element, or without a bias 4; backward: reads 8 B, writes 4 B, and takes
-// the bias gradient on the way; half of that with BF16 operands. Limit: memory bandwidth (arithmetic is about
-// two thirds of what the device could do in that time).
+// Forward: reads 4 B, writes 8 B per element, or without a bias 4; backward: reads 8 B, writes 4 B, and
+// computes the bias gradient in the same pass; half of that with BF16 operands. Limit: memory bandwidth
+// (arithmetic is about two thirds of what the device could do in that time).
 #include "kernels/cuda/columns.cuh"
 #include "kernels/math/gelu.h"
 #include "kernels/vit/gelu.h"

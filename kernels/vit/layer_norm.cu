@@ -3,7 +3,7 @@
 // Rows of up to 1024 elements (a multiple of 4, or of 8 with BF16 operands, aligned) are held in the
 // registers of a group of lanes: forward moves 8 or 6 B per element (16 or 12 when a residual branch joins),
 // backward 12 or 10 B (4 more when accumulating into dx, 2 more for its rounded copy), in 16-byte accesses.
-// The backward kernel takes d_gamma and d_beta on the way: a block owns a chunk of rows
+// The backward kernel computes d_gamma and d_beta in the same pass: a block owns a chunk of rows
 // (kernels/math/column_chunks.h), its groups keep per-column sums in registers, add them up in group order
 // and leave one partial row; a second kernel adds the partial rows in order. Other rows go through one block
 // each, with 4-byte accesses, and the parameter gradients read x and dy a second time. Limit: memory

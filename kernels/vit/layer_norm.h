@@ -1,5 +1,5 @@
-// Layer normalization, with or without a residual branch that joins on the way.
-// Shapes and the storage type S: kernels/vit/vit.h.
+// Layer normalization, with or without a residual branch added first. Shapes and the storage
+// type S: kernels/vit/vit.h.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@ namespace gradwire {
 // y = (x - mean) * rstd * gamma + beta per row, biased variance, rstd = 1 / sqrt(var + eps).
 // 8 or 6 B per element.
 //
-// With `branch`, a residual branch joins on the way: sum = x + (branch + branch_bias) is stored, and is what
-// is normalized. 16 or 12 B per element, 4 fewer than bias_residual followed by this; the same bits.
+// With `branch`, a residual branch is added first: sum = x + (branch + branch_bias) is stored and normalized.
+// 16 or 12 B per element, 4 fewer than bias_residual followed by this; the same bits.
 template <typename S = float>
 struct LayerNorm {
   const float* x = nullptr;      // (rows, C)

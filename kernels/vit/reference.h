@@ -1,4 +1,4 @@
-// What the scalar references of this folder share.
+// Shared by the scalar references of this folder.
 #pragma once
 
 #include "kernels/math/bf16.h"

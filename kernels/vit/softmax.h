@@ -12,7 +12,7 @@ namespace gradwire {
 // width and ld become 0, so that padded products see nothing. y may be x. 8 or 6 B per element.
 template <typename S = float>
 struct Softmax {
-  float* x = nullptr;  // (rows, ld) scores; what they are afterwards, if not y, is left open
+  float* x = nullptr;  // (rows, ld) scores; unspecified afterwards unless x is y
   S* y = nullptr;      // (rows, ld)
   int64_t rows = 0, width = 0, ld = 0;
   float scale = 1.0f;

@@ -1,18 +1,18 @@
-// Two ranks that make different calls: each argument in turn. Whatever it is, every rank gets GW_COMM_FAILED, and a text
-// that says on which rank it was what. Between threads, and over TCP.
-#include <stdlib.h>
-
+// Ranks that make different calls, one argument differing at a time: every rank gets GW_COMM_FAILED and a
+// text that says what each rank passed. Between threads and over TCP.
 #include <chrono>
-#include <filesystem>
 
 #include "tests/capi/ranks.h"
+#include "tests/expect.h"
+#include "tests/temporary_folder.h"
 
 namespace {
 
 using capi::Model;
 using capi::options;
+using gradwire::testing::expect_has;
 
-// What a rank does; its status, and what gw_last_error() said.
+// What a rank does; the status and text that it got.
 using Act = std::function<gw_status(gw_comm, int rank)>;
 struct Outcome {
   gw_status status = GW_OK;
@@ -22,11 +22,12 @@ struct Outcome {
 
 class CApiAgreement : public testing::TestWithParam<const char*> {
  protected:
-  // A fresh place to meet: rank 0's thread and the others' talk as processes do when it is a file.
+  // A new rendezvous. Through a file, the threads talk to each other as processes do.
   std::string rendezvous() {
     if (GetParam() == std::string("threads")) return capi::fresh_name();
+    static const gradwire::testing::TemporaryFolder folder;
     static std::atomic<int> next{0};
-    return "file://" + folder() + "/meet" + std::to_string(next++);
+    return "file://" + folder.path("meet" + std::to_string(next++));
   }
 
   std::vector<Outcome> outcomes(int world, const Act& act) {
@@ -49,32 +50,17 @@ class CApiAgreement : public testing::TestWithParam<const char*> {
     return all;
   }
 
-  // Every rank is refused, in words that hold all of `parts`.
+  // Every rank's call is refused with a text that contains all of `parts`.
   void expect_refused(const Act& act, const std::vector<std::string>& parts, int world = 2) {
     for (const Outcome& o : outcomes(world, act)) {
       EXPECT_EQ(o.status, GW_COMM_FAILED) << o.text;
       EXPECT_LT(o.took, std::chrono::seconds(30)) << "not noticed, only timed out";
-      for (const std::string& part : parts)
-        EXPECT_NE(o.text.find(part), std::string::npos) << part << " in " << o.text;
+      expect_has(o.text, parts);
     }
-  }
-
- private:
-  static const std::string& folder() {
-    struct Folder {
-      Folder() {
-        std::string pattern = (std::filesystem::temp_directory_path() / "gradwire-agreement-XXXXXX").string();
-        path = mkdtemp(pattern.data());
-      }
-      ~Folder() { std::filesystem::remove_all(path); }
-      std::string path;
-    };
-    static const Folder one;
-    return one.path;
   }
 };
 
-// One gw_allreduce, and one more in which its neighbours would notice at the latest.
+// One gw_allreduce, and a second one, by which a mismatch must have been noticed.
 struct AllreduceCall {
   int64_t count = 1024;
   gw_dtype dtype = GW_FLOAT32;
@@ -118,7 +104,7 @@ TEST_P(CApiAgreement, AllreduceRefusesEveryArgumentThatDiffers) {
                            .ranks_per_node = 2});
       },
       {"intra_node=fp32"}, 4);
-  // Long names that differ in the middle, where texts leave something out.
+  // Long names that differ in the middle, which error texts abbreviate.
   const std::string begin(200, 'a'), end(200, 'z');
   const std::string left = begin + "left" + end, right = begin + "right" + end;
   differ({.tag = left.c_str()}, {.tag = right.c_str()}, {"#"});
@@ -150,7 +136,7 @@ TEST_P(CApiAgreement, ATagIsUsedOnceAndBelongsToItsThreadAndCommunicator) {
              gw_allreduce(alone, &one, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));  // leaves comm's tag alone
          GW_EXPECT_OK(gw_comm_destroy(alone));
          GW_EXPECT_OK(make(comm, {}));
-         // A refused call has used it up, too.
+         // A refused call uses the tag up, too.
          if (rank == 0) {
            GW_EXPECT_OK(gw_call_tag(comm, "lost"));
          }
@@ -169,7 +155,7 @@ TEST_P(CApiAgreement, ATagIsUsedOnceAndBelongsToItsThreadAndCommunicator) {
   }
 }
 
-TEST_P(CApiAgreement, WhatMayDifferDoes) {
+TEST_P(CApiAgreement, ArgumentsThatMayDifferAreAccepted) {
   for (const Outcome& o : outcomes(2, [](gw_comm comm, int rank) {
          std::vector<float> flat(Model().elements() + 8, 1.0f);
          Model model;
@@ -192,7 +178,7 @@ TEST_P(CApiAgreement, WhatMayDifferDoes) {
   }
 }
 
-// What a reducer is made of.
+// The arguments of a reducer.
 struct ReducerCall {
   Model model = {};
   std::string spec = "powersgd:rank=2,schedule=ring";
@@ -284,7 +270,7 @@ TEST_P(CApiAgreement, AnotherKindOfCallIsRefusedByName) {
       {"gw_allreduce", "gw_reducer_create"});
 }
 
-// Two reducers of the very same tensors, stepped in another order.
+// Two reducers of the same tensors, stepped in a different order on each rank.
 TEST_P(CApiAgreement, ReducersSteppedInAnotherOrderAreRefusedByName) {
   for (const bool tagged : {false, true}) {
     expect_refused(

@@ -22,7 +22,7 @@ float from_bf16(uint16_t value) {
   return result;
 }
 
-TEST(CApi, VersionAndTexts) {
+TEST(CApi, VersionAndStatusTextsAreThoseOfTheHeader) {
   EXPECT_EQ(gw_version(), GW_VERSION_MAJOR * 10000 + GW_VERSION_MINOR * 100 + GW_VERSION_PATCH);
   EXPECT_STREQ(gw_status_string(GW_OK), "GW_OK");
   EXPECT_STREQ(gw_status_string(GW_COMM_FAILED), "GW_COMM_FAILED");
@@ -57,7 +57,8 @@ TEST(CApi, AllreduceSumsAndAveragesIntegersExactly) {
   }
 }
 
-// More buffers than programs are kept, of sizes that make the shared workspace grow, each used again later.
+// More buffers than the library keeps programs for, of sizes that make the shared
+// workspace grow; each is used again later.
 TEST(CApi, NodesMustBeKnownForAHierarchicalSchedule) {
   capi::run_ranks(4, [](gw_comm comm, int rank) {
     std::vector<float> buffer(100, static_cast<float>(rank));
@@ -89,7 +90,7 @@ TEST(CApi, AllreduceRemembersAndForgetsBuffers) {
   });
 }
 
-TEST(CApi, StochasticRoundingDrawsAnewInEachCall) {
+TEST(CApi, StochasticRoundingDiffersFromCallToCall) {
   run_ranks(2, [](gw_comm comm, int) {
     std::vector<float> buffer(1000), first;
     for (int call = 0; call < 2; ++call) {
@@ -185,7 +186,7 @@ TEST_P(EverySpec, AStateSavedAndLoadedContinuesBitForBit) {
       auto state = straight.save();
       EXPECT_EQ(state, straight.save()) << "saving changes nothing";
 
-      // One with steps behind it, which loading must undo.
+      // A reducer that has already made steps, which loading must undo.
       capi::Reducer resumed(comm, GetParam(), model);
       step(resumed.handle, 77);
       GW_ASSERT_OK(gw_reducer_state_load(resumed.handle, state.data(), state.size()));
@@ -212,7 +213,7 @@ INSTANTIATE_TEST_SUITE_P(CApi, EverySpec,
                            return text;
                          });
 
-// The state is by tensor: it fits a reducer with other buckets, and with its tensors in another order.
+// A state is stored by tensor: it fits a reducer with other buckets or another order of tensors.
 TEST(CApi, AStateSurvivesAnotherBucketSizeAndOrder) {
   const Model model;
   Model reversed;
@@ -227,7 +228,7 @@ TEST(CApi, AStateSurvivesAnotherBucketSizeAndOrder) {
     auto state = first.save();
     GW_ASSERT_OK(gw_reducer_state_load(second.handle, state.data(), state.size()));
 
-    // The next step by both, of the same gradients: summed over the ranks, the same up to rounding.
+    // Both make the next step with the same gradients; the sums over the ranks agree up to rounding.
     auto a = normal(model.elements(), 10u + static_cast<unsigned>(rank));
     auto a_at = model.addresses(a.data());
     std::vector<float> b(a.size());
@@ -264,7 +265,7 @@ TEST(CApi, AReducerOutlivesTheHandleOfItsCommunicator) {
   for (auto& t : ranks) t.join();
 }
 
-// Two reducers and an allreduce overlap on one communicator: what is issued in one order runs in that order.
+// Two reducers and an allreduce overlap on one communicator, and run in the order in which they were issued.
 TEST(CApi, ReducersOfOneCommunicatorOverlapWithoutMixing) {
   const Model model;
   run_ranks(3, [&](gw_comm comm, int rank) {

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""A program that brings functions of the same names along does not capture those inside libgradwire.so.
+"""A program's functions do not replace those of the same name inside libgradwire.so.
 
-A library is put in front of everything else that defines, as a trap that ends the process, every name that libgradwire.so
-defines and does not export; every name that Debian's libgloo.so exports, as PyTorch's libtorch_cpu.so does; and some that
-programs often have. Then ranks talk over TCP. Whoever calls a trap dies.
+Preloads a library of traps, each of which ends the process, with every name that libgradwire.so defines but
+does not export, every name that Debian's libgloo.so exports (as PyTorch's libtorch_cpu.so does too), and some
+names that programs often define. Then ranks talk over TCP; calling a trap ends them.
 """
 import pathlib
 import re
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 
-# Of the C++ runtime, and of compilers: a process has one of each, shared by everybody.
+# Names of the C++ runtime and of compilers, which the whole process shares.
 SHARED_BY_ALL = re.compile(r"_ZN?K?St|_ZN?K?9__gnu_cxx|_ZT[ISV]N?K?St|_ZN10__cxxabi|_ZN?V?K?Sa|_ZN?K?S[abdios]|_ZT[CIST]+|_ZGV|_Zn|_Zd|__|_init$|_fini$|gw_")
 COMMON = ["crc32", "adler32", "inflate", "deflate", "sgemm_", "cblas_sgemm", "mix", "name", "push", "pull"]
 
@@ -36,12 +36,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         source, trap = pathlib.Path(folder, "traps.s"), pathlib.Path(folder, "libtraps.so")
         lines = [f".globl {t}\n.type {t},@function\n{t}:" for t in sorted(traps)]
-        # x86's and ARM's ways of ending at once.
+        # The illegal instructions of x86 and ARM.
         source.write_text(".text\n" + "\n".join(lines) + "\n#if defined(__x86_64__)\nud2\n#else\nudf #0\n#endif\n"
                           ".section .note.GNU-stack,\"\",%progbits\n")
         subprocess.run([compiler, "-shared", "-nostdlib", "-x", "assembler-with-cpp", source, "-o", trap], check=True)
         run = ["env", f"LD_PRELOAD={trap}", program,
-               "--gtest_filter=CApiAgreement.WhatMayDifferDoes/*:CApiAgreement.AStateThatOnlySomeRanksLoadIsRefused/*"]
+               "--gtest_filter=CApiAgreement.ArgumentsThatMayDifferAreAccepted/*:CApiAgreement.AStateThatOnlySomeRanksLoadIsRefused/*"]
         result = subprocess.run(run, capture_output=True, text=True, timeout=120)
         passed = re.search(r"\[  PASSED  \] (\d+) tests", result.stdout)
         print(f"{len(traps)} traps; rc {result.returncode}; {passed.group(0) if passed else result.stdout[-500:]}")

@@ -1,5 +1,5 @@
-// Wrong use of every function of the C ABI: a status and a text, never a crash (run under AddressSanitizer
-// too).
+// Wrong use of any function of the C ABI ends in a status and a text, never in a
+// crash. Also run under AddressSanitizer.
 #include <sys/wait.h>
 #include <unistd.h>
 #include <zlib.h>
@@ -48,7 +48,7 @@ TEST(CApiErrors, FromNcclSaysWhatIsMissing) {
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "nccl_comm is null", gw_comm_from_nccl(nullptr, 0, 1000, &comm));
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "comm is null", gw_comm_from_nccl(&not_nccl, 0, 1000, nullptr));
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "device", gw_comm_from_nccl(&not_nccl, GW_HOST, 1000, &comm));
-  // What is missing here may be NCCL, or the GPU.
+  // Either NCCL or the GPU may be missing here.
   const gw_status status = gw_comm_from_nccl(&not_nccl, 4711, 1000, &comm);
   EXPECT_TRUE(status == GW_UNSUPPORTED || status == GW_DEVICE_FAILED) << gw_status_string(status);
   EXPECT_TRUE(std::string(gw_last_error()).find(status == GW_UNSUPPORTED ? "NCCL" : "device 4711") !=
@@ -59,13 +59,12 @@ TEST(CApiErrors, FromNcclSaysWhatIsMissing) {
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "GW_HOST", gw_comm_create("nccl://", 0, 2, GW_HOST, 1000, &comm));
 }
 
-TEST(CApiErrors, RanksThatMeetWronglyAreToldSo) {
+TEST(CApiErrors, RanksThatMeetWithWrongArgumentsAreRefused) {
   gw_comm comm = nullptr;
   const std::string name = capi::fresh_name();
   GW_EXPECT_FAILS(GW_COMM_FAILED, "for rank 1, 2", gw_comm_create(name.c_str(), 0, 3, GW_HOST, 100, &comm));
 
-  // The name is free again. Two that both say they are rank 0: whoever comes second is refused, and becomes
-  // rank 1.
+  // The name is free again. Of two that claim to be rank 0, the second is refused and then joins as rank 1.
   std::atomic<int> refused{0};
   std::vector<std::thread> ranks;
   for (int k = 0; k < 2; ++k) {
@@ -85,7 +84,7 @@ TEST(CApiErrors, RanksThatMeetWronglyAreToldSo) {
   EXPECT_EQ(refused, 1);
 }
 
-// Every function that takes a handle, with each way in which a handle can be wrong.
+// Every function that takes a handle, with every kind of wrong handle.
 TEST(CApiErrors, WrongHandlesAreRecognizedByEveryFunction) {
   gw_comm comm = single(), dead_comm = single();
   const Model model;
@@ -154,7 +153,7 @@ TEST(CApiErrors, AllreduceChecksEveryArgument) {
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "stream", call(value, 1, GW_FLOAT32, GW_SUM, "fp32", value));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "not aligned",
                     call(reinterpret_cast<char*>(value) + 1, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
-    // None of this spoilt the communicator.
+    // The communicator still works.
     GW_EXPECT_OK(call(value, 2, GW_FLOAT32, GW_SUM, "fp32", nullptr));
     EXPECT_EQ(value[0], 2.0f);
   });
@@ -209,7 +208,7 @@ TEST(CApiErrors, ReducerCreateChecksEveryArgument) {
   GW_EXPECT_OK(gw_comm_destroy(comm));
 }
 
-// A caller compiled against a later header: longer structs are fine as long as what is new is zero.
+// A caller compiled against a later header: longer structs are accepted as long as the new fields are zero.
 TEST(CApiErrors, StructsMayGrow) {
   struct LaterTensor {
     gw_tensor now;
@@ -242,7 +241,7 @@ TEST(CApiErrors, StructsMayGrow) {
   GW_EXPECT_OK(gw_comm_destroy(comm));
 }
 
-TEST(CApiErrors, StepsOutOfOrderAreNamedAndCanBeMended) {
+TEST(CApiErrors, StepsOutOfOrderAreNamedAndCanBeCorrected) {
   run_ranks(2, [](gw_comm comm, int rank) {
     const Model model;
     auto flat = normal(model.elements(), static_cast<unsigned>(rank));
@@ -351,8 +350,8 @@ TEST(CApiErrors, AWrongStateIsRefusedAndChangesNothing) {
   });
 }
 
-// States that lie: random bytes changed, with a checksum that agrees. Whatever they say, nothing is read or
-// written out of bounds.
+// States with random bytes changed and a valid checksum: whatever they claim,
+// nothing is read or written out of bounds.
 TEST(CApiErrors, NoStateIsTrusted) {
   run_ranks(2, [](gw_comm comm, int rank) {
     const Model model;
@@ -397,7 +396,7 @@ TEST(CApiErrors, AnAbsentPeerFailsTheCallWithinTheDeadline) {
     auto start = steady_clock::now();
     GW_EXPECT_FAILS(GW_COMM_FAILED, "rank 2", gw_reducer_allreduce(r.handle, at.data(), nullptr));
     EXPECT_LT(seconds_since(start), 30.0);
-    // Final, and at once.
+    // The failure is final: later calls fail at once.
     start = steady_clock::now();
     float value = 0;
     GW_EXPECT_FAILS(GW_COMM_FAILED, "", gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
@@ -405,7 +404,7 @@ TEST(CApiErrors, AnAbsentPeerFailsTheCallWithinTheDeadline) {
   });
 }
 
-TEST(CApiErrors, AbortEndsACallThatWaits) {
+TEST(CApiErrors, AbortEndsAWaitingCall) {
   run_ranks(2, 120'000, [](gw_comm comm, int rank) {
     if (rank == 1) {
       std::this_thread::sleep_for(std::chrono::milliseconds(200));
@@ -428,7 +427,7 @@ TEST(CApiErrors, RanksThatDisagreeAreToldSo) {
   });
 }
 
-TEST(CApiErrors, TheTextBelongsToTheThread) {
+TEST(CApiErrors, TheErrorTextIsPerThread) {
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "comm is null", gw_comm_create(nullptr, 0, 1, GW_HOST, 1000, nullptr));
   std::thread([] {
     EXPECT_STREQ(gw_last_error(), "");
@@ -437,7 +436,7 @@ TEST(CApiErrors, TheTextBelongsToTheThread) {
   EXPECT_NE(std::string(gw_last_error()).find("comm is null"), std::string::npos);
 }
 
-TEST(CApiErrors, HandlesMayBeDestroyedWhileOthersUseThem) {
+TEST(CApiErrors, HandlesMayBeDestroyedWhileOtherThreadsUseThem) {
   for (int round = 0; round < 30; ++round) {
     gw_comm comm = single();
     std::vector<std::thread> users;
@@ -464,7 +463,7 @@ TEST(CApiErrors, HandlesMayBeDestroyedWhileOthersUseThem) {
   }
 }
 
-TEST(CApiErrors, AForkIsToldThatTheHandleIsNotItsOwn) {
+TEST(CApiErrors, AForkedChildIsToldThatTheHandleIsNotItsOwn) {
   gw_comm comm = single();
   pid_t child = fork();
   if (child == 0) {

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""libgradwire.so exports the functions that gradwire.h declares, all of them, and nothing else; and it takes nothing from
-libraries that a program could hold a second copy of.
+"""libgradwire.so exports exactly the functions that gradwire.h declares, and needs no library of which a
+program could hold a second copy.
 
-What it does not define itself is bound by name when it is loaded, to whoever has that name first: libtorch_cpu.so exports
-a Gloo of its own, so a libgradwire.so that needs Gloo would run PyTorch's. Only the C and C++ runtimes, of which a process
-has one, and NVIDIA's versioned libraries are allowed.
+The loader binds what a library does not define to the first definition of that name. libtorch_cpu.so exports
+its own Gloo, so a libgradwire.so that needed Gloo would run PyTorch's. Only the C and C++ runtimes, of which
+there is one per process, and NVIDIA's versioned libraries are allowed.
 """
 import pathlib
 import re
@@ -40,7 +40,8 @@ def main() -> int:
     print(f"needs {' '.join(needed)}")
     failures += [f"needs {name}, of which a program may hold another copy" for name in needed if not RUNTIMES.fullmatch(name)]
 
-    # "U": must be found; "w": may be missing, such as __gmon_start__. A name without a version is anybody's.
+    # "U": must be found; "w": may be missing, such as __gmon_start__. A name without a version could be from
+    # any library.
     taken = [name for kind, name in symbols(library, "--undefined-only") if kind == "U"]
     print(f"takes {len(taken)} symbols from them")
     if "-fsanitize" not in sys.argv:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Installs the library below the build folder, then builds and runs the examples against it, from outside the tree:
-with find_package(gradwire), and with the flags that gradwire.pc gives (through pkg-config where there is one).
+"""Installs the library below the build folder, then builds and runs the examples against it outside the tree:
+with find_package(gradwire), and with the flags of gradwire.pc (through pkg-config where it is installed).
 """
 import argparse
 import os
@@ -32,7 +32,7 @@ def main() -> None:
     run(options.cmake, "--install", options.build, "--prefix", prefix, "--component", "library")
 
     with tempfile.TemporaryDirectory() as folder:
-        moved = pathlib.Path(folder, "moved")  # an installed tree may go elsewhere
+        moved = pathlib.Path(folder, "moved")  # an installed tree may be moved
         shutil.copytree(prefix, moved, symlinks=True)
         examples = shutil.copytree(options.examples, pathlib.Path(folder, "examples"))
         build = pathlib.Path(folder, "build")

@@ -6,12 +6,12 @@
 #include <atomic>
 #include <cstring>
 #include <functional>
-#include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "collectives/gradwire.h"
+#include "tests/normal.h"
 
 #define GW_EXPECT_OK(call) EXPECT_EQ(GW_OK, (call)) << gw_last_error()
 #define GW_ASSERT_OK(call) ASSERT_EQ(GW_OK, (call)) << gw_last_error()
@@ -23,6 +23,8 @@
   } while (false)
 
 namespace capi {
+
+using gradwire::testing::normal;
 
 inline std::string fresh_name() {
   static std::atomic<int> next{0};
@@ -46,14 +48,6 @@ inline void run_ranks(int world, const std::function<void(gw_comm, int)>& body) 
   run_ranks(world, 60'000, body);
 }
 
-inline std::vector<float> normal(size_t count, unsigned seed) {
-  std::mt19937 generator(seed);
-  std::normal_distribution<float> distribution;
-  std::vector<float> values(count);
-  for (float& v : values) v = distribution(generator);
-  return values;
-}
-
 // A small model: matrices worth compressing, one that is not, vectors, a scalar, an empty tensor.
 struct Model {
   std::vector<std::string> names{"bias", "tall", "wide", "tiny", "scalar", "empty", "square"};
@@ -65,7 +59,7 @@ struct Model {
     for (size_t i = 0; i < names.size(); ++i) sum += count(i);
     return sum;
   }
-  // One behind the other from `flat`.
+  // Packed one after another from `flat`.
   std::vector<void*> addresses(float* flat) const {
     std::vector<void*> all;
     for (size_t i = 0; i < names.size(); ++i) {
@@ -108,7 +102,7 @@ inline gw_stats stats_of(gw_reducer reducer) {
   return s;
 }
 
-// A reducer that dies with its scope.
+// A reducer, destroyed at the end of its scope.
 struct Reducer {
   explicit Reducer(gw_reducer made) : handle(made) {}
   Reducer(gw_comm comm, const std::string& spec, const Model& model, int64_t bucket_bytes = 16 << 10) {

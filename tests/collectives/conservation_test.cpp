@@ -1,11 +1,13 @@
-// What every compression spec owes: nothing is lost over many steps, ranks stay bit-identical, hard gradients
-// stay contained.
+// What every compression spec must do: lose nothing over many steps, keep ranks
+// bit-identical, and contain hard gradients.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
 #include "collectives/codec/examples.h"
 #include "tests/collectives/reducer_rank.h"
+#include "tests/devices.h"
 
 namespace gradwire {
 namespace {
@@ -19,7 +21,7 @@ using testing::Rank;
 using testing::run_ranks;
 using testing::same_bits;
 
-// Every example with every schedule, as specs.
+// Every example spec with every schedule.
 std::vector<std::string> every_spec() {
   std::vector<std::string> specs = {"bf16:schedule=hierarchical,intra_node=fp32",
                                     "powersgd:rank=2,wire=bf16,schedule=hierarchical,intra_node=fp32"};
@@ -53,7 +55,7 @@ std::string case_name(const ::testing::TestParamInfo<SpecCase>& info) {
 class EverySpec : public ::testing::TestWithParam<SpecCase> {};
 
 // Conservation: what went in over all ranks and steps is what was applied plus what the residuals hold. Also
-// checks, since it has everything at hand, that all ranks hold the same bits after every step.
+// checks that all ranks hold the same bits after every step.
 void expect_conservation(Device device, const std::string& spec, int world, int steps) {
   std::vector<std::vector<double>> input(world), applied(world);
   std::vector<std::vector<float>> last(world), residual(world), first_result(world), first_residual(world);
@@ -113,8 +115,8 @@ TEST_P(EverySpec, LosesNothingAndKeepsRanksIdentical) {
   const std::initializer_list<int> worlds = {1, 2, 3, 4, 5, 6, 7, 8, 16};
 #endif
   for (int world : worlds) {
-    SCOPED_TRACE("world of " + std::to_string(world));
-    // Long runs of many ranks take minutes on two cores; the schedules with the most steps have them.
+    SCOPED_TRACE(fmt::format("world of {}", world));
+    // Long runs of many ranks take minutes on two cores, so only the schedules with the most steps get them.
     const bool branches = spec.find("tree") != spec.npos || spec.find("hierarchical") != spec.npos;
     const int most = world <= 4 || (world <= 8 && !branches) ? kSteps : 8;
     expect_conservation(device, spec, world, std::min(kSteps, most));
@@ -128,7 +130,7 @@ INSTANTIATE_TEST_SUITE_P(Over, EverySpec,
 
 class HardGradients : public ::testing::TestWithParam<Device> {};
 
-// Rank 1 and 2 are where torch's hook turns a zero gradient into NaN for ever.
+// Rank 1 and 2: where torch's hook turns a zero gradient into NaN forever.
 TEST_P(HardGradients, AZeroFirstGradientIsNeitherNanNorStuckAtZero) {
   for (const char* spec : {"powersgd:rank=1", "powersgd:rank=2", "powersgd:rank=4",
                            "powersgd:rank=4,wire=bf16", "bf16", "fp8"}) {
@@ -139,7 +141,7 @@ TEST_P(HardGradients, AZeroFirstGradientIsNeitherNanNorStuckAtZero) {
       for (int s = 0; s < 3; ++s) {
         for (float v : rank.step(zeros)) ASSERT_EQ(v, 0.0f) << spec;
       }
-      // Now the same gradient every step: error feedback must bring all of it out in time.
+      // Now the same gradient every step: error feedback must eventually apply all of it.
       auto gradients = gradients_for(rank.tensors, 7);  // the same on every rank
       auto wanted = flat(rank, gradients);
       std::vector<double> applied(wanted.size(), 0.0), difference(wanted.size());
@@ -164,7 +166,7 @@ TEST_P(HardGradients, AZeroFirstGradientIsNeitherNanNorStuckAtZero) {
   }
 }
 
-TEST_P(HardGradients, AFrozenLayerStaysZeroAndDisturbsNobody) {
+TEST_P(HardGradients, AFrozenLayerStaysZeroAndLeavesOthersAlone) {
   for (const char* spec : {"powersgd:rank=2", "powersgd:rank=4,wire=bf16", "bf16", "fp8"}) {
     run_ranks(2, GetParam(), [&](Communicator& comm) {
       Rank rank(comm, spec, model(), 1 << 20);
@@ -180,8 +182,8 @@ TEST_P(HardGradients, AFrozenLayerStaysZeroAndDisturbsNobody) {
   }
 }
 
-// A NaN of one rank reaches that tensor's result on every rank, and nothing else, and is gone in the next
-// step.
+// A NaN on one rank reaches that tensor's result on every rank and
+// nothing else, and is gone in the next step.
 TEST_P(HardGradients, ANanIsSeenOnceAndContained) {
   for (float poison : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
     for (const char* spec : {"fp32", "bf16", "bf16:schedule=ring", "fp8", "fp8:schedule=ring",
@@ -225,9 +227,7 @@ TEST_P(HardGradients, HugeGradientsSurviveTheWire) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(On, HardGradients, ::testing::ValuesIn(available_devices()), [](const auto& info) {
-  return info.param.is_host() ? std::string("host") : "cuda" + std::to_string(info.param.index);
-});
+GW_INSTANTIATE_ON_DEVICES(HardGradients);
 
 }  // namespace
 }  // namespace gradwire

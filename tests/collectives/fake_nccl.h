@@ -1,8 +1,9 @@
 // NCCL's functions over host memory: communicators of threads of one process, groups that run on host
-// streams. Like the real ones they wait for a peer forever, until the communicator is aborted; what they then
-// leave behind is garbage, and the stream goes on as if nothing had happened.
+// streams. Like the real ones, they wait for a peer until the communicator is aborted; the data is then
+// garbage, and the stream continues as if nothing had happened.
 #pragma once
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -52,7 +53,7 @@ inline FakeComm& fake(ncclComm_t comm) {
   return *reinterpret_cast<FakeComm*>(comm);
 }
 
-// A world of fake communicators; they live as long as it does, whatever is done to them.
+// A world of fake communicators, which live as long as it does.
 struct FakeWorld {
   explicit FakeWorld(int world) {
     auto wire = std::make_shared<FakeWire>();
@@ -108,7 +109,7 @@ inline void run_fake(const std::vector<FakeOperation>& operations) {
   }
 }
 
-// Of shrink(): the survivors' new communicators, by parent's wire.
+// The new communicators that shrink() made for the survivors, by the parent's wire.
 struct FakeShrinks {
   std::mutex mutex;
   std::map<FakeWire*, std::unique_ptr<FakeWorld>> worlds;
@@ -166,7 +167,7 @@ inline const NcclApi& fake_nccl() {
       ++comm.groups;
       comm.log.clear();
       for (const auto& op : operations)
-        comm.log += (op.send ? " s" : " r") + std::to_string(op.peer) + ":" + std::to_string(op.bytes);
+        comm.log += fmt::format(" {}{}:{}", op.send ? 's' : 'r', op.peer, op.bytes);
       if (comm.send_result != ncclSuccess) return ncclSuccess;
       operations[0].stream->submit([operations] { run_fake(operations); });
       comm.busy = comm.busy_after_group;
@@ -190,7 +191,7 @@ inline const NcclApi& fake_nccl() {
   return api;
 }
 
-// Marks on host streams.
+// Events on host streams.
 class HostMark final : public ExchangeMark {
  public:
   void begin(const Stream& stream) override {

@@ -1,6 +1,7 @@
 // Runs a body on every rank of a local group, one thread each, as a training process does.
 #pragma once
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -9,19 +10,19 @@
 #include <exception>
 #include <functional>
 #include <memory>
-#include <random>
 #include <thread>
 #include <vector>
 
 #include "collectives/communicator/communicator.h"
 #include "runtime/device.h"
+#include "tests/normal.h"
 
 namespace gradwire::testing {
 
 using namespace std::chrono_literals;
 
-// Rethrows the first rank's error after all have ended; a rank that throws aborts the group, as the trainer
-// does.
+// Rethrows the first rank's error once all have ended. A rank that
+// throws aborts the group, as in the trainer.
 inline void run_ranks(int world, Device device, std::chrono::milliseconds timeout,
                       const std::function<void(Communicator&)>& body) {
   auto group = Communicator::create_local(std::vector<Device>(world, device), timeout);
@@ -33,7 +34,7 @@ inline void run_ranks(int world, Device device, std::chrono::milliseconds timeou
         body(*group[r]);
       } catch (const std::exception& error) {
         errors[r] = std::current_exception();
-        group[r]->abort("rank " + std::to_string(r) + ": " + error.what());
+        group[r]->abort(fmt::format("rank {}: {}", r, error.what()));
       }
     });
   }
@@ -45,14 +46,6 @@ inline void run_ranks(int world, Device device, std::chrono::milliseconds timeou
 
 inline void run_ranks(int world, Device device, const std::function<void(Communicator&)>& body) {
   run_ranks(world, device, 60s, body);
-}
-
-inline std::vector<float> normal(int64_t count, uint32_t seed, float scale = 1.0f) {
-  std::mt19937 generator(seed);
-  std::normal_distribution<float> distribution(0.0f, scale);
-  std::vector<float> values(static_cast<size_t>(count));
-  for (auto& v : values) v = distribution(generator);
-  return values;
 }
 
 inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {

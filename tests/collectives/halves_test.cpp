@@ -1,9 +1,10 @@
-// Reduce-scatter and all-gather: the halves of every allreduce give what it gives, and lose nothing.
+// Reduce-scatter and all-gather: together the halves of an allreduce give its result, and lose nothing.
 #include <gtest/gtest.h>
 
 #include "runtime/error.h"
 #include "tests/collectives/group.h"
 #include "tests/collectives/program_runs.h"
+#include "tests/devices.h"
 
 namespace gradwire {
 namespace {
@@ -21,8 +22,8 @@ class HalvesTest : public ::testing::TestWithParam<Device> {
   static constexpr int64_t kCounts[] = {0, 1, 7, 64, 1000, 4099};
 };
 
-// With FP32 an allreduce is its two halves, to the bit: each owner's shard is its part of the result, and
-// gathering the shards gives all of it; nothing else is written, and what goes in stays as it was.
+// With FP32, an allreduce equals its two halves bit for bit: each owner's shard is its part of the result,
+// and gathering the shards gives all of it. Nothing else is written, and the inputs stay unchanged.
 TEST_P(HalvesTest, ReduceScatterThenAllGatherIsAllreduce) {
   for (int world : {1, 2, 3, 5, 8}) {
     for (const Schedule& schedule : schedules(world)) {
@@ -48,8 +49,8 @@ TEST_P(HalvesTest, ReduceScatterThenAllGatherIsAllreduce) {
   }
 }
 
-// Over every wire that rounds: what the owners hold plus all new residuals is what went in. The owner adds up
-// exactly, so its own residual ends at zero in its shard.
+// With every wire that rounds: what the owners hold plus all new residuals is the sum of the inputs. The
+// owner adds exactly, so its own residual is zero in its shard.
 TEST_P(HalvesTest, ReduceScatterLosesNothing) {
   for (Wire wire : wire_formats().subspan(1)) {
     for (int world : {1, 2, 3, 4, 8}) {
@@ -92,7 +93,7 @@ TEST_P(HalvesTest, ReduceScatterLosesNothing) {
   }
 }
 
-// Every rank ends with the same bits, and the owner keeps what its one encode lost.
+// Every rank ends with the same bits, and the owner keeps in its residual what its one encode lost.
 TEST_P(HalvesTest, AllGatherLosesNothingAndAgrees) {
   for (Wire wire : wire_formats().subspan(1)) {
     for (int world : {2, 3, 4, 8}) {
@@ -124,7 +125,7 @@ TEST_P(HalvesTest, AllGatherLosesNothingAndAgrees) {
   }
 }
 
-// A slice changes no bit of a half either.
+// Slices change no bit of a half either.
 TEST_P(HalvesTest, SlicesChangeNoBitOfAHalf) {
   const int64_t count = 20011;
   for (const Schedule& whole : {ring(4), two_shot(4), hierarchical(2, 2)}) {
@@ -151,9 +152,7 @@ TEST_P(HalvesTest, SlicesChangeNoBitOfAHalf) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(On, HalvesTest, ::testing::ValuesIn(available_devices()), [](const auto& info) {
-  return info.param.is_host() ? std::string("host") : "cuda" + std::to_string(info.param.index);
-});
+GW_INSTANTIATE_ON_DEVICES(HalvesTest);
 
 }  // namespace
 }  // namespace gradwire

@@ -1,7 +1,8 @@
-// The NCCL transport without a GPU: what it asks NCCL to do, what it decides is stuck, and what it says then.
+// The NCCL transport without a GPU: what it asks of NCCL, when it declares an
+// exchange stuck, and what its errors say.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include <filesystem>
 #include <functional>
 #include <thread>
 
@@ -10,10 +11,14 @@
 #include "runtime/error.h"
 #include "tests/collectives/fake_nccl.h"
 #include "tests/collectives/group.h"
+#include "tests/expect.h"
+#include "tests/temporary_folder.h"
 
 namespace gradwire {
 namespace {
 
+using testing::expect_error;
+using testing::expect_has;
 using testing::fake_nccl;
 using testing::FakeComm;
 using testing::FakeWorld;
@@ -44,7 +49,7 @@ std::shared_ptr<ManualMark::State> add(ExchangesInFlight& all, WatchedExchange e
   return state;
 }
 
-TEST(ExchangesInFlight, TheDeadlineRunsFromWhenAnExchangeRuns) {
+TEST(ExchangesInFlight, TheDeadlineStartsWhenTheExchangeStarts) {
   ExchangesInFlight all(100ms);
   const Time t{};
   auto first =
@@ -72,7 +77,7 @@ TEST(ExchangesInFlight, TheDeadlineRunsFromWhenAnExchangeRuns) {
   EXPECT_NE(all.standing().find("its last was exchange 8"), std::string::npos) << all.standing();
 }
 
-TEST(ExchangesInFlight, EachLaunchOfAGraphHasADeadlineOfItsOwn) {
+TEST(ExchangesInFlight, EachLaunchOfAGraphHasItsOwnDeadline) {
   ExchangesInFlight all(100ms);
   const Time t{};
   auto mark = add(all, {1, "captured", "all"}, true);
@@ -80,7 +85,7 @@ TEST(ExchangesInFlight, EachLaunchOfAGraphHasADeadlineOfItsOwn) {
   EXPECT_FALSE(all.overdue(t));
   EXPECT_TRUE(all.active()) << "the graph may be launched again";
   mark->progress = Progress::running;
-  for (int launch = 0; launch < 10; ++launch) {  // always seen running, each time in another launch
+  for (int launch = 0; launch < 10; ++launch) {  // running at every look, each time in another launch
     ++mark->runs;
     EXPECT_FALSE(all.overdue(t + 90ms * launch));
   }
@@ -136,11 +141,6 @@ std::vector<std::string> run(int world, const std::function<NcclSetup(int)>& mak
   }
   for (auto& t : threads) t.join();
   return errors;
-}
-
-void expect_has(const std::string& text, const std::vector<std::string>& parts) {
-  for (const auto& part : parts)
-    EXPECT_NE(text.find(part), std::string::npos) << part << " is not in: " << text;
 }
 
 TEST(Nccl, AnExchangeIsOneGroupInTheOrderGiven) {
@@ -219,7 +219,7 @@ void all_to_all(Rank& rank, int steps) {
     transfers.push_back({Transfer::Kind::receive, peer, &in[peer], 4});
   }
   for (int step = 0; step < steps; ++step) {
-    rank.transport->exchange(rank.stream, transfers, {1, "step " + std::to_string(step)});
+    rank.transport->exchange(rank.stream, transfers, {1, fmt::format("step {}", step)});
     rank.stream.synchronize();
     rank.transport->check();
     for (int peer = 0; peer < world; ++peer) {
@@ -228,7 +228,7 @@ void all_to_all(Rank& rank, int steps) {
   }
 }
 
-TEST(Nccl, MarksAreUsedAgain) {
+TEST(Nccl, MarksAreReused) {
   FakeWorld world(2);
   std::vector<std::shared_ptr<HostCalls>> gpu = {std::make_shared<HostCalls>(),
                                                  std::make_shared<HostCalls>()};
@@ -242,13 +242,13 @@ TEST(Nccl, MarksAreUsedAgain) {
       [](Rank& rank) {
         for (int i = 0; i < 40; ++i) {
           all_to_all(rank, 1);
-          std::this_thread::sleep_for(5ms);  // the watching thread looks in between, now and then
+          std::this_thread::sleep_for(5ms);  // lets the watching thread look in between
         }
       });
   EXPECT_LT(gpu[0]->made, 40);
 }
 
-TEST(Nccl, ASilentPeerIsAnErrorThatNamesItAndTheWatchingThreadAborts) {
+TEST(Nccl, ASilentPeerIsNamedAndTheWatchingThreadAborts) {
   FakeWorld world(3);
   std::vector<std::thread::id> caller(3);
   auto errors = run(
@@ -257,7 +257,7 @@ TEST(Nccl, ASilentPeerIsAnErrorThatNamesItAndTheWatchingThreadAborts) {
         caller[rank.transport->rank()] = std::this_thread::get_id();
         if (rank.transport->rank() == 1) {
           all_to_all(rank, 2);
-          // It is still computing; the others wait for its third.
+          // Rank 1 is still computing; the others wait for its third exchange.
           while (world[0].aborted == 0 || world[2].aborted == 0) std::this_thread::sleep_for(1ms);
           return;
         }
@@ -270,7 +270,7 @@ TEST(Nccl, ASilentPeerIsAnErrorThatNamesItAndTheWatchingThreadAborts) {
       });
   EXPECT_EQ(errors[1], "");
   for (int r : {0, 2}) {
-    expect_has(errors[r], {"rank " + std::to_string(r), "exchange 3", "step 2", "no progress for 1000 ms",
+    expect_has(errors[r], {fmt::format("rank {}", r), "exchange 3", "step 2", "no progress for 1000 ms",
                            "2 receives (8 bytes) from ranks ", "1"});
     EXPECT_EQ(world[r].aborted, 1);
     EXPECT_NE(world[r].aborted_by.load(), caller[r]);
@@ -323,18 +323,17 @@ TEST(Nccl, AnErrorThatNcclReportsLaterFailsTheCommunicator) {
   EXPECT_EQ(world[0].aborted, 1);
 }
 
-TEST(Nccl, AnErrorInsideAGroupStillEndsIt) {
+TEST(Nccl, AnErrorInsideAGroupStillEndsTheGroup) {
   FakeWorld world(2);
   world[0].send_result = ncclInvalidArgument;
   NcclTransport transport(setup(world[0]));
   Stream stream = Stream::create(Device::host(), "test");
   char byte = 0;
-  try {
-    transport.exchange(stream, {{Transfer::Kind::send, 1, &byte, 1}}, {1, "a send"});
-    FAIL();
-  } catch (const CommError& error) {
-    expect_has(error.what(), {"a send", "fake error", "1 send (1 bytes) to rank 1"});
-  }
+  expect_error<CommError>(
+      [&] {
+        transport.exchange(stream, {{Transfer::Kind::send, 1, &byte, 1}}, {1, "a send"});
+      },
+      {"a send", "fake error", "1 send (1 bytes) to rank 1"});
   EXPECT_EQ(testing::fake_group().depth, 0);
   EXPECT_EQ(transport.bytes_sent(), 0u);
 }
@@ -345,17 +344,16 @@ TEST(Nccl, ConnectingHasADeadlineToo) {
   NcclTransport transport(setup(world[0], 200ms));
   Stream stream = Stream::create(Device::host(), "test");
   char byte = 0;
-  try {
-    transport.exchange(stream, {{Transfer::Kind::receive, 1, &byte, 1}}, {1, "the first"});
-    FAIL();
-  } catch (const CommError& error) {
-    expect_has(error.what(), {"the first", "no progress for 200 ms while connecting", "from rank 1"});
-  }
+  expect_error<CommError>(
+      [&] {
+        transport.exchange(stream, {{Transfer::Kind::receive, 1, &byte, 1}}, {1, "the first"});
+      },
+      {"the first", "no progress for 200 ms while connecting", "from rank 1"});
   world[0].busy = 0;
   stream.synchronize();
 }
 
-TEST(Nccl, AbortEndsWhatIsPendingWithItsReason) {
+TEST(Nccl, AbortEndsPendingExchangesWithItsReason) {
   FakeWorld world(2);
   NcclTransport transport(setup(world[0]));
   Stream stream = Stream::create(Device::host(), "test");
@@ -363,15 +361,10 @@ TEST(Nccl, AbortEndsWhatIsPendingWithItsReason) {
   transport.exchange(stream, {{Transfer::Kind::receive, 1, &byte, 1}}, {1, "pending"});
   transport.abort("the disk is full");
   stream.synchronize();
-  try {
-    transport.check();
-    FAIL();
-  } catch (const CommError& error) {
-    expect_has(error.what(), {"rank 0 gave up: the disk is full"});
-  }
+  expect_error<CommError>([&] { transport.check(); }, {"rank 0 gave up: the disk is full"});
 }
 
-TEST(Nccl, SurvivorsShrinkAndGoOn) {
+TEST(Nccl, SurvivorsShrinkAndContinue) {
   FakeWorld world(4);
   auto errors = run(
       4,
@@ -404,40 +397,30 @@ TEST(Nccl, SurvivorsShrinkAndGoOn) {
   EXPECT_EQ(world[0].destroyed, 1);
 }
 
-TEST(Nccl, AnAbortedCommunicatorCannotShrinkAndSaysHowItCould) {
+TEST(Nccl, AnAbortedCommunicatorCannotShrinkAndNamesTheRemedy) {
   FakeWorld world(2);
   NcclTransport transport(setup(world[0]));
   transport.abort("enough");
   EXPECT_THROW(transport.check(), CommError);
   while (world[0].aborted == 0) std::this_thread::sleep_for(1ms);
-  try {
-    transport.shrink({1});
-    FAIL();
-  } catch (const BadInput& error) {
-    expect_has(error.what(), {"shrinkable"});
-  }
+  expect_error<BadInput>([&] { transport.shrink({1}); }, {"shrinkable"});
 }
 
 // --- with a store ---
 
 struct Store {
-  explicit Store(const std::string& name)
-      : path(::testing::TempDir() + "gradwire." + std::to_string(getpid()) + "." + name) {}
-  ~Store() {
-    std::error_code ignored;
-    std::filesystem::remove(path, ignored);
-  }
   NcclSetup setup_with(FakeComm& comm, std::chrono::milliseconds timeout) const {
     NcclSetup s = setup(comm, timeout);
-    s.group = std::make_unique<Membership>(GroupOptions{"file://" + path, comm.rank, comm.world, timeout});
+    s.group = std::make_unique<Membership>(
+        GroupOptions{"file://" + folder.path("store"), comm.rank, comm.world, timeout});
     return s;
   }
-  std::string path;
+  testing::TemporaryFolder folder;
 };
 
 TEST(Nccl, RanksThatMakeDifferentCallsAreToldBeforeDataMoves) {
   FakeWorld world(3);
-  Store store("calls");
+  Store store;
   auto errors = run(
       3, [&](int r) { return store.setup_with(world[r], 10s); },
       [&](Rank& rank) {
@@ -453,9 +436,9 @@ TEST(Nccl, RanksThatMakeDifferentCallsAreToldBeforeDataMoves) {
   for (int r = 0; r < 3; ++r) EXPECT_EQ(world[r].groups, 0);
 }
 
-TEST(Nccl, EverybodyHearsWhoFailedAndTheCulpritIsNamed) {
+TEST(Nccl, EveryRankHearsWhoFailedAndTheCulpritIsNamed) {
   FakeWorld world(3);
-  Store store("culprit");
+  Store store;
   auto errors = run(
       3, [&](int r) { return store.setup_with(world[r], r == 0 ? 1000ms : 20s); },
       [&](Rank& rank) {
@@ -474,7 +457,7 @@ TEST(Nccl, EverybodyHearsWhoFailedAndTheCulpritIsNamed) {
   for (int r : {1, 2}) expect_has(errors[r], {"rank 0", "step 1", "no progress for 1000 ms"});
 }
 
-TEST(Nccl, JoiningThatFailsSaysSo) {
+TEST(Nccl, AFailedJoinIsAnError) {
   NcclApi api = fake_nccl();
   api.init_rank = [](ncclComm_t* comm, int world, ncclUniqueId, int rank, ncclConfig_t* config) {
     static FakeWorld one(1);

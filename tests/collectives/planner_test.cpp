@@ -1,4 +1,5 @@
-// schedule=auto: what it chooses from given link costs, that every rank chooses alike, and that it says why.
+// schedule=auto: what it chooses for given link costs, that every rank makes
+// the same choice, and that it says why.
 #include "collectives/plan/planner.h"
 
 #include <gtest/gtest.h>
@@ -42,7 +43,7 @@ TEST(Planner, TwoShotWhereLinksAreAlike) {
   }
 }
 
-// A network that is oversubscribed gives much less to all pairs at once than to neighbours.
+// An oversubscribed network gives all pairs at once much less bandwidth than neighbours.
 TEST(Planner, RingWhereManyPairsAtOnceAreSlow) {
   LinkCosts costs = same_everywhere({50, 1000});
   costs.all_pairs = {50, 250};
@@ -50,7 +51,7 @@ TEST(Planner, RingWhereManyPairsAtOnceAreSlow) {
   EXPECT_EQ(chosen("fp32", 8, 0, costs, kLittle, kFp32), ScheduleKind::two_shot);
 }
 
-// A switch on which each message of many costs its own latency; and little data.
+// Little data, over a switch on which every message costs its full latency.
 TEST(Planner, TreeWhereManyMessagesAreSlowAndBytesAreFew) {
   LinkCosts costs = same_everywhere({20, 4000});
   costs.all_pairs = {20 * 63, 4000};
@@ -65,22 +66,22 @@ TEST(Planner, HierarchicalWhereNodesAreKnownAndSlowLinksAreShared) {
   costs.all_pairs = {200, 600};
   costs.neighbour = {50, 1000};
   EXPECT_EQ(chosen("bf16", 16, 4, costs, kMuch, kBf16), ScheduleKind::hierarchical);
-  // Unknown nodes, nodes of one rank, a single node: nothing to be hierarchical about.
+  // Unknown nodes, nodes of one rank, a single node: no hierarchy.
   for (int per_node : {0, 1, 16}) {
     EXPECT_NE(chosen("bf16", 16, per_node, costs, kMuch, kBf16), ScheduleKind::hierarchical);
   }
 }
 
-// The same links: a ring is faster by a half, but rounds 16 times. FP32 takes it, a wire that rounds does
-// not.
-TEST(Planner, ErrorIsWeighed) {
+// On the same links a ring is faster by a half, but rounds 16 times: right
+// for FP32, wrong for a wire that rounds.
+TEST(Planner, RoundingErrorsCount) {
   LinkCosts costs = same_everywhere({1, 1000});
   costs.all_pairs = {1, 500};
   EXPECT_EQ(chosen("fp32", 16, 0, costs, kMuch, kFp32), ScheduleKind::ring);
   auto lossy = choose("bf16", 16, 0, costs, kMuch, kBf16);
   EXPECT_EQ(lossy.schedule.kind, ScheduleKind::two_shot);
   EXPECT_NE(lossy.reason.find("2 lossy steps; ring is faster but has 16"), std::string::npos) << lossy.reason;
-  // Not at any price.
+  // Much slower links between all pairs outweigh the rounding.
   costs.all_pairs = {1, 100};
   EXPECT_NE(chosen("bf16", 16, 0, costs, kMuch, kBf16), ScheduleKind::two_shot);
 }
@@ -93,7 +94,7 @@ TEST(Planner, NoiseChangesNothing) {
   }
 }
 
-TEST(Planner, SaysWhyAndServesEveryWorld) {
+TEST(Planner, SaysWhyAndHandlesEveryWorld) {
   auto choice = choose("fp32", 4, 0, same_everywhere({100, 1000}), 1'000'000, kFp32);
   // Two rounds of 100 us, and 6 MB (2 * 3/4 of 4 MB) at 1 GB/s.
   EXPECT_NEAR(choice.predicted_us, 6200, 1);
@@ -124,7 +125,7 @@ TEST(Planner, EveryRankMeasuresTheSameNumbers) {
   }
 }
 
-// Each allreduce by its own size; the reducer tells what was chosen, and from what.
+// Each allreduce gets a schedule for its own size; the reducer reports what was chosen and why.
 TEST(Planner, AReducerChoosesForEachAllreduce) {
   LinkCosts costs = same_everywhere({20, 4000});
   costs.all_pairs = {300, 4000};  // many messages: for large buckets only

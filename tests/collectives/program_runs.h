@@ -39,7 +39,7 @@ inline Outcome allreduce(Device device, const Schedule& schedule,
     mine.transfers = transfers;
     Program program(comm.transport(), schedule, {data.data(), data.as<float>(), residual.as<float>(), count},
                     mine);
-    // The tests of slices must have some.
+    // Tests of slices need at least two.
     const bool sure = options.slice_bytes > 0 && options.slice_bytes <= 500 && count > 10000;
     EXPECT_TRUE(program.slices() > 1 || !sure);
     Buffer workspace(device, program.workspace_bytes());
@@ -63,14 +63,14 @@ inline std::vector<Schedule> schedules(int world) {
   return all;
 }
 
-// What one rank of a half of an allreduce works on, all poisoned where nothing was put.
+// The buffers of one half of an allreduce, poisoned where nothing was written.
 struct HalfOutcome {
   std::vector<std::vector<float>> in, out, residual;  // [rank], after the run
 };
 
 inline constexpr float kPoison = -1.5e33f;
 
-// A reduce_scatter of inputs[rank] (count), or an all_gather of inputs[rank], this rank's shard.
+// A reduce_scatter of inputs[rank] (`count` elements), or an all_gather of inputs[rank] (the rank's shard).
 inline HalfOutcome run_half(Device device, const Schedule& schedule, int64_t count,
                             const std::vector<std::vector<float>>& inputs,
                             const std::vector<std::vector<float>>& residuals, Program::Options options) {
@@ -85,7 +85,7 @@ inline HalfOutcome run_half(Device device, const Schedule& schedule, int64_t cou
     const int64_t outs = gather ? count : shard;
     ASSERT_EQ(std::ssize(inputs[r]), gather ? shard : count);
     Buffer in = make_buffer<float>(device, std::ssize(inputs[r]));
-    Buffer out = make_buffer<float>(device, outs + 4);  // and nothing may be written behind it
+    Buffer out = make_buffer<float>(device, outs + 4);  // nothing may be written past its end
     Buffer residual = make_buffer<float>(device, residuals.empty() ? 0 : count);
     to_device(stream, in.as<float>(), std::span<const float>(inputs[r]));
     const std::vector<float> poison(static_cast<size_t>(outs + 4), kPoison);

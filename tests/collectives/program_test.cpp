@@ -1,5 +1,6 @@
-// Programs: every collective, schedule and wire sums right, keeps what it rounds away, and leaves the same bits
-// on every rank.
+// Programs: every collective, schedule and wire gives the right sum, keeps what it rounds away, and leaves
+// the same bits on every rank.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <random>
@@ -10,11 +11,14 @@
 #include "tests/collectives/group.h"
 #include "tests/collectives/program_runs.h"
 #include "tests/collectives/schedule_mutator.h"
+#include "tests/devices.h"
+#include "tests/expect.h"
 
 namespace gradwire {
 namespace {
 
 using testing::allreduce;
+using testing::expect_has;
 using testing::Outcome;
 using testing::run_ranks;
 using testing::same_bits;
@@ -64,8 +68,8 @@ TEST_P(AllreduceTest, EveryRankEndsWithTheSameBits) {
   }
 }
 
-// sum of (gradient + residual) == result / scale + sum of new residuals, element by element, to FP32
-// rounding.
+// sum of (gradient + residual) == result / scale + sum of new residuals, element by
+// element, to FP32 rounding.
 TEST_P(AllreduceTest, Bf16LosesNothing) {
   for (Rounding rounding : {Rounding::nearest, Rounding::stochastic}) {
     for (int world : {2, 3, 4, 8}) {
@@ -95,8 +99,8 @@ TEST_P(AllreduceTest, Bf16LosesNothing) {
   }
 }
 
-// With intra_node=fp32: nothing is lost either, all ranks agree, links between nodes carry the wire format
-// and those inside FP32, and there is less rounding than with the wire format everywhere.
+// With intra_node=fp32 nothing is lost either, all ranks agree, links between nodes carry the wire format and
+// links inside nodes FP32, and rounding errors are smaller than with the wire format everywhere.
 TEST_P(AllreduceTest, HierarchicalLeavesTheWireToTheSlowLinks) {
   const int64_t count = 12 * 128 * 3;  // divides evenly
   for (auto [nodes, per_node] : {std::pair{1, 4}, {2, 1}, {2, 2}, {3, 4}, {4, 3}}) {
@@ -104,8 +108,7 @@ TEST_P(AllreduceTest, HierarchicalLeavesTheWireToTheSlowLinks) {
       for (Wire wire : wire_formats().subspan(1)) {  // those that round
         const Schedule schedule = hierarchical(nodes, per_node, between);
         const int world = schedule.world;
-        SCOPED_TRACE(std::to_string(nodes) + "x" + std::to_string(per_node) + " " + name(between) + " " +
-                     wire->name);
+        SCOPED_TRACE(fmt::format("{}x{} {} {}", nodes, per_node, name(between), wire->name));
         std::vector<std::vector<float>> inputs, residuals;
         for (int r = 0; r < world; ++r) {
           inputs.push_back(testing::normal(count, 100 + r));
@@ -122,7 +125,7 @@ TEST_P(AllreduceTest, HierarchicalLeavesTheWireToTheSlowLinks) {
               before += double{inputs[r][i]} + residuals[r][i];
               after += outcome.residual[r][i];
               size += std::abs(inputs[r][i]) + std::abs(residuals[r][i]);
-              // A rank that rounded nothing still has what it had.
+              // A rank that rounded nothing keeps its residual.
               lost[fp32_intra_node] +=
                   outcome.residual[r][i] == residuals[r][i] ? 0 : std::abs(outcome.residual[r][i]);
             }
@@ -152,8 +155,7 @@ TEST_P(AllreduceTest, HierarchicalLeavesTheWireToTheSlowLinks) {
   }
 }
 
-// The result is the same whether it overwrites what went in or not; and BF16 buffers give the rounded bits of
-// the same sum in FP32.
+// The result is the same in place and out of place, and BF16 buffers get the FP32 sum, rounded.
 TEST_P(AllreduceTest, OutOfPlaceAndBf16BuffersGiveTheSameSum) {
   const int world = 4;
   const int64_t count = 4099;
@@ -227,8 +229,8 @@ TEST_P(AllreduceTest, SendsWhatTheScheduleSays) {
 }
 
 // A slice of a chunk goes through the same additions in the same order as the whole chunk, at the same places
-// of the buffer: no slice size changes a bit of a result or of a residual, nor does it matter that transfers
-// run beside the kernels. (The world is 6: every kind of schedule, with nodes of several shapes.)
+// of the buffer: no slice size changes a bit of a result or a residual, nor do transfers that run
+// concurrently with the kernels. (A world of 6 has every kind of schedule, with nodes of several shapes.)
 TEST_P(AllreduceTest, SlicesChangeNoBit) {
   std::vector<Schedule> all = schedules(6);
 #ifdef GRADWIRE_SANITIZED
@@ -293,11 +295,9 @@ TEST_P(AllreduceTest, TwoShotStaysFlatWhereARingsErrorGrows) {
   EXPECT_GT(error(ring(kMany)), 0.5 * std::sqrt(kMany / 2) * few);
 }
 
-INSTANTIATE_TEST_SUITE_P(On, AllreduceTest, ::testing::ValuesIn(available_devices()), [](const auto& info) {
-  return info.param.is_host() ? std::string("host") : "cuda" + std::to_string(info.param.index);
-});
+GW_INSTANTIATE_ON_DEVICES(AllreduceTest);
 
-// What the checker proves is what happens: right schedules give the sum, wrong ones an error or a wrong sum.
+// Execution agrees with the checker: right schedules give the sum, wrong ones an error or a wrong sum.
 TEST(Executor, AgreesWithTheCheckerOnMutatedSchedules) {
   std::mt19937_64 random(7);
   int right = 0, wrong = 0;
@@ -305,7 +305,7 @@ TEST(Executor, AgreesWithTheCheckerOnMutatedSchedules) {
     Schedule s = testing::random_schedule(random, 6);
     std::string change = testing::Mutator(s, random).mutate();
     CheckReport report = check(s);
-    // Peers and chunks that do not exist are not the executor's business.
+    // The executor does not handle peers and chunks that do not exist.
     if (!report.violations.empty() && report.violations[0].rule == CheckReport::Rule::form) continue;
     ++(report.correct ? right : wrong);
     const int64_t count = 8 * s.chunks;
@@ -358,13 +358,11 @@ TEST(LocalTransport, AnAbsentRankIsNamedWithinTheDeadline) {
     });
     FAIL() << "no error";
   } catch (const CommError& error) {
-    std::string text = error.what();
-    EXPECT_NE(text.find("from rank 2"), std::string::npos) << text;
-    EXPECT_NE(text.find("the test's buffer"), std::string::npos) << text;
+    expect_has(error.what(), {"from rank 2", "the test's buffer"});
   }
 }
 
-// What rank 2 of 4 does differently in its third call. Nothing here waits for the deadline.
+// Rank 2 of 4 does something different in its third call. Nothing here waits for the deadline.
 TEST(LocalTransport, RanksThatDisagreeAreToldSo) {
   using Options = Program::Options;
   auto disagree = [](const char* says, const std::function<void(int64_t&, Schedule&, Options&)>& change) {
@@ -387,10 +385,7 @@ TEST(LocalTransport, RanksThatDisagreeAreToldSo) {
             EXPECT_EQ(data, std::vector<float>(count, 4.0f)) << "call " << call;
           }
         } catch (const CommError& error) {
-          std::string text = error.what();
-          for (const char* part : {"ranks disagree: call 3 of rank ", "of rank 2", says}) {
-            EXPECT_NE(text.find(part), std::string::npos) << text << " lacks " << part;
-          }
+          expect_has(error.what(), {"ranks disagree: call 3 of rank ", "of rank 2", says});
           ++told;
           throw;
         }

@@ -10,8 +10,8 @@
 
 namespace gradwire::testing {
 
-// Tensors of odd shapes: vectors, matrices worth compressing and not, a 4-D convolution, a scalar, an empty
-// one.
+// Tensors of odd shapes: vectors, matrices worth compressing and not, a 4-D convolution,
+// a scalar, an empty one.
 inline std::vector<GradientTensor> model() {
   return {{"bias", {37}},          {"tall", {129, 31}}, {"wide", {17, 203}},
           {"tiny", {3, 3}},        {"scalar", {}},      {"empty", {0, 5}},
@@ -22,9 +22,9 @@ inline int64_t count_of(const GradientTensor& t) {
   return t.count();
 }
 
-// One rank's side of the test: a reducer and a stream to produce and consume gradients on.
+// A reducer, and the stream on which this rank writes and reads gradients.
 struct Rank {
-  // In worlds of even size with overlap: messages of these tensors are cut into slices.
+  // In worlds of even size, messages are cut into slices, so that transfers overlap.
   Rank(Communicator& comm, const std::string& spec, std::vector<GradientTensor> tensors, int64_t bucket_bytes)
       : Rank(comm, spec, std::move(tensors), bucket_bytes, comm.world() % 2 == 0 ? 1000 : 0) {}
   Rank(Communicator& comm, const std::string& spec, std::vector<GradientTensor> tensors, int64_t bucket_bytes,

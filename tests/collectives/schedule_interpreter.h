@@ -1,12 +1,14 @@
-// Executes a schedule on integers, one 64-bit number per rank and chunk, to decide by trying what the checker
-// decides by proof. Shares no code with the checker: here ranks are polled in a random order, groups fill up
-// transfer by transfer, and what counts is the numbers that come out.
+// Executes a schedule on integers, one 64-bit number per rank and chunk, to test by execution what the
+// checker proves. Shares no code with the checker: ranks are polled in a random order, groups fill up
+// transfer by transfer, and the resulting numbers decide.
 //
-// The outcome is wrong when a rank is stuck, when the two ends of a transfer disagree (on the round or the
-// chunk), when two accesses to a chunk inside one round race, when something arrives for a sum that has
-// already been sent, when any rank ends with anything but what its collective promises, or when it is not the
-// owner from whom a final value comes.
+// A schedule is wrong when a rank gets stuck, when the two ends of a transfer disagree (on the round or the
+// chunk), when two accesses to a chunk race within a round, when a contribution arrives for a sum that has
+// already been sent, when a rank does not end with what its collective promises, or when a final value comes
+// from a rank that does not own it.
 #pragma once
+
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <optional>
@@ -22,7 +24,7 @@ class Interpreter {
  public:
   Interpreter(const Schedule& schedule, uint64_t seed) : s_(schedule), random_(seed) {}
 
-  // What went wrong; nothing when every rank got the sum.
+  // What went wrong, if anything.
   std::optional<std::string> run() {
     ranks_.resize(s_.world);
     std::vector<uint64_t> sums(s_.chunks);
@@ -43,7 +45,7 @@ class Interpreter {
     }
     std::vector<int> order(s_.world);
     for (int r = 0; r < s_.world; ++r) order[r] = r;
-    // The deadline: a whole pass over all ranks in which nobody moved.
+    // Stuck means: no rank advanced in a whole pass over all ranks.
     for (bool moved = true; moved;) {
       moved = false;
       std::shuffle(order.begin(), order.end(), random_);
@@ -52,14 +54,13 @@ class Interpreter {
       }
     }
     for (int r = 0; r < s_.world; ++r) {
-      if (ranks_[r].round < s_.num_rounds()) return "rank " + std::to_string(r) + " is stuck";
+      if (ranks_[r].round < s_.num_rounds()) return fmt::format("rank {} is stuck", r);
       for (int c = 0; c < s_.chunks; ++c) {
         const bool owner = s_.owner[c] == r;
         if (s_.collective == Collective::reduce_scatter && !owner) continue;
-        if (ranks_[r].numbers[c] != sums[c]) return "rank " + std::to_string(r) + " has a wrong sum";
+        if (ranks_[r].numbers[c] != sums[c]) return fmt::format("rank {} has a wrong sum", r);
         if (ranks_[r].finished[c] == owner) {
-          return "rank " + std::to_string(r) +
-                 (owner ? " copied what it owns" : " made up what it does not own");
+          return fmt::format("rank {} {}", r, owner ? "copied what it owns" : "made up what it does not own");
         }
       }
     }
@@ -79,7 +80,7 @@ class Interpreter {
     std::vector<Pending> group;        // transfers of the current round
   };
 
-  // Starts round k of rank r: takes what is to be sent, looks for races.
+  // Starts round k of rank r: posts what it sends, and looks for races.
   std::optional<std::string> enter(int r, int k) {
     Rank& me = ranks_[r];
     me.round = k;
@@ -98,8 +99,8 @@ class Interpreter {
     return std::nullopt;
   }
 
-  // Tries to receive, for rank r, everything whose sender has posted it; enters the next round when the group
-  // is done.
+  // Tries to receive, for rank r, everything whose sender has posted it; enters the next round
+  // when the group is done.
   std::optional<std::string> advance(int r, bool& moved) {
     Rank& me = ranks_[r];
     if (me.round >= s_.num_rounds()) return std::nullopt;

@@ -1,4 +1,4 @@
-// Random schedules and random damage to them, for tests of whoever must notice.
+// Random schedules and random damage to them, for tests of what must notice it.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -12,7 +12,8 @@
 
 namespace gradwire::testing {
 
-// A schedule of any kind for 2 to `most` ranks, now and then in slices; an allreduce, or one of its halves too.
+// A schedule of any kind for 2 to `most` ranks, sometimes in slices: an allreduce or,
+// with `halves`, also one of its halves.
 inline Schedule random_schedule(std::mt19937_64& random, int most, bool halves = false) {
   auto up_to = [&](int n) { return 1 + static_cast<int>(random() % n); };
   int n = 1 + up_to(most - 1);
@@ -50,7 +51,7 @@ class Mutator {
     }
   }
 
-  // Does one random change and says which.
+  // Makes one random change and says which.
   std::string mutate() {
     Place a = pick(), b = pick();
     Round& round = s_.rounds[a.rank][a.round];
@@ -91,7 +92,7 @@ class Mutator {
       case 8:
         step.kind = static_cast<Step::Kind>(below(3));
         return "kind changed";
-      // Below, both ends are changed alike, so that what is wrong, if anything, is the sum.
+      // Below, both ends get the same change, so that only the sum can be wrong.
       case 9:
         step.chunk = at(other).chunk = below(s_.chunks);
         return "chunk changed on both sides";

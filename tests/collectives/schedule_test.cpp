@@ -1,5 +1,6 @@
 #include "collectives/schedule/schedule.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -17,7 +18,7 @@ namespace gradwire {
 namespace {
 
 #ifdef GRADWIRE_SANITIZED
-constexpr int kMaxRanks = 24, kMutations = 600;  // ten times slower, and all of this runs on one thread
+constexpr int kMaxRanks = 24, kMutations = 600;  // ten times slower, on one thread
 #else
 constexpr int kMaxRanks = 64, kMutations = 4000;
 #endif
@@ -31,7 +32,7 @@ void expect_proven(const Schedule& s, const std::string& what) {
 TEST(Schedule, RingTreeAndTwoShotAreProvenForEveryWorld) {
   for (int n = 1; n <= kMaxRanks; ++n) {
     for (const Schedule& s : {ring(n), two_shot(n), double_tree(n)}) {
-      expect_proven(s, std::string(name(s.kind)) + " of " + std::to_string(n));
+      expect_proven(s, fmt::format("{} of {}", name(s.kind), n));
     }
   }
 }
@@ -40,9 +41,8 @@ TEST(Schedule, HierarchicalIsProvenForEveryShape) {
   for (int nodes = 1; nodes <= kMaxRanks; ++nodes) {
     for (int per_node = 1; nodes * per_node <= kMaxRanks; ++per_node) {
       for (ScheduleKind between : {ScheduleKind::two_shot, ScheduleKind::ring}) {
-        expect_proven(hierarchical(nodes, per_node, between), std::to_string(nodes) + " x " +
-                                                                  std::to_string(per_node) + ", " +
-                                                                  name(between) + " between nodes");
+        expect_proven(hierarchical(nodes, per_node, between),
+                      fmt::format("{} x {}, {} between nodes", nodes, per_node, name(between)));
       }
     }
   }
@@ -60,8 +60,7 @@ TEST(Schedule, BothHalvesOfEveryAllreduceAreProven) {
     }
   }
   for (const Schedule& s : all) {
-    const std::string what =
-        std::string(name(s.kind)) + " of " + std::to_string(s.nodes) + " x " + std::to_string(s.per_node);
+    const std::string what = fmt::format("{} of {} x {}", name(s.kind), s.nodes, s.per_node);
     const Schedule scatter = reduce_scatter(s), gather = all_gather(s);
     expect_proven(scatter, "reduce-scatter, " + what);
     expect_proven(gather, "all-gather, " + what);
@@ -85,7 +84,7 @@ TEST(Schedule, ShardsOfAllRanksAreTheBuffer) {
         for (int r = 0; r < n; ++r) owned += elements_owned(s, r, count, 128);
         EXPECT_EQ(owned, count) << name(s.kind) << " of " << n;
       }
-      // A slice changes nothing about who has what.
+      // Slices do not change who owns what.
       for (int r = 0; r < n; ++r) {
         EXPECT_EQ(elements_owned(pipelined(s, 4), r, 12345), elements_owned(s, r, 12345));
       }
@@ -98,8 +97,7 @@ TEST(Schedule, SlicesOfAProvenScheduleAreProven) {
     for (int slices : {1, 2, 3, 8}) {
       for (const Schedule& s : {ring(n), two_shot(n), double_tree(n), hierarchical(n, 3)}) {
         Schedule sliced = pipelined(s, slices);
-        expect_proven(
-            sliced, std::string(name(s.kind)) + " of " + std::to_string(n) + " in " + std::to_string(slices));
+        expect_proven(sliced, fmt::format("{} of {} in {}", name(s.kind), n, slices));
         EXPECT_EQ(sliced.num_rounds(),
                   slices == 1 || s.num_rounds() == 0 ? s.num_rounds() : 2 * (s.num_rounds() - 1) + slices);
         EXPECT_EQ(testing::Interpreter(sliced, 1).run(), std::nullopt);
@@ -140,7 +138,7 @@ TEST(DoubleTree, DepthIsLogarithmic) {
   }
 }
 
-TEST(Hierarchical, SlowLinksCarryTheLeastThatAnAllreduceBetweenNodesCan) {
+TEST(Hierarchical, SlowLinksCarryNoMoreThanAnAllreduceBetweenNodesMust) {
   CheckReport report = check(hierarchical(4, 8));  // 32 chunks
   for (int r = 0; r < 32; ++r) {
     EXPECT_EQ(report.sent_inter_node[r], 2 * 3);      // 2 * 3/4 of an eighth of the buffer
@@ -230,7 +228,7 @@ TEST(Checker, NamesWhatIsWrong) {
 }
 
 TEST(Checker, SeesADifferentRoundOnTheOtherSide) {
-  // Everybody would get the sum, but the two ends of one transfer are in different rounds.
+  // Every rank would get the sum, but the two ends of one transfer are in different rounds.
   Schedule s = ring(3);
   for (auto& rounds : s.rounds) rounds.insert(rounds.begin() + 2, Round{});
   s.rounds[0][2] = {first(s, 0, 1, Step::Kind::send)};
@@ -256,9 +254,9 @@ TEST(Checker, SeesWastedBytesAndFalseClaims) {
   expect_violation(two_shot(kMaxInputs + 2), Rule::rounding, "a hop adds 65 messages at once");
 }
 
-TEST(Checker, SeesAValueThatWouldBeRoundedForSomeOnly) {
-  // Two nodes of two. Rank 0 owns the only chunk and sends the result inside its node before it crosses to
-  // the other.
+TEST(Checker, SeesAValueThatOnlySomeRanksWouldRound) {
+  // Two nodes of two. Rank 0 owns the only chunk and sends the result inside its node before it
+  // crosses to the other.
   Schedule s;
   s.kind = ScheduleKind::hierarchical;
   s.world = 4;
@@ -278,18 +276,17 @@ TEST(Checker, SeesAValueThatWouldBeRoundedForSomeOnly) {
                    "round 2: rank 0 sends chunk 0 to rank 2 to another node, after it was sent unrounded");
 }
 
-// --- mutations: whatever executing shows to be wrong, the checker must have said so, and nothing else ---
+// --- mutations: the checker must reject exactly what execution shows to be wrong ---
 
 TEST(Checker, AgreesWithExecutingOnThousandsOfMutations) {
   std::mt19937_64 random(20240607);
   std::map<std::string, int> harmful, harmless;
   for (int i = 0; i < kMutations; ++i) {
     Schedule s = testing::random_schedule(random, random() % 4 == 0 ? kMaxRanks : 10, true);
-    std::string what =
-        std::string(name(s.collective)) + " " + name(s.kind) + std::string(" of ") + std::to_string(s.world);
+    std::string what = fmt::format("{} {} of {}", name(s.collective), name(s.kind), s.world);
     std::string change = testing::Mutator(s, random).mutate();
     int changes = 1;
-    // Now and then a second one, which may hide the first.
+    // Sometimes a second change, which may hide the first.
     if (random() % 4 == 0 && check(s).correct) testing::Mutator(s, random).mutate(), ++changes;
     CheckReport report = check(s);
     auto wrong = testing::Interpreter(s, i).run();
@@ -307,8 +304,7 @@ TEST(Checker, AgreesWithExecutingOnThousandsOfMutations) {
         "chunk changed on both sides", "dropped on both sides", "add and copy exchanged"}) {
     EXPECT_GE(harmful[change], kMutations / 80) << change;
   }
-  // Order inside a round means nothing, and sending a result twice wastes bytes only: the checker must not
-  // cry wolf.
+  // Order inside a round does not matter, and sending a result twice only wastes bytes: no false alarms.
   EXPECT_GE(harmless["swapped in a round"], kMutations / 80);
   for (const auto& [change, times] : harmful) RecordProperty(change + ", harmful", times);
   for (const auto& [change, times] : harmless) RecordProperty(change + ", harmless", times);
@@ -316,7 +312,7 @@ TEST(Checker, AgreesWithExecutingOnThousandsOfMutations) {
 
 // --- choosing ---
 
-TEST(MakeSchedule, ServesEveryKind) {
+TEST(MakeSchedule, MakesEveryKind) {
   EXPECT_EQ(make_schedule(ScheduleKind::tree, 6).kind, ScheduleKind::tree);
   Schedule s = make_schedule(ScheduleKind::hierarchical, 12, {.nodes = 0, .per_node = 4});
   EXPECT_EQ(s.nodes, 3);
@@ -325,7 +321,7 @@ TEST(MakeSchedule, ServesEveryKind) {
   expect_proven(make_schedule(ScheduleKind::hierarchical, 2 * 100, {.nodes = 100}), "100 nodes");
 }
 
-TEST(MakeSchedule, RefusesWhatCannotServe) {
+TEST(MakeSchedule, RefusesSchedulesThatCannotWork) {
   auto error = [](ScheduleKind kind, int world, Topology topology) -> std::string {
     try {
       make_schedule(kind, world, topology);

@@ -1,4 +1,4 @@
-// What ranks take for the same instant is the same instant.
+// Ranks agree on what time it is.
 #include "collectives/agreement/shared_clock.h"
 
 #include <gtest/gtest.h>

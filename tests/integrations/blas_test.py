@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Gradwire's copy of OpenBLAS in a process that has one of its own: neither changes the other.
+"""Gradwire's copy of OpenBLAS in a process that has its own copy: neither changes the other.
 
-Each case is a process of its own, because OpenBLAS chooses its kernels when it is loaded.
+Each case runs in a separate process, because OpenBLAS chooses its kernels when it is loaded.
 usage: blas_test.py PATH_OF_LIBGRADWIRE_BLAS PATH_OF_LIBGRADWIRE
 """
 import ctypes
@@ -111,7 +111,7 @@ class InSomebodysProcess(unittest.TestCase):
         chosen = self.look(GRADWIRE_BLAS_KERNELS="Prescott")["ours"]
         self.assertEqual((chosen["kernels"], chosen["error"]), ("Prescott", None))
         if self.alone["kernels"] != "Prescott":
-            self.assertNotEqual(chosen["bits"], self.alone["bits"])  # so equal bits above mean the same kernels
+            self.assertNotEqual(chosen["bits"], self.alone["bits"])  # so bits do depend on kernels
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Ranks that die or do not come: backward() raises on the others, at the deadline."""
+"""Ranks that die or fall silent: backward() raises on the others, at the deadline."""
 from __future__ import annotations
 
 import os
@@ -18,7 +18,7 @@ def a_dead_peer_raises() -> None:
     for s in range(2):
         run.step(s)
     if RANK == WORLD - 1:
-        os._exit(0)  # no goodbye
+        os._exit(0)  # without leaving the group
     begin = time.monotonic()
     for attempt in range(2):
         try:
@@ -37,9 +37,9 @@ def a_dead_peer_raises() -> None:
 def a_silent_peer_raises() -> None:
     hook = Hook("bf16", timeout_s=2)
     run = Run(TASKS["vit"], hook)
-    for s in range(2):  # before its second step DDP itself talks to everybody
+    for s in range(2):  # before its second step, DDP itself communicates with all ranks
         run.step(s)
-    if RANK == 0:  # alive, but busy with something else for longer than the others will wait
+    if RANK == 0:  # alive, but busy for longer than the others will wait
         dist.barrier()
     else:
         begin = time.monotonic()

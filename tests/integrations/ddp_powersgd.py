@@ -1,4 +1,4 @@
-"""Our PowerSGD hook next to PyTorch's: the same results, and none of its NaNs."""
+"""Our PowerSGD hook compared with PyTorch's: the same results, and none of its NaNs."""
 from __future__ import annotations
 
 import time
@@ -16,7 +16,7 @@ from ddp_training import RANK, WORLD, say, check, TASKS, Run, same_on_all_ranks
 
 
 class FakeBucket:
-    """What a hook sees of a bucket; to give the same gradients to two hooks."""
+    """What a hook sees of a bucket, to give two hooks the same gradients."""
 
     def __init__(self, bucket: Any, buffer: torch.Tensor) -> None:
         self._bucket, self._buffer = bucket, buffer
@@ -40,8 +40,8 @@ class FakeBucket:
 
 
 class Exact:
-    """PowerSGD in float64 on the mean of the ranks' gradients, which is all that its result depends on. Says whose rounding
-    error a difference is."""
+    """PowerSGD in float64 on the mean of the ranks' gradients, which is all that its result depends on. Tells
+    whose rounding error a difference is."""
 
     def __init__(self) -> None:
         self.q: Dict[str, torch.Tensor] = {}
@@ -65,7 +65,7 @@ class Exact:
 
 
 class BothHooks:
-    """Gives every bucket to Gradwire, to PyTorch's powerSGD_hook and to Exact, from the same first Q, and compares."""
+    """Gives every bucket to Gradwire, PyTorch's hook and Exact, with the same first Q, and compares."""
 
     def __init__(self, rank: int, start: int) -> None:
         self.ours = Hook(f"powersgd:rank={rank},start={start}")
@@ -97,7 +97,7 @@ class BothHooks:
         names = [self.ours._names.get(id(p), "") for p in bucket.parameters()]
         if self.theirs.iter == self.start and bucket.index() not in self.theirs.p_memory_dict:
             self.give_all_the_same_q(theirs, names)
-        exact = self.exact.step(names, theirs.gradients())  # a copy; also lets the ranks begin together
+        exact = self.exact.step(names, theirs.gradients())  # a copy; this also lets the ranks begin together
         begin = time.perf_counter()
         future = self.ours(bucket)
         ours = future.wait()
@@ -116,7 +116,8 @@ class BothHooks:
 def powersgd_agrees_with_torch() -> None:
     for name in TASKS:
         both = BothHooks(rank=4, start=2)
-        # One bucket: PyTorch's hook issues its collectives in another order on each rank otherwise, and Gloo aborts.
+        # With several buckets PyTorch's hook issues its collectives in a different order on each rank, and
+        # Gloo aborts.
         default, dist._DEFAULT_FIRST_BUCKET_BYTES = dist._DEFAULT_FIRST_BUCKET_BYTES, 1 << 30
         run = Run(TASKS[name], both, lambda state, bucket: state(bucket), lr=0.002, bucket_cap_mb=1024)
         dist._DEFAULT_FIRST_BUCKET_BYTES = default
@@ -124,9 +125,9 @@ def powersgd_agrees_with_torch() -> None:
             run.step(0)  # one batch: see below
         matrices = len(both.exact.q)
         check(matrices > 10, f"{matrices} matrices were compressed")
-        # Where a matrix has fewer than `rank` directions to speak of, as the last layer's gradient over a small batch, M Q
-        # is badly conditioned, and any rounding error grows from step to step, twofold and more. So what is asked for is an
-        # agreement of 1e-4, or the accuracy that PyTorch itself has, where that is less.
+        # Where a matrix has effectively fewer than `rank` directions, as the last layer's gradient over a
+        # small batch has, M Q is badly conditioned, and rounding errors grow by a factor of two and more per
+        # step. So the test requires agreement to 1e-4, or to PyTorch's own accuracy where that is worse.
         for s, (difference, ours, theirs) in enumerate(both.errors):
             check(max(difference, ours) <= max(1e-4, 3 * theirs),
                   f"{name}, step {s}: {difference:.1e} from torch's hook, {ours:.1e} from float64; torch's is at {theirs:.1e}")
@@ -134,7 +135,7 @@ def powersgd_agrees_with_torch() -> None:
         stats = both.ours.stats()
         check(stats["buckets_in_place"] == stats["buckets"] == 1, f"{name}: {stats}")
         both.ours.close()
-        # Shown, never asserted: time depends on who else is on the machine.
+        # Printed, not asserted: times depend on what else the machine runs.
         our_s, their_s = min(both.our_s), min(both.their_s)
         worst = [max(e[k] for e in both.errors) for k in range(3)]
         say(f"powersgd:rank=4 {name}: {matrices} matrices, 20 steps, averaged gradients within {worst[0]:.1e} of torch's "

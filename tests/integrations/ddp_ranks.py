@@ -1,5 +1,5 @@
-"""One rank of the DDP tests; ddp_test.py starts them. Every rank runs every scenario named on the command line, in the
-same order; a failed check ends the rank, and with it the test."""
+"""One rank of the DDP tests; ddp_test.py starts them. Every rank runs the scenarios named on the command line,
+in order; a failed check ends the rank, and with it the test."""
 from __future__ import annotations
 
 import copy
@@ -44,8 +44,8 @@ def fp32_is_ddp_without_a_hook() -> None:
             check(float(difference) <= 1e-6, f"{name} {options}: gradients of step {s} differ by {difference:.1e}")
             worst = max(worst, float((plain.parameters() - hooked.parameters()).abs().max()))
             if WORLD > 2:
-                # Sums of more than two are added in another order here. From the last bits of it, batch normalization
-                # makes another run within three steps; so each step begins from the same parameters.
+                # Sums of more than two terms are added in a different order here, and batch normalization
+                # amplifies their last bits within three steps; so each step begins with the same parameters.
                 hooked.model.load_state_dict(plain.model.state_dict())
         check(worst <= 1e-6, f"{name} {options}: parameters differ by {worst:.1e} after {steps} steps")
         same_on_all_ranks(hooked.parameters(), "the model")
@@ -58,7 +58,8 @@ def fp32_is_ddp_without_a_hook() -> None:
 
 
 def a_checkpoint_continues_bit_for_bit() -> None:
-    # A schedule by name where bits are compared: schedule=auto measures, and may choose another for the second hook.
+    # A named schedule, because bits are compared: schedule=auto measures, and may choose differently for the
+    # second hook.
     for spec, options in (("powersgd:rank=2,schedule=two_shot", {"bucket_cap_mb": 0.25}), ("bf16", {}),
                           ("powersgd:rank=3,wire=bf16,start=3", {})):
         hook = Hook(spec)
@@ -78,7 +79,7 @@ def a_checkpoint_continues_bit_for_bit() -> None:
             if used:
                 other = run
                 other.model.load_state_dict(saved["model"])
-            else:  # DDP begins with other buckets here than where the state comes from
+            else:  # here DDP begins with other buckets than those that the state was saved from
                 other = Run(TASKS["vit"], other_hook, **options)
                 other.model.load_state_dict(saved["model"])
             other.optimizer.load_state_dict(saved["optimizer"])
@@ -87,12 +88,12 @@ def a_checkpoint_continues_bit_for_bit() -> None:
             for s in range(4, 7):
                 other.step(s)
             difference = float((straight - other.parameters()).abs().max())
-            # A new DDP has other buckets in its first step than in its later ones, and with a 16-bit wire it matters to
-            # the last bits which rank sums an element. The same buckets, or an FP32 wire: the same bits.
+            # A new DDP has other buckets in its first step than later, and with a 16-bit wire the last bits
+            # depend on which rank sums an element. Equal buckets, or an FP32 wire, give equal bits.
             limit = 0.0 if used or "bf16" not in spec else 1e-3
             check(difference <= limit, f"{spec}: the resumed run (used hook: {used}) differs by {difference:.1e}")
             check(used or other_hook.state_dict()["steps"] == 7, "steps after resuming")
-        # Wrong ones.
+        # States that do not fit.
         for change, error in (({"version": 3}, ValueError), ({"spec": "fp32"}, ValueError)):
             try:
                 other_hook.load_state_dict({**saved["hook"], **change})
@@ -131,7 +132,7 @@ def the_hook_does_not_block() -> None:
     hook(bucket).wait()
     bucket.buffer().fill_(float(RANK))
     if RANK == 0:
-        future = hook(bucket)  # comes back although nobody else has begun
+        future = hook(bucket)  # returns although no other rank has begun
         check(not future.done(), "the future was done before the others came")
         dist.barrier()
     else:
@@ -192,7 +193,7 @@ def allreduce_without_ddp() -> None:
         check(gradwire.allreduce_(t, "bf16", "sum") is t, "allreduce_ returns its argument")
         check(bool((t == WORLD * (WORLD + 1) / 2).all()), f"{dtype}: {t[0]}")
     group = dist.new_group(list(range(1, WORLD))) if WORLD > 2 else None
-    if group is not None and RANK > 0:  # a part of the ranks, whose rank 0 is another
+    if group is not None and RANK > 0:  # a subset of the ranks, with a different rank 0
         comm = gradwire.torch.communicator(group, timeout_s=60)
         check((comm.rank, comm.world) == (RANK - 1, WORLD - 1), "ranks of the subgroup")
         t = torch.full((3,), float(RANK))
@@ -207,7 +208,7 @@ SCENARIOS = [fp32_is_ddp_without_a_hook, powersgd_agrees_with_torch, a_zero_grad
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(480, exit=True)  # where it hangs, should it hang
+    faulthandler.dump_traceback_later(480, exit=True)  # shows where it hangs, if it does
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for scenario in SCENARIOS:

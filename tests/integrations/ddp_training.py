@@ -35,7 +35,7 @@ class Task(NamedTuple):
 def small_vit() -> nn.Module:
     model = VisionTransformer(image_size=32, patch_size=8, num_layers=4, num_heads=4, hidden_dim=128, mlp_dim=256,
                               num_classes=10)
-    nn.init.normal_(model.heads.head.weight, std=0.1)  # torchvision's is zero, which would hide everything before it
+    nn.init.normal_(model.heads.head.weight, std=0.1)  # torchvision's zeros would hide all earlier layers
     return model
 
 

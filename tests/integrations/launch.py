@@ -1,4 +1,4 @@
-"""Starts the ranks of a test as processes of this machine, waits for all of them, and ends them at a deadline."""
+"""Starts the ranks of a test as processes on this machine, waits for them, and ends them at a deadline."""
 from __future__ import annotations
 
 import os
@@ -18,9 +18,9 @@ def free_port() -> int:
 
 def run_ranks(script: pathlib.Path, world: int, arguments: List[str], timeout_s: float,
               environment: Optional[Dict[str, str]] = None) -> List[int]:
-    """Exit codes by rank; None becomes -9 for those that had to be killed. Output goes to this process's."""
+    """Exit codes by rank, -9 for those that had to be killed. The ranks share this process's output."""
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world),
-              # Ranks share the machine's cores, which nobody else should oversubscribe.
+              # One thread per rank, because the ranks share the machine's cores.
               "OMP_NUM_THREADS": "1", "GRADWIRE_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})}
     ranks = [subprocess.Popen([sys.executable, str(script), *arguments], env={**shared, "RANK": str(rank)})
              for rank in range(world)]

@@ -21,7 +21,7 @@ def losses(log):
 
 def main() -> int:
     gradwire, failed = os.path.abspath(sys.argv[1]), 0
-    # Both streams named: Debian 12's torchrun falls over its own default for them.
+    # Both streams are named, because Debian 12's torchrun crashes on its own default.
     torchrun = ["/usr/bin/python3", "-m", "torch.distributed.run", "--no_python", "--nproc_per_node", "2", "-r", "1", "-t", "1"]
     launchers = {"torchrun": [*torchrun, "--master_port", str(20000 + os.getpid() % 10000)],
                  "torchrun --standalone": [*torchrun, "--standalone"]}
@@ -30,7 +30,7 @@ def main() -> int:
             launchers[name] = [*words, "-n", "2"]
         else:
             print(f"{name}: not installed, not tried")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # or torchrun lectures
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # otherwise torchrun prints a warning
     with tempfile.TemporaryDirectory(prefix="gradwire-launchers-") as folder:
         alone, together = pathlib.Path(folder, "threads.jsonl"), pathlib.Path(folder, "processes.jsonl")
         subprocess.run([gradwire, "train", *FLAGS, "--ranks", "2", "--log", alone], check=True, capture_output=True)

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""The Python package without DDP: importing, arrays, reducers, states, errors, and what `pip install .` leaves behind."""
+"""The Python package without DDP: imports, arrays, reducers, states, errors, and `pip install .`."""
 from __future__ import annotations
 
 import ctypes
@@ -24,7 +24,7 @@ _next_name = iter(range(1 << 30))
 
 
 def run_ranks(world: int, body: Callable[[gradwire.Communicator], Any]) -> List[Any]:
-    """Runs body on every rank, a thread each, and returns what each returned; raises what the first one raised."""
+    """Runs body on every rank, in a thread each. Returns the results; raises the first rank's exception."""
     name, results = f"local://package{next(_next_name)}", [None] * world
     errors: List[BaseException] = []
 
@@ -100,8 +100,7 @@ class Reducers(unittest.TestCase):
         rng = np.random.default_rng(step * 100 + rank)
         return [rng.standard_normal((rows, cols)).astype(np.float32) for _, rows, cols in self.TENSORS]
 
-    # Rank 0's of 2 after two steps of powersgd:rank=1 on "w" (6, 5) and "b" (2), as the library wrote it before
-    # version 2.
+    # Version 1's state of rank 0 of 2 after two steps of powersgd:rank=1 on "w" (6, 5) and "b" (2).
     VERSION_1 = bytes.fromhex(
         "475241445749524501000000827eed453d010000000000000200000000000000020000002f0000007370656320706f776572"
         "7367643a72616e6b3d313b2072616e6b2030206f6620323b206d65616e3b2073656564203006000000000000000500000000"
@@ -163,7 +162,7 @@ class Reducers(unittest.TestCase):
             self.assertIn("tensor 0: 'a' (4 x 4)", text)
             self.assertIn("tensor 0: 'b' (4 x 4)", text)
 
-    def test_a_state_goes_on_bit_for_bit_also_when_taken_apart(self) -> None:
+    def test_a_state_continues_bit_for_bit_also_by_tensor(self) -> None:
         def body(comm: gradwire.Communicator) -> Any:
             straight = gradwire.Reducer(comm, "powersgd:rank=2", self.TENSORS)
             resumed = gradwire.Reducer(comm, "powersgd:rank=2", self.TENSORS)
@@ -203,7 +202,7 @@ class Reducers(unittest.TestCase):
 
 class Package(unittest.TestCase):
     def test_structs_are_those_of_the_header(self) -> None:
-        # The library would refuse a wrong size; this says which struct it is.
+        # The library would refuse a wrong size; this test names the struct.
         program = '#include "gradwire.h"\n#include <stdio.h>\nint main(void){printf("%zu %zu %zu", sizeof(gw_tensor), ' \
                   'sizeof(gw_reducer_options), sizeof(gw_stats)); return 0;}'
         with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
-// The backends an op's tests run on: the host's fast path, CUDA where a device is visible, and, in the
-// executable simt_tests, the same CUDA kernels compiled by g++ and run on the CPU (tests/simt). A test is
-// written once:
+// The backends an op's tests run on: the host's fast path, CUDA where a device is visible, and, in
+// the executable simt_tests, the same CUDA kernels compiled by g++ and run on the CPU (tests/simt).
+// A test is written once:
 //
 //   class Gelu : public gradwire::testing::OpTest {};
 //   TEST_P(Gelu, IsTheReference) { auto x = array<float>(n); ... GW_RUN(gelu, args); x.host() ... }
@@ -16,12 +16,13 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "kernels/op.h"
 #include "runtime/device.h"
+#include "tests/devices.h"
+#include "tests/normal.h"
 
 namespace gradwire::testing {
 
@@ -36,15 +37,14 @@ inline std::vector<Backend> backends() {
   return {{"simt", Device::host(), true}};
 #else
   std::vector<Backend> list;
-  for (Device d : available_devices())
-    list.push_back({d.is_host() ? "host" : "cuda" + std::to_string(d.index), d});
+  for (Device d : available_devices()) list.push_back({device_label(d), d});
   return list;
 #endif
 }
 
-// Memory on the backend's device with guard elements on both sides, all poisoned, so that an element that was
-// not written, or one written outside, shows. `misalign` shifts the start by that many elements off 256-byte
-// alignment.
+// Memory on the backend's device with guard elements on both sides, all poisoned, so that tests find
+// elements that were not written and writes outside. `misalign` shifts the start by that many elements
+// off 256-byte alignment.
 template <typename T>
 class Array {
  public:
@@ -119,13 +119,8 @@ class OpFixture {
   Array<T> array(const std::vector<T>& values, int64_t misalign = 0) {
     return Array<T>(stream, values, misalign);
   }
-  // `count` normal draws from `seed`.
   static std::vector<float> normal(int64_t count, uint32_t seed, float scale = 1.0f) {
-    std::mt19937 generator(seed);
-    std::normal_distribution<float> distribution(0.0f, scale);
-    std::vector<float> values(static_cast<size_t>(count));
-    for (auto& v : values) v = distribution(generator);
-    return values;
+    return testing::normal(count, seed, scale);
   }
 
   Stream stream;

@@ -1,5 +1,7 @@
-// What is special about the BF16 wire format; wire_test.cpp holds it to what all formats promise.
+// What is special about the BF16 wire format; wire_test.cpp tests what all formats promise.
 #include "kernels/wire/bf16.h"
+
+#include <fmt/format.h>
 
 #include "tests/kernels/wire_problem.h"
 
@@ -21,7 +23,7 @@ Bytes bytes_of(const std::vector<uint16_t>& wire) {
   return bytes;
 }
 
-TEST_P(Bf16, WiresMayLieAnywhere) {
+TEST_P(Bf16, WiresMayStartAnywhere) {
   uint32_t seed = 0;
   for (int64_t n : {0, 1, 7, 33, 1025, 4099}) {
     for (Rounding mode : {Rounding::nearest, Rounding::stochastic}) {
@@ -35,7 +37,7 @@ TEST_P(Bf16, WiresMayLieAnywhere) {
         // With the floats shifted alike (a vector loop with a head), or not.
         if (shift == 3) p.misalign = {3, 3, 3};
         if (shift == 5) p.misalign = {1, 2, 3};
-        SCOPED_TRACE("n " + std::to_string(n) + " shift " + std::to_string(shift));
+        SCOPED_TRACE(fmt::format("n {} shift {}", n, shift));
         expect_same_result(kBf16, p, run(kBf16, p), reference_result(kBf16, p));
         p.inputs.clear();
         p.own_position = 0;
@@ -151,7 +153,7 @@ TEST_P(Bf16, PiecesOfAnyLengthJoinToTheWhole) {
 }
 
 TEST_P(Bf16, AddsInTheOrderOfItsInputs) {
-  // 1 vanishes next to 2^30 in FP32, so the place of each term shows: (2^30 - 2^30) + 1, but
+  // 1 vanishes next to 2^30 in FP32, so the order of the terms matters: (2^30 - 2^30) + 1, but
   // (1 + 2^30) - 2^30 = 0.
   const float big = 1073741824.0f;
   auto sum = [&](float first, float second, float own, int own_position) {

@@ -1,4 +1,5 @@
-// Which kernels OpenBLAS runs with. What that means inside somebody's process: tests/integrations/blas_test.py.
+// Which kernels OpenBLAS runs with. tests/integrations/blas_test.py tests it inside
+// another program's process.
 #include "kernels/blas/blas.h"
 
 #include <gtest/gtest.h>
@@ -10,7 +11,7 @@
 namespace gradwire::blas {
 namespace {
 
-TEST(BlasKernels, AChoiceAsGoodAsTheProcessorStands) {
+TEST(BlasKernels, AChoiceThatFitsTheProcessorIsKept) {
   for (const char* chosen : {"Haswell", "Zen", "SkylakeX", "Cooperlake"}) {
     EXPECT_EQ(better_kernels(chosen, Level::avx2), nullptr) << chosen;
   }

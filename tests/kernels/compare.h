@@ -44,7 +44,7 @@ double central_difference(std::vector<float>& x, size_t i, const Loss& loss, flo
   return (above - below) / (high - low);
 }
 
-// Numbers of host threads that a test of "any number of threads" tries; the shim has no use for them.
+// The numbers of host threads to test with; the shim does not use threads.
 inline std::vector<int> thread_counts() {
 #ifdef GRADWIRE_SIMT_TESTS
   return {1};

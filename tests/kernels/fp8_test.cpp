@@ -1,5 +1,5 @@
-// What is special about the block-scaled FP8 wire format: codes as E4M3 defines them, scales, how far a value is
-// from what is sent. wire_test.cpp holds it to what all formats promise.
+// What is special about the block-scaled FP8 wire format: E4M3 codes, scales, and the error of what is sent.
+// wire_test.cpp tests what all formats promise.
 #include "kernels/wire/fp8.h"
 
 #include "tests/kernels/wire_problem.h"
@@ -101,7 +101,7 @@ TEST_P(Fp8Wire, NonFiniteValuesTravelAsNan) {
     EXPECT_TRUE(std::isnan(got.out[130]));
     EXPECT_EQ(got.residual[130], 0.0f);
     for (size_t i = 0; i < p.own.size(); ++i) {
-      if (i / kFp8Block == 1) continue;  // the scale of its block may have been its own
+      if (i / kFp8Block == 1) continue;  // the changed value may have set this block's scale
       ASSERT_EQ(got.out[i], clean.out[i]);
       ASSERT_EQ(got.residual[i], clean.residual[i]);
     }

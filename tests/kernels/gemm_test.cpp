@@ -1,7 +1,10 @@
 #include "kernels/gemm/gemm.h"
 
+#include <fmt/format.h>
+
 #include "kernels/gemm/column_major_gemm.h"
 #include "runtime/thread_pool.h"
+#include "tests/expect.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
 
@@ -28,9 +31,8 @@ struct Operands {
     c = OpTest::normal(batch * args.stride_c, 3);
   }
   std::string name() const {
-    return std::to_string(args.m) + "x" + std::to_string(args.n) + "x" + std::to_string(args.k) +
-           (args.transpose_a ? " A^T" : " A") + (args.transpose_b ? " B^T" : " B") + " batch " +
-           std::to_string(args.batch);
+    return fmt::format("{}x{}x{} A{} B{} batch {}", args.m, args.n, args.k, args.transpose_a ? "^T" : "",
+                       args.transpose_b ? "^T" : "", args.batch);
   }
   std::vector<float> reference() const {
     auto out = c;
@@ -147,15 +149,10 @@ TEST_P(GemmOp, AnyNumberOfThreadsGivesTheSameBits) {
 TEST_P(GemmOp, AnImpossibleLeadingDimensionIsBadInputThatNamesIt) {
   Operands o(4, 5, 6, false, false);
   o.args.ldb = 3;
-  try {
-    run(o);
-    FAIL() << "accepted";
-  } catch (const BadInput& e) {
-    EXPECT_NE(std::string(e.what()).find("ldb is 3"), std::string::npos) << e.what();
-  }
+  expect_error<BadInput>([&] { run(o); }, {"ldb is 3"});
 }
 
-// Products of BF16 numbers are exact in FP32, so the only error beside a sum's is C's own rounding.
+// Products of BF16 numbers are exact in FP32, so the only errors are the sum's and C's own rounding.
 class Bf16Gemm : public OpTest {
  public:
   template <typename Out>

@@ -1,5 +1,5 @@
-// What is special about the int8 wire format: its codes and units, how far a value is from what is sent.
-// wire_test.cpp holds it to what all formats promise.
+// What is special about the int8 wire format: its codes and units, and the error of what is sent.
+// wire_test.cpp tests what all formats promise.
 #include "kernels/wire/int8.h"
 
 #include "tests/kernels/wire_problem.h"

@@ -1,4 +1,4 @@
-// What the host does only for large results: it writes them past the caches (kernels/simd/simd.h). Same bits.
+// Large results, which the host writes past the caches (kernels/simd/simd.h), have the same bits.
 #include <gtest/gtest.h>
 
 #include "kernels/powersgd/powersgd.h"

@@ -1,5 +1,7 @@
 #include "kernels/optimizer/optimizer.h"
 
+#include <fmt/format.h>
+
 #include "runtime/thread_pool.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
@@ -13,7 +15,7 @@ TEST_P(Optimizer, SgdFollowsPyTorchsFormulaOverSeveralSteps) {
   for (int64_t n : awkward_sizes()) {
     for (bool with_momentum : {false, true}) {
       for (int64_t misalign : {0, 1}) {
-        SCOPED_TRACE(std::to_string(n) + (with_momentum ? " with momentum" : ""));
+        SCOPED_TRACE(fmt::format("{}{}", n, with_momentum ? " with momentum" : ""));
         const float momentum = with_momentum ? 0.9f : 0.0f, decay = 0.01f;
         auto start = normal(n, 1);
         std::vector<double> w(start.begin(), start.end()), v(start.size(), 0.0);

@@ -1,6 +1,8 @@
-// Orthonormalization: the columns are orthonormal whatever came in, span what came in as far as it had
-// directions, and a matrix that is not finite is flagged and left alone.
+// Orthonormalization: the columns are always orthonormal and span what the input spanned; a matrix that is
+// not finite is flagged and left alone.
 #include "kernels/powersgd/orthonormalize.h"
+
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
@@ -33,8 +35,8 @@ double orthogonality_error(const Matrix& a, int32_t n, int r) {
   return most;
 }
 
-// How much of each column of `a` lies outside the span of `basis` (orthonormal), relative to the largest
-// column.
+// How much of each column of `a` lies outside the span of `basis` (orthonormal), relative
+// to the largest column.
 double outside_span(const Matrix& a, const Matrix& basis, int32_t n, int r) {
   double most = 0.0, largest = 0.0;
   for (int k = 0; k < r; ++k) {
@@ -98,7 +100,7 @@ class OrthonormalizeTest : public testing::OpTest {
     bool in_place = true, keep_flags = false;
     uint64_t seed = 1, step = 0;
     int64_t gap = 0;
-    std::vector<int32_t> flags = {};  // what they hold before; poison when empty
+    std::vector<int32_t> flags = {};  // their initial values; poison when empty
   };
   struct Result {
     std::vector<Matrix> out;
@@ -188,7 +190,7 @@ TEST_P(OrthonormalizeTest, AgreesWithTheReferenceOnRandomMatrices) {
       auto got = run(kShapes, matrices, o);
       auto want = reference_result(kShapes, matrices, o);
       for (size_t m = 0; m < kShapes.size(); ++m) {
-        SCOPED_TRACE(std::to_string(kShapes[m].n) + " x " + std::to_string(kShapes[m].rank));
+        SCOPED_TRACE(fmt::format("{} x {}", kShapes[m].n, kShapes[m].rank));
         EXPECT_EQ(got.flags[m], 0);
         EXPECT_LT(orthogonality_error(got.out[m], kShapes[m].n, kShapes[m].rank), 2e-7);
         for (size_t i = 0; i < got.out[m].size(); ++i) ASSERT_NEAR(got.out[m][i], want.out[m][i], 1e-6) << i;
@@ -241,7 +243,7 @@ TEST_P(OrthonormalizeTest, DeficientColumnsAreReseeded) {
     auto got = run(shapes, matrices, o);
     auto want = reference_result(shapes, matrices, o);
     for (size_t m = 0; m < matrices.size(); ++m) {
-      SCOPED_TRACE("matrix " + std::to_string(m));
+      SCOPED_TRACE(fmt::format("matrix {}", m));
       EXPECT_EQ(got.flags[m], 0);
       EXPECT_LT(orthogonality_error(got.out[m], s.n, s.rank), 1e-7);
       if (m != 5) {

@@ -1,6 +1,8 @@
-// PowerSGD's passes: products as the double reference's for any shape and rank, residuals that keep what was
-// lost, and non-finite values that reach the result but no state.
+// PowerSGD's passes: products agree with the double reference for any shape and rank, residuals keep what was
+// lost, and non-finite values reach the result but no state.
 #include "kernels/powersgd/powersgd.h"
+
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <cfloat>
@@ -23,8 +25,8 @@ struct Shape {
   int32_t rows, cols, rank;
 };
 
-// Everything the three passes touch, on the backend. Matrices lie `gap` elements apart; gaps must stay as
-// they are.
+// Everything the three passes touch, on the backend. Matrices are `gap` elements apart;
+// the gaps must not change.
 struct Bucket {
   MatrixTable table;
   int64_t elements = 0, p_elements = 0, q_elements = 0;
@@ -137,8 +139,7 @@ struct Case {
   int64_t gap;
 };
 
-// Small enough for the CPU shim, and still on both sides of every block boundary of the kernels.
-// Small enough for the CPU shim, and still on both sides of every block boundary of the kernels.
+// Small enough for the CPU shim, yet on both sides of every block boundary of the kernels.
 std::vector<Case> cases() {
   return {
       {"one element", {{1, 1, 1}}, 0},
@@ -211,7 +212,7 @@ TEST_P(PowerSgd, PassesAgreeWithTheDoubleReference) {
                                        .scale = 0.5f});
 
       for (const auto& d : b.table.host()) {
-        SCOPED_TRACE("matrix of " + std::to_string(d.rows) + " x " + std::to_string(d.cols));
+        SCOPED_TRACE(fmt::format("matrix of {} x {}", d.rows, d.cols));
         int64_t size = int64_t{d.rows} * d.cols, p_size = int64_t{d.rows} * d.rank,
                 q_size = int64_t{d.cols} * d.rank;
         // FP32 sums of n random terms: rounding grows like sqrt(n), and the result is about sqrt(n) as well.
@@ -256,7 +257,7 @@ TEST_P(PowerSgd, ResidualPlusReconstructionIsWhatWentIn) {
 }
 
 TEST_P(PowerSgd, NonFiniteGradientsReachTheResultButNoState) {
-  // Matrix 1 of 3 is hit; the others must not notice.
+  // Matrix 1 of 3 is hit; the others must not change.
   for (float bad : {kNan, kInf, -kInf}) {
     for (auto shapes : {std::vector<Shape>{{40, 48, 4}, {40, 48, 4}, {16, 20, 3}},
                         std::vector<Shape>{{33, 35, 12}, {13, 1035, 12}, {70, 19, 12}}}) {
@@ -276,7 +277,7 @@ TEST_P(PowerSgd, NonFiniteGradientsReachTheResultButNoState) {
       }
       for (size_t i = 0; i < residual.size(); ++i) ASSERT_TRUE(is_finite(residual[i]));
 
-      // orthonormalize() flags the matrix and leaves its P alone; here: any finite P.
+      // orthonormalize() would flag the matrix and leave its P alone; any finite P does here.
       auto basis = normal(b.p_elements, 4, 0.2f);
       std::vector<int32_t> flags = {0, 1, 0};
       auto own_q = back_project(b, grad, &residual, basis, flags);
@@ -308,7 +309,7 @@ TEST_P(PowerSgd, AnotherRanksNanLeavesThisRanksResidualAsItWas) {
 }
 
 TEST_P(PowerSgd, OverflowNeverEntersTheResidual) {
-  // grad + residual overflows: the matrix is as good as not finite; what is stored must be finite.
+  // grad + residual overflows: the matrix counts as not finite, and what is stored must be finite.
   Bucket b = bucket({{32, 40, 4}}, 0);
   auto grad = normal(b.elements, 1), residual = normal(b.elements, 2), q = normal(b.q_elements, 3);
   grad[100] = FLT_MAX, residual[100] = FLT_MAX / 2;
@@ -318,7 +319,7 @@ TEST_P(PowerSgd, OverflowNeverEntersTheResidual) {
   back_project(b, grad, &residual, normal(b.p_elements, 4), {1});
   for (float e : residual) ASSERT_TRUE(is_finite(e));
 
-  // M - P Q^T overflows or is NaN, because P is absurd: 0 is written.
+  // M - P Q^T overflows or is NaN, because P is huge: 0 is written.
   residual = normal(b.elements, 2);
   std::vector<float> absurd(static_cast<size_t>(b.p_elements), 3e38f);
   absurd[5] = -3e38f;
@@ -326,7 +327,7 @@ TEST_P(PowerSgd, OverflowNeverEntersTheResidual) {
   for (float e : residual) ASSERT_TRUE(is_finite(e));
 }
 
-TEST_P(PowerSgd, WhatTheWireLostOfQComesBackThroughP) {
+TEST_P(PowerSgd, WhatTheWireLostOfQIsAddedBackThroughP) {
   uint32_t seed = 70;
   for (auto shapes :
        {std::vector<Shape>{{40, 48, 4}, {21, 1030, 3}}, std::vector<Shape>{{64, 100, 64}, {33, 35, 20}}}) {

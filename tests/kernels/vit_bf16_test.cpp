@@ -1,6 +1,8 @@
 // The ops of vit.h with BF16 operands. Where an op only moves operands, its bits are the reference's. Where
-// it computes, the result is within one rounding of what the FP32 reference makes of the same (widened)
-// operands: arithmetic in less than FP32, or a second rounding, would show.
+// it computes, the result is within one rounding of the FP32 reference's on the same (widened) operands;
+// arithmetic in less than FP32, or a second rounding, would exceed that.
+#include <fmt/format.h>
+
 #include "kernels/vit/vit.h"
 #include "runtime/thread_pool.h"
 #include "tests/kernels/backend.h"
@@ -24,8 +26,8 @@ std::vector<float> draws(int64_t count, uint32_t seed, float scale = 1.0f) {
   return widened(rounded(OpTest::normal(count, seed, scale)));
 }
 
-// A rounding to nearest is off by at most 2^-8 of the value; `slack` is what FP32 arithmetic may add,
-// absolutely.
+// A rounding to nearest is off by at most 2^-8 of the value; `slack` is what FP32
+// arithmetic may add, absolutely.
 void expect_rounded(const std::vector<Bf16>& got, const std::vector<float>& want, const std::string& what,
                     double slack = 4e-6) {
   ASSERT_EQ(got.size(), want.size()) << what;
@@ -45,7 +47,7 @@ struct Shape {
   int64_t rows, width;
   int64_t size() const { return rows * width; }
 };
-// Each way of holding a row in registers, and rows that are not.
+// Each way of holding a row in registers, and rows too long for that.
 const std::vector<Shape> kShapes = {{0, 64},  {1, 1},   {5, 7},   {35, 64},  {6, 72},
                                     {3, 136}, {4, 264}, {3, 520}, {2, 1024}, {2, 1032}};
 
@@ -56,8 +58,7 @@ class VitBf16 : public OpTest {
   void for_shapes(const Check& check) {
     for (const Shape& s : kShapes) {
       for (int64_t misalign : {0, 1}) {
-        SCOPED_TRACE(std::to_string(s.rows) + "x" + std::to_string(s.width) + " misaligned by " +
-                     std::to_string(misalign));
+        SCOPED_TRACE(fmt::format("{}x{} misaligned by {}", s.rows, s.width, misalign));
         check(s, misalign);
       }
     }
@@ -106,7 +107,7 @@ TEST_P(VitBf16, GeluRoundsOnceForwardAndBackward) {
     GW_RUN(bias_gelu_backward, args);
     dy.expect_guards_intact("dy");
     expect_rounded(dy.host(), want, "dy");
-    expect_close(d_bias.host(), want_bias, 3e-6, "d_bias", 6.0);  // of what was not rounded yet
+    expect_close(d_bias.host(), want_bias, 3e-6, "d_bias", 6.0);  // summed before rounding
   });
 }
 
@@ -281,7 +282,7 @@ TEST_P(VitBf16, SoftmaxReadsFp32ScoresAndRoundsOnce) {
   });
 }
 
-TEST_P(VitBf16, HeadsMoveWithTheirBits) {
+TEST_P(VitBf16, HeadsAreMovedBitForBit) {
   struct Heads {
     int64_t batch, tokens, heads, dim;
   };
@@ -344,7 +345,7 @@ TEST_P(VitBf16, HeadsMoveWithTheirBits) {
   }
 }
 
-TEST_P(VitBf16, TokensAndPatchesAreRoundedOnTheirWay) {
+TEST_P(VitBf16, TokensAndPatchesAreRoundedWhenMoved) {
   struct Image {
     int64_t batch;
     int32_t channels, image, patch;
@@ -433,7 +434,7 @@ TEST_P(VitBf16, CrossEntropyRoundsTheGradientsOfFp32Logits) {
   auto d_labels = array(labels);
   auto totals = array(std::vector<double>{0, 0});
   auto d = array<Bf16>(rows * classes);
-  // Without the row whose label is none: its NaN reaches the total.
+  // Without the row that has an invalid label: its NaN reaches the total.
   CrossEntropy<Bf16> args{.logits = x.data(),
                           .labels = d_labels.data() + 5,
                           .d_logits = d.data(),

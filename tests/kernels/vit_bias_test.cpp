@@ -1,4 +1,6 @@
 // bias_residual and column_sum, its gradient.
+#include <fmt/format.h>
+
 #include "kernels/vit/bias.h"
 #include "runtime/thread_pool.h"
 #include "tests/kernels/backend.h"
@@ -10,7 +12,7 @@ namespace {
 struct Shape {
   int64_t rows, width;
   int64_t size() const { return rows * width; }
-  std::string name() const { return std::to_string(rows) + "x" + std::to_string(width); }
+  std::string name() const { return fmt::format("{}x{}", rows, width); }
 };
 const std::vector<Shape> kShapes = {{0, 64},    {1, 1},    {5, 7},    {16, 31},   {17, 32},  {33, 33},
                                     {130, 127}, {64, 128}, {9, 129},  {1030, 10}, {2, 1023}, {3, 1024},
@@ -42,8 +44,8 @@ TEST_P(VitBias, ResidualAddsAllThreeInPlaceOfAnyOfThem) {
          residual_values = normal(s.size(), 3);
     for (Alias alias : {none, residual_is_x, y_is_x, no_residual, no_residual_y_is_x}) {
       for (int64_t misalign : {0, 1}) {
-        SCOPED_TRACE(s.name() + " aliasing case " + std::to_string(alias) + " misaligned by " +
-                     std::to_string(misalign));
+        SCOPED_TRACE(
+            fmt::format("{} aliasing case {} misaligned by {}", s.name(), static_cast<int>(alias), misalign));
         bool plain = alias == no_residual || alias == no_residual_y_is_x;
         std::vector<float> want(y_values.size());
         reference::bias_residual({.y = y_values.data(),
@@ -86,7 +88,7 @@ TEST_P(VitBias, ColumnSumMatchesTheDoubleReference) {
 }
 
 TEST_P(VitBias, ColumnSumLosesNoRow) {
-  // Small integers add exactly, so one row too many or too few would show.
+  // Small integers add exactly, so one row too many or too few changes the sum.
   for (int64_t rows : {1, 15, 16, 17, 31, 33, 255, 256, 257, 4095, 4097, 8193}) {
     Shape s{rows, 5};
     std::vector<float> x(static_cast<size_t>(s.size())), want(5, 0.0f);
@@ -95,7 +97,7 @@ TEST_P(VitBias, ColumnSumLosesNoRow) {
       want[i % 5] += x[i];
     }
     expect_same_bits(sum_columns(x, std::vector<float>(5, -1.0f), s, false), want,
-                     std::to_string(rows) + " rows");
+                     fmt::format("{} rows", rows));
   }
 }
 

@@ -1,3 +1,5 @@
+#include <fmt/format.h>
+
 #include "kernels/vit/cross_entropy.h"
 #include "runtime/thread_pool.h"
 #include "tests/kernels/backend.h"
@@ -77,8 +79,7 @@ TEST_P(VitCrossEntropy, MatchesTheDoubleReference) {
     float scale = 1.0f / static_cast<float>(std::max<int64_t>(1, rows));
     auto want = reference_run(logits, labels, classes, scale, {2.5, 3.0});
     for (auto gradient : {separate, in_place, none}) {
-      SCOPED_TRACE(std::to_string(rows) + "x" + std::to_string(classes) + " gradient " +
-                   std::to_string(gradient));
+      SCOPED_TRACE(fmt::format("{}x{} gradient {}", rows, classes, static_cast<int>(gradient)));
       auto got = run(logits, labels, classes, scale, gradient, {2.5, 3.0}, gradient == in_place ? 1 : 0);
       EXPECT_NEAR(got.totals[0], want.totals[0], 1e-6 * (1.0 + want.totals[0]));
       EXPECT_EQ(got.totals[1], want.totals[1]);
@@ -102,7 +103,7 @@ TEST_P(VitCrossEntropy, HugeLogitsGiveFiniteLosses) {
   std::vector<float> logits = {3e37f, -3e37f, 0.0f, -1e30f, 1e30f, 0.0f, 1e38f, 1e38f, 1e38f};
   auto got = run(logits, {0, 0, 2}, 3, 1.0f);
   EXPECT_NEAR(got.totals[0] / 2e30, 1.0, 1e-6);
-  EXPECT_EQ(got.totals[1], 1.0);  // on the tie the first class wins, and the label is the last
+  EXPECT_EQ(got.totals[1], 1.0);  // the first class wins a tie, and the label is the last
   std::vector<float> want = {0, 0, 0, -1, 1, 0, 1 / 3.0f, 1 / 3.0f, -2 / 3.0f};
   expect_close(got.d_logits, want, 1e-6, "d_logits");
 }

@@ -1,3 +1,5 @@
+#include <fmt/format.h>
+
 #include "kernels/math/gelu.h"
 #include "kernels/vit/gelu.h"
 #include "runtime/thread_pool.h"
@@ -10,7 +12,7 @@ namespace {
 struct Shape {
   int64_t rows, width;
   int64_t size() const { return rows * width; }
-  std::string name() const { return std::to_string(rows) + "x" + std::to_string(width); }
+  std::string name() const { return fmt::format("{}x{}", rows, width); }
 };
 
 const std::vector<Shape> kShapes = {{0, 128},  {1, 1},    {5, 7},    {9, 31},   {64, 32},
@@ -81,7 +83,7 @@ TEST_P(VitGelu, ForwardMatchesTheDoubleReferenceAndKeepsThePreActivation) {
     reference::bias_gelu(
         {.x = pre.data(), .bias = bias.data(), .y = y.data(), .rows = shape.rows, .width = shape.width});
     for (int64_t misalign : {0, 1}) {
-      SCOPED_TRACE(shape.name() + " misaligned by " + std::to_string(misalign));
+      SCOPED_TRACE(fmt::format("{} misaligned by {}", shape.name(), misalign));
       auto got = forward(x, bias, shape, misalign);
       expect_same_bits(got[0], pre, "pre");
       expect_close(got[1], y, 5e-7, "y", 0.0);  // relative, however small the value

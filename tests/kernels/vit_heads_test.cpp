@@ -1,3 +1,5 @@
+#include <fmt/format.h>
+
 #include "kernels/vit/heads.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
@@ -8,10 +10,7 @@ namespace {
 struct Shape {
   int64_t batch, tokens, heads, dim;
   int64_t size() const { return batch * tokens * heads * dim; }
-  std::string name() const {
-    return std::to_string(batch) + "x" + std::to_string(tokens) + "x" + std::to_string(heads) + "x" +
-           std::to_string(dim);
-  }
+  std::string name() const { return fmt::format("{}x{}x{}x{}", batch, tokens, heads, dim); }
 };
 const std::vector<Shape> kShapes = {{0, 17, 4, 16}, {1, 1, 1, 1},  {3, 17, 4, 16}, {2, 5, 3, 7},
                                     {2, 50, 2, 64}, {1, 9, 5, 33}, {7, 3, 2, 4},   {2, 13, 1, 129}};
@@ -23,8 +22,7 @@ TEST_P(VitHeads, SplitMatchesTheReferenceWithAndWithoutBias) {
     auto qkv = normal(3 * s.size(), 1), bias = normal(3 * s.heads * s.dim, 2);
     for (bool with_bias : {false, true}) {
       for (int64_t misalign : {0, 1}) {
-        SCOPED_TRACE(s.name() + (with_bias ? " with bias" : "") + " misaligned by " +
-                     std::to_string(misalign));
+        SCOPED_TRACE(fmt::format("{}{} misaligned by {}", s.name(), with_bias ? " with bias" : "", misalign));
         std::vector<float> want[3];
         for (auto& w : want) w.resize(static_cast<size_t>(s.size()));
         SplitHeads args{.qkv = qkv.data(),
@@ -59,7 +57,7 @@ TEST_P(VitHeads, SplitMatchesTheReferenceWithAndWithoutBias) {
 TEST_P(VitHeads, SplitBackwardUndoesSplit) {
   for (const Shape& s : kShapes) {
     for (int64_t misalign : {0, 1}) {
-      SCOPED_TRACE(s.name() + " misaligned by " + std::to_string(misalign));
+      SCOPED_TRACE(fmt::format("{} misaligned by {}", s.name(), misalign));
       auto values = normal(3 * s.size(), 3);
       std::vector<float> parts[3];
       for (auto& p : parts) p.resize(static_cast<size_t>(s.size()));
@@ -101,7 +99,7 @@ TEST_P(VitHeads, SplitBackwardUndoesSplit) {
 TEST_P(VitHeads, MergeMatchesTheReferenceAndItsInverseUndoesIt) {
   for (const Shape& s : kShapes) {
     for (int64_t misalign : {0, 1}) {
-      SCOPED_TRACE(s.name() + " misaligned by " + std::to_string(misalign));
+      SCOPED_TRACE(fmt::format("{} misaligned by {}", s.name(), misalign));
       auto values = normal(s.size(), 4);
       std::vector<float> want(values.size());
       MergeHeads args{.in = values.data(),

@@ -1,3 +1,5 @@
+#include <fmt/format.h>
+
 #include "kernels/vit/layer_norm.h"
 #include "runtime/thread_pool.h"
 #include "tests/kernels/backend.h"
@@ -12,9 +14,7 @@ struct Shape {
     return rows == 0 ? 0 : static_cast<size_t>((rows - 1) * (stride != 0 ? stride : width) + width);
   }
   size_t y_size() const { return static_cast<size_t>(rows * width); }
-  std::string name() const {
-    return std::to_string(rows) + "x" + std::to_string(width) + " stride " + std::to_string(stride);
-  }
+  std::string name() const { return fmt::format("{}x{} stride {}", rows, width, stride); }
 };
 
 const std::vector<Shape> kShapes = {{0, 64},
@@ -149,7 +149,7 @@ TEST_P(VitLayerNorm, ForwardMatchesTheDoubleReference) {
     Inputs in(shape);
     auto want = in.forward();
     for (int64_t misalign : {0, 1}) {
-      SCOPED_TRACE(shape.name() + " misaligned by " + std::to_string(misalign));
+      SCOPED_TRACE(fmt::format("{} misaligned by {}", shape.name(), misalign));
       auto got = forward(in, misalign);
       expect_close(got[0], want, 3e-6, "y");
       expect_close(got[1], in.mean, 1e-6, "mean");
@@ -172,8 +172,8 @@ TEST_P(VitLayerNorm, AJoiningBranchGivesTheBitsOfAddingItFirst) {
     for (int64_t misalign : {0, 1}) {
       auto want = forward(joined, misalign);
       for (bool in_place : {false, true}) {
-        SCOPED_TRACE(shape.name() + " misaligned by " + std::to_string(misalign) +
-                     (in_place ? ", in place" : ""));
+        SCOPED_TRACE(
+            fmt::format("{} misaligned by {}{}", shape.name(), misalign, in_place ? ", in place" : ""));
         auto x = array(in.x, misalign), gamma = array(in.gamma, misalign), beta = array(in.beta, misalign);
         auto y = array<float>(count, misalign), other = array<float>(count, misalign);
         auto mean = array<float>(shape.rows), rstd = array<float>(shape.rows);
@@ -225,7 +225,7 @@ TEST_P(VitLayerNorm, BackwardMatchesTheDoubleReferenceWithEveryAccumulateFlag) {
   for (const Shape& shape : kShapes) {
     Inputs in(shape);
     for (int flags = 0; flags < 4; ++flags) {
-      SCOPED_TRACE(shape.name() + " flags " + std::to_string(flags));
+      SCOPED_TRACE(fmt::format("{} flags {}", shape.name(), flags));
       bool accumulate_dx = (flags & 1) != 0, accumulate = (flags & 2) != 0;
       auto want = reference_backward(in, accumulate_dx, accumulate);
       auto got = backward(in, accumulate_dx, accumulate, flags % 2);

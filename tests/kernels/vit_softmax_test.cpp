@@ -1,3 +1,5 @@
+#include <fmt/format.h>
+
 #include "kernels/math/exp.h"
 #include "kernels/vit/softmax.h"
 #include "runtime/thread_pool.h"
@@ -11,9 +13,7 @@ struct Shape {
   int64_t rows, width, ld;
   float scale = 1.0f;
   int64_t size() const { return rows * ld; }
-  std::string name() const {
-    return std::to_string(rows) + "x" + std::to_string(width) + " ld " + std::to_string(ld);
-  }
+  std::string name() const { return fmt::format("{}x{} ld {}", rows, width, ld); }
 };
 
 const std::vector<Shape> kShapes = {{0, 17, 24},     {1, 1, 1},       {5, 1, 4},           {7, 7, 8, 0.5f},
@@ -52,9 +52,9 @@ class VitSoftmax : public OpTest {
 TEST_P(VitSoftmax, ForwardMatchesTheDoubleReferenceAndZeroesThePadding) {
   for (const Shape& shape : kShapes) {
     for (int64_t misalign : {0, 1}) {
-      SCOPED_TRACE(shape.name() + " misaligned by " + std::to_string(misalign));
+      SCOPED_TRACE(fmt::format("{} misaligned by {}", shape.name(), misalign));
       auto x = normal(shape.size(), 3, 4.0f);
-      // What lies in the padding must not matter.
+      // The padding's old contents must not matter.
       for (int64_t i = 0; i < shape.size(); ++i) {
         if (i % shape.ld >= shape.width) x[static_cast<size_t>(i)] = std::numeric_limits<float>::quiet_NaN();
       }
@@ -98,7 +98,7 @@ TEST_P(VitSoftmax, ANanStaysInItsRow) {
 TEST_P(VitSoftmax, BackwardMatchesTheDoubleReferenceAndZeroesThePadding) {
   for (const Shape& shape : kShapes) {
     for (int64_t misalign : {0, 1}) {
-      SCOPED_TRACE(shape.name() + " misaligned by " + std::to_string(misalign));
+      SCOPED_TRACE(fmt::format("{} misaligned by {}", shape.name(), misalign));
       auto y = reference_softmax(normal(shape.size(), 3, 2.0f), shape), dy = normal(shape.size(), 4);
       for (int64_t i = 0; i < shape.size(); ++i) {
         if (i % shape.ld >= shape.width) dy[static_cast<size_t>(i)] = std::numeric_limits<float>::quiet_NaN();

@@ -1,3 +1,5 @@
+#include <fmt/format.h>
+
 #include "kernels/vit/tokens.h"
 #include "runtime/thread_pool.h"
 #include "tests/kernels/backend.h"
@@ -16,7 +18,7 @@ TEST_P(VitTokens, PatchifyMovesEveryPixelToItsPlace) {
   for (Shape s :
        {Shape{0, 1, 28, 7}, Shape{3, 1, 28, 7}, Shape{2, 3, 32, 4}, Shape{2, 3, 8, 8}, Shape{1, 3, 64, 32},
         Shape{2, 2, 17, 5}, Shape{1, 1, 3, 4}, Shape{1, 1, 1, 1}, Shape{5, 3, 9, 1}}) {
-    SCOPED_TRACE("image " + std::to_string(s.image) + " patch " + std::to_string(s.patch));
+    SCOPED_TRACE(fmt::format("image {} patch {}", s.image, s.patch));
     int64_t grid = s.image / s.patch, pixels = s.batch * s.channels * s.image * s.image;
     int64_t count = s.batch * grid * grid * s.channels * s.patch * s.patch;
     std::vector<float> values(static_cast<size_t>(pixels)), want(static_cast<size_t>(count));
@@ -66,9 +68,7 @@ struct Shape {
   int64_t batch, tokens, width;
   int64_t size() const { return batch * tokens * width; }
   int64_t patches() const { return batch * std::max<int64_t>(0, tokens - 1) * width; }
-  std::string name() const {
-    return std::to_string(batch) + "x" + std::to_string(tokens) + "x" + std::to_string(width);
-  }
+  std::string name() const { return fmt::format("{}x{}x{}", batch, tokens, width); }
 };
 const std::vector<Shape> kShapes = {{0, 17, 64}, {1, 1, 1},   {1, 2, 7},    {3, 1, 33},   {5, 17, 64},
                                     {2, 50, 31}, {33, 5, 65}, {2, 5, 1024}, {3, 4, 1023}, {2, 197, 48}};
@@ -87,7 +87,7 @@ TEST_P(VitTokens, AssembleAddsClassTokenBiasAndPositions) {
                                 .tokens = s.tokens,
                                 .width = s.width});
     for (int64_t misalign : {0, 1}) {
-      SCOPED_TRACE(s.name() + " misaligned by " + std::to_string(misalign));
+      SCOPED_TRACE(fmt::format("{} misaligned by {}", s.name(), misalign));
       auto d_projected = array(projected, misalign), d_bias = array(bias, misalign),
            d_class_token = array(class_token, misalign), d_position = array(position, misalign);
       auto x = array<float>(s.size(), misalign);

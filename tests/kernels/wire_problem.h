@@ -1,4 +1,4 @@
-// One call of a wire format's ops as data, to be run on a backend and by the reference.
+// One call of a wire format's op as data, run on a backend and by the reference.
 #pragma once
 
 #include <array>
@@ -32,7 +32,7 @@ struct WireProblem {
 };
 
 struct WireResult {
-  Bytes wire;  // bytes that nobody wrote are 0xcd
+  Bytes wire;  // unwritten bytes are 0xcd
   std::vector<float> residual, out;
 };
 
@@ -148,7 +148,7 @@ inline void expect_same_floats(const std::vector<float>& got, const std::vector<
   }
 }
 
-// The wires byte by byte; where a NaN travels, as what they decode to.
+// The wires must agree byte by byte; where there is a NaN, what they decode to.
 inline void expect_same_result(Wire format, const WireProblem& p, const WireResult& got,
                                const WireResult& want) {
   const auto count = static_cast<int64_t>(p.own.size());

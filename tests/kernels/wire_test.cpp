@@ -1,4 +1,6 @@
 // What every wire format promises (kernels/wire/format.h), for each entry of the table that rounds.
+#include <fmt/format.h>
+
 #include <set>
 
 #include "runtime/thread_pool.h"
@@ -89,7 +91,7 @@ TEST_P(WireFormatTest, HasTheReferencesBitsForAnySizeAlignmentAndOrder) {
         // Aligned, all shifted alike (a vector loop with a head), and each shifted its own way.
         if (variant == 1 || variant == 6) p.misalign = {3, 3, 3};
         if (variant == 4) p.misalign = {1, 2, 0};
-        SCOPED_TRACE("n " + std::to_string(n) + " variant " + std::to_string(variant));
+        SCOPED_TRACE(fmt::format("n {} variant {}", n, variant));
         expect_same_result(format, p, run(p), reference_result(format, p));
         if (HasFatalFailure()) return;
         if (n > 40 && variant >= 4) {
@@ -127,14 +129,15 @@ TEST_P(WireFormatTest, DecodeHasTheReferencesBits) {
         if (n > 40) values[33] = kNan, values[34] = kInf, values[35] = -0.0f;
         const Bytes wire = reference_encoded(format, values);
         expect_same_floats(decoded(format, wire, n, scale, misalign),
-                           reference_decoded(format, wire, n, scale), "n " + std::to_string(n));
+                           reference_decoded(format, wire, n, scale), fmt::format("n {}", n));
         if (HasFatalFailure()) return;
       }
     }
   }
 }
 
-// Without a wire, S itself shows: the order of additions, with terms that swallow each other.
+// Without a wire the result is S itself, here with terms that swallow each other, so
+// that their order matters.
 TEST_P(WireFormatTest, WithoutAWireTheSumIsTheResultAndTheResidualIsSpent) {
   for (int64_t n : {0, 1, 7, 128, 1025, 70001}) {
     for (int num_inputs : {0, 1, 2, 7}) {
@@ -160,8 +163,7 @@ TEST_P(WireFormatTest, WithoutAWireTheSumIsTheResultAndTheResidualIsSpent) {
             for (size_t i = 0; i < want.size(); ++i) want[i] += terms[k][i];
           }
           for (float& x : want) x *= 0.3f;
-          SCOPED_TRACE("n " + std::to_string(n) + " inputs " + std::to_string(num_inputs) + " own at " +
-                       std::to_string(own));
+          SCOPED_TRACE(fmt::format("n {} inputs {} own at {}", n, num_inputs, own));
           const WireResult got = run(p);
           expect_same_floats(got.out, want, "out");
           expect_same_floats(got.residual, std::vector<float>(p.residual.size()), "residual");
@@ -199,7 +201,7 @@ TEST_P(WireFormatTest, WirePlusResidualIsTheSum) {
   }
 }
 
-TEST_P(WireFormatTest, NonFiniteValuesTravelAreNotKeptAndDisturbNobody) {
+TEST_P(WireFormatTest, NonFiniteValuesAreSentNotKeptAndLeaveOthersAlone) {
   const int64_t block = format->granularity, n = 3 * block + 7;
   const auto bad = static_cast<size_t>(block + 2);
   for (Rounding mode : roundings()) {
@@ -246,7 +248,7 @@ TEST_P(WireFormatTest, ZerosAndExtremesSurvive) {
   }
 }
 
-TEST_P(WireFormatTest, CuttingACallInPiecesChangesNothing) {
+TEST_P(WireFormatTest, CuttingACallIntoPiecesChangesNothing) {
   const int64_t count = 8 * format->granularity + 5;
   for (Rounding mode : roundings()) {
     const WireProblem whole{.own = normal(count, 7),

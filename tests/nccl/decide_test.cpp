@@ -1,4 +1,4 @@
-// What the interposer makes of its settings, and which calls it takes.
+// How the interposer reads its settings, and which calls it takes over.
 #include "integrations/nccl/decide.h"
 
 #include <gtest/gtest.h>

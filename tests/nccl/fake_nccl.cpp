@@ -1,4 +1,4 @@
-// In NCCL's place: prints each call that reaches it.
+// Stands in for NCCL: prints each call that reaches it.
 #include <nccl.h>
 
 #include <cstdio>

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""The interposer between a program and a library in NCCL's place: what is let through is the same, call by call, and
-what it says it would do is what was asked for. Without a GPU nothing is compressed."""
+"""The interposer between a program and a stand-in for NCCL: every call is passed on unchanged, and the log
+says what the settings would compress. Without a GPU nothing is compressed."""
 import os
 import subprocess
 import sys

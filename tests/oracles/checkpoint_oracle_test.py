@@ -1,6 +1,6 @@
 #!/usr/bin/python3
-"""torchvision's weights go into `gradwire train --init`, and a checkpoint's into torchvision: both the same file format,
-the same names and shapes, and no bit changes on the way.
+"""torchvision's weights go into `gradwire train --init`, and a checkpoint's into torchvision: file format, names
+and shapes agree, and no bit changes on the way.
 
 usage: checkpoint_oracle_test.py PATH_TO_gradwire
 """
@@ -21,7 +21,7 @@ except ImportError as error:
 
 
 def read(path: pathlib.Path) -> dict:
-    """The whole safetensors format, as far as float32 goes."""
+    """The whole safetensors format, for float32 only."""
     blob = path.read_bytes()
     length, = struct.unpack("<Q", blob[:8])
     header, data = json.loads(blob[8:8 + length]), memoryview(blob)[8 + length:]
@@ -49,7 +49,7 @@ def main() -> None:
     gradwire = pathlib.Path(sys.argv[1]).resolve()
     torch.manual_seed(2)
     source = torchvision.models.vit_b_32()
-    with torch.no_grad():  # the head begins as zeros, which are equal however they are laid out
+    with torch.no_grad():  # the head begins as zeros, which would hide a wrong layout
         source.heads.head.weight.normal_(0, 0.1)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)

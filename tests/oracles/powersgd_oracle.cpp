@@ -1,9 +1,12 @@
-// powersgd_oracle [--device host|cuda:N] INPUT OUTPUT: our PowerSGD on gradients that powersgd_oracle_test.py chose, for
-// comparison with PyTorch's hook. Ranks are threads. Both files hold little-endian values, no padding:
-//   INPUT   int64: world, steps, rank, start, tensors; per tensor: dimensions, extents; then float32 gradients by
-//           [step][rank][tensor]
-//   OUTPUT  per tensor int64 elements of its first Q (0: left dense) and that Q as float32; then float32 averaged
-//           gradients by [step][tensor], as rank 0 holds them
+// powersgd_oracle [--device host|cuda:N] INPUT OUTPUT: our PowerSGD on gradients that powersgd_oracle_test.py
+// chose, for comparison with PyTorch's hook. Ranks are threads. Both files hold little-endian values, without
+// padding:
+//   INPUT   int64: world, steps, rank, start, tensors; per tensor: dimensions, extents; then float32
+//           gradients by [step][rank][tensor]
+//   OUTPUT  per tensor int64 elements of its first Q (0: left dense) and that Q as float32; then float32
+//           averaged gradients by [step][tensor], as rank 0 holds them
+#include <fmt/format.h>
+
 #include <cstdio>
 #include <thread>
 #include <vector>
@@ -29,7 +32,7 @@ struct Problem {
     start = in.read<int64_t>();
     tensors.resize(static_cast<size_t>(in.read<int64_t>()));
     for (size_t i = 0; i < tensors.size(); ++i) {
-      tensors[i].name = "t" + std::to_string(i);
+      tensors[i].name = fmt::format("t{}", i);
       tensors[i].shape.resize(static_cast<size_t>(in.read<int64_t>()));
       in.read(tensors[i].shape.data(), static_cast<int64_t>(tensors[i].shape.size()));
       counts.push_back(tensors[i].count());
@@ -42,8 +45,8 @@ struct Problem {
 
 void run_rank(const Problem& problem, Communicator& comm, const std::string& output) {
   Stream stream = Stream::create(comm.device(), "compute");
-  CompressionSpec spec = CompressionSpec::parse("powersgd:rank=" + std::to_string(problem.rank) +
-                                                ",start=" + std::to_string(problem.start));
+  CompressionSpec spec =
+      CompressionSpec::parse(fmt::format("powersgd:rank={},start={}", problem.rank, problem.start));
   Reducer reducer(comm, spec, problem.tensors, {.bucket_bytes = int64_t{1} << 40});
   std::vector<std::vector<float>> averaged;
   oracle::Writer out(comm.rank() == 0 ? output : "/dev/null");

@@ -2,9 +2,9 @@
 """Our PowerSGD against PyTorch's hook: 20 steps of random gradients on 2 and 4 ranks, from the same first Q.
 
 The two keep different residuals (ours what this rank's projection lost, PyTorch's the distance to the global
-approximation), but both have the same mean over ranks, and only the mean enters P, Q and the result. So the averaged
-gradients must agree. PyTorch runs as it does in training: DDP on gloo processes, its own bucket, its own hook. It
-refuses to start before step 2, so both send the first two steps uncompressed.
+approximation), but their means over the ranks are equal, and only the mean enters P, Q and the result. So the
+averaged gradients must agree. PyTorch runs as in training: DDP on gloo processes, with its own bucket and hook.
+It refuses to start before step 2, so both send the first two steps uncompressed.
 
 Usage: powersgd_oracle_test.py POWERSGD_ORACLE_BINARY
 """
@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as psgd
 
-# In the order in which DDP's bucket holds them: vectors and small matrices stay dense, a 4-D tensor is a matrix.
+# In the order of DDP's bucket. Vectors and small matrices stay dense, a 4-D tensor counts as a matrix.
 SHAPES = [(10,), (64, 48), (7, 5), (33, 129), (16, 3, 7, 7), (64, 48), (200, 20), (3,)]
 STEPS, START, TOLERANCE = 20, 2, 1e-4
 
@@ -67,7 +67,7 @@ def run_ours(binary: str, folder: pathlib.Path, world: int, rank: int, values: l
 
 
 def run_exact(world: int, values: list, qs: list) -> list:
-    """The same in float64, on the mean over ranks, which is all that the result depends on. Says whose error it is."""
+    """The same in float64, on the mean over ranks (all that the result depends on). Tells whose error it is."""
     state = [(q.astype(numpy.float64).reshape(int(numpy.prod(s[1:])), -1) if q.size else None)
              for s, q in zip(SHAPES, qs)]
     error = [numpy.zeros(s) for s in SHAPES]
@@ -91,7 +91,7 @@ def run_torch_rank(rank: int, world: int, store: str, approximation_rank: int, v
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world,
                             timeout=datetime.timedelta(seconds=60))
-    dist._DEFAULT_FIRST_BUCKET_BYTES = 1 << 30  # one bucket: with several, chained callbacks of the hook abort in gloo
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1 << 30  # with several buckets the hook's callbacks abort in gloo
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -100,7 +100,8 @@ def run_torch_rank(rank: int, world: int, store: str, approximation_rank: int, v
             self.weights = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(s)) for s in reversed(SHAPES)])
 
         def forward(self, wanted):
-            return sum((w * g).sum() for w, g in zip(self.weights, wanted))  # whose gradient by w is g
+            # The gradient of this with respect to w is g.
+            return sum((w * g).sum() for w, g in zip(self.weights, wanted))
 
     model = torch.nn.parallel.DistributedDataParallel(Model(), bucket_cap_mb=1024)
     state = psgd.PowerSGDState(None, matrix_approximation_rank=approximation_rank, start_powerSGD_iter=START,

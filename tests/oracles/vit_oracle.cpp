@@ -2,11 +2,10 @@
 // and labels that vit_oracle_test.py chose, for comparison with torchvision's. Both files hold little-endian
 // values, no padding:
 //   INPUT   int64 x 9: image, channels, patch, width, depth, heads, mlp, classes, batch; every parameter as
-//   float32 in
-//           torchvision's shape, in the order of `vit_oracle --names` for the same sizes; images float32
-//           (batch, channels, image, image); labels int32 (batch)
+//           float32 in torchvision's shape, in the order of `vit_oracle --names` for the same sizes; images
+//           float32 (batch, channels, image, image); labels int32 (batch)
 //   OUTPUT  mean loss float64; logits float32 (batch, classes); every parameter's gradient float32, in that
-//   order
+//           order
 // vit_oracle --names SIZES...: the parameter names, one a line, for the first eight of the numbers above.
 #include <cstdint>
 #include <cstdio>

@@ -1,8 +1,8 @@
 #!/usr/bin/python3
-"""Holds our ViT to torchvision's: same weights, same images, then logits, loss and every parameter's gradient.
+"""Compares our ViT with torchvision's: logits, loss and all gradients for the same weights and images.
 
-torchvision computes in double precision, so that what differs is our rounding alone. The error of a tensor is the norm
-of the difference over the norm of torchvision's tensor; the limit is 1e-4, for logits and for each gradient.
+torchvision computes in double precision, so that all differences are our rounding errors. A tensor's error is
+the norm of the difference over the norm of torchvision's tensor; the limit is 1e-4, for logits and each gradient.
 
 usage: vit_oracle_test.py PATH_TO_vit_oracle [--device host|cuda:N]
 """
@@ -23,7 +23,7 @@ except ImportError as error:
 
 LIMIT = 1e-4
 
-# Each odd in its own way. 17 and 50 tokens are not multiples of 8; head dimensions 8, 4 and 64.
+# Odd shapes: 17 and 50 tokens are not multiples of 8; the head dimensions are 8, 4 and 64.
 CASES = {
     "small, 17 tokens, 3 channels": dict(image=16, channels=3, patch=4, width=24, depth=2, heads=3, mlp=40, classes=7, batch=3),
     "small, 10 tokens, 1 channel": dict(image=15, channels=1, patch=5, width=20, depth=3, heads=5, mlp=36, classes=10, batch=5),
@@ -37,14 +37,14 @@ def build(case: dict) -> torch.nn.Module:
                               num_classes=case["classes"])
     if case["channels"] != 3:
         model.conv_proj = torch.nn.Conv2d(case["channels"], case["width"], case["patch"], case["patch"])
-    # torchvision's initial head and biases are zero, which would hide every error in front of them.
+    # torchvision's initial head and biases are zero, which would hide all errors before them.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.startswith("heads.") or name == "class_token" or name.endswith("bias"):
                 parameter.normal_(0, 0.1)
             elif ".ln" in name:
                 parameter.normal_(1, 0.2)
-            # Through float32, which is what our side is given.
+            # Rounded to float32, as our side gets them.
             parameter.copy_(parameter.float())
     return model.double()
 

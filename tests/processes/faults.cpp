@@ -28,7 +28,7 @@ Sendmsg real_sendmsg() {
 
 std::atomic<bool> corrupt{false}, corrupt_frame{false}, reset{false};
 
-// Bytes on their way. Leaked with its thread: it has to outlive whatever still writes.
+// Delayed bytes. Leaked together with its thread, because it must outlive every writer.
 class DelayLine {
  public:
   void start(std::chrono::milliseconds delay) {
@@ -91,7 +91,7 @@ DelayLine& delay_line() {
   return *line;
 }
 
-// The frame goes first, in a part of its own; a header of ours begins with "grdwire".
+// The frame is the first part; Gradwire's headers begin with "grdwire".
 bool is_header(const iovec* parts, int count) {
   return count >= 2 && parts[1].iov_len >= 8 && std::memcmp(parts[1].iov_base, "grdwire", 7) == 0;
 }

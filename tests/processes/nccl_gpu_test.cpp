@@ -1,7 +1,8 @@
-// NCCL itself, with several ranks on one GPU. NVIDIA does not support that: each rank claims to be another
-// host, so that NCCL goes over sockets of the loopback, and every test has a hard limit (tests/processes).
-// Without a GPU they are skipped; tests/collectives/nccl_test.cpp has what can be tested then.
+// NCCL itself, with several ranks on one GPU. NVIDIA does not support that: each rank claims to be a
+// different host, so that NCCL uses sockets on the loopback interface, and every test has a hard limit
+// (tests/processes). Skipped without a GPU; tests/collectives/nccl_test.cpp tests what needs none.
 #include <cuda_runtime_api.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <unistd.h>
@@ -35,7 +36,7 @@ class NcclGpu : public ::testing::Test {
 };
 
 std::unique_ptr<Communicator> join(const Me& me, bool shrinkable = false) {
-  const std::string host = std::to_string(getppid()) + "-" + std::to_string(me.rank);
+  const std::string host = fmt::format("{}-{}", getppid(), me.rank);
   for (const auto& [name, value] :
        std::initializer_list<std::pair<const char*, const char*>>{{"NCCL_HOSTID", host.c_str()},
                                                                   {"NCCL_NET", "Socket"},
@@ -140,7 +141,7 @@ RANK_PROGRAM(NcclCaptured) {
     check(cudaGraphLaunch(executable, gpu.stream.native()) == cudaSuccess, "launch");
     const auto got = gpu.result();
     comm->check();
-    check(got == sum_of(me.world), "wrong sum in launch " + std::to_string(launch));
+    check(got == sum_of(me.world), fmt::format("wrong sum in launch {}", launch));
   }
   comm->barrier();
   cudaGraphExecDestroy(executable);
@@ -151,7 +152,7 @@ TEST_F(NcclGpu, AnAllreduceCanBeCapturedInAGraph) {
   all_succeeded(run_processes("NcclCaptured", 2, {.limit = 60s}));
 }
 
-// One rank is killed in step 3; the others, after a shrink if told so, go on.
+// One rank is killed in step 3; the others continue, after a shrink if told to.
 RANK_PROGRAM(NcclLosesARank) {
   const bool shrinks = me.option("then") == "shrink";
   auto comm = join(me, shrinks);
@@ -184,7 +185,7 @@ TEST_F(NcclGpu, AKilledRankIsAnErrorThatNamesIt) {
   }
 }
 
-TEST_F(NcclGpu, SurvivorsShrinkAndGoOn) {
+TEST_F(NcclGpu, SurvivorsShrinkAndContinue) {
   auto ranks =
       run_processes("NcclLosesARank", 3, {.timeout = 20s, .limit = 60s, .options = {{"then", "shrink"}}});
   for (int r : {0, 2}) EXPECT_EQ(ranks[r].exit_code, 0) << ranks[r].output;

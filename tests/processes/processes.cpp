@@ -1,6 +1,7 @@
 #include "tests/processes/processes.h"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -12,11 +13,11 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
-#include <filesystem>
 #include <thread>
 
 #include "collectives/rendezvous/socket.h"
 #include "runtime/error.h"
+#include "tests/temporary_folder.h"
 
 namespace gradwire::testing {
 namespace {
@@ -100,19 +101,19 @@ int run_rank_program(int argc, char** argv) {
 std::vector<Outcome> run_processes(const std::string& program, int world, const ProcessOptions& options) {
   static std::atomic<int> runs = 0;
   std::string rendezvous = options.rendezvous;
-  if (rendezvous.empty()) rendezvous = "file://" + scratch_path("rendezvous" + std::to_string(runs++));
+  if (rendezvous.empty()) rendezvous = "file://" + scratch_path(fmt::format("rendezvous{}", runs++));
   std::vector<Child> children(world);
   std::vector<Outcome> outcomes(world);
   auto started = Clock::now();
   for (int r = 0; r < world; ++r) {
     if (!options.only.empty() && std::find(options.only.begin(), options.only.end(), r) == options.only.end())
       continue;
-    std::vector<std::string> arguments = {"rank" + std::to_string(r),
+    std::vector<std::string> arguments = {fmt::format("rank{}", r),
                                           "--rank-program",
                                           program,
-                                          std::to_string(r),
-                                          std::to_string(world),
-                                          std::to_string(options.timeout.count()),
+                                          fmt::to_string(r),
+                                          fmt::to_string(world),
+                                          fmt::to_string(options.timeout.count()),
                                           rendezvous};
     for (const auto& [key, value] : options.options) arguments.push_back(key + "=" + value);
     children[r] = start(arguments);
@@ -154,20 +155,12 @@ std::vector<Outcome> run_processes(const std::string& program, int world, const 
 
 std::string free_tcp_rendezvous() {
   Socket socket = listen_on({"127.0.0.1", 0});
-  return "tcp://127.0.0.1:" + std::to_string(local_port(socket));
+  return fmt::format("tcp://127.0.0.1:{}", local_port(socket));
 }
 
 std::string scratch_path(const std::string& name) {
-  struct Folder {
-    std::string path = ::testing::TempDir() + "gradwire." + std::to_string(getpid());
-    Folder() { std::filesystem::create_directories(path); }
-    ~Folder() {
-      std::error_code ignored;
-      std::filesystem::remove_all(path, ignored);
-    }
-  };
-  static Folder folder;
-  return folder.path + "/" + name;
+  static const TemporaryFolder folder;
+  return folder.path(name);
 }
 
 bool all_succeeded(const std::vector<Outcome>& ranks) {

@@ -2,12 +2,14 @@
 // which is registered with RANK_PROGRAM:
 //
 //   RANK_PROGRAM(SaysHello) { std::printf("rank %d\n", me.rank); }
-//   TEST(Processes, SayHello) { auto ranks = run_processes("SaysHello", 3); EXPECT_EQ(ranks[2].output, "rank
-//   2\n"); }
+//   TEST(Processes, SayHello) {
+//     auto ranks = run_processes("SaysHello", 3);
+//     EXPECT_EQ(ranks[2].output, "rank 2\n");
+//   }
 //
-// An exception ends a rank program with its text on stdout and exit code 2 (BadInput), 3 (CommError) or 4. No
-// process outlives its test: what is left at the limit is killed, and the kernel kills all of them if the
-// test dies.
+// An exception ends a rank program with its text on stdout and exit code 2 (BadInput), 3 (CommError)
+// or 4. No process outlives its test: what still runs at the limit is killed, and the kernel kills
+// them all if the test dies.
 #pragma once
 
 #include <chrono>
@@ -19,7 +21,7 @@ namespace gradwire::testing {
 
 using namespace std::chrono_literals;
 
-// What a rank program knows.
+// What a rank program is told.
 struct Me {
   int rank = 0, world = 1;
   std::string rendezvous;
@@ -33,18 +35,18 @@ struct Me {
 struct Outcome {
   int exit_code = -1;  // -1 when a signal ended it
   int signal = 0;
-  bool ended_by_itself = true;  // false: it was still there at the limit and was killed
+  bool ended_by_itself = true;  // false: killed at the limit
   std::chrono::milliseconds took{0};
   std::string output;  // stdout and stderr
 };
 
 struct ProcessOptions {
-  std::string rendezvous = {};  // empty: a file of its own
+  std::string rendezvous = {};  // empty: a new file
   std::chrono::milliseconds timeout{20'000};
-  // When to kill what is left; for ranks that are meant to hang (stopped ones), the others are awaited first.
+  // When to kill the ranks that still run.
   std::chrono::milliseconds limit{60'000};
-  std::vector<int> never_ending =
-      {};  // ranks that cannot end by themselves; killed once the others have ended
+  // Ranks that cannot end by themselves (stopped ones): killed once the others have ended.
+  std::vector<int> never_ending = {};
   std::map<std::string, std::string> options = {};
   // Which ranks to start; empty: all.
   std::vector<int> only = {};
@@ -54,17 +56,17 @@ std::vector<Outcome> run_processes(const std::string& program, int world, const 
 
 // "tcp://127.0.0.1:port" with a port that was free a moment ago.
 std::string free_tcp_rendezvous();
-// A path in a folder of this test run's own.
+// A path in this test run's temporary folder.
 std::string scratch_path(const std::string& name);
 
-// True, and a gtest failure otherwise, when every rank ended with exit code 0.
+// Whether every rank ended with exit code 0; a gtest failure if not.
 bool all_succeeded(const std::vector<Outcome>& ranks);
 
 using Program = void (*)(const Me&);
 struct RegisterProgram {
   RegisterProgram(const char* name, Program program);
 };
-// Runs the rank program that the arguments ask for; -1 when they ask for none.
+// Runs the rank program that the arguments name; -1 when they name none.
 int run_rank_program(int argc, char** argv);
 
 }  // namespace gradwire::testing

@@ -1,6 +1,7 @@
-// The meeting place: keys, alarm and roll, with ranks as threads; and how ranks find it.
+// The store: keys, alarm and roll call, with ranks as threads; and how ranks find it.
 #include "collectives/rendezvous/store.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -88,7 +89,7 @@ TEST_F(StoreTest, GetEndsAtItsDeadlineAndTheConnectionStaysUsable) {
               b->get("never", in(20ms), "waiting for Godot");
             }).find("waiting for Godot: nothing after"),
             std::string::npos);
-  // The late answer to the request that was given up on must not be taken for this one's.
+  // The late answer to the abandoned request must not be taken for this one's.
   a->set("never", "too late");
   a->set("key", "value");
   EXPECT_EQ(b->get("key", in(20s), "x"), "value");
@@ -100,7 +101,7 @@ TEST_F(StoreTest, StrangersAreRefused) {
   EXPECT_EQ(error_of([&] { join(2, 4); }), "rank 2 was started with a world of 4, rank 0 with 3");
   EXPECT_EQ(error_of([&] { join(7); }), "there is no rank 7 in a world of 3");
   EXPECT_EQ(error_of([&] { join(2, 3, "another"); }), "the store there belongs to another run");
-  // Someone who talks another language is cut off and harms nobody.
+  // A client that speaks another protocol is cut off and harms nobody.
   std::string why;
   auto http = try_connect({"127.0.0.1", server->port()}, in(5s), why);
   ASSERT_TRUE(http);
@@ -124,7 +125,7 @@ struct Told {
           causes[rank] = cause;
           changed.notify_all();
         },
-        [rank] { return "state of " + std::to_string(rank); });
+        [rank] { return fmt::format("state of {}", rank); });
   }
   std::string of(int rank) {
     std::unique_lock lock(mutex);
@@ -146,7 +147,7 @@ TEST_F(StoreTest, EveryRankHearsOfTheFirstFailureAndAnswersTheRoll) {
   ASSERT_EQ(roll.ranks.size(), 3u);
   EXPECT_EQ(roll.absent(), "");
   EXPECT_EQ(roll.ranks[2].state, "state of 2");
-  // Waiting for what a failed group will not set is pointless.
+  // A failed group will never set the key, so waiting ends at once.
   EXPECT_NE(error_of([&] { a->get("never", in(100s), "x"); }).find("first"), std::string::npos);
 }
 
@@ -155,7 +156,7 @@ TEST_F(StoreTest, TheRollNamesWhoIsSilentGoneLeftOrNeverCame) {
   auto a = join(0, 5), silent = join(1, 5), left = join(2, 5);
   Told told;
   told.watch(*a, 0);
-  left.reset();  // says goodbye
+  left.reset();  // leaves properly
   {
     std::string why;
     Endpoint there{"127.0.0.1", server->port()};
@@ -164,14 +165,14 @@ TEST_F(StoreTest, TheRollNamesWhoIsSilentGoneLeftOrNeverCame) {
         send_all(*watch, StoreMessage{StoreMessage::Op::hello, 1, "watch", "token 3 5"}.encode(), in(5s)));
     char byte;
     ASSERT_TRUE(receive_exactly(*watch, &byte, 1, in(10s)));
-  }  // vanishes
+  }  // disappears without a goodbye
   EXPECT_NE(told.of(0).find("rank 3 is gone"), std::string::npos) << told.of(0);
   RollCall roll = a->roll_call();
   EXPECT_EQ(roll.absent(), "no answer from rank 1; gone: rank 3; left before: rank 2; never came: rank 4");
   EXPECT_EQ(roll.ranks[0].state, "state of 0");
 }
 
-TEST_F(StoreTest, AServerThatLeavesInPeaceIsNoFailure) {
+TEST_F(StoreTest, AServerThatLeavesProperlyIsNoFailure) {
   auto a = join(0), b = join(1);
   Told told;
   told.watch(*b, 1);
@@ -237,7 +238,7 @@ TEST(Membership, RanksMeetThroughTcpAgainAndAgain) {
 
 TEST(Membership, RanksMeetThroughAFileThatIsGoneAfterwards) {
   std::string path = testing::scratch_path("meet");
-  // What a crashed run left behind must not lead anybody astray.
+  // The file that a crashed run left must not mislead anybody.
   std::ofstream(path) << "gradwire-rendezvous-1\n0123456789abcdef 1 127.0.0.1\n";
   for (int i = 0; i < 3; ++i) join_all("file://" + path, 3);
   EXPECT_FALSE(std::ifstream(path).good());

@@ -1,8 +1,9 @@
-// The fault matrix: what goes wrong x schedule, on four processes over TCP. docs/faults.md shows the
-// outcomes.
+// The fault matrix: what goes wrong x schedule, on four processes over TCP.
+// docs/faults.md shows the outcomes.
 //
-// Whatever happens, no rank hangs, none takes a wrong sum for a result, none leaves a process behind; and
-// each survivor says which rank, which operation and which call it was, and what it waited for.
+// Whatever happens, no rank hangs, accepts a wrong sum or leaves a process behind, and each survivor's error
+// names the rank, the operation, the call, and what it waited for.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/wait.h>
@@ -19,6 +20,7 @@
 #include "collectives/program/program.h"
 #include "collectives/transport/tcp.h"
 #include "runtime/error.h"
+#include "tests/expect.h"
 #include "tests/processes/faults.h"
 #include "tests/processes/processes.h"
 
@@ -32,7 +34,7 @@ using namespace std::chrono_literals;
 using std::chrono::milliseconds;
 
 constexpr int kWorld = 4;
-constexpr int kFaultyCall = 6;  // the fault comes with this call, numbered from 1
+constexpr int kFaultyCall = 6;  // the call with the fault, numbered from 1
 constexpr int64_t kFloats = 50'000;
 
 Schedule schedule_of(const std::string& text) {
@@ -51,8 +53,8 @@ void die_soon(const std::string& how) {
   raise(how == "stopped" ? SIGSTOP : SIGKILL);
 }
 
-// Sums small integers, so that every right result is exact, again and again. Prints the time of the fault and
-// of the error, by this machine's clock.
+// Sums small integers again and again; every right result is exact. Prints the time of the fault and of the
+// error, by this machine's clock.
 RANK_PROGRAM(Faulty) {
   const std::string fault = me.option("fault");
   const bool culprit = me.rank == me.number("who");
@@ -96,7 +98,7 @@ RANK_PROGRAM(Faulty) {
       stream.synchronize();
       for (int64_t i = 0; i < count; ++i) {
         const auto sum = static_cast<float>((i * 7 + call) % 1000 * (me.world * (me.world + 1) / 2));
-        if (data[i] != sum) throw std::runtime_error("WRONG DATA in call " + std::to_string(call));
+        if (data[i] != sum) throw std::runtime_error(fmt::format("WRONG DATA in call {}", call));
       }
     }
     comm->barrier();
@@ -116,16 +118,16 @@ bool holds_one_of(const std::string& text, std::initializer_list<const char*> pa
                      [&](const char* part) { return text.find(part) != std::string::npos; });
 }
 
-// What is left of this test's processes.
+// Whether any of this test's processes is left.
 bool has_children() {
   return waitpid(-1, nullptr, WNOHANG) != -1;
 }
 
 struct Fault {
   const char* name;
-  // Of the survivors, and of the rank where it happens: 0 done, 3 an error, -1 a signal, -2 never by itself.
+  // How the survivors and the faulty rank end: 0 done, 3 an error, -1 a signal, -2 never by itself.
   int others, culprit;
-  const char* says;  // in every error; # stands for the rank where it happens
+  const char* says;  // in every error; # stands for the faulty rank
   bool waits_for_deadline = false;
 };
 
@@ -153,24 +155,24 @@ class FaultMatrix : public ::testing::TestWithParam<std::tuple<Fault, const char
 TEST_P(FaultMatrix, IsBounded) {
   const auto& [fault, schedule] = GetParam();
   const int who = 2;
-  // Where nobody has to wait for it, the deadline is far away: an error must come by other means.
+  // Faults that must be noticed before the deadline get one that is far away.
   const milliseconds deadline = fault.waits_for_deadline ? 1500ms : 30'000ms;
   testing::ProcessOptions options{
       .timeout = deadline,
       .limit = 100s,
       .options = {
-          {"fault", fault.name}, {"schedule", schedule}, {"who", std::to_string(who)}, {"calls", "9"}}};
+          {"fault", fault.name}, {"schedule", schedule}, {"who", fmt::to_string(who)}, {"calls", "9"}}};
   if (fault.culprit == -2) options.never_ending = {who};
   auto ranks = run_processes("Faulty", kWorld, options);
   EXPECT_FALSE(has_children());
 
   std::string says = fault.says;
-  if (size_t at = says.find('#'); at != std::string::npos) says.replace(at, 1, std::to_string(who));
+  if (size_t at = says.find('#'); at != std::string::npos) says.replace(at, 1, fmt::to_string(who));
   const int64_t began = time_in(ranks[who].output, "fault at ");
   ASSERT_GE(began, 0) << ranks[who].output;
   int64_t slowest = 0;
   for (int r = 0; r < kWorld; ++r) {
-    SCOPED_TRACE("rank " + std::to_string(r) + ": " + ranks[r].output);
+    SCOPED_TRACE(fmt::format("rank {}: {}", r, ranks[r].output));
     EXPECT_EQ(ranks[r].output.find("WRONG DATA"), std::string::npos);
     const int expected = r == who ? fault.culprit : fault.others;
     if (expected == -2) continue;
@@ -178,9 +180,8 @@ TEST_P(FaultMatrix, IsBounded) {
     EXPECT_EQ(ranks[r].exit_code, expected) << "signal " << ranks[r].signal;
     if (expected != 3) continue;
     const std::string& text = ranks[r].output;
-    EXPECT_NE(text.find(says), std::string::npos) << "lacks " << says;
-    EXPECT_NE(text.find("rank " + std::to_string(who)), std::string::npos);
-    // Ranks may be a call apart, and one that is stopped may have done its part of this one.
+    testing::expect_has(text, {says, fmt::format("rank {}", who)});
+    // Ranks may be a call apart, and a stopped rank may have finished its part of this one.
     EXPECT_TRUE(
         holds_one_of(text, {"call 5, allreduce of the gradients (", "call 6, allreduce of the gradients (",
                             "call 7, allreduce of the gradients ("}));
@@ -190,11 +191,10 @@ TEST_P(FaultMatrix, IsBounded) {
   EXPECT_LE(slowest, (fault.waits_for_deadline ? deadline.count() : 0) + 5000);
   const int errors =
       static_cast<int>(std::count_if(ranks.begin(), ranks.end(), [](auto& o) { return o.exit_code == 3; }));
-  std::printf("%-16s  %-12s  %s\n", fault.name, schedule,
-              errors == 0 ? "right sums on every rank"
-                          : (std::to_string(errors) + " errors, the last after " + std::to_string(slowest) +
-                             " ms; deadline " + std::to_string(deadline.count()) + " ms")
-                                .c_str());
+  fmt::print("{:<16}  {:<12}  {}\n", fault.name, schedule,
+             errors == 0 ? "right sums on every rank"
+                         : fmt::format("{} errors, the last after {} ms; deadline {} ms", errors, slowest,
+                                       deadline.count()));
 }
 
 INSTANTIATE_TEST_SUITE_P(Tcp, FaultMatrix,
@@ -204,8 +204,8 @@ INSTANTIATE_TEST_SUITE_P(Tcp, FaultMatrix,
                            return std::string(std::get<0>(info.param).name) + "_" + std::get<1>(info.param);
                          });
 
-// Any rank, killed at any time, under any schedule. GRADWIRE_KILLS says how often; `make faults` does it 200
-// times.
+// Any rank, killed at any time, under any schedule. GRADWIRE_KILLS says how often; `make
+// faults` does it 200 times.
 TEST(TcpFaults, ARankKilledAtAnyTimeNeverHangsTheOthersAndNeverSpoilsASum) {
   const char* given = std::getenv("GRADWIRE_KILLS");
   const int runs = given == nullptr ? 10 : std::atoi(given);
@@ -217,7 +217,7 @@ TEST(TcpFaults, ARankKilledAtAnyTimeNeverHangsTheOthersAndNeverSpoilsASum) {
       for (int run; (run = next++) < runs;) {
         std::mt19937 random(static_cast<uint32_t>(run));
         const char* schedules[] = {"ring", "tree", "two_shot", "hierarchical"};
-        const std::string who = std::to_string(random() % kWorld), schedule = schedules[random() % 4];
+        const std::string who = fmt::to_string(random() % kWorld), schedule = schedules[random() % 4];
         auto ranks = run_processes("Faulty", kWorld,
                                    {.timeout = 30'000ms,
                                     .limit = 60s,
@@ -225,24 +225,24 @@ TEST(TcpFaults, ARankKilledAtAnyTimeNeverHangsTheOthersAndNeverSpoilsASum) {
                                                 {"calls", "1000000000"},
                                                 {"who", who},
                                                 {"schedule", schedule},
-                                                {"after_us", std::to_string(random() % 100'000)}}});
+                                                {"after_us", fmt::to_string(random() % 100'000)}}});
         std::string trace;
         for (int r = 0; r < kWorld; ++r) {
           const Outcome& o = ranks[r];
-          const bool is_killed = std::to_string(r) == who;
+          const bool is_killed = fmt::to_string(r) == who;
           hangs += o.ended_by_itself ? 0 : 1;
           wrong += o.output.find("WRONG DATA") != std::string::npos ? 1 : 0;
           bool right_end = is_killed ? o.signal == SIGKILL : o.exit_code == 3;
           bool named = is_killed || o.output.find("rank " + who) != std::string::npos;
           if (!right_end || !named) {
             ++unnamed;
-            trace += "rank " + std::to_string(r) + ", exit code " + std::to_string(o.exit_code) +
-                     ", signal " + std::to_string(o.signal) + ": " + o.output + "\n";
+            trace +=
+                fmt::format("rank {}, exit code {}, signal {}: {}\n", r, o.exit_code, o.signal, o.output);
           }
         }
         if (!trace.empty()) {
           std::lock_guard lock(mutex);
-          std::printf("run %d, %s, rank %s killed:\n%s", run, schedule.c_str(), who.c_str(), trace.c_str());
+          fmt::print("run {}, {}, rank {} killed:\n{}", run, schedule, who, trace);
         }
       }
     });

@@ -1,7 +1,8 @@
-// The TCP transport with ranks as processes: bytes arrive, disagreement and death are noticed, nothing
-// hangs.
+// The TCP transport with ranks as processes: bytes arrive, disagreements and deaths are
+// noticed, nothing hangs.
 #include "collectives/transport/tcp.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <unistd.h>
@@ -13,6 +14,7 @@
 #include "collectives/reducer/reducer.h"
 #include "runtime/error.h"
 #include "tests/collectives/group.h"
+#include "tests/expect.h"
 #include "tests/processes/processes.h"
 
 namespace gradwire {
@@ -36,15 +38,14 @@ unsigned char pattern(int from, int to, int step, size_t i) {
   return static_cast<unsigned char>(from * 31 + to * 17 + step * 7 + i * 3 + (i >> 8));
 }
 
-// Everybody sends everybody a message of each size.
+// Every rank sends every other a message of each size.
 RANK_PROGRAM(AllToAll) {
   auto comm = join(me);
   Stream stream = Stream::create(Device::host(), "test");
   const std::vector<size_t> sizes = {0, 1, 2, 127, 4096, 65'537, 1 << 20, 3, 3};
   uint64_t bytes = 0;
   for (int step = 0; step < static_cast<int>(sizes.size()); ++step) {
-    // The sizes differ by peer too, and each peer gets two messages of equal size, which must not be mixed
-    // up.
+    // Sizes differ by peer, and each peer gets two messages of equal size, which must not be swapped.
     auto size = [&](int from, int to) { return sizes[(step + from + to) % sizes.size()]; };
     std::vector<std::vector<unsigned char>> in, out;
     std::vector<Transfer> transfers;
@@ -58,7 +59,7 @@ RANK_PROGRAM(AllToAll) {
         bytes += outgoing.size();
       }
     }
-    ExchangeLabel label{7, "step " + std::to_string(step)};
+    ExchangeLabel label{7, fmt::format("step {}", step)};
     comm->transport().exchange(stream, transfers, label);
     stream.synchronize();
     size_t message = 0;
@@ -66,13 +67,12 @@ RANK_PROGRAM(AllToAll) {
       for (int k = 0; k < 2 && peer != me.rank; ++k) {
         const auto& got = in[message++];
         for (size_t i = 0; i < got.size(); ++i) {
-          check(got[i] == pattern(peer, me.rank, step + k, i),
-                "wrong byte " + std::to_string(i) + " from " + std::to_string(peer));
+          check(got[i] == pattern(peer, me.rank, step + k, i), fmt::format("wrong byte {} from {}", i, peer));
         }
       }
     }
   }
-  check(comm->bytes_sent() == bytes, "bytes_sent is " + std::to_string(comm->bytes_sent()));
+  check(comm->bytes_sent() == bytes, fmt::format("bytes_sent is {}", comm->bytes_sent()));
   comm->barrier();
 }
 
@@ -97,13 +97,13 @@ RANK_PROGRAM(Ring) {
   for (int i = 0; i < kSteps; ++i) {
     transfers[i] = {{Transfer::Kind::send, next, buffers[i].data(), kFloats * 4},
                     {Transfer::Kind::receive, previous, buffers[i + 1].data(), kFloats * 4}};
-    labels[i] = {static_cast<uint64_t>(i), "step " + std::to_string(i)};
+    labels[i] = {static_cast<uint64_t>(i), fmt::format("step {}", i)};
     comm->transport().exchange(stream, transfers[i], labels[i]);
   }
   stream.synchronize();
   for (int i = 0; i <= kSteps; ++i) {
     float origin = static_cast<float>(((me.rank - i) % me.world + me.world) % me.world);
-    check(buffers[i] == std::vector<float>(kFloats, origin), "wrong data in step " + std::to_string(i));
+    check(buffers[i] == std::vector<float>(kFloats, origin), fmt::format("wrong data in step {}", i));
   }
 }
 
@@ -125,9 +125,9 @@ TEST(Tcp, AGroupCanFollowAnotherOnTheSamePort) {
 
 // --- the same bits as with threads, for everything ---
 //
-// tests/collectives/reducer_test.cpp proves with threads that nothing is lost and that ranks end with the
-// same bits. Here each rank's results and residuals are the same bits as there, so it holds for processes,
-// too.
+// tests/collectives/reducer_test.cpp proves with threads that nothing is lost and that ranks end
+// with the same bits. Here each rank has the same bits in results and residuals as there, so that
+// holds for processes, too.
 
 std::vector<std::string> every_spec() {
   std::vector<std::string> specs = {"bf16:schedule=hierarchical,intra_node=fp32"};
@@ -140,8 +140,8 @@ std::vector<std::string> every_spec() {
   return specs;
 }
 
-// A line with a hash of what this rank has of two steps: averaged gradients, residuals, factors. In slices,
-// so that exchanges overlap with kernels.
+// A line with a hash of this rank's averaged gradients, residuals and factors after two steps. In slices, so
+// that exchanges overlap with kernels.
 std::string two_steps(Communicator& comm, const std::string& spec) {
   const std::vector<GradientTensor> tensors = {{"bias", {37}}, {"matrix", {48, 31}}, {"square", {40, 40}}};
   Stream stream = Stream::create(comm.device(), "test");
@@ -165,7 +165,7 @@ std::string two_steps(Communicator& comm, const std::string& spec) {
     add(reducer.gradients().as<const float>(), reducer.elements());
   }
   for (const TensorState& s : reducer.tensor_state()) add(static_cast<const float*>(s.data), s.count());
-  return spec + " " + std::to_string(hash) + "\n";
+  return fmt::format("{} {}\n", spec, hash);
 }
 
 RANK_PROGRAM(ReduceEverything) {
@@ -186,7 +186,7 @@ TEST(Tcp, EverySpecAndScheduleGivesTheSameBitsAsThreads) {
   }
 }
 
-// Links are measured, and every rank chooses alike.
+// Links are measured, and every rank makes the same choice.
 RANK_PROGRAM(ChoosesASchedule) {
   auto comm = join(me);
   Reducer reducer(*comm, CompressionSpec::parse("bf16"), {{"matrix", {512, 512}}}, {});
@@ -231,12 +231,12 @@ RANK_PROGRAM(Misbehaving) {
           {Transfer::Kind::receive, peer, in.data() + static_cast<size_t>(peer) * bytes, bytes});
     }
     ExchangeLabel label{static_cast<uint64_t>(now && how == "wrong tag" ? 99 : step),
-                        "step " + std::to_string(step)};
+                        fmt::format("step {}", step)};
     comm->transport().exchange(stream, transfers, label);
     try {
       stream.synchronize();
     } catch (const CommError&) {
-      // Later calls fail at once, and with an error too.
+      // Later calls fail at once, with an error.
       auto start = std::chrono::steady_clock::now();
       Stream other = Stream::create(Device::host(), "other");
       comm->transport().exchange(other, transfers, label);
@@ -275,13 +275,13 @@ TEST_P(TcpFault, EverySurvivorSaysWhoAndEndsInTime) {
   const auto& [c, who] = GetParam();
   const auto timeout = 3000ms;  // joining on a busy machine takes a while
   std::string says = c.says;
-  says.replace(says.find('#'), 1, std::to_string(who));
+  says.replace(says.find('#'), 1, fmt::to_string(who));
   testing::ProcessOptions options{
-      .timeout = timeout, .limit = 60s, .options = {{"how", c.how}, {"who", std::to_string(who)}}};
+      .timeout = timeout, .limit = 60s, .options = {{"how", c.how}, {"who", fmt::to_string(who)}}};
   if (c.endless) options.never_ending = {who};
   auto ranks = run_processes("Misbehaving", 4, options);
   for (int r = 0; r < 4; ++r) {
-    SCOPED_TRACE("rank " + std::to_string(r) + ": " + ranks[r].output);
+    SCOPED_TRACE(fmt::format("rank {}: {}", r, ranks[r].output));
     if (r == who && c.endless) continue;
     EXPECT_TRUE(ranks[r].ended_by_itself);
     if (r == who) {
@@ -289,17 +289,15 @@ TEST_P(TcpFault, EverySurvivorSaysWhoAndEndsInTime) {
       continue;
     }
     EXPECT_EQ(ranks[r].exit_code, 3) << "signal " << ranks[r].signal;
-    // Joining comes on top, and this machine is busy with other things.
+    // Allows for joining, and for a busy machine.
     EXPECT_LT(ranks[r].took, timeout + 5s + 5s);
-    EXPECT_NE(ranks[r].output.find(says), std::string::npos);
-    EXPECT_NE(ranks[r].output.find("step "), std::string::npos);
+    testing::expect_has(ranks[r].output, {says, "step "});
     EXPECT_EQ(ranks[r].output.find("failed group"), std::string::npos);
   }
 }
 
 std::string fault_name(const ::testing::TestParamInfo<std::tuple<Case, int>>& info) {
-  std::string text =
-      std::get<0>(info.param).how + std::string("_rank_") + std::to_string(std::get<1>(info.param));
+  std::string text = fmt::format("{}_rank_{}", std::get<0>(info.param).how, std::get<1>(info.param));
   std::replace(text.begin(), text.end(), ' ', '_');
   return text;
 }
@@ -336,9 +334,9 @@ TEST(Tcp, ARankThatNeverComesIsNamed) {
 
 TEST(Tcp, ABusyPortIsAnErrorThatSaysSo) {
   Socket taken = listen_on({"127.0.0.1", 0});
-  auto ranks = run_processes(
-      "JustJoins", 2,
-      {.rendezvous = "tcp://127.0.0.1:" + std::to_string(local_port(taken)), .timeout = 1000ms});
+  auto ranks =
+      run_processes("JustJoins", 2,
+                    {.rendezvous = fmt::format("tcp://127.0.0.1:{}", local_port(taken)), .timeout = 1000ms});
   EXPECT_NE(ranks[0].output.find("Address already in use"), std::string::npos) << ranks[0].output;
   EXPECT_EQ(ranks[1].exit_code, 3) << ranks[1].output;
 }

@@ -1,4 +1,4 @@
-// The device vocabulary: order inside a stream, events between streams, errors that travel and never hang.
+// Devices and streams: order inside a stream, events between streams, and errors that travel and never hang.
 #include "runtime/device.h"
 
 #include <gtest/gtest.h>
@@ -8,6 +8,7 @@
 
 #include "runtime/error.h"
 #include "runtime/thread_pool.h"
+#include "tests/devices.h"
 
 namespace gradwire {
 namespace {
@@ -71,9 +72,7 @@ TEST_P(DeviceTest, BuffersAreAlignedAndEmptyOnesAreNull) {
   EXPECT_EQ(Buffer(GetParam(), 0).data(), nullptr);
 }
 
-INSTANTIATE_TEST_SUITE_P(On, DeviceTest, ::testing::ValuesIn(available_devices()), [](const auto& info) {
-  return info.param.is_host() ? std::string("host") : "cuda" + std::to_string(info.param.index);
-});
+GW_INSTANTIATE_ON_DEVICES(DeviceTest);
 
 TEST(HostStream, FirstErrorIsRethrownAndLaterTasksAreSkipped) {
   Stream stream = Stream::create(Device::host(), "test");
@@ -155,7 +154,7 @@ TEST(CudaDevice, AbsenceIsExplained) {
   }
 }
 
-// Op tests take their backends from the devices present, so without a GPU the CUDA ones do not exist. This says so.
+// The op tests run on the devices that are present. This test says when that leaves CUDA out.
 TEST(CudaDevice, OpTestsRunOnEveryVisibleGpu) {
   if (cuda_device_count() == 0) GTEST_SKIP() << "skipped: no GPU: " << cuda_unavailable_reason();
   EXPECT_EQ(available_devices().size(), 1u + static_cast<size_t>(cuda_device_count()));

@@ -1,5 +1,6 @@
-// Barriers, shuffles and votes: a thread that comes first waits, the one that comes last computes everybody's
-// result.
+// Barriers, shuffles and votes: threads wait for the last one, which computes everybody's result.
+#include <fmt/format.h>
+
 #include <cstring>
 
 #include "tests/simt/engine.h"
@@ -37,7 +38,7 @@ uint64_t reduce(Op op, uint64_t a, uint64_t b) {
   }
 }
 
-// Every lane of `mask` has come to `op`: sets their results. `lanes` are the warp's threads.
+// Every lane of `mask` has reached `op`: sets their results. `lanes` are the warp's threads.
 void finish(Op op, unsigned mask, Thread* lanes) {
   unsigned votes = 0;
   bool first = true;
@@ -57,8 +58,8 @@ void finish(Op op, unsigned mask, Thread* lanes) {
         break;
       case Op::shuffle4:
       case Op::shuffle8:
-        // A lane outside the mask gives an undefined value. Some codes ignore it, so it is no failure: it is
-        // poison.
+        // A lane outside the mask gives an undefined value. Some kernels ignore it, so it is
+        // poison, not a failure.
         t.result = mask >> t.source & 1u ? lanes[t.source].value : block.random.next() | 0xffu << 23;
         break;
       case Op::ballot:
@@ -84,19 +85,12 @@ void finish(Op op, unsigned mask, Thread* lanes) {
   }
 }
 
-std::string hex(unsigned mask) {
-  char text[16];
-  std::snprintf(text, sizeof text, "0x%08x", mask);
-  return text;
-}
-
-// Not inline: its strings would make every waiting thread's stack frame larger.
+// Not inlined: its strings would enlarge every waiting thread's stack frame.
 [[noreturn, gnu::noinline]] void refuse_mask(Op op, unsigned mask, const Where& where) {
-  std::string call = "thread " + std::to_string(block.current) + " calls " + op_name(op) + " (" + where.file +
-                     ":" + std::to_string(where.line) + ") with mask " + hex(mask);
-  if (!(mask & current_bit()))
-    fail(call + ", which leaves out the caller, lane " + std::to_string(lane_id()));
-  fail(call + ", but its warp has only the lanes " + hex(current_warp().existing));
+  const std::string call = fmt::format("thread {} calls {} ({}:{}) with mask {:#010x}", block.current,
+                                       op_name(op), where.file, where.line, mask);
+  if (!(mask & current_bit())) fail(fmt::format("{}, which leaves out the caller, lane {}", call, lane_id()));
+  fail(fmt::format("{}, but its warp has only the lanes {:#010x}", call, current_warp().existing));
 }
 
 }  // namespace
@@ -182,7 +176,7 @@ int block_collective(Op op, bool predicate, Where where) {
   block.at_barrier = block.predicates = 0;
   block.spins = 0;
   for (size_t w = 0; w < block.warps.size(); ++w) make_ready(w, block.warps[w].existing);
-  // This thread runs on; it must not be drawn as well.
+  // This thread continues, so it must not be drawn again.
   Warp& warp = current_warp();
   warp.ready &= ~current_bit();
   if (warp.ready == 0) block.ready_warps &= ~(1u << (block.current / kWarp));

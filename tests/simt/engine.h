@@ -17,8 +17,7 @@ namespace gradwire::simt {
 
 inline constexpr int kWarp = 32;
 
-// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): good enough, and two draws never depend on the library's
-// version.
+// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): good enough, and independent of the library's version.
 struct Random {
   uint64_t state;
   uint64_t next() {
@@ -53,8 +52,8 @@ struct Block {
   std::vector<Warp> warps;
   unsigned ready_warps = 0;
   int unfinished = 0, at_barrier = 0;
-  int predicates = 0;  // threads that came to the barrier with a true predicate
-  int64_t spins = 0;   // preemptions since a thread last got ahead
+  int predicates = 0;  // threads at the barrier with a true predicate
+  int64_t spins = 0;   // preemptions since a thread last made progress
   Random random{0};
   bool uniform =
       true;  // draw any thread, staying with a warp for a while; otherwise favour warps in a fixed order
@@ -63,24 +62,24 @@ struct Block {
   int last_warp = 0;       // the warp of the thread drawn last
   bool draw_any = false;   // the next draw is uniform whatever the mode
   int current = -1;        // the running thread, -1: the scheduler
-  bool abandoned = false;  // threads that are resumed give up
+  bool abandoned = false;  // resumed threads give up
   std::string failure;     // the first one wins
 };
 extern Block block;
 
-// Goes up by one with each block that starts: tells whether a shared variable was poisoned for this block.
+// Incremented by each block that starts, to tell whether a shared variable was poisoned for this block.
 extern int64_t block_serial;
 // The word that shared memory is filled with in this block: a NaN, or anything.
 extern uint32_t poison_word;
 
-// Memory that the sanitizers would complain about (guards, redzones next to it): plain loads and stores.
+// Plain loads and stores, for memory that the sanitizers would complain about (guards, redzones).
 void fill_unchecked(void* data, size_t bytes, uint32_t word);
 void copy_unchecked(void* to, const void* from, size_t bytes);        // writes only what differs
 size_t first_difference(const void* a, const void* b, size_t bytes);  // `bytes` when there is none
 
 // Runs one block to its end; false when block.failure was set.
 bool run_block(void (*thread)(const void*), const void* arguments);
-// The running thread hands over to the next one and returns when it is resumed.
+// Switches from the running thread to the next one; returns when it is resumed.
 void switch_out();
 // "kernel 'x', block (0,0,0) of (1,1,1), 64 threads, seed 1"
 std::string describe_launch();

@@ -1,6 +1,6 @@
-// Device functions that need no other thread: loads and stores with cache hints, bit tricks, rounding-mode
-// arithmetic. Fast approximations (__expf) compute the accurate value here; tests must allow for the GPU's
-// error.
+// Device functions that need no other thread: loads and stores with cache hints, bit tricks,
+// rounding-mode arithmetic. Fast approximations (__expf) compute the accurate value here; tests must
+// allow for the GPU's error.
 #pragma once
 
 #include <math.h>

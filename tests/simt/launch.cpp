@@ -1,4 +1,5 @@
-// A launch: its limits, its schedules, the memory saved between them, the log, and the watchdog.
+// A launch: its limits and schedules, the memory saved between them, the log, and the watchdog.
+#include <fmt/format.h>
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #include <signal.h>
@@ -19,7 +20,7 @@
 namespace gradwire::simt {
 namespace {
 
-constexpr unsigned kWatchdogSeconds = 280;  // below the tests' own timeout, so that the kernel gets named
+constexpr unsigned kWatchdogSeconds = 280;  // below the tests' timeout, so that the kernel is named
 
 uint64_t from_environment(const char* name, uint64_t otherwise) {
   const char* text = std::getenv(name);
@@ -30,14 +31,13 @@ uint64_t from_environment(const char* name, uint64_t otherwise) {
   return value;
 }
 
-// ------------------------------------------------------------------------------------------------------
-// messages
+// --- messages ---
 
 void write_text(const char* text) {
   if (write(STDERR_FILENO, text, std::strlen(text)) < 0) return;
 }
 
-// For the handlers below, which may not allocate.
+// By snprintf, because the handlers below may not allocate.
 void write_running_kernel(const char* what) {
   if (block.grid == nullptr) return;
   char text[512];
@@ -75,7 +75,7 @@ void install_handlers() {
   sigaction(SIGALRM, &action, nullptr);
 }
 
-// ------------------------------------------------------------------------------------------------------ log
+// --- log ---
 
 // GRADWIRE_SIMT_LOG=FILE: at exit FILE gets one line for each kernel that ran to its end, tab-separated:
 // where the function begins in the executable (as nm prints it, hexadecimal), the name given to launch(),
@@ -119,10 +119,9 @@ void note(const Grid& grid) {
   record.shared_bytes = std::max(record.shared_bytes, grid.shared_bytes);
 }
 
-// ------------------------------------------------------------------------------------------------------
-// memory
+// --- memory ---
 
-// Every allocation that a word of the kernel's parameters points into.
+// All allocations that a word of the kernel's parameters points into.
 class Memory {
  public:
   explicit Memory(std::span<const std::span<const std::byte>> parameters) {
@@ -135,7 +134,7 @@ class Memory {
     }
   }
 
-  // Keeps what the first schedule left, and complains when another one left something else.
+  // Keeps what the first schedule left, and throws when a later one left something else.
   void compare(const std::string& launch) {
     for (auto& [begin, region] : regions_) {
       if (region.outcome == nullptr) {
@@ -144,13 +143,12 @@ class Memory {
       }
       size_t at = first_difference(begin, region.outcome.get(), region.bytes);
       if (at == region.bytes) continue;
-      throw Failure(
-          launch +
-          ": the result depends on the order in which threads run. Two schedules left different "
-          "bits, first " +
-          std::to_string(static_cast<char*>(begin) + at - static_cast<char*>(region.pointer)) +
-          " bytes behind the pointer in parameter " + std::to_string(region.parameter) +
-          " (counted from 0). Is a barrier missing, a shared value uninitialized, or a sum unordered?");
+      throw Failure(fmt::format(
+          "{}: the result depends on the order in which threads run. Two schedules left different bits, "
+          "first {} "
+          "bytes after the pointer in parameter {} (counted from 0). Is a barrier missing, a shared value "
+          "uninitialized, or a sum unordered?",
+          launch, static_cast<char*>(begin) + at - static_cast<char*>(region.pointer), region.parameter));
     }
   }
 
@@ -166,8 +164,8 @@ class Memory {
     size_t bytes;
     Bytes before, outcome;
   };
-  // Most words are counts and floats; asking AddressSanitizer about an address that is not its own takes it
-  // long.
+  // Most words are counts and floats, and AddressSanitizer is slow to look up an address
+  // that it does not know.
   static bool is_mapped(void* pointer) {
     auto address = reinterpret_cast<uintptr_t>(pointer);
     if (address < uintptr_t{1} << 32 || address >= uintptr_t{1} << 48) return false;
@@ -193,26 +191,25 @@ class Memory {
   std::map<void*, Region> regions_;
 };
 
-// ------------------------------------------------------------------------------------------------------
-// launch
+// --- launch ---
 
 void check_limits(const Grid& grid) {
   auto refuse = [&](const std::string& why) {
-    throw Failure(std::string("launch of '") + grid.kernel + "' refused: " + why);
+    throw Failure(fmt::format("launch of '{}' refused: {}", grid.kernel, why));
   };
   if (block.current >= 0) refuse("kernels cannot launch kernels here");
   size_t threads = size_t{grid.block.x} * grid.block.y * grid.block.z;
   if (threads == 0) refuse("a block has no threads");
   if (threads > 1024 || grid.block.z > 64) {
-    refuse(std::to_string(threads) + " threads in a block (" + std::to_string(grid.block.z) +
-           " in z); CUDA allows 1024, and 64 in z");
+    refuse(
+        fmt::format("{} threads in a block ({} in z); CUDA allows 1024, and 64 in z", threads, grid.block.z));
   }
   if (grid.grid.x > 0x7fffffffu || grid.grid.y > 65535 || grid.grid.z > 65535) {
-    refuse("the grid is " + std::to_string(grid.grid.x) + " x " + std::to_string(grid.grid.y) + " x " +
-           std::to_string(grid.grid.z) + "; CUDA allows 2^31-1 x 65535 x 65535");
+    refuse(fmt::format("the grid is {} x {} x {}; CUDA allows 2^31-1 x 65535 x 65535", grid.grid.x,
+                       grid.grid.y, grid.grid.z));
   }
   if (grid.shared_bytes > 227 * 1024) {
-    refuse(std::to_string(grid.shared_bytes) + " bytes of dynamic shared memory; sm_90 has 227 KB");
+    refuse(fmt::format("{} bytes of dynamic shared memory; sm_90 has 227 KB", grid.shared_bytes));
   }
 }
 
@@ -229,14 +226,14 @@ void set_order(uint64_t way, uint64_t draw) {
   auto warps =
       (uint64_t{block.grid->block.x} * block.grid->block.y * block.grid->block.z + kWarp - 1) / kWarp;
   block.uniform = way == 0;
-  // Warp 0 last: it often has a part of its own, such as to read what the others have written, and must not
-  // be overtaken.
+  // Warp 0 last: it often has a special part, such as reading what the others wrote, that
+  // they must not overtake.
   block.first_warp = way == 1 ? 0 : static_cast<int>(draw % warps);
   block.downward = way == 1 || (draw >> 8 & 1u);
 }
 
-// Blocks in the order first, first + step, ... modulo their number: every one once, as step and the number
-// share no divisor.
+// Blocks in the order first, first + step, ... modulo their number: each exactly once, since the step and the
+// number share no divisor.
 void run_schedule(const Grid& grid, int repetition, void (*thread)(const void*), const void* arguments) {
   uint64_t count = uint64_t{grid.grid.x} * grid.grid.y * grid.grid.z;
   Random random{options().seed ^ hash(grid.kernel) ^ static_cast<uint64_t>(repetition) << 56};
@@ -278,7 +275,7 @@ void run(const Grid& grid, void (*thread)(const void*), const void* arguments,
   struct Cleanup {
     Cleanup(const Grid& grid) {
       block.grid = &grid;
-      // Exactly as large as asked for, so that AddressSanitizer sees an access behind the end.
+      // Exactly as large as asked for, so that AddressSanitizer sees an access past the end.
       if (grid.shared_bytes > 0 && posix_memalign(&dynamic_memory, 16, grid.shared_bytes) != 0)
         throw std::bad_alloc();
       alarm(kWatchdogSeconds);

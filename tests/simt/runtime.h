@@ -1,17 +1,18 @@
-// The engine of the CPU shim: runs a grid block by block, one fiber per CUDA thread. tests/simt/simt.h, which
-// kernels see, is the language on top of it.
+// The engine of the CPU shim: runs a grid block by block, one fiber per CUDA thread. On top of it,
+// tests/simt/simt.h gives kernels CUDA's language.
 //
-// Order. Blocks run one after the other in a shuffled order; inside a block the next thread is drawn at
-// random among those that can run. Half of the schedules draw uniformly, the other half let one warp run as
-// far ahead as barriers allow, because the two miss different bugs. A schedule is a pure function of (seed,
-// kernel name, block, repetition).
+// Order. Blocks run one after another in a shuffled order; within a block the next thread is drawn at random
+// from those that can run. Half of the schedules draw uniformly, the other half let one warp run as far ahead
+// as barriers allow, because the two miss different bugs. A schedule is a pure function of (seed, kernel
+// name, block, repetition).
 //
-// Every launch is run under Options::schedules schedules, each from the same memory (every allocation that a
-// kernel parameter points into is saved and restored), and must leave the same bits. That is the race
-// detector: a missing barrier, an unordered float atomic, an uninitialized shared value give different bits.
+// Every launch is run under Options::schedules schedules, each from the same memory (every
+// allocation that a kernel parameter points into is saved and restored), and must leave the same
+// bits. That is the race detector: a missing barrier, an unordered float atomic or an uninitialized
+// shared value gives different bits.
 //
-// A grid with dependencies between blocks other than through atomics that never wait (a grid barrier, a
-// look-back scan that spins) cannot run here and fails as a livelock.
+// Blocks may depend on each other only through atomics that never wait: a grid barrier, or a look-back scan
+// that spins, cannot run here and fails as a livelock.
 #pragma once
 
 #include <cstddef>
@@ -49,8 +50,7 @@ struct Grid {
 void run(const Grid& grid, void (*thread)(const void* arguments), const void* arguments,
          std::span<const std::span<const std::byte>> parameters);
 
-// Distinct launches so far: how often a kernel was launched under this name, all schedules of a launch
-// counted once.
+// How often a kernel was launched under this name so far, counting all schedules of a launch once.
 int64_t launches(const std::string& kernel);
 
 // Where a thread waits: the line of the collective in the kernel's source.
@@ -85,14 +85,14 @@ enum class Op : uint8_t {
 };
 const char* op_name(Op op);
 
-// Called by the running thread; returns its result once every lane of `mask` has come. `source` is the lane a
-// shuffle reads from.
+// Called by the running thread; returns its result once every lane of `mask` has arrived. `source` is the
+// lane a shuffle reads from.
 uint64_t warp_collective(Op op, unsigned mask, uint64_t value, int source, Where where);
 int block_collective(Op op, bool predicate, Where where);
 // The lane of the running thread within its warp.
 int lane_id();
 unsigned lanes_alive();
-// A point where another thread may run; every atomic is one.
+// Lets another thread run; every atomic does so.
 void preempt();
 // Ends the launch with Failure(what), from inside a kernel.
 [[noreturn]] void fail(const std::string& what);
@@ -104,7 +104,7 @@ struct SharedSite {
   const char* file;
   int line;
   void* entry = nullptr;
-  void enter();  // poisons the variable if this block is the first to come here
+  void enter();  // poisons the variable on the block's first visit
 };
 
 }  // namespace gradwire::simt

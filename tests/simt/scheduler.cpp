@@ -1,8 +1,9 @@
 // Fibers, one per CUDA thread of a block, and the choice of who runs next.
 //
-// A fiber is made once and used for every later block: it runs a thread of the kernel, reports that it is
+// A fiber is made once and reused by all later blocks: it runs a thread of the kernel, reports that it is
 // done, and waits for the next. When a launch fails, the threads that are still inside the kernel are resumed
 // one last time and leave by an exception, so that their stacks are clean for the next launch.
+#include <fmt/format.h>
 #include <sanitizer/common_interface_defs.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -23,7 +24,7 @@ Block block;
 
 namespace {
 
-constexpr size_t kStackBytes = 256 * 1024;  // virtual; a page is paid for when it is touched
+constexpr size_t kStackBytes = 256 * 1024;  // virtual: untouched pages cost nothing
 constexpr int64_t kMaxSpins = int64_t{1} << 21;
 
 struct Abandon {};
@@ -61,7 +62,7 @@ int take_next() {
   bool draw_any = block.draw_any, any = block.uniform || draw_any;
   block.draw_any = false;
   int warp = block.last_warp;
-  // Uniform means: change warps now and then. Staying spares the cache.
+  // Even a uniform draw stays with a warp for a while, which spares the cache.
   bool stay =
       block.uniform && !draw_any && (block.ready_warps >> warp & 1u) && block.random.next() >> 62 != 0;
   if (!stay) warp = any ? any_bit(block.ready_warps) : favoured_bit(block.ready_warps);
@@ -87,7 +88,7 @@ Side scheduler;
 Side* running = &scheduler;
 Side* came_from = nullptr;  // who switched to `running`
 
-// Never deleted: idle fibers have no end.
+// Never deleted: idle fibers never end.
 std::vector<Side*>& fibers = *new std::vector<Side*>();
 
 void arrive(boost::context::fiber&& from, Side& self) {
@@ -95,7 +96,7 @@ void arrive(boost::context::fiber&& from, Side& self) {
   came_from->context = std::move(from);
 }
 
-// Runs `target` from where it stopped; returns when somebody switches back.
+// Resumes `target`; returns when something switches back.
 void switch_to(Side& target) {
   Side& self = *running;
   came_from = &self;
@@ -150,7 +151,7 @@ boost::context::fiber fiber_main(boost::context::fiber&& from) {
 void make_fibers(size_t count) {
   while (fibers.size() < count) {
     Stack memory;
-    // Staggered: stacks that all end at the same place in a page would share a few sets of the cache.
+    // Staggered: stacks that all end at the same offset in a page would compete for a few cache sets.
     boost::context::stack_context stack;
     stack.size = kStackBytes - fibers.size() % 61 * 256;
     stack.sp = memory.bottom + stack.size;
@@ -184,7 +185,13 @@ void place_threads() {
 }
 
 std::string dimensions(const dim3& d) {
-  return "(" + std::to_string(d.x) + "," + std::to_string(d.y) + "," + std::to_string(d.z) + ")";
+  return fmt::format("({},{},{})", d.x, d.y, d.z);
+}
+
+// "3", or "3-7"
+template <typename Number>
+std::string range(Number first, Number last) {
+  return last > first ? fmt::format("{}-{}", first, last) : fmt::to_string(first);
 }
 
 std::string lane_list(unsigned lanes) {
@@ -193,7 +200,7 @@ std::string lane_list(unsigned lanes) {
     if (!(lanes >> i & 1u)) continue;
     int last = i;
     while (last + 1 < kWarp && (lanes >> (last + 1) & 1u)) ++last;
-    text += (text.empty() ? "" : ",") + std::to_string(i) + (last > i ? "-" + std::to_string(last) : "");
+    text += (text.empty() ? "" : ",") + range(i, last);
     i = last;
   }
   return text;
@@ -203,13 +210,9 @@ std::string describe_state(const Thread& t) {
   if (t.state == Thread::State::exited) return "exited";
   if (t.state == Thread::State::ready) return "could run";
   if (t.state == Thread::State::idle) return "had not started";
-  std::string text = std::string("wait at ") + op_name(t.op);
-  if (t.state == Thread::State::in_warp_op) {
-    char mask[16];
-    std::snprintf(mask, sizeof mask, "0x%08x", t.mask);
-    text += std::string(" with mask ") + mask;
-  }
-  return text + " (" + t.where.file + ":" + std::to_string(t.where.line) + ")";
+  const std::string mask =
+      t.state == Thread::State::in_warp_op ? fmt::format(" with mask {:#010x}", t.mask) : "";
+  return fmt::format("wait at {}{} ({}:{})", op_name(t.op), mask, t.where.file, t.where.line);
 }
 
 std::string describe_warp(size_t warp) {
@@ -232,17 +235,17 @@ std::string diagnose() {
     waiting += t.state == Thread::State::in_block_op;
   }
   if (in_warp_op) return "a warp collective waits for lanes of its mask that will not come";
-  return "divergent barrier: " + std::to_string(waiting) + " of " + std::to_string(block.threads.size()) +
-         " threads wait at a barrier that the others will not reach";
+  return fmt::format("divergent barrier: {} of {} threads wait at a barrier that the others will not reach",
+                     waiting, block.threads.size());
 }
 
 }  // namespace
 
 std::string describe_launch() {
   const Grid& grid = *block.grid;
-  return std::string("kernel '") + grid.kernel + "', block " + dimensions(dim3(block.index)) + " of " +
-         dimensions(grid.grid) + ", threads " + dimensions(grid.block) + ", seed " +
-         std::to_string(options().seed);
+  return fmt::format("kernel '{}', block {} of {}, threads {}, seed {}", grid.kernel,
+                     dimensions(dim3(block.index)), dimensions(grid.grid), dimensions(grid.block),
+                     options().seed);
 }
 
 std::string describe_threads() {
@@ -251,8 +254,7 @@ std::string describe_threads() {
     std::string state = describe_warp(first);
     size_t last = first;
     while (last + 1 < block.warps.size() && describe_warp(last + 1) == state) ++last;
-    text +=
-        "\n  warp " + std::to_string(first) + (last > first ? "-" + std::to_string(last) : "") + ": " + state;
+    text += fmt::format("\n  warp {}: {}", range(first, last), state);
     first = last + 1;
   }
   return text;
@@ -301,7 +303,7 @@ void preempt() {
         "cannot wait for another one." +
         describe_threads());
   }
-  block.draw_any = true;  // a thread that spins must not keep the others out
+  block.draw_any = true;  // a spinning thread must not starve the others
   make_ready(static_cast<size_t>(block.current / kWarp), current_bit());
   switch_out();
 }

@@ -1,9 +1,11 @@
-// Poisons shared memory when a block starts, as a GPU leaves there whatever the block before left.
+// Poisons shared memory when a block starts; on a GPU it holds whatever the previous block left.
 //
-// A `__shared__` variable is a static here. Its declaration tells only the place in the source where it
-// stands (see the macro in simt.h), since a macro in front of a declaration cannot know the name.
-// AddressSanitizer knows the rest: GCC hands it address, size and source line of every static, on start-up,
-// in __asan_register_globals. The linker's --wrap lets this file see those calls.
+// A `__shared__` variable is a static here. Its declaration gives only its place in the source (see the macro
+// in simt.h): a macro in front of a declaration cannot know the name. AddressSanitizer knows the rest: at
+// start-up GCC passes it the address, size and source line of every static, through __asan_register_globals.
+// The linker's --wrap lets this file see those calls.
+#include <fmt/format.h>
+
 #include <cstring>
 #include <map>
 #include <utility>
@@ -28,7 +30,7 @@ struct Global {
   uintptr_t odr_indicator;
 };
 
-// Filled before any constructor of this program need have run, hence a plain array.
+// A plain array, because it is filled before this program's constructors have run.
 struct Registered {
   const Global* globals;
   size_t count;
@@ -46,8 +48,7 @@ struct Variable {
   int64_t poisoned_in = 0;          // block_serial
 };
 
-// The compiler's records lie between redzones, where code from the standard library that AddressSanitizer
-// watches must not look.
+// The compiler's records are separated by redzones, which instrumented standard-library code must not read.
 void add_instances(Variable& variable, const char* file, int line) {
   for (size_t m = 0; m < module_count; ++m) {
     for (size_t i = 0; i < modules[m].count; ++i) {
@@ -77,8 +78,9 @@ void SharedSite::enter() {
   if (entry == nullptr) {
     Variable& variable = find(file, line);
     if (variable.instances.empty()) {
-      fail(std::string("cannot find the shared variable declared at ") + file + ":" + std::to_string(line) +
-           ": write `__shared__ T name[N];` on one line");
+      fail(fmt::format(
+          "cannot find the shared variable declared at {}:{}: write `__shared__ T name[N];` on one line",
+          file, line));
     }
     entry = &variable;
   }

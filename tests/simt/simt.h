@@ -1,14 +1,13 @@
-// What a kernel sees instead of cuda_runtime.h when g++ compiles it for the CPU: CUDA's vocabulary, on
-// runtime.h.
+// What a kernel sees instead of cuda_runtime.h when g++ compiles it for the CPU: CUDA's
+// vocabulary, on top of runtime.h.
 //
-// A name that is missing here does not compile; that is meant. Not offered: inline PTX, textures, clusters,
-// TMA, wgmma, dynamic parallelism, cooperative groups, CUB, streams that overlap. `cudaStream_t` arguments
-// are ignored: a launch has ended when it returns.
+// A name that is missing here does not compile, on purpose. Missing: inline PTX, textures, clusters, TMA,
+// wgmma, dynamic parallelism, cooperative groups, CUB, streams that overlap. `cudaStream_t` arguments are
+// ignored: a launch has ended when it returns.
 //
 // Stricter than CUDA, on purpose:
 //   - every lane named in the mask of a warp collective must reach it, on the same source line; lanes that
-//   returned
-//     early do not count as arrived;
+//     returned early do not count as arrived;
 //   - every thread of the block must reach a __syncthreads(), and the same one;
 //   - 16-byte accesses are checked for alignment, arithmetic for undefined behaviour, memory for bounds;
 //   - the result may not depend on the order of threads (see runtime.h).
@@ -26,8 +25,7 @@
 #include "tests/simt/vector_types.h"
 
 #ifndef __SANITIZE_ADDRESS__
-#error \
-    "tests/simt finds memory errors and shared variables through GCC's AddressSanitizer: compile with -fsanitize=address"
+#error "tests/simt needs GCC's AddressSanitizer to find memory errors: compile with -fsanitize=address"
 #endif
 
 #define __global__
@@ -48,8 +46,7 @@
 
 using cudaStream_t = struct CUstream_st*;
 
-// ------------------------------------------------------------------------------------------------------
-// collectives
+// --- collectives ---
 
 #define GW_SIMT_HERE ::gradwire::simt::Where where = {__builtin_FILE(), __builtin_LINE()}
 
@@ -95,15 +92,15 @@ GW_SIMT_REDUCE(__reduce_or_sync, bit_or, unsigned)
 GW_SIMT_REDUCE(__reduce_xor_sync, bit_xor, unsigned)
 #undef GW_SIMT_REDUCE
 
-// Lanes that happen to run together are nobody's promise; here they are all that have not returned.
+// CUDA promises nothing about which lanes run together; here, all that have not returned.
 inline unsigned __activemask() {
   return ::gradwire::simt::lanes_alive();
 }
 
 namespace gradwire::simt {
 
-// By bit_cast: a local variable whose address is taken costs AddressSanitizer a stack frame in the busiest
-// functions.
+// By bit_cast: with AddressSanitizer, taking a local variable's address adds a stack frame to
+// the busiest functions.
 template <typename T>
 uint64_t to_word(T value) {
   static_assert(std::is_arithmetic_v<T> && (sizeof(T) == 4 || sizeof(T) == 8),
@@ -114,8 +111,8 @@ uint64_t to_word(T value) {
     return std::bit_cast<uint64_t>(value);
 }
 
-// `source` is the lane to read from, `valid` whether it lies in the caller's segment; otherwise it reads
-// itself.
+// `source` is the lane to read from, `valid` whether it lies in the caller's segment;
+// otherwise it reads itself.
 template <typename T>
 T shuffle(unsigned mask, T value, int source, bool valid, Where where) {
   constexpr Op op = sizeof(T) == 4 ? Op::shuffle4 : Op::shuffle8;
@@ -171,11 +168,10 @@ unsigned __match_all_sync(unsigned mask, T value, int* all_equal, GW_SIMT_HERE) 
 }
 #undef GW_SIMT_HERE
 
-// ------------------------------------------------------------------------------------------------------
-// atomics
+// --- atomics ---
 
-// One thread runs at a time, so each is a plain update after which another thread may get its turn. Types as
-// in CUDA, by name, so that a 64-bit `unsigned long` that nvcc would refuse is refused here as well.
+// One thread runs at a time, so each is a plain update, after which another thread may run. Overloads exist
+// for CUDA's types only: a 64-bit `unsigned long`, which nvcc would refuse, is refused here as well.
 #define GW_SIMT_ATOMIC(name, T, expression) \
   inline T name(T* address, T value) {      \
     T old = *address;                       \
@@ -228,8 +224,7 @@ inline void __nanosleep(unsigned) {
   ::gradwire::simt::fail("__trap()");
 }
 
-// ------------------------------------------------------------------------------------------------------
-// launch
+// --- launch ---
 
 namespace gradwire::simt {
 

@@ -1,4 +1,4 @@
-// The shim proves itself: correct kernels give correct results, and each kind of planted bug is caught.
+// Tests of the shim itself: correct kernels give correct results, and each kind of planted bug is caught.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -7,14 +7,15 @@
 #include <vector>
 
 #include "runtime/launch.cuh"
+#include "tests/expect.h"
 
 namespace gradwire::simt {
 namespace {
 
 using cuda::launch;
+using testing::expect_has;
 
-// ------------------------------------------------------------------------------------------------- correct
-// kernels
+// --- correct kernels ---
 
 __device__ float warp_sum(float v) {
   for (int d = 16; d > 0; d /= 2) v += __shfl_xor_sync(0xffffffffu, v, d);
@@ -181,10 +182,9 @@ TEST(Simt, FullBlocksWork) {
   for (size_t i = 0; i < out.size(); ++i) ASSERT_EQ(out[i], static_cast<float>(1023 - i % 1024));
 }
 
-// ------------------------------------------------------------------------------------------------- planted
-// bugs
+// --- planted bugs ---
 
-// The text of the Failure that `body` ends with, "" when it ends well.
+// The text of the Failure that `body` throws, "" if it throws none.
 std::string failure_of(const std::function<void()>& body) {
   try {
     body();
@@ -194,7 +194,7 @@ std::string failure_of(const std::function<void()>& body) {
   return "";
 }
 
-// With each of ten seeds: to find a bug must not be luck.
+// With each of ten seeds: finding a bug must not take luck.
 std::vector<std::string> failures_of(const std::function<void()>& body) {
   std::vector<std::string> texts;
   uint64_t before = options().seed;
@@ -203,12 +203,7 @@ std::vector<std::string> failures_of(const std::function<void()>& body) {
   return texts;
 }
 
-void expect_contains(const std::string& text, std::initializer_list<const char*> parts) {
-  for (const char* part : parts)
-    EXPECT_NE(text.find(part), std::string::npos) << "no '" << part << "' in: " << text;
-}
-
-// A shared array is written, then read by another thread. The barrier between is what the bug leaves out.
+// A shared array is written, then read by other threads; the bug is a missing barrier in between.
 __global__ void reverse_kernel(int* data, bool with_barrier) {
   __shared__ int copy[64];
   copy[threadIdx.x] = data[threadIdx.x];
@@ -225,12 +220,10 @@ TEST(SimtCatches, MissingBarrier) {
     });
   };
   for (const auto& text : run(true)) EXPECT_EQ(text, "");
-  for (const auto& text : run(false))
-    expect_contains(text, {"reverse", "depends on the order", "parameter 0"});
+  for (const auto& text : run(false)) expect_has(text, {"reverse", "depends on the order", "parameter 0"});
 }
 
-// The barrier that is missing stands at the end of a loop: a fast warp overwrites what a slow one still has
-// to read.
+// The missing barrier belongs at the end of a loop: a fast warp overwrites what a slow one has yet to read.
 __global__ void rounds_kernel(const float* x, float* out, bool with_second_barrier) {
   __shared__ float partial[4];
   for (int round = 0; round < 3; ++round) {
@@ -251,7 +244,7 @@ TEST(SimtCatches, MissingBarrierBeforeReuseOfSharedMemoryAcrossShuffles) {
   };
   EXPECT_EQ(run(true), "");
   EXPECT_EQ(out, (std::vector<float>{128, 256, 384}));
-  expect_contains(run(false), {"depends on the order"});
+  expect_has(run(false), {"depends on the order"});
 }
 
 __global__ void uninitialized_kernel(float* out, bool initialize) {
@@ -271,7 +264,7 @@ TEST(SimtCatches, UninitializedSharedValueInEveryBlock) {
   };
   run(true);
   EXPECT_EQ(out, std::vector<float>(64, 1.0f));
-  // Either two schedules differ, or the poison shows: never the value that the launch before left there.
+  // Either two schedules differ, or the result is poison: never what the previous launch left there.
   for (const auto& text : failures_of([&] { run(false); })) {
     if (!text.empty()) continue;
     EXPECT_NE(out[4], 1.0f);
@@ -286,10 +279,10 @@ __global__ void float_atomic_kernel(const float* x, float* sum) {
 TEST(SimtCatches, FloatAtomicsWhoseSumDependsOnTheOrder) {
   std::vector<float> x(256), sum(1);
   for (size_t i = 0; i < x.size(); ++i) x[i] = 1.0f / static_cast<float>(i + 1);
-  expect_contains(failure_of([&] {
-                    launch("float_atomic", float_atomic_kernel, {.block = dim3(256)}, x.data(), sum.data());
-                  }),
-                  {"float_atomic", "depends on the order"});
+  expect_has(failure_of([&] {
+               launch("float_atomic", float_atomic_kernel, {.block = dim3(256)}, x.data(), sum.data());
+             }),
+             {"float_atomic", "depends on the order"});
 }
 
 __global__ void skip_kernel(float* data, int skipper) {
@@ -299,10 +292,9 @@ __global__ void skip_kernel(float* data, int skipper) {
 
 TEST(SimtCatches, LaneThatSkipsAShuffle) {
   std::vector<float> data(64);
-  expect_contains(
-      failure_of([&] { launch("skip", skip_kernel, {.block = dim3(64)}, data.data(), 37); }),
-      {"kernel 'skip'", "block (0,0,0)", "will not come", "warp 1: ", "lanes 5 exited",
-       "lanes 0-4,6-31 wait at __shfl_sync (4 bytes) with mask 0xffffffff", "simt_selftest.cpp:"});
+  expect_has(failure_of([&] { launch("skip", skip_kernel, {.block = dim3(64)}, data.data(), 37); }),
+             {"kernel 'skip'", "block (0,0,0)", "will not come", "warp 1: ", "lanes 5 exited",
+              "lanes 0-4,6-31 wait at __shfl_sync (4 bytes) with mask 0xffffffff", "simt_selftest.cpp:"});
   EXPECT_EQ(failure_of([&] { launch("skip", skip_kernel, {.block = dim3(64)}, data.data(), -1); }), "");
 }
 
@@ -318,8 +310,8 @@ __global__ void detour_kernel(int* data) {
 
 TEST(SimtCatches, LanesThatWaitAtDifferentCollectives) {
   std::vector<int> data(32);
-  expect_contains(failure_of([&] { launch("detour", detour_kernel, {.block = dim3(32)}, data.data()); }),
-                  {"lanes 0-15 wait at __shfl_sync", "lanes 16-31 wait at __syncwarp"});
+  expect_has(failure_of([&] { launch("detour", detour_kernel, {.block = dim3(32)}, data.data()); }),
+             {"lanes 0-15 wait at __shfl_sync", "lanes 16-31 wait at __syncwarp"});
 }
 
 __global__ void mask_kernel(unsigned mask) {
@@ -330,8 +322,8 @@ TEST(SimtCatches, WrongMasks) {
   auto run = [](unsigned mask, unsigned threads) {
     return failure_of([&] { launch("mask", mask_kernel, {.block = dim3(threads)}, mask); });
   };
-  expect_contains(run(0xfffffffeu, 32), {"leaves out the caller, lane 0"});
-  expect_contains(run(0xffffffffu, 20), {"its warp has only the lanes 0x000fffff"});
+  expect_has(run(0xfffffffeu, 32), {"leaves out the caller, lane 0"});
+  expect_has(run(0xffffffffu, 20), {"its warp has only the lanes 0x000fffff"});
   EXPECT_EQ(run(0x000fffffu, 20), "");
 }
 
@@ -342,7 +334,7 @@ __global__ void half_barrier_kernel(int* data) {
 
 TEST(SimtCatches, BarrierThatOnlyPartOfTheBlockReaches) {
   std::vector<int> data(64);
-  expect_contains(
+  expect_has(
       failure_of([&] { launch("half_barrier", half_barrier_kernel, {.block = dim3(64)}, data.data()); }),
       {"divergent barrier: 32 of 64 threads", "warp 0: lanes 0-31 wait at __syncthreads",
        "warp 1: lanes 0-31 exited"});
@@ -359,7 +351,7 @@ __global__ void two_barriers_kernel(int* data) {
 
 TEST(SimtCatches, ThreadsThatWaitAtDifferentBarriers) {
   std::vector<int> data(64);
-  expect_contains(
+  expect_has(
       failure_of([&] { launch("two_barriers", two_barriers_kernel, {.block = dim3(64)}, data.data()); }),
       {"divergent barrier", "different barriers"});
 }
@@ -373,8 +365,8 @@ __global__ void deadlock_kernel(int* data) {
 
 TEST(SimtCatches, Deadlock) {
   std::vector<int> data(32);
-  expect_contains(failure_of([&] { launch("deadlock", deadlock_kernel, {.block = dim3(32)}, data.data()); }),
-                  {"lanes 0 wait at __syncthreads", "lanes 1-31 wait at __syncwarp"});
+  expect_has(failure_of([&] { launch("deadlock", deadlock_kernel, {.block = dim3(32)}, data.data()); }),
+             {"lanes 0 wait at __syncthreads", "lanes 1-31 wait at __syncwarp"});
 }
 
 __global__ void grid_barrier_kernel(unsigned* arrived) {
@@ -385,11 +377,10 @@ __global__ void grid_barrier_kernel(unsigned* arrived) {
 
 TEST(SimtCatches, BlockThatWaitsForAnotherBlock) {
   unsigned arrived = 0;
-  expect_contains(failure_of([&] {
-                    launch("grid_barrier", grid_barrier_kernel, {.grid = dim3(2), .block = dim3(1)},
-                           &arrived);
-                  }),
-                  {"livelock"});
+  expect_has(failure_of([&] {
+               launch("grid_barrier", grid_barrier_kernel, {.grid = dim3(2), .block = dim3(1)}, &arrived);
+             }),
+             {"livelock"});
 }
 
 TEST(SimtCatches, LaunchesThatCudaRefuses) {
@@ -397,14 +388,13 @@ TEST(SimtCatches, LaunchesThatCudaRefuses) {
   auto refusal = [&](cuda::LaunchConfig config) {
     return failure_of([&] { launch("refused", places_kernel, config, none); });
   };
-  expect_contains(refusal({.block = dim3(1025)}), {"refused", "1025 threads"});
-  expect_contains(refusal({.block = dim3(1, 1, 65)}), {"64 in z"});
-  expect_contains(refusal({.grid = dim3(1, 65536)}), {"grid"});
-  expect_contains(refusal({.grid = dim3(1), .block = dim3(1), .shared_bytes = 233 * 1024}),
-                  {"shared memory"});
+  expect_has(refusal({.block = dim3(1025)}), {"refused", "1025 threads"});
+  expect_has(refusal({.block = dim3(1, 1, 65)}), {"64 in z"});
+  expect_has(refusal({.grid = dim3(1, 65536)}), {"grid"});
+  expect_has(refusal({.grid = dim3(1), .block = dim3(1), .shared_bytes = 233 * 1024}), {"shared memory"});
 }
 
-TEST(Simt, RunsOnAfterAFailure) {
+TEST(Simt, KeepsRunningAfterAFailure) {
   std::vector<float> data(64);
   for (int i = 0; i < 3; ++i) {
     EXPECT_NE(failure_of([&] { launch("skip", skip_kernel, {.block = dim3(64)}, data.data(), 37); }), "");
@@ -418,7 +408,7 @@ __global__ void read_kernel(const float* x, float* out, int at) {
   *out = x[at];
 }
 
-TEST(SimtDeathTest, ReadBehindGlobalMemory) {
+TEST(SimtDeathTest, ReadPastTheEndOfGlobalMemory) {
   std::vector<float> x(8), out(1);
   EXPECT_DEATH(launch("read", read_kernel, {.block = dim3(1)}, x.data(), out.data(), 8),
                "heap-buffer-overflow");
@@ -435,7 +425,7 @@ __global__ void shared_read_kernel(float* out, int at) {
   out[threadIdx.x] = behind[at];
 }
 
-TEST(SimtDeathTest, ReadBehindStaticSharedMemory) {
+TEST(SimtDeathTest, ReadPastTheEndOfStaticSharedMemory) {
   std::vector<float> out(8);
   EXPECT_DEATH(launch("shared_read", shared_read_kernel, {.block = dim3(8)}, out.data(), 9),
                "global-buffer-overflow|insufficient space");
@@ -447,7 +437,7 @@ __global__ void dynamic_write_kernel(int at) {
   x[at] = 1.0f;
 }
 
-TEST(SimtDeathTest, WriteBehindDynamicSharedMemory) {
+TEST(SimtDeathTest, WritePastTheEndOfDynamicSharedMemory) {
   launch("dynamic_write", dynamic_write_kernel, {.block = dim3(1), .shared_bytes = 36}, 8);
   EXPECT_DEATH(launch("dynamic_write", dynamic_write_kernel, {.block = dim3(1), .shared_bytes = 36}, 9),
                "heap-buffer-overflow");

@@ -1,4 +1,4 @@
-// Kernels that reach no test of tests/kernels in this executable, because there they hide behind a Stream.
+// Kernels that tests/kernels cannot reach in this executable, because they are called through a Stream.
 #include <gtest/gtest.h>
 
 #include <vector>
@@ -17,7 +17,7 @@ TEST(SimtStore, StoresEveryByteAndNoMore) {
   for (size_t i = 0; i < sizeof value; ++i) value[i] = static_cast<unsigned char>(i + 1);
   for (size_t bytes : {size_t{1}, size_t{7}, size_t{8}, size_t{63}, size_t{64}}) {
     std::vector<unsigned char> stored(
-        bytes);  // of its own size, so that AddressSanitizer sees a byte too many
+        bytes);  // of exactly this size, so that AddressSanitizer sees a byte too many
     store(nullptr, stored.data(), value, bytes);
     EXPECT_EQ(stored, std::vector<unsigned char>(value, value + bytes));
   }

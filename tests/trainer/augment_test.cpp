@@ -1,5 +1,5 @@
-// Augmentation: what a draw does to the pixels, held to a scalar definition; that draws depend on seed, epoch
-// and image alone; and that they are spread as they should be.
+// Augmentation: a draw changes the pixels as a scalar definition says, depends on seed, epoch and image
+// alone, and has the right distribution.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -31,7 +31,7 @@ TEST(Augment, PixelsAreThoseOfTheFlippedCrop) {
       for (int dy : {-height - 1, -3, 0, 1, height}) {
         for (int dx : {-width - 1, -2, 0, 1, width - 1, width + 4}) {
           const AugmentDraw draw{flip, dy, dx};
-          // One value more at either end, which must not be touched.
+          // One extra value at either end, which must not be touched.
           std::vector<float> to(pixels.size() + 2, NAN);
           normalize_plane(pixels.data(), height, width, draw, 0.25f, -3.0f, to.data() + 1);
           EXPECT_TRUE(std::isnan(to.front()) && std::isnan(to.back()));
@@ -111,7 +111,7 @@ Images epoch_of(const Dataset& data, LoaderOptions options, int64_t batches) {
   return all;
 }
 
-TEST(Augment, AnImageLooksTheSameWhateverTheRanksBatchesAndBeginning) {
+TEST(Augment, AnImageLooksTheSameWhateverTheRanksBatchSizeAndFirstBatch) {
   const Dataset data = pictures(48);
   const LoaderOptions one{.batch_size = 48, .augment = kBoth, .seed = 8, .first_batch = 2};
   const Images epoch = epoch_of(data, one, 1);  // epoch 2

@@ -1,15 +1,16 @@
-// Checkpoints: a resumed run has the bits of one that was never stopped; nothing is lost when the world
-// changes; and whatever a file holds, it is read or refused.
+// Checkpoints: a resumed run has the bits of one that was never stopped, nothing is lost when the number of
+// ranks changes, and a damaged file is refused.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstring>
 #include <future>
 #include <map>
 #include <random>
 
 #include "collectives/communicator/communicator.h"
 #include "tests/collectives/group.h"
+#include "tests/devices.h"
 #include "tests/own_codec.h"
 #include "tests/trainer/files.h"
 #include "trainer/checkpoint/checkpoint.h"
@@ -68,7 +69,7 @@ class CheckpointTest : public ::testing::TestWithParam<Device> {
     run_training(config, data_, recorder);
     return recorder;
   }
-  // Makes checkpoints after every step and keeps all; returns the whole run.
+  // Saves after every step and keeps all checkpoints.
   Recorder train_and_save(TrainConfig config) const {
     config.checkpoint_directory = folder_.path("run");
     config.checkpoint_every = 1;
@@ -81,14 +82,12 @@ class CheckpointTest : public ::testing::TestWithParam<Device> {
   // 3 ranks have 3 steps in an epoch, 1 rank has 9.
   const DataSplits data_ = make_synthetic(tiny_model(), 38, 10, 1);
 };
-INSTANTIATE_TEST_SUITE_P(On, CheckpointTest, ::testing::ValuesIn(available_devices()), [](const auto& info) {
-  return info.param.is_host() ? std::string("host") : "cuda" + std::to_string(info.param.index);
-});
+GW_INSTANTIATE_ON_DEVICES(CheckpointTest);
 
 TEST_P(CheckpointTest, ResumingAtAnyStepGivesTheSameBits) {
   for (const char* spec : {"fp32", "bf16:round=stochastic", "powersgd:rank=2,wire=bf16,start=2"}) {
     for (int ranks : {1, 3}) {
-      const std::string what = std::string(spec) + ", " + std::to_string(ranks) + " ranks";
+      const std::string what = fmt::format("{}, {} ranks", spec, ranks);
       TrainConfig c = config(ranks, spec);
       if (ranks == 1) c.optimizer = OptimizerKind::sgd, c.accumulate = 2;
       if (ranks == 3 && std::string(spec) == "fp32") c.precision = Precision::bf16;
@@ -121,8 +120,8 @@ TEST_P(CheckpointTest, ResumingAtAnyStepGivesTheSameBits) {
   }
 }
 
-// What a run of `world` ranks would begin with: rank r's residuals, in the model's layout, and what is left
-// in its gradients.
+// What a rank of a resumed run begins with: its residuals, in the model's layout, and what is
+// left in its gradients.
 struct Restored {
   std::vector<float> residual, left;
 };
@@ -183,7 +182,7 @@ TEST_P(CheckpointTest, AnotherNumberOfRanksKeepsTheSumOfTheResiduals) {
         ASSERT_NEAR(sum[i], expected[i], 1e-6 * largest) << spec << ", " << world << " ranks, element " << i;
       }
     }
-    // Another codec has no place for them, so they wait in the gradients.
+    // A codec without residuals gets them in its first gradients.
     TrainConfig plain = c;
     plain.compression = CompressionSpec::parse("fp32");
     const std::vector<Restored> left = restore(plain, 2, GetParam(), checkpoint(4));
@@ -193,9 +192,9 @@ TEST_P(CheckpointTest, AnotherNumberOfRanksKeepsTheSumOfTheResiduals) {
   }
 }
 
-// Whatever a codec keeps is in the files, of any kind and type, and fits another bucket size. Ranks that are
-// more or fewer keep what is the same on all of them and the sum of the residuals.
-TEST(Checkpoint, StateOfACodecOfOnesOwnIsKept) {
+// Whatever a codec keeps, of any kind and type, is in the files and fits another bucket size. With more or
+// fewer ranks, state that is the same on all ranks is kept, and so is the sum of the residuals.
+TEST(Checkpoint, StateOfACustomCodecIsKept) {
   using Kept = std::map<std::pair<int, std::string>, std::vector<std::byte>>;
   const TemporaryFolder folder;
   TrainConfig config;
@@ -203,7 +202,7 @@ TEST(Checkpoint, StateOfACodecOfOnesOwnIsKept) {
   config.compression = CompressionSpec::parse("bf16");
   config.checkpoint_directory = folder.path("run");
   const auto parameters = vit_parameters(config.model);
-  // Each rank makes some steps, saves or restores, and says what its codecs keep.
+  // Each rank makes `steps` steps, saves or restores, and returns what its codecs keep.
   auto run = [&](int world, int64_t bucket_bytes, int steps, const std::string& from) {
     TrainConfig c = config;
     c.devices.assign(static_cast<size_t>(world), Device::host());
@@ -253,7 +252,7 @@ TEST(Checkpoint, StateOfACodecOfOnesOwnIsKept) {
       EXPECT_EQ(more[r].at({i, "velocity"}), saved[0].at({i, "velocity"}));
       EXPECT_EQ(more[r].at({i, "seen"}),
                 (std::vector<std::byte>{std::byte(100 * r), std::byte{0}, std::byte(100 * r), std::byte{0}}))
-          << "a rank's own begins anew";
+          << "per-rank state starts afresh";
       if (r < 2) {
         EXPECT_EQ(more[r].at({i, kResidualKind}), saved[r].at({i, kResidualKind}));
       }
@@ -269,7 +268,8 @@ std::vector<float> weights_of(const std::string& path) {
   return values;
 }
 
-// One step of plain SGD, from residuals and without: the weights differ by lr times their sum over the world.
+// One step of plain SGD, with residuals and without: the weights differ by lr times the sum
+// of all ranks' residuals.
 TEST_P(CheckpointTest, TheFirstStepInAWorldOfOneAppliesTheResidualsItFound) {
   TrainConfig c = config(3, "bf16");
   c.optimizer = OptimizerKind::sgd;
@@ -288,7 +288,7 @@ TEST_P(CheckpointTest, TheFirstStepInAWorldOfOneAppliesTheResidualsItFound) {
     return weights_of(weights_path(NewCheckpoint::final_path(folder_.path(to), 5)));
   };
   const std::vector<float> with = one_step(checkpoint(4), "with");
-  // The same checkpoint, its residuals taken out.
+  // The same checkpoint without its residuals.
   const std::string bare = folder_.path("bare");
   fs::create_directory(bare);
   fs::copy_file(weights_path(checkpoint(4)), weights_path(bare));
@@ -302,12 +302,12 @@ TEST_P(CheckpointTest, TheFirstStepInAWorldOfOneAppliesTheResidualsItFound) {
   const double lr = 0.5 * (1 + std::cos(std::acos(-1.0) * 4 / 5)) / 2;
   double largest = 0;
   for (size_t i = 0; i < with.size(); ++i) {
-    // Each of the two is a weight rounded to FP32.
+    // Both are weights rounded to FP32.
     const double rounding = 2e-7 * std::max(1.0f, std::abs(with[i]));
     ASSERT_NEAR(without[i] - with[i], lr * residual[i], rounding) << i << ", a weight of " << with[i];
     largest = std::max(largest, std::abs(lr * residual[i]));
   }
-  EXPECT_GT(largest, 1e-5);  // the tolerance sees something
+  EXPECT_GT(largest, 1e-5);  // the residuals are larger than the tolerance
 }
 
 TEST_P(CheckpointTest, WeightsOfACheckpointStartARun) {
@@ -332,7 +332,7 @@ TEST_P(CheckpointTest, WeightsOfACheckpointStartARun) {
                    {c.init, "unexpected: encoder.layers.encoder_layer_0."});
 }
 
-TEST_P(CheckpointTest, TheLastOnesAreKeptAndUnfinishedOnesPassedOver) {
+TEST_P(CheckpointTest, TheLatestAreKeptAndUnfinishedOnesAreSkipped) {
   TrainConfig c = config(2, "bf16");
   const std::string run = folder_.path("run");
   c.checkpoint_directory = run;
@@ -379,7 +379,7 @@ TEST_P(CheckpointTest, ARunThatDoesNotFitIsRefused) {
   EXPECT_NE(notes[0].find("lr 0.01, now 0.5"), std::string::npos) << notes[0];
 }
 
-// Wherever a byte changes and wherever a file ends too early.
+// Wherever a bit flips, and wherever the file is cut off.
 TEST_P(CheckpointTest, ADamagedFileIsAlwaysRefused) {
   const TrainConfig c = config(1, "bf16");
   TrainConfig saved = c;
@@ -413,98 +413,6 @@ TEST_P(CheckpointTest, ADamagedFileIsAlwaysRefused) {
   }
   EXPECT_EQ(refused, 3 * trials);
   EXPECT_NO_THROW(restore(c, 1, Device::host(), from));
-}
-
-class SafetensorsTest : public ::testing::Test {
- protected:
-  std::string write(const std::string& header, size_t data_bytes) {
-    return write_raw(header.size(), header, data_bytes);
-  }
-  std::string write_raw(uint64_t length, const std::string& header, size_t data_bytes) {
-    std::string text(reinterpret_cast<const char*>(&length), sizeof length);
-    text += header + std::string(data_bytes, '\7');
-    write_bytes(path_, Bytes(text.begin(), text.end()));
-    return path_;
-  }
-  TemporaryFolder folder_;
-  const std::string path_ = folder_.path("file.safetensors");
-};
-
-TEST_F(SafetensorsTest, WhatIsWrittenIsReadAgain) {
-  SafetensorsWriter writer(path_, {{"who", "\"me\"\n"}}, {{"a", {2, 3}}, {"empty", {0}}, {"scalar", {}}});
-  const std::vector<float> values{1, 2, 3, 4, 5, -0.0f, NAN};
-  writer.write({values.data(), 2});
-  writer.write({values.data() + 2, 5});
-  writer.finish();
-  const SafetensorsReader file(path_);
-  file.verify(true);
-  EXPECT_EQ(file.metadata().at("who"), "\"me\"\n");
-  ASSERT_NE(file.find("a"), nullptr);
-  EXPECT_EQ(file.find("a")->shape, (std::vector<int64_t>{2, 3}));
-  EXPECT_EQ(file.find("empty")->elements, 0);
-  EXPECT_EQ(file.find("b"), nullptr);
-  std::vector<float> back(3);
-  file.read(*file.find("a"), 2, back);
-  EXPECT_EQ(back, (std::vector<float>{3, 4, 5}));
-  EXPECT_THROW(file.read(*file.find("a"), 4, back), Error);
-  file.read(*file.find("scalar"), 0, {back.data(), 1});
-  EXPECT_TRUE(std::isnan(back[0]));
-  EXPECT_THROW(SafetensorsWriter(path_, {}, {}), Error) << "overwrote a file";
-  SafetensorsWriter cut_short(folder_.path("short"), {}, {{"a", {2}}});
-  EXPECT_THROW(cut_short.finish(), Error);
-}
-
-TEST_F(SafetensorsTest, ImpossibleHeadersAreRefused) {
-  auto tensor = [](const std::string& name, const std::string& shape, const std::string& offsets) {
-    return "\"" + name + "\":{\"dtype\":\"F32\",\"shape\":" + shape + ",\"data_offsets\":" + offsets + "}";
-  };
-  struct Case {
-    std::string header;
-    size_t data_bytes;
-    const char* why;
-  };
-  const std::vector<Case> cases{
-      {"", 0, "not JSON"},
-      {"[1]", 0, "not a JSON object"},
-      {"{\"a\":", 0, "not JSON"},
-      {"{\"\xff\":1}", 0, "not JSON"},
-      {"{\"a\":1}", 0, "description"},
-      {"{\"a\":{}}", 0, "dtype"},
-      {"{\"__metadata__\":3}", 0, "__metadata__"},
-      {"{\"__metadata__\":{\"k\":3}}", 0, "'k'"},
-      {"{" + tensor("a", "[2]", "[0,8]") + "}", 4, "truncated"},
-      {"{" + tensor("a", "[2]", "[0,8]") + "}", 12, "too long"},
-      {"{" + tensor("a", "[2]", "[0,99999999999]") + "}", 8, "truncated"},
-      {"{" + tensor("a", "[2]", "[8,0]") + "}", 8, "truncated or corrupt"},
-      {"{" + tensor("a", "[2]", "[-8,0]") + "}", 8, "data_offsets"},
-      {"{" + tensor("a", "[2]", "[0.5,8]") + "}", 8, "data_offsets"},
-      {"{" + tensor("a", "[2]", "[0]") + "}", 8, "data_offsets"},
-      {"{" + tensor("a", "[-2,-1]", "[0,8]") + "}", 8, "shape"},
-      {"{" + tensor("a", "[3]", "[0,8]") + "}", 8, "shape of 'a'"},
-      {"{" + tensor("a", "[4294967296,4294967296,4294967296]", "[0,8]") + "}", 8, "shape"},
-      {"{" + tensor("a", "[4611686018427387904,4]", "[0,0]") + "}", 0, "shape"},
-      {"{" + tensor("a", "[18446744073709551615]", "[0,0]") + "}", 0, "shape"},
-      {"{" + tensor("a", "[1152921504606846976]", "[0,0]") + "}", 0, "shape"},
-      {"{" + tensor("a", "[2]", "[0,8]") + "," + tensor("b", "[2]", "[4,12]") + "}", 12, "'b'"},
-      {"{" + tensor("a", "[1]", "[0,4]") + "," + tensor("b", "[1]", "[8,12]") + "}", 12, "'b'"},
-      {std::string(1 << 20, '['), 0, "not JSON"},
-  };
-  for (const Case& c : cases) {
-    expect_bad_input([&] { SafetensorsReader(write(c.header, c.data_bytes)); }, {path_, c.why});
-  }
-  expect_bad_input([&] { SafetensorsReader(write_raw(~uint64_t{0}, "{}", 0)); }, {path_, "header"});
-  expect_bad_input([&] { SafetensorsReader(write_raw(99'000'000, "{}", 0)); }, {path_, "header"});
-  write_bytes(path_, Bytes(5));
-  expect_bad_input([&] { SafetensorsReader reader(path_); }, {path_, "too short"});
-  expect_bad_input([&] { SafetensorsReader(folder_.path("none")); }, {"none", "no such file"});
-  expect_bad_input([&] { SafetensorsReader(folder_.path()); }, {"not a regular file"});
-  // Fine, but not ours.
-  const SafetensorsReader foreign(write("{" + tensor("a", "[2]", "[0,8]") + "}   ", 8));
-  EXPECT_NO_THROW(foreign.verify(false));
-  expect_bad_input([&] { foreign.verify(true); }, {path_, "no checksum"});
-  const SafetensorsReader half(write("{\"a\":{\"dtype\":\"F16\",\"shape\":[4],\"data_offsets\":[0,8]}}", 8));
-  std::vector<float> out(2);
-  expect_bad_input([&] { half.read(*half.find("a"), 0, out); }, {path_, "F16"});
 }
 
 }  // namespace

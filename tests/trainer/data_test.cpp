@@ -1,4 +1,6 @@
-// Reading data sets: what is in the files arrives, and every way a file can be broken is named.
+// Reading data sets: the files' contents arrive, and every way a file can be broken is named.
+#include <fmt/format.h>
+
 #include <cmath>
 #include <cstdlib>
 #include <numeric>
@@ -69,7 +71,7 @@ TEST(FashionMnist, GzipCutAtAnyPlaceIsRefused) {
   for (size_t keep : {whole.size() - 1, whole.size() - 4, whole.size() - 8, whole.size() - 9,
                       whole.size() / 2, size_t{20}, size_t{11}, size_t{3}, size_t{1}, size_t{0}}) {
     write_bytes(path, Bytes(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(keep)));
-    SCOPED_TRACE("kept " + std::to_string(keep) + " of " + std::to_string(whole.size()) + " bytes");
+    SCOPED_TRACE(fmt::format("kept {} of {} bytes", keep, whole.size()));
     expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {path});
   }
   write_bytes(path, Bytes(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(whole.size() / 2)));
@@ -89,7 +91,7 @@ TEST(FashionMnist, FlippedBitInGzipIsRefused) {
 TEST(FashionMnist, WrongMagicIsRefused) {
   TemporaryFolder folder;
   write_fashion_mnist(folder);
-  // Labels where images belong, floats instead of bytes, something else altogether.
+  // Labels instead of images, floats instead of bytes, and something else altogether.
   write_gzip(folder.path("train-images-idx3-ubyte.gz"), idx_labels(50));
   expect_bad_input([&] { load_fashion_mnist(folder.path()); },
                    {"train-images", "wrong magic", "0x00000801", "0x00000803"});
@@ -207,7 +209,7 @@ TEST(Cifar10, BrokenFilesAreNamed) {
   expect_bad_input([&] { load_cifar10(folder.path()); }, {"data_batch_2.bin", "0 bytes"});
 
   write_cifar10(folder);
-  write_bytes(folder.path("data_batch_5.bin"), cifar_records(3));  // cut where a record ends
+  write_bytes(folder.path("data_batch_5.bin"), cifar_records(3));  // cut at the end of a record
   expect_bad_input([&] { load_cifar10(folder.path()); }, {"data_batch_5.bin", "3 records", "has 4"});
 
   write_cifar10(folder);
@@ -217,7 +219,7 @@ TEST(Cifar10, BrokenFilesAreNamed) {
   expect_bad_input([&] { load_cifar10(folder.path()); }, {"data_batch_1.bin", "label of record 1 is 10"});
 }
 
-TEST(Synthetic, SameSeedSameBytesAndEachClassIsThere) {
+TEST(Synthetic, SameSeedSameBytesAndEveryClassOccurs) {
   VitConfig shape;
   DataSplits a = make_synthetic(shape, 100, 50, 7), b = make_synthetic(shape, 100, 50, 7);
   DataSplits c = make_synthetic(shape, 100, 50, 8);
@@ -232,8 +234,8 @@ TEST(Synthetic, SameSeedSameBytesAndEachClassIsThere) {
   EXPECT_TRUE(std::equal(a.train.images.begin(), a.train.images.end(), longer.train.images.begin()));
 }
 
-// The nearest class mean of the training images must tell the test images apart, or there is nothing to
-// learn.
+// The nearest class mean of the training images must tell the test images apart, or
+// there is nothing to learn.
 TEST(Synthetic, ClassesCanBeToldApart) {
   VitConfig shape;
   shape.image = 32;

@@ -209,7 +209,7 @@ TEST(Recommend, NothingOnAFastLinkAndCompressionOnASlowOne) {
   EXPECT_NEAR(plain.sent_bytes, 2 * 0.75 * 4 * 88'224'232, 1e4);
   EXPECT_NEAR(plain.step_ms, 102 + plain.exposed_ms, 1e-6);
   EXPECT_GE(slow.one_bucket.step_ms, plain.step_ms);
-  // In between there is a link on which a gentle spec is enough.
+  // For some link in between, a milder spec is enough.
   bool gentle = false;
   for (double rate = 125; rate < 200e3; rate *= 1.5) {
     const Recommendation r = recommend(costs(rate));
@@ -241,9 +241,9 @@ TEST(Recommend, AFasterLinkNeverMakesAStepLonger) {
   }
 }
 
-TEST(Recommend, KernelsCountOnceWhereTheyHaveACoreOfTheirOwnAndAlwaysWhereTheyShare) {
-  StepCosts c = costs(1e9, 0);  // links for nothing
-  c.codec_ns["bf16"] = 0.5;     // 44 ms in all, which fits beside 67 ms of backward
+TEST(Recommend, KernelsOverlapWithBackwardUnlessTheyShareItsCores) {
+  StepCosts c = costs(1e9, 0);  // links that cost nothing
+  c.codec_ns["bf16"] = 0.5;     // 44 ms in all, which 67 ms of backward can hide
   const Prediction apart = predict_step(c, "bf16", 25);
   EXPECT_NEAR(apart.codec_ms, 0.5e-6 * 88'224'232, 1e-6);
   EXPECT_LT(apart.exposed_ms, 0.25 * apart.codec_ms);
@@ -259,8 +259,8 @@ TEST(Recommend, KernelsCountOnceWhereTheyHaveACoreOfTheirOwnAndAlwaysWhereTheySh
   EXPECT_THROW(predict_step(c, "bf16:round=stochastic", 25), BadInput);
 }
 
-// The whole examination, on a model small enough for a test: every rank comes to the same end.
-TEST(Recommend, RanksOfAProcessAreExaminedAlike) {
+// The whole examination, with a model small enough for a test: every rank reaches the same result.
+TEST(Recommend, EveryRankReachesTheSameResult) {
   TrainConfig config;
   config.batch_size = 2;
   config.devices.assign(3, Device::host());

@@ -1,6 +1,7 @@
-// Small data files for tests, good and broken.
+// Small data files for tests.
 #pragma once
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <zlib.h>
 
@@ -13,29 +14,12 @@
 #include <vector>
 
 #include "runtime/error.h"
+#include "tests/expect.h"
+#include "tests/temporary_folder.h"
 
 namespace gradwire::testing {
 
 using Bytes = std::vector<uint8_t>;
-
-// A folder of its own for each test, gone afterwards.
-class TemporaryFolder {
- public:
-  TemporaryFolder() {
-    std::string pattern = ::testing::TempDir() + "gradwire-XXXXXX";
-    if (mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("mkdtemp failed");
-    path_ = pattern;
-  }
-  ~TemporaryFolder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  std::string path(const std::string& name = "") const { return name.empty() ? path_ : path_ + "/" + name; }
-
- private:
-  std::string path_;
-};
 
 inline void write_bytes(const std::string& path, const Bytes& bytes) {
   std::ofstream file(path, std::ios::binary);
@@ -103,23 +87,16 @@ inline Bytes cifar_records(size_t count) {
 
 inline void write_cifar10(const TemporaryFolder& folder, size_t per_batch = 4, size_t test = 3) {
   for (int b = 1; b <= 5; ++b) {
-    write_bytes(folder.path("data_batch_" + std::to_string(b) + ".bin"), cifar_records(per_batch));
+    write_bytes(folder.path(fmt::format("data_batch_{}.bin", b)), cifar_records(per_batch));
   }
   write_bytes(folder.path("test_batch.bin"), cifar_records(test));
 }
 
-// Expects BadInput whose text holds every one of `parts`.
-inline void expect_bad_input(const std::function<void()>& action, const std::vector<std::string>& parts) {
-  try {
-    action();
-    ADD_FAILURE() << "no BadInput was thrown";
-  } catch (const BadInput& error) {
-    for (const std::string& part : parts) {
-      EXPECT_NE(std::string(error.what()).find(part), std::string::npos)
-          << "'" << part << "' is not in: " << error.what();
-    }
-    EXPECT_EQ(std::string(error.what()).find('\n'), std::string::npos) << error.what();
-  }
+// `action` throws BadInput with a text of one line that contains every one of `parts`.
+inline void expect_bad_input(const std::function<void()>& action, const std::vector<std::string>& parts,
+                             std::source_location at = std::source_location::current()) {
+  const std::string text = expect_error<BadInput>(action, parts, at);
+  EXPECT_EQ(text.find('\n'), std::string::npos) << text;
 }
 
 }  // namespace gradwire::testing

@@ -1,5 +1,5 @@
-// The loader: every image once per epoch over all ranks, the same order for everybody, and nothing that
-// depends on timing.
+// The loader: every image once per epoch over all ranks, one order for all ranks, and
+// nothing depends on timing.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 namespace gradwire {
 namespace {
 
-// `count` images of one pixel row each, whose label is their index, so that a batch says which images it
-// holds.
+// `count` images of one row of pixels; an image's label is its index, so that a batch tells
+// which images it holds.
 Dataset numbered(int64_t count, int32_t channels = 2) {
   Dataset data;
   data.name = "numbered";
@@ -125,7 +125,7 @@ TEST(Loader, NextFollowsIndicesAcrossEpochs) {
   }
 }
 
-TEST(Loader, BeginsAtAnyBatch) {
+TEST(Loader, StartsAtAnyBatch) {
   const Dataset data = numbered(30);
   const Stream stream = Stream::immediate_host();
   LoaderOptions options{.rank = 1, .world = 2, .batch_size = 4, .seed = 5};
@@ -198,8 +198,8 @@ TEST(Loader, SeedAndEpochChangeTheOrder) {
   EXPECT_EQ(epoch_permutation(1, 1, 0), std::vector<int64_t>{0});
 }
 
-// Where each image lands, over many epochs, must be even: an order that keeps images near their place trains
-// badly.
+// Over many epochs each image must land everywhere equally often: an order that keeps images near
+// their place trains badly.
 TEST(Loader, ShufflingReachesEveryPlace) {
   constexpr int64_t kCount = 10, kEpochs = 4000;
   std::vector<int> landed(kCount * kCount);
@@ -234,8 +234,9 @@ TEST(Loader, SlotIsNotRefilledBeforeItsReaderIsDone) {
   }
 }
 
-// A captured step reads from the addresses it was captured with: those of every second step.
-TEST(Loader, SlotsGoRoundSoThatEverySecondStepFindsTheSameAddresses) {
+// A captured step reads from the addresses that it was captured with, so every second step
+// must use the same ones.
+TEST(Loader, SlotsRotateSoThatEverySecondStepFindsTheSameAddresses) {
   Dataset data = numbered(64);
   const Stream stream = Stream::immediate_host();
   for (int64_t per_step : {1, 2, 3}) {
@@ -257,7 +258,7 @@ TEST(Loader, SlotsGoRoundSoThatEverySecondStepFindsTheSameAddresses) {
   }
 }
 
-TEST(Loader, TakingWithoutReleasingIsAnErrorAndNoDeadlock) {
+TEST(Loader, TakingWithoutReleasingIsAnErrorNotADeadlock) {
   Dataset data = numbered(64);
   const Stream stream = Stream::immediate_host();
   Loader loader(data, {.batch_size = 4});
@@ -269,7 +270,7 @@ TEST(Loader, TakingWithoutReleasingIsAnErrorAndNoDeadlock) {
   EXPECT_EQ(loader.next(stream).slot, 0);
 }
 
-TEST(Loader, DestroyedAtAnyMomentItStops) {
+TEST(Loader, StopsWhenDestroyedAtAnyMoment) {
   Dataset data = numbered(64);
   for (int taken = 0; taken < 6; ++taken) {
     Stream stream = Stream::create(Device::host(), "test");
@@ -278,7 +279,7 @@ TEST(Loader, DestroyedAtAnyMomentItStops) {
   }
 }
 
-TEST(Loader, FailedStreamReachesTheCaller) {
+TEST(Loader, AFailedStreamsErrorReachesTheCaller) {
   Dataset data = numbered(64);
   Stream stream = Stream::create(Device::host(), "failing");
   Loader loader(data, {.batch_size = 4});

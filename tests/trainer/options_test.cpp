@@ -1,6 +1,7 @@
-// From flags to a resolved configuration, and launchers' variables.
+// From flags and launchers' variables to a resolved configuration.
 #include "trainer/cli/options.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <CLI/CLI.hpp>
@@ -33,7 +34,7 @@ TEST(Models, ParameterCountsAreThePublishedOnes) {
   EXPECT_EQ(parameter_count(named_model("vit_b_32")), 88'224'232);
 }
 
-TEST(Models, EachNamedOneIsSound) {
+TEST(Models, EveryNamedModelIsValid) {
   EXPECT_EQ(model_names().size(), 6u);
   for (const std::string& name : model_names()) {
     EXPECT_EQ(named_model(name).name, name);
@@ -55,7 +56,7 @@ TEST(Models, ImpossibleShapesSayWhatWouldFit) {
     for (int32_t value : {0, -1, 1 << 30}) {
       model = VitConfig{};
       model.*field = value;
-      expect_bad_input([&] { check_model(model); }, {std::to_string(value)});
+      expect_bad_input([&] { check_model(model); }, {fmt::to_string(value)});
     }
   }
 }
@@ -198,7 +199,7 @@ TEST(Resolve, EachWrongValueIsNamed) {
   }
 }
 
-TEST(Resolve, DeviceIsSaidAndAFallbackExplained) {
+TEST(Resolve, TheDeviceIsNamedAndAFallbackExplained) {
   Options o = synthetic();
   EXPECT_EQ(resolve(o).device_line.substr(0, 12), "Device: host");
   o.device = DeviceChoice::automatic;
@@ -219,7 +220,7 @@ std::optional<Launch> launched_with(const std::map<std::string, std::string>& va
   });
 }
 
-TEST(Launcher, EachIsRecognized) {
+TEST(Launcher, EveryLauncherIsRecognized) {
   EXPECT_FALSE(launched_with({}));
   EXPECT_FALSE(launched_with({{"SLURM_NTASKS", "4"}, {"SLURM_PROCID", "0"}}))
       << "a batch script launched nothing yet";
@@ -256,7 +257,7 @@ TEST(Launcher, SaysWhereTheRanksMeet) {
   };
   EXPECT_EQ(meet({{"MASTER_ADDR", "node0"}, {"MASTER_PORT", "1234"}}), "tcp://node0:1234");
   EXPECT_EQ(meet({{"MASTER_ADDR", "fe80::1"}, {"MASTER_PORT", "1234"}}), "tcp://[fe80::1]:1234");
-  // The port on which torchrun's agent keeps its own store is taken.
+  // torchrun's agent occupies this port with its own store.
   EXPECT_EQ(meet({{"MASTER_ADDR", "a"}, {"MASTER_PORT", "29500"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}}),
             "tcp://a:29600");
   EXPECT_EQ(meet({{"MASTER_ADDR", "a"}, {"MASTER_PORT", "65500"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}}),
@@ -302,11 +303,11 @@ TEST(Launcher, AWorldOfOneUnderALauncherOfMoreIsRefused) {
   o.launch = launched_with({{"RANK", "2"}, {"WORLD_SIZE", "4"}});
   EXPECT_EQ(resolve(o).config.ranks(), 4);
   EXPECT_TRUE(resolve(o).config.processes);
-  o.ranks = 4;  // says the same
+  o.ranks = 4;  // agrees with the launcher
   EXPECT_EQ(resolve(o).config.ranks(), 4);
   for (int ranks : {1, 2}) {
     o.ranks = ranks;
-    expect_bad_input([&] { resolve(o); }, {"--ranks " + std::to_string(ranks), "started 4 processes"});
+    expect_bad_input([&] { resolve(o); }, {fmt::format("--ranks {}", ranks), "started 4 processes"});
   }
 }
 

@@ -115,7 +115,7 @@ TEST(Records, PathThatIsNotUtf8StaysValidJson) {
   EXPECT_NO_THROW(json::parse(run_record(c, data(), {})));
 }
 
-// What follows each other adds up to the step; what goes on beside it does not count.
+// Phases that follow one another add up to the step; what runs concurrently does not count.
 TEST(Records, SharesAreOfTheTimeOfAllSteps) {
   Summarizer summarizer;
   for (double ms : {10.0, 30.0}) {
@@ -182,7 +182,7 @@ TEST(Records, FinalLossIsTheMeanOfTheLastSteps) {
   EXPECT_EQ(summarizer.summary(1).final_loss, 2.0);
 }
 
-TEST(Records, WorldOfOneHasNoRatioAndNoEvaluationNoAccuracy) {
+TEST(Records, AWorldOfOneHasNoRatioAndARunWithoutEvaluationNoAccuracy) {
   Summarizer summarizer;
   StepRecord s = step(0, 1.0);
   s.wire_bytes = s.dense_bytes = 0;
@@ -192,7 +192,7 @@ TEST(Records, WorldOfOneHasNoRatioAndNoEvaluationNoAccuracy) {
   EXPECT_TRUE(summary["test_accuracy"].is_null());
 }
 
-TEST(Records, MedianLeavesOutWhatWasNotMeasured) {
+TEST(Records, MedianIgnoresWhatWasNotMeasured) {
   EXPECT_EQ(median({3, 1, 2}), 2);
   EXPECT_EQ(median({4, 1, 2, 3}), 2.5);
   EXPECT_EQ(median({NAN, 5, NAN}), 5);
@@ -259,7 +259,7 @@ TEST(RunLog, AtomicWriteLeavesTheOldFileOrTheNew) {
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1);
 }
 
-TEST(Console, NumbersForPeople) {
+TEST(Console, NumbersHaveReadableUnits) {
   EXPECT_EQ(human_bytes(0), "0 B");
   EXPECT_EQ(human_bytes(999), "999 B");
   EXPECT_EQ(human_bytes(1000), "1.00 kB");
@@ -300,8 +300,8 @@ TEST(CompareTable, BucketSizesHaveAColumnWhereTheyDiffer) {
   EXPECT_TRUE(document[1]["bucket_mb"].is_number_integer());
 }
 
-// What reaches a file or a pipe holds no control characters, a line for the first step, every n-th, and the
-// last.
+// Output to a file or a pipe has no control characters, and a line for the first step,
+// every n-th and the last.
 TEST(Console, OffATerminalItPrintsPlainLines) {
   TemporaryFolder folder;
   TrainConfig c = config();

@@ -1,4 +1,5 @@
-// What --trace writes: a whole file, spans that fit into each other, and a run that does not notice.
+// What --trace writes: a complete file with properly nested spans. The run itself is unchanged.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -8,6 +9,7 @@
 #include <set>
 
 #include "runtime/error.h"
+#include "tests/devices.h"
 #include "tests/trainer/files.h"
 #include "trainer/config/run.h"
 #include "trainer/data/dataset.h"
@@ -85,9 +87,7 @@ class TraceTest : public ::testing::TestWithParam<Device> {
 
   const testing::TemporaryFolder folder_;
 };
-INSTANTIATE_TEST_SUITE_P(On, TraceTest, ::testing::ValuesIn(available_devices()), [](const auto& info) {
-  return info.param.is_host() ? std::string("host") : "cuda" + std::to_string(info.param.index);
-});
+GW_INSTANTIATE_ON_DEVICES(TraceTest);
 
 TEST_P(TraceTest, EveryBucketOfEveryStepIsCompressedThenSentThenDecompressed) {
   for (const char* spec : {"bf16", "powersgd:rank=2", "fp32"}) {
@@ -102,16 +102,16 @@ TEST_P(TraceTest, EveryBucketOfEveryStepIsCompressedThenSentThenDecompressed) {
           if (s.category == "exchange") continue;
           phases[{s.step, s.bucket}] += s.category + " ";
           bytes[s.bucket] = s.bucket_bytes;
-          EXPECT_EQ(s.name, s.category + " " + std::to_string(s.bucket));
+          EXPECT_EQ(s.name, fmt::format("{} {}", s.category, s.bucket));
           EXPECT_EQ(s.bucket % 2, std::string(stream) == "communicate" ? 0 : 1);
         }
       }
       for (const auto& [key, text] : phases) {
-        const std::string where = std::string(spec) + ", bucket " + std::to_string(key.second) + ": " + text;
+        const std::string where = fmt::format("{}, bucket {}: {}", spec, key.second, text);
         EXPECT_NE(text.find("communicate "), std::string::npos) << where;
         if (std::string(spec) == "fp32") {
           EXPECT_EQ(text, "communicate ") << where;
-        } else if (bytes[key.second] > 1000) {  // of less, a rank may have no part to encode or decode
+        } else if (bytes[key.second] > 1000) {  // of fewer bytes a rank may have no part to encode or decode
           EXPECT_TRUE(text.starts_with("compress communicate ")) << where;
           EXPECT_TRUE(text.ends_with("decompress ")) << where;
         }
@@ -178,7 +178,7 @@ TEST_P(TraceTest, ATraceChangesNoBit) {
   }
 }
 
-TEST_P(TraceTest, ARunThatFailsLeavesTheStepsItHasDone) {
+TEST_P(TraceTest, AFailedRunLeavesTheStepsItMade) {
   EXPECT_THROW(train(config(2, "bf16"), 5), Error);
   Json trace = read();
   EXPECT_NE(trace["otherData"]["error"].get<std::string>().find("enough of this"), std::string::npos);
@@ -194,7 +194,7 @@ TEST_P(TraceTest, ARunThatFailsLeavesTheStepsItHasDone) {
   EXPECT_FALSE(std::filesystem::exists(folder_.path("trace.json.tmp")));
 }
 
-TEST_P(TraceTest, AWorldOfOneHasNothingButItsOwnWork) {
+TEST_P(TraceTest, AWorldOfOneTracesItsOwnWorkOnly) {
   train(config(1, "bf16"));
   std::set<std::string> streams;
   const Rows rows = rows_of(read());
@@ -202,7 +202,7 @@ TEST_P(TraceTest, AWorldOfOneHasNothingButItsOwnWork) {
   EXPECT_EQ(streams, (std::set<std::string>{"compute", "host thread"}));
 }
 
-// Behind the cap spans are counted, not kept: a long range of steps cannot fill the memory.
+// Beyond the cap spans are counted, not kept, so that a long range of steps cannot fill the memory.
 TEST_P(TraceTest, ATraceIsBounded) {
   const Device device = GetParam();
   const Stream stream = Stream::create(device, "compute");

@@ -9,6 +9,8 @@
 
 #include "runtime/error.h"
 #include "runtime/thread_pool.h"
+#include "tests/devices.h"
+#include "tests/expect.h"
 #include "trainer/config/run.h"
 #include "trainer/data/dataset.h"
 #include "trainer/model/flops.h"
@@ -20,6 +22,8 @@
 
 namespace gradwire {
 namespace {
+
+using testing::expect_error;
 
 struct Recorder : RunObserver {
   void on_run(const RunInfo& i) override { info = i, ++runs; }
@@ -81,9 +85,7 @@ class TrainTest : public ::testing::TestWithParam<Device> {
 
   const DataSplits data_ = make_synthetic(small_model(), 192, 50, 1);
 };
-INSTANTIATE_TEST_SUITE_P(On, TrainTest, ::testing::ValuesIn(available_devices()), [](const auto& info) {
-  return info.param.is_host() ? std::string("host") : "cuda" + std::to_string(info.param.index);
-});
+GW_INSTANTIATE_ON_DEVICES(TrainTest);
 
 TEST_P(TrainTest, LearnsWithEveryCompression) {
   for (const char* spec : {"fp32", "bf16", "bf16:round=stochastic", "powersgd:rank=2"}) {
@@ -91,7 +93,7 @@ TEST_P(TrainTest, LearnsWithEveryCompression) {
     c.steps = 90;
     Recorder r = train(c);
     ASSERT_EQ(r.steps.size(), 90u);
-    EXPECT_NEAR(r.steps.front().loss, std::log(4.0), 1e-5) << spec;  // a zero head knows nothing
+    EXPECT_NEAR(r.steps.front().loss, std::log(4.0), 1e-5) << spec;  // a zero head is uniform
     EXPECT_LT(r.steps.back().loss, 0.5) << spec;
     ASSERT_FALSE(r.evals.empty());
     EXPECT_GT(r.evals.back().test_accuracy, 0.8) << spec;
@@ -193,7 +195,7 @@ TEST_P(TrainTest, GradientsThatAreCopiedInAndOutGiveTheSameBits) {
 TEST_P(TrainTest, RanksAndAccumulationSplitTheSameGlobalBatch) {
   auto run = [&](int ranks, int64_t batch, int64_t accumulate) {
     TrainConfig c = config(ranks);
-    c.optimizer = OptimizerKind::sgd;  // AdamW's division turns rounding of tiny gradients into whole steps
+    c.optimizer = OptimizerKind::sgd;  // AdamW divides: rounding of tiny gradients becomes whole steps
     c.lr = 0.05;
     c.batch_size = batch;
     c.accumulate = accumulate;
@@ -248,7 +250,7 @@ TEST_P(TrainTest, RecordsSayWhatHappened) {
     // All ranks are on one device.
     EXPECT_NEAR(step.tflops * step.step_ms * 1e9, training_flops_per_image(c.model) * 16, 1);
   }
-  // After each epoch and at the end, on every image, when all steps before it are reported.
+  // After each epoch and at the end, on all images, and after all earlier steps were reported.
   ASSERT_EQ(r.evals.size(), 3u);
   EXPECT_EQ(r.steps_before_eval, (std::vector<size_t>{12, 24, 27}));
   for (const EvalRecord& e : r.evals) EXPECT_EQ(e.images, 50);
@@ -256,7 +258,7 @@ TEST_P(TrainTest, RecordsSayWhatHappened) {
   EXPECT_DOUBLE_EQ(r.evals.back().epoch, 27.0 / 12.0);
 }
 
-TEST_P(TrainTest, EvaluationIsTheSameHoweverItIsCut) {
+TEST_P(TrainTest, EvaluationDoesNotDependOnTheBatchSize) {
   std::vector<EvalRecord> evals;
   for (int64_t batch : {1, 7, 50, 64}) {
     TrainConfig c = config(3);
@@ -283,7 +285,7 @@ TEST_P(TrainTest, EvalEveryChoosesTheEpochs) {
   EXPECT_EQ(never.ends, 1);
 }
 
-TEST_P(TrainTest, ThePlannedMemoryIsWhatARunTakes) {
+TEST_P(TrainTest, ThePlannedMemoryIsWhatARunUses) {
   for (const char* spec : {"fp32", "bf16", "powersgd:rank=2", "powersgd:rank=2,wire=bf16"}) {
     TrainConfig c = config(3, spec);
     c.steps = 1;
@@ -326,7 +328,7 @@ TEST_P(TrainTest, ARankThatFailsInSetUpEndsTheOthers) {
   EXPECT_EQ(recorder.runs, 0);
 }
 
-TEST_P(TrainTest, ARankThatNeverComesIsAnErrorThatNamesItNotAHang) {
+TEST_P(TrainTest, ARankThatNeverComesIsNamedInsteadOfAHang) {
   TrainConfig c = config(2);
   const std::chrono::milliseconds timeout(300);
   auto comms = Communicator::create_local(c.devices, timeout);
@@ -334,12 +336,7 @@ TEST_P(TrainTest, ARankThatNeverComesIsAnErrorThatNamesItNotAHang) {
   InitialWeights initial(c.seed);
   Recorder recorder;
   const SharedRun shared{c, data_, recorder, reports, initial};
-  try {
-    RankTrainer(shared, *comms[0]).run();
-    FAIL() << "ran without rank 1";
-  } catch (const CommError& error) {
-    EXPECT_NE(std::string(error.what()).find("rank 1"), std::string::npos) << error.what();
-  }
+  expect_error<CommError>([&] { RankTrainer(shared, *comms[0]).run(); }, {"rank 1"});
 }
 
 TEST_P(TrainTest, ARankThatStopsHalfwayEndsTheOthersWithItsReason) {
@@ -369,7 +366,7 @@ TEST_P(TrainTest, ARankThatStopsHalfwayEndsTheOthersWithItsReason) {
       trainer.reset();
     });
   }
-  threads.clear();  // joins: that it returns long before the timeout is the point
+  threads.clear();  // joins, and must do so long before the timeout
   for (const std::string& reason : reasons)
     EXPECT_NE(reason.find("rank 2 went home"), std::string::npos) << reason;
 }
@@ -444,12 +441,7 @@ TEST(RankReports, NamesTheRankThatIsLate) {
   LocalRankReports reports(3, std::chrono::milliseconds(20));
   reports.post(0, {});
   reports.post(2, {});
-  try {
-    reports.collect();
-    ADD_FAILURE();
-  } catch (const CommError& error) {
-    EXPECT_NE(std::string(error.what()).find("rank 1"), std::string::npos) << error.what();
-  }
+  expect_error<CommError>([&] { reports.collect(); }, {"rank 1"});
 }
 
 }  // namespace

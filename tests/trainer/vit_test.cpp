@@ -6,15 +6,18 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <random>
 #include <set>
 
 #include "runtime/error.h"
 #include "runtime/thread_pool.h"
+#include "tests/devices.h"
+#include "tests/normal.h"
 #include "trainer/model/flops.h"
 
 namespace gradwire {
 namespace {
+
+using testing::normal;
 
 VitConfig small_config() {
   VitConfig config;
@@ -28,14 +31,6 @@ VitConfig small_config() {
   config.mlp = 40;
   config.classes = 5;
   return config;
-}
-
-std::vector<float> normal(size_t count, uint32_t seed, float scale = 1.0f) {
-  std::mt19937 generator(seed);
-  std::normal_distribution<float> distribution(0.0f, scale);
-  std::vector<float> values(count);
-  for (float& v : values) v = distribution(generator);
-  return values;
 }
 
 int index_of(const std::vector<VitParameter>& parameters, const std::string& name) {
@@ -104,9 +99,7 @@ struct Bench {
 };
 
 class VitTest : public ::testing::TestWithParam<Device> {};
-INSTANTIATE_TEST_SUITE_P(On, VitTest, ::testing::ValuesIn(available_devices()), [](const auto& info) {
-  return info.param.is_host() ? std::string("host") : "cuda" + std::to_string(info.param.index);
-});
+GW_INSTANTIATE_ON_DEVICES(VitTest);
 
 TEST(VitParameters, CountsAndTensorsAreTorchvisions) {
   struct Known {
@@ -254,7 +247,7 @@ TEST_P(VitTest, GradientMatchesFiniteDifferencesInEveryTensor) {
   const std::vector<float> gradient = bench.gradient();
   const std::vector<float> weights = bench.weights;
   for (size_t i = 0; i < bench.vit.parameters().size(); ++i) {
-    // Along the gradient itself the loss changes fastest, so that rounding matters least.
+    // Along the gradient the loss changes fastest, so rounding matters least.
     std::span<const float> g = bench.tensor(gradient, static_cast<int>(i));
     double norm = 0;
     for (float v : g) norm += double(v) * v;
@@ -269,7 +262,7 @@ TEST_P(VitTest, GradientMatchesFiniteDifferencesInEveryTensor) {
       bench.vit.load(moved);
       return bench.loss();
     };
-    // Fourth order: its own error is far below FP32's.
+    // Of fourth order: its error is far below FP32's.
     const double h = 0.04;
     double slope = (8 * (loss_at(h) - loss_at(-h)) - (loss_at(2 * h) - loss_at(-2 * h))) / (12 * h);
     EXPECT_NEAR(slope / norm, 1.0, 4e-3) << bench.vit.parameters()[i].name << ", norm " << norm;
@@ -304,7 +297,7 @@ TEST_P(VitTest, ReadyIsCalledOncePerGradientInOrderAndGapsStayUntouched) {
     EXPECT_EQ(std::isnan(gradient[j]), !written[j]) << "element " << j;
 }
 
-// When ready(i) is called, gradient i must be final at that point of the stream: what the reducer relies on.
+// The reducer relies on it: when ready(i) is called, gradient i is final at that point of the stream.
 TEST_P(VitTest, GradientIsFinalWhenReadyIsCalled) {
   Bench bench(small_config(), GetParam(), 2, 3);
   bench.randomize(9);
@@ -362,7 +355,7 @@ double norm_of(std::span<const float> x) {
 }
 
 // A rounding to BF16 is off by at most 2^-9 of the next power of two, independently from element to element,
-// and a gradient has some thirty of them behind it: 6 x 2^-9, where nothing cancels. Sums over rows cancel in
+// and a gradient accumulates some thirty of them: 6 x 2^-9, where nothing cancels. Sums over rows cancel in
 // part. Measured here: at most 2.7 %, in the first layer's ln_1.bias.
 TEST_P(VitTest, Bf16IsWithinItsRoundingsOfFp32InEveryTensor) {
   Bench exact(small_config(), GetParam(), 8, 11), bench(small_config(), GetParam(), 8, 11, Precision::bf16);
@@ -400,7 +393,7 @@ TEST_P(VitTest, Bf16KeepsTheContractsOfReadyGapsAndAccumulation) {
     expected.push_back(static_cast<int>(i));
     std::span<const float> a = bench.tensor(whole, static_cast<int>(i)),
                            b = bench.tensor(twice, static_cast<int>(i));
-    // Half of a gradient has half of its roundings, but for FP32's in the sums.
+    // Half of a gradient has half of its rounding errors, except for FP32's in the sums.
     for (size_t j = 0; j < a.size(); ++j) {
       ASSERT_NEAR(a[j], b[j], 1e-6 + 1e-5 * std::abs(a[j])) << bench.vit.parameters()[i].name << " " << j;
     }

@@ -1,8 +1,10 @@
-// Overlapped training steps on eight ranks, with transfers beside kernels, for ThreadSanitizer. Built twice
-// from this file: as it is, which must be clean, and with GRADWIRE_PLANT_MISSING_WAIT, which removes the
+// Overlapped training steps on eight ranks, with transfers concurrent with kernels, for ThreadSanitizer.
+// Built twice: as it is, which must be clean, and with GRADWIRE_PLANT_MISSING_WAIT, which removes the
 // reducer's wait for "the gradients of this bucket are written" and must be reported as a data race. The
-// second proves that the first means something: host streams are real threads, so a missing event wait is a
+// second build proves that the first can fail: host streams are real threads, so a missing event wait is a
 // race here just as it would be, silently, on a GPU.
+#include <fmt/format.h>
+
 #include <cstdio>
 #include <thread>
 #include <vector>
@@ -20,7 +22,7 @@ int main() {
     ranks.emplace_back([&, r] {
       Stream compute = Stream::create(Device::host(), "compute");
       std::vector<GradientTensor> tensors;
-      for (int t = 0; t < kTensors; ++t) tensors.push_back({"t" + std::to_string(t), {kCount}});
+      for (int t = 0; t < kTensors; ++t) tensors.push_back({fmt::format("t{}", t), {kCount}});
       Reducer reducer(*group[r], CompressionSpec::parse("bf16"), tensors,
                       {.bucket_bytes = 4 * kCount, .slice_bytes = 2000});
       for (int s = 0; s < kSteps; ++s) {

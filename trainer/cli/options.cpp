@@ -222,7 +222,7 @@ Resolved resolve_machine(const Options& o) {
   config.data = DataSpec::parse(o.data);
   config.augment = Augmentation::parse(o.augment);
   for (const std::string& spec : o.compression) out.compressions.push_back(CompressionSpec::parse(spec));
-  if (out.compressions.empty()) out.compressions.push_back(CompressionSpec::parse("fp32"));
+  if (out.compressions.empty()) out.compressions.emplace_back();
   config.compression = out.compressions[0];
   config.optimizer = o.optimizer;
   config.precision = o.precision;
@@ -249,7 +249,7 @@ Resolved resolve_machine(const Options& o) {
         "hold; start a process for each rank (torchrun, srun or mpirun)");
   }
   if (config.precision == Precision::tf32 && config.devices[0].is_host()) {
-    out.notes.push_back("Note: --precision tf32 concerns CUDA's tensor cores; the host computes in fp32");
+    out.notes.emplace_back("Note: --precision tf32 concerns CUDA's tensor cores; the host computes in fp32");
   }
 
   check_model(config.model);

@@ -200,7 +200,7 @@ Table topology_table(const GpuTopology& topology) {
   table[0][gpus + 1] = "NUMA";
   for (size_t i = 0; i < gpus; ++i) {
     table[0][i + 1] = table[i + 1][0] = fmt::format("cuda:{}", i);
-    table[i + 1][gpus + 1] = topology.numa_nodes[i] < 0 ? "-" : std::to_string(topology.numa_nodes[i]);
+    table[i + 1][gpus + 1] = topology.numa_nodes[i] < 0 ? "-" : fmt::to_string(topology.numa_nodes[i]);
   }
   for (const GpuPair& pair : topology.pairs) {
     const auto a = static_cast<size_t>(pair.a), b = static_cast<size_t>(pair.b);

@@ -1,4 +1,4 @@
-// The C ABI's states hold whatever a codec keeps, of any kind and type, and bring training back bit for bit.
+// The C ABI's states hold whatever a codec keeps, of any kind and type, and resume training bit for bit.
 #include "tests/own_codec.h"
 #include "collectives/c_api/handles.h"
 #include "collectives/c_api/reducer.h"
@@ -9,7 +9,7 @@ namespace {
 
 using gradwire::c_api::ApiReducer;
 
-// A handle such as gw_reducer_create() makes, but with a codec that no spec names.
+// A handle like gw_reducer_create()'s, but with a codec that no spec names.
 gw_reducer make_reducer(gw_comm comm, const Model& model, int64_t bucket_bytes, bool own_codec = true) {
   auto locked = gradwire::c_api::comms().get(comm);
   auto options = gradwire::c_api::read_options(nullptr);
@@ -23,7 +23,7 @@ gw_reducer make_reducer(gw_comm comm, const Model& model, int64_t bucket_bytes, 
       locked, gradwire::CompressionSpec::parse("bf16"), std::move(read), options)));
 }
 
-TEST(CApiInside, StateOfACodecOfOnesOwnIsKept) {
+TEST(CApiInside, StateOfACustomCodecIsKept) {
   const Model model;
   run_ranks(2, [&](gw_comm comm, int rank) {
     auto step = [&](const Reducer& reducer, int s) {
@@ -49,7 +49,7 @@ TEST(CApiInside, StateOfACodecOfOnesOwnIsKept) {
     for (int s = 3; s < 6; ++s) EXPECT_EQ(step(straight, s), step(resumed, s)) << "step " << s;
     EXPECT_EQ(straight.save(), resumed.save());
 
-    // The same spec, another codec: named, and nothing changes.
+    // The same spec with another codec is refused by name, and nothing changes.
     Reducer plain(make_reducer(comm, model, kSmall, false));
     step(plain, 5);
     const auto plain_state = plain.save();

@@ -1,0 +1,141 @@
+#!/usr/bin/env python3
+"""Bad input to `gradwire train` and `compare`: one line on stderr, exit code 2, and no file left behind."""
+import gzip
+import struct
+
+from command import CommandTest, SYNTHETIC, main, synthetic
+
+
+def idx(shape, values):
+    return struct.pack(">I", 0x800 | len(shape)) + b"".join(struct.pack(">I", n) for n in shape) + bytes(values)
+
+
+class BadInput(CommandTest):
+    """Every call names an output file, which must not exist afterwards."""
+
+    def refuse(self, arguments, *parts, env=None):
+        before = self.files()
+        for command in ("train", "compare"):
+            extra = ["--log", "run.jsonl"] if command == "train" else ["--json", "out.json"]
+            if command == "compare" and "--compression" not in arguments:
+                extra += ["--compression", "fp32"]
+            with self.subTest(command=command, arguments=arguments):
+                self.assert_refused(self.run_command(command, *arguments, *extra, env=env), *parts)
+                self.assertEqual(self.files(), before, "a file was left behind")
+
+    def write_fashion_mnist(self, train=64, test=32):
+        folder = self.folder / "data"
+        folder.mkdir(exist_ok=True)
+        for prefix, count in (("train", train), ("t10k", test)):
+            pixels = bytes((i * 37 + p * 11) % 256 for i in range(count) for p in range(784))
+            labels = bytes(i % 10 for i in range(count))
+            with gzip.open(folder / f"{prefix}-images-idx3-ubyte.gz", "wb") as f:
+                f.write(idx((count, 28, 28), pixels))
+            with gzip.open(folder / f"{prefix}-labels-idx1-ubyte.gz", "wb") as f:
+                f.write(idx((count,), labels))
+        return folder
+
+    def test_missing_dataset(self):
+        self.refuse(["--data", f"fashion-mnist:{self.folder}/nowhere"], "nowhere/train-images-idx3-ubyte.gz",
+                    "no such file", "dataset-fashion-mnist")
+        self.refuse(["--data", f"cifar10:{self.folder}"], "data_batch_1.bin", "no such file", "cifar-10-binary")
+
+    def test_truncated_idx(self):
+        data = self.write_fashion_mnist()
+        images = data / "train-images-idx3-ubyte.gz"
+        images.write_bytes(images.read_bytes()[:200])
+        self.refuse(["--data", f"fashion-mnist:{data}"], images, "truncated gzip")
+        with gzip.open(images, "wb") as f:
+            f.write(idx((64, 28, 28), bytes(64 * 784 - 1)))
+        self.refuse(["--data", f"fashion-mnist:{data}"], images, "50175", "50176")
+
+    def test_wrong_magic(self):
+        data = self.write_fashion_mnist()
+        labels = data / "t10k-labels-idx1-ubyte.gz"
+        with gzip.open(labels, "wb") as f:
+            f.write(b"\x00\x00\x0c\x01" + bytes(40))
+        self.refuse(["--data", f"fashion-mnist:{data}"], labels, "wrong magic number 0x00000c01")
+
+    def test_unknown_model(self):
+        self.refuse(["--model", "vit_giant"], "unknown model 'vit_giant'", "vit_tiny", "vit_l_32")
+
+    def test_bad_specs(self):
+        for spec, part in (("powersgd:rank=0", "rank='0'"), ("zip", "unknown method 'zip'"), ("bf16:", "nothing after"),
+                           ("", "unknown method ''"), ("fp32:rank=4", "no option 'rank'"),
+                           ("bf16:round=up", "nearest|stochastic"), ("powersgd:rank=4,rank=4", "given twice")):
+            self.refuse(synthetic("--compression", spec), part)
+
+    def test_batch_larger_than_the_shard(self):
+        self.refuse(synthetic("--ranks", "4", "--batch-size", "65"), "--batch-size 65", "64 for each of 4 ranks",
+                    "--batch-size 64 or less")
+
+    def test_model_that_does_not_fit_the_data(self):
+        data = self.write_fashion_mnist()
+        self.refuse(["--data", f"fashion-mnist:{data}", "--model", "vit_b_32"], "224x224", "28x28", "--image-size 28")
+        self.refuse(synthetic("--patch", "5"), "--patch must be one of")
+        self.refuse(synthetic("--heads", "3"), "--heads 3")
+
+    def test_wrong_numbers(self):
+        for flag, value in (("--ranks", "0"), ("--ranks", "-1"), ("--batch-size", "0"), ("--steps", "0"), ("--epochs", "-1"),
+                            ("--epochs", "nan"), ("--lr", "nan"), ("--bucket-mb", "0"), ("--bucket-mb", "many"), ("--timeout-s", "0"),
+                            ("--warmup", "-1"), ("--accumulate", "0"), ("--log-every", "0"), ("--ranks", "two"),
+                            ("--batch-size", "1e3"), ("--seed", "-1"), ("--lr", "")):
+            self.refuse(synthetic(flag, value), flag)
+
+    def test_unknown_flags_and_words(self):
+        for flag in ("--frobnicate",):
+            self.refuse(synthetic(flag, "x"), flag)
+        self.refuse(synthetic("--precision", "fp8"), "--precision 'fp8'")
+        self.refuse(synthetic("--augment", "rotate"), "--augment 'rotate'", "flip,crop")
+        self.refuse(synthetic("--gradient-views", "maybe"), "--gradient-views 'maybe'", "on, off")
+        self.assert_refused(self.run_command("train", *SYNTHETIC, "--bucket-mb", "1", "--bucket-mb", "2"), "--bucket-mb")
+        self.refuse([*SYNTHETIC, "--ranks", "1", "--ranks", "2"], "--ranks")
+        self.assert_refused(self.run_command(), "subcommand")
+        self.assert_refused(self.run_command("fly"), "fly")
+        self.assert_refused(self.run_command("compare", *SYNTHETIC), "--compression")
+        for flag in ("--checkpoint", "--resume"):  # compare makes several runs: of which one?
+            self.assert_refused(self.run_command("compare", *SYNTHETIC, "--compression", "fp32", flag, "x"), flag)
+
+    def test_no_gpu(self):
+        self.refuse(synthetic("--device", "cuda"), "--device cuda", "--device host",
+                    env={"CUDA_VISIBLE_DEVICES": ""})
+
+    def test_trace_and_profile(self):
+        self.refuse(synthetic("--trace-steps", "2:4"), "--trace-steps 2:4", "--trace FILE")
+        for steps in ("4", "4:", ":4", "a:b", "4:2", "4:4", "-1:2", "1:2:3"):
+            self.refuse(synthetic("--trace", "t.json", "--trace-steps", steps), f"--trace-steps '{steps}'", "a:b")
+        self.refuse(synthetic("--trace", "t.json", "--steps", 8, "--trace-steps", "8:9"), "8:9", "steps 0 to 7")
+        self.refuse(synthetic("--profile-steps", "2:4"), "--profile-steps 2:4", "on the host", "--trace")
+        self.refuse(synthetic("--trace", "nowhere/t.json"), "nowhere", "folder that exists")
+
+    def test_unwritable_log(self):
+        (self.folder / "file").write_text("kept")
+        for path, part in (("none/run.jsonl", "No such file"), (".", "folder"), ("file/run.jsonl", "")):
+            self.assert_refused(self.run_command("train", *SYNTHETIC, "--log", path), path, "cannot be written", part)
+            self.assert_refused(self.run_command("compare", *SYNTHETIC, "--compression", "fp32", "--json", path), path,
+                                "cannot be written", part)
+        self.assertEqual(self.files(), ["file"])
+        self.assertEqual((self.folder / "file").read_text(), "kept")
+
+    def test_bad_input_leaves_an_older_log_alone(self):
+        (self.folder / "run.jsonl").write_text("of yesterday\n")
+        self.assert_refused(self.run_command("train", *SYNTHETIC, "--compression", "powersgd:rank=0", "--log", "run.jsonl"))
+        self.assertEqual((self.folder / "run.jsonl").read_text(), "of yesterday\n")
+
+    def test_launchers_that_do_not_say_enough(self):
+        for env in ({"RANK": "0", "WORLD_SIZE": "4"}, {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+                    {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}):
+            self.refuse(SYNTHETIC, "nothing says where they meet", "MASTER_ADDR", "--rendezvous", env=env)
+        self.refuse(synthetic("--ranks", 1), "--ranks 1", "started 4 processes", env={"RANK": "0", "WORLD_SIZE": "4"})
+        self.refuse(SYNTHETIC, "each process would train alone", env={
+            "RANK": "0", "WORLD_SIZE": "1", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"})
+        self.refuse(synthetic("--rendezvous", "file:///x"), "--rendezvous", "RANK and WORLD_SIZE")
+        self.refuse(synthetic("--rendezvous", "x"), "'x'", "tcp://", "file:///",
+                    env={"RANK": "0", "WORLD_SIZE": "4"})
+
+    def test_bad_thread_count(self):
+        self.refuse(SYNTHETIC, "GRADWIRE_THREADS='many'", env={"GRADWIRE_THREADS": "many"})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+#!/usr/bin/env python3
+"""`gradwire train` with checkpoints: a stopped run resumes with its log, and damage is refused."""
+import shutil
+
+from command import CommandTest, main, synthetic
+
+
+class Checkpoints(CommandTest):
+    RUN = ["train", "--ranks", "2", "--compression", "bf16", "--steps", "8", "--log", "run.jsonl"]
+
+    def train(self, *extra):
+        return self.run_command(*self.RUN, *synthetic(), *extra)
+
+    def test_a_stopped_run_resumes_with_its_log_and_refuses_damage(self):
+        saving = ["--checkpoint", "saved", "--checkpoint-every", "3", "--resume", "saved"]
+        first = self.train(*saving)
+        self.assertEqual(first.returncode, 0, first.stderr)
+        self.assertIn("Nothing to resume in saved", first.stdout)
+        records = self.records()
+        self.assertEqual([r["step"] for r in records if r["type"] == "checkpoint"], [3, 6, 8])
+        whole = [(r["step"], r["loss"]) for r in records if r["type"] == "step"]
+
+        shutil.rmtree(self.folder / "saved" / "step-000000008")
+        (self.folder / "saved" / "step-000000007.tmp").mkdir()
+        with (self.folder / "run.jsonl").open("a") as log:
+            log.write('{"type": "step", "st')  # cut short by a kill
+        second = self.train(*saving)
+        self.assertEqual(second.returncode, 0, second.stderr)
+        self.assertIn("Ignoring saved/step-000000007.tmp: it was not finished", second.stdout)
+        self.assertIn("Resuming from saved/step-000000006, after 6 of 8 steps", second.stdout)
+        records = self.records()
+        self.assertEqual([(r["step"], r["loss"]) for r in records if r["type"] == "step"], whole)
+        self.assertEqual([r["type"] for r in records].count("run"), 1)
+        self.assertEqual([r["step"] for r in records if r["type"] == "resume"], [6])
+        self.assertEqual(records[-1]["type"], "summary")
+
+        changed = self.train("--dry-run", "--lr", "0.5", "--resume", "saved")
+        self.assertEqual(changed.returncode, 0, changed.stderr)
+        self.assertIn("Note: the checkpoint was made with lr 0.001, now 0.5", changed.stdout)
+
+        state = self.folder / "saved" / "step-000000008" / "state-1-of-2.safetensors"
+        good = state.read_bytes()
+        state.write_bytes(good[:-100])
+        self.assert_refused(self.train(*saving), "state-1-of-2.safetensors", "truncated")
+        state.write_bytes(good[:-100] + bytes(100))
+        self.assert_refused(self.train(*saving), "state-1-of-2.safetensors", "damaged", "checksum")
+
+    def test_contradictory_options_are_refused(self):
+        self.assertEqual(self.train("--checkpoint", "saved").returncode, 0)
+        files = self.files()
+        for extra, parts in ((["--checkpoint", "saved"], ["saved", "already", "--resume"]),
+                             (["--checkpoint", "saved", "--resume", "nowhere"], ["saved", "already"]),
+                             (["--resume", "nowhere"], ["nowhere", "no such folder"]),
+                             (["--resume", "."], ["no complete checkpoint"]),
+                             (["--checkpoint", "run.jsonl"], ["run.jsonl", "not a folder"]),
+                             (["--checkpoint-every", "3"], ["--checkpoint-every", "--checkpoint DIR"]),
+                             (["--checkpoint", "new", "--checkpoint-every", "0"], ["--checkpoint-every 0"]),
+                             (["--checkpoint", "new", "--checkpoint-keep", "0"], ["--checkpoint-keep 0"]),
+                             (["--init", "run.jsonl"], ["run.jsonl", "safetensors"]),
+                             (["--init", "nowhere"], ["nowhere", "no such file"]),
+                             (["--init", "x", "--resume", "saved"], ["--init", "--resume"]),
+                             (["--optimizer", "sgd", "--resume", "saved"], ["optimizer", "adamw", "sgd"])):
+            with self.subTest(extra=extra):
+                self.assert_refused(self.train(*extra), *parts)
+                self.assertEqual(self.files(), files)
+        deeper = self.run_command("train", *synthetic("--depth", "2"), "--init", "saved/step-000000008/model.safetensors")
+        self.assert_refused(deeper, "missing: encoder.layers.encoder_layer_1", "more")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Shared by the tests of the real `gradwire` command: a temporary folder, a clean environment, small inputs."""
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK",
+                      "PMI_SIZE", "GRADWIRE_DATA")
+SMALL = ["--device", "host", "--width", "16", "--depth", "1", "--heads", "2", "--mlp", "32"]
+SYNTHETIC = ["--data", "synthetic:256", "--batch-size", "16", *SMALL]
+
+
+def synthetic(*extra):
+    """SYNTHETIC plus flags, which replace those of the same name: the command refuses a flag given twice."""
+    extra = [str(word) for word in extra]
+    kept = [word for i in range(0, len(SYNTHETIC), 2) if SYNTHETIC[i] not in extra for word in SYNTHETIC[i:i + 2]]
+    return kept + extra
+
+
+class CommandTest(unittest.TestCase):
+    gradwire = ""  # path of the executable; main() sets it
+    maxDiff = 2000
+
+    def setUp(self):
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="gradwire-cli-"))
+        self.addCleanup(shutil.rmtree, self.folder)
+
+    @staticmethod
+    def environment(more=None):
+        clean = {k: v for k, v in os.environ.items()
+                 if k not in LAUNCHER_VARIABLES and not k.startswith(("SLURM_", "OMPI_", "TORCHELASTIC_"))}
+        clean.update(more or {})
+        return clean
+
+    def run_command(self, *arguments, env=None):
+        return subprocess.run([self.gradwire, *map(str, arguments)], capture_output=True, text=True,
+                              env=self.environment(env), cwd=self.folder, timeout=240)
+
+    def records(self, name="run.jsonl"):
+        return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+
+    def files(self):
+        return sorted(str(p.relative_to(self.folder)) for p in self.folder.rglob("*") if p.is_file())
+
+    def assert_refused(self, result, *parts):
+        """Code 2, exactly one line on stderr that holds every part, and nothing that looks like a crash."""
+        self.assertEqual(result.returncode, 2, f"{result.args}: {result.stdout[-300:]} {result.stderr[-300:]}")
+        lines = result.stderr.splitlines()
+        self.assertEqual(len(lines), 1, result.stderr)
+        self.assertTrue(lines[0].startswith("gradwire: "), lines[0])
+        for part in parts:
+            self.assertIn(str(part), lines[0])
+
+
+def main():
+    """The calling script's main: PATH_OF_GRADWIRE [unittest arguments]."""
+    if len(sys.argv) < 2:
+        sys.exit(f"usage: {sys.argv[0]} PATH_OF_GRADWIRE [unittest arguments]")
+    CommandTest.gradwire = os.path.abspath(sys.argv.pop(1))
+    unittest.main()

@@ -1,0 +1,117 @@
+#!/usr/bin/env python3
+"""Ranks that are processes, started by hand; tests/integrations/launchers_test.py has real launchers."""
+import json
+import socket
+import subprocess
+
+from command import CommandTest, SYNTHETIC, main
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Processes(CommandTest):
+    def start(self, world, *arguments, own=None, **env):
+        """One process per rank, meeting through a file unless told otherwise. `own`: extra arguments by rank."""
+        if "MASTER_ADDR" not in env and "--rendezvous" not in arguments:
+            arguments += ("--rendezvous", f"file://{self.folder}/meeting")
+        processes = []
+        for rank in range(world):
+            every = self.environment({"RANK": str(rank), "WORLD_SIZE": str(world), **env})
+            words = [self.gradwire, *map(str, arguments), *map(str, (own or {}).get(rank, ()))]
+            process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=every,
+                                       cwd=self.folder)
+            self.addCleanup(lambda p=process: (p.kill(), p.communicate()))
+            processes.append(process)
+        return processes
+
+    def run_processes(self, world, *arguments, code=0, **options):
+        processes = self.start(world, *arguments, **options)
+        ends = [(*p.communicate(timeout=240), p.returncode) for p in processes]
+        for rank, (out, error, ended) in enumerate(ends):
+            self.assertEqual(ended, code, f"rank {rank}: {out[-300:]} {error[-600:]}")
+        return ends
+
+    def numbers(self, name):
+        keys = ("type", "step", "loss", "lr", "test_loss", "test_accuracy", "wire_bytes", "final_loss")
+        records = self.records(name)
+        return [[r.get(key) for key in keys] for r in records]
+
+    def rows(self, name):
+        """How many spans each stream of each rank has in a trace. Without exchanges: measured link costs
+        decide how many slices those are cut into."""
+        events = json.loads((self.folder / name).read_text())["traceEvents"]
+        names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        spans = [(e["pid"], names[e["pid"], e["tid"]]) for e in events if e["ph"] == "X" and e["cat"] != "exchange"]
+        return {row: spans.count(row) for row in spans}
+
+    def test_same_bits_as_threads(self):
+        for world, spec, data in ((2, "fp32:schedule=ring", ["--data", "synthetic:128", "--batch-size", 8, "--device", "host"]),
+                                  (2, "bf16:round=stochastic,schedule=two_shot", SYNTHETIC),
+                                  (3, "powersgd:rank=1,schedule=tree", SYNTHETIC)):
+            flags = ["train", *data, "--steps", 5, "--compression", spec, "--trace"]
+            threads = self.run_command(*flags, "threads.json", "--ranks", world, "--log", "threads.jsonl")
+            self.assertEqual(threads.returncode, 0, threads.stderr)
+            ends = self.run_processes(world, *flags, "processes.json", *(["--graph"] if world == 3 else []), "--log", "processes.jsonl")
+            if world < 3:  # a graph has no marks for each exchange
+                self.assertEqual(self.rows("threads.json"), self.rows("processes.json"), spec)
+            self.assertEqual(self.numbers("threads.jsonl"), self.numbers("processes.jsonl"), spec)
+            self.assertEqual([r[0] for r in self.numbers("processes.jsonl")], ["run"] + ["step"] * 5 + ["eval", "summary"])
+            self.assertIn(f"Launcher: the environment (RANK=0 WORLD_SIZE={world}), meeting at file://", ends[0][0])
+            for out, error, _ in ends[1:]:
+                self.assertEqual((out, error), ("", ""), "only rank 0 speaks")
+
+    def test_compare(self):
+        self.run_processes(2, "compare", *SYNTHETIC, "--steps", 2, "--compression", "fp32", "--compression", "bf16",
+                           "--json", "out.json", "--rendezvous", f"tcp://127.0.0.1:{free_port()}")
+        self.assertEqual(self.files(), ["out.0.jsonl", "out.1.jsonl", "out.json"])
+        self.assertEqual([r["ranks"] for r in json.loads((self.folder / "out.json").read_text())], [2, 2])
+
+    def test_doctor(self):
+        ends = self.run_processes(3, "doctor", "--model", "vit_tiny", "--batch-size", 8, "--timeout-s", 60, "--device", "host",
+                                  "--json", "doctor.json")
+        self.assertEqual(ends[1][:2], ("", ""), "only rank 0 speaks")
+        for word in ("Links between 3 ranks, transport tcp", "rank 1", "Prediction: vit_tiny", "Recommendation: "):
+            self.assertIn(word, ends[0][0])
+        found = json.loads((self.folder / "doctor.json").read_text())
+        self.assertEqual(found["ranks"]["world"], 3)
+        self.assertGreater(found["ranks"]["pairs"][0]["gb_per_s"], 0)
+        best = found["prediction"]["best"]
+        self.assertEqual([p["compression"] for p in best[:2]], ["fp32", "bf16"])
+        self.assertIn(found["prediction"]["recommended"], best)
+
+    def test_a_port_that_torchruns_agent_occupies(self):
+        """torchrun's agent listens on MASTER_PORT itself."""
+        with socket.socket() as agent:
+            agent.bind(("127.0.0.1", 0))
+            agent.listen()
+            ends = self.run_processes(2, "train", *SYNTHETIC, "--steps", 1, MASTER_ADDR="127.0.0.1",
+                                      MASTER_PORT=str(agent.getsockname()[1]), TORCHELASTIC_RUN_ID="none",
+                                      TORCHELASTIC_USE_AGENT_STORE="True")
+        self.assertIn("Launcher: torchrun (RANK=0 WORLD_SIZE=2)", ends[0][0])
+
+    def test_ranks_with_different_flags_are_refused(self):
+        processes = self.start(3, "train", *SYNTHETIC, own={2: ["--lr", "0.5"]})
+        ends = [p.communicate(timeout=240)[1] for p in processes]
+        self.assertEqual([p.returncode for p in processes], [2, 1, 1], ends)
+        for error in ends:
+            self.assertIn("rank 2 was started to train something else than rank 0: \"lr\": 0.5 there, \"lr\": 0.001 here", error)
+
+    def test_a_killed_rank_ends_the_others(self):
+        processes = self.start(3, "train", *SYNTHETIC, "--steps", 100000, "--log", "run.jsonl")
+        while "step 3/" not in processes[0].stdout.readline():
+            self.assertIsNone(processes[0].poll())
+        processes[2].kill()
+        for process in processes[:2]:
+            error = process.communicate(timeout=60)[1]
+            self.assertEqual(process.returncode, 1)
+            self.assertEqual(len(error.splitlines()), 1, error)
+            self.assertIn("rank 2", error)
+        self.records()  # every line is whole
+
+
+if __name__ == "__main__":
+    main()

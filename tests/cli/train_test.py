@@ -1,0 +1,101 @@
+#!/usr/bin/env python3
+"""`gradwire train`: what it prints and logs."""
+import json
+import os
+import pty
+import subprocess
+
+from command import CommandTest, SYNTHETIC, main, synthetic
+
+
+class Train(CommandTest):
+    def train(self, *arguments):
+        result = self.run_command("train", *synthetic(*arguments))
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertEqual(result.stderr, "")
+        return result.stdout
+
+    def test_log_holds_the_run(self):
+        out = self.train("--ranks", 2, "--epochs", 2, "--log", "run.jsonl")
+        self.assertTrue(out.startswith("Device: host"), out)
+        records = self.records()
+        kinds = [r["type"] for r in records]
+        self.assertEqual(kinds, ["run"] + ["step"] * 8 + ["eval"] + ["step"] * 8 + ["eval", "summary"])
+        steps = [r for r in records if r["type"] == "step"]
+        self.assertEqual([s["step"] for s in steps], list(range(16)))
+        self.assertEqual([s["epoch"] for s in steps], [0] * 8 + [1] * 8)
+        for step in steps:
+            self.assertGreater(step["step_ms"], 0)
+            self.assertGreater(step["wire_bytes"], 0)
+            self.assertEqual(step["wire_bytes"], step["dense_bytes"])
+        self.assertEqual(records[-2]["images"], 32)
+        self.assertEqual(records[-1]["test_accuracy"], records[-2]["test_accuracy"])
+        self.assertEqual(sum(line.startswith("step ") for line in out.splitlines()), 16)
+
+    def test_products_ignore_openblas_variables(self):
+        def run(**variables):
+            # Wide enough for OpenBLAS, which does not compute the smallest products.
+            out = self.run_command("train", *synthetic("--width", 96, "--mlp", 192, "--steps", 3, "--log", "run.jsonl"),
+                                   env=variables)
+            self.assertEqual((out.returncode, out.stderr), (0, ""))
+            head, *steps = (r for r in self.records() if r["type"] in ("run", "step"))
+            self.assertIn("Products: " + head["products"], out.stdout)
+            return head["products"], [r["loss"] for r in steps]
+
+        plain = run()
+        self.assertRegex(plain[0], r"^OpenBLAS [0-9.]+, \w+ kernels")
+        self.assertEqual(run(OPENBLAS_CORETYPE="Prescott", OPENBLAS_NUM_THREADS="3"), plain)
+        old = run(GRADWIRE_BLAS_KERNELS="Prescott")
+        self.assertIn("Prescott kernels (GRADWIRE_BLAS_KERNELS)", old[0])
+        if "Prescott" not in plain[0]:
+            self.assertNotEqual(old[1], plain[1])  # the losses compared above depend on the kernels
+        refused = self.run_command("train", *synthetic("--steps", 1), env={"GRADWIRE_BLAS_KERNELS": "Nonsense"})
+        self.assert_refused(refused, "GRADWIRE_BLAS_KERNELS=Nonsense", "use one of")
+
+    def test_same_seed_same_numbers(self):
+        def losses(*arguments):
+            self.train("--ranks", 2, "--steps", 5, "--log", "run.jsonl", "--compression", "bf16:round=stochastic", *arguments)
+            return [(r.get("loss"), r.get("test_loss")) for r in self.records() if r["type"] in ("step", "eval")]
+
+        first = losses()
+        self.assertEqual(first, losses())
+        self.assertNotEqual(first, losses("--seed", 1))
+
+    def test_world_of_one_sends_nothing(self):
+        self.train("--steps", 2, "--log", "run.jsonl")
+        self.assertEqual({r["wire_bytes"] for r in self.records() if r["type"] == "step"}, {0})
+        self.assertIsNone(self.records()[-1]["ratio"])
+
+    def test_diverged_run_stays_valid_json(self):
+        self.train("--steps", 6, "--optimizer", "sgd", "--lr", "1e6", "--warmup", 0, "--log", "run.jsonl")
+        text = (self.folder / "run.jsonl").read_text()
+        self.assertNotIn("nan", text.lower().replace('"model"', ""))
+        self.assertEqual(self.records()[-1]["type"], "summary")
+
+    def test_dry_run_writes_nothing_and_shows_what_was_resolved(self):
+        out = self.train("--dry-run", "--log", "run.jsonl", "--ranks", 4, "--compression", "powersgd:rank=2")
+        config, end = json.JSONDecoder().raw_decode(out[out.index("{"):])
+        self.assertIn("Extra memory for powersgd:rank=2: ", out[out.index("{") + end:])
+        self.assertEqual(config["steps"], 12)
+        self.assertEqual(config["compression"], "powersgd:rank=2")
+        self.assertEqual(self.files(), [])
+
+    def test_progress_bar_on_a_terminal_only(self):
+        leader, follower = pty.openpty()
+        process = subprocess.Popen([self.gradwire, "train", *SYNTHETIC, "--steps", "30"], stdout=follower, cwd=self.folder)
+        os.close(follower)
+        shown = b""
+        try:
+            while chunk := os.read(leader, 4096):
+                shown += chunk
+        except OSError:  # the terminal is gone when the process is
+            pass
+        os.close(leader)
+        self.assertEqual(process.wait(timeout=60), 0)
+        self.assertIn(b"\r\x1b[K", shown)
+        self.assertIn(b"images/s", shown)
+        self.assertNotIn("\r", self.train("--steps", 3))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+// What tests expect of texts and of errors. A failure is reported at the caller's line.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <source_location>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace gradwire::testing {
+
+// `text` contains every one of `parts`.
+inline void expect_has(const std::string& text, const std::vector<std::string>& parts,
+                       std::source_location at = std::source_location::current()) {
+  for (const std::string& part : parts) {
+    if (text.find(part) != std::string::npos) continue;
+    ADD_FAILURE_AT(at.file_name(), static_cast<int>(at.line())) << "'" << part << "' is not in: " << text;
+  }
+}
+
+// `action` throws an E whose text contains every one of `parts`. Returns the text.
+template <typename E, typename Action>
+std::string expect_error(Action&& action, const std::vector<std::string>& parts,
+                         std::source_location at = std::source_location::current()) {
+  try {
+    std::forward<Action>(action)();
+  } catch (const E& error) {
+    expect_has(error.what(), parts, at);
+    return error.what();
+  }
+  ADD_FAILURE_AT(at.file_name(), static_cast<int>(at.line())) << "no error was thrown";
+  return "";
+}
+
+}  // namespace gradwire::testing
