@@ -31,7 +31,7 @@ void check_writable(const std::string& path) {
   }
   if (errno != ENOENT) cannot_write(path, std::strerror(errno));
   std::string folder = std::filesystem::path(path).parent_path().string();
-  if (folder.empty()) folder = ".";
+  if (folder.empty()) folder += '.';
   auto bad_folder = [&] { cannot_write(path, fmt::format("folder {}: {}", folder, std::strerror(errno))); };
   if (stat(folder.c_str(), &status) != 0) bad_folder();
   if (!S_ISDIR(status.st_mode)) cannot_write(path, folder + " is not a folder");
