@@ -99,8 +99,9 @@ std::string CompressionSpec::grammar() {
 
 CompressionSpec CompressionSpec::parse(std::string_view text) {
   CompressionSpec spec;
-  size_t colon = text.find(':');
-  std::string_view method = text.substr(0, colon);
+  // A comma after the name is accepted too: grammars in docs read "bf16[,schedule=...]".
+  const size_t separator = text.find_first_of(":,");
+  std::string_view method = text.substr(0, separator);
   if (Wire wire = find_wire_format(method)) {
     spec.wire = wire;
   } else if (method == "powersgd") {
@@ -135,8 +136,11 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
   }
 
   std::map<std::string_view, bool> seen;
-  std::string_view rest = colon == std::string_view::npos ? std::string_view() : text.substr(colon + 1);
-  if (colon != std::string_view::npos && rest.empty()) bad(text, "nothing after ':'", true);
+  std::string_view rest =
+      separator == std::string_view::npos ? std::string_view() : text.substr(separator + 1);
+  if (separator != std::string_view::npos && rest.empty()) {
+    bad(text, fmt::format("nothing after '{}'", text[separator]), true);
+  }
   while (!rest.empty()) {
     size_t comma = rest.find(',');
     std::string_view item = rest.substr(0, comma);

@@ -98,7 +98,7 @@ class Processes(CommandTest):
         ends = [p.communicate(timeout=240)[1] for p in processes]
         self.assertEqual([p.returncode for p in processes], [2, 1, 1], ends)
         for error in ends:
-            self.assertIn("rank 2 was started to train something else than rank 0: \"lr\": 0.5 there, \"lr\": 0.001 here", error)
+            self.assertIn("rank 2 was started with other settings or data than rank 0: \"lr\": 0.5 there, \"lr\": 0.001 here", error)
 
     def test_a_killed_rank_ends_the_others(self):
         processes = self.start(3, "train", *SYNTHETIC, "--steps", 100000, "--log", "run.jsonl")

@@ -1,5 +1,6 @@
 #include "collectives/spec/spec.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include "runtime/error.h"
@@ -26,13 +27,20 @@ TEST(Spec, TextSurvivesARoundTrip) {
   EXPECT_EQ(CompressionSpec::parse("bf16:node_wire=same").to_string(), "bf16");
 }
 
+TEST(Spec, ACommaMaySetOptionsOffFromTheNameLikeTheColon) {
+  for (const char* options : {"schedule=ring", "ef=off,round=stochastic"}) {
+    EXPECT_EQ(CompressionSpec::parse(fmt::format("bf16,{}", options)).to_string(),
+              CompressionSpec::parse(fmt::format("bf16:{}", options)).to_string());
+  }
+}
+
 TEST(Spec, ErrorsNameTheCulprit) {
   struct Case {
     const char* text;
     const char* culprit;
   };
   for (const Case& c :
-       {Case{"", "unknown method"}, Case{"fp23", "'fp23'"}, Case{"bf16:", "nothing after"},
+       {Case{"", "unknown method"}, Case{"fp23", "'fp23'"}, Case{"bf16:", "nothing after"}, Case{"bf16,", "nothing after"},
         Case{"bf16:ef", "'ef'"}, Case{"bf16:rank=4", "no option 'rank'"}, Case{"powersgd:rank=0", "rank='0'"},
         Case{"powersgd:rank=65", "rank='65'"}, Case{"powersgd:rank=4x", "rank='4x'"},
         Case{"powersgd:rank=-1", "rank='-1'"}, Case{"powersgd:rank=4,rank=2", "given twice"},
