@@ -370,7 +370,7 @@ TEST_P(CheckpointTest, ARunThatDoesNotFitIsRefused) {
   };
   refused([](TrainConfig& t) { t.model.mlp = 24; }, {"model", "\"mlp\":16", "\"mlp\":24", "--init"});
   refused([](TrainConfig& t) { t.optimizer = OptimizerKind::sgd; }, {"optimizer", "adamw", "sgd"});
-  refused([](TrainConfig& t) { t.steps = 3; }, {"4 steps", "only 3", "--steps"});
+  refused([](TrainConfig& t) { t.steps = 3; }, {"at step 4", "ends at 3", "--steps"});
   c.resume = checkpoint(4);
   EXPECT_TRUE(compare_with_head(c, read_head(checkpoint(4))).empty());
   c.lr = 0.5;

@@ -47,7 +47,9 @@ std::string socket(int index, const std::string& host_bridges) {
                      index, sets, 10 + index, 20 + index, 30 + index, host_bridges);
 }
 std::string machine(const std::string& sockets) {
-  return R"(<?xml version="1.0"?><!DOCTYPE topology SYSTEM "hwloc2.dtd"><topology version="2.0">
+  return R"(<?xml version="1.0"?>
+<!DOCTYPE topology SYSTEM "hwloc2.dtd">
+<topology version="2.0">
     <object type="Machine" os_index="0" cpuset="3" complete_cpuset="3" allowed_cpuset="3" nodeset="3"
             complete_nodeset="3" allowed_nodeset="3" gp_index="1">)" +
          sockets + "</object></topology>";

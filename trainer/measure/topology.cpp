@@ -19,34 +19,31 @@
 namespace gradwire {
 
 PciTree::PciTree() {
-  if (hwloc_topology_init(&topology_) != 0) throw std::bad_alloc();
-  load();
+  load({});  // a machine that hwloc cannot read has an empty tree
 }
 
 PciTree::PciTree(const std::string& xml) {
-  if (hwloc_topology_init(&topology_) != 0) throw std::bad_alloc();
-  if (hwloc_topology_set_xmlbuffer(topology_, xml.c_str(), static_cast<int>(xml.size()) + 1) != 0) {
-    hwloc_topology_destroy(topology_);
-    throw BadInput("this is not the XML of hwloc's lstopo");
-  }
-  load();
+  if (!load(xml)) throw BadInput("this is not XML from hwloc's lstopo");
 }
 
-// A machine that hwloc cannot read has an empty tree.
-void PciTree::load() {
-  hwloc_topology_set_io_types_filter(topology_, HWLOC_TYPE_FILTER_KEEP_ALL);
-  hwloc_topology_load(topology_);
+bool PciTree::load(const std::string& xml) {
+  hwloc_topology* topology = nullptr;
+  if (hwloc_topology_init(&topology) != 0) throw std::bad_alloc();
+  topology_.reset(topology);
+  if (!xml.empty()) hwloc_topology_set_xmlbuffer(topology, xml.c_str(), static_cast<int>(xml.size()) + 1);
+  hwloc_topology_set_io_types_filter(topology, HWLOC_TYPE_FILTER_KEEP_ALL);
+  return hwloc_topology_load(topology) == 0;
 }
 
-PciTree::~PciTree() {
-  hwloc_topology_destroy(topology_);
+void PciTree::Destroy::operator()(hwloc_topology* topology) const {
+  hwloc_topology_destroy(topology);
 }
 
 std::optional<PciPlace> PciTree::find(const std::string& address) const {
   auto text = [](const hwloc_obj_attr_u::hwloc_pcidev_attr_s& pci) {
     return fmt::format("{:04x}:{:02x}:{:02x}.{:x}", pci.domain, pci.bus, pci.dev, pci.func);
   };
-  const hwloc_obj_t device = hwloc_get_pcidev_by_busidstring(topology_, address.c_str());
+  const hwloc_obj_t device = hwloc_get_pcidev_by_busidstring(topology_.get(), address.c_str());
   if (device == nullptr) return {};
   PciPlace place{.address = text(device->attr->pcidev)};
   for (hwloc_obj_t up = device->parent; up->type == HWLOC_OBJ_BRIDGE; up = up->parent) {
@@ -58,7 +55,7 @@ std::optional<PciPlace> PciTree::find(const std::string& address) const {
   }
   if (place.above.empty()) return {};
   std::reverse(place.above.begin(), place.above.end());
-  const hwloc_const_nodeset_t nodes = hwloc_get_non_io_ancestor_obj(topology_, device)->nodeset;
+  const hwloc_const_nodeset_t nodes = hwloc_get_non_io_ancestor_obj(topology_.get(), device)->nodeset;
   if (hwloc_bitmap_weight(nodes) == 1) place.numa_node = hwloc_bitmap_first(nodes);
   return place;
 }

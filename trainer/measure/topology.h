@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -30,16 +31,15 @@ class PciTree {
  public:
   PciTree();                                 // of this machine
   explicit PciTree(const std::string& xml);  // of the machine that wrote this with `lstopo --of xml`
-  ~PciTree();
-  PciTree(const PciTree&) = delete;
-  PciTree& operator=(const PciTree&) = delete;
-
   // `address`: in either case, with a domain of 4 or 8 digits, or none. Empty if the tree does not have it.
   std::optional<PciPlace> find(const std::string& address) const;
 
  private:
-  void load();
-  hwloc_topology* topology_ = nullptr;
+  struct Destroy {
+    void operator()(hwloc_topology* topology) const;
+  };
+  bool load(const std::string& xml);
+  std::unique_ptr<hwloc_topology, Destroy> topology_;
 };
 
 enum class GpuPath : uint8_t {
