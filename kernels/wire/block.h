@@ -11,13 +11,14 @@
 //     template <typename Lanes>
 //     GW_HD static void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
 //                              uint8_t* bytes);
-//     template <typename Lanes>
-//     GW_HD static void decode(const Lanes& lanes, const uint8_t* bytes, int count, float* values);
+//     template <typename Lanes, typename Values>
+//     GW_HD static void decode(const Lanes& lanes, const uint8_t* bytes, int count, Values values);
 //   };
 //
 // encode writes all kBytes for values[kBlock], of which only the last block of an array has fewer than kBlock
 // that count; the others are 0. `random` holds 16 uniform bits for each value, or is null: round to nearest.
-// decode writes at least values[0..count), and has room for kBlock.
+// decode assigns to each of values[0..count) once. One that needs more, such as to read them again, takes
+// `float* values`, which has room for kBlock; on the host that costs a pass more.
 //
 // `lanes` are those who work on the block together, one on the host, a warp on the GPU. Each of them calls
 // encode, and gets the same results from

@@ -40,6 +40,37 @@ struct OneLane {
   }
 };
 
+// Destinations of decode: what is assigned is added to sums[i], or goes scaled to out[i].
+struct Adding {
+  float* sums;
+  struct At {
+    float& sum;
+    GW_INLINE void operator=(float value) const { sum += value; }
+  };
+  GW_INLINE At operator[](int i) const { return {sums[i]}; }
+};
+struct Scaling {
+  float* out;
+  float scale;
+  struct At {
+    float &out, scale;
+    GW_INLINE void operator=(float value) const { out = scale * value; }
+  };
+  GW_INLINE At operator[](int i) const { return {out[i], scale}; }
+};
+
+// Decodes to `to`; by way of `buffer` where the format wants memory.
+template <typename F, typename From, typename To>
+GW_INLINE void decode_to(const From& from, int count, const To& to, float* buffer) {
+  const OneLane lanes;
+  if constexpr (requires { F::decode(lanes, from, count, to); }) {
+    F::decode(lanes, from, count, to);
+  } else {
+    F::decode(lanes, from, count, buffer);
+    lanes.each(count, [=](int i) GW_HD_LAMBDA { to[i] = buffer[i]; });
+  }
+}
+
 // S of block `block`, as format.h has it.
 template <typename F>
 GW_INLINE void sum_block(const ReduceEncode& a, int64_t block, int count, float* __restrict s,
@@ -62,8 +93,7 @@ GW_INLINE void sum_block(const ReduceEncode& a, int64_t block, int count, float*
     if (input == a.own_position && input > 0) {
       lanes.each(count, [=](int i) GW_HD_LAMBDA { s[i] += own[i]; });
     }
-    F::decode(lanes, from, count, x);
-    lanes.each(count, [=](int i) GW_HD_LAMBDA { s[i] += x[i]; });
+    decode_to<F>(from, count, Adding{s}, x);
   }
   if (a.own_position == a.num_inputs && a.num_inputs > 0) {
     lanes.each(count, [=](int i) GW_HD_LAMBDA { s[i] += own[i]; });
@@ -111,15 +141,12 @@ GW_INLINE void reduce_encode_blocks(const ReduceEncode& a, int64_t first, int64_
 
 template <typename F>
 GW_INLINE void decode_blocks(const Decode& a, int64_t first, int64_t last) {
-  const OneLane lanes;
-  alignas(64) float values[F::kBlock];
+  alignas(64) float buffer[F::kBlock];
   for (int64_t block = first; block < last; ++block) {
     const int64_t begin = block * F::kBlock;
     const int count = static_cast<int>(std::min<int64_t>(F::kBlock, a.count - begin));
-    F::decode(lanes, F::place(static_cast<const uint8_t*>(a.wire), a.count, block), count, values);
-    float* const out = a.out + begin;
-    const float scale = a.scale;
-    lanes.each(count, [=, &values](int i) GW_HD_LAMBDA { out[i] = scale * values[i]; });
+    decode_to<F>(F::place(static_cast<const uint8_t*>(a.wire), a.count, block), count,
+                 Scaling{a.out + begin, a.scale}, buffer);
   }
 }
 

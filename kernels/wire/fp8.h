@@ -53,8 +53,8 @@ struct Fp8 {
     }
   }
 
-  template <typename Lanes>
-  GW_HD static void decode(const Lanes& lanes, const Place<const uint8_t>& from, int count, float* values) {
+  template <typename Lanes, typename Values>
+  GW_HD static void decode(const Lanes& lanes, const Place<const uint8_t>& from, int count, Values values) {
     const float scale = fp8_scale(*from.scale);
     const uint8_t* const codes = from.codes;
     lanes.each(count, [=](int i) GW_HD_LAMBDA { values[i] = scale * e4m3_to_float(codes[i]); });

@@ -51,8 +51,8 @@ struct Int8 {
     }
   }
 
-  template <typename Lanes>
-  GW_HD static void decode(const Lanes& lanes, const uint8_t* bytes, int count, float* values) {
+  template <typename Lanes, typename Values>
+  GW_HD static void decode(const Lanes& lanes, const uint8_t* bytes, int count, Values values) {
     const float unit = fp8_scale(bytes[kBlock]);
     lanes.each(count, [=](int i) GW_HD_LAMBDA {
       values[i] = bytes[i] == 0x80 ? bits_float(0x7fc00000u)
