@@ -149,6 +149,10 @@ class LocalTransport final : public Transport {
     std::lock_guard lock(hub_->mutex);
     hub_->fail(reason);
   }
+  void check() override {
+    std::lock_guard lock(hub_->mutex);
+    if (!hub_->failure.empty()) throw CommError(fmt::format("rank {}: {}", rank_, hub_->failure));
+  }
 
  private:
   std::string here(const ExchangeLabel& label) const {

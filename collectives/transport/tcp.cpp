@@ -110,6 +110,11 @@ class TcpTransport final : public Transport {
     group_failed(cause);
   }
 
+  void check() override {
+    std::lock_guard lock(mutex_);
+    if (!failure_.empty()) throw CommError(fmt::format("rank {}: {}", rank(), failure_));
+  }
+
  private:
   static constexpr const char* kWaiting = ", waiting for rank ";
 

@@ -75,9 +75,9 @@ class Transport {
   // Blocks the caller until every rank has called it.
   virtual void barrier() = 0;
   virtual void abort(const std::string& reason) = 0;
-  // Throws CommError once the group has failed. For CUDA, where streams carry no errors: call it after
-  // synchronizing a stream and before using the result of an exchange. On a host stream synchronize() throws.
-  virtual void check() {}
+  // Throws CommError, with the reason, once the group has failed. CUDA streams carry no errors: there, call it
+  // after synchronizing a stream and before using the result of an exchange.
+  virtual void check() = 0;
   // The same group without some of its ranks, also after a failure. Collective over the remaining ranks,
   // which keep their order. Throws BadInput if the transport does not support it.
   virtual std::unique_ptr<Transport> shrink(const std::vector<int>& excluded);

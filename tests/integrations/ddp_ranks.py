@@ -183,6 +183,8 @@ def other_dtypes_and_shapes() -> None:
         bucket = OneTensor(parameter, torch.full((8,), factor * float(RANK), dtype=torch.bfloat16))
         result = hook(bucket).wait()
         check(result.dtype == torch.bfloat16 and bool((result == factor * (WORLD - 1) / 2).all()), f"bfloat16: {result}")
+    stats = hook.stats()
+    check(stats["wire_bytes"] == stats["dense_bytes"] > 0, f"fp32 sends more than the bfloat16 that it is given: {stats}")
     hook.close()
     say("float32, float64 and bfloat16 buckets; channels_last and transposed parameters")
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 import gradwire
+import gradwire.torch
 from gradwire import _native, _state
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[2] / "integrations" / "python"
@@ -43,6 +44,39 @@ def run_ranks(world: int, body: Callable[[gradwire.Communicator], Any]) -> List[
     if errors:
         raise errors[0]
     return results
+
+
+class Hooks(unittest.TestCase):
+    def test_state_names_are_the_models_own(self) -> None:
+        for wrapped in ("module.layer.weight", "_orig_mod.layer.weight", "module._orig_mod.layer.weight",
+                        "_orig_mod.module.layer.weight", "layer._orig_mod.weight"):
+            self.assertEqual(gradwire.torch._plain_name(wrapped), "layer.weight")
+
+    def test_a_comma_after_the_name_is_as_good_as_a_colon(self) -> None:
+        for spec in ("bf16,schedule=ring", "bf16:schedule=ring", "powersgd,rank=2"):
+            gradwire.torch.Hook(spec).close()
+
+    def test_uncompressed_bfloat16_travels_as_bfloat16(self) -> None:
+        spec = gradwire.torch._spec_for
+        self.assertEqual(spec("fp32", torch.bfloat16), "bf16:ef=off")
+        self.assertEqual(spec("fp32:schedule=ring,ef=on", torch.bfloat16), "bf16:ef=off,schedule=ring")
+        self.assertEqual(spec("fp32:schedule=ring", torch.float32), "fp32:schedule=ring")
+        self.assertEqual(spec("fp8", torch.bfloat16), "fp8")
+
+
+class Failures(unittest.TestCase):
+    def test_check_raises_once_the_communicator_has_failed(self) -> None:
+        def body(comm: gradwire.Communicator) -> None:
+            comm.check()
+            if comm.rank == 0:
+                comm.abort("because the test wants it")
+            else:
+                with self.assertRaises(gradwire.CommFailed):
+                    gradwire.allreduce_(np.zeros(4, np.float32), comm=comm)
+            with self.assertRaisesRegex(gradwire.CommFailed, "because the test wants it"):
+                comm.check()
+
+        run_ranks(2, body)
 
 
 class Arrays(unittest.TestCase):

@@ -122,6 +122,14 @@ class Communicator(_Handle):
                      spec.encode(), stream or None)
         return array
 
+    def check(self) -> None:
+        """Raises CommFailed, with the reason, once the communicator has failed.
+
+        On CUDA call it after synchronizing with the stream and before using results: a stream carries no
+        errors, so an abandoned operation leaves garbage in the buffers. On the host failing calls raise.
+        """
+        _native.call("gw_comm_check", self._handle)
+
     def abort(self, reason: str = "") -> None:
         """Fails all pending operations of the communicator, on all reachable ranks. Returns at once."""
         _native.call("gw_comm_abort", self._handle, reason.encode())

@@ -33,6 +33,24 @@ def _global_rank(group: Any, rank: int) -> int:
     return int(find(group, rank))
 
 
+def _own_address() -> str:
+    """The address of this machine on the network that leads to MASTER_ADDR; "" where nothing tells it.
+
+    gethostbyname(gethostname()) would be 127.0.1.1 on Debian.
+    """
+    master = os.environ.get("MASTER_ADDR", "")
+    if not master:
+        return ""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            host = str(probe.getsockname()[0])
+    except OSError:
+        return ""
+    return f"[{host}]" if ":" in host else host
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
@@ -55,8 +73,8 @@ def communicator(process_group: Any = None, device: "str | int" = "host",
         host = "127.0.0.1"
         if len(set(hosts)) > 1:
             # The address at which the others reach this process: MASTER_ADDR if torch's store runs here too.
-            host = os.environ.get("MASTER_ADDR", "") if dist.get_rank() == 0 else ""
-            host = host or socket.gethostbyname(socket.gethostname())
+            host = os.environ.get("MASTER_ADDR", "") if dist.get_rank() == 0 else _own_address()
+            host = host or socket.gethostname()
         address = [f"tcp://{host}:{_free_port()}"]
     dist.broadcast_object_list(address, src=_global_rank(process_group, 0), group=process_group)
     return Communicator(address[0], rank, world, device=device, timeout_s=timeout_s)
@@ -96,13 +114,15 @@ class _Layout(NamedTuple):
 class _Bucket:
     """A DDP bucket and its reducer, which is created at first use."""
 
-    def __init__(self, index: int, parameters: List[torch.Tensor], layout: _Layout) -> None:
+    def __init__(self, index: int, parameters: List[torch.Tensor], layout: _Layout,
+                 element_size: int) -> None:
         self.index = index
         self.parameters = parameters
         self.layout = layout
         self.reducer: Optional[Reducer] = None
         self.address = -1  # of the buffer that `addresses` is for
         self.addresses: Any = None
+        self.element_size = element_size  # of its gradients, in bytes
         self.staging: Optional[torch.Tensor] = None  # a float32 copy, for buckets of another type
 
 
@@ -167,6 +187,21 @@ def _matrix(parameter: torch.Tensor) -> Tuple[int, int]:
     return rows, parameter.numel() // rows
 
 
+def _plain_name(name: str) -> str:
+    """A parameter's name without what DDP and torch.compile() put in front of modules."""
+    name = name.replace("_orig_mod.", "")
+    return name[len("module."):] if name.startswith("module.") else name
+
+
+def _spec_for(spec: str, dtype: torch.dtype) -> str:
+    """`spec` for buckets of `dtype`. Uncompressed BF16 gradients travel as BF16, as they do without a hook."""
+    method, separator, options = spec.replace(":", ",", 1).partition(",")
+    if method != "fp32" or dtype != torch.bfloat16:
+        return spec
+    kept = [option for option in options.split(",") if option and not option.startswith("ef=")]
+    return "bf16:" + ",".join(["ef=off", *kept])
+
+
 class Hook:
     """The state of allreduce_hook: the compression, the ranks, and the codecs' state.
 
@@ -182,6 +217,7 @@ class Hook:
 
     Creating a hook is cheap; the communicator is created at the first gradient. Use one hook per model.
     Gradients are reduced as float32; buckets of other floating-point types are converted to float32 and back.
+    With "fp32" bfloat16 buckets travel as bfloat16: no more bytes than without a hook.
     """
 
     def __init__(self, spec: str = "powersgd:rank=4", *, process_group: Any = None,
@@ -197,7 +233,7 @@ class Hook:
         self._names: Dict[int, str] = {}
         self._named: List[torch.Tensor] = []  # keeps the tensors alive, so that the ids in _names stay unique
         for name, parameter in (model.named_parameters() if model is not None else ()):
-            self._name(parameter, name[len("module."):] if name.startswith("module.") else name)
+            self._name(parameter, _plain_name(name))
         self._buckets: Dict[int, _Bucket] = {}
         self._carried: Optional[State] = None  # state of tensors whose buckets do not exist yet
         self._failure: Optional[BaseException] = None
@@ -241,6 +277,8 @@ class Hook:
     def _enqueue_cuda(self, entry: _Bucket, bucket: Any,
                       buffer: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
         # On a side stream, so that backward continues. DDP waits for the event of that stream in the future.
+        if self._comm is not None:
+            self._comm.check()  # an earlier step may have failed on its stream, which carries no errors
         if self._side_stream is None:
             self._side_stream = torch.cuda.Stream(buffer.device)
         future: "torch.futures.Future[torch.Tensor]" = torch.futures.Future(devices=[buffer.device])
@@ -291,7 +329,8 @@ class Hook:
         names = tuple(self._names.get(id(p)) or self._name(p, f"parameter {len(self._named)}")
                       for p in parameters)
         shapes = tuple(_matrix(p) for p in parameters)
-        entry = self._buckets[index] = _Bucket(index, parameters, _Layout(names, shapes))
+        entry = self._buckets[index] = _Bucket(
+            index, parameters, _Layout(names, shapes), buffer.element_size())
         return entry
 
     def _addresses(self, entry: _Bucket, bucket: Any, buffer: torch.Tensor) -> Any:
@@ -311,8 +350,8 @@ class Hook:
         layout = entry.layout
         tensors = [(name, rows, cols) for name, (rows, cols) in zip(layout.names, layout.shapes)]
         # One reducer bucket for each of DDP's.
-        reducer = Reducer(self._communicator(buffer), self.spec, tensors, bucket_bytes=1 << 60,
-                          seed=self._seed, tag=f"DDP bucket {entry.index}")
+        reducer = Reducer(self._communicator(buffer), _spec_for(self.spec, buffer.dtype), tensors,
+                          bucket_bytes=1 << 60, seed=self._seed, tag=f"DDP bucket {entry.index}")
         carried = self._carried
         if carried is None:
             return reducer
@@ -401,8 +440,8 @@ class Hook:
         self._carried = State(state["identity"], state["steps"], tensors) if tensors else None
 
     def stats(self) -> Dict[str, Any]:
-        """The last step, summed over buckets: "wire_bytes" sent by this rank, "dense_bytes" in FP32,
-        "comm_ms", "extra_bytes" of memory, "buckets", "buckets_in_place", and "description" (text)."""
+        """The last step, summed over buckets: "wire_bytes" sent by this rank, "dense_bytes" that it would have
+        sent uncompressed, in the gradients' own type, "comm_ms", "extra_bytes" of memory, "buckets", "buckets_in_place", and "description" (text)."""
         self._worker.drain()
         total: Dict[str, Any] = {"steps": 0, "wire_bytes": 0, "dense_bytes": 0, "comm_ms": 0.0,
                                  "extra_bytes": 0, "buckets": 0, "buckets_in_place": 0, "description": ""}
@@ -411,6 +450,7 @@ class Hook:
             if reducer is None:
                 continue
             stats = reducer.stats()
+            stats["dense_bytes"] = stats["dense_bytes"] * self._buckets[index].element_size // 4
             total["steps"] = max(total["steps"], stats["steps"])
             for name in total.keys() - {"steps", "description"}:
                 total[name] += stats[name]
