@@ -66,8 +66,11 @@ class Hooks(unittest.TestCase):
 
 class Failures(unittest.TestCase):
     def test_check_raises_once_the_communicator_has_failed(self) -> None:
+        both_are_well = threading.Barrier(2)
+
         def body(comm: gradwire.Communicator) -> None:
             comm.check()
+            both_are_well.wait(timeout=60)
             if comm.rank == 0:
                 comm.abort("because the test wants it")
             else:
