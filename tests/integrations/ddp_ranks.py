@@ -109,11 +109,11 @@ def a_checkpoint_continues_bit_for_bit() -> None:
 class OneTensor:
     """A bucket without DDP, of one parameter."""
 
-    def __init__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        self._parameter, self._gradient = parameter, gradient
+    def __init__(self, parameter: torch.Tensor, gradient: torch.Tensor, index: int = 0) -> None:
+        self._parameter, self._gradient, self._index = parameter, gradient, index
 
     def index(self) -> int:
-        return 0
+        return self._index
 
     def buffer(self) -> torch.Tensor:
         return self._gradient
@@ -185,6 +185,15 @@ def other_dtypes_and_shapes() -> None:
         check(result.dtype == torch.bfloat16 and bool((result == factor * (WORLD - 1) / 2).all()), f"bfloat16: {result}")
     stats = hook.stats()
     check(stats["wire_bytes"] == stats["dense_bytes"] > 0, f"fp32 sends more than the bfloat16 that it is given: {stats}")
+    hook.close()
+    # A model of both types has buckets of both, which DDP numbers anew after the first step.
+    wide = nn.Parameter(torch.zeros(8))
+    hook = Hook("fp32")
+    for order in ((parameter, wide), (wide, parameter), (wide, parameter)):
+        for index, p in enumerate(order):
+            result = hook(OneTensor(p, torch.full((8,), float(RANK), dtype=p.dtype), index)).wait()
+            check(bool((result == (WORLD - 1) / 2).all()), f"{p.dtype} at {index}: {result}")
+    check(hook.stats()["steps"] == 3, f"steps of both types: {hook.stats()}")
     hook.close()
     say("float32, float64 and bfloat16 buckets; channels_last and transposed parameters")
 

@@ -195,7 +195,7 @@ def _plain_name(name: str) -> str:
 
 def _spec_for(spec: str, dtype: torch.dtype) -> str:
     """`spec` for buckets of `dtype`. Uncompressed BF16 gradients travel as BF16, as they do without a hook."""
-    method, separator, options = spec.replace(":", ",", 1).partition(",")
+    method, _, options = spec.replace(":", ",", 1).partition(",")
     if method != "fp32" or dtype != torch.bfloat16:
         return spec
     kept = [option for option in options.split(",") if option and not option.startswith("ef=")]
@@ -360,7 +360,10 @@ class Hook:
         if missing:
             raise _native.BadArgument(f"the loaded state lacks {len(missing)} parameters of this bucket, "
                                       f"such as {missing[0]!r}: it is from another model, or has other names")
-        reducer.load_state(pack(State(carried.identity or fresh.identity, carried.steps,
+        # "spec ...; rank ..." The hook has compared its spec; reducers have theirs by the gradients' type.
+        own_spec, separator, others = fresh.identity.partition("; ")
+        identity = own_spec + separator + (carried.identity.partition("; ")[2] or others)
+        reducer.load_state(pack(State(identity, carried.steps,
                                       {name: carried.tensors[name] for name in layout.names})))
         for name in layout.names:
             del carried.tensors[name]
