@@ -177,21 +177,22 @@ def other_dtypes_and_shapes() -> None:
         check(set(rows.values()) >= {(16, 27), (576, 32), (10, 32)}, f"matrices {rows}")
         powersgd.close()
     # PyTorch 1.13 has no DDP of bfloat16 models on Gloo; the hook takes their buckets.
-    parameter = nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
-    hook = Hook("fp32")
+    # A given schedule and many elements: else a rank's share depends on `auto` and on each wire's granule.
+    parameter = nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
+    hook = Hook("fp32:schedule=ring")
     for factor in (1, 2):
-        bucket = OneTensor(parameter, torch.full((8,), factor * float(RANK), dtype=torch.bfloat16))
+        bucket = OneTensor(parameter, torch.full((4096,), factor * float(RANK), dtype=torch.bfloat16))
         result = hook(bucket).wait()
         check(result.dtype == torch.bfloat16 and bool((result == factor * (WORLD - 1) / 2).all()), f"bfloat16: {result}")
     stats = hook.stats()
     check(stats["wire_bytes"] == stats["dense_bytes"] > 0, f"fp32 sends more than the bfloat16 that it is given: {stats}")
     hook.close()
     # A model of both types has buckets of both, which DDP numbers anew after the first step.
-    wide = nn.Parameter(torch.zeros(8))
+    wide = nn.Parameter(torch.zeros(4096))
     hook = Hook("fp32")
     for order in ((parameter, wide), (wide, parameter), (wide, parameter)):
         for index, p in enumerate(order):
-            result = hook(OneTensor(p, torch.full((8,), float(RANK), dtype=p.dtype), index)).wait()
+            result = hook(OneTensor(p, torch.full_like(p.detach(), float(RANK)), index)).wait()
             check(bool((result == (WORLD - 1) / 2).all()), f"{p.dtype} at {index}: {result}")
     check(hook.stats()["steps"] == 3, f"steps of both types: {hook.stats()}")
     hook.close()
