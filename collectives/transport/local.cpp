@@ -29,7 +29,7 @@ struct Offer {
 class Hub {
  public:
   Hub(int world, std::chrono::milliseconds timeout)
-      : world(world), timeout(timeout), offers_(world * world) {}
+      : world(world), timeout(timeout), changed_(world), offers_(world * world) {}
 
   std::deque<Offer*>& box(int from, int to) { return offers_[from * world + to]; }
 
@@ -40,7 +40,8 @@ class Hub {
     auto deadline = Clock::now() + timeout;
     while (!condition()) {
       if (!failure.empty()) throw CommError(fmt::format("rank {}: {}: {}", rank, pending(), failure));
-      if (changed.wait_until(lock, deadline) == std::cv_status::timeout && !condition() && failure.empty()) {
+      if (changed_[rank].wait_until(lock, deadline) == std::cv_status::timeout && !condition() &&
+          failure.empty()) {
         std::string text =
             fmt::format("rank {}: no progress for {} ms: {}", rank, timeout.count(), pending());
         fail(text);
@@ -72,13 +73,19 @@ class Hub {
   // With the lock held.
   void fail(const std::string& reason) {
     if (failure.empty()) failure = "the group failed: " + reason;
-    changed.notify_all();
+    wake_all();
+  }
+  void wake(int rank) { changed_[rank].notify_all(); }
+  void wake_all() {
+    for (std::condition_variable& c : changed_) c.notify_all();
+  }
+  void wait_for_copy(std::unique_lock<std::mutex>& lock, int rank, const Offer& offer) {
+    changed_[rank].wait(lock, [&] { return offer.state != Offer::State::copying; });
   }
 
   const int world;
   const std::chrono::milliseconds timeout;
   std::mutex mutex;
-  std::condition_variable changed;
   std::string failure;
   int at_barrier = 0;
   uint64_t barriers = 0;
@@ -91,6 +98,8 @@ class Hub {
     int arrived;
     std::string what;
   };
+  // One per rank: with one for all, each message woke every rank, and threads spent their time on that.
+  std::vector<std::condition_variable> changed_;
   std::deque<OpenCall> open_;
   uint64_t first_open_ = 1;  // the number of open_[0]
   std::vector<std::deque<Offer*>> offers_;
@@ -136,7 +145,7 @@ class LocalTransport final : public Transport {
     if (++hub_->at_barrier == hub_->world) {
       hub_->at_barrier = 0;
       ++hub_->barriers;
-      hub_->changed.notify_all();
+      hub_->wake_all();
     }
     hub_->wait(
         lock, rank_, [&] { return hub_->barriers != mine; },
@@ -185,17 +194,20 @@ class LocalTransport final : public Transport {
           auto& box = self->hub_->box(self->rank_, to);
           for (Offer& offer : mine) std::erase(box, &offer);
         }
-        for (Offer& offer : mine) {
-          self->hub_->changed.wait(lock, [&] { return offer.state != Offer::State::copying; });
-        }
+        for (Offer& offer : mine) self->hub_->wait_for_copy(lock, self->rank_, offer);
       }
     } withdraw{this, lock, mine};
 
     auto next = mine.begin();
     for (const Transfer& t : transfers) {
-      if (t.kind == Transfer::Kind::send) hub_->box(rank_, t.peer).push_back(&*next++);
+      if (t.kind != Transfer::Kind::send) continue;
+      hub_->box(rank_, t.peer).push_back(&*next++);
     }
-    hub_->changed.notify_all();
+    lock.unlock();
+    for (const Transfer& t : transfers) {
+      if (t.kind == Transfer::Kind::send) hub_->wake(t.peer);
+    }
+    lock.lock();
 
     std::vector<const Transfer*> receives;
     for (const Transfer& t : transfers) {
@@ -255,7 +267,9 @@ class LocalTransport final : public Transport {
     }
     lock.lock();
     offer.state = Offer::State::finished;
-    hub_->changed.notify_all();
+    lock.unlock();
+    hub_->wake(t.peer);
+    lock.lock();
   }
 
   std::shared_ptr<Hub> hub_;

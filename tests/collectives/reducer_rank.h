@@ -24,9 +24,11 @@ inline int64_t count_of(const GradientTensor& t) {
 
 // A reducer, and the stream on which this rank writes and reads gradients.
 struct Rank {
-  // In worlds of even size, messages are cut into slices, so that transfers overlap.
+  // In worlds of 2 and 4, messages are cut into slices, so that transfers overlap. (SlicesChangeNoBit holds the
+  // bits of the other worlds to it, and every slice costs wake-ups.)
   Rank(Communicator& comm, const std::string& spec, std::vector<GradientTensor> tensors, int64_t bucket_bytes)
-      : Rank(comm, spec, std::move(tensors), bucket_bytes, comm.world() % 2 == 0 ? 1000 : 0) {}
+      : Rank(comm, spec, std::move(tensors), bucket_bytes,
+             comm.world() == 2 || comm.world() == 4 ? 1000 : 0) {}
   Rank(Communicator& comm, const std::string& spec, std::vector<GradientTensor> tensors, int64_t bucket_bytes,
        int64_t slice_bytes)
       : tensors(std::move(tensors)),
