@@ -114,7 +114,8 @@ class BothHooks:
 
 
 def powersgd_agrees_with_torch() -> None:
-    for name in TASKS:
+    # resnet18's 11 million parameters in float64 take two minutes on 4 ranks, and show nothing that 2 don't.
+    for name in TASKS if WORLD == 2 else ("vit",):
         both = BothHooks(rank=4, start=2)
         # With several buckets PyTorch's hook issues its collectives in a different order on each rank, and
         # Gloo aborts.

@@ -149,8 +149,9 @@ def main() -> int:
             qs, ours = run_ours(sys.argv[1], folder, world, rank, values)
             compressed = sum(1 for q in qs if q.size)
             assert 4 <= compressed < len(SHAPES), f"{compressed} tensors compressed: the test does not test"
-            torch.multiprocessing.spawn(
-                run_torch_rank, (world, str(folder / "store"), rank, values, qs, str(folder / "torch")), nprocs=world)
+            torch.multiprocessing.start_processes(  # forked: importing torch costs more than the test
+                run_torch_rank, (world, str(folder / "store"), rank, values, qs, str(folder / "torch")), nprocs=world,
+                start_method="fork")
             theirs = torch.load(folder / "torch")
         truth = run_exact(world, values, qs)
         worst = tensor_worst = our_error = their_error = 0.0
