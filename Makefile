@@ -3,7 +3,7 @@
 #   make demo     train a ViT on 4 ranks with FP32, BF16 and PowerSGD gradients: table, build/demo/report.png
 #   make test     build and run every test, sanitizers included
 #   make test-quick   only the release build's tests
-#   make build    the optimized build, in build/
+#   make build    the optimized build of everything but the tests, in build/
 #   make faults   the fault matrix of docs/faults.md, and 200 runs with a killed rank
 #   make bench    benchmarks
 #   make bench-check  compare this build with the goals and the published numbers in
@@ -20,10 +20,14 @@ PYTHON ?= $(firstword $(wildcard /usr/bin/python3) python3)
 DEMO_FLAGS ?=
 BENCH_CHECK_FLAGS ?=
 
-.PHONY: build demo test test-quick faults bench bench-check host-check experiments gpu-check bundle setup \
+.PHONY: build build-tests demo test test-quick faults bench bench-check host-check experiments gpu-check bundle setup \
   format clean
 
 build: setup
+	@scripts/configure.sh release
+	@cmake --build --preset release --target programs
+
+build-tests: setup
 	@scripts/configure.sh release
 	@cmake --build --preset release
 
@@ -53,10 +57,10 @@ host-check: build
 experiments: build
 	@$(PYTHON) bench/experiments/slow_links.py run
 
-gpu-check: build
+gpu-check: build-tests
 	@scripts/gpu_check.sh
 
-bundle: build
+bundle: build-tests
 	@scripts/bundle.sh
 
 setup:

@@ -19,7 +19,7 @@ mkdir -p "$bundle/bin" "$bundle/lib"
 needed=()
 for program in "${programs[@]}"; do
   if [ ! -x "build/bin/$program" ]; then
-    echo "bundle: build/bin/$program is not built; run make build (tests need libgtest-dev)" >&2
+    echo "bundle: build/bin/$program is not built; run make build-tests (it needs libgtest-dev)" >&2
     exit 1
   fi
   strip -o "$bundle/bin/$program" "build/bin/$program"

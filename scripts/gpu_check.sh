@@ -20,7 +20,7 @@ root=build
 bin=$root/bin
 if [ ! -x "$bin/gradwire" ]; then
   echo "gpu-check: found neither build/bin/gradwire nor build/gradwire-bundle.tar.gz;" \
-    "run make build, or copy a bundle made by make bundle" >&2
+    "run make build-tests, or copy a bundle made by make bundle" >&2
   exit 1
 fi
 python=$(command -v python3 || true)

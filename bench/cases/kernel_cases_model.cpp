@@ -318,7 +318,7 @@ Problem loss(Arena& arena, int64_t size) {
           by(rows, kClasses)};
 }
 
-const KernelCase kCases[] = {
+const KernelCase kModelCases[] = {
     {"gemm", "", "gemm", square_product<Precision::fp32, false, false>},
     {"gemm", "transposed a", "gemm", square_product<Precision::fp32, true, false>},
     {"gemm", "transposed b", "gemm", square_product<Precision::fp32, false, true>},
@@ -352,7 +352,7 @@ const KernelCase kCases[] = {
 }  // namespace
 
 std::span<const KernelCase> model_cases() {
-  return kCases;
+  return kModelCases;
 }
 
 }  // namespace gradwire::bench

@@ -159,7 +159,7 @@ Problem orthonormal(Arena& arena, int64_t size) {
           12.0 * static_cast<double>(m.table->p_elements()), 0, m.shape};
 }
 
-const KernelCase kCases[] = {
+const KernelCase kPowerSgdCases[] = {
     {"powersgd_project", "rank 1", "powersgd", project<1>},
     {"powersgd_project", "rank 4", "powersgd", project<4>},
     {"powersgd_project", "rank 32", "powersgd", project<32>},
@@ -187,7 +187,7 @@ const KernelCase kCases[] = {
 }  // namespace
 
 std::span<const KernelCase> powersgd_cases() {
-  return kCases;
+  return kPowerSgdCases;
 }
 
 }  // namespace gradwire::bench

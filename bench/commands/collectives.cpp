@@ -27,7 +27,7 @@
 namespace gradwire::bench {
 namespace {
 
-struct Options {
+struct CollectivesOptions {
   uint64_t min_bytes = 1 << 20, max_bytes = 16 << 20;
   int factor = 4, iterations = 20, warmup = 5, check = 1;
   std::vector<std::string> schedules, compression, transports;
@@ -40,7 +40,7 @@ struct Options {
 
 const std::vector<std::string> kAllSchedules = {"ring", "tree", "two_shot", "hierarchical"};
 
-std::vector<int64_t> sizes_of(const Options& o) {
+std::vector<int64_t> sizes_of(const CollectivesOptions& o) {
   if (o.max_bytes < o.min_bytes) {
     throw BadInput(fmt::format("-e {} is less than -b {}", size_text(static_cast<int64_t>(o.max_bytes)),
                                size_text(static_cast<int64_t>(o.min_bytes))));
@@ -52,7 +52,7 @@ std::vector<int64_t> sizes_of(const Options& o) {
   return sizes;
 }
 
-int per_node_of(const Options& o, int world) {
+int per_node_of(const CollectivesOptions& o, int world) {
   if (o.per_node > 0 && world % o.per_node != 0) {
     throw BadInput(fmt::format("--per-node {} does not divide {} ranks; use a divisor", o.per_node, world));
   }
@@ -60,7 +60,7 @@ int per_node_of(const Options& o, int world) {
 }
 
 // Every size with every spec with every schedule that works for this world size.
-std::vector<CollectiveCase> cases_of(const Options& o, int world) {
+std::vector<CollectiveCase> cases_of(const CollectivesOptions& o, int world) {
   std::vector<CompressionSpec> specs;
   for (const std::string& text : o.compression) {
     CompressionSpec spec = CompressionSpec::parse(text);
@@ -95,7 +95,7 @@ std::vector<CollectiveCase> cases_of(const Options& o, int world) {
   return cases;
 }
 
-CollectiveSettings settings_of(const Options& o, int world) {
+CollectiveSettings settings_of(const CollectivesOptions& o, int world) {
   return {.warmup = o.warmup,
           .iterations = o.iterations,
           .check = o.check != 0,
@@ -119,7 +119,7 @@ void print_header() {
 }
 
 // Prints one row and returns it for the JSON file. `baseline_us` is 0 without a baseline.
-nlohmann::ordered_json report(const Options& o, const CollectiveCase& c, const CollectiveResult& r,
+nlohmann::ordered_json report(const CollectivesOptions& o, const CollectiveCase& c, const CollectiveResult& r,
                               const std::string& transport, int world, double baseline_us) {
   const auto size = static_cast<double>(c.size_bytes);
   const double algbw = size / r.time_us / 1e3;
@@ -156,7 +156,8 @@ nlohmann::ordered_json report(const Options& o, const CollectiveCase& c, const C
 }
 
 // Ranks as threads of this process.
-void run_local(const Options& o, const std::vector<CollectiveCase>& cases, nlohmann::ordered_json& rows) {
+void run_local(const CollectivesOptions& o, const std::vector<CollectiveCase>& cases,
+               nlohmann::ordered_json& rows) {
   const std::vector<Device> available = devices_for(o.device);
   std::vector<Device> devices;
   int gpus = available[0].is_cuda() ? cuda_device_count() : 1;
@@ -188,7 +189,7 @@ void run_local(const Options& o, const std::vector<CollectiveCase>& cases, nlohm
 }
 
 // This process is one rank of several.
-void run_rank(const Options& o, const std::string& transport, const Launch& launch,
+void run_rank(const CollectivesOptions& o, const std::string& transport, const Launch& launch,
               nlohmann::ordered_json& rows) {
   share_cores(launch);
   std::vector<CollectiveCase> cases = cases_of(o, launch.world);
@@ -221,7 +222,7 @@ void run_rank(const Options& o, const std::string& transport, const Launch& laun
 }
 
 // Starts the same command once per rank; each learns its rank from the environment.
-void run_processes(const Options& o, const std::string& transport, nlohmann::ordered_json& rows) {
+void run_processes(const CollectivesOptions& o, const std::string& transport, nlohmann::ordered_json& rows) {
   ScratchFolder scratch;
   const std::string json = fmt::format("{}/rows.json", scratch.path());
   std::vector<std::string> arguments = {"collectives", "--child"};
@@ -248,7 +249,7 @@ void run_processes(const Options& o, const std::string& transport, nlohmann::ord
   for (auto& row : nlohmann::ordered_json::parse(file)) rows.push_back(std::move(row));
 }
 
-int run(Options o) {
+int run(CollectivesOptions o) {
   std::optional<Launch> launch = detect_launcher();
   const bool launched = launch && launch->world > 1;
   if (o.transports.empty()) {
@@ -301,7 +302,7 @@ int run(Options o) {
 }  // namespace
 
 void add_collectives(CLI::App& app, int& exit_code) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<CollectivesOptions>();
   o->compression = {"fp32", "bf16", "fp8", "powersgd:rank=4"};
   CLI::App* command = app.add_subcommand(
       "collectives", "Every schedule, compression and transport, with nccl-tests' flags and columns");

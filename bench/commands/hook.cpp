@@ -27,7 +27,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-struct Options {
+struct HookOptions {
   std::string model = "vit_b_32";
   std::string device = "auto";
   std::vector<std::string> compression;
@@ -163,7 +163,7 @@ double run_ours_us(Path& path, const GradientSet& set, const Stream& stream) {
   return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
 }
 
-nlohmann::ordered_json measure(const Options& o, const CompressionSpec& spec, const GradientSet& set,
+nlohmann::ordered_json measure(const HookOptions& o, const CompressionSpec& spec, const GradientSet& set,
                                DeviceUnderTest& device, PyTorchBaseline* baseline) {
   constexpr int kWarmUp = 3;
   // OpenMP's threads spin for a moment after their work is done; wait for that before running ours.
@@ -210,7 +210,7 @@ nlohmann::ordered_json measure(const Options& o, const CompressionSpec& spec, co
   return row;
 }
 
-int run(const Options& o) {
+int run(const HookOptions& o) {
   if (!o.json.empty()) check_writable(o.json);
   if (o.threads > 0) set_host_threads(o.threads);
   std::vector<CompressionSpec> specs;
@@ -238,7 +238,7 @@ int run(const Options& o) {
 }  // namespace
 
 void add_hook(CLI::App& app, int& exit_code) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<HookOptions>();
   if (access(o->python.c_str(), X_OK) != 0) o->python = "python3";
   o->compression = {"bf16", "fp8", "powersgd:rank=1", "powersgd:rank=4"};
   CLI::App* command = app.add_subcommand(

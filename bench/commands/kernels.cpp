@@ -15,7 +15,7 @@
 namespace gradwire::bench {
 namespace {
 
-struct Options {
+struct KernelsOptions {
   std::vector<std::string> filter;
   std::string device = "auto";
   std::string cache = "both";
@@ -31,7 +31,7 @@ std::string title(const KernelCase& c) {
   return c.variant.empty() ? c.op : fmt::format("{} ({})", c.op, c.variant);
 }
 
-std::vector<KernelCase> chosen_cases(const Options& o) {
+std::vector<KernelCase> chosen_cases(const KernelsOptions& o) {
   std::vector<KernelCase> chosen;
   for (const KernelCase& c : kernel_cases()) {
     auto matches = [&](const std::string& text) {
@@ -47,7 +47,7 @@ std::vector<KernelCase> chosen_cases(const Options& o) {
 }
 
 // min, min * factor, ... and max itself.
-std::vector<int64_t> sizes_for(const Options& o, const DeviceUnderTest& device) {
+std::vector<int64_t> sizes_for(const KernelsOptions& o, const DeviceUnderTest& device) {
   constexpr int64_t kLargest = int64_t{1} << 30;
   int64_t fits = device.free_bytes() / 2 / kArenaPerSize;
   auto largest = static_cast<int64_t>(o.max_size);
@@ -113,7 +113,7 @@ nlohmann::ordered_json measure(DeviceUnderTest& device, const KernelCase& c, con
           {"gflops", gflops}};
 }
 
-void measure_device(const Options& o, const std::vector<KernelCase>& cases, Device which,
+void measure_device(const KernelsOptions& o, const std::vector<KernelCase>& cases, Device which,
                     nlohmann::ordered_json& rows) {
   DeviceUnderTest device(which, o.budget_ms);
   std::vector<int64_t> sizes = sizes_for(o, device);
@@ -139,7 +139,7 @@ void measure_device(const Options& o, const std::vector<KernelCase>& cases, Devi
   fmt::print("\n");
 }
 
-int run(const Options& o) {
+int run(const KernelsOptions& o) {
   if (o.list) {
     for (const KernelCase& c : kernel_cases()) fmt::print("{}\n", title(c));
     return 0;
@@ -156,7 +156,7 @@ int run(const Options& o) {
 }  // namespace
 
 void add_kernels(CLI::App& app, int& exit_code) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<KernelsOptions>();
   CLI::App* command = app.add_subcommand(
       "kernels",
       "Time, bandwidth and fraction of the device's copy bandwidth of every kernel, host and CUDA");

@@ -19,7 +19,7 @@
 namespace gradwire::bench {
 namespace {
 
-struct Options {
+struct NumericsOptions {
   std::vector<int> ranks = {2, 3, 4, 5, 8, 11, 16, 23, 32, 45, 64};
   int64_t elements = 1 << 15;
   uint64_t seed = 1;
@@ -124,7 +124,7 @@ int lossy_steps(const Case& c, const Format& f) {
   return c.fp32_intra_node ? c.schedule.inter_node_lossy_steps : c.schedule.lossy_steps;
 }
 
-void run(const Options& o) {
+void run(const NumericsOptions& o) {
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   fmt::print("# relative error of a sum of {} normal values per rank, without error feedback\n{:>5}  {:<28}",
              o.elements, "ranks", "schedule");
@@ -154,7 +154,7 @@ void run(const Options& o) {
 }  // namespace
 
 void add_numerics(CLI::App& app, int&) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<NumericsOptions>();
   CLI::App* command =
       app.add_subcommand("numerics", "Error by number of ranks, for every schedule and wire format");
   command->add_option("--ranks", o->ranks, "World sizes, separated by commas (default: 2 to 64)")

@@ -21,7 +21,7 @@
 namespace gradwire::bench {
 namespace {
 
-struct Options {
+struct OrthonormalizeOptions {
   std::string model = "vit_b_32";
   std::string device = "auto";
   std::vector<int> ranks = {4, 32};
@@ -62,7 +62,7 @@ struct Factors {
   }
 };
 
-nlohmann::ordered_json measure(const Options& o, int rank, DeviceUnderTest& device) {
+nlohmann::ordered_json measure(const OrthonormalizeOptions& o, int rank, DeviceUnderTest& device) {
   constexpr int kWarmUp = 3;
   const Factors factors(o.model, rank);
   const Stream& stream = device.stream();
@@ -113,7 +113,7 @@ nlohmann::ordered_json measure(const Options& o, int rank, DeviceUnderTest& devi
   return row;
 }
 
-int run(const Options& o) {
+int run(const OrthonormalizeOptions& o) {
   if (!o.json.empty()) check_writable(o.json);
   for (int rank : o.ranks) Factors(o.model, rank);  // throws on bad input before anything else happens
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
@@ -133,7 +133,7 @@ int run(const Options& o) {
 }  // namespace
 
 void add_orthonormalize(CLI::App& app, int& exit_code) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<OrthonormalizeOptions>();
   if (access(o->python.c_str(), X_OK) != 0) o->python = "python3";
   CLI::App* command = app.add_subcommand(
       "orthonormalize", "All P factors of a model in one launch, compared with torch.linalg.qr");

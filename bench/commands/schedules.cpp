@@ -16,7 +16,7 @@
 namespace gradwire::bench {
 namespace {
 
-struct Options {
+struct SchedulesOptions {
   std::vector<int> ranks = {2, 4, 8, 16, 32, 64};
   int per_node = 0;
   int slices = 1;
@@ -37,7 +37,7 @@ Named named_hierarchical(int nodes, int per_node, ScheduleKind between) {
           hierarchical(nodes, per_node, between)};
 }
 
-std::vector<Named> schedules_of(int world, const Options& o) {
+std::vector<Named> schedules_of(int world, const SchedulesOptions& o) {
   std::vector<Named> all = {{"ring", ring(world)}, {"tree", double_tree(world)}};
   if (world <= kMaxInputs + 1) all.push_back({"two_shot", two_shot(world)});
   int per_node = o.per_node > 0 ? o.per_node : usual_per_node(world);
@@ -60,7 +60,7 @@ void drop_a_transfer(Schedule& s) {
 }
 
 // Every schedule of every world up to max_ranks; hierarchical ones in every shape. Exit code.
-int check_all(const Options& o) {
+int check_all(const SchedulesOptions& o) {
   int checked = 0;
   nlohmann::ordered_json wrong = nlohmann::ordered_json::array();
   auto prove = [&](std::string what, Schedule s) {
@@ -95,7 +95,7 @@ int check_all(const Options& o) {
   return wrong.empty() ? 0 : 1;
 }
 
-int print_table(const Options& o) {
+int print_table(const SchedulesOptions& o) {
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   fmt::print(
       "Sent: by the busiest rank, as a multiple of the buffer and in FP32 for {:.4g} MB; slow: between nodes "
@@ -143,7 +143,7 @@ int print_table(const Options& o) {
   return all_ok ? 0 : 1;
 }
 
-Schedule schedule_to_draw(const Options& o, bool ranks_given) {
+Schedule schedule_to_draw(const SchedulesOptions& o, bool ranks_given) {
   int world = ranks_given ? o.ranks[0] : 4;
   if (world > 64) throw BadInput(fmt::format("--draw: {} ranks do not fit on a screen; use up to 64", world));
   CompressionSpec spec;
@@ -170,7 +170,7 @@ int usual_per_node(int world) {
 }
 
 void add_schedules(CLI::App& app, int& exit_code) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<SchedulesOptions>();
   CLI::App* command =
       app.add_subcommand("schedules", "Rounds, bytes and lossy steps of every schedule; proves them");
   CLI::Option* ranks =

@@ -102,7 +102,7 @@ TEST(ExchangesInFlight, WithoutATimeoutNothingIsEverOverdue) {
 
 // --- one rank per thread ---
 
-struct Rank {
+struct NcclRank {
   std::unique_ptr<NcclTransport> transport;
   FakeComm* comm = nullptr;
   Stream stream = Stream::create(Device::host(), "test");
@@ -118,13 +118,13 @@ NcclSetup setup(FakeComm& comm, std::chrono::milliseconds timeout = 20s) {
 
 // Every rank's error text, "" for none.
 std::vector<std::string> run(int world, const std::function<NcclSetup(int)>& make,
-                             const std::function<void(Rank&)>& body) {
+                             const std::function<void(NcclRank&)>& body) {
   std::vector<std::string> errors(world);
   std::vector<std::thread> threads;
   for (int r = 0; r < world; ++r) {
     threads.emplace_back([&, r] {
       try {
-        Rank rank;
+        NcclRank rank;
         NcclSetup s = make(r);
         rank.comm = &testing::fake(s.comm);
         rank.transport = std::make_unique<NcclTransport>(std::move(s));
@@ -197,7 +197,7 @@ TEST(Nccl, SchedulesAndWiresGiveTheSameBitsAsThreads) {
         std::vector<std::vector<float>> got(n), expected(n);
         auto errors = run(
             n, [&](int r) { return setup(world[r]); },
-            [&](Rank& r) { got[r.transport->rank()] = allreduced(*r.transport, schedule, wire); });
+            [&](NcclRank& r) { got[r.transport->rank()] = allreduced(*r.transport, schedule, wire); });
         for (auto& e : errors) EXPECT_EQ(e, "");
         testing::run_ranks(n, Device::host(), [&](Communicator& comm) {
           expected[comm.rank()] = allreduced(comm.transport(), schedule, wire);
@@ -209,7 +209,7 @@ TEST(Nccl, SchedulesAndWiresGiveTheSameBitsAsThreads) {
 }
 
 // Every rank exchanges 4 bytes with every other, `steps` times.
-void all_to_all(Rank& rank, int steps) {
+void all_to_all(NcclRank& rank, int steps) {
   const int world = rank.transport->world(), me = rank.transport->rank();
   std::vector<int> in(world), out(world, me);
   std::vector<Transfer> transfers;
@@ -239,7 +239,7 @@ TEST(Nccl, MarksAreReused) {
         s.gpu = gpu[r];
         return s;
       },
-      [](Rank& rank) {
+      [](NcclRank& rank) {
         for (int i = 0; i < 40; ++i) {
           all_to_all(rank, 1);
           std::this_thread::sleep_for(5ms);  // lets the watching thread look in between
@@ -253,7 +253,7 @@ TEST(Nccl, ASilentPeerIsNamedAndTheWatchingThreadAborts) {
   std::vector<std::thread::id> caller(3);
   auto errors = run(
       3, [&](int r) { return setup(world[r], 1000ms); },
-      [&](Rank& rank) {
+      [&](NcclRank& rank) {
         caller[rank.transport->rank()] = std::this_thread::get_id();
         if (rank.transport->rank() == 1) {
           all_to_all(rank, 2);
@@ -287,7 +287,7 @@ TEST(Nccl, AnAdoptedCommunicatorIsNeitherAbortedNorDestroyed) {
         s.owned = false;
         return s;
       },
-      [&](Rank& rank) {
+      [&](NcclRank& rank) {
         all_to_all(rank, 1);
         if (rank.transport->rank() == 1) return;
         char byte = 0;
@@ -311,7 +311,7 @@ TEST(Nccl, AnErrorThatNcclReportsLaterFailsTheCommunicator) {
   FakeWorld world(2);
   auto errors = run(
       2, [&](int r) { return setup(world[r]); },
-      [&](Rank& rank) {
+      [&](NcclRank& rank) {
         if (rank.transport->rank() == 1) return;
         char byte = 0;
         rank.transport->exchange(rank.stream, {{Transfer::Kind::receive, 1, &byte, 1}}, {1, "a receive"});
@@ -373,7 +373,7 @@ TEST(Nccl, SurvivorsShrinkAndContinue) {
         s.shrinkable = true;
         return s;
       },
-      [&](Rank& rank) {
+      [&](NcclRank& rank) {
         if (rank.transport->rank() == 2) {
           all_to_all(rank, 1);
           for (int r : {0, 1, 3}) {
@@ -384,7 +384,7 @@ TEST(Nccl, SurvivorsShrinkAndContinue) {
         EXPECT_THROW(all_to_all(rank, 2), CommError);
         EXPECT_THROW(rank.transport->shrink({rank.transport->rank()}), BadInput);
         EXPECT_THROW(rank.transport->shrink({}), BadInput);
-        Rank next;
+        NcclRank next;
         auto smaller = rank.transport->shrink({2, 2});
         next.transport.reset(dynamic_cast<NcclTransport*>(smaller.release()));
         EXPECT_EQ(next.transport->world(), 3);
@@ -423,7 +423,7 @@ TEST(Nccl, RanksThatMakeDifferentCallsAreToldBeforeDataMoves) {
   Store store;
   auto errors = run(
       3, [&](int r) { return store.setup_with(world[r], 10s); },
-      [&](Rank& rank) {
+      [&](NcclRank& rank) {
         const Call same{11, "allreduce of bucket 1"};
         const Call other{rank.transport->rank() == 1 ? 13u : 12u,
                          rank.transport->rank() == 1 ? "allreduce, bf16" : "allreduce, fp32"};
@@ -441,7 +441,7 @@ TEST(Nccl, EveryRankHearsWhoFailedAndTheCulpritIsNamed) {
   Store store;
   auto errors = run(
       3, [&](int r) { return store.setup_with(world[r], r == 0 ? 1000ms : 20s); },
-      [&](Rank& rank) {
+      [&](NcclRank& rank) {
         rank.transport->barrier();
         if (rank.transport->rank() == 1) {
           all_to_all(rank, 1);

@@ -12,16 +12,17 @@ namespace gradwire {
 namespace {
 
 constexpr size_t kPixels = 3 * 32 * 32, kRecord = 1 + kPixels;
-constexpr size_t kLimitBytes = size_t{1} << 30;
-constexpr int32_t kClasses = 10;
-constexpr const char* kRemedy =
+constexpr int32_t kCifar10Classes = 10;
+constexpr const char* kCifar10Remedy =
     "cifar10:DIR must have the binary version (cifar-10-binary.tar.gz): data_batch_1.bin to data_batch_5.bin "
     "and test_batch.bin";
 
 // Appends the records of one file; returns how many.
 size_t append(Dataset& data, const std::string& path) {
-  std::vector<uint8_t> bytes = read_file(path, kLimitBytes, kRemedy);
-  auto fail = [&](const std::string& why) { throw BadInput(fmt::format("{}: {}; {}", path, why, kRemedy)); };
+  std::vector<uint8_t> bytes = read_file(path, kDatasetFileLimit, kCifar10Remedy);
+  auto fail = [&](const std::string& why) {
+    throw BadInput(fmt::format("{}: {}; {}", path, why, kCifar10Remedy));
+  };
   if (bytes.empty() || bytes.size() % kRecord != 0) {
     fail(fmt::format("{} bytes are not a whole number of records of {} bytes: truncated, or not CIFAR-10",
                      bytes.size(), kRecord));
@@ -30,8 +31,9 @@ size_t append(Dataset& data, const std::string& path) {
   data.images.reserve(data.images.size() + records * kPixels);
   for (size_t i = 0; i < records; ++i) {
     const uint8_t* record = bytes.data() + i * kRecord;
-    if (record[0] >= kClasses) {
-      fail(fmt::format("label of record {} is {}, but the classes are 0 to {}", i, record[0], kClasses - 1));
+    if (record[0] >= kCifar10Classes) {
+      fail(fmt::format("label of record {} is {}, but the classes are 0 to {}", i, record[0],
+                       kCifar10Classes - 1));
     }
     data.labels.push_back(record[0]);
     data.images.insert(data.images.end(), record + 1, record + kRecord);
@@ -44,7 +46,7 @@ Dataset empty_cifar10() {
   data.name = "cifar10";
   data.channels = 3;
   data.height = data.width = 32;
-  data.classes = kClasses;
+  data.classes = kCifar10Classes;
   return data;
 }
 
@@ -68,7 +70,7 @@ DataSplits load_cifar10(const std::string& directory) {
     if (records != first) {
       throw BadInput(
           fmt::format("{}: {} records, but data_batch_1.bin has {}; truncated after a whole record? {}", path,
-                      records, first, kRemedy));
+                      records, first, kCifar10Remedy));
     }
   }
   append(splits.test, (root / "test_batch.bin").string());

@@ -14,11 +14,10 @@ namespace gradwire {
 namespace {
 
 constexpr const char* kDebianDirectory = "/usr/share/datasets/fashion-mnist";
-constexpr const char* kRemedy =
+constexpr const char* kFashionMnistRemedy =
     "install Debian's dataset-fashion-mnist (make setup does), or name a folder with the four IDX files: "
     "--data fashion-mnist:DIR";
-constexpr size_t kLimitBytes = size_t{1} << 30;
-constexpr int32_t kClasses = 10;
+constexpr int32_t kFashionMnistClasses = 10;
 
 struct Idx {
   std::vector<int64_t> shape;
@@ -34,8 +33,10 @@ std::string find_idx(const std::string& directory, const std::string& stem) {
 }
 
 Idx read_idx(const std::string& path, uint32_t dimensions) {
-  std::vector<uint8_t> bytes = read_file(path, kLimitBytes, kRemedy);
-  auto fail = [&](const std::string& why) { throw BadInput(fmt::format("{}: {}; {}", path, why, kRemedy)); };
+  std::vector<uint8_t> bytes = read_file(path, kDatasetFileLimit, kFashionMnistRemedy);
+  auto fail = [&](const std::string& why) {
+    throw BadInput(fmt::format("{}: {}; {}", path, why, kFashionMnistRemedy));
+  };
   auto word = [&](size_t index) {
     const uint8_t* at = bytes.data() + 4 * index;
     return uint32_t{at[0]} << 24 | uint32_t{at[1]} << 16 | uint32_t{at[2]} << 8 | at[3];
@@ -52,7 +53,7 @@ Idx read_idx(const std::string& path, uint32_t dimensions) {
   for (uint32_t d = 0; d < dimensions; ++d) {
     uint32_t extent = word(1 + d);
     shape += fmt::format("{}{}", d == 0 ? "" : "x", extent);
-    if (extent == 0 || extent > kLimitBytes / expected)
+    if (extent == 0 || extent > kDatasetFileLimit / expected)
       fail(fmt::format("impossible shape {} in its header", shape));
     idx.shape.push_back(extent);
     expected *= extent;
@@ -71,20 +72,20 @@ Dataset read_split(const std::string& directory, const std::string& prefix) {
   Idx images = read_idx(image_path, 3), labels = read_idx(label_path, 1);
   if (images.shape[0] != labels.shape[0]) {
     throw BadInput(fmt::format("{}: {} labels for the {} images of {}; {}", label_path, labels.shape[0],
-                               images.shape[0], image_path, kRemedy));
+                               images.shape[0], image_path, kFashionMnistRemedy));
   }
   Dataset data;
   data.name = "fashion-mnist";
   data.channels = 1;
   data.height = static_cast<int32_t>(images.shape[1]);
   data.width = static_cast<int32_t>(images.shape[2]);
-  data.classes = kClasses;
+  data.classes = kFashionMnistClasses;
   data.images = std::move(images.values);
   data.labels.assign(labels.values.begin(), labels.values.end());
   for (size_t i = 0; i < data.labels.size(); ++i) {
-    if (data.labels[i] >= kClasses) {
+    if (data.labels[i] >= kFashionMnistClasses) {
       throw BadInput(fmt::format("{}: label {} is {}, but the classes are 0 to {}; {}", label_path, i,
-                                 data.labels[i], kClasses - 1, kRemedy));
+                                 data.labels[i], kFashionMnistClasses - 1, kFashionMnistRemedy));
     }
   }
   return data;
@@ -109,7 +110,7 @@ DataSplits load_fashion_mnist(const std::string& directory) {
   if (splits.train.height != splits.test.height || splits.train.width != splits.test.width) {
     throw BadInput(fmt::format("{}: training images are {}x{}, test images {}x{}; {}", directory,
                                splits.train.height, splits.train.width, splits.test.height, splits.test.width,
-                               kRemedy));
+                               kFashionMnistRemedy));
   }
   set_statistics(splits);
   return splits;

@@ -16,7 +16,7 @@ namespace {
 constexpr int kKnots = 5;           // a pattern is a kKnots x kKnots grid of normal draws, interpolated
 constexpr float kContrast = 44.0f;  // gray levels per standard deviation of the pattern
 constexpr int kNoise = 3;           // noise: the sum of two bytes, divided by this
-enum Stream : uint64_t {
+enum SyntheticStream : uint64_t {
   kPatternStream = 0x5359'0001,
   kTrainStream = 0x5359'0002,
   kTestStream = 0x5359'0003
