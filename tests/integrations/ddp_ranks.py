@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import faulthandler
 import io
+import pickle
 import sys
 import time
 from typing import Any, Dict, List, Tuple
@@ -68,14 +69,15 @@ def a_checkpoint_continues_bit_for_bit() -> None:
             run.step(s)
         file = io.BytesIO()
         torch.save({"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict(), "hook": hook.state_dict()}, file)
+        pickled = pickle.dumps(hook)
         for s in range(4, 7):
             run.step(s)
         straight = run.parameters()
-        # Loading into a hook that has worked with others' gradients in the meantime, and into a new one.
-        for used in (True, False):
+        # Loading into a hook that has worked with others' gradients in the meantime, into a new one, and by pickle.
+        for other_hook in (hook, Hook(spec), pickle.loads(pickled)):
             file.seek(0)
             saved = torch.load(file)
-            other_hook = hook if used else Hook(spec)
+            used = other_hook is hook
             if used:
                 other = run
                 other.model.load_state_dict(saved["model"])
@@ -83,7 +85,8 @@ def a_checkpoint_continues_bit_for_bit() -> None:
                 other = Run(TASKS["vit"], other_hook, **options)
                 other.model.load_state_dict(saved["model"])
             other.optimizer.load_state_dict(saved["optimizer"])
-            other_hook.load_state_dict(saved["hook"])
+            if other_hook.state_dict()["steps"] != 4:  # the unpickled one has its state
+                other_hook.load_state_dict(saved["hook"])
             check(other_hook.state_dict()["steps"] == 4, "steps")
             for s in range(4, 7):
                 other.step(s)
@@ -93,16 +96,17 @@ def a_checkpoint_continues_bit_for_bit() -> None:
             limit = 0.0 if used or "bf16" not in spec else 1e-3
             check(difference <= limit, f"{spec}: the resumed run (used hook: {used}) differs by {difference:.1e}")
             check(used or other_hook.state_dict()["steps"] == 7, "steps after resuming")
+            if not used:
+                other_hook.close()
         # States that do not fit.
         for change, error in (({"version": 3}, ValueError), ({"spec": "fp32"}, ValueError)):
             try:
-                other_hook.load_state_dict({**saved["hook"], **change})
+                hook.load_state_dict({**saved["hook"], **change})
                 check(False, f"a state with {change} was loaded")
             except error:
                 pass
         hook.close()
-        other_hook.close()
-        say(f"checkpoint {spec}: resumed by the same hook bit for bit, by a new one " +
+        say(f"checkpoint {spec}: resumed by the same hook bit for bit, by a new one and by an unpickled one " +
             (f"within {difference:.1e}" if difference else "bit for bit"))
 
 

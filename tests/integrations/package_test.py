@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import pathlib
+import pickle
 import shutil
 import subprocess
 import sys
@@ -51,6 +52,21 @@ class Hooks(unittest.TestCase):
         for wrapped in ("module.layer.weight", "_orig_mod.layer.weight", "module._orig_mod.layer.weight",
                         "_orig_mod.module.layer.weight", "layer._orig_mod.weight"):
             self.assertEqual(gradwire.torch._plain_name(wrapped), "layer.weight")
+
+    def test_a_pickled_hook_keeps_its_options(self) -> None:
+        with_model = gradwire.torch.Hook("bf16,schedule=ring", model=torch.nn.Linear(2, 3), timeout_s=7, seed=5)
+        copy = pickle.loads(pickle.dumps(with_model))
+        self.assertEqual((copy.spec, copy._timeout_s, copy._seed), ("bf16,schedule=ring", 7, 5))
+        model = torch.nn.Linear(2, 3)
+        copy.name_parameters(model)
+        self.assertEqual([copy._names[id(p)] for p in model.parameters()], ["weight", "bias"])
+        with_model.close()
+        copy.close()
+
+    def test_a_silent_peer_is_waited_for_as_long_as_pytorch_waits(self) -> None:
+        hook = gradwire.torch.Hook("fp32")
+        self.assertEqual(hook._timeout_s, 1800)  # 60 s killed jobs whose rank 0 wrote a long checkpoint
+        hook.close()
 
     def test_a_comma_after_the_name_is_as_good_as_a_colon(self) -> None:
         for spec in ("bf16,schedule=ring", "bf16:schedule=ring", "powersgd,rank=2"):

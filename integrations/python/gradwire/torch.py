@@ -18,12 +18,17 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from gradwire import _native
 from gradwire._core import Communicator, Reducer, memory_of
 from gradwire._state import Entry, State, TensorState, pack, unpack
 
 __all__ = ["Hook", "allreduce_", "allreduce_hook", "communicator"]
+
+# PyTorch's own limit, half an hour. A rank may pause for minutes, as rank 0 does when it writes a checkpoint,
+# and a rank that dies is noticed at once, whatever the limit: its connections break.
+_TIMEOUT_S = default_pg_timeout.total_seconds()
 
 
 def _global_rank(group: Any, rank: int) -> int:
@@ -58,7 +63,7 @@ def _free_port() -> int:
 
 
 def communicator(process_group: Any = None, device: "str | int" = "host",
-                 timeout_s: float = 60.0) -> Communicator:
+                 timeout_s: float = _TIMEOUT_S) -> Communicator:
     """A communicator of the ranks of a torch.distributed process group (None: the default one). Collective.
 
     Rank 0 picks a free port and broadcasts it through the process group, so nothing needs to be configured.
@@ -211,17 +216,21 @@ class Hook:
     process_group: DDP's; None for the default one.
     model: gives the names of parameters in error messages and state_dict(). None: parameters are numbered in
         the order of DDP's first buckets, which is the same in every run of the same model.
-    timeout_s: the longest wait for a peer; after that backward() raises with the text of gradwire.CommFailed.
+    timeout_s: the longest wait for a peer that is connected but silent, by default PyTorch's half hour; after
+        that backward() raises with the text of gradwire.CommFailed.
     comm: a communicator to use instead of one for the process group.
     seed: for stochastic rounding.
 
     Creating a hook is cheap; the communicator is created at the first gradient. Use one hook per model.
     Gradients are reduced as float32; buckets of other floating-point types are converted to float32 and back.
     With "fp32" bfloat16 buckets travel as bfloat16: no more bytes than without a hook.
+
+    A hook can be pickled between steps, with its state_dict() in the pickle. The copy uses the default process
+    group, and where names came from a model, it needs name_parameters(model) before DDP's first step.
     """
 
     def __init__(self, spec: str = "powersgd:rank=4", *, process_group: Any = None,
-                 model: Optional[torch.nn.Module] = None, timeout_s: float = 60.0,
+                 model: Optional[torch.nn.Module] = None, timeout_s: float = _TIMEOUT_S,
                  comm: Optional[Communicator] = None, seed: int = 0) -> None:
         with Communicator() as alone:  # a wrong spec must fail here, not in backward
             Reducer(alone, spec, []).close()
@@ -232,8 +241,8 @@ class Hook:
         self._comm = comm
         self._names: Dict[int, str] = {}
         self._named: List[torch.Tensor] = []  # keeps the tensors alive, so that the ids in _names stay unique
-        for name, parameter in (model.named_parameters() if model is not None else ()):
-            self._name(parameter, _plain_name(name))
+        if model is not None:
+            self.name_parameters(model)
         self._buckets: Dict[int, _Bucket] = {}
         self._carried: Optional[State] = None  # state of tensors whose buckets do not exist yet
         self._failure: Optional[BaseException] = None
@@ -312,6 +321,11 @@ class Hook:
         return self._comm
 
     # ---- Buckets -------------------------------------------------------------------------------------------
+
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        """Uses the model's names for its parameters, as Hook(model=model) does. Call before the first step."""
+        for name, parameter in model.named_parameters():
+            self._name(parameter, _plain_name(name))
 
     def _name(self, parameter: torch.Tensor, name: str) -> str:
         self._named.append(parameter)
@@ -441,6 +455,13 @@ class Hook:
             entries = {kind: _entry_of(tensor) for kind, tensor in kept.items() if tensor.numel() > 0}
             tensors[name] = TensorState(t["rows"], t["cols"], entries)
         self._carried = State(state["identity"], state["steps"], tensors) if tensors else None
+
+    def __getstate__(self) -> Dict[str, Any]:
+        return {"spec": self.spec, "timeout_s": self._timeout_s, "seed": self._seed, "state": self.state_dict()}
+
+    def __setstate__(self, pickled: Dict[str, Any]) -> None:
+        self.__init__(pickled["spec"], timeout_s=pickled["timeout_s"], seed=pickled["seed"])  # type: ignore[misc]
+        self.load_state_dict(pickled["state"])
 
     def stats(self) -> Dict[str, Any]:
         """The last step, summed over buckets: "wire_bytes" sent by this rank, "dense_bytes" that it would have
