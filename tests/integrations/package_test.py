@@ -2,11 +2,13 @@
 """The Python package without DDP: imports, arrays, reducers, states, errors, and `pip install .`."""
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pathlib
 import pickle
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,9 +27,11 @@ PACKAGE = pathlib.Path(__file__).resolve().parents[2] / "integrations" / "python
 _next_name = iter(range(1 << 30))
 
 
-def run_ranks(world: int, body: Callable[[gradwire.Communicator], Any]) -> List[Any]:
-    """Runs body on every rank, in a thread each. Returns the results; raises the first rank's exception."""
-    name, results = f"local://package{next(_next_name)}", [None] * world
+def run_ranks(world: int, body: Callable[[gradwire.Communicator], Any], name: str = "") -> List[Any]:
+    """Runs body on every rank, in a thread each. Returns the results; raises the first rank's exception.
+    name: where they meet, by default in this process."""
+    name = name or f"local://package{next(_next_name)}"
+    results: List[Any] = [None] * world
     errors: List[BaseException] = []
 
     def run(rank: int) -> None:
@@ -62,6 +66,13 @@ class Hooks(unittest.TestCase):
         self.assertEqual([copy._names[id(p)] for p in model.parameters()], ["weight", "bias"])
         with_model.close()
         copy.close()
+
+    def test_nobody_takes_the_port_before_the_rendezvous_listens_there(self) -> None:
+        with contextlib.ExitStack() as stack:
+            port = gradwire.torch._reserve_port(stack)
+            with socket.socket() as stranger, self.assertRaises(OSError):
+                stranger.bind(("", port))
+            self.assertEqual(run_ranks(2, lambda comm: comm.rank, f"tcp://127.0.0.1:{port}"), [0, 1])
 
     def test_a_silent_peer_is_waited_for_as_long_as_pytorch_waits(self) -> None:
         hook = gradwire.torch.Hook("fp32")

@@ -8,6 +8,7 @@ docs/for-pytorch.md shows how to migrate from PyTorch's powerSGD_hook, option by
 """
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import queue
@@ -56,10 +57,13 @@ def _own_address() -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def _reserve_port(stack: contextlib.ExitStack) -> int:
+    """A free port, which stays ours until the stack closes: bound but not listening, it lets the rendezvous
+    listen there, because both set SO_REUSEADDR, and nobody else."""
+    reserved = stack.enter_context(socket.socket())
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("", 0))
+    return int(reserved.getsockname()[1])
 
 
 def communicator(process_group: Any = None, device: "str | int" = "host",
@@ -74,15 +78,16 @@ def communicator(process_group: Any = None, device: "str | int" = "host",
     hosts: List[Any] = [None] * world
     dist.all_gather_object(hosts, socket.gethostname(), group=process_group)
     address: List[Any] = [None]
-    if rank == 0:
-        host = "127.0.0.1"
-        if len(set(hosts)) > 1:
-            # The address at which the others reach this process: MASTER_ADDR if torch's store runs here too.
-            host = os.environ.get("MASTER_ADDR", "") if dist.get_rank() == 0 else _own_address()
-            host = host or socket.gethostname()
-        address = [f"tcp://{host}:{_free_port()}"]
-    dist.broadcast_object_list(address, src=_global_rank(process_group, 0), group=process_group)
-    return Communicator(address[0], rank, world, device=device, timeout_s=timeout_s)
+    with contextlib.ExitStack() as stack:
+        if rank == 0:
+            host = "127.0.0.1"
+            if len(set(hosts)) > 1:
+                # The address at which the others reach this process: MASTER_ADDR if torch's store runs here too.
+                host = os.environ.get("MASTER_ADDR", "") if dist.get_rank() == 0 else _own_address()
+                host = host or socket.gethostname()
+            address = [f"tcp://{host}:{_reserve_port(stack)}"]
+        dist.broadcast_object_list(address, src=_global_rank(process_group, 0), group=process_group)
+        return Communicator(address[0], rank, world, device=device, timeout_s=timeout_s)
 
 
 _default_communicators: Dict[int, Communicator] = {}
