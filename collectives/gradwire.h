@@ -162,7 +162,7 @@ GW_API gw_status gw_call_tag(gw_comm comm, const char* tag);
  * buf     (count) elements of dtype on the communicator's device, aligned to the element size. May be null
  *         when count is 0. The address may differ.
  * dtype   GW_FLOAT32, or GW_BFLOAT16, which is converted to float32 for the reduction and back.
- * spec    the wire format: "fp32", "bf16[:round=nearest|stochastic]" or "fp8[:round=...]", each with
+ * spec    a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", with
  *         ",schedule=auto|ring|tree|two_shot|hierarchical" and ",intra_node=wire|fp32". No state is kept
  *         between calls, so there is no error feedback: rounding errors are lost. "powersgd" needs a reducer.
  * stream  see the top; may differ.
@@ -197,10 +197,10 @@ typedef struct gw_reducer_options {
 
 /* Registers a model's gradients. Collective.
  *
- * spec       "fp32" | "bf16[:round=nearest|stochastic]" | "fp8[:round=nearest|stochastic]" |
- *            "powersgd:rank=R[,wire=fp32|bf16|fp8][,start=N][,warm=on|off][,min_ratio=X][,seed=S]",
+ * spec       a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or
+ *            "powersgd:rank=R[,wire=FORMAT][,start=N][,warm=on|off][,min_ratio=X][,seed=S]",
  *            each with ",ef=on|off", ",schedule=auto|ring|tree|two_shot|hierarchical" and
- *            ",intra_node=wire|fp32"; docs/formats.md explains them. The first schedule=auto on a
+ *            ",intra_node=wire|fp32"; that page explains them. The first schedule=auto on a
  *            communicator between processes measures its links, which takes a tenth of a second at 1 Gb/s.
  * tensors    (n_tensors), in the order in which backward completes them: buckets are reduced in this order.
  *            Names, shapes and order are compared between ranks here; `grad` may differ.

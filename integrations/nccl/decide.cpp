@@ -54,7 +54,7 @@ Settings Settings::read(const std::function<const char*(const char*)>& lookup) {
     if (s.spec.method != CompressionSpec::Method::wire) {
       off(fmt::format(
           "GRADWIRE_NCCL_SPEC={} needs the shapes of the model's matrices, but a call of ncclAllReduce has "
-          "none; use bf16 or fp8, or the PyTorch hook",
+          "none; name a wire format, such as bf16, or use the PyTorch hook",
           spec));
     }
   } catch (const BadInput& error) {

@@ -25,7 +25,7 @@ def allreduce_(tensor: Any, spec: str = "fp32", op: str = "avg", comm: Optional[
     """Averages (or sums, op="sum") a tensor over all ranks, in place, and returns it. Collective.
 
     tensor: a contiguous torch tensor (float32 or bfloat16) or numpy array (float32).
-    spec: the wire format: "fp32", "bf16[:round=nearest|stochastic]" or "fp8[:...]". There is no error
+    spec: a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic". There is no error
         feedback, because nothing is kept between calls.
     tag: a name for the tensor, the same on every rank. If ranks make calls of equal size in a different
         order, tags turn that into CommFailed, which names both; without tags, different tensors are added up.

@@ -106,7 +106,7 @@ class Communicator(_Handle):
                    tag: str = "") -> Any:
         """Averages (or sums, op="sum") a tensor or array over all ranks in place, and returns it. Collective.
 
-        spec: the wire format: "fp32", "bf16[:round=nearest|stochastic]" or "fp8[:...]". There is no error
+        spec: a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic". There is no error
             feedback, because nothing is kept between calls.
         stream: for CUDA tensors, the cudaStream_t as a number.
         tag: a name for the tensor, the same on every rank. If ranks make calls of equal size in a different
