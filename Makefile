@@ -4,6 +4,7 @@
 #   make test     build and run every test, sanitizers included
 #   make test-quick   only the release build's tests
 #   make build    the optimized build of everything but the tests, in build/
+#   make test-frameworks   the Python tests on today's PyTorch, beside Debian's; installs it in build/
 #   make faults   the fault matrix of docs/faults.md, and 200 runs with a killed rank
 #   make bench    benchmarks
 #   make bench-check  compare this build with the goals and the published numbers in
@@ -20,7 +21,7 @@ PYTHON ?= $(firstword $(wildcard /usr/bin/python3) python3)
 DEMO_FLAGS ?=
 BENCH_CHECK_FLAGS ?=
 
-.PHONY: build build-tests demo test test-quick faults bench bench-check host-check experiments gpu-check bundle setup \
+.PHONY: build build-tests demo test test-quick test-frameworks faults bench bench-check host-check experiments gpu-check bundle setup \
   format clean
 
 build: setup
@@ -39,6 +40,9 @@ test: setup
 
 test-quick: setup
 	@scripts/test.sh quick
+
+test-frameworks: setup
+	@scripts/frameworks.sh
 
 faults: setup
 	@scripts/configure.sh release

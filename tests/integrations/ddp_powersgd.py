@@ -122,7 +122,8 @@ def powersgd_agrees_with_torch() -> None:
         default, dist._DEFAULT_FIRST_BUCKET_BYTES = dist._DEFAULT_FIRST_BUCKET_BYTES, 1 << 30
         run = Run(TASKS[name], both, lambda state, bucket: state(bucket), lr=0.002, bucket_cap_mb=1024)
         dist._DEFAULT_FIRST_BUCKET_BYTES = default
-        for _ in range(20):
+        steps = 20 if name == "vit" else 8
+        for _ in range(steps):
             run.step(0)  # one batch: see below
         matrices = len(both.exact.q)
         check(matrices > 10, f"{matrices} matrices were compressed")
@@ -139,7 +140,7 @@ def powersgd_agrees_with_torch() -> None:
         # Printed, not asserted: times depend on what else the machine runs.
         our_s, their_s = min(both.our_s), min(both.their_s)
         worst = [max(e[k] for e in both.errors) for k in range(3)]
-        say(f"powersgd:rank=4 {name}: {matrices} matrices, 20 steps, averaged gradients within {worst[0]:.1e} of torch's "
+        say(f"powersgd:rank=4 {name}: {matrices} matrices, {steps} steps, averaged gradients within {worst[0]:.1e} of torch's "
             f"powerSGD_hook (from float64: Gradwire {worst[1]:.1e}, torch {worst[2]:.1e}); "
             f"{stats['dense_bytes'] / stats['wire_bytes']:.0f}x fewer bytes; hook time with communication, best of "
             f"{len(both.our_s)}: torch {their_s * 1e3:.1f} ms, Gradwire {our_s * 1e3:.1f} ms, ratio {their_s / our_s:.1f}")

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# make test-frameworks: tests/integrations on today's PyTorch, beside Debian's 1.13, which make test runs.
+#
+# Sets up a virtual environment in build/frameworks (2.2 GB, about five minutes), and keeps it: from then on
+# make test runs these tests, too.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+torch=2.15.0 torchvision=0.29.2
+base=${PYTHON:-/usr/bin/python3}
+folder=$PWD/build/frameworks
+version=$("$folder/python" -c 'import torch; print(torch.__version__.split("+")[0])' 2> /dev/null || true)
+
+if [ "$version" != "$torch" ]; then
+  echo "frameworks: installing torch $torch (2.2 GB, about five minutes)"
+  rm -rf "$folder"
+  "$base" -m venv "$folder/environment"
+  pip=("$folder/environment/bin/pip" install --quiet --disable-pip-version-check)
+  cuda=/usr/local/cuda/lib64
+  if [ -e $cuda/libcublas.so.13 ]; then
+    # What torch imports without a GPU; the rest of its CUDA is the toolkit's, which saves 3 GB.
+    "${pip[@]}" --no-deps torch==$torch torchvision==$torchvision typing_extensions sympy mpmath networkx jinja2 \
+      markupsafe fsspec filelock numpy pillow setuptools wheel
+    "${pip[@]}" --no-deps nvidia-cufile nvidia-cusparselt-cu13 nvidia-nvshmem-cu13 nvidia-nccl-cu13==2.30.7
+  else
+    "${pip[@]}" torch==$torch torchvision==$torchvision numpy setuptools wheel
+  fi
+  libraries=$(printf '%s:' "$folder"/environment/lib/python*/site-packages/nvidia/*/lib)$cuda
+  cat > "$folder/python" << END
+#!/bin/sh
+LD_LIBRARY_PATH=$libraries\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH} exec "$folder/environment/bin/python" "\$@"
+END
+  chmod +x "$folder/python"
+  "$folder/python" -c 'import torch, torchvision; print("frameworks: torch", torch.__version__)'
+fi
+
+scripts/configure.sh release
+cmake --build --preset release
+ctest --test-dir build --output-on-failure -L "debian|frameworks"
