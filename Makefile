@@ -21,8 +21,8 @@ PYTHON ?= $(firstword $(wildcard /usr/bin/python3) python3)
 DEMO_FLAGS ?=
 BENCH_CHECK_FLAGS ?=
 
-.PHONY: build build-tests demo test test-quick test-frameworks faults bench bench-check host-check experiments gpu-check bundle setup \
-  format clean
+.PHONY: build build-tests demo test test-quick test-frameworks faults bench bench-check host-check experiments \
+  gpu-check bundle setup format clean
 
 build: setup
 	@scripts/configure.sh release
