@@ -39,7 +39,7 @@ class OwnCodec final : public Codec {
       for (int16_t& seen : seen_) ++seen;
     });
   }
-  float* residual() override { return inner_->residual(); }
+  Residual* residual() override { return inner_->residual(); }
   std::vector<TensorState> tensor_state() override {
     std::vector<TensorState> all;
     for (size_t t = 0; t < tensors_.size(); ++t) {

@@ -144,7 +144,9 @@ SavedTensor take_tensor(Cursor& cursor) {
 }  // namespace
 
 std::string ApiReducer::identity() const {
-  return fmt::format("spec {}; rank {} of {}; {}; seed {}", spec.to_string(), comm->communicator->rank(),
+  CompressionSpec same = spec;
+  same.residual = kFp32;  // as which it is saved, whatever it is kept in
+  return fmt::format("spec {}; rank {} of {}; {}; seed {}", same.to_string(), comm->communicator->rank(),
                      comm->communicator->world(), options.average ? "mean" : "sum", options.seed);
 }
 
@@ -183,7 +185,7 @@ void ApiReducer::save_state(void* state, size_t size) const {
       put(&entry, sizeof entry);
       put(state_of->kind.data(), state_of->kind.size());
       // In stream order, hence after the step. Elements need not be aligned in the state.
-      copy(comm->stream, at, state_of->data, static_cast<size_t>(state_of->bytes()));
+      state_of->read(comm->stream, 0, {reinterpret_cast<std::byte*>(at), static_cast<size_t>(state_of->bytes())});
       at += state_of->bytes();
     }
   }
@@ -262,13 +264,11 @@ void ApiReducer::load_state(const void* state, size_t size) {
     }
   }
 
+  for (const TensorState& s : all) s.clear(comm->stream);
   for (size_t k = 0; k < all.size(); ++k) {
-    const auto bytes = static_cast<size_t>(all[k].bytes());
-    if (sources[k] == nullptr) {
-      fill_zero(comm->stream, all[k].data, bytes);
-    } else {
-      copy(comm->stream, all[k].data, sources[k], bytes);
-    }
+    if (sources[k] == nullptr) continue;
+    const auto* from = reinterpret_cast<const std::byte*>(sources[k]);
+    all[k].write(comm->stream, 0, {from, static_cast<size_t>(all[k].bytes())});
   }
   comm->stream.synchronize();
   reducer.resume_at(header.steps);

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "collectives/codec/residual.h"
 #include "collectives/codec/tensor_state.h"
 #include "collectives/plan/planner.h"
 #include "collectives/program/program.h"
@@ -81,8 +82,8 @@ class Codec {
   // that still differs between steps depends on BucketContext::step, on the device.
   virtual int64_t steady_from() const { return 0; }
 
-  // The residual of error feedback, laid out as the bucket's gradients; null: none.
-  virtual float* residual() { return nullptr; }
+  // The residual of error feedback; null: none.
+  virtual Residual* residual() { return nullptr; }
   // All other state that outlives a step, by tensor (BucketTensor::index).
   virtual std::vector<TensorState> tensor_state() { return {}; }
   virtual int64_t state_bytes() const = 0;  // device memory beyond gradients and workspace
@@ -91,6 +92,9 @@ class Codec {
 };
 
 std::unique_ptr<Codec> make_codec(const BucketContext& context);
+// The codec that the spec names, for all tensors of the context: what make_codec() makes of the ones that are
+// not dense (dense.h).
+std::unique_ptr<Codec> make_compressing_codec(const BucketContext& context);
 
 // The codec of every wire format: one allreduce of the whole bucket.
 std::unique_ptr<Codec> make_wire_codec(const BucketContext& context);

@@ -20,7 +20,9 @@ inline std::vector<std::string> example_specs() {
   }
   for (const char* spec :
        {"powersgd:rank=1", "powersgd:rank=2", "powersgd:rank=3,wire=bf16,round=stochastic",
-        "powersgd:rank=4,warm=off", "powersgd:rank=4,start=5", "powersgd:rank=64,min_ratio=0.1"}) {
+        "powersgd:rank=4,warm=off", "powersgd:rank=4,start=5", "powersgd:rank=64,min_ratio=0.1",
+        "bf16:residual=int8", "int8:round=stochastic,residual=bf16", "powersgd:rank=2,residual=int8",
+        "int8:dense=auto", "fp8:residual=int8,dense=auto+*s*", "powersgd:rank=2,wire=int8,dense=auto"}) {
     all.push_back(spec);
   }
   return all;

@@ -23,6 +23,7 @@
 #include <optional>
 
 #include "collectives/codec/codec.h"
+#include "collectives/codec/dense.h"
 #include "kernels/powersgd/orthonormalize.h"
 #include "kernels/powersgd/pack.h"
 #include "kernels/powersgd/powersgd.h"
@@ -38,7 +39,7 @@ struct Plan {
   int64_t p_elements = 0, q_elements = 0, dense_elements = 0;
 };
 
-// Factors and dense pieces begin at multiples of 4 elements for vectorized kernels; the gaps stay zero.
+// Factors, as dense pieces, begin at multiples of 4 elements for vectorized kernels; the gaps stay zero.
 int64_t up4(int64_t x) {
   return (x + 3) / 4 * 4;
 }
@@ -54,12 +55,10 @@ Plan make_plan(const BucketContext& c) {
       plan.q_elements += up4(t.cols * rank);
     }
   }
-  for (const BucketTensor& t : c.tensors) {
-    if (powersgd_rank(c.spec, t.rows, t.cols) == 0 && t.count() > 0) {
-      plan.dense.push_back({t.offset, plan.p_elements + plan.dense_elements, t.count()});
-      plan.dense_elements += up4(t.count());
-    }
-  }
+  std::vector<BucketTensor> dense = c.tensors;
+  std::erase_if(dense, [&](const BucketTensor& t) { return powersgd_rank(c.spec, t.rows, t.cols) > 0; });
+  plan.dense = pack_tensors(dense, plan.p_elements);
+  plan.dense_elements = packed_elements(plan.dense, plan.p_elements);
   return plan;
 }
 
@@ -74,8 +73,7 @@ class PowerSgdCodec final : public Codec {
         matrices_(c.stream, plan_.matrices),
         dense_(c.stream, plan_.dense),
         lossy_(!c.spec.wire->exact),
-        residual_(make_buffer<float>(
-            device_, spec_.error_feedback && (lossy_ || !plan_.matrices.empty()) ? c.elements : 0)),
+        residual_(c, spec_.error_feedback && (lossy_ || !plan_.matrices.empty())),
         p_(make_buffer<float>(device_, plan_.p_elements + plan_.dense_elements)),
         p_residual_(
             make_buffer<float>(device_, with_wire_residual() ? plan_.p_elements + plan_.dense_elements : 0)),
@@ -103,7 +101,7 @@ class PowerSgdCodec final : public Codec {
       before_start_.emplace(*c.transport, choice.schedule,
                             ProgramBuffers{c.gradients, c.gradients, nullptr, c.elements}, plain);
     }
-    for (Buffer* b : {&residual_, &p_, &p_residual_, &q_, &q_sum_, &q_lost_, &flags_}) {
+    for (Buffer* b : {&p_, &p_residual_, &q_, &q_sum_, &q_lost_, &flags_}) {
       fill_zero(c.stream, b->data(), b->bytes());
     }
     draw_q(c.stream);
@@ -114,10 +112,11 @@ class PowerSgdCodec final : public Codec {
     size_t bytes = p_allreduce_.workspace_bytes();
     if (before_start_) bytes = std::max(bytes, before_start_->workspace_bytes());
     for (const Half& half : halves_) bytes = std::max(bytes, half.allreduce->workspace_bytes());
-    return (bytes + 255) / 256 * 256;
+    return residual_.workspace_bytes() + (bytes + 255) / 256 * 256;
   }
 
   void bind(void* workspace) override {
+    workspace = residual_.bind(workspace);
     // One workspace for all: no two allreduces run at the same time.
     p_allreduce_.bind(workspace);
     for (Half& half : halves_) half.allreduce->bind(workspace);
@@ -135,6 +134,7 @@ class PowerSgdCodec final : public Codec {
       return;
     }
     phases.enter(stream, Phase::compress);
+    residual_.load(stream, phases);
     float* p = p_.as<float>();
     float* q_sum = q_sum_.as<float>();
     const bool any_matrix = matrices_.count() > 0;
@@ -142,7 +142,7 @@ class PowerSgdCodec final : public Codec {
       if (!spec_.warm) draw_q(stream);
       powersgd_project(stream, {.table = &matrices_,
                                 .grad = gradients_,
-                                .residual = residual_.as<float>(),
+                                .residual = residual_.values(),
                                 .q = q_.as<float>(),
                                 .p = p});
     }
@@ -150,13 +150,13 @@ class PowerSgdCodec final : public Codec {
     if (with_wire_residual()) {
       // By the next step the error of P's encode belongs to another basis: keep only that of dense tensors.
       fill_zero(stream, p_residual_.data(), p_residual_.bytes());
-      pack(stream, {&dense_, residual_.as<float>(), p_residual_.as<float>(), false});
+      pack(stream, {&dense_, residual_.values(), p_residual_.as<float>(), false});
     }
     p_allreduce_.run(stream, &phases);
     phases.enter(stream, Phase::decompress);
     pack(stream, {&dense_, gradients_, p, true});
-    if (with_wire_residual()) pack(stream, {&dense_, residual_.as<float>(), p_residual_.as<float>(), true});
-    if (!any_matrix) return;
+    if (with_wire_residual()) pack(stream, {&dense_, residual_.values(), p_residual_.as<float>(), true});
+    if (!any_matrix) return residual_.store(stream, phases);
     phases.enter(stream, Phase::compress);
     orthonormalize(stream, {.table = &matrices_,
                             .which = Factor::p,
@@ -170,7 +170,7 @@ class PowerSgdCodec final : public Codec {
     for (Half& half : halves_) {
       powersgd_back_project(stream, {.table = &half.matrices,
                                      .grad = gradients_,
-                                     .residual = residual_.as<float>(),
+                                     .residual = residual_.values(),
                                      .p = p,
                                      .q = q_sum,
                                      .flags = flags_.as<const int32_t>() + half.first});
@@ -196,7 +196,7 @@ class PowerSgdCodec final : public Codec {
                                     .grad = gradients_,
                                     .flags = flags_.as<const int32_t>() + half.first,
                                     .q_lost = put_back ? q_lost_.as<const float>() : nullptr,
-                                    .residual = put_back ? residual_.as<float>() : nullptr});
+                                    .residual = put_back ? residual_.values() : nullptr});
     }
     orthonormalize(stream, {.table = &matrices_,
                             .which = Factor::q,
@@ -206,11 +206,12 @@ class PowerSgdCodec final : public Codec {
                             .keep_flags = true,
                             .seed = spec_.seed,
                             .step = step_});
+    residual_.store(stream, phases);
   }
 
   int64_t steady_from() const override { return spec_.start; }
 
-  float* residual() override { return residual_.as<float>(); }
+  Residual* residual() override { return residual_ ? &residual_ : nullptr; }
 
   std::vector<TensorState> tensor_state() override {
     std::vector<TensorState> all;
@@ -226,8 +227,8 @@ class PowerSgdCodec final : public Codec {
   }
 
   int64_t state_bytes() const override {
-    int64_t bytes = 0;
-    for (const Buffer* b : {&residual_, &p_, &p_residual_, &q_, &q_sum_, &q_lost_, &flags_}) {
+    int64_t bytes = residual_.bytes();
+    for (const Buffer* b : {&p_, &p_residual_, &q_, &q_sum_, &q_lost_, &flags_}) {
       bytes += static_cast<int64_t>(b->bytes());
     }
     return bytes;
@@ -238,7 +239,7 @@ class PowerSgdCodec final : public Codec {
         "powersgd rank {}: {} matrices of {} elements as {}, {} dense tensors of {}; wire {}{}", spec_.rank,
         matrices_.count(), matrices_.elements(), matrices_.p_elements() + matrices_.q_elements(),
         dense_.count(), plan_.dense_elements, spec_.wire->name,
-        spec_.error_feedback ? ", error feedback" : "");
+        residual_.describe());
   }
 
   std::vector<PlannedAllreduce> plan() const override {
@@ -337,7 +338,7 @@ class PowerSgdCodec final : public Codec {
   MatrixTable matrices_;
   SegmentTable dense_;
   bool lossy_;
-  Buffer residual_;    // E, laid out as the bucket; also of dense tensors if the wire is lossy
+  Residual residual_;  // E; also of dense tensors if the wire is lossy
   Buffer p_;           // [P | dense]
   Buffer p_residual_;  // scratch, lossy wires only: the residual of [P | dense] during allreduce 1
   Buffer q_;           // the orthonormal Q that a step starts from

@@ -1,5 +1,6 @@
 // A wire format by itself (`fp32`, `bf16`, ...): the bucket crosses the wire in one allreduce.
 #include "collectives/codec/codec.h"
+#include "collectives/codec/dense.h"
 
 namespace gradwire {
 namespace {
@@ -8,11 +9,11 @@ class WireCodec final : public Codec {
  public:
   explicit WireCodec(const BucketContext& c)
       : with_residual_(!c.spec.wire->exact && c.spec.error_feedback),
-        residual_(make_buffer<float>(c.transport->device(), with_residual_ ? c.elements : 0)),
+        residual_(c, with_residual_),
         name_(c.spec.wire->name),
         choice_(c.choose(c.elements, c.spec.wire)),
         allreduce_(*c.transport, choice_.schedule,
-                   {c.gradients, c.gradients, residual_.as<float>(), c.elements},
+                   {c.gradients, c.gradients, residual_.values(), c.elements},
                    {.what = c.name,
                     .wire = c.spec.wire,
                     .fp32_intra_node = c.spec.fp32_intra_node,
@@ -22,17 +23,26 @@ class WireCodec final : public Codec {
                     .transfers = c.transfers,
                     .beside_others = c.beside_others,
                     .slice_bytes = choice_.slice_bytes}) {
-    fill_zero(c.stream, residual_.data(), residual_.bytes());
     c.stream.synchronize();
   }
 
-  size_t workspace_bytes() const override { return allreduce_.workspace_bytes(); }
-  void bind(void* workspace) override { allreduce_.bind(workspace); }
+  size_t workspace_bytes() const override {
+    return residual_.workspace_bytes() + allreduce_.workspace_bytes();
+  }
+  void bind(void* workspace) override {
+    void* rest = residual_.bind(workspace);
+    allreduce_.rebind_residual(residual_.values());
+    allreduce_.bind(rest);
+  }
   void rebind(float* gradients) override { allreduce_.rebind(gradients, gradients); }
-  void run(const Stream& stream, int64_t, BucketPhases& phases) override { allreduce_.run(stream, &phases); }
-  float* residual() override { return residual_.as<float>(); }
-  int64_t state_bytes() const override { return static_cast<int64_t>(residual_.bytes()); }
-  std::string describe() const override { return name_ + (with_residual_ ? " with error feedback" : ""); }
+  void run(const Stream& stream, int64_t, BucketPhases& phases) override {
+    residual_.load(stream, phases);
+    allreduce_.run(stream, &phases);
+    residual_.store(stream, phases);
+  }
+  Residual* residual() override { return residual_ ? &residual_ : nullptr; }
+  int64_t state_bytes() const override { return residual_.bytes(); }
+  std::string describe() const override { return name_ + (with_residual_ ? residual_.describe() : ""); }
 
   std::vector<PlannedAllreduce> plan() const override {
     return {{"", choice_.schedule.kind, choice_.reason}};
@@ -40,7 +50,7 @@ class WireCodec final : public Codec {
 
  private:
   bool with_residual_;
-  Buffer residual_;
+  Residual residual_;
   std::string name_;
   SchedulePlanner::Choice choice_;
   Program allreduce_;
@@ -58,6 +68,10 @@ std::unique_ptr<Codec> make_wire_codec(const BucketContext& context) {
 }
 
 std::unique_ptr<Codec> make_codec(const BucketContext& context) {
+  return context.spec.dense.empty() ? make_compressing_codec(context) : make_dense_codec(context);
+}
+
+std::unique_ptr<Codec> make_compressing_codec(const BucketContext& context) {
   switch (context.spec.method) {
     case CompressionSpec::Method::wire:
       return make_wire_codec(context);

@@ -67,6 +67,11 @@ void Program::rebind(const void* in, void* out) {
   if (bound_) compile(static_cast<std::byte*>(workspace_));
 }
 
+void Program::rebind_residual(float* residual) {
+  buffers_.residual = residual;
+  if (bound_) compile(static_cast<std::byte*>(workspace_));
+}
+
 int64_t Program::elements_in() const {
   return schedule_.collective == Collective::all_gather ? shard_elements() : buffers_.count;
 }

@@ -99,6 +99,7 @@ class Program {
 
   // Moves the program to other buffers. Only while none of its work is in flight.
   void rebind(const void* in, void* out);
+  void rebind_residual(float* residual);
 
   // Enqueues everything; later work on `stream` sees the result. All ranks run the same programs in the same
   // order. Tells `phases` when the first exchange begins and the last ends, and its tracer of each one.

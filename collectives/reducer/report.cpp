@@ -54,13 +54,16 @@ const StepMarks& Reducer::marks_of(int64_t step) const {
 std::vector<TensorState> Reducer::tensor_state() const {
   std::vector<TensorState> all;
   for (const Bucket& b : buckets_) {
-    const auto first = static_cast<std::ptrdiff_t>(all.size());
-    float* residual = b.codec->residual();
+    const auto begin = static_cast<std::ptrdiff_t>(all.size());
+    const Residual* residual = b.codec->residual();
     for (int i = b.first_tensor; residual != nullptr && i < b.last_tensor; ++i) {
       if (tensors_[i].count() == 0) continue;
+      const int64_t first = layout_.offsets[i] - b.begin;
       all.push_back({.tensor = i,
                      .kind = kResidualKind,
-                     .data = residual + (layout_.offsets[i] - b.begin),
+                     .data = residual->encoded() ? nullptr : residual->values() + first,
+                     .encoded = residual->encoded() ? residual : nullptr,
+                     .first = first,
                      .shape = tensors_[i].shape});
     }
     for (TensorState& s : b.codec->tensor_state()) {
@@ -72,7 +75,7 @@ std::vector<TensorState> Reducer::tensor_state() const {
       }
       all.push_back(std::move(s));
     }
-    std::stable_sort(all.begin() + first, all.end(),
+    std::stable_sort(all.begin() + begin, all.end(),
                      [](const TensorState& x, const TensorState& y) { return x.tensor < y.tensor; });
   }
   return all;
@@ -82,7 +85,7 @@ ReducerMemory Reducer::memory() const {
   ReducerMemory memory;
   for (const Lane& lane : lanes_) memory.staging += static_cast<int64_t>(lane.workspace.bytes());
   for (const Bucket& b : buckets_) {
-    const int64_t residual = b.codec->residual() != nullptr ? b.elements() * 4 : 0;
+    const int64_t residual = b.codec->residual() != nullptr ? b.codec->residual()->bytes() : 0;
     memory.residual += residual;
     memory.factors += b.codec->state_bytes() - residual;
   }

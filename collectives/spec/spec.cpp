@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <charconv>
 #include <functional>
 #include <map>
@@ -61,6 +62,40 @@ std::vector<std::pair<std::string_view, Wire>> wires() {
   return all;
 }
 
+// Encoders whose blocks lie one after the other, so that parts of a residual can be read and written.
+std::vector<std::pair<std::string_view, Wire>> residuals() {
+  std::vector<std::pair<std::string_view, Wire>> all;
+  for (const char* name : {"fp32", "bf16", "int8"}) all.emplace_back(name, find_wire_format(name));
+  return all;
+}
+
+// "off", or names joined by '+', in the order in which a spec keeps them.
+std::vector<std::string> dense_names(std::string_view text, std::string_view value) {
+  if (value == "off") return {};
+  std::vector<std::string> names;
+  for (std::string_view rest = value;;) {
+    const size_t plus = rest.find('+');
+    const std::string_view item = rest.substr(0, plus);
+    if (item.empty() || item == "off") {
+      bad(text, fmt::format("dense='{}': '{}' is no tensor's name; write off, or names such as "
+                            "auto+*.bias, joined by '+'",
+                            value, item));
+    }
+    names.emplace_back(item);
+    if (plus == std::string_view::npos) break;
+    rest = rest.substr(plus + 1);
+  }
+  std::sort(names.begin(), names.end());
+  names.erase(std::unique(names.begin(), names.end()), names.end());
+  return names;
+}
+
+// Below 8 bits an element a vector's few bytes are not worth their error.
+std::vector<std::string> default_dense(Wire wire) {
+  if (wire->bytes_per_value() < 1) return {kDenseAuto};
+  return {};
+}
+
 std::vector<std::pair<std::string_view, ScheduleKind>> schedules() {
   std::vector<std::pair<std::string_view, ScheduleKind>> all;
   for (ScheduleKind kind : {ScheduleKind::automatic, ScheduleKind::ring, ScheduleKind::tree,
@@ -93,8 +128,9 @@ std::string CompressionSpec::grammar() {
   }
   return fmt::format(
       "{}powersgd:rank=R[,wire={}][,start=N][,warm=on|off][,min_ratio=X][,seed=S], with ,ef=on|off and "
-      ",schedule={} and ,intra_node={} on any of them",
-      formats, words(wires()), words(schedules()), words(kIntraNode));
+      ",schedule={} and ,intra_node={} on any of them, and ,residual={} and ,dense=off|auto|NAME+NAME... on any "
+      "but fp32",
+      formats, words(wires()), words(schedules()), words(kIntraNode), words(residuals()));
 }
 
 CompressionSpec CompressionSpec::parse(std::string_view text) {
@@ -117,6 +153,10 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
   options["intra_node"] = [&](std::string_view v) {
     spec.fp32_intra_node = choose(text, "intra_node", v, kIntraNode);
   };
+  if (powersgd || !spec.wire->exact) {
+    options["residual"] = [&](std::string_view v) { spec.residual = choose(text, "residual", v, residuals()); };
+    options["dense"] = [&](std::string_view v) { spec.dense = dense_names(text, v); };
+  }
   if (powersgd || spec.wire->stochastic) {
     options["round"] = [&](std::string_view v) { spec.rounding = choose(text, "round", v, kRoundings); };
   }
@@ -171,6 +211,11 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
     }
     bad(text, fmt::format("round=stochastic does not apply to wire={}; add {}", spec.wire->name, others));
   }
+  if (!spec.residual->exact && !spec.error_feedback) {
+    bad(text, fmt::format("residual={} needs error feedback, and ef=off keeps no residual; drop one of them",
+                          spec.residual->name));
+  }
+  if (!seen["dense"]) spec.dense = default_dense(spec.wire);
   if (spec.fp32_intra_node && spec.schedule != ScheduleKind::hierarchical &&
       spec.schedule != ScheduleKind::automatic) {
     bad(text,
@@ -197,9 +242,21 @@ std::string CompressionSpec::to_string() const {
   }
   add(rounding != defaults.rounding, fmt::format("round={}", word_for(kRoundings, rounding)));
   add(error_feedback != defaults.error_feedback, error_feedback ? "ef=on" : "ef=off");
+  add(residual != defaults.residual, fmt::format("residual={}", residual->name));
+  add(dense != default_dense(wire),
+      fmt::format("dense={}", dense.empty() ? "off" : fmt::to_string(fmt::join(dense, "+"))));
   add(schedule != defaults.schedule, fmt::format("schedule={}", name(schedule)));
   add(fp32_intra_node != defaults.fp32_intra_node, "intra_node=fp32");
   return (powersgd ? "powersgd" : std::string(wire->name)) + options;
+}
+
+bool CompressionSpec::loads_state_of(std::string_view text) const {
+  CompressionSpec other = *this;
+  for (const auto& [name, format] : residuals()) {
+    other.residual = format;
+    if (other.to_string() == text) return true;
+  }
+  return false;
 }
 
 }  // namespace gradwire

@@ -7,11 +7,14 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "collectives/schedule/schedule.h"
 #include "kernels/wire/formats.h"
 
 namespace gradwire {
+
+inline constexpr const char* kDenseAuto = "auto";
 
 struct CompressionSpec {
   enum class Method : uint8_t { wire, powersgd };
@@ -19,6 +22,10 @@ struct CompressionSpec {
   Wire wire = kFp32;  // of dense tensors and of PowerSGD's factors
   Rounding rounding = Rounding::nearest;
   bool error_feedback = true;
+  Wire residual = kFp32;  // what error feedback keeps between steps; kept in a lossy one, it is rounded at random
+  // Tensors that stay out of all this and are averaged in FP32: names with shell wildcards; kDenseAuto among
+  // them: vectors and small tensors. Sorted, no name twice.
+  std::vector<std::string> dense;
   ScheduleKind schedule = ScheduleKind::automatic;
   // intra_node=fp32: a hierarchical schedule uses `wire` only on links between nodes.
   bool fp32_intra_node = false;
@@ -34,6 +41,9 @@ struct CompressionSpec {
   static CompressionSpec parse(std::string_view text);
   // The shortest text that parses to this spec; options with their default value are omitted.
   std::string to_string() const;
+  // Whether a state saved under the spec `text` is this codec's: residuals are saved in FP32 whatever they are
+  // kept in, so that residual= may differ.
+  bool loads_state_of(std::string_view text) const;
   // Every legal spec, in one line.
   static std::string grammar();
   bool operator==(const CompressionSpec&) const = default;

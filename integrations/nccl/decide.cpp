@@ -57,6 +57,10 @@ Settings Settings::read(const std::function<const char*(const char*)>& lookup) {
           "none; name a wire format, such as bf16, or use the PyTorch hook",
           spec));
     }
+    if (!s.spec.residual->exact) {
+      off(fmt::format("GRADWIRE_NCCL_SPEC={}: residuals of intercepted calls are FP32; drop residual={}", spec,
+                      s.spec.residual->name));
+    }
   } catch (const BadInput& error) {
     off(fmt::format("GRADWIRE_NCCL_SPEC: {}", error.what()));
   }

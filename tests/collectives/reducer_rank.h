@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -20,6 +21,14 @@ inline std::vector<GradientTensor> model() {
 
 inline int64_t count_of(const GradientTensor& t) {
   return t.count();
+}
+
+// What a state of floats holds.
+inline std::vector<float> values_of(const Stream& stream, const TensorState& state) {
+  std::vector<float> values(static_cast<size_t>(state.count()));
+  state.read(stream, 0, std::as_writable_bytes(std::span(values)));
+  stream.synchronize();
+  return values;
 }
 
 // A reducer, and the stream on which this rank writes and reads gradients.
@@ -52,7 +61,7 @@ struct Rank {
     std::vector<float> all(static_cast<size_t>(reducer.elements()));
     for (const TensorState& s : reducer.tensor_state()) {
       if (s.kind != kResidualKind) continue;
-      auto part = to_host(stream, static_cast<const float*>(s.data), s.count());
+      auto part = values_of(stream, s);
       std::copy(part.begin(), part.end(), all.begin() + reducer.offset(s.tensor));
     }
     return all;

@@ -99,7 +99,8 @@ TEST(Reducer, OrderOfReadinessMayDifferBetweenRanks) {
 TEST(Reducer, AGraphOfAStepGivesTheBitsAndStatsOfTheCalls) {
   constexpr int kWorld = 4, kSteps = 9;
   for (const char* spec :
-       {"fp32", "fp8:round=stochastic", "powersgd:rank=2,wire=bf16,round=stochastic,warm=off",
+       {"fp32", "fp8:round=stochastic", "int8:residual=int8,dense=auto",
+        "powersgd:rank=2,wire=bf16,round=stochastic,warm=off,residual=bf16",
         "powersgd:rank=4,start=3"}) {
     std::vector<std::vector<float>> results[2];
     std::vector<uint64_t> sent[2];
@@ -230,7 +231,7 @@ TEST_P(AdoptedGradients, GiveTheSameBitsAsTheReducersOwn) {
 
 INSTANTIATE_TEST_SUITE_P(Reducer, AdoptedGradients,
                          ::testing::Values("fp32", "bf16:schedule=ring", "powersgd:rank=2,start=1",
-                                           "powersgd:rank=4,wire=bf16"));
+                                           "powersgd:rank=4,wire=bf16", "int8:residual=bf16,dense=auto"));
 
 TEST(Reducer, AdoptRefusesWhatItCannotUse) {
   run_ranks(2, Device::host(), [](Communicator& comm) {
@@ -255,7 +256,9 @@ TEST(Reducer, AdoptRefusesWhatItCannotUse) {
 
 // A checkpoint is tensor_state() and steps(): with both restored, a new reducer continues with the same bits.
 TEST(Reducer, ResumesBitForBit) {
-  for (const char* spec : {"bf16:round=stochastic", "powersgd:rank=2,start=2,wire=bf16,round=stochastic"}) {
+  for (const char* spec : {"bf16:round=stochastic", "powersgd:rank=2,start=2,wire=bf16,round=stochastic",
+                           "bf16:residual=int8", "int8:residual=bf16,dense=auto",
+                           "powersgd:rank=2,wire=bf16,residual=int8"}) {
     std::vector<std::vector<float>> straight(2), resumed(2);
     run_ranks(2, Device::host(), [&](Communicator& comm) {
       auto gradients = [&](int s) {
@@ -265,15 +268,15 @@ TEST(Reducer, ResumesBitForBit) {
       Rank first(comm, spec, model(), 16 << 10);
       for (int s = 0; s < 3; ++s) first.step(gradients(s));
       for (const TensorState& s : first.reducer.tensor_state()) {
-        saved.push_back(to_host(first.stream, static_cast<const std::byte*>(s.data), s.bytes()));
+        s.read(first.stream, 0, saved.emplace_back(static_cast<size_t>(s.bytes())));
       }
+      first.stream.synchronize();
       comm.barrier();  // the two reducers have streams of their own
       Rank second(comm, spec, model(), 16 << 10);
       auto states = second.reducer.tensor_state();
       ASSERT_EQ(states.size(), saved.size());
-      for (size_t i = 0; i < states.size(); ++i)
-        to_device(second.stream, static_cast<std::byte*>(states[i].data),
-                  std::span<const std::byte>(saved[i]));
+      for (size_t i = 0; i < states.size(); ++i) states[i].write(second.stream, 0, saved[i]);
+      second.stream.synchronize();
       second.reducer.resume_at(3);
       EXPECT_EQ(second.reducer.steps(), 3);
       for (int s = 3; s < 5; ++s) straight[comm.rank()] = first.step(gradients(s));

@@ -15,13 +15,16 @@ TEST(Spec, TextSurvivesARoundTrip) {
         "powersgd:rank=1,wire=bf16,start=1000,warm=off,min_ratio=1.5,seed=7", "powersgd:rank=4",
         "fp32:schedule=ring", "bf16:ef=off,schedule=two_shot", "powersgd:rank=64,ef=off",
         "powersgd:rank=2,wire=bf16,round=stochastic", "bf16:intra_node=fp32",
-        "powersgd:rank=2,wire=fp8,schedule=hierarchical,intra_node=fp32"}) {
+        "powersgd:rank=2,wire=fp8,schedule=hierarchical,intra_node=fp32", "int8:residual=int8",
+        "powersgd:rank=2,residual=bf16,dense=auto", "fp8:residual=bf16,dense=*.bias+auto+head.?"}) {
     CompressionSpec spec = CompressionSpec::parse(text);
     EXPECT_EQ(spec.to_string(), text);
     EXPECT_EQ(CompressionSpec::parse(spec.to_string()), spec);
   }
   EXPECT_EQ(CompressionSpec::parse("bf16:round=nearest,ef=on").to_string(), "bf16");
   EXPECT_EQ(CompressionSpec::parse("powersgd").rank, 1);
+  EXPECT_EQ(CompressionSpec::parse("int8:residual=fp32,dense=off,ef=off").to_string(), "int8:ef=off");
+  EXPECT_EQ(CompressionSpec::parse("int8:dense=b+auto+b").to_string(), "int8:dense=auto+b");
   // The key's first name.
   EXPECT_EQ(CompressionSpec::parse("bf16:node_wire=fp32").to_string(), "bf16:intra_node=fp32");
   EXPECT_EQ(CompressionSpec::parse("bf16:node_wire=same").to_string(), "bf16");
@@ -31,6 +34,30 @@ TEST(Spec, ACommaMaySetOptionsOffFromTheNameLikeTheColon) {
   for (const char* options : {"schedule=ring", "ef=off,round=stochastic"}) {
     EXPECT_EQ(CompressionSpec::parse(fmt::format("bf16,{}", options)).to_string(),
               CompressionSpec::parse(fmt::format("bf16:{}", options)).to_string());
+  }
+}
+
+// What follows from the format's size must not be in the text, and must be off if that is asked for.
+TEST(Spec, SmallTensorsAreDenseByDefaultBelowEightBits) {
+  for (Wire wire : wire_formats()) {
+    const bool coarse = wire->bytes_per_value() < 1;
+    const CompressionSpec spec = CompressionSpec::parse(wire->name);
+    EXPECT_EQ(spec.dense, coarse ? std::vector<std::string>{kDenseAuto} : std::vector<std::string>{});
+    EXPECT_EQ(spec.to_string(), wire->name);
+    if (wire->exact) continue;
+    const CompressionSpec off = CompressionSpec::parse(fmt::format("{}:dense=off", wire->name));
+    EXPECT_TRUE(off.dense.empty());
+    EXPECT_EQ(off.to_string(), coarse ? fmt::format("{}:dense=off", wire->name) : wire->name);
+  }
+}
+
+TEST(Spec, LoadsStatesOfAnotherResidualFormatAndOfNothingElse) {
+  const CompressionSpec spec = CompressionSpec::parse("int8:residual=bf16,dense=auto");
+  for (const char* same : {"int8:dense=auto", "int8:residual=bf16,dense=auto", "int8:residual=int8,dense=auto"}) {
+    EXPECT_TRUE(spec.loads_state_of(same)) << same;
+  }
+  for (const char* other : {"int8", "fp8:dense=auto", "int8:residual=bf16", "no spec at all"}) {
+    EXPECT_FALSE(spec.loads_state_of(other)) << other;
   }
 }
 
@@ -48,6 +75,9 @@ TEST(Spec, ErrorsNameTheCulprit) {
         Case{"fp32:schedule=star", "ring|tree"}, Case{"powersgd:round=stochastic", "wire=bf16"},
         Case{"bf16:intra_node=fp16", "wire|fp32"}, Case{"bf16:node_wire=fp16", "intra_node='fp16'"},
         Case{"bf16:schedule=ring,intra_node=fp32", "schedule=ring has no notion of nodes"},
+        Case{"int8:residual=fp16", "fp32|bf16|int8"}, Case{"fp32:residual=int8", "no option 'residual'"},
+        Case{"int8:ef=off,residual=bf16", "residual=bf16 needs error feedback"}, Case{"int8:dense=", "''"},
+        Case{"int8:dense=a++b", "dense='a++b'"}, Case{"int8:dense=off+b", "'off'"}, Case{"fp32:dense=auto", "'dense'"},
         Case{"powersgd:min_ratio=nan", "min_ratio='nan'"}}) {
     SCOPED_TRACE(c.text);
     testing::expect_error<BadInput>([&] { CompressionSpec::parse(c.text); }, {c.culprit});

@@ -164,7 +164,12 @@ std::string two_steps(Communicator& comm, const std::string& spec) {
     reducer.wait(stream);
     add(reducer.gradients().as<const float>(), reducer.elements());
   }
-  for (const TensorState& s : reducer.tensor_state()) add(static_cast<const float*>(s.data), s.count());
+  for (const TensorState& s : reducer.tensor_state()) {
+    std::vector<float> values(static_cast<size_t>(s.count()));
+    s.read(stream, 0, std::as_writable_bytes(std::span(values)));
+    stream.synchronize();
+    add(values.data(), s.count());
+  }
   return fmt::format("{} {}\n", spec, hash);
 }
 

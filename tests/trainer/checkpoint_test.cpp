@@ -85,7 +85,9 @@ class CheckpointTest : public ::testing::TestWithParam<Device> {
 GW_INSTANTIATE_ON_DEVICES(CheckpointTest);
 
 TEST_P(CheckpointTest, ResumingAtAnyStepGivesTheSameBits) {
-  for (const char* spec : {"fp32", "bf16:round=stochastic", "powersgd:rank=2,wire=bf16,start=2"}) {
+  for (const char* spec :
+       {"fp32", "bf16:round=stochastic", "powersgd:rank=2,wire=bf16,start=2", "int8:residual=int8,dense=auto",
+        "powersgd:rank=2,wire=bf16,residual=bf16"}) {
     for (int ranks : {1, 3}) {
       const std::string what = fmt::format("{}, {} ranks", spec, ranks);
       TrainConfig c = config(ranks, spec);
@@ -139,7 +141,9 @@ Restored restore_rank(const TrainConfig& config, Communicator& comm, const std::
   out.residual.assign(static_cast<size_t>(layout.elements), 0.0f);
   for (const TensorState& s : reducer.tensor_state()) {
     if (s.kind != kResidualKind) continue;
-    auto values = to_host(stream, static_cast<const float*>(s.data), s.count());
+    std::vector<float> values(static_cast<size_t>(s.count()));
+    s.read(stream, 0, std::as_writable_bytes(std::span(values)));
+    stream.synchronize();
     std::copy(values.begin(), values.end(), out.residual.begin() + layout.offsets[s.tensor]);
   }
   out.left = to_host<float>(stream, reducer.gradients().as<float>(), layout.elements);

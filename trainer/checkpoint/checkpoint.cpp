@@ -38,10 +38,10 @@ std::string few(const std::vector<std::string>& names) {
   return names.size() > kShown ? fmt::format("{} and {} more", text, names.size() - kShown) : text;
 }
 
-// A tensor of a file, and the device memory that it is written from or loaded to.
+// A tensor of a file, and what it is written from or loaded to.
 struct Source {
   Entry entry;
-  void* data = nullptr;
+  TensorState state;
   size_t bytes() const { return static_cast<size_t>(element_count(entry.shape) * bytes_of(entry.dtype)); }
 };
 
@@ -55,7 +55,7 @@ void write_file(const Stream& stream, const std::string& path, const Json& about
   for (const Source& s : sources) {
     for (size_t at = 0; at < s.bytes(); at += kChunk) {
       const size_t n = std::min(kChunk, s.bytes() - at);
-      copy(stream, chunk.data(), static_cast<const std::byte*>(s.data) + at, n);
+      s.state.read(stream, at, {chunk.data(), n});
       stream.synchronize();
       writer.write(std::span<const std::byte>(chunk.data(), n));
     }
@@ -64,12 +64,12 @@ void write_file(const Stream& stream, const std::string& path, const Json& about
   bytes += writer.bytes();
 }
 
-void load(const Stream& stream, const SafetensorsReader& file, const Tensor& tensor, void* to) {
+void load(const Stream& stream, const SafetensorsReader& file, const Tensor& tensor, const TensorState& to) {
   std::vector<std::byte> chunk(std::min<size_t>(kChunk, tensor.bytes));
   for (size_t at = 0; at < tensor.bytes; at += kChunk) {
     const size_t n = std::min<size_t>(kChunk, tensor.bytes - at);
     file.read_bytes(tensor, at, {chunk.data(), n});
-    copy(stream, static_cast<std::byte*>(to) + at, chunk.data(), n);
+    to.write(stream, at, {chunk.data(), n});
     stream.synchronize();
   }
 }
@@ -77,7 +77,7 @@ void load(const Stream& stream, const SafetensorsReader& file, const Tensor& ten
 // A codec's state of a tensor, with its name in the files.
 Source source_of(const TensorState& state, const RankState& rank) {
   const std::string& tensor = rank.parameters[static_cast<size_t>(state.tensor)].name;
-  return {{fmt::format("{}.{}", state.kind, tensor), state.shape, state.dtype}, state.data};
+  return {{fmt::format("{}.{}", state.kind, tensor), state.shape, state.dtype}, state};
 }
 
 Json about_rank(const TrainConfig& config, const Position& at, int rank) {
@@ -169,7 +169,7 @@ std::vector<Source> moment_sources(const RankState& rank) {
     for (size_t i = 0; i < rank.parameters.size(); ++i) {
       const VitParameter& p = rank.parameters[i];
       sources.push_back({{fmt::format("optimizer.{}.{}", moment.name, p.name), p.shape},
-                         moment.data + rank.layout.offsets[i]});
+                         {.data = moment.data + rank.layout.offsets[i]}});
     }
   }
   return sources;
@@ -255,7 +255,7 @@ SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config
   std::vector<Source> weights, state;
   for (size_t i = 0; i < rank.parameters.size(); ++i) {
     const VitParameter& p = rank.parameters[i];
-    weights.push_back({{p.name, p.shape}, rank.weights + rank.layout.offsets[i]});
+    weights.push_back({{p.name, p.shape}, {.data = rank.weights + rank.layout.offsets[i]}});
   }
   if (leads) state = moment_sources(rank);
   for (const TensorState& s : rank.reducer.tensor_state()) {
@@ -281,7 +281,7 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
   rank.stream.synchronize();  // an error below may free memory that the stream still uses
   const int world = rank.comm.world(), me = rank.comm.rank();
   const std::vector<TensorState> states = rank.reducer.tensor_state();
-  const bool same_codec = head.compression == config.compression.to_string();
+  const bool same_codec = config.compression.loads_state_of(head.compression);
   auto damaged = [](const SafetensorsReader& file, const std::string& what) {
     throw BadInput(fmt::format("{}: damaged: {}", file.path(), what));
   };
@@ -297,7 +297,7 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
     if (tensor == nullptr || tensor->shape != source.entry.shape) {
       damaged(common, fmt::format("'{}' is missing or has another shape", source.entry.name));
     }
-    load(rank.stream, common, *tensor, source.data);
+    load(rank.stream, common, *tensor, source.state);
   }
   auto restore_state = [&](const SafetensorsReader& file, const TensorState& state) {
     const Source source = source_of(state, rank);
@@ -308,7 +308,7 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
     if (same_codec && head.world > 1 && !fits) {
       damaged(file, fmt::format("'{}' is missing or has another shape or type", source.entry.name));
     }
-    if (fits) load(rank.stream, file, *tensor, state.data);
+    if (fits) load(rank.stream, file, *tensor, state);
   };
   for (const TensorState& state : states) {
     if (state.same_on_all_ranks) restore_state(common, state);
@@ -344,17 +344,18 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
       if (mine && head.world == world) restore_state(file, state);
     }
   }
-  std::vector<void*> residual(rank.parameters.size());
+  std::vector<const TensorState*> residual(rank.parameters.size());
   for (const TensorState& state : states) {
-    if (state.kind == kResidualKind) residual[static_cast<size_t>(state.tensor)] = state.data;
+    if (state.kind == kResidualKind) residual[static_cast<size_t>(state.tensor)] = &state;
   }
   bool left_over = false;
   for (size_t i = 0; any && i < rank.parameters.size(); ++i) {
     float* sum = flat.data() + rank.layout.offsets[i];
     const int64_t count = rank.parameters[i].elements();
     if (same_codec && residual[i] != nullptr) {
-      to_device(rank.stream, static_cast<float*>(residual[i]),
-                std::span<const float>(sum, static_cast<size_t>(count)));
+      residual[i]->write(rank.stream, 0,
+                         std::as_bytes(std::span<const float>(sum, static_cast<size_t>(count))));
+      rank.stream.synchronize();
       std::fill_n(sum, count, 0.0f);
     } else {
       left_over = left_over || std::any_of(sum, sum + count, [](float x) { return x != 0.0f; });

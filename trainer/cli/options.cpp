@@ -6,6 +6,7 @@
 #include <cmath>
 #include <filesystem>
 
+#include "collectives/codec/dense.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/transport/nccl.h"
 #include "runtime/error.h"
@@ -223,6 +224,9 @@ Resolved resolve_machine(const Options& o) {
   config.augment = Augmentation::parse(o.augment);
   for (const std::string& spec : o.compression) out.compressions.push_back(CompressionSpec::parse(spec));
   if (out.compressions.empty()) out.compressions.emplace_back();
+  std::vector<std::string> tensors;
+  for (const VitParameter& p : vit_parameters(config.model)) tensors.push_back(p.name);
+  for (const CompressionSpec& spec : out.compressions) check_dense_names(spec, tensors);
   config.compression = out.compressions[0];
   config.optimizer = o.optimizer;
   config.precision = o.precision;

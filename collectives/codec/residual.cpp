@@ -1,0 +1,121 @@
+#include "collectives/codec/residual.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "collectives/codec/codec.h"
+#include "runtime/mix.h"
+
+namespace gradwire {
+namespace {
+
+// Parts begin at multiples of this many elements: whole blocks of every format, at an aligned byte.
+constexpr int64_t kPart = 2048;
+
+}  // namespace
+
+Residual::Residual(const BucketContext& c, bool needed)
+    : format_(c.spec.residual),
+      count_(needed ? c.elements : 0),
+      kept_(c.transport->device(), static_cast<size_t>(format_->bytes(count_))),
+      // The wire draws from the rank's seed itself.
+      rounding_{Rounding::stochastic, mix(c.rounding_seed, kResidualKind), c.step, c.first_element} {
+  if (!encoded()) values_ = kept_.as<float>();
+  fill_zero(c.stream, kept_.data(), kept_.bytes());  // of any format: zeros
+}
+
+size_t Residual::workspace_bytes() const {
+  return encoded() ? (static_cast<size_t>(count_) * sizeof(float) + 255) / 256 * 256 : 0;
+}
+
+void* Residual::bind(void* workspace) {
+  if (encoded()) values_ = static_cast<float*>(workspace);
+  return static_cast<std::byte*>(workspace) + workspace_bytes();
+}
+
+void Residual::load(const Stream& stream, BucketPhases& phases) const {
+  if (!encoded()) return;
+  phases.enter(stream, Phase::compress);
+  decode(stream, {0, count_});
+}
+
+void Residual::store(const Stream& stream, BucketPhases& phases) const {
+  const bool holes = count_ > 0 && left_out_ != nullptr;
+  if (!holes && !encoded()) return;
+  phases.enter(stream, Phase::decompress);
+  if (holes) pack(stream, {left_out_, values_, zeros_, true});
+  if (encoded()) encode(stream, {0, count_}, rounding_);
+}
+
+std::string Residual::describe() const {
+  if (count_ == 0) return "";
+  return fmt::format(" with error feedback{}{}", encoded() ? " kept in " : "", encoded() ? format_->name : "");
+}
+
+void Residual::leave_out(const SegmentTable& elements, float* zeros) {
+  left_out_ = &elements;
+  zeros_ = zeros;
+}
+
+Residual::Part Residual::part_around(int64_t first_byte, int64_t bytes) const {
+  const int64_t begin = first_byte / 4 / kPart * kPart;
+  const int64_t end = (first_byte + bytes + 3) / 4;
+  return {begin, std::min(count_, (end + kPart - 1) / kPart * kPart) - begin};
+}
+
+std::byte* Residual::value_bytes(int64_t first_byte) const {
+  return reinterpret_cast<std::byte*>(values_) + first_byte;
+}
+
+void Residual::decode(const Stream& stream, Part part) const {
+  format_->decode(stream, {.wire = kept_.as<const std::byte>() + format_->bytes(part.first),
+                           .out = values_ + part.first,
+                           .count = part.count});
+}
+
+void Residual::encode(const Stream& stream, Part part, const WireRounding& rounding) const {
+  ReduceEncode args{.own = values_ + part.first,
+                    .wire = kept_.as<std::byte>() + format_->bytes(part.first),
+                    .count = part.count,
+                    .rounding = rounding};
+  format_->reduce_encode(stream, args);
+}
+
+void Residual::read(const Stream& stream, int64_t first_byte, std::span<std::byte> to) const {
+  decode(stream, part_around(first_byte, static_cast<int64_t>(to.size())));
+  copy(stream, to.data(), value_bytes(first_byte), to.size());
+}
+
+// To nearest: the decoded values of a block are multiples of its unit, so that they, or some of them beside
+// zeros, encode exactly. So does the part around what is written.
+void Residual::write(const Stream& stream, int64_t first_byte, std::span<const std::byte> from) const {
+  const Part part = part_around(first_byte, static_cast<int64_t>(from.size()));
+  decode(stream, part);
+  copy(stream, value_bytes(first_byte), from.data(), from.size());
+  encode(stream, part, {});
+}
+
+void Residual::clear(const Stream& stream, int64_t first_byte, int64_t bytes) const {
+  const Part part = part_around(first_byte, bytes);
+  decode(stream, part);
+  fill_zero(stream, value_bytes(first_byte), static_cast<size_t>(bytes));
+  encode(stream, part, {});
+}
+
+void TensorState::read(const Stream& stream, size_t first_byte, std::span<std::byte> to) const {
+  if (encoded != nullptr) return encoded->read(stream, 4 * first + static_cast<int64_t>(first_byte), to);
+  copy(stream, to.data(), static_cast<const std::byte*>(data) + first_byte, to.size());
+}
+
+void TensorState::write(const Stream& stream, size_t first_byte, std::span<const std::byte> from) const {
+  if (encoded != nullptr) return encoded->write(stream, 4 * first + static_cast<int64_t>(first_byte), from);
+  copy(stream, static_cast<std::byte*>(data) + first_byte, from.data(), from.size());
+}
+
+void TensorState::clear(const Stream& stream) const {
+  if (encoded != nullptr) return encoded->clear(stream, 4 * first, bytes());
+  fill_zero(stream, data, static_cast<size_t>(bytes()));
+}
+
+}  // namespace gradwire

@@ -1,0 +1,74 @@
+// The residual of error feedback: FP32 during a step, and between steps what `residual=` of the spec says.
+//
+//   fp32   the values themselves, 4 bytes each
+//   bf16   2 bytes each, int8 1.008: the bytes of that wire format. load() decodes them into the workspace,
+//          which buckets share, and store() encodes them again, rounding at random: the mean of what is kept
+//          is what there was to keep, so that what is lost in a step is gained in another. Rounding to nearest
+//          would lose, every time, what is small beside the rest of its block.
+//
+// A codec keeps one, and calls load() before the work that reads the residual and store() after the work that
+// writes it. Bytes per element beyond FP32's, w being the format's: 8 + 2 w.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+
+#include "collectives/program/phases.h"
+#include "kernels/powersgd/pack.h"
+#include "kernels/wire/formats.h"
+#include "runtime/device.h"
+
+namespace gradwire {
+
+struct BucketContext;
+
+class Residual {
+ public:
+  // Zero; for all of the bucket's elements or, if not `needed`, for none.
+  Residual(const BucketContext& context, bool needed);
+
+  explicit operator bool() const { return count_ > 0; }
+  size_t workspace_bytes() const;  // a multiple of 256
+  // Returns the workspace after the residual's.
+  void* bind(void* workspace);
+  // (elements), laid out as the bucket's gradients; null: none is kept. Between load() and store(), and after
+  // bind(), unless the residual is kept in FP32.
+  float* values() const { return values_; }
+  void load(const Stream& stream, BucketPhases& phases) const;
+  void store(const Stream& stream, BucketPhases& phases) const;
+  int64_t bytes() const { return static_cast<int64_t>(kept_.bytes()); }
+  // " with error feedback in int8"
+  std::string describe() const;
+
+  // These elements are not the codec's: store() makes them zero again. `zeros`: as many as are packed.
+  void leave_out(const SegmentTable& elements, float* zeros);
+
+  // Of a residual that is not kept in FP32: `to` or `from` are bytes of the FP32 values from `first_byte` on,
+  // in host memory. Between steps; these enqueue only. TensorState says how values come back bit for bit.
+  void read(const Stream& stream, int64_t first_byte, std::span<std::byte> to) const;
+  void write(const Stream& stream, int64_t first_byte, std::span<const std::byte> from) const;
+  void clear(const Stream& stream, int64_t first_byte, int64_t bytes) const;
+
+  bool encoded() const { return count_ > 0 && !format_->exact; }
+
+ private:
+  struct Part {
+    int64_t first = 0, count = 0;
+  };
+  // The elements whose blocks hold these bytes.
+  Part part_around(int64_t first_byte, int64_t bytes) const;
+  void decode(const Stream& stream, Part part) const;
+  std::byte* value_bytes(int64_t first_byte) const;
+  void encode(const Stream& stream, Part part, const WireRounding& rounding) const;
+
+  Wire format_;
+  int64_t count_ = 0;
+  Buffer kept_;
+  float* values_ = nullptr;
+  WireRounding rounding_;
+  const SegmentTable* left_out_ = nullptr;
+  float* zeros_ = nullptr;
+};
+
+}  // namespace gradwire

@@ -1,0 +1,120 @@
+// dense=: named tensors are averaged in FP32, the others as if those were not there.
+#include "collectives/codec/dense.h"
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "runtime/error.h"
+#include "tests/collectives/reducer_rank.h"
+#include "tests/devices.h"
+#include "tests/expect.h"
+
+namespace gradwire {
+namespace {
+
+using testing::gradients_for;
+using testing::model;
+using testing::Rank;
+using testing::run_ranks;
+
+class DenseTensors : public ::testing::TestWithParam<Device> {};
+GW_INSTANTIATE_ON_DEVICES(DenseTensors);
+
+// Rank 0's results of three steps, tensor by tensor, and the bytes it sent in the last.
+struct Averages {
+  std::vector<std::vector<float>> tensors;
+  uint64_t wire_bytes = 0;
+  std::string description;
+};
+Averages averages_of(Device device, const std::string& spec, int64_t bucket_bytes = 16 << 10) {
+  Averages out;
+  run_ranks(3, device, [&](Communicator& comm) {
+    Rank rank(comm, spec, model(), bucket_bytes);
+    std::vector<float> last;
+    for (uint32_t s = 0; s < 3; ++s) last = rank.step(gradients_for(rank.tensors, 3 * s + comm.rank()));
+    if (comm.rank() != 0) return;
+    for (int i = 0; i < rank.reducer.tensors(); ++i) {
+      const auto first = last.begin() + rank.reducer.offset(i);
+      out.tensors.emplace_back(first, first + rank.tensors[i].count());
+    }
+    out.wire_bytes = rank.reducer.stats(2).wire_bytes;
+    out.description = rank.reducer.describe();
+  });
+  return out;
+}
+
+std::set<std::string> exact_tensors(const Averages& out, const Averages& fp32) {
+  std::set<std::string> names;
+  for (size_t i = 0; i < out.tensors.size(); ++i) {
+    if (model()[i].count() > 0 && testing::same_bits(out.tensors[i], fp32.tensors[i]))
+      names.insert(model()[i].name);
+  }
+  return names;
+}
+
+using Names = std::set<std::string>;
+
+TEST_P(DenseTensors, HaveTheBitsOfAnFp32Allreduce) {
+  const Averages fp32 = averages_of(GetParam(), "fp32:schedule=two_shot");
+  for (const std::string spec : {"int8:", "fp8:round=stochastic,residual=int8,", "powersgd:rank=2,wire=int8,"}) {
+    auto exact = [&](const std::string& dense) {
+      return exact_tensors(averages_of(GetParam(), spec + "schedule=two_shot,dense=" + dense), fp32);
+    };
+    EXPECT_EQ(exact("off"), Names{}) << spec;
+    EXPECT_EQ(exact("auto"), (Names{"bias", "tiny", "scalar", "one"})) << spec;
+    EXPECT_EQ(exact("conv"), (Names{"conv"})) << spec;
+    EXPECT_EQ(exact("s*+?ide"), (Names{"scalar", "square", "wide"})) << spec;
+    EXPECT_EQ(exact("auto+*"), exact_tensors(fp32, fp32)) << spec;
+  }
+}
+
+// A tensor beside dense ones is compressed as if they were zero; in another block, as if nothing was asked for.
+TEST_P(DenseTensors, LeaveTheOthersAsTheyAre) {
+  const Averages plain = averages_of(GetParam(), "bf16:schedule=two_shot");
+  const Averages dense = averages_of(GetParam(), "bf16:schedule=two_shot,dense=auto");
+  for (size_t i = 0; i < model().size(); ++i) {
+    if (is_dense(CompressionSpec::parse("bf16:dense=auto"), {model()[i].name, matrix_of(model()[i]).first,
+                                                             matrix_of(model()[i]).second}))
+      continue;
+    EXPECT_TRUE(testing::same_bits(plain.tensors[i], dense.tensors[i])) << model()[i].name;
+  }
+}
+
+TEST_P(DenseTensors, ABucketThatHasNoneSendsTheSameBytes) {
+  const Averages plain = averages_of(GetParam(), "int8:schedule=two_shot");
+  const Averages none = averages_of(GetParam(), "int8:schedule=two_shot,dense=nothing");
+  EXPECT_EQ(none.wire_bytes, plain.wire_bytes);
+  EXPECT_EQ(none.description, plain.description);
+  for (size_t i = 0; i < model().size(); ++i) {
+    EXPECT_TRUE(testing::same_bits(none.tensors[i], plain.tensors[i])) << model()[i].name;
+  }
+}
+
+TEST_P(DenseTensors, ABucketOfThemAloneIsAnFp32Allreduce) {
+  const Averages fp32 = averages_of(GetParam(), "fp32:schedule=two_shot", 1);  // a bucket each
+  const Averages all = averages_of(GetParam(), "int8:schedule=two_shot,dense=*", 1);
+  EXPECT_EQ(all.wire_bytes, fp32.wire_bytes);
+}
+
+TEST(Dense, AutoTakesVectorsAndSmallMatricesButNoFlattenedModel) {
+  const CompressionSpec spec = CompressionSpec::parse("int8:dense=auto");
+  EXPECT_TRUE(is_dense(spec, {.name = "bias", .rows = 3072, .cols = 1}));
+  EXPECT_TRUE(is_dense(spec, {.name = "class_token", .rows = 1, .cols = 768}));
+  EXPECT_TRUE(is_dense(spec, {.name = "small", .rows = 31, .cols = 33}));
+  EXPECT_FALSE(is_dense(spec, {.name = "matrix", .rows = 32, .cols = 32}));
+  EXPECT_FALSE(is_dense(spec, {.name = "flat", .rows = 1 << 20, .cols = 1}));
+}
+
+TEST(Dense, ANameThatMatchesNothingIsNamed) {
+  const std::vector<std::string> names{"head.weight", "head.bias"};
+  check_dense_names(CompressionSpec::parse("int8:dense=auto+*.bias"), names);
+  check_dense_names(CompressionSpec::parse("int8"), names);
+  testing::expect_error<BadInput>(
+      [&] { check_dense_names(CompressionSpec::parse("int8:dense=*.bias+*.biass"), names); },
+      {"dense=*.biass", "head.weight"});
+}
+
+}  // namespace
+}  // namespace gradwire

@@ -1,0 +1,188 @@
+// residual=bf16|int8: what error feedback keeps between steps in fewer bytes is right in the mean, survives a
+// checkpoint, and saves memory.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <span>
+
+#include "collectives/codec/codec.h"
+#include "collectives/transport/planned.h"
+#include "tests/collectives/reducer_rank.h"
+#include "tests/devices.h"
+
+namespace gradwire {
+namespace {
+
+using testing::same_bits;
+
+// A residual alone, with its workspace and the step on which its draws depend.
+class Kept {
+ public:
+  Kept(Device device, const std::string& format, int64_t count, uint64_t seed = 7)
+      : transport_(1, 2, device),
+        stream_(Stream::create(device, "test")),
+        step_(make_buffer<uint64_t>(device, 1)),
+        residual_(context(format, count, seed), true),
+        workspace_(device, residual_.workspace_bytes()) {
+    fill_zero(stream_, step_.data(), step_.bytes());
+    residual_.bind(workspace_.data());
+  }
+  // What is left of `values` in the next step.
+  std::vector<float> keep(const std::vector<float>& values) {
+    BucketPhases phases;
+    to_device(stream_, residual_.values(), std::span<const float>(values));
+    residual_.store(stream_, phases);
+    increment(stream_, step_.as<uint64_t>());
+    if (residual_.encoded()) fill_zero(stream_, residual_.values(), 4 * values.size());  // others use it, too
+    residual_.load(stream_, phases);
+    return to_host<float>(stream_, residual_.values(), static_cast<int64_t>(values.size()));
+  }
+  std::vector<float> read(int64_t first, int64_t count) {
+    std::vector<float> values(static_cast<size_t>(count));
+    residual_.read(stream_, 4 * first, std::as_writable_bytes(std::span(values)));
+    stream_.synchronize();
+    return values;
+  }
+  void write(int64_t first, std::span<const float> values) {
+    residual_.write(stream_, 4 * first, std::as_bytes(values));
+    stream_.synchronize();
+  }
+  void clear(int64_t first, int64_t count) { residual_.clear(stream_, 4 * first, 4 * count); }
+  int64_t bytes() const { return residual_.bytes(); }
+
+ private:
+  BucketContext context(const std::string& format, int64_t count, uint64_t seed) {
+    BucketContext c;
+    c.transport = &transport_;
+    c.spec = CompressionSpec::parse("bf16:residual=" + format);
+    c.stream = stream_;
+    c.elements = count;
+    c.rounding_seed = seed;
+    c.step = step_.as<const uint64_t>();
+    return c;
+  }
+
+  PlannedTransport transport_;
+  Stream stream_;
+  Buffer step_;
+  Residual residual_;
+  Buffer workspace_;
+};
+
+class ResidualTest : public ::testing::TestWithParam<Device> {};
+GW_INSTANTIATE_ON_DEVICES(ResidualTest);
+
+// Each block of 128 has one large value, of which the others are small parts: down to 1/10000, so that they lie
+// far below half a step of int8, and within one of bf16 nowhere.
+std::vector<float> small_beside_large(int64_t count) {
+  std::vector<float> values = testing::normal(count, 3);
+  for (int64_t i = 0; i < count; ++i) {
+    values[i] *= i % 128 == 0 ? 4.0f : i % 2 == 0 ? 1.0f : 1e-3f;
+  }
+  return values;
+}
+
+// The distance between neighbours of `value` in the format, of which 127 to 254 reach the largest of the block.
+double spacing(const std::string& format, double value, double largest) {
+  if (format == "bf16") return std::exp2(std::floor(std::log2(std::abs(value))) - 7);
+  return std::exp2(std::ceil(std::log2(largest / 127)));
+}
+
+// The mean over N draws is within 5 standard deviations, each of at most half a spacing over sqrt(N), while
+// nearest, which write() uses, is off by up to half a spacing in every draw: for int8 that is all of a small value.
+TEST_P(ResidualTest, TheMeanOfWhatIsKeptIsWhatThereWasToKeep) {
+  constexpr int kDraws = 4096;
+  constexpr int64_t kCount = 384;
+  const std::vector<float> values = small_beside_large(kCount);
+  for (const std::string format : {"bf16", "int8"}) {
+    Kept kept(GetParam(), format, kCount);
+    std::vector<double> sum(kCount);
+    for (int draw = 0; draw < kDraws; ++draw) {
+      const auto now = kept.keep(values);
+      for (int64_t i = 0; i < kCount; ++i) sum[i] += now[i];
+    }
+    Kept nearest(GetParam(), format, kCount);
+    nearest.write(0, values);
+    const std::vector<float> rounded = nearest.read(0, kCount);
+    int far = 0, lost = 0;  // with nearest
+    for (int64_t i = 0; i < kCount; ++i) {
+      double largest = 0;
+      for (int64_t k = i / 128 * 128; k < i / 128 * 128 + 128; ++k)
+        largest = std::max(largest, std::abs(double{values[k]}));
+      const double bound = 5 * 0.5 * spacing(format, values[i], largest) / std::sqrt(kDraws);
+      EXPECT_NEAR(sum[i] / kDraws, values[i], bound) << format << " " << i;
+      far += std::abs(double{rounded[i]} - double{values[i]}) > bound;
+      lost += values[i] != 0 && rounded[i] == 0;
+    }
+    EXPECT_GT(far, kCount / 2) << format << ": nearest would have passed, too";
+    if (format == "int8") {
+      EXPECT_GT(lost, kCount / 3);
+    }
+  }
+}
+
+TEST_P(ResidualTest, KeptInFp32IsExactAndTakesNoWorkspace) {
+  const std::vector<float> values = small_beside_large(300);
+  Kept kept(GetParam(), "fp32", 300);
+  EXPECT_TRUE(same_bits(kept.keep(values), values));
+  EXPECT_EQ(kept.bytes(), 1200);
+}
+
+TEST_P(ResidualTest, DrawsDifferBetweenStepsAndRanksAndRepeatWithThem) {
+  const std::vector<float> values = small_beside_large(1000);
+  for (const std::string format : {"bf16", "int8"}) {
+    Kept one(GetParam(), format, 1000, 7), same(GetParam(), format, 1000, 7), other(GetParam(), format, 1000, 8);
+    const auto first = one.keep(values), second = one.keep(values);
+    EXPECT_FALSE(same_bits(first, second)) << format;
+    EXPECT_FALSE(same_bits(first, other.keep(values))) << format;
+    EXPECT_TRUE(same_bits(first, same.keep(values))) << format;
+    EXPECT_TRUE(same_bits(second, same.keep(values))) << format;
+  }
+}
+
+// As tensors of a bucket are saved and restored: pieces of any size, in any order, over what was there before.
+TEST_P(ResidualTest, WhatIsReadInPiecesIsWrittenBackBitForBit) {
+  constexpr int64_t kCount = 5003;
+  for (const std::string format : {"bf16", "int8"}) {
+    Kept from(GetParam(), format, kCount), to(GetParam(), format, kCount, 8);
+    const std::vector<float> saved = from.keep(small_beside_large(kCount));
+    to.keep(testing::normal(kCount, 9));
+    const std::vector<std::pair<int64_t, int64_t>> pieces{{2100, 2000}, {0, 1}, {1, 2099}, {4100, 903}};
+    for (auto [first, count] : pieces) to.clear(first, count);
+    for (auto [first, count] : pieces) {
+      const std::vector<float> piece = from.read(first, count);
+      EXPECT_TRUE(same_bits(piece, {saved.begin() + first, saved.begin() + first + count})) << format;
+      to.write(first, piece);
+    }
+    EXPECT_TRUE(same_bits(to.read(0, kCount), saved)) << format;
+  }
+}
+
+// 4 bytes per element become 2 or 1.008, and two buckets of FP32 that all share.
+TEST(Residual, ManyBucketsTakeFewerBytesThanInFp32) {
+  const std::vector<GradientTensor> tensors(16, GradientTensor{"w", {512, 512}});
+  constexpr int64_t kElements = 16 * 512 * 512, kBucket = 1 << 20;
+  for (const char* method : {"int8:", "powersgd:rank=4,"}) {
+    auto memory = [&](const std::string& format) {
+      Communicator comm(std::make_unique<PlannedTransport>(1, 4, Device::host()));
+      comm.set_link_costs({});  // no peer to measure with
+      return Reducer(comm, CompressionSpec::parse(method + ("residual=" + format)), tensors,
+                     {.bucket_bytes = kBucket})
+          .memory();
+    };
+    const ReducerMemory fp32 = memory("fp32"), bf16 = memory("bf16"), int8 = memory("int8");
+    SCOPED_TRACE(method);
+    EXPECT_EQ(fp32.residual, 4 * kElements);
+    EXPECT_EQ(bf16.residual, 2 * kElements);
+    EXPECT_EQ(int8.residual, kElements / 128 * 129);
+    for (const ReducerMemory& m : {bf16, int8}) {
+      EXPECT_EQ(m.factors, fp32.factors);
+      EXPECT_EQ(m.staging, fp32.staging + 2 * kBucket);
+      EXPECT_LT(m.total(), fp32.total());
+    }
+  }
+}
+
+}  // namespace
+}  // namespace gradwire
