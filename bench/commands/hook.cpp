@@ -80,33 +80,55 @@ class Path {
   virtual double floor_bytes() const = 0;
 };
 
+// The whole set as one bucket, on a transport without peers.
+BucketContext one_bucket(Communicator& comm, const CompressionSpec& spec, const GradientSet& set,
+                         const Stream& stream, const uint64_t* step) {
+  BucketContext context = bucket_context(
+      {.comm = comm, .spec = spec, .stream = stream, .step = step, .gradients = set.gradients.as<float>()},
+      set.tensors, set.layout, set.layout.buckets.at(0), "the model");
+  context.schedule = ring(1);
+  return context;
+}
+
 // A wire format: gradient + residual -> wire, residual; wire -> gradient. Two passes, because in a real run
 // the data crosses the wire in between.
 class WirePath final : public Path {
  public:
   WirePath(const CompressionSpec& spec, const GradientSet& set, const Stream& stream)
       : format_(spec.wire),
-        residual_(make_buffer<float>(stream.device(), spec.error_feedback ? set.layout.elements : 0)),
+        comm_(Communicator::create_single(stream.device())),
+        residual_(one_bucket(*comm_, spec, set, stream, nullptr), spec.error_feedback),
+        workspace_(stream.device(), residual_.workspace_bytes()),
         wire_(stream.device(), static_cast<size_t>(format_->bytes(set.layout.elements))) {
-    fill_zero(stream, residual_.data(), residual_.bytes());
+    residual_.bind(workspace_.data());
     fill_zero(stream, wire_.data(), wire_.bytes());
     encode_ = {.own = set.gradients.as<const float>(),
-               .residual = residual_.as<float>(),
+               .residual = residual_.values(),
                .wire = wire_.data(),
                .count = set.layout.elements};
     encode_.rounding.mode = spec.rounding;
     decode_ = {.wire = wire_.data(), .out = set.gradients.as<float>(), .count = set.layout.elements};
   }
   void run(const Stream& stream) override {
+    BucketPhases nobody;
+    residual_.load(stream, nobody);
     format_->reduce_encode(stream, encode_);
     format_->decode(stream, decode_);
+    residual_.store(stream, nobody);
   }
-  int64_t extra_bytes() const override { return static_cast<int64_t>(residual_.bytes() + wire_.bytes()); }
-  double floor_bytes() const override { return 8 + 2 * format_->bytes_per_value() + (residual_ ? 8 : 0); }
+  int64_t extra_bytes() const override {
+    return residual_.bytes() + static_cast<int64_t>(workspace_.bytes() + wire_.bytes());
+  }
+  double floor_bytes() const override {
+    const double residual = static_cast<double>(residual_.bytes()) / static_cast<double>(decode_.count);
+    return 8 + 2 * format_->bytes_per_value() + 2 * residual;
+  }
 
  private:
   const Wire format_;
-  Buffer residual_, wire_;
+  std::unique_ptr<Communicator> comm_;
+  Residual residual_;
+  Buffer workspace_, wire_;
   ReduceEncode encode_;
   Decode decode_;
 };
@@ -119,14 +141,7 @@ class CodecPath final : public Path {
         step_(make_buffer<uint64_t>(stream.device(), 1)),
         spec_(spec) {
     fill_zero(stream, step_.data(), step_.bytes());
-    BucketContext context = bucket_context({.comm = *comm_,
-                                            .spec = spec,
-                                            .stream = stream,
-                                            .step = step_.as<const uint64_t>(),
-                                            .gradients = set.gradients.as<float>()},
-                                           set.tensors, set.layout, set.layout.buckets.at(0), "the model");
-    context.schedule = ring(1);
-    codec_ = make_codec(context);
+    codec_ = make_codec(one_bucket(*comm_, spec, set, stream, step_.as<const uint64_t>()));
     workspace_ = Buffer(stream.device(), codec_->workspace_bytes());
     codec_->bind(workspace_.data());
   }

@@ -185,7 +185,8 @@ void ApiReducer::save_state(void* state, size_t size) const {
       put(&entry, sizeof entry);
       put(state_of->kind.data(), state_of->kind.size());
       // In stream order, hence after the step. Elements need not be aligned in the state.
-      state_of->read(comm->stream, 0, {reinterpret_cast<std::byte*>(at), static_cast<size_t>(state_of->bytes())});
+      state_of->read(comm->stream, 0,
+                     {reinterpret_cast<std::byte*>(at), static_cast<size_t>(state_of->bytes())});
       at += state_of->bytes();
     }
   }

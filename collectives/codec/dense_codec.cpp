@@ -76,7 +76,8 @@ class DenseCodec final : public Codec {
     return codec_->state_bytes() + static_cast<int64_t>(packed_.bytes() + zeros_.bytes());
   }
   std::string describe() const override {
-    return fmt::format("{}; {} dense tensors of {} in FP32", codec_->describe(), segments_.count(), elements_);
+    return fmt::format("{}; {} dense tensors of {} in FP32", codec_->describe(), segments_.count(),
+                       elements_);
   }
   std::vector<PlannedAllreduce> plan() const override {
     std::vector<PlannedAllreduce> all = codec_->plan();
@@ -106,13 +107,13 @@ bool is_dense(const CompressionSpec& spec, const BucketTensor& tensor) {
 
 void check_dense_names(const CompressionSpec& spec, const std::vector<std::string>& tensors) {
   for (const std::string& name : spec.dense) {
-    const bool found = name == kDenseAuto || std::any_of(tensors.begin(), tensors.end(), [&](auto& tensor) {
-                         return matches(name, tensor);
-                       });
+    const bool found = name == kDenseAuto || std::any_of(tensors.begin(), tensors.end(),
+                                                         [&](auto& tensor) { return matches(name, tensor); });
     if (found) continue;
-    throw BadInput(fmt::format("compression spec '{}': no tensor of the model matches dense={}; their names are "
-                               "such as {}",
-                               spec.to_string(), name, tensors.empty() ? "" : tensors.front()));
+    throw BadInput(
+        fmt::format("compression spec '{}': no tensor of the model matches dense={}; their names are "
+                    "such as {}",
+                    spec.to_string(), name, tensors.empty() ? "" : tensors.front()));
   }
 }
 

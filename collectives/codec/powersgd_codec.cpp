@@ -238,8 +238,7 @@ class PowerSgdCodec final : public Codec {
     return fmt::format(
         "powersgd rank {}: {} matrices of {} elements as {}, {} dense tensors of {}; wire {}{}", spec_.rank,
         matrices_.count(), matrices_.elements(), matrices_.p_elements() + matrices_.q_elements(),
-        dense_.count(), plan_.dense_elements, spec_.wire->name,
-        residual_.describe());
+        dense_.count(), plan_.dense_elements, spec_.wire->name, residual_.describe());
   }
 
   std::vector<PlannedAllreduce> plan() const override {

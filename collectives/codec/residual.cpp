@@ -50,7 +50,8 @@ void Residual::store(const Stream& stream, BucketPhases& phases) const {
 
 std::string Residual::describe() const {
   if (count_ == 0) return "";
-  return fmt::format(" with error feedback{}{}", encoded() ? " kept in " : "", encoded() ? format_->name : "");
+  return fmt::format(" with error feedback{}{}", encoded() ? " kept in " : "",
+                     encoded() ? format_->name : "");
 }
 
 void Residual::leave_out(const SegmentTable& elements, float* zeros) {

@@ -21,10 +21,10 @@ class Residual;
 inline constexpr const char* kResidualKind = "residual";
 
 struct TensorState {
-  int tensor = 0;    // as registered with the reducer
+  int tensor = 0;         // as registered with the reducer
   std::string kind = {};  // one of each kind per tensor; letters, digits and '_': "residual", "factor"
   DType dtype = DType::f32;
-  void* data = nullptr;        // on the device; null: kept in fewer bytes, in `encoded` from element `first` on
+  void* data = nullptr;  // on the device; null: kept in fewer bytes, in `encoded` from element `first` on
   const Residual* encoded = nullptr;
   int64_t first = 0;
   std::vector<int64_t> shape = {};  // for readers of a checkpoint

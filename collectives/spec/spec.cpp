@@ -128,7 +128,8 @@ std::string CompressionSpec::grammar() {
   }
   return fmt::format(
       "{}powersgd:rank=R[,wire={}][,start=N][,warm=on|off][,min_ratio=X][,seed=S], with ,ef=on|off and "
-      ",schedule={} and ,intra_node={} on any of them, and ,residual={} and ,dense=off|auto|NAME+NAME... on any "
+      ",schedule={} and ,intra_node={} on any of them, and ,residual={} and ,dense=off|auto|NAME+NAME... on "
+      "any "
       "but fp32",
       formats, words(wires()), words(schedules()), words(kIntraNode), words(residuals()));
 }
@@ -154,7 +155,9 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
     spec.fp32_intra_node = choose(text, "intra_node", v, kIntraNode);
   };
   if (powersgd || !spec.wire->exact) {
-    options["residual"] = [&](std::string_view v) { spec.residual = choose(text, "residual", v, residuals()); };
+    options["residual"] = [&](std::string_view v) {
+      spec.residual = choose(text, "residual", v, residuals());
+    };
     options["dense"] = [&](std::string_view v) { spec.dense = dense_names(text, v); };
   }
   if (powersgd || spec.wire->stochastic) {

@@ -58,8 +58,8 @@ Settings Settings::read(const std::function<const char*(const char*)>& lookup) {
           spec));
     }
     if (!s.spec.residual->exact) {
-      off(fmt::format("GRADWIRE_NCCL_SPEC={}: residuals of intercepted calls are FP32; drop residual={}", spec,
-                      s.spec.residual->name));
+      off(fmt::format("GRADWIRE_NCCL_SPEC={}: residuals of intercepted calls are FP32; drop residual={}",
+                      spec, s.spec.residual->name));
     }
   } catch (const BadInput& error) {
     off(fmt::format("GRADWIRE_NCCL_SPEC: {}", error.what()));

@@ -206,7 +206,8 @@ INSTANTIATE_TEST_SUITE_P(CApi, EverySpec,
                          ::testing::Values("fp32", "bf16", "bf16:round=stochastic,schedule=ring",
                                            "powersgd:rank=2", "powersgd:rank=4,start=2",
                                            "powersgd:rank=2,wire=bf16", "powersgd:rank=3,ef=off", "fp8",
-                                           "powersgd:rank=2,wire=fp8"),
+                                           "powersgd:rank=2,wire=fp8", "int8:residual=int8,dense=auto",
+                                           "powersgd:rank=2,wire=bf16,residual=bf16"),
                          [](const auto& info) {
                            std::string text = info.param;
                            for (char& c : text) c = std::isalnum(static_cast<unsigned char>(c)) ? c : '_';
@@ -243,6 +244,26 @@ TEST(CApi, AStateSurvivesAnotherBucketSizeAndOrder) {
             << model.names[i];
       }
     }
+  });
+}
+
+// Residuals are saved in FP32, so a state fits a reducer that keeps them in fewer bytes, and the reverse.
+TEST(CApi, AStateFitsAReducerWithAnotherResidualFormat) {
+  const Model model;
+  run_ranks(2, [&](gw_comm comm, int rank) {
+    capi::Reducer fp32(comm, "fp8", model), int8(comm, "fp8:residual=int8", model), again(comm, "fp8", model);
+    auto gradient = normal(model.elements(), static_cast<unsigned>(rank));
+    auto at = model.addresses(gradient.data());
+    GW_ASSERT_OK(gw_reducer_allreduce(fp32.handle, at.data(), nullptr));
+    const auto exact = fp32.save();
+    GW_ASSERT_OK(gw_reducer_state_load(int8.handle, exact.data(), exact.size()));
+    const auto rounded = int8.save();
+    EXPECT_EQ(rounded.size(), exact.size());
+    EXPECT_NE(rounded, exact);
+    GW_ASSERT_OK(gw_reducer_state_load(again.handle, rounded.data(), rounded.size()));
+    EXPECT_EQ(again.save(), rounded);
+    capi::Reducer other(comm, "bf16", model);
+    EXPECT_EQ(gw_reducer_state_load(other.handle, exact.data(), exact.size()), GW_BAD_ARGUMENT);
   });
 }
 

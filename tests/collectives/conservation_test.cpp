@@ -106,8 +106,9 @@ void expect_conservation(Device device, const std::string& spec, int world, int 
         size[i] += std::abs(in[r][i]);
       }
     }
-    EXPECT_LE(norm(difference), to_fp32_rounding * norm(size) +
-                                    kept_rounding(spec, std::accumulate(squares.begin(), squares.end(), 0.0)));
+    EXPECT_LE(norm(difference),
+              to_fp32_rounding * norm(size) +
+                  kept_rounding(spec, std::accumulate(squares.begin(), squares.end(), 0.0)));
   };
   std::vector<std::vector<double>> first_input;
   for (int r = 0; r < world; ++r) {
@@ -207,10 +208,11 @@ TEST_P(HardGradients, AFrozenLayerStaysZeroAndLeavesOthersAlone) {
 // nothing else, and is gone in the next step.
 TEST_P(HardGradients, ANanIsSeenOnceAndContained) {
   for (float poison : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
-    for (const char* spec : {"fp32", "bf16", "bf16:schedule=ring", "fp8", "fp8:schedule=ring",
-                             "int8:residual=int8", "bf16:residual=int8", "int8:dense=auto",
-                             "powersgd:rank=4,wire=fp8", "powersgd:rank=2,residual=bf16", "powersgd:rank=1", "powersgd:rank=4",
-                             "powersgd:rank=4,wire=bf16", "powersgd:rank=4,schedule=ring"}) {
+    for (const char* spec :
+         {"fp32", "bf16", "bf16:schedule=ring", "fp8", "fp8:schedule=ring", "int8:residual=int8",
+          "bf16:residual=int8", "int8:dense=auto", "powersgd:rank=4,wire=fp8",
+          "powersgd:rank=2,residual=bf16", "powersgd:rank=1", "powersgd:rank=4", "powersgd:rank=4,wire=bf16",
+          "powersgd:rank=4,schedule=ring"}) {
       for (int victim : {0, 1, 2, 6}) {
         run_ranks(3, GetParam(), [&](Communicator& comm) {
           Rank rank(comm, spec, model(), 1 << 20);

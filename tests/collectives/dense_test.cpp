@@ -58,7 +58,8 @@ using Names = std::set<std::string>;
 
 TEST_P(DenseTensors, HaveTheBitsOfAnFp32Allreduce) {
   const Averages fp32 = averages_of(GetParam(), "fp32:schedule=two_shot");
-  for (const std::string spec : {"int8:", "fp8:round=stochastic,residual=int8,", "powersgd:rank=2,wire=int8,"}) {
+  for (const std::string spec :
+       {"int8:", "fp8:round=stochastic,residual=int8,", "powersgd:rank=2,wire=int8,"}) {
     auto exact = [&](const std::string& dense) {
       return exact_tensors(averages_of(GetParam(), spec + "schedule=two_shot,dense=" + dense), fp32);
     };
@@ -75,8 +76,8 @@ TEST_P(DenseTensors, LeaveTheOthersAsTheyAre) {
   const Averages plain = averages_of(GetParam(), "bf16:schedule=two_shot");
   const Averages dense = averages_of(GetParam(), "bf16:schedule=two_shot,dense=auto");
   for (size_t i = 0; i < model().size(); ++i) {
-    if (is_dense(CompressionSpec::parse("bf16:dense=auto"), {model()[i].name, matrix_of(model()[i]).first,
-                                                             matrix_of(model()[i]).second}))
+    if (is_dense(CompressionSpec::parse("bf16:dense=auto"),
+                 {model()[i].name, matrix_of(model()[i]).first, matrix_of(model()[i]).second}))
       continue;
     EXPECT_TRUE(testing::same_bits(plain.tensors[i], dense.tensors[i])) << model()[i].name;
   }

@@ -100,8 +100,7 @@ TEST(Reducer, AGraphOfAStepGivesTheBitsAndStatsOfTheCalls) {
   constexpr int kWorld = 4, kSteps = 9;
   for (const char* spec :
        {"fp32", "fp8:round=stochastic", "int8:residual=int8,dense=auto",
-        "powersgd:rank=2,wire=bf16,round=stochastic,warm=off,residual=bf16",
-        "powersgd:rank=4,start=3"}) {
+        "powersgd:rank=2,wire=bf16,round=stochastic,warm=off,residual=bf16", "powersgd:rank=4,start=3"}) {
     std::vector<std::vector<float>> results[2];
     std::vector<uint64_t> sent[2];
     for (bool graphed : {false, true}) {
@@ -256,9 +255,9 @@ TEST(Reducer, AdoptRefusesWhatItCannotUse) {
 
 // A checkpoint is tensor_state() and steps(): with both restored, a new reducer continues with the same bits.
 TEST(Reducer, ResumesBitForBit) {
-  for (const char* spec : {"bf16:round=stochastic", "powersgd:rank=2,start=2,wire=bf16,round=stochastic",
-                           "bf16:residual=int8", "int8:residual=bf16,dense=auto",
-                           "powersgd:rank=2,wire=bf16,residual=int8"}) {
+  for (const char* spec :
+       {"bf16:round=stochastic", "powersgd:rank=2,start=2,wire=bf16,round=stochastic", "bf16:residual=int8",
+        "int8:residual=bf16,dense=auto", "powersgd:rank=2,wire=bf16,residual=int8"}) {
     std::vector<std::vector<float>> straight(2), resumed(2);
     run_ranks(2, Device::host(), [&](Communicator& comm) {
       auto gradients = [&](int s) {

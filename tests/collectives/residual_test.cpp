@@ -122,6 +122,21 @@ TEST_P(ResidualTest, TheMeanOfWhatIsKeptIsWhatThereWasToKeep) {
   }
 }
 
+// The square of a random rounding's error is twice that of nearest, on which conservation_test.cpp builds.
+TEST_P(ResidualTest, TheErrorOfOneStepIsTwiceTheSquareOfNearest) {
+  constexpr int64_t kCount = 1 << 16;
+  const std::vector<float> values = testing::normal(kCount, 5);
+  for (const std::string format : {"bf16", "int8"}) {
+    const auto kept = Kept(GetParam(), format, kCount).keep(values);
+    double error = 0, norm = 0;
+    for (int64_t i = 0; i < kCount; ++i) {
+      error += std::pow(double{kept[i]} - double{values[i]}, 2);
+      norm += std::pow(double{values[i]}, 2);
+    }
+    EXPECT_NEAR(error / norm / (2 * find_wire_format(format)->gaussian_error), 1, 0.1) << format;
+  }
+}
+
 TEST_P(ResidualTest, KeptInFp32IsExactAndTakesNoWorkspace) {
   const std::vector<float> values = small_beside_large(300);
   Kept kept(GetParam(), "fp32", 300);
@@ -132,7 +147,8 @@ TEST_P(ResidualTest, KeptInFp32IsExactAndTakesNoWorkspace) {
 TEST_P(ResidualTest, DrawsDifferBetweenStepsAndRanksAndRepeatWithThem) {
   const std::vector<float> values = small_beside_large(1000);
   for (const std::string format : {"bf16", "int8"}) {
-    Kept one(GetParam(), format, 1000, 7), same(GetParam(), format, 1000, 7), other(GetParam(), format, 1000, 8);
+    Kept one(GetParam(), format, 1000, 7), same(GetParam(), format, 1000, 7),
+        other(GetParam(), format, 1000, 8);
     const auto first = one.keep(values), second = one.keep(values);
     EXPECT_FALSE(same_bits(first, second)) << format;
     EXPECT_FALSE(same_bits(first, other.keep(values))) << format;

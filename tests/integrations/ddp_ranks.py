@@ -61,7 +61,7 @@ def fp32_is_ddp_without_a_hook() -> None:
 def a_checkpoint_continues_bit_for_bit() -> None:
     # A named schedule, because bits are compared: schedule=auto measures, and may choose differently for the
     # second hook.
-    for spec, options in (("powersgd:rank=2,schedule=two_shot", {"bucket_cap_mb": 0.25}), ("bf16", {}),
+    for spec, options in (("powersgd:rank=2,schedule=two_shot", {"bucket_cap_mb": 0.25}), ("bf16:residual=int8", {}), ("bf16", {}),
                           ("powersgd:rank=3,wire=bf16,start=3", {})):
         hook = Hook(spec)
         run = Run(TASKS["vit"], hook, **options)

@@ -85,9 +85,8 @@ class CheckpointTest : public ::testing::TestWithParam<Device> {
 GW_INSTANTIATE_ON_DEVICES(CheckpointTest);
 
 TEST_P(CheckpointTest, ResumingAtAnyStepGivesTheSameBits) {
-  for (const char* spec :
-       {"fp32", "bf16:round=stochastic", "powersgd:rank=2,wire=bf16,start=2", "int8:residual=int8,dense=auto",
-        "powersgd:rank=2,wire=bf16,residual=bf16"}) {
+  for (const char* spec : {"fp32", "bf16:round=stochastic", "powersgd:rank=2,wire=bf16,start=2",
+                           "int8:residual=int8,dense=auto", "powersgd:rank=2,wire=bf16,residual=bf16"}) {
     for (int ranks : {1, 3}) {
       const std::string what = fmt::format("{}, {} ranks", spec, ranks);
       TrainConfig c = config(ranks, spec);

@@ -212,6 +212,12 @@ def _spec_for(spec: str, dtype: torch.dtype) -> str:
     return "bf16:" + ",".join(["ef=off", *kept])
 
 
+def _saved_as(spec: str) -> List[str]:
+    """`spec` without residual=: states hold residuals in float32, whatever they are kept in."""
+    method, _, options = spec.replace(":", ",", 1).partition(",")
+    return [method, *(option for option in options.split(",") if not option.startswith("residual="))]
+
+
 class Hook:
     """The state of allreduce_hook: the compression, the ranks, and the codecs' state.
 
@@ -443,7 +449,7 @@ class Hook:
         """
         if state.get("version") not in (1, 2):
             raise ValueError(f"the state has version {state.get('version')}; this package reads 1 and 2")
-        if state["spec"] != self.spec:
+        if _saved_as(state["spec"]) != _saved_as(self.spec):
             raise ValueError(f"the state is for spec {state['spec']!r}, the hook has {self.spec!r}")
         self._worker.drain()
         self._carried = None
