@@ -50,8 +50,7 @@ void Residual::store(const Stream& stream, BucketPhases& phases) const {
 
 std::string Residual::describe() const {
   if (count_ == 0) return "";
-  return fmt::format(" with error feedback{}{}", encoded() ? " kept in " : "",
-                     encoded() ? format_->name : "");
+  return fmt::format(" with error feedback{}{}", encoded() ? " in " : "", encoded() ? format_->name : "");
 }
 
 void Residual::leave_out(const SegmentTable& elements, float* zeros) {

@@ -27,6 +27,7 @@ class Residual {
  public:
   // Zero; for all of the bucket's elements or, if not `needed`, for none.
   Residual(const BucketContext& context, bool needed);
+  Residual(const Residual&) = delete;
 
   explicit operator bool() const { return count_ > 0; }
   size_t workspace_bytes() const;  // a multiple of 256

@@ -8,8 +8,7 @@ namespace {
 class WireCodec final : public Codec {
  public:
   explicit WireCodec(const BucketContext& c)
-      : with_residual_(!c.spec.wire->exact && c.spec.error_feedback),
-        residual_(c, with_residual_),
+      : residual_(c, !c.spec.wire->exact && c.spec.error_feedback),
         name_(c.spec.wire->name),
         choice_(c.choose(c.elements, c.spec.wire)),
         allreduce_(*c.transport, choice_.schedule, {c.gradients, c.gradients, residual_.values(), c.elements},
@@ -41,14 +40,13 @@ class WireCodec final : public Codec {
   }
   Residual* residual() override { return residual_ ? &residual_ : nullptr; }
   int64_t state_bytes() const override { return residual_.bytes(); }
-  std::string describe() const override { return name_ + (with_residual_ ? residual_.describe() : ""); }
+  std::string describe() const override { return name_ + residual_.describe(); }
 
   std::vector<PlannedAllreduce> plan() const override {
     return {{"", choice_.schedule.kind, choice_.reason}};
   }
 
  private:
-  bool with_residual_;
   Residual residual_;
   std::string name_;
   SchedulePlanner::Choice choice_;

@@ -128,9 +128,8 @@ std::string CompressionSpec::grammar() {
   }
   return fmt::format(
       "{}powersgd:rank=R[,wire={}][,start=N][,warm=on|off][,min_ratio=X][,seed=S], with ,ef=on|off and "
-      ",schedule={} and ,intra_node={} on any of them, and ,residual={} and ,dense=off|auto|NAME+NAME... on "
-      "any "
-      "but fp32",
+      ",schedule={} and ,intra_node={} on any of them, and ,residual={} and "
+      ",dense=off|auto|NAME+NAME... on any but fp32",
       formats, words(wires()), words(schedules()), words(kIntraNode), words(residuals()));
 }
 

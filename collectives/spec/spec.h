@@ -22,8 +22,7 @@ struct CompressionSpec {
   Wire wire = kFp32;  // of dense tensors and of PowerSGD's factors
   Rounding rounding = Rounding::nearest;
   bool error_feedback = true;
-  Wire residual =
-      kFp32;  // what error feedback keeps between steps; kept in a lossy one, it is rounded at random
+  Wire residual = kFp32;  // in which error feedback keeps its residual between steps, rounded at random
   // Tensors that stay out of all this and are averaged in FP32: names with shell wildcards; kDenseAuto among
   // them: vectors and small tensors. Sorted, no name twice.
   std::vector<std::string> dense;
