@@ -148,15 +148,15 @@ bool holds_checkpoints(const std::string& directory) {
   return fs::is_directory(directory, ignored) && !list(directory).checkpoints.empty();
 }
 
-void check_checkpoint_directory(const std::string& directory) {
+void check_output_directory(const std::string& flag, const std::string& directory) {
   fs::path existing = fs::absolute(directory);
   std::error_code ignored;
   while (!fs::exists(existing, ignored) && existing.has_relative_path()) existing = existing.parent_path();
   if (!fs::is_directory(existing, ignored)) {
-    throw BadInput(fmt::format("--checkpoint {}: {} is not a folder", directory, existing.string()));
+    throw BadInput(fmt::format("{} {}: {} is not a folder", flag, directory, existing.string()));
   }
   if (access(existing.c_str(), W_OK | X_OK) != 0) {
-    throw BadInput(fmt::format("--checkpoint {}: {} cannot be written to: {}", directory, existing.string(),
+    throw BadInput(fmt::format("{} {}: {} cannot be written to: {}", flag, directory, existing.string(),
                                std::strerror(errno)));
   }
 }

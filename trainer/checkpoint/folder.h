@@ -24,8 +24,9 @@ struct FoundCheckpoint {
 FoundCheckpoint find_checkpoint(const std::string& directory);
 // False for a folder that does not exist.
 bool holds_checkpoints(const std::string& directory);
-// Throws BadInput if checkpoints cannot be written there. Creates nothing.
-void check_checkpoint_directory(const std::string& directory);
+// Throws BadInput, which names `flag`, unless files can be written into this folder, which need not exist yet.
+// Creates nothing.
+void check_output_directory(const std::string& flag, const std::string& directory);
 
 // One rank creates this object, all ranks write files to temporary_path(), then the one rank commits.
 class NewCheckpoint {

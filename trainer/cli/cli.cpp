@@ -13,6 +13,7 @@
 #include "collectives/communicator/communicator.h"
 #include "runtime/environment.h"
 #include "runtime/error.h"
+#include "trainer/checkpoint/gradients.h"
 #include "trainer/cli/doctor.h"
 #include "trainer/cli/flags.h"
 #include "trainer/cli/launcher.h"
@@ -129,6 +130,10 @@ RunSummary run_once(const Resolved& run, const TrainConfig& config, const std::s
   if (!config.trace.empty()) {
     say(fmt::format("Trace of steps {} to {}: {}", config.trace_steps.begin, config.trace_steps.end - 1,
                     config.trace));
+  }
+  if (!config.gradients_directory.empty()) {
+    say(fmt::format("Gradients of step {}: {}", config.gradients_step,
+                    gradients_path(config.gradients_directory, config.gradients_step)));
   }
   return summary;
 }

@@ -281,6 +281,12 @@ void add_train_flags(CLI::App& command, Options& o) {
   add_checkpoint_flags(command, o, init);
   add_text(command, "--log", o.log, "FILE", "Write records to this file, one JSON object per line")
       ->group("Output");
+  // A graph's steps do not pass the host, which copies each gradient before it is sent.
+  add_text(command, "--dump-gradients", o.dump_gradients, "STEP:DIR",
+           "Write rank 0's own gradients of that step (counted from 0), before they are sent, to DIR: "
+           "safetensors, for gradwire-bench formats --gradients DIR")
+      ->excludes(command.get_option("--graph"))
+      ->group("Output");
 }
 
 void add_compare_flags(CLI::App& command, Options& o) {

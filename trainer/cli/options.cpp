@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <filesystem>
 
@@ -13,6 +14,7 @@
 #include "runtime/thread_pool.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/folder.h"
+#include "trainer/checkpoint/gradients.h"
 #include "trainer/model/flops.h"
 
 namespace gradwire {
@@ -151,7 +153,7 @@ void resolve_checkpoints(const Options& o, int64_t steps_per_epoch, Resolved& ou
   if (!o.init.empty()) check_weights(o.init, config.model);
   config.init = o.init;
   if (!o.checkpoint.empty()) {
-    check_checkpoint_directory(o.checkpoint);
+    check_output_directory("--checkpoint", o.checkpoint);
     if (!goes_on && holds_checkpoints(o.checkpoint)) {
       throw BadInput("--checkpoint " + o.checkpoint +
                      ": there are checkpoints already; go on from them with --resume " + o.checkpoint +
@@ -185,12 +187,17 @@ void resolve_checkpoints(const Options& o, int64_t steps_per_epoch, Resolved& ou
   out.notes.insert(out.notes.end(), differences.begin(), differences.end());
 }
 
+// The first step that this run does. After resolve_checkpoints().
+int64_t first_step(const TrainConfig& config) {
+  return config.resume.empty() ? 0 : read_head(config.resume).position.step;
+}
+
 // After the steps are known, and where a resumed run begins. The default is late enough for a run to have
 // warmed up.
 constexpr int64_t kTraceAfter = 5, kTraceSteps = 10;
 void resolve_trace(const Options& o, Resolved& out) {
   TrainConfig& config = out.config;
-  const int64_t first = config.resume.empty() ? 0 : read_head(config.resume).position.step;
+  const int64_t first = first_step(config);
   auto check = [&](const char* flag, const std::string& text) {
     StepRange range = StepRange::parse(flag, text);
     if (range.begin >= config.steps || range.end <= first) {
@@ -212,6 +219,30 @@ void resolve_trace(const Options& o, Resolved& out) {
         "--device cuda");
   }
   config.profile_steps = check("--profile-steps", *o.profile_steps);
+}
+
+// STEP:DIR. The file's name has the step, so that one folder can hold several dumps.
+void resolve_gradients(const Options& o, Resolved& out) {
+  if (!o.dump_gradients) return;
+  TrainConfig& config = out.config;
+  const std::string& text = *o.dump_gradients;
+  const std::string flag = "--dump-gradients " + text;
+  const size_t colon = std::min(text.find(':'), text.size());
+  const auto [stopped, error] = std::from_chars(text.data(), text.data() + colon, config.gradients_step);
+  if (error != std::errc() || stopped != text.data() + colon || config.gradients_step < 0 ||
+      colon + 1 >= text.size()) {
+    throw BadInput(flag + ": write STEP:DIR, a step counted from 0 and a folder, such as 100:gradients");
+  }
+  if (const int64_t first = first_step(config);
+      config.gradients_step < first || config.gradients_step >= config.steps) {
+    throw BadInput(fmt::format("{}: this run does steps {} to {}", flag, first, config.steps - 1));
+  }
+  config.gradients_directory = text.substr(colon + 1);
+  check_output_directory("--dump-gradients", config.gradients_directory);
+  const std::string path = gradients_path(config.gradients_directory, config.gradients_step);
+  if (std::error_code ignored; std::filesystem::exists(path, ignored)) {
+    throw BadInput(fmt::format("{}: {} exists already; remove it, or name another folder", flag, path));
+  }
 }
 
 }  // namespace
@@ -287,6 +318,7 @@ Resolved resolve(const Options& o) {
                         (o.measure_peak == PeakMeasurement::automatic && run_flops >= kPeakRunFlops);
   resolve_checkpoints(o, per_epoch, out);
   resolve_trace(o, out);
+  resolve_gradients(o, out);
   return out;
 }
 

@@ -45,7 +45,8 @@ struct Options {
   std::string trace;
   std::optional<std::string> trace_steps, profile_steps;
   std::string init, checkpoint, resume;
-  std::optional<int64_t> checkpoint_every;  // default: an epoch
+  std::optional<std::string> dump_gradients;  // STEP:DIR
+  std::optional<int64_t> checkpoint_every;    // default: an epoch
   std::optional<int> checkpoint_keep;
   PeakMeasurement measure_peak = PeakMeasurement::automatic;
   int64_t log_every = 1;

@@ -110,6 +110,9 @@ struct TrainConfig {
 
   bool measure_peak = false;  // measure product and copy speed before the first step (measure/peaks.h)
 
+  std::string gradients_directory;  // rank 0's gradients of one step are written there; empty: none
+  int64_t gradients_step = -1;      // that step
+
   std::string trace;        // trace file; empty: none
   StepRange trace_steps;    // steps in the trace
   StepRange profile_steps;  // steps between cudaProfilerStart and cudaProfilerStop

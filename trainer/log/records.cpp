@@ -79,6 +79,10 @@ void add_config(Json& json, const TrainConfig& config) {
   json["checkpoint"] = path_or_null(config.checkpoint_directory);
   json["checkpoint_every"] = config.checkpoint_every;
   json["checkpoint_keep"] = config.checkpoint_keep;
+  json["dump_gradients"] =
+      config.gradients_directory.empty()
+          ? Json(nullptr)
+          : Json(std::to_string(config.gradients_step) + ":" + config.gradients_directory);
   json["trace"] = path_or_null(config.trace);
   auto range_or_null = [](StepRange range) {
     return range.empty() ? Json(nullptr) : Json(range.to_string());

@@ -108,6 +108,9 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
     model_.load(*shared.initial.get(model_.parameters(), model_.layout()));
   }
   if (!config_.gradient_views && comm.world() > 1) separate_gradients();
+  if (leads() && !config_.gradients_directory.empty()) {
+    dump_.emplace(config_, model_.parameters(), model_.layout());
+  }
   if (config_.eval_every > 0) evaluator_.emplace(config_, shared.data.test, comm, stream_, model_);
   for (Slot& slot : slots_) {
     auto event = [&] { return Event::create_timer(comm.device()); };
@@ -240,7 +243,17 @@ void RankTrainer::enqueue_work(Slot& slot) {
   const int64_t step = slot.step;
   // The mean over this rank's images; the reducer divides by the number of ranks.
   const float grad_scale = 1.0f / static_cast<float>(config_.batch_size * config_.accumulate);
-  const std::function<void(int)> ready = [&](int i) { reducer_.ready(i, stream_); };
+  const bool dumps = dump_ && step == config_.gradients_step;
+  if (dumps && carried_) {
+    throw BadInput(
+        fmt::format("--dump-gradients: after --resume with another compression or number of ranks, the "
+                    "gradients of step {} begin with the checkpoint's residuals; dump a later step",
+                    step));
+  }
+  const std::function<void(int)> ready = [&](int i) {
+    if (dumps) dump_->take(stream_, i, gradients_);
+    reducer_.ready(i, stream_);
+  };
 
   for (int64_t micro = 0; micro < config_.accumulate; ++micro) {
     TrainingMarks::Micro& marks = slot.micros[static_cast<size_t>(micro)];
@@ -276,6 +289,7 @@ void RankTrainer::harvest(Slot& slot, const Event* next_start) {
   end.synchronize();
   slot.wait_end = std::chrono::steady_clock::now();
   comm_.check();
+  if (dump_ && slot.step == config_.gradients_step) dump_->write();
   const double* totals = slot.totals.as<double>();
   shared_.reports.post(
       comm_.rank(),

@@ -15,6 +15,7 @@
 #include "runtime/device.h"
 #include "runtime/graph.h"
 #include "trainer/checkpoint/checkpoint.h"
+#include "trainer/checkpoint/gradients.h"
 #include "trainer/config/run.h"
 #include "trainer/data/dataset.h"
 #include "trainer/data/loader.h"
@@ -103,6 +104,7 @@ class RankTrainer {
   Reducer reducer_;
   Vit model_;
   Optimizer optimizer_;
+  std::optional<GradientDump> dump_;    // none on ranks and in runs that write no gradients
   std::optional<Evaluator> evaluator_;  // none when the run never evaluates
   int64_t steps_per_epoch_;
   const int64_t graph_from_;  // the first step that is launched as a graph

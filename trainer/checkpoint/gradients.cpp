@@ -1,0 +1,58 @@
+#include "trainer/checkpoint/gradients.h"
+
+#include <fmt/format.h>
+
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "runtime/error.h"
+#include "trainer/checkpoint/safetensors.h"
+
+namespace gradwire {
+
+std::string gradients_path(const std::string& directory, int64_t step) {
+  return fmt::format("{}/gradients-step-{}.safetensors", directory, step);
+}
+
+GradientDump::GradientDump(const TrainConfig& config, const std::vector<VitParameter>& parameters,
+                           const ParameterLayout& layout)
+    : config_(config),
+      parameters_(parameters),
+      layout_(layout),
+      copies_(Buffer::pinned(static_cast<size_t>(layout.elements) * sizeof(float))) {}
+
+void GradientDump::take(const Stream& stream, int i, const float* gradients) {
+  const auto at = static_cast<size_t>(i);
+  const int64_t offset = layout_.offsets[at];
+  copy(stream, copies_.as<float>() + offset, gradients + offset,
+       static_cast<size_t>(parameters_[at].elements()) * sizeof(float));
+}
+
+void GradientDump::write() const {
+  const std::string path = gradients_path(config_.gradients_directory, config_.gradients_step);
+  std::error_code error;
+  std::filesystem::create_directories(config_.gradients_directory, error);
+  if (error)
+    throw Error(fmt::format("{}: cannot be created: {}", config_.gradients_directory, error.message()));
+  std::vector<SafetensorsWriter::Entry> entries;
+  for (const VitParameter& parameter : parameters_) entries.push_back({parameter.name, parameter.shape});
+  const nlohmann::ordered_json about{{"gradients_of_step", config_.gradients_step},
+                                     {"rank", 0},
+                                     {"world", config_.ranks()},
+                                     {"model", config_.model.name},
+                                     {"data", config_.data.to_string()},
+                                     {"seed", config_.seed},
+                                     {"compression", config_.compression.to_string()}};
+  const std::string unfinished = path + ".tmp";
+  std::filesystem::remove(unfinished, error);  // of a run that was killed
+  SafetensorsWriter file(unfinished, {{"format", "pt"}, {"gradwire", about.dump()}}, entries);
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    file.write(
+        {copies_.as<const float>() + layout_.offsets[i], static_cast<size_t>(parameters_[i].elements())});
+  }
+  file.finish();
+  std::filesystem::rename(unfinished, path, error);
+  if (error) throw Error(fmt::format("{}: renaming to {} failed: {}", unfinished, path, error.message()));
+}
+
+}  // namespace gradwire

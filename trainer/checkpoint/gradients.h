@@ -1,0 +1,38 @@
+// The gradients of one step, as one rank has them before they are sent: `gradwire train --dump-gradients`
+// writes a safetensors file with torchvision's names and shapes, for `gradwire-bench formats --gradients`.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "runtime/device.h"
+#include "trainer/config/config.h"
+#include "trainer/model/parameters.h"
+
+namespace gradwire {
+
+// DIR/gradients-step-N.safetensors
+std::string gradients_path(const std::string& directory, int64_t step);
+
+class GradientDump {
+ public:
+  // Of config.gradients_step, into config.gradients_directory. The references must outlive the object.
+  GradientDump(const TrainConfig& config, const std::vector<VitParameter>& parameters,
+               const ParameterLayout& layout);
+
+  // Copies gradient i, in stream order: enqueue it after what computes the gradient, and before the reducer
+  // may change it. `gradients`: (layout.elements) on the stream's device.
+  void take(const Stream& stream, int i, const float* gradients);
+  // After the stream has passed every take(). Throws Error when writing fails; the file is there as a whole,
+  // or not at all.
+  void write() const;
+
+ private:
+  const TrainConfig& config_;
+  const std::vector<VitParameter>& parameters_;
+  const ParameterLayout& layout_;
+  Buffer copies_;  // pinned; (layout.elements)
+};
+
+}  // namespace gradwire
