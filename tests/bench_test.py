@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -48,7 +49,7 @@ class BenchTest(unittest.TestCase):
         self.assertFalse((self.folder / "out.json").exists())
 
     def test_unwritable_json(self):
-        for command in ("kernels", "hook", "collectives", "orthonormalize", "step"):
+        for command in ("kernels", "formats", "hook", "collectives", "orthonormalize", "step"):
             result = self.run_bench(command, "--json", "none/out.json")
             self.assertEqual(result.returncode, 2, result.stderr)
             self.assertIn("none/out.json", result.stderr)
@@ -70,11 +71,6 @@ class Step(BenchTest):
 
 
 class Kernels(BenchTest):
-    def test_the_formats_page_has_the_table_of_formats(self):
-        table = self.run_bench("formats").stdout
-        self.assertIn("`bf16[:round=nearest\\|stochastic]`", table)
-        self.assertIn(table, (ROOT / "docs/formats.md").read_text())
-
     def test_every_op_has_a_case(self):
         declared = set()
         for header in (ROOT / "kernels").rglob("*.h"):
@@ -123,6 +119,100 @@ class Kernels(BenchTest):
         self.refuse(["kernels", "--max-size", "huge"], "--max-size")
         self.refuse(["kernels", "--threads", "0"], "--threads")
         self.refuse(["kernels", "--cache", "hot"], "--cache", "hot")
+
+
+QUICK_FORMATS = ["--size", "64K", "--budget-ms", "0.1"]
+
+
+class Formats(BenchTest):
+    def measured(self, *arguments):
+        rows, out = self.rows("formats", *QUICK_FORMATS, *arguments)
+        for row in rows:
+            self.assertEqual(list(row), ["spec", "bytes_per_element", "stated_error", "on", "device", "speed_bytes",
+                                         "encode_copy_fraction", "decode_copy_fraction", "copy_gbps"])
+            self.assertEqual(row["encode_copy_fraction"] is None, row["spec"] == "fp32")
+        return {row["spec"]: row for row in rows}, out
+
+    def test_the_formats_page_has_the_table_of_formats(self):
+        table = self.run_bench("formats", "--list").stdout
+        self.assertIn("`bf16[:round=nearest\\|stochastic]`", table)
+        self.assertIn(table, (ROOT / "docs/formats.md").read_text())
+
+    def test_every_format_has_the_error_that_it_states(self):
+        rows, out = self.measured("--rows", 4, "--elements", 16384, "--draws", 2)
+        listed = re.findall(r"^\| `(\w+)(\S*)` \|", self.run_bench("formats", "--list").stdout, re.M)
+        self.assertGreaterEqual(len(listed), 4)
+        for name, options in listed:
+            self.assertIn(name, rows)
+            if "round=" in options:
+                self.assertTrue(any(spec.startswith(name) and "stochastic" in spec for spec in rows), name)
+        for spec, row in rows.items():
+            self.assertIn(f"\n{spec} ", out)
+            self.assertEqual([on["data"] for on in row["on"]], ["gaussian", "student-t3", "log-normal"])
+            if "round=stochastic" not in spec:
+                self.assertLess(abs(row["on"][0]["error"] - row["stated_error"]), 0.15 * row["stated_error"] + 1e-12, spec)
+
+    def test_stochastic_rounding_is_unbiased_and_nearest_is_its_own_bias(self):
+        names = ["bf16", "fp8", "int8"]
+        specs = [word for name in names for word in ("--spec", name, "--spec", name + ":round=stochastic")]
+        rows, _ = self.measured(*specs, "--rows", 2, "--elements", 32768, "--draws", 32)
+        for name in names:
+            for on in rows[name]["on"]:
+                self.assertIsNone(on["bias_by_chance"])
+                self.assertAlmostEqual(on["bias"] ** 2, on["total_error"])
+            for on in rows[name + ":round=stochastic"]["on"]:
+                self.assertLess(abs(on["bias"] / on["bias_by_chance"] - 1), 0.05, (name, on))
+                self.assertAlmostEqual(on["bias_by_chance"] ** 2 * 32 / on["total_error"], 1, delta=0.1)
+        again, _ = self.measured(*specs, "--rows", 2, "--elements", 32768, "--draws", 32)
+        self.assertEqual([row["on"] for row in rows.values()], [row["on"] for row in again.values()])
+        other, _ = self.measured("--spec", "bf16", "--rows", 2, "--elements", 32768, "--seed", 2)
+        self.assertNotEqual(rows["bf16"]["on"], other["bf16"]["on"])
+
+    def write(self, name, tensors, dtype="F32"):
+        """Tensors as safetensors: name -> floats."""
+        header, data = {}, b""
+        for tensor, values in tensors.items():
+            raw = struct.pack(f"<{len(values)}{'f' if dtype == 'F32' else 'd'}", *values)
+            header[tensor] = {"dtype": dtype, "shape": [len(values)], "data_offsets": [len(data), len(data) + len(raw)]}
+            data += raw
+        text = json.dumps(header).encode()
+        (self.folder / "grads").mkdir(exist_ok=True)
+        (self.folder / "grads" / name).write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+    def test_gradients_are_judged_by_tensor_and_together(self):
+        off = 1 + 2.0 ** -9  # BF16 rounds it to 1
+        self.write("a.safetensors", {"exact": [1, -2, 0.5], "rounded": [off], "zero": [0, 0], "none": []})
+        rows, out = self.measured("--gradients", "grads", "--spec", "bf16", "--spec", "fp32")
+        (on,) = rows["bf16"]["on"]
+        self.assertEqual([(t["name"], t["elements"]) for t in on["tensors"]], [("exact", 3), ("rounded", 1)])
+        self.assertEqual([t["error"] for t in on["tensors"]], [0, (off - 1) ** 2 / off ** 2])
+        self.assertAlmostEqual(on["total_error"] / ((off - 1) ** 2 / (off ** 2 + 5.25)), 1)
+        self.assertAlmostEqual(on["error"] / ((off - 1) ** 2 / off ** 2 / 2), 1)
+        self.assertEqual((on["data"], on["rows"], on["bytes_per_element"]), ("gradients", 2, 2))
+        self.assertIn("2 tensors of grads", out)
+        self.write("b.safetensors", {"exact": [3.0] * 5})
+        (on,) = self.measured("--gradients", "grads", "--spec", "bf16")[0]["bf16"]["on"]
+        self.assertEqual([t["name"] for t in on["tensors"]], ["a:exact", "a:rounded", "b:exact"])
+
+    def test_bad_input(self):
+        refuse = lambda *arguments: self.refuse(["formats", *QUICK_FORMATS, *arguments[0]], *arguments[1:])
+        refuse(["--spec", "zip"], "unknown method 'zip'")
+        refuse(["--spec", "powersgd:rank=4"], "--spec powersgd:rank=4", "not a wire format", "hook")
+        refuse(["--draws", 1], "--draws")
+        refuse(["--gradients", "grads", "--rows", 4], "--gradients", "--rows")
+        refuse(["--gradients", "grads"], "--gradients grads", "no such folder")
+        (self.folder / "grads").mkdir()
+        refuse(["--gradients", "grads"], "--gradients grads", "no *.safetensors", "--dump-gradients")
+        (self.folder / "grads/a.safetensors").write_text("not safetensors at all")
+        refuse(["--gradients", "grads"], "grads/a.safetensors", "not a safetensors file")
+        refuse(["--gradients", "grads/a.safetensors"], "not a folder")
+        for tensors in ({}, {"x": []}, {"x": [0, 0]}):
+            self.write("a.safetensors", tensors)
+            refuse(["--gradients", "grads"], "--gradients grads", "zero")
+        self.write("a.safetensors", {"x": [1, float("nan")]})
+        refuse(["--gradients", "grads"], "grads/a.safetensors", "'x'", "not finite")
+        self.write("a.safetensors", {"x": [1, 2]}, "F64")
+        refuse(["--gradients", "grads"], "grads/a.safetensors", "'x'", "F64")
 
 
 HOOK_FIELDS = ["spec", "device", "model", "elements", "ms", "floor_ms", "copy_gbps", "extra_bytes", "peer", "peer_ms", "speedup"]

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bench/harness/measure.h"
+#include "kernels/wire/format.h"
 
 namespace gradwire::bench {
 
@@ -67,6 +68,12 @@ struct KernelCase {
   std::string family;   // its header, or the wire format
   std::function<Problem(Arena& arena, int64_t size)> make;
 };
+
+// Of a lossy wire format: an encode that adds `inputs` contributions to this rank's own (0: a plain encode, 1: a
+// hop of a ring, 7: the owner of a two-shot of 8), and a decode. `size`: bytes of the gradient.
+Problem reduce_encode_problem(Wire wire, Arena& arena, int64_t size, int inputs, bool residual,
+                              Rounding rounding);
+Problem decode_problem(Wire wire, Arena& arena, int64_t size);
 
 std::span<const KernelCase> wire_cases();      // wire formats, pack, optimizer
 std::span<const KernelCase> powersgd_cases();  // powersgd, orthonormalize

@@ -14,9 +14,10 @@ std::string elements(int64_t count) {
   return fmt::to_string(count);
 }
 
-// Adds `inputs` contributions to this rank's own: 0 is a plain encode, 1 a hop of a ring, 7 the owner of a
-// two-shot of 8.
-Problem reduce_encode(Wire wire, Arena& arena, int64_t size, int inputs, bool residual, Rounding rounding) {
+}  // namespace
+
+Problem reduce_encode_problem(Wire wire, Arena& arena, int64_t size, int inputs, bool residual,
+                              Rounding rounding) {
   ReduceEncode args;
   args.count = size / 4;
   for (int i = 0; i < inputs; ++i) {
@@ -40,13 +41,15 @@ Problem reduce_encode(Wire wire, Arena& arena, int64_t size, int inputs, bool re
           bytes * static_cast<double>(args.count), 0, elements(args.count)};
 }
 
-Problem decode(Wire wire, Arena& arena, int64_t size) {
+Problem decode_problem(Wire wire, Arena& arena, int64_t size) {
   auto* encoded = arena.zeros<uint8_t>(wire->bytes(size / 4));
   wire->reduce_encode(arena.stream(), {.own = arena.normal(size / 4), .wire = encoded, .count = size / 4});
   Decode args{.wire = encoded, .out = arena.zeros<float>(size / 4), .count = size / 4};
   return {[wire, args](const Stream& s) { wire->decode(s, args); },
           (4 + wire->bytes_per_value()) * static_cast<double>(args.count), 0, elements(args.count)};
 }
+
+namespace {
 
 template <int kInputs>
 Problem reduce(Arena& arena, int64_t size) {
@@ -116,7 +119,7 @@ std::vector<KernelCase> make_cases() {
     auto add = [&](const char* variant, int inputs, bool residual, Rounding rounding) {
       all.push_back(
           {fmt::format("{}_reduce_encode", wire->name), variant, wire->name, [=](Arena& arena, int64_t size) {
-             return reduce_encode(wire, arena, size, inputs, residual, rounding);
+             return reduce_encode_problem(wire, arena, size, inputs, residual, rounding);
            }});
     };
     add("residual", 0, true, Rounding::nearest);
@@ -125,7 +128,7 @@ std::vector<KernelCase> make_cases() {
     add("1 input", 1, true, Rounding::nearest);
     add("7 inputs", 7, true, Rounding::nearest);
     all.push_back({fmt::format("{}_decode", wire->name), "", wire->name,
-                   [=](Arena& arena, int64_t size) { return decode(wire, arena, size); }});
+                   [=](Arena& arena, int64_t size) { return decode_problem(wire, arena, size); }});
   }
   const KernelCase others[] = {
       {"fp32_reduce", "1 input", "fp32", reduce<1>},

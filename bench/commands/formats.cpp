@@ -1,23 +1,239 @@
-// gradwire-bench formats: the table of wire formats, as docs/formats.md has it.
+// gradwire-bench formats: what each wire format costs and loses, on random values or on real gradients.
+//
+// Of each spec: bytes per element; squared error over squared norm of one encode and decode, without error
+// feedback; bias; the host's speed relative to copying. With --list the table of formats, as docs/formats.md
+// has it.
 #include <fmt/format.h>
+#include <unistd.h>
 
+#include <cmath>
 #include <cstdio>
+#include <nlohmann/json.hpp>
+#include <optional>
 
+#include "bench/cases/kernel_cases.h"
+#include "bench/cases/round_trip.h"
+#include "bench/cases/rows.h"
 #include "bench/commands/commands.h"
-#include "kernels/wire/formats.h"
+#include "bench/harness/measure.h"
+#include "collectives/codec/examples.h"
+#include "runtime/error.h"
+#include "trainer/log/run_log.h"
+#include "trainer/log/table.h"
 
 namespace gradwire::bench {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+struct FormatsOptions {
+  bool list = false;
+  std::vector<std::string> specs;
+  std::string gradients;  // folder; empty: random values
+  int64_t rows = 16, elements = 1 << 16;
+  int draws = 64;
+  uint64_t seed = 1;
+  uint64_t speed_bytes = 64 << 20;
+  double budget_ms = 100;
+  std::string json;
+};
+
+void list_formats() {
+  fmt::print("| format | bytes per element | error | on the wire | source |\n|---|---|---|---|---|\n");
+  for (Wire wire : wire_formats()) {
+    fmt::print("| `{}{}` | {:.4g} | {} | {} | {} |\n", wire->name,
+               wire->stochastic ? "[:round=nearest\\|stochastic]" : "", wire->bytes_per_value(),
+               wire->exact ? "0" : fmt::format("{:.2g}", wire->gaussian_error), wire->summary, wire->source);
+  }
+}
+
+std::vector<CompressionSpec> formats_to_measure(const FormatsOptions& o) {
+  std::vector<CompressionSpec> all;
+  for (const std::string& text : o.specs.empty() ? format_specs() : o.specs) {
+    all.push_back(CompressionSpec::parse(text));
+    if (all.back().method != CompressionSpec::Method::wire) {
+      throw BadInput(
+          fmt::format("--spec {}: not a wire format; gradwire-bench hook measures its speed, gradwire "
+                      "compare its accuracy",
+                      text));
+    }
+  }
+  return all;
+}
+
+// Bytes that an op reads and writes per second, over those of a copy in the same run.
+struct FormatSpeed {
+  std::optional<double> encode, decode;  // none for an exact format, which has nothing to do
+  double copy_gbps = 0;
+};
+
+double fraction_of_copy(DeviceUnderTest& device, const Problem& problem, double& copy_gbps) {
+  const BesideCopy timed = device.time_beside_copy(problem.launch, static_cast<int64_t>(problem.bytes), true);
+  copy_gbps = timed.copy_gbps;
+  return problem.bytes / timed.work.median_us / 1e3 / timed.copy_gbps;
+}
+
+FormatSpeed speed_of(const CompressionSpec& spec, DeviceUnderTest& device, Arena& arena, int64_t size) {
+  FormatSpeed speed;
+  if (spec.wire->exact) return speed;
+  arena.reset();
+  speed.encode = fraction_of_copy(
+      device, reduce_encode_problem(spec.wire, arena, size, 0, true, spec.rounding), speed.copy_gbps);
+  arena.reset();
+  speed.decode = fraction_of_copy(device, decode_problem(spec.wire, arena, size), speed.copy_gbps);
+  return speed;
+}
+
+Json error_json(const RowSet& set, const RowSetError& e, int draws) {
+  Json json{{"data", set.name},
+            {"rows", set.rows.size()},
+            {"bytes_per_element", e.bytes_per_element},
+            {"error", e.mean},
+            {"error_stderr", e.standard_error},
+            {"total_error", e.total},
+            {"bias", e.bias},
+            {"bias_by_chance", e.random ? Json(e.by_chance) : Json(nullptr)},
+            {"draws", e.random ? draws : 1}};
+  if (set.rows.front().name.empty()) return json;
+  for (size_t i = 0; i < set.rows.size(); ++i) {
+    json["tensors"].push_back({{"name", set.rows[i].name},
+                               {"elements", set.rows[i].values.size()},
+                               {"bytes_per_element", e.rows[i].bytes_per_element},
+                               {"error", e.rows[i].error},
+                               {"bias", e.rows[i].bias}});
+  }
+  return json;
+}
+
+std::string figure(double value) {
+  return value == 0 ? "0" : fmt::format("{:.2e}", value);
+}
+
+std::string mean_text(const RowSetError& e) {
+  if (e.mean == 0) return "0";
+  return figure(e.mean) +
+         (std::isnan(e.standard_error) ? "" : fmt::format(" +-{:.1f} %", 100 * e.standard_error / e.mean));
+}
+
+std::vector<std::string> heading(const std::vector<RowSet>& sets) {
+  std::vector<std::string> cells{"spec", "B/element"};
+  if (!sets[0].rows[0].name.empty()) {
+    cells.insert(cells.end(), {"all together", "mean of tensors", "worst"});
+  } else {
+    for (const RowSet& set : sets) cells.push_back(set.name);
+  }
+  cells.insert(cells.end(), {"bias", "by chance", "encode", "decode"});
+  return cells;
+}
+
+// Bias is the first set's.
+std::vector<std::string> line_of(const CompressionSpec& spec, const std::vector<RowSet>& sets,
+                                 const std::vector<RowSetError>& errors, const FormatSpeed& speed) {
+  const RowSetError& first = errors[0];
+  std::vector<std::string> cells{spec.to_string(), fmt::format("{:.4g}", first.bytes_per_element)};
+  if (!sets[0].rows[0].name.empty()) {
+    cells.insert(cells.end(), {figure(first.total), mean_text(first), figure(first.rows[first.worst].error)});
+  } else {
+    for (const RowSetError& e : errors) cells.push_back(mean_text(e));
+  }
+  auto percent = [](std::optional<double> fraction) {
+    return fraction ? fmt::format("{:.0f} %", 100 * *fraction) : "-";
+  };
+  cells.insert(cells.end(), {figure(first.bias), first.random ? figure(first.by_chance) : "-",
+                             percent(speed.encode), percent(speed.decode)});
+  return cells;
+}
+
+void say_values(const FormatsOptions& o, const std::vector<RowSet>& sets) {
+  if (o.gradients.empty()) {
+    fmt::print("{} rows of {} values each, seed {}. ", o.rows, o.elements, o.seed);
+  } else {
+    fmt::print("{} tensors of {} that are not zero. ", sets[0].rows.size(), o.gradients);
+  }
+  fmt::print(
+      "Errors: squared, over the squared norm, of one encode and decode; mean over\nrows with its standard "
+      "error. Bias: norm of the mean error of {} draws over the norm ({}); by chance: what\nunbiased "
+      "rounding "
+      "would show. Encode with residual, decode: bytes per second on the host, as a share of copying.\n\n",
+      o.draws, sets[0].name);
+  std::fflush(stdout);
+}
+
+void measure_formats(const FormatsOptions& o) {
+  const std::vector<CompressionSpec> specs = formats_to_measure(o);
+  std::vector<RowSet> sets;
+  if (o.gradients.empty()) {
+    sets = random_rows(o.rows, o.elements, o.seed);
+  } else {
+    sets.push_back(gradient_rows(o.gradients));
+  }
+  say_values(o, sets);
+  DeviceUnderTest device(Device::host(), o.budget_ms);
+  const auto size = static_cast<int64_t>(o.speed_bytes);
+  Arena arena(device.stream(), kArenaPerSize * size + (int64_t{16} << 20));
+  Json document = Json::array();
+  Table table{heading(sets)};
+  const bool terminal = isatty(STDERR_FILENO) == 1;  // then it shows how far it is
+  for (size_t i = 0; i < specs.size(); ++i) {
+    if (terminal) fmt::print(stderr, "\r\033[K[{}/{}] {}", i + 1, specs.size(), specs[i].to_string());
+    std::vector<RowSetError> errors;
+    Json on = Json::array();
+    for (const RowSet& set : sets) {
+      errors.push_back(round_trip_error(specs[i], set, o.draws, o.seed));
+      on.push_back(error_json(set, errors.back(), o.draws));
+    }
+    const FormatSpeed speed = speed_of(specs[i], device, arena, size);
+    table.push_back(line_of(specs[i], sets, errors, speed));
+    auto or_null = [](std::optional<double> value) { return value ? Json(*value) : Json(nullptr); };
+    document.push_back({{"spec", specs[i].to_string()},
+                        {"bytes_per_element", specs[i].wire->bytes_per_value()},
+                        {"stated_error", specs[i].wire->gaussian_error},
+                        {"on", std::move(on)},
+                        {"device", device.description()},
+                        {"speed_bytes", size},
+                        {"encode_copy_fraction", or_null(speed.encode)},
+                        {"decode_copy_fraction", or_null(speed.decode)},
+                        {"copy_gbps", specs[i].wire->exact ? Json(nullptr) : Json(speed.copy_gbps)}});
+  }
+  if (terminal) fmt::print(stderr, "\r\033[K");
+  fmt::print("{}", table_text(table, "", true));
+  if (!o.json.empty()) write_file_atomically(o.json, document.dump(1) + "\n");
+}
+
+}  // namespace
 
 void add_formats(CLI::App& app, int&) {
-  CLI::App* command = app.add_subcommand("formats", "List the wire formats (as docs/formats.md does)");
-  command->callback([] {
-    fmt::print("| format | bytes per element | error | on the wire | source |\n|---|---|---|---|---|\n");
-    for (Wire wire : wire_formats()) {
-      fmt::print("| `{}{}` | {:.4g} | {} | {} | {} |\n", wire->name,
-                 wire->stochastic ? "[:round=nearest\\|stochastic]" : "", wire->bytes_per_value(),
-                 wire->exact ? "0" : fmt::format("{:.2g}", wire->gaussian_error), wire->summary,
-                 wire->source);
-    }
+  auto o = std::make_shared<FormatsOptions>();
+  CLI::App* command = app.add_subcommand(
+      "formats", "Bytes, error, bias and host speed of each wire format, on random values or real gradients");
+  CLI::Option* list = command->add_flag("--list", o->list, "Print the table of docs/formats.md and exit");
+  command->add_option("--spec", o->specs, "Only these; repeatable (default: every format)")
+      ->expected(1)
+      ->take_all();
+  CLI::Option* gradients = command->add_option(
+      "--gradients", o->gradients,
+      "Take the tensors of this folder's *.safetensors instead of random values; gradwire "
+      "train --dump-gradients STEP:DIR writes them");
+  command->add_option("--rows", o->rows, "Rows of random values")
+      ->check(CLI::Range(1, 1 << 20))
+      ->excludes(gradients);
+  command->add_option("--elements", o->elements, "Values per row")
+      ->check(CLI::Range(1, 1 << 28))
+      ->excludes(gradients);
+  command->add_option("--draws", o->draws, "Encodings of each row by formats that round stochastically")
+      ->check(CLI::Range(2, 1 << 20));
+  command->add_option("--seed", o->seed, "Of values and rounding");
+  command->add_option("--size", o->speed_bytes, "Bytes of the gradient whose encoding and decoding is timed")
+      ->transform(CLI::AsSizeValue(false))
+      ->check(CLI::Range(uint64_t{64}, uint64_t{1} << 34));
+  command->add_option("--budget-ms", o->budget_ms, "Time to spend on each timing")
+      ->check(CLI::PositiveNumber);
+  command->add_option("--json", o->json, "Write all figures to FILE; of gradients those of each tensor")
+      ->excludes(list);
+  command->callback([o] {
+    if (o->list) return list_formats();
+    if (!o->json.empty()) check_writable(o->json);
+    measure_formats(*o);
   });
 }
 

@@ -1,22 +1,41 @@
-// A spec of every kind to test. Conservation, identical bits on all ranks, hard gradients, resuming and the
-// benchmarks run through this list. Wire formats are included automatically; add a line for a new codec or
-// option, and all of these tests cover it.
+// Lists of specs that tests, benchmarks and `gradwire compare --preset` run through. Wire formats are included
+// automatically; add a line for a new codec or option, and all of these cover it.
 #pragma once
 
 #include <string>
 #include <vector>
 
-#include "kernels/wire/formats.h"
+#include "collectives/spec/spec.h"
 
 namespace gradwire {
 
-inline std::vector<std::string> example_specs() {
+// Every wire format as it is by default and, where it has that, with stochastic rounding.
+inline std::vector<std::string> format_specs() {
   std::vector<std::string> all;
   for (Wire wire : wire_formats()) {
-    const std::string name = wire->name;
-    all.push_back(name);
-    if (wire->stochastic) all.push_back(name + ":round=stochastic");
-    if (!wire->exact) all.push_back("powersgd:rank=4,wire=" + name);
+    CompressionSpec spec = CompressionSpec::parse(wire->name);
+    all.push_back(spec.to_string());
+    if (!wire->stochastic || spec.rounding == Rounding::stochastic) continue;
+    spec.rounding = Rounding::stochastic;
+    all.push_back(spec.to_string());
+  }
+  return all;
+}
+
+// `--preset shelf`: what one would choose from, each as it is by default.
+inline std::vector<std::string> shelf_specs() {
+  std::vector<std::string> all = format_specs();
+  for (const char* codec : {"powersgd:rank=1", "powersgd:rank=4", "powersgd:rank=16"})
+    all.emplace_back(codec);
+  return all;
+}
+
+// A spec of every kind to test. Conservation, identical bits on all ranks, hard gradients, resuming and the
+// benchmarks run through this list.
+inline std::vector<std::string> example_specs() {
+  std::vector<std::string> all = format_specs();
+  for (Wire wire : wire_formats()) {
+    if (!wire->exact) all.push_back(std::string("powersgd:rank=4,wire=") + wire->name);
   }
   for (const char* spec :
        {"powersgd:rank=1", "powersgd:rank=2", "powersgd:rank=3,wire=bf16,round=stochastic",
