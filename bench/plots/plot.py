@@ -2,12 +2,15 @@
 """Draws `gradwire compare`: accuracy against bytes sent, loss against time, where a step's time went.
 
     plot.py build/demo/compare.json -o report.png     the result of gradwire compare --json
+    plot.py shelf.json -o shelf.png                   one of more than 7 compressions, or of several seeds: accuracy
+                                                      by bytes per element, with the Pareto front
     plot.py run-a.jsonl run-b.jsonl -o report.png     logs of single runs (gradwire train --log)
     plot.py numerics.json -o numerics.png             the result of gradwire-bench numerics --json
     plot.py experiments.json -o experiments.png       the result of bench/experiments/slow_links.py
     plot.py trace.json -o timeline.png                one step of gradwire train --trace, a row per rank
 
-The runs' logs, compare.0.jsonl and so on, must be next to compare.json (docs/formats.md).
+The runs' logs, compare.0.jsonl and so on, must be next to compare.json (docs/formats.md). --pareto draws few
+compressions of one seed like many.
 """
 import argparse
 import json
@@ -15,7 +18,7 @@ import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # bench/
-from plots import experiments, numerics, runs, timeline  # noqa: E402
+from plots import experiments, numerics, pareto, runs, timeline  # noqa: E402
 
 
 def document_of(paths):
@@ -46,13 +49,27 @@ def numerics_of(paths):
     return rows if rows and isinstance(rows, list) and {"lossy_steps", "rel_error"} <= set(rows[0]) else None
 
 
+def compared(paths):
+    """The rows of `gradwire compare --json`, or None when the files are something else."""
+    rows = document_of(paths)
+    return rows if rows and isinstance(rows, list) and {"compression", "seeds"} <= set(rows[0]) else None
+
+
+def draws_pareto(rows, asked):
+    """Whether a comparison is too large for a line per run."""
+    return rows is not None and (asked or len(rows) > len(runs.RUN_COLORS) or len(rows[0]["seeds"]) > 1)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", help="compare.json, run logs (.jsonl), numerics.json, or a trace")
     parser.add_argument("-o", "--output", default="report.png", help="picture to write (default: report.png)")
     parser.add_argument("--step", type=int,
                         help="of a trace: the step to draw (default: one of median length)")
+    parser.add_argument("--pareto", action="store_true",
+                        help="of compare.json: one point per compression and the Pareto front, as for many")
     arguments = parser.parse_args()
+    comparison = compared(arguments.files)
     trace = trace_of(arguments.files)
     numerics_rows, experiments_result = numerics_of(arguments.files), experiments_of(arguments.files)
     if experiments_result:
@@ -61,6 +78,8 @@ def main():
         timeline.draw(trace, arguments.step, arguments.output)
     elif numerics_rows:
         numerics.draw(numerics_rows, arguments.output)
+    elif draws_pareto(comparison, arguments.pareto):
+        pareto.draw(comparison, runs.title(runs.first_log(arguments.files[0], comparison)), arguments.output)
     else:
         runs.draw(runs.load(arguments.files), arguments.output)
     print(f"Picture: {arguments.output}")

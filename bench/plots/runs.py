@@ -68,15 +68,26 @@ def load(paths):
             if path.suffix == ".jsonl":
                 runs.append(Run(path))
                 continue
-            count = len(json.loads(path.read_text()))
-            runs += [Run(path.with_suffix(f".{i}.jsonl")) for i in range(count)]
+            rows = json.loads(path.read_text())
+            runs += [Run(path.parent / seed["log"]) for row in rows for seed in row["seeds"]]
         except OSError as error:
             raise SystemExit(f"plot.py: {error.filename}: {error.strerror}")
         except ValueError as error:
             raise SystemExit(f"plot.py: {path}: not JSON: {error}")
+        except (KeyError, TypeError):
+            raise SystemExit(f"plot.py: {path}: not the result of gradwire compare --json of this version")
     if not runs:
         raise SystemExit("plot.py: no runs to draw")
     return runs
+
+
+def first_log(path, rows):
+    """The log of a comparison's first run, next to its file at `path`."""
+    return load([str(pathlib.Path(path).parent / rows[0]["seeds"][0]["log"])])[0]
+
+
+def title(run):
+    return f"{run.config['model']['name']} on {run.config['data'].split(':')[0]}"
 
 
 def smooth(values, window):
@@ -157,8 +168,7 @@ def draw(runs, path):
     draw_time(axes[2], runs)
 
     config = runs[0].config
-    figure.text(0.045, 0.955, f"{config['model']['name']} on {config['data'].split(':')[0]}", fontsize=16,
-                fontweight="bold")
+    figure.text(0.045, 0.955, title(runs[0]), fontsize=16, fontweight="bold")
     figure.text(0.045, 0.907,
                 f"{config['ranks']} ranks on {config['device']}, batch {config['batch_size']} per rank, "
                 f"{config['steps']} steps, schedule {config['schedule']}", fontsize=10.5, color=FAINT)

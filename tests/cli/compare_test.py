@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
-"""`gradwire compare`: its table and its files."""
+"""`gradwire compare`: its table and its files, and how it goes on where it was stopped."""
 import json
+import re
+import statistics
 
 from command import CommandTest, SYNTHETIC, main
 
@@ -14,8 +16,9 @@ class Compare(CommandTest):
         runs = json.loads((self.folder / "out.json").read_text())
         self.assertEqual([r["compression"] for r in runs], ["fp32", "bf16", "powersgd:rank=1"])
         for run in runs:
-            self.assertEqual(set(run), {"compression", "test_accuracy", "final_loss", "step_ms", "images_per_s", "wire_bytes",
-                                        "dense_bytes", "ratio", "exposed_comm_ms", "ranks", "device", "schedule", "bucket_mb"})
+            self.assertEqual(set(run), {"compression", "test_accuracy", "test_accuracy_std", "final_loss", "final_loss_std", "step_ms",
+                                        "images_per_s", "wire_bytes", "wire_bytes_per_element", "dense_bytes", "ratio",
+                                        "exposed_comm_ms", "ranks", "device", "schedule", "bucket_mb", "seeds"})
             self.assertEqual(run["dense_bytes"], runs[0]["wire_bytes"])
         self.assertAlmostEqual(runs[0]["ratio"], 1.0)
         self.assertGreater(runs[1]["ratio"], 1.9)
@@ -32,6 +35,99 @@ class Compare(CommandTest):
                          [("fp32", 0.002), ("fp32", 25), ("bf16", 0.002), ("bf16", 25)])
         self.assertGreater(logs[0][0]["buckets"], logs[1][0]["buckets"])
         self.assertEqual([r["bucket_mb"] for r in json.loads((self.folder / "out.json").read_text())], [0.002, 25, 0.002, 25])
+
+    def compare(self, *arguments):
+        result = self.run_command("compare", *SYNTHETIC, "--ranks", 2, "--steps", 2, "--json", "out.json", *arguments)
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        return result.stdout, json.loads((self.folder / "out.json").read_text())
+
+    def contents(self):
+        return {name: (self.folder / name).read_bytes() for name in self.files()}
+
+    def specs(self, *names):
+        return [word for name in names for word in ("--compression", name)]
+
+    def test_it_goes_on_where_it_was_stopped(self):
+        out, whole = self.compare(*self.specs("fp32", "bf16", "fp8"))
+        self.assertNotIn("done before", out)
+        before = self.contents()
+        # As a kill leaves it: no table, and the second log ends within a line.
+        (self.folder / "out.json").unlink()
+        (self.folder / "out.1.jsonl").write_bytes(before["out.1.jsonl"][:-200])
+        out, again = self.compare(*self.specs("fp32", "bf16", "fp8"))
+        after = self.contents()
+        self.assertIn("2 of 3 runs: done before with the same settings, and not run again; --again repeats them", out)
+        self.assertIn("[1/3] fp32: done before, see out.0.jsonl", out)
+        self.assertRegex(out, r"\[2/3\] bf16; out.1.jsonl ends before the run did: again; about .* left")
+        self.assertEqual([after[f"out.{i}.jsonl"] == before[f"out.{i}.jsonl"] for i in range(3)], [True, False, True])
+        figures = lambda rows: [(r["compression"], r["final_loss"], r["test_accuracy"], r["wire_bytes"], r["ratio"], r["schedule"],
+                                 r["wire_bytes_per_element"]) for r in rows]
+        self.assertEqual(figures(again), figures(whole))
+        for i in (0, 2):
+            self.assertEqual(again[i], whole[i])  # times too
+
+    def test_only_runs_with_the_same_settings_are_reused(self):
+        self.compare(*self.specs("fp32", "bf16"))
+        before = self.contents()
+        # One in between: what is there keeps its log.
+        out, rows = self.compare(*self.specs("fp32", "fp8", "bf16", "bf16"))
+        self.assertIn("2 of 4 runs", out)
+        self.assertEqual([row["seeds"][0]["log"] for row in rows], ["out.0.jsonl", "out.2.jsonl", "out.1.jsonl", "out.3.jsonl"])
+        for name in ("out.0.jsonl", "out.1.jsonl"):
+            self.assertEqual(self.contents()[name], before[name])
+        self.assertEqual([self.records(row["seeds"][0]["log"])[0]["compression"] for row in rows], ["fp32", "fp8", "bf16", "bf16"])
+        out, _ = self.compare(*self.specs("fp32", "bf16"), "--lr", 0.5)
+        self.assertNotIn("done before", out)
+        self.assertNotEqual(self.contents()["out.0.jsonl"], before["out.0.jsonl"])
+        out, _ = self.compare(*self.specs("fp32"), "--lr", 0.5, "--again")
+        self.assertNotIn("done before", out)
+        out, _ = self.compare(*self.specs("fp32"), "--lr", 0.5, "--trace", "trace.json")  # which needs a run
+        self.assertNotIn("done before", out)
+        self.assertTrue((self.folder / "trace.0.json").exists())
+
+    def test_a_seed_of_several_is_the_run_with_that_seed(self):
+        self.compare(*self.specs("fp32", "bf16"), "--seed", 7)
+        out, rows = self.compare(*self.specs("fp32", "bf16"), "--seed", 7, "--seeds", 3)
+        self.assertIn("2 of 6 runs: done before", out)
+        self.assertIn("[4/6] bf16, seed 8", out)
+        self.assertIn("mean and standard deviation over 3 seeds", out)
+        self.assertEqual([[s["seed"] for s in row["seeds"]] for row in rows], [[7, 8, 9]] * 2)
+        for row in rows:
+            losses = [s["final_loss"] for s in row["seeds"]]
+            self.assertEqual(len(set(losses)), 3)
+            self.assertAlmostEqual(row["final_loss"], statistics.mean(losses))
+            self.assertAlmostEqual(row["final_loss_std"], statistics.stdev(losses))
+            self.assertAlmostEqual(row["test_accuracy_std"], statistics.stdev(s["test_accuracy"] for s in row["seeds"]))
+        alone = self.run_command("train", *SYNTHETIC, "--ranks", 2, "--steps", 2, "--compression", "bf16", "--seed", 9, "--log",
+                                 "alone.jsonl")
+        self.assertEqual(alone.returncode, 0, alone.stderr)
+        numbers = lambda log: [(r.get("loss"), r.get("test_loss")) for r in self.records(log) if r["type"] in ("step", "eval")]
+        self.assertEqual(numbers("alone.jsonl"), numbers(rows[1]["seeds"][2]["log"]))
+
+    def test_the_shelf_has_every_format(self):
+        _, rows = self.compare("--preset", "shelf", *self.specs("bf16", "bf16:ef=off"), "--eval-every", 0)
+        names = [row["compression"] for row in rows]
+        self.assertEqual(len(set(names)), len(names))
+        self.assertEqual(names[0], "fp32")
+        self.assertEqual(names[-1], "bf16:ef=off")
+        # The command's own list of what exists.
+        grammar = self.run_command("train", *SYNTHETIC, "--compression", "zip").stderr
+        formats = re.findall(r"(?:a spec is | \| )(\w+)((?:\[:\S+\])?)", grammar)
+        self.assertGreaterEqual(len(formats), 4, grammar)
+        for name, options in formats:
+            self.assertTrue(any(re.split("[:,]", spec)[0] == name for spec in names), name)
+            if "stochastic" in options:
+                self.assertTrue(any(spec.startswith(name) and spec.endswith("round=stochastic") for spec in names), name)
+        self.assertIn("powersgd:rank=4", names)
+        for row in rows:
+            self.assertAlmostEqual(row["wire_bytes_per_element"] * self.records("out.0.jsonl")[0]["parameters"], row["wire_bytes"])
+
+    def test_bad_input(self):
+        for arguments, parts in (([], ["--compression SPEC", "--preset shelf"]), (["--preset", "shelves"], ["--preset", "shelf"]),
+                                 (["--compression", "fp32", "--seeds", 0], ["--seeds"]),
+                                 (["--compression", "fp32", "--again"], ["--again requires --json"]),
+                                 (["--preset", "shelf", "--compression", "zip"], ["unknown method 'zip'"])):
+            self.assert_refused(self.run_command("compare", *SYNTHETIC, *arguments), *parts)
 
 
 if __name__ == "__main__":

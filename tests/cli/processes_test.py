@@ -64,11 +64,20 @@ class Processes(CommandTest):
             for out, error, _ in ends[1:]:
                 self.assertEqual((out, error), ("", ""), "only rank 0 speaks")
 
-    def test_compare(self):
-        self.run_processes(2, "compare", *SYNTHETIC, "--steps", 2, "--compression", "fp32", "--compression", "bf16",
-                           "--json", "out.json", "--rendezvous", f"tcp://127.0.0.1:{free_port()}")
+    def test_compare_and_what_rank_0_finds_of_an_earlier_call(self):
+        def compare():
+            return self.run_processes(2, "compare", *SYNTHETIC, "--steps", 2, "--compression", "fp32", "--compression", "bf16",
+                                      "--json", "out.json", "--rendezvous", f"tcp://127.0.0.1:{free_port()}")
+
+        compare()
         self.assertEqual(self.files(), ["out.0.jsonl", "out.1.jsonl", "out.json"])
         self.assertEqual([r["ranks"] for r in json.loads((self.folder / "out.json").read_text())], [2, 2])
+        first = self.numbers("out.0.jsonl")
+        (self.folder / "out.0.jsonl").unlink()
+        ends = compare()
+        self.assertIn("[2/2] bf16: done before", ends[0][0])
+        self.assertEqual(ends[1][:2], ("", ""), "only rank 0 speaks")
+        self.assertEqual(self.numbers("out.0.jsonl"), first)
 
     def test_doctor(self):
         ends = self.run_processes(3, "doctor", "--model", "vit_tiny", "--batch-size", 8, "--timeout-s", 60, "--device", "host",

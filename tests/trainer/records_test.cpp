@@ -1,12 +1,15 @@
 // What a run writes: every line is JSON with the documented fields, whatever the numbers were.
 #include "trainer/log/records.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
 
 #include "tests/trainer/files.h"
+#include "trainer/log/comparison.h"
 #include "trainer/log/console.h"
+#include "trainer/log/earlier_run.h"
 #include "trainer/log/run_log.h"
 
 namespace gradwire {
@@ -34,7 +37,7 @@ RunInfo info(const std::string& schedule) {
 ComparedRun compared(const std::string& compression, const RunSummary& summary) {
   ComparedRun run;
   run.compression = compression;
-  run.summary = summary;
+  run.seeds = {{0, summary, ""}};
   run.ranks = 4;
   run.device = "host";
   return run;
@@ -209,13 +212,99 @@ TEST(Records, CompareDocumentHasExactlyTheDocumentedFields) {
   ASSERT_EQ(document.size(), 2u);
   std::vector<std::string> fields;
   for (const auto& [key, value] : document[0].items()) fields.push_back(key);
-  std::vector<std::string> expected{
-      "compression", "test_accuracy",   "final_loss", "step_ms", "images_per_s", "wire_bytes", "dense_bytes",
-      "ratio",       "exposed_comm_ms", "ranks",      "device",  "schedule",     "bucket_mb"};
+  std::vector<std::string> expected{"compression",  "test_accuracy",  "test_accuracy_std",
+                                    "final_loss",   "final_loss_std", "step_ms",
+                                    "images_per_s", "wire_bytes",     "wire_bytes_per_element",
+                                    "dense_bytes",  "ratio",          "exposed_comm_ms",
+                                    "ranks",        "device",         "schedule",
+                                    "bucket_mb",    "seeds"};
   std::sort(expected.begin(), expected.end());
   std::sort(fields.begin(), fields.end());
   EXPECT_EQ(fields, expected);
   EXPECT_EQ(document[0]["ratio"], 4.0);
+  EXPECT_TRUE(document[0]["test_accuracy_std"].is_null());  // of one run
+}
+
+TEST(Records, SeedsHaveAMeanAndASampleDeviation) {
+  ComparedRun run = compared("bf16", {});
+  run.seeds.clear();
+  for (int i = 0; i < 3; ++i) {
+    RunSummary s;
+    s.test_accuracy = 0.8 + 0.01 * i;
+    s.final_loss = 1.0 + i;
+    s.step_ms = i == 0 ? 1000 : 10;  // the first run warms the machine up
+    s.wire_bytes = 200;
+    s.dense_bytes = 400;
+    s.parameters = 100;
+    run.seeds.push_back({static_cast<uint64_t>(5 + i), s, fmt::format("out.{}.jsonl", i)});
+  }
+  const json row = json::parse(compare_document({run}))[0];
+  EXPECT_NEAR(row["test_accuracy"], 0.81, 1e-12);
+  EXPECT_NEAR(row["test_accuracy_std"], 0.01, 1e-12);
+  EXPECT_NEAR(row["final_loss"], 2.0, 1e-12);
+  EXPECT_NEAR(row["final_loss_std"], 1.0, 1e-12);
+  EXPECT_EQ(row["step_ms"], 10.0);
+  EXPECT_EQ(row["ratio"], 2.0);
+  EXPECT_EQ(row["wire_bytes_per_element"], 2.0);
+  EXPECT_EQ(row["seeds"][1],
+            (json{{"seed", 6}, {"test_accuracy", 0.81}, {"final_loss", 2.0}, {"log", "out.1.jsonl"}}));
+  EXPECT_NE(compare_table({run}).find("81.00 +-1.00 %  2.0000 +-1.0000"), std::string::npos)
+      << compare_table({run});
+  run.seeds[1].summary.test_accuracy = {};  // it was never evaluated
+  EXPECT_TRUE(json::parse(compare_document({run}))[0]["test_accuracy"].is_null());
+}
+
+TEST(EarlierRun, IsReadBackFromItsLog) {
+  TemporaryFolder folder;
+  const std::string path = folder.path("run.jsonl");
+  EXPECT_EQ(read_earlier_run(path).settings, "");
+  const TrainConfig c = config();
+  const DataSplits d = data();
+  Summarizer summarizer;
+  {
+    RunLog log(path, c, d);
+    log.on_run(info("ring"));
+    log.on_step(step(0, 1.25));
+    summarizer.on_run(info("ring"));
+    summarizer.on_step(step(0, 1.25));
+    EXPECT_EQ(read_earlier_run(path).settings, settings_text(run_record(c, d, {})));
+    EXPECT_FALSE(read_earlier_run(path).finished);
+    summarizer.on_eval({.test_accuracy = 0.5});
+    log.write_summary(summarizer.summary(7.5));
+  }
+  const EarlierRun earlier = read_earlier_run(path);
+  EXPECT_TRUE(earlier.finished);
+  ComparedRun now = compared("bf16", summarizer.summary(7.5)), before = compared("bf16", earlier.summary);
+  EXPECT_EQ(compare_document({before}), compare_document({now}));
+  EXPECT_EQ(earlier.summary.seconds, 7.5);
+
+  testing::Bytes cut = testing::read_bytes(path);
+  cut.resize(cut.size() - 3);
+  testing::write_bytes(path, cut);
+  EXPECT_FALSE(read_earlier_run(path).finished);
+  testing::write_bytes(path, {'{', '}', '\n'});
+  EXPECT_EQ(read_earlier_run(path).settings, "");
+}
+
+TEST(EarlierRun, SettingsAreWhatResultsFollowFrom) {
+  const TrainConfig c = config();
+  const DataSplits d = data();
+  const std::string settings = settings_text(run_record(c, d, info("ring")));
+  EXPECT_EQ(settings_text(step_record({})), "");
+  TrainConfig watched = c;
+  watched.timeout_s = 5;
+  watched.trace = "trace.json";
+  EXPECT_EQ(settings_text(run_record(watched, d, info("tree"))), settings);
+  std::vector<TrainConfig> others(6, c);
+  others[0].seed = 3;
+  others[1].lr = 0.123;
+  others[2].compression = CompressionSpec::parse("powersgd:rank=4,ef=off");
+  others[3].devices.pop_back();
+  others[4].momentum = 0.5, others[4].optimizer = OptimizerKind::sgd;
+  others[5].model.width = 32;
+  for (const TrainConfig& other : others)
+    EXPECT_NE(settings_text(run_record(other, d, info("ring"))), settings);
+  EXPECT_NE(settings_text(run_record(c, make_synthetic(VitConfig{}, 30, 10, 0), info("ring"))), settings);
 }
 
 TEST(RunLog, EachRecordIsInTheFileAsSoonAsItIsWritten) {

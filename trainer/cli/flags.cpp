@@ -270,7 +270,6 @@ void add_compression_flags(CLI::App& command, Options& o, bool several) {
     option->expected(1);
     if (several) option->take_all();
   }
-  if (several) compression->required();
 }
 
 }  // namespace
@@ -292,8 +291,24 @@ void add_train_flags(CLI::App& command, Options& o) {
 void add_compare_flags(CLI::App& command, Options& o) {
   add_run_flags(command, o);
   add_compression_flags(command, o, true);
-  add_text(command, "--json", o.json, "FILE",
-           "Write the table to FILE, and each run's records next to it (FILE's stem.N.jsonl)")
+  command
+      .add_option("--preset", o.preset,
+                  "shelf: every wire format, nearest and stochastic, and PowerSGD; --compression adds to it")
+      ->type_name("WORD")
+      ->check(CLI::IsMember({"shelf"}))
+      ->group("Ranks");
+  add_number(command, "--seeds", o.seeds,
+             "Run each so often, with --seed, --seed + 1, ...: the table has mean and standard deviation",
+             {1, 1000})
+      ->group("Training");
+  CLI::Option* json =
+      add_text(
+          command, "--json", o.json, "FILE",
+          "Write the table to FILE, and each run's records next to it (FILE's stem.N.jsonl); called again, "
+          "skip the runs that are there with the same settings")
+          ->group("Output");
+  command.add_flag("--again", o.again, "Repeat runs that an earlier call finished")
+      ->needs(json)
       ->group("Output");
 }
 

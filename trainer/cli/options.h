@@ -29,6 +29,9 @@ struct Options {
   DeviceChoice device = DeviceChoice::automatic;
   std::vector<std::string> compression;  // train: one at most; compare: one run each
   std::vector<double> bucket_mb;         // train: one at most; compare: one run each
+  std::string preset;                    // compare: a list of specs, before those of `compression`
+  int seeds = 1;                         // compare: runs of each, with seeds from `seed` up
+  bool again = false;                    // compare: repeats runs that are there already
   bool gradient_views = true;
   bool graph = false;
   int64_t batch_size = 64, accumulate = 1;

@@ -7,8 +7,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "trainer/log/table.h"
-
 namespace gradwire {
 namespace {
 
@@ -22,11 +20,11 @@ std::string percent(const std::optional<double>& fraction) {
   return fraction ? fmt::format("{:.2f} %", 100 * *fraction) : "-";
 }
 
+}  // namespace
+
 std::string milliseconds(double ms) {
   return std::isnan(ms) ? "-" : fmt::format("{:.{}f}", ms, ms < 10 ? 2 : 1);
 }
-
-}  // namespace
 
 std::string human_bytes(double bytes) {
   const char* units[] = {"B", "kB", "MB", "GB", "TB"};
@@ -117,13 +115,13 @@ void Console::draw_bar() {
   std::string tail = fmt::format(" {:3.0f} %  step {}/{}  loss {:.4f}  {} images/s  {} left", 100 * done,
                                  steps_done_, config_.steps, last_.loss, human_count(last_.images_per_s),
                                  human_seconds(share > 0 ? elapsed / share - elapsed : NAN));
-  int room = terminal_columns(options_.out) - static_cast<int>(tail.size()) - 3;
+  int room = terminal_columns(options_.out) - static_cast<int>(options_.label.size() + tail.size()) - 3;
   std::string bar;
   if (room >= 8) {
     int width = std::min(room, 40), filled = static_cast<int>(std::lround(done * width));
     bar = fmt::format("[{:#<{}}{:.<{}}]", "", filled, "", width - filled);
   }
-  std::fprintf(options_.out, "\r\033[K%s%s", bar.c_str(), tail.c_str());
+  std::fprintf(options_.out, "\r\033[K%s%s%s", options_.label.c_str(), bar.c_str(), tail.c_str());
   std::fflush(options_.out);
   bar_shown_ = true;
 }
@@ -169,25 +167,6 @@ std::string shares_text(const RunSummary& summary) {
                         parallel.empty() ? "nothing" : parallel.substr(2), 100 * *hidden);
   }
   return text;
-}
-
-std::string compare_table(const std::vector<ComparedRun>& runs) {
-  Table rows{{"compression", "test accuracy", "final loss", "step ms", "images/s", "sent per step", "ratio",
-              "exposed comm ms"}};
-  for (const ComparedRun& run : runs) {
-    const RunSummary& s = run.summary;
-    rows.push_back({run.compression, percent(s.test_accuracy), fmt::format("{:.4f}", s.final_loss),
-                    milliseconds(s.step_ms), human_count(s.images_per_s), human_bytes(s.wire_bytes),
-                    s.ratio ? fmt::format("{:.2f}x", *s.ratio) : "-", milliseconds(s.exposed_comm_ms)});
-  }
-  // Only if runs differ in it.
-  if (std::any_of(runs.begin(), runs.end(),
-                  [&](const auto& r) { return r.bucket_mb != runs[0].bucket_mb; })) {
-    rows[0].insert(rows[0].begin() + 1, "bucket MiB");
-    for (size_t i = 0; i < runs.size(); ++i)
-      rows[i + 1].insert(rows[i + 1].begin() + 1, fmt::format("{:g}", runs[i].bucket_mb));
-  }
-  return table_text(rows, "", true);
 }
 
 }  // namespace gradwire

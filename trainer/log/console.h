@@ -1,24 +1,25 @@
-// Console output: a progress bar on a terminal, otherwise a line every few steps; and the table of compare.
+// Console output: a progress bar on a terminal, otherwise a line every few steps.
 #pragma once
 
 #include <chrono>
 #include <cstdio>
 #include <string>
-#include <vector>
 
 #include "trainer/config/run.h"
-#include "trainer/log/records.h"
+#include "trainer/log/summary.h"
 
 namespace gradwire {
 
 std::string human_bytes(double bytes);      // "1.11 MB", powers of 1000
 std::string human_count(double count);      // "208,970"
+std::string milliseconds(double ms);        // "0.25", "12.3"; "-" when not measured
 std::string human_seconds(double seconds);  // "3.2 s", "1:05", "2:03:10"
 
 struct ConsoleOptions {
   std::FILE* out = stdout;
-  bool terminal = false;  // draw a progress bar
-  int64_t log_every = 1;  // without a terminal: steps per line; the last step always gets a line
+  bool terminal = false;   // draw a progress bar
+  int64_t log_every = 1;   // without a terminal: steps per line; the last step always gets a line
+  std::string label = {};  // before the bar: which of several runs it is
 };
 
 class Console final : public RunObserver {
@@ -43,8 +44,6 @@ class Console final : public RunObserver {
   Clock::time_point start_ = Clock::now(), drawn_{};
 };
 
-// The table of compare, one line per run.
-std::string compare_table(const std::vector<ComparedRun>& runs);
 // A finished run in one line.
 std::string summary_line(const RunSummary& summary);
 // How the step time divides: a line of parts that add up to 100 %, and, if there was communication, a line

@@ -1,21 +1,12 @@
 #include "trainer/log/records.h"
 
-#include <cmath>
-#include <nlohmann/json.hpp>
+#include "trainer/log/json.h"
 
 namespace gradwire {
 namespace {
 
-using Json = nlohmann::ordered_json;
-
-std::string line(const Json& json, int indent = -1) {
-  // NaN and infinity become null; bytes that are not UTF-8 (a path may hold anything) are replaced.
-  return json.dump(indent, ' ', false, Json::error_handler_t::replace);
-}
-
-Json or_null(const std::optional<double>& value) {
-  return value ? Json(*value) : Json(nullptr);
-}
+// Of a run's first record: what comes before it are settings, in a fixed order.
+constexpr const char* kFirstMeasured = "parameters";
 
 Json shares_json(const StepShares& shares) {
   Json json{{"data", shares.data},           {"forward", shares.forward},
@@ -26,11 +17,6 @@ Json shares_json(const StepShares& shares) {
   json["decompress"] = shares.decompress;
   json["hidden_of_comm"] = or_null(shares.hidden_of_comm());
   return json;
-}
-
-// 25 rather than 25.0.
-Json shortest(double value) {
-  return value == std::floor(value) ? Json(static_cast<int64_t>(value)) : Json(value);
 }
 
 Json model_json(const VitConfig& model) {
@@ -98,7 +84,7 @@ std::string run_record(const TrainConfig& config, const DataSplits& data, const 
   add_config(json, config);
   json["train_images"] = data.train.count();
   json["test_images"] = data.test.count();
-  json["parameters"] = info.parameters;
+  json[kFirstMeasured] = info.parameters;
   json["tensors"] = info.tensors;
   json["buckets"] = info.buckets;
   json["schedule"] = info.schedule;
@@ -108,55 +94,55 @@ std::string run_record(const TrainConfig& config, const DataSplits& data, const 
   json["copy_gb_per_s"] = info.copy_gb_per_s;
   json["fma_share"] = info.fma_share;
   json["products"] = info.products.empty() ? Json(nullptr) : Json(info.products);
-  return line(json);
+  return json_text(json);
 }
 
 std::string step_record(const StepRecord& step) {
-  return line(Json{{"type", "step"},
-                   {"step", step.step},
-                   {"epoch", step.epoch},
-                   {"loss", step.loss},
-                   {"lr", step.lr},
-                   {"step_ms", step.step_ms},
-                   {"images_per_s", step.images_per_s},
-                   {"wire_bytes", step.wire_bytes},
-                   {"dense_bytes", step.dense_bytes},
-                   {"comm_ms", step.comm_ms},
-                   {"compress_ms", step.compress_ms},
-                   {"communicate_ms", step.communicate_ms},
-                   {"decompress_ms", step.decompress_ms},
-                   {"exposed_comm_ms", step.exposed_comm_ms},
-                   {"data_ms", step.data_ms},
-                   {"forward_ms", step.forward_ms},
-                   {"backward_ms", step.backward_ms},
-                   {"optimizer_ms", step.optimizer_ms},
-                   {"tflops", step.tflops}});
+  return json_text(Json{{"type", "step"},
+                        {"step", step.step},
+                        {"epoch", step.epoch},
+                        {"loss", step.loss},
+                        {"lr", step.lr},
+                        {"step_ms", step.step_ms},
+                        {"images_per_s", step.images_per_s},
+                        {"wire_bytes", step.wire_bytes},
+                        {"dense_bytes", step.dense_bytes},
+                        {"comm_ms", step.comm_ms},
+                        {"compress_ms", step.compress_ms},
+                        {"communicate_ms", step.communicate_ms},
+                        {"decompress_ms", step.decompress_ms},
+                        {"exposed_comm_ms", step.exposed_comm_ms},
+                        {"data_ms", step.data_ms},
+                        {"forward_ms", step.forward_ms},
+                        {"backward_ms", step.backward_ms},
+                        {"optimizer_ms", step.optimizer_ms},
+                        {"tflops", step.tflops}});
 }
 
 std::string eval_record(const EvalRecord& eval) {
-  return line(Json{{"type", "eval"},
-                   {"step", eval.step},
-                   {"epoch", eval.epoch},
-                   {"test_loss", eval.test_loss},
-                   {"test_accuracy", eval.test_accuracy},
-                   {"images", eval.images}});
+  return json_text(Json{{"type", "eval"},
+                        {"step", eval.step},
+                        {"epoch", eval.epoch},
+                        {"test_loss", eval.test_loss},
+                        {"test_accuracy", eval.test_accuracy},
+                        {"images", eval.images}});
 }
 
 std::string checkpoint_record(const CheckpointRecord& checkpoint) {
-  return line(Json{{"type", "checkpoint"},
-                   {"step", checkpoint.step},
-                   {"path", checkpoint.path},
-                   {"bytes", checkpoint.bytes},
-                   {"save_ms", checkpoint.save_ms}});
+  return json_text(Json{{"type", "checkpoint"},
+                        {"step", checkpoint.step},
+                        {"path", checkpoint.path},
+                        {"bytes", checkpoint.bytes},
+                        {"save_ms", checkpoint.save_ms}});
 }
 
 std::string resume_record(const TrainConfig& config, const RunInfo& info) {
-  return line(Json{{"type", "resume"},
-                   {"step", info.first_step},
-                   {"path", config.resume},
-                   {"version", GRADWIRE_VERSION},
-                   {"ranks", config.ranks()},
-                   {"compression", config.compression.to_string()}});
+  return json_text(Json{{"type", "resume"},
+                        {"step", info.first_step},
+                        {"path", config.resume},
+                        {"version", GRADWIRE_VERSION},
+                        {"ranks", config.ranks()},
+                        {"compression", config.compression.to_string()}});
 }
 
 bool is_run_record(const std::string& line) {
@@ -177,57 +163,50 @@ bool is_before(const std::string& line, int64_t first_step, int64_t steps) {
 }
 
 std::string summary_record(const RunSummary& summary) {
-  return line(Json{{"type", "summary"},
-                   {"steps", summary.steps},
-                   {"seconds", summary.seconds},
-                   {"final_loss", summary.final_loss},
-                   {"test_loss", or_null(summary.test_loss)},
-                   {"test_accuracy", or_null(summary.test_accuracy)},
-                   {"step_ms", summary.step_ms},
-                   {"images_per_s", summary.images_per_s},
-                   {"wire_bytes", summary.wire_bytes},
-                   {"dense_bytes", summary.dense_bytes},
-                   {"ratio", or_null(summary.ratio)},
-                   {"comm_ms", summary.comm_ms},
-                   {"compress_ms", summary.compress_ms},
-                   {"communicate_ms", summary.communicate_ms},
-                   {"decompress_ms", summary.decompress_ms},
-                   {"exposed_comm_ms", summary.exposed_comm_ms},
-                   {"data_ms", summary.data_ms},
-                   {"forward_ms", summary.forward_ms},
-                   {"backward_ms", summary.backward_ms},
-                   {"optimizer_ms", summary.optimizer_ms},
-                   {"data_wait_share", summary.data_wait_share},
-                   {"tflops", summary.tflops},
-                   {"peak_fraction", or_null(summary.peak_fraction)},
-                   {"shares", shares_json(summary.shares)},
-                   {"total_wire_bytes", summary.total_wire_bytes}});
+  return json_text(Json{{"type", "summary"},
+                        {"steps", summary.steps},
+                        {"seconds", summary.seconds},
+                        {"final_loss", summary.final_loss},
+                        {"test_loss", or_null(summary.test_loss)},
+                        {"test_accuracy", or_null(summary.test_accuracy)},
+                        {"step_ms", summary.step_ms},
+                        {"images_per_s", summary.images_per_s},
+                        {"wire_bytes", summary.wire_bytes},
+                        {"dense_bytes", summary.dense_bytes},
+                        {"ratio", or_null(summary.ratio)},
+                        {"comm_ms", summary.comm_ms},
+                        {"compress_ms", summary.compress_ms},
+                        {"communicate_ms", summary.communicate_ms},
+                        {"decompress_ms", summary.decompress_ms},
+                        {"exposed_comm_ms", summary.exposed_comm_ms},
+                        {"data_ms", summary.data_ms},
+                        {"forward_ms", summary.forward_ms},
+                        {"backward_ms", summary.backward_ms},
+                        {"optimizer_ms", summary.optimizer_ms},
+                        {"data_wait_share", summary.data_wait_share},
+                        {"tflops", summary.tflops},
+                        {"peak_fraction", or_null(summary.peak_fraction)},
+                        {"shares", shares_json(summary.shares)},
+                        {"total_wire_bytes", summary.total_wire_bytes}});
 }
 
 std::string config_text(const TrainConfig& config) {
   Json json = Json::object();
   add_config(json, config);
-  return line(json, 2);
+  return json_text(json, 2);
 }
 
-std::string compare_document(const std::vector<ComparedRun>& runs) {
-  Json document = Json::array();
-  for (const ComparedRun& run : runs) {
-    document.push_back({{"compression", run.compression},
-                        {"test_accuracy", or_null(run.summary.test_accuracy)},
-                        {"final_loss", run.summary.final_loss},
-                        {"step_ms", run.summary.step_ms},
-                        {"images_per_s", run.summary.images_per_s},
-                        {"wire_bytes", run.summary.wire_bytes},
-                        {"dense_bytes", run.summary.dense_bytes},
-                        {"ratio", or_null(run.summary.ratio)},
-                        {"exposed_comm_ms", run.summary.exposed_comm_ms},
-                        {"ranks", run.ranks},
-                        {"device", run.device},
-                        {"schedule", run.summary.schedule},
-                        {"bucket_mb", shortest(run.bucket_mb)}});
+std::string settings_text(const std::string& run_record) {
+  const Json json = Json::parse(run_record, nullptr, false);
+  if (!json.is_object() || json.value("type", Json()) != "run") return "";
+  Json settings = Json::object();
+  for (const auto& [key, value] : json.items()) {
+    if (key == kFirstMeasured) break;
+    const bool only_watches = key == "timeout_s" || key == "trace" || key == "trace_steps" ||
+                              key == "profile_steps" || key == "dump_gradients";
+    if (!only_watches) settings[key] = value;
   }
-  return line(document, 2) + "\n";
+  return json_text(settings);
 }
 
 }  // namespace gradwire

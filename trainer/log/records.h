@@ -29,14 +29,7 @@ bool is_run_record(const std::string& line);
 // that the run will write again, and for incomplete lines.
 bool is_before(const std::string& line, int64_t first_step, int64_t steps);
 
-struct ComparedRun {
-  std::string compression;
-  RunSummary summary;
-  int ranks = 1;
-  std::string device;  // "host" or "cuda"
-  double bucket_mb = 0;
-};
-// The array that `gradwire compare --json` writes.
-std::string compare_document(const std::vector<ComparedRun>& runs);
+// The part of a run's first record that its results follow from, as text to compare; "" for any other line.
+std::string settings_text(const std::string& run_record);
 
 }  // namespace gradwire

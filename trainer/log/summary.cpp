@@ -62,6 +62,7 @@ RunSummary Summarizer::summary(double seconds) const {
   summary.steps = static_cast<int64_t>(steps_.size());
   summary.seconds = seconds;
   summary.schedule = info_.schedule;
+  summary.parameters = info_.parameters;
   auto median_of = [&](auto field) {
     std::vector<double> values;
     for (const StepRecord& step : steps_) values.push_back(static_cast<double>(step.*field));

@@ -39,6 +39,7 @@ struct RunSummary {
   std::optional<double> ratio;          // dense_bytes / wire_bytes; none when nothing was sent
   StepShares shares;
   std::string schedule;
+  int64_t parameters = 0;  // of the model
 };
 
 constexpr int64_t kFinalLossSteps = 20;

@@ -1,0 +1,134 @@
+"""Draws many compressions of gradwire compare: accuracy by bytes per step and element, and their Pareto front."""
+import math
+
+from plots.style import FAINT, GRID, INK, FuncFormatter, LogLocator, NullLocator, plt, style
+
+FRONT, OTHER = "#0072b2", "#9ca3af"
+
+
+class Point:
+    def __init__(self, row):
+        self.name = row["compression"]
+        self.bytes = row["wire_bytes_per_element"]
+        self.accuracy = 100 * row["test_accuracy"]
+        self.spread = 100 * (row["test_accuracy_std"] or 0)
+        self.seeds = [100 * seed["test_accuracy"] for seed in row["seeds"]]
+        self.stochastic = "stochastic" in self.name
+        self.shown = self.accuracy  # where it is drawn
+
+
+def points_of(rows):
+    """One point per compression; where several bucket sizes were compared, the first."""
+    points = {}
+    for row in rows:
+        if row["test_accuracy"] is not None and row["wire_bytes_per_element"]:
+            points.setdefault(row["compression"], Point(row))
+    if not points:
+        raise SystemExit("plot.py: nothing was evaluated, or nothing was sent: use --ranks 2 or more, and --eval-every 1")
+    return list(points.values())
+
+
+def pareto_front(points):
+    """Those that no other beats in accuracy with as few bytes, from few bytes to many."""
+    front = []
+    for point in sorted(points, key=lambda p: (p.bytes, -p.accuracy)):
+        if not front or point.accuracy > front[-1].accuracy:
+            front.append(point)
+    return front
+
+
+def lowest_shown(points):
+    """Accuracies far below the others would leave these no room: where the axis ends."""
+    values = sorted(p.accuracy for p in points)
+    best, middle = values[-1], values[len(values) // 2]
+    return max(values[0], best - max(4 * (best - middle), 3.0))
+
+
+def place_labels(axis, labels, points):
+    """Puts each label at the first free place around its point, most important labels first."""
+    figure = axis.figure
+    figure.canvas.draw()
+    renderer, frame = figure.canvas.get_renderer(), axis.get_window_extent()
+    pixel = figure.dpi / 72
+    taken = []
+    for point in points:
+        x, y = axis.transData.transform((point.bytes, point.shown))
+        taken.append((x - 4 * pixel, y - 4 * pixel, x + 4 * pixel, y + 4 * pixel))
+    places = [(side * reach, lift) for reach in (7, 16, 30, 50) for lift in (0, 9, -9, 18, -18, 30, -30, 44, -44, 60, -60)
+              for side in (1, -1)]
+    for point, style_of in labels:
+        best = None
+        for dx, dy in places:
+            text = axis.annotate(point.name, (point.bytes, point.shown), textcoords="offset points", xytext=(dx, dy), va="center",
+                                 ha="left" if dx > 0 else "right", **style_of,
+                                 arrowprops={"arrowstyle": "-", "color": GRID, "shrinkA": 0, "shrinkB": 3}
+                                 if abs(dy) > 9 or abs(dx) > 16 else None)
+            box = text.get_window_extent(renderer)
+            outside = box.x0 < frame.x0 or box.x1 > frame.x1 or box.y0 < frame.y0 or box.y1 > frame.y1
+            overlaps = sum(max(0, min(box.x1, x1) - max(box.x0, x0)) * max(0, min(box.y1, y1) - max(box.y0, y0))
+                           for x0, y0, x1, y1 in taken) + (1e9 if outside else 0)
+            text.remove()
+            if best is None or overlaps < best[0]:
+                best = (overlaps, dx, dy, box)
+            if overlaps == 0:
+                break
+        _, dx, dy, box = best
+        taken.append((box.x0, box.y0, box.x1, box.y1))
+        axis.annotate(point.name, (point.bytes, point.shown), textcoords="offset points", xytext=(dx, dy), va="center",
+                      ha="left" if dx > 0 else "right", **style_of,
+                      arrowprops={"arrowstyle": "-", "color": OTHER, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
+                      if abs(dy) > 9 or abs(dx) > 16 else None)
+
+
+def draw_points(axis, points, front, lowest):
+    for point in points:
+        color = FRONT if point in front else OTHER
+        point.shown = max(point.accuracy, lowest)
+        if point.accuracy < lowest:
+            point.name += f"  {point.accuracy:.1f} %"
+            axis.plot(point.bytes, lowest, marker="v", color=color, markersize=7, clip_on=False)
+            continue
+        if point.spread:
+            axis.errorbar(point.bytes, point.accuracy, yerr=point.spread, color=color, linewidth=1.2, capsize=3)
+        axis.plot(point.bytes, point.accuracy, marker="o", markersize=7, color=color, zorder=3,
+                  markerfacecolor="white" if point.stochastic else color)
+    line = [(p.bytes, p.accuracy) for p in front if p.accuracy >= lowest]
+    if line:
+        axis.step(*zip(*line), where="post", color=FRONT, linewidth=1.6, alpha=0.6, zorder=1)
+
+
+def subtitle(rows):
+    row = rows[0]
+    seeds = len(row["seeds"])
+    text = f"{row['ranks']} ranks on {row['device']}"
+    if seeds > 1:
+        text += f"; mean of {seeds} seeds, bars are one standard deviation"
+    return text + "; filled: round to nearest, hollow: stochastic; blue: nothing is more accurate with fewer bytes"
+
+
+def draw(rows, title, path):
+    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK})
+    points = points_of(rows)
+    front, lowest = pareto_front(points), lowest_shown(points)
+    figure, axis = plt.subplots(figsize=(12, 7.2))
+    figure.patch.set_facecolor("white")
+    style(axis, "", "bytes sent per step, rank and element of the gradient", "test accuracy, %")
+    axis.set_xscale("log")
+    draw_points(axis, points, front, lowest)
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.xaxis.set_minor_locator(NullLocator())
+    few, many = min(p.bytes for p in points), max(p.bytes for p in points)
+    margin = max(0.12 * math.log10(many / few), 0.15)
+    axis.set_xlim(few / 10 ** margin, many * 10 ** margin)
+    top = max(p.accuracy + p.spread for p in points)
+    room = max(0.06 * (top - lowest), 0.05)
+    axis.set_ylim(lowest - room, top + 2 * room)
+    figure.text(0.065, 0.95, title, fontsize=16, fontweight="bold")
+    figure.text(0.065, 0.912, subtitle(rows), fontsize=10.5, color=FAINT)
+    figure.subplots_adjust(left=0.065, right=0.98, top=0.88, bottom=0.09)
+    others = sorted((p for p in points if p not in front), key=lambda p: -p.accuracy)
+    place_labels(axis, [(p, {"color": FRONT, "fontweight": "bold", "fontsize": 9.5}) for p in front] +
+                 [(p, {"color": FAINT, "fontsize": 8}) for p in others], points)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

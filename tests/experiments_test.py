@@ -1,0 +1,114 @@
+#!/usr/bin/env python3
+"""bench/experiments/slow_links.py: its arithmetic, and what it refuses."""
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+ROOT = pathlib.Path()  # from the command line
+
+
+class Experiments(unittest.TestCase):
+    """The pure parts of bench/experiments/slow_links.py; what it measures needs root and minutes."""
+
+    def setUp(self):
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="gradwire-experiments-"))
+        self.addCleanup(shutil.rmtree, self.folder)
+        sys.path.insert(0, str(ROOT / "bench"))
+        self.addCleanup(sys.path.pop, 0)
+        sys.dont_write_bytecode = True
+        from harness import report
+        self.report = report
+
+    def item(self, who, method, step_ms, bucket_mb=None, phase="main", network="shaped", **more):
+        return {"who": who, "method": method, "phase": phase, "network": network, "bucket_mb": bucket_mb,
+                **({"step_ms": step_ms} if step_ms else {}), **more}
+
+    def result(self):
+        items = [self.item("gradwire", "alone", [100]), self.item("pytorch", "alone", [120, 130, 110]),
+                 # The median of the repetitions' medians: 700.
+                 self.item("gradwire", "fp32", [690, 9000, 700]), self.item("gradwire", "fp32", [500, 600]),
+                 self.item("gradwire", "fp32", [900]), self.item("pytorch", "fp32", [710]),
+                 self.item("gradwire", "fp32", [650], 8), self.item("pytorch", "fp32", [640], 4),
+                 self.item("gradwire", "16bit", [350], 4), self.item("pytorch", "16bit", None, 4, error="it | aborted"),
+                 self.item("gradwire", "powersgd4", [160], wire_bytes=2e6), self.item("gradwire", "powersgd4", [140], 16, wire_bytes=1e6),
+                 self.item("pytorch", "powersgd4", [280])]
+        return self.report.Result({"settings": {}, "items": items})
+
+    def test_medians_ratios_and_the_better_kind_of_buckets(self):
+        result = self.result()
+        self.assertEqual(result.base("gradwire").ms, 700)
+        self.assertEqual(result.alone("pytorch").ms, 120)
+        self.assertAlmostEqual(result.share(), 6 / 7)
+        table = {row[0] + " " + row[1]: row for row in self.report.main_table(result)}
+        self.assertEqual(table["PowerSGD rank 4 buckets of 16 MB"][2:],
+                         ["140", "5.00x", "1.00", "one bucket", "280", "2.54x", "2.00x"])
+        self.assertEqual(table["BF16 buckets of 4 MB"][2:], ["350", "2.00x", "-", "buckets (FP16)", "fails", "-", "-"])
+        self.assertEqual(table["FP32 buckets of 8 MB"][-1], "0.98x")
+        self.assertNotIn("PowerSGD rank 1", " ".join(table))
+        for row in self.report.main_table(result):
+            self.assertEqual(len(row), 9)
+        self.assertEqual(self.report.errors(result), ["PyTorch BF16, buckets: it | aborted"])
+
+    def test_goals_say_met_not_met_and_not_measured(self):
+        lines = self.report.goal_lines(self.result())
+        self.assertEqual([line.split("  ")[0].strip() for line in lines], ["met", "met", "met", "NOT MET", "met"], lines)
+        self.assertIn("PowerSGD (rank 4), relative to own FP32 with one bucket", lines[1])
+        self.assertIn("5.00x  (goal 5x)", lines[1])
+        self.assertIn("0.98x  (goal 1x)", lines[3])
+        nothing = self.report.goal_lines(self.report.Result({"settings": {}, "items": []}))
+        self.assertEqual([line.split("  ")[0].strip() for line in nothing], ["not measured"] * 2)
+
+    def test_the_sweep_chooses_by_medians_and_ignores_what_failed(self):
+        items = [self.item("gradwire", "fp32", [30, 31, 90], 4, "sweep"), self.item("gradwire", "fp32", [29, 40, 50], 8, "sweep"),
+                 self.item("gradwire", "fp32", None, 2, "sweep", error="no")]
+        self.assertEqual(self.report.best_bucket_mb(items, "gradwire", "fp32", 16), 4)
+        self.assertEqual(self.report.best_bucket_mb(items, "pytorch", "fp32", 16), 16)
+        one = [*items, self.item("gradwire", "fp32", [20], None, "sweep")]
+        self.assertIsNone(self.report.best_bucket_mb(one, "gradwire", "fp32", 16))
+        self.assertEqual(self.report.sweep_table(one), [["", "one bucket", "8 MB", "4 MB", "2 MB"], ["Gradwire FP32", "20", "40", "31", "-"]])
+        self.assertEqual(self.report.sweep_table(items)[1], ["Gradwire FP32", "40", "31", "-"])
+
+    def test_a_log_without_its_warm_up(self):
+        log = self.folder / "run.jsonl"
+        records = [{"type": "run", "buckets": 2, "schedule": "ring", "parameters": 10, "tensors": 3}]
+        records += [{"type": "step", "step_ms": ms, "loss": ms / 10, "comm_ms": ms / 2} for ms in (900, 10, 30, 20)]
+        log.write_text("".join(json.dumps(r) + "\n" for r in records))
+        read = self.report.read_log(log, 1)
+        self.assertEqual((read["step_ms"], read["loss"], read["comm_ms"], read["wire_bytes"]), ([10, 30, 20], 2.0, 10.0, None))
+
+    def test_accuracy_against_the_same_seed(self):
+        logs = [("fp32", 0, 0.88, 4e9, 1.0), ("fp32", 1, 0.90, 4e9, 1.0), ("bf16", 0, 0.881, 2e9, 2.0), ("bf16", 1, 0.894, 2e9, 2.0),
+                ("powersgd:rank=4", 1, 0.89, 1e9, 4.0), ("powersgd:rank=4", 0, None, 0, None)]
+        rows = {row["spec"]: row for row in self.report.accuracy_rows(logs)}
+        self.assertEqual(list(rows), ["fp32", "bf16", "powersgd:rank=4"])
+        self.assertAlmostEqual(sum(rows["bf16"]["differences"]), 0.001 - 0.006)
+        self.assertEqual(len(rows["powersgd:rank=4"]["differences"]), 1)
+        told = self.report.accuracy_goals(list(rows.values()))
+        self.assertEqual([line.rsplit(", ", 1)[1] for line in told], ["met", "NOT MET", "NOT MET"])
+        self.assertEqual(len(self.report.accuracy_table(list(rows.values()))), 4)
+
+    def test_only_the_marked_section_of_a_page_changes(self):
+        page = "a\n<!-- results:begin -->\nold\n<!-- results:end -->\nb <!-- x:begin --><!-- x:end -->\n"
+        self.assertEqual(self.report.replace_section(page, "results", "new\n"), page.replace("old", "new"))
+        with self.assertRaises(ValueError):
+            self.report.replace_section(page, "accuracy", "new")
+
+    def test_what_the_command_refuses(self):
+        script = str(ROOT / "bench/experiments/slow_links.py")
+        run = lambda *a: subprocess.run([sys.executable, script, *map(str, a)], capture_output=True, text=True, timeout=60)
+        result = run("run", "--gradwire", "/nowhere/gradwire")
+        self.assertEqual((result.returncode, len(result.stderr.splitlines())), (2, 1), result.stderr)
+        self.assertIn("/nowhere/gradwire", result.stderr)
+        result = run("accuracy", "render", self.folder)
+        self.assertEqual((result.returncode, len(result.stderr.splitlines())), (1, 1), result.stderr)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("usage: experiments_test.py ROOT_OF_THE_SOURCES [unittest arguments]")
+    ROOT = pathlib.Path(sys.argv.pop(1))
+    unittest.main()

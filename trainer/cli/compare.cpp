@@ -1,0 +1,270 @@
+#include "trainer/cli/compare.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <filesystem>
+#include <set>
+
+#include "collectives/agreement/all_gather.h"
+#include "collectives/codec/examples.h"
+#include "collectives/communicator/communicator.h"
+#include "runtime/error.h"
+#include "trainer/cli/session.h"
+#include "trainer/log/comparison.h"
+#include "trainer/log/console.h"
+#include "trainer/log/earlier_run.h"
+#include "trainer/log/run_log.h"
+
+namespace gradwire {
+namespace {
+
+namespace fs = std::filesystem;
+
+// A run of the comparison. They are in the order of their seeds, so that all specs have a first result before
+// any has a second, and within a seed in the order of the table.
+struct PlannedRun {
+  TrainConfig config;
+  std::string title;                       // what sets it apart from the others
+  std::string log = {};                    // file; "": none
+  std::optional<RunSummary> earlier = {};  // an earlier call's
+  bool half = false;                       // an earlier call began it
+};
+
+// demo/compare.json -> demo/compare.2.jsonl
+std::string path_of_run(const std::string& path, size_t index, const std::string& extension) {
+  fs::path named = path;
+  named.replace_extension(fmt::format("{}{}", index, extension));
+  return named.string();
+}
+
+std::vector<PlannedRun> plan_runs(const Resolved& run, int seeds) {
+  std::vector<PlannedRun> all;
+  for (int s = 0; s < seeds; ++s) {
+    for (const CompressionSpec& compression : run.compressions) {
+      for (double mb : run.buckets_mb) {
+        PlannedRun planned{.config = run.config, .title = compression.to_string()};
+        planned.config.compression = compression;
+        planned.config.bucket_mb = mb;
+        planned.config.seed = run.config.seed + static_cast<uint64_t>(s);
+        if (run.buckets_mb.size() > 1) planned.title += fmt::format(", buckets of {:g} MiB", mb);
+        if (seeds > 1) planned.title += fmt::format(", seed {}", planned.config.seed);
+        if (!run.config.trace.empty()) {
+          planned.config.trace = path_of_run(run.config.trace, all.size(), ".json");
+        }
+        all.push_back(std::move(planned));
+      }
+    }
+  }
+  return all;
+}
+
+// The logs next to compare.json, in the order of their numbers.
+std::vector<std::string> logs_next_to(const std::string& json) {
+  const fs::path path = json;
+  const std::string before = path.stem().string() + ".", after = ".jsonl";
+  std::vector<size_t> numbers;
+  std::error_code error;
+  const fs::path folder = path.has_parent_path() ? path.parent_path() : ".";
+  for (fs::directory_iterator it(folder, error), end; !error && it != end; it.increment(error)) {
+    const std::string name = it->path().filename().string();
+    if (name.size() <= before.size() + after.size() || !name.starts_with(before) || !name.ends_with(after)) {
+      continue;
+    }
+    size_t number = 0;
+    const char *digits = name.data() + before.size(), *last = name.data() + name.size() - after.size();
+    const auto [stopped, failed] = std::from_chars(digits, last, number);
+    if (failed == std::errc() && stopped == last) numbers.push_back(number);
+  }
+  std::sort(numbers.begin(), numbers.end());
+  std::vector<std::string> paths;
+  for (size_t number : numbers) paths.push_back(path_of_run(json, number, after));
+  return paths;
+}
+
+// Finds the logs of runs with the same settings. Those that are finished first, because a compression that is
+// given twice has two logs, which differ only in that. Each belongs to one run.
+void find_earlier_runs(std::vector<PlannedRun>& runs, const DataSplits& data, const std::string& json) {
+  std::vector<std::string> settings;
+  for (const PlannedRun& run : runs) settings.push_back(settings_text(run_record(run.config, data, {})));
+  std::vector<std::pair<std::string, EarlierRun>> logs;
+  for (const std::string& path : logs_next_to(json)) logs.emplace_back(path, read_earlier_run(path));
+  for (bool finished : {true, false}) {
+    for (const auto& [path, earlier] : logs) {
+      for (size_t i = 0; earlier.finished == finished && i < runs.size(); ++i) {
+        if (!runs[i].log.empty() || settings[i] != earlier.settings) continue;
+        runs[i].log = path;
+        runs[i].half = !finished;
+        if (finished) runs[i].earlier = earlier.summary;
+        break;
+      }
+    }
+  }
+}
+
+// Every other run gets the first number that is free.
+void name_logs(std::vector<PlannedRun>& runs, const std::string& json) {
+  std::set<std::string> taken;
+  for (const PlannedRun& run : runs) taken.insert(run.log);
+  size_t number = 0;
+  for (PlannedRun& run : runs) {
+    while (run.log.empty()) {
+      const std::string path = path_of_run(json, number++, ".jsonl");
+      if (!taken.contains(path)) run.log = path;
+    }
+    check_writable(run.log);
+  }
+}
+
+// Rank 0 knows which runs are there already, and tells the other processes.
+void agree_on_earlier_runs(std::vector<PlannedRun>& runs, Communicator* comm) {
+  if (comm == nullptr) return;
+  std::vector<double> mine;
+  for (const PlannedRun& run : runs) mine.push_back(run.earlier ? 1 : 0);
+  const Device device = comm->device();
+  const Stream stream = device.is_host() ? Stream::immediate_host() : Stream::create(device, "compare");
+  const std::vector<double> leader = all_gather(comm->transport(), stream, mine, "runs to compare")[0];
+  for (size_t i = 0; i < runs.size() && comm->rank() != 0; ++i) {
+    if (leader[i] != 0) runs[i].earlier.emplace();
+  }
+}
+
+// What is left, if runs take as long as the known ones: ", about 5:10 left", or nothing.
+std::string time_left(const std::vector<PlannedRun>& runs, size_t next, const std::vector<double>& seconds) {
+  if (seconds.empty()) return "";
+  const auto left = std::count_if(runs.begin() + static_cast<std::ptrdiff_t>(next), runs.end(),
+                                  [](const PlannedRun& run) { return !run.earlier; });
+  double sum = 0;
+  for (double s : seconds) sum += s;
+  return fmt::format("; about {} left",
+                     human_seconds(sum / static_cast<double>(seconds.size()) * static_cast<double>(left)));
+}
+
+// Runs what is not there yet. `data` is that of the first seed; each seed has its own where data are drawn from it.
+std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const Options& options, DataSplits data,
+                                Communicator* comm) {
+  const bool speaks = leads(options);
+  std::vector<RunSummary> summaries;
+  std::vector<double> seconds;  // of the runs so far; at first those of earlier calls
+  for (const PlannedRun& run : runs) {
+    if (run.earlier) seconds.push_back(run.earlier->seconds);
+  }
+  bool first = true;
+  uint64_t seed = runs.front().config.seed;
+  for (size_t i = 0; i < runs.size(); ++i) {
+    const PlannedRun& run = runs[i];
+    const std::string label = fmt::format("[{}/{}] ", i + 1, runs.size());
+    if (run.earlier) {
+      if (speaks) say(fmt::format("\n{}{}: done before, see {}", label, run.title, run.log));
+      summaries.push_back(*run.earlier);
+      continue;
+    }
+    if (run.config.seed != seed) {
+      seed = run.config.seed;
+      data = load_data(run.config.data, run.config.model, seed, run.config.global_batch());
+    }
+    if (!speaks) {
+      RunObserver nobody;
+      train_rank(run.config, data, nobody, comm);
+      continue;
+    }
+    say(fmt::format("\n{}{}{}{}", label, run.title,
+                    run.half ? fmt::format("; {} ends before the run did: again", run.log) : "",
+                    time_left(runs, i, seconds)));
+    summaries.push_back(
+        run_once(run.config, data, {.log = run.log, .log_every = options.log_every, .label = label}, comm));
+    if (std::exchange(first, false)) seconds.clear();  // this machine, now, is the better guess
+    seconds.push_back(summaries.back().seconds);
+  }
+  return summaries;
+}
+
+// Of each compression and bucket size all seeds.
+std::vector<ComparedRun> by_seed(const std::vector<PlannedRun>& runs,
+                                 const std::vector<RunSummary>& summaries, size_t seeds) {
+  const size_t entries = runs.size() / seeds;
+  std::vector<ComparedRun> compared;
+  for (size_t i = 0; i < runs.size(); ++i) {
+    const TrainConfig& config = runs[i].config;
+    if (i < entries) {
+      compared.push_back({.compression = config.compression.to_string(),
+                          .ranks = config.ranks(),
+                          .device = config.devices[0].is_host() ? "host" : "cuda",
+                          .bucket_mb = config.bucket_mb});
+    }
+    compared[i % entries].seeds.push_back(
+        {config.seed, summaries[i], fs::path(runs[i].log).filename().string()});
+  }
+  return compared;
+}
+
+void say_earlier(const std::vector<PlannedRun>& runs) {
+  const auto done = std::count_if(runs.begin(), runs.end(), [](const auto& run) { return run.earlier; });
+  if (done == 0) return;
+  say(fmt::format(
+      "{} of {} runs: done before with the same settings, and not run again; --again repeats them", done,
+      runs.size()));
+}
+
+}  // namespace
+
+std::vector<std::string> compared_specs(const Options& options) {
+  std::vector<std::string> all;
+  if (options.preset == "shelf") all = shelf_specs();
+  for (const std::string& text : options.compression) {
+    const bool there =
+        !options.preset.empty() &&
+        std::find(all.begin(), all.end(), CompressionSpec::parse(text).to_string()) != all.end();
+    if (!there) all.push_back(text);
+  }
+  if (all.empty()) {
+    throw BadInput(
+        "compare needs --compression SPEC, once for each run, or --preset shelf; see gradwire --help");
+  }
+  return all;
+}
+
+void compare(const Options& given) {
+  Options options = given;
+  options.compression = compared_specs(given);
+  Resolved run = resolve(options);
+  std::vector<PlannedRun> runs = plan_runs(run, options.seeds);
+  const bool speaks = leads(options);
+  if (speaks && !options.json.empty()) {
+    check_writable(options.json);
+    // A run that was not traced must be run again to get its trace.
+    const bool reuses = !options.again && options.trace.empty() && !options.profile_steps;
+    if (reuses) find_earlier_runs(runs, run.data, options.json);
+    name_logs(runs, options.json);
+  }
+  if (speaks) {
+    for (const PlannedRun& planned : runs) {
+      if (!planned.config.trace.empty()) check_writable(planned.config.trace);
+    }
+    say_start(run, options);
+    say_earlier(runs);
+  }
+  if (options.dry_run) {
+    for (const PlannedRun& planned : runs) {
+      if (speaks) say_plan(planned.config);
+    }
+    return;
+  }
+  const std::unique_ptr<Communicator> comm = join(options, run.config);
+  agree_on_earlier_runs(runs, comm.get());
+  const TrainConfig& config = run.config;
+  const std::vector<RunSummary> summaries = run_all(runs, options, std::move(run.data), comm.get());
+  if (!speaks) return;
+  const std::vector<ComparedRun> compared = by_seed(runs, summaries, static_cast<size_t>(options.seeds));
+  if (!options.json.empty()) write_file_atomically(options.json, compare_document(compared));
+  say(fmt::format(
+      "\n{} on {}, {}{}, {} steps; steps and bytes are medians, bytes per rank{}\n", config.model.name,
+      config.data.to_string(), config.ranks(), config.ranks() == 1 ? " rank" : " ranks", config.steps,
+      options.seeds == 1
+          ? ""
+          : fmt::format("; accuracy and loss: mean and standard deviation over {} seeds", options.seeds)));
+  say(compare_table(compared));
+}
+
+}  // namespace gradwire

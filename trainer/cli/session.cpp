@@ -1,0 +1,115 @@
+#include "trainer/cli/session.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+
+#include "collectives/communicator/communicator.h"
+#include "trainer/checkpoint/gradients.h"
+#include "trainer/log/console.h"
+#include "trainer/log/run_log.h"
+#include "trainer/measure/products.h"
+#include "trainer/train/memory.h"
+
+namespace gradwire {
+namespace {
+
+// Hands each record to several observers, in order.
+class Fan final : public RunObserver {
+ public:
+  explicit Fan(std::vector<RunObserver*> observers) : observers_(std::move(observers)) {}
+  void on_run(const RunInfo& info) override {
+    for (auto* observer : observers_) observer->on_run(info);
+  }
+  void on_step(const StepRecord& step) override {
+    for (auto* observer : observers_) observer->on_step(step);
+  }
+  void on_eval(const EvalRecord& eval) override {
+    for (auto* observer : observers_) observer->on_eval(eval);
+  }
+  void on_checkpoint(const CheckpointRecord& checkpoint) override {
+    for (auto* observer : observers_) observer->on_checkpoint(checkpoint);
+  }
+
+ private:
+  std::vector<RunObserver*> observers_;
+};
+
+}  // namespace
+
+void say(const std::string& text) {
+  std::printf("%s\n", text.c_str());
+  std::fflush(stdout);
+}
+
+bool leads(const Options& o) {
+  return !o.launch || o.launch->rank == 0;
+}
+
+void say_start(const Resolved& run, const Options& o) {
+  say(run.device_line);
+  if (run.config.devices.front().is_host()) say("Products: " + host_products_text());
+  if (o.launch) {
+    std::string meeting = o.rendezvous.empty() ? o.launch->rendezvous : o.rendezvous;
+    say("Launcher: " + o.launch->launcher + (o.launch->world == 1 ? " with one process" : "") + " (" +
+        o.launch->variables + ")" +
+        (o.launch->world > 1 && !meeting.empty() ? ", meeting at " + meeting : ""));
+  }
+  for (const std::string& note : run.notes) say(note);
+  const Dataset& train = run.data.train;
+  say(fmt::format("Data: {}, {} training and {} test images of {}x{}x{}", run.config.data.to_string(),
+                  human_count(static_cast<double>(train.count())),
+                  human_count(static_cast<double>(run.data.test.count())), train.channels, train.height,
+                  train.width));
+}
+
+void say_plan(const TrainConfig& config) {
+  say(config_text(config));
+  say(memory_text(config, plan_memory(config)));
+}
+
+void train_rank(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
+                Communicator* comm) {
+  if (comm == nullptr) {
+    run_training(config, data, observer);
+  } else {
+    run_training(config, data, observer, *comm);
+  }
+}
+
+RunSummary run_once(const TrainConfig& config, const DataSplits& data, const RunOutput& output,
+                    Communicator* comm) {
+  Summarizer summarizer;
+  std::unique_ptr<RunLog> log;
+  std::vector<RunObserver*> observers;
+  if (!output.log.empty()) {
+    log = std::make_unique<RunLog>(output.log, config, data);
+    observers.push_back(log.get());  // first: what a person sees is already safe in the file
+  }
+  observers.push_back(&summarizer);
+  auto start = std::chrono::steady_clock::now();
+  {
+    Console console(config, {stdout, isatty(STDOUT_FILENO) == 1, output.log_every, output.label});
+    observers.push_back(&console);
+    Fan fan(observers);
+    train_rank(config, data, fan, comm);
+  }
+  RunSummary summary =
+      summarizer.summary(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  if (log) log->write_summary(summary);
+  say(summary_line(summary));
+  say(shares_text(summary));
+  if (!config.trace.empty()) {
+    say(fmt::format("Trace of steps {} to {}: {}", config.trace_steps.begin, config.trace_steps.end - 1,
+                    config.trace));
+  }
+  if (!config.gradients_directory.empty()) {
+    say(fmt::format("Gradients of step {}: {}", config.gradients_step,
+                    gradients_path(config.gradients_directory, config.gradients_step)));
+  }
+  return summary;
+}
+
+}  // namespace gradwire

@@ -1,0 +1,32 @@
+// The result of `gradwire compare`: its table and its JSON.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "trainer/log/summary.h"
+
+namespace gradwire {
+
+struct SeedRun {
+  uint64_t seed = 0;
+  RunSummary summary;
+  std::string log;  // file name; "": none
+};
+
+// One compression with one bucket size, and its run of each seed, of which there is at least one.
+struct ComparedRun {
+  std::string compression;
+  std::vector<SeedRun> seeds = {};
+  int ranks = 1;
+  std::string device = {};  // "host" or "cuda"
+  double bucket_mb = 0;
+};
+
+// The array that `gradwire compare --json` writes (docs/formats.md).
+std::string compare_document(const std::vector<ComparedRun>& runs);
+// A line per compression and bucket size.
+std::string compare_table(const std::vector<ComparedRun>& runs);
+
+}  // namespace gradwire
