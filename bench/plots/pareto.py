@@ -41,7 +41,7 @@ def lowest_shown(points):
     """Accuracies far below the others would leave these no room: where the axis ends."""
     values = sorted(p.accuracy for p in points)
     best, middle = values[-1], values[len(values) // 2]
-    return max(values[0], best - max(4 * (best - middle), 3.0))
+    return max(values[0], best - max(6 * (best - middle), 5.0))
 
 
 def place_labels(axis, labels, points):
@@ -54,11 +54,10 @@ def place_labels(axis, labels, points):
     for point in points:
         x, y = axis.transData.transform((point.bytes, point.shown))
         taken.append((x - 4 * pixel, y - 4 * pixel, x + 4 * pixel, y + 4 * pixel))
-    places = [(side * reach, lift) for reach in (7, 16, 30, 50) for lift in (0, 9, -9, 18, -18, 30, -30, 44, -44, 60, -60)
-              for side in (1, -1)]
-    for point, style_of in labels:
+    lifts = (0, 9, -9, 18, -18, 30, -30, 44, -44, 60, -60)
+    for point, sides, style_of in labels:
         best = None
-        for dx, dy in places:
+        for dx, dy in [(side * reach, lift) for reach in (7, 16, 30, 50) for lift in lifts for side in sides]:
             text = axis.annotate(point.name, (point.bytes, point.shown), textcoords="offset points", xytext=(dx, dy), va="center",
                                  ha="left" if dx > 0 else "right", **style_of,
                                  arrowprops={"arrowstyle": "-", "color": GRID, "shrinkA": 0, "shrinkB": 3}
@@ -102,8 +101,8 @@ def subtitle(rows):
     seeds = len(row["seeds"])
     text = f"{row['ranks']} ranks on {row['device']}"
     if seeds > 1:
-        text += f"; mean of {seeds} seeds, bars are one standard deviation"
-    return text + "; filled: round to nearest, hollow: stochastic; blue: nothing is more accurate with fewer bytes"
+        text += f"; means of {seeds} seeds, bars are one standard deviation"
+    return text
 
 
 def draw(rows, title, path):
@@ -124,11 +123,16 @@ def draw(rows, title, path):
     top = max(p.accuracy + p.spread for p in points)
     room = max(0.06 * (top - lowest), 0.05)
     axis.set_ylim(lowest - room, top + 2 * room)
+    handles = [plt.Line2D([], [], color=FRONT, linewidth=1.6), plt.Line2D([], [], color=OTHER, marker="o", linestyle=""),
+               plt.Line2D([], [], color=OTHER, marker="o", linestyle="", markerfacecolor="white")]
+    figure.legend(handles, ["Pareto front: nothing is more accurate with fewer bytes", "round to nearest", "stochastic rounding"],
+                  loc="upper right", bbox_to_anchor=(0.985, 0.985), frameon=False, fontsize=9.5, labelcolor=FAINT)
     figure.text(0.065, 0.95, title, fontsize=16, fontweight="bold")
     figure.text(0.065, 0.912, subtitle(rows), fontsize=10.5, color=FAINT)
-    figure.subplots_adjust(left=0.065, right=0.98, top=0.88, bottom=0.09)
+    figure.subplots_adjust(left=0.065, right=0.98, top=0.87, bottom=0.09)
     others = sorted((p for p in points if p not in front), key=lambda p: -p.accuracy)
-    place_labels(axis, [(p, {"color": FRONT, "fontweight": "bold", "fontsize": 9.5}) for p in front] +
-                 [(p, {"color": FAINT, "fontsize": 8}) for p in others], points)
+    # The front goes on to the right of its points.
+    place_labels(axis, [(p, (-1, 1), {"color": FRONT, "fontweight": "bold", "fontsize": 9.5}) for p in front] +
+                 [(p, (1, -1), {"color": FAINT, "fontsize": 8}) for p in others], points)
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -58,7 +58,7 @@ class Compare(CommandTest):
         after = self.contents()
         self.assertIn("2 of 3 runs: done before with the same settings, and not run again; --again repeats them", out)
         self.assertIn("[1/3] fp32: done before, see out.0.jsonl", out)
-        self.assertRegex(out, r"\[2/3\] bf16; out.1.jsonl ends before the run did: again; about .* left")
+        self.assertRegex(out, r"\[2/3\] bf16; an earlier run was cut short \(out.1.jsonl\), starting over; about .* left")
         self.assertEqual([after[f"out.{i}.jsonl"] == before[f"out.{i}.jsonl"] for i in range(3)], [True, False, True])
         figures = lambda rows: [(r["compression"], r["final_loss"], r["test_accuracy"], r["wire_bytes"], r["ratio"], r["schedule"],
                                  r["wire_bytes_per_element"]) for r in rows]

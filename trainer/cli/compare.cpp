@@ -170,7 +170,7 @@ std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const Optio
       continue;
     }
     say(fmt::format("\n{}{}{}{}", label, run.title,
-                    run.half ? fmt::format("; {} ends before the run did: again", run.log) : "",
+                    run.half ? fmt::format("; an earlier run was cut short ({}), starting over", run.log) : "",
                     time_left(runs, i, seconds)));
     summaries.push_back(
         run_once(run.config, data, {.log = run.log, .log_every = options.log_every, .label = label}, comm));

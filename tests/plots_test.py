@@ -1,0 +1,71 @@
+#!/usr/bin/env python3
+"""bench/plots/plot.py on a comparison: which picture it draws, and which specs are on the Pareto front."""
+import importlib.util
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+ROOT = pathlib.Path()  # from the command line
+
+
+@unittest.skipUnless(importlib.util.find_spec("matplotlib"), "matplotlib is not installed")
+class Plots(unittest.TestCase):
+    def setUp(self):
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="gradwire-plots-"))
+        self.addCleanup(shutil.rmtree, self.folder)
+        sys.path.insert(0, str(ROOT / "bench"))
+        self.addCleanup(sys.path.pop, 0)
+        sys.dont_write_bytecode = True
+        from plots import pareto, plot
+        self.pareto, self.plot = pareto, plot
+
+    def row(self, name, bytes_per_element, accuracy, seeds=1, log="out.0.jsonl"):
+        return {"compression": name, "wire_bytes_per_element": bytes_per_element, "test_accuracy": accuracy,
+                "test_accuracy_std": 0.01 if seeds > 1 else None, "ranks": 4, "device": "host",
+                "seeds": [{"seed": s, "test_accuracy": accuracy, "log": log} for s in range(seeds)]}
+
+    def front(self, *rows):
+        return [p.name for p in self.pareto.pareto_front(self.pareto.points_of(list(rows)))]
+
+    def test_the_front_is_what_nothing_beats_with_as_few_bytes(self):
+        self.assertEqual(self.front(self.row("fp32", 4, 0.90), self.row("a", 1, 0.88), self.row("b", 1, 0.89), self.row("c", 2, 0.89),
+                                    self.row("d", 0.1, 0.5), self.row("e", 3, 0.95)), ["d", "b", "e"])
+        self.assertEqual(self.front(self.row("fp32", 4, 0.9), self.row("diverged", 1, None)), ["fp32"])
+        with self.assertRaisesRegex(SystemExit, "nothing was sent"):
+            self.front(self.row("fp32", 0, 0.9))
+
+    def test_many_specs_or_seeds_are_points_and_few_are_lines(self):
+        few = [self.row("fp32", 4, 0.9)]
+        self.assertFalse(self.plot.draws_pareto(few, False))
+        self.assertTrue(self.plot.draws_pareto(few, True))
+        self.assertTrue(self.plot.draws_pareto(few * 8, False))
+        self.assertTrue(self.plot.draws_pareto([self.row("fp32", 4, 0.9, seeds=2)], False))
+        self.assertFalse(self.plot.draws_pareto(None, True))
+
+    def test_both_pictures_are_drawn_from_the_logs_that_the_table_names(self):
+        records = [{"type": "run", "compression": "bf16", "model": {"name": "vit_tiny"}, "data": "synthetic:64", "ranks": 4,
+                    "device": "host", "batch_size": 8, "steps": 2, "schedule": "ring"}]
+        records += [{"type": "step", "step": s, "loss": 2 - s, "step_ms": 10, "wire_bytes": 100} for s in range(2)]
+        records += [{"type": "eval", "step": 2, "test_accuracy": 0.9}, {"type": "summary", "ratio": 2.0}]
+        (self.folder / "out.5.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+        # The accuracies of a run that failed to learn are marked at the border.
+        rows = [self.row("bf16", 2, 0.9, 2, "out.5.jsonl"), self.row("int8", 1, 0.89, 2, "out.5.jsonl"),
+                self.row("sign:round=stochastic", 0.1, 0.2, 2, "out.5.jsonl")]
+        for name, table in (("points", rows), ("lines", [self.row("bf16", 2, 0.9, 1, "out.5.jsonl")])):
+            (self.folder / "out.json").write_text(json.dumps(table))
+            drawn = subprocess.run([sys.executable, ROOT / "bench/plots/plot.py", self.folder / "out.json", "-o",
+                                    self.folder / f"{name}.png"], capture_output=True, text=True, timeout=120)
+            self.assertEqual((drawn.returncode, drawn.stderr), (0, ""))
+            self.assertGreater((self.folder / f"{name}.png").stat().st_size, 10000)
+        self.assertNotEqual((self.folder / "points.png").read_bytes(), (self.folder / "lines.png").read_bytes())
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("usage: plots_test.py ROOT_OF_THE_SOURCES [unittest arguments]")
+    ROOT = pathlib.Path(sys.argv.pop(1)).resolve()
+    unittest.main()
