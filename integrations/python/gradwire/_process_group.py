@@ -1,0 +1,74 @@
+"""A communicator of the ranks of a torch.distributed process group."""
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from typing import Any, List
+
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from gradwire._core import Communicator
+
+# PyTorch's own limit, half an hour. A rank may pause for minutes, as rank 0 does when it writes a checkpoint,
+# and a rank that dies is noticed at once, whatever the limit: its connections break.
+TIMEOUT_S = default_pg_timeout.total_seconds()
+
+
+def _global_rank(group: Any, rank: int) -> int:
+    if group is None or group == dist.group.WORLD:
+        return rank
+    find = getattr(dist, "get_global_rank", None) or dist.distributed_c10d._get_global_rank
+    return int(find(group, rank))
+
+
+def _own_address() -> str:
+    """The address of this machine on the network that leads to MASTER_ADDR; "" where nothing tells it.
+
+    gethostbyname(gethostname()) would be 127.0.1.1 on Debian.
+    """
+    master = os.environ.get("MASTER_ADDR", "")
+    if not master:
+        return ""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            host = str(probe.getsockname()[0])
+    except OSError:
+        return ""
+    return f"[{host}]" if ":" in host else host
+
+
+def _reserve_port(stack: contextlib.ExitStack) -> int:
+    """A free port, which stays ours until the stack closes: bound but not listening, it lets the rendezvous
+    listen there, because both set SO_REUSEADDR, and nobody else."""
+    reserved = stack.enter_context(socket.socket())
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("", 0))
+    return int(reserved.getsockname()[1])
+
+
+def communicator(process_group: Any = None, device: "str | int" = "host",
+                 timeout_s: float = TIMEOUT_S) -> Communicator:
+    """A communicator of the ranks of a torch.distributed process group (None: the default one). Collective.
+
+    Rank 0 picks a free port and broadcasts it through the process group, so nothing needs to be configured.
+    """
+    rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
+    if world == 1:
+        return Communicator(device=device, timeout_s=timeout_s)
+    hosts: List[Any] = [None] * world
+    dist.all_gather_object(hosts, socket.gethostname(), group=process_group)
+    address: List[Any] = [None]
+    with contextlib.ExitStack() as stack:
+        if rank == 0:
+            host = "127.0.0.1"
+            if len(set(hosts)) > 1:
+                # The address at which the others reach this process: MASTER_ADDR if torch's store runs here too.
+                host = os.environ.get("MASTER_ADDR", "") if dist.get_rank() == 0 else _own_address()
+                host = host or socket.gethostname()
+            address = [f"tcp://{host}:{_reserve_port(stack)}"]
+        dist.broadcast_object_list(address, src=_global_rank(process_group, 0), group=process_group)
+        return Communicator(address[0], rank, world, device=device, timeout_s=timeout_s)
