@@ -74,4 +74,20 @@ void dispatch(const Stream& stream, const Args& args, void (*host_op)(const Args
   }
 }
 
+// The same for an op that takes a `form` of it as well, such as a wire format's options.
+template <typename Form, typename Args>
+void dispatch_with(const Stream& stream, const Form& form, const Args& args,
+                   void (*host_op)(const Form&, const Args&),
+                   std::type_identity_t<void (*)(CudaStream, const Form&, const Args&)> cuda_op,
+                   const char* name) {
+  if (stream.device().is_host()) {
+    stream.submit([form, args, host_op] { host_op(form, args); });
+  } else if (cuda_op != nullptr) {
+    make_current(stream.device());
+    cuda_op(stream.native(), form, args);
+  } else {
+    throw DeviceError(std::string(name) + ": this build has no CUDA side");
+  }
+}
+
 }  // namespace gradwire::detail

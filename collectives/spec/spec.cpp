@@ -1,11 +1,14 @@
 #include "collectives/spec/spec.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <charconv>
 #include <functional>
 #include <map>
+#include <numeric>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -56,10 +59,39 @@ const std::vector<std::pair<std::string_view, bool>> kIntraNode{{"wire", false},
 const std::vector<std::pair<std::string_view, Rounding>> kRoundings{{"nearest", Rounding::nearest},
                                                                     {"stochastic", Rounding::stochastic}};
 
-std::vector<std::pair<std::string_view, Wire>> wires() {
-  std::vector<std::pair<std::string_view, Wire>> all;
-  for (Wire wire : wire_formats()) all.emplace_back(wire->name, wire);
+std::vector<std::string_view> format_names() {
+  std::vector<std::string_view> all;
+  for (Wire wire : wire_formats()) all.emplace_back(wire->name);
   return all;
+}
+
+// Insertions, deletions and replacements from a to b.
+size_t edits(std::string_view a, std::string_view b) {
+  std::vector<size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), size_t{0});
+  for (size_t i = 1; i <= a.size(); ++i) {
+    size_t diagonal = std::exchange(row[0], i);
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({row[j] + 1, row[j - 1] + 1, replaced});
+    }
+  }
+  return row.back();
+}
+
+// "; did you mean 'int4'?", where some name is near.
+std::string suggestion(std::string_view wrong, const std::vector<std::string_view>& names) {
+  const auto distance = [&](std::string_view name) { return edits(wrong, name); };
+  const auto best = std::ranges::min_element(names, {}, distance);
+  if (best == names.end() || distance(*best) > std::max<size_t>(2, wrong.size() / 2)) return {};
+  return fmt::format("; did you mean '{}'?", *best);
+}
+
+Wire wire_named(std::string_view text, std::string_view name) {
+  if (const Wire wire = find_wire_format(name)) return wire;
+  bad(text, fmt::format("wire='{}' is not one of {}{}", name, fmt::join(format_names(), "|"),
+                        suggestion(name, format_names())));
 }
 
 // Encoders whose blocks lie one after the other, so that parts of a residual can be read and written.
@@ -122,102 +154,147 @@ std::string shortest(double value) {
 }  // namespace
 
 std::string CompressionSpec::grammar() {
-  std::string formats;
-  for (Wire wire : wire_formats()) {
-    formats += fmt::format("{}{} | ", wire->name, wire->stochastic ? "[:round=nearest|stochastic]" : "");
-  }
   return fmt::format(
-      "{}powersgd:rank=R[,wire={}][,start=N][,warm=on|off][,min_ratio=X][,seed=S], with ,ef=on|off and "
-      ",schedule={} and ,intra_node={} on any of them, and ,residual={} and "
-      ",dense=off|auto|NAME+NAME... on any but fp32",
-      formats, words(wires()), words(schedules()), words(kIntraNode), words(residuals()));
+      "FORMAT or powersgd:rank=R[,wire=FORMAT][,start=N][,warm=on|off][,min_ratio=X][,seed=S], where FORMAT "
+      "is "
+      "{}, with ,ef=on|off and ,schedule={} and ,intra_node={} on any of them, ,residual={} and "
+      ",dense=off|auto|NAME+NAME... on any but fp32, and the format's own options (docs/formats.md)",
+      fmt::join(format_names(), "|"), words(schedules()), words(kIntraNode), words(residuals()));
 }
+
+namespace {
+
+// The key=value pairs after the name, in their order.
+std::vector<std::pair<std::string_view, std::string_view>> items_of(std::string_view text, size_t separator) {
+  std::vector<std::pair<std::string_view, std::string_view>> items;
+  if (separator == std::string_view::npos) return items;
+  std::string_view rest = text.substr(separator + 1);
+  if (rest.empty()) bad(text, fmt::format("nothing after '{}'", text[separator]), true);
+  while (!rest.empty()) {
+    const size_t comma = rest.find(',');
+    const std::string_view item = rest.substr(0, comma);
+    if (comma + 1 == rest.size()) bad(text, "ends in ','", true);
+    rest = comma == std::string_view::npos ? std::string_view() : rest.substr(comma + 1);
+    const size_t equals = item.find('=');
+    if (equals == std::string_view::npos) bad(text, fmt::format("'{}' is not key=value", item), true);
+    std::string_view key = item.substr(0, equals), value = item.substr(equals + 1);
+    if (key == "node_wire") {  // its original name
+      key = "intra_node";
+      if (value == "same") value = "wire";
+    }
+    for (const auto& [before, other] : items) {
+      if (before == key) bad(text, fmt::format("'{}' is given twice", key));
+    }
+    items.emplace_back(key, value);
+  }
+  return items;
+}
+
+using Options = std::map<std::string_view, std::function<void(std::string_view)>>;
+
+// The spec's options apart from those of its wire format.
+Options options_of(CompressionSpec& spec, std::string_view text, std::optional<Rounding>& rounding,
+                   std::optional<std::vector<std::string>>& dense) {
+  Options options;
+  options["ef"] = [&spec, text](std::string_view v) { spec.error_feedback = choose(text, "ef", v, kOnOff); };
+  options["schedule"] = [&spec, text](std::string_view v) {
+    spec.schedule = choose(text, "schedule", v, schedules());
+  };
+  options["intra_node"] = [&spec, text](std::string_view v) {
+    spec.fp32_intra_node = choose(text, "intra_node", v, kIntraNode);
+  };
+  const bool powersgd = spec.method == CompressionSpec::Method::powersgd;
+  if (powersgd || !spec.wire->exact) {
+    options["residual"] = [&spec, text](std::string_view v) {
+      spec.residual = choose(text, "residual", v, residuals());
+    };
+    options["dense"] = [&dense, text](std::string_view v) { dense = dense_names(text, v); };
+  }
+  if (powersgd || spec.wire->stochastic) {
+    options["round"] = [&rounding, text](std::string_view v) {
+      rounding = choose(text, "round", v, kRoundings);
+    };
+  }
+  if (!powersgd) return options;
+  options["rank"] = [&spec, text](std::string_view v) {
+    spec.rank = number(text, "rank", v, 1, kMaxPowerSgdRank);
+  };
+  options["wire"] = [&spec, text](std::string_view v) { spec.wire = wire_named(text, v); };
+  options["start"] = [&spec, text](std::string_view v) {
+    spec.start = number<int64_t>(text, "start", v, 0, int64_t{1} << 40);
+  };
+  options["warm"] = [&spec, text](std::string_view v) { spec.warm = choose(text, "warm", v, kOnOff); };
+  options["min_ratio"] = [&spec, text](std::string_view v) {
+    spec.min_ratio = number(text, "min_ratio", v, 0.0, 1e6);
+  };
+  options["seed"] = [&spec, text](std::string_view v) {
+    spec.seed = number<uint64_t>(text, "seed", v, 0, ~uint64_t{0} >> 1);
+  };
+  return options;
+}
+
+// Applies items to the spec's options and to those of its wire format, which spec.wire then has.
+void apply(CompressionSpec& spec, std::string_view text, std::string_view method, const Options& options,
+           const std::vector<std::pair<std::string_view, std::string_view>>& items) {
+  // First the wire, whose options may stand before it.
+  for (const auto& [key, value] : items) {
+    if (key == "wire" && options.contains(key)) options.at(key)(value);
+  }
+  const auto variant = spec.wire->copy();
+  const auto choices = variant != nullptr ? variant->choices() : std::vector<FormatOption>();
+  for (const auto& [key, value] : items) {
+    if (const auto option = options.find(key); option != options.end()) {
+      option->second(value);
+      continue;
+    }
+    const auto choice =
+        std::ranges::find(choices, key, [](const FormatOption& o) { return std::string_view(o.key); });
+    if (choice == choices.end()) {
+      std::vector<std::string_view> legal;
+      for (const auto& [known, set] : options) legal.push_back(known);
+      for (const FormatOption& o : choices) legal.emplace_back(o.key);
+      bad(text, fmt::format("{} has no option '{}'; it has {}", method, key, fmt::join(legal, ", ")));
+    }
+    if (!choice->set(value)) bad(text, fmt::format("{}='{}' is not {}", key, value, choice->legal()));
+  }
+  if (variant == nullptr) return;
+  if (const std::string problem = variant->problem(); !problem.empty()) bad(text, problem);
+  spec.wire = intern_wire_format(*variant);
+}
+
+}  // namespace
 
 CompressionSpec CompressionSpec::parse(std::string_view text) {
   CompressionSpec spec;
   // A comma after the name is accepted too: grammars in docs read "bf16[,schedule=...]".
   const size_t separator = text.find_first_of(":,");
-  std::string_view method = text.substr(0, separator);
-  if (Wire wire = find_wire_format(method)) {
+  const std::string_view method = text.substr(0, separator);
+  if (const Wire wire = find_wire_format(method)) {
     spec.wire = wire;
   } else if (method == "powersgd") {
     spec.method = Method::powersgd;
   } else {
-    bad(text, fmt::format("unknown method '{}'", method), true);
+    auto known = format_names();
+    known.emplace_back("powersgd");
+    bad(text, fmt::format("unknown method '{}'{}", method, suggestion(method, known)), true);
   }
-  bool powersgd = spec.method == Method::powersgd;
-
-  std::map<std::string_view, std::function<void(std::string_view)>> options;
-  options["ef"] = [&](std::string_view v) { spec.error_feedback = choose(text, "ef", v, kOnOff); };
-  options["schedule"] = [&](std::string_view v) { spec.schedule = choose(text, "schedule", v, schedules()); };
-  options["intra_node"] = [&](std::string_view v) {
-    spec.fp32_intra_node = choose(text, "intra_node", v, kIntraNode);
-  };
-  if (powersgd || !spec.wire->exact) {
-    options["residual"] = [&](std::string_view v) {
-      spec.residual = choose(text, "residual", v, residuals());
-    };
-    options["dense"] = [&](std::string_view v) { spec.dense = dense_names(text, v); };
-  }
-  if (powersgd || spec.wire->stochastic) {
-    options["round"] = [&](std::string_view v) { spec.rounding = choose(text, "round", v, kRoundings); };
-  }
-  if (powersgd) {
-    options["rank"] = [&](std::string_view v) { spec.rank = number(text, "rank", v, 1, kMaxPowerSgdRank); };
-    options["wire"] = [&](std::string_view v) { spec.wire = choose(text, "wire", v, wires()); };
-    options["start"] = [&](std::string_view v) {
-      spec.start = number<int64_t>(text, "start", v, 0, int64_t{1} << 40);
-    };
-    options["warm"] = [&](std::string_view v) { spec.warm = choose(text, "warm", v, kOnOff); };
-    options["min_ratio"] = [&](std::string_view v) {
-      spec.min_ratio = number(text, "min_ratio", v, 0.0, 1e6);
-    };
-    options["seed"] = [&](std::string_view v) {
-      spec.seed = number<uint64_t>(text, "seed", v, 0, ~uint64_t{0} >> 1);
-    };
-  }
-
-  std::map<std::string_view, bool> seen;
-  std::string_view rest =
-      separator == std::string_view::npos ? std::string_view() : text.substr(separator + 1);
-  if (separator != std::string_view::npos && rest.empty()) {
-    bad(text, fmt::format("nothing after '{}'", text[separator]), true);
-  }
-  while (!rest.empty()) {
-    size_t comma = rest.find(',');
-    std::string_view item = rest.substr(0, comma);
-    if (comma + 1 == rest.size()) bad(text, "ends in ','", true);
-    rest = comma == std::string_view::npos ? std::string_view() : rest.substr(comma + 1);
-    size_t equals = item.find('=');
-    std::string_view key = item.substr(0, equals);
-    if (equals == std::string_view::npos) bad(text, fmt::format("'{}' is not key=value", item), true);
-    std::string_view value = item.substr(equals + 1);
-    if (key == "node_wire") {  // its original name
-      key = "intra_node";
-      if (value == "same") value = "wire";
-    }
-    auto option = options.find(key);
-    if (option == options.end()) {
-      std::string legal;
-      for (const auto& [known, apply] : options)
-        legal += fmt::format("{}{}", legal.empty() ? "" : ", ", known);
-      bad(text, fmt::format("{} has no option '{}'; it has {}", method, key, legal));
-    }
-    if (std::exchange(seen[key], true)) bad(text, fmt::format("'{}' is given twice", key));
-    option->second(value);
-  }
+  std::optional<Rounding> rounding;
+  std::optional<std::vector<std::string>> dense;
+  apply(spec, text, method, options_of(spec, text, rounding, dense), items_of(text, separator));
+  spec.dense = dense.value_or(default_dense(spec.wire));
+  spec.rounding = rounding.value_or(spec.wire->rounding);
   if (spec.rounding == Rounding::stochastic && !spec.wire->stochastic) {
-    std::string others;
+    std::vector<std::string> others;
     for (Wire wire : wire_formats()) {
-      if (wire->stochastic) others += fmt::format("{}wire={}", others.empty() ? "" : " or ", wire->name);
+      if (wire->stochastic) others.push_back(fmt::format("wire={}", wire->name));
     }
-    bad(text, fmt::format("round=stochastic does not apply to wire={}; add {}", spec.wire->name, others));
+    bad(text, fmt::format("round=stochastic does not apply to wire={}; add {}", spec.wire->name,
+                          fmt::join(others, " or ")));
   }
   if (!spec.residual->exact && !spec.error_feedback) {
     bad(text, fmt::format("residual={} needs error feedback, and ef=off keeps no residual; drop one of them",
                           spec.residual->name));
   }
-  if (!seen["dense"]) spec.dense = default_dense(spec.wire);
   if (spec.fp32_intra_node && spec.schedule != ScheduleKind::hierarchical &&
       spec.schedule != ScheduleKind::automatic) {
     bad(text,
@@ -242,7 +319,8 @@ std::string CompressionSpec::to_string() const {
     add(min_ratio != defaults.min_ratio, "min_ratio=" + shortest(min_ratio));
     add(seed != defaults.seed, fmt::format("seed={}", seed));
   }
-  add(rounding != defaults.rounding, fmt::format("round={}", word_for(kRoundings, rounding)));
+  add(*wire->options != 0, wire->options);
+  add(rounding != wire->rounding, fmt::format("round={}", word_for(kRoundings, rounding)));
   add(error_feedback != defaults.error_feedback, error_feedback ? "ef=on" : "ef=off");
   add(residual != defaults.residual, fmt::format("residual={}", residual->name));
   add(dense != default_dense(wire),

@@ -1,9 +1,9 @@
-// Formats in blocks (kernels/wire/block.h) on CUDA: a warp for each block. Wires are moved in tiles of whole
-// blocks through shared memory, so that blocks of any length move in 16-byte pieces.
+// Formats in blocks (kernels/wire/block.h) on CUDA: a warp for each block, or a thread block where they are
+// long. Wires are moved in tiles of whole blocks through shared memory, in 16-byte pieces.
 //
 // Bytes per element: as kernels/wire/format.h says. Limit: memory bandwidth. Alignment: any for floats, 16
 // bytes fast. Deterministic: a value depends on its own block only.
-#include <numeric>
+#include <type_traits>
 
 #include "kernels/cuda/vector.cuh"
 #include "kernels/math/random.h"
@@ -17,9 +17,25 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-struct WarpLanes {
-  int lane;
+// Levels h = n/2, n/4, ..., 1 of a butterfly, by whoever `lanes` are.
+template <typename Lanes>
+__device__ __forceinline__ void butterfly(const Lanes& lanes, float* x, int n) {
+  for (int h = n / 2; h > 0; h /= 2) {
+    lanes.each(n / 2, [=](int pair) {
+      const int i = 2 * pair - (pair & (h - 1));
+      const float a = x[i], b = x[i + h];
+      x[i] = a + b;
+      x[i + h] = a - b;
+    });
+  }
+}
 
+// A warp for each block.
+struct WarpLanes {
+  static constexpr int kTeams = kWarps, kSize = 32;
+  int lane = static_cast<int>(threadIdx.x) % 32, team = static_cast<int>(threadIdx.x) / 32;
+
+  __device__ __forceinline__ void sync() const { __syncwarp(); }
   template <typename Body>
   __device__ __forceinline__ void each(int n, const Body& body) const {
     for (int i = lane; i < n; i += 32) body(i);
@@ -48,76 +64,212 @@ struct WarpLanes {
     for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     return sum;
   }
+  template <typename Test>
+  __device__ __forceinline__ int count(int n, const Test& test) const {
+    int all = 0;
+    for (int begin = 0; begin < n; begin += 32) {
+      all += __popc(__ballot_sync(0xffffffffu, begin + lane < n && test(begin + lane)));
+    }
+    return all;
+  }
+  template <typename Test, typename Take>
+  __device__ __forceinline__ void pick(int n, const Test& test, const Take& take) const {
+    int before = 0;
+    for (int begin = 0; begin < n; begin += 32) {
+      const int i = begin + lane;
+      const bool mine = i < n && test(i);
+      const uint32_t all = __ballot_sync(0xffffffffu, mine);
+      if (mine) take(before + __popc(all & ((1u << lane) - 1u)), i);
+      before += __popc(all);
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void hadamard(float* x, int n) const {
+    butterfly(*this, x, n);
+  }
 };
 
-// A thread block's work at a time: as few blocks as fill its warps and whole 16-byte pieces.
+// A whole thread block for each block of a format whose blocks are long. `warps` is shared memory.
+struct ThreadBlockLanes {
+  static constexpr int kTeams = 1, kSize = kThreads;
+  uint32_t* warps;
+  int lane = static_cast<int>(threadIdx.x), team = 0;
+
+  __device__ __forceinline__ void sync() const { __syncthreads(); }
+  template <typename Body>
+  __device__ __forceinline__ void each(int n, const Body& body) const {
+    for (int i = lane; i < n; i += kThreads) body(i);
+    __syncthreads();
+  }
+  // `mine` of each warp's first lane, in warps[]; ends with a barrier that lets all read it.
+  __device__ __forceinline__ void share(uint32_t mine) const {
+    __syncthreads();  // nobody reads what was there before
+    if (lane % 32 == 0) warps[lane / 32] = mine;
+    __syncthreads();
+  }
+  template <typename Value>
+  __device__ __forceinline__ uint32_t max(int n, const Value& value) const {
+    uint32_t largest = 0;
+    for (int i = lane; i < n; i += kThreads) {
+      const uint32_t x = value(i);
+      largest = x > largest ? x : largest;
+    }
+    share(__reduce_max_sync(0xffffffffu, largest));
+    for (int w = 0; w < kWarps; ++w) largest = warps[w] > largest ? warps[w] : largest;
+    return largest;
+  }
+  // One warp's work: what long blocks sum is short.
+  template <typename Value>
+  __device__ __forceinline__ float sum(int n, const Value& value) const {
+    float sum = 0.0f;
+    if (lane < 32) sum = WarpLanes{}.sum(n, value);
+    share(float_bits(sum));
+    return bits_float(warps[0]);
+  }
+  template <typename Test>
+  __device__ __forceinline__ int count(int n, const Test& test) const {
+    int all = 0;
+    for (int begin = 0; begin < n; begin += kThreads) {
+      all += __popc(__ballot_sync(0xffffffffu, begin + lane < n && test(begin + lane)));
+    }
+    share(static_cast<uint32_t>(all));
+    all = 0;
+    for (int w = 0; w < kWarps; ++w) all += static_cast<int>(warps[w]);
+    return all;
+  }
+  template <typename Test, typename Take>
+  __device__ __forceinline__ void pick(int n, const Test& test, const Take& take) const {
+    int before = 0;
+    for (int begin = 0; begin < n; begin += kThreads) {
+      const int i = begin + lane;
+      const bool mine = i < n && test(i);
+      const uint32_t all = __ballot_sync(0xffffffffu, mine);
+      share(static_cast<uint32_t>(__popc(all)));
+      int place = before + __popc(all & ((1u << (lane % 32)) - 1u));
+      for (int w = 0; w < kWarps; ++w) {
+        const int here = static_cast<int>(warps[w]);
+        place += w < lane / 32 ? here : 0;
+        before += here;
+      }
+      if (mine) take(place, i);
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ void hadamard(float* x, int n) const { butterfly(*this, x, n); }
+};
+
 template <typename F>
-struct Tile {
-  static constexpr int kBlocks = std::lcm(kWarps, 16 / std::gcd(16, F::kBytes));
-  static constexpr int kBytes = kBlocks * F::kBytes;
-  static constexpr int kValues = kBlocks * F::kBlock;
-  static_assert(F::kBlock % 4 == 0 && kBytes % 16 == 0);
+using LanesFor = std::conditional_t<(F::kMaxBlock > 512), ThreadBlockLanes, WarpLanes>;
 
-  float sums[kValues];
-  float values[kWarps][F::kBlock];  // what a warp has just decoded
-  uint16_t random[kWarps][F::kBlock];
-  alignas(16) uint8_t bytes[kBytes];
+__device__ __forceinline__ WarpLanes make_lanes(const WarpLanes*) {
+  return {};
+}
+__device__ __forceinline__ ThreadBlockLanes make_lanes(const ThreadBlockLanes*) {
+  __shared__ uint32_t warps[kWarps];
+  return {warps};
+}
+
+// A thread block's work at a time, in dynamic shared memory:
+//   float sums[blocks][block]; float values[teams][block]; uint16_t random[teams][block]; uint8_t bytes[...]
+// `bytes` begins as far from a 16-byte boundary as the tile does in the wire, so blocks of any length move in
+// 16-byte pieces.
+struct TileShape {
+  int blocks, block, bytes, teams;
+  size_t shared_bytes() const {
+    return static_cast<size_t>(blocks + teams) * static_cast<size_t>(block) * 4 +
+           static_cast<size_t>(teams) * static_cast<size_t>(block) * 2 +
+           static_cast<size_t>(blocks) * static_cast<size_t>(bytes) + 32;
+  }
 };
+
+template <typename F>
+TileShape shape_of(const BlockCoder<F>& coder) {
+  constexpr int kTeams = LanesFor<F>::kTeams, kValues = 2048;
+  const int enough = kValues / coder.block();
+  return {.blocks = enough > kTeams ? enough : kTeams,
+          .block = coder.block(),
+          .bytes = coder.bytes(),
+          .teams = kTeams};
+}
 
 template <typename F>
 struct Worker {
-  Tile<F>& tile;
-  int64_t count;        // values of the whole call
-  int64_t first_block;  // of the tile
-  int blocks;           // in it
-  bool wide;            // floats are 16-byte aligned
-  WarpLanes lanes{static_cast<int>(threadIdx.x) % 32};
-  int warp = static_cast<int>(threadIdx.x) / 32;
+  using Lanes = LanesFor<F>;
+  const BlockCoder<F>& coder;
+  const TileShape& shape;
+  int64_t count;  // values of the whole call
+  bool wide;      // floats are 16-byte aligned
+  Lanes lanes;
+  float *sums, *values;  // of the tile; of the team: what it has just decoded
+  uint16_t* random;      // of the team
+  uint8_t* memory;       // for the tile's bytes
+  int64_t first_block = 0;
+  int blocks = 0;            // in the tile
+  uint8_t* bytes = nullptr;  // where they are now
+
+  __device__ __forceinline__ Worker(const BlockCoder<F>& its_coder, const TileShape& its_shape,
+                                    int64_t its_count, bool is_wide, unsigned char* shared)
+      : coder(its_coder),
+        shape(its_shape),
+        count(its_count),
+        wide(is_wide),
+        lanes(make_lanes(static_cast<const Lanes*>(nullptr))) {
+    const int block = shape.block;
+    sums = reinterpret_cast<float*>(shared);
+    float* const all_values = sums + shape.blocks * block;
+    values = all_values + lanes.team * block;
+    auto* const all_random = reinterpret_cast<uint16_t*>(all_values + shape.teams * block);
+    random = all_random + lanes.team * block;
+    memory = reinterpret_cast<uint8_t*>(all_random + shape.teams * block);
+  }
+  __device__ __forceinline__ void begin_tile(int64_t first) {
+    const int64_t all = coder.blocks(count);
+    first_block = first;
+    blocks = all - first < shape.blocks ? static_cast<int>(all - first) : shape.blocks;
+    bytes = memory + static_cast<int>(first * shape.bytes % 16);
+  }
 
   __device__ __forceinline__ int values_of(int block) const {
-    const int64_t left = count - (first_block + block) * F::kBlock;
-    return left < F::kBlock ? static_cast<int>(left) : F::kBlock;
+    const int64_t left = count - (first_block + block) * shape.block;
+    return left < shape.block ? static_cast<int>(left) : shape.block;
   }
   // Calls body(i, W) so that a lane has W neighbors of the block's values at a time. Both ways in a loop of
   // their own; side by side, the compiler merges them into scalar stores.
   template <typename Body>
   __device__ __forceinline__ void for_values(int block, const Body& body) const {
     const int valid = values_of(block);
-    if (wide && valid == F::kBlock) {
-      for (int i = 4 * lanes.lane; i < F::kBlock; i += 128) body.template at<4>(block, i);
+    if (wide && valid == shape.block) {
+      for (int i = 4 * lanes.lane; i < valid; i += 4 * Lanes::kSize) body.template at<4>(block, i);
     } else {
-      for (int i = lanes.lane; i < valid; i += 32) body.template at<1>(block, i);
+      for (int i = lanes.lane; i < valid; i += Lanes::kSize) body.template at<1>(block, i);
     }
-    __syncwarp();
+    lanes.sync();
   }
 
-  // The tile's part of a wire into shared memory or back, for all threads of the block.
-  __device__ __forceinline__ void fetch(const void* wire) const {
-    const auto* from = static_cast<const uint8_t*>(wire) + first_block * F::kBytes;
-    const int all = blocks * F::kBytes, whole = all / 16;
-    __syncthreads();  // nobody reads the bytes of before
+  // Copies the tile's bytes, for all threads of the block: `to` and `from` are as far from a 16-byte boundary.
+  __device__ __forceinline__ void move_bytes(uint8_t* to, const uint8_t* from) const {
+    const int all = blocks * shape.bytes, skew = static_cast<int>(first_block * shape.bytes % 16);
+    const int head = skew == 0 ? 0 : (16 - skew < all ? 16 - skew : all), whole = (all - head) / 16;
+    __syncthreads();  // nobody uses the bytes of before; all have written theirs
+    for (int i = static_cast<int>(threadIdx.x); i < head; i += kThreads) to[i] = from[i];
     for (int i = static_cast<int>(threadIdx.x); i < whole; i += kThreads) {
-      reinterpret_cast<uint4*>(tile.bytes)[i] = reinterpret_cast<const uint4*>(from)[i];
+      reinterpret_cast<uint4*>(to + head)[i] = reinterpret_cast<const uint4*>(from + head)[i];
     }
-    for (int i = 16 * whole + static_cast<int>(threadIdx.x); i < all; i += kThreads) tile.bytes[i] = from[i];
+    for (int i = head + 16 * whole + static_cast<int>(threadIdx.x); i < all; i += kThreads) to[i] = from[i];
     __syncthreads();
+  }
+  __device__ __forceinline__ void fetch(const void* wire) const {
+    move_bytes(bytes, static_cast<const uint8_t*>(wire) + first_block * shape.bytes);
   }
   __device__ __forceinline__ void put(void* wire) const {
-    auto* to = static_cast<uint8_t*>(wire) + first_block * F::kBytes;
-    const int all = blocks * F::kBytes, whole = all / 16;
-    __syncthreads();
-    for (int i = static_cast<int>(threadIdx.x); i < whole; i += kThreads) {
-      reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(tile.bytes)[i];
-    }
-    for (int i = 16 * whole + static_cast<int>(threadIdx.x); i < all; i += kThreads) to[i] = tile.bytes[i];
-    __syncthreads();
+    move_bytes(static_cast<uint8_t*>(wire) + first_block * shape.bytes, bytes);
   }
 
-  // The warp's own room for what it decodes of block `block`.
+  // The team's own room for what it decodes of block `block`.
   __device__ __forceinline__ const float* decode(int block) const {
-    F::decode(lanes, tile.bytes + block * F::kBytes, values_of(block), tile.values[warp]);
-    __syncwarp();
-    return tile.values[warp];
+    coder.decode(lanes, static_cast<const uint8_t*>(bytes + block * shape.bytes), values_of(block), values);
+    lanes.sync();
+    return values;
   }
 };
 
@@ -137,7 +289,7 @@ struct AddOwn {
   template <int W>
   __device__ __forceinline__ void at(int block, int i) const {
     float own[W];
-    const int64_t element = (w.first_block + block) * F::kBlock + i;
+    const int64_t element = (w.first_block + block) * w.shape.block + i;
     load<W>(a.own + element, own);
     if (a.residual != nullptr) {
       float kept[W];
@@ -145,29 +297,29 @@ struct AddOwn {
       add<W>(kept, own);
     }
     float s[W];
-    load<W>(w.tile.sums + block * F::kBlock + i, s);
+    load<W>(w.sums + block * w.shape.block + i, s);
     add<W>(own, s);
-    store<W>(w.tile.sums + block * F::kBlock + i, s);
+    store<W>(w.sums + block * w.shape.block + i, s);
   }
 };
 
 // Residual and result of a block whose wire decodes to `sent`.
-template <typename F, Coding kCoding>
+template <typename F>
 struct Finish {
   const Worker<F>& w;
   const ReduceEncode& a;
-  const float* sent;
+  const float* sent;  // null: nothing is encoded
   template <int W>
   __device__ __forceinline__ void at(int block, int i) const {
     float s[W], x[W];
-    const int64_t element = (w.first_block + block) * F::kBlock + i;
-    load<W>(w.tile.sums + block * F::kBlock + i, s);
-    load<W>(kCoding == Coding::none ? w.tile.sums + block * F::kBlock + i : sent + i, x);
+    const int64_t element = (w.first_block + block) * w.shape.block + i;
+    load<W>(w.sums + block * w.shape.block + i, s);
+    load<W>(sent == nullptr ? w.sums + block * w.shape.block + i : sent + i, x);
     if (a.residual != nullptr) {
       float left[W];
 #pragma unroll
       for (int k = 0; k < W; ++k) {
-        left[k] = kCoding != Coding::none && is_finite(s[k]) ? s[k] - x[k] : 0.0f;
+        left[k] = sent != nullptr ? w.coder.rest_of(s[k], x[k]) : 0.0f;
       }
       store_wide<W>(a.residual + element, left);
     }
@@ -190,7 +342,7 @@ struct PutValues {
     load<W>(values + i, x);
 #pragma unroll
     for (int k = 0; k < W; ++k) x[k] *= a.scale;
-    store_wide<W>(a.out + (w.first_block + block) * F::kBlock + i, x);
+    store_wide<W>(a.out + (w.first_block + block) * w.shape.block + i, x);
   }
 };
 
@@ -198,109 +350,108 @@ struct PutValues {
 template <typename F>
 __device__ __forceinline__ const uint16_t* draw_random(const Worker<F>& w, const ReduceEncode& a,
                                                        uint64_t step, int block) {
-  const auto first = static_cast<uint64_t>(a.rounding.first_element + (w.first_block + block) * F::kBlock);
+  const auto first =
+      static_cast<uint64_t>(a.rounding.first_element + (w.first_block + block) * w.shape.block);
   const int shift = static_cast<int>(first & 7);  // a draw serves eight elements
-  uint16_t* const random = w.tile.random[w.warp];
-  w.lanes.each((F::kBlock + shift + 7) / 8, [&](int draw) {
+  uint16_t* const random = w.random;
+  const int n = w.shape.block;
+  w.lanes.each((n + shift + 7) / 8, [&](int draw) {
     const Random4 bits = philox(a.rounding.seed, step, (first >> 3) + static_cast<uint64_t>(draw));
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       const int i = 8 * draw + k - shift;
-      if (i >= 0 && i < F::kBlock) random[i] = static_cast<uint16_t>(random16_of(bits, k));
+      if (i >= 0 && i < n) random[i] = static_cast<uint16_t>(random16_of(bits, k));
     }
   });
   return random;
 }
 
-template <typename F, Coding kCoding>
+template <typename F>
 __device__ __forceinline__ void reduce_encode_tile(const Worker<F>& w, const ReduceEncode& a, uint64_t step) {
-  for (int block = w.warp; block < w.blocks; block += kWarps) {
+  const int n = w.shape.block, first = w.lanes.team, teams = w.shape.teams;
+  for (int block = first; block < w.blocks; block += teams) {
     const int valid = w.values_of(block);
-    float* const sums = w.tile.sums + block * F::kBlock;
+    float* const sums = w.sums + block * n;
     // Adding to -0 changes nothing, not even a zero's sign. Where the array ends, encode sees 0.
-    w.lanes.each(F::kBlock, [=](int i) { sums[i] = i < valid ? -0.0f : 0.0f; });
+    w.lanes.each(n, [=](int i) { sums[i] = i < valid ? -0.0f : 0.0f; });
   }
   for (int term = 0; term <= a.num_inputs; ++term) {
     if (term == a.own_position) {
-      for (int block = w.warp; block < w.blocks; block += kWarps) w.for_values(block, AddOwn<F>{w, a});
+      for (int block = first; block < w.blocks; block += teams) w.for_values(block, AddOwn<F>{w, a});
       continue;
     }
     w.fetch(a.inputs[term < a.own_position ? term : term - 1]);
-    for (int block = w.warp; block < w.blocks; block += kWarps) {
+    for (int block = first; block < w.blocks; block += teams) {
       const float* const x = w.decode(block);
-      float* const sums = w.tile.sums + block * F::kBlock;
+      float* const sums = w.sums + block * n;
       w.lanes.each(w.values_of(block), [=](int i) { sums[i] += x[i]; });
     }
   }
-  for (int block = w.warp; block < w.blocks; block += kWarps) {
+  for (int block = first; block < w.blocks; block += teams) {
     const float* sent = nullptr;
-    if constexpr (kCoding != Coding::none) {
-      const uint16_t* random = nullptr;
-      if constexpr (kCoding == Coding::stochastic) random = draw_random(w, a, step, block);
-      F::encode(w.lanes, w.tile.sums + block * F::kBlock, w.values_of(block), random,
-                w.tile.bytes + block * F::kBytes);
-      __syncwarp();
+    if (a.wire != nullptr) {
+      const uint16_t* const random = F::kStochastic && a.rounding.mode == Rounding::stochastic
+                                         ? draw_random(w, a, step, block)
+                                         : nullptr;
+      w.coder.encode(w.lanes, w.sums + block * n, w.values_of(block), random, w.bytes + block * w.shape.bytes,
+                     w.values);
+      w.lanes.sync();
       sent = w.decode(block);
     }
-    w.for_values(block, Finish<F, kCoding>{w, a, sent});
+    w.for_values(block, Finish<F>{w, a, sent});
   }
-  if constexpr (kCoding != Coding::none) w.put(a.wire);
+  if (a.wire != nullptr) w.put(a.wire);
 }
 
 template <typename F>
-__device__ __forceinline__ int blocks_in(int64_t first, int64_t all) {
-  return all - first < Tile<F>::kBlocks ? static_cast<int>(all - first) : Tile<F>::kBlocks;
-}
-
-template <typename F, Coding kCoding>
 __global__ void __launch_bounds__(kThreads)
-    block_reduce_encode_kernel(const __grid_constant__ ReduceEncode a, bool wide) {
-  GW_DYNAMIC_SHARED(Tile<F>, tile);
-  const int64_t all = (a.count + F::kBlock - 1) / F::kBlock, stride = int64_t{gridDim.x} * Tile<F>::kBlocks;
-  for (int64_t first = int64_t{blockIdx.x} * Tile<F>::kBlocks; first < all; first += stride) {
-    reduce_encode_tile<F, kCoding>(Worker<F>{*tile, a.count, first, blocks_in<F>(first, all), wide}, a,
-                                   step_of(a.rounding));
+    block_reduce_encode_kernel(const __grid_constant__ BlockCoder<F> coder,
+                               const __grid_constant__ TileShape shape,
+                               const __grid_constant__ ReduceEncode a, bool wide) {
+  GW_DYNAMIC_SHARED(unsigned char, shared);
+  Worker<F> w(coder, shape, a.count, wide, shared);
+  const int64_t all = coder.blocks(a.count), stride = int64_t{gridDim.x} * shape.blocks;
+  for (int64_t first = int64_t{blockIdx.x} * shape.blocks; first < all; first += stride) {
+    w.begin_tile(first);
+    reduce_encode_tile(w, a, step_of(a.rounding));
   }
 }
 
 template <typename F>
-__global__ void __launch_bounds__(kThreads) block_decode_kernel(const __grid_constant__ Decode a, bool wide) {
-  GW_DYNAMIC_SHARED(Tile<F>, tile);
-  const int64_t all = (a.count + F::kBlock - 1) / F::kBlock, stride = int64_t{gridDim.x} * Tile<F>::kBlocks;
-  for (int64_t first = int64_t{blockIdx.x} * Tile<F>::kBlocks; first < all; first += stride) {
-    const Worker<F> w{*tile, a.count, first, blocks_in<F>(first, all), wide};
+__global__ void __launch_bounds__(kThreads)
+    block_decode_kernel(const __grid_constant__ BlockCoder<F> coder, const __grid_constant__ TileShape shape,
+                        const __grid_constant__ Decode a, bool wide) {
+  GW_DYNAMIC_SHARED(unsigned char, shared);
+  Worker<F> w(coder, shape, a.count, wide, shared);
+  const int64_t all = coder.blocks(a.count), stride = int64_t{gridDim.x} * shape.blocks;
+  for (int64_t first = int64_t{blockIdx.x} * shape.blocks; first < all; first += stride) {
+    w.begin_tile(first);
     w.fetch(a.wire);
-    for (int block = w.warp; block < w.blocks; block += kWarps) {
+    for (int block = w.lanes.team; block < w.blocks; block += shape.teams) {
       w.for_values(block, PutValues<F>{w, a, w.decode(block)});
     }
   }
 }
 
-template <typename F>
-LaunchConfig config_for(int64_t count, CudaStream stream) {
-  return {.grid = dim3(grid_for(count, Tile<F>::kValues)),
+LaunchConfig config_for(const TileShape& shape, int64_t count, CudaStream stream) {
+  return {.grid = dim3(grid_for(count, int64_t{shape.blocks} * shape.block)),
           .block = dim3(kThreads),
-          .shared_bytes = sizeof(Tile<F>),
+          .shared_bytes = shape.shared_bytes(),
           .stream = stream};
-}
-
-template <typename F>
-void reduce_encode(const char* name, CudaStream stream, const ReduceEncode& a) {
-  const Coding coding = coding_of(a);
-  auto* kernel = coding == Coding::none      ? block_reduce_encode_kernel<F, Coding::none>
-                 : coding == Coding::nearest ? block_reduce_encode_kernel<F, Coding::nearest>
-                                             : block_reduce_encode_kernel<F, Coding::stochastic>;
-  launch(name, kernel, config_for<F>(a.count, stream), a, aligned(a.own, a.residual, a.out));
 }
 
 }  // namespace
 
-#define GW_DEFINE(F, NAME)                                                                              \
-  void NAME##_reduce_encode(CudaStream stream, const ReduceEncode& a) {                                 \
-    reduce_encode<F>(#NAME "_reduce_encode", stream, a);                                                \
-  }                                                                                                     \
-  void NAME##_decode(CudaStream stream, const Decode& a) {                                              \
-    launch(#NAME "_decode", block_decode_kernel<F>, config_for<F>(a.count, stream), a, aligned(a.out)); \
+#define GW_DEFINE(F, NAME)                                                                                   \
+  void NAME##_reduce_encode(CudaStream stream, const BlockCoder<F>& coder, const ReduceEncode& a) {          \
+    const TileShape shape = shape_of(coder);                                                                 \
+    launch(#NAME "_reduce_encode", block_reduce_encode_kernel<F>, config_for(shape, a.count, stream), coder, \
+           shape, a, aligned(a.own, a.residual, a.out));                                                     \
+  }                                                                                                          \
+  void NAME##_decode(CudaStream stream, const BlockCoder<F>& coder, const Decode& a) {                       \
+    const TileShape shape = shape_of(coder);                                                                 \
+    launch(#NAME "_decode", block_decode_kernel<F>, config_for(shape, a.count, stream), coder, shape, a,     \
+           aligned(a.out));                                                                                  \
   }
 GW_BLOCK_FORMATS(GW_DEFINE)
 #undef GW_DEFINE

@@ -1,49 +1,151 @@
 // A block format: a block of N values becomes B bytes, in arithmetic that is written once for host and device.
-// Loops over blocks, sums, residuals, threads and launches are generic (block_host.h, block.cu,
-// reference.cpp); to add a format, write one struct like kernels/wire/int8.h and list it in block_formats.h:
+// Loops over blocks, sums, residuals, rotation, threads and launches are generic (block_host.h, block.cu,
+// reference.cpp). To add a format, write one struct like those in kernels/wire/formats/ and list it in
+// block_formats.h:
 //
 //   struct X {
-//     static constexpr int kBlock = 128;    // values, 32 to 512
-//     static constexpr int kBytes = 129;    // of a block; the last one of an array is as long
+//     int size = 128;  // members are its options, if it has any; int only
+//     static constexpr int kMaxBlock = 512;
 //     static constexpr const char *kSummary = "...", *kSource = "...";  // as in WireFormat
+//     static constexpr Rounding kRounding = Rounding::nearest;          // unless the spec says otherwise
 //     static constexpr bool kStochastic = true;
-//     static constexpr double kGaussianError = 8.4e-5;
+//     static constexpr Rotation kRotation = Rotation::optional;
+//     static constexpr bool kWholeBlockNan = false;
+//     static constexpr std::array<const char*, 1> kExamples = {"size=64"};  // as in WireFormat
+//
+//     GW_HD int block() const;             // values: a multiple of 32, or 16, that divides kMaxBlock
+//     GW_HD int bytes() const;             // of a block; the last one of an array is as long
+//     double gaussian_error(bool rotated) const;  // as in WireFormat
+//     std::vector<FormatOption> options(); // pointing to members; {} when it has none
 //     template <typename Lanes>
-//     GW_HD static void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
-//                              uint8_t* bytes);
+//     GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
+//                       uint8_t* bytes) const;
 //     template <typename Lanes, typename Values>
-//     GW_HD static void decode(const Lanes& lanes, const uint8_t* bytes, int count, Values values);
+//     GW_HD void decode(const Lanes& lanes, const uint8_t* bytes, int count, Values values) const;
 //   };
 //
-// encode writes all kBytes for values[kBlock], of which only the last block of an array has fewer than kBlock
-// that count; the others are 0. `random` holds 16 uniform bits for each value, or is null: round to nearest.
-// decode assigns to each of values[0..count) once. One that needs more, such as to read them again, takes
-// `float* values`, which has room for kBlock; on the host that costs a pass more.
+// encode writes all bytes() for values[block()], of which only the last block of an array has fewer than
+// block() that count; the others are 0 (unless rotated: then all of them matter). `random` holds 16 uniform
+// bits for each value, or is null: round to nearest. decode assigns to each of values[0..count) once. One that
+// needs more, such as to read them again or to assign in another order, takes `float* values`, which has room
+// for kMaxBlock; on the host that costs a pass more.
 //
-// `lanes` are those who work on the block together, one on the host, a warp on the GPU. Each of them calls
-// encode, and gets the same results from
-//   lanes.each(n, f)   calls f(i) once for each i in [0, n), in any order, and shows all lanes what f wrote
-//   lanes.max(n, f)    the largest f(i), unsigned; 0 when n is 0
-//   lanes.sum(n, f)    the sum of floats f(i), always in the same order: 32 sums of every 32nd, then halves
+// Non-finite values: where kWholeBlockNan is false, encode gets them and decode gives NaN in their places, and
+// only there. Where it is true, or the block is rotated, encode gets blocks that are finite, or NaN throughout,
+// and gives what decodes to NaN throughout.
+//
+// `lanes` are those who work on the block together: one on the host, a warp or a thread block on the GPU. Each
+// of them calls encode, and gets the same results from
+//   lanes.each(n, f)        calls f(i) once for each i in [0, n), in any order, and shows all lanes what f wrote
+//   lanes.max(n, f)         the largest f(i), unsigned; 0 when n is 0
+//   lanes.sum(n, f)         the sum of floats f(i), always in the same order: 32 sums of every 32nd, then halves
+//   lanes.count(n, f)       of how many i f(i) is true
+//   lanes.pick(n, f, take)  calls take(k, i) for the k-th i, ascending, of which f(i) is true
 // where f is [&](int i) GW_HD_LAMBDA { ... }. What is computed outside of f, every lane computes.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <vector>
 
-#include "kernels/math/hd.h"
+#include "kernels/math/bf16.h"
+#include "kernels/wire/format.h"
 
 namespace gradwire {
 
 inline constexpr int kSumLanes = 32;
 
-// Blocks of F one after the other, which is where a block format's lie.
+// Whether a format's values go through a randomized Hadamard transform first, which makes them nearly normal.
+enum class Rotation : uint8_t { never, optional, always };
+
+// The random signs of the transform: the same for every block.
+GW_HD uint32_t rotation_sign(int i) {
+  uint32_t x = (static_cast<uint32_t>(i) + 1u) * 0x9e3779b1u;
+  x ^= x >> 15;
+  return (x * 0x85ebca6bu) & 0x80000000u;
+}
+
+// A format and whether it rotates: what a loop over blocks calls.
 template <typename F>
-struct Packed : F {
-  static constexpr int64_t bytes(int64_t count) { return (count + F::kBlock - 1) / F::kBlock * F::kBytes; }
-  // Of a wire of `count` values.
+struct BlockCoder {
+  static constexpr int kMaxBlock = F::kMaxBlock;
+  F format;
+  bool rotate = F::kRotation == Rotation::always;
+
+  GW_HD int block() const { return format.block(); }
+  GW_HD int bytes() const { return format.bytes(); }
+  GW_HD bool rotates() const {
+    return F::kRotation == Rotation::always || (F::kRotation == Rotation::optional && rotate);
+  }
+  // The residual of a sum of which the wire carries `sent`. Its block may have become NaN for another value's
+  // sake; then nothing was sent. Rotated, `sent` may be far from s, and what is left no float.
+  GW_HD float rest_of(float s, float sent) const {
+    float rest = s;
+    if (F::kWholeBlockNan || rotates()) {
+      const float most = 0x1.fffffep127f;
+      rest = is_finite(sent) ? s - sent : s;
+      rest = rest > most ? most : rest < -most ? -most : rest;
+    } else {
+      rest = s - sent;
+    }
+    return is_finite(s) ? rest : 0.0f;
+  }
+  GW_HD int64_t blocks(int64_t count) const { return (count + block() - 1) / block(); }
+  // Where block number `block` of a wire of `count` values lies.
   template <typename Byte>
-  GW_HD static Byte* place(Byte* wire, int64_t /*count*/, int64_t block) {
-    return wire + block * F::kBytes;
+  GW_HD auto place(Byte* wire, int64_t count, int64_t block) const {
+    if constexpr (requires { F::place(wire, count, block); }) {
+      return F::place(wire, count, block);
+    } else {
+      return wire + block * bytes();
+    }
+  }
+
+  // `s` holds block() values, 0 after `count`, and stays; `scratch` has room for as many.
+  template <typename Lanes, typename To>
+  GW_HD void encode(const Lanes& lanes, const float* s, int count, const uint16_t* random, const To& to,
+                    float* scratch) const {
+    const int n = block();
+    if (!F::kStochastic) random = nullptr;
+    if (F::kWholeBlockNan || rotates()) {
+      const bool nan = lanes.max(count, [=](int i) GW_HD_LAMBDA { return is_finite(s[i]) ? 0u : 1u; }) != 0;
+      if (nan) {
+        lanes.each(n, [=](int i) GW_HD_LAMBDA { scratch[i] = bits_float(0x7fc00000u); });
+        format.encode(lanes, scratch, n, random, to);
+        return;
+      }
+    }
+    if (rotates()) {
+      // By 1/n here and 1 in decode, not the square root twice: a power of two is exact.
+      const float scale = 1.0f / static_cast<float>(n);
+      lanes.each(n, [=](int i) GW_HD_LAMBDA {
+        scratch[i] = bits_float(float_bits(s[i] * scale) ^ rotation_sign(i));
+      });
+      lanes.hadamard(scratch, n);
+      format.encode(lanes, scratch, n, random, to);
+      return;
+    }
+    format.encode(lanes, s, count, random, to);
+  }
+
+  // `values` has room for block().
+  template <typename Lanes, typename From>
+  GW_HD void decode(const Lanes& lanes, const From& from, int count, float* values) const {
+    if (!rotates()) {
+      format.decode(lanes, from, count, values);
+      return;
+    }
+    // What is finite stays so: sums of 512 values, each 2^10 smaller, do, and then it saturates.
+    const float down = 1.0f / 1024.0f, up = 1024.0f, most = 0x1.fffffep127f;
+    const int n = block();
+    format.decode(lanes, from, n, values);
+    lanes.each(n, [=](int i) GW_HD_LAMBDA { values[i] *= down; });
+    lanes.hadamard(values, n);
+    lanes.each(count, [=](int i) GW_HD_LAMBDA {
+      float x = values[i];
+      x = x > most * down ? most : x < -most * down ? -most : x * up;
+      values[i] = bits_float(float_bits(x) ^ rotation_sign(i));
+    });
   }
 };
 

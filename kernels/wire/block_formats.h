@@ -2,20 +2,33 @@
 #pragma once
 
 #include "kernels/op.h"
-#include "kernels/wire/format.h"
-#include "kernels/wire/int8.h"
+#include "kernels/wire/block.h"
+#include "kernels/wire/formats/int.h"
 
 // FORMAT(type, name in specs) of each, in the order of the docs.
 // clang-format off
 #define GW_BLOCK_FORMATS(FORMAT) \
-  FORMAT(Int8, int8)
+  FORMAT(Int8, int8) \
+  FORMAT(Int4, int4) \
+  FORMAT(Int2, int2)
 // clang-format on
 
 namespace gradwire {
 
-#define GW_DECLARE(F, NAME)                    \
-  GW_SIDES(NAME##_reduce_encode, ReduceEncode) \
-  GW_SIDES(NAME##_decode, Decode)
+// Each one's two ops, with the format and its options in front of the arguments.
+#define GW_DECLARE(F, NAME)                                                         \
+  namespace reference {                                                             \
+  void NAME##_reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& args);  \
+  void NAME##_decode(const BlockCoder<F>& coder, const Decode& args);               \
+  }                                                                                 \
+  namespace host {                                                                  \
+  void NAME##_reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& args);  \
+  void NAME##_decode(const BlockCoder<F>& coder, const Decode& args);               \
+  }                                                                                 \
+  namespace cuda {                                                                  \
+  void NAME##_reduce_encode(CudaStream, const BlockCoder<F>&, const ReduceEncode&); \
+  void NAME##_decode(CudaStream, const BlockCoder<F>&, const Decode&);              \
+  }
 GW_BLOCK_FORMATS(GW_DECLARE)
 #undef GW_DECLARE
 

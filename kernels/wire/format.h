@@ -14,9 +14,12 @@
 #pragma once
 
 #include <cstdint>
-#include <string_view>
+#include <memory>
+#include <string>
+#include <vector>
 
 #include "kernels/op.h"
+#include "kernels/wire/options.h"
 
 namespace gradwire {
 
@@ -59,30 +62,52 @@ struct Decode {
   int64_t count = 0;
 };
 
-// One entry of the table; everything outside this folder knows a format through it alone.
-struct WireFormat {
-  const char* name;
-  const char* summary;  // what is on the wire, in a few words, for help texts and the docs' table
-  const char* source;   // the paper or specification
+// A format, with its options; everything outside this folder knows it through this alone. The table
+// (formats.h) has one of each name, with its options at their defaults.
+class WireFormat {
+ public:
+  constexpr virtual ~WireFormat() = default;
+
+  const char* name = "";
+  const char* options = "";  // those that are not at their default: "block=64,rotate=hadamard"
+  const char* summary = "";  // what is on the wire, in a few words, for help texts and the docs' table
+  const char* source = "";   // the paper or specification
   // An exact format is the floats themselves: it is sent from, and received into, the caller's buffer, added
   // up by fp32_reduce, and has no ops of its own.
-  bool exact;
-  bool stochastic;      // has round=stochastic
-  int64_t granularity;  // chunks begin at multiples of so many values, where a block of the format does
-  int64_t (*bytes)(int64_t count);
-  // Expected squared error of one encode over the squared norm, on Gaussian values; a test holds the format to
-  // it within 5 %. 0 when exact.
-  double gaussian_error;
-  void (*reduce_encode)(const Stream&, const ReduceEncode&);
-  void (*decode)(const Stream&, const Decode&);
+  bool exact = false;
+  bool stochastic = false;                // has round=stochastic
+  Rounding rounding = Rounding::nearest;  // unless a spec says otherwise
+  // A value that is not finite makes its whole block NaN on the wire; the block's finite values then stay in
+  // the residual.
+  bool whole_block_nan = false;
+  int64_t granularity = 8;  // chunks begin at multiples of so many values, where a block of the format does
+  // Expected squared error of one encode with `rounding` over the squared norm, on Gaussian values; a test
+  // holds the format to it within 5 %. 0: exact, or not known for these options.
+  double gaussian_error = 0;
+
+  virtual int64_t bytes(int64_t count) const = 0;
+  virtual void reduce_encode(const Stream&, const ReduceEncode&) const = 0;
+  virtual void decode(const Stream&, const Decode&) const = 0;
   // The scalar references of both, on the host, for tests.
-  void (*reference_reduce_encode)(const ReduceEncode&);
-  void (*reference_decode)(const Decode&);
+  virtual void reference_reduce_encode(const ReduceEncode&) const = 0;
+  virtual void reference_decode(const Decode&) const = 0;
+
+  // What a spec can set, and then: why these values do not go together, "" if they do.
+  virtual std::vector<FormatOption> choices() { return {}; }
+  virtual std::string problem() const { return {}; }
+  // Takes over what follows from the options.
+  virtual void settle() {}
+  // Options whose code is worth a test or a bench of its own.
+  virtual std::vector<const char*> examples() const { return {}; }
+  // Null when there are no options.
+  virtual std::unique_ptr<WireFormat> copy() const { return nullptr; }
 
   double bytes_per_value() const { return static_cast<double>(bytes(1 << 20)) / (1 << 20); }
+  // "int4:block=64"
+  std::string spec() const { return std::string(name) + (*options != 0 ? ":" : "") + options; }
 };
 
-// A format by its place in the table; two are equal when they are the same entry.
+// Formats live as long as the program, one for each spec, so two are equal when they are the same object.
 using Wire = const WireFormat*;
 
 }  // namespace gradwire

@@ -1,98 +1,228 @@
 // The table of wire formats, and the way from a stream to the device's side of each op.
 #include "kernels/wire/formats.h"
 
+#include <fmt/format.h>
+
+#include <mutex>
+
 #include "kernels/wire/bf16.h"
-#include "kernels/wire/block.h"
 #include "kernels/wire/block_formats.h"
 #include "kernels/wire/fp8.h"
+#include "runtime/error.h"
 
 namespace gradwire {
-
-// An entry's way to the sides of an op.
-#ifdef GRADWIRE_SIMT_TESTS
-// Where CUDA kernels run on the CPU there is no CUDA stream to name them by: the table leads to them alone.
-#define GW_OP(op) [](const Stream&, const auto& args) { cuda::op(nullptr, args); }
-#else
-#define GW_OP(op)                                                    \
-  [](const Stream& stream, const auto& args) {                       \
-    detail::dispatch(stream, args, host::op, GW_CUDA_SIDE(op), #op); \
-  }
-#endif
-#define GW_OPS(NAME)                                                            \
-  .reduce_encode = GW_OP(NAME##_reduce_encode), .decode = GW_OP(NAME##_decode), \
-  .reference_reduce_encode = reference::NAME##_reduce_encode, .reference_decode = reference::NAME##_decode
-
-const WireFormat kFp32Format = {
-    .name = "fp32",
-    .summary = "the values themselves",
-    .source = "IEEE 754",
-    .exact = true,
-    .stochastic = false,
-    .granularity = 8,
-    .bytes = [](int64_t count) { return count * 4; },
-    .gaussian_error = 0,
-    .reduce_encode = nullptr,
-    .decode = nullptr,
-    .reference_reduce_encode = nullptr,
-    .reference_decode = nullptr,
-};
-
-const WireFormat kBf16Format = {
-    .name = "bf16",
-    .summary = "the upper halves of the floats",
-    .source = "Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019",
-    .exact = false,
-    .stochastic = true,
-    .granularity = 8,
-    .bytes = [](int64_t count) { return count * 2; },
-    .gaussian_error = 2.7e-6,
-    GW_OPS(bf16),
-};
-
-const WireFormat kFp8Format = {
-    .name = "fp8",
-    .summary = "E4M3 with a power-of-two scale per 128 values",
-    .source = "OCP's 8-bit Floating Point Specification and Microscaling Formats",
-    .exact = false,
-    .stochastic = true,
-    .granularity = kFp8Block,
-    .bytes = fp8_wire_bytes,
-    .gaussian_error = 7.1e-4,
-    GW_OPS(fp8),
-};
-
 namespace {
 
-#define GW_DEFINE(F, NAME)                 \
-  constexpr WireFormat k##F##Format = {    \
-      .name = #NAME,                       \
-      .summary = F::kSummary,              \
-      .source = F::kSource,                \
-      .exact = false,                      \
-      .stochastic = F::kStochastic,        \
-      .granularity = F::kBlock,            \
-      .bytes = Packed<F>::bytes,           \
-      .gaussian_error = F::kGaussianError, \
-      GW_OPS(NAME),                        \
+// An op's way to its sides.
+#ifdef GRADWIRE_SIMT_TESTS
+// Where CUDA kernels run on the CPU there is no CUDA stream to name them by: the table leads to them alone.
+#define GW_ENQUEUE(op, stream, args) cuda::op(nullptr, args)
+#define GW_ENQUEUE_CODED(op, stream, coder, args) cuda::op(nullptr, coder, args)
+#else
+#define GW_ENQUEUE(op, stream, args) detail::dispatch(stream, args, host::op, GW_CUDA_SIDE(op), #op)
+#define GW_ENQUEUE_CODED(op, stream, coder, args) \
+  detail::dispatch_with(stream, coder, args, host::op, GW_CUDA_SIDE(op), #op)
+#endif
+
+#define GW_OPS(NAME)                                                                  \
+  void reduce_encode(const Stream& stream, const ReduceEncode& args) const override { \
+    GW_ENQUEUE(NAME##_reduce_encode, stream, args);                                   \
+  }                                                                                   \
+  void decode(const Stream& stream, const Decode& args) const override {              \
+    GW_ENQUEUE(NAME##_decode, stream, args);                                          \
+  }                                                                                   \
+  void reference_reduce_encode(const ReduceEncode& args) const override {             \
+    reference::NAME##_reduce_encode(args);                                            \
+  }                                                                                   \
+  void reference_decode(const Decode& args) const override {                          \
+    reference::NAME##_decode(args);                                                   \
+  }
+
+class Fp32Format final : public WireFormat {
+ public:
+  constexpr Fp32Format() {
+    name = "fp32";
+    summary = "the values themselves";
+    source = "IEEE 754";
+    exact = true;
+  }
+  int64_t bytes(int64_t count) const override { return count * 4; }
+  void reduce_encode(const Stream&, const ReduceEncode&) const override { no_ops(); }
+  void decode(const Stream&, const Decode&) const override { no_ops(); }
+  void reference_reduce_encode(const ReduceEncode&) const override { no_ops(); }
+  void reference_decode(const Decode&) const override { no_ops(); }
+
+ private:
+  [[noreturn]] static void no_ops() { throw Error("fp32 is exact: it has no encoder"); }
+};
+
+class Bf16Format final : public WireFormat {
+ public:
+  constexpr Bf16Format() {
+    name = "bf16";
+    summary = "the upper halves of the floats";
+    source = "Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019";
+    stochastic = true;
+    gaussian_error = 2.7e-6;
+  }
+  int64_t bytes(int64_t count) const override { return count * 2; }
+  GW_OPS(bf16)
+};
+
+class Fp8Format final : public WireFormat {
+ public:
+  constexpr Fp8Format() {
+    name = "fp8";
+    summary = "E4M3 with a power-of-two scale per 128 values";
+    source = "OCP's 8-bit Floating Point Specification and Microscaling Formats";
+    stochastic = true;
+    granularity = kFp8Block;
+    gaussian_error = 7.1e-4;
+  }
+  int64_t bytes(int64_t count) const override { return fp8_wire_bytes(count); }
+  GW_OPS(fp8)
+};
+
+// What all block formats have in common; the ops are in a class of each.
+template <typename F>
+class BlockFormat : public WireFormat {
+ public:
+  explicit BlockFormat(const char* its_name) {
+    name = its_name;
+    summary = F::kSummary;
+    source = F::kSource;
+    stochastic = F::kStochastic;
+    rounding = F::kRounding;
+    read_coder();
+  }
+  int64_t bytes(int64_t count) const override { return coder_.blocks(count) * coder_.bytes(); }
+
+  std::vector<FormatOption> choices() override {
+    std::vector<FormatOption> all = coder_.format.options();
+    if (F::kRotation == Rotation::optional) {
+      all.push_back({.key = "rotate", .value = &rotate_, .words = {"off", "hadamard"}});
+    }
+    return all;
+  }
+  std::string problem() const override {
+    if constexpr (requires { coder_.format.problem(); }) return coder_.format.problem();
+    return {};
+  }
+  void settle() override { read_coder(); }
+  std::vector<const char*> examples() const override {
+    std::vector<const char*> all(std::begin(F::kExamples), std::end(F::kExamples));
+    if (F::kRotation == Rotation::optional) all.push_back("rotate=hadamard");
+    return all;
+  }
+
+ protected:
+  BlockCoder<F> coder_;
+
+ private:
+  void read_coder() {
+    coder_.rotate = F::kRotation == Rotation::always || rotate_ != 0;
+    granularity = coder_.block();
+    whole_block_nan = F::kWholeBlockNan || coder_.rotate;
+    gaussian_error = coder_.format.gaussian_error(coder_.rotate);
+  }
+  int rotate_ = 0;
+};
+
+#define GW_DEFINE(F, NAME)                                                                               \
+  class F##Format final : public BlockFormat<F> {                                                        \
+   public:                                                                                               \
+    F##Format() : BlockFormat(#NAME) {}                                                                  \
+    void reduce_encode(const Stream& stream, const ReduceEncode& args) const override {                  \
+      GW_ENQUEUE_CODED(NAME##_reduce_encode, stream, coder_, args);                                      \
+    }                                                                                                    \
+    void decode(const Stream& stream, const Decode& args) const override {                               \
+      GW_ENQUEUE_CODED(NAME##_decode, stream, coder_, args);                                             \
+    }                                                                                                    \
+    void reference_reduce_encode(const ReduceEncode& args) const override {                              \
+      reference::NAME##_reduce_encode(coder_, args);                                                     \
+    }                                                                                                    \
+    void reference_decode(const Decode& args) const override { reference::NAME##_decode(coder_, args); } \
+    std::unique_ptr<WireFormat> copy() const override { return std::make_unique<F##Format>(*this); }     \
   };
 GW_BLOCK_FORMATS(GW_DEFINE)
 #undef GW_DEFINE
 
-#define GW_DEFINE(F, NAME) &k##F##Format,
-constexpr Wire kFormats[] = {kFp32, kBf16, kFp8, GW_BLOCK_FORMATS(GW_DEFINE)};
-#undef GW_DEFINE
+constinit const Fp32Format kFp32Format;
+constinit const Bf16Format kBf16Format;
+constinit const Fp8Format kFp8Format;
+
+std::string options_of(WireFormat& format, WireFormat& defaults) {
+  std::string text;
+  const auto mine = format.choices(), theirs = defaults.choices();
+  for (size_t i = 0; i < mine.size(); ++i) {
+    if (*mine[i].value == *theirs[i].value) continue;
+    text += fmt::format("{}{}={}", text.empty() ? "" : ",", mine[i].key, mine[i].text());
+  }
+  return text;
+}
 
 }  // namespace
 
+constinit const Wire kFp32 = &kFp32Format, kBf16 = &kBf16Format, kFp8 = &kFp8Format;
+
 std::span<const Wire> wire_formats() {
-  return kFormats;
+  // Never destroyed: other objects of the program hold on to formats until its end.
+#define GW_DEFINE(F, NAME) new F##Format,
+  static const auto& all = *new std::vector<Wire>{kFp32, kBf16, kFp8, GW_BLOCK_FORMATS(GW_DEFINE)};
+#undef GW_DEFINE
+  return all;
 }
 
 Wire find_wire_format(std::string_view name) {
-  for (Wire format : kFormats) {
+  for (Wire format : wire_formats()) {
     if (format->name == name) return format;
   }
   return nullptr;
+}
+
+Wire intern_wire_format(WireFormat& variant) {
+  static std::mutex mutex;
+  static auto& variants = *new std::vector<Wire>;
+  const Wire entry = find_wire_format(variant.name);
+  const std::string options = options_of(variant, *entry->copy());
+  if (options.empty()) return entry;
+  std::lock_guard lock(mutex);
+  for (Wire known : variants) {
+    if (known->name == entry->name && known->options == options) return known;
+  }
+  variant.settle();
+  variant.options = (new std::string(options))->c_str();
+  variants.push_back(variant.copy().release());
+  return variants.back();
+}
+
+Wire wire_format(std::string_view spec) {
+  const size_t colon = spec.find(':');
+  const Wire entry = find_wire_format(spec.substr(0, colon));
+  if (entry == nullptr || colon == std::string_view::npos) return entry;
+  auto variant = entry->copy();
+  for (std::string_view rest = spec.substr(colon + 1); !rest.empty();) {
+    const std::string_view item = rest.substr(0, rest.find(','));
+    rest.remove_prefix(std::min(rest.size(), item.size() + 1));
+    const size_t equals = item.find('=');
+    bool set = false;
+    for (const FormatOption& option : variant->choices()) {
+      if (option.key == item.substr(0, equals)) set = option.set(item.substr(equals + 1));
+    }
+    if (!set) throw Error(fmt::format("wire_format: bad option '{}' in '{}'", item, spec));
+  }
+  return intern_wire_format(*variant);
+}
+
+std::vector<Wire> example_wire_formats() {
+  std::vector<Wire> all;
+  for (Wire format : wire_formats()) {
+    all.push_back(format);
+    for (const char* options : format->examples()) {
+      all.push_back(wire_format(fmt::format("{}:{}", format->name, options)));
+    }
+  }
+  return all;
 }
 
 }  // namespace gradwire

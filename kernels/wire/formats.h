@@ -3,18 +3,26 @@
 
 #include <span>
 #include <string_view>
+#include <vector>
 
 #include "kernels/wire/format.h"
 
 namespace gradwire {
 
 // Those that other code names; any other is reached by its name alone.
-extern const WireFormat kFp32Format, kBf16Format, kFp8Format;
-inline constexpr Wire kFp32 = &kFp32Format, kBf16 = &kBf16Format, kFp8 = &kFp8Format;
+extern const Wire kFp32, kBf16, kFp8;
 
 // In the order of the docs; the first is kFp32.
 std::span<const Wire> wire_formats();
 // Null when there is none of that name.
 Wire find_wire_format(std::string_view name);
+// The format that is like `variant`, a copy of an entry whose options were set; settled, and the same one for
+// the same options.
+Wire intern_wire_format(WireFormat& variant);
+// "name" or "name:key=value,...", legal, for code and tests that have no user to answer.
+Wire wire_format(std::string_view spec);
+
+// For tests and benches: the table, and its entries with options whose code differs.
+std::vector<Wire> example_wire_formats();
 
 }  // namespace gradwire

@@ -12,6 +12,7 @@
 
 #include "kernels/math/fp8.h"
 #include "kernels/op.h"
+#include "kernels/wire/block.h"
 #include "kernels/wire/format.h"
 
 namespace gradwire {
@@ -25,7 +26,10 @@ GW_HD int64_t fp8_wire_bytes(int64_t count) {
 
 // Its arithmetic as kernels/wire/block.h has it, in a layout of its own.
 struct Fp8 {
-  static constexpr int kBlock = kFp8Block;
+  static constexpr int kBlock = kFp8Block, kMaxBlock = kBlock;
+  static constexpr Rotation kRotation = Rotation::never;
+  static constexpr bool kWholeBlockNan = false, kStochastic = true;
+  GW_HD static int block() { return kBlock; }
 
   template <typename Byte>
   struct Place {

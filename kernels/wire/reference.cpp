@@ -1,5 +1,6 @@
 // Scalar references of the wire formats: one element after the other, or one block, as format.h says it.
 #include <algorithm>
+#include <vector>
 
 #include "kernels/math/bf16.h"
 #include "kernels/math/random.h"
@@ -12,24 +13,27 @@
 namespace gradwire::reference {
 namespace {
 
-// S of element i; value(input, i) is what an input decodes to there.
+// S of element i; value(k, i) is what input k decodes to there.
 template <typename Value>
 float sum_at(const ReduceEncode& a, int64_t i, const Value& value) {
   const float own = a.residual != nullptr ? a.own[i] + a.residual[i] : a.own[i];
   float s = 0.0f;
   for (int term = 0; term <= a.num_inputs; ++term) {
-    const float x =
-        term == a.own_position ? own : value(a.inputs[term < a.own_position ? term : term - 1], i);
+    const float x = term == a.own_position ? own : value(term < a.own_position ? term : term - 1, i);
     s = term == 0 ? x : s + x;
   }
   return s;
 }
 
-// Residual and result of element i, whose sum is s and of which the wire carries `sent`.
-void keep_rest(const ReduceEncode& a, int64_t i, float s, float sent) {
+// Residual and result of element i, whose sum is s and of which the wire carries `sent`; the rest is `rest`.
+void keep_rest(const ReduceEncode& a, int64_t i, float s, float sent, float rest) {
   if (a.wire == nullptr) sent = s;
-  if (a.residual != nullptr) a.residual[i] = a.wire != nullptr && is_finite(s) ? s - sent : 0.0f;
+  if (a.residual != nullptr) a.residual[i] = a.wire != nullptr ? rest : 0.0f;
   if (a.out != nullptr) a.out[i] = a.out_scale * sent;
+}
+
+float rest_of(float s, float sent) {
+  return is_finite(s) ? s - sent : 0.0f;
 }
 
 uint32_t random_of(const WireRounding& rounding, int64_t i) {
@@ -66,43 +70,76 @@ struct ScalarLanes {
     }
     return sums[0];
   }
+  template <typename Test>
+  int count(int n, const Test& test) const {
+    int all = 0;
+    for (int i = 0; i < n; ++i) all += test(i) ? 1 : 0;
+    return all;
+  }
+  template <typename Test, typename Take>
+  void pick(int n, const Test& test, const Take& take) const {
+    for (int i = 0, k = 0; i < n; ++i) {
+      if (test(i)) take(k++, i);
+    }
+  }
+  void hadamard(float* x, int n) const {
+    for (int h = n / 2; h > 0; h /= 2) {
+      for (int i = 0; i < n; ++i) {
+        if (i & h) continue;
+        const float a = x[i], b = x[i + h];
+        x[i] = a + b;
+        x[i + h] = a - b;
+      }
+    }
+  }
 };
 
 template <typename F>
-void decode_block(const void* wire, int64_t block, int count, float* values) {
-  F::decode(ScalarLanes{}, static_cast<const uint8_t*>(wire) + block * F::kBytes, count, values);
+std::vector<float> decoded_block(const BlockCoder<F>& coder, const void* wire, int64_t count, int64_t block,
+                                 int valid) {
+  std::vector<float> values(static_cast<size_t>(coder.block()));
+  coder.decode(ScalarLanes{}, coder.place(static_cast<const uint8_t*>(wire), count, block), valid,
+               values.data());
+  return values;
 }
 
 template <typename F>
-void reduce_encode_blocks(const ReduceEncode& a) {
-  for (int64_t begin = 0; begin < a.count; begin += F::kBlock) {
-    const int64_t block = begin / F::kBlock;
-    const int count = static_cast<int>(std::min<int64_t>(F::kBlock, a.count - begin));
-    auto value = [&](const void* wire, int64_t i) {
-      float values[F::kBlock];
-      decode_block<F>(wire, block, count, values);
-      return values[i - begin];
-    };
-    float s[F::kBlock] = {}, sent[F::kBlock] = {};
-    uint16_t random[F::kBlock];
-    for (int i = 0; i < count; ++i) s[i] = sum_at(a, begin + i, value);
-    if (a.wire != nullptr) {
-      for (int i = 0; i < F::kBlock; ++i) random[i] = static_cast<uint16_t>(random_of(a.rounding, begin + i));
-      F::encode(ScalarLanes{}, s, count, a.rounding.mode == Rounding::nearest ? nullptr : random,
-                static_cast<uint8_t*>(a.wire) + block * F::kBytes);
-      decode_block<F>(a.wire, block, count, sent);
+void reduce_encode_blocks(const BlockCoder<F>& coder, const ReduceEncode& a) {
+  const int n = coder.block();
+  for (int64_t block = 0; block < coder.blocks(a.count); ++block) {
+    const int64_t begin = block * n;
+    const int count = static_cast<int>(std::min<int64_t>(n, a.count - begin));
+    std::vector<std::vector<float>> inputs;
+    for (int k = 0; k < a.num_inputs; ++k) {
+      inputs.push_back(decoded_block(coder, a.inputs[k], a.count, block, count));
     }
-    for (int i = 0; i < count; ++i) keep_rest(a, begin + i, s[i], sent[i]);
+    std::vector<float> s(static_cast<size_t>(n)), sent(s), scratch(s);
+    for (int i = 0; i < count; ++i) {
+      s[static_cast<size_t>(i)] =
+          sum_at(a, begin + i, [&](int input, int64_t at) { return inputs[input][at - begin]; });
+    }
+    if (a.wire != nullptr) {
+      std::vector<uint16_t> random;
+      for (int i = 0; i < n; ++i) random.push_back(static_cast<uint16_t>(random_of(a.rounding, begin + i)));
+      coder.encode(ScalarLanes{}, s.data(), count,
+                   a.rounding.mode == Rounding::nearest ? nullptr : random.data(),
+                   coder.place(static_cast<uint8_t*>(a.wire), a.count, block), scratch.data());
+      sent = decoded_block(coder, a.wire, a.count, block, count);
+    }
+    for (int i = 0; i < count; ++i) {
+      const float sum = s[static_cast<size_t>(i)], part = sent[static_cast<size_t>(i)];
+      keep_rest(a, begin + i, sum, part, coder.rest_of(sum, part));
+    }
   }
 }
 
 template <typename F>
-void decode_blocks(const Decode& a) {
-  for (int64_t begin = 0; begin < a.count; begin += F::kBlock) {
-    const int count = static_cast<int>(std::min<int64_t>(F::kBlock, a.count - begin));
-    float values[F::kBlock];
-    decode_block<F>(a.wire, begin / F::kBlock, count, values);
-    for (int i = 0; i < count; ++i) a.out[begin + i] = a.scale * values[i];
+void decode_blocks(const BlockCoder<F>& coder, const Decode& a) {
+  const int n = coder.block();
+  for (int64_t block = 0; block < coder.blocks(a.count); ++block) {
+    const int count = static_cast<int>(std::min<int64_t>(n, a.count - block * n));
+    const auto values = decoded_block(coder, a.wire, a.count, block, count);
+    for (int i = 0; i < count; ++i) a.out[block * n + i] = a.scale * values[static_cast<size_t>(i)];
   }
 }
 
@@ -122,12 +159,13 @@ void fp32_reduce(const Reduce& a) {
 void bf16_reduce_encode(const ReduceEncode& a) {
   auto* wire = static_cast<uint16_t*>(a.wire);
   for (int64_t i = 0; i < a.count; ++i) {
-    const float s = sum_at(a, i, bf16_value);
+    const float s = sum_at(a, i, [&](int k, int64_t at) { return bf16_value(a.inputs[k], at); });
     if (wire != nullptr) {
       wire[i] = a.rounding.mode == Rounding::nearest ? float_to_bf16_nearest(s)
                                                      : float_to_bf16_stochastic(s, random_of(a.rounding, i));
     }
-    keep_rest(a, i, s, wire != nullptr ? bf16_to_float(wire[i]) : 0.0f);
+    const float sent = wire != nullptr ? bf16_to_float(wire[i]) : 0.0f;
+    keep_rest(a, i, s, sent, rest_of(s, sent));
   }
 }
 
@@ -137,7 +175,7 @@ void bf16_decode(const Decode& a) {
 
 void fp8_reduce_encode(const ReduceEncode& a) {
   auto* wire = static_cast<uint8_t*>(a.wire);
-  auto value = [&](const void* input, int64_t i) { return fp8_value(input, a.count, i); };
+  auto value = [&](int k, int64_t i) { return fp8_value(a.inputs[k], a.count, i); };
   for (int64_t begin = 0; begin < a.count; begin += kFp8Block) {
     const int64_t end = std::min<int64_t>(a.count, begin + kFp8Block);
     float sums[kFp8Block];
@@ -154,7 +192,8 @@ void fp8_reduce_encode(const ReduceEncode& a) {
                                ? float_to_e4m3_nearest(scaled)
                                : float_to_e4m3_stochastic(scaled, random_of(a.rounding, i));
       if (wire != nullptr) wire[i] = code;
-      keep_rest(a, i, s, e4m3_to_float(code) * fp8_scale(scale));
+      const float sent = e4m3_to_float(code) * fp8_scale(scale);
+      keep_rest(a, i, s, sent, rest_of(s, sent));
     }
   }
 }
@@ -163,12 +202,12 @@ void fp8_decode(const Decode& a) {
   for (int64_t i = 0; i < a.count; ++i) a.out[i] = a.scale * fp8_value(a.wire, a.count, i);
 }
 
-#define GW_DEFINE(F, NAME)                           \
-  void NAME##_reduce_encode(const ReduceEncode& a) { \
-    reduce_encode_blocks<F>(a);                      \
-  }                                                  \
-  void NAME##_decode(const Decode& a) {              \
-    decode_blocks<F>(a);                             \
+#define GW_DEFINE(F, NAME)                                                       \
+  void NAME##_reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& a) { \
+    reduce_encode_blocks(coder, a);                                              \
+  }                                                                              \
+  void NAME##_decode(const BlockCoder<F>& coder, const Decode& a) {              \
+    decode_blocks(coder, a);                                                     \
   }
 GW_BLOCK_FORMATS(GW_DEFINE)
 #undef GW_DEFINE

@@ -1,6 +1,6 @@
 // What is special about the int8 wire format: its codes and units, and the error of what is sent.
 // wire_test.cpp tests what all formats promise.
-#include "kernels/wire/int8.h"
+#include "kernels/wire/formats/int.h"
 
 #include "tests/kernels/wire_problem.h"
 
@@ -57,7 +57,7 @@ TEST_P(Int8Wire, WhatIsSentPlusTheResidualIsTheSumAndTheErrorIsBounded) {
     const WireResult got = run(format, p);
     for (size_t i = 0; i < p.own.size(); ++i) {
       const float s = p.own[i] + p.residual[i];
-      const float unit = fp8_scale(got.wire[(i / Int8::kBlock + 1) * Int8::kBytes - 1]);
+      const float unit = fp8_scale(got.wire[(i / 128 + 1) * 129 - 1]);
       if (mode == Rounding::nearest) {
         ASSERT_EQ(static_cast<double>(got.out[i]) + got.residual[i], static_cast<double>(s)) << i;
       }

@@ -1,6 +1,8 @@
 // What every wire format promises (kernels/wire/format.h), for each entry of the table that rounds.
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <cctype>
 #include <set>
 
 #include "runtime/thread_pool.h"
@@ -15,6 +17,7 @@ TEST(WireFormats, NamesAreUniqueAndFound) {
   for (Wire format : wire_formats()) {
     EXPECT_TRUE(names.insert(format->name).second) << format->name;
     EXPECT_EQ(find_wire_format(format->name), format);
+    EXPECT_EQ(wire_format(format->name), format);
     EXPECT_GT(std::string(format->summary).size(), 0u) << format->name;
     EXPECT_GT(std::string(format->source).size(), 0u) << format->name;
   }
@@ -23,9 +26,26 @@ TEST(WireFormats, NamesAreUniqueAndFound) {
   EXPECT_EQ(find_wire_format(""), nullptr);
 }
 
+TEST(WireFormats, EqualOptionsAreTheSameFormatAndDefaultsAreTheTables) {
+  for (Wire format : example_wire_formats()) {
+    SCOPED_TRACE(format->spec());
+    EXPECT_EQ(wire_format(format->spec()), format);
+    EXPECT_EQ(find_wire_format(format->name) == format, *format->options == 0);
+    if (const auto copy = find_wire_format(format->name)->copy()) {
+      for (const FormatOption& option : copy->choices()) {
+        EXPECT_TRUE(option.set(option.text())) << option.key;
+        EXPECT_FALSE(option.set("no such value")) << option.key;
+        EXPECT_FALSE(option.set("")) << option.key;
+        EXPECT_EQ(wire_format(fmt::format("{}:{}={}", format->name, option.key, option.text())),
+                  find_wire_format(format->name));
+      }
+    }
+  }
+}
+
 TEST(WireFormats, LengthsAreThoseOfTheirChunks) {
-  for (Wire format : wire_formats()) {
-    SCOPED_TRACE(format->name);
+  for (Wire format : example_wire_formats()) {
+    SCOPED_TRACE(format->spec());
     EXPECT_EQ(format->bytes(0), 0);
     EXPECT_GT(format->granularity, 0);
     int64_t before = 0;
@@ -37,9 +57,9 @@ TEST(WireFormats, LengthsAreThoseOfTheirChunks) {
     EXPECT_EQ(format->bytes(5 * chunk), 5 * format->bytes(chunk));
     EXPECT_NEAR(static_cast<double>(format->bytes(chunk << 10)) / static_cast<double>(chunk << 10),
                 format->bytes_per_value(), 1e-6);
-    EXPECT_EQ(format->exact, format->gaussian_error == 0);
-    EXPECT_EQ(format->exact, format->reduce_encode == nullptr);
-    EXPECT_EQ(format->exact, format->decode == nullptr);
+    if (*format->options == 0) {
+      EXPECT_EQ(format->exact, format->gaussian_error == 0);
+    }
   }
 }
 
@@ -201,7 +221,7 @@ TEST_P(WireFormatTest, WirePlusResidualIsTheSum) {
   }
 }
 
-TEST_P(WireFormatTest, NonFiniteValuesAreSentNotKeptAndLeaveOthersAlone) {
+TEST_P(WireFormatTest, NonFiniteValuesAreSentNotKeptAndLeaveOtherBlocksAlone) {
   const int64_t block = format->granularity, n = 3 * block + 7;
   const auto bad = static_cast<size_t>(block + 2);
   for (Rounding mode : roundings()) {
@@ -221,8 +241,14 @@ TEST_P(WireFormatTest, NonFiniteValuesAreSentNotKeptAndLeaveOthersAlone) {
       EXPECT_EQ(got.residual[bad], 0.0f);
       for (size_t i = 0; i < p.own.size(); ++i) {
         if (i == bad) continue;
-        ASSERT_EQ(got.out[i], clean.out[i]) << i;
-        ASSERT_EQ(got.residual[i], clean.residual[i]) << i;
+        const bool same_block = static_cast<int64_t>(i) / block == static_cast<int64_t>(bad) / block;
+        if (format->whole_block_nan && same_block) {
+          ASSERT_TRUE(std::isnan(got.out[i])) << i;
+          ASSERT_EQ(got.residual[i], p.own[i] + p.residual[i]) << i << ": none of it was sent";
+        } else {
+          ASSERT_EQ(got.out[i], clean.out[i]) << i;
+          ASSERT_EQ(got.residual[i], clean.residual[i]) << i;
+        }
       }
     }
   }
@@ -239,7 +265,9 @@ TEST_P(WireFormatTest, ZerosAndExtremesSurvive) {
       for (size_t i = 0; i < 200; ++i) {
         ASSERT_TRUE(is_finite(got.out[i])) << value;
         ASSERT_TRUE(is_finite(got.residual[i])) << value;
-        ASSERT_EQ(static_cast<double>(got.out[i]) + got.residual[i], static_cast<double>(value));
+        if (std::abs(got.residual[i]) == FLT_MAX) continue;  // it would be larger yet
+        ASSERT_LE(std::abs(static_cast<double>(got.out[i]) + got.residual[i] - static_cast<double>(value)),
+                  std::ldexp(std::abs(static_cast<double>(got.residual[i])), -24));
         if (value == 0.0f) {
           ASSERT_EQ(got.out[i], 0.0f);
         }
@@ -328,19 +356,24 @@ TEST_P(WireFormatTest, ErrorOnNormalValuesIsAsTheTableSays) {
 #else
   const int64_t count = 1 << 20;
 #endif
-  const WireProblem p{.own = normal(count, 41), .residual = {}, .out_scale = 1};
+  const WireProblem p{
+      .own = normal(count, 41), .residual = {}, .out_scale = 1, .rounding = {.mode = format->rounding}};
   const WireResult got = run(p);
   double error = 0, norm = 0;
   for (size_t i = 0; i < p.own.size(); ++i) {
     error += std::pow(static_cast<double>(got.out[i]) - p.own[i], 2);
     norm += std::pow(static_cast<double>(p.own[i]), 2);
   }
-  EXPECT_NEAR(error / norm, format->gaussian_error, 0.05 * format->gaussian_error);
+  if (format->gaussian_error > 0) {
+    EXPECT_NEAR(error / norm, format->gaussian_error, 0.05 * format->gaussian_error);
+  } else {  // not known for these options
+    EXPECT_LT(error, norm);
+  }
 }
 
 std::vector<Wire> rounding_formats() {
   std::vector<Wire> formats;
-  for (Wire format : wire_formats()) {
+  for (Wire format : example_wire_formats()) {
     if (!format->exact) formats.push_back(format);
   }
   return formats;
@@ -350,7 +383,11 @@ INSTANTIATE_TEST_SUITE_P(On, WireFormatTest,
                          ::testing::Combine(::testing::ValuesIn(backends()),
                                             ::testing::ValuesIn(rounding_formats())),
                          [](const auto& info) {
-                           return std::get<0>(info.param).name + "_" + std::get<1>(info.param)->name;
+                           std::string name =
+                               std::get<0>(info.param).name + "_" + std::get<1>(info.param)->spec();
+                           std::ranges::replace_if(
+                               name, [](char c) { return !std::isalnum(c); }, '_');
+                           return name;
                          });
 
 }  // namespace

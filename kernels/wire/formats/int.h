@@ -1,0 +1,124 @@
+// Integers on the wire: codes from -m to m, m = 2^(bits - 1) - 1, times the block's unit.
+//
+// 8 and 4 bits: the unit is the largest magnitude / m in FP32, or, with scale=pow2, the next power of two, whose
+// exponent + 127 is one byte (OCP Microscaling's E8M0). Relative to the largest magnitude the error is uniform,
+// u^2 / 12 for a unit u. 2 bits: -1, 0 and 1 times 1.534 mean |x|, the best three levels for a Gaussian: error
+// 0.19; larger values are cut off, so there is no unbiased rounding.
+//
+// With a power of two, wire + residual == S exactly with round to nearest; otherwise to FP32 rounding. NaN and
+// Inf both travel as NaN, code -m - 1; they do not touch the unit.
+#pragma once
+
+#include "kernels/math/fp8.h"
+#include "kernels/wire/block.h"
+#include "kernels/wire/codes.h"
+
+namespace gradwire {
+
+template <int kBits>
+struct Int {
+  int size = 128;
+  int fp32_scale = kBits == 8 ? 0 : 1;
+
+  static constexpr int kMaxBlock = 512;
+  static constexpr int kMost = (1 << (kBits - 1)) - 1;
+  static constexpr uint32_t kMask = (1u << kBits) - 1u, kNan = 1u << (kBits - 1);
+  static constexpr const char* kSummary = kBits == 8   ? "8-bit integers, a power-of-two unit per 128 values"
+                                          : kBits == 4 ? "4-bit integers, an FP32 unit per 128 values"
+                                                       : "-1, 0 or 1 times an FP32 unit per 128 values";
+  static constexpr const char* kSource = kBits == 8 ? "MXINT8 of OCP's Microscaling Formats, in larger blocks"
+                                         : kBits == 4
+                                             ? "Dettmers, 8-Bit Approximations for Parallelism in Deep "
+                                               "Learning, 2016, in 4 bits"
+                                             : "Li et al., Ternary Weight Networks, 2016";
+  static constexpr Rounding kRounding = Rounding::nearest;
+  static constexpr bool kStochastic = kBits > 2, kWholeBlockNan = false;
+  static constexpr Rotation kRotation = Rotation::optional;
+  static constexpr std::array kExamples = {kBits == 8 ? "block=32,scale=fp32" : "block=512,scale=pow2"};
+
+  GW_HD int block() const { return size; }
+  GW_HD int bytes() const { return code_bytes<kBits>(size) + (fp32_scale != 0 ? 4 : 1); }
+  double gaussian_error(bool rotated) const {
+    // A power of two may be just above the largest value or twice that: rotated, it is elsewhere.
+    if (*this != Int() || (rotated && fp32_scale == 0)) return 0;
+    return kBits == 8 ? 8.34e-5 : kBits == 4 ? 1.4e-2 : 0.19;
+  }
+  std::vector<FormatOption> options() {
+    return {block_option(&size), {.key = "scale", .value = &fp32_scale, .words = {"pow2", "fp32"}}};
+  }
+  bool operator==(const Int&) const = default;
+
+  // The least k, as k + 127, with largest <= kMost * 2^k; kMost = (2 - 2^(2 - kBits)) * 2^(kBits - 2). Where
+  // kMost * 2^k is no float, values above it saturate instead.
+  GW_HD static uint8_t unit_byte(uint32_t largest_bits) {
+    constexpr uint32_t kFraction = 0x7fffffu & ~((1u << (25 - kBits)) - 1u);  // of kMost
+    constexpr int32_t kLast = kBits == 2 ? 253 : 256 - kBits;  // its inverse must be a normal number, too
+    int32_t byte = static_cast<int32_t>(largest_bits >> 23) - (kBits - 2);
+    byte += (largest_bits & 0x7fffffu) > kFraction ? 1 : 0;
+    byte = byte > kLast ? kLast : byte;
+    return static_cast<uint8_t>(byte < 1 ? 1 : byte);
+  }
+
+  // Of a number of units, in the lowest kBits.
+  GW_HD static uint32_t code_of(float units, int32_t random) {
+    constexpr float most = kMost;
+    const float magnitude = bits_float(finite_magnitude_bits(units));
+    const uint32_t rounded = round_magnitude(magnitude > most ? most : magnitude, random);
+    const uint32_t code = (units < 0.0f ? 0u - rounded : rounded) & kMask;
+    return is_finite(units) ? code : kNan;
+  }
+
+  // What the largest code stands for, at least.
+  template <typename Lanes>
+  GW_HD static float scaled_value(const Lanes& lanes, const float* values, int count) {
+    if constexpr (kBits > 2) {
+      return bits_float(
+          lanes.max(count, [=](int i) GW_HD_LAMBDA { return finite_magnitude_bits(values[i]); }));
+    } else {
+      const float share = 1.0f / static_cast<float>(count);
+      const float mean = lanes.sum(
+          count, [=](int i) GW_HD_LAMBDA { return bits_float(finite_magnitude_bits(values[i])) * share; });
+      return mean < 2e38f ? 1.534f * mean : mean;
+    }
+  }
+
+  template <typename Lanes>
+  GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
+                    uint8_t* to) const {
+    const float largest = scaled_value(lanes, values, count);
+    uint8_t* const unit = to + code_bytes<kBits>(size);
+    float inverse;
+    if (fp32_scale != 0) {
+      float scale = largest / static_cast<float>(kMost);
+      if (!is_finite(scale * static_cast<float>(kMost))) scale = bits_float(float_bits(scale) - 1u);
+      inverse = scale >= 0x1p-126f ? 1.0f / scale : 0.0f;
+      put_float(unit, scale);
+    } else {
+      *unit = unit_byte(float_bits(largest));
+      inverse = fp8_inverse_scale(*unit);
+    }
+    if (random == nullptr) {
+      pack_codes<kBits>(lanes, size, to,
+                        [=](int i) GW_HD_LAMBDA { return code_of(values[i] * inverse, -1); });
+    } else {
+      pack_codes<kBits>(lanes, size, to,
+                        [=](int i) GW_HD_LAMBDA { return code_of(values[i] * inverse, random[i]); });
+    }
+  }
+
+  template <typename Lanes, typename Values>
+  GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
+    const uint8_t* const at = from + code_bytes<kBits>(size);
+    const float unit = fp32_scale != 0 ? get_float(at) : fp8_scale(*at);
+    unpack_codes<kBits>(lanes, from, size, count, [=](int i, uint32_t code) GW_HD_LAMBDA {
+      const int32_t shifted = static_cast<int32_t>(code << (32 - kBits)) >> (32 - kBits);
+      values[i] = code == kNan ? bits_float(0x7fc00000u) : unit * static_cast<float>(shifted);
+    });
+  }
+};
+
+using Int8 = Int<8>;
+using Int4 = Int<4>;
+using Int2 = Int<2>;
+
+}  // namespace gradwire
