@@ -3,14 +3,31 @@
 
 #include "kernels/op.h"
 #include "kernels/wire/block.h"
+#include "kernels/wire/formats/eden.h"
 #include "kernels/wire/formats/int.h"
+#include "kernels/wire/formats/microscaling.h"
+#include "kernels/wire/formats/natural.h"
+#include "kernels/wire/formats/qsgd.h"
+#include "kernels/wire/formats/sign.h"
+#include "kernels/wire/formats/terngrad.h"
+#include "kernels/wire/formats/topk.h"
 
 // FORMAT(type, name in specs) of each, in the order of the docs.
 // clang-format off
 #define GW_BLOCK_FORMATS(FORMAT) \
   FORMAT(Int8, int8) \
   FORMAT(Int4, int4) \
-  FORMAT(Int2, int2)
+  FORMAT(Int2, int2) \
+  FORMAT(MxFp8, mxfp8) \
+  FORMAT(MxFp6, mxfp6) \
+  FORMAT(MxFp4, mxfp4) \
+  FORMAT(NvFp4, nvfp4) \
+  FORMAT(Natural, natural) \
+  FORMAT(Qsgd, qsgd) \
+  FORMAT(TernGrad, terngrad) \
+  FORMAT(Sign, sign) \
+  FORMAT(Eden, eden) \
+  FORMAT(TopK, topk)
 // clang-format on
 
 namespace gradwire {

@@ -7,19 +7,21 @@
 
 namespace gradwire {
 
-// The bytes of n codes of kBits (1, 2, 3, 4 or 8).
+// The bytes of n codes of kBits (1, 2, 3, 4, 6 or 8).
 template <int kBits>
 GW_HD constexpr int code_bytes(int n) {
   return n * kBits / 8;
 }
 
 // Packs code(i), i in [0, n). Byte j of m holds codes j, j + m, j + 2m, ... from its low bits on, so that
-// neighbours are read and written together. 3 bits: the lower two of all, then the upper ones.
+// neighbours are read and written together. 3 and 6 bits: the lower two thirds of all codes, then the upper ones.
 template <int kBits, typename Lanes, typename Code>
 GW_HD void pack_codes(const Lanes& lanes, int n, uint8_t* bytes, const Code& code) {
-  if constexpr (kBits == 3) {
-    pack_codes<2>(lanes, n, bytes, [=](int i) GW_HD_LAMBDA { return code(i) & 3u; });
-    pack_codes<1>(lanes, n, bytes + code_bytes<2>(n), [=](int i) GW_HD_LAMBDA { return code(i) >> 2; });
+  if constexpr (kBits % 3 == 0) {
+    constexpr int kUpper = kBits / 3, kLower = 2 * kUpper;
+    pack_codes<kLower>(lanes, n, bytes, [=](int i) GW_HD_LAMBDA { return code(i) & ((1u << kLower) - 1u); });
+    pack_codes<kUpper>(lanes, n, bytes + code_bytes<kLower>(n),
+                       [=](int i) GW_HD_LAMBDA { return code(i) >> kLower; });
   } else {
     const int m = code_bytes<kBits>(n);
     lanes.each(m, [=](int j) GW_HD_LAMBDA {
@@ -33,11 +35,13 @@ GW_HD void pack_codes(const Lanes& lanes, int n, uint8_t* bytes, const Code& cod
 // Calls take(i, code) for i in [0, count) of n codes.
 template <int kBits, typename Lanes, typename Take>
 GW_HD void unpack_codes(const Lanes& lanes, const uint8_t* bytes, int n, int count, const Take& take) {
-  if constexpr (kBits == 3) {
-    const uint8_t* const upper = bytes + code_bytes<2>(n);
-    const int m = code_bytes<1>(n);
-    unpack_codes<2>(lanes, bytes, n, count, [=](int i, uint32_t code) GW_HD_LAMBDA {
-      take(i, code | ((static_cast<uint32_t>(upper[i % m]) >> (i / m)) & 1u) << 2);
+  if constexpr (kBits % 3 == 0) {
+    constexpr int kUpper = kBits / 3, kLower = 2 * kUpper;
+    const uint8_t* const upper = bytes + code_bytes<kLower>(n);
+    const int m = code_bytes<kUpper>(n);
+    unpack_codes<kLower>(lanes, bytes, n, count, [=](int i, uint32_t code) GW_HD_LAMBDA {
+      const uint32_t more = static_cast<uint32_t>(upper[i % m]) >> (kUpper * (i / m));
+      take(i, code | (more & ((1u << kUpper) - 1u)) << kLower);
     });
   } else {
     const int m = code_bytes<kBits>(n);

@@ -80,6 +80,7 @@ class WireFormat {
   // A value that is not finite makes its whole block NaN on the wire; the block's finite values then stay in
   // the residual.
   bool whole_block_nan = false;
+  bool selects = false;  // sends some of a block's values; one that is not finite takes the place of another
   int64_t granularity = 8;  // chunks begin at multiples of so many values, where a block of the format does
   // Expected squared error of one encode with `rounding` over the squared norm, on Gaussian values; a test
   // holds the format to it within 5 %. 0: exact, or not known for these options.

@@ -16,8 +16,8 @@ namespace {
 // An op's way to its sides.
 #ifdef GRADWIRE_SIMT_TESTS
 // Where CUDA kernels run on the CPU there is no CUDA stream to name them by: the table leads to them alone.
-#define GW_ENQUEUE(op, stream, args) cuda::op(nullptr, args)
-#define GW_ENQUEUE_CODED(op, stream, coder, args) cuda::op(nullptr, coder, args)
+#define GW_ENQUEUE(op, stream, args) (void)stream, cuda::op(nullptr, args)
+#define GW_ENQUEUE_CODED(op, stream, coder, args) (void)stream, cuda::op(nullptr, coder, args)
 #else
 #define GW_ENQUEUE(op, stream, args) detail::dispatch(stream, args, host::op, GW_CUDA_SIDE(op), #op)
 #define GW_ENQUEUE_CODED(op, stream, coder, args) \
@@ -93,6 +93,7 @@ class BlockFormat : public WireFormat {
     source = F::kSource;
     stochastic = F::kStochastic;
     rounding = F::kRounding;
+    if constexpr (requires { F::kSelects; }) selects = F::kSelects;
     read_coder();
   }
   int64_t bytes(int64_t count) const override { return coder_.blocks(count) * coder_.bytes(); }

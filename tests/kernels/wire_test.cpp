@@ -245,6 +245,9 @@ TEST_P(WireFormatTest, NonFiniteValuesAreSentNotKeptAndLeaveOtherBlocksAlone) {
         if (format->whole_block_nan && same_block) {
           ASSERT_TRUE(std::isnan(got.out[i])) << i;
           ASSERT_EQ(got.residual[i], p.own[i] + p.residual[i]) << i << ": none of it was sent";
+        } else if (format->selects && same_block) {  // another is left out, and means change
+          const float s = p.own[i] + p.residual[i];
+          ASSERT_NEAR(got.out[i] / p.out_scale + got.residual[i], s, 1e-6) << i;
         } else {
           ASSERT_EQ(got.out[i], clean.out[i]) << i;
           ASSERT_EQ(got.residual[i], clean.residual[i]) << i;
@@ -367,7 +370,7 @@ TEST_P(WireFormatTest, ErrorOnNormalValuesIsAsTheTableSays) {
   if (format->gaussian_error > 0) {
     EXPECT_NEAR(error / norm, format->gaussian_error, 0.05 * format->gaussian_error);
   } else {  // not known for these options
-    EXPECT_LT(error, norm);
+    EXPECT_LT(error, 2 * norm);
   }
 }
 

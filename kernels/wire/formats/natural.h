@@ -1,0 +1,69 @@
+// Natural compression: a sign and a power of two, 8 bits a value. The block's largest exponent is sent in a byte;
+// values 2^-125 of it and less are 0. Unbiased rounding between neighbouring powers of two has at most 1/8 of a
+// value's square as error (Theorem 1 of the source).
+//
+// Codes: sign in the top bit, then 0 for zero, 127 for NaN and Inf, and 1 to 126 for 2^(top - 126 + code).
+#pragma once
+
+#include "kernels/math/fp8.h"
+#include "kernels/wire/block.h"
+#include "kernels/wire/codes.h"
+
+namespace gradwire {
+
+struct Natural {
+  int size = 128;
+
+  static constexpr int kMaxBlock = 512;
+  static constexpr const char* kSummary = "signs and powers of two";
+  static constexpr const char* kSource =
+      "Horvath et al., Natural Compression for Distributed Deep Learning, 2019";
+  static constexpr Rounding kRounding = Rounding::stochastic;
+  static constexpr bool kStochastic = true, kWholeBlockNan = false;
+  static constexpr Rotation kRotation = Rotation::optional;
+  static constexpr std::array kExamples = {"block=512"};
+
+  GW_HD int block() const { return size; }
+  GW_HD int bytes() const { return size + 1; }
+  static double gaussian_error(bool) { return 8.33e-2; }
+  std::vector<FormatOption> options() { return {block_option(&size)}; }
+
+  // The exponent field of a finite magnitude after rounding to a power of two; 0 for less than 2^-126.
+  GW_HD static uint32_t rounded_exponent(uint32_t bits, int32_t random) {
+    const uint32_t exponent = bits >> 23, fraction = bits & 0x7fffffu;
+    const uint32_t up = random < 0 ? (fraction >= 0x400000u ? 1u : 0u)
+                                   : ((fraction >> 7) + static_cast<uint32_t>(random)) >> 16;
+    const uint32_t rounded = exponent + up;
+    return exponent == 0 ? 0u : rounded > 254u ? 254u : rounded;
+  }
+
+  template <typename Lanes>
+  GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
+                    uint8_t* to) const {
+    const uint32_t largest =
+        lanes.max(count, [=](int i) GW_HD_LAMBDA { return finite_magnitude_bits(values[i]); });
+    uint32_t top = (largest >> 23) + 1u;  // rounding may go up by one
+    top = top > 254u ? 254u : top;
+    to[size] = static_cast<uint8_t>(top);
+    lanes.each(size, [=](int i) GW_HD_LAMBDA {
+      const uint32_t bits = float_bits(values[i]), magnitude = bits & 0x7fffffffu;
+      const uint32_t exponent = rounded_exponent(magnitude, draw_of(random, i));
+      uint32_t code = exponent + 126u > top ? exponent + 126u - top : 0u;
+      code = exponent == 0u ? 0u : code;
+      code = magnitude >= 0x7f800000u ? 127u : code;
+      to[i] = static_cast<uint8_t>((bits >> 31) << 7 | code);
+    });
+  }
+  template <typename Lanes, typename Values>
+  GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
+    const uint32_t top = from[size];
+    lanes.each(count, [=](int i) GW_HD_LAMBDA {
+      const uint32_t code = from[i] & 127u, sign = static_cast<uint32_t>(from[i] >> 7) << 31;
+      uint32_t bits = code == 0u ? 0u : (top + code - 126u) << 23;
+      bits = code == 127u ? 0x7fc00000u : bits;
+      values[i] = bits_float(bits | sign);
+    });
+  }
+};
+
+}  // namespace gradwire

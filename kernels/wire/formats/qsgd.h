@@ -1,0 +1,88 @@
+// QSGD: multiples of norm / s, at random up or down, so that the mean is right. The norm is the block's L2 norm,
+// in FP32; a code is a sign and a level up to s = 127 (8 bits), or 7 (4 bits).
+// Error: the mean of f (1 - f) over the fractions f of levels, 1/6 where values are many levels, times n / s^2.
+#pragma once
+
+#include <cmath>
+
+#include "kernels/math/fp8.h"
+#include "kernels/wire/block.h"
+#include "kernels/wire/codes.h"
+
+namespace gradwire {
+
+struct Qsgd {
+  int size = 512;
+  int bits = 8;
+
+  static constexpr int kMaxBlock = 512;
+  static constexpr const char* kSummary = "levels of the L2 norm of 512 values, rounded at random";
+  static constexpr const char* kSource = "Alistarh et al., QSGD, NeurIPS 2017";
+  static constexpr Rounding kRounding = Rounding::stochastic;
+  static constexpr bool kStochastic = true, kWholeBlockNan = true;
+  static constexpr Rotation kRotation = Rotation::optional;
+  static constexpr std::array kExamples = {"bits=4,block=64"};
+
+  GW_HD int block() const { return size; }
+  GW_HD int bytes() const { return size * bits / 8 + 4; }
+  double gaussian_error(bool) const { return size == 512 && bits == 8 ? 512.0 / (6 * 127 * 127) : 0; }
+  std::vector<FormatOption> options() {
+    return {block_option(&size),
+            {.key = "bits", .value = &bits, .least = 4, .most = 8, .power_of_two = true}};
+  }
+
+  template <int kBits, typename Lanes>
+  GW_HD void pack(const Lanes& lanes, const float* values, float down, float share, const uint16_t* random,
+                  uint8_t* to) const {
+    constexpr uint32_t kSign = 1u << (kBits - 1), kLevels = kSign - 1u;
+    pack_codes<kBits>(lanes, size, to, [=](int i) GW_HD_LAMBDA {
+      const float part =
+          bits_float(finite_magnitude_bits(values[i])) * down * share;  // of the norm, at most 1
+      const uint32_t level = round_magnitude(part * static_cast<float>(kLevels), draw_of(random, i));
+      return (level > kLevels ? kLevels : level) | (float_bits(values[i]) >> 31) * kSign;
+    });
+  }
+  template <int kBits, typename Lanes, typename Values>
+  GW_HD void unpack(const Lanes& lanes, const uint8_t* from, int count, float norm, Values values) const {
+    constexpr uint32_t kSign = 1u << (kBits - 1), kLevels = kSign - 1u;
+    const float unit = norm / static_cast<float>(kLevels);
+    unpack_codes<kBits>(lanes, from, size, count, [=](int i, uint32_t code) GW_HD_LAMBDA {
+      const float x = unit * static_cast<float>(code & kLevels);
+      values[i] = (code & kSign) != 0 ? -x : x;
+    });
+  }
+
+  template <typename Lanes>
+  GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
+                    uint8_t* to) const {
+    // Relative to a power of two near the largest, squares neither overflow nor vanish.
+    const uint32_t largest =
+        lanes.max(count, [=](int i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
+    const uint32_t top = largest >> 23;
+    const auto near = static_cast<uint8_t>(top > 253u ? 253u : top < 1u ? 1u : top);
+    const float down = fp8_inverse_scale(near);
+    const float root = sqrtf(lanes.sum(count, [=](int i) GW_HD_LAMBDA {
+      const float x = values[i] * down;
+      return x * x;
+    }));
+    const float norm = root * fp8_scale(near), most = 0x1.fffffep127f;
+    put_float(to + size * bits / 8, norm > most && largest < 0x7f800000u ? most : norm);
+    const float share = root > 0.0f ? 1.0f / root : 0.0f;
+    if (bits == 8) {
+      pack<8>(lanes, values, down, share, random, to);
+    } else {
+      pack<4>(lanes, values, down, share, random, to);
+    }
+  }
+  template <typename Lanes, typename Values>
+  GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
+    const float norm = get_float(from + size * bits / 8);
+    if (bits == 8) {
+      unpack<8>(lanes, from, count, norm, values);
+    } else {
+      unpack<4>(lanes, from, count, norm, values);
+    }
+  }
+};
+
+}  // namespace gradwire

@@ -1,0 +1,45 @@
+// One bit: the sign, and the mean magnitude of the block in FP32, which is the best value for it. Error on a
+// Gaussian: 1 - 2 / pi. Biased: it needs error feedback.
+#pragma once
+
+#include "kernels/math/fp8.h"
+#include "kernels/wire/block.h"
+#include "kernels/wire/codes.h"
+
+namespace gradwire {
+
+struct Sign {
+  int size = 512;
+
+  static constexpr int kMaxBlock = 512;
+  static constexpr const char* kSummary = "signs, and the mean magnitude of 512 values";
+  static constexpr const char* kSource =
+      "Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, with the mean of a block";
+  static constexpr Rounding kRounding = Rounding::nearest;
+  static constexpr bool kStochastic = false, kWholeBlockNan = true;
+  static constexpr Rotation kRotation = Rotation::optional;
+  static constexpr std::array kExamples = {"block=64"};
+
+  GW_HD int block() const { return size; }
+  GW_HD int bytes() const { return size / 8 + 4; }
+  double gaussian_error(bool) const { return size == 512 ? 0.3634 : 0; }
+  std::vector<FormatOption> options() { return {block_option(&size)}; }
+
+  template <typename Lanes>
+  GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t*, uint8_t* to) const {
+    const float share = 1.0f / static_cast<float>(count);  // first, so that no sum overflows
+    const float mean = lanes.sum(
+        count, [=](int i) GW_HD_LAMBDA { return bits_float(float_bits(values[i]) & 0x7fffffffu) * share; });
+    const float most = 0x1.fffffep127f;
+    put_float(to + size / 8, mean > most ? most : mean);
+    pack_codes<1>(lanes, size, to, [=](int i) GW_HD_LAMBDA { return float_bits(values[i]) >> 31; });
+  }
+  template <typename Lanes, typename Values>
+  GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
+    const float mean = get_float(from + size / 8);
+    unpack_codes<1>(lanes, from, size, count,
+                    [=](int i, uint32_t code) GW_HD_LAMBDA { values[i] = code != 0u ? -mean : mean; });
+  }
+};
+
+}  // namespace gradwire
