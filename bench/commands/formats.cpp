@@ -38,12 +38,30 @@ struct FormatsOptions {
   std::string json;
 };
 
+// What a spec of the format may set, with the defaults.
+std::string options_of(Wire wire) {
+  std::vector<std::string> all;
+  if (const auto format = wire->copy()) {
+    for (const FormatOption& option : format->choices()) {
+      const std::string legal = option.words.empty() ? fmt::format("{}..{}", option.least, option.most)
+                                                     : fmt::to_string(fmt::join(option.words, "\\|"));
+      all.push_back(fmt::format("`{}={}` ({})", option.key, option.text(), legal));
+    }
+  }
+  if (wire->stochastic) {
+    all.push_back(fmt::format("`round={}` (nearest\\|stochastic)",
+                              wire->rounding == Rounding::nearest ? "nearest" : "stochastic"));
+  }
+  return fmt::to_string(fmt::join(all, ", "));
+}
+
 void list_formats() {
-  fmt::print("| format | bytes per element | error | on the wire | source |\n|---|---|---|---|---|\n");
+  fmt::print("| format | bytes per element | error | on the wire | options and their defaults | source |\n");
+  fmt::print("|---|---|---|---|---|---|\n");
   for (Wire wire : wire_formats()) {
-    fmt::print("| `{}{}` | {:.4g} | {} | {} | {} |\n", wire->name,
-               wire->stochastic ? "[:round=nearest\\|stochastic]" : "", wire->bytes_per_value(),
-               wire->exact ? "0" : fmt::format("{:.2g}", wire->gaussian_error), wire->summary, wire->source);
+    fmt::print("| `{}` | {:.4g} | {} | {} | {} | {} |\n", wire->name, wire->bytes_per_value(),
+               wire->exact ? "0" : fmt::format("{:.2g}", wire->gaussian_error), wire->summary, options_of(wire),
+               wire->source);
   }
 }
 

@@ -316,10 +316,11 @@ struct Finish {
     load<W>(w.sums + block * w.shape.block + i, s);
     load<W>(sent == nullptr ? w.sums + block * w.shape.block + i : sent + i, x);
     if (a.residual != nullptr) {
+      const bool careful = w.coder.may_send_nan();
       float left[W];
 #pragma unroll
       for (int k = 0; k < W; ++k) {
-        left[k] = sent != nullptr ? w.coder.rest_of(s[k], x[k]) : 0.0f;
+        left[k] = sent != nullptr ? (careful ? rest_of<true>(s[k], x[k]) : rest_of<false>(s[k], x[k])) : 0.0f;
       }
       store_wide<W>(a.residual + element, left);
     }

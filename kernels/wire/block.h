@@ -66,6 +66,19 @@ GW_HD uint32_t rotation_sign(int i) {
   return (x * 0x85ebca6bu) & 0x80000000u;
 }
 
+// The residual of a sum of which the wire carries `sent`. When that is NaN for another value's sake, nothing was
+// sent. Rotated, it may be so far from s that what is left is no float.
+template <bool kMaySendNan>
+GW_HD float rest_of(float s, float sent) {
+  float rest = s - sent;
+  if constexpr (kMaySendNan) {
+    const float most = 0x1.fffffep127f;
+    rest = is_finite(sent) ? rest : s;
+    rest = rest > most ? most : rest < -most ? -most : rest;
+  }
+  return is_finite(s) ? rest : 0.0f;
+}
+
 // A format and whether it rotates: what a loop over blocks calls.
 template <typename F>
 struct BlockCoder {
@@ -78,19 +91,8 @@ struct BlockCoder {
   GW_HD bool rotates() const {
     return F::kRotation == Rotation::always || (F::kRotation == Rotation::optional && rotate);
   }
-  // The residual of a sum of which the wire carries `sent`. Its block may have become NaN for another value's
-  // sake; then nothing was sent. Rotated, `sent` may be far from s, and what is left no float.
-  GW_HD float rest_of(float s, float sent) const {
-    float rest = s;
-    if (F::kWholeBlockNan || rotates()) {
-      const float most = 0x1.fffffep127f;
-      rest = is_finite(sent) ? s - sent : s;
-      rest = rest > most ? most : rest < -most ? -most : rest;
-    } else {
-      rest = s - sent;
-    }
-    return is_finite(s) ? rest : 0.0f;
-  }
+  // Whether a finite value may travel as NaN, for its block's sake.
+  GW_HD bool may_send_nan() const { return F::kWholeBlockNan || rotates(); }
   GW_HD int64_t blocks(int64_t count) const { return (count + block() - 1) / block(); }
   // Where block number `block` of a wire of `count` values lies.
   template <typename Byte>
@@ -107,39 +109,34 @@ struct BlockCoder {
   GW_HD void encode(const Lanes& lanes, const float* s, int count, const uint16_t* random, const To& to,
                     float* scratch) const {
     const int n = block();
-    if (!F::kStochastic) random = nullptr;
-    if (F::kWholeBlockNan || rotates()) {
+    const float* values = s;
+    if (may_send_nan()) {
       const bool nan = lanes.max(count, [=](int i) GW_HD_LAMBDA { return is_finite(s[i]) ? 0u : 1u; }) != 0;
       if (nan) {
         lanes.each(n, [=](int i) GW_HD_LAMBDA { scratch[i] = bits_float(0x7fc00000u); });
-        format.encode(lanes, scratch, n, random, to);
-        return;
+        values = scratch;
+      } else if (rotates()) {
+        // By 1/n here and 1 in decode, not the square root twice: a power of two is exact.
+        const float scale = 1.0f / static_cast<float>(n);
+        lanes.each(n, [=](int i) GW_HD_LAMBDA {
+          scratch[i] = bits_float(float_bits(s[i] * scale) ^ rotation_sign(i));
+        });
+        lanes.hadamard(scratch, n);
+        values = scratch;
       }
     }
-    if (rotates()) {
-      // By 1/n here and 1 in decode, not the square root twice: a power of two is exact.
-      const float scale = 1.0f / static_cast<float>(n);
-      lanes.each(n, [=](int i) GW_HD_LAMBDA {
-        scratch[i] = bits_float(float_bits(s[i] * scale) ^ rotation_sign(i));
-      });
-      lanes.hadamard(scratch, n);
-      format.encode(lanes, scratch, n, random, to);
-      return;
-    }
-    format.encode(lanes, s, count, random, to);
+    // One call, because it is inlined wherever it stands.
+    format.encode(lanes, values, values == s ? count : n, F::kStochastic ? random : nullptr, to);
   }
 
   // `values` has room for block().
   template <typename Lanes, typename From>
   GW_HD void decode(const Lanes& lanes, const From& from, int count, float* values) const {
-    if (!rotates()) {
-      format.decode(lanes, from, count, values);
-      return;
-    }
+    const int n = block();
+    format.decode(lanes, from, rotates() ? n : count, values);
+    if (!rotates()) return;
     // What is finite stays so: sums of 512 values, each 2^10 smaller, do, and then it saturates.
     const float down = 1.0f / 1024.0f, up = 1024.0f, most = 0x1.fffffep127f;
-    const int n = block();
-    format.decode(lanes, from, n, values);
     lanes.each(n, [=](int i) GW_HD_LAMBDA { values[i] *= down; });
     lanes.hadamard(values, n);
     lanes.each(count, [=](int i) GW_HD_LAMBDA {

@@ -32,10 +32,6 @@ void keep_rest(const ReduceEncode& a, int64_t i, float s, float sent, float rest
   if (a.out != nullptr) a.out[i] = a.out_scale * sent;
 }
 
-float rest_of(float s, float sent) {
-  return is_finite(s) ? s - sent : 0.0f;
-}
-
 uint32_t random_of(const WireRounding& rounding, int64_t i) {
   const uint64_t step = rounding.step != nullptr ? *rounding.step : 0;
   return random16(rounding.seed, step, static_cast<uint64_t>(rounding.first_element + i));
@@ -128,7 +124,7 @@ void reduce_encode_blocks(const BlockCoder<F>& coder, const ReduceEncode& a) {
     }
     for (int i = 0; i < count; ++i) {
       const float sum = s[static_cast<size_t>(i)], part = sent[static_cast<size_t>(i)];
-      keep_rest(a, begin + i, sum, part, coder.rest_of(sum, part));
+      keep_rest(a, begin + i, sum, part, coder.may_send_nan() ? rest_of<true>(sum, part) : rest_of<false>(sum, part));
     }
   }
 }
@@ -165,7 +161,7 @@ void bf16_reduce_encode(const ReduceEncode& a) {
                                                      : float_to_bf16_stochastic(s, random_of(a.rounding, i));
     }
     const float sent = wire != nullptr ? bf16_to_float(wire[i]) : 0.0f;
-    keep_rest(a, i, s, sent, rest_of(s, sent));
+    keep_rest(a, i, s, sent, rest_of<false>(s, sent));
   }
 }
 
@@ -193,7 +189,7 @@ void fp8_reduce_encode(const ReduceEncode& a) {
                                : float_to_e4m3_stochastic(scaled, random_of(a.rounding, i));
       if (wire != nullptr) wire[i] = code;
       const float sent = e4m3_to_float(code) * fp8_scale(scale);
-      keep_rest(a, i, s, sent, rest_of(s, sent));
+      keep_rest(a, i, s, sent, rest_of<false>(s, sent));
     }
   }
 }

@@ -1,0 +1,130 @@
+// What is the same for all formats in blocks on the host: runs of whole blocks, about a thousand values, whose sums
+// and codes stay in the first cache, go to threads.
+//
+// Bytes per element as in kernels/wire/format.h; large results are written past the caches. Limit: memory; with
+// stochastic rounding, the random generator. Deterministic: a value depends on its own block only.
+#include "kernels/wire/block_host.h"
+
+#include "runtime/thread_pool.h"
+
+namespace gradwire::host {
+namespace {
+
+constexpr int kRun = 1024, kMostInRun = 4096;  // values; of formats with long blocks
+constexpr int64_t kPiece = 32 * 1024;
+
+struct Run {
+  int64_t first, last;  // blocks
+  int64_t begin;        // of its first value
+  int count;            // values that there are
+};
+Run run_of(const HostBlocks& f, int64_t all, int64_t first, int64_t last) {
+  const int64_t blocks = std::max(1, kRun / f.block), end = std::min(last, first + blocks);
+  return {first, end, first * f.block, static_cast<int>(std::min(all, end * f.block) - first * f.block)};
+}
+
+// S of a run, as format.h has it; `x` is scratch.
+GW_INLINE void sum_run(const HostBlocks& f, const ReduceEncode& a, const Run& run, float* __restrict s,
+                       float* __restrict x) {
+  const int n = run.count;
+  for (int term = 0; term <= a.num_inputs; ++term) {
+    float* const to = term == 0 ? s : x;
+    if (term == a.own_position) {
+      const float* const own = a.own + run.begin;
+      const float* const kept = a.residual + run.begin;
+      if (a.residual != nullptr) {
+#pragma omp simd
+        for (int i = 0; i < n; ++i) to[i] = own[i] + kept[i];
+      } else {
+        memcpy(to, own, static_cast<size_t>(n) * sizeof *to);
+      }
+    } else {
+      f.decode(f.coder, static_cast<const uint8_t*>(a.inputs[term < a.own_position ? term : term - 1]), a.count,
+               run.first, run.last, to);
+    }
+    if (term > 0) {
+#pragma omp simd
+      for (int i = 0; i < n; ++i) s[i] += x[i];
+    }
+  }
+}
+
+// to = scale * from, past the caches where `stream`.
+GW_INLINE void put_scaled(const float* __restrict from, float scale, float* __restrict to, int n, bool stream) {
+  int i = 0;
+  if (stream) {
+    for (; i + kWidth <= n; i += kWidth) stream_store(to + i, scale * load<F32x8>(from + i));
+  }
+#pragma omp simd
+  for (int k = i; k < n; ++k) to[k] = scale * from[k];
+}
+
+GW_SIMD void reduce_encode_piece(const HostBlocks& f, const ReduceEncode& a, int64_t first, int64_t last) {
+  alignas(64) float s[kMostInRun], sent[kMostInRun];
+  uint16_t buffer[random_buffer(kMostInRun)];
+  const uint64_t step = step_of(a.rounding);
+  const bool draws = f.stochastic && a.rounding.mode == Rounding::stochastic && a.wire != nullptr;
+  while (first < last) {
+    const Run run = run_of(f, a.count, first, last);
+    const int n = run.count, room = static_cast<int>(run.last - run.first) * f.block;
+    first = run.last;
+    sum_run(f, a, run, s, sent);
+    float* const residual = a.residual != nullptr ? a.residual + run.begin : nullptr;
+    if (a.wire == nullptr) {
+      put_scaled(s, a.out_scale, a.out + run.begin, n, false);
+      if (residual != nullptr) memset(residual, 0, static_cast<size_t>(n) * sizeof *residual);
+      continue;
+    }
+    // The last block's padding: decoding a rotated block has left something there.
+    memset(s + n, 0, static_cast<size_t>(room - n) * sizeof *s);
+    const uint16_t* random = nullptr;
+    if (draws) {
+      const auto element = static_cast<uint64_t>(a.rounding.first_element + run.begin);
+      random = random_bits(a.rounding.seed, step, element, room, buffer);
+    }
+    auto* const wire = static_cast<uint8_t*>(a.wire);
+    f.encode(f.coder, s, a.count, run.first, run.last, random, wire);
+    if (residual == nullptr && a.out == nullptr) continue;
+    f.decode(f.coder, wire, a.count, run.first, run.last, sent);
+    if (residual != nullptr && f.may_send_nan) {
+#pragma omp simd
+      for (int i = 0; i < n; ++i) residual[i] = rest_of<true>(s[i], sent[i]);
+    } else if (residual != nullptr) {
+#pragma omp simd
+      for (int i = 0; i < n; ++i) residual[i] = rest_of<false>(s[i], sent[i]);
+    }
+    if (a.out != nullptr) put_scaled(sent, a.out_scale, a.out + run.begin, n, false);
+  }
+}
+
+GW_SIMD void decode_piece(const HostBlocks& f, const Decode& a, bool stream, int64_t first, int64_t last) {
+  alignas(64) float values[kMostInRun];
+  while (first < last) {
+    const Run run = run_of(f, a.count, first, last);
+    f.decode(f.coder, static_cast<const uint8_t*>(a.wire), a.count, run.first, run.last, values);
+    put_scaled(values, a.scale, a.out + run.begin, run.count, stream);
+    first = run.last;
+  }
+  if (stream) stream_fence();
+}
+
+// Calls piece(first, last) over the blocks of `count` values, from several threads.
+template <typename Piece>
+void for_pieces(const HostBlocks& f, int64_t count, const Piece& piece) {
+  parallel_for((count + f.block - 1) / f.block, std::max<int64_t>(1, kPiece / f.block), piece);
+}
+
+}  // namespace
+
+void reduce_encode_blocks(const HostBlocks& format, const ReduceEncode& a) {
+  for_pieces(format, a.count,
+             [&](int64_t first, int64_t last) { reduce_encode_piece(format, a, first, last); });
+}
+
+void decode_blocks(const HostBlocks& format, const Decode& a) {
+  const bool stream = streams(a.out, a.count * int64_t{sizeof(float)});
+  for_pieces(format, a.count,
+             [&](int64_t first, int64_t last) { decode_piece(format, a, stream, first, last); });
+}
+
+}  // namespace gradwire::host
