@@ -51,7 +51,8 @@ enum {
   GW_OK = 0,
   GW_BAD_ARGUMENT = 1,  /* null, out of range, or a string that does not parse */
   GW_BAD_HANDLE = 2,    /* null, not a handle, of the wrong kind, destroyed, or from another process */
-  GW_COMM_FAILED = 3,   /* deadline, dead peer, disagreement, abort: final for the communicator */
+  GW_COMM_FAILED = 3,   /* deadline, dead peer, disagreement, abort, a failed callback of gw_format: final for
+                           the communicator */
   GW_DEVICE_FAILED = 4, /* a CUDA call failed, or the device does not exist */
   GW_UNSUPPORTED = 5,   /* valid, but not supported by this version or build */
   GW_NO_MEMORY = 6,     /* host or device */
@@ -155,6 +156,45 @@ GW_API gw_status gw_comm_destroy(gw_comm comm);
  * GW_BAD_ARGUMENT, GW_BAD_HANDLE. */
 GW_API gw_status gw_call_tag(gw_comm comm, const char* tag);
 
+/* ---- Wire formats of your own -------------------------------------------------------------------------- */
+
+/* A wire format: a block of values becomes bytes. */
+typedef struct gw_format {
+  size_t size;      /* sizeof(gw_format) */
+  const char* name; /* in specs: 1 to 64 letters, digits and '_'; copied */
+  int64_t block;    /* values, 1 to 65536 */
+  int64_t bytes;    /* of an encoded block, 1 to 1048576 */
+  /* values (blocks, block) -> bytes (blocks, bytes), and back, without gaps. */
+  const char* (*encode)(void* user, const float* values, int64_t blocks, uint8_t* bytes);
+  const char* (*decode)(void* user, const uint8_t* bytes, int64_t blocks, float* values);
+  void* user; /* passed to both */
+} gw_format;
+
+/* Makes a format known to this process by its name, which can then stand in every spec: "mine",
+ * "mine:schedule=ring,ef=off", "powersgd:rank=4,wire=mine". Register it on every rank, alike: ranks whose
+ * block or bytes differ are refused with GW_COMM_FAILED in the first call that uses it. Formats stay
+ * registered.
+ *
+ * encode, decode   return null, or a text that says what went wrong; it is copied at once. Then that call and
+ *                  all later ones of the communicator fail with GW_COMM_FAILED and this text, on every rank.
+ *                  The same happens when a callback writes outside of its blocks. They must not throw, and
+ *                  not call gw_* functions on the communicator that they work for, which refuse it.
+ *
+ * What is lost by encode is kept for the next step (error feedback), as for any format. One call covers many
+ * blocks, up to 2^20 values; the last block of a chunk is padded with zeros, and bytes that encode does not
+ * write are 0. Callbacks may be called by several threads at once, and are given values of any kind: where a
+ * value is NaN or infinite, decode should give NaN, so that the error shows. That may cost its block, whose
+ * other values then stay in the residual. decode must depend on the bytes alone, so that all ranks end with
+ * the same bits.
+ *
+ * The callbacks are tried on a few random blocks here. `user` must stay valid to the end of the process.
+ * Registering a name again with the same block and bytes replaces the callbacks; on other threads the old
+ * ones may still be at work. Host only: on a CUDA communicator, calls with the format's name are refused.
+ *
+ * GW_BAD_ARGUMENT: a bad name, one of Gradwire's own formats, or other block or bytes than before; a callback
+ * failed, wrote outside of its blocks, or left a part of them unwritten. */
+GW_API gw_status gw_format_register(const gw_format* format);
+
 /* ---- Stateless allreduce ------------------------------------------------------------------------------- */
 
 /* Sums or averages buf over all ranks, in place; every rank ends with the same bits. Collective.
@@ -162,7 +202,7 @@ GW_API gw_status gw_call_tag(gw_comm comm, const char* tag);
  * buf     (count) elements of dtype on the communicator's device, aligned to the element size. May be null
  *         when count is 0. The address may differ.
  * dtype   GW_FLOAT32, or GW_BFLOAT16, which is converted to float32 for the reduction and back.
- * spec    a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", with
+ * spec    a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or your own, with
  *         ",schedule=auto|ring|tree|two_shot|hierarchical" and ",intra_node=wire|fp32". No state is kept
  *         between calls, so there is no error feedback: rounding errors are lost. "powersgd" needs a reducer.
  * stream  see the top; may differ.

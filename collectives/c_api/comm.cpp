@@ -8,6 +8,7 @@
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/handles.h"
 #include "collectives/plan/planner.h"
+#include "kernels/wire/registered.h"
 
 namespace gradwire::c_api {
 namespace {
@@ -48,6 +49,27 @@ void ApiComm::check_process() const {
     throw BadHandle(fmt::format(
         "the handle belongs to process {}, and this is a fork of it; create communicators after forking",
         process_));
+  }
+}
+
+void ApiComm::check_caller() const {
+  check_process();
+  require(!in_format_callback(),
+          "called by a wire format's encode or decode, which this call would wait for");
+}
+
+void ApiComm::wait_and_tell(const std::function<void()>& wait) {
+  try {
+    wait();
+  } catch (const CommError& error) {
+    bool they_know = false;
+    try {
+      communicator->check();
+    } catch (const CommError&) {
+      they_know = true;
+    }
+    if (!they_know) communicator->abort(error.what());
+    throw;
   }
 }
 
@@ -116,7 +138,7 @@ void ApiComm::allreduce(void* buf, int64_t count, gw_dtype dtype, gw_op op, cons
   program.run(stream);
   increment(stream, step_.as<uint64_t>());
   done_.record(stream);
-  caller.wait(done_);
+  wait_and_tell([&] { caller.wait(done_); });
 }
 
 }  // namespace gradwire::c_api

@@ -5,6 +5,7 @@
 #include <sys/types.h>
 
 #include <chrono>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -25,10 +26,15 @@ struct ApiComm {
 
   // Throws BadHandle in a fork of the process, which lacks the threads that do the work.
   void check_process() const;
+  // The same, and throws BadInput in a wire format's callback, which the caller would wait for.
+  void check_caller() const;
   // The caller's stream: `native` is a cudaStream_t on CUDA, and null on the host.
   Stream caller_stream(void* native);
   void allreduce(void* buf, int64_t count, gw_dtype dtype, gw_op op, const char* spec, void* native_stream,
                  const std::string& tag);
+  // Runs `wait`, which blocks until work on the host is done. If that failed here alone, as a registered wire
+  // format may, the other ranks are told, who would otherwise wait until their deadline.
+  void wait_and_tell(const std::function<void()>& wait);
   // Numbers the reducers, identically on every rank because creating one is collective.
   int next_reducer() { return ++reducers_; }
 

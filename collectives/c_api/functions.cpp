@@ -19,7 +19,7 @@ using namespace gradwire::c_api;
 // A live communicator or reducer, locked for the duration of a call.
 struct LockedComm {
   explicit LockedComm(gw_comm handle) : comm(comms().get(handle)) {
-    comm->check_process();
+    comm->check_caller();
     lock = std::unique_lock(comm->mutex);
   }
   ApiComm* operator->() const { return comm.get(); }
@@ -29,7 +29,7 @@ struct LockedComm {
 
 struct LockedReducer {
   explicit LockedReducer(gw_reducer handle) : reducer(reducers().get(handle)) {
-    reducer->comm->check_process();
+    reducer->comm->check_caller();
     lock = std::unique_lock(reducer->comm->mutex);
   }
   ApiReducer* operator->() const { return reducer.get(); }
@@ -131,7 +131,7 @@ gw_status gw_comm_abort(gw_comm comm, const char* reason) {
 gw_status gw_comm_destroy(gw_comm comm) {
   return guarded(__func__, [&] {
     if (comm == nullptr) return;
-    comms().get(comm)->check_process();
+    comms().get(comm)->check_caller();
     comms().remove(comm);
   });
 }
@@ -209,7 +209,7 @@ gw_status gw_reducer_state_load(gw_reducer reducer, const void* state, size_t si
 gw_status gw_reducer_destroy(gw_reducer reducer) {
   return guarded(__func__, [&] {
     if (reducer == nullptr) return;
-    reducers().get(reducer)->comm->check_process();
+    reducers().get(reducer)->comm->check_caller();
     reducers().remove(reducer);
   });
 }

@@ -9,26 +9,10 @@
 #include "collectives/agreement/statements.h"
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/handles.h"
+#include "collectives/c_api/structs.h"
 
 namespace gradwire::c_api {
 namespace {
-
-// A struct from a caller, perhaps compiled against a newer header: fields unknown here must be zero.
-template <typename Struct>
-Struct read_struct(const void* from, const char* what) {
-  constexpr size_t kMostBytes = 4096;  // more is garbage
-  size_t size = 0;
-  std::memcpy(&size, from, sizeof size);
-  require(size >= sizeof(Struct) && size <= kMostBytes,
-          "{0}.size is {1}; set it to sizeof({0}), which is {2}", what, size, sizeof(Struct));
-  const auto* bytes = static_cast<const unsigned char*>(from);
-  if (std::any_of(bytes + sizeof(Struct), bytes + size, [](unsigned char b) { return b != 0; })) {
-    throw Unsupported(fmt::format("{} uses fields that this version of the library does not know", what));
-  }
-  Struct result;
-  std::memcpy(&result, from, sizeof result);
-  return result;
-}
 
 // A limit on the product of the extents, so that sizes in bytes fit in 64 bits.
 constexpr int64_t kMostElements = int64_t{1} << 50;
@@ -89,6 +73,7 @@ void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vec
   if (group.world() == 1) return;
   std::vector<std::string> statements = {
       "spec " + spec.to_string(),
+      "wire " + spec.wire->identity(),
       fmt::format("bucket_bytes {}", options.bucket_bytes),
       options.average ? "the mean" : "the sum",
       fmt::format("seed {}", options.seed),
@@ -147,7 +132,7 @@ void ApiReducer::allreduce(void* const* given, void* native_stream) {
           "grads is null and no addresses were given before: set gw_tensor.grad, or pass grads");
   announce_loaded_state();
   for (int i = 0; i < reducer.tensors(); ++i) reducer.ready(i, caller);
-  reducer.wait(caller);
+  comm->wait_and_tell([&] { reducer.wait(caller); });
 }
 
 void ApiReducer::announce_loaded_state() {
@@ -165,7 +150,7 @@ void ApiReducer::ready(int32_t tensor, void* native_stream) {
 }
 
 void ApiReducer::wait(void* native_stream) {
-  reducer.wait(comm->caller_stream(native_stream));
+  comm->wait_and_tell([&] { reducer.wait(comm->caller_stream(native_stream)); });
   ready_ = 0;
 }
 

@@ -35,6 +35,12 @@ Program::Program(Transport& transport, const Schedule& schedule, const ProgramBu
     throw BadInput(fmt::format("{}: a schedule for {} ranks on a transport of {}", options_.what,
                                schedule.world, transport.world()));
   }
+  if (options_.wire->registered && transport.device().is_cuda()) {
+    throw BadInput(
+        fmt::format("{}: wire format '{}' was registered with callbacks for the host, and the "
+                    "communicator is on {}",
+                    options_.what, options_.wire->name, transport.device().name()));
+  }
   workspace_bytes_ = compile(nullptr);
   info_ = describe_exchanges();
   if (overlapped_) {
@@ -119,6 +125,8 @@ Call Program::describe(int64_t count, DType dtype) const {
   hash = mix(hash, static_cast<uint64_t>(options_.rounding.mode));
   hash = mix(hash, std::bit_cast<uint32_t>(options_.scale));
   hash = mix(hash, (options_.fp32_intra_node ? 1 : 0) + 2 * static_cast<uint64_t>(dtype));
+  hash = mix(hash, static_cast<uint64_t>(options_.wire->bytes(count)));
+  hash = mix(hash, static_cast<uint64_t>(options_.wire->granularity));
   for (char c : std::string(options_.wire->name) + "\n" + options_.what + "\n" + options_.spec) {
     hash = mix(hash, static_cast<uint64_t>(c));
   }
@@ -135,9 +143,10 @@ Call Program::describe(int64_t count, DType dtype) const {
   }
   const std::string wire = options_.wire->name;
   const std::string spec = options_.spec.empty() || options_.spec == wire ? "" : ", " + options_.spec;
-  return {hash,
-          fmt::format("{} of {} ({} {}, {}, {}{})", name(schedule_.collective), options_.what, count,
-                      dtype == DType::f32 ? "floats" : "BF16 values", wire, name(schedule_.kind), spec)};
+  return {hash, fmt::format("{} of {} ({} {}, {}, {}{})", name(schedule_.collective), options_.what, count,
+                            dtype == DType::f32 ? "floats" : "BF16 values",
+                            options_.wire->registered ? options_.wire->identity() : wire,
+                            name(schedule_.kind), spec)};
 }
 
 void Program::launch(const Stream& stream, const Operation& kernel) const {

@@ -264,6 +264,10 @@ void apply(CompressionSpec& spec, std::string_view text, std::string_view method
 
 }  // namespace
 
+bool CompressionSpec::is_codec(std::string_view name) {
+  return name == "powersgd";
+}
+
 CompressionSpec CompressionSpec::parse(std::string_view text) {
   CompressionSpec spec;
   // A comma after the name is accepted too: grammars in docs read "bf16[,schedule=...]".

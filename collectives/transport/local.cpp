@@ -156,7 +156,7 @@ class LocalTransport final : public Transport {
 
   void abort(const std::string& reason) override {
     std::lock_guard lock(hub_->mutex);
-    hub_->fail(reason);
+    hub_->fail(fmt::format("rank {} gave up: {}", rank_, reason));
   }
   void check() override {
     std::lock_guard lock(hub_->mutex);

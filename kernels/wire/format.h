@@ -81,6 +81,8 @@ class WireFormat {
   // the residual.
   bool whole_block_nan = false;
   bool selects = false;  // sends some of a block's values; one that is not finite takes the place of another
+  bool registered = false;  // by the program, at run time (registered.h): host only, and perhaps not the same
+                            // on all ranks
   int64_t granularity = 8;  // chunks begin at multiples of so many values, where a block of the format does
   // Expected squared error of one encode with `rounding` over the squared norm, on Gaussian values; a test
   // holds the format to it within 5 %. 0: exact, or not known for these options.
@@ -106,6 +108,12 @@ class WireFormat {
   double bytes_per_value() const { return static_cast<double>(bytes(1 << 20)) / (1 << 20); }
   // "int4:block=64"
   std::string spec() const { return std::string(name) + (*options != 0 ? ":" : "") + options; }
+  // All that ranks must agree on. What a spec names may differ between ranks only if it was registered.
+  std::string identity() const {
+    if (!registered) return spec();
+    return spec() + " in " + std::to_string(bytes(granularity)) + " bytes per " +
+           std::to_string(granularity) + " values";
+  }
 };
 
 // Formats live as long as the program, one for each spec, so two are equal when they are the same object.

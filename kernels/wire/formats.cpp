@@ -3,6 +3,8 @@
 
 #include <fmt/format.h>
 
+#include <atomic>
+#include <deque>
 #include <mutex>
 
 #include "kernels/wire/bf16.h"
@@ -166,12 +168,36 @@ std::string options_of(WireFormat& format, WireFormat& defaults) {
 
 constinit const Wire kFp32 = &kFp32Format, kBf16 = &kBf16Format, kFp8 = &kFp8Format;
 
-std::span<const Wire> wire_formats() {
-  // Never destroyed: other objects of the program hold on to formats until its end.
+namespace {
+
+// Threads may still read an older version while a format is added, so that makes a new one.
+struct Table {
 #define GW_DEFINE(F, NAME) new F##Format,
-  static const auto& all = *new std::vector<Wire>{kFp32, kBf16, kFp8, GW_BLOCK_FORMATS(GW_DEFINE)};
+  std::deque<std::vector<Wire>> versions{{kFp32, kBf16, kFp8, GW_BLOCK_FORMATS(GW_DEFINE)}};
 #undef GW_DEFINE
-  return all;
+  std::mutex mutex;  // of `versions`
+  std::atomic<const std::vector<Wire>*> newest{&versions.back()};
+};
+Table& table() {
+  // Never destroyed: other objects of the program hold on to formats until its end.
+  static auto& only = *new Table;
+  return only;
+}
+
+}  // namespace
+
+std::span<const Wire> wire_formats() {
+  return *table().newest.load(std::memory_order_acquire);
+}
+
+Wire add_wire_format(std::unique_ptr<const WireFormat> format) {
+  Table& all = table();
+  std::lock_guard lock(all.mutex);
+  if (const Wire known = find_wire_format(format->name)) return known;
+  std::vector<Wire> next = all.versions.back();
+  next.push_back(format.release());
+  all.newest.store(&all.versions.emplace_back(std::move(next)), std::memory_order_release);
+  return all.versions.back().back();
 }
 
 Wire find_wire_format(std::string_view name) {

@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "collectives/codec/examples.h"
+#include "tests/collectives/conservation.h"
 #include "tests/collectives/reducer_rank.h"
 #include "tests/devices.h"
 
@@ -15,6 +16,7 @@ namespace gradwire {
 namespace {
 
 using testing::count_of;
+using testing::expect_conservation;
 using testing::flat;
 using testing::gradients_for;
 using testing::model;
@@ -37,14 +39,6 @@ std::vector<std::string> every_spec() {
   return specs;
 }
 
-// Nodes for hierarchical schedules: the fewest ranks above one that divide the world.
-int ranks_per_node(int world) {
-  for (int ranks = 2; ranks < world; ++ranks) {
-    if (world % ranks == 0) return ranks;
-  }
-  return 1;
-}
-
 using SpecCase = std::tuple<Device, std::string>;
 std::string case_name(const ::testing::TestParamInfo<SpecCase>& info) {
   auto [device, spec] = info.param;
@@ -55,76 +49,7 @@ std::string case_name(const ::testing::TestParamInfo<SpecCase>& info) {
   return text;
 }
 
-// How far residuals of this squared norm, over ranks and steps, may be from what they would be in FP32. Errors of
-// single encodes are independent with mean 0, so their squares add up. Rounding at random doubles the square of
-// a format's error; and a factor of 2 in the norm for residuals that are not Gaussian.
-double kept_rounding(const std::string& spec, double squares) {
-  return 2 * std::sqrt(2 * CompressionSpec::parse(spec).residual->gaussian_error * squares);
-}
-
 class EverySpec : public ::testing::TestWithParam<SpecCase> {};
-
-// Conservation: what went in over all ranks and steps is what was applied plus what the residuals hold, to FP32
-// rounding; with residual=bf16|int8, plus what rounding it at random took and gave in each step. Also checks that
-// all ranks hold the same bits after every step.
-void expect_conservation(Device device, const std::string& spec, int world, int steps) {
-  std::vector<std::vector<double>> input(world), applied(world);
-  std::vector<std::vector<float>> last(world), residual(world), first_result(world), first_residual(world);
-  // Squared norms of the residuals, of the first step and of all.
-  std::vector<double> first_kept(world), kept(world);
-  const bool rounded = !CompressionSpec::parse(spec).residual->exact;
-  run_ranks(world, device, [&](Communicator& comm) {
-    int r = comm.rank();
-    comm.set_ranks_per_node(ranks_per_node(world));
-    Rank rank(comm, spec, model(), 16 << 10);
-    EXPECT_GE(rank.reducer.buckets(), world > 1 ? 2 : 0);
-    input[r].assign(static_cast<size_t>(rank.reducer.elements()), 0.0);
-    applied[r] = input[r];
-    for (int s = 0; s < steps; ++s) {
-      auto gradients = gradients_for(rank.tensors, static_cast<uint32_t>(s * world + r + 1));
-      auto in = flat(rank, gradients);
-      last[r] = rank.step(gradients);
-      for (size_t i = 0; i < in.size(); ++i) input[r][i] += in[i], applied[r][i] += last[r][i];
-      if (s == 0 || rounded) {
-        const auto now = rank.residual();
-        for (float v : now) kept[r] += double{v} * double{v};
-        if (s > 0) continue;
-        first_result[r] = last[r];
-        first_residual[r] = now;
-        first_kept[r] = kept[r];
-      }
-    }
-    residual[r] = rank.residual();
-  });
-  auto expect_balance = [&](const auto& result, const auto& kept, const std::vector<std::vector<double>>& in,
-                            const std::vector<double>& squares, double to_fp32_rounding) {
-    std::vector<double> difference(result.size()), size(result.size());
-    for (size_t i = 0; i < result.size(); ++i) {
-      difference[i] = double{result[i]} * world;
-      for (int r = 0; r < world; ++r) {
-        difference[i] += kept[r][i] - in[r][i];
-        size[i] += std::abs(in[r][i]);
-      }
-    }
-    EXPECT_LE(norm(difference),
-              to_fp32_rounding * norm(size) +
-                  kept_rounding(spec, std::accumulate(squares.begin(), squares.end(), 0.0)));
-  };
-  std::vector<std::vector<double>> first_input;
-  for (int r = 0; r < world; ++r) {
-    // The gaps between tensors are zero in the input, so they must be in the result.
-    auto gradients = gradients_for(model(), static_cast<uint32_t>(r + 1));
-    std::vector<double> in;
-    for (size_t i = 0; i < gradients.size(); ++i) {
-      in.insert(in.end(), gradients[i].begin(), gradients[i].end());
-      while (in.size() % 4 != 0) in.push_back(0);
-    }
-    first_input.push_back(in);
-    EXPECT_TRUE(same_bits(last[r], last[0])) << "rank " << r << " differs from rank 0";
-  }
-  expect_balance(first_result[0], first_residual, first_input, first_kept, 1e-6);
-  expect_balance(applied[0], residual, input, kept, 1e-5);
-}
 
 TEST_P(EverySpec, LosesNothingAndKeepsRanksIdentical) {
   auto [device, spec] = GetParam();

@@ -6,18 +6,20 @@ With PyTorch's DistributedDataParallel, three lines:
     hook = Hook("powersgd:rank=4")
     ddp_model.register_comm_hook(hook, allreduce_hook)
 
-Without it: allreduce_() for one tensor, Communicator and Reducer for everything else.
+Without it: allreduce_() for one tensor, Communicator and Reducer for everything else. register_format() adds
+a compression of your own.
 """
 from __future__ import annotations
 
 from typing import Any, Optional
 
 from gradwire._core import Communicator, Reducer
+from gradwire._formats import register_format
 from gradwire._native import BadArgument, BadHandle, CommFailed, DeviceFailed, Error, NoMemory, Unsupported
 
 __version__ = "0.1.0"
 __all__ = ["BadArgument", "BadHandle", "CommFailed", "Communicator", "DeviceFailed", "Error", "NoMemory",
-           "Reducer", "Unsupported", "allreduce_"]
+           "Reducer", "Unsupported", "allreduce_", "register_format"]
 
 
 def allreduce_(tensor: Any, spec: str = "fp32", op: str = "avg", comm: Optional[Communicator] = None,

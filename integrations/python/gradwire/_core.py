@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -69,6 +70,10 @@ class _Handle:
 
 
 def _destroy(function: str, handle: ctypes.c_void_p) -> None:
+    if _native.callbacks.running > 0:
+        # The garbage collector found it while a wire format's function ran, for which this would wait.
+        threading.Thread(target=_destroy, args=(function, handle)).start()
+        return
     try:
         _native.call(function, handle)
     except _native.BadHandle:  # in a fork of the process that created it

@@ -4,11 +4,13 @@ Nothing is compiled against Python or PyTorch, so one library serves every versi
 """
 from __future__ import annotations
 
+import collections
 import ctypes
 import os
 import pathlib
+import threading
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
-from typing import List, Optional
+from typing import Deque, List, Optional, Tuple
 
 HOST = -1
 FLOAT32, BFLOAT16 = 0, 1
@@ -71,12 +73,23 @@ class Stats(ctypes.Structure):
                 ("buckets", c_int32), ("buckets_in_place", c_int32), ("description", c_char_p)]
 
 
+FormatCallback = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_void_p, c_int64, c_void_p)
+
+
+class Format(ctypes.Structure):
+    """gw_format."""
+
+    _fields_ = [("size", c_size_t), ("name", c_char_p), ("block", c_int64), ("bytes", c_int64),
+                ("encode", FormatCallback), ("decode", FormatCallback), ("user", c_void_p)]
+
+
 _SIGNATURES = {
     "gw_comm_create": [c_char_p, c_int, c_int, c_int, c_int64, POINTER(c_void_p)],
     "gw_comm_set_ranks_per_node": [c_void_p, c_int],
     "gw_comm_check": [c_void_p],
     "gw_comm_abort": [c_void_p, c_char_p],
     "gw_comm_destroy": [c_void_p],
+    "gw_format_register": [POINTER(Format)],
     "gw_call_tag": [c_void_p, c_char_p],
     "gw_allreduce": [c_void_p, c_void_p, c_int64, c_int32, c_int32, c_char_p, c_void_p],
     "gw_reducer_create": [c_void_p, c_char_p, POINTER(Tensor), c_int32, POINTER(ReducerOptions),
@@ -127,6 +140,14 @@ def _load() -> ctypes.CDLL:
                       "its path. Tried: " + "; ".join(problems))
 
 
+class _Callbacks(threading.local):
+    running = 0  # on this thread
+
+
+callbacks = _Callbacks()
+# What callbacks raised, as the library has it in its error texts. The buffers are what it copied that from.
+failures: Deque[Tuple[str, Optional[BaseException], object]] = collections.deque(maxlen=16)
+
 _library: Optional[ctypes.CDLL] = None
 
 
@@ -144,4 +165,5 @@ def call(name: str, *arguments: object) -> None:
     status = getattr(loaded, name)(*arguments)
     if status != 0:
         text = loaded.gw_last_error().decode(errors="replace")
-        raise _EXCEPTIONS.get(status, Error)(text)
+        cause = next((error for part, error, _ in failures if part in text), None)
+        raise _EXCEPTIONS.get(status, Error)(text) from cause

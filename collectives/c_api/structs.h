@@ -1,0 +1,28 @@
+// Structs as callers pass them.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "collectives/c_api/errors.h"
+
+namespace gradwire::c_api {
+
+// A struct from a caller, perhaps compiled against a newer header: fields unknown here must be zero.
+template <typename Struct>
+Struct read_struct(const void* from, const char* what) {
+  constexpr size_t kMostBytes = 4096;  // more is garbage
+  size_t size = 0;
+  std::memcpy(&size, from, sizeof size);
+  require(size >= sizeof(Struct) && size <= kMostBytes,
+          "{0}.size is {1}; set it to sizeof({0}), which is {2}", what, size, sizeof(Struct));
+  const auto* bytes = static_cast<const unsigned char*>(from);
+  if (std::any_of(bytes + sizeof(Struct), bytes + size, [](unsigned char b) { return b != 0; })) {
+    throw Unsupported(fmt::format("{} uses fields that this version of the library does not know", what));
+  }
+  Struct result;
+  std::memcpy(&result, from, sizeof result);
+  return result;
+}
+
+}  // namespace gradwire::c_api

@@ -1,0 +1,80 @@
+"""Wire formats written in Python, on numpy arrays."""
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Callable, List, Optional, Tuple
+
+from gradwire import _native
+
+# The library may call what was registered until the process ends.
+_kept: List[Any] = []
+
+
+def register_format(name: str, *, block: int, bytes: int, encode: Callable[[Any], Any],
+                    decode: Callable[[Any], Any]) -> None:
+    """Makes a wire format of your own known to this process: `name` can then stand in every spec.
+
+    name: letters, digits and '_'. allreduce_(t, "mine"), Reducer(comm, "mine:schedule=ring", ...),
+        Hook("mine"), Hook("powersgd:rank=4,wire=mine").
+    block: values of a block, 1 to 65536. bytes: of an encoded block, 1 to 1048576.
+    encode: float32 array (n, block) -> uint8 array (n, bytes).
+    decode: uint8 array (n, bytes) -> float32 array (n, block).
+
+    What encode loses is kept for the next step (error feedback), as for any format. A call covers many blocks,
+    up to 2**20 values, so that Python is entered a few times per bucket. The arrays are copies, which the
+    functions may change or keep; the last block of a chunk is padded with zeros. They run on other threads,
+    several at once where ranks are threads, so they should not change shared state. Where a value is NaN or
+    infinite, decode should give NaN, so that the error shows. decode must depend on the bytes alone, so that
+    all ranks end with the same bits.
+
+    Call it on every rank, with the same functions. Ranks whose block or bytes differ get CommFailed in the first
+    call that uses the format. Registering a name again with the same block and bytes, as a notebook or a reload
+    does, replaces the functions. Both are tried on random blocks here. Host only.
+
+    Raises BadArgument, naming the format: a bad name or size; one of Gradwire's own; other sizes than before; a
+    function that raises, or returns an array of the wrong shape or type. If that happens later, the call that
+    needed the format raises CommFailed, on every rank; on this one with the function's own error as its cause.
+    """
+    import numpy as np
+
+    def callback(function: Callable[[Any], Any], taken: Tuple[int, Any], given: Tuple[int, Any]) -> Any:
+        def run(_user: Optional[int], source: int, blocks: int, destination: int) -> Optional[int]:
+            _native.callbacks.running += 1
+            try:
+                array = np.empty((blocks, taken[0]), taken[1])
+                ctypes.memmove(array.ctypes.data, source, array.nbytes)
+                result = function(array)
+                if not isinstance(result, np.ndarray) or result.dtype != given[1] \
+                        or result.shape != (blocks, given[0]):
+                    return _failed(f"returned {_described(result)}, expected {np.dtype(given[1])} of shape "
+                                   f"{(blocks, given[0])}")
+                result = np.ascontiguousarray(result)
+                ctypes.memmove(destination, result.ctypes.data, result.nbytes)
+                return None
+            except BaseException as error:  # ctypes would print it and go on
+                return _failed(f"raised {type(error).__name__}: {error}", error)
+            finally:
+                _native.callbacks.running -= 1
+
+        return _native.FormatCallback(run)
+
+    values, encoded = (block, np.float32), (bytes, np.uint8)
+    format = _native.Format(size=ctypes.sizeof(_native.Format), name=name.encode(), block=block, bytes=bytes,
+                            encode=callback(encode, values, encoded),
+                            decode=callback(decode, encoded, values))
+    _kept.append(format)
+    _native.call("gw_format_register", ctypes.byref(format))
+
+
+def _described(result: Any) -> str:
+    if hasattr(result, "dtype") and hasattr(result, "shape"):
+        kind = "" if type(result).__module__ == "numpy" else f" ({type(result).__name__})"
+        return f"{result.dtype} of shape {tuple(result.shape)}{kind}"
+    return type(result).__name__
+
+
+def _failed(text: str, error: Optional[BaseException] = None) -> int:
+    """The address of `text`, which the library copies at once."""
+    buffer = ctypes.create_string_buffer(text.encode(errors="replace"))
+    _native.failures.append((text, error, buffer))
+    return ctypes.addressof(buffer)
