@@ -267,15 +267,15 @@ class Reducers(unittest.TestCase):
 class Package(unittest.TestCase):
     def test_structs_are_those_of_the_header(self) -> None:
         # The library would refuse a wrong size; this test names the struct.
-        program = '#include "gradwire.h"\n#include <stdio.h>\nint main(void){printf("%zu %zu %zu", sizeof(gw_tensor), ' \
-                  'sizeof(gw_reducer_options), sizeof(gw_stats)); return 0;}'
+        program = '#include "gradwire.h"\n#include <stdio.h>\nint main(void){printf("%zu %zu %zu %zu", sizeof(gw_tensor), ' \
+                  'sizeof(gw_reducer_options), sizeof(gw_stats), sizeof(gw_format)); return 0;}'
         with tempfile.TemporaryDirectory() as folder:
             source, binary = pathlib.Path(folder, "sizes.c"), pathlib.Path(folder, "sizes")
             source.write_text(program)
             subprocess.run([os.environ.get("CC", "cc"), "-I", PACKAGE.parents[1] / "collectives", source, "-o", binary],
                            check=True)
             sizes = subprocess.run([binary], check=True, capture_output=True, text=True).stdout.split()
-        ours = [ctypes.sizeof(s) for s in (_native.Tensor, _native.ReducerOptions, _native.Stats)]
+        ours = [ctypes.sizeof(s) for s in (_native.Tensor, _native.ReducerOptions, _native.Stats, _native.Format)]
         self.assertEqual([int(s) for s in sizes], ours)
 
     def test_importing_it_needs_neither_torch_nor_numpy(self) -> None:

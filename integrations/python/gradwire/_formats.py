@@ -20,20 +20,21 @@ def register_format(name: str, *, block: int, bytes: int, encode: Callable[[Any]
     encode: float32 array (n, block) -> uint8 array (n, bytes).
     decode: uint8 array (n, bytes) -> float32 array (n, block).
 
-    What encode loses is kept for the next step (error feedback), as for any format. A call covers many blocks,
-    up to 2**20 values, so that Python is entered a few times per bucket. The arrays are copies, which the
-    functions may change or keep; the last block of a chunk is padded with zeros. They run on other threads,
-    several at once where ranks are threads, so they should not change shared state. Where a value is NaN or
-    infinite, decode should give NaN, so that the error shows. decode must depend on the bytes alone, so that
-    all ranks end with the same bits.
+    What encode loses is kept for the next step (error feedback), as for any format. A call covers many
+    blocks, up to 2**20 values, so that Python is entered a few times per bucket. The arrays are copies,
+    which the functions may change or keep; the last block of a chunk is padded with zeros. The functions run
+    on other threads, several at once where ranks are threads, so they should not change shared state. Where
+    a value is NaN or infinite, decode should give NaN, so that the error shows. decode must depend on the
+    bytes alone, so that all ranks end with the same bits.
 
-    Call it on every rank, with the same functions. Ranks whose block or bytes differ get CommFailed in the first
-    call that uses the format. Registering a name again with the same block and bytes, as a notebook or a reload
-    does, replaces the functions. Both are tried on random blocks here. Host only.
+    Call it on every rank, with the same functions. Ranks whose block or bytes differ get CommFailed in the
+    first call that uses the format. Registering a name again with the same block and bytes, as a notebook or
+    a reload does, replaces the functions. Both are tried on random blocks here. Host only.
 
-    Raises BadArgument, naming the format: a bad name or size; one of Gradwire's own; other sizes than before; a
-    function that raises, or returns an array of the wrong shape or type. If that happens later, the call that
-    needed the format raises CommFailed, on every rank; on this one with the function's own error as its cause.
+    Raises BadArgument, naming the format: a bad name or size; one of Gradwire's own; other sizes than
+    before; a function that raises, or returns an array of the wrong shape or type. If that happens later,
+    the call that needed the format raises CommFailed, on every rank; on this one with the function's own
+    error as its cause.
     """
     import numpy as np
 

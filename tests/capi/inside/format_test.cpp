@@ -71,8 +71,8 @@ class RegisteredFormat : public ::testing::Test, public WireFixture {
 };
 
 TEST_F(RegisteredFormat, HasTheBitsOfABuiltInOneWithItsArithmetic) {
-  const std::pair<const char*, const char*> twins[] = {
-      {"twin_int2", "int2"}, {"twin_int8", "int8"}, {"twin_int4", "int4:block=64,rotate=hadamard"}};
+  const std::pair<const char*, const char*> twins[] = {{"twin_int8", "int8:scale=fp32"},
+                                                       {"twin_int4", "int4:block=64,rotate=hadamard"}};
   for (const auto& [name, spec] : twins) {
     const Wire own = wire_format(spec), twin = register_twin(name, spec);
     ASSERT_NE(twin, nullptr);
