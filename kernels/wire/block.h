@@ -1,6 +1,6 @@
 // A block format: a block of N values becomes B bytes, in arithmetic that is written once for host and device.
 // Loops over blocks, sums, residuals, rotation, threads and launches are generic (block_host.h, block.cu,
-// reference.cpp). To add a format, write one struct like those in kernels/wire/formats/ and list it in
+// reference.cpp). To add a format, write one struct like that in sign.h and list it in
 // block_formats.h:
 //
 //   struct X {

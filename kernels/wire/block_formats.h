@@ -3,14 +3,14 @@
 
 #include "kernels/op.h"
 #include "kernels/wire/block.h"
-#include "kernels/wire/formats/eden.h"
-#include "kernels/wire/formats/int.h"
-#include "kernels/wire/formats/microscaling.h"
-#include "kernels/wire/formats/natural.h"
-#include "kernels/wire/formats/qsgd.h"
-#include "kernels/wire/formats/sign.h"
-#include "kernels/wire/formats/terngrad.h"
-#include "kernels/wire/formats/topk.h"
+#include "kernels/wire/eden.h"
+#include "kernels/wire/int.h"
+#include "kernels/wire/microscaling.h"
+#include "kernels/wire/natural.h"
+#include "kernels/wire/qsgd.h"
+#include "kernels/wire/sign.h"
+#include "kernels/wire/terngrad.h"
+#include "kernels/wire/topk.h"
 
 // FORMAT(type, name in specs) of each, in the order of the docs.
 // clang-format off

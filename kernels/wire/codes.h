@@ -1,4 +1,4 @@
-// What the headers of kernels/wire/formats share: codes of a few bits, and unaligned floats.
+// What the block formats share: codes of a few bits, and unaligned floats.
 #pragma once
 
 #include <cstdint>

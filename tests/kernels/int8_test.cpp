@@ -1,6 +1,6 @@
 // What is special about the int8 wire format: its codes and units, and the error of what is sent.
 // wire_test.cpp tests what all formats promise.
-#include "kernels/wire/formats/int.h"
+#include "kernels/wire/int.h"
 
 #include "tests/kernels/wire_problem.h"
 

@@ -1,6 +1,6 @@
 // TernGrad: -1, 0 or 1 times the block's largest magnitude, 1 with probability |x| / largest, so that the mean is
 // right. 2 bits a value, and the largest in FP32. Its error is larger than the values, so rounding to nearest,
-// which keeps only values above half of the largest, is the smaller one; see docs/codecs.md on error feedback.
+// which keeps only values above half of the largest, is the smaller one.
 #pragma once
 
 #include "kernels/math/fp8.h"
