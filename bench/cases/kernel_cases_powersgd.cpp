@@ -78,6 +78,13 @@ Problem back_project(Arena& arena, int64_t size) {
 }
 
 template <int kRank>
+Problem project_onto(Arena& arena, int64_t size) {
+  Matrices m = matrices(arena, size, kRank);
+  PowerSgdProjectOnto args{m.table, m.grad, m.residual, m.p, m.q};
+  return {[args](const Stream& s) { powersgd_project_onto(s, args); }, passes(m, 12), product(m), m.shape};
+}
+
+template <int kRank>
 Problem reconstruct(Arena& arena, int64_t size) {
   Matrices m = matrices(arena, size, kRank);
   PowerSgdReconstruct args{.table = m.table, .p = m.p, .q = m.q, .grad = m.grad, .flags = m.flags};
@@ -168,6 +175,9 @@ const KernelCase kPowerSgdCases[] = {
     {"powersgd_back_project", "rank 4", "powersgd", back_project<4>},
     {"powersgd_back_project", "rank 32", "powersgd", back_project<32>},
     {"powersgd_back_project", "rank 64", "powersgd", back_project<64>},
+    {"powersgd_project_onto", "rank 1", "powersgd", project_onto<1>},
+    {"powersgd_project_onto", "rank 4", "powersgd", project_onto<4>},
+    {"powersgd_project_onto", "rank 32", "powersgd", project_onto<32>},
     {"powersgd_reconstruct", "rank 1", "powersgd", reconstruct<1>},
     {"powersgd_reconstruct", "rank 4", "powersgd", reconstruct<4>},
     {"powersgd_reconstruct", "rank 32", "powersgd", reconstruct<32>},

@@ -1,9 +1,10 @@
-// Cases of the wire formats, packing and the optimizers: one flat array of `size` bytes of floats.
+// Cases of the wire formats, packing, random-k and the optimizers: one flat array of `size` bytes of floats.
 #include <fmt/format.h>
 
 #include "bench/cases/kernel_cases.h"
 #include "kernels/optimizer/optimizer.h"
 #include "kernels/powersgd/pack.h"
+#include "kernels/randk/randk.h"
 #include "kernels/wire/formats.h"
 #include "kernels/wire/fp32.h"
 
@@ -82,6 +83,45 @@ Problem packing(Arena& arena, int64_t size) {
   return {[args](const Stream& s) { pack(s, args); }, 8.0 * static_cast<double>(count), 0, shape};
 }
 
+// A hundredth of the elements of large tensors. The gradient is zero after the first launch, which changes
+// nothing but the values.
+RandKGather randk(Arena& arena, int64_t size, bool residual) {
+  constexpr int64_t kTensor = 768 * 3072;
+  std::vector<RandKTensor> tensors;
+  for (int64_t done = 0; done < size / 4; done += kTensor) {
+    tensors.push_back({.offset = done,
+                       .count = std::min(kTensor, size / 4 - done),
+                       .index = static_cast<int32_t>(tensors.size())});
+  }
+  auto* table = arena.make<RandKTable>(arena.stream(), tensors, 0.01);
+  return {.table = table,
+          .grad = arena.normal(size / 4),
+          .residual = residual ? arena.zeros<float>(size / 4) : nullptr,
+          .count = size / 4,
+          .values = arena.zeros<float>(table->values()),
+          .chosen = arena.zeros<int64_t>(table->values())};
+}
+
+template <bool kResidual>
+Problem randk_gathering(Arena& arena, int64_t size) {
+  const RandKGather args = randk(arena, size, kResidual);
+  return {[args](const Stream& s) { randk_gather(s, args); },
+          (kResidual ? 16.0 : 8.0) * static_cast<double>(args.count) +
+              12.0 * static_cast<double>(args.table->values()),
+          0, fmt::format("{} of {}", args.table->values(), args.count)};
+}
+
+Problem randk_scattering(Arena& arena, int64_t size) {
+  const RandKGather gathered = randk(arena, size, false);
+  randk_gather(arena.stream(), gathered);
+  const RandKScatter args{.chosen = gathered.chosen,
+                          .values = gathered.values,
+                          .grad = gathered.grad,
+                          .count = gathered.table->values()};
+  return {[args](const Stream& s) { randk_scatter(s, args); }, 16.0 * static_cast<double>(args.count), 0,
+          fmt::format("{} of {}", args.count, gathered.count)};
+}
+
 OptimizerScalars* scalars(Arena& arena) {
   auto* out = arena.zeros<OptimizerScalars>(1);
   OptimizerScalars value{.lr = 1e-6f, .correction1 = 0.9f, .correction2 = 0.9f};
@@ -135,6 +175,9 @@ std::vector<KernelCase> make_cases() {
       {"fp32_reduce", "7 inputs", "fp32", reduce<7>},
       {"pack", "", "pack", packing<false>},
       {"pack", "unpack", "pack", packing<true>},
+      {"randk_gather", "1 %, residual", "randk", randk_gathering<true>},
+      {"randk_gather", "1 %", "randk", randk_gathering<false>},
+      {"randk_scatter", "1 %", "randk", randk_scattering},
       {"sgd_step", "momentum", "optimizer", sgd<true>},
       {"sgd_step", "", "optimizer", sgd<false>},
       {"adamw_step", "", "optimizer", adamw},

@@ -1,8 +1,9 @@
-// PowerSGD pass (b) on CUDA: Q = M^T P and residual = M - P Q^T, reading M from memory once.
+// PowerSGD passes (b) and (d) on CUDA: Q = M^T P and residual = M - P Q^T, reading M from memory once; or M =
+// grad + residual and Q = M^T P.
 //
 // Bytes per element: 8 with residual (panels up to about 2900 rows; up to 12 for taller ones, whose rest is
-// read again, mostly from the L2 cache), 4 without. Limit: memory bandwidth up to about rank 8. A block takes
-// a panel of whole columns, 8 to 32 of them, into shared memory. Each thread owns four columns and rows at a
+// read again, mostly from the L2 cache), 4 without; (d) 12. Limit: memory bandwidth up to about rank 8. A block
+// takes a panel of whole columns, 8 to 32 of them, into shared memory. Each thread owns four columns and rows at a
 // fixed stride; while the panel streams in it accumulates its part of Q in registers, up to 8 columns of P at
 // a time (further ones from the held panel). Parts are summed over a warp's lanes, then over warps in order;
 // then the panel, which is still there, gives the residual. No other block is involved, so there is nothing
@@ -23,6 +24,7 @@ struct BackProjectArgs {
   const float* p;
   float* q;
   const int32_t* flags;
+  bool forms_m;  // project_onto: the residual is not M yet
   int shared_floats;
 };
 
@@ -100,6 +102,23 @@ __device__ __forceinline__ void combine(const BackProjectArgs& a, const MatrixDe
   }
 }
 
+// M = grad + residual of one row's four columns, stored into the residual.
+template <bool kVector>
+__device__ __forceinline__ void form_m(const float* grad, float* residual, const Quad<kVector>& quad,
+                                       int limit, float (&m)[4]) {
+  float e[4], keep[4];
+  quad.load(grad, limit, m);
+  quad.load(residual, limit, e);
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    float sum = m[c] + e[c];
+    // Where the gradient is not finite the old residual stays; where only the sum is not, it is clamped.
+    keep[c] = is_finite(m[c]) ? fminf(fmaxf(sum, -FLT_MAX), FLT_MAX) : e[c];
+    m[c] = sum;
+  }
+  quad.store(residual, limit, keep);
+}
+
 template <int kRank, bool kVector>
 __device__ __forceinline__ void back_project_panel(const BackProjectArgs& a, const MatrixDescriptor& d,
                                                    const Panel& panel) {
@@ -135,10 +154,14 @@ __device__ __forceinline__ void back_project_panel(const BackProjectArgs& a, con
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         int row = row0 + b * row_step;
+        const int64_t at = static_cast<int64_t>(row) * d.cols;
+        const int limit = row < d.rows ? panel.columns : 0;
         if (k0 > 0) {
           load_m(row, m[b]);
+        } else if (a.forms_m) {
+          form_m(a.grad + d.offset + panel.column0 + at, m_global + at, quad, limit, m[b]);
         } else {
-          quad.load(m_global + static_cast<int64_t>(row) * d.cols, row < d.rows ? panel.columns : 0, m[b]);
+          quad.load(m_global + at, limit, m[b]);
         }
       }
 #pragma unroll
@@ -158,7 +181,7 @@ __device__ __forceinline__ void back_project_panel(const BackProjectArgs& a, con
     }
     combine<kRank, kVector>(a, d, panel, quad, k0, acc);
   }
-  if (a.residual == nullptr) return;
+  if (a.residual == nullptr || a.forms_m) return;
 
   __syncthreads();  // Q is complete
 #pragma unroll 1
@@ -213,7 +236,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     return;
   }
   const float* m = (a.residual != nullptr ? a.residual : a.grad) + d.offset;
-  if (d.cols % 4 == 0 && aligned16(m)) {
+  if (d.cols % 4 == 0 && aligned16(m) && (!a.forms_m || aligned16(a.grad + d.offset))) {
     back_project_panel<kRank, true>(a, d, panel);
   } else {
     back_project_panel<kRank, false>(a, d, panel);
@@ -226,7 +249,7 @@ void launch_back_project(CudaStream stream, const MatrixTable& table, BackProjec
   int64_t most = 0;
   for (const auto& d : table.host()) {
     int64_t width = panel_columns(d.rows);
-    int64_t held = a.residual != nullptr || d.rank > kRank ? d.rows : 0;
+    int64_t held = (a.residual != nullptr && !a.forms_m) || d.rank > kRank ? d.rows : 0;
     most = std::max(most, (held + d.rank + kWarps * kRank) * width);
   }
   a.shared_floats = static_cast<int>(std::min<int64_t>(most, kPanelSharedBytes / sizeof(float)));
@@ -238,26 +261,43 @@ void launch_back_project(CudaStream stream, const MatrixTable& table, BackProjec
          a);
 }
 
+void launch_for_rank(CudaStream stream, const MatrixTable& table, const BackProjectArgs& a) {
+  int rank = table.max_rank();
+  if (rank <= 1) {
+    launch_back_project<1>(stream, table, a);
+  } else if (rank <= 2) {
+    launch_back_project<2>(stream, table, a);
+  } else if (rank <= 4) {
+    launch_back_project<4>(stream, table, a);
+  } else {
+    launch_back_project<8>(stream, table, a);
+  }
+}
+
 }  // namespace
 
 void powersgd_back_project(CudaStream stream, const PowerSgdBackProject& op) {
-  BackProjectArgs a{.matrices = matrices_of(*op.table),
-                    .grad = op.grad,
-                    .residual = op.residual,
-                    .p = op.p,
-                    .q = op.q,
-                    .flags = op.flags,
-                    .shared_floats = 0};
-  int rank = op.table->max_rank();
-  if (rank <= 1) {
-    launch_back_project<1>(stream, *op.table, a);
-  } else if (rank <= 2) {
-    launch_back_project<2>(stream, *op.table, a);
-  } else if (rank <= 4) {
-    launch_back_project<4>(stream, *op.table, a);
-  } else {
-    launch_back_project<8>(stream, *op.table, a);
-  }
+  launch_for_rank(stream, *op.table,
+                  {.matrices = matrices_of(*op.table),
+                   .grad = op.grad,
+                   .residual = op.residual,
+                   .p = op.p,
+                   .q = op.q,
+                   .flags = op.flags,
+                   .forms_m = false,
+                   .shared_floats = 0});
+}
+
+void powersgd_project_onto(CudaStream stream, const PowerSgdProjectOnto& op) {
+  launch_for_rank(stream, *op.table,
+                  {.matrices = matrices_of(*op.table),
+                   .grad = op.grad,
+                   .residual = op.residual,
+                   .p = op.p,
+                   .q = op.q,
+                   .flags = nullptr,
+                   .forms_m = op.residual != nullptr,
+                   .shared_floats = 0});
 }
 
 }  // namespace gradwire::cuda

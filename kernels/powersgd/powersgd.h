@@ -9,14 +9,22 @@
 //       -- Q is summed over ranks, while (b) of other matrices still runs --
 //   (c) reconstruct   grad = scale * P Q^T  with the summed Q                             4 B/element
 //
+// Where P and Q alternate (ACP-SGD), a step sums one of them, with the other's orthonormal columns Q0 or P0:
+//
+//   (a) project       as above with Q = Q0, or
+//   (d) project_onto  M = grad + residual, stored into residual;  Q = M^T P0             12 B/element
+//       -- P, or Q, is summed over ranks, and orthonormalized into the next step's P0 or Q0 --
+//   (c) reconstruct   grad = scale * P Q0^T, or scale * P0 Q^T, with the summed factor;
+//                     residual = M minus the same with this rank's own                   12 B/element
+//
 // The residual is *local*: what this rank's own projection lost. Summed over ranks, the residuals
 // and the applied gradient equal the gradients that went in, because P is the same on all ranks
 // and Q enters linearly.
 //
 // Non-finite input: (a) keeps the old residual where the gradient is not finite, and lets P become
 // non-finite, so that after the sum every rank sees it. orthonormalize() then flags the matrix; (b) restores
-// the old residual (M - grad where finite), writes Q = 0; (c) writes NaN over the whole matrix. Factors and
-// residuals never become non-finite.
+// the old residual (M - grad where finite), writes Q = 0; (c) writes NaN over the whole matrix. (d) does as
+// (a), and (c) with `restore` as (b). Factors and residuals never become non-finite.
 //
 // Sums over rows and columns are taken in a fixed order that does not depend on the number of threads.
 #pragma once
@@ -93,17 +101,34 @@ inline void powersgd_back_project(const Stream& stream, const PowerSgdBackProjec
                    "powersgd_back_project");
 }
 
+struct PowerSgdProjectOnto {
+  const MatrixTable* table = nullptr;
+  const float* grad = nullptr;
+  float* residual = nullptr;  // in: E, out: M; null: no error feedback, M is grad
+  const float* p = nullptr;   // orthonormal columns
+  float* q = nullptr;         // out: M^T P
+};
+GW_SIDES(powersgd_project_onto, PowerSgdProjectOnto)
+inline void powersgd_project_onto(const Stream& stream, const PowerSgdProjectOnto& args) {
+  detail::dispatch(stream, args, host::powersgd_project_onto, GW_CUDA_SIDE(powersgd_project_onto),
+                   "powersgd_project_onto");
+}
+
 struct PowerSgdReconstruct {
   const MatrixTable* table = nullptr;
   const float* p = nullptr;
-  const float* q = nullptr;  // summed over ranks
+  const float* q = nullptr;  // p or q is summed over ranks
   float* grad = nullptr;     // out: scale * P Q^T, or NaN where flagged
   float scale = 1.0f;
   const int32_t* flags = nullptr;
-  // With a lossy wire under Q: what this rank's encodes of Q lost, added back to the residual: residual += P
-  // q_lost^T (12 B/element instead of 4). Both null otherwise.
+  // What this rank's part of the summed factor lost, added back to the residual: residual += p_lost Q^T, or
+  // residual += P q_lost^T (12 B/element instead of 4). At most one of them, and then `residual`.
+  const float* p_lost = nullptr;
   const float* q_lost = nullptr;
   float* residual = nullptr;
+  // The residual holds M: where flagged, it becomes the previous step's, M - grad. Otherwise a flagged matrix's
+  // residual stays.
+  bool restore = false;
 };
 GW_SIDES(powersgd_reconstruct, PowerSgdReconstruct)
 inline void powersgd_reconstruct(const Stream& stream, const PowerSgdReconstruct& args) {

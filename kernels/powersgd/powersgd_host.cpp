@@ -1,7 +1,7 @@
 // PowerSGD's passes on the host, each streaming the matrix once.
 //
-// Bytes per element: project 12, back_project 8 (a panel of columns stays in the cache between its two
-// uses), reconstruct 4 (non-temporal stores when the result is larger than a cache). Limit: memory up to
+// Bytes per element: project and project_onto 12, back_project 8 (a panel of columns stays in the cache
+// between its two uses), reconstruct 4 (non-temporal stores when the result is larger than a cache). Limit: memory up to
 // about rank 8, then arithmetic. Work is cut into pieces that depend on the shapes alone, and each sum is
 // taken within a piece in a fixed order, so results do not depend on the number of threads. Alignment: any.
 // The loops are in powersgd_simd.cpp.
@@ -65,15 +65,21 @@ int64_t task_rows(const MatrixDescriptor&) {
   return kTaskRows;
 }
 
+// The residual M of a matrix that was not finite becomes the previous step's.
+void restore_run(const float* grad, float* residual, int64_t begin, int64_t end) {
+  for (int64_t at = begin; at < end; ++at) {
+    if (!is_finite(grad[at])) continue;  // holds the old residual already
+    float old = residual[at] - grad[at];
+    residual[at] = is_finite(old) ? old : 0.0f;
+  }
+}
+
 // Columns [begin, end) of a matrix that was not finite: Q = 0, and the residual becomes the previous step's.
 void restore(const PowerSgdBackProject& a, const MatrixDescriptor& d, int64_t begin, int64_t end) {
   std::fill(a.q + d.q_offset + begin * d.rank, a.q + d.q_offset + end * d.rank, 0.0f);
   for (int64_t i = 0; a.residual != nullptr && i < d.rows; ++i) {
-    for (int64_t at = d.offset + i * d.cols + begin; at < d.offset + i * d.cols + end; ++at) {
-      if (!is_finite(a.grad[at])) continue;  // holds the old residual already
-      float old = a.residual[at] - a.grad[at];
-      a.residual[at] = is_finite(old) ? old : 0.0f;
-    }
+    const int64_t row = d.offset + i * d.cols;
+    restore_run(a.grad, a.residual, row + begin, row + end);
   }
 }
 
@@ -97,8 +103,24 @@ void powersgd_back_project(const PowerSgdBackProject& a) {
   for_each_slice(*a.table, cols_of, panel_columns_on_host, [&](int matrix, int64_t begin, int64_t end) {
     const auto& d = a.table->host()[matrix];
     if (flagged(a.flags, matrix)) return restore(a, d, begin, end);
-    back_project_panel({.m = (a.residual != nullptr ? a.residual : a.grad) + d.offset + begin,
-                        .residual = a.residual != nullptr ? a.residual + d.offset + begin : nullptr,
+    const int64_t origin = d.offset + begin;
+    back_project_panel({.m = (a.residual != nullptr ? a.residual : a.grad) + origin,
+                        .residual = a.residual != nullptr ? a.residual + origin : nullptr,
+                        .p = a.p + d.p_offset,
+                        .q = a.q + d.q_offset + begin * d.rank,
+                        .rows = d.rows,
+                        .cols = d.cols,
+                        .panel = end - begin,
+                        .rank = d.rank});
+  });
+}
+
+void powersgd_project_onto(const PowerSgdProjectOnto& a) {
+  for_each_slice(*a.table, cols_of, panel_columns_on_host, [&](int matrix, int64_t begin, int64_t end) {
+    const auto& d = a.table->host()[matrix];
+    const int64_t origin = d.offset + begin;
+    project_onto_panel({.m = a.grad + origin,
+                        .residual = a.residual != nullptr ? a.residual + origin : nullptr,
                         .p = a.p + d.p_offset,
                         .q = a.q + d.q_offset + begin * d.rank,
                         .rows = d.rows,
@@ -114,6 +136,9 @@ void powersgd_reconstruct(const PowerSgdReconstruct& a) {
     const auto& d = a.table->host()[matrix];
     int64_t origin = d.offset + begin * d.cols;
     if (flagged(a.flags, matrix)) {
+      if (a.restore && a.residual != nullptr) {
+        restore_run(a.grad, a.residual, origin, d.offset + end * d.cols);
+      }
       std::fill(a.grad + origin, a.grad + d.offset + end * d.cols, std::numeric_limits<float>::quiet_NaN());
       return;
     }
@@ -126,8 +151,9 @@ void powersgd_reconstruct(const PowerSgdReconstruct& a) {
                          .rank = d.rank,
                          .mode = stream ? Reconstruct::stream : Reconstruct::store};
     reconstruct_rows(rows);
-    if (a.q_lost == nullptr) return;
-    rows.q = a.q_lost + d.q_offset;
+    if (a.p_lost == nullptr && a.q_lost == nullptr) return;
+    if (a.p_lost != nullptr) rows.p = a.p_lost + d.p_offset + begin * d.rank;
+    if (a.q_lost != nullptr) rows.q = a.q_lost + d.q_offset;
     rows.out = a.residual + origin;
     rows.scale = 1.0f;
     rows.mode = Reconstruct::add_finite;

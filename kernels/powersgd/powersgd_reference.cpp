@@ -14,6 +14,25 @@ bool flagged(const int32_t* flags, int matrix) {
   return flags != nullptr && flags[matrix] != 0;
 }
 
+// M = grad + residual of one element, for the product; stored into the residual if there is one.
+float form_m(const float* grad, float* residual, int64_t at) {
+  float m = grad[at];
+  if (residual != nullptr) {
+    m += residual[at];
+    if (is_finite(grad[at])) residual[at] = std::clamp(m, -FLT_MAX, FLT_MAX);
+  }
+  return m;
+}
+
+// The residual M of a matrix that was not finite becomes the previous step's.
+void restore(const float* grad, float* residual, int64_t begin, int64_t end) {
+  for (int64_t at = begin; at < end; ++at) {
+    if (!is_finite(grad[at])) continue;  // holds the old residual already
+    float old = residual[at] - grad[at];
+    residual[at] = is_finite(old) ? old : 0.0f;
+  }
+}
+
 }  // namespace
 
 void powersgd_project(const PowerSgdProject& a) {
@@ -22,12 +41,7 @@ void powersgd_project(const PowerSgdProject& a) {
     for (int64_t i = 0; i < d.rows; ++i) {
       std::vector<double> sum(d.rank, 0.0);
       for (int64_t j = 0; j < d.cols; ++j) {
-        int64_t at = d.offset + i * d.cols + j;
-        float m = a.grad[at];
-        if (a.residual != nullptr) {
-          m += a.residual[at];
-          if (is_finite(a.grad[at])) a.residual[at] = std::clamp(m, -FLT_MAX, FLT_MAX);
-        }
+        float m = form_m(a.grad, a.residual, d.offset + i * d.cols + j);
         for (int k = 0; k < d.rank; ++k) sum[k] += static_cast<double>(m) * q[j * d.rank + k];
       }
       for (int k = 0; k < d.rank; ++k) a.p[d.p_offset + i * d.rank + k] = static_cast<float>(sum[k]);
@@ -43,11 +57,7 @@ void powersgd_back_project(const PowerSgdBackProject& a) {
     int64_t elements = int64_t{d.rows} * d.cols;
     if (flagged(a.flags, matrix)) {
       std::fill(q, q + int64_t{d.cols} * d.rank, 0.0f);
-      for (int64_t at = d.offset; a.residual != nullptr && at < d.offset + elements; ++at) {
-        if (!is_finite(a.grad[at])) continue;  // holds the old residual already
-        float old = a.residual[at] - a.grad[at];
-        a.residual[at] = is_finite(old) ? old : 0.0f;
-      }
+      if (a.residual != nullptr) restore(a.grad, a.residual, d.offset, d.offset + elements);
       continue;
     }
     const float* m = (a.residual != nullptr ? a.residual : a.grad) + d.offset;
@@ -71,9 +81,25 @@ void powersgd_back_project(const PowerSgdBackProject& a) {
   }
 }
 
+void powersgd_project_onto(const PowerSgdProjectOnto& a) {
+  for (const auto& d : a.table->host()) {
+    for (int64_t j = 0; j < d.cols; ++j) {
+      std::vector<double> sum(d.rank, 0.0);
+      for (int64_t i = 0; i < d.rows; ++i) {
+        float m = form_m(a.grad, a.residual, d.offset + i * d.cols + j);
+        for (int k = 0; k < d.rank; ++k) sum[k] += static_cast<double>(m) * a.p[d.p_offset + i * d.rank + k];
+      }
+      for (int k = 0; k < d.rank; ++k) a.q[d.q_offset + j * d.rank + k] = static_cast<float>(sum[k]);
+    }
+  }
+}
+
 void powersgd_reconstruct(const PowerSgdReconstruct& a) {
   for (int matrix = 0; matrix < a.table->count(); ++matrix) {
     const auto& d = a.table->host()[matrix];
+    if (flagged(a.flags, matrix) && a.restore && a.residual != nullptr) {
+      restore(a.grad, a.residual, d.offset, d.offset + int64_t{d.rows} * d.cols);
+    }
     for (int64_t i = 0; i < d.rows; ++i) {
       for (int64_t j = 0; j < d.cols; ++j) {
         int64_t at = d.offset + i * d.cols + j;
@@ -83,12 +109,13 @@ void powersgd_reconstruct(const PowerSgdReconstruct& a) {
         }
         double sum = 0.0, lost = 0.0;
         for (int k = 0; k < d.rank; ++k) {
-          double p = a.p[d.p_offset + i * d.rank + k];
-          sum += p * a.q[d.q_offset + j * d.rank + k];
-          if (a.q_lost != nullptr) lost += p * a.q_lost[d.q_offset + j * d.rank + k];
+          const int64_t p_at = d.p_offset + i * d.rank + k, q_at = d.q_offset + j * d.rank + k;
+          sum += static_cast<double>(a.p[p_at]) * a.q[q_at];
+          if (a.p_lost != nullptr) lost += static_cast<double>(a.p_lost[p_at]) * a.q[q_at];
+          if (a.q_lost != nullptr) lost += static_cast<double>(a.p[p_at]) * a.q_lost[q_at];
         }
         a.grad[at] = static_cast<float>(a.scale * sum);
-        if (a.q_lost != nullptr) {
+        if (a.p_lost != nullptr || a.q_lost != nullptr) {
           float e = static_cast<float>(a.residual[at] + lost);
           if (is_finite(e)) a.residual[at] = e;
         }

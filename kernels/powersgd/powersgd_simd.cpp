@@ -29,6 +29,14 @@ GW_INLINE Vec clamp_finite(const Vec& x) {
   return blend(v < -FLT_MAX, Vec{} - FLT_MAX, v);
 }
 
+// M = grad + residual, stored into the residual. Where the gradient is not finite the old residual stays; if
+// only the sum is not, it is clamped.
+GW_INLINE Vec form_m(const Vec& grad, float* residual, int64_t count) {
+  const Vec e = load_some<Vec>(residual, count), sum = grad + e;
+  store_some(residual, blend(finite_lanes(grad), clamp_finite(sum), e), count);
+  return sum;
+}
+
 int64_t round_up(int64_t n, int64_t to) {
   return (n + to - 1) / to * to;
 }
@@ -72,10 +80,7 @@ GW_INLINE void project_tile(const ProjectRows& a, int64_t row0, int64_t column0,
         __builtin_prefetch(a.grad + at + ahead);
         if (a.residual != nullptr) {
           __builtin_prefetch(a.residual + at + ahead, 1);
-          Vec e = load_some<Vec>(a.residual + at, count), sum = m + e;
-          // Where the gradient is not finite the old residual stays; if only the sum is not, it is clamped.
-          store_some(a.residual + at, blend(finite_lanes(m), clamp_finite(sum), e), count);
-          m = sum;
+          m = form_m(m, a.residual + at, count);
         }
         if (keep_m) store(m_buffer + i * stride + j, m);
       } else {
@@ -190,21 +195,41 @@ GW_INLINE void back_tile(const float* m, int64_t m_stride, int64_t columns, cons
   }
 }
 
+// Of `rows` rows of M at m, m_stride apart, from column0 on.
 template <bool kWhole>
-GW_INLINE void back_all_ranks(const BackProjectPanel& a, int64_t row0, int64_t rows, int64_t column0,
-                              float* sums, int64_t stride) {
-  const float *m = a.m + row0 * a.cols + column0, *p = a.p + row0 * a.rank;
+GW_INLINE void back_all_ranks(const BackProjectPanel& a, const float* m, int64_t m_stride, int64_t row0,
+                              int64_t rows, int64_t column0, const float* ahead, float* sums,
+                              int64_t stride) {
+  const float* p = a.p + row0 * a.rank;
   int64_t columns = a.panel - column0;
-  // Each row's piece of a panel is short, so the next block is prefetched while this one is computed.
-  const float* ahead = row0 + 2 * kBlockRows <= a.rows ? m + kBlockRows * a.cols : nullptr;
   int k = 0;
   for (; k + kRankTile <= a.rank; k += kRankTile) {
-    back_tile<kRankTile, kWhole>(m, a.cols, columns, p + k, a.rank, rows, ahead, sums + k * stride, stride);
+    back_tile<kRankTile, kWhole>(m, m_stride, columns, p + k, a.rank, rows, ahead, sums + k * stride, stride);
     ahead = nullptr;
   }
   for (; k < a.rank; ++k) {
-    back_tile<1, kWhole>(m, a.cols, columns, p + k, a.rank, rows, ahead, sums + k * stride, stride);
+    back_tile<1, kWhole>(m, m_stride, columns, p + k, a.rank, rows, ahead, sums + k * stride, stride);
     ahead = nullptr;
+  }
+}
+
+// Adds rows [row0, row0 + rows) of M, at m, to the panel's sums.
+GW_INLINE void back_rows(const BackProjectPanel& a, const float* m, int64_t m_stride, int64_t row0,
+                         int64_t rows, bool prefetch, float* sums, int64_t stride) {
+  for (int64_t column0 = 0; column0 < a.panel; column0 += kTileColumns) {
+    // Each row's piece of a panel is short, so the next block is prefetched while this one is computed.
+    const float* ahead = prefetch ? m + kBlockRows * m_stride + column0 : nullptr;
+    if (column0 + kTileColumns <= a.panel) {
+      back_all_ranks<true>(a, m + column0, m_stride, row0, rows, column0, ahead, sums + column0, stride);
+    } else {
+      back_all_ranks<false>(a, m + column0, m_stride, row0, rows, column0, ahead, sums + column0, stride);
+    }
+  }
+}
+
+GW_INLINE void store_q(const BackProjectPanel& a, const float* sums, int64_t stride) {
+  for (int64_t j = 0; j < a.panel; ++j) {
+    for (int k = 0; k < a.rank; ++k) a.q[j * a.rank + k] = sums[k * stride + j];
   }
 }
 
@@ -250,20 +275,35 @@ GW_SIMD void back_project_panel(const BackProjectPanel& a) {
   int64_t stride = round_up(a.panel, kStrip);
   std::fill(sums, sums + a.rank * stride, 0.0f);
   for (int64_t row0 = 0; row0 < a.rows; row0 += kBlockRows) {
-    int64_t rows = std::min(kBlockRows, a.rows - row0), column0 = 0;
-    for (; column0 + kTileColumns <= a.panel; column0 += kTileColumns) {
-      back_all_ranks<true>(a, row0, rows, column0, sums + column0, stride);
-    }
-    if (column0 < a.panel) back_all_ranks<false>(a, row0, rows, column0, sums + column0, stride);
+    back_rows(a, a.m + row0 * a.cols, a.cols, row0, std::min(kBlockRows, a.rows - row0),
+              row0 + 2 * kBlockRows <= a.rows, sums, stride);
   }
-  for (int64_t j = 0; j < a.panel; ++j) {
-    for (int k = 0; k < a.rank; ++k) a.q[j * a.rank + k] = sums[k * stride + j];
-  }
+  store_q(a, sums, stride);
   if (a.residual == nullptr) return;
   // From the last row up, because what was read last is most likely still in the cache.
   int64_t row = a.rows;
   for (; row >= kRowTile; row -= kRowTile) residual_rows<kRowTile>(a, row - kRowTile, sums, stride);
   for (; row > 0; --row) residual_rows<1>(a, row - 1, sums, stride);
+}
+
+GW_SIMD void project_onto_panel(const BackProjectPanel& a) {
+  alignas(64) float sums[kMaxPowerSgdRank * kMaxPanelColumns];
+  alignas(64) float block[kBlockRows * kMaxPanelColumns];  // of M
+  const int64_t stride = round_up(a.panel, kStrip);
+  std::fill(sums, sums + a.rank * stride, 0.0f);
+  for (int64_t row0 = 0; row0 < a.rows; row0 += kBlockRows) {
+    const int64_t rows = std::min(kBlockRows, a.rows - row0);
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t j = 0; j < a.panel; j += kLanes) {
+        const int64_t at = (row0 + i) * a.cols + j, count = std::min<int64_t>(kLanes, a.panel - j);
+        Vec m = load_some<Vec>(a.m + at, count);
+        if (a.residual != nullptr) m = form_m(m, a.residual + at, count);
+        store(block + i * stride + j, m);
+      }
+    }
+    back_rows(a, block, stride, row0, rows, false, sums, stride);
+  }
+  store_q(a, sums, stride);
 }
 
 namespace {

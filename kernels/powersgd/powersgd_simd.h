@@ -24,13 +24,15 @@ void project_rows(const ProjectRows& a);
 // A panel of columns: Q = M^T P, residual = M - P Q^T.
 struct BackProjectPanel {
   const float* m;   // (rows, panel), rows `cols` apart
-  float* residual;  // the same memory, or null
+  float* residual;  // the same memory, or null; rows as of m
   const float* p;   // (rows, rank)
   float* q;         // (panel, rank)
   int64_t rows, cols, panel;
   int rank;
 };
 void back_project_panel(const BackProjectPanel& a);
+// The same panel of M = m + residual (stored): Q = M^T P. `residual` is other memory, or null.
+void project_onto_panel(const BackProjectPanel& a);
 
 // Rows of out = scale * P Q^T, or of out += P Q^T where that is finite.
 enum class Reconstruct : uint8_t { store, stream, add_finite };

@@ -1,6 +1,6 @@
-// PowerSGD pass (c) on CUDA: grad = scale * P Q^T, and optionally residual += P q_lost^T.
+// PowerSGD pass (c) on CUDA: grad = scale * P Q^T, and optionally residual += P q_lost^T or p_lost Q^T.
 //
-// Bytes per element: 4, or 12 with q_lost. Limit: memory bandwidth up to about rank 32.
+// Bytes per element: 4, or 12 with one of those. Limit: memory bandwidth up to about rank 32.
 // A block writes a tile of 64 rows x 256 columns. Its parts of P and of Q (transposed) lie in shared memory;
 // a thread computes 8 rows x 4 columns at a time, so that a value read from shared memory serves 4 to 8
 // multiply-adds. Alignment: any; 16-byte accesses when a matrix's rows are 16-byte aligned. Deterministic:
@@ -19,8 +19,9 @@ constexpr int kQStride = kTileCols + 4;
 
 struct ReconstructArgs {
   Matrices matrices;
-  const float *p, *q, *q_lost;
+  const float *p, *q, *p_lost, *q_lost;
   float *grad, *residual;
+  bool restore;
   float scale;
   const int32_t* flags;
   int padded_rank;  // the largest rank of the table, rounded up to 4: sizes the shared arrays
@@ -78,6 +79,18 @@ __device__ __forceinline__ void product(const float* shared_p, const float* shar
   }
 }
 
+// The residual M of a matrix that was not finite becomes the previous step's.
+__device__ __forceinline__ void restore(const ReconstructArgs& a, const MatrixDescriptor& d,
+                                        const Tile& tile) {
+  const int column = tile.column0 + static_cast<int>(threadIdx.x);
+  for (int row = tile.row0; column < tile.column0 + tile.columns && row < tile.row0 + tile.rows; ++row) {
+    const int64_t at = d.offset + static_cast<int64_t>(row) * d.cols + column;
+    if (!is_finite(a.grad[at])) continue;  // holds the old residual already
+    const float old = a.residual[at] - a.grad[at];
+    a.residual[at] = is_finite(old) ? old : 0.0f;
+  }
+}
+
 template <bool kVector>
 __device__ __forceinline__ void reconstruct_tile(const ReconstructArgs& a, const MatrixDescriptor& d,
                                                  const Tile& tile, bool flagged, float* shared) {
@@ -88,6 +101,7 @@ __device__ __forceinline__ void reconstruct_tile(const ReconstructArgs& a, const
   int padded = (d.rank + 3) / 4 * 4;
   int64_t origin = d.offset + static_cast<int64_t>(tile.row0) * d.cols + tile.column0;
 
+  if (flagged && a.restore) restore(a, d, tile);
   stage_p(a.p, d, tile, padded, shared_p);
   stage_q(a.q, d, tile, padded, shared_q);
   __syncthreads();
@@ -103,10 +117,11 @@ __device__ __forceinline__ void reconstruct_tile(const ReconstructArgs& a, const
                  sum[i]);
     }
   }
-  if (a.q_lost == nullptr || flagged) return;
+  if ((a.p_lost == nullptr && a.q_lost == nullptr) || flagged) return;
 
   __syncthreads();
-  stage_q(a.q_lost, d, tile, padded, shared_q);
+  if (a.p_lost != nullptr) stage_p(a.p_lost, d, tile, padded, shared_p);
+  if (a.q_lost != nullptr) stage_q(a.q_lost, d, tile, padded, shared_q);
   __syncthreads();
   for (int row0 = group; row0 < tile.rows; row0 += kPassRows) {
     float sum[kRows][4];
@@ -140,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, 2) reconstruct_kernel(const __grid_c
   tile.columns = min(kTileCols, d.cols - tile.column0);
   bool flagged = a.flags != nullptr && a.flags[matrix] != 0;
   bool vector = d.cols % 4 == 0 && aligned16(a.grad + d.offset) &&
-                (a.q_lost == nullptr || aligned16(a.residual + d.offset));
+                (a.residual == nullptr || aligned16(a.residual + d.offset));
   if (vector) {
     reconstruct_tile<true>(a, d, tile, flagged, shared);
   } else {
@@ -154,9 +169,11 @@ void powersgd_reconstruct(CudaStream stream, const PowerSgdReconstruct& op) {
   ReconstructArgs a{.matrices = matrices_of(*op.table),
                     .p = op.p,
                     .q = op.q,
+                    .p_lost = op.p_lost,
                     .q_lost = op.q_lost,
                     .grad = op.grad,
                     .residual = op.residual,
+                    .restore = op.restore && op.residual != nullptr,
                     .scale = op.scale,
                     .flags = op.flags,
                     .padded_rank = (op.table->max_rank() + 3) / 4 * 4};

@@ -102,6 +102,44 @@ class PowerSgd : public testing::OpTest {
     return q.host();
   }
 
+  std::vector<float> project_onto(const Bucket& b, const std::vector<float>& grad,
+                                  std::vector<float>* residual, const std::vector<float>& p) {
+    auto g = array(grad), e = array(residual != nullptr ? *residual : grad), q = array<float>(b.q_elements);
+    auto p_array = array(p);
+    PowerSgdProjectOnto args{.table = &b.table, .grad = g.data(), .p = p_array.data(), .q = q.data()};
+    if (residual != nullptr) args.residual = e.data();
+    GW_RUN(powersgd_project_onto, args);
+    for (auto* a : {&g, &e, &q}) a->expect_guards_intact("project_onto");
+    testing::expect_same_bits(g.host(), grad, "grad is read only");
+    if (residual != nullptr) *residual = e.host();
+    expect_gaps_untouched(b, q.host(), &MatrixDescriptor::q_offset,
+                          [](const auto& d) { return d.cols * d.rank; });
+    return q.host();
+  }
+
+  // The last pass where P and Q alternate: `own` is this rank's part of the factor, negated in `lost`, which
+  // `which` names; grad is read where a matrix is flagged. Returns the result.
+  std::vector<float> reconstruct_turn(const Bucket& b, const std::vector<float>& grad,
+                                      const std::vector<float>& p, const std::vector<float>& q, bool which_p,
+                                      const std::vector<float>& lost, std::vector<float>* residual,
+                                      const std::vector<int32_t>& flags) {
+    auto g = array(grad), p_array = array(p), q_array = array(q), lost_array = array(lost),
+         e = array(*residual);
+    auto f = array(flags);
+    GW_RUN(powersgd_reconstruct, (PowerSgdReconstruct{.table = &b.table,
+                                                      .p = p_array.data(),
+                                                      .q = q_array.data(),
+                                                      .grad = g.data(),
+                                                      .flags = f.data(),
+                                                      .p_lost = which_p ? lost_array.data() : nullptr,
+                                                      .q_lost = which_p ? nullptr : lost_array.data(),
+                                                      .residual = e.data(),
+                                                      .restore = true}));
+    for (auto* a : {&g, &e}) a->expect_guards_intact("reconstruct");
+    *residual = e.host();
+    return g.host();
+  }
+
   std::vector<float> reconstruct(const Bucket& b, const std::vector<float>& p, const std::vector<float>& q,
                                  float scale, const std::vector<int32_t>& flags,
                                  const std::vector<float>* q_lost = nullptr,
@@ -231,6 +269,94 @@ TEST_P(PowerSgd, PassesAgreeWithTheDoubleReference) {
   }
 }
 
+TEST_P(PowerSgd, ProjectingOntoPAgreesWithTheDoubleReference) {
+  uint32_t seed = 500;
+  auto all = cases();
+  if (!GetParam().simt) {
+    for (auto& c : larger_cases()) all.push_back(c);
+  }
+  for (const auto& c : all) {
+    for (bool with_residual : {true, false}) {
+      SCOPED_TRACE(std::string(c.name) + (with_residual ? ", error feedback" : ""));
+      Bucket b = bucket(c.shapes, c.gap);
+      auto grad = normal(b.elements, ++seed), residual = normal(b.elements, ++seed);
+      auto p = normal(b.p_elements, ++seed);
+      auto want_residual = residual, want_q = normal(b.q_elements, 1);
+      auto q = project_onto(b, grad, with_residual ? &residual : nullptr, p);
+      PowerSgdProjectOnto args{.table = &b.table, .grad = grad.data(), .p = p.data(), .q = want_q.data()};
+      if (with_residual) args.residual = want_residual.data();
+      reference::powersgd_project_onto(args);
+      ASSERT_EQ(residual, want_residual) << "M = grad + residual is one FP32 addition";
+      for (const auto& d : b.table.host()) {
+        const int64_t size = int64_t{d.cols} * d.rank;
+        ASSERT_LT(
+            worst(gather(q, d.q_offset, size), gather(want_q, d.q_offset, size), std::sqrt(2.0 * d.rows)),
+            1e-5)
+            << d.rows << " x " << d.cols;
+      }
+    }
+  }
+}
+
+// Where P and Q alternate, with either of them in this step and whatever the other's columns are.
+TEST_P(PowerSgd, InEitherTurnResidualPlusReconstructionIsWhatWentIn) {
+  uint32_t seed = 700;
+  for (const auto& c : cases()) {
+    for (bool turn_p : {true, false}) {
+      SCOPED_TRACE(std::string(c.name) + (turn_p ? ", P" : ", Q"));
+      Bucket b = bucket(c.shapes, c.gap);
+      auto grad = normal(b.elements, ++seed), old = normal(b.elements, ++seed, 0.1f), residual = old;
+      const auto basis = normal(turn_p ? b.q_elements : b.p_elements, ++seed, 0.1f);
+      const auto own = turn_p ? project(b, grad, &residual, basis) : project_onto(b, grad, &residual, basis);
+      auto lost = own;
+      for (float& x : lost) x = -x;
+      auto applied = reconstruct_turn(b, grad, turn_p ? own : basis, turn_p ? basis : own, turn_p, lost,
+                                      &residual, std::vector<int32_t>(c.shapes.size(), 0));
+      double in = 0.0, violated = 0.0;
+      for (const auto& d : b.table.host()) {
+        for (int64_t at = d.offset; at < d.offset + int64_t{d.rows} * d.cols; ++at) {
+          const double m = static_cast<double>(grad[at]) + old[at],
+                       out = static_cast<double>(applied[at]) + residual[at];
+          in += m * m;
+          violated += (m - out) * (m - out);
+        }
+      }
+      EXPECT_LT(std::sqrt(violated / in), 1e-6);
+    }
+  }
+}
+
+TEST_P(PowerSgd, InEitherTurnAFlaggedMatrixGetsItsOldResidualBack) {
+  for (float bad : {kNan, kInf}) {
+    for (bool turn_p : {true, false}) {
+      Bucket b = bucket({{40, 48, 4}, {33, 1035, 3}, {16, 20, 12}}, 1);
+      const auto& hit = b.table.host()[1];
+      auto grad = normal(b.elements, 1), old = normal(b.elements, 2), residual = old;
+      const int64_t at = hit.offset + 7 * hit.cols + 11;
+      grad[at] = bad;
+      const auto basis = normal(turn_p ? b.q_elements : b.p_elements, 3);
+      const auto own = turn_p ? project(b, grad, &residual, basis) : project_onto(b, grad, &residual, basis);
+      EXPECT_EQ(residual[at], old[at]) << "the old residual stays where the gradient is not finite";
+      const int64_t seen = turn_p ? hit.p_offset + 7 * hit.rank : hit.q_offset + 11 * hit.rank;
+      for (int k = 0; k < hit.rank; ++k) EXPECT_FALSE(is_finite(own[seen + k]));
+      auto lost = own;
+      for (float& x : lost) x = -x;
+      auto applied = reconstruct_turn(b, grad, turn_p ? own : basis, turn_p ? basis : own, turn_p, lost,
+                                      &residual, {0, 1, 0});
+      for (int64_t i = 0; i < int64_t{hit.rows} * hit.cols; ++i) {
+        ASSERT_NEAR(residual[hit.offset + i], old[hit.offset + i], 1e-6) << "element " << i;
+        ASSERT_TRUE(std::isnan(applied[hit.offset + i]));
+      }
+      for (int m : {0, 2}) {
+        const auto& d = b.table.host()[m];
+        for (int64_t i = d.offset; i < d.offset + int64_t{d.rows} * d.cols; ++i) {
+          ASSERT_TRUE(is_finite(residual[i]) && is_finite(applied[i])) << "matrix " << m;
+        }
+      }
+    }
+  }
+}
+
 // With P's columns orthonormal or not: residual + P Q^T is M, which is what went in.
 TEST_P(PowerSgd, ResidualPlusReconstructionIsWhatWentIn) {
   uint32_t seed = 900;
@@ -327,7 +453,7 @@ TEST_P(PowerSgd, OverflowNeverEntersTheResidual) {
   for (float e : residual) ASSERT_TRUE(is_finite(e));
 }
 
-TEST_P(PowerSgd, WhatTheWireLostOfQIsAddedBackThroughP) {
+TEST_P(PowerSgd, WhatTheWireLostOfAFactorIsAddedBackThroughTheOther) {
   uint32_t seed = 70;
   for (auto shapes :
        {std::vector<Shape>{{40, 48, 4}, {21, 1030, 3}}, std::vector<Shape>{{64, 100, 64}, {33, 35, 20}}}) {
@@ -348,6 +474,18 @@ TEST_P(PowerSgd, WhatTheWireLostOfQIsAddedBackThroughP) {
     auto kept = old;
     reconstruct(b, p, q, 0.25f, {1, 1}, &lost, &kept);
     EXPECT_EQ(kept, old);
+
+    // The same of P, through Q.
+    const auto p_lost = normal(b.p_elements, ++seed, 0.01f);
+    auto got = old, wanted = old;
+    reconstruct_turn(b, old, p, q, true, p_lost, &got, {0, 0});
+    reference::powersgd_reconstruct({.table = &b.table,
+                                     .p = p.data(),
+                                     .q = q.data(),
+                                     .grad = want_grad.data(),
+                                     .p_lost = p_lost.data(),
+                                     .residual = wanted.data()});
+    EXPECT_LT(worst(got, wanted, 1.0), 2e-6);
   }
 }
 
@@ -380,6 +518,7 @@ TEST_P(PowerSgd, RunsGiveTheSameBitsForAnyNumberOfThreads) {
 TEST_P(PowerSgd, AnEmptyTableDoesNothing) {
   Bucket b = bucket({}, 0);
   project(b, {}, nullptr, {});
+  project_onto(b, {}, nullptr, {});
   back_project(b, {}, nullptr, {}, {});
   reconstruct(b, {}, {}, 1.0f, {});
 }

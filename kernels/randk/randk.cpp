@@ -1,0 +1,27 @@
+#include "kernels/randk/randk.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace gradwire {
+
+int64_t randk_count(int64_t count, double ratio) {
+  if (count == 0) return 0;
+  // A stratum's size fits into 32 bits.
+  const int64_t least = count / (int64_t{1} << 31) + 1;
+  return std::clamp<int64_t>(std::llround(static_cast<double>(count) * ratio), least, count);
+}
+
+RandKTable::RandKTable(const Stream& stream, const std::vector<RandKTensor>& tensors, double ratio) {
+  for (RandKTensor t : tensors) {
+    if (t.count == 0) continue;
+    t.packed = values_;
+    t.k = randk_count(t.count, ratio);
+    values_ += t.k;
+    host_.push_back(t);
+  }
+  device_ = make_buffer<RandKTensor>(stream.device(), count());
+  to_device(stream, device_.as<RandKTensor>(), std::span<const RandKTensor>(host_));
+}
+
+}  // namespace gradwire

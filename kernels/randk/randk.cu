@@ -1,0 +1,138 @@
+// Random-k on CUDA (see kernels/randk/randk.h): one launch takes the chosen elements, a thread each; the next
+// passes over everything else with 16-byte accesses, and looks up a tensor only for a non-finite element.
+#include "kernels/randk/randk.h"
+
+#include <cfloat>
+
+#include "kernels/cuda/vector.cuh"
+#include "kernels/math/bf16.h"
+
+namespace gradwire::cuda {
+namespace {
+
+constexpr int kWidth = 4;
+
+struct GatherArgs {
+  const RandKTensor* tensors;
+  int tensor_count;
+  float *grad, *residual, *values;
+  int64_t* chosen;
+  int64_t value_count;
+  uint64_t seed;
+  const uint64_t* step;
+};
+
+// The last tensor whose `first` is not beyond `at`; -1: none.
+__device__ __forceinline__ int find_tensor(const GatherArgs& a, int64_t RandKTensor::*first, int64_t at) {
+  int low = 0, high = a.tensor_count;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (a.tensors[middle].*first <= at) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low - 1;
+}
+
+__device__ __forceinline__ RandKDraw draw_of(const GatherArgs& a, const RandKTensor& t) {
+  return {a.seed, a.step != nullptr ? *a.step : 0, t.index};
+}
+
+__global__ void __launch_bounds__(kVectorThreads) randk_take_kernel(const __grid_constant__ GatherArgs a) {
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t value = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; value < a.value_count;
+       value += stride) {
+    const RandKTensor t = a.tensors[find_tensor(a, &RandKTensor::packed, value)];
+    const RandKDraw draw = draw_of(a, t);
+    const int64_t at = t.offset + draw.chosen({t.count, t.k}, value - t.packed, draw.rotation(t.count));
+    float sum = a.grad[at];
+    if (a.residual != nullptr) {
+      sum += a.residual[at];
+      a.residual[at] = 0.0f;
+    }
+    a.grad[at] = 0.0f;
+    a.values[value] = sum;
+    a.chosen[value] = at;
+  }
+}
+
+// The rare case: a non-finite element makes its stratum's value NaN.
+__device__ void show_non_finite(const GatherArgs& a, int64_t at) {
+  const int index = find_tensor(a, &RandKTensor::offset, at);
+  if (index < 0) return;
+  const RandKTensor t = a.tensors[index];
+  if (at >= t.offset + t.count) return;
+  const RandKDraw draw = draw_of(a, t);
+  const int64_t stratum = draw.stratum_of({t.count, t.k}, at - t.offset, draw.rotation(t.count));
+  a.values[t.packed + stratum] = bits_float(0x7fc00000u);
+}
+
+struct KeepBody {
+  const GatherArgs& a;
+
+  template <int W>
+  __device__ __forceinline__ void at(int64_t i) const {
+    float g[W], e[W], zero[W];
+    load<W>(a.grad + i, g);
+    if (a.residual != nullptr) load<W>(a.residual + i, e);
+#pragma unroll
+    for (int k = 0; k < W; ++k) {
+      zero[k] = 0.0f;
+      if (!is_finite(g[k])) {
+        show_non_finite(a, i + k);
+      } else if (a.residual != nullptr) {
+        e[k] = fminf(fmaxf(g[k] + e[k], -FLT_MAX), FLT_MAX);
+      }
+    }
+    if (a.residual != nullptr) store<W>(a.residual + i, e);
+    store<W>(a.grad + i, zero);
+  }
+};
+
+__global__ void __launch_bounds__(kVectorThreads)
+    randk_keep_kernel(const __grid_constant__ GatherArgs a, const __grid_constant__ VectorSplit split) {
+  for_each_vector<kWidth>(split, KeepBody{a});
+}
+
+__global__ void __launch_bounds__(kVectorThreads)
+    randk_scatter_kernel(const __grid_constant__ RandKScatter a) {
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t j = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; j < a.count; j += stride) {
+    const int64_t at = a.chosen[j];
+    a.grad[at] = a.values[j];
+    if (a.lost != nullptr) a.residual[at] = a.lost[j];
+  }
+}
+
+}  // namespace
+
+void randk_gather(CudaStream stream, const RandKGather& op) {
+  const GatherArgs a{.tensors = op.table->device(),
+                     .tensor_count = op.table->count(),
+                     .grad = op.grad,
+                     .residual = op.residual,
+                     .values = op.values,
+                     .chosen = op.chosen,
+                     .value_count = op.table->values(),
+                     .seed = op.seed,
+                     .step = op.step};
+  launch("randk_gather", randk_take_kernel,
+         {.grid = dim3(grid_for(a.value_count, kVectorThreads)),
+          .block = dim3(kVectorThreads),
+          .stream = stream},
+         a);
+  const VectorSplit split = Alignment(kWidth).with(op.grad).with(op.residual).split(op.count);
+  launch("randk_gather", randk_keep_kernel,
+         {.grid = dim3(vector_grid<kWidth>(split)), .block = dim3(kVectorThreads), .stream = stream}, a,
+         split);
+}
+
+void randk_scatter(CudaStream stream, const RandKScatter& a) {
+  launch("randk_scatter", randk_scatter_kernel,
+         {.grid = dim3(grid_for(a.count, kVectorThreads)), .block = dim3(kVectorThreads), .stream = stream},
+         a);
+}
+
+}  // namespace gradwire::cuda

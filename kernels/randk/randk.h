@@ -1,0 +1,88 @@
+// Random-k sparsification (Stich et al., "Sparsified SGD with Memory", NeurIPS 2018): of each tensor, k
+// coordinates that every rank draws alike from (seed, step, tensor), so that their values can be summed
+// without sending where they belong. kernels/math/strata.h says how they are drawn.
+//
+//   randk_gather   S = grad + residual. values = S at the chosen coordinates, where the residual becomes 0;
+//                  elsewhere the residual becomes S. grad becomes 0                           16 B/element
+//   -- the values are summed over ranks --
+//   randk_scatter  grad = values at the chosen coordinates
+//
+// Without a residual, what is not chosen is dropped: 8 B/element. The k values themselves add 12 bytes each,
+// plus a memory sector for each array that they are read from or written to out of order. Limit: memory
+// bandwidth. Alignment: any (16 bytes are fast). Deterministic; the same bits on every device.
+//
+// Non-finite gradients: a chosen one is in the values as it is. One that is not chosen makes its stratum's
+// value NaN, so that the user sees it, in the same tensor and on every rank, but leaves the old residual in
+// its place. The residual never becomes non-finite: it is clamped, or 0 where the value says it all.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/math/strata.h"
+#include "kernels/op.h"
+
+namespace gradwire {
+
+struct RandKTensor {
+  int64_t offset = 0;  // of its first element in the gradient
+  int64_t packed = 0;  // of its first value among the values
+  int64_t count = 0;   // of elements
+  int64_t k = 0;       // of values
+  int32_t index = 0;   // names the tensor in random draws: the same on every rank
+  Strata strata() const { return {count, k}; }
+};
+
+// k of a tensor: a share of its elements, rounded, and at least one.
+int64_t randk_count(int64_t count, double ratio);
+
+// The tensors of a bucket, in memory order, on the host and on the device. Set-up only; outlives the ops that
+// use it.
+class RandKTable {
+ public:
+  RandKTable() = default;
+  // `packed` and `k` are worked out; empty tensors are left out.
+  RandKTable(const Stream& stream, const std::vector<RandKTensor>& tensors, double ratio);
+
+  const std::vector<RandKTensor>& host() const { return host_; }
+  const RandKTensor* device() const { return device_.as<const RandKTensor>(); }
+  int count() const { return static_cast<int>(host_.size()); }
+  int64_t values() const { return values_; }  // sum of k
+
+ private:
+  std::vector<RandKTensor> host_;
+  Buffer device_;
+  int64_t values_ = 0;
+};
+
+struct RandKGather {
+  const RandKTable* table = nullptr;
+  float* grad = nullptr;      // (count) in: the gradient, out: 0
+  float* residual = nullptr;  // (count) in and out; null: no error feedback
+  int64_t count = 0;          // of the bucket; what lies between tensors is 0 and stays 0
+  float* values = nullptr;    // (table values) out
+  int64_t* chosen = nullptr;  // (table values) out: where in grad each belongs
+  uint64_t seed = 0;
+  const uint64_t* step = nullptr;  // device memory; null means 0
+};
+GW_SIDES(randk_gather, RandKGather)
+inline void randk_gather(const Stream& stream, const RandKGather& args) {
+  detail::dispatch(stream, args, host::randk_gather, GW_CUDA_SIDE(randk_gather), "randk_gather");
+}
+
+// grad[chosen[j]] = values[j]; with a lossy wire also residual[chosen[j]] = lost[j], what this rank's encode of
+// the value lost. 16 bytes per value, or 24. Limit: the memory's sectors.
+struct RandKScatter {
+  const int64_t* chosen = nullptr;  // (count), no two equal
+  const float* values = nullptr;    // (count)
+  const float* lost = nullptr;      // (count); null: nothing
+  float* grad = nullptr;
+  float* residual = nullptr;  // with `lost`
+  int64_t count = 0;          // of values
+};
+GW_SIDES(randk_scatter, RandKScatter)
+inline void randk_scatter(const Stream& stream, const RandKScatter& args) {
+  detail::dispatch(stream, args, host::randk_scatter, GW_CUDA_SIDE(randk_scatter), "randk_scatter");
+}
+
+}  // namespace gradwire

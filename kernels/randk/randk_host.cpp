@@ -1,0 +1,109 @@
+// Random-k on the host: the k chosen elements first, then everything else in one vectorized pass.
+//
+// Results do not depend on the number of threads: each element and each value is one thread's, except that
+// several non-finite elements may write the same NaN to their stratum's value.
+#include <algorithm>
+#include <atomic>
+#include <cfloat>
+#include <limits>
+
+#include "kernels/math/bf16.h"
+#include "kernels/randk/randk.h"
+#include "kernels/simd/simd.h"
+#include "runtime/thread_pool.h"
+
+namespace gradwire::host {
+namespace {
+
+constexpr int64_t kStrataGrain = 4096;  // values
+constexpr int64_t kGrain = 64 * 1024;   // elements
+constexpr int64_t kPiece = 4 * 1024;    // elements that stay in the first-level cache between two looks
+
+RandKDraw draw_of(const RandKGather& a, const RandKTensor& t) {
+  return {a.seed, a.step != nullptr ? *a.step : 0, t.index};
+}
+
+// Takes strata [begin, end) of a tensor out of grad and residual, which become 0 there.
+void take(const RandKGather& a, const RandKTensor& t, int64_t begin, int64_t end) {
+  const RandKDraw draw = draw_of(a, t);
+  const int64_t rotation = draw.rotation(t.count);
+  for (int64_t j = begin; j < end; ++j) {
+    const int64_t at = t.offset + draw.chosen(t.strata(), j, rotation);
+    float value = a.grad[at];
+    if (a.residual != nullptr) {
+      value += a.residual[at];
+      a.residual[at] = 0.0f;
+    }
+    a.grad[at] = 0.0f;
+    a.values[t.packed + j] = value;
+    a.chosen[t.packed + j] = at;
+  }
+}
+
+// The rare case: each non-finite element of [begin, end) makes its stratum's value NaN.
+void show_non_finite(const RandKGather& a, int64_t begin, int64_t end) {
+  const auto& tensors = a.table->host();
+  for (int64_t at = begin; at < end; ++at) {
+    if (is_finite(a.grad[at])) continue;
+    auto after = std::upper_bound(tensors.begin(), tensors.end(), at,
+                                  [](int64_t x, const RandKTensor& t) { return x < t.offset; });
+    if (after == tensors.begin()) continue;
+    const RandKTensor& t = *(after - 1);
+    if (at >= t.offset + t.count) continue;
+    const RandKDraw draw = draw_of(a, t);
+    const int64_t stratum = draw.stratum_of(t.strata(), at - t.offset, draw.rotation(t.count));
+    std::atomic_ref<float>(a.values[t.packed + stratum])
+        .store(std::numeric_limits<float>::quiet_NaN(), std::memory_order_relaxed);
+  }
+}
+
+// Whether all of grad is finite.
+GW_SIMD bool all_finite(const float* grad, int64_t count) {
+  uint32_t bad = 0;
+#pragma omp simd reduction(| : bad)
+  for (int64_t i = 0; i < count; ++i) bad |= is_finite(grad[i]) ? 0u : 1u;
+  return bad == 0;
+}
+
+// residual += grad, grad = 0.
+GW_SIMD void keep(float* grad, float* residual, int64_t count) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) {
+    const float g = grad[i], e = residual[i];
+    float sum = g + e;
+    sum = sum > FLT_MAX ? FLT_MAX : sum;
+    sum = sum < -FLT_MAX ? -FLT_MAX : sum;
+    residual[i] = is_finite(g) ? sum : e;
+    grad[i] = 0.0f;
+  }
+}
+
+}  // namespace
+
+void randk_gather(const RandKGather& a) {
+  for (const RandKTensor& t : a.table->host()) {
+    parallel_for(t.k, kStrataGrain, [&](int64_t begin, int64_t end) { take(a, t, begin, end); });
+  }
+  parallel_for(a.count, kGrain, [&](int64_t range_begin, int64_t range_end) {
+    for (int64_t begin = range_begin; begin < range_end; begin += kPiece) {
+      const int64_t end = std::min(begin + kPiece, range_end);
+      if (!all_finite(a.grad + begin, end - begin)) show_non_finite(a, begin, end);
+      if (a.residual != nullptr) {
+        keep(a.grad + begin, a.residual + begin, end - begin);
+      } else {
+        std::fill(a.grad + begin, a.grad + end, 0.0f);
+      }
+    }
+  });
+}
+
+void randk_scatter(const RandKScatter& a) {
+  parallel_for(a.count, kStrataGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t j = begin; j < end; ++j) {
+      a.grad[a.chosen[j]] = a.values[j];
+      if (a.lost != nullptr) a.residual[a.chosen[j]] = a.lost[j];
+    }
+  });
+}
+
+}  // namespace gradwire::host

@@ -1,0 +1,50 @@
+// Scalar reference of random-k: marks the chosen elements, then looks at one element after the other.
+#include <algorithm>
+#include <cfloat>
+#include <limits>
+
+#include "kernels/math/bf16.h"
+#include "kernels/randk/randk.h"
+
+namespace gradwire::reference {
+
+void randk_gather(const RandKGather& a) {
+  for (const RandKTensor& t : a.table->host()) {
+    const RandKDraw draw{a.seed, a.step != nullptr ? *a.step : 0, t.index};
+    const int64_t rotation = draw.rotation(t.count);
+    std::vector<int64_t> stratum_of(static_cast<size_t>(t.count), -1);  // of the chosen; -1: not chosen
+    for (int64_t j = 0; j < t.k; ++j) {
+      const int64_t element = draw.chosen(t.strata(), j, rotation);
+      stratum_of[static_cast<size_t>(element)] = j;
+      a.chosen[t.packed + j] = t.offset + element;
+    }
+    for (int64_t i = 0; i < t.count; ++i) {
+      const int64_t j = stratum_of[static_cast<size_t>(i)];
+      if (j < 0) continue;
+      const float old = a.residual != nullptr ? a.residual[t.offset + i] : 0.0f;
+      a.values[t.packed + j] = a.grad[t.offset + i] + old;
+      if (a.residual != nullptr) a.residual[t.offset + i] = 0.0f;
+    }
+    for (int64_t i = 0; i < t.count; ++i) {
+      if (stratum_of[static_cast<size_t>(i)] >= 0) continue;
+      const float g = a.grad[t.offset + i];
+      if (!is_finite(g)) {
+        a.values[t.packed + draw.stratum_of(t.strata(), i, rotation)] =
+            std::numeric_limits<float>::quiet_NaN();
+      } else if (a.residual != nullptr) {
+        float& e = a.residual[t.offset + i];
+        e = std::clamp(g + e, -FLT_MAX, FLT_MAX);
+      }
+    }
+  }
+  std::fill(a.grad, a.grad + a.count, 0.0f);
+}
+
+void randk_scatter(const RandKScatter& a) {
+  for (int64_t j = 0; j < a.count; ++j) {
+    a.grad[a.chosen[j]] = a.values[j];
+    if (a.lost != nullptr) a.residual[a.chosen[j]] = a.lost[j];
+  }
+}
+
+}  // namespace gradwire::reference
