@@ -204,7 +204,8 @@ GW_API gw_status gw_format_register(const gw_format* format);
  * dtype   GW_FLOAT32, or GW_BFLOAT16, which is converted to float32 for the reduction and back.
  * spec    a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or your own, with
  *         ",schedule=auto|ring|tree|two_shot|hierarchical" and ",intra_node=wire|fp32". No state is kept
- *         between calls, so there is no error feedback: rounding errors are lost. "powersgd" needs a reducer.
+ *         between calls, so there is no error feedback: rounding errors are lost. "powersgd" and "randk" need a
+ *         reducer.
  * stream  see the top; may differ.
  *
  * The program for a buffer and tag is built at first use and cached (the 64 most recently used): reuse both.
@@ -238,10 +239,11 @@ typedef struct gw_reducer_options {
 /* Registers a model's gradients. Collective.
  *
  * spec       a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or
- *            "powersgd:rank=R[,wire=FORMAT][,start=N][,warm=on|off][,min_ratio=X][,seed=S]",
- *            each with ",ef=on|off", ",schedule=auto|ring|tree|two_shot|hierarchical" and
- *            ",intra_node=wire|fp32"; that page explains them. The first schedule=auto on a
- *            communicator between processes measures its links, which takes a tenth of a second at 1 Gb/s.
+ *            "powersgd:rank=R[,wire=FORMAT][,start=N][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S]",
+ *            or "randk:ratio=X[,wire=FORMAT][,seed=S]", each with ",ef=on|off",
+ *            ",schedule=auto|ring|tree|two_shot|hierarchical" and ",intra_node=wire|fp32"; that page explains
+ *            them. The first schedule=auto on a communicator between processes measures its links, which
+ *            takes a tenth of a second at 1 Gb/s.
  * tensors    (n_tensors), in the order in which backward completes them: buckets are reduced in this order.
  *            Names, shapes and order are compared between ranks here; `grad` may differ.
  * options    may be null: defaults.

@@ -228,12 +228,14 @@ class Hook(BenchTest):
         return {row["spec"]: row for row in rows}, out
 
     def test_every_kind_of_spec(self):
-        specs = ["fp32", "bf16", "bf16:ef=off", "fp8", "powersgd:rank=2", "powersgd:rank=2,wire=bf16", "powersgd:rank=2,ef=off"]
+        specs = ["fp32", "bf16", "bf16:ef=off", "fp8", "powersgd:rank=2", "powersgd:rank=2,wire=bf16", "powersgd:rank=2,ef=off",
+                 "powersgd:rank=2,alternate=on", "randk:ratio=0.01", "randk:ratio=0.01,ef=off"]
         rows, _ = self.hook(*[word for spec in specs for word in ("--compression", spec)])
         self.assertEqual(list(rows), specs)
         elements = rows["fp32"]["elements"]
         for spec, floor in (("fp32", 0), ("bf16", 20), ("bf16:ef=off", 12), ("fp8", 18 + 2 / 128), ("powersgd:rank=2", 24),
-                            ("powersgd:rank=2,wire=bf16", 32), ("powersgd:rank=2,ef=off", 12)):
+                            ("powersgd:rank=2,wire=bf16", 32), ("powersgd:rank=2,ef=off", 12),
+                            ("powersgd:rank=2,alternate=on", 24), ("randk:ratio=0.01", 16), ("randk:ratio=0.01,ef=off", 8)):
             row = rows[spec]
             self.assertAlmostEqual(row["floor_ms"] * row["copy_gbps"] * 1e6, floor * elements, delta=1 + elements / 100)
             self.assertEqual((row["peer"], row["peer_ms"], row["speedup"]), (None, None, None))
@@ -243,6 +245,7 @@ class Hook(BenchTest):
         self.assertLess(rows["bf16"]["extra_bytes"], 6.1 * elements)
         self.assertGreater(rows["powersgd:rank=2"]["extra_bytes"], 4 * elements)
         self.assertLess(rows["powersgd:rank=2,ef=off"]["extra_bytes"], elements)
+        self.assertLess(rows["randk:ratio=0.01"]["extra_bytes"], 4.5 * elements)
 
     def test_pytorch_in_the_same_run(self):
         rows, out = self.hook("--baseline", "--compression", "powersgd:rank=2", "--compression", "bf16", "--compression", "fp8")

@@ -105,8 +105,9 @@ PyTorchBaseline::~PyTorchBaseline() {
 }
 
 bool PyTorchBaseline::has(const CompressionSpec& spec) {
-  if (spec.method == CompressionSpec::Method::powersgd) return spec.wire == kFp32;
-  return spec.wire == kBf16 && spec.rounding == Rounding::nearest;
+  if (spec.method == CompressionSpec::Method::powersgd) return spec.wire == kFp32 && !spec.alternate;
+  return spec.method == CompressionSpec::Method::wire && spec.wire == kBf16 &&
+         spec.rounding == Rounding::nearest;
 }
 
 std::string PyTorchBaseline::prepare(const CompressionSpec& spec) {

@@ -150,7 +150,9 @@ class CodecPath final : public Path {
     return codec_->state_bytes() + static_cast<int64_t>(workspace_.bytes());
   }
   double floor_bytes() const override {
+    if (spec_.method == CompressionSpec::Method::randk) return spec_.error_feedback ? 16 : 8;
     if (spec_.method != CompressionSpec::Method::powersgd) return 0;
+    if (spec_.alternate) return spec_.error_feedback ? 24 : 8;
     if (!spec_.error_feedback) return 12;
     return spec_.wire->exact ? 24 : 32;
   }

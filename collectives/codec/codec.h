@@ -81,6 +81,8 @@ class Codec {
   // From this step on run() enqueues the same work in every step, so it can be captured in a graph. Anything
   // that still differs between steps depends on BucketContext::step, on the device.
   virtual int64_t steady_from() const { return 0; }
+  // The same work in every period()-th step only: 2 when two kinds of step alternate.
+  virtual int64_t period() const { return 1; }
 
   // The residual of error feedback; null: none.
   virtual Residual* residual() { return nullptr; }
@@ -103,5 +105,7 @@ std::unique_ptr<Codec> make_wire_codec(const BucketContext& context);
 int powersgd_rank(const CompressionSpec& spec, int64_t rows, int64_t cols);
 // The codec of `powersgd`.
 std::unique_ptr<Codec> make_powersgd_codec(const BucketContext& context);
+// The codec of `randk`.
+std::unique_ptr<Codec> make_randk_codec(const BucketContext& context);
 
 }  // namespace gradwire

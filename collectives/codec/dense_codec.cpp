@@ -70,6 +70,7 @@ class DenseCodec final : public Codec {
     pack(stream, {&segments_, gradients_, packed_.as<float>(), true});
   }
   int64_t steady_from() const override { return codec_->steady_from(); }
+  int64_t period() const override { return codec_->period(); }
   Residual* residual() override { return codec_->residual(); }
   std::vector<TensorState> tensor_state() override { return codec_->tensor_state(); }
   int64_t state_bytes() const override {

@@ -41,7 +41,10 @@ inline std::vector<std::string> example_specs() {
        {"powersgd:rank=1", "powersgd:rank=2", "powersgd:rank=3,wire=bf16,round=stochastic",
         "powersgd:rank=4,warm=off", "powersgd:rank=4,start=5", "powersgd:rank=64,min_ratio=0.1",
         "bf16:residual=int8", "int8:round=stochastic,residual=bf16", "powersgd:rank=2,residual=int8",
-        "int8:dense=auto", "fp8:residual=int8,dense=auto+*s*", "powersgd:rank=2,wire=int8,dense=auto"}) {
+        "int8:dense=auto", "fp8:residual=int8,dense=auto+*s*", "powersgd:rank=2,wire=int8,dense=auto",
+        "powersgd:rank=4,alternate=on", "powersgd:rank=1,alternate=on,start=3",
+        "powersgd:rank=2,wire=bf16,round=stochastic,alternate=on", "powersgd:rank=4,wire=fp8,alternate=on",
+        "randk:ratio=0.01", "randk:ratio=0.3,seed=7", "randk:ratio=0.1,wire=bf16,round=stochastic"}) {
     all.push_back(spec);
   }
   return all;

@@ -20,58 +20,22 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <optional>
 
-#include "collectives/codec/codec.h"
-#include "collectives/codec/dense.h"
-#include "kernels/powersgd/orthonormalize.h"
-#include "kernels/powersgd/pack.h"
-#include "kernels/powersgd/powersgd.h"
-#include "runtime/error.h"
+#include "collectives/codec/powersgd_parts.h"
 
 namespace gradwire {
 namespace {
-
-struct Plan {
-  std::vector<MatrixDescriptor> matrices;
-  std::vector<int> tensors;  // of the matrices
-  std::vector<Segment> dense;
-  int64_t p_elements = 0, q_elements = 0, dense_elements = 0;
-};
-
-// Factors, as dense pieces, begin at multiples of 4 elements for vectorized kernels; the gaps stay zero.
-int64_t up4(int64_t x) {
-  return (x + 3) / 4 * 4;
-}
-
-Plan make_plan(const BucketContext& c) {
-  Plan plan;
-  for (const BucketTensor& t : c.tensors) {
-    if (int rank = powersgd_rank(c.spec, t.rows, t.cols)) {
-      plan.matrices.push_back({t.offset, plan.p_elements, plan.q_elements, static_cast<int32_t>(t.rows),
-                               static_cast<int32_t>(t.cols), rank, t.index});
-      plan.tensors.push_back(t.index);
-      plan.p_elements += up4(t.rows * rank);
-      plan.q_elements += up4(t.cols * rank);
-    }
-  }
-  std::vector<BucketTensor> dense = c.tensors;
-  std::erase_if(dense, [&](const BucketTensor& t) { return powersgd_rank(c.spec, t.rows, t.cols) > 0; });
-  plan.dense = pack_tensors(dense, plan.p_elements);
-  plan.dense_elements = packed_elements(plan.dense, plan.p_elements);
-  return plan;
-}
 
 class PowerSgdCodec final : public Codec {
  public:
   explicit PowerSgdCodec(const BucketContext& c)
       : spec_(c.spec),
-        plan_(make_plan(c)),
+        plan_(c),
         device_(c.transport->device()),
         gradients_(c.gradients),
         step_(c.step),
         matrices_(c.stream, plan_.matrices),
-        dense_(c.stream, plan_.dense),
+        dense_(c.stream, plan_.dense_after(plan_.p_elements)),
         lossy_(!c.spec.wire->exact),
         residual_(c, spec_.error_feedback && (lossy_ || !plan_.matrices.empty())),
         p_(make_buffer<float>(device_, plan_.p_elements + plan_.dense_elements)),
@@ -85,22 +49,10 @@ class PowerSgdCodec final : public Codec {
         p_allreduce_(
             *c.transport, p_choice_.schedule,
             {p_.data(), p_.as<float>(), p_residual_.as<float>(), plan_.p_elements + plan_.dense_elements},
-            options(c, "P and dense tensors", 0, p_choice_.slice_bytes)),
+            powersgd_options(c, "P and dense tensors", 0, p_choice_.slice_bytes)),
+        before_start_(make_plain_start(c)),
         transfers_(c.transfers) {
     make_halves(c);
-    if (spec_.start > 0) {
-      const auto choice = c.choose(c.elements, kFp32);
-      Program::Options plain{.what = c.name + ", before PowerSGD starts",
-                             .wire = kFp32,
-                             .scale = c.scale,
-                             .rounding = {},
-                             .spec = c.spec.to_string(),
-                             .transfers = c.transfers,
-                             .beside_others = c.beside_others,
-                             .slice_bytes = choice.slice_bytes};
-      before_start_.emplace(*c.transport, choice.schedule,
-                            ProgramBuffers{c.gradients, c.gradients, nullptr, c.elements}, plain);
-    }
     for (Buffer* b : {&p_, &p_residual_, &q_, &q_sum_, &q_lost_, &flags_}) {
       fill_zero(c.stream, b->data(), b->bytes());
     }
@@ -275,7 +227,7 @@ class PowerSgdCodec final : public Codec {
       half.matrices = MatrixTable(c.stream, {all.begin() + static_cast<std::ptrdiff_t>(begin),
                                              all.begin() + static_cast<std::ptrdiff_t>(end)});
       // One slice: it is small and already overlaps with kernels.
-      const auto how = options(c, name, (uint64_t{1} << 62) + static_cast<uint64_t>(q_begin), 0);
+      const auto how = powersgd_options(c, name, (uint64_t{1} << 62) + static_cast<uint64_t>(q_begin), 0);
       half.choice = c.choose(q_end - q_begin, c.spec.wire);
       half.allreduce = std::make_unique<Program>(
           *c.transport, half.choice.schedule,
@@ -301,36 +253,12 @@ class PowerSgdCodec final : public Codec {
 
   bool with_wire_residual() const { return lossy_ && spec_.error_feedback; }
 
-  Program::Options options(const BucketContext& c, const char* part, uint64_t first_element,
-                           int64_t slice_bytes) const {
-    return {.what = fmt::format("{} ({})", c.name, part),
-            .part = part,
-            .wire = spec_.wire,
-            .fp32_intra_node = spec_.fp32_intra_node,
-            .scale = c.scale,
-            .rounding = {spec_.rounding, c.rounding_seed, c.step,
-                         c.first_element + static_cast<int64_t>(first_element)},
-            .spec = c.spec.to_string(),
-            .transfers = c.transfers,
-            .beside_others = c.beside_others,
-            .slice_bytes = slice_bytes};
-  }
-
-  // Draws a random orthonormal Q, the same on every rank: orthonormalizing zeros re-seeds every column.
   void draw_q(const Stream& stream) {
-    if (matrices_.count() == 0) return;
-    fill_zero(stream, q_.data(), q_.bytes());
-    orthonormalize(stream, {.table = &matrices_,
-                            .which = Factor::q,
-                            .in = q_.as<const float>(),
-                            .out = q_.as<float>(),
-                            .flags = flags_.as<int32_t>(),
-                            .seed = spec_.seed,
-                            .step = step_});
+    draw_basis(stream, matrices_, Factor::q, q_, flags_.as<int32_t>(), spec_.seed, step_);
   }
 
   const CompressionSpec spec_;
-  const Plan plan_;
+  const PowerSgdPlan plan_;
   const Device device_;
   float* gradients_;
   const uint64_t* step_;
@@ -347,22 +275,14 @@ class PowerSgdCodec final : public Codec {
   SchedulePlanner::Choice p_choice_;
   Program p_allreduce_;
   std::vector<Half> halves_;  // none without matrices
-  std::optional<Program> before_start_;
+  std::unique_ptr<Program> before_start_;
   Stream transfers_;
 };
 
 }  // namespace
 
-int powersgd_rank(const CompressionSpec& spec, int64_t rows, int64_t cols) {
-  if (rows <= 1 || cols <= 1) return 0;
-  const int64_t rank = std::min({rows, cols, int64_t{spec.rank}});
-  const bool worth_it = static_cast<double>((rows + cols) * rank) * spec.min_ratio <
-                        static_cast<double>(rows) * static_cast<double>(cols);
-  const bool addressable = rows < (1 << 30) && cols < (1 << 30) && rows * cols < (int64_t{1} << 40);
-  return worth_it && addressable ? static_cast<int>(rank) : 0;
-}
-
 std::unique_ptr<Codec> make_powersgd_codec(const BucketContext& context) {
+  if (context.spec.alternate) return make_acp_codec(context);
   return std::make_unique<PowerSgdCodec>(context);
 }
 

@@ -74,6 +74,8 @@ std::unique_ptr<Codec> make_compressing_codec(const BucketContext& context) {
       return make_wire_codec(context);
     case CompressionSpec::Method::powersgd:
       return make_powersgd_codec(context);
+    case CompressionSpec::Method::randk:
+      return make_randk_codec(context);
   }
   throw Error("make_codec: unknown method");
 }

@@ -95,7 +95,10 @@ class Reducer {
   // enqueue the same work in each step. Once a graph is captured and has been launched in its own step, it
   // can be launched in place of the calls of a later step; call replayed() after each such launch, with the
   // step in which the graph was captured. The stats of that step are then those of the later one.
+  // Only every period()-th step is the same, so a graph can replace steps of its own turn: with a period of 2,
+  // one captured in an even step can replace even steps.
   int64_t steady_from() const;
+  int64_t period() const;
   void replayed(int64_t captured);
 
   // Steps begun: the number of calls of wait() and replayed(), plus the steps given to resume_at().

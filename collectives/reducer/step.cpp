@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "runtime/error.h"
 
@@ -68,12 +69,23 @@ int64_t Reducer::steady_from() const {
   return step;
 }
 
+int64_t Reducer::period() const {
+  int64_t steps = 1;
+  for (const Bucket& b : buckets_) steps = std::lcm(steps, b.codec->period());
+  return steps;
+}
+
 void Reducer::replayed(int64_t captured) {
   std::lock_guard lock(mutex_);
   if (captured < first_step_ || captured >= step_ || captured < steady_from()) {
     throw BadInput(fmt::format(
         "Reducer::replayed: step {} cannot have been captured: steps are steady from {}, and the next is {}",
         captured, steady_from(), step_));
+  }
+  if ((step_ - captured) % period() != 0) {
+    throw BadInput(
+        fmt::format("Reducer::replayed: step {} cannot replace step {}: steps repeat every {} steps", captured,
+                    step_, period()));
   }
   marks_[captured % kStatsKept].step = step_;
   ++step_;

@@ -155,8 +155,8 @@ std::string shortest(double value) {
 
 std::string CompressionSpec::grammar() {
   return fmt::format(
-      "FORMAT or powersgd:rank=R[,wire=FORMAT][,start=N][,warm=on|off][,min_ratio=X][,seed=S], where FORMAT "
-      "is "
+      "FORMAT, powersgd:rank=R[,wire=FORMAT][,start=N][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S] "
+      "or randk:ratio=X[,wire=FORMAT][,seed=S], where FORMAT is "
       "{}, with ,ef=on|off and ,schedule={} and ,intra_node={} on any of them, ,residual={} and "
       ",dense=off|auto|NAME+NAME... on any but fp32, and the format's own options (docs/formats.md)",
       fmt::join(format_names(), "|"), words(schedules()), words(kIntraNode), words(residuals()));
@@ -204,22 +204,32 @@ Options options_of(CompressionSpec& spec, std::string_view text, std::optional<R
     spec.fp32_intra_node = choose(text, "intra_node", v, kIntraNode);
   };
   const bool powersgd = spec.method == CompressionSpec::Method::powersgd;
-  if (powersgd || !spec.wire->exact) {
+  const bool randk = spec.method == CompressionSpec::Method::randk;
+  if (powersgd || randk || !spec.wire->exact) {
     options["residual"] = [&spec, text](std::string_view v) {
       spec.residual = choose(text, "residual", v, residuals());
     };
     options["dense"] = [&dense, text](std::string_view v) { dense = dense_names(text, v); };
   }
-  if (powersgd || spec.wire->stochastic) {
+  if (powersgd || randk || spec.wire->stochastic) {
     options["round"] = [&rounding, text](std::string_view v) {
       rounding = choose(text, "round", v, kRoundings);
     };
   }
-  if (!powersgd) return options;
+  if (!powersgd && !randk) return options;
+  options["wire"] = [&spec, text](std::string_view v) { spec.wire = wire_named(text, v); };
+  options["seed"] = [&spec, text](std::string_view v) {
+    spec.seed = number<uint64_t>(text, "seed", v, 0, ~uint64_t{0} >> 1);
+  };
+  if (randk) {
+    options["ratio"] = [&spec, text](std::string_view v) {
+      spec.ratio = number(text, "ratio", v, 1e-6, 1.0);
+    };
+    return options;
+  }
   options["rank"] = [&spec, text](std::string_view v) {
     spec.rank = number(text, "rank", v, 1, kMaxPowerSgdRank);
   };
-  options["wire"] = [&spec, text](std::string_view v) { spec.wire = wire_named(text, v); };
   options["start"] = [&spec, text](std::string_view v) {
     spec.start = number<int64_t>(text, "start", v, 0, int64_t{1} << 40);
   };
@@ -227,8 +237,8 @@ Options options_of(CompressionSpec& spec, std::string_view text, std::optional<R
   options["min_ratio"] = [&spec, text](std::string_view v) {
     spec.min_ratio = number(text, "min_ratio", v, 0.0, 1e6);
   };
-  options["seed"] = [&spec, text](std::string_view v) {
-    spec.seed = number<uint64_t>(text, "seed", v, 0, ~uint64_t{0} >> 1);
+  options["alternate"] = [&spec, text](std::string_view v) {
+    spec.alternate = choose(text, "alternate", v, kOnOff);
   };
   return options;
 }
@@ -265,7 +275,7 @@ void apply(CompressionSpec& spec, std::string_view text, std::string_view method
 }  // namespace
 
 bool CompressionSpec::is_codec(std::string_view name) {
-  return name == "powersgd";
+  return name == "powersgd" || name == "randk";
 }
 
 CompressionSpec CompressionSpec::parse(std::string_view text) {
@@ -277,9 +287,11 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
     spec.wire = wire;
   } else if (method == "powersgd") {
     spec.method = Method::powersgd;
+  } else if (method == "randk") {
+    spec.method = Method::randk;
   } else {
     auto known = format_names();
-    known.emplace_back("powersgd");
+    known.insert(known.end(), {"powersgd", "randk"});
     bad(text, fmt::format("unknown method '{}'{}", method, suggestion(method, known)), true);
   }
   std::optional<Rounding> rounding;
@@ -299,6 +311,9 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
     bad(text, fmt::format("residual={} needs error feedback, and ef=off keeps no residual; drop one of them",
                           spec.residual->name));
   }
+  if (spec.alternate && !spec.warm) {
+    bad(text, "alternate=on needs warm=on: a step projects with the factor that the step before it summed");
+  }
   if (spec.fp32_intra_node && spec.schedule != ScheduleKind::hierarchical &&
       spec.schedule != ScheduleKind::automatic) {
     bad(text,
@@ -314,15 +329,17 @@ std::string CompressionSpec::to_string() const {
   auto add = [&](bool differs, const std::string& item) {
     if (differs) options += (options.empty() ? ":" : ",") + item;
   };
-  bool powersgd = method == Method::powersgd;
+  const bool powersgd = method == Method::powersgd, randk = method == Method::randk;
+  add(powersgd, fmt::format("rank={}", rank));
+  add(randk, "ratio=" + shortest(ratio));
+  if (powersgd || randk) add(wire != defaults.wire, fmt::format("wire={}", wire->name));
   if (powersgd) {
-    add(true, fmt::format("rank={}", rank));
-    add(wire != defaults.wire, fmt::format("wire={}", wire->name));
     add(start != defaults.start, fmt::format("start={}", start));
     add(warm != defaults.warm, warm ? "warm=on" : "warm=off");
+    add(alternate != defaults.alternate, alternate ? "alternate=on" : "alternate=off");
     add(min_ratio != defaults.min_ratio, "min_ratio=" + shortest(min_ratio));
-    add(seed != defaults.seed, fmt::format("seed={}", seed));
   }
+  if (powersgd || randk) add(seed != defaults.seed, fmt::format("seed={}", seed));
   add(*wire->options != 0, wire->options);
   add(rounding != wire->rounding, fmt::format("round={}", word_for(kRoundings, rounding)));
   add(error_feedback != defaults.error_feedback, error_feedback ? "ef=on" : "ef=off");
@@ -331,7 +348,7 @@ std::string CompressionSpec::to_string() const {
       fmt::format("dense={}", dense.empty() ? "off" : fmt::to_string(fmt::join(dense, "+"))));
   add(schedule != defaults.schedule, fmt::format("schedule={}", name(schedule)));
   add(fp32_intra_node != defaults.fp32_intra_node, "intra_node=fp32");
-  return (powersgd ? "powersgd" : std::string(wire->name)) + options;
+  return (powersgd ? "powersgd" : randk ? "randk" : wire->name) + options;
 }
 
 bool CompressionSpec::loads_state_of(std::string_view text) const {

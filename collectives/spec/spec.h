@@ -1,6 +1,6 @@
 // Compression specs, one grammar everywhere: name[:key=value,...].
 //
-// The name is that of a wire format (kernels/wire/formats.h) or `powersgd`. `CompressionSpec::grammar()`
+// The name is that of a wire format (kernels/wire/formats.h), `powersgd` or `randk`. `CompressionSpec::grammar()`
 // lists all options; docs/formats.md explains them.
 #pragma once
 
@@ -17,9 +17,9 @@ namespace gradwire {
 inline constexpr const char* kDenseAuto = "auto";
 
 struct CompressionSpec {
-  enum class Method : uint8_t { wire, powersgd };
+  enum class Method : uint8_t { wire, powersgd, randk };
   Method method = Method::wire;
-  Wire wire = kFp32;  // of dense tensors and of PowerSGD's factors
+  Wire wire = kFp32;  // of dense tensors, PowerSGD's factors and randk's values
   Rounding rounding = Rounding::nearest;
   bool error_feedback = true;
   Wire residual = kFp32;  // in which error feedback keeps its residual between steps, rounded at random
@@ -34,8 +34,12 @@ struct CompressionSpec {
   int rank = 1;            // [matrix_approximation_rank]
   int64_t start = 0;       // [start_powerSGD_iter, default 1000] first compressed step; plain FP32 before it
   bool warm = true;        // [warm_start]
+  // P and Q are sent in turns, one in each step (ACP-SGD), instead of both in every step. Needs a warm start.
+  bool alternate = false;
   double min_ratio = 2.0;  // [min_compression_rate]
-  uint64_t seed = 0;       // [random_seed] of the first Q and of re-seeded directions
+  uint64_t seed = 0;       // [random_seed] of the first Q and of re-seeded directions; of randk's coordinates
+
+  double ratio = 0.01;  // randk only: the share of each tensor's elements that is sent
 
   // Throws BadInput that names the offending part and the legal values.
   static CompressionSpec parse(std::string_view text);

@@ -53,7 +53,7 @@ Settings Settings::read(const std::function<const char*(const char*)>& lookup) {
     s.spec = CompressionSpec::parse(spec.empty() ? "bf16" : spec);
     if (s.spec.method != CompressionSpec::Method::wire) {
       off(fmt::format(
-          "GRADWIRE_NCCL_SPEC={} needs the shapes of the model's matrices, but a call of ncclAllReduce has "
+          "GRADWIRE_NCCL_SPEC={} needs the shapes of the model's tensors, but a call of ncclAllReduce has "
           "none; name a wire format, such as bf16, or use the PyTorch hook",
           spec));
     }

@@ -80,7 +80,9 @@ class HardGradients : public ::testing::TestWithParam<Device> {};
 // Rank 1 and 2: where torch's hook turns a zero gradient into NaN forever.
 TEST_P(HardGradients, AZeroFirstGradientIsNeitherNanNorStuckAtZero) {
   for (const char* spec : {"powersgd:rank=1", "powersgd:rank=2", "powersgd:rank=4",
-                           "powersgd:rank=4,wire=bf16", "powersgd:rank=2,residual=int8", "bf16", "fp8"}) {
+                           "powersgd:rank=4,wire=bf16", "powersgd:rank=2,residual=int8",
+                           "powersgd:rank=2,alternate=on", "powersgd:rank=4,wire=bf16,alternate=on",
+                           "randk:ratio=0.1", "bf16", "fp8"}) {
     run_ranks(3, GetParam(), [&](Communicator& comm) {
       Rank rank(comm, spec, model(), 1 << 20);
       auto zeros = gradients_for(rank.tensors, 1);
@@ -114,7 +116,8 @@ TEST_P(HardGradients, AZeroFirstGradientIsNeitherNanNorStuckAtZero) {
 }
 
 TEST_P(HardGradients, AFrozenLayerStaysZeroAndLeavesOthersAlone) {
-  for (const char* spec : {"powersgd:rank=2", "powersgd:rank=4,wire=bf16", "bf16", "fp8"}) {
+  for (const char* spec : {"powersgd:rank=2", "powersgd:rank=4,wire=bf16", "powersgd:rank=2,alternate=on",
+                           "randk:ratio=0.1", "bf16", "fp8"}) {
     run_ranks(2, GetParam(), [&](Communicator& comm) {
       Rank rank(comm, spec, model(), 1 << 20);
       for (int s = 0; s < 10; ++s) {
@@ -137,7 +140,9 @@ TEST_P(HardGradients, ANanIsSeenOnceAndContained) {
          {"fp32", "bf16", "bf16:schedule=ring", "fp8", "fp8:schedule=ring", "int8:residual=int8",
           "bf16:residual=int8", "int8:dense=auto", "powersgd:rank=4,wire=fp8",
           "powersgd:rank=2,residual=bf16", "powersgd:rank=1", "powersgd:rank=4", "powersgd:rank=4,wire=bf16",
-          "powersgd:rank=4,schedule=ring"}) {
+          "powersgd:rank=4,schedule=ring",
+          "powersgd:rank=4,alternate=on", "powersgd:rank=2,alternate=on,start=1",
+          "powersgd:rank=4,alternate=on,wire=fp8", "randk:ratio=0.01", "randk:ratio=0.3,wire=fp8"}) {
       for (int victim : {0, 1, 2, 6}) {
         run_ranks(3, GetParam(), [&](Communicator& comm) {
           Rank rank(comm, spec, model(), 1 << 20);
@@ -166,7 +171,8 @@ TEST_P(HardGradients, ANanIsSeenOnceAndContained) {
 }
 
 TEST_P(HardGradients, HugeGradientsSurviveTheWire) {
-  for (const char* spec : {"bf16", "bf16:schedule=ring", "fp8"}) {
+  for (const char* spec :
+       {"bf16", "bf16:schedule=ring", "fp8", "randk:ratio=0.3", "randk:ratio=0.3,wire=bf16"}) {
     run_ranks(2, GetParam(), [&](Communicator& comm) {
       Rank rank(comm, spec, {{"huge", {100}}}, 1 << 20);
       std::vector<std::vector<float>> gradients{std::vector<float>(100, 3.4e38f)};

@@ -100,7 +100,9 @@ TEST(Reducer, AGraphOfAStepGivesTheBitsAndStatsOfTheCalls) {
   constexpr int kWorld = 4, kSteps = 9;
   for (const char* spec :
        {"fp32", "fp8:round=stochastic", "int8:residual=int8,dense=auto",
-        "powersgd:rank=2,wire=bf16,round=stochastic,warm=off,residual=bf16", "powersgd:rank=4,start=3"}) {
+        "powersgd:rank=2,wire=bf16,round=stochastic,warm=off,residual=bf16", "powersgd:rank=4,start=3",
+        "powersgd:rank=4,alternate=on", "powersgd:rank=2,alternate=on,start=2",
+        "randk:ratio=0.1,wire=bf16,round=stochastic"}) {
     std::vector<std::vector<float>> results[2];
     std::vector<uint64_t> sent[2];
     for (bool graphed : {false, true}) {
@@ -161,6 +163,19 @@ TEST(Reducer, AStepThatIsNotSteadyCannotBeReplayed) {
     rank.step(gradients_for(rank.tensors, 1));
     EXPECT_THROW(rank.reducer.replayed(0), BadInput);  // plain averages
     EXPECT_THROW(rank.reducer.replayed(2), BadInput);  // yet to come
+  });
+}
+
+TEST(Reducer, AStepIsReplacedOnlyByOneOfItsOwnTurn) {
+  run_ranks(2, Device::host(), [&](Communicator& comm) {
+    Rank rank(comm, "powersgd:rank=2,alternate=on", model(), 16 << 10);
+    EXPECT_EQ(rank.reducer.period(), 2);
+    for (uint32_t step = 0; step < 3; ++step) rank.step(gradients_for(rank.tensors, step));
+    testing::expect_error<BadInput>([&] { rank.reducer.replayed(2); },
+                                    {"step 2 cannot replace step 3", "every 2"});
+    EXPECT_NO_THROW(rank.reducer.replayed(1));
+    Rank other(comm, "powersgd:rank=2", model(), 16 << 10);
+    EXPECT_EQ(other.reducer.period(), 1);
   });
 }
 
@@ -257,7 +272,8 @@ TEST(Reducer, AdoptRefusesWhatItCannotUse) {
 TEST(Reducer, ResumesBitForBit) {
   for (const char* spec :
        {"bf16:round=stochastic", "powersgd:rank=2,start=2,wire=bf16,round=stochastic", "bf16:residual=int8",
-        "int8:residual=bf16,dense=auto", "powersgd:rank=2,wire=bf16,residual=int8"}) {
+        "int8:residual=bf16,dense=auto", "powersgd:rank=2,wire=bf16,residual=int8",
+        "powersgd:rank=2,alternate=on", "randk:ratio=0.1,wire=bf16"}) {
     std::vector<std::vector<float>> straight(2), resumed(2);
     run_ranks(2, Device::host(), [&](Communicator& comm) {
       auto gradients = [&](int s) {

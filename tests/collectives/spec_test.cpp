@@ -16,7 +16,9 @@ TEST(Spec, TextSurvivesARoundTrip) {
         "fp32:schedule=ring", "bf16:ef=off,schedule=two_shot", "powersgd:rank=64,ef=off",
         "powersgd:rank=2,wire=bf16,round=stochastic", "bf16:intra_node=fp32",
         "powersgd:rank=2,wire=fp8,schedule=hierarchical,intra_node=fp32", "int8:residual=int8",
-        "powersgd:rank=2,residual=bf16,dense=auto", "fp8:residual=bf16,dense=*.bias+auto+head.?"}) {
+        "powersgd:rank=2,residual=bf16,dense=auto", "fp8:residual=bf16,dense=*.bias+auto+head.?",
+        "powersgd:rank=4,alternate=on", "randk:ratio=0.01", "randk:ratio=1", "randk:ratio=0.001,wire=bf16,seed=7,round=stochastic",
+        "randk:ratio=0.1,ef=off,schedule=ring"}) {
     CompressionSpec spec = CompressionSpec::parse(text);
     EXPECT_EQ(spec.to_string(), text);
     EXPECT_EQ(CompressionSpec::parse(spec.to_string()), spec);
@@ -25,6 +27,7 @@ TEST(Spec, TextSurvivesARoundTrip) {
   EXPECT_EQ(CompressionSpec::parse("powersgd").rank, 1);
   EXPECT_EQ(CompressionSpec::parse("int8:residual=fp32,dense=off,ef=off").to_string(), "int8:ef=off");
   EXPECT_EQ(CompressionSpec::parse("int8:dense=b+auto+b").to_string(), "int8:dense=auto+b");
+  EXPECT_EQ(CompressionSpec::parse("randk").to_string(), "randk:ratio=0.01");
   // The key's first name.
   EXPECT_EQ(CompressionSpec::parse("bf16:node_wire=fp32").to_string(), "bf16:intra_node=fp32");
   EXPECT_EQ(CompressionSpec::parse("bf16:node_wire=same").to_string(), "bf16");
@@ -78,7 +81,11 @@ TEST(Spec, ErrorsNameTheCulprit) {
         Case{"int8:residual=fp16", "fp32|bf16|int8"}, Case{"fp32:residual=int8", "no option 'residual'"},
         Case{"int8:ef=off,residual=bf16", "residual=bf16 needs error feedback"}, Case{"int8:dense=", "''"},
         Case{"int8:dense=a++b", "dense='a++b'"}, Case{"int8:dense=off+b", "'off'"}, Case{"fp32:dense=auto", "'dense'"},
-        Case{"powersgd:min_ratio=nan", "min_ratio='nan'"}}) {
+        Case{"powersgd:min_ratio=nan", "min_ratio='nan'"}, Case{"powersgd:alternate=yes", "on|off"},
+        Case{"powersgd:alternate=on,warm=off", "alternate=on needs warm=on"},
+        Case{"randk:ratio=0", "ratio='0'"}, Case{"randk:ratio=2", "ratio='2' is not a number from 1e-06 to 1"},
+        Case{"randk:ratio=nan", "ratio='nan'"}, Case{"randk:rank=2", "no option 'rank'"},
+        Case{"bf16:ratio=0.1", "no option 'ratio'"}, Case{"randk:round=stochastic", "wire=bf16"}}) {
     SCOPED_TRACE(c.text);
     testing::expect_error<BadInput>([&] { CompressionSpec::parse(c.text); }, {c.culprit});
   }

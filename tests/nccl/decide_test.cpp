@@ -45,7 +45,7 @@ TEST(Interposer, WhetherRanksCompareDependsOnTheCallAlone) {
 TEST(Interposer, WrongSettingsTurnItOffAndSayWhy) {
   for (const auto& [name, value, says] : std::vector<std::array<std::string, 3>>{
            {"GRADWIRE_NCCL_SPEC", "bf17", "bf17"},
-           {"GRADWIRE_NCCL_SPEC", "powersgd:rank=4", "matrices"},
+           {"GRADWIRE_NCCL_SPEC", "powersgd:rank=4", "the model's tensors"},
            {"GRADWIRE_NCCL_MIN_BYTES", "4X", "4X"},
            {"GRADWIRE_NCCL_MIN_BYTES", "-1", "-1"},
            {"GRADWIRE_NCCL_MAX_STATE_BYTES", "lots", "lots"},

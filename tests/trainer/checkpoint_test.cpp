@@ -86,7 +86,8 @@ GW_INSTANTIATE_ON_DEVICES(CheckpointTest);
 
 TEST_P(CheckpointTest, ResumingAtAnyStepGivesTheSameBits) {
   for (const char* spec : {"fp32", "bf16:round=stochastic", "powersgd:rank=2,wire=bf16,start=2",
-                           "int8:residual=int8,dense=auto", "powersgd:rank=2,wire=bf16,residual=bf16"}) {
+                           "int8:residual=int8,dense=auto", "powersgd:rank=2,wire=bf16,residual=bf16",
+                           "powersgd:rank=2,alternate=on", "randk:ratio=0.1"}) {
     for (int ranks : {1, 3}) {
       const std::string what = fmt::format("{}, {} ranks", spec, ranks);
       TrainConfig c = config(ranks, spec);
@@ -171,7 +172,7 @@ std::vector<double> sum_of(const std::vector<Restored>& ranks) {
 }
 
 TEST_P(CheckpointTest, AnotherNumberOfRanksKeepsTheSumOfTheResiduals) {
-  for (const char* spec : {"bf16", "powersgd:rank=1"}) {
+  for (const char* spec : {"bf16", "powersgd:rank=1", "powersgd:rank=1,alternate=on", "randk:ratio=0.1"}) {
     const TrainConfig c = config(3, spec);
     fs::remove_all(folder_.path("run"));
     train_and_save(c);

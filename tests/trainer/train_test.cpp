@@ -143,7 +143,8 @@ TEST_P(TrainTest, AGraphGivesTheSameBits) {
   };
   for (auto [spec, ranks, accumulate] :
        {Case{"fp32", 1, 1}, Case{"fp32", 2, 3}, Case{"bf16", 3, 1}, Case{"bf16:round=stochastic", 4, 1},
-        Case{"fp8", 2, 1}, Case{"powersgd:rank=2", 4, 1}, Case{"powersgd:rank=2,wire=bf16,start=4", 3, 2}}) {
+        Case{"fp8", 2, 1}, Case{"powersgd:rank=2", 4, 1}, Case{"powersgd:rank=2,wire=bf16,start=4", 3, 2},
+        Case{"powersgd:rank=2,alternate=on", 2, 1}, Case{"randk:ratio=0.1", 2, 1}}) {
     if (GetParam().is_cuda() && ranks > 1) continue;  // refused, see below
     TrainConfig c = config(ranks, spec);
     c.accumulate = accumulate;

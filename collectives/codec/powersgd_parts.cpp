@@ -1,0 +1,94 @@
+#include "collectives/codec/powersgd_parts.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "collectives/codec/dense.h"
+
+namespace gradwire {
+namespace {
+
+// Factors, as dense pieces, begin at multiples of 4 elements for vectorized kernels; the gaps stay zero.
+int64_t up4(int64_t x) {
+  return (x + 3) / 4 * 4;
+}
+
+}  // namespace
+
+PowerSgdPlan::PowerSgdPlan(const BucketContext& c) {
+  std::vector<BucketTensor> others;
+  for (const BucketTensor& t : c.tensors) {
+    if (int rank = powersgd_rank(c.spec, t.rows, t.cols)) {
+      matrices.push_back({t.offset, p_elements, q_elements, static_cast<int32_t>(t.rows),
+                          static_cast<int32_t>(t.cols), rank, t.index});
+      tensors.push_back(t.index);
+      p_elements += up4(t.rows * rank);
+      q_elements += up4(t.cols * rank);
+    } else {
+      others.push_back(t);
+    }
+  }
+  dense = pack_tensors(others, 0);
+  dense_elements = packed_elements(dense, 0);
+}
+
+std::vector<Segment> PowerSgdPlan::dense_after(int64_t elements) const {
+  std::vector<Segment> all = dense;
+  for (Segment& s : all) s.packed += elements;
+  return all;
+}
+
+Program::Options powersgd_options(const BucketContext& c, const std::string& part, uint64_t first_element,
+                                  int64_t slice_bytes) {
+  return {.what = fmt::format("{} ({})", c.name, part),
+          .part = part,
+          .wire = c.spec.wire,
+          .fp32_intra_node = c.spec.fp32_intra_node,
+          .scale = c.scale,
+          .rounding = {c.spec.rounding, c.rounding_seed, c.step,
+                       c.first_element + static_cast<int64_t>(first_element)},
+          .spec = c.spec.to_string(),
+          .transfers = c.transfers,
+          .beside_others = c.beside_others,
+          .slice_bytes = slice_bytes};
+}
+
+std::unique_ptr<Program> make_plain_start(const BucketContext& c) {
+  if (c.spec.start == 0) return nullptr;
+  const auto choice = c.choose(c.elements, kFp32);
+  Program::Options plain{.what = c.name + ", before PowerSGD starts",
+                         .wire = kFp32,
+                         .scale = c.scale,
+                         .rounding = {},
+                         .spec = c.spec.to_string(),
+                         .transfers = c.transfers,
+                         .beside_others = c.beside_others,
+                         .slice_bytes = choice.slice_bytes};
+  return std::make_unique<Program>(*c.transport, choice.schedule,
+                                   ProgramBuffers{c.gradients, c.gradients, nullptr, c.elements}, plain);
+}
+
+void draw_basis(const Stream& stream, const MatrixTable& matrices, Factor which, const Buffer& basis,
+                int32_t* flags, uint64_t seed, const uint64_t* step) {
+  if (matrices.count() == 0) return;
+  fill_zero(stream, basis.data(), basis.bytes());
+  orthonormalize(stream, {.table = &matrices,
+                          .which = which,
+                          .in = basis.as<const float>(),
+                          .out = basis.as<float>(),
+                          .flags = flags,
+                          .seed = seed,
+                          .step = step});
+}
+
+int powersgd_rank(const CompressionSpec& spec, int64_t rows, int64_t cols) {
+  if (rows <= 1 || cols <= 1) return 0;
+  const int64_t rank = std::min({rows, cols, int64_t{spec.rank}});
+  const bool worth_it = static_cast<double>((rows + cols) * rank) * spec.min_ratio <
+                        static_cast<double>(rows) * static_cast<double>(cols);
+  const bool addressable = rows < (1 << 30) && cols < (1 << 30) && rows * cols < (int64_t{1} << 40);
+  return worth_it && addressable ? static_cast<int>(rank) : 0;
+}
+
+}  // namespace gradwire

@@ -1,0 +1,42 @@
+// What the two codecs of `powersgd` share: which tensors are compressed, where each goes in the packed factors,
+// and their allreduces.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "collectives/codec/codec.h"
+#include "kernels/powersgd/orthonormalize.h"
+#include "kernels/powersgd/pack.h"
+#include "kernels/powersgd/powersgd.h"
+
+namespace gradwire {
+
+struct PowerSgdPlan {
+  std::vector<MatrixDescriptor> matrices;
+  std::vector<int> tensors;    // of the matrices
+  std::vector<Segment> dense;  // packed from 0 on
+  int64_t p_elements = 0, q_elements = 0, dense_elements = 0;
+
+  explicit PowerSgdPlan(const BucketContext& context);
+  // The dense pieces, packed after `elements` elements of a factor.
+  std::vector<Segment> dense_after(int64_t elements) const;
+};
+
+// How a part of the bucket, such as "Q", is summed; `first_element` tells its stochastic rounding from that of
+// other parts.
+Program::Options powersgd_options(const BucketContext& context, const std::string& part,
+                                  uint64_t first_element, int64_t slice_bytes);
+
+// The plain FP32 allreduce of the steps before spec.start; null when there are none.
+std::unique_ptr<Program> make_plain_start(const BucketContext& context);
+
+// Random orthonormal columns, the same on every rank: orthonormalizing zeros re-seeds every column.
+void draw_basis(const Stream& stream, const MatrixTable& matrices, Factor which, const Buffer& basis,
+                int32_t* flags, uint64_t seed, const uint64_t* step);
+
+// The codec of `powersgd` with alternate=on.
+std::unique_ptr<Codec> make_acp_codec(const BucketContext& context);
+
+}  // namespace gradwire

@@ -1,0 +1,125 @@
+// `randk`: a random share of each tensor's coordinates, the same on every rank (Stich et al., "Sparsified SGD
+// with Memory", NeurIPS 2018).
+//
+// One step of a bucket, one collective:
+//   gather      S = G + E; the values of S at this step's coordinates, drawn from (seed, step, tensor)
+//               alike on every rank; E keeps all else, G becomes 0                       on this rank
+//   allreduce   the values, mean: nothing says where they belong
+//   scatter     G = the mean, at those coordinates
+//
+// Conservation: S is the values and E. What a lossy wire loses of a value goes back to its place in E. Without
+// error feedback all else is dropped; nothing is scaled up, so the expected squared error is 1 - k/n.
+#include <fmt/format.h>
+
+#include "collectives/codec/codec.h"
+#include "kernels/randk/randk.h"
+
+namespace gradwire {
+namespace {
+
+std::vector<RandKTensor> tensors_of(const BucketContext& c) {
+  std::vector<RandKTensor> all;
+  for (const BucketTensor& t : c.tensors) {
+    all.push_back({.offset = t.offset, .count = t.count(), .index = t.index});
+  }
+  return all;
+}
+
+class RandKCodec final : public Codec {
+ public:
+  explicit RandKCodec(const BucketContext& c)
+      : spec_(c.spec),
+        table_(c.stream, tensors_of(c), c.spec.ratio),
+        gradients_(c.gradients),
+        elements_(c.elements),
+        step_(c.step),
+        residual_(c, spec_.error_feedback),
+        values_(buffer<float>(c, table_.values())),
+        lost_(buffer<float>(c, spec_.error_feedback && !spec_.wire->exact ? table_.values() : 0)),
+        chosen_(buffer<int64_t>(c, table_.values())),
+        choice_(c.choose(table_.values(), c.spec.wire)),
+        allreduce_(*c.transport, choice_.schedule,
+                   {values_.data(), values_.data(), lost_.as<float>(), table_.values()},
+                   {.what = c.name,
+                    .wire = c.spec.wire,
+                    .fp32_intra_node = c.spec.fp32_intra_node,
+                    .scale = c.scale,
+                    .rounding = {c.spec.rounding, c.rounding_seed, c.step, c.first_element},
+                    .spec = c.spec.to_string(),
+                    .transfers = c.transfers,
+                    .beside_others = c.beside_others,
+                    .slice_bytes = choice_.slice_bytes}) {
+    for (Buffer* b : {&values_, &lost_, &chosen_}) fill_zero(c.stream, b->data(), b->bytes());
+    c.stream.synchronize();
+  }
+
+  size_t workspace_bytes() const override {
+    return residual_.workspace_bytes() + allreduce_.workspace_bytes();
+  }
+  void bind(void* workspace) override { allreduce_.bind(residual_.bind(workspace)); }
+  void rebind(float* gradients) override { gradients_ = gradients; }
+
+  void run(const Stream& stream, int64_t, BucketPhases& phases) override {
+    residual_.load(stream, phases);
+    phases.enter(stream, Phase::compress);
+    randk_gather(stream, {.table = &table_,
+                          .grad = gradients_,
+                          .residual = residual_.values(),
+                          .count = elements_,
+                          .values = values_.as<float>(),
+                          .chosen = chosen_.as<int64_t>(),
+                          .seed = spec_.seed,
+                          .step = step_});
+    fill_zero(stream, lost_.data(), lost_.bytes());  // what the last step lost is in the residual
+    allreduce_.run(stream, &phases);
+    phases.enter(stream, Phase::decompress);
+    randk_scatter(stream, {.chosen = chosen_.as<const int64_t>(),
+                           .values = values_.as<const float>(),
+                           .lost = lost_.as<const float>(),
+                           .grad = gradients_,
+                           .residual = residual_.values(),
+                           .count = table_.values()});
+    residual_.store(stream, phases);
+  }
+
+  Residual* residual() override { return residual_ ? &residual_ : nullptr; }
+
+  int64_t state_bytes() const override {
+    return residual_.bytes() + static_cast<int64_t>(values_.bytes() + lost_.bytes() + chosen_.bytes());
+  }
+
+  std::string describe() const override {
+    return fmt::format("randk: {} of {} elements; wire {}{}", table_.values(), elements_, spec_.wire->name,
+                       residual_.describe());
+  }
+
+  std::vector<PlannedAllreduce> plan() const override {
+    return {{"", choice_.schedule.kind, choice_.reason}};
+  }
+
+ private:
+  template <typename T>
+  static Buffer buffer(const BucketContext& c, int64_t count) {
+    return make_buffer<T>(c.transport->device(), count);
+  }
+
+  const CompressionSpec spec_;
+  const RandKTable table_;
+  float* gradients_;
+  const int64_t elements_;
+  const uint64_t* step_;
+  Residual residual_;
+  Buffer values_;
+  Buffer lost_;    // lossy wires with error feedback: of the values, by this rank's encodes
+  Buffer chosen_;  // where each value belongs
+  SchedulePlanner::Choice choice_;
+  Program allreduce_;
+};
+
+}  // namespace
+
+std::unique_ptr<Codec> make_randk_codec(const BucketContext& context) {
+  return std::make_unique<RandKCodec>(context);
+}
+
+}  // namespace gradwire
