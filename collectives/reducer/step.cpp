@@ -84,8 +84,8 @@ void Reducer::replayed(int64_t captured) {
   }
   if ((step_ - captured) % period() != 0) {
     throw BadInput(
-        fmt::format("Reducer::replayed: step {} cannot replace step {}: steps repeat every {} steps", captured,
-                    step_, period()));
+        fmt::format("Reducer::replayed: step {} cannot replace step {}: steps repeat every {} steps",
+                    captured, step_, period()));
   }
   marks_[captured % kStatsKept].step = step_;
   ++step_;

@@ -31,9 +31,9 @@ struct CompressionSpec {
   bool fp32_intra_node = false;
 
   // PowerSGD only. In brackets the name of PyTorch's option.
-  int rank = 1;            // [matrix_approximation_rank]
-  int64_t start = 0;       // [start_powerSGD_iter, default 1000] first compressed step; plain FP32 before it
-  bool warm = true;        // [warm_start]
+  int rank = 1;       // [matrix_approximation_rank]
+  int64_t start = 0;  // [start_powerSGD_iter, default 1000] first compressed step; plain FP32 before it
+  bool warm = true;   // [warm_start]
   // P and Q are sent in turns, one in each step (ACP-SGD), instead of both in every step. Needs a warm start.
   bool alternate = false;
   double min_ratio = 2.0;  // [min_compression_rate]

@@ -113,7 +113,8 @@ TEST(RandKStrata, TheExpectedSquaredErrorIsOneMinusTheRatio) {
         }
       }
       // The share that is kept, because 2 % of what is dropped would be easy.
-      EXPECT_NEAR(kept / static_cast<double>(steps) / ratio, 1.0, 0.02 + (values == comb ? 0.1 : 0.0)) << "ratio " << ratio;
+      EXPECT_NEAR(kept / static_cast<double>(steps) / ratio, 1.0, 0.02 + (values == comb ? 0.1 : 0.0))
+          << "ratio " << ratio;
     }
   }
 }
