@@ -5,8 +5,7 @@
 //   unpack       the averages into their places
 // One small exchange more than without; the zeros cost as many bytes as the codec's format takes for them, an
 // eighth of the tensors' FP32 or less in the formats that do this by default. Nothing is copied but the dense
-// tensors: 24 bytes for each of their elements. Whatever a format makes of the zeros (one bit per value has no
-// zero) is overwritten, in the result and in the residual, so that nothing of it is applied or kept.
+// tensors: 20 bytes for each of their elements.
 //
 // A bucket of dense tensors alone is one FP32 allreduce in place.
 #include <fmt/format.h>
@@ -32,7 +31,6 @@ class DenseCodec final : public Codec {
         elements_(packed_elements(segments_.host(), 0)),
         gradients_(c.gradients),
         packed_(make_buffer<float>(c.transport->device(), elements_)),
-        zeros_(make_buffer<float>(c.transport->device(), elements_)),
         choice_(c.choose(elements_, kFp32)),
         allreduce_(*c.transport, choice_.schedule, {packed_.data(), packed_.data(), nullptr, elements_},
                    {.what = c.name + " (dense tensors)",
@@ -42,9 +40,8 @@ class DenseCodec final : public Codec {
                     .transfers = c.transfers,
                     .beside_others = c.beside_others,
                     .slice_bytes = choice_.slice_bytes}) {
-    for (const Buffer& b : {packed_, zeros_}) fill_zero(c.stream, b.data(), b.bytes());
+    fill_zero(c.stream, packed_.data(), packed_.bytes());
     c.stream.synchronize();
-    if (Residual* residual = codec_->residual()) residual->leave_out(segments_, zeros_.as<float>());
   }
 
   // One for both: they do not run at the same time.
@@ -62,7 +59,7 @@ class DenseCodec final : public Codec {
   void run(const Stream& stream, int64_t step, BucketPhases& phases) override {
     phases.enter(stream, Phase::compress);
     pack(stream, {&segments_, gradients_, packed_.as<float>(), false});
-    pack(stream, {&segments_, gradients_, zeros_.as<float>(), true});
+    pack(stream, {&segments_, gradients_, nullptr, true});
     allreduce_.run(stream, &phases);
     phases.enter(stream, Phase::compress);
     codec_->run(stream, step, phases);
@@ -74,7 +71,7 @@ class DenseCodec final : public Codec {
   Residual* residual() override { return codec_->residual(); }
   std::vector<TensorState> tensor_state() override { return codec_->tensor_state(); }
   int64_t state_bytes() const override {
-    return codec_->state_bytes() + static_cast<int64_t>(packed_.bytes() + zeros_.bytes());
+    return codec_->state_bytes() + static_cast<int64_t>(packed_.bytes());
   }
   std::string describe() const override {
     return fmt::format("{}; {} dense tensors of {} in FP32", codec_->describe(), segments_.count(),
@@ -91,7 +88,7 @@ class DenseCodec final : public Codec {
   SegmentTable segments_;
   int64_t elements_;
   float* gradients_;
-  Buffer packed_, zeros_;
+  Buffer packed_;
   SchedulePlanner::Choice choice_;
   Program allreduce_;
 };

@@ -41,21 +41,14 @@ void Residual::load(const Stream& stream, BucketPhases& phases) const {
 }
 
 void Residual::store(const Stream& stream, BucketPhases& phases) const {
-  const bool holes = count_ > 0 && left_out_ != nullptr;
-  if (!holes && !encoded()) return;
+  if (!encoded()) return;
   phases.enter(stream, Phase::decompress);
-  if (holes) pack(stream, {left_out_, values_, zeros_, true});
-  if (encoded()) encode(stream, {0, count_}, rounding_);
+  encode(stream, {0, count_}, rounding_);
 }
 
 std::string Residual::describe() const {
   if (count_ == 0) return "";
   return fmt::format(" with error feedback{}{}", encoded() ? " in " : "", encoded() ? format_->name : "");
-}
-
-void Residual::leave_out(const SegmentTable& elements, float* zeros) {
-  left_out_ = &elements;
-  zeros_ = zeros;
 }
 
 Residual::Part Residual::part_around(int64_t first_byte, int64_t bytes) const {

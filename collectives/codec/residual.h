@@ -15,7 +15,6 @@
 #include <string>
 
 #include "collectives/program/phases.h"
-#include "kernels/powersgd/pack.h"
 #include "kernels/wire/formats.h"
 #include "runtime/device.h"
 
@@ -42,9 +41,6 @@ class Residual {
   // " with error feedback in int8"
   std::string describe() const;
 
-  // These elements are not the codec's: store() makes them zero again. `zeros`: as many as are packed.
-  void leave_out(const SegmentTable& elements, float* zeros);
-
   // Of a residual that is not kept in FP32: `to` or `from` are bytes of the FP32 values from `first_byte` on,
   // in host memory. Between steps; these enqueue only. TensorState says how values come back bit for bit.
   void read(const Stream& stream, int64_t first_byte, std::span<std::byte> to) const;
@@ -68,8 +64,6 @@ class Residual {
   Buffer kept_;
   float* values_ = nullptr;
   WireRounding rounding_;
-  const SegmentTable* left_out_ = nullptr;
-  float* zeros_ = nullptr;
 };
 
 }  // namespace gradwire

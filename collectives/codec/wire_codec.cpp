@@ -1,15 +1,37 @@
 // A wire format by itself (`fp32`, `bf16`, ...): the bucket crosses the wire in one allreduce.
+//
+// The gaps between the bucket's tensors, and those of its tensors that are not the codec's, are zeros. Where a
+// format makes something else of a zero (one bit per value has none) they become zeros again, in the result and
+// in the residual: no tensor's state would hold that.
 #include "collectives/codec/codec.h"
 #include "collectives/codec/dense.h"
+#include "kernels/powersgd/pack.h"
 
 namespace gradwire {
 namespace {
+
+// The elements of the bucket that belong to none of its tensors, which are in the order of their offsets.
+std::vector<Segment> gaps_between(const BucketContext& c) {
+  std::vector<Segment> gaps;
+  int64_t end = 0;
+  const auto gap_until = [&](int64_t begin) {
+    if (begin > end) gaps.push_back({.scattered = end, .packed = 0, .count = begin - end});
+  };
+  for (const BucketTensor& tensor : c.tensors) {
+    gap_until(tensor.offset);
+    end = tensor.offset + tensor.count();
+  }
+  gap_until(c.elements);
+  return gaps;
+}
 
 class WireCodec final : public Codec {
  public:
   explicit WireCodec(const BucketContext& c)
       : residual_(c, !c.spec.wire->exact && c.spec.error_feedback),
         name_(c.spec.wire->name),
+        gradients_(c.gradients),
+        gaps_(c.stream, c.spec.wire->keeps_zero ? std::vector<Segment>() : gaps_between(c)),
         choice_(c.choose(c.elements, c.spec.wire)),
         allreduce_(*c.transport, choice_.schedule, {c.gradients, c.gradients, residual_.values(), c.elements},
                    {.what = c.name,
@@ -32,10 +54,18 @@ class WireCodec final : public Codec {
     allreduce_.rebind_residual(residual_.values());
     allreduce_.bind(rest);
   }
-  void rebind(float* gradients) override { allreduce_.rebind(gradients, gradients); }
+  void rebind(float* gradients) override {
+    gradients_ = gradients;
+    allreduce_.rebind(gradients, gradients);
+  }
   void run(const Stream& stream, int64_t, BucketPhases& phases) override {
     residual_.load(stream, phases);
     allreduce_.run(stream, &phases);
+    if (gaps_.count() > 0) {
+      phases.enter(stream, Phase::decompress);
+      pack(stream, {&gaps_, gradients_, nullptr, true});
+      if (residual_) pack(stream, {&gaps_, residual_.values(), nullptr, true});
+    }
     residual_.store(stream, phases);
   }
   Residual* residual() override { return residual_ ? &residual_ : nullptr; }
@@ -49,6 +79,8 @@ class WireCodec final : public Codec {
  private:
   Residual residual_;
   std::string name_;
+  float* gradients_;
+  SegmentTable gaps_;
   SchedulePlanner::Choice choice_;
   Program allreduce_;
 };

@@ -10,10 +10,14 @@ constexpr int kThreads = 256;
 __global__ void __launch_bounds__(kThreads)
     pack_kernel(const Segment* __restrict__ table, int first, float* scattered, float* packed, bool unpack) {
   const Segment s = table[first + blockIdx.y];
-  const float* from = unpack ? packed + s.packed : scattered + s.scattered;
-  float* to = unpack ? scattered + s.scattered : packed + s.packed;
   const int64_t start = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int64_t stride = int64_t{gridDim.x} * kThreads;
+  if (unpack && packed == nullptr) {
+    for (int64_t i = start; i < s.count; i += stride) scattered[s.scattered + i] = 0.0f;
+    return;
+  }
+  const float* from = unpack ? packed + s.packed : scattered + s.scattered;
+  float* to = unpack ? scattered + s.scattered : packed + s.packed;
   if ((reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % 16 == 0) {
     const int64_t quads = s.count / 4;
     for (int64_t i = start; i < quads; i += stride) {

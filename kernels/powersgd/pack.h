@@ -32,7 +32,8 @@ class SegmentTable {
   int64_t longest_ = 0;
 };
 
-// packed[segment.packed + i] = scattered[segment.scattered + i] for every segment, or the reverse.
+// packed[segment.packed + i] = scattered[segment.scattered + i] for every segment, or the reverse. From null, zeros
+// are unpacked.
 struct Pack {
   const SegmentTable* table = nullptr;
   float* scattered = nullptr;

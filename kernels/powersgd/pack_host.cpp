@@ -14,6 +14,10 @@ SegmentTable::SegmentTable(const Stream& stream, std::vector<Segment> segments) 
 void host::pack(const Pack& a) {
   for (const Segment& s : a.table->host()) {
     float* scattered = a.scattered + s.scattered;
+    if (a.unpack && a.packed == nullptr) {
+      std::fill_n(scattered, s.count, 0.0f);
+      continue;
+    }
     float* packed = a.packed + s.packed;
     std::memcpy(a.unpack ? scattered : packed, a.unpack ? packed : scattered, s.count * sizeof(float));
   }

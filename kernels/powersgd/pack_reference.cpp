@@ -6,8 +6,11 @@ void pack(const Pack& a) {
   for (const Segment& s : a.table->host()) {
     for (int64_t i = 0; i < s.count; ++i) {
       float& scattered = a.scattered[s.scattered + i];
-      float& packed = a.packed[s.packed + i];
-      (a.unpack ? scattered : packed) = a.unpack ? packed : scattered;
+      if (a.unpack) {
+        scattered = a.packed == nullptr ? 0.0f : a.packed[s.packed + i];
+      } else {
+        a.packed[s.packed + i] = scattered;
+      }
     }
   }
 }

@@ -80,6 +80,7 @@ class WireFormat {
   // A value that is not finite makes its whole block NaN on the wire; the block's finite values then stay in
   // the residual.
   bool whole_block_nan = false;
+  bool keeps_zero = true;  // 0 travels as 0, whatever is in its block
   bool selects = false;  // sends some of a block's values; one that is not finite takes the place of another
   bool registered = false;  // by the program, at run time (registered.h): host only, and perhaps not the same
                             // on all ranks

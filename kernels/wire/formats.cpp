@@ -126,6 +126,8 @@ class BlockFormat : public WireFormat {
     coder_.rotate = F::kRotation == Rotation::always || rotate_ != 0;
     granularity = coder_.block();
     whole_block_nan = F::kWholeBlockNan || coder_.rotate;
+    keeps_zero = !coder_.rotate;
+    if constexpr (requires { F::kKeepsZero; }) keeps_zero = keeps_zero && F::kKeepsZero;
     gaussian_error = coder_.format.gaussian_error(coder_.rotate);
   }
   int rotate_ = 0;
@@ -210,6 +212,7 @@ Wire find_wire_format(std::string_view name) {
 Wire intern_wire_format(WireFormat& variant) {
   static std::mutex mutex;
   static auto& variants = *new std::vector<Wire>;
+  static auto& texts = *new std::deque<std::string>;  // of their options
   const Wire entry = find_wire_format(variant.name);
   const std::string options = options_of(variant, *entry->copy());
   if (options.empty()) return entry;
@@ -218,7 +221,7 @@ Wire intern_wire_format(WireFormat& variant) {
     if (known->name == entry->name && known->options == options) return known;
   }
   variant.settle();
-  variant.options = (new std::string(options))->c_str();
+  variant.options = texts.emplace_back(options).c_str();
   variants.push_back(variant.copy().release());
   return variants.back();
 }

@@ -35,6 +35,13 @@ TEST_P(PackTest, PackedPiecesComeBackToTheirPlaces) {
     reference::pack({&table, restored.data(), expected.data(), true});
     EXPECT_EQ(scattered.host(), restored);
     EXPECT_EQ(restored[0], 0.0f);
+
+    restored = normal(scattered_count, 2);
+    scattered.set(restored);
+    GW_RUN(pack, (Pack{&table, scattered.data(), nullptr, true}));
+    scattered.expect_guards_intact("scattered");
+    reference::pack({&table, restored.data(), nullptr, true});
+    EXPECT_EQ(scattered.host(), restored);
   }
 }
 
