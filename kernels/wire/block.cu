@@ -38,6 +38,7 @@ struct WarpLanes {
   __device__ __forceinline__ void sync() const { __syncwarp(); }
   template <typename Body>
   __device__ __forceinline__ void each(int n, const Body& body) const {
+#pragma unroll 2  // what more of them keep at hand does not fit into registers
     for (int i = lane; i < n; i += 32) body(i);
     __syncwarp();
   }
@@ -59,6 +60,7 @@ struct WarpLanes {
   __device__ __forceinline__ float sum(int n, const Value& value) const {
     static_assert(kSumLanes == 32);
     float sum = 0.0f;
+#pragma unroll 2
     for (int i = lane; i < n; i += 32) sum += value(i);
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
@@ -405,7 +407,7 @@ __device__ __forceinline__ void reduce_encode_tile(const Worker<F>& w, const Red
 }
 
 template <typename F>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 3)
     block_reduce_encode_kernel(const __grid_constant__ BlockCoder<F> coder,
                                const __grid_constant__ TileShape shape,
                                const __grid_constant__ ReduceEncode a, bool wide) {
@@ -419,7 +421,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename F>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 3)
     block_decode_kernel(const __grid_constant__ BlockCoder<F> coder, const __grid_constant__ TileShape shape,
                         const __grid_constant__ Decode a, bool wide) {
   GW_DYNAMIC_SHARED(unsigned char, shared);
