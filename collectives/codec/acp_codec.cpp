@@ -77,6 +77,8 @@ class AcpCodec final : public Codec {
     const Turn &now = turns_[which], &other = turns_[1 - which];
     residual_.load(stream, phases);
     phases.enter(stream, Phase::compress);
+    // The other turn's gaps are elsewhere.
+    if (!spec_.wire->exact) fill_zero(stream, sum_.data(), sum_.bytes());
     if (matrices_.count() > 0) project(stream, now, other);
     pack(stream, {&now.dense, gradients_, sum_.as<float>(), false});
     if (put_back_) {
@@ -128,8 +130,7 @@ class AcpCodec final : public Codec {
         "powersgd rank {}, P and Q in turns: {} matrices of {} elements as {} or {}, {} dense tensors of {}; "
         "wire {}{}",
         spec_.rank, matrices_.count(), matrices_.elements(), matrices_.p_elements(), matrices_.q_elements(),
-        plan_.dense.size(), plan_.dense_elements, spec_.wire->name,
-        residual_.describe());
+        plan_.dense.size(), plan_.dense_elements, spec_.wire->name, residual_.describe());
   }
 
   std::vector<PlannedAllreduce> plan() const override {

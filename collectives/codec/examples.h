@@ -22,30 +22,69 @@ inline std::vector<std::string> format_specs() {
   return all;
 }
 
-// `--preset shelf`: what one would choose from, each as it is by default.
+// `--preset shelf`: what one would choose from. Every format as it is by default, and the options that make one
+// another choice.
 inline std::vector<std::string> shelf_specs() {
-  std::vector<std::string> all = format_specs();
-  for (const char* codec : {"powersgd:rank=1", "powersgd:rank=4", "powersgd:rank=16"})
-    all.emplace_back(codec);
+  std::vector<std::string> all;
+  for (Wire wire : wire_formats()) all.emplace_back(wire->name);
+  for (const char* spec : {"int4:rotate=hadamard", "eden:bits=2", "eden:bits=1", "topk:k=41",
+                           "topk:k=41,values=int2", "powersgd:rank=1", "powersgd:rank=4", "powersgd:rank=16",
+                           "powersgd:rank=4,alternate=on", "randk:ratio=0.1", "randk:ratio=0.01"})
+    all.emplace_back(spec);
   return all;
 }
 
-// A spec of every kind to test. Conservation, identical bits on all ranks, hard gradients, resuming and the
-// benchmarks run through this list.
+// A spec of every kind to test: identical bits on all ranks, conservation, resuming and the benchmarks run
+// through this list.
 inline std::vector<std::string> example_specs() {
   std::vector<std::string> all = format_specs();
   for (Wire wire : wire_formats()) {
     if (!wire->exact) all.push_back(std::string("powersgd:rank=4,wire=") + wire->name);
   }
-  for (const char* spec :
-       {"powersgd:rank=1", "powersgd:rank=2", "powersgd:rank=3,wire=bf16,round=stochastic",
-        "powersgd:rank=4,warm=off", "powersgd:rank=4,start=5", "powersgd:rank=64,min_ratio=0.1",
-        "bf16:residual=int8", "int8:round=stochastic,residual=bf16", "powersgd:rank=2,residual=int8",
-        "int8:dense=auto", "fp8:residual=int8,dense=auto+*s*", "powersgd:rank=2,wire=int8,dense=auto",
-        "powersgd:rank=4,alternate=on", "powersgd:rank=1,alternate=on,start=3",
-        "powersgd:rank=2,wire=bf16,round=stochastic,alternate=on", "powersgd:rank=4,wire=fp8,alternate=on",
-        "randk:ratio=0.01", "randk:ratio=0.3,seed=7", "randk:ratio=0.1,wire=bf16,round=stochastic"}) {
+  for (const char* spec : {"int4:rotate=hadamard",
+                           "eden:bits=1",
+                           "topk:k=5,of=256,values=int2",
+                           "powersgd:rank=1",
+                           "powersgd:rank=2",
+                           "powersgd:rank=3,wire=bf16,round=stochastic",
+                           "powersgd:rank=4,warm=off",
+                           "powersgd:rank=4,start=5",
+                           "powersgd:rank=64,min_ratio=0.1",
+                           "bf16:residual=int8",
+                           "int8:round=stochastic,residual=bf16",
+                           "powersgd:rank=2,residual=int8",
+                           "int8:dense=auto",
+                           "sign:dense=off",
+                           "fp8:residual=int8,dense=auto+*s*",
+                           "powersgd:rank=2,wire=int8,dense=auto",
+                           "powersgd:rank=4,alternate=on",
+                           "powersgd:rank=1,alternate=on,start=3",
+                           "powersgd:rank=2,wire=bf16,round=stochastic,alternate=on",
+                           "powersgd:rank=4,wire=fp8,alternate=on",
+                           "randk:ratio=0.01",
+                           "randk:ratio=0.3,seed=7",
+                           "randk:ratio=0.1,wire=bf16,round=stochastic"}) {
     all.push_back(spec);
+  }
+  return all;
+}
+
+// All of them with every schedule. Rounding at random, or another wire format in the same codec, changes nothing
+// about the exchanges: each of those gets one schedule, in turns.
+inline std::vector<std::string> example_specs_with_schedules() {
+  const std::vector<std::string> schedules = {"ring", "tree", "two_shot", "hierarchical"};
+  std::vector<std::string> all = {"bf16:schedule=hierarchical,intra_node=fp32",
+                                  "powersgd:rank=2,wire=bf16,schedule=hierarchical,intra_node=fp32"};
+  size_t turn = 0;
+  for (std::string spec : example_specs()) {
+    const auto has = [&](const char* option) { return spec.find(option) != std::string::npos; };
+    const bool variant = has("round=stochastic") || has("wire=");
+    spec += has(":") ? "," : ":";
+    if (variant) {
+      all.push_back(spec + "schedule=" + schedules[turn++ % schedules.size()]);
+      continue;
+    }
+    for (const std::string& schedule : schedules) all.push_back(spec + "schedule=" + schedule);
   }
   return all;
 }

@@ -90,6 +90,9 @@ class PowerSgdCodec final : public Codec {
     float* p = p_.as<float>();
     float* q_sum = q_sum_.as<float>();
     const bool any_matrix = matrices_.count() > 0;
+    if (!spec_.wire->keeps_zero()) {  // in the gaps, too
+      for (Buffer* b : {&p_, &q_sum_}) fill_zero(stream, b->data(), b->bytes());
+    }
     if (any_matrix) {
       if (!spec_.warm) draw_q(stream);
       powersgd_project(stream, {.table = &matrices_,

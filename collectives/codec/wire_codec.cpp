@@ -1,8 +1,8 @@
 // A wire format by itself (`fp32`, `bf16`, ...): the bucket crosses the wire in one allreduce.
 //
 // The gaps between the bucket's tensors, and those of its tensors that are not the codec's, are zeros. Where a
-// format makes something else of a zero (one bit per value has none) they become zeros again, in the result and
-// in the residual: no tensor's state would hold that.
+// format makes something else of a zero (one bit per value has none; NaN may take the whole block) they become zeros
+// again, in the result, which is the next step's gradient there, and in the residual, which no tensor's state holds.
 #include "collectives/codec/codec.h"
 #include "collectives/codec/dense.h"
 #include "kernels/powersgd/pack.h"
@@ -31,7 +31,7 @@ class WireCodec final : public Codec {
       : residual_(c, !c.spec.wire->exact && c.spec.error_feedback),
         name_(c.spec.wire->name),
         gradients_(c.gradients),
-        gaps_(c.stream, c.spec.wire->keeps_zero ? std::vector<Segment>() : gaps_between(c)),
+        gaps_(c.stream, c.spec.wire->keeps_zero() ? std::vector<Segment>() : gaps_between(c)),
         choice_(c.choose(c.elements, c.spec.wire)),
         allreduce_(*c.transport, choice_.schedule, {c.gradients, c.gradients, residual_.values(), c.elements},
                    {.what = c.name,

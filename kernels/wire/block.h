@@ -11,8 +11,7 @@
 //     static constexpr bool kStochastic = true;
 //     static constexpr Rotation kRotation = Rotation::optional;
 //     static constexpr bool kWholeBlockNan = false;
-//     static constexpr bool kKeepsZero = false;  // only where it does not; as in WireFormat
-//     static constexpr bool kSelects = true;     // only where it does
+//     static constexpr bool kSelects = true;  // only where it does; as in WireFormat
 //     static constexpr std::array<const char*, 1> kExamples = {"size=64"};  // as in WireFormat
 //
 //     GW_HD int block() const;             // values: a multiple of 32, or 16, that divides kMaxBlock

@@ -80,7 +80,6 @@ class WireFormat {
   // A value that is not finite makes its whole block NaN on the wire; the block's finite values then stay in
   // the residual.
   bool whole_block_nan = false;
-  bool keeps_zero = true;  // 0 travels as 0, whatever is in its block
   bool selects = false;  // sends some of a block's values; one that is not finite takes the place of another
   bool registered = false;  // by the program, at run time (registered.h): host only, and perhaps not the same
                             // on all ranks
@@ -106,6 +105,9 @@ class WireFormat {
   // Null when there are no options.
   virtual std::unique_ptr<WireFormat> copy() const { return nullptr; }
 
+  // Whether 0 surely travels as 0, whatever else is in its block. The formats without a code for it all make a
+  // block NaN as a whole.
+  bool keeps_zero() const { return !whole_block_nan && !selects && !registered; }
   double bytes_per_value() const { return static_cast<double>(bytes(1 << 20)) / (1 << 20); }
   // "int4:block=64"
   std::string spec() const { return std::string(name) + (*options != 0 ? ":" : "") + options; }

@@ -126,8 +126,6 @@ class BlockFormat : public WireFormat {
     coder_.rotate = F::kRotation == Rotation::always || rotate_ != 0;
     granularity = coder_.block();
     whole_block_nan = F::kWholeBlockNan || coder_.rotate;
-    keeps_zero = !coder_.rotate;
-    if constexpr (requires { F::kKeepsZero; }) keeps_zero = keeps_zero && F::kKeepsZero;
     gaussian_error = coder_.format.gaussian_error(coder_.rotate);
   }
   int rotate_ = 0;

@@ -96,7 +96,6 @@ class RegisteredFormat final : public WireFormat {
     granularity = block;
     whole_block_nan = true;
     registered = true;
-    keeps_zero = false;  // as far as is known
   }
 
   int64_t bytes(int64_t count) const override { return (count + block_ - 1) / block_ * block_bytes_; }

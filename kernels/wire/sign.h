@@ -16,7 +16,7 @@ struct Sign {
   static constexpr const char* kSource =
       "Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, with the mean of a block";
   static constexpr Rounding kRounding = Rounding::nearest;
-  static constexpr bool kStochastic = false, kWholeBlockNan = true, kKeepsZero = false;
+  static constexpr bool kStochastic = false, kWholeBlockNan = true;
   static constexpr Rotation kRotation = Rotation::optional;
   static constexpr std::array kExamples = {"block=64"};
 

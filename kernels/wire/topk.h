@@ -28,7 +28,6 @@ struct TopK {
   static constexpr Rounding kRounding = Rounding::nearest;
   static constexpr bool kStochastic = false, kWholeBlockNan = false;
   static constexpr bool kSelects = true;
-  static constexpr bool kKeepsZero = false;  // in 2 bits
   static constexpr Rotation kRotation = Rotation::never;
   static constexpr std::array kExamples = {"k=16,of=256,values=fp32", "values=int8", "values=int2"};
 

@@ -129,17 +129,6 @@ TEST(Tcp, AGroupCanFollowAnotherOnTheSamePort) {
 // with the same bits. Here each rank has the same bits in results and residuals as there, so that
 // holds for processes, too.
 
-std::vector<std::string> every_spec() {
-  std::vector<std::string> specs = {"bf16:schedule=hierarchical,intra_node=fp32"};
-  for (std::string spec : example_specs()) {
-    spec += spec.find(':') == std::string::npos ? ":" : ",";
-    for (const char* schedule : {"ring", "tree", "two_shot", "hierarchical"}) {
-      specs.push_back(spec + "schedule=" + schedule);
-    }
-  }
-  return specs;
-}
-
 // A line with a hash of this rank's averaged gradients, residuals and factors after two steps. In slices, so
 // that exchanges overlap with kernels.
 std::string two_steps(Communicator& comm, const std::string& spec) {
@@ -175,7 +164,8 @@ std::string two_steps(Communicator& comm, const std::string& spec) {
 
 RANK_PROGRAM(ReduceEverything) {
   auto comm = join(me);
-  for (const std::string& spec : every_spec()) std::printf("%s", two_steps(*comm, spec).c_str());
+  for (const std::string& spec : example_specs_with_schedules())
+    std::printf("%s", two_steps(*comm, spec).c_str());
 }
 
 TEST(Tcp, EverySpecAndScheduleGivesTheSameBitsAsThreads) {
@@ -184,7 +174,8 @@ TEST(Tcp, EverySpecAndScheduleGivesTheSameBitsAsThreads) {
     if (!all_succeeded(ranks)) continue;
     std::vector<std::string> expected(world);
     testing::run_ranks(world, Device::host(), [&](Communicator& comm) {
-      for (const std::string& spec : every_spec()) expected[comm.rank()] += two_steps(comm, spec);
+      for (const std::string& spec : example_specs_with_schedules())
+        expected[comm.rank()] += two_steps(comm, spec);
     });
     for (int r = 0; r < world; ++r)
       EXPECT_EQ(ranks[r].output, expected[r]) << "rank " << r << " of " << world;

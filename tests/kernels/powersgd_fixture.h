@@ -1,0 +1,202 @@
+// What tests of PowerSGD's passes share: buckets of matrices on a backend, and the passes on arrays.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "kernels/math/bf16.h"
+#include "kernels/powersgd/powersgd.h"
+#include "tests/kernels/backend.h"
+#include "tests/kernels/compare.h"
+
+namespace gradwire::testing {
+
+struct MatrixShape {
+  int32_t rows, cols, rank;
+};
+
+// Everything the three passes touch, on the backend. Matrices are `gap` elements apart;
+// the gaps must not change.
+struct MatrixBucket {
+  MatrixTable table;
+  int64_t elements = 0, p_elements = 0, q_elements = 0;
+};
+
+inline std::vector<float> gather(const std::vector<float>& all, int64_t offset, int64_t count) {
+  return {all.begin() + offset, all.begin() + offset + count};
+}
+
+// Largest |got - want| relative to `scale`.
+inline double worst(const std::vector<float>& got, const std::vector<float>& want, double scale) {
+  EXPECT_EQ(got.size(), want.size());
+  double most = 0.0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    double difference = std::fabs(static_cast<double>(got[i]) - want[i]);
+    if (std::isnan(difference)) return difference;
+    most = std::max(most, difference);
+  }
+  return most / scale;
+}
+
+class PowerSgdFixture : public OpTest {
+ public:
+  MatrixBucket bucket(const std::vector<MatrixShape>& shapes, int64_t gap) {
+    MatrixBucket b;
+    std::vector<MatrixDescriptor> matrices;
+    for (const auto& s : shapes) {
+      matrices.push_back({.offset = b.elements + gap,
+                          .p_offset = b.p_elements + gap,
+                          .q_offset = b.q_elements + gap,
+                          .rows = s.rows,
+                          .cols = s.cols,
+                          .rank = s.rank,
+                          .seed_id = static_cast<int32_t>(matrices.size())});
+      b.elements += int64_t{s.rows} * s.cols + gap;
+      b.p_elements += int64_t{s.rows} * s.rank + gap;
+      b.q_elements += int64_t{s.cols} * s.rank + gap;
+    }
+    b.elements += gap, b.p_elements += gap, b.q_elements += gap;
+    b.table = MatrixTable(stream, std::move(matrices));
+    return b;
+  }
+
+  std::vector<float> project(const MatrixBucket& b, const std::vector<float>& grad,
+                             std::vector<float>* residual, const std::vector<float>& q) {
+    auto g = array(grad), e = array(residual != nullptr ? *residual : grad), p = array<float>(b.p_elements);
+    auto q_array = array(q);
+    PowerSgdProject args{.table = &b.table, .grad = g.data(), .q = q_array.data(), .p = p.data()};
+    if (residual != nullptr) args.residual = e.data();
+    GW_RUN(powersgd_project, args);
+    for (auto* a : {&g, &e, &p}) a->expect_guards_intact("project");
+    expect_same_bits(g.host(), grad, "grad is read only");
+    if (residual != nullptr) *residual = e.host();
+    expect_gaps_untouched(b, p.host(), &MatrixDescriptor::p_offset,
+                          [](const auto& d) { return d.rows * d.rank; });
+    return p.host();
+  }
+
+  std::vector<float> back_project(const MatrixBucket& b, const std::vector<float>& grad,
+                                  std::vector<float>* residual, const std::vector<float>& p,
+                                  const std::vector<int32_t>& flags) {
+    auto g = array(grad), e = array(residual != nullptr ? *residual : grad), q = array<float>(b.q_elements);
+    auto p_array = array(p);
+    auto f = array(flags);
+    PowerSgdBackProject args{.table = &b.table, .grad = g.data(), .p = p_array.data(), .q = q.data()};
+    args.flags = flags.empty() ? nullptr : f.data();
+    if (residual != nullptr) args.residual = e.data();
+    GW_RUN(powersgd_back_project, args);
+    for (auto* a : {&g, &e, &q}) a->expect_guards_intact("back_project");
+    if (residual != nullptr) *residual = e.host();
+    expect_gaps_untouched(b, q.host(), &MatrixDescriptor::q_offset,
+                          [](const auto& d) { return d.cols * d.rank; });
+    return q.host();
+  }
+
+  std::vector<float> project_onto(const MatrixBucket& b, const std::vector<float>& grad,
+                                  std::vector<float>* residual, const std::vector<float>& p) {
+    auto g = array(grad), e = array(residual != nullptr ? *residual : grad), q = array<float>(b.q_elements);
+    auto p_array = array(p);
+    PowerSgdProjectOnto args{.table = &b.table, .grad = g.data(), .p = p_array.data(), .q = q.data()};
+    if (residual != nullptr) args.residual = e.data();
+    GW_RUN(powersgd_project_onto, args);
+    for (auto* a : {&g, &e, &q}) a->expect_guards_intact("project_onto");
+    expect_same_bits(g.host(), grad, "grad is read only");
+    if (residual != nullptr) *residual = e.host();
+    expect_gaps_untouched(b, q.host(), &MatrixDescriptor::q_offset,
+                          [](const auto& d) { return d.cols * d.rank; });
+    return q.host();
+  }
+
+  // The last pass where P and Q alternate: `own` is this rank's part of the factor, negated in `lost`, which
+  // `which` names; grad is read where a matrix is flagged. Returns the result.
+  std::vector<float> reconstruct_turn(const MatrixBucket& b, const std::vector<float>& grad,
+                                      const std::vector<float>& p, const std::vector<float>& q, bool which_p,
+                                      const std::vector<float>& lost, std::vector<float>* residual,
+                                      const std::vector<int32_t>& flags) {
+    auto g = array(grad), p_array = array(p), q_array = array(q), lost_array = array(lost),
+         e = array(*residual);
+    auto f = array(flags);
+    GW_RUN(powersgd_reconstruct, (PowerSgdReconstruct{.table = &b.table,
+                                                      .p = p_array.data(),
+                                                      .q = q_array.data(),
+                                                      .grad = g.data(),
+                                                      .flags = f.data(),
+                                                      .p_lost = which_p ? lost_array.data() : nullptr,
+                                                      .q_lost = which_p ? nullptr : lost_array.data(),
+                                                      .residual = e.data(),
+                                                      .restore = true}));
+    for (auto* a : {&g, &e}) a->expect_guards_intact("reconstruct");
+    *residual = e.host();
+    return g.host();
+  }
+
+  std::vector<float> reconstruct(const MatrixBucket& b, const std::vector<float>& p,
+                                 const std::vector<float>& q, float scale, const std::vector<int32_t>& flags,
+                                 const std::vector<float>* q_lost = nullptr,
+                                 std::vector<float>* residual = nullptr) {
+    auto g = array<float>(b.elements), p_array = array(p), q_array = array(q);
+    auto lost = array(q_lost != nullptr ? *q_lost : q), e = array(residual != nullptr ? *residual : q);
+    auto f = array(flags);
+    PowerSgdReconstruct args{.table = &b.table, .p = p_array.data(), .q = q_array.data(), .grad = g.data()};
+    args.scale = scale;
+    args.flags = flags.empty() ? nullptr : f.data();
+    if (q_lost != nullptr) args.q_lost = lost.data(), args.residual = e.data();
+    GW_RUN(powersgd_reconstruct, args);
+    for (auto* a : {&g, &e}) a->expect_guards_intact("reconstruct");
+    if (residual != nullptr) *residual = e.host();
+    expect_gaps_untouched(b, g.host(), &MatrixDescriptor::offset,
+                          [](const auto& d) { return int64_t{d.rows} * d.cols; });
+    return g.host();
+  }
+
+  // Between the matrices the poison must still be there.
+  template <typename Size>
+  void expect_gaps_untouched(const MatrixBucket& b, std::vector<float> all, int64_t MatrixDescriptor::*offset,
+                             Size size) {
+    uint32_t poison = 0xcdcdcdcdu;
+    for (const auto& d : b.table.host()) {
+      std::fill_n(all.begin() + d.*offset, size(d), bits_float(poison));
+    }
+    for (size_t i = 0; i < all.size(); ++i) ASSERT_EQ(float_bits(all[i]), poison) << "gap element " << i;
+  }
+};
+
+struct PowerSgdCase {
+  const char* name;
+  std::vector<MatrixShape> shapes;
+  int64_t gap;
+};
+
+// Small enough for the CPU shim, yet on both sides of every block boundary of the kernels.
+inline std::vector<PowerSgdCase> powersgd_cases() {
+  return {
+      {"one element", {{1, 1, 1}}, 0},
+      {"row and column", {{1, 9, 1}, {9, 1, 1}, {1, 1100, 1}, {1100, 1, 1}}, 3},
+      {"square, aligned", {{64, 64, 4}, {16, 16, 4}}, 0},
+      {"square, odd", {{63, 65, 3}, {33, 31, 5}}, 1},
+      {"tall", {{577, 5, 2}, {1290, 9, 7}}, 4},
+      {"very tall", {{3000, 8, 4}}, 0},
+      {"wide", {{5, 1030, 2}, {7, 1025, 7}, {9, 2052, 4}}, 4},
+      {"vit block", {{48, 16, 4}, {16, 16, 4}, {64, 16, 4}, {16, 64, 4}, {10, 16, 4}}, 0},
+      {"rank 1", {{36, 260, 1}, {37, 41, 1}}, 2},
+      {"rank 2", {{36, 260, 2}, {37, 41, 2}}, 2},
+      {"rank 8", {{36, 260, 8}, {37, 41, 8}}, 0},
+      {"rank 9", {{36, 44, 9}}, 0},
+      {"rank 16", {{16, 1028, 16}, {65, 20, 16}}, 8},
+      {"rank 32", {{65, 34, 32}, {32, 32, 32}}, 5},
+      {"rank 64", {{64, 68, 64}, {65, 67, 64}}, 0},
+      {"mixed ranks", {{20, 60, 1}, {20, 60, 4}, {30, 60, 23}, {40, 41, 40}}, 1},
+  };
+}
+
+// Sizes of real layers, for the devices that are fast enough.
+inline std::vector<PowerSgdCase> larger_powersgd_cases() {
+  return {
+      {"large", {{768, 700, 4}, {16, 4096, 4}, {3500, 12, 4}, {700, 7, 7}}, 4},
+      {"large, rank 64", {{100, 260, 64}, {67, 1033, 64}, {300, 2100, 33}}, 0},
+  };
+}
+
+}  // namespace gradwire::testing

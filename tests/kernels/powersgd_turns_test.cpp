@@ -1,0 +1,79 @@
+// PowerSGD with P and Q in turns: in either turn nothing is lost.
+#include <limits>
+
+#include "tests/kernels/powersgd_fixture.h"
+
+namespace gradwire {
+namespace {
+
+using testing::MatrixBucket;
+using testing::powersgd_cases;
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+class PowerSgdTurns : public testing::PowerSgdFixture {};
+
+// Where P and Q alternate, with either of them in this step and whatever the other's columns are.
+TEST_P(PowerSgdTurns, InEitherTurnResidualPlusReconstructionIsWhatWentIn) {
+  uint32_t seed = 700;
+  for (const auto& c : powersgd_cases()) {
+    for (bool turn_p : {true, false}) {
+      SCOPED_TRACE(std::string(c.name) + (turn_p ? ", P" : ", Q"));
+      MatrixBucket b = bucket(c.shapes, c.gap);
+      auto grad = normal(b.elements, ++seed), old = normal(b.elements, ++seed, 0.1f), residual = old;
+      const auto basis = normal(turn_p ? b.q_elements : b.p_elements, ++seed, 0.1f);
+      const auto own = turn_p ? project(b, grad, &residual, basis) : project_onto(b, grad, &residual, basis);
+      auto lost = own;
+      for (float& x : lost) x = -x;
+      auto applied = reconstruct_turn(b, grad, turn_p ? own : basis, turn_p ? basis : own, turn_p, lost,
+                                      &residual, std::vector<int32_t>(c.shapes.size(), 0));
+      double in = 0.0, violated = 0.0;
+      for (const auto& d : b.table.host()) {
+        for (int64_t at = d.offset; at < d.offset + int64_t{d.rows} * d.cols; ++at) {
+          const double m = static_cast<double>(grad[at]) + old[at],
+                       out = static_cast<double>(applied[at]) + residual[at];
+          in += m * m;
+          violated += (m - out) * (m - out);
+        }
+      }
+      EXPECT_LT(std::sqrt(violated / in), 1e-6);
+    }
+  }
+}
+
+TEST_P(PowerSgdTurns, InEitherTurnAFlaggedMatrixGetsItsOldResidualBack) {
+  for (float bad : {kNan, kInf}) {
+    for (bool turn_p : {true, false}) {
+      MatrixBucket b = bucket({{40, 48, 4}, {33, 1035, 3}, {16, 20, 12}}, 1);
+      const auto& hit = b.table.host()[1];
+      auto grad = normal(b.elements, 1), old = normal(b.elements, 2), residual = old;
+      const int64_t at = hit.offset + 7 * hit.cols + 11;
+      grad[at] = bad;
+      const auto basis = normal(turn_p ? b.q_elements : b.p_elements, 3);
+      const auto own = turn_p ? project(b, grad, &residual, basis) : project_onto(b, grad, &residual, basis);
+      EXPECT_EQ(residual[at], old[at]) << "the old residual stays where the gradient is not finite";
+      const int64_t seen = turn_p ? hit.p_offset + 7 * hit.rank : hit.q_offset + 11 * hit.rank;
+      for (int k = 0; k < hit.rank; ++k) EXPECT_FALSE(is_finite(own[seen + k]));
+      auto lost = own;
+      for (float& x : lost) x = -x;
+      auto applied = reconstruct_turn(b, grad, turn_p ? own : basis, turn_p ? basis : own, turn_p, lost,
+                                      &residual, {0, 1, 0});
+      for (int64_t i = 0; i < int64_t{hit.rows} * hit.cols; ++i) {
+        ASSERT_NEAR(residual[hit.offset + i], old[hit.offset + i], 1e-6) << "element " << i;
+        ASSERT_TRUE(std::isnan(applied[hit.offset + i]));
+      }
+      for (int m : {0, 2}) {
+        const auto& d = b.table.host()[m];
+        for (int64_t i = d.offset; i < d.offset + int64_t{d.rows} * d.cols; ++i) {
+          ASSERT_TRUE(is_finite(residual[i]) && is_finite(applied[i])) << "matrix " << m;
+        }
+      }
+    }
+  }
+}
+
+GW_INSTANTIATE_BACKENDS(PowerSgdTurns);
+
+}  // namespace
+}  // namespace gradwire
