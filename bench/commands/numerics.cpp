@@ -1,5 +1,5 @@
 // gradwire-bench numerics: the error of an allreduce relative to the exact sum, by number of ranks, for every
-// schedule and wire format. Error feedback is off: this is what a single call rounds away, which error
+// schedule and several wire formats. Error feedback is off: this is what a single call rounds away, which error
 // feedback would keep for later. Ranks are threads of one process; bits do not depend on the transport.
 #include <fmt/format.h>
 
@@ -14,6 +14,8 @@
 #include "bench/commands/commands.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/program/program.h"
+#include "collectives/spec/spec.h"
+#include "runtime/error.h"
 #include "trainer/log/run_log.h"
 
 namespace gradwire::bench {
@@ -23,6 +25,13 @@ struct NumericsOptions {
   std::vector<int> ranks = {2, 3, 4, 5, 8, 11, 16, 23, 32, 45, 64};
   int64_t elements = 1 << 15;
   uint64_t seed = 1;
+  std::vector<std::string> specs = {"fp32",
+                                    "bf16",
+                                    "bf16:round=stochastic",
+                                    "fp8",
+                                    "fp8:round=stochastic",
+                                    "int8",
+                                    "int8:round=stochastic"};
   std::string json;
 };
 
@@ -39,13 +48,14 @@ struct Format {
   Rounding rounding;
 };
 
-std::vector<Format> formats() {
+std::vector<Format> formats(const std::vector<std::string>& specs) {
   std::vector<Format> all;
-  for (Wire wire : wire_formats()) {
-    all.push_back({wire->name, wire, Rounding::nearest});
-    if (wire->stochastic) {
-      all.push_back({fmt::format("{}:round=stochastic", wire->name), wire, Rounding::stochastic});
+  for (const std::string& text : specs) {
+    const CompressionSpec spec = CompressionSpec::parse(text);
+    if (spec.method != CompressionSpec::Method::wire) {
+      throw BadInput(fmt::format("--spec {}: not a wire format by itself", text));
     }
+    all.push_back({text, spec.wire, spec.rounding});
   }
   return all;
 }
@@ -124,17 +134,17 @@ int lossy_steps(const Case& c, const Format& f) {
   return c.fp32_intra_node ? c.schedule.inter_node_lossy_steps : c.schedule.lossy_steps;
 }
 
-void run(const NumericsOptions& o) {
+void run(const NumericsOptions& o, const std::vector<Format>& chosen) {
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   fmt::print("# relative error of a sum of {} normal values per rank, without error feedback\n{:>5}  {:<28}",
              o.elements, "ranks", "schedule");
-  for (const Format& f : formats()) fmt::print(" {:>22}", f.name);
+  for (const Format& f : chosen) fmt::print(" {:>22}", f.name);
   fmt::print("\n");
   for (int world : o.ranks) {
     const auto inputs = gradients(world, o.elements, o.seed);
     for (const Case& c : cases_of(world)) {
       fmt::print("{:>5}  {:<28}", world, c.name);
-      for (const Format& f : formats()) {
+      for (const Format& f : chosen) {
         const double error = relative_error(summed(c, f, inputs), inputs);
         fmt::print(" {:>22.3e}", error);
         rows.push_back({{"schedule", c.name},
@@ -162,10 +172,16 @@ void add_numerics(CLI::App& app, int&) {
       ->check(CLI::Range(2, kMaxInputs + 1));
   command->add_option("--elements", o->elements, "Number of values per rank")->check(CLI::Range(1, 1 << 26));
   command->add_option("--seed", o->seed, "Seed of the values");
+  command
+      ->add_option("--spec", o->specs,
+                   "A wire format; repeatable (default: fp32, and bf16, fp8 and int8 with either rounding)")
+      ->expected(1)
+      ->take_all();
   command->add_option("--json", o->json, "Write the table to FILE; bench/plots/plot.py draws it");
   command->callback([o] {
+    const std::vector<Format> chosen = formats(o->specs);
     if (!o->json.empty()) check_writable(o->json);
-    run(*o);
+    run(*o, chosen);
   });
 }
 

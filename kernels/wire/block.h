@@ -16,6 +16,7 @@
 //
 //     GW_HD int block() const;             // values: a multiple of 32, or 16, that divides kMaxBlock
 //     GW_HD int bytes() const;             // of a block; the last one of an array is as long
+//     GW_HD bool clips() const;            // only where it may; as in WireFormat
 //     double gaussian_error(bool rotated) const;  // as in WireFormat
 //     std::vector<FormatOption> options(); // pointing to members; {} when it has none
 //     template <typename Lanes>

@@ -120,23 +120,30 @@ GW_INLINE void decode_each(const BlockCoder<F> coder, const uint8_t* wire, int64
 }
 
 // Defines NAME_reduce_encode and NAME_decode for format F.
-#define GW_BLOCK_FORMAT_HOST(F, NAME)                                                                        \
-  static GW_SIMD void NAME##_encode_each(const void* coder, const float* values, int64_t count,              \
-                                         int64_t first, int64_t last, const uint16_t* random,                \
-                                         uint8_t* wire) {                                                    \
-    encode_each(*static_cast<const BlockCoder<F>*>(coder), values, count, first, last, random, wire);        \
-  }                                                                                                          \
-  static GW_SIMD void NAME##_decode_each(const void* coder, const uint8_t* wire, int64_t count,              \
-                                         int64_t first, int64_t last, float* values) {                       \
-    decode_each(*static_cast<const BlockCoder<F>*>(coder), wire, count, first, last, values);                \
-  }                                                                                                          \
-  static HostBlocks NAME##_blocks(const BlockCoder<F>& coder) {                                              \
-    return {&coder, coder.block(), F::kMaxBlock, F::kStochastic, coder.may_send_nan(), NAME##_encode_each,   \
-            NAME##_decode_each};                                                                             \
-  }                                                                                                          \
-  void NAME##_reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& a) {                             \
-    reduce_encode_blocks(NAME##_blocks(coder), a);                                                           \
-  }                                                                                                          \
-  void NAME##_decode(const BlockCoder<F>& coder, const Decode& a) { decode_blocks(NAME##_blocks(coder), a); }
+#define GW_BLOCK_FORMAT_HOST(F, NAME)                                                                 \
+  static GW_SIMD void NAME##_encode_each(const void* coder, const float* values, int64_t count,       \
+                                         int64_t first, int64_t last, const uint16_t* random,         \
+                                         uint8_t* wire) {                                             \
+    encode_each(*static_cast<const BlockCoder<F>*>(coder), values, count, first, last, random, wire); \
+  }                                                                                                   \
+  static GW_SIMD void NAME##_decode_each(const void* coder, const uint8_t* wire, int64_t count,       \
+                                         int64_t first, int64_t last, float* values) {                \
+    decode_each(*static_cast<const BlockCoder<F>*>(coder), wire, count, first, last, values);         \
+  }                                                                                                   \
+  static HostBlocks NAME##_blocks(const BlockCoder<F>& coder) {                                       \
+    return {&coder,                                                                                   \
+            coder.block(),                                                                            \
+            F::kMaxBlock,                                                                             \
+            F::kStochastic,                                                                           \
+            coder.may_send_nan(),                                                                     \
+            NAME##_encode_each,                                                                       \
+            NAME##_decode_each};                                                                      \
+  }                                                                                                   \
+  void NAME##_reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& a) {                      \
+    reduce_encode_blocks(NAME##_blocks(coder), a);                                                    \
+  }                                                                                                   \
+  void NAME##_decode(const BlockCoder<F>& coder, const Decode& a) {                                   \
+    decode_blocks(NAME##_blocks(coder), a);                                                           \
+  }
 
 }  // namespace gradwire::host

@@ -65,6 +65,13 @@ GW_HD float get_float(const uint8_t* from) {
   return bits_float(bits);
 }
 
+// The exponent + 127 of a power of two near a magnitude: relative to it squares neither overflow nor vanish, and it
+// has an inverse.
+GW_HD uint8_t near_exponent(uint32_t magnitude_bits) {
+  const uint32_t exponent = magnitude_bits >> 23;
+  return static_cast<uint8_t>(exponent > 253u ? 253u : exponent < 1u ? 1u : exponent);
+}
+
 // `magnitude`, at least 0 and under 2^22, as an integer: to nearest with ties to even if random is negative, else
 // up with probability (discarded fraction).
 GW_HD uint32_t round_magnitude(float magnitude, int32_t random) {

@@ -61,9 +61,8 @@ struct Eden {
     constexpr uint32_t kSign = 1u << (kBits - 1);
     const uint32_t largest =
         lanes.max(count, [=](int i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
-    const uint32_t top = largest >> 23;
-    const auto near = static_cast<uint8_t>(top > 253u ? 253u : top < 1u ? 1u : top);
-    const float down = fp8_inverse_scale(near);  // so that squares neither overflow nor vanish
+    const uint8_t near = near_exponent(largest);
+    const float down = fp8_inverse_scale(near);
     const float squares = lanes.sum(count, [=](int i) GW_HD_LAMBDA {
       const float x = values[i] * down;
       return x * x;

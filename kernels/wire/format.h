@@ -80,6 +80,8 @@ class WireFormat {
   // A value that is not finite makes its whole block NaN on the wire; the block's finite values then stay in
   // the residual.
   bool whole_block_nan = false;
+  // Cuts off a block's largest values, so that rounding at random has the right mean for the others only.
+  bool clips = false;
   bool selects = false;  // sends some of a block's values; one that is not finite takes the place of another
   bool registered = false;  // by the program, at run time (registered.h): host only, and perhaps not the same
                             // on all ranks

@@ -126,6 +126,7 @@ class BlockFormat : public WireFormat {
     coder_.rotate = F::kRotation == Rotation::always || rotate_ != 0;
     granularity = coder_.block();
     whole_block_nan = F::kWholeBlockNan || coder_.rotate;
+    if constexpr (requires { coder_.format.clips(); }) clips = coder_.format.clips();
     gaussian_error = coder_.format.gaussian_error(coder_.rotate);
   }
   int rotate_ = 0;

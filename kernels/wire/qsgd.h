@@ -55,11 +55,9 @@ struct Qsgd {
   template <typename Lanes>
   GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
                     uint8_t* to) const {
-    // Relative to a power of two near the largest, squares neither overflow nor vanish.
     const uint32_t largest =
         lanes.max(count, [=](int i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
-    const uint32_t top = largest >> 23;
-    const auto near = static_cast<uint8_t>(top > 253u ? 253u : top < 1u ? 1u : top);
+    const uint8_t near = near_exponent(largest);
     const float down = fp8_inverse_scale(near);
     const float root = sqrtf(lanes.sum(count, [=](int i) GW_HD_LAMBDA {
       const float x = values[i] * down;

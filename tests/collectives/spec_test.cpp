@@ -10,15 +10,28 @@ namespace gradwire {
 namespace {
 
 TEST(Spec, TextSurvivesARoundTrip) {
-  for (const char* text :
-       {"fp32", "bf16", "bf16:round=stochastic", "fp8", "fp8:round=stochastic", "powersgd:rank=4,wire=fp8",
-        "powersgd:rank=1,wire=bf16,start=1000,warm=off,min_ratio=1.5,seed=7", "powersgd:rank=4",
-        "fp32:schedule=ring", "bf16:ef=off,schedule=two_shot", "powersgd:rank=64,ef=off",
-        "powersgd:rank=2,wire=bf16,round=stochastic", "bf16:intra_node=fp32",
-        "powersgd:rank=2,wire=fp8,schedule=hierarchical,intra_node=fp32", "int8:residual=int8",
-        "powersgd:rank=2,residual=bf16,dense=auto", "fp8:residual=bf16,dense=*.bias+auto+head.?",
-        "powersgd:rank=4,alternate=on", "randk:ratio=0.01", "randk:ratio=1", "randk:ratio=0.001,wire=bf16,seed=7,round=stochastic",
-        "randk:ratio=0.1,ef=off,schedule=ring"}) {
+  for (const char* text : {"fp32",
+                           "bf16",
+                           "bf16:round=stochastic",
+                           "fp8",
+                           "fp8:round=stochastic",
+                           "powersgd:rank=4,wire=fp8",
+                           "powersgd:rank=1,wire=bf16,start=1000,warm=off,min_ratio=1.5,seed=7",
+                           "powersgd:rank=4",
+                           "fp32:schedule=ring",
+                           "bf16:ef=off,schedule=two_shot",
+                           "powersgd:rank=64,ef=off",
+                           "powersgd:rank=2,wire=bf16,round=stochastic",
+                           "bf16:intra_node=fp32",
+                           "powersgd:rank=2,wire=fp8,schedule=hierarchical,intra_node=fp32",
+                           "int8:residual=int8",
+                           "powersgd:rank=2,residual=bf16,dense=auto",
+                           "fp8:residual=bf16,dense=*.bias+auto+head.?",
+                           "powersgd:rank=4,alternate=on",
+                           "randk:ratio=0.01",
+                           "randk:ratio=1",
+                           "randk:ratio=0.001,wire=bf16,seed=7,round=stochastic",
+                           "randk:ratio=0.1,ef=off,schedule=ring"}) {
     CompressionSpec spec = CompressionSpec::parse(text);
     EXPECT_EQ(spec.to_string(), text);
     EXPECT_EQ(CompressionSpec::parse(spec.to_string()), spec);
@@ -56,7 +69,8 @@ TEST(Spec, SmallTensorsAreDenseByDefaultBelowEightBits) {
 
 TEST(Spec, LoadsStatesOfAnotherResidualFormatAndOfNothingElse) {
   const CompressionSpec spec = CompressionSpec::parse("int8:residual=bf16,dense=auto");
-  for (const char* same : {"int8:dense=auto", "int8:residual=bf16,dense=auto", "int8:residual=int8,dense=auto"}) {
+  for (const char* same :
+       {"int8:dense=auto", "int8:residual=bf16,dense=auto", "int8:residual=int8,dense=auto"}) {
     EXPECT_TRUE(spec.loads_state_of(same)) << same;
   }
   for (const char* other : {"int8", "fp8:dense=auto", "int8:residual=bf16", "no spec at all"}) {
@@ -69,23 +83,40 @@ TEST(Spec, ErrorsNameTheCulprit) {
     const char* text;
     const char* culprit;
   };
-  for (const Case& c :
-       {Case{"", "unknown method"}, Case{"fp23", "'fp23'"}, Case{"bf16:", "nothing after"}, Case{"bf16,", "nothing after"},
-        Case{"bf16:ef", "'ef'"}, Case{"bf16:rank=4", "no option 'rank'"}, Case{"powersgd:rank=0", "rank='0'"},
-        Case{"powersgd:rank=65", "rank='65'"}, Case{"powersgd:rank=4x", "rank='4x'"},
-        Case{"powersgd:rank=-1", "rank='-1'"}, Case{"powersgd:rank=4,rank=2", "given twice"},
-        Case{"powersgd:rank=4,", "ends in"}, Case{"powersgd:wire=fp16", "fp32|bf16"},
-        Case{"fp32:schedule=star", "ring|tree"}, Case{"powersgd:round=stochastic", "wire=bf16"},
-        Case{"bf16:intra_node=fp16", "wire|fp32"}, Case{"bf16:node_wire=fp16", "intra_node='fp16'"},
-        Case{"bf16:schedule=ring,intra_node=fp32", "schedule=ring has no notion of nodes"},
-        Case{"int8:residual=fp16", "fp32|bf16|int8"}, Case{"fp32:residual=int8", "no option 'residual'"},
-        Case{"int8:ef=off,residual=bf16", "residual=bf16 needs error feedback"}, Case{"int8:dense=", "''"},
-        Case{"int8:dense=a++b", "dense='a++b'"}, Case{"int8:dense=off+b", "'off'"}, Case{"fp32:dense=auto", "'dense'"},
-        Case{"powersgd:min_ratio=nan", "min_ratio='nan'"}, Case{"powersgd:alternate=yes", "on|off"},
-        Case{"powersgd:alternate=on,warm=off", "alternate=on needs warm=on"},
-        Case{"randk:ratio=0", "ratio='0'"}, Case{"randk:ratio=2", "ratio='2' is not a number from 1e-06 to 1"},
-        Case{"randk:ratio=nan", "ratio='nan'"}, Case{"randk:rank=2", "no option 'rank'"},
-        Case{"bf16:ratio=0.1", "no option 'ratio'"}, Case{"randk:round=stochastic", "wire=bf16"}}) {
+  for (const Case& c : {Case{"", "unknown method"},
+                        Case{"fp23", "'fp23'"},
+                        Case{"bf16:", "nothing after"},
+                        Case{"bf16,", "nothing after"},
+                        Case{"bf16:ef", "'ef'"},
+                        Case{"bf16:rank=4", "no option 'rank'"},
+                        Case{"powersgd:rank=0", "rank='0'"},
+                        Case{"powersgd:rank=65", "rank='65'"},
+                        Case{"powersgd:rank=4x", "rank='4x'"},
+                        Case{"powersgd:rank=-1", "rank='-1'"},
+                        Case{"powersgd:rank=4,rank=2", "given twice"},
+                        Case{"powersgd:rank=4,", "ends in"},
+                        Case{"powersgd:wire=fp16", "fp32|bf16"},
+                        Case{"fp32:schedule=star", "ring|tree"},
+                        Case{"powersgd:round=stochastic", "wire=bf16"},
+                        Case{"bf16:intra_node=fp16", "wire|fp32"},
+                        Case{"bf16:node_wire=fp16", "intra_node='fp16'"},
+                        Case{"bf16:schedule=ring,intra_node=fp32", "schedule=ring has no notion of nodes"},
+                        Case{"int8:residual=fp16", "fp32|bf16|int8"},
+                        Case{"fp32:residual=int8", "no option 'residual'"},
+                        Case{"int8:ef=off,residual=bf16", "residual=bf16 needs error feedback"},
+                        Case{"int8:dense=", "''"},
+                        Case{"int8:dense=a++b", "dense='a++b'"},
+                        Case{"int8:dense=off+b", "'off'"},
+                        Case{"fp32:dense=auto", "'dense'"},
+                        Case{"powersgd:min_ratio=nan", "min_ratio='nan'"},
+                        Case{"powersgd:alternate=yes", "on|off"},
+                        Case{"powersgd:alternate=on,warm=off", "alternate=on needs warm=on"},
+                        Case{"randk:ratio=0", "ratio='0'"},
+                        Case{"randk:ratio=2", "ratio='2' is not a number from 1e-06 to 1"},
+                        Case{"randk:ratio=nan", "ratio='nan'"},
+                        Case{"randk:rank=2", "no option 'rank'"},
+                        Case{"bf16:ratio=0.1", "no option 'ratio'"},
+                        Case{"randk:round=stochastic", "wire=bf16"}}) {
     SCOPED_TRACE(c.text);
     testing::expect_error<BadInput>([&] { CompressionSpec::parse(c.text); }, {c.culprit});
   }

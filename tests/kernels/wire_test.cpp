@@ -341,6 +341,7 @@ TEST_P(WireFormatTest, BitsDependOnSeedAndStepAloneNotOnThreads) {
 }
 
 TEST_P(WireFormatTest, StochasticRoundingIsUnbiased) {
+  if (format->clips) return;  // cutting off is not; its rounding is tested with clip=off
   WireProblem p{.own = spread_values(2000, 31, 1.0f),
                 .residual = {},
                 .out_scale = 1,
