@@ -442,6 +442,8 @@ class Numerics(BenchTest):
         rows, _ = self.rows("numerics", "--ranks", "2", "--elements", 500, "--spec", "int4:block=32", "--spec", "eden:bits=1")
         self.assertEqual({r["compression"] for r in rows}, {"int4:block=32", "eden:bits=1"})
         self.assertEqual(len(rows), 3 * 2)
+
+    def test_what_is_no_wire_format(self):
         self.refuse(["numerics", "--spec", "powersgd:rank=4"], "powersgd:rank=4", "wire format")
         self.refuse(["numerics", "--spec", "int5"], "int5", "int4")
 
