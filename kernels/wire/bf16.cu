@@ -23,17 +23,10 @@ __device__ __forceinline__ void round_all(const WireRounding& rounding, uint64_t
 #pragma unroll
     for (int k = 0; k < W; ++k) wire[k] = float_to_bf16_nearest(s[k]);
   } else {
-    // Eight elements share a draw; they need a second one when they do not begin at a multiple of eight.
-    uint64_t first = static_cast<uint64_t>(rounding.first_element + i);
-    int shift = static_cast<int>(first & 7);
-    Random4 draw = philox(rounding.seed, step, first >> 3);
-    Random4 next = draw;
-    if (W > 1 && shift != 0) next = philox(rounding.seed, step, (first >> 3) + 1);
+    const auto first = static_cast<uint64_t>(rounding.first_element + i);
+    const RoundingBits random(rounding.seed, step, first);
 #pragma unroll
-    for (int k = 0; k < W; ++k) {
-      bool beyond = shift + k > 7;
-      wire[k] = float_to_bf16_stochastic(s[k], random16_of(beyond ? next : draw, (shift + k) & 7));
-    }
+    for (int k = 0; k < W; ++k) wire[k] = float_to_bf16_stochastic(s[k], random(first + k));
   }
 }
 

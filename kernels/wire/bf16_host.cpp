@@ -16,6 +16,7 @@ namespace gradwire::host {
 namespace {
 
 constexpr int64_t kGrain = 64 * 1024;
+constexpr int kRun = 128;  // elements for which random bits are drawn at a time
 // Ahead of two streams read and two written, the hardware falls behind.
 constexpr int64_t kPrefetchFloats = 512;
 
@@ -76,10 +77,10 @@ GW_INLINE void encode_sums(const ReduceEncode& a, const Sum& sum, float* residua
   }
   const uint64_t seed = a.rounding.seed, step = step_of(a.rounding);
   const auto first = static_cast<uint64_t>(a.rounding.first_element);
-  uint16_t buffer[random_buffer(kRandomRun)];
-  for (int64_t run = 0; run < count; run += kRandomRun) {
-    const uint16_t* random = random_bits(seed, step, first + static_cast<uint64_t>(run), kRandomRun, buffer);
-    for (int64_t i = run; i < std::min(count, run + kRandomRun); i += kWidth) {
+  uint16_t buffer[random_buffer(kRun)];
+  for (int64_t run = 0; run < count; run += kRun) {
+    const uint16_t* random = random_bits(seed, step, first + static_cast<uint64_t>(run), kRun, buffer);
+    for (int64_t i = run; i < std::min(count, run + kRun); i += kWidth) {
       U32x8 add = to_u32(load<U16x8>(random + (i - run)));
       finish(sum(i), add, wire + i, at(residual, i), at(out, i), scale, stream_wire);
     }

@@ -355,16 +355,15 @@ __device__ __forceinline__ const uint16_t* draw_random(const Worker<F>& w, const
                                                        uint64_t step, int block) {
   const auto first =
       static_cast<uint64_t>(a.rounding.first_element + (w.first_block + block) * w.shape.block);
-  const int shift = static_cast<int>(first & 7);  // a draw serves eight elements
+  const int shift = static_cast<int>(first % 16);  // a word serves two of sixteen elements
   uint16_t* const random = w.random;
   const int n = w.shape.block;
-  w.lanes.each((n + shift + 7) / 8, [&](int draw) {
-    const Random4 bits = philox(a.rounding.seed, step, (first >> 3) + static_cast<uint64_t>(draw));
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const int i = 8 * draw + k - shift;
-      if (i >= 0 && i < n) random[i] = static_cast<uint16_t>(random16_of(bits, k));
-    }
+  const RoundingBits draws(a.rounding.seed, step, first);
+  w.lanes.each((n + shift + 15) / 16 * 8, [&](int word) {
+    const int i = word / 8 * 16 + word % 8 - shift;  // and i + 8
+    const uint32_t bits = draws.word(first + static_cast<uint64_t>(static_cast<int64_t>(i)));
+    if (i >= 0 && i < n) random[i] = static_cast<uint16_t>(bits);
+    if (i + 8 >= 0 && i + 8 < n) random[i + 8] = static_cast<uint16_t>(bits >> 16);
   });
   return random;
 }

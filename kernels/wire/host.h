@@ -18,25 +18,23 @@ void advance(T*& p, int64_t n) {
 }
 
 // random16() of `count` elements from `first` on, at the returned place in `buffer`, which holds
-// random_buffer(count): sixteen counters of the generator at a time, whose rounds run side by side.
-inline constexpr int kCounters = 16, kRandomRun = 8 * kCounters;  // and the elements that they serve
+// random_buffer(count): sixteen at a time.
+inline constexpr int kDraw = 16;
 constexpr int random_buffer(int count) {
-  return (count + kRandomRun - 1) / kRandomRun * kRandomRun + kRandomRun;
+  return (count + kDraw - 1) / kDraw * kDraw + kDraw;
 }
 GW_INLINE const uint16_t* random_bits(uint64_t seed, uint64_t step, uint64_t first, int count,
                                       uint16_t* buffer) {
-  const int shift = static_cast<int>(first & 7);  // a counter serves eight elements
-  for (int run = 0; run < shift + count; run += kRandomRun) {
-    const uint64_t counter = (first + static_cast<uint64_t>(run)) >> 3;
-    uint32_t words[4 * kCounters];
-#pragma omp simd
-    for (int k = 0; k < kCounters; ++k) {
-      Random4 draw = philox(seed, step, counter + static_cast<uint64_t>(k));
-      for (int w = 0; w < 4; ++w) words[4 * k + w] = draw.v[w];
-    }
-    for (int i = 0; i < kRandomRun; ++i) {
-      buffer[run + i] = static_cast<uint16_t>(words[i / 2] >> (16 * (i % 2)));
-    }
+  static_assert(2 * kWidth == kDraw);
+  const int shift = static_cast<int>(first % kDraw);
+  RoundingKey key = rounding_key(seed, step, first);
+  for (int i = 0; i < shift + count; i += kDraw) {
+    const uint64_t element = first - static_cast<uint64_t>(shift) + static_cast<uint64_t>(i);
+    if (static_cast<uint32_t>(element) == 0) key = rounding_key(seed, step, element);
+    const U32x8 numbers = U32x8{0, 1, 2, 3, 4, 5, 6, 7} + rounding_word_of(element);
+    const U32x8 words = rounding_word(key, numbers);
+    store(buffer + i, to_u16(words & 0xffffu));
+    store(buffer + i + kWidth, to_u16(words >> 16));
   }
   return buffer + shift;
 }
