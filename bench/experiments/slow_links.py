@@ -28,7 +28,7 @@ PAGE = ROOT / "docs" / "experiments.md"
 # Bucket sizes that the sweep tries, for Gradwire and for PyTorch; None: one bucket.
 SWEEP_MB = {"fp32": ((32, 16, 8, 4), (16, 8, 4)), "16bit": ((32, 16, 8, 4), (8, 4)),
             "powersgd4": ((None, 64, 32, 16), (16,))}
-UNTRIED_MB = {"fp32": 16, "16bit": 16}  # without a sweep
+UNTRIED_MB = {"fp32": 16, "16bit": 16, "4bit": 16}  # without a sweep
 # ViT-S with ViT-L/32's 50 tokens. With batch 1, 4 hosts on a small machine with gigabit links spend 84 % of
 # an FP32 step on communication, as the article's 8 GPUs did over PCIe.
 MODEL = {"name": "vit_s_16", "image_size": 56, "patch": 8, "width": 384, "depth": 12, "heads": 6, "mlp": 1536,
@@ -54,8 +54,8 @@ def item(arguments, who, method, bucket_mb=None, phase="main", network="shaped",
         steps, warmup, spec, hook, ranks_are = 14, 3, "fp32", {"hook": "alone"}, "alone"
     else:
         spec, hook = next((m[2], m[3]) for m in report.METHODS if m[0] == method)
-        steps, warmup = {"fp32": (5, 1), "16bit": (7, 2)}.get(method,
-                                                              (16, 4) if who == "gradwire" else (6, 4))
+        steps, warmup = {"fp32": (5, 1), "16bit": (7, 2), "4bit": (10, 3)}.get(
+            method, (16, 4) if who == "gradwire" else (6, 4))
     if network != "shaped":
         steps, warmup = 9, 4
     if phase == "sweep" or arguments.quick:
@@ -85,13 +85,14 @@ def main_items(arguments, best):
             if arguments.quick and method in ("powersgd1", "powersgd2", "powersgd8"):
                 continue
             sizes = [(None, None)]
-            if method in ("fp32", "16bit"):
+            if method in UNTRIED_MB:
                 sizes.append((best["gradwire", method], best["pytorch", method]))
             elif method != "alone":  # ours with the best size; PyTorch's hook aborts with several buckets
                 sizes = [(best["gradwire", method], None)]
             for ours, theirs in sizes:
                 items.append(item(arguments, "gradwire", method, ours, repetition=repetition))
-                items.append(item(arguments, "pytorch", method, theirs, repetition=repetition))
+                if method not in report.OURS_ALONE:
+                    items.append(item(arguments, "pytorch", method, theirs, repetition=repetition))
     return items
 
 
@@ -203,7 +204,7 @@ class Session:
         sizes = {}
         for who in ("gradwire", "pytorch"):
             for method, *_ in report.METHODS:
-                tried = "powersgd4" if method.startswith("powersgd") else method
+                tried = "powersgd4" if method.startswith("powersgd") else {"4bit": "16bit"}.get(method, method)
                 sizes[who, method] = report.best_bucket_mb(self.items, who, tried, UNTRIED_MB.get(method))
         return sizes
 

@@ -16,10 +16,12 @@ RANKS = (1, 2, 4, 8)
 METHODS = [
     ("fp32", "FP32", "fp32:schedule=ring", {"hook": None}),
     ("16bit", "BF16", "bf16:schedule=ring", {"hook": "fp16"}),
+    ("4bit", "INT4, rotated", "int4:rotate=hadamard,schedule=ring", None),  # PyTorch has none
     *((f"powersgd{r}", f"PowerSGD rank {r}", f"powersgd:rank={r},schedule=two_shot",
        {"hook": "powersgd", "rank": r})
       for r in RANKS),
 ]
+OURS_ALONE = {key for key, _, _, hook in METHODS if hook is None}
 NAMES = {key: name for key, name, _, _ in METHODS}
 # Fields of a log's steps that are reported as medians.
 FIELDS = ("comm_ms", "exposed_comm_ms", "data_ms", "forward_ms", "backward_ms", "optimizer_ms", "wire_bytes",
@@ -135,7 +137,9 @@ def goals(result):
     """The goals and what was measured; "met" is None for a goal that was not measured."""
     base = result.base("gradwire")
     out = [goal("BF16 with buckets, steps/s relative to own FP32 with one bucket",
-                ratio(base, result.cell("gradwire", "16bit", "many")), 1.86)]
+                ratio(base, result.cell("gradwire", "16bit", "many")), 1.86),
+           goal("INT4, rotated, with buckets, relative to own FP32 with one bucket",
+                ratio(base, result.cell("gradwire", "4bit", "many")), 3.2)]
     fastest = min((c for c in ((result.better("gradwire", f"powersgd{r}"), r) for r in RANKS) if c[0]),
                   key=lambda c: c[0].ms, default=(Cell([]), None))
     out.append(goal(f"PowerSGD (rank {fastest[1]}), relative to own FP32 with one bucket",

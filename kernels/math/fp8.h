@@ -1,4 +1,5 @@
-// FP32 <-> FP8 E4M3 by bit arithmetic, and the power-of-two scale of a block, the same on host and device.
+// FP32 <-> FP8 E4M3, and the power-of-two scale of a block, the same on host and device: by the conversion
+// instructions of GPUs from sm_89 on, elsewhere by arithmetic.
 //
 // E4M3 as in OCP's "8-bit Floating Point Specification": sign, 4 bits of exponent with bias 7, 3 of mantissa;
 // largest finite 448, smallest normal 2^-6, quantum below that 2^-9; no infinity; 0x7f and 0xff are NaN.
@@ -10,53 +11,53 @@
 #include <cstdint>
 
 #include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 
 namespace gradwire {
 
 inline constexpr int kFp8Block = 128;  // values that share a scale
 
-GW_HD float e4m3_to_float(uint8_t code) {
-  uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24;
-  uint32_t magnitude = code & 0x7fu;
-  float subnormal = static_cast<float>(magnitude) * (1.0f / 512.0f);
-  uint32_t bits = magnitude < 8 ? float_bits(subnormal) : (magnitude << 20) + (120u << 23);
-  if (magnitude == 0x7fu) bits = 0x7fc00000u;
-  return bits_float(bits | sign);
+using E4M3 = SmallFloat<3, 7, 0x7e>;
+
+GW_HD float e4m3_to_float(uint32_t code) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint32_t halves;  // FP16 holds all of E4M3
+  float value;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(code)));
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<uint16_t>(halves)));
+  return value;
+#else
+  const uint32_t magnitude = code & 0x7fu;
+  const float value = magnitude == 0x7fu ? bits_float(0x7fc00000u) : E4M3::value(magnitude);
+  return bits_float(float_bits(value) | (code & 0x80u) << 24);
+#endif
 }
 
-namespace detail {
-// Rounds to nearest-even if `random` is negative; else up with probability (discarded fraction), by its bits.
-GW_HD uint8_t to_e4m3(float value, int32_t random) {
-  uint32_t x = float_bits(value);
-  uint32_t sign = (x >> 24) & 0x80u;
-  x &= 0x7fffffffu;
-  if (x > 0x7f800000u - 1)
-    return static_cast<uint8_t>(sign | 0x7fu);  // NaN, and Inf, which has no code of its own
-  uint32_t magnitude;
-  if (x < 0x3c800000u) {  // below 2^-6: multiples of 2^-9, found by adding them to a float whose ulp is 1
-    float quanta = bits_float(x) * 512.0f;
-    if (random < 0) {
-      magnitude = float_bits(quanta + 8388608.0f) - 0x4b000000u;
-    } else {
-      magnitude = static_cast<uint32_t>(quanta + static_cast<float>(random) * (1.0f / 65536.0f));
-    }
-  } else {
-    uint32_t up = random < 0 ? 0x7ffffu + ((x >> 20) & 1u) : static_cast<uint32_t>(random) << 4;
-    magnitude = ((x + up) >> 20) - 960u;
-    magnitude = magnitude > 0x7eu ? 0x7eu : magnitude;
-  }
-  return static_cast<uint8_t>(sign | magnitude);
+// Of a finite value, without its sign; to nearest, ties to even, saturating.
+GW_HD uint32_t e4m3_magnitude(float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(value));
+  return pair & 0x7fu;
+#else
+  return E4M3::nearest(value);
+#endif
 }
-}  // namespace detail
 
-// Round to nearest, ties to even. Saturates at 448; Inf and NaN become NaN.
+// Saturates at 448; Inf and NaN become NaN, unless it is known that there are none. To nearest, ties to even, if
+// `random` is negative; else up in magnitude with probability equal to the discarded fraction, by its 16 bits.
+template <bool kFinite>
+GW_HD uint32_t float_to_e4m3(float value, int32_t random) {
+  const uint32_t rounded =
+      random < 0 ? e4m3_magnitude(value) : E4M3::stochastic(value, static_cast<uint32_t>(random));
+  const uint32_t code = kFinite || is_finite(value) ? rounded : 0x7fu;
+  return code | ((float_bits(value) >> 24) & 0x80u);
+}
 GW_HD uint8_t float_to_e4m3_nearest(float value) {
-  return detail::to_e4m3(value, -1);
+  return static_cast<uint8_t>(float_to_e4m3<false>(value, -1));
 }
-
-// Round up in magnitude with probability equal to the discarded fraction; `random` supplies 16 uniform bits.
 GW_HD uint8_t float_to_e4m3_stochastic(float value, uint32_t random) {
-  return detail::to_e4m3(value, static_cast<int32_t>(random & 0xffffu));
+  return static_cast<uint8_t>(float_to_e4m3<false>(value, static_cast<int32_t>(random & 0xffffu)));
 }
 
 // The scale byte for a block whose largest finite magnitude is `largest` (given as its bits, which order as

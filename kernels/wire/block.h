@@ -43,7 +43,8 @@
 //   lanes.sum(n, f)         the sum of floats f(i), always in the same order: 32 sums of every 32nd, then halves
 //   lanes.count(n, f)       of how many i f(i) is true
 //   lanes.pick(n, f, take)  calls take(k, i) for the k-th i, ascending, of which f(i) is true
-// where f is [&](int i) GW_HD_LAMBDA { ... }. What is computed outside of f, every lane computes.
+// where f is [&](int i) GW_HD_LAMBDA { ... }. What is computed outside of f, every lane computes. codes.h builds on
+// these; the host's lanes have ways of their own for some of what is there.
 #pragma once
 
 #include <array>
@@ -60,11 +61,32 @@ inline constexpr int kSumLanes = 32;
 // Whether a format's values go through a randomized Hadamard transform first, which makes them nearly normal.
 enum class Rotation : uint8_t { never, optional, always };
 
-// The random signs of the transform: the same for every block.
+// The random signs of the transform, as sign bits: the same for every block.
+struct RotationSigns {
+  uint32_t of[512] = {};
+  constexpr RotationSigns() {
+    for (int i = 0; i < 512; ++i) of[i] = at(i);
+  }
+  GW_HD static constexpr uint32_t at(int i) {
+    uint32_t x = (static_cast<uint32_t>(i) + 1u) * 0x9e3779b1u;
+    x ^= x >> 15;
+    return (x * 0x85ebca6bu) & 0x80000000u;
+  }
+};
+inline constexpr RotationSigns kRotationSigns;
 GW_HD uint32_t rotation_sign(int i) {
-  uint32_t x = (static_cast<uint32_t>(i) + 1u) * 0x9e3779b1u;
-  x ^= x >> 15;
-  return (x * 0x85ebca6bu) & 0x80000000u;
+#ifdef __CUDA_ARCH__
+  return RotationSigns::at(i);  // cheaper there than memory
+#else
+  return kRotationSigns.of[i];
+#endif
+}
+
+// x, with magnitudes cut off at `most`; NaN stays. As integers: their minimum is one instruction.
+GW_HD float within(float x, float most) {
+  const uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffffu, limit = float_bits(most);
+  const uint32_t less = magnitude < limit ? magnitude : limit;
+  return bits_float((magnitude > 0x7f800000u ? magnitude : less) | (bits & 0x80000000u));
 }
 
 // The residual of a sum of which the wire carries `sent`. When that is NaN for another value's sake, nothing was
@@ -73,9 +95,8 @@ template <bool kMaySendNan>
 GW_HD float rest_of(float s, float sent) {
   float rest = s - sent;
   if constexpr (kMaySendNan) {
-    const float most = 0x1.fffffep127f;
+    rest = within(rest, 0x1.fffffep127f);
     rest = is_finite(sent) ? rest : s;
-    rest = rest > most ? most : rest < -most ? -most : rest;
   }
   return is_finite(s) ? rest : 0.0f;
 }
@@ -112,8 +133,9 @@ struct BlockCoder {
     const int n = block();
     const float* values = s;
     if (may_send_nan()) {
-      const bool nan = lanes.max(count, [=](int i) GW_HD_LAMBDA { return is_finite(s[i]) ? 0u : 1u; }) != 0;
-      if (nan) {
+      const uint32_t largest =
+          lanes.max(count, [=](int i) GW_HD_LAMBDA { return float_bits(s[i]) & 0x7fffffffu; });
+      if (largest >= 0x7f800000u) {
         lanes.each(n, [=](int i) GW_HD_LAMBDA { scratch[i] = bits_float(0x7fc00000u); });
         values = scratch;
       } else if (rotates()) {
@@ -137,13 +159,11 @@ struct BlockCoder {
     format.decode(lanes, from, rotates() ? n : count, values);
     if (!rotates()) return;
     // What is finite stays so: sums of 512 values, each 2^10 smaller, do, and then it saturates.
-    const float down = 1.0f / 1024.0f, up = 1024.0f, most = 0x1.fffffep127f;
+    const float down = 1.0f / 1024.0f, up = 1024.0f, most = 0x1.fffffep127f * down;
     lanes.each(n, [=](int i) GW_HD_LAMBDA { values[i] *= down; });
     lanes.hadamard(values, n);
     lanes.each(count, [=](int i) GW_HD_LAMBDA {
-      float x = values[i];
-      x = x > most * down ? most : x < -most * down ? -most : x * up;
-      values[i] = bits_float(float_bits(x) ^ rotation_sign(i));
+      values[i] = bits_float(float_bits(within(values[i], most) * up) ^ rotation_sign(i));
     });
   }
 };

@@ -1,5 +1,5 @@
-// What is the same for all formats in blocks on the host: runs of whole blocks, about a thousand values, whose sums
-// and codes stay in the first cache, go to threads.
+// What is the same for all formats in blocks on the host: runs of whole blocks, some hundred values, whose sums
+// and codes stay in the first cache, go to threads. Longer runs are slower: reading pauses while one is worked on.
 //
 // Bytes per element as in kernels/wire/format.h; large results are written past the caches. Limit: memory; with
 // stochastic rounding, the random generator. Deterministic: a value depends on its own block only.
@@ -10,7 +10,7 @@
 namespace gradwire::host {
 namespace {
 
-constexpr int kRun = 1024, kMostInRun = 4096;  // values; of formats with long blocks
+constexpr int kRun = 256, kMostInRun = 4096;  // values; of formats with long blocks
 constexpr int64_t kPiece = 32 * 1024;
 
 struct Run {
@@ -39,8 +39,8 @@ GW_INLINE void sum_run(const HostBlocks& f, const ReduceEncode& a, const Run& ru
         memcpy(to, own, static_cast<size_t>(n) * sizeof *to);
       }
     } else {
-      f.decode(f.coder, static_cast<const uint8_t*>(a.inputs[term < a.own_position ? term : term - 1]), a.count,
-               run.first, run.last, to);
+      f.decode(f.coder, static_cast<const uint8_t*>(a.inputs[term < a.own_position ? term : term - 1]),
+               a.count, run.first, run.last, to);
     }
     if (term > 0) {
 #pragma omp simd
@@ -50,7 +50,8 @@ GW_INLINE void sum_run(const HostBlocks& f, const ReduceEncode& a, const Run& ru
 }
 
 // to = scale * from, past the caches where `stream`.
-GW_INLINE void put_scaled(const float* __restrict from, float scale, float* __restrict to, int n, bool stream) {
+GW_INLINE void put_scaled(const float* __restrict from, float scale, float* __restrict to, int n,
+                          bool stream) {
   int i = 0;
   if (stream) {
     for (; i + kWidth <= n; i += kWidth) stream_store(to + i, scale * load<F32x8>(from + i));

@@ -2,6 +2,9 @@
 // sums, residuals, random bits and threads are the same for all formats, and compiled once (block_host.cpp).
 #pragma once
 
+#include <algorithm>
+#include <functional>
+
 #include "kernels/math/bf16.h"
 #include "kernels/wire/block.h"
 #include "kernels/wire/host.h"
@@ -26,16 +29,22 @@ struct OneLane {
   }
   template <typename Value>
   GW_INLINE float sum(int n, const Value& value) const {
-    float sums[kSumLanes] = {};
-    for (int begin = 0; begin < n; begin += kSumLanes) {
-      const int lanes = n - begin < kSumLanes ? n - begin : kSumLanes;
+    constexpr int kVectors = kSumLanes / kWidth;
+    F32x8 sums[kVectors] = {};
+    alignas(32) float x[kSumLanes];
+    int begin = 0;
+    for (; begin + kSumLanes <= n; begin += kSumLanes) {
 #pragma omp simd
-      for (int l = 0; l < lanes; ++l) sums[l] += value(begin + l);
+      for (int l = 0; l < kSumLanes; ++l) x[l] = value(begin + l);
+      for (int v = 0; v < kVectors; ++v) sums[v] += load<F32x8>(x + v * kWidth);
     }
+    store(x, sums[0]), store(x + 8, sums[1]), store(x + 16, sums[2]), store(x + 24, sums[3]);
+    static_assert(kVectors == 4);
+    for (int l = 0; begin + l < n; ++l) x[l] += value(begin + l);
     for (int half = kSumLanes / 2; half > 0; half /= 2) {
-      for (int l = 0; l < half; ++l) sums[l] += sums[l + half];
+      for (int l = 0; l < half; ++l) x[l] += x[l + half];
     }
-    return sums[0];
+    return x[0];
   }
   template <typename Test>
   GW_INLINE int count(int n, const Test& test) const {
@@ -44,32 +53,178 @@ struct OneLane {
     for (int i = 0; i < n; ++i) all += test(i) ? 1 : 0;
     return all;
   }
+  // Most pick few: sixteen at a time are asked first whether there is one.
   template <typename Test, typename Take>
   GW_INLINE void pick(int n, const Test& test, const Take& take) const {
+    constexpr int kAtOnce = 16;
     int k = 0;
-    for (int i = 0; i < n; ++i) {
-      if (test(i)) take(k++, i);
-    }
-  }
-  // n is a power of two, 16 at least.
-  GW_INLINE void hadamard(float* x, int n) const {
-    for (int h = n / 2; h >= kWidth; h /= 2) {
-      for (int begin = 0; begin < n; begin += 2 * h) {
-        for (int i = begin; i < begin + h; i += kWidth) {
-          const F32x8 a = load<F32x8>(x + i), b = load<F32x8>(x + i + h);
-          store(x + i, a + b);
-          store(x + i + h, a - b);
-        }
+    for (int begin = 0; begin < n; begin += kAtOnce) {
+      const int end = n - begin < kAtOnce ? n : begin + kAtOnce;
+      uint32_t any = 0;
+#pragma omp simd reduction(| : any)
+      for (int i = begin; i < end; ++i) any |= test(i) ? 1u : 0u;
+      if (any == 0) continue;
+      for (int i = begin; i < end; ++i) {
+        if (test(i)) take(k++, i);
       }
     }
+  }
+  // Keys have 31 bits: first the upper 15 of all, then the whole of those few that may be it.
+  template <typename Key>
+  GW_INLINE uint32_t kth(int n, int k, const Key& key) const {
+    alignas(64) int16_t upper[kMostKeys];
+    each(n, [&](int i) { upper[i] = static_cast<int16_t>(key(i) >> 16); });
+    int found = 0;
+    for (int bit = 1 << 14; bit > 0; bit /= 2) {
+      const auto below = static_cast<int16_t>((found | bit) - 1);
+      int16_t reach = 0;
+#pragma omp simd reduction(+ : reach)
+      for (int i = 0; i < n; ++i) reach = static_cast<int16_t>(reach + (upper[i] > below ? 1 : 0));
+      if (reach >= k) found |= bit;
+      if (reach == k) break;
+    }
+    uint32_t reaching[kMostKeys];
+    int all = 0;
+    const auto least = static_cast<int16_t>(found);
+    pick(
+        n, [&](int i) { return upper[i] >= least; },
+        [&](int j, int i) {
+          reaching[j] = key(i);
+          all = j + 1;
+        });
+    std::nth_element(reaching, reaching + (k - 1), reaching + all, std::greater<>());
+    return reaching[k - 1];
+  }
+
+  template <int kGroup, typename Begin, typename Body>
+  GW_INLINE void each_in_groups(int n, const Begin& begin, const Body& body) const {
+    for (int first = 0; first < n; first += kGroup) {
+      const auto group = begin(first / kGroup);
+#pragma omp simd
+      for (int i = first; i < first + kGroup; ++i) body(i, group);
+    }
+  }
+
+  // codes.h's layouts. Where bytes are too few for the compiler to make vectors of them, all codes first, in words.
+  template <int kBits, typename Code>
+  GW_INLINE void pack(int n, uint8_t* bytes, const Code& code) const {
+    const int m = n * kBits / 8;
+    if (kBits % 3 != 0 && kBits != 8 && m >= kFullBytes) {
+#pragma omp simd
+      for (int j = 0; j < m; ++j) {
+        uint32_t byte = 0;
+        for (int part = 0; part < 8 / kBits; ++part) byte |= code(j + part * m) << (part * kBits);
+        bytes[j] = static_cast<uint8_t>(byte);
+      }
+      return;
+    }
+    alignas(64) uint32_t codes[kMostCodes];
+    each(n, [&](int i) { codes[i] = code(i); });
+    if constexpr (kBits % 3 == 0) {
+      constexpr int kUpper = kBits / 3, kLower = 2 * kUpper;
+      pack_words<kLower>(codes, n, 0, bytes);
+      pack_words<kUpper>(codes, n, kLower, bytes + n * kLower / 8);
+    } else {
+      pack_words<kBits>(codes, n, 0, bytes);
+    }
+  }
+  template <int kBits, typename Take>
+  GW_INLINE void unpack(const uint8_t* bytes, int n, int count, const Take& take) const {
+    const int m = n * kBits / 8;
+    if (kBits % 3 != 0 && kBits != 8 && m >= kFullBytes) {
+      for (int part = 0; part < 8 / kBits && part * m < count; ++part) {
+        const int first = part * m, here = count - first < m ? count - first : m;
+        each(here, [&](int j) {
+          take(first + j, (static_cast<uint32_t>(bytes[j]) >> (part * kBits)) & ((1u << kBits) - 1u));
+        });
+      }
+      return;
+    }
+    alignas(64) uint32_t codes[kMostCodes];
+    if constexpr (kBits % 3 == 0) {
+      constexpr int kUpper = kBits / 3, kLower = 2 * kUpper;
+      unpack_words<kLower, false>(bytes, n, 0, codes);
+      unpack_words<kUpper, true>(bytes + n * kLower / 8, n, kLower, codes);
+    } else {
+      unpack_words<kBits, false>(bytes, n, 0, codes);
+    }
+    each(count, [&](int i) { take(i, codes[i]); });
+  }
+
+  // n is a power of two, 16 at least.
+  GW_INLINE void hadamard(float* x, int n) const {
+    int h = n / 2;
+    for (; h >= 8 * kWidth; h /= 2) {
+      for (int begin = 0; begin < n; begin += 2 * h) {
+        for (int i = begin; i < begin + h; i += kWidth) butterfly(x + i, x + i + h);
+      }
+    }
+    if (n >= 8 * kWidth) {
+      for (int begin = 0; begin < n; begin += 8 * kWidth) in_registers<8>(x + begin);
+    } else if (n == 4 * kWidth) {
+      in_registers<4>(x);
+    } else {
+      in_registers<2>(x);
+    }
+  }
+
+ private:
+  static constexpr int kMostCodes = 512, kMostKeys = 4096, kFullBytes = 32;
+
+  // Bits [from, from + kBits) of n codes; the rest of them counts for nothing.
+  template <int kBits>
+  GW_INLINE void pack_words(const uint32_t* codes, int n, int from, uint8_t* bytes) const {
+    constexpr uint32_t kMask = (1u << kBits) - 1u;
+    const int m = n * kBits / 8;
+#pragma omp simd
+    for (int j = 0; j < m; ++j) {
+      uint32_t byte = 0;
+      for (int part = 0; part < 8 / kBits; ++part) {
+        byte |= ((codes[part * m + j] >> from) & kMask) << (part * kBits);
+      }
+      bytes[j] = static_cast<uint8_t>(byte);
+    }
+  }
+  template <int kBits, bool kAdd>
+  GW_INLINE void unpack_words(const uint8_t* bytes, int n, int to, uint32_t* codes) const {
+    constexpr uint32_t kMask = (1u << kBits) - 1u;
+    const int m = n * kBits / 8;
+    for (int part = 0; part < 8 / kBits; ++part) {
+      uint32_t* const at = codes + part * m;
+#pragma omp simd
+      for (int j = 0; j < m; ++j) {
+        const uint32_t code = ((static_cast<uint32_t>(bytes[j]) >> (part * kBits)) & kMask) << to;
+        at[j] = kAdd ? at[j] | code : code;
+      }
+    }
+  }
+
+  GW_INLINE void butterfly(float* low, float* high) const {
+    const F32x8 a = load<F32x8>(low), b = load<F32x8>(high);
+    store(low, a + b);
+    store(high, a - b);
+  }
+  // The butterflies of kVectors vectors, whose last three are within a vector: a lane's partner is added, or the
+  // lane subtracted from it; -1 * x is exact.
+  template <int kVectors>
+  GW_INLINE void in_registers(float* x) const {
     static_assert(kWidth == 8);
-    // Within a vector: a lane's partner is added, or the lane subtracted from it; -1 * x is exact.
-    for (int i = 0; i < n; i += kWidth) {
-      F32x8 v = load<F32x8>(x + i);
-      v = __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3) + v * F32x8{1, 1, 1, 1, -1, -1, -1, -1};
-      v = __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5) + v * F32x8{1, 1, -1, -1, 1, 1, -1, -1};
-      v = __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6) + v * F32x8{1, -1, 1, -1, 1, -1, 1, -1};
-      store(x + i, v);
+    F32x8 v[kVectors];
+    for (int k = 0; k < kVectors; ++k) v[k] = load<F32x8>(x + k * kWidth);
+    for (int h = kVectors / 2; h > 0; h /= 2) {
+      for (int k = 0; k < kVectors; ++k) {
+        if ((k & h) != 0) continue;
+        const F32x8 a = v[k], b = v[k + h];
+        v[k] = a + b;
+        v[k + h] = a - b;
+      }
+    }
+    for (int k = 0; k < kVectors; ++k) {
+      F32x8 y = v[k];
+      y = __builtin_shufflevector(y, y, 4, 5, 6, 7, 0, 1, 2, 3) + y * F32x8{1, 1, 1, 1, -1, -1, -1, -1};
+      y = __builtin_shufflevector(y, y, 2, 3, 0, 1, 6, 7, 4, 5) + y * F32x8{1, 1, -1, -1, 1, 1, -1, -1};
+      y = __builtin_shufflevector(y, y, 1, 0, 3, 2, 5, 4, 7, 6) + y * F32x8{1, -1, 1, -1, 1, -1, 1, -1};
+      store(x + k * kWidth, y);
     }
   }
 };

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/fp8.h"
 
 namespace gradwire {
 
@@ -15,9 +15,12 @@ GW_HD constexpr int code_bytes(int n) {
 
 // Packs code(i), i in [0, n). Byte j of m holds codes j, j + m, j + 2m, ... from its low bits on, so that
 // neighbours are read and written together. 3 and 6 bits: the lower two thirds of all codes, then the upper ones.
+// Lanes that have a way of their own to do this do.
 template <int kBits, typename Lanes, typename Code>
 GW_HD void pack_codes(const Lanes& lanes, int n, uint8_t* bytes, const Code& code) {
-  if constexpr (kBits % 3 == 0) {
+  if constexpr (requires { lanes.template pack<kBits>(n, bytes, code); }) {
+    lanes.template pack<kBits>(n, bytes, code);
+  } else if constexpr (kBits % 3 == 0) {
     constexpr int kUpper = kBits / 3, kLower = 2 * kUpper;
     pack_codes<kLower>(lanes, n, bytes, [=](int i) GW_HD_LAMBDA { return code(i) & ((1u << kLower) - 1u); });
     pack_codes<kUpper>(lanes, n, bytes + code_bytes<kLower>(n),
@@ -35,7 +38,9 @@ GW_HD void pack_codes(const Lanes& lanes, int n, uint8_t* bytes, const Code& cod
 // Calls take(i, code) for i in [0, count) of n codes.
 template <int kBits, typename Lanes, typename Take>
 GW_HD void unpack_codes(const Lanes& lanes, const uint8_t* bytes, int n, int count, const Take& take) {
-  if constexpr (kBits % 3 == 0) {
+  if constexpr (requires { lanes.template unpack<kBits>(bytes, n, count, take); }) {
+    lanes.template unpack<kBits>(bytes, n, count, take);
+  } else if constexpr (kBits % 3 == 0) {
     constexpr int kUpper = kBits / 3, kLower = 2 * kUpper;
     const uint8_t* const upper = bytes + code_bytes<kLower>(n);
     const int m = code_bytes<kUpper>(n);
@@ -51,6 +56,83 @@ GW_HD void unpack_codes(const Lanes& lanes, const uint8_t* bytes, int n, int cou
         take(first + j, (static_cast<uint32_t>(bytes[j]) >> (part * kBits)) & ((1u << kBits) - 1u));
       });
     }
+  }
+}
+
+// random[i], or a negative number where there is none.
+GW_HD int32_t draw_of(const uint16_t* random, int i) {
+  return random != nullptr ? static_cast<int32_t>(random[i]) : -1;
+}
+// body(draw), with draw(i) = draw_of(random, i): it asks only once whether there are random numbers.
+template <typename Body>
+GW_HD void with_draws(const uint16_t* random, const Body& body) {
+  if (random != nullptr) {
+    body([=](int i) GW_HD_LAMBDA { return static_cast<int32_t>(random[i]); });
+  } else {
+    body([](int) GW_HD_LAMBDA { return int32_t{-1}; });
+  }
+}
+
+// A block's largest finite magnitude, as bits, and whether it has only finite ones: then loops over it need not ask.
+template <typename Lanes>
+struct Largest {
+  uint32_t bits;
+  bool finite;
+  GW_HD Largest(const Lanes& lanes, const float* values, int count)
+      : bits(lanes.max(count, [=](int i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; })),
+        finite(bits < 0x7f800000u) {
+    if (!finite)
+      bits = lanes.max(count, [=](int i) GW_HD_LAMBDA { return finite_magnitude_bits(values[i]); });
+  }
+};
+
+// E4M3 codes of n values, and the byte of the power of two that they count in, the least with which nothing is cut
+// off. n is at least count.
+template <typename Lanes>
+GW_HD uint8_t encode_e4m3(const Lanes& lanes, const float* values, int count, int n, const uint16_t* random,
+                          uint8_t* codes) {
+  const Largest<Lanes> largest(lanes, values, count);
+  const uint8_t scale = fp8_scale_byte(largest.bits);
+  const float inverse = fp8_inverse_scale(scale);
+  if (largest.finite) {
+    with_draws(random, [=](const auto& draw) GW_HD_LAMBDA {
+      pack_codes<8>(lanes, n, codes,
+                    [=](int i) GW_HD_LAMBDA { return float_to_e4m3<true>(values[i] * inverse, draw(i)); });
+    });
+  } else {
+    pack_codes<8>(lanes, n, codes, [=](int i) GW_HD_LAMBDA {
+      return float_to_e4m3<false>(values[i] * inverse, draw_of(random, i));
+    });
+  }
+  return scale;
+}
+
+// The k-th largest of n keys of 31 bits. Lanes that have a way of their own to find it do.
+template <typename Lanes, typename Key>
+GW_HD uint32_t kth_largest(const Lanes& lanes, int n, int k, const Key& key) {
+  if constexpr (requires { lanes.kth(n, k, key); }) {
+    return lanes.kth(n, k, key);
+  } else {
+    uint32_t found = 0;
+    for (int bit = 30; bit >= 0; --bit) {
+      const uint32_t tried = found | (1u << bit);
+      const int reach = lanes.count(n, [=](int i) GW_HD_LAMBDA { return key(i) >= tried; });
+      if (reach >= k) found = tried;
+      // No others: it is the least of these.
+      if (reach == k)
+        return ~lanes.max(n, [=](int i) GW_HD_LAMBDA { return key(i) >= tried ? ~key(i) : 0u; });
+    }
+    return found;
+  }
+}
+
+// Calls body(i, begin(i / kGroup)) for i in [0, n), a multiple of kGroup. On the host begin is called once per group.
+template <int kGroup, typename Lanes, typename Begin, typename Body>
+GW_HD void each_in_groups(const Lanes& lanes, int n, const Begin& begin, const Body& body) {
+  if constexpr (requires { lanes.template each_in_groups<kGroup>(n, begin, body); }) {
+    lanes.template each_in_groups<kGroup>(n, begin, body);
+  } else {
+    lanes.each(n, [=](int i) GW_HD_LAMBDA { body(i, begin(i / kGroup)); });
   }
 }
 
@@ -79,11 +161,6 @@ GW_HD uint32_t round_magnitude(float magnitude, int32_t random) {
   return random < 0 ? float_bits(magnitude + 8388608.0f) - 0x4b000000u
                     : static_cast<uint32_t>(
                           static_cast<int32_t>(magnitude + static_cast<float>(random) * (1.0f / 65536.0f)));
-}
-
-// random[i], or a negative number where there is none.
-GW_HD int32_t draw_of(const uint16_t* random, int i) {
-  return random != nullptr ? static_cast<int32_t>(random[i]) : -1;
 }
 
 }  // namespace gradwire

@@ -63,7 +63,7 @@ __device__ __forceinline__ void load_wire(const void* input, int64_t count, int6
   const float scale = fp8_scale(wire[fp8_scales_offset(count) + block]);
   const uint32_t word = lane.valid > 0 ? *reinterpret_cast<const uint32_t*>(wire + lane.begin) : 0u;
 #pragma unroll
-  for (int k = 0; k < kPerLane; ++k) x[k] = scale * e4m3_to_float(static_cast<uint8_t>(word >> (8 * k)));
+  for (int k = 0; k < kPerLane; ++k) x[k] = scale * e4m3_to_float((word >> (8 * k)) & 0xffu);
 }
 
 // The sums of a lane's values, as format.h has them.
@@ -113,6 +113,8 @@ __device__ __forceinline__ void reduce_encode_block(const ReduceEncode& a, int64
     const uint8_t scale = fp8_scale_byte(largest);
     if (threadIdx.x % 32 == 0) wire[fp8_scales_offset(a.count) + block] = scale;
 
+    const auto first = static_cast<uint64_t>(a.rounding.first_element + lane.begin);
+    const RoundingBits random(a.rounding.seed, step, first);
     uint32_t word = 0;
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
@@ -121,8 +123,7 @@ __device__ __forceinline__ void reduce_encode_block(const ReduceEncode& a, int64
       if constexpr (kCoding == Coding::nearest) {
         code = float_to_e4m3_nearest(scaled);
       } else {
-        const uint64_t element = static_cast<uint64_t>(a.rounding.first_element + lane.begin + k);
-        code = float_to_e4m3_stochastic(scaled, random16(a.rounding.seed, step, element));
+        code = float_to_e4m3_stochastic(scaled, random(first + k));
       }
       word |= static_cast<uint32_t>(code) << (8 * k);
       sent[k] = fp8_scale(scale) * e4m3_to_float(code);

@@ -13,6 +13,7 @@
 #include "kernels/math/fp8.h"
 #include "kernels/op.h"
 #include "kernels/wire/block.h"
+#include "kernels/wire/codes.h"
 #include "kernels/wire/format.h"
 
 namespace gradwire {
@@ -43,25 +44,14 @@ struct Fp8 {
   template <typename Lanes>
   GW_HD static void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
                            const Place<uint8_t>& to) {
-    const uint8_t scale = fp8_scale_byte(
-        lanes.max(count, [=](int i) GW_HD_LAMBDA { return finite_magnitude_bits(values[i]); }));
-    const float inverse = fp8_inverse_scale(scale);
-    *to.scale = scale;
-    uint8_t* const codes = to.codes;
-    if (random == nullptr) {
-      lanes.each(count, [=](int i) GW_HD_LAMBDA { codes[i] = float_to_e4m3_nearest(values[i] * inverse); });
-    } else {
-      lanes.each(count, [=](int i) GW_HD_LAMBDA {
-        codes[i] = float_to_e4m3_stochastic(values[i] * inverse, random[i]);
-      });
-    }
+    *to.scale = encode_e4m3(lanes, values, count, count, random, to.codes);
   }
 
   template <typename Lanes, typename Values>
   GW_HD static void decode(const Lanes& lanes, const Place<const uint8_t>& from, int count, Values values) {
     const float scale = fp8_scale(*from.scale);
-    const uint8_t* const codes = from.codes;
-    lanes.each(count, [=](int i) GW_HD_LAMBDA { values[i] = scale * e4m3_to_float(codes[i]); });
+    unpack_codes<8>(lanes, from.codes, count, count,
+                    [=](int i, uint32_t code) GW_HD_LAMBDA { values[i] = scale * e4m3_to_float(code); });
   }
 };
 

@@ -22,7 +22,7 @@ struct Int {
 
   static constexpr int kMaxBlock = 512;
   static constexpr int kMost = (1 << (kBits - 1)) - 1;
-  static constexpr uint32_t kMask = (1u << kBits) - 1u, kNan = 1u << (kBits - 1);
+  static constexpr uint32_t kMask = (1u << kBits) - 1u;
   static constexpr const char* kSummary = kBits == 8   ? "8-bit integers, a power-of-two unit per 128 values"
                                           : kBits == 4 ? "4-bit integers, an FP32 unit per 128 values"
                                                        : "-1, 0 or 1 times an FP32 unit per 128 values";
@@ -59,50 +59,56 @@ struct Int {
     return static_cast<uint8_t>(byte < 1 ? 1 : byte);
   }
 
-  // Of a number of units, in the lowest kBits.
+  // Of a number of units, in the lowest kBits. `random` is 16 bits, or negative: to nearest.
+  template <bool kFinite>
   GW_HD static uint32_t code_of(float units, int32_t random) {
-    constexpr float most = kMost;
-    const float magnitude = bits_float(finite_magnitude_bits(units));
-    const uint32_t rounded = round_magnitude(magnitude > most ? most : magnitude, random);
-    const uint32_t code = (units < 0.0f ? 0u - rounded : rounded) & kMask;
-    return is_finite(units) ? code : kNan;
+    // Random bits shift by less than a half either way, so integers stay.
+    const float shifted =
+        random < 0 ? units : units + (static_cast<float>(random) * 0x1p-16f - (0.5f - 0x1p-17f));
+    // Near 1.5 * 2^23 floats are integers, so adding it rounds.
+    const float large = 12582912.0f;
+    int32_t code =
+        static_cast<int32_t>(float_bits(shifted + large)) - static_cast<int32_t>(float_bits(large));
+    code = code > kMost ? kMost : code;
+    code = code < -kMost ? -kMost : code;
+    return static_cast<uint32_t>(kFinite || is_finite(units) ? code : -kMost - 1) & kMask;
   }
 
-  // What the largest code stands for, at least.
+  // What the largest code stands for, at least; `largest`: the largest finite magnitude, as bits.
   template <typename Lanes>
-  GW_HD static float scaled_value(const Lanes& lanes, const float* values, int count) {
-    if constexpr (kBits > 2) {
-      return bits_float(
-          lanes.max(count, [=](int i) GW_HD_LAMBDA { return finite_magnitude_bits(values[i]); }));
-    } else {
-      const float share = 1.0f / static_cast<float>(count);
-      const float mean = lanes.sum(
-          count, [=](int i) GW_HD_LAMBDA { return bits_float(finite_magnitude_bits(values[i])) * share; });
-      return mean < 2e38f ? 1.534f * mean : mean;
-    }
+  GW_HD static float scaled_value(const Lanes& lanes, const float* values, int count, uint32_t largest) {
+    if constexpr (kBits > 2) return bits_float(largest);
+    const float share = 1.0f / static_cast<float>(count);
+    const float mean = lanes.sum(
+        count, [=](int i) GW_HD_LAMBDA { return bits_float(finite_magnitude_bits(values[i])) * share; });
+    return mean < 2e38f ? 1.534f * mean : mean;
   }
 
   template <typename Lanes>
   GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
                     uint8_t* to) const {
-    const float largest = scaled_value(lanes, values, count);
+    const Largest<Lanes> largest(lanes, values, count);
+    const float scaled = scaled_value(lanes, values, count, largest.bits);
     uint8_t* const unit = to + code_bytes<kBits>(size);
     float inverse;
     if (fp32_scale != 0) {
-      float scale = largest / static_cast<float>(kMost);
+      float scale = scaled / static_cast<float>(kMost);
       if (!is_finite(scale * static_cast<float>(kMost))) scale = bits_float(float_bits(scale) - 1u);
       inverse = scale >= 0x1p-126f ? 1.0f / scale : 0.0f;
       put_float(unit, scale);
     } else {
-      *unit = unit_byte(float_bits(largest));
+      *unit = unit_byte(float_bits(scaled));
       inverse = fp8_inverse_scale(*unit);
     }
-    if (random == nullptr) {
-      pack_codes<kBits>(lanes, size, to,
-                        [=](int i) GW_HD_LAMBDA { return code_of(values[i] * inverse, -1); });
+    if (largest.finite) {
+      with_draws(random, [=, this](const auto& draw) GW_HD_LAMBDA {
+        pack_codes<kBits>(lanes, size, to,
+                          [=](int i) GW_HD_LAMBDA { return code_of<true>(values[i] * inverse, draw(i)); });
+      });
     } else {
-      pack_codes<kBits>(lanes, size, to,
-                        [=](int i) GW_HD_LAMBDA { return code_of(values[i] * inverse, random[i]); });
+      pack_codes<kBits>(lanes, size, to, [=](int i) GW_HD_LAMBDA {
+        return code_of<false>(values[i] * inverse, draw_of(random, i));
+      });
     }
   }
 
@@ -112,7 +118,7 @@ struct Int {
     const float unit = fp32_scale != 0 ? get_float(at) : fp8_scale(*at);
     unpack_codes<kBits>(lanes, from, size, count, [=](int i, uint32_t code) GW_HD_LAMBDA {
       const int32_t shifted = static_cast<int32_t>(code << (32 - kBits)) >> (32 - kBits);
-      values[i] = code == kNan ? bits_float(0x7fc00000u) : unit * static_cast<float>(shifted);
+      values[i] = shifted == -kMost - 1 ? bits_float(0x7fc00000u) : unit * static_cast<float>(shifted);
     });
   }
 };

@@ -14,29 +14,19 @@
 
 namespace gradwire {
 
-// A small float: a sign, 2 bits of exponent with bias 1, kMantissa bits, as magnitudes in quanta of 2^-kMantissa.
+// E2M3 and E2M1, with the sign above the magnitude.
 template <int kMantissa>
 struct Mini {
-  static constexpr uint32_t kMagnitudes = 4u << kMantissa;
-  static constexpr float kMost = kMantissa == 1 ? 6.0f : 7.5f;
+  static constexpr uint32_t kSign = 4u << kMantissa;
+  using Magnitude = SmallFloat<kMantissa, 1, kSign - 1u>;
 
-  // The magnitude's code: rounded where its binade's quantum is 1, 2 or 4 quanta of the lowest one.
   GW_HD static uint32_t code_of(float x, int32_t random) {
-    constexpr float one = 1u << kMantissa;
-    const float magnitude = bits_float(float_bits(x) & 0x7fffffffu);
-    const float quanta = (magnitude < kMost ? magnitude : kMost) * one;
-    const int shift = quanta >= 4.0f * one ? 2 : quanta >= 2.0f * one ? 1 : 0;
-    const float coarse = quanta * (shift == 2 ? 0.25f : shift == 1 ? 0.5f : 1.0f);
-    const uint32_t rounded = round_magnitude(coarse, random);  // may reach the next binade's first
-    const uint32_t code = rounded + (static_cast<uint32_t>(shift) << kMantissa);
-    return code | (float_bits(x) >> 31) * kMagnitudes;
+    const uint32_t code =
+        random < 0 ? Magnitude::nearest(x) : Magnitude::stochastic(x, static_cast<uint32_t>(random));
+    return code | (float_bits(x) >> 31) * kSign;
   }
   GW_HD static float value_of(uint32_t code) {
-    const uint32_t magnitude = code & (kMagnitudes - 1u), exponent = magnitude >> kMantissa;
-    const uint32_t mantissa = magnitude & ((1u << kMantissa) - 1u);
-    const uint32_t quanta = exponent == 0 ? mantissa : (mantissa | (1u << kMantissa)) << (exponent - 1u);
-    const float value = static_cast<float>(quanta) * (1.0f / static_cast<float>(1u << kMantissa));
-    return code >= kMagnitudes ? -value : value;
+    return bits_float(float_bits(Magnitude::value(code & (kSign - 1u))) | (code & kSign) << (29 - kMantissa));
   }
 };
 
@@ -67,19 +57,13 @@ struct MxFp8 {
   template <typename Lanes>
   GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
                     uint8_t* to) const {
-    const uint8_t scale = fp8_scale_byte(
-        lanes.max(count, [=](int i) GW_HD_LAMBDA { return finite_magnitude_bits(values[i]); }));
-    const float inverse = fp8_inverse_scale(scale);
-    to[32] = scale;
-    lanes.each(32, [=](int i) GW_HD_LAMBDA {
-      const float x = values[i] * inverse;
-      to[i] = random == nullptr ? float_to_e4m3_nearest(x) : float_to_e4m3_stochastic(x, random[i]);
-    });
+    to[32] = encode_e4m3(lanes, values, count, 32, random, to);
   }
   template <typename Lanes, typename Values>
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
     const float scale = fp8_scale(from[32]);
-    lanes.each(count, [=](int i) GW_HD_LAMBDA { values[i] = scale * e4m3_to_float(from[i]); });
+    unpack_codes<8>(lanes, from, 32, count,
+                    [=](int i, uint32_t code) GW_HD_LAMBDA { values[i] = scale * e4m3_to_float(code); });
   }
 };
 
@@ -109,8 +93,9 @@ struct MxMini {
     const uint8_t scale = largest >= 0x7f800000u ? kE8M0Nan : e8m0_for(largest, 2, fraction);
     const float inverse = scale == kE8M0Nan ? 0.0f : fp8_inverse_scale(scale);
     to[kCodes] = scale;
-    pack_codes<kBits>(lanes, 32, to, [=](int i) GW_HD_LAMBDA {
-      return Float::code_of(scale == kE8M0Nan ? 0.0f : values[i] * inverse, draw_of(random, i));
+    with_draws(random, [=](const auto& draw) GW_HD_LAMBDA {
+      pack_codes<kBits>(lanes, 32, to,
+                        [=](int i) GW_HD_LAMBDA { return Float::code_of(values[i] * inverse, draw(i)); });
     });
   }
   template <typename Lanes, typename Values>
@@ -150,27 +135,49 @@ struct NvFp4 {
     const float down = unit == kE8M0Nan ? 0.0f : fp8_inverse_scale(unit);
     uint8_t* const scales = to + 64;
     scales[kGroups] = unit;
-    lanes.each(kGroups, [=](int g) GW_HD_LAMBDA {
-      uint32_t most = 0;
-      for (int i = 0; i < kGroup; ++i) {
-        const uint32_t x = finite_magnitude_bits(values[kGroup * g + i]);
-        most = x > most ? x : most;
-      }
-      scales[g] = float_to_e4m3_nearest(bits_float(most) * down * (1.0f / 6.0f));
-    });
-    pack_codes<4>(lanes, 128, to, [=](int i) GW_HD_LAMBDA {
-      const float scale = e4m3_to_float(scales[i / kGroup]);
-      const float x = scale > 0.0f && unit != kE8M0Nan ? values[i] * down / scale : 0.0f;
-      return Float::code_of(x, draw_of(random, i));
+    for (int g = 0; g < kGroups; ++g) {
+      const float* const group = values + kGroup * g;
+      const uint32_t most =
+          lanes.max(kGroup, [=](int i) GW_HD_LAMBDA { return finite_magnitude_bits(group[i]); });
+      scales[g] = static_cast<uint8_t>(float_to_e4m3<true>(bits_float(most) * down * (1.0f / 6.0f), -1));
+    }
+    with_draws(random, [=](const auto& draw) GW_HD_LAMBDA {
+      // Byte j holds codes j and j + 64.
+      each_in_groups<kGroup>(
+          lanes, 64,
+          [=](int g) GW_HD_LAMBDA {
+            return Pair{inverse(scales[g]), inverse(scales[g + 4])};
+          },
+          [=](int j, const Pair& group) GW_HD_LAMBDA {
+            const uint32_t low = Float::code_of(values[j] * down * group.low, draw(j));
+            const uint32_t high = Float::code_of(values[j + 64] * down * group.high, draw(j + 64));
+            to[j] = static_cast<uint8_t>(low | high << 4);
+          });
     });
   }
-  template <typename Lanes, typename Values>
-  GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
+  template <typename Lanes>
+  GW_HD void decode(const Lanes& lanes, const uint8_t* from, int, float* values) const {
     const uint8_t* const scales = from + 64;
     const float unit = scales[kGroups] == kE8M0Nan ? bits_float(0x7fc00000u) : fp8_scale(scales[kGroups]);
-    unpack_codes<4>(lanes, from, 128, count, [=](int i, uint32_t code) GW_HD_LAMBDA {
-      values[i] = unit * (e4m3_to_float(scales[i / kGroup]) * Float::value_of(code));
-    });
+    each_in_groups<kGroup>(
+        lanes, 64,
+        [=](int g) GW_HD_LAMBDA {
+          return Pair{e4m3_to_float(scales[g]), e4m3_to_float(scales[g + 4])};
+        },
+        [=](int j, const Pair& group) GW_HD_LAMBDA {
+          const uint32_t byte = from[j];
+          values[j] = unit * (group.low * Float::value_of(byte & 15u));
+          values[j + 64] = unit * (group.high * Float::value_of(byte >> 4));
+        });
+  }
+
+ private:
+  struct Pair {
+    float low, high;
+  };
+  GW_HD static float inverse(uint8_t scale) {
+    const float x = e4m3_to_float(scale);
+    return x > 0.0f ? 1.0f / x : 0.0f;
   }
 };
 

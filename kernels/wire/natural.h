@@ -45,20 +45,22 @@ struct Natural {
     uint32_t top = (largest >> 23) + 1u;  // rounding may go up by one
     top = top > 254u ? 254u : top;
     to[size] = static_cast<uint8_t>(top);
-    lanes.each(size, [=](int i) GW_HD_LAMBDA {
-      const uint32_t bits = float_bits(values[i]), magnitude = bits & 0x7fffffffu;
-      const uint32_t exponent = rounded_exponent(magnitude, draw_of(random, i));
-      uint32_t code = exponent + 126u > top ? exponent + 126u - top : 0u;
-      code = exponent == 0u ? 0u : code;
-      code = magnitude >= 0x7f800000u ? 127u : code;
-      to[i] = static_cast<uint8_t>((bits >> 31) << 7 | code);
+    with_draws(random, [=, this](const auto& draw) GW_HD_LAMBDA {
+      pack_codes<8>(lanes, size, to, [=](int i) GW_HD_LAMBDA {
+        const uint32_t bits = float_bits(values[i]), magnitude = bits & 0x7fffffffu;
+        const uint32_t exponent = rounded_exponent(magnitude, draw(i));
+        uint32_t code = exponent + 126u > top ? exponent + 126u - top : 0u;
+        code = exponent == 0u ? 0u : code;
+        code = magnitude >= 0x7f800000u ? 127u : code;
+        return (bits >> 31) << 7 | code;
+      });
     });
   }
   template <typename Lanes, typename Values>
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
     const uint32_t top = from[size];
-    lanes.each(count, [=](int i) GW_HD_LAMBDA {
-      const uint32_t code = from[i] & 127u, sign = static_cast<uint32_t>(from[i] >> 7) << 31;
+    unpack_codes<8>(lanes, from, size, count, [=](int i, uint32_t byte) GW_HD_LAMBDA {
+      const uint32_t code = byte & 127u, sign = (byte >> 7) << 31;
       uint32_t bits = code == 0u ? 0u : (top + code - 126u) << 23;
       bits = code == 127u ? 0x7fc00000u : bits;
       values[i] = bits_float(bits | sign);

@@ -35,11 +35,13 @@ struct Qsgd {
   GW_HD void pack(const Lanes& lanes, const float* values, float down, float share, const uint16_t* random,
                   uint8_t* to) const {
     constexpr uint32_t kSign = 1u << (kBits - 1), kLevels = kSign - 1u;
-    pack_codes<kBits>(lanes, size, to, [=](int i) GW_HD_LAMBDA {
-      const float part =
-          bits_float(finite_magnitude_bits(values[i])) * down * share;  // of the norm, at most 1
-      const uint32_t level = round_magnitude(part * static_cast<float>(kLevels), draw_of(random, i));
-      return (level > kLevels ? kLevels : level) | (float_bits(values[i]) >> 31) * kSign;
+    with_draws(random, [=, this](const auto& draw) GW_HD_LAMBDA {
+      pack_codes<kBits>(lanes, size, to, [=](int i) GW_HD_LAMBDA {
+        const float part =
+            bits_float(finite_magnitude_bits(values[i])) * down * share;  // of the norm, at most 1
+        const uint32_t level = round_magnitude(part * static_cast<float>(kLevels), draw(i));
+        return (level > kLevels ? kLevels : level) | (float_bits(values[i]) >> 31) * kSign;
+      });
     });
   }
   template <int kBits, typename Lanes, typename Values>

@@ -54,12 +54,13 @@ struct TernGrad {
       if (limit < largest) largest = limit;
     }
     put_float(to + size / 4, largest);
-    pack_codes<2>(lanes, size, to, [=](int i) GW_HD_LAMBDA {
-      // Out of 2^16; to nearest is against a half.
-      const float draw = (random != nullptr ? static_cast<float>(random[i]) : 32768.0f) * (1.0f / 65536.0f);
-      const uint32_t bits = float_bits(values[i]);
-      const bool one = bits_float(bits & 0x7fffffffu) > draw * largest;
-      return one ? 1u + (bits >> 31) : 0u;
+    with_draws(random, [=, this](const auto& draw) GW_HD_LAMBDA {
+      pack_codes<2>(lanes, size, to, [=](int i) GW_HD_LAMBDA {
+        const int32_t drawn = draw(i);  // out of 2^16; to nearest is against a half
+        const float threshold = static_cast<float>(drawn < 0 ? 32768 : drawn) * (1.0f / 65536.0f) * largest;
+        const uint32_t bits = float_bits(values[i]);
+        return bits_float(bits & 0x7fffffffu) > threshold ? 1u + (bits >> 31) : 0u;
+      });
     });
   }
   template <typename Lanes, typename Values>

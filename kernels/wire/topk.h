@@ -51,34 +51,19 @@ struct TopK {
   GW_HD static int place(const uint8_t* from, int j) { return from[2 * j] | (from[2 * j + 1] & 0x0f) << 8; }
   GW_HD static bool is_nan(const uint8_t* from, int j) { return (from[2 * j + 1] & 0x80) != 0; }
 
-  // The largest bit pattern that k magnitudes of `count` reach, found bit by bit.
-  template <typename Lanes>
-  GW_HD uint32_t threshold(const Lanes& lanes, const float* values) const {
-    uint32_t found = 0;
-    for (int bit = 30; bit >= 0; --bit) {
-      const uint32_t tried = found | (1u << bit);
-      const int reach = lanes.count(of, [=](int i) GW_HD_LAMBDA { return magnitude(values, i) >= tried; });
-      if (reach >= k) found = tried;
-      if (reach == k) break;
-    }
-    return found;
-  }
-
   template <typename Lanes>
   GW_HD void encode(const Lanes& lanes, const float* values, int, const uint16_t*, uint8_t* to) const {
-    const uint32_t least = threshold(lanes, values);
+    const uint32_t least =
+        kth_largest(lanes, of, k, [=](int i) GW_HD_LAMBDA { return magnitude(values, i); });
     const int wanted = k;
     const int above = lanes.count(of, [=](int i) GW_HD_LAMBDA { return magnitude(values, i) > least; });
     const auto put = [=](int j, int i) GW_HD_LAMBDA {
       to[2 * j] = static_cast<uint8_t>(i);
       to[2 * j + 1] = static_cast<uint8_t>(i >> 8 | (is_finite(values[i]) ? 0 : 0x80));
     };
-    // When the search ended early, as many reach `least` as are wanted; else some of those equal to it do not fit.
     lanes.pick(
-        of, [=](int i) GW_HD_LAMBDA { return magnitude(values, i) > least; },
-        [=](int j, int i) GW_HD_LAMBDA {
-          if (j < wanted) put(j, i);
-        });
+        of, [=](int i) GW_HD_LAMBDA { return magnitude(values, i) > least; }, put);
+    // Some of those may not fit.
     lanes.pick(
         of, [=](int i) GW_HD_LAMBDA { return magnitude(values, i) == least; },
         [=](int j, int i) GW_HD_LAMBDA {

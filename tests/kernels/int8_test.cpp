@@ -19,13 +19,13 @@ TEST(Int8, UnitFitsTheLargestAndIsNeverZero) {
     }
   }
   const uint8_t last = Int8::unit_byte(float_bits(FLT_MAX));
-  EXPECT_EQ(Int8::code_of(FLT_MAX * fp8_inverse_scale(last), -1), 127) << "saturates";
+  EXPECT_EQ(Int8::code_of<false>(FLT_MAX * fp8_inverse_scale(last), -1), 127) << "saturates";
   EXPECT_LT(127 * fp8_scale(last), kInf);
 }
 
 TEST(Int8, CodesAreNearestWithTiesToEven) {
   auto signed_code = [](float x, int32_t random = -1) {
-    return static_cast<int8_t>(Int8::code_of(x, random));
+    return static_cast<int8_t>(Int8::code_of<false>(x, random));
   };
   for (int code = -127; code <= 127; ++code) {
     const auto x = static_cast<float>(code);
@@ -37,9 +37,10 @@ TEST(Int8, CodesAreNearestWithTiesToEven) {
     EXPECT_EQ(signed_code(x + 0.5f), code % 2 == 0 ? code : code + 1);
   }
   for (float x : {kNan, kInf, -kInf}) EXPECT_EQ(signed_code(x), -128);
-  EXPECT_EQ(signed_code(2.25f, 0xbfff), 2);  // up in a quarter of the draws, away from zero
+  EXPECT_EQ(signed_code(2.25f, 0xbfff), 2);  // up in a quarter of the draws
   EXPECT_EQ(signed_code(2.25f, 0xc000), 3);
-  EXPECT_EQ(signed_code(-2.25f, 0xc000), -3);
+  EXPECT_EQ(signed_code(-2.25f, 0x3fff), -3);  // down in a quarter
+  EXPECT_EQ(signed_code(-2.25f, 0x4000), -2);
 }
 
 class Int8Wire : public ::testing::TestWithParam<Backend>, public WireFixture {
