@@ -19,6 +19,7 @@ inline constexpr int kFp8Block = 128;  // values that share a scale
 
 using E4M3 = SmallFloat<3, 7, 0x7e>;
 
+template <bool kFinite = false>
 GW_HD float e4m3_to_float(uint32_t code) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   uint32_t halves;  // FP16 holds all of E4M3
@@ -28,7 +29,7 @@ GW_HD float e4m3_to_float(uint32_t code) {
   return value;
 #else
   const uint32_t magnitude = code & 0x7fu;
-  const float value = magnitude == 0x7fu ? bits_float(0x7fc00000u) : E4M3::value(magnitude);
+  const float value = !kFinite && magnitude == 0x7fu ? bits_float(0x7fc00000u) : E4M3::value(magnitude);
   return bits_float(float_bits(value) | (code & 0x80u) << 24);
 #endif
 }

@@ -238,6 +238,10 @@ struct HostBlocks {
   // values, which are 0 after `count`, to wire. `random` as in block.h, for all values.
   void (*encode)(const void* coder, const float* values, int64_t count, int64_t first, int64_t last,
                  const uint16_t* random, uint8_t* wire);
+  // As encode; and residual = what the wire lacks of values. Null: this format, or its rotation, has no way to do
+  // both that is faster.
+  void (*encode_and_keep)(const void* coder, const float* values, int64_t count, int64_t first, int64_t last,
+                          const uint16_t* random, uint8_t* wire, float* residual);
   // wire to values, which have room for whole blocks.
   void (*decode)(const void* coder, const uint8_t* wire, int64_t count, int64_t first, int64_t last,
                  float* values);
@@ -265,6 +269,44 @@ GW_INLINE void encode_each(const BlockCoder<F> coder, const float* values, int64
     if (random != nullptr) random += n;
   }
 }
+
+// Takes what is sent of values, and keeps the rest.
+struct KeepRest {
+  const float* values;
+  float* residual;
+  template <bool kFinite>
+  GW_INLINE void put(int i, float sent) const {
+    residual[i] = kFinite ? values[i] - sent : rest_of<false>(values[i], sent);
+  }
+};
+// Whether a format's encode can say what it sends.
+template <typename F>
+inline constexpr bool tells = requires(const BlockCoder<F> coder, const float* values, uint8_t* wire,
+                                       KeepRest keep) {
+  coder.format.encode(OneLane(), values, 0, nullptr, coder.place(wire, 0, 0), keep);
+};
+
+template <typename F>
+GW_INLINE void encode_and_keep_each(const BlockCoder<F> coder, const float* values, int64_t count,
+                                    int64_t first, int64_t last, const uint16_t* random, uint8_t* wire,
+                                    float* residual) {
+  alignas(64) float sent[F::kMaxBlock];
+  const int n = coder.block();
+  for (int64_t block = first; block < last; ++block, values += n, residual += n) {
+    const int here = values_in(coder, count, block);
+    const auto to = coder.place(wire, count, block);
+    if (here == n) {
+      coder.format.encode(OneLane(), values, n, random, to, KeepRest{values, residual});
+    } else {
+      coder.format.encode(OneLane(), values, here, random, to);
+      coder.format.decode(OneLane(), coder.place(static_cast<const uint8_t*>(wire), count, block), here,
+                          sent);
+      for (int i = 0; i < here; ++i) residual[i] = rest_of<false>(values[i], sent[i]);
+    }
+    if (random != nullptr) random += n;
+  }
+}
+
 template <typename F>
 GW_INLINE void decode_each(const BlockCoder<F> coder, const uint8_t* wire, int64_t count, int64_t first,
                            int64_t last, float* values) {
@@ -275,30 +317,39 @@ GW_INLINE void decode_each(const BlockCoder<F> coder, const uint8_t* wire, int64
 }
 
 // Defines NAME_reduce_encode and NAME_decode for format F.
-#define GW_BLOCK_FORMAT_HOST(F, NAME)                                                                 \
-  static GW_SIMD void NAME##_encode_each(const void* coder, const float* values, int64_t count,       \
-                                         int64_t first, int64_t last, const uint16_t* random,         \
-                                         uint8_t* wire) {                                             \
-    encode_each(*static_cast<const BlockCoder<F>*>(coder), values, count, first, last, random, wire); \
-  }                                                                                                   \
-  static GW_SIMD void NAME##_decode_each(const void* coder, const uint8_t* wire, int64_t count,       \
-                                         int64_t first, int64_t last, float* values) {                \
-    decode_each(*static_cast<const BlockCoder<F>*>(coder), wire, count, first, last, values);         \
-  }                                                                                                   \
-  static HostBlocks NAME##_blocks(const BlockCoder<F>& coder) {                                       \
-    return {&coder,                                                                                   \
-            coder.block(),                                                                            \
-            F::kMaxBlock,                                                                             \
-            F::kStochastic,                                                                           \
-            coder.may_send_nan(),                                                                     \
-            NAME##_encode_each,                                                                       \
-            NAME##_decode_each};                                                                      \
-  }                                                                                                   \
-  void NAME##_reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& a) {                      \
-    reduce_encode_blocks(NAME##_blocks(coder), a);                                                    \
-  }                                                                                                   \
-  void NAME##_decode(const BlockCoder<F>& coder, const Decode& a) {                                   \
-    decode_blocks(NAME##_blocks(coder), a);                                                           \
+#define GW_BLOCK_FORMAT_HOST(F, NAME)                                                                     \
+  static GW_SIMD void NAME##_encode_each(const void* coder, const float* values, int64_t count,           \
+                                         int64_t first, int64_t last, const uint16_t* random,             \
+                                         uint8_t* wire) {                                                 \
+    encode_each(*static_cast<const BlockCoder<F>*>(coder), values, count, first, last, random, wire);     \
+  }                                                                                                       \
+  static GW_SIMD void NAME##_decode_each(const void* coder, const uint8_t* wire, int64_t count,           \
+                                         int64_t first, int64_t last, float* values) {                    \
+    decode_each(*static_cast<const BlockCoder<F>*>(coder), wire, count, first, last, values);             \
+  }                                                                                                       \
+  static GW_SIMD void NAME##_encode_and_keep_each(const void* coder, const float* values, int64_t count,  \
+                                                  int64_t first, int64_t last, const uint16_t* random,    \
+                                                  uint8_t* wire, float* residual) {                       \
+    if constexpr (tells<F>) {                                                                             \
+      encode_and_keep_each(*static_cast<const BlockCoder<F>*>(coder), values, count, first, last, random, \
+                           wire, residual);                                                               \
+    }                                                                                                     \
+  }                                                                                                       \
+  static HostBlocks NAME##_blocks(const BlockCoder<F>& coder) {                                           \
+    return {&coder,                                                                                       \
+            coder.block(),                                                                                \
+            F::kMaxBlock,                                                                                 \
+            F::kStochastic,                                                                               \
+            coder.may_send_nan(),                                                                         \
+            NAME##_encode_each,                                                                           \
+            tells<F> && !coder.rotates() ? NAME##_encode_and_keep_each : nullptr,                         \
+            NAME##_decode_each};                                                                          \
+  }                                                                                                       \
+  void NAME##_reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& a) {                          \
+    reduce_encode_blocks(NAME##_blocks(coder), a);                                                        \
+  }                                                                                                       \
+  void NAME##_decode(const BlockCoder<F>& coder, const Decode& a) {                                       \
+    decode_blocks(NAME##_blocks(coder), a);                                                               \
   }
 
 }  // namespace gradwire::host

@@ -73,6 +73,12 @@ GW_HD void with_draws(const uint16_t* random, const Body& body) {
   }
 }
 
+// Who wants to know in encode what each code stands for, so that nobody has to decode it: nobody.
+struct NoSink {
+  template <bool kFinite>
+  GW_HD void put(int, float) const {}
+};
+
 // A block's largest finite magnitude, as bits, and whether it has only finite ones: then loops over it need not ask.
 template <typename Lanes>
 struct Largest {
@@ -88,20 +94,25 @@ struct Largest {
 
 // E4M3 codes of n values, and the byte of the power of two that they count in, the least with which nothing is cut
 // off. n is at least count.
-template <typename Lanes>
+template <typename Lanes, typename Sink>
 GW_HD uint8_t encode_e4m3(const Lanes& lanes, const float* values, int count, int n, const uint16_t* random,
-                          uint8_t* codes) {
+                          uint8_t* codes, const Sink& sink) {
   const Largest<Lanes> largest(lanes, values, count);
   const uint8_t scale = fp8_scale_byte(largest.bits);
-  const float inverse = fp8_inverse_scale(scale);
+  const float inverse = fp8_inverse_scale(scale), unit = fp8_scale(scale);
   if (largest.finite) {
     with_draws(random, [=](const auto& draw) GW_HD_LAMBDA {
-      pack_codes<8>(lanes, n, codes,
-                    [=](int i) GW_HD_LAMBDA { return float_to_e4m3<true>(values[i] * inverse, draw(i)); });
+      pack_codes<8>(lanes, n, codes, [=](int i) GW_HD_LAMBDA {
+        const uint32_t code = float_to_e4m3<true>(values[i] * inverse, draw(i));
+        sink.template put<true>(i, unit * e4m3_to_float<true>(code));
+        return code;
+      });
     });
   } else {
     pack_codes<8>(lanes, n, codes, [=](int i) GW_HD_LAMBDA {
-      return float_to_e4m3<false>(values[i] * inverse, draw_of(random, i));
+      const uint32_t code = float_to_e4m3<false>(values[i] * inverse, draw_of(random, i));
+      sink.template put<false>(i, unit * e4m3_to_float(code));
+      return code;
     });
   }
   return scale;

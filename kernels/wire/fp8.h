@@ -41,10 +41,10 @@ struct Fp8 {
     return {wire + block * kBlock, wire + fp8_scales_offset(count) + block};
   }
 
-  template <typename Lanes>
+  template <typename Lanes, typename Sink = NoSink>
   GW_HD static void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
-                           const Place<uint8_t>& to) {
-    *to.scale = encode_e4m3(lanes, values, count, count, random, to.codes);
+                           const Place<uint8_t>& to, const Sink& sink = {}) {
+    *to.scale = encode_e4m3(lanes, values, count, count, random, to.codes, sink);
   }
 
   template <typename Lanes, typename Values>

@@ -59,9 +59,9 @@ struct Int {
     return static_cast<uint8_t>(byte < 1 ? 1 : byte);
   }
 
-  // Of a number of units, in the lowest kBits. `random` is 16 bits, or negative: to nearest.
+  // Of a number of units; NaN is -kMost - 1. `random` is 16 bits, or negative: to nearest.
   template <bool kFinite>
-  GW_HD static uint32_t code_of(float units, int32_t random) {
+  GW_HD static int32_t code_of(float units, int32_t random) {
     // Random bits shift by less than a half either way, so integers stay.
     const float shifted =
         random < 0 ? units : units + (static_cast<float>(random) * 0x1p-16f - (0.5f - 0x1p-17f));
@@ -71,7 +71,10 @@ struct Int {
         static_cast<int32_t>(float_bits(shifted + large)) - static_cast<int32_t>(float_bits(large));
     code = code > kMost ? kMost : code;
     code = code < -kMost ? -kMost : code;
-    return static_cast<uint32_t>(kFinite || is_finite(units) ? code : -kMost - 1) & kMask;
+    return kFinite || is_finite(units) ? code : -kMost - 1;
+  }
+  GW_HD static float value_of(int32_t code, float unit) {
+    return code == -kMost - 1 ? bits_float(0x7fc00000u) : unit * static_cast<float>(code);
   }
 
   // What the largest code stands for, at least; `largest`: the largest finite magnitude, as bits.
@@ -84,30 +87,36 @@ struct Int {
     return mean < 2e38f ? 1.534f * mean : mean;
   }
 
-  template <typename Lanes>
-  GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
-                    uint8_t* to) const {
+  template <typename Lanes, typename Sink = NoSink>
+  GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random, uint8_t* to,
+                    const Sink& sink = {}) const {
     const Largest<Lanes> largest(lanes, values, count);
     const float scaled = scaled_value(lanes, values, count, largest.bits);
-    uint8_t* const unit = to + code_bytes<kBits>(size);
-    float inverse;
+    uint8_t* const at = to + code_bytes<kBits>(size);
+    float unit, inverse;
     if (fp32_scale != 0) {
-      float scale = scaled / static_cast<float>(kMost);
-      if (!is_finite(scale * static_cast<float>(kMost))) scale = bits_float(float_bits(scale) - 1u);
-      inverse = scale >= 0x1p-126f ? 1.0f / scale : 0.0f;
-      put_float(unit, scale);
+      unit = scaled / static_cast<float>(kMost);
+      if (!is_finite(unit * static_cast<float>(kMost))) unit = bits_float(float_bits(unit) - 1u);
+      inverse = unit >= 0x1p-126f ? 1.0f / unit : 0.0f;
+      put_float(at, unit);
     } else {
-      *unit = unit_byte(float_bits(scaled));
-      inverse = fp8_inverse_scale(*unit);
+      *at = unit_byte(float_bits(scaled));
+      unit = fp8_scale(*at);
+      inverse = fp8_inverse_scale(*at);
     }
     if (largest.finite) {
       with_draws(random, [=, this](const auto& draw) GW_HD_LAMBDA {
-        pack_codes<kBits>(lanes, size, to,
-                          [=](int i) GW_HD_LAMBDA { return code_of<true>(values[i] * inverse, draw(i)); });
+        pack_codes<kBits>(lanes, size, to, [=](int i) GW_HD_LAMBDA {
+          const int32_t code = code_of<true>(values[i] * inverse, draw(i));
+          sink.template put<true>(i, unit * static_cast<float>(code));
+          return static_cast<uint32_t>(code) & kMask;
+        });
       });
     } else {
       pack_codes<kBits>(lanes, size, to, [=](int i) GW_HD_LAMBDA {
-        return code_of<false>(values[i] * inverse, draw_of(random, i));
+        const int32_t code = code_of<false>(values[i] * inverse, draw_of(random, i));
+        sink.template put<false>(i, value_of(code, unit));
+        return static_cast<uint32_t>(code) & kMask;
       });
     }
   }
@@ -117,8 +126,7 @@ struct Int {
     const uint8_t* const at = from + code_bytes<kBits>(size);
     const float unit = fp32_scale != 0 ? get_float(at) : fp8_scale(*at);
     unpack_codes<kBits>(lanes, from, size, count, [=](int i, uint32_t code) GW_HD_LAMBDA {
-      const int32_t shifted = static_cast<int32_t>(code << (32 - kBits)) >> (32 - kBits);
-      values[i] = shifted == -kMost - 1 ? bits_float(0x7fc00000u) : unit * static_cast<float>(shifted);
+      values[i] = value_of(static_cast<int32_t>(code << (32 - kBits)) >> (32 - kBits), unit);
     });
   }
 };

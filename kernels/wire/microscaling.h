@@ -54,10 +54,10 @@ struct MxFp8 {
   static double gaussian_error(bool rotated) { return rotated ? 0 : 7.0e-4; }
   static std::vector<FormatOption> options() { return {}; }
 
-  template <typename Lanes>
-  GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
-                    uint8_t* to) const {
-    to[32] = encode_e4m3(lanes, values, count, 32, random, to);
+  template <typename Lanes, typename Sink = NoSink>
+  GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random, uint8_t* to,
+                    const Sink& sink = {}) const {
+    to[32] = encode_e4m3(lanes, values, count, 32, random, to, sink);
   }
   template <typename Lanes, typename Values>
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {

@@ -24,9 +24,7 @@ TEST(Int8, UnitFitsTheLargestAndIsNeverZero) {
 }
 
 TEST(Int8, CodesAreNearestWithTiesToEven) {
-  auto signed_code = [](float x, int32_t random = -1) {
-    return static_cast<int8_t>(Int8::code_of<false>(x, random));
-  };
+  auto signed_code = [](float x, int32_t random = -1) { return Int8::code_of<false>(x, random); };
   for (int code = -127; code <= 127; ++code) {
     const auto x = static_cast<float>(code);
     EXPECT_EQ(signed_code(x), code);
