@@ -89,7 +89,7 @@ gw_status gw_comm_create(const char* rendezvous, int rank, int world, int device
                          gw_comm* comm) {
   return guarded(__func__, [&] {
     require(comm != nullptr, "comm is null");
-    require(world >= 1, "world is {}, must be at least 1", world);
+    require(world >= 1 && world <= kMostRanks, "world is {}; it must be from 1 to {}", world, kMostRanks);
     require(rank >= 0 && rank < world, "rank is {} in a world of {}", rank, world);
     const auto timeout = checked_timeout(timeout_ms);
     const Device where = checked_device(device);

@@ -21,6 +21,9 @@
 
 namespace gradwire {
 
+// More are a mistake in somebody's environment; tables of them must not take gigabytes.
+inline constexpr int kMostRanks = 1 << 16;
+
 struct Transfer {
   enum class Kind : uint8_t { send, receive };
   Kind kind = Kind::send;

@@ -80,6 +80,14 @@ class Train(CommandTest):
         self.assertEqual(config["compression"], "powersgd:rank=2")
         self.assertEqual(self.files(), [])
 
+    def test_a_full_disk_under_standard_output_is_no_success(self):
+        for arguments in (["train", *synthetic("--steps", 3)], ["doctor"], ["--help"]):
+            with open("/dev/full", "w") as full:
+                done = subprocess.run([self.gradwire, *map(str, arguments)], stdout=full, stderr=subprocess.PIPE, text=True,
+                                      env=self.environment(), cwd=self.folder, timeout=240)
+            self.assertEqual(done.returncode, 1, arguments)
+            self.assertIn("gradwire: standard output could not be written", done.stderr)
+
     def test_progress_bar_on_a_terminal_only(self):
         leader, follower = pty.openpty()
         process = subprocess.Popen([self.gradwire, "train", *SYNTHETIC, "--steps", "30"], stdout=follower, cwd=self.folder)

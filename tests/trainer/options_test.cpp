@@ -316,6 +316,11 @@ TEST(Launcher, ContradictionsAreRefused) {
   expect_bad_input([] { launched_with({{"RANK", "0"}, {"WORLD_SIZE", "four"}}); }, {"WORLD_SIZE='four'"});
   expect_bad_input([] { launched_with({{"WORLD_SIZE", "0"}}); }, {"WORLD_SIZE=0"});
   expect_bad_input([] { launched_with({{"WORLD_SIZE", "2"}}); }, {"WORLD_SIZE=2", "no RANK"});
+  expect_bad_input(
+      [] {
+        launched_with({{"RANK", "0"}, {"WORLD_SIZE", "2147483647"}});
+      },
+      {"WORLD_SIZE=2147483647", "at most 65536"});
 }
 
 }  // namespace

@@ -338,6 +338,25 @@ TEST(RunLog, PathThatCannotBeWrittenIsRefusedAtOnce) {
   EXPECT_FALSE(std::filesystem::exists(folder.path("none")));
 }
 
+TEST(RunLog, FilesThatAreTheSameAreRefusedHoweverTheyAreNamed) {
+  TemporaryFolder folder;
+  testing::write_bytes(folder.path("run"), {});
+  std::filesystem::create_symlink(folder.path("run"), folder.path("link"));
+  check_all_different({{"--init", ""}, {"--log", ""}, {"--trace", folder.path("new")}});
+  for (const std::string& other : {folder.path("run"), folder.path("./run"), folder.path("link")}) {
+    testing::expect_bad_input(
+        [&] {
+          check_all_different({{"--log", folder.path("run")}, {"--trace", other}});
+        },
+        {"--log", "--trace " + other, "the same file"});
+  }
+  testing::expect_bad_input(
+      [&] {
+        check_all_different({{"--log", folder.path("new")}, {"--trace", folder.path("x/../new")}});
+      },
+      {"the same file"});
+}
+
 TEST(RunLog, AtomicWriteLeavesTheOldFileOrTheNew) {
   TemporaryFolder folder;
   std::string path = folder.path("out.json");

@@ -54,6 +54,22 @@ TEST_F(SafetensorsTest, WhatIsWrittenIsReadAgain) {
   EXPECT_THROW(cut_short.finish(), Error);
 }
 
+// With a search for each of them this takes minutes.
+TEST_F(SafetensorsTest, HundredsOfThousandsOfTensorsAreWrittenAndReadAgain) {
+  std::vector<SafetensorsWriter::Entry> entries;
+  for (int i = 0; i < 200'000; ++i) entries.push_back({std::to_string(i), {1}});
+  SafetensorsWriter writer(path_, {}, entries);
+  const std::vector<float> values(entries.size(), 3.0f);
+  writer.write({values.data(), values.size()});
+  writer.finish();
+  const SafetensorsReader file(path_);
+  file.verify(true);
+  EXPECT_EQ(file.tensors().size(), entries.size());
+  float last = 0;
+  file.read(*file.find("199999"), 0, {&last, 1});
+  EXPECT_EQ(last, 3.0f);
+}
+
 TEST_F(SafetensorsTest, ImpossibleHeadersAreRefused) {
   auto tensor = [](const std::string& name, const std::string& shape, const std::string& offsets) {
     return "\"" + name + "\":{\"dtype\":\"F32\",\"shape\":" + shape + ",\"data_offsets\":" + offsets + "}";

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <unordered_set>
 
 #include "runtime/error.h"
 #include "runtime/shape.h"
@@ -20,7 +21,9 @@
 namespace gradwire {
 namespace {
 
-using Json = nlohmann::ordered_json;
+// In order when written; when read, found by name: of an ordered one each lookup is a search.
+using Json = nlohmann::json;
+using OrderedJson = nlohmann::ordered_json;
 
 static_assert(std::endian::native == std::endian::little, "tensors are written in memory order");
 
@@ -58,19 +61,25 @@ SafetensorsWriter::SafetensorsWriter(std::string path, const std::map<std::strin
                                      const std::vector<Entry>& entries)
     : path_(std::move(path)), file_(open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666)) {
   if (file_.fd() < 0) fail();
-  Json header = Json::object();
-  Json& about = header["__metadata__"] = Json{{"crc32", kNoDigits}};
+  OrderedJson about{{"crc32", kNoDigits}};
   for (const auto& [key, value] : metadata) about[key] = value;
+  OrderedJson::object_t header;
+  header.reserve(entries.size() + 1);
+  header.push_back({"__metadata__", std::move(about)});
+  std::unordered_set<std::string> names;
   uint64_t offset = 0;
   for (const Entry& entry : entries) {
-    if (header.contains(entry.name))
+    if (!names.insert(entry.name).second) {
       throw Error(fmt::format("{}: two tensors named '{}'", path_, entry.name));
+    }
     const auto bytes = static_cast<uint64_t>(element_count(entry.shape) * bytes_of(entry.dtype));
-    header[entry.name] = Json{
-        {"dtype", name(entry.dtype)}, {"shape", entry.shape}, {"data_offsets", {offset, offset + bytes}}};
+    header.push_back({entry.name, OrderedJson{{"dtype", name(entry.dtype)},
+                                              {"shape", entry.shape},
+                                              {"data_offsets", {offset, offset + bytes}}}});
     offset += bytes;
   }
-  std::string text = header.dump(-1, ' ', false, Json::error_handler_t::replace);
+  std::string text =
+      OrderedJson(std::move(header)).dump(-1, ' ', false, OrderedJson::error_handler_t::replace);
   text.append((8 - text.size() % 8) % 8, ' ');  // aligns the data
   const uint64_t length = text.size();
   put(&length, sizeof length);
@@ -154,8 +163,9 @@ void SafetensorsReader::read_header() {
     }
   }
   // The tensors must cover the data without gaps or overlaps, which detects truncated and shifted files.
-  std::stable_sort(tensors_.begin(), tensors_.end(),
-                   [](const Tensor& a, const Tensor& b) { return a.begin < b.begin; });
+  std::sort(tensors_.begin(), tensors_.end(), [](const Tensor& a, const Tensor& b) {
+    return std::pair(a.begin, a.bytes) < std::pair(b.begin, b.bytes);  // empty ones first
+  });
   uint64_t end = 0;
   for (size_t i = 0; i < tensors_.size(); ++i) {
     const Tensor& t = tensors_[i];

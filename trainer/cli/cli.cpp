@@ -37,6 +37,7 @@ int report(const char* text, int code) {
 int train(const Options& options) {
   if (leads(options) && !options.log.empty()) check_writable(options.log);
   if (leads(options) && !options.trace.empty()) check_writable(options.trace);
+  check_all_different({{"--init", options.init}, {"--log", options.log}, {"--trace", options.trace}});
   Resolved run = resolve(options);
   if (leads(options)) say_start(run, options);
   if (options.dry_run) {
@@ -109,7 +110,10 @@ int parse_and_run(int argc, char** argv) {
 
 int cli_main(int argc, char** argv) {
   try {
-    return parse_and_run(argc, argv);
+    const int code = parse_and_run(argc, argv);
+    // A full disk shows here at the latest; what a reader misses must not pass for a success.
+    if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
+    return report("standard output could not be written; is the disk full? All else is done", kFailed);
   } catch (const BadInput& error) {
     return report(error.what(), kBadInput);
   } catch (const std::bad_alloc&) {

@@ -117,6 +117,9 @@ Launch read(const Variables& v, const Lookup& lookup) {
     throw BadInput(fmt::format("the environment is inconsistent: {} ({}); ranks are 0 .. world - 1",
                                launch.variables, launch.launcher));
   }
+  if (launch.world > kMostRanks) {
+    throw BadInput(fmt::format("{} ({}): at most {} ranks", launch.variables, launch.launcher, kMostRanks));
+  }
   if (auto text = value_of(lookup, v.local_rank); !text.empty())
     launch.local_rank = parse(v.local_rank, text);
   if (auto text = value_of(lookup, v.local_world); !text.empty()) {

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <map>
 
 #include "runtime/error.h"
 
@@ -36,6 +37,19 @@ void check_writable(const std::string& path) {
   if (stat(folder.c_str(), &status) != 0) bad_folder();
   if (!S_ISDIR(status.st_mode)) cannot_write(path, folder + " is not a folder");
   if (access(folder.c_str(), W_OK | X_OK) != 0) bad_folder();
+}
+
+void check_all_different(const std::vector<NamedFile>& files) {
+  std::map<std::filesystem::path, const NamedFile*> seen;
+  for (const NamedFile& file : files) {
+    if (file.path.empty()) continue;
+    std::error_code ignored;
+    const auto [at, is_new] = seen.emplace(std::filesystem::weakly_canonical(file.path, ignored), &file);
+    if (!is_new) {
+      throw BadInput(fmt::format("{} {} and {} {} are the same file; name another for one of them",
+                                 at->second->flag, at->second->path, file.flag, file.path));
+    }
+  }
 }
 
 void write_file_atomically(const std::string& path, const std::string& contents) {

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "trainer/log/records.h"
 
@@ -11,6 +12,13 @@ namespace gradwire {
 
 // Throws BadInput if `path` cannot be created or overwritten. Creates nothing.
 void check_writable(const std::string& path);
+
+// Throws BadInput if two of these are the same file: the one written last would destroy the other.
+struct NamedFile {
+  const char* flag;
+  std::string path;  // empty: not given
+};
+void check_all_different(const std::vector<NamedFile>& files);
 
 // Replaces the file at `path` atomically: a reader sees the old contents or the new.
 void write_file_atomically(const std::string& path, const std::string& contents);
