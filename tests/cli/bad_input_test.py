@@ -106,7 +106,6 @@ class BadInput(CommandTest):
             self.refuse(synthetic("--trace", "t.json", "--trace-steps", steps), f"--trace-steps '{steps}'", "a:b")
         self.refuse(synthetic("--trace", "t.json", "--steps", 8, "--trace-steps", "8:9"), "8:9", "steps 0 to 7")
         self.refuse(synthetic("--profile-steps", "2:4"), "--profile-steps 2:4", "on the host", "--trace")
-        self.refuse(synthetic("--trace", "x.json", "--log", "./x.json"), "--log ./x.json", "--trace x.json", "the same file")
         self.refuse(synthetic("--trace", "nowhere/t.json"), "nowhere", "folder that exists")
 
     def test_unwritable_log(self):

@@ -47,6 +47,7 @@ class Checkpoints(CommandTest):
 
     def test_contradictory_options_are_refused(self):
         self.assertEqual(self.train("--checkpoint", "saved").returncode, 0)
+        (self.folder / "broken").write_text("{}")
         files = self.files()
         for extra, parts in ((["--checkpoint", "saved"], ["saved", "already", "--resume"]),
                              (["--checkpoint", "saved", "--resume", "nowhere"], ["saved", "already"]),
@@ -56,7 +57,8 @@ class Checkpoints(CommandTest):
                              (["--checkpoint-every", "3"], ["--checkpoint-every requires --checkpoint"]),
                              (["--checkpoint", "new", "--checkpoint-every", "0"], ["--checkpoint-every: '0'"]),
                              (["--checkpoint", "new", "--checkpoint-keep", "0"], ["--checkpoint-keep: '0'"]),
-                             (["--init", "run.jsonl"], ["run.jsonl", "safetensors"]),
+                             (["--init", "run.jsonl"], ["--init run.jsonl", "--log run.jsonl", "the same file"]),
+                             (["--init", "broken"], ["broken", "safetensors"]),
                              (["--init", "nowhere"], ["nowhere", "no such file"]),
                              (["--init", "x", "--resume", "saved"], ["--init", "--resume"]),
                              (["--optimizer", "sgd", "--resume", "saved"], ["optimizer", "adamw", "sgd"])):

@@ -80,6 +80,11 @@ class Train(CommandTest):
         self.assertEqual(config["compression"], "powersgd:rank=2")
         self.assertEqual(self.files(), [])
 
+    def test_a_log_and_a_trace_in_one_file_are_refused(self):
+        result = self.run_command("train", *synthetic("--trace", "x.json", "--log", "./x.json"))
+        self.assert_refused(result, "--log ./x.json", "--trace x.json", "the same file")
+        self.assertEqual(self.files(), [])
+
     def test_a_full_disk_under_standard_output_is_no_success(self):
         for arguments in (["train", *synthetic("--steps", 3)], ["doctor"], ["--help"]):
             with open("/dev/full", "w") as full:

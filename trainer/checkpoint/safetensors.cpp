@@ -22,8 +22,8 @@ namespace gradwire {
 namespace {
 
 // In order when written; when read, found by name: of an ordered one each lookup is a search.
-using Json = nlohmann::json;
-using OrderedJson = nlohmann::ordered_json;
+using Json = nlohmann::ordered_json;
+using SortedJson = nlohmann::json;
 
 static_assert(std::endian::native == std::endian::little, "tensors are written in memory order");
 
@@ -61,9 +61,9 @@ SafetensorsWriter::SafetensorsWriter(std::string path, const std::map<std::strin
                                      const std::vector<Entry>& entries)
     : path_(std::move(path)), file_(open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666)) {
   if (file_.fd() < 0) fail();
-  OrderedJson about{{"crc32", kNoDigits}};
+  Json about{{"crc32", kNoDigits}};
   for (const auto& [key, value] : metadata) about[key] = value;
-  OrderedJson::object_t header;
+  Json::object_t header;
   header.reserve(entries.size() + 1);
   header.push_back({"__metadata__", std::move(about)});
   std::unordered_set<std::string> names;
@@ -73,13 +73,12 @@ SafetensorsWriter::SafetensorsWriter(std::string path, const std::map<std::strin
       throw Error(fmt::format("{}: two tensors named '{}'", path_, entry.name));
     }
     const auto bytes = static_cast<uint64_t>(element_count(entry.shape) * bytes_of(entry.dtype));
-    header.push_back({entry.name, OrderedJson{{"dtype", name(entry.dtype)},
-                                              {"shape", entry.shape},
-                                              {"data_offsets", {offset, offset + bytes}}}});
+    header.push_back({entry.name, Json{{"dtype", name(entry.dtype)},
+                                       {"shape", entry.shape},
+                                       {"data_offsets", {offset, offset + bytes}}}});
     offset += bytes;
   }
-  std::string text =
-      OrderedJson(std::move(header)).dump(-1, ' ', false, OrderedJson::error_handler_t::replace);
+  std::string text = Json(std::move(header)).dump(-1, ' ', false, Json::error_handler_t::replace);
   text.append((8 - text.size() % 8) % 8, ' ');  // aligns the data
   const uint64_t length = text.size();
   put(&length, sizeof length);
@@ -144,10 +143,10 @@ void SafetensorsReader::read_header() {
   read_at(sizeof length, header_.data(), length);
   data_at_ = sizeof length + length;
 
-  Json header;
+  SortedJson header;
   try {
-    header = Json::parse(header_);
-  } catch (const Json::parse_error& error) {
+    header = SortedJson::parse(header_);
+  } catch (const SortedJson::parse_error& error) {
     refuse(fmt::format("corrupt, or not a safetensors file: its header is not JSON at byte {}", error.byte));
   }
   if (!header.is_object()) refuse("its header is not a JSON object");
@@ -182,15 +181,15 @@ void SafetensorsReader::read_header() {
 }
 
 void SafetensorsReader::add_tensor(const std::string& name, const void* opaque) {
-  const Json& json = *static_cast<const Json*>(opaque);
+  const SortedJson& json = *static_cast<const SortedJson*>(opaque);
   auto wrong = [&](const char* what) { refuse(fmt::format("corrupt: '{}' has no valid {}", name, what)); };
   if (!json.is_object()) wrong("description");
-  auto field = [&](const char* key) -> const Json& {
+  auto field = [&](const char* key) -> const SortedJson& {
     const auto at = json.find(key);
     if (at == json.end()) wrong(key);
     return *at;
   };
-  const Json &dtype = field("dtype"), &shape = field("shape"), &offsets = field("data_offsets");
+  const SortedJson &dtype = field("dtype"), &shape = field("shape"), &offsets = field("data_offsets");
   if (!dtype.is_string()) wrong("dtype");
   if (!shape.is_array()) wrong("shape");
   if (!offsets.is_array() || offsets.size() != 2 || !offsets[0].is_number_unsigned() ||
@@ -199,7 +198,7 @@ void SafetensorsReader::add_tensor(const std::string& name, const void* opaque) 
   }
   Tensor tensor{.name = name, .dtype = dtype.get<std::string>(), .shape = {}};
   tensor.elements = 1;
-  for (const Json& extent : shape) {
+  for (const SortedJson& extent : shape) {
     if (!extent.is_number_unsigned() || extent.get<uint64_t>() > uint64_t{1} << 60) wrong("shape");
     tensor.shape.push_back(extent.get<int64_t>());
     if (__builtin_mul_overflow(tensor.elements, tensor.shape.back(), &tensor.elements)) wrong("shape");

@@ -44,7 +44,8 @@ void check_all_different(const std::vector<NamedFile>& files) {
   for (const NamedFile& file : files) {
     if (file.path.empty()) continue;
     std::error_code ignored;
-    const auto [at, is_new] = seen.emplace(std::filesystem::weakly_canonical(file.path, ignored), &file);
+    const auto [at, is_new] =
+        seen.emplace(std::filesystem::weakly_canonical(std::filesystem::absolute(file.path), ignored), &file);
     if (!is_new) {
       throw BadInput(fmt::format("{} {} and {} {} are the same file; name another for one of them",
                                  at->second->flag, at->second->path, file.flag, file.path));
