@@ -6,6 +6,7 @@
 #   make build    the optimized build of everything but the tests, in build/
 #   make test-frameworks   the Python tests on today's PyTorch, beside Debian's; installs it in build/
 #   make faults   the fault matrix of docs/faults.md, and 200 runs with a killed rank
+#   make fuzz     libFuzzer on the readers of files and messages, a minute each; FUZZ_FLAGS="600 store" for more of one
 #   make bench    benchmarks
 #   make bench-check  compare this build with the goals and the published numbers in
 #                 docs/results/baselines.jsonl, in five minutes; BENCH_CHECK_FLAGS="--only REGEX" for some
@@ -20,8 +21,9 @@
 PYTHON ?= $(firstword $(wildcard /usr/bin/python3) python3)
 DEMO_FLAGS ?=
 BENCH_CHECK_FLAGS ?=
+FUZZ_FLAGS ?=
 
-.PHONY: build build-tests demo test test-quick test-frameworks faults bench bench-check host-check experiments \
+.PHONY: build build-tests demo test test-quick test-frameworks faults fuzz bench bench-check host-check experiments \
   gpu-check bundle setup format clean
 
 build: setup
@@ -49,6 +51,9 @@ faults: setup
 	@cmake --build --preset release --target processes_tests
 	@GRADWIRE_KILLS=200 build/bin/processes_tests --gtest_filter='*FaultMatrix*:TcpFaults.*' --gtest_brief=1
 
+fuzz: setup
+	@scripts/fuzz.sh $(FUZZ_FLAGS)
+
 bench: build
 	@build/bin/gradwire-bench kernels --json build/kernels.json
 
@@ -74,4 +79,4 @@ format:
 	@git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs clang-format -i
 
 clean:
-	@rm -rf build build-debug build-asan build-tsan
+	@rm -rf build build-debug build-asan build-tsan build-fuzz

@@ -54,11 +54,11 @@ run_tests release --
 if [ "${1:-}" != quick ]; then
   like_others="TcpFault\.|Tcp\.(AllToAll|ARankThat|ABusyPort)"
   like_others+="|FaultMatrix.*/(stopped|exits|returns|.*delay|corrupted_frame|wrong_[cs].*)_"
-  run_tests asan "${layers[@]}" processes_tests capi_tests capi_inside_tests gradwire -- \
+  run_tests asan "${layers[@]}" processes_tests capi_tests capi_inside_tests fuzz_tests gradwire -- \
     -E "$elsewhere|^capi_|$like_others"
   export TSAN_OPTIONS="${TSAN_OPTIONS:-halt_on_error=1 second_deadlock_stack=1}"
   run_tests tsan "${layers[@]}" processes_tests tsan_overlapped_step tsan_planted_race -- \
-    -E "$elsewhere|^capi|^cli_|$like_others|TcpFaults|FaultMatrix|Tcp\.RanksMeet"
+    -E "$elsewhere|^capi|^cli_|^fuzz_|$like_others|TcpFaults|FaultMatrix|Tcp\.RanksMeet"
 fi
 
 [ $skipped -gt 0 ] && echo "$skipped skipped (reasons are above)"

@@ -85,9 +85,9 @@ class CheckpointTest : public ::testing::TestWithParam<Device> {
 GW_INSTANTIATE_ON_DEVICES(CheckpointTest);
 
 TEST_P(CheckpointTest, ResumingAtAnyStepGivesTheSameBits) {
-  for (const char* spec : {"fp32", "bf16:round=stochastic", "powersgd:rank=2,wire=bf16,start=2",
-                           "int8:residual=int8,dense=auto", "powersgd:rank=2,wire=bf16,residual=bf16",
-                           "powersgd:rank=2,alternate=on", "randk:ratio=0.1"}) {
+  for (const char* spec :
+       {"fp32", "bf16:round=stochastic", "powersgd:rank=2,wire=bf16,start=2", "int8:residual=int8,dense=auto",
+        "powersgd:rank=2,wire=bf16,residual=bf16", "powersgd:rank=2,alternate=on", "randk:ratio=0.1"}) {
     for (int ranks : {1, 3}) {
       const std::string what = fmt::format("{}, {} ranks", spec, ranks);
       TrainConfig c = config(ranks, spec);
@@ -312,6 +312,29 @@ TEST_P(CheckpointTest, TheFirstStepInAWorldOfOneAppliesTheResidualsItFound) {
     largest = std::max(largest, std::abs(lr * residual[i]));
   }
   EXPECT_GT(largest, 1e-5);  // the residuals are larger than the tolerance
+}
+
+// Twice the bytes that the run has place for, in a file with a correct checksum.
+TEST_P(CheckpointTest, MomentsOfAnotherTypeAreRefused) {
+  const TrainConfig c = config(1, "fp32");
+  train_and_save(c);
+  const std::string path = state_path(checkpoint(4), 0, 1);
+  const SafetensorsReader good(path);
+  std::vector<SafetensorsWriter::Entry> entries;
+  uint64_t bytes = 0;
+  for (const SafetensorsReader::Tensor& tensor : good.tensors()) {
+    entries.push_back({tensor.name, tensor.shape, DType::f64});
+    bytes += 2 * tensor.bytes;
+  }
+  auto metadata = good.metadata();
+  metadata.erase("crc32");
+  fs::remove(path);
+  SafetensorsWriter writer(path, metadata, entries);
+  writer.write(std::vector<std::byte>(bytes));
+  writer.finish();
+  TrainConfig rest = c;
+  rest.resume = checkpoint(4);
+  expect_bad_input([&] { train(rest); }, {"of F64, expected"});
 }
 
 TEST_P(CheckpointTest, WeightsOfACheckpointStartARun) {

@@ -13,12 +13,12 @@
 #include "runtime/shape.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/checkpoint/safetensors.h"
+#include "trainer/log/json.h"
 #include "trainer/log/records.h"
 
 namespace gradwire {
 namespace {
 
-using Json = nlohmann::ordered_json;
 using Entry = SafetensorsWriter::Entry;
 using Tensor = SafetensorsReader::Tensor;
 
@@ -64,7 +64,15 @@ void write_file(const Stream& stream, const std::string& path, const Json& about
   bytes += writer.bytes();
 }
 
+[[noreturn]] void refuse_as_damaged(const SafetensorsReader& file, const std::string& what) {
+  throw BadInput(fmt::format("{}: damaged: {}", file.path(), what));
+}
+
 void load(const Stream& stream, const SafetensorsReader& file, const Tensor& tensor, const TensorState& to) {
+  if (tensor.dtype != name(to.dtype) || tensor.bytes != static_cast<uint64_t>(to.bytes())) {
+    refuse_as_damaged(file, fmt::format("'{}' has {} bytes of {}, expected {} of {}", tensor.name,
+                                        tensor.bytes, tensor.dtype, to.bytes(), name(to.dtype)));
+  }
   std::vector<std::byte> chunk(std::min<size_t>(kChunk, tensor.bytes));
   for (size_t at = 0; at < tensor.bytes; at += kChunk) {
     const size_t n = std::min<size_t>(kChunk, tensor.bytes - at);
@@ -117,7 +125,7 @@ Json about_of(const SafetensorsReader& file) {
   auto refuse = [&](const std::string& why) { throw BadInput(fmt::format("{}: {}", file.path(), why)); };
   const auto text = file.metadata().find(kAboutKey);
   if (text == file.metadata().end()) refuse("not written by gradwire as a checkpoint's state");
-  Json about = Json::parse(text->second, nullptr, false);
+  Json about = parse_json(text->second);
   if (!about.is_object()) refuse("damaged: its metadata cannot be parsed");
   for (const char* key : {"version", "step", "epoch", "images", "rank", "world"}) {
     if (!about.contains(key) || !about[key].is_number_unsigned()) {
@@ -169,7 +177,7 @@ std::vector<Source> moment_sources(const RankState& rank) {
     for (size_t i = 0; i < rank.parameters.size(); ++i) {
       const VitParameter& p = rank.parameters[i];
       sources.push_back({{fmt::format("optimizer.{}.{}", moment.name, p.name), p.shape},
-                         {.data = moment.data + rank.layout.offsets[i]}});
+                         {.data = moment.data + rank.layout.offsets[i], .shape = p.shape}});
     }
   }
   return sources;
@@ -282,9 +290,6 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
   const int world = rank.comm.world(), me = rank.comm.rank();
   const std::vector<TensorState> states = rank.reducer.tensor_state();
   const bool same_codec = config.compression.loads_state_of(head.compression);
-  auto damaged = [](const SafetensorsReader& file, const std::string& what) {
-    throw BadInput(fmt::format("{}: damaged: {}", file.path(), what));
-  };
 
   std::vector<float> flat(static_cast<size_t>(rank.layout.elements));
   load_weights(weights_path(head.path), rank.parameters, rank.layout, true, flat);
@@ -295,7 +300,7 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
   for (const Source& source : moment_sources(rank)) {
     const Tensor* tensor = common.find(source.entry.name);
     if (tensor == nullptr || tensor->shape != source.entry.shape) {
-      damaged(common, fmt::format("'{}' is missing or has another shape", source.entry.name));
+      refuse_as_damaged(common, fmt::format("'{}' is missing or has another shape", source.entry.name));
     }
     load(rank.stream, common, *tensor, source.state);
   }
@@ -306,7 +311,7 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
         tensor != nullptr && tensor->dtype == name(state.dtype) && tensor->elements == state.count();
     // Without a state from the same codec, the codec keeps its initial state.
     if (same_codec && head.world > 1 && !fits) {
-      damaged(file, fmt::format("'{}' is missing or has another shape or type", source.entry.name));
+      refuse_as_damaged(file, fmt::format("'{}' is missing or has another shape or type", source.entry.name));
     }
     if (fits) load(rank.stream, file, *tensor, state);
   };
@@ -321,14 +326,14 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
     file.verify(true);
     const Json about = about_of(file);
     if (about["step"] != head.position.step || about["rank"] != from || about["world"] != head.world) {
-      damaged(file, "it belongs to another rank or step");
+      refuse_as_damaged(file, "it belongs to another rank or step");
     }
     for (size_t i = 0; i < rank.parameters.size(); ++i) {
       const VitParameter& p = rank.parameters[i];
       const Tensor* tensor = file.find(fmt::format("{}.{}", kResidualKind, p.name));
       if (tensor == nullptr) continue;
       if (tensor->shape != p.shape || tensor->dtype != "F32")
-        damaged(file, fmt::format("'{}' has another shape or type", tensor->name));
+        refuse_as_damaged(file, fmt::format("'{}' has another shape or type", tensor->name));
       float* sum = flat.data() + rank.layout.offsets[i];
       if (from == me) {
         file.read(*tensor, 0, {sum, static_cast<size_t>(tensor->elements)});

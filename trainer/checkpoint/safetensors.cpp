@@ -148,6 +148,8 @@ void SafetensorsReader::read_header() {
     header = SortedJson::parse(header_);
   } catch (const SortedJson::parse_error& error) {
     refuse(fmt::format("corrupt, or not a safetensors file: its header is not JSON at byte {}", error.byte));
+  } catch (const SortedJson::out_of_range&) {
+    refuse("corrupt: its header holds a number that is too large");
   }
   if (!header.is_object()) refuse("its header is not a JSON object");
   for (const auto& [name, value] : header.items()) {

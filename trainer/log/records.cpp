@@ -146,12 +146,12 @@ std::string resume_record(const TrainConfig& config, const RunInfo& info) {
 }
 
 bool is_run_record(const std::string& line) {
-  const Json json = Json::parse(line, nullptr, false);
+  const Json json = parse_json(line);
   return json.is_object() && json.value("type", Json()) == "run";
 }
 
 bool is_before(const std::string& line, int64_t first_step, int64_t steps) {
-  const Json json = Json::parse(line, nullptr, false);
+  const Json json = parse_json(line);
   if (!json.is_object()) return false;
   const Json type = json.value("type", Json()), step = json.value("step", Json());
   if (type == "run") return true;
@@ -197,7 +197,7 @@ std::string config_text(const TrainConfig& config) {
 }
 
 std::string settings_text(const std::string& run_record) {
-  const Json json = Json::parse(run_record, nullptr, false);
+  const Json json = parse_json(run_record);
   if (!json.is_object() || json.value("type", Json()) != "run") return "";
   Json settings = Json::object();
   for (const auto& [key, value] : json.items()) {

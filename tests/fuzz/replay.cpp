@@ -1,0 +1,186 @@
+// Runs a target over its seeds and its corpus, each as it is and with mutations drawn from a fixed seed.
+//
+//   fuzz_tests TARGET [--corpus DIR] [--mutations N] [--seed S] [--seconds S] [--save FILE]
+//                     [--write-seeds DIR]
+//
+// A defect ends the program, with what threw, or by a sanitizer; --save (default failed-TARGET.bin) holds the
+// input at that point, to be added to the corpus.
+#include <charconv>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <random>
+#include <string>
+
+#include "tests/fuzz/targets.h"
+
+namespace {
+
+using gradwire::fuzz::Bytes;
+using gradwire::fuzz::Target;
+using Random = std::mt19937_64;
+
+size_t below(Random& random, size_t bound) {
+  return bound == 0 ? 0 : random() % bound;
+}
+
+// One small change: of the kind that truncation, a bad disk, another version or an attacker makes.
+void mutate(Bytes& bytes, const std::vector<Bytes>& others, Random& random) {
+  const size_t at = below(random, bytes.size());
+  const auto here = bytes.begin() + static_cast<std::ptrdiff_t>(at);
+  switch (random() % 9) {
+    case 0:  // a bit
+      if (!bytes.empty()) bytes[at] ^= static_cast<uint8_t>(1u << random() % 8);
+      break;
+    case 1:  // a byte
+      if (!bytes.empty()) bytes[at] = static_cast<uint8_t>(random());
+      break;
+    case 2:  // an end
+      bytes.resize(at);
+      break;
+    case 3: {  // a number at its limits
+      static constexpr uint64_t kLimits[] = {
+          0,           1, 0x7f, 0xff, 0xffff, 0x7fffffff, 0xffffffff, uint64_t{1} << 40, ~uint64_t{0} >> 1,
+          ~uint64_t{0}};
+      const uint64_t value = kLimits[random() % std::size(kLimits)];
+      const size_t width = size_t{1} << random() % 4;
+      if (at + width <= bytes.size()) std::memcpy(bytes.data() + at, &value, width);
+      break;
+    }
+    case 4: {  // digits
+      static constexpr const char* kNumbers[] = {
+          "0", "-1", "18446744073709551615", "9223372036854775808", "1e999", "null", "[]", "\"\"", "0.5"};
+      const std::string_view number = kNumbers[random() % std::size(kNumbers)];
+      auto first = here;
+      while (first != bytes.end() && (*first < '0' || *first > '9')) ++first;
+      auto last = first;
+      while (last != bytes.end() && *last >= '0' && *last <= '9') ++last;
+      const auto place = bytes.erase(first, last);
+      bytes.insert(place, number.begin(), number.end());
+      break;
+    }
+    case 5: {  // a piece left out
+      const size_t length = below(random, std::min<size_t>(bytes.size() - at + 1, 64));
+      bytes.erase(here, here + static_cast<std::ptrdiff_t>(length));
+      break;
+    }
+    case 6: {  // a piece twice
+      const size_t length = below(random, std::min<size_t>(bytes.size() - at + 1, 64));
+      const Bytes piece(here, here + static_cast<std::ptrdiff_t>(length));
+      bytes.insert(here, piece.begin(), piece.end());
+      break;
+    }
+    case 7: {  // bytes from nowhere
+      Bytes piece(below(random, 16));
+      for (uint8_t& byte : piece) byte = static_cast<uint8_t>(random());
+      bytes.insert(here, piece.begin(), piece.end());
+      break;
+    }
+    case 8: {  // the rest of another input
+      const Bytes& other = others[random() % others.size()];
+      bytes.resize(at);
+      const auto from = static_cast<std::ptrdiff_t>(below(random, other.size() + 1));
+      bytes.insert(bytes.end(), other.begin() + from, other.end());
+      break;
+    }
+  }
+}
+
+void write(const std::string& path, const Bytes& bytes) {
+  std::ofstream(path, std::ios::binary)
+      .write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
+}
+
+[[noreturn]] void usage(const std::string& why) {
+  std::fprintf(stderr,
+               "fuzz_tests: %s; usage: fuzz_tests TARGET [--corpus DIR] [--mutations N] [--seed S] "
+               "[--seconds S] [--save FILE] [--write-seeds DIR]; targets:",
+               why.c_str());
+  for (const Target& target : gradwire::fuzz::kTargets) {
+    std::fprintf(stderr, " %.*s", static_cast<int>(target.name.size()), target.name.data());
+  }
+  std::fprintf(stderr, "\n");
+  std::exit(2);
+}
+
+uint64_t number(const std::string& flag, const std::string& text) {
+  uint64_t value = 0;
+  const auto [at, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || at != text.data() + text.size())
+    usage(flag + " '" + text + "' is not a number");
+  return value;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 2 || argc % 2 != 0) usage("give a target, and a value for each option");
+  const Target* target = nullptr;
+  for (const Target& each : gradwire::fuzz::kTargets) {
+    if (each.name == argv[1]) target = &each;
+  }
+  if (target == nullptr) usage(std::string("no target '") + argv[1] + "'");
+  std::string corpus, seeds, save = "failed-" + std::string(target->name) + ".bin";
+  uint64_t mutations = 1000, seed = 1, seconds = 0;
+  for (int i = 2; i < argc; i += 2) {
+    const std::string flag = argv[i], value = argv[i + 1];
+    if (flag == "--corpus") {
+      corpus = value;
+    } else if (flag == "--save") {
+      save = value;
+    } else if (flag == "--write-seeds") {
+      seeds = value;
+    } else if (flag == "--mutations") {
+      mutations = number(flag, value);
+    } else if (flag == "--seed") {
+      seed = number(flag, value);
+    } else if (flag == "--seconds") {
+      seconds = number(flag, value);
+    } else {
+      usage("no option '" + flag + "'");
+    }
+  }
+
+  std::vector<Bytes> inputs = target->seeds();
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    target->run(inputs[i]);
+    if (!seeds.empty()) write(seeds + "/seed-" + std::to_string(i), inputs[i]);
+  }
+  if (!corpus.empty()) {
+    std::error_code error;
+    std::vector<std::filesystem::path> paths;
+    for (const auto& entry : std::filesystem::directory_iterator(corpus, error))
+      paths.push_back(entry.path());
+    if (error) usage(corpus + ": " + error.message());
+    std::sort(paths.begin(), paths.end());
+    for (const auto& path : paths) {
+      std::ifstream file(path, std::ios::binary);
+      inputs.emplace_back(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+    }
+  }
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
+  Random random(seed);
+  uint64_t run = 0;
+  auto try_one = [&](const Bytes& input) {
+    try {
+      target->run(input);
+    } catch (const std::exception& error) {
+      write(save, input);
+      std::fprintf(stderr, "fuzz_tests: %s: input %llu, saved as %s: %s\n", argv[1],
+                   static_cast<unsigned long long>(run), save.c_str(), error.what());
+      std::exit(1);
+    }
+    ++run;
+  };
+  for (const Bytes& input : inputs) try_one(input);
+  for (uint64_t i = 0; seconds > 0 ? std::chrono::steady_clock::now() < end : i < mutations; ++i) {
+    Bytes input = inputs[random() % inputs.size()];
+    for (size_t k = 1 + random() % 4; k > 0; --k) mutate(input, inputs, random);
+    try_one(input);
+  }
+  std::printf("%.*s: %zu inputs, %llu runs\n", static_cast<int>(target->name.size()), target->name.data(),
+              inputs.size(), static_cast<unsigned long long>(run));
+}

@@ -1,0 +1,87 @@
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "collectives/c_api/crc32.h"
+#include "collectives/gradwire.h"
+#include "tests/fuzz/targets.h"
+
+namespace gradwire::fuzz {
+namespace {
+
+void require_ok(gw_status status) {
+  if (status != GW_OK) throw std::logic_error(gw_last_error());
+}
+
+// Rank 0 of a world of two threads, whose other rank only takes part in making it.
+class Reducer {
+ public:
+  Reducer() {
+    std::thread other([this] { join(1, other_comm_, other_); });
+    join(0, comm_, reducer_);
+    other.join();
+    size_t size = 0;
+    require_ok(gw_reducer_state_size(reducer_, &size));
+    fresh_.resize(size);
+    require_ok(gw_reducer_state_save(reducer_, fresh_.data(), fresh_.size()));
+  }
+  ~Reducer() {
+    for (gw_reducer reducer : {reducer_, other_}) gw_reducer_destroy(reducer);
+    for (gw_comm comm : {comm_, other_comm_}) gw_comm_destroy(comm);
+  }
+
+  const Bytes& fresh() const { return fresh_; }
+  // What is refused leaves the reducer unchanged.
+  void load(const Bytes& state) {
+    const gw_status status = gw_reducer_state_load(reducer_, state.data(), state.size());
+    if (status == GW_OK) {
+      require_ok(gw_reducer_state_load(reducer_, fresh_.data(), fresh_.size()));
+      return;
+    }
+    if (status != GW_BAD_ARGUMENT) throw std::logic_error(gw_last_error());
+    Bytes now(fresh_.size());
+    require_ok(gw_reducer_state_save(reducer_, now.data(), now.size()));
+    if (now != fresh_) throw std::logic_error("a refused state changed the reducer");
+  }
+
+ private:
+  static void join(int rank, gw_comm& comm, gw_reducer& reducer) {
+    require_ok(gw_comm_create("local://fuzz", rank, 2, GW_HOST, 60'000, &comm));
+    gw_tensor tensors[] = {{sizeof(gw_tensor), "matrix", 12, 9, GW_FLOAT32, nullptr},
+                           {sizeof(gw_tensor), "vector", 5, 1, GW_FLOAT32, nullptr}};
+    require_ok(gw_reducer_create(comm, "powersgd:rank=2,min_ratio=1", tensors, 2, nullptr, &reducer));
+  }
+
+  gw_comm comm_ = nullptr, other_comm_ = nullptr;
+  gw_reducer reducer_ = nullptr, other_ = nullptr;
+  Bytes fresh_;
+};
+
+// Made when first needed, and used by all inputs.
+Reducer& reducer_of_two() {
+  static Reducer reducer;
+  return reducer;
+}
+
+}  // namespace
+
+void state(Input input) {
+  Reducer& reducer = reducer_of_two();
+  Bytes bytes(input.begin(), input.end());
+  reducer.load(bytes);
+  // Once more with the size and the checksum that would hide the damage: offsets as in docs/state-format.md.
+  constexpr size_t kHeader = 40;
+  if (bytes.size() < kHeader) return;
+  const uint64_t size = bytes.size();
+  const uint32_t crc = c_api::crc32(bytes.data() + kHeader, bytes.size() - kHeader);
+  std::memcpy(bytes.data() + 12, &crc, sizeof crc);
+  std::memcpy(bytes.data() + 16, &size, sizeof size);
+  reducer.load(bytes);
+}
+
+std::vector<Bytes> state_seeds() {
+  return {reducer_of_two().fresh()};
+}
+
+}  // namespace gradwire::fuzz

@@ -1,0 +1,55 @@
+// What reads bytes that somebody else wrote, as functions of any bytes at all. Each may refuse its input with
+// the exception that its callers expect; anything else that happens is a defect.
+//
+// One file per target, one line here. make test replays each target's own seeds and tests/fuzz/corpus/NAME, with
+// mutations (replay.cpp); make fuzz searches for new inputs under libFuzzer (libfuzzer.cpp).
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+namespace gradwire::fuzz {
+
+using Input = std::span<const uint8_t>;
+
+using Bytes = std::vector<uint8_t>;
+
+struct Target {
+  std::string_view name;
+  void (*run)(Input input);
+  std::vector<Bytes> (*seeds)();  // valid inputs, in today's formats
+};
+
+#define GW_FUZZ_TARGET(name) \
+  void name(Input input);    \
+  std::vector<Bytes> name##_seeds()
+
+GW_FUZZ_TARGET(checkpoint);   // the files of a checkpoint, as read by --resume and --init
+GW_FUZZ_TARGET(cifar);        // CIFAR-10's batches
+GW_FUZZ_TARGET(idx);          // IDX files, plain or gzip
+GW_FUZZ_TARGET(log);          // the log of an earlier run
+GW_FUZZ_TARGET(safetensors);  // tensors of other programs
+GW_FUZZ_TARGET(settings);     // specs and values of the command line
+GW_FUZZ_TARGET(state);        // a reducer's saved state
+GW_FUZZ_TARGET(store);        // frames of the rendezvous store
+
+#undef GW_FUZZ_TARGET
+
+#define GW_FUZZ_TARGET(name)  \
+  Target {                    \
+#name, name, name##_seeds \
+  }
+inline constexpr std::array kTargets{
+    GW_FUZZ_TARGET(checkpoint),  GW_FUZZ_TARGET(cifar),    GW_FUZZ_TARGET(idx),   GW_FUZZ_TARGET(log),
+    GW_FUZZ_TARGET(safetensors), GW_FUZZ_TARGET(settings), GW_FUZZ_TARGET(state), GW_FUZZ_TARGET(store),
+};
+#undef GW_FUZZ_TARGET
+
+inline Bytes bytes_of_text(std::string_view text) {
+  return {text.begin(), text.end()};
+}
+
+}  // namespace gradwire::fuzz
