@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """`gradwire train` with checkpoints: a stopped run resumes with its log, and damage is refused."""
 import shutil
+import subprocess
 
 from command import CommandTest, main, synthetic
 
@@ -44,6 +45,20 @@ class Checkpoints(CommandTest):
         self.assert_refused(self.train(*saving), "state-1-of-2.safetensors", "truncated")
         state.write_bytes(good[:-100] + bytes(100))
         self.assert_refused(self.train(*saving), "state-1-of-2.safetensors", "damaged", "checksum")
+
+    def test_a_second_run_in_the_same_folder_is_refused_until_the_first_has_ended(self):
+        saving = ["--checkpoint", "saved", "--resume", "saved"]
+        long = [word if word != "8" else "100000" for word in self.RUN]
+        first = subprocess.Popen([self.gradwire, *long, *synthetic(), *saving], stdout=subprocess.PIPE, text=True,
+                                 env=self.environment(), cwd=self.folder)
+        self.addCleanup(lambda: (first.kill(), first.communicate()))
+        while "step 3/" not in first.stdout.readline():
+            self.assertIsNone(first.poll())
+        second = self.run_command("train", *synthetic(), "--steps", 8, *saving)
+        self.assert_refused(second, "saved: another run writes there", f"process {first.pid} on", "another folder")
+        first.kill()
+        first.wait(60)
+        self.assertEqual(self.run_command("train", *synthetic(), "--steps", 8, *saving).returncode, 0)
 
     def test_contradictory_options_are_refused(self):
         self.assertEqual(self.train("--checkpoint", "saved").returncode, 0)

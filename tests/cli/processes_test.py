@@ -4,7 +4,7 @@ import json
 import socket
 import subprocess
 
-from command import CommandTest, SYNTHETIC, main
+from command import CommandTest, SMALL, SYNTHETIC, main
 
 
 def free_port():
@@ -14,8 +14,9 @@ def free_port():
 
 
 class Processes(CommandTest):
-    def start(self, world, *arguments, own=None, **env):
-        """One process per rank, meeting through a file unless told otherwise. `own`: extra arguments by rank."""
+    def start(self, world, *arguments, own=None, folders=None, **env):
+        """One process per rank, meeting through a file unless told otherwise. By rank: `own`, extra arguments;
+        `folders`, where it is started."""
         if "MASTER_ADDR" not in env and "--rendezvous" not in arguments:
             arguments += ("--rendezvous", f"file://{self.folder}/meeting")
         processes = []
@@ -23,7 +24,7 @@ class Processes(CommandTest):
             every = self.environment({"RANK": str(rank), "WORLD_SIZE": str(world), **env})
             words = [self.gradwire, *map(str, arguments), *map(str, (own or {}).get(rank, ()))]
             process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=every,
-                                       cwd=self.folder)
+                                       cwd=folders[rank] if folders else self.folder)
             self.addCleanup(lambda p=process: (p.kill(), p.communicate()))
             processes.append(process)
         return processes
@@ -108,6 +109,20 @@ class Processes(CommandTest):
         self.assertEqual([p.returncode for p in processes], [2, 1, 1], ends)
         for error in ends:
             self.assertIn("rank 2 was started with other settings or data than rank 0: \"lr\": 0.5 there, \"lr\": 0.001 here", error)
+
+    def test_a_rank_with_other_images_behind_the_same_path_is_refused(self):
+        folders = [self.folder / "a", self.folder / "b"]  # the path is relative to them
+        batches = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
+        for label, folder in enumerate(folders):
+            (folder / "images").mkdir(parents=True)
+            for batch in batches:
+                (folder / "images" / batch).write_bytes((bytes([label]) + bytes(3072)) * 8)
+        processes = self.start(2, "train", "--data", "cifar10:images", "--batch-size", 2, "--steps", 1, "--image-size", 32, "--patch", 8, *SMALL, folders=folders)
+        for process in processes:
+            error = process.communicate(timeout=240)[1]
+            self.assertNotEqual(process.returncode, 0)
+            self.assertIn("rank 1 was started with other settings or data than rank 0", error)
+            self.assertIn("with checksums", error)
 
     def test_a_killed_rank_ends_the_others(self):
         processes = self.start(3, "train", *SYNTHETIC, "--steps", 100000, "--log", "run.jsonl")

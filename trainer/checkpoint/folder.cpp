@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -159,6 +160,31 @@ void check_output_directory(const std::string& flag, const std::string& director
     throw BadInput(fmt::format("{} {}: {} cannot be written to: {}", flag, directory, existing.string(),
                                std::strerror(errno)));
   }
+}
+
+FolderLock::FolderLock(const std::string& directory) {
+  std::error_code error;
+  fs::create_directories(directory, error);
+  if (error) throw Error(fmt::format("{}: cannot be created: {}", directory, error.message()));
+  const std::string path = directory + "/lock";
+  file_ = std::make_unique<OpenFile>(open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
+  const int fd = file_->fd();
+  if (fd < 0) fail(path + ": cannot be created", errno);
+  char text[300] = {};
+  if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
+    if (errno != EWOULDBLOCK) {  // a file system without locks
+      file_ = nullptr;
+      return;
+    }
+    [[maybe_unused]] const ssize_t read = pread(fd, text, sizeof text - 1, 0);
+    throw BadInput(
+        fmt::format("--checkpoint {}: another run writes there{}{}; stop it, or give this run another folder",
+                    directory, text[0] == 0 ? "" : ": ", text));
+  }
+  char host[256] = {};
+  gethostname(host, sizeof host - 1);
+  const std::string holder = fmt::format("process {} on {}", getpid(), host);
+  if (ftruncate(fd, 0) != 0 || pwrite(fd, holder.data(), holder.size(), 0) < 0) fail(path, errno);
 }
 
 std::string NewCheckpoint::final_path(const std::string& directory, int64_t step) {

@@ -4,9 +4,12 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
+
+#include "trainer/checkpoint/safetensors.h"
 
 namespace gradwire {
 
@@ -27,6 +30,18 @@ bool holds_checkpoints(const std::string& directory);
 // Throws BadInput, which names `flag`, unless files can be written into this folder, which need not exist yet.
 // Creates nothing.
 void check_output_directory(const std::string& flag, const std::string& directory);
+
+// Two runs must not write to one folder: each would remove the other's checkpoints. Made by the rank that makes
+// the folders; released with the object or the process, however that ends. Creates `directory`. Throws BadInput,
+// which names the run that holds the lock.
+class FolderLock {
+ public:
+  explicit FolderLock(const std::string& directory);
+  FolderLock(FolderLock&&) = default;
+
+ private:
+  std::unique_ptr<OpenFile> file_;
+};
 
 // One rank creates this object, all ranks write files to temporary_path(), then the one rank commits.
 class NewCheckpoint {

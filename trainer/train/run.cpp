@@ -2,11 +2,13 @@
 #include "trainer/config/run.h"
 
 #include <fmt/format.h>
+#include <zlib.h>
 
 #include <chrono>
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <sstream>
 #include <thread>
 #include <vector>
@@ -14,6 +16,7 @@
 #include "collectives/communicator/communicator.h"
 #include "runtime/error.h"
 #include "trainer/checkpoint/checkpoint.h"
+#include "trainer/checkpoint/folder.h"
 #include "trainer/data/dataset.h"
 #include "trainer/log/records.h"
 #include "trainer/train/rank.h"
@@ -75,8 +78,16 @@ void check(const TrainConfig& config, const DataSplits& data) {
   if (!config.resume.empty()) compare_with_head(config, read_head(config.resume));
 }
 
+// Of the images and labels, which may differ behind one path.
+uint32_t checksum(const Dataset& data) {
+  const auto* labels = reinterpret_cast<const unsigned char*>(data.labels.data());
+  const uLong images = crc32_z(0, data.images.data(), data.images.size());
+  return static_cast<uint32_t>(crc32_z(images, labels, data.labels.size() * sizeof data.labels[0]));
+}
+
 std::string described(const TrainConfig& config, const DataSplits& data) {
-  return fmt::format("{}\n\"images\": {} and {}", config_text(config), data.train.count(), data.test.count());
+  return fmt::format("{}\n\"images\": {} and {} with checksums {:08x} and {:08x}", config_text(config),
+                     data.train.count(), data.test.count(), checksum(data.train), checksum(data.test));
 }
 
 // The first line in which two descriptions differ: "learning rate 0.1 there, 0.2 here".
@@ -113,6 +124,12 @@ void check_agreement(const TrainConfig& config, const DataSplits& data, Communic
   }
 }
 
+// Held by rank 0 while it may write checkpoints.
+std::optional<FolderLock> lock_checkpoints(const TrainConfig& config) {
+  if (config.checkpoint_directory.empty()) return std::nullopt;
+  return std::optional<FolderLock>(std::in_place, config.checkpoint_directory);
+}
+
 }  // namespace
 
 void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
@@ -126,6 +143,7 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
   try {
     check(config, data);
     check_agreement(config, data, comm);
+    const std::optional<FolderLock> lock = comm.rank() == 0 ? lock_checkpoints(config) : std::nullopt;
     if (shared.trace != nullptr) shared.instant = agree_on_instant(comm.transport());
     if (config.ranks_per_node > 0) {
       comm.set_ranks_per_node(config.ranks_per_node);
@@ -153,6 +171,7 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
 
 void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer) {
   check(config, data);
+  const std::optional<FolderLock> lock = lock_checkpoints(config);
   const auto timeout = std::chrono::milliseconds(static_cast<int64_t>(config.timeout_s * 1e3));
   auto comms = Communicator::create_local(config.devices, timeout);
   for (auto& comm : comms) comm->set_ranks_per_node(config.ranks_per_node);
