@@ -74,6 +74,20 @@ class Hooks(unittest.TestCase):
                 stranger.bind(("", port))
             self.assertEqual(run_ranks(2, lambda comm: comm.rank, f"tcp://127.0.0.1:{port}"), [0, 1])
 
+    def test_another_network_namespace_is_another_host_though_its_name_is_the_same(self) -> None:
+        code = "from gradwire._process_group import _network; print(_network())"
+
+        def network(*prefix: str) -> str:
+            return subprocess.run([*prefix, sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+        self.assertEqual(network(), _process_group._network())
+        unshare = ["unshare", "--net"] if os.getuid() == 0 else ["unshare", "--net", "--map-root-user"]
+        if subprocess.run([*unshare, "true"], capture_output=True).returncode != 0:
+            self.skipTest("this machine does not permit network namespaces (unshare --net)")
+        there = network(*unshare)
+        self.assertEqual(there.split()[0], socket.gethostname())
+        self.assertNotEqual(there, _process_group._network())
+
     def test_a_silent_peer_is_waited_for_as_long_as_pytorch_waits(self) -> None:
         hook = gradwire.torch.Hook("fp32")
         self.assertEqual(hook._timeout_s, 1800)  # 60 s killed jobs whose rank 0 wrote a long checkpoint
