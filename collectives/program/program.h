@@ -111,6 +111,7 @@ class Program {
   // order. Tells `phases` when the first exchange begins and the last ends, and its tracer of each one.
   void run(const Stream& stream, BucketPhases* phases = nullptr);
 
+  const ProgramBuffers& buffers() const { return buffers_; }
   int64_t shard_elements() const;  // of this rank
   int slices() const { return slices_; }
   const ProgramInfo& info() const { return info_; }
