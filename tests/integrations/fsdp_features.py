@@ -49,6 +49,19 @@ def resharding_after_forward_or_not() -> None:
 def gradient_accumulation_and_clipping() -> None:
     same_as_native("three micro-batches without communication in two", accumulate=3)
     same_as_native("clipping", clip=0.1)
+    native, halved, summed = Run(), Run(PLAIN), Run(PLAIN)
+    halved.model.set_gradient_divide_factor(2.0 * WORLD)  # PREMUL_SUM, which Gloo itself does not have
+    for block in halved.model.blocks:
+        block.set_gradient_divide_factor(2.0 * WORLD)
+    for module in (summed.model, *summed.model.blocks):
+        module.set_force_sum_reduction_for_comms(True)
+    for run in (native, halved, summed):
+        run.backward(0)
+    wanted = native.gradients()
+    for run, factor in ((halved, 2.0), (summed, 1.0)):
+        off = max(float((factor * g - wanted[n]).abs().max()) for n, g in run.gradients().items())
+        check(off <= 1e-7, f"a factor of {factor}: gradients are off by {off:.1e}")
+        run.close()
 
 
 def mixed_precision() -> None:
@@ -56,8 +69,9 @@ def mixed_precision() -> None:
     same_as_native("param_dtype=bf16, reduce_dtype=fp32",
                    mp_policy=MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=torch.float32))
     # PyTorch adds in BF16, we in FP32: so not within 1e-6, but as far apart as BF16's rounding of a step.
-    same_as_native("param_dtype=bf16, reduce_dtype=bf16", limit=1e-4, mp_policy=MixedPrecisionPolicy(
+    same_as_native("param_dtype=bf16, reduce_dtype=bf16", limit=2e-5, mp_policy=MixedPrecisionPolicy(
         param_dtype=bf16, reduce_dtype=bf16))
+    same_as_native("reduce_dtype=fp16", limit=2e-5, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
     run = Run({"gradients": "int8", "weights": "int8"}, mp_policy=MixedPrecisionPolicy(param_dtype=bf16))
     for s in range(2):
         run.step(s)

@@ -40,6 +40,13 @@ class Communicators:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._made: Dict[Tuple[str, Any], Communicator] = {}
+        self._scratch: Dict[torch.device, torch.Tensor] = {}
+
+    def scratch(self, count: int, device: torch.device) -> torch.Tensor:
+        """(count,) float32 at an address that stays, for which the library keeps an allreduce's program."""
+        if device not in self._scratch or self._scratch[device].numel() < count:
+            self._scratch[device] = torch.empty(count, device=device)
+        return self._scratch[device][:count]
 
     def of(self, purpose: str, group: Any, device: torch.device) -> Communicator:
         """Collective over the group when it is first asked for."""
@@ -150,10 +157,10 @@ class ParamGroup:
         factor, ours = None, "avg" if op == dist.ReduceOp.AVG else "sum"
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):  # PREMUL_SUM
             factor = self.theirs.gradient_divide_factor
-        with _Float32(output, write=True) as result, _Float32(buffer) as source:
+        with _Supported(output, write=True) as result, _Supported(buffer) as source:
             dense = _DensePart(layout, source) if layout.dense else None
             if dense is not None:
-                reduced = torch.empty(dense.shard, device=buffer.device)
+                reduced = torch.empty(dense.shard, dtype=source.dtype, device=buffer.device)
                 comm.reduce_scatter(reduced, dense.values, "fp32", ours, stream=stream, tag=f"dense {tag}")
                 if not dense.is_all:
                     dense.clear(source)
@@ -174,19 +181,23 @@ class ParamGroup:
         stream, tag = stream_of(shard), f"replicas' gradients of {self.first_name}"
         # With a factor of the user's, FSDP has divided by all of it in the reduce-scatter.
         op = "avg" if self.theirs.gradient_divide_factor is None else "sum"
-        with _Float32(shard, write=True) as values:
-            dense = _DensePart(layout, values) if layout.dense else None
-            if dense is not None:
-                comm.allreduce_(dense.values, "fp32", op, stream, f"dense {tag}")
-                if not dense.is_all:
-                    dense.clear(values)
-            if dense is None or not dense.is_all:
-                residual = None if self.replica_residual is None else self.replica_residual.open(layout)
-                comm.allreduce_(values, self._options.gradients, op, stream, tag, residual=residual)
-                if self.replica_residual is not None:
-                    self.replica_residual.close()
-            if dense is not None:
-                dense.put(dense.values, values, 1)
+        small = sum(part.count for part in layout.dense)
+        values, reduced = self._communicators.scratch(layout.shard + small, shard.device).split([layout.shard, small])
+        values.copy_(shard)
+        dense = _DensePart(layout, values) if layout.dense else None
+        if dense is not None:
+            reduced.copy_(dense.values)
+            comm.allreduce_(reduced, "fp32", op, stream, f"dense {tag}")
+            if not dense.is_all:
+                dense.clear(values)
+        if dense is None or not dense.is_all:
+            residual = None if self.replica_residual is None else self.replica_residual.open(layout)
+            comm.allreduce_(values, self._options.gradients, op, stream, tag, residual=residual)
+            if self.replica_residual is not None:
+                self.replica_residual.close()
+        if dense is not None:
+            dense.put(reduced, values, 1)
+        shard.copy_(values)
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: Any, async_op: bool) -> Any:
         """output: (world * shard,); shard: this rank's part of it, in place."""
@@ -214,12 +225,12 @@ class ParamGroup:
         return None
 
 
-class _Float32:
-    """A float32 tensor as it is, or a float32 copy of another, which write=True copies back at the end."""
+class _Supported:
+    """A float32 or bfloat16 tensor as it is, or a float32 copy of another, which write=True copies back."""
 
     def __init__(self, tensor: torch.Tensor, write: bool = False) -> None:
         self._tensor, self._write = tensor, write
-        self._copy = tensor if tensor.dtype == torch.float32 else tensor.float()
+        self._copy = tensor if tensor.dtype in (torch.float32, torch.bfloat16) else tensor.float()
 
     def __enter__(self) -> torch.Tensor:
         return self._copy
@@ -261,6 +272,14 @@ def stream_of(tensor: torch.Tensor) -> int:
 def method_of(spec: str) -> str:
     """The name that a spec begins with."""
     return spec.replace(":", ",", 1).partition(",")[0]
+
+
+def encoded_once(spec: str) -> str:
+    """`spec` with the schedule in which the owner adds what each rank has encoded once, unless it names another."""
+    options = spec.replace(":", ",", 1).split(",")[1:]
+    if any(option.startswith("schedule=") for option in options):
+        return spec
+    return f"{spec}{',' if options else ':'}schedule=two_shot"
 
 
 def is_plain(spec: str) -> bool:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from gradwire import _native
 from gradwire._core import Communicator
-from gradwire._fsdp_comm import AllGather, Communicators, Options, ParamGroup, ReduceScatter, is_plain, method_of
+from gradwire._fsdp_comm import (AllGather, Communicators, Options, ParamGroup, ReduceScatter, encoded_once,
+                                  is_plain, method_of)
 from gradwire._fsdp_residual import MODES
 from gradwire._process_group import TIMEOUT_S
 
@@ -35,7 +36,8 @@ def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf
 
     gradients: wire format of the reduce-scatter, and of HSDP's allreduce over replicas: one of docs/formats.md
         with its options, such as "int8", "bf16", "int4:rotate=hadamard" or "fp32". Each rank encodes its
-        gradients once; the owner of a shard adds all ranks' in FP32, in rank order.
+        gradients once; the owner of a shard adds all ranks' in FP32, in rank order. (schedule=two_shot, unless the
+        spec names another: schedule=ring sends less between nodes of several ranks, and encodes in every hop.)
     weights: wire format of the all-gather. The owner decodes what it sent, so that all ranks compute with the
         same bits. The sharded parameters, which the optimizer updates, are not rounded.
     residual: what error feedback keeps of what encoding gradients loses, on every rank for the whole model:
@@ -60,7 +62,7 @@ def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf
     if not modules:
         raise _native.BadArgument("no module of the model is sharded: call torch.distributed.fsdp.fully_shard() on its "
                                   "blocks and on the model first; for DistributedDataParallel use gradwire.torch.Hook")
-    options = Options(gradients, weights, residual, _dense_rule(dense, gradients), _dense_rule(dense, weights), timeout_s, seed)
+    options = Options(encoded_once(gradients), weights, residual, _dense_rule(dense, gradients), _dense_rule(dense, weights), timeout_s, seed)
     return Compression(model, modules, options)
 
 
