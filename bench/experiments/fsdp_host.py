@@ -102,21 +102,22 @@ class Run:
 
 
 def timed(item, action):
-    """Milliseconds of each of item["steps"] calls, after the warm-up; all ranks begin together."""
-    times = []
+    """Milliseconds of each of item["steps"] calls, after the warm-up, and of this rank's cores during them; all
+    ranks begin together."""
+    times, cpu_ms = [], []
     for i in range(item["warmup"] + item["steps"]):
         dist.barrier()
-        begin = time.monotonic()
+        begin, cpu_begin = time.monotonic(), time.process_time()
         action(i)
         if i >= item["warmup"]:
             times.append(1000 * (time.monotonic() - begin))
-    return times
+            cpu_ms.append(1000 * (time.process_time() - cpu_begin))
+    return {"step_ms": times, "cpu_ms": cpu_ms}
 
 
 def measure_step(plan, item):
     run = Run(plan, item)
-    times = timed(item, run.step)
-    out = {"step_ms": times, "parameters": sum(p.numel() for p in run.model.parameters()),
+    out = {**timed(item, run.step), "parameters": sum(p.numel() for p in run.model.parameters()),
            "residual_bytes": run.handle.residual_bytes if run.handle else 0}
     run.close()
     return out
@@ -126,9 +127,9 @@ def measure_reduce_scatter(plan, item):
     values = torch.randn(item["elements"], generator=torch.Generator().manual_seed(RANK))
     output = torch.empty(item["elements"] // WORLD)
     if item.get("native"):
-        return {"step_ms": timed(item, lambda _: dist.reduce_scatter_single(output, values, op=dist.ReduceOp.AVG))}
+        return timed(item, lambda _: dist.reduce_scatter_single(output, values, op=dist.ReduceOp.AVG))
     with communicator(timeout_s=TIMEOUT_S) as comm:
-        return {"step_ms": timed(item, lambda _: comm.reduce_scatter(output, values, item["spec"]))}
+        return timed(item, lambda _: comm.reduce_scatter(output, values, item["spec"]))
 
 
 def measure_loss(plan, item):
@@ -155,7 +156,7 @@ def main():
         if RANK == 0:
             with open(plan["results"], "a") as out:
                 out.write(json.dumps(result) + "\n")
-            shown = (f"{statistics.median(result['step_ms']):9.1f} ms" if "step_ms" in result
+            shown = (f"{statistics.median(result['step_ms']):9.1f} ms, cores {statistics.median(result['cpu_ms']):9.1f} ms" if "step_ms" in result
                      else f"loss {result['final_loss']:.4f}")
             print(f"[{number + 1}/{len(plan['items'])}] {item['what']:15}{item['mode']:36}{shown}", flush=True)
     dist.barrier()

@@ -113,9 +113,10 @@ class ParamGroup:
         self.residual: Optional[Residual] = None
         self.replica_residual: Optional[Residual] = None
         if options.residual != "off" and is_lossy(options.gradients):
-            seed = options.seed * 4099 + number * 2
+            # Another for each rank, so that what their residuals' rounding loses is independent.
+            seed = (options.seed * 4099 + number * 2) * 65537 + dist.get_rank()
             self.residual = Residual(options.residual, theirs.device, seed)
-            self.replica_residual = Residual(options.residual, theirs.device, seed + 1)
+            self.replica_residual = Residual(options.residual, theirs.device, seed + 65537)
 
     # ---- Where the parameters are in FSDP's buffers ---------------------------------------------------------
 
