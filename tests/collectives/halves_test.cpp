@@ -321,6 +321,44 @@ TEST_P(HalvesTest, BroadcastGivesAllRanksWhatTheRootHas) {
   }
 }
 
+// A direct reduce-scatter rounds each contribution once and adds in FP32, so its error over the norm of the
+// exact sum does not grow with the ranks; a ring rounds a partial sum at every hop.
+TEST_P(HalvesTest, ErrorOfADirectReduceScatterIsFlatInTheRanks) {
+  const int64_t count = 4096;
+  auto error = [&](const Schedule& whole) {
+    const Schedule schedule = reduce_scatter(whole);
+    std::vector<std::vector<float>> inputs;
+    std::vector<double> exact(count), difference;
+    for (int r = 0; r < schedule.world; ++r) {
+      inputs.push_back(testing::normal(count, 40 + r));
+      for (int64_t i = 0; i < count; ++i) exact[i] += inputs[r][i];
+    }
+    const HalfOutcome outcome =
+        run_half(GetParam(), schedule, count, inputs, {}, {.what = "test", .wire = kBf16});
+    size_t i = 0;
+    for (const auto& shard : outcome.out) {
+      for (float value : shard) difference.push_back(value - exact[i++]);
+    }
+    return norm(difference) / norm(exact);
+  };
+  const double first = error(two_shot(2));
+  double last_ring = 0;
+  for (int world : {2, 4, 8, 16, 32, 64}) {
+    const double direct = error(two_shot(world)), in_a_ring = error(ring(world));
+    RecordProperty(fmt::format("n={}", world),
+                   fmt::format("two_shot {:.3e}, ring {:.3e}", direct, in_a_ring));
+    // With two ranks one of two parts is rounded; with many, nearly all are.
+    EXPECT_LE(direct, 1.5 * first) << world;
+    if (world > 2) {
+      EXPECT_GT(in_a_ring, last_ring) << world;
+    }
+    last_ring = in_a_ring;
+    if (world == 64) {
+      EXPECT_GT(in_a_ring, 3 * direct);
+    }
+  }
+}
+
 GW_INSTANTIATE_ON_DEVICES(HalvesTest);
 
 }  // namespace
