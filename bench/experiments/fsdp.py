@@ -44,8 +44,8 @@ LOSS_MODES = [("PyTorch, fp32", {"native": {}}), ("PyTorch, reduce_dtype=bf16", 
               *((f"{spec}{'' if residual == 'fp32' else ', residual=' + residual}", ours(spec, "fp32", residual=residual))
                 for spec in ("int8", "int4", "int4:rotate=hadamard", "int2") for residual in ("fp32", "int8", "off")
                 if spec != "int8" or residual != "int8")]
-# ViT-S's blocks, few tokens: communication is most of a step, as with many fast GPUs on such links.
-SPEED_MODEL = {"width": 384, "depth": 12, "words": 1024, "length": 16}
+# GPT-2's blocks, few tokens: communication is most of a step, as with fast GPUs on such links.
+SPEED_MODEL = {"width": 768, "depth": 4, "words": 1024, "length": 16}
 LOSS_MODEL = {"width": 64, "depth": 2, "words": 61, "length": 32}
 
 
