@@ -120,7 +120,7 @@ GW_API gw_status gw_comm_from_nccl(void* nccl_comm, int device, int64_t timeout_
 
 /* Sets how ranks are placed on nodes: rank = node * ranks_per_node + local index, as launchers number them.
  * Required by schedule=hierarchical, taken into account by schedule=auto. Call it before the first reducer
- * and gw_allreduce(), with the same value on every rank. 0: unknown, the default.
+ * and collective call, with the same value on every rank. 0: unknown, the default.
  *
  * GW_BAD_ARGUMENT unless it divides the world size. */
 GW_API gw_status gw_comm_set_ranks_per_node(gw_comm comm, int ranks_per_node);
@@ -141,7 +141,7 @@ GW_API gw_status gw_comm_destroy(gw_comm comm);
 
 /* ---- Tags ---------------------------------------------------------------------------------------------- */
 
-/* Labels this thread's next gw_allreduce() or gw_reducer_create() on `comm`, for example with a tensor's
+/* Labels this thread's next collective call or gw_reducer_create() on `comm`, for example with a tensor's
  * name. Ranks compare the tag along with the call's other arguments, and error texts quote it. If two ranks
  * make two calls of equal size in different orders, tags turn that into an error on every rank. Without tags
  * the calls cannot be told apart, and each rank gets sums of unrelated tensors. So where a scheduler, a
@@ -195,7 +195,7 @@ typedef struct gw_format {
  * failed, wrote outside of its blocks, or left a part of them unwritten. */
 GW_API gw_status gw_format_register(const gw_format* format);
 
-/* ---- Stateless allreduce ------------------------------------------------------------------------------- */
+/* ---- Collectives on memory of your own ------------------------------------------------------------------ */
 
 /* Sums or averages buf over all ranks, in place; every rank ends with the same bits. Collective.
  *
@@ -208,12 +208,77 @@ GW_API gw_status gw_format_register(const gw_format* format);
  *         reducer.
  * stream  see the top; may differ.
  *
- * The program for a buffer and tag is built at first use and cached (the 64 most recently used): reuse both.
+ * The program for a buffer and tag is built at first use and cached (the 256 most recently used): reuse both.
  * Using buffers in varying order or number costs nothing; a new buffer blocks the caller until work in flight
  * is done. In a world of 1, buf is left unchanged.
  *
  * GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED, GW_DEVICE_FAILED, GW_NO_MEMORY. */
 GW_API gw_status gw_allreduce(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, gw_op op,
+                              const char* spec, void* stream);
+
+/* gw_allreduce() with error feedback, whose memory is yours.
+ *
+ * residual  (count) FP32, zeros at first: what this rank's rounding has lost so far. It is added before the
+ *           next encode and replaced by what that one loses, so the same values must meet the same residual in
+ *           every call. The sum over ranks of what they gave, residuals included, is the sum of what they got
+ *           and keep, to FP32 rounding. Null: as gw_allreduce(). Unused with "fp32". May differ. */
+GW_API gw_status gw_allreduce_residual(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, gw_op op,
+                                       const char* spec, float* residual, void* stream);
+
+/* The halves of an allreduce, for models whose gradients and weights are divided among ranks, and broadcast.
+ * All are collective. For all:
+ *
+ * counts    (world) elements of each rank's shard: any size, 0 too, the same on every rank. Shards lie one
+ *           after another in rank order; `sum` below is the number of elements of all.
+ * dtype     GW_FLOAT32, or GW_BFLOAT16, which is converted to float32 and back. The wire carries what `spec`
+ *           says: "bf16" for bfloat16 elements loses nothing; "fp32" sends twice the bytes.
+ * spec      as in gw_allreduce(); schedule=tree is refused unless it fits. ef= has no effect: there is error
+ *           feedback if `residual` is not null. "powersgd" and "randk" are refused: use a reducer.
+ * residual  FP32, zeros at first, yours between calls: see gw_allreduce_residual(). Null: what rounding loses is
+ *           lost. May differ.
+ * Memory    Addresses may differ, and change from call to call; programs are kept by everything else (the 256
+ *           most recently used, together with gw_allreduce's). On a CUDA device a change of address blocks the
+ *           caller until work in flight is done.
+ *
+ * In a world of 1 they copy, whatever the spec.
+ * GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED, GW_DEVICE_FAILED, GW_NO_MEMORY. */
+
+/* Sums or averages over all ranks; each rank gets its shard of the result.
+ *
+ * in        (sum), this rank's part of the sums; unchanged, unless out is in it.
+ * out       (counts[rank]); may be this rank's place in `in`, and nothing else of it.
+ * residual  (sum): a rank rounds what it sends to the others. The owner adds up in FP32 and rounds nothing (but
+ *           to bfloat16, with that dtype). With schedule=two_shot each contribution is rounded once whatever the
+ *           number of ranks, and the bits are those of gw_allreduce() with "fp32:schedule=two_shot" if the
+ *           format is "fp32". */
+GW_API gw_status gw_reduce_scatter(gw_comm comm, const void* in, void* out, const int64_t* counts,
+                                   gw_dtype dtype, gw_op op, const char* spec, float* residual, void* stream);
+
+/* Every rank gets all shards, with the same bits everywhere: what the wire carried, at the owner too.
+ *
+ * in        (counts[rank]); may be its place in `out`, and nothing else of it. Unchanged if it is not.
+ * out       (sum).
+ * residual  (counts[rank]). */
+GW_API gw_status gw_all_gather(gw_comm comm, const void* in, void* out, const int64_t* counts, gw_dtype dtype,
+                               const char* spec, float* residual, void* stream);
+
+/* Brings replicas nearer to their FP32 masters by few bytes: each owner encodes the difference between its
+ * master and its own part of the replica, and every rank adds the same decoded difference. So replicas that
+ * began with the same bits keep the same bits, and what one call rounds off is in the next one's difference:
+ * there is no drift, and no residual to keep. With "fp32" the masters themselves are sent.
+ *
+ * master    (counts[rank]) FP32, not in `replica`; unchanged.
+ * replica   (sum), the same bits on every rank, for example from gw_all_gather() or gw_broadcast(). A value
+ *           that is not finite stays so: gather the masters again.
+ * dtype     GW_FLOAT32. GW_UNSUPPORTED for GW_BFLOAT16, which would round each update.
+ *
+ * Unless the format is "fp32", the communicator keeps (sum) floats of memory for the differences. */
+GW_API gw_status gw_all_gather_update(gw_comm comm, const float* master, void* replica, const int64_t* counts,
+                                      gw_dtype dtype, const char* spec, void* stream);
+
+/* Every rank gets what `root` has in buf (count), with the same bits everywhere: what the wire carried, at the
+ * root too. root: 0 .. world - 1, the same on every rank. There is no residual. */
+GW_API gw_status gw_broadcast(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, int root,
                               const char* spec, void* stream);
 
 /* ---- Reducers: a model's gradients, compressed with error feedback ------------------------------------- */

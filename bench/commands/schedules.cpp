@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "bench/commands/commands.h"
@@ -20,6 +21,8 @@ struct SchedulesOptions {
   std::vector<int> ranks = {2, 4, 8, 16, 32, 64};
   int per_node = 0;
   int slices = 1;
+  Collective collective = Collective::allreduce;
+  int root = 0;
   double size_mb = 25;
   std::string draw;
   bool check = false, damage = false;
@@ -32,30 +35,48 @@ struct Named {
   Schedule schedule;
 };
 
-Named named_hierarchical(int nodes, int per_node, ScheduleKind between) {
-  return {fmt::format("hierarchical {}x{} {}", nodes, per_node, name(between)),
-          hierarchical(nodes, per_node, between)};
+Schedule of_collective(Schedule allreduce, Collective collective) {
+  if (collective == Collective::reduce_scatter) return reduce_scatter(allreduce);
+  if (collective == Collective::all_gather) return all_gather(allreduce);
+  return allreduce;
 }
 
-std::vector<Named> schedules_of(int world, const SchedulesOptions& o) {
-  std::vector<Named> all = {{"ring", ring(world)}, {"tree", double_tree(world)}};
-  if (world <= kMaxInputs + 1) all.push_back({"two_shot", two_shot(world)});
-  int per_node = o.per_node > 0 ? o.per_node : usual_per_node(world);
-  if (per_node > 0 && world % per_node == 0) {
-    for (ScheduleKind between : {ScheduleKind::two_shot, ScheduleKind::ring}) {
-      all.push_back(named_hierarchical(world / per_node, per_node, between));
+// Hierarchical ones in these shapes.
+std::vector<Named> schedules_of(int world, const std::vector<int>& per_nodes, const SchedulesOptions& o) {
+  std::vector<Named> all;
+  if (o.collective == Collective::broadcast) {
+    const int root = std::min(o.root, world - 1);
+    for (ScheduleKind kind : {ScheduleKind::ring, ScheduleKind::two_shot}) {
+      all.push_back({name(kind), broadcast(kind, world, root)});
+    }
+    for (int per_node : per_nodes) {
+      all.push_back({fmt::format("hierarchical {}x{}", world / per_node, per_node),
+                     broadcast(ScheduleKind::hierarchical, world, root, {.per_node = per_node})});
+    }
+  } else {
+    all = {{"ring", ring(world)}, {"tree", double_tree(world)}};
+    if (world <= kMaxInputs + 1) all.push_back({"two_shot", two_shot(world)});
+    for (int per_node : per_nodes) {
+      for (ScheduleKind between : {ScheduleKind::two_shot, ScheduleKind::ring}) {
+        if (o.check && world / per_node + per_node - 2 > kMaxInputs) continue;
+        all.push_back({fmt::format("hierarchical {}x{} {}", world / per_node, per_node, name(between)),
+                       hierarchical(world / per_node, per_node, between)});
+      }
     }
   }
-  for (Named& n : all) n.schedule = pipelined(n.schedule, o.slices);
+  for (Named& n : all) n.schedule = pipelined(of_collective(n.schedule, o.collective), o.slices);
   return all;
 }
 
 void drop_a_transfer(Schedule& s) {
-  for (Round& round : s.rounds.back()) {
-    if (round.empty()) continue;
-    round.erase(std::find_if(round.begin(), round.end(),
-                             [](const Step& step) { return step.kind != Step::Kind::send; }));
-    return;
+  for (auto rounds = s.rounds.rbegin(); rounds != s.rounds.rend(); ++rounds) {
+    for (Round& round : *rounds) {
+      const auto received = std::find_if(round.begin(), round.end(),
+                                         [](const Step& step) { return step.kind != Step::Kind::send; });
+      if (received == round.end()) continue;
+      round.erase(received);
+      return;
+    }
   }
 }
 
@@ -64,7 +85,6 @@ int check_all(const SchedulesOptions& o) {
   int checked = 0;
   nlohmann::ordered_json wrong = nlohmann::ordered_json::array();
   auto prove = [&](std::string what, Schedule s) {
-    s = pipelined(s, o.slices);
     if (o.damage && s.world > 1) drop_a_transfer(s);
     ++checked;
     CheckReport report = check(s);
@@ -73,16 +93,12 @@ int check_all(const SchedulesOptions& o) {
     fmt::print("{}: {}\n", what, report.to_string());
   };
   for (int n = 1; n <= o.max_ranks; ++n) {
-    prove(fmt::format("ring of {}", n), ring(n));
-    prove(fmt::format("tree of {}", n), double_tree(n));
-    if (n <= kMaxInputs + 1) prove(fmt::format("two_shot of {}", n), two_shot(n));
+    std::vector<int> per_nodes;
     for (int nodes = 1; nodes <= n; ++nodes) {
-      if (n % nodes != 0) continue;
-      for (ScheduleKind between : {ScheduleKind::two_shot, ScheduleKind::ring}) {
-        if (nodes + n / nodes - 2 > kMaxInputs) continue;
-        Named named = named_hierarchical(nodes, n / nodes, between);
-        prove(named.name, std::move(named.schedule));
-      }
+      if (n % nodes == 0) per_nodes.push_back(n / nodes);
+    }
+    for (Named& named : schedules_of(n, per_nodes, o)) {
+      prove(fmt::format("{} of {}", named.name, n), std::move(named.schedule));
     }
   }
   fmt::print("{} schedules of 1 to {} ranks: {}\n", checked, o.max_ranks,
@@ -108,7 +124,10 @@ int print_table(const SchedulesOptions& o) {
              "messages", "sent", "MB", "slow", "link", "lossy", "slow");
   bool all_ok = true;
   for (int world : o.ranks) {
-    for (const Named& n : schedules_of(world, o)) {
+    const int per_node = o.per_node > 0 ? o.per_node : usual_per_node(world);
+    std::vector<int> per_nodes;
+    if (per_node > 0 && world % per_node == 0) per_nodes.push_back(per_node);
+    for (const Named& n : schedules_of(world, per_nodes, o)) {
       const Schedule& s = n.schedule;
       CheckReport report = check(s);
       all_ok = all_ok && report.ok;
@@ -123,7 +142,8 @@ int print_table(const SchedulesOptions& o) {
                  s.num_rounds(), report.messages, of_buffer(sent), of_buffer(sent) * o.size_mb,
                  of_buffer(slow), of_buffer(report.busiest_link), report.lossy_steps,
                  report.inter_node_lossy_steps);
-      rows.push_back({{"schedule", name(s.kind)},
+      rows.push_back({{"collective", name(s.collective)},
+                      {"schedule", name(s.kind)},
                       {"variant", n.name},
                       {"ranks", world},
                       {"nodes", s.nodes},
@@ -157,7 +177,7 @@ Schedule schedule_to_draw(const SchedulesOptions& o, bool ranks_given) {
         fmt::format("--draw {}: no such schedule; use ring, tree, two_shot or hierarchical", o.draw));
   }
   Topology topology{.nodes = 0, .per_node = o.per_node > 0 ? o.per_node : std::max(1, usual_per_node(world))};
-  return pipelined(make_schedule(spec.schedule, world, topology), o.slices);
+  return pipelined(make_schedule(o.collective, spec.schedule, world, topology, o.root), o.slices);
 }
 
 }  // namespace
@@ -184,6 +204,16 @@ void add_schedules(CLI::App& app, int& exit_code) {
                    "Run each schedule in that many slices: each slice starts one round after the previous "
                    "one, and its own rounds are two apart")
       ->check(CLI::Range(1, 1024));
+  command
+      ->add_option("--collective", o->collective,
+                   "allreduce (default), reduce_scatter, all_gather or broadcast")
+      ->transform(CLI::CheckedTransformer(
+          std::map<std::string, Collective>{{"allreduce", Collective::allreduce},
+                                            {"reduce_scatter", Collective::reduce_scatter},
+                                            {"all_gather", Collective::all_gather},
+                                            {"broadcast", Collective::broadcast}}));
+  command->add_option("--root", o->root, "Root of a broadcast; in smaller worlds, the last rank")
+      ->check(CLI::Range(0, 1023));
   command->add_option("--size-mb", o->size_mb, "Buffer size for the table")->check(CLI::PositiveNumber);
   command->add_option("--draw", o->draw, "Draw this schedule as text: ring, tree, two_shot or hierarchical");
   command->add_flag("--check", o->check, "Prove every schedule of every world; exit code 1 if one is wrong");

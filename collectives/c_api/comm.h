@@ -1,5 +1,5 @@
 // What a gw_comm refers to: a communicator, the one stream on which all its operations run in call order, and
-// the programs of gw_allreduce().
+// the programs of the collectives on the caller's own memory.
 #pragma once
 
 #include <sys/types.h>
@@ -20,6 +20,22 @@
 
 namespace gradwire::c_api {
 
+// A collective on the caller's memory, as one of the functions of gradwire.h takes it.
+struct CollectiveCall {
+  const char* function = "";  // "gw_reduce_scatter"
+  Collective collective = Collective::allreduce;
+  const void* in = nullptr;
+  void* out = nullptr;
+  float* residual = nullptr;
+  int64_t count = 0;
+  Shards shards = {};
+  gw_dtype dtype = GW_FLOAT32;
+  gw_op op = GW_SUM;
+  int root = 0;
+  std::string spec = {};
+  std::string tag = {};
+};
+
 struct ApiComm {
   explicit ApiComm(std::unique_ptr<Communicator> communicator);
   ~ApiComm();
@@ -30,8 +46,10 @@ struct ApiComm {
   void check_caller() const;
   // The caller's stream: `native` is a cudaStream_t on CUDA, and null on the host.
   Stream caller_stream(void* native);
-  void allreduce(void* buf, int64_t count, gw_dtype dtype, gw_op op, const char* spec, void* native_stream,
-                 const std::string& tag);
+  // These, in collectives.cpp, run after earlier work on the caller's stream and before later work.
+  void run(const CollectiveCall& call, void* native_stream);
+  // gw_all_gather_update(): `call` gathers masters, in, into replicas, out.
+  void run_update(const CollectiveCall& call, void* native_stream);
   // Runs `wait`, which blocks until work on the host is done. If that failed here alone, as a registered wire
   // format may, the other ranks are told, who would otherwise wait until their deadline.
   void wait_and_tell(const std::function<void()>& wait);
@@ -42,18 +60,29 @@ struct ApiComm {
   std::mutex mutex;  // held during every call except abort
 
  private:
-  using Key = std::tuple<void*, int64_t, int, int, std::string, std::string>;
-  Program& program_for(const Key& key);
+  // Function, address (of an allreduce only), count, shards, dtype, op, root, spec, tag.
+  using Key = std::tuple<std::string, const void*, int64_t, Shards, int, int, int, std::string, std::string>;
+  Program& program_for(const CollectiveCall& call);
+  void between(void* native_stream, const std::function<void()>& work);
 
   const pid_t process_;
   ProgramCache<Key> programs_;
   std::map<void*, Stream> callers_;
-  Buffer step_;  // the counter of stochastic rounding
+  Buffer difference_;  // of gw_all_gather_update(), to what the replicas have
+  Buffer step_;        // the counter of stochastic rounding
   Event start_, done_;
   int reducers_ = 0;
 
  public:
   Stream stream;  // last: destroyed first, before anything its tasks use
+};
+
+// A live communicator, locked for the duration of a call.
+struct LockedComm {
+  explicit LockedComm(gw_comm handle);
+  ApiComm* operator->() const { return comm.get(); }
+  std::shared_ptr<ApiComm> comm;
+  std::unique_lock<std::mutex> lock;  // released before `comm`
 };
 
 // The tag that gw_call_tag() set on this thread for `comm`, and clears it: the next call returns "".

@@ -16,17 +16,7 @@ namespace {
 using namespace gradwire;
 using namespace gradwire::c_api;
 
-// A live communicator or reducer, locked for the duration of a call.
-struct LockedComm {
-  explicit LockedComm(gw_comm handle) : comm(comms().get(handle)) {
-    comm->check_caller();
-    lock = std::unique_lock(comm->mutex);
-  }
-  ApiComm* operator->() const { return comm.get(); }
-  std::shared_ptr<ApiComm> comm;
-  std::unique_lock<std::mutex> lock;  // released before `comm`
-};
-
+// A live reducer, locked for the duration of a call.
 struct LockedReducer {
   explicit LockedReducer(gw_reducer handle) : reducer(reducers().get(handle)) {
     reducer->comm->check_caller();
@@ -140,14 +130,6 @@ gw_status gw_call_tag(gw_comm comm, const char* tag) {
   return guarded(__func__, [&] {
     comms().get(comm)->check_process();
     set_tag(comm, tag);
-  });
-}
-
-gw_status gw_allreduce(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, gw_op op, const char* spec,
-                       void* stream) {
-  return guarded(__func__, [&] {
-    const std::string tag = take_tag(comm);
-    LockedComm(comm)->allreduce(buf, count, dtype, op, spec, stream, tag);
   });
 }
 

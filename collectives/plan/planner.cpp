@@ -20,46 +20,54 @@ std::string milliseconds(double us) {
 
 }  // namespace
 
+SchedulePlanner::Loads SchedulePlanner::loads(const Schedule& s, const std::vector<double>& parts) {
+  Loads result;
+  std::vector<double> sent[2], received[2];
+  for (bool intra_node : {false, true})
+    sent[intra_node].resize(s.world), received[intra_node].resize(s.world);
+  for (int k = 0; k < s.num_rounds(); ++k) {
+    double most[2] = {};
+    bool used[2] = {};
+    for (int r = 0; r < s.world; ++r) {
+      double out[2] = {}, in[2] = {};
+      int messages = 0;
+      for (const Step& step : s.rounds[r][k]) {
+        const bool sends = step.kind == Step::Kind::send;
+        const double part = parts[static_cast<size_t>(step.chunk)];
+        if (part == 0) continue;
+        (sends ? out : in)[step.intra_node] += part;
+        messages += sends ? 1 : 0;
+        used[step.intra_node] = true;
+      }
+      result.messages = std::max(result.messages, messages);
+      for (bool intra_node : {false, true}) {
+        most[intra_node] = std::max({most[intra_node], out[intra_node], in[intra_node]});
+        sent[intra_node][r] += out[intra_node];
+        received[intra_node][r] += in[intra_node];
+      }
+    }
+    for (bool intra_node : {false, true}) {
+      result.of[intra_node].rounds += used[intra_node] ? 1 : 0;
+      result.of[intra_node].serial += most[intra_node];
+    }
+  }
+  for (bool intra_node : {false, true}) {
+    Load& load = result.of[intra_node];
+    for (int r = 0; r < s.world; ++r) {
+      load.busiest = std::max({load.busiest, sent[intra_node][r], received[intra_node][r]});
+    }
+  }
+  return result;
+}
+
 SchedulePlanner::SchedulePlanner(const ScheduleRequest& request, int world, int ranks_per_node,
                                  const LinkCosts& costs, int64_t slice_bytes)
     : request_(request), world_(world), costs_(costs), slice_bytes_(slice_bytes) {
   const Topology topology{.nodes = 0, .per_node = ranks_per_node};
   auto add = [&](ScheduleKind kind) {
     Candidate& c = candidates_.emplace_back();
-    c.schedule = make_schedule(kind, world, topology);
-    if (request.collective == Collective::reduce_scatter) c.schedule = reduce_scatter(c.schedule);
-    if (request.collective == Collective::all_gather) c.schedule = all_gather(c.schedule);
-    const double part = 1.0 / c.schedule.chunks;
-    std::vector<double> sent[2], received[2];
-    for (bool intra_node : {false, true}) sent[intra_node].resize(world), received[intra_node].resize(world);
-    for (int k = 0; k < c.schedule.num_rounds(); ++k) {
-      double most[2] = {};
-      for (int r = 0; r < world; ++r) {
-        double out[2] = {}, in[2] = {};
-        int messages = 0;
-        for (const Step& step : c.schedule.rounds[r][k]) {
-          const bool sends = step.kind == Step::Kind::send;
-          (sends ? out : in)[step.intra_node] += part;
-          messages += sends ? 1 : 0;
-        }
-        c.messages = std::max(c.messages, messages);
-        for (bool intra_node : {false, true}) {
-          most[intra_node] = std::max({most[intra_node], out[intra_node], in[intra_node]});
-          sent[intra_node][r] += out[intra_node];
-          received[intra_node][r] += in[intra_node];
-        }
-      }
-      for (bool intra_node : {false, true}) {
-        c.load[intra_node].rounds += most[intra_node] > 0 ? 1 : 0;
-        c.load[intra_node].serial += most[intra_node];
-      }
-    }
-    for (bool intra_node : {false, true}) {
-      for (int r = 0; r < world; ++r) {
-        c.load[intra_node].busiest =
-            std::max({c.load[intra_node].busiest, sent[intra_node][r], received[intra_node][r]});
-      }
-    }
+    c.schedule = make_schedule(request.collective, kind, world, topology, request.root);
+    c.even = loads(c.schedule, std::vector<double>(c.schedule.chunks, 1.0 / c.schedule.chunks));
   };
   if (request.kind != ScheduleKind::automatic) {
     add(request.kind);
@@ -70,12 +78,13 @@ SchedulePlanner::SchedulePlanner(const ScheduleRequest& request, int world, int 
     }
     return;
   }
-  if (world <= kMaxInputs + 1) add(ScheduleKind::two_shot);
+  const bool broadcast = request.collective == Collective::broadcast;  // which adds nothing
+  if (world <= kMaxInputs + 1 || broadcast) add(ScheduleKind::two_shot);
   const bool nodes = ranks_per_node > 1 && ranks_per_node < world && world % ranks_per_node == 0;
-  if (nodes && ranks_per_node <= kMaxInputs) add(ScheduleKind::hierarchical);
+  if (nodes && (ranks_per_node <= kMaxInputs || broadcast)) add(ScheduleKind::hierarchical);
   if (world > 2) {  // with two ranks, all schedules are the same
     add(ScheduleKind::ring);
-    add(ScheduleKind::tree);
+    if (!broadcast) add(ScheduleKind::tree);
   }
 }
 
@@ -90,24 +99,25 @@ const LinkCosts::Pattern& SchedulePlanner::link(const Candidate& candidate, bool
   }
 }
 
-int64_t SchedulePlanner::slice_bytes(const Candidate& candidate) const {
+int64_t SchedulePlanner::slice_bytes(const Candidate& candidate, const Loads& loads) const {
   if (slice_bytes_ != kAutomaticSlices) return slice_bytes_;
   if (!costs_.measured) return kSliceBytes;
   const LinkCosts::Pattern& slow = link(candidate, false);
   const double exchange = kLatenciesPerSlice * slow.latency_us * slow.bytes_per_us;
-  return std::clamp(static_cast<int64_t>(exchange / candidate.messages), kLeastSlice, kSliceBytes);
+  return std::clamp(static_cast<int64_t>(exchange / loads.messages), kLeastSlice, kSliceBytes);
 }
 
-double SchedulePlanner::predicted_us(const Candidate& candidate, int64_t count, Wire wire) const {
-  const Schedule& s = candidate.schedule;
+double SchedulePlanner::predicted_us(const Option& option, int64_t count, Wire wire,
+                                     const Shards& shards) const {
+  const Candidate& candidate = *option.candidate;
   double us = 0;
   for (bool intra_node : {false, true}) {
-    const Load& load = candidate.load[intra_node];
+    const Load& load = option.loads.of[intra_node];
     if (load.rounds == 0) continue;
     const bool exact = intra_node && request_.fp32_intra_node;
     const auto bytes = static_cast<double>((exact ? kFp32 : wire)->bytes(count));
     const LinkCosts::Pattern& pattern = link(candidate, intra_node);
-    const int slices = Program::slices_for(s, count, wire, slice_bytes(candidate));
+    const int slices = Program::slices_for(candidate.schedule, count, wire, option.slice_bytes, shards);
     const double rounds = slices == 1 ? load.rounds : 2 * (load.rounds - 1) + slices;
     const double buffers = load.busiest + (load.serial - load.busiest) / slices;
     us += rounds * pattern.latency_us + buffers * bytes / pattern.bytes_per_us;
@@ -121,28 +131,35 @@ int SchedulePlanner::lossy_steps(const Candidate& candidate, Wire wire) const {
                                   : candidate.schedule.lossy_steps;
 }
 
-SchedulePlanner::Choice SchedulePlanner::choose(int64_t count, Wire wire) const {
-  if (candidates_.size() == 1) {
+SchedulePlanner::Choice SchedulePlanner::choose(int64_t count, Wire wire, const Shards& shards) const {
+  std::vector<Option> options;
+  for (const Candidate& c : candidates_) {
+    Option option{.candidate = &c, .loads = c.even, .slice_bytes = 0, .us = 0, .score = 0, .lossy_steps = 0};
+    if (!shards.empty()) {
+      // A tree gives parts to two ranks only.
+      if (c.schedule.kind == ScheduleKind::tree && candidates_.size() > 1) continue;
+      std::vector<double> parts;
+      for (ChunkRange range : chunk_ranges(c.schedule, count, shards, wire->granularity)) {
+        parts.push_back(count == 0 ? 0 : static_cast<double>(range.count()) / static_cast<double>(count));
+      }
+      option.loads = loads(c.schedule, parts);
+    }
+    option.slice_bytes = slice_bytes(c, option.loads);
+    option.us = predicted_us(option, count, wire, shards);
+    option.lossy_steps = lossy_steps(c, wire);
+    options.push_back(option);
+  }
+  if (options.size() == 1) {
     const bool chosen = request_.kind == ScheduleKind::automatic;
-    return {candidates_[0].schedule,
+    return {options[0].candidate->schedule,
             !chosen       ? reason_
             : world_ == 1 ? "a world of 1"
                           : "with two ranks, all schedules are the same",
-            predicted_us(candidates_[0], count, wire), slice_bytes(candidates_[0])};
+            options[0].us, options[0].slice_bytes};
   }
-  struct Option {
-    const Candidate* candidate;
-    double us, score;
-    int lossy_steps;
-  };
-  std::vector<Option> options;
   int fewest = 1 << 30;
-  for (const Candidate& c : candidates_) fewest = std::min(fewest, lossy_steps(c, wire));
-  for (const Candidate& c : candidates_) {
-    const double us = predicted_us(c, count, wire);
-    const int steps = lossy_steps(c, wire);
-    options.push_back({&c, us, us * (1 + kWorseByLossyStep * (steps - fewest)), steps});
-  }
+  for (const Option& o : options) fewest = std::min(fewest, o.lossy_steps);
+  for (Option& o : options) o.score = o.us * (1 + kWorseByLossyStep * (o.lossy_steps - fewest));
   auto least = [&](double Option::*field) {
     return *std::min_element(options.begin(), options.end(),
                              [&](const Option& a, const Option& b) { return a.*field < b.*field; });
@@ -165,7 +182,7 @@ SchedulePlanner::Choice SchedulePlanner::choose(int64_t count, Wire wire) const 
     if (o.candidate->schedule.kind == kind) continue;
     reason += fmt::format(", {} {}", name(o.candidate->schedule.kind), milliseconds(o.us));
   }
-  return {chosen.candidate->schedule, reason, chosen.us, slice_bytes(*chosen.candidate)};
+  return {chosen.candidate->schedule, reason, chosen.us, chosen.slice_bytes};
 }
 
 }  // namespace gradwire

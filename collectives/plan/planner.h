@@ -29,6 +29,7 @@ struct ScheduleRequest {
   ScheduleKind kind = ScheduleKind::automatic;
   bool fp32_intra_node = false;  // only links between nodes use the wire format
   Collective collective = Collective::allreduce;
+  int root = 0;  // of a broadcast
 };
 
 class SchedulePlanner {
@@ -44,8 +45,9 @@ class SchedulePlanner {
     double predicted_us = 0;  // from costs(), which may be assumptions rather than measurements
     int64_t slice_bytes = 0;  // for Program::Options
   };
-  // For `count` floats in this wire format. Cheap enough to be called for every program.
-  Choice choose(int64_t count, Wire wire) const;
+  // For `count` floats in this wire format, cut evenly or into these shards. Cheap enough to be called for
+  // every program. Throws BadInput if the schedule asked for cannot serve the shards.
+  Choice choose(int64_t count, Wire wire, const Shards& shards = {}) const;
 
   const LinkCosts& costs() const { return costs_; }
 
@@ -56,14 +58,26 @@ class SchedulePlanner {
     double serial = 0;   // sum over rounds of the most that any rank sends or receives, in buffers
     double busiest = 0;  // the most that any rank sends or receives in total
   };
-  struct Candidate {
-    Schedule schedule;
-    Load load[2];      // [intra_node]
+  struct Loads {
+    Load of[2];        // [intra_node]
     int messages = 1;  // the most that a rank sends in a round
   };
+  struct Candidate {
+    Schedule schedule;
+    Loads even;  // with an even cut
+  };
+  struct Option {
+    const Candidate* candidate;
+    Loads loads;
+    int64_t slice_bytes;
+    double us, score;
+    int lossy_steps;
+  };
+  // `part` of each chunk in the buffer, (chunks).
+  static Loads loads(const Schedule& schedule, const std::vector<double>& parts);
   const LinkCosts::Pattern& link(const Candidate& candidate, bool intra_node) const;
-  int64_t slice_bytes(const Candidate& candidate) const;
-  double predicted_us(const Candidate& candidate, int64_t count, Wire wire) const;
+  int64_t slice_bytes(const Candidate& candidate, const Loads& loads) const;
+  double predicted_us(const Option& option, int64_t count, Wire wire, const Shards& shards) const;
   int lossy_steps(const Candidate& candidate, Wire wire) const;
 
   const ScheduleRequest request_;

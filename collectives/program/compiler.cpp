@@ -23,7 +23,7 @@ Program::Compiler::Compiler(Program& program, const float* in, float* out, std::
       base_(reinterpret_cast<uintptr_t>(base)),
       chunks_(program.schedule_.chunks) {
   for (int c = 0; c < program_.schedule_.chunks; ++c) {
-    chunks_[c].range = chunk_range(program_.buffers_.count, program_.schedule_.chunks, c, wire_->granularity);
+    chunks_[c].range = program_.ranges_[c];
     chunks_[c].owner = program_.schedule_.owner[c] == rank_;
   }
   look_ahead();
@@ -37,19 +37,24 @@ void Program::Compiler::place_chunks(const float* in, float* out) {
   int64_t shard = 0;  // elements placed so far
   for (ChunkState& chunk : chunks_) {
     const int64_t begin = chunk.range.begin;
+    float* const residual = program_.buffers_.residual;
     if (!wire_->exact) chunk.wire = reserve(bytes_of(chunk, false));
     switch (collective) {
       case Collective::allreduce:
         chunk.own = in + begin;
         chunk.exact = out + begin;
+        chunk.residual = residual == nullptr ? nullptr : residual + begin;
         break;
       case Collective::reduce_scatter:
         chunk.own = in + begin;
+        chunk.residual = residual == nullptr ? nullptr : residual + begin;
         chunk.exact = chunk.owner ? out + shard : static_cast<float*>(reserve(4 * chunk.range.count()));
         break;
       case Collective::all_gather:
+      case Collective::broadcast:
         chunk.own = chunk.owner ? in + shard : nullptr;
         chunk.exact = out + begin;
+        chunk.residual = residual == nullptr || !chunk.owner ? nullptr : residual + shard;
         break;
     }
     if (chunk.owner) shard += chunk.range.count();
@@ -177,7 +182,8 @@ int Program::Compiler::add(const K& kernel, const ChunkState& chunk) {
 // at an owner that sends nothing, into the result.
 void Program::Compiler::close(int c) {
   ChunkState& chunk = chunks_[c];
-  if (chunk.own == nullptr && program_.schedule_.collective == Collective::all_gather && !chunk.owner) {
+  const Collective collective = program_.schedule_.collective;
+  if ((collective == Collective::all_gather || collective == Collective::broadcast) && !chunk.owner) {
     refuse(fmt::format("sends chunk {} before it was received", c));
   }
   const bool encode = chunk.sent_encoded;
@@ -228,11 +234,10 @@ void Program::Compiler::merge(std::vector<Input>& inputs, const ChunkState& chun
 }
 
 ReduceEncode Program::Compiler::reduce_encode(ChunkState& chunk, const float* own, float scale, bool encode) {
-  float* residual = program_.buffers_.residual;
   ReduceEncode args;
   merge(chunk.encoded_inputs, chunk, args);
   args.own = own;
-  args.residual = residual == nullptr ? nullptr : residual + chunk.range.begin;
+  args.residual = chunk.residual;
   args.wire = encode ? chunk.wire : nullptr;
   args.out = chunk.owner ? chunk.exact : nullptr;
   args.out_scale = scale;

@@ -37,6 +37,7 @@ class Program::Compiler {
     ChunkRange range;
     bool owner = false;
     const float* own = nullptr;  // this rank's part; null if it has none, in an all_gather
+    float* residual = nullptr;   // of this rank's encode
     float* exact = nullptr;      // the place of the FP32 sum and of the final value
     void* wire = nullptr;        // the place of the encoded chunk, in the workspace
     std::vector<Input> encoded_inputs, exact_inputs;

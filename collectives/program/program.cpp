@@ -25,11 +25,13 @@ Program::Program(Transport& transport, const Schedule& schedule, const ProgramBu
                  Options options)
     : transport_(transport),
       options_(std::move(options)),
-      slices_(options_.transfers ? slices_for(schedule, buffers.count, options_.wire, options_.slice_bytes)
-                                 : 1),
+      slices_(options_.transfers
+                  ? slices_for(schedule, buffers.count, options_.wire, options_.slice_bytes, buffers.shards)
+                  : 1),
       overlapped_(options_.transfers && (slices_ > 1 || options_.beside_others)),
       schedule_(slices_ > 1 ? pipelined(schedule, slices_) : schedule),
-      call_(describe(buffers.count, buffers.dtype)),
+      ranges_(chunk_ranges(schedule_, buffers.count, buffers.shards, options_.wire->granularity)),
+      call_(describe(buffers)),
       buffers_(buffers) {
   if (schedule.world != transport.world()) {
     throw BadInput(fmt::format("{}: a schedule for {} ranks on a transport of {}", options_.what,
@@ -52,12 +54,24 @@ Program::Program(Transport& transport, const Schedule& schedule, const ProgramBu
 }
 
 int64_t Program::shard_elements() const {
-  return elements_owned(schedule_, transport_.rank(), buffers_.count, options_.wire->granularity);
+  int64_t elements = 0;
+  for (size_t c = 0; c < ranges_.size(); ++c) {
+    if (schedule_.owner[c] == transport_.rank()) elements += ranges_[c].count();
+  }
+  return elements;
 }
 
-int Program::slices_for(const Schedule& schedule, int64_t count, Wire wire, int64_t slice_bytes) {
+int Program::slices_for(const Schedule& schedule, int64_t count, Wire wire, int64_t slice_bytes,
+                        const Shards& shards) {
   if (slice_bytes <= 0 || schedule.num_rounds() == 0) return 1;
-  const int64_t bytes = wire->bytes((count + schedule.chunks - 1) / schedule.chunks);
+  int64_t largest = (count + schedule.chunks - 1) / schedule.chunks;
+  if (!shards.empty()) {
+    largest = 0;
+    for (ChunkRange range : chunk_ranges(schedule, count, shards, wire->granularity)) {
+      largest = std::max(largest, range.count());
+    }
+  }
+  const int64_t bytes = wire->bytes(largest);
   return static_cast<int>(std::clamp<int64_t>((bytes + slice_bytes - 1) / slice_bytes, 1, kMostSlices));
 }
 
@@ -79,7 +93,9 @@ void Program::rebind_residual(float* residual) {
 }
 
 int64_t Program::elements_in() const {
-  return schedule_.collective == Collective::all_gather ? shard_elements() : buffers_.count;
+  const bool from_owners =
+      schedule_.collective == Collective::all_gather || schedule_.collective == Collective::broadcast;
+  return from_owners ? shard_elements() : buffers_.count;
 }
 int64_t Program::elements_out() const {
   return schedule_.collective == Collective::reduce_scatter ? shard_elements() : buffers_.count;
@@ -120,7 +136,8 @@ void Program::find_early() {
   }
 }
 
-Call Program::describe(int64_t count, DType dtype) const {
+Call Program::describe(const ProgramBuffers& buffers) const {
+  const auto [count, dtype] = std::pair(buffers.count, buffers.dtype);
   uint64_t hash = mix(1 + static_cast<uint64_t>(schedule_.collective), static_cast<uint64_t>(count));
   hash = mix(hash, static_cast<uint64_t>(options_.rounding.mode));
   hash = mix(hash, std::bit_cast<uint32_t>(options_.scale));
@@ -131,6 +148,7 @@ Call Program::describe(int64_t count, DType dtype) const {
     hash = mix(hash, static_cast<uint64_t>(c));
   }
   hash = mix(hash, static_cast<uint64_t>(schedule_.chunks) * 16 + static_cast<uint64_t>(schedule_.kind));
+  for (int64_t shard : buffers.shards) hash = mix(hash, static_cast<uint64_t>(shard));
   for (int32_t owner : schedule_.owner) hash = mix(hash, static_cast<uint64_t>(owner));
   for (const auto& rounds : schedule_.rounds) {
     for (const Round& round : rounds) {

@@ -48,17 +48,22 @@ inline constexpr int64_t kSliceBytes = 2 << 20;
 inline constexpr int64_t kAutomaticSlices = -1;
 
 // A program's buffers. `in` and `out` are on the transport's device; a rank's shard is its own chunks
-// (Schedule::owner) in ascending order, Program::shard_elements() in total.
+// (Schedule::owner) in ascending order, Program::shard_elements() in total. Given `shards`, every rank's shard
+// has the size that the caller chose, and shards lie in rank order.
 //   allreduce        in, out: (count), may be the same memory
 //   reduce_scatter   in: (count), unchanged; out: this rank's shard, may be its place in `in` if contiguous
-//   all_gather       in: this rank's shard, may be its place in `out`; out: (count)
+//   all_gather       in: this rank's shard, may be its place in `out` if contiguous; out: (count)
+//   broadcast        in: (count) at the root, not used elsewhere; out: (count), may be `in`
 // Sums are FP32 whatever the dtype: BF16 is widened into the workspace and rounded to nearest on the way out.
 struct ProgramBuffers {
   const void* in = nullptr;
   void* out = nullptr;
-  float* residual = nullptr;  // (count), updated; null: no error feedback. Ignored with an exact wire
+  // Updated; null: no error feedback. Ignored with an exact wire. Of what this rank may encode: (count), but in
+  // an all_gather this rank's shard, and in a broadcast (count) at the root.
+  float* residual = nullptr;
   int64_t count = 0;
   DType dtype = DType::f32;  // of in and out
+  Shards shards = {};        // by rank, the same on all ranks; empty: the schedule's even cut
 };
 
 class Program {
@@ -87,7 +92,8 @@ class Program {
   // covers several.
   static constexpr int kMostSpans = 64;
   // How many slices per chunk keep messages within slice_bytes; 1 when slice_bytes is 0.
-  static int slices_for(const Schedule& schedule, int64_t count, Wire wire, int64_t slice_bytes);
+  static int slices_for(const Schedule& schedule, int64_t count, Wire wire, int64_t slice_bytes,
+                        const Shards& shards = {});
 
   // Allocates no memory: pass workspace_bytes() to bind() before the first run.
   Program(Transport& transport, const Schedule& schedule, const ProgramBuffers& buffers, Options options);
@@ -105,6 +111,7 @@ class Program {
   // order. Tells `phases` when the first exchange begins and the last ends, and its tracer of each one.
   void run(const Stream& stream, BucketPhases* phases = nullptr);
 
+  const ProgramBuffers& buffers() const { return buffers_; }
   int64_t shard_elements() const;  // of this rank
   int slices() const { return slices_; }
   const ProgramInfo& info() const { return info_; }
@@ -126,7 +133,7 @@ class Program {
   size_t compile(std::byte* base);
   int64_t elements_in() const;
   int64_t elements_out() const;
-  Call describe(int64_t count, DType dtype) const;
+  Call describe(const ProgramBuffers& buffers) const;
   void find_early();
   void launch(const Stream& stream, const Operation& kernel) const;
   ProgramInfo describe_exchanges() const;
@@ -137,6 +144,7 @@ class Program {
   int slices_ = 1;
   const bool overlapped_;  // exchanges have a stream of their own
   const Schedule schedule_;
+  const std::vector<ChunkRange> ranges_;  // [chunk]
   const Call call_;
   ProgramBuffers buffers_;
   float *wide_in_ = nullptr, *wide_out_ = nullptr;  // BF16 buffers widened, in the workspace; null: FP32

@@ -103,7 +103,7 @@ class Player {
     for (int r = 0; r < s_.world; ++r) {
       for (int c = 0; c < s_.chunks; ++c) {
         auto value = std::make_shared<Value>();
-        const bool gather = s_.collective == Collective::all_gather;
+        const bool gather = s_.collective == Collective::all_gather || s_.collective == Collective::broadcast;
         value->parts.assign(s_.world, gather && s_.owner[c] == r ? 1 : 0);
         if (!gather) value->parts[r] = 1;
         holding(r, c).value = std::move(value);
@@ -143,6 +143,7 @@ class Player {
   }
 
   void check_cost() {
+    if (s_.collective == Collective::broadcast) return check_broadcast_cost();
     const int64_t passes = s_.collective == Collective::allreduce ? 2 : 1;
     int64_t n = s_.world, nodes = s_.nodes, per_node = s_.per_node, chunks = s_.chunks;
     if (s_.kind == ScheduleKind::tree) {
@@ -185,6 +186,39 @@ class Player {
   }
 
  private:
+  // All but the root receive the buffer once, and each node is entered by it once. The root sends it once to
+  // other nodes and once inside its own, where there are any.
+  void check_broadcast_cost() {
+    const int root = s_.owner[0];
+    auto expect = [&](int r, int64_t moved, int64_t want, const char* what) {
+      if (moved != want) {
+        violation(Rule::cost,
+                  fmt::format("rank {} {} {}, the optimum is {}", r, what, fraction(moved), fraction(want)));
+      }
+    };
+    for (int r = 0; r < s_.world; ++r) {
+      expect(r, report_.received_inter_node[r] + report_.received_intra_node[r], r == root ? 0 : s_.chunks,
+             "receives");
+      const int64_t most_inside = 2 * s_.chunks;
+      if (report_.sent_inter_node[r] > s_.chunks || report_.sent_intra_node[r] > most_inside) {
+        violation(Rule::cost,
+                  fmt::format("rank {} sends {} between nodes and {} inside its own, at most {} "
+                              "and {} are needed",
+                              r, fraction(report_.sent_inter_node[r]), fraction(report_.sent_intra_node[r]),
+                              fraction(s_.chunks), fraction(most_inside)));
+      }
+    }
+    expect(root, report_.sent_inter_node[root], s_.nodes > 1 ? s_.chunks : 0, "sends between nodes");
+    expect(root, report_.sent_intra_node[root], s_.per_node > 1 ? s_.chunks : 0, "sends inside its node");
+    for (int node = 0; node < s_.nodes; ++node) {
+      int64_t entered = 0;
+      for (int l = 0; l < s_.per_node; ++l) entered += report_.received_inter_node[node * s_.per_node + l];
+      if (entered != (node == root / s_.per_node ? 0 : s_.chunks)) {
+        violation(Rule::cost, fmt::format("node {} is entered by {}", node, fraction(entered)));
+      }
+    }
+  }
+
   Holding& holding(int rank, int chunk) { return holdings_[static_cast<size_t>(rank) * s_.chunks + chunk]; }
   size_t link(int from, int to) const { return static_cast<size_t>(from) * s_.world + to; }
   std::string fraction(int64_t chunks) const { return fmt::format("{}/{} of the buffer", chunks, s_.chunks); }

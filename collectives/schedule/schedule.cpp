@@ -19,6 +19,8 @@ const char* name(Collective collective) {
       return "reduce-scatter";
     case Collective::all_gather:
       return "all-gather";
+    case Collective::broadcast:
+      return "broadcast";
   }
   return "?";
 }
@@ -142,27 +144,64 @@ ChunkRange chunk_range(int64_t count, int chunks, int chunk, int64_t granularity
   return {edge(chunk), edge(chunk + 1)};
 }
 
-int64_t elements_sent(const Schedule& schedule, int rank, int64_t count) {
+std::vector<ChunkRange> chunk_ranges(const Schedule& schedule, int64_t count, const Shards& shards,
+                                     int64_t granularity) {
+  std::vector<ChunkRange> ranges;
+  if (shards.empty()) {
+    for (int c = 0; c < schedule.chunks; ++c) {
+      ranges.push_back(chunk_range(count, schedule.chunks, c, granularity));
+    }
+    return ranges;
+  }
+  if (std::ssize(shards) != schedule.world) {
+    throw BadInput(fmt::format("{} shards for {} ranks", shards.size(), schedule.world));
+  }
+  std::vector<int> owned(shards.size()), placed(shards.size());
+  for (int32_t rank : schedule.owner) ++owned[rank];
+  std::vector<int64_t> begin = {0};
+  for (size_t r = 0; r < shards.size(); ++r) {
+    if (shards[r] < 0) throw BadInput(fmt::format("the shard of rank {} has {} elements", r, shards[r]));
+    if (shards[r] > 0 && owned[r] == 0) {
+      throw BadInput(
+          fmt::format("with schedule={} rank {} owns no part of a {}, and its shard has {} elements; "
+                      "use schedule=ring, two_shot or hierarchical",
+                      name(schedule.kind), r, name(schedule.collective), shards[r]));
+    }
+    begin.push_back(begin.back() + shards[r]);
+  }
+  if (begin.back() != count) {
+    throw BadInput(fmt::format("the shards have {} elements in all, not {}", begin.back(), count));
+  }
+  for (int32_t rank : schedule.owner) {
+    const ChunkRange part = chunk_range(shards[rank], owned[rank], placed[rank]++, granularity);
+    ranges.push_back({begin[rank] + part.begin, begin[rank] + part.end});
+  }
+  return ranges;
+}
+
+int64_t elements_sent(const Schedule& schedule, int rank, int64_t count, const Shards& shards) {
+  const std::vector<ChunkRange> ranges = chunk_ranges(schedule, count, shards);
   int64_t sent = 0;
   for (const Round& round : schedule.rounds[rank]) {
     for (const Step& step : round) {
-      if (step.kind == Step::Kind::send) sent += chunk_range(count, schedule.chunks, step.chunk).count();
+      if (step.kind == Step::Kind::send) sent += ranges[step.chunk].count();
     }
   }
   return sent;
 }
 
-int64_t elements_owned(const Schedule& schedule, int rank, int64_t count, int64_t granularity) {
+int64_t elements_owned(const Schedule& schedule, int rank, int64_t count, int64_t granularity,
+                       const Shards& shards) {
+  const std::vector<ChunkRange> ranges = chunk_ranges(schedule, count, shards, granularity);
   int64_t owned = 0;
   for (int c = 0; c < schedule.chunks; ++c) {
-    if (schedule.owner[c] == rank) owned += chunk_range(count, schedule.chunks, c, granularity).count();
+    if (schedule.owner[c] == rank) owned += ranges[c].count();
   }
   return owned;
 }
 
-namespace {
+namespace detail {
 
-// Derives the unknown part of the topology from the world.
 Topology complete(Topology t, int world) {
   if (t.nodes < 0 || t.per_node < 0) throw BadInput("nodes and ranks per node cannot be negative");
   if (t.nodes == 0 && t.per_node == 0) {
@@ -181,7 +220,21 @@ Topology complete(Topology t, int world) {
   return t;
 }
 
-}  // namespace
+}  // namespace detail
+
+Schedule make_schedule(Collective collective, ScheduleKind kind, int world, Topology topology, int root) {
+  switch (collective) {
+    case Collective::allreduce:
+      break;
+    case Collective::reduce_scatter:
+      return reduce_scatter(make_schedule(kind, world, topology));
+    case Collective::all_gather:
+      return all_gather(make_schedule(kind, world, topology));
+    case Collective::broadcast:
+      return broadcast(kind, world, root, topology);
+  }
+  return make_schedule(kind, world, topology);
+}
 
 Schedule make_schedule(ScheduleKind kind, int world, Topology topology) {
   constexpr int kMostTwoShot = kMaxInputs + 1;
@@ -199,7 +252,7 @@ Schedule make_schedule(ScheduleKind kind, int world, Topology topology) {
     case ScheduleKind::tree:
       return double_tree(world);
     case ScheduleKind::hierarchical: {
-      Topology t = complete(topology, world);
+      Topology t = detail::complete(topology, world);
       // With very many nodes a ring between them, because each of its steps adds a single message.
       const bool straight = t.nodes + t.per_node - 2 <= kMaxInputs;
       return hierarchical(t.nodes, t.per_node, straight ? ScheduleKind::two_shot : ScheduleKind::ring);

@@ -12,6 +12,7 @@
 //   allreduce        every rank begins with a part of every chunk and ends with every final value
 //   reduce_scatter   begins the same way; ends with each owner holding the final value of its chunks
 //   all_gather       begins where reduce_scatter ends, and ends where allreduce does
+//   broadcast        an all_gather in which one rank, the root, owns every chunk
 //
 // Summation order is part of a schedule's meaning: when a partial sum is closed, its parts are added in FP32
 // in ascending order of the source rank, this rank's own part in its place.
@@ -30,7 +31,7 @@
 
 namespace gradwire {
 
-enum class Collective : uint8_t { allreduce, reduce_scatter, all_gather };
+enum class Collective : uint8_t { allreduce, reduce_scatter, all_gather, broadcast };
 // How transfers are arranged. `automatic` leaves the choice to the planner (collectives/plan); no schedule
 // has that kind.
 enum class ScheduleKind : uint8_t { automatic, ring, tree, two_shot, hierarchical };
@@ -51,6 +52,12 @@ struct Step {
 
 using Round = std::vector<Step>;
 
+// How ranks are placed on nodes; 0: unknown. Either field follows from the other and the world.
+struct Topology {
+  int nodes = 0;
+  int per_node = 0;
+};
+
 struct Schedule {
   Collective collective = Collective::allreduce;
   ScheduleKind kind = ScheduleKind::ring;
@@ -69,7 +76,8 @@ struct Schedule {
   int num_rounds() const { return rounds.empty() ? 0 : static_cast<int>(rounds[0].size()); }
 };
 
-// Below, S is the size of the whole buffer; each function's file says how it works. All are allreduces.
+// Below, S is the size of the whole buffer; each function's file says how it works. The first four are
+// allreduces.
 
 // n chunks, 2 (n-1) rounds, n lossy steps. Each rank sends 2 (n-1)/n S, the minimum.
 Schedule ring(int world);
@@ -89,6 +97,11 @@ Schedule hierarchical(int nodes, int per_node, ScheduleKind between = ScheduleKi
 Schedule reduce_scatter(const Schedule& allreduce);
 Schedule all_gather(const Schedule& allreduce);
 
+// From `root` to all: as a chain (ring), through all pairs (two_shot), or entering each node once
+// (hierarchical). Each rank but the root receives S, the minimum; broadcast.cpp says what each sends. One lossy
+// step. Throws BadInput for schedule=tree, a root that does not exist, and shapes that are not the world.
+Schedule broadcast(ScheduleKind kind, int world, int root, Topology topology = {});
+
 // The same schedule on each of `slices` parts of every chunk; round k of part i is round i + 2 k of the
 // whole. So the parts share the links, and between two rounds of one part there is a round of others during
 // which its contributions can be added up: a round never needs what the previous round received. 2 (rounds -
@@ -103,18 +116,26 @@ struct ChunkRange {
 };
 ChunkRange chunk_range(int64_t count, int chunks, int chunk, int64_t granularity = 8);
 
-// Elements this rank sends when the schedule runs over `count` elements.
-int64_t elements_sent(const Schedule& schedule, int rank, int64_t count);
-// Elements of the chunks that this rank owns.
-int64_t elements_owned(const Schedule& schedule, int rank, int64_t count, int64_t granularity = 8);
+// Sizes of the ranks' shards, (world), chosen by the caller: any size, 0 too. Shards lie one after another in
+// rank order. Empty: shards follow from an even cut into chunks.
+using Shards = std::vector<int64_t>;
+// Where each chunk lies, (chunks). Given shards, a chunk is a part of its owner's shard, which is cut as
+// evenly as `granularity` allows among the chunks that the rank owns. Throws BadInput unless there is one
+// shard for each rank, they add up to `count`, and every rank with a shard owns a chunk.
+std::vector<ChunkRange> chunk_ranges(const Schedule& schedule, int64_t count, const Shards& shards,
+                                     int64_t granularity = 8);
 
-// How ranks are placed on nodes; 0: unknown. Either field follows from the other and the world.
-struct Topology {
-  int nodes = 0;
-  int per_node = 0;
-};
+// Elements this rank sends when the schedule runs over `count` elements.
+int64_t elements_sent(const Schedule& schedule, int rank, int64_t count, const Shards& shards = {});
+// Elements of the chunks that this rank owns.
+int64_t elements_owned(const Schedule& schedule, int rank, int64_t count, int64_t granularity = 8,
+                       const Shards& shards = {});
 
 // An allreduce of this kind. Throws BadInput for a kind that cannot serve this world.
 Schedule make_schedule(ScheduleKind kind, int world, Topology topology = {});
+// The same for any collective; `root` is that of a broadcast. Throws BadInput also for a collective that has no
+// schedule of this kind.
+Schedule make_schedule(Collective collective, ScheduleKind kind, int world, Topology topology = {},
+                       int root = 0);
 
 }  // namespace gradwire

@@ -1,5 +1,8 @@
 // Reduce-scatter and all-gather: together the halves of an allreduce give its result, and lose nothing.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
+
+#include <numeric>
 
 #include "runtime/error.h"
 #include "tests/collectives/group.h"
@@ -105,19 +108,21 @@ TEST_P(HalvesTest, AllGatherLosesNothingAndAgrees) {
         std::vector<std::vector<float>> shards, residuals;
         for (int r = 0; r < world; ++r) {
           shards.push_back(shard_of(gather, r, values, wire->granularity));
-          residuals.push_back(testing::normal(count, 200 + r, 0.01f));
+          residuals.push_back(testing::normal(std::ssize(shards[r]), 200 + r, 0.01f));
         }
         const HalfOutcome outcome =
             run_half(GetParam(), gather, count, shards, residuals, {.what = "test", .wire = wire});
         for (int r = 0; r < world; ++r) {
           ASSERT_TRUE(same_bits(outcome.out[r], outcome.out[0])) << wire->name << " " << name(schedule.kind);
         }
+        std::vector<size_t> kept(static_cast<size_t>(world));
         for (int c = 0; c < gather.chunks; ++c) {
           const int owner = gather.owner[c];
           const ChunkRange range = chunk_range(count, gather.chunks, c, wire->granularity);
           for (int64_t i = range.begin; i < range.end; ++i) {
-            ASSERT_NEAR(double{outcome.out[0][i]} + outcome.residual[owner][i],
-                        double{values[i]} + residuals[owner][i], 1e-6)
+            const size_t k = kept[owner]++;
+            ASSERT_NEAR(double{outcome.out[0][i]} + outcome.residual[owner][k],
+                        double{values[i]} + residuals[owner][k], 1e-6)
                 << wire->name << " " << name(schedule.kind) << " element " << i;
           }
         }
@@ -137,7 +142,7 @@ TEST_P(HalvesTest, SlicesChangeNoBitOfAHalf) {
           const bool gather = half.collective == Collective::all_gather;
           const int64_t shard = elements_owned(half, r, count, wire->granularity);
           inputs.push_back(testing::normal(gather ? shard : count, 10 + r));
-          residuals.push_back(testing::normal(count, 20 + r, 0.01f));
+          residuals.push_back(testing::normal(gather ? shard : count, 20 + r, 0.01f));
         }
         Program::Options options{.what = "test", .wire = wire};
         const HalfOutcome once = run_half(GetParam(), half, count, inputs, residuals, options);
@@ -149,6 +154,207 @@ TEST_P(HalvesTest, SlicesChangeNoBitOfAHalf) {
               << name(half.collective) << " " << name(half.kind) << " " << wire->name;
         }
       }
+    }
+  }
+}
+
+// Shards that a caller may choose: uneven, empty, at any alignment, all of it on one rank.
+std::vector<Shards> odd_shards(int world) {
+  std::vector<Shards> all(3);
+  for (int r = 0; r < world; ++r) {
+    all[0].push_back(r % 3 == 1 ? 0 : 37 + 211 * r);
+    all[1].push_back(r == world - 1 ? 1003 : 0);
+    all[2].push_back(r + 1);
+  }
+  return all;
+}
+
+std::vector<Schedule> schedules_for_shards(int world) {
+  std::vector<Schedule> all = schedules(world);
+  std::erase_if(all, [](const Schedule& s) { return s.kind == ScheduleKind::tree; });
+  all.push_back(pipelined(ring(world), 3));
+  all.push_back(pipelined(two_shot(world), 5));
+  return all;
+}
+
+std::vector<float> part(const std::vector<float>& whole, const Shards& shards, int rank) {
+  const int64_t begin = std::accumulate(shards.begin(), shards.begin() + rank, int64_t{0});
+  return {whole.begin() + begin, whole.begin() + begin + shards[rank]};
+}
+
+// A rank gets the sum of the shard that the caller gave it; a two-shot's bits do not depend on where it is
+// cut. Gathering the shards gives the same bits to all, in place too.
+TEST_P(HalvesTest, ShardsOfAnySizeGetTheSumOfTheirPlace) {
+  for (int world : {1, 2, 3, 5, 8}) {
+    for (const Shards& shards : odd_shards(world)) {
+      const int64_t count = std::accumulate(shards.begin(), shards.end(), int64_t{0});
+      std::vector<std::vector<float>> inputs;
+      for (int r = 0; r < world; ++r) inputs.push_back(testing::normal(count, 300 + r));
+      const Program::Options mean{.what = "test", .scale = 1.0f / static_cast<float>(world)};
+      const Outcome whole = allreduce(GetParam(), two_shot(world), inputs, {}, mean);
+      for (const Schedule& schedule : schedules_for_shards(world)) {
+        const std::string what = fmt::format("{} n={} count={}", name(schedule.kind), world, count);
+        const HalfOutcome scattered =
+            run_half(GetParam(), reduce_scatter(schedule), count, inputs, {}, mean, shards);
+        const HalfOutcome gathered =
+            run_half(GetParam(), all_gather(schedule), count, scattered.out, {}, {.what = "test"}, shards);
+        std::vector<float> joined;
+        for (int r = 0; r < world; ++r) {
+          ASSERT_TRUE(same_bits(scattered.in[r], inputs[r])) << what;
+          const std::vector<float> want = part(whole.result[0], shards, r);
+          for (size_t i = 0; i < want.size(); ++i) ASSERT_NEAR(scattered.out[r][i], want[i], 2e-6) << what;
+          if (schedule.kind == ScheduleKind::two_shot) {
+            ASSERT_TRUE(same_bits(scattered.out[r], want)) << what << " rank " << r;
+          }
+          joined.insert(joined.end(), scattered.out[r].begin(), scattered.out[r].end());
+        }
+        for (int r = 0; r < world; ++r) ASSERT_TRUE(same_bits(gathered.out[r], joined)) << what;
+      }
+    }
+  }
+}
+
+// With every wire that rounds, and shards of any size: what the ranks hold plus what they kept is the sum of
+// what they gave, in a reduce-scatter and in an all-gather.
+TEST_P(HalvesTest, ShardsOfAnySizeLoseNothing) {
+  const int world = 4;
+  for (Wire wire : wire_formats().subspan(1)) {
+    for (const Shards& shards : odd_shards(world)) {
+      const int64_t count = std::accumulate(shards.begin(), shards.end(), int64_t{0});
+      for (const Schedule& schedule : schedules_for_shards(world)) {
+        const std::string what = fmt::format("{} {} count={}", wire->name, name(schedule.kind), count);
+        std::vector<std::vector<float>> inputs, residuals, kept, own;
+        for (int r = 0; r < world; ++r) {
+          inputs.push_back(testing::normal(count, 100 + r));
+          residuals.push_back(testing::normal(count, 200 + r, 0.01f));
+          own.push_back(part(inputs[r], shards, r));
+          kept.push_back(part(residuals[r], shards, r));
+        }
+        const Program::Options options{.what = "test", .wire = wire};
+        const HalfOutcome scattered =
+            run_half(GetParam(), reduce_scatter(schedule), count, inputs, residuals, options, shards);
+        const HalfOutcome gathered =
+            run_half(GetParam(), all_gather(schedule), count, own, kept, options, shards);
+        std::vector<double> lost, all, lost_gathering, all_gathered;
+        int64_t begin = 0;
+        for (int r = 0; r < world; ++r) {
+          ASSERT_TRUE(same_bits(gathered.out[r], gathered.out[0])) << what;
+          for (int64_t i = 0; i < shards[r]; ++i) {
+            double sum = 0;
+            for (int from = 0; from < world; ++from) {
+              sum += double{inputs[from][begin + i]} + residuals[from][begin + i];
+              sum -= scattered.residual[from][begin + i];
+              all.push_back(inputs[from][begin + i]);
+            }
+            lost.push_back(sum - scattered.out[r][i]);
+            lost_gathering.push_back(double{own[r][i]} + kept[r][i] - gathered.out[0][begin + i] -
+                                     gathered.residual[r][i]);
+            all_gathered.push_back(own[r][i]);
+          }
+          begin += shards[r];
+        }
+        ASSERT_LE(norm(lost), 1e-6 * norm(all)) << what;
+        ASSERT_LE(norm(lost_gathering), 1e-6 * norm(all_gathered)) << what;
+      }
+    }
+  }
+}
+
+TEST_P(HalvesTest, ShardsThatNoScheduleCanServeAreRefused) {
+  auto error = [&](const Schedule& s, const Shards& shards) -> std::string {
+    try {
+      chunk_ranges(s, 10, shards);
+    } catch (const BadInput& e) {
+      return e.what();
+    }
+    return "accepted";
+  };
+  EXPECT_EQ(error(reduce_scatter(ring(3)), {5, 5}), "2 shards for 3 ranks");
+  EXPECT_EQ(error(reduce_scatter(ring(3)), {5, 5, 5}), "the shards have 15 elements in all, not 10");
+  EXPECT_EQ(error(reduce_scatter(ring(3)), {5, -1, 6}), "the shard of rank 1 has -1 elements");
+  EXPECT_EQ(error(all_gather(double_tree(4)), {4, 2, 2, 2}).substr(0, 20), "with schedule=tree r");
+  EXPECT_EQ(error(all_gather(ring(3)), {10, 0, 0}), "accepted");
+}
+
+// Every rank ends with the root's values: FP32 bits, or what the wire carried, with the loss in the root's
+// residual.
+TEST_P(HalvesTest, BroadcastGivesAllRanksWhatTheRootHas) {
+  std::vector<Schedule> all;
+  for (int world : {1, 2, 3, 4, 5, 8}) {
+    for (int root : {0, world / 2, world - 1}) {
+      for (ScheduleKind kind : {ScheduleKind::ring, ScheduleKind::two_shot}) {
+        all.push_back(broadcast(kind, world, root));
+        all.push_back(pipelined(all.back(), 3));
+      }
+      for (int nodes = 1; nodes <= world; ++nodes) {
+        if (world % nodes == 0) {
+          all.push_back(broadcast(ScheduleKind::hierarchical, world, root, {.nodes = nodes}));
+        }
+      }
+    }
+  }
+  for (const Schedule& schedule : all) {
+    for (Wire wire : {kFp32, kBf16, wire_format("int4")}) {
+      for (bool fp32_intra_node : {false, true}) {
+        for (int64_t count : {int64_t{0}, int64_t{3}, int64_t{2003}}) {
+          const int root = schedule.owner[0];
+          const std::string what = fmt::format("{} {} n={} root {} count {}", wire->name, name(schedule.kind),
+                                               schedule.world, root, count);
+          std::vector<std::vector<float>> inputs(static_cast<size_t>(schedule.world)), residuals = inputs;
+          inputs[root] = testing::normal(count, 7);
+          residuals[root] = testing::normal(count, 8, 0.01f);
+          const HalfOutcome outcome =
+              run_half(GetParam(), schedule, count, inputs, residuals,
+                       {.what = "test", .wire = wire, .fp32_intra_node = fp32_intra_node});
+          for (const auto& out : outcome.out) ASSERT_TRUE(same_bits(out, outcome.out[root])) << what;
+          if (wire->exact) {
+            ASSERT_TRUE(same_bits(outcome.out[root], inputs[root])) << what;
+          }
+          for (int64_t i = 0; i < count; ++i) {
+            const double kept = outcome.residual[root].empty() ? 0 : outcome.residual[root][i];
+            const double had = residuals[root].empty() ? 0 : residuals[root][i];
+            ASSERT_NEAR(outcome.out[root][i] + kept, inputs[root][i] + had, 1e-6) << what;
+          }
+        }
+      }
+    }
+  }
+}
+
+// A direct reduce-scatter rounds each contribution once and adds in FP32, so its error over the norm of the
+// exact sum does not grow with the ranks; a ring rounds a partial sum at every hop.
+TEST_P(HalvesTest, ErrorOfADirectReduceScatterIsFlatInTheRanks) {
+  const int64_t count = 4096;
+  auto error = [&](const Schedule& whole) {
+    const Schedule schedule = reduce_scatter(whole);
+    std::vector<std::vector<float>> inputs;
+    std::vector<double> exact(count), difference;
+    for (int r = 0; r < schedule.world; ++r) {
+      inputs.push_back(testing::normal(count, 40 + r));
+      for (int64_t i = 0; i < count; ++i) exact[i] += inputs[r][i];
+    }
+    const HalfOutcome outcome =
+        run_half(GetParam(), schedule, count, inputs, {}, {.what = "test", .wire = kBf16});
+    size_t i = 0;
+    for (const auto& shard : outcome.out) {
+      for (float value : shard) difference.push_back(value - exact[i++]);
+    }
+    return norm(difference) / norm(exact);
+  };
+  const double first = error(two_shot(2));
+  double last_ring = 0;
+  for (int world : {2, 4, 8, 16, 32, 64}) {
+    const double direct = error(two_shot(world)), in_a_ring = error(ring(world));
+    RecordProperty(fmt::format("n={}", world),
+                   fmt::format("two_shot {:.3e}, ring {:.3e}", direct, in_a_ring));
+    // With two ranks one of two parts is rounded; with many, nearly all are.
+    EXPECT_LE(direct, 1.5 * first) << world;
+    if (world > 2) {
+      EXPECT_GT(in_a_ring, last_ring) << world;
+    }
+    last_ring = in_a_ring;
+    if (world == 64) {
+      EXPECT_GT(in_a_ring, 3 * direct);
     }
   }
 }

@@ -106,6 +106,45 @@ TEST(Planner, SaysWhyAndHandlesEveryWorld) {
   EXPECT_THROW(choose("fp32:schedule=hierarchical", 4, 0, {}, 1, kFp32), BadInput);
 }
 
+SchedulePlanner::Choice choose_for(Collective collective, int world, int per_node, const LinkCosts& costs,
+                                   int64_t count, const Shards& shards = {}) {
+  return SchedulePlanner({.kind = ScheduleKind::automatic, .collective = collective}, world, per_node, costs,
+                         kSliceBytes)
+      .choose(count, kFp32, shards);
+}
+
+TEST(Planner, CostsFollowTheShards) {
+  const LinkCosts costs = same_everywhere({100, 1000});
+  const auto even = choose_for(Collective::reduce_scatter, 4, 0, costs, 1'000'000);
+  const auto same =
+      choose_for(Collective::reduce_scatter, 4, 0, costs, 1'000'000, {250'000, 250'000, 250'000, 250'000});
+  EXPECT_NEAR(same.predicted_us, even.predicted_us, 1);
+  // One round of 100 us, and 3 MB (3/4 of 4 MB) at 1 GB/s. With all on one rank, which gets 12 MB: 4 MB each, in
+  // two slices.
+  EXPECT_NEAR(even.predicted_us, 3100, 1);
+  EXPECT_NEAR(SchedulePlanner({.kind = ScheduleKind::two_shot, .collective = Collective::reduce_scatter}, 4,
+                              0, costs, kSliceBytes)
+                  .choose(1'000'000, kFp32, {0, 0, 1'000'000, 0})
+                  .predicted_us,
+              12200, 1);
+  // A tree has no even halves: never chosen for shards.
+  LinkCosts little = same_everywhere({20, 4000});
+  little.all_pairs = {20 * 63, 4000};
+  EXPECT_NE(choose_for(Collective::all_gather, 64, 0, little, 640, Shards(64, 10)).schedule.kind,
+            ScheduleKind::tree);
+}
+
+TEST(Planner, BroadcastsAreChosenByTheSameModel) {
+  LinkCosts costs = same_everywhere({50, 1000});
+  const auto choice = choose_for(Collective::broadcast, 8, 0, costs, kMuch);
+  EXPECT_EQ(choice.schedule.collective, Collective::broadcast);
+  EXPECT_EQ(choice.schedule.kind, ScheduleKind::two_shot);
+  costs.all_pairs = {50, 100};
+  EXPECT_EQ(choose_for(Collective::broadcast, 8, 0, costs, kMuch).schedule.kind, ScheduleKind::ring);
+  EXPECT_EQ(choose_for(Collective::broadcast, 100, 0, costs, kMuch).schedule.kind, ScheduleKind::ring);
+  EXPECT_EQ(choose_for(Collective::broadcast, 1, 0, costs, kMuch).schedule.world, 1);
+}
+
 TEST(Planner, EveryRankMeasuresTheSameNumbers) {
   for (int per_node : {0, 2}) {
     std::vector<LinkCosts> costs(4);

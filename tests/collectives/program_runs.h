@@ -70,37 +70,42 @@ struct HalfOutcome {
 
 inline constexpr float kPoison = -1.5e33f;
 
-// A reduce_scatter of inputs[rank] (`count` elements), or an all_gather of inputs[rank] (the rank's shard).
+// A reduce_scatter of inputs[rank] (`count` elements), or an all_gather or broadcast of inputs[rank] (the
+// rank's shard).
 inline HalfOutcome run_half(Device device, const Schedule& schedule, int64_t count,
                             const std::vector<std::vector<float>>& inputs,
-                            const std::vector<std::vector<float>>& residuals, Program::Options options) {
+                            const std::vector<std::vector<float>>& residuals, Program::Options options,
+                            const Shards& shards = {}) {
   const int world = schedule.world;
   HalfOutcome outcome;
   outcome.in.resize(world), outcome.out.resize(world), outcome.residual.resize(world);
   run_ranks(world, device, [&](Communicator& comm) {
     const int r = comm.rank();
     Stream stream = Stream::create(device, "test");
-    const bool gather = schedule.collective == Collective::all_gather;
-    const int64_t shard = elements_owned(schedule, r, count, options.wire->granularity);
+    const bool gather = schedule.collective != Collective::reduce_scatter;
+    const int64_t shard = elements_owned(schedule, r, count, options.wire->granularity, shards);
     const int64_t outs = gather ? count : shard;
     ASSERT_EQ(std::ssize(inputs[r]), gather ? shard : count);
     Buffer in = make_buffer<float>(device, std::ssize(inputs[r]));
     Buffer out = make_buffer<float>(device, outs + 4);  // nothing may be written past its end
-    Buffer residual = make_buffer<float>(device, residuals.empty() ? 0 : count);
+    const int64_t kept = gather ? shard : count;
+    Buffer residual = make_buffer<float>(device, residuals.empty() ? 0 : kept);
     to_device(stream, in.as<float>(), std::span<const float>(inputs[r]));
+    ASSERT_TRUE(residuals.empty() || std::ssize(residuals[r]) == kept);
     const std::vector<float> poison(static_cast<size_t>(outs + 4), kPoison);
     to_device(stream, out.as<float>(), std::span<const float>(poison));
     if (residual) to_device(stream, residual.as<float>(), std::span<const float>(residuals[r]));
     Program::Options mine = options;
     if (options.slice_bytes > 0) mine.transfers = Stream::create(device, "transfers");
-    Program program(comm.transport(), schedule, {in.data(), out.data(), residual.as<float>(), count}, mine);
+    Program program(comm.transport(), schedule,
+                    {in.data(), out.data(), residual.as<float>(), count, DType::f32, shards}, mine);
     EXPECT_EQ(program.shard_elements(), shard);
     Buffer workspace(device, program.workspace_bytes());
     program.bind(workspace.data());
     program.run(stream);
     outcome.in[r] = to_host(stream, in.as<const float>(), std::ssize(inputs[r]));
     outcome.out[r] = to_host(stream, out.as<const float>(), outs + 4);
-    if (residual) outcome.residual[r] = to_host(stream, residual.as<const float>(), count);
+    if (residual) outcome.residual[r] = to_host(stream, residual.as<const float>(), kept);
     EXPECT_EQ(std::vector<float>(outcome.out[r].end() - 4, outcome.out[r].end()),
               std::vector<float>(4, kPoison));
     outcome.out[r].resize(static_cast<size_t>(outs));

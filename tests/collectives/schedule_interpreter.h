@@ -31,7 +31,9 @@ class Interpreter {
     for (Rank& rank : ranks_) {
       for (int c = 0; c < s_.chunks; ++c) {
         rank.numbers.push_back(random_());
-        if (s_.collective != Collective::all_gather) {
+        const bool from_owner =
+            s_.collective == Collective::all_gather || s_.collective == Collective::broadcast;
+        if (!from_owner) {
           sums[c] += rank.numbers.back();
         } else if (&rank == &ranks_[s_.owner[c]]) {
           sums[c] = rank.numbers.back();

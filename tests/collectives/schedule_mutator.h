@@ -13,11 +13,17 @@
 namespace gradwire::testing {
 
 // A schedule of any kind for 2 to `most` ranks, sometimes in slices: an allreduce or,
-// with `halves`, also one of its halves.
+// with `halves`, also one of its halves or a broadcast.
 inline Schedule random_schedule(std::mt19937_64& random, int most, bool halves = false) {
   auto up_to = [&](int n) { return 1 + static_cast<int>(random() % n); };
   int n = 1 + up_to(most - 1);
   Schedule s;
+  if (halves && random() % 6 == 0) {
+    const ScheduleKind kinds[] = {ScheduleKind::ring, ScheduleKind::two_shot, ScheduleKind::hierarchical};
+    const int nodes = up_to(n), world = nodes * std::max(nodes == 1 ? 2 : 1, n / nodes);
+    s = broadcast(kinds[random() % 3], world, up_to(world) - 1, {.nodes = nodes});
+    return random() % 3 == 0 ? pipelined(s, 1 + up_to(3)) : s;
+  }
   switch (random() % 5) {
     case 0:
       s = ring(n);

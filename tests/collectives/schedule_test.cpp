@@ -76,6 +76,100 @@ TEST(Schedule, BothHalvesOfEveryAllreduceAreProven) {
   EXPECT_THROW(all_gather(reduce_scatter(ring(3))), BadInput);
 }
 
+// Of every world, from the first rank, the last and one in the middle; hierarchical in every shape.
+TEST(Schedule, BroadcastsAreProven) {
+  for (int n = 1; n <= kMaxRanks; ++n) {
+    for (int root : std::set<int>{0, n / 3, n - 1}) {
+      std::vector<Schedule> all = {broadcast(ScheduleKind::ring, n, root),
+                                   broadcast(ScheduleKind::two_shot, n, root)};
+      for (int nodes = 1; nodes <= n; ++nodes) {
+        if (n % nodes == 0) all.push_back(broadcast(ScheduleKind::hierarchical, n, root, {.nodes = nodes}));
+      }
+      for (const Schedule& s : all) {
+        const std::string what =
+            fmt::format("broadcast, {} of {} x {} from {}", name(s.kind), s.nodes, s.per_node, root);
+        expect_proven(s, what);
+        for (int k = 0; k < s.num_rounds(); ++k) {
+          EXPECT_TRUE(std::any_of(s.rounds.begin(), s.rounds.end(),
+                                  [&](const auto& rounds) { return !rounds[k].empty(); }))
+              << what << ": round " << k << " is empty";
+        }
+        if (n == 1) {
+          EXPECT_EQ(s.num_rounds(), 0);
+        }
+        if (n > 12) continue;
+        EXPECT_EQ(testing::Interpreter(s, 6).run(), std::nullopt) << what;
+        expect_proven(pipelined(s, 3), what + " in 3 slices");
+      }
+    }
+  }
+  EXPECT_THROW(broadcast(ScheduleKind::ring, 4, 4), BadInput);
+  EXPECT_THROW(broadcast(ScheduleKind::ring, 4, -1), BadInput);
+  EXPECT_THROW(broadcast(ScheduleKind::tree, 4, 0), BadInput);
+  EXPECT_THROW(broadcast(ScheduleKind::hierarchical, 6, 0, {.nodes = 4}), BadInput);
+  EXPECT_EQ(make_schedule(Collective::broadcast, ScheduleKind::ring, 4, {}, 2).owner,
+            std::vector<int32_t>(4, 2));
+  EXPECT_EQ(make_schedule(Collective::all_gather, ScheduleKind::ring, 4).collective, Collective::all_gather);
+}
+
+// What crosses between nodes, which is what a direct exchange between all ranks gets wrong: with 8 ranks per
+// node it sends 8 times as much.
+TEST(Schedule, HierarchicalHalvesSendNoMoreBetweenNodesThanARing) {
+  for (int nodes : {2, 3, 8}) {
+    for (int per_node : {2, 4, 8}) {
+      const int world = nodes * per_node;
+      // Bytes that leave a node, in buffers. A ring's neighbours are in another node only at a node's ends.
+      auto leaves_a_node = [&](const Schedule& s) {
+        double most = 0;
+        for (int node = 0; node < nodes; ++node) {
+          int64_t chunks = 0;
+          for (int r = node * per_node; r < (node + 1) * per_node; ++r) {
+            for (const Round& round : s.rounds[r]) {
+              for (const Step& step : round) {
+                chunks += step.kind == Step::Kind::send && step.peer / per_node != node ? 1 : 0;
+              }
+            }
+          }
+          most = std::max(most, static_cast<double>(chunks) / s.chunks);
+        }
+        return most;
+      };
+      for (Collective half : {Collective::reduce_scatter, Collective::all_gather}) {
+        const Topology shape{.nodes = nodes, .per_node = per_node};
+        const double layered = leaves_a_node(make_schedule(half, ScheduleKind::hierarchical, world, shape));
+        const double in_a_ring = leaves_a_node(make_schedule(half, ScheduleKind::ring, world));
+        const double direct = leaves_a_node(make_schedule(half, ScheduleKind::two_shot, world));
+        EXPECT_LE(layered, in_a_ring) << nodes << " x " << per_node;
+        EXPECT_NEAR(layered, (nodes - 1.0) / nodes, 1e-9);
+        EXPECT_NEAR(direct, per_node * layered, 1e-9);
+      }
+    }
+  }
+}
+
+TEST(Schedule, ChunksFollowShards) {
+  const Shards shards = {100, 0, 7, 1000};
+  for (const Schedule& s :
+       {reduce_scatter(ring(4)), all_gather(pipelined(two_shot(4), 3)), reduce_scatter(hierarchical(2, 2))}) {
+    const std::vector<ChunkRange> ranges = chunk_ranges(s, 1107, shards);
+    int64_t begin = 0;
+    for (int r = 0; r < 4; ++r) {
+      int64_t at = begin;
+      for (int c = 0; c < s.chunks; ++c) {
+        if (s.owner[c] != r) continue;
+        EXPECT_EQ(ranges[c].begin, at);
+        at = ranges[c].end;
+      }
+      begin += shards[r];
+      EXPECT_EQ(at, begin) << "rank " << r;
+      EXPECT_EQ(elements_owned(s, r, 1107, 8, shards), shards[r]);
+    }
+  }
+  // In a two-shot a rank sends every other rank that one's shard, or its own to all.
+  EXPECT_EQ(elements_sent(reduce_scatter(two_shot(4)), 3, 1107, shards), 107);
+  EXPECT_EQ(elements_sent(all_gather(two_shot(4)), 3, 1107, shards), 3000);
+}
+
 TEST(Schedule, ShardsOfAllRanksAreTheBuffer) {
   for (int n : {1, 2, 3, 5, 8, 64}) {
     for (const Schedule& s : {ring(n), double_tree(n), pipelined(two_shot(n), 3)}) {
@@ -252,6 +346,27 @@ TEST(Checker, SeesWastedBytesAndFalseClaims) {
   // Too many messages at once for the kernel that adds them.
   EXPECT_TRUE(check(two_shot(kMaxInputs + 1)).ok);
   expect_violation(two_shot(kMaxInputs + 2), Rule::rounding, "a hop adds 65 messages at once");
+}
+
+TEST(Checker, SeesABroadcastThatEntersANodeTwice) {
+  // Rank 2 gets the buffer from rank 0 instead of from its neighbour in the node.
+  Schedule s = broadcast(ScheduleKind::hierarchical, 4, 0, {.nodes = 2});
+  EXPECT_TRUE(check(s).ok);
+  for (int c = 0; c < s.chunks; ++c) {
+    for (int r : {2, 3}) {
+      for (Round& round : s.rounds[r]) {
+        std::erase_if(round, [&](const Step& step) { return step.chunk == c && step.intra_node; });
+      }
+      if (std::any_of(s.rounds[r][0].begin(), s.rounds[r][0].end(),
+                      [&](const Step& step) { return step.chunk == c; })) {
+        continue;
+      }
+      s.rounds[0][0].push_back({Step::Kind::send, r, c});
+      s.rounds[r][0].push_back({Step::Kind::recv_copy, 0, c});
+    }
+  }
+  expect_violation(s, Rule::cost, "node 1 is entered by 4/2 of the buffer");
+  expect_violation(s, Rule::cost, "rank 0 sends between nodes 4/2 of the buffer, the optimum is 2/2");
 }
 
 TEST(Checker, SeesAValueThatOnlySomeRanksWouldRound) {

@@ -74,6 +74,20 @@ class Hooks(unittest.TestCase):
                 stranger.bind(("", port))
             self.assertEqual(run_ranks(2, lambda comm: comm.rank, f"tcp://127.0.0.1:{port}"), [0, 1])
 
+    def test_another_network_namespace_is_another_host_though_its_name_is_the_same(self) -> None:
+        code = "from gradwire._process_group import _network; print(_network())"
+
+        def network(*prefix: str) -> str:
+            return subprocess.run([*prefix, sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+        self.assertEqual(network(), _process_group._network())
+        unshare = ["unshare", "--net"] if os.getuid() == 0 else ["unshare", "--net", "--map-root-user"]
+        if subprocess.run([*unshare, "true"], capture_output=True).returncode != 0:
+            self.skipTest("this machine does not permit network namespaces (unshare --net)")
+        there = network(*unshare)
+        self.assertEqual(there.split()[0], socket.gethostname())
+        self.assertNotEqual(there, _process_group._network())
+
     def test_a_silent_peer_is_waited_for_as_long_as_pytorch_waits(self) -> None:
         hook = gradwire.torch.Hook("fp32")
         self.assertEqual(hook._timeout_s, 1800)  # 60 s killed jobs whose rank 0 wrote a long checkpoint
@@ -107,6 +121,83 @@ class Failures(unittest.TestCase):
                 comm.check()
 
         run_ranks(2, body)
+
+
+class Shards(unittest.TestCase):
+    """Reduce-scatter, all-gather, updates of replicas and broadcast."""
+
+    def test_a_reduce_scatter_and_an_all_gather_are_an_allreduce(self) -> None:
+        counts = [5, 0, 11]
+
+        def body(comm: gradwire.Communicator) -> Any:
+            given = torch.arange(16, dtype=torch.float32) * (comm.rank + 1)
+            whole = comm.allreduce_(given.clone(), "fp32:schedule=two_shot")
+            shard = torch.empty(counts[comm.rank])
+            self.assertIs(comm.reduce_scatter(shard, given, counts=counts), shard)
+            gathered = np.zeros(16, np.float32)
+            self.assertIs(comm.all_gather(gathered, shard.numpy(), counts=counts), gathered)
+            equal = torch.empty(2)
+            comm.reduce_scatter(equal, torch.ones(6), op="sum")
+            return whole, torch.from_numpy(gathered), equal
+
+        for whole, gathered, equal in run_ranks(3, body):
+            self.assertTrue(torch.equal(whole, gathered))
+            self.assertEqual(equal.tolist(), [3, 3])
+
+    def test_residuals_keep_what_rounding_loses(self) -> None:
+        def body(comm: gradwire.Communicator) -> Any:
+            generator = torch.Generator().manual_seed(comm.rank)
+            given = torch.randn(128, generator=generator)
+            residual, kept, allreduced = torch.zeros(128), torch.zeros(64), torch.zeros(128)
+            shard, gathered = torch.empty(64), torch.empty(128)
+            comm.reduce_scatter(shard, given, "int4", "sum", residual=residual, tag="gradients")
+            comm.all_gather(gathered, shard, "int8", residual=kept)
+            reduced = comm.allreduce_(given.clone(), "int4", "sum", residual=allreduced)
+            return given, residual, shard, kept, gathered, reduced, allreduced
+
+        ranks = run_ranks(2, body)
+        given = sum(rank[0] for rank in ranks)
+        scattered = torch.cat([rank[2] for rank in ranks])
+        torch.testing.assert_close(scattered + sum(rank[1] for rank in ranks), given)
+        for rank in ranks:
+            torch.testing.assert_close(rank[4] + torch.cat([r[3] for r in ranks]), scattered)
+            torch.testing.assert_close(rank[5] + sum(r[6] for r in ranks), given)
+        self.assertGreater(float(ranks[0][1].abs().max()), 0)
+
+    def test_replicas_follow_their_masters(self) -> None:
+        def body(comm: gradwire.Communicator) -> Any:
+            replica = comm.broadcast_(torch.full((100,), float(comm.rank)), root=1)
+            self.assertEqual(replica.unique().tolist(), [1])
+            master = replica[comm.rank * 50:][:50] + torch.linspace(0, 1, 50)
+            for _ in range(20):
+                self.assertIs(comm.all_gather_update(replica, master, "int4"), replica)
+            return replica, master
+
+        (first, low), (second, high) = run_ranks(2, body)
+        self.assertTrue(torch.equal(first, second))
+        torch.testing.assert_close(first, torch.cat([low, high]), rtol=0, atol=1e-6)
+
+    def test_sizes_and_types_that_do_not_fit_are_refused(self) -> None:
+        comm = gradwire.Communicator()
+        four, three = torch.zeros(4), torch.zeros(3)
+        for call in (lambda: comm.reduce_scatter(three, four), lambda: comm.all_gather(four, three),
+                     lambda: comm.all_gather(four, four, counts=[3]),
+                     lambda: comm.all_gather(four, four, counts=[2, 2]),
+                     lambda: comm.all_gather(four, four.clone(), residual=three),
+                     lambda: comm.allreduce_(four, residual=three)):
+            with self.assertRaises(ValueError):
+                call()
+        for call in (lambda: comm.reduce_scatter(four, four.bfloat16()),
+                     lambda: comm.all_gather(four.bfloat16(), four),
+                     lambda: comm.all_gather_update(four, four.bfloat16())):
+            with self.assertRaises(TypeError):
+                call()
+        with self.assertRaises(gradwire.Unsupported):
+            comm.all_gather_update(four.bfloat16(), four)
+        with self.assertRaisesRegex(gradwire.BadArgument, "root is 1 in a world of 1"):
+            comm.broadcast_(four, root=1)
+        with self.assertRaisesRegex(gradwire.BadArgument, "use a reducer"):
+            comm.reduce_scatter(four, four.clone(), "powersgd:rank=2")
 
 
 class Arrays(unittest.TestCase):

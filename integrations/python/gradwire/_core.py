@@ -108,24 +108,129 @@ class Communicator(_Handle):
         self.device = number
 
     def allreduce_(self, array: Any, spec: str = "fp32", op: str = "avg", stream: int = 0,
-                   tag: str = "") -> Any:
+                   tag: str = "", residual: Any = None) -> Any:
         """Averages (or sums, op="sum") a tensor or array over all ranks in place, and returns it. Collective.
 
-        spec: a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic". There is no error
-            feedback, because nothing is kept between calls.
+        spec: a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic".
         stream: for CUDA tensors, the cudaStream_t as a number.
         tag: a name for the tensor, the same on every rank. If ranks make calls of equal size in a different
             order, tags turn that into CommFailed, which names both; without tags, the result mixes tensors.
+        residual: float32, as many elements, zeros at first: error feedback. Holds what this rank's rounding
+            has lost, from call to call. None: that is lost, because nothing else is kept between calls.
         """
-        memory = memory_of(array)
-        if memory.device != self.device:
-            raise ValueError(f"the tensor is on device {memory.device}, the communicator on {self.device} "
-                             "(-1: host)")
-        if tag:
-            _native.call("gw_call_tag", self._handle, tag.encode())
-        _native.call("gw_allreduce", self._handle, memory.address, memory.count, memory.dtype, _op(op),
+        memory = self._memory(array, "the tensor")
+        kept = self._residual(residual, memory.count)
+        self._tag(tag)
+        if residual is None:
+            _native.call("gw_allreduce", self._handle, memory.address, memory.count, memory.dtype, _op(op),
+                         spec.encode(), stream or None)
+        else:
+            _native.call("gw_allreduce_residual", self._handle, memory.address, memory.count, memory.dtype,
+                         _op(op), spec.encode(), kept, stream or None)
+        return array
+
+    def reduce_scatter(self, output: Any, input: Any, spec: str = "fp32", op: str = "avg",
+                       counts: Optional[Sequence[int]] = None, residual: Any = None, stream: int = 0,
+                       tag: str = "") -> Any:
+        """Averages (or sums) `input` over all ranks; `output`, which is returned, is this rank's shard of that.
+
+        input: float32 or bfloat16, sum(counts) elements; unchanged, unless output is this rank's place in it.
+        output: the same type, counts[rank] elements.
+        counts: elements of each rank's shard, in rank order, any size; the same on every rank. None: equal
+            shards, of len(input) / world elements.
+        residual: float32, sum(counts) elements, zeros at first: see allreduce_.
+        spec, stream, tag: as in allreduce_. Collective.
+        """
+        whole, part = self._memory(input, "the input"), self._memory(output, "the output")
+        sizes = self._shards(counts, whole.count, part.count, "input", "output")
+        if whole.dtype != part.dtype:
+            raise TypeError("the input and the output are of different types")
+        kept = self._residual(residual, whole.count)
+        self._tag(tag)
+        _native.call("gw_reduce_scatter", self._handle, whole.address, part.address, sizes, whole.dtype, _op(op),
+                     spec.encode(), kept, stream or None)
+        return output
+
+    def all_gather(self, output: Any, input: Any, spec: str = "fp32", counts: Optional[Sequence[int]] = None,
+                   residual: Any = None, stream: int = 0, tag: str = "") -> Any:
+        """Joins the ranks' shards in `output`, which is returned: the same bits everywhere, as the wire had them.
+
+        input: float32 or bfloat16, counts[rank] elements; may be this rank's place in output.
+        output: the same type, sum(counts) elements.
+        counts: elements of each rank's shard; None: equal shards, of len(input) elements.
+        residual: float32, counts[rank] elements, zeros at first: see allreduce_.
+        spec, stream, tag: as in allreduce_. Collective.
+        """
+        whole, part = self._memory(output, "the output"), self._memory(input, "the input")
+        sizes = self._shards(counts, whole.count, part.count, "output", "input")
+        if whole.dtype != part.dtype:
+            raise TypeError("the input and the output are of different types")
+        kept = self._residual(residual, part.count)
+        self._tag(tag)
+        _native.call("gw_all_gather", self._handle, part.address, whole.address, sizes, whole.dtype,
+                     spec.encode(), kept, stream or None)
+        return output
+
+    def all_gather_update(self, replica: Any, master: Any, spec: str = "fp32",
+                          counts: Optional[Sequence[int]] = None, stream: int = 0, tag: str = "") -> Any:
+        """Brings `replica`, which is returned, nearer to all ranks' masters by sending encoded differences.
+
+        Replicas that begin with the same bits on every rank keep the same bits, and follow the masters without
+        drift: what one call rounds off is part of the next one's difference.
+
+        replica: float32, sum(counts) elements, the same on every rank.
+        master: float32, counts[rank] elements, this rank's shard; not in replica's memory.
+        counts: elements of each rank's shard; None: equal shards, of len(master) elements.
+        spec, stream, tag: as in allreduce_. Collective. Raises Unsupported for bfloat16.
+        """
+        whole, part = self._memory(replica, "the replica"), self._memory(master, "the master")
+        sizes = self._shards(counts, whole.count, part.count, "replica", "master")
+        if part.dtype != _native.FLOAT32:
+            raise TypeError("the master is not float32")
+        self._tag(tag)
+        _native.call("gw_all_gather_update", self._handle, part.address, whole.address, sizes, whole.dtype,
+                     spec.encode(), stream or None)
+        return replica
+
+    def broadcast_(self, array: Any, root: int = 0, spec: str = "fp32", stream: int = 0, tag: str = "") -> Any:
+        """Gives every rank what rank `root` has in `array`, and returns it: the same bits everywhere, as the wire
+        had them. spec, stream, tag: as in allreduce_. Collective."""
+        memory = self._memory(array, "the tensor")
+        self._tag(tag)
+        _native.call("gw_broadcast", self._handle, memory.address, memory.count, memory.dtype, root,
                      spec.encode(), stream or None)
         return array
+
+    def _memory(self, array: Any, what: str) -> Memory:
+        memory = memory_of(array)
+        if memory.device != self.device:
+            raise ValueError(f"{what} is on device {memory.device}, the communicator on {self.device} "
+                             "(-1: host)")
+        return memory
+
+    def _residual(self, residual: Any, count: int) -> Optional[int]:
+        if residual is None:
+            return None
+        memory = self._memory(residual, "the residual")
+        if memory.dtype != _native.FLOAT32 or memory.count != count:
+            raise ValueError(f"the residual is not {count} float32 elements")
+        return memory.address
+
+    def _shards(self, counts: Optional[Sequence[int]], whole: int, part: int, whole_name: str,
+                part_name: str) -> "ctypes.Array[ctypes.c_int64]":
+        if counts is None:
+            if part * self.world != whole:
+                raise ValueError(f"the {whole_name} has {whole} elements and the {part_name} {part}, which is not "
+                                 f"one of {self.world} equal shards; give counts")
+            counts = [part] * self.world
+        elif len(counts) != self.world or sum(counts) != whole or counts[self.rank] != part:
+            raise ValueError(f"counts={list(counts)} on rank {self.rank} of {self.world}: the {whole_name} has "
+                             f"{whole} elements and the {part_name} {part}")
+        return (ctypes.c_int64 * self.world)(*counts)
+
+    def _tag(self, tag: str) -> None:
+        if tag:
+            _native.call("gw_call_tag", self._handle, tag.encode())
 
     def check(self) -> None:
         """Raises CommFailed, with the reason, once the communicator has failed.

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import socket
 from typing import Any, List
 
@@ -21,6 +22,19 @@ def _global_rank(group: Any, rank: int) -> int:
         return rank
     find = getattr(dist, "get_global_rank", None) or dist.distributed_c10d._get_global_rank
     return int(find(group, rank))
+
+
+def _network() -> str:
+    """Where this process's 127.0.0.1 is: the same text in two processes only if both reach the same one.
+
+    The host's name alone does not tell: containers of one image, and network namespaces of one machine, share it.
+    """
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return " ".join(parts)
 
 
 def _own_address() -> str:
@@ -59,13 +73,13 @@ def communicator(process_group: Any = None, device: "str | int" = "host",
     rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
     if world == 1:
         return Communicator(device=device, timeout_s=timeout_s)
-    hosts: List[Any] = [None] * world
-    dist.all_gather_object(hosts, socket.gethostname(), group=process_group)
+    networks: List[Any] = [None] * world
+    dist.all_gather_object(networks, _network(), group=process_group)
     address: List[Any] = [None]
     with contextlib.ExitStack() as stack:
         if rank == 0:
             host = "127.0.0.1"
-            if len(set(hosts)) > 1:
+            if len(set(networks)) > 1:
                 # The address at which the others reach this process: MASTER_ADDR if torch's store runs here too.
                 host = os.environ.get("MASTER_ADDR", "") if dist.get_rank() == 0 else _own_address()
                 host = host or socket.gethostname()

@@ -1,0 +1,360 @@
+// The collectives of gradwire.h on the caller's own memory: programs that are built at first use and kept, and
+// the functions that check the arguments and run them.
+#include <fmt/format.h>
+
+#include <limits>
+#include <numeric>
+
+#include "collectives/c_api/comm.h"
+#include "collectives/c_api/errors.h"
+#include "collectives/plan/planner.h"
+#include "kernels/wire/fp32.h"
+#include "runtime/mix.h"
+
+namespace gradwire::c_api {
+namespace {
+
+constexpr size_t kShardsShown = 8;
+
+size_t bytes_of(gw_dtype dtype) {
+  return dtype == GW_FLOAT32 ? 4 : 2;
+}
+
+int64_t elements_before(const Shards& shards, int rank) {
+  return std::accumulate(shards.begin(), shards.begin() + rank, int64_t{0});
+}
+
+// For error texts: "3, 0, 5", or the first few and a digest.
+std::string listed(const Shards& shards) {
+  if (shards.size() <= kShardsShown) return fmt::format("{}", fmt::join(shards, ", "));
+  uint64_t digest = 0;
+  for (int64_t shard : shards) digest = mix(digest, static_cast<uint64_t>(shard));
+  return fmt::format("{}, ... #{:08x}", fmt::join(shards.begin(), shards.begin() + kShardsShown, ", "),
+                     digest >> 32);
+}
+
+std::string describe(const CollectiveCall& call) {
+  const char* dtype = call.dtype == GW_BFLOAT16 ? "bfloat16" : "float32";
+  const char* op = call.op == GW_AVG ? "mean" : "sum";
+  const std::string what = call.function + quoted(call.tag);
+  switch (call.collective) {
+    case Collective::allreduce:
+      return fmt::format("{}, {} of {}", what, op, dtype);
+    case Collective::reduce_scatter:
+      return fmt::format("{}, {} of {}, shards {}", what, op, dtype, listed(call.shards));
+    case Collective::all_gather:
+      return fmt::format("{} of {}, shards {}", what, dtype, listed(call.shards));
+    case Collective::broadcast:
+      return fmt::format("{} of {} from rank {}", what, dtype, call.root);
+  }
+  return what;
+}
+
+void check_memory(const char* what, const void* memory, int64_t count, size_t element) {
+  require(memory != nullptr || count == 0, "{} is null", what);
+  require(reinterpret_cast<uintptr_t>(memory) % element == 0, "{} is not aligned to its elements of {} bytes",
+          what, element);
+}
+
+// A shard may be its own place in the whole, and nothing else of it.
+void check_place(const char* shard_name, const void* shard, const char* whole_name, const void* whole,
+                 const Shards& shards, int rank, size_t element) {
+  const auto at = reinterpret_cast<uintptr_t>(shard), begin = reinterpret_cast<uintptr_t>(whole);
+  const size_t size = static_cast<size_t>(shards[rank]) * element;
+  const size_t all = static_cast<size_t>(elements_before(shards, static_cast<int>(shards.size()))) * element;
+  if (size == 0 || at + size <= begin || begin + all <= at) return;
+  require(at == begin + static_cast<size_t>(elements_before(shards, rank)) * element,
+          "{0} overlaps {1}, but is not this rank's place in it; pass {1} + the elements of lower ranks, or "
+          "other memory",
+          shard_name, whole_name);
+}
+
+void check_call(const CollectiveCall& call) {
+  require(call.dtype == GW_FLOAT32 || call.dtype == GW_BFLOAT16,
+          "dtype {} is neither GW_FLOAT32 nor GW_BFLOAT16", call.dtype);
+  require(call.op == GW_SUM || call.op == GW_AVG, "op {} is neither GW_SUM nor GW_AVG", call.op);
+  require(reinterpret_cast<uintptr_t>(call.residual) % alignof(float) == 0,
+          "residual is not aligned to its elements of 4 bytes");
+}
+
+Shards read_counts(const ApiComm& comm, const int64_t* counts) {
+  require(counts != nullptr, "counts is null; pass the elements of each rank's shard");
+  Shards shards(counts, counts + comm.communicator->world());
+  int64_t left = std::numeric_limits<int64_t>::max() / 8;
+  for (size_t r = 0; r < shards.size(); ++r) {
+    require(shards[r] >= 0, "counts[{}] is {}, must not be negative", r, shards[r]);
+    require(shards[r] <= left, "counts add up to more elements than there is memory");
+    left -= shards[r];
+  }
+  return shards;
+}
+
+const char* checked_spec(const char* spec) {
+  require(spec != nullptr, "spec is null; pass \"fp32\" for no compression");
+  return spec;
+}
+
+}  // namespace
+
+Program& ApiComm::program_for(const CollectiveCall& call) {
+  const bool allreduce = call.collective == Collective::allreduce;
+  const Key key{call.function, allreduce ? call.out : nullptr,
+                call.count,    call.shards,
+                call.dtype,    call.op,
+                call.root,     call.spec,
+                call.tag};
+  if (auto* entry = programs_.find(key)) {
+    Program& program = *entry->program;
+    const ProgramBuffers& at = program.buffers();
+    const bool moved = at.in != call.in || at.out != call.out;
+    if (moved || at.residual != call.residual) stream.synchronize();  // its work may be in flight
+    if (moved) program.rebind(call.in, call.out);
+    if (at.residual != call.residual) program.rebind_residual(call.residual);
+    return program;
+  }
+  const CompressionSpec spec = CompressionSpec::parse(call.spec);
+  if (spec.method != CompressionSpec::Method::wire) {
+    throw BadInput(
+        fmt::format("spec '{}' keeps state between steps and {} cannot; use a reducer, or a wire "
+                    "format such as fp32, bf16, fp8 or int8",
+                    call.spec, call.function));
+  }
+  const int world = communicator->world();
+  const SchedulePlanner plan({.kind = spec.schedule,
+                              .fp32_intra_node = spec.fp32_intra_node,
+                              .collective = call.collective,
+                              .root = call.root},
+                             world, communicator->ranks_per_node(),
+                             world > 1 ? communicator->link_costs(stream) : LinkCosts{}, kAutomaticSlices);
+  const SchedulePlanner::Choice choice = plan.choose(call.count, spec.wire, call.shards);
+  const bool mean = call.op == GW_AVG;
+  auto program = std::make_unique<Program>(
+      communicator->transport(), choice.schedule,
+      ProgramBuffers{.in = call.in,
+                     .out = call.out,
+                     .residual = call.residual,
+                     .count = call.count,
+                     .dtype = call.dtype == GW_BFLOAT16 ? DType::bf16 : DType::f32,
+                     .shards = call.shards},
+      Program::Options{.what = describe(call),
+                       .wire = spec.wire,
+                       .fp32_intra_node = spec.fp32_intra_node,
+                       .scale = mean ? 1.0f / static_cast<float>(world) : 1.0f,
+                       .rounding = {spec.rounding, static_cast<uint64_t>(communicator->rank()) + 1,
+                                    step_.as<const uint64_t>(), 0},
+                       .spec = spec.to_string(),
+                       .transfers = communicator->transfers(),
+                       .slice_bytes = choice.slice_bytes});
+  stream.synchronize();  // add() may free or rebind memory that is in use
+  return *programs_.add({.key = key, .residual = {}, .program = std::move(program)}).program;
+}
+
+void ApiComm::between(void* native_stream, const std::function<void()>& work) {
+  const Stream caller = caller_stream(native_stream);
+  start_.record(caller);
+  stream.wait(start_);
+  work();
+  done_.record(stream);
+  wait_and_tell([&] { caller.wait(done_); });
+}
+
+void ApiComm::run(const CollectiveCall& call, void* native_stream) {
+  check_call(call);
+  caller_stream(native_stream);  // refuses a stream before anything is built
+  Program& program = program_for(call);
+  if (communicator->world() == 1) {
+    if (call.in == call.out) return;
+    const size_t bytes = static_cast<size_t>(call.count) * bytes_of(call.dtype);
+    between(native_stream, [&] { copy(stream, call.out, call.in, bytes); });
+    return;
+  }
+  between(native_stream, [&] {
+    program.run(stream);
+    increment(stream, step_.as<uint64_t>());
+  });
+}
+
+// The owner's difference is that to its own replica, which has the same bits as all others. So what one encode
+// loses is part of the next difference, and replicas neither drift from the masters nor apart.
+void ApiComm::run_update(const CollectiveCall& call, void* native_stream) {
+  check_call(call);
+  if (CompressionSpec::parse(call.spec).wire->exact || communicator->world() == 1) {
+    return run(call, native_stream);  // the masters themselves
+  }
+  caller_stream(native_stream);
+  const size_t bytes = static_cast<size_t>(call.count) * sizeof(float);
+  if (difference_.bytes() < bytes) {
+    stream.synchronize();
+    difference_ = Buffer(communicator->device(), bytes);
+  }
+  const int rank = communicator->rank();
+  const int64_t before = elements_before(call.shards, rank);
+  auto* const replica = static_cast<float*>(call.out);
+  float* const difference = difference_.as<float>();
+  CollectiveCall gather = call;
+  gather.in = difference + before;
+  gather.out = difference;
+  Program& program = program_for(gather);
+  between(native_stream, [&] {
+    Reduce negate{
+        .own = replica + before, .out = difference + before, .scale = -1.0f, .count = call.shards[rank]};
+    fp32_reduce(stream, negate);
+    Reduce subtract{.inputs = {difference + before},
+                    .num_inputs = 1,
+                    .own = static_cast<const float*>(call.in),
+                    .out = difference + before,
+                    .count = call.shards[rank]};
+    fp32_reduce(stream, subtract);
+    program.run(stream);
+    Reduce add{.inputs = {difference}, .num_inputs = 1, .own = replica, .out = replica, .count = call.count};
+    fp32_reduce(stream, add);
+    increment(stream, step_.as<uint64_t>());
+  });
+}
+
+namespace {
+
+void allreduce(const char* function, gw_comm handle, void* buf, int64_t count, gw_dtype dtype, gw_op op,
+               const char* spec, float* residual, void* stream) {
+  const std::string tag = take_tag(handle);
+  LockedComm comm(handle);
+  require(count >= 0, "count is {}, must not be negative", count);
+  CollectiveCall call{.function = function,
+                      .in = buf,
+                      .out = buf,
+                      .residual = residual,
+                      .count = count,
+                      .dtype = dtype,
+                      .op = op,
+                      .spec = checked_spec(spec),
+                      .tag = tag};
+  check_call(call);
+  check_memory("buf", buf, count, bytes_of(dtype));
+  comm->run(call, stream);
+}
+
+}  // namespace
+}  // namespace gradwire::c_api
+
+using namespace gradwire;
+using namespace gradwire::c_api;
+
+extern "C" {
+
+gw_status gw_allreduce(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, gw_op op, const char* spec,
+                       void* stream) {
+  return guarded(__func__,
+                 [&, f = __func__] { allreduce(f, comm, buf, count, dtype, op, spec, nullptr, stream); });
+}
+
+gw_status gw_allreduce_residual(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, gw_op op,
+                                const char* spec, float* residual, void* stream) {
+  return guarded(__func__,
+                 [&, f = __func__] { allreduce(f, comm, buf, count, dtype, op, spec, residual, stream); });
+}
+
+gw_status gw_reduce_scatter(gw_comm comm, const void* in, void* out, const int64_t* counts, gw_dtype dtype,
+                            gw_op op, const char* spec, float* residual, void* stream) {
+  return guarded(__func__, [&, f = __func__] {
+    const std::string tag = take_tag(comm);
+    LockedComm locked(comm);
+    const int rank = locked->communicator->rank();
+    CollectiveCall call{.function = f,
+                        .collective = Collective::reduce_scatter,
+                        .in = in,
+                        .out = out,
+                        .residual = residual,
+                        .shards = read_counts(*locked.comm, counts),
+                        .dtype = dtype,
+                        .op = op,
+                        .spec = checked_spec(spec),
+                        .tag = tag};
+    check_call(call);
+    call.count = elements_before(call.shards, locked->communicator->world());
+    check_memory("in", in, call.count, bytes_of(dtype));
+    check_memory("out", out, call.shards[rank], bytes_of(dtype));
+    check_place("out", out, "in", in, call.shards, rank, bytes_of(dtype));
+    locked->run(call, stream);
+  });
+}
+
+gw_status gw_all_gather(gw_comm comm, const void* in, void* out, const int64_t* counts, gw_dtype dtype,
+                        const char* spec, float* residual, void* stream) {
+  return guarded(__func__, [&, f = __func__] {
+    const std::string tag = take_tag(comm);
+    LockedComm locked(comm);
+    const int rank = locked->communicator->rank();
+    CollectiveCall call{.function = f,
+                        .collective = Collective::all_gather,
+                        .in = in,
+                        .out = out,
+                        .residual = residual,
+                        .shards = read_counts(*locked.comm, counts),
+                        .dtype = dtype,
+                        .spec = checked_spec(spec),
+                        .tag = tag};
+    check_call(call);
+    call.count = elements_before(call.shards, locked->communicator->world());
+    check_memory("in", in, call.shards[rank], bytes_of(dtype));
+    check_memory("out", out, call.count, bytes_of(dtype));
+    check_place("in", in, "out", out, call.shards, rank, bytes_of(dtype));
+    locked->run(call, stream);
+  });
+}
+
+gw_status gw_all_gather_update(gw_comm comm, const float* master, void* replica, const int64_t* counts,
+                               gw_dtype dtype, const char* spec, void* stream) {
+  return guarded(__func__, [&, f = __func__] {
+    const std::string tag = take_tag(comm);
+    LockedComm locked(comm);
+    const int rank = locked->communicator->rank();
+    CollectiveCall call{.function = f,
+                        .collective = Collective::all_gather,
+                        .in = master,
+                        .out = replica,
+                        .shards = read_counts(*locked.comm, counts),
+                        .dtype = dtype,
+                        .spec = checked_spec(spec),
+                        .tag = tag};
+    check_call(call);
+    if (dtype != GW_FLOAT32) {
+      throw Unsupported(
+          "replicas in bfloat16 would round every update; keep them in float32, or use "
+          "gw_all_gather with spec bf16");
+    }
+    call.count = elements_before(call.shards, locked->communicator->world());
+    check_memory("master", master, call.shards[rank], sizeof(float));
+    check_memory("replica", replica, call.count, sizeof(float));
+    const auto at = reinterpret_cast<uintptr_t>(master), begin = reinterpret_cast<uintptr_t>(replica);
+    const auto bytes = [](int64_t count) { return static_cast<size_t>(count) * sizeof(float); };
+    require(
+        at + bytes(call.shards[rank]) <= begin || begin + bytes(call.count) <= at || call.shards[rank] == 0,
+        "master overlaps replica; it must be other memory, which keeps what replicas do not have yet");
+    locked->run_update(call, stream);
+  });
+}
+
+gw_status gw_broadcast(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, int root, const char* spec,
+                       void* stream) {
+  return guarded(__func__, [&, f = __func__] {
+    const std::string tag = take_tag(comm);
+    LockedComm locked(comm);
+    const int world = locked->communicator->world();
+    require(count >= 0, "count is {}, must not be negative", count);
+    require(root >= 0 && root < world, "root is {} in a world of {}", root, world);
+    CollectiveCall call{.function = f,
+                        .collective = Collective::broadcast,
+                        .in = buf,
+                        .out = buf,
+                        .count = count,
+                        .dtype = dtype,
+                        .root = root,
+                        .spec = checked_spec(spec),
+                        .tag = tag};
+    check_call(call);
+    check_memory("buf", buf, count, bytes_of(dtype));
+    locked->run(call, stream);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,301 @@
+"""What FSDP2 calls instead of its own collectives: one ParamGroup for each of FSDP's parameter groups.
+
+    backward    FSDP copies the group's gradients into one buffer of world x shard elements, ours from allocate();
+                reduce_scatter() encodes it once, and the owner of a shard adds what the ranks sent, in FP32
+    HSDP        all_reduce() then averages the shard over the replicas, as the group's all-reduce hook
+    forward     FSDP copies this rank's shards into its part of the output; all_gather() encodes that once, and
+                every rank, the owner too, decodes the same bytes, so all hold the same bits
+
+Tensors marked dense take a second call, in FP32; in the first they are zeros, so that the others need not be
+copied and a block's scale is not a dense neighbor's.
+"""
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+import torch.distributed as dist
+
+from gradwire import _native
+from gradwire._core import Communicator
+from gradwire._fsdp_residual import Layout, Part, Residual
+from gradwire._process_group import communicator
+
+
+class Options(NamedTuple):
+    """What compress() was asked for, checked."""
+
+    gradients: str
+    weights: str
+    residual: str
+    dense_gradients: Callable[[str, torch.Size], bool]
+    dense_weights: Callable[[str, torch.Size], bool]
+    timeout_s: float
+    seed: int
+
+
+class Communicators:
+    """Gradwire's communicators, one per purpose and process group. FSDP uses a stream for each purpose."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._made: Dict[Tuple[str, Any], Communicator] = {}
+        self._scratch: Dict[torch.device, torch.Tensor] = {}
+
+    def scratch(self, count: int, device: torch.device) -> torch.Tensor:
+        """(count,) float32 at an address that stays, for which the library keeps an allreduce's program."""
+        if device not in self._scratch or self._scratch[device].numel() < count:
+            self._scratch[device] = torch.empty(count, device=device)
+        return self._scratch[device][:count]
+
+    def of(self, purpose: str, group: Any, device: torch.device) -> Communicator:
+        """Collective over the group when it is first asked for."""
+        found = self._made.get((purpose, group))
+        if found is None:
+            found = communicator(group, "host" if device.type == "cpu" else device.index, self._timeout_s)
+            self._made[purpose, group] = found
+        elif device.type == "cuda":
+            found.check()  # an earlier call may have failed on its stream, which carries no errors
+        return found
+
+    def close(self) -> None:
+        for made in self._made.values():
+            made.close()
+
+
+class Allocates:
+    """FSDP's `Comm` interface, first half: plain memory, which is read and written where it lies.
+
+    Not a pool: gradients are views of the reduced buffer, and live as long as the user keeps them.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class ReduceScatter(Allocates):
+    """For FSDPModule.set_custom_reduce_scatter()."""
+
+    def __init__(self, ours: "ParamGroup") -> None:
+        self._ours = ours
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any,
+                 async_op: bool = False) -> None:
+        """On the current stream; on the host the result is ready on return, async_op or not."""
+        self._ours.reduce_scatter(output_tensor, input_tensor, group, op)
+
+
+class AllGather(Allocates):
+    """For FSDPModule.set_custom_all_gather()."""
+
+    def __init__(self, ours: "ParamGroup") -> None:
+        self._ours = ours
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any,
+                 async_op: bool = False) -> Any:
+        """On the current stream; on the host the result is ready on return, async_op or not."""
+        return self._ours.all_gather(output_tensor, input_tensor, group, async_op)
+
+
+class ParamGroup:
+    """The collectives of one of FSDP's parameter groups, `theirs`, and what they have lost. names: by FSDPParam."""
+
+    def __init__(self, theirs: Any, names: Dict[int, str], options: Options, communicators: Communicators,
+                 number: int) -> None:
+        self.theirs = theirs
+        self.names = {id(p): names[id(p)] for p in theirs.fsdp_params}
+        self.first_name = next(iter(self.names.values()), "a group without parameters")
+        self._options = options
+        self._communicators = communicators
+        self._pending: Optional[List[Any]] = None  # the FSDPParams in the buffer that comes next
+        self._layouts: Dict[Tuple[Any, ...], Layout] = {}
+        self.replicas: Any = None  # process group of HSDP's replicas
+        self.residual: Optional[Residual] = None
+        self.replica_residual: Optional[Residual] = None
+        if options.residual != "off" and is_lossy(options.gradients):
+            # Another for each rank, so that what their residuals' rounding loses is independent.
+            seed = (options.seed * 4099 + number * 2) * 65537 + dist.get_rank()
+            self.residual = Residual(options.residual, theirs.device, seed)
+            self.replica_residual = Residual(options.residual, theirs.device, seed + 65537)
+
+    # ---- Where the parameters are in FSDP's buffers ---------------------------------------------------------
+
+    def expect(self, params: Sequence[Any]) -> None:
+        """Tells which parameters, in which order, are in the next buffer of gradients."""
+        self._pending = list(params)
+
+    def _layout(self, params: Sequence[Any], rows: int, dense: Callable[[str, torch.Size], bool]) -> Layout:
+        key = (rows, dense, *map(id, params))
+        found = self._layouts.get(key)
+        if found is None:
+            parts, begin = [], 0
+            for param in params:
+                name, count = self.names[id(param)], param.padded_sharded_param_size.numel()
+                parts.append(Part(name, begin, count, dense(name, param._orig_size)))
+                begin += count
+            found = self._layouts[key] = Layout(tuple(parts), rows, begin)
+        return found
+
+    def _gradient_layout(self, rows: int, count: int) -> Layout:
+        params = self._pending
+        if params is None:  # before PyTorch 2.15 nothing tells: all that are trained
+            params = [p for p in self.theirs.fsdp_params if p.sharded_param.requires_grad]
+        layout = self._layout(params, rows, self._options.dense_gradients)
+        if layout.rows * layout.shard != count:
+            raise _native.Unsupported(
+                f"the gradients of {self.first_name!r} and its group are {count} elements, their parameters "
+                f"{layout.rows * layout.shard}: some have no gradient in this backward, and PyTorch "
+                f"{torch.__version__} does not tell which. Use PyTorch 2.15, or freeze them (requires_grad_(False))")
+        return layout
+
+    # ---- The collectives -----------------------------------------------------------------------------------
+
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, group: Any, op: Any) -> None:
+        """output: (shard,); buffer: (world * shard,), which may be overwritten."""
+        comm = self._communicators.of("gradients", group, buffer.device)
+        layout = self._gradient_layout(comm.world, buffer.numel())
+        stream, tag = stream_of(buffer), f"gradients of {self.first_name}"
+        factor, ours = None, "avg" if op == dist.ReduceOp.AVG else "sum"
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):  # PREMUL_SUM
+            factor = self.theirs.gradient_divide_factor
+        with _Supported(output, write=True) as result, _Supported(buffer) as source:
+            dense = _DensePart(layout, source) if layout.dense else None
+            if dense is not None:
+                reduced = torch.empty(dense.shard, dtype=source.dtype, device=buffer.device)
+                comm.reduce_scatter(reduced, dense.values, "fp32", ours, stream=stream, tag=f"dense {tag}")
+                if not dense.is_all:
+                    dense.clear(source)
+            if dense is None or not dense.is_all:
+                residual = None if self.residual is None else self.residual.open(layout)
+                comm.reduce_scatter(result, source, self._options.gradients, ours, residual=residual, stream=stream, tag=tag)
+                if self.residual is not None:
+                    self.residual.close()
+            if dense is not None:
+                dense.put(reduced, result, 1)
+            if factor is not None:
+                result.div_(factor)
+
+    def all_reduce(self, shard: torch.Tensor) -> None:
+        """HSDP's second half, in place: (shard,) averaged over the replicas."""
+        comm = self._communicators.of("replicas", self.replicas, shard.device)
+        layout = self._gradient_layout(1, shard.numel())
+        stream, tag = stream_of(shard), f"replicas' gradients of {self.first_name}"
+        # With a factor of the user's, FSDP has divided by all of it in the reduce-scatter.
+        op = "avg" if self.theirs.gradient_divide_factor is None else "sum"
+        small = sum(part.count for part in layout.dense)
+        values, reduced = self._communicators.scratch(layout.shard + small, shard.device).split([layout.shard, small])
+        values.copy_(shard)
+        dense = _DensePart(layout, values) if layout.dense else None
+        if dense is not None:
+            reduced.copy_(dense.values)
+            comm.allreduce_(reduced, "fp32", op, stream, f"dense {tag}")
+            if not dense.is_all:
+                dense.clear(values)
+        if dense is None or not dense.is_all:
+            residual = None if self.replica_residual is None else self.replica_residual.open(layout)
+            comm.allreduce_(values, self._options.gradients, op, stream, tag, residual=residual)
+            if self.replica_residual is not None:
+                self.replica_residual.close()
+        if dense is not None:
+            dense.put(reduced, values, 1)
+        shard.copy_(values)
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: Any, async_op: bool) -> Any:
+        """output: (world * shard,); shard: this rank's part of it, in place."""
+        own = self.theirs.mesh_info.shard_process_group
+        if group is not own or shard.dtype not in (torch.float32, torch.bfloat16):
+            # Weights that were gathered and encoded before (reshard_after_forward=N), within a node; or bytes, of
+            # parameters of several types or with extensions of their own (float8): these travel as they are.
+            return _native_all_gather(output, shard, group, async_op)
+        comm = self._communicators.of("weights", group, shard.device)
+        layout = self._layout(self.theirs.fsdp_params, comm.world, self._options.dense_weights)
+        stream, tag = stream_of(shard), f"weights of {self.first_name}"
+        dense = None
+        if layout.dense and layout.shard == shard.numel():
+            dense = _DensePart(layout._replace(rows=1), shard)
+            # In the parameters' own type, which for these few is what "as they are" means.
+            gathered = torch.empty(comm.world * dense.shard, dtype=shard.dtype, device=shard.device)
+            comm.all_gather(gathered, dense.values, plain(shard.dtype), stream=stream, tag=f"dense {tag}")
+            if not dense.is_all:
+                dense.clear(shard)
+        if dense is None or not dense.is_all:
+            spec = plain(shard.dtype) if is_plain(self._options.weights) else self._options.weights
+            comm.all_gather(output, shard, spec, stream=stream, tag=tag)
+        if dense is not None:
+            dense.put(gathered, output, comm.world)
+        return None
+
+
+class _Supported:
+    """A float32 or bfloat16 tensor as it is, or a float32 copy of another, which write=True copies back."""
+
+    def __init__(self, tensor: torch.Tensor, write: bool = False) -> None:
+        self._tensor, self._write = tensor, write
+        self._copy = tensor if tensor.dtype in (torch.float32, torch.bfloat16) else tensor.float()
+
+    def __enter__(self) -> torch.Tensor:
+        return self._copy
+
+    def __exit__(self, failed: Any, *_: object) -> None:
+        if self._write and failed is None and self._copy is not self._tensor:
+            self._tensor.copy_(self._copy)
+
+
+class _DensePart:
+    """A copy of the dense columns of a (rows, shard) buffer."""
+
+    def __init__(self, layout: Layout, buffer: torch.Tensor) -> None:
+        rows = buffer.view(layout.rows, layout.shard)
+        self._layout = layout
+        self.values = torch.cat([rows[:, part.begin:part.end] for part in layout.dense], dim=1).view(-1)
+        self.shard = self.values.numel() // layout.rows
+        self.is_all = len(layout.dense) == len(layout.parts)
+
+    def clear(self, buffer: torch.Tensor) -> None:
+        rows = buffer.view(self._layout.rows, self._layout.shard)
+        for part in self._layout.dense:
+            rows[:, part.begin:part.end].zero_()
+
+    def put(self, values: torch.Tensor, buffer: torch.Tensor, rows: int) -> None:
+        """values: (rows * self.shard,) into their columns of (rows, shard)."""
+        target, source = buffer.view(rows, self._layout.shard), values.view(rows, self.shard)
+        begin = 0
+        for part in self._layout.dense:
+            target[:, part.begin:part.end].copy_(source[:, begin:begin + part.count])
+            begin += part.count
+
+
+def stream_of(tensor: torch.Tensor) -> int:
+    """PyTorch's current stream for a CUDA tensor, as a number; 0 on the host."""
+    return int(torch.cuda.current_stream(tensor.device).cuda_stream) if tensor.is_cuda else 0
+
+
+def method_of(spec: str) -> str:
+    """The name that a spec begins with."""
+    return spec.replace(":", ",", 1).partition(",")[0]
+
+
+def encoded_once(spec: str) -> str:
+    """`spec` with the schedule in which the owner adds what each rank has encoded once, unless it names another."""
+    options = spec.replace(":", ",", 1).split(",")[1:]
+    if any(option.startswith("schedule=") for option in options):
+        return spec
+    return f"{spec}{',' if options else ':'}schedule=two_shot"
+
+
+def is_plain(spec: str) -> bool:
+    return method_of(spec) == "fp32"
+
+
+def is_lossy(spec: str) -> bool:
+    return not is_plain(spec)
+
+
+def plain(dtype: torch.dtype) -> str:
+    """The spec that sends elements of this type as they are."""
+    return "bf16" if dtype == torch.bfloat16 else "fp32"
+
+
+def _native_all_gather(output: torch.Tensor, shard: torch.Tensor, group: Any, async_op: bool) -> Any:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, shard, group=group, async_op=async_op)

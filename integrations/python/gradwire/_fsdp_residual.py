@@ -1,0 +1,161 @@
+"""What encoding a parameter group's gradients has lost so far: FSDP's error feedback, by parameter.
+
+FSDP2 reduces the gradients of a group in one buffer of rows x shard elements: row r is what rank r will own, and
+every parameter has the same columns of each row. The residual has that layout too, so that it is read and
+written where it lies. Which parameters have a gradient may change from step to step; then it is arranged anew.
+"""
+from __future__ import annotations
+
+from typing import Dict, List, NamedTuple, Optional, Tuple
+
+import torch
+
+# Of residual="int8": one float32 scale for so many elements, 1.03 bytes per element in all.
+BLOCK = 128
+# Elements that are packed at a time, which bounds the temporary memory.
+_PIECE = 1 << 22
+MODES = ("fp32", "bf16", "int8", "off")
+
+
+class Part(NamedTuple):
+    """A parameter's columns in each row: `count` elements from `begin` on. dense: it travels in FP32."""
+
+    name: str
+    begin: int
+    count: int
+    dense: bool
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.count
+
+
+class Layout(NamedTuple):
+    """The parameters of one buffer of rows x shard elements, in its order."""
+
+    parts: Tuple[Part, ...]
+    rows: int
+    shard: int
+
+    @property
+    def dense(self) -> List[Part]:
+        return [part for part in self.parts if part.dense]
+
+
+class _Packed:
+    """Float32 values in 4, 2 or 1.03 bytes per element, rounded at random, so that nothing is lost in the mean.
+
+    Rounding to nearest would lose the same small values in every step (docs/numerics.md).
+    """
+
+    def __init__(self, mode: str, values: torch.Tensor, generator: torch.Generator) -> None:
+        self.count = values.numel()
+        self.scales: Optional[torch.Tensor] = None
+        if mode == "fp32":
+            self.data = values
+            return
+        if mode == "bf16":
+            self.data = torch.empty(self.count, dtype=torch.bfloat16, device=values.device)
+        else:
+            blocks = -(-self.count // BLOCK)
+            self.data = torch.empty(blocks * BLOCK, dtype=torch.int8, device=values.device)
+            self.scales = torch.empty(blocks, dtype=torch.float32, device=values.device)
+        for begin in range(0, self.count, _PIECE):
+            piece = values[begin:begin + _PIECE]
+            if self.scales is None:
+                noise = torch.randint(0, 1 << 16, piece.shape, dtype=torch.int32, device=piece.device, generator=generator)
+                bits = (piece.view(torch.int32) + noise) & -(1 << 16)
+                self.data[begin:begin + piece.numel()].copy_(bits.view(torch.float32))
+                continue
+            padded = torch.nn.functional.pad(piece, (0, -piece.numel() % BLOCK)).view(-1, BLOCK)
+            scale = padded.abs().amax(dim=1) / 127
+            noise = torch.rand(padded.shape, device=piece.device, generator=generator)
+            codes = (padded / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None] + noise).floor_().clamp_(-127, 127)
+            self.data[begin:begin + padded.numel()].copy_(codes.view(-1))
+            self.scales[begin // BLOCK:begin // BLOCK + scale.numel()].copy_(scale)
+
+    def values(self) -> torch.Tensor:
+        """(count,) float32; for "fp32" the memory itself."""
+        if self.data.dtype == torch.float32:
+            return self.data
+        if self.scales is None:
+            return self.data.float()
+        values = self.data.float().view(-1, BLOCK).mul_(self.scales[:, None])
+        return values.view(-1)[:self.count]
+
+    @property
+    def bytes(self) -> int:
+        scales = 0 if self.scales is None else 4 * self.scales.numel()
+        return self.data.numel() * self.data.element_size() + scales
+
+
+class Residual:
+    """The residual of one parameter group's buffer. mode: one of MODES but "off"."""
+
+    def __init__(self, mode: str, device: torch.device, seed: int) -> None:
+        self._mode = mode
+        self._device = device
+        self._seed = seed
+        self._layout: Optional[Layout] = None
+        self._packed: Optional[_Packed] = None
+        self._parked: Dict[str, _Packed] = {}  # of parameters that are not in _layout
+        self._open: Optional[torch.Tensor] = None
+        self.steps = 0
+
+    def open(self, layout: Layout) -> torch.Tensor:
+        """(rows * shard,) float32, to be read and changed, then close()."""
+        if self._layout != layout:
+            self._arrange(layout)
+        assert self._packed is not None
+        self._open = self._packed.values()
+        return self._open
+
+    def close(self) -> None:
+        """Keeps what open() gave, as changed. Not after a failed step, whose residual means nothing."""
+        assert self._open is not None
+        self.steps += 1
+        if self._mode != "fp32":
+            self._packed = self._pack(self._open)
+        self._open = None
+
+    def _pack(self, values: torch.Tensor) -> _Packed:
+        generator = torch.Generator(device=self._device)
+        # A function of seed and step alone, so that a resumed run draws the same.
+        generator.manual_seed(self._seed * 1_000_003 + self.steps)
+        return _Packed(self._mode, values, generator)
+
+    def _arrange(self, layout: Layout) -> None:
+        for name, values in self._current().items():
+            self._parked[name] = self._pack(values.contiguous().view(-1))
+        fresh = torch.zeros(layout.rows, layout.shard, device=self._device)
+        for part in layout.parts:
+            parked = self._parked.pop(part.name, None)
+            if parked is not None:
+                fresh[:, part.begin:part.end].copy_(parked.values().view(layout.rows, part.count))
+        self._packed = self._pack(fresh.view(-1))
+        self._layout = layout
+
+    def _current(self) -> Dict[str, torch.Tensor]:
+        if self._layout is None or self._packed is None:
+            return {}
+        values = self._packed.values().view(self._layout.rows, self._layout.shard)
+        return {part.name: values[:, part.begin:part.end] for part in self._layout.parts if not part.dense}
+
+    def state(self) -> Dict[str, torch.Tensor]:
+        """For each parameter that had a gradient, (rows * its shard,) float32 on the CPU; a copy."""
+        everything = {name: parked.values() for name, parked in self._parked.items()}
+        everything.update(self._current())
+        return {name: values.detach().to("cpu", copy=True).contiguous().view(-1) for name, values in everything.items()}
+
+    def load(self, state: Dict[str, torch.Tensor], steps: int) -> None:
+        """Replaces everything by a state()."""
+        self._layout = self._packed = None
+        self.steps = steps
+        self._parked = {name: self._pack(values.to(self._device, torch.float32, copy=True).view(-1))
+                        for name, values in state.items()}
+
+    @property
+    def bytes(self) -> int:
+        """Held between steps on this rank's device."""
+        packed = 0 if self._packed is None else self._packed.bytes
+        return packed + sum(parked.bytes for parked in self._parked.values())

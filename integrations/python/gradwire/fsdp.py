@@ -1,0 +1,364 @@
+"""Gradwire for PyTorch's FSDP2: compressed reduce-scatter of gradients and all-gather of weights.
+
+    from gradwire.fsdp import compress
+    handle = compress(model, gradients="int8", weights="bf16")     # after fully_shard(model)
+
+Nothing else changes. docs/for-fsdp.md says what it saves, what it costs, and when not to use it.
+"""
+from __future__ import annotations
+
+import fnmatch
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+
+import torch
+import torch.distributed as dist
+
+from gradwire import _native
+from gradwire._core import Communicator
+from gradwire._fsdp_comm import (AllGather, Communicators, Options, ParamGroup, ReduceScatter, encoded_once,
+                                  is_plain, method_of)
+from gradwire._fsdp_residual import MODES
+from gradwire._process_group import TIMEOUT_S
+
+__all__ = ["Compression", "compress"]
+
+# Formats of 16 bits and more, which are exact enough for vectors, too.
+_WIDE = ("fp32", "bf16")
+_WHOLE_MATRICES = ("powersgd", "randk")
+
+
+def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf16", residual: str = "fp32",
+             dense: "bool | Sequence[str]" = True, *, timeout_s: float = TIMEOUT_S, seed: int = 0) -> "Compression":
+    """Compresses what a fully_shard()ed model sends. Collective: all ranks call it with the same arguments.
+
+    Call it after fully_shard() of the blocks and of the model, before the first forward or between steps; before
+    or after to_empty() of a model on the meta device, and before or after torch.compile() of blocks.
+
+    gradients: wire format of the reduce-scatter, and of HSDP's allreduce over replicas: one of docs/formats.md
+        with its options, such as "int8", "bf16", "int4:rotate=hadamard" or "fp32". Each rank encodes its
+        gradients once; the owner of a shard adds all ranks' in FP32, in rank order. (schedule=two_shot, unless the
+        spec names another: schedule=ring sends less between nodes of several ranks, and encodes in every hop.)
+    weights: wire format of the all-gather. The owner decodes what it sent, so that all ranks compute with the
+        same bits. The sharded parameters, which the optimizer updates, are not rounded.
+    residual: what error feedback keeps of what encoding gradients loses, on every rank for the whole model:
+        "fp32", 4 bytes per parameter that is trained; "bf16", 2; "int8", 1.03, both rounded at random; or
+        "off", 0, and the loss is lost.
+    dense: parameters that travel in FP32 beside the others. True: where a format has fewer than 16 bits,
+        vectors of at most 65,536 elements and other parameters of fewer than 1,024. False: none. Otherwise
+        names with shell wildcards, for any format but fp32, among which "auto" stands for those of True.
+    timeout_s: the longest wait for a peer. After it, or when a peer dies, forward() or backward() raises
+        CommFailed on every rank that waits.
+    seed: of the random rounding of residuals in bf16 and int8.
+
+    Raises BadArgument where the model is not fully_shard()ed, is compressed already, or a format is unknown;
+    Unsupported where PyTorch is too old, or a format needs whole matrices (powersgd).
+    """
+    module_class = _fsdp_module_class()
+    if residual not in MODES:
+        raise _native.BadArgument(f"residual={residual!r} is none of {', '.join(map(repr, MODES))}")
+    for argument, spec in (("gradients", gradients), ("weights", weights)):
+        _check_spec(argument, spec)
+    modules = [m for m in model.modules() if isinstance(m, module_class)]
+    if not modules:
+        raise _native.BadArgument("no module of the model is sharded: call torch.distributed.fsdp.fully_shard() on its "
+                                  "blocks and on the model first; for DistributedDataParallel use gradwire.torch.Hook")
+    options = Options(encoded_once(gradients), weights, residual, _dense_rule(dense, gradients), _dense_rule(dense, weights), timeout_s, seed)
+    return Compression(model, modules, options)
+
+
+class Compression:
+    """What compress() returns: the state of error feedback, and the way back."""
+
+    def __init__(self, model: torch.nn.Module, modules: List[Any], options: Options) -> None:
+        self._options = options
+        self._communicators = Communicators(options.timeout_s)
+        self._restore: List[Callable[[], None]] = []
+        self._groups: List[ParamGroup] = []
+        self._params: Dict[str, Tuple[Any, ParamGroup]] = {}
+        prefixes = {id(module): _plain_name(name) for name, module in model.named_modules()}
+        alone: Dict[str, Any] = {}
+        for module in modules:
+            theirs = _param_group(module)
+            if theirs is None or not theirs.fsdp_params:
+                continue  # all its parameters belong to blocks that are sharded by themselves
+            names = {id(p): _name_of(p, prefixes) for p in theirs.fsdp_params}
+            self._check(theirs, next(iter(names.values())))
+            ours = ParamGroup(theirs, names, options, self._communicators, len(self._groups))
+            self._groups.append(ours)
+            self._params.update({names[id(p)]: (p, ours) for p in theirs.fsdp_params})
+        for ours in self._groups:  # only now, so that a model that is refused is left as it was
+            self._install(ours, alone)
+
+    # ---- Installing ----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _check(theirs: Any, name: str) -> None:
+        mesh = theirs.mesh_info
+        if isinstance(theirs._reduce_scatter_comm, ReduceScatter):
+            raise _native.BadArgument(f"the group of {name!r} is compressed already: close() what the earlier compress() "
+                                      "returned first")
+        if not hasattr(mesh, "shard_process_group"):
+            raise _native.Unsupported(f"{name!r} is replicated, not sharded: use DistributedDataParallel with "
+                                      "gradwire.torch.Hook")
+        if hasattr(mesh, "replicate_process_group") and theirs._all_reduce_hook is not None:
+            raise _native.BadArgument(f"the group of {name!r} has an all-reduce hook already, which HSDP's compressed "
+                                      "allreduce needs: remove it, or shard over a 1-D mesh")
+
+    def _install(self, ours: ParamGroup, alone: Dict[str, Any]) -> None:
+        theirs, mesh = ours.theirs, ours.theirs.mesh_info
+        before = (theirs._reduce_scatter_comm, theirs._all_gather_comm, theirs._all_reduce_hook,
+                  getattr(theirs, "_prepare_reduce_scatter_inputs", None))
+        replicas = getattr(mesh, "replicate_process_group", None)
+
+        def restore() -> None:
+            theirs._reduce_scatter_comm, theirs._all_gather_comm, theirs._all_reduce_hook = before[:3]
+            if before[3] is not None:
+                theirs._prepare_reduce_scatter_inputs = before[3]
+            if replicas is not None:
+                mesh.replicate_process_group = replicas
+
+        device = theirs.device
+        if mesh.shard_mesh_size > 1:
+            self._communicators.of("gradients", theirs._reduce_scatter_process_group if hasattr(
+                theirs, "_reduce_scatter_process_group") else mesh.shard_process_group, device)
+            self._communicators.of("weights", mesh.shard_process_group, device)
+        if replicas is not None and replicas.size() > 1:
+            # FSDP's own allreduce over the replicas does not go through a Comm. It stays, over this rank alone,
+            # where it does nothing; the hook behind it averages. So set_requires_all_reduce() still decides.
+            self._communicators.of("replicas", replicas, device)
+            if "group" not in alone:
+                alone["group"] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            ours.replicas = replicas
+            mesh.replicate_process_group = alone["group"]
+            theirs._all_reduce_hook = ours.all_reduce
+        self._restore.append(restore)
+        theirs._reduce_scatter_comm, theirs._all_gather_comm = ReduceScatter(ours), AllGather(ours)
+        prepare = before[3]
+        if prepare is not None:  # PyTorch 2.15
+
+            def prepare_and_tell(params: Sequence[Any], *arguments: Any) -> Any:
+                ours.expect(params)
+                return prepare(params, *arguments)
+
+            theirs._prepare_reduce_scatter_inputs = prepare_and_tell
+
+    def close(self) -> None:
+        """Gives the model PyTorch's own collectives back, and forgets the residuals. May be called twice."""
+        for restore in self._restore:
+            restore()
+        self._restore.clear()
+        self._communicators.close()
+
+    # ---- State ---------------------------------------------------------------------------------------------
+
+    @property
+    def residual_bytes(self) -> int:
+        """What error feedback holds on this rank between steps. 0 before the first backward."""
+        residuals = [r for g in self._groups for r in (g.residual, g.replica_residual) if r is not None]
+        return sum(r.bytes for r in residuals)
+
+    def _place(self) -> Dict[str, Tuple[int, int]]:
+        mesh = self._groups[0].theirs.mesh_info
+        replica = (0, 1)
+        if hasattr(mesh, "replicate_mesh_rank"):
+            replica = (mesh.replicate_mesh_rank, mesh.replicate_mesh_size)
+        return {"shard": (mesh.shard_mesh_rank, mesh.shard_mesh_size), "replica": replica}
+
+    def state_dict(self) -> Dict[str, Any]:
+        """This rank's residuals by parameter, for torch.save(). Call between steps; every rank saves its own.
+
+        {"version": 1, "gradients": spec, "shard": (rank, ranks), "replica": (rank, ranks), "tensors": {name:
+        {"steps", "residual": float32 of the parameter's whole shape, and with HSDP "replica_residual": float32 of
+        this rank's shard, padded, 1-D}}}, on the CPU. Parameters that had no gradient yet are missing, and so are
+        dense ones.
+        """
+        tensors: Dict[str, Dict[str, Any]] = {}
+        for group in self._groups:
+            rows = group.theirs.mesh_info.shard_mesh_size
+            if group.residual is not None:
+                for name, flat in group.residual.state().items():
+                    whole = _whole(flat, self._params[name][0], rows)
+                    tensors.setdefault(name, {"steps": group.residual.steps})["residual"] = whole
+            if group.replica_residual is not None:
+                for name, flat in group.replica_residual.state().items():
+                    entry = tensors.setdefault(name, {"steps": group.replica_residual.steps})
+                    entry["replica_residual"] = flat
+        return {"version": 1, "gradients": self._options.gradients, **self._place(), "tensors": tensors}
+
+    def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
+        """Restores residuals; all others become zero. Call between steps.
+
+        state: what this rank saved; or, in any order, what the ranks of a run with another number of ranks
+        saved. Rank r of n takes the sum of those of the ranks r, r + n, r + 2n, ..., and needs only them; so the
+        sum over all ranks is kept. Replicas' residuals (HSDP) become part of the others.
+
+        Raises BadArgument for a state of another version, rank or model, or if one that is needed is missing.
+        """
+        states = [state] if isinstance(state, dict) else list(state)
+        if not states or any(s.get("version") != 1 for s in states):
+            raise _native.BadArgument(f"got versions {[s.get('version') for s in states]}; this package reads version 1")
+        for s in states:
+            self._check_names(s)
+        saved, mine = states[0], self._place()
+        ranks = {s["replica"][0] * s["shard"][1] + s["shard"][0]: s for s in states}
+        saved_world, world = saved["shard"][1] * saved["replica"][1], mine["shard"][1] * mine["replica"][1]
+        rank = mine["replica"][0] * mine["shard"][1] + mine["shard"][0]
+        same = all(saved[kind][1] == mine[kind][1] for kind in ("shard", "replica"))
+        wanted = [rank] if same else list(range(rank, saved_world, world))
+        missing = [r for r in wanted if r not in ranks]
+        if missing:
+            raise _native.BadArgument(
+                f"rank {rank} of {world} needs the state that rank {missing[0]} of {saved_world} saved, but got those of "
+                f"{sorted(ranks)}: " + ("give each rank its own" if same else f"pass a list of all {saved_world}"))
+        if same:
+            self._load({name: entry for name, entry in ranks[rank]["tensors"].items()})
+            return
+        tensors: Dict[str, Dict[str, Any]] = {}
+        for r in wanted:
+            for name, entry in ranks[r]["tensors"].items():
+                whole = self._folded(name, entry, ranks[r]["shard"])
+                merged = tensors.setdefault(name, {"steps": entry["steps"], "residual": torch.zeros_like(whole)})
+                merged["residual"] += whole
+        self._load(tensors)
+
+    def _check_names(self, state: Dict[str, Any]) -> None:
+        if state["tensors"] and self._options.residual == "off":
+            raise _native.BadArgument("the state has residuals, which residual='off' would drop: use another residual=, or "
+                                      "do not load it")
+        for name, entry in state["tensors"].items():
+            if name not in self._params:
+                raise _native.BadArgument(f"the state has a residual of {name!r}, which is no parameter of this model")
+            shape = tuple(self._params[name][0]._orig_size)
+            if "residual" in entry and tuple(entry["residual"].shape) != shape:
+                raise _native.BadArgument(f"the state's residual of {name!r} is {tuple(entry['residual'].shape)}, the parameter "
+                                          f"{shape}: it is from another model")
+
+    def _folded(self, name: str, entry: Dict[str, Any], shard: Tuple[int, int]) -> torch.Tensor:
+        """An entry's residuals as one, in the whole parameter's shape.
+
+        What the replicas' allreduce lost is in units of the mean over the shards' ranks, of which there are n:
+        n times as much of one rank's gradient.
+        """
+        rank, rows = shard
+        shape = self._params[name][0]._orig_size
+        whole: torch.Tensor = entry.get("residual", torch.zeros(shape)).clone()
+        if "replica_residual" in entry:
+            dim = self._params[name][0].fsdp_placement.dim
+            flat = torch.zeros(rows, entry["replica_residual"].numel())
+            flat[rank] = rows * entry["replica_residual"]
+            whole += _unpadded(flat, shape, dim)
+        return whole
+
+    def _load(self, tensors: Dict[str, Dict[str, Any]]) -> None:
+        for group in self._groups:
+            rows = group.theirs.mesh_info.shard_mesh_size
+            own = {n: e for n, e in tensors.items() if self._params[n][1] is group}
+            steps = max([e["steps"] for e in own.values()], default=0)
+            if group.residual is not None:
+                group.residual.load({n: _sharded(e["residual"], self._params[n][0], rows) for n, e in own.items()
+                                     if "residual" in e}, steps)
+            if group.replica_residual is not None:
+                group.replica_residual.load({n: e["replica_residual"] for n, e in own.items() if "replica_residual" in e},
+                                            steps)
+
+
+# ---- FSDP's side ---------------------------------------------------------------------------------------------
+
+
+def _fsdp_module_class() -> Any:
+    try:
+        from torch.distributed.fsdp import FSDPModule
+    except Exception:  # 1.13's raises ValueError on Python 3.11
+        FSDPModule = None
+    if not all(hasattr(FSDPModule, f"set_custom_{name}") for name in ("reduce_scatter", "all_gather")):
+        raise _native.Unsupported(f"gradwire.fsdp needs PyTorch 2.9 or later, whose fully_shard() has "
+                                  f"set_custom_reduce_scatter() and set_custom_all_gather(); this is {torch.__version__}")
+    return FSDPModule
+
+
+def _param_group(module: Any) -> Any:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    if len(groups) > 1:
+        raise _native.Unsupported("a module has several parameter groups, on meshes of their own (shard_placement_fn), for which "
+                                  "PyTorch takes no collectives of others: call fully_shard() on its parts separately")
+    return groups[0] if groups else None
+
+
+def _plain_name(name: str) -> str:
+    """Without what wrappers of torch.compile and of activation checkpoints insert."""
+    for inserted in ("_orig_mod", "_checkpoint_wrapped_module"):
+        name = ".".join(part for part in name.split(".") if part != inserted)
+    return name
+
+
+def _name_of(param: Any, prefixes: Dict[int, str]) -> str:
+    info = param._module_info
+    prefix = prefixes[id(info.module)]
+    return f"{prefix}.{info.param_name}" if prefix else str(info.param_name)
+
+
+def _check_spec(argument: str, spec: str) -> None:
+    if method_of(spec) in _WHOLE_MATRICES:
+        raise _native.Unsupported(
+            f"{argument}={spec!r} works on whole tensors, of which FSDP2 gives each rank a slice: use a wire format, such as "
+            "'int4:rotate=hadamard', the smallest for gradients, or DistributedDataParallel with gradwire.torch.Hook")
+    for option in spec.replace(":", ",", 1).split(",")[1:]:
+        if option.partition("=")[0] in ("ef", "residual", "dense"):
+            raise _native.BadArgument(f"{argument}={spec!r}: {option.partition('=')[0]} is an argument of compress(), here "
+                                      "(residual='off' for ef=off)")
+    values = torch.zeros(1)
+    with Communicator() as alone:
+        if argument == "weights":
+            alone.all_gather(torch.empty(1), values, spec)
+        else:
+            alone.reduce_scatter(torch.empty(1), values, spec)
+
+
+def _dense_rule(dense: "bool | Sequence[str]", spec: str) -> Callable[[str, torch.Size], bool]:
+    patterns: Optional[List[str]] = None
+    if not isinstance(dense, bool):
+        if isinstance(dense, str):
+            raise _native.BadArgument(f"dense={dense!r} is neither True, False nor a sequence of names: write [{dense!r}]")
+        patterns = list(dense)
+
+    def small(shape: torch.Size) -> bool:
+        return shape.numel() <= 65_536 if len(shape) == 1 else shape.numel() < 1_024
+
+    def rule(name: str, shape: torch.Size) -> bool:
+        if is_plain(spec):
+            return False
+        if patterns is None:
+            return bool(dense) and method_of(spec) not in _WIDE and small(shape)
+        return any(small(shape) if p == "auto" else fnmatch.fnmatchcase(name, p) for p in patterns)
+
+    return rule
+
+
+# ---- A parameter whole, and as FSDP's buffers have it: rows of padded shards -----------------------------------
+
+
+def _unpadded(flat: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
+    """(rows, padded shard) as a tensor of the parameter's shape."""
+    rows = flat.shape[0]
+    padded = list(shape)
+    padded[dim] = -(-shape[dim] // rows)
+    chunks = flat.view(rows, *padded)
+    if dim == 0:
+        return chunks.reshape(rows * padded[0], *shape[1:])[:shape[0]].clone()
+    return torch.cat(list(chunks), dim=dim)  # FSDP2 divides other dimensions evenly only
+
+
+def _whole(flat: torch.Tensor, param: Any, rows: int) -> torch.Tensor:
+    return _unpadded(flat.view(rows, -1), param._orig_size, param.fsdp_placement.dim)
+
+
+def _sharded(whole: torch.Tensor, param: Any, rows: int) -> torch.Tensor:
+    """The inverse of _whole(): (rows * padded shard,)."""
+    if param.fsdp_placement.dim == 0:
+        flat = torch.zeros(rows * param.padded_sharded_param_size.numel())
+        flat[:whole.numel()].copy_(whole.reshape(-1))
+        return flat
+    return torch.stack(torch.chunk(whole, rows, dim=param.fsdp_placement.dim)).reshape(-1)

@@ -1,0 +1,397 @@
+// Reduce-scatter, all-gather, updates of replicas and broadcast, with shards of any size. Between threads and
+// over TCP.
+#include <chrono>
+#include <cmath>
+#include <mutex>
+#include <numeric>
+
+#include "tests/capi/ranks.h"
+#include "tests/expect.h"
+#include "tests/temporary_folder.h"
+
+namespace {
+
+using capi::normal;
+using gradwire::testing::expect_has;
+using Counts = std::vector<int64_t>;
+using Floats = std::vector<float>;
+
+int64_t sum(const Counts& counts) {
+  return std::accumulate(counts.begin(), counts.end(), int64_t{0});
+}
+int64_t before(const Counts& counts, int rank) {
+  return std::accumulate(counts.begin(), counts.begin() + rank, int64_t{0});
+}
+Floats shard(const Floats& whole, const Counts& counts, int rank) {
+  const auto begin = whole.begin() + before(counts, rank);
+  return {begin, begin + counts[static_cast<size_t>(rank)]};
+}
+bool same(const Floats& a, const Floats& b) {
+  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), 4 * a.size()) == 0);
+}
+
+// Even, uneven with empty ones, all on one rank, fewer elements than ranks, nothing.
+std::vector<Counts> counts_for(int world) {
+  std::vector<Counts> all(5);
+  for (int r = 0; r < world; ++r) {
+    all[0].push_back(512);
+    all[1].push_back(r % 3 == 1 ? 0 : 33 + 101 * r);
+    all[2].push_back(r == world - 1 ? 1003 : 0);
+    all[3].push_back(r % 2);
+    all[4].push_back(0);
+  }
+  return all;
+}
+
+class CApiSharded : public testing::TestWithParam<const char*> {
+ protected:
+  std::string rendezvous() {
+    if (GetParam() == std::string("threads")) return capi::fresh_name();
+    static const gradwire::testing::TemporaryFolder folder;
+    static std::atomic<int> next{0};
+    return "file://" + folder.path("sharded" + std::to_string(next++));
+  }
+
+  void run(int world, const std::function<void(gw_comm, int)>& body) {
+    const std::string where = rendezvous();
+    std::vector<std::thread> threads;
+    for (int r = 0; r < world; ++r) {
+      threads.emplace_back([&, r] {
+        gw_comm comm = nullptr;
+        GW_ASSERT_OK(gw_comm_create(where.c_str(), r, world, GW_HOST, 60'000, &comm));
+        if (world % 2 == 0) {
+          GW_EXPECT_OK(gw_comm_set_ranks_per_node(comm, 2));
+        }
+        body(comm, r);
+        GW_EXPECT_OK(gw_comm_destroy(comm));
+      });
+    }
+    for (auto& t : threads) t.join();
+  }
+  std::vector<int> worlds() const {
+    return GetParam() == std::string("threads") ? std::vector<int>{1, 2, 3, 4, 5, 6, 7, 8}
+                                                : std::vector<int>{1, 2, 3, 8};
+  }
+};
+
+// Also when its place in the input is the output, and whatever the addresses of earlier calls.
+TEST_P(CApiSharded, ReduceScatterHasTheBitsOfATwoShotAllreduce) {
+  for (int world : worlds()) {
+    run(world, [&](gw_comm comm, int rank) {
+      for (const Counts& counts : counts_for(world)) {
+        for (gw_op op : {GW_SUM, GW_AVG}) {
+          const size_t elements = static_cast<size_t>(sum(counts));
+          Floats whole = normal(sum(counts), 10 + rank), in = whole, inside = whole;
+          GW_EXPECT_OK(gw_allreduce(comm, whole.data(), sum(counts), GW_FLOAT32, op, "fp32:schedule=two_shot",
+                                    nullptr));
+          const Floats want = shard(whole, counts, rank), given = in;
+          Floats out(want.size() + 1, -1.5e33f);
+          GW_EXPECT_OK(gw_reduce_scatter(comm, in.data(), out.data(), counts.data(), GW_FLOAT32, op,
+                                         "fp32:schedule=two_shot", nullptr, nullptr));
+          EXPECT_EQ(out.back(), -1.5e33f) << "wrote past the end";
+          out.pop_back();
+          EXPECT_TRUE(same(out, want)) << world << " ranks, " << elements << " elements";
+          EXPECT_TRUE(same(in, given)) << "changed its input";
+          GW_EXPECT_OK(gw_reduce_scatter(comm, inside.data(), inside.data() + before(counts, rank),
+                                         counts.data(), GW_FLOAT32, op, "fp32:schedule=two_shot", nullptr,
+                                         nullptr));
+          EXPECT_TRUE(same(shard(inside, counts, rank), want)) << world << " ranks, in place";
+        }
+      }
+    });
+  }
+}
+
+TEST_P(CApiSharded, EveryScheduleReducesAndGathersShards) {
+  for (int world : worlds()) {
+    run(world, [&](gw_comm comm, int rank) {
+      for (const char* schedule : {"auto", "ring", "two_shot", "hierarchical"}) {
+        if (schedule == std::string("hierarchical") && world % 2 != 0) continue;
+        const std::string spec = std::string("fp32:schedule=") + schedule;
+        for (const Counts& counts : counts_for(world)) {
+          Floats want(static_cast<size_t>(sum(counts)));
+          for (int r = 0; r < world; ++r) {
+            const Floats part = normal(sum(counts), 20 + r);
+            for (size_t i = 0; i < want.size(); ++i) want[i] += part[i] / static_cast<float>(world);
+          }
+          const Floats in = normal(sum(counts), 20 + rank);
+          Floats out(static_cast<size_t>(counts[static_cast<size_t>(rank)])), all(want.size());
+          GW_EXPECT_OK(gw_reduce_scatter(comm, in.data(), out.data(), counts.data(), GW_FLOAT32, GW_AVG,
+                                         spec.c_str(), nullptr, nullptr));
+          GW_EXPECT_OK(gw_all_gather(comm, out.data(), all.data(), counts.data(), GW_FLOAT32, spec.c_str(),
+                                     nullptr, nullptr));
+          EXPECT_TRUE(same(shard(all, counts, rank), out)) << spec;
+          for (size_t i = 0; i < want.size(); ++i) ASSERT_NEAR(all[i], want[i], 2e-6) << spec << " " << i;
+        }
+      }
+    });
+  }
+}
+
+// What the ranks got over several steps, and what they keep, is the sum of what they gave.
+TEST_P(CApiSharded, ResidualsKeepWhatRoundingLoses) {
+  constexpr int kSteps = 4;
+  for (int world : {2, 4, 5}) {
+    const Counts counts = counts_for(world)[1];
+    for (const char* spec : {"bf16", "fp8", "int8:schedule=ring", "int4:schedule=two_shot", "sign"}) {
+      std::vector<double> missing(static_cast<size_t>(sum(counts))), given(missing.size());
+      std::mutex mutex;
+      run(world, [&](gw_comm comm, int rank) {
+        Floats scattered_residual(missing.size());
+        Floats gathered_residual(static_cast<size_t>(counts[static_cast<size_t>(rank)]));
+        Floats reduced_residual(missing.size());
+        std::vector<double> mine(missing.size()), size(missing.size());
+        const auto first = static_cast<size_t>(before(counts, rank));
+        for (int step = 0; step < kSteps; ++step) {
+          const Floats in = normal(sum(counts), 100 * step + rank);
+          Floats out(gathered_residual.size()), all(in.size()), reduced = in;
+          GW_EXPECT_OK(gw_reduce_scatter(comm, in.data(), out.data(), counts.data(), GW_FLOAT32, GW_SUM, spec,
+                                         scattered_residual.data(), nullptr));
+          GW_EXPECT_OK(gw_all_gather(comm, out.data(), all.data(), counts.data(), GW_FLOAT32, spec,
+                                     gathered_residual.data(), nullptr));
+          GW_EXPECT_OK(gw_allreduce_residual(comm, reduced.data(), sum(counts), GW_FLOAT32, GW_SUM, spec,
+                                             reduced_residual.data(), nullptr));
+          for (size_t i = 0; i < in.size(); ++i) {
+            mine[i] += 2.0 * in[i];
+            size[i] += 2.0 * std::abs(in[i]);
+            // Every rank has all of `all` and `reduced`, of which it takes its share.
+            mine[i] -= (double{all[i]} + reduced[i]) / world;
+          }
+        }
+        for (size_t i = 0; i < mine.size(); ++i) {
+          mine[i] -= double{scattered_residual[i]} + reduced_residual[i];
+        }
+        for (size_t i = 0; i < gathered_residual.size(); ++i) mine[first + i] -= gathered_residual[i];
+        std::lock_guard lock(mutex);
+        for (size_t i = 0; i < mine.size(); ++i) missing[i] += mine[i], given[i] += size[i];
+      });
+      double lost = 0, all = 0;
+      for (size_t i = 0; i < missing.size(); ++i) lost += missing[i] * missing[i], all += given[i] * given[i];
+      EXPECT_LT(std::sqrt(lost), 1e-6 * std::sqrt(all)) << spec << " between " << world;
+    }
+  }
+}
+
+TEST_P(CApiSharded, GatheredWeightsHaveTheSameBitsOnAllRanks) {
+  for (int world : worlds()) {
+    const Counts counts = counts_for(world)[1];
+    for (const char* spec : {"fp32", "bf16", "int8", "int4:schedule=ring", "bf16:schedule=two_shot,ef=off"}) {
+      std::vector<Floats> gathered(static_cast<size_t>(world));
+      run(world, [&](gw_comm comm, int rank) {
+        Floats& out = gathered[static_cast<size_t>(rank)];
+        out.assign(static_cast<size_t>(sum(counts)), -1.5e33f);
+        const Floats weights = normal(sum(counts), 5), mine = shard(weights, counts, rank);
+        std::copy(mine.begin(), mine.end(), out.begin() + before(counts, rank));  // in place
+        GW_EXPECT_OK(gw_all_gather(comm, out.data() + before(counts, rank), out.data(), counts.data(),
+                                   GW_FLOAT32, spec, nullptr, nullptr));
+        if (spec == std::string("fp32") || world == 1) {
+          EXPECT_TRUE(same(out, weights)) << spec;
+        }
+      });
+      for (const Floats& out : gathered) EXPECT_TRUE(same(out, gathered[0])) << spec << " of " << world;
+    }
+  }
+}
+
+// BF16 elements over a BF16 wire lose nothing.
+TEST_P(CApiSharded, Bfloat16TravelsAsItIs) {
+  run(3, [&](gw_comm comm, int rank) {
+    const Counts counts{5, 0, 130};
+    std::vector<uint16_t> all(135), mine;
+    for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<uint16_t>(0x3f80 + 7 * i);
+    mine.assign(all.begin() + before(counts, rank),
+                all.begin() + before(counts, rank) + counts[static_cast<size_t>(rank)]);
+    std::vector<uint16_t> out(135), root = rank == 1 ? all : std::vector<uint16_t>(135);
+    GW_EXPECT_OK(
+        gw_all_gather(comm, mine.data(), out.data(), counts.data(), GW_BFLOAT16, "bf16", nullptr, nullptr));
+    EXPECT_EQ(out, all);
+    GW_EXPECT_OK(gw_broadcast(comm, root.data(), 135, GW_BFLOAT16, 1, "bf16", nullptr));
+    EXPECT_EQ(root, all);
+    std::vector<uint16_t> ones(135, 0x3f80), sums(mine.size());
+    GW_EXPECT_OK(gw_reduce_scatter(comm, ones.data(), sums.data(), counts.data(), GW_BFLOAT16, GW_SUM, "bf16",
+                                   nullptr, nullptr));
+    EXPECT_EQ(sums, std::vector<uint16_t>(mine.size(), 0x4040));  // 3
+  });
+}
+
+// 1000 steps of masters that move at random: replicas are the same bits on every rank after each, and as near
+// to the masters at the end as at the beginning.
+TEST_P(CApiSharded, ReplicasFollowTheirMastersWithoutDrift) {
+  const int world = 3, steps = 1000;
+  const Counts counts{300, 0, 211};
+  const auto all = static_cast<size_t>(sum(counts));
+  for (const char* spec : {"int8", "int4", "fp8", "sign", "fp32"}) {
+    std::vector<Floats> replicas(static_cast<size_t>(world));
+    Floats masters(all);
+    run(world, [&](gw_comm comm, int rank) {
+      Floats replica = normal(sum(counts), 1);
+      Floats master = shard(replica, counts, rank);
+      double worst_early = 0, worst_late = 0;
+      for (int step = 0; step < steps; ++step) {
+        const Floats moves = normal(sum(counts), 2 + step, 1e-2f), mine = shard(moves, counts, rank);
+        for (size_t i = 0; i < master.size(); ++i) master[i] += mine[i];
+        GW_ASSERT_OK(gw_all_gather_update(comm, master.data(), replica.data(), counts.data(), GW_FLOAT32,
+                                          spec, nullptr));
+        double distance = 0, moved = 1e-30;
+        for (size_t i = 0; i < master.size(); ++i) {
+          const double d = double{replica[static_cast<size_t>(before(counts, rank)) + i]} - master[i];
+          distance += d * d, moved += double{mine[i]} * mine[i];
+        }
+        double& worst = step < steps / 2 ? worst_early : worst_late;
+        worst = std::max(worst, std::sqrt(distance / moved));
+      }
+      EXPECT_LT(worst_late, 3) << spec << ": times one step's move";
+      EXPECT_LE(worst_late, 1.3 * worst_early) << spec;
+      if (spec == std::string("fp32")) {
+        EXPECT_EQ(worst_late, 0);
+      }
+      replicas[static_cast<size_t>(rank)] = replica;
+      std::copy(master.begin(), master.end(), masters.begin() + before(counts, rank));
+    });
+    for (const Floats& replica : replicas) EXPECT_TRUE(same(replica, replicas[0])) << spec;
+  }
+}
+
+TEST_P(CApiSharded, BroadcastGivesAllRanksTheRootsValues) {
+  for (int world : worlds()) {
+    for (const char* spec :
+         {"fp32", "bf16:schedule=ring", "int4:schedule=two_shot", "fp32:schedule=hierarchical"}) {
+      if (spec == std::string("fp32:schedule=hierarchical") && world % 2 != 0) continue;
+      std::vector<Floats> ends(static_cast<size_t>(world));
+      const Floats values = normal(1003, 3);
+      for (int root : {0, world - 1}) {
+        run(world, [&](gw_comm comm, int rank) {
+          Floats& mine = ends[static_cast<size_t>(rank)];
+          mine = rank == root ? values : Floats(values.size(), -1.5e33f);
+          GW_EXPECT_OK(gw_broadcast(comm, mine.data(), 1003, GW_FLOAT32, root, spec, nullptr));
+        });
+        for (const Floats& end : ends) {
+          EXPECT_TRUE(same(end, ends[0])) << spec;
+          for (size_t i = 0; i < end.size(); ++i) ASSERT_NEAR(end[i], values[i], 0.5) << spec;
+        }
+        if (spec == std::string("fp32")) {
+          EXPECT_TRUE(same(ends[0], values));
+        }
+      }
+    }
+  }
+}
+
+// Ranks that make different calls are told, by name, what each of them called.
+TEST_P(CApiSharded, CallsThatDifferAreRefusedWithBothTexts) {
+  struct Call {
+    const char* kind = "reduce_scatter";
+    Counts counts{3, 4};
+    gw_dtype dtype = GW_FLOAT32;
+    int root = 0;
+    const char* tag = "";
+  };
+  auto differ = [&](const Call& one, const Call& other, const std::vector<std::string>& parts) {
+    run(2, [&](gw_comm comm, int rank) {
+      const Call& c = rank == 0 ? one : other;
+      const std::string kind = c.kind;
+      Floats in(64, 1.0f), out(64), residual(64);
+      GW_EXPECT_OK(gw_call_tag(comm, c.tag));
+      gw_status status = GW_INTERNAL;
+      if (kind == "reduce_scatter") {
+        status = gw_reduce_scatter(comm, in.data(), out.data(), c.counts.data(), c.dtype, GW_AVG, "bf16",
+                                   residual.data(), nullptr);
+      } else if (kind == "all_gather") {
+        status =
+            gw_all_gather(comm, in.data(), out.data(), c.counts.data(), c.dtype, "bf16", nullptr, nullptr);
+      } else if (kind == "all_gather_update") {
+        status = gw_all_gather_update(comm, in.data(), out.data(), c.counts.data(), c.dtype, "bf16", nullptr);
+      } else if (kind == "broadcast") {
+        status = gw_broadcast(comm, in.data(), 7, c.dtype, c.root, "bf16", nullptr);
+      } else {
+        status = gw_allreduce(comm, in.data(), 7, c.dtype, GW_AVG, "bf16", nullptr);
+      }
+      EXPECT_EQ(status, GW_COMM_FAILED);
+      expect_has(gw_last_error(), parts);
+    });
+  };
+  differ({}, {.counts = {4, 3}}, {"gw_reduce_scatter", "shards 3, 4", "shards 4, 3"});
+  differ({}, {.kind = "all_gather"}, {"gw_reduce_scatter", "gw_all_gather"});
+  differ({}, {.kind = "allreduce"}, {"gw_reduce_scatter", "gw_allreduce"});
+  differ({.kind = "all_gather"}, {.kind = "all_gather_update"},
+         {"gw_all_gather of", "gw_all_gather_update of"});
+  differ({.kind = "broadcast"}, {.kind = "broadcast", .root = 1}, {"from rank 0", "from rank 1"});
+  differ({.kind = "all_gather"}, {.kind = "all_gather", .dtype = GW_BFLOAT16}, {"float32", "bfloat16"});
+  differ({.tag = "layer 1"}, {.tag = "layer 2"}, {"'layer 1'", "'layer 2'"});
+  differ({.kind = "broadcast", .tag = "a"}, {.kind = "broadcast", .tag = "b"}, {"'a'", "'b'"});
+}
+
+// A tag belongs to one call; which residual a rank passes is its own affair.
+TEST_P(CApiSharded, ResidualsAndAddressesMayDiffer) {
+  run(2, [&](gw_comm comm, int rank) {
+    const Counts counts{40, 60};
+    for (int step = 0; step < 5; ++step) {
+      Floats in(100 + static_cast<size_t>(step), 1.0f), out(60), residual(100);
+      GW_EXPECT_OK(gw_call_tag(comm, "w"));
+      GW_EXPECT_OK(gw_reduce_scatter(comm, in.data() + step % 3, out.data(), counts.data(), GW_FLOAT32,
+                                     GW_SUM, "int8", (rank + step) % 2 == 0 ? residual.data() : nullptr,
+                                     nullptr));
+      for (int64_t i = 0; i < counts[static_cast<size_t>(rank)]; ++i) {
+        ASSERT_NEAR(out[static_cast<size_t>(i)], 2, 0.05);
+      }
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Between, CApiSharded, testing::Values("threads", "processes"),
+                         [](const auto& where) { return std::string(where.param); });
+
+TEST(CApiShardedErrors, EveryArgumentIsChecked) {
+  capi::run_ranks(2, [](gw_comm comm, int rank) {
+    float in[8] = {1, 2, 3, 4, 5, 6, 7, 8}, out[8] = {};
+    const int64_t counts[2] = {4, 4}, negative[2] = {4, -4}, huge[2] = {INT64_MAX, INT64_MAX};
+    auto scatter = [&](const void* from, void* to, const int64_t* sizes, gw_dtype dtype = GW_FLOAT32,
+                       gw_op op = GW_SUM, const char* spec = "fp32", float* residual = nullptr) {
+      return gw_reduce_scatter(comm, from, to, sizes, dtype, op, spec, residual, nullptr);
+    };
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "counts is null", scatter(in, out, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "counts[1] is -4", scatter(in, out, negative));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "more elements than", scatter(in, out, huge));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "in is null", scatter(nullptr, out, counts));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "out is null", scatter(in, nullptr, counts));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "dtype 7", scatter(in, out, counts, 7));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "op 9", scatter(in, out, counts, GW_FLOAT32, 9));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "spec is null", scatter(in, out, counts, GW_FLOAT32, GW_SUM, nullptr));
+    for (const char* spec : {"powersgd:rank=2", "randk:ratio=0.1"}) {
+      GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "use a reducer", scatter(in, out, counts, GW_FLOAT32, GW_SUM, spec));
+    }
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "not aligned", scatter(in, reinterpret_cast<char*>(out) + 1, counts));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "residual is not aligned",
+                    scatter(in, out, counts, GW_FLOAT32, GW_SUM, "bf16",
+                            reinterpret_cast<float*>(reinterpret_cast<char*>(out) + 2)));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "is not this rank's place in it",
+                    scatter(in, in + 1 + 4 * rank, counts));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "is not this rank's place in it",
+                    gw_all_gather(comm, in + 1, in, counts, GW_FLOAT32, "fp32", nullptr, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "master overlaps replica",
+                    gw_all_gather_update(comm, in + 4 * rank, in, counts, GW_FLOAT32, "int8", nullptr));
+    GW_EXPECT_FAILS(GW_UNSUPPORTED, "keep them in float32",
+                    gw_all_gather_update(comm, out, in, counts, GW_BFLOAT16, "int8", nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "use a reducer",
+                    gw_all_gather_update(comm, out, in, counts, GW_FLOAT32, "powersgd:rank=2", nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "root is 2 in a world of 2",
+                    gw_broadcast(comm, in, 8, GW_FLOAT32, 2, "fp32", nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "schedule=tree has no broadcast",
+                    gw_broadcast(comm, in, 8, GW_FLOAT32, 0, "fp32:schedule=tree", nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "count is -1",
+                    gw_allreduce_residual(comm, in, -1, GW_FLOAT32, GW_SUM, "bf16", nullptr, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, "null", gw_broadcast(nullptr, in, 8, GW_FLOAT32, 0, "fp32", nullptr));
+    // The communicator still works.
+    GW_EXPECT_OK(scatter(in, out, counts));
+    EXPECT_EQ(out[0], rank == 0 ? 2.0f : 10.0f);
+  });
+  capi::run_ranks(4, [](gw_comm comm, int) {
+    float in[4] = {}, out[4] = {};
+    const int64_t counts[4] = {1, 1, 1, 1};
+    GW_EXPECT_FAILS(
+        GW_BAD_ARGUMENT, "with schedule=tree rank",
+        gw_reduce_scatter(comm, in, out, counts, GW_FLOAT32, GW_SUM, "fp32:schedule=tree", nullptr, nullptr));
+  });
+}
+
+}  // namespace

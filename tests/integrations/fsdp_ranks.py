@@ -1,0 +1,31 @@
+"""One rank of the FSDP2 tests; fsdp_test.py starts them. Every rank runs the scenarios named on the command line,
+in order; a failed check ends the rank, and with it the test."""
+from __future__ import annotations
+
+import faulthandler
+import sys
+
+import torch
+import torch.distributed as dist
+
+import fsdp_failures
+import fsdp_features
+import fsdp_numbers
+
+SCENARIOS = {name: function for module in (fsdp_failures, fsdp_features, fsdp_numbers)
+             for name, function in vars(module).items()
+             if callable(function) and getattr(function, "__module__", "") == module.__name__}
+
+
+def main() -> None:
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for name in sys.argv[1:]:
+        SCENARIOS[name]()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+#!/usr/bin/python3
+"""gradwire.fsdp on models sharded with FSDP2: processes on this machine, Gloo process group, CPU.
+
+usage: fsdp_test.py WORLD SCENARIO...    scenarios of fsdp_ranks.py
+       fsdp_test.py reshape              saved by 4 ranks, loaded by 2, 8 and 4 with another mesh
+       fsdp_test.py old                  the error on a PyTorch without FSDP2
+"""
+from __future__ import annotations
+
+import pathlib
+import sys
+import tempfile
+from typing import Dict, List
+
+try:
+    import torch
+except ImportError as error:
+    sys.exit(f"FAILED: {error}. This test needs PyTorch; this is {sys.executable}.")
+
+import launch
+
+
+def ranks(world: int, scenarios: List[str], **environment: str) -> int:
+    codes = launch.run_ranks(pathlib.Path(__file__).with_name("fsdp_ranks.py"), world, scenarios, timeout_s=500,
+                             environment=environment)
+    for rank, code in enumerate(codes):
+        if code != 0:
+            print(f"FAILED: rank {rank} of {world} ended with {code}")
+    return 1 if any(codes) else 0
+
+
+def reshape() -> int:
+    failed = 0
+    for mesh, worlds in (("", (2, 8)), ("hsdp", (2, 4))):
+        with tempfile.TemporaryDirectory() as folder:
+            environment: Dict[str, str] = {"FSDP_FOLDER": folder, "FSDP_MESH": mesh}
+            failed |= ranks(4, ["saves_for_another_number_of_ranks"], **environment)
+            for world in worlds:
+                failed = failed or ranks(world, ["loads_from_another_number_of_ranks"], **environment)
+    return failed
+
+
+def old() -> int:
+    """Imports everywhere, and says which PyTorch it needs and which this is."""
+    import gradwire
+    from gradwire.fsdp import compress
+    try:
+        compress(torch.nn.Linear(2, 2))
+    except gradwire.Unsupported as error:
+        wanted = ("2.9", torch.__version__)
+        missing = [text for text in wanted if text not in str(error)]
+        print(f"FAILED: {missing} not in: {error}" if missing else f"PASSED: {error}")
+        return 1 if missing else 0
+    print(f"FAILED: PyTorch {torch.__version__} was accepted")
+    return 1
+
+
+def main() -> int:
+    if sys.argv[1] == "old":
+        return old()
+    if sys.argv[1] == "reshape":
+        return reshape()
+    return ranks(int(sys.argv[1]), sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
