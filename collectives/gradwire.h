@@ -299,6 +299,8 @@ typedef struct gw_reducer_options {
   int32_t sum;          /* nonzero: return the sum; default: the mean */
   int32_t no_timing;    /* nonzero: gw_stats has no times; default: times are recorded; may differ */
   uint64_t seed;        /* for stochastic rounding; the same on all ranks, which still draw differently */
+  int32_t shard;        /* nonzero: each rank gets the mean of its shard only, see gw_reducer_shards(); a wire
+                           format then sends half as much. Not in the first headers: a smaller `size` leaves it out */
 } gw_reducer_options;
 
 /* Registers a model's gradients. Collective.
@@ -350,6 +352,23 @@ GW_API gw_status gw_reducer_ready(gw_reducer reducer, int32_t tensor, void* stre
  * return). Collective. If tensors were not ready, GW_BAD_ARGUMENT names them; mark them ready and call wait()
  * again. */
 GW_API gw_status gw_reducer_wait(gw_reducer reducer, void* stream);
+
+/* Elements [begin, end) of a tensor. */
+typedef struct gw_range {
+  int32_t tensor; /* as registered */
+  int64_t begin, end;
+} gw_range;
+
+/* The elements whose mean (or sum) this rank finds in its gradients after a step: all of them or, with
+ * gw_reducer_options.shard, its part of each bucket, in the order of the tensors. Every element is some rank's.
+ * The other elements of a sharded reducer's gradients are unspecified after a step. The ranges stay the same as
+ * long as the reducer lives. With "powersgd" and "randk", whose sums all ranks need, the mean is everywhere.
+ *
+ * ranges    (capacity), may be null if capacity is 0; filled with the first ones.
+ * count     out, how many there are.
+ *
+ * GW_BAD_ARGUMENT, GW_BAD_HANDLE. */
+GW_API gw_status gw_reducer_shards(gw_reducer reducer, gw_range* ranges, int32_t capacity, int32_t* count);
 
 /* Times and bytes of this rank's last step. */
 typedef struct gw_stats {

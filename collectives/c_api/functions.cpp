@@ -1,6 +1,7 @@
 // The functions of gradwire.h: each checks its arguments and handles, takes the lock, and forwards.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <climits>
 
 #include "collectives/c_api/comm.h"
@@ -163,6 +164,18 @@ gw_status gw_reducer_ready(gw_reducer reducer, int32_t tensor, void* stream) {
 
 gw_status gw_reducer_wait(gw_reducer reducer, void* stream) {
   return guarded(__func__, [&] { LockedReducer(reducer)->wait(stream); });
+}
+
+gw_status gw_reducer_shards(gw_reducer reducer, gw_range* ranges, int32_t capacity, int32_t* count) {
+  return guarded(__func__, [&] {
+    LockedReducer locked(reducer);
+    require(count != nullptr, "count is null");
+    require(capacity >= 0 && (ranges != nullptr || capacity == 0),
+            "ranges is null, or capacity {} is negative", capacity);
+    const std::vector<gw_range> all = locked->shards();
+    std::copy_n(all.begin(), std::min(all.size(), static_cast<size_t>(capacity)), ranges);
+    *count = static_cast<int32_t>(all.size());
+  });
 }
 
 gw_status gw_reducer_stats(gw_reducer reducer, gw_stats* stats) {

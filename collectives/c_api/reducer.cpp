@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <set>
 
@@ -58,12 +59,14 @@ ReducerOptions read_options(const gw_reducer_options* given) {
   options.alignment = 1;  // frameworks pack their buckets without gaps
   options.own_gradients = false;
   if (given == nullptr) return options;
-  const auto o = read_struct<gw_reducer_options>(given, "gw_reducer_options");
+  const auto o =
+      read_struct<gw_reducer_options>(given, "gw_reducer_options", offsetof(gw_reducer_options, shard));
   require(o.bucket_bytes >= 0, "gw_reducer_options.bucket_bytes is {}, must not be negative", o.bucket_bytes);
   if (o.bucket_bytes > 0) options.bucket_bytes = o.bucket_bytes;
   options.average = o.sum == 0;
   options.timing = o.no_timing == 0;
   options.seed = o.seed;
+  options.sharded = o.shard != 0;
   return options;
 }
 
@@ -77,6 +80,7 @@ void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vec
       fmt::format("bucket_bytes {}", options.bucket_bytes),
       options.average ? "the mean" : "the sum",
       fmt::format("seed {}", options.seed),
+      options.sharded ? "sharded" : "not sharded",
       fmt::format("ranks_per_node {}", group.ranks_per_node()),
       tag.empty() ? "no tag" : "tag" + quoted(tag),
   };
@@ -152,6 +156,18 @@ void ApiReducer::ready(int32_t tensor, void* native_stream) {
 void ApiReducer::wait(void* native_stream) {
   comm->wait_and_tell([&] { reducer.wait(comm->caller_stream(native_stream)); });
   ready_ = 0;
+}
+
+std::vector<gw_range> ApiReducer::shards() const {
+  std::vector<gw_range> found;
+  for (const ElementRange& owned : reducer.owned()) {
+    for (int i = 0; i < reducer.tensors(); ++i) {
+      const int64_t at = reducer.offset(i);
+      const int64_t begin = std::max(owned.begin, at), end = std::min(owned.end, at + tensors[i].count());
+      if (begin < end) found.push_back({.tensor = i, .begin = begin - at, .end = end - at});
+    }
+  }
+  return found;
 }
 
 gw_stats ApiReducer::stats() const {

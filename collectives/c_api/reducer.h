@@ -19,6 +19,7 @@ struct ApiReducer {
   void allreduce(void* const* grads, void* native_stream);
   void ready(int32_t tensor, void* native_stream);
   void wait(void* native_stream);
+  std::vector<gw_range> shards() const;
   gw_stats stats() const;
 
   // In state.cpp.

@@ -39,6 +39,10 @@ struct BucketContext {
   Schedule schedule;                         // of every allreduce, unless there is a planner
   const SchedulePlanner* planner = nullptr;  // used only while the codec is constructed
   SchedulePlanner::Choice choose(int64_t count, Wire wire) const;
+  // A sharded reducer's: each rank needs only its own part of the mean, so a codec may end with a reduce-scatter.
+  // Codecs that cannot (those with factors or coordinates in common) leave the mean on every rank.
+  Shards shards = {};                                // of the bucket, by rank; empty: not sharded
+  const SchedulePlanner* scatter_planner = nullptr;  // of reduce-scatters
   Stream stream;  // for set-up work; a codec synchronizes it only in its constructor
   // For exchanges that overlap with kernels, and the size of their slices (see Program::Options). Ordered
   // with the exchanges on the stream given to run().

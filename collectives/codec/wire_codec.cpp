@@ -1,8 +1,11 @@
-// A wire format by itself (`fp32`, `bf16`, ...): the bucket crosses the wire in one allreduce.
+// A wire format by itself (`fp32`, `bf16`, ...): the bucket crosses the wire in one allreduce or, for a sharded
+// reducer, in one reduce-scatter in place.
 //
 // The gaps between the bucket's tensors, and those of its tensors that are not the codec's, are zeros. Where a
 // format makes something else of a zero (one bit per value has none; NaN may take the whole block) they become zeros
 // again, in the result, which is the next step's gradient there, and in the residual, which no tensor's state holds.
+#include <numeric>
+
 #include "collectives/codec/codec.h"
 #include "collectives/codec/dense.h"
 #include "kernels/powersgd/pack.h"
@@ -32,35 +35,42 @@ class WireCodec final : public Codec {
         name_(c.spec.wire->name),
         gradients_(c.gradients),
         gaps_(c.stream, c.spec.wire->keeps_zero() ? std::vector<Segment>() : gaps_between(c)),
-        choice_(c.choose(c.elements, c.spec.wire)),
-        allreduce_(*c.transport, choice_.schedule, {c.gradients, c.gradients, residual_.values(), c.elements},
-                   {.what = c.name,
-                    .wire = c.spec.wire,
-                    .fp32_intra_node = c.spec.fp32_intra_node,
-                    .scale = c.scale,
-                    .rounding = {c.spec.rounding, c.rounding_seed, c.step, c.first_element},
-                    .spec = c.spec.to_string(),
-                    .transfers = c.transfers,
-                    .beside_others = c.beside_others,
-                    .slice_bytes = choice_.slice_bytes}) {
+        shard_(c.shards.empty()
+                   ? 0
+                   : std::accumulate(c.shards.begin(), c.shards.begin() + c.transport->rank(), int64_t{0})),
+        choice_(c.shards.empty() ? c.choose(c.elements, c.spec.wire)
+                                 : c.scatter_planner->choose(c.elements, c.spec.wire, c.shards)),
+        program_(*c.transport, choice_.schedule,
+                 {.in = c.gradients,
+                  .out = c.gradients + shard_,
+                  .residual = residual_.values(),
+                  .count = c.elements,
+                  .shards = c.shards},
+                 {.what = c.name,
+                  .wire = c.spec.wire,
+                  .fp32_intra_node = c.spec.fp32_intra_node,
+                  .scale = c.scale,
+                  .rounding = {c.spec.rounding, c.rounding_seed, c.step, c.first_element},
+                  .spec = c.spec.to_string(),
+                  .transfers = c.transfers,
+                  .beside_others = c.beside_others,
+                  .slice_bytes = choice_.slice_bytes}) {
     c.stream.synchronize();
   }
 
-  size_t workspace_bytes() const override {
-    return residual_.workspace_bytes() + allreduce_.workspace_bytes();
-  }
+  size_t workspace_bytes() const override { return residual_.workspace_bytes() + program_.workspace_bytes(); }
   void bind(void* workspace) override {
     void* rest = residual_.bind(workspace);
-    allreduce_.rebind_residual(residual_.values());
-    allreduce_.bind(rest);
+    program_.rebind_residual(residual_.values());
+    program_.bind(rest);
   }
   void rebind(float* gradients) override {
     gradients_ = gradients;
-    allreduce_.rebind(gradients, gradients);
+    program_.rebind(gradients, gradients + shard_);
   }
   void run(const Stream& stream, int64_t, BucketPhases& phases) override {
     residual_.load(stream, phases);
-    allreduce_.run(stream, &phases);
+    program_.run(stream, &phases);
     if (gaps_.count() > 0) {
       phases.enter(stream, Phase::decompress);
       pack(stream, {&gaps_, gradients_, nullptr, true});
@@ -81,8 +91,9 @@ class WireCodec final : public Codec {
   std::string name_;
   float* gradients_;
   SegmentTable gaps_;
+  const int64_t shard_;  // where this rank's begins; 0 in an allreduce
   SchedulePlanner::Choice choice_;
-  Program allreduce_;
+  Program program_;
 };
 
 }  // namespace

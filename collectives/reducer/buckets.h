@@ -33,6 +33,13 @@ struct BucketRange {
   int tensors() const { return last_tensor - first_tensor; }
 };
 
+// [begin, end) of a flat buffer.
+struct ElementRange {
+  int64_t begin = 0, end = 0;
+  int64_t count() const { return end - begin; }
+  bool operator==(const ElementRange&) const = default;
+};
+
 struct GradientLayout {
   std::vector<int64_t> offsets;  // of each tensor, in elements
   int64_t elements = 0;          // gaps included

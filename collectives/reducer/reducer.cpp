@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "runtime/error.h"
 
@@ -71,8 +72,14 @@ void Reducer::build_buckets() {
   fill_zero(stream_, device_step_.data(), device_step_.bytes());
   const bool choice = spec_.schedule == ScheduleKind::automatic && comm_.world() > 2;
   const bool measure = choice || options_.slice_bytes == kAutomaticSlices;
-  planner_.emplace(schedule_request(spec_), comm_.world(), comm_.ranks_per_node(),
-                   measure ? comm_.link_costs(stream_) : LinkCosts{}, options_.slice_bytes);
+  const LinkCosts costs = measure ? comm_.link_costs(stream_) : LinkCosts{};
+  auto plan = [&](Collective collective, std::optional<SchedulePlanner>& planner) {
+    ScheduleRequest request = schedule_request(spec_);
+    request.collective = collective;
+    planner.emplace(request, comm_.world(), comm_.ranks_per_node(), costs, options_.slice_bytes);
+  };
+  plan(Collective::allreduce, planner_);
+  if (options_.sharded) plan(Collective::reduce_scatter, scatter_planner_);
   const CodecSetup setup{.comm = comm_,
                          .spec = spec_,
                          .stream = stream_,
@@ -90,6 +97,10 @@ void Reducer::build_buckets() {
         setup, tensors_, layout_, range,
         fmt::format("bucket {} of {}{}{}", b + 1, count, options_.name.empty() ? "" : " of ", options_.name));
     context.planner = &*planner_;
+    if (options_.sharded) {
+      context.shards = shards(range);
+      context.scatter_planner = &*scatter_planner_;
+    }
     context.transfers = comm_.transfers();
     context.slice_bytes = options_.slice_bytes;
     context.beside_others = lanes_.size() > 1;
@@ -98,11 +109,32 @@ void Reducer::build_buckets() {
     bucket.lane = b % lanes_.size();
     size_t& most = lane_of(bucket).workspace_bytes;
     most = std::max(most, bucket.codec->workspace_bytes());
-    const Schedule dense = planner_->choose(range.elements(), kFp32).schedule;
-    dense_bytes_ += 4 * elements_sent(dense, comm_.rank(), range.elements());
+    const SchedulePlanner& dense = options_.sharded ? *scatter_planner_ : *planner_;
+    dense_bytes_ += 4 * elements_sent(dense.choose(range.elements(), kFp32, context.shards).schedule,
+                                      comm_.rank(), range.elements(), context.shards);
   }
   for (Lane& lane : lanes_) lane.workspace = Buffer(comm_.device(), lane.workspace_bytes);
   for (Bucket& b : buckets_) b.codec->bind(lane_of(b).workspace.data());
+}
+
+Shards Reducer::shards(const BucketRange& bucket) const {
+  constexpr int64_t kGranularity = 8;  // 32 bytes of FP32, 16 of BF16
+  Shards shards;
+  for (int r = 0; r < comm_.world(); ++r) {
+    shards.push_back(chunk_range(bucket.elements(), comm_.world(), r, kGranularity).count());
+  }
+  return shards;
+}
+
+std::vector<ElementRange> Reducer::owned() const {
+  if (!options_.sharded || comm_.world() == 1) return {{0, layout_.elements}};
+  std::vector<ElementRange> owned;
+  for (const BucketRange& bucket : layout_.buckets) {
+    const Shards sizes = shards(bucket);
+    const int64_t begin = std::accumulate(sizes.begin(), sizes.begin() + comm_.rank(), bucket.begin);
+    owned.push_back({begin, begin + sizes[static_cast<size_t>(comm_.rank())]});
+  }
+  return owned;
 }
 
 }  // namespace gradwire

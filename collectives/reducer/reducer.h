@@ -53,6 +53,9 @@ struct ReducerOptions {
   // The stream the reducer works on; empty: one of its own. Reducers that use one communicator at the same
   // time must share a stream, so that all ranks run their exchanges in the order in which they were enqueued.
   Stream stream = {};
+  // Each rank needs the mean of its own part only: see owned(). Then a wire format ends with a reduce-scatter,
+  // half an allreduce; other codecs leave the mean on every rank.
+  bool sharded = false;
   // Receives each exchange in the steps that it traces; must outlive the reducer. Needs `timing`.
   Tracer* tracer = nullptr;
   // Constructs the codec of each bucket; empty: the one that the spec names.
@@ -75,6 +78,12 @@ class Reducer {
   const Buffer& gradients() const { return gradients_; }
   int64_t offset(int i) const { return layout_.offsets.at(i); }
   int64_t elements() const { return layout_.elements; }  // of the flat buffer, gaps included
+  // Elements of the flat buffer in which this rank finds the mean after wait(): all of them or, if sharded, its
+  // shard of each bucket. The rest of a sharded reducer's gradients is then unspecified.
+  std::vector<ElementRange> owned() const;
+  // The same of every rank, by bucket: owned() is ranges()[b].begin plus the shards of the ranks before.
+  const std::vector<BucketRange>& ranges() const { return layout_.buckets; }
+  Shards shards(const BucketRange& bucket) const;
 
   // From the next step on, tensor i's gradient is at gradients[i], on the communicator's device. A bucket
   // whose tensors have the same layout there as in the flat buffer, with no gap after the last (always so
@@ -170,7 +179,7 @@ class Reducer {
   std::vector<float*> adopted_;  // by tensor; empty: the gradients are in gradients_
   std::vector<Bucket> buckets_;  // empty in a world of 1
   std::vector<int> bucket_of_;   // tensor -> bucket
-  std::optional<SchedulePlanner> planner_;
+  std::optional<SchedulePlanner> planner_, scatter_planner_;
   uint64_t dense_bytes_ = 0;
   std::array<StepMarks, kStatsKept> marks_;
   Event full_, begun_, done_;

@@ -132,7 +132,7 @@ Restored restore_rank(const TrainConfig& config, Communicator& comm, const std::
   const Stream stream = Stream::create(comm.device(), "restore");
   Reducer reducer(comm, config.compression, gradient_tensors(config.model), {.seed = config.seed});
   const ParameterLayout layout = reducer_layout(reducer);
-  const Optimizer optimizer(config, stream, layout.elements);
+  const Optimizer optimizer(config, stream, {{0, layout.elements}});
   const Buffer weights = make_buffer<float>(comm.device(), layout.elements);
   const auto parameters = vit_parameters(config.model);
   const bool left = restore_checkpoint(
@@ -312,6 +312,55 @@ TEST_P(CheckpointTest, TheFirstStepInAWorldOfOneAppliesTheResidualsItFound) {
     largest = std::max(largest, std::abs(lr * residual[i]));
   }
   EXPECT_GT(largest, 1e-5);  // the residuals are larger than the tolerance
+}
+
+TEST_P(CheckpointTest, ADividedOptimizerResumesWithTheSameBits) {
+  for (const char* format : {"fp32", "int8"}) {
+    for (const char* spec : {"fp32", "int8"}) {
+      const std::string what = fmt::format("{}, weights in {}", spec, format);
+      TrainConfig c = config(3, spec);
+      c.shard = Sharding::optimizer;
+      c.gather_weights = CompressionSpec::parse(format).wire;
+      const Recorder whole = train(c);
+      fs::remove_all(folder_.path("run"));
+      EXPECT_EQ(train_and_save(c).hash, whole.hash) << what;
+      for (int64_t k = 1; k <= c.steps; ++k) {
+        TrainConfig rest = c;
+        rest.resume = checkpoint(k);
+        rest.graph = k % 2 == 0 && GetParam().is_host();
+        rest.gradient_views = k % 3 != 0;
+        const Recorder resumed = train(rest);
+        EXPECT_EQ(resumed.hash, whole.hash) << what << ", from " << k;
+      }
+    }
+  }
+}
+
+// A checkpoint does not tell how the moments were divided.
+TEST_P(CheckpointTest, ACheckpointOfDividedMomentsIsThatOfWholeOnes) {
+  TrainConfig c = config(3, "fp32:schedule=two_shot");
+  const Recorder whole = train(c);
+  for (Sharding saved : {Sharding::none, Sharding::optimizer}) {
+    fs::remove_all(folder_.path("run"));
+    c.shard = saved;
+    train_and_save(c);
+    for (Sharding resumed : {Sharding::none, Sharding::optimizer}) {
+      TrainConfig rest = c;
+      rest.shard = resumed;
+      rest.resume = checkpoint(4);
+      EXPECT_EQ(train(rest).hash, whole.hash);
+    }
+  }
+  // Other worlds: the same training from there on, however the moments are divided.
+  for (int ranks : {1, 2}) {
+    TrainConfig rest = c;
+    rest.devices.resize(static_cast<size_t>(ranks), GetParam());
+    rest.resume = checkpoint(4);
+    rest.shard = Sharding::none;
+    const Recorder undivided = train(rest);
+    rest.shard = Sharding::optimizer;
+    EXPECT_EQ(train(rest).hash, undivided.hash) << ranks;
+  }
 }
 
 // Twice the bytes that the run has place for, in a file with a correct checksum.

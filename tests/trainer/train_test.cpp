@@ -165,6 +165,66 @@ TEST_P(TrainTest, AGraphGivesTheSameBits) {
   }
 }
 
+// Every rank holds a part of the moments, and updates its part of the weights.
+TEST_P(TrainTest, ADividedOptimizerGivesTheBitsOfAWholeOne) {
+  for (const char* spec : {"fp32:schedule=two_shot", "fp32:schedule=ring", "powersgd:rank=2"}) {
+    for (int ranks : {1, 2, 3, 4, 8}) {
+      TrainConfig c = config(ranks, spec);
+      if (ranks == 8) c.batch_size = 2;
+      c.bucket_mb = 0.003;  // many buckets
+      if (ranks % 2 == 0) c.optimizer = OptimizerKind::sgd;
+      const Recorder whole = train(c);
+      c.shard = Sharding::optimizer;
+      const Recorder divided = train(c);
+      EXPECT_EQ(losses(whole), losses(divided)) << spec << ", " << ranks;
+      EXPECT_EQ(whole.hash, divided.hash) << spec << ", " << ranks;
+      if (ranks == 3) {
+        c.gradient_views = false;
+        c.accumulate = 1;
+        c.graph = GetParam().is_host();
+        EXPECT_EQ(whole.hash, train(c).hash) << spec;
+      }
+    }
+  }
+}
+
+// The run itself ends with an error if ranks differ in a bit of their weights.
+TEST_P(TrainTest, WeightsGatheredInFewBytesAreTheSameOnAllRanksAndTrain) {
+  const Recorder exact = train(config(4));
+  for (const char* format : {"bf16", "fp8", "int8", "int4:rotate=hadamard"}) {
+    for (const char* spec : {"fp32", "int8"}) {
+      TrainConfig c = config(4, spec);
+      c.shard = Sharding::optimizer;
+      const uint64_t plain = train(c).steps.back().wire_bytes;
+      c.gather_weights = CompressionSpec::parse(format).wire;
+      const Recorder r = train(c);
+      EXPECT_NE(r.hash, exact.hash) << format;
+      EXPECT_EQ(r.hash, train(c).hash) << format;
+      EXPECT_LT(r.steps.back().wire_bytes, plain) << format;
+      EXPECT_NEAR(r.evals.back().test_loss, exact.evals.back().test_loss,
+                  std::string(format) == "bf16" ? 0.02 : 0.3)
+          << format << " with " << spec;
+    }
+  }
+}
+
+TEST_P(TrainTest, ADividedOptimizerNeedsAnNthOfTheMemory) {
+  for (int ranks : {1, 2, 4, 8}) {
+    TrainConfig c = config(ranks);
+    const RunMemory whole = plan_memory(c);
+    c.shard = Sharding::optimizer;
+    const RunMemory divided = plan_memory(c);
+    EXPECT_NEAR(static_cast<double>(divided.optimizer), static_cast<double>(whole.optimizer) / ranks,
+                64.0 * ranks)
+        << ranks;
+    EXPECT_EQ(divided.gradients, whole.gradients);
+    c.memory_limit = divided.total();
+    EXPECT_NO_THROW(check_memory_limit(c));
+    c.memory_limit = divided.total() - 1;
+    EXPECT_THROW(check_memory_limit(c), BadInput);
+  }
+}
+
 TEST_P(TrainTest, GraphsOfGpuRanksInOneProcessAreRefused) {
   TrainConfig c = config(2);
   c.graph = true;

@@ -227,11 +227,17 @@ std::vector<std::string> compare_with_head(const TrainConfig& config, const Chec
         "--resume {}: the checkpoint is at step {}, the run ends at {}; give more --steps or --epochs",
         head.path, head.position.step, config.steps));
   }
-  for (const char* key :
-       {"data", "augment", "compression", "batch_size", "accumulate", "steps", "lr", "warmup_steps",
-        "momentum", "beta1", "beta2", "eps", "weight_decay", "precision", "seed", "bucket_mb", "device"}) {
+  for (const char* key : {"data", "augment", "compression", "gather_weights", "batch_size", "accumulate",
+                          "steps", "lr", "warmup_steps", "momentum", "beta1", "beta2", "eps", "weight_decay",
+                          "precision", "seed", "bucket_mb", "device"}) {
     const Json there = theirs.value(key, Json()), here = ours.value(key, Json());
+    if (!theirs.contains(key)) continue;  // an earlier version's
     if (there != here) differences.push_back(fmt::format("{} {}, now {}", key, there.dump(), here.dump()));
+  }
+  // A reduce-scatter's sum is not encoded, an allreduce's is. In an exact format that makes no difference.
+  if (const Json there = theirs.value("shard", Json("none"));
+      there != ours["shard"] && !config.compression.wire->exact) {
+    differences.push_back(fmt::format("shard {}, now {}", there.dump(), ours["shard"].dump()));
   }
   if (head.world != config.ranks()) {
     notes.push_back(fmt::format(

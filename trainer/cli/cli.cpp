@@ -16,6 +16,7 @@
 #include "trainer/cli/session.h"
 #include "trainer/config/run.h"
 #include "trainer/log/run_log.h"
+#include "trainer/train/memory.h"
 
 namespace gradwire {
 namespace {
@@ -44,6 +45,7 @@ int train(const Options& options) {
     if (leads(options)) say_plan(run.config);
     return kDone;
   }
+  check_memory_limit(run.config);
   std::unique_ptr<Communicator> comm = join(options, run.config);
   if (leads(options)) {
     run_once(run.config, run.data, {.log = options.log, .log_every = options.log_every}, comm.get());

@@ -249,6 +249,25 @@ void add_checkpoint_flags(CLI::App& command, Options& o, CLI::Option* init) {
       ->group(group);
 }
 
+void add_shard_flags(CLI::App& command, Options& o) {
+  const char* group = "Ranks";
+  add_choice<Sharding>(
+      command, "--shard", o.shard, {{"none", Sharding::none}, {"optimizer", Sharding::optimizer}},
+      "What is divided among the ranks: optimizer (its moments; gradients are reduce-scattered, and "
+      "each rank updates its part of the weights)")
+      ->group(group);
+  add_text(command, "--gather-weights", o.gather_weights, "FORMAT",
+           "With --shard: the wire format in which ranks get each other's new weights (default: fp32)")
+      ->group(group);
+  command
+      .add_option(
+          "--memory-limit", o.memory_limit,
+          "Refuse a run that needs more memory per rank: bytes, or 500M, 8G, 8GiB (default: no limit)")
+      ->transform(CLI::AsSizeValue(true))
+      ->type_name("SIZE")
+      ->group(group);
+}
+
 // `several`: each may be given more than once.
 void add_compression_flags(CLI::App& command, Options& o, bool several) {
   const char *spec = several ? "Compression spec; one run for each" : "Compression spec (default: fp32)",
@@ -277,6 +296,7 @@ void add_compression_flags(CLI::App& command, Options& o, bool several) {
 void add_train_flags(CLI::App& command, Options& o) {
   CLI::Option* init = add_run_flags(command, o);
   add_compression_flags(command, o, false);
+  add_shard_flags(command, o);
   add_checkpoint_flags(command, o, init);
   add_text(command, "--log", o.log, "FILE", "Write records to this file, one JSON object per line")
       ->group("Output");

@@ -245,6 +245,23 @@ void resolve_gradients(const Options& o, Resolved& out) {
   }
 }
 
+Wire gather_format(const Options& o) {
+  const CompressionSpec spec = CompressionSpec::parse(o.gather_weights);
+  CompressionSpec format;
+  format.wire = spec.wire;
+  format.dense = spec.dense;  // below 8 bits on by itself
+  if (spec.method != CompressionSpec::Method::wire || !(spec == format)) {
+    throw BadInput(
+        fmt::format("--gather-weights {}: a wire format with its own options is needed, such as fp32, bf16 "
+                    "or int8:block=64",
+                    o.gather_weights));
+  }
+  if (o.shard == Sharding::none && !spec.wire->exact) {
+    throw BadInput("--gather-weights is for --shard optimizer; otherwise every rank updates all weights");
+  }
+  return spec.wire;
+}
+
 }  // namespace
 
 Resolved resolve_machine(const Options& o) {
@@ -269,6 +286,9 @@ Resolved resolve_machine(const Options& o) {
   out.buckets_mb = o.bucket_mb.empty() ? std::vector{kDefaultBucketMb} : o.bucket_mb;
   config.bucket_mb = out.buckets_mb[0];
   config.gradient_views = o.gradient_views;
+  config.shard = o.shard;
+  config.gather_weights = gather_format(o);
+  config.memory_limit = static_cast<int64_t>(std::min<uint64_t>(o.memory_limit, int64_t{1} << 60));
   config.graph = o.graph;
   config.batch_size = o.batch_size;
   config.accumulate = o.accumulate;

@@ -33,6 +33,9 @@ struct Options {
   int seeds = 1;                         // compare: runs of each, with seeds from `seed` up
   bool again = false;                    // compare: repeats runs that are there already
   bool gradient_views = true;
+  Sharding shard = Sharding::none;
+  std::string gather_weights = "fp32";
+  uint64_t memory_limit = 0;
   bool graph = false;
   int64_t batch_size = 64, accumulate = 1;
   std::optional<double> epochs;

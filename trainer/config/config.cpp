@@ -167,6 +167,9 @@ std::string StepRange::to_string() const {
 const char* name(OptimizerKind kind) {
   return kind == OptimizerKind::sgd ? "sgd" : "adamw";
 }
+const char* name(Sharding sharding) {
+  return sharding == Sharding::none ? "none" : "optimizer";
+}
 const char* name(Precision precision) {
   return precision == Precision::fp32 ? "fp32" : precision == Precision::tf32 ? "tf32" : "bf16";
 }

@@ -68,6 +68,9 @@ struct StepRange {
 
 enum class OptimizerKind : uint8_t { sgd, adamw };
 
+// What is divided among the ranks, instead of being held by each.
+enum class Sharding : uint8_t { none, optimizer };
+
 struct TrainConfig {
   VitConfig model;
   DataSpec data;
@@ -80,8 +83,11 @@ struct TrainConfig {
   int ranks() const { return static_cast<int>(devices.size()); }
 
   CompressionSpec compression;
-  double bucket_mb = 25;       // MiB
-  bool gradient_views = true;  // gradients are written into the buckets; otherwise copied in and out
+  double bucket_mb = 25;  // MiB
+  Sharding shard = Sharding::none;
+  Wire gather_weights = kFp32;  // with shard: the format in which the ranks get each other's new weights
+  int64_t memory_limit = 0;     // bytes per rank; a run that needs more is refused. 0: none
+  bool gradient_views = true;   // gradients are written into the buckets; otherwise copied in and out
   int64_t bucket_bytes() const { return static_cast<int64_t>(bucket_mb * (1 << 20)); }
 
   int64_t batch_size = 64;  // images per rank and micro-batch
@@ -124,6 +130,7 @@ struct TrainConfig {
 };
 
 const char* name(OptimizerKind kind);
+const char* name(Sharding sharding);
 const char* name(Precision precision);
 
 }  // namespace gradwire

@@ -37,6 +37,9 @@ void add_config(Json& json, const TrainConfig& config) {
   json["ranks_are"] = config.processes ? "processes" : "threads";
   json["compression"] = config.compression.to_string();
   json["bucket_mb"] = shortest(config.bucket_mb);
+  json["shard"] = name(config.shard);
+  json["gather_weights"] = config.gather_weights->name;
+  json["memory_limit"] = config.memory_limit == 0 ? Json(nullptr) : Json(config.memory_limit);
   json["gradient_views"] = config.gradient_views;
   json["batch_size"] = config.batch_size;
   json["accumulate"] = config.accumulate;

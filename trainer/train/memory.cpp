@@ -6,9 +6,11 @@
 
 #include "collectives/communicator/communicator.h"
 #include "collectives/transport/planned.h"
+#include "runtime/error.h"
 #include "trainer/log/console.h"
 #include "trainer/model/vit.h"
 #include "trainer/train/layout.h"
+#include "trainer/train/weight_shards.h"
 
 namespace gradwire {
 
@@ -19,14 +21,19 @@ RunMemory plan_memory(const TrainConfig& config) {
   const Reducer reducer(comm, config.compression, gradient_tensors(config.model),
                         {.bucket_bytes = config.bucket_bytes(),
                          .seed = config.seed,
-                         .alignment = tensor_alignment(config.precision)});
+                         .alignment = tensor_alignment(config.precision),
+                         .sharded = config.shard != Sharding::none});
   const Vit model(config.model, stream, reducer_layout(reducer),
                   {.max_batch = config.batch_size, .precision = config.precision});
   const int64_t moments = config.optimizer == OptimizerKind::adamw ? 2 : config.momentum != 0 ? 1 : 0;
+  int64_t owned = 0;
+  for (const ElementRange& range : reducer.owned()) owned += range.count();
+  const bool sharded = config.shard != Sharding::none && config.ranks() > 1;
+  const int64_t masters = sharded ? WeightShards::master_elements(config, reducer) : 0;
   return {.model = model.bytes(),
           .gradients = static_cast<int64_t>(reducer.gradients().bytes()) *
                        (config.gradient_views || config.ranks() == 1 ? 1 : 2),
-          .optimizer = moments * reducer.elements() * static_cast<int64_t>(sizeof(float)),
+          .optimizer = (moments * owned + masters) * static_cast<int64_t>(sizeof(float)),
           .compression = reducer.memory()};
 }
 
@@ -38,6 +45,26 @@ std::string memory_text(const TrainConfig& config, const RunMemory& memory) {
       "Extra memory for {}: {} ({} residual, {} factors, {} staging)",
       text(memory.model), text(memory.gradients), text(memory.optimizer), config.compression.to_string(),
       text(extra.total()), text(extra.residual), text(extra.factors), text(extra.staging));
+}
+
+void check_memory_limit(const TrainConfig& config) {
+  if (config.memory_limit == 0) return;
+  auto text = [](int64_t bytes) { return human_bytes(static_cast<double>(bytes)); };
+  const RunMemory memory = plan_memory(config);
+  if (memory.total() <= config.memory_limit) return;
+  std::string remedy = "; give it more ranks, a smaller --batch-size or a smaller model";
+  if (config.shard == Sharding::none && config.ranks() > 1) {
+    TrainConfig sharded = config;
+    sharded.shard = Sharding::optimizer;
+    const int64_t less = plan_memory(sharded).total();
+    remedy = fmt::format("; --shard optimizer would need {}{}", text(less),
+                         less <= config.memory_limit ? "" : ", which is too much as well");
+  }
+  throw BadInput(fmt::format(
+      "--memory-limit {}: each rank needs {} ({} model and activations, {} gradients, {} "
+      "optimizer, {} for {}){}",
+      text(config.memory_limit), text(memory.total()), text(memory.model), text(memory.gradients),
+      text(memory.optimizer), text(memory.compression.total()), config.compression.to_string(), remedy));
 }
 
 }  // namespace gradwire

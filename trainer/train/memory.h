@@ -10,10 +10,12 @@
 namespace gradwire {
 
 struct RunMemory {
-  int64_t model = 0;      // weights and activations of one batch
-  int64_t gradients = 0;  // one FP32 value per parameter, gaps between tensors included
-  int64_t optimizer = 0;
+  int64_t model = 0;          // weights and activations of one batch
+  int64_t gradients = 0;      // one FP32 value per parameter, gaps between tensors included
+  int64_t optimizer = 0;      // moments and, with --gather-weights, the rank's own weights in FP32
   ReducerMemory compression;  // beyond the gradients
+
+  int64_t total() const { return model + gradients + optimizer + compression.total(); }
 };
 
 // Rank 0's memory; other ranks differ by the rounding of their chunks. Builds rank 0's model and reducer on
@@ -22,5 +24,7 @@ RunMemory plan_memory(const TrainConfig& config);
 
 // The plan as two lines of text.
 std::string memory_text(const TrainConfig& config, const RunMemory& memory);
+// Throws BadInput if the run needs more than its --memory-limit, with what it needs and which --shard would do.
+void check_memory_limit(const TrainConfig& config);
 
 }  // namespace gradwire

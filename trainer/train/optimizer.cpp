@@ -6,21 +6,22 @@
 
 namespace gradwire {
 
-Optimizer::Optimizer(const TrainConfig& config, const Stream& stream, int64_t elements)
+Optimizer::Optimizer(const TrainConfig& config, const Stream& stream, std::vector<ElementRange> parts)
     : kind_(config.optimizer),
-      elements_(elements),
+      parts_(std::move(parts)),
       momentum_(config.momentum),
       beta1_(config.beta1),
       beta2_(config.beta2),
       eps_(config.eps),
       weight_decay_(config.weight_decay),
       scalars_(stream.device(), sizeof(OptimizerScalars)) {
+  for (const ElementRange& part : parts_) elements_ += part.count();
   if (kind_ == OptimizerKind::adamw || momentum_ != 0.0) {
-    first_ = make_buffer<float>(stream.device(), elements);
+    first_ = make_buffer<float>(stream.device(), elements_);
     fill_zero(stream, first_.data(), first_.bytes());
   }
   if (kind_ == OptimizerKind::adamw) {
-    second_ = make_buffer<float>(stream.device(), elements);
+    second_ = make_buffer<float>(stream.device(), elements_);
     fill_zero(stream, second_.data(), second_.bytes());
   }
 }
@@ -36,20 +37,39 @@ void Optimizer::prepare(const Stream& stream, int64_t step, double lr) {
 }
 
 void Optimizer::step(const Stream& stream, float* params, const float* grads) {
+  int64_t first = 0;
+  for (const ElementRange& part : parts_) {
+    step_part(stream, params + part.begin, grads + part.begin, first, part.count());
+    first += part.count();
+  }
+}
+
+void Optimizer::step_packed(const Stream& stream, float* packed, const float* grads) {
+  int64_t first = 0;
+  for (const ElementRange& part : parts_) {
+    step_part(stream, packed + first, grads + part.begin, first, part.count());
+    first += part.count();
+  }
+}
+
+void Optimizer::step_part(const Stream& stream, float* params, const float* grads, int64_t first,
+                          int64_t count) {
+  if (count == 0) return;
+  auto from = [first](const Buffer& state) { return state ? state.as<float>() + first : nullptr; };
   if (kind_ == OptimizerKind::sgd) {
     sgd_step(stream, {.params = params,
                       .grads = grads,
-                      .velocity = first_.as<float>(),
-                      .count = elements_,
+                      .velocity = from(first_),
+                      .count = count,
                       .momentum = static_cast<float>(momentum_),
                       .weight_decay = static_cast<float>(weight_decay_),
                       .scalars = scalars_.as<OptimizerScalars>()});
   } else {
     adamw_step(stream, {.params = params,
                         .grads = grads,
-                        .m = first_.as<float>(),
-                        .v = second_.as<float>(),
-                        .count = elements_,
+                        .m = from(first_),
+                        .v = from(second_),
+                        .count = count,
                         .beta1 = static_cast<float>(beta1_),
                         .beta2 = static_cast<float>(beta2_),
                         .eps = static_cast<float>(eps_),

@@ -1,4 +1,5 @@
-// The optimizer's state and its step over the flat parameter buffer: one launch for the whole model.
+// The optimizer's state and its step over the flat parameter buffer, or over a rank's parts of it: one launch for
+// the whole model, or one per part.
 #pragma once
 
 #include <cstdint>
@@ -12,21 +13,28 @@ namespace gradwire {
 
 class Optimizer {
  public:
-  // State for `elements` parameters, zeroed in stream order.
-  Optimizer(const TrainConfig& config, const Stream& stream, int64_t elements);
+  // State for the parameters in these parts of the flat buffer, zeroed in stream order.
+  Optimizer(const TrainConfig& config, const Stream& stream, std::vector<ElementRange> parts);
 
   // Sends the values that change with the step (from 0) to the device in stream order, so the host need not
   // wait for the previous step. Call before step(), and outside of a graph that contains step().
   void prepare(const Stream& stream, int64_t step, double lr);
-  // Enqueues a step: the same work each time, so it can be captured.
+  // Enqueues a step: the same work each time, so it can be captured. `params` and `grads` are whole flat buffers.
   void step(const Stream& stream, float* params, const float* grads);
+  // The same, with `packed` parameters: the parts, one after another.
+  void step_packed(const Stream& stream, float* packed, const float* grads);
 
-  // The state that a checkpoint saves: buffers of `elements` floats.
+  // The state that a checkpoint saves: the parts, one after another.
   std::vector<FlatState> moments() const;
+  const std::vector<ElementRange>& parts() const { return parts_; }
+  int64_t elements() const { return elements_; }  // of all parts
 
  private:
+  void step_part(const Stream& stream, float* params, const float* grads, int64_t first, int64_t count);
+
   OptimizerKind kind_;
-  int64_t elements_;
+  const std::vector<ElementRange> parts_;
+  int64_t elements_ = 0;
   double momentum_, beta1_, beta2_, eps_, weight_decay_;
   Buffer first_;    // velocity, or AdamW's m
   Buffer second_;   // AdamW's v

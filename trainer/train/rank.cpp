@@ -91,22 +91,28 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
                 .seed = config_.seed,
                 .alignment = tensor_alignment(config_.precision),
                 .in_place = config_.gradient_views,
+                .sharded = config_.shard != Sharding::none,
                 .tracer = trace_.tracer()}),
       model_(config_.model, stream_, reducer_layout(reducer_),
              {.max_batch = config_.batch_size, .precision = config_.precision}),
-      optimizer_(config_, stream_, model_.layout().elements),
+      optimizer_(config_, stream_, reducer_.owned()),
       steps_per_epoch_(loader_.batches_per_epoch() / config_.accumulate),
       graph_from_(first_graph_step(config_, comm, reducer_, start_.step)),
       gradients_(reducer_.gradients().as<float>()),
       totals_(make_buffer<double>(comm.device(), 2)) {
   // Loading may throw, which frees memory that the stream is still zeroing.
   stream_.synchronize();
+  if (config_.shard != Sharding::none && comm.world() > 1) {
+    shards_.emplace(config_, comm, stream_, reducer_, model_.weights().as<float>());
+  }
   if (start_.from) {
-    carried_ = restore_checkpoint(state(), config_, *start_.from);
-    model_.round_weights();
+    restore();
   } else {
     model_.load(*shared.initial.get(model_.parameters(), model_.layout()));
   }
+  if (shards_) shards_->take_weights(stream_);
+  model_.round_weights();
+  stream_.synchronize();
   if (!config_.gradient_views && comm.world() > 1) separate_gradients();
   if (leads() && !config_.gradients_directory.empty()) {
     dump_.emplace(config_, model_.parameters(), model_.layout());
@@ -279,7 +285,11 @@ void RankTrainer::enqueue_work(Slot& slot) {
   reducer_.wait(stream_);
   slot.reduced.record(stream_);
   NvtxRange range(Activity::optimizer, step);
-  optimizer_.step(stream_, model_.weights().as<float>(), gradients_);
+  if (shards_) {
+    shards_->step(stream_, optimizer_, gradients_);
+  } else {
+    optimizer_.step(stream_, model_.weights().as<float>(), gradients_);
+  }
   model_.round_weights();
 }
 
@@ -307,8 +317,8 @@ void RankTrainer::report(const Slot& slot, const Event& end) {
                     .lr = slot.lr};
   record.step_ms = elapsed_ms(slot.micros.front().data, end);
   record.images_per_s = static_cast<double>(config_.global_batch()) / (record.step_ms * 1e-3);
-  record.wire_bytes = stats.wire_bytes;
-  record.dense_bytes = stats.dense_bytes;
+  record.wire_bytes = stats.wire_bytes + (shards_ ? shards_->bytes_sent() : 0);
+  record.dense_bytes = stats.dense_bytes + (shards_ ? shards_->dense_bytes() : 0);
   record.comm_ms = stats.comm_ms;
   record.compress_ms = stats.compress_ms;
   record.communicate_ms = stats.communicate_ms;
@@ -341,7 +351,8 @@ void RankTrainer::evaluate(int64_t steps_done) {
 void RankTrainer::save(int64_t steps_done) {
   const auto begin = std::chrono::steady_clock::now();
   const int64_t at = data_step(steps_done);
-  const SavedCheckpoint saved = save_checkpoint(state(), config_,
+  const Whole whole = gathered();
+  const SavedCheckpoint saved = save_checkpoint(state(whole), config_,
                                                 {.step = steps_done,
                                                  .epoch = at / steps_per_epoch_,
                                                  .images = at % steps_per_epoch_ * config_.global_batch()});
@@ -351,14 +362,58 @@ void RankTrainer::save(int64_t steps_done) {
       {.step = steps_done, .path = saved.path, .bytes = saved.bytes, .save_ms = took.count()});
 }
 
-RankState RankTrainer::state() {
-  return {.comm = comm_,
-          .stream = stream_,
-          .reducer = reducer_,
-          .parameters = model_.parameters(),
-          .layout = model_.layout(),
-          .weights = model_.weights().as<float>(),
-          .moments = optimizer_.moments()};
+RankState RankTrainer::state(const Whole& whole) {
+  RankState state{.comm = comm_,
+                  .stream = stream_,
+                  .reducer = reducer_,
+                  .parameters = model_.parameters(),
+                  .layout = model_.layout(),
+                  .weights = whole.weights ? whole.weights.as<float>() : model_.weights().as<float>(),
+                  .moments = optimizer_.moments()};
+  for (size_t i = 0; i < whole.moments.size(); ++i) state.moments[i].data = whole.moments[i].as<float>();
+  return state;
+}
+
+// In host memory: a device that needs shards has no room for this.
+RankTrainer::Whole RankTrainer::room_for_moments() const {
+  Whole whole;
+  const size_t bytes = static_cast<size_t>(reducer_.elements()) * sizeof(float);
+  for (size_t i = 0; shards_ && i < optimizer_.moments().size(); ++i)
+    whole.moments.push_back(Buffer::pinned(bytes));
+  return whole;
+}
+
+RankTrainer::Whole RankTrainer::gathered() {
+  if (!shards_) return {};
+  // The gradients of the last step are no longer needed.
+  float* flat = reducer_.gradients().as<float>();
+  const size_t bytes = static_cast<size_t>(reducer_.elements()) * sizeof(float);
+  auto whole_of = [&](const float* packed) {
+    shards_->gather(stream_, packed, flat);
+    if (!leads()) return Buffer();
+    Buffer whole = Buffer::pinned(bytes);
+    copy(stream_, whole.data(), flat, bytes);
+    stream_.synchronize();
+    return whole;
+  };
+  Whole whole;
+  for (const FlatState& moment : optimizer_.moments()) {
+    Buffer of_all = whole_of(moment.data);
+    if (leads()) whole.moments.push_back(std::move(of_all));
+  }
+  if (shards_->masters() != nullptr) whole.weights = whole_of(shards_->masters());
+  fill_zero(stream_, flat, bytes);  // also between the tensors, where gradients stay zero
+  return whole;
+}
+
+void RankTrainer::restore() {
+  const Whole whole = room_for_moments();
+  carried_ = restore_checkpoint(state(whole), config_, *start_.from);
+  const std::vector<FlatState> moments = optimizer_.moments();
+  for (size_t i = 0; i < whole.moments.size(); ++i) {
+    shards_->scatter(stream_, whole.moments[i].as<const float>(), moments[i].data);
+  }
+  stream_.synchronize();  // before the whole is freed
 }
 
 void RankTrainer::finish() {

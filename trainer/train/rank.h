@@ -27,6 +27,7 @@
 #include "trainer/train/optimizer.h"
 #include "trainer/train/profiling.h"
 #include "trainer/train/rank_reports.h"
+#include "trainer/train/weight_shards.h"
 
 namespace gradwire {
 
@@ -91,7 +92,15 @@ class RankTrainer {
   void report(const Slot& slot, const Event& end);
   void evaluate(int64_t steps_done);
   void save(int64_t steps_done);
-  RankState state();
+  // For checkpoints. Moments and weights as a whole, which ranks with shards hold only for that time.
+  struct Whole {
+    std::vector<Buffer> moments;
+    Buffer weights;
+  };
+  RankState state(const Whole& whole);
+  Whole gathered();  // collective; empty on other ranks than 0, and where nothing is sharded
+  Whole room_for_moments() const;
+  void restore();
   void finish();
 
   const SharedRun& shared_;
@@ -104,6 +113,7 @@ class RankTrainer {
   Reducer reducer_;
   Vit model_;
   Optimizer optimizer_;
+  std::optional<WeightShards> shards_;  // none unless something is sharded
   std::optional<GradientDump> dump_;    // none on ranks and in runs that write no gradients
   std::optional<Evaluator> evaluator_;  // none when the run never evaluates
   int64_t steps_per_epoch_;

@@ -258,19 +258,22 @@ class Reducer(_Handle):
     tensors: a (name, rows, cols) for each, in the order in which backward completes them; vectors: cols == 1.
     bucket_bytes: tensors are reduced together in buckets of about this size; 0: the default, 25 MiB.
     tag: a name for the reducer in error messages, to tell it from others of the communicator.
+    shard: each rank gets the mean of its own shard only: see shards(). A wire format then sends half as much.
 
     Collective. Raises CommFailed on every rank when ranks differ in any of these, tensor names and order too.
     """
 
     def __init__(self, comm: Communicator, spec: str, tensors: Sequence[Tuple[str, int, int]], *,
-                 bucket_bytes: int = 0, op: str = "avg", seed: int = 0, tag: str = "") -> None:
+                 bucket_bytes: int = 0, op: str = "avg", seed: int = 0, tag: str = "",
+                 shard: bool = False) -> None:
         array = (_native.Tensor * max(1, len(tensors)))()
         for item, (name, rows, cols) in zip(array, tensors):
             item.size = ctypes.sizeof(_native.Tensor)
             item.name = name.encode()
             item.rows, item.cols, item.dtype = rows, cols, _native.FLOAT32
         options = _native.ReducerOptions(size=ctypes.sizeof(_native.ReducerOptions), seed=seed,
-                                         bucket_bytes=bucket_bytes, sum=int(_op(op) == _native.SUM))
+                                         bucket_bytes=bucket_bytes, sum=int(_op(op) == _native.SUM),
+                                         shard=int(shard))
         handle = ctypes.c_void_p()
         if tag:
             _native.call("gw_call_tag", comm._handle, tag.encode())
@@ -304,6 +307,15 @@ class Reducer(_Handle):
     def addresses_of(addresses: Sequence[int]) -> "ctypes.Array[ctypes.c_void_p]":
         """A C array of addresses, which can be reused as long as the gradients do not move."""
         return (ctypes.c_void_p * len(addresses))(*addresses)
+
+    def shards(self) -> List[Tuple[int, int, int]]:
+        """(tensor, begin, end): the elements whose mean this rank finds in its gradients after allreduce(). All of
+        them or, with shard=True, its part of each bucket; the other elements are then unspecified."""
+        count = ctypes.c_int32()
+        _native.call("gw_reducer_shards", self._handle, None, 0, ctypes.byref(count))
+        ranges = (_native.Range * max(1, count.value))()
+        _native.call("gw_reducer_shards", self._handle, ranges, count.value, ctypes.byref(count))
+        return [(r.tensor, r.begin, r.end) for r in ranges[:count.value]]
 
     def stats(self) -> Dict[str, Any]:
         """The fields of gw_stats: bytes and times of the last step, and the memory held."""

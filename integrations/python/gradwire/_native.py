@@ -62,7 +62,13 @@ class ReducerOptions(ctypes.Structure):
     """gw_reducer_options."""
 
     _fields_ = [("size", c_size_t), ("bucket_bytes", c_int64), ("sum", c_int32), ("no_timing", c_int32),
-                ("seed", c_uint64)]
+                ("seed", c_uint64), ("shard", c_int32)]
+
+
+class Range(ctypes.Structure):
+    """gw_range."""
+
+    _fields_ = [("tensor", c_int32), ("begin", c_int64), ("end", c_int64)]
 
 
 class Stats(ctypes.Structure):
@@ -98,6 +104,7 @@ _SIGNATURES = {
     "gw_all_gather": [c_void_p, c_void_p, c_void_p, POINTER(c_int64), c_int32, c_char_p, c_void_p, c_void_p],
     "gw_all_gather_update": [c_void_p, c_void_p, c_void_p, POINTER(c_int64), c_int32, c_char_p, c_void_p],
     "gw_broadcast": [c_void_p, c_void_p, c_int64, c_int32, c_int, c_char_p, c_void_p],
+    "gw_reducer_shards": [c_void_p, POINTER(Range), c_int32, POINTER(c_int32)],
     "gw_reducer_create": [c_void_p, c_char_p, POINTER(Tensor), c_int32, POINTER(ReducerOptions),
                           POINTER(c_void_p)],
     "gw_reducer_allreduce": [c_void_p, POINTER(c_void_p), c_void_p],

@@ -1,0 +1,112 @@
+// A sharded reducer: each rank gets the mean of its shard, with nothing lost and half the bytes.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <numeric>
+
+#include "tests/collectives/conservation.h"
+#include "tests/devices.h"
+
+namespace gradwire {
+namespace {
+
+using testing::flat;
+using testing::gradients_for;
+using testing::model;
+using testing::norm;
+using testing::run_ranks;
+
+class ShardedReducer : public ::testing::TestWithParam<Device> {
+ protected:
+  struct Result {
+    // Put together from every rank's own part; and the sums over the ranks of the residuals and inputs.
+    std::vector<float> mean;
+    std::vector<double> kept, in, size;
+    std::vector<int> owners;  // how many ranks have an element
+    uint64_t wire_bytes = 0;
+  };
+  Result run(const std::string& spec, int world, int steps, bool sharded) const {
+    Result all;
+    std::mutex mutex;
+    run_ranks(world, GetParam(), [&](Communicator& comm) {
+      comm.set_ranks_per_node(testing::ranks_per_node(world));
+      const Stream stream = Stream::create(comm.device(), "compute");
+      Reducer reducer(comm, CompressionSpec::parse(spec), model(),
+                      {.bucket_bytes = 16 << 10, .seed = 5, .slice_bytes = 0, .sharded = sharded});
+      const auto elements = static_cast<size_t>(reducer.elements());
+      std::vector<double> applied(elements), in(elements);
+      std::vector<float> mean;
+      for (int s = 0; s < steps; ++s) {
+        const auto gradients = gradients_for(model(), static_cast<uint32_t>(s * world + comm.rank() + 1));
+        for (int i = 0; i < reducer.tensors(); ++i) {
+          const auto& gradient = gradients[static_cast<size_t>(i)];
+          copy(stream, reducer.gradient(i), gradient.data(), gradient.size() * sizeof(float));
+          for (size_t e = 0; e < gradient.size(); ++e)
+            in[static_cast<size_t>(reducer.offset(i)) + e] += gradient[e];
+          reducer.ready(i, stream);
+        }
+        reducer.wait(stream);
+        mean = to_host(stream, reducer.gradients().as<const float>(), reducer.elements());
+        for (size_t e = 0; e < elements; ++e) applied[e] += mean[e];
+        // Between the tensors, gradients stay zero for the next step.
+        if (sharded) fill_zero(stream, reducer.gradients().data(), reducer.gradients().bytes());
+        stream.synchronize();
+      }
+      std::vector<double> kept(elements);
+      for (const TensorState& state : reducer.tensor_state()) {
+        if (state.kind != kResidualKind) continue;
+        const auto part = testing::values_of(stream, state);
+        std::copy(part.begin(), part.end(), kept.begin() + reducer.offset(state.tensor));
+      }
+      std::lock_guard lock(mutex);
+      all.mean.resize(elements), all.owners.resize(elements);
+      all.kept.resize(elements), all.in.resize(elements), all.size.resize(elements);
+      for (size_t e = 0; e < elements; ++e) {
+        all.in[e] += in[e], all.size[e] += std::abs(in[e]), all.kept[e] += kept[e];
+      }
+      for (const ElementRange& range : reducer.owned()) {
+        for (auto e = static_cast<size_t>(range.begin); e < static_cast<size_t>(range.end); ++e) {
+          all.mean[e] = mean[e], ++all.owners[e];
+          all.kept[e] += applied[e] * world / (sharded ? 1 : world);
+        }
+      }
+      all.wire_bytes = std::max(all.wire_bytes, reducer.stats(steps - 1).wire_bytes);
+    });
+    return all;
+  }
+};
+GW_INSTANTIATE_ON_DEVICES(ShardedReducer);
+
+TEST_P(ShardedReducer, EveryElementHasOneOwnerWhoGetsTheBitsOfAnAllreduce) {
+  for (const char* spec : {"fp32:schedule=two_shot", "fp32:schedule=ring", "fp32:schedule=hierarchical",
+                           "fp32", "powersgd:rank=2", "randk:ratio=0.1"}) {
+    for (int world : {2, 3, 4, 8}) {
+      const Result whole = run(spec, world, 2, false), sharded = run(spec, world, 2, true);
+      EXPECT_EQ(sharded.owners, std::vector<int>(sharded.owners.size(), 1)) << spec << ", " << world;
+      EXPECT_TRUE(testing::same_bits(whole.mean, sharded.mean)) << spec << ", " << world;
+    }
+  }
+}
+
+TEST_P(ShardedReducer, NothingIsLost) {
+  for (const char* spec : {"bf16", "fp8", "int8:schedule=ring", "int4:schedule=hierarchical",
+                           "int4:dense=off", "topk", "sign", "bf16:round=stochastic,schedule=two_shot"}) {
+    for (int world : {2, 4, 8}) {
+      const Result r = run(spec, world, 10, true);
+      std::vector<double> difference(r.in.size());
+      for (size_t e = 0; e < r.in.size(); ++e) difference[e] = r.kept[e] - r.in[e];
+      EXPECT_LE(norm(difference), 1e-6 * norm(r.size)) << spec << ", " << world;
+    }
+  }
+}
+
+TEST_P(ShardedReducer, AWireFormatSendsHalfOfAnAllreduce) {
+  for (const char* spec : {"fp32:schedule=two_shot", "int8:dense=off,schedule=two_shot"}) {
+    const Result whole = run(spec, 4, 1, false), sharded = run(spec, 4, 1, true);
+    EXPECT_NEAR(static_cast<double>(sharded.wire_bytes) / static_cast<double>(whole.wire_bytes), 0.5, 0.02)
+        << spec;
+  }
+}
+
+}  // namespace
+}  // namespace gradwire
