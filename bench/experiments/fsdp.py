@@ -46,7 +46,7 @@ LOSS_MODES = [("PyTorch, fp32", {"native": {}}), ("PyTorch, reduce_dtype=bf16", 
                 if spec != "int8" or residual != "int8")]
 # GPT-2's blocks, few tokens: communication is most of a step, as with fast GPUs on such links.
 SPEED_MODEL = {"width": 768, "depth": 4, "words": 1024, "length": 16}
-LOSS_MODEL = {"width": 64, "depth": 2, "words": 61, "length": 32}
+LOSS_MODEL = {"width": 64, "depth": 2, "words": 509, "length": 32}
 
 
 def settings(arguments, plan):
@@ -147,10 +147,14 @@ def tables(paths):
             lines += [row(mode, f"{milliseconds(found):.1f}", f"{base / milliseconds(found):.2f}") for mode, found in alone.items()]
             lines.append("")
         if losses:
-            lines += [row("gradients", "final loss, mean of seeds", "of each seed"), row("---", "---:", "---")]
+            lines += [row("gradients", "final loss, mean of seeds", "above PyTorch, fp32", "of each seed"),
+                      row("---", "---:", "---:", "---")]
+            base = {i["seed"]: i["final_loss"] for i in losses.get(NATIVE_FP32, [])}
             for mode, found in losses.items():
                 values = [i["final_loss"] for i in found]
-                lines.append(row(mode, f"{statistics.fmean(values):.4f}", ", ".join(f"{v:.4f}" for v in values)))
+                above = [i["final_loss"] - base.get(i["seed"], float("nan")) for i in found]
+                lines.append(row(mode, f"{statistics.fmean(values):.4f}", f"{statistics.fmean(above):+.4f}",
+                                 ", ".join(f"{a:+.4f}" for a in above)))
             lines.append("")
     return "\n".join(lines)
 
@@ -163,7 +167,7 @@ def main():
         command.add_argument("--json", type=pathlib.Path, default=ROOT / "build" / f"fsdp-{name}.json")
         command.add_argument("--python", default=str(ROOT / "build" / "frameworks" / "python"))
         command.add_argument("--hosts", type=int, default=4 if name == "speed" else 2, help="ranks")
-        command.add_argument("--steps", type=int, default=4 if name == "speed" else 400)
+        command.add_argument("--steps", type=int, default=4 if name == "speed" else 300)
         command.add_argument("--deadline-s", type=int, default=3000)
     commands.choices["speed"].add_argument("--rate", default="1gbit")
     commands.choices["speed"].add_argument("--repetitions", type=int, default=3)

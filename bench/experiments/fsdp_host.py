@@ -76,13 +76,13 @@ class Run:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=item.get("lr", 0.01), momentum=item.get("momentum", 0))
 
     def batch(self, number, rank=RANK):
-        """(batch, length + 1) words: each a function of the two before it, with some noise."""
+        """(batch, length + 1) words: each a function of the one before it, with some noise."""
         generator = torch.Generator().manual_seed(self.item.get("seed", 0) * 1_000_003 + number * 64 + rank)
         shape = (self.plan["batch_size"],)
-        tokens = [torch.randint(self.words, shape, generator=generator) for _ in range(2)]
+        tokens = [torch.randint(self.words, shape, generator=generator)]
         while len(tokens) <= self.plan["model"]["length"]:
             noise = torch.randint(3, shape, generator=generator)
-            tokens.append((5 * tokens[-1] + 3 * tokens[-2] + noise) % self.words)
+            tokens.append((7 * tokens[-1] + noise) % self.words)
         return torch.stack(tokens, dim=1)
 
     def loss(self, tokens):

@@ -6,7 +6,12 @@ With PyTorch's DistributedDataParallel, three lines:
     hook = Hook("powersgd:rank=4")
     ddp_model.register_comm_hook(hook, allreduce_hook)
 
-Without it: allreduce_() for one tensor, Communicator and Reducer for everything else. register_format() adds
+With a model sharded by FSDP2's fully_shard():
+
+    from gradwire.fsdp import compress
+    handle = compress(model, gradients="int8", weights="bf16")
+
+Without either: allreduce_() for one tensor, Communicator and Reducer for everything else. register_format() adds
 a compression of your own.
 """
 from __future__ import annotations
