@@ -45,7 +45,7 @@ class Step {
         stream_(Stream::create(comm.device(), "step")),
         reducer_(comm, config.compression, gradient_tensors(config.model), {}),
         model_(config.model, stream_, reducer_layout(reducer_), {.max_batch = config.batch_size}),
-        optimizer_(config, stream_, model_.layout().elements),
+        optimizer_(config, stream_, {{0, model_.layout().elements}}),
         batch_(config.batch_size),
         totals_(make_buffer<double>(comm.device(), 2)) {
     std::vector<float> weights(static_cast<size_t>(model_.layout().elements));
