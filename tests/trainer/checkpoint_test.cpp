@@ -420,7 +420,7 @@ TEST_P(CheckpointTest, TheLatestAreKeptAndUnfinishedOnesAreSkipped) {
   std::vector<std::string> names;
   for (const auto& entry : fs::directory_iterator(run)) names.push_back(entry.path().filename());
   std::sort(names.begin(), names.end());
-  EXPECT_EQ(names, (std::vector<std::string>{"not-ours", "step-000000006", "step-000000007"}));
+  EXPECT_EQ(names, (std::vector<std::string>{"lock", "not-ours", "step-000000006", "step-000000007"}));
 
   fs::create_directories(run + "/step-000000008.tmp");
   fs::remove(state_path(run + "/step-000000007", 1, 2));
