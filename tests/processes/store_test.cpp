@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <fstream>
 
+#include "collectives/rendezvous/handshake.h"
 #include "collectives/rendezvous/membership.h"
 #include "runtime/error.h"
 #include "tests/processes/processes.h"
@@ -161,8 +162,8 @@ TEST_F(StoreTest, TheRollNamesWhoIsSilentGoneLeftOrNeverCame) {
     std::string why;
     Endpoint there{"127.0.0.1", server->port()};
     auto watch = try_connect(there, in(5s), why);
-    ASSERT_TRUE(
-        send_all(*watch, StoreMessage{StoreMessage::Op::hello, 1, "watch", "token 3 5"}.encode(), in(5s)));
+    ASSERT_EQ(introduce(*watch, {"key", kStorePurpose}, in(5s)), "");
+    ASSERT_TRUE(send_all(*watch, StoreMessage{StoreMessage::Op::hello, 1, "watch", "3 5"}.encode(), in(5s)));
     char byte;
     ASSERT_TRUE(receive_exactly(*watch, &byte, 1, in(10s)));
   }  // disappears without a goodbye
