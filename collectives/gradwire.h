@@ -87,7 +87,8 @@ GW_API const char* gw_last_error(void);
 /* Joins a group of `world` ranks. Collective: blocks until all have joined.
  *
  * rendezvous  how the ranks find each other, the same on all of them:
- *               "tcp://HOST:PORT"  processes on any machines; rank 0 listens on PORT of HOST
+ *               "tcp://HOST:PORT"  processes on any machines; rank 0 listens on PORT of HOST. Where HOST can be
+ *                                  reached from other machines, the run needs a secret: see gw_secret()
  *               "file:///PATH"     processes that share a directory; rank 0 creates and removes PATH in it
  *               "nccl://"          processes with one GPU each that meet at HOST:PORT from the environment
  *                                  variable NCCL_COMM_ID, as in other NCCL programs
@@ -105,6 +106,16 @@ GW_API const char* gw_last_error(void);
  * GW_UNSUPPORTED. */
 GW_API gw_status gw_comm_create(const char* rendezvous, int rank, int world, int device, int64_t timeout_ms,
                                 gw_comm* comm);
+
+/* Whoever knows this text may join: it is the secret of this thread's next gw_comm_create() with tcp:// or
+ * file://, the same on every rank, and takes the place of the environment's GRADWIRE_SECRET. Ranks prove to each
+ * other that they know it before anything else is read from a connection; docs/security.md says what that
+ * protects.
+ *
+ * secret  not empty; copied. Null: none.
+ *
+ * GW_BAD_ARGUMENT. */
+GW_API gw_status gw_secret(const char* secret);
 
 /* Uses an existing NCCL communicator, which remains the caller's and must outlive *comm. Collective.
  *

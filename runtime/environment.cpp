@@ -15,6 +15,11 @@ constexpr EnvironmentVariable kOwn[] = {
      "OpenBLAS's kernels for products on the host: Prescott, Haswell, Zen, SkylakeX, ..."},
     {"GRADWIRE_DATA", "Debian's folder of Fashion-MNIST",
      "Folder with the files of `--data fashion-mnist`, or with a folder fashion-mnist that has them"},
+    {"GRADWIRE_SECRET", "none",
+     "Whoever knows it may join the run: the same text on every rank. Needed where ranks on several machines meet "
+     "at a tcp:// address (docs/security.md)"},
+    {"GRADWIRE_SECRET_FILE", "none", "A file that holds it, which only its owner may read"},
+    {"GRADWIRE_INSECURE", "0", "1: ranks on several machines may meet without a secret"},
     {"GRADWIRE_NCCL_LIBRARY", "libnccl.so.2", "The NCCL to load, where it is not found by that name"},
 };
 

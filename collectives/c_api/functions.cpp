@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <utility>
 
 #include "collectives/c_api/comm.h"
 #include "collectives/c_api/errors.h"
@@ -49,8 +50,12 @@ void require_nccl() {
   if (!reason.empty()) throw Unsupported(reason);
 }
 
+// From gw_secret(), for this thread's next communicator.
+thread_local std::string next_secret;
+
 std::unique_ptr<Communicator> join(const char* rendezvous, int rank, int world, Device device,
                                    std::chrono::milliseconds timeout) {
+  const std::string secret = std::exchange(next_secret, "");
   if (world == 1) return Communicator::create_single(device);
   require(rendezvous != nullptr, "rendezvous is null and world is {}", world);
   const std::string text = rendezvous;
@@ -62,11 +67,15 @@ std::unique_ptr<Communicator> join(const char* rendezvous, int rank, int world, 
   const bool nccl_meets = text == "nccl://";
   if (device.is_cuda() && (nccl_meets || text.starts_with("tcp://") || text.starts_with("file://"))) {
     require_nccl();
-    return Communicator::create_nccl({.group = {text, rank, world, timeout}, .device = device.index});
+    return Communicator::create_nccl(
+        {.group = {.rendezvous = text, .rank = rank, .world = world, .timeout = timeout, .secret = secret},
+         .device = device.index});
   }
   if (nccl_meets) throw BadInput("rendezvous 'nccl://' is for CUDA devices, and device is GW_HOST");
   if (text.starts_with("tcp://") || text.starts_with("file://")) {
-    return Communicator::create_tcp({.group = {text, rank, world, timeout}, .interface = {}});
+    return Communicator::create_tcp(
+        {.group = {.rendezvous = text, .rank = rank, .world = world, .timeout = timeout, .secret = secret},
+         .interface = {}});
   }
   throw BadInput(
       fmt::format("rendezvous '{}' is none of tcp://HOST:PORT, file:///PATH, nccl://, local://NAME", text));
@@ -75,6 +84,13 @@ std::unique_ptr<Communicator> join(const char* rendezvous, int rank, int world, 
 }  // namespace
 
 extern "C" {
+
+gw_status gw_secret(const char* secret) {
+  return guarded(__func__, [&] {
+    require(secret == nullptr || *secret != 0, "the secret is empty");
+    next_secret = secret == nullptr ? "" : secret;
+  });
+}
 
 gw_status gw_comm_create(const char* rendezvous, int rank, int world, int device, int64_t timeout_ms,
                          gw_comm* comm) {

@@ -1,15 +1,18 @@
 #include "collectives/rendezvous/membership.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
 #include <fstream>
-#include <random>
 #include <sstream>
 #include <thread>
 
+#include "collectives/rendezvous/handshake.h"
+#include "collectives/rendezvous/secret.h"
 #include "runtime/error.h"
 
 namespace gradwire {
@@ -20,7 +23,7 @@ using std::chrono::milliseconds;
 // Where to find rank 0's store.
 struct Meeting {
   std::vector<Endpoint> endpoints;
-  std::string token;
+  std::string secret;  // file:///'s own
 };
 
 constexpr const char* kFileMagic = "gradwire-rendezvous-1";
@@ -45,20 +48,19 @@ Endpoint parse_tcp(const std::string& rendezvous) {
   return endpoint;
 }
 
-std::string random_token() {
-  std::random_device device;
-  return fmt::format("{:08x}{:08x}", device(), device());
-}
-
-// Renames a scratch file into place, so that other ranks see the whole file or none.
-void publish(const std::string& path, const std::string& token, int port) {
-  std::string scratch = fmt::format("{}.{}", path, token);
-  std::ofstream file(scratch);
-  file << kFileMagic << "\n" << token << " " << port;
-  for (const std::string& address : own_addresses()) file << " " << address;
-  file << "\n";
+// Renames a scratch file, which only this user can read, into place, so that other ranks see the whole file or
+// none.
+void publish(const std::string& path, const std::string& secret, int port) {
+  std::string scratch = fmt::format("{}.{}", path, getpid());
+  std::string text = fmt::format("{}\n{} {}", kFileMagic, secret, port);
+  for (const std::string& address : own_addresses()) text += " " + address;
+  text += "\n";
+  std::remove(scratch.c_str());
+  Socket file(open(scratch.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));  // closes any descriptor
+  const bool written =
+      file && write(file.fd(), text.data(), text.size()) == static_cast<ssize_t>(text.size());
   file.close();
-  if (!file || std::rename(scratch.c_str(), path.c_str()) != 0) {
+  if (!written || std::rename(scratch.c_str(), path.c_str()) != 0) {
     std::remove(scratch.c_str());
     throw BadInput(fmt::format(
         "rendezvous file {} cannot be written; name a file in a folder that all ranks share", path));
@@ -71,9 +73,25 @@ Meeting read_meeting(const std::string& path) {
   std::string magic;
   Meeting meeting;
   int port = 0;
-  if (!(file >> magic >> meeting.token >> port) || magic != kFileMagic) return {};
+  if (!(file >> magic >> meeting.secret >> port) || magic != kFileMagic) return {};
   for (std::string address; file >> address;) meeting.endpoints.push_back({address, port});
   return meeting;
+}
+
+// Refuses to open a port to a network for anybody who can reach it.
+void check_secrecy(const GroupOptions& options, const Endpoint& endpoint) {
+  if (!options.secret.empty() || !faces_network(endpoint.host)) return;
+  if (options.insecure || insecure_by_environment()) {
+    std::fprintf(stderr,
+                 "gradwire: WARNING: %s has no secret: whoever can reach it may join this run, or end it\n",
+                 options.rendezvous.c_str());
+    return;
+  }
+  throw BadInput(
+      fmt::format("rendezvous '{}' can be reached from other machines and this run has no secret; set "
+                  "GRADWIRE_SECRET, or GRADWIRE_SECRET_FILE, to the same secret on every rank (head -c 16 "
+                  "/dev/urandom | base64 makes one), or accept the risk with GRADWIRE_INSECURE=1",
+                  options.rendezvous));
 }
 
 }  // namespace
@@ -84,20 +102,29 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
   if (world < 1 || rank < 0 || rank >= world) {
     throw BadInput(fmt::format("there is no rank {} in a group of {}", rank, world));
   }
+  if (options_.secret.empty()) options_.secret = secret_from_environment();
   const auto deadline = SteadyClock::now() + options.join_timeout();
   std::string path;
   Meeting meeting;
   if (rendezvous.starts_with("tcp://")) {
-    meeting = {{parse_tcp(rendezvous)}, "tcp"};
-    if (rank == 0) server_ = std::make_unique<StoreServer>(meeting.endpoints[0], world, meeting.token);
+    const Endpoint named = parse_tcp(rendezvous);
+    check_secrecy(options_, named);
+    meeting.endpoints = {named};
+    key_ = options_.secret;
+    if (rank == 0) {
+      // Debian gives a machine's own name a loopback address, at which other machines cannot reach it.
+      const bool own_name = !is_loopback(named.host) && !faces_network(named.host);
+      const Endpoint here{own_name && !key_.empty() ? "" : named.host, named.port};
+      server_ = std::make_unique<StoreServer>(here, world, key_);
+    }
   } else if (rendezvous.starts_with("file://") && rendezvous.size() > 7) {
     path = rendezvous.substr(7);
     if (rank == 0) {
-      meeting.token = random_token();
-      server_ = std::make_unique<StoreServer>(Endpoint{"", 0}, world, meeting.token);
-      publish(path, meeting.token, server_->port());
+      meeting.secret = random_secret();
+      key_ = options_.secret + meeting.secret;
+      server_ = std::make_unique<StoreServer>(Endpoint{"", 0}, world, key_);
+      publish(path, meeting.secret, server_->port());
       published_file_ = path;
-      token_ = meeting.token;
     }
   } else {
     throw BadInput(
@@ -110,8 +137,14 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
   }
 
   std::string why = path.empty() ? "" : "no rendezvous file " + path;
+  // A run that has just ended may still have the port.
+  constexpr milliseconds kPatience{3000};
+  auto patient_until = SteadyClock::time_point::max();
   while (!client_) {
-    if (!path.empty() && rank != 0) meeting = read_meeting(path);
+    if (!path.empty() && rank != 0) {
+      meeting = read_meeting(path);
+      key_ = options_.secret + meeting.secret;
+    }
     for (const Endpoint& endpoint : meeting.endpoints) {
       auto patience = std::min(deadline, SteadyClock::now() + milliseconds(2000));
       auto command = try_connect(endpoint, patience, why);
@@ -121,17 +154,23 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
         continue;
       }
       try {
-        client_ =
-            std::make_unique<StoreClient>(std::move(*command), std::move(*watch), meeting.token, rank, world,
-                                          std::max(patience, SteadyClock::now() + milliseconds(500)));
+        client_ = std::make_unique<StoreClient>(std::move(*command), std::move(*watch), key_, rank, world,
+                                                std::max(patience, SteadyClock::now() + milliseconds(500)));
         break;
       } catch (const StoreRefused& error) {
         throw CommError(fmt::format("rank {} cannot join through {}: {}", rank, rendezvous, error.what()));
       } catch (const CommError& error) {
         why = fmt::format("{}: {}", endpoint.text(), error.what());
+        if (path.empty() && why.ends_with(kOtherSecret))
+          patient_until = std::min(patient_until, SteadyClock::now() + kPatience);
       }
     }
     if (client_) break;
+    if (SteadyClock::now() >= patient_until) {
+      throw CommError(
+          fmt::format("rank {} cannot join through {}: {}; give all ranks the same GRADWIRE_SECRET", rank,
+                      rendezvous, why));
+    }
     if (SteadyClock::now() >= deadline) {
       throw CommError(fmt::format(
           "rank {} did not reach rank 0 through {} within {} ms ({}); is rank 0 running, and is the address "
@@ -146,7 +185,7 @@ Membership::~Membership() {
   client_.reset();
   server_.reset();
   // Only if it is still ours: a later group may have reused the name.
-  if (!published_file_.empty() && read_meeting(published_file_).token == token_) {
+  if (!published_file_.empty() && options_.secret + read_meeting(published_file_).secret == key_) {
     std::remove(published_file_.c_str());
   }
 }

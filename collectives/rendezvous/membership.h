@@ -3,7 +3,7 @@
 //
 // The rendezvous is a string, the same on every rank:
 //   tcp://host:port   rank 0 listens on `port`; the others find it at `host` (MASTER_ADDR, MASTER_PORT)
-//   file:///path      rank 0 listens on any port and writes its addresses to that shared file
+//   file:///path      rank 0 listens on any port and writes its addresses, and a secret, to that shared file
 #pragma once
 
 #include <chrono>
@@ -21,6 +21,10 @@ struct GroupOptions {
   int world = 1;
   std::chrono::milliseconds timeout{60'000};  // for each operation, and for joining unless `joining` is set
   std::chrono::milliseconds joining{0};
+  // Whoever knows it may join. Empty: the environment's (secret.h); with file:///, whoever can read the file may
+  // join. Without any secret, tcp:// serves only this machine, unless `insecure` or GRADWIRE_INSECURE=1.
+  std::string secret = {};
+  bool insecure = false;
 
   std::chrono::milliseconds join_timeout() const { return joining.count() > 0 ? joining : timeout; }
 };
@@ -37,6 +41,9 @@ class Membership {
   std::chrono::milliseconds timeout() const { return options_.timeout; }
   StoreClient& store() { return *client_; }
 
+  // What connections between the ranks prove to know (handshake.h).
+  const std::string& key() const { return key_; }
+
   // The address at which all other machines can reach this one. Collective.
   std::string address(SteadyClock::time_point deadline);
   // Blocks until all ranks have called it. Collective, in the same order on every rank. Throws CommError at
@@ -51,7 +58,7 @@ class Membership {
 
  private:
   GroupOptions options_;
-  std::string published_file_, token_;   // rank 0's, with file:///
+  std::string key_, published_file_;     // rank 0's, with file:///
   std::unique_ptr<StoreServer> server_;  // rank 0's; outlives its client
   std::unique_ptr<StoreClient> client_;
   int barriers_ = 0;

@@ -2,6 +2,7 @@
 
 #include <arpa/inet.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
@@ -101,17 +102,19 @@ bool wait_writable(int fd, SteadyClock::time_point deadline) {
   return wait_for(fd, POLLOUT, deadline);
 }
 
+bool faces_network(const std::string& host) {
+  if (host.empty()) return true;
+  std::string ignored;
+  AddressList list = resolve({host, 0}, 0, ignored);
+  for (addrinfo* a = list.get(); a != nullptr; a = a->ai_next) {
+    if (!is_loopback(numeric(a->ai_addr, a->ai_addrlen))) return true;
+  }
+  return false;
+}
+
 Socket listen_on(const Endpoint& endpoint) {
   std::string why;
-  // The name determines only the address family. This machine's name may resolve to a loopback address that
-  // others cannot reach (Debian's 127.0.1.1), so only an explicit loopback address restricts the listener.
-  AddressList target = resolve(endpoint, 0, why);
-  int family = target ? target->ai_family : AF_INET;
-  Endpoint here{is_loopback(endpoint.host) ? endpoint.host
-                : family == AF_INET6       ? "::"
-                                           : "0.0.0.0",
-                endpoint.port};
-  AddressList list = resolve(here, AI_PASSIVE, why);
+  AddressList list = resolve(endpoint, AI_PASSIVE, why);
   for (addrinfo* a = list.get(); a != nullptr; a = a->ai_next) {
     Socket socket(::socket(a->ai_family, a->ai_socktype | SOCK_CLOEXEC | SOCK_NONBLOCK, a->ai_protocol));
     int on = 1;
@@ -119,9 +122,13 @@ Socket listen_on(const Endpoint& endpoint) {
         bind(socket.fd(), a->ai_addr, a->ai_addrlen) == 0 && listen(socket.fd(), 1024) == 0) {
       return socket;
     }
-    why = std::strerror(errno);
+    why = errno == EADDRNOTAVAIL
+              ? fmt::format(
+                    "it is not an address of this machine, whose addresses are {}; 0.0.0.0 stands for all",
+                    fmt::join(own_addresses(), ", "))
+              : std::strerror(errno);
   }
-  throw CommError(fmt::format("cannot listen on {}: {}", here.text(), why));
+  throw CommError(fmt::format("cannot listen on {}: {}", endpoint.text(), why));
 }
 
 int local_port(const Socket& socket) {

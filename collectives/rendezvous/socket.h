@@ -37,8 +37,8 @@ struct Endpoint {
   std::string text() const;
 };
 
-// Listens on every interface, or only on loopback when `host` is a loopback address. Port 0: any free port.
-// Throws CommError with the reason if it cannot.
+// Listens on the address that `host` names; "" is all of them. Port 0: any free port. Throws CommError with the
+// reason if it cannot.
 Socket listen_on(const Endpoint& endpoint);
 int local_port(const Socket& socket);
 std::optional<Socket> accept_from(const Socket& listener);  // empty when no connection is pending
@@ -56,6 +56,8 @@ std::vector<std::string> own_addresses();
 // The address of the interface with this name; throws BadInput that lists the existing ones.
 std::string address_of_interface(const std::string& name);
 bool is_loopback(const std::string& address);
+// Whether other machines could reach a listener there. False for a name that does not resolve.
+bool faces_network(const std::string& host);
 
 // Waits until `fd` can be read (or written) or the deadline passes; false at the deadline.
 bool wait_readable(int fd, SteadyClock::time_point deadline);

@@ -8,9 +8,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cstring>
 #include <sstream>
 
+#include "collectives/rendezvous/handshake.h"
 #include "runtime/error.h"
 
 namespace gradwire {
@@ -106,10 +108,14 @@ std::string RollCall::absent() const {
   return text;
 }
 
-StoreClient::StoreClient(Socket command, Socket watch, const std::string& token, int rank, int world,
+StoreClient::StoreClient(Socket command, Socket watch, const std::string& key, int rank, int world,
                          SteadyClock::time_point deadline)
     : world_(world), command_(std::move(command)), watch_(std::move(watch)), wake_(eventfd(0, EFD_CLOEXEC)) {
-  std::string me = fmt::format("{} {} {}", token, rank, world);
+  for (const Socket* socket : {&command_, &watch_}) {
+    const std::string why = introduce(*socket, {key, kStorePurpose}, deadline);
+    if (!why.empty()) throw CommError(why);
+  }
+  std::string me = fmt::format("{} {}", rank, world);
   request({Op::hello, 0, "command", me}, deadline);
   std::string bytes = StoreMessage{Op::hello, 0, "watch", me}.encode();
   char head[4];
@@ -185,7 +191,13 @@ std::string StoreClient::get(const std::string& key, SteadyClock::time_point dea
 }
 
 int64_t StoreClient::add(const std::string& key) {
-  return std::stoll(request({Op::add, 0, key, ""}, SteadyClock::now() + kPromptly).value);
+  const std::string text = request({Op::add, 0, key, ""}, SteadyClock::now() + kPromptly).value;
+  int64_t count = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), count);
+  if (error != std::errc() || end != text.data() + text.size()) {
+    throw CommError(fmt::format("the store's count of {} is '{}'", key, text));
+  }
+  return count;
 }
 
 void StoreClient::send_message(const std::string& message) {
@@ -206,15 +218,16 @@ std::optional<std::string> StoreClient::report(const std::string& what) {
 
 RollCall StoreClient::roll_call() {
   try {
-    return RollCall::decode(
+    RollCall roll = RollCall::decode(
         request({Op::roll, 0, "", ""}, SteadyClock::now() + StoreServer::kRollTime + Milliseconds(500))
             .value);
+    if (roll.ranks.size() == static_cast<size_t>(world_)) return roll;
   } catch (const CommError&) {
-    RollCall roll;
-    roll.ranks.resize(world_, {RollCall::Presence::here, ""});
-    roll.ranks[0].presence = RollCall::Presence::silent;
-    return roll;
   }
+  RollCall roll;
+  roll.ranks.resize(static_cast<size_t>(world_), {RollCall::Presence::here, ""});
+  roll.ranks[0].presence = RollCall::Presence::silent;
+  return roll;
 }
 
 void StoreClient::watch(std::function<void(const std::string&)> on_failure,

@@ -28,7 +28,7 @@ namespace gradwire {
 // The content of one frame. On the wire: length of the rest, operation, id, length of the key, key, value.
 struct StoreMessage {
   enum class Op : uint8_t {
-    hello,    // key "command" or "watch", value "<token> <rank> <world>"
+    hello,    // key "command" or "watch", value "<rank> <world>"
     set,      // reply ok
     get,      // reply ok with the value once it is set
     add,      // reply ok with how often this key has been added to
@@ -74,8 +74,9 @@ class StoreRefused : public CommError {
 
 class StoreServer {
  public:
-  // Listens; throws CommError if it cannot. `token` keeps out strangers and leftovers of earlier runs.
-  StoreServer(const Endpoint& endpoint, int world, std::string token);
+  // Listens; throws CommError if it cannot. Who does not prove that it knows `key` (handshake.h) is turned away,
+  // with a line on stderr.
+  StoreServer(const Endpoint& endpoint, int world, const std::string& key);
   // Gives the other ranks time to make their last requests and leave, then announces the shutdown.
   ~StoreServer();
   int port() const { return port_; }
@@ -102,8 +103,8 @@ class StoreClient {
   using Milliseconds = std::chrono::milliseconds;
 
   // Takes over two new connections to the server and says hello on both. Throws CommError if the server
-  // refuses or does not answer.
-  StoreClient(Socket command, Socket watch, const std::string& token, int rank, int world,
+  // refuses, does not answer, or does not know `key`.
+  StoreClient(Socket command, Socket watch, const std::string& key, int rank, int world,
               SteadyClock::time_point deadline);
   // Leaves in an orderly way.
   ~StoreClient();

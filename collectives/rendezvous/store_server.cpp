@@ -7,12 +7,15 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cerrno>
 #include <condition_variable>
+#include <cstdio>
 #include <deque>
 #include <mutex>
 #include <sstream>
 
+#include "collectives/rendezvous/handshake.h"
 #include "collectives/rendezvous/store.h"
 #include "runtime/error.h"
 
@@ -56,12 +59,12 @@ class StoreServer::Messages {
 
 class StoreServer::Loop {
  public:
-  Loop(Socket listener, int world, std::string token, Messages& messages)
+  Loop(Socket listener, int world, const std::string& key, Messages& messages)
       : messages_(messages),
         listener_(std::move(listener)),
         wake_(eventfd(0, EFD_CLOEXEC)),
         world_(world),
-        token_(std::move(token)) {
+        credentials_{key, kStorePurpose} {
     roll_.ranks.resize(world, {Presence::never_came, ""});
   }
 
@@ -87,15 +90,10 @@ class StoreServer::Loop {
         uint64_t count;
         [[maybe_unused]] ssize_t got = read(wake_.fd(), &count, sizeof count);
       }
-      if (entries[1].revents != 0) {
-        while (auto socket = accept_from(listener_)) {
-          peers_.push_back(std::make_unique<Peer>());
-          peers_.back()->socket = std::move(*socket);
-        }
-      }
       for (size_t i = 0; i + 2 < entries.size(); ++i) {
-        if (entries[i + 2].revents != 0) serve(*peers_[i]);
+        if (entries[i + 2].revents != 0 || peers_[i]->challenge) serve(*peers_[i]);
       }
+      if (entries[1].revents != 0) accept_some();
       bury_the_dead();
       if (roll_due_at_ && SteadyClock::now() >= *roll_due_at_) answer_roll_calls();
     }
@@ -104,6 +102,7 @@ class StoreServer::Loop {
  private:
   struct Peer {
     Socket socket;
+    std::unique_ptr<Challenge> challenge;  // until it is met
     std::string in, out;
     int rank = -1;
     bool watches = false;
@@ -118,6 +117,7 @@ class StoreServer::Loop {
 
   int milliseconds_to_next_event() const {
     auto next = SteadyClock::now() + std::chrono::hours(1);
+    if (strangers() > 0) next = SteadyClock::now() + kHandshakeTime / 5;
     if (closing_at_) next = std::min(next, *closing_at_);
     if (roll_due_at_ && !roll_callers_.empty()) next = std::min(next, *roll_due_at_);
     auto left = std::chrono::ceil<std::chrono::milliseconds>(next - SteadyClock::now()).count();
@@ -159,22 +159,65 @@ class StoreServer::Loop {
     }
   }
 
+  size_t strangers() const {
+    return static_cast<size_t>(
+        std::count_if(peers_.begin(), peers_.end(), [](const auto& p) { return p->challenge != nullptr; }));
+  }
+
+  // At most as many as may wait, so that a flood of connections cannot keep the ranks from being served. The
+  // oldest of those that have not proved anything make way.
+  void accept_some() {
+    for (size_t i = 0; i < kMostStrangers; ++i) {
+      auto socket = accept_from(listener_);
+      if (!socket) return;
+      if (strangers() >= kMostStrangers + 2 * static_cast<size_t>(world_)) {
+        auto oldest =
+            std::find_if(peers_.begin(), peers_.end(), [](const auto& p) { return p->challenge != nullptr; });
+        turn_away(**oldest, "too many connections at once");
+        peers_.erase(oldest);
+      }
+      peers_.push_back(std::make_unique<Peer>());
+      peers_.back()->socket = std::move(*socket);
+      peers_.back()->challenge = std::make_unique<Challenge>(credentials_);
+    }
+  }
+
+  // Says so the first time, and each time that their number has doubled.
+  void turn_away(const Peer& peer, const std::string& why) {
+    if (!std::has_single_bit(++turned_away_)) return;
+    const std::string from = peer.socket.peer_address();
+    std::fprintf(stderr, "gradwire: rank 0 turned away a connection from %s: %s%s\n",
+                 from.empty() ? "a peer that is gone" : from.c_str(), why.c_str(),
+                 turned_away_ == 1 ? "" : fmt::format(" ({} so far)", turned_away_).c_str());
+  }
+
   void serve(Peer& peer) {
-    flush(peer);
-    char chunk[4096];
-    while (!peer.dead) {
-      ssize_t n = recv(peer.socket.fd(), chunk, sizeof chunk, 0);
-      if (n > 0) {
-        peer.in.append(chunk, static_cast<size_t>(n));
-      } else if (n < 0 && errno == EINTR) {
-        continue;
-      } else {
-        if (n == 0 || errno != EAGAIN) peer.dead = true;
-        break;
+    if (peer.challenge) {
+      switch (peer.challenge->advance(peer.socket)) {
+        case Challenge::State::waiting:
+          return;
+        case Challenge::State::refused:
+          turn_away(peer, peer.challenge->why());
+          peer.dead = true;
+          return;
+        case Challenge::State::proved:
+          peer.challenge = nullptr;
       }
     }
+    flush(peer);
+    char chunk[4096];
     try {
-      while (auto message = StoreMessage::decode(peer.in)) handle(peer, std::move(*message));
+      while (!peer.dead) {
+        ssize_t n = recv(peer.socket.fd(), chunk, sizeof chunk, 0);
+        if (n > 0) {
+          peer.in.append(chunk, static_cast<size_t>(n));
+          while (auto message = StoreMessage::decode(peer.in)) handle(peer, std::move(*message));
+        } else if (n == 0 || (errno != EAGAIN && errno != EINTR)) {
+          peer.dead = true;
+        } else if (errno == EAGAIN) {
+          return;
+        }
+      }
     } catch (const CommError&) {
       peer.dead = true;  // not a Gradwire client
     }
@@ -239,14 +282,14 @@ class StoreServer::Loop {
 
   void hello(Peer& peer, const StoreMessage& m) {
     std::istringstream text(m.value);
-    std::string token;
     int rank = -1, world = -1;
-    text >> token >> rank >> world;
+    text >> rank >> world;
     bool watches = m.key == "watch";
     std::string why;
     bool try_again = true;
-    if (token != token_) {
-      why = "the store there belongs to another run";
+    if (!failure_.empty() && rank >= 0 && rank < world_ &&
+        roll_.ranks[rank].presence != Presence::never_came) {
+      why = "the store there belongs to a group that has failed";
     } else if (rank >= 0 && rank < world_ && roll_.ranks[rank].presence == Presence::left) {
       why = "the store there belongs to a group that is shutting down";
     } else {
@@ -312,7 +355,8 @@ class StoreServer::Loop {
   Messages& messages_;
   Socket listener_, wake_;
   const int world_;
-  const std::string token_;
+  const Credentials credentials_;
+  uint64_t turned_away_ = 0;
   std::atomic<bool> stopping_{false};
   std::vector<std::unique_ptr<Peer>> peers_;
   std::map<std::string, std::string> values_;
@@ -323,9 +367,9 @@ class StoreServer::Loop {
   std::optional<SteadyClock::time_point> roll_due_at_, closing_at_;
 };
 
-StoreServer::StoreServer(const Endpoint& endpoint, int world, std::string token)
+StoreServer::StoreServer(const Endpoint& endpoint, int world, const std::string& key)
     : messages_(std::make_unique<Messages>(world)),
-      loop_(std::make_unique<Loop>(listen_on(endpoint), world, std::move(token), *messages_)),
+      loop_(std::make_unique<Loop>(listen_on(endpoint), world, key, *messages_)),
       port_(loop_->port()) {
   thread_ = std::thread([this] { loop_->run(); });
 }

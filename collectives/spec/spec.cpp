@@ -155,7 +155,8 @@ std::string shortest(double value) {
 
 std::string CompressionSpec::grammar() {
   return fmt::format(
-      "FORMAT, powersgd:rank=R[,wire=FORMAT][,start=N][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S] "
+      "FORMAT, "
+      "powersgd:rank=R[,wire=FORMAT][,start=N][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S] "
       "or randk:ratio=X[,wire=FORMAT][,seed=S], where FORMAT is "
       "{}, with ,ef=on|off and ,schedule={} and ,intra_node={} on any of them, ,residual={} and "
       ",dense=off|auto|NAME+NAME... on any but fp32, and the format's own options (docs/formats.md)",

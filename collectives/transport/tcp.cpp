@@ -121,7 +121,7 @@ class TcpTransport final : public Transport {
   void connect(const TcpOptions& options, SteadyClock::time_point deadline) {
     const std::string address =
         options.interface.empty() ? group_.address(deadline) : address_of_interface(options.interface);
-    auto links = std::make_unique<TcpLinks>(rank(), world(), address);
+    auto links = std::make_unique<TcpLinks>(rank(), world(), address, group_.key());
     TcpLinks* made = links.get();
     {
       std::lock_guard lock(mutex_);

@@ -9,32 +9,19 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <random>
+#include <memory>
 #include <sstream>
 
+#include "collectives/rendezvous/handshake.h"
+#include "collectives/rendezvous/secret.h"
 #include "runtime/error.h"
 
 namespace gradwire {
 namespace {
 
-constexpr char kGreeting[8] = {'g', 'w', '-', 'l', 'i', 'n', 'k', '1'};
-constexpr size_t kSecretCharacters = 32;
-// How many connections that have not identified themselves are kept, beyond one per rank, before the oldest
-// is closed.
-constexpr size_t kMostStrangers = 64;
-
-// The first bytes on a connection, sent by the rank that opened it.
-struct Hello {
-  char greeting[sizeof kGreeting];
-  char secret[kSecretCharacters];  // of the listening rank
-  int32_t rank;                    // of the connecting rank
-};
-
-std::string random_secret() {
-  std::random_device device;
-  std::string text;
-  while (text.size() < kSecretCharacters) text += "0123456789abcdef"[device() % 16];
-  return text;
+// Of a listener, so that no connection meant for one can be passed on to another.
+std::string purpose(const std::string& listener) {
+  return "link " + listener;
 }
 
 int milliseconds_until(SteadyClock::time_point deadline) {
@@ -57,11 +44,12 @@ void TcpLinks::Bell::silence() {
   [[maybe_unused]] ssize_t n = read(socket_.fd(), &count, sizeof count);
 }
 
-TcpLinks::TcpLinks(int rank, int world, const std::string& address)
+TcpLinks::TcpLinks(int rank, int world, const std::string& address, const std::string& key)
     : rank_(rank),
       listener_(listen_on({address, 0})),
       address_(address),
-      secret_(random_secret()),
+      name_(random_secret()),
+      key_(key),
       links_(static_cast<size_t>(world)) {}
 
 TcpLinks::~TcpLinks() {
@@ -75,39 +63,49 @@ TcpLinks::~TcpLinks() {
 }
 
 std::string TcpLinks::contact() const {
-  return fmt::format("{} {} {}", address_, local_port(listener_), secret_);
+  return fmt::format("{} {} {}", address_, local_port(listener_), name_);
 }
 
 // Each rank connects to those below it and accepts connections from those above it.
 void TcpLinks::connect(const std::vector<std::string>& contacts, SteadyClock::time_point deadline) {
-  for (int r = 0; r < rank_; ++r) {
-    const std::string who = fmt::format("connecting to rank {}", r);
-    std::istringstream contact(contacts[static_cast<size_t>(r)]);
-    Endpoint endpoint;
-    std::string secret;
-    if (!(contact >> endpoint.host >> endpoint.port >> secret) || secret.size() != kSecretCharacters) {
-      throw CommError(who + ": its address does not parse; are all ranks the same build?");
-    }
-    std::string why;
-    auto socket = try_connect(endpoint, deadline, why);
-    if (!socket) throw CommError(fmt::format("{} at {}: {}", who, endpoint.text(), why));
-    Hello hello;
-    std::memcpy(hello.greeting, kGreeting, sizeof kGreeting);
-    std::memcpy(hello.secret, secret.data(), kSecretCharacters);
-    hello.rank = rank_;
-    if (!send_all(*socket, std::string(reinterpret_cast<const char*>(&hello), sizeof hello), deadline)) {
-      throw CommError(fmt::format("{} at {}: it hung up", who, endpoint.text()));
-    }
-    links_[static_cast<size_t>(r)].socket = std::move(*socket);
-  }
+  for (int r = 0; r < rank_; ++r) connect_to(r, contacts[static_cast<size_t>(r)], deadline);
   accept_others(deadline);
   listener_.close();
 }
 
+void TcpLinks::connect_to(int rank, const std::string& contact, SteadyClock::time_point deadline) {
+  std::istringstream parts(contact);
+  Endpoint endpoint;
+  std::string listener;
+  if (!(parts >> endpoint.host >> endpoint.port >> listener)) {
+    throw CommError(fmt::format(
+        "connecting to rank {}: its address does not parse; are all ranks the same build?", rank));
+  }
+  const auto me = static_cast<int32_t>(rank_);
+  const std::string hello(reinterpret_cast<const char*>(&me), sizeof me);
+  std::string why;
+  do {
+    auto socket = try_connect(endpoint, deadline, why);
+    if (!socket) break;
+    why = introduce(*socket, {key_, purpose(listener)}, deadline);
+    if (why.empty() && send_all(*socket, hello, deadline)) {
+      links_[static_cast<size_t>(rank)].socket = std::move(*socket);
+      return;
+    }
+    if (why == kOtherSecret) break;
+    // A flood of strangers may have pushed this connection out.
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  } while (SteadyClock::now() < deadline);
+  throw CommError(fmt::format("connecting to rank {} at {}: {}", rank, endpoint.text(),
+                              why.empty() ? "it hung up" : why));
+}
+
 void TcpLinks::accept_others(SteadyClock::time_point deadline) {
+  const Credentials credentials{key_, purpose(name_)};
   struct Caller {
     Socket socket;
-    std::string said;
+    std::unique_ptr<Challenge> challenge;  // until it is met
+    std::string said;                      // then: of its rank
   };
   std::deque<Caller> callers;
   auto missing = [&] {
@@ -117,6 +115,25 @@ void TcpLinks::accept_others(SteadyClock::time_point deadline) {
     }
     return ranks;
   };
+  auto listen_to = [&](Caller& c) {
+    if (c.challenge) {
+      const auto state = c.challenge->advance(c.socket);
+      if (state == Challenge::State::refused) c.socket.close();
+      if (state != Challenge::State::proved) return;
+      c.challenge = nullptr;
+    }
+    int32_t rank = -1;
+    char bytes[sizeof rank];
+    const ssize_t n = recv(c.socket.fd(), bytes, sizeof bytes - c.said.size(), MSG_DONTWAIT);
+    if (n > 0) c.said.append(bytes, static_cast<size_t>(n));
+    if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR)) c.socket.close();
+    if (c.said.size() < sizeof rank) return;
+    std::memcpy(&rank, c.said.data(), sizeof rank);
+    if (rank > rank_ && rank < static_cast<int>(links_.size()) && !links_[static_cast<size_t>(rank)].socket) {
+      links_[static_cast<size_t>(rank)].socket = std::move(c.socket);
+    }
+    c.socket.close();
+  };
   while (!missing().empty()) {
     {
       std::lock_guard lock(mutex_);
@@ -124,26 +141,18 @@ void TcpLinks::accept_others(SteadyClock::time_point deadline) {
     }
     std::vector<pollfd> entries = {{listener_.fd(), POLLIN, 0}, {caller_bell_.fd(), POLLIN, 0}};
     for (const Caller& c : callers) entries.push_back({c.socket.fd(), POLLIN, 0});
-    poll(entries.data(), entries.size(), milliseconds_until(deadline));
+    // Callers that say nothing are dropped in time, too.
+    const auto soon = SteadyClock::now() + kHandshakeTime / 5;
+    poll(entries.data(), entries.size(),
+         milliseconds_until(callers.empty() ? deadline : std::min(soon, deadline)));
     if (SteadyClock::now() >= deadline) throw CommError("not connected in time to rank " + missing());
-    for (Caller& c : callers) {
-      char bytes[sizeof(Hello)];
-      const ssize_t n = recv(c.socket.fd(), bytes, sizeof bytes - c.said.size(), MSG_DONTWAIT);
-      if (n > 0) c.said.append(bytes, static_cast<size_t>(n));
-      if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR)) c.socket.close();
-      if (c.said.size() < sizeof(Hello)) continue;
-      Hello hello;
-      std::memcpy(&hello, c.said.data(), sizeof hello);
-      const bool known = std::memcmp(hello.greeting, kGreeting, sizeof kGreeting) == 0 &&
-                         std::memcmp(hello.secret, secret_.data(), kSecretCharacters) == 0 &&
-                         hello.rank > rank_ && hello.rank < static_cast<int>(links_.size());
-      if (known && !links_[static_cast<size_t>(hello.rank)].socket) {
-        links_[static_cast<size_t>(hello.rank)].socket = std::move(c.socket);
-      }
-      c.socket.close();
-    }
+    for (Caller& c : callers) listen_to(c);
     std::erase_if(callers, [](const Caller& c) { return !c.socket; });
-    while (auto socket = accept_from(listener_)) callers.push_back({std::move(*socket), ""});
+    for (size_t i = 0; i < kMostStrangers; ++i) {
+      auto socket = accept_from(listener_);
+      if (!socket) break;
+      callers.push_back({std::move(*socket), std::make_unique<Challenge>(credentials), ""});
+    }
     while (callers.size() > links_.size() + kMostStrangers) callers.pop_front();
   }
 }

@@ -49,12 +49,12 @@ class TcpLinks {
     size_t moved_ = 0;  // of frame and data
   };
 
-  // Listens at `address` of this machine. Throws CommError when it cannot.
-  TcpLinks(int rank, int world, const std::string& address);
+  // Listens at `address` of this machine, for peers that know `key`. Throws CommError when it cannot.
+  TcpLinks(int rank, int world, const std::string& address, const std::string& key);
   ~TcpLinks();
   TcpLinks(const TcpLinks&) = delete;
 
-  // What the others need to connect: address, port and a secret that keeps strangers out.
+  // What the others need to connect: address, port and a name, drawn at random, of this listener.
   std::string contact() const;
   // Connects to every rank; contacts[r] is rank r's. Throws CommError that names the rank it could not reach.
   void connect(const std::vector<std::string>& contacts, SteadyClock::time_point deadline);
@@ -90,6 +90,7 @@ class TcpLinks {
     Socket socket_;
   };
 
+  void connect_to(int rank, const std::string& contact, SteadyClock::time_point deadline);
   void accept_others(SteadyClock::time_point deadline);
   bool has_work() const;
   void push(Link& link);
@@ -101,7 +102,7 @@ class TcpLinks {
 
   const int rank_;
   Socket listener_;
-  std::string address_, secret_;
+  const std::string address_, name_, key_;
   std::mutex mutex_;
   std::vector<Link> links_;  // by rank
   bool interrupted_ = false;

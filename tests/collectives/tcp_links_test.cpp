@@ -40,7 +40,7 @@ namespace {
 // A message that the links' own thread moves after its owner has begun to wait must wake the owner.
 TEST(TcpLinks, EveryMessageWakesItsWaiterWhicheverThreadMovesIt) {
   constexpr int kRounds = 500;
-  std::array<TcpLinks, 2> links = {TcpLinks(0, 2, "127.0.0.1"), TcpLinks(1, 2, "127.0.0.1")};
+  std::array<TcpLinks, 2> links = {TcpLinks(0, 2, "127.0.0.1", "key"), TcpLinks(1, 2, "127.0.0.1", "key")};
   const std::vector<std::string> contacts = {links[0].contact(), links[1].contact()};
   // Rank 1 soon gives up, and ends rank 0's wait.
   auto run = [&](int rank) {

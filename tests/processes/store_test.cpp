@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <fstream>
 
+#include "collectives/rendezvous/handshake.h"
 #include "collectives/rendezvous/membership.h"
 #include "runtime/error.h"
 #include "tests/processes/processes.h"
@@ -34,15 +35,15 @@ std::string error_of(Action action) {
 
 class StoreTest : public ::testing::Test {
  protected:
-  std::unique_ptr<StoreClient> join(int rank, int world = kWorld, const std::string& token = "token") {
+  std::unique_ptr<StoreClient> join(int rank, int world = kWorld, const std::string& key = "key") {
     std::string why;
     Endpoint there{"127.0.0.1", server->port()};
     auto command = try_connect(there, in(5s), why), watch = try_connect(there, in(5s), why);
-    return std::make_unique<StoreClient>(std::move(*command), std::move(*watch), token, rank, world, in(10s));
+    return std::make_unique<StoreClient>(std::move(*command), std::move(*watch), key, rank, world, in(10s));
   }
   static constexpr int kWorld = 3;
   std::unique_ptr<StoreServer> server =
-      std::make_unique<StoreServer>(Endpoint{"127.0.0.1", 0}, kWorld, "token");
+      std::make_unique<StoreServer>(Endpoint{"127.0.0.1", 0}, kWorld, "key");
 };
 
 TEST_F(StoreTest, KeysAndCountsAreShared) {
@@ -100,7 +101,7 @@ TEST_F(StoreTest, StrangersAreRefused) {
   EXPECT_EQ(error_of([&] { join(1); }), "two processes were started as rank 1");
   EXPECT_EQ(error_of([&] { join(2, 4); }), "rank 2 was started with a world of 4, rank 0 with 3");
   EXPECT_EQ(error_of([&] { join(7); }), "there is no rank 7 in a world of 3");
-  EXPECT_EQ(error_of([&] { join(2, 3, "another"); }), "the store there belongs to another run");
+  EXPECT_EQ(error_of([&] { join(2, 3, "another"); }), "the process there has another secret");
   // A client that speaks another protocol is cut off and harms nobody.
   std::string why;
   auto http = try_connect({"127.0.0.1", server->port()}, in(5s), why);
@@ -152,7 +153,7 @@ TEST_F(StoreTest, EveryRankHearsOfTheFirstFailureAndAnswersTheRoll) {
 }
 
 TEST_F(StoreTest, TheRollNamesWhoIsSilentGoneLeftOrNeverCame) {
-  server = std::make_unique<StoreServer>(Endpoint{"127.0.0.1", 0}, 5, "token");
+  server = std::make_unique<StoreServer>(Endpoint{"127.0.0.1", 0}, 5, "key");
   auto a = join(0, 5), silent = join(1, 5), left = join(2, 5);
   Told told;
   told.watch(*a, 0);
@@ -161,8 +162,8 @@ TEST_F(StoreTest, TheRollNamesWhoIsSilentGoneLeftOrNeverCame) {
     std::string why;
     Endpoint there{"127.0.0.1", server->port()};
     auto watch = try_connect(there, in(5s), why);
-    ASSERT_TRUE(
-        send_all(*watch, StoreMessage{StoreMessage::Op::hello, 1, "watch", "token 3 5"}.encode(), in(5s)));
+    ASSERT_EQ(introduce(*watch, {"key", kStorePurpose}, in(5s)), "");
+    ASSERT_TRUE(send_all(*watch, StoreMessage{StoreMessage::Op::hello, 1, "watch", "3 5"}.encode(), in(5s)));
     char byte;
     ASSERT_TRUE(receive_exactly(*watch, &byte, 1, in(10s)));
   }  // disappears without a goodbye

@@ -27,7 +27,9 @@ using testing::run_processes;
 using namespace std::chrono_literals;
 
 std::unique_ptr<Communicator> join(const Me& me) {
-  return Communicator::create_tcp({.group = {me.rendezvous, me.rank, me.world, me.timeout}, .interface = ""});
+  TcpOptions options;
+  options.group = {me.rendezvous, me.rank, me.world, me.timeout};
+  return Communicator::create_tcp(options);
 }
 
 void check(bool condition, const std::string& what) {

@@ -121,6 +121,12 @@ void add_rank_flags(CLI::App& command, Options& o) {
            "Where processes meet: tcp://HOST:PORT, rank 0's, or file:///PATH, shared by all (default: what "
            "the launcher says, or MASTER_ADDR and MASTER_PORT)")
       ->group(group);
+  command
+      .add_flag("--insecure", o.insecure,
+                "Let ranks on several machines meet at a tcp:// address without GRADWIRE_SECRET: whoever can "
+                "reach it "
+                "may join")
+      ->group(group);
   add_number(
       command, "--ranks-per-node", o.ranks_per_node,
       "Ranks of a node, for schedule=hierarchical: rank = node x N + local (default: what the launcher "

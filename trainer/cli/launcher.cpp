@@ -165,11 +165,12 @@ std::optional<Launch> detect_launcher() {
 }
 
 std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rendezvous, double timeout_s,
-                                   Device device) {
+                                   Device device, bool insecure) {
   TcpOptions options;
   options.group.rendezvous = rendezvous.empty() ? launch.rendezvous : rendezvous;
   options.group.rank = launch.rank;
   options.group.world = launch.world;
+  options.group.insecure = insecure;
   options.group.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3));
   if (options.group.rendezvous.empty()) {
     throw BadInput(

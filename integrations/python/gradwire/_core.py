@@ -88,16 +88,20 @@ class Communicator(_Handle):
     device: "host", or the number of a CUDA device.
     timeout_s: the longest wait for a peer, in joining and in any later operation.
     ranks_per_node: for schedule=hierarchical, where rank = node * ranks_per_node + local rank; 0: unknown.
+    secret: whoever knows it may join; the same on every rank. "": the environment's GRADWIRE_SECRET. A tcp://
+        address that other machines can reach needs one (docs/security.md).
 
     Raises CommFailed when a rank does not join in time.
     """
 
     def __init__(self, rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *,
-                 device: "str | int" = "host", timeout_s: float = 60.0, ranks_per_node: int = 0) -> None:
+                 device: "str | int" = "host", timeout_s: float = 60.0, ranks_per_node: int = 0,
+                 secret: str = "") -> None:
         number = _native.HOST if device == "host" else device
         if not isinstance(number, int):
             raise ValueError(f"device={device!r} is neither 'host' nor the number of a CUDA device")
         handle = ctypes.c_void_p()
+        _native.call("gw_secret", secret.encode() or None)
         _native.call("gw_comm_create", rendezvous.encode() if rendezvous is not None else None, rank, world,
                      number, int(timeout_s * 1000), ctypes.byref(handle))
         super().__init__("gw_comm_destroy", handle)

@@ -90,6 +90,7 @@ class Format(ctypes.Structure):
 
 
 _SIGNATURES = {
+    "gw_secret": [c_char_p],
     "gw_comm_create": [c_char_p, c_int, c_int, c_int, c_int64, POINTER(c_void_p)],
     "gw_comm_set_ranks_per_node": [c_void_p, c_int],
     "gw_comm_check": [c_void_p],

@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import secrets
 import socket
 from typing import Any, List
 
@@ -68,14 +69,15 @@ def communicator(process_group: Any = None, device: "str | int" = "host",
                  timeout_s: float = TIMEOUT_S) -> Communicator:
     """A communicator of the ranks of a torch.distributed process group (None: the default one). Collective.
 
-    Rank 0 picks a free port and broadcasts it through the process group, so nothing needs to be configured.
+    Rank 0 picks a free port and a secret, and broadcasts both through the process group, so nothing needs to be
+    configured.
     """
     rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
     if world == 1:
         return Communicator(device=device, timeout_s=timeout_s)
     networks: List[Any] = [None] * world
     dist.all_gather_object(networks, _network(), group=process_group)
-    address: List[Any] = [None]
+    meeting: List[Any] = [None, None]  # address and secret
     with contextlib.ExitStack() as stack:
         if rank == 0:
             host = "127.0.0.1"
@@ -83,6 +85,6 @@ def communicator(process_group: Any = None, device: "str | int" = "host",
                 # The address at which the others reach this process: MASTER_ADDR if torch's store runs here too.
                 host = os.environ.get("MASTER_ADDR", "") if dist.get_rank() == 0 else _own_address()
                 host = host or socket.gethostname()
-            address = [f"tcp://{host}:{_reserve_port(stack)}"]
-        dist.broadcast_object_list(address, src=_global_rank(process_group, 0), group=process_group)
-        return Communicator(address[0], rank, world, device=device, timeout_s=timeout_s)
+            meeting = [f"tcp://{host}:{_reserve_port(stack)}", secrets.token_hex(16)]
+        dist.broadcast_object_list(meeting, src=_global_rank(process_group, 0), group=process_group)
+        return Communicator(meeting[0], rank, world, device=device, timeout_s=timeout_s, secret=meeting[1])

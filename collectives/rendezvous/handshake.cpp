@@ -1,0 +1,98 @@
+#include "collectives/rendezvous/handshake.h"
+
+#include <sys/random.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "runtime/error.h"
+
+namespace gradwire {
+namespace {
+
+const std::string kGreeting = "gw-rank1";
+constexpr size_t kChallenge = 32;
+constexpr size_t kProof = sizeof(Digest);
+
+std::string fresh_challenge() {
+  std::string bytes(kChallenge, '\0');
+  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
+    throw Error("no random numbers from the kernel");
+  }
+  return bytes;
+}
+
+Digest proof(const Credentials& credentials, const char* side, const std::string& connectors,
+             const std::string& acceptors) {
+  // Challenges have a fixed length and come last, so different inputs give different texts.
+  return hmac_sha256(credentials.key,
+                     std::string(side) + " " + credentials.purpose + " " + connectors + acceptors);
+}
+
+std::string text_of(const Digest& digest) {
+  return {digest.begin(), digest.end()};
+}
+
+Digest digest_at(const std::string& bytes, size_t at) {
+  Digest digest;
+  std::memcpy(digest.data(), bytes.data() + at, digest.size());
+  return digest;
+}
+
+}  // namespace
+
+Challenge::Challenge(const Credentials& credentials) : credentials_(credentials), mine_(fresh_challenge()) {}
+
+Challenge::State Challenge::refuse(const char* why) {
+  why_ = why;
+  return State::refused;
+}
+
+Challenge::State Challenge::advance(const Socket& socket) {
+  while (true) {
+    const size_t wanted = theirs_.empty() ? kGreeting.size() + kChallenge : kProof;
+    char bytes[std::max(size_t{8} + kChallenge, kProof)];
+    const ssize_t n = recv(socket.fd(), bytes, wanted - received_.size(), MSG_DONTWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && errno == EAGAIN) return expired() ? refuse("nothing said in time") : State::waiting;
+    if (n <= 0) return refuse("hung up");
+    received_.append(bytes, static_cast<size_t>(n));
+    const size_t greeted = std::min(received_.size(), kGreeting.size());
+    if (theirs_.empty() && received_.compare(0, greeted, kGreeting, 0, greeted) != 0) {
+      return refuse("not a rank of this version");
+    }
+    if (received_.size() < wanted) continue;
+    if (!theirs_.empty()) {
+      const bool right = equal(digest_at(received_, 0), proof(credentials_, "connector", theirs_, mine_));
+      return right ? State::proved : refuse("wrong secret");
+    }
+    theirs_ = received_.substr(kGreeting.size());
+    received_.clear();
+    const std::string answer = mine_ + text_of(proof(credentials_, "acceptor", theirs_, mine_));
+    // A new connection has room for this.
+    if (send(socket.fd(), answer.data(), answer.size(), MSG_NOSIGNAL | MSG_DONTWAIT) !=
+        static_cast<ssize_t>(answer.size())) {
+      return refuse("hung up");
+    }
+  }
+}
+
+std::string introduce(const Socket& socket, const Credentials& credentials,
+                      SteadyClock::time_point deadline) {
+  const std::string mine = fresh_challenge();
+  std::string answer(kChallenge + kProof, '\0');
+  if (!send_all(socket, kGreeting + mine, deadline) ||
+      !receive_exactly(socket, answer.data(), answer.size(), deadline)) {
+    return SteadyClock::now() >= deadline ? "no answer" : "it hung up";
+  }
+  const std::string theirs = answer.substr(0, kChallenge);
+  const bool right = equal(digest_at(answer, kChallenge), proof(credentials, "acceptor", mine, theirs));
+  // Also where it is wrong, so that the other side can tell a wrong secret from a lost connection.
+  const bool sent = send_all(socket, text_of(proof(credentials, "connector", mine, theirs)), deadline);
+  if (!right) return kOtherSecret;
+  return sent ? "" : "it hung up";
+}
+
+}  // namespace gradwire

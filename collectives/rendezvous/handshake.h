@@ -1,0 +1,61 @@
+// How both ends of a new connection prove that they know the run's secret, before either reads anything else.
+//
+//   connector -> acceptor   greeting (8), its challenge (32)
+//   acceptor -> connector   its challenge (32), proof (32)
+//   connector -> acceptor   proof (32)
+//
+// A proof is HMAC-SHA256(key, side | purpose | both challenges). Challenges are fresh random numbers, so a proof
+// that was overheard serves nowhere else; the side keeps a proof from being sent back to who made it; the
+// purpose keeps one listener's connections from being passed on to another. What follows on the connection is
+// neither encrypted nor authenticated.
+#pragma once
+
+#include <chrono>
+#include <string>
+
+#include "collectives/rendezvous/sha256.h"
+#include "collectives/rendezvous/socket.h"
+
+namespace gradwire {
+
+// Of connections that have not proved anything yet: how long they are kept, and how many (beyond one per rank)
+// before the oldest must go.
+inline constexpr std::chrono::seconds kHandshakeTime{5};
+inline constexpr size_t kMostStrangers = 64;
+
+inline constexpr const char* kStorePurpose = "store";
+
+struct Credentials {
+  std::string key;      // may be empty: then anybody can make a proof
+  std::string purpose;  // the same on both sides: what the listener is for
+};
+
+// The acceptor's side, for connections served by one thread: fed with what has arrived.
+class Challenge {
+ public:
+  explicit Challenge(const Credentials& credentials);
+
+  enum class State { waiting, proved, refused };
+  // Reads what is there, at most what the handshake needs, and answers. After `proved` the connection's next
+  // byte is the peer's first.
+  State advance(const Socket& socket);
+  // After `refused`: "wrong secret", "not a rank of this version", "hung up".
+  const std::string& why() const { return why_; }
+  bool expired() const { return SteadyClock::now() >= until_; }
+
+ private:
+  State refuse(const char* why);
+
+  const Credentials& credentials_;
+  const SteadyClock::time_point until_ = SteadyClock::now() + kHandshakeTime;
+  std::string received_, mine_, theirs_;
+  std::string why_;
+};
+
+// What introduce() says of an acceptor with another key.
+inline constexpr const char* kOtherSecret = "the process there has another secret";
+
+// The connector's side. Nothing on success, or why the handshake failed.
+std::string introduce(const Socket& socket, const Credentials& credentials, SteadyClock::time_point deadline);
+
+}  // namespace gradwire

@@ -1,0 +1,227 @@
+// The handshake of ranks: both ends prove the run's secret, and nothing else gets through.
+#include "collectives/rendezvous/handshake.h"
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <random>
+#include <thread>
+
+#include "collectives/rendezvous/secret.h"
+#include "runtime/error.h"
+#include "tests/expect.h"
+#include "tests/temporary_folder.h"
+
+namespace gradwire {
+namespace {
+
+using namespace std::chrono_literals;
+using State = Challenge::State;
+
+std::string hex(const Digest& digest) {
+  std::string text;
+  for (uint8_t byte : digest) text += fmt::format("{:02x}", byte);
+  return text;
+}
+
+std::string sha256(const std::string& text, size_t pieces) {
+  Sha256 hash;
+  for (size_t at = 0; at < text.size(); at += pieces) {
+    const std::string piece = text.substr(at, pieces);
+    hash.update(piece.data(), piece.size());
+  }
+  return hex(hash.finish());
+}
+
+TEST(Sha256, TheVectorsOfFips180) {
+  for (size_t pieces : {1u, 7u, 64u, 1'000'000u}) {
+    EXPECT_EQ(sha256("", pieces), "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
+    EXPECT_EQ(sha256("abc", pieces), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+    EXPECT_EQ(sha256("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq", pieces),
+              "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1");
+    EXPECT_EQ(sha256(std::string(1'000'000, 'a'), pieces),
+              "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
+  }
+}
+
+TEST(Hmac, TheVectorsOfRfc4231) {
+  EXPECT_EQ(hex(hmac_sha256(std::string(20, '\x0b'), "Hi There")),
+            "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7");
+  EXPECT_EQ(hex(hmac_sha256("Jefe", "what do ya want for nothing?")),
+            "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
+  EXPECT_EQ(hex(hmac_sha256(std::string(20, '\xaa'), std::string(50, '\xdd'))),
+            "773ea91e36800e46854db8ebd09181a72959098b3ef8c122d9635514ced565fe");
+  EXPECT_EQ(
+      hex(hmac_sha256(std::string(131, '\xaa'), "Test Using Larger Than Block-Size Key - Hash Key First")),
+      "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54");
+}
+
+SteadyClock::time_point soon() {
+  return SteadyClock::now() + 10s;
+}
+
+class HandshakeTest : public ::testing::Test {
+ protected:
+  HandshakeTest() {
+    int fds[2];
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds) != 0)
+      throw std::runtime_error("socketpair");
+    connector = Socket(fds[0]);
+    acceptor = Socket(fds[1]);
+  }
+  // Advances until there is nothing left to read.
+  State settle(Challenge& challenge) {
+    State state = State::waiting;
+    while (state == State::waiting && wait_readable(acceptor.fd(), SteadyClock::now() + 2s)) {
+      state = challenge.advance(acceptor);
+    }
+    return state;
+  }
+  void say(const std::string& bytes) { ASSERT_TRUE(send_all(connector, bytes, soon())); }
+  std::string hear(size_t bytes) {
+    std::string text(bytes, '\0');
+    EXPECT_TRUE(receive_exactly(connector, text.data(), bytes, soon()));
+    return text;
+  }
+  Socket connector, acceptor;
+  const Credentials credentials{"the run's secret", "store"};
+  Challenge challenge{credentials};
+};
+
+TEST_F(HandshakeTest, EndsWithTheSameSecretMeetAndWhatFollowsIsUntouched) {
+  std::string why = "not called";
+  std::thread other([&] {
+    why = introduce(connector, credentials, soon());
+    send_all(connector, "payload", soon());
+  });
+  EXPECT_EQ(settle(challenge), State::proved);
+  char payload[7];
+  EXPECT_TRUE(receive_exactly(acceptor, payload, sizeof payload, soon()));
+  EXPECT_EQ(std::string(payload, sizeof payload), "payload");
+  other.join();
+  EXPECT_EQ(why, "");
+}
+
+TEST_F(HandshakeTest, AnotherSecretOrPurposeIsNoticedByBothEnds) {
+  for (const Credentials& other :
+       {Credentials{"another", "store"}, Credentials{"", "store"}, Credentials{credentials.key, "link 3"}}) {
+    int fds[2];
+    ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds), 0);
+    connector = Socket(fds[0]);
+    acceptor = Socket(fds[1]);
+    Challenge fresh(credentials);
+    std::string why;
+    std::thread thread([&] { why = introduce(connector, other, soon()); });
+    EXPECT_EQ(settle(fresh), State::refused);
+    EXPECT_EQ(fresh.why(), "wrong secret");
+    thread.join();
+    EXPECT_EQ(why, kOtherSecret);
+  }
+}
+
+TEST_F(HandshakeTest, AnAcceptorsProofSentBackToItIsRefused) {
+  say("gw-rank1" + std::string(32, 'c'));
+  EXPECT_EQ(challenge.advance(acceptor), State::waiting);
+  const std::string answer = hear(64);
+  say(answer.substr(32));
+  EXPECT_EQ(settle(challenge), State::refused);
+  EXPECT_EQ(challenge.why(), "wrong secret");
+}
+
+TEST_F(HandshakeTest, AProofThatWasOverheardIsRefusedTheNextTime) {
+  // The first time, in between of both.
+  int fds[2];
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds), 0);
+  Socket rank(fds[0]), tap(fds[1]);
+  std::thread other([&] { introduce(rank, credentials, soon()); });
+  auto relay = [](const Socket& from, const Socket& to, size_t bytes) {
+    std::string text(bytes, '\0');
+    EXPECT_TRUE(receive_exactly(from, text.data(), bytes, soon()));
+    EXPECT_TRUE(send_all(to, text, soon()));
+    return text;
+  };
+  const std::string greeting = relay(tap, connector, 40);
+  EXPECT_EQ(challenge.advance(acceptor), State::waiting);
+  relay(connector, tap, 64);
+  const std::string proof = relay(tap, connector, 32);
+  EXPECT_EQ(settle(challenge), State::proved);
+  other.join();
+  // The second time, the same bytes.
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds), 0);
+  connector = Socket(fds[0]);
+  acceptor = Socket(fds[1]);
+  Challenge again(credentials);
+  say(greeting);
+  EXPECT_EQ(again.advance(acceptor), State::waiting);
+  say(proof);
+  EXPECT_EQ(settle(again), State::refused);
+}
+
+TEST_F(HandshakeTest, GarbageIsRefusedAtItsFirstWrongByteAndSlowBytesAreWaitedFor) {
+  say("g");
+  EXPECT_EQ(challenge.advance(acceptor), State::waiting);
+  say("w-");
+  EXPECT_EQ(challenge.advance(acceptor), State::waiting);
+  say("x");
+  EXPECT_EQ(challenge.advance(acceptor), State::refused);
+  EXPECT_EQ(challenge.why(), "not a rank of this version");
+}
+
+TEST_F(HandshakeTest, AnEarlyEndIsRefusedWhereverItComes) {
+  const std::string all = "gw-rank1" + std::string(32, 'c') + std::string(32, 'p');
+  for (size_t length = 0; length < all.size(); ++length) {
+    int fds[2];
+    ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds), 0);
+    connector = Socket(fds[0]);
+    acceptor = Socket(fds[1]);
+    Challenge fresh(credentials);
+    say(all.substr(0, length));
+    connector.close();
+    EXPECT_EQ(settle(fresh), State::refused) << length;
+  }
+}
+
+TEST_F(HandshakeTest, RandomBytesNeverProveAnything) {
+  std::mt19937 random(1);
+  for (int i = 0; i < 2000; ++i) {
+    int fds[2];
+    ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds), 0);
+    connector = Socket(fds[0]);
+    acceptor = Socket(fds[1]);
+    Challenge fresh(credentials);
+    std::string bytes(random() % 200, '\0');
+    for (char& c : bytes) c = static_cast<char>(random());
+    if (i % 2 == 0) bytes = "gw-rank1" + bytes;
+    say(bytes);
+    connector.close();
+    EXPECT_EQ(settle(fresh), State::refused);
+  }
+}
+
+TEST(Secret, IsReadFromAFileThatOnlyItsOwnerCanRead) {
+  const testing::TemporaryFolder folder;
+  const std::string path = folder.path("secret");
+  std::ofstream(path) << "of the file\n";
+  setenv("GRADWIRE_SECRET_FILE", path.c_str(), 1);
+  chmod(path.c_str(), 0644);
+  testing::expect_error<BadInput>([] { secret_from_environment(); }, {path, "mode 644", "chmod 600"});
+  chmod(path.c_str(), 0600);
+  EXPECT_EQ(secret_from_environment(), "of the file");
+  setenv("GRADWIRE_SECRET", "direct", 1);
+  testing::expect_error<BadInput>([] { secret_from_environment(); }, {"both set"});
+  unsetenv("GRADWIRE_SECRET_FILE");
+  EXPECT_EQ(secret_from_environment(), "direct");
+  unsetenv("GRADWIRE_SECRET");
+  EXPECT_EQ(secret_from_environment(), "");
+  setenv("GRADWIRE_SECRET_FILE", folder.path("nowhere").c_str(), 1);
+  testing::expect_error<BadInput>([] { secret_from_environment(); }, {"nowhere", "No such file"});
+  unsetenv("GRADWIRE_SECRET_FILE");
+  EXPECT_NE(random_secret(), random_secret());
+}
+
+}  // namespace
+}  // namespace gradwire

@@ -1,0 +1,261 @@
+// Strangers at the doors of a run, while its ranks join and while they work: each is turned away, the result is
+// right, and nobody waits for long. Ranks are threads that meet through tcp://127.0.0.1 with a secret.
+#include <dirent.h>
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <random>
+#include <set>
+#include <sstream>
+#include <thread>
+
+#include "collectives/communicator/communicator.h"
+#include "collectives/reducer/reducer.h"
+#include "collectives/rendezvous/handshake.h"
+#include "collectives/rendezvous/membership.h"
+#include "collectives/transport/tcp.h"
+#include "runtime/error.h"
+#include "tests/processes/processes.h"
+
+namespace gradwire {
+namespace {
+
+using namespace std::chrono_literals;
+
+SteadyClock::time_point in(std::chrono::milliseconds time) {
+  return SteadyClock::now() + time;
+}
+
+// The ports on loopback at which this process listens: those of the store and of every rank's links.
+std::vector<int> listening_ports() {
+  std::set<std::string> own;
+  DIR* folder = opendir("/proc/self/fd");
+  while (const dirent* entry = readdir(folder)) {
+    char target[64] = {};
+    if (readlinkat(dirfd(folder), entry->d_name, target, sizeof target - 1) > 0) own.insert(target);
+  }
+  closedir(folder);
+  std::vector<int> ports;
+  std::ifstream table("/proc/self/net/tcp");
+  std::string line;
+  while (std::getline(table, line)) {
+    std::istringstream words(line);
+    std::string slot, local, remote, state, skip, inode;
+    words >> slot >> local >> remote >> state;
+    for (int i = 0; i < 5; ++i) words >> skip;
+    words >> inode;
+    if (state == "0A" && own.contains("socket:[" + inode + "]")) {
+      ports.push_back(std::stoi(local.substr(local.find(':') + 1), nullptr, 16));
+    }
+  }
+  return ports;
+}
+
+std::optional<Socket> knock(int port) {
+  std::string why;
+  return try_connect({"127.0.0.1", port}, in(1s), why);
+}
+
+// Attacks whatever listens, from a thread of its own, until destroyed.
+class Attacker {
+ public:
+  using Attack = std::function<void(int port, std::mt19937& random)>;
+  explicit Attacker(Attack attack)
+      : thread_([this, attack = std::move(attack)] {
+          std::mt19937 random(7);
+          while (!stop_) {
+            for (int port : listening_ports()) attack(port, random), ++attacks;
+            std::this_thread::sleep_for(1ms);
+          }
+        }) {}
+  ~Attacker() {
+    stop_ = true;
+    thread_.join();
+  }
+  std::atomic<int> attacks{0};
+
+ private:
+  std::atomic<bool> stop_{false};
+  std::thread thread_;
+};
+
+GroupOptions group_of(const std::string& rendezvous, int rank, int world, const std::string& secret) {
+  return {.rendezvous = rendezvous, .rank = rank, .world = world, .timeout = 20s, .secret = secret};
+}
+
+// A rank that joins a little later than the one before it, and averages a few times.
+void train(const std::string& rendezvous, int rank, int world) {
+  std::this_thread::sleep_for(rank * 50ms);
+  auto comm = Communicator::create_tcp(
+      {.group = group_of(rendezvous, rank, world, "the run's secret"), .interface = {}});
+  Stream stream = Stream::create(Device::host(), "test");
+  Reducer reducer(*comm, CompressionSpec::parse("fp32:schedule=ring"), {{"all", {3000}}}, {});
+  for (int step = 0; step < 20; ++step) {
+    float* gradient = reducer.gradient(0);
+    for (int i = 0; i < 3000; ++i) gradient[i] = static_cast<float>(rank * 3 + i + step);
+    reducer.ready(0, stream);
+    reducer.wait(stream);
+    stream.synchronize();
+    for (int i = 0; i < 3000; ++i) ASSERT_EQ(gradient[i], static_cast<float>((world - 1) * 3) / 2 + i + step);
+    std::this_thread::sleep_for(5ms);
+  }
+  comm->barrier();
+}
+
+void run_under(const Attacker::Attack& attack) {
+  constexpr int kWorld = 4;
+  const std::string rendezvous = testing::free_tcp_rendezvous();
+  Attacker attacker(attack);
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < kWorld; ++r)
+    ranks.emplace_back([&, r] { EXPECT_NO_THROW(train(rendezvous, r, kWorld)); });
+  for (auto& rank : ranks) rank.join();
+  EXPECT_GT(attacker.attacks, 10);
+}
+
+TEST(Strangers, WhoSendRandomBytesChangeNothing) {
+  run_under([](int port, std::mt19937& random) {
+    auto socket = knock(port);
+    if (!socket) return;
+    std::string bytes(random() % 5000, '\0');
+    for (char& c : bytes) c = static_cast<char>(random());
+    send_all(*socket, bytes, in(100ms));
+  });
+}
+
+TEST(Strangers, WhoSpeakTheProtocolWithoutTheSecretChangeNothing) {
+  run_under([](int port, std::mt19937& random) {
+    auto socket = knock(port);
+    if (!socket) return;
+    introduce(*socket, {random() % 2 ? "a guess" : "", kStorePurpose}, in(500ms));
+    // Says hello as a rank, goodbye for it, and fails the group.
+    std::string words = StoreMessage{StoreMessage::Op::hello, 0, "watch", "1 4"}.encode();
+    words += StoreMessage{StoreMessage::Op::bye, 0, "", ""}.encode();
+    words += StoreMessage{StoreMessage::Op::fail, 0, "a stranger says so", ""}.encode();
+    send_all(*socket, words, in(100ms));
+  });
+}
+
+TEST(Strangers, WhoSkipTheHandshakeAreNotRead) {
+  run_under([](int port, std::mt19937&) {
+    auto socket = knock(port);
+    if (!socket) return;
+    send_all(*socket, StoreMessage{StoreMessage::Op::fail, 0, "a stranger says so", ""}.encode(), in(100ms));
+    char byte;
+    receive_exactly(*socket, &byte, 1, in(100ms));
+  });
+}
+
+TEST(Strangers, WhoSayNothingDoNotKeepTheRanksOut) {
+  std::vector<Socket> held;  // of one thread
+  run_under([&](int port, std::mt19937& random) {
+    if (held.size() > 300) held.erase(held.begin(), held.begin() + 150);
+    for (int i = 0; i < 20; ++i) {
+      if (auto socket = knock(port)) held.push_back(std::move(*socket));
+    }
+    if (!held.empty())
+      send_all(held[random() % held.size()], "gw-rank1"[random() % 8] + std::string(), in(10ms));
+  });
+}
+
+TEST(Strangers, TenThousandConnectionsLeaveTheStoreServing) {
+  const std::string rendezvous = testing::free_tcp_rendezvous();
+  const int port = std::stoi(rendezvous.substr(rendezvous.rfind(':') + 1));
+  Membership alone(group_of(rendezvous, 0, 2, "secret"));
+  auto resident_pages = [] {
+    long total = 0, resident = 0;
+    std::ifstream("/proc/self/statm") >> total >> resident;
+    return resident;
+  };
+  std::vector<Socket> held;
+  long before = 0;
+  for (int i = 0; i < 10'000; ++i) {
+    if (held.size() > 200) held.erase(held.begin());
+    if (auto socket = knock(port)) held.push_back(std::move(*socket));
+    if (i == 1000) before = resident_pages();
+  }
+  EXPECT_LT(resident_pages() - before, 1000);  // 4 MB, of what the kernel counts as this process's
+  alone.store().set("key", "value");
+  std::thread second([&] {
+    EXPECT_EQ(Membership(group_of(rendezvous, 1, 2, "secret")).store().get("key", in(5s), "x"), "value");
+  });
+  second.join();
+}
+
+std::string error_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(Secrets, ARankWithAnotherOneIsToldSo) {
+  const std::string rendezvous = testing::free_tcp_rendezvous();
+  Membership first(group_of(rendezvous, 0, 2, "one"));
+  const std::string text = error_of([&] { Membership(group_of(rendezvous, 1, 2, "another")); });
+  EXPECT_NE(text.find("has another secret"), std::string::npos) << text;
+  EXPECT_NE(text.find("GRADWIRE_SECRET"), std::string::npos) << text;
+  EXPECT_EQ(error_of([&] { Membership(group_of(rendezvous, 1, 2, "one")); }), "no error");
+}
+
+TEST(Secrets, WithoutOneNoPortIsOpenedToTheNetwork) {
+  for (const char* address : {"0.0.0.0", "10.1.2.3", "[::]"}) {
+    const std::string rendezvous = fmt::format("tcp://{}:29555", address);
+    for (int rank : {0, 1}) {
+      const std::string text = error_of([&] { Membership(group_of(rendezvous, rank, 2, "")); });
+      EXPECT_NE(text.find(rendezvous), std::string::npos) << text;
+      EXPECT_NE(text.find("GRADWIRE_SECRET"), std::string::npos) << text;
+    }
+  }
+}
+
+TEST(Secrets, AnAddressOfAnotherMachineCannotBeListenedOn) {
+  const std::string text = error_of([] { Membership(group_of("tcp://192.0.2.1:29555", 0, 2, "secret")); });
+  EXPECT_NE(text.find("cannot listen on 192.0.2.1:29555: it is not an address of this machine"),
+            std::string::npos)
+      << text;
+}
+
+TEST(Secrets, TheStoreListensOnlyAtTheAddressThatWasNamed) {
+  const std::string rendezvous = testing::free_tcp_rendezvous();
+  const std::string port = rendezvous.substr(rendezvous.rfind(':') + 1);
+  Membership first(group_of("tcp://127.0.0.2:" + port, 0, 1, ""));
+  EXPECT_FALSE(knock(std::stoi(port)));  // at 127.0.0.1
+}
+
+TEST(Secrets, AMeetingFileIsForItsOwnerOnly) {
+  const std::string path = testing::scratch_path("meeting");
+  Membership first(group_of("file://" + path, 0, 1, ""));
+  struct stat status {};
+  ASSERT_EQ(stat(path.c_str(), &status), 0);
+  EXPECT_EQ(status.st_mode & 0777, 0600u);
+}
+
+TEST(Secrets, AGroupThatFailedMakesWayForTheNextAtTheSameAddress) {
+  const std::string rendezvous = testing::free_tcp_rendezvous();
+  auto first = std::make_unique<Membership>(group_of(rendezvous, 0, 2, ""));
+  auto other = std::make_unique<Membership>(group_of(rendezvous, 1, 2, ""));
+  other->store().report("out of memory");
+  other = nullptr;
+  // Rank 1 is back before rank 0 has given up its store.
+  std::thread early([&] {
+    EXPECT_EQ(error_of([&] { Membership(group_of(rendezvous, 1, 2, "")).barrier(); }), "no error");
+  });
+  std::this_thread::sleep_for(100ms);
+  first = nullptr;
+  EXPECT_EQ(error_of([&] { Membership(group_of(rendezvous, 0, 2, "")).barrier(); }), "no error");
+  early.join();
+}
+
+}  // namespace
+}  // namespace gradwire
