@@ -112,6 +112,7 @@ done
 threads=$(($(nproc) / hosts))
 [ $threads -ge 1 ] || threads=1
 export WORLD_SIZE=$hosts LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.77.0.1 MASTER_PORT=$port
+export GRADWIRE_SECRET=${GRADWIRE_SECRET:-$(head -c 16 /dev/urandom | base64)}
 export GRADWIRE_THREADS=${GRADWIRE_THREADS:-$threads} OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
 export GLOO_SOCKET_IFNAME=eth0
 for ((i = 0; i < hosts; ++i)); do

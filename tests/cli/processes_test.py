@@ -103,6 +103,31 @@ class Processes(CommandTest):
                                       TORCHELASTIC_USE_AGENT_STORE="True")
         self.assertIn("Launcher: torchrun (RANK=0 WORLD_SIZE=2)", ends[0][0])
 
+    def test_other_machines_need_a_secret(self):
+        apart = {"MASTER_ADDR": "192.0.2.1", "LOCAL_WORLD_SIZE": "1"}
+        for process in self.start(2, "train", *SYNTHETIC, "--timeout-s", 1, **apart):
+            error = process.communicate(timeout=240)[1]
+            self.assertEqual(process.returncode, 2, error)
+            self.assertIn("this run has no secret; set GRADWIRE_SECRET", error)
+        for more, env in (["--insecure"], {}), ([], {"GRADWIRE_INSECURE": "1"}), ([], {"GRADWIRE_SECRET": "known"}):
+            process = self.start(2, "train", *SYNTHETIC, "--timeout-s", 1, *more, **apart, **env)[0]
+            error = process.communicate(timeout=240)[1]
+            self.assertNotIn("this run has no secret", error)
+            self.assertIn("192.0.2.1", error, "goes as far as listening there")
+            self.assertEqual("WARNING" in error, "GRADWIRE_SECRET" not in env, error)
+
+    def test_a_secrets_file_must_be_its_owners_alone(self):
+        secret = self.folder / "secret"
+        secret.write_text("one\n")
+        secret.chmod(0o600)
+        processes = self.start(2, "train", *SYNTHETIC, "--steps", 1, "--timeout-s", 10, GRADWIRE_SECRET_FILE=str(secret))
+        self.assertEqual([p.wait(timeout=240) for p in processes], [0, 0])
+        secret.chmod(0o644)
+        processes = self.start(2, "train", *SYNTHETIC, "--steps", 1, GRADWIRE_SECRET_FILE=str(secret))
+        for process in processes:
+            self.assertIn("chmod 600", process.communicate(timeout=240)[1])
+            self.assertEqual(process.returncode, 2)
+
     def test_ranks_with_different_flags_are_refused(self):
         processes = self.start(3, "train", *SYNTHETIC, own={2: ["--lr", "0.5"]})
         ends = [p.communicate(timeout=240)[1] for p in processes]

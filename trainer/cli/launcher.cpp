@@ -84,16 +84,20 @@ std::string find_rendezvous(const Launch& launch, const Lookup& lookup) {
   if (!host.empty() && port > 0 && (agent == "True" || agent == "1")) {
     port += port + kPortsBeyond <= 65535 ? kPortsBeyond : -kPortsBeyond;
   }
-  if (!host.empty()) return tcp(host, port > 0 ? port : kDefaultPort);
+  // Ranks that are all on this machine need no port that others can reach, nor a secret.
+  const bool all_here = launch.local_world == launch.world;
+  const char* loopback = "127.0.0.1";
+  if (!host.empty()) return tcp(all_here ? loopback : host, port > 0 ? port : kDefaultPort);
   // Slurm says where rank 0 is; otherwise it is known only if all ranks are on this machine.
   if (auto list = first_of(lookup, {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"}); !list.empty()) {
     const std::string job =
         fmt::format("{}.{}", value_of(lookup, "SLURM_JOB_ID"), value_of(lookup, "SLURM_STEP_ID"));
-    return tcp(first_host(list), port > 0 ? port : port_of_job(job));
+    const std::string first = first_host(list);
+    return tcp(first == list ? loopback : first, port > 0 ? port : port_of_job(job));
   }
-  if (launch.local_world != launch.world) return "";
+  if (!all_here) return "";
   std::string job = first_of(lookup, {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PMI_PORT"});
-  return tcp("127.0.0.1", port > 0 ? port : port_of_job(job));
+  return tcp(loopback, port > 0 ? port : port_of_job(job));
 }
 
 Launch read(const Variables& v, const Lookup& lookup) {
