@@ -5,7 +5,7 @@
 #
 # The readers are compiled by clang, with coverage and sanitizers; the rest of Gradwire, whose kernels need GCC,
 # comes from a release build of the host side. What is found stays in build-fuzz/found/TARGET; an input that crashes a target
-# is printed with its path, and belongs into tests/fuzz/corpus/TARGET with the fix.
+# is printed with its path, and belongs into its folder in tests/fuzz/corpus with the fix.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 seconds=${1:-60}

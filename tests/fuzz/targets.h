@@ -1,7 +1,7 @@
 // What reads bytes that somebody else wrote, as functions of any bytes at all. Each may refuse its input with
 // the exception that its callers expect; anything else that happens is a defect.
 //
-// One file per target, one line here. make test replays each target's own seeds and tests/fuzz/corpus/NAME, with
+// One file per target, one line here. make test replays each target's own seeds and its folder in tests/fuzz/corpus, with
 // mutations (replay.cpp); make fuzz searches for new inputs under libFuzzer (libfuzzer.cpp).
 #pragma once
 
