@@ -11,6 +11,7 @@
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/handles.h"
 #include "collectives/c_api/structs.h"
+#include "kernels/simd/level.h"
 
 namespace gradwire::c_api {
 namespace {
@@ -84,6 +85,10 @@ void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vec
       fmt::format("ranks_per_node {}", group.ranks_per_node()),
       tag.empty() ? "no tag" : "tag" + quoted(tag),
   };
+  // Each rank orthonormalizes the same factors and multiplies them out for itself.
+  if (spec.method == CompressionSpec::Method::powersgd && group.device().is_host()) {
+    statements.push_back(fmt::format("loops for {}, of Gradwire {}", simd_level(), GRADWIRE_VERSION));
+  }
   for (size_t i = 0; i < tensors.size(); ++i) {
     statements.push_back(
         fmt::format("tensor {}: '{}' ({})", i, tensors[i].name, fmt::join(tensors[i].shape, " x ")));

@@ -14,14 +14,15 @@ def free_port():
 
 
 class Processes(CommandTest):
-    def start(self, world, *arguments, own=None, folders=None, **env):
+    def start(self, world, *arguments, own=None, own_env=None, folders=None, **env):
         """One process per rank, meeting through a file unless told otherwise. By rank: `own`, extra arguments;
-        `folders`, where it is started."""
+        `own_env`, extra variables; `folders`, where it is started."""
         if "MASTER_ADDR" not in env and "--rendezvous" not in arguments:
             arguments += ("--rendezvous", f"file://{self.folder}/meeting")
         processes = []
         for rank in range(world):
-            every = self.environment({"RANK": str(rank), "WORLD_SIZE": str(world), **env})
+            every = self.environment({"RANK": str(rank), "WORLD_SIZE": str(world), **env,
+                                      **(own_env or {}).get(rank, {})})
             words = [self.gradwire, *map(str, arguments), *map(str, (own or {}).get(rank, ()))]
             process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=every,
                                        cwd=folders[rank] if folders else self.folder)
@@ -134,6 +135,15 @@ class Processes(CommandTest):
         self.assertEqual([p.returncode for p in processes], [2, 1, 1], ends)
         for error in ends:
             self.assertIn("rank 2 was started with other settings or data than rank 0: \"lr\": 0.5 there, \"lr\": 0.001 here", error)
+
+    def test_a_rank_with_another_arithmetic_is_refused(self):
+        """As between processors of two kinds, or a sanitized build and another one."""
+        processes = self.start(2, "train", *SYNTHETIC, own_env={1: {"GRADWIRE_BLAS_KERNELS": "Prescott"}})
+        for process in processes:
+            error = process.communicate(timeout=240)[1]
+            self.assertNotEqual(process.returncode, 0)
+            self.assertIn("rank 1 was started with other settings or data than rank 0: \"arithmetic\": ", error)
+            self.assertIn("Prescott kernels", error)
 
     def test_a_rank_with_other_images_behind_the_same_path_is_refused(self):
         folders = [self.folder / "a", self.folder / "b"]  # the path is relative to them

@@ -317,6 +317,21 @@ class Reducers(unittest.TestCase):
             self.assertIn("tensor 0: 'a' (4 x 4)", text)
             self.assertIn("tensor 0: 'b' (4 x 4)", text)
 
+    def test_a_sharded_reducer_leaves_each_element_to_one_rank(self) -> None:
+        def body(comm: gradwire.Communicator) -> Any:
+            whole, part = self.gradients(comm.rank, 0), self.gradients(comm.rank, 0)
+            gradwire.Reducer(comm, "fp32:schedule=two_shot", self.TENSORS).allreduce(whole)
+            reducer = gradwire.Reducer(comm, "fp32:schedule=two_shot", self.TENSORS, shard=True)
+            reducer.allreduce(part)
+            owned = [np.zeros(rows * cols, int) for _, rows, cols in self.TENSORS]
+            for tensor, begin, end in reducer.shards():
+                owned[tensor][begin:end] += 1
+                np.testing.assert_array_equal(part[tensor].ravel()[begin:end], whole[tensor].ravel()[begin:end])
+            return owned
+
+        for tensors in zip(*run_ranks(3, body)):
+            self.assertEqual(set(sum(tensors)), {1})
+
     def test_a_state_continues_bit_for_bit_also_by_tensor(self) -> None:
         def body(comm: gradwire.Communicator) -> Any:
             straight = gradwire.Reducer(comm, "powersgd:rank=2", self.TENSORS)

@@ -23,6 +23,7 @@
 #include "collectives/communicator/communicator.h"
 #include "collectives/transport/nccl.h"
 #include "collectives/transport/tcp.h"
+#include "kernels/simd/level.h"
 #include "runtime/device.h"
 #include "runtime/environment.h"
 #include "runtime/error.h"
@@ -59,26 +60,6 @@ std::string cpu_name() {
 std::string memory() {
   double bytes = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGE_SIZE));
   return human_bytes(bytes);
-}
-
-// The instruction set that the host loops use; kernels/simd/simd.h compiles them for these levels.
-std::string simd_level() {
-#if defined(GRADWIRE_SANITIZED)
-  return "default (sanitized build: no run-time dispatch)";
-#elif defined(__x86_64__) && defined(__GNUC__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512cd")) {
-    return "x86-64-v4 (AVX-512)";
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2")) {
-    return "x86-64-v3 (AVX2, FMA)";
-  }
-  return "x86-64 (SSE2)";
-#else
-  return "the compiler's default for this architecture";
-#endif
 }
 
 std::string compiler() {

@@ -14,11 +14,13 @@
 #include <vector>
 
 #include "collectives/communicator/communicator.h"
+#include "kernels/simd/level.h"
 #include "runtime/error.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/data/dataset.h"
 #include "trainer/log/records.h"
+#include "trainer/measure/products.h"
 #include "trainer/train/rank.h"
 
 namespace gradwire {
@@ -85,9 +87,16 @@ uint32_t checksum(const Dataset& data) {
   return static_cast<uint32_t>(crc32_z(images, labels, data.labels.size() * sizeof data.labels[0]));
 }
 
+// With another arithmetic, weights that each rank updates for itself would drift apart.
+std::string arithmetic(const TrainConfig& config) {
+  if (!config.devices[0].is_host()) return "the GPU's";
+  return fmt::format("{}, {}, Gradwire {}", simd_level(), host_products_text(), GRADWIRE_VERSION);
+}
+
 std::string described(const TrainConfig& config, const DataSplits& data) {
-  return fmt::format("{}\n\"images\": {} and {} with checksums {:08x} and {:08x}", config_text(config),
-                     data.train.count(), data.test.count(), checksum(data.train), checksum(data.test));
+  return fmt::format("{}\n\"images\": {} and {} with checksums {:08x} and {:08x}\n\"arithmetic\": {}",
+                     config_text(config), data.train.count(), data.test.count(), checksum(data.train),
+                     checksum(data.test), arithmetic(config));
 }
 
 // The first line in which two descriptions differ: "learning rate 0.1 there, 0.2 here".

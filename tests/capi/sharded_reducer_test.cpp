@@ -1,0 +1,138 @@
+// gw_reducer_options.shard: each rank gets the mean of its own part of every bucket.
+#include <cmath>
+#include <mutex>
+
+#include "tests/capi/ranks.h"
+
+namespace {
+
+using Floats = std::vector<float>;
+
+gw_reducer_options sharded_options() {
+  gw_reducer_options options = capi::options(16 << 10);
+  options.shard = 1;
+  return options;
+}
+
+std::vector<gw_range> shards_of(gw_reducer reducer) {
+  int32_t count = -1;
+  GW_EXPECT_OK(gw_reducer_shards(reducer, nullptr, 0, &count));
+  std::vector<gw_range> ranges(static_cast<size_t>(count));
+  GW_EXPECT_OK(gw_reducer_shards(reducer, ranges.data(), count, &count));
+  return ranges;
+}
+
+// One rank's gradients, and where each tensor begins in them.
+struct Gradients {
+  explicit Gradients(uint32_t seed) : flat(capi::normal(static_cast<int64_t>(model.elements()), seed)) {
+    for (size_t i = 0; i < model.names.size(); ++i) {
+      begin.push_back(begin.empty() ? 0 : begin.back() + model.count(i - 1));
+    }
+  }
+  std::vector<gw_tensor> tensors() { return model.tensors(flat.data()); }
+
+  capi::Model model;
+  Floats flat;
+  std::vector<size_t> begin;
+};
+
+gw_reducer make(gw_comm comm, const char* spec, Gradients& gradients, const gw_reducer_options* options) {
+  auto tensors = gradients.tensors();
+  gw_reducer reducer = nullptr;
+  GW_EXPECT_OK(
+      gw_reducer_create(comm, spec, tensors.data(), static_cast<int32_t>(tensors.size()), options, &reducer));
+  return reducer;
+}
+
+void step(gw_reducer reducer, const Gradients& gradients) {
+  for (size_t i = 0; i < gradients.begin.size(); ++i) {
+    GW_EXPECT_OK(gw_reducer_ready(reducer, static_cast<int32_t>(i), nullptr));
+  }
+  GW_EXPECT_OK(gw_reducer_wait(reducer, nullptr));
+}
+
+TEST(CApiShardedReducer, EveryElementIsOneRanksWhoGetsTheBitsOfAnAllreduce) {
+  for (int world : {1, 2, 3, 8}) {
+    std::mutex mutex;
+    std::vector<int> owners(capi::Model().elements());
+    capi::run_ranks(world, [&](gw_comm comm, int rank) {
+      const gw_reducer_options options = sharded_options();
+      Gradients whole(static_cast<uint32_t>(rank) + 1), part(static_cast<uint32_t>(rank) + 1);
+      gw_reducer_options unsharded = options;
+      unsharded.shard = 0;
+      const capi::Reducer all(make(comm, "fp32:schedule=two_shot", whole, &unsharded));
+      step(all.handle, whole);
+      const capi::Reducer sharded(make(comm, "fp32:schedule=two_shot", part, &options));
+      step(sharded.handle, part);
+      std::lock_guard lock(mutex);
+      for (const gw_range& range : shards_of(sharded.handle)) {
+        const size_t tensor = part.begin[static_cast<size_t>(range.tensor)];
+        EXPECT_LT(range.begin, range.end);
+        EXPECT_LE(static_cast<size_t>(range.end), part.model.count(static_cast<size_t>(range.tensor)));
+        for (auto e = tensor + static_cast<size_t>(range.begin); e < tensor + static_cast<size_t>(range.end);
+             ++e) {
+          ++owners[e];
+          EXPECT_EQ(part.flat[e], whole.flat[e]) << world << " ranks, element " << e;
+        }
+      }
+    });
+    EXPECT_EQ(owners, std::vector<int>(owners.size(), 1)) << world << " ranks";
+  }
+}
+
+TEST(CApiShardedReducer, AStateContinuesBitForBit) {
+  capi::run_ranks(3, [&](gw_comm comm, int rank) {
+    const gw_reducer_options options = sharded_options();
+    Gradients through(0), resumed(0);
+    const capi::Reducer first(make(comm, "int4:dense=off,schedule=two_shot", through, &options));
+    const capi::Reducer second(make(comm, "int4:dense=off,schedule=two_shot", resumed, &options));
+    auto run = [&](gw_reducer reducer, Gradients& gradients, int s) {
+      const Floats fresh = capi::normal(static_cast<int64_t>(gradients.flat.size()),
+                                        static_cast<uint32_t>(s * 3 + rank) + 100);
+      std::copy(fresh.begin(), fresh.end(), gradients.flat.begin());
+      step(reducer, gradients);
+    };
+    for (int s = 0; s < 3; ++s) run(first.handle, through, s);
+    const std::vector<char> state = first.save();
+    GW_EXPECT_OK(gw_reducer_state_load(second.handle, state.data(), state.size()));
+    run(first.handle, through, 3);
+    run(second.handle, resumed, 3);
+    size_t owned = 0;
+    for (const gw_range& range : shards_of(first.handle)) {
+      const size_t begin = through.begin[static_cast<size_t>(range.tensor)];
+      for (int64_t e = range.begin; e < range.end; ++e, ++owned) {
+        EXPECT_EQ(through.flat[begin + static_cast<size_t>(e)], resumed.flat[begin + static_cast<size_t>(e)]);
+      }
+    }
+    EXPECT_GT(owned, 0u);
+  });
+}
+
+TEST(CApiShardedReducer, RanksOfWhichOnlySomeShardAreRefused) {
+  capi::run_ranks(2, [&](gw_comm comm, int rank) {
+    gw_reducer_options options = sharded_options();
+    options.shard = rank;
+    Gradients gradients(1);
+    auto tensors = gradients.tensors();
+    gw_reducer reducer = nullptr;
+    GW_EXPECT_FAILS(GW_COMM_FAILED, "not sharded",
+                    gw_reducer_create(comm, "int8", tensors.data(), static_cast<int32_t>(tensors.size()),
+                                      &options, &reducer));
+  });
+}
+
+// A program built with the first header passes a structure without the last field.
+TEST(CApiShardedReducer, OptionsOfTheFirstHeaderDoNotShard) {
+  capi::run_ranks(2, [&](gw_comm comm, int) {
+    gw_reducer_options options = sharded_options();
+    options.size = offsetof(gw_reducer_options, shard);
+    Gradients gradients(1);
+    const capi::Reducer reducer(make(comm, "fp32", gradients, &options));
+    step(reducer.handle, gradients);
+    int64_t owned = 0;
+    for (const gw_range& range : shards_of(reducer.handle)) owned += range.end - range.begin;
+    EXPECT_EQ(owned, static_cast<int64_t>(gradients.flat.size()));
+  });
+}
+
+}  // namespace
