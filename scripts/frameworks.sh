@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# make test-frameworks: tests/integrations on today's PyTorch, beside Debian's 1.13, which make test runs.
+# make test-frameworks: tests/integrations on today's PyTorch and JAX, beside Debian's PyTorch 1.13, which make test
+# runs.
 #
 # Sets up a virtual environment in build/frameworks (2.2 GB, about five minutes), and keeps it: from then on
 # make test runs these tests, too.
@@ -12,7 +13,7 @@ version=$("$folder/python" -c 'import torch; print(torch.__version__.split("+")[
 
 if [ "$version" != "$torch" ]; then
   echo "frameworks: installing torch $torch (2.2 GB, about five minutes)"
-  rm -rf "$folder"
+  rm -rf "$folder/environment"
   "$base" -m venv "$folder/environment"
   pip=("$folder/environment/bin/pip" install --quiet --disable-pip-version-check)
   cuda=/usr/local/cuda/lib64
@@ -31,6 +32,17 @@ LD_LIBRARY_PATH=$libraries\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH} exec "$folder/
 END
   chmod +x "$folder/python"
   "$folder/python" -c 'import torch, torchvision; print("frameworks: torch", torch.__version__)'
+fi
+
+jax=0.10.2
+version=$("$folder/python-jax" -c 'import jax; print(jax.__version__)' 2> /dev/null || true)
+if [ "$version" != "$jax" ]; then
+  echo "frameworks: installing jax $jax (350 MB, half a minute)"
+  rm -rf "$folder/jax"
+  "$base" -m venv "$folder/jax"
+  "$folder/jax/bin/pip" install --quiet --disable-pip-version-check jax==$jax optax==0.2.8
+  printf '#!/bin/sh\nexec "%s" "$@"\n' "$folder/jax/bin/python" > "$folder/python-jax"
+  chmod +x "$folder/python-jax"
 fi
 
 scripts/configure.sh release

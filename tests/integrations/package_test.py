@@ -22,6 +22,7 @@ import torch
 import gradwire
 import gradwire.torch
 from gradwire import _native, _process_group, _state
+from gradwire._port import reserve_port
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[2] / "integrations" / "python"
 _next_name = iter(range(1 << 30))
@@ -69,7 +70,7 @@ class Hooks(unittest.TestCase):
 
     def test_nobody_takes_the_port_before_the_rendezvous_listens_there(self) -> None:
         with contextlib.ExitStack() as stack:
-            port = _process_group._reserve_port(stack)
+            port = reserve_port(stack)
             with socket.socket() as stranger, self.assertRaises(OSError):
                 stranger.bind(("", port))
             self.assertEqual(run_ranks(2, lambda comm: comm.rank, f"tcp://127.0.0.1:{port}"), [0, 1])

@@ -11,7 +11,11 @@ With a model sharded by FSDP2's fully_shard():
     from gradwire.fsdp import compress
     handle = compress(model, gradients="int8", weights="bf16")
 
-Without either: allreduce_() for one tensor, Communicator and Reducer for everything else. register_format() adds
+With JAX, after gradwire.jax.init():
+
+    optimizer = optax.chain(gradwire.jax.compress("int8"), optax.adam(1e-3))
+
+Without them: allreduce_() for one tensor, Communicator and Reducer for everything else. register_format() adds
 a compression of your own.
 """
 from __future__ import annotations

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from gradwire._core import Communicator
+from gradwire._port import reserve_port
 
 # PyTorch's own limit, half an hour. A rank may pause for minutes, as rank 0 does when it writes a checkpoint,
 # and a rank that dies is noticed at once, whatever the limit: its connections break.
@@ -56,15 +57,6 @@ def _own_address() -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _reserve_port(stack: contextlib.ExitStack) -> int:
-    """A free port, which stays ours until the stack closes: bound but not listening, it lets the rendezvous
-    listen there, because both set SO_REUSEADDR, and nobody else."""
-    reserved = stack.enter_context(socket.socket())
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("", 0))
-    return int(reserved.getsockname()[1])
-
-
 def communicator(process_group: Any = None, device: "str | int" = "host",
                  timeout_s: float = TIMEOUT_S) -> Communicator:
     """A communicator of the ranks of a torch.distributed process group (None: the default one). Collective.
@@ -85,6 +77,6 @@ def communicator(process_group: Any = None, device: "str | int" = "host",
                 # The address at which the others reach this process: MASTER_ADDR if torch's store runs here too.
                 host = os.environ.get("MASTER_ADDR", "") if dist.get_rank() == 0 else _own_address()
                 host = host or socket.gethostname()
-            meeting = [f"tcp://{host}:{_reserve_port(stack)}", secrets.token_hex(16)]
+            meeting = [f"tcp://{host}:{reserve_port(stack)}", secrets.token_hex(16)]
         dist.broadcast_object_list(meeting, src=_global_rank(process_group, 0), group=process_group)
         return Communicator(meeting[0], rank, world, device=device, timeout_s=timeout_s, secret=meeting[1])

@@ -1,0 +1,149 @@
+"""XLA's foreign function interface through ctypes: a Python function as the target of a custom call.
+
+The structures are those of xla/ffi/api/c_api.h (jax.ffi.include_dir()), version 0.3, up to the last field that is
+used here. Nothing is compiled. XLA calls the function on a thread of its own; it takes the GIL to read the call,
+and whatever it calls through ctypes runs without it.
+"""
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, c_void_p
+from typing import Callable, Dict, List, NamedTuple
+
+import jax
+
+_MAJOR, _MINOR = 0, 3
+_METADATA = 1  # XLA_FFI_Extension_Metadata
+_EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
+_STRING = 4  # XLA_FFI_AttrType_STRING
+_ABORTED = 10  # XLA_FFI_Error_Code_ABORTED
+
+
+class _Base(ctypes.Structure):
+    pass
+
+
+_Base._fields_ = [("struct_size", c_size_t), ("type", c_int), ("next", POINTER(_Base))]
+
+
+class _Version(ctypes.Structure):
+    _fields_ = [("struct_size", c_size_t), ("extensions", POINTER(_Base)), ("major", c_int), ("minor", c_int)]
+
+
+class _Metadata(ctypes.Structure):
+    _fields_ = [("struct_size", c_size_t), ("version", _Version), ("traits", ctypes.c_uint32)]
+
+
+class _MetadataExtension(ctypes.Structure):
+    _fields_ = [("base", _Base), ("metadata", POINTER(_Metadata))]
+
+
+class _ErrorArguments(ctypes.Structure):
+    _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("message", c_char_p), ("code", c_int)]
+
+
+class _OrdinalArguments(ctypes.Structure):
+    _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("context", c_void_p), ("ordinal", c_int32)]
+
+
+_ErrorCreate = ctypes.CFUNCTYPE(c_void_p, POINTER(_ErrorArguments))
+_OrdinalGet = ctypes.CFUNCTYPE(c_void_p, POINTER(_OrdinalArguments))
+
+
+class _Api(ctypes.Structure):
+    _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("version", _Version), ("internal", c_void_p),
+                ("error_create", _ErrorCreate), ("others", c_void_p * 16), ("ordinal_get", _OrdinalGet)]
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("dtype", c_int), ("data", c_void_p),
+                ("rank", c_int64), ("dims", POINTER(c_int64))]
+
+
+class _Buffers(ctypes.Structure):
+    _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("size", c_int64), ("types", POINTER(c_int)),
+                ("buffers", POINTER(POINTER(_Buffer)))]
+
+
+class _Span(ctypes.Structure):
+    _fields_ = [("data", c_void_p), ("size", c_size_t)]
+
+    def text(self) -> str:
+        return ctypes.string_at(self.data, self.size).decode() if self.size else ""
+
+
+class _Attributes(ctypes.Structure):
+    _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("size", c_int64), ("types", POINTER(c_int)),
+                ("names", POINTER(POINTER(_Span))), ("values", POINTER(c_void_p))]
+
+
+class _CallFrame(ctypes.Structure):
+    _fields_ = [("struct_size", c_size_t), ("extensions", POINTER(_Base)), ("api", POINTER(_Api)), ("context", c_void_p),
+                ("stage", c_int), ("operands", _Buffers), ("results", _Buffers), ("attributes", _Attributes)]
+
+
+class Call(NamedTuple):
+    """What XLA hands over. The memory is on the device, for the time of the call."""
+
+    operands: List[int]  # addresses
+    results: List[int]
+    counts: List[int]  # elements of each result
+    attributes: Dict[str, str]
+    device: int  # its id, jax.Device.id
+
+
+def _buffers(of: _Buffers) -> List[_Buffer]:
+    return [of.buffers[i].contents for i in range(of.size)]
+
+
+def _count(buffer: _Buffer) -> int:
+    count = 1
+    for i in range(buffer.rank):
+        count *= buffer.dims[i]
+    return count
+
+
+def _read(frame: _CallFrame) -> Call:
+    strings = {}
+    for i in range(frame.attributes.size):
+        if frame.attributes.types[i] == _STRING:
+            value = ctypes.cast(frame.attributes.values[i], POINTER(_Span)).contents
+            strings[frame.attributes.names[i].contents.text()] = value.text()
+    ordinal = _OrdinalArguments(ctypes.sizeof(_OrdinalArguments), None, frame.context, -1)
+    frame.api.contents.ordinal_get(byref(ordinal))
+    results = _buffers(frame.results)
+    return Call([b.data or 0 for b in _buffers(frame.operands)], [b.data or 0 for b in results],
+                [_count(b) for b in results], strings, ordinal.ordinal)
+
+
+_kept: List[object] = []  # callbacks, which XLA calls for as long as the process lives
+
+
+def register(name: str, function: Callable[[Call], None]) -> None:
+    """Makes `function` the target of jax.ffi.ffi_call(name, ...) on the host. What it raises becomes the error of the
+    computation that called it."""
+
+    def handler(pointer: "ctypes._Pointer[_CallFrame]") -> "int | None":
+        frame = pointer.contents
+        extension = frame.extensions
+        while extension:
+            if extension.contents.type == _METADATA:
+                metadata = ctypes.cast(extension, POINTER(_MetadataExtension)).contents.metadata.contents
+                metadata.version.major, metadata.version.minor, metadata.traits = _MAJOR, _MINOR, 0
+                return None
+            extension = extension.contents.next
+        if frame.stage != _EXECUTE:
+            return None
+        try:
+            function(_read(frame))
+            return None
+        except BaseException as error:  # nothing may pass through XLA's frames
+            text = f"{type(error).__name__}: {error}".encode()
+            arguments = _ErrorArguments(ctypes.sizeof(_ErrorArguments), None, text, _ABORTED)
+            return frame.api.contents.error_create(byref(arguments))
+
+    callback = ctypes.CFUNCTYPE(c_void_p, POINTER(_CallFrame))(handler)
+    _kept.append(callback)
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype, make.argtypes = ctypes.py_object, [c_void_p, c_char_p, c_void_p]
+    jax.ffi.register_ffi_target(name, make(ctypes.cast(callback, c_void_p), None, None), platform="cpu")

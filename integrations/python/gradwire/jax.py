@@ -1,0 +1,373 @@
+"""Compressed averages over ranks inside jax.jit, and as an optax transformation.
+
+    import gradwire.jax
+    gradwire.jax.init()                                       # after jax.distributed.initialize()
+    optimizer = optax.chain(gradwire.jax.compress("int8"), optax.adam(1e-3))
+
+A rank is a device: of each process its local devices, in order. docs/for-jax.md is the guide.
+"""
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import zlib
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import jax
+import jax.numpy as jnp
+from jax._src import core, distributed  # the current trace and jax.distributed's store have no public names
+from jax.custom_batching import custom_vmap
+from jax.tree_util import keystr, tree_flatten_with_path, tree_structure, tree_unflatten
+
+from gradwire import _jax_ffi, _native
+from gradwire._core import Communicator
+from gradwire._port import reserve_port
+
+TIMEOUT_S = 1800.0
+_TARGET = "gradwire_average"
+# Leaves of fewer elements travel together, joined by a copy: one message costs as much as this many bytes or more.
+_SMALL = 1 << 16
+# A matrix of fewer elements, and a vector of up to _SMALL, stays in FP32 beside a format of fewer than 16 bits.
+_SMALL_MATRIX = 1024
+_WIDE = ("fp32", "bf16")
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+class _State(threading.local):
+    token: Any = None
+
+
+_state = _State()
+_communicators: Dict[int, Tuple[Communicator, threading.Lock]] = {}  # by the device's id
+_world = 0
+
+
+def init(rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *, secret: str = "",
+         timeout_s: float = TIMEOUT_S) -> None:
+    """Connects the ranks. Collective over the processes; once, after jax.distributed.initialize() if there is more
+    than one process.
+
+    rendezvous, rank, world, secret: where the processes meet, as in gradwire.Communicator, for processes that
+        do without jax.distributed; `rank` and `world` count processes, all with as many local devices as this one.
+        None: the processes of jax.distributed, which exchange an address and a secret through its store; a
+        single process's devices otherwise.
+    timeout_s: the longest wait for a peer, here and in every later call.
+
+    Raises CommFailed when a process does not join in time, RuntimeError when called twice.
+    """
+    global _world
+    if _communicators:
+        raise RuntimeError("gradwire.jax.init() was called before; gradwire.jax.shutdown() ends what it began")
+    devices = jax.local_devices()
+    if devices[0].platform != "cpu":
+        raise _native.Unsupported(f"gradwire.jax runs on JAX's CPU devices, not on {devices[0].platform}")
+    with contextlib.ExitStack() as stack:
+        if rendezvous is None and jax.process_count() > 1:
+            rank, world = jax.process_index(), jax.process_count()
+            rendezvous, secret = _meeting(rank, timeout_s, stack)
+        elif rendezvous is None and world == 1:
+            rendezvous = f"local://gradwire.jax {secrets.token_hex(8)}"
+        elif rendezvous is None:
+            raise _native.BadArgument(f"world={world} without a rendezvous; give one, or call "
+                                      "jax.distributed.initialize() before")
+        ranks = world * len(devices)
+        first = rank * len(devices)
+        with concurrent.futures.ThreadPoolExecutor(len(devices)) as threads:  # each waits for the others
+            made = list(threads.map(lambda i: Communicator(rendezvous if ranks > 1 else None, first + i, ranks,
+                                                           timeout_s=timeout_s, secret=secret), range(len(devices))))
+    _communicators.update({device.id: (comm, threading.Lock()) for device, comm in zip(devices, made)})
+    _world = ranks
+    _register()
+
+
+def shutdown() -> None:
+    """Leaves the group, after the computations in flight. init() may be called again."""
+    global _world
+    for communicator, _ in _communicators.values():
+        communicator.close()
+    _communicators.clear()
+    _world = 0
+
+
+def world_size() -> int:
+    """The number of ranks: devices of all processes. 0 before init()."""
+    return _world
+
+
+def pmean(tree: Any, spec: str = "fp32", *, name: str = "") -> Any:
+    """The mean of each array of `tree` over all ranks, the same bits on every rank. Under jit, or without.
+
+    tree: float32 and bfloat16 arrays, of the same structure, shapes and types on every rank.
+    spec: a wire format of docs/formats.md with its options, such as "int8" or "bf16:schedule=ring". What it
+        rounds off is lost; compress() keeps it.
+    name: of this call, in errors. The place in your program by default.
+
+    One call into the library per tree. Calls of one traced function are chained, so that XLA runs them in the order
+    of the program on every rank; calls of others that meet in a different order are refused by name. Raises
+    BadArgument or TypeError for what cannot be averaged; a peer that is gone or silent, or ranks whose trees differ,
+    end the computation with jax.errors.JaxRuntimeError. Cannot be differentiated or vmapped: average gradients after
+    jax.grad, and outside of jax.vmap.
+    """
+    return _reduce("pmean", tree, spec, name)
+
+
+def psum(tree: Any, spec: str = "fp32", *, name: str = "") -> Any:
+    """The sum over all ranks; otherwise like pmean()."""
+    return _reduce("psum", tree, spec, name)
+
+
+class CompressState(NamedTuple):
+    """What compress() keeps: of each array that `spec` rounds, what this rank has not sent yet (FP32, its shape); of
+    others an empty array. Differs from rank to rank: checkpoint each rank's."""
+
+    residual: Any
+
+
+class GradientTransformation(NamedTuple):
+    """As optax.GradientTransformation, which this may be used as."""
+
+    init: Callable[[Any], CompressState]
+    update: Callable[..., Tuple[Any, CompressState]]
+
+
+def compress(spec: str, *, error_feedback: bool = True, dense: bool = True, name: str = "") -> GradientTransformation:
+    """An optax transformation that averages updates over all ranks in the format `spec`, with error feedback: what
+    rounding loses stays on its rank and is part of the next step's update. First in optax.chain().
+
+    spec: a wire format of docs/formats.md with its options.
+    error_feedback: False: what is rounded off is lost, and the state is empty.
+    dense: True: in a format of fewer than 16 bits, vectors of up to 65,536 elements and other arrays of fewer than
+        1,024 travel in FP32 beside the others.
+    """
+    _check_spec(spec)
+    keeps = error_feedback and _format(spec) != "fp32"
+
+    def init_state(params: Any) -> CompressState:
+        def zeros(leaf: Any) -> Any:
+            compressed = keeps and not (dense and _stays_dense(leaf, spec))
+            return jnp.zeros(leaf.shape if compressed else (0,), jnp.float32)
+
+        return CompressState(jax.tree.map(zeros, params))
+
+    def update(updates: Any, state: CompressState, params: Any = None) -> Tuple[Any, CompressState]:
+        del params
+        if tree_structure(updates) != tree_structure(state.residual):
+            raise ValueError("gradwire.jax.compress: the updates have another structure than the parameters that "
+                             "init() saw")
+        if not keeps:
+            return _reduce("compress", updates, spec, name, None, dense), state
+        averaged, residual = _reduce("compress", updates, spec, name, state.residual, dense)
+        return averaged, CompressState(residual)
+
+    return GradientTransformation(init_state, update)
+
+
+# ---- Before the call: which array travels how, under which name ---------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """Arrays that travel as one message."""
+
+    leaves: List[int]
+    spec: str
+    dtype: Any
+    keeps: bool
+    tag: str
+
+
+def _format(spec: str) -> str:
+    return spec.replace(",", ":", 1).partition(":")[0]
+
+
+def _check_spec(spec: str) -> None:
+    if _format(spec) in ("powersgd", "randk"):
+        raise _native.BadArgument(f"'{spec}': gradwire.jax has wire formats only; PowerSGD and random-k work on whole "
+                                  "models and are in gradwire.torch.Hook and gradwire.Reducer")
+    for option in spec.replace(":", ",").split(",")[1:]:
+        if option.partition("=")[0] in ("ef", "residual", "dense"):
+            raise _native.BadArgument(f"'{spec}': {option} is a reducer's; use compress()'s own arguments")
+
+
+def _stays_dense(leaf: Any, spec: str) -> bool:
+    if _format(spec) in _WIDE:
+        return False
+    return leaf.size <= _SMALL if leaf.ndim <= 1 else leaf.size < _SMALL_MATRIX
+
+
+def _call_site() -> str:
+    """Where the user's program called: "train.py:12"."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(_HERE):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _parts(what: str, paths: Sequence[str], leaves: Sequence[Any], spec: str, keeps: Sequence[bool],
+           dense: bool) -> List[_Part]:
+    """Large arrays alone, the others together by how they travel."""
+    shapes = "; ".join(f"{path} {leaf.dtype}{list(leaf.shape)}" for path, leaf in zip(paths, leaves))
+    what = f"{what}, tree {zlib.crc32(shapes.encode()):08x}"
+    parts: List[_Part] = []
+    together: Dict[Any, _Part] = {}
+    for i, leaf in enumerate(leaves):
+        if leaf.size == 0:
+            continue
+        how = "fp32" if dense and _stays_dense(leaf, spec) else spec
+        if leaf.size >= _SMALL:
+            parts.append(_Part([i], how, leaf.dtype, keeps[i], f"{what}, {paths[i]}"))
+            continue
+        key = (how, str(leaf.dtype), keeps[i])
+        if key not in together:
+            together[key] = _Part([], how, leaf.dtype, keeps[i], f"{what}, small {leaf.dtype}")
+            parts.append(together[key])
+        together[key].leaves.append(i)
+    return parts
+
+
+def _reduce(what: str, tree: Any, spec: str, name: str, residual: Any = None, dense: bool = False) -> Any:
+    """The reduced tree, or (tree, residual tree) if there is one."""
+    _check_spec(spec)
+    if not _communicators:
+        raise RuntimeError(f"gradwire.jax.{what} before gradwire.jax.init(), which connects the ranks")
+    if len(_communicators) > 1 and not core.get_axis_env().axis_sizes:
+        raise RuntimeError(f"gradwire.jax.{what} runs on every device, of which this process has "
+                           f"{len(_communicators)}: call it inside jax.shard_map or jax.pmap over all of them")
+    found, structure = tree_flatten_with_path(tree)
+    paths = [keystr(path) for path, _ in found]
+    leaves = [jnp.asarray(leaf) for _, leaf in found]
+    kept = [None] * len(leaves) if residual is None else structure.flatten_up_to(residual)
+    for path, leaf in zip(paths, leaves):
+        if leaf.dtype not in (jnp.float32, jnp.bfloat16):
+            raise TypeError(f"gradwire.jax.{what}: {path or 'the array'} is {leaf.dtype}; float32 and bfloat16 can be "
+                            "averaged: cast it")
+    keeps = [r is not None and r.size > 0 for r in kept]
+    parts = _parts(f"{what} at {name or _call_site()}", paths, leaves, spec, keeps, dense)
+    out, kept_out = list(leaves), list(kept)
+    if parts and _world > 1:
+        plan = json.dumps([{"spec": p.spec, "keeps": p.keeps, "tag": p.tag, "op": "sum" if what == "psum" else "avg",
+                            "bf16": p.dtype == jnp.bfloat16} for p in parts])
+        arrays = [_join([leaves[i] for i in p.leaves]) for p in parts]
+        residuals = [_join([kept[i] for i in p.leaves]) for p in parts if p.keeps]
+        results = _call(plan, arrays, residuals)
+        for part, result in zip(parts, results):
+            _split(part, result, leaves, out)
+        for part, result in zip([p for p in parts if p.keeps], results[len(parts):]):
+            _split(part, result, leaves, kept_out)
+    reduced = tree_unflatten(structure, out)
+    return reduced if residual is None else (reduced, tree_unflatten(structure, kept_out))
+
+
+def _join(arrays: List[Any]) -> Any:
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate([a.ravel() for a in arrays])
+
+
+def _split(part: _Part, result: Any, leaves: List[Any], into: List[Any]) -> None:
+    if len(part.leaves) == 1:
+        into[part.leaves[0]] = result
+        return
+    begin = 0
+    for i in part.leaves:
+        into[i] = jax.lax.slice(result, (begin,), (begin + leaves[i].size,)).reshape(leaves[i].shape)
+        begin += leaves[i].size
+
+
+# ---- The call ----------------------------------------------------------------------------------------------------
+
+
+def _call(plan: str, arrays: List[Any], residuals: List[Any]) -> List[Any]:
+    """One custom call, in place. Its first operand and result is a token: XLA is free to run custom calls in any
+    order that their operands allow, so each call of a traced function takes the token of the one before it."""
+
+    def custom_call(*operands: Any) -> Any:
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+        return jax.ffi.ffi_call(_TARGET, shapes, has_side_effect=True,
+                                input_output_aliases={i: i for i in range(len(operands))})(*operands, plan=plan)
+
+    # jax.custom_jvp and custom_vmap only to say what is wrong in the user's terms.
+    call = jax.custom_jvp(custom_call)
+
+    @call.defjvp
+    def _jvp(primals: Any, tangents: Any) -> Any:
+        raise TypeError("gradwire.jax cannot be differentiated: average the gradients, after jax.grad")
+
+    batched = custom_vmap(call)
+
+    @batched.def_vmap
+    def _vmap(axis_size: int, in_batched: Any, *operands: Any) -> Any:
+        raise TypeError("gradwire.jax cannot be vmapped: average outside of jax.vmap")
+
+    token, *results = batched(_token(), *arrays, *residuals)
+    _state.token = token
+    return results
+
+
+def _token() -> Any:
+    """The last call's, if it belongs to the function that is being traced."""
+    last = _state.token
+    current = core.trace_ctx.trace
+    if last is not None and (not isinstance(last, jax.core.Tracer) or last._trace is current):
+        if isinstance(last, jax.core.Tracer) or isinstance(current, core.EvalTrace):
+            return last
+    return jnp.zeros((), jnp.uint32)
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(plan: str) -> List[Dict[str, Any]]:
+    return [dict(part) for part in json.loads(plan)]
+
+
+def _average(call: _jax_ffi.Call) -> None:
+    communicator, lock = _communicators.get(call.device, (None, None))
+    if communicator is None or lock is None:
+        raise RuntimeError(f"no communicator for device {call.device}: gradwire.jax.init() ran without it, or "
+                           "gradwire.jax.shutdown() has ended it")
+    for i, (given, result) in enumerate(zip(call.operands, call.results)):
+        if given != result:  # every operand is aliased with its result
+            raise RuntimeError(f"XLA did not alias operand {i}; report this")
+    plan = _parsed(call.attributes["plan"])
+    addresses, counts = call.results[1:], call.counts[1:]
+    residuals = iter(addresses[len(plan):])
+    handle = communicator._handle
+    with lock:  # of two computations at once on this device
+        for part, address, count in zip(plan, addresses, counts):
+            _native.call("gw_call_tag", handle, part["tag"].encode())
+            _native.call("gw_allreduce_residual", handle, address, count,
+                         _native.BFLOAT16 if part["bf16"] else _native.FLOAT32,
+                         _native.SUM if part["op"] == "sum" else _native.AVG, part["spec"].encode(),
+                         next(residuals) if part["keeps"] else None, None)
+
+
+@functools.lru_cache(maxsize=None)
+def _register() -> None:
+    _jax_ffi.register(_TARGET, _average)
+
+
+# ---- Joining -----------------------------------------------------------------------------------------------------
+
+
+def _meeting(rank: int, timeout_s: float, stack: contextlib.ExitStack) -> Tuple[str, str]:
+    """(rendezvous, secret), chosen by process 0 and handed out through jax.distributed's store. The port is reserved
+    until the stack closes."""
+    state = distributed.global_state
+    key = f"gradwire.jax/{_meetings()}"
+    if rank == 0:
+        host = (state.coordinator_address or "").rpartition(":")[0] or socket.gethostname()
+        state.client.key_value_set(key, f"tcp://{host}:{reserve_port(stack)} {secrets.token_hex(16)}")
+    rendezvous, secret = state.client.blocking_key_value_get(key, int(min(timeout_s, 1e6) * 1000)).split()
+    return rendezvous, secret
+
+
+_met = 0
+
+
+def _meetings() -> int:
+    global _met
+    _met += 1
+    return _met

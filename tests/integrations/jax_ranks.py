@@ -1,0 +1,281 @@
+#!/usr/bin/env python3
+"""One process of jax_test.py: runs the scenarios that it names, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT."""
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any, Callable, Dict, List, Tuple
+
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import gradwire.jax
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+SCENARIOS: Dict[str, Callable[[], None]] = {}
+SPECS = ("fp32", "bf16", "bf16:round=stochastic", "fp8", "int8", "int8:schedule=ring", "int4:rotate=hadamard", "int2", "mxfp8",
+         "nvfp4", "natural", "sign", "topk")
+
+
+def scenario(function: Callable[[], None]) -> Callable[[], None]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def everyones(values: Any) -> np.ndarray:
+    """(WORLD, ...) of what each process has, by JAX's own collectives."""
+    from jax.experimental import multihost_utils
+    return np.asarray(multihost_utils.process_allgather(np.asarray(values))).reshape(WORLD, *np.shape(values))
+
+
+def flat(tree: Any) -> np.ndarray:
+    return np.concatenate([np.asarray(leaf, np.float32).ravel() for leaf in jax.tree.leaves(tree)])
+
+
+# ---- A small transformer ---------------------------------------------------------------------------------------
+
+WORDS, WIDTH, LENGTH, BATCH = 61, 32, 16, 4
+
+
+def parameters(seed: int = 0) -> Dict[str, Any]:
+    keys = iter(jax.random.split(jax.random.key(seed), 16))
+
+    def normal(*shape: int) -> Any:
+        return jax.random.normal(next(keys), shape, jnp.float32) * shape[0] ** -0.5
+
+    def block() -> Dict[str, Any]:
+        return {"qkv": normal(WIDTH, 3 * WIDTH), "out": normal(WIDTH, WIDTH), "up": normal(WIDTH, 4 * WIDTH),
+                "down": normal(4 * WIDTH, WIDTH), "scale": jnp.ones((2, WIDTH))}
+
+    return {"words": normal(WORDS, WIDTH), "places": normal(LENGTH, WIDTH), "blocks": [block(), block()],
+            "head": normal(WIDTH, WORDS), "bias": jnp.zeros(WORDS)}
+
+
+def loss_of(p: Any, text: Any) -> Any:
+    x = p["words"][text[:, :-1]] + p["places"][:text.shape[1] - 1]
+    mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
+    for b in p["blocks"]:
+        y = b["scale"][0] * x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+        q, k, v = jnp.split(y @ b["qkv"], 3, -1)
+        weights = jax.nn.softmax(jnp.where(mask, q @ k.swapaxes(-1, -2) * WIDTH ** -0.5, -1e9))
+        x = x + weights @ v @ b["out"]
+        y = b["scale"][1] * x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+        x = x + jax.nn.gelu(y @ b["up"]) @ b["down"]
+    return optax.softmax_cross_entropy_with_integer_labels(x @ p["head"] + p["bias"], text[:, 1:]).mean()
+
+
+def text(step: int, rank: int) -> Any:
+    start = jax.random.randint(jax.random.key(step * 1000 + rank), (BATCH, 1), 0, WORDS)
+    return (start + jnp.arange(LENGTH + 1) * 7) % WORDS
+
+
+def jaxs_own_mean() -> Callable[[Any], Any]:
+    """jax.lax.pmean over the processes, on gradients that were computed by each alone."""
+    mesh = jax.make_mesh((WORLD,), ("ranks",))
+    sharding = NamedSharding(mesh, PartitionSpec("ranks"))
+    mean = jax.jit(jax.shard_map(lambda t: jax.lax.pmean(t, "ranks"), mesh=mesh, in_specs=PartitionSpec("ranks"),
+                                 out_specs=PartitionSpec()))
+
+    def call(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.asarray(mean(jax.make_array_from_single_device_arrays(
+            (WORLD, *leaf.shape), sharding, [leaf[None]])).addressable_data(0))[0], tree)
+
+    return call
+
+
+@scenario
+def training_in_fp32_is_that_of_jaxs_own_psum() -> None:
+    optimizer = optax.adam(1e-3)
+    gradient = jax.jit(jax.grad(loss_of))
+    theirs_mean = jaxs_own_mean()
+
+    @jax.jit
+    def step(p: Any, state: Any, batch: Any) -> Any:
+        gradients = gradwire.jax.pmean(jax.grad(loss_of)(p, batch), "fp32:schedule=ring")
+        updates, state = optimizer.update(gradients, state)
+        return optax.apply_updates(p, updates), state
+
+    apply = jax.jit(lambda g, s, p: (lambda u, t: (optax.apply_updates(p, u), t))(*optimizer.update(g, s)))
+    ours = theirs = parameters()
+    our_state = their_state = optimizer.init(ours)
+    for i in range(50):
+        batch = text(i, RANK)
+        ours, our_state = step(ours, our_state, batch)
+        theirs, their_state = apply(theirs_mean(gradient(theirs, batch)), their_state, theirs)
+    worst = float(np.abs(flat(ours) - flat(theirs)).max())
+    print(f"rank {RANK}: after 50 steps {worst:.2g} from jax.lax.pmean's", flush=True)
+    assert worst <= 1e-6, worst
+    assert float(loss_of(ours, text(0, 0))) < 0.7 * float(loss_of(parameters(), text(0, 0)))
+
+
+@scenario
+def every_spec_gives_all_ranks_the_same_weights_and_loses_nothing() -> None:
+    for spec in SPECS:
+        transformation = gradwire.jax.compress(spec, dense=spec != "int8")
+
+        @jax.jit
+        def step(p: Any, state: Any, batch: Any) -> Any:
+            gradients = jax.grad(loss_of)(p, batch)
+            averaged, state = transformation.update(gradients, state, p)
+            return jax.tree.map(lambda w, g: w - 0.1 * g, p, averaged), state, gradients, averaged
+
+        p = parameters()
+        state = transformation.init(p)
+        put_in, came_out = np.zeros(flat(p).shape, np.float64), np.zeros(flat(p).shape, np.float64)
+        for i in range(4):
+            p, state, gradients, averaged = step(p, state, text(i, RANK))
+            put_in += flat(gradients)
+            came_out += flat(averaged)
+        weights = everyones(flat(p))
+        assert (weights.view(np.uint32) == weights[0].view(np.uint32)).all(), spec
+        # The state has an empty array for what is not rounded.
+        kept = np.concatenate([np.asarray(r).ravel() if r.size else np.zeros(w.size, np.float32)
+                               for r, w in zip(jax.tree.leaves(state.residual), jax.tree.leaves(p))])
+        error = everyones(put_in - kept).sum(0) - came_out * WORLD
+        size = np.linalg.norm(everyones(np.abs(put_in)).sum(0))
+        assert np.linalg.norm(error) <= 1e-6 * size, (spec, np.linalg.norm(error) / size)
+        if spec not in ("fp32",):
+            assert np.abs(kept).max() > 0, spec
+
+
+@scenario
+def the_state_is_a_pytree_like_any_other() -> None:
+    """Donated, copied through numpy as a checkpoint does it, and part of optax.chain."""
+    optimizer = optax.chain(gradwire.jax.compress("int4"), optax.adam(1e-3))
+
+    def step(p: Any, state: Any, batch: Any) -> Any:
+        updates, state = optimizer.update(jax.grad(loss_of)(p, batch), state, p)
+        return optax.apply_updates(p, updates), state
+
+    plain, donated = jax.jit(step), jax.jit(step, donate_argnums=(0, 1))
+    results = []
+    for how in (plain, donated):
+        p = jax.tree.map(jnp.array, parameters())
+        state = optimizer.init(p)
+        for i in range(6):
+            p, state = how(p, state, text(i, RANK))
+            if i == 2 and how is plain:
+                leaves, structure = jax.tree.flatten(state)
+                state = jax.tree.unflatten(structure, [jnp.asarray(np.asarray(leaf)) for leaf in leaves])
+        results.append(flat(p))
+    assert (results[0] == results[1]).all()
+
+
+@scenario
+def calls_keep_the_order_of_the_program() -> None:
+    """Twenty calls that don't depend on each other, between products of very different length."""
+    @jax.jit
+    def many(x: Any, big: Any) -> List[Any]:
+        out = []
+        for i in range(20):
+            y = x * (i + 1)
+            if (i + RANK) % 2:  # the slow way round, on other ranks than the fast one
+                y = y + 0 * jnp.sum(big @ big)
+            out.append(gradwire.jax.pmean(y))
+        return out
+
+    for i, y in enumerate(many(jnp.full((100,), float(RANK)), jnp.ones((300, 300)))):
+        assert float(y[0]) == (i + 1) * (WORLD - 1) / 2, (i, y[0])
+
+    def body(carry: Any, x: Any) -> Tuple[Any, Any]:
+        return gradwire.jax.pmean(carry + x), gradwire.jax.psum(x, "bf16")
+
+    carry, sums = jax.jit(lambda x: jax.lax.scan(body, x[0], x))(jnp.full((3, 5), float(RANK)))
+    assert float(sums[2][0]) == sum(range(WORLD)) and float(carry[0]) == 4 * (WORLD - 1) / 2
+
+
+@scenario
+def types_and_shapes() -> None:
+    tree = {"half": jnp.full((70_000,), RANK, jnp.bfloat16), "none": jnp.zeros((0, 3)), "one": jnp.float32(RANK),
+            "list": [jnp.full((2, 3, 4), RANK, jnp.float32), jnp.full((5,), RANK, jnp.bfloat16)]}
+    for how in (gradwire.jax.pmean, jax.jit(gradwire.jax.pmean)):
+        mean = how(tree)
+        for given, got in zip(jax.tree.leaves(tree), jax.tree.leaves(mean)):
+            assert (got.shape, got.dtype) == (given.shape, given.dtype)
+            assert (np.asarray(got, np.float32) == (WORLD - 1) / 2).all()
+    total = gradwire.jax.psum(tree, "int8")
+    assert float(total["one"]) == sum(range(WORLD))
+
+
+@scenario
+def what_cannot_work_is_refused() -> None:
+    def refused(kind: type, words: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except kind as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(f"no error that says '{words}'")
+
+    x = jnp.ones((3, 4))
+    refused(TypeError, "['a'] is int32", lambda: gradwire.jax.pmean({"a": jnp.arange(3)}))
+    refused(TypeError, "after jax.grad", lambda: jax.grad(lambda y: gradwire.jax.pmean(y).sum())(x))
+    refused(TypeError, "outside of jax.vmap", lambda: jax.vmap(gradwire.jax.pmean)(x))
+    refused(ValueError, "PowerSGD and random-k", lambda: gradwire.jax.compress("powersgd:rank=2"))
+    refused(ValueError, "compress()'s own", lambda: gradwire.jax.compress("int8:ef=off"))
+    refused(RuntimeError, "was called before", gradwire.jax.init)
+    refused(Exception, "'int3'", lambda: jax.block_until_ready(gradwire.jax.pmean(x, "int3")))
+    state = gradwire.jax.compress("int8").init({"a": x})
+    refused(ValueError, "another structure", lambda: gradwire.jax.compress("int8").update({"b": x}, state))
+    gradwire.jax.shutdown()
+    refused(RuntimeError, "gradwire.jax.init()", lambda: gradwire.jax.pmean(x))
+
+
+@scenario
+def trees_that_differ_are_named() -> None:
+    tree = {"kernel": jnp.ones((8, 4))} if RANK == 0 else {"kernel": jnp.ones((4, 8))}
+    try:
+        jax.block_until_ready(jax.jit(lambda t: gradwire.jax.pmean(t))(tree))
+    except jax.errors.JaxRuntimeError as error:
+        assert "pmean at jax_ranks.py" in str(error) and ", tree " in str(error), error
+    else:
+        raise AssertionError("no error")
+
+
+@scenario
+def a_dead_peer_raises() -> None:
+    step = jax.jit(lambda x: gradwire.jax.pmean(x))
+    x = jnp.ones(1000)
+    for i in range(3):
+        x = step(x)
+    jax.block_until_ready(x)
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        for i in range(1000):
+            jax.block_until_ready(step(x))
+            time.sleep(0.01)
+    except jax.errors.JaxRuntimeError as error:
+        assert "rank 1" in str(error), error
+        assert time.monotonic() - begin < 20
+        print(f"rank {RANK}: {str(error)[:200]}", flush=True)
+        os._exit(0)  # jax.distributed would wait for the dead
+    raise AssertionError("no error")
+
+
+def main() -> None:
+    names = sys.argv[1:]
+    if "a_dead_peer_raises" in names or "trees_that_differ_are_named" in names:
+        # Without jax.distributed, which ends every process when one dies.
+        gradwire.jax.init(os.environ["MEETING"], RANK, WORLD, timeout_s=30)
+    else:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", WORLD, RANK)
+        gradwire.jax.init(timeout_s=60)
+    for name in names:
+        begin = time.monotonic()
+        SCENARIOS[name]()
+        if RANK == 0:
+            print(f"{name}: ok ({time.monotonic() - begin:.1f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()
