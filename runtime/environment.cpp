@@ -16,15 +16,19 @@ constexpr EnvironmentVariable kOwn[] = {
     {"GRADWIRE_DATA", "Debian's folder of Fashion-MNIST",
      "Folder with the files of `--data fashion-mnist`, or with a folder fashion-mnist that has them"},
     {"GRADWIRE_SECRET", "none",
-     "Whoever knows it may join the run: the same text on every rank. Needed where ranks on several machines meet "
+     "Whoever knows it may join the run: the same text on every rank. Needed where ranks on several machines "
+     "meet "
      "at a tcp:// address (docs/security.md)"},
     {"GRADWIRE_SECRET_FILE", "none", "A file that holds it, which only its owner may read"},
     {"GRADWIRE_INSECURE", "0", "1: ranks on several machines may meet without a secret"},
+    {"GRADWIRE_VERIFY_PAYLOAD", "0",
+     "1: a checksum after each message that this rank sends over TCP (docs/faults.md)"},
     {"GRADWIRE_NCCL_LIBRARY", "libnccl.so.2", "The NCCL to load, where it is not found by that name"},
 };
 
 constexpr EnvironmentVariable kInterposer[] = {
-    {"GRADWIRE_NCCL_SPEC", "bf16", "What ncclAllReduce sends: a wire format of docs/formats.md, with its options"},
+    {"GRADWIRE_NCCL_SPEC", "bf16",
+     "What ncclAllReduce sends: a wire format of docs/formats.md, with its options"},
     {"GRADWIRE_NCCL_MIN_BYTES", "1M", "Smaller calls stay as they are; K, M and G are powers of 1024"},
     {"GRADWIRE_NCCL_MAX_STATE_BYTES", "4G",
      "Device memory for residuals per communicator; buffers beyond it go without error feedback"},

@@ -14,9 +14,9 @@
 #include <map>
 #include <optional>
 
-#include "collectives/c_api/crc32.h"
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/reducer.h"
+#include "runtime/crc32.h"
 #include "runtime/mix.h"
 
 namespace gradwire::c_api {

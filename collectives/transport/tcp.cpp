@@ -11,6 +11,7 @@
 #include <set>
 
 #include "collectives/transport/tcp_exchange.h"
+#include "runtime/environment.h"
 #include "runtime/error.h"
 
 namespace gradwire {
@@ -19,6 +20,13 @@ namespace {
 using std::chrono::milliseconds;
 
 using namespace tcp_messages;
+
+bool verified_by_environment() {
+  const char* value = environment("GRADWIRE_VERIFY_PAYLOAD");
+  if (value == nullptr || std::strcmp(value, "0") == 0) return false;
+  if (std::strcmp(value, "1") == 0) return true;
+  throw BadInput(fmt::format("GRADWIRE_VERIFY_PAYLOAD is '{}'; 1 or 0", value));
+}
 
 class TcpTransport final : public Transport {
  public:
@@ -121,7 +129,8 @@ class TcpTransport final : public Transport {
   void connect(const TcpOptions& options, SteadyClock::time_point deadline) {
     const std::string address =
         options.interface.empty() ? group_.address(deadline) : address_of_interface(options.interface);
-    auto links = std::make_unique<TcpLinks>(rank(), world(), address, group_.key());
+    auto links = std::make_unique<TcpLinks>(rank(), world(), address, group_.key(),
+                                            options.verify_payload || verified_by_environment());
     TcpLinks* made = links.get();
     {
       std::lock_guard lock(mutex_);

@@ -22,6 +22,9 @@ struct TcpOptions {
   GroupOptions group;
   // The network interface to listen on; empty: the one that reaches rank 0.
   std::string interface;
+  // A checksum after each message, so that what was damaged on the way is an error. Also GRADWIRE_VERIFY_PAYLOAD=1.
+  // Each rank decides for what it sends.
+  bool verify_payload = false;
 };
 
 // Joins the group and connects to every rank. Blocks until all have joined. Throws BadInput for invalid

@@ -14,6 +14,7 @@
 
 #include "collectives/rendezvous/handshake.h"
 #include "collectives/rendezvous/secret.h"
+#include "collectives/transport/crc32c.h"
 #include "runtime/error.h"
 
 namespace gradwire {
@@ -23,6 +24,11 @@ namespace {
 std::string purpose(const std::string& listener) {
   return "link " + listener;
 }
+
+// In a frame's length. A checksum is 4 bytes after the payload.
+constexpr uint64_t kHasChecksum = uint64_t{1} << 63;
+// With checksums, at most this much is sent at once: small enough that it is still in a cache when it leaves.
+constexpr size_t kPiece = 128 << 10;
 
 int milliseconds_until(SteadyClock::time_point deadline) {
   if (deadline == SteadyClock::time_point::max()) return -1;
@@ -44,12 +50,13 @@ void TcpLinks::Bell::silence() {
   [[maybe_unused]] ssize_t n = read(socket_.fd(), &count, sizeof count);
 }
 
-TcpLinks::TcpLinks(int rank, int world, const std::string& address, const std::string& key)
+TcpLinks::TcpLinks(int rank, int world, const std::string& address, const std::string& key, bool checksums)
     : rank_(rank),
       listener_(listen_on({address, 0})),
       address_(address),
       name_(random_secret()),
       key_(key),
+      checksums_(checksums),
       links_(static_cast<size_t>(world)) {}
 
 TcpLinks::~TcpLinks() {
@@ -157,12 +164,17 @@ void TcpLinks::accept_others(SteadyClock::time_point deadline) {
   }
 }
 
+// On the connection. Of a message that is being received, known once its frame is there.
+size_t TcpLinks::length(const Message& m) {
+  return sizeof(Frame) + m.bytes + ((m.frame_.bytes & kHasChecksum) != 0 ? sizeof m.sum_ : 0);
+}
+
 void TcpLinks::post(Message& message) {
   std::lock_guard lock(mutex_);
   if (interrupted_) throw CommError("interrupted");
   Link& link = links_.at(static_cast<size_t>(message.peer));
   if (!link.lost.empty()) throw LinkLost(link.lost);
-  message.frame_ = {message.tag, message.bytes};
+  message.frame_ = {message.tag, message.bytes | (checksums_ && message.sent ? kHasChecksum : 0)};
   if (message.sent) {
     link.sends.push_back(&message);
     if (link.sends.size() == 1) push(link);
@@ -219,13 +231,26 @@ bool TcpLinks::has_work() const {
 void TcpLinks::push(Link& link) {
   while (!link.sends.empty()) {
     Message& m = *link.sends.front();
-    iovec parts[2];
+    iovec parts[3];
     int n_parts = 0;
-    if (m.moved_ < sizeof(Frame)) {
-      parts[n_parts++] = {reinterpret_cast<char*>(&m.frame_) + m.moved_, sizeof(Frame) - m.moved_};
+    size_t before = 0;  // of the message, ahead of the part
+    auto add = [&](void* part, size_t size, size_t ready) {
+      const size_t at = m.moved_ - std::min(m.moved_, before);
+      if (at < ready) parts[n_parts++] = {static_cast<char*>(part) + at, ready - at};
+      before += size;
+    };
+    add(&m.frame_, sizeof(Frame), sizeof(Frame));
+    if (checksums_) {
+      const size_t at = m.moved_ - std::min(m.moved_, sizeof(Frame)), end = std::min(m.bytes, at + kPiece);
+      if (end > m.summed_) {
+        m.sum_ = crc32c(static_cast<char*>(m.data) + m.summed_, end - m.summed_, m.sum_);
+        m.summed_ = end;
+      }
+      add(m.data, m.bytes, m.summed_);
+      if (m.summed_ == m.bytes) add(&m.sum_, sizeof m.sum_, sizeof m.sum_);
+    } else {
+      add(m.data, m.bytes, m.bytes);
     }
-    const size_t at = m.moved_ - std::min(m.moved_, sizeof(Frame));
-    if (m.bytes > 0) parts[n_parts++] = {static_cast<char*>(m.data) + at, m.bytes - at};
     msghdr header = {};
     header.msg_iov = parts;
     header.msg_iovlen = static_cast<size_t>(n_parts);
@@ -237,7 +262,7 @@ void TcpLinks::push(Link& link) {
       return;
     }
     m.moved_ += static_cast<size_t>(n);
-    if (m.moved_ < sizeof(Frame) + m.bytes) continue;
+    if (m.moved_ < length(m)) continue;
     m.done = true;
     link.sends.pop_front();
   }
@@ -246,11 +271,20 @@ void TcpLinks::push(Link& link) {
 void TcpLinks::pull(Link& link) {
   while (!link.receives.empty() && !link.mismatched && link.lost.empty()) {
     Message& m = *link.receives.front();
-    const bool in_frame = m.moved_ < sizeof(Frame);
+    const size_t data = sizeof(Frame), end = data + m.bytes;
+    const bool in_frame = m.moved_ < data;
+    const bool summed = !in_frame && (m.frame_.bytes & kHasChecksum) != 0;
     if (m.moved_ == 0) m.frame_ = {};
-    char* to = in_frame ? reinterpret_cast<char*>(&m.frame_) + m.moved_
-                        : static_cast<char*>(m.data) + (m.moved_ - sizeof(Frame));
-    const size_t room = (in_frame ? sizeof(Frame) : sizeof(Frame) + m.bytes) - m.moved_;
+    char* to = nullptr;
+    size_t room = 0;
+    if (in_frame) {
+      to = reinterpret_cast<char*>(&m.frame_) + m.moved_, room = data - m.moved_;
+    } else if (m.moved_ < end) {
+      to = static_cast<char*>(m.data) + (m.moved_ - data), room = end - m.moved_;
+      if (summed) room = std::min(room, kPiece);
+    } else {
+      to = reinterpret_cast<char*>(&m.theirs_) + (m.moved_ - end), room = length(m) - m.moved_;
+    }
     const ssize_t n = recv(link.socket.fd(), to, room, MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && errno == EAGAIN) return;
@@ -258,12 +292,20 @@ void TcpLinks::pull(Link& link) {
       link.lost = n == 0 ? "closed by the peer" : std::strerror(errno);
       return;
     }
+    if (summed && m.moved_ < end) m.sum_ = crc32c(to, static_cast<size_t>(n), m.sum_);
     m.moved_ += static_cast<size_t>(n);
-    if (in_frame && m.moved_ == sizeof(Frame) && (m.frame_.tag != m.tag || m.frame_.bytes != m.bytes)) {
+    if (in_frame && m.moved_ == data &&
+        (m.frame_.tag != m.tag || (m.frame_.bytes & ~kHasChecksum) != m.bytes)) {
       link.mismatched = true;
       return;
     }
-    if (m.moved_ < sizeof(Frame) + m.bytes) continue;
+    if (m.moved_ < length(m)) continue;
+    if (summed && m.sum_ != m.theirs_) {
+      link.lost = fmt::format(
+          "{} bytes from rank {} do not have the checksum that it sent with them: damaged on the way",
+          m.bytes, m.peer);
+      return;
+    }
     m.done = true;
     link.receives.pop_front();
   }

@@ -2,7 +2,8 @@
 //
 // Each message on a connection is preceded by a frame with its tag and length. The receiver matches messages
 // in order: payload goes from the socket straight into the memory posted for it. An unexpected frame stops
-// the connection there, with the payload unread, so it never reaches memory meant for something else.
+// the connection there, with the payload unread, so it never reaches memory meant for something else. On request a
+// checksum follows the payload, for what TCP's own sum of 16 bits lets pass; the frame says so.
 //
 // The waiting thread does the work: wait() polls all connections and moves what it can, so a message costs no
 // switch between threads. A caller that has other things to do between post() and wait() calls hand_over(),
@@ -46,11 +47,14 @@ class TcpLinks {
    private:
     friend class TcpLinks;
     Frame frame_;
-    size_t moved_ = 0;  // of frame and data
+    size_t moved_ = 0;   // of frame, data and checksum
+    size_t summed_ = 0;  // of data
+    uint32_t sum_ = 0, theirs_ = 0;
   };
 
-  // Listens at `address` of this machine, for peers that know `key`. Throws CommError when it cannot.
-  TcpLinks(int rank, int world, const std::string& address, const std::string& key);
+  // Listens at `address` of this machine, for peers that know `key`. With `checksums`, what is sent has one; what is
+  // received is checked where its sender added one. Throws CommError when it cannot listen.
+  TcpLinks(int rank, int world, const std::string& address, const std::string& key, bool checksums = false);
   ~TcpLinks();
   TcpLinks(const TcpLinks&) = delete;
 
@@ -93,6 +97,7 @@ class TcpLinks {
   void connect_to(int rank, const std::string& contact, SteadyClock::time_point deadline);
   void accept_others(SteadyClock::time_point deadline);
   bool has_work() const;
+  static size_t length(const Message& message);
   void push(Link& link);
   void pull(Link& link);
   // Waits until something can be moved or `bell` rings, and moves it. `lock` is held on entry and exit.
@@ -103,6 +108,7 @@ class TcpLinks {
   const int rank_;
   Socket listener_;
   const std::string address_, name_, key_;
+  const bool checksums_;
   std::mutex mutex_;
   std::vector<Link> links_;  // by rank
   bool interrupted_ = false;

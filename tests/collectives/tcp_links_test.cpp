@@ -12,6 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include "collectives/transport/crc32c.h"
+#include "runtime/crc32.h"
 #include "runtime/error.h"
 
 // poll() as a busy machine does it: a rank's own thread comes to it late, and the links' thread returns from it late,
@@ -87,6 +89,58 @@ TEST(TcpLinks, EveryMessageWakesItsWaiterWhicheverThreadMovesIt) {
   other.join();
   busy_machine = false;
   EXPECT_EQ(rounds_of_1, kRounds);
+}
+
+// Of any size, in any order, whoever adds checksums.
+TEST(TcpLinks, MessagesArriveWholeWithChecksumsAndWithout) {
+  for (const auto& [of_0, of_1] : {std::pair{true, true}, {true, false}, {false, true}}) {
+    std::array<TcpLinks, 2> links = {TcpLinks(0, 2, "127.0.0.1", "key", of_0),
+                                     TcpLinks(1, 2, "127.0.0.1", "key", of_1)};
+    const std::vector<std::string> contacts = {links[0].contact(), links[1].contact()};
+    const size_t sizes[] = {0, 1, 7, 8, 4096, (128 << 10) - 1, 128 << 10, (128 << 10) + 5, 5'000'001};
+    auto byte = [](int rank, size_t size, size_t i) { return static_cast<char>(i * 31 + size + rank); };
+    auto run = [&](int rank) {
+      const auto deadline = SteadyClock::now() + std::chrono::seconds(60);
+      TcpLinks& mine = links[static_cast<size_t>(rank)];
+      mine.connect(contacts, deadline);
+      for (const size_t size : sizes) {
+        std::vector<char> out(size), in(size);
+        for (size_t i = 0; i < size; ++i) out[i] = byte(rank, size, i);
+        TcpLinks::Message receive, send;
+        receive.peer = send.peer = 1 - rank;
+        receive.tag = send.tag = size;
+        receive.bytes = send.bytes = size;
+        receive.data = in.data();
+        send.data = out.data();
+        send.sent = true;
+        mine.post(receive);
+        mine.post(send);
+        EXPECT_TRUE(mine.wait(send, deadline));
+        EXPECT_TRUE(mine.wait(receive, deadline));
+        size_t wrong = 0;
+        for (size_t i = 0; i < size; ++i) wrong += in[i] != byte(1 - rank, size, i);
+        EXPECT_EQ(wrong, 0u) << size;
+      }
+    };
+    std::thread other([&] { run(1); });
+    run(0);
+    other.join();
+  }
+}
+
+TEST(Crc32c, IsThatOfTheStandardByInstructionAndByTable) {
+  EXPECT_EQ(crc32c("123456789", 9, 0), 0xe3069283u);
+  std::vector<unsigned char> bytes(1000);
+  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<unsigned char>(i * i + 3 * i);
+  for (size_t begin : {0, 1, 5}) {
+    for (size_t size : {0, 1, 7, 8, 9, 64, 501}) {
+      const uint32_t whole = crc32<kCrc32c>(bytes.data() + begin, size);
+      EXPECT_EQ(crc32c(bytes.data() + begin, size, 0), whole);
+      const size_t half = size / 3;
+      EXPECT_EQ(crc32c(bytes.data() + begin + half, size - half, crc32c(bytes.data() + begin, half, 0)),
+                whole);
+    }
+  }
 }
 
 }  // namespace

@@ -3,8 +3,8 @@
 #include <string>
 #include <thread>
 
-#include "collectives/c_api/crc32.h"
 #include "collectives/gradwire.h"
+#include "runtime/crc32.h"
 #include "tests/fuzz/targets.h"
 
 namespace gradwire::fuzz {
@@ -74,7 +74,7 @@ void state(Input input) {
   constexpr size_t kHeader = 40;
   if (bytes.size() < kHeader) return;
   const uint64_t size = bytes.size();
-  const uint32_t crc = c_api::crc32(bytes.data() + kHeader, bytes.size() - kHeader);
+  const uint32_t crc = crc32(bytes.data() + kHeader, bytes.size() - kHeader);
   std::memcpy(bytes.data() + 12, &crc, sizeof crc);
   std::memcpy(bytes.data() + 16, &size, sizeof size);
   reducer.load(bytes);

@@ -26,7 +26,7 @@ Sendmsg real_sendmsg() {
   return real;
 }
 
-std::atomic<bool> corrupt{false}, corrupt_frame{false}, reset{false};
+std::atomic<bool> corrupt{false}, corrupt_frame{false}, corrupt_payload{false}, reset{false};
 
 // Delayed bytes. Leaked together with its thread, because it must outlive every writer.
 class DelayLine {
@@ -119,6 +119,9 @@ void corrupt_next_header() {
 void corrupt_next_frame() {
   corrupt_frame = true;
 }
+void corrupt_next_payload() {
+  corrupt_payload = true;
+}
 void reset_next_connection() {
   reset = true;
 }
@@ -134,6 +137,8 @@ extern "C" ssize_t sendmsg(int fd, const msghdr* message, int flags) {
   if (corrupt && is_header(parts, count) && corrupt.exchange(false))
     return spoiled(fd, parts, count, flags, 1, 2);
   if (corrupt_frame.exchange(false)) return spoiled(fd, parts, count, flags, 0, 8);
+  if (corrupt_payload && count >= 2 && parts[1].iov_len > 1000 && corrupt_payload.exchange(false))
+    return spoiled(fd, parts, count, flags, 1, 999);
   if (delay_line().on()) return static_cast<ssize_t>(delay_line().put(fd, parts, count));
   return real_sendmsg()(fd, message, flags);
 }

@@ -17,6 +17,8 @@ void delay_what_is_sent(std::chrono::milliseconds delay);
 void corrupt_next_header();
 // The same in the frame before a message: in the message's length.
 void corrupt_next_frame();
+// A bit of the next payload that this process sends.
+void corrupt_next_payload();
 // Resets the connection to which this process writes next, once: both ends see an error.
 void reset_next_connection();
 

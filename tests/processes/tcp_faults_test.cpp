@@ -60,6 +60,7 @@ RANK_PROGRAM(Faulty) {
   const bool culprit = me.rank == me.number("who");
   TcpOptions joining;
   joining.group = {me.rendezvous, me.rank, me.world, me.timeout, 60s};
+  joining.verify_payload = fault == "corrupted_payload";
   auto comm = Communicator::create_tcp(joining);
   Stream stream = Stream::create(Device::host(), "test");
   if (culprit && fault == "killed_at_any_time") {
@@ -86,6 +87,7 @@ RANK_PROGRAM(Faulty) {
         if (fault == "long_delay") testing::delay_what_is_sent(me.timeout + 1500ms);
         if (fault == "corrupted_header") testing::corrupt_next_header();
         if (fault == "corrupted_frame") testing::corrupt_next_frame();
+        if (fault == "corrupted_payload") testing::corrupt_next_payload();
         if (fault == "reset") testing::reset_next_connection();
       }
       std::vector<float> data(count);
@@ -147,6 +149,7 @@ const Fault kFaults[] = {
     {"long_delay", 3, 3, "rank #", true},
     {"corrupted_header", 3, 3, "what rank # sent is not a Gradwire header: it is corrupted"},
     {"corrupted_frame", 3, 3, "rank #", true},
+    {"corrupted_payload", 3, 3, "bytes from rank # do not have the checksum that it sent with them"},
     {"reset", 3, 3, "rank #"},
 };
 

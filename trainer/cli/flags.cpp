@@ -124,8 +124,12 @@ void add_rank_flags(CLI::App& command, Options& o) {
   command
       .add_flag("--insecure", o.insecure,
                 "Let ranks on several machines meet at a tcp:// address without GRADWIRE_SECRET: whoever can "
-                "reach it "
-                "may join")
+                "reach it may join")
+      ->group(group);
+  command
+      .add_flag(
+          "--verify-payload", o.verify_payload,
+          "A checksum after each message between processes, so that bytes damaged on the way are an error")
       ->group(group);
   add_number(
       command, "--ranks-per-node", o.ranks_per_node,

@@ -169,8 +169,9 @@ std::optional<Launch> detect_launcher() {
 }
 
 std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rendezvous, double timeout_s,
-                                   Device device, bool insecure) {
+                                   Device device, bool insecure, bool verify_payload) {
   TcpOptions options;
+  options.verify_payload = verify_payload;
   options.group.rendezvous = rendezvous.empty() ? launch.rendezvous : rendezvous;
   options.group.rank = launch.rank;
   options.group.world = launch.world;

@@ -37,7 +37,8 @@ std::optional<Launch> detect_launcher();
 // empty. Throws BadInput when neither is known, when other machines can reach it and the run has no secret
 // (unless `insecure`), or when this build has no NCCL.
 std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rendezvous, double timeout_s,
-                                   Device device = Device::host(), bool insecure = false);
+                                   Device device = Device::host(), bool insecure = false,
+                                   bool verify_payload = false);
 
 // Divides the machine's cores between its processes, unless the launcher has bound each process to its own
 // cores or GRADWIRE_THREADS is set.

@@ -348,7 +348,7 @@ std::unique_ptr<Communicator> join(const Options& o, const TrainConfig& config) 
   if (device.is_cuda() && o.launch->local_rank >= 0) {
     device = Device::cuda(o.launch->local_rank % cuda_device_count());
   }
-  return join(*o.launch, o.rendezvous, o.timeout_s, device, o.insecure);
+  return join(*o.launch, o.rendezvous, o.timeout_s, device, o.insecure, o.verify_payload);
 }
 
 }  // namespace gradwire
