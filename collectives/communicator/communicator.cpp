@@ -79,6 +79,9 @@ uint64_t Communicator::bytes_sent() const {
 void Communicator::abort(const std::string& reason) {
   transport_->abort(reason);
 }
+std::vector<double> Communicator::waited_s() const {
+  return transport_->waited_s();
+}
 void Communicator::check() {
   transport_->check();
 }

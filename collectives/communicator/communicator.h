@@ -67,6 +67,8 @@ class Communicator {
   // Throws CommError once the group has failed. On CUDA: call it after synchronizing a stream, before using
   // the results.
   void check();
+  // How long this rank has waited for data of each rank, in seconds; empty where that is not measured.
+  std::vector<double> waited_s() const;
   // A new communicator of the remaining ranks, in their order; `excluded` lists the lost ones, identically on
   // every remaining rank. Afterwards this communicator can only be destroyed. NCCL only, and after a failure
   // only if it was created `shrinkable`.

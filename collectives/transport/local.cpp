@@ -108,7 +108,7 @@ class Hub {
 class LocalTransport final : public Transport {
  public:
   LocalTransport(std::shared_ptr<Hub> hub, int rank, Device device)
-      : hub_(std::move(hub)), rank_(rank), device_(device) {}
+      : hub_(std::move(hub)), rank_(rank), device_(device), waits_(hub_->world) {}
 
   int rank() const override { return rank_; }
   int world() const override { return hub_->world; }
@@ -152,6 +152,11 @@ class LocalTransport final : public Transport {
         [&] {
           return fmt::format("at a barrier that {} of {} ranks have reached", hub_->at_barrier, hub_->world);
         });
+  }
+
+  // On CUDA it would be the time to enqueue.
+  std::vector<double> waited_s() const override {
+    return device_.is_host() ? waits_.seconds() : std::vector<double>{};
   }
 
   void abort(const std::string& reason) override {
@@ -215,17 +220,20 @@ class LocalTransport final : public Transport {
     }
     while (!receives.empty()) {
       auto takeable = receives.end();
-      hub_->wait(
-          lock, rank_,
-          [&] {
-            takeable = std::find_if(receives.begin(), receives.end(),
-                                    [&](const Transfer* t) { return !hub_->box(t->peer, rank_).empty(); });
-            return takeable != receives.end();
-          },
-          [&] {
-            return fmt::format("{}: waiting to receive {} bytes from rank {}", here(label),
-                               receives.front()->bytes, receives.front()->peer);
-          });
+      waits_.measure([&] {
+        hub_->wait(
+            lock, rank_,
+            [&] {
+              takeable = std::find_if(receives.begin(), receives.end(),
+                                      [&](const Transfer* t) { return !hub_->box(t->peer, rank_).empty(); });
+              return takeable != receives.end();
+            },
+            [&] {
+              return fmt::format("{}: waiting to receive {} bytes from rank {}", here(label),
+                                 receives.front()->bytes, receives.front()->peer);
+            });
+        return (*takeable)->peer;
+      });
       take(lock, stream, **takeable, label);
       receives.erase(takeable);
     }
@@ -276,6 +284,7 @@ class LocalTransport final : public Transport {
   int rank_;
   Device device_;
   uint64_t sequence_ = 0;  // number of the current call; used only by the thread that runs exchanges
+  Waits waits_;
 };
 
 }  // namespace

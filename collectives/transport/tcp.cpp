@@ -30,7 +30,7 @@ bool verified_by_environment() {
 
 class TcpTransport final : public Transport {
  public:
-  explicit TcpTransport(const TcpOptions& options) : group_(options.group) {
+  explicit TcpTransport(const TcpOptions& options) : waits_(options.group.world), group_(options.group) {
     auto deadline = SteadyClock::now() + options.group.join_timeout();
     group_.store().watch([this](const std::string& cause) { group_failed(cause); },
                          [this] { return where(); });
@@ -91,6 +91,8 @@ class TcpTransport final : public Transport {
     std::lock_guard lock(mutex_);
     where_ = "not in a collective; its last was a barrier";
   }
+
+  std::vector<double> waited_s() const override { return waits_.seconds(); }
 
   void send_message(const std::string& message) override {
     try {
@@ -290,7 +292,11 @@ class TcpTransport final : public Transport {
       for (Posted& p : e.posted) {
         at = &p;
         waiting_for_ = p.peer;
-        wait(p, deadline);
+        if (p.done || p.sent) {
+          wait(p, deadline);
+        } else {
+          waits_.measure([&] { return wait(p, deadline), p.peer; });
+        }
         if (p.sent) continue;
         if (p.tag == kCallSlot) compare(e.mine, e.previous, rank(), p.peer);
         if (p.tag == kHeaderSlot) compare(e.expected.at(p.peer), e.arrived.at(p.peer), rank(), p.peer);
@@ -356,6 +362,7 @@ class TcpTransport final : public Transport {
   std::string last_words_;  // the text that give_up() threw
   std::string where_ = "joining";
   std::atomic<int> waiting_for_{-1};
+  Waits waits_;
   // The current call. Used only by the thread that runs exchanges.
   Call call_;
   uint64_t sequence_ = 0, rolling_ = 0;

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -90,11 +91,37 @@ class Transport {
   virtual void send_message(const std::string& message);
   virtual std::string take_message(int from);
 
+  // How long exchanges of this rank have waited for data of each rank, in seconds; empty where that is not measured.
+  virtual std::vector<double> waited_s() const { return {}; }
+
   // Payload bytes this rank has sent so far, counted as they leave.
   uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }
 
  protected:
   std::atomic<uint64_t> bytes_sent_{0};
+};
+
+// What waited_s() tells. Written by one thread, read by any.
+class Waits {
+ public:
+  explicit Waits(int world) : nanoseconds_(static_cast<size_t>(world)) {}
+  // Runs `wait`, which returns the rank whose data it waited for.
+  template <typename Wait>
+  void measure(Wait wait) {
+    const auto start = std::chrono::steady_clock::now();
+    const int peer = wait();
+    const std::chrono::nanoseconds time = std::chrono::steady_clock::now() - start;
+    nanoseconds_.at(static_cast<size_t>(peer)).fetch_add(time.count(), std::memory_order_relaxed);
+  }
+  std::vector<double> seconds() const {
+    std::vector<double> all;
+    for (const auto& ns : nanoseconds_)
+      all.push_back(static_cast<double>(ns.load(std::memory_order_relaxed)) * 1e-9);
+    return all;
+  }
+
+ private:
+  std::vector<std::atomic<int64_t>> nanoseconds_;
 };
 
 }  // namespace gradwire

@@ -3,7 +3,11 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <chrono>
+#include <numeric>
 #include <random>
+#include <thread>
 
 #include "collectives/program/program.h"
 #include "collectives/schedule/checker.h"
@@ -50,6 +54,29 @@ TEST_P(AllreduceTest, Fp32SumsIntegersExactly) {
       }
     }
   }
+}
+
+// Rank 1 comes to each of three calls 30 ms after it has left the one before: the others wait at least that long for
+// it, and it finds their data there.
+TEST_P(AllreduceTest, ALateRankIsTheOneThatWaitsLeast) {
+  if (!GetParam().is_host()) GTEST_SKIP() << "measured on the host only";
+  std::vector<double> total(3);
+  run_ranks(3, GetParam(), [&](Communicator& comm) {
+    const Stream stream = Stream::create(comm.device(), "test");
+    std::vector<float> data(1000, 1.0f);
+    Program program(comm.transport(), two_shot(3), {data.data(), data.data(), nullptr, 1000},
+                    {.what = "test"});
+    Buffer workspace(comm.device(), program.workspace_bytes());
+    program.bind(workspace.data());
+    for (int call = 0; call < 3; ++call) {
+      if (comm.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(30));
+      program.run(stream);
+      stream.synchronize();
+    }
+    const auto waited = comm.waited_s();
+    total[static_cast<size_t>(comm.rank())] = std::accumulate(waited.begin(), waited.end(), 0.0);
+  });
+  EXPECT_EQ(std::min_element(total.begin(), total.end()) - total.begin(), 1);
 }
 
 TEST_P(AllreduceTest, EveryRankEndsWithTheSameBits) {

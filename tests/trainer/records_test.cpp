@@ -179,6 +179,22 @@ TEST(Records, SummaryHoldsMediansAndTheLastEvaluation) {
   EXPECT_EQ(summarizer.summary(2.5).peak_fraction, 0.25);
 }
 
+// In a ring each rank waits for the one before it, which may itself wait: the late one is who waits least.
+TEST(Records, AStragglerIsTheRankThatWaitsLeast) {
+  auto text = [](std::vector<std::vector<double>> waited_s) {
+    Summarizer summarizer;
+    summarizer.on_step(step(0, 1.0));
+    summarizer.on_end({.waited_s = std::move(waited_s)});
+    const RunSummary summary = summarizer.summary(100);
+    EXPECT_EQ(json::parse(summary_record(summary))["waited_s"].size(), summary.waited_s.size());
+    return straggler_text(summary);
+  };
+  EXPECT_EQ(text({{0, 0, 21}, {21, 0, 0}, {0, 1, 0}}),
+            "Rank 2 held the others up: each waited 20.0 s longer than it did (20 % of the run)");
+  EXPECT_EQ(text({{0, 5}, {4, 0}}), "");
+  EXPECT_EQ(text({}), "");
+}
+
 TEST(Records, FinalLossIsTheMeanOfTheLastSteps) {
   Summarizer summarizer;
   for (int64_t i = 0; i < 100; ++i) summarizer.on_step(step(i, i < 100 - kFinalLossSteps ? 1000.0 : 2.0));

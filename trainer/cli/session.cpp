@@ -32,6 +32,9 @@ class Fan final : public RunObserver {
   void on_checkpoint(const CheckpointRecord& checkpoint) override {
     for (auto* observer : observers_) observer->on_checkpoint(checkpoint);
   }
+  void on_end(const EndRecord& end) override {
+    for (auto* observer : observers_) observer->on_end(end);
+  }
 
  private:
   std::vector<RunObserver*> observers_;
@@ -101,6 +104,9 @@ RunSummary run_once(const TrainConfig& config, const DataSplits& data, const Run
   if (log) log->write_summary(summary);
   say(summary_line(summary));
   say(shares_text(summary));
+  // Threads of one process share its cores, where one is as fast as another.
+  const std::string straggler = comm != nullptr ? straggler_text(summary) : "";
+  if (!straggler.empty()) say(straggler);
   if (!config.trace.empty()) {
     say(fmt::format("Trace of steps {} to {}: {}", config.trace_steps.begin, config.trace_steps.end - 1,
                     config.trace));

@@ -69,6 +69,9 @@ struct CheckpointRecord {
 // After the last step and evaluation. All ranks' parameters have this hash; otherwise the run fails.
 struct EndRecord {
   uint64_t parameter_hash = 0;
+  // waited_s[r][p]: how long rank r waited for data of rank p, in seconds, over the whole run; empty where that is not
+  // measured, and for one rank.
+  std::vector<std::vector<double>> waited_s = {};
 };
 
 // Called by rank 0 only, one call at a time, in order. Steps may be reported late, because the host does not

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 namespace gradwire {
 namespace {
@@ -148,6 +149,23 @@ std::string summary_line(const RunSummary& summary) {
                     human_bytes(summary.wire_bytes), *summary.ratio, milliseconds(summary.exposed_comm_ms));
   }
   return text;
+}
+
+std::string straggler_text(const RunSummary& summary) {
+  const auto& waited = summary.waited_s;
+  if (waited.size() < 2) return "";
+  // Whoever waits for a late rank is late itself for the next one. So the culprit is not the one that is waited for
+  // most, but the one that waits least.
+  std::vector<double> total;
+  for (const auto& of_rank : waited) total.push_back(std::accumulate(of_rank.begin(), of_rank.end(), 0.0));
+  const auto least = std::min_element(total.begin(), total.end());
+  const double others =
+      (std::accumulate(total.begin(), total.end(), 0.0) - *least) / static_cast<double>(total.size() - 1);
+  constexpr double kWorthMentioning = 0.05;
+  if (others - *least < kWorthMentioning * summary.seconds) return "";
+  return fmt::format("Rank {} held the others up: each waited {} longer than it did ({:.0f} % of the run)",
+                     least - total.begin(), human_seconds(others - *least),
+                     100 * (others - *least) / summary.seconds);
 }
 
 std::string shares_text(const RunSummary& summary) {

@@ -46,6 +46,8 @@ class Console final : public RunObserver {
 
 // A finished run in one line.
 std::string summary_line(const RunSummary& summary);
+// Which rank the others had to wait for, and how long; empty if it hardly mattered.
+std::string straggler_text(const RunSummary& summary);
 // How the step time divides: a line of parts that add up to 100 %, and, if there was communication, a line
 // for what ran in parallel.
 std::string shares_text(const RunSummary& summary);

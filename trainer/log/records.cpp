@@ -190,7 +190,8 @@ std::string summary_record(const RunSummary& summary) {
                         {"tflops", summary.tflops},
                         {"peak_fraction", or_null(summary.peak_fraction)},
                         {"shares", shares_json(summary.shares)},
-                        {"total_wire_bytes", summary.total_wire_bytes}});
+                        {"total_wire_bytes", summary.total_wire_bytes},
+                        {"waited_s", summary.waited_s}});
 }
 
 std::string config_text(const TrainConfig& config) {

@@ -57,12 +57,17 @@ void Summarizer::on_eval(const EvalRecord& eval) {
   last_eval_ = eval;
 }
 
+void Summarizer::on_end(const EndRecord& end) {
+  waited_s_ = end.waited_s;
+}
+
 RunSummary Summarizer::summary(double seconds) const {
   RunSummary summary;
   summary.steps = static_cast<int64_t>(steps_.size());
   summary.seconds = seconds;
   summary.schedule = info_.schedule;
   summary.parameters = info_.parameters;
+  summary.waited_s = waited_s_;
   auto median_of = [&](auto field) {
     std::vector<double> values;
     for (const StepRecord& step : steps_) values.push_back(static_cast<double>(step.*field));

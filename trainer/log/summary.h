@@ -40,6 +40,8 @@ struct RunSummary {
   StepShares shares;
   std::string schedule;
   int64_t parameters = 0;  // of the model
+  // As in EndRecord; empty for a run read from its log.
+  std::vector<std::vector<double>> waited_s;
 };
 
 constexpr int64_t kFinalLossSteps = 20;
@@ -53,12 +55,14 @@ class Summarizer final : public RunObserver {
   void on_run(const RunInfo& info) override;
   void on_step(const StepRecord& step) override;
   void on_eval(const EvalRecord& eval) override;
+  void on_end(const EndRecord& end) override;
   RunSummary summary(double seconds) const;
 
  private:
   RunInfo info_;
   std::vector<StepRecord> steps_;
   std::optional<EvalRecord> last_eval_;
+  std::vector<std::vector<double>> waited_s_;
 };
 
 }  // namespace gradwire

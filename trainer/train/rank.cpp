@@ -6,6 +6,7 @@
 #include <chrono>
 #include <string>
 
+#include "collectives/agreement/all_gather.h"
 #include "collectives/transport/transport.h"
 #include "runtime/error.h"
 #include "runtime/nvtx.h"
@@ -420,6 +421,10 @@ void RankTrainer::finish() {
   uint64_t hash =
       parameter_hash(to_host(stream_, model_.weights().as<const float>(), model_.layout().elements));
   shared_.reports.post(comm_.rank(), {.hash = hash});
+  std::vector<std::vector<double>> waited;
+  if (const auto mine = comm_.waited_s(); comm_.world() > 1 && !mine.empty()) {
+    waited = all_gather(comm_.transport(), stream_, mine, "the times that ranks waited");
+  }
   if (!leads()) return;
   std::vector<RankReports::Report> entries = shared_.reports.collect();
   for (size_t rank = 1; rank < entries.size(); ++rank) {
@@ -430,7 +435,7 @@ void RankTrainer::finish() {
                       rank, hex(entries[rank].hash), hex(hash)));
     }
   }
-  shared_.observer.on_end({.parameter_hash = hash});
+  shared_.observer.on_end({.parameter_hash = hash, .waited_s = std::move(waited)});
 }
 
 }  // namespace gradwire
