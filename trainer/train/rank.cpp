@@ -6,7 +6,6 @@
 #include <chrono>
 #include <string>
 
-#include "collectives/agreement/all_gather.h"
 #include "collectives/transport/transport.h"
 #include "runtime/error.h"
 #include "runtime/nvtx.h"
@@ -420,11 +419,8 @@ void RankTrainer::restore() {
 void RankTrainer::finish() {
   uint64_t hash =
       parameter_hash(to_host(stream_, model_.weights().as<const float>(), model_.layout().elements));
-  shared_.reports.post(comm_.rank(), {.hash = hash});
-  std::vector<std::vector<double>> waited;
-  if (const auto mine = comm_.waited_s(); comm_.world() > 1 && !mine.empty()) {
-    waited = all_gather(comm_.transport(), stream_, mine, "the times that ranks waited");
-  }
+  shared_.reports.post(
+      comm_.rank(), {.hash = hash, .waited_s = comm_.world() > 1 ? comm_.waited_s() : std::vector<double>{}});
   if (!leads()) return;
   std::vector<RankReports::Report> entries = shared_.reports.collect();
   for (size_t rank = 1; rank < entries.size(); ++rank) {
@@ -434,6 +430,10 @@ void RankTrainer::finish() {
                       "averaged gradients were not bit-identical on all ranks",
                       rank, hex(entries[rank].hash), hex(hash)));
     }
+  }
+  std::vector<std::vector<double>> waited;
+  for (RankReports::Report& entry : entries) {
+    if (!entry.waited_s.empty()) waited.push_back(std::move(entry.waited_s));
   }
   shared_.observer.on_end({.parameter_hash = hash, .waited_s = std::move(waited)});
 }

@@ -49,14 +49,17 @@ void LocalRankReports::abort(const std::string& reason) {
 
 namespace {
 
-using Words = std::array<uint64_t, 4>;  // a report's fields
+using Words = std::array<uint64_t, 4>;  // a report's fields but the last, which is what follows
 
 }  // namespace
 
 void MessageRankReports::post(int, const Report& report) {
   const Words words = {std::bit_cast<uint64_t>(report.loss), std::bit_cast<uint64_t>(report.correct),
                        static_cast<uint64_t>(report.images), report.hash};
-  comm_.send_message(std::string(reinterpret_cast<const char*>(words.data()), sizeof words));
+  std::string message(reinterpret_cast<const char*>(words.data()), sizeof words);
+  message.append(reinterpret_cast<const char*>(report.waited_s.data()),
+                 report.waited_s.size() * sizeof(double));
+  comm_.send_message(message);
 }
 
 std::vector<RankReports::Report> MessageRankReports::collect() {
@@ -64,12 +67,17 @@ std::vector<RankReports::Report> MessageRankReports::collect() {
   for (int rank = 0; rank < comm_.world(); ++rank) {
     const std::string message = comm_.take_message(rank);
     Words words;
-    if (message.size() != sizeof words) {
+    std::vector<double> waited_s(
+        message.size() < sizeof words ? 0 : (message.size() - sizeof words) / sizeof(double));
+    if (message.size() != sizeof words + waited_s.size() * sizeof(double)) {
       throw CommError(fmt::format("rank {}'s report cannot be read; are all ranks the same build?", rank));
     }
     std::memcpy(words.data(), message.data(), sizeof words);
+    if (!waited_s.empty()) {
+      std::memcpy(waited_s.data(), message.data() + sizeof words, waited_s.size() * sizeof(double));
+    }
     round.push_back({std::bit_cast<double>(words[0]), std::bit_cast<double>(words[1]),
-                     static_cast<int64_t>(words[2]), words[3]});
+                     static_cast<int64_t>(words[2]), words[3], std::move(waited_s)});
   }
   return round;
 }

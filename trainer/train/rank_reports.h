@@ -22,7 +22,8 @@ class RankReports {
     double loss = 0;     // sum over the images
     double correct = 0;  // correct answers
     int64_t images = 0;
-    uint64_t hash = 0;  // of the parameters
+    uint64_t hash = 0;                  // of the parameters
+    std::vector<double> waited_s = {};  // of the last report: for each rank; empty if not measured
   };
 
   virtual ~RankReports() = default;
