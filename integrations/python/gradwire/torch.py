@@ -1,6 +1,10 @@
 """Gradwire for PyTorch: the DistributedDataParallel hook, and allreduce_() on tensors.
 
-    hook = Hook("powersgd:rank=4")
+    hook = compress(ddp_model, "powersgd:rank=4")
+
+which is short for
+
+    hook = Hook("powersgd:rank=4", model=ddp_model, process_group=ddp_model.process_group)
     ddp_model.register_comm_hook(hook, allreduce_hook)
 
 Nothing else changes: after backward() the gradients are averaged, with the same bits on every rank.
@@ -9,8 +13,6 @@ docs/for-pytorch.md shows how to migrate from PyTorch's powerSGD_hook, option by
 from __future__ import annotations
 
 import ctypes
-import queue
-import threading
 import weakref
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
@@ -21,8 +23,13 @@ from gradwire import _native
 from gradwire._core import Communicator, Reducer, memory_of
 from gradwire._process_group import TIMEOUT_S, communicator
 from gradwire._state import Entry, State, TensorState, pack, unpack
+from gradwire._worker import Worker, shut_down
 
-__all__ = ["Hook", "allreduce_", "allreduce_hook", "communicator"]
+__all__ = ["Hook", "allreduce_", "allreduce_hook", "communicator", "compress"]
+
+PYTHON_REDUCER = (
+    'torch._dynamo.config.optimize_ddp = "python_reducer" hands a hook one gradient at a time, without buckets and as part '
+    "of a compiled graph: set it to True (its default) before wrapping the model in DistributedDataParallel")
 
 _default_communicators: Dict[int, Communicator] = {}
 
@@ -68,52 +75,6 @@ class _Bucket:
         self.addresses: Any = None
         self.element_size = element_size  # of its gradients, in bytes
         self.staging: Optional[torch.Tensor] = None  # a float32 copy, for buckets of another type
-
-
-class _Worker:
-    """A thread that runs jobs in order, so that host-side communication does not block backward."""
-
-    def __init__(self) -> None:
-        self._jobs: "queue.Queue[Any]" = queue.Queue()  # of (job, future); None: stop
-        self._thread = threading.Thread(target=self._run, name="gradwire", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            item = self._jobs.get()
-            if item is None:
-                return
-            job, done = item
-            outcome = job()
-            del item, job  # they hold the bucket's buffer
-            # Before set_result(): a caller that has waited for the last future may close the hook.
-            self._jobs.task_done()
-            done.set_result(outcome)
-            del outcome, done
-
-    def submit(self, job: Callable[[], Any], done: "torch.futures.Future[Any]") -> None:
-        """Queues `job`, which must not raise; its result goes to `done`."""
-        self._jobs.put((job, done))
-
-    def drain(self) -> None:
-        self._jobs.join()
-
-    @property
-    def busy(self) -> bool:
-        return self._jobs.unfinished_tasks > 0
-
-    def stop(self) -> None:
-        self._jobs.put(None)
-        self._thread.join(timeout=10)  # a daemon, so the process can exit even if it still waits for a peer
-
-
-def _shut_down(worker: _Worker, communicators: List[Communicator]) -> None:
-    for comm in communicators:
-        if worker.busy and not comm.closed:
-            comm.abort("the hook was closed in the middle of a step")
-    worker.stop()
-    for comm in communicators:
-        comm.close()
 
 
 def _matrix(parameter: torch.Tensor) -> Tuple[int, int]:
@@ -192,9 +153,9 @@ class Hook:
         self._carried: Optional[State] = None  # state of tensors whose buckets do not exist yet
         self._failure: Optional[BaseException] = None
         self._side_stream: Any = None
-        self._worker = _Worker()
+        self._worker = Worker()
         self._communicators: List[Communicator] = []
-        self._finalizer = weakref.finalize(self, _shut_down, self._worker, self._communicators)
+        self._finalizer = weakref.finalize(self, shut_down, self._worker, self._communicators)
 
     # ---- The hook ------------------------------------------------------------------------------------------
 
@@ -204,6 +165,8 @@ class Hook:
             raise _native.BadHandle("the hook was closed; create another Hook for DDP")
         if self._failure is not None:
             raise _native.CommFailed(f"an earlier step failed: {self._failure}") from self._failure
+        if isinstance(bucket, tuple):
+            raise _native.Unsupported(PYTHON_REDUCER)
         buffer = bucket.buffer()
         entry = self._entry_for(bucket, buffer)
         if buffer.is_cuda:
@@ -261,7 +224,7 @@ class Hook:
         if self._comm is None:
             device: "str | int" = buffer.device.index if buffer.is_cuda else "host"
             self._comm = communicator(self._process_group, device, self._timeout_s)
-            self._comm._finalizer.atexit = False  # _shut_down() closes it, after the worker has stopped
+            self._comm._finalizer.atexit = False  # shut_down() closes it, after the worker has stopped
             self._communicators.append(self._comm)
         return self._comm
 
@@ -454,3 +417,46 @@ def allreduce_hook(state: Hook, bucket: "dist.GradBucket") -> "torch.futures.Fut
 # DDP compares the annotations with classes, but `from __future__ import annotations` made them strings.
 allreduce_hook.__annotations__ = {"state": Hook, "bucket": dist.GradBucket,
                                   "return": torch.futures.Future[torch.Tensor]}
+
+
+def compress(model: torch.nn.Module, spec: str = "int8", *, timeout_s: float = TIMEOUT_S,
+             comm: Optional[Communicator] = None, seed: int = 0) -> Hook:
+    """Compresses what a DistributedDataParallel model sends: registers a Hook with it, and returns the hook.
+
+    Call it once per model, on every rank with the same arguments, before the first backward; before or after
+    torch.compile(model). The hook averages over the model's own process group, and has its parameters' names. spec
+    and the others are those of Hook.
+
+    Raises BadArgument where the model is not a DistributedDataParallel or has a hook already, and says what to do.
+    """
+    ddp = getattr(model, "_orig_mod", model)  # what torch.compile() has wrapped
+    if not isinstance(ddp, torch.nn.parallel.DistributedDataParallel):
+        raise _native.BadArgument(_not_ddp(ddp))
+    if getattr(ddp, "_use_python_reducer", False):
+        raise _native.Unsupported(PYTHON_REDUCER)
+    if getattr(ddp, "_comm_hooks", None):
+        raise _native.BadArgument("the model has a communication hook already: DistributedDataParallel takes one")
+    hook = Hook(spec, process_group=ddp.process_group, model=ddp, timeout_s=timeout_s, comm=comm, seed=seed)
+    try:
+        ddp.register_comm_hook(hook, allreduce_hook)
+    except RuntimeError as error:
+        hook.close()
+        raise _native.BadArgument(f"the model takes no communication hook: {error}") from error
+    return hook
+
+
+def _not_ddp(model: Any) -> str:
+    """What to use instead of compress(). By the names of classes, which not every PyTorch has."""
+    classes = [c.__name__ for c in type(model).__mro__]
+    if "FSDPModule" in classes and "ReplicateModule" not in classes:
+        return "the model is sharded by fully_shard(): use gradwire.fsdp.compress(model, gradients=spec)"
+    if "FullyShardedDataParallel" in classes:
+        return ("the model is a FullyShardedDataParallel, of FSDP1: shard it with torch.distributed.fsdp.fully_shard() "
+                "instead, and use gradwire.fsdp.compress(model, gradients=spec)")
+    if "ReplicateModule" not in classes and hasattr(model, "register_comm_hook"):
+        return (f"{type(model).__name__} is no DistributedDataParallel, but takes its hooks: "
+                "model.register_comm_hook(Hook(spec, model=model), allreduce_hook)")
+    if "Module" not in classes:
+        return f"{type(model).__name__} is no model: give compress() a DistributedDataParallel"
+    return (f"{type(model).__name__} is no DistributedDataParallel: wrap the model first, "
+            "ddp_model = torch.nn.parallel.DistributedDataParallel(model)")

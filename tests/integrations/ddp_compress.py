@@ -1,0 +1,136 @@
+"""gradwire.torch.compress(): one line in place of two, under torch.compile() too; and what it refuses."""
+from __future__ import annotations
+
+from typing import Any, Callable, List
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.torch import Hook, allreduce_hook, compress
+
+from ddp_training import RANK, WORLD, check, same_on_all_ranks, say
+
+TODAY = hasattr(torch, "compile")  # else PyTorch 1.13, which has neither that nor FSDP2
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+
+
+def train(ddp: nn.Module, steps: int = 3) -> torch.Tensor:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(RANK)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        ddp(torch.randn(8, 16, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in ddp.parameters()])
+
+
+def one_line_is_the_hook() -> None:
+    ddp = DistributedDataParallel(model())
+    spec = "int8:schedule=ring"  # auto measures, and could choose differently for each
+    hook = Hook(spec, model=ddp)
+    ddp.register_comm_hook(hook, allreduce_hook)
+    long = train(ddp)
+    shorter = DistributedDataParallel(model())
+    ours = compress(shorter, spec)
+    check(isinstance(ours, Hook) and torch.equal(train(shorter), long), "compress() trains other weights than its hook")
+    same_on_all_ranks(long, "the model")
+    names = {name for name, _ in model().named_parameters()}
+    check(ours.state_dict()["tensors"].keys() == names, f"names: {sorted(ours.state_dict()['tensors'])}")
+    check(ours.stats()["wire_bytes"] < ours.stats()["dense_bytes"] / 2, f"nothing was compressed: {ours.stats()}")
+    ours.close()
+    hook.close()
+    say("compress(ddp, 'int8') trains the same bits as the hook, under the model's names")
+
+
+def it_averages_over_the_models_own_group() -> None:
+    check(WORLD == 4, "this scenario needs 4 ranks")
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    ddp = DistributedDataParallel(model(), process_group=pairs[RANK % 2])
+    hook = compress(ddp, "fp32")
+    parameters = train(ddp, 1)
+    everybody = [torch.empty_like(parameters) for _ in range(WORLD)]
+    dist.all_gather(everybody, parameters)
+    equal = [torch.equal(parameters, other) for other in everybody]
+    check(equal == [rank % 2 == RANK % 2 for rank in range(WORLD)], f"same weights as ranks {equal}")
+    hook.close()
+    say("two models on two groups: each is averaged over its own")
+
+
+def compiled_models_keep_their_names() -> None:
+    if not TODAY:
+        return
+    eager = DistributedDataParallel(model())
+    wanted = train(eager)
+    for wrap in (lambda m: torch.compile(DistributedDataParallel(m), backend="aot_eager"),
+                 lambda m: DistributedDataParallel(torch.compile(m, backend="aot_eager"))):
+        compiled = wrap(model())
+        hook = compress(compiled, "fp32")
+        off = float((train(compiled) - wanted).abs().max())
+        check(off <= 1e-6, f"compiled weights differ from eager ones by {off:.1e}")
+        names = {name for name, _ in model().named_parameters()}
+        check(hook.state_dict()["tensors"].keys() == names, f"names: {sorted(hook.state_dict()['tensors'])}")
+        hook.close()
+    say("compiled around DDP and inside: the same weights, and the model's own names")
+
+
+def refused(what: Callable[[], Any], error: type, *words: str) -> None:
+    try:
+        what()
+    except error as said:
+        missing = [word for word in words if word not in str(said)]
+        check(not missing, f"{missing} not in: {said}")
+        return
+    check(False, f"accepted, though it should have said {words}")
+
+
+def what_it_cannot_compress_is_refused() -> None:
+    bad = gradwire.BadArgument
+    refused(lambda: compress(model()), bad, "wrap the model first", "DistributedDataParallel(model)")
+    refused(lambda: compress([model()]), bad, "list is no model")  # type: ignore[arg-type]
+    ddp = DistributedDataParallel(model())
+    refused(lambda: compress(ddp, "int3"), bad, "int3")
+    first = compress(ddp)
+    refused(lambda: compress(ddp), bad, "hook")
+    check(bool(train(ddp, 1).isfinite().all()), "the first hook no longer works")
+    first.close()
+    if TODAY:
+        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+        sharded = model()
+        fully_shard(sharded)
+        refused(lambda: compress(sharded), bad, "gradwire.fsdp.compress")
+        refused(lambda: compress(FullyShardedDataParallel(model(), device_id=torch.device("cpu"))), bad, "FSDP1",
+                "gradwire.fsdp.compress")
+        python_reducer_is_refused()
+    say("whatever is not a DistributedDataParallel is refused, with what to use")
+
+
+def python_reducer_is_refused() -> None:
+    torch._dynamo.config.optimize_ddp = "python_reducer"
+    try:
+        ddp = DistributedDataParallel(model())
+        refused(lambda: compress(ddp), gradwire.Unsupported, "python_reducer", "set it to True")
+        hook = Hook("fp32")
+        ddp.register_comm_hook(hook, allreduce_hook)
+        refused(lambda: train(ddp, 1), gradwire.Unsupported, "python_reducer", "set it to True")
+
+        @torch.compile(backend="aot_eager")
+        def step() -> None:
+            ddp(torch.ones(8, 16)).mean().backward()
+
+        torch._dynamo.config.compiled_autograd = True
+        refused(step, gradwire.Unsupported, "python_reducer", "set it to True")
+        hook.close()
+    finally:
+        torch._dynamo.config.compiled_autograd = False
+        torch._dynamo.config.optimize_ddp = True
+
+
+SCENARIOS: List[Callable[[], None]] = [one_line_is_the_hook, it_averages_over_the_models_own_group,
+                                       compiled_models_keep_their_names, what_it_cannot_compress_is_refused]
