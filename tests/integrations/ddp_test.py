@@ -1,10 +1,13 @@
 #!/usr/bin/python3
 """The PyTorch hook under DistributedDataParallel: processes on this machine, Gloo process group, CPU.
 
-usage: ddp_test.py WORLD SCENARIO...    (of ddp_ranks.py)
+usage: ddp_test.py WORLD SCENARIO...              (of ddp_ranks.py)
+       ddp_test.py checkpoint WORLD LOADING...    saved by WORLD ranks, loaded by others
 """
 import pathlib
 import sys
+import tempfile
+from typing import List
 
 try:
     import torch  # noqa: F401
@@ -16,14 +19,27 @@ except ImportError as error:
 import launch
 
 
-def main() -> int:
-    world, scenarios = int(sys.argv[1]), sys.argv[2:]
+def ranks(world: int, scenarios: List[str], **environment: str) -> int:
     script = pathlib.Path(__file__).with_name("ddp_ranks.py")
-    codes = launch.run_ranks(script, world, scenarios, timeout_s=500)
+    codes = launch.run_ranks(script, world, scenarios, timeout_s=500, environment=environment)
     for rank, code in enumerate(codes):
         if code != 0:
             print(f"FAILED: rank {rank} of {world} ended with {code}")
     return 1 if any(codes) else 0
+
+
+def checkpoint(world: int, loading: List[int]) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        failed = ranks(world, ["saves"], DDP_FOLDER=folder)
+        for other in loading:
+            failed = failed or ranks(other, ["loads"], DDP_FOLDER=folder)
+    return failed
+
+
+def main() -> int:
+    if sys.argv[1] == "checkpoint":
+        return checkpoint(int(sys.argv[2]), [int(world) for world in sys.argv[3:]])
+    return ranks(int(sys.argv[1]), sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -12,17 +12,17 @@ docs/for-pytorch.md shows how to migrate from PyTorch's powerSGD_hook, option by
 """
 from __future__ import annotations
 
-import ctypes
 import weakref
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.distributed as dist
 
 from gradwire import _native
 from gradwire._core import Communicator, Reducer, memory_of
+from gradwire._hook_state import Checkpoint, Place, as_list, for_rank, from_dict, to_dict
 from gradwire._process_group import TIMEOUT_S, communicator
-from gradwire._state import Entry, State, TensorState, pack, unpack
+from gradwire._state import State, TensorState, pack, unpack
 from gradwire._worker import Worker, shut_down
 
 __all__ = ["Hook", "allreduce_", "allreduce_hook", "communicator", "compress"]
@@ -105,12 +105,6 @@ def _spec_for(spec: str, dtype: torch.dtype) -> str:
         return spec
     kept = [option for option in options.split(",") if option and not option.startswith("ef=")]
     return "bf16:" + ",".join(["ef=off", *kept])
-
-
-def _saved_as(spec: str) -> List[str]:
-    """`spec` without residual=: states hold residuals in float32, whatever they are kept in."""
-    method, _, options = spec.replace(":", ",", 1).partition(",")
-    return [method, *(option for option in options.split(",") if not option.startswith("residual="))]
 
 
 class Hook:
@@ -285,8 +279,10 @@ class Hook:
         # "spec ...; rank ..." The hook has compared its spec; reducers have theirs by the gradients' type.
         own_spec, separator, others = fresh.identity.partition("; ")
         identity = own_spec + separator + (carried.identity.partition("; ")[2] or others)
-        reducer.load_state(pack(State(identity, carried.steps,
-                                      {name: carried.tensors[name] for name in layout.names})))
+        # A state of a single rank has no entries: nothing is kept there. Others have a factor where one is needed.
+        tensors_of = {name: carried.tensors[name]._replace(
+            entries=carried.tensors[name].entries or fresh.tensors[name].entries) for name in layout.names}
+        reducer.load_state(pack(State(identity, carried.steps, tensors_of)))
         for name in layout.names:
             del carried.tensors[name]
         if not carried.tensors:
@@ -325,51 +321,51 @@ class Hook:
         or PowerSGD's "factor".
         """
         self._worker.drain()
-        state = self._collect(lambda index: True) or State("", 0, {})
+        return to_dict(self._collect(lambda index: True) or State("", 0, {}), self.spec)
 
-        def tensor(entry: Entry) -> torch.Tensor:
-            dtype = _DTYPES[entry.dtype]
-            if not entry.data:
-                return torch.empty(0, dtype=dtype)
-            return torch.frombuffer(bytearray(entry.data), dtype=dtype)
-
-        return {"version": 2, "identity": state.identity, "steps": state.steps, "spec": self.spec,
-                "tensors": {name: {"rows": t.rows, "cols": t.cols,
-                                   "state": {kind: tensor(entry) for kind, entry in t.entries.items()}}
-                            for name, t in state.tensors.items()}}
-
-    def load_state_dict(self, state: Dict[str, Any]) -> None:
+    def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
         """Restores a state_dict(). If model and optimizer are restored too, training continues bit for bit.
 
-        Call between steps only. Raises ValueError for a state of another version or spec; a state of another
-        model, rank or world makes the next backward() raise.
+        state: what this rank saved; or, in any order, what the ranks of a run with another number of ranks saved. Of
+        these, rank r of n takes the sum of the residuals of the ranks r, r + n, r + 2n, ..., and needs only them (r % m
+        of m, where n is more); so the sum over all ranks is kept.
+
+        Call between steps only. Raises BadArgument for a state of another version or spec, or if one that is needed is
+        missing; a state of another model makes the next backward() raise.
         """
-        if state.get("version") not in (1, 2):
-            raise ValueError(f"the state has version {state.get('version')}; this package reads 1 and 2")
-        if _saved_as(state["spec"]) != _saved_as(self.spec):
-            raise ValueError(f"the state is for spec {state['spec']!r}, the hook has {self.spec!r}")
+        chosen = for_rank(as_list(state), self.spec, self._place())
         self._worker.drain()
         self._carried = None
         for entry in self._buckets.values():
             if entry.reducer is not None:
                 entry.reducer.close()
         self._buckets.clear()
-        tensors = {}
-        for name, t in state["tensors"].items():
-            if state["version"] == 2:
-                kept = t["state"]
-            else:
-                kept = {"residual": t["residual"].float(), "factor": t["q"].float()}
-            entries = {kind: _entry_of(tensor) for kind, tensor in kept.items() if tensor.numel() > 0}
-            tensors[name] = TensorState(t["rows"], t["cols"], entries)
-        self._carried = State(state["identity"], state["steps"], tensors) if tensors else None
+        self._carried = from_dict(chosen)
+
+    def checkpoint(self, load_from: Any = None) -> Checkpoint:
+        """The hook for torch.distributed.checkpoint, where every rank keeps its own state:
+
+            dcp.save({"model": ..., "hook": hook.checkpoint()}, checkpoint_id=folder)
+            dcp.load({"model": ..., "hook": hook.checkpoint(load_from=folder)}, checkpoint_id=folder)
+
+        load_from: where to look how many ranks have saved: the folder, or a StorageReader. Another number than now is
+        as in load_state_dict(). None: as many as now.
+        """
+        return Checkpoint(self, load_from)
+
+    def _place(self) -> Optional[Place]:
+        if self._comm is not None:
+            return Place(self._comm.rank, self._comm.world)
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        return Place(dist.get_rank(self._process_group), dist.get_world_size(self._process_group))
 
     def __getstate__(self) -> Dict[str, Any]:
         return {"spec": self.spec, "timeout_s": self._timeout_s, "seed": self._seed, "state": self.state_dict()}
 
     def __setstate__(self, pickled: Dict[str, Any]) -> None:
         self.__init__(pickled["spec"], timeout_s=pickled["timeout_s"], seed=pickled["seed"])  # type: ignore[misc]
-        self.load_state_dict(pickled["state"])
+        self._carried = from_dict(pickled["state"])
 
     def stats(self) -> Dict[str, Any]:
         """The last step, summed over buckets: "wire_bytes" sent by this rank, "dense_bytes" that it would have
@@ -396,17 +392,6 @@ class Hook:
                 if entry.reducer is not None and not self._worker.busy:
                     entry.reducer.close()
             self._finalizer()
-
-
-# By name in safetensors files.
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-           "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
-
-
-def _entry_of(tensor: torch.Tensor) -> Entry:
-    data = tensor.detach().to("cpu").contiguous()
-    name = next(name for name, dtype in _DTYPES.items() if dtype == data.dtype)
-    return Entry(name, ctypes.string_at(data.data_ptr(), data.numel() * data.element_size()))
 
 
 def allreduce_hook(state: Hook, bucket: "dist.GradBucket") -> "torch.futures.Future[torch.Tensor]":

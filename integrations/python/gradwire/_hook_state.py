@@ -1,0 +1,193 @@
+"""The hook's state as dictionaries for torch.save(), for another number of ranks, and for torch.distributed.checkpoint."""
+from __future__ import annotations
+
+import ctypes
+import re
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+import torch
+
+from gradwire import _native
+from gradwire._state import Entry, State, TensorState
+
+StateDict = Dict[str, Any]
+
+# By name in safetensors files.
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+           "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+_RANK = re.compile(r"(?:(?<=; )|(?<=\.)|^)rank (\d+) of (\d+)(?=;|$)")  # in a state's identity, and at the end of a key
+
+
+class Place(NamedTuple):
+    """A rank of a number of ranks."""
+
+    rank: int
+    world: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world}"
+
+
+def _place_in(text: str) -> Optional[Place]:
+    found = _RANK.search(text)
+    return Place(int(found[1]), int(found[2])) if found else None
+
+
+def saved_as(spec: str) -> List[str]:
+    """`spec` without residual=: states hold residuals in float32, whatever they are kept in."""
+    method, _, options = spec.replace(":", ",", 1).partition(",")
+    return [method, *(option for option in options.split(",") if not option.startswith("residual="))]
+
+
+def to_dict(state: State, spec: str) -> StateDict:
+    """See Hook.state_dict()."""
+
+    def tensor(entry: Entry) -> torch.Tensor:
+        dtype = _DTYPES[entry.dtype]
+        if not entry.data:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(bytearray(entry.data), dtype=dtype)
+
+    return {"version": 2, "identity": state.identity, "steps": state.steps, "spec": spec,
+            "tensors": {name: {"rows": t.rows, "cols": t.cols,
+                               "state": {kind: tensor(entry) for kind, entry in t.entries.items()}}
+                        for name, t in state.tensors.items()}}
+
+
+def from_dict(state: StateDict) -> Optional[State]:
+    """None where no parameter has a state yet."""
+    tensors = {}
+    for name, t in state["tensors"].items():
+        entries = {kind: _entry_of(tensor) for kind, tensor in _kept(state, t).items() if tensor.numel() > 0}
+        tensors[name] = TensorState(t["rows"], t["cols"], entries)
+    return State(state["identity"], state["steps"], tensors) if tensors else None
+
+
+def _kept(state: StateDict, tensor: Dict[str, Any]) -> Dict[str, torch.Tensor]:
+    if state["version"] == 2:
+        return dict(tensor["state"])
+    return {"residual": tensor["residual"].float(), "factor": tensor["q"].float()}
+
+
+def _entry_of(tensor: torch.Tensor) -> Entry:
+    data = tensor.detach().to("cpu").contiguous()
+    name = next(name for name, dtype in _DTYPES.items() if dtype == data.dtype)
+    return Entry(name, ctypes.string_at(data.data_ptr(), data.numel() * data.element_size()))
+
+
+# ---- Another number of ranks -----------------------------------------------------------------------------------
+
+
+def ranks_for(place: Place, saved_world: int) -> List[int]:
+    """The ranks of the saved run whose states `place` needs: its own; or those whose residuals it takes over; or, where
+    there were fewer than its number, one that has what is the same on all ranks."""
+    if saved_world == place.world:
+        return [place.rank]
+    return list(range(place.rank, saved_world, place.world)) or [place.rank % saved_world]
+
+
+def for_rank(states: Sequence[StateDict], spec: str, place: Optional[Place]) -> StateDict:
+    """The state that `place` begins with: its own among `states`, or its share of a run with another number of ranks.
+    place: None where there is no process group yet. Then `states` must be this rank's own alone."""
+    for state in states:
+        if state.get("version") not in (1, 2):
+            raise _native.BadArgument(f"the state has version {state.get('version')}; this package reads 1 and 2")
+        if saved_as(state["spec"]) != saved_as(spec):
+            raise _native.BadArgument(f"the state is for spec {state['spec']!r}, the hook has {spec!r}")
+        if state["steps"] > 0 and not state["tensors"]:
+            raise _native.BadArgument("the state has no tensors: torch.distributed.checkpoint keeps them only of "
+                                      "hook.checkpoint(), for it takes hook.state_dict() to be the same on every rank")
+    by_rank = {p.rank: (p, s) for p, s in ((_place_in(s["identity"]), s) for s in states) if p is not None}
+    if len(states) == 1 and (place is None or not by_rank):  # from before the first step, or compared in backward()
+        return states[0]
+    if place is None:
+        raise _native.BadArgument("states of several ranks need torch.distributed.init_process_group() first")
+    if not by_rank:
+        return states[0]
+    worlds = sorted({p.world for p, _ in by_rank.values()})
+    if len(worlds) > 1:
+        raise _native.BadArgument(f"the states are of runs with {' and '.join(map(str, worlds))} ranks")
+    wanted = ranks_for(place, worlds[0])
+    missing = [Place(r, worlds[0]) for r in wanted if r not in by_rank]
+    if missing:
+        raise _native.BadArgument(
+            f"{place} needs the state that {missing[0]} saved, but got those of {', '.join(map(str, sorted(by_rank)))}: "
+            + ("give each rank its own" if place.world == worlds[0] else f"pass a list of all {worlds[0]}")
+            + ", or use hook.checkpoint() with torch.distributed.checkpoint")
+    if place.world == worlds[0]:
+        return by_rank[place.rank][1]
+    return _merged([by_rank[r][1] for r in wanted], with_residuals=place.rank < worlds[0], place=place)
+
+
+def _merged(states: List[StateDict], with_residuals: bool, place: Place) -> StateDict:
+    tensors: Dict[str, Dict[str, Any]] = {}
+    for name, first in states[0]["tensors"].items():
+        kept = _kept(states[0], first)
+        residuals = [r for s in states for r in [_kept(s, s["tensors"][name]).get("residual")]
+                     if r is not None and r.numel() > 0]
+        kept.pop("residual", None)
+        if with_residuals and residuals:
+            kept["residual"] = torch.stack([r.float() for r in residuals]).sum(0)
+            if place.world == 1 and bool(kept["residual"].count_nonzero()):
+                raise _native.BadArgument(f"one rank sends nothing, and has no use for the residual of {name!r}: go on "
+                                          "without the hook's state, which loses these residuals")
+        tensors[name] = {"rows": first["rows"], "cols": first["cols"], "state": {} if place.world == 1 else kept}
+    identity = _RANK.sub(str(place), states[0]["identity"])
+    return {"version": 2, "identity": identity, "steps": states[0]["steps"], "spec": states[0]["spec"], "tensors": tensors}
+
+
+# ---- torch.distributed.checkpoint ------------------------------------------------------------------------------
+
+
+class RankState:
+    """What one rank saved. Not a dictionary: torch.distributed.checkpoint would take that apart, and could put it together
+    again only where a hook has the same tensors already."""
+
+    def __init__(self, state: Optional[StateDict] = None) -> None:
+        self.state = state
+
+
+class Checkpoint:
+    """A hook as torch.distributed.checkpoint's Stateful: see Hook.checkpoint()."""
+
+    def __init__(self, hook: Any, load_from: Any = None) -> None:
+        self._hook, self._load_from = hook, load_from
+
+    def state_dict(self) -> Dict[str, RankState]:
+        """{"rank R of N": what that rank has}. Before loading, the keys are those to be read."""
+        place = self._hook._place()
+        if place is None:
+            raise _native.BadArgument("hook.checkpoint() needs torch.distributed.init_process_group() first")
+        if self._load_from is None:
+            return {str(place): RankState(self._hook.state_dict())}
+        world = self._saved_world(place)
+        return {str(Place(rank, world)): RankState() for rank in ranks_for(place, world)}
+
+    def _saved_world(self, place: Place) -> int:
+        reader = self._load_from
+        if not hasattr(reader, "read_metadata"):
+            from torch.distributed.checkpoint import FileSystemReader
+            reader = FileSystemReader(reader)
+        places = [_place_in(key) for key in reader.read_metadata().state_dict_metadata]
+        worlds = sorted({p.world for p in places if p is not None})
+        if place.world in worlds:
+            return place.world
+        if len(worlds) != 1:
+            raise _native.BadArgument(f"{self._load_from!r} has hooks of {worlds or 'no'} ranks, and this one is {place}: "
+                                      "it must have been saved with hook.checkpoint(), by one number of ranks")
+        return worlds[0]
+
+    def load_state_dict(self, loaded: Dict[str, RankState]) -> None:
+        """Gives the hook what was read."""
+        states: List[StateDict] = [r.state for r in loaded.values() if r.state is not None]
+        if not states:
+            raise _native.BadArgument(f"nothing was read of {sorted(loaded)}")
+        self._hook.load_state_dict(states)
+
+
+def as_list(state: Union[StateDict, Sequence[StateDict]]) -> List[StateDict]:
+    """One state, or several."""
+    states = [state] if isinstance(state, dict) else list(state)
+    if not states:
+        raise _native.BadArgument("no state was given")
+    return states
