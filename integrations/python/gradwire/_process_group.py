@@ -57,6 +57,16 @@ def _own_address() -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def _meeting(stack: contextlib.ExitStack, networks: List[str]) -> List[str]:
+    """The address where this process, rank 0 of ranks on these networks, meets the others; and a secret."""
+    host = "127.0.0.1"
+    if len(set(networks)) > 1:
+        # The address at which the others reach this process: MASTER_ADDR if torch's store runs here too.
+        host = os.environ.get("MASTER_ADDR", "") if dist.get_rank() == 0 else _own_address()
+        host = host or socket.gethostname()
+    return [f"tcp://{host}:{reserve_port(stack)}", secrets.token_hex(16)]
+
+
 def communicator(process_group: Any = None, device: "str | int" = "host",
                  timeout_s: float = TIMEOUT_S) -> Communicator:
     """A communicator of the ranks of a torch.distributed process group (None: the default one). Collective.
@@ -69,14 +79,20 @@ def communicator(process_group: Any = None, device: "str | int" = "host",
         return Communicator(device=device, timeout_s=timeout_s)
     networks: List[Any] = [None] * world
     dist.all_gather_object(networks, _network(), group=process_group)
-    meeting: List[Any] = [None, None]  # address and secret
+    meeting: List[Any] = [None, None]
     with contextlib.ExitStack() as stack:
         if rank == 0:
-            host = "127.0.0.1"
-            if len(set(networks)) > 1:
-                # The address at which the others reach this process: MASTER_ADDR if torch's store runs here too.
-                host = os.environ.get("MASTER_ADDR", "") if dist.get_rank() == 0 else _own_address()
-                host = host or socket.gethostname()
-            meeting = [f"tcp://{host}:{reserve_port(stack)}", secrets.token_hex(16)]
+            meeting = list(_meeting(stack, networks))
         dist.broadcast_object_list(meeting, src=_global_rank(process_group, 0), group=process_group)
         return Communicator(meeting[0], rank, world, device=device, timeout_s=timeout_s, secret=meeting[1])
+
+
+def communicator_of_store(store: Any, rank: int, world: int, timeout_s: float = TIMEOUT_S) -> Communicator:
+    """The same for tensors on the host, of `world` ranks that share a torch.distributed store of their own."""
+    store.set(f"gradwire/network/{rank}", _network())
+    with contextlib.ExitStack() as stack:
+        if rank == 0:
+            networks = [store.get(f"gradwire/network/{r}").decode() for r in range(world)]
+            store.set("gradwire/meeting", " ".join(_meeting(stack, networks)))
+        address, secret = store.get("gradwire/meeting").decode().split()
+        return Communicator(address, rank, world, timeout_s=timeout_s, secret=secret)

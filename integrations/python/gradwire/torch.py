@@ -24,8 +24,9 @@ from gradwire._hook_state import Checkpoint, Place, as_list, for_rank, from_dict
 from gradwire._process_group import TIMEOUT_S, communicator
 from gradwire._state import State, TensorState, pack, unpack
 from gradwire._worker import Worker, shut_down
+from gradwire.backend import Backend, register_backend
 
-__all__ = ["Hook", "allreduce_", "allreduce_hook", "communicator", "compress"]
+__all__ = ["Backend", "Hook", "allreduce_", "allreduce_hook", "communicator", "compress", "register_backend"]
 
 PYTHON_REDUCER = (
     'torch._dynamo.config.optimize_ddp = "python_reducer" hands a hook one gradient at a time, without buckets and as part '

@@ -1,0 +1,297 @@
+"""Gradwire as a backend of torch.distributed: whatever calls torch.distributed gets compressed collectives.
+
+    from gradwire.torch import register_backend
+    register_backend("int8")                          # before init_process_group
+    torch.distributed.init_process_group("gradwire")  # in place of "gloo"
+
+A group is a Gloo process group that sends large floating-point tensors in a wire format of Gradwire's. Which ones
+depends on what is the same on every rank: the operation, the type and the size. Everything else, such as broadcasts,
+barriers, objects, integers and small tensors, is Gloo's, which numbers its calls for itself: both need only that all
+ranks make the same calls in the same order, as torch.distributed asks anyway.
+
+No error feedback: the backend can't tell which call continues which. For DistributedDataParallel and FSDP2, whose
+gradients it would improve, use gradwire.torch.compress() and gradwire.fsdp.compress().
+"""
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from gradwire import _native
+from gradwire._core import Communicator
+from gradwire._process_group import communicator_of_store
+from gradwire._worker import Worker, shut_down
+
+__all__ = ["Backend", "register_backend"]
+
+_NO_TIMEOUT = timedelta(0)
+
+
+class Rule(NamedTuple):
+    """Wire formats by operation, None for as it is; and the bytes of a tensor from which on they are used."""
+
+    allreduce: Optional[str]
+    reduce_scatter: Optional[str]
+    all_gather: Optional[str]
+    min_bytes: int
+
+
+def register_backend(allreduce: Optional[str] = "int8", *, reduce_scatter: Optional[str] = None,
+                     all_gather: Optional[str] = None, min_bytes: int = 1 << 20, name: str = "gradwire") -> None:
+    """Makes `name` known to init_process_group() and new_group(), on every rank with the same arguments.
+
+    allreduce, reduce_scatter, all_gather: the wire format (docs/formats.md) of each, such as "int8",
+        "bf16:round=stochastic" or "int4:rotate=hadamard"; None: the operation stays Gloo's. all_gather sends what
+        the caller gives, often parameters, so that its format rounds these.
+    min_bytes: of the whole tensor (for reduce_scatter the input, for all_gather the output); smaller ones stay Gloo's.
+        Only float32 and bfloat16 are compressed, in sums and averages.
+    name: give several rules a name each, and groups the rule they need: new_group(ranks, backend=name).
+
+    Raises BadArgument for a format that is unknown or works on matrices; Unsupported on a PyTorch that takes no
+    process groups written in Python.
+    """
+    if not hasattr(dist.ProcessGroup, "_register_backend"):
+        raise _native.Unsupported(f"a backend in Python needs PyTorch 2.1 or later; this is {torch.__version__}: use "
+                                  "gradwire.torch.compress() for DistributedDataParallel")
+    rule = Rule(allreduce, reduce_scatter, all_gather, min_bytes)
+    with Communicator() as alone:  # a wrong format must fail here, not in a step
+        for spec in (allreduce, reduce_scatter, all_gather):
+            if spec is not None:
+                alone.allreduce_(torch.zeros(1), spec)
+
+    def create(store: Any, rank: int, size: int, timeout: timedelta) -> Backend:
+        return Backend(store, rank, size, timeout, rule, name)
+
+    dist.Backend.register_backend(name, create, devices=["cpu"])
+
+
+class Work(dist._Work if hasattr(dist, "_Work") else object):  # type: ignore[misc]
+    """A collective under way on the backend's thread. The tensors may be used after wait(), or when the future is done."""
+
+    def __init__(self, tensors: List[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._finished = threading.Event()
+        self._failure: Optional[BaseException] = None
+        self._started: "torch.futures.Future[Any]" = torch.futures.Future()
+        self._future = self._started.then(self._outcome)
+
+    def _outcome(self, _: Any) -> List[torch.Tensor]:
+        if self._failure is not None:
+            raise self._failure  # set_exception() would not reach futures' users in C++
+        return self._tensors
+
+    def run(self, job: Callable[[], None]) -> None:
+        """On the backend's thread, which then completes the future."""
+        try:
+            job()
+        except BaseException as error:  # wait() raises it
+            self._failure = error
+        self._finished.set()
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Raises what went wrong, such as CommFailed with the rank that is gone. timeout: zero for the group's."""
+        if not self._finished.wait(timeout.total_seconds() if timeout > _NO_TIMEOUT else None):
+            raise _native.CommFailed(f"a compressed collective took longer than {timeout.total_seconds()} s")
+        if self._failure is not None:
+            raise self._failure
+        self._future.wait()  # completed by the same thread, next
+        return True
+
+    def get_future(self) -> "torch.futures.Future[List[torch.Tensor]]":
+        return self._future
+
+    def is_completed(self) -> bool:
+        return self._finished.is_set()
+
+    def is_success(self) -> bool:
+        return self._finished.is_set() and self._failure is None
+
+    def exception(self) -> Optional[BaseException]:
+        return self._failure
+
+    def result(self) -> List[torch.Tensor]:
+        return self._tensors
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class Backend(dist.ProcessGroup):
+    """A process group with compressed collectives: see register_backend(), which is how to make one."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, rule: Rule, name: str) -> None:
+        super().__init__(store, rank, size)
+        self._rule, self._name, self._timeout_s = rule, name, timeout.total_seconds()
+        self._store = store
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        self._set_default_backend(kind)
+        self._register_backend(torch.device("cpu"), kind, self._gloo)
+        self._worker: Optional[Worker] = None
+        self._communicators: List[Communicator] = []
+        self.compressed = 0  # calls, for whoever wants to know whether the rule fits
+
+    def getBackendName(self) -> str:
+        return self._name
+
+    def shutdown(self) -> None:
+        """Ends what is under way; destroy_process_group() calls it."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            shut_down(worker, self._communicators)
+        self._gloo.shutdown()
+
+    # ---- Which calls -------------------------------------------------------------------------------------------
+
+    def _fits(self, spec: Optional[str], dtype: torch.dtype, count: int) -> bool:
+        """By what is the same on every rank only."""
+        return (spec is not None and self.size() > 1 and dtype in (torch.float32, torch.bfloat16)
+                and count > 0 and count * dtype.itemsize >= self._rule.min_bytes)
+
+    def allreduce(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
+        opts = _options(opts, others, c10d.AllreduceOptions)
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        spec, op = self._rule.allreduce, _op(opts.reduceOp)
+        if len(tensors) != 1 or op is None or tensors[0].layout != torch.strided \
+                or not self._fits(spec, tensors[0].dtype, tensors[0].numel()):
+            return self._gloo.allreduce(tensors, opts)
+
+        def job(comm: Communicator) -> None:
+            with _Contiguous(tensors[0], write=True) as values:
+                comm.allreduce_(values, spec, op, tag="torch.distributed.all_reduce")
+
+        return self._submit(job, tensors)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+        opts = opts or c10d.ReduceScatterOptions()
+        spec, op = self._rule.reduce_scatter, _op(opts.reduceOp)
+        if op is None or not self._fits(spec, input.dtype, input.numel()) or output.dtype != input.dtype:
+            return self._gloo_call("reduce_scatter_single", "_reduce_scatter_base")(output, input, opts)
+
+        def job(comm: Communicator) -> None:
+            with _Contiguous(output, write=True) as result, _Contiguous(input) as values:
+                comm.reduce_scatter(result, values, spec, op, tag="torch.distributed.reduce_scatter")
+
+        return self._submit(job, [output])
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
+        opts = _options(opts, others, c10d.ReduceScatterOptions)
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        spec, op = self._rule.reduce_scatter, _op(opts.reduceOp)
+        if len(outputs) != 1 or op is None or any(t.dtype != outputs[0].dtype for t in inputs[0]) \
+                or not self._fits(spec, outputs[0].dtype, sum(t.numel() for t in inputs[0])):
+            return self._gloo.reduce_scatter(outputs, inputs, opts)
+
+        def job(comm: Communicator) -> None:
+            values = torch.cat([t.detach().reshape(-1) for t in inputs[0]])
+            with _Contiguous(outputs[0], write=True) as result:
+                comm.reduce_scatter(result, values, spec, op, [t.numel() for t in inputs[0]],
+                                    tag="torch.distributed.reduce_scatter")
+
+        return self._submit(job, list(outputs))
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+        spec = self._rule.all_gather
+        if not self._fits(spec, output.dtype, output.numel()) or output.dtype != input.dtype:
+            return self._gloo_call("all_gather_single", "_allgather_base")(output, input, opts or c10d.AllgatherOptions())
+
+        def job(comm: Communicator) -> None:
+            with _Contiguous(output, write=True) as result, _Contiguous(input) as values:
+                comm.all_gather(result, values, spec, tag="torch.distributed.all_gather")
+
+        return self._submit(job, [output])
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
+        opts = _options(opts, others, c10d.AllgatherOptions)
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        spec, parts = self._rule.all_gather, outputs[0]
+        if len(inputs) != 1 or any(t.dtype != inputs[0].dtype for t in parts) \
+                or not self._fits(spec, inputs[0].dtype, sum(t.numel() for t in parts)):
+            return self._gloo.allgather(outputs, inputs, opts)
+
+        def job(comm: Communicator) -> None:
+            counts = [t.numel() for t in parts]
+            result = torch.empty(sum(counts), dtype=inputs[0].dtype)
+            with _Contiguous(inputs[0]) as values:
+                comm.all_gather(result, values, spec, counts, tag="torch.distributed.all_gather")
+            for part, values in zip(parts, result.split(counts)):
+                part.detach().copy_(values.view(part.shape))
+
+        return self._submit(job, list(parts))
+
+    # Functional collectives, and DTensor's, come as lists of one; longer ones are Gloo's.
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.ReduceScatterOptions()
+        if len(inputs) == 1:
+            return self.reduce_scatter_single(outputs[0], inputs[0], opts)
+        return self._gloo_call("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")(outputs, inputs, opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.AllgatherOptions()
+        if len(inputs) == 1:
+            return self.all_gather_single(outputs[0], inputs[0], opts)
+        return self._gloo_call("all_gather_single_coalesced", "allgather_into_tensor_coalesced")(outputs, inputs, opts)
+
+    # What earlier versions of PyTorch call the same.
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base, _allgather_base = reduce_scatter_single, all_gather_single
+
+    # ---- Making them -------------------------------------------------------------------------------------------
+
+    def _gloo_call(self, name: str, earlier: str) -> Any:
+        return getattr(self._gloo, name, None) or getattr(self._gloo, earlier)
+
+    def _submit(self, job: Callable[[Communicator], None], tensors: List[torch.Tensor]) -> Work:
+        if self._worker is None:
+            # By the store, not by Gloo: this may be in a backward that has Gloo's calls under way.
+            comm = communicator_of_store(self._store, self.rank(), self.size(), self._timeout_s)
+            comm._finalizer.atexit = False  # the worker comes first
+            self._communicators[:] = [comm]
+            self._worker = Worker()
+        comm, work = self._communicators[0], Work(tensors)
+        self.compressed += 1
+        self._worker.submit(lambda: work.run(lambda: job(comm)), work._started)
+        return work
+
+
+def _options(given: Any, others: Sequence[Any], kind: Any) -> Any:
+    """The options of a call that gave them as such, or by themselves: (operation, timeout)."""
+    if isinstance(given, kind):
+        return given
+    options = kind()
+    for value in (given, *others):
+        if isinstance(value, timedelta):
+            options.timeout = value
+        elif value is not None:
+            options.reduceOp = value
+    return options
+
+
+def _op(op: Any) -> Optional[str]:
+    """"sum" or "avg", or None for what Gloo does."""
+    return "sum" if op == dist.ReduceOp.SUM else "avg" if op == dist.ReduceOp.AVG else None
+
+
+class _Contiguous:
+    """A tensor as it is, or a contiguous copy, which write=True copies back."""
+
+    def __init__(self, tensor: torch.Tensor, write: bool = False) -> None:
+        self._tensor, self._write = tensor.detach(), write
+        self._copy = self._tensor.contiguous()
+
+    def __enter__(self) -> torch.Tensor:
+        return self._copy
+
+    def __exit__(self, failed: Any, *_: object) -> None:
+        if self._write and failed is None and self._copy.data_ptr() != self._tensor.data_ptr():
+            self._tensor.copy_(self._copy)
