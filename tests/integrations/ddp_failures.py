@@ -7,6 +7,7 @@ import time
 
 import torch.distributed as dist
 
+import gradwire
 from gradwire.torch import Hook
 
 from ddp_training import RANK, WORLD, say, check, TASKS, Run
@@ -17,6 +18,7 @@ def a_dead_peer_raises() -> None:
     run = Run(TASKS["vit"], hook)
     for s in range(2):
         run.step(s)
+        hook.check()
     if RANK == WORLD - 1:
         os._exit(0)  # without leaving the group
     begin = time.monotonic()
@@ -29,6 +31,11 @@ def a_dead_peer_raises() -> None:
             say(f"backward() after {time.monotonic() - begin:.1f} s: {text}")
         else:
             check(False, "backward() came back without the dead rank")
+    try:
+        hook.check()
+        check(False, "check() knows nothing of the dead rank")
+    except gradwire.CommFailed as error:
+        check(f"rank {WORLD - 1}" in str(error), f"check() does not name rank {WORLD - 1}: {error}")
     check(time.monotonic() - begin < 60, "it took much longer than the deadline")
     sys.stdout.flush()
     os._exit(0)  # torch's own group would wait for the dead rank

@@ -1,10 +1,9 @@
 """Gradwire: gradient compression with error feedback for data-parallel training.
 
-With PyTorch's DistributedDataParallel, three lines:
+With PyTorch's DistributedDataParallel:
 
-    from gradwire.torch import Hook, allreduce_hook
-    hook = Hook("powersgd:rank=4")
-    ddp_model.register_comm_hook(hook, allreduce_hook)
+    from gradwire.torch import compress
+    hook = compress(ddp_model, "powersgd:rank=4")
 
 With a model sharded by FSDP2's fully_shard():
 

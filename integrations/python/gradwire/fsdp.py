@@ -61,7 +61,7 @@ def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf
     modules = [m for m in model.modules() if isinstance(m, module_class)]
     if not modules:
         raise _native.BadArgument("no module of the model is sharded: call torch.distributed.fsdp.fully_shard() on its "
-                                  "blocks and on the model first; for DistributedDataParallel use gradwire.torch.Hook")
+                                  "blocks and on the model first; for DistributedDataParallel use gradwire.torch.compress()")
     options = Options(encoded_once(gradients), weights, residual, _dense_rule(dense, gradients), _dense_rule(dense, weights), timeout_s, seed)
     return Compression(model, modules, options)
 

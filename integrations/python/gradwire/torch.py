@@ -40,7 +40,8 @@ def allreduce_(tensor: torch.Tensor, spec: str = "fp32", op: str = "avg",
     """Averages (or sums) a contiguous float32 or bfloat16 tensor over all ranks, in place. Collective.
 
     The same as gradwire.allreduce_(). comm=None: the ranks of the default process group, with a communicator
-    that is created at the first call.
+    that is created at the first call. On CUDA a call raises what has become of those before it; comm.check(), after
+    synchronizing with the stream, tells at once.
     """
     memory = memory_of(tensor)
     if comm is None:
@@ -51,7 +52,10 @@ def allreduce_(tensor: torch.Tensor, spec: str = "fp32", op: str = "avg",
         if comm is None or comm.closed:
             comm = communicator(device="host" if memory.device == _native.HOST else memory.device)
             _default_communicators[memory.device] = comm
-    stream = torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+    stream = 0
+    if tensor.is_cuda:
+        comm.check()  # an earlier call may have failed on its stream, which carries no errors
+        stream = torch.cuda.current_stream(tensor.device).cuda_stream
     comm.allreduce_(tensor.detach(), spec, op, stream, tag)
     return tensor
 
@@ -368,9 +372,25 @@ class Hook:
         self.__init__(pickled["spec"], timeout_s=pickled["timeout_s"], seed=pickled["seed"])  # type: ignore[misc]
         self._carried = from_dict(pickled["state"])
 
+    def check(self) -> None:
+        """Waits for the last backward's communication, and raises CommFailed if it has failed.
+
+        On the host backward() itself has raised by then. On CUDA it can't: a stream carries no errors, and when a peer
+        dies the gradients are garbage. Without check() only the next backward() raises, one optimizer.step() too
+        late: call it before optimizer.step(), or at least before a checkpoint is written.
+        """
+        self._worker.drain()
+        if self._side_stream is not None:
+            self._side_stream.synchronize()
+        if self._failure is not None:
+            raise _native.CommFailed(f"the step failed: {self._failure}") from self._failure
+        if self._comm is not None:
+            self._comm.check()
+
     def stats(self) -> Dict[str, Any]:
         """The last step, summed over buckets: "wire_bytes" sent by this rank, "dense_bytes" that it would have
-        sent uncompressed, in the gradients' own type, "comm_ms", "extra_bytes" of memory, "buckets", "buckets_in_place", and "description" (text)."""
+        sent uncompressed, in the gradients' own type, "comm_ms", "extra_bytes" of memory, "buckets",
+        "buckets_in_place", and "description" (text)."""
         self._worker.drain()
         total: Dict[str, Any] = {"steps": 0, "wire_bytes": 0, "dense_bytes": 0, "comm_ms": 0.0,
                                  "extra_bytes": 0, "buckets": 0, "buckets_in_place": 0, "description": ""}
