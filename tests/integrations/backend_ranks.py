@@ -108,7 +108,37 @@ def large_sums_are_compressed_and_nothing_else() -> None:
         elif RANK == 1:
             check(dist.recv(sent) == 0 and torch.equal(sent, values(rank=0)), "a message from any rank")
         dist.barrier()
+        other_collectives()
     say("sums and averages of large float32 and bfloat16 tensors are compressed, the same bits everywhere; all else is Gloo's")
+
+
+def other_collectives() -> None:
+    """All that is Gloo's and not inherited from ProcessGroup."""
+    own, n = torch.full((WORLD,), float(RANK)), WORLD * (WORLD - 1) / 2
+    total = own.clone()
+    dist.reduce(total, 0)
+    check(RANK > 0 or total.tolist() == [n] * WORLD, f"reduce: {total}")
+    parts = [torch.empty(WORLD) for _ in range(WORLD)]
+    dist.gather(own, parts if RANK == 0 else None, 0)
+    check(RANK > 0 or [int(p[0]) for p in parts] == list(range(WORLD)), f"gather: {parts}")
+    mine = torch.empty(1)
+    dist.scatter(mine, list(torch.arange(float(WORLD)).split(1)) if RANK == 0 else None, 0)
+    check(mine.item() == RANK, f"scatter: {mine}")
+    exchanged = torch.empty(WORLD)
+    dist.all_to_all_single(exchanged, own)
+    check(exchanged.tolist() == list(range(WORLD)), f"all_to_all_single: {exchanged}")
+    pieces = [torch.empty(1) for _ in range(WORLD)]
+    dist.all_to_all(pieces, list(own.split(1)))
+    check(torch.cat(pieces).tolist() == list(range(WORLD)), f"all_to_all: {pieces}")
+    two = [own.clone(), own.clone()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.all_reduce_coalesced(two)
+    check([t[0].item() for t in two] == [n, n], f"all_reduce_coalesced: {two}")
+    called = [name for name in ("broadcast", "reduce", "gather", "scatter", "alltoall", "all_to_all_single", "barrier", "send",
+                                "recv", "recv_anysource", "allreduce", "allgather", "reduce_scatter", "allreduce_coalesced")
+              if getattr(Backend, name) is getattr(dist.ProcessGroup, name)]
+    check(not called, f"inherited, and so with Python's lock held: {called}")
 
 
 def work_is_done_when_it_says_so() -> None:

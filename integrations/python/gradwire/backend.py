@@ -122,6 +122,21 @@ class Work(dist._Work if hasattr(dist, "_Work") else object):  # type: ignore[mi
         self.wait()
 
 
+def _gloos(*names: str) -> Any:
+    """A method that is Gloo's. names: what versions of PyTorch call it, the latest first.
+
+    Not inherited: PyTorch holds Python's lock (GIL) while it runs a C++ method that a class in Python does not
+    override. Gloo's threads need that lock to drop a finished call, with Gloo's own lock held, for which the next
+    call waits: a deadlock, now and then.
+    """
+
+    def method(self: "Backend", *arguments: Any, **options: Any) -> Any:
+        return self._gloo_call(*names)(*arguments, **options)
+
+    method.__name__ = names[0]
+    return method
+
+
 class Backend(dist.ProcessGroup):
     """A process group with compressed collectives: see register_backend(), which is how to make one."""
 
@@ -246,14 +261,24 @@ class Backend(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base, _allgather_base = reduce_scatter_single, all_gather_single
 
+    # ---- Gloo's ------------------------------------------------------------------------------------------------
+
+    broadcast, reduce, scatter, gather = _gloos("broadcast"), _gloos("reduce"), _gloos("scatter"), _gloos("gather")
+    alltoall, barrier = _gloos("alltoall"), _gloos("barrier")
+    send, recv, recv_anysource = _gloos("send"), _gloos("recv"), _gloos("recv_anysource")
+    allreduce_coalesced, allgather_coalesced = _gloos("allreduce_coalesced"), _gloos("allgather_coalesced")
+    all_to_all_single = _gloos("all_to_all_single", "alltoall_base")
+    gather_single = _gloos("gather_single", "gather_into_tensor")
+    alltoall_base, gather_into_tensor = all_to_all_single, gather_single
+
     # ---- Making them -------------------------------------------------------------------------------------------
 
-    def _gloo_call(self, name: str, earlier: str) -> Any:
-        return getattr(self._gloo, name, None) or getattr(self._gloo, earlier)
+    def _gloo_call(self, *names: str) -> Any:
+        return next(getattr(self._gloo, name) for name in names if hasattr(self._gloo, name))
 
     def _submit(self, job: Callable[[Communicator], None], tensors: List[torch.Tensor]) -> Work:
         if self._worker is None:
-            # By the store, not by Gloo: this may be in a backward that has Gloo's calls under way.
+            # By the store, which needs no call of this group's while it is in one.
             comm = communicator_of_store(self._store, self.rank(), self.size(), self._timeout_s)
             comm._finalizer.atexit = False  # the worker comes first
             self._communicators[:] = [comm]
