@@ -48,9 +48,10 @@ struct GradientLayout {
 
 inline constexpr int64_t kOneBucket = std::numeric_limits<int64_t>::max();  // as bucket_bytes
 // Places tensors one after the other, each at a multiple of `alignment` elements. The tensor that fills a
-// bucket to bucket_bytes closes it; tensors are never split. Throws BadInput that names a tensor with a
-// negative extent.
-GradientLayout lay_out(const std::vector<GradientTensor>& tensors, int64_t alignment, int64_t bucket_bytes);
+// bucket to bucket_bytes closes it; tensors are never split. `blocks`: the first tensors of blocks, which are not
+// split either; empty: each tensor is one. Throws BadInput that names a tensor with a negative extent.
+GradientLayout lay_out(const std::vector<GradientTensor>& tensors, int64_t alignment, int64_t bucket_bytes,
+                       const std::vector<int>& blocks = {});
 
 // Common to all codecs of a reducer.
 struct CodecSetup {

@@ -16,7 +16,7 @@ Reducer::Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<Gr
       spec_(spec),
       tensors_(std::move(tensors)),
       options_(std::move(options)),
-      layout_(lay_out(tensors_, options_.alignment, options_.bucket_bytes)) {
+      layout_(lay_out(tensors_, options_.alignment, options_.bucket_bytes, options_.blocks)) {
   ready_.assign(tensors_.size(), false);
   if (options_.stream) {
     stream_ = options_.stream;
@@ -84,7 +84,6 @@ void Reducer::build_buckets() {
                          .spec = spec_,
                          .stream = stream_,
                          .step = device_step_.as<const uint64_t>(),
-                         .gradients = gradients_.as<float>(),
                          .average = options_.average,
                          .seed = options_.seed};
   const size_t count = layout_.buckets.size();
@@ -96,6 +95,7 @@ void Reducer::build_buckets() {
     BucketContext context = bucket_context(
         setup, tensors_, layout_, range,
         fmt::format("bucket {} of {}{}{}", b + 1, count, options_.name.empty() ? "" : " of ", options_.name));
+    context.gradients = memory_of(b);
     context.planner = &*planner_;
     if (options_.sharded) {
       context.shards = shards(range);
@@ -113,8 +113,17 @@ void Reducer::build_buckets() {
     dense_bytes_ += 4 * elements_sent(dense.choose(range.elements(), kFp32, context.shards).schedule,
                                       comm_.rank(), range.elements(), context.shards);
   }
+  if (in_turns()) build_slots();
   for (Lane& lane : lanes_) lane.workspace = Buffer(comm_.device(), lane.workspace_bytes);
   for (Bucket& b : buckets_) b.codec->bind(lane_of(b).workspace.data());
+}
+
+int Reducer::bucket_of(int tensor) const {
+  const auto& all = layout_.buckets;
+  return static_cast<int>(
+      std::upper_bound(all.begin(), all.end(), tensor,
+                       [](int i, const BucketRange& bucket) { return i < bucket.last_tensor; }) -
+      all.begin());
 }
 
 Shards Reducer::shards(const BucketRange& bucket) const {

@@ -56,6 +56,12 @@ struct ReducerOptions {
   // Each rank needs the mean of its own part only: see owned(). Then a wire format ends with a reduce-scatter,
   // half an allreduce; other codecs leave the mean on every rank.
   bool sharded = false;
+  // If sharded: memory for the gradients of this many buckets, which take turns; 0: for all. The mean of this rank's
+  // part is then in shard(), and gradients must become ready in the order of the tensors.
+  int slots = 0;
+  // The first tensors of blocks, which buckets do not cut; empty: any tensor may begin a bucket. With slots, an op that
+  // writes several gradients must not write those of two blocks.
+  std::vector<int> blocks = {};
   // Receives each exchange in the steps that it traces; must outlive the reducer. Needs `timing`.
   Tracer* tracer = nullptr;
   // Constructs the codec of each bucket; empty: the one that the spec names.
@@ -74,15 +80,20 @@ class Reducer {
   // The address of tensor i's gradient, shaped as registered; constant until adopt() changes it.
   float* gradient(int i) const;
   // The flat buffer that holds all gradients, and the offset of tensor i in it, in elements. Gaps between
-  // tensors (alignment) are and stay zero, so an optimizer may process the whole buffer at once.
+  // tensors (alignment) are and stay zero, so an optimizer may process the whole buffer at once. With slots there is
+  // room for these only, and gradient(i) may be written once the gradients of all earlier buckets are ready.
   const Buffer& gradients() const { return gradients_; }
   int64_t offset(int i) const { return layout_.offsets.at(i); }
   int64_t elements() const { return layout_.elements; }  // of the flat buffer, gaps included
   // Elements of the flat buffer in which this rank finds the mean after wait(): all of them or, if sharded, its
   // shard of each bucket. The rest of a sharded reducer's gradients is then unspecified.
   std::vector<ElementRange> owned() const;
+  // With slots: the mean of owned(), one range after another, from wait() until the next step. Else empty.
+  const Buffer& shard() const { return shard_; }
   // The same of every rank, by bucket: owned() is ranges()[b].begin plus the shards of the ranks before.
   const std::vector<BucketRange>& ranges() const { return layout_.buckets; }
+  int bucket_of(int tensor) const;
+  int64_t largest_bucket() const;  // elements
   Shards shards(const BucketRange& bucket) const;
 
   // From the next step on, tensor i's gradient is at gradients[i], on the communicator's device. A bucket
@@ -137,8 +148,11 @@ class Reducer {
  private:
   struct Bucket : BucketRange {
     std::unique_ptr<Codec> codec;
-    float* data = nullptr;  // what the codec works on: part of the flat buffer, or adopted memory
-    bool staged = false;    // tensors are copied into and out of the flat buffer
+    float* data = nullptr;           // what the codec works on: part of the flat buffer, or adopted memory
+    bool staged = false;             // tensors are copied into and out of the flat buffer
+    std::vector<ElementRange> gaps;  // with slots, whose last user had others; from the bucket's start
+    ElementRange owned;              // by this rank, from the bucket's start
+    int64_t packed = 0;              // with slots: where that is in shard_
     size_t lane = 0;
 
     // In the current step.
@@ -162,6 +176,14 @@ class Reducer {
   // step.cpp: a bucket's step.
   void launch(int bucket);
   void count_bytes(StepMarks& marks, int which);
+  // slots.cpp: memory for some buckets only.
+  bool in_turns() const { return options_.sharded && options_.slots > 0 && comm_.world() > 1; }
+  size_t slots() const;
+  int64_t gradient_elements() const;
+  float* memory_of(size_t bucket) const;
+  void build_slots();
+  void clear_gaps(const Bucket& bucket) const;
+  void take(const Bucket& bucket, Event& taken);
   // staging.cpp: gradients in the caller's memory.
   float* common_base(const Bucket& bucket) const;
   void allocate_gradients();
@@ -176,6 +198,8 @@ class Reducer {
   const ReducerOptions options_;
   const GradientLayout layout_;
   Buffer gradients_, device_step_;
+  Buffer shard_;                 // with slots
+  std::vector<Event> taken_;     // by slot: its gradients have been reduced, and the mean is in shard_
   std::vector<float*> adopted_;  // by tensor; empty: the gradients are in gradients_
   std::vector<Bucket> buckets_;  // empty in a world of 1
   std::vector<int> bucket_of_;   // tensor -> bucket

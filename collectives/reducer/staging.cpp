@@ -11,6 +11,7 @@ namespace gradwire {
 
 void Reducer::adopt(std::span<float* const> gradients) {
   std::lock_guard lock(mutex_);
+  if (in_turns()) throw Error("Reducer::adopt: with slots, the reducer owns the gradients' memory");
   if (gradients.size() != tensors_.size()) {
     throw BadInput(
         fmt::format("Reducer::adopt: {} addresses for {} tensors", gradients.size(), tensors_.size()));
@@ -45,11 +46,14 @@ int Reducer::buckets_in_place() const {
 }
 
 float* Reducer::gradient(int i) const {
-  return adopted_.empty() ? gradients_.as<float>() + offset(i) : adopted_.at(i);
+  if (!adopted_.empty()) return adopted_.at(static_cast<size_t>(i));
+  if (!gradients_) return nullptr;
+  const auto bucket = static_cast<size_t>(bucket_of(i));
+  return memory_of(bucket) + (offset(i) - layout_.buckets[bucket].begin);
 }
 
 void Reducer::allocate_gradients() {
-  gradients_ = make_buffer<float>(comm_.device(), layout_.elements);
+  gradients_ = make_buffer<float>(comm_.device(), gradient_elements());
   fill_zero(stream_, gradients_.data(), gradients_.bytes());
 }
 

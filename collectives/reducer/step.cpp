@@ -21,6 +21,13 @@ void Reducer::ready(int i, const Stream& producer) {
   if (!options_.own_gradients && adopted_.empty()) {
     throw BadInput("Reducer::ready: no gradients; call adopt() first, because own_gradients is off");
   }
+  if (in_turns() && i > 0 && !ready_[i - 1]) {
+    throw BadInput(
+        fmt::format("gradient '{}' was marked ready before '{}': where buckets take turns in memory, the "
+                    "order is that of the "
+                    "tensors",
+                    tensors_[i].name, tensors_[i - 1].name));
+  }
   ready_[i] = true;
   if (buckets_.empty()) return;
   Bucket& bucket = buckets_[bucket_of_[i]];
@@ -30,6 +37,10 @@ void Reducer::ready(int i, const Stream& producer) {
   }
   // In bucket order, whatever the order of readiness: all ranks must issue collectives in the same order.
   while (launched_ < static_cast<int>(buckets_.size()) && buckets_[launched_].is_full()) launch(launched_++);
+  const size_t next = static_cast<size_t>(bucket_of_[i]) + 1;
+  if (in_turns() && bucket.is_full() && next < buckets_.size() && next >= slots()) {
+    producer.wait(taken_[next % slots()]);  // the bucket that the next one's memory belongs to
+  }
 }
 
 void Reducer::wait(const Stream& consumer) {
@@ -123,7 +134,9 @@ void Reducer::launch(int b) {
     phases.enter(stream, Phase::compress);
     stage(bucket, true);
   }
+  if (in_turns()) clear_gaps(bucket);
   bucket.codec->run(stream, step_, phases);
+  if (in_turns()) take(bucket, taken_[static_cast<size_t>(b) % slots()]);
   if (bucket.staged) {
     phases.enter(stream, Phase::decompress);
     stage(bucket, false);

@@ -61,6 +61,25 @@ class Checkpoints(CommandTest):
         first.wait(60)
         self.assertEqual(self.run_command("train", *synthetic(), "--steps", 8, *saving).returncode, 0)
 
+    def test_a_killed_run_goes_on_with_other_ranks_and_divided_otherwise(self):
+        divided = ["train", *synthetic(), "--compression", "int8", "--bucket-mb", "0.002", "--checkpoint", "saved",
+                   "--checkpoint-every", "2"]
+        first = subprocess.Popen([self.gradwire, *map(str, divided), "--shard", "full", "--ranks", "3", "--steps", "100000"],
+                                 stdout=subprocess.PIPE, text=True, env=self.environment(), cwd=self.folder)
+        self.addCleanup(lambda: (first.kill(), first.communicate()))
+        while "step 7/" not in first.stdout.readline():
+            self.assertIsNone(first.poll())
+        first.kill()
+        first.wait(60)
+        step = max(int(path.name.split("-")[1]) for path in (self.folder / "saved").glob("step-?????????"))
+        self.assertGreaterEqual(step, 6)
+        for ranks, shard in ((2, "gradients"), (4, "full"), (1, "full"), (3, "none")):
+            step += 2
+            again = self.run_command(*divided, "--resume", "saved", "--shard", shard, "--ranks", ranks, "--steps", step)
+            self.assertEqual(again.returncode, 0, again.stderr)
+            self.assertIn("the sum of their residuals is kept", again.stdout)
+            self.assertIn("2 steps in", again.stdout)
+
     def test_contradictory_options_are_refused(self):
         self.assertEqual(self.train("--checkpoint", "saved").returncode, 0)
         (self.folder / "broken").write_text("{}")

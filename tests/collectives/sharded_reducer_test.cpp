@@ -1,4 +1,5 @@
 // A sharded reducer: each rank gets the mean of its shard, with nothing lost and half the bytes.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -25,14 +26,15 @@ class ShardedReducer : public ::testing::TestWithParam<Device> {
     std::vector<int> owners;  // how many ranks have an element
     uint64_t wire_bytes = 0;
   };
-  Result run(const std::string& spec, int world, int steps, bool sharded) const {
+  Result run(const std::string& spec, int world, int steps, bool sharded, int slots = 0) const {
     Result all;
     std::mutex mutex;
     run_ranks(world, GetParam(), [&](Communicator& comm) {
       comm.set_ranks_per_node(testing::ranks_per_node(world));
       const Stream stream = Stream::create(comm.device(), "compute");
-      Reducer reducer(comm, CompressionSpec::parse(spec), model(),
-                      {.bucket_bytes = 16 << 10, .seed = 5, .slice_bytes = 0, .sharded = sharded});
+      Reducer reducer(
+          comm, CompressionSpec::parse(spec), model(),
+          {.bucket_bytes = 16 << 10, .seed = 5, .slice_bytes = 0, .sharded = sharded, .slots = slots});
       const auto elements = static_cast<size_t>(reducer.elements());
       std::vector<double> applied(elements), in(elements);
       std::vector<float> mean;
@@ -46,10 +48,11 @@ class ShardedReducer : public ::testing::TestWithParam<Device> {
           reducer.ready(i, stream);
         }
         reducer.wait(stream);
-        mean = to_host(stream, reducer.gradients().as<const float>(), reducer.elements());
+        mean = slots > 0 ? unpacked(stream, reducer)
+                         : to_host(stream, reducer.gradients().as<const float>(), reducer.elements());
         for (size_t e = 0; e < elements; ++e) applied[e] += mean[e];
         // Between the tensors, gradients stay zero for the next step.
-        if (sharded) fill_zero(stream, reducer.gradients().data(), reducer.gradients().bytes());
+        if (sharded && slots == 0) fill_zero(stream, reducer.gradients().data(), reducer.gradients().bytes());
         stream.synchronize();
       }
       std::vector<double> kept(elements);
@@ -74,11 +77,24 @@ class ShardedReducer : public ::testing::TestWithParam<Device> {
     });
     return all;
   }
+
+  static std::vector<float> unpacked(const Stream& stream, const Reducer& reducer) {
+    std::vector<float> flat(static_cast<size_t>(reducer.elements()));
+    const std::vector<float> packed =
+        to_host(stream, reducer.shard().as<const float>(), static_cast<int64_t>(reducer.shard().bytes() / 4));
+    auto from = packed.begin();
+    for (const ElementRange& range : reducer.owned()) {
+      std::copy_n(from, range.count(), flat.begin() + range.begin);
+      from += range.count();
+    }
+    return flat;
+  }
 };
 GW_INSTANTIATE_ON_DEVICES(ShardedReducer);
 
 TEST_P(ShardedReducer, EveryElementHasOneOwnerWhoGetsTheBitsOfAnAllreduce) {
-  for (const char* spec : {"fp32:schedule=two_shot", "fp32:schedule=ring", "fp32", "powersgd:rank=2", "randk:ratio=0.1"}) {
+  for (const char* spec :
+       {"fp32:schedule=two_shot", "fp32:schedule=ring", "fp32", "powersgd:rank=2", "randk:ratio=0.1"}) {
     for (int world : {2, 3, 4, 8}) {
       const Result whole = run(spec, world, 2, false), sharded = run(spec, world, 2, true);
       EXPECT_EQ(sharded.owners, std::vector<int>(sharded.owners.size(), 1)) << spec << ", " << world;
@@ -107,6 +123,40 @@ TEST_P(ShardedReducer, NothingIsLost) {
       EXPECT_LE(norm(difference), 1e-6 * norm(r.size)) << spec << ", " << world;
     }
   }
+}
+
+TEST_P(ShardedReducer, BucketsThatTakeTurnsInMemoryGiveTheSameBits) {
+  for (const char* spec : {"fp32", "fp32:schedule=ring", "int8:round=stochastic", "int4:dense=off",
+                           "powersgd:rank=2", "randk:ratio=0.1"}) {
+    for (int world : {2, 3, 8}) {
+      const Result whole = run(spec, world, 3, true);
+      for (int slots : {1, 2, 3, 100}) {
+        const Result in_turns = run(spec, world, 3, true, slots);
+        EXPECT_TRUE(testing::same_bits(whole.mean, in_turns.mean)) << spec << ", " << world << ", " << slots;
+        EXPECT_EQ(whole.kept, in_turns.kept) << spec << ", " << world << ", " << slots;
+      }
+    }
+  }
+}
+
+TEST_P(ShardedReducer, BucketsThatTakeTurnsNeedTheOrderOfTheTensors) {
+  run_ranks(2, GetParam(), [&](Communicator& comm) {
+    const Stream stream = Stream::create(comm.device(), "compute");
+    Reducer reducer(comm, CompressionSpec::parse("fp32"), model(),
+                    {.bucket_bytes = 16 << 10, .sharded = true, .slots = 2, .blocks = {0, 3}});
+    EXPECT_EQ(reducer.buckets(), 2);  // cut where a block begins
+    EXPECT_EQ(reducer.bucket_of(2), 0);
+    EXPECT_EQ(reducer.bucket_of(3), 1);
+    try {
+      reducer.ready(1, stream);
+      ADD_FAILURE() << "tensor 1 before tensor 0";
+    } catch (const BadInput& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("'" + model()[1].name + "' was marked ready before '" +
+                                                     model()[0].name + "'"));
+    }
+    std::vector<float*> addresses(model().size(), reducer.gradient(0));
+    EXPECT_THROW(reducer.adopt(addresses), Error);
+  });
 }
 
 TEST_P(ShardedReducer, AWireFormatSendsHalfOfAnAllreduce) {

@@ -9,6 +9,7 @@
 #include <random>
 
 #include "collectives/communicator/communicator.h"
+#include "tests/collectives/conservation.h"
 #include "tests/collectives/group.h"
 #include "tests/devices.h"
 #include "tests/own_codec.h"
@@ -314,12 +315,15 @@ TEST_P(CheckpointTest, TheFirstStepInAWorldOfOneAppliesTheResidualsItFound) {
   EXPECT_GT(largest, 1e-5);  // the residuals are larger than the tolerance
 }
 
-TEST_P(CheckpointTest, ADividedOptimizerResumesWithTheSameBits) {
+TEST_P(CheckpointTest, ADividedRunResumesWithTheSameBits) {
   for (const char* format : {"fp32", "int8"}) {
-    for (const char* spec : {"fp32", "int8"}) {
-      const std::string what = fmt::format("{}, weights in {}", spec, format);
+    for (const auto& [spec, shard] :
+         {std::pair("fp32", Sharding::optimizer), std::pair("int8", Sharding::optimizer),
+          std::pair("int8", Sharding::gradients), std::pair("int8", Sharding::full)}) {
+      const std::string what = fmt::format("{}, weights in {}, {} divided", spec, format, name(shard));
       TrainConfig c = config(3, spec);
-      c.shard = Sharding::optimizer;
+      c.shard = shard;
+      c.bucket_mb = 0.003;
       c.gather_weights = CompressionSpec::parse(format).wire;
       const Recorder whole = train(c);
       fs::remove_all(folder_.path("run"));
@@ -327,8 +331,8 @@ TEST_P(CheckpointTest, ADividedOptimizerResumesWithTheSameBits) {
       for (int64_t k = 1; k <= c.steps; ++k) {
         TrainConfig rest = c;
         rest.resume = checkpoint(k);
-        rest.graph = k % 2 == 0 && GetParam().is_host();
-        rest.gradient_views = k % 3 != 0;
+        rest.graph = shard == Sharding::optimizer && k % 2 == 0 && GetParam().is_host();
+        rest.gradient_views = shard != Sharding::optimizer || k % 3 != 0;
         const Recorder resumed = train(rest);
         EXPECT_EQ(resumed.hash, whole.hash) << what << ", from " << k;
       }
@@ -340,11 +344,12 @@ TEST_P(CheckpointTest, ADividedOptimizerResumesWithTheSameBits) {
 TEST_P(CheckpointTest, ACheckpointOfDividedMomentsIsThatOfWholeOnes) {
   TrainConfig c = config(3, "fp32:schedule=two_shot");
   const Recorder whole = train(c);
-  for (Sharding saved : {Sharding::none, Sharding::optimizer}) {
+  constexpr Sharding kAll[] = {Sharding::none, Sharding::optimizer, Sharding::gradients, Sharding::full};
+  for (Sharding saved : kAll) {
     fs::remove_all(folder_.path("run"));
     c.shard = saved;
     train_and_save(c);
-    for (Sharding resumed : {Sharding::none, Sharding::optimizer}) {
+    for (Sharding resumed : kAll) {
       TrainConfig rest = c;
       rest.shard = resumed;
       rest.resume = checkpoint(4);
@@ -358,8 +363,89 @@ TEST_P(CheckpointTest, ACheckpointOfDividedMomentsIsThatOfWholeOnes) {
     rest.resume = checkpoint(4);
     rest.shard = Sharding::none;
     const Recorder undivided = train(rest);
-    rest.shard = Sharding::optimizer;
-    EXPECT_EQ(train(rest).hash, undivided.hash) << ranks;
+    for (Sharding shard : kAll) {
+      rest.shard = shard;
+      EXPECT_EQ(train(rest).hash, undivided.hash) << ranks << ", " << name(shard);
+    }
+  }
+}
+
+TEST_P(CheckpointTest, TheSumOfResidualsIsKeptHoweverTheRunIsDivided) {
+  TrainConfig c = config(3, "int4:dense=off");
+  c.bucket_mb = 0.003;
+  c.checkpoint_directory = folder_.path("run");
+  const auto parameters = vit_parameters(c.model);
+  // Of every element, over the ranks. Makes steps and saves, or restores.
+  auto run = [&](int ranks, Sharding shard, const std::string& from) {
+    TrainConfig config = c;
+    config.shard = shard;
+    config.devices.assign(static_cast<size_t>(ranks), GetParam());
+    std::vector<double> sum;
+    std::mutex mutex;
+    testing::run_ranks(ranks, GetParam(), [&](Communicator& comm) {
+      const Stream stream = Stream::create(comm.device(), "train");
+      Reducer reducer(comm, config.compression, gradient_tensors(config.model), reducer_options(config));
+      const ParameterLayout layout = reducer_layout(reducer);
+      Buffer weights = Buffer::pinned(static_cast<size_t>(layout.elements) * sizeof(float));
+      const RankState rank{.comm = comm,
+                           .stream = stream,
+                           .reducer = reducer,
+                           .parameters = parameters,
+                           .layout = layout,
+                           .weights = weights.as<float>()};
+      if (!from.empty()) {
+        EXPECT_FALSE(restore_checkpoint(rank, config, read_head(from)));
+      } else {
+        for (int i = 0; i < reducer.tensors(); ++i) {
+          const auto seed = static_cast<uint32_t>(100 * comm.rank() + i);
+          const auto gradient = testing::normal(parameters[static_cast<size_t>(i)].elements(), seed);
+          to_device(stream, reducer.gradient(i), std::span<const float>(gradient));
+          reducer.ready(i, stream);
+        }
+        reducer.wait(stream);
+        stream.synchronize();
+        save_checkpoint(rank, config, {.step = 1});
+      }
+      std::lock_guard lock(mutex);
+      sum.resize(static_cast<size_t>(layout.elements));
+      for (const TensorState& state : reducer.tensor_state()) {
+        if (state.kind != kResidualKind) continue;
+        const auto part = testing::values_of(stream, state);
+        for (size_t e = 0; e < part.size(); ++e)
+          sum[static_cast<size_t>(reducer.offset(state.tensor)) + e] += part[e];
+      }
+    });
+    return sum;
+  };
+  const std::string saved = NewCheckpoint::final_path(c.checkpoint_directory, 1);
+  for (Sharding before : {Sharding::gradients, Sharding::full}) {
+    fs::remove_all(folder_.path("run"));
+    const std::vector<double> sum = run(3, before, "");
+    EXPECT_GT(testing::norm(sum), 1);
+    for (Sharding after : {Sharding::none, Sharding::optimizer, Sharding::full}) {
+      for (int ranks : {2, 3, 5}) {
+        const std::vector<double> kept = run(ranks, after, saved);
+        std::vector<double> difference(sum.size());
+        for (size_t e = 0; e < sum.size(); ++e) difference[e] = kept[e] - sum[e];
+        EXPECT_LE(testing::norm(difference), 1e-6 * testing::norm(sum)) << name(after) << ", " << ranks;
+      }
+    }
+  }
+}
+
+// The residuals have no place of their own in FP32: the first step's gradients are added to them.
+TEST_P(CheckpointTest, ResidualsThatARunHasNoPlaceForAreInItsFirstStep) {
+  TrainConfig c = config(3, "int4:dense=off");
+  train_and_save(c);
+  TrainConfig rest = config(3, "fp32:schedule=two_shot");
+  rest.resume = checkpoint(4);
+  const Recorder undivided = train(rest);
+  for (Sharding shard : {Sharding::optimizer, Sharding::gradients, Sharding::full}) {
+    for (double bucket_mb : {25.0, 0.003}) {
+      rest.shard = shard;
+      rest.bucket_mb = bucket_mb;
+      EXPECT_EQ(train(rest).hash, undivided.hash) << name(shard) << ", " << bucket_mb;
+    }
   }
 }
 

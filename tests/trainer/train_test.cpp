@@ -166,6 +166,28 @@ TEST_P(TrainTest, AGraphGivesTheSameBits) {
 }
 
 // Every rank holds a part of the moments, and updates its part of the weights.
+TEST_P(TrainTest, ADividedRunGivesTheBitsOfAWholeOne) {
+  for (const char* spec : {"fp32:schedule=two_shot", "powersgd:rank=2,schedule=two_shot"}) {
+    for (int ranks : {1, 2, 3, 5, 8}) {
+      TrainConfig c = config(ranks, spec);
+      if (ranks > 4) c.batch_size = 2;
+      c.bucket_mb = ranks == 5 ? 25 : 0.003;
+      c.optimizer = ranks == 2 ? OptimizerKind::sgd : OptimizerKind::adamw;
+      c.precision = ranks == 3 ? Precision::bf16 : Precision::fp32;
+      const Recorder whole = train(c);
+      for (Sharding shard : {Sharding::gradients, Sharding::full}) {
+        c.shard = shard;
+        const Recorder divided = train(c);
+        EXPECT_EQ(losses(whole), losses(divided)) << spec << ", " << ranks << ", " << name(shard);
+        EXPECT_EQ(whole.hash, divided.hash) << spec << ", " << ranks << ", " << name(shard);
+        ASSERT_EQ(whole.evals.size(), divided.evals.size());
+        for (size_t i = 0; i < whole.evals.size(); ++i)
+          EXPECT_EQ(whole.evals[i].test_loss, divided.evals[i].test_loss);
+      }
+    }
+  }
+}
+
 TEST_P(TrainTest, ADividedOptimizerGivesTheBitsOfAWholeOne) {
   for (const char* spec : {"fp32:schedule=two_shot", "fp32:schedule=ring", "powersgd:rank=2"}) {
     for (int ranks : {1, 2, 3, 4, 8}) {
@@ -191,10 +213,12 @@ TEST_P(TrainTest, ADividedOptimizerGivesTheBitsOfAWholeOne) {
 // The run itself ends with an error if ranks differ in a bit of their weights.
 TEST_P(TrainTest, WeightsGatheredInFewBytesAreTheSameOnAllRanksAndTrain) {
   const Recorder exact = train(config(4));
+  Sharding shard = Sharding::full;
   for (const char* format : {"bf16", "fp8", "int8", "int4:rotate=hadamard"}) {
     for (const char* spec : {"fp32", "int8"}) {
       TrainConfig c = config(4, spec);
-      c.shard = Sharding::optimizer;
+      c.bucket_mb = 0.003;
+      c.shard = shard = shard == Sharding::full ? Sharding::optimizer : Sharding::full;
       const uint64_t plain = train(c).steps.back().wire_bytes;
       c.gather_weights = CompressionSpec::parse(format).wire;
       const Recorder r = train(c);
@@ -218,6 +242,23 @@ TEST_P(TrainTest, ADividedOptimizerNeedsAnNthOfTheMemory) {
                 64.0 * ranks)
         << ranks;
     EXPECT_EQ(divided.gradients, whole.gradients);
+    c.bucket_mb = 0.003;
+    c.model.depth = 8;
+    c.shard = Sharding::none;
+    const RunMemory deep = plan_memory(c);
+    c.shard = Sharding::gradients;
+    const RunMemory less = plan_memory(c);
+    c.shard = Sharding::full;
+    const RunMemory least = plan_memory(c);
+    if (ranks > 1) {
+      EXPECT_LT(less.gradients, deep.gradients);
+      EXPECT_LT(least.model, deep.model);
+    } else {
+      EXPECT_EQ(least.total(), deep.total());
+    }
+    c.bucket_mb = config(ranks).bucket_mb;
+    c.model = config(ranks).model;
+    c.shard = Sharding::optimizer;
     c.memory_limit = divided.total();
     EXPECT_NO_THROW(check_memory_limit(c));
     c.memory_limit = divided.total() - 1;

@@ -373,7 +373,7 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
     }
   }
   if (left_over) {
-    to_device(rank.stream, rank.reducer.gradients().as<float>(), std::span<const float>(flat));
+    to_device(rank.stream, rank.left_over, std::span<const float>(flat));
   }
   rank.reducer.resume_at(head.position.step);
   return left_over;

@@ -59,7 +59,9 @@ struct RankState {
   const std::vector<VitParameter>& parameters;
   const ParameterLayout& layout;
   float* weights;
-  std::vector<FlatState> moments;
+  std::vector<FlatState> moments = {};
+  float* left_over =
+      nullptr;  // restore_checkpoint() leaves residuals there that this run has no place for; in ParameterLayout
 };
 
 struct SavedCheckpoint {
@@ -72,8 +74,8 @@ SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config
 
 // Checks and loads every file. Rank r of this run takes the sum of the residuals of the checkpoint's ranks r,
 // r + world, ..., so the sum over all ranks is kept. A residual that this run has no place for (a world of 1,
-// another compression) is left in reducer.gradients(): the result is then true, and the first step must add
-// its gradients to it.
+// another compression) is left in rank.left_over: the result is then true, and the first step must add its gradients
+// to it.
 bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const CheckpointHead& head);
 
 // Loads weights only, into `out`, which has layout.elements floats; gaps become 0. Strict: throws BadInput,

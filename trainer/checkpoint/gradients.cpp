@@ -21,10 +21,9 @@ GradientDump::GradientDump(const TrainConfig& config, const std::vector<VitParam
       layout_(layout),
       copies_(Buffer::pinned(static_cast<size_t>(layout.elements) * sizeof(float))) {}
 
-void GradientDump::take(const Stream& stream, int i, const float* gradients) {
+void GradientDump::take(const Stream& stream, int i, const float* gradient) {
   const auto at = static_cast<size_t>(i);
-  const int64_t offset = layout_.offsets[at];
-  copy(stream, copies_.as<float>() + offset, gradients + offset,
+  copy(stream, copies_.as<float>() + layout_.offsets[at], gradient,
        static_cast<size_t>(parameters_[at].elements()) * sizeof(float));
 }
 

@@ -22,8 +22,8 @@ class GradientDump {
                const ParameterLayout& layout);
 
   // Copies gradient i, in stream order: enqueue it after what computes the gradient, and before the reducer
-  // may change it. `gradients`: (layout.elements) on the stream's device.
-  void take(const Stream& stream, int i, const float* gradients);
+  // may change it. On the stream's device.
+  void take(const Stream& stream, int i, const float* gradient);
   // After the stream has passed every take(). Throws Error when writing fails; the file is there as a whole,
   // or not at all.
   void write() const;

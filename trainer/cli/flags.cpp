@@ -262,9 +262,14 @@ void add_checkpoint_flags(CLI::App& command, Options& o, CLI::Option* init) {
 void add_shard_flags(CLI::App& command, Options& o) {
   const char* group = "Ranks";
   add_choice<Sharding>(
-      command, "--shard", o.shard, {{"none", Sharding::none}, {"optimizer", Sharding::optimizer}},
+      command, "--shard", o.shard,
+      {{"none", Sharding::none},
+       {"optimizer", Sharding::optimizer},
+       {"gradients", Sharding::gradients},
+       {"full", Sharding::full}},
       "What is divided among the ranks: optimizer (its moments; gradients are reduce-scattered, and "
-      "each rank updates its part of the weights)")
+      "each rank updates its part of the weights), gradients too (whole for three buckets only), or full "
+      "(weights too, gathered as layers need them)")
       ->group(group);
   add_text(command, "--gather-weights", o.gather_weights, "FORMAT",
            "With --shard: the wire format in which ranks get each other's new weights (default: fp32)")

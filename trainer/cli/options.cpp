@@ -257,9 +257,30 @@ Wire gather_format(const Options& o) {
                     o.gather_weights));
   }
   if (o.shard == Sharding::none && !spec.wire->exact) {
-    throw BadInput("--gather-weights is for --shard optimizer; otherwise every rank updates all weights");
+    throw BadInput("--gather-weights is for --shard; otherwise every rank updates all weights");
   }
   return spec.wire;
+}
+
+// Gradients that are divided leave their memory bucket by bucket, once per step.
+void check_shard(const Options& o) {
+  if (o.shard < Sharding::gradients) return;
+  const std::string flag = fmt::format("--shard {}", name(o.shard));
+  if (o.accumulate > 1) {
+    throw BadInput(
+        fmt::format("--accumulate {} needs all gradients until the last micro-batch, and {} keeps a few "
+                    "buckets only; use --shard optimizer, or a larger --batch-size",
+                    o.accumulate, flag));
+  }
+  if (o.graph) {
+    throw BadInput(fmt::format("--graph and {} do not go together; use --shard optimizer", flag));
+  }
+  if (!o.gradient_views) {
+    throw BadInput(
+        fmt::format("--no-gradient-views gives the gradients memory of their own, all of them; {} has "
+                    "no room for it",
+                    flag));
+  }
 }
 
 }  // namespace
@@ -288,6 +309,7 @@ Resolved resolve_machine(const Options& o) {
   config.gradient_views = o.gradient_views;
   config.shard = o.shard;
   config.gather_weights = gather_format(o);
+  check_shard(o);
   config.memory_limit = static_cast<int64_t>(std::min<uint64_t>(o.memory_limit, int64_t{1} << 60));
   config.graph = o.graph;
   config.batch_size = o.batch_size;

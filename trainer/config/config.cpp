@@ -168,7 +168,17 @@ const char* name(OptimizerKind kind) {
   return kind == OptimizerKind::sgd ? "sgd" : "adamw";
 }
 const char* name(Sharding sharding) {
-  return sharding == Sharding::none ? "none" : "optimizer";
+  switch (sharding) {
+    case Sharding::none:
+      return "none";
+    case Sharding::optimizer:
+      return "optimizer";
+    case Sharding::gradients:
+      return "gradients";
+    case Sharding::full:
+      break;
+  }
+  return "full";
 }
 const char* name(Precision precision) {
   return precision == Precision::fp32 ? "fp32" : precision == Precision::tf32 ? "tf32" : "bf16";

@@ -68,8 +68,8 @@ struct StepRange {
 
 enum class OptimizerKind : uint8_t { sgd, adamw };
 
-// What is divided among the ranks, instead of being held by each.
-enum class Sharding : uint8_t { none, optimizer };
+// What is divided among the ranks, instead of being held by each. Each one includes those before it.
+enum class Sharding : uint8_t { none, optimizer, gradients, full };
 
 struct TrainConfig {
   VitConfig model;
@@ -86,8 +86,10 @@ struct TrainConfig {
   double bucket_mb = 25;  // MiB
   Sharding shard = Sharding::none;
   Wire gather_weights = kFp32;  // with shard: the format in which the ranks get each other's new weights
-  int64_t memory_limit = 0;     // bytes per rank; a run that needs more is refused. 0: none
-  bool gradient_views = true;   // gradients are written into the buckets; otherwise copied in and out
+  // Whether the ranks divide this among them. A single rank has nobody to divide it with.
+  bool divides(Sharding what) const { return shard >= what && ranks() > 1; }
+  int64_t memory_limit = 0;    // bytes per rank; a run that needs more is refused. 0: none
+  bool gradient_views = true;  // gradients are written into the buckets; otherwise copied in and out
   int64_t bucket_bytes() const { return static_cast<int64_t>(bucket_mb * (1 << 20)); }
 
   int64_t batch_size = 64;  // images per rank and micro-batch

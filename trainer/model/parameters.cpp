@@ -104,6 +104,15 @@ std::vector<VitParameter> vit_parameters(const VitConfig& config) {
   return list;
 }
 
+std::vector<int> vit_blocks(const std::vector<VitParameter>& parameters) {
+  std::vector<int> first = {0};
+  for (int i = 0; i < static_cast<int>(parameters.size()); ++i) {
+    const std::string& name = parameters[static_cast<size_t>(i)].name;
+    if (name.ends_with(".mlp.3.bias") || name == "encoder.pos_embedding") first.push_back(i);
+  }
+  return first;
+}
+
 int64_t count_elements(const std::vector<VitParameter>& parameters) {
   int64_t count = 0;
   for (const VitParameter& parameter : parameters) count += parameter.elements();

@@ -25,6 +25,9 @@ struct VitParameter {
 
 // All parameters, in the order in which their gradients become ready.
 std::vector<VitParameter> vit_parameters(const VitConfig& config);
+// The first parameter of each block, in that order: the head with the last norm, the layers from the last to the
+// first, the embedding.
+std::vector<int> vit_blocks(const std::vector<VitParameter>& parameters);
 // Number of elements of all parameters, as in "the model has N parameters".
 int64_t count_elements(const std::vector<VitParameter>& parameters);
 

@@ -115,6 +115,19 @@ class TypedVitPasses final : public VitPasses {
     else
       return a_.dx_rounded;
   }
+  // Blocks count from the head (vit_blocks()).
+  int block_of(size_t layer) const { return static_cast<int>(a_.layers.size() - layer); }
+  void begins(int block) const {
+    if (options_.calls.begins) options_.calls.begins(block);
+  }
+  void alone(int block, int next) const {
+    if (options_.calls.alone) options_.calls.alone(block, next);
+  }
+  // Where the ops of the block before are all enqueued.
+  void enters(int block, int next) const {
+    begins(block);
+    alone(block, next);
+  }
   void forward_layer(size_t layer, S* branch_out);
   void backward_layer(size_t layer, const VitGradients& to);
   // C = op(A) op(B) + beta C with dense operands; shapes as in kernels/gemm/gemm.h.

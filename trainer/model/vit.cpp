@@ -19,10 +19,12 @@ Vit::Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, 
   if (options.share != nullptr) {
     weights_ = options.share->weights_;
     rounded_ = options.share->rounded_;
+    calls_ = options.share->calls_;
     if (options.share->layout_.elements < layout_.elements || static_cast<bool>(rounded_) != rounds) {
       throw Error("Vit: the shared weights have another layout or precision");
     }
   } else {
+    calls_ = options.calls;
     weights_ = make_buffer<float>(stream_.device(), layout_.elements);
     if (rounds) rounded_ = make_buffer<Bf16>(stream_.device(), layout_.elements);
   }
@@ -31,7 +33,9 @@ Vit::Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, 
                              .precision = options.precision,
                              .training = options.training,
                              .weights = weights_,
-                             .rounded_weights = rounded_});
+                             .rounded_weights = rounded_,
+                             .gradients = options.gradients.offsets.empty() ? layout_ : options.gradients,
+                             .calls = calls_});
 }
 
 void Vit::load(std::span<const float> values) {
@@ -42,11 +46,11 @@ void Vit::load(std::span<const float> values) {
   round_weights();
 }
 
-void Vit::round_weights() {
+void Vit::round_weights(const Stream& stream, int64_t first, int64_t count) {
   if (!rounded_) return;
   // The wire format's encoder rounds to the nearest BF16.
-  kBf16->reduce_encode(stream_,
-                       {.own = weights_.as<float>(), .wire = rounded_.data(), .count = layout_.elements});
+  kBf16->reduce_encode(
+      stream, {.own = weights_.as<float>() + first, .wire = rounded_.as<Bf16>() + first, .count = count});
 }
 
 }  // namespace gradwire

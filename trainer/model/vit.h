@@ -31,11 +31,15 @@ class Vit {
     int64_t max_batch = 1;  // images that fit in one forward
     Precision precision = Precision::fp32;
     bool training = true;  // false: forward only; layers share their activations
-    const Vit* share =
-        nullptr;  // use the weights of this Vit, which has the same layout, stream and precision
+    // Use the weights of this Vit, which has the same layout, stream and precision, and make the same calls.
+    const Vit* share = nullptr;
+    // Where parameter i's gradient starts in what backward() gets; empty: as in the layout of the weights.
+    ParameterLayout gradients = {};
+    BlockCalls calls = {};
   };
 
-  // `layout` says where parameter i of vit_parameters(config) starts in the flat buffers.
+  // `layout` says where parameter i of vit_parameters(config) starts in the flat buffers. Blocks may share memory that
+  // calls.begins() fills.
   Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, Options options);
 
   const VitConfig& config() const { return config_; }
@@ -48,7 +52,9 @@ class Vit {
   // The BF16 copy of the weights, layout().elements values; null unless the precision is bf16. After writing
   // weights() other than by load(), write the copy as well or call round_weights().
   Bf16* rounded_weights() const { return rounded_.as<Bf16>(); }
-  void round_weights();
+  void round_weights() { round_weights(stream_, 0, layout_.elements); }
+  // Those from element `first`, on a stream of the caller's.
+  void round_weights(const Stream& stream, int64_t first, int64_t count);
 
   // images (batch, channels, image, image) in device memory -> logits(). 0 <= batch <= max_batch.
   void forward(const float* images, int64_t batch) { passes_->forward(images, batch); }
@@ -60,7 +66,7 @@ class Vit {
   void evaluate(const int32_t* labels, double* totals) { passes_->evaluate(labels, totals); }
 
   // evaluate(), then the gradient of grad_scale * (sum of losses) by every parameter, written or, with
-  // `accumulate`, added to `gradients`, a flat buffer in layout(); gaps are not touched. Calls ready(i) right
+  // `accumulate`, added to `gradients`, a flat buffer in its layout; gaps are not touched. Calls ready(i) right
   // after enqueuing the op that finishes gradient i, in order of i; `ready` may be empty. Once per forward.
   void backward(const int32_t* labels, double* totals, float grad_scale, float* gradients, bool accumulate,
                 const std::function<void(int)>& ready) {
@@ -78,6 +84,7 @@ class Vit {
   std::vector<VitParameter> parameters_;
   ParameterLayout layout_;
   Buffer weights_, rounded_;
+  BlockCalls calls_;
   std::unique_ptr<VitPasses> passes_;
 };
 

@@ -19,7 +19,7 @@ template <typename S>
 void TypedVitPasses<S>::backward(const int32_t* labels, double* totals, float grad_scale, float* gradients,
                                  bool accumulate, const std::function<void(int)>& ready) {
   if (!options_.training) throw Error("Vit::backward: this model was created with training=false");
-  const VitGradients to{gradients, layout_, accumulate, ready};
+  const VitGradients to{gradients, options_.gradients, accumulate, ready};
   const int64_t t = config_.tokens(), c = config_.width, k = config_.classes;
 
   cross_entropy<S>(stream_, {.logits = a_.logits,
@@ -39,6 +39,7 @@ void TypedVitPasses<S>::backward(const int32_t* labels, double* totals, float gr
   to.done({index_.head_bias});
   product(true, false, k, c, batch_, a_.d_logits, a_.features, to.at(index_.head_weight), to.beta());
   to.done({index_.head_weight});
+  enters(0, 1);
   product(false, false, batch_, c, k, a_.d_logits, operand(index_.head_weight), a_.d_features);
 
   // Rows other than the class token's get no gradient from the head.
@@ -84,6 +85,7 @@ void TypedVitPasses<S>::backward_layer(size_t layer, const VitGradients& to) {
   const VitLayerIndex& at = index_.layers[layer];
   const int64_t t = config_.tokens(), c = config_.width, f = config_.mlp, rows = batch_ * t;
   const int64_t d = config_.head_dim(), tp = padded_tokens();
+  enters(block_of(layer), layer > 0 ? block_of(layer - 1) : -1);  // the embedding's weights are not used
   auto bias_gradient = [&](const S* x, int64_t width, int parameter) {
     column_sum<S>(stream_, {.x = x,
                             .sum = to.at(parameter),

@@ -20,6 +20,8 @@ void TypedVitPasses<S>::forward(const float* images, int64_t batch) {
                         .channels = config_.channels,
                         .image = config_.image,
                         .patch = config_.patch});
+  const int embedding = block_of(0) + 1;
+  enters(embedding, block_of(0));
   // The projection goes to a_.qkv, a scratch buffer that is free here.
   product(false, true, batch * (t - 1), c, patch_elements(), a_.patches, operand(index_.conv_weight), a_.qkv);
   assemble_tokens<S>(stream_, {.projected = a_.qkv,
@@ -39,6 +41,7 @@ void TypedVitPasses<S>::forward(const float* images, int64_t batch) {
                              .x = a_.x_last,
                              .rows = batch * t,
                              .width = c});
+  enters(0, -1);
   // Only the class token reaches the head, so only its rows are normalized.
   layer_norm<S>(stream_, {.x = a_.x_last,
                           .gamma = weight(index_.ln_weight),
@@ -66,6 +69,7 @@ void TypedVitPasses<S>::forward_layer(size_t layer, S* branch_out) {
   const int64_t t = config_.tokens(), c = config_.width, f = config_.mlp, rows = batch_ * t;
   const int64_t d = config_.head_dim(), tp = padded_tokens();
 
+  begins(block_of(layer));
   // x_mid = x + out_proj(attention(ln_1(x)))
   const bool joins = layer > 0;
   layer_norm<S>(stream_, {.x = joins ? a_.layers[layer - 1].x_mid : l.x,
@@ -79,6 +83,7 @@ void TypedVitPasses<S>::forward_layer(size_t layer, S* branch_out) {
                           .branch = joins ? branch_of(l.x) : nullptr,
                           .branch_bias = joins ? weight(index_.layers[layer - 1].mlp3_bias) : nullptr,
                           .sum = joins ? l.x : nullptr});
+  alone(block_of(layer), block_of(layer) - 1);
   product(false, true, rows, 3 * c, c, l.ln1, operand(at.in_weight), a_.qkv);
   split_heads<S>(stream_, {.qkv = a_.qkv,
                            .bias = weight(at.in_bias),

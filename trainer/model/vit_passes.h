@@ -13,12 +13,22 @@
 
 namespace gradwire {
 
+// Calls that let weights be in memory only while they are used. Blocks are those of vit_blocks().
+struct BlockCalls {
+  std::function<void(int block)> begins;  // the ops enqueued from now on use the weights of `block`
+  // The ops enqueued from now on, until the next begins(), use the weights of no other block; `next` is the block that
+  // begins after this one, -1 for none.
+  std::function<void(int block, int next)> alone;
+};
+
 struct VitPassesOptions {
   int64_t max_batch = 1;
   Precision precision = Precision::fp32;
   bool training = true;
-  Buffer weights;          // layout.elements floats
-  Buffer rounded_weights;  // the same as BF16, with Precision::bf16 only
+  Buffer weights;             // layout.elements floats
+  Buffer rounded_weights;     // the same as BF16, with Precision::bf16 only
+  ParameterLayout gradients;  // of the gradients
+  BlockCalls calls;
 };
 
 // See Vit.

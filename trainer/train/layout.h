@@ -20,10 +20,39 @@ inline int64_t tensor_alignment(Precision precision) {
   return precision == Precision::bf16 ? 8 : 4;
 }
 
+// Whole buckets whose gradients are in memory at a time if they are divided: one that backward writes, and two that
+// are being reduced.
+inline constexpr int kGradientSlots = 3;
+
+// What the run's settings say about its reducer.
+inline ReducerOptions reducer_options(const TrainConfig& config, Tracer* tracer = nullptr) {
+  ReducerOptions options{.bucket_bytes = config.bucket_bytes(),
+                         .seed = config.seed,
+                         .alignment = tensor_alignment(config.precision),
+                         .in_place = config.gradient_views,
+                         .sharded = config.divides(Sharding::optimizer),
+                         .tracer = tracer};
+  if (config.divides(Sharding::gradients)) {
+    options.slots = kGradientSlots;
+    options.blocks = vit_blocks(vit_parameters(config.model));
+  }
+  return options;
+}
+
 inline ParameterLayout reducer_layout(const Reducer& reducer) {
   ParameterLayout layout;
   for (int i = 0; i < reducer.tensors(); ++i) layout.offsets.push_back(reducer.offset(i));
   layout.elements = reducer.elements();
+  return layout;
+}
+
+// Where the gradients are in reducer.gradients().
+inline ParameterLayout gradient_layout(const Reducer& reducer) {
+  ParameterLayout layout;
+  for (int i = 0; i < reducer.tensors(); ++i) {
+    layout.offsets.push_back(reducer.gradient(i) - reducer.gradients().as<float>());
+  }
+  layout.elements = static_cast<int64_t>(reducer.gradients().bytes() / sizeof(float));
   return layout;
 }
 

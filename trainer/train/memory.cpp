@@ -18,21 +18,19 @@ RunMemory plan_memory(const TrainConfig& config) {
   Communicator comm(std::make_unique<PlannedTransport>(0, config.ranks(), Device::host()));
   comm.set_link_costs({});  // no peers to measure
   const Stream stream = Stream::immediate_host();
-  const Reducer reducer(comm, config.compression, gradient_tensors(config.model),
-                        {.bucket_bytes = config.bucket_bytes(),
-                         .seed = config.seed,
-                         .alignment = tensor_alignment(config.precision),
-                         .sharded = config.shard != Sharding::none});
-  const Vit model(config.model, stream, reducer_layout(reducer),
+  const Reducer reducer(comm, config.compression, gradient_tensors(config.model), reducer_options(config));
+  const bool full = config.divides(Sharding::full);
+  const Vit model(config.model, stream, full ? WeightWindow::layout(reducer) : reducer_layout(reducer),
                   {.max_batch = config.batch_size, .precision = config.precision});
   const int64_t moments = config.optimizer == OptimizerKind::adamw ? 2 : config.momentum != 0 ? 1 : 0;
   int64_t owned = 0;
   for (const ElementRange& range : reducer.owned()) owned += range.count();
-  const bool sharded = config.shard != Sharding::none && config.ranks() > 1;
-  const int64_t masters = sharded ? WeightShards::master_elements(config, reducer) : 0;
+  const int64_t masters =
+      config.divides(Sharding::optimizer) ? WeightShards::master_elements(config, reducer) : 0;
   return {.model = model.bytes(),
           .gradients = static_cast<int64_t>(reducer.gradients().bytes()) *
-                       (config.gradient_views || config.ranks() == 1 ? 1 : 2),
+                           (config.gradient_views || config.ranks() == 1 ? 1 : 2) +
+                       static_cast<int64_t>(reducer.shard().bytes()),
           .optimizer = (moments * owned + masters) * static_cast<int64_t>(sizeof(float)),
           .compression = reducer.memory()};
 }
@@ -53,12 +51,14 @@ void check_memory_limit(const TrainConfig& config) {
   const RunMemory memory = plan_memory(config);
   if (memory.total() <= config.memory_limit) return;
   std::string remedy = "; give it more ranks, a smaller --batch-size or a smaller model";
-  if (config.shard == Sharding::none && config.ranks() > 1) {
-    TrainConfig sharded = config;
-    sharded.shard = Sharding::optimizer;
+  TrainConfig sharded = config;
+  for (Sharding shard : {Sharding::optimizer, Sharding::gradients, Sharding::full}) {
+    if (shard <= config.shard || config.ranks() == 1) continue;
+    sharded.shard = shard;
     const int64_t less = plan_memory(sharded).total();
-    remedy = fmt::format("; --shard optimizer would need {}{}", text(less),
+    remedy = fmt::format("; --shard {} would need {}{}", name(shard), text(less),
                          less <= config.memory_limit ? "" : ", which is too much as well");
+    if (less <= config.memory_limit) break;
   }
   throw BadInput(fmt::format(
       "--memory-limit {}: each rank needs {} ({} model and activations, {} gradients, {} "

@@ -11,7 +11,7 @@ namespace gradwire {
 
 struct RunMemory {
   int64_t model = 0;          // weights and activations of one batch
-  int64_t gradients = 0;      // one FP32 value per parameter, gaps between tensors included
+  int64_t gradients = 0;      // one FP32 value per parameter, gaps between tensors included; less if divided
   int64_t optimizer = 0;      // moments and, with --gather-weights, the rank's own weights in FP32
   ReducerMemory compression;  // beyond the gradients
 

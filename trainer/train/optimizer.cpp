@@ -36,18 +36,11 @@ void Optimizer::prepare(const Stream& stream, int64_t step, double lr) {
   store(stream, scalars_.data(), &scalars, sizeof scalars);
 }
 
-void Optimizer::step(const Stream& stream, float* params, const float* grads) {
+void Optimizer::step(const Stream& stream, Parts<float> params, Parts<const float> grads) {
   int64_t first = 0;
   for (const ElementRange& part : parts_) {
-    step_part(stream, params + part.begin, grads + part.begin, first, part.count());
-    first += part.count();
-  }
-}
-
-void Optimizer::step_packed(const Stream& stream, float* packed, const float* grads) {
-  int64_t first = 0;
-  for (const ElementRange& part : parts_) {
-    step_part(stream, packed + first, grads + part.begin, first, part.count());
+    step_part(stream, params.data + (params.packed ? first : part.begin),
+              grads.data + (grads.packed ? first : part.begin), first, part.count());
     first += part.count();
   }
 }

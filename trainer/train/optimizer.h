@@ -11,6 +11,13 @@
 
 namespace gradwire {
 
+// Some values of each part: in the whole flat buffer, or packed, the parts one after another.
+template <typename T>
+struct Parts {
+  T* data = nullptr;
+  bool packed = false;
+};
+
 class Optimizer {
  public:
   // State for the parameters in these parts of the flat buffer, zeroed in stream order.
@@ -19,10 +26,8 @@ class Optimizer {
   // Sends the values that change with the step (from 0) to the device in stream order, so the host need not
   // wait for the previous step. Call before step(), and outside of a graph that contains step().
   void prepare(const Stream& stream, int64_t step, double lr);
-  // Enqueues a step: the same work each time, so it can be captured. `params` and `grads` are whole flat buffers.
-  void step(const Stream& stream, float* params, const float* grads);
-  // The same, with `packed` parameters: the parts, one after another.
-  void step_packed(const Stream& stream, float* packed, const float* grads);
+  // Enqueues a step: the same work each time, so it can be captured.
+  void step(const Stream& stream, Parts<float> params, Parts<const float> grads);
 
   // The state that a checkpoint saves: the parts, one after another.
   std::vector<FlatState> moments() const;

@@ -87,14 +87,14 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
       trace_(config_, comm, shared.trace, shared.instant),
       loader_(shared.data.train, train_loader(config_, comm, start_.data_step * config_.accumulate)),
       reducer_(comm, config_.compression, gradient_tensors(config_.model),
-               {.bucket_bytes = config_.bucket_bytes(),
-                .seed = config_.seed,
-                .alignment = tensor_alignment(config_.precision),
-                .in_place = config_.gradient_views,
-                .sharded = config_.shard != Sharding::none,
-                .tracer = trace_.tracer()}),
-      model_(config_.model, stream_, reducer_layout(reducer_),
-             {.max_batch = config_.batch_size, .precision = config_.precision}),
+               reducer_options(config_, trace_.tracer())),
+      layout_(reducer_layout(reducer_)),
+      model_(config_.model, stream_,
+             config_.divides(Sharding::full) ? WeightWindow::layout(reducer_) : layout_,
+             {.max_batch = config_.batch_size,
+              .precision = config_.precision,
+              .gradients = gradient_layout(reducer_),
+              .calls = block_calls()}),
       optimizer_(config_, stream_, reducer_.owned()),
       steps_per_epoch_(loader_.batches_per_epoch() / config_.accumulate),
       graph_from_(first_graph_step(config_, comm, reducer_, start_.step)),
@@ -102,20 +102,16 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
       totals_(make_buffer<double>(comm.device(), 2)) {
   // Loading may throw, which frees memory that the stream is still zeroing.
   stream_.synchronize();
-  if (config_.shard != Sharding::none && comm.world() > 1) {
-    shards_.emplace(config_, comm, stream_, reducer_, model_.weights().as<float>());
-  }
+  if (config_.divides(Sharding::optimizer)) shards_.emplace(config_, comm, stream_, reducer_, model_);
   if (start_.from) {
     restore();
   } else {
-    model_.load(*shared.initial.get(model_.parameters(), model_.layout()));
+    load(*shared.initial.get(model_.parameters(), layout_));
   }
-  if (shards_) shards_->take_weights(stream_);
-  model_.round_weights();
   stream_.synchronize();
   if (!config_.gradient_views && comm.world() > 1) separate_gradients();
   if (leads() && !config_.gradients_directory.empty()) {
-    dump_.emplace(config_, model_.parameters(), model_.layout());
+    dump_.emplace(config_, model_.parameters(), layout_);
   }
   if (config_.eval_every > 0) evaluator_.emplace(config_, shared.data.test, comm, stream_, model_);
   for (Slot& slot : slots_) {
@@ -181,6 +177,20 @@ void RankTrainer::announce() {
                            .first_step = start_.step});
 }
 
+BlockCalls RankTrainer::block_calls() {
+  if (!config_.divides(Sharding::full)) return {};
+  return {.begins = [this](int block) { shards_->window()->begins(block); },
+          .alone = [this](int block, int next) { shards_->window()->alone(block, next); }};
+}
+
+// `weights`: in host memory, whole.
+void RankTrainer::load(std::span<const float> weights) {
+  if (!config_.divides(Sharding::full)) model_.load(weights);
+  if (shards_) shards_->take_weights(weights.data());
+  model_.round_weights();
+  stream_.synchronize();  // before the caller's memory goes
+}
+
 // Without gradient views, gradients have their own memory; the reducer copies them to its buckets and back.
 void RankTrainer::separate_gradients() {
   own_gradients_ = make_buffer<float>(comm_.device(), reducer_.elements());
@@ -212,11 +222,13 @@ void RankTrainer::enqueue_step(int64_t step) {
   slot.lr = learning_rate(config_, step);
   optimizer_.prepare(stream_, step, slot.lr);
   slot.micros.front().data.record(stream_);
+  if (shards_) shards_->begin_step();
   if (config_.graph) {
     enqueue_graph(slot);
   } else {
     enqueue_work(slot);
   }
+  if (shards_) slot.weights = shards_->sent();
   copy(stream_, slot.totals.data(), totals_.data(), totals_.bytes());
   slot.end.record(stream_);
   slot.enqueue_end = std::chrono::steady_clock::now();
@@ -250,6 +262,7 @@ void RankTrainer::enqueue_work(Slot& slot) {
   // The mean over this rank's images; the reducer divides by the number of ranks.
   const float grad_scale = 1.0f / static_cast<float>(config_.batch_size * config_.accumulate);
   const bool dumps = dump_ && step == config_.gradients_step;
+  const ParameterLayout gradients = dumps ? gradient_layout(reducer_) : ParameterLayout{};
   if (dumps && carried_) {
     throw BadInput(
         fmt::format("--dump-gradients: after --resume with another compression or number of ranks, the "
@@ -257,8 +270,11 @@ void RankTrainer::enqueue_work(Slot& slot) {
                     step));
   }
   const std::function<void(int)> ready = [&](int i) {
-    if (dumps) dump_->take(stream_, i, gradients_);
+    if (dumps) dump_->take(stream_, i, gradients_ + gradients.offsets[static_cast<size_t>(i)]);
     reducer_.ready(i, stream_);
+    if (left_over_ && i + 1 < reducer_.tensors() && reducer_.bucket_of(i) != reducer_.bucket_of(i + 1)) {
+      carry(reducer_.bucket_of(i + 1));
+    }
   };
 
   for (int64_t micro = 0; micro < config_.accumulate; ++micro) {
@@ -275,6 +291,7 @@ void RankTrainer::enqueue_work(Slot& slot) {
     // Only the last micro-batch completes a gradient.
     bool completes = micro + 1 == config_.accumulate;
     range.emplace(Activity::backward, step);
+    if (left_over_) carry(0);
     model_.backward(batch.labels, totals_.as<double>(), grad_scale, gradients_, micro > 0 || carried_,
                     completes ? ready : std::function<void(int)>());
     range.reset();
@@ -283,14 +300,26 @@ void RankTrainer::enqueue_work(Slot& slot) {
   }
   carried_ = false;
   reducer_.wait(stream_);
+  if (left_over_) {
+    stream_.synchronize();
+    left_over_ = {};
+  }
   slot.reduced.record(stream_);
   NvtxRange range(Activity::optimizer, step);
   if (shards_) {
-    shards_->step(stream_, optimizer_, gradients_);
+    const Buffer& own = reducer_.shard();
+    shards_->step(optimizer_,
+                  own ? Parts<const float>{own.as<float>(), true} : Parts<const float>{gradients_});
   } else {
-    optimizer_.step(stream_, model_.weights().as<float>(), gradients_);
+    optimizer_.step(stream_, {model_.weights().as<float>()}, {gradients_});
+    model_.round_weights();
   }
-  model_.round_weights();
+}
+
+void RankTrainer::carry(int bucket) {
+  const BucketRange& range = reducer_.ranges()[static_cast<size_t>(bucket)];
+  copy(stream_, reducer_.gradient(range.first_tensor), left_over_.as<float>() + range.begin,
+       static_cast<size_t>(range.elements()) * sizeof(float));
 }
 
 void RankTrainer::harvest(Slot& slot, const Event* next_start) {
@@ -317,8 +346,8 @@ void RankTrainer::report(const Slot& slot, const Event& end) {
                     .lr = slot.lr};
   record.step_ms = elapsed_ms(slot.micros.front().data, end);
   record.images_per_s = static_cast<double>(config_.global_batch()) / (record.step_ms * 1e-3);
-  record.wire_bytes = stats.wire_bytes + (shards_ ? shards_->bytes_sent() : 0);
-  record.dense_bytes = stats.dense_bytes + (shards_ ? shards_->dense_bytes() : 0);
+  record.wire_bytes = stats.wire_bytes + slot.weights.wire;
+  record.dense_bytes = stats.dense_bytes + slot.weights.dense;
   record.comm_ms = stats.comm_ms;
   record.compress_ms = stats.compress_ms;
   record.communicate_ms = stats.communicate_ms;
@@ -367,58 +396,69 @@ RankState RankTrainer::state(const Whole& whole) {
                   .stream = stream_,
                   .reducer = reducer_,
                   .parameters = model_.parameters(),
-                  .layout = model_.layout(),
+                  .layout = layout_,
                   .weights = whole.weights ? whole.weights.as<float>() : model_.weights().as<float>(),
-                  .moments = optimizer_.moments()};
+                  .moments = optimizer_.moments(),
+                  .left_over = left_over_ ? left_over_.as<float>() : reducer_.gradients().as<float>()};
   for (size_t i = 0; i < whole.moments.size(); ++i) state.moments[i].data = whole.moments[i].as<float>();
   return state;
 }
 
 // In host memory: a device that needs shards has no room for this.
-RankTrainer::Whole RankTrainer::room_for_moments() const {
+RankTrainer::Whole RankTrainer::room() const {
   Whole whole;
-  const size_t bytes = static_cast<size_t>(reducer_.elements()) * sizeof(float);
-  for (size_t i = 0; shards_ && i < optimizer_.moments().size(); ++i)
-    whole.moments.push_back(Buffer::pinned(bytes));
+  if (!shards_) return whole;
+  const size_t bytes = static_cast<size_t>(layout_.elements) * sizeof(float);
+  for (size_t i = 0; i < optimizer_.moments().size(); ++i) whole.moments.push_back(Buffer::pinned(bytes));
+  if (config_.divides(Sharding::full)) whole.weights = Buffer::pinned(bytes);
   return whole;
 }
 
 RankTrainer::Whole RankTrainer::gathered() {
   if (!shards_) return {};
+  Whole whole = leads() ? room() : Whole{};
   // The gradients of the last step are no longer needed.
-  float* flat = reducer_.gradients().as<float>();
-  const size_t bytes = static_cast<size_t>(reducer_.elements()) * sizeof(float);
-  auto whole_of = [&](const float* packed) {
-    shards_->gather(stream_, packed, flat);
-    if (!leads()) return Buffer();
-    Buffer whole = Buffer::pinned(bytes);
-    copy(stream_, whole.data(), flat, bytes);
-    stream_.synchronize();
-    return whole;
-  };
-  Whole whole;
-  for (const FlatState& moment : optimizer_.moments()) {
-    Buffer of_all = whole_of(moment.data);
-    if (leads()) whole.moments.push_back(std::move(of_all));
+  const Buffer& scratch = reducer_.gradients();
+  const std::vector<FlatState> moments = optimizer_.moments();
+  for (size_t i = 0; i < moments.size(); ++i) {
+    shards_->gather(moments[i].data, scratch.as<float>(), leads() ? whole.moments[i].as<float>() : nullptr);
   }
-  if (shards_->masters() != nullptr) whole.weights = whole_of(shards_->masters());
-  fill_zero(stream_, flat, bytes);  // also between the tensors, where gradients stay zero
+  if (shards_->masters() != nullptr) {
+    if (leads() && !whole.weights)
+      whole.weights = Buffer::pinned(static_cast<size_t>(layout_.elements) * sizeof(float));
+    shards_->gather(shards_->masters(), scratch.as<float>(), whole.weights.as<float>());
+  }
+  fill_zero(stream_, scratch.data(), scratch.bytes());  // also between the tensors, where gradients stay zero
   return whole;
 }
 
 void RankTrainer::restore() {
-  const Whole whole = room_for_moments();
+  const Whole whole = room();
+  if (reducer_.shard()) {
+    left_over_ = Buffer::pinned(static_cast<size_t>(layout_.elements) * sizeof(float));
+  }
   carried_ = restore_checkpoint(state(whole), config_, *start_.from);
+  if (!carried_) left_over_ = {};
   const std::vector<FlatState> moments = optimizer_.moments();
   for (size_t i = 0; i < whole.moments.size(); ++i) {
-    shards_->scatter(stream_, whole.moments[i].as<const float>(), moments[i].data);
+    shards_->scatter(whole.moments[i].as<const float>(), moments[i].data);
   }
+  if (shards_)
+    shards_->take_weights(whole.weights ? whole.weights.as<float>() : model_.weights().as<float>());
+  model_.round_weights();
   stream_.synchronize();  // before the whole is freed
 }
 
 void RankTrainer::finish() {
-  uint64_t hash =
-      parameter_hash(to_host(stream_, model_.weights().as<const float>(), model_.layout().elements));
+  uint64_t hash = kNoParameters;
+  auto add = [&](const float* weights, int64_t count) {
+    hash = parameter_hash(to_host(stream_, weights, count), hash);
+  };
+  if (shards_) {
+    shards_->visit(add);
+  } else {
+    add(model_.weights().as<const float>(), layout_.elements);
+  }
   shared_.reports.post(
       comm_.rank(), {.hash = hash, .waited_s = comm_.world() > 1 ? comm_.waited_s() : std::vector<double>{}});
   if (!leads()) return;

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "collectives/agreement/shared_clock.h"
@@ -61,6 +62,7 @@ class RankTrainer {
   struct Slot : TrainingMarks {
     double lr = 0;
     Buffer totals;  // pinned: sum of losses, correct answers
+    WeightShards::Sent weights;
     // --graph: the captured step, with these marks inside, and the batches that it reads.
     Graph graph;
     std::vector<Loader::Batch> batches;
@@ -82,6 +84,10 @@ class RankTrainer {
   void announce();
   void enqueue_step(int64_t step);
   void separate_gradients();
+  BlockCalls block_calls();
+  void load(std::span<const float> weights);
+  // Enqueues on stream_: what a checkpoint left over for the gradients of a bucket, which the first step adds to.
+  void carry(int bucket);
   Loader::Batch next_batch(int64_t step);
   void enqueue_graph(Slot& slot);
   // The part that a graph can capture: forward, backward, communication, optimizer.
@@ -99,7 +105,7 @@ class RankTrainer {
   };
   RankState state(const Whole& whole);
   Whole gathered();  // collective; empty on other ranks than 0, and where nothing is sharded
-  Whole room_for_moments() const;
+  Whole room() const;
   void restore();
   void finish();
 
@@ -111,6 +117,7 @@ class RankTrainer {
   RankTrace trace_;
   Loader loader_;
   Reducer reducer_;
+  const ParameterLayout layout_;  // of whole weights, moments and residuals
   Vit model_;
   Optimizer optimizer_;
   std::optional<WeightShards> shards_;  // none unless something is sharded
@@ -119,10 +126,11 @@ class RankTrainer {
   int64_t steps_per_epoch_;
   const int64_t graph_from_;  // the first step that is launched as a graph
   Buffer own_gradients_;      // empty when gradients are views of the buckets
-  float* gradients_;
-  Buffer totals_;  // device: two doubles
+  float* gradients_;          // in gradient_layout()
+  Buffer totals_;             // device: two doubles
   std::array<Slot, 2> slots_;
   bool carried_ = false;  // the gradient buffer holds a checkpoint's residuals; the first step adds to them
+  Buffer left_over_;      // those residuals, where the gradient buffer has no room for all
 };
 
 }  // namespace gradwire

@@ -19,91 +19,125 @@ int64_t total(const std::vector<ElementRange>& ranges) {
 }  // namespace
 
 int64_t WeightShards::master_elements(const TrainConfig& config, const Reducer& reducer) {
-  return config.gather_weights->exact ? 0 : total(reducer.owned());
+  const bool in_place = config.gather_weights->exact && !config.divides(Sharding::full);
+  return in_place ? 0 : total(reducer.owned());
 }
 
 WeightShards::WeightShards(const TrainConfig& config, Communicator& comm, const Stream& stream,
-                           const Reducer& reducer, float* weights)
-    : comm_(comm), reducer_(reducer), weights_(weights), owned_(reducer.owned()) {
+                           const Reducer& reducer, Vit& model)
+    : comm_(comm), stream_(stream), reducer_(reducer), model_(model), owned_(reducer.owned()) {
   if (const int64_t elements = master_elements(config, reducer); elements > 0) {
     masters_ = make_buffer<float>(comm.device(), elements);
     fill_zero(stream, masters_.data(), masters_.bytes());
   }
-  weights_programs_ = programs(config, stream, config.gather_weights, "gathering the weights", weights);
-  state_programs_ = programs(config, stream, kFp32, "gathering state for a checkpoint", nullptr);
-  size_t bytes = 0;
-  for (const auto* list : {&weights_programs_, &state_programs_}) {
-    for (const auto& program : *list) bytes = std::max(bytes, program->workspace_bytes());
-  }
-  workspace_ = Buffer(comm.device(), bytes);
-  for (auto* list : {&weights_programs_, &state_programs_}) {
-    for (auto& program : *list) program->bind(workspace_.data());
-  }
+  const bool full = config.divides(Sharding::full);
+  auto* const weights = model.weights().as<float>();
+  weights_programs_ = programs(
+      config, {.wire = config.gather_weights,
+               .what = "gathering the weights",
+               .to =
+                   [&, full](size_t b) {
+                     return weights + (full ? WeightWindow::offset(reducer, b) : reducer.ranges()[b].begin);
+                   },
+               .transfers = full ? comm.transfers() : Stream()});
+  state_programs_ = programs(config, {.wire = kFp32, .what = "gathering state for a checkpoint"});
+  weights_workspace_ = bind(weights_programs_);
+  state_workspace_ = bind(state_programs_);
+  if (full) window_.emplace(comm, stream, reducer, model, weights_programs_, state_programs_);
 }
 
-std::vector<std::unique_ptr<Program>> WeightShards::programs(const TrainConfig& config, const Stream& stream,
-                                                             Wire wire, const char* what, float* to) const {
+WeightShards::Programs WeightShards::programs(const TrainConfig& config, const Gather& gather) const {
   ScheduleRequest request = schedule_request(config.compression);
   request.collective = Collective::all_gather;
   const bool choice = request.kind == ScheduleKind::automatic && comm_.world() > 2;
   const SchedulePlanner planner(request, comm_.world(), comm_.ranks_per_node(),
-                                choice ? comm_.link_costs(stream) : LinkCosts{}, 0);
-  std::vector<std::unique_ptr<Program>> made;
+                                choice ? comm_.link_costs(stream_) : LinkCosts{}, 0);
+  Programs made;
   int64_t packed = 0;
   for (size_t b = 0; b < reducer_.ranges().size(); ++b) {
     const BucketRange& bucket = reducer_.ranges()[b];
     const Shards shards = reducer_.shards(bucket);
-    const bool in_place = to != nullptr && !masters_;
+    float* const to = gather.to ? gather.to(b) : nullptr;
+    const float* from = masters_ ? masters_.as<float>() + packed : nullptr;
+    if (to != nullptr && !masters_) from = to + (owned_[b].begin - bucket.begin);
     made.push_back(std::make_unique<Program>(
-        comm_.transport(), planner.choose(bucket.elements(), wire, shards).schedule,
-        ProgramBuffers{.in = in_place   ? to + owned_[b].begin
-                             : masters_ ? masters_.as<float>() + packed
-                                        : to,
-                       .out = to == nullptr ? nullptr : to + bucket.begin,
-                       .count = bucket.elements(),
-                       .shards = shards},
-        Program::Options{.what = fmt::format("{}, bucket {} of {}", what, b + 1, reducer_.ranges().size()),
-                         .wire = wire,
-                         .fp32_intra_node = config.compression.fp32_intra_node,
-                         .spec = wire->name}));
+        comm_.transport(), planner.choose(bucket.elements(), gather.wire, shards).schedule,
+        ProgramBuffers{.in = from, .out = to, .count = bucket.elements(), .shards = shards},
+        Program::Options{
+            .what = fmt::format("{}, bucket {} of {}", gather.what, b + 1, reducer_.ranges().size()),
+            .wire = gather.wire,
+            .fp32_intra_node = config.compression.fp32_intra_node,
+            .spec = gather.wire->name,
+            .transfers = gather.transfers,
+            .beside_others = static_cast<bool>(gather.transfers)}));
     packed += owned_[b].count();
   }
   return made;
 }
 
-uint64_t WeightShards::sum_of_bytes(const std::vector<std::unique_ptr<Program>>& programs) {
-  uint64_t bytes = 0;
-  for (const auto& program : programs) bytes += static_cast<uint64_t>(program->info().bytes_sent);
-  return bytes;
+Buffer WeightShards::bind(Programs& programs) const {
+  size_t bytes = 0;
+  for (const auto& program : programs) bytes = std::max(bytes, program->workspace_bytes());
+  Buffer workspace(comm_.device(), bytes);
+  for (auto& program : programs) program->bind(workspace.data());
+  return workspace;
 }
 
-void WeightShards::take_weights(const Stream& stream) {
-  if (!masters_) return;
-  scatter(stream, weights_, masters_.as<float>());
-  for (auto& program : weights_programs_) program->run(stream);
+void WeightShards::take_weights(const float* flat) {
+  if (masters_) scatter(flat, masters_.as<float>());
+  if (window_) return window_->changed();
+  if (masters_) gather_weights();
 }
 
-void WeightShards::step(const Stream& stream, Optimizer& optimizer, const float* gradients) {
-  if (masters_) {
-    optimizer.step_packed(stream, masters_.as<float>(), gradients);
-  } else {
-    optimizer.step(stream, weights_, gradients);
-  }
-  for (auto& program : weights_programs_) program->run(stream);
+void WeightShards::step(Optimizer& optimizer, Parts<const float> gradients) {
+  const Parts<float> own =
+      masters_ ? Parts<float>{masters_.as<float>(), true} : Parts<float>{model_.weights().as<float>()};
+  optimizer.step(stream_, own, gradients);
+  if (window_) return window_->changed();
+  gather_weights();
+  model_.round_weights();
 }
 
-void WeightShards::gather(const Stream& stream, const float* packed, float* flat) {
+void WeightShards::gather_weights() {
+  for (auto& program : weights_programs_) program->run(stream_);
+}
+
+void WeightShards::begin_step() {
+  if (window_) before_ = {window_->bytes_sent(), window_->dense_bytes()};
+}
+
+WeightShards::Sent WeightShards::sent() const {
+  if (window_) return {window_->bytes_sent() - before_.wire, window_->dense_bytes() - before_.dense};
+  auto sum = [](const Programs& programs) {
+    uint64_t bytes = 0;
+    for (const auto& program : programs) bytes += static_cast<uint64_t>(program->info().bytes_sent);
+    return bytes;
+  };
+  return {sum(weights_programs_), sum(state_programs_)};
+}
+
+void WeightShards::visit(const std::function<void(const float* weights, int64_t count)>& each) {
+  if (window_) return window_->visit(each);
+  each(model_.weights().as<const float>(), reducer_.elements());
+}
+
+void WeightShards::gather(const float* packed, float* scratch, float* flat) {
+  if (window_) window_->synchronize();  // the exchanges of one, then of the other, on every rank
   for (size_t b = 0; b < state_programs_.size(); ++b) {
-    state_programs_[b]->rebind(packed, flat + reducer_.ranges()[b].begin);
-    state_programs_[b]->run(stream);
+    const BucketRange& bucket = reducer_.ranges()[b];
+    state_programs_[b]->rebind(packed, scratch);
+    state_programs_[b]->run(stream_);
+    if (flat != nullptr) {
+      copy(stream_, flat + bucket.begin, scratch, static_cast<size_t>(bucket.elements()) * sizeof(float));
+    }
+    stream_.synchronize();  // before the next rebind
     packed += owned_[b].count();
   }
-  stream.synchronize();  // before the next rebind
 }
 
-void WeightShards::scatter(const Stream& stream, const float* flat, float* packed) const {
+void WeightShards::scatter(const float* flat, float* packed) const {
   for (const ElementRange& range : owned_) {
-    copy(stream, packed, flat + range.begin, static_cast<size_t>(range.count()) * sizeof(float));
+    copy(stream_, packed, flat + range.begin, static_cast<size_t>(range.count()) * sizeof(float));
     packed += range.count();
   }
 }

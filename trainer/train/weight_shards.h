@@ -1,12 +1,16 @@
-// --shard optimizer: each rank updates its own part of the weights, and the ranks then gather them.
+// --shard: each rank updates its own part of the weights, and the ranks gather them.
 //
 // A rank's part is its shard of each bucket (Reducer::owned()). With an exact format the shards are updated in place
-// and all-gathered. With another one each rank keeps its shards in FP32 besides: those are what the optimizer
-// updates, and what every rank, this one too, computes with is what the wire carried. So all ranks hold the same
-// bits, and the rounding of one step is not part of the next.
+// and all-gathered after the step. With another one, or where no rank has room for all weights (--shard full), each
+// rank keeps its shards in FP32 besides: those are what the optimizer updates, and what every rank, this one too,
+// computes with is what the wire carried. So all ranks hold the same bits, and the rounding of one step is not part
+// of the next.
 #pragma once
 
+#include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "collectives/communicator/communicator.h"
@@ -14,50 +18,70 @@
 #include "collectives/reducer/reducer.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/config/config.h"
+#include "trainer/model/vit.h"
 #include "trainer/train/optimizer.h"
+#include "trainer/train/weight_window.h"
 
 namespace gradwire {
 
 class WeightShards {
  public:
-  // Collective. `weights`: (reducer.elements()) floats on the communicator's device. All must outlive the object.
+  // Collective. `model` is on `stream`; all must outlive the object.
   WeightShards(const TrainConfig& config, Communicator& comm, const Stream& stream, const Reducer& reducer,
-               float* weights);
+               Vit& model);
   WeightShards(const WeightShards&) = delete;
 
-  // After the weights were written as a whole, from a checkpoint or afresh: takes the shards from there, and leaves
-  // there what the wire carries. Collective.
-  void take_weights(const Stream& stream);
-  // Enqueues the optimizer's step and the gather; can be captured.
-  void step(const Stream& stream, Optimizer& optimizer, const float* gradients);
+  // Takes this rank's shards out of `flat`, (reducer.elements()) in host or device memory, and gives the model what the
+  // wire carries. Collective.
+  void take_weights(const float* flat);
+  // Enqueues the optimizer's step, and the gather or the first of many; can be captured if not --shard full.
+  void step(Optimizer& optimizer, Parts<const float> gradients);
+  // --shard full: what the model calls before it uses a block's weights. Else null.
+  WeightWindow* window() { return window_ ? &*window_ : nullptr; }
+  // All weights as the model uses them, in the order of the flat buffer, in pieces on the device. Collective.
+  void visit(const std::function<void(const float* weights, int64_t count)>& each);
 
-  // `packed`, this rank's shards one after another, of every rank: into `flat` (reducer.elements()), on the device.
-  // Collective; `flat` is not part of a step.
-  void gather(const Stream& stream, const float* packed, float* flat);
+  // `packed`, this rank's shards one after another, of every rank: into `flat` in host memory, (reducer.elements());
+  // null on ranks that don't need it. By way of `scratch`, which has reducer.largest_bucket() floats. Collective, and
+  // not part of a step.
+  void gather(const float* packed, float* scratch, float* flat);
   // This rank's shards out of `flat`, which may be in host memory.
-  void scatter(const Stream& stream, const float* flat, float* packed) const;
-  // This rank's shards in FP32, one after another; null where `weights` has them.
+  void scatter(const float* flat, float* packed) const;
+  // This rank's shards in FP32, one after another; null where the model's weights have them.
   const float* masters() const { return masters_.as<const float>(); }
 
   // Floats that a rank holds besides: its part of the weights, if the format is not exact.
   static int64_t master_elements(const TrainConfig& config, const Reducer& reducer);
-  // By this rank in one step, for the weights: in the format that was asked for, and in FP32.
-  uint64_t bytes_sent() const { return sum_of_bytes(weights_programs_); }
-  uint64_t dense_bytes() const { return sum_of_bytes(state_programs_); }
+  // By this rank since begin_step(), or in any one step where all are alike, for the weights: in the format that was
+  // asked for, and what FP32 would have taken.
+  struct Sent {
+    uint64_t wire = 0, dense = 0;
+  };
+  void begin_step();
+  Sent sent() const;
 
  private:
-  static uint64_t sum_of_bytes(const std::vector<std::unique_ptr<Program>>& programs);
-  // An all-gather of each bucket; `to` null: of other buffers each time.
-  std::vector<std::unique_ptr<Program>> programs(const TrainConfig& config, const Stream& stream, Wire wire,
-                                                 const char* what, float* to) const;
+  using Programs = WeightWindow::Programs;
+  struct Gather {
+    Wire wire;
+    const char* what;
+    std::function<float*(size_t bucket)> to = {};  // empty: to other buffers each time
+    Stream transfers = {};                         // of exchanges beside the reducer's; empty: none are
+  };
+  Programs programs(const TrainConfig& config, const Gather& gather) const;
+  Buffer bind(Programs& programs) const;
+  void gather_weights();
 
   Communicator& comm_;
+  const Stream stream_;
   const Reducer& reducer_;
-  float* weights_;
+  Vit& model_;
   const std::vector<ElementRange> owned_;
-  Buffer masters_;  // FP32 shards; empty if the format is exact
-  std::vector<std::unique_ptr<Program>> weights_programs_, state_programs_;  // by bucket
-  Buffer workspace_;                                                         // of the largest
+  Buffer masters_;                              // FP32 shards; empty if the model's weights have them
+  Programs weights_programs_, state_programs_;  // by bucket
+  Buffer weights_workspace_, state_workspace_;  // of the largest
+  std::optional<WeightWindow> window_;          // --shard full
+  Sent before_;                                 // by the window, when the step began
 };
 
 }  // namespace gradwire

@@ -1,0 +1,65 @@
+// Memory for the gradients of some buckets only: a bucket uses the slot of an earlier one, once this rank's part of
+// that one's mean has been copied out of it.
+#include <algorithm>
+
+#include "collectives/reducer/reducer.h"
+
+namespace gradwire {
+
+size_t Reducer::slots() const {
+  return std::min(static_cast<size_t>(options_.slots), layout_.buckets.size());
+}
+
+int64_t Reducer::largest_bucket() const {
+  int64_t most = 0;
+  for (const BucketRange& bucket : layout_.buckets) most = std::max(most, bucket.elements());
+  return most;
+}
+
+float* Reducer::memory_of(size_t bucket) const {
+  if (!gradients_) return nullptr;
+  float* all = gradients_.as<float>();
+  if (gradient_elements() == layout_.elements) return all + layout_.buckets[bucket].begin;
+  return all + static_cast<int64_t>(bucket % slots()) * largest_bucket();
+}
+
+int64_t Reducer::gradient_elements() const {
+  if (!in_turns()) return layout_.elements;
+  return std::min(layout_.elements, static_cast<int64_t>(slots()) * largest_bucket());
+}
+
+void Reducer::build_slots() {
+  int64_t packed = 0;
+  const std::vector<ElementRange> parts = owned();
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    Bucket& bucket = buckets_[b];
+    bucket.owned = {parts[b].begin - bucket.begin, parts[b].end - bucket.begin};
+    bucket.packed = packed;
+    packed += bucket.owned.count();
+    for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
+      const int64_t end = layout_.offsets[i] + tensors_[i].count();
+      const int64_t next = i + 1 < bucket.last_tensor ? layout_.offsets[i + 1] : bucket.end;
+      if (end < next) bucket.gaps.push_back({end - bucket.begin, next - bucket.begin});
+    }
+  }
+  shard_ = make_buffer<float>(comm_.device(), packed);
+  fill_zero(stream_, shard_.data(), shard_.bytes());
+  for (size_t s = 0; s < slots(); ++s) taken_.push_back(Event::create(comm_.device()));
+}
+
+void Reducer::clear_gaps(const Bucket& bucket) const {
+  for (const ElementRange& gap : bucket.gaps) {
+    fill_zero(lane_of(bucket).stream, bucket.data + gap.begin,
+              static_cast<size_t>(gap.count()) * sizeof(float));
+  }
+}
+
+// The mean of this rank's part goes to shard_, and the slot is free.
+void Reducer::take(const Bucket& bucket, Event& taken) {
+  const Stream& stream = lane_of(bucket).stream;
+  copy(stream, shard_.as<float>() + bucket.packed, bucket.data + bucket.owned.begin,
+       static_cast<size_t>(bucket.owned.count()) * sizeof(float));
+  taken.record(stream);
+}
+
+}  // namespace gradwire

@@ -1,0 +1,73 @@
+// --shard full: the whole weights of two buckets at a time, gathered from all ranks' shards before the model uses them.
+//
+// Bucket b is in slot b % 2. Passes visit buckets one after the other, so the next one's slot is free as soon as the
+// model uses the present bucket alone; its gather then runs beside the model's products. Every rank enqueues the same
+// gathers in the same order, because their passes are the same.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "collectives/communicator/communicator.h"
+#include "collectives/program/program.h"
+#include "collectives/reducer/reducer.h"
+#include "trainer/model/vit.h"
+
+namespace gradwire {
+
+class WeightWindow {
+ public:
+  static constexpr int kSlots = 2;
+  using Programs = std::vector<std::unique_ptr<Program>>;
+
+  // `gathers`: by bucket, bound, into address(). `model` uses its weights on `compute`, in layout(). All must outlive
+  // the object.
+  WeightWindow(const Communicator& comm, const Stream& compute, const Reducer& reducer, Vit& model,
+               const Programs& gathers, const Programs& dense);
+  // Waits for gathers in flight. After a failure, abort the communicator first.
+  ~WeightWindow();
+  WeightWindow(const WeightWindow&) = delete;
+
+  // Where the model finds its weights: the slots.
+  static ParameterLayout layout(const Reducer& reducer);
+  // Of a bucket's first element, in layout().
+  static int64_t offset(const Reducer& reducer, size_t bucket);
+
+  // Vit's BlockCalls.
+  void begins(int block) { use(bucket_of(block)); }
+  void alone(int block, int next);
+  // The ops enqueued on the model's stream so far have changed this rank's shards. Gathers the first bucket of the next
+  // forward at once.
+  void changed();
+  // Each bucket in turn, as the model would use it.
+  void visit(const std::function<void(const float* weights, int64_t count)>& each);
+  void synchronize() const { stream_.synchronize(); }
+
+  // By this rank so far: in the format that was asked for, and what FP32 would have taken.
+  uint64_t bytes_sent() const { return bytes_sent_; }
+  uint64_t dense_bytes() const { return dense_bytes_; }
+
+ private:
+  int bucket_of(int block) const { return reducer_.bucket_of(blocks_[static_cast<size_t>(block)]); }
+  void use(int bucket);
+  void fetch(int bucket);
+
+  struct Slot {
+    int bucket = -1;  // -1: out of date
+    Event gathered;
+  };
+
+  const Stream compute_, stream_;
+  const Reducer& reducer_;
+  Vit& model_;
+  const Programs &gathers_, &dense_;
+  const std::vector<int> blocks_;
+  Event free_;
+  std::array<Slot, kSlots> slots_;
+  uint64_t bytes_sent_ = 0, dense_bytes_ = 0;
+};
+
+}  // namespace gradwire
