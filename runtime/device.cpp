@@ -17,6 +17,7 @@
 #include "runtime/capture.h"
 #include "runtime/device_impl.h"
 #include "runtime/error.h"
+#include "runtime/memory_use.h"
 
 namespace gradwire {
 
@@ -302,6 +303,16 @@ double elapsed_ms(const Event& start, const Event& end) {
 namespace {
 // Large host buffers use huge pages where the system grants them: streaming is a third faster.
 constexpr size_t kHugePage = size_t{2} << 20, kHugePageBytes = 4 * kHugePage;
+
+std::shared_ptr<void> counted(std::shared_ptr<void> memory, Device device, size_t bytes) {
+  const auto size = static_cast<int64_t>(bytes);
+  void* const data = memory.get();
+  count_memory(device, size);
+  return {data, [memory = std::move(memory), device, size](void*) mutable {
+            memory.reset();
+            count_memory(device, -size);
+          }};
+}
 }  // namespace
 
 Buffer::Buffer(Device device, size_t bytes) : device_(device), bytes_(bytes) {
@@ -314,10 +325,10 @@ Buffer::Buffer(Device device, size_t bytes) : device_(device), bytes_(bytes) {
 #ifdef MADV_HUGEPAGE
     if (bytes >= kHugePageBytes) madvise(data, bytes, MADV_HUGEPAGE);  // a hint; refusal costs only speed
 #endif
-    owner_ = std::shared_ptr<void>(data, std::free);
+    owner_ = counted(std::shared_ptr<void>(data, std::free), device, bytes);
   } else {
 #ifdef GRADWIRE_HAS_CUDA
-    owner_ = cuda::allocate(device.index, bytes);
+    owner_ = counted(cuda::allocate(device.index, bytes), device, bytes);
 #else
     no_cuda("Buffer");
 #endif

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "runtime/error.h"
+#include "runtime/memory_use.h"
 #include "runtime/thread_pool.h"
 #include "tests/devices.h"
 
@@ -63,6 +64,24 @@ TEST_P(DeviceTest, ElapsedTimeIsNotNegative) {
   end.record(stream);
   stream.synchronize();
   EXPECT_GE(elapsed_ms(start, end), 0.0);
+}
+
+TEST_P(DeviceTest, MemoryIsCountedWhileAnyHandleHoldsIt) {
+  const MemoryUse before = memory_use(GetParam());
+  constexpr int64_t kBytes = 1 << 20;
+  Buffer first(GetParam(), kBytes);
+  {
+    const Buffer second(GetParam(), 2 * kBytes), same = first;
+    EXPECT_EQ(memory_use(GetParam()).bytes, before.bytes + 3 * kBytes);
+    const Buffer view = Buffer::view(GetParam(), second.data(), kBytes);
+    EXPECT_EQ(memory_use(GetParam()).bytes, before.bytes + 3 * kBytes) << "a view holds nothing";
+  }
+  EXPECT_EQ(memory_use(GetParam()).bytes, before.bytes + kBytes);
+  EXPECT_GE(memory_use(GetParam()).peak, before.bytes + 3 * kBytes);
+  reset_memory_peak(GetParam());
+  EXPECT_EQ(memory_use(GetParam()).peak, before.bytes + kBytes);
+  first = {};
+  EXPECT_EQ(memory_use(GetParam()).bytes, before.bytes);
 }
 
 TEST_P(DeviceTest, BuffersAreAlignedAndEmptyOnesAreNull) {

@@ -32,7 +32,7 @@ struct Recorder : RunObserver {
     evals.push_back(e);
     steps_before_eval.push_back(steps.size());
   }
-  void on_end(const EndRecord& e) override { hash = e.parameter_hash, ++ends; }
+  void on_end(const EndRecord& e) override { hash = e.parameter_hash, memory_bytes = e.memory_bytes, ++ends; }
 
   RunInfo info;
   int runs = 0, ends = 0;
@@ -40,6 +40,7 @@ struct Recorder : RunObserver {
   std::vector<EvalRecord> evals;
   std::vector<size_t> steps_before_eval;
   uint64_t hash = 0;
+  int64_t memory_bytes = 0;
 };
 
 VitConfig small_model() {
@@ -263,6 +264,22 @@ TEST_P(TrainTest, ADividedOptimizerNeedsAnNthOfTheMemory) {
     EXPECT_NO_THROW(check_memory_limit(c));
     c.memory_limit = divided.total() - 1;
     EXPECT_THROW(check_memory_limit(c), BadInput);
+  }
+}
+
+TEST_P(TrainTest, ARunTakesTheMemoryOfItsPlan) {
+  for (Sharding shard : {Sharding::none, Sharding::optimizer, Sharding::gradients, Sharding::full}) {
+    for (int ranks : {1, 2, 4}) {
+      TrainConfig c = config(ranks, "int8");
+      c.model.width = 64, c.model.mlp = 256, c.model.depth = 8;
+      c.bucket_mb = 0.1;
+      c.batch_size = 2;
+      c.eval_every = 0;
+      c.shard = shard;
+      const auto planned = static_cast<double>(plan_memory(c).total());
+      const auto taken = static_cast<double>(train(c).memory_bytes);
+      EXPECT_NEAR(taken, planned, 0.1 * planned) << name(shard) << ", " << ranks;
+    }
   }
 }
 

@@ -104,6 +104,7 @@ RunSummary run_once(const TrainConfig& config, const DataSplits& data, const Run
   if (log) log->write_summary(summary);
   say(summary_line(summary));
   say(shares_text(summary));
+  say(fmt::format("Memory: {} per rank at most", human_bytes(static_cast<double>(summary.memory_bytes))));
   // Threads of one process share its cores, where one is as fast as another.
   const std::string straggler = comm != nullptr ? straggler_text(summary) : "";
   if (!straggler.empty()) say(straggler);

@@ -72,6 +72,9 @@ struct EndRecord {
   // waited_s[r][p]: how long rank r waited for data of rank p, in seconds, over the whole run; empty where that is not
   // measured, and for one rank.
   std::vector<std::vector<double>> waited_s = {};
+  // The most that rank 0 has held in its device's memory at a time, in bytes: weights, activations, gradients, moments,
+  // residuals and buffers. With several ranks on one device, their mean.
+  int64_t memory_bytes = 0;
 };
 
 // Called by rank 0 only, one call at a time, in order. Steps may be reported late, because the host does not

@@ -191,6 +191,7 @@ std::string summary_record(const RunSummary& summary) {
                         {"peak_fraction", or_null(summary.peak_fraction)},
                         {"shares", shares_json(summary.shares)},
                         {"total_wire_bytes", summary.total_wire_bytes},
+                        {"memory_bytes", summary.memory_bytes},
                         {"waited_s", summary.waited_s}});
 }
 

@@ -58,7 +58,7 @@ void Summarizer::on_eval(const EvalRecord& eval) {
 }
 
 void Summarizer::on_end(const EndRecord& end) {
-  waited_s_ = end.waited_s;
+  end_ = end;
 }
 
 RunSummary Summarizer::summary(double seconds) const {
@@ -67,7 +67,8 @@ RunSummary Summarizer::summary(double seconds) const {
   summary.seconds = seconds;
   summary.schedule = info_.schedule;
   summary.parameters = info_.parameters;
-  summary.waited_s = waited_s_;
+  summary.waited_s = end_.waited_s;
+  summary.memory_bytes = end_.memory_bytes;
   auto median_of = [&](auto field) {
     std::vector<double> values;
     for (const StepRecord& step : steps_) values.push_back(static_cast<double>(step.*field));

@@ -42,6 +42,7 @@ struct RunSummary {
   int64_t parameters = 0;  // of the model
   // As in EndRecord; empty for a run read from its log.
   std::vector<std::vector<double>> waited_s;
+  int64_t memory_bytes = 0;  // per rank; 0 for a run read from its log
 };
 
 constexpr int64_t kFinalLossSteps = 20;
@@ -62,7 +63,7 @@ class Summarizer final : public RunObserver {
   RunInfo info_;
   std::vector<StepRecord> steps_;
   std::optional<EvalRecord> last_eval_;
-  std::vector<std::vector<double>> waited_s_;
+  EndRecord end_;
 };
 
 }  // namespace gradwire

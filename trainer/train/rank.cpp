@@ -8,6 +8,7 @@
 
 #include "collectives/transport/transport.h"
 #include "runtime/error.h"
+#include "runtime/memory_use.h"
 #include "runtime/nvtx.h"
 #include "trainer/measure/products.h"
 #include "trainer/model/flops.h"
@@ -475,7 +476,12 @@ void RankTrainer::finish() {
   for (RankReports::Report& entry : entries) {
     if (!entry.waited_s.empty()) waited.push_back(std::move(entry.waited_s));
   }
-  shared_.observer.on_end({.parameter_hash = hash, .waited_s = std::move(waited)});
+  // Ranks that are processes have their devices' memory to themselves.
+  const auto here =
+      config_.processes ? 1 : std::count(config_.devices.begin(), config_.devices.end(), comm_.device());
+  shared_.observer.on_end({.parameter_hash = hash,
+                           .waited_s = std::move(waited),
+                           .memory_bytes = memory_use(comm_.device()).peak / here});
 }
 
 }  // namespace gradwire

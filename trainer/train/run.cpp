@@ -16,6 +16,7 @@
 #include "collectives/communicator/communicator.h"
 #include "kernels/simd/level.h"
 #include "runtime/error.h"
+#include "runtime/memory_use.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/data/dataset.h"
@@ -151,6 +152,7 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
   SharedRun shared{config, data, observer, reports, initial, &peaks, config.trace.empty() ? nullptr : &trace};
   try {
     check(config, data);
+    reset_memory_peak(comm.device());
     check_agreement(config, data, comm);
     const std::optional<FolderLock> lock = comm.rank() == 0 ? lock_checkpoints(config) : std::nullopt;
     if (shared.trace != nullptr) shared.instant = agree_on_instant(comm.transport());
@@ -180,6 +182,7 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
 
 void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer) {
   check(config, data);
+  for (Device device : config.devices) reset_memory_peak(device);
   const std::optional<FolderLock> lock = lock_checkpoints(config);
   const auto timeout = std::chrono::milliseconds(static_cast<int64_t>(config.timeout_s * 1e3));
   auto comms = Communicator::create_local(config.devices, timeout);

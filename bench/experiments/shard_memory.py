@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""The memory that a rank of `gradwire train` takes, for each --shard and number of ranks.
+
+    shard_memory.py run [--json FILE]    vit_b_32 with AdamW, batches of one image (10 minutes, 20 GB of memory)
+    shard_memory.py show FILE            the table, in Markdown
+"""
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SHARDS, RANKS = ("none", "optimizer", "gradients", "full"), (1, 2, 4, 8)
+COMPRESSIONS = ("fp32", "int8", "int8:residual=int8")
+
+
+def memory_of(gradwire, model, spec, shard, ranks):
+    """Bytes that a rank's buffers took at most in two steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = pathlib.Path(folder) / "run.jsonl"
+        subprocess.run([gradwire, "train", "--model", model, "--image-size", "224", "--data", "synthetic:64", "--batch-size",
+                        "1", "--steps", "2", "--eval-every", "0", "--ranks", str(ranks), "--compression", spec, "--shard",
+                        shard, "--timeout-s", "600", "--log", log], check=True, stdout=subprocess.DEVNULL, timeout=1800)
+        return json.loads(log.read_text().splitlines()[-1])["memory_bytes"]
+
+
+def run(arguments):
+    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
+    results = {"date": datetime.date.today().isoformat(), "commit": commit.strip(), "model": arguments.model, "memory_bytes": []}
+    for spec in COMPRESSIONS:
+        for shard in SHARDS:
+            for ranks in RANKS:
+                if ranks == 1 and shard != "none":
+                    continue  # nobody to divide with
+                size = memory_of(arguments.gradwire, arguments.model, spec, shard, ranks)
+                results["memory_bytes"].append({"compression": spec, "shard": shard, "ranks": ranks, "bytes": size})
+                print(f"{spec:20} {shard:10} {ranks} ranks: {size / 1e6:.0f} MB", file=sys.stderr, flush=True)
+                if arguments.json:
+                    partial = arguments.json.with_suffix(".tmp")
+                    partial.write_text(json.dumps(results, indent=1) + "\n")
+                    os.replace(partial, arguments.json)
+    show(results)
+
+
+def show(results):
+    found = {(r["compression"], r["shard"], r["ranks"]): r["bytes"] for r in results["memory_bytes"]}
+    print("| compression | `--shard` | " + " | ".join(f"{n} rank{'s' * (n > 1)}" for n in RANKS) + " |")
+    print("|---|---|" + "---:|" * len(RANKS))
+    for spec in COMPRESSIONS:
+        for shard in SHARDS:
+            sizes = [found.get((spec, shard if n > 1 else "none", n)) for n in RANKS]
+            print(f"| `{spec}` | `{shard}` | " + " | ".join("" if s is None else f"{s / 1e6:,.0f} MB" for s in sizes) + " |")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    measure = commands.add_parser("run")
+    measure.add_argument("--json", type=pathlib.Path)
+    measure.add_argument("--model", default="vit_b_32")
+    measure.add_argument("--gradwire", default=ROOT / "build" / "bin" / "gradwire")
+    commands.add_parser("show").add_argument("file", type=pathlib.Path)
+    arguments = parser.parse_args()
+    if arguments.command == "run":
+        run(arguments)
+    else:
+        show(json.loads(arguments.file.read_text()))
+
+
+if __name__ == "__main__":
+    main()
