@@ -94,7 +94,7 @@ class Step {
     model_.backward(labels_.as<int32_t>(), totals_.as<double>(), 1.0f / static_cast<float>(batch_), gradients,
                     false, through_reducer ? ready : std::function<void(int)>());
     if (through_reducer) reducer_.wait(stream_);
-    optimizer_.step(stream_, model_.weights().as<float>(), gradients);
+    optimizer_.step(stream_, {model_.weights().as<float>()}, {gradients});
   }
 
   Communicator& comm_;
