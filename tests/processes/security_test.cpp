@@ -118,7 +118,7 @@ void run_under(const Attacker::Attack& attack) {
   for (int r = 0; r < kWorld; ++r)
     ranks.emplace_back([&, r] { EXPECT_NO_THROW(train(rendezvous, r, kWorld)); });
   for (auto& rank : ranks) rank.join();
-  EXPECT_GT(attacker.attacks, 10);
+  EXPECT_GT(attacker.attacks, 0);
 }
 
 TEST(Strangers, WhoSendRandomBytesChangeNothing) {

@@ -136,8 +136,9 @@ Restored restore_rank(const TrainConfig& config, Communicator& comm, const std::
   const Optimizer optimizer(config, stream, {{0, layout.elements}});
   const Buffer weights = make_buffer<float>(comm.device(), layout.elements);
   const auto parameters = vit_parameters(config.model);
-  const bool left = restore_checkpoint(
-      {comm, stream, reducer, parameters, layout, weights.as<float>(), optimizer.moments()}, config, head);
+  const bool left = restore_checkpoint({comm, stream, reducer, parameters, layout, weights.as<float>(),
+                                        optimizer.moments(), reducer.gradients().as<float>()},
+                                       config, head);
   Restored out;
   out.residual.assign(static_cast<size_t>(layout.elements), 0.0f);
   for (const TensorState& s : reducer.tensor_state()) {
@@ -219,7 +220,8 @@ TEST(Checkpoint, StateOfACustomCodecIsKept) {
       const ParameterLayout layout = reducer_layout(reducer);
       const Buffer weights = make_buffer<float>(comm.device(), layout.elements);
       fill_zero(stream, weights.data(), weights.bytes());
-      const RankState rank{comm, stream, reducer, parameters, layout, weights.as<float>(), {}};
+      float* const left_over = reducer.gradients().as<float>();
+      const RankState rank{comm, stream, reducer, parameters, layout, weights.as<float>(), {}, left_over};
       if (!from.empty()) restore_checkpoint(rank, c, read_head(from));
       for (int step = 0; step < steps; ++step) {
         for (int i = 0; i < reducer.tensors(); ++i) {
@@ -392,7 +394,9 @@ TEST_P(CheckpointTest, TheSumOfResidualsIsKeptHoweverTheRunIsDivided) {
                            .reducer = reducer,
                            .parameters = parameters,
                            .layout = layout,
-                           .weights = weights.as<float>()};
+                           .weights = weights.as<float>(),
+                           .moments = {},
+                           .left_over = nullptr};  // every run here has residuals
       if (!from.empty()) {
         EXPECT_FALSE(restore_checkpoint(rank, config, read_head(from)));
       } else {

@@ -59,7 +59,7 @@ struct RankState {
   const std::vector<VitParameter>& parameters;
   const ParameterLayout& layout;
   float* weights;
-  std::vector<FlatState> moments = {};
+  std::vector<FlatState> moments;
   float* left_over =
       nullptr;  // restore_checkpoint() leaves residuals there that this run has no place for; in ParameterLayout
 };

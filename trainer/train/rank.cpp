@@ -90,11 +90,12 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
       reducer_(comm, config_.compression, gradient_tensors(config_.model),
                reducer_options(config_, trace_.tracer())),
       layout_(reducer_layout(reducer_)),
+      gradient_layout_(gradient_layout(reducer_)),
       model_(config_.model, stream_,
              config_.divides(Sharding::full) ? WeightWindow::layout(reducer_) : layout_,
              {.max_batch = config_.batch_size,
               .precision = config_.precision,
-              .gradients = gradient_layout(reducer_),
+              .gradients = gradient_layout_,
               .calls = block_calls()}),
       optimizer_(config_, stream_, reducer_.owned()),
       steps_per_epoch_(loader_.batches_per_epoch() / config_.accumulate),
@@ -263,7 +264,6 @@ void RankTrainer::enqueue_work(Slot& slot) {
   // The mean over this rank's images; the reducer divides by the number of ranks.
   const float grad_scale = 1.0f / static_cast<float>(config_.batch_size * config_.accumulate);
   const bool dumps = dump_ && step == config_.gradients_step;
-  const ParameterLayout gradients = dumps ? gradient_layout(reducer_) : ParameterLayout{};
   if (dumps && carried_) {
     throw BadInput(
         fmt::format("--dump-gradients: after --resume with another compression or number of ranks, the "
@@ -271,7 +271,7 @@ void RankTrainer::enqueue_work(Slot& slot) {
                     step));
   }
   const std::function<void(int)> ready = [&](int i) {
-    if (dumps) dump_->take(stream_, i, gradients_ + gradients.offsets[static_cast<size_t>(i)]);
+    if (dumps) dump_->take(stream_, i, gradients_ + gradient_layout_.offsets[static_cast<size_t>(i)]);
     reducer_.ready(i, stream_);
     if (left_over_ && i + 1 < reducer_.tensors() && reducer_.bucket_of(i) != reducer_.bucket_of(i + 1)) {
       carry(reducer_.bucket_of(i + 1));

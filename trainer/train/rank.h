@@ -117,7 +117,8 @@ class RankTrainer {
   RankTrace trace_;
   Loader loader_;
   Reducer reducer_;
-  const ParameterLayout layout_;  // of whole weights, moments and residuals
+  // Of whole weights, moments and residuals; and of the gradients, which may be of some buckets only.
+  const ParameterLayout layout_, gradient_layout_;
   Vit model_;
   Optimizer optimizer_;
   std::optional<WeightShards> shards_;  // none unless something is sharded
@@ -126,7 +127,7 @@ class RankTrainer {
   int64_t steps_per_epoch_;
   const int64_t graph_from_;  // the first step that is launched as a graph
   Buffer own_gradients_;      // empty when gradients are views of the buckets
-  float* gradients_;          // in gradient_layout()
+  float* gradients_;          // in gradient_layout_
   Buffer totals_;             // device: two doubles
   std::array<Slot, 2> slots_;
   bool carried_ = false;  // the gradient buffer holds a checkpoint's residuals; the first step adds to them
