@@ -292,7 +292,7 @@ class TcpTransport final : public Transport {
       for (Posted& p : e.posted) {
         at = &p;
         waiting_for_ = p.peer;
-        if (p.done || p.sent) {
+        if (p.sent) {
           wait(p, deadline);
         } else {
           waits_.measure([&] { return wait(p, deadline), p.peer; });

@@ -1,35 +1,77 @@
-"""Installs libgradwire.so with the package: from GRADWIRE_LIBRARY, or from the source tree's build folder.
-
-If there is neither, only the package is installed, and looks for the library at run time.
+"""Builds the package, with libgradwire.so in it: the one that GRADWIRE_LIBRARY names, or that the source tree's build
+folder has; else it is compiled, the host's side of it, which takes a compiler, CMake, Ninja and fmt.
 """
+import ctypes
 import os
 import pathlib
+import re
 import shutil
+import subprocess
+import sys
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 from setuptools.dist import Distribution
 
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # setuptools before 70.1
+    from wheel.bdist_wheel import bdist_wheel
+
+SOURCE = pathlib.Path(__file__).resolve().parents[2]
+HEADER = SOURCE / "collectives" / "gradwire.h"
+
 
 def library() -> "pathlib.Path | None":
+    """What is built already."""
     chosen = os.environ.get("GRADWIRE_LIBRARY")
     if chosen:
         return pathlib.Path(chosen).resolve(strict=True)
-    built = pathlib.Path(__file__).resolve().parents[2] / "build" / "lib" / "libgradwire.so"
+    built = SOURCE / "build" / "lib" / "libgradwire.so"
     return built.resolve() if built.exists() else None
+
+
+def version() -> str:
+    if HEADER.exists():
+        return ".".join(re.findall(r"#define GW_VERSION_\w+ (\d+)", HEADER.read_text()))
+    number = ctypes.CDLL(str(library())).gw_version()
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def compiled(folder: pathlib.Path) -> pathlib.Path:
+    if not HEADER.exists():
+        sys.exit("gradwire: no libgradwire.so, and no sources beside the package: install from a checkout of Gradwire, or "
+                 "set GRADWIRE_LIBRARY to a library")
+    configure = ["cmake", "-S", SOURCE, "-B", folder, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DGRADWIRE_CUDA=OFF",
+                 "-DGRADWIRE_TESTS=OFF", "-DGRADWIRE_LIBRARY_ONLY=ON"]
+    try:
+        subprocess.run(configure, check=True)
+        subprocess.run(["cmake", "--build", folder, "--target", "gradwire_shared"], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"gradwire: libgradwire.so could not be built ({error}); it takes a C++20 compiler and fmt: "
+                 "apt install g++ libfmt-dev")
+    return (folder / "lib" / "libgradwire.so").resolve()
 
 
 class BuildWithLibrary(build_py):
     def run(self) -> None:
         super().run()
-        found = library()
-        if found is not None:
-            shutil.copy2(found, pathlib.Path(self.build_lib, "gradwire", "libgradwire.so.0"))
+        target = pathlib.Path(self.build_lib, "gradwire")
+        found = library() or compiled(pathlib.Path(self.build_lib).resolve().parent / "library")
+        shutil.copy2(found, target / "libgradwire.so.0")
+        (target / "_version.py").write_text(f'"""Made by setup.py from gradwire.h."""\n__version__ = "{version()}"\n')
+
+
+class AnyPython(bdist_wheel):
+    """One wheel for every Python: nothing in it is compiled against one."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
 
 
 class PlatformDistribution(Distribution):
     def has_ext_modules(self) -> bool:  # a wheel with a library is platform-specific
-        return library() is not None
+        return True
 
 
-setup(cmdclass={"build_py": BuildWithLibrary}, distclass=PlatformDistribution)
+setup(version=version(), cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": AnyPython}, distclass=PlatformDistribution)

@@ -189,7 +189,6 @@ BlockCalls RankTrainer::block_calls() {
 void RankTrainer::load(std::span<const float> weights) {
   if (!config_.divides(Sharding::full)) model_.load(weights);
   if (shards_) shards_->take_weights(weights.data());
-  model_.round_weights();
   stream_.synchronize();  // before the caller's memory goes
 }
 
@@ -444,9 +443,11 @@ void RankTrainer::restore() {
   for (size_t i = 0; i < whole.moments.size(); ++i) {
     shards_->scatter(whole.moments[i].as<const float>(), moments[i].data);
   }
-  if (shards_)
+  if (shards_) {
     shards_->take_weights(whole.weights ? whole.weights.as<float>() : model_.weights().as<float>());
-  model_.round_weights();
+  } else {
+    model_.round_weights();
+  }
   stream_.synchronize();  // before the whole is freed
 }
 

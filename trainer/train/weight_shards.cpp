@@ -87,6 +87,7 @@ void WeightShards::take_weights(const float* flat) {
   if (masters_) scatter(flat, masters_.as<float>());
   if (window_) return window_->changed();
   if (masters_) gather_weights();
+  model_.round_weights();
 }
 
 void WeightShards::step(Optimizer& optimizer, Parts<const float> gradients) {

@@ -23,9 +23,9 @@ from typing import Any, Optional
 
 from gradwire._core import Communicator, Reducer
 from gradwire._formats import register_format
-from gradwire._native import BadArgument, BadHandle, CommFailed, DeviceFailed, Error, NoMemory, Unsupported
+from gradwire._native import (BadArgument, BadHandle, CommFailed, DeviceFailed, Error, NoMemory, Unsupported,
+                              __version__)
 
-__version__ = "0.1.0"
 __all__ = ["BadArgument", "BadHandle", "CommFailed", "Communicator", "DeviceFailed", "Error", "NoMemory",
            "Reducer", "Unsupported", "allreduce_", "register_format"]
 

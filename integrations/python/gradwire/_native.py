@@ -8,6 +8,7 @@ import collections
 import ctypes
 import os
 import pathlib
+import re
 import threading
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from typing import Deque, List, Optional, Tuple
@@ -16,8 +17,20 @@ HOST = -1
 FLOAT32, BFLOAT16 = 0, 1
 SUM, AVG = 0, 1
 
-# The library version that this package needs; before 1.0 a minor version may change the ABI.
-_VERSION = (0, 1)
+
+def _own_version() -> str:
+    """As setup.py wrote it; in the source tree, as the header has it."""
+    here = pathlib.Path(__file__).resolve().parent
+    made = here / "_version.py"
+    if made.exists():
+        return re.findall(r'__version__ = "(.+)"', made.read_text())[0]
+    header = here.parents[2] / "collectives" / "gradwire.h"
+    return ".".join(re.findall(r"#define GW_VERSION_\w+ (\d+)", header.read_text()))
+
+
+__version__ = _own_version()
+# Of the library that this package needs: before 1.0 a minor version may change the ABI.
+_NEEDED = tuple(int(part) for part in __version__.split(".")[:2])
 
 
 class Error(RuntimeError):
@@ -130,7 +143,12 @@ def _candidates() -> List[str]:
     return found + ["libgradwire.so.0"]  # wherever the dynamic linker looks
 
 
+# What _load() has found, for people.
+library_path = library_version = ""
+
+
 def _load() -> ctypes.CDLL:
+    global library_path, library_version
     problems = []
     for path in _candidates():
         try:
@@ -140,14 +158,15 @@ def _load() -> ctypes.CDLL:
             continue
         library.gw_version.restype = c_int
         version = library.gw_version()
-        if (version // 10000, version // 100 % 100) != _VERSION:
+        if (version // 10000, version // 100 % 100) != _NEEDED:
             raise ImportError(f"{path} is Gradwire {version // 10000}.{version // 100 % 100}, this package "
-                              f"needs {_VERSION[0]}.{_VERSION[1]}; set GRADWIRE_LIBRARY to such a library")
+                              f"needs {_NEEDED[0]}.{_NEEDED[1]}; set GRADWIRE_LIBRARY to such a library")
         library.gw_last_error.restype = c_char_p
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes = arguments
             function.restype = c_int32
+        library_path, library_version = path, f"{version // 10000}.{version // 100 % 100}.{version % 100}"
         return library
     raise ImportError("libgradwire.so was not found. Build it (cmake --build) or install it; if it is in "
                       "neither the source tree's build folder nor the linker's path, set GRADWIRE_LIBRARY to "

@@ -1,0 +1,14 @@
+"""setuptools, and CMake and Ninja from pip where the machine has none and setup.py needs them."""
+import os
+import pathlib
+import shutil
+
+from setuptools.build_meta import *  # noqa: F401,F403
+from setuptools.build_meta import get_requires_for_build_wheel as _get_requires
+
+_BUILT = pathlib.Path(__file__).resolve().parents[2] / "build" / "lib" / "libgradwire.so"
+
+
+def get_requires_for_build_wheel(config_settings=None):
+    tools = [] if os.environ.get("GRADWIRE_LIBRARY") or _BUILT.exists() else ["cmake", "ninja"]
+    return [*_get_requires(config_settings), *(tool for tool in tools if shutil.which(tool) is None)]
