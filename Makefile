@@ -15,6 +15,7 @@
 #                 (docs/experiments.md); needs root
 #   make gpu-check   GPU tests, compute-sanitizer and benches on a machine with a GPU; into docs/results/
 #   make bundle   pack the build for a GPU machine that cannot build it: build/gradwire-bundle.tar.gz
+#   make wheel    a wheel of the Python package, with the host's library in it; in dist/
 #   make format   clang-format over the sources
 #   make clean    remove every build folder
 
@@ -24,7 +25,7 @@ BENCH_CHECK_FLAGS ?=
 FUZZ_FLAGS ?=
 
 .PHONY: build build-tests demo test test-quick test-frameworks faults fuzz bench bench-check host-check experiments \
-  gpu-check bundle setup format clean
+  gpu-check bundle wheel setup format clean
 
 build: setup
 	@scripts/configure.sh release
@@ -71,6 +72,9 @@ gpu-check: build-tests
 
 bundle: build-tests
 	@scripts/bundle.sh
+
+wheel: setup
+	@PYTHON=$(PYTHON) scripts/wheel.sh
 
 setup:
 	@scripts/setup.sh

@@ -398,6 +398,24 @@ class Package(unittest.TestCase):
         self.assertIn("/nowhere/libgradwire.so", done.stderr)
         self.assertIn("GRADWIRE_LIBRARY", done.stderr)
 
+    def test_the_doctor_says_what_is_here_and_what_is_broken(self) -> None:
+        doctor = [sys.executable, "-m", "gradwire.doctor"]
+        found = subprocess.run(doctor, capture_output=True, text=True, timeout=100)
+        self.assertEqual((found.returncode, found.stderr), (0, ""), found.stdout)
+        self.assertIn(f"library {gradwire.__version__}: {os.environ['GRADWIRE_LIBRARY']}", found.stdout)
+        self.assertIn(f"torch {torch.__version__}: ", found.stdout)
+        self.assertIn("the mean is right", found.stdout)
+        broken = subprocess.run(doctor, capture_output=True, text=True, timeout=100,
+                                env={**os.environ, "GRADWIRE_LIBRARY": "/nowhere/libgradwire.so"})
+        self.assertEqual((broken.returncode, broken.stderr), (1, ""), broken.stdout)
+        self.assertIn("/nowhere/libgradwire.so", broken.stdout)
+        self.assertIn("GRADWIRE_LIBRARY", broken.stdout)
+
+    def test_the_version_is_the_headers(self) -> None:
+        header = (PACKAGE.parents[1] / "collectives" / "gradwire.h").read_text()
+        for part, number in zip(("MAJOR", "MINOR", "PATCH"), gradwire.__version__.split(".")):
+            self.assertIn(f"#define GW_VERSION_{part} {number}\n", header)
+
     def test_pip_install_brings_the_library_along(self) -> None:
         if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode != 0:
             self.fail("pip is missing; Debian has it as python3-pip (with python3-setuptools and python3-wheel)")
@@ -407,10 +425,12 @@ class Package(unittest.TestCase):
             subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-build-isolation",
                             "--no-deps", "--disable-pip-version-check", "--target", target, source], check=True)
             environment = {k: v for k, v in os.environ.items() if k not in ("GRADWIRE_LIBRARY", "PYTHONPATH")}
-            code = "import gradwire; gradwire.Communicator().close(); print(gradwire.__file__)"
+            code = "import gradwire; gradwire.Communicator().close(); print(gradwire.__version__, gradwire.__file__)"
             output = subprocess.run([sys.executable, "-c", code], env={**environment, "PYTHONPATH": str(target)}, cwd=folder,
                                     check=True, capture_output=True, text=True).stdout
-            self.assertEqual(pathlib.Path(output.strip()).parent, target / "gradwire")
+            version, file = output.split()
+            self.assertEqual(version, gradwire.__version__)
+            self.assertEqual(pathlib.Path(file).parent, target / "gradwire")
             self.assertTrue((target / "gradwire" / "py.typed").exists())
             self.assertTrue((target / "gradwire" / "libgradwire.so.0").exists())
 
