@@ -14,6 +14,7 @@ optional=(
   "libgloo-dev:gloo's own allreduce in benchmarks"
   "dataset-fashion-mnist:real images without a download (demo; --data fashion-mnist:DIR still works)"
   "python3-numpy:the oracles" "python3-torch:the oracles" "python3-torchvision:the oracles"
+  "mypy:the check of the Python package's types"
   "python3-matplotlib:pictures (bench/plots/plot.py)" "iproute2:slow links on one machine (bench/harness/shaped_link.sh)"
   "ccache:fast rebuilds" "git:version control"
 )

@@ -402,7 +402,7 @@ class Package(unittest.TestCase):
         doctor = [sys.executable, "-m", "gradwire.doctor"]
         found = subprocess.run(doctor, capture_output=True, text=True, timeout=100)
         self.assertEqual((found.returncode, found.stderr), (0, ""), found.stdout)
-        self.assertIn(f"library {gradwire.__version__}: {os.environ['GRADWIRE_LIBRARY']}", found.stdout)
+        self.assertIn(f"library {gradwire.__version__}: {_native.library_path}", found.stdout)
         self.assertIn(f"torch {torch.__version__}: ", found.stdout)
         self.assertIn("the mean is right", found.stdout)
         broken = subprocess.run(doctor, capture_output=True, text=True, timeout=100,

@@ -13,7 +13,7 @@ class Memory(NamedTuple):
     """A contiguous array: address, number of elements, type and device."""
 
     address: int
-    count: int
+    count: int  # type: ignore[assignment]  # not tuple's method
     dtype: int
     device: int
 

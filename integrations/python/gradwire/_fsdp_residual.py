@@ -22,7 +22,7 @@ class Part(NamedTuple):
 
     name: str
     begin: int
-    count: int
+    count: int  # type: ignore[assignment]  # not tuple's method
     dense: bool
 
     @property

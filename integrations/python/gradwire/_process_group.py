@@ -84,7 +84,8 @@ def communicator(process_group: Any = None, device: "str | int" = "host",
         if rank == 0:
             meeting = list(_meeting(stack, networks))
         dist.broadcast_object_list(meeting, src=_global_rank(process_group, 0), group=process_group)
-        return Communicator(meeting[0], rank, world, device=device, timeout_s=timeout_s, secret=meeting[1])
+        comm = Communicator(meeting[0], rank, world, device=device, timeout_s=timeout_s, secret=meeting[1])
+    return comm
 
 
 def communicator_of_store(store: Any, rank: int, world: int, timeout_s: float = TIMEOUT_S) -> Communicator:
@@ -95,4 +96,5 @@ def communicator_of_store(store: Any, rank: int, world: int, timeout_s: float = 
             networks = [store.get(f"gradwire/network/{r}").decode() for r in range(world)]
             store.set("gradwire/meeting", " ".join(_meeting(stack, networks)))
         address, secret = store.get("gradwire/meeting").decode().split()
-        return Communicator(address, rank, world, timeout_s=timeout_s, secret=secret)
+        comm = Communicator(address, rank, world, timeout_s=timeout_s, secret=secret)
+    return comm

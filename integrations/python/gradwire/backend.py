@@ -164,17 +164,18 @@ class Backend(dist.ProcessGroup):
 
     # ---- Which calls -------------------------------------------------------------------------------------------
 
-    def _fits(self, spec: Optional[str], dtype: torch.dtype, count: int) -> bool:
-        """By what is the same on every rank only."""
-        return (spec is not None and self.size() > 1 and dtype in (torch.float32, torch.bfloat16)
+    def _format(self, spec: Optional[str], dtype: torch.dtype, count: int) -> str:
+        """The wire format of a call; "": it is Gloo's. By what is the same on every rank only."""
+        fits = (self.size() > 1 and dtype in (torch.float32, torch.bfloat16)
                 and count > 0 and count * dtype.itemsize >= self._rule.min_bytes)
+        return spec if spec is not None and fits else ""
 
     def allreduce(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
         opts = _options(opts, others, c10d.AllreduceOptions)
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        spec, op = self._rule.allreduce, _op(opts.reduceOp)
-        if len(tensors) != 1 or op is None or tensors[0].layout != torch.strided \
-                or not self._fits(spec, tensors[0].dtype, tensors[0].numel()):
+        op = _op(opts.reduceOp)
+        spec = self._format(self._rule.allreduce, tensors[0].dtype, tensors[0].numel()) if len(tensors) == 1 else ""
+        if not op or not spec or tensors[0].layout != torch.strided:
             return self._gloo.allreduce(tensors, opts)
 
         def job(comm: Communicator) -> None:
@@ -185,8 +186,8 @@ class Backend(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
-        spec, op = self._rule.reduce_scatter, _op(opts.reduceOp)
-        if op is None or not self._fits(spec, input.dtype, input.numel()) or output.dtype != input.dtype:
+        spec, op = self._format(self._rule.reduce_scatter, input.dtype, input.numel()), _op(opts.reduceOp)
+        if not op or not spec or output.dtype != input.dtype:
             return self._gloo_call("reduce_scatter_single", "_reduce_scatter_base")(output, input, opts)
 
         def job(comm: Communicator) -> None:
@@ -199,9 +200,10 @@ class Backend(dist.ProcessGroup):
         opts = _options(opts, others, c10d.ReduceScatterOptions)
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        spec, op = self._rule.reduce_scatter, _op(opts.reduceOp)
-        if len(outputs) != 1 or op is None or any(t.dtype != outputs[0].dtype for t in inputs[0]) \
-                or not self._fits(spec, outputs[0].dtype, sum(t.numel() for t in inputs[0])):
+        spec, op = "", _op(opts.reduceOp)
+        if len(outputs) == 1 and all(t.dtype == outputs[0].dtype for t in inputs[0]):
+            spec = self._format(self._rule.reduce_scatter, outputs[0].dtype, sum(t.numel() for t in inputs[0]))
+        if not op or not spec:
             return self._gloo.reduce_scatter(outputs, inputs, opts)
 
         def job(comm: Communicator) -> None:
@@ -213,8 +215,8 @@ class Backend(dist.ProcessGroup):
         return self._submit(job, list(outputs))
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
-        spec = self._rule.all_gather
-        if not self._fits(spec, output.dtype, output.numel()) or output.dtype != input.dtype:
+        spec = self._format(self._rule.all_gather, output.dtype, output.numel())
+        if not spec or output.dtype != input.dtype:
             return self._gloo_call("all_gather_single", "_allgather_base")(output, input, opts or c10d.AllgatherOptions())
 
         def job(comm: Communicator) -> None:
@@ -227,9 +229,10 @@ class Backend(dist.ProcessGroup):
         opts = _options(opts, others, c10d.AllgatherOptions)
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        spec, parts = self._rule.all_gather, outputs[0]
-        if len(inputs) != 1 or any(t.dtype != inputs[0].dtype for t in parts) \
-                or not self._fits(spec, inputs[0].dtype, sum(t.numel() for t in parts)):
+        spec, parts = "", outputs[0]
+        if len(inputs) == 1 and all(t.dtype == inputs[0].dtype for t in parts):
+            spec = self._format(self._rule.all_gather, inputs[0].dtype, sum(t.numel() for t in parts))
+        if not spec:
             return self._gloo.allgather(outputs, inputs, opts)
 
         def job(comm: Communicator) -> None:
@@ -302,9 +305,9 @@ def _options(given: Any, others: Sequence[Any], kind: Any) -> Any:
     return options
 
 
-def _op(op: Any) -> Optional[str]:
-    """"sum" or "avg", or None for what Gloo does."""
-    return "sum" if op == dist.ReduceOp.SUM else "avg" if op == dist.ReduceOp.AVG else None
+def _op(op: Any) -> str:
+    """"sum" or "avg", or "" for what Gloo does."""
+    return "sum" if op == dist.ReduceOp.SUM else "avg" if op == dist.ReduceOp.AVG else ""
 
 
 class _Contiguous:

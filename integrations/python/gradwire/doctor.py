@@ -28,9 +28,10 @@ FRAMEWORKS: List[Tuple[str, Tuple[int, ...], str]] = [
 def version_of(name: str) -> Optional[str]:
     """None where it is not installed."""
     try:
-        return str(importlib.import_module(name).__version__)
+        version = getattr(importlib.import_module(name), "__version__", None)
     except ImportError:
         return None
+    return None if version is None else str(version)  # a folder of that name is no framework
 
 
 def numbers(version: str) -> Tuple[int, ...]:

@@ -133,7 +133,7 @@ class Compression:
             theirs._all_reduce_hook = ours.all_reduce
         self._restore.append(restore)
         theirs._reduce_scatter_comm, theirs._all_gather_comm = ReduceScatter(ours), AllGather(ours)
-        prepare = before[3]
+        prepare: Any = before[3]
         if prepare is not None:  # PyTorch 2.15
 
             def prepare_and_tell(params: Sequence[Any], *arguments: Any) -> Any:
