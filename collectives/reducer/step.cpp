@@ -22,11 +22,9 @@ void Reducer::ready(int i, const Stream& producer) {
     throw BadInput("Reducer::ready: no gradients; call adopt() first, because own_gradients is off");
   }
   if (in_turns() && i > 0 && !ready_[i - 1]) {
-    throw BadInput(
-        fmt::format("gradient '{}' was marked ready before '{}': where buckets take turns in memory, the "
-                    "order is that of the "
-                    "tensors",
-                    tensors_[i].name, tensors_[i - 1].name));
+    throw BadInput(fmt::format(
+        "gradient '{}' was marked ready before '{}', which comes first; with slots the order counts",
+        tensors_[i].name, tensors_[i - 1].name));
   }
   ready_[i] = true;
   if (buckets_.empty()) return;

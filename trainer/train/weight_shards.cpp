@@ -34,13 +34,13 @@ WeightShards::WeightShards(const TrainConfig& config, Communicator& comm, const 
   auto* const weights = model.weights().as<float>();
   weights_programs_ = programs(
       config, {.wire = config.gather_weights,
-               .what = "gathering the weights",
+               .what = "the weights",
                .to =
                    [&, full](size_t b) {
                      return weights + (full ? WeightWindow::offset(reducer, b) : reducer.ranges()[b].begin);
                    },
                .transfers = full ? comm.transfers() : Stream()});
-  state_programs_ = programs(config, {.wire = kFp32, .what = "gathering state for a checkpoint"});
+  state_programs_ = programs(config, {.wire = kFp32, .what = "the state for a checkpoint"});
   weights_workspace_ = bind(weights_programs_);
   state_workspace_ = bind(state_programs_);
   if (full) window_.emplace(comm, stream, reducer, model, weights_programs_, state_programs_);

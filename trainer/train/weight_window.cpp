@@ -18,9 +18,10 @@ int64_t WeightWindow::offset(const Reducer& reducer, size_t bucket) {
   return static_cast<int64_t>(bucket % kSlots) * reducer.largest_bucket();
 }
 
-WeightWindow::WeightWindow(const Communicator& comm, const Stream& compute, const Reducer& reducer,
-                           Vit& model, const Programs& gathers, const Programs& dense)
+WeightWindow::WeightWindow(Communicator& comm, const Stream& compute, const Reducer& reducer, Vit& model,
+                           const Programs& gathers, const Programs& dense)
     : compute_(compute),
+      transfers_(comm.transfers()),
       stream_(Stream::create(comm.device(), "gather weights")),
       reducer_(reducer),
       model_(model),
@@ -32,9 +33,11 @@ WeightWindow::WeightWindow(const Communicator& comm, const Stream& compute, cons
 }
 
 WeightWindow::~WeightWindow() {
-  try {
-    stream_.synchronize();
-  } catch (...) {  // the failure is already known
+  for (const Stream& stream : {stream_, transfers_}) {  // both, even after one has failed
+    try {
+      stream.synchronize();
+    } catch (...) {  // the failure is already known
+    }
   }
 }
 

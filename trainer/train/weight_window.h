@@ -23,9 +23,9 @@ class WeightWindow {
   static constexpr int kSlots = 2;
   using Programs = std::vector<std::unique_ptr<Program>>;
 
-  // `gathers`: by bucket, bound, into address(). `model` uses its weights on `compute`, in layout(). All must outlive
-  // the object.
-  WeightWindow(const Communicator& comm, const Stream& compute, const Reducer& reducer, Vit& model,
+  // `gathers`: by bucket, bound, into the slots; `dense`: the same in FP32, for its bytes. `model` uses its weights on
+  // `compute`, in layout(). All must outlive the object.
+  WeightWindow(Communicator& comm, const Stream& compute, const Reducer& reducer, Vit& model,
                const Programs& gathers, const Programs& dense);
   // Waits for gathers in flight. After a failure, abort the communicator first.
   ~WeightWindow();
@@ -60,7 +60,7 @@ class WeightWindow {
     Event gathered;
   };
 
-  const Stream compute_, stream_;
+  const Stream compute_, transfers_, stream_;
   const Reducer& reducer_;
   Vit& model_;
   const Programs &gathers_, &dense_;
