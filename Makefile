@@ -16,6 +16,7 @@
 #   make gpu-check   GPU tests, compute-sanitizer and benches on a machine with a GPU; into docs/results/
 #   make bundle   pack the build for a GPU machine that cannot build it: build/gradwire-bundle.tar.gz
 #   make wheel    a wheel of the Python package, with the host's library in it; in dist/
+#   make deb      a Debian package of libgradwire.so, its header, and its CMake and pkg-config files; in dist/
 #   make format   clang-format over the sources
 #   make clean    remove every build folder
 
@@ -25,7 +26,7 @@ BENCH_CHECK_FLAGS ?=
 FUZZ_FLAGS ?=
 
 .PHONY: build build-tests demo test test-quick test-frameworks faults fuzz bench bench-check host-check experiments \
-  gpu-check bundle wheel setup format clean
+  gpu-check bundle wheel deb setup format clean
 
 build: setup
 	@scripts/configure.sh release
@@ -72,6 +73,11 @@ gpu-check: build-tests
 
 bundle: build-tests
 	@scripts/bundle.sh
+
+deb: setup
+	@scripts/configure.sh release
+	@cmake --build --preset release --target programs
+	@mkdir -p dist && cpack --config build/CPackConfig.cmake -B build/deb > build/cpack.log && cp -v build/deb/*.deb dist
 
 wheel: setup
 	@PYTHON=$(PYTHON) scripts/wheel.sh

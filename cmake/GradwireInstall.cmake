@@ -37,3 +37,18 @@ Cflags: -I\${includedir}
 Libs: -L\${libdir} -lgradwire
 ")
 install(FILES ${CMAKE_BINARY_DIR}/gradwire.pc DESTINATION ${pc_dir} COMPONENT library)
+
+# cpack: libgradwire_VERSION_ARCHITECTURE.deb, the same files below /usr (make deb).
+set(CPACK_GENERATOR DEB)
+set(CPACK_PACKAGE_NAME gradwire)
+set(CPACK_PACKAGE_CONTACT "Gradwire's developers")
+set(CPACK_PACKAGE_DESCRIPTION_SUMMARY "Gradient compression for data-parallel training: the C library")
+set(CPACK_PACKAGING_INSTALL_PREFIX /usr)
+set(CPACK_COMPONENTS_ALL library)
+set(CPACK_DEB_COMPONENT_INSTALL ON)
+set(CPACK_DEBIAN_LIBRARY_PACKAGE_NAME libgradwire-dev)
+set(CPACK_DEBIAN_LIBRARY_PACKAGE_SECTION libdevel)
+set(CPACK_DEBIAN_LIBRARY_FILE_NAME DEB-DEFAULT)
+set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
+set(CMAKE_SKIP_INSTALL_ALL_DEPENDENCY ON)  # what is packed is built by name
+include(CPack)
