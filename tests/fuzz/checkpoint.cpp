@@ -41,7 +41,14 @@ struct Rank {
         moment(weights.size()) {}
 
   RankState state() {
-    return {comm, stream, reducer, parameters, layout, weights.data(), {{"m", moment.data()}}};
+    return {.comm = comm,
+            .stream = stream,
+            .reducer = reducer,
+            .parameters = parameters,
+            .layout = layout,
+            .weights = {weights.data()},
+            .moments = {{"m", {moment.data()}}},
+            .parts = {{0, layout.elements}}};
   }
 
   Communicator& comm;

@@ -136,8 +136,15 @@ Restored restore_rank(const TrainConfig& config, Communicator& comm, const std::
   const Optimizer optimizer(config, stream, {{0, layout.elements}});
   const Buffer weights = make_buffer<float>(comm.device(), layout.elements);
   const auto parameters = vit_parameters(config.model);
-  const bool left = restore_checkpoint({comm, stream, reducer, parameters, layout, weights.as<float>(),
-                                        optimizer.moments(), reducer.gradients().as<float>()},
+  const bool left = restore_checkpoint({.comm = comm,
+                                        .stream = stream,
+                                        .reducer = reducer,
+                                        .parameters = parameters,
+                                        .layout = layout,
+                                        .weights = {weights.as<float>()},
+                                        .moments = optimizer.moments(),
+                                        .parts = {{0, layout.elements}},
+                                        .left_over = [&] { return reducer.gradients().as<float>(); }},
                                        config, head);
   Restored out;
   out.residual.assign(static_cast<size_t>(layout.elements), 0.0f);
@@ -220,8 +227,15 @@ TEST(Checkpoint, StateOfACustomCodecIsKept) {
       const ParameterLayout layout = reducer_layout(reducer);
       const Buffer weights = make_buffer<float>(comm.device(), layout.elements);
       fill_zero(stream, weights.data(), weights.bytes());
-      float* const left_over = reducer.gradients().as<float>();
-      const RankState rank{comm, stream, reducer, parameters, layout, weights.as<float>(), {}, left_over};
+      const RankState rank{.comm = comm,
+                           .stream = stream,
+                           .reducer = reducer,
+                           .parameters = parameters,
+                           .layout = layout,
+                           .weights = {weights.as<float>()},
+                           .moments = {},
+                           .parts = {{0, layout.elements}},
+                           .left_over = [&] { return reducer.gradients().as<float>(); }};
       if (!from.empty()) restore_checkpoint(rank, c, read_head(from));
       for (int step = 0; step < steps; ++step) {
         for (int i = 0; i < reducer.tensors(); ++i) {
@@ -342,6 +356,65 @@ TEST_P(CheckpointTest, ADividedRunResumesWithTheSameBits) {
   }
 }
 
+// Each rank writes its part, and nobody needs room for the whole.
+TEST_P(CheckpointTest, RanksWriteTheirShardsOfADividedRun) {
+  constexpr int kRanks = 3;
+  TrainConfig c = config(kRanks, "fp32");
+  c.bucket_mb = 0.003;
+  c.shard = Sharding::optimizer;
+  c.checkpoint_directory = folder_.path("run");
+  const auto parameters = vit_parameters(c.model);
+  std::array<uint64_t, kRanks> bytes{};
+  testing::run_ranks(kRanks, GetParam(), [&](Communicator& comm) {
+    const Stream stream = Stream::create(comm.device(), "train");
+    Reducer reducer(comm, c.compression, gradient_tensors(c.model), reducer_options(c));
+    const ParameterLayout layout = reducer_layout(reducer);
+    const Optimizer optimizer(c, stream, reducer.owned());
+    // Of an element: its index in the layout. Those of other ranks are wrong here.
+    const Buffer weights = make_buffer<float>(comm.device(), layout.elements);
+    std::vector<float> mine(static_cast<size_t>(layout.elements), -1.0f), moments;
+    for (const ElementRange& part : reducer.owned()) {
+      for (int64_t e = part.begin; e < part.end; ++e) {
+        mine[static_cast<size_t>(e)] = static_cast<float>(e);
+        moments.push_back(static_cast<float>(-e));
+      }
+    }
+    to_device(stream, weights.as<float>(), std::span<const float>(mine));
+    for (const FlatState& moment : optimizer.moments())
+      to_device(stream, moment.values.data, std::span<const float>(moments));
+    const SavedCheckpoint saved = save_checkpoint({.comm = comm,
+                                                   .stream = stream,
+                                                   .reducer = reducer,
+                                                   .parameters = parameters,
+                                                   .layout = layout,
+                                                   .weights = {weights.as<float>()},
+                                                   .moments = optimizer.moments(),
+                                                   .parts = reducer.owned(),
+                                                   .divided = true},
+                                                  c, {.step = 1});
+    bytes[static_cast<size_t>(comm.rank())] = saved.bytes;
+    if (comm.rank() != 0) return;
+    const SafetensorsReader model(weights_path(saved.path)), state(state_path(saved.path, 0, kRanks));
+    model.verify(true), state.verify(true);
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      const std::string& name = parameters[i].name;
+      std::vector<float> weight(static_cast<size_t>(parameters[i].elements())), m(weight.size());
+      model.read(*model.find(name), 0, weight);
+      state.read(*state.find("optimizer.m." + name), 0, m);
+      for (size_t e = 0; e < weight.size(); ++e) {
+        const float index = static_cast<float>(layout.offsets[i]) + static_cast<float>(e);
+        ASSERT_EQ(weight[e], index) << name << ", element " << e;
+        ASSERT_EQ(m[e], -index) << name << ", element " << e;
+      }
+    }
+  });
+  const auto whole = static_cast<double>(3 * sizeof(float) * count_elements(parameters));
+  for (uint64_t written : bytes) {
+    EXPECT_GT(static_cast<double>(written), 0.9 * whole / kRanks);
+    EXPECT_LT(static_cast<double>(written), 1.1 * whole / kRanks + 30e3) << "headers included";
+  }
+}
+
 // A checkpoint does not tell how the moments were divided.
 TEST_P(CheckpointTest, ACheckpointOfDividedMomentsIsThatOfWholeOnes) {
   TrainConfig c = config(3, "fp32:schedule=two_shot");
@@ -394,9 +467,9 @@ TEST_P(CheckpointTest, TheSumOfResidualsIsKeptHoweverTheRunIsDivided) {
                            .reducer = reducer,
                            .parameters = parameters,
                            .layout = layout,
-                           .weights = weights.as<float>(),
+                           .weights = {weights.as<float>()},
                            .moments = {},
-                           .left_over = nullptr};  // every run here has residuals
+                           .parts = {{0, layout.elements}}};
       if (!from.empty()) {
         EXPECT_FALSE(restore_checkpoint(rank, config, read_head(from)));
       } else {

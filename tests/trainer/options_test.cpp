@@ -277,8 +277,9 @@ TEST(Launcher, SaysWhereTheRanksMeet) {
   // All on one machine: no port for others.
   EXPECT_EQ(meet({{"MASTER_ADDR", "node0"}, {"LOCAL_WORLD_SIZE", "2"}}), "tcp://127.0.0.1:29500");
   EXPECT_EQ(meet({{"MASTER_ADDR", "node0"}, {"LOCAL_WORLD_SIZE", "1"}}), "tcp://node0:29500");
-  EXPECT_TRUE(meet({}, {{"SLURM_PROCID", "1"}, {"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_STEP_NODELIST", "gpu03"}})
-                  .starts_with("tcp://127.0.0.1:2"));
+  EXPECT_TRUE(
+      meet({}, {{"SLURM_PROCID", "1"}, {"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_STEP_NODELIST", "gpu03"}})
+          .starts_with("tcp://127.0.0.1:2"));
 
   const Map mpi = {{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}};
   EXPECT_TRUE(meet({{"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}}, mpi).starts_with("tcp://127.0.0.1:2"));

@@ -54,6 +54,36 @@ TEST_F(SafetensorsTest, WhatIsWrittenIsReadAgain) {
   EXPECT_THROW(cut_short.finish(), Error);
 }
 
+TEST_F(SafetensorsTest, SeveralWritersMakeTheFileOfOne) {
+  const std::vector<float> values{1, 2, 3, 4, 5, 6, 7, 8, 9};
+  const std::vector<SafetensorsWriter::Entry> entries{{"a", {5}}, {"b", {2, 2}}};
+  SafetensorsWriter alone(folder_.path("alone"), {}, entries);
+  alone.write(values);
+  alone.finish();
+  SafetensorsWriter first(path_, {}, entries);
+  SafetensorsWriter second(path_), third(path_);
+  const std::span<const float> all(values);
+  third.seek("a", 4);
+  third.write(all.subspan(1, 2));
+  second.write(all.subspan(0, 1));
+  second.seek("b", 8);
+  second.write(all.subspan(7, 2));
+  third.seek("b", 0);
+  third.write(all.subspan(5, 2));
+  first.seek("a", 12);
+  first.write(all.subspan(3, 2));
+  SafetensorsWriter::Written others = second.written();
+  EXPECT_THROW(first.finish(others), Error) << "the third's part is missing";
+  EXPECT_THROW(first.seek("c", 0), Error);
+  EXPECT_THROW(second.write(all.subspan(0, 1)), Error) << "past the end";
+  others += third.written();
+  second.close();
+  third.close();
+  first.finish(others);
+  EXPECT_EQ(testing::read_bytes(path_), testing::read_bytes(folder_.path("alone")));
+  SafetensorsReader(path_).verify(true);
+}
+
 // With a search for each of them this takes minutes.
 TEST_F(SafetensorsTest, HundredsOfThousandsOfTensorsAreWrittenAndReadAgain) {
   std::vector<SafetensorsWriter::Entry> entries;

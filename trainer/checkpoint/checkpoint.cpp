@@ -4,17 +4,15 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <cmath>
 #include <map>
-#include <nlohmann/json.hpp>
+#include <memory>
 #include <set>
 
+#include "collectives/agreement/all_gather.h"
 #include "runtime/error.h"
-#include "runtime/shape.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/checkpoint/safetensors.h"
 #include "trainer/log/json.h"
-#include "trainer/log/records.h"
 
 namespace gradwire {
 namespace {
@@ -22,8 +20,6 @@ namespace {
 using Entry = SafetensorsWriter::Entry;
 using Tensor = SafetensorsReader::Tensor;
 
-constexpr int kVersion = 1;
-const char* const kAboutKey = "gradwire";
 constexpr size_t kChunk = 4 << 20;  // bytes staged between device and file
 
 std::string shape_text(const std::vector<int64_t>& shape) {
@@ -38,108 +34,80 @@ std::string few(const std::vector<std::string>& names) {
   return names.size() > kShown ? fmt::format("{} and {} more", text, names.size() - kShown) : text;
 }
 
-// A tensor of a file, and what it is written from or loaded to.
-struct Source {
-  Entry entry;
+// A tensor of a file or a part of one, and what it is written from or loaded to.
+struct Piece {
+  std::string tensor;
+  int64_t first = 0;  // element
   TensorState state;
-  size_t bytes() const { return static_cast<size_t>(element_count(entry.shape) * bytes_of(entry.dtype)); }
+  uint64_t first_byte() const { return static_cast<uint64_t>(first * bytes_of(state.dtype)); }
 };
 
-void write_file(const Stream& stream, const std::string& path, const Json& about,
-                const std::vector<Source>& sources, uint64_t& bytes) {
-  std::vector<Entry> entries;
-  for (const Source& s : sources) entries.push_back(s.entry);
-  // Hugging Face's readers require "format".
-  SafetensorsWriter writer(path, {{"format", "pt"}, {kAboutKey, about.dump()}}, entries);
+void write(const Stream& stream, SafetensorsWriter& file, const std::vector<Piece>& pieces) {
   std::vector<std::byte> chunk(kChunk);
-  for (const Source& s : sources) {
-    for (size_t at = 0; at < s.bytes(); at += kChunk) {
-      const size_t n = std::min(kChunk, s.bytes() - at);
-      s.state.read(stream, at, {chunk.data(), n});
+  for (const Piece& piece : pieces) {
+    file.seek(piece.tensor, piece.first_byte());
+    const auto bytes = static_cast<size_t>(piece.state.bytes());
+    for (size_t at = 0; at < bytes; at += kChunk) {
+      const size_t n = std::min(kChunk, bytes - at);
+      piece.state.read(stream, at, {chunk.data(), n});
       stream.synchronize();
-      writer.write(std::span<const std::byte>(chunk.data(), n));
+      file.write(std::span<const std::byte>(chunk.data(), n));
     }
   }
-  writer.finish();
-  bytes += writer.bytes();
 }
 
 [[noreturn]] void refuse_as_damaged(const SafetensorsReader& file, const std::string& what) {
   throw BadInput(fmt::format("{}: damaged: {}", file.path(), what));
 }
 
-void load(const Stream& stream, const SafetensorsReader& file, const Tensor& tensor, const TensorState& to) {
-  if (tensor.dtype != name(to.dtype) || tensor.bytes != static_cast<uint64_t>(to.bytes())) {
-    refuse_as_damaged(file, fmt::format("'{}' has {} bytes of {}, expected {} of {}", tensor.name,
-                                        tensor.bytes, tensor.dtype, to.bytes(), name(to.dtype)));
-  }
-  std::vector<std::byte> chunk(std::min<size_t>(kChunk, tensor.bytes));
-  for (size_t at = 0; at < tensor.bytes; at += kChunk) {
-    const size_t n = std::min<size_t>(kChunk, tensor.bytes - at);
-    file.read_bytes(tensor, at, {chunk.data(), n});
-    to.write(stream, at, {chunk.data(), n});
+// `tensor` is as long as its pieces say.
+void load(const Stream& stream, const SafetensorsReader& file, const Tensor& tensor, const Piece& to) {
+  const auto bytes = static_cast<size_t>(to.state.bytes());
+  std::vector<std::byte> chunk(std::min(kChunk, bytes));
+  for (size_t at = 0; at < bytes; at += kChunk) {
+    const size_t n = std::min(kChunk, bytes - at);
+    file.read_bytes(tensor, to.first_byte() + at, {chunk.data(), n});
+    to.state.write(stream, at, {chunk.data(), n});
     stream.synchronize();
   }
 }
 
 // A codec's state of a tensor, with its name in the files.
-Source source_of(const TensorState& state, const RankState& rank) {
+Piece piece_of(const TensorState& state, const RankState& rank) {
   const std::string& tensor = rank.parameters[static_cast<size_t>(state.tensor)].name;
-  return {{fmt::format("{}.{}", state.kind, tensor), state.shape, state.dtype}, state};
+  return {.tensor = fmt::format("{}.{}", state.kind, tensor), .state = state};
 }
 
-Json about_rank(const TrainConfig& config, const Position& at, int rank) {
-  return {{"version", kVersion},
-          {"step", at.step},
-          {"epoch", at.epoch},
-          {"images", at.images},
-          {"rank", rank},
-          {"world", config.ranks()},
-          {"seed", config.seed},
-          {"compression", config.compression.to_string()},
-          {"config", Json::parse(config_text(config))}};
-}
-
-Json links_json(const LinkCosts& links) {
-  Json json = Json::array();
-  for (const LinkCosts::Pattern& p : {links.neighbour, links.all_pairs, links.intra_node, links.inter_node}) {
-    json.push_back({p.latency_us, p.bytes_per_us});
-  }
-  return json;
-}
-
-std::optional<LinkCosts> links_of(const Json& json) {
-  LinkCosts links{.neighbour = {}, .all_pairs = {}, .intra_node = {}, .inter_node = {}, .measured = true};
-  LinkCosts::Pattern* patterns[] = {&links.neighbour, &links.all_pairs, &links.intra_node, &links.inter_node};
-  if (!json.is_array() || json.size() != std::size(patterns)) return {};
-  for (size_t i = 0; i < json.size(); ++i) {
-    const Json& pair = json[i];
-    if (!pair.is_array() || pair.size() != 2 || !pair[0].is_number() || !pair[1].is_number()) return {};
-    *patterns[i] = {pair[0].get<double>(), pair[1].get<double>()};
-  }
-  return links;
-}
-
-// A state file's description of itself.
-Json about_of(const SafetensorsReader& file) {
-  auto refuse = [&](const std::string& why) { throw BadInput(fmt::format("{}: {}", file.path(), why)); };
-  const auto text = file.metadata().find(kAboutKey);
-  if (text == file.metadata().end()) refuse("not written by gradwire as a checkpoint's state");
-  Json about = parse_json(text->second);
-  if (!about.is_object()) refuse("damaged: its metadata cannot be parsed");
-  for (const char* key : {"version", "step", "epoch", "images", "rank", "world"}) {
-    if (!about.contains(key) || !about[key].is_number_unsigned()) {
-      refuse(fmt::format("damaged: its metadata has no {}", key));
+// This rank's part of every tensor of weights or moments.
+std::vector<Piece> pieces_of(Parts<float> flat, const RankState& rank, const std::string& prefix) {
+  std::vector<Piece> pieces;
+  int64_t packed = 0;
+  for (const ElementRange& part : rank.parts) {
+    for (size_t i = 0; i < rank.parameters.size(); ++i) {
+      const int64_t offset = rank.layout.offsets[i];
+      const int64_t begin = std::max(part.begin, offset);
+      const int64_t end = std::min(part.end, offset + rank.parameters[i].elements());
+      if (begin >= end) continue;
+      float* const data = flat.data + (flat.packed ? packed + begin - part.begin : begin);
+      pieces.push_back({.tensor = prefix + rank.parameters[i].name,
+                        .first = begin - offset,
+                        .state = {.data = data, .shape = {end - begin}}});
     }
+    packed += part.count();
   }
-  if (about["version"] != kVersion) {
-    refuse(fmt::format("has version {}; this build reads version {}", about["version"].dump(), kVersion));
+  return pieces;
+}
+
+std::string prefix_of(const FlatState& moment) {
+  return fmt::format("optimizer.{}.", moment.name);
+}
+
+std::vector<Piece> moment_pieces(const RankState& rank) {
+  std::vector<Piece> pieces;
+  for (const FlatState& moment : rank.moments) {
+    for (Piece& piece : pieces_of(moment.values, rank, prefix_of(moment))) pieces.push_back(std::move(piece));
   }
-  if (!about.contains("config") || !about["config"].is_object() || !about.contains("compression") ||
-      !about["compression"].is_string()) {
-    refuse("damaged: its metadata has no configuration");
-  }
-  return about;
+  return pieces;
 }
 
 void check_names(const SafetensorsReader& file, const std::vector<VitParameter>& parameters) {
@@ -170,115 +138,121 @@ void check_names(const SafetensorsReader& file, const std::vector<VitParameter>&
   if (!why.empty()) throw BadInput(fmt::format("{}: not the weights of this model{}", file.path(), why));
 }
 
-// Every moment of the optimizer, with its name in rank 0's file.
-std::vector<Source> moment_sources(const RankState& rank) {
-  std::vector<Source> sources;
-  for (const FlatState& moment : rank.moments) {
-    for (size_t i = 0; i < rank.parameters.size(); ++i) {
-      const VitParameter& p = rank.parameters[i];
-      sources.push_back({{fmt::format("optimizer.{}.{}", moment.name, p.name), p.shape},
-                         {.data = moment.data + rank.layout.offsets[i], .shape = p.shape}});
+}  // namespace
+
+namespace {
+
+Json about_file(const RankState& rank, const TrainConfig& config, const Position& position) {
+  const bool chooses = config.compression.schedule == ScheduleKind::automatic && rank.comm.world() > 2;
+  // Known since the reducer was made.
+  const LinkCosts* links = chooses ? &rank.comm.link_costs(rank.stream) : nullptr;
+  if (links != nullptr && !links->measured) links = nullptr;
+  return about_file(config, position, rank.comm.rank(), links);
+}
+
+std::unique_ptr<SafetensorsWriter> create_file(const std::string& path, const Json& about,
+                                               const std::vector<Entry>& entries) {
+  // Hugging Face's readers require "format".
+  return std::make_unique<SafetensorsWriter>(
+      path, std::map<std::string, std::string>{{"format", "pt"}, {kAboutKey, about.dump()}}, entries);
+}
+
+// This rank's state that no other rank has or writes.
+std::vector<Piece> own_state(const RankState& rank) {
+  std::vector<Piece> pieces;
+  for (const TensorState& state : rank.reducer.tensor_state()) {
+    if (rank.comm.rank() == 0 || !state.same_on_all_ranks) pieces.push_back(piece_of(state, rank));
+  }
+  return pieces;
+}
+
+void append_entries(std::vector<Entry>& entries, const std::vector<Piece>& whole) {
+  for (const Piece& piece : whole) entries.push_back({piece.tensor, piece.state.shape, piece.state.dtype});
+}
+
+void append_entries(std::vector<Entry>& entries, const std::vector<VitParameter>& parameters,
+                    const std::string& prefix) {
+  for (const VitParameter& p : parameters) entries.push_back({prefix + p.name, p.shape});
+}
+
+// The files that may have parts of several ranks. Rank 0 creates and finishes them.
+struct CommonFiles {
+  std::unique_ptr<SafetensorsWriter> weights, state;
+
+  std::vector<SafetensorsWriter*> all() const { return {weights.get(), state.get()}; }
+  // What this rank wrote, in numbers that all_gather() takes.
+  std::vector<double> written() const {
+    std::vector<double> numbers;
+    for (const SafetensorsWriter* file : all()) {
+      const SafetensorsWriter::Written part =
+          file != nullptr ? file->written() : SafetensorsWriter::Written{};
+      numbers.push_back(static_cast<double>(part.bytes));
+      numbers.push_back(part.crc);
+    }
+    return numbers;
+  }
+  void finish(const std::vector<std::vector<double>>& written) const {
+    for (size_t f = 0; f < all().size(); ++f) {
+      SafetensorsWriter::Written by_others;
+      for (size_t rank = 1; rank < written.size(); ++rank) {
+        by_others +=
+            {static_cast<uint64_t>(written[rank][2 * f]), static_cast<uint32_t>(written[rank][2 * f + 1])};
+      }
+      all()[f]->finish(by_others);
     }
   }
-  return sources;
+};
+
+CommonFiles create_common_files(const RankState& rank, const Json& about, const std::string& folder) {
+  std::vector<Entry> weights, state;
+  append_entries(weights, rank.parameters, "");
+  for (const FlatState& moment : rank.moments) append_entries(state, rank.parameters, prefix_of(moment));
+  append_entries(state, own_state(rank));
+  return {create_file(weights_path(folder), about, weights),
+          create_file(state_path(folder, 0, rank.comm.world()), about, state)};
+}
+
+CommonFiles open_common_files(const RankState& rank, const std::string& folder) {
+  return {std::make_unique<SafetensorsWriter>(weights_path(folder)),
+          std::make_unique<SafetensorsWriter>(state_path(folder, 0, rank.comm.world()))};
 }
 
 }  // namespace
-
-CheckpointHead read_head(const std::string& checkpoint) {
-  const int world = checkpoint_world(checkpoint);
-  if (world == 0) throw BadInput(fmt::format("{}: not a complete checkpoint", checkpoint));
-  const SafetensorsReader file(state_path(checkpoint, 0, world));
-  const Json about = about_of(file);
-  auto number = [&](const char* key) { return about[key].get<int64_t>(); };
-  CheckpointHead head{.path = checkpoint,
-                      .position = {number("step"), number("epoch"), number("images")},
-                      .world = world,
-                      .compression = about["compression"].get<std::string>(),
-                      .links = links_of(about.value("links", Json())),
-                      .config = about["config"].dump()};
-  if (number("world") != world || number("rank") != 0) {
-    throw BadInput(fmt::format("{}: it contains rank {} of {}, which contradicts its name", file.path(),
-                               about["rank"].dump(), about["world"].dump()));
-  }
-  if (head.position.step < 0 || head.position.epoch < 0 || head.position.images < 0) {
-    throw BadInput(fmt::format("{}: damaged: its step, epoch or images is negative", file.path()));
-  }
-  return head;
-}
-
-std::vector<std::string> compare_with_head(const TrainConfig& config, const CheckpointHead& head) {
-  const Json theirs = Json::parse(head.config), ours = Json::parse(config_text(config));
-  std::vector<std::string> notes, differences;
-  for (const char* key : {"model", "optimizer", "momentum"}) {
-    const Json there = theirs.value(key, Json()), here = ours.value(key, Json());
-    // Only whether there is a momentum buffer matters.
-    auto zero = [](const Json& j) { return j.is_number() && j.get<double>() == 0.0; };
-    const bool fits = std::string(key) == "momentum" ? zero(there) == zero(here) : there == here;
-    if (!fits) {
-      throw BadInput(
-          fmt::format("--resume {}: the checkpoint has {} {}, this run has {}; to load only the weights, "
-                      "use --init",
-                      head.path, key, there.dump(), here.dump()));
-    }
-  }
-  if (head.position.step > config.steps) {
-    throw BadInput(fmt::format(
-        "--resume {}: the checkpoint is at step {}, the run ends at {}; give more --steps or --epochs",
-        head.path, head.position.step, config.steps));
-  }
-  for (const char* key : {"data", "augment", "compression", "gather_weights", "batch_size", "accumulate",
-                          "steps", "lr", "warmup_steps", "momentum", "beta1", "beta2", "eps", "weight_decay",
-                          "precision", "seed", "bucket_mb", "device"}) {
-    const Json there = theirs.value(key, Json()), here = ours.value(key, Json());
-    if (!theirs.contains(key)) continue;  // an earlier version's
-    if (there != here) differences.push_back(fmt::format("{} {}, now {}", key, there.dump(), here.dump()));
-  }
-  // A reduce-scatter's sum is not encoded, an allreduce's is. In an exact format that makes no difference.
-  if (const Json there = theirs.value("shard", Json("none"));
-      there != ours["shard"] && !config.compression.wire->exact) {
-    differences.push_back(fmt::format("shard {}, now {}", there.dump(), ours["shard"].dump()));
-  }
-  if (head.world != config.ranks()) {
-    notes.push_back(fmt::format(
-        "Note: the checkpoint was made with {} rank{}, now {}; the sum of their residuals is kept",
-        head.world, head.world == 1 ? "" : "s", config.ranks()));
-  }
-  for (const std::string& difference : differences) {
-    notes.push_back(fmt::format(
-        "Note: the checkpoint was made with {}; the run continues, but not with the same bits", difference));
-  }
-  return notes;
-}
 
 SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config, const Position& position) {
   const std::string& directory = config.checkpoint_directory;
   const std::string folder = NewCheckpoint::temporary_path(directory, position.step);
   const bool leads = rank.comm.rank() == 0;
   rank.stream.synchronize();
+  const Json about = about_file(rank, config, position);
   std::optional<NewCheckpoint> checkpoint;
-  if (leads) checkpoint.emplace(directory, position.step);
-  rank.comm.barrier();  // the folder exists now
+  CommonFiles common;
+  if (leads) {
+    checkpoint.emplace(directory, position.step);
+    common = create_common_files(rank, about, folder);
+  }
+  rank.comm.barrier();  // the folder and its common files exist now
 
   SavedCheckpoint saved{.path = NewCheckpoint::final_path(directory, position.step)};
-  Json about = about_rank(config, position, rank.comm.rank());
-  if (config.compression.schedule == ScheduleKind::automatic && rank.comm.world() > 2) {
-    const LinkCosts& links = rank.comm.link_costs(rank.stream);  // known since the reducer was made
-    if (links.measured) about["links"] = links_json(links);
-  }
-  std::vector<Source> weights, state;
-  for (size_t i = 0; i < rank.parameters.size(); ++i) {
-    const VitParameter& p = rank.parameters[i];
-    weights.push_back({{p.name, p.shape}, {.data = rank.weights + rank.layout.offsets[i]}});
-  }
-  if (leads) state = moment_sources(rank);
-  for (const TensorState& s : rank.reducer.tensor_state()) {
-    if (leads || !s.same_on_all_ranks) state.push_back(source_of(s, rank));
-  }
   try {
-    if (leads) write_file(rank.stream, weights_path(folder), about, weights, saved.bytes);
-    write_file(rank.stream, state_path(folder, rank.comm.rank(), rank.comm.world()), about, state,
-               saved.bytes);
+    if (!leads && rank.divided) common = open_common_files(rank, folder);
+    if (common.weights) {
+      write(rank.stream, *common.weights, pieces_of(rank.weights, rank, ""));
+      write(rank.stream, *common.state, moment_pieces(rank));
+    }
+    if (leads) {
+      write(rank.stream, *common.state, own_state(rank));
+    } else {
+      for (SafetensorsWriter* file : common.all()) {
+        if (file != nullptr) file->close();
+      }
+      std::vector<Entry> entries;
+      append_entries(entries, own_state(rank));
+      const auto own = create_file(state_path(folder, rank.comm.rank(), rank.comm.world()), about, entries);
+      write(rank.stream, *own, own_state(rank));
+      own->finish();
+      saved.bytes += own->written().bytes;
+    }
   } catch (const Error& error) {
     if (leads) throw;
     throw Error(
@@ -286,10 +260,87 @@ SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config
                     "--checkpoint must be on a shared file system",
                     error.what()));
   }
+  const auto written =
+      all_gather(rank.comm.transport(), rank.stream, common.written(), "the parts of a checkpoint");
+  if (leads) common.finish(written);
+  for (const SafetensorsWriter* file : common.all())
+    saved.bytes += file != nullptr ? file->written().bytes : 0;
   rank.comm.barrier();  // all files are on disk now
   if (checkpoint) checkpoint->commit(config.checkpoint_keep);
   return saved;
 }
+
+namespace {
+
+// Loads the pieces, which `file` must have whole tensors for.
+void restore_pieces(const RankState& rank, const SafetensorsReader& file, const std::vector<Piece>& pieces) {
+  for (const Piece& piece : pieces) load(rank.stream, file, *file.find(piece.tensor), piece);
+}
+
+void check_moments(const RankState& rank, const SafetensorsReader& file) {
+  for (const FlatState& moment : rank.moments) {
+    for (const VitParameter& p : rank.parameters) {
+      const std::string name = prefix_of(moment) + p.name;
+      const Tensor* tensor = file.find(name);
+      if (tensor == nullptr) refuse_as_damaged(file, fmt::format("'{}' is missing", name));
+      if (tensor->shape != p.shape || tensor->dtype != "F32") {
+        refuse_as_damaged(file, fmt::format("'{}' is {} of {}, expected {} of F32", name,
+                                            shape_text(tensor->shape), tensor->dtype, shape_text(p.shape)));
+      }
+    }
+  }
+}
+
+// Adds a rank's residual of parameter i, as the checkpoint has it.
+bool add_residual(const SafetensorsReader& file, const VitParameter& p, std::vector<float>& sum) {
+  const Tensor* tensor = file.find(fmt::format("{}.{}", kResidualKind, p.name));
+  if (tensor == nullptr) return false;
+  if (tensor->shape != p.shape || tensor->dtype != "F32") {
+    refuse_as_damaged(file, fmt::format("'{}' has another shape or type", tensor->name));
+  }
+  std::vector<float> values(static_cast<size_t>(tensor->elements));
+  file.read(*tensor, 0, values);
+  if (sum.empty()) {
+    sum = std::move(values);
+  } else {
+    for (size_t e = 0; e < values.size(); ++e) sum[e] += values[e];
+  }
+  return true;
+}
+
+// Gives every residual of this run the sum of those in `files`. The result is true if some had no place but left_over().
+bool restore_residuals(const RankState& rank, const std::vector<TensorState>& states, bool same_codec,
+                       const std::vector<std::unique_ptr<SafetensorsReader>>& files) {
+  std::vector<const TensorState*> residual(rank.parameters.size());
+  for (const TensorState& state : states) {
+    if (state.kind == kResidualKind && same_codec) residual[static_cast<size_t>(state.tensor)] = &state;
+  }
+  std::vector<std::vector<float>> left(rank.parameters.size());
+  bool left_over = false;
+  for (size_t i = 0; i < rank.parameters.size(); ++i) {
+    std::vector<float> sum;
+    for (const auto& file : files) add_residual(*file, rank.parameters[i], sum);
+    if (sum.empty()) continue;
+    if (residual[i] != nullptr) {
+      residual[i]->write(rank.stream, 0, std::as_bytes(std::span<const float>(sum)));
+      rank.stream.synchronize();
+    } else if (std::any_of(sum.begin(), sum.end(), [](float x) { return x != 0.0f; })) {
+      left_over = true;
+      left[i] = std::move(sum);
+    }
+  }
+  if (!left_over) return false;
+  float* const to = rank.left_over();
+  fill_zero(rank.stream, to, static_cast<size_t>(rank.layout.elements) * sizeof(float));
+  for (size_t i = 0; i < left.size(); ++i) {
+    if (!left[i].empty()) {
+      to_device(rank.stream, to + rank.layout.offsets[i], std::span<const float>(left[i]));
+    }
+  }
+  return true;
+}
+
+}  // namespace
 
 bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const CheckpointHead& head) {
   rank.stream.synchronize();  // an error below may free memory that the stream still uses
@@ -297,84 +348,45 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
   const std::vector<TensorState> states = rank.reducer.tensor_state();
   const bool same_codec = config.compression.loads_state_of(head.compression);
 
-  std::vector<float> flat(static_cast<size_t>(rank.layout.elements));
-  load_weights(weights_path(head.path), rank.parameters, rank.layout, true, flat);
-  to_device(rank.stream, rank.weights, std::span<const float>(flat));
+  const SafetensorsReader weights(weights_path(head.path));
+  check_names(weights, rank.parameters);
+  weights.verify(true);
+  restore_pieces(rank, weights, pieces_of(rank.weights, rank, ""));
 
   const SafetensorsReader common(state_path(head.path, 0, head.world));
   common.verify(true);
-  for (const Source& source : moment_sources(rank)) {
-    const Tensor* tensor = common.find(source.entry.name);
-    if (tensor == nullptr || tensor->shape != source.entry.shape) {
-      refuse_as_damaged(common, fmt::format("'{}' is missing or has another shape", source.entry.name));
-    }
-    load(rank.stream, common, *tensor, source.state);
-  }
+  check_moments(rank, common);
+  restore_pieces(rank, common, moment_pieces(rank));
   auto restore_state = [&](const SafetensorsReader& file, const TensorState& state) {
-    const Source source = source_of(state, rank);
-    const Tensor* tensor = file.find(source.entry.name);
+    const Piece piece = piece_of(state, rank);
+    const Tensor* tensor = file.find(piece.tensor);
     const bool fits =
         tensor != nullptr && tensor->dtype == name(state.dtype) && tensor->elements == state.count();
     // Without a state from the same codec, the codec keeps its initial state.
     if (same_codec && head.world > 1 && !fits) {
-      refuse_as_damaged(file, fmt::format("'{}' is missing or has another shape or type", source.entry.name));
+      refuse_as_damaged(file, fmt::format("'{}' is missing or has another shape or type", piece.tensor));
     }
-    if (fits) load(rank.stream, file, *tensor, state);
+    if (fits) load(rank.stream, file, *tensor, piece);
   };
   for (const TensorState& state : states) {
     if (state.same_on_all_ranks) restore_state(common, state);
   }
 
-  std::fill(flat.begin(), flat.end(), 0.0f);
-  bool any = false;
+  std::vector<std::unique_ptr<SafetensorsReader>> files;
   for (int from = me; from < head.world; from += world) {
-    const SafetensorsReader file(state_path(head.path, from, head.world));
+    files.push_back(std::make_unique<SafetensorsReader>(state_path(head.path, from, head.world)));
+    const SafetensorsReader& file = *files.back();
     file.verify(true);
     const Json about = about_of(file);
     if (about["step"] != head.position.step || about["rank"] != from || about["world"] != head.world) {
       refuse_as_damaged(file, "it belongs to another rank or step");
-    }
-    for (size_t i = 0; i < rank.parameters.size(); ++i) {
-      const VitParameter& p = rank.parameters[i];
-      const Tensor* tensor = file.find(fmt::format("{}.{}", kResidualKind, p.name));
-      if (tensor == nullptr) continue;
-      if (tensor->shape != p.shape || tensor->dtype != "F32")
-        refuse_as_damaged(file, fmt::format("'{}' has another shape or type", tensor->name));
-      float* sum = flat.data() + rank.layout.offsets[i];
-      if (from == me) {
-        file.read(*tensor, 0, {sum, static_cast<size_t>(tensor->elements)});
-      } else {
-        std::vector<float> more(static_cast<size_t>(tensor->elements));
-        file.read(*tensor, 0, more);
-        for (size_t e = 0; e < more.size(); ++e) sum[e] += more[e];
-      }
-      any = true;
     }
     for (const TensorState& state : states) {
       const bool mine = !state.same_on_all_ranks && state.kind != kResidualKind;
       if (mine && head.world == world) restore_state(file, state);
     }
   }
-  std::vector<const TensorState*> residual(rank.parameters.size());
-  for (const TensorState& state : states) {
-    if (state.kind == kResidualKind) residual[static_cast<size_t>(state.tensor)] = &state;
-  }
-  bool left_over = false;
-  for (size_t i = 0; any && i < rank.parameters.size(); ++i) {
-    float* sum = flat.data() + rank.layout.offsets[i];
-    const int64_t count = rank.parameters[i].elements();
-    if (same_codec && residual[i] != nullptr) {
-      residual[i]->write(rank.stream, 0,
-                         std::as_bytes(std::span<const float>(sum, static_cast<size_t>(count))));
-      rank.stream.synchronize();
-      std::fill_n(sum, count, 0.0f);
-    } else {
-      left_over = left_over || std::any_of(sum, sum + count, [](float x) { return x != 0.0f; });
-    }
-  }
-  if (left_over) {
-    to_device(rank.stream, rank.left_over, std::span<const float>(flat));
-  }
+  const bool left_over = restore_residuals(rank, states, same_codec, files);
   rank.reducer.resume_at(head.position.step);
   return left_over;
 }

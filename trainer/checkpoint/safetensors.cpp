@@ -57,6 +57,12 @@ bool OpenFile::close() {
   return fd < 0 || ::close(fd) == 0;
 }
 
+SafetensorsWriter::Written& SafetensorsWriter::Written::operator+=(const Written& other) {
+  bytes += other.bytes;
+  crc ^= other.crc;
+  return *this;
+}
+
 SafetensorsWriter::SafetensorsWriter(std::string path, const std::map<std::string, std::string>& metadata,
                                      const std::vector<Entry>& entries)
     : path_(std::move(path)), file_(open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666)) {
@@ -76,44 +82,78 @@ SafetensorsWriter::SafetensorsWriter(std::string path, const std::map<std::strin
     header.push_back({entry.name, Json{{"dtype", name(entry.dtype)},
                                        {"shape", entry.shape},
                                        {"data_offsets", {offset, offset + bytes}}}});
+    begins_[entry.name] = offset;
     offset += bytes;
   }
   std::string text = Json(std::move(header)).dump(-1, ' ', false, Json::error_handler_t::replace);
   text.append((8 - text.size() % 8) % 8, ' ');  // aligns the data
   const uint64_t length = text.size();
+  const uint64_t data_at = sizeof length + length;
+  for (auto& [name, begin] : begins_) begin += data_at;
+  end_ = data_at + offset;
   put(&length, sizeof length);
+  written_.crc = 0;  // does not cover the length
   crc_digits_at_ = sizeof length + text.find(kChecksumKey) + kChecksumKey.size();
-  crc_ = 0;  // does not cover the length
   put(text.data(), text.size());
-  expected_ = bytes_ + offset;
+  if (ftruncate(file_.fd(), static_cast<off_t>(end_)) != 0) fail();
+}
+
+// Write-only: a network file system may then write back the bytes given, not the page that they share with another
+// writer's.
+SafetensorsWriter::SafetensorsWriter(std::string path)
+    : path_(std::move(path)), file_(open(path_.c_str(), O_WRONLY | O_CLOEXEC)) {
+  if (file_.fd() < 0) fail();
+  const SafetensorsReader header(path_);
+  for (const SafetensorsReader::Tensor& tensor : header.tensors()) {
+    begins_[tensor.name] = header.data_at() + tensor.begin;
+  }
+  at_ = header.data_at();
+  end_ = header.file_bytes();
 }
 
 void SafetensorsWriter::write(std::span<const std::byte> values) {
   put(values.data(), values.size_bytes());
 }
 
+void SafetensorsWriter::seek(const std::string& tensor, uint64_t first) {
+  const auto begin = begins_.find(tensor);
+  if (begin == begins_.end()) throw Error(fmt::format("{}: has no tensor '{}'", path_, tensor));
+  at_ = begin->second + first;
+}
+
+// The CRC of a whole is the sum of its parts' in GF(2), each shifted by what follows it.
 void SafetensorsWriter::put(const void* data, size_t bytes) {
-  crc_ = crc_of(crc_, data, bytes);
-  bytes_ += bytes;
-  const char* at = static_cast<const char*>(data);
+  if (at_ + bytes > end_) {
+    throw Error(fmt::format("{}: {} bytes written, the header declares {}", path_, at_ + bytes, end_));
+  }
+  const uint64_t after = end_ - at_ - bytes;
+  written_ +=
+      {bytes, static_cast<uint32_t>(crc32_combine(crc_of(0, data, bytes), 0, static_cast<z_off_t>(after)))};
+  const char* from = static_cast<const char*>(data);
   while (bytes > 0) {
-    const ssize_t done = ::write(file_.fd(), at, bytes);
+    const ssize_t done = pwrite(file_.fd(), from, bytes, static_cast<off_t>(at_));
     if (done < 0 && errno == EINTR) continue;
     if (done < 0) fail();
-    at += done, bytes -= static_cast<size_t>(done);
+    from += done, at_ += static_cast<uint64_t>(done), bytes -= static_cast<size_t>(done);
   }
 }
 
-void SafetensorsWriter::finish() {
-  if (bytes_ != expected_) {
-    throw Error(fmt::format("{}: {} bytes written, the header declares {}", path_, bytes_, expected_));
+void SafetensorsWriter::close() {
+  if (fsync(file_.fd()) != 0 || !file_.close()) fail();
+}
+
+void SafetensorsWriter::finish(const Written& by_others) {
+  Written all = written_;
+  all += by_others;
+  if (all.bytes != end_) {
+    throw Error(fmt::format("{}: {} bytes written, the header declares {}", path_, all.bytes, end_));
   }
-  const std::string digits = hex8(crc_);
+  const std::string digits = hex8(all.crc);
   if (pwrite(file_.fd(), digits.data(), digits.size(), static_cast<off_t>(crc_digits_at_)) !=
-          static_cast<ssize_t>(digits.size()) ||
-      fsync(file_.fd()) != 0 || !file_.close()) {
+      static_cast<ssize_t>(digits.size())) {
     fail();
   }
+  close();
 }
 
 void SafetensorsWriter::fail() const {

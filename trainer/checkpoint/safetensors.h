@@ -34,6 +34,8 @@ class OpenFile {
   int fd_;
 };
 
+// One writer creates a file. Others, of other threads or processes, may write parts of its data: they open it, and
+// close it before the first finishes it.
 class SafetensorsWriter {
  public:
   struct Entry {
@@ -41,15 +43,29 @@ class SafetensorsWriter {
     std::vector<int64_t> shape;
     DType dtype = DType::f32;
   };
+  // What a writer has put into the file, and its part of the checksum of the whole.
+  struct Written {
+    uint64_t bytes = 0;
+    uint32_t crc = 0;
+    Written& operator+=(const Written& other);
+  };
   // Creates `path`, which must not exist. All calls throw Error, not BadInput: a full disk is not bad input.
   SafetensorsWriter(std::string path, const std::map<std::string, std::string>& metadata,
                     const std::vector<Entry>& entries);
-  // Appends to the data, in the order of `entries`.
+  // Opens a file that another writer has created.
+  explicit SafetensorsWriter(std::string path);
+  // Continues after what was written before; at first, with the first tensor's first value.
   void write(std::span<const float> values) { write(std::as_bytes(values)); }
   void write(std::span<const std::byte> values);
-  // Writes the checksum, syncs and closes. Throws Error unless exactly the declared values were written.
-  void finish();
-  uint64_t bytes() const { return bytes_; }  // of the whole file so far
+  // Byte `first` of a tensor is where write() continues.
+  void seek(const std::string& tensor, uint64_t first);
+  const Written& written() const { return written_; }  // the header, too, by the writer that created the file
+  // Syncs and closes a file that another writer will finish.
+  void close();
+  // Writes the checksum, syncs and closes. Throws Error unless the writers together wrote as many bytes as the
+  // header declares. Only by the writer that created the file.
+  void finish(const Written& by_others);
+  void finish() { finish(Written()); }
 
  private:
   void put(const void* data, size_t bytes);
@@ -57,8 +73,9 @@ class SafetensorsWriter {
 
   std::string path_;
   OpenFile file_;
-  uint64_t bytes_ = 0, expected_ = 0;
-  uint32_t crc_ = 0;
+  std::map<std::string, uint64_t> begins_;  // of each tensor, in the file
+  uint64_t at_ = 0, end_ = 0;
+  Written written_;
   uint64_t crc_digits_at_ = 0;
 };
 
@@ -78,7 +95,9 @@ class SafetensorsReader {
   const std::string& path() const { return path_; }
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
   const std::vector<Tensor>& tensors() const { return tensors_; }  // in file order
-  const Tensor* find(const std::string& name) const;               // null: not found
+  uint64_t data_at() const { return data_at_; }                    // where the data begins in the file
+  uint64_t file_bytes() const { return file_bytes_; }
+  const Tensor* find(const std::string& name) const;  // null: not found
 
   // Reads the whole file. Throws BadInput when its checksum does not match, or is missing and `required`.
   void verify(bool required) const;

@@ -37,6 +37,12 @@ struct ParameterLayout {
   std::vector<int64_t> offsets;
   int64_t elements = 0;  // gaps included
 };
+// Values for the elements in some parts of a layout: where the layout has them, or packed, the parts one after another.
+template <typename T>
+struct Parts {
+  T* data = nullptr;
+  bool packed = false;
+};
 // Each tensor at the next multiple of 4 floats.
 ParameterLayout packed_layout(const std::vector<VitParameter>& parameters);
 

@@ -72,8 +72,9 @@ void Optimizer::step_part(const Stream& stream, float* params, const float* grad
 }
 
 std::vector<FlatState> Optimizer::moments() const {
-  if (kind_ == OptimizerKind::adamw) return {{"m", first_.as<float>()}, {"v", second_.as<float>()}};
-  if (first_) return {{"velocity", first_.as<float>()}};
+  if (kind_ == OptimizerKind::adamw)
+    return {{"m", {first_.as<float>(), true}}, {"v", {second_.as<float>(), true}}};
+  if (first_) return {{"velocity", {first_.as<float>(), true}}};
   return {};
 }
 

@@ -11,13 +11,6 @@
 
 namespace gradwire {
 
-// Some values of each part: in the whole flat buffer, or packed, the parts one after another.
-template <typename T>
-struct Parts {
-  T* data = nullptr;
-  bool packed = false;
-};
-
 class Optimizer {
  public:
   // State for the parameters in these parts of the flat buffer, zeroed in stream order.

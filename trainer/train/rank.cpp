@@ -187,8 +187,8 @@ BlockCalls RankTrainer::block_calls() {
 
 // `weights`: in host memory, whole.
 void RankTrainer::load(std::span<const float> weights) {
-  if (!config_.divides(Sharding::full)) model_.load(weights);
-  if (shards_) shards_->take_weights(weights.data());
+  if (!shards_) return model_.load(weights);
+  shards_->take_weights(weights.data());
   stream_.synchronize();  // before the caller's memory goes
 }
 
@@ -380,8 +380,7 @@ void RankTrainer::evaluate(int64_t steps_done) {
 void RankTrainer::save(int64_t steps_done) {
   const auto begin = std::chrono::steady_clock::now();
   const int64_t at = data_step(steps_done);
-  const Whole whole = gathered();
-  const SavedCheckpoint saved = save_checkpoint(state(whole), config_,
+  const SavedCheckpoint saved = save_checkpoint(state(), config_,
                                                 {.step = steps_done,
                                                  .epoch = at / steps_per_epoch_,
                                                  .images = at % steps_per_epoch_ * config_.global_batch()});
@@ -391,64 +390,30 @@ void RankTrainer::save(int64_t steps_done) {
       {.step = steps_done, .path = saved.path, .bytes = saved.bytes, .save_ms = took.count()});
 }
 
-RankState RankTrainer::state(const Whole& whole) {
-  RankState state{.comm = comm_,
-                  .stream = stream_,
-                  .reducer = reducer_,
-                  .parameters = model_.parameters(),
-                  .layout = layout_,
-                  .weights = whole.weights ? whole.weights.as<float>() : model_.weights().as<float>(),
-                  .moments = optimizer_.moments(),
-                  .left_over = left_over_ ? left_over_.as<float>() : reducer_.gradients().as<float>()};
-  for (size_t i = 0; i < whole.moments.size(); ++i) state.moments[i].data = whole.moments[i].as<float>();
-  return state;
-}
-
-// In host memory: a device that needs shards has no room for this.
-RankTrainer::Whole RankTrainer::room() const {
-  Whole whole;
-  if (!shards_) return whole;
-  const size_t bytes = static_cast<size_t>(layout_.elements) * sizeof(float);
-  for (size_t i = 0; i < optimizer_.moments().size(); ++i) whole.moments.push_back(Buffer::pinned(bytes));
-  if (config_.divides(Sharding::full)) whole.weights = Buffer::pinned(bytes);
-  return whole;
-}
-
-RankTrainer::Whole RankTrainer::gathered() {
-  if (!shards_) return {};
-  Whole whole = leads() ? room() : Whole{};
-  // The gradients of the last step are no longer needed.
-  const Buffer& scratch = reducer_.gradients();
-  const std::vector<FlatState> moments = optimizer_.moments();
-  for (size_t i = 0; i < moments.size(); ++i) {
-    shards_->gather(moments[i].data, scratch.as<float>(), leads() ? whole.moments[i].as<float>() : nullptr);
-  }
-  if (shards_->masters() != nullptr) {
-    if (leads() && !whole.weights)
-      whole.weights = Buffer::pinned(static_cast<size_t>(layout_.elements) * sizeof(float));
-    shards_->gather(shards_->masters(), scratch.as<float>(), whole.weights.as<float>());
-  }
-  fill_zero(stream_, scratch.data(), scratch.bytes());  // also between the tensors, where gradients stay zero
-  return whole;
+RankState RankTrainer::state() {
+  return {.comm = comm_,
+          .stream = stream_,
+          .reducer = reducer_,
+          .parameters = model_.parameters(),
+          .layout = layout_,
+          .weights = shards_ ? shards_->weights() : Parts<float>{model_.weights().as<float>()},
+          .moments = optimizer_.moments(),
+          .parts = optimizer_.parts(),
+          .divided = shards_.has_value(),
+          .left_over = [this] {
+            if (!reducer_.shard()) return reducer_.gradients().as<float>();
+            left_over_ = Buffer::pinned(static_cast<size_t>(layout_.elements) * sizeof(float));
+            return left_over_.as<float>();
+          }};
 }
 
 void RankTrainer::restore() {
-  const Whole whole = room();
-  if (reducer_.shard()) {
-    left_over_ = Buffer::pinned(static_cast<size_t>(layout_.elements) * sizeof(float));
-  }
-  carried_ = restore_checkpoint(state(whole), config_, *start_.from);
-  if (!carried_) left_over_ = {};
-  const std::vector<FlatState> moments = optimizer_.moments();
-  for (size_t i = 0; i < whole.moments.size(); ++i) {
-    shards_->scatter(whole.moments[i].as<const float>(), moments[i].data);
-  }
+  carried_ = restore_checkpoint(state(), config_, *start_.from);
   if (shards_) {
-    shards_->take_weights(whole.weights ? whole.weights.as<float>() : model_.weights().as<float>());
+    shards_->share_weights();
   } else {
     model_.round_weights();
   }
-  stream_.synchronize();  // before the whole is freed
 }
 
 void RankTrainer::finish() {

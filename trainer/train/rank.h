@@ -98,14 +98,7 @@ class RankTrainer {
   void report(const Slot& slot, const Event& end);
   void evaluate(int64_t steps_done);
   void save(int64_t steps_done);
-  // For checkpoints. Moments and weights as a whole, which ranks with shards hold only for that time.
-  struct Whole {
-    std::vector<Buffer> moments;
-    Buffer weights;
-  };
-  RankState state(const Whole& whole);
-  Whole gathered();  // collective; empty on other ranks than 0, and where nothing is sharded
-  Whole room() const;
+  RankState state();  // for checkpoints
   void restore();
   void finish();
 

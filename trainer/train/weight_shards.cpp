@@ -25,28 +25,24 @@ int64_t WeightShards::master_elements(const TrainConfig& config, const Reducer& 
 
 WeightShards::WeightShards(const TrainConfig& config, Communicator& comm, const Stream& stream,
                            const Reducer& reducer, Vit& model)
-    : comm_(comm), stream_(stream), reducer_(reducer), model_(model), owned_(reducer.owned()) {
-  if (const int64_t elements = master_elements(config, reducer); elements > 0) {
-    masters_ = make_buffer<float>(comm.device(), elements);
-    fill_zero(stream, masters_.data(), masters_.bytes());
-  }
-  const bool full = config.divides(Sharding::full);
-  auto* const weights = model.weights().as<float>();
-  weights_programs_ = programs(
-      config, {.wire = config.gather_weights,
-               .what = "the weights",
-               .to =
-                   [&, full](size_t b) {
-                     return weights + (full ? WeightWindow::offset(reducer, b) : reducer.ranges()[b].begin);
-                   },
-               .transfers = full ? comm.transfers() : Stream()});
-  state_programs_ = programs(config, {.wire = kFp32, .what = "the state for a checkpoint"});
-  weights_workspace_ = bind(weights_programs_);
-  state_workspace_ = bind(state_programs_);
-  if (full) window_.emplace(comm, stream, reducer, model, weights_programs_, state_programs_);
+    : comm_(comm),
+      stream_(stream),
+      reducer_(reducer),
+      model_(model),
+      owned_(reducer.owned()),
+      masters_(make_buffer<float>(comm.device(), master_elements(config, reducer))),
+      gathers_(programs(config, config.gather_weights)),
+      dense_(programs(config, kFp32)) {
+  fill_zero(stream, masters_.data(), masters_.bytes());
+  size_t bytes = 0;
+  for (const auto& gather : gathers_) bytes = std::max(bytes, gather->workspace_bytes());
+  workspace_ = Buffer(comm.device(), bytes);
+  for (const auto& gather : gathers_) gather->bind(workspace_.data());
+  if (config.divides(Sharding::full)) window_.emplace(comm, stream, reducer, model, gathers_, dense_);
 }
 
-WeightShards::Programs WeightShards::programs(const TrainConfig& config, const Gather& gather) const {
+WeightShards::Programs WeightShards::programs(const TrainConfig& config, const Wire& wire) const {
+  const bool full = config.divides(Sharding::full);
   ScheduleRequest request = schedule_request(config.compression);
   request.collective = Collective::all_gather;
   const bool choice = request.kind == ScheduleKind::automatic && comm_.world() > 2;
@@ -57,50 +53,48 @@ WeightShards::Programs WeightShards::programs(const TrainConfig& config, const G
   for (size_t b = 0; b < reducer_.ranges().size(); ++b) {
     const BucketRange& bucket = reducer_.ranges()[b];
     const Shards shards = reducer_.shards(bucket);
-    float* const to = gather.to ? gather.to(b) : nullptr;
-    const float* from = masters_ ? masters_.as<float>() + packed : nullptr;
-    if (to != nullptr && !masters_) from = to + (owned_[b].begin - bucket.begin);
+    float* const to =
+        model_.weights().as<float>() + (full ? WeightWindow::offset(reducer_, b) : bucket.begin);
+    const float* from = masters_ ? masters_.as<float>() + packed : to + (owned_[b].begin - bucket.begin);
     made.push_back(std::make_unique<Program>(
-        comm_.transport(), planner.choose(bucket.elements(), gather.wire, shards).schedule,
+        comm_.transport(), planner.choose(bucket.elements(), wire, shards).schedule,
         ProgramBuffers{.in = from, .out = to, .count = bucket.elements(), .shards = shards},
-        Program::Options{
-            .what = fmt::format("{}, bucket {} of {}", gather.what, b + 1, reducer_.ranges().size()),
-            .wire = gather.wire,
-            .fp32_intra_node = config.compression.fp32_intra_node,
-            .spec = gather.wire->name,
-            .transfers = gather.transfers,
-            .beside_others = static_cast<bool>(gather.transfers)}));
+        Program::Options{.what = fmt::format("the weights, bucket {} of {}", b + 1, reducer_.ranges().size()),
+                         .wire = wire,
+                         .fp32_intra_node = config.compression.fp32_intra_node,
+                         .spec = wire->name,
+                         .transfers = full ? comm_.transfers() : Stream(),
+                         .beside_others = full}));
     packed += owned_[b].count();
   }
   return made;
 }
 
-Buffer WeightShards::bind(Programs& programs) const {
-  size_t bytes = 0;
-  for (const auto& program : programs) bytes = std::max(bytes, program->workspace_bytes());
-  Buffer workspace(comm_.device(), bytes);
-  for (auto& program : programs) program->bind(workspace.data());
-  return workspace;
+Parts<float> WeightShards::weights() const {
+  const Buffer& buffer = masters_ ? masters_ : model_.weights();
+  return {buffer.as<float>(), static_cast<bool>(masters_)};
+}
+
+void WeightShards::share_weights() {
+  if (window_) return window_->changed();
+  for (const auto& gather : gathers_) gather->run(stream_);
+  model_.round_weights();
 }
 
 void WeightShards::take_weights(const float* flat) {
-  if (masters_) scatter(flat, masters_.as<float>());
-  if (window_) return window_->changed();
-  if (masters_) gather_weights();
-  model_.round_weights();
+  const Parts<float> to = weights();
+  int64_t packed = 0;
+  for (const ElementRange& range : owned_) {
+    copy(stream_, to.data + (to.packed ? packed : range.begin), flat + range.begin,
+         static_cast<size_t>(range.count()) * sizeof(float));
+    packed += range.count();
+  }
+  share_weights();
 }
 
 void WeightShards::step(Optimizer& optimizer, Parts<const float> gradients) {
-  const Parts<float> own =
-      masters_ ? Parts<float>{masters_.as<float>(), true} : Parts<float>{model_.weights().as<float>()};
-  optimizer.step(stream_, own, gradients);
-  if (window_) return window_->changed();
-  gather_weights();
-  model_.round_weights();
-}
-
-void WeightShards::gather_weights() {
-  for (auto& program : weights_programs_) program->run(stream_);
+  optimizer.step(stream_, weights(), gradients);
+  share_weights();
 }
 
 void WeightShards::begin_step() {
@@ -114,33 +108,12 @@ WeightShards::Sent WeightShards::sent() const {
     for (const auto& program : programs) bytes += static_cast<uint64_t>(program->info().bytes_sent);
     return bytes;
   };
-  return {sum(weights_programs_), sum(state_programs_)};
+  return {sum(gathers_), sum(dense_)};
 }
 
 void WeightShards::visit(const std::function<void(const float* weights, int64_t count)>& each) {
   if (window_) return window_->visit(each);
   each(model_.weights().as<const float>(), reducer_.elements());
-}
-
-void WeightShards::gather(const float* packed, float* scratch, float* flat) {
-  if (window_) window_->synchronize();  // the exchanges of one, then of the other, on every rank
-  for (size_t b = 0; b < state_programs_.size(); ++b) {
-    const BucketRange& bucket = reducer_.ranges()[b];
-    state_programs_[b]->rebind(packed, scratch);
-    state_programs_[b]->run(stream_);
-    if (flat != nullptr) {
-      copy(stream_, flat + bucket.begin, scratch, static_cast<size_t>(bucket.elements()) * sizeof(float));
-    }
-    stream_.synchronize();  // before the next rebind
-    packed += owned_[b].count();
-  }
-}
-
-void WeightShards::scatter(const float* flat, float* packed) const {
-  for (const ElementRange& range : owned_) {
-    copy(stream_, packed, flat + range.begin, static_cast<size_t>(range.count()) * sizeof(float));
-    packed += range.count();
-  }
 }
 
 }  // namespace gradwire

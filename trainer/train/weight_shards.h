@@ -31,8 +31,11 @@ class WeightShards {
                Vit& model);
   WeightShards(const WeightShards&) = delete;
 
-  // Takes this rank's shards out of `flat`, (reducer.elements()) in host or device memory, and gives the model what the
-  // wire carries. Collective.
+  // This rank's shards in FP32: what the optimizer updates, and a checkpoint has.
+  Parts<float> weights() const;
+  // Gives every rank's model this rank's shards, as the wire carries them: after weights() has changed. Collective.
+  void share_weights();
+  // Takes the shards out of `flat`, (reducer.elements()) in host or device memory, and shares them. Collective.
   void take_weights(const float* flat);
   // Enqueues the optimizer's step, and the gather or the first of many; can be captured if not --shard full.
   void step(Optimizer& optimizer, Parts<const float> gradients);
@@ -40,15 +43,6 @@ class WeightShards {
   WeightWindow* window() { return window_ ? &*window_ : nullptr; }
   // All weights as the model uses them, in the order of the flat buffer, in pieces on the device. Collective.
   void visit(const std::function<void(const float* weights, int64_t count)>& each);
-
-  // `packed`, this rank's shards one after another, of every rank: into `flat` in host memory, (reducer.elements());
-  // null on ranks that don't need it. By way of `scratch`, which has reducer.largest_bucket() floats. Collective, and
-  // not part of a step.
-  void gather(const float* packed, float* scratch, float* flat);
-  // This rank's shards out of `flat`, which may be in host memory.
-  void scatter(const float* flat, float* packed) const;
-  // This rank's shards in FP32, one after another; null where the model's weights have them.
-  const float* masters() const { return masters_.as<const float>(); }
 
   // Floats that a rank holds besides: its part of the weights, if the format is not exact.
   static int64_t master_elements(const TrainConfig& config, const Reducer& reducer);
@@ -62,26 +56,20 @@ class WeightShards {
 
  private:
   using Programs = WeightWindow::Programs;
-  struct Gather {
-    Wire wire;
-    const char* what;
-    std::function<float*(size_t bucket)> to = {};  // empty: to other buffers each time
-    Stream transfers = {};                         // of exchanges beside the reducer's; empty: none are
-  };
-  Programs programs(const TrainConfig& config, const Gather& gather) const;
-  Buffer bind(Programs& programs) const;
-  void gather_weights();
+  // One per bucket, that gathers its weights in this format.
+  Programs programs(const TrainConfig& config, const Wire& wire) const;
 
   Communicator& comm_;
   const Stream stream_;
   const Reducer& reducer_;
   Vit& model_;
   const std::vector<ElementRange> owned_;
-  Buffer masters_;                              // FP32 shards; empty if the model's weights have them
-  Programs weights_programs_, state_programs_;  // by bucket
-  Buffer weights_workspace_, state_workspace_;  // of the largest
-  std::optional<WeightWindow> window_;          // --shard full
-  Sent before_;                                 // by the window, when the step began
+  Buffer masters_;                      // FP32 shards; empty if the model's weights have them
+  Programs gathers_;                    // by bucket
+  const Programs dense_;                // the same in FP32, for its bytes; never run
+  Buffer workspace_;                    // of the largest
+  std::optional<WeightWindow> window_;  // --shard full
+  Sent before_;                         // by the window, when the step began
 };
 
 }  // namespace gradwire

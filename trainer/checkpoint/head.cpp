@@ -1,0 +1,140 @@
+#include "trainer/checkpoint/head.h"
+
+#include <fmt/format.h>
+
+#include <iterator>
+
+#include "runtime/error.h"
+#include "trainer/checkpoint/folder.h"
+#include "trainer/log/json.h"
+#include "trainer/log/records.h"
+
+namespace gradwire {
+namespace {
+
+constexpr int kVersion = 1;
+
+Json links_json(const LinkCosts& links) {
+  Json json = Json::array();
+  for (const LinkCosts::Pattern& p : {links.neighbour, links.all_pairs, links.intra_node, links.inter_node}) {
+    json.push_back({p.latency_us, p.bytes_per_us});
+  }
+  return json;
+}
+
+std::optional<LinkCosts> links_of(const Json& json) {
+  LinkCosts links{.neighbour = {}, .all_pairs = {}, .intra_node = {}, .inter_node = {}, .measured = true};
+  LinkCosts::Pattern* patterns[] = {&links.neighbour, &links.all_pairs, &links.intra_node, &links.inter_node};
+  if (!json.is_array() || json.size() != std::size(patterns)) return {};
+  for (size_t i = 0; i < json.size(); ++i) {
+    const Json& pair = json[i];
+    if (!pair.is_array() || pair.size() != 2 || !pair[0].is_number() || !pair[1].is_number()) return {};
+    *patterns[i] = {pair[0].get<double>(), pair[1].get<double>()};
+  }
+  return links;
+}
+
+}  // namespace
+
+Json about_file(const TrainConfig& config, const Position& at, int rank, const LinkCosts* links) {
+  Json about{{"version", kVersion},
+             {"step", at.step},
+             {"epoch", at.epoch},
+             {"images", at.images},
+             {"rank", rank},
+             {"world", config.ranks()},
+             {"seed", config.seed},
+             {"compression", config.compression.to_string()},
+             {"config", Json::parse(config_text(config))}};
+  if (links != nullptr) about["links"] = links_json(*links);
+  return about;
+}
+
+Json about_of(const SafetensorsReader& file) {
+  auto refuse = [&](const std::string& why) { throw BadInput(fmt::format("{}: {}", file.path(), why)); };
+  const auto text = file.metadata().find(kAboutKey);
+  if (text == file.metadata().end()) refuse("not written by gradwire as a checkpoint's state");
+  Json about = parse_json(text->second);
+  if (!about.is_object()) refuse("damaged: its metadata cannot be parsed");
+  for (const char* key : {"version", "step", "epoch", "images", "rank", "world"}) {
+    if (!about.contains(key) || !about[key].is_number_unsigned()) {
+      refuse(fmt::format("damaged: its metadata has no {}", key));
+    }
+  }
+  if (about["version"] != kVersion) {
+    refuse(fmt::format("has version {}; this build reads version {}", about["version"].dump(), kVersion));
+  }
+  if (!about.contains("config") || !about["config"].is_object() || !about.contains("compression") ||
+      !about["compression"].is_string()) {
+    refuse("damaged: its metadata has no configuration");
+  }
+  return about;
+}
+
+CheckpointHead read_head(const std::string& checkpoint) {
+  const int world = checkpoint_world(checkpoint);
+  if (world == 0) throw BadInput(fmt::format("{}: not a complete checkpoint", checkpoint));
+  const SafetensorsReader file(state_path(checkpoint, 0, world));
+  const Json about = about_of(file);
+  auto number = [&](const char* key) { return about[key].get<int64_t>(); };
+  CheckpointHead head{.path = checkpoint,
+                      .position = {number("step"), number("epoch"), number("images")},
+                      .world = world,
+                      .compression = about["compression"].get<std::string>(),
+                      .links = links_of(about.value("links", Json())),
+                      .config = about["config"].dump()};
+  if (number("world") != world || number("rank") != 0) {
+    throw BadInput(fmt::format("{}: it contains rank {} of {}, which contradicts its name", file.path(),
+                               about["rank"].dump(), about["world"].dump()));
+  }
+  if (head.position.step < 0 || head.position.epoch < 0 || head.position.images < 0) {
+    throw BadInput(fmt::format("{}: damaged: its step, epoch or images is negative", file.path()));
+  }
+  return head;
+}
+
+std::vector<std::string> compare_with_head(const TrainConfig& config, const CheckpointHead& head) {
+  const Json theirs = Json::parse(head.config), ours = Json::parse(config_text(config));
+  std::vector<std::string> notes, differences;
+  for (const char* key : {"model", "optimizer", "momentum"}) {
+    const Json there = theirs.value(key, Json()), here = ours.value(key, Json());
+    // Only whether there is a momentum buffer matters.
+    auto zero = [](const Json& j) { return j.is_number() && j.get<double>() == 0.0; };
+    const bool fits = std::string(key) == "momentum" ? zero(there) == zero(here) : there == here;
+    if (!fits) {
+      throw BadInput(
+          fmt::format("--resume {}: the checkpoint has {} {}, this run has {}; to load only the weights, "
+                      "use --init",
+                      head.path, key, there.dump(), here.dump()));
+    }
+  }
+  if (head.position.step > config.steps) {
+    throw BadInput(fmt::format(
+        "--resume {}: the checkpoint is at step {}, the run ends at {}; give more --steps or --epochs",
+        head.path, head.position.step, config.steps));
+  }
+  for (const char* key : {"data", "augment", "compression", "gather_weights", "batch_size", "accumulate",
+                          "steps", "lr", "warmup_steps", "momentum", "beta1", "beta2", "eps", "weight_decay",
+                          "precision", "seed", "bucket_mb", "device"}) {
+    const Json there = theirs.value(key, Json()), here = ours.value(key, Json());
+    if (!theirs.contains(key)) continue;  // an earlier version's
+    if (there != here) differences.push_back(fmt::format("{} {}, now {}", key, there.dump(), here.dump()));
+  }
+  // A reduce-scatter's sum is not encoded, an allreduce's is. In an exact format that makes no difference.
+  if (const Json there = theirs.value("shard", Json("none"));
+      there != ours["shard"] && !config.compression.wire->exact) {
+    differences.push_back(fmt::format("shard {}, now {}", there.dump(), ours["shard"].dump()));
+  }
+  if (head.world != config.ranks()) {
+    notes.push_back(fmt::format(
+        "Note: the checkpoint was made with {} rank{}, now {}; the sum of their residuals is kept",
+        head.world, head.world == 1 ? "" : "s", config.ranks()));
+  }
+  for (const std::string& difference : differences) {
+    notes.push_back(fmt::format(
+        "Note: the checkpoint was made with {}; the run continues, but not with the same bits", difference));
+  }
+  return notes;
+}
+
+}  // namespace gradwire
