@@ -300,7 +300,7 @@ typedef struct gw_tensor {
   const char* name; /* unique in the reducer; for error texts and state; copied; null: "tensor 7" */
   int64_t rows;     /* PowerSGD treats it as a (rows, cols) matrix, row-major; a vector has cols == 1. */
   int64_t cols;     /* More dimensions: rows = the first, cols = the product of the rest. 0 is legal. */
-  gw_dtype dtype;   /* GW_FLOAT32 */
+  gw_dtype dtype;   /* GW_FLOAT32, or GW_BFLOAT16: see gw_reducer_allreduce() */
   void* grad;       /* (rows, cols), the gradient's address for gw_reducer_ready(); null if that isn't used */
 } gw_tensor;
 
@@ -336,10 +336,14 @@ GW_API gw_status gw_reducer_create(gw_comm comm, const char* spec, const gw_tens
 
 /* Reduces all gradients in place to the mean (or sum) over ranks, the same bits on every rank. Collective.
  *
- * grads   (n_tensors) addresses, 4-byte aligned, null only for an empty tensor. Null: the addresses of the
- *         last call, or those in gw_tensor.grad.
- *         A bucket whose tensors are contiguous in memory, in the order of registration, is reduced in place,
- *         without a copy; the tensors of any other bucket are copied in and out.
+ * grads   (n_tensors) addresses, aligned to the element size, null only for an empty tensor. Null: the addresses
+ *         of the last call, or those in gw_tensor.grad.
+ *         A bucket whose tensors are float32 and contiguous in memory, in the order of registration, is reduced in
+ *         place, without a copy. The tensors of any other bucket are copied to memory that buckets share, as large as
+ *         the largest two, and back.
+ *         bfloat16 gradients become float32 there: the sums, residuals and factors are float32's, and the result is
+ *         rounded to nearest. The wire carries what the spec says: "bf16" for bfloat16 gradients sends what they
+ *         have, "fp32" twice the bytes.
  *         Addresses may change between steps and may differ between ranks. If those of a bucket that is
  *         reduced in place change, the call blocks until work in flight is done.
  *
@@ -386,8 +390,8 @@ typedef struct gw_stats {
   size_t size;              /* sizeof(gw_stats), set by the caller */
   int64_t steps;            /* completed so far, including those before a loaded state */
   uint64_t wire_bytes;      /* sent in the last step, measured at the transport */
-  uint64_t dense_bytes;     /* what "fp32" would have sent, with the requested schedule, or with the one that
-                                auto picks for "fp32" */
+  uint64_t dense_bytes;     /* what the gradients would have sent as they are, with the requested schedule, or with
+                                the one that auto picks for "fp32" */
   double comm_ms;           /* time in which any bucket was in flight: compression and communication */
   double exposed_comm_ms;   /* time the stream of the last wait was stalled by it */
   int64_t extra_bytes;      /* device memory for residuals, other codec state, and staging */

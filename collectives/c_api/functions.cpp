@@ -158,7 +158,7 @@ gw_status gw_reducer_create(gw_comm comm, const char* spec, const gw_tensor* ten
     require(reducer != nullptr, "reducer is null");
     require(spec != nullptr, "spec is null; pass \"fp32\" for no compression");
     const CompressionSpec parsed = CompressionSpec::parse(spec);
-    std::vector<float*> grads;
+    std::vector<void*> grads;
     auto read = read_tensors(tensors, n_tensors, &grads);
     ReducerOptions how = read_options(options);
     how.stream = locked->stream;

@@ -19,6 +19,12 @@ namespace {
 // A limit on the product of the extents, so that sizes in bytes fit in 64 bits.
 constexpr int64_t kMostElements = int64_t{1} << 50;
 
+void check_alignment(const GradientTensor& tensor, const void* gradient) {
+  const auto bytes = static_cast<uintptr_t>(bytes_of(tensor.dtype));
+  require(reinterpret_cast<uintptr_t>(gradient) % bytes == 0,
+          "the gradient of '{}' is not aligned to its elements of {} bytes", tensor.name, bytes);
+}
+
 }  // namespace
 
 Handles<ApiReducer>& reducers() {
@@ -26,7 +32,7 @@ Handles<ApiReducer>& reducers() {
   return *handles;
 }
 
-std::vector<GradientTensor> read_tensors(const gw_tensor* tensors, int32_t n, std::vector<float*>* grads) {
+std::vector<GradientTensor> read_tensors(const gw_tensor* tensors, int32_t n, std::vector<void*>* grads) {
   require(n >= 0, "n_tensors is {}, must not be negative", n);
   require(tensors != nullptr || n == 0, "tensors is null");
   std::vector<GradientTensor> result;
@@ -44,13 +50,13 @@ std::vector<GradientTensor> read_tensors(const gw_tensor* tensors, int32_t n, st
     require(t.rows >= 0 && t.cols >= 0, "{}: rows {}, cols {}", who, t.rows, t.cols);
     require(t.cols == 0 || t.rows <= (kMostElements - total) / t.cols, "{}: too many elements", who);
     total += t.rows * t.cols;
-    if (t.dtype == GW_BFLOAT16) throw Unsupported(who + ": gradients must be GW_FLOAT32; convert them");
-    require(t.dtype == GW_FLOAT32, "{}: dtype {} is not GW_FLOAT32", who, t.dtype);
-    require(reinterpret_cast<uintptr_t>(t.grad) % 4 == 0, "{}: grad is not 4-byte aligned", who);
-    GradientTensor tensor{std::move(name), {t.rows}};
+    require(t.dtype == GW_FLOAT32 || t.dtype == GW_BFLOAT16,
+            "{}: dtype {} is neither GW_FLOAT32 nor GW_BFLOAT16", who, t.dtype);
+    GradientTensor tensor{std::move(name), {t.rows}, t.dtype == GW_FLOAT32 ? DType::f32 : DType::bf16};
+    check_alignment(tensor, t.grad);
     if (t.cols != 1) tensor.shape.push_back(t.cols);
     result.push_back(std::move(tensor));
-    grads->push_back(static_cast<float*>(t.grad));
+    grads->push_back(t.grad);
   }
   return result;
 }
@@ -90,8 +96,9 @@ void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vec
     statements.push_back(fmt::format("loops for {}, of Gradwire {}", simd_level(), GRADWIRE_VERSION));
   }
   for (size_t i = 0; i < tensors.size(); ++i) {
-    statements.push_back(
-        fmt::format("tensor {}: '{}' ({})", i, tensors[i].name, fmt::join(tensors[i].shape, " x ")));
+    statements.push_back(fmt::format("tensor {}: '{}' ({}){}", i, tensors[i].name,
+                                     fmt::join(tensors[i].shape, " x "),
+                                     tensors[i].dtype == DType::f32 ? "" : " in bfloat16"));
   }
   agree_on(group.transport(), comm.stream, statements, "gw_reducer_create");
 }
@@ -115,7 +122,7 @@ ApiReducer::ApiReducer(std::shared_ptr<ApiComm> c, const CompressionSpec& s, std
       reducer(*comm->communicator, spec, tensors, options),
       description(reducer.describe()) {}
 
-void ApiReducer::set_addresses(const std::vector<float*>& addresses) {
+void ApiReducer::set_addresses(const std::vector<void*>& addresses) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (addresses[i] == nullptr && tensors[i].count() > 0) return;
   }
@@ -128,13 +135,8 @@ void ApiReducer::allreduce(void* const* given, void* native_stream) {
   require(ready_ == 0, "in the middle of a step: {} tensors are ready; finish it with gw_reducer_wait",
           ready_);
   if (given != nullptr) {
-    std::vector<float*> addresses;
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      require(reinterpret_cast<uintptr_t>(given[i]) % 4 == 0, "the gradient of '{}' is not 4-byte aligned",
-              tensors[i].name);
-      addresses.push_back(static_cast<float*>(given[i]));
-    }
-    reducer.adopt(addresses);
+    for (size_t i = 0; i < tensors.size(); ++i) check_alignment(tensors[i], given[i]);
+    reducer.adopt({given, tensors.size()});
     addresses_known_ = true;
   }
   require(addresses_known_,

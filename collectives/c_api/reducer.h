@@ -15,7 +15,7 @@ struct ApiReducer {
              const ReducerOptions& options);
 
   // The addresses of the gradients; ignored unless all are known.
-  void set_addresses(const std::vector<float*>& addresses);
+  void set_addresses(const std::vector<void*>& addresses);
   void allreduce(void* const* grads, void* native_stream);
   void ready(int32_t tensor, void* native_stream);
   void wait(void* native_stream);
@@ -48,7 +48,7 @@ struct ApiReducer {
 };
 
 // Read the caller's array and struct, whose sizes may come from another version of the header.
-std::vector<GradientTensor> read_tensors(const gw_tensor* tensors, int32_t n, std::vector<float*>* grads);
+std::vector<GradientTensor> read_tensors(const gw_tensor* tensors, int32_t n, std::vector<void*>* grads);
 ReducerOptions read_options(const gw_reducer_options* options);
 // Collective: throws CommError on every rank unless all create the same reducer.
 void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vector<GradientTensor>& tensors,

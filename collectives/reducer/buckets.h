@@ -10,6 +10,7 @@
 #include "collectives/codec/codec.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/spec/spec.h"
+#include "runtime/dtype.h"
 #include "runtime/shape.h"
 
 namespace gradwire {
@@ -17,6 +18,8 @@ namespace gradwire {
 struct GradientTensor {
   std::string name;
   std::vector<int64_t> shape;
+  DType dtype =
+      DType::f32;  // or bf16: widened when its bucket is full, and rounded to nearest on the way back
 
   int64_t count() const { return element_count(shape); }
 };

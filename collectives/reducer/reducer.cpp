@@ -17,6 +17,11 @@ Reducer::Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<Gr
       tensors_(std::move(tensors)),
       options_(std::move(options)),
       layout_(lay_out(tensors_, options_.alignment, options_.bucket_bytes, options_.blocks)) {
+  for (const GradientTensor& tensor : tensors_) {
+    if (tensor.dtype == DType::f32 || (tensor.dtype == DType::bf16 && !options_.own_gradients)) continue;
+    throw Error(fmt::format("Reducer: gradients of {}, of '{}', must be F32, or BF16 if they are adopted",
+                            gradwire::name(tensor.dtype), tensor.name));
+  }
   ready_.assign(tensors_.size(), false);
   if (options_.stream) {
     stream_ = options_.stream;
@@ -25,7 +30,10 @@ Reducer::Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<Gr
   } else {
     stream_ = comm.device().is_host() ? Stream::immediate_host() : Stream::create(comm.device(), "set-up");
   }
-  if (options_.own_gradients) allocate_gradients();
+  if (options_.own_gradients) {
+    gradients_ = make_buffer<float>(comm.device(), gradient_elements());
+    fill_zero(stream_, gradients_.data(), gradients_.bytes());
+  }
   if (comm.world() > 1) {
     build_lanes();
     build_buckets();
@@ -110,12 +118,39 @@ void Reducer::build_buckets() {
     size_t& most = lane_of(bucket).workspace_bytes;
     most = std::max(most, bucket.codec->workspace_bytes());
     const SchedulePlanner& dense = options_.sharded ? *scatter_planner_ : *planner_;
-    dense_bytes_ += 4 * elements_sent(dense.choose(range.elements(), kFp32, context.shards).schedule,
-                                      comm_.rank(), range.elements(), context.shards);
+    const int64_t sent = elements_sent(dense.choose(range.elements(), kFp32, context.shards).schedule,
+                                       comm_.rank(), range.elements(), context.shards);
+    dense_bytes_ += static_cast<uint64_t>(bytes_per_element(range) * static_cast<double>(sent));
   }
+  describe_memory();
   if (in_turns()) build_slots();
   for (Lane& lane : lanes_) lane.workspace = Buffer(comm_.device(), lane.workspace_bytes);
   for (Bucket& b : buckets_) b.codec->bind(lane_of(b).workspace.data());
+}
+
+// Of the gradients as they are given.
+double Reducer::bytes_per_element(const BucketRange& bucket) const {
+  int64_t bytes = 0, count = 0;
+  for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
+    bytes += tensors_[i].count() * bytes_of(tensors_[i].dtype);
+    count += tensors_[i].count();
+  }
+  return count == 0 ? 4 : static_cast<double>(bytes) / static_cast<double>(count);
+}
+
+void Reducer::describe_memory() {
+  const std::vector<ElementRange> parts = owned();
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    Bucket& bucket = buckets_[b];
+    bucket.owned = options_.sharded ? ElementRange{parts[b].begin - bucket.begin, parts[b].end - bucket.begin}
+                                    : ElementRange{0, bucket.elements()};
+    if (options_.own_gradients && !in_turns()) continue;  // each bucket has memory of its own
+    for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
+      const int64_t end = layout_.offsets[i] + tensors_[i].count();
+      const int64_t next = i + 1 < bucket.last_tensor ? layout_.offsets[i + 1] : bucket.end;
+      if (end < next) bucket.gaps.push_back({end - bucket.begin, next - bucket.begin});
+    }
+  }
 }
 
 int Reducer::bucket_of(int tensor) const {

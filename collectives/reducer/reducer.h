@@ -98,11 +98,12 @@ class Reducer {
 
   // From the next step on, tensor i's gradient is at gradients[i], on the communicator's device. A bucket
   // whose tensors have the same layout there as in the flat buffer, with no gap after the last (always so
-  // with an alignment of 1), is reduced in place; the tensors of any other bucket are copied into the flat
-  // buffer when the bucket is full, and out of it after the reduction. Only between steps. Costs a comparison
-  // per tensor if nothing has moved; otherwise blocks until work in flight, which uses the old addresses, is
-  // done. Allocates the flat buffer when it is first needed.
-  void adopt(std::span<float* const> gradients);
+  // with an alignment of 1), is reduced in place; the tensors of any other bucket, and of those with BF16 gradients,
+  // are copied into a buffer when the bucket is full, and out of it after the reduction: into the flat one or, without
+  // own_gradients, into one or two that buckets use in turn. If sharded, only the owned() part is copied out. Only
+  // between steps. Costs a comparison per tensor if nothing has moved; otherwise blocks until work in flight, which
+  // uses the old addresses, is done.
+  void adopt(std::span<void* const> gradients);
   // How many of buckets() are reduced in place, without a copy.
   int buckets_in_place() const;
 
@@ -148,9 +149,9 @@ class Reducer {
  private:
   struct Bucket : BucketRange {
     std::unique_ptr<Codec> codec;
-    float* data = nullptr;           // what the codec works on: part of the flat buffer, or adopted memory
-    bool staged = false;             // tensors are copied into and out of the flat buffer
-    std::vector<ElementRange> gaps;  // with slots, whose last user had others; from the bucket's start
+    float* data = nullptr;           // what the codec works on: the reducer's memory, or adopted
+    bool staged = false;             // tensors are copied into the reducer's memory and out of it
+    std::vector<ElementRange> gaps;  // where memory's last user may have had others; from the bucket's start
     ElementRange owned;              // by this rank, from the bucket's start
     int64_t packed = 0;              // with slots: where that is in shard_
     size_t lane = 0;
@@ -165,7 +166,8 @@ class Reducer {
     Stream stream = {};
     size_t workspace_bytes = 0;
     Buffer workspace = {};
-    Event joined = {};  // end of the step, for the first lane to wait on
+    Buffer staging = {};  // without own_gradients: for adopted gradients that are not reduced in place
+    Event joined = {};    // end of the step, for the first lane to wait on
   };
   Lane& lane_of(const Bucket& b) { return lanes_[b.lane]; }
   const Lane& lane_of(const Bucket& b) const { return lanes_[b.lane]; }
@@ -173,6 +175,8 @@ class Reducer {
   // reducer.cpp: construction.
   void build_lanes();
   void build_buckets();
+  double bytes_per_element(const BucketRange& bucket) const;
+  void describe_memory();
   // step.cpp: a bucket's step.
   void launch(int bucket);
   void count_bytes(StepMarks& marks, int which);
@@ -182,11 +186,11 @@ class Reducer {
   int64_t gradient_elements() const;
   float* memory_of(size_t bucket) const;
   void build_slots();
-  void clear_gaps(const Bucket& bucket) const;
   void take(const Bucket& bucket, Event& taken);
   // staging.cpp: gradients in the caller's memory.
+  float* staging_of(const Bucket& bucket);
+  void clear_gaps(const Bucket& bucket) const;
   float* common_base(const Bucket& bucket) const;
-  void allocate_gradients();
   void stage(const Bucket& bucket, bool in);
   // report.cpp: statistics and descriptions.
   const StepMarks& marks_of(int64_t step) const;
@@ -200,7 +204,7 @@ class Reducer {
   Buffer gradients_, device_step_;
   Buffer shard_;                 // with slots
   std::vector<Event> taken_;     // by slot: its gradients have been reduced, and the mean is in shard_
-  std::vector<float*> adopted_;  // by tensor; empty: the gradients are in gradients_
+  std::vector<void*> adopted_;   // by tensor; empty: the gradients are in gradients_
   std::vector<Bucket> buckets_;  // empty in a world of 1
   std::vector<int> bucket_of_;   // tensor -> bucket
   std::optional<SchedulePlanner> planner_, scatter_planner_;

@@ -83,7 +83,9 @@ std::vector<TensorState> Reducer::tensor_state() const {
 
 ReducerMemory Reducer::memory() const {
   ReducerMemory memory;
-  for (const Lane& lane : lanes_) memory.staging += static_cast<int64_t>(lane.workspace.bytes());
+  for (const Lane& lane : lanes_) {
+    memory.staging += static_cast<int64_t>(lane.workspace.bytes() + lane.staging.bytes());
+  }
   for (const Bucket& b : buckets_) {
     const int64_t residual = b.codec->residual() != nullptr ? b.codec->residual()->bytes() : 0;
     memory.residual += residual;

@@ -30,28 +30,13 @@ int64_t Reducer::gradient_elements() const {
 
 void Reducer::build_slots() {
   int64_t packed = 0;
-  const std::vector<ElementRange> parts = owned();
-  for (size_t b = 0; b < buckets_.size(); ++b) {
-    Bucket& bucket = buckets_[b];
-    bucket.owned = {parts[b].begin - bucket.begin, parts[b].end - bucket.begin};
+  for (Bucket& bucket : buckets_) {
     bucket.packed = packed;
     packed += bucket.owned.count();
-    for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
-      const int64_t end = layout_.offsets[i] + tensors_[i].count();
-      const int64_t next = i + 1 < bucket.last_tensor ? layout_.offsets[i + 1] : bucket.end;
-      if (end < next) bucket.gaps.push_back({end - bucket.begin, next - bucket.begin});
-    }
   }
   shard_ = make_buffer<float>(comm_.device(), packed);
   fill_zero(stream_, shard_.data(), shard_.bytes());
   for (size_t s = 0; s < slots(); ++s) taken_.push_back(Event::create(comm_.device()));
-}
-
-void Reducer::clear_gaps(const Bucket& bucket) const {
-  for (const ElementRange& gap : bucket.gaps) {
-    fill_zero(lane_of(bucket).stream, bucket.data + gap.begin,
-              static_cast<size_t>(gap.count()) * sizeof(float));
-  }
 }
 
 // The mean of this rank's part goes to shard_, and the slot is free.

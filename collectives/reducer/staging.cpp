@@ -1,15 +1,16 @@
-// Gradients in the caller's memory: reduced in place, or copied into the flat buffer and out of it.
+// Gradients in the caller's memory: reduced in place, or copied into the reducer's and out of it.
 #include "collectives/reducer/reducer.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 
+#include "kernels/wire/formats.h"
 #include "runtime/error.h"
 
 namespace gradwire {
 
-void Reducer::adopt(std::span<float* const> gradients) {
+void Reducer::adopt(std::span<void* const> gradients) {
   std::lock_guard lock(mutex_);
   if (in_turns()) throw Error("Reducer::adopt: with slots, the reducer owns the gradients' memory");
   if (gradients.size() != tensors_.size()) {
@@ -30,10 +31,7 @@ void Reducer::adopt(std::span<float* const> gradients) {
   for (Bucket& b : buckets_) {
     float* data = common_base(b);
     b.staged = (data == nullptr || !options_.in_place) && b.elements() > 0;
-    if (b.staged) {
-      if (!gradients_) allocate_gradients();
-      data = gradients_.as<float>() + b.begin;
-    }
+    if (b.staged) data = staging_of(b);
     if (data == b.data) continue;
     lane_of(b).stream.synchronize();
     b.codec->rebind(data);
@@ -46,15 +44,24 @@ int Reducer::buckets_in_place() const {
 }
 
 float* Reducer::gradient(int i) const {
-  if (!adopted_.empty()) return adopted_.at(static_cast<size_t>(i));
+  if (!adopted_.empty()) return static_cast<float*>(adopted_.at(static_cast<size_t>(i)));
   if (!gradients_) return nullptr;
   const auto bucket = static_cast<size_t>(bucket_of(i));
   return memory_of(bucket) + (offset(i) - layout_.buckets[bucket].begin);
 }
 
-void Reducer::allocate_gradients() {
-  gradients_ = make_buffer<float>(comm_.device(), gradient_elements());
-  fill_zero(stream_, gradients_.data(), gradients_.bytes());
+// A lane's buckets take turns in one buffer, as large as the largest.
+float* Reducer::staging_of(const Bucket& bucket) {
+  if (gradients_) return memory_of(static_cast<size_t>(&bucket - buckets_.data()));
+  Lane& lane = lane_of(bucket);
+  if (!lane.staging) {
+    int64_t most = 0;
+    for (const Bucket& b : buckets_) {
+      if (b.lane == bucket.lane) most = std::max(most, b.elements());
+    }
+    lane.staging = make_buffer<float>(comm_.device(), most);
+  }
+  return lane.staging.as<float>();
 }
 
 // The bucket's address if the adopted gradients have the layout of the flat buffer; null if they don't.
@@ -62,6 +69,7 @@ float* Reducer::common_base(const Bucket& bucket) const {
   uintptr_t base = 0;
   for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
     if (tensors_[i].count() == 0) continue;
+    if (tensors_[i].dtype != DType::f32) return nullptr;
     // As integers, because subtracting pointers into different allocations is undefined.
     uintptr_t start = reinterpret_cast<uintptr_t>(adopted_[i]) - 4 * (layout_.offsets[i] - bucket.begin);
     if (base == 0) base = start;
@@ -73,12 +81,30 @@ float* Reducer::common_base(const Bucket& bucket) const {
   return reinterpret_cast<float*>(base);
 }
 
+void Reducer::clear_gaps(const Bucket& bucket) const {
+  for (const ElementRange& gap : bucket.gaps) {
+    fill_zero(lane_of(bucket).stream, bucket.data + gap.begin,
+              static_cast<size_t>(gap.count()) * sizeof(float));
+  }
+}
+
 void Reducer::stage(const Bucket& bucket, bool in) {
   const Stream& stream = lane_of(bucket).stream;
+  const ElementRange part = in ? ElementRange{0, bucket.elements()} : bucket.owned;
   for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
-    float* flat = gradients_.as<float>() + layout_.offsets[i];
-    size_t bytes = static_cast<size_t>(tensors_[i].count()) * sizeof(float);
-    copy(stream, in ? flat : adopted_[i], in ? adopted_[i] : flat, bytes);
+    const int64_t offset = layout_.offsets[i] - bucket.begin;
+    const int64_t begin = std::max(part.begin, offset);
+    const int64_t count = std::min(part.end, offset + tensors_[i].count()) - begin;
+    if (count <= 0) continue;
+    float* const ours = bucket.data + begin;
+    void* const theirs = static_cast<char*>(adopted_[i]) + (begin - offset) * bytes_of(tensors_[i].dtype);
+    if (tensors_[i].dtype == DType::f32) {
+      copy(stream, in ? ours : theirs, in ? theirs : ours, static_cast<size_t>(count) * sizeof(float));
+    } else if (in) {
+      kBf16->decode(stream, {.wire = theirs, .out = ours, .count = count});
+    } else {
+      kBf16->reduce_encode(stream, {.own = ours, .wire = theirs, .count = count});
+    }
   }
 }
 

@@ -132,7 +132,7 @@ void Reducer::launch(int b) {
     phases.enter(stream, Phase::compress);
     stage(bucket, true);
   }
-  if (in_turns()) clear_gaps(bucket);
+  if (bucket.staged || in_turns()) clear_gaps(bucket);
   bucket.codec->run(stream, step_, phases);
   if (in_turns()) take(bucket, taken_[static_cast<size_t>(b) % slots()]);
   if (bucket.staged) {

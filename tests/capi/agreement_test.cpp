@@ -218,6 +218,7 @@ TEST_P(CApiAgreement, ReducersRefuseEveryArgumentThatDiffers) {
          {"tensor 3: 'tiny' (3 x 3)", "tensor 3: 'small' (3 x 3)"});
   differ([](auto& c) { std::swap(c.model.rows[1], c.model.cols[1]); },
          {"'tall' (129 x 31)", "'tall' (31 x 129)"});
+  differ([](auto& c) { c.model.dtype = GW_BFLOAT16; }, {"'bias' (37)", "'bias' (37) in bfloat16"});
   differ(  // a matrix of as many elements that is not the other's transpose
       [](auto& c) { c.model.rows[6] = 32, c.model.cols[6] = 128; },
       {"'square' (64 x 64)", "'square' (32 x 128)"});

@@ -71,7 +71,8 @@ TEST(CApiErrors, RanksThatMeetWithWrongArgumentsAreRefused) {
     ranks.emplace_back([&] {
       gw_comm mine = nullptr;
       if (gw_comm_create(name.c_str(), 0, 2, GW_HOST, 60'000, &mine) != GW_OK) {
-        EXPECT_NE(std::string(gw_last_error()).find("has joined already"), std::string::npos) << gw_last_error();
+        EXPECT_NE(std::string(gw_last_error()).find("has joined already"), std::string::npos)
+            << gw_last_error();
         ++refused;
         GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "says world 3",
                         gw_comm_create(name.c_str(), 1, 3, GW_HOST, 60'000, &mine));
@@ -188,8 +189,7 @@ TEST(CApiErrors, ReducerCreateChecksEveryArgument) {
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "too many",
                   create([](auto& t) { t[1].rows = t[1].cols = int64_t{1} << 40; }));
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "dtype 9", create([](auto& t) { t[1].dtype = 9; }));
-  GW_EXPECT_FAILS(GW_UNSUPPORTED, "GW_FLOAT32", create([](auto& t) { t[1].dtype = GW_BFLOAT16; }));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "4-byte aligned",
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "not aligned to its elements of 4 bytes",
                   create([](auto& t) { t[1].grad = reinterpret_cast<void*>(2); }));
   auto how = capi::options();
   how.size = 8;
@@ -255,7 +255,7 @@ TEST(CApiErrors, StepsOutOfOrderAreNamedAndCanBeCorrected) {
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "'tall' is null",
                     gw_reducer_allreduce(r.handle, with_null.data(), nullptr));
     with_null[1] = static_cast<char*>(at[1]) + 2;
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "4-byte aligned",
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "not aligned to its elements of 4 bytes",
                     gw_reducer_allreduce(r.handle, with_null.data(), nullptr));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "stream", gw_reducer_allreduce(r.handle, at.data(), at.data()));
     GW_ASSERT_OK(gw_reducer_allreduce(r.handle, at.data(), nullptr));

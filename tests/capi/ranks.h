@@ -52,6 +52,7 @@ inline void run_ranks(int world, const std::function<void(gw_comm, int)>& body) 
 struct Model {
   std::vector<std::string> names{"bias", "tall", "wide", "tiny", "scalar", "empty", "square"};
   std::vector<int64_t> rows{37, 129, 17, 3, 1, 0, 64}, cols{1, 31, 203, 3, 1, 5, 64};
+  gw_dtype dtype = GW_FLOAT32;
 
   size_t count(size_t i) const { return static_cast<size_t>(rows[i] * cols[i]); }
   size_t elements() const {
@@ -78,7 +79,7 @@ struct Model {
       t.name = names[i].c_str();
       t.rows = rows[i];
       t.cols = cols[i];
-      t.dtype = GW_FLOAT32;
+      t.dtype = dtype;
       t.grad = flat == nullptr ? nullptr : at[i];
       all.push_back(t);
     }

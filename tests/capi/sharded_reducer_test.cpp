@@ -121,6 +121,48 @@ TEST(CApiShardedReducer, RanksOfWhichOnlySomeShardAreRefused) {
   });
 }
 
+// Sums are FP32; the owner rounds its part to nearest.
+TEST(CApiShardedReducer, Bf16GradientsGetTheRoundedMeanInPlace) {
+  auto upper_half = [](float x) {  // of a value that BF16 has
+    uint32_t bits = 0;
+    std::memcpy(&bits, &x, sizeof bits);
+    return static_cast<uint16_t>(bits >> 16);
+  };
+  for (int world : {1, 2, 3}) {
+    capi::run_ranks(world, [&](gw_comm comm, int rank) {
+      const gw_reducer_options options = sharded_options();
+      // Whole numbers below 257 are BF16 values, and so is the mean of equal ones.
+      Gradients wide(1);
+      wide.model.dtype = GW_BFLOAT16;
+      std::vector<uint16_t> half;
+      for (size_t e = 0; e < wide.flat.size(); ++e) {
+        half.push_back(upper_half(static_cast<float>(static_cast<int>(e % 81) + 3 * rank)));
+      }
+      auto tensors = wide.model.tensors();
+      for (size_t i = 0; i < tensors.size(); ++i) tensors[i].grad = half.data() + wide.begin[i];
+      gw_reducer handle = nullptr;
+      GW_EXPECT_OK(gw_reducer_create(comm, "int8:dense=off,schedule=two_shot", tensors.data(),
+                                     static_cast<int32_t>(tensors.size()), &options, &handle));
+      const capi::Reducer reducer(handle);
+      step(reducer.handle, wide);
+      size_t owned = 0;
+      for (const gw_range& range : shards_of(reducer.handle)) {
+        const size_t begin = wide.begin[static_cast<size_t>(range.tensor)];
+        for (auto e = begin + static_cast<size_t>(range.begin); e < begin + static_cast<size_t>(range.end);
+             ++e, ++owned) {
+          const float mean =
+              static_cast<float>(static_cast<int>(e % 81)) + 1.5f * static_cast<float>(world - 1);
+          float got = 0;
+          const uint32_t bits = static_cast<uint32_t>(half[e]) << 16;
+          std::memcpy(&got, &bits, sizeof got);
+          EXPECT_NEAR(got, mean, 0.6) << world << " ranks, element " << e;
+        }
+      }
+      EXPECT_GT(owned, 0u);
+    });
+  }
+}
+
 // A program built with the first header passes a structure without the last field.
 TEST(CApiShardedReducer, OptionsOfTheFirstHeaderDoNotShard) {
   capi::run_ranks(2, [&](gw_comm comm, int) {

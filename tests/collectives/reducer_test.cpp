@@ -213,7 +213,7 @@ TEST_P(AdoptedGradients, GiveTheSameBitsAsTheReducersOwn) {
       for (const auto& t : tensors) pieces.emplace_back(static_cast<size_t>(count_of(t)) + 1);
       for (int s = 0; s < kSteps; ++s) {
         auto gradients = gradients_for(tensors, static_cast<uint32_t>(s * 2 + comm.rank() + 1));
-        std::vector<float*> addresses;
+        std::vector<void*> addresses;
         for (int i = 0; i < reducer.tensors(); ++i) {
           // One float off, so that nothing is aligned to more than 4 bytes.
           addresses.push_back(where == packed || where == copied
@@ -247,16 +247,103 @@ INSTANTIATE_TEST_SUITE_P(Reducer, AdoptedGradients,
                          ::testing::Values("fp32", "bf16:schedule=ring", "powersgd:rank=2,start=1",
                                            "powersgd:rank=4,wire=bf16", "int8:residual=bf16,dense=auto"));
 
+// The bits are those of the same gradients in FP32, rounded at the end.
+TEST(Reducer, Bf16GradientsGetTheRoundedMeanOfTheirValues) {
+  std::vector<GradientTensor> tensors;
+  for (int i = 0; i < 12; ++i) tensors.push_back({fmt::format("w{}", i), {33, 2 * i + 31}});
+  auto run = [&](const char* spec, int64_t alignment, bool sharded, bool narrow) {
+    std::vector<GradientTensor> given = tensors;
+    for (size_t i = 0; i < given.size(); ++i) {
+      if (narrow && i != 5) given[i].dtype = DType::bf16;  // one bucket has both
+    }
+    std::vector<std::vector<float>> results(3);
+    run_ranks(3, Device::host(), [&](Communicator& comm) {
+      Stream stream = Stream::create(comm.device(), "compute");
+      Reducer reducer(
+          comm, CompressionSpec::parse(spec), given,
+          {.bucket_bytes = 16 << 10, .alignment = alignment, .own_gradients = false, .sharded = sharded});
+      for (uint32_t step = 0; step < 3; ++step) {
+        auto values = gradients_for(given, 10 * step + static_cast<uint32_t>(comm.rank()));
+        std::vector<std::vector<uint16_t>> half(given.size());
+        std::vector<void*> addresses;
+        for (size_t i = 0; i < given.size(); ++i) {
+          for (float& x : values[i]) {
+            const uint16_t bits = float_to_bf16_nearest(x);
+            x = bf16_to_float(bits);
+            half[i].push_back(bits);
+          }
+          const bool is_half = given[i].dtype == DType::bf16;
+          addresses.push_back(is_half ? static_cast<void*>(half[i].data()) : values[i].data());
+        }
+        reducer.adopt(addresses);
+        for (int i = 0; i < reducer.tensors(); ++i) reducer.ready(i, stream);
+        reducer.wait(stream);
+        stream.synchronize();
+        for (const ElementRange& part : reducer.owned()) {
+          for (size_t i = 0; i < given.size(); ++i) {
+            const int64_t offset = reducer.offset(static_cast<int>(i));
+            for (int64_t e = std::max(part.begin, offset); e < std::min(part.end, offset + given[i].count());
+                 ++e) {
+              const auto at = static_cast<size_t>(e - offset);
+              const bool is_half = given[i].dtype == DType::bf16;
+              float result = is_half ? bf16_to_float(half[i][at]) : values[i][at];
+              if (!narrow && i != 5) result = bf16_to_float(float_to_bf16_nearest(result));
+              results[static_cast<size_t>(comm.rank())].push_back(result);
+            }
+          }
+        }
+      }
+    });
+    return results;
+  };
+  for (const char* spec :
+       {"fp32", "bf16", "int8", "powersgd:rank=2", "int4:residual=int8", "randk:ratio=0.1"}) {
+    for (bool sharded : {false, true}) {
+      for (int64_t alignment : {1, 8}) {
+        const auto narrow = run(spec, alignment, sharded, true), wide = run(spec, alignment, sharded, false);
+        for (size_t r = 0; r < narrow.size(); ++r) {
+          ASSERT_GT(narrow[r].size(), 0u);
+          EXPECT_TRUE(same_bits(narrow[r], wide[r])) << spec << ", sharded " << sharded << ", rank " << r;
+        }
+      }
+    }
+  }
+}
+
+TEST(Reducer, Bf16GradientsNeedMemoryForTwoBucketsOnly) {
+  constexpr int64_t kBucket = 4096;
+  run_ranks(2, Device::host(), [&](Communicator& comm) {
+    auto staging = [&](int buckets, DType dtype) {
+      const std::vector<GradientTensor> tensors(static_cast<size_t>(buckets), {"w", {kBucket / 4}, dtype});
+      Reducer reducer(comm, CompressionSpec::parse("int8"), tensors,
+                      {.bucket_bytes = kBucket, .alignment = 1, .own_gradients = false});
+      std::vector<float> memory(static_cast<size_t>(reducer.elements()));
+      std::vector<void*> addresses;
+      for (int i = 0; i < buckets; ++i) addresses.push_back(memory.data() + reducer.offset(i));
+      reducer.adopt(addresses);
+      EXPECT_EQ(reducer.gradients().bytes(), 0u);
+      EXPECT_EQ(reducer.buckets_in_place(), dtype == DType::f32 ? buckets : 0);
+      return reducer.memory().staging;
+    };
+    for (int buckets : {2, 5, 40}) {
+      EXPECT_EQ(staging(buckets, DType::bf16), staging(buckets, DType::f32) + 2 * kBucket) << buckets;
+    }
+  });
+}
+
 TEST(Reducer, AdoptRefusesWhatItCannotUse) {
   run_ranks(2, Device::host(), [](Communicator& comm) {
     Stream stream = Stream::create(comm.device(), "compute");
     Reducer reducer(comm, CompressionSpec::parse("fp32"), {{"a", {4}}, {"b", {2}}}, {.own_gradients = false});
     EXPECT_THROW(reducer.ready(0, stream), Error);  // nothing adopted yet
+    EXPECT_THROW(
+        Reducer(comm, CompressionSpec::parse("fp32"), {{"half", {4}, DType::f16}}, {.own_gradients = false}),
+        Error);
     std::vector<float> memory(8);
-    std::vector<float*> one{memory.data()}, with_null{memory.data(), nullptr};
+    std::vector<void*> one{memory.data()}, with_null{memory.data(), nullptr};
     EXPECT_THROW(reducer.adopt(one), BadInput);
     EXPECT_THROW(reducer.adopt(with_null), BadInput);
-    std::vector<float*> good{memory.data(), memory.data() + 4};
+    std::vector<void*> good{memory.data(), memory.data() + 4};
     reducer.adopt(good);
     // With the default alignment of 4, a gap would follow b: memory[6] and [7] are not the reducer's.
     EXPECT_EQ(reducer.buckets_in_place(), 0);

@@ -154,7 +154,7 @@ TEST_P(ShardedReducer, BucketsThatTakeTurnsNeedTheOrderOfTheTensors) {
       EXPECT_THAT(error.what(), ::testing::HasSubstr("'" + model()[1].name + "' was marked ready before '" +
                                                      model()[0].name + "'"));
     }
-    std::vector<float*> addresses(model().size(), reducer.gradient(0));
+    std::vector<void*> addresses(model().size(), reducer.gradient(0));
     EXPECT_THROW(reducer.adopt(addresses), Error);
   });
 }

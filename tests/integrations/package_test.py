@@ -322,6 +322,8 @@ class Reducers(unittest.TestCase):
         def body(comm: gradwire.Communicator) -> Any:
             whole, part = self.gradients(comm.rank, 0), self.gradients(comm.rank, 0)
             gradwire.Reducer(comm, "fp32:schedule=two_shot", self.TENSORS).allreduce(whole)
+            with self.assertRaisesRegex(ValueError, "'float64' is neither"):
+                gradwire.Reducer(comm, "fp32", self.TENSORS, dtype="float64")
             reducer = gradwire.Reducer(comm, "fp32:schedule=two_shot", self.TENSORS, shard=True)
             reducer.allreduce(part)
             owned = [np.zeros(rows * cols, int) for _, rows, cols in self.TENSORS]

@@ -199,7 +199,7 @@ void RankTrainer::separate_gradients() {
   // The reducer's buffer holds a checkpoint's residuals, or zeros.
   copy(stream_, gradients_, reducer_.gradients().data(), own_gradients_.bytes());
   stream_.synchronize();
-  std::vector<float*> addresses;
+  std::vector<void*> addresses;
   for (int i = 0; i < reducer_.tensors(); ++i) addresses.push_back(gradients_ + reducer_.offset(i));
   reducer_.adopt(addresses);
 }

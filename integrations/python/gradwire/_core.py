@@ -263,18 +263,23 @@ class Reducer(_Handle):
     bucket_bytes: tensors are reduced together in buckets of about this size; 0: the default, 25 MiB.
     tag: a name for the reducer in error messages, to tell it from others of the communicator.
     shard: each rank gets the mean of its own shard only: see shards(). A wire format then sends half as much.
+    dtype: "float32", or "bfloat16" for gradients that the library widens bucket by bucket, and rounds at the end.
 
     Collective. Raises CommFailed on every rank when ranks differ in any of these, tensor names and order too.
     """
 
     def __init__(self, comm: Communicator, spec: str, tensors: Sequence[Tuple[str, int, int]], *,
                  bucket_bytes: int = 0, op: str = "avg", seed: int = 0, tag: str = "",
-                 shard: bool = False) -> None:
+                 shard: bool = False, dtype: str = "float32") -> None:
+        self._dtype = _TORCH_DTYPES.get(f"torch.{dtype}", -1)
+        if self._dtype < 0:
+            raise ValueError(f"dtype {dtype!r} is neither 'float32' nor 'bfloat16'")
+        self._dtype_name = dtype
         array = (_native.Tensor * max(1, len(tensors)))()
         for item, (name, rows, cols) in zip(array, tensors):
             item.size = ctypes.sizeof(_native.Tensor)
             item.name = name.encode()
-            item.rows, item.cols, item.dtype = rows, cols, _native.FLOAT32
+            item.rows, item.cols, item.dtype = rows, cols, self._dtype
         options = _native.ReducerOptions(size=ctypes.sizeof(_native.ReducerOptions), seed=seed,
                                          bucket_bytes=bucket_bytes, sum=int(_op(op) == _native.SUM),
                                          shard=int(shard))
@@ -288,16 +293,16 @@ class Reducer(_Handle):
         self._device = comm.device
 
     def allreduce(self, gradients: Sequence[Any], stream: int = 0) -> None:
-        """Reduces float32 tensors or arrays in place, one per registered tensor, in order. Collective.
+        """Reduces tensors or arrays of the reducer's dtype in place, one per registered tensor, in order. Collective.
 
-        Tensors that are adjacent in memory are reduced in place; others are copied to a buffer and back. On
+        float32 tensors that are adjacent in memory are reduced in place; others are copied to a buffer and back. On
         the host the result is ready on return. On CUDA the work is enqueued on `stream`, a cudaStream_t as a
         number, and the tensors must live until the stream has finished it.
         """
         memories = [memory_of(g) for g in gradients]
         for i, (memory, count) in enumerate(zip(memories, self._counts)):
-            if memory != (memory.address, count, _native.FLOAT32, self._device):
-                raise ValueError(f"gradient {i} is not {count} float32 elements on device {self._device} "
+            if memory != (memory.address, count, self._dtype, self._device):
+                raise ValueError(f"gradient {i} is not {count} {self._dtype_name} elements on device {self._device} "
                                  "(-1: host)")
         self.allreduce_at(self.addresses_of([m.address for m in memories]), stream)
 

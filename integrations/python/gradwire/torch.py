@@ -103,6 +103,10 @@ def _plain_name(name: str) -> str:
     return name[len("module."):] if name.startswith("module.") else name
 
 
+# What the library reduces as it is; the hook converts other types to float32 and back.
+_NATIVE = (torch.float32, torch.bfloat16)
+
+
 def _spec_for(spec: str, dtype: torch.dtype) -> str:
     """`spec` for buckets of `dtype`. Uncompressed BF16 gradients travel as BF16, as they do without a hook."""
     method, _, options = spec.replace(":", ",", 1).partition(",")
@@ -255,15 +259,15 @@ class Hook:
         return entry
 
     def _addresses(self, entry: _Bucket, bucket: Any, buffer: torch.Tensor) -> Any:
-        if buffer.dtype != torch.float32 and entry.staging is None:
+        if buffer.dtype not in _NATIVE and entry.staging is None:
             if not buffer.is_floating_point():
                 raise TypeError(f"gradients of {buffer.dtype} are not supported; they must be floating-point")
             entry.staging = torch.empty_like(buffer, dtype=torch.float32)
         if entry.addresses is None or entry.address != buffer.data_ptr():
-            base = buffer.data_ptr() if entry.staging is None else entry.staging.data_ptr()
+            where = buffer if entry.staging is None else entry.staging
             entry.address = buffer.data_ptr()
             entry.addresses = Reducer.addresses_of(
-                [base + (g.data_ptr() - buffer.data_ptr()) // buffer.element_size() * 4
+                [where.data_ptr() + (g.data_ptr() - buffer.data_ptr()) // buffer.element_size() * where.element_size()
                  for g in bucket.gradients()])
         return entry.addresses
 
@@ -272,7 +276,8 @@ class Hook:
         tensors = [(name, rows, cols) for name, (rows, cols) in zip(layout.names, layout.shapes)]
         # One reducer bucket for each of DDP's.
         reducer = Reducer(self._communicator(buffer), _spec_for(self.spec, buffer.dtype), tensors,
-                          bucket_bytes=1 << 60, seed=self._seed, tag=f"DDP bucket {entry.index}")
+                          bucket_bytes=1 << 60, seed=self._seed, tag=f"DDP bucket {entry.index}",
+                          dtype="bfloat16" if buffer.dtype == torch.bfloat16 else "float32")
         carried = self._carried
         if carried is None:
             return reducer
@@ -399,7 +404,8 @@ class Hook:
             if reducer is None:
                 continue
             stats = reducer.stats()
-            stats["dense_bytes"] = stats["dense_bytes"] * self._buckets[index].element_size // 4
+            if self._buckets[index].staging is not None:
+                stats["dense_bytes"] = stats["dense_bytes"] * self._buckets[index].element_size // 4
             total["steps"] = max(total["steps"], stats["steps"])
             for name in total.keys() - {"steps", "description"}:
                 total[name] += stats[name]

@@ -16,7 +16,7 @@ gw_reducer make_reducer(gw_comm comm, const Model& model, int64_t bucket_bytes, 
   options.bucket_bytes = bucket_bytes;
   options.stream = locked->stream;
   if (own_codec) options.make_codec = gradwire::testing::make_own_codec;
-  std::vector<float*> nowhere;
+  std::vector<void*> nowhere;
   const auto tensors = model.tensors();
   auto read = gradwire::c_api::read_tensors(tensors.data(), static_cast<int32_t>(tensors.size()), &nowhere);
   return static_cast<gw_reducer>(gradwire::c_api::reducers().add(std::make_shared<ApiReducer>(
