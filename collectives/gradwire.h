@@ -129,6 +129,29 @@ GW_API gw_status gw_secret(const char* secret);
  * GW_BAD_ARGUMENT, GW_DEVICE_FAILED, GW_UNSUPPORTED if NCCL is missing. */
 GW_API gw_status gw_comm_from_nccl(void* nccl_comm, int device, int64_t timeout_ms, gw_comm* comm);
 
+/* Makes communicators of some of the ranks: those that pass the same `color` form one, ordered by `key`, then by their
+ * rank in `comm`. Collective over `comm`; colors and keys may differ.
+ *
+ * color   0 or more; negative: this rank joins none, and *part is null.
+ * part    out; independent of `comm`, which may be destroyed first: neither hears of the other's failures. Its ranks
+ *         meet through `comm`, so it needs neither a rendezvous nor a secret of its own. The number of ranks per node
+ *         is unknown.
+ *
+ * GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED, GW_UNSUPPORTED between GPUs (NCCL). */
+GW_API gw_status gw_comm_split(gw_comm comm, int color, int key, gw_comm* part);
+
+typedef struct gw_comm_info {
+  size_t size; /* sizeof(gw_comm_info), set by the caller */
+  int32_t rank, world;
+  int32_t device;         /* GW_HOST, or the number of a CUDA device */
+  int32_t ranks_per_node; /* 0: unknown */
+  uint64_t bytes_sent;    /* of payload, by this rank so far */
+  const char* transport;  /* "local", "tcp" or "nccl"; static */
+} gw_comm_info;
+
+/* Describes the communicator. GW_BAD_ARGUMENT, GW_BAD_HANDLE. */
+GW_API gw_status gw_comm_query(gw_comm comm, gw_comm_info* info);
+
 /* Sets how ranks are placed on nodes: rank = node * ranks_per_node + local index, as launchers number them.
  * Required by schedule=hierarchical, taken into account by schedule=auto. Call it before the first reducer
  * and collective call, with the same value on every rank. 0: unknown, the default.

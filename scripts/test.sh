@@ -47,7 +47,8 @@ run_tests() {
 # The sanitizer runs omit tests with their own sanitizers (simt), comparisons with other programs (oracles)
 # and checks of source text. The tests of the command and the C ABI run under ASan only. Of the tests with a
 # process per rank, ASan omits the cells of the fault matrix that wait or resemble others, and
-# ThreadSanitizer, which is slower, omits all faults.
+# ThreadSanitizer, which is slower, omits all faults. It also omits what runs on one thread, and of the wire formats,
+# which differ in arithmetic only, all but one of each kind.
 elsewhere="simt|^kernel_table|oracle|^layers$|^environment$|^paths$|^ptx$|^bench|^kill$|NOT_BUILT"
 layers=(runtime_tests kernels_tests collectives_tests trainer_tests)
 run_tests release --
@@ -56,9 +57,11 @@ if [ "${1:-}" != quick ]; then
   like_others+="|FaultMatrix.*/(stopped|exits|returns|.*delay|corrupted_frame|wrong_[cs].*)_"
   run_tests asan "${layers[@]}" processes_tests capi_tests capi_inside_tests fuzz_tests gradwire -- \
     -E "$elsewhere|^capi_|$like_others"
+  one_thread="WireFormatTest\.[^B]|SafetensorsTest|Synthetic|LargeHostArray|MutatedSchedules|ExtraMemory"
+  other_formats="EverySpec.*/host_(fp8|mxfp|nvfp4|natural|qsgd|terngrad|sign|eden|int4|int2)"
   export TSAN_OPTIONS="${TSAN_OPTIONS:-halt_on_error=1 second_deadlock_stack=1}"
   run_tests tsan "${layers[@]}" processes_tests tsan_overlapped_step tsan_planted_race -- \
-    -E "$elsewhere|^capi|^cli_|^fuzz_|$like_others|TcpFaults|FaultMatrix|Tcp\.RanksMeet"
+    -E "$elsewhere|^capi|^cli_|^fuzz_|$like_others|$one_thread|$other_formats|TcpFaults|FaultMatrix|Tcp\.RanksMeet"
 fi
 
 [ $skipped -gt 0 ] && echo "$skipped skipped (reasons are above)"

@@ -9,9 +9,11 @@
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/handles.h"
 #include "collectives/c_api/reducer.h"
+#include "collectives/c_api/structs.h"
 #include "collectives/gradwire.h"
 #include "collectives/transport/nccl.h"
 #include "collectives/transport/tcp.h"
+#include "collectives/transport/transport.h"
 
 namespace {
 
@@ -118,6 +120,37 @@ gw_status gw_comm_from_nccl(void* nccl_comm, int device, int64_t timeout_ms, gw_
   });
 }
 
+gw_status gw_comm_split(gw_comm comm, int color, int key, gw_comm* part) {
+  return guarded(__func__, [&] {
+    require(part != nullptr, "part is null");
+    LockedComm locked(comm);
+    Communicator& group = *locked->communicator;
+    if (group.transport().name() == std::string_view("nccl")) {
+      throw Unsupported("communicators between GPUs cannot be split yet; create one for each group of ranks");
+    }
+    std::unique_ptr<Communicator> made = group.split(color, key);
+    *part = made == nullptr ? nullptr
+                            : static_cast<gw_comm>(comms().add(std::make_shared<ApiComm>(std::move(made))));
+  });
+}
+
+gw_status gw_comm_query(gw_comm comm, gw_comm_info* info) {
+  return guarded(__func__, [&] {
+    require(info != nullptr, "info is null");
+    LockedComm locked(comm);
+    Communicator& group = *locked->communicator;
+    const Device device = group.device();
+    const gw_comm_info found{.size = sizeof(gw_comm_info),
+                             .rank = group.rank(),
+                             .world = group.world(),
+                             .device = device.is_host() ? GW_HOST : device.index,
+                             .ranks_per_node = group.ranks_per_node(),
+                             .bytes_sent = group.bytes_sent(),
+                             .transport = group.transport().name()};
+    write_struct(found, info, "gw_comm_info");
+  });
+}
+
 gw_status gw_comm_set_ranks_per_node(gw_comm comm, int ranks_per_node) {
   return guarded(__func__, [&] { LockedComm(comm)->communicator->set_ranks_per_node(ranks_per_node); });
 }
@@ -197,7 +230,8 @@ gw_status gw_reducer_shards(gw_reducer reducer, gw_range* ranges, int32_t capaci
 gw_status gw_reducer_stats(gw_reducer reducer, gw_stats* stats) {
   return guarded(__func__, [&] {
     LockedReducer locked(reducer);
-    write_stats(locked->stats(), stats);
+    require(stats != nullptr, "stats is null");
+    write_struct(locked->stats(), stats, "gw_stats");
   });
 }
 

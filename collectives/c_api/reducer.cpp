@@ -103,16 +103,6 @@ void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vec
   agree_on(group.transport(), comm.stream, statements, "gw_reducer_create");
 }
 
-void write_stats(const gw_stats& stats, gw_stats* out) {
-  require(out != nullptr, "stats is null");
-  size_t size = 0;
-  std::memcpy(&size, out, sizeof size);
-  require(size >= sizeof(gw_stats), "gw_stats.size is {}; set it to sizeof(gw_stats), which is {}", size,
-          sizeof(gw_stats));
-  std::memcpy(out, &stats, sizeof stats);
-  out->size = size;
-}
-
 ApiReducer::ApiReducer(std::shared_ptr<ApiComm> c, const CompressionSpec& s, std::vector<GradientTensor> t,
                        const ReducerOptions& o)
     : comm(std::move(c)),

@@ -53,6 +53,5 @@ ReducerOptions read_options(const gw_reducer_options* options);
 // Collective: throws CommError on every rank unless all create the same reducer.
 void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vector<GradientTensor>& tensors,
                       const ReducerOptions& options, const std::string& tag);
-void write_stats(const gw_stats& stats, gw_stats* out);
 
 }  // namespace gradwire::c_api

@@ -27,4 +27,15 @@ Struct read_struct(const void* from, const char* what, size_t least = sizeof(Str
   return result;
 }
 
+// Fills a caller's struct, whose size it has set.
+template <typename Struct>
+void write_struct(const Struct& from, Struct* to, const char* what) {
+  size_t size = 0;
+  std::memcpy(&size, to, sizeof size);
+  require(size >= sizeof(Struct), "{0}.size is {1}; set it to sizeof({0}), which is {2}", what, size,
+          sizeof(Struct));
+  std::memcpy(to, &from, sizeof from);
+  to->size = size;
+}
+
 }  // namespace gradwire::c_api

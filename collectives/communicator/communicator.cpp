@@ -2,6 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <utility>
+
 #include "collectives/agreement/all_gather.h"
 #include "collectives/transport/local.h"
 #include "collectives/transport/nccl.h"
@@ -87,6 +90,24 @@ void Communicator::check() {
 }
 std::unique_ptr<Communicator> Communicator::shrink(const std::vector<int>& excluded) {
   return std::make_unique<Communicator>(transport_->shrink(excluded));
+}
+std::unique_ptr<Communicator> Communicator::split(int color, int key) {
+  const Stream stream = device().is_host() ? Stream::immediate_host() : Stream::create(device(), "set-up");
+  const auto all = all_gather(*transport_, stream, {static_cast<double>(color), static_cast<double>(key)},
+                              "a split of the communicator");
+  std::vector<std::pair<double, int>> members;
+  for (int r = 0; r < world(); ++r) {
+    const auto& theirs = all[static_cast<size_t>(r)];
+    if (color >= 0 && theirs[0] == color) members.emplace_back(theirs[1], r);
+  }
+  std::sort(members.begin(), members.end());
+  std::vector<int> ranks;
+  for (const auto& [_, rank] : members) ranks.push_back(rank);
+  std::unique_ptr<Transport> transport = transport_->split(ranks);
+  if (transport == nullptr) return nullptr;
+  auto made = std::make_unique<Communicator>(std::move(transport));
+  if (link_costs_ && !link_costs_->measured) made->set_link_costs(*link_costs_);  // assumed, as in this group
+  return made;
 }
 void Communicator::barrier() {
   transport_->barrier();

@@ -73,6 +73,9 @@ class Communicator {
   // every remaining rank. Afterwards this communicator can only be destroyed. NCCL only, and after a failure
   // only if it was created `shrinkable`.
   std::unique_ptr<Communicator> shrink(const std::vector<int>& excluded);
+  // The ranks that pass the same `color`, ordered by `key`, then by their rank here, as a group of their own; null for
+  // a rank with a negative color. Collective, and blocks. The new group does not hear of this one's failures.
+  std::unique_ptr<Communicator> split(int color, int key);
   // Blocks the calling thread until all ranks have called it. For set-up and between epochs, not in a step.
   void barrier();
   // Short messages to rank 0 for reports, between processes only: see Transport.

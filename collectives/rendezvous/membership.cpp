@@ -48,13 +48,28 @@ Endpoint parse_tcp(const std::string& rendezvous) {
   return endpoint;
 }
 
-// Renames a scratch file, which only this user can read, into place, so that other ranks see the whole file or
-// none.
-void publish(const std::string& path, const std::string& secret, int port) {
-  std::string scratch = fmt::format("{}.{}", path, getpid());
+// What rank 0 puts on a board: a secret, and where its store listens.
+std::string meeting_text(const std::string& secret, int port) {
   std::string text = fmt::format("{}\n{} {}", kFileMagic, secret, port);
   for (const std::string& address : own_addresses()) text += " " + address;
-  text += "\n";
+  return text + "\n";
+}
+
+// Without endpoints as long as there is no text.
+Meeting parse_meeting(const std::string& text) {
+  std::istringstream words(text);
+  std::string magic;
+  Meeting meeting;
+  int port = 0;
+  if (!(words >> magic >> meeting.secret >> port) || magic != kFileMagic) return {};
+  for (std::string address; words >> address;) meeting.endpoints.push_back({address, port});
+  return meeting;
+}
+
+// Renames a scratch file, which only this user can read, into place, so that other ranks see the whole file or
+// none.
+void write_file(const std::string& path, const std::string& text) {
+  std::string scratch = fmt::format("{}.{}", path, getpid());
   std::remove(scratch.c_str());
   Socket file(open(scratch.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));  // closes any descriptor
   const bool written =
@@ -67,15 +82,14 @@ void publish(const std::string& path, const std::string& secret, int port) {
   }
 }
 
-// Empty as long as the file does not exist.
-Meeting read_meeting(const std::string& path) {
+std::string read_file(const std::string& path) {
   std::ifstream file(path);
-  std::string magic;
-  Meeting meeting;
-  int port = 0;
-  if (!(file >> magic >> meeting.secret >> port) || magic != kFileMagic) return {};
-  for (std::string address; file >> address;) meeting.endpoints.push_back({address, port});
-  return meeting;
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+Board file_board(const std::string& path) {
+  return {.publish = [path](const std::string& text) { write_file(path, text); },
+          .read = [path] { return read_file(path); }};
 }
 
 // Refuses to open a port to a network for anybody who can reach it.
@@ -105,8 +119,21 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
   if (options_.secret.empty()) options_.secret = secret_from_environment();
   const auto deadline = SteadyClock::now() + options.join_timeout();
   std::string path;
+  std::optional<Board> board = options.board;
+  if (!board && rendezvous.starts_with("file://") && rendezvous.size() > 7) {
+    path = rendezvous.substr(7);
+    board = file_board(path);
+  }
   Meeting meeting;
-  if (rendezvous.starts_with("tcp://")) {
+  if (board) {
+    if (rank == 0) {
+      meeting.secret = random_secret();
+      key_ = options_.secret + meeting.secret;
+      server_ = std::make_unique<StoreServer>(Endpoint{"", 0}, world, key_);
+      board->publish(meeting_text(meeting.secret, server_->port()));
+      published_file_ = path;
+    }
+  } else if (rendezvous.starts_with("tcp://")) {
     const Endpoint named = parse_tcp(rendezvous);
     check_secrecy(options_, named);
     meeting.endpoints = {named};
@@ -117,32 +144,24 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
       const Endpoint here{own_name && !key_.empty() ? "" : named.host, named.port};
       server_ = std::make_unique<StoreServer>(here, world, key_);
     }
-  } else if (rendezvous.starts_with("file://") && rendezvous.size() > 7) {
-    path = rendezvous.substr(7);
-    if (rank == 0) {
-      meeting.secret = random_secret();
-      key_ = options_.secret + meeting.secret;
-      server_ = std::make_unique<StoreServer>(Endpoint{"", 0}, world, key_);
-      publish(path, meeting.secret, server_->port());
-      published_file_ = path;
-    }
   } else {
     throw BadInput(
         fmt::format("rendezvous '{}': unknown kind; give tcp://host:port or file:///path", rendezvous));
   }
   // Rank 0 connects to its own store directly.
   if (rank == 0) {
-    Endpoint own = path.empty() ? meeting.endpoints[0] : Endpoint{"127.0.0.1", server_->port()};
+    Endpoint own = board ? Endpoint{"127.0.0.1", server_->port()} : meeting.endpoints[0];
     meeting.endpoints = {own};
   }
 
-  std::string why = path.empty() ? "" : "no rendezvous file " + path;
+  std::string why =
+      path.empty() ? board ? "rank 0 has not said where it listens" : "" : "no rendezvous file " + path;
   // A run that has just ended may still have the port.
   constexpr milliseconds kPatience{3000};
   auto patient_until = SteadyClock::time_point::max();
   while (!client_) {
-    if (!path.empty() && rank != 0) {
-      meeting = read_meeting(path);
+    if (board && rank != 0) {
+      meeting = parse_meeting(board->read());
       key_ = options_.secret + meeting.secret;
     }
     for (const Endpoint& endpoint : meeting.endpoints) {
@@ -161,7 +180,7 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
         throw CommError(fmt::format("rank {} cannot join through {}: {}", rank, rendezvous, error.what()));
       } catch (const CommError& error) {
         why = fmt::format("{}: {}", endpoint.text(), error.what());
-        if (path.empty() && why.ends_with(kOtherSecret))
+        if (!board && why.ends_with(kOtherSecret))
           patient_until = std::min(patient_until, SteadyClock::now() + kPatience);
       }
     }
@@ -185,7 +204,8 @@ Membership::~Membership() {
   client_.reset();
   server_.reset();
   // Only if it is still ours: a later group may have reused the name.
-  if (!published_file_.empty() && options_.secret + read_meeting(published_file_).secret == key_) {
+  if (!published_file_.empty() &&
+      options_.secret + parse_meeting(read_file(published_file_)).secret == key_) {
     std::remove(published_file_.c_str());
   }
 }

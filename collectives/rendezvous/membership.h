@@ -9,11 +9,18 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "collectives/rendezvous/store.h"
 
 namespace gradwire {
+
+// Where rank 0 says how it can be reached, for those who may know.
+struct Board {
+  std::function<void(const std::string& text)> publish;
+  std::function<std::string()> read;  // empty as long as nothing has been published
+};
 
 struct GroupOptions {
   std::string rendezvous;
@@ -25,6 +32,7 @@ struct GroupOptions {
   // join. Without any secret, tcp:// serves only this machine, unless `insecure` or GRADWIRE_INSECURE=1.
   std::string secret = {};
   bool insecure = false;
+  std::optional<Board> board = {};  // in place of the rendezvous, which is then a name for error texts
 
   std::chrono::milliseconds join_timeout() const { return joining.count() > 0 ? joining : timeout; }
 };
@@ -58,7 +66,8 @@ class Membership {
 
  private:
   GroupOptions options_;
-  std::string key_, published_file_;     // rank 0's, with file:///
+  std::string key_;
+  std::string published_file_;           // rank 0's, with file:///
   std::unique_ptr<StoreServer> server_;  // rank 0's; outlives its client
   std::unique_ptr<StoreClient> client_;
   int barriers_ = 0;

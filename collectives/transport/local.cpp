@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <mutex>
 
 #include "runtime/error.h"
@@ -28,8 +29,12 @@ struct Offer {
 // What the ranks of one process share. One lock: exchanges are few and copies happen outside it.
 class Hub {
  public:
-  Hub(int world, std::chrono::milliseconds timeout)
-      : world(world), timeout(timeout), changed_(world), offers_(world * world) {}
+  Hub(std::vector<Device> where, std::chrono::milliseconds timeout)
+      : world(static_cast<int>(where.size())),
+        timeout(timeout),
+        devices(std::move(where)),
+        changed_(world),
+        offers_(world * world) {}
 
   std::deque<Offer*>& box(int from, int to) { return offers_[from * world + to]; }
 
@@ -85,7 +90,10 @@ class Hub {
 
   const int world;
   const std::chrono::milliseconds timeout;
+  const std::vector<Device> devices;  // of each rank
   std::mutex mutex;
+  // By split and first member: the transports that their ranks have not fetched yet.
+  std::map<std::pair<int, int>, std::vector<std::unique_ptr<Transport>>> splits;
   std::string failure;
   int at_barrier = 0;
   uint64_t barriers = 0;
@@ -157,6 +165,26 @@ class LocalTransport final : public Transport {
   // On CUDA it would be the time to enqueue.
   std::vector<double> waited_s() const override {
     return device_.is_host() ? waits_.seconds() : std::vector<double>{};
+  }
+
+  // The first to come makes the transports of all members.
+  std::unique_ptr<Transport> split(const std::vector<int>& members) override {
+    const int which = splits_++;
+    if (members.empty()) return nullptr;
+    std::lock_guard lock(hub_->mutex);
+    const auto group = hub_->splits.try_emplace({which, members.front()}).first;
+    auto& transports = group->second;
+    if (transports.empty()) {
+      std::vector<Device> devices;
+      for (int r : members) devices.push_back(hub_->devices[static_cast<size_t>(r)]);
+      transports = make_local_transports(devices, hub_->timeout);
+    }
+    const auto me = std::find(members.begin(), members.end(), rank_) - members.begin();
+    std::unique_ptr<Transport> mine = std::move(transports[static_cast<size_t>(me)]);
+    if (std::none_of(transports.begin(), transports.end(), [](const auto& t) { return t != nullptr; })) {
+      hub_->splits.erase(group);
+    }
+    return mine;
   }
 
   void abort(const std::string& reason) override {
@@ -284,6 +312,7 @@ class LocalTransport final : public Transport {
   int rank_;
   Device device_;
   uint64_t sequence_ = 0;  // number of the current call; used only by the thread that runs exchanges
+  int splits_ = 0;
   Waits waits_;
 };
 
@@ -296,7 +325,7 @@ std::vector<std::unique_ptr<Transport>> make_local_transports(const std::vector<
     if (d.kind != devices[0].kind)
       throw BadInput("ranks of one process must all be on the host or all on CUDA devices");
   }
-  auto hub = std::make_shared<Hub>(static_cast<int>(devices.size()), timeout);
+  auto hub = std::make_shared<Hub>(devices, timeout);
   std::vector<std::unique_ptr<Transport>> transports;
   for (size_t r = 0; r < devices.size(); ++r) {
     transports.push_back(std::make_unique<LocalTransport>(hub, static_cast<int>(r), devices[r]));

@@ -30,7 +30,9 @@ bool verified_by_environment() {
 
 class TcpTransport final : public Transport {
  public:
-  explicit TcpTransport(const TcpOptions& options) : waits_(options.group.world), group_(options.group) {
+  explicit TcpTransport(const TcpOptions& options)
+      : options_(options), waits_(options.group.world), group_(options.group) {
+    options_.group.board.reset();  // its group may end before this one
     auto deadline = SteadyClock::now() + options.group.join_timeout();
     group_.store().watch([this](const std::string& cause) { group_failed(cause); },
                          [this] { return where(); });
@@ -90,6 +92,26 @@ class TcpTransport final : public Transport {
     }
     std::lock_guard lock(mutex_);
     where_ = "not in a collective; its last was a barrier";
+  }
+
+  // The first of the members tells the others through this group's store, which proved that they belong here.
+  std::unique_ptr<Transport> split(const std::vector<int>& members) override {
+    const int which = splits_++;
+    if (members.empty()) return nullptr;
+    const std::string key = fmt::format("split/{}/{}", which, members.front());
+    const auto me = std::find(members.begin(), members.end(), rank());
+    const auto read = [this, key, leader = members.front()] {
+      return group_.store().get(
+          key, SteadyClock::now() + options_.group.join_timeout(),
+          fmt::format("rank {}, waiting for rank {} to split the group", rank(), leader));
+    };
+    TcpOptions options = options_;
+    options.group.rendezvous = fmt::format("a split of {}", options_.group.rendezvous);
+    options.group.board =
+        Board{[this, key](const std::string& text) { group_.store().set(key, text); }, read};
+    options.group.rank = static_cast<int>(me - members.begin());
+    options.group.world = static_cast<int>(members.size());
+    return make_tcp_transport(options);
   }
 
   std::vector<double> waited_s() const override { return waits_.seconds(); }
@@ -357,6 +379,8 @@ class TcpTransport final : public Transport {
     if (!links_->wait(p, deadline)) throw CommError("not done in time");
   }
 
+  TcpOptions options_;
+  int splits_ = 0;
   std::mutex mutex_;
   std::string failure_;     // the first one this rank heard of
   std::string last_words_;  // the text that give_up() threw

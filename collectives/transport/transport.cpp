@@ -18,4 +18,8 @@ std::unique_ptr<Transport> Transport::shrink(const std::vector<int>&) {
   throw BadInput(fmt::format("the {} transport cannot go on without some of its ranks", name()));
 }
 
+std::unique_ptr<Transport> Transport::split(const std::vector<int>&) {
+  throw BadInput(fmt::format("the {} transport cannot be split", name()));
+}
+
 }  // namespace gradwire

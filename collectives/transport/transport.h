@@ -86,6 +86,11 @@ class Transport {
   // which keep their order. Throws BadInput if the transport does not support it.
   virtual std::unique_ptr<Transport> shrink(const std::vector<int>& excluded);
 
+  // These ranks of the group, in this order, as a group of their own: this rank is one of them, or there are none and
+  // the result is null. Collective over the whole group, whose ranks pass equal or disjoint lists. The new group
+  // outlives this one, and does not hear of its failures. Throws BadInput if the transport does not support it.
+  virtual std::unique_ptr<Transport> split(const std::vector<int>& members);
+
   // Short messages to rank 0, separate from the exchanges, for reports: sending does not wait; rank 0 waits
   // and takes each rank's messages in order. Between processes only; any thread may call them.
   virtual void send_message(const std::string& message);

@@ -31,8 +31,8 @@ inline std::string fresh_name() {
   return "local://group" + std::to_string(next++);
 }
 
-inline void run_ranks(int world, int64_t timeout_ms, const std::function<void(gw_comm, int)>& body) {
-  const std::string name = fresh_name();
+inline void run_ranks_at(const std::string& name, int world, int64_t timeout_ms,
+                         const std::function<void(gw_comm, int)>& body) {
   std::vector<std::thread> threads;
   for (int r = 0; r < world; ++r) {
     threads.emplace_back([&, r] {
@@ -43,6 +43,9 @@ inline void run_ranks(int world, int64_t timeout_ms, const std::function<void(gw
     });
   }
   for (auto& t : threads) t.join();
+}
+inline void run_ranks(int world, int64_t timeout_ms, const std::function<void(gw_comm, int)>& body) {
+  run_ranks_at(fresh_name(), world, timeout_ms, body);
 }
 inline void run_ranks(int world, const std::function<void(gw_comm, int)>& body) {
   run_ranks(world, 60'000, body);

@@ -318,12 +318,27 @@ class Reducers(unittest.TestCase):
             self.assertIn("tensor 0: 'a' (4 x 4)", text)
             self.assertIn("tensor 0: 'b' (4 x 4)", text)
 
+    def test_a_communicator_is_split_by_color_and_key(self) -> None:
+        def body(comm: gradwire.Communicator) -> Any:
+            part = comm.split(color=comm.rank % 2, key=-comm.rank)
+            assert part is not None
+            mine = np.full(10, float(comm.rank), np.float32)
+            part.allreduce_(mine, op="sum")
+            found = (part.world, part.rank, mine[9], part.bytes_sent > 0)
+            part.close()
+            self.assertIsNone(comm.split(color=-1))
+            return found
+
+        self.assertEqual(run_ranks(3, body), [(2, 1, 2.0, True), (1, 0, 1.0, False), (2, 0, 2.0, True)])
+
+    def test_a_reducer_of_an_unknown_type_is_refused(self) -> None:
+        with self.assertRaisesRegex(ValueError, "'float64' is neither"):
+            gradwire.Reducer(gradwire.Communicator(), "fp32", self.TENSORS, dtype="float64")
+
     def test_a_sharded_reducer_leaves_each_element_to_one_rank(self) -> None:
         def body(comm: gradwire.Communicator) -> Any:
             whole, part = self.gradients(comm.rank, 0), self.gradients(comm.rank, 0)
             gradwire.Reducer(comm, "fp32:schedule=two_shot", self.TENSORS).allreduce(whole)
-            with self.assertRaisesRegex(ValueError, "'float64' is neither"):
-                gradwire.Reducer(comm, "fp32", self.TENSORS, dtype="float64")
             reducer = gradwire.Reducer(comm, "fp32:schedule=two_shot", self.TENSORS, shard=True)
             reducer.allreduce(part)
             owned = [np.zeros(rows * cols, int) for _, rows, cols in self.TENSORS]

@@ -104,12 +104,42 @@ class Communicator(_Handle):
         _native.call("gw_secret", secret.encode() or None)
         _native.call("gw_comm_create", rendezvous.encode() if rendezvous is not None else None, rank, world,
                      number, int(timeout_s * 1000), ctypes.byref(handle))
-        super().__init__("gw_comm_destroy", handle)
+        self._take(handle)
         if ranks_per_node != 0:
             _native.call("gw_comm_set_ranks_per_node", handle, ranks_per_node)
-        self.rank = rank
-        self.world = world
-        self.device = number
+
+    def _take(self, handle: ctypes.c_void_p) -> None:
+        super().__init__("gw_comm_destroy", handle)
+        info = self._query()
+        self.rank: int = info.rank
+        self.world: int = info.world
+        self.device: int = info.device
+
+    def _query(self) -> "_native.CommInfo":
+        info = _native.CommInfo(size=ctypes.sizeof(_native.CommInfo))
+        _native.call("gw_comm_query", self._handle, ctypes.byref(info))
+        return info
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload that this rank has sent so far."""
+        return int(self._query().bytes_sent)
+
+    def split(self, color: int, key: int = 0) -> "Optional[Communicator]":
+        """A communicator of the ranks that pass the same color, ordered by key, then by rank. Collective.
+
+        color: 0 or more; negative: this rank joins none, and the result is None.
+
+        The two are independent: each is closed by itself, and neither hears of the other's failures. Raises
+        Unsupported between GPUs.
+        """
+        handle = ctypes.c_void_p()
+        _native.call("gw_comm_split", self._handle, color, key, ctypes.byref(handle))
+        if not handle:
+            return None
+        part = Communicator.__new__(Communicator)
+        part._take(handle)
+        return part
 
     def allreduce_(self, array: Any, spec: str = "fp32", op: str = "avg", stream: int = 0,
                    tag: str = "", residual: Any = None) -> Any:

@@ -64,6 +64,13 @@ class NoMemory(Error, MemoryError):
 _EXCEPTIONS = {1: BadArgument, 2: BadHandle, 3: CommFailed, 4: DeviceFailed, 5: Unsupported, 6: NoMemory}
 
 
+class CommInfo(ctypes.Structure):
+    """gw_comm_info."""
+
+    _fields_ = [("size", c_size_t), ("rank", c_int32), ("world", c_int32), ("device", c_int32),
+                ("ranks_per_node", c_int32), ("bytes_sent", c_uint64), ("transport", c_char_p)]
+
+
 class Tensor(ctypes.Structure):
     """gw_tensor."""
 
@@ -105,6 +112,8 @@ class Format(ctypes.Structure):
 _SIGNATURES = {
     "gw_secret": [c_char_p],
     "gw_comm_create": [c_char_p, c_int, c_int, c_int, c_int64, POINTER(c_void_p)],
+    "gw_comm_split": [c_void_p, c_int, c_int, POINTER(c_void_p)],
+    "gw_comm_query": [c_void_p, POINTER(CommInfo)],
     "gw_comm_set_ranks_per_node": [c_void_p, c_int],
     "gw_comm_check": [c_void_p],
     "gw_comm_abort": [c_void_p, c_char_p],
