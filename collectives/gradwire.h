@@ -441,6 +441,16 @@ GW_API gw_status gw_reducer_state_save(gw_reducer reducer, void* state, size_t s
  * tensor, world or rank: the text says which, and the reducer is unchanged. */
 GW_API gw_status gw_reducer_state_load(gw_reducer reducer, const void* state, size_t size);
 
+/* The same from the states of a run with any number of ranks, in any order: all of them, or at least those of the
+ * ranks r, r + world, r + 2 world, ... for rank r of now. The sum of their residuals becomes this rank's, so the sum
+ * over all ranks is kept; with more ranks than before, the new ones begin with none. Factors, the same on every
+ * rank, are kept. With as many ranks as before each gets its own state back, bit for bit. A rank alone sends
+ * nothing: residuals have no place there, and unless they are zero, the states are refused.
+ *
+ * states, sizes  (n) */
+GW_API gw_status gw_reducer_state_load_ranks(gw_reducer reducer, const void* const* states, const size_t* sizes,
+                                             int32_t n);
+
 /* Waits for work in flight, then frees the reducer. Null does nothing. */
 GW_API gw_status gw_reducer_destroy(gw_reducer reducer);
 

@@ -251,6 +251,11 @@ gw_status gw_reducer_state_load(gw_reducer reducer, const void* state, size_t si
   return guarded(__func__, [&] { LockedReducer(reducer)->load_state(state, size); });
 }
 
+gw_status gw_reducer_state_load_ranks(gw_reducer reducer, const void* const* states, const size_t* sizes,
+                                      int32_t n) {
+  return guarded(__func__, [&] { LockedReducer(reducer)->load_states(states, sizes, n); });
+}
+
 gw_status gw_reducer_destroy(gw_reducer reducer) {
   return guarded(__func__, [&] {
     if (reducer == nullptr) return;

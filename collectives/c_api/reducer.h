@@ -26,6 +26,7 @@ struct ApiReducer {
   size_t state_size() const;
   void save_state(void* state, size_t size) const;
   void load_state(const void* state, size_t size);
+  void load_states(const void* const* states, const size_t* sizes, int32_t n);
 
   const std::shared_ptr<ApiComm> comm;  // outlives the reducer
   const CompressionSpec spec;
@@ -37,6 +38,10 @@ struct ApiReducer {
  private:
   // What a state must match: spec, rank, world, options.
   std::string identity() const;
+  // A state in the caller's memory, which it points into.
+  struct Saved;
+  Saved parse_state(const void* state, size_t size) const;
+  void restore(std::vector<Saved> from);
   // Before the first step after a load: ranks compare which state they loaded.
   void announce_loaded_state();
 

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <optional>
@@ -20,6 +21,19 @@
 #include "runtime/mix.h"
 
 namespace gradwire::c_api {
+// A piece of a tensor's state, in the bytes of a checkpoint.
+struct SavedEntry {
+  std::string kind;
+  DType dtype = DType::f32;
+  uint64_t count = 0;
+  const char* data = nullptr;
+
+  size_t bytes() const { return count * static_cast<size_t>(bytes_of(dtype)); }
+  bool is_zero() const {
+    return std::all_of(data, data + bytes(), [](char c) { return c == 0; });
+  }
+};
+
 namespace {
 
 static_assert(std::endian::native == std::endian::little, "the state is written in memory order");
@@ -88,29 +102,17 @@ class Cursor {
   size_t left_;
 };
 
-// A piece of a tensor's state, in the bytes of a checkpoint.
-struct Entry {
-  std::string kind;
-  DType dtype = DType::f32;
-  uint64_t count = 0;
-  const char* data = nullptr;
-
-  size_t bytes() const { return count * static_cast<size_t>(bytes_of(dtype)); }
-  bool is_zero() const {
-    return std::all_of(data, data + bytes(), [](char c) { return c == 0; });
-  }
-};
-
 struct SavedTensor {
   int64_t rows = 0, cols = 0;
   std::string name = {};
-  std::vector<Entry> entries = {};
+  std::vector<SavedEntry> entries = {};
 };
 
-Entry take_entry(Cursor& cursor, const std::string& tensor, std::string kind, DType dtype, uint64_t count) {
+SavedEntry take_entry(Cursor& cursor, const std::string& tensor, std::string kind, DType dtype,
+                      uint64_t count) {
   require(count <= cursor.left() / static_cast<size_t>(bytes_of(dtype)),
           "the state is truncated: '{}' of '{}' has {} elements", kind, tensor, count);
-  Entry entry{std::move(kind), dtype, count};
+  SavedEntry entry{std::move(kind), dtype, count};
   entry.data = cursor.take(entry.bytes());
   return entry;
 }
@@ -141,7 +143,61 @@ SavedTensor take_tensor(Cursor& cursor) {
   return tensor;
 }
 
+// Of whose run a state is.
+struct Identity {
+  std::string run;  // spec, mean or sum, seed
+  int rank = 0, world = 0;
+
+  std::string place() const { return fmt::format("rank {} of {}", rank, world); }
+};
+
+// "spec S; rank R of N; mean; seed 0".
+Identity parse_identity(const std::string& text) {
+  Identity identity;
+  const size_t place = text.find("; rank ");
+  const size_t end = place == std::string::npos ? place : text.find(';', place + 1);
+  int length = 0;
+  const bool found = end != std::string::npos && std::sscanf(text.c_str() + place, "; rank %d of %d%n",
+                                                             &identity.rank, &identity.world, &length) == 2;
+  require(found && place + static_cast<size_t>(length) == end && identity.rank >= 0 &&
+              identity.rank < identity.world,
+          "the state does not say whose it is: '{}'", text);
+  identity.run = text.substr(0, place) + text.substr(end);
+  return identity;
+}
+
 }  // namespace
+
+namespace {
+
+// Replaces the sources of residuals by sums with another rank's, which are taken out of its entries.
+void add_residuals(const std::vector<TensorState>& all, std::vector<std::vector<SavedEntry>>& theirs,
+                   std::vector<const char*>& sources, std::vector<std::vector<float>>& sums) {
+  for (size_t k = 0; k < all.size(); ++k) {
+    std::vector<SavedEntry>& entries = theirs[static_cast<size_t>(all[k].tensor)];
+    const auto count = static_cast<size_t>(all[k].count());
+    const auto entry = std::find_if(entries.begin(), entries.end(), [&](const SavedEntry& e) {
+      return e.kind == kResidualKind && all[k].kind == kResidualKind && e.dtype == DType::f32 &&
+             e.count == count;
+    });
+    if (entry == entries.end()) continue;
+    std::vector<float> sum(count, 0.0f), more(count);
+    if (sources[k] != nullptr) std::memcpy(sum.data(), sources[k], count * sizeof(float));
+    std::memcpy(more.data(), entry->data, count * sizeof(float));
+    for (size_t e = 0; e < count; ++e) sum[e] += more[e];
+    sums.push_back(std::move(sum));
+    sources[k] = reinterpret_cast<const char*>(sums.back().data());
+    entries.erase(entry);
+  }
+}
+
+}  // namespace
+
+struct ApiReducer::Saved {
+  std::string identity;
+  int64_t steps = 0;
+  std::vector<std::vector<SavedEntry>> entries = {};  // by tensor of the reducer
+};
 
 std::string ApiReducer::identity() const {
   CompressionSpec same = spec;
@@ -203,10 +259,8 @@ void ApiReducer::save_state(void* state, size_t size) const {
   std::memcpy(state, &header, sizeof header);
 }
 
-void ApiReducer::load_state(const void* state, size_t size) {
+ApiReducer::Saved ApiReducer::parse_state(const void* state, size_t size) const {
   require(state != nullptr, "state is null");
-  require(ready_ == 0, "in the middle of a step; finish it with gw_reducer_wait");
-  // Check everything before copying anything: a rejected state must leave the reducer unchanged.
   Cursor cursor(state, size);
   const auto header = cursor.take<Header>();
   require(std::memcmp(header.magic, kMagic, sizeof kMagic) == 0,
@@ -216,15 +270,18 @@ void ApiReducer::load_state(const void* state, size_t size) {
   require(header.bytes == size, "the state has {} bytes, size is {}", header.bytes, size);
   require(header.crc == crc32(static_cast<const char*>(state) + sizeof header, size - sizeof header),
           "the state is damaged: its checksum does not match");
-  const std::string text(cursor.take(header.identity_bytes), header.identity_bytes);
-  require(text == identity(), "the state is of another reducer: '{}', this one is '{}'", text, identity());
+  Saved saved{.identity = std::string(cursor.take(header.identity_bytes), header.identity_bytes),
+              .steps = header.steps};
+  const Identity ours = parse_identity(identity()), theirs = parse_identity(saved.identity);
+  require(theirs.run == ours.run, "the state is of another reducer: '{}', this one is '{}'", saved.identity,
+          identity());
   require(header.tensors == tensors.size(), "the state has {} tensors, the reducer {}", header.tensors,
           tensors.size());
   require(header.steps >= 0, "the state has {} steps", header.steps);
 
   std::map<std::string, size_t> index;
   for (size_t i = 0; i < tensors.size(); ++i) index[tensors[i].name] = i;
-  std::vector<std::vector<Entry>> saved(tensors.size());
+  saved.entries.resize(tensors.size());
   for (uint32_t k = 0; k < header.tensors; ++k) {
     SavedTensor t = header.version == 1 ? take_tensor_1(cursor) : take_tensor(cursor);
     const auto found = index.find(t.name);
@@ -235,17 +292,61 @@ void ApiReducer::load_state(const void* state, size_t size) {
     require(t.rows == rows_of(tensors[i]) && t.cols == cols_of(tensors[i]),
             "tensor '{}' is {} x {} in the state, {} x {} in the reducer", t.name, t.rows, t.cols,
             rows_of(tensors[i]), cols_of(tensors[i]));
-    saved[i] = std::move(t.entries);
+    saved.entries[i] = std::move(t.entries);
   }
   require(cursor.left() == 0, "the state has bytes after its end");
+  return saved;
+}
 
+void ApiReducer::load_state(const void* state, size_t size) {
+  require(ready_ == 0, "in the middle of a step; finish it with gw_reducer_wait");
+  Saved saved = parse_state(state, size);
+  require(saved.identity == identity(), "the state is of another reducer: '{}', this one is '{}'",
+          saved.identity, identity());
+  restore({std::move(saved)});
+}
+
+void ApiReducer::load_states(const void* const* states, const size_t* sizes, int32_t n) {
+  require(ready_ == 0, "in the middle of a step; finish it with gw_reducer_wait");
+  require(n > 0 && states != nullptr && sizes != nullptr, "no states are given");
+  const Identity ours = parse_identity(identity());
+  std::map<int, Saved> by_rank;
+  int world = 0;
+  for (int32_t k = 0; k < n; ++k) {
+    Saved saved = parse_state(states[k], sizes[k]);
+    const Identity theirs = parse_identity(saved.identity);
+    if (k == 0) world = theirs.world;
+    require(theirs.world == world, "the states are of runs with {} and {} ranks", world, theirs.world);
+    require(by_rank.empty() || by_rank.begin()->second.steps == saved.steps,
+            "the states are of steps {} and {}", by_rank.begin()->second.steps, saved.steps);
+    require(by_rank.emplace(theirs.rank, std::move(saved)).second, "two states are of {}", theirs.place());
+  }
+  std::vector<Saved> mine;
+  for (int r = ours.rank; r < world; r += ours.world) {
+    const auto found = by_rank.find(r);
+    require(found != by_rank.end(), "{} needs the state that rank {} of {} saved; give it those of all ranks",
+            ours.place(), r, world);
+    mine.push_back(std::move(found->second));
+  }
+  if (mine.empty()) {  // there are more ranks than before: this one begins with what they had in common
+    mine.push_back(std::move(by_rank.begin()->second));
+    for (auto& entries : mine[0].entries)
+      std::erase_if(entries, [](const SavedEntry& e) { return e.kind == kResidualKind; });
+  }
+  restore(mine);
+}
+
+// Checks everything before copying anything: a rejected state must leave the reducer unchanged.
+void ApiReducer::restore(std::vector<Saved> from) {
+  const bool same_world = parse_identity(from[0].identity).world == comm->communicator->world();
   const std::vector<TensorState> all = reducer.tensor_state();
-  std::vector<const char*> sources;  // one for each of `all`; null: zero
+  std::vector<const char*> sources;      // one for each of `all`; null: zero
+  std::vector<std::vector<float>> sums;  // of residuals of several ranks
   for (const TensorState& s : all) {
-    std::vector<Entry>& entries = saved[static_cast<size_t>(s.tensor)];
+    std::vector<SavedEntry>& entries = from[0].entries[static_cast<size_t>(s.tensor)];
     const std::string who = fmt::format("'{}' of '{}'", s.kind, tensors[static_cast<size_t>(s.tensor)].name);
     const auto entry =
-        std::find_if(entries.begin(), entries.end(), [&](const Entry& e) { return e.kind == s.kind; });
+        std::find_if(entries.begin(), entries.end(), [&](const SavedEntry& e) { return e.kind == s.kind; });
     if (entry == entries.end()) {
       require(s.kind == kResidualKind, "the state has no {}", who);
       sources.push_back(nullptr);
@@ -254,14 +355,20 @@ void ApiReducer::load_state(const void* state, size_t size) {
     require(entry->count == static_cast<uint64_t>(s.count()) && entry->dtype == s.dtype,
             "{} has {} elements of {} in the state, {} of {} in the reducer", who, entry->count,
             name(entry->dtype), s.count(), name(s.dtype));
-    sources.push_back(entry->data);
+    // What is neither the same everywhere nor adds up starts afresh in another world.
+    sources.push_back(same_world || s.same_on_all_ranks || s.kind == kResidualKind ? entry->data : nullptr);
     entries.erase(entry);
   }
+  for (size_t k = 1; k < from.size(); ++k) add_residuals(all, from[k].entries, sources, sums);
   // With an FP32 wire a dense tensor has a residual, always zero, only if its bucket also holds a matrix. So
   // leftover entries may be dropped if they are zero.
   for (size_t i = 0; i < tensors.size(); ++i) {
-    for (const Entry& e : saved[i]) {
-      require(e.is_zero(), "'{}' has a '{}' in the state only", tensors[i].name, e.kind);
+    for (const Saved& state : from) {
+      for (const SavedEntry& e : state.entries[i]) {
+        if (!same_world && e.kind != kResidualKind) continue;
+        require(e.is_zero(), "'{}' has a '{}' in the state only{}", tensors[i].name, e.kind,
+                same_world ? "" : ", and it has no place here; go on without these states, which loses it");
+      }
     }
   }
 
@@ -272,8 +379,8 @@ void ApiReducer::load_state(const void* state, size_t size) {
     all[k].write(comm->stream, 0, {from, static_cast<size_t>(all[k].bytes())});
   }
   comm->stream.synchronize();
-  reducer.resume_at(header.steps);
-  first_step_ = header.steps;
+  reducer.resume_at(from[0].steps);
+  first_step_ = from[0].steps;
   // Residuals differ between ranks; steps and factors are the same on all of them.
   uint64_t factors = 0;
   for (size_t k = 0; k < all.size(); ++k) {
@@ -281,7 +388,7 @@ void ApiReducer::load_state(const void* state, size_t size) {
     factors = mix(factors, crc32(sources[k], static_cast<size_t>(all[k].bytes())));
   }
   loaded_.what = fmt::format("{} goes on from a loaded state of step {}, factors {:08x}", options.name,
-                             header.steps, factors >> 32);
+                             from[0].steps, factors >> 32);
   loaded_.hash = mix(0x6c6f6164, loaded_.what);
   loaded_unannounced_ = true;
 }

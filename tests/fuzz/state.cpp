@@ -34,7 +34,14 @@ class Reducer {
   const Bytes& fresh() const { return fresh_; }
   // What is refused leaves the reducer unchanged.
   void load(const Bytes& state) {
-    const gw_status status = gw_reducer_state_load(reducer_, state.data(), state.size());
+    check(gw_reducer_state_load(reducer_, state.data(), state.size()));
+    const void* const states[] = {state.data(), fresh_.data()};
+    const size_t sizes[] = {state.size(), fresh_.size()};
+    for (int32_t n : {1, 2}) check(gw_reducer_state_load_ranks(reducer_, states, sizes, n));
+  }
+
+ private:
+  void check(gw_status status) {
     if (status == GW_OK) {
       require_ok(gw_reducer_state_load(reducer_, fresh_.data(), fresh_.size()));
       return;
@@ -45,7 +52,6 @@ class Reducer {
     if (now != fresh_) throw std::logic_error("a refused state changed the reducer");
   }
 
- private:
   static void join(int rank, gw_comm& comm, gw_reducer& reducer) {
     require_ok(gw_comm_create("local://fuzz", rank, 2, GW_HOST, 60'000, &comm));
     gw_tensor tensors[] = {{sizeof(gw_tensor), "matrix", 12, 9, GW_FLOAT32, nullptr},

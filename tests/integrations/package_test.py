@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import unittest
-from typing import Any, Callable, List
+from typing import Any, Callable, Dict, List
 
 import numpy as np
 import torch
@@ -349,6 +349,56 @@ class Reducers(unittest.TestCase):
 
         for tensors in zip(*run_ranks(3, body)):
             self.assertEqual(set(sum(tensors)), {1})
+
+    def test_states_of_another_number_of_ranks_keep_the_sum_of_the_residuals(self) -> None:
+        for spec, shard in (("int8:dense=off", False), ("int4:dense=off,schedule=two_shot", True),
+                            ("powersgd:rank=1,min_ratio=1", False)):
+            def train(comm: gradwire.Communicator) -> bytes:
+                reducer = gradwire.Reducer(comm, spec, self.TENSORS, shard=shard)
+                for step in range(3):
+                    reducer.allreduce(self.gradients(comm.rank, step))
+                return reducer.save_state()
+
+            def carry_on(comm: gradwire.Communicator) -> Any:
+                reducer = gradwire.Reducer(comm, spec, self.TENSORS, shard=shard)
+                reducer.load_states(saved[::-1])
+                loaded = reducer.save_state()
+                reducer.allreduce(self.gradients(comm.rank, 3))
+                return loaded, reducer.stats()["steps"]
+
+            def sums(states: List[bytes]) -> Dict[str, Any]:
+                total: Dict[str, Any] = {}
+                for state in states:
+                    for name, tensor in _state.unpack(state).tensors.items():
+                        if "residual" in tensor.entries:
+                            values = np.frombuffer(tensor.entries["residual"].data, np.float32).astype(np.float64)
+                            total[name] = total.get(name, 0) + values
+                return total
+
+            saved = run_ranks(3, train)
+            before = sums(saved)
+            self.assertGreater(sum(np.abs(values).sum() for values in before.values()), 0, spec)
+            for world in (2, 3, 5):
+                loaded, steps = zip(*run_ranks(world, carry_on))
+                self.assertEqual(set(steps), {4})
+                for name, values in sums(list(loaded)).items():
+                    np.testing.assert_allclose(values, before[name], rtol=0, atol=1e-6 * np.abs(before[name]).max() + 1e-12)
+                if world == 3:
+                    self.assertEqual(list(loaded), saved)
+
+            def refuse(comm: gradwire.Communicator) -> None:
+                reducer = gradwire.Reducer(comm, spec, self.TENSORS, shard=shard)
+                fresh = reducer.save_state()
+                needs = f"rank {comm.rank} of 2 needs the state that rank {comm.rank} of 3 saved"
+                for states, why in ((saved[1 - comm.rank:2 - comm.rank], needs), (saved[:1] * 2, "two states are of rank 0"),
+                                    ([], "no states"), ([saved[0], fresh], "3 and 2 ranks"), ([b"x"], "truncated")):
+                    with self.assertRaisesRegex(gradwire.BadArgument, why):
+                        reducer.load_states(states)
+                self.assertEqual(reducer.save_state(), fresh)
+
+            run_ranks(2, refuse)
+            with self.assertRaisesRegex(gradwire.BadArgument, "no place here"):
+                run_ranks(1, carry_on)
 
     def test_a_state_continues_bit_for_bit_also_by_tensor(self) -> None:
         def body(comm: gradwire.Communicator) -> Any:

@@ -377,3 +377,11 @@ class Reducer(_Handle):
     def load_state(self, state: bytes) -> None:
         """Restores a save_state(). Raises BadArgument for a state of another spec, model, rank or world."""
         _native.call("gw_reducer_state_load", self._handle, bytes(state), len(state))
+
+    def load_states(self, states: Sequence[bytes]) -> None:
+        """Restores the save_state()s of all ranks of a run, which may have had another number of ranks: rank r of n takes
+        the sum of the residuals of the ranks r, r + n, r + 2n, ... Raises BadArgument, as load_state(), and where a
+        state that this rank needs is missing."""
+        blobs = [bytes(state) for state in states]
+        _native.call("gw_reducer_state_load_ranks", self._handle, (ctypes.c_char_p * len(blobs))(*blobs),
+                     (ctypes.c_size_t * len(blobs))(*map(len, blobs)), len(blobs))

@@ -135,6 +135,7 @@ _SIGNATURES = {
     "gw_reducer_state_size": [c_void_p, POINTER(c_size_t)],
     "gw_reducer_state_save": [c_void_p, c_void_p, c_size_t],
     "gw_reducer_state_load": [c_void_p, c_char_p, c_size_t],
+    "gw_reducer_state_load_ranks": [c_void_p, POINTER(c_char_p), POINTER(c_size_t), c_int32],
     "gw_reducer_destroy": [c_void_p],
 }
 
@@ -172,6 +173,9 @@ def _load() -> ctypes.CDLL:
                               f"needs {_NEEDED[0]}.{_NEEDED[1]}; set GRADWIRE_LIBRARY to such a library")
         library.gw_last_error.restype = c_char_p
         for name, arguments in _SIGNATURES.items():
+            if not hasattr(library, name):
+                raise ImportError(f"{path} is older than this package and lacks {name}; build it again, or set "
+                                  "GRADWIRE_LIBRARY to another library")
             function = getattr(library, name)
             function.argtypes = arguments
             function.restype = c_int32
