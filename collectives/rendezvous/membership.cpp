@@ -49,9 +49,9 @@ Endpoint parse_tcp(const std::string& rendezvous) {
 }
 
 // What rank 0 puts on a board: a secret, and where its store listens.
-std::string meeting_text(const std::string& secret, int port) {
+std::string meeting_text(const std::string& secret, int port, const std::string& only) {
   std::string text = fmt::format("{}\n{} {}", kFileMagic, secret, port);
-  for (const std::string& address : own_addresses()) text += " " + address;
+  for (const std::string& address : only.empty() ? own_addresses() : std::vector{only}) text += " " + address;
   return text + "\n";
 }
 
@@ -88,7 +88,8 @@ std::string read_file(const std::string& path) {
 }
 
 Board file_board(const std::string& path) {
-  return {.publish = [path](const std::string& text) { write_file(path, text); },
+  return {.address = "",
+          .publish = [path](const std::string& text) { write_file(path, text); },
           .read = [path] { return read_file(path); }};
 }
 
@@ -129,8 +130,8 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
     if (rank == 0) {
       meeting.secret = random_secret();
       key_ = options_.secret + meeting.secret;
-      server_ = std::make_unique<StoreServer>(Endpoint{"", 0}, world, key_);
-      board->publish(meeting_text(meeting.secret, server_->port()));
+      server_ = std::make_unique<StoreServer>(Endpoint{board->address, 0}, world, key_);
+      board->publish(meeting_text(meeting.secret, server_->port(), board->address));
       published_file_ = path;
     }
   } else if (rendezvous.starts_with("tcp://")) {
@@ -150,7 +151,8 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
   }
   // Rank 0 connects to its own store directly.
   if (rank == 0) {
-    Endpoint own = board ? Endpoint{"127.0.0.1", server_->port()} : meeting.endpoints[0];
+    Endpoint own = board ? Endpoint{board->address.empty() ? "127.0.0.1" : board->address, server_->port()}
+                         : meeting.endpoints[0];
     meeting.endpoints = {own};
   }
 

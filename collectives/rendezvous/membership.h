@@ -18,6 +18,7 @@ namespace gradwire {
 
 // Where rank 0 says how it can be reached, for those who may know.
 struct Board {
+  std::string address;  // at which it listens; empty: at all that it has
   std::function<void(const std::string& text)> publish;
   std::function<std::string()> read;  // empty as long as nothing has been published
 };

@@ -108,7 +108,9 @@ class TcpTransport final : public Transport {
     TcpOptions options = options_;
     options.group.rendezvous = fmt::format("a split of {}", options_.group.rendezvous);
     options.group.board =
-        Board{[this, key](const std::string& text) { group_.store().set(key, text); }, read};
+        Board{.address = address_,
+              .publish = [this, key](const std::string& text) { group_.store().set(key, text); },
+              .read = read};
     options.group.rank = static_cast<int>(me - members.begin());
     options.group.world = static_cast<int>(members.size());
     return make_tcp_transport(options);
@@ -151,9 +153,8 @@ class TcpTransport final : public Transport {
   static constexpr const char* kWaiting = ", waiting for rank ";
 
   void connect(const TcpOptions& options, SteadyClock::time_point deadline) {
-    const std::string address =
-        options.interface.empty() ? group_.address(deadline) : address_of_interface(options.interface);
-    auto links = std::make_unique<TcpLinks>(rank(), world(), address, group_.key(),
+    address_ = options.interface.empty() ? group_.address(deadline) : address_of_interface(options.interface);
+    auto links = std::make_unique<TcpLinks>(rank(), world(), address_, group_.key(),
                                             options.verify_payload || verified_by_environment());
     TcpLinks* made = links.get();
     {
@@ -380,6 +381,7 @@ class TcpTransport final : public Transport {
   }
 
   TcpOptions options_;
+  std::string address_;  // at which the other ranks reach this one
   int splits_ = 0;
   std::mutex mutex_;
   std::string failure_;     // the first one this rank heard of
