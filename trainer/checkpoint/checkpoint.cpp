@@ -292,9 +292,9 @@ void check_moments(const RankState& rank, const SafetensorsReader& file) {
 }
 
 // Adds a rank's residual of parameter i, as the checkpoint has it.
-bool add_residual(const SafetensorsReader& file, const VitParameter& p, std::vector<float>& sum) {
+void add_residual(const SafetensorsReader& file, const VitParameter& p, std::vector<float>& sum) {
   const Tensor* tensor = file.find(fmt::format("{}.{}", kResidualKind, p.name));
-  if (tensor == nullptr) return false;
+  if (tensor == nullptr) return;
   if (tensor->shape != p.shape || tensor->dtype != "F32") {
     refuse_as_damaged(file, fmt::format("'{}' has another shape or type", tensor->name));
   }
@@ -305,7 +305,6 @@ bool add_residual(const SafetensorsReader& file, const VitParameter& p, std::vec
   } else {
     for (size_t e = 0; e < values.size(); ++e) sum[e] += values[e];
   }
-  return true;
 }
 
 // Gives every residual of this run the sum of those in `files`. The result is true if some had no place but left_over().
