@@ -27,6 +27,7 @@ Vit::Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, 
     calls_ = options.calls;
     weights_ = make_buffer<float>(stream_.device(), layout_.elements);
     fill_zero(stream_, weights_.data(), weights_.bytes());  // the gaps, which nothing else writes
+    stream_.synchronize();                                  // before an error frees it
     if (rounds) rounded_ = make_buffer<Bf16>(stream_.device(), layout_.elements);
   }
   passes_ = make_vit_passes(config_, stream_, parameters_, layout_,
