@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""FSDP2 with gradwire.fsdp and without: how fast over slow links, and how well it trains.
+"""FSDP2 and DDP with Gradwire and without: how fast over slow links, and how well they train.
 
-    fsdp.py speed [--json FILE]     steps of a sharded transformer, and reduce-scatter alone, on 4 hosts that are
-                                    connected at 1 Gb/s (root, for network namespaces; 10 minutes)
-    fsdp.py loss [--json FILE]      loss after training with each format, with error feedback and without
-    fsdp.py show FILE...            the tables of results, in Markdown
+    pytorch.py fsdp-speed [--json FILE]     steps of a sharded transformer, and reduce-scatter alone, on 4 hosts that are
+                                            connected at 1 Gb/s (root, for network namespaces; 10 minutes)
+    pytorch.py fsdp-loss [--json FILE]      loss after training with each format, with error feedback and without
+    pytorch.py ddp-speed [--json FILE]      as fsdp-speed, of the same transformer in DDP with a hook
+    pytorch.py ddp-loss [--json FILE]       as fsdp-loss, with SGD and AdamW
+    pytorch.py show FILE...                 the tables of results, in Markdown
 
 --python: an interpreter with PyTorch 2.15 (build/frameworks/python, from make test-frameworks).
 """
@@ -22,7 +24,7 @@ import tempfile
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SHAPED_LINK, HOST = HERE.parent / "harness" / "shaped_link.sh", HERE / "fsdp_host.py"
+SHAPED_LINK, HOST = HERE.parent / "harness" / "shaped_link.sh", HERE / "pytorch_host.py"
 BF16_SUMS = {"reduce_dtype": "bfloat16"}
 BF16_BOTH = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
 
@@ -44,6 +46,18 @@ LOSS_MODES = [("PyTorch, fp32", {"native": {}}), ("PyTorch, reduce_dtype=bf16", 
               *((f"{spec}{'' if residual == 'fp32' else ', residual=' + residual}", ours(spec, "fp32", residual=residual))
                 for spec in ("int8", "int4", "int4:rotate=hadamard", "int2") for residual in ("fp32", "int8", "off")
                 if spec != "int8" or residual != "int8")]
+POWERSGD = {"hook": "powerSGD_hook", "rank": 4, "start": 2}
+DDP_SPEED_MODES = [(NATIVE_FP32, {"native": {}}), ("PyTorch, bf16_compress_hook", {"native": {"hook": "bf16_compress_hook"}}),
+                   ("PyTorch, powerSGD_hook, rank 4", {"native": POWERSGD}),
+                   *((spec, {"ours": {"spec": spec}})
+                     for spec in ("fp32", "bf16", "int8", "int4:rotate=hadamard", "powersgd:rank=4"))]
+DDP_LOSS_MODES = [(NATIVE_FP32, {"native": {}}), ("PyTorch, bf16_compress_hook", {"native": {"hook": "bf16_compress_hook"}}),
+                  *((f"PyTorch, powerSGD_hook, rank 4, start {start}", {"native": {**POWERSGD, "start": start}}) for start in (2, 20)),
+                  *((spec, {"ours": {"spec": spec}}) for spec in
+                    ("bf16", "int8", "int4", "int4:rotate=hadamard",
+                     *(f"powersgd:rank=4,start={start}" for start in (0, 2, 5, 20))))]
+# Each with the learning rate at which FP32 trains best: of 0.05 to 0.4, and of 0.001 to 0.008.
+OPTIMIZERS = {"sgd": {"lr": 0.05, "momentum": 0.9}, "adamw": {"lr": 0.002}}
 # GPT-2's blocks, few tokens: communication is most of a step, as with fast GPUs on such links.
 SPEED_MODEL = {"width": 768, "depth": 4, "words": 1024, "length": 16}
 LOSS_MODEL = {"width": 64, "depth": 2, "words": 509, "length": 32}
@@ -55,7 +69,7 @@ def settings(arguments, plan):
 
     cpu = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
     return {"date": datetime.date.today().isoformat(), "commit": output("git", "rev-parse", "--short=12", "HEAD"),
-            "command": "bench/experiments/fsdp.py " + arguments.command,
+            "command": "bench/experiments/pytorch.py " + arguments.command,
             "torch": output(arguments.python, "-c", "import torch; print(torch.__version__)"),
             "python": platform.python_version(), "system": platform.platform(), "cpu": cpu[0] if cpu else "", "cores": len(cpu),
             "load": os.getloadavg()[0], "hosts": arguments.hosts, "rate": getattr(arguments, "rate", None),
@@ -95,6 +109,19 @@ def run_here(command, ranks, environment, deadline_s):
             process.kill()
 
 
+def ddp_speed(arguments):
+    items = [{"what": "step", "wrap": "ddp", "mode": mode, "repetition": repetition, "warmup": 3, "steps": arguments.steps, **how}
+             for repetition in range(arguments.repetitions) for mode, how in DDP_SPEED_MODES]
+    return measure(arguments, {"model": SPEED_MODEL, "batch_size": 1, "items": items}, shaped=True)
+
+
+def ddp_loss(arguments):
+    items = [{"what": "loss", "wrap": "ddp", "mode": mode, "seed": seed, "steps": arguments.steps, "optimizer": name, **options,
+              **how}
+             for seed in range(arguments.seeds) for name, options in OPTIMIZERS.items() for mode, how in DDP_LOSS_MODES]
+    return measure(arguments, {"model": LOSS_MODEL, "batch_size": 8, "items": items}, shaped=False)
+
+
 def speed(arguments):
     items = []
     for repetition in range(arguments.repetitions):  # in turns, so that changes in the machine's speed affect all
@@ -111,10 +138,10 @@ def loss(arguments):
     return measure(arguments, {"model": LOSS_MODEL, "batch_size": 8, "items": items}, shaped=False)
 
 
-def by_mode(items, what):
+def by_mode(items, what, wrap="fsdp", optimizer="sgd"):
     found = {}
     for item in items:
-        if item["what"] == what:
+        if (item["what"], item.get("wrap", "fsdp"), item.get("optimizer", "sgd")) == (what, wrap, optimizer):
             found.setdefault(item["mode"], []).append(item)
     return found
 
@@ -128,10 +155,38 @@ def row(*cells):
     return "| " + " | ".join(cells) + " |"
 
 
+def ddp_tables(items):
+    lines = []
+    steps = by_mode(items, "step", "ddp")
+    if steps:
+        base = milliseconds(steps[NATIVE_FP32]) if NATIVE_FP32 in steps else float("nan")
+        lines += [row("", "MB sent per step", "ms per step", f"x {NATIVE_FP32}", "range of repetitions, ms"),
+                  row("---", "---:", "---:", "---:", "---:")]
+        for mode, found in steps.items():
+            ms, each = milliseconds(found), [statistics.median(i["step_ms"]) for i in found]
+            sent = statistics.median(i["sent_bytes"] for i in found) / 1e6
+            lines.append(row(mode, f"{sent:.1f}", f"{ms:.0f}", f"{base / ms:.2f}", f"{min(each):.0f} to {max(each):.0f}"))
+        lines.append("")
+    losses = {name: by_mode(items, "loss", "ddp", name) for name in OPTIMIZERS}
+    if losses["sgd"]:
+        lines += [row("", *(f"final loss, {name}" for name in losses), *(f"above FP32 of the same seed, {name}" for name in losses)),
+                  row("---", *["---:"] * len(losses), *["---"] * len(losses))]
+        for mode in losses["sgd"]:
+            means, above = [], []
+            for found in losses.values():
+                base = {i["seed"]: i["final_loss"] for i in found.get(NATIVE_FP32, [])}
+                means.append(f"{statistics.fmean(i['final_loss'] for i in found[mode]):.4f}")
+                above.append(", ".join(f"{i['final_loss'] - base[i['seed']]:+.4f}" for i in found[mode]))
+            lines.append(row(mode, *means, *above))
+        lines.append("")
+    return lines
+
+
 def tables(paths):
     lines = []
     for path in paths:
         items = json.loads(path.read_text())["items"]
+        lines += ddp_tables(items)
         steps, alone, losses = (by_mode(items, what) for what in ("step", "reduce_scatter", "loss"))
         if steps:
             base = [milliseconds(steps[m]) if m in steps else float("nan") for m in (NATIVE_FP32, NATIVE_BF16)]
@@ -162,23 +217,26 @@ def tables(paths):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("speed", "loss"):
-        command = commands.add_parser(name)
-        command.add_argument("--json", type=pathlib.Path, default=ROOT / "build" / f"fsdp-{name}.json")
+    experiments = {"fsdp-speed": speed, "fsdp-loss": loss, "ddp-speed": ddp_speed, "ddp-loss": ddp_loss}
+    for name in experiments:
+        command, is_speed = commands.add_parser(name), name.endswith("speed")
+        command.add_argument("--json", type=pathlib.Path, default=ROOT / "build" / f"{name}.json")
         command.add_argument("--python", default=str(ROOT / "build" / "frameworks" / "python"))
-        command.add_argument("--hosts", type=int, default=4 if name == "speed" else 2, help="ranks")
-        command.add_argument("--steps", type=int, default=4 if name == "speed" else 300)
+        command.add_argument("--hosts", type=int, default=4 if is_speed else 2, help="ranks")
+        command.add_argument("--steps", type=int, default=4 if is_speed else 300)
         command.add_argument("--deadline-s", type=int, default=3000)
-    commands.choices["speed"].add_argument("--rate", default="1gbit")
-    commands.choices["speed"].add_argument("--repetitions", type=int, default=3)
-    commands.choices["loss"].add_argument("--seeds", type=int, default=3)
+        if is_speed:
+            command.add_argument("--rate", default="1gbit")
+            command.add_argument("--repetitions", type=int, default=3)
+        else:
+            command.add_argument("--seeds", type=int, default=3)
     shown = commands.add_parser("show")
     shown.add_argument("files", type=pathlib.Path, nargs="+")
     arguments = parser.parse_args()
     if arguments.command == "show":
         print(tables(arguments.files))
         return 0
-    return speed(arguments) if arguments.command == "speed" else loss(arguments)
+    return experiments[arguments.command](arguments)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""One rank of bench/experiments/fsdp.py: a transformer sharded with FSDP2, with and without gradwire.fsdp.
+"""One rank of bench/experiments/pytorch.py: a transformer in FSDP2 or DDP, with Gradwire and without.
 
-    fsdp_host.py PLAN.json      with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment
+    pytorch_host.py PLAN.json      with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment
 
 PLAN.json: {"results": where rank 0 appends a line of JSON for each item, "model": {width, depth, words, length},
 "batch_size", "items": [...]}. The items, in order, on all ranks:
 
     {"what": "step", "mode", "native": {"param_dtype", "reduce_dtype"} | "ours": {of compress()}, "warmup", "steps"}
     {"what": "reduce_scatter", "mode", "elements", "native": true | "spec", "warmup", "steps"}
-    {"what": "loss", "mode", "seed", "steps", "lr", "native" | "ours" as above}
+    {"what": "loss", "mode", "seed", "steps", "lr", "optimizer", "native" | "ours" as above}
+
+With "wrap": "ddp", "native" is {} or {"hook", "rank", "start"}, and "ours" is {"spec"}.
 """
 import gc
 import json
@@ -20,11 +22,14 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "integrations" / "python"))
 from gradwire._process_group import communicator  # noqa: E402
 from gradwire.fsdp import compress  # noqa: E402
+from gradwire.torch import compress as compress_ddp  # noqa: E402
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 TIMEOUT_S = 120
@@ -60,20 +65,46 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
+def shard(model, item):
+    native = item.get("native") or {}
+    policy = MixedPrecisionPolicy(**{key: getattr(torch, value) for key, value in native.items()})
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model, compress(model, timeout_s=TIMEOUT_S, **item["ours"]) if "ours" in item else None
+
+
+def replicate(model, item):
+    native = item.get("native") or {}
+    # PyTorch's PowerSGD needs a single bucket on Gloo.
+    ddp = DistributedDataParallel(model, **({"bucket_cap_mb": 1000} if "rank" in native else {}))
+    if native.get("hook") == "powerSGD_hook":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=native["rank"],
+                                            start_powerSGD_iter=native["start"])
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif native:
+        ddp.register_comm_hook(None, getattr(default_hooks, native["hook"]))
+    return ddp, compress_ddp(ddp, item["ours"]["spec"], timeout_s=TIMEOUT_S) if "ours" in item else None
+
+
+def sent_bytes():
+    """By this host's network interfaces so far; its own loopback does not count."""
+    lines = pathlib.Path("/proc/net/dev").read_text().splitlines()[2:]
+    return sum(int(line.split(":")[1].split()[8]) for line in lines if line.split(":")[0].strip() != "lo")
+
+
 class Run:
-    """A sharded model in one mode."""
+    """A model in one mode."""
 
     def __init__(self, plan, item):
         torch.manual_seed(item.get("seed", 0))
         self.plan, self.item, self.words = plan, item, plan["model"]["words"]
-        self.model = Transformer(**plan["model"])
-        native = item.get("native") or {}
-        policy = MixedPrecisionPolicy(**{key: getattr(torch, value) for key, value in native.items()})
-        for block in self.model.blocks:
-            fully_shard(block, mp_policy=policy)
-        fully_shard(self.model, mp_policy=policy)
-        self.handle = compress(self.model, timeout_s=TIMEOUT_S, **item["ours"]) if "ours" in item else None
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=item.get("lr", 0.01), momentum=item.get("momentum", 0))
+        wrap = replicate if item.get("wrap") == "ddp" else shard
+        self.model, self.handle = wrap(Transformer(**plan["model"]), item)
+        if item.get("optimizer") == "adamw":
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=item["lr"])
+        else:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=item.get("lr", 0.01), momentum=item.get("momentum", 0))
 
     def batch(self, number, rank=RANK):
         """(batch, length + 1) words: each a function of the one before it, with some noise."""
@@ -107,18 +138,20 @@ def timed(item, action):
     times, cpu_ms = [], []
     for i in range(item["warmup"] + item["steps"]):
         dist.barrier()
+        if i == item["warmup"]:
+            sent = sent_bytes()
         begin, cpu_begin = time.monotonic(), time.process_time()
         action(i)
         if i >= item["warmup"]:
             times.append(1000 * (time.monotonic() - begin))
             cpu_ms.append(1000 * (time.process_time() - cpu_begin))
-    return {"step_ms": times, "cpu_ms": cpu_ms}
+    return {"step_ms": times, "cpu_ms": cpu_ms, "sent_bytes": (sent_bytes() - sent) / item["steps"]}
 
 
 def measure_step(plan, item):
     run = Run(plan, item)
     out = {**timed(item, run.step), "parameters": sum(p.numel() for p in run.model.parameters()),
-           "residual_bytes": run.handle.residual_bytes if run.handle else 0}
+           "residual_bytes": getattr(run.handle, "residual_bytes", 0)}
     run.close()
     return out
 
@@ -158,7 +191,7 @@ def main():
                 out.write(json.dumps(result) + "\n")
             shown = (f"{statistics.median(result['step_ms']):9.1f} ms, cores {statistics.median(result['cpu_ms']):9.1f} ms" if "step_ms" in result
                      else f"loss {result['final_loss']:.4f}")
-            print(f"[{number + 1}/{len(plan['items'])}] {item['what']:15}{item['mode']:36}{shown}", flush=True)
+            print(f"[{number + 1}/{len(plan['items'])}] {item['what']:15}{item['mode']:44} {shown}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
