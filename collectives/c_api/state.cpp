@@ -166,10 +166,6 @@ Identity parse_identity(const std::string& text) {
   return identity;
 }
 
-}  // namespace
-
-namespace {
-
 // Replaces the sources of residuals by sums with another rank's, which are taken out of its entries.
 void add_residuals(const std::vector<TensorState>& all, std::vector<std::vector<SavedEntry>>& theirs,
                    std::vector<const char*>& sources, std::vector<std::vector<float>>& sums) {
@@ -338,7 +334,8 @@ void ApiReducer::load_states(const void* const* states, const size_t* sizes, int
 
 // Checks everything before copying anything: a rejected state must leave the reducer unchanged.
 void ApiReducer::restore(std::vector<Saved> from) {
-  const bool same_world = parse_identity(from[0].identity).world == comm->communicator->world();
+  const int world = parse_identity(from[0].identity).world;
+  const bool same_world = world == comm->communicator->world();
   const std::vector<TensorState> all = reducer.tensor_state();
   std::vector<const char*> sources;      // one for each of `all`; null: zero
   std::vector<std::vector<float>> sums;  // of residuals of several ranks
@@ -348,14 +345,15 @@ void ApiReducer::restore(std::vector<Saved> from) {
     const auto entry =
         std::find_if(entries.begin(), entries.end(), [&](const SavedEntry& e) { return e.kind == s.kind; });
     if (entry == entries.end()) {
-      require(s.kind == kResidualKind, "the state has no {}", who);
+      const bool alone = world == 1 && !same_world;  // nothing is kept there
+      require(s.kind == kResidualKind || alone, "the state has no {}", who);
       sources.push_back(nullptr);
       continue;
     }
     require(entry->count == static_cast<uint64_t>(s.count()) && entry->dtype == s.dtype,
             "{} has {} elements of {} in the state, {} of {} in the reducer", who, entry->count,
             name(entry->dtype), s.count(), name(s.dtype));
-    // What is neither the same everywhere nor adds up starts afresh in another world.
+    // What is neither the same everywhere nor adds up begins anew in another world.
     sources.push_back(same_world || s.same_on_all_ranks || s.kind == kResidualKind ? entry->data : nullptr);
     entries.erase(entry);
   }
@@ -372,11 +370,13 @@ void ApiReducer::restore(std::vector<Saved> from) {
     }
   }
 
-  for (const TensorState& s : all) s.clear(comm->stream);
+  for (size_t k = 0; k < all.size(); ++k) {
+    if (sources[k] != nullptr || all[k].kind == kResidualKind) all[k].clear(comm->stream);
+  }
   for (size_t k = 0; k < all.size(); ++k) {
     if (sources[k] == nullptr) continue;
-    const auto* from = reinterpret_cast<const std::byte*>(sources[k]);
-    all[k].write(comm->stream, 0, {from, static_cast<size_t>(all[k].bytes())});
+    const auto* source = reinterpret_cast<const std::byte*>(sources[k]);
+    all[k].write(comm->stream, 0, {source, static_cast<size_t>(all[k].bytes())});
   }
   comm->stream.synchronize();
   reducer.resume_at(from[0].steps);

@@ -399,6 +399,11 @@ class Reducers(unittest.TestCase):
             run_ranks(2, refuse)
             with self.assertRaisesRegex(gradwire.BadArgument, "no place here"):
                 run_ranks(1, carry_on)
+            saved = run_ranks(1, train)  # a rank alone keeps nothing
+            loaded, steps = zip(*run_ranks(2, carry_on))
+            self.assertEqual(set(steps), {4})
+            for values in sums(list(loaded)).values():
+                self.assertFalse(values.any())
 
     def test_a_state_continues_bit_for_bit_also_by_tensor(self) -> None:
         def body(comm: gradwire.Communicator) -> Any:
