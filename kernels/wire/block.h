@@ -89,6 +89,37 @@ GW_HD float within(float x, float most) {
   return bits_float((magnitude > 0x7f800000u ? magnitude : less) | (bits & 0x80000000u));
 }
 
+// to = the randomized Hadamard transform of n values. Lanes that have a way of their own to do this do; here and in
+// rotate_block_back().
+//
+// By 1/n here and 1 on the way back, not the square root twice: a power of two is exact.
+template <typename Lanes>
+GW_HD void rotate_block(const Lanes& lanes, const float* values, int n, float* to) {
+  const float scale = 1.0f / static_cast<float>(n);
+  if constexpr (requires { lanes.rotate(values, n, scale, to); }) {
+    lanes.rotate(values, n, scale, to);
+  } else {
+    lanes.each(
+        n, [=](int i) GW_HD_LAMBDA { to[i] = bits_float(float_bits(values[i] * scale) ^ rotation_sign(i)); });
+    lanes.hadamard(to, n);
+  }
+}
+// What is finite stays so: sums of 512 values, each 2^10 smaller, do, and then it saturates.
+inline constexpr float kRotationDown = 0x1p-10f, kRotationUp = 0x1p10f,
+                       kRotationMost = 0x1.fffffep127f * kRotationDown;
+template <typename Lanes>
+GW_HD void rotate_block_back(const Lanes& lanes, float* values, int n) {
+  if constexpr (requires { lanes.rotate_back(values, n); }) {
+    lanes.rotate_back(values, n);
+  } else {
+    lanes.each(n, [=](int i) GW_HD_LAMBDA { values[i] *= kRotationDown; });
+    lanes.hadamard(values, n);
+    lanes.each(n, [=](int i) GW_HD_LAMBDA {
+      values[i] = bits_float(float_bits(within(values[i], kRotationMost) * kRotationUp) ^ rotation_sign(i));
+    });
+  }
+}
+
 // The residual of a sum of which the wire carries `sent`. When that is NaN for another value's sake, nothing was
 // sent. Rotated, it may be so far from s that what is left is no float.
 template <bool kMaySendNan>
@@ -139,12 +170,7 @@ struct BlockCoder {
         lanes.each(n, [=](int i) GW_HD_LAMBDA { scratch[i] = bits_float(0x7fc00000u); });
         values = scratch;
       } else if (rotates()) {
-        // By 1/n here and 1 in decode, not the square root twice: a power of two is exact.
-        const float scale = 1.0f / static_cast<float>(n);
-        lanes.each(n, [=](int i) GW_HD_LAMBDA {
-          scratch[i] = bits_float(float_bits(s[i] * scale) ^ rotation_sign(i));
-        });
-        lanes.hadamard(scratch, n);
+        rotate_block(lanes, s, n, scratch);
         values = scratch;
       }
     }
@@ -157,14 +183,7 @@ struct BlockCoder {
   GW_HD void decode(const Lanes& lanes, const From& from, int count, float* values) const {
     const int n = block();
     format.decode(lanes, from, rotates() ? n : count, values);
-    if (!rotates()) return;
-    // What is finite stays so: sums of 512 values, each 2^10 smaller, do, and then it saturates.
-    const float down = 1.0f / 1024.0f, up = 1024.0f, most = 0x1.fffffep127f * down;
-    lanes.each(n, [=](int i) GW_HD_LAMBDA { values[i] *= down; });
-    lanes.hadamard(values, n);
-    lanes.each(count, [=](int i) GW_HD_LAMBDA {
-      values[i] = bits_float(float_bits(within(values[i], most) * up) ^ rotation_sign(i));
-    });
+    if (rotates()) rotate_block_back(lanes, values, n);
   }
 };
 

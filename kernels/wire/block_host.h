@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <functional>
 
 #include "kernels/math/bf16.h"
@@ -69,31 +70,43 @@ struct OneLane {
       }
     }
   }
-  // Keys have 31 bits: first the upper 15 of all, then the whole of those few that may be it.
-  template <typename Key>
-  GW_INLINE uint32_t kth(int n, int k, const Key& key) const {
+  // By the upper 15 of the keys' 31 bits down to few more than k; then by all bits of those.
+  template <typename Key, typename Put>
+  GW_INLINE void pick_largest(int n, int k, const Key& key, const Put& put) const {
     alignas(64) int16_t upper[kMostKeys];
+    alignas(64) uint8_t hits[kMostKeys];
+    uint16_t at[kMostKeys];
+    uint32_t keys[kMostKeys];
     each(n, [&](int i) { upper[i] = static_cast<int16_t>(key(i) >> 16); });
-    int found = 0;
+    int16_t least = 0;
     for (int bit = 1 << 14; bit > 0; bit /= 2) {
-      const auto below = static_cast<int16_t>((found | bit) - 1);
-      int16_t reach = 0;
-#pragma omp simd reduction(+ : reach)
-      for (int i = 0; i < n; ++i) reach = static_cast<int16_t>(reach + (upper[i] > below ? 1 : 0));
-      if (reach >= k) found |= bit;
-      if (reach == k) break;
+      const auto tried = static_cast<int16_t>(least | bit);
+      const int reach = reaching(upper, n, tried);
+      if (reach >= k) least = tried;
+      if (reach >= k && reach <= k + k / 4) break;
     }
-    uint32_t reaching[kMostKeys];
+    each(n, [&](int i) { hits[i] = upper[i] >= least ? 1 : 0; });
     int all = 0;
-    const auto least = static_cast<int16_t>(found);
-    pick(
-        n, [&](int i) { return upper[i] >= least; },
-        [&](int j, int i) {
-          reaching[j] = key(i);
-          all = j + 1;
-        });
-    std::nth_element(reaching, reaching + (k - 1), reaching + all, std::greater<>());
-    return reaching[k - 1];
+    for (int begin = 0; begin < n; begin += 8) {
+      uint64_t eight;
+      memcpy(&eight, hits + begin, sizeof eight);
+      for (; eight != 0; eight &= eight - 1) {
+        const int i = begin + std::countr_zero(eight) / 8;
+        at[all] = static_cast<uint16_t>(i);
+        keys[all++] = key(i);
+      }
+    }
+    uint32_t sorted[kMostKeys];
+    memcpy(sorted, keys, static_cast<size_t>(all) * sizeof *keys);
+    std::nth_element(sorted, sorted + (k - 1), sorted + all, std::greater<>());
+    const uint32_t last = sorted[k - 1];
+    int picked = 0;
+    for (int j = 0; j < all; ++j) {
+      if (keys[j] > last) put(picked++, at[j]);
+    }
+    for (int j = 0; j < all && picked < k; ++j) {
+      if (keys[j] == last) put(picked++, at[j]);
+    }
   }
 
   template <int kGroup, typename Begin, typename Body>
@@ -151,25 +164,39 @@ struct OneLane {
     each(count, [&](int i) { take(i, codes[i]); });
   }
 
+  // As block.h's rotate_block and rotate_block_back, with what comes before and after the butterflies in registers.
   // n is a power of two, 16 at least.
-  GW_INLINE void hadamard(float* x, int n) const {
-    int h = n / 2;
-    for (; h >= 8 * kWidth; h /= 2) {
-      for (int begin = 0; begin < n; begin += 2 * h) {
-        for (int i = begin; i < begin + h; i += kWidth) butterfly(x + i, x + i + h);
-      }
-    }
-    if (n >= 8 * kWidth) {
-      for (int begin = 0; begin < n; begin += 8 * kWidth) in_registers<8>(x + begin);
-    } else if (n == 4 * kWidth) {
-      in_registers<4>(x);
-    } else {
-      in_registers<2>(x);
-    }
+  GW_INLINE void rotate(const float* values, int n, float scale, float* to) const {
+    hadamard(
+        values, n, to, [=](const F32x8& x, int i) GW_HD_LAMBDA { return with_sign(words_of(scale * x), i); },
+        AsIs());
+  }
+  GW_INLINE void rotate_back(float* values, int n) const {
+    hadamard(
+        values, n, values, [](const F32x8& x, int) GW_HD_LAMBDA { return kRotationDown * x; },
+        [](const F32x8& x, int i) GW_HD_LAMBDA {
+          const U32x8 bits = words_of(x), magnitude = bits & 0x7fffffffu;
+          const U32x8 limit = U32x8{} + float_bits(kRotationMost);
+          const U32x8 least = blend(magnitude < limit, magnitude, limit);
+          const U32x8 cut = blend(magnitude > 0x7f800000u, magnitude, least) | (bits & 0x80000000u);
+          return with_sign(words_of(kRotationUp * std::bit_cast<F32x8>(cut)), i);
+        });
   }
 
  private:
   static constexpr int kMostCodes = 512, kMostKeys = 4096, kFullBytes = 32;
+
+  // How many of n keys, a multiple of 16, are `least` at least.
+  GW_INLINE int reaching(const int16_t* keys, int n, int16_t least) const {
+    using I16x16 = int16_t __attribute__((vector_size(32)));
+    I16x16 sum = {};
+    for (int i = 0; i < n; i += 16) sum -= load<I16x16>(keys + i) >= least;
+    alignas(32) int16_t lanes[16];
+    store(lanes, sum);
+    int all = 0;
+    for (const int16_t lane : lanes) all += lane;
+    return all;
+  }
 
   // Bits [from, from + kBits) of n codes; the rest of them counts for nothing.
   template <int kBits>
@@ -199,18 +226,51 @@ struct OneLane {
     }
   }
 
-  GW_INLINE void butterfly(float* low, float* high) const {
-    const F32x8 a = load<F32x8>(low), b = load<F32x8>(high);
+  struct AsIs {
+    GW_INLINE F32x8 operator()(const F32x8& x, int) const { return x; }
+  };
+  GW_INLINE static F32x8 with_sign(const U32x8& bits, int i) {
+    return std::bit_cast<F32x8>(bits ^ load<U32x8>(kRotationSigns.of + i));
+  }
+
+  // to = after(H before(from)); both are told the first of their eight places.
+  template <typename Before, typename After>
+  GW_INLINE void hadamard(const float* from, int n, float* to, const Before& before,
+                          const After& after) const {
+    constexpr int kInRegisters = 8 * kWidth;
+    if (n <= kInRegisters) {
+      if (n == kInRegisters) return in_registers<8>(from, to, 0, before, after);
+      return n == 4 * kWidth ? in_registers<4>(from, to, 0, before, after)
+                             : in_registers<2>(from, to, 0, before, after);
+    }
+    for (int i = 0; i < n / 2; i += kWidth) {
+      butterfly(before(load<F32x8>(from + i), i), before(load<F32x8>(from + i + n / 2), i + n / 2), to + i,
+                to + i + n / 2);
+    }
+    for (int h = n / 4; h >= kInRegisters; h /= 2) {
+      for (int begin = 0; begin < n; begin += 2 * h) {
+        for (int i = begin; i < begin + h; i += kWidth) {
+          butterfly(load<F32x8>(to + i), load<F32x8>(to + i + h), to + i, to + i + h);
+        }
+      }
+    }
+    for (int begin = 0; begin < n; begin += kInRegisters) in_registers<8>(to, to, begin, AsIs(), after);
+  }
+  GW_INLINE void butterfly(const F32x8& a, const F32x8& b, float* low, float* high) const {
     store(low, a + b);
     store(high, a - b);
   }
   // The butterflies of kVectors vectors, whose last three are within a vector: a lane's partner is added, or the
   // lane subtracted from it; -1 * x is exact.
-  template <int kVectors>
-  GW_INLINE void in_registers(float* x) const {
+  template <int kVectors, typename Before, typename After>
+  GW_INLINE void in_registers(const float* from, float* to, int begin, const Before& before,
+                              const After& after) const {
     static_assert(kWidth == 8);
     F32x8 v[kVectors];
-    for (int k = 0; k < kVectors; ++k) v[k] = load<F32x8>(x + k * kWidth);
+    for (int k = 0; k < kVectors; ++k) {
+      const int i = begin + k * kWidth;
+      v[k] = before(load<F32x8>(from + i), i);
+    }
     for (int h = kVectors / 2; h > 0; h /= 2) {
       for (int k = 0; k < kVectors; ++k) {
         if ((k & h) != 0) continue;
@@ -224,7 +284,8 @@ struct OneLane {
       y = __builtin_shufflevector(y, y, 4, 5, 6, 7, 0, 1, 2, 3) + y * F32x8{1, 1, 1, 1, -1, -1, -1, -1};
       y = __builtin_shufflevector(y, y, 2, 3, 0, 1, 6, 7, 4, 5) + y * F32x8{1, 1, -1, -1, 1, 1, -1, -1};
       y = __builtin_shufflevector(y, y, 1, 0, 3, 2, 5, 4, 7, 6) + y * F32x8{1, -1, 1, -1, 1, -1, 1, -1};
-      store(x + k * kWidth, y);
+      const int i = begin + k * kWidth;
+      store(to + i, after(y, i));
     }
   }
 };

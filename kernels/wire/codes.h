@@ -118,22 +118,31 @@ GW_HD uint8_t encode_e4m3(const Lanes& lanes, const float* values, int count, in
   return scale;
 }
 
-// The k-th largest of n keys of 31 bits. Lanes that have a way of their own to find it do.
-template <typename Lanes, typename Key>
-GW_HD uint32_t kth_largest(const Lanes& lanes, int n, int k, const Key& key) {
-  if constexpr (requires { lanes.kth(n, k, key); }) {
-    return lanes.kth(n, k, key);
+// Of n keys of 31 bits, the k largest: calls put(j, i), j in [0, k), for those above the k-th largest, ascending in
+// i, and then for those equal to it, as many as fit. Lanes that have a way of their own to do this do.
+template <typename Lanes, typename Key, typename Put>
+GW_HD void pick_largest(const Lanes& lanes, int n, int k, const Key& key, const Put& put) {
+  if constexpr (requires { lanes.pick_largest(n, k, key, put); }) {
+    lanes.pick_largest(n, k, key, put);
   } else {
-    uint32_t found = 0;
+    uint32_t least = 0;  // the k-th largest
     for (int bit = 30; bit >= 0; --bit) {
-      const uint32_t tried = found | (1u << bit);
+      const uint32_t tried = least | (1u << bit);
       const int reach = lanes.count(n, [=](int i) GW_HD_LAMBDA { return key(i) >= tried; });
-      if (reach >= k) found = tried;
-      // No others: it is the least of these.
-      if (reach == k)
-        return ~lanes.max(n, [=](int i) GW_HD_LAMBDA { return key(i) >= tried ? ~key(i) : 0u; });
+      if (reach >= k) least = tried;
+      if (reach == k) {  // no others: it is the least of these
+        least = ~lanes.max(n, [=](int i) GW_HD_LAMBDA { return key(i) >= tried ? ~key(i) : 0u; });
+        break;
+      }
     }
-    return found;
+    const int above = lanes.count(n, [=](int i) GW_HD_LAMBDA { return key(i) > least; });
+    lanes.pick(
+        n, [=](int i) GW_HD_LAMBDA { return key(i) > least; }, put);
+    lanes.pick(
+        n, [=](int i) GW_HD_LAMBDA { return key(i) == least; },
+        [=](int j, int i) GW_HD_LAMBDA {
+          if (above + j < k) put(above + j, i);
+        });
   }
 }
 

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <string>
+#include <type_traits>
 
 #include "kernels/math/fp8.h"
 #include "kernels/wire/block.h"
@@ -51,25 +52,20 @@ struct TopK {
   GW_HD static int place(const uint8_t* from, int j) { return from[2 * j] | (from[2 * j + 1] & 0x0f) << 8; }
   GW_HD static bool is_nan(const uint8_t* from, int j) { return (from[2 * j + 1] & 0x80) != 0; }
 
-  template <typename Lanes>
-  GW_HD void encode(const Lanes& lanes, const float* values, int, const uint16_t*, uint8_t* to) const {
-    const uint32_t least =
-        kth_largest(lanes, of, k, [=](int i) GW_HD_LAMBDA { return magnitude(values, i); });
-    const int wanted = k;
-    const int above = lanes.count(of, [=](int i) GW_HD_LAMBDA { return magnitude(values, i) > least; });
-    const auto put = [=](int j, int i) GW_HD_LAMBDA {
-      to[2 * j] = static_cast<uint8_t>(i);
-      to[2 * j + 1] = static_cast<uint8_t>(i >> 8 | (is_finite(values[i]) ? 0 : 0x80));
-    };
-    lanes.pick(
-        of, [=](int i) GW_HD_LAMBDA { return magnitude(values, i) > least; }, put);
-    // Some of those may not fit.
-    lanes.pick(
-        of, [=](int i) GW_HD_LAMBDA { return magnitude(values, i) == least; },
+  template <typename Lanes, typename Sink = NoSink>
+  GW_HD void encode(const Lanes& lanes, const float* values, int, const uint16_t*, uint8_t* to,
+                    const Sink& sink = {}) const {
+    pick_largest(
+        lanes, of, k, [=](int i) GW_HD_LAMBDA { return magnitude(values, i); },
         [=](int j, int i) GW_HD_LAMBDA {
-          if (above + j < wanted) put(above + j, i);
+          to[2 * j] = static_cast<uint8_t>(i);
+          to[2 * j + 1] = static_cast<uint8_t>(i >> 8 | (is_finite(values[i]) ? 0 : 0x80));
         });
     put_values(lanes, values, to, to + 2 * k);
+    if constexpr (!std::is_same_v<Sink, NoSink>) {
+      lanes.each(of, [=](int i) GW_HD_LAMBDA { sink.template put<false>(i, 0.0f); });
+      for (int j = 0; j < k; ++j) sink.template put<false>(place(to, j), value_of(to + 2 * k, j));
+    }
   }
 
   template <typename Lanes>
