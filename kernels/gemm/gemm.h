@@ -3,12 +3,12 @@
 //
 // C = alpha * op(A) op(B) + beta * C + bias, where op(A) is (m, k), op(B) is (k, n), C is (m, n), for `batch`
 // products whose operands lie `stride_*` elements apart. lda/ldb/ldc are the distances between rows as
-// stored. FLOPs: 2 m n k per product. On the host the work is cut along rows of C into pieces that do not
-// depend on the number of threads, so results do not either; OpenBLAS itself runs single-threaded.
+// stored. FLOPs: 2 m n k per product. On the host C is cut into pieces that do not depend on the
+// number of threads, so results do not either; OpenBLAS itself runs single-threaded.
 //
 // A and B are both FP32 or both BF16; C is FP32, or BF16 where A and B are. Products of two BF16 numbers are
-// exact in FP32, and sums are kept in FP32 on either device and rounded once, when C is stored: the host
-// widens BF16 operands and hands them to OpenBLAS.
+// exact in FP32, and sums are kept in FP32 on either device and rounded once, when C is stored: on the host by
+// AVX512-BF16 (bf16_gemm.h), or by OpenBLAS on operands made FP32.
 #pragma once
 
 #include <cstddef>

@@ -2,6 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <random>
+
+#include "kernels/gemm/bf16_gemm.h"
 #include "kernels/gemm/column_major_gemm.h"
 #include "runtime/thread_pool.h"
 #include "tests/expect.h"
@@ -72,6 +75,7 @@ TEST_P(GemmOp, MatchesTheDoubleReferenceForEveryTransposition) {
 }
 
 TEST_P(GemmOp, CutsLargeProductsWithoutSeams) {
+  for (int t = 0; t < 4; ++t) check(Operands(270, 1100, 20, (t & 1) != 0, (t & 2) != 0, 1, 3));
   for (int t = 0; t < 4; ++t) check(Operands(515, 200, 120, (t & 1) != 0, (t & 2) != 0, 1, 3));
 }
 
@@ -136,6 +140,7 @@ TEST_P(GemmOp, Tf32StaysWithinItsRounding) {
 TEST_P(GemmOp, AnyNumberOfThreadsGivesTheSameBits) {
   const int before = host_threads();
   for (const Operands& o : {Operands(1088, 192, 64, false, true), Operands(64, 192, 1088, true, false),
+                            Operands(300, 1100, 20, false, true), Operands(260, 1030, 20, true, false, 1, 3),
                             Operands(17, 17, 16, false, true, 256)}) {
     auto first = run(o);
     for (int threads : thread_counts()) {
@@ -155,8 +160,23 @@ TEST_P(GemmOp, AnImpossibleLeadingDimensionIsBadInputThatNamesIt) {
 // Products of BF16 numbers are exact in FP32, so the only errors are the sum's and C's own rounding.
 class Bf16Gemm : public OpTest {
  public:
+  void TearDown() override {
+    host::use_bf16_products(before_);
+    OpTest::TearDown();
+  }
+
+  // On the host, each way to compute them.
   template <typename Out>
-  void check(Operands o, bool with_bias, int64_t misalign = 0) {
+  void check(const Operands& o, bool with_bias, int64_t misalign = 0) {
+    for (auto way : {host::Bf16Products::widened, host::Bf16Products::emulated, before_}) {
+      host::use_bf16_products(way);
+      check_as_set<Out>(o, with_bias, misalign);
+    }
+  }
+
+ private:
+  template <typename Out>
+  void check_as_set(Operands o, bool with_bias, int64_t misalign) {
     SCOPED_TRACE(o.name() + (std::is_same_v<Out, float> ? " to fp32" : " to bf16"));
     auto rounded = [](const std::vector<float>& values) {
       std::vector<Bf16> out;
@@ -191,6 +211,8 @@ class Bf16Gemm : public OpTest {
       ASSERT_LE(std::abs(got[i] - want[i]), relative * std::abs(want[i]) + 1e-6 * size) << i;
     }
   }
+
+  const host::Bf16Products before_ = host::bf16_products();
 };
 
 TEST_P(Bf16Gemm, IsTheProductOfWidenedOperandsRoundedOnce) {
@@ -215,6 +237,65 @@ TEST_P(Bf16Gemm, AccumulatesAndBatches) {
       check<float>(o, false);
       check<Bf16>(large, false);
       check<float>(large, false);
+    }
+  }
+}
+
+// A product of BF16 matrices, by rows cut as said.
+std::vector<float> in_bf16(const Operands& o, const std::vector<Bf16>& a, const std::vector<Bf16>& b,
+                           host::Bf16Products way, int64_t rows_at_once) {
+  std::vector<float> c = o.c;
+  Gemm g = o.args;
+  g.a = a.data(), g.b = b.data(), g.c = c.data();
+  host::Bf16Panels panels;
+  panels.resize(g);
+  panels.pack(g, 0, 0, panels.count());
+  for (int64_t row = 0; row < g.m; row += rows_at_once)
+    host::bf16_gemm_rows(g, way, panels, 0, row, std::min(g.m, row + rows_at_once));
+  return c;
+}
+
+// Of any exponent: subnormal numbers, infinities and NaNs are among them.
+std::vector<Bf16> any_bf16(size_t count, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<Bf16> out(count);
+  for (Bf16& x : out) x.bits = static_cast<uint16_t>(random());
+  return out;
+}
+std::vector<Bf16> moderate_bf16(size_t count, uint32_t seed) {
+  std::vector<Bf16> out;
+  for (float x : OpTest::normal(static_cast<int64_t>(count), seed)) out.push_back(narrow<Bf16>(x));
+  return out;
+}
+
+TEST(Bf16Products, TheEmulationHasTheInstructionsBits) {
+  if (!host::has_avx512_bf16()) GTEST_SKIP() << "the processor has no AVX512-BF16";
+  for (int t = 0; t < 4; ++t) {
+    for (int64_t k : {1, 2, 7, 64, 301}) {
+      const Operands o(29, 70, k, (t & 1) != 0, (t & 2) != 0, 1, t);
+      for (const auto& values : {any_bf16, moderate_bf16}) {
+        const auto a = values(o.a.size(), 5), b = values(o.b.size(), 6);
+        const auto want = in_bf16(o, a, b, host::Bf16Products::avx512, o.args.m);
+        const auto got = in_bf16(o, a, b, host::Bf16Products::emulated, o.args.m);
+        for (size_t i = 0; i < want.size(); ++i) {
+          if (std::isnan(want[i])) {
+            ASSERT_TRUE(std::isnan(got[i])) << o.name() << " at " << i;
+          } else {
+            ASSERT_EQ(float_bits(got[i]), float_bits(want[i])) << o.name() << " at " << i;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Bf16Products, WhereTheRowsAreCutChangesNoBit) {
+  for (int t = 0; t < 4; ++t) {
+    const Operands o(61, 45, 83, (t & 1) != 0, (t & 2) != 0, 1, t);
+    const auto a = moderate_bf16(o.a.size(), 5), b = moderate_bf16(o.b.size(), 6);
+    const auto whole = in_bf16(o, a, b, host::Bf16Products::emulated, o.args.m);
+    for (int64_t rows : {1, 5, 14, 28, 60}) {
+      expect_same_bits(in_bf16(o, a, b, host::Bf16Products::emulated, rows), whole, o.name());
     }
   }
 }

@@ -10,6 +10,7 @@
 
 #include "kernels/blas/blas.h"
 #include "kernels/blas/kernel_set.h"
+#include "kernels/gemm/bf16_gemm.h"
 #include "kernels/simd/simd.h"
 #include "runtime/error.h"
 
@@ -69,11 +70,14 @@ double cpu_seconds(const Work& work) {
 std::string host_products_text() {
   const GradwireBlas& blas = *gradwire_blas();
   if (blas.error != nullptr) throw BadInput(blas.error);
-  const std::string text = fmt::format("{}, {} kernels", blas.version, blas.kernels);
-  if (blas.wanted != nullptr) return text + " (GRADWIRE_BLAS_KERNELS)";
-  if (blas.instead_of == nullptr) return text;
-  return fmt::format("{} (chosen by CPU features; OpenBLAS would use {} for this CPU model)", text,
-                     blas.instead_of);
+  std::string text = fmt::format("{}, {} kernels", blas.version, blas.kernels);
+  if (blas.wanted != nullptr) {
+    text += " (GRADWIRE_BLAS_KERNELS)";
+  } else if (blas.instead_of != nullptr) {
+    text +=
+        fmt::format(" (chosen by CPU features; OpenBLAS would use {} for this CPU model)", blas.instead_of);
+  }
+  return host::has_avx512_bf16() ? text + "; BF16 by AVX512-BF16" : text;
 }
 
 double measure_fma_share() {
