@@ -107,14 +107,15 @@ GW_HD void rotate_block(const Lanes& lanes, const float* values, int n, float* t
 // What is finite stays so: sums of 512 values, each 2^10 smaller, do, and then it saturates.
 inline constexpr float kRotationDown = 0x1p-10f, kRotationUp = 0x1p10f,
                        kRotationMost = 0x1.fffffep127f * kRotationDown;
+// Of n values, only the first `count` are wanted.
 template <typename Lanes>
-GW_HD void rotate_block_back(const Lanes& lanes, float* values, int n) {
+GW_HD void rotate_block_back(const Lanes& lanes, float* values, int n, int count) {
   if constexpr (requires { lanes.rotate_back(values, n); }) {
     lanes.rotate_back(values, n);
   } else {
     lanes.each(n, [=](int i) GW_HD_LAMBDA { values[i] *= kRotationDown; });
     lanes.hadamard(values, n);
-    lanes.each(n, [=](int i) GW_HD_LAMBDA {
+    lanes.each(count, [=](int i) GW_HD_LAMBDA {
       values[i] = bits_float(float_bits(within(values[i], kRotationMost) * kRotationUp) ^ rotation_sign(i));
     });
   }
@@ -183,7 +184,7 @@ struct BlockCoder {
   GW_HD void decode(const Lanes& lanes, const From& from, int count, float* values) const {
     const int n = block();
     format.decode(lanes, from, rotates() ? n : count, values);
-    if (rotates()) rotate_block_back(lanes, values, n);
+    if (rotates()) rotate_block_back(lanes, values, n, count);
   }
 };
 
