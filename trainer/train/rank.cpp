@@ -380,6 +380,8 @@ void RankTrainer::evaluate(int64_t steps_done) {
 void RankTrainer::save(int64_t steps_done) {
   const auto begin = std::chrono::steady_clock::now();
   const int64_t at = data_step(steps_done);
+  // Saving exchanges on stream_; weights may still be on their way on the window's.
+  if (shards_ && shards_->window() != nullptr) shards_->window()->synchronize();
   const SavedCheckpoint saved = save_checkpoint(state(), config_,
                                                 {.step = steps_done,
                                                  .epoch = at / steps_per_epoch_,
