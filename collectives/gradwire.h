@@ -60,7 +60,7 @@ enum {
 };
 
 typedef int32_t gw_dtype;
-enum { GW_FLOAT32 = 0, GW_BFLOAT16 = 1 };
+enum { GW_FLOAT32 = 0, GW_BFLOAT16 = 1, GW_FLOAT16 = 2 };
 
 typedef int32_t gw_op;
 enum { GW_SUM = 0, GW_AVG = 1 };
@@ -235,7 +235,8 @@ GW_API gw_status gw_format_register(const gw_format* format);
  *
  * buf     (count) elements of dtype on the communicator's device, aligned to the element size. May be null
  *         when count is 0. The address may differ.
- * dtype   GW_FLOAT32, or GW_BFLOAT16, which is converted to float32 for the reduction and back.
+ * dtype   GW_FLOAT32, or GW_BFLOAT16 or GW_FLOAT16, which are converted to float32 for the reduction and back. A
+ *         sum beyond float16 is infinity there.
  * spec    a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or your own, with
  *         ",schedule=auto|ring|tree|two_shot|hierarchical" and ",intra_node=wire|fp32". No state is kept
  *         between calls, so there is no error feedback: rounding errors are lost. "powersgd" and "randk" need a
@@ -264,8 +265,8 @@ GW_API gw_status gw_allreduce_residual(gw_comm comm, void* buf, int64_t count, g
  *
  * counts    (world) elements of each rank's shard: any size, 0 too, the same on every rank. Shards lie one
  *           after another in rank order; `sum` below is the number of elements of all.
- * dtype     GW_FLOAT32, or GW_BFLOAT16, which is converted to float32 and back. The wire carries what `spec`
- *           says: "bf16" for bfloat16 elements loses nothing; "fp32" sends twice the bytes.
+ * dtype     GW_FLOAT32, or GW_BFLOAT16 or GW_FLOAT16, which are converted to float32 and back. The wire carries
+ *           what `spec` says: "bf16" for bfloat16 elements loses nothing; "fp32" sends twice the bytes.
  * spec      as in gw_allreduce(); schedule=tree is refused unless it fits. ef= has no effect: there is error
  *           feedback if `residual` is not null. "powersgd" and "randk" are refused: use a reducer.
  * residual  FP32, zeros at first, yours between calls: see gw_allreduce_residual(). Null: what rounding loses is
@@ -282,7 +283,7 @@ GW_API gw_status gw_allreduce_residual(gw_comm comm, void* buf, int64_t count, g
  * in        (sum), this rank's part of the sums; unchanged, unless out is in it.
  * out       (counts[rank]); may be this rank's place in `in`, and nothing else of it.
  * residual  (sum): a rank rounds what it sends to the others. The owner adds up in FP32 and rounds nothing (but
- *           to bfloat16, with that dtype). With schedule=two_shot each contribution is rounded once whatever the
+ *           to the dtype). With schedule=two_shot each contribution is rounded once whatever the
  *           number of ranks, and the bits are those of gw_allreduce() with "fp32:schedule=two_shot" if the
  *           format is "fp32". */
 GW_API gw_status gw_reduce_scatter(gw_comm comm, const void* in, void* out, const int64_t* counts,
@@ -304,7 +305,7 @@ GW_API gw_status gw_all_gather(gw_comm comm, const void* in, void* out, const in
  * master    (counts[rank]) FP32, not in `replica`; unchanged.
  * replica   (sum), the same bits on every rank, for example from gw_all_gather() or gw_broadcast(). A value
  *           that is not finite stays so: gather the masters again.
- * dtype     GW_FLOAT32. GW_UNSUPPORTED for GW_BFLOAT16, which would round each update.
+ * dtype     GW_FLOAT32. GW_UNSUPPORTED for others, which would round each update.
  *
  * Unless the format is "fp32", the communicator keeps (sum) floats of memory for the differences. */
 GW_API gw_status gw_all_gather_update(gw_comm comm, const float* master, void* replica, const int64_t* counts,
@@ -323,7 +324,7 @@ typedef struct gw_tensor {
   const char* name; /* unique in the reducer; for error texts and state; copied; null: "tensor 7" */
   int64_t rows;     /* PowerSGD treats it as a (rows, cols) matrix, row-major; a vector has cols == 1. */
   int64_t cols;     /* More dimensions: rows = the first, cols = the product of the rest. 0 is legal. */
-  gw_dtype dtype;   /* GW_FLOAT32, or GW_BFLOAT16: see gw_reducer_allreduce() */
+  gw_dtype dtype;   /* GW_FLOAT32, GW_BFLOAT16 or GW_FLOAT16: see gw_reducer_allreduce() */
   void* grad;       /* (rows, cols), the gradient's address for gw_reducer_ready(); null if that isn't used */
 } gw_tensor;
 
@@ -364,9 +365,9 @@ GW_API gw_status gw_reducer_create(gw_comm comm, const char* spec, const gw_tens
  *         A bucket whose tensors are float32 and contiguous in memory, in the order of registration, is reduced in
  *         place, without a copy. The tensors of any other bucket are copied to memory that buckets share, as large as
  *         the largest two, and back.
- *         bfloat16 gradients become float32 there: the sums, residuals and factors are float32's, and the result is
- *         rounded to nearest. The wire carries what the spec says: "bf16" for bfloat16 gradients sends what they
- *         have, "fp32" twice the bytes.
+ *         bfloat16 and float16 gradients become float32 there: the sums, residuals and factors are float32's, and the
+ *         result is rounded to nearest; float16 beyond 65504 is infinity, as loss scaling expects. The wire carries
+ *         what the spec says: "bf16" for bfloat16 gradients sends what they have, "fp32" twice the bytes.
  *         Addresses may change between steps and may differ between ranks. If those of a bucket that is
  *         reduced in place change, the call blocks until work in flight is done.
  *

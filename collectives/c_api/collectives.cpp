@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "collectives/c_api/comm.h"
+#include "collectives/c_api/dtypes.h"
 #include "collectives/c_api/errors.h"
 #include "collectives/plan/planner.h"
 #include "kernels/wire/fp32.h"
@@ -17,7 +18,7 @@ namespace {
 constexpr size_t kShardsShown = 8;
 
 size_t bytes_of(gw_dtype dtype) {
-  return dtype == GW_FLOAT32 ? 4 : 2;
+  return static_cast<size_t>(gradwire::bytes_of(checked_dtype(dtype)));
 }
 
 int64_t elements_before(const Shards& shards, int rank) {
@@ -34,7 +35,7 @@ std::string listed(const Shards& shards) {
 }
 
 std::string describe(const CollectiveCall& call) {
-  const char* dtype = call.dtype == GW_BFLOAT16 ? "bfloat16" : "float32";
+  const char* dtype = long_name(checked_dtype(call.dtype));
   const char* op = call.op == GW_AVG ? "mean" : "sum";
   const std::string what = call.function + quoted(call.tag);
   switch (call.collective) {
@@ -70,8 +71,7 @@ void check_place(const char* shard_name, const void* shard, const char* whole_na
 }
 
 void check_call(const CollectiveCall& call) {
-  require(call.dtype == GW_FLOAT32 || call.dtype == GW_BFLOAT16,
-          "dtype {} is neither GW_FLOAT32 nor GW_BFLOAT16", call.dtype);
+  checked_dtype(call.dtype);
   require(call.op == GW_SUM || call.op == GW_AVG, "op {} is neither GW_SUM nor GW_AVG", call.op);
   require(reinterpret_cast<uintptr_t>(call.residual) % alignof(float) == 0,
           "residual is not aligned to its elements of 4 bytes");
@@ -134,7 +134,7 @@ Program& ApiComm::program_for(const CollectiveCall& call) {
                      .out = call.out,
                      .residual = call.residual,
                      .count = call.count,
-                     .dtype = call.dtype == GW_BFLOAT16 ? DType::bf16 : DType::f32,
+                     .dtype = checked_dtype(call.dtype),
                      .shards = call.shards},
       Program::Options{.what = describe(call),
                        .wire = spec.wire,
@@ -319,8 +319,9 @@ gw_status gw_all_gather_update(gw_comm comm, const float* master, void* replica,
     check_call(call);
     if (dtype != GW_FLOAT32) {
       throw Unsupported(
-          "replicas in bfloat16 would round every update; keep them in float32, or use "
-          "gw_all_gather with spec bf16");
+          fmt::format("replicas in {} would round every update; keep them in float32, or use "
+                      "gw_all_gather with spec bf16",
+                      long_name(checked_dtype(dtype))));
     }
     call.count = elements_before(call.shards, locked->communicator->world());
     check_memory("master", master, call.shards[rank], sizeof(float));

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "collectives/agreement/statements.h"
+#include "collectives/c_api/dtypes.h"
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/handles.h"
 #include "collectives/c_api/structs.h"
@@ -50,9 +51,7 @@ std::vector<GradientTensor> read_tensors(const gw_tensor* tensors, int32_t n, st
     require(t.rows >= 0 && t.cols >= 0, "{}: rows {}, cols {}", who, t.rows, t.cols);
     require(t.cols == 0 || t.rows <= (kMostElements - total) / t.cols, "{}: too many elements", who);
     total += t.rows * t.cols;
-    require(t.dtype == GW_FLOAT32 || t.dtype == GW_BFLOAT16,
-            "{}: dtype {} is neither GW_FLOAT32 nor GW_BFLOAT16", who, t.dtype);
-    GradientTensor tensor{std::move(name), {t.rows}, t.dtype == GW_FLOAT32 ? DType::f32 : DType::bf16};
+    GradientTensor tensor{std::move(name), {t.rows}, checked_dtype(t.dtype, who + ": ")};
     check_alignment(tensor, t.grad);
     if (t.cols != 1) tensor.shape.push_back(t.cols);
     result.push_back(std::move(tensor));
@@ -96,9 +95,9 @@ void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vec
     statements.push_back(fmt::format("loops for {}, of Gradwire {}", simd_level(), GRADWIRE_VERSION));
   }
   for (size_t i = 0; i < tensors.size(); ++i) {
-    statements.push_back(fmt::format("tensor {}: '{}' ({}){}", i, tensors[i].name,
-                                     fmt::join(tensors[i].shape, " x "),
-                                     tensors[i].dtype == DType::f32 ? "" : " in bfloat16"));
+    statements.push_back(
+        fmt::format("tensor {}: '{}' ({}){}", i, tensors[i].name, fmt::join(tensors[i].shape, " x "),
+                    tensors[i].dtype == DType::f32 ? "" : std::string(" in ") + long_name(tensors[i].dtype)));
   }
   agree_on(group.transport(), comm.stream, statements, "gw_reducer_create");
 }

@@ -6,6 +6,7 @@
 #include <bit>
 
 #include "collectives/program/compiler.h"
+#include "kernels/wire/fp16.h"
 #include "runtime/error.h"
 #include "runtime/mix.h"
 
@@ -162,7 +163,9 @@ Call Program::describe(const ProgramBuffers& buffers) const {
   const std::string wire = options_.wire->name;
   const std::string spec = options_.spec.empty() || options_.spec == wire ? "" : ", " + options_.spec;
   return {hash, fmt::format("{} of {} ({} {}, {}, {}{})", name(schedule_.collective), options_.what, count,
-                            dtype == DType::f32 ? "floats" : "BF16 values",
+                            dtype == DType::f32    ? "floats"
+                            : dtype == DType::bf16 ? "BF16 values"
+                                                   : "FP16 values",
                             options_.wire->registered ? options_.wire->identity() : wire,
                             name(schedule_.kind), spec)};
 }
@@ -221,7 +224,7 @@ void Program::run(const Stream& stream, BucketPhases* phases) {
   if (!bound_ && workspace_bytes_ > 0) throw Error(options_.what + ": Program::run before bind");
   const Stream& transfers = overlapped_ ? options_.transfers : stream;
   const bool wide = buffers_.dtype != DType::f32;
-  if (wide) kBf16->decode(stream, {.wire = buffers_.in, .out = wide_in_, .count = elements_in()});
+  if (wide) widen(stream, buffers_.dtype, buffers_.in, wide_in_, elements_in());
   auto enter = [&](Phase phase) {
     if (phases != nullptr) phases->enter(stream, phase, phase == Phase::communicate ? &info_ : nullptr);
   };
@@ -278,7 +281,7 @@ void Program::run(const Stream& stream, BucketPhases* phases) {
     }
   }
   await(started - 1);
-  if (wide) kBf16->reduce_encode(stream, {.own = wide_out_, .wire = buffers_.out, .count = elements_out()});
+  if (wide) narrow(stream, buffers_.dtype, wide_out_, buffers_.out, elements_out());
 }
 
 }  // namespace gradwire

@@ -54,7 +54,8 @@ inline constexpr int64_t kAutomaticSlices = -1;
 //   reduce_scatter   in: (count), unchanged; out: this rank's shard, may be its place in `in` if contiguous
 //   all_gather       in: this rank's shard, may be its place in `out` if contiguous; out: (count)
 //   broadcast        in: (count) at the root, not used elsewhere; out: (count), may be `in`
-// Sums are FP32 whatever the dtype: BF16 is widened into the workspace and rounded to nearest on the way out.
+// Sums are FP32 whatever the dtype: BF16 and FP16 are widened into the workspace and rounded to nearest on
+// the way out.
 struct ProgramBuffers {
   const void* in = nullptr;
   void* out = nullptr;
@@ -147,7 +148,7 @@ class Program {
   const std::vector<ChunkRange> ranges_;  // [chunk]
   const Call call_;
   ProgramBuffers buffers_;
-  float *wide_in_ = nullptr, *wide_out_ = nullptr;  // BF16 buffers widened, in the workspace; null: FP32
+  float *wide_in_ = nullptr, *wide_out_ = nullptr;  // 16-bit buffers widened, in the workspace; null: FP32
   std::vector<Operation> operations_;
   size_t workspace_bytes_ = 0;
   void* workspace_ = nullptr;

@@ -19,7 +19,7 @@ struct GradientTensor {
   std::string name;
   std::vector<int64_t> shape;
   DType dtype =
-      DType::f32;  // or bf16: widened when its bucket is full, and rounded to nearest on the way back
+      DType::f32;  // or bf16, f16: widened when its bucket is full, and rounded to nearest on the way back
 
   int64_t count() const { return element_count(shape); }
 };

@@ -18,9 +18,11 @@ Reducer::Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<Gr
       options_(std::move(options)),
       layout_(lay_out(tensors_, options_.alignment, options_.bucket_bytes, options_.blocks)) {
   for (const GradientTensor& tensor : tensors_) {
-    if (tensor.dtype == DType::f32 || (tensor.dtype == DType::bf16 && !options_.own_gradients)) continue;
-    throw Error(fmt::format("Reducer: gradients of {}, of '{}', must be F32, or BF16 if they are adopted",
-                            gradwire::name(tensor.dtype), tensor.name));
+    const bool half = tensor.dtype == DType::bf16 || tensor.dtype == DType::f16;
+    if (tensor.dtype == DType::f32 || (half && !options_.own_gradients)) continue;
+    throw Error(
+        fmt::format("Reducer: gradients of {}, of '{}', must be F32, or BF16 or F16 if they are adopted",
+                    gradwire::name(tensor.dtype), tensor.name));
   }
   ready_.assign(tensors_.size(), false);
   if (options_.stream) {

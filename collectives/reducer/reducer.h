@@ -98,7 +98,7 @@ class Reducer {
 
   // From the next step on, tensor i's gradient is at gradients[i], on the communicator's device. A bucket
   // whose tensors have the same layout there as in the flat buffer, with no gap after the last (always so
-  // with an alignment of 1), is reduced in place; the tensors of any other bucket, and of those with BF16 gradients,
+  // with an alignment of 1), is reduced in place; the tensors of any other bucket, and of those with 16-bit gradients,
   // are copied into a buffer when the bucket is full, and out of it after the reduction: into the flat one or, without
   // own_gradients, into one or two that buckets use in turn. If sharded, only the owned() part is copied out. Only
   // between steps. Costs a comparison per tensor if nothing has moved; otherwise blocks until work in flight, which

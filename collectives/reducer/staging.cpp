@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "kernels/wire/formats.h"
+#include "kernels/wire/fp16.h"
 #include "runtime/error.h"
 
 namespace gradwire {
@@ -101,9 +101,9 @@ void Reducer::stage(const Bucket& bucket, bool in) {
     if (tensors_[i].dtype == DType::f32) {
       copy(stream, in ? ours : theirs, in ? theirs : ours, static_cast<size_t>(count) * sizeof(float));
     } else if (in) {
-      kBf16->decode(stream, {.wire = theirs, .out = ours, .count = count});
+      widen(stream, tensors_[i].dtype, theirs, ours, count);
     } else {
-      kBf16->reduce_encode(stream, {.own = ours, .wire = theirs, .count = count});
+      narrow(stream, tensors_[i].dtype, ours, theirs, count);
     }
   }
 }

@@ -90,6 +90,7 @@ TEST_P(CApiAgreement, AllreduceRefusesEveryArgumentThatDiffers) {
   };
   differ({}, {.count = 1025}, {"1024 floats", "1025 floats"});
   differ({}, {.dtype = GW_BFLOAT16}, {"mean of float32", "mean of bfloat16"});
+  differ({.dtype = GW_BFLOAT16}, {.dtype = GW_FLOAT16}, {"mean of bfloat16", "mean of float16"});
   differ({}, {.op = GW_SUM}, {"mean of float32", "sum of float32"});
   differ({}, {.spec = "bf16:schedule=ring"}, {"fp32", "bf16"});
   differ({.spec = "bf16:schedule=ring"}, {.spec = "bf16:round=stochastic,schedule=ring"},
@@ -219,6 +220,7 @@ TEST_P(CApiAgreement, ReducersRefuseEveryArgumentThatDiffers) {
   differ([](auto& c) { std::swap(c.model.rows[1], c.model.cols[1]); },
          {"'tall' (129 x 31)", "'tall' (31 x 129)"});
   differ([](auto& c) { c.model.dtype = GW_BFLOAT16; }, {"'bias' (37)", "'bias' (37) in bfloat16"});
+  differ([](auto& c) { c.model.dtype = GW_FLOAT16; }, {"'bias' (37)", "'bias' (37) in float16"});
   differ(  // a matrix of as many elements that is not the other's transpose
       [](auto& c) { c.model.rows[6] = 32, c.model.cols[6] = 128; },
       {"'square' (64 x 64)", "'square' (32 x 128)"});

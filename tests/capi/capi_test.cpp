@@ -1,6 +1,7 @@
 // What the C ABI computes, and that its state brings training back bit for bit.
 #include <cmath>
 
+#include "kernels/math/fp16.h"
 #include "tests/capi/ranks.h"
 
 namespace {
@@ -37,19 +38,27 @@ TEST(CApi, AllreduceSumsAndAveragesIntegersExactly) {
           run_ranks(world, [&](gw_comm comm, int rank) {
             // Rank r holds i % 5 + r: sums stay below 256, where bfloat16 is exact.
             std::vector<float> a(count + 1, -1.0f);  // the last one may not be touched
-            std::vector<uint16_t> b(count + 1, to_bf16(-1.0f));
-            for (int64_t i = 0; i < count; ++i) a[i] = static_cast<float>(i % 5 + rank), b[i] = to_bf16(a[i]);
+            std::vector<uint16_t> b(count + 1, to_bf16(-1.0f)), h(count + 1, gradwire::float_to_fp16(-1.0f));
+            for (int64_t i = 0; i < count; ++i) {
+              a[i] = static_cast<float>(i % 5 + rank);
+              b[i] = to_bf16(a[i]);
+              h[i] = gradwire::float_to_fp16(a[i]);
+            }
             GW_ASSERT_OK(gw_allreduce(comm, a.data(), count, GW_FLOAT32, op, spec, nullptr));
             GW_ASSERT_OK(gw_allreduce(comm, b.data(), count, GW_BFLOAT16, op, spec, nullptr));
+            GW_ASSERT_OK(gw_allreduce(comm, h.data(), count, GW_FLOAT16, op, spec, nullptr));
             for (int64_t i = 0; i < count; ++i) {
               double sum = static_cast<double>(world * (i % 5)) + world * (world - 1) / 2.0;
               double want = op == GW_AVG ? sum / world : sum;
               // Averages over 3 are not exact.
               EXPECT_NEAR(a[i], want, std::abs(want) * 1e-6) << world << spec << count;
               EXPECT_NEAR(from_bf16(b[i]), want, std::abs(want) / 256) << world << spec << count;
+              EXPECT_NEAR(gradwire::fp16_to_float(h[i]), want,
+                          std::abs(want) / (spec[0] == 'f' ? 2048 : 256));
             }
             EXPECT_EQ(a[count], -1.0f);
             EXPECT_EQ(b[count], to_bf16(-1.0f));
+            EXPECT_EQ(h[count], gradwire::float_to_fp16(-1.0f));
           });
         }
       }

@@ -11,6 +11,7 @@
 
 #include "collectives/program/program.h"
 #include "collectives/schedule/checker.h"
+#include "kernels/math/fp16.h"
 #include "runtime/error.h"
 #include "tests/collectives/group.h"
 #include "tests/collectives/program_runs.h"
@@ -184,8 +185,8 @@ TEST_P(AllreduceTest, HierarchicalLeavesTheWireToTheSlowLinks) {
   }
 }
 
-// The result is the same in place and out of place, and BF16 buffers get the FP32 sum, rounded.
-TEST_P(AllreduceTest, OutOfPlaceAndBf16BuffersGiveTheSameSum) {
+// The result is the same in place and out of place, and 16-bit buffers get the FP32 sum, rounded.
+TEST_P(AllreduceTest, OutOfPlaceAnd16BitBuffersGiveTheSameSum) {
   const int world = 4;
   const int64_t count = 4099;
   for (const Schedule& schedule : schedules(world)) {
@@ -193,7 +194,9 @@ TEST_P(AllreduceTest, OutOfPlaceAndBf16BuffersGiveTheSameSum) {
       std::vector<std::vector<float>> inputs;
       for (int r = 0; r < world; ++r) {
         inputs.push_back(testing::normal(count, 60 + r));
-        for (float& v : inputs.back()) v = bf16_to_float(float_to_bf16_nearest(v));  // exact in both dtypes
+        for (float& v : inputs.back()) {  // exact in all types
+          v = fp16_to_float(float_to_fp16(bf16_to_float(float_to_bf16_nearest(v))));
+        }
       }
       const Program::Options options{.what = "test", .wire = wire, .scale = 0.25f};
       const Outcome expected = allreduce(GetParam(), schedule, inputs, {}, options);
@@ -210,18 +213,21 @@ TEST_P(AllreduceTest, OutOfPlaceAndBf16BuffersGiveTheSameSum) {
         EXPECT_TRUE(same_bits(to_host(stream, out.as<const float>(), count), expected.result[r]))
             << name(schedule.kind) << " " << wire->name;
 
-        std::vector<uint16_t> narrow;
-        for (float v : inputs[r]) narrow.push_back(float_to_bf16_nearest(v));
-        Buffer half = make_buffer<uint16_t>(GetParam(), count);
-        to_device(stream, half.as<uint16_t>(), std::span<const uint16_t>(narrow));
-        Program program(comm.transport(), schedule, {half.data(), half.data(), nullptr, count, DType::bf16},
-                        options);
-        Buffer scratch(GetParam(), program.workspace_bytes());
-        program.bind(scratch.data());
-        program.run(stream);
-        const auto got = to_host(stream, half.as<const uint16_t>(), count);
-        for (int64_t i = 0; i < count; ++i) {
-          ASSERT_EQ(got[i], float_to_bf16_nearest(expected.result[r][i])) << name(schedule.kind) << " " << i;
+        for (DType dtype : {DType::bf16, DType::f16}) {
+          auto* const round = dtype == DType::bf16 ? float_to_bf16_nearest : float_to_fp16;
+          std::vector<uint16_t> narrow;
+          for (float v : inputs[r]) narrow.push_back(round(v));
+          Buffer half = make_buffer<uint16_t>(GetParam(), count);
+          to_device(stream, half.as<uint16_t>(), std::span<const uint16_t>(narrow));
+          Program program(comm.transport(), schedule, {half.data(), half.data(), nullptr, count, dtype},
+                          options);
+          Buffer scratch(GetParam(), program.workspace_bytes());
+          program.bind(scratch.data());
+          program.run(stream);
+          const auto got = to_host(stream, half.as<const uint16_t>(), count);
+          for (int64_t i = 0; i < count; ++i) {
+            ASSERT_EQ(got[i], round(expected.result[r][i])) << name(schedule.kind) << " " << i;
+          }
         }
       });
     }

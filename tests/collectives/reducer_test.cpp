@@ -6,6 +6,7 @@
 
 #include "collectives/codec/examples.h"
 #include "collectives/transport/planned.h"
+#include "kernels/math/fp16.h"
 #include "runtime/error.h"
 #include "runtime/graph.h"
 #include "tests/collectives/reducer_rank.h"
@@ -248,13 +249,21 @@ INSTANTIATE_TEST_SUITE_P(Reducer, AdoptedGradients,
                                            "powersgd:rank=4,wire=bf16", "int8:residual=bf16,dense=auto"));
 
 // The bits are those of the same gradients in FP32, rounded at the end.
-TEST(Reducer, Bf16GradientsGetTheRoundedMeanOfTheirValues) {
+TEST(Reducer, GradientsOf16BitsGetTheRoundedMeanOfTheirValues) {
+  // One bucket has all three types.
+  auto type_of = [](size_t i) { return i == 5 ? DType::f32 : i % 3 == 2 ? DType::f16 : DType::bf16; };
+  auto round = [](DType dtype, float x) {
+    return dtype == DType::f16 ? float_to_fp16(x) : float_to_bf16_nearest(x);
+  };
+  auto value = [](DType dtype, uint16_t bits) {
+    return dtype == DType::f16 ? fp16_to_float(bits) : bf16_to_float(bits);
+  };
   std::vector<GradientTensor> tensors;
   for (int i = 0; i < 12; ++i) tensors.push_back({fmt::format("w{}", i), {33, 2 * i + 31}});
   auto run = [&](const char* spec, int64_t alignment, bool sharded, bool narrow) {
     std::vector<GradientTensor> given = tensors;
     for (size_t i = 0; i < given.size(); ++i) {
-      if (narrow && i != 5) given[i].dtype = DType::bf16;  // one bucket has both
+      if (narrow) given[i].dtype = type_of(i);
     }
     std::vector<std::vector<float>> results(3);
     run_ranks(3, Device::host(), [&](Communicator& comm) {
@@ -268,11 +277,11 @@ TEST(Reducer, Bf16GradientsGetTheRoundedMeanOfTheirValues) {
         std::vector<void*> addresses;
         for (size_t i = 0; i < given.size(); ++i) {
           for (float& x : values[i]) {
-            const uint16_t bits = float_to_bf16_nearest(x);
-            x = bf16_to_float(bits);
+            const uint16_t bits = round(type_of(i), x);
+            x = value(type_of(i), bits);
             half[i].push_back(bits);
           }
-          const bool is_half = given[i].dtype == DType::bf16;
+          const bool is_half = given[i].dtype != DType::f32;
           addresses.push_back(is_half ? static_cast<void*>(half[i].data()) : values[i].data());
         }
         reducer.adopt(addresses);
@@ -285,9 +294,9 @@ TEST(Reducer, Bf16GradientsGetTheRoundedMeanOfTheirValues) {
             for (int64_t e = std::max(part.begin, offset); e < std::min(part.end, offset + given[i].count());
                  ++e) {
               const auto at = static_cast<size_t>(e - offset);
-              const bool is_half = given[i].dtype == DType::bf16;
-              float result = is_half ? bf16_to_float(half[i][at]) : values[i][at];
-              if (!narrow && i != 5) result = bf16_to_float(float_to_bf16_nearest(result));
+              const bool is_half = given[i].dtype != DType::f32;
+              float result = is_half ? value(type_of(i), half[i][at]) : values[i][at];
+              if (!narrow && i != 5) result = value(type_of(i), round(type_of(i), result));
               results[static_cast<size_t>(comm.rank())].push_back(result);
             }
           }
@@ -310,7 +319,7 @@ TEST(Reducer, Bf16GradientsGetTheRoundedMeanOfTheirValues) {
   }
 }
 
-TEST(Reducer, Bf16GradientsNeedMemoryForTwoBucketsOnly) {
+TEST(Reducer, GradientsOf16BitsNeedMemoryForTwoBucketsOnly) {
   constexpr int64_t kBucket = 4096;
   run_ranks(2, Device::host(), [&](Communicator& comm) {
     auto staging = [&](int buckets, DType dtype) {
@@ -326,7 +335,9 @@ TEST(Reducer, Bf16GradientsNeedMemoryForTwoBucketsOnly) {
       return reducer.memory().staging;
     };
     for (int buckets : {2, 5, 40}) {
-      EXPECT_EQ(staging(buckets, DType::bf16), staging(buckets, DType::f32) + 2 * kBucket) << buckets;
+      for (DType half : {DType::bf16, DType::f16}) {
+        EXPECT_EQ(staging(buckets, half), staging(buckets, DType::f32) + 2 * kBucket) << buckets;
+      }
     }
   });
 }
@@ -336,9 +347,9 @@ TEST(Reducer, AdoptRefusesWhatItCannotUse) {
     Stream stream = Stream::create(comm.device(), "compute");
     Reducer reducer(comm, CompressionSpec::parse("fp32"), {{"a", {4}}, {"b", {2}}}, {.own_gradients = false});
     EXPECT_THROW(reducer.ready(0, stream), Error);  // nothing adopted yet
-    EXPECT_THROW(
-        Reducer(comm, CompressionSpec::parse("fp32"), {{"half", {4}, DType::f16}}, {.own_gradients = false}),
-        Error);
+    EXPECT_THROW(Reducer(comm, CompressionSpec::parse("fp32"), {{"numbers", {4}, DType::i32}},
+                         {.own_gradients = false}),
+                 Error);
     std::vector<float> memory(8);
     std::vector<void*> one{memory.data()}, with_null{memory.data(), nullptr};
     EXPECT_THROW(reducer.adopt(one), BadInput);

@@ -194,6 +194,18 @@ def other_dtypes_and_shapes() -> None:
     stats = hook.stats()
     check(stats["wire_bytes"] == stats["dense_bytes"] > 0, f"fp32 sends more than the bfloat16 that it is given: {stats}")
     hook.close()
+    # Infinity comes through, for a GradScaler; with a residual and without.
+    for spec in ("fp32", "bf16", "int8"):
+        half = nn.Parameter(torch.zeros(4096, dtype=torch.float16))
+        hook = Hook(spec)
+        for step in range(2):
+            values = torch.full((4096,), 8.0 * RANK, dtype=torch.float16)
+            values[0] = 60000 if step == 0 else float("inf") if RANK == 0 else 1
+            result = hook(OneTensor(half, values)).wait()
+            check(result.dtype == torch.float16 and bool((result[128:] - 4 * (WORLD - 1)).abs().max() <= 0.25), f"{spec}: {result}")
+            check(bool(result[0].isfinite()) == (step == 0), f"{spec}, step {step}: {result[0]}")
+        check(hook.stats()["dense_bytes"] > 0 and hook._buckets[0].staging is None, "float16 is the library's own matter")
+        hook.close()
     # A model of both types has buckets of both, which DDP numbers anew after the first step.
     wide = nn.Parameter(torch.zeros(4096))
     hook = Hook("fp32")
@@ -203,11 +215,11 @@ def other_dtypes_and_shapes() -> None:
             check(bool((result == (WORLD - 1) / 2).all()), f"{p.dtype} at {index}: {result}")
     check(hook.stats()["steps"] == 3, f"steps of both types: {hook.stats()}")
     hook.close()
-    say("float32, float64 and bfloat16 buckets; channels_last and transposed parameters")
+    say("float32, float64, bfloat16 and float16 buckets; channels_last and transposed parameters")
 
 
 def allreduce_without_ddp() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         t = torch.full((100,), float(RANK + 1), dtype=dtype, requires_grad=dtype == torch.float32)
         check(gradwire.allreduce_(t, "bf16", "sum") is t, "allreduce_ returns its argument")
         check(bool((t == WORLD * (WORLD + 1) / 2).all()), f"{dtype}: {t[0]}")

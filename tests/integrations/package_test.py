@@ -332,7 +332,7 @@ class Reducers(unittest.TestCase):
         self.assertEqual(run_ranks(3, body), [(2, 1, 2.0, True), (1, 0, 1.0, False), (2, 0, 2.0, True)])
 
     def test_a_reducer_of_an_unknown_type_is_refused(self) -> None:
-        with self.assertRaisesRegex(ValueError, "'float64' is neither"):
+        with self.assertRaisesRegex(ValueError, "'float64' is none of"):
             gradwire.Reducer(gradwire.Communicator(), "fp32", self.TENSORS, dtype="float64")
 
     def test_a_sharded_reducer_leaves_each_element_to_one_rank(self) -> None:

@@ -34,7 +34,7 @@ def allreduce_(tensor: Any, spec: str = "fp32", op: str = "avg", comm: Optional[
                tag: str = "") -> Any:
     """Averages (or sums, op="sum") a tensor over all ranks, in place, and returns it. Collective.
 
-    tensor: a contiguous torch tensor (float32 or bfloat16) or numpy array (float32).
+    tensor: a contiguous torch tensor (float32, bfloat16 or float16) or numpy array (float32 or float16).
     spec: a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic". There is no error
         feedback, because nothing is kept between calls.
     tag: a name for the tensor, the same on every rank. If ranks make calls of equal size in a different

@@ -18,7 +18,9 @@ class Memory(NamedTuple):
     device: int
 
 
-_TORCH_DTYPES = {"torch.float32": _native.FLOAT32, "torch.bfloat16": _native.BFLOAT16}
+_TORCH_DTYPES = {"torch.float32": _native.FLOAT32, "torch.bfloat16": _native.BFLOAT16,
+                 "torch.float16": _native.FLOAT16}
+_NUMPY_DTYPES = {"<f4": _native.FLOAT32, "<f2": _native.FLOAT16}
 
 
 def memory_of(array: Any) -> Memory:
@@ -26,7 +28,7 @@ def memory_of(array: Any) -> Memory:
     if hasattr(array, "data_ptr"):
         dtype = _TORCH_DTYPES.get(str(array.dtype))
         if dtype is None:
-            raise TypeError(f"a tensor of {array.dtype} is not supported; use float32 or bfloat16")
+            raise TypeError(f"a tensor of {array.dtype} is not supported; use float32, bfloat16 or float16")
         if not array.is_contiguous():
             raise ValueError("the tensor is not contiguous; reduce tensor.contiguous() and copy it back")
         if array.device.type not in ("cpu", "cuda"):
@@ -36,14 +38,15 @@ def memory_of(array: Any) -> Memory:
     interface = getattr(array, "__array_interface__", None)
     if interface is None:
         raise TypeError(f"{type(array).__name__} is neither a torch tensor nor a numpy array")
-    if interface["typestr"] != "<f4":
-        raise TypeError(f"a numpy array of {interface['typestr']} is not supported; use float32 (<f4)")
+    dtype = _NUMPY_DTYPES.get(interface["typestr"])
+    if dtype is None:
+        raise TypeError(f"a numpy array of {interface['typestr']} is not supported; use float32 (<f4) or float16 (<f2)")
     if not array.flags.c_contiguous:
         raise ValueError("the array is not contiguous; reduce a contiguous copy")
     address, read_only = interface["data"]
     if read_only:
         raise ValueError("the array is read-only; reduce a writable copy")
-    return Memory(address, array.size, _native.FLOAT32, _native.HOST)
+    return Memory(address, array.size, dtype, _native.HOST)
 
 
 def _op(op: str) -> int:
@@ -168,7 +171,7 @@ class Communicator(_Handle):
                        tag: str = "") -> Any:
         """Averages (or sums) `input` over all ranks; `output`, which is returned, is this rank's shard of that.
 
-        input: float32 or bfloat16, sum(counts) elements; unchanged, unless output is this rank's place in it.
+        input: float32, bfloat16 or float16, sum(counts) elements; unchanged, unless output is this rank's place in it.
         output: the same type, counts[rank] elements.
         counts: elements of each rank's shard, in rank order, any size; the same on every rank. None: equal
             shards, of len(input) / world elements.
@@ -189,7 +192,7 @@ class Communicator(_Handle):
                    residual: Any = None, stream: int = 0, tag: str = "") -> Any:
         """Joins the ranks' shards in `output`, which is returned: the same bits everywhere, as the wire had them.
 
-        input: float32 or bfloat16, counts[rank] elements; may be this rank's place in output.
+        input: float32, bfloat16 or float16, counts[rank] elements; may be this rank's place in output.
         output: the same type, sum(counts) elements.
         counts: elements of each rank's shard; None: equal shards, of len(input) elements.
         residual: float32, counts[rank] elements, zeros at first: see allreduce_.
@@ -215,7 +218,7 @@ class Communicator(_Handle):
         replica: float32, sum(counts) elements, the same on every rank.
         master: float32, counts[rank] elements, this rank's shard; not in replica's memory.
         counts: elements of each rank's shard; None: equal shards, of len(master) elements.
-        spec, stream, tag: as in allreduce_. Collective. Raises Unsupported for bfloat16.
+        spec, stream, tag: as in allreduce_. Collective. Raises Unsupported for 16-bit types.
         """
         whole, part = self._memory(replica, "the replica"), self._memory(master, "the master")
         sizes = self._shards(counts, whole.count, part.count, "replica", "master")
@@ -293,7 +296,8 @@ class Reducer(_Handle):
     bucket_bytes: tensors are reduced together in buckets of about this size; 0: the default, 25 MiB.
     tag: a name for the reducer in error messages, to tell it from others of the communicator.
     shard: each rank gets the mean of its own shard only: see shards(). A wire format then sends half as much.
-    dtype: "float32", or "bfloat16" for gradients that the library widens bucket by bucket, and rounds at the end.
+    dtype: "float32", or "bfloat16" or "float16" for gradients that the library widens bucket by bucket, and rounds at
+        the end.
 
     Collective. Raises CommFailed on every rank when ranks differ in any of these, tensor names and order too.
     """
@@ -303,7 +307,7 @@ class Reducer(_Handle):
                  shard: bool = False, dtype: str = "float32") -> None:
         self._dtype = _TORCH_DTYPES.get(f"torch.{dtype}", -1)
         if self._dtype < 0:
-            raise ValueError(f"dtype {dtype!r} is neither 'float32' nor 'bfloat16'")
+            raise ValueError(f"dtype {dtype!r} is none of 'float32', 'bfloat16', 'float16'")
         self._dtype_name = dtype
         array = (_native.Tensor * max(1, len(tensors)))()
         for item, (name, rows, cols) in zip(array, tensors):

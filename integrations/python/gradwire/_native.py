@@ -14,7 +14,7 @@ from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_
 from typing import Deque, List, Optional, Tuple
 
 HOST = -1
-FLOAT32, BFLOAT16 = 0, 1
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 SUM, AVG = 0, 1
 
 

@@ -49,7 +49,7 @@ def register_backend(allreduce: Optional[str] = "int8", *, reduce_scatter: Optio
         "bf16:round=stochastic" or "int4:rotate=hadamard"; None: the operation stays Gloo's. all_gather sends what
         the caller gives, often parameters, so that its format rounds these.
     min_bytes: of the whole tensor (for reduce_scatter the input, for all_gather the output); smaller ones stay Gloo's.
-        Only float32 and bfloat16 are compressed, in sums and averages.
+        Only float32, bfloat16 and float16 are compressed, in sums and averages.
     name: give several rules a name each, and groups the rule they need: new_group(ranks, backend=name).
 
     Raises BadArgument for a format that is unknown or works on matrices; Unsupported on a PyTorch that takes no
@@ -166,7 +166,7 @@ class Backend(dist.ProcessGroup):
 
     def _format(self, spec: Optional[str], dtype: torch.dtype, count: int) -> str:
         """The wire format of a call; "": it is Gloo's. By what is the same on every rank only."""
-        fits = (self.size() > 1 and dtype in (torch.float32, torch.bfloat16)
+        fits = (self.size() > 1 and dtype in (torch.float32, torch.bfloat16, torch.float16)
                 and count > 0 and count * dtype.itemsize >= self._rule.min_bytes)
         return spec if spec is not None and fits else ""
 

@@ -37,7 +37,7 @@ _default_communicators: Dict[int, Communicator] = {}
 
 def allreduce_(tensor: torch.Tensor, spec: str = "fp32", op: str = "avg",
                comm: Optional[Communicator] = None, tag: str = "") -> torch.Tensor:
-    """Averages (or sums) a contiguous float32 or bfloat16 tensor over all ranks, in place. Collective.
+    """Averages (or sums) a contiguous float32, bfloat16 or float16 tensor over all ranks, in place. Collective.
 
     The same as gradwire.allreduce_(). comm=None: the ranks of the default process group, with a communicator
     that is created at the first call. On CUDA a call raises what has become of those before it; comm.check(), after
@@ -104,7 +104,7 @@ def _plain_name(name: str) -> str:
 
 
 # What the library reduces as it is; the hook converts other types to float32 and back.
-_NATIVE = (torch.float32, torch.bfloat16)
+_NATIVE = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def _spec_for(spec: str, dtype: torch.dtype) -> str:
@@ -132,7 +132,8 @@ class Hook:
 
     Creating a hook is cheap; the communicator is created at the first gradient. Use one hook per model.
     Gradients are reduced as float32; buckets of other floating-point types are converted to float32 and back.
-    With "fp32" bfloat16 buckets travel as bfloat16: no more bytes than without a hook.
+    With "fp32" bfloat16 buckets travel as bfloat16: no more bytes than without a hook. float16 ones travel as what the
+    spec says, "fp32" included: that is exact, in twice their bytes; "bf16" sends as many as they have.
 
     A hook can be pickled between steps, with its state_dict() in the pickle. The copy uses the default process
     group, and where names came from a model, it needs name_parameters(model) before DDP's first step.
@@ -277,7 +278,7 @@ class Hook:
         # One reducer bucket for each of DDP's.
         reducer = Reducer(self._communicator(buffer), _spec_for(self.spec, buffer.dtype), tensors,
                           bucket_bytes=1 << 60, seed=self._seed, tag=f"DDP bucket {entry.index}",
-                          dtype="bfloat16" if buffer.dtype == torch.bfloat16 else "float32")
+                          dtype=_NATIVE.get(buffer.dtype, "float32"))
         carried = self._carried
         if carried is None:
             return reducer

@@ -1,0 +1,23 @@
+// gw_dtype and the library's own types.
+#pragma once
+
+#include "collectives/c_api/errors.h"
+#include "collectives/gradwire.h"
+#include "runtime/dtype.h"
+
+namespace gradwire::c_api {
+
+// `whose`: "" or "tensor 3 ('bias'): ", for the error.
+inline DType checked_dtype(gw_dtype dtype, const std::string& whose = {}) {
+  constexpr DType kTypes[] = {DType::f32, DType::bf16, DType::f16};
+  require(dtype >= 0 && dtype <= GW_FLOAT16, "{}dtype {} is none of GW_FLOAT32, GW_BFLOAT16, GW_FLOAT16",
+          whose, dtype);
+  return kTypes[dtype];
+}
+
+// As frameworks name it.
+constexpr const char* long_name(DType dtype) {
+  return dtype == DType::f32 ? "float32" : dtype == DType::bf16 ? "bfloat16" : "float16";
+}
+
+}  // namespace gradwire::c_api

@@ -1,0 +1,54 @@
+// 16-bit floats in the caller's memory, which are summed as FP32: widened before a collective, rounded after it.
+//
+// FP16 is not a wire format: it ends at 65504, and a larger sum would wait in the residual for ever.
+//
+// Bytes per element: 6. Limit: memory bandwidth. Alignment: any; all 16-byte accesses when both arrays share a head
+// (kernels/cuda/vector.cuh). Deterministic.
+#pragma once
+
+#include "kernels/op.h"
+#include "kernels/wire/bf16.h"
+#include "runtime/dtype.h"
+
+namespace gradwire {
+
+struct Fp16Widen {
+  const uint16_t* halves = nullptr;  // (count)
+  float* out = nullptr;              // (count)
+  int64_t count = 0;
+};
+
+// Rounds to nearest; what is larger than FP16 becomes infinity.
+struct Fp16Narrow {
+  const float* values = nullptr;  // (count)
+  uint16_t* out = nullptr;        // (count)
+  int64_t count = 0;
+};
+
+GW_SIDES(fp16_widen, Fp16Widen)
+inline void fp16_widen(const Stream& stream, const Fp16Widen& args) {
+  detail::dispatch(stream, args, host::fp16_widen, GW_CUDA_SIDE(fp16_widen), "fp16_widen");
+}
+
+GW_SIDES(fp16_narrow, Fp16Narrow)
+inline void fp16_narrow(const Stream& stream, const Fp16Narrow& args) {
+  detail::dispatch(stream, args, host::fp16_narrow, GW_CUDA_SIDE(fp16_narrow), "fp16_narrow");
+}
+
+// By type, bf16 or f16: out (count) = from (count).
+inline void widen(const Stream& stream, DType dtype, const void* from, float* out, int64_t count) {
+  if (dtype == DType::f16) {
+    fp16_widen(stream, {.halves = static_cast<const uint16_t*>(from), .out = out, .count = count});
+  } else {
+    bf16_decode(stream, {.wire = from, .out = out, .count = count});
+  }
+}
+inline void narrow(const Stream& stream, DType dtype, const float* from, void* out, int64_t count) {
+  if (dtype == DType::f16) {
+    fp16_narrow(stream, {.values = from, .out = static_cast<uint16_t*>(out), .count = count});
+  } else {
+    bf16_reduce_encode(stream, {.own = from, .wire = out, .count = count});
+  }
+}
+
+}  // namespace gradwire
