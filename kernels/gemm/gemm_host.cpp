@@ -117,14 +117,21 @@ Bf16Panels& thread_panels() {
   return panels;
 }
 
-void one_product_in_bf16(const Gemm& g, int64_t piece) {
+// Each piece reads all of B: many rows make that worth it, as long as they stay in the second-level cache and enough
+// pieces keep all threads busy.
+int64_t rows_of_a_piece(int64_t m, int64_t k, int64_t tile_rows) {
+  constexpr int64_t kMostRows = 256, kCacheBytes = 1 << 20, kEnough = 8;
+  const int64_t rows = std::min({kMostRows, kCacheBytes / (2 * std::max<int64_t>(1, k)), (m + kEnough - 1) / kEnough});
+  return std::max<int64_t>(1, (rows + tile_rows - 1) / tile_rows) * tile_rows;
+}
+
+void one_product_in_bf16(const Gemm& g, Bf16Products way) {
   Bf16Panels& b = thread_panels();
-  b.resize(g);
+  b.resize(g, way);
   parallel_for(b.count(), std::max<int64_t>(1, 32768 / (kBf16Columns * std::max<int64_t>(1, g.k))),
                [&](int64_t begin, int64_t end) { b.pack(g, 0, begin, end); });
-  const int64_t rows = (piece + kBf16Rows - 1) / kBf16Rows * kBf16Rows;
-  parallel_for(g.m, rows,
-               [&](int64_t begin, int64_t end) { bf16_gemm_rows(g, bf16_products(), b, 0, begin, end); });
+  parallel_for(g.m, rows_of_a_piece(g.m, g.k, tile_shape(way).rows),
+               [&](int64_t begin, int64_t end) { bf16_gemm_rows(g, way, b, 0, begin, end); });
 }
 
 int64_t stored_rows_of_b(const Gemm& g) {
@@ -135,7 +142,8 @@ int64_t stored_columns_of_b(const Gemm& g) {
 }
 
 void one_bf16_product(const Gemm& g, int64_t piece) {
-  if (bf16_products() != Bf16Products::widened) return one_product_in_bf16(g, piece);
+  const Bf16Products way = bf16_products();
+  if (way != Bf16Products::widened) return one_product_in_bf16(g, way);
   const int64_t stored = stored_rows_of_b(g), columns = stored_columns_of_b(g);
   float* wide_b = scratch(Copy::b, stored * columns);
   parallel_for(
@@ -175,14 +183,22 @@ void one_fp32_product(const Gemm& g) {
   });
 }
 
+// Whether the products of a batch fill enough of the tiles: AMX is twice as fast for 50 x 50 x 64, small_gemm for
+// 17 x 17 x 16.
+bool worth_tiles(const Gemm& g, Bf16Products way) {
+  if (way == Bf16Products::amx || way == Bf16Products::amx_emulated) return g.m * g.n * g.k >= 16384;
+  return way != Bf16Products::widened && !is_small(g);
+}
+
 // Products [begin, end) of a batch of BF16 ones.
 void bf16_batch(const Gemm& g, int64_t begin, int64_t end) {
-  if (bf16_products() != Bf16Products::widened && !is_small(g)) {
+  const Bf16Products way = bf16_products();
+  if (worth_tiles(g, way)) {
     Bf16Panels& b = thread_panels();
-    b.resize(g);
+    b.resize(g, way);
     for (int64_t i = begin; i < end; ++i) {
       b.pack(g, i, 0, b.count());
-      bf16_gemm_rows(g, bf16_products(), b, i, 0, g.m);
+      bf16_gemm_rows(g, way, b, i, 0, g.m);
     }
     return;
   }

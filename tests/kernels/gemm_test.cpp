@@ -5,6 +5,7 @@
 #include <random>
 
 #include "kernels/gemm/bf16_gemm.h"
+#include "kernels/gemm/bf16_pack.h"
 #include "kernels/gemm/column_major_gemm.h"
 #include "runtime/thread_pool.h"
 #include "tests/expect.h"
@@ -168,7 +169,8 @@ class Bf16Gemm : public OpTest {
   // On the host, each way to compute them.
   template <typename Out>
   void check(const Operands& o, bool with_bias, int64_t misalign = 0) {
-    for (auto way : {host::Bf16Products::widened, host::Bf16Products::emulated, before_}) {
+    for (auto way : {host::Bf16Products::widened, host::Bf16Products::avx512_emulated,
+                     host::Bf16Products::amx_emulated, before_}) {
       host::use_bf16_products(way);
       check_as_set<Out>(o, with_bias, misalign);
     }
@@ -248,7 +250,7 @@ std::vector<float> in_bf16(const Operands& o, const std::vector<Bf16>& a, const 
   Gemm g = o.args;
   g.a = a.data(), g.b = b.data(), g.c = c.data();
   host::Bf16Panels panels;
-  panels.resize(g);
+  panels.resize(g, way);
   panels.pack(g, 0, 0, panels.count());
   for (int64_t row = 0; row < g.m; row += rows_at_once)
     host::bf16_gemm_rows(g, way, panels, 0, row, std::min(g.m, row + rows_at_once));
@@ -268,15 +270,19 @@ std::vector<Bf16> moderate_bf16(size_t count, uint32_t seed) {
   return out;
 }
 
-TEST(Bf16Products, TheEmulationHasTheInstructionsBits) {
-  if (!host::has_avx512_bf16()) GTEST_SKIP() << "the processor has no AVX512-BF16";
+// A way to multiply, and the one that has its bits on any processor.
+class Bf16Ways : public ::testing::TestWithParam<std::pair<host::Bf16Products, host::Bf16Products>> {};
+
+TEST_P(Bf16Ways, TheEmulationHasTheInstructionsBits) {
+  const auto [way, emulated] = GetParam();
+  if (!host::has_bf16_products(way)) GTEST_SKIP() << "the processor has no " << name_of(way);
   for (int t = 0; t < 4; ++t) {
-    for (int64_t k : {1, 2, 7, 64, 301}) {
-      const Operands o(29, 70, k, (t & 1) != 0, (t & 2) != 0, 1, t);
+    for (int64_t k : {1, 2, 7, 32, 64, 301}) {
+      const Operands o(45, 70, k, (t & 1) != 0, (t & 2) != 0, 1, t);
       for (const auto& values : {any_bf16, moderate_bf16}) {
         const auto a = values(o.a.size(), 5), b = values(o.b.size(), 6);
-        const auto want = in_bf16(o, a, b, host::Bf16Products::avx512, o.args.m);
-        const auto got = in_bf16(o, a, b, host::Bf16Products::emulated, o.args.m);
+        const auto want = in_bf16(o, a, b, way, o.args.m);
+        const auto got = in_bf16(o, a, b, emulated, o.args.m);
         for (size_t i = 0; i < want.size(); ++i) {
           if (std::isnan(want[i])) {
             ASSERT_TRUE(std::isnan(got[i])) << o.name() << " at " << i;
@@ -289,13 +295,41 @@ TEST(Bf16Products, TheEmulationHasTheInstructionsBits) {
   }
 }
 
-TEST(Bf16Products, WhereTheRowsAreCutChangesNoBit) {
+TEST_P(Bf16Ways, WhereTheRowsAreCutChangesNoBit) {
+  const auto emulated = GetParam().second;
   for (int t = 0; t < 4; ++t) {
     const Operands o(61, 45, 83, (t & 1) != 0, (t & 2) != 0, 1, t);
     const auto a = moderate_bf16(o.a.size(), 5), b = moderate_bf16(o.b.size(), 6);
-    const auto whole = in_bf16(o, a, b, host::Bf16Products::emulated, o.args.m);
-    for (int64_t rows : {1, 5, 14, 28, 60}) {
-      expect_same_bits(in_bf16(o, a, b, host::Bf16Products::emulated, rows), whole, o.name());
+    const auto whole = in_bf16(o, a, b, emulated, o.args.m);
+    for (int64_t rows : {1, 5, 14, 28, 32, 60}) {
+      expect_same_bits(in_bf16(o, a, b, emulated, rows), whole, o.name());
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    , Bf16Ways,
+    ::testing::Values(std::pair(host::Bf16Products::avx512, host::Bf16Products::avx512_emulated),
+                      std::pair(host::Bf16Products::amx, host::Bf16Products::amx_emulated)),
+    [](const auto& info) { return info.param.first == host::Bf16Products::amx ? "amx" : "avx512"; });
+
+TEST(Bf16Pack, MatchesTheReferenceForEveryLayoutAndRemainder) {
+  const auto values = any_bf16(80 * 80, 7);
+  for (bool are_rows : {false, true}) {
+    for (auto [in_blocks, width] : {std::pair(false, 14), {false, 32}, {true, 32}}) {
+      for (int64_t k : {1, 2, 31, 32, 33, 70}) {
+        for (int64_t count : {1, 13, 16, 17, width}) {
+          if (count > width) continue;
+          SCOPED_TRACE(
+              fmt::format("rows {} blocks {} width {} k {} count {}", are_rows, in_blocks, width, k, count));
+          const int64_t pairs = in_blocks ? (k + 31) / 32 * 16 : (k + 1) / 2;
+          std::vector<uint32_t> want(static_cast<size_t>(pairs * width + 16), 0xabababab), got = want;
+          const host::Bf16Lines lines{are_rows, values.data() + 3, 79, k, count};
+          reference::pack_bf16(lines, {in_blocks, width, pairs, want.data()});
+          host::pack_bf16(lines, {in_blocks, width, pairs, got.data()});
+          EXPECT_EQ(got, want);
+        }
+      }
     }
   }
 }

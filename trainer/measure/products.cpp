@@ -77,7 +77,8 @@ std::string host_products_text() {
     text +=
         fmt::format(" (chosen by CPU features; OpenBLAS would use {} for this CPU model)", blas.instead_of);
   }
-  return host::has_avx512_bf16() ? text + "; BF16 by AVX512-BF16" : text;
+  const host::Bf16Products way = host::bf16_products();
+  return way == host::Bf16Products::widened ? text : fmt::format("{}; BF16 by {}", text, host::name_of(way));
 }
 
 double measure_fma_share() {

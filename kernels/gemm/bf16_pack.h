@@ -1,0 +1,36 @@
+// Packs lines of a BF16 matrix (rows of op(A), columns of op(B)) into panels of pairs along k: a word holds two
+// elements, the first in its lower half. Bytes moved per element: 2 read, 2 written.
+#pragma once
+
+#include "kernels/gemm/bf16_tile.h"
+#include "kernels/math/bf16.h"
+
+namespace gradwire::host {
+
+// Where the lines of a panel are.
+struct Bf16Lines {
+  bool
+      are_rows;  // line i begins at from + i ld and its elements follow each other; else at from + i, with its
+                 // elements ld apart
+  const Bf16* from;
+  int64_t ld, k, count;  // count <= width of the panel; the lines beyond are zero
+};
+
+// to: pairs x width words, pairs >= (k + 1) / 2; all are written.
+//   in_blocks = false   to[p * width + i] = pair p of line i
+//   in_blocks = true    to[(p / 16 * width + i) * 16 + p % 16] = pair p of line i; pairs is a multiple of 16
+struct Bf16Panel {
+  bool in_blocks;
+  int width;
+  int64_t pairs;
+  uint32_t* to;
+};
+
+// By AVX-512 where the processor has it.
+void pack_bf16(const Bf16Lines& lines, const Bf16Panel& panel);
+
+}  // namespace gradwire::host
+
+namespace gradwire::reference {
+void pack_bf16(const host::Bf16Lines& lines, const host::Bf16Panel& panel);
+}

@@ -1,0 +1,59 @@
+// Tiles of C = op(A) op(B) for BF16 operands, each way a processor can multiply them, and for each a plain-arithmetic
+// emulation with the same bits, so that any processor tests what another one runs.
+//
+//   avx512   VDPBF16PS: of a pair, the second product is added first. Every addition is rounded.
+//   amx      TDPBF16PS: 16 pairs at a time, the first numbers' products and the second ones' in sums of their own,
+//            from zero; then both are added, and that to C. Every addition is rounded.
+//
+// Subnormal operands and results are zero in both.
+#pragma once
+
+#include <cstdint>
+
+namespace gradwire::host {
+
+enum class Bf16Products : uint8_t {
+  amx,
+  amx_emulated,
+  avx512,
+  avx512_emulated,
+  widened,  // gemm_host.cpp: FP32 products of operands made FP32
+};
+
+// The fastest that the processor has and the operating system permits.
+Bf16Products best_bf16_products();
+bool has_bf16_products(Bf16Products way);
+// "AMX", "AVX512-BF16", "FP32"
+const char* name_of(Bf16Products way);
+
+constexpr int kBf16Columns = 32;  // of a tile
+constexpr int kMostBf16Rows = 32;
+constexpr int kPairsPerBlock = 16;  // 64 bytes of a row
+
+// What packing needs to know of a way. in_blocks: A's panel is blocks of 16 pairs, in each the rows one after the other,
+// and k is rounded up to whole blocks in A and B; else, as in B's panels, the lines' first pairs, their second pairs, ...
+struct Bf16TileShape {
+  int rows;  // of a tile
+  bool in_blocks;
+};
+Bf16TileShape tile_shape(Bf16Products way);
+
+// Sets the processor up for tiles; between the two, this thread calls nothing that uses AMX itself.
+class Bf16Tiles {
+ public:
+  explicit Bf16Tiles(Bf16Products way);
+  ~Bf16Tiles();
+  Bf16Tiles(const Bf16Tiles&) = delete;
+  Bf16Tiles& operator=(const Bf16Tiles&) = delete;
+
+  // tile (rows, kBf16Columns) = the products of a panel of A and one of B. All three begin with a cache line.
+  void multiply(const uint32_t* a, const uint32_t* b, int64_t pairs, float* tile) const {
+    multiply_(a, b, pairs, tile);
+  }
+
+ private:
+  Bf16Products way_;
+  void (*multiply_)(const uint32_t*, const uint32_t*, int64_t, float*);
+};
+
+}  // namespace gradwire::host
