@@ -36,7 +36,7 @@ def cuda_sources(root: pathlib.Path) -> list[pathlib.Path]:
 def kernels_in_sources(root: pathlib.Path) -> dict[str, str]:
     """Name of each __global__ function -> its file's name."""
     found: dict[str, str] = {}
-    for path in [*cuda_sources(root), *sorted((root / "kernels/cuda").glob("*.cuh"))]:
+    for path in [*cuda_sources(root), *sorted((root / "kernels").rglob("*.cuh"))]:
         text = re.sub(r"__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)", " ", without_comments(path.read_text()))
         for match in re.finditer(r"\b__global__\b([^(;{]*)\(", text):
             name = match.group(1).split()[-1]

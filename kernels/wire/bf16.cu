@@ -8,6 +8,7 @@
 #include "kernels/cuda/vector.cuh"
 #include "kernels/math/bf16.h"
 #include "kernels/math/random.h"
+#include "kernels/wire/fused.cuh"
 #include "kernels/wire/reduce_encode.cuh"
 
 namespace gradwire::cuda {
@@ -38,9 +39,9 @@ __device__ __forceinline__ void load_wire(const void* wire, int64_t i, float (&x
   for (int k = 0; k < W; ++k) x[k] = bf16_to_float(bits[k]);
 }
 
-template <Coding kCoding, bool kInputs>
+template <Coding kCoding, bool kInputs, typename Args = ReduceEncode>
 struct ReduceEncodeBody {
-  const ReduceEncode& a;
+  const Args& a;
   uint64_t step;
 
   template <int W>
@@ -52,7 +53,7 @@ struct ReduceEncodeBody {
       load<W>(a.residual + i, kept);
       add<W>(kept, s);
     }
-    if constexpr (kInputs) add_inputs<W>(i, s);
+    if (kInputs && a.num_inputs > 0) add_inputs<W>(i, s);
     finish<W>(i, s);
   }
 
@@ -68,13 +69,13 @@ struct ReduceEncodeBody {
     // The next input is on its way while this one is added. Unrolled further, the sums would leave the
     // registers.
     float next[W];
-    load_wire<W>(a.inputs[0], i, next);
+    load_wire<W>(a.input(0), i, next);
 #pragma unroll 1
     for (int input = 0; input < a.num_inputs; ++input) {
       float x[W];
 #pragma unroll
       for (int k = 0; k < W; ++k) x[k] = next[k];
-      if (input + 1 < a.num_inputs) load_wire<W>(a.inputs[input + 1], i, next);
+      if (input + 1 < a.num_inputs) load_wire<W>(a.input(input + 1), i, next);
       if (input == a.own_position) add<W>(own, s);
       add<W>(x, s);
     }
@@ -116,6 +117,26 @@ struct DecodeBody {
 #pragma unroll
     for (int k = 0; k < W; ++k) out[k] *= a.scale;
     store<W>(a.out + i, out);
+  }
+};
+
+template <Coding kCoding>
+struct Bf16Tiles {
+  static constexpr int kThreads = kVectorThreads, kBlocks = 2;
+  static constexpr bool kExact = false;
+  struct Form {
+    bool wide;  // the caller's arrays take 16-byte accesses
+  };
+  bool wide;
+  uint64_t step;
+  __device__ __forceinline__ Bf16Tiles(const Form& form, const FusedAllreduce& call)
+      : wide(form.wide), step(step_of(call.rounding)) {}
+  __device__ __forceinline__ static int64_t tile() { return kVectorThreads * kWidth; }
+  __device__ __forceinline__ void reduce_encode(const FusedPart& a) const {
+    for_each_in_tiles<kWidth>(wide, a.count, ReduceEncodeBody<kCoding, true, FusedPart>{a, step});
+  }
+  __device__ __forceinline__ void decode(const Decode& a) const {
+    for_each_in_tiles<kWidth>(wide, a.count, DecodeBody{a});
   }
 };
 
@@ -161,6 +182,17 @@ void bf16_reduce_encode(CudaStream stream, const ReduceEncode& a) {
 void bf16_decode(CudaStream stream, const Decode& a) {
   auto split = Alignment(kWidth).with(wire_of(a.wire)).with(a.out).split(a.count);
   launch("bf16_decode", bf16_decode_kernel, config_for(split, stream), a, split);
+}
+
+void bf16_fused_allreduce(CudaStream stream, const FusedAllreduce& a) {
+  const bool wide = aligned(a.in, a.out, a.residual);
+  if (a.rounding.mode == Rounding::nearest) {
+    launch_fused<Bf16Tiles<Coding::nearest>>("bf16_fused_allreduce", stream, a, {wide},
+                                             kVectorThreads * kWidth);
+  } else {
+    launch_fused<Bf16Tiles<Coding::stochastic>>("bf16_fused_allreduce", stream, a, {wide},
+                                                kVectorThreads * kWidth);
+  }
 }
 
 }  // namespace gradwire::cuda

@@ -52,6 +52,7 @@ struct ReduceEncode {
   float out_scale = 1.0f;
   int64_t count = 0;
   WireRounding rounding = {};  // ignored by formats without stochastic rounding
+  GW_HD const void* input(int k) const { return inputs[k]; }
 };
 
 // out = scale * (what wire decodes to). Bytes per element: 4 + w.
@@ -61,6 +62,8 @@ struct Decode {
   float scale = 1.0f;
   int64_t count = 0;
 };
+
+struct FusedAllreduce;  // fused.h
 
 // A format, with its options; everything outside this folder knows it through this alone. The table
 // (formats.h) has one of each name, with its options at their defaults.
@@ -93,6 +96,8 @@ class WireFormat {
   virtual int64_t bytes(int64_t count) const = 0;
   virtual void reduce_encode(const Stream&, const ReduceEncode&) const = 0;
   virtual void decode(const Stream&, const Decode&) const = 0;
+  // An allreduce of ranks that read each other's memory: one kernel, or the ops above, one after the other.
+  virtual void fused_allreduce(const Stream&, const FusedAllreduce&) const;
   // The scalar references of both, on the host, for tests.
   virtual void reference_reduce_encode(const ReduceEncode&) const = 0;
   virtual void reference_decode(const Decode&) const = 0;

@@ -5,31 +5,81 @@
 #include "kernels/wire/fp32.h"
 
 #include "kernels/cuda/vector.cuh"
+#include "kernels/wire/fused.cuh"
 
 namespace gradwire::cuda {
 namespace {
 
 constexpr int kWidth = 4;
 
+// s = the sum of all parts of elements i .. i + W.
+template <int W, typename Args>
+__device__ __forceinline__ void sum_all(const Args& a, int64_t i, float (&s)[W]) {
+  float own[W];
+  load<W>(a.own + i, own);
+#pragma unroll
+  for (int k = 0; k < W; ++k) s[k] = -0.0f;  // adding to it changes nothing, not even a zero's sign
+  for (int input = 0; input < a.num_inputs; ++input) {
+    float x[W];
+    load<W>(static_cast<const float*>(a.input(input)) + i, x);
+    if (input == a.own_position) add<W>(own, s);
+    add<W>(x, s);
+  }
+  if (a.own_position == a.num_inputs) add<W>(own, s);
+}
+
 struct ReduceBody {
   const Reduce& a;
 
   template <int W>
   __device__ __forceinline__ void at(int64_t i) const {
-    float own[W], s[W];
-    load<W>(a.own + i, own);
-#pragma unroll
-    for (int k = 0; k < W; ++k) s[k] = -0.0f;  // adding to it changes nothing, not even a zero's sign
-    for (int input = 0; input < a.num_inputs; ++input) {
-      float x[W];
-      load<W>(a.inputs[input] + i, x);
-      if (input == a.own_position) add<W>(own, s);
-      add<W>(x, s);
-    }
-    if (a.own_position == a.num_inputs) add<W>(own, s);
+    float s[W];
+    sum_all<W>(a, i, s);
 #pragma unroll
     for (int k = 0; k < W; ++k) s[k] *= a.scale;
     store<W>(a.out + i, s);
+  }
+};
+
+// Of an allreduce over peer memory: the sum goes to `out`, scaled, and to the window.
+struct FusedBody {
+  const FusedPart& a;
+
+  template <int W>
+  __device__ __forceinline__ void at(int64_t i) const {
+    float s[W];
+    sum_all<W>(a, i, s);
+#pragma unroll
+    for (int k = 0; k < W; ++k) s[k] *= a.out_scale;
+    if (a.out != nullptr) store<W>(a.out + i, s);
+    if (a.wire != nullptr) store<W>(static_cast<float*>(a.wire) + i, s);
+  }
+};
+
+struct CopyBody {
+  const Decode& a;
+  template <int W>
+  __device__ __forceinline__ void at(int64_t i) const {
+    float x[W];
+    load<W>(static_cast<const float*>(a.wire) + i, x);
+    store<W>(a.out + i, x);
+  }
+};
+
+struct Fp32Tiles {
+  static constexpr int kThreads = kVectorThreads, kBlocks = 2;
+  static constexpr bool kExact = true;
+  struct Form {
+    bool wide;  // the caller's arrays take 16-byte accesses
+  };
+  bool wide;
+  __device__ __forceinline__ Fp32Tiles(const Form& form, const FusedAllreduce&) : wide(form.wide) {}
+  __device__ __forceinline__ static int64_t tile() { return kVectorThreads * kWidth; }
+  __device__ __forceinline__ void reduce_encode(const FusedPart& a) const {
+    for_each_in_tiles<kWidth>(wide, a.count, FusedBody{a});
+  }
+  __device__ __forceinline__ void decode(const Decode& a) const {
+    for_each_in_tiles<kWidth>(wide, a.count, CopyBody{a});
   }
 };
 
@@ -47,6 +97,10 @@ void fp32_reduce(CudaStream stream, const Reduce& a) {
   launch("fp32_reduce", fp32_reduce_kernel,
          {.grid = dim3(vector_grid<kWidth>(split)), .block = dim3(kVectorThreads), .stream = stream}, a,
          split);
+}
+
+void fp32_fused_allreduce(CudaStream stream, const FusedAllreduce& a) {
+  launch_fused<Fp32Tiles>("fp32_fused_allreduce", stream, a, {aligned(a.in, a.out)}, kVectorThreads * kWidth);
 }
 
 }  // namespace gradwire::cuda

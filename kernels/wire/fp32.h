@@ -19,6 +19,7 @@ struct Reduce {
   float* out = nullptr;        // (count); may equal own or any of the inputs
   float scale = 1.0f;
   int64_t count = 0;
+  GW_HD const void* input(int k) const { return inputs[k]; }
 };
 GW_SIDES(fp32_reduce, Reduce)
 inline void fp32_reduce(const Stream& stream, const Reduce& args) {

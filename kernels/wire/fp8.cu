@@ -8,6 +8,7 @@
 
 #include "kernels/cuda/vector.cuh"
 #include "kernels/math/random.h"
+#include "kernels/wire/fused.cuh"
 #include "kernels/wire/reduce_encode.cuh"
 
 namespace gradwire::cuda {
@@ -67,8 +68,8 @@ __device__ __forceinline__ void load_wire(const void* input, int64_t count, int6
 }
 
 // The sums of a lane's values, as format.h has them.
-template <bool kWhole>
-__device__ __forceinline__ void sum_block(const ReduceEncode& a, int64_t block, const Lane& lane,
+template <bool kWhole, typename Args>
+__device__ __forceinline__ void sum_block(const Args& a, int64_t block, const Lane& lane,
                                           float (&s)[kPerLane]) {
   float own[kPerLane];
   load_floats<kWhole>(a.own, lane, own);
@@ -82,15 +83,15 @@ __device__ __forceinline__ void sum_block(const ReduceEncode& a, int64_t block, 
 #pragma unroll 1
   for (int input = 0; input < a.num_inputs; ++input) {
     float x[kPerLane];
-    load_wire(a.inputs[input], a.count, block, lane, x);
+    load_wire(a.input(input), a.count, block, lane, x);
     if (input == a.own_position) add<kPerLane>(own, s);
     add<kPerLane>(x, s);
   }
   if (a.own_position == a.num_inputs) add<kPerLane>(own, s);
 }
 
-template <Coding kCoding, bool kWhole>
-__device__ __forceinline__ void reduce_encode_block(const ReduceEncode& a, int64_t block, uint64_t step) {
+template <Coding kCoding, bool kWhole, typename Args>
+__device__ __forceinline__ void reduce_encode_block(const Args& a, int64_t block, uint64_t step) {
   const Lane lane = lane_of(block, a.count);
   float s[kPerLane], sent[kPerLane], left[kPerLane];
   sum_block<kWhole>(a, block, lane, s);
@@ -146,14 +147,18 @@ __device__ __forceinline__ void reduce_encode_block(const ReduceEncode& a, int64
   }
 }
 
-template <Coding kCoding, bool kAligned>
-__global__ void __launch_bounds__(kThreads) fp8_reduce_encode_kernel(const __grid_constant__ ReduceEncode a) {
-  const uint64_t step = step_of(a.rounding);
-  const int64_t all = (a.count + kFp8Block - 1) / kFp8Block, whole = kAligned ? a.count / kFp8Block : 0;
+template <Coding kCoding, typename Args>
+__device__ __forceinline__ void reduce_encode_blocks(const Args& a, bool wide, uint64_t step) {
+  const int64_t all = (a.count + kFp8Block - 1) / kFp8Block, whole = wide ? a.count / kFp8Block : 0;
   const int64_t stride = int64_t{gridDim.x} * kWarps;
   int64_t block = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   for (; block < whole; block += stride) reduce_encode_block<kCoding, true>(a, block, step);
   for (; block < all; block += stride) reduce_encode_block<kCoding, false>(a, block, step);
+}
+
+template <Coding kCoding, bool kAligned>
+__global__ void __launch_bounds__(kThreads) fp8_reduce_encode_kernel(const __grid_constant__ ReduceEncode a) {
+  reduce_encode_blocks<kCoding>(a, kAligned, step_of(a.rounding));
 }
 
 template <bool kWhole>
@@ -166,14 +171,36 @@ __device__ __forceinline__ void decode_block(const Decode& a, int64_t block) {
   store_floats<kWhole>(a.out, lane, x);
 }
 
-template <bool kAligned>
-__global__ void __launch_bounds__(kThreads) fp8_decode_kernel(const __grid_constant__ Decode a) {
-  const int64_t all = (a.count + kFp8Block - 1) / kFp8Block, whole = kAligned ? a.count / kFp8Block : 0;
+__device__ __forceinline__ void decode_blocks(const Decode& a, bool wide) {
+  const int64_t all = (a.count + kFp8Block - 1) / kFp8Block, whole = wide ? a.count / kFp8Block : 0;
   const int64_t stride = int64_t{gridDim.x} * kWarps;
   int64_t block = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   for (; block < whole; block += stride) decode_block<true>(a, block);
   for (; block < all; block += stride) decode_block<false>(a, block);
 }
+
+template <bool kAligned>
+__global__ void __launch_bounds__(kThreads) fp8_decode_kernel(const __grid_constant__ Decode a) {
+  decode_blocks(a, kAligned);
+}
+
+template <Coding kCoding>
+struct Fp8Tiles {
+  static constexpr int kThreads = cuda::kThreads, kBlocks = 2;
+  static constexpr bool kExact = false;
+  struct Form {
+    bool wide;  // the caller's arrays take 16-byte accesses
+  };
+  bool wide;
+  uint64_t step;
+  __device__ __forceinline__ Fp8Tiles(const Form& form, const FusedAllreduce& call)
+      : wide(form.wide), step(step_of(call.rounding)) {}
+  __device__ __forceinline__ static int64_t tile() { return kWarps * kFp8Block; }
+  __device__ __forceinline__ void reduce_encode(const FusedPart& a) const {
+    reduce_encode_blocks<kCoding>(a, wide, step);
+  }
+  __device__ __forceinline__ void decode(const Decode& a) const { decode_blocks(a, wide); }
+};
 
 template <bool kAligned>
 auto* kernel_for(Coding coding) {
@@ -197,6 +224,15 @@ void fp8_reduce_encode(CudaStream stream, const ReduceEncode& a) {
 void fp8_decode(CudaStream stream, const Decode& a) {
   auto* kernel = aligned(a.out) ? fp8_decode_kernel<true> : fp8_decode_kernel<false>;
   launch("fp8_decode", kernel, config_for(a.count, stream), a);
+}
+
+void fp8_fused_allreduce(CudaStream stream, const FusedAllreduce& a) {
+  const bool wide = aligned(a.in, a.out, a.residual);
+  if (a.rounding.mode == Rounding::nearest) {
+    launch_fused<Fp8Tiles<Coding::nearest>>("fp8_fused_allreduce", stream, a, {wide}, kWarps * kFp8Block);
+  } else {
+    launch_fused<Fp8Tiles<Coding::stochastic>>("fp8_fused_allreduce", stream, a, {wide}, kWarps * kFp8Block);
+  }
 }
 
 }  // namespace gradwire::cuda

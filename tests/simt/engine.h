@@ -1,6 +1,7 @@
 // What the parts of the shim's engine share: the state of the launch and block that are running. The engine
 // itself is compiled without sanitizers, for speed; the kernels are not.
 //   launch.cpp         limits, schedules, saved memory, log, watchdog
+//   together.cpp       grids of several ranks side by side
 //   scheduler.cpp      fibers, and who runs next
 //   collectives.cpp    barriers, shuffles, votes
 //   shared_memory.cpp  poison at block start
@@ -8,6 +9,8 @@
 
 #include <bit>
 #include <cstdint>
+#include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -44,9 +47,21 @@ struct Warp {
   unsigned existing = 0, ready = 0, in_warp_op = 0;
 };
 
+// A shared variable that a block which gave way to others has used, and its bytes until that block goes on.
+struct KeptVariable {
+  void* variable;  // in shared_memory.cpp
+  std::vector<unsigned char> bytes;
+};
+
 struct Block {
   const Grid* grid = nullptr;
+  void (*thread_main)(const void*) = nullptr;
+  const void* arguments = nullptr;
   uint3 index{};
+  size_t first_fiber = 0;          // of its threads; blocks that are alive at a time have fibers of their own
+  void* dynamic_memory = nullptr;  // its dynamic shared memory
+  int64_t serial = 0;              // of all blocks that ever started
+  std::vector<KeptVariable> shared;
   int repetition = 0;
   std::vector<Thread> threads;
   std::vector<Warp> warps;
@@ -57,19 +72,19 @@ struct Block {
   Random random{0};
   bool uniform =
       true;  // draw any thread, staying with a warp for a while; otherwise favour warps in a fixed order
-  int first_warp = 0;      // where that order starts
-  bool downward = false;   // and which way it goes
-  int last_warp = 0;       // the warp of the thread drawn last
-  bool draw_any = false;   // the next draw is uniform whatever the mode
-  int current = -1;        // the running thread, -1: the scheduler
-  bool abandoned = false;  // resumed threads give up
-  std::string failure;     // the first one wins
+  int first_warp = 0;          // where that order starts
+  bool downward = false;       // and which way it goes
+  int last_warp = 0;           // the warp of the thread drawn last
+  bool draw_any = false;       // the next draw is uniform whatever the mode
+  int current = -1;            // the running thread, -1: the scheduler
+  bool abandoned = false;      // resumed threads give up
+  bool beside_others = false;  // blocks of other grids run too, and may be waited for
+  bool gives_way = false;      // the scheduler lets another block run
+  std::string failure;         // the first one wins
 };
 extern Block block;
 
-// Incremented by each block that starts, to tell whether a shared variable was poisoned for this block.
-extern int64_t block_serial;
-// The word that shared memory is filled with in this block: a NaN, or anything.
+// The word that shared memory is filled with in the block that starts next: a NaN, or anything.
 extern uint32_t poison_word;
 
 // Plain loads and stores, for memory that the sanitizers would complain about (guards, redzones).
@@ -77,12 +92,33 @@ void fill_unchecked(void* data, size_t bytes, uint32_t word);
 void copy_unchecked(void* to, const void* from, size_t bytes);        // writes only what differs
 size_t first_difference(const void* a, const void* b, size_t bytes);  // `bytes` when there is none
 
-// Runs one block to its end; false when block.failure was set.
-bool run_block(void (*thread)(const void*), const void* arguments);
+// `block`, of which grid, index, thread_main, arguments, first_fiber and dynamic_memory are set, is about to begin:
+// a number, an order, poisoned shared memory.
+void begin_block(Random& random, uint64_t way);
+// Runs it to its end, or until it gives way; false when block.failure was set, and its threads have left.
+bool run_block();
+// Makes the threads that are inside the kernel leave it.
+void abandon_block();
+// Between two blocks that are alive: shared variables are statics, so each block's values are put away while others
+// run.
+void put_shared_away();
+void bring_shared_back();
+// The launches of several ranks side by side, in one of the schedules.
+struct QueuedLaunch {
+  Grid grid;
+  void (*thread)(const void*);
+  std::shared_ptr<const void> arguments;
+  std::vector<std::span<const std::byte>> parameters;
+};
+void run_together(const std::vector<std::vector<QueuedLaunch>>& ranks, int repetition);
+// The seed of a launch's schedules.
+Random random_for(const char* kernel, int repetition);
 // Switches from the running thread to the next one; returns when it is resumed.
 void switch_out();
-// "kernel 'x', block (0,0,0) of (1,1,1), 64 threads, seed 1"
+// "kernel 'x', block (0,0,0) of (1,1,1), threads (64,1,1), seed 1"
 std::string describe_launch();
+// "kernel 'x', blocks (1,1,1), threads (64,1,1)"
+std::string describe(const Grid& grid);
 // One line per group of warps in the same state.
 std::string describe_threads();
 

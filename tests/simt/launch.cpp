@@ -221,37 +221,61 @@ uint64_t hash(const std::string& text) {
 
 void* dynamic_memory = nullptr;
 
-// The three ways to choose who runs next; with three schedules every block goes through all of them.
-void set_order(uint64_t way, uint64_t draw) {
-  auto warps =
-      (uint64_t{block.grid->block.x} * block.grid->block.y * block.grid->block.z + kWarp - 1) / kWarp;
-  block.uniform = way == 0;
-  // Warp 0 last: it often has a special part, such as reading what the others wrote, that
-  // they must not overtake.
-  block.first_warp = way == 1 ? 0 : static_cast<int>(draw % warps);
-  block.downward = way == 1 || (draw >> 8 & 1u);
-}
-
 // Blocks in the order first, first + step, ... modulo their number: each exactly once, since the step and the
 // number share no divisor.
 void run_schedule(const Grid& grid, int repetition, void (*thread)(const void*), const void* arguments) {
   uint64_t count = uint64_t{grid.grid.x} * grid.grid.y * grid.grid.z;
-  Random random{options().seed ^ hash(grid.kernel) ^ static_cast<uint64_t>(repetition) << 56};
+  Random random = random_for(grid.kernel, repetition);
   uint64_t step = 1 + random.next() % count, at = random.next() % count;
   while (std::gcd(step, count) != 1) ++step;
+  block.grid = &grid;
+  block.thread_main = thread;
+  block.arguments = arguments;
+  block.dynamic_memory = dynamic_memory;
   for (uint64_t done = 0; done < count; ++done, at = (at + step) % count) {
     block.index = {static_cast<unsigned>(at % grid.grid.x),
                    static_cast<unsigned>(at / grid.grid.x % grid.grid.y),
                    static_cast<unsigned>(at / grid.grid.x / grid.grid.y)};
-    block.random = random;
-    uint64_t draw = random.next();
-    set_order((static_cast<uint64_t>(repetition) + at) % 3, draw);
-    poison_word = draw >> 9 & 1u ? 0xffffffffu : static_cast<uint32_t>(draw >> 32);
-    ++block_serial;
-    if (dynamic_memory != nullptr) fill_unchecked(dynamic_memory, grid.shared_bytes, poison_word);
-    if (!run_block(thread, arguments)) throw Failure(describe_launch() + ": " + block.failure);
+    begin_block(random, static_cast<uint64_t>(repetition) + at);
+    if (!run_block()) throw Failure(describe_launch() + ": " + block.failure);
   }
 }
+
+// What surrounds all launches.
+class Session {
+ public:
+  Session() : lock_(one_at_a_time()) {
+    install_handlers();
+    alarm(kWatchdogSeconds);
+  }
+  ~Session() {
+    alarm(0);
+    block.grid = nullptr;
+    block.dynamic_memory = nullptr;
+  }
+  Session(const Session&) = delete;
+
+ private:
+  static std::mutex& one_at_a_time() {
+    static std::mutex mutex;
+    return mutex;
+  }
+  std::lock_guard<std::mutex> lock_;
+};
+
+// Every schedule from the same memory, and to the same end.
+template <typename Once>
+void run_schedules(const std::string& what, std::span<const std::span<const std::byte>> parameters,
+                   const Once& once) {
+  Memory memory(parameters);
+  for (int repetition = 0; repetition < options().schedules; ++repetition) {
+    if (repetition > 0) memory.restore();
+    once(repetition);
+    if (options().schedules > 1) memory.compare(fmt::format("{}, seed {}", what, options().seed));
+  }
+}
+
+thread_local Together* together = nullptr;
 
 }  // namespace
 
@@ -262,39 +286,71 @@ Options& options() {
   return chosen;
 }
 
-void* dynamic_shared() {
-  return dynamic_memory;
+Random random_for(const char* kernel, int repetition) {
+  return {options().seed ^ hash(kernel) ^ static_cast<uint64_t>(repetition) << 56};
 }
 
-void run(const Grid& grid, void (*thread)(const void*), const void* arguments,
+void* dynamic_shared() {
+  return block.dynamic_memory;
+}
+
+void run(const Grid& grid, void (*thread)(const void*), std::shared_ptr<const void> arguments,
          std::span<const std::span<const std::byte>> parameters) {
   check_limits(grid);
-  static std::mutex one_at_a_time;
-  std::lock_guard lock(one_at_a_time);
-  install_handlers();
-  struct Cleanup {
-    Cleanup(const Grid& grid) {
-      block.grid = &grid;
-      // Exactly as large as asked for, so that AddressSanitizer sees an access past the end.
-      if (grid.shared_bytes > 0 && posix_memalign(&dynamic_memory, 16, grid.shared_bytes) != 0)
-        throw std::bad_alloc();
-      alarm(kWatchdogSeconds);
+  if (together != nullptr) {
+    together->keep(grid, thread, std::move(arguments), parameters);
+    return;
+  }
+  Session session;
+  struct Dynamic {
+    // Exactly as large as asked for, so that AddressSanitizer sees an access past the end.
+    explicit Dynamic(size_t bytes) {
+      if (bytes > 0 && posix_memalign(&dynamic_memory, 16, bytes) != 0) throw std::bad_alloc();
     }
-    ~Cleanup() {
-      alarm(0);
+    ~Dynamic() {
       std::free(dynamic_memory);
       dynamic_memory = nullptr;
-      block.grid = nullptr;
     }
-  } cleanup(grid);
-
-  Memory memory(parameters);
-  for (int repetition = 0; repetition < options().schedules; ++repetition) {
-    if (repetition > 0) memory.restore();
-    run_schedule(grid, repetition, thread, arguments);
-    if (options().schedules > 1) memory.compare(describe_launch());
-  }
+  } dynamic(grid.shared_bytes);
+  run_schedules(describe(grid), parameters,
+                [&](int repetition) { run_schedule(grid, repetition, thread, arguments.get()); });
   note(grid);
+}
+
+struct Together::Queues {
+  std::vector<std::vector<QueuedLaunch>> of;  // [rank]
+};
+
+Together::Together(int ranks) : queues_(std::make_unique<Queues>()) {
+  queues_->of.resize(static_cast<size_t>(ranks));
+  together = this;
+}
+Together::~Together() {
+  together = nullptr;
+}
+void Together::keep(const Grid& grid, void (*thread)(const void*), std::shared_ptr<const void> arguments,
+                    std::span<const std::span<const std::byte>> parameters) {
+  queues_->of.at(static_cast<size_t>(rank_))
+      .push_back({grid, thread, std::move(arguments), {parameters.begin(), parameters.end()}});
+}
+void Together::run() {
+  std::vector<std::span<const std::byte>> parameters;
+  std::string what = fmt::format("{} ranks side by side", queues_->of.size());
+  for (const auto& launches : queues_->of) {
+    if (&launches == &queues_->of.front() && !launches.empty())
+      what += ", " + describe(launches.front().grid);
+    for (const QueuedLaunch& launch : launches) {
+      parameters.insert(parameters.end(), launch.parameters.begin(), launch.parameters.end());
+    }
+  }
+  {
+    Session session;
+    run_schedules(what, parameters, [&](int repetition) { run_together(queues_->of, repetition); });
+    for (const auto& launches : queues_->of) {
+      for (const QueuedLaunch& launch : launches) note(launch.grid);
+    }
+  }
+  for (auto& launches : queues_->of) launches.clear();
 }
 
 int64_t launches(const std::string& kernel) {

@@ -11,12 +11,15 @@
 // bits. That is the race detector: a missing barrier, an unordered float atomic or an uninitialized
 // shared value gives different bits.
 //
-// Blocks may depend on each other only through atomics that never wait: a grid barrier, or a look-back scan
-// that spins, cannot run here and fails as a livelock.
+// Blocks of a grid may depend on each other only through atomics that never wait: a grid barrier, or a look-back
+// scan that spins, cannot run here and fails as a livelock. What may wait for each other are the grids of several
+// ranks, launched through Together: their blocks are all alive at once, take turns in random order, and pass
+// signals (store_signal, load_signal).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -35,6 +38,8 @@ struct Options {
   uint64_t seed = 1;        // GRADWIRE_SIMT_SEED
   int schedules = 3;        // GRADWIRE_SIMT_SCHEDULES: runs per launch; 1 for a kernel whose result may vary
   int multiprocessors = 4;  // GRADWIRE_SIMT_MULTIPROCESSORS: few, so that grid-stride loops do loop
+  int unheeded_barrier =
+      -1;  // plants a bug: nobody waits at this barrier of each kernel that has several ranks'
 };
 Options& options();
 
@@ -47,8 +52,31 @@ struct Grid {
 
 // Runs `thread(arguments)` for every thread of the grid. `parameters` are the bytes of each kernel parameter;
 // they are searched for pointers to the memory to save and compare. Throws Failure.
-void run(const Grid& grid, void (*thread)(const void* arguments), const void* arguments,
+void run(const Grid& grid, void (*thread)(const void* arguments), std::shared_ptr<const void> arguments,
          std::span<const std::span<const std::byte>> parameters);
+
+// Kernels of several ranks, side by side. While one of these lives, the launches of its thread are kept instead of
+// run; run() runs them: each rank's one after the other, as on a stream, the ranks' beside each other.
+class Together {
+ public:
+  explicit Together(int ranks);
+  ~Together();
+  Together(const Together&) = delete;
+  void rank(int rank) { rank_ = rank; }  // whose launches follow
+  void run();                            // throws Failure
+  void keep(const Grid& grid, void (*thread)(const void*), std::shared_ptr<const void> arguments,
+            std::span<const std::span<const std::byte>> parameters);
+
+ private:
+  struct Queues;
+  std::unique_ptr<Queues> queues_;
+  int rank_ = 0;
+};
+// A word that blocks of other ranks read, or write. Other blocks may run before these return.
+void store_signal(uint32_t* word, uint32_t value);
+uint32_t load_signal(const uint32_t* word);
+// A clock that advances by 1 us with each load_signal.
+uint64_t nanoseconds();
 
 // How often a kernel was launched under this name so far, counting all schedules of a launch once.
 int64_t launches(const std::string& kernel);

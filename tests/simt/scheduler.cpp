@@ -82,8 +82,6 @@ struct Side {
   size_t bytes = 0;
 };
 
-void (*thread_main)(const void*) = nullptr;
-const void* thread_arguments = nullptr;
 Side scheduler;
 Side* running = &scheduler;
 Side* came_from = nullptr;  // who switched to `running`
@@ -110,7 +108,7 @@ void switch_to_thread(int index) {
   next.state = Thread::State::ready;
   block.current = index;
   threadIdx = next.index;
-  Side& fiber = *fibers[static_cast<size_t>(index)];
+  Side& fiber = *fibers[block.first_fiber + static_cast<size_t>(index)];
   if (&fiber != running) switch_to(fiber);
 }
 
@@ -121,7 +119,7 @@ void switch_to_scheduler() {
 
 // The running thread cannot go on: the next one runs, or the scheduler when there is none.
 void hand_over() {
-  if (block.ready_warps != 0 && block.failure.empty()) {
+  if (block.ready_warps != 0 && block.failure.empty() && !block.gives_way) {
     switch_to_thread(take_next());
   } else {
     switch_to_scheduler();
@@ -130,7 +128,7 @@ void hand_over() {
 
 void run_thread() {
   try {
-    thread_main(thread_arguments);
+    block.thread_main(block.arguments);
   } catch (const Abandon&) {
   } catch (const std::exception& error) {
     if (block.failure.empty()) block.failure = std::string("the kernel threw an exception: ") + error.what();
@@ -178,7 +176,7 @@ void place_threads() {
       if (++index.y == size.y) index.y = 0, ++index.z;
     }
   }
-  make_fibers(block.threads.size());
+  make_fibers(block.first_fiber + block.threads.size());
   block.ready_warps = 0;
   block.last_warp = 0;
   for (size_t w = 0; w < block.warps.size(); ++w) make_ready(w, block.warps[w].existing);
@@ -248,6 +246,11 @@ std::string describe_launch() {
                      options().seed);
 }
 
+std::string describe(const Grid& grid) {
+  return fmt::format("kernel '{}', blocks {}, threads {}", grid.kernel, dimensions(grid.grid),
+                     dimensions(grid.block));
+}
+
 std::string describe_threads() {
   std::string text;
   for (size_t first = 0; first < block.warps.size();) {
@@ -260,20 +263,36 @@ std::string describe_threads() {
   return text;
 }
 
-bool run_block(void (*thread)(const void*), const void* arguments) {
-  thread_main = thread;
-  thread_arguments = arguments;
+void begin_block(Random& random, uint64_t way) {
+  static int64_t blocks = 0;
+  block.serial = ++blocks;
+  block.random = random;
+  const uint64_t draw = random.next();
+  const uint64_t warps =
+      (uint64_t{block.grid->block.x} * block.grid->block.y * block.grid->block.z + kWarp - 1) / kWarp;
+  block.uniform = way % 3 == 0;
+  // Warp 0 last: it often has a special part, such as reading what the others wrote, that
+  // they must not overtake.
+  block.first_warp = way % 3 == 1 ? 0 : static_cast<int>(draw % warps);
+  block.downward = way % 3 == 1 || (draw >> 8 & 1u);
+  poison_word = draw >> 9 & 1u ? 0xffffffffu : static_cast<uint32_t>(draw >> 32);
+  if (block.dynamic_memory != nullptr)
+    fill_unchecked(block.dynamic_memory, block.grid->shared_bytes, poison_word);
+  block.shared.clear();
   place_threads();
   block.unfinished = static_cast<int>(block.threads.size());
   block.at_barrier = block.predicates = 0;
   block.spins = 0;
-  block.abandoned = false;
+  block.abandoned = block.gives_way = false;
   block.failure.clear();
+}
+
+bool run_block() {
   blockIdx = block.index;
   blockDim = block.grid->block;
   gridDim = block.grid->grid;
-
-  while (block.unfinished > 0 && block.failure.empty()) {
+  block.gives_way = false;
+  while (block.unfinished > 0 && block.failure.empty() && !block.gives_way) {
     if (block.ready_warps == 0) {
       block.failure = diagnose() + describe_threads();
       break;
@@ -281,12 +300,16 @@ bool run_block(void (*thread)(const void*), const void* arguments) {
     switch_to_thread(take_next());
   }
   if (block.failure.empty()) return true;
+  abandon_block();
+  return false;
+}
+
+void abandon_block() {
   block.abandoned = true;
   for (size_t i = 0; i < block.threads.size(); ++i) {
     auto state = block.threads[i].state;
     if (state != Thread::State::idle && state != Thread::State::exited) switch_to_thread(static_cast<int>(i));
   }
-  return false;
 }
 
 void switch_out() {

@@ -45,7 +45,7 @@ struct Instance {
 };
 struct Variable {
   std::vector<Instance> instances;  // one per instantiation of the template that declares it
-  int64_t poisoned_in = 0;          // block_serial
+  int64_t poisoned_in = 0;          // the serial of the block whose values are in there
 };
 
 // The compiler's records are separated by redzones, which instrumented standard-library code must not read.
@@ -71,7 +71,6 @@ Variable& find(const char* file, int line) {
 
 }  // namespace
 
-int64_t block_serial = 0;
 uint32_t poison_word = 0;
 
 void SharedSite::enter() {
@@ -85,9 +84,33 @@ void SharedSite::enter() {
     entry = &variable;
   }
   auto& variable = *static_cast<Variable*>(entry);
-  if (variable.poisoned_in == block_serial) return;
-  variable.poisoned_in = block_serial;
+  if (variable.poisoned_in == block.serial) return;
+  variable.poisoned_in = block.serial;
+  if (block.beside_others) block.shared.push_back({&variable, {}});
   for (const Instance& i : variable.instances) fill_unchecked(i.data, i.bytes, poison_word);
+}
+
+void put_shared_away() {
+  for (KeptVariable& kept : block.shared) {
+    kept.bytes.clear();
+    for (const Instance& i : static_cast<Variable*>(kept.variable)->instances) {
+      const size_t at = kept.bytes.size();
+      kept.bytes.resize(at + i.bytes);
+      copy_unchecked(kept.bytes.data() + at, i.data, i.bytes);
+    }
+  }
+}
+
+void bring_shared_back() {
+  for (KeptVariable& kept : block.shared) {
+    auto& variable = *static_cast<Variable*>(kept.variable);
+    variable.poisoned_in = block.serial;
+    size_t at = 0;
+    for (const Instance& i : variable.instances) {
+      copy_unchecked(i.data, kept.bytes.data() + at, i.bytes);
+      at += i.bytes;
+    }
+  }
 }
 
 extern "C" void __real___asan_register_globals(void* globals, uintptr_t count);

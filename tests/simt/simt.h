@@ -15,6 +15,7 @@
 
 #include <array>
 #include <bit>
+#include <memory>
 #include <span>
 #include <tuple>
 #include <type_traits>
@@ -238,7 +239,8 @@ void launch(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block, 
   struct Call {
     void (*kernel)(Params...);
     std::tuple<Params...> params;
-  } call{kernel, std::move(params)};
+  };
+  const auto call = std::make_shared<const Call>(Call{kernel, std::move(params)});
   auto thread = [](const void* arguments) {
     const auto& c = *static_cast<const Call*>(arguments);
     std::apply(c.kernel, c.params);
@@ -247,8 +249,8 @@ void launch(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block, 
       [](const Params&... p) {
         return std::array<std::span<const std::byte>, sizeof...(Params)>{std::as_bytes(std::span(&p, 1))...};
       },
-      call.params);
-  run({name, reinterpret_cast<const void*>(kernel), grid, block, shared_bytes}, thread, &call, parameters);
+      call->params);
+  run({name, reinterpret_cast<const void*>(kernel), grid, block, shared_bytes}, thread, call, parameters);
 }
 
 }  // namespace gradwire::simt

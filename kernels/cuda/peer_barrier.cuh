@@ -1,0 +1,110 @@
+// A barrier between the thread blocks of one number in the kernels of all ranks, which run at the same time on
+// devices that write each other's memory (runtime/peers.h).
+//
+// What the threads of a block wrote before it, to its own window too, the blocks of the other ranks see after it.
+// Each call of a kernel has a fixed number of barriers, at most two. Signals only grow, so nothing is reset, and a
+// launch that is captured in a graph needs no new arguments.
+//
+// The kernel that uses it is the same on a GPU and in tests/simt; only the loads, stores and the clock differ.
+#pragma once
+
+#include "runtime/launch.cuh"
+#include "runtime/peers.h"
+
+namespace gradwire::cuda {
+
+// Between devices. A store releases, and a load acquires, also what other threads of the block did before the
+// __syncthreads() that precedes or follows it.
+__device__ __forceinline__ void store_signal(uint32_t* word, uint32_t value) {
+#ifdef GRADWIRE_SIMT
+  simt::store_signal(word, value);
+#else
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+#endif
+}
+__device__ __forceinline__ uint32_t load_signal(const uint32_t* word) {
+#ifdef GRADWIRE_SIMT
+  return simt::load_signal(word);
+#else
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+#endif
+}
+__device__ __forceinline__ uint64_t clock_ns() {
+#ifdef GRADWIRE_SIMT
+  return simt::nanoseconds();
+#else
+  uint64_t ns;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+  return ns;
+#endif
+}
+
+class PeerBarrier {
+ public:
+  __device__ __forceinline__ explicit PeerBarrier(const PeerMemory& peers)
+      : peers_(peers), calls_(*own(kPeerCallsOffset + 4 * static_cast<int>(blockIdx.x))) {}
+
+  // Where this call's half begins in every window.
+  __device__ __forceinline__ int64_t half() const {
+    return kPeerHeaderBytes + (calls_ & 1u) * peers_.half_bytes;
+  }
+
+  // Barrier number `which` of this call, for all threads of the block. False: a peer did not come, and no thread
+  // may go on.
+  __device__ __forceinline__ bool wait(uint32_t which) const {
+    __syncthreads();
+    const uint32_t target = 2 * calls_ + 1 + which;
+    const int first = static_cast<int>(threadIdx.x), step = static_cast<int>(blockDim.x);
+    for (int peer = first; peer < peers_.world; peer += step) {
+      if (peer != peers_.rank) store_signal(signal(peer, peers_.rank), target);
+    }
+    bool all = true;
+    for (int peer = first; peer < peers_.world; peer += step) {
+      if (peer != peers_.rank) all = comes(peer, target, which) && all;
+    }
+    return __syncthreads_and(all ? 1 : 0) != 0;
+  }
+
+  // After the last barrier. For the blocks that this launch does not have, too, so that all of them agree.
+  __device__ __forceinline__ void end_call() const {
+    if (threadIdx.x != 0) return;
+    for (int block = static_cast<int>(blockIdx.x); block < kMostPeerBlocks;
+         block += static_cast<int>(gridDim.x)) {
+      *own(kPeerCallsOffset + 4 * block) = calls_ + 1;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t* own(int64_t offset) const {
+    return reinterpret_cast<uint32_t*>(peers_.windows[peers_.rank] + offset);
+  }
+  __device__ __forceinline__ uint32_t* signal(int at, int from) const {
+    return reinterpret_cast<uint32_t*>(peers_.windows[at]) + static_cast<int>(blockIdx.x) * kMostPeers + from;
+  }
+
+  __device__ __forceinline__ bool comes(int peer, uint32_t target, uint32_t which) const {
+    const uint32_t* const word = signal(peers_.rank, peer);
+#ifdef GRADWIRE_SIMT
+    if (simt::options().unheeded_barrier == static_cast<int>(which)) return true;
+#endif
+    uint64_t began = 0;
+#pragma unroll 1
+    for (uint32_t looks = 1; static_cast<int32_t>(load_signal(word) - target) < 0; ++looks) {
+      if (looks % 1024 != 0) continue;  // the report is on the other side of the bus
+      if (began == 0) began = clock_ns();
+      if (load_signal(&peers_.report->stop) != 0) return false;
+      if (clock_ns() - began < static_cast<uint64_t>(peers_.patience_ns)) continue;
+      store_signal(&peers_.report->barrier, which);
+      store_signal(&peers_.report->missing, static_cast<uint32_t>(peer) + 1);
+      return false;
+    }
+    return true;
+  }
+
+  const PeerMemory& peers_;
+  const uint32_t calls_;
+};
+
+}  // namespace gradwire::cuda

@@ -1,0 +1,437 @@
+// Formats in blocks (kernels/wire/block.h) on CUDA: a warp for each block, or a thread block where they are
+// long. Wires are moved in tiles of whole blocks through shared memory, in 16-byte pieces.
+//
+// block.cu has the ops made of this, block_fused.cu the allreduce over peer memory.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/cuda/vector.cuh"
+#include "kernels/math/random.h"
+#include "kernels/wire/block.h"
+#include "kernels/wire/block_formats.h"
+#include "kernels/wire/reduce_encode.cuh"
+
+namespace gradwire::cuda {
+namespace {  // of each file: the shim finds the shared variables of such functions only
+
+constexpr int kBlockThreads = 256;
+constexpr int kBlockWarps = kBlockThreads / 32;
+
+// Levels h = n/2, n/4, ..., 1 of a butterfly, by whoever `lanes` are.
+template <typename Lanes>
+__device__ __forceinline__ void butterfly(const Lanes& lanes, float* x, int n) {
+  for (int h = n / 2; h > 0; h /= 2) {
+    lanes.each(n / 2, [=](int pair) {
+      const int i = 2 * pair - (pair & (h - 1));
+      const float a = x[i], b = x[i + h];
+      x[i] = a + b;
+      x[i + h] = a - b;
+    });
+  }
+}
+
+// A warp for each block.
+struct WarpLanes {
+  static constexpr int kTeams = kBlockWarps, kSize = 32;
+  int lane = static_cast<int>(threadIdx.x) % 32, team = static_cast<int>(threadIdx.x) / 32;
+
+  __device__ __forceinline__ void sync() const { __syncwarp(); }
+  template <typename Body>
+  __device__ __forceinline__ void each(int n, const Body& body) const {
+#pragma unroll 2  // what more of them keep at hand does not fit into registers
+    for (int i = lane; i < n; i += 32) body(i);
+    __syncwarp();
+  }
+  template <typename Value>
+  __device__ __forceinline__ uint32_t max(int n, const Value& value) const {
+    uint32_t largest = 0;
+    for (int i = lane; i < n; i += 32) {
+      const uint32_t x = value(i);
+      largest = x > largest ? x : largest;
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      const uint32_t other = __shfl_xor_sync(0xffffffffu, largest, distance);
+      largest = other > largest ? other : largest;
+    }
+    return largest;
+  }
+  template <typename Value>
+  __device__ __forceinline__ float sum(int n, const Value& value) const {
+    static_assert(kSumLanes == 32);
+    float sum = 0.0f;
+#pragma unroll 2
+    for (int i = lane; i < n; i += 32) sum += value(i);
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    return sum;
+  }
+  template <typename Test>
+  __device__ __forceinline__ int count(int n, const Test& test) const {
+    int all = 0;
+    for (int begin = 0; begin < n; begin += 32) {
+      all += __popc(__ballot_sync(0xffffffffu, begin + lane < n && test(begin + lane)));
+    }
+    return all;
+  }
+  template <typename Test, typename Take>
+  __device__ __forceinline__ void pick(int n, const Test& test, const Take& take) const {
+    int before = 0;
+    for (int begin = 0; begin < n; begin += 32) {
+      const int i = begin + lane;
+      const bool mine = i < n && test(i);
+      const uint32_t all = __ballot_sync(0xffffffffu, mine);
+      if (mine) take(before + __popc(all & ((1u << lane) - 1u)), i);
+      before += __popc(all);
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void hadamard(float* x, int n) const {
+    butterfly(*this, x, n);
+  }
+};
+
+// A whole thread block for each block of a format whose blocks are long. `warps` is shared memory.
+struct ThreadBlockLanes {
+  static constexpr int kTeams = 1, kSize = kBlockThreads;
+  uint32_t* warps;
+  int lane = static_cast<int>(threadIdx.x), team = 0;
+
+  __device__ __forceinline__ void sync() const { __syncthreads(); }
+  template <typename Body>
+  __device__ __forceinline__ void each(int n, const Body& body) const {
+    for (int i = lane; i < n; i += kBlockThreads) body(i);
+    __syncthreads();
+  }
+  // `mine` of each warp's first lane, in warps[]; ends with a barrier that lets all read it.
+  __device__ __forceinline__ void share(uint32_t mine) const {
+    __syncthreads();  // nobody reads what was there before
+    if (lane % 32 == 0) warps[lane / 32] = mine;
+    __syncthreads();
+  }
+  template <typename Value>
+  __device__ __forceinline__ uint32_t max(int n, const Value& value) const {
+    uint32_t largest = 0;
+    for (int i = lane; i < n; i += kBlockThreads) {
+      const uint32_t x = value(i);
+      largest = x > largest ? x : largest;
+    }
+    share(__reduce_max_sync(0xffffffffu, largest));
+    for (int w = 0; w < kBlockWarps; ++w) largest = warps[w] > largest ? warps[w] : largest;
+    return largest;
+  }
+  // One warp's work: what long blocks sum is short.
+  template <typename Value>
+  __device__ __forceinline__ float sum(int n, const Value& value) const {
+    float sum = 0.0f;
+    if (lane < 32) sum = WarpLanes{}.sum(n, value);
+    share(float_bits(sum));
+    return bits_float(warps[0]);
+  }
+  template <typename Test>
+  __device__ __forceinline__ int count(int n, const Test& test) const {
+    int all = 0;
+    for (int begin = 0; begin < n; begin += kBlockThreads) {
+      all += __popc(__ballot_sync(0xffffffffu, begin + lane < n && test(begin + lane)));
+    }
+    share(static_cast<uint32_t>(all));
+    all = 0;
+    for (int w = 0; w < kBlockWarps; ++w) all += static_cast<int>(warps[w]);
+    return all;
+  }
+  template <typename Test, typename Take>
+  __device__ __forceinline__ void pick(int n, const Test& test, const Take& take) const {
+    int before = 0;
+    for (int begin = 0; begin < n; begin += kBlockThreads) {
+      const int i = begin + lane;
+      const bool mine = i < n && test(i);
+      const uint32_t all = __ballot_sync(0xffffffffu, mine);
+      share(static_cast<uint32_t>(__popc(all)));
+      int place = before + __popc(all & ((1u << (lane % 32)) - 1u));
+      for (int w = 0; w < kBlockWarps; ++w) {
+        const int here = static_cast<int>(warps[w]);
+        place += w < lane / 32 ? here : 0;
+        before += here;
+      }
+      if (mine) take(place, i);
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ void hadamard(float* x, int n) const { butterfly(*this, x, n); }
+};
+
+template <typename F>
+using LanesFor = std::conditional_t<(F::kMaxBlock > 512), ThreadBlockLanes, WarpLanes>;
+
+__device__ __forceinline__ WarpLanes make_lanes(const WarpLanes*) {
+  return {};
+}
+__device__ __forceinline__ ThreadBlockLanes make_lanes(const ThreadBlockLanes*) {
+  __shared__ uint32_t warps[kBlockWarps];
+  return {warps};
+}
+
+// A thread block's work at a time, in dynamic shared memory:
+//   float sums[blocks][block]; float values[teams][block]; uint16_t random[teams][block]; uint8_t bytes[...]
+// `bytes` begins as far from a 16-byte boundary as the tile does in the wire, so blocks of any length move in
+// 16-byte pieces.
+struct TileShape {
+  int blocks, block, bytes, teams;
+  size_t shared_bytes() const {
+    return static_cast<size_t>(blocks + teams) * static_cast<size_t>(block) * 4 +
+           static_cast<size_t>(teams) * static_cast<size_t>(block) * 2 +
+           static_cast<size_t>(blocks) * static_cast<size_t>(bytes) + 32;
+  }
+};
+
+template <typename F>
+TileShape shape_of(const BlockCoder<F>& coder) {
+  constexpr int kTeams = LanesFor<F>::kTeams, kValues = 2048;
+  const int enough = kValues / coder.block();
+  return {.blocks = enough > kTeams ? enough : kTeams,
+          .block = coder.block(),
+          .bytes = coder.bytes(),
+          .teams = kTeams};
+}
+
+template <typename F>
+struct Worker {
+  using Lanes = LanesFor<F>;
+  const BlockCoder<F>& coder;
+  const TileShape& shape;
+  int64_t count;  // values of the whole call
+  bool wide;      // floats are 16-byte aligned
+  Lanes lanes;
+  float *sums, *values;  // of the tile; of the team: what it has just decoded
+  uint16_t* random;      // of the team
+  uint8_t* memory;       // for the tile's bytes
+  int64_t first_block = 0;
+  int blocks = 0;            // in the tile
+  uint8_t* bytes = nullptr;  // where they are now
+
+  __device__ __forceinline__ Worker(const BlockCoder<F>& its_coder, const TileShape& its_shape,
+                                    int64_t its_count, bool is_wide, unsigned char* shared)
+      : coder(its_coder),
+        shape(its_shape),
+        count(its_count),
+        wide(is_wide),
+        lanes(make_lanes(static_cast<const Lanes*>(nullptr))) {
+    const int block = shape.block;
+    sums = reinterpret_cast<float*>(shared);
+    float* const all_values = sums + shape.blocks * block;
+    values = all_values + lanes.team * block;
+    auto* const all_random = reinterpret_cast<uint16_t*>(all_values + shape.teams * block);
+    random = all_random + lanes.team * block;
+    memory = reinterpret_cast<uint8_t*>(all_random + shape.teams * block);
+  }
+  __device__ __forceinline__ void begin_tile(int64_t first) {
+    const int64_t all = coder.blocks(count);
+    first_block = first;
+    blocks = all - first < shape.blocks ? static_cast<int>(all - first) : shape.blocks;
+    bytes = memory + static_cast<int>(first * shape.bytes % 16);
+  }
+
+  __device__ __forceinline__ int values_of(int block) const {
+    const int64_t left = count - (first_block + block) * shape.block;
+    return left < shape.block ? static_cast<int>(left) : shape.block;
+  }
+  // Calls body(i, W) so that a lane has W neighbors of the block's values at a time. Both ways in a loop of
+  // their own; side by side, the compiler merges them into scalar stores.
+  template <typename Body>
+  __device__ __forceinline__ void for_values(int block, const Body& body) const {
+    const int valid = values_of(block);
+    if (wide && valid == shape.block) {
+      for (int i = 4 * lanes.lane; i < valid; i += 4 * Lanes::kSize) body.template at<4>(block, i);
+    } else {
+      for (int i = lanes.lane; i < valid; i += Lanes::kSize) body.template at<1>(block, i);
+    }
+    lanes.sync();
+  }
+
+  // Copies the tile's bytes, for all threads of the block: `to` and `from` are as far from a 16-byte boundary.
+  __device__ __forceinline__ void move_bytes(uint8_t* to, const uint8_t* from) const {
+    const int all = blocks * shape.bytes, skew = static_cast<int>(first_block * shape.bytes % 16);
+    const int head = skew == 0 ? 0 : (16 - skew < all ? 16 - skew : all), whole = (all - head) / 16;
+    __syncthreads();  // nobody uses the bytes of before; all have written theirs
+    for (int i = static_cast<int>(threadIdx.x); i < head; i += kBlockThreads) to[i] = from[i];
+    for (int i = static_cast<int>(threadIdx.x); i < whole; i += kBlockThreads) {
+      reinterpret_cast<uint4*>(to + head)[i] = reinterpret_cast<const uint4*>(from + head)[i];
+    }
+    for (int i = head + 16 * whole + static_cast<int>(threadIdx.x); i < all; i += kBlockThreads)
+      to[i] = from[i];
+    __syncthreads();
+  }
+  __device__ __forceinline__ void fetch(const void* wire) const {
+    move_bytes(bytes, static_cast<const uint8_t*>(wire) + first_block * shape.bytes);
+  }
+  __device__ __forceinline__ void put(void* wire) const {
+    move_bytes(static_cast<uint8_t*>(wire) + first_block * shape.bytes, bytes);
+  }
+
+  // The team's own room for what it decodes of block `block`.
+  __device__ __forceinline__ const float* decode(int block) const {
+    coder.decode(lanes, static_cast<const uint8_t*>(bytes + block * shape.bytes), values_of(block), values);
+    lanes.sync();
+    return values;
+  }
+};
+
+template <int W>
+__device__ __forceinline__ void store_wide(float* to, const float (&x)[W]) {
+  if constexpr (W == 4) {
+    __stwb(reinterpret_cast<float4*>(to), make_float4(x[0], x[1], x[2], x[3]));
+  } else {
+    *to = x[0];
+  }
+}
+
+template <typename F, typename Args>
+struct AddOwn {
+  const Worker<F>& w;
+  const Args& a;
+  template <int W>
+  __device__ __forceinline__ void at(int block, int i) const {
+    float own[W];
+    const int64_t element = (w.first_block + block) * w.shape.block + i;
+    load<W>(a.own + element, own);
+    if (a.residual != nullptr) {
+      float kept[W];
+      load<W>(a.residual + element, kept);
+      add<W>(kept, own);
+    }
+    float s[W];
+    load<W>(w.sums + block * w.shape.block + i, s);
+    add<W>(own, s);
+    store<W>(w.sums + block * w.shape.block + i, s);
+  }
+};
+
+// Residual and result of a block whose wire decodes to `sent`.
+template <typename F, typename Args>
+struct Finish {
+  const Worker<F>& w;
+  const Args& a;
+  const float* sent;  // null: nothing is encoded
+  template <int W>
+  __device__ __forceinline__ void at(int block, int i) const {
+    float s[W], x[W];
+    const int64_t element = (w.first_block + block) * w.shape.block + i;
+    load<W>(w.sums + block * w.shape.block + i, s);
+    load<W>(sent == nullptr ? w.sums + block * w.shape.block + i : sent + i, x);
+    if (a.residual != nullptr) {
+      const bool careful = w.coder.may_send_nan();
+      float left[W];
+#pragma unroll
+      for (int k = 0; k < W; ++k) {
+        left[k] = sent != nullptr ? (careful ? rest_of<true>(s[k], x[k]) : rest_of<false>(s[k], x[k])) : 0.0f;
+      }
+      store_wide<W>(a.residual + element, left);
+    }
+    if (a.out != nullptr) {
+#pragma unroll
+      for (int k = 0; k < W; ++k) x[k] *= a.out_scale;
+      store_wide<W>(a.out + element, x);
+    }
+  }
+};
+
+template <typename F>
+struct PutValues {
+  const Worker<F>& w;
+  const Decode& a;
+  const float* values;
+  template <int W>
+  __device__ __forceinline__ void at(int block, int i) const {
+    float x[W];
+    load<W>(values + i, x);
+#pragma unroll
+    for (int k = 0; k < W; ++k) x[k] *= a.scale;
+    store_wide<W>(a.out + (w.first_block + block) * w.shape.block + i, x);
+  }
+};
+
+// 16 random bits for each value of a block, which begins at `element`.
+template <typename F, typename Args>
+__device__ __forceinline__ const uint16_t* draw_random(const Worker<F>& w, const Args& a, uint64_t step,
+                                                       int block) {
+  const auto first =
+      static_cast<uint64_t>(a.rounding.first_element + (w.first_block + block) * w.shape.block);
+  const int shift = static_cast<int>(first % 16);  // a word serves two of sixteen elements
+  uint16_t* const random = w.random;
+  const int n = w.shape.block;
+  const RoundingBits draws(a.rounding.seed, step, first);
+  w.lanes.each((n + shift + 15) / 16 * 8, [&](int word) {
+    const int i = word / 8 * 16 + word % 8 - shift;  // and i + 8
+    const uint32_t bits = draws.word(first + static_cast<uint64_t>(static_cast<int64_t>(i)));
+    if (i >= 0 && i < n) random[i] = static_cast<uint16_t>(bits);
+    if (i + 8 >= 0 && i + 8 < n) random[i + 8] = static_cast<uint16_t>(bits >> 16);
+  });
+  return random;
+}
+
+template <typename F, typename Args>
+__device__ __forceinline__ void reduce_encode_tile(const Worker<F>& w, const Args& a, uint64_t step) {
+  const int n = w.shape.block, first = w.lanes.team, teams = w.shape.teams;
+  for (int block = first; block < w.blocks; block += teams) {
+    const int valid = w.values_of(block);
+    float* const sums = w.sums + block * n;
+    // Adding to -0 changes nothing, not even a zero's sign. Where the array ends, encode sees 0.
+    w.lanes.each(n, [=](int i) { sums[i] = i < valid ? -0.0f : 0.0f; });
+  }
+  for (int term = 0; term <= a.num_inputs; ++term) {
+    if (term == a.own_position) {
+      for (int block = first; block < w.blocks; block += teams) w.for_values(block, AddOwn<F, Args>{w, a});
+      continue;
+    }
+    w.fetch(a.input(term < a.own_position ? term : term - 1));
+    for (int block = first; block < w.blocks; block += teams) {
+      const float* const x = w.decode(block);
+      float* const sums = w.sums + block * n;
+      w.lanes.each(w.values_of(block), [=](int i) { sums[i] += x[i]; });
+    }
+  }
+  for (int block = first; block < w.blocks; block += teams) {
+    const float* sent = nullptr;
+    if (a.wire != nullptr) {
+      const uint16_t* const random = F::kStochastic && a.rounding.mode == Rounding::stochastic
+                                         ? draw_random(w, a, step, block)
+                                         : nullptr;
+      w.coder.encode(w.lanes, w.sums + block * n, w.values_of(block), random, w.bytes + block * w.shape.bytes,
+                     w.values);
+      w.lanes.sync();
+      sent = w.decode(block);
+    }
+    w.for_values(block, Finish<F, Args>{w, a, sent});
+  }
+  if (a.wire != nullptr) w.put(a.wire);
+}
+
+// All tiles of this thread block.
+template <typename F, typename Args>
+__device__ __forceinline__ void reduce_encode_tiles(const BlockCoder<F>& coder, const TileShape& shape,
+                                                    const Args& a, bool wide, unsigned char* shared) {
+  Worker<F> w(coder, shape, a.count, wide, shared);
+  const int64_t all = coder.blocks(a.count), stride = int64_t{gridDim.x} * shape.blocks;
+  for (int64_t first = int64_t{blockIdx.x} * shape.blocks; first < all; first += stride) {
+    w.begin_tile(first);
+    reduce_encode_tile(w, a, step_of(a.rounding));
+  }
+}
+
+template <typename F>
+__device__ __forceinline__ void decode_tiles(const BlockCoder<F>& coder, const TileShape& shape,
+                                             const Decode& a, bool wide, unsigned char* shared) {
+  Worker<F> w(coder, shape, a.count, wide, shared);
+  const int64_t all = coder.blocks(a.count), stride = int64_t{gridDim.x} * shape.blocks;
+  for (int64_t first = int64_t{blockIdx.x} * shape.blocks; first < all; first += stride) {
+    w.begin_tile(first);
+    w.fetch(a.wire);
+    for (int block = w.lanes.team; block < w.blocks; block += shape.teams) {
+      w.for_values(block, PutValues<F>{w, a, w.decode(block)});
+    }
+  }
+}
+
+}  // namespace
+}  // namespace gradwire::cuda

@@ -1,0 +1,180 @@
+// The kernel of an allreduce over peer memory (fused.h), for any format.
+//
+// A format supplies Tiles, which work on the part of a chunk that is this thread block's: the tiles of fixed size
+// whose number, modulo the grid, is the block's. That must not depend on alignment, which differs between ranks.
+//   struct Tiles {
+//     static constexpr int kThreads, kBlocks;  // of a block; least resident ones of a multiprocessor
+//     static constexpr bool kExact;            // the wire is the floats: no residual, no random bits
+//     struct Form;                             // what else the kernel is passed
+//     Tiles(const Form&, const FusedAllreduce&);
+//     int64_t tile() const;                    // values in a tile
+//     void reduce_encode(const FusedPart&) const;
+//     void decode(const Decode&) const;
+//   };
+#pragma once
+
+#include "kernels/cuda/peer_barrier.cuh"
+#include "kernels/cuda/vector.cuh"
+#include "kernels/wire/fused.h"
+#include "kernels/wire/reduce_encode.cuh"
+
+namespace gradwire::cuda {
+
+// A ReduceEncode whose inputs lie at one place in the windows of all ranks but one. With an exact wire, `wire` is
+// another place for the result.
+struct FusedPart {
+  const FusedAllreduce& call;
+  int64_t place = 0;  // in each window
+  int without = 0;    // this rank's window
+  int num_inputs = 0;
+  int own_position = 0;
+  const float* own = nullptr;
+  float* residual = nullptr;
+  void* wire = nullptr;
+  float* out = nullptr;
+  float out_scale = 1.0f;
+  int64_t count = 0;
+  WireRounding rounding = {};
+  __device__ __forceinline__ const void* input(int k) const {
+    return call.peers.windows[k < without ? k : k + 1] + place;
+  }
+};
+
+// As for_each_vector() of vector.cuh, but in tiles of kVectorThreads * W elements.
+template <int W, typename Body>
+__device__ __forceinline__ void for_each_in_tiles(bool wide, int64_t count, const Body& body) {
+  constexpr int64_t kTile = int64_t{kVectorThreads} * W;
+  const int64_t vectors = wide ? count / W : 0;
+  const int64_t first = int64_t{blockIdx.x} * kVectorThreads + threadIdx.x,
+                stride = int64_t{gridDim.x} * kVectorThreads;
+  for (int64_t v = first; v < vectors; v += stride) body.template at<W>(v * W);
+  int64_t tile = vectors * W / kTile;  // the first with single elements
+  tile += (int64_t{blockIdx.x} - tile % gridDim.x + gridDim.x) % gridDim.x;
+  for (; tile * kTile < count; tile += gridDim.x) {
+    const int64_t begin = vectors * W > tile * kTile ? vectors * W : tile * kTile;
+    const int64_t end = count < (tile + 1) * kTile ? count : (tile + 1) * kTile;
+    for (int64_t i = begin + threadIdx.x; i < end; i += kVectorThreads) body.template at<1>(i);
+  }
+}
+
+template <typename Tiles>
+class FusedSteps {
+ public:
+  __device__ __forceinline__ FusedSteps(const FusedAllreduce& call, int64_t half) : a_(call), half_(half) {}
+
+  // The chunk of the rank k steps to the right: no rank is everybody's first.
+  __device__ __forceinline__ int chunk(int k) const {
+    const int c = a_.peers.rank + k;
+    return c < a_.peers.world ? c : c - a_.peers.world;
+  }
+
+  // This rank's own part of a chunk or, with `others`, the sum of all ranks' parts.
+  __device__ __forceinline__ FusedPart part(int c, bool others) const {
+    const int64_t begin = a_.begin[c];
+    const int rank = a_.peers.rank;
+    FusedPart p{.call = a_};
+    p.own = a_.in + begin;
+    p.residual = Tiles::kExact || a_.residual == nullptr ? nullptr : a_.residual + begin;
+    p.wire = wire(rank, c);
+    p.count = a_.begin[c + 1] - begin;
+    p.rounding = a_.rounding;
+    p.rounding.first_element += begin;
+    if (!others) return p;
+    p.place = half_ + a_.offset[c];
+    p.num_inputs = a_.peers.world - 1;
+    p.without = p.own_position = Tiles::kExact ? rank : c;
+    p.out = a_.out + begin;
+    p.out_scale = a_.scale;
+    if (!a_.one_shot) return p;
+    if constexpr (Tiles::kExact) {
+      p.wire = nullptr;
+    } else {
+      p.wire = a_.peers.windows[rank] + half_ + a_.scratch + a_.offset[c];
+      if (c != rank) {
+        p.own = exported(c);
+        p.residual = nullptr;
+        p.rounding.seed = a_.seeds[c];
+      }
+    }
+    return p;
+  }
+
+  // Of a one-shot: what this rank adds to the sum of its own chunk, for the others.
+  __device__ __forceinline__ void export_own(int64_t tile) const {
+    const FusedPart p = part(a_.peers.rank, false);
+    float* const to = exported(a_.peers.rank);
+    for (int64_t begin = blockIdx.x * tile; begin < p.count; begin += gridDim.x * tile) {
+      const int64_t end = begin + tile < p.count ? begin + tile : p.count;
+      for (int64_t i = begin + threadIdx.x; i < end; i += Tiles::kThreads) {
+        to[i] = p.residual != nullptr ? p.own[i] + p.residual[i] : p.own[i];
+      }
+    }
+  }
+
+  __device__ __forceinline__ Decode result(int c) const {
+    return {.wire = wire(c, c),
+            .out = a_.out + a_.begin[c],
+            .scale = Tiles::kExact ? 1.0f : a_.scale,  // an owner has scaled it
+            .count = a_.begin[c + 1] - a_.begin[c]};
+  }
+
+ private:
+  __device__ __forceinline__ std::byte* wire(int rank, int c) const {
+    return a_.peers.windows[rank] + half_ + a_.offset[c];
+  }
+  __device__ __forceinline__ float* exported(int rank) const {
+    return reinterpret_cast<float*>(a_.peers.windows[rank] + half_ + a_.exported);
+  }
+  const FusedAllreduce& a_;
+  const int64_t half_;
+};
+
+template <typename Tiles>
+__global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
+    fused_allreduce_kernel(const __grid_constant__ FusedAllreduce a,
+                           const __grid_constant__ typename Tiles::Form form) {
+  const Tiles tiles(form, a);
+  const PeerBarrier barrier(a.peers);
+  const FusedSteps<Tiles> steps(a, barrier.half());
+  const int world = a.peers.world;
+  // One loop, so that the format's code, which is most of the kernel, is there once.
+#pragma unroll 1
+  for (int sums = 0; sums < 2; ++sums) {
+    const int end = sums == 0 || a.one_shot ? world : 1;
+#pragma unroll 1
+    for (int k = sums == 0 && !(a.one_shot && Tiles::kExact) ? 1 : 0; k < end; ++k) {
+      tiles.reduce_encode(steps.part(steps.chunk(k), sums != 0));
+    }
+    if (sums != 0) break;
+    if (!Tiles::kExact && a.one_shot) steps.export_own(tiles.tile());
+    if (!barrier.wait(0)) return;
+  }
+  if (!a.one_shot) {
+    if (!barrier.wait(1)) return;
+#pragma unroll 1
+    for (int k = 1; k < world; ++k) tiles.decode(steps.result(steps.chunk(k)));
+  }
+  barrier.end_call();
+}
+
+template <typename Tiles>
+void launch_fused(const char* name, CudaStream stream, const FusedAllreduce& call,
+                  const typename Tiles::Form& form, int64_t tile, size_t shared_bytes = 0) {
+  int64_t most = 0;
+  for (int c = 0; c < call.peers.world; ++c) {
+    const int64_t count = call.begin[c + 1] - call.begin[c];
+    most = count > most ? count : most;
+  }
+  // The same on all ranks, whose GPUs are of one kind; at least one, because every rank's barriers need it.
+  const int64_t tiles = most > tile ? (most + tile - 1) / tile : 1;
+  int64_t blocks = multiprocessors() < call.peers.blocks ? multiprocessors() : call.peers.blocks;
+  blocks = tiles < blocks ? tiles : blocks;
+  launch(name, fused_allreduce_kernel<Tiles>,
+         {.grid = dim3(static_cast<unsigned>(blocks)),
+          .block = dim3(Tiles::kThreads),
+          .shared_bytes = shared_bytes,
+          .stream = stream},
+         call, form);
+}
+
+}  // namespace gradwire::cuda

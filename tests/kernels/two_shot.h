@@ -1,0 +1,69 @@
+// What a two-shot allreduce that exchanges messages leaves on every rank, from a format's scalar references.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/wire/fp32.h"
+#include "kernels/wire/fused.h"
+
+namespace gradwire::testing {
+
+struct TwoShot {
+  Wire wire = kFp32;
+  std::vector<std::vector<float>> inputs, residuals;  // by rank; residuals may be empty
+  std::vector<int64_t> begin;                         // of each rank's chunk, and the end
+  float scale = 1.0f;
+  Rounding mode = Rounding::nearest;
+  std::vector<uint64_t> seeds;  // by rank
+  uint64_t step = 0;
+  int64_t first_element = 0;
+};
+
+struct TwoShotResult {
+  std::vector<float> result;  // of every rank
+  std::vector<std::vector<float>> residuals;
+};
+
+inline TwoShotResult two_shot_reference(const TwoShot& t) {
+  const int world = static_cast<int>(t.inputs.size());
+  TwoShotResult r{.result = std::vector<float>(t.inputs[0].size()), .residuals = t.residuals};
+  const auto arguments = [&](int rank, int c) {
+    const auto begin = static_cast<size_t>(t.begin[c]);
+    ReduceEncode a;
+    a.own = t.inputs[rank].data() + begin;
+    a.residual = t.residuals.empty() ? nullptr : r.residuals[rank].data() + begin;
+    a.count = t.begin[c + 1] - t.begin[c];
+    a.rounding = {t.mode, t.seeds[rank], &t.step, t.first_element + t.begin[c]};
+    return a;
+  };
+  for (int c = 0; c < world; ++c) {
+    const auto count = t.begin[c + 1] - t.begin[c];
+    std::vector<std::vector<std::byte>> wires(world, std::vector<std::byte>(t.wire->bytes(count) + 16));
+    float* const out = r.result.data() + t.begin[c];
+    if (t.wire->exact) {
+      Reduce sum{.own = t.inputs[c].data() + t.begin[c], .out = out, .scale = t.scale, .count = count};
+      for (int rank = 0; rank < world; ++rank) {
+        if (rank != c) sum.inputs[sum.num_inputs++] = t.inputs[rank].data() + t.begin[c];
+      }
+      sum.own_position = c;
+      reference::fp32_reduce(sum);
+      continue;
+    }
+    ReduceEncode sum = arguments(c, c);
+    for (int rank = 0; rank < world; ++rank) {
+      if (rank == c) continue;
+      ReduceEncode part = arguments(rank, c);
+      part.wire = wires[rank].data();
+      t.wire->reference_reduce_encode(part);
+      sum.inputs[sum.num_inputs++] = part.wire;
+    }
+    sum.own_position = c;
+    sum.wire = wires[c].data();
+    t.wire->reference_reduce_encode(sum);
+    t.wire->reference_decode({.wire = sum.wire, .out = out, .scale = t.scale, .count = count});
+  }
+  return r;
+}
+
+}  // namespace gradwire::testing

@@ -1,0 +1,352 @@
+// Allreduces over peer memory (kernels/wire/fused.h) on the CPU: the kernels of all ranks side by side, with the
+// bits of a two-shot that exchanges messages.
+#include "kernels/wire/fused.h"
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "kernels/wire/formats.h"
+#include "tests/kernels/compare.h"
+#include "tests/kernels/two_shot.h"
+#include "tests/simt/runtime.h"
+
+namespace gradwire::testing {
+namespace {
+
+// A group of ranks and their windows.
+class Group {
+ public:
+  Group(int world, int64_t half_bytes) : reports_(world) {
+    for (int r = 0; r < world; ++r) {
+      windows_.emplace_back(static_cast<size_t>(peer_window_bytes(half_bytes)) / 16);
+      // What lies in a window at the beginning is nobody's, apart from the signals.
+      std::memset(windows_[r].data(), 0xff, windows_[r].size() * sizeof(Line));
+      std::memset(windows_[r].data(), 0, kPeerHeaderBytes);
+    }
+    for (int r = 0; r < world; ++r) {
+      PeerMemory& m = peers.emplace_back();
+      for (int other = 0; other < world; ++other) m.windows[other] = windows_[other].data()->bytes;
+      m.rank = r;
+      m.world = world;
+      m.half_bytes = half_bytes;
+      m.report = &reports_[r];
+      m.patience_ns = int64_t{3600} * 1'000'000'000;
+    }
+  }
+  PeerReport& report(int rank) { return reports_[rank]; }
+  std::vector<PeerMemory> peers;
+
+ private:
+  struct alignas(16) Line {
+    std::byte bytes[16];
+  };
+  std::vector<std::vector<Line>> windows_;
+  std::vector<PeerReport> reports_;
+};
+
+std::vector<float> values(int64_t n, uint32_t seed, float spread) {
+  std::vector<float> all(static_cast<size_t>(n));
+  for (size_t i = 0; i < all.size(); ++i) {
+    seed = seed * 1664525u + 1013904223u;
+    const float x = static_cast<float>(static_cast<int32_t>(seed)) * 0x1p-31f;
+    all[i] = i % 5 == 0 ? x * spread : x;
+  }
+  return all;
+}
+
+struct Case {
+  Wire wire = kFp32;
+  int world = 2;
+  int64_t count = 100;
+  bool one_shot = false;
+  bool residual = true;
+  Rounding mode = Rounding::nearest;
+  int64_t shift = 0;  // of the floats from a 16-byte boundary, on odd ranks
+  int calls = 1;
+};
+
+// Chunks as a schedule cuts them: at multiples of the format's blocks, of uneven lengths, some perhaps empty.
+std::vector<int64_t> cut(const Case& c) {
+  const int64_t grain = c.wire->granularity, blocks = (c.count + grain - 1) / grain;
+  std::vector<int64_t> begin;
+  for (int r = 0; r <= c.world; ++r) begin.push_back(std::min(c.count, blocks * r / c.world * grain));
+  return begin;
+}
+
+class Fused {
+ public:
+  explicit Fused(const Case& c) : c_(c), begin_(cut(c)), step_(7) {
+    const auto n = static_cast<size_t>(c.count);
+    for (int call = 0; call < c.calls; ++call) {
+      TwoShot& t = plans_.emplace_back();
+      t.wire = c.wire;
+      t.begin = begin_;
+      t.scale = 1.0f / static_cast<float>(c.world);
+      t.mode = c.mode;
+      t.step = step_;
+      t.first_element = 40 * call;
+      for (int r = 0; r < c.world; ++r) {
+        t.inputs.push_back(values(c.count, static_cast<uint32_t>(100 * call + r), 8.0f));
+        if (c.residual)
+          t.residuals.push_back(values(c.count, static_cast<uint32_t>(100 * call + r + 50), 0.1f));
+        t.seeds.push_back(static_cast<uint64_t>(r) * 77 + 5);
+      }
+    }
+    for (int r = 0; r < c.world; ++r) {
+      const size_t shift = r % 2 == 1 ? static_cast<size_t>(c.shift) : 0;
+      for (int call = 0; call < c.calls; ++call) {
+        data_.push_back(std::vector<float>(shift + n, -1.0f));
+        std::copy(plans_[call].inputs[r].begin(), plans_[call].inputs[r].end(), data_.back().begin() + shift);
+        kept_.push_back(std::vector<float>(shift + n, -1.0f));
+        if (c.residual) {
+          std::copy(plans_[call].residuals[r].begin(), plans_[call].residuals[r].end(),
+                    kept_.back().begin() + shift);
+        }
+      }
+    }
+  }
+
+  FusedAllreduce arguments(int rank, int call) {
+    FusedAllreduce a;
+    a.peers.world = c_.world;
+    a.one_shot = c_.one_shot;
+    a.in = a.out = data(rank, call);
+    a.residual = c_.residual ? kept(rank, call) : nullptr;
+    a.scale = plans_[call].scale;
+    a.rounding = {c_.mode, plans_[call].seeds[rank], &step_, plans_[call].first_element};
+    for (int r = 0; r < c_.world; ++r) a.seeds[r] = plans_[call].seeds[r];
+    for (int r = 0; r <= c_.world; ++r) a.begin[r] = begin_[r];
+    half_bytes_ = lay_out(a, c_.wire);
+    return a;
+  }
+  int64_t half_bytes() {
+    arguments(0, 0);
+    return half_bytes_;
+  }
+
+  void launch(simt::Together& together, Group& group) {
+    for (int r = 0; r < c_.world; ++r) {
+      together.rank(r);
+      for (int call = 0; call < c_.calls; ++call) {
+        FusedAllreduce a = arguments(r, call);
+        a.peers = group.peers[r];
+        c_.wire->fused_allreduce(Stream(), a);
+      }
+    }
+  }
+  void run(Group& group) {
+    simt::Together together(c_.world);
+    launch(together, group);
+    together.run();
+  }
+
+  void expect_bits() {
+    for (int call = 0; call < c_.calls; ++call) {
+      const TwoShotResult expected = two_shot_reference(plans_[call]);
+      for (int r = 0; r < c_.world; ++r) {
+        SCOPED_TRACE(fmt::format("call {} rank {}", call, r));
+        expect_same_bits(data(r, call), expected.result);
+        if (c_.residual && !c_.wire->exact) expect_same_bits(kept(r, call), expected.residuals[r]);
+        if (::testing::Test::HasFailure()) return;
+      }
+    }
+  }
+
+ private:
+  static void expect_same_bits(const float* actual, const std::vector<float>& expected) {
+    for (size_t i = 0; i < expected.size(); ++i) {
+      if (std::memcmp(&actual[i], &expected[i], sizeof(float)) == 0) continue;
+      ADD_FAILURE() << "element " << i << " is " << actual[i] << ", not " << expected[i];
+      return;
+    }
+  }
+  size_t shift(int rank) const { return rank % 2 == 1 ? static_cast<size_t>(c_.shift) : 0; }
+  float* data(int rank, int call) {
+    return data_[static_cast<size_t>(rank * c_.calls + call)].data() + shift(rank);
+  }
+  float* kept(int rank, int call) {
+    return kept_[static_cast<size_t>(rank * c_.calls + call)].data() + shift(rank);
+  }
+
+  const Case c_;
+  std::vector<int64_t> begin_;
+  uint64_t step_;
+  std::vector<TwoShot> plans_;
+  std::vector<std::vector<float>> data_, kept_;  // [rank][call]
+  int64_t half_bytes_ = 0;
+};
+
+void expect_two_shot_bits(const Case& c) {
+  SCOPED_TRACE(fmt::format(
+      "{} {} ranks {} count {}{}{} shift {}", c.wire->spec(), c.one_shot ? "one-shot" : "two-shot", c.world,
+      c.count, c.residual ? " residual" : "", c.mode == Rounding::stochastic ? " stochastic" : "", c.shift));
+  Fused fused(c);
+  Group group(c.world, fused.half_bytes());
+  fused.run(group);
+  fused.expect_bits();
+}
+
+class FusedAllreduceTest : public ::testing::TestWithParam<Wire> {
+ protected:
+  const Wire wire = GetParam();
+};
+
+// Blocks of thousands of values, such as top-k's, take long here.
+class OneSchedule {
+ public:
+  explicit OneSchedule(bool only) : before_(simt::options().schedules) {
+    if (only) simt::options().schedules = 1;
+  }
+  ~OneSchedule() { simt::options().schedules = before_; }
+
+ private:
+  const int before_;
+};
+
+TEST_P(FusedAllreduceTest, HasTheBitsOfATwoShotWithMessages) {
+  const int64_t grain = wire->granularity;
+  const bool slow = grain > 512, variant = *wire->options != 0;
+  for (bool one_shot : {false, true}) {
+    for (int world = 2; world <= 8; ++world) {
+      if (variant && world != 3) continue;
+      // More than one tile for a block, and a tail; chunks that are empty on some ranks; a few blocks for each.
+      const int64_t count = slow         ? 2 * grain + 5
+                            : world == 2 ? 2 * (5 * 2048 + 3 * grain) + 5
+                            : world == 5 ? 3 * grain + 1
+                                         : 8 * grain + 3 * world;
+      const bool stochastic = wire->stochastic && world % 2 == 0;
+      OneSchedule only(slow && world != 3);
+      expect_two_shot_bits({.wire = wire,
+                            .world = world,
+                            .count = count,
+                            .one_shot = one_shot,
+                            .residual = world % 3 != 0,
+                            .mode = stochastic ? Rounding::stochastic : Rounding::nearest,
+                            .shift = world == 4 ? 3 : 0});
+      if (HasFailure()) return;
+    }
+  }
+}
+
+TEST_P(FusedAllreduceTest, CallsFollowEachOtherWithoutWaitingForSlowRanks) {
+  if (wire->granularity > 512 || *wire->options != 0) return;
+  for (bool one_shot : {false, true}) {
+    expect_two_shot_bits(
+        {.wire = wire, .world = 3, .count = 3 * wire->granularity + 40, .one_shot = one_shot, .calls = 4});
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, FusedAllreduceTest, ::testing::ValuesIn(example_wire_formats()),
+                         [](const ::testing::TestParamInfo<Wire>& info) {
+                           std::string name = info.param->spec();
+                           for (char& c : name) c = std::isalnum(static_cast<unsigned char>(c)) ? c : '_';
+                           return name;
+                         });
+
+// --- planted bugs ---
+
+struct Unheeded {
+  explicit Unheeded(int barrier) { simt::options().unheeded_barrier = barrier; }
+  ~Unheeded() { simt::options().unheeded_barrier = -1; }
+};
+
+bool is_found(const Case& c, bool one_half = false) {
+  Fused fused(c);
+  Group group(c.world, fused.half_bytes());
+  for (PeerMemory& m : group.peers) m.half_bytes = one_half ? 0 : m.half_bytes;
+  try {
+    fused.run(group);
+  } catch (const simt::Failure& failure) {
+    EXPECT_NE(std::string(failure.what()).find("depends on the order"), std::string::npos) << failure.what();
+    return true;
+  }
+  return false;
+}
+
+TEST(FusedAllreduceBugs, AMissingBarrierIsFound) {
+  for (const char* wire : {"fp32", "bf16", "fp8", "int4"}) {
+    for (int world : {2, 4, 8}) {
+      if (world != 4 && std::string(wire) != "bf16") continue;
+      for (int barrier : {0, 1}) {
+        for (bool one_shot : {false, true}) {
+          if (one_shot && barrier == 1) continue;  // it has one
+          SCOPED_TRACE(fmt::format("{} {} ranks, barrier {}", wire, world, barrier));
+          const Case c{
+              .wire = wire_format(wire), .world = world, .count = world * 3000, .one_shot = one_shot};
+          EXPECT_FALSE(is_found(c));
+          Unheeded planted(barrier);
+          EXPECT_TRUE(is_found(c));
+        }
+      }
+    }
+  }
+}
+
+// A rank that is ahead would overwrite what others still read. (In two-shots of one layout it would not: what a
+// rank writes first, nobody reads last.)
+TEST(FusedAllreduceBugs, AWindowWithOneHalfIsFound) {
+  for (Wire wire : {kFp32, kBf16}) {
+    const Case c{.wire = wire, .world = 4, .count = 4000, .one_shot = true, .calls = 4};
+    EXPECT_FALSE(is_found(c));
+    EXPECT_TRUE(is_found(c, true));
+  }
+}
+
+// --- ranks that do not come ---
+
+TEST(FusedAllreduce, ARankThatDoesNotComeIsReportedAndTheKernelsEnd) {
+  const Case c{.wire = kBf16, .world = 3, .count = 3000};
+  Fused fused(c);
+  Group group(3, fused.half_bytes());
+  simt::Together together(3);
+  for (int r : {0, 2}) {
+    together.rank(r);
+    FusedAllreduce a = fused.arguments(r, 0);
+    a.peers = group.peers[r];
+    a.peers.patience_ns = 2'000'000;  // a look takes a microsecond here
+    c.wire->fused_allreduce(Stream(), a);
+  }
+  OneSchedule only(true);  // which looks come first is chance
+  together.run();
+  for (int r : {0, 2}) {
+    EXPECT_EQ(group.report(r).missing, 2u) << "rank " << r << " waited for rank 1";
+    EXPECT_EQ(group.report(r).barrier, 0u);
+  }
+}
+
+TEST(FusedAllreduce, WaitingForARankThatWillNotComeIsADeadlock) {
+  const Case c{.wire = kFp32, .world = 2, .count = 3000};
+  Fused fused(c);
+  Group group(2, fused.half_bytes());
+  simt::Together together(2);
+  FusedAllreduce a = fused.arguments(1, 0);
+  a.peers = group.peers[1];
+  together.rank(1);
+  c.wire->fused_allreduce(Stream(), a);
+  try {
+    together.run();
+    ADD_FAILURE() << "it ended";
+  } catch (const simt::Failure& failure) {
+    for (const char* part : {"rank 1", "kernel 'fp32_fused_allreduce'", "deadlock", "block"}) {
+      EXPECT_NE(std::string(failure.what()).find(part), std::string::npos) << failure.what();
+    }
+  }
+}
+
+TEST(FusedAllreduce, KernelsEndWhenTheHostSaysStop) {
+  const Case c{.wire = kFp32, .world = 2, .count = 3000};
+  Fused fused(c);
+  Group group(2, fused.half_bytes());
+  group.report(0).stop = 1;
+  simt::Together together(2);
+  FusedAllreduce a = fused.arguments(0, 0);
+  a.peers = group.peers[0];
+  c.wire->fused_allreduce(Stream(), a);
+  together.run();
+  EXPECT_EQ(group.report(0).missing, 0u);
+}
+
+}  // namespace
+}  // namespace gradwire::testing
