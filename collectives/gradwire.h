@@ -6,7 +6,7 @@
  * Status   Every function returns a gw_status, except the three that report versions and errors. No exception
  *          leaves the library, and it never ends the process. After anything but GW_OK, gw_last_error() says
  *          what was wrong and what to do. Outputs are written only on GW_OK.
- * Handles  gw_comm and gw_reducer are names, not addresses: a null, made-up or destroyed handle gives
+ * Handles  gw_comm, gw_reducer and gw_request are names, not addresses: a null, made-up or destroyed handle gives
  *          GW_BAD_HANDLE, never a crash. A handle belongs to the process that created it (not to its forks).
  * Threads  Any function may be called from any thread. Calls on one communicator and its reducers are
  *          serialized; only gw_comm_abort() does not wait its turn.
@@ -19,9 +19,9 @@
  *          create another.
  * Streams  On a CUDA device, `stream` is a cudaStream_t cast to void* (null: the legacy default stream):
  *          calls enqueue work and return, and later work on that stream sees the results. On the host it must
- *          be null, and a call returns when its result is ready.
+ *          be null, and a call returns when its result is ready, or at once if it has a gw_request.
  * Memory   Gradient memory belongs to the caller and is on the communicator's device. It must stay valid
- *          until the stream has passed the call that used it.
+ *          until the stream has passed the call that used it, or until its gw_request is done.
  * Structs  Zero the struct, set `size` to its sizeof, then fill it in; zero means the default. This lets
  *          structs grow without breaking programs compiled against older headers.
  */
@@ -56,7 +56,8 @@ enum {
   GW_DEVICE_FAILED = 4, /* a CUDA call failed, or the device does not exist */
   GW_UNSUPPORTED = 5,   /* valid, but not supported by this version or build */
   GW_NO_MEMORY = 6,     /* host or device */
-  GW_INTERNAL = 7       /* a bug in the library */
+  GW_INTERNAL = 7,      /* a bug in the library */
+  GW_NOT_DONE = 8       /* of gw_request_wait() only: its time is over; the call goes on */
 };
 
 typedef int32_t gw_dtype;
@@ -69,6 +70,7 @@ enum { GW_SUM = 0, GW_AVG = 1 };
 
 typedef struct gw_comm_handle* gw_comm;
 typedef struct gw_reducer_handle* gw_reducer;
+typedef struct gw_request_handle* gw_request;
 
 /* ---- Version and errors: these cannot fail and return no status ---------------------------------------- */
 
@@ -189,6 +191,39 @@ GW_API gw_status gw_comm_destroy(gw_comm comm);
  *
  * GW_BAD_ARGUMENT, GW_BAD_HANDLE. */
 GW_API gw_status gw_call_tag(gw_comm comm, const char* tag);
+
+/* ---- Requests: calls on the host that return at once ---------------------------------------------------- */
+
+/* This thread's next collective call on `comm` returns when it has begun, and the request stands for it:
+ *
+ *     gw_request request;
+ *     gw_request_begin(comm, &request);
+ *     gw_allreduce(comm, gradients, n, GW_FLOAT32, GW_AVG, "int8", NULL);   // fails at once if it is refused
+ *     ...                                                                    // gradients are in use
+ *     gw_request_wait(request, 1000);
+ *     gw_request_destroy(request);
+ *
+ * For gw_allreduce(), gw_allreduce_residual(), gw_reduce_scatter(), gw_all_gather(), gw_all_gather_update(),
+ * gw_broadcast(), gw_reducer_allreduce() and gw_reducer_wait(). Calls run one after another in the order in which they
+ * were made, with or without requests, and each has the communicator's deadline. The first call with a buffer builds its
+ * program, for which it waits until calls in flight are done; so does a change of a residual's address.
+ *
+ * request  out; release it with gw_request_destroy().
+ *
+ * GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_UNSUPPORTED on a CUDA device, where streams do this. */
+GW_API gw_status gw_request_begin(gw_comm comm, gw_request* request);
+
+/* done: out, 1 when the result is ready, 0 while the call is in flight. Any thread may ask.
+ * GW_BAD_ARGUMENT if no call was made for the request or it was refused, GW_COMM_FAILED if the call has failed. */
+GW_API gw_status gw_request_test(gw_request request, int32_t* done);
+
+/* Blocks until the result is ready, but no longer than timeout_ms (0 or more): then GW_NOT_DONE, and one may wait
+ * again. Any thread may wait, several too. Otherwise as gw_request_test(). */
+GW_API gw_status gw_request_wait(gw_request request, int64_t timeout_ms);
+
+/* Waits for the call, if there was one, and frees the request; to avoid the wait, gw_comm_abort() first. Null does
+ * nothing. */
+GW_API gw_status gw_request_destroy(gw_request request);
 
 /* ---- Wire formats of your own -------------------------------------------------------------------------- */
 
@@ -425,7 +460,7 @@ typedef struct gw_stats {
                                 until the reducer is destroyed */
 } gw_stats;
 
-/* On CUDA: GW_DEVICE_FAILED until the last step has completed; synchronize its stream first. */
+/* GW_DEVICE_FAILED until the last step has completed: synchronize its stream, or wait for its request, first. */
 GW_API gw_status gw_reducer_stats(gw_reducer reducer, gw_stats* stats);
 
 /* A checkpoint of this rank's codec state (residuals, factors, ...) and step count. Loaded into a reducer

@@ -83,6 +83,10 @@ struct Ticket {
     done_changed.wait(lock, [&] { return done; });
     return error;
   }
+  bool wait_until(std::chrono::steady_clock::time_point deadline) {
+    std::unique_lock lock(mutex);
+    return done_changed.wait_until(lock, deadline, [&] { return done; });
+  }
 };
 
 struct HostStream;
@@ -98,6 +102,11 @@ struct HostEvent final : Event::Impl {
   void synchronize() const override {
     if (!ticket) return;
     if (auto error = ticket->wait()) std::rethrow_exception(error);
+  }
+  bool synchronize_until(std::chrono::steady_clock::time_point deadline) const override {
+    if (ticket && !ticket->wait_until(deadline)) return false;
+    synchronize();
+    return true;
   }
   double ms_since(const Impl& start) const override {
     const auto& other = dynamic_cast<const HostEvent&>(start);
@@ -293,6 +302,20 @@ void Event::synchronize() const {
   Capture::forbid("Event::synchronize", "", "the host would wait for work that has not begun");
   outside(*impl_, "Event::synchronize");
   impl_->synchronize();
+}
+// Of CUDA, whose driver has no wait with a deadline.
+bool Event::Impl::synchronize_until(std::chrono::steady_clock::time_point deadline) const {
+  while (!query()) {
+    if (std::chrono::steady_clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  synchronize();
+  return true;
+}
+bool Event::synchronize_until(std::chrono::steady_clock::time_point deadline) const {
+  Capture::forbid("Event::synchronize_until", "", "the host would wait for work that has not begun");
+  outside(*impl_, "Event::synchronize_until");
+  return impl_->synchronize_until(deadline);
 }
 double elapsed_ms(const Event& start, const Event& end) {
   Event::outside(*start.impl_, "elapsed_ms");

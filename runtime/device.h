@@ -97,8 +97,10 @@ class Event {
   void record(const Stream& stream);
   // True once the recorded work is done; true if never recorded.
   bool query() const;
-  // Blocks the caller until the recorded work is done.
+  // Blocks the caller until the recorded work is done; throws what the stream had failed with.
   void synchronize() const;
+  // The same, but not for longer than until `deadline`: false when the work is still in flight then.
+  bool synchronize_until(std::chrono::steady_clock::time_point deadline) const;
   explicit operator bool() const { return impl_ != nullptr; }
 
   struct Impl;

@@ -27,6 +27,7 @@ struct Event::Impl : std::enable_shared_from_this<Event::Impl> {
   virtual void record(Stream::Impl& stream) = 0;
   virtual bool query() const = 0;
   virtual void synchronize() const = 0;
+  virtual bool synchronize_until(std::chrono::steady_clock::time_point deadline) const;
   virtual double ms_since(const Impl& start) const = 0;
 
   const Device device;

@@ -8,6 +8,7 @@
 #include "collectives/c_api/comm.h"
 #include "collectives/c_api/dtypes.h"
 #include "collectives/c_api/errors.h"
+#include "collectives/c_api/request.h"
 #include "collectives/plan/planner.h"
 #include "kernels/wire/fp32.h"
 #include "runtime/mix.h"
@@ -97,8 +98,9 @@ const char* checked_spec(const char* spec) {
 }  // namespace
 
 Program& ApiComm::program_for(const CollectiveCall& call) {
-  const bool allreduce = call.collective == Collective::allreduce;
-  const Key key{call.function, allreduce ? call.out : nullptr,
+  // With a request, a change of address must not wait for calls in flight.
+  const bool by_address = call.collective == Collective::allreduce || request != nullptr;
+  const Key key{call.function, by_address ? call.out : nullptr,
                 call.count,    call.shards,
                 call.dtype,    call.op,
                 call.root,     call.spec,
@@ -216,8 +218,7 @@ namespace {
 
 void allreduce(const char* function, gw_comm handle, void* buf, int64_t count, gw_dtype dtype, gw_op op,
                const char* spec, float* residual, void* stream) {
-  const std::string tag = take_tag(handle);
-  LockedComm comm(handle);
+  LockedCall locked(handle);
   require(count >= 0, "count is {}, must not be negative", count);
   CollectiveCall call{.function = function,
                       .in = buf,
@@ -227,10 +228,11 @@ void allreduce(const char* function, gw_comm handle, void* buf, int64_t count, g
                       .dtype = dtype,
                       .op = op,
                       .spec = checked_spec(spec),
-                      .tag = tag};
+                      .tag = locked.tag};
   check_call(call);
   check_memory("buf", buf, count, bytes_of(dtype));
-  comm->run(call, stream);
+  locked->run(call, stream);
+  locked.request.start();
 }
 
 }  // namespace
@@ -256,66 +258,65 @@ gw_status gw_allreduce_residual(gw_comm comm, void* buf, int64_t count, gw_dtype
 gw_status gw_reduce_scatter(gw_comm comm, const void* in, void* out, const int64_t* counts, gw_dtype dtype,
                             gw_op op, const char* spec, float* residual, void* stream) {
   return guarded(__func__, [&, f = __func__] {
-    const std::string tag = take_tag(comm);
-    LockedComm locked(comm);
+    LockedCall locked(comm);
     const int rank = locked->communicator->rank();
     CollectiveCall call{.function = f,
                         .collective = Collective::reduce_scatter,
                         .in = in,
                         .out = out,
                         .residual = residual,
-                        .shards = read_counts(*locked.comm, counts),
+                        .shards = read_counts(*locked, counts),
                         .dtype = dtype,
                         .op = op,
                         .spec = checked_spec(spec),
-                        .tag = tag};
+                        .tag = locked.tag};
     check_call(call);
     call.count = elements_before(call.shards, locked->communicator->world());
     check_memory("in", in, call.count, bytes_of(dtype));
     check_memory("out", out, call.shards[rank], bytes_of(dtype));
     check_place("out", out, "in", in, call.shards, rank, bytes_of(dtype));
     locked->run(call, stream);
+    locked.request.start();
   });
 }
 
 gw_status gw_all_gather(gw_comm comm, const void* in, void* out, const int64_t* counts, gw_dtype dtype,
                         const char* spec, float* residual, void* stream) {
   return guarded(__func__, [&, f = __func__] {
-    const std::string tag = take_tag(comm);
-    LockedComm locked(comm);
+    LockedCall locked(comm);
     const int rank = locked->communicator->rank();
     CollectiveCall call{.function = f,
                         .collective = Collective::all_gather,
                         .in = in,
                         .out = out,
                         .residual = residual,
-                        .shards = read_counts(*locked.comm, counts),
+                        .shards = read_counts(*locked, counts),
                         .dtype = dtype,
                         .spec = checked_spec(spec),
-                        .tag = tag};
+                        .tag = locked.tag};
     check_call(call);
     call.count = elements_before(call.shards, locked->communicator->world());
     check_memory("in", in, call.shards[rank], bytes_of(dtype));
     check_memory("out", out, call.count, bytes_of(dtype));
     check_place("in", in, "out", out, call.shards, rank, bytes_of(dtype));
     locked->run(call, stream);
+    locked.request.start();
   });
 }
 
 gw_status gw_all_gather_update(gw_comm comm, const float* master, void* replica, const int64_t* counts,
                                gw_dtype dtype, const char* spec, void* stream) {
   return guarded(__func__, [&, f = __func__] {
-    const std::string tag = take_tag(comm);
-    LockedComm locked(comm);
+    LockedCall locked(comm);
     const int rank = locked->communicator->rank();
     CollectiveCall call{.function = f,
                         .collective = Collective::all_gather,
                         .in = master,
                         .out = replica,
-                        .shards = read_counts(*locked.comm, counts),
+                        .shards = read_counts(*locked, counts),
                         .dtype = dtype,
                         .spec = checked_spec(spec),
-                        .tag = tag};
+                        .tag = locked.tag};
     check_call(call);
     if (dtype != GW_FLOAT32) {
       throw Unsupported(
@@ -332,14 +333,14 @@ gw_status gw_all_gather_update(gw_comm comm, const float* master, void* replica,
         at + bytes(call.shards[rank]) <= begin || begin + bytes(call.count) <= at || call.shards[rank] == 0,
         "master overlaps replica; it must be other memory, which keeps what replicas do not have yet");
     locked->run_update(call, stream);
+    locked.request.start();
   });
 }
 
 gw_status gw_broadcast(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, int root, const char* spec,
                        void* stream) {
   return guarded(__func__, [&, f = __func__] {
-    const std::string tag = take_tag(comm);
-    LockedComm locked(comm);
+    LockedCall locked(comm);
     const int world = locked->communicator->world();
     require(count >= 0, "count is {}, must not be negative", count);
     require(root >= 0 && root < world, "root is {} in a world of {}", root, world);
@@ -351,10 +352,11 @@ gw_status gw_broadcast(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, i
                         .dtype = dtype,
                         .root = root,
                         .spec = checked_spec(spec),
-                        .tag = tag};
+                        .tag = locked.tag};
     check_call(call);
     check_memory("buf", buf, count, bytes_of(dtype));
     locked->run(call, stream);
+    locked.request.start();
   });
 }
 

@@ -33,7 +33,8 @@ ApiComm::ApiComm(std::unique_ptr<Communicator> c)
 }
 
 ApiComm::~ApiComm() {
-  for (const Stream& busy : {stream, communicator->transfers()}) {
+  for (const Stream& busy : {stream, communicator->transfers(), requests_}) {
+    if (!busy) continue;
     try {
       busy.synchronize();
     } catch (...) {  // reported to whoever waited for the failed operation
@@ -74,7 +75,9 @@ Stream ApiComm::caller_stream(void* native) {
   const Device device = communicator->device();
   if (device.is_host()) {
     require(native == nullptr, "stream is not null, but the communicator is on the host, where calls block");
-    return Stream::immediate_host();
+    if (request == nullptr) return Stream::immediate_host();
+    if (!requests_) requests_ = Stream::create(device, "requests");
+    return requests_;
   }
   if (callers_.size() > kCallerStreamsKept) callers_.clear();  // of a caller that makes a stream per step
   auto [at, fresh] = callers_.try_emplace(native);

@@ -36,6 +36,8 @@ struct CollectiveCall {
   std::string tag = {};
 };
 
+struct ApiRequest;
+
 struct ApiComm {
   explicit ApiComm(std::unique_ptr<Communicator> communicator);
   ~ApiComm();
@@ -44,7 +46,8 @@ struct ApiComm {
   void check_process() const;
   // The same, and throws BadInput in a wire format's callback, which the caller would wait for.
   void check_caller() const;
-  // The caller's stream: `native` is a cudaStream_t on CUDA, and null on the host.
+  // The caller's stream: `native` is a cudaStream_t on CUDA, and null on the host, where the caller waits in it, or
+  // goes on if the call has a request.
   Stream caller_stream(void* native);
   // These, in collectives.cpp, run after earlier work on the caller's stream and before later work.
   void run(const CollectiveCall& call, void* native_stream);
@@ -57,10 +60,11 @@ struct ApiComm {
   int next_reducer() { return ++reducers_; }
 
   const std::unique_ptr<Communicator> communicator;
-  std::mutex mutex;  // held during every call except abort
+  std::mutex mutex;               // held during every call except abort
+  ApiRequest* request = nullptr;  // of the call that holds it; null: the call returns when it is done
 
  private:
-  // Function, address (of an allreduce only), count, shards, dtype, op, root, spec, tag.
+  // Function, address (of an allreduce, or of a call with a request), count, shards, dtype, op, root, spec, tag.
   using Key = std::tuple<std::string, const void*, int64_t, Shards, int, int, int, std::string, std::string>;
   Program& program_for(const CollectiveCall& call);
   void between(void* native_stream, const std::function<void()>& work);
@@ -68,6 +72,7 @@ struct ApiComm {
   const pid_t process_;
   ProgramCache<Key> programs_;
   std::map<void*, Stream> callers_;
+  Stream requests_;    // the caller's, of calls with a request; made by the first one
   Buffer difference_;  // of gw_all_gather_update(), to what the replicas have
   Buffer step_;        // the counter of stochastic rounding
   Event start_, done_;

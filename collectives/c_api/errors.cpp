@@ -27,6 +27,8 @@ gw_status status_of_current_exception(const char* function) noexcept {
     return fail(GW_BAD_HANDLE, function, e.what());
   } catch (const Unsupported& e) {
     return fail(GW_UNSUPPORTED, function, e.what());
+  } catch (const NotDone& e) {
+    return fail(GW_NOT_DONE, function, e.what());
   } catch (const CommError& e) {
     return fail(GW_COMM_FAILED, function, e.what());
   } catch (const DeviceError& e) {
@@ -66,6 +68,8 @@ const char* gw_status_string(gw_status status) {
       return "GW_NO_MEMORY";
     case GW_INTERNAL:
       return "GW_INTERNAL";
+    case GW_NOT_DONE:
+      return "GW_NOT_DONE";
     default:
       return "not a gw_status";
   }

@@ -19,6 +19,10 @@ class Unsupported : public Error {
  public:
   using Error::Error;
 };
+class NotDone : public Error {
+ public:
+  using Error::Error;
+};
 
 // Call it in a catch block: returns the status for the current exception and stores "FUNCTION: text" for
 // gw_last_error().

@@ -9,6 +9,7 @@
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/handles.h"
 #include "collectives/c_api/reducer.h"
+#include "collectives/c_api/request.h"
 #include "collectives/c_api/structs.h"
 #include "collectives/gradwire.h"
 #include "collectives/transport/nccl.h"
@@ -204,7 +205,13 @@ gw_status gw_reducer_create(gw_comm comm, const char* spec, const gw_tensor* ten
 }
 
 gw_status gw_reducer_allreduce(gw_reducer reducer, void* const* grads, void* stream) {
-  return guarded(__func__, [&] { LockedReducer(reducer)->allreduce(grads, stream); });
+  return guarded(__func__, [&] {
+    LockedReducer locked(reducer);
+    CallRequest request(*locked->comm);
+    locked->allreduce(grads, stream);
+    request.start();
+    locked->in_flight = request.get();
+  });
 }
 
 gw_status gw_reducer_ready(gw_reducer reducer, int32_t tensor, void* stream) {
@@ -212,7 +219,13 @@ gw_status gw_reducer_ready(gw_reducer reducer, int32_t tensor, void* stream) {
 }
 
 gw_status gw_reducer_wait(gw_reducer reducer, void* stream) {
-  return guarded(__func__, [&] { LockedReducer(reducer)->wait(stream); });
+  return guarded(__func__, [&] {
+    LockedReducer locked(reducer);
+    CallRequest request(*locked->comm);
+    locked->wait(stream);
+    request.start();
+    locked->in_flight = request.get();
+  });
 }
 
 gw_status gw_reducer_shards(gw_reducer reducer, gw_range* ranges, int32_t capacity, int32_t* count) {

@@ -64,9 +64,11 @@ class Handles {
 
 struct ApiComm;
 struct ApiReducer;
+struct ApiRequest;
 
 // Leaked on purpose: threads may still be inside calls while static destructors run.
 Handles<ApiComm>& comms();
 Handles<ApiReducer>& reducers();
+Handles<ApiRequest>& requests();
 
 }  // namespace gradwire::c_api

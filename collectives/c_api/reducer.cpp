@@ -11,6 +11,7 @@
 #include "collectives/c_api/dtypes.h"
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/handles.h"
+#include "collectives/c_api/request.h"
 #include "collectives/c_api/structs.h"
 #include "kernels/simd/level.h"
 
@@ -167,6 +168,9 @@ std::vector<gw_range> ApiReducer::shards() const {
 }
 
 gw_stats ApiReducer::stats() const {
+  if (in_flight != nullptr && in_flight->in_flight()) {
+    throw DeviceError("the last step is in flight: wait for its request first");
+  }
   gw_stats out{};
   out.size = sizeof out;
   out.steps = reducer.steps();

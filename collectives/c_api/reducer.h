@@ -34,6 +34,7 @@ struct ApiReducer {
   const ReducerOptions options;
   Reducer reducer;
   const std::string description;
+  std::shared_ptr<ApiRequest> in_flight;  // of the last step; null: it was done when its call returned
 
  private:
   // What a state must match: spec, rank, world, options.

@@ -201,6 +201,39 @@ class Shards(unittest.TestCase):
             comm.reduce_scatter(four, four.clone(), "powersgd:rank=2")
 
 
+class Requests(unittest.TestCase):
+    def test_calls_that_were_started_go_on_beside_their_caller(self) -> None:
+        started = threading.Barrier(2)
+
+        def body(comm: gradwire.Communicator) -> Any:
+            whole, part = np.full(100, comm.rank, np.float32), np.zeros(50, np.float32)
+            gradient = np.full((8, 8), comm.rank, np.float16)
+            reducer = gradwire.Reducer(comm, "bf16", [("weight", 8, 8)], dtype="float16")
+            if comm.rank == 1:
+                started.wait(60)
+            requests = [comm.start(comm.allreduce_, whole, op="sum")]
+            if comm.rank == 0:
+                self.assertFalse(requests[0].done())
+                with self.assertRaisesRegex(gradwire.NotDone, "goes on"):
+                    requests[0].wait(0.001)
+                started.wait(60)
+            requests += [comm.start(comm.reduce_scatter, part, whole), comm.start(reducer.allreduce, [gradient])]
+            for request in reversed(requests):
+                request.wait()
+                self.assertTrue(request.done())
+                request.close()
+            return whole, part, gradient
+
+        for whole, part, gradient in run_ranks(2, body):
+            self.assertTrue((whole == 1).all() and (part == 1).all() and (gradient == 0.5).all())
+
+    def test_what_is_refused_raises_at_once(self) -> None:
+        with gradwire.Communicator() as comm:
+            with self.assertRaises(gradwire.BadArgument):
+                comm.start(comm.allreduce_, np.zeros(3, np.float32), "int3")
+            comm.start(comm.allreduce_, np.zeros(3, np.float32)).wait(60)
+
+
 class Arrays(unittest.TestCase):
     def test_numpy_and_torch_are_averaged_in_place(self) -> None:
         def body(comm: gradwire.Communicator) -> Any:

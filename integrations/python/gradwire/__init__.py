@@ -21,13 +21,13 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
-from gradwire._core import Communicator, Reducer
+from gradwire._core import Communicator, Reducer, Request
 from gradwire._formats import register_format
-from gradwire._native import (BadArgument, BadHandle, CommFailed, DeviceFailed, Error, NoMemory, Unsupported,
-                              __version__)
+from gradwire._native import (BadArgument, BadHandle, CommFailed, DeviceFailed, Error, NoMemory, NotDone,
+                              Unsupported, __version__)
 
 __all__ = ["BadArgument", "BadHandle", "CommFailed", "Communicator", "DeviceFailed", "Error", "NoMemory",
-           "Reducer", "Unsupported", "allreduce_", "register_format"]
+           "NotDone", "Reducer", "Request", "Unsupported", "allreduce_", "register_format"]
 
 
 def allreduce_(tensor: Any, spec: str = "fp32", op: str = "avg", comm: Optional[Communicator] = None,

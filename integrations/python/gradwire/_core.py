@@ -4,7 +4,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from gradwire import _native
 
@@ -143,6 +143,23 @@ class Communicator(_Handle):
         part = Communicator.__new__(Communicator)
         part._take(handle)
         return part
+
+    def start(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> "Request":
+        """Makes a collective call of this communicator, or of one of its reducers, that returns at once; on the host.
+
+            request = comm.start(comm.allreduce_, gradient, "int8")
+            ...
+            request.wait()
+
+        Calls run one after another in the order in which they were made, with or without start(). Until a call is done
+        its arrays must not be touched. Raises what the call itself raises when it is refused, and Unsupported on CUDA,
+        where streams do this.
+        """
+        handle = ctypes.c_void_p()
+        _native.call("gw_request_begin", self._handle, ctypes.byref(handle))
+        request = Request(handle, (arguments, options))
+        call(*arguments, **options)
+        return request
 
     def allreduce_(self, array: Any, spec: str = "fp32", op: str = "avg", stream: int = 0,
                    tag: str = "", residual: Any = None) -> Any:
@@ -286,6 +303,26 @@ class Communicator(_Handle):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Request(_Handle):
+    """A call that Communicator.start() has begun. Closing it waits for the call."""
+
+    def __init__(self, handle: ctypes.c_void_p, arrays: Any) -> None:
+        super().__init__("gw_request_destroy", handle)
+        self._arrays = arrays  # their memory is in use
+
+    def done(self) -> bool:
+        """Whether the result is ready. Raises CommFailed if the call has failed."""
+        done = ctypes.c_int32()
+        _native.call("gw_request_test", self._handle, ctypes.byref(done))
+        return done.value != 0
+
+    def wait(self, timeout_s: Optional[float] = None) -> None:
+        """Returns when the result is ready. Raises CommFailed if the call has failed, and NotDone, a TimeoutError,
+        after timeout_s; the call then goes on. None: the communicator's own deadline ends it."""
+        longest = 2**62 if timeout_s is None else int(timeout_s * 1000)
+        _native.call("gw_request_wait", self._handle, longest)
 
 
 class Reducer(_Handle):

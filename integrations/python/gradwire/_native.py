@@ -57,11 +57,16 @@ class Unsupported(Error, NotImplementedError):
     """Valid, but not supported by this version or build."""
 
 
+class NotDone(Error, TimeoutError):
+    """The time of Request.wait() is over; the call goes on."""
+
+
 class NoMemory(Error, MemoryError):
     """Host or device memory ran out."""
 
 
-_EXCEPTIONS = {1: BadArgument, 2: BadHandle, 3: CommFailed, 4: DeviceFailed, 5: Unsupported, 6: NoMemory}
+_EXCEPTIONS = {1: BadArgument, 2: BadHandle, 3: CommFailed, 4: DeviceFailed, 5: Unsupported, 6: NoMemory,
+               8: NotDone}
 
 
 class CommInfo(ctypes.Structure):
@@ -119,6 +124,10 @@ _SIGNATURES = {
     "gw_comm_abort": [c_void_p, c_char_p],
     "gw_comm_destroy": [c_void_p],
     "gw_format_register": [POINTER(Format)],
+    "gw_request_begin": [c_void_p, POINTER(c_void_p)],
+    "gw_request_test": [c_void_p, POINTER(c_int32)],
+    "gw_request_wait": [c_void_p, c_int64],
+    "gw_request_destroy": [c_void_p],
     "gw_call_tag": [c_void_p, c_char_p],
     "gw_allreduce": [c_void_p, c_void_p, c_int64, c_int32, c_int32, c_char_p, c_void_p],
     "gw_allreduce_residual": [c_void_p, c_void_p, c_int64, c_int32, c_int32, c_char_p, c_void_p, c_void_p],

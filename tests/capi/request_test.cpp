@@ -1,0 +1,194 @@
+// gw_request_*: collective calls on the host that return before they are done.
+#include <barrier>
+
+#include "tests/capi/ranks.h"
+
+namespace {
+
+constexpr int64_t kLong = 60'000;
+
+// A request for the call that follows.
+struct Request {
+  explicit Request(gw_comm comm) { GW_EXPECT_OK(gw_request_begin(comm, &handle)); }
+  ~Request() { GW_EXPECT_OK(gw_request_destroy(handle)); }
+  Request(const Request&) = delete;
+  bool done() const {
+    int32_t done = -1;
+    GW_EXPECT_OK(gw_request_test(handle, &done));
+    return done == 1;
+  }
+  gw_request handle = nullptr;
+};
+
+TEST(CApiRequest, ACallReturnsBeforeItsPeersHaveMadeTheirs) {
+  std::barrier started(3);
+  capi::run_ranks(3, [&](gw_comm comm, int rank) {
+    std::vector<float> values(1000, static_cast<float>(rank)), other(10, 1.0f);
+    if (rank == 2) started.arrive_and_wait();
+    Request request(comm);
+    GW_ASSERT_OK(gw_allreduce(comm, values.data(), 1000, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    if (rank != 2) {
+      EXPECT_FALSE(request.done());
+      GW_EXPECT_FAILS(GW_NOT_DONE, "not done after 1 ms, and goes on", gw_request_wait(request.handle, 1));
+      started.arrive_and_wait();
+    }
+    GW_EXPECT_OK(gw_request_wait(request.handle, kLong));
+    EXPECT_TRUE(request.done());
+    GW_EXPECT_OK(gw_request_wait(request.handle, 0));
+    EXPECT_EQ(values, std::vector<float>(1000, 3.0f));
+    // The next call has none, and returns when it is done.
+    GW_EXPECT_OK(gw_allreduce(comm, other.data(), 10, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    EXPECT_EQ(other[9], 3.0f);
+  });
+}
+
+// Every kind of call, many in flight, beside calls without requests; the bits are those of blocking calls.
+TEST(CApiRequest, CallsInFlightGiveTheBitsOfBlockingOnes) {
+  constexpr int kWorld = 3, kSteps = 3, kCount = 3 * 257;
+  const std::vector<int64_t> counts(kWorld, 257);
+  std::vector<std::vector<float>> results[2];  // blocking, with requests
+  for (bool asynchronous : {false, true}) {
+    results[asynchronous].resize(kWorld);
+    capi::run_ranks(kWorld, [&](gw_comm comm, int rank) {
+      const capi::Model model;
+      capi::Reducer reducer(comm, "powersgd:rank=2", model, 4096);
+      std::vector<float> flat(model.elements());
+      std::vector<std::vector<float>> own(6, std::vector<float>(kCount)),
+          residual(2, std::vector<float>(kCount));
+      std::vector<float> shard(257), whole(kCount), replica(kCount, 0.5f);
+      for (int step = 0; step < kSteps; ++step) {
+        std::vector<gw_request> requests;
+        auto begin = [&](bool with_request = true) {
+          if (!asynchronous || !with_request) return;
+          GW_EXPECT_OK(gw_request_begin(comm, &requests.emplace_back()));
+        };
+        const auto seed = static_cast<uint32_t>(100 * step + 10 * rank);
+        for (size_t i = 0; i < own.size(); ++i)
+          own[i] = capi::normal(kCount, seed + static_cast<uint32_t>(i));
+        flat = capi::normal(static_cast<int64_t>(flat.size()), seed + 9);
+        for (int i : {0, 1}) {
+          begin();
+          GW_EXPECT_OK(gw_allreduce_residual(comm, own[i].data(), kCount, GW_FLOAT32, GW_AVG, "int4",
+                                             residual[i].data(), nullptr));
+        }
+        begin();
+        GW_EXPECT_OK(gw_reducer_allreduce(reducer.handle, model.addresses(flat.data()).data(), nullptr));
+        begin(false);
+        GW_EXPECT_OK(gw_allreduce(comm, own[2].data(), kCount, GW_FLOAT32, GW_SUM, "bf16", nullptr));
+        begin();
+        GW_EXPECT_OK(gw_reduce_scatter(comm, own[3].data(), shard.data(), counts.data(), GW_FLOAT32, GW_SUM,
+                                       "int8", nullptr, nullptr));
+        begin();
+        GW_EXPECT_OK(gw_all_gather(comm, shard.data(), whole.data(), counts.data(), GW_FLOAT32, "bf16",
+                                   nullptr, nullptr));
+        begin();
+        GW_EXPECT_OK(gw_broadcast(comm, own[4].data(), kCount, GW_FLOAT32, 1, "fp32", nullptr));
+        begin();
+        GW_EXPECT_OK(gw_all_gather_update(comm, own[5].data(), replica.data(), counts.data(), GW_FLOAT32,
+                                          "int8", nullptr));
+        // Backwards, as nobody has to.
+        for (auto at = requests.rbegin(); at != requests.rend(); ++at) {
+          GW_EXPECT_OK(gw_request_wait(*at, kLong));
+          GW_EXPECT_OK(gw_request_destroy(*at));
+        }
+        auto& all = results[asynchronous][static_cast<size_t>(rank)];
+        for (const auto* part : {&own[0], &own[1], &own[2], &own[4], &flat, &shard, &whole, &replica}) {
+          all.insert(all.end(), part->begin(), part->end());
+        }
+        EXPECT_EQ(capi::stats_of(reducer.handle).steps, step + 1);
+      }
+    });
+  }
+  EXPECT_EQ(results[0], results[1]);
+}
+
+TEST(CApiRequest, AStepOverlapsAndEndsInTheBackground) {
+  std::barrier started(2);
+  capi::run_ranks(2, [&](gw_comm comm, int rank) {
+    const capi::Model model;
+    std::vector<float> flat(model.elements(), 1.0f + static_cast<float>(rank));
+    auto tensors = model.tensors(flat.data());
+    gw_reducer made = nullptr;
+    GW_ASSERT_OK(gw_reducer_create(comm, "fp32", tensors.data(), static_cast<int32_t>(tensors.size()),
+                                   nullptr, &made));
+    capi::Reducer reducer(made);
+    if (rank == 1) started.arrive_and_wait();
+    for (int i = static_cast<int>(tensors.size()); i-- > 0;) GW_EXPECT_OK(gw_reducer_ready(made, i, nullptr));
+    Request request(comm);
+    GW_EXPECT_OK(gw_reducer_wait(made, nullptr));
+    if (rank == 0) {
+      gw_stats stats;
+      std::memset(&stats, 0, sizeof stats);
+      stats.size = sizeof stats;
+      GW_EXPECT_FAILS(GW_DEVICE_FAILED, "in flight", gw_reducer_stats(made, &stats));
+      started.arrive_and_wait();
+    }
+    GW_EXPECT_OK(gw_request_wait(request.handle, kLong));
+    EXPECT_EQ(flat, std::vector<float>(flat.size(), 1.5f));
+  });
+}
+
+TEST(CApiRequest, FailuresReachWhoeverWaits) {
+  std::barrier failed(2);
+  capi::run_ranks(2, 200, [&](gw_comm comm, int rank) {
+    std::vector<float> values(10);
+    if (rank == 0) {  // its peer never comes
+      Request request(comm);
+      GW_EXPECT_OK(gw_allreduce(comm, values.data(), 10, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+      GW_EXPECT_FAILS(GW_COMM_FAILED, "rank 1", gw_request_wait(request.handle, kLong));
+      int32_t done = 0;
+      GW_EXPECT_FAILS(GW_COMM_FAILED, "rank 1", gw_request_test(request.handle, &done));
+    }
+    failed.arrive_and_wait();
+  });
+  capi::run_ranks(2, [&](gw_comm comm, int rank) {
+    std::vector<float> values(10);
+    if (rank == 0) {
+      gw_request request = nullptr;
+      GW_EXPECT_OK(gw_request_begin(comm, &request));
+      GW_EXPECT_OK(gw_allreduce(comm, values.data(), 10, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+      GW_EXPECT_OK(gw_comm_abort(comm, "enough"));
+      GW_EXPECT_OK(gw_request_destroy(request));  // does not wait for rank 1
+    }
+    failed.arrive_and_wait();
+  });
+}
+
+TEST(CApiRequest, WhatCannotWorkIsRefused) {
+  capi::run_ranks(2, [&](gw_comm comm, int) {
+    std::vector<float> value(1, 1.0f);
+    int32_t done = 7;
+    gw_request request = nullptr;
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "request is null", gw_request_begin(comm, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, "communicator handle is null", gw_request_begin(nullptr, &request));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, "request handle is null", gw_request_wait(nullptr, 1));
+    GW_ASSERT_OK(gw_request_begin(comm, &request));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "no call was made", gw_request_test(request, &done));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "dtype",
+                    gw_allreduce(comm, value.data(), 1, 9, GW_SUM, "fp32", nullptr));
+    // The refused call has used it up.
+    GW_EXPECT_OK(gw_allreduce(comm, value.data(), 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    EXPECT_EQ(value[0], 2.0f);
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "it was refused", gw_request_wait(request, 1));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "timeout_ms is -1", gw_request_wait(request, -1));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "done is null", gw_request_test(request, nullptr));
+    EXPECT_EQ(done, 7);
+    GW_EXPECT_OK(gw_request_destroy(request));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, "was destroyed", gw_request_wait(request, 1));
+    GW_EXPECT_OK(gw_request_destroy(nullptr));
+    // Destroyed before its call: that one blocks.
+    GW_ASSERT_OK(gw_request_begin(comm, &request));
+    GW_EXPECT_OK(gw_request_destroy(request));
+    GW_EXPECT_OK(gw_allreduce(comm, value.data(), 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    EXPECT_EQ(value[0], 4.0f);
+  });
+  capi::run_ranks(1, [&](gw_comm comm, int) {
+    std::vector<float> value(1, 3.0f);
+    Request request(comm);
+    GW_EXPECT_OK(gw_allreduce(comm, value.data(), 1, GW_FLOAT32, GW_AVG, "int8", nullptr));
+    GW_EXPECT_OK(gw_request_wait(request.handle, kLong));
+    EXPECT_EQ(value[0], 3.0f);
+  });
+}
+
+}  // namespace
