@@ -12,7 +12,7 @@
 #                 docs/results/baselines.jsonl, in five minutes; BENCH_CHECK_FLAGS="--only REGEX" for some
 #   make host-check  speed without a GPU, compared with hardware limits, PyTorch and gloo; into docs/results/
 #   make experiments  training steps over slow links with each compression and with PyTorch's
-#                 (docs/experiments.md); needs root
+#                 (docs/experiments.md), Debian's and, where it is installed, 2.15; needs root
 #   make gpu-check   GPU tests, compute-sanitizer and benches on a machine with a GPU; into docs/results/
 #   make bundle   pack the build for a GPU machine that cannot build it: build/gradwire-bundle.tar.gz
 #   make wheel    a wheel of the Python package, with the host's library in it; in dist/
@@ -67,6 +67,12 @@ host-check: build
 
 experiments: build
 	@$(PYTHON) bench/experiments/slow_links.py run
+	@if [ -x build/frameworks/python ]; then \
+	  $(PYTHON) bench/experiments/slow_links.py run --python build/frameworks/python --no-sweep --no-fast \
+	    --json build/experiments-today.json; \
+	else \
+	  echo "Not compared with PyTorch 2.15: scripts/frameworks.sh install sets it up (2.2 GB)"; \
+	fi
 
 gpu-check: build-tests
 	@scripts/gpu_check.sh

@@ -2,6 +2,8 @@
 # make test-frameworks: tests/integrations on today's PyTorch and JAX, beside Debian's PyTorch 1.13, which make test
 # runs.
 #
+#   scripts/frameworks.sh [install]   install: only sets up what the tests, and make experiments, run on
+#
 # Sets up a virtual environment in build/frameworks (2.2 GB, about five minutes), and keeps it: from then on
 # make test runs these tests, too.
 set -euo pipefail
@@ -45,6 +47,7 @@ if [ "$version" != "$jax" ]; then
   chmod +x "$folder/python-jax"
 fi
 
+[ "${1:-}" = install ] && exit 0
 scripts/configure.sh release
 cmake --build --preset release
 ctest --test-dir build --output-on-failure -L "debian|frameworks"

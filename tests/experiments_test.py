@@ -53,6 +53,13 @@ class Experiments(unittest.TestCase):
             self.assertEqual(len(row), 9)
         self.assertEqual(self.report.errors(result), ["PyTorch BF16, buckets: it | aborted"])
 
+    def test_the_peers_16_bits_are_named_where_they_are_not_ours(self):
+        for hook, buckets, compared in (("fp16", "one bucket (FP16)", "(FP16)"), ("bf16", "one bucket", "(the same)")):
+            result = self.report.Result({"settings": {}, "items": [
+                self.item("gradwire", "16bit", [100]), self.item("pytorch", "16bit", [150], hook=hook)]})
+            self.assertEqual(self.report.main_table(result)[1][5:7], [buckets, "150"])
+            self.assertIn(f"PyTorch's {compared}", " ".join(self.report.goal_lines(result)))
+
     def test_goals_say_met_not_met_and_not_measured(self):
         lines = self.report.goal_lines(self.result())
         self.assertEqual([line.split("  ")[0].strip() for line in lines], ["met", "not measured", "met", "met", "NOT MET", "met"], lines)

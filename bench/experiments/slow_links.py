@@ -3,7 +3,8 @@
 
     slow_links.py run [--quick] [--json FILE]   measures (5 to 10 minutes; root, for network namespaces)
     slow_links.py show FILE                     shows a result's tables again
-    slow_links.py render FILE                   puts a result's tables and pictures into docs/experiments.md
+    slow_links.py render FILE [--today FILE]    puts results' tables and pictures into docs/experiments.md; --today:
+                                                of a run with --python build/frameworks/python --no-sweep --no-fast
     slow_links.py accuracy run FOLDER           trains on Fashion-MNIST: 3 compressions, 3 seeds, a log each
     slow_links.py accuracy render FOLDER        puts those logs' table and picture into docs/experiments.md
 """
@@ -63,7 +64,9 @@ def item(arguments, who, method, bucket_mb=None, phase="main", network="shaped",
     out = {"who": who, "method": method, "phase": phase, "network": network, "ranks_are": ranks_are,
            "repetition": repetition, "bucket_mb": bucket_mb, "warmup": warmup, "steps": steps,
            "deadline_s": arguments.deadline_s}
-    return {**out, "spec": spec, "flags": list(extra)} if who == "gradwire" else {**out, **hook}
+    if who == "gradwire":
+        return {**out, "spec": spec, "flags": list(extra)}
+    return {**out, **hook, "hook": arguments.hook_16bit if hook["hook"] == "16bit" else hook["hook"]}
 
 
 def sweep_items(arguments):
@@ -216,6 +219,12 @@ def output_of(*command):
         return ""
 
 
+def hook_16bit(python):
+    """PyTorch's gloo sums BF16 since 2.x; before, its 16-bit mode is FP16."""
+    version = output_of(python, "-c", "import torch; print(torch.__version__)")
+    return "bf16" if version and int(version.split(".")[0]) >= 2 else "fp16"
+
+
 def settings(arguments, items):
     cpu = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
     first = {who: next((i for i in items if i["who"] == who and "error" not in i), {})
@@ -271,6 +280,7 @@ def measure(arguments):
     if probe.returncode != 0:
         fail("no slow links here: " + (probe.stderr.strip().splitlines() or ["shaped_link.sh failed"])[-1])
     arguments.load = os.getloadavg()[0]
+    arguments.hook_16bit = hook_16bit(arguments.python)
     session = Session(arguments)
     try:
         if not arguments.quick and not arguments.no_sweep:
@@ -295,7 +305,7 @@ def measure(arguments):
           f"bench/experiments/slow_links.py render {arguments.json}")
 
 
-def page_text(result, traced=()):
+def page_text(result, traced=(), picture=True):
     """The section of docs/experiments.md for a result. traced: the methods that have a timeline."""
     s, base, alone = result.settings, result.base("gradwire"), result.alone("gradwire")
     parts = [
@@ -306,7 +316,7 @@ def page_text(result, traced=()):
         (f" Communication is {100 * result.share():.0f} % of Gradwire's FP32 step with one bucket "
          f"({base.ms:.0f} ms, {alone.ms:.0f} without communication); in the article it was 84 %."
          if alone else ""),
-        "![Speed of every mode](experiments.png)", report.markdown(report.main_table(result)),
+        *(["![Speed of every mode](experiments.png)"] if picture else []), report.markdown(report.main_table(result)),
         "Goals:\n\n" + report.markdown(report.goal_table(result)),
         "Where Gradwire's step goes (medians, ms; host 0's marks):\n\n"
         + report.markdown(report.parts_table(result))]
@@ -346,11 +356,18 @@ def pictures():
         return None
 
 
-def render(path):
+def read_result(path):
     document = json.loads(path.read_text())
     result = report.Result(document)
     if not result.base("gradwire"):
         fail(f"{path} has no result for Gradwire's FP32 with one bucket, to which all others are compared", 1)
+    return document, result
+
+
+def render(path, today):
+    document, result = read_result(path)
+    if today:
+        put("today", page_text(read_result(today)[1], picture=False))
     traces = {m[0]: trace_path(path, m[0]) for m in report.METHODS if trace_path(path, m[0]).exists()}
     plot, docs = pictures(), ROOT / "docs"
     put("results", page_text(result, traces if plot else ()))
@@ -430,6 +447,7 @@ def main():
     shown.add_argument("json", type=pathlib.Path)
     rendered = commands.add_parser("render", help="put a result into docs/experiments.md")
     rendered.add_argument("json", type=pathlib.Path)
+    rendered.add_argument("--today", type=pathlib.Path, help="a result with PyTorch 2.15")
     accuracy = commands.add_parser("accuracy", help="Fashion-MNIST with each compression")
     accuracy.add_argument("what", choices=["run", "render"])
     accuracy.add_argument("folder", type=pathlib.Path)
@@ -441,7 +459,7 @@ def main():
     elif arguments.command == "show":
         show(report.Result(json.loads(arguments.json.read_text())))
     elif arguments.command == "render":
-        render(arguments.json)
+        render(arguments.json, arguments.today)
     elif arguments.what == "run":
         accuracy_run(arguments.folder, arguments.gradwire)
     else:

@@ -15,7 +15,7 @@ RANKS = (1, 2, 4, 8)
 # is.
 METHODS = [
     ("fp32", "FP32", "fp32:schedule=ring", {"hook": None}),
-    ("16bit", "BF16", "bf16:schedule=ring", {"hook": "fp16"}),
+    ("16bit", "BF16", "bf16:schedule=ring", {"hook": "16bit"}),  # see theirs_16bit()
     ("4bit", "INT4, rotated", "int4:rotate=hadamard,schedule=ring", None),  # PyTorch has none
     *((f"powersgd{r}", f"PowerSGD rank {r}", f"powersgd:rank={r},schedule=two_shot",
        {"hook": "powersgd", "rank": r})
@@ -43,11 +43,17 @@ def read_log(path, warmup):
             **{field: median(s.get(field) for s in steps) for field in FIELDS}}
 
 
+def theirs_16bit(items):
+    """The number format of PyTorch's 16-bit hook: FP16 where its gloo cannot sum BF16, as in 1.13."""
+    hooks = {i.get("hook") for i in items if (i["who"], i["method"]) == ("pytorch", "16bit")}
+    return "BF16" if "bf16" in hooks else "FP16"
+
+
 def progress_line(number, count, item, result):
     who = {"gradwire": "Gradwire", "pytorch": "PyTorch"}[item["who"]]
     what = NAMES.get(item["method"], "no communication")
     if item["who"] == "pytorch" and item["method"] == "16bit":
-        what = "FP16"
+        what = theirs_16bit([item])
     buckets = f", buckets of {item['bucket_mb']} MB" if item.get("bucket_mb") else ""
     where = {"threads": ", threads"}.get(item["ranks_are"], "")
     told = result.get("error") or (f"{median(result['step_ms']):.1f} ms" if "step_ms" in result else "?")
@@ -149,7 +155,7 @@ def goals(result):
             continue
         where = {"one": ", one bucket", "many": ", buckets", "better": ""}[buckets]
         least = 1.5 if name.startswith("PowerSGD") else 1
-        theirs_is = "FP16" if name == "BF16" else "the same"
+        theirs_is = "FP16" if name == "BF16" and theirs_16bit(result.items) == "FP16" else "the same"
         out.append(goal(f"{name}{where}: speed relative to PyTorch's ({theirs_is})", ratio(theirs, ours),
                         least))
     return out
@@ -201,7 +207,8 @@ def main_table(result, network="shaped"):
         if not theirs and not theirs.error:
             their_buckets = "-"
         else:
-            their_buckets = bucket_text(theirs, buckets) + (" (FP16)" if name == "BF16" else "")
+            their_buckets = bucket_text(theirs, buckets) + (
+                " (FP16)" if name == "BF16" and theirs_16bit(result.items) == "FP16" else "")
         table.append([name, bucket_text(ours, buckets), *step_text(ours, ours_base),
                       "-" if sent is None else f"{sent / 1e6:.2f}", their_buckets,
                       *step_text(theirs, theirs_base), f"{compared_to:.2f}x" if compared_to else "-"])
@@ -240,7 +247,7 @@ def sweep_table(items):
                              (i["who"], i["method"], i["bucket_mb"]) == (who, method, mb)) for mb in sizes]
             if any(values):
                 side = "Gradwire" if who == "gradwire" else "PyTorch"
-                name = "FP16" if (who, method) == ("pytorch", "16bit") else name
+                name = theirs_16bit(items) if (who, method) == ("pytorch", "16bit") else name
                 table.append([f"{side} {name}", *("-" if v is None else f"{v:.0f}" for v in values)])
     return table
 

@@ -1,5 +1,5 @@
 """The pictures of bench/experiments/slow_links.py."""
-from harness.report import Result, accuracy_rows
+from harness.report import Result, accuracy_rows, theirs_16bit
 from plots.style import (FAINT, INK, RUN_COLORS, FuncFormatter, LogLocator, NullLocator, human_bytes, plt,
                          style)
 
@@ -70,7 +70,8 @@ def draw(document, path):
         about += f"; communication is {100 * share:.0f} % of Gradwire's FP32 step with one bucket"
     figure.text(0.03, 0.9, about, fontsize=10.5, color=FAINT)
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in (OURS, THEIRS)]
-    figure.legend(handles, ["Gradwire", f"PyTorch {s['torch']} DDP over gloo (FP16 for BF16)"],
+    for_bf16 = " (FP16 for BF16)" if theirs_16bit(result.items) == "FP16" else ""
+    figure.legend(handles, ["Gradwire", f"PyTorch {s['torch']} DDP over gloo{for_bf16}"],
                   loc="upper right", bbox_to_anchor=(0.985, 0.985), ncol=2, frameon=False, fontsize=10.5,
                   handlelength=1.2, handleheight=1.0)
     figure.subplots_adjust(left=0.03, right=0.985, top=0.79, bottom=0.11, wspace=0.1)
