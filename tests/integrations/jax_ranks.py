@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 
@@ -22,6 +22,8 @@ RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 SCENARIOS: Dict[str, Callable[[], None]] = {}
 SPECS = ("fp32", "bf16", "bf16:round=stochastic", "fp8", "int8", "int8:schedule=ring", "int4:rotate=hadamard", "int2", "mxfp8",
          "nvfp4", "natural", "sign", "topk")
+CODECS = ("powersgd:rank=2", "powersgd:rank=2,wire=bf16,warm=off", "powersgd:rank=2,alternate=on,wire=int8,schedule=ring",
+          "powersgd:rank=4,start=2,wire=bf16", "randk:ratio=0.05,wire=bf16")
 
 
 def scenario(function: Callable[[], None]) -> Callable[[], None]:
@@ -117,7 +119,16 @@ def training_in_fp32_is_that_of_jaxs_own_psum() -> None:
 
 @scenario
 def every_spec_gives_all_ranks_the_same_weights_and_loses_nothing() -> None:
-    for spec in SPECS:
+    same_weights_and_nothing_lost(SPECS)
+
+
+@scenario
+def every_codec_gives_all_ranks_the_same_weights_and_loses_nothing() -> None:
+    same_weights_and_nothing_lost(CODECS)
+
+
+def same_weights_and_nothing_lost(specs: Sequence[str]) -> None:
+    for spec in specs:
         transformation = gradwire.jax.compress(spec, dense=spec != "int8")
 
         @jax.jit
@@ -148,7 +159,12 @@ def every_spec_gives_all_ranks_the_same_weights_and_loses_nothing() -> None:
 @scenario
 def the_state_is_a_pytree_like_any_other() -> None:
     """Donated, copied through numpy as a checkpoint does it, and part of optax.chain."""
-    optimizer = optax.chain(gradwire.jax.compress("int4"), optax.adam(1e-3))
+    for spec in ("int4", "powersgd:rank=2,wire=bf16"):
+        a_pytree_like_any_other(spec)
+
+
+def a_pytree_like_any_other(spec: str) -> None:
+    optimizer = optax.chain(gradwire.jax.compress(spec), optax.adam(1e-3))
 
     def step(p: Any, state: Any, batch: Any) -> Any:
         updates, state = optimizer.update(jax.grad(loss_of)(p, batch), state, p)
@@ -166,6 +182,35 @@ def the_state_is_a_pytree_like_any_other() -> None:
                 state = jax.tree.unflatten(structure, [jnp.asarray(np.asarray(leaf)) for leaf in leaves])
         results.append(flat(p))
     assert (results[0] == results[1]).all()
+
+
+@scenario
+def powersgd_learns_what_is_of_low_rank() -> None:
+    """The mean of matrices that do not change comes through whole, also after steps of zeros; a rank's NaN spoils its
+    own matrix in its own step only."""
+    rng = np.random.default_rng(7)
+    left, right = rng.standard_normal((WORLD, 50, 2)), rng.standard_normal((2, 70))
+    own = {"low": jnp.asarray(left[RANK] @ right, jnp.float32), "bias": jnp.full((5,), float(RANK)),
+           "half": jnp.full((64, 64), RANK, jnp.bfloat16)}
+    mean = (left @ right).mean(0)
+    for spec in ("powersgd:rank=2", "powersgd:rank=2,alternate=on"):
+        transformation = gradwire.jax.compress(spec, error_feedback=False)
+        update = jax.jit(transformation.update)
+        state = transformation.init(own)
+        for i in range(3):  # of nothing
+            out, state = update(jax.tree.map(jnp.zeros_like, own), state)
+            assert float(jnp.abs(out["low"]).max()) == 0
+        for i in range(12):
+            out, state = update(own, state)
+        assert np.abs(np.asarray(out["low"]) - mean).max() <= 1e-4 * np.abs(mean).max(), spec
+        assert out["half"].dtype == jnp.bfloat16 and np.allclose(np.asarray(out["half"], np.float32), (WORLD - 1) / 2, 1e-2)
+        assert (np.asarray(out["bias"]) == (WORLD - 1) / 2).all()
+        spoilt = dict(own, low=own["low"].at[3, 3].set(jnp.nan) if RANK == 0 else own["low"])
+        out, state = update(spoilt, state)
+        assert np.isnan(np.asarray(out["low"])).all() and np.isfinite(np.asarray(out["half"], np.float32)).all()
+        out, state = update(own, state)
+        assert np.abs(np.asarray(out["low"]) - mean).max() <= 1e-4 * np.abs(mean).max(), spec
+        assert int(state.step) == 17
 
 
 @scenario
@@ -218,7 +263,10 @@ def what_cannot_work_is_refused() -> None:
     refused(TypeError, "['a'] is int32", lambda: gradwire.jax.pmean({"a": jnp.arange(3)}))
     refused(TypeError, "after jax.grad", lambda: jax.grad(lambda y: gradwire.jax.pmean(y).sum())(x))
     refused(TypeError, "outside of jax.vmap", lambda: jax.vmap(gradwire.jax.pmean)(x))
-    refused(ValueError, "PowerSGD and random-k", lambda: gradwire.jax.compress("powersgd:rank=2"))
+    refused(ValueError, "use gradwire.jax.compress()", lambda: gradwire.jax.pmean(x, "powersgd:rank=2"))
+    refused(ValueError, "compress()'s own", lambda: gradwire.jax.compress("powersgd:rank=2,ef=off"))
+    refused(ValueError, "rank", lambda: gradwire.jax.compress("powersgd:rank=0"))
+    refused(ValueError, "ratio", lambda: gradwire.jax.compress("randk:ratio=2"))
     refused(ValueError, "compress()'s own", lambda: gradwire.jax.compress("int8:ef=off"))
     refused(RuntimeError, "was called before", gradwire.jax.init)
     refused(Exception, "'int3'", lambda: jax.block_until_ready(gradwire.jax.pmean(x, "int3")))

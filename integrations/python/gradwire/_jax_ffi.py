@@ -46,13 +46,19 @@ class _OrdinalArguments(ctypes.Structure):
     _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("context", c_void_p), ("ordinal", c_int32)]
 
 
+class _StreamArguments(ctypes.Structure):
+    _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("context", c_void_p), ("stream", c_void_p)]
+
+
 _ErrorCreate = ctypes.CFUNCTYPE(c_void_p, POINTER(_ErrorArguments))
 _OrdinalGet = ctypes.CFUNCTYPE(c_void_p, POINTER(_OrdinalArguments))
+_StreamGet = ctypes.CFUNCTYPE(c_void_p, POINTER(_StreamArguments))
 
 
 class _Api(ctypes.Structure):
     _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("version", _Version), ("internal", c_void_p),
-                ("error_create", _ErrorCreate), ("others", c_void_p * 16), ("ordinal_get", _OrdinalGet)]
+                ("error_create", _ErrorCreate), ("others", c_void_p * 3), ("stream_get", _StreamGet),
+                ("more", c_void_p * 12), ("ordinal_get", _OrdinalGet)]
 
 
 class _Buffer(ctypes.Structure):
@@ -89,7 +95,8 @@ class Call(NamedTuple):
     results: List[int]
     counts: List[int]  # elements of each result
     attributes: Dict[str, str]
-    device: int  # its id, jax.Device.id
+    device: int  # on the CPU its id, jax.Device.id; on GPUs its number in the process, local_hardware_id
+    stream: int  # a cudaStream_t; 0 on the CPU
 
 
 def _buffers(of: _Buffers) -> List[_Buffer]:
@@ -103,7 +110,7 @@ def _count(buffer: _Buffer) -> int:
     return count
 
 
-def _read(frame: _CallFrame) -> Call:
+def _read(frame: _CallFrame, platform: str) -> Call:
     strings = {}
     for i in range(frame.attributes.size):
         if frame.attributes.types[i] == _STRING:
@@ -111,17 +118,19 @@ def _read(frame: _CallFrame) -> Call:
             strings[frame.attributes.names[i].contents.text()] = value.text()
     ordinal = _OrdinalArguments(ctypes.sizeof(_OrdinalArguments), None, frame.context, -1)
     frame.api.contents.ordinal_get(byref(ordinal))
+    stream = _StreamArguments(ctypes.sizeof(_StreamArguments), None, frame.context, None)
+    if platform == "CUDA":
+        frame.api.contents.stream_get(byref(stream))
     results = _buffers(frame.results)
     return Call([b.data or 0 for b in _buffers(frame.operands)], [b.data or 0 for b in results],
-                [_count(b) for b in results], strings, ordinal.ordinal)
+                [_count(b) for b in results], strings, ordinal.ordinal, stream.stream or 0)
 
 
 _kept: List[object] = []  # callbacks, which XLA calls for as long as the process lives
 
 
-def register(name: str, function: Callable[[Call], None]) -> None:
-    """Makes `function` the target of jax.ffi.ffi_call(name, ...) on the host. What it raises becomes the error of the
-    computation that called it."""
+def handler_of(function: Callable[[Call], None], platform: str) -> Callable[..., "int | None"]:
+    """What XLA calls on its platform, "cpu" or "CUDA". What `function` raises becomes the error of the computation."""
 
     def handler(pointer: "ctypes._Pointer[_CallFrame]") -> "int | None":
         frame = pointer.contents
@@ -135,15 +144,22 @@ def register(name: str, function: Callable[[Call], None]) -> None:
         if frame.stage != _EXECUTE:
             return None
         try:
-            function(_read(frame))
+            function(_read(frame, platform))
             return None
         except BaseException as error:  # nothing may pass through XLA's frames
             text = f"{type(error).__name__}: {error}".encode()
             arguments = _ErrorArguments(ctypes.sizeof(_ErrorArguments), None, text, _ABORTED)
             return frame.api.contents.error_create(byref(arguments))
 
-    callback = ctypes.CFUNCTYPE(c_void_p, POINTER(_CallFrame))(handler)
-    _kept.append(callback)
+    return handler
+
+
+def register(name: str, function: Callable[[Call], None]) -> None:
+    """Makes `function` the target of jax.ffi.ffi_call(name, ...), on the host and on CUDA, where it enqueues on the
+    call's stream."""
     make = ctypes.pythonapi.PyCapsule_New
     make.restype, make.argtypes = ctypes.py_object, [c_void_p, c_char_p, c_void_p]
-    jax.ffi.register_ffi_target(name, make(ctypes.cast(callback, c_void_p), None, None), platform="cpu")
+    for platform in ("cpu", "CUDA"):
+        callback = ctypes.CFUNCTYPE(c_void_p, POINTER(_CallFrame))(handler_of(function, platform))
+        _kept.append(callback)
+        jax.ffi.register_ffi_target(name, make(ctypes.cast(callback, c_void_p), None, None), platform=platform)

@@ -26,8 +26,8 @@ from jax._src import core, distributed  # the current trace and jax.distributed'
 from jax.custom_batching import custom_vmap
 from jax.tree_util import keystr, tree_flatten_with_path, tree_structure, tree_unflatten
 
-from gradwire import _jax_ffi, _native
-from gradwire._core import Communicator
+from gradwire import _jax_codecs, _jax_ffi, _native
+from gradwire._core import Communicator, Reducer
 from gradwire._port import reserve_port
 
 TIMEOUT_S = 1800.0
@@ -45,7 +45,7 @@ class _State(threading.local):
 
 
 _state = _State()
-_communicators: Dict[int, Tuple[Communicator, threading.Lock]] = {}  # by the device's id
+_communicators: Dict[int, Tuple[Communicator, threading.Lock]] = {}  # by _jax_ffi.Call.device
 _world = 0
 
 
@@ -66,8 +66,9 @@ def init(rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *, sec
     if _communicators:
         raise RuntimeError("gradwire.jax.init() was called before; gradwire.jax.shutdown() ends what it began")
     devices = jax.local_devices()
-    if devices[0].platform != "cpu":
-        raise _native.Unsupported(f"gradwire.jax runs on JAX's CPU devices, not on {devices[0].platform}")
+    on_gpus = devices[0].platform in ("gpu", "cuda")
+    if not on_gpus and devices[0].platform != "cpu":
+        raise _native.Unsupported(f"gradwire.jax runs on JAX's CPU and CUDA devices, not on {devices[0].platform}")
     with contextlib.ExitStack() as stack:
         if rendezvous is None and jax.process_count() > 1:
             rank, world = jax.process_index(), jax.process_count()
@@ -81,8 +82,10 @@ def init(rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *, sec
         first = rank * len(devices)
         with concurrent.futures.ThreadPoolExecutor(len(devices)) as threads:  # each waits for the others
             made = list(threads.map(lambda i: Communicator(rendezvous if ranks > 1 else None, first + i, ranks,
+                                                           device=devices[i].local_hardware_id if on_gpus else "host",
                                                            timeout_s=timeout_s, secret=secret), range(len(devices))))
-    _communicators.update({device.id: (comm, threading.Lock()) for device, comm in zip(devices, made)})
+    _communicators.update({device.local_hardware_id if on_gpus else device.id: (comm, threading.Lock())
+                           for device, comm in zip(devices, made)})
     _world = ranks
     _register()
 
@@ -104,7 +107,7 @@ def world_size() -> int:
 def pmean(tree: Any, spec: str = "fp32", *, name: str = "") -> Any:
     """The mean of each array of `tree` over all ranks, the same bits on every rank. Under jit, or without.
 
-    tree: float32 and bfloat16 arrays, of the same structure, shapes and types on every rank.
+    tree: float32, bfloat16 and float16 arrays, of the same structure, shapes and types on every rank.
     spec: a wire format of docs/formats.md with its options, such as "int8" or "bf16:schedule=ring". What it
         rounds off is lost; compress() keeps it.
     name: of this call, in errors. The place in your program by default.
@@ -124,10 +127,14 @@ def psum(tree: Any, spec: str = "fp32", *, name: str = "") -> Any:
 
 
 class CompressState(NamedTuple):
-    """What compress() keeps: of each array that `spec` rounds, what this rank has not sent yet (FP32, its shape); of
-    others an empty array. Differs from rank to rank: checkpoint each rank's."""
+    """What compress() keeps. residual: of each array that `spec` rounds, what this rank has not sent yet (FP32, its
+    shape); of others an empty array. Differs from rank to rank: checkpoint each rank's. factor: PowerSGD's, of each
+    matrix, with orthonormal columns, the same on every rank; (cols, rank), and with alternate=on (cols + rows, rank).
+    step: how many there were. The last two are () for wire formats."""
 
     residual: Any
+    factor: Any = ()
+    step: Any = ()
 
 
 class GradientTransformation(NamedTuple):
@@ -141,11 +148,14 @@ def compress(spec: str, *, error_feedback: bool = True, dense: bool = True, name
     """An optax transformation that averages updates over all ranks in the format `spec`, with error feedback: what
     rounding loses stays on its rank and is part of the next step's update. First in optax.chain().
 
-    spec: a wire format of docs/formats.md with its options.
-    error_feedback: False: what is rounded off is lost, and the state is empty.
+    spec: a wire format of docs/formats.md with its options; or "powersgd:rank=4", "randk:ratio=0.01" with theirs.
+    error_feedback: False: what is rounded off is lost, and there are no residuals.
     dense: True: in a format of fewer than 16 bits, vectors of up to 65,536 elements and other arrays of fewer than
-        1,024 travel in FP32 beside the others.
+        1,024 travel in FP32 beside the others. PowerSGD sends what is no matrix, or too small for its rank, as its
+        wire= says; random-k the same of these.
     """
+    if _jax_codecs.is_codec(_format(spec)):
+        return _compress_by_codec(spec, error_feedback, dense, name)
     _check_spec(spec)
     keeps = error_feedback and _format(spec) != "fp32"
 
@@ -159,8 +169,7 @@ def compress(spec: str, *, error_feedback: bool = True, dense: bool = True, name
     def update(updates: Any, state: CompressState, params: Any = None) -> Tuple[Any, CompressState]:
         del params
         if tree_structure(updates) != tree_structure(state.residual):
-            raise ValueError("gradwire.jax.compress: the updates have another structure than the parameters that "
-                             "init() saw")
+            raise ValueError(_OTHER_STRUCTURE)
         if not keeps:
             return _reduce("compress", updates, spec, name, None, dense), state
         averaged, residual = _reduce("compress", updates, spec, name, state.residual, dense)
@@ -168,6 +177,50 @@ def compress(spec: str, *, error_feedback: bool = True, dense: bool = True, name
 
     return GradientTransformation(init_state, update)
 
+
+def _compress_by_codec(spec: str, error_feedback: bool, dense: bool, name: str) -> GradientTransformation:
+    _check_options(spec)
+    with Communicator() as alone:  # for what else may be wrong with it
+        Reducer(alone, spec, []).close()
+    codec = _jax_codecs.read(spec)
+
+    def chosen(leaf: Any) -> bool:
+        return _jax_codecs.is_compressed(codec, leaf, dense and _stays_dense(leaf, spec))
+
+    def init_state(params: Any) -> CompressState:
+        leaves, structure = jax.tree.flatten(params)
+        residuals = [jnp.zeros(leaf.shape if error_feedback and (codec.lossy or chosen(leaf)) else (0,), jnp.float32)
+                     for leaf in leaves]
+        factors = [_jax_codecs.first_factor(codec, leaf, i) if chosen(leaf) and codec.method == "powersgd"
+                   else jnp.zeros(0) for i, leaf in enumerate(leaves)]
+        return CompressState(tree_unflatten(structure, residuals), tree_unflatten(structure, factors),
+                             jnp.zeros((), jnp.int32))
+
+    def update(updates: Any, state: CompressState, params: Any = None) -> Tuple[Any, CompressState]:
+        del params
+        paths, leaves, structure = _checked("compress", updates)
+        if structure != tree_structure(state.residual):
+            raise ValueError(_OTHER_STRUCTURE)
+        if _world <= 1:
+            return updates, state._replace(step=state.step + 1)
+        what = _described(f"compress at {name or _call_site()}", paths, leaves)
+
+        def send(arrays: Sequence[Any], residuals: Sequence[Any], wire: str, part: str) -> Any:
+            return _send(arrays, residuals, wire, f"{what}, {part}")
+
+        kept = [_jax_codecs.Leaf(leaf, residual, factor, chosen(leaf), i) for i, (leaf, residual, factor) in enumerate(
+            zip(leaves, jax.tree.leaves(state.residual), jax.tree.leaves(state.factor))) if leaf.size > 0]
+        out, residuals, factors = list(leaves), jax.tree.leaves(state.residual), jax.tree.leaves(state.factor)
+        results = _jax_codecs.step(codec, kept, state.step, error_feedback, send, _branch)
+        for leaf, mean, residual, factor in zip(kept, *results):
+            out[leaf.place], residuals[leaf.place], factors[leaf.place] = mean, residual, factor
+        return tree_unflatten(structure, out), CompressState(
+            tree_unflatten(structure, residuals), tree_unflatten(structure, factors), state.step + 1)
+
+    return GradientTransformation(init_state, update)
+
+
+_OTHER_STRUCTURE = "gradwire.jax.compress: the updates have another structure than the parameters that init() saw"
 
 # ---- Before the call: which array travels how, under which name ---------------------------------------------------
 
@@ -187,9 +240,13 @@ def _format(spec: str) -> str:
 
 
 def _check_spec(spec: str) -> None:
-    if _format(spec) in ("powersgd", "randk"):
-        raise _native.BadArgument(f"'{spec}': gradwire.jax has wire formats only; PowerSGD and random-k work on whole "
-                                  "models and are in gradwire.torch.Hook and gradwire.Reducer")
+    if _jax_codecs.is_codec(_format(spec)):
+        raise _native.BadArgument(f"'{spec}' keeps state between steps, and an average cannot: use "
+                                  "gradwire.jax.compress(), or a wire format such as int8")
+    _check_options(spec)
+
+
+def _check_options(spec: str) -> None:
     for option in spec.replace(":", ",").split(",")[1:]:
         if option.partition("=")[0] in ("ef", "residual", "dense"):
             raise _native.BadArgument(f"'{spec}': {option} is a reducer's; use compress()'s own arguments")
@@ -209,11 +266,16 @@ def _call_site() -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
+def _described(what: str, paths: Sequence[str], leaves: Sequence[Any]) -> str:
+    """With a digest of the tree, so that ranks whose trees differ are told."""
+    shapes = "; ".join(f"{path} {leaf.dtype}{list(leaf.shape)}" for path, leaf in zip(paths, leaves))
+    return f"{what}, tree {zlib.crc32(shapes.encode()):08x}"
+
+
 def _parts(what: str, paths: Sequence[str], leaves: Sequence[Any], spec: str, keeps: Sequence[bool],
            dense: bool) -> List[_Part]:
     """Large arrays alone, the others together by how they travel."""
-    shapes = "; ".join(f"{path} {leaf.dtype}{list(leaf.shape)}" for path, leaf in zip(paths, leaves))
-    what = f"{what}, tree {zlib.crc32(shapes.encode()):08x}"
+    what = _described(what, paths, leaves)
     parts: List[_Part] = []
     together: Dict[Any, _Part] = {}
     for i, leaf in enumerate(leaves):
@@ -234,25 +296,14 @@ def _parts(what: str, paths: Sequence[str], leaves: Sequence[Any], spec: str, ke
 def _reduce(what: str, tree: Any, spec: str, name: str, residual: Any = None, dense: bool = False) -> Any:
     """The reduced tree, or (tree, residual tree) if there is one."""
     _check_spec(spec)
-    if not _communicators:
-        raise RuntimeError(f"gradwire.jax.{what} before gradwire.jax.init(), which connects the ranks")
-    if len(_communicators) > 1 and not core.get_axis_env().axis_sizes:
-        raise RuntimeError(f"gradwire.jax.{what} runs on every device, of which this process has "
-                           f"{len(_communicators)}: call it inside jax.shard_map or jax.pmap over all of them")
-    found, structure = tree_flatten_with_path(tree)
-    paths = [keystr(path) for path, _ in found]
-    leaves = [jnp.asarray(leaf) for _, leaf in found]
+    paths, leaves, structure = _checked(what, tree)
     kept = [None] * len(leaves) if residual is None else structure.flatten_up_to(residual)
-    for path, leaf in zip(paths, leaves):
-        if leaf.dtype not in (jnp.float32, jnp.bfloat16):
-            raise TypeError(f"gradwire.jax.{what}: {path or 'the array'} is {leaf.dtype}; float32 and bfloat16 can be "
-                            "averaged: cast it")
     keeps = [r is not None and r.size > 0 for r in kept]
     parts = _parts(f"{what} at {name or _call_site()}", paths, leaves, spec, keeps, dense)
     out, kept_out = list(leaves), list(kept)
     if parts and _world > 1:
         plan = json.dumps([{"spec": p.spec, "keeps": p.keeps, "tag": p.tag, "op": "sum" if what == "psum" else "avg",
-                            "bf16": p.dtype == jnp.bfloat16} for p in parts])
+                            "dtype": _DTYPES[str(p.dtype)]} for p in parts])
         arrays = [_join([leaves[i] for i in p.leaves]) for p in parts]
         residuals = [_join([kept[i] for i in p.leaves]) for p in parts if p.keeps]
         results = _call(plan, arrays, residuals)
@@ -262,6 +313,59 @@ def _reduce(what: str, tree: Any, spec: str, name: str, residual: Any = None, de
             _split(part, result, leaves, kept_out)
     reduced = tree_unflatten(structure, out)
     return reduced if residual is None else (reduced, tree_unflatten(structure, kept_out))
+
+
+_DTYPES = {"float32": _native.FLOAT32, "bfloat16": _native.BFLOAT16, "float16": _native.FLOAT16}
+
+
+def _checked(what: str, tree: Any) -> Tuple[List[str], List[Any], Any]:
+    """Paths, leaves and structure of a tree that can be averaged now and here."""
+    if not _communicators:
+        raise RuntimeError(f"gradwire.jax.{what} before gradwire.jax.init(), which connects the ranks")
+    if len(_communicators) > 1 and not core.get_axis_env().axis_sizes:
+        raise RuntimeError(f"gradwire.jax.{what} runs on every device, of which this process has "
+                           f"{len(_communicators)}: call it inside jax.shard_map or jax.pmap over all of them")
+    found, structure = tree_flatten_with_path(tree)
+    paths, leaves = [keystr(path) for path, _ in found], [jnp.asarray(leaf) for _, leaf in found]
+    for path, leaf in zip(paths, leaves):
+        if str(leaf.dtype) not in _DTYPES:
+            raise TypeError(f"gradwire.jax.{what}: {path or 'the array'} is {leaf.dtype}; {', '.join(_DTYPES)} can be "
+                            "averaged: cast it")
+    return paths, leaves, structure
+
+
+def _send(arrays: Sequence[Any], residuals: Sequence[Any], spec: str, tag: str) -> Tuple[List[Any], List[Any]]:
+    """The FP32 means of `arrays` as one message, and what is left of the residuals, each of which is empty or has its
+    array's shape."""
+    if not arrays:
+        return [], []
+    keeps = any(r.size for r in residuals)
+    plan = json.dumps([{"spec": spec, "keeps": keeps, "tag": tag, "op": "avg", "dtype": _native.FLOAT32}])
+    flat = jnp.concatenate([a.astype(jnp.float32).ravel() for a in arrays])
+    kept = [jnp.concatenate([r.ravel() if r.size else jnp.zeros(a.size) for r, a in zip(residuals, arrays)])] if keeps else []
+    results = _call(plan, [flat], kept)
+    means, lost = [], []
+    begin = 0
+    for array, residual in zip(arrays, residuals):
+        end = begin + array.size
+        means.append(results[0][begin:end].reshape(array.shape))
+        lost.append(results[1][begin:end].reshape(array.shape) if residual.size else residual)
+        begin = end
+    return means, lost
+
+
+def _branch(predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
+    """lax.cond with calls in its branches, which keep their place among those before and after it."""
+    def chained(body: Callable[..., Any]) -> Callable[..., Any]:
+        def run(token: Any, *operands: Any) -> Any:
+            _state.token = token
+            out = body(*operands)
+            return _state.token, out
+        return run
+
+    token, out = jax.lax.cond(predicate, chained(yes), chained(no), _token(), *operands)
+    _state.token = token
+    return out
 
 
 def _join(arrays: List[Any]) -> Any:
@@ -336,12 +440,14 @@ def _average(call: _jax_ffi.Call) -> None:
     residuals = iter(addresses[len(plan):])
     handle = communicator._handle
     with lock:  # of two computations at once on this device
+        if call.stream:
+            _native.call("gw_comm_check", handle)  # an earlier call may have failed on its stream, which says nothing
         for part, address, count in zip(plan, addresses, counts):
             _native.call("gw_call_tag", handle, part["tag"].encode())
             _native.call("gw_allreduce_residual", handle, address, count,
-                         _native.BFLOAT16 if part["bf16"] else _native.FLOAT32,
+                         part["dtype"],
                          _native.SUM if part["op"] == "sum" else _native.AVG, part["spec"].encode(),
-                         next(residuals) if part["keeps"] else None, None)
+                         next(residuals) if part["keeps"] else None, call.stream or None)
 
 
 @functools.lru_cache(maxsize=None)

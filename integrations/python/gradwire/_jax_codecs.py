@@ -1,0 +1,279 @@
+"""PowerSGD, ACP-SGD and random-k for gradwire.jax.compress(): JAX computes, Gradwire averages.
+
+As the library's own codecs (docs/numerics.md), in XLA's arithmetic; the state is arrays, for a pytree. Each step sends
+one message for what is known before it, and PowerSGD a second one:
+
+    powersgd               S = gradient + residual; P = mean of S Q, beside what is not compressed; P orthonormal;
+                           Q = S^T P, residual = S - P Q^T; Q = mean; result P Q^T; Q orthonormal for the next step
+    powersgd:alternate=on  a step sends P = S Q, the next one Q = S^T P, and the other factor stays as it was
+    randk                  S at coordinates that (seed, step, array) draw, alike on every rank
+
+What a lossy wire loses of Q or of values goes back to the residual; of P it only tilts the subspace, alike on all ranks.
+"""
+from __future__ import annotations
+
+import math
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import jax
+import jax.numpy as jnp
+
+_OWN = {"powersgd": ("rank", "start", "warm", "alternate", "min_ratio", "seed", "wire"),
+        "randk": ("ratio", "seed", "wire")}
+
+# (arrays, residuals of their shape or empty, spec, name) -> (FP32 means, what is left of the residuals), in one message.
+Send = Callable[[Sequence[Any], Sequence[Any], str, str], Tuple[List[Any], List[Any]]]
+# lax.cond whose branches may send.
+Branch = Callable[..., Any]
+
+
+class Codec(NamedTuple):
+    """A spec of one of these, read."""
+
+    method: str
+    wire: str  # the messages' own spec, with schedule= and the like
+    rank: int
+    start: int
+    warm: bool
+    alternate: bool
+    min_ratio: float
+    ratio: float
+    seed: int
+
+    @property
+    def lossy(self) -> bool:
+        return self.wire.partition(":")[0] != "fp32"
+
+
+class Leaf(NamedTuple):
+    """An array of the tree, and what is kept for it."""
+
+    value: Any
+    residual: Any  # its shape, or (0,)
+    factor: Any  # (cols + rows with alternate, rank), or (0,)
+    compressed: bool
+    place: int  # in the tree: makes random numbers its own
+
+
+def is_codec(method: str) -> bool:
+    return method in _OWN
+
+
+def read(spec: str) -> Codec:
+    """The library has checked the spec."""
+    method, *options = spec.replace(":", ",", 1).split(",")
+    given: Dict[str, str] = dict(option.split("=", 1) for option in options if option)
+    others = [f"{key}={value}" for key, value in given.items() if key not in _OWN[method]]
+    wire = given.get("wire", "fp32")
+    return Codec(method, wire + (":" + ",".join(others) if others else ""), int(given.get("rank", 1)),
+                 int(given.get("start", 0)), given.get("warm", "on") == "on", given.get("alternate", "off") == "on",
+                 float(given.get("min_ratio", 2)), float(given.get("ratio", 0.01)), int(given.get("seed", 0)))
+
+
+def _matrix(leaf: Any) -> Tuple[int, int]:
+    rows = leaf.shape[0] if leaf.ndim > 1 else leaf.size
+    return rows, leaf.size // max(rows, 1)
+
+
+def is_compressed(codec: Codec, leaf: Any, dense: bool) -> bool:
+    if codec.method == "randk":
+        return leaf.size > 0 and not dense
+    rows, cols = _matrix(leaf)
+    rank = min(rows, cols, codec.rank)
+    return leaf.ndim > 1 and leaf.size > 0 and (rows + cols) * rank * codec.min_ratio < rows * cols
+
+
+def first_factor(codec: Codec, leaf: Any, index: int) -> Any:
+    """Q, and below it P where they take turns: orthonormal columns, the same on every rank."""
+    rows, cols = _matrix(leaf)
+    rank = min(rows, cols, codec.rank)
+    sizes = (cols, rows) if codec.alternate else (cols,)
+    return jnp.concatenate([_orthonormal(_random(codec, index, i, (size, rank))) for i, size in enumerate(sizes)])
+
+
+def _random(codec: Codec, index: int, step: Any, shape: Tuple[int, ...]) -> Any:
+    """Uniform in [-1, 1)."""
+    bits = _random_bits(codec, index, step, math.prod(shape)).reshape(shape)
+    return bits.astype(jnp.int32).astype(jnp.float32) * 2.0**-31
+
+
+def _random_bits(codec: Codec, index: int, step: Any, count: int) -> Any:
+    """32 bits each, the same on every rank. jax.random's would take XLA a third of a second to compile, each."""
+    x = jnp.arange(count, dtype=jnp.uint32)
+    for key in (codec.seed & 0xffffffff, codec.seed >> 32 & 0xffffffff, index, step):
+        x = x + jnp.asarray(key, jnp.uint32) * jnp.uint32(0x9e3779b1) + jnp.uint32(0x85ebca6b)
+        for multiplier in (0x7feb352d, 0x846ca68b):
+            x = (x ^ x >> 16) * jnp.uint32(multiplier)
+        x = x ^ x >> 15
+    return x
+
+
+def _orthonormal(x: Any, spare: Optional[Any] = None) -> Any:
+    """Orthonormal columns; those of x that depend on others, or are 0, come from `spare`, so that nothing that was 0
+    once stays so."""
+    q, r = jnp.linalg.qr(x)
+    if spare is None:
+        return q
+    size = jnp.abs(jnp.diagonal(r))
+    lost = size <= 1e-6 * jnp.max(size)
+    return jnp.linalg.qr(jnp.where(lost | ~jnp.isfinite(size), spare, q))[0]
+
+
+def _dot(a: Any, b: Any) -> Any:
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def step(codec: Codec, leaves: List[Leaf], number: Any, keeps: bool, send: Send,
+         branch: Branch) -> Tuple[List[Any], List[Any], List[Any]]:
+    """(means, residuals, factors) of the leaves. number: of the step, from 0, as an array. keeps: error feedback."""
+    run = _randk if codec.method == "randk" else _alternate if codec.alternate else _powersgd
+
+    def now(number: Any, *flat: Any) -> Any:
+        values, residuals, factors = _thirds(flat)
+        mine = [leaf._replace(value=v, residual=r, factor=f)
+                for leaf, v, r, f in zip(leaves, values, residuals, factors)]
+        means, kept, made = run(codec, [leaf for leaf in mine if leaf.compressed],
+                                [leaf for leaf in mine if not leaf.compressed], number, keeps, send, branch)
+        return _merged(leaves, means), _merged(leaves, kept), _merged(leaves, made)
+
+    def plain(number: Any, *flat: Any) -> Any:
+        values, residuals, factors = _thirds(flat)
+        means, lost = send(values, residuals, codec.wire, "before start")
+        return [m.astype(v.dtype) for m, v in zip(means, values)], lost, factors
+
+    flat = ([leaf.value for leaf in leaves] + [leaf.residual for leaf in leaves] + [leaf.factor for leaf in leaves])
+    if codec.start > 0:
+        means, residuals, factors = branch(number < codec.start, plain, now, number, *flat)
+    else:
+        means, residuals, factors = now(number, *flat)
+    return list(means), list(residuals), list(factors)
+
+
+def _thirds(flat: Sequence[Any]) -> Tuple[List[Any], List[Any], List[Any]]:
+    n = len(flat) // 3
+    return list(flat[:n]), list(flat[n:2 * n]), list(flat[2 * n:])
+
+
+def _merged(leaves: List[Leaf], parts: Tuple[List[Any], List[Any]]) -> List[Any]:
+    """Compressed ones and the others, in the order of the tree."""
+    compressed, dense = iter(parts[0]), iter(parts[1])
+    return [next(compressed if leaf.compressed else dense) for leaf in leaves]
+
+
+_Result = Tuple[Tuple[List[Any], List[Any]], Tuple[List[Any], List[Any]], Tuple[List[Any], List[Any]]]
+
+
+def _sum(leaf: Leaf) -> Any:
+    """S, as a matrix."""
+    s = leaf.value.astype(jnp.float32)
+    return (s + leaf.residual if leaf.residual.size else s).reshape(_matrix(leaf.value))
+
+
+def _send_beside(arrays: List[Any], dense: List[Leaf], codec: Codec, send: Send,
+                 what: str) -> Tuple[List[Any], List[Any], List[Any], List[Any]]:
+    """Means of arrays without a residual, and the dense leaves, in one message. (means, what the wire lost, dense means,
+    dense residuals)."""
+    means, lost = send(arrays + [leaf.value for leaf in dense],
+                       [jnp.zeros_like(a) if codec.lossy else jnp.zeros(0) for a in arrays] +
+                       [leaf.residual for leaf in dense], codec.wire, what)
+    n = len(arrays)
+    return (means[:n], lost[:n] if codec.lossy else [jnp.zeros_like(a) for a in arrays],
+            [m.astype(leaf.value.dtype) for m, leaf in zip(means[n:], dense)], lost[n:])
+
+
+def _finish(leaf: Leaf, p: Any, q: Any, rest: Any, finite: Any, keeps: bool) -> Tuple[Any, Any]:
+    """(mean, residual). Where a rank's gradient is not finite, the mean is NaN, and the residual stays as it was."""
+    mean = jnp.where(finite, _dot(p, q.T), jnp.nan).reshape(leaf.value.shape).astype(leaf.value.dtype)
+    if not keeps:
+        return mean, leaf.residual
+    return mean, jnp.where(finite, rest.reshape(leaf.residual.shape), leaf.residual)
+
+
+def _powersgd(codec: Codec, compressed: List[Leaf], dense: List[Leaf], number: Any, keeps: bool, send: Send,
+              branch: Branch) -> _Result:
+    sums = [_sum(leaf) for leaf in compressed]
+    before = [leaf.factor if codec.warm else _orthonormal(_random(codec, leaf.place, number, leaf.factor.shape))
+              for leaf in compressed]
+    means, _, dense_means, dense_residuals = _send_beside([_dot(s, q) for s, q in zip(sums, before)], dense, codec, send, "P")
+    finite = [jnp.isfinite(p).all() for p in means]
+    sums = [jnp.where(ok, s, 0) for ok, s in zip(finite, sums)]
+    ps = [_orthonormal(jnp.where(ok, p, 0)) for ok, p in zip(finite, means)]
+    qs = [_dot(s.T, p) for s, p in zip(sums, ps)]
+    rests = [s - _dot(p, q.T) for s, p, q in zip(sums, ps, qs)]
+    if not compressed:
+        return ([], dense_means), ([], dense_residuals), ([], [leaf.factor for leaf in dense])
+    q_means, q_lost, _, _ = _send_beside(qs, [], codec, send, "Q")
+    out, kept, factors = [], [], []
+    for leaf, p, q, lost, rest, ok, old in zip(compressed, ps, q_means, q_lost, rests, finite, before):
+        ok = ok & jnp.isfinite(q).all()
+        mean, residual = _finish(leaf, p, q, rest + _dot(p, lost.T), ok, keeps)
+        out.append(mean)
+        kept.append(residual)
+        spare = _random(codec, leaf.place, number + 1, q.shape)
+        factors.append(jnp.where(ok, _orthonormal(jnp.where(ok, q, 0), spare), old))
+    return (out, dense_means), (kept, dense_residuals), (factors, [leaf.factor for leaf in dense])
+
+
+def _alternate(codec: Codec, compressed: List[Leaf], dense: List[Leaf], number: Any, keeps: bool, send: Send,
+               branch: Branch) -> _Result:
+    def turn(sends_p: bool) -> Callable[..., Any]:
+        def run(number: Any, *flat: Any) -> Any:
+            values, residuals, factors = _thirds(flat)
+            mine = [leaf._replace(value=v, residual=r, factor=f) for leaf, v, r, f in
+                    zip(compressed + dense, values, residuals, factors)]
+            chosen, others = mine[:len(compressed)], mine[len(compressed):]
+            sums = [_sum(leaf) if sends_p else _sum(leaf).T for leaf in chosen]
+            # The factor that stays, and the one that this step makes.
+            bases, made = [], []
+            for leaf in chosen:
+                cols = _matrix(leaf.value)[1]
+                q, p = leaf.factor[:cols], leaf.factor[cols:]
+                bases.append(q if sends_p else p)
+                made.append(p if sends_p else q)
+            own = [_dot(s, basis) for s, basis in zip(sums, bases)]
+            means, lost, dense_means, dense_residuals = _send_beside(own, others, codec, send, "P or Q")
+            out, kept, new = [], [], []
+            for leaf, s, basis, mine_, mean, gone, old in zip(chosen, sums, bases, own, means, lost, made):
+                ok = jnp.isfinite(mean).all()
+                rest = jnp.where(ok, s, 0) - _dot(jnp.where(ok, mine_ - gone, 0), basis.T)
+                if not sends_p:
+                    rest = rest.T
+                clean = jnp.where(ok, mean, 0)
+                left, right = (clean, basis) if sends_p else (basis, clean)
+                result, residual = _finish(leaf, left, right, rest, ok, keeps)
+                factor = jnp.where(ok, _orthonormal(clean, _random(codec, leaf.place, number + 2, clean.shape)), old)
+                out.append(result)
+                kept.append(residual)
+                new.append(jnp.concatenate([basis, factor] if sends_p else [factor, basis]))
+            return out + dense_means, kept + dense_residuals, new + [leaf.factor for leaf in others]
+        return run
+
+    everyone = compressed + dense
+    flat = [leaf.value for leaf in everyone] + [leaf.residual for leaf in everyone] + [leaf.factor for leaf in everyone]
+    means, kept, factors = branch(number % 2 == 0, turn(True), turn(False), number, *flat)
+    n = len(compressed)
+    return ((list(means[:n]), list(means[n:])), (list(kept[:n]), list(kept[n:])), (list(factors[:n]), list(factors[n:])))
+
+
+def _randk(codec: Codec, compressed: List[Leaf], dense: List[Leaf], number: Any, keeps: bool, send: Send,
+           branch: Branch) -> _Result:
+    sums = [_sum(leaf).ravel() for leaf in compressed]
+    places = []
+    for leaf, s in zip(compressed, sums):
+        # One of each of k runs of neighbours: no place twice, and no sorting.
+        count = min(max(1, math.floor(s.size * codec.ratio + 0.5)), s.size)
+        shorter, longer = divmod(s.size, count)
+        run = jnp.arange(count)
+        first = run * shorter + jnp.minimum(run, longer)
+        bits = _random_bits(codec, leaf.place, number, count)
+        places.append(first + (bits % (shorter + (run < longer)).astype(jnp.uint32)).astype(first.dtype))
+    means, lost, dense_means, dense_residuals = _send_beside([s[at] for s, at in zip(sums, places)], dense, codec, send,
+                                                             "values")
+    out, kept = [], []
+    for leaf, s, at, mean, gone in zip(compressed, sums, places, means, lost):
+        result = jnp.zeros_like(s).at[at].set(mean)
+        out.append(result.reshape(leaf.value.shape).astype(leaf.value.dtype))
+        # What is not finite must be seen once, and not be kept.
+        rest = s.at[at].set(gone)
+        kept.append(jnp.where(jnp.isfinite(rest), rest, 0).reshape(leaf.residual.shape) if keeps else leaf.residual)
+    return (out, dense_means), (kept, dense_residuals), ([leaf.factor for leaf in compressed], [leaf.factor for leaf in dense])
