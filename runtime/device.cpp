@@ -41,6 +41,14 @@ int cuda_device_count() {
 #endif
 }
 
+bool can_access(Device from, Device to) {
+  if (from == to) return true;
+#ifdef GRADWIRE_HAS_CUDA
+  if (from.is_cuda() && to.is_cuda()) return cuda::can_access_peer(from.index, to.index);
+#endif
+  return false;
+}
+
 std::string cuda_unavailable_reason() {
 #ifdef GRADWIRE_HAS_CUDA
   return cuda::unavailable_reason();

@@ -44,6 +44,8 @@ struct Device {
 bool built_with_cuda();
 // Number of CUDA devices usable now; 0 without a driver or without the CUDA side. Never throws.
 int cuda_device_count();
+// Whether kernels on `from` can read and write memory of `to`; for two GPUs that can, makes it so.
+bool can_access(Device from, Device to);
 // Why cuda_device_count() is 0, in a few words, for messages.
 std::string cuda_unavailable_reason();
 // Every device this process can compute on: the host first, then each CUDA device. Tests are typed over it.

@@ -142,6 +142,20 @@ std::shared_ptr<void> allocate(int device_index, size_t bytes) {
   return std::shared_ptr<void>(data, [](void* p) { cudaFree(p); });
 }
 
+bool can_access_peer(int from, int to) {
+  int can = 0;
+  GW_CUDA_CHECK(cudaDeviceCanAccessPeer(&can, from, to));
+  if (can == 0) return false;
+  set_device(from);
+  const cudaError_t result = cudaDeviceEnablePeerAccess(to, 0);
+  if (result == cudaErrorPeerAccessAlreadyEnabled) {
+    cudaGetLastError();  // which it would otherwise be
+    return true;
+  }
+  GW_CUDA_CHECK(result);
+  return true;
+}
+
 std::shared_ptr<void> allocate_pinned(size_t bytes) {
   void* data = nullptr;
   GW_CUDA_CHECK(cudaMallocHost(&data, bytes));

@@ -53,6 +53,7 @@ void store(CudaStream stream, void* dst, const void* value, size_t bytes);
 void increment(CudaStream stream, uint64_t* counter);
 void set_device(int device_index);
 int device_count();
+bool can_access_peer(int from, int to);
 std::string unavailable_reason();
 }  // namespace cuda
 #endif

@@ -125,7 +125,9 @@ Program& ApiComm::program_for(const CollectiveCall& call) {
   const SchedulePlanner plan({.kind = spec.schedule,
                               .fp32_intra_node = spec.fp32_intra_node,
                               .collective = call.collective,
-                              .root = call.root},
+                              .root = call.root,
+                              .lsa = spec.lsa,
+                              .lsa_obstacle = spec.lsa ? communicator->transport().peer_obstacle() : ""},
                              world, communicator->ranks_per_node(),
                              world > 1 ? communicator->link_costs(stream) : LinkCosts{}, kAutomaticSlices);
   const SchedulePlanner::Choice choice = plan.choose(call.count, spec.wire, call.shards);

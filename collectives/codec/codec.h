@@ -30,7 +30,7 @@ struct BucketTensor {
 
 // The part of a spec that the planner needs.
 inline ScheduleRequest schedule_request(const CompressionSpec& spec) {
-  return {.kind = spec.schedule, .fp32_intra_node = spec.fp32_intra_node};
+  return {.kind = spec.schedule, .fp32_intra_node = spec.fp32_intra_node, .lsa = spec.lsa};
 }
 
 struct BucketContext {

@@ -23,6 +23,8 @@ struct LinkCosts {
   Pattern all_pairs;   // every rank to every other: two-shot
   Pattern intra_node;  // ranks of a node to each other; same as all_pairs if nodes are unknown
   Pattern inter_node;  // ranks with the same local index to each other; likewise
+  // Loads from each other's memory, and what a barrier takes: assumed, never measured.
+  Pattern peer_memory;
   bool measured = false;
 
   bool operator==(const LinkCosts&) const = default;

@@ -131,7 +131,32 @@ int SchedulePlanner::lossy_steps(const Candidate& candidate, Wire wire) const {
                                   : candidate.schedule.lossy_steps;
 }
 
+SchedulePlanner::Choice SchedulePlanner::choose_kernel(int64_t count, Wire wire) const {
+  const double n = world_, whole = 4.0 * static_cast<double>(count);
+  const auto bytes = static_cast<double>(wire->bytes(count));
+  const LinkCosts::Pattern& link = costs_.peer_memory;
+  const double two = 2 * link.latency_us + 2 * (n - 1) / n * bytes / link.bytes_per_us;
+  const double one = link.latency_us + (n - 1) / n * ((n - 1) * bytes + whole) / link.bytes_per_us;
+  Choice choice{
+      .schedule = two_shot(world_), .reason = {}, .predicted_us = std::min(one, two), .slice_bytes = 0};
+  choice.schedule.carrier = one < two ? Carrier::one_shot_kernel : Carrier::two_shot_kernel;
+  choice.reason = fmt::format("in one kernel, in {}; {} predicted, in {} {}",
+                              one < two ? "one shot" : "two shots", milliseconds(choice.predicted_us),
+                              one < two ? "two" : "one", milliseconds(std::max(one, two)));
+  return choice;
+}
+
 SchedulePlanner::Choice SchedulePlanner::choose(int64_t count, Wire wire, const Shards& shards) const {
+  const bool kernels = request_.lsa && request_.collective == Collective::allreduce && world_ > 1;
+  if (kernels && request_.lsa_obstacle.empty() && shards.empty()) return choose_kernel(count, wire);
+  Choice choice = choose_messages(count, wire, shards);
+  if (kernels && !request_.lsa_obstacle.empty())
+    choice.reason += fmt::format("; not in one kernel: {}", request_.lsa_obstacle);
+  return choice;
+}
+
+SchedulePlanner::Choice SchedulePlanner::choose_messages(int64_t count, Wire wire,
+                                                         const Shards& shards) const {
   std::vector<Option> options;
   for (const Candidate& c : candidates_) {
     Option option{.candidate = &c, .loads = c.even, .slice_bytes = 0, .us = 0, .score = 0, .lossy_steps = 0};

@@ -8,6 +8,9 @@
 // Choice: the first of two_shot, hierarchical, ring, tree within 20 % of the best, so that measurement noise
 //   seldom changes it. Equal costs give equal choices, so every rank decides on its own.
 //
+// One kernel (transport=lsa): two shots, or one where the barrier that it saves takes longer than the bytes that it
+// adds.
+//
 // Slices: long enough to amortize the latency of an exchange, but no longer, because the first and the last
 // slice of a buffer overlap with nothing. If links were measured, an exchange is sized to take four
 // latencies. Measured on 4 hosts with 1 Gb/s links, BF16 in buckets of 10 MB: steps of 374 ms with slices of
@@ -30,6 +33,9 @@ struct ScheduleRequest {
   bool fp32_intra_node = false;  // only links between nodes use the wire format
   Collective collective = Collective::allreduce;
   int root = 0;  // of a broadcast
+  // An allreduce in one kernel, where ranks read each other's memory; and why they do not, if they do not.
+  bool lsa = false;
+  std::string lsa_obstacle = {};
 };
 
 class SchedulePlanner {
@@ -78,6 +84,8 @@ class SchedulePlanner {
   const LinkCosts::Pattern& link(const Candidate& candidate, bool intra_node) const;
   int64_t slice_bytes(const Candidate& candidate, const Loads& loads) const;
   double predicted_us(const Option& option, int64_t count, Wire wire, const Shards& shards) const;
+  Choice choose_kernel(int64_t count, Wire wire) const;
+  Choice choose_messages(int64_t count, Wire wire, const Shards& shards) const;
   int lossy_steps(const Candidate& candidate, Wire wire) const;
 
   const ScheduleRequest request_;

@@ -20,16 +20,29 @@ bool collide(const Transfer& a, const Transfer& b) {
   return begin(a) < begin(b) + b.bytes && begin(b) < begin(a) + a.bytes;
 }
 
+// Bytes of this rank's window that other ranks read.
+int64_t bytes_read(const FusedAllreduce& call, Wire wire) {
+  const int world = call.peers.world, rank = call.peers.rank;
+  int64_t others = 0;  // its parts of their chunks
+  for (int c = 0; c < world; ++c) {
+    if (c != rank) others += wire->bytes(call.begin[c + 1] - call.begin[c]);
+  }
+  const int64_t own = call.begin[rank + 1] - call.begin[rank];
+  if (!call.one_shot) return others + (world - 1) * wire->bytes(own);
+  return (world - 1) * (others + 4 * own);
+}
+
 }  // namespace
 
 Program::Program(Transport& transport, const Schedule& schedule, const ProgramBuffers& buffers,
                  Options options)
     : transport_(transport),
       options_(std::move(options)),
-      slices_(options_.transfers
+      windows_(open_windows(transport, schedule, buffers, options_)),
+      slices_(options_.transfers && !windows_
                   ? slices_for(schedule, buffers.count, options_.wire, options_.slice_bytes, buffers.shards)
                   : 1),
-      overlapped_(options_.transfers && (slices_ > 1 || options_.beside_others)),
+      overlapped_(options_.transfers && (slices_ > 1 || options_.beside_others || windows_)),
       schedule_(slices_ > 1 ? pipelined(schedule, slices_) : schedule),
       ranges_(chunk_ranges(schedule_, buffers.count, buffers.shards, options_.wire->granularity)),
       call_(describe(buffers)),
@@ -102,6 +115,35 @@ int64_t Program::elements_out() const {
   return schedule_.collective == Collective::reduce_scatter ? shard_elements() : buffers_.count;
 }
 
+FusedAllreduce Program::fused_call(const Transport& transport, const Schedule& schedule,
+                                   const ProgramBuffers& buffers, const Options& options) {
+  const auto ranges = chunk_ranges(schedule, buffers.count, buffers.shards, options.wire->granularity);
+  FusedAllreduce call;
+  call.peers.rank = transport.rank();
+  call.peers.world = transport.world();
+  // A rank would need the seeds of the others' random bits, for which it is not worth asking them.
+  const bool random = options.rounding.mode == Rounding::stochastic && !options.wire->exact;
+  call.one_shot = schedule.carrier == Carrier::one_shot_kernel && !random;
+  call.scale = options.scale;
+  call.rounding = options.rounding;
+  for (size_t c = 0; c < ranges.size(); ++c) call.begin[c] = ranges[c].begin;
+  call.begin[ranges.size()] = buffers.count;
+  return call;
+}
+
+std::shared_ptr<PeerWindows> Program::open_windows(Transport& transport, const Schedule& schedule,
+                                                   const ProgramBuffers& buffers, const Options& options) {
+  if (schedule.carrier == Carrier::messages || transport.world() == 1 || !transport.peer_obstacle().empty())
+    return nullptr;
+  if (schedule.collective != Collective::allreduce || schedule.kind != ScheduleKind::two_shot ||
+      schedule.world != transport.world()) {
+    throw BadInput(fmt::format(
+        "{}: one kernel carries out a two-shot allreduce of all ranks, and nothing else", options.what));
+  }
+  FusedAllreduce call = fused_call(transport, schedule, buffers, options);
+  return transport.peer_windows(lay_out(call, options.wire), static_cast<bool>(options.transfers));
+}
+
 size_t Program::compile(std::byte* base) {
   const auto begin = reinterpret_cast<uintptr_t>(base);
   size_t used = 0;
@@ -117,6 +159,17 @@ size_t Program::compile(std::byte* base) {
   const bool wide = buffers_.dtype != DType::f32;
   const float* in = wide ? wide_in_ : static_cast<const float*>(buffers_.in);
   float* out = wide ? wide_out_ : static_cast<float*>(buffers_.out);
+  if (windows_) {
+    FusedAllreduce call = fused_call(transport_, schedule_, buffers_, options_);
+    call.peers = windows_->memory;
+    call.in = in;
+    call.out = out;
+    call.residual = options_.wire->exact ? nullptr : buffers_.residual;
+    lay_out(call, options_.wire);
+    operations_.clear();
+    operations_.push_back({.work = call});
+    return used;
+  }
   used += Compiler(*this, in, out, reinterpret_cast<std::byte*>(begin + used)).compile();
   find_early();
   return used;
@@ -149,6 +202,7 @@ Call Program::describe(const ProgramBuffers& buffers) const {
     hash = mix(hash, static_cast<uint64_t>(c));
   }
   hash = mix(hash, static_cast<uint64_t>(schedule_.chunks) * 16 + static_cast<uint64_t>(schedule_.kind));
+  hash = mix(hash, static_cast<uint64_t>(carrier()));
   for (int64_t shard : buffers.shards) hash = mix(hash, static_cast<uint64_t>(shard));
   for (int32_t owner : schedule_.owner) hash = mix(hash, static_cast<uint64_t>(owner));
   for (const auto& rounds : schedule_.rounds) {
@@ -182,6 +236,10 @@ void Program::launch(const Stream& stream, const Operation& kernel) const {
 
 ProgramInfo Program::describe_exchanges() const {
   ProgramInfo info{.part = options_.part, .schedule = name(schedule_.kind), .slices = slices_};
+  if (windows_) {
+    info.schedule += " in one kernel";
+    info.bytes_sent = bytes_read(std::get<FusedAllreduce>(operations_.front().work), options_.wire);
+  }
   for (const Operation& operation : operations_) {
     const auto* exchange = std::get_if<Exchange>(&operation.work);
     if (exchange == nullptr) continue;
@@ -218,6 +276,12 @@ void Program::label_exchanges(int bucket) {
     first = k;
     sent = received = 0;
   }
+}
+
+void Program::run_fused(const Stream& stream, const FusedAllreduce& call) {
+  transport_.run_over_peers(
+      stream, *windows_, static_cast<uint64_t>(info_.bytes_sent), call_.what,
+      [wire = options_.wire, call](const Stream& on) { wire->fused_allreduce(on, call); });
 }
 
 void Program::run(const Stream& stream, BucketPhases* phases) {
@@ -263,6 +327,15 @@ void Program::run(const Stream& stream, BucketPhases* phases) {
     awaited = exchange;
   };
   for (const Operation& operation : operations_) {
+    if (const auto* fused = std::get_if<FusedAllreduce>(&operation.work)) {
+      enter(Phase::communicate);
+      run_fused(transfers, *fused);
+      if (overlapped_) {
+        kernels_done_.record(transfers);
+        stream.wait(kernels_done_);
+      }
+      continue;
+    }
     if (const auto* exchange = std::get_if<Exchange>(&operation.work)) {
       if (started == 0) enter(Phase::communicate);
       if (!operation.early || !transport_.starts_early()) finish_until(started);

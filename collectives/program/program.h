@@ -23,6 +23,10 @@
 // slice is in flight, another is added up. An exchange that does not touch the memory of the previous one is
 // posted before that one is done, so that links do not idle in between. The sum of an element does not depend
 // on its slice, so neither do the bits.
+//
+// Where the schedule's carrier is a kernel, and the transport gives windows, all of this is one kernel over the
+// windows (kernels/wire/fused.h), with the same bits. It runs on the stream for transfers, if there is one: kernels of
+// other programs that use the same windows run there, too.
 #pragma once
 
 #include <cstddef>
@@ -35,6 +39,7 @@
 #include "collectives/transport/transport.h"
 #include "kernels/wire/formats.h"
 #include "kernels/wire/fp32.h"
+#include "kernels/wire/fused.h"
 #include "runtime/dtype.h"
 
 namespace gradwire {
@@ -116,6 +121,8 @@ class Program {
   int64_t shard_elements() const;  // of this rank
   int slices() const { return slices_; }
   const ProgramInfo& info() const { return info_; }
+  // How it turned out: messages where the transport has no windows.
+  Carrier carrier() const { return windows_ ? schedule_.carrier : Carrier::messages; }
 
  private:
   struct Exchange {
@@ -123,7 +130,7 @@ class Program {
     ExchangeLabel label;
   };
   struct Operation {
-    std::variant<Exchange, ReduceEncode, Decode, Reduce> work;
+    std::variant<Exchange, ReduceEncode, Decode, Reduce, FusedAllreduce> work;
     int after = -1;       // kernels: the exchange they depend on, counted from 0; -1: none
     bool needed = false;  // kernels: the next exchange depends on this one and those before it
     bool early = false;   // exchanges: may start before the previous one has finished
@@ -132,6 +139,12 @@ class Program {
   class Compiler;
   // Emits operations_ for a workspace at `base`; returns the bytes it needs.
   size_t compile(std::byte* base);
+  // The one call over the windows that takes the place of operations; without addresses.
+  static FusedAllreduce fused_call(const Transport& transport, const Schedule& schedule,
+                                   const ProgramBuffers& buffers, const Options& options);
+  static std::shared_ptr<PeerWindows> open_windows(Transport& transport, const Schedule& schedule,
+                                                   const ProgramBuffers& buffers, const Options& options);
+  void run_fused(const Stream& stream, const FusedAllreduce& call);
   int64_t elements_in() const;
   int64_t elements_out() const;
   Call describe(const ProgramBuffers& buffers) const;
@@ -142,6 +155,7 @@ class Program {
 
   Transport& transport_;
   const Options options_;
+  const std::shared_ptr<PeerWindows> windows_;  // null: messages
   int slices_ = 1;
   const bool overlapped_;  // exchanges have a stream of their own
   const Schedule schedule_;

@@ -52,6 +52,10 @@ struct Step {
 
 using Round = std::vector<Step>;
 
+// How a two-shot is carried out: by messages or, where ranks read each other's memory, by one kernel, in two shots or
+// in one (kernels/wire/fused.h). All give the same bits.
+enum class Carrier : uint8_t { messages, two_shot_kernel, one_shot_kernel };
+
 // How ranks are placed on nodes; 0: unknown. Either field follows from the other and the world.
 struct Topology {
   int nodes = 0;
@@ -61,6 +65,7 @@ struct Topology {
 struct Schedule {
   Collective collective = Collective::allreduce;
   ScheduleKind kind = ScheduleKind::ring;
+  Carrier carrier = Carrier::messages;
   int world = 1;
   int chunks = 1;
   std::vector<int32_t> owner;  // [chunk]

@@ -56,6 +56,7 @@ T number(std::string_view text, std::string_view key, std::string_view value, T 
 
 const std::vector<std::pair<std::string_view, bool>> kOnOff{{"on", true}, {"off", false}};
 const std::vector<std::pair<std::string_view, bool>> kIntraNode{{"wire", false}, {"fp32", true}};
+const std::vector<std::pair<std::string_view, bool>> kTransports{{"messages", false}, {"lsa", true}};
 const std::vector<std::pair<std::string_view, Rounding>> kRoundings{{"nearest", Rounding::nearest},
                                                                     {"stochastic", Rounding::stochastic}};
 
@@ -158,9 +159,11 @@ std::string CompressionSpec::grammar() {
       "FORMAT, "
       "powersgd:rank=R[,wire=FORMAT][,start=N][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S] "
       "or randk:ratio=X[,wire=FORMAT][,seed=S], where FORMAT is "
-      "{}, with ,ef=on|off and ,schedule={} and ,intra_node={} on any of them, ,residual={} and "
+      "{}, with ,ef=on|off and ,schedule={} and ,transport={} and ,intra_node={} on any of them, "
+      ",residual={} and "
       ",dense=off|auto|NAME+NAME... on any but fp32, and the format's own options (docs/formats.md)",
-      fmt::join(format_names(), "|"), words(schedules()), words(kIntraNode), words(residuals()));
+      fmt::join(format_names(), "|"), words(schedules()), words(kTransports), words(kIntraNode),
+      words(residuals()));
 }
 
 namespace {
@@ -200,6 +203,9 @@ Options options_of(CompressionSpec& spec, std::string_view text, std::optional<R
   options["ef"] = [&spec, text](std::string_view v) { spec.error_feedback = choose(text, "ef", v, kOnOff); };
   options["schedule"] = [&spec, text](std::string_view v) {
     spec.schedule = choose(text, "schedule", v, schedules());
+  };
+  options["transport"] = [&spec, text](std::string_view v) {
+    spec.lsa = choose(text, "transport", v, kTransports);
   };
   options["intra_node"] = [&spec, text](std::string_view v) {
     spec.fp32_intra_node = choose(text, "intra_node", v, kIntraNode);
@@ -315,6 +321,11 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
   if (spec.alternate && !spec.warm) {
     bad(text, "alternate=on needs warm=on: a step projects with the factor that the step before it summed");
   }
+  if (spec.lsa && spec.schedule != ScheduleKind::automatic && spec.schedule != ScheduleKind::two_shot) {
+    bad(text, fmt::format(
+                  "transport=lsa needs schedule=auto or two_shot, not {}: one kernel carries out a two-shot",
+                  name(spec.schedule)));
+  }
   if (spec.fp32_intra_node && spec.schedule != ScheduleKind::hierarchical &&
       spec.schedule != ScheduleKind::automatic) {
     bad(text,
@@ -348,6 +359,7 @@ std::string CompressionSpec::to_string() const {
   add(dense != default_dense(wire),
       fmt::format("dense={}", dense.empty() ? "off" : fmt::to_string(fmt::join(dense, "+"))));
   add(schedule != defaults.schedule, fmt::format("schedule={}", name(schedule)));
+  add(lsa != defaults.lsa, "transport=lsa");
   add(fp32_intra_node != defaults.fp32_intra_node, "intra_node=fp32");
   return (powersgd ? "powersgd" : randk ? "randk" : wire->name) + options;
 }

@@ -27,6 +27,9 @@ struct CompressionSpec {
   // them: vectors and small tensors. Sorted, no name twice.
   std::vector<std::string> dense;
   ScheduleKind schedule = ScheduleKind::automatic;
+  // transport=lsa: where ranks read each other's memory, an allreduce is one kernel (LSA, NCCL's word: load/store-
+  // accessible). Otherwise, by messages.
+  bool lsa = false;
   // intra_node=fp32: a hierarchical schedule uses `wire` only on links between nodes.
   bool fp32_intra_node = false;
 

@@ -8,6 +8,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <new>
 
 #include "runtime/error.h"
 
@@ -24,6 +25,12 @@ struct Offer {
   enum class State { waiting, copying, finished } state = State::waiting;
   Event ready;  // CUDA: recorded when the data is complete
   Event taken;  // CUDA: recorded after the copy
+};
+
+// The windows of all ranks.
+struct PeerGroup {
+  std::vector<Buffer> memory;  // by rank
+  int ready = 0, taken = 0;
 };
 
 // What the ranks of one process share. One lock: exchanges are few and copies happen outside it.
@@ -78,6 +85,9 @@ class Hub {
   // With the lock held.
   void fail(const std::string& reason) {
     if (failure.empty()) failure = "the group failed: " + reason;
+    for (const auto& weak : windows) {
+      if (const auto alive = weak.lock()) alive->stop();
+    }
     wake_all();
   }
   void wake(int rank) { changed_[rank].notify_all(); }
@@ -94,6 +104,8 @@ class Hub {
   std::mutex mutex;
   // By split and first member: the transports that their ranks have not fetched yet.
   std::map<std::pair<int, int>, std::vector<std::unique_ptr<Transport>>> splits;
+  std::map<int, std::shared_ptr<PeerGroup>> peers;  // by number, until all ranks have taken it
+  std::vector<std::weak_ptr<PeerWindows>> windows;  // of all ranks, to be stopped
   std::string failure;
   int at_barrier = 0;
   uint64_t barriers = 0;
@@ -187,13 +199,93 @@ class LocalTransport final : public Transport {
     return mine;
   }
 
+  std::string peer_obstacle() const override {
+    if (hub_->world > kMostPeers) return fmt::format("{} ranks; at most {} can", hub_->world, kMostPeers);
+    for (const Device& from : hub_->devices) {
+      for (const Device& to : hub_->devices) {
+        if (!can_access(from, to))
+          return fmt::format("{} cannot access memory of {}", from.name(), to.name());
+      }
+    }
+    return "";
+  }
+
+  void run_over_peers(const Stream& stream, PeerWindows& windows, uint64_t bytes, const std::string& what,
+                      const std::function<void(const Stream&)>& work) override {
+    if (!device_.is_host()) {
+      check();
+      work(stream);
+      bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
+      return;
+    }
+    stream.submit([this, &windows, bytes, &what, work] {
+      const Stream now = Stream::immediate_host();
+      try {
+        work(now);
+        now.synchronize();
+      } catch (const CommError& error) {
+        std::lock_guard lock(hub_->mutex);
+        const std::string cause = windows.failure();  // else others have told this rank to stop
+        if (hub_->failure.empty()) hub_->fail(fmt::format("rank {}: {}: {}", rank_, what, cause));
+        throw CommError(fmt::format("rank {}: {}: {}", rank_, what, hub_->failure));
+      }
+      bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
+    });
+  }
+
   void abort(const std::string& reason) override {
     std::lock_guard lock(hub_->mutex);
     hub_->fail(fmt::format("rank {} gave up: {}", rank_, reason));
   }
   void check() override {
     std::lock_guard lock(hub_->mutex);
+    for (const auto& weak : hub_->windows) {
+      const auto alive = weak.lock();
+      const std::string reported = alive ? alive->failure() : "";
+      if (!reported.empty() && hub_->failure.empty())
+        hub_->fail(fmt::format("rank {}: {}", alive->memory.rank, reported));
+    }
     if (!hub_->failure.empty()) throw CommError(fmt::format("rank {}: {}", rank_, hub_->failure));
+  }
+
+ protected:
+  std::shared_ptr<PeerWindows> make_peer_windows(int64_t half_bytes) override {
+    const auto bytes = static_cast<size_t>(peer_window_bytes(half_bytes));
+    Buffer mine(device_, bytes);
+    const Stream stream = device_.is_host() ? Stream::immediate_host() : Stream::create(device_, "set-up");
+    fill_zero(stream, mine.data(), bytes);
+    stream.synchronize();
+    auto made = std::make_shared<PeerWindows>();
+    made->report = Buffer::pinned(sizeof(PeerReport));
+    new (made->report.data()) PeerReport();
+
+    const int which = peer_groups_++;
+    std::unique_lock lock(hub_->mutex);
+    std::shared_ptr<PeerGroup>& entry = hub_->peers[which];
+    if (!entry) entry = std::make_shared<PeerGroup>(PeerGroup{.memory = std::vector<Buffer>(hub_->world)});
+    const std::shared_ptr<PeerGroup> group = entry;
+    group->memory[rank_] = std::move(mine);
+    ++group->ready;
+    hub_->wake_all();
+    hub_->wait(
+        lock, rank_, [&] { return group->ready == hub_->world; },
+        [&] { return fmt::format("opening windows: {} of {} ranks have", group->ready, hub_->world); });
+    PeerMemory& m = made->memory;
+    for (int r = 0; r < hub_->world; ++r) m.windows[r] = group->memory[r].as<std::byte>();
+    m.rank = rank_;
+    m.world = hub_->world;
+    m.half_bytes = half_bytes;
+    m.report = made->report.as<PeerReport>();
+    m.patience_ns = std::chrono::nanoseconds(hub_->timeout).count();
+    int alike = 0;  // the blocks of all ranks on a device must be resident at once
+    for (const Device& d : hub_->devices)
+      alike = std::max(alike, static_cast<int>(std::count(hub_->devices.begin(), hub_->devices.end(), d)));
+    m.blocks = std::max(1, kMostPeerBlocks / alike);
+    made->keep = group;
+    std::erase_if(hub_->windows, [](const auto& weak) { return weak.expired(); });
+    hub_->windows.push_back(made);
+    if (++group->taken == hub_->world) hub_->peers.erase(which);
+    return made;
   }
 
  private:
@@ -312,7 +404,7 @@ class LocalTransport final : public Transport {
   int rank_;
   Device device_;
   uint64_t sequence_ = 0;  // number of the current call; used only by the thread that runs exchanges
-  int splits_ = 0;
+  int splits_ = 0, peer_groups_ = 0;
   Waits waits_;
 };
 

@@ -22,4 +22,26 @@ std::unique_ptr<Transport> Transport::split(const std::vector<int>&) {
   throw BadInput(fmt::format("the {} transport cannot be split", name()));
 }
 
+std::string Transport::peer_obstacle() const {
+  return fmt::format("over the {} transport ranks do not read each other's memory", name());
+}
+
+std::shared_ptr<PeerWindows> Transport::peer_windows(int64_t half_bytes, bool shared) {
+  half_bytes = (half_bytes + 255) / 256 * 256;
+  if (!peer_obstacle().empty()) return nullptr;
+  if (shared && shared_windows_ && shared_windows_->memory.half_bytes >= half_bytes) return shared_windows_;
+  auto made = make_peer_windows(half_bytes);
+  if (shared && made) shared_windows_ = made;
+  return made;
+}
+
+std::shared_ptr<PeerWindows> Transport::make_peer_windows(int64_t) {
+  return nullptr;
+}
+
+void Transport::run_over_peers(const Stream&, PeerWindows&, uint64_t, const std::string& what,
+                               const std::function<void(const Stream&)>&) {
+  throw Error(fmt::format("{}: {}", what, peer_obstacle()));
+}
+
 }  // namespace gradwire

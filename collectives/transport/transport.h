@@ -14,10 +14,12 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "collectives/transport/peer_windows.h"
 #include "runtime/device.h"
 
 namespace gradwire {
@@ -76,6 +78,15 @@ class Transport {
   // Why exchanges cannot be captured in a graph (runtime/graph.h), and what to do instead; empty if they can.
   // Capturing is collective, and the same exchanges must have been made once before without it.
   virtual std::string capture_obstacle() const { return ""; }
+  // Why the ranks cannot read each other's memory, and what to do instead; empty if they can. The same on all ranks.
+  virtual std::string peer_obstacle() const;
+  // Windows with halves of at least this size; collective, and blocks. `shared`: perhaps those of an earlier call, for
+  // kernels that all run on one stream. Null, on all ranks, if it turns out to be impossible.
+  std::shared_ptr<PeerWindows> peer_windows(int64_t half_bytes, bool shared);
+  // Enqueues `work`, a kernel over these windows, from which other ranks read `bytes`. It has the deadline of an
+  // exchange, and its failure is the group's. `what` must stay valid until the stream has passed it.
+  virtual void run_over_peers(const Stream& stream, PeerWindows& windows, uint64_t bytes,
+                              const std::string& what, const std::function<void(const Stream&)>& work);
   // Blocks the caller until every rank has called it.
   virtual void barrier() = 0;
   virtual void abort(const std::string& reason) = 0;
@@ -103,7 +114,10 @@ class Transport {
   uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }
 
  protected:
+  virtual std::shared_ptr<PeerWindows> make_peer_windows(int64_t half_bytes);
+
   std::atomic<uint64_t> bytes_sent_{0};
+  std::shared_ptr<PeerWindows> shared_windows_;
 };
 
 // What waited_s() tells. Written by one thread, read by any.

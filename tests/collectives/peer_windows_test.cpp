@@ -1,0 +1,282 @@
+// Allreduces over peer memory between threads: programs whose carrier is a kernel, and what happens when a rank does
+// not come. The kernel itself runs in tests/simt/fused_test.cpp.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "collectives/codec/codec.h"
+#include "collectives/program/program.h"
+#include "runtime/error.h"
+#include "tests/collectives/group.h"
+#include "tests/devices.h"
+#include "tests/expect.h"
+#include "tests/kernels/two_shot.h"
+
+namespace gradwire::testing {
+namespace {
+
+Schedule carried(int world, Carrier carrier) {
+  Schedule s = two_shot(world);
+  s.carrier = carrier;
+  return s;
+}
+
+struct Steps {
+  std::vector<std::vector<float>> result, residual;  // [rank], after the last step
+  std::vector<uint64_t> bytes_sent;
+  bool kernels = true;
+};
+
+// Several allreduces, each of the result of the one before, with error feedback. Ranks take unequal time for each.
+Steps run_steps(Device device, const Schedule& schedule, int64_t count, Program::Options options, int steps) {
+  const int world = schedule.world;
+  Steps out{.result = std::vector<std::vector<float>>(world),
+            .residual = std::vector<std::vector<float>>(world),
+            .bytes_sent = std::vector<uint64_t>(world)};
+  run_ranks(world, device, [&](Communicator& comm) {
+    const int r = comm.rank();
+    const Stream stream = Stream::create(device, "test");
+    Buffer data = make_buffer<float>(device, count), residual = make_buffer<float>(device, count);
+    const std::vector<float> mine = normal(count, 40 + r), kept = normal(count, 140 + r, 0.01f);
+    to_device(stream, data.as<float>(), std::span<const float>(mine));
+    to_device(stream, residual.as<float>(), std::span<const float>(kept));
+    Program::Options with_seed = options;
+    with_seed.rounding.seed = 1000 + r;
+    with_seed.transfers = r % 2 == 0 ? comm.transfers() : Stream();
+    Program program(comm.transport(), schedule, {data.data(), data.data(), residual.as<float>(), count},
+                    with_seed);
+    if (program.carrier() != schedule.carrier) out.kernels = false;
+    Buffer workspace(device, program.workspace_bytes());
+    program.bind(workspace.data());
+    for (int k = 0; k < steps; ++k) {
+      if ((r + k) % world == 0) std::this_thread::sleep_for(1ms);
+      program.run(stream);
+    }
+    out.result[r] = to_host(stream, data.as<const float>(), count);
+    out.residual[r] = to_host(stream, residual.as<const float>(), count);
+    comm.check();
+    out.bytes_sent[r] = comm.bytes_sent();
+    EXPECT_EQ(comm.bytes_sent(), static_cast<uint64_t>(steps * program.info().bytes_sent));
+  });
+  return out;
+}
+
+class PeerWindowsTest : public ::testing::TestWithParam<Device> {};
+GW_INSTANTIATE_ON_DEVICES(PeerWindowsTest);
+
+TEST_P(PeerWindowsTest, KernelsGiveTheBitsOfMessagesForEveryWire) {
+  for (Wire wire : example_wire_formats()) {
+    for (int world = 2; world <= 8; ++world) {
+      if (world != 3 && world != 8 && *wire->options != 0) continue;
+      const bool random = wire->stochastic && world % 2 == 1;
+      const Program::Options options{
+          .what = "test",
+          .wire = wire,
+          .scale = 1.0f / static_cast<float>(world),
+          .rounding = {.mode = random ? Rounding::stochastic : Rounding::nearest, .first_element = 16}};
+      const int64_t count = 3 * wire->granularity * (world - 1) + 11;  // uneven chunks
+      const Steps messages = run_steps(GetParam(), two_shot(world), count, options, 3);
+      for (Carrier carrier : {Carrier::two_shot_kernel, Carrier::one_shot_kernel}) {
+        SCOPED_TRACE(fmt::format("{} {} ranks {}", wire->spec(), world,
+                                 carrier == Carrier::one_shot_kernel ? "one shot" : "two"));
+        const Steps kernels = run_steps(GetParam(), carried(world, carrier), count, options, 3);
+        ASSERT_TRUE(kernels.kernels);
+        for (int r = 0; r < world; ++r) {
+          ASSERT_TRUE(same_bits(kernels.result[r], messages.result[r])) << "rank " << r;
+          ASSERT_TRUE(same_bits(kernels.residual[r], messages.residual[r])) << "rank " << r;
+        }
+        if (carrier == Carrier::two_shot_kernel) {
+          EXPECT_EQ(kernels.bytes_sent, messages.bytes_sent);
+        }
+      }
+    }
+  }
+}
+
+// The measure of tests/simt/fused_test.cpp is what threads with messages do.
+TEST_P(PeerWindowsTest, MessagesGiveTheReferencesBits) {
+  for (Wire wire : wire_formats()) {
+    for (int world : {2, 5}) {
+      const int64_t count = 4 * wire->granularity + 40;
+      TwoShot t;
+      t.wire = wire;
+      t.scale = 0.5f;
+      for (int r = 0; r < world; ++r) {
+        t.inputs.push_back(normal(count, 40 + r));
+        t.residuals.push_back(normal(count, 140 + r, 0.01f));
+        t.seeds.push_back(1000 + r);
+      }
+      for (int c = 0; c < world; ++c)
+        t.begin.push_back(chunk_range(count, world, c, wire->granularity).begin);
+      t.begin.push_back(count);
+      const TwoShotResult expected = two_shot_reference(t);
+      const Steps messages =
+          run_steps(GetParam(), two_shot(world), count, {.what = "test", .wire = wire, .scale = 0.5f}, 1);
+      for (int r = 0; r < world; ++r) {
+        EXPECT_TRUE(same_bits(messages.result[r], expected.result)) << wire->name << " rank " << r;
+        EXPECT_TRUE(same_bits(messages.residual[r], expected.residuals[r])) << wire->name << " rank " << r;
+      }
+    }
+  }
+}
+
+TEST_P(PeerWindowsTest, Bf16BuffersAreWidened) {
+  const int64_t count = 999;
+  for (Carrier carrier : {Carrier::messages, Carrier::two_shot_kernel, Carrier::one_shot_kernel}) {
+    run_ranks(3, GetParam(), [&](Communicator& comm) {
+      const Stream stream = Stream::create(comm.device(), "test");
+      Buffer data = make_buffer<uint16_t>(comm.device(), count);
+      const std::vector<uint16_t> ones(count, 0x3f80);
+      to_device(stream, data.as<uint16_t>(), std::span<const uint16_t>(ones));
+      Program program(comm.transport(), carried(3, carrier),
+                      {.in = data.data(), .out = data.data(), .count = count, .dtype = DType::bf16},
+                      {.what = "test"});
+      Buffer workspace(comm.device(), program.workspace_bytes());
+      program.bind(workspace.data());
+      program.run(stream);
+      EXPECT_EQ(to_host(stream, data.as<const uint16_t>(), count), std::vector<uint16_t>(count, 0x4040));
+    });
+  }
+}
+
+// Programs with windows of different sizes and layouts, in turns.
+TEST_P(PeerWindowsTest, ProgramsShareWindows) {
+  const int world = 3;
+  run_ranks(world, GetParam(), [&](Communicator& comm) {
+    const Stream stream = Stream::create(comm.device(), "test");
+    std::vector<std::unique_ptr<Program>> programs;
+    std::vector<Buffer> data;
+    const std::vector<int64_t> counts = {5000, 700, 5000, 12000, 1};
+    for (size_t i = 0; i < counts.size(); ++i) {
+      data.push_back(make_buffer<float>(comm.device(), counts[i]));
+      programs.push_back(std::make_unique<Program>(
+          comm.transport(), carried(world, i % 2 == 0 ? Carrier::one_shot_kernel : Carrier::two_shot_kernel),
+          ProgramBuffers{data[i].data(), data[i].data(), nullptr, counts[i]},
+          Program::Options{
+              .what = fmt::format("{}", i), .transfers = comm.transfers(), .beside_others = true}));
+      programs.back()->bind(nullptr);
+    }
+    for (int step = 1; step <= 4; ++step) {
+      for (size_t i = 0; i < counts.size(); ++i) {
+        const std::vector<float> mine(static_cast<size_t>(counts[i]),
+                                      static_cast<float>(step * (comm.rank() + 1)));
+        to_device(stream, data[i].as<float>(), std::span<const float>(mine));
+        programs[i]->run(stream);
+      }
+      for (size_t i = 0; i < counts.size(); ++i) {
+        EXPECT_EQ(to_host(stream, data[i].as<const float>(), counts[i]),
+                  std::vector<float>(static_cast<size_t>(counts[i]), static_cast<float>(step * 6)));
+      }
+    }
+  });
+}
+
+TEST(PeerWindows, ARankThatDoesNotComeIsNamedToAll) {
+  const int world = 3;
+  std::vector<std::string> errors(world);
+  run_ranks(world, Device::host(), 200ms, [&](Communicator& comm) {
+    const Stream stream = Stream::create(comm.device(), "test");
+    std::vector<float> data(1000, 1.0f);
+    Program program(comm.transport(), carried(world, Carrier::two_shot_kernel),
+                    {data.data(), data.data(), nullptr, 1000}, {.what = "gradients"});
+    program.bind(nullptr);
+    if (comm.rank() == 1) return;
+    try {
+      program.run(stream);
+      stream.synchronize();
+    } catch (const CommError& error) {
+      errors[comm.rank()] = error.what();
+    }
+    EXPECT_THROW(comm.check(), CommError);
+  });
+  for (int r : {0, 2}) {
+    for (const char* part : {"allreduce of gradients", "waited 200 ms for rank 1 at its barrier 1"})
+      EXPECT_NE(errors[r].find(part), std::string::npos) << errors[r];
+  }
+}
+
+TEST(PeerWindows, AnAbortEndsTheWait) {
+  run_ranks(2, Device::host(), 60s, [&](Communicator& comm) {
+    const Stream stream = Stream::create(comm.device(), "test");
+    std::vector<float> data(1000, 1.0f);
+    Program program(comm.transport(), carried(2, Carrier::one_shot_kernel),
+                    {data.data(), data.data(), nullptr, 1000}, {.what = "gradients"});
+    program.bind(nullptr);
+    if (comm.rank() == 1) {
+      comm.abort("the disk is full");
+      return;
+    }
+    try {
+      program.run(stream);
+      stream.synchronize();
+      ADD_FAILURE() << "it ended";
+    } catch (const CommError& error) {
+      EXPECT_NE(std::string(error.what()).find("the disk is full"), std::string::npos) << error.what();
+    }
+  });
+}
+
+TEST(PeerWindows, RanksThatDisagreeAreTold) {
+  EXPECT_THROW(run_ranks(2, Device::host(), 20s,
+                         [&](Communicator& comm) {
+                           const Stream stream = Stream::create(comm.device(), "test");
+                           std::vector<float> data(1000, 1.0f);
+                           Program program(comm.transport(), carried(2, Carrier::two_shot_kernel),
+                                           {data.data(), data.data(), nullptr, 1000},
+                                           {.what = comm.rank() == 0 ? "this" : "that"});
+                           program.bind(nullptr);
+                           program.run(stream);
+                           stream.synchronize();
+                         }),
+               CommError);
+}
+
+TEST(PeerWindows, OnlyATwoShotAllreduceOfAllRanksIsOneKernel) {
+  run_ranks(2, Device::host(), [&](Communicator& comm) {
+    float data[8] = {};
+    Schedule schedule = ring(2);
+    schedule.carrier = Carrier::two_shot_kernel;
+    EXPECT_THROW(Program(comm.transport(), schedule, {data, data, nullptr, 8}, {.what = "test"}), BadInput);
+  });
+}
+
+// --- spec and planner ---
+
+TEST(TransportLsa, IsASpecsOption) {
+  EXPECT_TRUE(CompressionSpec::parse("bf16:transport=lsa").lsa);
+  EXPECT_FALSE(CompressionSpec::parse("bf16:transport=messages").lsa);
+  EXPECT_EQ(CompressionSpec::parse("powersgd:rank=2,transport=lsa").to_string(),
+            "powersgd:rank=2,transport=lsa");
+  EXPECT_EQ(CompressionSpec::parse("bf16:transport=messages").to_string(), "bf16");
+  for (const char* schedule : {"ring", "tree", "hierarchical"}) {
+    EXPECT_THROW(CompressionSpec::parse(fmt::format("bf16:transport=lsa,schedule={}", schedule)), BadInput);
+  }
+}
+
+SchedulePlanner::Choice choose(int world, int64_t count, Wire wire, const std::string& obstacle = "") {
+  ScheduleRequest request = schedule_request(CompressionSpec::parse("bf16:transport=lsa"));
+  request.lsa_obstacle = obstacle;
+  LinkCosts costs;
+  costs.peer_memory = {.latency_us = 4, .bytes_per_us = 300e3};
+  return SchedulePlanner(request, world, 0, costs, kSliceBytes).choose(count, wire);
+}
+
+TEST(TransportLsa, SmallBuffersAreReducedInOneShotAndLargeOnesInTwo) {
+  for (Wire wire : {kFp32, kBf16}) {
+    EXPECT_EQ(choose(8, 1000, wire).schedule.carrier, Carrier::one_shot_kernel);
+    EXPECT_EQ(choose(8, 10'000'000, wire).schedule.carrier, Carrier::two_shot_kernel);
+  }
+  EXPECT_LT(choose(8, 1000, kBf16).predicted_us, choose(8, 10'000'000, kBf16).predicted_us);
+  EXPECT_EQ(choose(8, 1000, kBf16).schedule.rounds, two_shot(8).rounds);
+}
+
+TEST(TransportLsa, WithoutPeerMemoryMessagesAreSentAndTheReasonIsTold) {
+  const auto choice = choose(8, 1000, kBf16, "GPUs of several machines");
+  EXPECT_EQ(choice.schedule.carrier, Carrier::messages);
+  EXPECT_NE(choice.reason.find("not in one kernel: GPUs of several machines"), std::string::npos)
+      << choice.reason;
+}
+
+}  // namespace
+}  // namespace gradwire::testing
