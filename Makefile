@@ -14,6 +14,7 @@
 #   make experiments  training steps over slow links with each compression and with PyTorch's
 #                 (docs/experiments.md), Debian's and, where it is installed, 2.15; needs root
 #   make gpu-check   GPU tests, compute-sanitizer and benches on a machine with a GPU; into docs/results/
+#   make machine-code   read the kernels' machine code, hold it to tests/kernel_budgets.tsv, write docs/gpu.md's table
 #   make bundle   pack the build for a GPU machine that cannot build it: build/gradwire-bundle.tar.gz
 #   make wheel    a wheel of the Python package, with the host's library in it; in dist/
 #   make deb      a Debian package of libgradwire.so, its header, and its CMake and pkg-config files; in dist/
@@ -26,7 +27,7 @@ BENCH_CHECK_FLAGS ?=
 FUZZ_FLAGS ?=
 
 .PHONY: build build-tests demo test test-quick test-frameworks faults fuzz bench bench-check host-check experiments \
-  gpu-check bundle wheel deb setup format clean
+  gpu-check machine-code bundle wheel deb setup format clean
 
 build: setup
 	@scripts/configure.sh release
@@ -52,6 +53,9 @@ faults: setup
 	@scripts/configure.sh release
 	@cmake --build --preset release --target processes_tests
 	@GRADWIRE_KILLS=200 build/bin/processes_tests --gtest_filter='*FaultMatrix*:TcpFaults.*' --gtest_brief=1
+
+machine-code: setup
+	@PYTHON=$(PYTHON) scripts/machine_code.sh
 
 fuzz: setup
 	@scripts/fuzz.sh $(FUZZ_FLAGS)

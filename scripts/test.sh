@@ -49,7 +49,7 @@ run_tests() {
 # process per rank, ASan omits the cells of the fault matrix that wait or resemble others, and
 # ThreadSanitizer, which is slower, omits all faults. It also omits what runs on one thread, and of the wire formats,
 # which differ in arithmetic only, all but one of each kind.
-elsewhere="simt|^kernel_table|oracle|^layers$|^environment$|^paths$|^ptx$|^bench|^kill$|NOT_BUILT"
+elsewhere="simt|^kernel_table|oracle|^layers$|^environment$|^paths$|^ptx$|^machine_code|^bench|^kill$|NOT_BUILT"
 layers=(runtime_tests kernels_tests collectives_tests trainer_tests)
 run_tests release --
 if [ "${1:-}" != quick ]; then

@@ -1,0 +1,166 @@
+"""Reads the machine code (SASS) of CUDA kernels as cuobjdump prints it, and measures their hot loops.
+
+The figures are counted, not run: every instruction between a loop's first and last counts once, whichever way
+the branches inside go, and the turns of inner loops are not multiplied.
+"""
+import dataclasses
+import re
+
+FUNCTION = re.compile(r"^\s*Function : (\S+)")
+ARCHITECTURE = re.compile(r"^\s*(?:code for|\.target)\s+(sm_\w+)")
+INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);")
+REGISTER = re.compile(r"\bR(\d+)(\.64)?")
+ADDRESS = re.compile(r"\[(R\d+)(?:\.\w+)*(?:\+(-?0x[0-9a-f]+))?\]")
+TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
+
+
+@dataclasses.dataclass
+class Instruction:
+    at: int
+    predicate: str | None
+    operation: str  # with its suffixes: LDG.E.128.CONSTANT
+    operands: str
+
+    @property
+    def name(self) -> str:
+        return self.operation.split(".")[0]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that one thread moves."""
+        parts = self.operation.split(".")
+        for suffix, size in (("128", 16), ("64", 8), ("U16", 2), ("S16", 2), ("U8", 1), ("S8", 1)):
+            if suffix in parts[1:]:
+                return size
+        return 4
+
+    @property
+    def wide(self) -> bool:
+        return self.bytes == 16
+
+    def registers(self, operands: str) -> list[int]:
+        return [int(m.group(1)) + i for m in REGISTER.finditer(operands) for i in range(2 if m.group(2) else 1)]
+
+    def written(self) -> list[int]:
+        """Registers that a load fills."""
+        first = self.registers(self.operands.split(",")[0])
+        return [first[0] + i for i in range((self.bytes + 3) // 4)] if first else []
+
+    def read(self) -> list[int]:
+        destination, _, sources = self.operands.partition(",")
+        if self.name.startswith("ST"):
+            value = self.registers(self.operands.rpartition(",")[2])
+            wide = [value[0] + i for i in range((self.bytes + 3) // 4)] if value else []
+            return self.registers(destination) + wide
+        return self.registers(sources)
+
+
+@dataclasses.dataclass
+class Function:
+    name: str  # mangled
+    architecture: str
+    code: list[Instruction] = dataclasses.field(default_factory=list)
+
+
+def functions(text: str) -> list[Function]:
+    """Every function in the output of `cuobjdump -sass`."""
+    found: list[Function] = []
+    architecture = ""
+    for line in text.splitlines():
+        if match := ARCHITECTURE.match(line):
+            architecture = match.group(1)
+        elif match := FUNCTION.match(line):
+            found.append(Function(match.group(1), architecture))
+        elif found and (match := INSTRUCTION.match(line)):
+            found[-1].code.append(Instruction(int(match.group(1), 16), match.group(2), match.group(3), match.group(4)))
+    return found
+
+
+def moved(code: list[Instruction], names: tuple[str, ...] = ("LDG", "STG"), only_wide: bool = False) -> int:
+    return sum(i.bytes for i in code if i.name in names and (i.wide or not only_wide))
+
+
+def hot_loop(function: Function) -> tuple[list[Instruction], bool]:
+    """The loop that moves most bytes to and from global memory in 16-byte accesses, of equal ones the
+    shortest; without one, all of the function up to its last exit. And whether it is a loop."""
+    code = function.code
+    index = {instruction.at: i for i, instruction in enumerate(code)}
+    best: list[Instruction] = []
+    for i, instruction in enumerate(code):
+        target = TARGET.search(instruction.operands)
+        if instruction.name != "BRA" or not target or int(target.group(1), 16) >= instruction.at:
+            continue
+        body = code[index[int(target.group(1), 16)]:i + 1]
+        rank = (moved(body, only_wide=True), moved(body), -len(body))
+        if moved(body) and (not best or rank > (moved(best, only_wide=True), moved(best), -len(best))):
+            best = body
+    if best:
+        # A loop that only fills shared memory or adds up a few sums is not where a straight kernel spends its time.
+        if 2 * moved(best, only_wide=True) >= moved(code, only_wide=True):
+            return best, True
+    exits = [i for i, instruction in enumerate(code) if instruction.name == "EXIT"]
+    return code[:exits[-1] + 1 if exits else len(code)], False
+
+
+def bytes_in_flight(body: list[Instruction], is_loop: bool) -> int:
+    """Most bytes of global loads that a thread has on their way at once: a load ends, and with it those before
+    it, at the first instruction that reads what it loaded, since a thread issues in order. A loop is gone
+    through twice, so that what it fetches for its next turn counts."""
+    waiting: list[tuple[set[int], int]] = []
+    most = 0
+    for instruction in body * (2 if is_loop else 1):
+        read = set(instruction.read())
+        for position in range(len(waiting) - 1, -1, -1):
+            if waiting[position][0] & read:
+                waiting = waiting[position + 1:]
+                break
+        if instruction.name == "LDG":
+            waiting.append((set(instruction.written()), instruction.bytes))
+            most = max(most, sum(size for _, size in waiting))
+    return most
+
+
+def half_sector_stores(body: list[Instruction]) -> int:
+    """Pairs of 16-byte stores of one thread to adjacent places: a warp's store then leaves every other 16 bytes
+    out, half of each 32-byte sector."""
+    places = set()
+    pairs = 0
+    for instruction in body:
+        if instruction.name != "STG" or not instruction.wide:
+            continue
+        match = ADDRESS.search(instruction.operands)
+        if not match:
+            continue
+        base, offset = match.group(1), int(match.group(2) or "0", 16)
+        pairs += ((base, offset - 16) in places) + ((base, offset + 16) in places)
+        places.add((base, offset))
+    return pairs
+
+
+@dataclasses.dataclass
+class HotLoop:
+    loads: int            # bytes per thread and turn
+    stores: int
+    instructions: int
+    in_flight: int        # bytes per thread
+    wide_loads: int       # accesses of 16 bytes
+    wide_stores: int
+    half_sector: int      # pairs of stores
+    calls: int
+    is_loop: bool
+
+
+@dataclasses.dataclass
+class Measured:
+    hot: HotLoop
+    local: int  # accesses to local memory
+
+
+def measure(function: Function) -> Measured:
+    body, is_loop = hot_loop(function)
+    real = [i for i in body if i.name != "NOP"]
+    hot = HotLoop(loads=moved(body, ("LDG",)), stores=moved(body, ("STG",)), instructions=len(real),
+                  in_flight=bytes_in_flight(body, is_loop), wide_loads=sum(i.wide for i in body if i.name == "LDG"),
+                  wide_stores=sum(i.wide for i in body if i.name == "STG"), half_sector=half_sector_stores(body),
+                  calls=sum(i.name == "CALL" for i in body), is_loop=is_loop)
+    return Measured(hot, local=sum(i.name in ("LDL", "STL") for i in function.code))
