@@ -137,9 +137,10 @@ GW_API gw_status gw_comm_from_nccl(void* nccl_comm, int device, int64_t timeout_
  * color   0 or more; negative: this rank joins none, and *part is null.
  * part    out; independent of `comm`, which may be destroyed first: neither hears of the other's failures. Its ranks
  *         meet through `comm`, so it needs neither a rendezvous nor a secret of its own. The number of ranks per node
- *         is unknown.
+ *         is unknown. Between GPUs NCCL splits the group, and errors of the part name fewer ranks; calls that differ
+ *         between its ranks are not compared.
  *
- * GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED, GW_UNSUPPORTED between GPUs (NCCL). */
+ * GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED. */
 GW_API gw_status gw_comm_split(gw_comm comm, int color, int key, gw_comm* part);
 
 typedef struct gw_comm_info {

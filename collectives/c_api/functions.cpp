@@ -126,9 +126,6 @@ gw_status gw_comm_split(gw_comm comm, int color, int key, gw_comm* part) {
     require(part != nullptr, "part is null");
     LockedComm locked(comm);
     Communicator& group = *locked->communicator;
-    if (group.transport().name() == std::string_view("nccl")) {
-      throw Unsupported("communicators between GPUs cannot be split yet; create one for each group of ranks");
-    }
     std::unique_ptr<Communicator> made = group.split(color, key);
     *part = made == nullptr ? nullptr
                             : static_cast<gw_comm>(comms().add(std::make_shared<ApiComm>(std::move(made))));

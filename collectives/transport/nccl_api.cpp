@@ -53,6 +53,7 @@ NcclApi load() {
   find(handle, api.group_end, "ncclGroupEnd");
   find(handle, api.send, "ncclSend");
   find(handle, api.receive, "ncclRecv");
+  find(handle, api.split, "ncclCommSplit");
   find(handle, api.all_reduce, "ncclAllReduce", false);
   find(handle, api.last_error, "ncclGetLastError", false);
   find(handle, api.shrink, "ncclCommShrink", false);

@@ -27,6 +27,7 @@ struct NcclApi {
   decltype(&ncclGroupEnd) group_end = nullptr;
   decltype(&ncclSend) send = nullptr;
   decltype(&ncclRecv) receive = nullptr;
+  decltype(&ncclCommSplit) split = nullptr;
   // Optional: null in versions that lack them.
   decltype(&ncclAllReduce) all_reduce = nullptr;
   decltype(&ncclGetLastError) last_error = nullptr;

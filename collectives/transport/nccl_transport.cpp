@@ -389,6 +389,33 @@ std::unique_ptr<Transport> NcclTransport::shrink(const std::vector<int>& exclude
     throw_if_failed("shrinking");
   } catch (const CommError&) {
   }
+  {
+    std::lock_guard lock(nccl_mutex_);
+    if (comm_ == nullptr) {
+      throw BadInput(
+          "shrink: the communicator was aborted; create it with NcclOptions::shrinkable so that a failure "
+          "leaves it usable for this");
+    }
+  }
+  return derive(fmt::format("shrinking to {} ranks", world_ - static_cast<int>(out.size())),
+                [&](ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config) {
+                  return api_.shrink(parent, out.data(), static_cast<int>(out.size()), child, config, 0);
+                });
+}
+
+std::unique_ptr<Transport> NcclTransport::split(const std::vector<int>& members) {
+  throw_if_failed("splitting the group");
+  const auto me = std::find(members.begin(), members.end(), rank_);
+  const int color = members.empty() ? NCCL_SPLIT_NOCOLOR : members.front();
+  return derive(fmt::format("making a group of {} of {} ranks", members.size(), world_),
+                [&](ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config) {
+                  return api_.split(parent, color, static_cast<int>(me - members.begin()), child, config);
+                });
+}
+
+std::unique_ptr<Transport> NcclTransport::derive(
+    const std::string& doing,
+    const std::function<ncclResult_t(ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config)>& make) {
   const auto deadline = SteadyClock::now() + std::max(setup_.timeout, milliseconds(1000));
   const auto never = [] { return false; };
   ncclComm_t parent = nullptr, child = nullptr;
@@ -397,7 +424,7 @@ std::unique_ptr<Transport> NcclTransport::shrink(const std::vector<int>& exclude
     if (result == ncclSuccess) return;
     if (child != nullptr) api_.abort(child);
     throw CommError(
-        fmt::format("rank {}: shrinking to {} ranks: {}", rank_, world_ - static_cast<int>(out.size()),
+        fmt::format("rank {}: {}: {}", rank_, doing,
                     result == ncclInProgress ? "no progress until the deadline" : api_.text(result, comm)));
   };
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -407,17 +434,15 @@ std::unique_ptr<Transport> NcclTransport::shrink(const std::vector<int>& exclude
     std::lock_guard lock(nccl_mutex_);
     parent = comm_;
   }
-  if (parent == nullptr) {
-    throw BadInput(
-        "shrink: the communicator was aborted; create it with NcclOptions::shrinkable so that a failure "
-        "leaves it usable for this");
-  }
+  if (parent == nullptr)
+    throw CommError(fmt::format("rank {}: {}: the communicator was aborted", rank_, doing));
   if (revoked_) busy(parent, ncclInProgress);  // until the revocation is complete
   {
     std::lock_guard lock(nccl_mutex_);
-    result = api_.shrink(parent, out.data(), static_cast<int>(out.size()), &child, &config, 0);
+    result = make(parent, &child, &config);
   }
   busy(parent, result);
+  if (child == nullptr) return nullptr;
   if (result == ncclInProgress) busy(child, ncclInProgress);
   return std::make_unique<NcclTransport>(NcclSetup{.api = setup_.api,
                                                    .gpu = setup_.gpu,

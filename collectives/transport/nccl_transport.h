@@ -66,6 +66,8 @@ class NcclTransport final : public Transport {
   void send_message(const std::string& message) override;
   std::string take_message(int from) override;
   std::unique_ptr<Transport> shrink(const std::vector<int>& excluded) override;
+  // Without a store, as after a shrink: errors name fewer ranks, and calls are not compared.
+  std::unique_ptr<Transport> split(const std::vector<int>& members) override;
 
  private:
   std::string doing(const std::string& what) const;
@@ -76,6 +78,10 @@ class NcclTransport final : public Transport {
   // Waits until `comm` is no longer busy. `result` is what a call on it returned.
   ncclResult_t settle(ncclComm_t comm, ncclResult_t result, SteadyClock::time_point deadline,
                       const std::function<bool()>& stop);
+  // The communicator that `make` makes of this one, null if it makes none for this rank. `doing` is for error texts.
+  std::unique_ptr<Transport> derive(
+      const std::string& doing,
+      const std::function<ncclResult_t(ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config)>& make);
   std::unique_ptr<ExchangeMark> mark_for(const Stream& stream);
 
   void watch();

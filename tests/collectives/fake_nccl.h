@@ -109,10 +109,18 @@ inline void run_fake(const std::vector<FakeOperation>& operations) {
   }
 }
 
-// The new communicators that shrink() made for the survivors, by the parent's wire.
+// The new communicators that shrink() made for the survivors, by the parent's wire; and those of split(), by it and
+// the color, whose ranks it has to wait for to know how many there are.
 struct FakeShrinks {
+  struct Split {
+    std::map<int, std::vector<std::pair<int, int>>> colors;  // (key, rank) of each
+    int called = 0;
+    std::condition_variable everyone;
+    std::map<int, std::unique_ptr<FakeWorld>> worlds;
+  };
   std::mutex mutex;
   std::map<FakeWire*, std::unique_ptr<FakeWorld>> worlds;
+  std::map<FakeWire*, Split> splits;
 };
 inline FakeShrinks& fake_shrinks() {
   static FakeShrinks shrinks;
@@ -184,6 +192,26 @@ inline const NcclApi& fake_nccl() {
       *child = (*world)[mine].handle();
       parent.busy = 1;
       (*world)[mine].busy = 2;
+      return ncclInProgress;
+    };
+    a.split = [](ncclComm_t c, int color, int key, ncclComm_t* child, ncclConfig_t* config) {
+      EXPECT_EQ(config->blocking, 0);
+      FakeComm& parent = fake(c);
+      std::unique_lock lock(fake_shrinks().mutex);
+      FakeShrinks::Split& split = fake_shrinks().splits[parent.wire.get()];
+      if (color != NCCL_SPLIT_NOCOLOR) split.colors[color].emplace_back(key, parent.rank);
+      if (++split.called == parent.world) split.everyone.notify_all();
+      split.everyone.wait(lock, [&] { return split.called == parent.world; });
+      parent.busy = 1;
+      if (color == NCCL_SPLIT_NOCOLOR) return *child = nullptr, ncclInProgress;
+      auto& members = split.colors[color];
+      std::sort(members.begin(), members.end());
+      auto& world = split.worlds[color];
+      if (!world) world = std::make_unique<FakeWorld>(static_cast<int>(members.size()));
+      const auto me = std::find(members.begin(), members.end(), std::pair(key, parent.rank));
+      FakeComm& made = (*world)[static_cast<int>(me - members.begin())];
+      made.busy = 2;
+      *child = made.handle();
       return ncclInProgress;
     };
     return a;

@@ -397,6 +397,38 @@ TEST(Nccl, SurvivorsShrinkAndContinue) {
   EXPECT_EQ(world[0].destroyed, 1);
 }
 
+TEST(Nccl, PartsOfAGroupAreGroupsThatOutliveIt) {
+  FakeWorld world(5);
+  auto errors = run(
+      5, [&](int r) { return setup(world[r], 1000ms); },
+      [&](NcclRank& rank) {
+        // Odd ranks backwards, even ranks but the last, which joins none.
+        const int r = rank.transport->rank();
+        const std::vector<int> members = r == 4       ? std::vector<int>{}
+                                         : r % 2 == 1 ? std::vector{3, 1}
+                                                      : std::vector{0, 2};
+        std::unique_ptr<Transport> part = rank.transport->split(members);
+        all_to_all(rank, 1);  // the whole goes on beside its parts
+        EXPECT_EQ(part == nullptr, r == 4);
+        if (part == nullptr) return;
+        NcclRank mine;
+        mine.transport.reset(dynamic_cast<NcclTransport*>(part.release()));
+        EXPECT_EQ(mine.transport->world(), 2);
+        EXPECT_EQ(mine.transport->rank(), members[0] == r ? 0 : 1);
+        rank.transport.reset();
+        all_to_all(mine, 2);
+        mine.transport->barrier();
+      });
+  for (auto& e : errors) EXPECT_EQ(e, "");
+}
+
+TEST(Nccl, AFailedGroupIsNotSplit) {
+  FakeWorld world(2);
+  NcclTransport transport(setup(world[0]));
+  transport.abort("the disk is full");
+  expect_error<CommError>([&] { transport.split({0, 1}); }, {"the disk is full"});
+}
+
 TEST(Nccl, AnAbortedCommunicatorCannotShrinkAndNamesTheRemedy) {
   FakeWorld world(2);
   NcclTransport transport(setup(world[0]));

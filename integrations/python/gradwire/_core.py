@@ -133,8 +133,7 @@ class Communicator(_Handle):
 
         color: 0 or more; negative: this rank joins none, and the result is None.
 
-        The two are independent: each is closed by itself, and neither hears of the other's failures. Raises
-        Unsupported between GPUs.
+        The two are independent: each is closed by itself, and neither hears of the other's failures.
         """
         handle = ctypes.c_void_p()
         _native.call("gw_comm_split", self._handle, color, key, ctypes.byref(handle))
