@@ -1,16 +1,38 @@
 #!/usr/bin/env bash
-# All checks that need a GPU, in 10 to 15 minutes; results go to docs/results/.
+# All checks that need a GPU, in parts of at most 8 minutes each, the most informative first.
 #
-#   make gpu-check                          builds, then runs this
-#   scripts/gpu_check.sh [OUTPUT FOLDER]    runs an existing build or a bundle (scripts/bundle.sh)
-#   GPU_CHECK_ONLY=REGEX scripts/gpu_check.sh    only the steps whose name matches, such as 'bench-training'
+#   make gpu-check                                  builds, then runs every part
+#   scripts/gpu_check.sh [FOLDER [PART...]]         runs parts on an existing build or a bundle (scripts/bundle.sh)
+#   scripts/gpu_check.sh --list                     the parts, their steps, and each step's deadline in seconds
+#   GPU_CHECK_ONLY=REGEX scripts/gpu_check.sh       only the steps whose name matches, such as 'bench-training'
+#   GPU_CHECK_PYTHON=PATH scripts/gpu_check.sh      the Python with torch; default: the first python3 that has it
 #
-# Runs every GPU test; compute-sanitizer's memcheck, racecheck and initcheck on the kernels' tests; the
-# benches, with PyTorch as the baseline; and lists registers and shared memory per kernel. Each step has a
-# deadline. A step that fails or lacks a tool appears in the table at the end and in the exit status: nothing
-# is skipped silently.
+# Results go to FOLDER, by default one of docs/results named after the date and the GPU, as they come: README.md (rewritten after each step),
+# steps.tsv, log.txt and the benches' JSON, 8 files in all. At the end, also of a run that was interrupted, they are
+# packed into gpu-check.tar.gz, beside which README.md and steps.tsv stay.
+#
+# Each step has a deadline. A step that fails or lacks a tool appears in the table and in the exit status: nothing is
+# skipped silently.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
+
+parts=(kernels peers training sanitizer)
+list=
+case ${1:-} in
+  --list) list=1 ;;
+  -*)
+    echo "usage: gpu_check.sh [FOLDER [PART...]] | --list; the parts are ${parts[*]}" >&2
+    exit 2
+    ;;
+esac
+folder=${1:-}
+wanted=("${@:2}")
+[ ${#wanted[@]} -gt 0 ] || wanted=("${parts[@]}")
+for part in "${wanted[@]}"; do
+  [[ " ${parts[*]} " == *" $part "* ]] && continue
+  echo "gpu-check: no part '$part'; the parts are ${parts[*]}" >&2
+  exit 2
+done
 
 if [ ! -x build/bin/gradwire ] && [ -f build/gradwire-bundle.tar.gz ] && [ ! -d build/bundle ]; then
   tar -C build -xzf build/gradwire-bundle.tar.gz
@@ -18,99 +40,139 @@ fi
 root=build
 [ -x build/bin/gradwire ] || root=build/bundle
 bin=$root/bin
-if [ ! -x "$bin/gradwire" ]; then
-  echo "gpu-check: found neither build/bin/gradwire nor build/gradwire-bundle.tar.gz;" \
-    "run make build-tests, or copy a bundle made by make bundle" >&2
-  exit 1
-fi
-python=$(command -v python3 || true)
+python=
+for candidate in "${GPU_CHECK_PYTHON:-}" "$(command -v python3)" /usr/bin/python3; do
+  [ -n "$candidate" ] && [ -z "$list" ] || continue
+  [ -n "$python" ] || python=$candidate
+  "$candidate" -c 'import torch' 2> /dev/null || continue
+  python=$candidate
+  break
+done
 
-# A bundle uses the NVIDIA libraries of Python's packages; programs look in ../lib.
-if ldd "$bin/gradwire" | grep -q 'libcublas.*not found'; then
+# Links a library into the folder in which programs look, unless the system has it: from Python's nvidia packages. Each
+# on its own: a machine may have one of them and not the other.
+provide() {
+  local name=$1 found
+  { [ -e "$root/lib/$name" ] || ldconfig -p 2> /dev/null | grep -q "$name "; } && return
+  [ -n "$python" ] || return
   mkdir -p "$root/lib"
-  for folder in $("$python" - << 'END'
-import importlib.util
-import pathlib
+  found=$("$python" -c '
+import importlib.util, pathlib, sys
 spec = importlib.util.find_spec("nvidia")
-for place in spec.submodule_search_locations if spec else []:
-    for library in pathlib.Path(place).rglob("lib*.so*"):
-        if library.name.startswith(("libcublas", "libnccl")):
-            print(library.parent)
-END
-  ); do
-    ln -sf "$folder"/libcublas*.so* "$folder"/libnccl*.so* "$root/lib/" 2> /dev/null
-  done
-fi
-if missing=$(ldd "$bin/gradwire" | grep 'not found'); then
-  echo "gpu-check: libraries are missing; install CUDA 13's cuBLAS, or Python's nvidia-cublas package:" >&2
-  echo "$missing" >&2
-  exit 1
-fi
-if ! command -v nvidia-smi > /dev/null || ! nvidia-smi -L > /dev/null 2>&1; then
-  echo "gpu-check: no GPU (nvidia-smi lists none);" \
-    "without a GPU, make test runs every CUDA kernel under the shim" >&2
-  exit 1
-fi
-
-commit=$(git rev-parse --short=12 HEAD 2> /dev/null || head -c 12 "$root/commit" 2> /dev/null || echo unknown)
-gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader -i 0 | tr ' /' '--')
-out=${1:-docs/results/$(date +%F)-$gpu}
-mkdir -p "$out"
-started=$SECONDS
-printf 'step\tstatus\tseconds\n' > "$out/steps.tsv"
-failed=0
-
-# step NAME DEADLINE COMMAND...: its output goes to NAME.log.
-step() {
-  local name=$1 deadline=$2 begin=$SECONDS status=ok rc
-  shift 2
-  [[ $name =~ ${GPU_CHECK_ONLY:-.} ]] || return 0
-  timeout --kill-after=5 "$deadline" "$@" > "$out/$name.log" 2>&1
-  rc=$?
-  [ $rc -eq 0 ] || { status="FAILED ($rc)"; failed=$((failed + 1)); }
-  [ $rc -eq 124 ] && status="FAILED (deadline of $deadline s)"
-  printf '%s\t%s\t%d\n' "$name" "$status" $((SECONDS - begin)) | tee -a "$out/steps.tsv"
-}
-absent() {
-  [[ $1 =~ ${GPU_CHECK_ONLY:-.} ]] || return 0
-  failed=$((failed + 1))
-  printf '%s\t%s\t0\n' "$1" "NOT RUN: $2" | tee -a "$out/steps.tsv"
+places = spec.submodule_search_locations if spec else []
+print(next((str(path) for place in places for path in sorted(pathlib.Path(place).rglob(sys.argv[1]))), ""))
+' "$name")
+  [ -z "$found" ] || ln -sf "$found" "$root/lib/$name"
 }
 
-{
+check_machine() {
+  if [ ! -x "$bin/gradwire" ]; then
+    echo "gpu-check: found neither build/bin/gradwire nor build/gradwire-bundle.tar.gz;" \
+      "run make build-tests, or copy a bundle made by make bundle" >&2
+    exit 1
+  fi
+  if ! command -v nvidia-smi > /dev/null || ! nvidia-smi -L > /dev/null 2>&1; then
+    echo "gpu-check: no GPU (nvidia-smi lists none);" \
+      "without a GPU, make test runs every CUDA kernel under the shim" >&2
+    exit 1
+  fi
+  local driver library missing
+  driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader -i 0)
+  if [[ ${driver%%.*} =~ ^[0-9]+$ ]] && [ "${driver%%.*}" -lt 580 ]; then
+    echo "gpu-check: driver $driver is too old for CUDA 13, which needs R580 or later; update the driver" >&2
+    exit 1
+  fi
+  for library in libcublas.so.13 libcublasLt.so.13 libnccl.so.2; do provide $library; done
+  export LD_LIBRARY_PATH=$PWD/$root/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+  if missing=$(ldd "$bin/gradwire" 2> /dev/null | grep 'not found'); then
+    echo "gpu-check: libraries are missing; install CUDA 13's cuBLAS, or Python's nvidia-cublas package:" >&2
+    echo "$missing" >&2
+    exit 1
+  fi
+}
+
+describe_machine() {
   echo "commit: $commit"
   [ -f "$root/commit" ] && echo "bundle: $(tr '\n' ' ' < "$root/commit")"
   echo "date: $(date -u +%FT%TZ)"
   nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,clocks.mem --format=csv
   nvcc --version 2> /dev/null | tail -2
   "$python" -c 'import torch; print("torch", torch.__version__, "cuda", torch.version.cuda)' 2> /dev/null ||
-    echo "torch: none"
+    echo "torch: none (${python:-no python3}); GPU_CHECK_PYTHON names another"
   uname -r
-} > "$out/machine.txt" 2>&1
-cat "$out/machine.txt"
+}
+
+write_readme() {
+  {
+    echo "# GPU check of $commit"
+    echo
+    while IFS= read -r line; do echo "    $line"; done <<< "$machine"
+    echo
+    echo "| part | step | status | seconds |"
+    echo "|---|---|---|---|"
+    tail -n +2 "$out/steps.tsv" | sed 's/\t/ | /g; s/^/| /; s/$/ |/'
+  } > "$out/README.md"
+}
+
+running=
+pack() {
+  trap - EXIT
+  [ -z "$running" ] || kill "$running" 2> /dev/null
+  write_readme
+  (
+    cd "$out" || exit
+    shopt -s nullglob
+    files=(log.txt *.json)
+    tar -czf gpu-check.tar.gz.new README.md steps.tsv "${files[@]}" && mv gpu-check.tar.gz.new gpu-check.tar.gz &&
+      rm -f "${files[@]}"
+  )
+  echo
+  cat "$out/README.md"
+  echo
+  echo "gpu-check: $((SECONDS - started)) s, $failed steps failed; results in $out/gpu-check.tar.gz"
+}
+
+report() { # STATUS SECONDS, of step $name in part $part
+  [ "$1" = ok ] || failed=$((failed + 1))
+  printf '%s\t%s\t%s\t%d\n' "$part" "$name" "$1" "$2" | tee -a "$out/steps.tsv"
+  write_readme
+}
+
+# step NAME DEADLINE COMMAND...: its output goes to log.txt. In the background, so that a signal is noticed at once.
+step() {
+  local name=$1 deadline=$2 begin=$SECONDS status=ok rc
+  shift 2
+  if [ -n "$list" ]; then
+    printf '%s\t%s\t%d\n' "$part" "$name" "$deadline"
+    return
+  fi
+  [[ $name =~ ${GPU_CHECK_ONLY:-.} ]] || return 0
+  echo "=== $part: $name: $*" >> "$out/log.txt"
+  timeout --kill-after=5 "$deadline" "$@" >> "$out/log.txt" 2>&1 &
+  running=$!
+  wait $running
+  rc=$?
+  running=
+  [ $rc -eq 0 ] || status="FAILED ($rc)"
+  [ $rc -eq 124 ] && status="FAILED (deadline of $deadline s)"
+  report "$status" $((SECONDS - begin))
+}
+# needs NAME WHY COMMAND...: whether the step can be made; if not, it counts as failed.
+needs() {
+  local name=$1 why=$2
+  shift 2
+  { [ -n "$list" ] || "$@" > /dev/null 2>&1; } && return 0
+  [[ $name =~ ${GPU_CHECK_ONLY:-.} ]] || return 1
+  report "NOT RUN: $why" 0
+  return 1
+}
 
 # Tests on a GPU have names with cuda0, cuda0_...; CI runs the others. Running no test, because the program
 # does not see the GPU, is a failure.
 run_suite() {
-  ${sanitizer:-} "$bin/$1_tests" --gtest_filter='*cuda*' --gtest_brief=1 | tee /dev/stderr |
+  ${sanitizer:-} "$bin/$1_tests" --gtest_filter="${2:-*cuda*}" --gtest_brief=1 | tee -a /dev/stderr |
     grep -qE '^\[  PASSED  \] [1-9]' && [ "${PIPESTATUS[0]}" -eq 0 ]
 }
-export -f run_suite
-export bin
-step doctor 30 "$bin/gradwire" doctor
-for suite in runtime kernels collectives trainer; do
-  step "tests-$suite" 90 bash -c "run_suite $suite"
-done
-# Several ranks on one GPU; the tests have their own time limits. Skipped tests do not count as passed.
-run_nccl() {
-  "$bin/processes_tests" --gtest_filter='NcclGpu*' --gtest_brief=1 | tee /dev/stderr |
-    grep -qE '^\[  PASSED  \] [1-9]' && [ "${PIPESTATUS[0]}" -eq 0 ]
-}
-export -f run_nccl
-step tests-nccl 240 bash -c run_nccl
-step train 60 "$bin/gradwire" train --model vit_b_32 --data synthetic --device cuda --steps 20 \
-  --batch-size 32 --compression powersgd:rank=4
-
 # Shards run in parallel, because the sanitizers are limited by the host.
 sanitize() {
   local tool=$1 shards=4 i rc=0 pids=()
@@ -122,55 +184,76 @@ sanitize() {
   for i in "${pids[@]}"; do wait "$i" || rc=1; done
   return $rc
 }
-export -f sanitize
-if command -v compute-sanitizer > /dev/null; then
+export -f run_suite sanitize
+export bin
+
+part_kernels() {
+  step doctor 20 "$bin/gradwire" doctor
+  step tests-kernels 100 bash -c "run_suite kernels"
+  step bench-kernels 150 "$bin/gradwire-bench" kernels --device cuda --cache cold --factor 16 --min-size 256K \
+    --budget-ms 20 --json "$out/kernels.json"
+  step tests-runtime 40 bash -c "run_suite runtime"
+  step tests-collectives 100 bash -c "run_suite collectives"
+  needs resources "cuobjdump is not on PATH" command -v cuobjdump &&
+    step resources 60 bash -c "cuobjdump --dump-resource-usage '$bin/gradwire-bench' 2> /dev/null | c++filt |
+      grep -E 'Function|REG' | paste - - | sed -E 's/ +/ /g' | sort -u"
+}
+
+has_torch() { "$python" -c 'import torch'; }
+
+# PyTorch's hook and torch.linalg.qr in turns with ours; several ranks on one GPU, as threads and as processes. With
+# threads the sums of every schedule and wire format are checked; the times are not representative.
+part_peers() {
+  needs bench-hook "no PyTorch for ${python:-python3}" has_torch &&
+    step bench-hook 150 "$bin/gradwire-bench" hook --model vit_l_32 --device cuda --compression bf16 \
+      --compression fp8 --compression powersgd:rank=1 --compression powersgd:rank=4 --compression powersgd:rank=32 \
+      --baseline --python "$python" --json "$out/hook.json"
+  needs bench-orthonormalize "no PyTorch for ${python:-python3}" has_torch &&
+    step bench-orthonormalize 60 "$bin/gradwire-bench" orthonormalize --model vit_l_32 --device cuda \
+      --rank 4 --rank 32 --baseline --python "$python" --json "$out/orthonormalize.json"
+  step bench-collectives 60 "$bin/gradwire-bench" collectives --transport local --device cuda --ranks 8 \
+    -b 1M -e 16M -f 16 -n 5 --json "$out/collectives.json"
+  # The tests have their own time limits. Skipped tests do not count as passed.
+  step tests-nccl 200 bash -c "run_suite processes 'NcclGpu*'"
+}
+
+# ViT-L/32 compared with PyTorch's, eager and compiled; compiling takes most of the time.
+part_training() {
+  step train 50 "$bin/gradwire" train --model vit_b_32 --data synthetic --device cuda --steps 20 \
+    --batch-size 32 --compression powersgd:rank=4
+  needs bench-training "no PyTorch for ${python:-python3}" has_torch &&
+    step bench-training 360 "$python" bench/experiments/gpu_training.py --gradwire "$bin/gradwire" \
+      --json "$out/training.json"
+  step tests-trainer 60 bash -c "run_suite trainer"
+}
+
+part_sanitizer() {
+  local tool
   for tool in memcheck racecheck initcheck; do
-    step "sanitizer-$tool" 100 bash -c "sanitize $tool"
+    needs "sanitizer-$tool" "compute-sanitizer is not on PATH" command -v compute-sanitizer &&
+      step "sanitizer-$tool" 150 bash -c "sanitize $tool"
   done
-else
-  absent sanitizer "compute-sanitizer is not on PATH"
+}
+
+out=
+if [ -n "$list" ]; then
+  for part in "${parts[@]}"; do "part_$part"; done
+  exit 0
 fi
-
-step bench-kernels 120 "$bin/gradwire-bench" kernels --device cuda --cache cold --factor 16 --min-size 256K \
-  --budget-ms 20 --json "$out/kernels.json"
-specs=(--compression bf16 --compression fp8 --compression powersgd:rank=1 --compression powersgd:rank=4
-  --compression powersgd:rank=32)
-step bench-hook 100 "$bin/gradwire-bench" hook --model vit_l_32 --device cuda "${specs[@]}" --baseline \
-  --json "$out/hook.json"
-step bench-orthonormalize 60 "$bin/gradwire-bench" orthonormalize --model vit_l_32 --device cuda \
-  --rank 4 --rank 32 --baseline --json "$out/orthonormalize.json"
-
-# Training steps of ViT-L/32 compared with PyTorch's, eager and compiled; compiling takes most of the time.
-if "$python" -c 'import torch' 2> /dev/null; then
-  step bench-training 400 "$python" bench/experiments/gpu_training.py --gradwire "$bin/gradwire" \
-    --json "$out/training.json"
-else
-  absent bench-training "no PyTorch for $python"
-fi
-
-# Eight ranks on one GPU: checks the sums of every schedule and wire format; the times are not representative.
-step bench-collectives 60 "$bin/gradwire-bench" collectives --transport local --device cuda --ranks 8 \
-  -b 1M -e 16M -f 16 -n 5 --json "$out/collectives.json"
-
-if command -v cuobjdump > /dev/null; then
-  step resources 60 bash -c "cuobjdump --dump-resource-usage '$bin/gradwire-bench' 2> /dev/null | c++filt |
-    grep -E 'Function|REG' | paste - - | sed -E 's/ +/ /g' | sort -u"
-else
-  absent resources "cuobjdump is not on PATH"
-fi
-
-{
-  echo "# GPU check of $commit"
-  echo
-  sed 's/^/    /' "$out/machine.txt"
-  echo
-  echo "| step | status | seconds |"
-  echo "|---|---|---|"
-  tail -n +2 "$out/steps.tsv" | sed 's/\t/ | /g; s/^/| /; s/$/ |/'
-} > "$out/README.md"
-echo
-cat "$out/README.md"
-for log in "$out"/*.log; do [ -s "$log" ] || rm -f "$log"; done
-echo
-echo "gpu-check: $((SECONDS - started)) s, $failed steps failed; results in $out"
+check_machine
+commit=$(git rev-parse --short=12 HEAD 2> /dev/null || head -c 12 "$root/commit" 2> /dev/null || echo unknown)
+gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader -i 0 | tr ' /' '--')
+out=${folder:-docs/results/$(date +%F)-$gpu}
+mkdir -p "$out" || exit 1
+out=$(cd "$out" && pwd)
+rm -f "$out"/log.txt "$out"/*.json
+started=$SECONDS
+failed=0
+printf 'part\tstep\tstatus\tseconds\n' > "$out/steps.tsv"
+machine=$(describe_machine 2>&1)
+echo "$machine"
+trap pack EXIT
+trap 'exit 143' TERM
+trap 'exit 130' INT
+for part in "${wanted[@]}"; do "part_$part"; done
 [ $failed -eq 0 ]
