@@ -23,7 +23,8 @@ Json links_json(const LinkCosts& links) {
 }
 
 std::optional<LinkCosts> links_of(const Json& json) {
-  LinkCosts links{.neighbour = {}, .all_pairs = {}, .intra_node = {}, .inter_node = {}, .measured = true};
+  LinkCosts links;
+  links.measured = true;
   LinkCosts::Pattern* patterns[] = {&links.neighbour, &links.all_pairs, &links.intra_node, &links.inter_node};
   if (!json.is_array() || json.size() != std::size(patterns)) return {};
   for (size_t i = 0; i < json.size(); ++i) {
