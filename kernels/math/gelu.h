@@ -15,13 +15,24 @@ struct Normal {
   float density;  // phi(x)
 };
 
+// 1 / x for x far from float's limits: on a GPU the hardware's estimate and one step of Newton's method, which is as
+// exact as the division to a unit in the last place, and calls no subroutine.
+GW_HD float reciprocal(float x) {
+#ifdef __CUDA_ARCH__
+  const float estimate = __fdividef(1.0f, x);
+  return fmaf(estimate, fmaf(-x, estimate, 1.0f), estimate);
+#else
+  return 1.0f / x;
+#endif
+}
+
 GW_HD Normal normal_at(float x) {
   float a = x < 0.0f ? -x : x;
   a = a < 14.0f ? a : 14.0f;  // exp(-a^2/2) is 0 from 13.2 on; also keeps infinities and NaN out of here
   // a^2 in two parts: the top 12 bits of a squared are exact.
   float top = bits_float(float_bits(a) & 0xfffff000u);
   float e = exp_sum(-0.5f * top * top, -0.5f * (a - top) * (a + top));
-  float q = 1.0f / (a + 3.5f);
+  float q = reciprocal(a + 3.5f);
   float u = (a - 3.5f) * q;
   float s = 0.000115899417f;
   s = s * u + 0.00043166931f;

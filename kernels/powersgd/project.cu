@@ -11,7 +11,8 @@
 namespace gradwire::cuda {
 namespace {
 
-constexpr int kRows = 8;            // per thread
+constexpr int kRows = 8;  // per thread
+
 constexpr int kStripThreads = 256;  // that share a row
 constexpr int kStrip = 4 * kStripThreads;
 constexpr int kStripStride = kStrip + 4;  // keeps the transposing stores free of bank conflicts
@@ -72,26 +73,38 @@ __device__ __forceinline__ void stage_q(const float* q, int rank, int k0, int co
   }
 }
 
-// M of one row's four columns, stored where there is error feedback.
-template <bool kVector>
-__device__ __forceinline__ void load_m(const ProjectArgs& a, const Quad<kVector>& quad, int64_t at, int limit,
-                                       float (&m)[4]) {
-  quad.load(a.grad + at, limit, m);
-  if (a.residual == nullptr) return;
-  float e[4], keep[4];
-  quad.load(a.residual + at, limit, e);
+// M of four columns of kBatch rows, from row `first` of m on, stored where there is error feedback. All loads come
+// before the first store: a store waits for what it stores, and later loads would wait behind it.
+template <int kBatch, bool kVector>
+__device__ __forceinline__ void load_m(const ProjectArgs& a, const Quad<kVector>& quad, int64_t at,
+                                       int64_t stride, int first, int rows, int columns,
+                                       float (&m)[kRows][4]) {
 #pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    float sum = m[c] + e[c];
-    // Where the gradient is not finite the old residual stays; where only the sum is not, it is clamped.
-    keep[c] = is_finite(m[c]) ? fminf(fmaxf(sum, -FLT_MAX), FLT_MAX) : e[c];
-    m[c] = sum;
+  for (int i = first; i < first + kBatch; ++i) {
+    quad.load(a.grad + at + i * stride, i < rows ? columns : 0, m[i]);
   }
-  quad.store(a.residual + at, limit, keep);
+  if (a.residual == nullptr) return;
+  float e[kBatch][4];
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    quad.load(a.residual + at + (first + i) * stride, first + i < rows ? columns : 0, e[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    float keep[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const float gradient = m[first + i][c], sum = gradient + e[i][c];
+      // Where the gradient is not finite the old residual stays; where only the sum is not, it is clamped.
+      keep[c] = is_finite(gradient) ? fminf(fmaxf(sum, -FLT_MAX), FLT_MAX) : e[i][c];
+      m[first + i][c] = sum;
+    }
+    quad.store(a.residual + at + (first + i) * stride, first + i < rows ? columns : 0, keep);
+  }
 }
 
 // Products with `chunks` times kRank columns of Q. Shared memory: staged Q, then sums per warp, row, column.
-template <int kRank, bool kVector>
+template <int kRank, int kBatch, bool kVector>
 __device__ __forceinline__ void project_rows(const ProjectArgs& a, const MatrixDescriptor& d, int row0,
                                              float* shared) {
   constexpr int kValues = kRows * kRank, kLanesPerValue = 32 / kValues;
@@ -106,10 +119,10 @@ __device__ __forceinline__ void project_rows(const ProjectArgs& a, const MatrixD
   for (int column0 = 0; column0 < d.cols; column0 += kStrip) {
     int columns = min(kStrip, d.cols - column0);
     float m[kRows][4];
+    const int64_t at = d.offset + static_cast<int64_t>(row0) * d.cols + column0;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      int64_t at = d.offset + static_cast<int64_t>(row0 + i) * d.cols + column0;
-      load_m<kVector>(a, quad, at, row0 + i < d.rows ? columns : 0, m[i]);
+    for (int i = 0; i < kRows; i += kBatch) {
+      load_m<kBatch, kVector>(a, quad, at, d.cols, i, d.rows - row0, columns, m);
     }
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
@@ -156,6 +169,7 @@ template <int kRank, int kGroups>
 __global__ void __launch_bounds__(kGroups* kStripThreads)
     project_kernel(const __grid_constant__ ProjectArgs a) {
   constexpr int kBlocksPerTile = kRowTileRows / (kRows * kGroups);
+  constexpr int kBatch = kGroups == 1 ? 4 : 2;  // rows that a thread reads at once; more would spill
   GW_DYNAMIC_SHARED(float, shared);
   __shared__ int found[1];
   int tile = static_cast<int>(blockIdx.x) / kBlocksPerTile,
@@ -167,9 +181,9 @@ __global__ void __launch_bounds__(kGroups* kStripThreads)
   bool vector = d.cols % 4 == 0 && aligned16(a.grad + d.offset) &&
                 (a.residual == nullptr || aligned16(a.residual + d.offset));
   if (vector) {
-    project_rows<kRank, true>(a, d, row0, shared);
+    project_rows<kRank, kBatch, true>(a, d, row0, shared);
   } else {
-    project_rows<kRank, false>(a, d, row0, shared);
+    project_rows<kRank, kBatch, false>(a, d, row0, shared);
   }
 }
 
