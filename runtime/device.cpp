@@ -127,7 +127,8 @@ struct HostEvent final : Event::Impl {
 };
 
 struct HostStream final : Stream::Impl {
-  HostStream(std::string name, bool immediate) : Impl(Device::host(), std::move(name)) {
+  HostStream(std::string name, bool immediate, Stream::Priority priority = Stream::Priority::normal)
+      : Impl(Device::host(), std::move(name), priority) {
     if (!immediate) thread = std::thread([this] { work(); });
   }
   ~HostStream() override {
@@ -223,10 +224,10 @@ void HostEvent::record(Stream::Impl& stream) {
 
 }  // namespace
 
-Stream Stream::create(Device device, std::string_view name) {
-  if (device.is_host()) return Stream(std::make_shared<HostStream>(std::string(name), false));
+Stream Stream::create(Device device, std::string_view name, Priority priority) {
+  if (device.is_host()) return Stream(std::make_shared<HostStream>(std::string(name), false, priority));
 #ifdef GRADWIRE_HAS_CUDA
-  return Stream(cuda::make_stream(device.index, std::string(name)));
+  return Stream(cuda::make_stream(device.index, std::string(name), priority));
 #else
   no_cuda("Stream::create");
 #endif
@@ -250,6 +251,9 @@ Device Stream::device() const {
 }
 const std::string& Stream::name() const {
   return impl_->name;
+}
+Stream::Priority Stream::priority() const {
+  return impl_->priority;
 }
 void Stream::submit(std::function<void()> task) const {
   if (Capture* capture = Capture::current()) return capture->submit(*impl_, std::move(task));
@@ -326,6 +330,9 @@ bool Event::synchronize_until(std::chrono::steady_clock::time_point deadline) co
   return impl_->synchronize_until(deadline);
 }
 double elapsed_ms(const Event& start, const Event& end) {
+  if (!start.impl_->timer || !end.impl_->timer) {
+    throw DeviceError("elapsed_ms: an event has no time; create both with Event::create_timer");
+  }
   Event::outside(*start.impl_, "elapsed_ms");
   Event::outside(*end.impl_, "elapsed_ms");
   return end.impl_->ms_since(*start.impl_);
@@ -365,6 +372,25 @@ Buffer::Buffer(Device device, size_t bytes) : device_(device), bytes_(bytes) {
 #endif
   }
   data_ = owner_.get();
+}
+
+Buffer Buffer::in_order(const Stream& stream, size_t bytes) {
+  if (stream.device().is_host()) {
+    Buffer buffer(stream.device(), bytes);
+    if (!buffer) return buffer;
+    buffer.owner_ = std::shared_ptr<void>(buffer.data_, [memory = buffer.owner_, stream](void*) mutable {
+      stream.impl_->submit([memory = std::move(memory)] {});
+    });
+    return buffer;
+  }
+  Buffer buffer = view(stream.device(), nullptr, bytes);
+  if (bytes == 0) return buffer;
+  Capture::forbid("Buffer::in_order", fmt::format("{} bytes", bytes), "memory is allocated in set-up");
+#ifdef GRADWIRE_HAS_CUDA
+  buffer.owner_ = counted(cuda::allocate_in_order(stream.impl_, bytes), stream.device(), bytes);
+#endif
+  buffer.data_ = buffer.owner_.get();
+  return buffer;
 }
 
 Buffer Buffer::view(Device device, void* data, size_t bytes) {
@@ -436,6 +462,18 @@ void increment(const Stream& stream, uint64_t* counter) {
 #ifdef GRADWIRE_HAS_CUDA
   detail::make_current(stream.device());
   cuda::increment(stream.native(), counter);
+#endif
+}
+
+void enable_peer_access(const std::vector<Device>& devices) {
+#ifdef GRADWIRE_HAS_CUDA
+  for (Device a : devices) {
+    for (Device b : devices) {
+      if (a.is_cuda() && b.is_cuda() && a != b) cuda::enable_peer_access(a.index, b.index);
+    }
+  }
+#else
+  (void)devices;
 #endif
 }
 

@@ -57,8 +57,12 @@ class Stream {
  public:
   Stream() = default;  // empty; using it is a programming error
 
+  // On a GPU, blocks of kernels on a high-priority stream start before waiting blocks of others: for the kernels of an
+  // exchange, which peers wait for. The host has no priorities; there it is only recorded.
+  enum class Priority : uint8_t { normal, high };
+
   // A new stream. `name` labels it in traces and in error texts.
-  static Stream create(Device device, std::string_view name);
+  static Stream create(Device device, std::string_view name, Priority priority = Priority::normal);
   // Adopts a stream of the caller's: `native` is a cudaStream_t (may be null: the legacy default stream).
   static Stream adopt_cuda(int device_index, CudaStream native);
   // A host stream without a thread: each task runs in the caller, at once. For callers that have no streams.
@@ -66,6 +70,7 @@ class Stream {
 
   Device device() const;
   const std::string& name() const;
+  Priority priority() const;
   explicit operator bool() const { return impl_ != nullptr; }
   bool operator==(const Stream& other) const { return impl_ == other.impl_; }  // the same queue
 
@@ -81,6 +86,7 @@ class Stream {
   struct Impl;
 
  private:
+  friend class Buffer;
   friend class Event;
   friend class Graph;
   explicit Stream(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -90,6 +96,7 @@ class Stream {
 class Event {
  public:
   Event() = default;
+  // For the order of streams: has no time, which makes it cheaper on a GPU.
   static Event create(Device device);
   // An event for elapsed_ms(): a graph that holds its record() marks it again at each launch. Inside a graph
   // no stream can wait for it, and the marks of all other events are invisible outside it (graph.h).
@@ -120,7 +127,7 @@ namespace detail {
 void make_current(Device device);
 }  // namespace detail
 
-// Milliseconds between the two marks, both of which must be done.
+// Milliseconds between the two marks of timers, both of which must be done.
 double elapsed_ms(const Event& start, const Event& end);
 
 // Uninitialized memory on a device, 256-byte aligned. Allocation is for set-up, never for the step.
@@ -132,6 +139,10 @@ class Buffer {
   static Buffer view(Device device, void* data, size_t bytes);
   // Page-locked host memory when there is a CUDA device, so that copies to it can overlap; else plain.
   static Buffer pinned(size_t bytes);
+  // Memory that `stream` may use from here on, and that is released when `stream` has passed the point where the last
+  // handle is dropped: neither waits for the device, so this may be used in a step. Another stream must wait for an
+  // event of `stream` before it uses the memory, and `stream` for one of the other before it is dropped.
+  static Buffer in_order(const Stream& stream, size_t bytes);
 
   Device device() const { return device_; }
   size_t bytes() const { return bytes_; }
@@ -148,6 +159,10 @@ class Buffer {
   void* data_ = nullptr;
   std::shared_ptr<void> owner_;
 };
+
+// Lets each of the CUDA devices read the memory of every other one directly, where the hardware can; copies between
+// the others go through the host. Does nothing for the host.
+void enable_peer_access(const std::vector<Device>& devices);
 
 template <typename T>
 Buffer make_buffer(Device device, int64_t count) {

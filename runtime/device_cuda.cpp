@@ -12,8 +12,8 @@ namespace gradwire::cuda {
 namespace {
 
 struct CudaStreamImpl final : Stream::Impl {
-  CudaStreamImpl(int index, std::string name, CudaStream handle, bool owned)
-      : Impl(Device::cuda(index), std::move(name)), handle(handle), owned(owned) {}
+  CudaStreamImpl(int index, std::string name, CudaStream handle, bool owned, Stream::Priority priority)
+      : Impl(Device::cuda(index), std::move(name), priority), handle(handle), owned(owned) {}
   ~CudaStreamImpl() override {
     if (owned) cudaStreamDestroy(handle);
   }
@@ -35,7 +35,7 @@ struct CudaStreamImpl final : Stream::Impl {
 struct CudaEventImpl final : Event::Impl {
   CudaEventImpl(int index, bool timer) : Impl(Device::cuda(index), timer) {
     set_device(index);
-    GW_CUDA_CHECK(cudaEventCreate(&handle));
+    GW_CUDA_CHECK(cudaEventCreateWithFlags(&handle, timer ? cudaEventDefault : cudaEventDisableTiming));
   }
   ~CudaEventImpl() override { cudaEventDestroy(handle); }
   void record(Stream::Impl& stream) override {
@@ -114,7 +114,7 @@ int multiprocessors() {
   return count;
 }
 
-std::shared_ptr<Stream::Impl> make_stream(int device_index, std::string name) {
+std::shared_ptr<Stream::Impl> make_stream(int device_index, std::string name, Stream::Priority priority) {
   if (device_index < 0 || device_index >= device_count()) {
     throw DeviceError(fmt::format("cuda:{} does not exist: {} CUDA devices usable{}", device_index,
                                   device_count(),
@@ -122,13 +122,16 @@ std::shared_ptr<Stream::Impl> make_stream(int device_index, std::string name) {
   }
   set_device(device_index);
   CudaStream handle = nullptr;
-  GW_CUDA_CHECK(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking));
+  int least = 0, greatest = 0;
+  GW_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+  GW_CUDA_CHECK(cudaStreamCreateWithPriority(&handle, cudaStreamNonBlocking,
+                                             priority == Stream::Priority::high ? greatest : least));
   name_stream(handle, name);
-  return std::make_shared<CudaStreamImpl>(device_index, std::move(name), handle, true);
+  return std::make_shared<CudaStreamImpl>(device_index, std::move(name), handle, true, priority);
 }
 
 std::shared_ptr<Stream::Impl> adopt_stream(int device_index, CudaStream native) {
-  return std::make_shared<CudaStreamImpl>(device_index, "adopted", native, false);
+  return std::make_shared<CudaStreamImpl>(device_index, "adopted", native, false, Stream::Priority::normal);
 }
 
 std::shared_ptr<Event::Impl> make_event(int device_index, bool timer) {
@@ -160,6 +163,36 @@ std::shared_ptr<void> allocate_pinned(size_t bytes) {
   void* data = nullptr;
   GW_CUDA_CHECK(cudaMallocHost(&data, bytes));
   return std::shared_ptr<void>(data, [](void* p) { cudaFreeHost(p); });
+}
+
+std::shared_ptr<void> allocate_in_order(const std::shared_ptr<Stream::Impl>& stream, size_t bytes) {
+  const int index = stream->device.index;
+  set_device(index);
+  int pools = 0;
+  GW_CUDA_CHECK(cudaDeviceGetAttribute(&pools, cudaDevAttrMemoryPoolsSupported, index));
+  void* data = nullptr;
+  if (pools == 0) {  // vGPUs without unified memory
+    GW_CUDA_CHECK(cudaMalloc(&data, bytes));
+    return std::shared_ptr<void>(data, [stream](void* p) {
+      cudaStreamSynchronize(stream->native());
+      cudaFree(p);
+    });
+  }
+  GW_CUDA_CHECK(cudaMallocAsync(&data, bytes, stream->native()));
+  return std::shared_ptr<void>(data, [stream](void* p) { cudaFreeAsync(p, stream->native()); });
+}
+
+void enable_peer_access(int device_index, int peer_index) {
+  int can = 0;
+  GW_CUDA_CHECK(cudaDeviceCanAccessPeer(&can, device_index, peer_index));
+  if (can == 0) return;
+  set_device(device_index);
+  const cudaError_t status = cudaDeviceEnablePeerAccess(peer_index, 0);
+  if (status == cudaErrorPeerAccessAlreadyEnabled) {
+    cudaGetLastError();
+  } else {
+    GW_CUDA_CHECK(status);
+  }
 }
 
 void copy(CudaStream stream, void* dst, const void* src, size_t bytes) {

@@ -10,7 +10,8 @@
 namespace gradwire {
 
 struct Stream::Impl : std::enable_shared_from_this<Stream::Impl> {
-  Impl(Device device, std::string name) : device(device), name(std::move(name)) {}
+  Impl(Device device, std::string name, Priority priority)
+      : device(device), name(std::move(name)), priority(priority) {}
   virtual ~Impl() = default;
   virtual void submit(std::function<void()> task) = 0;
   virtual void wait(const Event::Impl& event) = 0;
@@ -19,6 +20,7 @@ struct Stream::Impl : std::enable_shared_from_this<Stream::Impl> {
 
   const Device device;
   const std::string name;
+  const Priority priority;
 };
 
 struct Event::Impl : std::enable_shared_from_this<Event::Impl> {
@@ -37,7 +39,7 @@ struct Event::Impl : std::enable_shared_from_this<Event::Impl> {
 
 #ifdef GRADWIRE_HAS_CUDA
 namespace cuda {
-std::shared_ptr<Stream::Impl> make_stream(int device_index, std::string name);
+std::shared_ptr<Stream::Impl> make_stream(int device_index, std::string name, Stream::Priority priority);
 std::shared_ptr<Stream::Impl> adopt_stream(int device_index, CudaStream native);
 std::shared_ptr<Event::Impl> make_event(int device_index, bool timer);
 // Of the streams' own captures: begin, then end or drop. A launch goes to the stream of the capture.
@@ -47,6 +49,8 @@ void drop_capture(int device_index, CudaStream origin) noexcept;
 void launch_graph(int device_index, void* executable, CudaStream origin);
 std::shared_ptr<void> allocate(int device_index, size_t bytes);
 std::shared_ptr<void> allocate_pinned(size_t bytes);
+std::shared_ptr<void> allocate_in_order(const std::shared_ptr<Stream::Impl>& stream, size_t bytes);
+void enable_peer_access(int device_index, int peer_index);
 void copy(CudaStream stream, void* dst, const void* src, size_t bytes);
 void fill_zero(CudaStream stream, void* dst, size_t bytes);
 void store(CudaStream stream, void* dst, const void* value, size_t bytes);

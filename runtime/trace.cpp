@@ -28,7 +28,7 @@ void Tracer::calibrate() {
       device_.is_host() ? Stream::immediate_host() : Stream::create(device_, "clock calibration");
   int64_t closest = std::numeric_limits<int64_t>::max();
   for (int i = 0; i < 8; ++i) {
-    Event mark = Event::create(device_);
+    Event mark = Event::create_timer(device_);
     const auto before = std::chrono::steady_clock::now();
     mark.record(idle);
     idle.synchronize();
@@ -83,7 +83,7 @@ std::vector<TraceSpan> Tracer::take() {
 }
 
 Event Tracer::take_event() {
-  if (free_.empty()) return Event::create(device_);
+  if (free_.empty()) return Event::create_timer(device_);
   Event event = std::move(free_.back());
   free_.pop_back();
   return event;

@@ -102,7 +102,7 @@ double DeviceUnderTest::time_once_us(const Work& work) const {
     work(stream_);
     return us_since(start);
   }
-  Event begin = Event::create(device_), end = Event::create(device_);
+  Event begin = Event::create_timer(device_), end = Event::create_timer(device_);
   begin.record(stream_);
   work(stream_);
   end.record(stream_);

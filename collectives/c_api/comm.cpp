@@ -27,7 +27,7 @@ ApiComm::ApiComm(std::unique_ptr<Communicator> c)
       step_(make_buffer<uint64_t>(communicator->device(), 1)),
       start_(Event::create(communicator->device())),
       done_(Event::create(communicator->device())),
-      stream(Stream::create(communicator->device(), "communicate")) {
+      stream(Stream::create(communicator->device(), "communicate", Stream::Priority::high)) {
   fill_zero(stream, step_.data(), step_.bytes());
   stream.synchronize();
 }

@@ -73,7 +73,7 @@ const LinkCosts& Communicator::link_costs(const Stream& stream) {
   return *link_costs_;
 }
 const Stream& Communicator::transfers() {
-  if (!transfers_) transfers_ = Stream::create(device(), "transfers");
+  if (!transfers_) transfers_ = Stream::create(device(), "transfers", Stream::Priority::high);
   return transfers_;
 }
 uint64_t Communicator::bytes_sent() const {

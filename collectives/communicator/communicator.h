@@ -57,7 +57,9 @@ class Communicator {
   const LinkCosts& link_costs(const Stream& stream);
   void set_link_costs(const LinkCosts& costs) { link_costs_ = costs; }
 
-  // The stream for exchanges that overlap with kernels, for all users of this communicator.
+  // The stream for exchanges that overlap with kernels, for all users of this communicator. One, not one per user: a
+  // transport makes the exchanges of a rank in the order in which they were enqueued, and so does NCCL those of a
+  // communicator, on whatever streams; a second stream would add waiting and hide none.
   const Stream& transfers();
 
   // Bytes this rank has sent so far, counted where they leave.

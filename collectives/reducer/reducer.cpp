@@ -28,7 +28,7 @@ Reducer::Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<Gr
   if (options_.stream) {
     stream_ = options_.stream;
   } else if (comm.world() > 1) {
-    stream_ = Stream::create(comm.device(), "communicate");
+    stream_ = Stream::create(comm.device(), "communicate", Stream::Priority::high);
   } else {
     stream_ = comm.device().is_host() ? Stream::immediate_host() : Stream::create(comm.device(), "set-up");
   }
@@ -61,8 +61,8 @@ void Reducer::build_lanes() {
   // whose order of work must be kept.
   lanes_.push_back({.stream = stream_});
   if (layout_.buckets.size() > 1 && !options_.stream) {
-    lanes_.push_back(
-        {.stream = Stream::create(comm_.device(), "communicate 2"), .joined = Event::create(comm_.device())});
+    lanes_.push_back({.stream = Stream::create(comm_.device(), "communicate 2", Stream::Priority::high),
+                      .joined = Event::create(comm_.device())});
     begun_ = Event::create(comm_.device());
   }
   done_ = Event::create(comm_.device());

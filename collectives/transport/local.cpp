@@ -417,6 +417,7 @@ std::vector<std::unique_ptr<Transport>> make_local_transports(const std::vector<
     if (d.kind != devices[0].kind)
       throw BadInput("ranks of one process must all be on the host or all on CUDA devices");
   }
+  enable_peer_access(devices);  // each rank copies from its peers' memory
   auto hub = std::make_shared<Hub>(devices, timeout);
   std::vector<std::unique_ptr<Transport>> transports;
   for (size_t r = 0; r < devices.size(); ++r) {

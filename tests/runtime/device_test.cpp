@@ -59,11 +59,41 @@ TEST_P(DeviceTest, NeverRecordedEventIsDone) {
 
 TEST_P(DeviceTest, ElapsedTimeIsNotNegative) {
   Stream stream = Stream::create(GetParam(), "test");
-  Event start = Event::create(GetParam()), end = Event::create(GetParam());
+  Event start = Event::create_timer(GetParam()), end = Event::create_timer(GetParam());
   start.record(stream);
   end.record(stream);
   stream.synchronize();
   EXPECT_GE(elapsed_ms(start, end), 0.0);
+  Event order = Event::create(GetParam());
+  order.record(stream);
+  stream.synchronize();
+  EXPECT_THROW(elapsed_ms(order, end), DeviceError) << "events for ordering carry no times";
+}
+
+// Used by one stream, dropped while that stream has yet to write it, and by another that is waited for.
+TEST_P(DeviceTest, MemoryInStreamOrderOutlivesTheWorkThatUsesIt) {
+  const Stream stream = Stream::create(GetParam(), "test"), other = Stream::create(GetParam(), "other");
+  Event allocated = Event::create(GetParam()), used = Event::create(GetParam());
+  Buffer result(GetParam(), 4 << 10);
+  for (int round = 0; round < 20; ++round) {
+    Buffer memory = Buffer::in_order(stream, 4 << 10);
+    fill_zero(stream, memory.data(), memory.bytes());
+    allocated.record(stream);
+    other.wait(allocated);
+    increment(other, memory.as<uint64_t>());
+    copy(other, result.data(), memory.data(), memory.bytes());
+    used.record(other);
+    stream.wait(used);
+  }
+  EXPECT_EQ(to_host(other, result.as<const uint64_t>(), 2), (std::vector<uint64_t>{1, 0}));
+  EXPECT_FALSE(Buffer::in_order(stream, 0));
+  stream.synchronize();
+}
+
+TEST_P(DeviceTest, AStreamKnowsItsPriority) {
+  using Priority = Stream::Priority;
+  EXPECT_EQ(Stream::create(GetParam(), "test").priority(), Priority::normal);
+  EXPECT_EQ(Stream::create(GetParam(), "test", Priority::high).priority(), Priority::high);
 }
 
 TEST_P(DeviceTest, MemoryIsCountedWhileAnyHandleHoldsIt) {

@@ -9,7 +9,7 @@ namespace gradwire {
 Timing time_runs(const Stream& stream, const std::function<void()>& work, double budget_ms) {
   using Clock = std::chrono::steady_clock;
   constexpr int kLeastRuns = 2, kMostRuns = 20;
-  Event begin = Event::create(stream.device()), end = Event::create(stream.device());
+  Event begin = Event::create_timer(stream.device()), end = Event::create_timer(stream.device());
   work();
   stream.synchronize();
   Timing timing{.fastest_ms = std::numeric_limits<double>::infinity()};

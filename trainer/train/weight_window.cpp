@@ -22,7 +22,7 @@ WeightWindow::WeightWindow(Communicator& comm, const Stream& compute, const Redu
                            const Programs& gathers, const Programs& dense)
     : compute_(compute),
       transfers_(comm.transfers()),
-      stream_(Stream::create(comm.device(), "gather weights")),
+      stream_(Stream::create(comm.device(), "gather weights", Stream::Priority::high)),
       reducer_(reducer),
       model_(model),
       gathers_(gathers),
