@@ -23,7 +23,7 @@ Handles<ApiComm>& comms() {
 ApiComm::ApiComm(std::unique_ptr<Communicator> c)
     : communicator(std::move(c)),
       process_(getpid()),
-      programs_(communicator->device(), kProgramsKept),
+      programs_(kProgramsKept, [this](size_t bytes) { return Buffer(communicator->device(), bytes); }),
       step_(make_buffer<uint64_t>(communicator->device(), 1)),
       start_(Event::create(communicator->device())),
       done_(Event::create(communicator->device())),

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <chrono>
 #include <limits>
 
 #include "collectives/agreement/all_gather.h"
@@ -14,17 +13,22 @@ namespace {
 
 // An NVLink of the fourth generation, less a quarter for its headers.
 constexpr LinkCosts::Pattern kNvlink{.latency_us = 4, .bytes_per_us = 340e3};
-constexpr size_t kSmallBytes = 64;                                 // of a message
-constexpr size_t kMediumBytes = 512 << 10, kLargeBytes = 2 << 20;  // of all messages of a rank
+constexpr size_t kSmallBytes = 64;        // of a message
+constexpr size_t kLeastLarge = 2 << 20;   // of all messages of a rank
+constexpr size_t kMostLarge = 64 << 20;   // likewise, between GPUs
+constexpr double kLongestRoundUs = 10e3;  // that a larger round should take
 
 class Meter {
  public:
-  Meter(Transport& transport, const Stream& stream, int ranks_per_node)
+  Meter(Transport& transport, const Stream& stream, int ranks_per_node, size_t most_bytes)
       : transport_(transport),
         stream_(stream),
-        out_(transport.device(), kLargeBytes),
+        most_bytes_(most_bytes),
+        out_(transport.device(), most_bytes),
         // Small messages are 64 bytes each, however many there are.
-        in_(transport.device(), std::max(kLargeBytes, kSmallBytes * static_cast<size_t>(transport.world()))),
+        in_(transport.device(), std::max(most_bytes, kSmallBytes * static_cast<size_t>(transport.world()))),
+        begin_(Event::create_timer(transport.device())),
+        end_(Event::create_timer(transport.device())),
         call_{mix(0x6c696e6b, static_cast<uint64_t>(ranks_per_node)), "measuring the links"},
         label_{call_.hash, call_.what} {
     fill_zero(stream, out_.data(), out_.bytes());
@@ -33,17 +37,27 @@ class Meter {
 
   LinkCosts::Pattern measure(const std::vector<int>& to, const std::vector<int>& from) {
     const double small = round_us(exchange(to, from, kSmallBytes), 8, 6);
+    auto each = [&](size_t all) { return all / std::max<size_t>(1, to.size()) / 4 * 4; };
+    auto round = [&](size_t all) { return round_us(exchange(to, from, each(all)), 1, 3); };
+    // NVLink moves 2 MiB in less time than a round takes to start: fast links show their rate with more.
+    size_t large_bytes = kLeastLarge;
+    double large = round(large_bytes);
+    const double slowest = slowest_us(large);
+    while (large_bytes < most_bytes_ &&
+           slowest * static_cast<double>(2 * large_bytes) / kLeastLarge < kLongestRoundUs) {
+      large_bytes *= 2;
+    }
+    if (large_bytes > kLeastLarge) large = round(large_bytes);
     // The cost per byte comes from two large rounds: part of the latency overlaps with a large transfer, and
     // a rate limiter lets the first bytes through as a burst.
-    auto each = [&](size_t all) { return all / std::max<size_t>(1, to.size()) / 4 * 4; };
-    const double medium = round_us(exchange(to, from, each(kMediumBytes)), 1, 3);
-    const double large = round_us(exchange(to, from, each(kLargeBytes)), 1, 3);
+    const size_t medium_bytes = large_bytes / 4;
+    const double medium = round(medium_bytes);
     const auto bytes = [&](size_t all) { return static_cast<double>(each(all) * to.size()); };
     // Where the latency dominates, noise must not make bytes free, nor more expensive than the whole round.
     const double more =
-        std::clamp((large - medium) * bytes(kLargeBytes) / (bytes(kLargeBytes) - bytes(kMediumBytes)),
+        std::clamp((large - medium) * bytes(large_bytes) / (bytes(large_bytes) - bytes(medium_bytes)),
                    0.5 * large, large);
-    return {small, bytes(kLargeBytes) / more};
+    return {small, bytes(large_bytes) / more};
   }
 
  private:
@@ -58,24 +72,38 @@ class Meter {
     return transfers;
   }
 
-  // The best of `repeats` runs of `rounds` consecutive exchanges, after one run to warm up.
+  // The best of `repeats` runs of `rounds` consecutive exchanges, after one run to warm up. By events, behind an
+  // exchange that is not measured: it brings the ranks together, and on a GPU the host enqueues meanwhile.
   double round_us(const std::vector<Transfer>& transfers, int rounds, int repeats) {
-    using Clock = std::chrono::steady_clock;
     double best = std::numeric_limits<double>::infinity();
     for (int i = 0; i <= repeats; ++i) {
       stream_.synchronize();
-      const auto start = Clock::now();
+      transport_.exchange(stream_, transfers, label_);
+      begin_.record(stream_);
       for (int k = 0; k < rounds; ++k) transport_.exchange(stream_, transfers, label_);
+      end_.record(stream_);
       stream_.synchronize();
-      const double us = std::chrono::duration<double, std::micro>(Clock::now() - start).count() / rounds;
-      if (i > 0) best = std::min(best, us);
+      if (i > 0) best = std::min(best, elapsed_ms(begin_, end_) * 1e3 / rounds);
     }
-    return best;
+    return std::max(best, 1e-3);
+  }
+
+  // Ranks must exchange the same number of bytes, so they choose it by the same number.
+  double slowest_us(double mine) {
+    double slowest = mine;
+    for (const auto& theirs :
+         all_gather(transport_, stream_, {mine}, "agreeing on the bytes to measure with")) {
+      slowest = std::max(slowest, theirs[0]);
+    }
+    transport_.begin(stream_, call_);
+    return slowest;
   }
 
   Transport& transport_;
   const Stream& stream_;
+  const size_t most_bytes_;
   Buffer out_, in_;
+  Event begin_, end_;
   const Call call_;
   const ExchangeLabel label_;
 };
@@ -92,7 +120,9 @@ std::string LinkCosts::to_string() const {
   return fmt::format("{}, {}, {}", all, text("inside a node", intra_node), text("between nodes", inter_node));
 }
 
-LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ranks_per_node) {
+LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ranks_per_node,
+                             size_t most_bytes) {
+  if (most_bytes == 0) most_bytes = transport.device().is_cuda() ? kMostLarge : kLeastLarge;
   const int world = transport.world(), rank = transport.rank();
   LinkCosts costs;
   if (world == 1) return costs;
@@ -105,7 +135,7 @@ LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ran
   };
   const bool nodes = ranks_per_node > 1 && ranks_per_node < world;
   {
-    Meter meter(transport, stream, ranks_per_node);
+    Meter meter(transport, stream, ranks_per_node, most_bytes);
     const auto all = others(0, world, 1);
     costs.neighbour = meter.measure({(rank + 1) % world}, {(rank + world - 1) % world});
     costs.all_pairs = meter.measure(all, all);

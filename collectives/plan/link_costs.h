@@ -32,8 +32,12 @@ struct LinkCosts {
   std::string to_string() const;
 };
 
-// Collective, and blocks the caller: a few dozen small exchanges and a few of 2 MiB per rank and pattern, a
-// tenth of a second at 1 Gb/s. Every rank returns the slowest rank's numbers. The exchanges run on `stream`.
-LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ranks_per_node);
+// Collective, and blocks the caller: a few dozen small exchanges and a few large ones per pattern. Large is 2 MiB per
+// rank, a tenth of a second in all at 1 Gb/s, and where links are fast up to `most_bytes`, which must be the same on
+// all ranks; 0: 64 MiB between GPUs, and no more than 2 MiB on the host. Timed by events, so that the host's share of
+// an exchange counts only where it is the longer one. Every rank returns the slowest rank's numbers. The exchanges run
+// on `stream`.
+LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ranks_per_node,
+                             size_t most_bytes = 0);
 
 }  // namespace gradwire

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <list>
 #include <memory>
 #include <utility>
@@ -22,7 +23,9 @@ class ProgramCache {
     std::unique_ptr<Program> program;
   };
 
-  ProgramCache(Device device, size_t most) : device_(device), most_(most) {}
+  // `allocate` returns memory for the workspace.
+  ProgramCache(size_t most, std::function<Buffer(size_t bytes)> allocate)
+      : most_(most), allocate_(std::move(allocate)) {}
 
   // The entry for this key; null if there is none.
   Entry* find(const Key& key) {
@@ -33,12 +36,13 @@ class ProgramCache {
   }
 
   // Adds an entry that find() did not find; evicts the least recently used one if the cache is full. May free
-  // or rebind memory, so none of the cache's programs may be in flight.
+  // or rebind memory, so none of the cache's programs may be in flight, unless on CUDA all memory, of residuals too,
+  // is released in the order of a stream that waits for them.
   Entry& add(Entry entry) {
     if (entries_.size() >= most_) entries_.pop_back();
     entries_.push_front(std::move(entry));
     if (entries_.front().program->workspace_bytes() > workspace_.bytes()) {
-      workspace_ = Buffer(device_, entries_.front().program->workspace_bytes());
+      workspace_ = allocate_(entries_.front().program->workspace_bytes());
       for (Entry& e : entries_) e.program->bind(workspace_.data());
     } else {
       entries_.front().program->bind(workspace_.data());
@@ -49,8 +53,8 @@ class ProgramCache {
   const std::list<Entry>& entries() const { return entries_; }  // most recently used first
 
  private:
-  const Device device_;
   const size_t most_;
+  const std::function<Buffer(size_t)> allocate_;
   Buffer workspace_;
   std::list<Entry> entries_;
 };

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <set>
 
 namespace gradwire {
@@ -62,7 +63,7 @@ std::optional<std::string> ExchangesInFlight::overdue(Time now) {
       e.runs = runs;
       if (!text && timeout_.count() > 0 && now - e.since > timeout_) {
         text = fmt::format("{}: no progress for {} ms: {}", name_of(e.exchange), timeout_.count(),
-                           e.exchange.pending);
+                           pending_text(e.exchange.transfers));
       }
     }
     ++at;
@@ -84,6 +85,10 @@ std::string ExchangesInFlight::standing() const {
 
 bool ExchangesInFlight::active() const {
   return !entries_.empty();
+}
+
+bool ExchangesInFlight::unfinished() const {
+  return std::any_of(entries_.begin(), entries_.end(), [](const Entry& e) { return !e.mark->repeats(); });
 }
 
 }  // namespace gradwire

@@ -6,8 +6,10 @@
 // first seen running, when it waits only for its peers.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <memory>
 #include <optional>
@@ -32,10 +34,34 @@ class ExchangeMark {
   virtual bool repeats() const { return false; }
 };
 
+// A captured exchange, whose events could not be queried for the progress of a launch. The device writes what it does
+// into memory that the host reads: 1 at the exchange's begin, 2 at its end, and the number of launches once per graph,
+// which tells one launch's exchange from that of the next.
+class WrittenMark final : public ExchangeMark {
+ public:
+  // Enqueues the store of a value.
+  using Write = std::function<void(const Stream& stream, uint64_t* word, uint64_t value)>;
+  // `memory` keeps both words alive for as long as the graph may run.
+  WrittenMark(Write write, uint64_t* state, uint64_t* launches, std::shared_ptr<void> memory)
+      : write_(std::move(write)), state_(state), launches_(launches), memory_(std::move(memory)) {}
+  void begin(const Stream& stream) override { write_(stream, state_, 1); }
+  void end(const Stream& stream) override { write_(stream, state_, 2); }
+  Progress poll() override { return read(state_) == 1 ? Progress::running : Progress::done; }
+  uint64_t runs() const override { return read(launches_); }
+  bool repeats() const override { return true; }
+
+ private:
+  static uint64_t read(uint64_t* word) { return std::atomic_ref(*word).load(std::memory_order_acquire); }
+  const Write write_;
+  uint64_t* const state_;
+  uint64_t* const launches_;
+  const std::shared_ptr<void> memory_;
+};
+
 struct WatchedExchange {
   uint64_t number = 0;  // of this rank's exchanges, from 1
   std::string what;     // "call 3, allreduce of bucket 1 of 2 (4096 floats, bf16, ring), round 2 of 6"
-  std::string pending;  // see pending_text()
+  std::vector<Transfer> transfers = {};
 };
 
 // "3 receives (12288 bytes) from ranks 0, 2 and 1 send (4096 bytes) to rank 1 pending"
@@ -57,6 +83,8 @@ class ExchangesInFlight {
   std::vector<std::unique_ptr<ExchangeMark>> take_spare() { return std::move(spare_); }
   // Whether anything needs frequent polling.
   bool active() const;
+  // Whether an exchange had not ended when overdue() looked last; not of captured ones, which may run again.
+  bool unfinished() const;
 
  private:
   struct Entry {

@@ -5,6 +5,7 @@
 
 #if defined(GRADWIRE_HAS_NCCL) && defined(GRADWIRE_HAS_CUDA)
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
@@ -50,8 +51,8 @@ class EventMark final : public ExchangeMark {
   cudaEvent_t begin_ = nullptr, end_ = nullptr;
 };
 
-// The events of a captured graph cannot be queried for the progress of a launch. So a kernel on each side of
-// the exchange increments a counter in pinned host memory whenever the graph runs.
+// For GPUs without stream memory operations: on each side of a captured exchange a kernel adds 1 to a counter in
+// pinned host memory, which takes it about 3 us.
 class CounterMark final : public ExchangeMark {
  public:
   explicit CounterMark(uint64_t* counters, std::shared_ptr<void> memory)
@@ -82,9 +83,52 @@ class OutsideCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+// Stores a value in stream order without a kernel: cuStreamWriteValue64, from the driver.
+class StreamWrites {
+ public:
+  // Tries one in a capture of its own; where that fails, there are none.
+  explicit StreamWrites(int device) {
+    OutsideCapture guard;
+    GW_CUDA_CHECK(cudaSetDevice(device));
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult query{};
+    if (cudaGetDriverEntryPointByVersion("cuStreamWriteValue64", &found, 12000, cudaEnableDefault, &query) !=
+            cudaSuccess ||
+        query != cudaDriverEntryPointSuccess) {
+      cudaGetLastError();
+      return;
+    }
+    function_ = reinterpret_cast<Function>(found);
+    const Buffer word = Buffer::pinned(sizeof(uint64_t));
+    const Stream stream = Stream::create(Device::cuda(device), "set-up");
+    cudaGraph_t graph = nullptr;
+    bool works = cudaStreamBeginCapture(stream.native(), cudaStreamCaptureModeRelaxed) == cudaSuccess;
+    if (works) {
+      works = call(stream, word.as<uint64_t>(), 1);
+      works = cudaStreamEndCapture(stream.native(), &graph) == cudaSuccess && works;
+    }
+    if (graph != nullptr) cudaGraphDestroy(graph);
+    if (works) return;
+    cudaGetLastError();
+    function_ = nullptr;
+  }
+  bool work() const { return function_ != nullptr; }
+  void write(const Stream& stream, uint64_t* word, uint64_t value) const {
+    if (!call(stream, word, value)) throw DeviceError("cuStreamWriteValue64 failed");
+  }
+
+ private:
+  using Function = CUresult (*)(CUstream, CUdeviceptr, cuuint64_t, unsigned);
+  bool call(const Stream& stream, uint64_t* word, uint64_t value) const {
+    const auto address = reinterpret_cast<CUdeviceptr>(word);
+    return function_(stream.native(), address, value, CU_STREAM_WRITE_VALUE_DEFAULT) == CUDA_SUCCESS;
+  }
+  Function function_ = nullptr;
+};
+
 class CudaCalls final : public GpuCalls {
  public:
-  explicit CudaCalls(int device) : device_(device) {}
+  explicit CudaCalls(int device) : device_(device), writes_(device) {}
 
   bool capturing(const Stream& stream) override {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -95,18 +139,26 @@ class CudaCalls final : public GpuCalls {
   cudaStream_t native(const Stream& stream) override { return stream.native(); }
   std::unique_ptr<ExchangeMark> make_mark() override { return std::make_unique<EventMark>(device_); }
 
-  // Called only by the thread that enqueues. Pairs of counters are never reused: a graph may run as long as
-  // the process does, and a pair takes 16 bytes.
-  std::unique_ptr<ExchangeMark> make_captured_mark() override {
-    constexpr size_t kPairs = 4096;
-    if (!slab_ || used_ == kPairs) {
-      OutsideCapture guard;
-      auto buffer = std::make_shared<Buffer>(Buffer::pinned(kPairs * 2 * sizeof(uint64_t)));
-      std::memset(buffer->data(), 0, buffer->bytes());
-      slab_ = buffer;
-      used_ = 0;
+  // Called only by the thread that enqueues. A graph's first exchange also counts its launches.
+  std::unique_ptr<ExchangeMark> make_captured_mark(const Stream& stream) override {
+    if (!writes_.work()) return std::make_unique<CounterMark>(take(2), slab_);
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long capture = 0;
+    GW_CUDA_CHECK(cudaStreamGetCaptureInfo(stream.native(), &status, &capture));
+    if (launches_ == nullptr || capture != capture_) {
+      launches_ = take(1);
+      launches_memory_ = slab_;
+      capture_ = capture;
+      increment(stream, launches_);
     }
-    return std::make_unique<CounterMark>(slab_->as<uint64_t>() + 2 * used_++, slab_);
+    auto write = [writes = writes_](const Stream& on, uint64_t* word, uint64_t value) {
+      writes.write(on, word, value);
+    };
+    uint64_t* const state = take(1);
+    // Either word may be in an earlier slab than the other.
+    auto memory = std::make_shared<std::pair<std::shared_ptr<Buffer>, std::shared_ptr<Buffer>>>(
+        slab_, launches_memory_);
+    return std::make_unique<WrittenMark>(write, state, launches_, std::move(memory));
   }
 
   void enter_thread() override {
@@ -116,9 +168,27 @@ class CudaCalls final : public GpuCalls {
   }
 
  private:
+  // Words in pinned memory, zero. They are never reused: a graph may run as long as the process does, and a word takes
+  // 8 bytes.
+  uint64_t* take(size_t words) {
+    constexpr size_t kWords = 8192;
+    if (!slab_ || used_ + words > kWords) {
+      OutsideCapture guard;
+      auto buffer = std::make_shared<Buffer>(Buffer::pinned(kWords * sizeof(uint64_t)));
+      std::memset(buffer->data(), 0, buffer->bytes());
+      slab_ = buffer;
+      used_ = 0;
+    }
+    used_ += words;
+    return slab_->as<uint64_t>() + used_ - words;
+  }
+
   const int device_;
-  std::shared_ptr<Buffer> slab_;
+  const StreamWrites writes_;
+  std::shared_ptr<Buffer> slab_, launches_memory_;
   size_t used_ = 0;
+  uint64_t* launches_ = nullptr;  // of the graph being captured
+  unsigned long long capture_ = 0;
 };
 
 ncclUniqueId meet(const NcclApi& api, Membership& group, SteadyClock::time_point deadline) {
@@ -192,7 +262,7 @@ std::unique_ptr<Transport> make_nccl_transport(const NcclOptions& options) {
                   .device = Device::cuda(options.device),
                   .timeout = options.group.timeout};
   try {
-    setup.comm = init_nccl(api, rank, world, id, deadline);
+    setup.comm = init_nccl(api, setup.gpu, rank, world, id, deadline);
   } catch (const CommError& error) {
     if (group) group->store().report(error.what());
     throw;

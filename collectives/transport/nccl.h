@@ -1,12 +1,15 @@
 // Ranks as processes with one GPU each: NCCL moves the bytes, as one group of sends and receives per
-// exchange, on the caller's stream. The host waits for nothing but NCCL's own state, so an exchange can be
-// captured in a CUDA graph; the first exchange with a peer connects to it and blocks until it does too.
+// exchange, on the caller's stream. The host waits for nothing, so an exchange can be captured in a CUDA graph; the
+// first exchange with a peer connects to it and blocks until it does too.
 //
-// Communicators are non-blocking, because only those can be aborted reliably. One thread per communicator
-// watches the enqueued exchanges (exchange_watch.h) and NCCL's own errors. If an exchange is overdue, or NCCL
-// or another rank reports an error, it aborts the communicator: kernels that wait for a peer end, leaving
-// whatever is in the buffers. From then on every call throws CommError, including check(), which must be
-// called after synchronizing a stream and before using the result.
+// Communicators are blocking: on others NCCL creates a thread for every group (2.28.9), and the host must ask when that
+// thread is done. What may wait for a peer inside NCCL, which is joining, the first exchange with a peer, shrinking and
+// finalizing, runs on a thread of its own and has a deadline; every later exchange is made by the caller's thread.
+//
+// One thread per communicator watches the enqueued exchanges (exchange_watch.h), calls that do not return, and NCCL's
+// own errors. If an exchange is overdue, or NCCL or another rank reports an error, it aborts the communicator: kernels
+// that wait for a peer end, leaving whatever is in the buffers. From then on every call throws CommError, including
+// check(), which must be called after synchronizing a stream and before using the result.
 //
 // In addition to NCCL's connections each rank has one to rank 0 (rendezvous/store.h): for the rendezvous, for
 // failures, and to compare calls. A new call is compared with the neighbour's before data moves; later calls

@@ -11,7 +11,7 @@
 namespace gradwire {
 namespace {
 
-constexpr int kOldest = 21800;  // 2.18: non-blocking communicators that can be aborted
+constexpr int kOldest = 21800;  // 2.18: the configuration of communicators and its defaults
 
 template <typename Function>
 void find(void* library, Function& function, const char* symbol, bool required = true) {

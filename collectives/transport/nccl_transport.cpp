@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "collectives/transport/beside.h"
 #include "runtime/error.h"
 #include "runtime/mix.h"
 
@@ -17,25 +18,27 @@ using std::chrono::milliseconds;
 constexpr milliseconds kLookEvery{20}, kLookWhenIdle{500};
 // How long NCCL may take to shut down a communicator whose peers are all healthy.
 constexpr milliseconds kFarewell{10'000};
+// How long a call that is being made may take to return before the communicator is ended around it.
+constexpr milliseconds kGrace{200};
 
 }  // namespace
 
-ncclComm_t init_nccl(const NcclApi& api, int rank, int world, const ncclUniqueId& id,
-                     SteadyClock::time_point deadline) {
-  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  config.blocking = 0;
-  ncclComm_t comm = nullptr;
-  ncclResult_t result = api.init_rank(&comm, world, id, rank, &config);
-  while (result == ncclInProgress && SteadyClock::now() < deadline) {
-    std::this_thread::sleep_for(milliseconds(1));
-    if (api.async_error(comm, &result) != ncclSuccess) result = ncclInternalError;
+bool NcclTransport::Use::enter(milliseconds patience) {
+  std::unique_lock lock(mutex);
+  if (busy && !closed) {
+    ++waiting;
+    changed.wait_for(lock, patience, [&] { return !busy || closed; });
+    --waiting;
   }
-  if (result == ncclSuccess) return comm;
-  const std::string why =
-      result == ncclInProgress ? "no progress until the deadline" : api.text(result, comm);
-  if (comm != nullptr) api.abort(comm);
-  throw CommError(
-      fmt::format("rank {} of {}: joining through NCCL: {}; NCCL_DEBUG=INFO says more", rank, world, why));
+  if (busy || closed) return false;
+  busy = true;
+  return true;
+}
+
+void NcclTransport::Use::leave() {
+  std::lock_guard lock(mutex);
+  busy = false;
+  if (waiting > 0) changed.notify_all();
 }
 
 NcclTransport::NcclTransport(NcclSetup setup)
@@ -47,6 +50,7 @@ NcclTransport::NcclTransport(NcclSetup setup)
   if (api_.user_rank(comm_, &rank_) != ncclSuccess || api_.count(comm_, &world_) != ncclSuccess) {
     throw BadInput("this is not a working NCCL communicator");
   }
+  met_.resize(static_cast<size_t>(world_));
   standing_ = in_flight_.standing();
   if (watched_) watcher_ = std::thread([this] { watch(); });
   if (setup_.group) {
@@ -67,22 +71,44 @@ NcclTransport::~NcclTransport() {
     changed_.notify_all();
   }
   if (watched_ && failed) {
-    std::unique_lock lock(ended_->mutex);
-    if (!ended_->changed.wait_for(lock, kFarewell, [&] { return ended_->done; })) watcher_.detach();
+    std::unique_lock lock(use_->mutex);
+    if (!use_->changed.wait_for(lock, kFarewell, [&] { return use_->ended; })) watcher_.detach();
   }
   if (watcher_.joinable()) watcher_.join();
   // Announces an orderly departure before hanging up.
   if (setup_.group) setup_.group->leave();
-  if (!setup_.owned || comm_ == nullptr) return;
+  const ncclComm_t comm = comm_;
+  if (!setup_.owned || comm == nullptr) return;
+  auto farewell = [&api = api_, gpu = setup_.gpu, pause = setup_.pause, comm, revoked = revoked_.load(),
+                   abort = !revoked_ && (failed || !drained())] {
+    gpu->enter_thread();
+    const NcclPatience patience{.deadline = SteadyClock::now() + kFarewell, .pause = pause};
+    if (revoked) {
+      settle_nccl(api, comm, ncclInProgress, patience);
+      api.destroy(comm);
+    } else if (!abort && settle_nccl(api, comm, api.finalize(comm), patience) == ncclSuccess) {
+      api.destroy(comm);
+    } else {
+      api.abort(comm);
+    }
+  };
+  run_beside(std::move(farewell), SteadyClock::now() + 2 * kFarewell);
+}
+
+// Whether all exchanges have ended, which finalizing would wait for without a limit.
+bool NcclTransport::drained() {
   const auto deadline = SteadyClock::now() + kFarewell;
-  if (revoked_) {
-    settle(comm_, ncclInProgress, deadline, [] { return false; });
-    api_.destroy(comm_);
-  } else if (!failed && settle(comm_, api_.finalize(comm_), deadline, [] { return false; }) == ncclSuccess) {
-    api_.destroy(comm_);
-  } else {
-    api_.abort(comm_);
+  std::lock_guard lock(mutex_);  // nobody else is left
+  try {
+    for (in_flight_.overdue(SteadyClock::now()); in_flight_.unfinished();
+         in_flight_.overdue(SteadyClock::now())) {
+      if (SteadyClock::now() > deadline) return false;
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+  } catch (const std::exception&) {  // the GPU failed
+    return false;
   }
+  return true;
 }
 
 std::string NcclTransport::doing(const std::string& what) const {
@@ -112,19 +138,6 @@ void NcclTransport::give_up(const std::string& what, const std::string& cause) {
   heard(fmt::format("{}: {}", what, cause), false);
   throw_if_failed(what);
   throw CommError(fmt::format("rank {}: {}: {}", rank_, what, cause));
-}
-
-ncclResult_t NcclTransport::settle(ncclComm_t comm, ncclResult_t result, SteadyClock::time_point deadline,
-                                   const std::function<bool()>& stop) {
-  auto pause = std::chrono::microseconds(1);
-  while (result == ncclInProgress && !stop() && SteadyClock::now() < deadline) {
-    std::this_thread::sleep_for(pause);
-    pause = std::min(2 * pause, std::chrono::microseconds(500));
-    std::lock_guard lock(nccl_mutex_);
-    if (comm_ == nullptr) break;  // aborted by the watching thread
-    if (api_.async_error(comm, &result) != ncclSuccess) result = ncclInternalError;
-  }
-  return result;
 }
 
 // Each rank compares with its predecessor; around the ring, that compares all of them.
@@ -158,7 +171,7 @@ void NcclTransport::begin(const Stream&, const Call& call) {
 }
 
 std::unique_ptr<ExchangeMark> NcclTransport::mark_for(const Stream& stream) {
-  if (setup_.gpu->capturing(stream)) return setup_.gpu->make_captured_mark();
+  if (setup_.gpu->capturing(stream)) return setup_.gpu->make_captured_mark(stream);
   {
     std::lock_guard lock(mutex_);
     if (!spare_.empty()) {
@@ -181,39 +194,11 @@ void NcclTransport::exchange(const Stream& stream, const std::vector<Transfer>& 
   ++exchanges_;
   const std::string what = doing(label.what);
   throw_if_failed(what);
-  const auto deadline = watched_ ? SteadyClock::now() + setup_.timeout : SteadyClock::time_point::max();
-  const cudaStream_t native = setup_.gpu->native(stream);
   std::unique_ptr<ExchangeMark> mark;
   if (watched_) mark = mark_for(stream);
   if (mark) mark->begin(stream);
-  ncclResult_t result = ncclSuccess;
-  uint64_t bytes = 0;
-  ncclComm_t comm = nullptr;
-  {
-    std::lock_guard lock(nccl_mutex_);
-    comm = comm_;
-    if (comm != nullptr && !revoked_) {
-      result = api_.group_start();
-      for (const Transfer& t : transfers) {
-        if (t.bytes == 0 || result != ncclSuccess) continue;
-        if (t.kind == Transfer::Kind::send) {
-          result = api_.send(t.data, t.bytes, ncclUint8, t.peer, comm, native);
-          bytes += t.bytes;
-        } else {
-          result = api_.receive(t.data, t.bytes, ncclUint8, t.peer, comm, native);
-        }
-        if (result == ncclInProgress) result = ncclSuccess;  // the end of the group reports the real result
-      }
-      const ncclResult_t ended = api_.group_end();
-      if (result == ncclSuccess) result = ended;
-    }
-  }
-  auto failed = [this] {
-    std::lock_guard lock(mutex_);
-    return cause_.has_value() || !failure_.empty();
-  };
-  result = settle(comm, result, deadline, failed);
-  if (result == ncclInProgress || failed()) {
+  const ncclResult_t result = enqueue(stream, transfers, what);
+  if (result == ncclInProgress || failing()) {
     throw_if_failed(what);
     give_up(what, fmt::format("no progress for {} ms while connecting: {}", setup_.timeout.count(),
                               pending_text(transfers)));
@@ -221,13 +206,75 @@ void NcclTransport::exchange(const Stream& stream, const std::vector<Transfer>& 
   if (result != ncclSuccess) {
     give_up(what, fmt::format("NCCL: {}: {}", api_.text(result, nullptr), pending_text(transfers)));
   }
+  uint64_t bytes = 0;
+  for (const Transfer& t : transfers) bytes += t.kind == Transfer::Kind::send ? t.bytes : 0;
   bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
   if (!mark) return;
   mark->end(stream);
   std::lock_guard lock(mutex_);
   const bool was_idle = !in_flight_.active();
-  in_flight_.add(std::move(mark), {exchanges_, what, pending_text(transfers)});
+  in_flight_.add(std::move(mark), {exchanges_, what, transfers});
   if (was_idle) changed_.notify_all();
+}
+
+bool NcclTransport::failing() {
+  std::lock_guard lock(mutex_);
+  return cause_.has_value() || !failure_.empty();
+}
+
+bool NcclTransport::meets(const std::vector<Transfer>& transfers) {
+  bool first = false;
+  for (const Transfer& t : transfers) {
+    if (t.bytes == 0) continue;
+    Met& met = met_[static_cast<size_t>(t.peer)];
+    bool& known = t.kind == Transfer::Kind::send ? met.sent : met.received;
+    first = first || !known;
+    known = true;
+  }
+  return first;
+}
+
+// Returns ncclInProgress if there was no progress until the deadline, or the group has failed meanwhile.
+ncclResult_t NcclTransport::enqueue(const Stream& stream, const std::vector<Transfer>& transfers,
+                                    const std::string& what) {
+  const cudaStream_t native = setup_.gpu->native(stream);
+  const auto deadline = watched_ ? SteadyClock::now() + setup_.timeout : SteadyClock::time_point::max();
+  const bool first = meets(transfers);
+  if (watched_ && first) {
+    // NCCL connects now, which waits for the peers. Nobody can be sure to end that call, so it runs beside.
+    struct Meeting {
+      ncclResult_t result = ncclInProgress;
+      std::atomic<bool> given_up{false};
+      Turn turn;
+      explicit Meeting(const std::shared_ptr<Use>& use, milliseconds patience) : turn(use, patience) {}
+    };
+    const auto meeting = std::make_shared<Meeting>(use_, setup_.timeout);
+    if (!meeting->turn.entered) return ncclInProgress;
+    auto meet = [meeting, &api = api_, gpu = setup_.gpu, pause = setup_.pause, comm = comm_.load(), native,
+                 transfers, deadline] {
+      gpu->enter_thread();
+      meeting->result = run_nccl_group(
+          api, comm, native, transfers,
+          {.deadline = deadline, .stop = [&] { return meeting->given_up.load(); }, .pause = pause});
+    };
+    const bool returned = run_beside(std::move(meet), deadline, [this] { return failing(); });
+    if (returned) return meeting->result;
+    meeting->given_up = true;
+    return ncclInProgress;
+  }
+  const Turn turn(use_, watched_ ? setup_.timeout : kFarewell);
+  if (!turn.entered) return ncclInProgress;
+  const NcclPatience patience{
+      .deadline = deadline, .stop = [this] { return failing(); }, .pause = setup_.pause};
+  if (!watched_) return run_nccl_group(api_, comm_, native, transfers, patience);
+  {
+    std::lock_guard lock(mutex_);
+    in_nccl_ = {SteadyClock::now(), &what, &transfers};
+  }
+  const ncclResult_t result = run_nccl_group(api_, comm_, native, transfers, patience);
+  std::lock_guard lock(mutex_);
+  in_nccl_.reset();
+  return result;
 }
 
 void NcclTransport::barrier() {
@@ -264,7 +311,7 @@ void NcclTransport::abort(const std::string& reason) {
 void NcclTransport::check() {
   const std::string what = doing(call_.empty() ? "between calls" : call_);
   throw_if_failed(what);
-  if (const std::string text = nccl_error(); !text.empty()) give_up(what, text);
+  if (const std::string text = nccl_error(kLookEvery); !text.empty()) give_up(what, text);
 }
 
 void NcclTransport::send_message(const std::string& message) {
@@ -295,11 +342,15 @@ void NcclTransport::watch() {
                       [&] { return stop_ || cause_ || in_flight_.active() != active; });
     if (stop_ || cause_) break;
     lock.unlock();
-    const std::string text = nccl_error();
+    const std::string text = nccl_error(milliseconds(0));
     lock.lock();
     std::optional<std::string> overdue;
     try {
       overdue = in_flight_.overdue(SteadyClock::now());
+      if (in_nccl_ && SteadyClock::now() - in_nccl_->since > setup_.timeout) {
+        overdue = fmt::format("{}: no progress for {} ms inside NCCL: {}", *in_nccl_->what,
+                              setup_.timeout.count(), pending_text(*in_nccl_->transfers));
+      }
     } catch (const std::exception& error) {  // the GPU failed, and with it the marks
       overdue = error.what();
     }
@@ -322,10 +373,10 @@ void NcclTransport::watch() {
   end_communicator();
 }
 
-// NCCL's own error for the communicator; empty if there is none.
-std::string NcclTransport::nccl_error() {
-  std::lock_guard lock(nccl_mutex_);
-  if (comm_ == nullptr) return "";
+// NCCL's own error for the communicator; empty if there is none, or if a call is being made.
+std::string NcclTransport::nccl_error(milliseconds patience) {
+  const Turn turn(use_, patience);
+  if (!turn.entered) return "";
   ncclResult_t result = ncclSuccess;
   if (api_.async_error(comm_, &result) != ncclSuccess) result = ncclInternalError;
   return result == ncclSuccess || result == ncclInProgress ? "" : "NCCL: " + api_.text(result, comm_);
@@ -351,24 +402,37 @@ std::string NcclTransport::tell_the_group(const std::string& cause) {
   return text;
 }
 
+// Waits a moment for a call that is being made: an abort frees what it uses. If that call is stuck, NCCL is asked to
+// end it, where it can (ncclCommRevoke), and aborted all the same where nothing helps.
+//
 // An abort may hang, so this object must not be touched after it; see the destructor.
 void NcclTransport::end_communicator() {
   const NcclApi& api = api_;
-  const std::shared_ptr<Ended> ended = ended_;
-  ncclComm_t comm = nullptr;
-  {
-    std::lock_guard lock(nccl_mutex_);
-    if (setup_.owned && setup_.shrinkable) {
-      revoked_ = true;
-      api.revoke(comm_, 0);
-    } else if (setup_.owned) {
-      std::swap(comm, comm_);
-    }
+  const std::shared_ptr<Use> use = use_;
+  const bool owned = setup_.owned, shrinkable = setup_.shrinkable;
+  std::unique_lock lock(use->mutex);
+  use->closed = true;
+  use->changed.notify_all();
+  ++use->waiting;
+  auto left = [&] { return use->changed.wait_for(lock, kGrace, [&] { return !use->busy; }); };
+  bool quiet = left();
+  const ncclComm_t comm = comm_;
+  if (owned && (shrinkable || (!quiet && api.revoke != nullptr))) {
+    revoked_ = shrinkable;
+    lock.unlock();
+    api.revoke(comm, 0);
+    lock.lock();
+    quiet = quiet || left();
   }
-  if (comm != nullptr) api.abort(comm);
-  std::lock_guard lock(ended->mutex);
-  ended->done = true;
-  ended->changed.notify_all();
+  --use->waiting;
+  if (owned && !shrinkable) {
+    comm_ = nullptr;
+    lock.unlock();
+    api.abort(comm);
+    lock.lock();
+  }
+  use->ended = true;
+  use->changed.notify_all();
 }
 
 std::unique_ptr<Transport> NcclTransport::shrink(const std::vector<int>& excluded) {
@@ -389,17 +453,14 @@ std::unique_ptr<Transport> NcclTransport::shrink(const std::vector<int>& exclude
     throw_if_failed("shrinking");
   } catch (const CommError&) {
   }
-  {
-    std::lock_guard lock(nccl_mutex_);
-    if (comm_ == nullptr) {
-      throw BadInput(
-          "shrink: the communicator was aborted; create it with NcclOptions::shrinkable so that a failure "
-          "leaves it usable for this");
-    }
+  if (comm_ == nullptr) {
+    throw BadInput(
+        "shrink: the communicator was aborted; create it with NcclOptions::shrinkable so that a failure "
+        "leaves it usable for this");
   }
   return derive(fmt::format("shrinking to {} ranks", world_ - static_cast<int>(out.size())),
-                [&](ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config) {
-                  return api_.shrink(parent, out.data(), static_cast<int>(out.size()), child, config, 0);
+                [&api = api_, out](ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config) mutable {
+                  return api.shrink(parent, out.data(), static_cast<int>(out.size()), child, config, 0);
                 });
 }
 
@@ -408,8 +469,9 @@ std::unique_ptr<Transport> NcclTransport::split(const std::vector<int>& members)
   const auto me = std::find(members.begin(), members.end(), rank_);
   const int color = members.empty() ? NCCL_SPLIT_NOCOLOR : members.front();
   return derive(fmt::format("making a group of {} of {} ranks", members.size(), world_),
-                [&](ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config) {
-                  return api_.split(parent, color, static_cast<int>(me - members.begin()), child, config);
+                [&api = api_, color, key = static_cast<int>(me - members.begin())](
+                    ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config) {
+                  return api.split(parent, color, key, child, config);
                 });
 }
 
@@ -417,39 +479,49 @@ std::unique_ptr<Transport> NcclTransport::derive(
     const std::string& doing,
     const std::function<ncclResult_t(ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config)>& make) {
   const auto deadline = SteadyClock::now() + std::max(setup_.timeout, milliseconds(1000));
-  const auto never = [] { return false; };
-  ncclComm_t parent = nullptr, child = nullptr;
-  auto busy = [&](ncclComm_t comm, ncclResult_t result) {
-    result = settle(comm, result, deadline, never);
-    if (result == ncclSuccess) return;
-    if (child != nullptr) api_.abort(child);
-    throw CommError(
-        fmt::format("rank {}: {}: {}", rank_, doing,
-                    result == ncclInProgress ? "no progress until the deadline" : api_.text(result, comm)));
-  };
-  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  config.blocking = 0;
-  ncclResult_t result = ncclSuccess;
-  {
-    std::lock_guard lock(nccl_mutex_);
-    parent = comm_;
-  }
+  const ncclComm_t parent = comm_;
   if (parent == nullptr)
     throw CommError(fmt::format("rank {}: {}: the communicator was aborted", rank_, doing));
-  if (revoked_) busy(parent, ncclInProgress);  // until the revocation is complete
-  {
-    std::lock_guard lock(nccl_mutex_);
-    result = make(parent, &child, &config);
+  struct Deriving {
+    ncclComm_t child = nullptr;
+    ncclResult_t result = ncclInProgress;
+  };
+  const auto deriving = std::make_shared<Deriving>();
+  auto call = [deriving, make, &api = api_, gpu = setup_.gpu, use = use_, parent, revoked = revoked_.load(),
+               patience = NcclPatience{.deadline = deadline, .pause = setup_.pause}]() mutable {
+    gpu->enter_thread();
+    ncclResult_t& result = deriving->result;
+    if (revoked) {  // until the revocation is complete
+      std::unique_lock lock(use->mutex);
+      if (!use->changed.wait_until(lock, patience.deadline, [&] { return use->ended; })) return;
+      lock.unlock();
+      result = settle_nccl(api, parent, ncclInProgress, patience);
+      if (result != ncclSuccess) return;
+    }
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 1;
+    result = make(parent, &deriving->child, &config);
+    if (result != ncclInProgress) return;
+    result = settle_nccl(api, parent, result, patience);
+    if (result == ncclSuccess && deriving->child != nullptr)
+      result = settle_nccl(api, deriving->child, ncclInProgress, patience);
+  };
+  const bool returned = run_beside(std::move(call), deadline + kGrace);
+  if (!returned || deriving->result != ncclSuccess) {
+    if (returned && deriving->child != nullptr) api_.abort(deriving->child);
+    const bool late = !returned || deriving->result == ncclInProgress;
+    throw CommError(
+        fmt::format("rank {}: {}: {}", rank_, doing,
+                    late ? "no progress until the deadline" : api_.text(deriving->result, parent)));
   }
-  busy(parent, result);
-  if (child == nullptr) return nullptr;
-  if (result == ncclInProgress) busy(child, ncclInProgress);
+  if (deriving->child == nullptr) return nullptr;
   return std::make_unique<NcclTransport>(NcclSetup{.api = setup_.api,
                                                    .gpu = setup_.gpu,
-                                                   .comm = child,
+                                                   .comm = deriving->child,
                                                    .shrinkable = setup_.shrinkable,
                                                    .device = setup_.device,
-                                                   .timeout = setup_.timeout});
+                                                   .timeout = setup_.timeout,
+                                                   .pause = setup_.pause});
 }
 
 }  // namespace gradwire

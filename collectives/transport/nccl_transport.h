@@ -15,6 +15,7 @@
 #include "collectives/rendezvous/membership.h"
 #include "collectives/transport/exchange_watch.h"
 #include "collectives/transport/nccl_api.h"
+#include "collectives/transport/nccl_calls.h"
 #include "collectives/transport/transport.h"
 
 namespace gradwire {
@@ -27,8 +28,8 @@ class GpuCalls {
   virtual cudaStream_t native(const Stream& stream) = 0;
   // For an exchange that runs once, and for one that is captured.
   virtual std::unique_ptr<ExchangeMark> make_mark() = 0;
-  virtual std::unique_ptr<ExchangeMark> make_captured_mark() = 0;
-  // Called first in a thread that polls marks, which must not disturb a capture elsewhere.
+  virtual std::unique_ptr<ExchangeMark> make_captured_mark(const Stream& stream) = 0;
+  // Called first in a thread that polls marks or calls NCCL, which must not disturb a capture elsewhere.
   virtual void enter_thread() {}
 };
 
@@ -41,11 +42,11 @@ struct NcclSetup {
   Device device;
   std::chrono::milliseconds timeout{60'000};  // 0: nothing is watched
   std::unique_ptr<Membership> group = nullptr;
+  // Sleeps, where a communicator is not blocking.
+  std::function<void(std::chrono::microseconds)> pause = [](std::chrono::microseconds time) {
+    std::this_thread::sleep_for(time);
+  };
 };
-
-// Joins: returns the initialized communicator, or throws CommError at the deadline.
-ncclComm_t init_nccl(const NcclApi& api, int rank, int world, const ncclUniqueId& id,
-                     SteadyClock::time_point deadline);
 
 class NcclTransport final : public Transport {
  public:
@@ -75,46 +76,76 @@ class NcclTransport final : public Transport {
   [[noreturn]] void give_up(const std::string& what, const std::string& cause);
   void throw_if_failed(const std::string& what);
   void compare(const Call& call);
-  // Waits until `comm` is no longer busy. `result` is what a call on it returned.
-  ncclResult_t settle(ncclComm_t comm, ncclResult_t result, SteadyClock::time_point deadline,
-                      const std::function<bool()>& stop);
+  bool failing();
   // The communicator that `make` makes of this one, null if it makes none for this rank. `doing` is for error texts.
   std::unique_ptr<Transport> derive(
       const std::string& doing,
       const std::function<ncclResult_t(ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config)>& make);
   std::unique_ptr<ExchangeMark> mark_for(const Stream& stream);
+  // Whether the exchange has a transfer to or from a peer for the first time; if so, it is no longer the first.
+  bool meets(const std::vector<Transfer>& transfers);
+  ncclResult_t enqueue(const Stream& stream, const std::vector<Transfer>& transfers, const std::string& what);
 
   void watch();
-  std::string nccl_error();
+  std::string nccl_error(std::chrono::milliseconds patience);
+  bool drained();
   void heard(const std::string& cause, bool from_group);
   std::string tell_the_group(const std::string& cause);
   void end_communicator();
 
-  // Whether the watching thread is done with the communicator; outlives this if it never is.
-  struct Ended {
+  // Who is using the communicator: one call at a time, and none concurrently with its end, unless a call is stuck in
+  // NCCL. Outlives this if a call or an abort never returns.
+  struct Use {
+    bool enter(std::chrono::milliseconds patience);  // false: ended, or in use for longer than that
+    void leave();
+
     std::mutex mutex;
     std::condition_variable changed;
-    bool done = false;
+    int waiting = 0;
+    bool busy = false;    // a call is being made
+    bool closed = false;  // no further call may begin
+    bool ended = false;   // the watching thread is done with the communicator
+  };
+  // For the length of a call.
+  struct Turn {
+    explicit Turn(std::shared_ptr<Use> use, std::chrono::milliseconds patience)
+        : use(std::move(use)), entered(this->use->enter(patience)) {}
+    ~Turn() {
+      if (entered) use->leave();
+    }
+    Turn(const Turn&) = delete;
+    const std::shared_ptr<Use> use;
+    const bool entered;
   };
 
   NcclSetup setup_;
   const NcclApi& api_;
   const bool watched_;
-  const std::shared_ptr<Ended> ended_ = std::make_shared<Ended>();
+  const std::shared_ptr<Use> use_ = std::make_shared<Use>();
   int rank_ = 0, world_ = 1;
 
   // Used only by the thread that makes the calls.
   uint64_t calls_ = 0, exchanges_ = 0, rolling_ = 0;
   std::string call_;
   std::set<uint64_t> known_calls_;
+  struct Met {
+    bool sent = false, received = false;
+  };
+  std::vector<Met> met_;  // by peer
 
-  std::mutex nccl_mutex_;  // held during every call on comm_, so that none runs concurrently with an abort
-  ncclComm_t comm_ = nullptr;
-  bool revoked_ = false;
+  std::atomic<ncclComm_t> comm_ = nullptr;  // null: aborted
+  std::atomic<bool> revoked_ = false;
 
   std::mutex mutex_;
   std::condition_variable changed_;
   ExchangesInFlight in_flight_;
+  // The call of NCCL that the caller's thread is in.
+  struct InNccl {
+    SteadyClock::time_point since;
+    const std::string* what;
+    const std::vector<Transfer>* transfers;
+  };
+  std::optional<InNccl> in_nccl_;
   std::vector<std::unique_ptr<ExchangeMark>> spare_;
   std::optional<std::string> cause_;  // a failure that the watching thread has yet to handle
   bool cause_from_group_ = false;

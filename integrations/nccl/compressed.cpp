@@ -14,7 +14,7 @@ CompressedAllReduce::CompressedAllReduce(ncclComm_t comm, int device, const Sett
       device_(device),
       comm_(Communicator::adopt_nccl(comm, device, std::chrono::milliseconds(0))),
       setup_(Stream::create(Device::cuda(device), "set-up")),
-      programs_(Device::cuda(device), kPlaces) {
+      programs_(kPlaces, [this](size_t bytes) { return Buffer::in_order(setup_, bytes); }) {
   const int world = comm_->world();
   if (world == 1) return;
   const double mine = static_cast<double>(settings.fingerprint());
@@ -47,6 +47,7 @@ CompressedAllReduce::CompressedAllReduce(ncclComm_t comm, int device, const Sett
   fill_zero(setup_, step_.data(), step_.bytes());
   setup_.synchronize();
   last_ = Event::create(comm_->device());
+  ready_ = Event::create(comm_->device());
   usable_ = true;
   description_ = fmt::format(
       "ncclAllReduce of at least {} bytes of float32, sum or avg, is sent as {} over {} ranks; other calls "
@@ -54,18 +55,25 @@ CompressedAllReduce::CompressedAllReduce(ncclComm_t comm, int device, const Sett
       settings.min_bytes, settings.spec.to_string(), world);
 }
 
-Program& CompressedAllReduce::program_for(const Key& key) {
+CompressedAllReduce::~CompressedAllReduce() {
+  try {
+    if (last_) setup_.wait(last_);  // work in flight uses memory that is freed on this stream
+  } catch (...) {                   // the GPU has failed
+  }
+}
+
+// Does not wait for the device: memory comes and goes in the order of setup_, which waits for the calls that use it.
+Program& CompressedAllReduce::program_for(const Key& key, const Stream& stream) {
   if (auto* entry = programs_.find(key)) return *entry->program;
   const auto& [send, receive, count, op] = key;
-  last_.synchronize();  // work in flight may use memory that an evicted entry frees
+  setup_.wait(last_);  // work in flight may use memory that an evicted entry frees
   int64_t state_bytes = count * static_cast<int64_t>(sizeof(float));
   for (const auto& entry : programs_.entries()) state_bytes += static_cast<int64_t>(entry.residual.bytes());
   Buffer residual;
   if (settings_.spec.error_feedback && !settings_.spec.wire->exact &&
       state_bytes <= settings_.max_state_bytes) {
-    residual = make_buffer<float>(comm_->device(), count);
+    residual = Buffer::in_order(setup_, static_cast<size_t>(count) * sizeof(float));
     fill_zero(setup_, residual.data(), residual.bytes());
-    setup_.synchronize();
   }
   const SchedulePlanner::Choice choice = planner_->choose(count, settings_.spec.wire);
   auto program = std::make_unique<Program>(
@@ -78,13 +86,16 @@ Program& CompressedAllReduce::program_for(const Key& key) {
                                     step_.as<const uint64_t>(), 0},
                        .transfers = comm_->transfers(),
                        .slice_bytes = choice.slice_bytes});
-  return *programs_.add({key, std::move(residual), std::move(program)}).program;
+  Program& added = *programs_.add({key, std::move(residual), std::move(program)}).program;
+  ready_.record(setup_);
+  stream.wait(ready_);
+  return added;
 }
 
 void CompressedAllReduce::run(const float* send, float* receive, int64_t count, ncclRedOp_t op,
                               cudaStream_t native) {
   const Stream stream = Stream::adopt_cuda(device_, native);
-  Program& program = program_for({send, receive, count, op});
+  Program& program = program_for({send, receive, count, op}, stream);
   stream.wait(last_);
   program.run(stream);
   increment(stream, step_.as<uint64_t>());

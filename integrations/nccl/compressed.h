@@ -25,6 +25,7 @@ class CompressedAllReduce {
  public:
   // Adopts `comm` and compares settings with the other ranks. Collective, blocks.
   CompressedAllReduce(ncclComm_t comm, int device, const Settings& settings);
+  ~CompressedAllReduce();
 
   // All ranks have the same settings, and those allow compression.
   bool usable() const { return usable_; }
@@ -38,7 +39,7 @@ class CompressedAllReduce {
 
  private:
   using Key = std::tuple<const float*, float*, int64_t, ncclRedOp_t>;
-  Program& program_for(const Key& key);
+  Program& program_for(const Key& key, const Stream& stream);
 
   const Settings settings_;
   const int device_;
@@ -48,7 +49,8 @@ class CompressedAllReduce {
   Stream setup_;
   std::optional<SchedulePlanner> planner_;
   Buffer step_;
-  Event last_;  // end of the previous call: calls share the workspace
+  Event last_;   // end of the previous call: calls share the workspace
+  Event ready_;  // memory of a new program
   ProgramCache<Key> programs_;
 };
 

@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
@@ -20,6 +21,7 @@
 #include <vector>
 
 #include "collectives/transport/nccl_transport.h"
+#include "runtime/capture.h"
 
 namespace gradwire::testing {
 
@@ -38,6 +40,10 @@ struct FakeComm {
   ncclResult_t send_result = ncclSuccess;  // what ncclSend returns
   std::atomic<bool> stopped{false};
   std::atomic<int> aborted{0}, finalized{0}, destroyed{0}, revoked{0}, groups{0};
+  std::atomic<int> sends{0}, receives{0};
+  std::atomic<int> threads{0};           // that NCCL would have created: one per group that is not blocking
+  std::atomic<bool> stuck{false};        // a group does not return until the communicator is stopped
+  std::map<std::thread::id, int> asked;  // calls of ncclCommGetAsyncError by thread; under wire->mutex
   std::atomic<std::thread::id> aborted_by{};
   std::string log;  // of the last group: "(s1:4 r2:8)"
 
@@ -135,6 +141,10 @@ inline const NcclApi& fake_nccl() {
       return r == ncclRemoteError ? "remote process exited" : "fake error";
     };
     a.async_error = [](ncclComm_t c, ncclResult_t* r) {
+      {
+        std::lock_guard lock(fake(c).wire->mutex);
+        ++fake(c).asked[std::this_thread::get_id()];
+      }
       *r = fake(c).busy > 0 ? (--fake(c).busy, ncclInProgress)
                             : static_cast<ncclResult_t>(fake(c).async.load());
       return ncclSuccess;
@@ -174,15 +184,24 @@ inline const NcclApi& fake_nccl() {
       FakeComm& comm = *operations[0].comm;
       ++comm.groups;
       comm.log.clear();
-      for (const auto& op : operations)
+      for (const auto& op : operations) {
         comm.log += fmt::format(" {}{}:{}", op.send ? 's' : 'r', op.peer, op.bytes);
+        ++(op.send ? comm.sends : comm.receives);
+      }
+      if (comm.stuck) {
+        std::unique_lock lock(comm.wire->mutex);
+        comm.wire->changed.wait(lock, [&] { return comm.stopped.load(); });
+        return ncclInternalError;
+      }
       if (comm.send_result != ncclSuccess) return ncclSuccess;
       operations[0].stream->submit([operations] { run_fake(operations); });
       comm.busy = comm.busy_after_group;
-      return comm.busy > 0 ? ncclInProgress : ncclSuccess;
+      if (comm.busy_after_group == 0) return ncclSuccess;
+      ++comm.threads;
+      return ncclInProgress;
     };
     a.shrink = [](ncclComm_t c, int* out, int n, ncclComm_t* child, ncclConfig_t* config, int) {
-      EXPECT_EQ(config->blocking, 0);
+      EXPECT_EQ(config->blocking, 1);
       FakeComm& parent = fake(c);
       int mine = 0;
       for (int r = 0; r < parent.rank; ++r) mine += std::find(out, out + n, r) == out + n;
@@ -195,7 +214,7 @@ inline const NcclApi& fake_nccl() {
       return ncclInProgress;
     };
     a.split = [](ncclComm_t c, int color, int key, ncclComm_t* child, ncclConfig_t* config) {
-      EXPECT_EQ(config->blocking, 0);
+      EXPECT_EQ(config->blocking, 1);
       FakeComm& parent = fake(c);
       std::unique_lock lock(fake_shrinks().mutex);
       FakeShrinks::Split& split = fake_shrinks().splits[parent.wire.get()];
@@ -237,7 +256,7 @@ class HostMark final : public ExchangeMark {
 
 class HostCalls final : public GpuCalls {
  public:
-  bool capturing(const Stream&) override { return false; }
+  bool capturing(const Stream&) override { return Capture::current() != nullptr; }
   cudaStream_t native(const Stream& s) override {
     return reinterpret_cast<cudaStream_t>(const_cast<Stream*>(&s));
   }
@@ -245,8 +264,26 @@ class HostCalls final : public GpuCalls {
     ++made;
     return std::make_unique<HostMark>();
   }
-  std::unique_ptr<ExchangeMark> make_captured_mark() override { throw Error("nothing is captured here"); }
+  // One capture per object.
+  std::unique_ptr<ExchangeMark> make_captured_mark(const Stream& stream) override {
+    auto words = std::make_shared<std::array<uint64_t, 2>>();
+    if (!launches_) {
+      launches_ = words;
+      stream.submit([words] { std::atomic_ref((*words)[1]).fetch_add(1); });
+    }
+    auto write = [](const Stream& on, uint64_t* word, uint64_t value) {
+      on.submit([word, value] { std::atomic_ref(*word).store(value); });
+    };
+    uint64_t* const state = &(*words)[0];
+    auto memory = std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(words, launches_);
+    return std::make_unique<WrittenMark>(write, state, &(*launches_)[1], memory);
+  }
+  void enter_thread() override { ++threads; }
   std::atomic<int> made{0};
+  std::atomic<int> threads{0};  // that the transport has started
+
+ private:
+  std::shared_ptr<std::array<uint64_t, 2>> launches_;
 };
 
 }  // namespace gradwire::testing

@@ -9,6 +9,7 @@
 #include "collectives/communicator/communicator.h"
 #include "collectives/program/program.h"
 #include "runtime/error.h"
+#include "runtime/graph.h"
 #include "tests/collectives/fake_nccl.h"
 #include "tests/collectives/group.h"
 #include "tests/expect.h"
@@ -53,8 +54,8 @@ TEST(ExchangesInFlight, TheDeadlineStartsWhenTheExchangeStarts) {
   ExchangesInFlight all(100ms);
   const Time t{};
   auto first =
-      add(all, {7, "allreduce of bucket 1, round 2 of 6", "1 receive (8 bytes) from rank 3 pending"});
-  auto second = add(all, {8, "another", "nothing"});
+      add(all, {7, "allreduce of bucket 1, round 2 of 6", {{Transfer::Kind::receive, 3, nullptr, 8}}});
+  auto second = add(all, {8, "another"});
   EXPECT_FALSE(all.overdue(t));
   EXPECT_FALSE(all.overdue(t + 10h)) << "kernels before it may take as long as they like";
   EXPECT_NE(all.standing().find("still computing before exchange 7"), std::string::npos) << all.standing();
@@ -63,7 +64,8 @@ TEST(ExchangesInFlight, TheDeadlineStartsWhenTheExchangeStarts) {
   EXPECT_FALSE(all.overdue(t + 11h + 100ms));
   auto text = all.overdue(t + 11h + 101ms);
   ASSERT_TRUE(text);
-  for (const char* part : {"exchange 7", "bucket 1, round 2 of 6", "no progress for 100 ms", "from rank 3"})
+  for (const char* part : {"exchange 7", "bucket 1, round 2 of 6", "no progress for 100 ms",
+                           "1 receive (8 bytes) from rank 3 pending"})
     EXPECT_NE(text->find(part), std::string::npos) << *text;
   EXPECT_NE(all.standing().find("in exchange 7"), std::string::npos);
 
@@ -80,7 +82,7 @@ TEST(ExchangesInFlight, TheDeadlineStartsWhenTheExchangeStarts) {
 TEST(ExchangesInFlight, EachLaunchOfAGraphHasItsOwnDeadline) {
   ExchangesInFlight all(100ms);
   const Time t{};
-  auto mark = add(all, {1, "captured", "all"}, true);
+  auto mark = add(all, {1, "captured"}, true);
   mark->progress = Progress::done;
   EXPECT_FALSE(all.overdue(t));
   EXPECT_TRUE(all.active()) << "the graph may be launched again";
@@ -95,7 +97,7 @@ TEST(ExchangesInFlight, EachLaunchOfAGraphHasItsOwnDeadline) {
 
 TEST(ExchangesInFlight, WithoutATimeoutNothingIsEverOverdue) {
   ExchangesInFlight all(0ms);
-  add(all, {1, "x", "y"})->progress = Progress::running;
+  add(all, {1, "x"})->progress = Progress::running;
   all.overdue(Time{});
   EXPECT_FALSE(all.overdue(Time{} + 100h));
 }
@@ -340,7 +342,7 @@ TEST(Nccl, AnErrorInsideAGroupStillEndsTheGroup) {
 
 TEST(Nccl, ConnectingHasADeadlineToo) {
   FakeWorld world(2);
-  world[0].busy_after_group = 1 << 30;
+  world[0].busy_after_group = 1 << 30;  // a communicator that is not blocking
   NcclTransport transport(setup(world[0], 200ms));
   Stream stream = Stream::create(Device::host(), "test");
   char byte = 0;
@@ -351,6 +353,155 @@ TEST(Nccl, ConnectingHasADeadlineToo) {
       {"the first", "no progress for 200 ms while connecting", "from rank 1"});
   world[0].busy = 0;
   stream.synchronize();
+}
+
+// NCCL waits for the peer inside the call. It ends by what the watching thread does: by a revocation, so that the abort
+// does not free what the call uses, or by the abort alone with an NCCL that has none.
+TEST(Nccl, ACallThatDoesNotReturnFromNcclHasADeadlineToo) {
+  for (const bool old : {false, true}) {
+    for (const bool connected : {false, true}) {
+      SCOPED_TRACE(fmt::format("old {}, connected {}", old, connected));
+      NcclApi api = fake_nccl();
+      if (old) api.revoke = nullptr;
+      FakeWorld world(2);
+      NcclSetup s = setup(world[0], 300ms);
+      s.api = &api;
+      NcclTransport transport(std::move(s));
+      Stream stream = Stream::create(Device::host(), "test");
+      char byte = 0;
+      const std::vector<Transfer> sends = {{Transfer::Kind::send, 1, &byte, 1}};
+      if (connected) transport.exchange(stream, sends, {1, "the first"});
+      world[0].stuck = true;
+      expect_error<CommError>(
+          [&] {
+            transport.exchange(stream, sends, {2, "the stuck one"});
+          },
+          {"the stuck one", "no progress for 300 ms", connected ? "inside NCCL" : "connecting",
+           "1 send (1 bytes) to rank 1"});
+      while (world[0].aborted == 0) std::this_thread::sleep_for(1ms);
+      EXPECT_EQ(world[0].revoked, old ? 0 : 1);
+      EXPECT_THROW(transport.exchange(stream, sends, {3, "later"}), CommError);
+      stream.synchronize();
+    }
+  }
+}
+
+// What the host does for an exchange with peers that it has met: the group, two marks, and nothing else. With a
+// communicator that is not blocking NCCL creates a thread for each group, and the host must ask for its end.
+TEST(Nccl, AnExchangeCostsItsGroupAndNothingElse) {
+  constexpr int kSteps = 50;
+  for (const int busy : {0, 3}) {
+    FakeWorld world(2);
+    std::vector<int> asked(2), began(2);
+    std::vector<std::shared_ptr<HostCalls>> gpu = {std::make_shared<HostCalls>(),
+                                                   std::make_shared<HostCalls>()};
+    std::atomic<int64_t> slept_us{0};
+    auto errors = run(
+        2,
+        [&](int r) {
+          NcclSetup s = setup(world[r]);
+          s.gpu = gpu[r];
+          s.pause = [&slept_us](std::chrono::microseconds time) { slept_us += time.count(); };
+          world[r].busy_after_group = busy;
+          return s;
+        },
+        [&](NcclRank& rank) {
+          const int me = rank.transport->rank();
+          all_to_all(rank, 1);
+          EXPECT_EQ(world[me].groups, 1);
+          began[me] = gpu[me]->threads;
+          int before = 0;  // by check()
+          {
+            std::lock_guard lock(world[me].wire->mutex);
+            before = world[me].asked[std::this_thread::get_id()];
+          }
+          std::vector<int> in(1), out(1);
+          const std::vector<Transfer> transfers = {{Transfer::Kind::send, 1 - me, out.data(), 4},
+                                                   {Transfer::Kind::receive, 1 - me, in.data(), 4}};
+          for (int step = 0; step < kSteps; ++step)
+            rank.transport->exchange(rank.stream, transfers, {1, "a step"});
+          {
+            std::lock_guard lock(world[me].wire->mutex);
+            asked[me] = world[me].asked[std::this_thread::get_id()] - before;
+          }
+          rank.stream.synchronize();
+        });
+    for (int r : {0, 1}) {
+      EXPECT_EQ(errors[r], "");
+      EXPECT_EQ(world[r].groups, kSteps + 1);
+      EXPECT_EQ(world[r].sends, kSteps + 1);
+      EXPECT_EQ(world[r].receives, kSteps + 1);
+      EXPECT_EQ(world[r].threads, busy > 0 ? kSteps + 1 : 0);
+      EXPECT_EQ(asked[r], busy * kSteps + (busy > 0 ? kSteps : 0));
+      EXPECT_LE(began[r], 2) << "the watching thread, and one to meet the peer";
+      EXPECT_LE(gpu[r]->threads, began[r] + 2) << "none but the watching thread, and one to finalize";
+    }
+    if (busy == 0) {
+      EXPECT_EQ(slept_us, 0);
+    }
+  }
+}
+
+// The groups of an allreduce of one bucket, in one slice: two for a two-shot, and as many as a ring has rounds.
+TEST(Nccl, AStepMakesAGroupPerRound) {
+  const int n = 8;
+  for (const Schedule& schedule : {two_shot(n), ring(n)}) {
+    FakeWorld world(n);
+    auto errors = run(
+        n, [&](int r) { return setup(world[r]); },
+        [&](NcclRank& rank) {
+          const int64_t count = 1024;
+          std::vector<float> data(count, 1.0f);
+          Program program(*rank.transport, schedule, {data.data(), data.data(), nullptr, count},
+                          {.what = "test", .wire = kBf16});
+          Buffer workspace(Device::host(), program.workspace_bytes());
+          program.bind(workspace.data());
+          for (int step = 0; step < 3; ++step) program.run(rank.stream);
+          rank.stream.synchronize();
+        });
+    const bool ring = schedule.kind == ScheduleKind::ring;
+    for (int r = 0; r < n; ++r) {
+      EXPECT_EQ(errors[r], "");
+      EXPECT_EQ(world[r].groups, 3 * (ring ? 2 * (n - 1) : 2));
+      EXPECT_EQ(world[r].sends, 3 * 2 * (n - 1));
+      EXPECT_EQ(world[r].receives, 3 * 2 * (n - 1));
+      EXPECT_EQ(world[r].threads, 0);
+    }
+  }
+}
+
+TEST(Nccl, ACapturedExchangeIsWatchedInEachLaunch) {
+  FakeWorld world(2);
+  auto errors = run(
+      2, [&](int r) { return setup(world[r], 500ms); },
+      [&](NcclRank& rank) {
+        const int me = rank.transport->rank();
+        int in = -1, out = me;
+        const std::vector<Transfer> transfers = {{Transfer::Kind::send, 1 - me, &out, 4},
+                                                 {Transfer::Kind::receive, 1 - me, &in, 4}};
+        const ExchangeLabel first{1, "the first"}, label{2, "the captured one"};
+        rank.transport->exchange(rank.stream, transfers, first);
+        rank.stream.synchronize();
+        const Graph graph =
+            Graph::capture(rank.stream, [&] { rank.transport->exchange(rank.stream, transfers, label); });
+        for (int launch = 0; launch < 20; ++launch) {  // longer in all than the deadline
+          in = -1;
+          graph.launch();
+          rank.stream.synchronize();
+          rank.transport->check();
+          EXPECT_EQ(in, 1 - me);
+          std::this_thread::sleep_for(30ms);
+        }
+        if (me == 1) {
+          while (world[0].aborted == 0) std::this_thread::sleep_for(1ms);
+          return;
+        }
+        graph.launch();  // alone
+        rank.stream.synchronize();
+        rank.transport->check();
+      });
+  expect_has(errors[0], {"the captured one", "no progress for 500 ms", "1 receive (4 bytes) from rank 1"});
+  EXPECT_EQ(errors[1], "");
 }
 
 TEST(Nccl, AbortEndsPendingExchangesWithItsReason) {
@@ -491,9 +642,15 @@ TEST(Nccl, EveryRankHearsWhoFailedAndTheCulpritIsNamed) {
 
 TEST(Nccl, AFailedJoinIsAnError) {
   NcclApi api = fake_nccl();
+  static FakeWorld one(1), slow(1);
+  static std::atomic<bool> hang{false};
   api.init_rank = [](ncclComm_t* comm, int world, ncclUniqueId, int rank, ncclConfig_t* config) {
-    static FakeWorld one(1);
-    EXPECT_EQ(config->blocking, 0);
+    EXPECT_EQ(config->blocking, 1);
+    if (hang) {
+      while (hang) std::this_thread::sleep_for(1ms);
+      *comm = slow[0].handle();
+      return ncclSuccess;
+    }
     one[0].world = world;
     one[0].rank = rank;
     one[0].busy = 5;
@@ -501,11 +658,17 @@ TEST(Nccl, AFailedJoinIsAnError) {
     return ncclInProgress;
   };
   const auto later = SteadyClock::now() + 10s;
-  ncclComm_t comm = init_nccl(api, 0, 2, {}, later);
+  const auto gpu = std::make_shared<HostCalls>();
+  ncclComm_t comm = init_nccl(api, gpu, 0, 2, {}, later);
   ASSERT_NE(comm, nullptr);
   testing::fake(comm).async = ncclRemoteError;
-  EXPECT_THROW(init_nccl(api, 0, 2, {}, later), CommError);
+  EXPECT_THROW(init_nccl(api, gpu, 0, 2, {}, later), CommError);
   EXPECT_EQ(testing::fake(comm).aborted, 1);
+  hang = true;  // NCCL waits for a rank that does not come
+  expect_error<CommError>([&] { init_nccl(api, gpu, 0, 2, {}, SteadyClock::now() + 100ms); },
+                          {"rank 0 of 2", "no progress until the deadline"});
+  hang = false;  // and has joined when nobody waits any more
+  while (slow[0].aborted == 0) std::this_thread::sleep_for(1ms);
 }
 
 }  // namespace

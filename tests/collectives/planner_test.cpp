@@ -164,6 +164,24 @@ TEST(Planner, EveryRankMeasuresTheSameNumbers) {
   }
 }
 
+TEST(Planner, FastLinksAreMeasuredWithMoreBytesTheSameOnAllRanks) {
+  std::vector<uint64_t> few(3), many(3);
+  for (size_t most : {size_t{0}, size_t{8} << 20}) {
+    testing::run_ranks(3, Device::host(), [&](Communicator& comm) {
+      Stream stream = Stream::create(comm.device(), "test");
+      measure_link_costs(comm.transport(), stream, 0, most);
+      (most == 0 ? few : many)[comm.rank()] = comm.bytes_sent();
+    });
+  }
+  for (int r = 0; r < 3; ++r) {
+    EXPECT_EQ(many[r], many[0]);
+    EXPECT_GT(few[r], 2u << 20);
+    // Unless this machine is too busy to move 4 MiB in 10 ms.
+    EXPECT_GE(many[r], few[r]);
+    EXPECT_LT(many[r], few[r] + 2 * 16 * (8u << 20));
+  }
+}
+
 // Each allreduce gets a schedule for its own size; the reducer reports what was chosen and why.
 TEST(Planner, AReducerChoosesForEachAllreduce) {
   LinkCosts costs = same_everywhere({20, 4000});

@@ -1,0 +1,45 @@
+#include "collectives/transport/beside.h"
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+namespace gradwire {
+
+bool run_beside(std::function<void()> call, std::chrono::steady_clock::time_point deadline,
+                const std::function<bool()>& stop) {
+  constexpr std::chrono::milliseconds kLookEvery{5};
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool done = false;
+  };
+  const auto state = std::make_shared<State>();
+  std::thread thread([state, call = std::move(call)]() mutable {
+    call();
+    call = {};  // what it owns goes before the caller hears of it
+    std::lock_guard lock(state->mutex);
+    state->done = true;
+    state->changed.notify_all();
+  });
+  std::unique_lock lock(state->mutex);
+  while (!state->done) {
+    const auto now = std::chrono::steady_clock::now();
+    lock.unlock();
+    const bool enough = now >= deadline || (stop && stop());
+    lock.lock();
+    if (state->done) break;
+    if (enough) {
+      thread.detach();
+      return false;
+    }
+    state->changed.wait_until(lock, stop ? std::min(deadline, now + kLookEvery) : deadline,
+                              [&] { return state->done; });
+  }
+  lock.unlock();
+  thread.join();
+  return true;
+}
+
+}  // namespace gradwire
