@@ -58,6 +58,12 @@ NcclApi load() {
   find(handle, api.last_error, "ncclGetLastError", false);
   find(handle, api.shrink, "ncclCommShrink", false);
   find(handle, api.revoke, "ncclCommRevoke", false);
+  find(handle, api.mem_alloc, "ncclMemAlloc", false);
+  find(handle, api.mem_free, "ncclMemFree", false);
+  find(handle, api.window_register, "ncclCommWindowRegister", false);
+  find(handle, api.window_deregister, "ncclCommWindowDeregister", false);
+  find(handle, api.dev_comm_create, "ncclDevCommCreate", false);
+  find(handle, api.dev_comm_destroy, "ncclDevCommDestroy", false);
   return api;
 }
 

@@ -9,6 +9,11 @@
 
 #include <string>
 
+// Of NCCL's device API, which older headers do not have.
+struct ncclWindow_vidmem;
+struct ncclDevComm;
+struct ncclDevCommRequirements;
+
 namespace gradwire {
 
 struct NcclApi {
@@ -33,6 +38,14 @@ struct NcclApi {
   decltype(&ncclGetLastError) last_error = nullptr;
   ncclResult_t (*shrink)(ncclComm_t, int*, int, ncclComm_t*, ncclConfig_t*, int) = nullptr;  // 2.27
   ncclResult_t (*revoke)(ncclComm_t, int) = nullptr;                                         // 2.28.7
+
+  ncclResult_t (*mem_alloc)(void**, size_t) = nullptr;  // 2.19
+  ncclResult_t (*mem_free)(void*) = nullptr;
+  ncclResult_t (*window_register)(ncclComm_t, void*, size_t, ncclWindow_vidmem**, int) = nullptr;  // 2.27
+  ncclResult_t (*window_deregister)(ncclComm_t, ncclWindow_vidmem*) = nullptr;
+  ncclResult_t (*dev_comm_create)(ncclComm_t, const ncclDevCommRequirements*,
+                                  ncclDevComm*) = nullptr;  // 2.28
+  ncclResult_t (*dev_comm_destroy)(ncclComm_t, const ncclDevComm*) = nullptr;
 
   // "unhandled system error (socket closed by peer)"
   std::string text(ncclResult_t result, ncclComm_t comm) const;

@@ -75,6 +75,7 @@ NcclTransport::~NcclTransport() {
     if (!use_->changed.wait_for(lock, kFarewell, [&] { return use_->ended; })) watcher_.detach();
   }
   if (watcher_.joinable()) watcher_.join();
+  shared_windows_.reset();  // while the communicator lives
   // Announces an orderly departure before hanging up.
   if (setup_.group) setup_.group->leave();
   const ncclComm_t comm = comm_;
@@ -311,6 +312,12 @@ void NcclTransport::abort(const std::string& reason) {
 void NcclTransport::check() {
   const std::string what = doing(call_.empty() ? "between calls" : call_);
   throw_if_failed(what);
+  std::string reported;
+  {
+    std::lock_guard lock(mutex_);
+    reported = reported_by_kernels();
+  }
+  if (!reported.empty()) give_up(what, reported);
   if (const std::string text = nccl_error(kLookEvery); !text.empty()) give_up(what, text);
 }
 
@@ -356,6 +363,7 @@ void NcclTransport::watch() {
     }
     standing_ = in_flight_.standing();
     for (auto& mark : in_flight_.take_spare()) spare_.push_back(std::move(mark));
+    if (const std::string reported = reported_by_kernels(); !reported.empty() && !cause_) cause_ = reported;
     if (!text.empty() && !cause_) cause_ = fmt::format("{}: {}", standing_, text);
     if (overdue && !cause_) cause_ = *overdue;
   }
@@ -369,6 +377,9 @@ void NcclTransport::watch() {
   // Set before the kernels stop waiting, so that a thread that synchronizes a stream finds it in check().
   failure_ = std::move(text);
   changed_.notify_all();
+  for (const auto& weak : windows_) {
+    if (const auto alive = weak.lock()) alive->stop();
+  }
   lock.unlock();
   end_communicator();
 }

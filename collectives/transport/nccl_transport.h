@@ -69,6 +69,13 @@ class NcclTransport final : public Transport {
   std::unique_ptr<Transport> shrink(const std::vector<int>& excluded) override;
   // Without a store, as after a shrink: errors name fewer ranks, and calls are not compared.
   std::unique_ptr<Transport> split(const std::vector<int>& members) override;
+  // In nccl_windows.cpp. The first question is collective, and blocks.
+  std::string peer_obstacle() const override;
+  void run_over_peers(const Stream& stream, PeerWindows& windows, uint64_t bytes, const std::string& what,
+                      const std::function<void(const Stream&)>& work) override;
+
+ protected:
+  std::shared_ptr<PeerWindows> make_peer_windows(int64_t half_bytes) override;
 
  private:
   std::string doing(const std::string& what) const;
@@ -85,6 +92,12 @@ class NcclTransport final : public Transport {
   // Whether the exchange has a transfer to or from a peer for the first time; if so, it is no longer the first.
   bool meets(const std::vector<Transfer>& transfers);
   ncclResult_t enqueue(const Stream& stream, const std::vector<Transfer>& transfers, const std::string& what);
+
+  // Calls NCCL beside this thread, for as long as an exchange may take; false if it did not return, or may not be
+  // called any more.
+  bool ask_nccl(std::function<void(ncclComm_t)> call) const;
+  std::string reported_by_kernels();  // with mutex_ held
+  bool agreed(bool mine);
 
   void watch();
   std::string nccl_error(std::chrono::milliseconds patience);
@@ -132,12 +145,14 @@ class NcclTransport final : public Transport {
     bool sent = false, received = false;
   };
   std::vector<Met> met_;  // by peer
+  mutable std::optional<std::string> peer_obstacle_;
 
   std::atomic<ncclComm_t> comm_ = nullptr;  // null: aborted
   std::atomic<bool> revoked_ = false;
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable changed_;
+  std::vector<std::weak_ptr<PeerWindows>> windows_;
   ExchangesInFlight in_flight_;
   // The call of NCCL that the caller's thread is in.
   struct InNccl {

@@ -254,7 +254,7 @@ class HostMark final : public ExchangeMark {
   std::shared_ptr<std::atomic<int>> state_ = std::make_shared<std::atomic<int>>(0);
 };
 
-class HostCalls final : public GpuCalls {
+class HostCalls : public GpuCalls {
  public:
   bool capturing(const Stream&) override { return Capture::current() != nullptr; }
   cudaStream_t native(const Stream& s) override {

@@ -1,0 +1,238 @@
+#ifdef GRADWIRE_HAS_NCCL
+
+#include "collectives/transport/nccl_windows.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <new>
+
+#include "collectives/transport/beside.h"
+#include "collectives/transport/nccl_transport.h"
+#include "runtime/error.h"
+#include "runtime/mix.h"
+
+// Of the version that this was written for. Others may differ in what is read here.
+#if NCCL_VERSION_CODE == NCCL_VERSION(2, 28, 9)
+#define GW_NCCL_WINDOWS 1
+#include <nccl_device/impl/comm__types.h>
+#include <nccl_device/impl/core__types.h>
+#endif
+
+namespace gradwire {
+
+#ifdef GW_NCCL_WINDOWS
+namespace {
+
+// Memory registered with a communicator.
+class Registered {
+ public:
+  Registered(const NcclApi& api, ncclComm_t comm, WhileAlive alive)
+      : api_(api), comm_(comm), alive_(std::move(alive)) {}
+  ~Registered() {
+    if (window != nullptr) alive_([this] { api_.window_deregister(comm_, window); });
+    if (data != nullptr) api_.mem_free(data);
+  }
+  Registered(const Registered&) = delete;
+
+  void* data = nullptr;
+  ncclWindow_t window = nullptr;
+
+ private:
+  const NcclApi& api_;
+  const ncclComm_t comm_;
+  const WhileAlive alive_;
+};
+
+}  // namespace
+
+std::string nccl_windows_obstacle(const NcclApi& api, ncclComm_t comm, int world) {
+  int version = 0;
+  api.get_version(&version);
+  if (version != NCCL_VERSION_CODE) {
+    return fmt::format("NCCL {} is loaded, and peer memory needs exactly 2.28.9", api.version());
+  }
+  if (api.mem_alloc == nullptr || api.mem_free == nullptr || api.window_register == nullptr ||
+      api.window_deregister == nullptr || api.dev_comm_create == nullptr || api.dev_comm_destroy == nullptr) {
+    return "this NCCL lacks its device API";
+  }
+  if (world > kMostPeers) return fmt::format("{} ranks; at most {} can", world, kMostPeers);
+  const ncclDevCommRequirements nothing{};
+  ncclDevComm device{};
+  if (const ncclResult_t result = api.dev_comm_create(comm, &nothing, &device); result != ncclSuccess) {
+    return fmt::format("NCCL cannot map the ranks' memory: {}", api.text(result, comm));
+  }
+  const int reachable = device.lsaSize;
+  api.dev_comm_destroy(comm, &device);
+  if (reachable < world) {
+    return fmt::format(
+        "ranks reach {} of {} by loads and stores; the others are on other machines or not on NVLink",
+        reachable, world);
+  }
+  return "";
+}
+
+std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi& api, ncclComm_t comm, Device device, int rank,
+                                               int world, int64_t half_bytes,
+                                               std::chrono::nanoseconds patience, WhileAlive alive) {
+  const auto bytes = static_cast<size_t>(peer_window_bytes(half_bytes));
+  const Stream stream = device.is_host() ? Stream::immediate_host() : Stream::create(device, "set-up");
+  auto registered = std::make_shared<Registered>(api, comm, std::move(alive));
+  if (api.mem_alloc(&registered->data, bytes) != ncclSuccess) return nullptr;
+  fill_zero(stream, registered->data, bytes);
+  stream.synchronize();  // before others see it: registering waits for all ranks
+  const ncclResult_t result =
+      api.window_register(comm, registered->data, bytes, &registered->window, NCCL_WIN_COLL_SYMMETRIC);
+  if (result != ncclSuccess || registered->window == nullptr) return nullptr;
+  ncclWindow_vidmem where{};
+  copy(stream, &where, registered->window, sizeof where);
+  stream.synchronize();
+  if (where.worldRank != rank || where.lsaRank != rank || where.stride4G == 0) {
+    throw CommError(
+        fmt::format("rank {}: NCCL {} describes a window of another layout", rank, api.version()));
+  }
+
+  auto made = std::make_shared<PeerWindows>();
+  made->report = Buffer::pinned(sizeof(PeerReport));
+  new (made->report.data()) PeerReport();
+  PeerMemory& m = made->memory;
+  for (int r = 0; r < world; ++r) {
+    const auto distance = static_cast<int64_t>(where.stride4G) * r << 32;
+    m.windows[r] = reinterpret_cast<std::byte*>(where.lsaFlatBase) + distance;
+  }
+  m.rank = rank;
+  m.world = world;
+  m.half_bytes = half_bytes;
+  m.report = made->report.as<PeerReport>();
+  m.patience_ns = patience.count();
+  made->keep = std::move(registered);
+  return made;
+}
+
+#else
+
+std::string nccl_windows_obstacle(const NcclApi&, ncclComm_t, int) {
+  return fmt::format(
+      "this build has the header of NCCL {}.{}.{}, and peer memory needs exactly that of 2.28.9", NCCL_MAJOR,
+      NCCL_MINOR, NCCL_PATCH);
+}
+
+std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi&, ncclComm_t, Device, int, int, int64_t,
+                                               std::chrono::nanoseconds, WhileAlive) {
+  return nullptr;
+}
+
+#endif
+
+// --- the transport's part ---
+
+bool NcclTransport::ask_nccl(std::function<void(ncclComm_t)> call) const {
+  const auto turn = std::make_shared<Turn>(use_, setup_.timeout);
+  if (!turn->entered) return false;
+  auto ask = [turn, call = std::move(call), gpu = setup_.gpu, comm = comm_.load()] {
+    gpu->enter_thread();
+    call(comm);
+  };
+  return run_beside(std::move(ask), SteadyClock::now() + setup_.timeout, [this] {
+    std::lock_guard lock(mutex_);
+    return cause_.has_value() || !failure_.empty();
+  });
+}
+
+std::string NcclTransport::peer_obstacle() const {
+  if (peer_obstacle_) return *peer_obstacle_;
+  // Of a program's own communicator nothing more is asked than what it is for.
+  if (!setup_.owned || !watched_) return "the communicator is the program's own";
+  const auto answer = std::make_shared<std::string>();
+  const bool asked = ask_nccl([answer, &api = api_, world = world_](ncclComm_t comm) {
+    *answer = nccl_windows_obstacle(api, comm, world);
+  });
+  if (!asked)
+    throw CommError(fmt::format("rank {}: asking NCCL for peer memory: no answer for {} ms", rank_,
+                                setup_.timeout.count()));
+  peer_obstacle_ = *answer;
+  return *peer_obstacle_;
+}
+
+std::shared_ptr<PeerWindows> NcclTransport::make_peer_windows(int64_t half_bytes) {
+  throw_if_failed("opening windows");
+  struct Made {
+    std::shared_ptr<PeerWindows> windows;
+    std::string error;
+  };
+  const auto made = std::make_shared<Made>();
+  WhileAlive alive = [use = use_](const std::function<void()>& call) {
+    const Turn turn(use, std::chrono::milliseconds(1000));
+    if (turn.entered) call();
+  };
+  const bool returned = ask_nccl([made, alive, &api = api_, device = setup_.device, rank = rank_,
+                                  world = world_, half_bytes, patience = setup_.timeout](ncclComm_t comm) {
+    try {
+      made->windows = make_nccl_windows(api, comm, device, rank, world, half_bytes, patience, alive);
+    } catch (const std::exception& error) {
+      made->error = error.what();
+    }
+  });
+  if (!returned) give_up("opening windows", fmt::format("no progress for {} ms", setup_.timeout.count()));
+  if (!made->error.empty()) give_up("opening windows", made->error);
+  if (!agreed(made->windows != nullptr)) return nullptr;
+  std::lock_guard lock(mutex_);
+  std::erase_if(windows_, [](const auto& weak) { return weak.expired(); });
+  windows_.push_back(made->windows);
+  return made->windows;
+}
+
+// Whether all ranks say so.
+bool NcclTransport::agreed(bool mine) {
+  const Stream stream =
+      setup_.device.is_host() ? Stream::immediate_host() : Stream::create(setup_.device, "set-up");
+  Buffer all(setup_.device, static_cast<size_t>(world_));
+  const auto word = static_cast<uint8_t>(mine ? 1 : 0);
+  store(stream, all.as<uint8_t>() + rank_, &word, 1);
+  std::vector<Transfer> transfers;
+  for (int peer = 0; peer < world_; ++peer) {
+    if (peer == rank_) continue;
+    transfers.push_back({Transfer::Kind::send, peer, all.as<uint8_t>() + rank_, 1});
+    transfers.push_back({Transfer::Kind::receive, peer, all.as<uint8_t>() + peer, 1});
+  }
+  exchange(stream, transfers, {mix(0, 0x70656572), "agreeing on peer memory"});
+  bytes_sent_.fetch_sub(static_cast<uint64_t>(world_ - 1), std::memory_order_relaxed);  // no payload
+  std::vector<uint8_t> answers(static_cast<size_t>(world_));
+  copy(stream, answers.data(), all.data(), answers.size());
+  stream.synchronize();
+  throw_if_failed("agreeing on peer memory");
+  return std::all_of(answers.begin(), answers.end(), [](uint8_t answer) { return answer != 0; });
+}
+
+void NcclTransport::run_over_peers(const Stream& stream, PeerWindows&, uint64_t bytes,
+                                   const std::string& what, const std::function<void(const Stream&)>& work) {
+  ++exchanges_;
+  const std::string here = doing(what);
+  throw_if_failed(here);
+  std::unique_ptr<ExchangeMark> mark = mark_for(stream);
+  mark->begin(stream);
+  work(stream);
+  mark->end(stream);
+  bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
+  std::vector<Transfer> reads;
+  for (int peer = 0; peer < world_; ++peer) {
+    if (peer != rank_)
+      reads.push_back({Transfer::Kind::receive, peer, nullptr, bytes / static_cast<uint64_t>(world_ - 1)});
+  }
+  std::lock_guard lock(mutex_);
+  const bool was_idle = !in_flight_.active();
+  in_flight_.add(std::move(mark), {exchanges_, here, std::move(reads)});
+  if (was_idle) changed_.notify_all();
+}
+
+std::string NcclTransport::reported_by_kernels() {
+  for (const auto& weak : windows_) {
+    const auto alive = weak.lock();
+    if (const std::string text = alive ? alive->failure() : ""; !text.empty()) return text;
+  }
+  return "";
+}
+
+}  // namespace gradwire
+
+#endif  // GRADWIRE_HAS_NCCL

@@ -1,0 +1,28 @@
+// Windows (peer_windows.h) over NCCL: memory that its ranks have mapped for each other, over NVLink.
+//
+// The addresses come from a structure of NCCL's device API whose layout is not promised between versions. So only
+// the version whose headers this was compiled with is used, and with any other, messages are sent.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "collectives/transport/nccl_api.h"
+#include "collectives/transport/peer_windows.h"
+
+namespace gradwire {
+
+// Why there can be no windows on this communicator; empty if there can. Collective, and asks NCCL.
+std::string nccl_windows_obstacle(const NcclApi& api, ncclComm_t comm, int world);
+
+// Calls what it is given if the communicator is still there.
+using WhileAlive = std::function<void(const std::function<void()>&)>;
+
+// This rank's window, with those of the others; null if NCCL refuses. Collective.
+std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi& api, ncclComm_t comm, Device device, int rank,
+                                               int world, int64_t half_bytes,
+                                               std::chrono::nanoseconds patience, WhileAlive alive);
+
+}  // namespace gradwire

@@ -1,0 +1,219 @@
+// Windows over NCCL without a GPU: NCCL's functions are replaced by mappings of shared memory at addresses like its own,
+// 4 GiB apart, and kernels by the host's.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "collectives/program/program.h"
+#include "runtime/error.h"
+#include "tests/collectives/fake_nccl.h"
+#include "tests/collectives/group.h"
+
+#if NCCL_VERSION_CODE == NCCL_VERSION(2, 28, 9)
+#include <nccl_device/impl/comm__types.h>
+#include <nccl_device/impl/core__types.h>
+
+namespace gradwire::testing {
+namespace {
+
+constexpr uint64_t kStride = uint64_t{1} << 32;
+
+// What all ranks of one FakeWorld share.
+struct Fake {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<void*, int> files;                              // memory -> its file
+  std::map<FakeWire*, std::vector<std::vector<int>>> all;  // [registration][rank] file, -1 before it is known
+  std::map<FakeComm*, size_t> registrations;
+  std::map<ncclWindow_vidmem*, std::unique_ptr<ncclWindow_vidmem>> windows;
+  int reachable = 0;      // ranks; 0: all
+  int refused_rank = -1;  // where memory cannot be had
+  std::atomic<int> deregistered{0}, freed{0};
+};
+Fake& the_fake() {
+  static Fake fake;
+  return fake;
+}
+thread_local int this_rank = 0;
+
+ncclResult_t fake_mem_alloc(void** data, size_t bytes) {
+  if (the_fake().refused_rank == this_rank) return ncclUnhandledCudaError;
+  const int file = memfd_create("window", 0);
+  if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0) return ncclSystemError;
+  *data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  std::lock_guard lock(the_fake().mutex);
+  the_fake().files[*data] = file;
+  return ncclSuccess;
+}
+
+ncclResult_t fake_register(ncclComm_t c, void* data, size_t bytes, ncclWindow_vidmem** window, int flags) {
+  EXPECT_EQ(flags, NCCL_WIN_COLL_SYMMETRIC);
+  Fake& f = the_fake();
+  FakeComm& comm = fake(c);
+  std::unique_lock lock(f.mutex);
+  auto& registrations = f.all[comm.wire.get()];
+  const size_t which = f.registrations[&comm]++;
+  if (registrations.size() <= which) registrations.emplace_back(comm.world, -1);
+  registrations[which][comm.rank] = f.files.at(data);
+  f.changed.notify_all();
+  f.changed.wait(lock, [&] { return std::ranges::count(f.all[comm.wire.get()][which], -1) == 0; });
+  const std::vector<int> files = f.all[comm.wire.get()][which];
+  char* const flat = static_cast<char*>(
+      mmap(nullptr, kStride * comm.world, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  for (int r = 0; r < comm.world; ++r) {
+    EXPECT_NE(mmap(flat + kStride * r, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, files[r], 0),
+              MAP_FAILED);
+  }
+  auto made = std::make_unique<ncclWindow_vidmem>();
+  made->lsaFlatBase = flat;
+  made->lsaRank = made->worldRank = comm.rank;
+  made->stride4G = 1;
+  *window = made.get();
+  f.windows[made.get()] = std::move(made);
+  return ncclSuccess;
+}
+
+const NcclApi& nccl_with_windows() {
+  static const NcclApi api = [] {
+    NcclApi a = fake_nccl();
+    a.mem_alloc = fake_mem_alloc;
+    a.mem_free = [](void*) { return ++the_fake().freed, ncclSuccess; };
+    a.window_register = fake_register;
+    a.window_deregister = [](ncclComm_t, ncclWindow_vidmem*) {
+      return ++the_fake().deregistered, ncclSuccess;
+    };
+    a.dev_comm_create = [](ncclComm_t c, const ncclDevCommRequirements*, ncclDevComm* device) {
+      device->lsaSize = the_fake().reachable > 0 ? the_fake().reachable : fake(c).world;
+      return ncclSuccess;
+    };
+    a.dev_comm_destroy = [](ncclComm_t, const ncclDevComm*) { return ncclSuccess; };
+    return a;
+  }();
+  return api;
+}
+
+// Remembers for the thread that calls NCCL whose it is.
+class RankCalls final : public HostCalls {
+ public:
+  explicit RankCalls(int rank) : rank_(rank) {}
+  void enter_thread() override { this_rank = rank_; }
+
+ private:
+  const int rank_;
+};
+
+// Every rank's error, "" for none.
+std::vector<std::string> run(int world, std::chrono::milliseconds timeout,
+                             const std::function<void(NcclTransport&, const Stream&)>& body) {
+  the_fake().all.clear();  // of earlier worlds, whose addresses this one's may be
+  the_fake().registrations.clear();
+  FakeWorld fakes(world);
+  std::vector<std::string> errors(world);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < world; ++r) {
+    threads.emplace_back([&, r] {
+      try {
+        NcclTransport transport({.api = &nccl_with_windows(),
+                                 .gpu = std::make_shared<RankCalls>(r),
+                                 .comm = fakes[r].handle(),
+                                 .device = Device::host(),
+                                 .timeout = timeout});
+        const Stream stream = Stream::create(Device::host(), "test");
+        body(transport, stream);
+        stream.synchronize();
+      } catch (const Error& error) {
+        errors[r] = error.what();
+      }
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  return errors;
+}
+
+Schedule in_one_kernel(int world) {
+  Schedule s = two_shot(world);
+  s.carrier = Carrier::two_shot_kernel;
+  return s;
+}
+
+// Sums 1 + 2 + ... on all ranks.
+void expect_sum(NcclTransport& transport, const Stream& stream, Carrier carrier) {
+  const int world = transport.world();
+  std::vector<float> data(1000, static_cast<float>(transport.rank() + 1));
+  Program program(transport, in_one_kernel(world), {data.data(), data.data(), nullptr, 1000},
+                  {.what = "gradients"});
+  EXPECT_EQ(program.carrier(), carrier);
+  Buffer workspace(Device::host(), program.workspace_bytes());
+  program.bind(workspace.data());
+  for (int step = 0; step < 3; ++step) {
+    std::fill(data.begin(), data.end(), static_cast<float>(transport.rank() + 1));
+    program.run(stream);
+    stream.synchronize();
+    transport.check();
+    EXPECT_EQ(data, std::vector<float>(1000, static_cast<float>(world * (world + 1) / 2)));
+  }
+  EXPECT_EQ(transport.bytes_sent(), static_cast<uint64_t>(3 * program.info().bytes_sent));
+}
+
+TEST(NcclWindows, AnAllreduceIsOneKernelOverThem) {
+  const int freed = the_fake().freed, deregistered = the_fake().deregistered;
+  for (int world : {2, 4, 8}) {
+    const auto errors = run(world, 20s, [](NcclTransport& t, const Stream& s) {
+      EXPECT_EQ(t.peer_obstacle(), "");
+      expect_sum(t, s, Carrier::two_shot_kernel);
+    });
+    EXPECT_EQ(errors, std::vector<std::string>(world)) << errors[0];
+  }
+  EXPECT_EQ(the_fake().freed - freed, 14);
+  EXPECT_EQ(the_fake().deregistered - deregistered, 14);
+}
+
+TEST(NcclWindows, RanksThatDoNotReachAllOthersSendMessages) {
+  the_fake().reachable = 2;
+  const auto errors = run(4, 20s, [](NcclTransport& t, const Stream& s) {
+    EXPECT_NE(t.peer_obstacle().find("ranks reach 2 of 4"), std::string::npos) << t.peer_obstacle();
+    expect_sum(t, s, Carrier::messages);
+  });
+  the_fake().reachable = 0;
+  EXPECT_EQ(errors, std::vector<std::string>(4)) << errors[0];
+}
+
+TEST(NcclWindows, AnotherVersionIsNotTrusted) {
+  NcclApi other = nccl_with_windows();
+  other.get_version = [](int* version) { return *version = 22907, ncclSuccess; };
+  FakeWorld fakes(1);
+  const NcclTransport transport({.api = &other,
+                                 .gpu = std::make_shared<RankCalls>(0),
+                                 .comm = fakes[0].handle(),
+                                 .device = Device::host()});
+  EXPECT_EQ(transport.peer_obstacle(), "NCCL 2.29.7 is loaded, and peer memory needs exactly 2.28.9");
+}
+
+TEST(NcclWindows, ARankThatDoesNotComeIsNamed) {
+  const auto errors = run(3, 300ms, [](NcclTransport& t, const Stream& s) {
+    std::vector<float> data(1000, 1.0f);
+    Program program(t, in_one_kernel(3), {data.data(), data.data(), nullptr, 1000}, {.what = "gradients"});
+    program.bind(nullptr);
+    if (t.rank() == 1) {
+      std::this_thread::sleep_for(900ms);
+      return;
+    }
+    program.run(s);
+    try {
+      s.synchronize();  // on a GPU the kernel would just end
+    } catch (const CommError&) {
+    }
+    t.check();
+    ADD_FAILURE() << "rank " << t.rank() << " heard of no failure";
+  });
+  for (int r : {0, 2}) {
+    EXPECT_NE(errors[r].find("gradients"), std::string::npos) << errors[r];
+    EXPECT_NE(errors[r].find("rank 1"), std::string::npos) << errors[r];
+  }
+}
+
+}  // namespace
+}  // namespace gradwire::testing
+
+#endif
