@@ -3,6 +3,8 @@
 
 #include <map>
 #include <mutex>
+#include <tuple>
+#include <utility>
 
 #include "runtime/cuda_check.h"
 #include "runtime/device_impl.h"
@@ -112,6 +114,42 @@ int multiprocessors() {
   int& count = known[device];
   if (count == 0) GW_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
   return count;
+}
+
+namespace {
+
+int current_device() {
+  int device = 0;
+  GW_CUDA_CHECK(cudaGetDevice(&device));
+  return device;
+}
+
+}  // namespace
+
+void allow_dynamic_shared(const char* name, const void* kernel, size_t bytes) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, const void*>, size_t> allowed;
+  const int device = current_device();
+  std::lock_guard lock(mutex);
+  size_t& most = allowed[{device, kernel}];
+  if (bytes <= most) return;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+        name);
+  most = bytes;
+}
+
+int resident_blocks(const void* kernel, int threads, size_t shared_bytes) {
+  static std::mutex mutex;
+  static std::map<std::tuple<int, const void*, int, size_t>, int> known;
+  const int device = current_device();
+  if (shared_bytes > 0) allow_dynamic_shared("resident_blocks", kernel, shared_bytes);
+  std::lock_guard lock(mutex);
+  int& blocks = known[{device, kernel, threads, shared_bytes}];
+  if (blocks == 0) {
+    GW_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes));
+    blocks = blocks > 0 ? blocks : 1;  // a kernel that does not fit: the launch says why
+  }
+  return blocks;
 }
 
 std::shared_ptr<Stream::Impl> make_stream(int device_index, std::string name, Stream::Priority priority) {

@@ -37,20 +37,21 @@ struct LaunchConfig {
   CudaStream stream = nullptr;
 };
 
+// Lets `kernel` have that much dynamic shared memory on the current device. Without this a GPU refuses a launch whose
+// static and dynamic parts exceed 48 KB together. Asks the driver only when it is more than before.
+void allow_dynamic_shared(const char* name, const void* kernel, size_t bytes);
+
 // Throws DeviceError (tests/simt: simt::Failure) when the launch is refused. A grid with a zero
 // dimension launches nothing.
 template <typename... Params, typename... Args>
 void launch(const char* name, void (*kernel)(Params...), const LaunchConfig& config, Args&&... args) {
   if (config.grid.x == 0 || config.grid.y == 0 || config.grid.z == 0) return;
+  if (config.shared_bytes > 0)
+    allow_dynamic_shared(name, reinterpret_cast<const void*>(kernel), config.shared_bytes);
 #ifdef GRADWIRE_SIMT
   simt::launch<Params...>(name, kernel, config.grid, config.block, config.shared_bytes,
                           {static_cast<Params>(args)...});
 #else
-  if (config.shared_bytes > 48 * 1024) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(config.shared_bytes)),
-          name);
-  }
   // clang-format off
   kernel<<<config.grid, config.block, config.shared_bytes, config.stream>>>(static_cast<Params>(args)...);
   // clang-format on
@@ -61,10 +62,23 @@ void launch(const char* name, void (*kernel)(Params...), const LaunchConfig& con
 // Streaming multiprocessors of the current device; asked once per device.
 int multiprocessors();
 
-// Blocks for a grid-stride loop over `items`: enough to fill the device, never more than the work needs.
-inline unsigned grid_for(int64_t items, int64_t items_per_block, int blocks_per_multiprocessor = 8) {
-  int64_t needed = (items + items_per_block - 1) / items_per_block;
-  int64_t fill = static_cast<int64_t>(multiprocessors()) * blocks_per_multiprocessor;
+// Blocks of `kernel` that a multiprocessor of the current device holds at once: what registers, shared memory and
+// threads allow. Asked once per kernel, block size and device.
+int resident_blocks(const void* kernel, int threads, size_t shared_bytes);
+
+// Blocks that the current device holds at once; more would wait for these to end.
+template <typename... Params>
+int64_t device_blocks(void (*kernel)(Params...), int threads, size_t shared_bytes = 0) {
+  return int64_t{multiprocessors()} *
+         resident_blocks(reinterpret_cast<const void*>(kernel), threads, shared_bytes);
+}
+
+// Blocks for a grid-stride loop over `items`: as many as the device holds, never more than the work needs.
+template <typename... Params>
+unsigned grid_for(void (*kernel)(Params...), int64_t items, int64_t items_per_block, int threads,
+                  size_t shared_bytes = 0) {
+  const int64_t needed = (items + items_per_block - 1) / items_per_block;
+  const int64_t fill = device_blocks(kernel, threads, shared_bytes);
   return static_cast<unsigned>(needed < fill ? needed : fill);
 }
 

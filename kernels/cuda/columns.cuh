@@ -51,16 +51,20 @@ void for_columns(const char* name, CudaStream stream, bool vectors, const Op& op
   const int64_t accesses = vectors ? width / kVector<S> : width;
   const dim3 block = column_block(accesses);
   const auto across = static_cast<unsigned>((accesses + block.x - 1) / block.x);
-  int64_t down = (rows + block.y - 1) / block.y;
-  const int64_t fill = (static_cast<int64_t>(multiprocessors()) * 16 + across - 1) / across;
-  down = down < fill ? down : fill;
-  down = down < 65535 ? down : 65535;
-  const LaunchConfig config{
-      .grid = dim3(across, static_cast<unsigned>(down)), .block = block, .stream = stream};
+  const auto run = [&](auto* kernel) {
+    int64_t down = (rows + block.y - 1) / block.y;
+    const int64_t threads = int64_t{block.x} * block.y;
+    const int64_t fill = (device_blocks(kernel, static_cast<int>(threads)) + across - 1) / across;
+    down = down < fill ? down : fill;
+    down = down < 65535 ? down : 65535;
+    launch(name, kernel,
+           {.grid = dim3(across, static_cast<unsigned>(down)), .block = block, .stream = stream}, op, rows,
+           width);
+  };
   if (vectors) {
-    launch(name, for_columns_kernel<kVector<S>, Op>, config, op, rows, width);
+    run(for_columns_kernel<kVector<S>, Op>);
   } else {
-    launch(name, for_columns_kernel<1, Op>, config, op, rows, width);
+    run(for_columns_kernel<1, Op>);
   }
 }
 

@@ -58,10 +58,10 @@ __device__ __forceinline__ void for_each_vector(const VectorSplit& split, const 
 
 inline constexpr int kVectorThreads = 256;
 
-template <int W>
-unsigned vector_grid(const VectorSplit& split) {
+template <int W, typename Kernel>
+unsigned vector_grid(Kernel* kernel, const VectorSplit& split) {
   int64_t single = split.count - split.vectors * W;
-  return grid_for(split.vectors > single ? split.vectors : single, kVectorThreads);
+  return grid_for(kernel, split.vectors > single ? split.vectors : single, kVectorThreads, kVectorThreads);
 }
 
 template <int W>

@@ -1,5 +1,8 @@
 // Pack and unpack (see kernels/powersgd/pack.h): blockIdx.y is the segment, which blocks along x share.
 #include "kernels/powersgd/pack.h"
+
+#include <algorithm>
+
 #include "runtime/launch.cuh"
 
 namespace gradwire::cuda {
@@ -33,7 +36,9 @@ __global__ void __launch_bounds__(kThreads)
 
 void pack(CudaStream stream, const Pack& a) {
   constexpr int kMostRows = 65535;  // limit of gridDim.y
-  const unsigned columns = grid_for(a.table->longest(), 4 * kThreads, 2);
+  // Tensors share the device, so one of them gets few blocks.
+  const int64_t needed = (a.table->longest() + 4 * kThreads - 1) / (4 * kThreads);
+  const auto columns = static_cast<unsigned>(std::min<int64_t>(needed, 2 * multiprocessors()));
   for (int first = 0; first < a.table->count(); first += kMostRows) {
     const int rows = a.table->count() - first < kMostRows ? a.table->count() - first : kMostRows;
     launch("pack", pack_kernel,

@@ -119,19 +119,23 @@ void randk_gather(CudaStream stream, const RandKGather& op) {
                      .seed = op.seed,
                      .step = op.step};
   launch("randk_gather", randk_take_kernel,
-         {.grid = dim3(grid_for(a.value_count, kVectorThreads)),
+         {.grid = dim3(grid_for(randk_take_kernel, a.value_count, kVectorThreads, kVectorThreads)),
           .block = dim3(kVectorThreads),
           .stream = stream},
          a);
   const VectorSplit split = Alignment(kWidth).with(op.grad).with(op.residual).split(op.count);
   launch("randk_gather", randk_keep_kernel,
-         {.grid = dim3(vector_grid<kWidth>(split)), .block = dim3(kVectorThreads), .stream = stream}, a,
-         split);
+         {.grid = dim3(vector_grid<kWidth>(randk_keep_kernel, split)),
+          .block = dim3(kVectorThreads),
+          .stream = stream},
+         a, split);
 }
 
 void randk_scatter(CudaStream stream, const RandKScatter& a) {
   launch("randk_scatter", randk_scatter_kernel,
-         {.grid = dim3(grid_for(a.count, kVectorThreads)), .block = dim3(kVectorThreads), .stream = stream},
+         {.grid = dim3(grid_for(randk_scatter_kernel, a.count, kVectorThreads, kVectorThreads)),
+          .block = dim3(kVectorThreads),
+          .stream = stream},
          a);
 }
 

@@ -161,8 +161,9 @@ auto* kernel_for(Coding coding) {
                                      : bf16_reduce_encode_kernel<Coding::stochastic, kInputs>;
 }
 
-LaunchConfig config_for(const VectorSplit& split, CudaStream stream) {
-  return {.grid = dim3(vector_grid<kWidth>(split)), .block = dim3(kVectorThreads), .stream = stream};
+template <typename Kernel>
+LaunchConfig config_for(Kernel* kernel, const VectorSplit& split, CudaStream stream) {
+  return {.grid = dim3(vector_grid<kWidth>(kernel, split)), .block = dim3(kVectorThreads), .stream = stream};
 }
 
 const uint16_t* wire_of(const void* data) {
@@ -176,12 +177,12 @@ void bf16_reduce_encode(CudaStream stream, const ReduceEncode& a) {
   for (int k = 0; k < a.num_inputs; ++k) alignment.with(wire_of(a.inputs[k]));
   auto split = alignment.split(a.count);
   auto* kernel = a.num_inputs > 0 ? kernel_for<true>(coding_of(a)) : kernel_for<false>(coding_of(a));
-  launch("bf16_reduce_encode", kernel, config_for(split, stream), a, split);
+  launch("bf16_reduce_encode", kernel, config_for(kernel, split, stream), a, split);
 }
 
 void bf16_decode(CudaStream stream, const Decode& a) {
   auto split = Alignment(kWidth).with(wire_of(a.wire)).with(a.out).split(a.count);
-  launch("bf16_decode", bf16_decode_kernel, config_for(split, stream), a, split);
+  launch("bf16_decode", bf16_decode_kernel, config_for(bf16_decode_kernel, split, stream), a, split);
 }
 
 void bf16_fused_allreduce(CudaStream stream, const FusedAllreduce& a) {

@@ -24,8 +24,10 @@ __global__ void __launch_bounds__(kBlockThreads, 3)
   decode_tiles(coder, shape, a, wide, shared);
 }
 
-LaunchConfig config_for(const TileShape& shape, int64_t count, CudaStream stream) {
-  return {.grid = dim3(grid_for(count, int64_t{shape.blocks} * shape.block)),
+template <typename Kernel>
+LaunchConfig config_for(Kernel* kernel, const TileShape& shape, int64_t count, CudaStream stream) {
+  return {.grid = dim3(grid_for(kernel, count, int64_t{shape.blocks} * shape.block, kBlockThreads,
+                                shape.shared_bytes())),
           .block = dim3(kBlockThreads),
           .shared_bytes = shape.shared_bytes(),
           .stream = stream};
@@ -33,16 +35,17 @@ LaunchConfig config_for(const TileShape& shape, int64_t count, CudaStream stream
 
 }  // namespace
 
-#define GW_DEFINE(F, NAME)                                                                                   \
-  void NAME##_reduce_encode(CudaStream stream, const BlockCoder<F>& coder, const ReduceEncode& a) {          \
-    const TileShape shape = shape_of(coder);                                                                 \
-    launch(#NAME "_reduce_encode", block_reduce_encode_kernel<F>, config_for(shape, a.count, stream), coder, \
-           shape, a, aligned(a.own, a.residual, a.out));                                                     \
-  }                                                                                                          \
-  void NAME##_decode(CudaStream stream, const BlockCoder<F>& coder, const Decode& a) {                       \
-    const TileShape shape = shape_of(coder);                                                                 \
-    launch(#NAME "_decode", block_decode_kernel<F>, config_for(shape, a.count, stream), coder, shape, a,     \
-           aligned(a.out));                                                                                  \
+#define GW_DEFINE(F, NAME)                                                                               \
+  void NAME##_reduce_encode(CudaStream stream, const BlockCoder<F>& coder, const ReduceEncode& a) {      \
+    const TileShape shape = shape_of(coder);                                                             \
+    launch(#NAME "_reduce_encode", block_reduce_encode_kernel<F>,                                        \
+           config_for(block_reduce_encode_kernel<F>, shape, a.count, stream), coder, shape, a,           \
+           aligned(a.own, a.residual, a.out));                                                           \
+  }                                                                                                      \
+  void NAME##_decode(CudaStream stream, const BlockCoder<F>& coder, const Decode& a) {                   \
+    const TileShape shape = shape_of(coder);                                                             \
+    launch(#NAME "_decode", block_decode_kernel<F>,                                                      \
+           config_for(block_decode_kernel<F>, shape, a.count, stream), coder, shape, a, aligned(a.out)); \
   }
 GW_BLOCK_FORMATS(GW_DEFINE)
 #undef GW_DEFINE

@@ -95,8 +95,10 @@ void fp32_reduce(CudaStream stream, const Reduce& a) {
   for (int k = 0; k < a.num_inputs; ++k) alignment.with(a.inputs[k]);
   auto split = alignment.split(a.count);
   launch("fp32_reduce", fp32_reduce_kernel,
-         {.grid = dim3(vector_grid<kWidth>(split)), .block = dim3(kVectorThreads), .stream = stream}, a,
-         split);
+         {.grid = dim3(vector_grid<kWidth>(fp32_reduce_kernel, split)),
+          .block = dim3(kVectorThreads),
+          .stream = stream},
+         a, split);
 }
 
 void fp32_fused_allreduce(CudaStream stream, const FusedAllreduce& a) {

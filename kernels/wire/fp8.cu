@@ -209,8 +209,11 @@ auto* kernel_for(Coding coding) {
                                      : fp8_reduce_encode_kernel<Coding::stochastic, kAligned>;
 }
 
-LaunchConfig config_for(int64_t count, CudaStream stream) {
-  return {.grid = dim3(grid_for(count, kWarps * kFp8Block)), .block = dim3(kThreads), .stream = stream};
+template <typename Kernel>
+LaunchConfig config_for(Kernel* kernel, int64_t count, CudaStream stream) {
+  return {.grid = dim3(grid_for(kernel, count, kWarps * kFp8Block, kThreads)),
+          .block = dim3(kThreads),
+          .stream = stream};
 }
 
 }  // namespace
@@ -218,12 +221,12 @@ LaunchConfig config_for(int64_t count, CudaStream stream) {
 void fp8_reduce_encode(CudaStream stream, const ReduceEncode& a) {
   auto* kernel =
       aligned(a.own, a.residual, a.out) ? kernel_for<true>(coding_of(a)) : kernel_for<false>(coding_of(a));
-  launch("fp8_reduce_encode", kernel, config_for(a.count, stream), a);
+  launch("fp8_reduce_encode", kernel, config_for(kernel, a.count, stream), a);
 }
 
 void fp8_decode(CudaStream stream, const Decode& a) {
   auto* kernel = aligned(a.out) ? fp8_decode_kernel<true> : fp8_decode_kernel<false>;
-  launch("fp8_decode", kernel, config_for(a.count, stream), a);
+  launch("fp8_decode", kernel, config_for(kernel, a.count, stream), a);
 }
 
 void fp8_fused_allreduce(CudaStream stream, const FusedAllreduce& a) {

@@ -86,6 +86,7 @@ extern Block block;
 
 // The word that shared memory is filled with in the block that starts next: a NaN, or anything.
 extern uint32_t poison_word;
+extern size_t static_shared_bytes;  // of the variables that the running block has declared so far
 
 // Plain loads and stores, for memory that the sanitizers would complain about (guards, redzones).
 void fill_unchecked(void* data, size_t bytes, uint32_t word);

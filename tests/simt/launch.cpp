@@ -20,6 +20,7 @@
 namespace gradwire::simt {
 namespace {
 
+constexpr size_t kMostShared = 227 * 1024;  // of a block of sm_90
 constexpr unsigned kWatchdogSeconds = 280;  // below the tests' timeout, so that the kernel is named
 
 uint64_t from_environment(const char* name, uint64_t otherwise) {
@@ -208,7 +209,7 @@ void check_limits(const Grid& grid) {
     refuse(fmt::format("the grid is {} x {} x {}; CUDA allows 2^31-1 x 65535 x 65535", grid.grid.x,
                        grid.grid.y, grid.grid.z));
   }
-  if (grid.shared_bytes > 227 * 1024) {
+  if (grid.shared_bytes > kMostShared) {
     refuse(fmt::format("{} bytes of dynamic shared memory; sm_90 has 227 KB", grid.shared_bytes));
   }
 }
@@ -220,6 +221,30 @@ uint64_t hash(const std::string& text) {
 }
 
 void* dynamic_memory = nullptr;
+
+// What allow_dynamic_shared() permitted, with one thread at a time in here.
+size_t allowed_shared(const void* kernel, size_t at_least = 0) {
+  static std::mutex mutex;
+  static auto* all = new std::map<const void*, size_t>();
+  std::lock_guard lock(mutex);
+  size_t& bytes = (*all)[kernel];
+  return bytes = std::max(bytes, at_least);
+}
+
+// The static part is known once a block has declared it.
+void check_shared(const Grid& grid) {
+  const size_t total = grid.shared_bytes + static_shared_bytes;
+  const char* why = nullptr;
+  if (total > kMostShared) {
+    why = "sm_90 has 227 KB";
+  } else if (total > 48 * 1024 && allowed_shared(grid.kernel_address) < grid.shared_bytes) {
+    why = "above 48 KB CUDA wants allow_dynamic_shared() first";
+  }
+  if (why != nullptr) {
+    throw Failure(fmt::format("launch of '{}' refused: {} bytes of shared memory, {} of them static; {}",
+                              grid.kernel, total, static_shared_bytes, why));
+  }
+}
 
 // Blocks in the order first, first + step, ... modulo their number: each exactly once, since the step and the
 // number share no divisor.
@@ -236,8 +261,10 @@ void run_schedule(const Grid& grid, int repetition, void (*thread)(const void*),
     block.index = {static_cast<unsigned>(at % grid.grid.x),
                    static_cast<unsigned>(at / grid.grid.x % grid.grid.y),
                    static_cast<unsigned>(at / grid.grid.x / grid.grid.y)};
+    static_shared_bytes = 0;
     begin_block(random, static_cast<uint64_t>(repetition) + at);
     if (!run_block()) throw Failure(describe_launch() + ": " + block.failure);
+    check_shared(grid);
   }
 }
 
@@ -366,5 +393,11 @@ int64_t launches(const std::string& kernel) {
 namespace gradwire::cuda {
 int multiprocessors() {
   return simt::options().multiprocessors;
+}
+int resident_blocks(const void*, int threads, size_t) {
+  return 2048 / threads;
+}
+void allow_dynamic_shared(const char*, const void* kernel, size_t bytes) {
+  simt::allowed_shared(kernel, bytes);
 }
 }  // namespace gradwire::cuda

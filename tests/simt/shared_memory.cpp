@@ -6,6 +6,7 @@
 // The linker's --wrap lets this file see those calls.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <utility>
@@ -72,6 +73,7 @@ Variable& find(const char* file, int line) {
 }  // namespace
 
 uint32_t poison_word = 0;
+size_t static_shared_bytes = 0;
 
 void SharedSite::enter() {
   if (entry == nullptr) {
@@ -87,7 +89,12 @@ void SharedSite::enter() {
   if (variable.poisoned_in == block.serial) return;
   variable.poisoned_in = block.serial;
   if (block.beside_others) block.shared.push_back({&variable, {}});
-  for (const Instance& i : variable.instances) fill_unchecked(i.data, i.bytes, poison_word);
+  size_t largest = 0;  // which instantiation this is cannot be told
+  for (const Instance& i : variable.instances) {
+    fill_unchecked(i.data, i.bytes, poison_word);
+    largest = std::max(largest, i.bytes);
+  }
+  static_shared_bytes += largest;
 }
 
 void put_shared_away() {

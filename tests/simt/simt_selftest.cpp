@@ -111,7 +111,7 @@ TEST(Simt, HistogramWithAtomicsIsRight) {
   std::vector<unsigned> bins(256, 0), expected(256, 0);
   for (size_t i = 0; i < data.size(); ++i) ++expected[data[i] = static_cast<unsigned char>(i * i % 251)];
   launch("histogram", histogram_kernel,
-         {.grid = dim3(cuda::grid_for(static_cast<int64_t>(data.size()), 96)),
+         {.grid = dim3(cuda::grid_for(histogram_kernel, static_cast<int64_t>(data.size()), 96, 96, 1024)),
           .block = dim3(96),
           .shared_bytes = 1024},
          data.data(), static_cast<int>(data.size()), bins.data());
@@ -392,6 +392,32 @@ TEST(SimtCatches, LaunchesThatCudaRefuses) {
   expect_has(refusal({.block = dim3(1, 1, 65)}), {"64 in z"});
   expect_has(refusal({.grid = dim3(1, 65536)}), {"grid"});
   expect_has(refusal({.grid = dim3(1), .block = dim3(1), .shared_bytes = 233 * 1024}), {"shared memory"});
+}
+
+__global__ void static_shared_kernel(int* out) {
+  __shared__ int kept[32];
+  kept[threadIdx.x] = 1;
+  __syncthreads();
+  if (threadIdx.x == 0) *out = kept[31];
+}
+
+// Static and dynamic shared memory count together: 48 KB without permission, 227 KB with.
+TEST(SimtCatches, SharedMemoryThatCudaRefuses) {
+  int out = 0;
+  const auto without_permission = [&](size_t bytes) {
+    return failure_of(
+        [&] { simt::launch<int*>("static_shared", static_shared_kernel, dim3(1), dim3(32), bytes, {&out}); });
+  };
+  EXPECT_EQ(without_permission(48 * 1024 - 128), "");
+  expect_has(without_permission(48 * 1024), {"refused", "128 of them static", "allow_dynamic_shared"});
+  const auto with_permission = [&](size_t bytes) {
+    return failure_of([&] {
+      launch("static_shared", static_shared_kernel, {.block = dim3(32), .shared_bytes = bytes}, &out);
+    });
+  };
+  EXPECT_EQ(with_permission(48 * 1024), "");
+  EXPECT_EQ(with_permission(227 * 1024 - 128), "");
+  expect_has(with_permission(227 * 1024), {"refused", "227 KB"});
 }
 
 TEST(Simt, KeepsRunningAfterAFailure) {
