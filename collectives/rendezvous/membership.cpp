@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "collectives/rendezvous/handshake.h"
+#include "collectives/rendezvous/job.h"
 #include "collectives/rendezvous/secret.h"
 #include "runtime/error.h"
 
@@ -118,6 +119,7 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
     throw BadInput(fmt::format("there is no rank {} in a group of {}", rank, world));
   }
   if (options_.secret.empty()) options_.secret = secret_from_environment();
+  if (options_.job.empty()) options_.job = job_from_environment();
   const auto deadline = SteadyClock::now() + options.join_timeout();
   std::string path;
   std::optional<Board> board = options.board;
@@ -130,7 +132,7 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
     if (rank == 0) {
       meeting.secret = random_secret();
       key_ = options_.secret + meeting.secret;
-      server_ = std::make_unique<StoreServer>(Endpoint{board->address, 0}, world, key_);
+      server_ = std::make_unique<StoreServer>(Endpoint{board->address, 0}, world, key_, options_.job);
       board->publish(meeting_text(meeting.secret, server_->port(), board->address));
       published_file_ = path;
     }
@@ -143,7 +145,7 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
       // Debian gives a machine's own name a loopback address, at which other machines cannot reach it.
       const bool own_name = !is_loopback(named.host) && !faces_network(named.host);
       const Endpoint here{own_name && !key_.empty() ? "" : named.host, named.port};
-      server_ = std::make_unique<StoreServer>(here, world, key_);
+      server_ = std::make_unique<StoreServer>(here, world, key_, options_.job);
     }
   } else {
     throw BadInput(
@@ -176,21 +178,24 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
       }
       try {
         client_ = std::make_unique<StoreClient>(std::move(*command), std::move(*watch), key_, rank, world,
-                                                std::max(patience, SteadyClock::now() + milliseconds(500)));
+                                                std::max(patience, SteadyClock::now() + milliseconds(500)),
+                                                options_.job);
         break;
       } catch (const StoreRefused& error) {
         throw CommError(fmt::format("rank {} cannot join through {}: {}", rank, rendezvous, error.what()));
       } catch (const CommError& error) {
         why = fmt::format("{}: {}", endpoint.text(), error.what());
-        if (!board && why.ends_with(kOtherSecret))
-          patient_until = std::min(patient_until, SteadyClock::now() + kPatience);
+        const bool others = why.ends_with(kOtherSecret) || why.find(kOtherJob) != std::string::npos;
+        if (!board && others) patient_until = std::min(patient_until, SteadyClock::now() + kPatience);
       }
     }
     if (client_) break;
     if (SteadyClock::now() >= patient_until) {
-      throw CommError(
-          fmt::format("rank {} cannot join through {}: {}; give all ranks the same GRADWIRE_SECRET", rank,
-                      rendezvous, why));
+      throw CommError(fmt::format(
+          "rank {} cannot join through {}: {}; {}", rank, rendezvous, why,
+          why.ends_with(kOtherSecret)
+              ? "give all ranks the same GRADWIRE_SECRET"
+              : "give each run a port of its own, or all ranks of this one the same GRADWIRE_JOB"));
     }
     if (SteadyClock::now() >= deadline) {
       throw CommError(fmt::format(

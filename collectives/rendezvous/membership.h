@@ -33,6 +33,8 @@ struct GroupOptions {
   // join. Without any secret, tcp:// serves only this machine, unless `insecure` or GRADWIRE_INSECURE=1.
   std::string secret = {};
   bool insecure = false;
+  // Which run this rank belongs to (job.h); empty: the environment's. Ranks of runs that are known to differ do not meet.
+  std::string job = {};
   std::optional<Board> board = {};  // in place of the rendezvous, which is then a name for error texts
 
   std::chrono::milliseconds join_timeout() const { return joining.count() > 0 ? joining : timeout; }

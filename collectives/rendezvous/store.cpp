@@ -109,13 +109,13 @@ std::string RollCall::absent() const {
 }
 
 StoreClient::StoreClient(Socket command, Socket watch, const std::string& key, int rank, int world,
-                         SteadyClock::time_point deadline)
+                         SteadyClock::time_point deadline, const std::string& job)
     : world_(world), command_(std::move(command)), watch_(std::move(watch)), wake_(eventfd(0, EFD_CLOEXEC)) {
   for (const Socket* socket : {&command_, &watch_}) {
     const std::string why = introduce(*socket, {key, kStorePurpose}, deadline);
     if (!why.empty()) throw CommError(why);
   }
-  std::string me = fmt::format("{} {}", rank, world);
+  std::string me = fmt::format("{} {} {}", rank, world, one_line(job));
   request({Op::hello, 0, "command", me}, deadline);
   std::string bytes = StoreMessage{Op::hello, 0, "watch", me}.encode();
   char head[4];

@@ -28,7 +28,7 @@ namespace gradwire {
 // The content of one frame. On the wire: length of the rest, operation, id, length of the key, key, value.
 struct StoreMessage {
   enum class Op : uint8_t {
-    hello,    // key "command" or "watch", value "<rank> <world>"
+    hello,    // key "command" or "watch", value "<rank> <world> <job>"
     set,      // reply ok
     get,      // reply ok with the value once it is set
     add,      // reply ok with how often this key has been added to
@@ -75,8 +75,8 @@ class StoreRefused : public CommError {
 class StoreServer {
  public:
   // Listens; throws CommError if it cannot. Who does not prove that it knows `key` (handshake.h) is turned away,
-  // with a line on stderr.
-  StoreServer(const Endpoint& endpoint, int world, const std::string& key);
+  // with a line on stderr. So are ranks of another job (job.h), and they hear why.
+  StoreServer(const Endpoint& endpoint, int world, const std::string& key, const std::string& job = "");
   // Gives the other ranks time to make their last requests and leave, then announces the shutdown.
   ~StoreServer();
   int port() const { return port_; }
@@ -88,6 +88,9 @@ class StoreServer {
   // How long ranks have to answer after a failure, and how long the server stays up at the end.
   static constexpr std::chrono::milliseconds kRollTime{1000};
   static constexpr std::chrono::milliseconds kLinger{2000};
+  // A rank that comes twice, while the group forms or so soon after, may belong to another run: then nobody knows whose
+  // the first one was, and the group fails.
+  static constexpr std::chrono::milliseconds kForming{3000};
 
  private:
   class Loop;
@@ -105,7 +108,7 @@ class StoreClient {
   // Takes over two new connections to the server and says hello on both. Throws CommError if the server
   // refuses, does not answer, or does not know `key`.
   StoreClient(Socket command, Socket watch, const std::string& key, int rank, int world,
-              SteadyClock::time_point deadline);
+              SteadyClock::time_point deadline, const std::string& job = "");
   // Leaves in an orderly way.
   ~StoreClient();
 

@@ -16,6 +16,7 @@
 #include <sstream>
 
 #include "collectives/rendezvous/handshake.h"
+#include "collectives/rendezvous/job.h"
 #include "collectives/rendezvous/store.h"
 #include "runtime/error.h"
 
@@ -59,12 +60,13 @@ class StoreServer::Messages {
 
 class StoreServer::Loop {
  public:
-  Loop(Socket listener, int world, const std::string& key, Messages& messages)
+  Loop(Socket listener, int world, const std::string& key, const std::string& job, Messages& messages)
       : messages_(messages),
         listener_(std::move(listener)),
         wake_(eventfd(0, EFD_CLOEXEC)),
         world_(world),
-        credentials_{key, kStorePurpose} {
+        credentials_{key, kStorePurpose},
+        job_(job) {
     roll_.ranks.resize(world, {Presence::never_came, ""});
   }
 
@@ -249,7 +251,12 @@ class StoreServer::Loop {
         }
         break;
       case Op::add:
-        reply(peer, m.id, fmt::format("{}", ++counts_[m.key]));
+        // Ranks that a failed group still lets count could meet at a barrier without the others.
+        if (!failure_.empty()) {
+          send(peer, {Op::refuse, m.id, "", failure_});
+        } else {
+          reply(peer, m.id, fmt::format("{}", ++counts_[m.key]));
+        }
         break;
       case Op::fail:
         fail(m.key);
@@ -283,12 +290,17 @@ class StoreServer::Loop {
   void hello(Peer& peer, const StoreMessage& m) {
     std::istringstream text(m.value);
     int rank = -1, world = -1;
-    text >> rank >> world;
+    text >> rank >> world >> std::ws;
+    std::string job;
+    std::getline(text, job);
     bool watches = m.key == "watch";
     std::string why;
     bool try_again = true;
-    if (!failure_.empty() && rank >= 0 && rank < world_ &&
-        roll_.ranks[rank].presence != Presence::never_came) {
+    if (!job.empty() && !job_.empty() && job != job_) {
+      // Its own store may be about to take this one's place.
+      why = fmt::format("the process there {}: {}, and this rank to {}", kOtherJob, job_, job);
+    } else if (!failure_.empty() && rank >= 0 && rank < world_ &&
+               roll_.ranks[rank].presence != Presence::never_came) {
       why = "the store there belongs to a group that has failed";
     } else if (rank >= 0 && rank < world_ && roll_.ranks[rank].presence == Presence::left) {
       why = "the store there belongs to a group that is shutting down";
@@ -302,6 +314,13 @@ class StoreServer::Loop {
       why = fmt::format("there is no rank {} in a world of {}", rank, world);
     } else if (watches && roll_.ranks[rank].presence != Presence::never_came) {
       why = fmt::format("two processes were started as rank {}", rank);
+      if (!formed_at_ || SteadyClock::now() < *formed_at_ + StoreServer::kForming) {
+        why += "; if they belong to two runs, give each run a port of its own, or GRADWIRE_JOB";
+        fail(why);
+      } else {
+        std::fprintf(stderr, "gradwire: rank 0 turned away a second rank %d from %s\n", rank,
+                     peer.socket.peer_address().c_str());
+      }
     }
     if (!why.empty()) {
       send(peer, {Op::refuse, m.id, try_again ? "again" : "", why});
@@ -309,7 +328,12 @@ class StoreServer::Loop {
     }
     peer.rank = rank;
     peer.watches = watches;
-    if (watches) roll_.ranks[rank].presence = Presence::silent;
+    if (watches) {
+      roll_.ranks[rank].presence = Presence::silent;
+      const bool all = std::none_of(roll_.ranks.begin(), roll_.ranks.end(),
+                                    [](const auto& entry) { return entry.presence == Presence::never_came; });
+      if (all && !formed_at_) formed_at_ = SteadyClock::now();
+    }
     reply(peer, m.id, "");
     if (watches && !failure_.empty()) send(peer, {Op::failed, 0, "", failure_});
   }
@@ -356,6 +380,7 @@ class StoreServer::Loop {
   Socket listener_, wake_;
   const int world_;
   const Credentials credentials_;
+  const std::string job_;
   uint64_t turned_away_ = 0;
   std::atomic<bool> stopping_{false};
   std::vector<std::unique_ptr<Peer>> peers_;
@@ -364,12 +389,12 @@ class StoreServer::Loop {
   std::vector<Waiting> waiting_, roll_callers_;
   std::string failure_;
   RollCall roll_;
-  std::optional<SteadyClock::time_point> roll_due_at_, closing_at_;
+  std::optional<SteadyClock::time_point> roll_due_at_, closing_at_, formed_at_;
 };
 
-StoreServer::StoreServer(const Endpoint& endpoint, int world, const std::string& key)
+StoreServer::StoreServer(const Endpoint& endpoint, int world, const std::string& key, const std::string& job)
     : messages_(std::make_unique<Messages>(world)),
-      loop_(std::make_unique<Loop>(listen_on(endpoint), world, key, *messages_)),
+      loop_(std::make_unique<Loop>(listen_on(endpoint), world, key, job, *messages_)),
       port_(loop_->port()) {
   thread_ = std::thread([this] { loop_->run(); });
 }

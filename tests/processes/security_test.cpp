@@ -11,6 +11,7 @@
 #include <atomic>
 #include <fstream>
 #include <functional>
+#include <map>
 #include <memory>
 #include <random>
 #include <set>
@@ -20,6 +21,7 @@
 #include "collectives/communicator/communicator.h"
 #include "collectives/reducer/reducer.h"
 #include "collectives/rendezvous/handshake.h"
+#include "collectives/rendezvous/job.h"
 #include "collectives/rendezvous/membership.h"
 #include "collectives/transport/tcp.h"
 #include "runtime/error.h"
@@ -244,6 +246,58 @@ TEST(Secrets, AMeetingFileIsForItsOwnerOnly) {
   struct stat status {};
   ASSERT_EQ(stat(path.c_str(), &status), 0);
   EXPECT_EQ(status.st_mode & 0777, 0600u);
+}
+
+GroupOptions rank_of(const std::string& job, const std::string& rendezvous, int rank) {
+  GroupOptions options = group_of(rendezvous, rank, 2, "");
+  options.job = job;
+  return options;
+}
+
+TEST(TwoJobsAtOnePort, AreToldApartByTheLaunchersIds) {
+  const std::string rendezvous = testing::free_tcp_rendezvous();
+  Membership first(rank_of("Slurm job 7, step 0", rendezvous, 0));
+  const std::string text = error_of([&] { Membership(rank_of("Slurm job 8, step 0", rendezvous, 1)); });
+  EXPECT_NE(text.find("belongs to another run: Slurm job 7, step 0, and this rank to Slurm job 8, step 0"),
+            std::string::npos)
+      << text;
+  EXPECT_NE(text.find("a port of its own"), std::string::npos) << text;
+  // The seat is free for its own rank.
+  EXPECT_EQ(error_of([&] { Membership(rank_of("Slurm job 7, step 0", rendezvous, 1)); }), "no error");
+}
+
+TEST(TwoJobsAtOnePort, WithoutIdsAreRefusedBoth) {
+  const std::string rendezvous = testing::free_tcp_rendezvous();
+  Membership first(group_of(rendezvous, 0, 2, ""));
+  Membership theirs(group_of(rendezvous, 1, 2, ""));  // of the other job, perhaps
+  for (const std::string& text : {error_of([&] { Membership(group_of(rendezvous, 1, 2, "")); }),
+                                  error_of([&] { first.barrier(); }), error_of([&] { theirs.barrier(); })}) {
+    EXPECT_NE(text.find("two processes were started as rank 1; if they belong to two runs"),
+              std::string::npos)
+        << text;
+  }
+}
+
+TEST(TwoJobsAtOnePort, WhatALauncherSetsNamesTheRun) {
+  using Variables = std::map<std::string, std::string>;
+  const auto job = [](const Variables& set) {
+    return job_of([&](const char* name) { return set.contains(name) ? set.at(name).c_str() : nullptr; });
+  };
+  EXPECT_EQ(job({}), "");
+  EXPECT_EQ(job({{"TORCHELASTIC_RUN_ID", "f00"}, {"SLURM_JOB_ID", "7"}}), "torchrun's f00");
+  EXPECT_EQ(job({{"TORCHELASTIC_RUN_ID", "none"}}), "");  // torchrun's word for a run without a name
+  EXPECT_EQ(job({{"SLURM_JOB_ID", "7"}, {"SLURM_STEP_ID", "2"}, {"SLURM_STEP_NUM_TASKS", "4"}}),
+            "Slurm job 7, step 2");
+  // One srun per rank: their steps differ, their job does not.
+  EXPECT_EQ(job({{"SLURM_JOB_ID", "7"}, {"SLURM_STEP_ID", "2"}, {"SLURM_STEP_NUM_TASKS", "1"}}),
+            "Slurm job 7");
+  EXPECT_EQ(job({{"SLURM_JOB_ID", "8"}, {"SLURM_HET_JOB_ID", "7"}}), "Slurm job 7");
+  EXPECT_EQ(job({{"OMPI_COMM_WORLD_SIZE", "4"}, {"PMIX_NAMESPACE", "p1"}, {"SLURM_JOB_ID", "7"}}),
+            "mpirun's p1");
+  EXPECT_EQ(job({{"PMI_SIZE", "4"}, {"PMI_JOBID", "9"}}), "mpirun's 9");
+  EXPECT_EQ(job({{"PMI_SIZE", "1"}, {"PMI_JOBID", "9"}}), "");
+  EXPECT_EQ(job({{"GRADWIRE_JOB", "mine"}, {"SLURM_JOB_ID", "7"}}), "'mine'");
+  EXPECT_NE(error_of([&] { job({{"GRADWIRE_JOB", "a\nb"}}); }).find("GRADWIRE_JOB"), std::string::npos);
 }
 
 TEST(Secrets, AGroupThatFailedMakesWayForTheNextAtTheSameAddress) {

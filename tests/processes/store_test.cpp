@@ -98,7 +98,6 @@ TEST_F(StoreTest, GetEndsAtItsDeadlineAndTheConnectionStaysUsable) {
 
 TEST_F(StoreTest, StrangersAreRefused) {
   auto a = join(0), b = join(1);
-  EXPECT_EQ(error_of([&] { join(1); }), "two processes were started as rank 1");
   EXPECT_EQ(error_of([&] { join(2, 4); }), "rank 2 was started with a world of 4, rank 0 with 3");
   EXPECT_EQ(error_of([&] { join(7); }), "there is no rank 7 in a world of 3");
   EXPECT_EQ(error_of([&] { join(2, 3, "another"); }), "the process there has another secret");
@@ -171,6 +170,24 @@ TEST_F(StoreTest, TheRollNamesWhoIsSilentGoneLeftOrNeverCame) {
   RollCall roll = a->roll_call();
   EXPECT_EQ(roll.absent(), "no answer from rank 1; gone: rank 3; left before: rank 2; never came: rank 4");
   EXPECT_EQ(roll.ranks[0].state, "state of 0");
+}
+
+TEST_F(StoreTest, ASecondProcessOfARankEndsAGroupThatIsForming) {
+  auto a = join(0), b = join(1);
+  Told told;
+  told.watch(*a, 0);
+  told.watch(*b, 1);
+  const std::string text = "two processes were started as rank 1";
+  EXPECT_EQ(error_of([&] { join(1); }).find(text), 0u);
+  for (int r : {0, 1}) EXPECT_EQ(told.of(r).find(text), 0u) << told.of(r);
+}
+
+TEST_F(StoreTest, ASecondProcessOfARankIsTurnedAwayFromAGroupThatWorks) {
+  auto a = join(0), b = join(1), c = join(2);
+  std::this_thread::sleep_for(StoreServer::kForming + 100ms);
+  EXPECT_EQ(error_of([&] { join(1); }), "two processes were started as rank 1");
+  b->set("still", "fine");
+  EXPECT_EQ(a->get("still", in(10s), "x"), "fine");
 }
 
 TEST_F(StoreTest, AServerThatLeavesProperlyIsNoFailure) {
