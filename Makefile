@@ -6,6 +6,7 @@
 #   make build    the optimized build of everything but the tests, in build/
 #   make test-frameworks   the Python tests on today's PyTorch, beside Debian's; installs it in build/
 #   make faults   the fault matrix of docs/faults.md, and 200 runs with a killed rank
+#   make faults-soak   random faults of every kind for 10 minutes; SOAK_S=SECONDS, SOAK_SEED=N for others
 #   make fuzz     libFuzzer on the readers of files and messages, a minute each; FUZZ_FLAGS="600 store" for more of one
 #   make bench    benchmarks
 #   make bench-check  compare this build with the goals and the published numbers in
@@ -25,8 +26,10 @@ PYTHON ?= $(firstword $(wildcard /usr/bin/python3) python3)
 DEMO_FLAGS ?=
 BENCH_CHECK_FLAGS ?=
 FUZZ_FLAGS ?=
+SOAK_S ?= 600
+SOAK_SEED ?= 1
 
-.PHONY: build build-tests demo test test-quick test-frameworks faults fuzz bench bench-check host-check experiments \
+.PHONY: build build-tests demo test test-quick test-frameworks faults faults-soak fuzz bench bench-check host-check experiments \
   gpu-check machine-code bundle wheel deb setup format clean
 
 build: setup
@@ -56,6 +59,12 @@ faults: setup
 
 machine-code: setup
 	@PYTHON=$(PYTHON) scripts/machine_code.sh
+
+faults-soak: setup
+	@scripts/configure.sh release
+	@cmake --build --preset release --target processes_tests
+	@GRADWIRE_SOAK_S=$(SOAK_S) GRADWIRE_SOAK_SEED=$(SOAK_SEED) build/bin/processes_tests \
+	  --gtest_filter='TcpFaults.AnyFault*' --gtest_brief=1
 
 fuzz: setup
 	@scripts/fuzz.sh $(FUZZ_FLAGS)
