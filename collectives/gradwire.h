@@ -98,7 +98,7 @@ GW_API const char* gw_last_error(void);
  *             Processes on GPUs communicate through NCCL, which is loaded on demand; processes on the host
  *             through TCP. May be null when world is 1. Once the group has formed, the name is free again.
  * rank        0 .. world - 1, each exactly once; world is at most 65536.
- * device      GW_HOST, or the number of a CUDA device of this process.
+ * device      GW_HOST on all ranks, or the number of a CUDA device of this process, which may differ.
  * timeout_ms  > 0. The longest wait for a peer, both while joining and later in any operation. If one rank
  *             writes a checkpoint during a step, that counts as a wait for all the others. May differ: each
  *             rank applies its own.

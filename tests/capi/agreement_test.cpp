@@ -256,6 +256,7 @@ TEST_P(CApiAgreement, ReducersRefuseEveryArgumentThatDiffers) {
   differ([](auto& c) { c.how.bucket_bytes = 4 << 10; }, {"bucket_bytes 8192", "bucket_bytes 4096"});
   differ([](auto& c) { c.how.sum = 1; }, {"the mean", "the sum"});
   differ([](auto& c) { c.how.seed = 3; }, {"seed 0", "seed 3"});
+  differ([](auto& c) { c.how.shard = 1; }, {"not sharded", "sharded"});
   differ([](auto& c) { c.tag = "head"; }, {"no tag", "'head'"});
   differ([](auto& c) { c.ranks_per_node = 1; }, {"ranks_per_node 0", "ranks_per_node 1"});
 }

@@ -285,6 +285,9 @@ TEST_P(CApiSharded, CallsThatDifferAreRefusedWithBothTexts) {
     gw_dtype dtype = GW_FLOAT32;
     int root = 0;
     const char* tag = "";
+    gw_op op = GW_AVG;
+    const char* spec = "bf16";
+    int64_t count = 7;  // of a broadcast or an allreduce
   };
   auto differ = [&](const Call& one, const Call& other, const std::vector<std::string>& parts) {
     run(2, [&](gw_comm comm, int rank) {
@@ -294,17 +297,17 @@ TEST_P(CApiSharded, CallsThatDifferAreRefusedWithBothTexts) {
       GW_EXPECT_OK(gw_call_tag(comm, c.tag));
       gw_status status = GW_INTERNAL;
       if (kind == "reduce_scatter") {
-        status = gw_reduce_scatter(comm, in.data(), out.data(), c.counts.data(), c.dtype, GW_AVG, "bf16",
+        status = gw_reduce_scatter(comm, in.data(), out.data(), c.counts.data(), c.dtype, c.op, c.spec,
                                    residual.data(), nullptr);
       } else if (kind == "all_gather") {
         status =
-            gw_all_gather(comm, in.data(), out.data(), c.counts.data(), c.dtype, "bf16", nullptr, nullptr);
+            gw_all_gather(comm, in.data(), out.data(), c.counts.data(), c.dtype, c.spec, nullptr, nullptr);
       } else if (kind == "all_gather_update") {
-        status = gw_all_gather_update(comm, in.data(), out.data(), c.counts.data(), c.dtype, "bf16", nullptr);
+        status = gw_all_gather_update(comm, in.data(), out.data(), c.counts.data(), c.dtype, c.spec, nullptr);
       } else if (kind == "broadcast") {
-        status = gw_broadcast(comm, in.data(), 7, c.dtype, c.root, "bf16", nullptr);
+        status = gw_broadcast(comm, in.data(), c.count, c.dtype, c.root, c.spec, nullptr);
       } else {
-        status = gw_allreduce(comm, in.data(), 7, c.dtype, GW_AVG, "bf16", nullptr);
+        status = gw_allreduce(comm, in.data(), c.count, c.dtype, c.op, c.spec, nullptr);
       }
       EXPECT_EQ(status, GW_COMM_FAILED);
       expect_has(gw_last_error(), parts);
@@ -318,6 +321,20 @@ TEST_P(CApiSharded, CallsThatDifferAreRefusedWithBothTexts) {
   differ({.kind = "broadcast"}, {.kind = "broadcast", .root = 1}, {"from rank 0", "from rank 1"});
   differ({.kind = "all_gather"}, {.kind = "all_gather", .dtype = GW_BFLOAT16}, {"float32", "bfloat16"});
   differ({.tag = "layer 1"}, {.tag = "layer 2"}, {"'layer 1'", "'layer 2'"});
+  differ({}, {.op = GW_SUM}, {"mean of float32", "sum of float32"});
+  for (const char* kind : {"reduce_scatter", "all_gather", "all_gather_update", "broadcast"}) {
+    differ({.kind = kind}, {.kind = kind, .spec = "int8"}, {"bf16", "int8"});
+    differ({.kind = kind, .spec = "int8:schedule=ring"}, {.kind = kind, .spec = "int8:schedule=two_shot"},
+           {"schedule=ring", "schedule=two_shot"});
+    differ({.kind = kind, .spec = "int8"}, {.kind = kind, .spec = "int8:round=stochastic"},
+           {"round=stochastic"});
+  }
+  for (const char* kind : {"all_gather", "all_gather_update"}) {
+    differ({.kind = kind}, {.kind = kind, .counts = {4, 3}}, {"shards 3, 4", "shards 4, 3"});
+  }
+  differ({}, {.counts = {3, 5}}, {"shards 3, 4", "shards 3, 5"});
+  differ({.kind = "broadcast"}, {.kind = "broadcast", .count = 8}, {"(7 ", "(8 "});
+  differ({.kind = "broadcast"}, {.kind = "broadcast", .dtype = GW_FLOAT16}, {"float32", "float16"});
   differ({.kind = "broadcast", .tag = "a"}, {.kind = "broadcast", .tag = "b"}, {"'a'", "'b'"});
 }
 
