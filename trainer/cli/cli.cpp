@@ -14,6 +14,7 @@
 #include "trainer/cli/launcher.h"
 #include "trainer/cli/options.h"
 #include "trainer/cli/session.h"
+#include "trainer/cli/top.h"
 #include "trainer/config/run.h"
 #include "trainer/log/run_log.h"
 #include "trainer/train/memory.h"
@@ -75,10 +76,17 @@ int parse_and_run(int argc, char** argv) {
                          "Show devices, versions, and what is off and why; with several ranks measure their "
                          "links, and say which compression would pay for --model");
   add_doctor_flags(*doctor_command, doctor_options, show_environment);
+  TopOptions top_options;
+  CLI::App* top_command =
+      app.add_subcommand("top",
+                         "Follow a run by the log that it writes (train --log): its progress, and which rank "
+                         "holds the others up, by how much and since when");
+  add_top_flags(*top_command, top_options);
 
   std::string first = argc > 1 ? argv[1] : "";
-  if (!first.empty() && first[0] != '-' && first != "train" && first != "compare" && first != "doctor") {
-    throw BadInput("unknown command '" + first + "'; there are train, compare and doctor");
+  if (!first.empty() && first[0] != '-' && first != "train" && first != "compare" && first != "doctor" &&
+      first != "top") {
+    throw BadInput("unknown command '" + first + "'; there are train, compare, doctor and top");
   }
   try {
     app.parse(argc, argv);
@@ -86,6 +94,10 @@ int parse_and_run(int argc, char** argv) {
     return app.exit(success);  // --help, --version
   } catch (const CLI::ParseError& error) {
     return report((std::string(error.what()) + "; see gradwire --help").c_str(), kBadInput);
+  }
+  if (top_command->parsed()) {
+    top(top_options);
+    return kDone;
   }
   if (doctor_command->parsed()) {
     if (show_environment) {

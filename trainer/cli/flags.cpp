@@ -347,6 +347,14 @@ void add_compare_flags(CLI::App& command, Options& o) {
       ->group("Output");
 }
 
+void add_top_flags(CLI::App& command, TopOptions& o) {
+  command.add_option("RUN", o.log, "The run's log")->required();
+  command.add_flag("--once", o.once, "Show it once instead of every second; so without a terminal");
+  command.add_flag(
+      "--prometheus", o.prometheus,
+      "Print the figures once as Prometheus's text format, for node_exporter's textfile collector");
+}
+
 void add_doctor_flags(CLI::App& command, Options& o, bool& show_environment) {
   add_model_flags(command, o);
   add_rank_flags(command, o);

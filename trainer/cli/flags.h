@@ -3,6 +3,7 @@
 #pragma once
 
 #include "trainer/cli/options.h"
+#include "trainer/cli/top.h"
 
 namespace CLI {
 class App;
@@ -12,6 +13,7 @@ namespace gradwire {
 
 void add_train_flags(CLI::App& command, Options& options);
 void add_compare_flags(CLI::App& command, Options& options);
+void add_top_flags(CLI::App& command, TopOptions& options);
 void add_doctor_flags(CLI::App& command, Options& options, bool& show_environment);
 
 }  // namespace gradwire

@@ -26,6 +26,9 @@ class Fan final : public RunObserver {
   void on_step(const StepRecord& step) override {
     for (auto* observer : observers_) observer->on_step(step);
   }
+  void on_waits(const WaitRecord& waits) override {
+    for (auto* observer : observers_) observer->on_waits(waits);
+  }
   void on_eval(const EvalRecord& eval) override {
     for (auto* observer : observers_) observer->on_eval(eval);
   }

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <vector>
 
 #include "trainer/config/config.h"
 
@@ -66,11 +67,18 @@ struct CheckpointRecord {
   double save_ms = 0;  // from the end of the step to the end of writing
 };
 
+// How long ranks have waited for each other so far, about once a second. Not on CUDA, where it is not measured.
+struct WaitRecord {
+  int64_t step = 0;    // optimizer steps done
+  double seconds = 0;  // since the first step of this process
+  // waited_s[r][p]: how long rank r has waited for data of rank p, in seconds, transfers included.
+  std::vector<std::vector<double>> waited_s = {};
+};
+
 // After the last step and evaluation. All ranks' parameters have this hash; otherwise the run fails.
 struct EndRecord {
   uint64_t parameter_hash = 0;
-  // waited_s[r][p]: how long rank r waited for data of rank p, in seconds, over the whole run; empty where that is not
-  // measured, and for one rank.
+  // As in WaitRecord, over the whole run; empty where that is not measured, and for one rank.
   std::vector<std::vector<double>> waited_s = {};
   // The most that rank 0 has held in its device's memory at a time, in bytes: weights, activations, gradients, moments,
   // residuals and buffers. With several ranks on one device, their mean.
@@ -84,6 +92,7 @@ class RunObserver {
   virtual ~RunObserver() = default;
   virtual void on_run(const RunInfo&) {}
   virtual void on_step(const StepRecord&) {}
+  virtual void on_waits(const WaitRecord&) {}
   virtual void on_eval(const EvalRecord&) {}
   virtual void on_checkpoint(const CheckpointRecord&) {}
   virtual void on_end(const EndRecord&) {}

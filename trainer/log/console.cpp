@@ -6,7 +6,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
+
+#include "trainer/log/stragglers.h"
 
 namespace gradwire {
 namespace {
@@ -152,20 +153,10 @@ std::string summary_line(const RunSummary& summary) {
 }
 
 std::string straggler_text(const RunSummary& summary) {
-  const auto& waited = summary.waited_s;
-  if (waited.size() < 2) return "";
-  // Whoever waits for a late rank is late itself for the next one. So the culprit is not the one that is waited for
-  // most, but the one that waits least.
-  std::vector<double> total;
-  for (const auto& of_rank : waited) total.push_back(std::accumulate(of_rank.begin(), of_rank.end(), 0.0));
-  const auto least = std::min_element(total.begin(), total.end());
-  const double others =
-      (std::accumulate(total.begin(), total.end(), 0.0) - *least) / static_cast<double>(total.size() - 1);
-  constexpr double kWorthMentioning = 0.05;
-  if (others - *least < kWorthMentioning * summary.seconds) return "";
+  const auto found = find_straggler(summary.waited_s, summary.seconds);
+  if (!found) return "";
   return fmt::format("Rank {} held the others up: each waited {} longer than it did ({:.0f} % of the run)",
-                     least - total.begin(), human_seconds(others - *least),
-                     100 * (others - *least) / summary.seconds);
+                     found->rank, human_seconds(found->behind_s), 100 * found->share);
 }
 
 std::string shares_text(const RunSummary& summary) {

@@ -1,20 +1,11 @@
 #include "trainer/log/earlier_run.h"
 
 #include <fstream>
-#include <limits>
 
 #include "trainer/log/json.h"
 #include "trainer/log/records.h"
 
 namespace gradwire {
-namespace {
-
-double number_in(const Json& json, const char* key) {
-  return field<double>(json, key).value_or(std::numeric_limits<double>::quiet_NaN());
-}
-
-}  // namespace
-
 EarlierRun read_earlier_run(const std::string& path) {
   EarlierRun earlier;
   std::ifstream file(path, std::ios::binary);

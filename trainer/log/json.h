@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -39,6 +40,11 @@ std::optional<T> field(const Json& json, const char* key) {
                     : std::is_floating_point_v<T>  ? at->is_number()
                                                    : at->is_number_integer();
   return fits ? std::optional(at->template get<T>()) : std::nullopt;
+}
+
+// NaN where there is no number.
+inline double number_in(const Json& json, const char* key) {
+  return field<double>(json, key).value_or(std::numeric_limits<double>::quiet_NaN());
 }
 
 // 25 rather than 25.0.

@@ -122,6 +122,11 @@ std::string step_record(const StepRecord& step) {
                         {"tflops", step.tflops}});
 }
 
+std::string waits_record(const WaitRecord& waits) {
+  return json_text(Json{
+      {"type", "waits"}, {"step", waits.step}, {"seconds", waits.seconds}, {"waited_s", waits.waited_s}});
+}
+
 std::string eval_record(const EvalRecord& eval) {
   return json_text(Json{{"type", "eval"},
                         {"step", eval.step},

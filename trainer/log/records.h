@@ -16,6 +16,7 @@ constexpr int kRecordSchema = 1;
 
 std::string run_record(const TrainConfig& config, const DataSplits& data, const RunInfo& info);
 std::string step_record(const StepRecord& step);
+std::string waits_record(const WaitRecord& waits);
 std::string eval_record(const EvalRecord& eval);
 std::string checkpoint_record(const CheckpointRecord& checkpoint);
 std::string resume_record(const TrainConfig& config, const RunInfo& info);

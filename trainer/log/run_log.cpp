@@ -96,6 +96,9 @@ bool RunLog::keep_until(int64_t step) {
 void RunLog::on_step(const StepRecord& step) {
   write(step_record(step));
 }
+void RunLog::on_waits(const WaitRecord& waits) {
+  write(waits_record(waits));
+}
 void RunLog::on_eval(const EvalRecord& eval) {
   write(eval_record(eval));
 }

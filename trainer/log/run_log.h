@@ -32,6 +32,7 @@ class RunLog final : public RunObserver {
 
   void on_run(const RunInfo& info) override;
   void on_step(const StepRecord& step) override;
+  void on_waits(const WaitRecord& waits) override;
   void on_eval(const EvalRecord& eval) override;
   void on_checkpoint(const CheckpointRecord& checkpoint) override;
   void write_summary(const RunSummary& summary);

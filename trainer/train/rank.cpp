@@ -330,15 +330,21 @@ void RankTrainer::harvest(Slot& slot, const Event* next_start) {
   comm_.check();
   if (dump_ && slot.step == config_.gradients_step) dump_->write();
   const double* totals = slot.totals.as<double>();
-  shared_.reports.post(
-      comm_.rank(),
-      {.loss = totals[0], .correct = totals[1], .images = config_.batch_size * config_.accumulate});
+  RankReports::Report mine{
+      .loss = totals[0], .correct = totals[1], .images = config_.batch_size * config_.accumulate};
+  constexpr std::chrono::seconds kBetweenWaits{1};
+  if (comm_.world() > 1 && slot.wait_end >= waits_due_) {
+    mine.waited_s = comm_.waited_s();
+    waits_due_ = slot.wait_end + kBetweenWaits;
+  }
+  shared_.reports.post(comm_.rank(), mine);
   if (leads()) report(slot, end);
   trace_.add(slot, end, stream_.name(), reducer_);
 }
 
 void RankTrainer::report(const Slot& slot, const Event& end) {
-  RankReports::Report all = sum(shared_.reports.collect());
+  const std::vector<RankReports::Report> reports = shared_.reports.collect();
+  const RankReports::Report all = sum(reports);
   ReducerStats stats = reducer_.stats(slot.step);
   StepRecord record{.step = slot.step,
                     .epoch = data_step(slot.step) / steps_per_epoch_,
@@ -362,6 +368,23 @@ void RankTrainer::report(const Slot& slot, const Event& end) {
   record.tflops = training_flops_per_image(config_.model) * static_cast<double>(images_per_device(config_)) /
                   (record.step_ms * 1e9);
   shared_.observer.on_step(record);
+  report_waits(slot, reports);
+}
+
+// Each rank adds its waits to a report when a second has passed on its own clock, so the latest of all belong to the
+// same second.
+void RankTrainer::report_waits(const Slot& slot, const std::vector<RankReports::Report>& reports) {
+  latest_waits_.resize(reports.size());
+  for (size_t rank = 0; rank < reports.size(); ++rank) {
+    if (!reports[rank].waited_s.empty()) latest_waits_[rank] = reports[rank].waited_s;
+  }
+  const bool know_all =
+      std::none_of(latest_waits_.begin(), latest_waits_.end(), [](const auto& of) { return of.empty(); });
+  if (!know_all || reports[0].waited_s.empty()) return;
+  if (!first_waits_) first_waits_ = slot.wait_end;
+  shared_.observer.on_waits({.step = slot.step + 1,
+                             .seconds = std::chrono::duration<double>(slot.wait_end - *first_waits_).count(),
+                             .waited_s = latest_waits_});
 }
 
 void RankTrainer::evaluate(int64_t steps_done) {

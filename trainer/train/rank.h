@@ -96,6 +96,7 @@ class RankTrainer {
   // began; null when no step follows directly.
   void harvest(Slot& slot, const Event* next_start);
   void report(const Slot& slot, const Event& end);
+  void report_waits(const Slot& slot, const std::vector<RankReports::Report>& reports);
   void evaluate(int64_t steps_done);
   void save(int64_t steps_done);
   RankState state();  // for checkpoints
@@ -125,6 +126,10 @@ class RankTrainer {
   std::array<Slot, 2> slots_;
   bool carried_ = false;  // the gradient buffer holds a checkpoint's residuals; the first step adds to them
   Buffer left_over_;      // those residuals, where the gradient buffer has no room for all
+  // When this rank's waits are due to be reported; and, on rank 0, what each rank last said, and since when.
+  std::chrono::steady_clock::time_point waits_due_ = {};
+  std::vector<std::vector<double>> latest_waits_;
+  std::optional<std::chrono::steady_clock::time_point> first_waits_;
 };
 
 }  // namespace gradwire

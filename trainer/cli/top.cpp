@@ -1,0 +1,88 @@
+#include "trainer/cli/top.h"
+
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <thread>
+
+#include "runtime/error.h"
+#include "trainer/log/console.h"
+#include "trainer/log/live_run.h"
+
+namespace gradwire {
+namespace {
+
+// The lines that a log has got since the last look.
+class LogReader {
+ public:
+  explicit LogReader(std::string path) : path_(std::move(path)) {}
+
+  // Complete lines only. A log that was replaced by another run's, or cut by a resumed one, is read from its start.
+  void read_into(LiveRun& run) {
+    struct stat status {};
+    if (stat(path_.c_str(), &status) != 0) fail(std::strerror(errno));
+    if (!S_ISREG(status.st_mode)) fail("it is not a file");
+    if (status.st_ino != inode_ || status.st_size < read_) {
+      run = {};
+      read_ = 0;
+      inode_ = status.st_ino;
+    }
+    written_ = status.st_mtime;
+    std::ifstream file(path_, std::ios::binary);
+    if (!file) fail(std::strerror(errno));
+    file.seekg(read_);
+    std::string line;
+    while (std::getline(file, line) && !file.eof()) {
+      read_ += static_cast<off_t>(line.size()) + 1;
+      try {
+        run.read(line);
+      } catch (const BadInput& error) {
+        fail(error.what());
+      }
+    }
+    if (read_ == 0) fail("it is empty");
+  }
+  double idle_s() const { return std::difftime(std::time(nullptr), written_); }
+
+ private:
+  [[noreturn]] void fail(const std::string& why) const { throw BadInput(fmt::format("{}: {}", path_, why)); }
+
+  const std::string path_;
+  off_t read_ = 0;
+  ino_t inode_ = 0;
+  time_t written_ = 0;
+};
+
+}  // namespace
+
+void top(const TopOptions& options) {
+  const bool terminal = isatty(STDOUT_FILENO) == 1;
+  const bool once = options.once || options.prometheus || !terminal;
+  LogReader log(options.log);
+  LiveRun run;
+  while (true) {
+    log.read_into(run);
+    if (options.prometheus) {
+      std::fputs(run.metrics().c_str(), stdout);
+      return;
+    }
+    std::string text = run.text();
+    constexpr double kSilent = 30;
+    if (!run.finished() && log.idle_s() > kSilent) {
+      text +=
+          fmt::format("Nothing has been written for {}: has the run ended?\n", human_seconds(log.idle_s()));
+    }
+    std::printf("%s%s", once ? "" : "\033[H\033[2J", text.c_str());
+    std::fflush(stdout);
+    if (once || run.finished()) return;
+    std::this_thread::sleep_for(std::chrono::seconds(1));
+  }
+}
+
+}  // namespace gradwire

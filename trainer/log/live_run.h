@@ -1,0 +1,34 @@
+// A run as its log tells it so far, for `gradwire top`.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "trainer/log/stragglers.h"
+
+namespace gradwire {
+
+class LiveRun {
+ public:
+  // The next line of the log. Throws BadInput if the first one is not a run's.
+  void read(const std::string& line);
+  // Ended with its summary.
+  bool finished() const { return finished_; }
+
+  // For a person: progress, the rank that holds the others up, and each rank's waits.
+  std::string text() const;
+  // In Prometheus's text format.
+  std::string metrics() const;
+
+ private:
+  bool begun_ = false, finished_ = false;
+  std::string title_;  // "vit_tiny on 4 ranks (processes, host), int8, schedule ring"
+  int64_t steps_ = 0, done_ = 0;
+  double loss_ = 0, step_ms_ = 0, images_per_s_ = 0, wire_bytes_ = 0, dense_bytes_ = 0;
+  double total_wire_bytes_ = 0;
+  std::vector<std::vector<double>> waited_s_;
+  WaitHistory waits_;
+};
+
+}  // namespace gradwire
