@@ -6,6 +6,7 @@
 #include "kernels/powersgd/pack.h"
 #include "kernels/randk/randk.h"
 #include "kernels/wire/formats.h"
+#include "kernels/wire/fp16.h"
 #include "kernels/wire/fp32.h"
 
 namespace gradwire::bench {
@@ -64,6 +65,18 @@ Problem reduce(Arena& arena, int64_t size) {
   args.scale = 1.0f / (kInputs + 1);
   return {[args](const Stream& s) { fp32_reduce(s, args); },
           (8.0 + 4 * kInputs) * static_cast<double>(args.count), 0, elements(args.count)};
+}
+
+template <bool kNarrow>
+Problem fp16(Arena& arena, int64_t size) {
+  const int64_t count = size / 4;
+  float* values = arena.normal(count);
+  auto* halves = arena.zeros<uint16_t>(count);
+  auto run = [=](const Stream& s) {
+    kNarrow ? fp16_narrow(s, {.values = values, .out = halves, .count = count})
+            : fp16_widen(s, {.halves = halves, .out = values, .count = count});
+  };
+  return {run, 6.0 * static_cast<double>(count), 0, elements(count)};
 }
 
 // The vectors of a ViT: pieces of 768 floats, spaced four times as far apart.
@@ -173,6 +186,8 @@ std::vector<KernelCase> make_cases() {
   const KernelCase others[] = {
       {"fp32_reduce", "1 input", "fp32", reduce<1>},
       {"fp32_reduce", "7 inputs", "fp32", reduce<7>},
+      {"fp16_widen", "", "fp16", fp16<false>},
+      {"fp16_narrow", "", "fp16", fp16<true>},
       {"pack", "", "pack", packing<false>},
       {"pack", "unpack", "pack", packing<true>},
       {"randk_gather", "1 %, residual", "randk", randk_gathering<true>},

@@ -69,10 +69,12 @@ SchedulePlanner::SchedulePlanner(const ScheduleRequest& request, int world, int 
     c.schedule = make_schedule(request.collective, kind, world, topology, request.root);
     c.even = loads(c.schedule, std::vector<double>(c.schedule.chunks, 1.0 / c.schedule.chunks));
   };
-  if (request.kind != ScheduleKind::automatic) {
-    add(request.kind);
+  // Where there are no windows, messages give the kernel's bits: a spec means the same everywhere.
+  const bool like_a_kernel = request.lsa && request.collective == Collective::allreduce;
+  if (request.kind != ScheduleKind::automatic || like_a_kernel) {
+    add(like_a_kernel ? ScheduleKind::two_shot : request.kind);
     const Schedule& s = candidates_[0].schedule;
-    reason_ = "asked for";
+    reason_ = like_a_kernel ? "as transport=lsa adds" : "asked for";
     if (request.kind == ScheduleKind::hierarchical) {
       reason_ += fmt::format(", {} nodes of {}", s.nodes, s.per_node);
     }
@@ -175,11 +177,10 @@ SchedulePlanner::Choice SchedulePlanner::choose_messages(int64_t count, Wire wir
     options.push_back(option);
   }
   if (options.size() == 1) {
-    const bool chosen = request_.kind == ScheduleKind::automatic;
     return {options[0].candidate->schedule,
-            !chosen       ? reason_
-            : world_ == 1 ? "a world of 1"
-                          : "with two ranks, all schedules are the same",
+            !reason_.empty() ? reason_
+            : world_ == 1    ? "a world of 1"
+                             : "with two ranks, all schedules are the same",
             options[0].us, options[0].slice_bytes};
   }
   int fewest = 1 << 30;

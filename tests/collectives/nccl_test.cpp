@@ -396,12 +396,15 @@ TEST(Nccl, AnExchangeCostsItsGroupAndNothingElse) {
     std::vector<std::shared_ptr<HostCalls>> gpu = {std::make_shared<HostCalls>(),
                                                    std::make_shared<HostCalls>()};
     std::atomic<int64_t> slept_us{0};
+    std::array<std::atomic<bool>, 2> met{};  // before, a rank may sleep until its peer is there
     auto errors = run(
         2,
         [&](int r) {
           NcclSetup s = setup(world[r]);
           s.gpu = gpu[r];
-          s.pause = [&slept_us](std::chrono::microseconds time) { slept_us += time.count(); };
+          s.pause = [&slept_us, &met, r](std::chrono::microseconds time) {
+            if (met[r]) slept_us += time.count();
+          };
           world[r].busy_after_group = busy;
           return s;
         },
@@ -418,8 +421,10 @@ TEST(Nccl, AnExchangeCostsItsGroupAndNothingElse) {
           std::vector<int> in(1), out(1);
           const std::vector<Transfer> transfers = {{Transfer::Kind::send, 1 - me, out.data(), 4},
                                                    {Transfer::Kind::receive, 1 - me, in.data(), 4}};
+          met[me] = true;
           for (int step = 0; step < kSteps; ++step)
             rank.transport->exchange(rank.stream, transfers, {1, "a step"});
+          met[me] = false;
           {
             std::lock_guard lock(world[me].wire->mutex);
             asked[me] = world[me].asked[std::this_thread::get_id()] - before;
