@@ -19,6 +19,7 @@ class Train(CommandTest):
         out = self.train("--ranks", 2, "--epochs", 2, "--log", "run.jsonl")
         self.assertTrue(out.startswith("Device: host"), out)
         records = self.records()
+        records = [r for r in records if r["type"] != "waits"]  # as often as the clock says
         kinds = [r["type"] for r in records]
         self.assertEqual(kinds, ["run"] + ["step"] * 8 + ["eval"] + ["step"] * 8 + ["eval", "summary"])
         steps = [r for r in records if r["type"] == "step"]
