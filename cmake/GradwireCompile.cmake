@@ -38,8 +38,8 @@ if(GRADWIRE_SANITIZE)
   endif()
   target_compile_options(gradwire_options INTERFACE
     -fsanitize=${GRADWIRE_SANITIZE} -fno-omit-frame-pointer -g1 -fno-sanitize-recover=all)
-  # With sanitizers, GCC wrongly reports uninitialized values, mostly fmt's arguments.
-  target_compile_options(gradwire_options INTERFACE -Wno-maybe-uninitialized -Wno-uninitialized)
+  # With sanitizers, GCC wrongly reports uninitialized values, mostly fmt's arguments, and sizes of vectors.
+  target_compile_options(gradwire_options INTERFACE -Wno-maybe-uninitialized -Wno-uninitialized -Wno-stringop-overflow)
   target_compile_definitions(gradwire_options INTERFACE GRADWIRE_SANITIZED=1)
   target_link_options(gradwire_options INTERFACE -fsanitize=${GRADWIRE_SANITIZE})
 endif()
