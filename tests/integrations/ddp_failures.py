@@ -1,16 +1,19 @@
-"""Ranks that die or fall silent: backward() raises on the others, at the deadline."""
+"""Ranks that die or fall silent: backward() raises on the others, at the deadline. Ranks that pause are waited for."""
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import time
 
+import torch
 import torch.distributed as dist
 
 import gradwire
 from gradwire.torch import Hook
 
-from ddp_training import RANK, WORLD, say, check, TASKS, Run
+from ddp_training import RANK, WORLD, say, check, TASKS, Run, same_on_all_ranks
 
 
 def a_dead_peer_raises() -> None:
@@ -62,3 +65,29 @@ def a_silent_peer_raises() -> None:
     hook.close()
     check(time.monotonic() - begin < 30, "closing after a failure took long")
     say("a rank that does not come: backward() raises on the others at the deadline")
+
+
+def a_peer_that_pauses_is_waited_for() -> None:
+    # Rank 0 stops as a whole, with the threads of its communicator: a checkpoint at its worst. `pause=75` on the command line
+    # does it for longer, with the deadline that a Hook has by default. Otherwise all pauses together exceed the deadline,
+    # though each stays below it.
+    given = [float(argument[6:]) for argument in sys.argv if argument.startswith("pause=")]
+    pause_s, deadline = (given[0], {}) if given else (4.0, {"timeout_s": 9.0})
+    results = []
+    for pauses in (0, 1 if given else 3):
+        hook = Hook("int8:schedule=ring", **deadline)
+        run = Run(TASKS["vit"], hook)
+        for s in range(6):
+            begin = time.monotonic()
+            if RANK == 0 and 2 <= s < 2 + pauses:
+                subprocess.Popen(["sh", "-c", f"sleep {pause_s}; kill -CONT {os.getpid()}"])
+                os.kill(os.getpid(), signal.SIGSTOP)
+            run.step(s)
+            if 2 <= s < 2 + pauses:
+                check(time.monotonic() - begin > 0.9 * pause_s, f"step {s} did not wait for rank 0")
+        hook.check()
+        same_on_all_ranks(run.parameters(), "the model")
+        results.append(run.parameters())
+        hook.close()
+    check(torch.equal(*results), "the pauses changed the weights")
+    say(f"rank 0 stopped for {pause_s} s in a step, with a deadline of {deadline or 'half an hour'}: the same weights as without")

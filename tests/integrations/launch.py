@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Dict, List, Optional
+from typing import Callable, Dict, List, Optional
 
 
 def free_port() -> int:
@@ -17,12 +17,14 @@ def free_port() -> int:
 
 
 def run_ranks(script: pathlib.Path, world: int, arguments: List[str], timeout_s: float,
-              environment: Optional[Dict[str, str]] = None) -> List[int]:
-    """Exit codes by rank, -9 for those that had to be killed. The ranks share this process's output."""
+              environment: Optional[Dict[str, str]] = None,
+              prefix: Callable[[int], List[str]] = lambda rank: []) -> List[int]:
+    """Exit codes by rank, -9 for those that had to be killed. The ranks share this process's output.
+    prefix: what the command of a rank begins with, such as "ip netns exec NAME"."""
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world),
               # One thread per rank, because the ranks share the machine's cores.
               "OMP_NUM_THREADS": "1", "GRADWIRE_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})}
-    ranks = [subprocess.Popen([sys.executable, str(script), *arguments], env={**shared, "RANK": str(rank)})
+    ranks = [subprocess.Popen([*prefix(rank), sys.executable, str(script), *arguments], env={**shared, "RANK": str(rank)})
              for rank in range(world)]
     deadline = time.monotonic() + timeout_s
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import inspect
 import os
 import pathlib
 import pickle
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import threading
 import unittest
+import unittest.mock
 from typing import Any, Callable, Dict, List
 
 import numpy as np
@@ -93,6 +95,8 @@ class Hooks(unittest.TestCase):
         hook = gradwire.torch.Hook("fp32")
         self.assertEqual(hook._timeout_s, 1800)  # 60 s killed jobs whose rank 0 wrote a long checkpoint
         hook.close()
+        for waits in (gradwire.Communicator, _process_group.communicator, _process_group.communicator_of_store):
+            self.assertEqual(inspect.signature(waits).parameters["timeout_s"].default, 1800, waits)
 
     def test_a_comma_after_the_name_is_as_good_as_a_colon(self) -> None:
         for spec in ("bf16,schedule=ring", "bf16:schedule=ring", "powersgd,rank=2"):
@@ -122,6 +126,19 @@ class Failures(unittest.TestCase):
                 comm.check()
 
         run_ranks(2, body)
+
+    def test_after_a_failure_no_cuda_bucket_is_enqueued_and_check_raises(self) -> None:
+        # On CUDA backward() of the step that failed has raised nothing. No GPU is touched here: the refusal comes first.
+        comm = gradwire.Communicator()
+        hook = gradwire.torch.Hook("fp32", comm=comm)
+        comm.abort("because a peer is gone")
+        bucket = unittest.mock.Mock()
+        bucket.index.return_value, bucket.parameters.return_value = 0, [torch.zeros(4)]
+        bucket.buffer.return_value = unittest.mock.Mock(is_cuda=True)
+        for call in (lambda: hook(bucket), hook.check):
+            with self.assertRaisesRegex(gradwire.CommFailed, "because a peer is gone"):
+                call()
+        hook.close()
 
 
 class Shards(unittest.TestCase):

@@ -89,7 +89,8 @@ class Communicator(_Handle):
     rendezvous: the same text on every rank: "tcp://HOST:PORT" (rank 0 listens there), "file:///PATH" on a
         shared folder, or "local://NAME" for ranks that are threads of one process. None in a world of 1.
     device: "host", or the number of a CUDA device.
-    timeout_s: the longest wait for a peer, in joining and in any later operation.
+    timeout_s: the longest wait for a peer, in joining and in any later operation: half an hour, as in PyTorch, because
+        a rank may pause for minutes (to write a checkpoint, say); one that dies is noticed at once.
     ranks_per_node: for schedule=hierarchical, where rank = node * ranks_per_node + local rank; 0: unknown.
     secret: whoever knows it may join; the same on every rank. "": the environment's GRADWIRE_SECRET. A tcp://
         address that other machines can reach needs one (docs/security.md).
@@ -98,7 +99,7 @@ class Communicator(_Handle):
     """
 
     def __init__(self, rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *,
-                 device: "str | int" = "host", timeout_s: float = 60.0, ranks_per_node: int = 0,
+                 device: "str | int" = "host", timeout_s: float = 1800.0, ranks_per_node: int = 0,
                  secret: str = "") -> None:
         number = _native.HOST if device == "host" else device
         if not isinstance(number, int):

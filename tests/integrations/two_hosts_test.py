@@ -1,0 +1,87 @@
+#!/usr/bin/python3
+"""Ranks on two hosts, and a process group of some of them: everybody finds everybody.
+
+The hosts are two network namespaces with a cable between them, in which the machine's name resolves to an address that
+leads nowhere, as 127.0.1.1 does on Debian. Ends with 77, skipped, where this process may not make such hosts.
+"""
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Iterator
+
+import launch
+
+HOST_OF_RANK = "ABA"
+ADDRESS = {"A": "10.213.77.1", "B": "10.213.77.2"}
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[str]:
+    """What the names of their namespaces, and of the ends of the cable, begin with."""
+    prefix = f"gw{os.getpid()}"
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+    try:
+        for host in ADDRESS:
+            ip("netns", "add", prefix + host)
+        ip("link", "add", f"{prefix}A", "netns", f"{prefix}A", "type", "veth", "peer", "name", f"{prefix}B", "netns", f"{prefix}B")
+        for host, address in ADDRESS.items():
+            ip("-n", prefix + host, "address", "add", f"{address}/24", "dev", prefix + host)
+            for device in ("lo", prefix + host):
+                ip("-n", prefix + host, "link", "set", device, "up")
+        yield prefix
+    finally:
+        for host in ADDRESS:
+            subprocess.run(["ip", "netns", "delete", prefix + host], capture_output=True)
+
+
+def rank(number: int) -> None:
+    import socket
+    import torch
+    import torch.distributed as dist
+    import gradwire
+    from gradwire.torch import communicator
+
+    os.environ.update(GLOO_SOCKET_IFNAME=next(name for _, name in socket.if_nameindex() if name != "lo"))  # torch's own
+    socket.gethostname = lambda: "localhost"  # everybody's name, at everybody's own address
+    dist.init_process_group("gloo")
+    everybody = communicator(timeout_s=20)
+    assert float(gradwire.allreduce_(torch.full((3,), float(number)), comm=everybody)[0]) == 1
+    group = dist.new_group([1, 2])  # its rank 0 is not the one at MASTER_ADDR
+    if number > 0:
+        part = communicator(group, timeout_s=20)
+        assert (part.rank, part.world) == (number - 1, 2)
+        assert float(gradwire.allreduce_(torch.full((3,), float(number)), comm=part)[0]) == 1.5
+        part.close()
+    dist.barrier()
+    everybody.close()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    if "RANK" in os.environ:
+        rank(int(os.environ["RANK"]))
+        return 0
+    with contextlib.ExitStack() as stack:
+        try:
+            prefix = stack.enter_context(two_hosts())
+        except (OSError, subprocess.CalledProcessError) as error:
+            print(f"SKIPPED: this machine does not permit network namespaces: {getattr(error, 'stderr', None) or error}")
+            return 77
+        codes = launch.run_ranks(pathlib.Path(__file__), 3, [], 100, {"MASTER_ADDR": ADDRESS["A"]},
+                                 lambda r: ["ip", "netns", "exec", prefix + HOST_OF_RANK[r]])
+    if any(codes):
+        print(f"FAILED: the ranks ended with {codes}")
+        return 1
+    print("3 ranks on 2 hosts, and a group without global rank 0: each found the others")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
