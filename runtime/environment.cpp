@@ -27,6 +27,10 @@ constexpr EnvironmentVariable kOwn[] = {
     {"GRADWIRE_VERIFY_PAYLOAD", "0",
      "1: a checksum after each message that this rank sends over TCP (docs/faults.md)"},
     {"GRADWIRE_NCCL_LIBRARY", "libnccl.so.2", "The NCCL to load, where it is not found by that name"},
+    {"GRADWIRE_BENCH_FLUSH_BYTES", "twice the last-level cache",
+     "gradwire-bench: what it writes before timing with cold caches, and the size of its large copies. Less "
+     "is "
+     "quicker, but no longer cold"},
 };
 
 constexpr EnvironmentVariable kInterposer[] = {

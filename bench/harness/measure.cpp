@@ -7,12 +7,15 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <cstring>
 #include <fstream>
 #include <numeric>
+#include <string_view>
 
 #include "bench/harness/copy_loops.h"
+#include "runtime/environment.h"
 #include "runtime/error.h"
 #include "runtime/thread_pool.h"
 
@@ -42,6 +45,19 @@ int64_t available_host_bytes() {
     if (word == "MemAvailable:" && file >> kib) return kib << 10;
   }
   return int64_t{1} << 30;
+}
+
+// GRADWIRE_BENCH_FLUSH_BYTES, or 0.
+int64_t flush_bytes_asked_for() {
+  const char* text = environment("GRADWIRE_BENCH_FLUSH_BYTES");
+  if (text == nullptr) return 0;
+  const std::string_view digits = text;
+  int64_t bytes = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), bytes);
+  if (error != std::errc() || *end != '\0' || bytes < 4096 || bytes > int64_t{1} << 36) {
+    throw BadInput(fmt::format("GRADWIRE_BENCH_FLUSH_BYTES={}: must be a number from 4096 to 2^36", text));
+  }
+  return bytes;
 }
 
 #ifdef GRADWIRE_HAS_CUDA
@@ -75,9 +91,8 @@ DeviceUnderTest::DeviceUnderTest(Device device, double budget_ms)
     flush_bytes_ = std::max<int64_t>(int64_t{2} * properties.l2CacheSize, int64_t{64} << 20);
 #endif
   }
-  flush_ = Buffer(device, static_cast<size_t>(flush_bytes_));
-  flush();
-  stream_.synchronize();
+  large_copy_bytes_ = std::max<int64_t>(int64_t{256} << 20, flush_bytes_);
+  if (const int64_t asked = flush_bytes_asked_for()) flush_bytes_ = large_copy_bytes_ = asked;
 }
 
 int64_t DeviceUnderTest::free_bytes() const {
@@ -93,6 +108,11 @@ int64_t DeviceUnderTest::free_bytes() const {
 }
 
 void DeviceUnderTest::flush() {
+  if (flush_.bytes() == 0) {
+    flush_ = Buffer(device_, static_cast<size_t>(flush_bytes_));
+    fill_zero(stream_, flush_.data(), flush_.bytes());  // so that none of its pages is new later
+    stream_.synchronize();
+  }
   fill_zero(stream_, flush_.data(), flush_.bytes());
 }
 
@@ -175,7 +195,7 @@ std::vector<DeviceUnderTest::CopyWay> DeviceUnderTest::copy_ways(int64_t each) {
 
 BesideCopy DeviceUnderTest::time_beside_copy(const Work& work, int64_t bytes, bool cold) {
   // Larger than the caches, the bandwidth no longer changes; below a page, clock resolution dominates.
-  const int64_t each = std::clamp<int64_t>(bytes / 2 / 64 * 64, 4096, large_copy_bytes());
+  const int64_t each = std::clamp<int64_t>(bytes / 2 / 64 * 64, 4096, large_copy_bytes_);
   std::vector<Work> works = {work};
   for (CopyWay& way : copy_ways(each)) works.push_back(std::move(way.work));
   std::vector<Timing> timings = time(works, cold);
@@ -192,13 +212,13 @@ double DeviceUnderTest::copy_gbps(int64_t bytes, bool cold) {
 }
 
 std::string DeviceUnderTest::describe_copies() {
-  std::vector<CopyWay> ways = copy_ways(large_copy_bytes());
+  std::vector<CopyWay> ways = copy_ways(large_copy_bytes_);
   std::vector<Work> works;
   for (const CopyWay& way : ways) works.push_back(way.work);
   std::vector<Timing> timings = time(works, true);
   std::string text;
   for (size_t i = 0; i < ways.size(); ++i) {
-    double gbps = 2.0 * static_cast<double>(large_copy_bytes()) / timings[i].median_us / 1e3;
+    double gbps = 2.0 * static_cast<double>(large_copy_bytes_) / timings[i].median_us / 1e3;
     text += fmt::format("{}{} {:.1f}", i == 0 ? "" : ", ", ways[i].name, gbps);
   }
   return text;

@@ -5,7 +5,6 @@
 // events.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -40,7 +39,7 @@ class DeviceUnderTest {
   const std::string& description() const { return description_; }
   // Bytes that this process can still allocate.
   int64_t free_bytes() const;
-  // A pass over this many bytes evicts everything from the caches.
+  // A pass over this many bytes evicts everything from the caches. GRADWIRE_BENCH_FLUSH_BYTES changes it.
   int64_t flush_bytes() const { return flush_bytes_; }
 
   // One launch; on a GPU without the time to enqueue it.
@@ -63,14 +62,13 @@ class DeviceUnderTest {
     Work work;
   };
   void flush();
-  int64_t large_copy_bytes() const { return std::max<int64_t>(int64_t{256} << 20, flush_bytes_); }
   std::vector<CopyWay> copy_ways(int64_t each);
 
   Device device_;
   double budget_ms_;
   Stream stream_;
   std::string description_;
-  int64_t flush_bytes_ = 0;
+  int64_t flush_bytes_ = 0, large_copy_bytes_ = 0;
   Buffer flush_;
   Buffer copy_from_, copy_to_;
 };
