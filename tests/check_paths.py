@@ -26,7 +26,7 @@ def tracked(root):
     out = set()
     for path in root.rglob("*"):
         parts = path.relative_to(root).parts
-        built = parts[0].startswith("build") or any(p in (".git", "__pycache__") or p.endswith(".egg-info") for p in parts)
+        built = parts[0].startswith(("build", "dist")) or any(p in (".git", "__pycache__") or p.endswith(".egg-info") for p in parts)
         if path.is_file() and not built:
             out.add("/".join(parts))
     return out

@@ -1,10 +1,12 @@
 """Builds the package, with libgradwire.so in it: the one that GRADWIRE_LIBRARY names, or that the source tree's build
-folder has; else it is compiled, the host's side of it, which takes a compiler, CMake, Ninja and fmt.
+folder has; else it is compiled, which takes a compiler, CMake, Ninja and fmt, and nvcc for its CUDA side. CMAKE_ARGS has
+more arguments for CMake.
 """
 import ctypes
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -42,14 +44,15 @@ def compiled(folder: pathlib.Path) -> pathlib.Path:
     if not HEADER.exists():
         sys.exit("gradwire: no libgradwire.so, and no sources beside the package: install from a checkout of Gradwire, or "
                  "set GRADWIRE_LIBRARY to a library")
-    configure = ["cmake", "-S", SOURCE, "-B", folder, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DGRADWIRE_CUDA=OFF",
-                 "-DGRADWIRE_TESTS=OFF", "-DGRADWIRE_LIBRARY_ONLY=ON"]
+    configure = ["cmake", "-S", SOURCE, "-B", folder, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
+                 "-DGRADWIRE_TESTS=OFF", "-DGRADWIRE_LIBRARY_ONLY=ON", *shlex.split(os.environ.get("CMAKE_ARGS", ""))]
     try:
         subprocess.run(configure, check=True)
         subprocess.run(["cmake", "--build", folder, "--target", "gradwire_shared"], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         sys.exit(f"gradwire: libgradwire.so could not be built ({error}); it takes a C++20 compiler and fmt: "
-                 "apt install g++ libfmt-dev")
+                 "apt install g++ libfmt-dev. An nvcc that is older than CUDA 13 may be the reason: "
+                 "CMAKE_ARGS=-DGRADWIRE_CUDA=OFF builds without the CUDA side")
     return (folder / "lib" / "libgradwire.so").resolve()
 
 

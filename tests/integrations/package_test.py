@@ -527,11 +527,31 @@ class Package(unittest.TestCase):
         self.assertIn(f"library {gradwire.__version__}: {_native.library_path}", found.stdout)
         self.assertIn(f"torch {torch.__version__}: ", found.stdout)
         self.assertIn("the mean is right", found.stdout)
+        self.assertRegex(found.stdout, "CUDA: the library has (no CUDA side; .*nvcc|a CUDA side; .*(device 0 works|no NVIDIA driver).*NCCL)")
         broken = subprocess.run(doctor, capture_output=True, text=True, timeout=100,
                                 env={**os.environ, "GRADWIRE_LIBRARY": "/nowhere/libgradwire.so"})
         self.assertEqual((broken.returncode, broken.stderr), (1, ""), broken.stdout)
         self.assertIn("/nowhere/libgradwire.so", broken.stdout)
         self.assertIn("GRADWIRE_LIBRARY", broken.stdout)
+
+    def test_the_nccl_that_pip_has_installed_is_found_unless_another_is_loaded(self) -> None:
+        # A stand-in of version 2.77.7 where the wheel nvidia-nccl-cu13 has its library, and another of 2.66.6.
+        source = "int ncclGetVersion(int* version) { *version = %d; return 0; }"
+        ask = "import ctypes; from gradwire import _native; first = _native.load_nccl(); number = ctypes.c_int(); " \
+              "ctypes.CDLL('libnccl.so.2').ncclGetVersion(ctypes.byref(number)); print(first, number.value)"
+        with tempfile.TemporaryDirectory() as folder:
+            installed, other = pathlib.Path(folder, "nvidia", "nccl", "lib"), pathlib.Path(folder, "other")
+            for place, number in ((installed, 27707), (other, 26606)):
+                place.mkdir(parents=True)
+                (place / "nccl.c").write_text(source % number)
+                subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", place / "nccl.c",
+                                "-o", place / "libnccl.so.2"], check=True)
+            for before, more, expected in (
+                    ("", {}, "2.77.7 27707"), (f"import ctypes; ctypes.CDLL('{other}/libnccl.so.2'); ", {}, "2.66.6 26606"),
+                    ("", {"GRADWIRE_NCCL_LIBRARY": str(other / "libnccl.so.2")}, "2.66.6 26606")):
+                environment = {**os.environ, "PYTHONPATH": ":".join([folder, *sys.path]), **more}
+                done = subprocess.run([sys.executable, "-c", before + ask], env=environment, check=True, capture_output=True, text=True)
+                self.assertEqual(done.stdout.strip(), expected)
 
     def test_the_version_is_the_headers(self) -> None:
         header = (PACKAGE.parents[1] / "collectives" / "gradwire.h").read_text()
@@ -555,6 +575,8 @@ class Package(unittest.TestCase):
             self.assertEqual(pathlib.Path(file).parent, target / "gradwire")
             self.assertTrue((target / "gradwire" / "py.typed").exists())
             self.assertTrue((target / "gradwire" / "libgradwire.so.0").exists())
+            metadata = next(target.glob("gradwire-*.dist-info/METADATA")).read_text()
+            self.assertRegex(metadata, r"Requires-Dist: nvidia-nccl-cu13.*extra == .cuda.")
 
 
 if __name__ == "__main__":

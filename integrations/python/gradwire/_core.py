@@ -104,6 +104,8 @@ class Communicator(_Handle):
         number = _native.HOST if device == "host" else device
         if not isinstance(number, int):
             raise ValueError(f"device={device!r} is neither 'host' nor the number of a CUDA device")
+        if number != _native.HOST:
+            _native.load_nccl()
         handle = ctypes.c_void_p()
         _native.call("gw_secret", secret.encode() or None)
         _native.call("gw_comm_create", rendezvous.encode() if rendezvous is not None else None, rank, world,

@@ -5,7 +5,9 @@ Nothing is compiled against Python or PyTorch, so one library serves every versi
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
+import importlib.util
 import os
 import pathlib
 import re
@@ -212,6 +214,28 @@ def library() -> ctypes.CDLL:
     if _library is None:
         _library = _load()
     return _library
+
+
+def load_nccl() -> str:
+    """Loads the NCCL that pip has installed, so that the library, which asks the dynamic linker for libnccl.so.2, gets that.
+
+    One that this process has loaded already, as PyTorch does, comes first, and GRADWIRE_NCCL_LIBRARY before all. Returns
+    the version, such as "2.28.9"; "" where none is found.
+    """
+    chosen = os.environ.get("GRADWIRE_NCCL_LIBRARY")
+    places = [(chosen, os.RTLD_NOW)] if chosen else [("libnccl.so.2", os.RTLD_NOW | os.RTLD_NOLOAD)]
+    if not chosen:
+        with contextlib.suppress(ImportError):
+            spec = importlib.util.find_spec("nvidia.nccl")
+            places += [(os.path.join(folder, "lib", "libnccl.so.2"), os.RTLD_NOW)
+                       for folder in (spec.submodule_search_locations or [] if spec else [])]
+        places.append(("libnccl.so.2", os.RTLD_NOW))
+    for path, mode in places:
+        with contextlib.suppress(OSError, AttributeError):
+            number = c_int()
+            ctypes.CDLL(path, mode=mode).ncclGetVersion(ctypes.byref(number))
+            return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
+    return ""
 
 
 def call(name: str, *arguments: object) -> None:

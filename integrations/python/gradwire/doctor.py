@@ -1,7 +1,7 @@
 """python -m gradwire.doctor: what is installed, and whether it works here.
 
 Ends with 1 and a remedy if the library cannot be loaded or two ranks cannot average. Frameworks that are not installed
-are no error.
+are no error, nor is a missing GPU.
 """
 from __future__ import annotations
 
@@ -67,6 +67,20 @@ def average() -> str:
     return "; ".join(problems)
 
 
+def cuda() -> str:
+    """What of CUDA is here."""
+    try:
+        gradwire.Communicator(device=0).close()
+        missing = ""
+    except gradwire.Error as error:
+        missing = str(error).partition("device 0: ")[2] or str(error)
+    if "no CUDA side" in missing:
+        return "CUDA: the library has no CUDA side; for CUDA tensors build it, or its wheel, with nvcc"
+    nccl = _native.load_nccl()
+    found = f"NCCL {nccl}" if nccl else "no NCCL, which ranks with a GPU each need: pip install 'gradwire[cuda]'"
+    return f"CUDA: the library has a CUDA side; {missing or 'device 0 works'}; {found}"
+
+
 def main() -> int:
     print(f"Python {platform.python_version()} ({sys.executable}), {platform.platform()}")
     try:
@@ -83,6 +97,7 @@ def main() -> int:
             print(f"{name} {version}: older than {'.'.join(map(str, oldest))}, the oldest that is tested ({use})")
         else:
             print(f"{name} {version}: {use}")
+    print(cuda())
     problem = average()
     if problem:
         print(f"Two ranks over TCP on this machine: FAILED: {problem}. A firewall on the loopback interface, or an "
