@@ -7,16 +7,20 @@ For every .cu file of kernels/ and runtime/: one PTX file, assembled by ptxas fo
 a kernel spills registers or uses a stack, when its PTX lacks the 16-byte accesses to global memory that the
 table promises, or has them unannounced. With the logs that simt_tests wrote (GRADWIRE_SIMT_LOG), also fails
 when a test launched a kernel with more threads or shared memory than its compiled form can have on a GPU.
-Results are cached as long as the sources stay the same.
+Results are kept by the contents of each source and its headers, in the user's cache folder: for all clones, as
+ccache's are, and like those not with CCACHE_DISABLE set.
 """
 import argparse
 import concurrent.futures
 import hashlib
 import json
+import os
 import pathlib
 import re
 import subprocess
 import sys
+import tempfile
+import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from check_kernel_table import base_name, cuda_sources, instantiations, kernels_in_table, read_logs  # noqa: E402
@@ -69,25 +73,83 @@ def resources(text: str) -> dict[str, dict[str, int]]:
     return found
 
 
-def examine(source: pathlib.Path, root: pathlib.Path, nvcc: str, cache: pathlib.Path, stamp: str) -> dict:
-    kept = cache / (source.name + ".json")
-    if kept.exists():
-        result = json.loads(kept.read_text())
-        if result["stamp"] == stamp:
-            return result
-    ptx = cache / (source.name + ".ptx")
-    made = run([nvcc, "-ptx", "-arch=compute_80", "-std=c++20", "-O3", "--expt-relaxed-constexpr", f"-I{root}", str(source),
-                "-o", str(ptx)])
-    if made.returncode != 0:
-        raise SystemExit(f"{source}: nvcc failed\n{made.stderr}")
-    result = {"stamp": stamp, "wide": wide_accesses(ptx.read_text()), "limits": thread_limits(ptx.read_text()), "resources": {}}
-    ptxas = str(pathlib.Path(nvcc).with_name("ptxas")) if "/" in nvcc else "ptxas"
-    for architecture in ARCHITECTURES:
-        done = run([ptxas, "-v", f"-arch={architecture}", str(ptx), "-o", str(ptx.with_suffix(".cubin"))])
-        if done.returncode != 0:
-            raise SystemExit(f"{source}: ptxas failed\n{done.stderr}")
-        result["resources"][architecture] = resources(done.stdout + done.stderr)
-    kept.write_text(json.dumps(result))
+def digest(*parts: bytes) -> str:
+    state = hashlib.sha256()
+    for part in parts:
+        state.update(hashlib.sha256(part).digest())
+    return state.hexdigest()
+
+
+class Cache:
+    """Results by the contents of the source and of the headers it includes, so clones can share them."""
+    DAYS_KEPT = 30
+
+    def __init__(self, folder: pathlib.Path, root: pathlib.Path, compiler: str):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.root = folder, root
+        self.tools = compiler.encode() + pathlib.Path(__file__).read_bytes()
+
+    def _includes_file(self, source: pathlib.Path) -> pathlib.Path:
+        name = str(source.relative_to(self.root)).encode()
+        return self.folder / (digest(self.tools, name, source.read_bytes()) + ".includes")
+
+    def _result_file(self, includes_file: pathlib.Path, includes: list[str]) -> pathlib.Path:
+        contents = [name.encode() + (self.root / name).read_bytes() for name in includes]
+        return self.folder / (digest(includes_file.name.encode(), *contents) + ".json")
+
+    def find(self, source: pathlib.Path) -> dict | None:
+        includes_file = self._includes_file(source)
+        try:
+            kept = self._result_file(includes_file, json.loads(includes_file.read_text()))
+            result = json.loads(kept.read_text())
+        except FileNotFoundError:
+            return None
+        os.utime(includes_file)
+        os.utime(kept)
+        return result
+
+    def keep(self, source: pathlib.Path, includes: list[str], result: dict) -> None:
+        includes_file = self._includes_file(source)
+        self._write(self._result_file(includes_file, includes), result)
+        self._write(includes_file, includes)
+
+    def _write(self, path: pathlib.Path, content: object) -> None:
+        """At once, because another clone's test may read it."""
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(content))
+        part.rename(path)
+
+    def expire(self) -> None:
+        for path in self.folder.iterdir():
+            if time.time() - path.stat().st_mtime > self.DAYS_KEPT * 86400:
+                path.unlink(missing_ok=True)
+
+
+def compile_kernels(source: pathlib.Path, root: pathlib.Path, nvcc: str) -> tuple[dict, list[str]]:
+    """What the PTX and ptxas say, and the files of the repository that the source includes."""
+    with tempfile.TemporaryDirectory(prefix="gradwire-ptx-") as folder:
+        ptx, includes = pathlib.Path(folder, "kernels.ptx"), pathlib.Path(folder, "includes")
+        made = run([nvcc, "-ptx", "-arch=compute_80", "-std=c++20", "-O3", "--expt-relaxed-constexpr", f"-I{root}", str(source),
+                    "-MD", "-MF", str(includes), "-o", str(ptx)])
+        if made.returncode != 0:
+            raise SystemExit(f"{source}: nvcc failed\n{made.stderr}")
+        result = {"wide": wide_accesses(ptx.read_text()), "limits": thread_limits(ptx.read_text()), "resources": {}}
+        ptxas = str(pathlib.Path(nvcc).with_name("ptxas")) if "/" in nvcc else "ptxas"
+        for architecture in ARCHITECTURES:
+            done = run([ptxas, "-v", f"-arch={architecture}", str(ptx), "-o", str(ptx.with_suffix(".cubin"))])
+            if done.returncode != 0:
+                raise SystemExit(f"{source}: ptxas failed\n{done.stderr}")
+            result["resources"][architecture] = resources(done.stdout + done.stderr)
+        names = includes.read_text().partition(":")[2].replace("\\\n", " ").split()
+    ours = {pathlib.Path(os.path.abspath(name)) for name in names}
+    return result, sorted(str(path.relative_to(root)) for path in ours if path.is_relative_to(root) and path != source)
+
+
+def examine(source: pathlib.Path, root: pathlib.Path, nvcc: str, cache: Cache) -> dict:
+    result = cache.find(source)
+    if result is None:
+        result, includes = compile_kernels(source, root, nvcc)
+        cache.keep(source, includes, result)
     return result
 
 
@@ -103,26 +165,25 @@ def main() -> int:
     parser.add_argument("root", type=pathlib.Path)
     parser.add_argument("--nvcc", default="nvcc")
     parser.add_argument("--nm", default="nm")
-    parser.add_argument("--cache", type=pathlib.Path, default=pathlib.Path("build/ptx"))
+    parser.add_argument("--cache", type=pathlib.Path,
+                        default=pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "gradwire", "ptx").expanduser())
     parser.add_argument("--launched", type=pathlib.Path)
     parser.add_argument("--executable")
     options = parser.parse_args()
     root = options.root.resolve()
     table = kernels_in_table(root)
-    options.cache.mkdir(parents=True, exist_ok=True)
     launched = {}
     if options.launched:
         logs = read_logs(options.launched)
         launched = {name: logs[address] for address, name in
                     instantiations(options.executable, options.nm, set(table)).items() if address in logs}
 
-    stamp = hashlib.sha256(run([options.nvcc, "--version"]).stdout.encode() + pathlib.Path(__file__).read_bytes())
-    for header in sorted(p for top in ("kernels", "runtime") for p in (root / top).rglob("*") if p.suffix in (".h", ".cuh")):
-        stamp.update(header.read_bytes())
-    sources = cuda_sources(root)
-    with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
-        results = list(pool.map(lambda s: examine(s, root, options.nvcc, options.cache, hashlib.sha256(
-            stamp.digest() + s.read_bytes()).hexdigest()), sources))
+    with tempfile.TemporaryDirectory(prefix="gradwire-ptx-") as empty:  # whoever measures a cold build wants none
+        folder = pathlib.Path(empty) if os.environ.get("CCACHE_DISABLE") else options.cache
+        cache = Cache(folder, root, run([options.nvcc, "--version"]).stdout)
+        with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
+            results = list(pool.map(lambda source: examine(source, root, options.nvcc, cache), cuda_sources(root)))
+        cache.expire()
 
     wrong, wide_of = [], {}
     print(f"{'kernel':40} {'16-byte':7} " + " ".join(f"{a + ' registers/stack/shared':>29}" for a in ARCHITECTURES))

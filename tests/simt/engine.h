@@ -113,7 +113,7 @@ struct QueuedLaunch {
 };
 void run_together(const std::vector<std::vector<QueuedLaunch>>& ranks, int repetition);
 // The seed of a launch's schedules.
-Random random_for(const char* kernel, int repetition);
+Random random_for(const Grid& grid, int repetition);
 // Switches from the running thread to the next one; returns when it is resumed.
 void switch_out();
 // "kernel 'x', block (0,0,0) of (1,1,1), threads (64,1,1), seed 1"

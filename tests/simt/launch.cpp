@@ -250,7 +250,7 @@ void check_shared(const Grid& grid) {
 // number share no divisor.
 void run_schedule(const Grid& grid, int repetition, void (*thread)(const void*), const void* arguments) {
   uint64_t count = uint64_t{grid.grid.x} * grid.grid.y * grid.grid.z;
-  Random random = random_for(grid.kernel, repetition);
+  Random random = random_for(grid, repetition);
   uint64_t step = 1 + random.next() % count, at = random.next() % count;
   while (std::gcd(step, count) != 1) ++step;
   block.grid = &grid;
@@ -308,13 +308,14 @@ thread_local Together* together = nullptr;
 
 Options& options() {
   static Options chosen{from_environment("GRADWIRE_SIMT_SEED", 1),
-                        static_cast<int>(from_environment("GRADWIRE_SIMT_SCHEDULES", 3)),
-                        static_cast<int>(from_environment("GRADWIRE_SIMT_MULTIPROCESSORS", 4))};
+                        static_cast<int>(from_environment("GRADWIRE_SIMT_SCHEDULES", 2)),
+                        static_cast<int>(from_environment("GRADWIRE_SIMT_MULTIPROCESSORS", 1))};
   return chosen;
 }
 
-Random random_for(const char* kernel, int repetition) {
-  return {options().seed ^ hash(kernel) ^ static_cast<uint64_t>(repetition) << 56};
+Random random_for(const Grid& grid, int repetition) {
+  const uint64_t blocks = uint64_t{grid.grid.x} * grid.grid.y * grid.grid.z;
+  return {options().seed ^ hash(grid.kernel) ^ blocks << 40 ^ static_cast<uint64_t>(repetition) << 56};
 }
 
 void* dynamic_shared() {
@@ -392,7 +393,8 @@ int64_t launches(const std::string& kernel) {
 
 namespace gradwire::cuda {
 int multiprocessors() {
-  return simt::options().multiprocessors;
+  constexpr int kForSeveralRanks = 4;  // so that blocks of different ranks meet in many ways
+  return simt::together != nullptr ? kForSeveralRanks : simt::options().multiprocessors;
 }
 int resident_blocks(const void*, int threads, size_t) {
   return 2048 / threads;

@@ -32,7 +32,7 @@ class Crowd {
       }
     }
     for (size_t r = 0; r < ranks.size(); ++r) {
-      if (!ranks[r].empty()) random_ = random_for(ranks[r].front().grid.kernel, repetition);
+      if (!ranks[r].empty()) random_ = random_for(ranks[r].front().grid, repetition);
     }
   }
   ~Crowd() {
