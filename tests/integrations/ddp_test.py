@@ -4,24 +4,20 @@
 usage: ddp_test.py WORLD SCENARIO...              (of ddp_ranks.py)
        ddp_test.py checkpoint WORLD LOADING...    saved by WORLD ranks, loaded by others
 """
+import importlib.util
 import pathlib
 import sys
 import tempfile
 from typing import List
 
-try:
-    import torch  # noqa: F401
-    import torchvision  # noqa: F401
-except ImportError as error:
-    sys.exit(f"FAILED: {error}. This test needs Debian's python3-torch and python3-torchvision, run by /usr/bin/python3; "
-             f"this is {sys.executable}.")
-
 import launch
+
+MODULES = ["torch", "torchvision"]
 
 
 def ranks(world: int, scenarios: List[str], **environment: str) -> int:
     script = pathlib.Path(__file__).with_name("ddp_ranks.py")
-    codes = launch.run_ranks(script, world, scenarios, timeout_s=500, environment=environment)
+    codes = launch.fork_ranks(script, world, scenarios, 500, MODULES, environment)
     for rank, code in enumerate(codes):
         if code != 0:
             print(f"FAILED: rank {rank} of {world} ended with {code}")
@@ -37,6 +33,10 @@ def checkpoint(world: int, loading: List[int]) -> int:
 
 
 def main() -> int:
+    for module in MODULES:
+        if importlib.util.find_spec(module) is None:
+            sys.exit(f"FAILED: no module named {module}. This test needs Debian's python3-torch and python3-torchvision, run by "
+                     f"/usr/bin/python3; this is {sys.executable}.")
     if sys.argv[1] == "checkpoint":
         return checkpoint(int(sys.argv[2]), [int(world) for world in sys.argv[3:]])
     return ranks(int(sys.argv[1]), sys.argv[2:])

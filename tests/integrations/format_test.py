@@ -189,7 +189,7 @@ class Threads(unittest.TestCase):
 
 class Processes(unittest.TestCase):
     def run_scenarios(self, world: int, *scenarios: str) -> None:
-        self.assertEqual(launch.run_ranks(RANKS, world, list(scenarios), timeout_s=150), [0] * world)
+        self.assertEqual(launch.fork_ranks(RANKS, world, list(scenarios), 150, ["torch", "torchvision"]), [0] * world)
 
     def test_nothing_is_lost_between_processes(self) -> None:
         self.run_scenarios(3, "nothing_is_lost")

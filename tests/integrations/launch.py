@@ -16,14 +16,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _for_ranks(world: int, environment: Optional[Dict[str, str]]) -> Dict[str, str]:
+    """The environment that all ranks share."""
+    return {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world),
+            # One thread per rank, because the ranks share the machine's cores.
+            "OMP_NUM_THREADS": "1", "GRADWIRE_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})}
+
+
 def run_ranks(script: pathlib.Path, world: int, arguments: List[str], timeout_s: float,
               environment: Optional[Dict[str, str]] = None,
               prefix: Callable[[int], List[str]] = lambda rank: []) -> List[int]:
     """Exit codes by rank, -9 for those that had to be killed. The ranks share this process's output.
     prefix: what the command of a rank begins with, such as "ip netns exec NAME"."""
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world),
-              # One thread per rank, because the ranks share the machine's cores.
-              "OMP_NUM_THREADS": "1", "GRADWIRE_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})}
+    shared = _for_ranks(world, environment)
     ranks = [subprocess.Popen([*prefix(rank), sys.executable, str(script), *arguments], env={**shared, "RANK": str(rank)})
              for rank in range(world)]
     deadline = time.monotonic() + timeout_s
@@ -35,3 +40,19 @@ def run_ranks(script: pathlib.Path, world: int, arguments: List[str], timeout_s:
             if r.poll() is None:
                 r.kill()
     return [r.wait() for r in ranks]
+
+
+def fork_ranks(script: pathlib.Path, world: int, arguments: List[str], timeout_s: float, modules: List[str],
+               environment: Optional[Dict[str, str]] = None) -> List[int]:
+    """Like run_ranks(), but the ranks are forks of one process that has imported these modules before: importing
+    PyTorch costs each rank a second otherwise."""
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as results:
+        try:
+            server = subprocess.Popen([sys.executable, str(pathlib.Path(__file__).with_name("fork_ranks.py")), ",".join(modules),
+                                       str(timeout_s), str(writing), str(script), *arguments],
+                                      env=_for_ranks(world, environment), pass_fds=[writing])
+        finally:
+            os.close(writing)
+        codes = [int(code) for code in results.read().split()]
+    return codes if server.wait() == 0 and len(codes) == world else [-1] * world
