@@ -19,7 +19,7 @@ import gradwire
 import gradwire.torch
 from gradwire.torch import Hook, allreduce_hook
 
-from ddp_training import RANK, WORLD, say, check, TASKS, Run, same_on_all_ranks
+from ddp_training import CONVOLUTIONS, RANK, WORLD, say, check, TASKS, Run, same_on_all_ranks
 import ddp_checkpoint
 import ddp_compress
 from ddp_failures import a_dead_peer_raises, a_peer_that_pauses_is_waited_for, a_silent_peer_raises
@@ -28,7 +28,7 @@ from ddp_powersgd import a_zero_gradient_is_no_nan, powersgd_agrees_with_torch
 
 def fp32_is_ddp_without_a_hook() -> None:
     cases: List[Tuple[str, int, Dict[str, Any], int]] = [
-        ("resnet18", 3, {"bucket_cap_mb": 10}, 1),
+        (CONVOLUTIONS, 3, {"bucket_cap_mb": 5}, 1),
         ("vit", 4, {}, 1),
         ("vit", 3, {"bucket_cap_mb": 0.25, "gradient_as_bucket_view": True}, 1),
         ("vit", 3, {"bucket_cap_mb": 0.25, "static_graph": True}, 1),
