@@ -1,0 +1,70 @@
+"""The examples of docs/for-jax.md."""
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, Dict, List
+
+from page_sessions import RANK, STEPS, WORLD, Session
+
+
+def training(examples: List[str], _: str) -> None:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from jax.experimental import multihost_utils
+    # What a launcher tells it elsewhere.
+    jax.distributed.initialize = functools.partial(
+        jax.distributed.initialize, f"127.0.0.1:{os.environ['MASTER_PORT']}", WORLD, RANK)
+    names: Dict[str, Any] = {"jax": jax, "optax": optax}
+    exec(examples[0], names)
+    optimizer = names["optimizer"]
+    weights = jnp.zeros((300, 300))
+    state = optimizer.init(weights)
+    generator = np.random.default_rng(RANK)
+
+    @jax.jit
+    def update(weights: Any, state: Any, x: Any) -> Any:
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w - x) ** 2))(weights)
+        updates, state = optimizer.update(gradient, state, weights)
+        return loss, optax.apply_updates(weights, updates), state
+
+    for number in range(10 * STEPS):
+        loss, weights, state = update(weights, state, generator.standard_normal((64, 300), np.float32))
+        first = float(loss) if number == 0 else first
+    assert float(loss) < 0.7 * first, (first, float(loss))
+    everyones = np.asarray(multihost_utils.process_allgather(np.asarray(weights)))
+    assert (everyones[0] == everyones[1]).all()
+
+    @jax.jit
+    def averages(gradients: Any, losses: Any) -> Any:
+        given = {**names, "gradients": gradients, "losses": losses}
+        exec(examples[1], given)
+        return given["mean"], given["total"]
+
+    mean, total = averages({"w": jnp.full(70_000, float(RANK)), "b": jnp.full(3, RANK, jnp.bfloat16)}, jnp.float32(RANK + 1))
+    assert float(total) == 3 and all((np.asarray(leaf, np.float32) == 0.5).all() for leaf in jax.tree.leaves(mean))
+    names["spec"] = "int4"
+    exec(examples[2], names)
+    gradient = jnp.asarray(generator.standard_normal((64, 64), np.float32))
+    sent, state = names["transformation"].update(gradient, names["transformation"].init(gradient))
+    both = multihost_utils.process_allgather(jnp.stack([gradient, sent, state.residual]))
+    np.testing.assert_allclose(both[:, 1].sum(0) + both[:, 2].sum(0), both[:, 0].sum(0), atol=1e-5)
+    names["gradwire"].jax.shutdown()
+
+
+def without_jax_distributed(examples: List[str], address: str) -> None:
+    import jax.numpy as jnp
+
+    import gradwire.jax
+    exec(examples[0].replace("node0:29500", address), {"gradwire": gradwire, "rank": RANK, "world": WORLD, "secret": "of this run"})
+    assert gradwire.jax.world_size() == WORLD and float(gradwire.jax.pmean(jnp.float32(RANK))) == 0.5
+    gradwire.jax.shutdown()
+
+
+SESSIONS = {
+    "training": Session(2, training, ["import gradwire.jax", "mean = gradwire.jax.pmean", "transformation = "]),
+    "without jax.distributed": Session(2, without_jax_distributed, ['gradwire.jax.init("tcp:']),
+}
+NOT_RUN: List[Any] = []

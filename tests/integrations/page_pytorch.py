@@ -1,0 +1,116 @@
+"""The examples of docs/for-pytorch.md."""
+from __future__ import annotations
+
+from typing import Any, Dict, List
+
+from page_sessions import RANK, Session, needs_torch, same_on_all_ranks, torch_model, train_torch
+
+
+def names(**more: Any) -> Dict[str, Any]:
+    """What a reader of the page has: a model, a rank, and PyTorch's own names."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    model = torch_model()
+    return {"torch": torch, "DistributedDataParallel": DistributedDataParallel, "model": model, "rank": RANK, **more}
+
+
+def trains(given: Dict[str, Any], ratio: float = 3) -> None:
+    train_torch(given["ddp_model"])
+    same_on_all_ranks([p.detach().tolist() for p in given["ddp_model"].parameters()])
+    stats = given["hook"].stats()
+    assert 0 < stats["wire_bytes"] <= stats["dense_bytes"] / ratio, stats
+
+
+def one_line(examples: List[str], _: str) -> None:
+    import torch
+    wrap, statistics, save = examples
+    given = names()
+    exec(wrap, given)
+    trains(given)
+    exec(statistics, given)
+    before = given["hook"].state_dict()
+    exec(save, given)
+    after = given["hook"].state_dict()
+    assert before["tensors"].keys() == after["tensors"].keys() and before["steps"] == after["steps"] > 0
+    for name, tensor in before["tensors"].items():
+        for kind, values in tensor["state"].items():
+            assert torch.equal(values, after["tensors"][name]["state"][kind]), name
+    trains(given)
+
+
+def what_it_is_short_for(examples: List[str], _: str) -> None:
+    given = names()
+    given["ddp_model"] = given["DistributedDataParallel"](given["model"])
+    exec(examples[0], given)
+    trains(given)
+
+
+def from_powersgd_hook(examples: List[str], _: str) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    from gradwire.torch import Hook, allreduce_hook
+    before, comment, after = examples[0].partition("# after")
+    given = names(PowerSGDState=PowerSGDState, powerSGD_hook=powerSGD_hook, Hook=Hook, allreduce_hook=allreduce_hook)
+    given["ddp_model"] = given["DistributedDataParallel"](given["model"])
+    exec(before, given)
+    train_torch(given["ddp_model"])
+    given["model"] = torch_model()
+    given["ddp_model"] = given["DistributedDataParallel"](given["model"])  # takes one hook
+    exec(comment + after, given)
+    trains(given, ratio=1)  # its first 1000 steps are FP32's
+
+
+def distributed_checkpoint(examples: List[str], _: str) -> None:
+    wrap, save = examples
+    given = names(folder="distributed")
+    exec(wrap, given)
+    trains(given)
+    exec(save, given)
+    trains(given)
+
+
+def backend(examples: List[str], _: str) -> None:
+    import torch
+    import torch.distributed as dist
+    register, exact = examples
+    given: Dict[str, Any] = {"torch": torch, "ranks": [0, 1]}
+    exec(register, given)
+    exec(exact, given)
+    values = torch.linspace(-1, 1, 1 << 19) * (RANK + 1)
+    mean = torch.linspace(-1, 1, 1 << 19) * 3
+    for group, error in ((None, (1e-7, 0.1)), (given["evaluation"], (0, 1e-7))):
+        summed = values.clone()
+        dist.all_reduce(summed, group=group)
+        off = float((summed - mean).abs().max())
+        assert error[0] <= off <= error[1], (group, off)
+
+
+def without_ddp(examples: List[str], address: str) -> None:
+    import numpy as np
+
+    import gradwire
+    given = names(gradwire=gradwire, world=2, tensor=None, array=np.full(5, RANK, np.float32),
+                  weight_gradient=np.full((256, 512), RANK, np.float32), bias_gradient=np.full(256, RANK, np.float32))
+    given["tensor"] = given["torch"].full((7,), float(RANK))
+    exec(examples[0].replace("node0:29500", address), given)
+    for result in (given["tensor"].numpy(), given["array"], given["weight_gradient"], given["bias_gradient"]):
+        assert abs(result - 0.5).max() < 1e-4, result
+
+
+SESSIONS = {
+    "one line": Session(2, one_line, ["from gradwire.torch import compress", "hook.stats()", "torch.save("]),
+    "what it is short for": Session(2, what_it_is_short_for, ["from gradwire.torch import Hook"]),
+    "from PyTorch's hook": Session(2, from_powersgd_hook, ["# before"]),
+    # Its first example again, which a checkpoint needs.
+    "torch.distributed.checkpoint": Session(
+        2, distributed_checkpoint, ["from gradwire.torch import compress", "from torch.distributed import checkpoint"], needs_torch(2, 2)),
+    "backend": Session(2, backend, ["from gradwire.torch import register_backend", "register_backend(None"], needs_torch(2, 9)),
+    "without DDP": Session(2, without_ddp, ["gradwire.allreduce_(tensor"]),
+}
+NOT_RUN = [
+    ("cmake --preset", "package_test.py installs with pip and runs the doctor; the build is this test's own"),
+    ('pip install "gradwire', "make wheel installs the wheel; its extra downloads NVIDIA's NCCL, of 200 MB"),
+]
