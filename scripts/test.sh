@@ -45,10 +45,10 @@ run_tests() {
 }
 
 # The sanitizer runs omit tests with their own sanitizers (simt), comparisons with other programs (oracles)
-# and checks of source text. The tests of the command and the C ABI run under ASan only. Of the tests with a
-# process per rank, ASan omits the cells of the fault matrix that wait or resemble others, and
-# ThreadSanitizer, which is slower, omits all faults. It also omits what runs on one thread, and of the wire formats,
-# which differ in arithmetic only, all but one of each kind.
+# and checks of source text. The tests of the command run under ASan only, and so do those of the C ABI but for its
+# requests and its groups. Of the tests with a process per rank, ASan omits the cells of the fault matrix that wait or
+# resemble others, and ThreadSanitizer, which is slower, omits all faults. It also omits what runs on one thread, and of
+# the wire formats, which differ in arithmetic only, all but one of each kind.
 elsewhere="simt|^kernel_table|oracle|^layers$|^environment$|^paths$|^ptx$|^machine_code|^bench|^kill$|NOT_BUILT"
 layers=(runtime_tests kernels_tests collectives_tests trainer_tests)
 run_tests release --
@@ -60,10 +60,11 @@ if [ "${1:-}" != quick ]; then
   one_thread="WireFormatTest\.[^B]|SafetensorsTest|Synthetic|LargeHostArray|MutatedSchedules|ExtraMemory"
   other_formats="EverySpec.*/host_(fp8|mxfp|nvfp4|natural|qsgd|terngrad|sign|eden|int4|int2)"
   export TSAN_OPTIONS="${TSAN_OPTIONS:-halt_on_error=1 second_deadlock_stack=1}"
-  run_tests tsan "${layers[@]}" processes_tests tsan_overlapped_step tsan_planted_race -- \
-    -E "$elsewhere|^capi|^cli_|^fuzz_|$like_others|$one_thread|$other_formats|TcpFaults|FaultMatrix|Tcp\.RanksMeet"
+  run_tests tsan "${layers[@]}" processes_tests capi_tests tsan_overlapped_step tsan_planted_race -- \
+    -E "$elsewhere|^capi_|^cli_|^fuzz_|$like_others|$one_thread|$other_formats|TcpFaults|FaultMatrix|Tcp\.RanksMeet"
 fi
 
+[ -e build/frameworks/python ] || echo "PyTorch 2.15, FSDP2 and JAX: NOT TESTED, because they are not installed: make test-frameworks does that (docs/testing.md)"
 [ $skipped -gt 0 ] && echo "$skipped skipped (reasons are above)"
 echo "$passed passed, $failed failed"
 [ $failed -eq 0 ]
