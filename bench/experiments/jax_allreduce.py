@@ -20,14 +20,14 @@ import time
 SPECS = ("fp32", "bf16", "int8", "int4", "int4:rotate=hadamard")
 
 
-def start(arguments):
+def start(arguments, deadline_s=500):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     shared = {**os.environ, "WORLD_SIZE": str(arguments.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [subprocess.Popen([sys.executable, *sys.argv], env={**shared, "RANK": str(r)}) for r in range(arguments.ranks)]
     try:
-        return max(abs(r.wait(timeout=500)) for r in ranks)
+        return max(abs(r.wait(timeout=deadline_s)) for r in ranks)
     finally:
         for r in ranks:
             r.kill()
