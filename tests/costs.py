@@ -1,0 +1,49 @@
+#!/usr/bin/env python3
+"""Core-seconds of each test of a build folder, the dearest first: user and system time of all its processes.
+
+    costs.py BUILD [-R REGEX] [-E REGEX] [-j N]
+
+Unlike ctest's own times these hardly depend on what else the machine runs. GTEST_FILTER counts, as for ctest.
+"""
+import argparse
+import concurrent.futures
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+
+def cost(test: dict, build: pathlib.Path) -> tuple[float, str]:
+    properties = {p["name"]: p["value"] for p in test.get("properties", [])}
+    environment = dict(os.environ) | dict(entry.split("=", 1) for entry in properties.get("ENVIRONMENT", []))
+    process = subprocess.Popen(test["command"], env=environment, cwd=properties.get("WORKING_DIRECTORY", build),
+                               stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return used.ru_utime + used.ru_stime, f"{test['name'].split('  #')[0]}{f'  (exit status {process.returncode})' if status else ''}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("build", type=pathlib.Path)
+    parser.add_argument("-R", dest="only", default="")
+    parser.add_argument("-E", dest="without", default="(?!)")
+    parser.add_argument("-j", dest="jobs", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    listed = json.loads(subprocess.check_output(["ctest", "--show-only=json-v1"], cwd=options.build))["tests"]
+    tests = [t for t in listed if "command" in t and re.search(options.only, t["name"])
+             and not re.search(options.without, t["name"])]
+    # Those that read what others have written come last.
+    tests.sort(key=lambda t: any(p["name"] == "FIXTURES_REQUIRED" for p in t.get("properties", [])))
+    with concurrent.futures.ThreadPoolExecutor(max_workers=options.jobs) as pool:
+        costs = sorted(pool.map(lambda t: cost(t, options.build), tests), reverse=True)
+    for seconds, name in costs:
+        print(f"{seconds:8.1f}  {name}")
+    print(f"{sum(seconds for seconds, _ in costs):8.1f}  all {len(costs)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
