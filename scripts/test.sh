@@ -65,7 +65,8 @@ if [ "${1:-}" != quick ]; then
   run_tests asan "${layers[@]}" processes_tests capi_tests capi_inside_tests fuzz_tests gradwire -- \
     -E "$elsewhere|^capi_|$like_others"
   one_thread="WireFormatTest\.[^B]|SafetensorsTest|Synthetic|LargeHostArray|MutatedSchedules|ExtraMemory"
-  other_formats="EverySpec.*/host_(fp8|mxfp|nvfp4|natural|qsgd|terngrad|sign|eden|int4|int2)"
+  one_thread+="|^(Schedule|Checker)\.|Bf16Gemm\.IsTheProduct"
+  other_formats="EverySpec.*/host_(powersgd_rank_4_wire_)?(fp8|mxfp|nvfp4|natural|qsgd|terngrad|sign|eden|int4|int2)"
   export TSAN_OPTIONS="${TSAN_OPTIONS:-halt_on_error=1 second_deadlock_stack=1}"
   run_tests tsan "${layers[@]}" processes_tests capi_tests tsan_overlapped_step tsan_planted_race -- \
     -E "$elsewhere|^capi_|^cli_|^fuzz_|$like_others|$one_thread|$other_formats|TcpFaults|FaultMatrix|Tcp\.RanksMeet"
