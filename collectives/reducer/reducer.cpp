@@ -100,7 +100,9 @@ void Reducer::build_buckets() {
   const size_t count = layout_.buckets.size();
   for (const BucketRange& range : layout_.buckets) {
     const size_t b = buckets_.size();
+    order_.push_back(static_cast<int>(b));
     Bucket& bucket = buckets_.emplace_back();
+    if (options_.single_waits) bucket.reduced = Event::create(comm_.device());
     static_cast<BucketRange&>(bucket) = range;
     bucket_of_.resize(static_cast<size_t>(range.last_tensor), static_cast<int>(b));
     BucketContext context = bucket_context(

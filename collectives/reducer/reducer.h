@@ -6,7 +6,7 @@
 // own memory, see adopt(). When the last gradient of a bucket is ready, the bucket is compressed and reduced
 // on the reducer's own stream, while the producer's stream continues with backward. Buckets alternate between
 // two such streams, so that one is encoded or decoded while another is in transfer; exchanges are made in
-// bucket order on every rank.
+// one order on every rank, bucket order unless launch_in() says otherwise.
 //
 // In a world of 1 ready() and wait() do nothing: no stream, no residual, no bucket.
 //
@@ -62,6 +62,7 @@ struct ReducerOptions {
   // The first tensors of blocks, which buckets do not cut; empty: any tensor may begin a bucket. With slots, an op that
   // writes several gradients must not write those of two blocks.
   std::vector<int> blocks = {};
+  bool single_waits = false;  // wait_for() is used
   // Receives each exchange in the steps that it traces; must outlive the reducer. Needs `timing`.
   Tracer* tracer = nullptr;
   // Constructs the codec of each bucket; empty: the one that the spec names.
@@ -111,6 +112,12 @@ class Reducer {
   void ready(int i, const Stream& producer);
   // Later work on `consumer` sees averaged gradients. Throws BadInput naming the tensors that were not ready.
   void wait(const Stream& consumer);
+  // Later work on `consumer` sees the averaged gradients of this bucket; every gradient must be ready. The step still
+  // ends with wait(). Needs options.single_waits.
+  void wait_for(int bucket, const Stream& consumer);
+  // Exchanges buckets in this order from the next step on, a permutation that is the same on every rank. A bucket that
+  // is full waits for those before it. Between steps, or when every gradient of a step is ready. Not with slots.
+  void launch_in(std::vector<int> order);
 
   // A step can be captured in a graph (runtime/graph.h): from step steady_from() on, ready() and wait()
   // enqueue the same work in each step. Once a graph is captured and has been launched in its own step, it
@@ -155,6 +162,7 @@ class Reducer {
     ElementRange owned;              // by this rank, from the bucket's start
     int64_t packed = 0;              // with slots: where that is in shard_
     size_t lane = 0;
+    Event reduced;  // with single_waits
 
     // In the current step.
     int ready = 0;
@@ -168,6 +176,7 @@ class Reducer {
     Buffer workspace = {};
     Buffer staging = {};  // without own_gradients: for adopted gradients that are not reduced in place
     Event joined = {};    // end of the step, for the first lane to wait on
+    bool behind = true;   // has not waited for the end of the whole previous step yet
   };
   Lane& lane_of(const Bucket& b) { return lanes_[b.lane]; }
   const Lane& lane_of(const Bucket& b) const { return lanes_[b.lane]; }
@@ -178,7 +187,8 @@ class Reducer {
   double bytes_per_element(const BucketRange& bucket) const;
   void describe_memory();
   // step.cpp: a bucket's step.
-  void launch(int bucket);
+  void check_ready() const;
+  void launch(int position);  // in order_
   void count_bytes(StepMarks& marks, int which);
   // slots.cpp: memory for some buckets only.
   bool in_turns() const { return options_.sharded && options_.slots > 0 && comm_.world() > 1; }
@@ -207,6 +217,7 @@ class Reducer {
   std::vector<void*> adopted_;   // by tensor; empty: the gradients are in gradients_
   std::vector<Bucket> buckets_;  // empty in a world of 1
   std::vector<int> bucket_of_;   // tensor -> bucket
+  std::vector<int> order_;       // of the buckets' exchanges
   std::optional<SchedulePlanner> planner_, scatter_planner_;
   uint64_t dense_bytes_ = 0;
   std::array<StepMarks, kStatsKept> marks_;

@@ -36,6 +36,7 @@ struct ReducerMemory {
 struct StepMarks {
   int64_t step = -1;                 // the step they belong to
   std::deque<BucketPhases> buckets;  // a deque, because elements must not move
+  size_t first = 0;                  // the bucket that went first
   Event wait_begin, wait_end;
   // Before the first bucket and after the last. Written on the reducer's stream, read after wait_end.
   std::shared_ptr<std::array<uint64_t, 2>> bytes_sent = std::make_shared<std::array<uint64_t, 2>>();

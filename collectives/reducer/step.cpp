@@ -33,26 +33,57 @@ void Reducer::ready(int i, const Stream& producer) {
   if (std::find(bucket.producers.begin(), bucket.producers.end(), producer) == bucket.producers.end()) {
     bucket.producers.push_back(producer);
   }
-  // In bucket order, whatever the order of readiness: all ranks must issue collectives in the same order.
-  while (launched_ < static_cast<int>(buckets_.size()) && buckets_[launched_].is_full()) launch(launched_++);
+  // In one order, whatever the order of readiness: all ranks must issue collectives in the same order.
+  while (launched_ < static_cast<int>(order_.size()) && buckets_[order_[launched_]].is_full())
+    launch(launched_++);
   const size_t next = static_cast<size_t>(bucket_of_[i]) + 1;
   if (in_turns() && bucket.is_full() && next < buckets_.size() && next >= slots()) {
     producer.wait(taken_[next % slots()]);  // the bucket that the next one's memory belongs to
   }
 }
 
-void Reducer::wait(const Stream& consumer) {
+void Reducer::launch_in(std::vector<int> order) {
   std::lock_guard lock(mutex_);
+  const bool idle = launched_ == static_cast<int>(order_.size()) ||
+                    std::none_of(ready_.begin(), ready_.end(), [](bool ready) { return ready; });
+  std::vector<int> sorted = order;
+  std::sort(sorted.begin(), sorted.end());
+  std::vector<int> all(buckets_.size());
+  std::iota(all.begin(), all.end(), 0);
+  if (!idle || in_turns() || sorted != all) {
+    throw BadInput(fmt::format("Reducer::launch_in: {}",
+                               !idle        ? "only between steps, or when every gradient of a step is ready"
+                               : in_turns() ? "with slots, buckets go in their own order"
+                                            : fmt::format("not a permutation of {} buckets", all.size())));
+  }
+  order_ = std::move(order);
+  if (launched_ > 0) launched_ = static_cast<int>(order_.size());
+}
+
+void Reducer::check_ready() const {
   std::string missing;
   for (size_t i = 0; i < ready_.size(); ++i) {
     if (!ready_[i]) missing += fmt::format("{}'{}'", missing.empty() ? "" : ", ", tensors_[i].name);
   }
   if (!missing.empty()) throw BadInput("Reducer::wait before these gradients were ready: " + missing);
+}
+
+void Reducer::wait_for(int bucket, const Stream& consumer) {
+  std::lock_guard lock(mutex_);
+  if (!options_.single_waits) throw BadInput("Reducer::wait_for needs the option single_waits");
+  check_ready();
+  if (!buckets_.empty()) consumer.wait(buckets_.at(static_cast<size_t>(bucket)).reduced);
+}
+
+void Reducer::wait(const Stream& consumer) {
+  std::lock_guard lock(mutex_);
+  check_ready();
   ready_.assign(ready_.size(), false);
   if (!buckets_.empty()) {
     StepMarks& marks = marks_[step_ % kStatsKept];
     marks.step = step_;
     for (Lane& lane : lanes_) {
+      lane.behind = true;
       if (lane.stream == stream_) continue;
       lane.joined.record(lane.stream);
       stream_.wait(lane.joined);
@@ -110,7 +141,8 @@ void Reducer::resume_at(int64_t steps) {
   stream_.synchronize();
 }
 
-void Reducer::launch(int b) {
+void Reducer::launch(int position) {
+  const int b = order_[static_cast<size_t>(position)];
   Bucket& bucket = buckets_[b];
   StepMarks& marks = marks_[step_ % kStatsKept];
   const Stream& stream = lane_of(bucket).stream;
@@ -120,12 +152,16 @@ void Reducer::launch(int b) {
     stream.wait(full_);
 #endif
   }
-  if (b == 0) {
+  if (position == 0) {
+    marks.first = static_cast<size_t>(b);
     count_bytes(marks, 0);
     if (begun_) begun_.record(stream_);
-  } else if (b < static_cast<int>(lanes_.size())) {
+  }
+  Lane& lane = lane_of(bucket);
+  if (lane.behind && begun_ && stream != stream_) {
     stream.wait(begun_);  // after the whole previous step, whose end only the first lane has waited for
   }
+  lane.behind = false;
   BucketPhases& phases = marks.buckets[b];
   phases.begin(stream);
   if (bucket.staged) {
@@ -140,6 +176,7 @@ void Reducer::launch(int b) {
     stage(bucket, false);
   }
   phases.end();
+  if (options_.single_waits) bucket.reduced.record(stream);
 }
 
 void Reducer::count_bytes(StepMarks& marks, int which) {

@@ -16,6 +16,7 @@ namespace gradwire {
 namespace {
 
 using testing::count_of;
+using testing::expect_error;
 using testing::flat;
 using testing::gradients_for;
 using testing::model;
@@ -92,6 +93,82 @@ TEST(Reducer, OrderOfReadinessMayDifferBetweenRanks) {
     auto wanted = flat(rank, gradients);
     for (size_t i = 0; i < wanted.size(); ++i)
       ASSERT_NEAR(result[i], wanted[i], 0.01 * std::abs(wanted[i]) + 1e-6);
+  });
+}
+
+// launch_in() in the middle of a run and wait_for() in any order, against bucket order and wait().
+TEST(Reducer, AnyOrderOfExchangesAndOfWaitsGivesTheSameBits) {
+  constexpr int kWorld = 3, kSteps = 6;
+  for (const char* spec : {"fp32:schedule=ring", "fp8:round=stochastic", "int8:residual=int8",
+                           "powersgd:rank=2,start=2", "randk:ratio=0.1"}) {
+    std::vector<std::vector<float>> results[2];
+    for (const bool permuted : {false, true}) {
+      run_ranks(kWorld, Device::host(), [&](Communicator& comm) {
+        const std::vector<GradientTensor> tensors = model();
+        const Stream stream = Stream::create(comm.device(), "compute");
+        Reducer reducer(comm, CompressionSpec::parse(spec), tensors,
+                        {.bucket_bytes = 1 << 10, .seed = 5, .single_waits = permuted});
+        std::mt19937 same(7), own(static_cast<uint32_t>(comm.rank()));
+        std::vector<int> order(reducer.ranges().size());
+        std::iota(order.begin(), order.end(), 0);
+        std::vector<int> waits = order;
+        std::vector<float> step_result(static_cast<size_t>(reducer.elements()));
+        for (int step = 0; step < kSteps; ++step) {
+          const auto gradients = gradients_for(tensors, static_cast<uint32_t>(kWorld * step + comm.rank()));
+          for (int i = 0; i < reducer.tensors(); ++i) {
+            const auto& values = gradients[static_cast<size_t>(i)];
+            copy(stream, reducer.gradient(i), values.data(), values.size() * sizeof(float));
+            reducer.ready(i, stream);
+          }
+          if (permuted) {
+            std::shuffle(waits.begin(), waits.end(), own);
+            for (int b : waits) {
+              reducer.wait_for(b, stream);
+              const BucketRange& range = reducer.ranges()[static_cast<size_t>(b)];
+              copy(stream, step_result.data() + range.begin, reducer.gradients().as<float>() + range.begin,
+                   static_cast<size_t>(range.elements()) * sizeof(float));
+            }
+            std::shuffle(order.begin(), order.end(), same);
+            if (step % 2 == 0) reducer.launch_in(order);  // before wait()
+            reducer.wait(stream);
+            if (step % 2 == 1) reducer.launch_in(order);  // and after it
+          } else {
+            reducer.wait(stream);
+            copy(stream, step_result.data(), reducer.gradients().data(), reducer.gradients().bytes());
+          }
+          stream.synchronize();
+          const ReducerStats stats = reducer.stats(step);
+          EXPECT_GT(stats.wire_bytes, 0u);
+          EXPECT_GE(stats.comm_ms, 0.0);
+          EXPECT_LE(stats.comm_ms, stats.compress_ms + stats.communicate_ms + stats.decompress_ms + 1.0);
+          if (comm.rank() == 0) results[permuted].push_back(step_result);
+        }
+      });
+    }
+    for (int step = 0; step < kSteps; ++step) {
+      EXPECT_TRUE(same_bits(results[0][static_cast<size_t>(step)], results[1][static_cast<size_t>(step)]))
+          << spec << ", step " << step;
+    }
+  }
+}
+
+TEST(Reducer, AnOrderOfExchangesIsAPermutationBetweenSteps) {
+  run_ranks(2, Device::host(), [](Communicator& comm) {
+    Rank rank(comm, "fp32", model(), 1 << 10);
+    std::vector<int> order(rank.reducer.ranges().size());
+    std::iota(order.begin(), order.end(), 0);
+    EXPECT_NO_THROW(rank.reducer.launch_in(order));
+    std::vector<int> twice = order;
+    twice.back() = 0;
+    expect_error<BadInput>([&] { rank.reducer.launch_in(twice); },
+                           {"permutation", std::to_string(order.size())});
+    expect_error<BadInput>([&] { rank.reducer.launch_in({}); }, {"permutation"});
+    rank.reducer.ready(0, rank.stream);
+    expect_error<BadInput>([&] { rank.reducer.launch_in(order); }, {"between steps"});
+    expect_error<BadInput>([&] { rank.reducer.wait_for(0, rank.stream); }, {"single_waits"});
+    for (int i = 1; i < rank.reducer.tensors(); ++i) rank.reducer.ready(i, rank.stream);
+    rank.reducer.wait(rank.stream);
+    rank.stream.synchronize();
   });
 }
 

@@ -105,6 +105,7 @@ TEST_P(CheckpointTest, ResumingAtAnyStepGivesTheSameBits) {
         TrainConfig rest = c;
         rest.resume = checkpoint(k);
         rest.graph = k % 2 == 0 && (ranks == 1 || GetParam().is_host());
+        rest.overlap_forward = k % 2 == 1;
         rest.gradient_views = k % 3 != 0;
         const Recorder resumed = train(rest);
         EXPECT_EQ(resumed.losses, std::vector<double>(whole.losses.begin() + k, whole.losses.end()))

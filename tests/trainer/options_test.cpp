@@ -149,6 +149,17 @@ TEST(Flags, AreReadWhole) {
   EXPECT_TRUE(parsed({}).bucket_mb.empty());
 }
 
+TEST(Resolve, AStepThatEndsInTheNextOneGoesWithNeitherGraphsNorShards) {
+  Options o = synthetic();
+  o.overlap_forward = true;
+  EXPECT_TRUE(resolve(o).config.overlap_forward);
+  o.graph = true;
+  expect_bad_input([&] { resolve(o); }, {"--overlap-forward", "--graph"});
+  o.graph = false;
+  o.shard = Sharding::full;
+  expect_bad_input([&] { resolve(o); }, {"--overlap-forward", "--shard full"});
+}
+
 TEST(Flags, EachWrongValueIsNamedWithWhatIsAllowed) {
   auto refuse = [](const std::vector<std::string>& words, const std::vector<std::string>& parts) {
     expect_bad_input([&] { parsed(words); }, parts);

@@ -14,6 +14,7 @@
 #include "trainer/config/run.h"
 #include "trainer/data/dataset.h"
 #include "trainer/model/flops.h"
+#include "trainer/train/deferred_update.h"
 #include "trainer/train/memory.h"
 #include "trainer/train/parameter_hash.h"
 #include "trainer/train/rank.h"
@@ -164,6 +165,57 @@ TEST_P(TrainTest, AGraphGivesTheSameBits) {
       EXPECT_GE(graph.steps[s].step_ms, graph.steps[s].forward_ms) << "step " << s;
     }
   }
+}
+
+TEST_P(TrainTest, AForwardThatBeginsBeforeTheGradientsArriveGivesTheSameBits) {
+  struct Case {
+    const char* spec;
+    int ranks;
+    int64_t accumulate;
+    Precision precision;
+    double bucket_mb;
+  };
+  for (auto [spec, ranks, accumulate, precision, bucket_mb] :
+       {Case{"fp32", 1, 1, Precision::fp32, 0.003}, Case{"fp32", 2, 1, Precision::fp32, 0.003},
+        Case{"bf16:round=stochastic", 3, 2, Precision::bf16, 0.001}, Case{"int8", 4, 1, Precision::fp32, 25},
+        Case{"powersgd:rank=2,start=4", 3, 1, Precision::bf16, 0.003}}) {
+    TrainConfig c = config(ranks, spec);
+    c.accumulate = accumulate;
+    c.precision = precision;
+    c.bucket_mb = bucket_mb;
+    c.optimizer = ranks == 2 ? OptimizerKind::sgd : OptimizerKind::adamw;
+    c.gradient_views = ranks != 4;
+    const Recorder plain = train(c);
+    c.overlap_forward = true;
+    const Recorder overlapped = train(c);
+    EXPECT_EQ(losses(plain), losses(overlapped)) << spec;
+    EXPECT_EQ(plain.hash, overlapped.hash) << spec;
+    ASSERT_EQ(plain.evals.size(), overlapped.evals.size());
+    for (size_t i = 0; i < plain.evals.size(); ++i) {
+      EXPECT_EQ(plain.evals[i].test_loss, overlapped.evals[i].test_loss) << spec;
+    }
+    for (size_t s = 0; s < plain.steps.size(); ++s) {
+      const StepRecord& step = overlapped.steps[s];
+      EXPECT_EQ(plain.steps[s].wire_bytes, step.wire_bytes) << spec << ", step " << s;
+      EXPECT_EQ(plain.steps[s].lr, step.lr);
+      EXPECT_GE(step.forward_ms, 0.0) << spec << ", step " << s;
+      EXPECT_GT(step.optimizer_ms, 0.0) << spec << ", step " << s;
+      EXPECT_GE(step.exposed_comm_ms, 0.0) << spec << ", step " << s;
+    }
+  }
+}
+
+// Of five buckets: those that backward's time suffices for as they fill, then from the last.
+TEST(ExchangeOrder, IsForwardsOrderForWhatBackwardDoesNotHide) {
+  std::vector<BucketRange> buckets;
+  for (int b = 0; b < 5; ++b) buckets.push_back({b, b + 1, 100 * b, 100 * (b + 1)});
+  using Order = std::vector<int>;
+  EXPECT_EQ(exchange_order(buckets, 0.0), (Order{0, 4, 3, 2, 1}));
+  EXPECT_EQ(exchange_order(buckets, 0.39), (Order{0, 4, 3, 2, 1}));
+  EXPECT_EQ(exchange_order(buckets, 0.41), (Order{0, 1, 4, 3, 2}));
+  EXPECT_EQ(exchange_order(buckets, 0.99), (Order{0, 1, 2, 3, 4}));
+  EXPECT_EQ(exchange_order(buckets, 7), (Order{0, 1, 2, 3, 4}));
+  EXPECT_EQ(exchange_order({}, 0.5), Order{});
 }
 
 // Every rank holds a part of the moments, and updates its part of the weights.

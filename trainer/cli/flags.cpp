@@ -230,6 +230,12 @@ CLI::Option* add_run_flags(CLI::App& command, Options& o) {
       command, "--gradient-views", o.gradient_views, {{"on", true}, {"off", false}},
       "on: backward writes gradients into the buckets; off: memory of their own, copied in and out")
       ->group("Ranks");
+  command
+      .add_flag("--overlap-forward", o.overlap_forward,
+                "Begin the next forward while gradients are still in transfer, and update each layer's "
+                "weights just "
+                "before it uses them: faster on slow links, same results")
+      ->group("Ranks");
   add_data_flags(command, o);
   add_training_flags(command, o);
   add_output_flags(command, o);

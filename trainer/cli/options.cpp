@@ -283,6 +283,19 @@ void check_shard(const Options& o) {
   }
 }
 
+// A step that ends inside the next one.
+void check_overlap(const Options& o) {
+  if (!o.overlap_forward) return;
+  if (o.graph)
+    throw BadInput("--overlap-forward and --graph do not go together: a graph holds one whole step");
+  if (o.shard != Sharding::none) {
+    throw BadInput(
+        fmt::format("--overlap-forward and --shard {} do not go together; --shard full gathers weights "
+                    "during forward as it is",
+                    name(o.shard)));
+  }
+}
+
 }  // namespace
 
 Resolved resolve_machine(const Options& o) {
@@ -307,6 +320,8 @@ Resolved resolve_machine(const Options& o) {
   out.buckets_mb = o.bucket_mb.empty() ? std::vector{kDefaultBucketMb} : o.bucket_mb;
   config.bucket_mb = out.buckets_mb[0];
   config.gradient_views = o.gradient_views;
+  config.overlap_forward = o.overlap_forward;
+  check_overlap(o);
   config.shard = o.shard;
   config.gather_weights = gather_format(o);
   check_shard(o);

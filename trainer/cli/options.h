@@ -34,6 +34,7 @@ struct Options {
   int seeds = 1;                         // compare: runs of each, with seeds from `seed` up
   bool again = false;                    // compare: repeats runs that are there already
   bool gradient_views = true;
+  bool overlap_forward = false;
   Sharding shard = Sharding::none;
   std::string gather_weights = "fp32";
   uint64_t memory_limit = 0;

@@ -88,8 +88,9 @@ struct TrainConfig {
   Wire gather_weights = kFp32;  // with shard: the format in which the ranks get each other's new weights
   // Whether the ranks divide this among them. A single rank has nobody to divide it with.
   bool divides(Sharding what) const { return shard >= what && ranks() > 1; }
-  int64_t memory_limit = 0;    // bytes per rank; a run that needs more is refused. 0: none
-  bool gradient_views = true;  // gradients are written into the buckets; otherwise copied in and out
+  int64_t memory_limit = 0;      // bytes per rank; a run that needs more is refused. 0: none
+  bool gradient_views = true;    // gradients are written into the buckets; otherwise copied in and out
+  bool overlap_forward = false;  // the next forward begins while gradients are in transfer; same bits
   int64_t bucket_bytes() const { return static_cast<int64_t>(bucket_mb * (1 << 20)); }
 
   int64_t batch_size = 64;  // images per rank and micro-batch

@@ -41,6 +41,7 @@ void add_config(Json& json, const TrainConfig& config) {
   json["gather_weights"] = config.gather_weights->name;
   json["memory_limit"] = config.memory_limit == 0 ? Json(nullptr) : Json(config.memory_limit);
   json["gradient_views"] = config.gradient_views;
+  json["overlap_forward"] = config.overlap_forward;
   json["batch_size"] = config.batch_size;
   json["accumulate"] = config.accumulate;
   json["steps"] = config.steps;

@@ -31,6 +31,7 @@ inline ReducerOptions reducer_options(const TrainConfig& config, Tracer* tracer 
                          .alignment = tensor_alignment(config.precision),
                          .in_place = config.gradient_views,
                          .sharded = config.divides(Sharding::optimizer),
+                         .single_waits = config.overlap_forward,
                          .tracer = tracer};
   if (config.divides(Sharding::gradients)) {
     options.slots = kGradientSlots;

@@ -45,6 +45,10 @@ void Optimizer::step(const Stream& stream, Parts<float> params, Parts<const floa
   }
 }
 
+void Optimizer::step(const Stream& stream, float* params, const float* grads, ElementRange range) {
+  step_part(stream, params + range.begin, grads + range.begin, range.begin, range.count());
+}
+
 void Optimizer::step_part(const Stream& stream, float* params, const float* grads, int64_t first,
                           int64_t count) {
   if (count == 0) return;

@@ -21,6 +21,8 @@ class Optimizer {
   void prepare(const Stream& stream, int64_t step, double lr);
   // Enqueues a step: the same work each time, so it can be captured.
   void step(const Stream& stream, Parts<float> params, Parts<const float> grads);
+  // The same for these elements of the flat buffer only; the optimizer has state for all of it.
+  void step(const Stream& stream, float* params, const float* grads, ElementRange range);
 
   // The state that a checkpoint saves: the parts, one after another.
   std::vector<FlatState> moments() const;

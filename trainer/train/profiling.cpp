@@ -53,8 +53,14 @@ void RankTrace::add(const TrainingMarks& marks, const Event& end, const std::str
     add(label(Activity::forward), micro.forward, micro.backward);
     add(label(Activity::backward), micro.backward, micro.done);
   }
-  if (comm_.world() > 1) add(label("wait", "wait"), marks.micros.back().done, marks.reduced);
-  add(label(Activity::optimizer), marks.reduced, marks.end);
+  for (const TrainingMarks::Update& update : marks.updates) {
+    add(label("wait", "wait"), update.wait, update.begin);
+    add(label(Activity::optimizer), update.begin, update.end);
+  }
+  if (marks.updates.empty()) {
+    if (comm_.world() > 1) add(label("wait", "wait"), marks.micros.back().done, marks.reduced);
+    add(label(Activity::optimizer), marks.reduced, marks.end);
+  }
   reducer.trace(marks.step, *tracer_);
   if (tracer_->ends_with(marks.step)) hand_over();
 }

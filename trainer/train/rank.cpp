@@ -115,6 +115,9 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
   if (leads() && !config_.gradients_directory.empty()) {
     dump_.emplace(config_, model_.parameters(), layout_);
   }
+  if (config_.overlap_forward && comm.world() > 1) {
+    deferred_.emplace(comm, stream_, reducer_, optimizer_, model_);
+  }
   if (config_.eval_every > 0) evaluator_.emplace(config_, shared.data.test, comm, stream_, model_);
   for (Slot& slot : slots_) {
     auto event = [&] { return Event::create_timer(comm.device()); };
@@ -123,6 +126,7 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
     slot.reduced = event();
     slot.end = event();
     slot.totals = Buffer::pinned(2 * sizeof(double));
+    if (deferred_) deferred_->prepare(slot);
   }
 }
 
@@ -139,6 +143,7 @@ void RankTrainer::run() {
   if (evaluator_ && start_.step == config_.steps) evaluate(start_.step);
   Slot* pending = nullptr;
   auto catch_up = [&] {
+    if (deferred_) deferred_->finish();
     if (pending != nullptr) harvest(*pending, nullptr);
     pending = nullptr;
   };
@@ -147,6 +152,10 @@ void RankTrainer::run() {
     Slot& slot = slots_[static_cast<size_t>(step % 2)];
     if (pending != nullptr) harvest(*pending, &slot.micros.front().data);
     pending = &slot;
+    if (deferred_ && deferred_->orders_now()) {
+      catch_up();
+      deferred_->order_exchanges();
+    }
     const bool last = step + 1 == config_.steps;
     if (evaluator_ && (last || (data_step(step) + 1) % (steps_per_epoch_ * config_.eval_every) == 0)) {
       catch_up();
@@ -180,6 +189,13 @@ void RankTrainer::announce() {
 }
 
 BlockCalls RankTrainer::block_calls() {
+  if (config_.overlap_forward) {
+    return {.begins =
+                [this](int block) {
+                  if (deferred_) deferred_->begins(block);
+                },
+            .alone = {}};
+  }
   if (!config_.divides(Sharding::full)) return {};
   return {.begins = [this](int block) { shards_->window()->begins(block); },
           .alone = [this](int block, int next) { shards_->window()->alone(block, next); }};
@@ -221,7 +237,7 @@ void RankTrainer::enqueue_step(int64_t step) {
   slot.enqueue_begin = std::chrono::steady_clock::now();
   slot.step = step;
   slot.lr = learning_rate(config_, step);
-  optimizer_.prepare(stream_, step, slot.lr);
+  if (!deferred_) optimizer_.prepare(stream_, step, slot.lr);
   slot.micros.front().data.record(stream_);
   if (shards_) shards_->begin_step();
   if (config_.graph) {
@@ -231,7 +247,7 @@ void RankTrainer::enqueue_step(int64_t step) {
   }
   if (shards_) slot.weights = shards_->sent();
   copy(stream_, slot.totals.data(), totals_.data(), totals_.bytes());
-  slot.end.record(stream_);
+  if (!deferred_) slot.end.record(stream_);
   slot.enqueue_end = std::chrono::steady_clock::now();
 }
 
@@ -286,6 +302,7 @@ void RankTrainer::enqueue_work(Slot& slot) {
     range.emplace(Activity::forward, step);
     if (micro == 0) fill_zero(stream_, totals_.data(), totals_.bytes());
     model_.forward(batch.images, batch.count);
+    if (deferred_) deferred_->finish();  // of the step before
     range.reset();
     marks.backward.record(stream_);
     // Only the last micro-batch completes a gradient.
@@ -299,13 +316,18 @@ void RankTrainer::enqueue_work(Slot& slot) {
     if (!config_.graph) loader_.release(stream_);
   }
   carried_ = false;
+  if (deferred_) return deferred_->begin(slot, gradients_, slot.lr);
+  enqueue_update(slot);
+}
+
+void RankTrainer::enqueue_update(Slot& slot) {
   reducer_.wait(stream_);
   if (left_over_) {
     stream_.synchronize();
     left_over_ = {};
   }
   slot.reduced.record(stream_);
-  NvtxRange range(Activity::optimizer, step);
+  NvtxRange range(Activity::optimizer, slot.step);
   if (shards_) {
     const Buffer& own = reducer_.shard();
     shards_->step(optimizer_,
@@ -326,6 +348,7 @@ void RankTrainer::harvest(Slot& slot, const Event* next_start) {
   const Event& end = next_start != nullptr ? *next_start : slot.end;
   slot.wait_begin = std::chrono::steady_clock::now();
   end.synchronize();
+  if (deferred_) slot.end.synchronize();  // inside the next step
   slot.wait_end = std::chrono::steady_clock::now();
   comm_.check();
   if (dump_ && slot.step == config_.gradients_step) dump_->write();
@@ -339,6 +362,7 @@ void RankTrainer::harvest(Slot& slot, const Event* next_start) {
   }
   shared_.reports.post(comm_.rank(), mine);
   if (leads()) report(slot, end);
+  if (deferred_) deferred_->measured(slot.backward_ms(), reducer_.stats(slot.step).comm_ms);
   trace_.add(slot, end, stream_.name(), reducer_);
 }
 
@@ -362,9 +386,15 @@ void RankTrainer::report(const Slot& slot, const Event& end) {
   for (const TrainingMarks::Micro& marks : slot.micros) {
     record.data_ms += elapsed_ms(marks.data, marks.forward);
     record.forward_ms += elapsed_ms(marks.forward, marks.backward);
-    record.backward_ms += elapsed_ms(marks.backward, marks.done);
   }
+  record.backward_ms = slot.backward_ms();
   record.optimizer_ms = elapsed_ms(slot.reduced, slot.end);
+  for (const TrainingMarks::Update& update : slot.updates) {
+    record.exposed_comm_ms += elapsed_ms(update.wait, update.begin);
+    record.optimizer_ms += elapsed_ms(update.begin, update.end);
+  }
+  record.forward_ms -= before_ms_;
+  before_ms_ = slot.updated_in_forward ? record.exposed_comm_ms + record.optimizer_ms : 0;
   record.tflops = training_flops_per_image(config_.model) * static_cast<double>(images_per_device(config_)) /
                   (record.step_ms * 1e9);
   shared_.observer.on_step(record);

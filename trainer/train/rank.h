@@ -23,6 +23,7 @@
 #include "trainer/log/trace_file.h"
 #include "trainer/measure/peaks.h"
 #include "trainer/model/vit.h"
+#include "trainer/train/deferred_update.h"
 #include "trainer/train/evaluator.h"
 #include "trainer/train/initial_weights.h"
 #include "trainer/train/optimizer.h"
@@ -90,6 +91,7 @@ class RankTrainer {
   void carry(int bucket);
   Loader::Batch next_batch(int64_t step);
   void enqueue_graph(Slot& slot);
+  void enqueue_update(Slot& slot);
   // The part that a graph can capture: forward, backward, communication, optimizer.
   void enqueue_work(Slot& slot);
   // Waits until step `slot.step` is done, and reports it. `next_start`: the mark at which the next step
@@ -115,9 +117,11 @@ class RankTrainer {
   const ParameterLayout layout_, gradient_layout_;
   Vit model_;
   Optimizer optimizer_;
-  std::optional<WeightShards> shards_;  // none unless something is sharded
-  std::optional<GradientDump> dump_;    // none on ranks and in runs that write no gradients
-  std::optional<Evaluator> evaluator_;  // none when the run never evaluates
+  std::optional<WeightShards> shards_;      // none unless something is sharded
+  std::optional<DeferredUpdate> deferred_;  // with --overlap-forward
+  double before_ms_ = 0;                    // in the next step's forward: the end of the latest one reported
+  std::optional<GradientDump> dump_;        // none on ranks and in runs that write no gradients
+  std::optional<Evaluator> evaluator_;      // none when the run never evaluates
   int64_t steps_per_epoch_;
   const int64_t graph_from_;  // the first step that is launched as a graph
   Buffer own_gradients_;      // empty when gradients are views of the buckets

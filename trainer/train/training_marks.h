@@ -14,10 +14,22 @@ struct TrainingMarks {
   struct Micro {
     Event data, forward, backward, done;
   };
+  // --overlap-forward: of a bucket, the wait for its gradients and the update of its weights.
+  struct Update {
+    Event wait, begin, end;
+  };
   int64_t step = -1;
   SteadyTime enqueue_begin, enqueue_end, wait_begin, wait_end;  // of the thread
   std::vector<Micro> micros;                                    // config.accumulate of them
   Event reduced, end;                                           // gradients averaged; parameters updated
+  std::vector<Update> updates;                                  // by bucket; empty without --overlap-forward
+  bool updated_in_forward = false;  // of the next step, rather than after this one's backward
+
+  double backward_ms() const {
+    double ms = 0;
+    for (const Micro& micro : micros) ms += elapsed_ms(micro.backward, micro.done);
+    return ms;
+  }
 };
 
 }  // namespace gradwire
