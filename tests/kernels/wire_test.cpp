@@ -12,13 +12,17 @@
 namespace gradwire::testing {
 namespace {
 
-// More than one piece for each thread. Kernels on the CPU are slow: fewer there (a multiprocessor's blocks do 8192 values
-// at a time), and fewer cases with options of formats whose defaults get all of them.
+// More than one piece for each thread. Kernels on the CPU are slow: fewer there (a multiprocessor's blocks do
+// 8192 values at a time). So is code under sanitizers: fewer cases with options of formats whose defaults get
+// all of them.
 #ifdef GRADWIRE_SIMT_TESTS
 constexpr int64_t kManyPieces = 9001;
-constexpr bool kFewWithOptions = true;
 #else
 constexpr int64_t kManyPieces = 70001;
+#endif
+#ifdef GRADWIRE_SANITIZED
+constexpr bool kFewWithOptions = true;
+#else
 constexpr bool kFewWithOptions = false;
 #endif
 
