@@ -78,13 +78,15 @@ def a_peer_that_pauses_is_waited_for() -> None:
         hook = Hook("int8:schedule=ring", **deadline)
         run = Run(TASKS["vit"], hook)
         for s in range(6):
-            begin = time.monotonic()
+            begin, cpu_begin = time.monotonic(), time.process_time()
             if RANK == 0 and 2 <= s < 2 + pauses:
                 subprocess.Popen(["sh", "-c", f"sleep {pause_s}; kill -CONT {os.getpid()}"])
                 os.kill(os.getpid(), signal.SIGSTOP)
             run.step(s)
             if 2 <= s < 2 + pauses:
                 check(time.monotonic() - begin > 0.9 * pause_s, f"step {s} did not wait for rank 0")
+                cpu_s = time.process_time() - cpu_begin  # of all threads, the step's own work included
+                check(cpu_s < 0.25 * pause_s, f"step {s}: waiting for {pause_s} s took {cpu_s:.1f} s of the processor")
         hook.check()
         same_on_all_ranks(run.parameters(), "the model")
         results.append(run.parameters())
