@@ -16,7 +16,7 @@
  *          only be told apart by a tag: see gw_call_tag().
  * Failure  A missed deadline, a dead peer, a disagreement or gw_comm_abort() is final for the communicator:
  *          every pending and later call fails on every rank that can be reached. Then destroy it and
- *          create another.
+ *          create another, or go on with the ranks that are left: gw_comm_shrink().
  * Streams  On a CUDA device, `stream` is a cudaStream_t cast to void* (null: the legacy default stream):
  *          calls enqueue work and return, and later work on that stream sees the results. On the host it must
  *          be null, and a call returns when its result is ready, or at once if it has a gw_request.
@@ -142,6 +142,33 @@ GW_API gw_status gw_comm_from_nccl(void* nccl_comm, int device, int64_t timeout_
  *
  * GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED. */
 GW_API gw_status gw_comm_split(gw_comm comm, int color, int key, gw_comm* part);
+
+/* With `on` not 0, the processes of this thread's next gw_comm_create() with tcp:// or file:// on the host can go on
+ * after a failure: see gw_comm_shrink(). The same on every rank. Each listens at one more port, behind the same secret.
+ * Other kinds of communicators cannot shrink yet; creating one then gives GW_UNSUPPORTED, unless world is 1. */
+GW_API gw_status gw_shrinkable(int on);
+
+/* Makes a communicator of the ranks that are left of one that has failed: those that call this. They find out by
+ * themselves who they are, also when rank 0 is not among them. Collective over the survivors; fails a communicator that
+ * has not failed yet, so that all ranks come here.
+ *
+ * comm        made with gw_shrinkable(1). Afterwards it and its reducers can only be destroyed.
+ * timeout_ms  > 0. How long to wait for ranks that are alive but do not call this. A rank whose process has ended is
+ *             not waited for, one that is stopped or cut off for 1 s. May differ. Once the survivors know each other,
+ *             they have up to 5 s more to connect.
+ * rest        out: can shrink in turn. Like a part of gw_comm_split(), it needs no rendezvous, and the number of ranks
+ *             per node is unknown.
+ * ranks       out: the survivors' ranks in `comm`, ascending: ranks[i] is rank i of `rest`. May be null.
+ * capacity    of `ranks`: at least the world of `comm`, unless it is null.
+ *
+ * At most one group goes on. A rank that did not answer the others, and calls this later, gets GW_COMM_FAILED, and so
+ * do ranks that may be the smaller part: of the ranks whose processes have not ended, fewer than half, or half without
+ * the lowest. Results of the failed call, and the state of a reducer whose call failed, are undefined: to repeat a step,
+ * keep the gradients and a gw_reducer_state_save() of the step before. What a rank that is gone held is gone with it.
+ *
+ * GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED: may be called again where somebody did not come in time. */
+GW_API gw_status gw_comm_shrink(gw_comm comm, int64_t timeout_ms, gw_comm* rest, int32_t* ranks,
+                                int32_t capacity);
 
 typedef struct gw_comm_info {
   size_t size; /* sizeof(gw_comm_info), set by the caller */

@@ -53,15 +53,20 @@ void require_nccl() {
   if (!reason.empty()) throw Unsupported(reason);
 }
 
-// From gw_secret(), for this thread's next communicator.
+// From gw_secret() and gw_shrinkable(), for this thread's next communicator.
 thread_local std::string next_secret;
+thread_local bool next_shrinkable = false;
 
 std::unique_ptr<Communicator> join(const char* rendezvous, int rank, int world, Device device,
                                    std::chrono::milliseconds timeout) {
   const std::string secret = std::exchange(next_secret, "");
+  const bool shrinkable = std::exchange(next_shrinkable, false);
   if (world == 1) return Communicator::create_single(device);
   require(rendezvous != nullptr, "rendezvous is null and world is {}", world);
   const std::string text = rendezvous;
+  if (shrinkable && (device.is_cuda() || !(text.starts_with("tcp://") || text.starts_with("file://")))) {
+    throw Unsupported("only processes on the host that meet through tcp:// or file:// can be shrinkable");
+  }
   constexpr std::string_view kLocal = "local://";
   if (text.starts_with(kLocal)) {
     require(text.size() > kLocal.size(), "rendezvous 'local://' lacks a name");
@@ -78,7 +83,8 @@ std::unique_ptr<Communicator> join(const char* rendezvous, int rank, int world, 
   if (text.starts_with("tcp://") || text.starts_with("file://")) {
     return Communicator::create_tcp(
         {.group = {.rendezvous = text, .rank = rank, .world = world, .timeout = timeout, .secret = secret},
-         .interface = {}});
+         .interface = {},
+         .shrinkable = shrinkable});
   }
   throw BadInput(
       fmt::format("rendezvous '{}' is none of tcp://HOST:PORT, file:///PATH, nccl://, local://NAME", text));
@@ -129,6 +135,25 @@ gw_status gw_comm_split(gw_comm comm, int color, int key, gw_comm* part) {
     std::unique_ptr<Communicator> made = group.split(color, key);
     *part = made == nullptr ? nullptr
                             : static_cast<gw_comm>(comms().add(std::make_shared<ApiComm>(std::move(made))));
+  });
+}
+
+gw_status gw_shrinkable(int on) {
+  return guarded(__func__, [&] { next_shrinkable = on != 0; });
+}
+
+gw_status gw_comm_shrink(gw_comm comm, int64_t timeout_ms, gw_comm* rest, int32_t* ranks, int32_t capacity) {
+  return guarded(__func__, [&] {
+    require(rest != nullptr, "rest is null");
+    const auto timeout = checked_timeout(timeout_ms);
+    LockedComm locked(comm);
+    Communicator& group = *locked->communicator;
+    require(ranks == nullptr || capacity >= group.world(), "capacity is {} in a world of {}", capacity,
+            group.world());
+    std::vector<int> survivors;
+    auto made = std::make_shared<ApiComm>(group.regroup(timeout, survivors));
+    *rest = static_cast<gw_comm>(comms().add(std::move(made)));
+    if (ranks != nullptr) std::copy(survivors.begin(), survivors.end(), ranks);
   });
 }
 

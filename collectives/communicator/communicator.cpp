@@ -91,6 +91,10 @@ void Communicator::check() {
 std::unique_ptr<Communicator> Communicator::shrink(const std::vector<int>& excluded) {
   return std::make_unique<Communicator>(transport_->shrink(excluded));
 }
+std::unique_ptr<Communicator> Communicator::regroup(std::chrono::milliseconds timeout,
+                                                    std::vector<int>& survivors) {
+  return std::make_unique<Communicator>(transport_->regroup(timeout, survivors));
+}
 std::unique_ptr<Communicator> Communicator::split(int color, int key) {
   const Stream stream = device().is_host() ? Stream::immediate_host() : Stream::create(device(), "set-up");
   const auto all = all_gather(*transport_, stream, {static_cast<double>(color), static_cast<double>(key)},

@@ -75,6 +75,9 @@ class Communicator {
   // every remaining rank. Afterwards this communicator can only be destroyed. NCCL only, and after a failure
   // only if it was created `shrinkable`.
   std::unique_ptr<Communicator> shrink(const std::vector<int>& excluded);
+  // The ranks that are left of a failed group, who find out by themselves who they are: see Transport::regroup().
+  // TCP only, if it was created `shrinkable`. Afterwards this communicator can only be destroyed.
+  std::unique_ptr<Communicator> regroup(std::chrono::milliseconds timeout, std::vector<int>& survivors);
   // The ranks that pass the same `color`, ordered by `key`, then by their rank here, as a group of their own; null for
   // a rank with a negative color. Collective, and blocks. The new group does not hear of this one's failures.
   std::unique_ptr<Communicator> split(int color, int key);

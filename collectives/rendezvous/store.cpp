@@ -144,6 +144,7 @@ StoreClient::~StoreClient() {
   const auto deadline = SteadyClock::now() + kPromptly;
   if (!send_all(watch_, StoreMessage{Op::bye, 0, "", ""}.encode(), deadline)) return;
   shutdown(watch_.fd(), SHUT_WR);
+  if (silent_) return;
   char rest[256];
   while (wait_readable(watch_.fd(), deadline)) {
     const ssize_t n = recv(watch_.fd(), rest, sizeof rest, 0);
@@ -212,6 +213,7 @@ std::optional<std::string> StoreClient::report(const std::string& what) {
   try {
     return request({Op::fail, 0, one_line(what), ""}, SteadyClock::now() + kPromptly).value;
   } catch (const CommError&) {
+    silent_ = true;
     return std::nullopt;
   }
 }

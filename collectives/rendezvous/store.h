@@ -10,6 +10,7 @@
 // Every call has a deadline; a server that does not answer is an error, never a hang.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -140,7 +141,8 @@ class StoreClient {
   int world_;
   std::mutex mutex_;  // guards command_ and next_id_
   Socket command_, watch_, wake_;
-  std::string received_;  // on command_, not yet decoded
+  std::string received_;             // on command_, not yet decoded
+  std::atomic<bool> silent_{false};  // the server did not answer when it had to
   uint32_t next_id_ = 1;
   std::function<void(const std::string&)> on_failure_;
   std::function<std::string()> where_;

@@ -8,8 +8,11 @@
 #include <cstring>
 #include <deque>
 #include <mutex>
+#include <numeric>
 #include <set>
+#include <sstream>
 
+#include "collectives/rendezvous/reunion.h"
 #include "collectives/transport/tcp_exchange.h"
 #include "runtime/environment.h"
 #include "runtime/error.h"
@@ -30,8 +33,8 @@ bool verified_by_environment() {
 
 class TcpTransport final : public Transport {
  public:
-  explicit TcpTransport(const TcpOptions& options)
-      : options_(options), waits_(options.group.world), group_(options.group) {
+  explicit TcpTransport(const TcpOptions& options, std::shared_ptr<Reunion> reunion = nullptr)
+      : options_(options), reunion_(std::move(reunion)), waits_(options.group.world), group_(options.group) {
     options_.group.board.reset();  // its group may end before this one
     auto deadline = SteadyClock::now() + options.group.join_timeout();
     group_.store().watch([this](const std::string& cause) { group_failed(cause); },
@@ -42,12 +45,18 @@ class TcpTransport final : public Transport {
     } catch (const Error& error) {
       give_up("joining", error.what());
     }
+    if (reunion_) {
+      reunion_->enter(rank(), std::move(reunions_), [this](const std::string& why) { group_failed(why); });
+    }
     std::lock_guard lock(mutex_);
     where_ = "not in a collective yet";
   }
 
   // Announces an orderly departure before hanging up.
-  ~TcpTransport() override { group_.leave(); }
+  ~TcpTransport() override {
+    if (reunion_) reunion_->leave();
+    group_.leave();
+  }
 
   int rank() const override { return group_.rank(); }
   int world() const override { return group_.world(); }
@@ -116,6 +125,42 @@ class TcpTransport final : public Transport {
     return make_tcp_transport(options);
   }
 
+  std::unique_ptr<Transport> regroup(milliseconds timeout, std::vector<int>& survivors) override {
+    if (!options_.shrinkable) {
+      throw BadInput("the group was not made to go on without some of its ranks: see gw_shrinkable()");
+    }
+    if (!reunion_) throw BadInput("the ranks that are left of this group have formed a new one already");
+    if (failure().empty()) abort("it is to go on with the ranks that are left");
+    const auto deadline = SteadyClock::now() + timeout;
+    std::vector<int> left(static_cast<size_t>(world()));
+    std::iota(left.begin(), left.end(), 0);
+    while (true) {
+      const Reunion::Survivors found = reunion_->regroup(deadline);
+      const int old_rank = rank();
+      std::vector<int> ranks;
+      for (const int r : found.ranks) ranks.push_back(left[static_cast<size_t>(r)]);
+      left = std::move(ranks);
+      TcpOptions options = options_;
+      options.group.rendezvous = "what is left of the group";
+      options.group.board =
+          Board{.address = address_,
+                .publish = [this, &found](const std::string& meeting) { reunion_->publish(found, meeting); },
+                .read = [&found] { return found.meeting; }};
+      options.group.rank = static_cast<int>(std::find(left.begin(), left.end(), old_rank) - left.begin());
+      options.group.world = static_cast<int>(left.size());
+      options.group.joining = std::min(options_.group.join_timeout(), kFormAgain);
+      try {
+        auto made = std::make_unique<TcpTransport>(options, reunion_);
+        made->options_.group.joining = options_.group.joining;
+        reunion_ = nullptr;
+        survivors = std::move(left);
+        return made;
+      } catch (const CommError&) {  // somebody died meanwhile
+        if (SteadyClock::now() >= deadline) throw;
+      }
+    }
+  }
+
   std::vector<double> waited_s() const override { return waits_.seconds(); }
 
   void send_message(const std::string& message) override {
@@ -151,6 +196,8 @@ class TcpTransport final : public Transport {
 
  private:
   static constexpr const char* kWaiting = ", waiting for rank ";
+  // How long ranks that are left wait for each other to form a group, before they count themselves again.
+  static constexpr milliseconds kFormAgain{5000};
 
   void connect(const TcpOptions& options, SteadyClock::time_point deadline) {
     address_ = options.interface.empty() ? group_.address(deadline) : address_of_interface(options.interface);
@@ -162,11 +209,22 @@ class TcpTransport final : public Transport {
       links_ = std::move(links);
       if (!failure_.empty()) throw CommError(failure_);
     }
-    group_.store().set(fmt::format("link/{}", rank()), made->contact());
+    if (options.shrinkable && !reunion_) reunion_ = std::make_shared<Reunion>(address_, group_.key());
+    // Two lines: of the links, and of the reunion.
+    group_.store().set(fmt::format("link/{}", rank()),
+                       made->contact() + (reunion_ ? "\n" + reunion_->contact() : ""));
     std::vector<std::string> contacts;
     for (int r = 0; r < world(); ++r) {
-      contacts.push_back(group_.store().get(fmt::format("link/{}", r), deadline,
-                                            fmt::format("waiting for rank {} to join", r)));
+      std::istringstream theirs(group_.store().get(fmt::format("link/{}", r), deadline,
+                                                   fmt::format("waiting for rank {} to join", r)));
+      std::getline(theirs, contacts.emplace_back());
+      std::getline(theirs, reunions_.emplace_back());
+      if (reunion_ && reunions_.back().empty()) {
+        throw CommError(
+            fmt::format("rank {} is to go on without ranks that fail, rank {} is not: gw_shrinkable() must "
+                        "be the same on every rank",
+                        rank(), r));
+      }
     }
     made->connect(contacts, deadline);
   }
@@ -381,7 +439,9 @@ class TcpTransport final : public Transport {
   }
 
   TcpOptions options_;
-  std::string address_;  // at which the other ranks reach this one
+  std::string address_;                // at which the other ranks reach this one
+  std::shared_ptr<Reunion> reunion_;   // of a shrinkable group; passed on to the one that follows
+  std::vector<std::string> reunions_;  // contacts by rank, until the group has formed
   int splits_ = 0;
   std::mutex mutex_;
   std::string failure_;     // the first one this rank heard of

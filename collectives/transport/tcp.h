@@ -25,6 +25,8 @@ struct TcpOptions {
   // A checksum after each message, so that what was damaged on the way is an error. Also GRADWIRE_VERIFY_PAYLOAD=1.
   // Each rank decides for what it sends.
   bool verify_payload = false;
+  // Whether survivors can go on after a failure: Transport::regroup(). The same on every rank.
+  bool shrinkable = false;
 };
 
 // Joins the group and connects to every rank. Blocks until all have joined. Throws BadInput for invalid

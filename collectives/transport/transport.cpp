@@ -18,6 +18,10 @@ std::unique_ptr<Transport> Transport::shrink(const std::vector<int>&) {
   throw BadInput(fmt::format("the {} transport cannot go on without some of its ranks", name()));
 }
 
+std::unique_ptr<Transport> Transport::regroup(std::chrono::milliseconds, std::vector<int>&) {
+  throw BadInput(fmt::format("the ranks of a {} transport cannot find out which of them are left", name()));
+}
+
 std::unique_ptr<Transport> Transport::split(const std::vector<int>&) {
   throw BadInput(fmt::format("the {} transport cannot be split", name()));
 }

@@ -96,6 +96,11 @@ class Transport {
   // The same group without some of its ranks, also after a failure. Collective over the remaining ranks,
   // which keep their order. Throws BadInput if the transport does not support it.
   virtual std::unique_ptr<Transport> shrink(const std::vector<int>& excluded);
+  // The ranks that are left of a group that has failed, as a new group; `survivors` gets their old ranks, ascending,
+  // which is their order in the new one. Fails a group that has not. Collective over the survivors, who find out by
+  // themselves who they are. Throws BadInput if the transport does not support it or was not made for it, CommError if
+  // this rank was left out, if too few answer, or if a survivor does not call it within `timeout`.
+  virtual std::unique_ptr<Transport> regroup(std::chrono::milliseconds timeout, std::vector<int>& survivors);
 
   // These ranks of the group, in this order, as a group of their own: this rank is one of them, or there are none and
   // the result is null. Collective over the whole group, whose ranks pass equal or disjoint lists. The new group

@@ -1,0 +1,424 @@
+#include "collectives/rendezvous/reunion.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <sstream>
+#include <utility>
+
+#include "collectives/rendezvous/secret.h"
+#include "runtime/error.h"
+
+namespace gradwire {
+namespace {
+
+using Op = StoreMessage::Op;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kFirstAsk{50};   // most survivors call by themselves
+constexpr milliseconds kAskAgain{500};  // those that are waited for may die, too
+constexpr milliseconds kTick{200};      // by which the thread notices that it was stopped
+constexpr milliseconds kRetry{20};
+constexpr milliseconds kSlack{3000};  // a leader may have heard of the failure that much later
+// Keys of a hello: what a rank wants of another.
+constexpr const char* kCall = "call";  // to be told who is left
+constexpr const char* kAsk = "ask";    // whether it lives
+// Keys of a refusal.
+constexpr const char* kAgain = "again";    // another rank leads now
+constexpr const char* kMissed = "missed";  // the group went on without the caller
+
+std::string purpose_of(const std::string& name) {
+  return "reunion " + name;
+}
+
+bool contains(const std::vector<int>& ranks, int rank) {
+  return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+}
+
+// One frame, at the front of `bytes` or still to come; nothing at the deadline, or when the peer hangs up, which closes
+// `socket`. Throws CommError on garbage.
+std::optional<StoreMessage> receive(Socket& socket, std::string& bytes, SteadyClock::time_point deadline) {
+  while (true) {
+    if (auto message = StoreMessage::decode(bytes)) return message;
+    if (!wait_readable(socket.fd(), deadline)) return std::nullopt;
+    char chunk[1024];
+    const ssize_t n = recv(socket.fd(), chunk, sizeof chunk, 0);
+    if (n > 0) {
+      bytes.append(chunk, static_cast<size_t>(n));
+    } else if (n == 0 || (errno != EAGAIN && errno != EINTR)) {
+      socket.close();
+      return std::nullopt;
+    }
+  }
+}
+
+// Runs `work(i)` for all i below n at the same time. Throws what one of them threw.
+template <typename Work>
+void at_once(size_t n, Work work) {
+  std::vector<std::exception_ptr> errors(n);
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < n; ++i) {
+    threads.emplace_back([&, i] {
+      try {
+        work(i);
+      } catch (...) {
+        errors[i] = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const auto& error : errors) {
+    if (error) std::rethrow_exception(error);
+  }
+}
+
+}  // namespace
+
+Reunion::Reunion(const std::string& address, const std::string& key)
+    : address_(address),
+      listener_name_(random_secret()),
+      credentials_{key, purpose_of(listener_name_)},
+      listener_(listen_on({address, 0})),
+      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  thread_ = std::thread([this] { serve(); });
+}
+
+Reunion::~Reunion() {
+  {
+    std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = write(wake_.fd(), &one, sizeof one);
+  thread_.join();
+}
+
+std::string Reunion::contact() const {
+  return fmt::format("{} {} {}", address_, local_port(listener_), listener_name_);
+}
+
+void Reunion::enter(int rank, std::vector<std::string> contacts,
+                    std::function<void(const std::string&)> failed) {
+  std::scoped_lock lock(calling_, mutex_);
+  rank_ = rank;
+  contacts_ = std::move(contacts);
+  failed_ = std::move(failed);
+}
+
+void Reunion::leave() {
+  std::lock_guard lock(calling_);
+  failed_ = nullptr;
+}
+
+// ---- The thread that answers ------------------------------------------------------------------------------
+
+void Reunion::serve() {
+  while (true) {
+    std::vector<pollfd> entries = {{wake_.fd(), POLLIN, 0}, {listener_.fd(), POLLIN, 0}};
+    {
+      std::lock_guard lock(mutex_);
+      for (const Caller& c : callers_) entries.push_back({c.socket.fd(), POLLIN, 0});
+    }
+    poll(entries.data(), entries.size(), static_cast<int>(kTick.count()));
+    std::unique_lock lock(mutex_);
+    if (stop_) return;
+    const auto now = SteadyClock::now();
+    stopped_for_long_ = stopped_for_long_ || now - ticked_at_ > kPatience;
+    ticked_at_ = now;
+    told_ = false;
+    serve_callers();
+    changed_.notify_all();
+    if (!told_) continue;
+    lock.unlock();
+    std::lock_guard calling(calling_);
+    if (failed_) failed_("another rank has found that the group has failed");
+  }
+}
+
+void Reunion::serve_callers() {
+  for (Caller& c : callers_) {
+    try {
+      listen_to(c);
+    } catch (const CommError&) {
+      c.socket.close();  // not a rank
+    }
+  }
+  std::erase_if(callers_, [](const Caller& c) { return !c.socket; });
+  for (size_t i = 0; i < kMostStrangers; ++i) {
+    auto socket = accept_from(listener_);
+    if (!socket) break;
+    callers_.push_back({std::move(*socket), std::make_unique<Challenge>(credentials_), "", -1});
+  }
+  // The oldest that has proved nothing makes way.
+  const size_t most = kMostStrangers + 2 * contacts_.size();
+  while (static_cast<size_t>(std::count_if(callers_.begin(), callers_.end(),
+                                           [](const Caller& c) { return c.challenge != nullptr; })) > most) {
+    callers_.erase(std::find_if(callers_.begin(), callers_.end(),
+                                [](const Caller& c) { return c.challenge != nullptr; }));
+  }
+}
+
+void Reunion::listen_to(Caller& c) {
+  if (c.challenge) {
+    const Challenge::State state = c.challenge->advance(c.socket);
+    if (state == Challenge::State::refused) c.socket.close();
+    if (state != Challenge::State::proved) return;
+    c.challenge = nullptr;
+  }
+  while (c.socket) {
+    char bytes[256];
+    const ssize_t n = recv(c.socket.fd(), bytes, sizeof bytes, MSG_DONTWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && errno == EAGAIN) return;
+    if (n <= 0) return c.socket.close();
+    c.in.append(bytes, static_cast<size_t>(n));
+    while (auto message = StoreMessage::decode(c.in)) answer(c, *message);
+  }
+}
+
+// Under the mutex, as all that the thread does with callers.
+void Reunion::answer(Caller& c, const StoreMessage& message) {
+  std::istringstream words(message.value);
+  int rank = -1, number = -1;
+  std::string name;
+  if (message.op != Op::hello || !(words >> rank >> number >> name) || rank < 0) return c.socket.close();
+  const auto reply = [&](Op op, const char* key, const std::string& text) {
+    send_all(c.socket, StoreMessage{op, 0, key, text}.encode(), SteadyClock::now() + kPatience);
+  };
+  if (number + 1 == number_ && name == before_ && contains(last_, rank)) {
+    reply(Op::ok, "", last_text_);  // it has not heard yet
+  } else if (number > number_) {
+    reply(Op::refuse, kAgain, "");  // this rank has not
+  } else if (number < number_ || name != name_) {
+    reply(
+        Op::refuse, kMissed,
+        fmt::format("the other ranks have gone on without rank {}, which did not answer them in time", rank));
+  } else {
+    told_ = true;
+    if (message.key == kAsk) {
+      reply(Op::ok, "", "");
+      outranked_ = outranked_ || rank < rank_;
+    } else if (follows_) {
+      reply(Op::refuse, kAgain, "");
+    } else {
+      c.rank = rank;  // it waits
+    }
+  }
+}
+
+// ---- The rank's own thread --------------------------------------------------------------------------------
+
+// Connects to a rank, proves who this is and says what it wants.
+Reunion::Call Reunion::call(int rank, const char* what) {
+  const auto deadline = SteadyClock::now() + kPatience;
+  std::istringstream contact(contacts_[static_cast<size_t>(rank)]);
+  Endpoint endpoint;
+  std::string name, why;
+  contact >> endpoint.host >> endpoint.port >> name;
+  const std::string me = fmt::format("{} {} {}", rank_, number_, name_);
+  while (true) {
+    auto socket = try_connect(endpoint, deadline, why);
+    // Only this proves that no process listens there any more; a machine that is cut off refuses nothing.
+    if (!socket && why == std::strerror(ECONNREFUSED)) return {Presence::gone, {}};
+    if (socket) {
+      why = introduce(*socket, {credentials_.key, purpose_of(name)}, deadline);
+      if (why == kOtherSecret) return {Presence::gone, {}};  // another process has its port
+      if (why.empty() && send_all(*socket, StoreMessage{Op::hello, 0, what, me}.encode(), deadline)) {
+        return {Presence::here, std::move(*socket)};
+      }
+    }
+    if (SteadyClock::now() + kRetry >= deadline) return {};
+    std::this_thread::sleep_for(kRetry);
+  }
+}
+
+Reunion::Survivors Reunion::understand(const std::string& text) const {
+  std::istringstream lines(text);
+  std::string ranks;
+  Survivors survivors;
+  std::getline(lines, survivors.name);
+  std::getline(lines, ranks);
+  std::istringstream numbers(ranks);
+  for (int r; numbers >> r;) survivors.ranks.push_back(r);
+  survivors.meeting.assign(std::istreambuf_iterator<char>(lines), {});
+  const auto& all = survivors.ranks;
+  if (survivors.name.empty() || !contains(all, rank_) || !std::is_sorted(all.begin(), all.end()) ||
+      std::adjacent_find(all.begin(), all.end()) != all.end() || all.front() < 0 ||
+      all.back() >= static_cast<int>(contacts_.size())) {
+    throw CommError(fmt::format("rank {}: what it was told of who is left cannot be read", rank_));
+  }
+  return survivors;
+}
+
+// Waits to be told by rank `leader`. Nothing when that one cannot say: it died, was stopped, or follows another itself.
+std::optional<Reunion::Survivors> Reunion::follow(int leader, Socket socket,
+                                                  SteadyClock::time_point deadline) {
+  deadline += kSlack;
+  std::string bytes;
+  while (true) {
+    const auto now = SteadyClock::now();
+    const auto message = receive(socket, bytes, std::min(deadline, now + kPatience));
+    if (message && message->op == Op::ok) return understand(message->value);
+    if (message && message->key == kMissed)
+      throw CommError(fmt::format("rank {}: {}", rank_, message->value));
+    if (message || !socket || SteadyClock::now() >= deadline) return std::nullopt;
+    if (call(leader, kAsk).presence != Presence::here) return std::nullopt;
+  }
+}
+
+Reunion::Survivors Reunion::regroup(SteadyClock::time_point deadline) {
+  while (SteadyClock::now() < deadline) {
+    std::set<int> silent, gone;
+    std::optional<Survivors> survivors;
+    int leader = 0;
+    {
+      std::lock_guard lock(mutex_);
+      follows_ = rank_ > 0;  // until it is known that no lower rank answers
+      outranked_ = false;
+      if (follows_) send_away();
+    }
+    for (; leader < rank_; ++leader) {
+      Call called = call(leader, kCall);
+      if (called.presence == Presence::here) {
+        survivors = follow(leader, std::move(called.socket), deadline);
+        break;
+      }
+      (called.presence == Presence::gone ? gone : silent).insert(leader);
+    }
+    if (leader == rank_) {
+      {
+        std::lock_guard lock(mutex_);
+        follows_ = false;
+      }
+      survivors = lead(std::move(silent), std::move(gone), deadline);
+      if (survivors && survivors->meeting.empty()) return *survivors;  // this rank's own decision
+    }
+    if (survivors) {
+      adopt(*survivors);
+      return *survivors;
+    }
+    std::this_thread::sleep_for(kRetry);
+  }
+  throw CommError(fmt::format("rank {}: the ranks that are left did not find each other in time", rank_));
+}
+
+// Who calls a rank that follows another starts again. Under the mutex.
+void Reunion::send_away() {
+  for (Caller& c : callers_) {
+    if (c.rank < 0) continue;
+    send_all(c.socket, StoreMessage{Op::refuse, 0, kAgain, ""}.encode(), SteadyClock::now() + kPatience);
+    c.socket.close();
+  }
+  std::erase_if(callers_, [](const Caller& c) { return !c.socket; });
+}
+
+std::vector<int> Reunion::missing(const std::set<int>& silent, const std::set<int>& gone) const {
+  std::vector<int> ranks;
+  for (int r = rank_ + 1; r < static_cast<int>(contacts_.size()); ++r) {
+    const bool called =
+        std::any_of(callers_.begin(), callers_.end(), [&](const Caller& c) { return c.rank == r; });
+    if (!called && !gone.contains(r) && !silent.contains(r)) ranks.push_back(r);
+  }
+  return ranks;
+}
+
+// Nothing when a lower rank leads after all. With a meeting when the others have been told already.
+std::optional<Reunion::Survivors> Reunion::lead(std::set<int> silent, std::set<int> gone,
+                                                SteadyClock::time_point deadline) {
+  auto ask_at = SteadyClock::now() + kFirstAsk;
+  while (true) {
+    std::vector<int> ask;
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait_until(lock, std::min(ask_at, deadline),
+                          [&] { return outranked_ || missing(silent, gone).empty(); });
+      if (outranked_) {
+        send_away();
+        return std::nullopt;
+      }
+      ask = missing(silent, gone);
+      if (SteadyClock::now() >= deadline) {  // they live, and do not come
+        silent.insert(ask.begin(), ask.end());
+        ask.clear();
+      }
+      if (ask.empty()) return count(silent, gone);
+    }
+    std::vector<Presence> presence(ask.size());
+    std::vector<std::optional<StoreMessage>> replies(ask.size());
+    at_once(ask.size(), [&](size_t i) {
+      Call called = call(ask[i], kAsk);
+      std::string bytes;
+      if (called.socket) replies[i] = receive(called.socket, bytes, SteadyClock::now() + kPatience);
+      presence[i] = called.presence == Presence::here && !replies[i] ? Presence::silent : called.presence;
+    });
+    for (size_t i = 0; i < ask.size(); ++i) {
+      if (presence[i] == Presence::gone) gone.insert(ask[i]);
+      if (presence[i] == Presence::silent) silent.insert(ask[i]);
+      if (replies[i] && replies[i]->key == kMissed) {
+        throw CommError(fmt::format("rank {}: {}", rank_, replies[i]->value));
+      }
+      if (replies[i] && replies[i]->op == Op::ok && !replies[i]->value.empty()) {
+        return understand(replies[i]->value);
+      }
+    }
+    ask_at = SteadyClock::now() + kAskAgain;
+  }
+}
+
+// Under the mutex.
+Reunion::Survivors Reunion::count(std::set<int> silent, const std::set<int>& gone) {
+  std::set<int> here = {rank_};
+  for (const Caller& c : callers_) {
+    if (c.rank > rank_ && c.rank < static_cast<int>(contacts_.size())) here.insert(c.rank);
+  }
+  // Somebody who went on without this rank may have ended since, in good order.
+  if (stopped_for_long_ || SteadyClock::now() - ticked_at_ > kPatience)
+    silent.insert(gone.begin(), gone.end());
+  for (const int r : here) silent.erase(r);
+  const size_t alive = here.size(), perhaps = alive + silent.size();
+  const bool has_lowest = silent.empty() || *here.begin() < *silent.begin();
+  if (2 * alive < perhaps || (2 * alive == perhaps && !has_lowest)) {
+    send_away();
+    throw CommError(fmt::format(
+        "rank {} cannot go on: rank{} {} did not answer, but may be alive, and may go on without it", rank_,
+        silent.size() == 1 ? "" : "s", fmt::join(silent, ", ")));
+  }
+  return {.ranks = {here.begin(), here.end()}, .name = random_secret()};
+}
+
+void Reunion::publish(Survivors survivors, const std::string& meeting) {
+  survivors.meeting = meeting;
+  adopt(survivors);
+}
+
+// The new group begins. Tells those who wait, and those who ask later.
+void Reunion::adopt(const Survivors& survivors) {
+  std::lock_guard lock(mutex_);
+  last_ = survivors.ranks;
+  last_text_ = fmt::format("{}\n{}\n{}", survivors.name, fmt::join(last_, " "), survivors.meeting);
+  ++number_;
+  before_ = std::exchange(name_, survivors.name);
+  for (Caller& c : callers_) {
+    if (c.rank < 0) continue;
+    const StoreMessage message = contains(last_, c.rank) ? StoreMessage{Op::ok, 0, "", last_text_}
+                                                         : StoreMessage{Op::refuse, 0, kAgain, ""};
+    send_all(c.socket, message.encode(), SteadyClock::now() + kPatience);
+    c.socket.close();
+  }
+  std::erase_if(callers_, [](const Caller& c) { return !c.socket; });
+  std::vector<std::string> contacts;
+  for (const int r : last_) contacts.push_back(contacts_[static_cast<size_t>(r)]);
+  contacts_ = std::move(contacts);
+  rank_ = static_cast<int>(std::find(last_.begin(), last_.end(), rank_) - last_.begin());
+  follows_ = false;
+  stopped_for_long_ = false;
+}
+
+}  // namespace gradwire

@@ -1,0 +1,111 @@
+// How the ranks of a failed group agree on which of them are left.
+//
+// Each rank of a group that may go on listens at a port of its own, from the beginning, served by a thread. After a
+// failure each survivor calls the ranks below it, lowest first, until one answers, and waits for that one; a rank that
+// reaches none leads. The leader asks the ranks that have not called, which also tells them of the failure, waits for
+// those that answer, and publishes who is left and where its new store is. A rank that is missing is one of
+//   gone     nothing listens at its port any more: the process has ended
+//   silent   it does not answer in a second: stopped, or cut off. It may live
+//
+// Two groups never go on from one. The leader needs more than half of the ranks that may live (all but those gone), or
+// half of them and the lowest. A rank that was itself stopped, so that the others may have gone on without it and
+// ended, takes nobody for gone. Each group has a number and a random name, so members of two can tell that they are.
+// The listener outlives the group: a rank that was left out is told so when it calls.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "collectives/rendezvous/handshake.h"
+#include "collectives/rendezvous/socket.h"
+#include "collectives/rendezvous/store.h"
+
+namespace gradwire {
+
+class Reunion {
+ public:
+  // Listens at `address` of this machine for ranks that know `key`. Throws CommError when it cannot.
+  Reunion(const std::string& address, const std::string& key);
+  ~Reunion();
+  Reunion(const Reunion&) = delete;
+
+  // What the other ranks need to call this one.
+  std::string contact() const;
+  // This process is `rank` of a group whose ranks have these contacts. From here to leave(), `failed` is called, from a
+  // thread of this object, when another rank says that the group has failed.
+  void enter(int rank, std::vector<std::string> contacts, std::function<void(const std::string& why)> failed);
+  // `failed` is not called any more, nor running.
+  void leave();
+
+  struct Survivors {
+    std::vector<int> ranks;    // of the group before, ascending; the first leads
+    std::string name = {};     // of the new group
+    std::string meeting = {};  // where its store is; the leader has to publish() it
+  };
+  // Collective over the survivors. On the leader, followed by publish(). Throws CommError when this rank was left out,
+  // when too few answer, or when those who answer do not all call it by the deadline.
+  Survivors regroup(SteadyClock::time_point deadline);
+  // Tells the survivors, for whom this also begins the new group.
+  void publish(Survivors survivors, const std::string& meeting);
+
+  static constexpr std::chrono::milliseconds kPatience{1000};  // with a rank that does not answer
+
+ private:
+  struct Caller {
+    Socket socket;
+    std::unique_ptr<Challenge> challenge;  // until it is met
+    std::string in;
+    int rank = -1;  // once it waits to be told who is left
+  };
+  enum class Presence { here, silent, gone };
+  struct Call {
+    Presence presence = Presence::silent;
+    Socket socket;  // to a rank that is here
+  };
+
+  void serve();
+  void serve_callers();
+  void listen_to(Caller& caller);
+  void answer(Caller& caller, const StoreMessage& message);
+  void send_away();
+  Call call(int rank, const char* what);
+  std::optional<Survivors> follow(int leader, Socket socket, SteadyClock::time_point deadline);
+  Survivors understand(const std::string& text) const;
+  std::optional<Survivors> lead(std::set<int> silent, std::set<int> gone, SteadyClock::time_point deadline);
+  Survivors count(std::set<int> silent, const std::set<int>& gone);
+  std::vector<int> missing(const std::set<int>& silent, const std::set<int>& gone) const;
+  void adopt(const Survivors& survivors);
+
+  const std::string address_, listener_name_;
+  const Credentials credentials_;
+  Socket listener_, wake_;
+  std::mutex calling_;  // held while failed_ runs; before mutex_
+  std::function<void(const std::string&)> failed_;
+  mutable std::mutex mutex_;  // guards all below
+  std::condition_variable changed_;
+  std::vector<Caller> callers_;
+  int rank_ = 0;
+  std::vector<std::string> contacts_;  // by rank
+  int number_ = 0;                     // of the group: how many there were before it
+  std::string name_ = "-";             // of the group, drawn by its leader
+  std::string before_ = "";            // the name of the group before
+  std::vector<int> last_;              // who was left of that one
+  std::string last_text_;              // and what they were told
+  bool follows_ = false;               // waits for a rank that leads; callers are to try that one
+  bool outranked_ = false;             // a lower rank leads
+  bool told_ = false;                  // by a caller that the group has failed
+  bool stopped_for_long_ = false;      // others may have taken this rank for dead
+  SteadyClock::time_point ticked_at_ = SteadyClock::now();  // when the thread was last seen to run
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+}  // namespace gradwire

@@ -1,0 +1,335 @@
+// Survivors of a failed group go on: ranks are processes that are killed or stopped, at points that hurt and at any
+// point. At most one group goes on, its ranks agree on who they are, and its sums are right.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <random>
+#include <set>
+#include <sstream>
+#include <thread>
+#include <utility>
+
+#include "collectives/communicator/communicator.h"
+#include "collectives/program/program.h"
+#include "collectives/rendezvous/handshake.h"
+#include "collectives/rendezvous/reunion.h"
+#include "collectives/transport/tcp.h"
+#include "runtime/error.h"
+#include "tests/processes/processes.h"
+
+namespace gradwire {
+namespace {
+
+using testing::Me;
+using testing::Outcome;
+using testing::run_processes;
+using namespace std::chrono_literals;
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+constexpr int64_t kFloats = 20'000;
+
+// Every rank adds 2^(its first rank), so that the sum says who took part. Throws CommError if the group fails.
+uint32_t who_takes_part(Communicator& comm, int first_rank) {
+  std::vector<float> data(kFloats, static_cast<float>(1 << first_rank));
+  Program program(comm.transport(), ring(comm.world()), {data.data(), data.data(), nullptr, kFloats},
+                  {.what = "the gradients"});
+  Buffer workspace(Device::host(), program.workspace_bytes());
+  program.bind(workspace.data());
+  Stream stream = Stream::create(Device::host(), "test");
+  program.run(stream);
+  stream.synchronize();
+  if (std::count(data.begin(), data.end(), data[0]) != kFloats) throw std::runtime_error("WRONG DATA");
+  return static_cast<uint32_t>(data[0]);
+}
+
+void stop_for(milliseconds time) {
+  const pid_t me = getpid(), helper = fork();
+  if (helper == 0) {
+    usleep(static_cast<useconds_t>(time.count() * 1000));
+    kill(me, SIGCONT);
+    _exit(0);
+  }
+  raise(SIGSTOP);
+  waitpid(helper, nullptr, 0);
+}
+
+// What happens to a rank, and when: "2 in_call kill" in the calls of its group; "after" while its survivors regroup.
+struct Fate {
+  int rank = -1;
+  std::string when, what;
+};
+
+std::vector<Fate> fates_of(const std::string& text) {
+  std::vector<Fate> all;
+  std::istringstream words(text);
+  for (Fate f; words >> f.rank >> f.when >> f.what;) all.push_back(f);
+  return all;
+}
+
+void meet(const Fate& fate) {
+  if (fate.what == "kill") raise(SIGKILL);
+  if (fate.what == "exit") _exit(0);
+  if (fate.what == "stop") raise(SIGSTOP);
+  if (fate.what == "pause") stop_for(6s);
+}
+
+// The fates come one after another, each in the group that the one before has left: "before_call" and "in_call" strike
+// in its second call, "together" in the same call as the fate before, "regrouping" while the ranks look for each other
+// after it. Whoever survives makes three more calls and prints who it is with.
+RANK_PROGRAM(Survives) {
+  const std::vector<Fate> fates = fates_of(me.option("fates"));
+  TcpOptions joining;
+  joining.group = {
+      .rendezvous = me.rendezvous, .rank = me.rank, .world = me.world, .timeout = me.timeout, .joining = 60s};
+  joining.shrinkable = true;
+  auto comm = Communicator::create_tcp(joining);
+  std::vector<int> ranks;
+  for (int r = 0; r < me.world; ++r) ranks.push_back(r);
+  bool doomed = false;  // by a thread of its own
+  while (true) {
+    // The next to strike: the first whose rank is still there.
+    const auto next = std::find_if(fates.begin(), fates.end(), [&](const Fate& f) {
+      return std::find(ranks.begin(), ranks.end(), f.rank) != ranks.end();
+    });
+    const bool last = next == fates.end();
+    auto mine = next;
+    for (auto f = next; f != fates.end() && (f == next || f->when == "together"); ++f) {
+      if (f->rank == me.rank) mine = f;
+    }
+    const bool doomed_here = !last && mine->rank == me.rank;
+    uint32_t expected = 0;
+    for (const int r : ranks) expected |= 1u << r;
+    std::thread death;
+    try {
+      for (int call = 0; !last || call < 3; ++call) {
+        if (call == 1 && doomed_here && (mine->when == "before_call" || mine->when == "together")) {
+          meet(*mine);
+        }
+        if (call == 1 && doomed_here && mine->when == "in_call") {
+          death = std::thread([fate = *mine, after = microseconds(std::random_device()() % 1500)] {
+            std::this_thread::sleep_for(after);
+            meet(fate);
+          });
+        }
+        const uint32_t got = who_takes_part(*comm, me.rank);
+        if (death.joinable()) death.join();
+        if (got != expected) throw std::runtime_error(fmt::format("WRONG DATA: {} of {}", got, expected));
+      }
+      comm->barrier();
+      break;
+    } catch (const CommError&) {
+      if (death.joinable()) death.join();
+    }
+    for (auto f = last ? next : next + 1; f != fates.end() && f->when == "regrouping"; ++f) {
+      if (f->rank != me.rank || std::exchange(doomed, true)) continue;
+      std::thread([fate = *f, after = microseconds(std::random_device()() % 60'000)] {
+        std::this_thread::sleep_for(after);
+        meet(fate);
+      }).detach();
+    }
+    std::vector<int> left;
+    const auto start = SteadyClock::now();
+    comm = comm->regroup(20s, left);
+    for (int& r : left) r = ranks[static_cast<size_t>(r)];
+    ranks = left;
+    std::printf("left: %s; rank %d after %d ms\n", fmt::format("{}", fmt::join(ranks, " ")).c_str(),
+                comm->rank(), static_cast<int>((SteadyClock::now() - start) / 1ms));
+    if (comm->world() != static_cast<int>(ranks.size()) ||
+        ranks[static_cast<size_t>(comm->rank())] != me.rank) {
+      throw std::runtime_error("WRONG WORLD");
+    }
+  }
+  std::printf("end: %s\n", fmt::format("{}", fmt::join(ranks, " ")).c_str());
+}
+
+std::string end_of(const Outcome& rank) {
+  const size_t at = rank.output.find("end: ");
+  return at == std::string::npos ? "" : rank.output.substr(at + 5, rank.output.find('\n', at) - at - 5);
+}
+
+// Prints how long the slowest rank took to regroup.
+void print_slowest(const std::string& fates, const std::vector<Outcome>& ranks) {
+  int slowest_ms = 0;
+  for (const Outcome& rank : ranks) {
+    for (size_t at = 0; (at = rank.output.find(" after ", at)) != std::string::npos; ++at) {
+      slowest_ms = std::max(slowest_ms, std::atoi(rank.output.c_str() + at + 7));
+    }
+  }
+  fmt::print("{}: regrouped in at most {} ms\n", fates, slowest_ms);
+}
+
+// Runs the fates; every rank but `lost` must end in the group of all the others.
+void expect_survivors(int world, const std::string& fates, const std::set<int>& lost,
+                      testing::ProcessOptions options = {}) {
+  SCOPED_TRACE(fates);
+  options.options = {{"fates", fates}};
+  const auto ranks = run_processes("Survives", world, options);
+  print_slowest(fates, ranks);
+  std::vector<int> left;
+  for (int r = 0; r < world; ++r) {
+    if (!lost.contains(r)) left.push_back(r);
+  }
+  for (int r = 0; r < world; ++r) {
+    SCOPED_TRACE(fmt::format("rank {}: {}", r, ranks[static_cast<size_t>(r)].output));
+    EXPECT_EQ(ranks[static_cast<size_t>(r)].output.find("WRONG"), std::string::npos);
+    if (lost.contains(r)) {
+      EXPECT_EQ(end_of(ranks[static_cast<size_t>(r)]), "");
+    } else {
+      EXPECT_EQ(ranks[static_cast<size_t>(r)].exit_code, 0);
+      EXPECT_EQ(end_of(ranks[static_cast<size_t>(r)]), fmt::format("{}", fmt::join(left, " ")));
+    }
+  }
+}
+
+TEST(Shrink, FromFourToThreeToTwoToOneWhoeverDies) {
+  expect_survivors(4, "3 in_call kill 1 in_call kill", {1, 3});
+  expect_survivors(4, "0 in_call kill 1 in_call kill", {0, 1});
+  expect_survivors(4, "0 before_call exit 2 in_call kill 1 before_call kill", {0, 1, 2});
+  expect_survivors(2, "0 in_call kill", {0});
+}
+
+TEST(Shrink, RanksThatDieWhileTheOthersLookForThemAreLeftOut) {
+  for (const int second : {0, 1, 2}) {
+    expect_survivors(4, fmt::format("3 in_call kill {} regrouping kill", second), {3, second});
+  }
+}
+
+TEST(Shrink, AStoppedRankIsLeftOutAfterTheDeadlineAndIsToldSoWhenItComes) {
+  for (const int who : {0, 2}) {
+    const auto ranks = run_processes(
+        "Survives", 3, {.timeout = 700ms, .options = {{"fates", fmt::format("{} before_call pause", who)}}});
+    print_slowest(fmt::format("{} stopped", who), ranks);
+    for (int r = 0; r < 3; ++r) {
+      SCOPED_TRACE(fmt::format("rank {}: {}", r, ranks[static_cast<size_t>(r)].output));
+      if (r != who) {
+        EXPECT_EQ(ranks[static_cast<size_t>(r)].exit_code, 0);
+        continue;
+      }
+      // The others may have ended by now; then it cannot know that they have not died.
+      EXPECT_EQ(ranks[static_cast<size_t>(r)].exit_code, 3);
+      const std::string& text = ranks[static_cast<size_t>(r)].output;
+      EXPECT_TRUE(text.find("have gone on without rank") != std::string::npos ||
+                  text.find("may go on without it") != std::string::npos);
+    }
+  }
+}
+
+TEST(Shrink, TheSmallerPartDoesNotGoOn) {
+  // Of four ranks two are stopped, the lowest among them: the two others cannot know that they are not the ones left out.
+  const auto ranks = run_processes("Survives", 4,
+                                   {.timeout = 700ms,
+                                    .never_ending = {0, 1},
+                                    .options = {{"fates", "0 before_call stop 1 together stop"}}});
+  for (const size_t r : {size_t{2}, size_t{3}}) {
+    EXPECT_EQ(ranks[r].exit_code, 3);
+    EXPECT_NE(ranks[r].output.find("may be alive"), std::string::npos) << ranks[r].output;
+  }
+}
+
+// GRADWIRE_KILLS: how often.
+TEST(Shrink, AnyRanksKilledAtAnyTimeLeaveOneGroup) {
+  const char* given = std::getenv("GRADWIRE_KILLS");
+  const int runs = given == nullptr ? 12 : std::atoi(given);
+  for (int run = 0; run < runs; ++run) {
+    std::mt19937 random(static_cast<uint32_t>(run));
+    const int world = 3 + static_cast<int>(random() % 3);
+    std::vector<int> order;
+    for (int r = 0; r < world; ++r) order.push_back(r);
+    std::shuffle(order.begin(), order.end(), random);
+    const size_t deaths = 1 + random() % static_cast<size_t>(world - 1);
+    std::string fates;
+    std::set<int> lost;
+    for (size_t i = 0; i < deaths; ++i) {
+      const char* when[] = {"in_call", "before_call", "regrouping"};
+      fates += fmt::format("{} {} {} ", order[i], i == 0 ? when[random() % 2] : when[random() % 3],
+                           random() % 4 == 0 ? "exit" : "kill");
+      lost.insert(order[i]);
+    }
+    expect_survivors(world, fates, lost);
+  }
+}
+
+// ---- The agreement by itself --------------------------------------------------------------------------------
+
+struct Group {
+  explicit Group(int world, const std::string& key = "a secret") {
+    std::vector<std::string> contacts;
+    for (int r = 0; r < world; ++r) {
+      ranks.push_back(std::make_unique<Reunion>("127.0.0.1", key));
+      contacts.push_back(ranks.back()->contact());
+    }
+    for (int r = 0; r < world; ++r) ranks[static_cast<size_t>(r)]->enter(r, contacts, [](const auto&) {});
+  }
+  // The rank's part in agreeing; "0 2", or an error.
+  std::string regroup(int rank, milliseconds time) {
+    try {
+      Reunion& r = *ranks[static_cast<size_t>(rank)];
+      auto found = r.regroup(SteadyClock::now() + time);
+      if (found.meeting.empty()) r.publish(found, "a meeting");
+      return fmt::format("{}", fmt::join(found.ranks, " "));
+    } catch (const CommError& error) {
+      return error.what();
+    }
+  }
+  std::vector<std::string> regroup(const std::vector<int>& who, milliseconds time) {
+    std::vector<std::string> results(who.size());
+    std::vector<std::thread> threads;
+    for (size_t i = 0; i < who.size(); ++i) {
+      threads.emplace_back([&, i] { results[i] = regroup(who[i], time); });
+    }
+    for (auto& thread : threads) thread.join();
+    return results;
+  }
+  std::vector<std::unique_ptr<Reunion>> ranks;
+};
+
+TEST(Reunion, RanksThatDoNotComeByTheDeadlineAreLeftOutAndToldSo) {
+  Group group(4);
+  for (const std::string& result : group.regroup({0, 2, 3}, 600ms)) EXPECT_EQ(result, "0 2 3");
+  EXPECT_NE(group.regroup(1, 600ms).find("have gone on without rank 1"), std::string::npos);
+  // Groups that follow have their own numbering, and the one left out stays out.
+  group.ranks[0].reset();
+  for (const std::string& result : group.regroup({2, 3}, 600ms)) EXPECT_EQ(result, "1 2");
+}
+
+TEST(Reunion, TheSmallerPartDoesNotGoOnThoughItAnswersFirst) {
+  Group group(5);
+  for (const std::string& result : group.regroup({3, 4}, 400ms)) {
+    EXPECT_TRUE(result.find("may be alive") != std::string::npos ||
+                result.find("in time") != std::string::npos)
+        << result;
+  }
+  for (const std::string& result : group.regroup({0, 1, 2}, 400ms)) EXPECT_EQ(result, "0 1 2");
+}
+
+TEST(Reunion, AStrangerIsNeitherCountedNorInTheWay) {
+  Group group(2);
+  std::string contact = group.ranks[0]->contact(), host, name, why;
+  int port = 0;
+  std::istringstream(contact) >> host >> port >> name;
+  const auto soon = [] { return SteadyClock::now() + 2s; };
+  std::vector<Socket> silent;
+  for (int i = 0; i < 200; ++i) {
+    auto socket = try_connect({host, port}, soon(), why);
+    ASSERT_TRUE(socket) << why;
+    silent.push_back(std::move(*socket));
+  }
+  auto garbage = try_connect({host, port}, soon(), why);
+  ASSERT_TRUE(garbage);
+  send_all(*garbage, std::string(100'000, 'x'), soon());
+  auto guess = try_connect({host, port}, soon(), why);
+  ASSERT_TRUE(guess);
+  EXPECT_NE(introduce(*guess, {"another secret", "reunion " + name}, soon()), "");
+  const std::string me = "1 0 -";
+  send_all(*guess, StoreMessage{StoreMessage::Op::hello, 0, "call", me}.encode(), soon());
+  for (const std::string& result : group.regroup({0, 1}, 2s)) EXPECT_EQ(result, "0 1");
+}
+
+}  // namespace
+}  // namespace gradwire
