@@ -16,6 +16,7 @@
 #include "kernels/math/bf16.h"
 #include "runtime/device.h"
 #include "runtime/error.h"
+#include "runtime/op_count.h"
 
 // Declares an op's three sides.
 #define GW_SIDES(op, Args)                      \
@@ -64,6 +65,7 @@ namespace gradwire::detail {
 template <typename Args>
 void dispatch(const Stream& stream, const Args& args, void (*host_op)(const Args&),
               std::type_identity_t<void (*)(CudaStream, const Args&)> cuda_op, const char* name) {
+  OpCount::op(name);
   if (stream.device().is_host()) {
     stream.submit([args, host_op] { host_op(args); });
   } else if (cuda_op != nullptr) {
@@ -80,6 +82,7 @@ void dispatch_with(const Stream& stream, const Form& form, const Args& args,
                    void (*host_op)(const Form&, const Args&),
                    std::type_identity_t<void (*)(CudaStream, const Form&, const Args&)> cuda_op,
                    const char* name) {
+  OpCount::op(name);
   if (stream.device().is_host()) {
     stream.submit([form, args, host_op] { host_op(form, args); });
   } else if (cuda_op != nullptr) {

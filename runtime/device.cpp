@@ -18,6 +18,7 @@
 #include "runtime/device_impl.h"
 #include "runtime/error.h"
 #include "runtime/memory_use.h"
+#include "runtime/op_count.h"
 
 namespace gradwire {
 
@@ -416,6 +417,7 @@ Buffer Buffer::pinned(size_t bytes) {
 
 void copy(const Stream& stream, void* dst, const void* src, size_t bytes) {
   if (bytes == 0) return;
+  OpCount::op("copy");
   if (stream.device().is_host()) {
     stream.submit([=] { std::memcpy(dst, src, bytes); });
     return;
@@ -428,6 +430,7 @@ void copy(const Stream& stream, void* dst, const void* src, size_t bytes) {
 
 void fill_zero(const Stream& stream, void* dst, size_t bytes) {
   if (bytes == 0) return;
+  OpCount::op("fill_zero");
   if (stream.device().is_host()) {
     stream.submit([=] { std::memset(dst, 0, bytes); });
     return;
@@ -440,6 +443,7 @@ void fill_zero(const Stream& stream, void* dst, size_t bytes) {
 
 void store(const Stream& stream, void* dst, const void* value, size_t bytes) {
   if (bytes == 0) return;
+  OpCount::op("store");
   std::array<std::byte, 64> captured;
   Capture::forbid("store", "", "each launch would store the same value; call it in front of the launch");
   if (bytes > captured.size()) throw BadInput(fmt::format("store: {} bytes, at most 64 fit", bytes));
@@ -455,6 +459,7 @@ void store(const Stream& stream, void* dst, const void* value, size_t bytes) {
 }
 
 void increment(const Stream& stream, uint64_t* counter) {
+  OpCount::op("increment");
   if (stream.device().is_host()) {
     stream.submit([=] { ++*counter; });
     return;

@@ -9,6 +9,7 @@
 #include "runtime/cuda_check.h"
 #include "runtime/device_impl.h"
 #include "runtime/nvtx.h"
+#include "runtime/op_count.h"
 
 namespace gradwire::cuda {
 namespace {
@@ -105,17 +106,6 @@ std::string unavailable_reason() {
   return cudaGetErrorString(status);
 }
 
-int multiprocessors() {
-  static std::mutex mutex;
-  static std::map<int, int> known;
-  int device = 0;
-  GW_CUDA_CHECK(cudaGetDevice(&device));
-  std::lock_guard lock(mutex);
-  int& count = known[device];
-  if (count == 0) GW_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
-}
-
 namespace {
 
 int current_device() {
@@ -124,7 +114,26 @@ int current_device() {
   return device;
 }
 
+// An attribute of the current device; asked once per device.
+int attribute_of_device(cudaDeviceAttr which) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, cudaDeviceAttr>, int> known;
+  const int device = current_device();
+  std::lock_guard lock(mutex);
+  int& value = known[{device, which}];
+  if (value == 0) GW_CUDA_CHECK(cudaDeviceGetAttribute(&value, which, device));
+  return value;
+}
+
 }  // namespace
+
+int multiprocessors() {
+  return attribute_of_device(cudaDevAttrMultiProcessorCount);
+}
+
+size_t most_shared_bytes() {
+  return static_cast<size_t>(attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+}
 
 void allow_dynamic_shared(const char* name, const void* kernel, size_t bytes) {
   static std::mutex mutex;
@@ -234,10 +243,12 @@ void enable_peer_access(int device_index, int peer_index) {
 }
 
 void copy(CudaStream stream, void* dst, const void* src, size_t bytes) {
+  OpCount::launch("copy");
   GW_CUDA_CHECK(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, stream));
 }
 
 void fill_zero(CudaStream stream, void* dst, size_t bytes) {
+  OpCount::launch("fill_zero");
   GW_CUDA_CHECK(cudaMemsetAsync(dst, 0, bytes, stream));
 }
 

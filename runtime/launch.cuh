@@ -21,6 +21,7 @@
 
 #include "runtime/device.h"
 #include "runtime/error.h"
+#include "runtime/op_count.h"
 
 #ifndef GRADWIRE_SIMT
 #define GW_DYNAMIC_SHARED(type, name)                         \
@@ -46,6 +47,7 @@ void allow_dynamic_shared(const char* name, const void* kernel, size_t bytes);
 template <typename... Params, typename... Args>
 void launch(const char* name, void (*kernel)(Params...), const LaunchConfig& config, Args&&... args) {
   if (config.grid.x == 0 || config.grid.y == 0 || config.grid.z == 0) return;
+  OpCount::launch(name);
   if (config.shared_bytes > 0)
     allow_dynamic_shared(name, reinterpret_cast<const void*>(kernel), config.shared_bytes);
 #ifdef GRADWIRE_SIMT
@@ -61,6 +63,9 @@ void launch(const char* name, void (*kernel)(Params...), const LaunchConfig& con
 
 // Streaming multiprocessors of the current device; asked once per device.
 int multiprocessors();
+
+// Shared memory, in bytes, that a block may have on the current device when it asks for it; asked once per device.
+size_t most_shared_bytes();
 
 // Blocks of `kernel` that a multiprocessor of the current device holds at once: what registers, shared memory and
 // threads allow. Asked once per kernel, block size and device.

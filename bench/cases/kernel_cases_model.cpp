@@ -261,7 +261,20 @@ Problem bias_gradient(Arena& arena, int64_t size) {
           by(rows, kWidth)};
 }
 
-// For split and merge, `size` is that of (B, T, C); qkv is three times as large.
+// Three sums beside each other, as a layer norm's backward leaves them.
+Problem combine(Arena& arena, int64_t size) {
+  const int64_t count = rows_of(size, 3 * kWidth);
+  CombineSums args;
+  args.of[0] = {.partial = arena.normal(count * 3 * kWidth),
+                .count = count,
+                .pitch = 3 * kWidth,
+                .width = kWidth,
+                .sums = {arena.zeros<float>(kWidth), arena.zeros<float>(kWidth), arena.zeros<float>(kWidth)}};
+  return {[args](const Stream& s) { combine_sums(s, args); }, times(4, count, 3 * kWidth), 0,
+          by(count, 3 * kWidth)};
+}
+
+// For split, merge and attention, `size` is that of (B, T, C); qkv is three times as large.
 Problem split(Arena& arena, int64_t size) {
   Tokens t = tokens_of(size);
   SplitHeads args{.qkv = arena.normal(3 * t.elements()),
@@ -305,6 +318,44 @@ Problem merge(Arena& arena, int64_t size) {
           t.shape()};
 }
 
+// T^2 D of all heads: half the operations of a product with the attention matrices.
+double attention_flops(const Tokens& t) {
+  return static_cast<double>(t.elements()) * static_cast<double>(t.tokens);
+}
+
+template <typename S>
+Problem attend(Arena& arena, int64_t size) {
+  Tokens t = tokens_of(size);
+  Attention<S> args{.qkv = operands<S>(arena, 3 * t.elements()),
+                    .merged = arena.zeros<S>(t.elements()),
+                    .statistics = arena.zeros<float>(2 * t.batch * kHeads * t.tokens),
+                    .batch = t.batch,
+                    .tokens = t.tokens,
+                    .heads = kHeads,
+                    .head_dim = kHeadDim};
+  return {[args](const Stream& s) { attention(s, args); }, 4 * kBytes<S> * static_cast<double>(t.elements()),
+          4 * attention_flops(t), t.shape()};
+}
+
+template <typename S>
+Problem attend_backward(Arena& arena, int64_t size) {
+  Tokens t = tokens_of(size);
+  AttentionBackward<S> args{
+      .qkv = operands<S>(arena, 3 * t.elements()),
+      .merged = arena.zeros<S>(t.elements()),
+      .d_merged = operands<S>(arena, t.elements()),
+      .statistics = arena.filled(2 * t.batch * kHeads * t.tokens, 1.0f),
+      .d_qkv = arena.zeros<S>(3 * t.elements()),
+      .d_bias = arena.zeros<float>(3 * kWidth),
+      .workspace = arena.zeros<float>(attention_backward_workspace(t.batch, t.tokens, kWidth)),
+      .batch = t.batch,
+      .tokens = t.tokens,
+      .heads = kHeads,
+      .head_dim = kHeadDim};
+  return {[args](const Stream& s) { attention_backward(s, args); },
+          8 * kBytes<S> * static_cast<double>(t.elements()), 10 * attention_flops(t), t.shape()};
+}
+
 Problem loss(Arena& arena, int64_t size) {
   int64_t rows = rows_of(size, kClasses);
   CrossEntropy args{.logits = arena.normal(rows * kClasses),
@@ -342,10 +393,15 @@ const KernelCase kModelCases[] = {
     {"bias_residual", "", "vit", residual_branch},
     {"column_sum", "", "vit", bias_gradient<float>},
     {"column_sum", "bf16", "vit", bias_gradient<Bf16>},
+    {"combine_sums", "", "vit", combine},
     {"split_heads", "", "vit", split},
     {"split_heads_backward", "", "vit", split_backward},
     {"merge_heads", "", "vit", merge<false>},
     {"merge_heads", "inverse", "vit", merge<true>},
+    {"attention", "", "vit", attend<float>},
+    {"attention", "bf16", "vit", attend<Bf16>},
+    {"attention_backward", "", "vit", attend_backward<float>},
+    {"attention_backward", "bf16", "vit", attend_backward<Bf16>},
     {"cross_entropy", "", "vit", loss},
 };
 

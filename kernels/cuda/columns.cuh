@@ -4,13 +4,13 @@
 //   for_columns       element-wise. A thread keeps its columns and walks down the rows, so what depends on
 //                     the column alone (a bias, a divided index) is computed once. Consecutive threads touch
 //                     consecutive memory.
-//   sum_over_rows     per-column sums of what Op returns, in two stages of fixed order
-//                     (kernels/math/column_chunks.h).
+//   partial_sums_over_rows  the first of the two stages of per-column sums of what Op returns, in fixed order
+//                     (kernels/math/column_chunks.h); the second is combine_sums (kernels/vit/bias.h).
 //
 // Op is a small struct of pointers passed by value:
 //   for_columns:    template <int W> struct Column;  template <int W> Column<W> column(int64_t c) const;
 //                   template <int W> void at(int64_t row, int64_t c, const Column<W>&) const;
-//   sum_over_rows:  template <int W> void at(int64_t row, int64_t c, float (&out)[W]) const;
+//   partial_sums_over_rows:  template <int W> void at(int64_t row, int64_t c, float (&out)[W]) const;
 #pragma once
 
 #include "kernels/cuda/vector.cuh"
@@ -68,10 +68,11 @@ void for_columns(const char* name, CudaStream stream, bool vectors, const Op& op
   }
 }
 
-// First stage: block (x, chunk) leaves partial(chunk, c) = sum of op over the chunk's rows.
+// First stage: block (x, chunk) leaves partial(chunk, c) = sum of op over the chunk's rows; pitch floats between chunks.
 template <int W, typename Op>
 __global__ void __launch_bounds__(256)
-    column_partials_kernel(Op op, int64_t rows, int64_t width, int64_t rows_per_chunk, float* partial) {
+    column_partials_kernel(Op op, int64_t rows, int64_t width, int64_t rows_per_chunk, float* partial,
+                           int64_t pitch) {
   __shared__ __align__(16) float shared[256 * W];
   const int64_t c = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * W;
   const int64_t begin = static_cast<int64_t>(blockIdx.y) * rows_per_chunk;
@@ -93,16 +94,12 @@ __global__ void __launch_bounds__(256)
     load<W>(mine + y * blockDim.x * W, x);
     add<W>(x, sum);
   }
-  store<W>(partial + static_cast<int64_t>(blockIdx.y) * width + c, sum);
+  store<W>(partial + static_cast<int64_t>(blockIdx.y) * pitch + c, sum);
 }
 
-// Second stage, for up to two sums with adjacent partial rows: see vit/bias.cu.
-void combine_partial_sums(CudaStream stream, const float* partial, int64_t count, int64_t width,
-                          bool accumulate, float* sum0, float* sum1);
-
 template <typename S, typename Op>
-void sum_over_rows(const char* name, CudaStream stream, bool vectors, const Op& op, int64_t rows,
-                   int64_t width, float* workspace, bool accumulate, float* sum) {
+void partial_sums_over_rows(const char* name, CudaStream stream, bool vectors, const Op& op, int64_t rows,
+                            int64_t width, float* partial, int64_t pitch) {
   if (width <= 0) return;
   const auto chunks = column_chunks(rows);
   const int64_t accesses = vectors ? width / kVector<S> : width;
@@ -111,11 +108,11 @@ void sum_over_rows(const char* name, CudaStream stream, bool vectors, const Op& 
                   static_cast<unsigned>(chunks.count));
   const LaunchConfig config{.grid = grid, .block = block, .stream = stream};
   if (vectors) {
-    launch(name, column_partials_kernel<kVector<S>, Op>, config, op, rows, width, chunks.rows, workspace);
+    launch(name, column_partials_kernel<kVector<S>, Op>, config, op, rows, width, chunks.rows, partial,
+           pitch);
   } else {
-    launch(name, column_partials_kernel<1, Op>, config, op, rows, width, chunks.rows, workspace);
+    launch(name, column_partials_kernel<1, Op>, config, op, rows, width, chunks.rows, partial, pitch);
   }
-  combine_partial_sums(stream, workspace, chunks.count, width, accumulate, sum, nullptr);
 }
 
 }  // namespace gradwire::cuda

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
@@ -18,7 +19,8 @@ struct VectorSplit {
   int64_t count = 0, head = 0, vectors = 0;
 };
 
-// Finds the head that aligns all arrays. Floats need 16 bytes; so do `width` 16-bit elements when width is 8.
+// Finds the head that aligns all arrays. Floats need 16 bytes; so do `width` 16-bit elements when width is 8. Four
+// BF16 operands beside four floats need 8.
 class Alignment {
  public:
   explicit Alignment(int width) : width_(width), possible_((1u << width) - 1) {}
@@ -26,9 +28,10 @@ class Alignment {
   template <typename T>
   Alignment& with(const T* data) {
     if (data == nullptr) return *this;
+    const uintptr_t bytes = std::is_same_v<T, Bf16> && width_ == 4 ? 8 : 16;
     for (int head = 0; head < width_; ++head) {
       uintptr_t at = reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(head) * sizeof(T);
-      if (at % 16 != 0) possible_ &= ~(1u << head);
+      if (at % bytes != 0) possible_ &= ~(1u << head);
     }
     return *this;
   }
@@ -146,9 +149,11 @@ __device__ __forceinline__ void load(const Bf16* from, float (&to)[W]) {
 
 template <int W>
 __device__ __forceinline__ void store(Bf16* to, const float (&from)[W]) {
-  static_assert(W == 1 || W == 8);
+  static_assert(W == 1 || W == 4 || W == 8);
   if constexpr (W == 1) {
     *to = narrow<Bf16>(from[0]);
+  } else if constexpr (W == 4) {
+    *reinterpret_cast<uint2*>(to) = make_uint2(pack_bf16(from[0], from[1]), pack_bf16(from[2], from[3]));
   } else {
     *reinterpret_cast<uint4*>(to) = make_uint4(pack_bf16(from[0], from[1]), pack_bf16(from[2], from[3]),
                                                pack_bf16(from[4], from[5]), pack_bf16(from[6], from[7]));

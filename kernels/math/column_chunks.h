@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 
 namespace gradwire {
@@ -22,5 +23,13 @@ inline ColumnChunks column_chunks(int64_t rows) {
 inline int64_t column_sum_workspace(int64_t rows, int64_t width) {
   return column_chunks(rows).count * width;
 }
+
+// Up to three sums over the same rows, of which an op has left partial ones in its workspace.
+struct PartialSums {
+  const float* partial = nullptr;  // (count, pitch): those of sum i begin at column i * width
+  int64_t count = 0, pitch = 0, width = 0;
+  std::array<float*, 3> sums = {};  // (width) each; null: not wanted
+  bool accumulate = false;
+};
 
 }  // namespace gradwire

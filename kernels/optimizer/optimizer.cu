@@ -1,6 +1,6 @@
 // SGD and AdamW steps over one flat buffer, in one launch, scalars read from device memory.
 //
-// Bytes per element: SGD 20 with momentum, 12 without; AdamW 28. 16-byte accesses where all buffers can be
+// Bytes per element: SGD 20 with momentum, 12 without; AdamW 28; 2 more for a copy in BF16. 16-byte accesses where all buffers can be
 // aligned together. Limit: memory bandwidth. Deterministic.
 #include "kernels/cuda/vector.cuh"
 #include "kernels/optimizer/optimizer.h"
@@ -29,6 +29,7 @@ struct Sgd {
 #pragma unroll
     for (int k = 0; k < W; ++k) w[k] -= lr * g[k];
     store<W>(a.params + i, w);
+    if (a.rounded != nullptr) store<W>(a.rounded + i, w);
   }
 };
 
@@ -52,6 +53,7 @@ struct AdamW {
     store<W>(a.m + i, m);
     store<W>(a.v + i, v);
     store<W>(a.params + i, w);
+    if (a.rounded != nullptr) store<W>(a.rounded + i, w);
   }
 };
 
@@ -68,7 +70,8 @@ __global__ void __launch_bounds__(kVectorThreads) adamw_step_kernel(AdamWStep a,
 }  // namespace
 
 void sgd_step(CudaStream stream, const SgdStep& a) {
-  const auto split = Alignment(4).with(a.params).with(a.grads).with(a.velocity).split(a.count);
+  const auto split =
+      Alignment(4).with(a.params).with(a.grads).with(a.velocity).with(a.rounded).split(a.count);
   launch(
       "sgd_step", sgd_step_kernel,
       {.grid = dim3(vector_grid<4>(sgd_step_kernel, split)), .block = dim3(kVectorThreads), .stream = stream},
@@ -76,7 +79,8 @@ void sgd_step(CudaStream stream, const SgdStep& a) {
 }
 
 void adamw_step(CudaStream stream, const AdamWStep& a) {
-  const auto split = Alignment(4).with(a.params).with(a.grads).with(a.m).with(a.v).split(a.count);
+  const auto split =
+      Alignment(4).with(a.params).with(a.grads).with(a.m).with(a.v).with(a.rounded).split(a.count);
   launch("adamw_step", adamw_step_kernel,
          {.grid = dim3(vector_grid<4>(adamw_step_kernel, split)),
           .block = dim3(kVectorThreads),

@@ -43,16 +43,30 @@ GW_SIMD void adamw_range(const AdamWStep& a, int64_t begin, int64_t end) {
   }
 }
 
+GW_SIMD void round_range(const float* params, Bf16* rounded, int64_t begin, int64_t end) {
+#pragma omp simd
+  for (int64_t i = begin; i < end; ++i) rounded[i] = narrow<Bf16>(params[i]);
+}
+
 constexpr int64_t kGrain = 32768;
+
+// A piece's new parameters are rounded while they are in cache.
+template <typename Args>
+void step(const Args& a, void (*range)(const Args&, int64_t begin, int64_t end)) {
+  parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) {
+    range(a, begin, end);
+    if (a.rounded != nullptr) round_range(a.params, a.rounded, begin, end);
+  });
+}
 
 }  // namespace
 
 void sgd_step(const SgdStep& a) {
-  parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) { sgd_range(a, begin, end); });
+  step(a, sgd_range);
 }
 
 void adamw_step(const AdamWStep& a) {
-  parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) { adamw_range(a, begin, end); });
+  step(a, adamw_range);
 }
 
 }  // namespace gradwire::host

@@ -14,6 +14,7 @@ void sgd_step(const SgdStep& a) {
       a.velocity[i] = static_cast<float>(v);
     }
     a.params[i] = static_cast<float>(a.params[i] - a.scalars->lr * v);
+    if (a.rounded != nullptr) a.rounded[i] = narrow<Bf16>(a.params[i]);
   }
 }
 
@@ -29,6 +30,7 @@ void adamw_step(const AdamWStep& a) {
     a.v[i] = static_cast<float>(v);
     a.params[i] =
         static_cast<float>(w - lr / correction1 * m / (std::sqrt(v) / std::sqrt(correction2) + a.eps));
+    if (a.rounded != nullptr) a.rounded[i] = narrow<Bf16>(a.params[i]);
   }
 }
 

@@ -19,4 +19,12 @@ GW_SIMD void combine_partial_sums(const float* partial, int64_t count, int64_t s
   }
 }
 
+void combine_partial_sums(const PartialSums& of) {
+  for (size_t i = 0; i < of.sums.size(); ++i) {
+    if (of.sums[i] == nullptr) continue;
+    combine_partial_sums(of.partial + static_cast<int64_t>(i) * of.width, of.count, of.pitch, of.width,
+                         of.accumulate, of.sums[i]);
+  }
+}
+
 }  // namespace gradwire::host

@@ -28,5 +28,6 @@ int64_t sum_chunks(int64_t rows, int64_t width, float* workspace, const AddRows&
 // one row of partial sums to the next.
 void combine_partial_sums(const float* partial, int64_t count, int64_t stride, int64_t width, bool accumulate,
                           float* sum);
+void combine_partial_sums(const PartialSums& of);
 
 }  // namespace gradwire::host

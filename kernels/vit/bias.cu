@@ -3,25 +3,40 @@
 // column_sum reads each element once (4 or 2 B), in 16-byte accesses; the partial sums are a sixteenth of
 // that or less. bias_residual reads 8 or 6 B and writes 4 B per element. Limit: memory bandwidth.
 // Deterministic: sums in fixed order.
+#include <tuple>
+
 #include "kernels/cuda/columns.cuh"
 #include "kernels/vit/bias.h"
 
 namespace gradwire::cuda {
 namespace {
 
-// 32 columns by 8 lanes; lane y adds partial rows y, y + 8, ...; then the 8 lanes are added in order.
-__global__ void __launch_bounds__(256)
-    combine_partial_sums_kernel(const float* partial, int64_t count, int64_t width, bool accumulate,
-                                float* sum0, float* sum1) {
+// A row of blocks (y) per sum: 32 columns by 8 lanes; lane y adds partial rows y, y + 8, ...; then the 8 lanes are
+// added in order.
+__global__ void __launch_bounds__(256) combine_partial_sums_kernel(CombineSums a) {
   __shared__ float shared[8][32];
+  constexpr unsigned kSums = std::tuple_size_v<decltype(PartialSums::sums)>;
+  const float* partial = nullptr;
+  float* sum = nullptr;
+  int64_t count = 0, pitch = 0, width = 0;
+  bool accumulate = false;
+#pragma unroll
+  for (unsigned i = 0; i < CombineSums::kMost; ++i) {  // parameters are not indexed at run time
+    const PartialSums& of = a.of[i];
+#pragma unroll
+    for (unsigned j = 0; j < kSums; ++j) {
+      if (blockIdx.y != i * kSums + j) continue;
+      partial = of.partial + j * of.width, sum = of.sums[j];
+      count = of.count, pitch = of.pitch, width = of.width, accumulate = of.accumulate;
+    }
+  }
   const int64_t c = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
-  const int64_t stride = width * gridDim.y;
-  float* sum = blockIdx.y == 0 ? sum0 : sum1;
+  if (sum == nullptr || static_cast<int64_t>(blockIdx.x) * 32 >= width) return;
   float total = 0.0f;
   if (c < width) {
-    const float* from = partial + blockIdx.y * width + c;
+    const float* from = partial + c;
 #pragma unroll 4
-    for (int64_t i = threadIdx.y; i < count; i += 8) total += from[i * stride];
+    for (int64_t i = threadIdx.y; i < count; i += 8) total += from[i * pitch];
   }
   shared[threadIdx.y][threadIdx.x] = total;
   __syncthreads();
@@ -75,18 +90,28 @@ struct AddBiasResidual {
 
 }  // namespace
 
-void combine_partial_sums(CudaStream stream, const float* partial, int64_t count, int64_t width,
-                          bool accumulate, float* sum0, float* sum1) {
-  const dim3 grid(static_cast<unsigned>((width + 31) / 32), sum1 != nullptr ? 2 : 1);
-  launch("combine_partial_sums", combine_partial_sums_kernel,
-         {.grid = grid, .block = dim3(32, 8), .stream = stream}, partial, count, width, accumulate, sum0,
-         sum1);
+void combine_sums(CudaStream stream, const CombineSums& a) {
+  int64_t width = 0;
+  unsigned rows = 0, row = 0;  // up to the last sum that is wanted
+  for (const PartialSums& of : a.of) {
+    for (const float* sum : of.sums) {
+      ++row;
+      if (sum == nullptr) continue;
+      width = width > of.width ? width : of.width;
+      rows = row;
+    }
+  }
+  launch(
+      "combine_sums", combine_partial_sums_kernel,
+      {.grid = dim3(static_cast<unsigned>((width + 31) / 32), rows), .block = dim3(32, 8), .stream = stream},
+      a);
 }
 
 template <typename S>
 void column_sum(CudaStream stream, const ColumnSum<S>& a) {
-  sum_over_rows<S>("column_sum", stream, takes_vectors<S>(a.width, a.x, a.workspace), Load<S>{a.x, a.width},
-                   a.rows, a.width, a.workspace, a.accumulate, a.sum);
+  partial_sums_over_rows<S>("column_sum", stream, takes_vectors<S>(a.width, a.x, a.workspace),
+                            Load<S>{a.x, a.width}, a.rows, a.width, a.workspace, a.width);
+  combine_sums(stream, {{a.sums()}});
 }
 
 template <typename S>

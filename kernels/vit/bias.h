@@ -2,6 +2,7 @@
 // Shapes and the storage type S: kernels/vit/vit.h.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "kernels/math/column_chunks.h"
@@ -33,11 +34,24 @@ struct ColumnSum {
   float* workspace = nullptr;  // column_sum_workspace(rows, width) floats
   int64_t rows = 0, width = 0;
   bool accumulate = false;
+
+  PartialSums sums() const { return {workspace, column_chunks(rows).count, width, width, {sum}, accumulate}; }
 };
 GW_TYPED_SIDES(column_sum, ColumnSum)
 template <typename S = float>
 void column_sum(const Stream& stream, const ColumnSum<S>& args) {
   detail::dispatch(stream, args, host::column_sum<S>, GW_CUDA_SIDE(column_sum<S>), "column_sum");
+}
+
+// The second stage of the sums of ops that were told to leave it (`partial_only`), for several ops in one launch. Their
+// workspaces must not have been used since.
+struct CombineSums {
+  static constexpr size_t kMost = 4;
+  std::array<PartialSums, kMost> of = {};  // without partial sums: none
+};
+GW_SIDES(combine_sums, CombineSums)
+inline void combine_sums(const Stream& stream, const CombineSums& args) {
+  detail::dispatch(stream, args, host::combine_sums, GW_CUDA_SIDE(combine_sums), "combine_sums");
 }
 
 }  // namespace gradwire

@@ -28,11 +28,10 @@ GW_SIMD void add_rows(const Bf16* x, int64_t rows, int64_t width, float* partial
 
 template <typename S>
 void column_sum(const ColumnSum<S>& a) {
-  const int64_t chunks =
-      sum_chunks(a.rows, a.width, a.workspace, [&](int64_t begin, int64_t end, float* partial) {
-        add_rows(a.x + begin * a.width, end - begin, a.width, partial);
-      });
-  combine_partial_sums(a.workspace, chunks, a.width, a.width, a.accumulate, a.sum);
+  sum_chunks(a.rows, a.width, a.workspace, [&](int64_t begin, int64_t end, float* partial) {
+    add_rows(a.x + begin * a.width, end - begin, a.width, partial);
+  });
+  combine_partial_sums(a.sums());
 }
 
 namespace {
@@ -66,6 +65,10 @@ GW_SIMD void bias_residual_rows(const BiasResidual<Bf16>& a, int64_t begin, int6
 template <typename S>
 void bias_residual(const BiasResidual<S>& a) {
   for_rows(a.rows, a.width, [&](int64_t begin, int64_t end) { bias_residual_rows(a, begin, end); });
+}
+
+void combine_sums(const CombineSums& a) {
+  for (const PartialSums& of : a.of) combine_partial_sums(of);
 }
 
 GW_INSTANTIATE_OP(column_sum, ColumnSum)

@@ -22,6 +22,20 @@ void column_sum(const ColumnSum<S>& a) {
 }
 
 GW_INSTANTIATE_OP(bias_residual, BiasResidual)
+void combine_sums(const CombineSums& a) {
+  for (const PartialSums& of : a.of) {
+    for (size_t i = 0; i < of.sums.size(); ++i) {
+      if (of.sums[i] == nullptr) continue;
+      for (int64_t c = 0; c < of.width; ++c) {
+        double sum = 0.0;
+        for (int64_t row = 0; row < of.count; ++row)
+          sum += of.partial[row * of.pitch + static_cast<int64_t>(i) * of.width + c];
+        store_sum(of.sums[i] + c, sum, of.accumulate);
+      }
+    }
+  }
+}
+
 GW_INSTANTIATE_OP(column_sum, ColumnSum)
 
 }  // namespace gradwire::reference

@@ -5,6 +5,7 @@
 // (arithmetic is about two thirds of what the device could do in that time).
 #include "kernels/cuda/columns.cuh"
 #include "kernels/math/gelu.h"
+#include "kernels/vit/bias.h"
 #include "kernels/vit/gelu.h"
 
 namespace gradwire::cuda {
@@ -72,8 +73,9 @@ void bias_gelu(CudaStream stream, const BiasGelu<S>& a) {
 
 template <typename S>
 void bias_gelu_backward(CudaStream stream, const BiasGeluBackward<S>& a) {
-  sum_over_rows<S>("bias_gelu_backward", stream, takes_vectors<S>(a.width, a.pre, a.dy, a.workspace),
-                   Backward<S>{a.pre, a.dy, a.width}, a.rows, a.width, a.workspace, a.accumulate, a.d_bias);
+  partial_sums_over_rows<S>("bias_gelu_backward", stream, takes_vectors<S>(a.width, a.pre, a.dy, a.workspace),
+                            Backward<S>{a.pre, a.dy, a.width}, a.rows, a.width, a.workspace, a.width);
+  if (!a.partial_only) combine_sums(stream, {{a.sums()}});
 }
 
 GW_INSTANTIATE_CUDA_OP(bias_gelu, BiasGelu)

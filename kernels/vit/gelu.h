@@ -34,12 +34,17 @@ struct BiasGeluBackward {
   float* workspace = nullptr;  // column_sum_workspace(rows, width) floats
   int64_t rows = 0, width = 0;
   bool accumulate = false;
+  bool partial_only = false;  // leave sums() to combine_sums()
+
+  PartialSums sums() const {
+    return {workspace, column_chunks(rows).count, width, width, {d_bias}, accumulate};
+  }
 };
 GW_TYPED_SIDES(bias_gelu_backward, BiasGeluBackward)
 template <typename S = float>
 void bias_gelu_backward(const Stream& stream, const BiasGeluBackward<S>& args) {
   detail::dispatch(stream, args, host::bias_gelu_backward<S>, GW_CUDA_SIDE(bias_gelu_backward<S>),
-                   "bias_gelu_backward");
+                   args.partial_only ? "bias_gelu_backward, first stage" : "bias_gelu_backward");
 }
 
 }  // namespace gradwire

@@ -65,10 +65,9 @@ void bias_gelu(const BiasGelu<S>& a) {
 
 template <typename S>
 void bias_gelu_backward(const BiasGeluBackward<S>& a) {
-  const int64_t chunks =
-      sum_chunks(a.rows, a.width, a.workspace,
-                 [&](int64_t begin, int64_t end, float* d_bias) { backward_rows(a, begin, end, d_bias); });
-  combine_partial_sums(a.workspace, chunks, a.width, a.width, a.accumulate, a.d_bias);
+  sum_chunks(a.rows, a.width, a.workspace,
+             [&](int64_t begin, int64_t end, float* d_bias) { backward_rows(a, begin, end, d_bias); });
+  if (!a.partial_only) combine_partial_sums(a.sums());
 }
 
 GW_INSTANTIATE_OP(bias_gelu, BiasGelu)

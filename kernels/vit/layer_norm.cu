@@ -3,13 +3,14 @@
 // Rows of up to 1024 elements (a multiple of 4, or of 8 with BF16 operands, aligned) are held in the
 // registers of a group of lanes: forward moves 8 or 6 B per element (16 or 12 when a residual branch joins),
 // backward 12 or 10 B (4 more when accumulating into dx, 2 more for its rounded copy), in 16-byte accesses.
-// The backward kernel computes d_gamma and d_beta in the same pass: a block owns a chunk of rows
+// The backward kernel computes d_gamma, d_beta and the sum of dx in the same pass: a block owns a chunk of rows
 // (kernels/math/column_chunks.h), its groups keep per-column sums in registers, add them up in group order
 // and leave one partial row; a second kernel adds the partial rows in order. Other rows go through one block
 // each, with 4-byte accesses, and the parameter gradients read x and dy a second time. Limit: memory
 // bandwidth. Deterministic: no atomics.
 #include "kernels/cuda/columns.cuh"
 #include "kernels/cuda/row_slice.cuh"
+#include "kernels/vit/bias.h"
 #include "kernels/vit/layer_norm.h"
 
 namespace gradwire::cuda {
@@ -80,19 +81,19 @@ __global__ void __launch_bounds__(kRowThreads) layer_norm_slice_kernel(LayerNorm
   }
 }
 
-// Block: one chunk of rows. Leaves (d_gamma, d_beta) of the chunk in workspace(chunk, 2, width).
+// Block: one chunk of rows. Leaves (d_gamma, d_beta, dx_sum) of the chunk in workspace(chunk, 3, width).
 template <int G, int Items, typename S>
 __global__ void __launch_bounds__(kRowThreads)
     layer_norm_backward_slice_kernel(LayerNormBackward<S> a, int64_t rows_per_chunk) {
   constexpr int V = kVector<S>;
   using Slice = RowSlice<G, Items, V>;
   constexpr int kWidth = Slice::kWidth;
-  __shared__ __align__(16) float shared[2 * kWidth];
+  __shared__ __align__(16) float shared[3 * kWidth];
   const int width = static_cast<int>(a.width);
   const float inverse_width = 1.0f / static_cast<float>(width);
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * rows_per_chunk;
   const int64_t end = begin + rows_per_chunk < a.rows ? begin + rows_per_chunk : a.rows;
-  float d_gamma[Items][V] = {}, d_beta[Items][V] = {};
+  float d_gamma[Items][V] = {}, d_beta[Items][V] = {}, dx_sum[Items][V] = {};
   for (int64_t first = begin; first < end; first += Slice::kRowsPerBlock) {
     const int64_t row = first + Slice::group();
     const bool live = row < end;
@@ -130,6 +131,7 @@ __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll
       for (int k = 0; k < V; ++k) out[k] += rstd * (g.v[j][k] - sum - x.v[j][k] * sum_normalized);
       store<V>(dx + c, out);
+      add<V>(out, dx_sum[j]);
       if (a.dx_rounded != nullptr) store<V>(a.dx_rounded + row * a.x_stride + c, out);
     }
   }
@@ -144,17 +146,21 @@ __global__ void __launch_bounds__(kRowThreads)
           add<V>(before, d_gamma[j]);
           load<V>(at + kWidth, before);
           add<V>(before, d_beta[j]);
+          load<V>(at + 2 * kWidth, before);
+          add<V>(before, dx_sum[j]);
         }
         store<V>(at, d_gamma[j]);
         store<V>(at + kWidth, d_beta[j]);
+        store<V>(at + 2 * kWidth, dx_sum[j]);
       }
     }
     __syncthreads();
   }
-  float* partial = a.workspace + static_cast<int64_t>(blockIdx.x) * 2 * width;
+  float* partial = a.workspace + static_cast<int64_t>(blockIdx.x) * 3 * width;
   for (int c = static_cast<int>(threadIdx.x); c < width; c += kRowThreads) {
     partial[c] = shared[c];
     partial[width + c] = shared[kWidth + c];
+    partial[2 * width + c] = shared[2 * kWidth + c];
   }
 }
 
@@ -225,10 +231,19 @@ __global__ void __launch_bounds__(kRowThreads)
     d_gamma += dy * ((a.x[row * a.x_stride + c] - a.mean[row]) * a.rstd[row]);
     d_beta += dy;
   }
-  float* partial = a.workspace + static_cast<int64_t>(blockIdx.y) * 2 * a.width;
+  float* partial = a.workspace + static_cast<int64_t>(blockIdx.y) * 3 * a.width;
   partial[c] = d_gamma;
   partial[a.width + c] = d_beta;
 }
+
+struct LoadDx {
+  const float* dx;
+  int64_t stride;
+  template <int W>
+  __device__ __forceinline__ void at(int64_t row, int64_t c, float (&out)[W]) const {
+    load<W>(dx + row * stride + c, out);
+  }
+};
 
 template <template <typename> typename Args, typename S, typename... Pointers>
 bool sliceable(const Args<S>& a, Pointers... pointers) {
@@ -274,8 +289,13 @@ void enqueue(CudaStream stream, const LayerNormBackward<S>& args) {
         "layer_norm_backward", layer_norm_backward_kernel<S>,
         {.grid = dim3(static_cast<unsigned>(a.rows)), .block = dim3(row_threads(a.width)), .stream = stream},
         a);
+    if (a.dx_sum != nullptr) {
+      const bool vectors = a.x_stride % 4 == 0 && takes_vectors<float>(a.width, a.dx, a.workspace);
+      partial_sums_over_rows<float>("layer_norm_dx_sum", stream, vectors, LoadDx{a.dx, a.x_stride}, a.rows,
+                                    a.width, a.workspace + 2 * a.width, 3 * a.width);
+    }
   }
-  combine_partial_sums(stream, a.workspace, chunks.count, a.width, a.accumulate, a.d_gamma, a.d_beta);
+  if (!a.partial_only) combine_sums(stream, {{a.sums()}});
 }
 
 }  // namespace

@@ -49,20 +49,28 @@ struct LayerNormBackward {
   S* dx_rounded = nullptr;
   float* d_gamma = nullptr;
   float* d_beta = nullptr;
+  // The sum over rows of dx as it is now, before rounding: the gradient of the bias of the product whose result the
+  // stream took up before. Null: not wanted.
+  float* dx_sum = nullptr;
   float* workspace = nullptr;  // layer_norm_backward_workspace(rows, width) floats
   int64_t rows = 0, width = 0;
   int64_t x_stride = 0;        // of x and dx; 0 means width
   bool accumulate_dx = false;  // residual branch: dx += instead of dx =
-  bool accumulate = false;     // parameter gradients
+  bool accumulate = false;     // parameter gradients, dx_sum with them
+  bool partial_only = false;   // leave sums() to combine_sums()
+
+  PartialSums sums() const {
+    return {workspace, column_chunks(rows).count, 3 * width, width, {d_gamma, d_beta, dx_sum}, accumulate};
+  }
 };
 GW_TYPED_SIDES(layer_norm_backward, LayerNormBackward)
 template <typename S = float>
 void layer_norm_backward(const Stream& stream, const LayerNormBackward<S>& args) {
   detail::dispatch(stream, args, host::layer_norm_backward<S>, GW_CUDA_SIDE(layer_norm_backward<S>),
-                   "layer_norm_backward");
+                   args.partial_only ? "layer_norm_backward, first stage" : "layer_norm_backward");
 }
 inline int64_t layer_norm_backward_workspace(int64_t rows, int64_t width) {
-  return 2 * column_sum_workspace(rows, width);
+  return 3 * column_sum_workspace(rows, width);
 }
 
 }  // namespace gradwire

@@ -45,7 +45,7 @@ GW_INLINE void forward_rows_of(const LayerNorm<S>& a, int64_t begin, int64_t end
 // Adds the rows' contributions to this chunk's d_gamma and d_beta.
 template <typename S>
 GW_INLINE void backward_rows_of(const LayerNormBackward<S>& a, int64_t begin, int64_t end, float* d_gamma,
-                                float* d_beta) {
+                                float* d_beta, float* dx_sum) {
   const int64_t width = a.width, stride = a.x_stride != 0 ? a.x_stride : width;
   const float* gamma = a.gamma;
   const float inverse_width = 1.0f / static_cast<float>(width);
@@ -76,6 +76,10 @@ GW_INLINE void backward_rows_of(const LayerNormBackward<S>& a, int64_t begin, in
         dx[c] = rstd * (widen(dy[c]) * gamma[c] - sum - (x[c] - mean) * rstd * sum_normalized);
       }
     }
+    if (a.dx_sum != nullptr) {
+#pragma omp simd
+      for (int64_t c = 0; c < width; ++c) dx_sum[c] += dx[c];
+    }
     if (a.dx_rounded == nullptr) continue;
     S* rounded = a.dx_rounded + r * stride;
 #pragma omp simd
@@ -89,13 +93,11 @@ GW_SIMD void forward_rows(const LayerNorm<float>& a, int64_t begin, int64_t end)
 GW_SIMD void forward_rows(const LayerNorm<Bf16>& a, int64_t begin, int64_t end) {
   forward_rows_of(a, begin, end);
 }
-GW_SIMD void backward_rows(const LayerNormBackward<float>& a, int64_t begin, int64_t end, float* d_gamma,
-                           float* d_beta) {
-  backward_rows_of(a, begin, end, d_gamma, d_beta);
+GW_SIMD void backward_rows(const LayerNormBackward<float>& a, int64_t begin, int64_t end, float* sums) {
+  backward_rows_of(a, begin, end, sums, sums + a.width, sums + 2 * a.width);
 }
-GW_SIMD void backward_rows(const LayerNormBackward<Bf16>& a, int64_t begin, int64_t end, float* d_gamma,
-                           float* d_beta) {
-  backward_rows_of(a, begin, end, d_gamma, d_beta);
+GW_SIMD void backward_rows(const LayerNormBackward<Bf16>& a, int64_t begin, int64_t end, float* sums) {
+  backward_rows_of(a, begin, end, sums, sums + a.width, sums + 2 * a.width);
 }
 
 }  // namespace
@@ -107,11 +109,9 @@ void layer_norm(const LayerNorm<S>& a) {
 
 template <typename S>
 void layer_norm_backward(const LayerNormBackward<S>& a) {
-  const int64_t chunks = sum_chunks(
-      a.rows, 2 * a.width, a.workspace,
-      [&](int64_t begin, int64_t end, float* sums) { backward_rows(a, begin, end, sums, sums + a.width); });
-  combine_partial_sums(a.workspace, chunks, 2 * a.width, a.width, a.accumulate, a.d_gamma);
-  combine_partial_sums(a.workspace + a.width, chunks, 2 * a.width, a.width, a.accumulate, a.d_beta);
+  sum_chunks(a.rows, 3 * a.width, a.workspace,
+             [&](int64_t begin, int64_t end, float* sums) { backward_rows(a, begin, end, sums); });
+  if (!a.partial_only) combine_partial_sums(a.sums());
 }
 
 GW_INSTANTIATE_OP(layer_norm, LayerNorm)

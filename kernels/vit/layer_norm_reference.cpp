@@ -35,7 +35,8 @@ void layer_norm(const LayerNorm<S>& a) {
 template <typename S>
 void layer_norm_backward(const LayerNormBackward<S>& a) {
   const int64_t stride = a.x_stride != 0 ? a.x_stride : a.width;
-  std::vector<double> d_gamma(static_cast<size_t>(a.width)), d_beta(static_cast<size_t>(a.width));
+  std::vector<double> d_gamma(static_cast<size_t>(a.width)), d_beta(static_cast<size_t>(a.width)),
+      dx_sum(static_cast<size_t>(a.width));
   for (int64_t r = 0; r < a.rows; ++r) {
     const float* x = a.x + r * stride;
     const S* dy = a.dy + r * a.width;
@@ -53,12 +54,14 @@ void layer_norm_backward(const LayerNormBackward<S>& a) {
     for (int64_t c = 0; c < a.width; ++c) {
       double normalized = (x[c] - mean) * rstd, g = static_cast<double>(widen(dy[c])) * a.gamma[c];
       store_sum(&dx[c], rstd * (g - sum - normalized * sum_normalized), a.accumulate_dx);
+      dx_sum[static_cast<size_t>(c)] += dx[c];
       if (a.dx_rounded != nullptr) a.dx_rounded[r * stride + c] = narrow<S>(dx[c]);
     }
   }
   for (int64_t c = 0; c < a.width; ++c) {
     store_sum(&a.d_gamma[c], d_gamma[static_cast<size_t>(c)], a.accumulate);
     store_sum(&a.d_beta[c], d_beta[static_cast<size_t>(c)], a.accumulate);
+    if (a.dx_sum != nullptr) store_sum(&a.dx_sum[c], dx_sum[static_cast<size_t>(c)], a.accumulate);
   }
 }
 

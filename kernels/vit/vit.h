@@ -11,6 +11,7 @@
 // of arrays of two types, holds for S = float. Bytes per element are given for float, then for Bf16.
 #pragma once
 
+#include "kernels/vit/attention.h"
 #include "kernels/vit/bias.h"
 #include "kernels/vit/cross_entropy.h"
 #include "kernels/vit/gelu.h"

@@ -95,6 +95,43 @@ TEST_P(Optimizer, AdamWFollowsPyTorchsFormulaOverSeveralSteps) {
   }
 }
 
+TEST_P(Optimizer, WritesTheNewParametersAsBf16Too) {
+  for (int64_t n : awkward_sizes()) {
+    for (int64_t misalign : {0, 1, 4}) {  // all vectors, none, and those of the copy at 8 bytes
+      SCOPED_TRACE(fmt::format("{} misaligned by {}", n, misalign));
+      const OptimizerScalars scalars{.lr = 0.1f, .correction1 = 0.5f, .correction2 = 0.5f};
+      auto device_scalars = array(std::vector<OptimizerScalars>{scalars});
+      auto grads = array(normal(n, 2)), params = array(normal(n, 1)), m = array(normal(n, 3)),
+           v = array(normal(n, 4));
+      auto rounded = array<Bf16>(n, misalign);
+      auto expect_rounded = [&] {
+        rounded.expect_guards_intact("rounded");
+        const auto got = rounded.host();
+        const auto want = params.host();
+        for (size_t i = 0; i < got.size(); ++i) ASSERT_EQ(got[i].bits, narrow<Bf16>(want[i]).bits) << i;
+      };
+      SgdStep sgd{.params = params.data(),
+                  .grads = grads.data(),
+                  .count = n,
+                  .scalars = device_scalars.data(),
+                  .rounded = rounded.data()};
+      GW_RUN(sgd_step, sgd);
+      expect_rounded();
+      std::vector<float> squares(static_cast<size_t>(n), 0.25f);
+      v.set(squares);
+      AdamWStep adamw{.params = params.data(),
+                      .grads = grads.data(),
+                      .m = m.data(),
+                      .v = v.data(),
+                      .count = n,
+                      .scalars = device_scalars.data(),
+                      .rounded = rounded.data()};
+      GW_RUN(adamw_step, adamw);
+      expect_rounded();
+    }
+  }
+}
+
 TEST_P(Optimizer, TheReferencesAgreeWithTheOps) {
   const int64_t n = 1000;
   auto w = normal(n, 1), g = normal(n, 2), m = normal(n, 3), v = normal(n, 4);

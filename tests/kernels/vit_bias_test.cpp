@@ -2,6 +2,8 @@
 #include <fmt/format.h>
 
 #include "kernels/vit/bias.h"
+#include "kernels/vit/gelu.h"
+#include "kernels/vit/layer_norm.h"
 #include "runtime/thread_pool.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
@@ -111,6 +113,67 @@ TEST_P(VitBias, ColumnSumRepeatsItsBitsForAnyNumberOfThreads) {
     expect_same_bits(sum_columns(x, normal(s.width, 7), s, false), first, "sum");
   }
   set_host_threads(before);
+}
+
+// Of different widths, and with sums in between that nobody wants.
+TEST_P(VitBias, SumsOfSeveralOpsTakenTogetherHaveTheBitsOfEachAlone) {
+  const int64_t rows = 50, width = 72, wide = 136;
+  auto x = array(normal(rows * width, 1)), dy = array(normal(rows * width, 2)),
+       gamma = array(normal(width, 3));
+  auto mean = array(normal(rows, 4)), rstd = array(normal(rows, 5)), pre = array(normal(rows * wide, 6));
+  const auto start = normal(wide, 7);
+  // The gradients, by ops that take their sums themselves, or together.
+  auto sums = [&](bool together) {
+    auto dx = array<float>(rows * width), d_pre = array(normal(rows * wide, 8));
+    auto norm_workspace = array<float>(layer_norm_backward_workspace(rows, width)),
+         gelu_workspace = array<float>(column_sum_workspace(rows, wide));
+    auto d_gamma = array<float>(width), d_beta = array<float>(width), d_bias = array(start);
+    LayerNormBackward<float> norm{.x = x.data(),
+                                  .dy = dy.data(),
+                                  .gamma = gamma.data(),
+                                  .mean = mean.data(),
+                                  .rstd = rstd.data(),
+                                  .dx = dx.data(),
+                                  .d_gamma = d_gamma.data(),
+                                  .d_beta = d_beta.data(),
+                                  .workspace = norm_workspace.data(),
+                                  .rows = rows,
+                                  .width = width,
+                                  .partial_only = together};
+    GW_RUN(layer_norm_backward, norm);
+    BiasGeluBackward<float> gelu{.pre = pre.data(),
+                                 .dy = d_pre.data(),
+                                 .d_bias = d_bias.data(),
+                                 .workspace = gelu_workspace.data(),
+                                 .rows = rows,
+                                 .width = wide,
+                                 .accumulate = true,
+                                 .partial_only = together};
+    GW_RUN(bias_gelu_backward, gelu);
+    const CombineSums combine{{norm.sums(), PartialSums{}, gelu.sums()}};
+    if (together) {
+      expect_same_bits(d_bias.host(), start, "d_bias before the second stage");
+      GW_RUN(combine_sums, combine);
+    }
+    d_gamma.expect_guards_intact("d_gamma");
+    d_beta.expect_guards_intact("d_beta");
+    d_bias.expect_guards_intact("d_bias");
+    std::vector<float> all;
+    for (const auto& some : {d_gamma.host(), d_beta.host(), d_bias.host()})
+      all.insert(all.end(), some.begin(), some.end());
+    if (together) {
+      // And those of the reference, from the same partial sums.
+      const auto partial = gelu_workspace.host();
+      auto want = start;
+      PartialSums of = gelu.sums();
+      of.partial = partial.data();
+      of.sums = {want.data()};
+      reference::combine_sums({{of}});
+      expect_close(d_bias.host(), want, 1e-6, "d_bias", 4.0);
+    }
+    return all;
+  };
+  expect_same_bits(sums(true), sums(false), "sums");
 }
 
 GW_INSTANTIATE_BACKENDS(VitBias);

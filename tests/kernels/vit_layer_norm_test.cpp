@@ -72,11 +72,11 @@ struct Inputs {
 };
 
 struct Gradients {
-  std::vector<float> dx, d_gamma, d_beta;
+  std::vector<float> dx, d_gamma, d_beta, dx_sum;
 };
 
 Gradients reference_backward(const Inputs& in, bool accumulate_dx, bool accumulate) {
-  Gradients g{in.dx, in.d_gamma, in.d_beta};
+  Gradients g{in.dx, in.d_gamma, in.d_beta, in.d_beta};
   reference::layer_norm_backward({.x = in.x.data(),
                                   .dy = in.dy.data(),
                                   .gamma = in.gamma.data(),
@@ -85,6 +85,7 @@ Gradients reference_backward(const Inputs& in, bool accumulate_dx, bool accumula
                                   .dx = g.dx.data(),
                                   .d_gamma = g.d_gamma.data(),
                                   .d_beta = g.d_beta.data(),
+                                  .dx_sum = g.dx_sum.data(),
                                   .rows = in.shape.rows,
                                   .width = in.shape.width,
                                   .x_stride = in.shape.stride,
@@ -119,7 +120,8 @@ class VitLayerNorm : public OpTest {
   Gradients backward(const Inputs& in, bool accumulate_dx, bool accumulate, int64_t misalign) {
     auto x = array(in.x, misalign), dy = array(in.dy, misalign), gamma = array(in.gamma, misalign);
     auto mean = array(in.mean), rstd = array(in.rstd);
-    auto dx = array(in.dx, misalign), d_gamma = array(in.d_gamma), d_beta = array(in.d_beta);
+    auto dx = array(in.dx, misalign), d_gamma = array(in.d_gamma), d_beta = array(in.d_beta),
+         dx_sum = array(in.d_beta);
     auto workspace = array<float>(layer_norm_backward_workspace(in.shape.rows, in.shape.width));
     LayerNormBackward args{.x = x.data(),
                            .dy = dy.data(),
@@ -129,6 +131,7 @@ class VitLayerNorm : public OpTest {
                            .dx = dx.data(),
                            .d_gamma = d_gamma.data(),
                            .d_beta = d_beta.data(),
+                           .dx_sum = dx_sum.data(),
                            .workspace = workspace.data(),
                            .rows = in.shape.rows,
                            .width = in.shape.width,
@@ -139,8 +142,9 @@ class VitLayerNorm : public OpTest {
     dx.expect_guards_intact("dx");
     d_gamma.expect_guards_intact("d_gamma");
     d_beta.expect_guards_intact("d_beta");
+    dx_sum.expect_guards_intact("dx_sum");
     workspace.expect_guards_intact("workspace");
-    return {dx.host(), d_gamma.host(), d_beta.host()};
+    return {dx.host(), d_gamma.host(), d_beta.host(), dx_sum.host()};
   }
 };
 
@@ -236,6 +240,8 @@ TEST_P(VitLayerNorm, BackwardMatchesTheDoubleReferenceWithEveryAccumulateFlag) {
       expect_close(got.d_gamma, want.d_gamma, 1e-5, "d_gamma",
                    std::sqrt(1.0 + static_cast<double>(shape.rows)));
       expect_close(got.d_beta, want.d_beta, 1e-5, "d_beta", std::sqrt(1.0 + static_cast<double>(shape.rows)));
+      expect_close(got.dx_sum, want.dx_sum, 1e-5, "dx_sum",
+                   scale * std::sqrt(1.0 + static_cast<double>(shape.rows)));
     }
   }
 }

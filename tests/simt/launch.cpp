@@ -396,6 +396,10 @@ int multiprocessors() {
   constexpr int kForSeveralRanks = 4;  // so that blocks of different ranks meet in many ways
   return simt::together != nullptr ? kForSeveralRanks : simt::options().multiprocessors;
 }
+
+size_t most_shared_bytes() {
+  return simt::kMostShared;
+}
 int resident_blocks(const void*, int threads, size_t) {
   return 2048 / threads;
 }

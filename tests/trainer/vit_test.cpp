@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <set>
 
 #include "runtime/error.h"
@@ -44,10 +45,11 @@ int index_of(const std::vector<VitParameter>& parameters, const std::string& nam
 // A model with its inputs on a device.
 struct Bench {
   Bench(const VitConfig& config, Device device, int64_t batch, uint32_t seed,
-        Precision precision = Precision::fp32)
+        Precision precision = Precision::fp32, std::optional<bool> fused_attention = {})
       : stream(Stream::create(device, "test")),
         layout(packed_layout(vit_parameters(config))),
-        vit(config, stream, layout, {.max_batch = batch, .precision = precision}),
+        vit(config, stream, layout,
+            {.max_batch = batch, .precision = precision, .fused_attention = fused_attention}),
         batch(batch),
         images(make_buffer<float>(device, batch * config.channels * config.image * config.image)),
         labels(make_buffer<int32_t>(device, batch)),
@@ -418,6 +420,33 @@ TEST_P(VitTest, RoundedWeightsAreTheNearestOfTheWeights) {
   Bench plain(small_config(), GetParam(), 1, 3);
   EXPECT_EQ(plain.vit.rounded_weights(), nullptr);
   EXPECT_THROW(Vit(small_config(), bench.stream, bench.layout, {.share = &bench.vit}), Error);
+}
+
+// Of FP32 they differ by how sums are ordered, of BF16 by where weights and biases are rounded.
+TEST_P(VitTest, AttentionAsOneOpGivesTheGradientsOfItsParts) {
+  for (Precision precision : {Precision::fp32, Precision::bf16}) {
+    auto once = [&](bool fused) {
+      Bench bench(small_config(), GetParam(), 3, 5, precision, fused);
+      bench.randomize(6);
+      std::vector<float> all = bench.gradient();
+      std::erase_if(all, [](float x) { return std::isnan(x); });  // gaps
+      for (int accumulated = 0; accumulated < 2; ++accumulated) bench.gradient({}, 1.0f, accumulated > 0);
+      std::vector<float> twice =
+          to_host(bench.stream, bench.gradients.as<const float>(), bench.layout.elements);
+      std::erase_if(twice, [](float x) { return std::isnan(x); });
+      all.insert(all.end(), twice.begin(), twice.end());
+      return all;
+    };
+    const std::vector<float> parts = once(false), one = once(true);
+    ASSERT_EQ(one.size(), parts.size());
+    double error = 0.0, size = 0.0;
+    for (size_t i = 0; i < one.size(); ++i) {
+      error += std::pow(static_cast<double>(one[i]) - parts[i], 2);
+      size += std::pow(static_cast<double>(parts[i]), 2);
+    }
+    EXPECT_LT(std::sqrt(error / size), precision == Precision::bf16 ? 2e-2 : 1e-6);
+    EXPECT_GT(error, 0.0);
+  }
 }
 
 TEST_P(VitTest, SameInputSameBits) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels/gemm/gemm.h"
+#include "kernels/vit/bias.h"
 #include "runtime/device.h"
 #include "trainer/model/vit_index.h"
 #include "trainer/model/vit_passes.h"
@@ -22,12 +23,38 @@ struct VitGradients {
   const ParameterLayout& layout;
   bool accumulate;
   const std::function<void(int)>& ready;
+  // Sums of which only the first stage has been enqueued, and the gradients that are reported when the second has:
+  // these, and those that come after them in order.
+  bool postpones = false;
+  CombineSums sums = {};
+  size_t sums_count = 0;
+  std::vector<int> postponed = {};
 
   float* at(int i) const { return base + layout.offsets[static_cast<size_t>(i)]; }
   float beta() const { return accumulate ? 1.0f : 0.0f; }
-  void done(std::initializer_list<int> which) const {
-    if (!ready) return;
-    for (int i : which) ready(i);
+  void done(std::initializer_list<int> which) {
+    for (int i : which) {
+      if (sums_count > 0) {
+        postponed.push_back(i);
+      } else if (ready) {
+        ready(i);
+      }
+    }
+  }
+  // The same, for gradients that are sums of an op, which was told to leave the second stage if postpones was set.
+  void done(const PartialSums& of, std::initializer_list<int> which) {
+    if (postpones) sums.of[sums_count++] = of;
+    done(which);
+  }
+  void finish_sums(const Stream& stream) {
+    if (sums_count == 0) return;
+    combine_sums(stream, sums);
+    sums = {};
+    sums_count = 0;
+    if (ready) {
+      for (int i : postponed) ready(i);
+    }
+    postponed.clear();
   }
 };
 
@@ -53,8 +80,13 @@ class TypedVitPasses final : public VitPasses {
     float* x;              // (rows, C) input
     S* ln1;                // (rows, C)
     float *mean1, *rstd1;  // (rows)
-    S *q, *k, *v;          // (B, H, T, D)
-    S* attention;          // (B, H, T, Tp) softmax
+    // With fused_attention:
+    S* qkv;             // (rows, 3C) with its bias
+    float* statistics;  // (B, H, T, 2)
+    // Without:
+    S *q, *k, *v;  // (B, H, T, D)
+    S* attention;  // (B, H, T, Tp) softmax
+    // With and without:
     S* merged;             // (rows, C)
     float* x_mid;          // (rows, C) after the attention branch
     S* ln2;                // (rows, C)
@@ -71,15 +103,16 @@ class TypedVitPasses final : public VitPasses {
     S* d_logits;            // (B, K), in place of the logits if S is float
     float* loss_workspace;  // (2 * B)
     // Scratch, shared by the layers.
-    S* qkv;            // (rows, 3C), also its gradient
-    S* heads_out;      // (B, H, T, D), also its gradient
-    S *dq, *dk, *dv;   // (B, H, T, D)
-    S* d_attention;    // (B, H, T, Tp)
-    float* dx;         // (rows, C) gradient of the residual stream
-    S* d_branch;       // (rows, C)
-    S* d_mlp;          // (rows, F)
-    S* d_features;     // (B, C)
-    float* workspace;  // column sums
+    S* qkv;           // (rows, 3C), also its gradient
+    S* heads_out;     // (B, H, T, D), also its gradient; without fused_attention, as the next two lines
+    S *dq, *dk, *dv;  // (B, H, T, D)
+    S* d_attention;   // (B, H, T, Tp)
+    float* dx;        // (rows, C) gradient of the residual stream
+    S* d_branch;      // (rows, C)
+    S* d_mlp;         // (rows, F)
+    S* d_features;    // (B, C)
+    // Partial sums, of ops whose second stage is one launch per layer: until then each has its own.
+    float *mlp0_sums, *ln2_sums, *in_sums, *ln1_sums;
     // Unused if S is float (kInPlace): see branch_of(), scores_of() and dx_operand().
     S* branch;      // (rows, C) a residual branch before it is added
     float* scores;  // (B, H, T, Tp) before softmax
@@ -129,7 +162,9 @@ class TypedVitPasses final : public VitPasses {
     alone(block, next);
   }
   void forward_layer(size_t layer, S* branch_out);
-  void backward_layer(size_t layer, const VitGradients& to);
+  void forward_attention(size_t layer);  // l.ln1 -> l.merged
+  void backward_layer(size_t layer, VitGradients& to);
+  void backward_attention(size_t layer, VitGradients& to);  // a_.d_branch -> a_.qkv and in_bias
   // C = op(A) op(B) + beta C with dense operands; shapes as in kernels/gemm/gemm.h.
   template <typename Out>
   void product(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, const S* a, const S* b,

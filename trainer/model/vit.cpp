@@ -37,7 +37,9 @@ Vit::Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, 
                              .weights = weights_,
                              .rounded_weights = rounded_,
                              .gradients = options.gradients.offsets.empty() ? layout_ : options.gradients,
-                             .calls = calls_});
+                             .calls = calls_,
+                             .fused_attention = options.fused_attention.value_or(
+                                 fuses_attention(stream_.device(), config_, options.precision))});
 }
 
 void Vit::load(std::span<const float> values) {

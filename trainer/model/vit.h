@@ -3,7 +3,9 @@
 // The same code runs on host and CUDA: every call only enqueues on the model's stream. All memory is
 // allocated in the constructor. Deterministic: same input, same bits.
 //
-// Shapes: B images, T tokens, C width, H heads, D = C / H, F MLP width, K classes; rows = B * T. Attention
+// On CUDA attention is one kernel forward and one backward, which keep no matrices (kernels/vit/attention.h).
+//
+// Shapes: B images, T tokens, C width, H heads, D = C / H, F MLP width, K classes; rows = B * T. Elsewhere attention
 // matrices are (B, H, T, Tp) with Tp = T rounded up to a multiple of 8, which aligns their rows for tensor
 // cores (50 -> 56, 197 -> 200).
 //
@@ -15,6 +17,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -36,6 +39,8 @@ class Vit {
     // Where parameter i's gradient starts in what backward() gets; empty: as in the layout of the weights.
     ParameterLayout gradients = {};
     BlockCalls calls = {};
+    // Attention as one op forward and one backward, or as products and softmax; empty: what the device prefers.
+    std::optional<bool> fused_attention = {};
   };
 
   // `layout` says where parameter i of vit_parameters(config) starts in the flat buffers. Blocks may share memory that

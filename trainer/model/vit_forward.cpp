@@ -66,8 +66,7 @@ template <typename S>
 void TypedVitPasses<S>::forward_layer(size_t layer, S* branch_out) {
   const LayerActivations& l = a_.layers[layer];
   const VitLayerIndex& at = index_.layers[layer];
-  const int64_t t = config_.tokens(), c = config_.width, f = config_.mlp, rows = batch_ * t;
-  const int64_t d = config_.head_dim(), tp = padded_tokens();
+  const int64_t c = config_.width, f = config_.mlp, rows = batch_ * config_.tokens();
 
   begins(block_of(layer));
   // x_mid = x + out_proj(attention(ln_1(x)))
@@ -84,6 +83,43 @@ void TypedVitPasses<S>::forward_layer(size_t layer, S* branch_out) {
                           .branch_bias = joins ? weight(index_.layers[layer - 1].mlp3_bias) : nullptr,
                           .sum = joins ? l.x : nullptr});
   alone(block_of(layer), block_of(layer) - 1);
+  forward_attention(layer);
+  product(false, true, rows, c, c, l.merged, operand(at.out_weight), branch_of(l.x_mid));
+
+  // x_out = x_mid + mlp.3(GELU(mlp.0(ln_2(x_mid))))
+  layer_norm<S>(stream_, {.x = l.x,
+                          .gamma = weight(at.ln2_weight),
+                          .beta = weight(at.ln2_bias),
+                          .y = l.ln2,
+                          .mean = l.mean2,
+                          .rstd = l.rstd2,
+                          .rows = rows,
+                          .width = c,
+                          .branch = branch_of(l.x_mid),
+                          .branch_bias = weight(at.out_bias),
+                          .sum = l.x_mid});
+  product(false, true, rows, f, c, l.ln2, operand(at.mlp0_weight), l.pre, 0.0f, operand(at.mlp0_bias));
+  bias_gelu<S>(stream_, {.x = l.pre, .y = l.gelu, .rows = rows, .width = f});
+  product(false, true, rows, c, f, l.gelu, operand(at.mlp3_weight), branch_out);
+}
+
+template <typename S>
+void TypedVitPasses<S>::forward_attention(size_t layer) {
+  const LayerActivations& l = a_.layers[layer];
+  const VitLayerIndex& at = index_.layers[layer];
+  const int64_t t = config_.tokens(), c = config_.width, rows = batch_ * t;
+  const int64_t d = config_.head_dim(), tp = padded_tokens();
+  if (options_.fused_attention) {
+    product(false, true, rows, 3 * c, c, l.ln1, operand(at.in_weight), l.qkv, 0.0f, operand(at.in_bias));
+    attention<S>(stream_, {.qkv = l.qkv,
+                           .merged = l.merged,
+                           .statistics = options_.training ? l.statistics : nullptr,
+                           .batch = batch_,
+                           .tokens = t,
+                           .heads = config_.heads,
+                           .head_dim = d});
+    return;
+  }
   product(false, true, rows, 3 * c, c, l.ln1, operand(at.in_weight), a_.qkv);
   split_heads<S>(stream_, {.qkv = a_.qkv,
                            .bias = weight(at.in_bias),
@@ -108,23 +144,6 @@ void TypedVitPasses<S>::forward_layer(size_t layer, S* branch_out) {
                            .tokens = t,
                            .heads = config_.heads,
                            .head_dim = d});
-  product(false, true, rows, c, c, l.merged, operand(at.out_weight), branch_of(l.x_mid));
-
-  // x_out = x_mid + mlp.3(GELU(mlp.0(ln_2(x_mid))))
-  layer_norm<S>(stream_, {.x = l.x,
-                          .gamma = weight(at.ln2_weight),
-                          .beta = weight(at.ln2_bias),
-                          .y = l.ln2,
-                          .mean = l.mean2,
-                          .rstd = l.rstd2,
-                          .rows = rows,
-                          .width = c,
-                          .branch = branch_of(l.x_mid),
-                          .branch_bias = weight(at.out_bias),
-                          .sum = l.x_mid});
-  product(false, true, rows, f, c, l.ln2, operand(at.mlp0_weight), l.pre, 0.0f, operand(at.mlp0_bias));
-  bias_gelu<S>(stream_, {.x = l.pre, .y = l.gelu, .rows = rows, .width = f});
-  product(false, true, rows, c, f, l.gelu, operand(at.mlp3_weight), branch_out);
 }
 
 template void TypedVitPasses<float>::forward(const float*, int64_t);

@@ -45,7 +45,8 @@ TypedVitPasses<S>::TypedVitPasses(const VitConfig& config, const Stream& stream,
 template <typename S>
 void TypedVitPasses<S>::lay_out(Arena& arena) {
   const int64_t b = options_.max_batch, t = config_.tokens(), c = config_.width, f = config_.mlp;
-  const int64_t rows = b * t, attention = b * config_.heads * t * padded_tokens();
+  const int64_t rows = b * t,
+                attention = options_.fused_attention ? 0 : b * config_.heads * t * padded_tokens();
   auto take = [&](int64_t count) { return arena.template take<float>(count); };
   auto take_operand = [&](int64_t count) { return arena.template take<S>(count); };
 
@@ -61,10 +62,15 @@ void TypedVitPasses<S>::lay_out(Arena& arena) {
     l.ln1 = take_operand(rows * c);
     l.mean1 = take(rows);
     l.rstd1 = take(rows);
-    l.q = take_operand(rows * c);
-    l.k = take_operand(rows * c);
-    l.v = take_operand(rows * c);
-    l.attention = take_operand(attention);
+    if (options_.fused_attention) {
+      l.qkv = take_operand(rows * 3 * c);
+      l.statistics = take(2 * b * config_.heads * t);
+    } else {
+      l.q = take_operand(rows * c);
+      l.k = take_operand(rows * c);
+      l.v = take_operand(rows * c);
+      l.attention = take_operand(attention);
+    }
     l.merged = take_operand(rows * c);
     l.x_mid = take(rows * c);
     l.ln2 = take_operand(rows * c);
@@ -80,7 +86,7 @@ void TypedVitPasses<S>::lay_out(Arena& arena) {
   a_.logits = take(b * config_.classes);
   a_.loss_workspace = take(2 * b);
   a_.qkv = take_operand(rows * 3 * c);
-  a_.heads_out = take_operand(rows * c);
+  if (!options_.fused_attention) a_.heads_out = take_operand(rows * c);
   if constexpr (!kInPlace) {
     a_.branch = take_operand(rows * c);
     a_.scores = take(attention);
@@ -92,18 +98,26 @@ void TypedVitPasses<S>::lay_out(Arena& arena) {
     a_.d_logits = take_operand(b * config_.classes);
     a_.dx_rounded = take_operand(rows * c);
   }
-  a_.dq = take_operand(rows * c);
-  a_.dk = take_operand(rows * c);
-  a_.dv = take_operand(rows * c);
-  a_.d_attention = take_operand(attention);
+  if (!options_.fused_attention) {
+    a_.dq = take_operand(rows * c);
+    a_.dk = take_operand(rows * c);
+    a_.dv = take_operand(rows * c);
+    a_.d_attention = take_operand(attention);
+  }
   a_.dx = take(rows * c);
   a_.d_branch = take_operand(rows * c);
   a_.d_mlp = take_operand(rows * f);
   a_.d_features = take_operand(b * c);
-  a_.workspace =
-      take(std::max({layer_norm_backward_workspace(rows, c), column_sum_workspace(rows, 3 * c),
-                     column_sum_workspace(rows, f), column_sum_workspace(rows, c),
-                     layer_norm_backward_workspace(b, c), column_sum_workspace(b, config_.classes)}));
+  a_.mlp0_sums = take(std::max(column_sum_workspace(rows, f), column_sum_workspace(b, config_.classes)));
+  a_.ln2_sums = take(layer_norm_backward_workspace(rows, c));
+  a_.in_sums = take(options_.fused_attention ? attention_backward_workspace(b, t, c)
+                                             : column_sum_workspace(rows, 3 * c));
+  a_.ln1_sums = take(std::max(layer_norm_backward_workspace(rows, c), layer_norm_backward_workspace(b, c)));
+}
+
+bool fuses_attention(const Device& device, const VitConfig& config, Precision precision) {
+  return precision == Precision::bf16 ? fuses_attention<Bf16>(device, config.tokens(), config.head_dim())
+                                      : fuses_attention<float>(device, config.tokens(), config.head_dim());
 }
 
 std::unique_ptr<VitPasses> make_vit_passes(const VitConfig& config, const Stream& stream,

@@ -29,6 +29,7 @@ struct VitPassesOptions {
   Buffer rounded_weights;     // the same as BF16, with Precision::bf16 only
   ParameterLayout gradients;  // of the gradients
   BlockCalls calls;
+  bool fused_attention = false;
 };
 
 // See Vit.
@@ -42,6 +43,9 @@ class VitPasses {
                         bool accumulate, const std::function<void(int)>& ready) = 0;
   virtual int64_t bytes() const = 0;  // of the activations
 };
+
+// Whether a model's attention is one op on the device (kernels/vit/attention.h).
+bool fuses_attention(const Device& device, const VitConfig& config, Precision precision);
 
 std::unique_ptr<VitPasses> make_vit_passes(const VitConfig& config, const Stream& stream,
                                            const std::vector<VitParameter>& parameters,

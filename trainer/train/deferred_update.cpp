@@ -55,8 +55,8 @@ void DeferredUpdate::update(int bucket) {
   marks.wait.record(stream_);
   reducer_.wait_for(bucket, stream_);
   marks.begin.record(stream_);
-  optimizer_.step(stream_, model_.weights().as<float>(), gradients_, {elements.begin, elements.end});
-  model_.round_weights(stream_, elements.begin, elements.elements());
+  optimizer_.step(stream_, model_.weights().as<float>(), gradients_, {elements.begin, elements.end},
+                  model_.rounded_weights());
   marks.end.record(stream_);
 }
 

@@ -36,21 +36,24 @@ void Optimizer::prepare(const Stream& stream, int64_t step, double lr) {
   store(stream, scalars_.data(), &scalars, sizeof scalars);
 }
 
-void Optimizer::step(const Stream& stream, Parts<float> params, Parts<const float> grads) {
+void Optimizer::step(const Stream& stream, Parts<float> params, Parts<const float> grads, Bf16* rounded) {
   int64_t first = 0;
   for (const ElementRange& part : parts_) {
     step_part(stream, params.data + (params.packed ? first : part.begin),
-              grads.data + (grads.packed ? first : part.begin), first, part.count());
+              grads.data + (grads.packed ? first : part.begin),
+              rounded == nullptr ? nullptr : rounded + part.begin, first, part.count());
     first += part.count();
   }
 }
 
-void Optimizer::step(const Stream& stream, float* params, const float* grads, ElementRange range) {
-  step_part(stream, params + range.begin, grads + range.begin, range.begin, range.count());
+void Optimizer::step(const Stream& stream, float* params, const float* grads, ElementRange range,
+                     Bf16* rounded) {
+  step_part(stream, params + range.begin, grads + range.begin,
+            rounded == nullptr ? nullptr : rounded + range.begin, range.begin, range.count());
 }
 
-void Optimizer::step_part(const Stream& stream, float* params, const float* grads, int64_t first,
-                          int64_t count) {
+void Optimizer::step_part(const Stream& stream, float* params, const float* grads, Bf16* rounded,
+                          int64_t first, int64_t count) {
   if (count == 0) return;
   auto from = [first](const Buffer& state) { return state ? state.as<float>() + first : nullptr; };
   if (kind_ == OptimizerKind::sgd) {
@@ -60,7 +63,8 @@ void Optimizer::step_part(const Stream& stream, float* params, const float* grad
                       .count = count,
                       .momentum = static_cast<float>(momentum_),
                       .weight_decay = static_cast<float>(weight_decay_),
-                      .scalars = scalars_.as<OptimizerScalars>()});
+                      .scalars = scalars_.as<OptimizerScalars>(),
+                      .rounded = rounded});
   } else {
     adamw_step(stream, {.params = params,
                         .grads = grads,
@@ -71,7 +75,8 @@ void Optimizer::step_part(const Stream& stream, float* params, const float* grad
                         .beta2 = static_cast<float>(beta2_),
                         .eps = static_cast<float>(eps_),
                         .weight_decay = static_cast<float>(weight_decay_),
-                        .scalars = scalars_.as<OptimizerScalars>()});
+                        .scalars = scalars_.as<OptimizerScalars>(),
+                        .rounded = rounded});
   }
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/math/bf16.h"
 #include "runtime/device.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/config/config.h"
@@ -19,10 +20,12 @@ class Optimizer {
   // Sends the values that change with the step (from 0) to the device in stream order, so the host need not
   // wait for the previous step. Call before step(), and outside of a graph that contains step().
   void prepare(const Stream& stream, int64_t step, double lr);
-  // Enqueues a step: the same work each time, so it can be captured.
-  void step(const Stream& stream, Parts<float> params, Parts<const float> grads);
+  // Enqueues a step: the same work each time, so it can be captured. The new parameters are written as BF16 too, to
+  // the same places in `rounded`, unless that is null.
+  void step(const Stream& stream, Parts<float> params, Parts<const float> grads, Bf16* rounded = nullptr);
   // The same for these elements of the flat buffer only; the optimizer has state for all of it.
-  void step(const Stream& stream, float* params, const float* grads, ElementRange range);
+  void step(const Stream& stream, float* params, const float* grads, ElementRange range,
+            Bf16* rounded = nullptr);
 
   // The state that a checkpoint saves: the parts, one after another.
   std::vector<FlatState> moments() const;
@@ -30,7 +33,8 @@ class Optimizer {
   int64_t elements() const { return elements_; }  // of all parts
 
  private:
-  void step_part(const Stream& stream, float* params, const float* grads, int64_t first, int64_t count);
+  void step_part(const Stream& stream, float* params, const float* grads, Bf16* rounded, int64_t first,
+                 int64_t count);
 
   OptimizerKind kind_;
   const std::vector<ElementRange> parts_;

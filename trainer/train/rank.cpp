@@ -333,8 +333,7 @@ void RankTrainer::enqueue_update(Slot& slot) {
     shards_->step(optimizer_,
                   own ? Parts<const float>{own.as<float>(), true} : Parts<const float>{gradients_});
   } else {
-    optimizer_.step(stream_, {model_.weights().as<float>()}, {gradients_});
-    model_.round_weights();
+    optimizer_.step(stream_, {model_.weights().as<float>()}, {gradients_}, model_.rounded_weights());
   }
 }
 

@@ -1,0 +1,285 @@
+// attention() and attention_backward() against the reference in double, and against the chain of products and softmax
+// that they replace.
+#include <fmt/format.h>
+
+#include "kernels/gemm/gemm.h"
+#include "kernels/vit/vit.h"
+#include "runtime/thread_pool.h"
+#include "tests/kernels/backend.h"
+#include "tests/kernels/compare.h"
+
+namespace gradwire::testing {
+namespace {
+
+struct Shape {
+  int64_t batch, tokens, heads, dim;
+  int64_t width() const { return heads * dim; }
+  int64_t rows() const { return batch * tokens; }
+  std::string name() const { return fmt::format("{}x{} tokens, {} heads of {}", batch, tokens, heads, dim); }
+};
+
+// Whole tiles and parts of them, both kernels, and heads that no 16-byte access can read.
+const std::vector<Shape> kShapes = {{0, 17, 2, 64}, {2, 1, 2, 64},  {2, 2, 1, 64},  {1, 17, 3, 64},
+                                    {2, 50, 2, 64}, {1, 16, 2, 32}, {3, 17, 2, 8},  {2, 10, 3, 8},
+                                    {1, 33, 2, 24}, {2, 10, 2, 7},  {1, 19, 1, 37}, {1, 197, 1, 64}};
+
+template <typename S>
+std::vector<S> stored(const std::vector<float>& values) {
+  std::vector<S> out;
+  for (float x : values) out.push_back(narrow<S>(x));
+  return out;
+}
+template <typename S>
+std::vector<float> widened(const std::vector<S>& values) {
+  std::vector<float> out;
+  for (S x : values) out.push_back(widen(x));
+  return out;
+}
+
+// What one run reads and leaves.
+template <typename S>
+struct Problem {
+  std::vector<S> qkv, d_merged, merged, d_qkv;
+  std::vector<float> statistics, d_bias;
+
+  Problem(const Shape& s, uint32_t seed, float scale)
+      : qkv(stored<S>(normal(s.rows() * 3 * s.width(), seed, scale))),
+        d_merged(stored<S>(normal(s.rows() * s.width(), seed + 1))),
+        merged(d_merged.size()),
+        d_qkv(qkv.size()),
+        statistics(static_cast<size_t>(2 * s.rows() * s.heads)),
+        d_bias(normal(3 * s.width(), seed + 2)) {}
+
+  template <typename Args>
+  static Args sized(Args args, const Shape& s) {
+    args.batch = s.batch, args.tokens = s.tokens, args.heads = s.heads, args.head_dim = s.dim;
+    return args;
+  }
+  void reference(const Shape& s, bool accumulate) {
+    reference::attention(
+        sized(Attention<S>{.qkv = qkv.data(), .merged = merged.data(), .statistics = statistics.data()}, s));
+    auto backward = sized(AttentionBackward<S>{.qkv = qkv.data(),
+                                               .merged = merged.data(),
+                                               .d_merged = d_merged.data(),
+                                               .d_qkv = d_qkv.data(),
+                                               .d_bias = d_bias.data()},
+                          s);
+    backward.accumulate = accumulate;
+    reference::attention_backward(backward);
+  }
+};
+
+class VitAttention : public OpTest {
+ public:
+  template <typename S>
+  Problem<S> run(const Shape& s, Problem<S> in, bool accumulate, int64_t misalign) {
+    auto qkv = array(in.qkv, misalign), d_merged = array(in.d_merged, misalign);
+    auto merged = array<S>(static_cast<int64_t>(in.merged.size()), misalign);
+    auto d_qkv = array<S>(static_cast<int64_t>(in.d_qkv.size()), misalign);
+    auto statistics = array<float>(static_cast<int64_t>(in.statistics.size()), misalign);
+    auto d_bias = array(in.d_bias, misalign);
+    auto workspace = array<float>(attention_backward_workspace(s.batch, s.tokens, s.width()), misalign);
+    auto forward = Problem<S>::sized(
+        Attention<S>{.qkv = qkv.data(), .merged = merged.data(), .statistics = statistics.data()}, s);
+    GW_RUN(attention, forward);
+    auto backward = Problem<S>::sized(AttentionBackward<S>{.qkv = qkv.data(),
+                                                           .merged = merged.data(),
+                                                           .d_merged = d_merged.data(),
+                                                           .statistics = statistics.data(),
+                                                           .d_qkv = d_qkv.data(),
+                                                           .d_bias = d_bias.data(),
+                                                           .workspace = workspace.data()},
+                                      s);
+    backward.accumulate = accumulate;
+    GW_RUN(attention_backward, backward);
+    merged.expect_guards_intact("merged");
+    d_qkv.expect_guards_intact("d_qkv");
+    statistics.expect_guards_intact("statistics");
+    d_bias.expect_guards_intact("d_bias");
+    workspace.expect_guards_intact("workspace");
+    in.merged = merged.host(), in.d_qkv = d_qkv.host();
+    in.statistics = statistics.host(), in.d_bias = d_bias.host();
+    return in;
+  }
+  // Relative to the reference's own rounding of the same operands.
+  template <typename S>
+  void expect_reference(double tolerance, double sums_tolerance) {
+    for (const Shape& s : kShapes) {
+      for (int64_t misalign : {0, 1}) {
+        if (misalign != 0 && s.tokens > 100) continue;  // as with fewer tokens
+        SCOPED_TRACE(fmt::format("{} misaligned by {}", s.name(), misalign));
+        const bool accumulate = misalign != 0;
+        Problem<S> want(s, 3, 1.5f);
+        const Problem<S> got = run(s, want, accumulate, misalign);
+        want.reference(s, accumulate);
+        expect_close(widened(got.merged), widened(want.merged), tolerance, "merged");
+        expect_close(widened(got.d_qkv), widened(want.d_qkv), tolerance, "d_qkv");
+        expect_close(got.statistics, want.statistics, 1e-5, "statistics");
+        expect_close(got.d_bias, want.d_bias, sums_tolerance, "d_bias", 4.0);
+      }
+    }
+  }
+};
+
+TEST_P(VitAttention, MatchesTheDoubleReference) {
+  expect_reference<float>(4e-6, 4e-6);
+}
+
+// Weights are rounded before they multiply, results when they are stored: 2^-9 each, of values of order 1.
+TEST_P(VitAttention, OfBf16OperandsIsWithinTheirRoundings) {
+  expect_reference<Bf16>(3e-2, 3e-2);
+}
+
+// The chain that the ops replace, from the same operands: products, softmax and moves of heads, each rounding what it
+// stores.
+template <typename S>
+Problem<S> by_parts(const Shape& s, Problem<S> in) {
+  const int64_t padded = (s.tokens + 7) / 8 * 8, matrices = s.batch * s.heads;
+  std::vector<S> q(in.merged.size()), k(q), v(q), heads(q), dq(q), dk(q), dv(q);
+  std::vector<S> weights(static_cast<size_t>(matrices * s.tokens * padded)), d_weights(weights);
+  std::vector<float> scores(weights.size());
+  const SplitHeads<S> split{.qkv = in.qkv.data(),
+                            .q = q.data(),
+                            .k = k.data(),
+                            .v = v.data(),
+                            .batch = s.batch,
+                            .tokens = s.tokens,
+                            .heads = s.heads,
+                            .head_dim = s.dim};
+  reference::split_heads(split);
+  auto product = [&](bool transpose_a, bool transpose_b, int64_t n, int64_t inner, const S* a, int64_t lda,
+                     const S* b, int64_t ldb, MatrixPointer<void> c, int64_t ldc) {
+    Gemm g;
+    g.transpose_a = transpose_a, g.transpose_b = transpose_b;
+    g.m = s.tokens, g.n = n, g.k = inner;
+    g.a = a, g.lda = lda, g.stride_a = s.tokens * lda;
+    g.b = b, g.ldb = ldb, g.stride_b = s.tokens * ldb;
+    g.c = c, g.ldc = ldc, g.stride_c = s.tokens * ldc;
+    g.batch = matrices;
+    reference::gemm(g);
+  };
+  product(false, true, s.tokens, s.dim, q.data(), s.dim, k.data(), s.dim, scores.data(), padded);
+  const float scale = attention_scale(s.dim);
+  reference::softmax(Softmax<S>{.x = scores.data(),
+                                .y = weights.data(),
+                                .rows = matrices * s.tokens,
+                                .width = s.tokens,
+                                .ld = padded,
+                                .scale = scale});
+  product(false, false, s.dim, s.tokens, weights.data(), padded, v.data(), s.dim, heads.data(), s.dim);
+  MergeHeads<S> merge{.in = heads.data(),
+                      .out = in.merged.data(),
+                      .batch = s.batch,
+                      .tokens = s.tokens,
+                      .heads = s.heads,
+                      .head_dim = s.dim};
+  reference::merge_heads(merge);
+  merge.in = in.d_merged.data(), merge.out = heads.data(), merge.inverse = true;
+  reference::merge_heads(merge);
+  product(true, false, s.dim, s.tokens, weights.data(), padded, heads.data(), s.dim, dv.data(), s.dim);
+  product(false, true, s.tokens, s.dim, heads.data(), s.dim, v.data(), s.dim, d_weights.data(), padded);
+  reference::softmax_backward(SoftmaxBackward<S>{.y = weights.data(),
+                                                 .dy = d_weights.data(),
+                                                 .rows = matrices * s.tokens,
+                                                 .width = s.tokens,
+                                                 .ld = padded,
+                                                 .scale = scale});
+  product(false, false, s.dim, s.tokens, d_weights.data(), padded, k.data(), s.dim, dq.data(), s.dim);
+  product(true, false, s.dim, s.tokens, d_weights.data(), padded, q.data(), s.dim, dk.data(), s.dim);
+  reference::split_heads_backward(SplitHeadsBackward<S>{.dq = dq.data(),
+                                                        .dk = dk.data(),
+                                                        .dv = dv.data(),
+                                                        .d_qkv = in.d_qkv.data(),
+                                                        .batch = s.batch,
+                                                        .tokens = s.tokens,
+                                                        .heads = s.heads,
+                                                        .head_dim = s.dim});
+  return in;
+}
+
+double distance(const std::vector<float>& a, const std::vector<float>& b) {
+  double sum = 0.0;
+  for (size_t i = 0; i < a.size(); ++i)
+    sum += (static_cast<double>(a[i]) - b[i]) * (static_cast<double>(a[i]) - b[i]);
+  return std::sqrt(sum);
+}
+
+TEST_P(VitAttention, OfBf16OperandsIsAboutAsAccurateAsItsParts) {
+  for (const Shape& s :
+       {Shape{2, 2, 1, 64}, Shape{1, 17, 3, 64}, Shape{2, 50, 2, 64}, Shape{1, 100, 1, 32}}) {
+    SCOPED_TRACE(s.name());
+    const Problem<Bf16> start(s, 9, 1.5f), got = run(s, start, false, 0), parts = by_parts(s, start);
+    Problem<float> exact(s, 9, 1.5f);
+    exact.qkv = widened(start.qkv), exact.d_merged = widened(start.d_merged);
+    exact.reference(s, false);
+    EXPECT_LE(distance(widened(got.merged), exact.merged),
+              1.5 * distance(widened(parts.merged), exact.merged));
+    EXPECT_LE(distance(widened(got.d_qkv), exact.d_qkv), 1.5 * distance(widened(parts.d_qkv), exact.d_qkv));
+  }
+}
+
+TEST_P(VitAttention, HugeScoresStayFiniteAndOneKeyWins) {
+  const Shape s{1, 20, 1, 8};
+  Problem<float> in(s, 5, 1.0f);
+  // Query i and key i point the same way, in a direction of their own as far as eight allow, and far.
+  for (int64_t t = 0; t < s.tokens; ++t) {
+    for (int64_t d = 0; d < s.dim; ++d) {
+      in.qkv[static_cast<size_t>(t * 24 + d)] = d == t % 8 ? 1e4f : 0.0f;
+      in.qkv[static_cast<size_t>(t * 24 + 8 + d)] = d == t % 8 && t < 8 ? 1e4f : 0.0f;
+    }
+  }
+  const Problem<float> got = run(s, in, false, 0);
+  for (int64_t t = 0; t < s.tokens; ++t) {
+    for (int64_t d = 0; d < s.dim; ++d)
+      EXPECT_EQ(got.merged[static_cast<size_t>(t * 8 + d)], in.qkv[static_cast<size_t>(t % 8 * 24 + 16 + d)]);
+  }
+  for (float x : got.d_qkv) EXPECT_TRUE(std::isfinite(x));
+}
+
+TEST_P(VitAttention, ANanStaysInItsHeadAndImage) {
+  const Shape s{2, 18, 2, 8};
+  Problem<float> in(s, 6, 1.0f);
+  in.qkv[static_cast<size_t>(4 * 48 + 3)] =
+      std::numeric_limits<float>::quiet_NaN();  // image 0, head 0, a query
+  const Problem<float> got = run(s, in, false, 0);
+  for (size_t i = 0; i < got.merged.size(); ++i)
+    EXPECT_EQ(std::isnan(got.merged[i]), i / 16 == 4 && i % 16 < 8) << i;
+  for (size_t i = 0; i < got.d_qkv.size(); ++i) {
+    if (i / 48 >= 18 || i % 16 >= 8) {
+      EXPECT_FALSE(std::isnan(got.d_qkv[i])) << i;
+    }
+  }
+}
+
+TEST_P(VitAttention, BackwardIsTheDerivativeOfForward) {
+  const Shape s{1, 5, 2, 4};
+  Problem<float> in(s, 7, 0.8f);
+  const Problem<float> got = run(s, in, false, 0);
+  std::vector<float>& x = in.qkv;
+  auto loss = [&] {
+    reference::attention(Problem<float>::sized(
+        Attention<float>{.qkv = x.data(), .merged = in.merged.data(), .statistics = in.statistics.data()},
+        s));
+    return dot(in.merged, in.d_merged);
+  };
+  for (size_t i = 0; i < x.size(); ++i) EXPECT_NEAR(got.d_qkv[i], central_difference(x, i, loss), 2e-4) << i;
+}
+
+TEST_P(VitAttention, AnyNumberOfThreadsGivesTheSameBits) {
+  const Shape s{3, 17, 4, 16};
+  const int before = host_threads();
+  const Problem<float> want = run(s, Problem<float>(s, 8, 1.0f), false, 0);
+  for (int threads : thread_counts()) {
+    set_host_threads(threads);
+    const Problem<float> got = run(s, Problem<float>(s, 8, 1.0f), false, 0);
+    expect_same_bits(got.merged, want.merged, "merged");
+    expect_same_bits(got.d_qkv, want.d_qkv, "d_qkv");
+    expect_same_bits(got.d_bias, want.d_bias, "d_bias");
+  }
+  set_host_threads(before);
+}
+
+GW_INSTANTIATE_BACKENDS(VitAttention);
+
+}  // namespace
+}  // namespace gradwire::testing

@@ -1,0 +1,71 @@
+// The budget of launches per training step on CUDA. Each costs the host a few microseconds, and the GPU a gap.
+#include "tests/launches.h"
+
+#include <gtest/gtest.h>
+
+#include "runtime/graph.h"
+#include "trainer/model/vit.h"
+#include "trainer/train/optimizer.h"
+
+namespace gradwire {
+namespace {
+
+using testing::cuda_launches;
+
+// The ops that a rank enqueues for a step on CUDA: both passes and the optimizer, all but what the reducer does. They
+// depend on the model's depth, not on its widths, so a narrow one is captured on the host, and nothing is computed.
+OpCount::ByName step_ops(const char* model, Precision precision, bool fused_attention = true) {
+  TrainConfig config;
+  config.model = named_model(model);
+  config.precision = precision;
+  VitConfig narrow = config.model;
+  narrow.width = 16, narrow.heads = 2, narrow.mlp = 8, narrow.classes = 2;
+  const Device host = Device::host();
+  const Stream stream = Stream::create(host, "launches");
+  const ParameterLayout layout = packed_layout(vit_parameters(narrow));
+  Vit vit(narrow, stream, layout,
+          {.max_batch = 1, .precision = config.precision, .fused_attention = fused_attention});
+  Optimizer optimizer(config, stream, {{0, layout.elements}});
+  const Buffer images = make_buffer<float>(host, int64_t{narrow.channels} * narrow.image * narrow.image),
+               gradients = make_buffer<float>(host, layout.elements), labels = make_buffer<int32_t>(host, 1),
+               totals = make_buffer<double>(host, 2);
+  stream.synchronize();
+  const OpCount count;
+  const Graph never_launched = Graph::capture(stream, [&] {
+    fill_zero(stream, totals.data(), totals.bytes());
+    vit.forward(images.as<float>(), 1);
+    vit.backward(labels.as<int32_t>(), totals.as<double>(), 1.0f, gradients.as<float>(), false, {});
+    optimizer.step(stream, {vit.weights().as<float>()}, {gradients.as<const float>()}, vit.rounded_weights());
+  });
+  return count.ops();
+}
+
+std::string listed(const OpCount::ByName& ops) {
+  std::string text;
+  for (const auto& [op, calls] : ops)
+    text += op + ": " + std::to_string(calls) + " calls, " + std::to_string(calls * cuda_launches(op)) +
+            " launches\n";
+  return text;
+}
+
+// docs/gpu.md says which they are.
+TEST(Launches, AStepOfVitL32StaysWithinItsBudget) {
+  for (Precision precision : {Precision::fp32, Precision::bf16}) {
+    const OpCount::ByName ops = step_ops("vit_l_32", precision);
+    EXPECT_LE(cuda_launches(ops), 528) << listed(ops);  // 958 with parts of attention and separate sums
+    EXPECT_EQ(ops.at("gemm"), 12 * 24 + 5) << listed(ops);  // 4 forward and 8 backward per layer
+    EXPECT_EQ(ops.at("attention"), 24);
+    EXPECT_EQ(ops.at("attention_backward, first stage"), 23);
+    EXPECT_EQ(ops.at("attention_backward"), 1);  // the last layer waits for nobody
+  }
+}
+
+TEST(Launches, OfALayerAreWhatDocsSay) {
+  const int64_t shallow = cuda_launches(step_ops("vit_b_32", Precision::bf16)),
+                deep = cuda_launches(step_ops("vit_l_32", Precision::bf16));
+  EXPECT_EQ((deep - shallow) / 12, 21);
+  EXPECT_EQ((deep - shallow) % 12, 0);
+}
+
+}  // namespace
+}  // namespace gradwire
