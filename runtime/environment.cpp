@@ -26,6 +26,9 @@ constexpr EnvironmentVariable kOwn[] = {
      "(docs/security.md)"},
     {"GRADWIRE_VERIFY_PAYLOAD", "0",
      "1: a checksum after each message that this rank sends over TCP (docs/faults.md)"},
+    {"GRADWIRE_TUNING", "cuBLASLt's own choices",
+     "A file for the algorithms of products on CUDA: those not in it are timed at first use, and added "
+     "(docs/gpu.md). Runs with different files differ in their last bits"},
     {"GRADWIRE_NCCL_LIBRARY", "libnccl.so.2", "The NCCL to load, where it is not found by that name"},
     {"GRADWIRE_BENCH_FLUSH_BYTES", "twice the last-level cache",
      "gradwire-bench: what it writes before timing with cold caches, and the size of its large copies. Less "

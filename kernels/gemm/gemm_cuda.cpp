@@ -1,7 +1,7 @@
 // Single products on cuBLASLt, batches on cuBLAS.
 //
 // cuBLASLt is asked for its best algorithm once per kind of product (shape, types, layout, bias,
-// alignment). The answer is kept with the descriptors, so that from then on a product is one library call,
+// alignment); with GRADWIRE_TUNING its best few are timed instead, unless the file has the fastest. The answer is kept with the descriptors, so that from then on a product is one library call,
 // without allocation or synchronization, which a CUDA graph can capture. Split products add their parts in
 // FP32, and in a fixed order.
 //
@@ -15,15 +15,19 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <array>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
 
 #include "kernels/gemm/column_major_gemm.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/gemm/tuning.h"
 #include "runtime/cuda_check.h"
 
 namespace gradwire::cuda {
@@ -74,11 +78,56 @@ uint32_t alignment_of(const void* pointer) {
   return static_cast<uint32_t>(address & (~address + 1));
 }
 
+// Of a kind of product, when its algorithm is to be found by timing.
+struct Tuning {
+  TuningFile* file = nullptr;
+  TuningFile::Key key;
+};
+constexpr int kMostTimed = 12;
+
+class CudaMemory {
+ public:
+  explicit CudaMemory(size_t bytes) { GW_CUDA_CHECK(cudaMalloc(&data_, bytes)); }
+  ~CudaMemory() { cudaFree(data_); }
+  CudaMemory(const CudaMemory&) = delete;
+  CudaMemory& operator=(const CudaMemory&) = delete;
+  void* get() const { return data_; }
+
+ private:
+  void* data_ = nullptr;
+};
+
+// Milliseconds of several runs, the least of a few such times; the first run is not counted.
+template <typename Run>
+float time_ms(const Run& run, CudaStream stream) {
+  constexpr int kTimes = 3, kRuns = 8;
+  const auto make_event = [] {
+    cudaEvent_t event = nullptr;
+    GW_CUDA_CHECK(cudaEventCreate(&event));
+    return std::unique_ptr<CUevent_st, decltype(&cudaEventDestroy)>(event, cudaEventDestroy);
+  };
+  const auto begin = make_event(), end = make_event();
+  run();
+  float best = std::numeric_limits<float>::infinity();
+  for (int time = 0; time < kTimes; ++time) {
+    GW_CUDA_CHECK(cudaEventRecord(begin.get(), stream));
+    for (int i = 0; i < kRuns; ++i) run();
+    GW_CUDA_CHECK(cudaEventRecord(end.get(), stream));
+    GW_CUDA_CHECK(cudaEventSynchronize(end.get()));
+    float ms = 0.0f;
+    GW_CUDA_CHECK(cudaEventElapsedTime(&ms, begin.get(), end.get()));
+    best = std::min(best, ms);
+  }
+  return best;
+}
+
 // A kind of product and how cuBLASLt does it.
 class Plan {
  public:
   // Finds an algorithm, or none: then usable() is false.
-  Plan(cublasLtHandle_t lt, size_t workspace_bytes, const ColumnMajorGemm& g, Precision precision) {
+  // `tuning`: the file and what to look up; null: take what cuBLASLt thinks best.
+  Plan(cublasLtHandle_t lt, void* workspace, size_t workspace_bytes, CudaStream stream,
+       const ColumnMajorGemm& g, Precision precision, const Tuning* tuning) {
     GW_CUBLAS_CHECK(cublasLtMatmulDescCreate(operation_.out(), compute_type(precision), CUDA_R_32F));
     const cublasOperation_t op_a = g.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
     const cublasOperation_t op_b = g.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
@@ -105,14 +154,20 @@ class Plan {
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(g.a.data));
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(g.b.data));
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(g.d.data));
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(g.d.data));
-    cublasLtMatmulHeuristicResult_t found = {};
+    // The library has no preference for the bias, which is read as D is written.
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+           std::min(alignment_of(g.d.data), alignment_of(g.bias)));
+    const bool times = tuning != nullptr;
+    std::array<cublasLtMatmulHeuristicResult_t, kMostTimed> found = {};
     int count = 0;
-    const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
-        lt, operation_.get(), a_.get(), b_.get(), d_.get(), d_.get(), preference.get(), 1, &found, &count);
+    const cublasStatus_t status =
+        cublasLtMatmulAlgoGetHeuristic(lt, operation_.get(), a_.get(), b_.get(), d_.get(), d_.get(),
+                                       preference.get(), times ? kMostTimed : 1, found.data(), &count);
     if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0)) return;
     GW_CUBLAS_CHECK(status);
-    if (found.state == CUBLAS_STATUS_SUCCESS) algorithm_ = found.algo;
+    if (found[0].state == CUBLAS_STATUS_SUCCESS) algorithm_ = found[0].algo;
+    if (times)
+      choose(lt, g, workspace, workspace_bytes, stream, *tuning, {found.data(), static_cast<size_t>(count)});
   }
 
   bool usable() const { return algorithm_.has_value(); }
@@ -127,6 +182,40 @@ class Plan {
   }
 
  private:
+  // Takes the algorithm in the file, or the fastest of those found, and saves it.
+  void choose(cublasLtHandle_t lt, const ColumnMajorGemm& g, void* workspace, size_t workspace_bytes,
+              CudaStream stream, const Tuning& tuning,
+              std::span<const cublasLtMatmulHeuristicResult_t> found) {
+    cublasLtMatmulAlgo_t saved = {};
+    if (const auto text = tuning.file->find(tuning.key);
+        text && from_hex_bytes(*text, &saved, sizeof saved)) {
+      cublasLtMatmulHeuristicResult_t checked = {};
+      if (cublasLtMatmulAlgoCheck(lt, operation_.get(), a_.get(), b_.get(), d_.get(), d_.get(), &saved,
+                                  &checked) == CUBLAS_STATUS_SUCCESS &&
+          checked.workspaceSize <= workspace_bytes) {
+        algorithm_ = saved;
+        return;
+      }
+    }
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    GW_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
+    if (capture != cudaStreamCaptureStatusNone) return;  // nothing can be timed now
+    ColumnMajorGemm trial = g;                           // the caller's D may be added to
+    const CudaMemory scratch(static_cast<size_t>(g.d.ld * g.d.columns * element_bytes(g.d.type)));
+    trial.d.data = scratch.get();
+    float best_ms = std::numeric_limits<float>::infinity();
+    std::optional<cublasLtMatmulAlgo_t> best;
+    for (const auto& candidate : found) {
+      if (candidate.state != CUBLAS_STATUS_SUCCESS) continue;
+      algorithm_ = candidate.algo;
+      const float ms =
+          time_ms([&] { run(lt, trial, 1.0f, 0.0f, workspace, workspace_bytes, stream); }, stream);
+      if (ms < best_ms) best_ms = ms, best = candidate.algo;
+    }
+    algorithm_ = best;
+    if (best) tuning.file->add(tuning.key, hex_bytes(&*best, sizeof *best));
+  }
+
   template <typename T>
   void set(cublasLtMatmulDescAttributes_t attribute, const T& value) {
     GW_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(operation_.get(), attribute, &value, sizeof value));
@@ -163,6 +252,16 @@ PlanKey key_of(const Gemm& g) {
           alignment_of(g.bias.data)};
 }
 
+// The same as text, for a file.
+std::string kind_of(const Gemm& g) {
+  auto type = [](Element t) { return t == Element::bf16 ? "bf16" : "fp32"; };
+  return fmt::format("{}{} m={} n={} k={} lda={} ldb={} ldc={} {}->{}{}{} aligned={},{},{},{}",
+                     g.transpose_a ? 'T' : 'N', g.transpose_b ? 'T' : 'N', g.m, g.n, g.k, g.lda, g.ldb, g.ldc,
+                     type(g.a.type), type(g.c.type), g.precision == Precision::tf32 ? " tf32" : "",
+                     g.bias.data != nullptr ? " bias" : "", alignment_of(g.a.data), alignment_of(g.b.data),
+                     alignment_of(g.c.data), alignment_of(g.bias.data));
+}
+
 // One thread's products on one stream.
 class Context {
  public:
@@ -171,6 +270,9 @@ class Context {
     GW_CUBLAS_CHECK(cublasSetStream(handle_, stream));
     int major = 0;
     GW_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    cudaDeviceProp properties = {};
+    GW_CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
+    device_name_ = properties.name;
     workspace_bytes_ = size_t{major >= 9 ? 32u : 4u} << 20;  // what NVIDIA's documentation recommends
     GW_CUDA_CHECK(cudaMalloc(&workspace_, workspace_bytes_));
     GW_CUBLAS_CHECK(cublasSetWorkspace(handle_, workspace_, workspace_bytes_));
@@ -194,7 +296,11 @@ class Context {
     const ColumnMajorGemm call = column_major(g);
     auto at = plans_.find(key_of(g));
     if (at == plans_.end()) {
-      at = plans_.emplace(key_of(g), std::make_unique<Plan>(lt, workspace_bytes_, call, g.precision)).first;
+      const std::optional<Tuning> tuning = tuning_of(g);
+      at = plans_
+               .emplace(key_of(g), std::make_unique<Plan>(lt, workspace_, workspace_bytes_, stream_, call,
+                                                          g.precision, tuning ? &*tuning : nullptr))
+               .first;
     }
     if (!at->second->usable()) return false;
     at->second->run(lt, call, g.alpha, g.beta, workspace_, workspace_bytes_, stream_);
@@ -213,7 +319,14 @@ class Context {
   }
 
  private:
+  std::optional<Tuning> tuning_of(const Gemm& g) const {
+    TuningFile* const file = TuningFile::shared();
+    if (file == nullptr) return std::nullopt;
+    return Tuning{file, {device_name_, fmt::format("cublasLt {}", cublasLtGetVersion()), kind_of(g)}};
+  }
+
   CudaStream stream_;
+  std::string device_name_;
   cublasHandle_t handle_ = nullptr;
   void* workspace_ = nullptr;
   size_t workspace_bytes_ = 0;
@@ -234,6 +347,7 @@ Context& context_for(CudaStream stream) {
 void gemm(CudaStream stream, const Gemm& g) {
   detail::check(g);
   if (g.m == 0 || g.n == 0 || g.batch == 0) return;
+  OpCount::launch("gemm");
   Context& context = context_for(stream);
   if (g.batch == 1 && g.k > 0 && context.single(g)) return;
   if (g.bias.data != nullptr) throw DeviceError("gemm: cuBLASLt cannot add a bias to this product");

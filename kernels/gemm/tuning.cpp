@@ -1,0 +1,128 @@
+#include "kernels/gemm/tuning.h"
+
+#include <fcntl.h>
+#include <fmt/core.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <vector>
+
+#include "runtime/environment.h"
+
+namespace gradwire {
+namespace {
+
+constexpr const char* kHeader = "gradwire tuning 1";
+
+// What may be between two tabs.
+bool is_field(const std::string& text) {
+  return !text.empty() && text.find_first_of("\t\n\r") == std::string::npos;
+}
+
+// Tabs and ends of lines in a device's name would end the field.
+std::string field(std::string text) {
+  std::replace_if(
+      text.begin(), text.end(), [](char c) { return c == '\t' || c == '\n' || c == '\r'; }, ' ');
+  return text.empty() ? "-" : text;
+}
+
+TuningFile::Key cleaned(const TuningFile::Key& key) {
+  return {field(key.device), field(key.maker), field(key.kind)};
+}
+
+}  // namespace
+
+TuningFile::TuningFile(std::string path) : path_(std::move(path)) {
+  read();
+}
+
+TuningFile* TuningFile::shared() {
+  static const char* const path = environment("GRADWIRE_TUNING");
+  if (path == nullptr) return nullptr;
+  static TuningFile file(path);
+  return &file;
+}
+
+void TuningFile::say(const std::string& what) const {
+  fmt::print(stderr, "gradwire: {}: {}\n", path_, what);
+}
+
+void TuningFile::read() {
+  std::ifstream in(path_);
+  std::string line;
+  if (!in || !std::getline(in, line)) return;  // none yet, or empty: to be written
+  if (line != kHeader) {
+    ours_ = false;
+    return say(fmt::format("does not begin with '{}', so it is neither read nor written", kHeader));
+  }
+  for (int number = 2; std::getline(in, line); ++number) {
+    std::vector<std::string> fields;
+    for (size_t begin = 0; begin <= line.size();) {
+      const size_t end = std::min(line.find('\t', begin), line.size());
+      fields.push_back(line.substr(begin, end - begin));
+      begin = end + 1;
+    }
+    if (fields.size() != 4 || !std::all_of(fields.begin(), fields.end(), is_field)) {
+      say(fmt::format(
+          "line {} is ignored: expected a device, a maker, a kind and a choice, with tabs in between",
+          number));
+      continue;
+    }
+    choices_[{fields[0], fields[1], fields[2]}] = fields[3];
+  }
+}
+
+std::optional<std::string> TuningFile::find(const Key& key) const {
+  std::lock_guard lock(mutex_);
+  const auto at = choices_.find(cleaned(key));
+  return at == choices_.end() ? std::nullopt : std::optional(at->second);
+}
+
+void TuningFile::add(const Key& key, const std::string& choice) {
+  const Key clean = cleaned(key);
+  std::lock_guard lock(mutex_);
+  choices_[clean] = choice;
+  if (!ours_) return;
+  const int file = open(path_.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0644);
+  bool written = file >= 0 && flock(file, LOCK_EX) == 0;
+  if (written) {
+    struct stat status = {};
+    std::string text = fmt::format("{}\t{}\t{}\t{}\n", clean.device, clean.maker, clean.kind, field(choice));
+    if (fstat(file, &status) == 0 && status.st_size == 0) text = fmt::format("{}\n{}", kHeader, text);
+    written = write(file, text.data(), text.size()) == static_cast<ssize_t>(text.size());
+  }
+  if (!written) {
+    say(fmt::format("cannot add a choice: {}; from here on none is saved", std::strerror(errno)));
+    ours_ = false;
+  }
+  if (file >= 0) close(file);  // and unlocks it
+}
+
+std::string hex_bytes(const void* data, size_t count) {
+  const auto* bytes = static_cast<const unsigned char*>(data);
+  std::string text;
+  for (size_t i = 0; i < count; ++i) text += fmt::format("{:02x}", bytes[i]);
+  return text;
+}
+
+bool from_hex_bytes(const std::string& text, void* data, size_t count) {
+  if (text.size() != 2 * count) return false;
+  auto digit = [](char c) {
+    return c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+  };
+  auto* bytes = static_cast<unsigned char*>(data);
+  for (size_t i = 0; i < count; ++i) {
+    const int high = digit(text[2 * i]), low = digit(text[2 * i + 1]);
+    if (high < 0 || low < 0) return false;
+    bytes[i] = static_cast<unsigned char>(16 * high + low);
+  }
+  return true;
+}
+
+}  // namespace gradwire
