@@ -152,9 +152,8 @@ class CodecPath final : public Path {
   double floor_bytes() const override {
     if (spec_.method == CompressionSpec::Method::randk) return spec_.error_feedback ? 16 : 8;
     if (spec_.method != CompressionSpec::Method::powersgd) return 0;
-    if (spec_.alternate) return spec_.error_feedback ? 24 : 8;
-    if (!spec_.error_feedback) return 12;
-    return spec_.wire->exact ? 24 : 32;
+    if (spec_.alternate) return spec_.error_feedback ? 16 : 8;
+    return spec_.error_feedback ? 20 : 12;
   }
 
  private:

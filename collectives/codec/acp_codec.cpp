@@ -3,13 +3,15 @@
 // bytes, and one collective instead of two.
 //
 // A step of a bucket that sends P; the next one sends Q, with P and Q, rows and columns exchanged:
-//   project        M = G + E (into E), P = M Q0                     on this rank; Q0 has orthonormal columns
+//   project        E of the last step; M = G + E (into E's memory), P = M Q0    on this rank; Q0's columns are
+//                  orthonormal
 //   pack           dense tensors (vectors, small matrices) after P
 //   allreduce      [P | dense], mean
 //   unpack         dense tensors, which are now done
 //   orthonormalize P into P0, which the next step projects with; matrices with non-finite values are flagged
 //                  here, identically on every rank; a column that vanished is re-seeded
-//   reconstruct    G = P Q0^T; E = M - P_own Q0^T, with this rank's own P, as the paper has it
+//   reconstruct    G = P Q0^T. E = M - P_own Q0^T, with this rank's own P, as the paper has it, is left for the
+//                  next step's project, or for whoever reads it before
 //
 // Conservation: sum over ranks of E_new + world * G_out = sum of (G + E_old), because Q0 is the same on all
 // ranks and P enters linearly. What this rank's encodes lose of P on a lossy wire stays in E along with the
@@ -37,16 +39,23 @@ class AcpCodec final : public Codec {
         put_back_(c.spec.error_feedback && !c.spec.wire->exact),
         residual_(c, spec_.error_feedback && (put_back_ || matrices_.count() > 0)),
         sum_(buffer(factor_elements() + plan_.dense_elements)),
-        kept_(buffer(residual_ ? factor_elements() : 0)),
         lost_(buffer(put_back_ ? factor_elements() + plan_.dense_elements : 0)),
         flags_(make_buffer<int32_t>(device_, matrices_.count())),
         turns_{make_turn(c, Factor::p), make_turn(c, Factor::q)},
         before_start_(make_plain_start(c)) {
-    for (Buffer* b : {&sum_, &kept_, &lost_, &flags_}) {
+    for (Buffer* b : {&sum_, &lost_, &flags_}) {
       fill_zero(c.stream, b->data(), b->bytes());
     }
     for (Turn& turn : turns_) {
+      fill_zero(c.stream, turn.kept.data(), turn.kept.bytes());
       draw_basis(c.stream, matrices_, turn.which, turn.basis, flags_.as<int32_t>(), spec_.seed, step_);
+    }
+    if (lazy()) {
+      residual_.settle_with([this](const Stream& stream, int64_t begin, int64_t end) {
+        for (const Turn& turn : turns_) {  // one of which has nothing left
+          settle(stream, matrices_, residual_.values(), pending(turn), turn.which, begin, end);
+        }
+      });
     }
     c.stream.synchronize();
   }
@@ -119,9 +128,8 @@ class AcpCodec final : public Codec {
 
   int64_t state_bytes() const override {
     int64_t bytes = residual_.bytes();
-    for (const Buffer* b : {&sum_, &kept_, &lost_, &flags_, &turns_[0].basis, &turns_[1].basis}) {
-      bytes += static_cast<int64_t>(b->bytes());
-    }
+    for (const Buffer* b : {&sum_, &lost_, &flags_}) bytes += static_cast<int64_t>(b->bytes());
+    for (const Turn& turn : turns_) bytes += static_cast<int64_t>(turn.basis.bytes() + turn.kept.bytes());
     return bytes;
   }
 
@@ -152,6 +160,7 @@ class AcpCodec final : public Codec {
     int64_t elements = 0;     // of the factor
     SegmentTable dense = {};  // packed after it
     Buffer basis = {};        // the factor's orthonormal columns, with which the other turn projects
+    Buffer kept = {};         // lost - own, of the factor: with the other's basis, what E is beyond M
     SchedulePlanner::Choice choice = {};
     std::unique_ptr<Program> allreduce = {};  // of [factor | dense], in sum_
   };
@@ -166,6 +175,7 @@ class AcpCodec final : public Codec {
     const int64_t all = turn.elements + plan_.dense_elements;
     turn.dense = SegmentTable(c.stream, plan_.dense_after(turn.elements));
     turn.basis = buffer(turn.elements);
+    turn.kept = buffer(residual_ ? turn.elements : 0);
     turn.choice = c.choose(all, spec_.wire);
     turn.allreduce = std::make_unique<Program>(
         *c.transport, turn.choice.schedule,
@@ -174,26 +184,40 @@ class AcpCodec final : public Codec {
     return turn;
   }
 
+  // Whether E is left for the next step: not where it is encoded at the end of this one.
+  bool lazy() const { return residual_ && !residual_.encoded(); }
+  // What a step that sends `turn`'s factor leaves.
+  PendingFactors pending(const Turn& turn) const {
+    const bool p = turn.which == Factor::p;
+    return {.p = (p ? turn.kept : turns_[0].basis).as<const float>(),
+            .q = (p ? turns_[1].basis : turn.kept).as<const float>(),
+            .flags = flags_.as<const int32_t>()};
+  }
+
   void project(const Stream& stream, const Turn& now, const Turn& other) {
     float* residual = residual_.values();
+    const PendingFactors pending = lazy() ? this->pending(other) : PendingFactors{};
     if (now.which == Factor::p) {
       powersgd_project(stream, {.table = &matrices_,
                                 .grad = gradients_,
                                 .residual = residual,
+                                .pending = pending,
                                 .q = other.basis.as<const float>(),
                                 .p = sum_.as<float>()});
     } else {
       powersgd_project_onto(stream, {.table = &matrices_,
                                      .grad = gradients_,
                                      .residual = residual,
+                                     .pending = pending,
                                      .p = other.basis.as<const float>(),
                                      .q = sum_.as<float>()});
     }
-    // What is taken out of the residual, once it is clear what is lost of it: minus this rank's own factor.
     if (residual_) {
-      fp32_reduce(
-          stream,
-          {.own = sum_.as<const float>(), .out = kept_.as<float>(), .scale = -1.0f, .count = now.elements});
+      fill_zero(stream, other.kept.data(), other.kept.bytes());
+      fp32_reduce(stream, {.own = sum_.as<const float>(),
+                           .out = now.kept.as<float>(),
+                           .scale = -1.0f,
+                           .count = now.elements});
     }
   }
 
@@ -206,23 +230,24 @@ class AcpCodec final : public Codec {
                             .seed = spec_.seed,
                             .step = step_});
     if (put_back_) {
-      Reduce add{
-          .num_inputs = 1, .own = kept_.as<const float>(), .out = kept_.as<float>(), .count = now.elements};
+      Reduce add{.num_inputs = 1,
+                 .own = now.kept.as<const float>(),
+                 .out = now.kept.as<float>(),
+                 .count = now.elements};
       add.inputs[0] = lost_.as<const float>();
       fp32_reduce(stream, add);
     }
     const bool p = now.which == Factor::p;
     const float *sum = sum_.as<const float>(), *basis = other.basis.as<const float>();
-    const float* kept = residual_ ? kept_.as<const float>() : nullptr;
     powersgd_reconstruct(stream, {.table = &matrices_,
                                   .p = p ? sum : basis,
                                   .q = p ? basis : sum,
                                   .grad = gradients_,
                                   .flags = flags_.as<const int32_t>(),
-                                  .p_lost = p ? kept : nullptr,
-                                  .q_lost = p ? nullptr : kept,
-                                  .residual = residual_.values(),
-                                  .restore = true});
+                                  .residual = residual_.values()});
+    if (residual_ && !lazy()) {
+      powersgd_settle(stream, {.table = &matrices_, .residual = residual_.values(), .pending = pending(now)});
+    }
   }
 
   int64_t factor_elements() const { return std::max(plan_.p_elements, plan_.q_elements); }
@@ -235,9 +260,8 @@ class AcpCodec final : public Codec {
   const uint64_t* step_;
   MatrixTable matrices_;
   const bool put_back_;  // error feedback over a lossy wire
-  Residual residual_;    // E, laid out as the bucket; also of dense tensors if the wire is lossy
+  Residual residual_;    // E, or M and what is pending; also of dense tensors if the wire is lossy
   Buffer sum_;           // [P | dense] or [Q | dense]: first this rank's, then the mean
-  Buffer kept_;          // lost - own, of the factor: what the residual gets back
   Buffer lost_;          // [P | dense] or [Q | dense], lossy wires only: the residual of the allreduce
   Buffer flags_;
   std::array<Turn, 2> turns_;  // P's, then Q's

@@ -2,12 +2,12 @@
 // subspace iteration per training step, with the residual kept locally.
 //
 // One step of a bucket: two collectives, the second split in two halves in a large bucket:
-//   project        M = G + E (into E), P = M Q                      on this rank
+//   project        E of the last step; M = G + E (into E's memory), P = M Q   on this rank
 //   pack           dense tensors (vectors, small matrices) after P
 //   allreduce 1    [P | dense], mean
 //   orthonormalize P; matrices with non-finite values are flagged here, identically on every rank
 //   unpack         dense tensors, which are now done
-//   back_project   Q = M^T P, E = M - P Q^T
+//   back_project   Q = M^T P. E = M - P Q^T is left for the next step's project, or for whoever reads it before
 //   allreduce 2    Q, mean. In two halves the exchange of the first overlaps with back_project of the second,
 //                  and that of the second with reconstruct of the first
 //   reconstruct    G = P Q^T
@@ -15,13 +15,14 @@
 //
 // Conservation: sum over ranks of E_new + world * G_out = sum of (G + E_old), for every matrix, because P is
 // the same on all ranks and the applied Q is the mean of theirs. With a lossy wire each encode of Q has an
-// error; the rank that encoded keeps it, multiplies it by P^T and adds it to E (reconstruct's q_lost). A
-// lossy wire for P loses nothing of the gradient: it only tilts the subspace, identically on all ranks.
+// error; the rank that encoded keeps it: E = M - P (Q - lost)^T. A lossy wire for P loses nothing of the
+// gradient: it only tilts the subspace, identically on all ranks.
 #include <fmt/format.h>
 
 #include <algorithm>
 
 #include "collectives/codec/powersgd_parts.h"
+#include "kernels/wire/fp32.h"
 
 namespace gradwire {
 namespace {
@@ -39,11 +40,13 @@ class PowerSgdCodec final : public Codec {
         lossy_(!c.spec.wire->exact),
         residual_(c, spec_.error_feedback && (lossy_ || !plan_.matrices.empty())),
         p_(make_buffer<float>(device_, plan_.p_elements + plan_.dense_elements)),
+        basis_(make_buffer<float>(device_, plan_.p_elements)),
         p_residual_(
             make_buffer<float>(device_, with_wire_residual() ? plan_.p_elements + plan_.dense_elements : 0)),
         q_(make_buffer<float>(device_, plan_.q_elements)),
         q_sum_(make_buffer<float>(device_, plan_.q_elements)),
         q_lost_(make_buffer<float>(device_, with_wire_residual() ? plan_.q_elements : 0)),
+        q_kept_(make_buffer<float>(device_, residual_ ? plan_.q_elements : 0)),
         flags_(make_buffer<int32_t>(device_, matrices_.count())),
         p_choice_(c.choose(plan_.p_elements + plan_.dense_elements, c.spec.wire)),
         p_allreduce_(
@@ -53,10 +56,15 @@ class PowerSgdCodec final : public Codec {
         before_start_(make_plain_start(c)),
         transfers_(c.transfers) {
     make_halves(c);
-    for (Buffer* b : {&p_, &p_residual_, &q_, &q_sum_, &q_lost_, &flags_}) {
+    for (Buffer* b : {&p_, &basis_, &p_residual_, &q_, &q_sum_, &q_lost_, &q_kept_, &flags_}) {
       fill_zero(c.stream, b->data(), b->bytes());
     }
     draw_q(c.stream);
+    if (lazy()) {
+      residual_.settle_with([this](const Stream& stream, int64_t begin, int64_t end) {
+        settle(stream, matrices_, residual_.values(), pending(), Factor::q, begin, end);
+      });
+    }
     c.stream.synchronize();
   }
 
@@ -98,6 +106,7 @@ class PowerSgdCodec final : public Codec {
       powersgd_project(stream, {.table = &matrices_,
                                 .grad = gradients_,
                                 .residual = residual_.values(),
+                                .pending = lazy() ? pending() : PendingFactors{},
                                 .q = q_.as<float>(),
                                 .p = p});
     }
@@ -113,10 +122,11 @@ class PowerSgdCodec final : public Codec {
     if (with_wire_residual()) pack(stream, {&dense_, residual_.values(), p_residual_.as<float>(), true});
     if (!any_matrix) return residual_.store(stream, phases);
     phases.enter(stream, Phase::compress);
+    const float* basis = basis_.as<const float>();
     orthonormalize(stream, {.table = &matrices_,
                             .which = Factor::p,
                             .in = p,
-                            .out = p,
+                            .out = basis_.as<float>(),
                             .flags = flags_.as<int32_t>(),
                             .seed = spec_.seed,
                             .step = step_});
@@ -124,11 +134,16 @@ class PowerSgdCodec final : public Codec {
     const bool overlapped = halves_.size() > 1;
     for (Half& half : halves_) {
       powersgd_back_project(stream, {.table = &half.matrices,
-                                     .grad = gradients_,
-                                     .residual = residual_.values(),
-                                     .p = p,
+                                     .m = residual_ ? residual_.values() : gradients_,
+                                     .p = basis,
                                      .q = q_sum,
                                      .flags = flags_.as<const int32_t>() + half.first});
+      if (residual_) {
+        fp32_reduce(stream, {.own = q_sum + half.q_begin,
+                             .out = q_kept_.as<float>() + half.q_begin,
+                             .scale = -1.0f,
+                             .count = half.q_count});
+      }
       if (!overlapped) {
         half.allreduce->run(stream, &phases);
         continue;
@@ -138,7 +153,6 @@ class PowerSgdCodec final : public Codec {
       half.allreduce->run(transfers_, &phases);
       half.summed.record(transfers_);
     }
-    const bool put_back = lossy_ && residual_;
     for (Half& half : halves_) {
       if (overlapped) {
         phases.enter(stream, Phase::communicate, &half.allreduce->info());
@@ -146,12 +160,22 @@ class PowerSgdCodec final : public Codec {
       }
       phases.enter(stream, Phase::decompress);
       powersgd_reconstruct(stream, {.table = &half.matrices,
-                                    .p = p,
+                                    .p = basis,
                                     .q = q_sum,
                                     .grad = gradients_,
                                     .flags = flags_.as<const int32_t>() + half.first,
-                                    .q_lost = put_back ? q_lost_.as<const float>() : nullptr,
-                                    .residual = put_back ? residual_.values() : nullptr});
+                                    .residual = residual_.values()});
+    }
+    if (with_wire_residual()) {
+      Reduce add{.num_inputs = 1,
+                 .own = q_kept_.as<const float>(),
+                 .out = q_kept_.as<float>(),
+                 .count = plan_.q_elements};
+      add.inputs[0] = q_lost_.as<const float>();
+      fp32_reduce(stream, add);
+    }
+    if (residual_ && !lazy()) {
+      powersgd_settle(stream, {.table = &matrices_, .residual = residual_.values(), .pending = pending()});
     }
     orthonormalize(stream, {.table = &matrices_,
                             .which = Factor::q,
@@ -183,7 +207,7 @@ class PowerSgdCodec final : public Codec {
 
   int64_t state_bytes() const override {
     int64_t bytes = residual_.bytes();
-    for (const Buffer* b : {&p_, &p_residual_, &q_, &q_sum_, &q_lost_, &flags_}) {
+    for (const Buffer* b : {&p_, &basis_, &p_residual_, &q_, &q_sum_, &q_lost_, &q_kept_, &flags_}) {
       bytes += static_cast<int64_t>(b->bytes());
     }
     return bytes;
@@ -210,13 +234,14 @@ class PowerSgdCodec final : public Codec {
   // Matrices [first, first + matrices.count()) of the bucket, and the allreduce of their Q.
   struct Half {
     int first = 0;
+    int64_t q_begin = 0, q_count = 0;
     MatrixTable matrices;
     SchedulePlanner::Choice choice;
     std::unique_ptr<Program> allreduce;
     Event ready, summed;  // Q is complete on this rank, and summed over all
   };
 
-  // One part, or two of about the same size if there is enough to overlap: the residual pass over half of the
+  // One part, or two of about the same size if there is enough to overlap: back_project over half of the
   // matrices must take longer than an additional exchange. Measured over TCP on four hosts with one core
   // each: a bucket of 6.5 million elements takes 37 to 38 ms in one part and 40 to 41 ms in two.
   static constexpr int64_t kElementsToHalve = 32 << 20;
@@ -227,6 +252,8 @@ class PowerSgdCodec final : public Codec {
       const int64_t q_end = end < all.size() ? all[end].q_offset : plan_.q_elements;
       Half& half = halves_.emplace_back();
       half.first = static_cast<int>(begin);
+      half.q_begin = q_begin;
+      half.q_count = q_end - q_begin;
       half.matrices = MatrixTable(c.stream, {all.begin() + static_cast<std::ptrdiff_t>(begin),
                                              all.begin() + static_cast<std::ptrdiff_t>(end)});
       // One slice: it is small and already overlaps with kernels.
@@ -256,6 +283,10 @@ class PowerSgdCodec final : public Codec {
 
   bool with_wire_residual() const { return lossy_ && spec_.error_feedback; }
 
+  // Whether E is left for the next step: not where it is encoded at the end of this one.
+  bool lazy() const { return residual_ && !residual_.encoded(); }
+  PendingFactors pending() const { return {basis_.as<const float>(), q_kept_.as<const float>()}; }
+
   void draw_q(const Stream& stream) {
     draw_basis(stream, matrices_, Factor::q, q_, flags_.as<int32_t>(), spec_.seed, step_);
   }
@@ -268,12 +299,14 @@ class PowerSgdCodec final : public Codec {
   MatrixTable matrices_;
   SegmentTable dense_;
   bool lossy_;
-  Residual residual_;  // E; also of dense tensors if the wire is lossy
+  Residual residual_;  // E, or M with `pending()`; also of dense tensors if the wire is lossy
   Buffer p_;           // [P | dense]
+  Buffer basis_;       // the orthonormal P
   Buffer p_residual_;  // scratch, lossy wires only: the residual of [P | dense] during allreduce 1
   Buffer q_;           // the orthonormal Q that a step starts from
   Buffer q_sum_;       // this step's Q
   Buffer q_lost_;      // lossy wires only
+  Buffer q_kept_;      // lost - own, of Q: with P, what E is beyond M
   Buffer flags_;
   SchedulePlanner::Choice p_choice_;
   Program p_allreduce_;

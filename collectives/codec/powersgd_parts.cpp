@@ -82,6 +82,18 @@ void draw_basis(const Stream& stream, const MatrixTable& matrices, Factor which,
                           .step = step});
 }
 
+void settle(const Stream& stream, const MatrixTable& matrices, float* residual, const PendingFactors& pending,
+            Factor zeroed, int64_t begin, int64_t end) {
+  for (int matrix = 0; matrix < matrices.count(); ++matrix) {
+    const MatrixDescriptor& d = matrices.host()[matrix];
+    if (d.offset >= end || d.offset + int64_t{d.rows} * d.cols <= begin) continue;
+    powersgd_settle(stream, {.table = &matrices, .residual = residual, .pending = pending, .matrix = matrix});
+    const bool p = zeroed == Factor::p;
+    const float* factor = p ? pending.p + d.p_offset : pending.q + d.q_offset;
+    fill_zero(stream, const_cast<float*>(factor), sizeof(float) * (p ? d.rows : d.cols) * d.rank);
+  }
+}
+
 int powersgd_rank(const CompressionSpec& spec, int64_t rows, int64_t cols) {
   if (rows <= 1 || cols <= 1) return 0;
   const int64_t rank = std::min({rows, cols, int64_t{spec.rank}});

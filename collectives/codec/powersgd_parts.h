@@ -36,6 +36,11 @@ std::unique_ptr<Program> make_plain_start(const BucketContext& context);
 void draw_basis(const Stream& stream, const MatrixTable& matrices, Factor which, const Buffer& basis,
                 int32_t* flags, uint64_t seed, const uint64_t* step);
 
+// Brings the matrices among elements [begin, end) of the residual up to date: adds what is pending of them, and sets
+// `zeroed`, which is one of its factors, to zero there, so that nothing is.
+void settle(const Stream& stream, const MatrixTable& matrices, float* residual, const PendingFactors& pending,
+            Factor zeroed, int64_t begin, int64_t end);
+
 // The codec of `powersgd` with alternate=on.
 std::unique_ptr<Codec> make_acp_codec(const BucketContext& context);
 

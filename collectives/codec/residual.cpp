@@ -75,39 +75,44 @@ void Residual::encode(const Stream& stream, Part part, const WireRounding& round
   format_->reduce_encode(stream, args);
 }
 
+Residual::Part Residual::open(const Stream& stream, int64_t first_byte, int64_t bytes) const {
+  if (settle_) settle_(stream, first_byte / 4, (first_byte + bytes + 3) / 4);
+  const Part part = part_around(first_byte, bytes);
+  if (encoded()) decode(stream, part);
+  return part;
+}
+
 void Residual::read(const Stream& stream, int64_t first_byte, std::span<std::byte> to) const {
-  decode(stream, part_around(first_byte, static_cast<int64_t>(to.size())));
+  open(stream, first_byte, static_cast<int64_t>(to.size()));
   copy(stream, to.data(), value_bytes(first_byte), to.size());
 }
 
 // To nearest: the decoded values of a block are multiples of its unit, so that they, or some of them beside
 // zeros, encode exactly. So does the part around what is written.
 void Residual::write(const Stream& stream, int64_t first_byte, std::span<const std::byte> from) const {
-  const Part part = part_around(first_byte, static_cast<int64_t>(from.size()));
-  decode(stream, part);
+  const Part part = open(stream, first_byte, static_cast<int64_t>(from.size()));
   copy(stream, value_bytes(first_byte), from.data(), from.size());
-  encode(stream, part, {});
+  if (encoded()) encode(stream, part, {});
 }
 
 void Residual::clear(const Stream& stream, int64_t first_byte, int64_t bytes) const {
-  const Part part = part_around(first_byte, bytes);
-  decode(stream, part);
+  const Part part = open(stream, first_byte, bytes);
   fill_zero(stream, value_bytes(first_byte), static_cast<size_t>(bytes));
-  encode(stream, part, {});
+  if (encoded()) encode(stream, part, {});
 }
 
 void TensorState::read(const Stream& stream, size_t first_byte, std::span<std::byte> to) const {
-  if (encoded != nullptr) return encoded->read(stream, 4 * first + static_cast<int64_t>(first_byte), to);
+  if (residual != nullptr) return residual->read(stream, 4 * first + static_cast<int64_t>(first_byte), to);
   copy(stream, to.data(), static_cast<const std::byte*>(data) + first_byte, to.size());
 }
 
 void TensorState::write(const Stream& stream, size_t first_byte, std::span<const std::byte> from) const {
-  if (encoded != nullptr) return encoded->write(stream, 4 * first + static_cast<int64_t>(first_byte), from);
+  if (residual != nullptr) return residual->write(stream, 4 * first + static_cast<int64_t>(first_byte), from);
   copy(stream, static_cast<std::byte*>(data) + first_byte, from.data(), from.size());
 }
 
 void TensorState::clear(const Stream& stream) const {
-  if (encoded != nullptr) return encoded->clear(stream, 4 * first, bytes());
+  if (residual != nullptr) return residual->clear(stream, 4 * first, bytes());
   fill_zero(stream, data, static_cast<size_t>(bytes()));
 }
 

@@ -8,9 +8,13 @@
 //
 // A codec keeps one, and calls load() before the work that reads the residual and store() after the work that
 // writes it. Bytes per element beyond FP32's, w being the format's: 8 + 2 w.
+//
+// What is kept may lag behind the residual by a step, if the codec says how to catch up (settle_with); readers and
+// writers between steps then do.
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <span>
 #include <string>
 
@@ -41,8 +45,12 @@ class Residual {
   // " with error feedback in int8"
   std::string describe() const;
 
-  // Of a residual that is not kept in FP32: `to` or `from` are bytes of the FP32 values from `first_byte` on,
-  // in host memory. Between steps; these enqueue only. TensorState says how values come back bit for bit.
+  // Enqueues work that brings elements [begin, end) up to date, or more of them; twice does no harm.
+  using Settle = std::function<void(const Stream& stream, int64_t begin, int64_t end)>;
+  void settle_with(Settle settle) { settle_ = std::move(settle); }
+
+  // `to` or `from` are bytes of the FP32 values from `first_byte` on, in host memory. Between steps; these enqueue
+  // only. TensorState says how values come back bit for bit.
   void read(const Stream& stream, int64_t first_byte, std::span<std::byte> to) const;
   void write(const Stream& stream, int64_t first_byte, std::span<const std::byte> from) const;
   void clear(const Stream& stream, int64_t first_byte, int64_t bytes) const;
@@ -55,6 +63,8 @@ class Residual {
   };
   // The elements whose blocks hold these bytes.
   Part part_around(int64_t first_byte, int64_t bytes) const;
+  // Before access to some of its bytes, and where they are then.
+  Part open(const Stream& stream, int64_t first_byte, int64_t bytes) const;
   void decode(const Stream& stream, Part part) const;
   std::byte* value_bytes(int64_t first_byte) const;
   void encode(const Stream& stream, Part part, const WireRounding& rounding) const;
@@ -64,6 +74,7 @@ class Residual {
   Buffer kept_;
   float* values_ = nullptr;
   WireRounding rounding_;
+  Settle settle_;
 };
 
 }  // namespace gradwire

@@ -24,8 +24,8 @@ struct TensorState {
   int tensor = 0;         // as registered with the reducer
   std::string kind = {};  // one of each kind per tensor; letters, digits and '_': "residual", "factor"
   DType dtype = DType::f32;
-  void* data = nullptr;  // on the device; null: kept in fewer bytes, in `encoded` from element `first` on
-  const Residual* encoded = nullptr;
+  void* data = nullptr;  // on the device; null: kept in `residual` from element `first` on
+  const Residual* residual = nullptr;
   int64_t first = 0;
   std::vector<int64_t> shape = {};  // for readers of a checkpoint
   // The same bits on every rank, so a checkpoint holds it once. Otherwise it belongs to this rank and, except

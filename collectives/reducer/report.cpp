@@ -61,8 +61,7 @@ std::vector<TensorState> Reducer::tensor_state() const {
       const int64_t first = layout_.offsets[i] - b.begin;
       all.push_back({.tensor = i,
                      .kind = kResidualKind,
-                     .data = residual->encoded() ? nullptr : residual->values() + first,
-                     .encoded = residual->encoded() ? residual : nullptr,
+                     .residual = residual,
                      .first = first,
                      .shape = tensors_[i].shape});
     }

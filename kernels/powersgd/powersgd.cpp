@@ -9,7 +9,7 @@ namespace gradwire {
 
 MatrixTable::MatrixTable(const Stream& stream, std::vector<MatrixDescriptor> matrices)
     : host_(std::move(matrices)) {
-  std::vector<MatrixBlocks> starts{{}};
+  std::vector<MatrixBlocks>& starts = host_blocks_;
   for (const auto& d : host_) {
     int32_t most = std::min({d.rows, d.cols, static_cast<int32_t>(kMaxPowerSgdRank)});
     if (d.rank < 1 || d.rank > most) {
@@ -25,7 +25,6 @@ MatrixTable::MatrixTable(const Stream& stream, std::vector<MatrixDescriptor> mat
                       .panel = starts.back().panel + pieces(d.cols, panel_columns(d.rows)),
                       .tile = starts.back().tile + pieces(d.rows, kTileRows) * pieces(d.cols, kTileCols)});
   }
-  total_blocks_ = starts.back();
   device_ = make_buffer<MatrixDescriptor>(stream.device(), count());
   to_device(stream, device_.as<MatrixDescriptor>(), std::span<const MatrixDescriptor>(host_));
   blocks_ = make_buffer<MatrixBlocks>(stream.device(), count() + 1);

@@ -67,4 +67,19 @@ struct Quad {
   }
 };
 
+__device__ __forceinline__ bool is_pending(const PendingFactors& pending, int matrix) {
+  return pending.p != nullptr && (pending.flags == nullptr || pending.flags[matrix] == 0);
+}
+
+// m, which holds E, becomes M; `keep` is what the residual keeps of it: where the gradient is not finite E, where only
+// the sum is not, the largest value.
+__device__ __forceinline__ void add_gradient(const float (&gradient)[4], float (&m)[4], float (&keep)[4]) {
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    const float e = m[c], sum = gradient[c] + e;
+    keep[c] = is_finite(gradient[c]) ? fminf(fmaxf(sum, -FLT_MAX), FLT_MAX) : e;
+    m[c] = sum;
+  }
+}
+
 }  // namespace gradwire::cuda

@@ -3,28 +3,31 @@
 //
 // Matrices are row-major M (rows, cols); the factors are row-major P (rows, rank) and Q (cols, rank).
 //
-//   (a) project       M = grad + residual, stored into residual;  P = M Q                12 B/element
+//   (a) project       E = residual - P Q^T with the *last* step's P and own Q;
+//                     M = grad + E, stored into residual;  P = M Q                       12 B/element
 //       -- P is summed over ranks and orthonormalized --
-//   (b) back_project  Q = M^T P;  residual = M - P Q^T  with this rank's own Q            8 B/element
+//   (b) back_project  Q = M^T P, which is this rank's own                                 4 B/element
 //       -- Q is summed over ranks, while (b) of other matrices still runs --
 //   (c) reconstruct   grad = scale * P Q^T  with the summed Q                             4 B/element
+//
+// The residual E = M - P Q^T is *local*: what this rank's own projection lost. Summed over ranks, the residuals
+// and the applied gradient equal the gradients that went in, because P is the same on all ranks and Q enters
+// linearly. It is not computed in the step that leaves it, which would read and write M once more, but by the next
+// step's (a), which reads and writes it anyway. Until then the residual array holds M, and P and -Q are *pending*.
+// settle() computes E in place (8 B/element), for whoever wants to see it between steps.
 //
 // Where P and Q alternate (ACP-SGD), a step sums one of them, with the other's orthonormal columns Q0 or P0:
 //
 //   (a) project       as above with Q = Q0, or
-//   (d) project_onto  M = grad + residual, stored into residual;  Q = M^T P0             12 B/element
+//   (d) project_onto  the same with Q = M^T P0                                           12 B/element
 //       -- P, or Q, is summed over ranks, and orthonormalized into the next step's P0 or Q0 --
 //   (c) reconstruct   grad = scale * P Q0^T, or scale * P0 Q^T, with the summed factor;
-//                     residual = M minus the same with this rank's own                   12 B/element
+//                     minus the same with this rank's own is pending                      4 B/element
 //
-// The residual is *local*: what this rank's own projection lost. Summed over ranks, the residuals
-// and the applied gradient equal the gradients that went in, because P is the same on all ranks
-// and Q enters linearly.
-//
-// Non-finite input: (a) keeps the old residual where the gradient is not finite, and lets P become
-// non-finite, so that after the sum every rank sees it. orthonormalize() then flags the matrix; (b) restores
-// the old residual (M - grad where finite), writes Q = 0; (c) writes NaN over the whole matrix. (d) does as
-// (a), and (c) with `restore` as (b). Factors and residuals never become non-finite.
+// Non-finite input: (a) and (d) keep the old residual where the gradient is not finite, and let the factor become
+// non-finite, so that after the sum every rank sees it. orthonormalize() then flags the matrix; (b) writes Q = 0,
+// so that nothing is pending; (c) restores the old residual (M - grad where finite) and writes NaN over the whole
+// matrix. Residuals never become non-finite.
 //
 // Sums over rows and columns are taken in a fixed order that does not depend on the number of threads.
 #pragma once
@@ -58,9 +61,9 @@ class MatrixTable {
 
   const std::vector<MatrixDescriptor>& host() const { return host_; }
   const MatrixDescriptor* device() const { return device_.as<const MatrixDescriptor>(); }
-  // Where each matrix's blocks begin, on the device; count() + 1 entries, the last of which is also here.
+  // Where each matrix's blocks begin, on the device and here; count() + 1 entries.
   const MatrixBlocks* blocks() const { return blocks_.as<const MatrixBlocks>(); }
-  const MatrixBlocks& total_blocks() const { return total_blocks_; }
+  const std::vector<MatrixBlocks>& host_blocks() const { return host_blocks_; }
   int count() const { return static_cast<int>(host_.size()); }
   int max_rank() const { return max_rank_; }
   int64_t elements() const { return elements_; }      // sum of rows * cols
@@ -70,17 +73,27 @@ class MatrixTable {
  private:
   std::vector<MatrixDescriptor> host_;
   Buffer device_, blocks_;
-  MatrixBlocks total_blocks_;
+  std::vector<MatrixBlocks> host_blocks_{MatrixBlocks{}};
   int max_rank_ = 0;
   int64_t elements_ = 0, p_elements_ = 0, q_elements_ = 0;
+};
+
+// What is still to be added to the residual: P Q^T, with P (rows, rank) and Q (cols, rank) at the table's offsets.
+// Of the sums over k, P's column k times Q's is added for one k after the other; what is not finite then becomes 0.
+struct PendingFactors {
+  const float* p = nullptr;  // null: nothing is pending
+  const float* q = nullptr;
+  const int32_t* flags =
+      nullptr;  // (table count) nonzero: of this matrix nothing is pending; null: none is flagged
 };
 
 struct PowerSgdProject {
   const MatrixTable* table = nullptr;
   const float* grad = nullptr;
   float* residual = nullptr;  // in: E, out: M; null: no error feedback, M is grad
+  PendingFactors pending = {};
   const float* q = nullptr;
-  float* p = nullptr;  // out
+  float* p = nullptr;  // out; not the pending one
 };
 GW_SIDES(powersgd_project, PowerSgdProject)
 inline void powersgd_project(const Stream& stream, const PowerSgdProject& args) {
@@ -89,8 +102,7 @@ inline void powersgd_project(const Stream& stream, const PowerSgdProject& args) 
 
 struct PowerSgdBackProject {
   const MatrixTable* table = nullptr;
-  const float* grad = nullptr;     // M itself when residual is null; otherwise read for flagged matrices only
-  float* residual = nullptr;       // in: M, out: M - P Q^T; null: no error feedback
+  const float* m = nullptr;        // the residual; the gradient without error feedback
   const float* p = nullptr;        // orthonormal columns
   float* q = nullptr;              // out: M^T P, this rank's own
   const int32_t* flags = nullptr;  // (table count) nonzero: the matrix was not finite
@@ -105,8 +117,9 @@ struct PowerSgdProjectOnto {
   const MatrixTable* table = nullptr;
   const float* grad = nullptr;
   float* residual = nullptr;  // in: E, out: M; null: no error feedback, M is grad
-  const float* p = nullptr;   // orthonormal columns
-  float* q = nullptr;         // out: M^T P
+  PendingFactors pending = {};
+  const float* p = nullptr;  // orthonormal columns
+  float* q = nullptr;        // out: M^T P; not the pending one
 };
 GW_SIDES(powersgd_project_onto, PowerSgdProjectOnto)
 inline void powersgd_project_onto(const Stream& stream, const PowerSgdProjectOnto& args) {
@@ -121,19 +134,25 @@ struct PowerSgdReconstruct {
   float* grad = nullptr;     // out: scale * P Q^T, or NaN where flagged
   float scale = 1.0f;
   const int32_t* flags = nullptr;
-  // What this rank's part of the summed factor lost, added back to the residual: residual += p_lost Q^T, or
-  // residual += P q_lost^T (12 B/element instead of 4). At most one of them, and then `residual`.
-  const float* p_lost = nullptr;
-  const float* q_lost = nullptr;
-  float* residual = nullptr;
-  // The residual holds M: where flagged, it becomes the previous step's, M - grad. Otherwise a flagged matrix's
-  // residual stays.
-  bool restore = false;
+  float* residual =
+      nullptr;  // of a flagged matrix: in M, out the last step's E, M - grad; null: no error feedback
 };
 GW_SIDES(powersgd_reconstruct, PowerSgdReconstruct)
 inline void powersgd_reconstruct(const Stream& stream, const PowerSgdReconstruct& args) {
   detail::dispatch(stream, args, host::powersgd_reconstruct, GW_CUDA_SIDE(powersgd_reconstruct),
                    "powersgd_reconstruct");
+}
+
+// residual += P Q^T: what project() would do on the way, to the same bits.
+struct PowerSgdSettle {
+  const MatrixTable* table = nullptr;
+  float* residual = nullptr;
+  PendingFactors pending = {};
+  int matrix = -1;  // only this one of the table; -1: all
+};
+GW_SIDES(powersgd_settle, PowerSgdSettle)
+inline void powersgd_settle(const Stream& stream, const PowerSgdSettle& args) {
+  detail::dispatch(stream, args, host::powersgd_settle, GW_CUDA_SIDE(powersgd_settle), "powersgd_settle");
 }
 
 }  // namespace gradwire

@@ -1,16 +1,15 @@
 // PowerSGD's passes on the host, each streaming the matrix once.
 //
-// Bytes per element: project and project_onto 12, back_project 8 (a panel of columns stays in the cache
-// between its two uses), reconstruct 4 (non-temporal stores when the result is larger than a cache). Limit: memory up to
-// about rank 8, then arithmetic. Work is cut into pieces that depend on the shapes alone, and each sum is
-// taken within a piece in a fixed order, so results do not depend on the number of threads. Alignment: any.
-// The loops are in powersgd_simd.cpp.
+// Bytes per element: project and project_onto 12, back_project 4, reconstruct 4 (non-temporal stores when the
+// result is larger than a cache), settle 8. Limit: memory up to about rank 8, then arithmetic. Rows are read as they
+// lie, because hardware fetches ahead only along them. Work is cut into pieces that depend on the shapes alone, and
+// each sum is taken within a piece in a fixed order, and over pieces in theirs, so results do not depend on the
+// number of threads. Alignment: any. The loops are in powersgd_simd.cpp.
 #include "kernels/powersgd/powersgd.h"
-
-#include <unistd.h>
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 #include <vector>
 
 #include "kernels/math/bf16.h"
@@ -23,52 +22,37 @@ namespace {
 
 // Enough rows to pay for transposing a piece of Q.
 constexpr int64_t kTaskRows = 128;
-// A thread takes adjacent tasks together: adjacent panels share the cache lines at their border, which would
-// bounce between two cores (up to 2x of back_project's time where the cores share no cache).
+// A thread takes adjacent tasks together.
 constexpr int64_t kRunsPerThread = 16;
-// Bytes of a back_project panel, whose second reading should come from a cache. In the second level where that holds a
-// panel of 1 MiB (45 against 65 ms on Granite Rapids, 256 MiB); else in a core's share of the last one, since narrower
-// panels lose more to short rows than they gain (37 against 26 ms on Zen 4, whose second level has 1 MiB).
-int64_t panel_bytes() {
-  static const bool large = sysconf(_SC_LEVEL2_CACHE_SIZE) >= 2 << 20;
-  return large ? 1 << 20 : 2 << 20;
-}
+// A piece of back_project: about a megabyte, in enough rows for its sums to be few beside it.
+constexpr int64_t kPieceElements = 256 * 1024;
+constexpr int64_t kPieceRowsPerRank = 64;
 
 bool flagged(const int32_t* flags, int matrix) {
   return flags != nullptr && flags[matrix] != 0;
 }
 
-int64_t panel_columns_on_host(const MatrixDescriptor& d) {
-  int64_t fit = panel_bytes() / (int64_t{4} * d.rows) / kStrip * kStrip;
-  return std::clamp<int64_t>(fit, kStrip, kMaxPanelColumns);
+int64_t pieces_in(int64_t size, int64_t piece) {
+  return (size + piece - 1) / piece;
 }
 
-// Cuts every matrix into tasks of grain(descriptor) of its lines(descriptor); runs body(matrix, begin, end).
-template <typename Lines, typename Grain, typename Body>
-void for_each_slice(const MatrixTable& table, const Lines& lines, const Grain& grain, const Body& body) {
+// Runs body(matrix, begin, end) for kTaskRows rows at a time of every matrix, or of one.
+template <typename Body>
+void for_rows(const MatrixTable& table, const Body& body, int only = -1) {
   std::vector<int64_t> first_task{0};
-  for (const auto& d : table.host())
-    first_task.push_back(first_task.back() + (lines(d) + grain(d) - 1) / grain(d));
+  for (int matrix = 0; matrix < table.count(); ++matrix) {
+    const bool wanted = only < 0 || only == matrix;
+    first_task.push_back(first_task.back() + (wanted ? pieces_in(table.host()[matrix].rows, kTaskRows) : 0));
+  }
   int64_t run = std::max<int64_t>(1, first_task.back() / (kRunsPerThread * host_threads()));
   parallel_for(first_task.back(), run, [&](int64_t run_begin, int64_t run_end) {
     for (int64_t task = run_begin; task < run_end; ++task) {
       auto after = std::upper_bound(first_task.begin(), first_task.end(), task);
       int matrix = static_cast<int>(after - first_task.begin()) - 1;
-      const auto& d = table.host()[matrix];
-      int64_t begin = (task - first_task[matrix]) * grain(d);
-      body(matrix, begin, std::min<int64_t>(lines(d), begin + grain(d)));
+      int64_t begin = (task - first_task[matrix]) * kTaskRows;
+      body(matrix, begin, std::min<int64_t>(table.host()[matrix].rows, begin + kTaskRows));
     }
   });
-}
-
-int64_t rows_of(const MatrixDescriptor& d) {
-  return d.rows;
-}
-int64_t cols_of(const MatrixDescriptor& d) {
-  return d.cols;
-}
-int64_t task_rows(const MatrixDescriptor&) {
-  return kTaskRows;
 }
 
 // The residual M of a matrix that was not finite becomes the previous step's.
@@ -80,23 +64,77 @@ void restore_run(const float* grad, float* residual, int64_t begin, int64_t end)
   }
 }
 
-// Columns [begin, end) of a matrix that was not finite: Q = 0, and the residual becomes the previous step's.
-void restore(const PowerSgdBackProject& a, const MatrixDescriptor& d, int64_t begin, int64_t end) {
-  std::fill(a.q + d.q_offset + begin * d.rank, a.q + d.q_offset + end * d.rank, 0.0f);
-  for (int64_t i = 0; a.residual != nullptr && i < d.rows; ++i) {
-    const int64_t row = d.offset + i * d.cols;
-    restore_run(a.grad, a.residual, row + begin, row + end);
+// What is pending of a matrix, from a row and a column on; nulls: nothing is.
+struct PendingPart {
+  const float *p = nullptr, *q = nullptr;
+};
+PendingPart pending_part(const PendingFactors& pending, int matrix, const MatrixDescriptor& d, int64_t row,
+                         int64_t column) {
+  if (pending.p == nullptr || flagged(pending.flags, matrix)) return {};
+  return {pending.p + d.p_offset + row * d.rank, pending.q + d.q_offset + column * d.rank};
+}
+
+// The columns of a matrix that one thread sums, in pieces of rows whose sums lie one behind the other.
+struct ColumnSums {
+  int matrix;
+  int64_t column, columns, stride;
+  int64_t piece_rows, first_piece, pieces;
+  int64_t sums;  // where they begin
+};
+
+// Q = M^T P, where body(columns, row, rows, sums) sums one piece.
+template <typename Body>
+void sum_pieces(const MatrixTable& table, const int32_t* flags, float* q, const Body& body) {
+  std::vector<ColumnSums> all;
+  int64_t pieces = 0, floats = 0;
+  for (int matrix = 0; matrix < table.count(); ++matrix) {
+    const auto& d = table.host()[matrix];
+    const int64_t most = piece_columns(d.rank, d.cols);
+    const int64_t piece_rows = std::max(kPieceElements / most, kPieceRowsPerRank * d.rank);
+    for (int64_t column = 0; column < d.cols; column += most) {
+      const int64_t columns = std::min<int64_t>(most, d.cols - column);
+      const int64_t stride = pieces_in(columns, kStrip) * kStrip, count = pieces_in(d.rows, piece_rows);
+      all.push_back({matrix, column, columns, stride, piece_rows, pieces, count, floats});
+      pieces += count;
+      floats += count * d.rank * stride;
+    }
   }
+  const auto sums = std::make_unique_for_overwrite<float[]>(static_cast<size_t>(floats));
+  const int64_t run = std::max<int64_t>(1, pieces / (kRunsPerThread * host_threads()));
+  parallel_for(pieces, run, [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; ++at) {
+      const auto after =
+          std::upper_bound(all.begin(), all.end(), at, [](int64_t x, auto& c) { return x < c.first_piece; });
+      const ColumnSums& c = *std::prev(after);
+      const auto& d = table.host()[c.matrix];
+      if (flagged(flags, c.matrix)) continue;
+      const int64_t piece = at - c.first_piece, row = piece * c.piece_rows;
+      body(c, row, std::min(c.piece_rows, d.rows - row), sums.get() + c.sums + piece * d.rank * c.stride);
+    }
+  });
+  parallel_for(static_cast<int64_t>(all.size()), 1, [&](int64_t begin, int64_t) {
+    const ColumnSums& c = all[begin];
+    const auto& d = table.host()[c.matrix];
+    float* to = q + d.q_offset + c.column * d.rank;
+    if (flagged(flags, c.matrix)) {
+      std::fill(to, to + c.columns * d.rank, 0.0f);
+    } else {
+      add_pieces(sums.get() + c.sums, c.pieces, c.columns, c.stride, d.rank, to);
+    }
+  });
 }
 
 }  // namespace
 
 void powersgd_project(const PowerSgdProject& a) {
-  for_each_slice(*a.table, rows_of, task_rows, [&](int matrix, int64_t begin, int64_t end) {
+  for_rows(*a.table, [&](int matrix, int64_t begin, int64_t end) {
     const auto& d = a.table->host()[matrix];
-    int64_t origin = d.offset + begin * d.cols;
+    const int64_t origin = d.offset + begin * d.cols;
+    const PendingPart pending = pending_part(a.pending, matrix, d, begin, 0);
     project_rows({.grad = a.grad + origin,
                   .residual = a.residual != nullptr ? a.residual + origin : nullptr,
+                  .pending_p = pending.p,
+                  .pending_q = pending.q,
                   .q = a.q + d.q_offset,
                   .p = a.p + d.p_offset + begin * d.rank,
                   .rows = end - begin,
@@ -106,65 +144,79 @@ void powersgd_project(const PowerSgdProject& a) {
 }
 
 void powersgd_back_project(const PowerSgdBackProject& a) {
-  for_each_slice(*a.table, cols_of, panel_columns_on_host, [&](int matrix, int64_t begin, int64_t end) {
-    const auto& d = a.table->host()[matrix];
-    if (flagged(a.flags, matrix)) return restore(a, d, begin, end);
-    const int64_t origin = d.offset + begin;
-    back_project_panel({.m = (a.residual != nullptr ? a.residual : a.grad) + origin,
-                        .residual = a.residual != nullptr ? a.residual + origin : nullptr,
-                        .p = a.p + d.p_offset,
-                        .q = a.q + d.q_offset + begin * d.rank,
-                        .rows = d.rows,
+  sum_pieces(*a.table, a.flags, a.q, [&](const ColumnSums& c, int64_t row, int64_t rows, float* sums) {
+    const auto& d = a.table->host()[c.matrix];
+    back_project_piece({.m = a.m + d.offset + row * d.cols + c.column,
+                        .residual = nullptr,
+                        .pending_p = nullptr,
+                        .pending_q = nullptr,
+                        .p = a.p + d.p_offset + row * d.rank,
+                        .sums = sums,
+                        .rows = rows,
+                        .columns = c.columns,
                         .cols = d.cols,
-                        .panel = end - begin,
+                        .stride = c.stride,
                         .rank = d.rank});
   });
 }
 
 void powersgd_project_onto(const PowerSgdProjectOnto& a) {
-  for_each_slice(*a.table, cols_of, panel_columns_on_host, [&](int matrix, int64_t begin, int64_t end) {
-    const auto& d = a.table->host()[matrix];
-    const int64_t origin = d.offset + begin;
-    project_onto_panel({.m = a.grad + origin,
+  sum_pieces(*a.table, nullptr, a.q, [&](const ColumnSums& c, int64_t row, int64_t rows, float* sums) {
+    const auto& d = a.table->host()[c.matrix];
+    const int64_t origin = d.offset + row * d.cols + c.column;
+    const PendingPart pending = pending_part(a.pending, c.matrix, d, row, c.column);
+    back_project_piece({.m = a.grad + origin,
                         .residual = a.residual != nullptr ? a.residual + origin : nullptr,
-                        .p = a.p + d.p_offset,
-                        .q = a.q + d.q_offset + begin * d.rank,
-                        .rows = d.rows,
+                        .pending_p = pending.p,
+                        .pending_q = pending.q,
+                        .p = a.p + d.p_offset + row * d.rank,
+                        .sums = sums,
+                        .rows = rows,
+                        .columns = c.columns,
                         .cols = d.cols,
-                        .panel = end - begin,
+                        .stride = c.stride,
                         .rank = d.rank});
   });
 }
 
 void powersgd_reconstruct(const PowerSgdReconstruct& a) {
   bool stream = a.table->elements() * int64_t{sizeof(float)} >= kStreamBytes;
-  for_each_slice(*a.table, rows_of, task_rows, [&](int matrix, int64_t begin, int64_t end) {
+  for_rows(*a.table, [&](int matrix, int64_t begin, int64_t end) {
     const auto& d = a.table->host()[matrix];
-    int64_t origin = d.offset + begin * d.cols;
+    const int64_t origin = d.offset + begin * d.cols, after = d.offset + end * d.cols;
     if (flagged(a.flags, matrix)) {
-      if (a.restore && a.residual != nullptr) {
-        restore_run(a.grad, a.residual, origin, d.offset + end * d.cols);
-      }
-      std::fill(a.grad + origin, a.grad + d.offset + end * d.cols, std::numeric_limits<float>::quiet_NaN());
+      if (a.residual != nullptr) restore_run(a.grad, a.residual, origin, after);
+      std::fill(a.grad + origin, a.grad + after, std::numeric_limits<float>::quiet_NaN());
       return;
     }
-    ReconstructRows rows{.p = a.p + d.p_offset + begin * d.rank,
-                         .q = a.q + d.q_offset,
-                         .out = a.grad + origin,
-                         .scale = a.scale,
-                         .rows = end - begin,
-                         .cols = d.cols,
-                         .rank = d.rank,
-                         .mode = stream ? Reconstruct::stream : Reconstruct::store};
-    reconstruct_rows(rows);
-    if (a.p_lost == nullptr && a.q_lost == nullptr) return;
-    if (a.p_lost != nullptr) rows.p = a.p_lost + d.p_offset + begin * d.rank;
-    if (a.q_lost != nullptr) rows.q = a.q_lost + d.q_offset;
-    rows.out = a.residual + origin;
-    rows.scale = 1.0f;
-    rows.mode = Reconstruct::add_finite;
-    reconstruct_rows(rows);
+    reconstruct_rows({.p = a.p + d.p_offset + begin * d.rank,
+                      .q = a.q + d.q_offset,
+                      .out = a.grad + origin,
+                      .scale = a.scale,
+                      .rows = end - begin,
+                      .cols = d.cols,
+                      .rank = d.rank,
+                      .mode = stream ? Reconstruct::stream : Reconstruct::store});
   });
+}
+
+void powersgd_settle(const PowerSgdSettle& a) {
+  for_rows(
+      *a.table,
+      [&](int matrix, int64_t begin, int64_t end) {
+        const auto& d = a.table->host()[matrix];
+        const PendingPart pending = pending_part(a.pending, matrix, d, begin, 0);
+        if (pending.p == nullptr) return;
+        reconstruct_rows({.p = pending.p,
+                          .q = pending.q,
+                          .out = a.residual + d.offset + begin * d.cols,
+                          .scale = 1.0f,
+                          .rows = end - begin,
+                          .cols = d.cols,
+                          .rank = d.rank,
+                          .mode = Reconstruct::settle});
+      },
+      a.matrix);
 }
 
 }  // namespace gradwire::host

@@ -19,9 +19,11 @@ namespace {
 using Vec = F32x16;
 constexpr int kLanes = gradwire::kLanes<Vec>;
 
-constexpr int64_t kPieceFloats = 32 * 1024;  // of turned Q, in the second-level cache
+constexpr int64_t kPieceFloats = 32 * 1024;  // of a turned factor, in the second-level cache
 constexpr int kRowTile = 4;
 constexpr int kRankTile = 4;
+constexpr int kTileVecs = 2;  // whose sums stay in registers
+constexpr int64_t kTileColumns = kTileVecs * kLanes;
 constexpr int64_t kPrefetchFloats = 512;
 
 GW_INLINE Vec clamp_finite(const Vec& x) {
@@ -29,22 +31,19 @@ GW_INLINE Vec clamp_finite(const Vec& x) {
   return blend(v < -FLT_MAX, Vec{} - FLT_MAX, v);
 }
 
-// M = grad + residual, stored into the residual. Where the gradient is not finite the old residual stays; if
-// only the sum is not, it is clamped.
-GW_INLINE Vec form_m(const Vec& grad, float* residual, int64_t count) {
-  const Vec e = load_some<Vec>(residual, count), sum = grad + e;
+// M = grad + E, stored into the residual. Where the gradient is not finite E is; if only the sum is not, it is clamped.
+GW_INLINE Vec form_m(const Vec& grad, const Vec& e, float* residual, int64_t count) {
+  const Vec sum = grad + e;
   store_some(residual, blend(finite_lanes(grad), clamp_finite(sum), e), count);
   return sum;
 }
 
-int64_t round_up(int64_t n, int64_t to) {
-  return (n + to - 1) / to * to;
+GW_INLINE Vec finite_or_zero(const Vec& x) {
+  return blend(finite_lanes(x), x, Vec{});
 }
 
-// Columns per piece of Q, a multiple of the strip.
-int64_t piece_columns(int rank, int64_t cols) {
-  int64_t most = kPieceFloats / round_up(rank, kRankTile) / kStrip * kStrip;
-  return std::min(most, round_up(cols, kStrip));
+int64_t round_up(int64_t n, int64_t to) {
+  return (n + to - 1) / to * to;
 }
 
 // turned[k][column] = q[column][k]; zero up to `stride` and to a whole rank tile.
@@ -58,35 +57,90 @@ GW_INLINE void turn(const float* q, int rank, int64_t columns, int64_t stride, f
   }
 }
 
-// M of kRows rows; adds their products with kRank turned columns of Q to sums (kRows, sum_stride). With
-// kFresh, M is formed from grad and residual; else it is read from m_buffer, where an earlier call with
-// kFresh left it.
-template <int kRows, int kRank, bool kFresh>
-GW_INLINE void project_tile(const ProjectRows& a, int64_t row0, int64_t column0, int64_t columns,
-                            const float* turned, int64_t stride, float* m_buffer, bool keep_m, float* sums,
-                            int64_t sum_stride) {
+// One tile of rows and of columns: value += P Q^T.
+template <int kRows, int kVecs>
+GW_INLINE void outer_tile(const float* p, int rank, const float* turned, int64_t stride,
+                          Vec (&value)[kRows][kVecs]) {
+  for (int k = 0; k < rank; ++k) {
+    Vec q[kVecs];
+    for (int v = 0; v < kVecs; ++v) q[v] = load<Vec>(turned + k * stride + v * kLanes);
+    for (int i = 0; i < kRows; ++i) {
+      for (int v = 0; v < kVecs; ++v) value[i][v] += p[i * rank + k] * q[v];
+    }
+  }
+}
+
+// Some rows and columns of the gradient and the residual, and what is pending of them.
+struct Fresh {
+  const float* grad;
+  float* residual;         // or null
+  const float* pending_p;  // or null
+  const float* pending;    // Q, turned around: (rank, stride)
+  int64_t cols, stride;
+  int rank;
+};
+
+// One tile of M to `m`, rows m_stride apart; columns from `count` on are 0.
+template <int kRows>
+GW_INLINE void form_tile(const Fresh& a, int64_t row, int64_t column, int64_t count, float* m,
+                         int64_t m_stride) {
+  Vec e[kRows][kTileVecs] = {};
+  const int64_t at = row * a.cols + column;
+  int64_t lanes[kTileVecs];
+  for (int v = 0; v < kTileVecs; ++v) lanes[v] = std::clamp<int64_t>(count - v * kLanes, 0, kLanes);
+  if (a.residual != nullptr) {
+    for (int i = 0; i < kRows; ++i) {
+      for (int v = 0; v < kTileVecs; ++v) {
+        const float* from = a.residual + at + i * a.cols + v * kLanes;
+        __builtin_prefetch(from + kPrefetchFloats, 1);
+        e[i][v] = load_some<Vec>(from, lanes[v]);
+      }
+    }
+    if (a.pending_p != nullptr) {
+      outer_tile<kRows, kTileVecs>(a.pending_p + row * a.rank, a.rank, a.pending + column, a.stride, e);
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    for (int v = 0; v < kTileVecs; ++v) {
+      const int64_t here = at + i * a.cols + v * kLanes;
+      Vec x = load_some<Vec>(a.grad + here, lanes[v]);
+      __builtin_prefetch(a.grad + here + kPrefetchFloats);
+      if (a.residual != nullptr) {
+        if (a.pending_p != nullptr) e[i][v] = finite_or_zero(e[i][v]);
+        x = form_m(x, e[i][v], a.residual + here, lanes[v]);
+      }
+      store(m + i * m_stride + v * kLanes, x);
+    }
+  }
+}
+
+// M of `rows` rows from `row` on, and of `columns` columns from `column` on.
+GW_INLINE void form_block(const Fresh& a, int64_t row, int64_t rows, int64_t column, int64_t columns,
+                          float* m, int64_t m_stride) {
+  int64_t i = 0;
+  for (; i + kRowTile <= rows; i += kRowTile) {
+    for (int64_t j = 0; j < columns; j += kTileColumns) {
+      form_tile<kRowTile>(a, row + i, column + j, columns - j, m + i * m_stride + j, m_stride);
+    }
+  }
+  for (; i < rows; ++i) {
+    for (int64_t j = 0; j < columns; j += kTileColumns) {
+      form_tile<1>(a, row + i, column + j, columns - j, m + i * m_stride + j, m_stride);
+    }
+  }
+}
+
+// Adds the products of kRows rows of M, m_stride apart, with kRank turned columns of Q to sums.
+template <int kRows, int kRank>
+GW_INLINE void project_tile(const float* m, int64_t m_stride, int64_t columns, const float* turned,
+                            int64_t stride, float* sums) {
   Vec acc[kRows][kRank] = {};
-  // One row is one stream, which continues in the next row; several rows are several
-  // streams, which end together.
-  const int64_t ahead = kRows == 1 ? kPrefetchFloats : kRows * a.cols;
   for (int64_t j = 0; j < columns; j += kLanes) {
     Vec q[kRank];
     for (int k = 0; k < kRank; ++k) q[k] = load<Vec>(turned + k * stride + j);
     for (int i = 0; i < kRows; ++i) {
-      Vec m;
-      if (kFresh) {
-        int64_t at = (row0 + i) * a.cols + column0 + j, count = columns - j;
-        m = load_some<Vec>(a.grad + at, count);
-        __builtin_prefetch(a.grad + at + ahead);
-        if (a.residual != nullptr) {
-          __builtin_prefetch(a.residual + at + ahead, 1);
-          m = form_m(m, a.residual + at, count);
-        }
-        if (keep_m) store(m_buffer + i * stride + j, m);
-      } else {
-        m = load<Vec>(m_buffer + i * stride + j);
-      }
-      for (int k = 0; k < kRank; ++k) acc[i][k] += m * q[k];
+      const Vec x = load<Vec>(m + i * m_stride + j);
+      for (int k = 0; k < kRank; ++k) acc[i][k] += x * q[k];
     }
   }
   if constexpr (kRows * kRank == kLanes) {
@@ -94,68 +148,101 @@ GW_INLINE void project_tile(const ProjectRows& a, int64_t row0, int64_t column0,
     for (int i = 0; i < kLanes; ++i) flat[i] = acc[i / kRank][i % kRank];
     float total[kLanes];
     store(total, sums_of(flat));
-    for (int i = 0; i < kLanes; ++i) sums[i / kRank * sum_stride + i % kRank] += total[i];
+    for (int i = 0; i < kLanes; ++i) sums[i / kRank * kMaxPowerSgdRank + i % kRank] += total[i];
   } else {
     for (int i = 0; i < kRows; ++i) {
-      for (int k = 0; k < kRank; ++k) sums[i * sum_stride + k] += sum_of(acc[i][k]);
+      for (int k = 0; k < kRank; ++k) sums[i * kMaxPowerSgdRank + k] += sum_of(acc[i][k]);
     }
   }
 }
 
+// Where memory is the limit, one row after another, in one go: a row is one stream, which continues in the next row.
+template <int kRank, bool kPending>
+GW_INLINE void project_row(const Fresh& a, int64_t row, int64_t column, int64_t columns, const float* turned,
+                           float* sums) {
+  Vec acc[kRank] = {};
+  float weight[kRank] = {};
+  for (int k = 0; kPending && k < a.rank; ++k) weight[k] = a.pending_p[row * a.rank + k];
+  const float* grad = a.grad + row * a.cols + column;
+  float* residual = a.residual != nullptr ? a.residual + row * a.cols + column : nullptr;
+  for (int64_t j = 0; j < columns; j += kLanes) {
+    const int64_t count = columns - j;
+    Vec m = load_some<Vec>(grad + j, count);
+    __builtin_prefetch(grad + j + kPrefetchFloats);
+    if (residual != nullptr) {
+      __builtin_prefetch(residual + j + kPrefetchFloats, 1);
+      Vec e = load_some<Vec>(residual + j, count);
+      if constexpr (kPending) {
+        for (int k = 0; k < kRank; ++k) e += weight[k] * load<Vec>(a.pending + k * a.stride + j);
+        e = finite_or_zero(e);
+      }
+      m = form_m(m, e, residual + j, count);
+    }
+    for (int k = 0; k < kRank; ++k) acc[k] += m * load<Vec>(turned + k * a.stride + j);
+  }
+  for (int k = 0; k < kRank; ++k) sums[k] += sum_of(acc[k]);
+}
+
+template <int kRank>
+GW_INLINE void project_rows_of_rank(const Fresh& a, int64_t row, int64_t rows, int64_t column,
+                                    int64_t columns, const float* turned, float (*sums)[kMaxPowerSgdRank]) {
+  for (int64_t i = 0; i < rows; ++i) {
+    if (a.pending_p != nullptr) {
+      project_row<kRank, true>(a, row + i, column, columns, turned, sums[i]);
+    } else {
+      project_row<kRank, false>(a, row + i, column, columns, turned, sums[i]);
+    }
+  }
+}
+
+// Where arithmetic is the limit, several rows share the loads of Q.
 template <int kRows>
-GW_INLINE void project_all_ranks(const ProjectRows& a, int64_t row0, int64_t column0, int64_t columns,
-                                 const float* turned, int64_t stride, float* m_buffer, float* sums) {
-  constexpr int kMost = kMaxPowerSgdRank;
-  if (a.rank == 1)
-    return project_tile<kRows, 1, true>(a, row0, column0, columns, turned, stride, m_buffer, false, sums,
-                                        kMost);
-  if (a.rank == 2)
-    return project_tile<kRows, 2, true>(a, row0, column0, columns, turned, stride, m_buffer, false, sums,
-                                        kMost);
-  bool keep_m = a.rank > kRankTile;
-  project_tile<kRows, kRankTile, true>(a, row0, column0, columns, turned, stride, m_buffer, keep_m, sums,
-                                       kMost);
-  for (int k = kRankTile; k < a.rank; k += kRankTile) {
-    project_tile<kRows, kRankTile, false>(a, row0, column0, columns, turned + k * stride, stride, m_buffer,
-                                          false, sums + k, kMost);
-  }
-}
-
-// One strip of columns and one tile of rows of value - P Q^T (kSubtract) or P Q^T.
-template <int kRows, int kVecs>
-GW_INLINE void outer_tile(const float* p, int64_t p_stride, int rank, const float* turned, int64_t stride,
-                          Vec (&value)[kRows][kVecs], bool subtract) {
-  for (int k = 0; k < rank; ++k) {
-    Vec q[kVecs];
-    for (int v = 0; v < kVecs; ++v) q[v] = load<Vec>(turned + k * stride + v * kLanes);
-    for (int i = 0; i < kRows; ++i) {
-      float weight = subtract ? -p[i * p_stride + k] : p[i * p_stride + k];
-      for (int v = 0; v < kVecs; ++v) value[i][v] += weight * q[v];
-    }
+GW_INLINE void project_block(const Fresh& a, int64_t row, int64_t column, int64_t columns,
+                             const float* turned, float* m, float* sums) {
+  // The turned factors begin with `column`.
+  Fresh here = a;
+  here.grad += column;
+  if (a.residual != nullptr) here.residual += column;
+  form_block(here, row, kRows, 0, columns, m, a.stride);
+  for (int k = 0; k < a.rank; k += kRankTile) {
+    project_tile<kRows, kRankTile>(m, a.stride, columns, turned + k * a.stride, a.stride, sums + k);
   }
 }
 
 }  // namespace
 
+// A multiple of the strip.
+int64_t piece_columns(int rank, int64_t cols) {
+  int64_t most = kPieceFloats / round_up(rank, kRankTile) / kStrip * kStrip;
+  return std::min(most, round_up(cols, kStrip));
+}
+
 GW_SIMD void project_rows(const ProjectRows& a) {
-  alignas(64) float turned[kPieceFloats];
-  alignas(64) float m_buffer[kRowTile * kPieceFloats / 8];  // pieces are longer only where rank <= kRankTile
+  alignas(64) float turned[kPieceFloats], pending[kPieceFloats];
+  alignas(64) float m[kRowTile * kPieceFloats / 8];  // used where rank > kRankTile
   constexpr int64_t kMostRows = 128;
   for (int64_t first = 0; first < a.rows; first += kMostRows) {
     int64_t rows = std::min(kMostRows, a.rows - first);
     float sums[kMostRows][kMaxPowerSgdRank] = {};
     int64_t piece = piece_columns(a.rank, a.cols);
-    for (int64_t column0 = 0; column0 < a.cols; column0 += piece) {
-      int64_t columns = std::min(piece, a.cols - column0), stride = round_up(columns, kLanes);
-      turn(a.q + column0 * a.rank, a.rank, columns, stride, turned);
-      int64_t i = 0;
-      // Where memory is the limit, one row after another (28 against 34 ms on ViT-B/32 at rank 4); where
-      // arithmetic is, several rows share the loads of Q.
-      for (; a.rank > kRankTile && i + kRowTile <= rows; i += kRowTile) {
-        project_all_ranks<kRowTile>(a, first + i, column0, columns, turned, stride, m_buffer, sums[i]);
+    for (int64_t column = 0; column < a.cols; column += piece) {
+      int64_t columns = std::min(piece, a.cols - column), stride = round_up(columns, kStrip);
+      turn(a.q + column * a.rank, a.rank, columns, stride, turned);
+      if (a.pending_p != nullptr) turn(a.pending_q + column * a.rank, a.rank, columns, stride, pending);
+      const Fresh fresh{a.grad, a.residual, a.pending_p, pending, a.cols, stride, a.rank};
+      if (a.rank == 1) {
+        project_rows_of_rank<1>(fresh, first, rows, column, columns, turned, sums);
+      } else if (a.rank == 2) {
+        project_rows_of_rank<2>(fresh, first, rows, column, columns, turned, sums);
+      } else if (a.rank <= kRankTile) {
+        project_rows_of_rank<kRankTile>(fresh, first, rows, column, columns, turned, sums);
+      } else {
+        int64_t i = 0;
+        for (; i + kRowTile <= rows; i += kRowTile) {
+          project_block<kRowTile>(fresh, first + i, column, columns, turned, m, sums[i]);
+        }
+        for (; i < rows; ++i) project_block<1>(fresh, first + i, column, columns, turned, m, sums[i]);
       }
-      for (; i < rows; ++i)
-        project_all_ranks<1>(a, first + i, column0, columns, turned, stride, m_buffer, sums[i]);
     }
     for (int64_t i = 0; i < rows; ++i) {
       for (int k = 0; k < a.rank; ++k) a.p[(first + i) * a.rank + k] = sums[i][k];
@@ -165,9 +252,13 @@ GW_SIMD void project_rows(const ProjectRows& a) {
 
 namespace {
 
-constexpr int64_t kBlockRows = 16;  // that pass through the first-level cache while their sums are taken
-constexpr int kTileVecs = 2;        // whose sums stay in registers
-constexpr int64_t kTileColumns = kTileVecs * kLanes;
+// Rows of M whose sums are taken together: few, so that what is fetched ahead stays in the cache, or more where the sums
+// take longer to load and store.
+constexpr int64_t kMostBlockRows = 16;
+constexpr int64_t block_rows(int rank) {
+  return rank <= 2 ? 8 : kMostBlockRows;
+}
+constexpr int64_t kBlockColumns = 512;  // of M where it is formed
 
 // sums[k][strip] += rows of P^T M, for a strip of columns and kRank of P's columns.
 template <int kRank, bool kWhole>
@@ -183,7 +274,7 @@ GW_INLINE void back_tile(const float* m, int64_t m_stride, int64_t columns, cons
       const float* from = m + i * m_stride + v * kLanes;
       x[v] = kWhole ? load<Vec>(from)
                     : load_some<Vec>(from, std::clamp<int64_t>(columns - v * kLanes, 0, kLanes));
-      if (ahead != nullptr) __builtin_prefetch(ahead + i * m_stride + v * kLanes, 0, 3);
+      if (ahead != nullptr) __builtin_prefetch(ahead + i * kTileColumns + v * kLanes, 0, 2);
     }
     for (int k = 0; k < kRank; ++k) {
       float weight = p[i * p_stride + k];
@@ -195,115 +286,71 @@ GW_INLINE void back_tile(const float* m, int64_t m_stride, int64_t columns, cons
   }
 }
 
-// Of `rows` rows of M at m, m_stride apart, from column0 on.
 template <bool kWhole>
-GW_INLINE void back_all_ranks(const BackProjectPanel& a, const float* m, int64_t m_stride, int64_t row0,
-                              int64_t rows, int64_t column0, const float* ahead, float* sums,
-                              int64_t stride) {
-  const float* p = a.p + row0 * a.rank;
-  int64_t columns = a.panel - column0;
+GW_INLINE void back_all_ranks(const float* m, int64_t m_stride, int64_t columns, const float* p, int rank,
+                              int64_t rows, const float* ahead, float* sums, int64_t stride) {
   int k = 0;
-  for (; k + kRankTile <= a.rank; k += kRankTile) {
-    back_tile<kRankTile, kWhole>(m, m_stride, columns, p + k, a.rank, rows, ahead, sums + k * stride, stride);
-    ahead = nullptr;
+  for (; k + kRankTile <= rank; k += kRankTile) {
+    back_tile<kRankTile, kWhole>(m, m_stride, columns, p + k, rank, rows, k == 0 ? ahead : nullptr,
+                                 sums + k * stride, stride);
   }
-  for (; k < a.rank; ++k) {
-    back_tile<1, kWhole>(m, m_stride, columns, p + k, a.rank, rows, ahead, sums + k * stride, stride);
-    ahead = nullptr;
+  for (; k < rank; ++k) {
+    back_tile<1, kWhole>(m, m_stride, columns, p + k, rank, rows, k == 0 ? ahead : nullptr, sums + k * stride,
+                         stride);
   }
 }
 
-// Adds rows [row0, row0 + rows) of M, at m, to the panel's sums.
-GW_INLINE void back_rows(const BackProjectPanel& a, const float* m, int64_t m_stride, int64_t row0,
-                         int64_t rows, bool prefetch, float* sums, int64_t stride) {
-  for (int64_t column0 = 0; column0 < a.panel; column0 += kTileColumns) {
-    // Each row's piece of a panel is short, so the next block is prefetched while this one is computed.
-    const float* ahead = prefetch ? m + kBlockRows * m_stride + column0 : nullptr;
-    if (column0 + kTileColumns <= a.panel) {
-      back_all_ranks<true>(a, m + column0, m_stride, row0, rows, column0, ahead, sums + column0, stride);
+// Adds the products of `rows` rows of M with those of P to the sums.
+GW_INLINE void back_rows(const float* m, int64_t m_stride, int64_t columns, const float* p, int rank,
+                         int64_t rows, const float* ahead, float* sums, int64_t stride) {
+  for (int64_t j = 0; j < columns; j += kTileColumns, ahead += ahead != nullptr ? rows * kTileColumns : 0) {
+    if (j + kTileColumns <= columns) {
+      back_all_ranks<true>(m + j, m_stride, kTileColumns, p, rank, rows, ahead, sums + j, stride);
     } else {
-      back_all_ranks<false>(a, m + column0, m_stride, row0, rows, column0, ahead, sums + column0, stride);
+      back_all_ranks<false>(m + j, m_stride, columns - j, p, rank, rows, ahead, sums + j, stride);
     }
   }
-}
-
-GW_INLINE void store_q(const BackProjectPanel& a, const float* sums, int64_t stride) {
-  for (int64_t j = 0; j < a.panel; ++j) {
-    for (int k = 0; k < a.rank; ++k) a.q[j * a.rank + k] = sums[k * stride + j];
-  }
-}
-
-template <int kRows, bool kWhole>
-GW_INLINE void residual_tile(const BackProjectPanel& a, int64_t row0, int64_t column0, const float* turned,
-                             int64_t stride) {
-  Vec left[kRows][kTileVecs];
-  float* at = a.residual + row0 * a.cols + column0;
-  for (int i = 0; i < kRows; ++i) {
-    for (int v = 0; v < kTileVecs; ++v) {
-      const float* from = at + i * a.cols + v * kLanes;
-      left[i][v] = kWhole
-                       ? load<Vec>(from)
-                       : load_some<Vec>(from, std::clamp<int64_t>(a.panel - column0 - v * kLanes, 0, kLanes));
-    }
-  }
-  outer_tile<kRows, kTileVecs>(a.p + row0 * a.rank, a.rank, a.rank, turned + column0, stride, left, true);
-  for (int i = 0; i < kRows; ++i) {
-    for (int v = 0; v < kTileVecs; ++v) {
-      Vec e = blend(finite_lanes(left[i][v]), left[i][v], Vec{});
-      float* to = at + i * a.cols + v * kLanes;
-      if (kWhole) {
-        store(to, e);
-      } else {
-        store_some(to, e, std::clamp<int64_t>(a.panel - column0 - v * kLanes, 0, kLanes));
-      }
-    }
-  }
-}
-
-template <int kRows>
-GW_INLINE void residual_rows(const BackProjectPanel& a, int64_t row0, const float* turned, int64_t stride) {
-  int64_t column0 = 0;
-  for (; column0 + kTileColumns <= a.panel; column0 += kTileColumns)
-    residual_tile<kRows, true>(a, row0, column0, turned, stride);
-  if (column0 < a.panel) residual_tile<kRows, false>(a, row0, column0, turned, stride);
 }
 
 }  // namespace
 
-GW_SIMD void back_project_panel(const BackProjectPanel& a) {
-  alignas(64) float sums[kMaxPowerSgdRank * kMaxPanelColumns];  // Q turned around: (rank, stride)
-  int64_t stride = round_up(a.panel, kStrip);
-  std::fill(sums, sums + a.rank * stride, 0.0f);
-  for (int64_t row0 = 0; row0 < a.rows; row0 += kBlockRows) {
-    back_rows(a, a.m + row0 * a.cols, a.cols, row0, std::min(kBlockRows, a.rows - row0),
-              row0 + 2 * kBlockRows <= a.rows, sums, stride);
+GW_SIMD void back_project_piece(const BackProjectPiece& a) {
+  alignas(64) float pending[kPieceFloats];
+  alignas(64) float block[kMostBlockRows * kBlockColumns];  // of M
+  std::fill(a.sums, a.sums + a.rank * a.stride, 0.0f);
+  if (a.pending_p != nullptr) turn(a.pending_q, a.rank, a.columns, a.stride, pending);
+  const Fresh fresh{a.m, a.residual, a.pending_p, pending, a.cols, a.stride, a.rank};
+  const int64_t step = block_rows(a.rank);
+  for (int64_t row = 0; row < a.rows; row += step) {
+    const int64_t rows = std::min(step, a.rows - row);
+    const float* p = a.p + row * a.rank;
+    if (a.residual == nullptr) {
+      const float* m = a.m + row * a.cols;
+      // The next rows, in the order in which they lie, whatever the order of the tiles.
+      const float* ahead = a.columns == a.cols ? m + rows * a.cols : nullptr;
+      back_rows(m, a.cols, a.columns, p, a.rank, rows, ahead, a.sums, a.stride);
+      continue;
+    }
+    for (int64_t column = 0; column < a.columns; column += kBlockColumns) {
+      const int64_t columns = std::min(kBlockColumns, a.columns - column);
+      form_block(fresh, row, rows, column, columns, block, kBlockColumns);
+      back_rows(block, kBlockColumns, columns, p, a.rank, rows, nullptr, a.sums + column, a.stride);
+    }
   }
-  store_q(a, sums, stride);
-  if (a.residual == nullptr) return;
-  // From the last row up, because what was read last is most likely still in the cache.
-  int64_t row = a.rows;
-  for (; row >= kRowTile; row -= kRowTile) residual_rows<kRowTile>(a, row - kRowTile, sums, stride);
-  for (; row > 0; --row) residual_rows<1>(a, row - 1, sums, stride);
 }
 
-GW_SIMD void project_onto_panel(const BackProjectPanel& a) {
-  alignas(64) float sums[kMaxPowerSgdRank * kMaxPanelColumns];
-  alignas(64) float block[kBlockRows * kMaxPanelColumns];  // of M
-  const int64_t stride = round_up(a.panel, kStrip);
-  std::fill(sums, sums + a.rank * stride, 0.0f);
-  for (int64_t row0 = 0; row0 < a.rows; row0 += kBlockRows) {
-    const int64_t rows = std::min(kBlockRows, a.rows - row0);
-    for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t j = 0; j < a.panel; j += kLanes) {
-        const int64_t at = (row0 + i) * a.cols + j, count = std::min<int64_t>(kLanes, a.panel - j);
-        Vec m = load_some<Vec>(a.m + at, count);
-        if (a.residual != nullptr) m = form_m(m, a.residual + at, count);
-        store(block + i * stride + j, m);
-      }
+GW_SIMD void add_pieces(float* sums, int64_t pieces, int64_t columns, int64_t stride, int rank, float* q) {
+  const int64_t size = rank * stride;
+  for (int64_t piece = 1; piece < pieces; ++piece) {
+    for (int64_t i = 0; i < size; i += kLanes) {
+      Vec sum = load<Vec>(sums + i);
+      sum += load<Vec>(sums + piece * size + i);
+      store(sums + i, sum);
     }
-    back_rows(a, block, stride, row0, rows, false, sums, stride);
   }
-  store_q(a, sums, stride);
+  for (int64_t j = 0; j < columns; ++j) {
+    for (int k = 0; k < rank; ++k) q[j * rank + k] = sums[k * stride + j];
+  }
 }
 
 namespace {
@@ -312,15 +359,20 @@ template <int kRows, int kVecs>
 GW_INLINE void reconstruct_tile(const ReconstructRows& a, int64_t row0, int64_t column, int64_t count,
                                 const float* turned, int64_t stride) {
   Vec value[kRows][kVecs] = {};
-  outer_tile<kRows, kVecs>(a.p + row0 * a.rank, a.rank, a.rank, turned, stride, value, false);
   float* at = a.out + row0 * a.cols + column;
+  const bool settle = a.mode == Reconstruct::settle;
+  for (int i = 0; settle && i < kRows; ++i) {
+    for (int v = 0; v < kVecs; ++v) {
+      value[i][v] = load_some<Vec>(at + i * a.cols + v * kLanes, kVecs > 1 ? kLanes : count);
+    }
+  }
+  outer_tile<kRows, kVecs>(a.p + row0 * a.rank, a.rank, turned, stride, value);
   for (int i = 0; i < kRows; ++i) {
     for (int v = 0; v < kVecs; ++v) {
       float* to = at + i * a.cols + v * kLanes;
       int64_t lanes = kVecs > 1 ? kLanes : count;
-      if (a.mode == Reconstruct::add_finite) {
-        Vec old = load_some<Vec>(to, lanes), sum = old + value[i][v];
-        store_some(to, blend(finite_lanes(sum), sum, old), lanes);
+      if (settle) {
+        store_some(to, finite_or_zero(value[i][v]), lanes);
       } else if (a.mode == Reconstruct::stream && lanes == kLanes &&
                  reinterpret_cast<uintptr_t>(to) % 16 == 0) {
         stream_store(to, a.scale * value[i][v]);

@@ -1,9 +1,9 @@
-// PowerSGD pass (a) on CUDA: M = grad + residual, stored into residual; P = M Q.
+// PowerSGD pass (a) on CUDA: E = residual + what is pending; M = grad + E, stored into residual; P = M Q.
 //
 // Bytes per element: 12 with residual, 4 without. Limit: memory bandwidth up to about rank 32.
 // A block takes 8 or 16 whole rows and walks over the columns in strips of 1024. Each thread holds 8 rows x 4
 // columns of M in registers, while the strip's Q passes through shared memory, transposed, up to 8 of its
-// columns at a time; the products are summed over a warp by halving (32 values over 32 lanes cost 31
+// columns at a time; what is pending is added from shared memory, too. The products are summed over a warp by halving (32 values over 32 lanes cost 31
 // shuffles, not 160) and over warps at the end. So M is read once for any rank, and the order of every sum is
 // fixed. Alignment: any; 16-byte accesses when a matrix's rows are 16-byte aligned in both arrays.
 #include "kernels/powersgd/powersgd.cuh"
@@ -16,14 +16,19 @@ constexpr int kRows = 8;  // per thread
 constexpr int kStripThreads = 256;  // that share a row
 constexpr int kStrip = 4 * kStripThreads;
 constexpr int kStripStride = kStrip + 4;  // keeps the transposing stores free of bank conflicts
+// What is pending lies in shared memory as a whole. Of higher ranks it is added before, by a kernel of its own: 8 bytes
+// more, where arithmetic is the limit already.
+constexpr int kMostPendingRank = 16;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct ProjectArgs {
   Matrices matrices;
   const float* grad;
   float* residual;
+  PendingFactors pending;
   const float* q;
   float* p;
+  int padded_pending;  // the rank of what is pending, rounded up to kRank of the kernel: sizes the shared arrays
 };
 
 // Sums each of kCount values over the 32 lanes; kCount a power of 2 up to 32. Afterwards v[0] of lane l is
@@ -74,11 +79,12 @@ __device__ __forceinline__ void stage_q(const float* q, int rank, int k0, int co
 }
 
 // M of four columns of kBatch rows, from row `first` of m on, stored where there is error feedback. All loads come
-// before the first store: a store waits for what it stores, and later loads would wait behind it.
+// before the first store: a store waits for what it stores, and later loads would wait behind it. `pending_q` (rank,
+// kStripStride) and `pending_p` (rank, kRows) are in shared memory; rank is 0 if nothing is pending.
 template <int kBatch, bool kVector>
 __device__ __forceinline__ void load_m(const ProjectArgs& a, const Quad<kVector>& quad, int64_t at,
-                                       int64_t stride, int first, int rows, int columns,
-                                       float (&m)[kRows][4]) {
+                                       int64_t stride, int first, int rows, int columns, int rank,
+                                       const float* pending_q, const float* pending_p, float (&m)[kRows][4]) {
 #pragma unroll
   for (int i = first; i < first + kBatch; ++i) {
     quad.load(a.grad + at + i * stride, i < rows ? columns : 0, m[i]);
@@ -89,30 +95,50 @@ __device__ __forceinline__ void load_m(const ProjectArgs& a, const Quad<kVector>
   for (int i = 0; i < kBatch; ++i) {
     quad.load(a.residual + at + (first + i) * stride, first + i < rows ? columns : 0, e[i]);
   }
+#pragma unroll 1
+  for (int k = 0; k < rank; ++k) {
+    float q[4];
+    quad.load(pending_q + k * kStripStride, kStrip, q);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) e[i][c] = fmaf(pending_p[k * kRows + first + i], q[c], e[i][c]);
+    }
+  }
 #pragma unroll
   for (int i = 0; i < kBatch; ++i) {
     float keep[4];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const float gradient = m[first + i][c], sum = gradient + e[i][c];
-      // Where the gradient is not finite the old residual stays; where only the sum is not, it is clamped.
-      keep[c] = is_finite(gradient) ? fminf(fmaxf(sum, -FLT_MAX), FLT_MAX) : e[i][c];
-      m[first + i][c] = sum;
-    }
+    for (int c = 0; c < 4; ++c) e[i][c] = is_finite(e[i][c]) ? e[i][c] : 0.0f;
+    add_gradient(m[first + i], e[i], keep);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) m[first + i][c] = e[i][c];
     quad.store(a.residual + at + (first + i) * stride, first + i < rows ? columns : 0, keep);
   }
 }
 
-// Products with `chunks` times kRank columns of Q. Shared memory: staged Q, then sums per warp, row, column.
-template <int kRank, int kBatch, bool kVector>
-__device__ __forceinline__ void project_rows(const ProjectArgs& a, const MatrixDescriptor& d, int row0,
-                                             float* shared) {
+// Products with `chunks` times kRank columns of Q. Shared memory: staged Q, pending Q, pending P per group, column,
+// row, and sums per warp, row, column.
+template <int kRank, int kGroups, bool kVector>
+__device__ __forceinline__ void project_rows(const ProjectArgs& a, const MatrixDescriptor& d, bool pending,
+                                             int row0, float* shared) {
   constexpr int kValues = kRows * kRank, kLanesPerValue = 32 / kValues;
+  // Rows that a thread reads at once; more would spill.
+  constexpr int kBatch = kGroups == 1 && kVector ? 4 : 2;
   static_assert(kValues <= 32);
   int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   int chunks = (d.rank + kRank - 1) / kRank;
   Quad<kVector> quad{kStripThreads, thread % kStripThreads};
-  float* sums = shared + kRank * kStripStride;  // (warps, chunks, kValues)
+  const int pending_rank = pending ? d.rank : 0;
+  float* pending_q = shared + kRank * kStripStride;
+  float* pending_p = pending_q + a.padded_pending * kStripStride;  // (groups, padded_pending, kRows)
+  float* sums = pending_p + kGroups * a.padded_pending * kRows;    // (warps, chunks, kValues)
+  pending_p += thread / kStripThreads * a.padded_pending * kRows;
+  for (int item = quad.index; item < pending_rank * kRows; item += kStripThreads) {
+    const int row = row0 + item % kRows;
+    pending_p[item] =
+        row < d.rows ? a.pending.p[d.p_offset + static_cast<int64_t>(row) * d.rank + item / kRows] : 0.0f;
+  }
   float* own_sum =
       sums + warp * chunks * kValues + lane / kLanesPerValue;  // of one lane alone, until the end
 
@@ -120,9 +146,18 @@ __device__ __forceinline__ void project_rows(const ProjectArgs& a, const MatrixD
     int columns = min(kStrip, d.cols - column0);
     float m[kRows][4];
     const int64_t at = d.offset + static_cast<int64_t>(row0) * d.cols + column0;
+    if (pending) {
+#pragma unroll 1
+      for (int k0 = 0; k0 < pending_rank; k0 += kRank) {
+        stage_q<kRank>(a.pending.q + d.q_offset + static_cast<int64_t>(column0) * d.rank, d.rank, k0, columns,
+                       pending_q + k0 * kStripStride);
+      }
+      __syncthreads();
+    }
 #pragma unroll
     for (int i = 0; i < kRows; i += kBatch) {
-      load_m<kBatch, kVector>(a, quad, at, d.cols, i, d.rows - row0, columns, m);
+      load_m<kBatch, kVector>(a, quad, at, d.cols, i, d.rows - row0, columns, pending_rank, pending_q,
+                              pending_p, m);
     }
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
@@ -169,7 +204,6 @@ template <int kRank, int kGroups>
 __global__ void __launch_bounds__(kGroups* kStripThreads)
     project_kernel(const __grid_constant__ ProjectArgs a) {
   constexpr int kBlocksPerTile = kRowTileRows / (kRows * kGroups);
-  constexpr int kBatch = kGroups == 1 ? 4 : 2;  // rows that a thread reads at once; more would spill
   GW_DYNAMIC_SHARED(float, shared);
   __shared__ int found[1];
   int tile = static_cast<int>(blockIdx.x) / kBlocksPerTile,
@@ -180,20 +214,23 @@ __global__ void __launch_bounds__(kGroups* kStripThreads)
              static_cast<int>(threadIdx.x) / kStripThreads * kRows;
   bool vector = d.cols % 4 == 0 && aligned16(a.grad + d.offset) &&
                 (a.residual == nullptr || aligned16(a.residual + d.offset));
+  const bool pending = is_pending(a.pending, matrix);
   if (vector) {
-    project_rows<kRank, kBatch, true>(a, d, row0, shared);
+    project_rows<kRank, kGroups, true>(a, d, pending, row0, shared);
   } else {
-    project_rows<kRank, kBatch, false>(a, d, row0, shared);
+    project_rows<kRank, kGroups, false>(a, d, pending, row0, shared);
   }
 }
 
 template <int kRank, int kGroups>
-void launch_project(CudaStream stream, const ProjectArgs& a, const MatrixTable& table) {
+void launch_project(CudaStream stream, ProjectArgs a, const MatrixTable& table) {
   constexpr int kBlocksPerTile = kRowTileRows / (kRows * kGroups), kThreads = kGroups * kStripThreads;
   int chunks = (table.max_rank() + kRank - 1) / kRank;
-  int floats = kRank * kStripStride + kThreads / 32 * chunks * kRows * kRank;
+  a.padded_pending = a.pending.p != nullptr ? chunks * kRank : 0;
+  int floats = (kRank + a.padded_pending) * kStripStride + kGroups * a.padded_pending * kRows +
+               kThreads / 32 * chunks * kRows * kRank;
   launch("powersgd_project", project_kernel<kRank, kGroups>,
-         {.grid = dim3(static_cast<unsigned>(table.total_blocks().row_tile * kBlocksPerTile)),
+         {.grid = dim3(static_cast<unsigned>(table.host_blocks().back().row_tile * kBlocksPerTile)),
           .block = dim3(kThreads),
           .shared_bytes = static_cast<size_t>(floats) * sizeof(float),
           .stream = stream},
@@ -203,8 +240,12 @@ void launch_project(CudaStream stream, const ProjectArgs& a, const MatrixTable& 
 }  // namespace
 
 void powersgd_project(CudaStream stream, const PowerSgdProject& op) {
-  ProjectArgs a{matrices_of(*op.table), op.grad, op.residual, op.q, op.p};
+  ProjectArgs a{matrices_of(*op.table), op.grad, op.residual, op.pending, op.q, op.p, 0};
   int rank = op.table->max_rank();
+  if (rank > kMostPendingRank && op.pending.p != nullptr) {
+    powersgd_settle(stream, {.table = op.table, .residual = op.residual, .pending = op.pending});
+    a.pending = {};
+  }
   if (rank <= 1) {
     launch_project<1, 1>(stream, a, *op.table);
   } else if (rank <= 2) {

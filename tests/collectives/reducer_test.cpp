@@ -477,6 +477,34 @@ TEST(Reducer, ResumesBitForBit) {
   }
 }
 
+// PowerSGD computes a step's residuals when they are needed: by the next step, or by who reads them before.
+TEST(Reducer, ReadingTheResidualsBetweenStepsChangesNoBit) {
+  for (const char* spec :
+       {"powersgd:rank=1", "powersgd:rank=4,wire=bf16", "powersgd:rank=9,warm=off",
+        "powersgd:rank=2,alternate=on,start=1", "powersgd:rank=3,alternate=on,wire=int8"}) {
+    auto run = [&](bool reads) {
+      std::vector<std::vector<float>> results(2);
+      run_ranks(2, Device::host(), [&](Communicator& comm) {
+        Rank rank(comm, spec, model(), 16 << 10);
+        for (int s = 0; s < 6; ++s) {
+          const auto mean = rank.step(gradients_for(model(), static_cast<uint32_t>(s * 2 + comm.rank() + 1)));
+          auto& all = results[static_cast<size_t>(comm.rank())];
+          all.insert(all.end(), mean.begin(), mean.end());
+          if (!reads) continue;
+          const auto residual = rank.residual();
+          EXPECT_EQ(rank.residual(), residual) << spec << ": a second reading";
+        }
+        const auto residual = rank.residual();
+        auto& all = results[static_cast<size_t>(comm.rank())];
+        all.insert(all.end(), residual.begin(), residual.end());
+      });
+      return results;
+    };
+    const auto read = run(true), unread = run(false);
+    for (int r = 0; r < 2; ++r) EXPECT_EQ(read[r], unread[r]) << spec << " rank " << r;
+  }
+}
+
 TEST(Reducer, WireBytesAreMeasuredAndFall) {
   std::vector<GradientTensor> tensors{{"weight", {256, 256}}, {"bias", {256}}};
   auto measure = [&](const char* spec) {
@@ -533,9 +561,10 @@ TEST(Reducer, ExtraMemoryIsResidualFactorsAndAtMostTwoBuckets) {
           if (std::string(spec) != "powersgd:rank=4,") {
             EXPECT_EQ(m.factors, 0);
           } else {
-            // P, the initial Q and this step's Q of 16 matrices; flags.
-            EXPECT_GE(m.factors, 16 * 3 * 512 * 4 * 4);
-            EXPECT_LE(m.factors, 16 * 3 * 512 * 4 * 4 + 1024);
+            // Of 16 matrices: P on the wire and orthonormalized; Q that a step begins with, the sum and this rank's.
+            // Flags.
+            EXPECT_GE(m.factors, 16 * 5 * 512 * 4 * 4);
+            EXPECT_LE(m.factors, 16 * 5 * 512 * 4 * 4 + 1024);
           }
         }
       }

@@ -40,6 +40,20 @@ inline double worst(const std::vector<float>& got, const std::vector<float>& wan
   return most / scale;
 }
 
+// What is pending of a residual; without p, nothing.
+struct Pending {
+  std::vector<float> p = {}, q = {};
+  std::vector<int32_t> flags = {};
+  PendingFactors args() const {
+    return {p.empty() ? nullptr : p.data(), q.data(), flags.empty() ? nullptr : flags.data()};
+  }
+};
+
+inline std::vector<float> negated(std::vector<float> values) {
+  for (float& x : values) x = -x;
+  return values;
+}
+
 class PowerSgdFixture : public OpTest {
  public:
   MatrixBucket bucket(const std::vector<MatrixShape>& shapes, int64_t gap) {
@@ -63,11 +77,13 @@ class PowerSgdFixture : public OpTest {
   }
 
   std::vector<float> project(const MatrixBucket& b, const std::vector<float>& grad,
-                             std::vector<float>* residual, const std::vector<float>& q) {
+                             std::vector<float>* residual, const std::vector<float>& q,
+                             const Pending& pending = {}) {
     auto g = array(grad), e = array(residual != nullptr ? *residual : grad), p = array<float>(b.p_elements);
     auto q_array = array(q);
+    OnDevice there(*this, pending);
     PowerSgdProject args{.table = &b.table, .grad = g.data(), .q = q_array.data(), .p = p.data()};
-    if (residual != nullptr) args.residual = e.data();
+    if (residual != nullptr) args.residual = e.data(), args.pending = there.args();
     GW_RUN(powersgd_project, args);
     for (auto* a : {&g, &e, &p}) a->expect_guards_intact("project");
     expect_same_bits(g.host(), grad, "grad is read only");
@@ -77,29 +93,28 @@ class PowerSgdFixture : public OpTest {
     return p.host();
   }
 
-  std::vector<float> back_project(const MatrixBucket& b, const std::vector<float>& grad,
-                                  std::vector<float>* residual, const std::vector<float>& p,
-                                  const std::vector<int32_t>& flags) {
-    auto g = array(grad), e = array(residual != nullptr ? *residual : grad), q = array<float>(b.q_elements);
-    auto p_array = array(p);
+  std::vector<float> back_project(const MatrixBucket& b, const std::vector<float>& m,
+                                  const std::vector<float>& p, const std::vector<int32_t>& flags) {
+    auto m_array = array(m), q = array<float>(b.q_elements), p_array = array(p);
     auto f = array(flags);
-    PowerSgdBackProject args{.table = &b.table, .grad = g.data(), .p = p_array.data(), .q = q.data()};
+    PowerSgdBackProject args{.table = &b.table, .m = m_array.data(), .p = p_array.data(), .q = q.data()};
     args.flags = flags.empty() ? nullptr : f.data();
-    if (residual != nullptr) args.residual = e.data();
     GW_RUN(powersgd_back_project, args);
-    for (auto* a : {&g, &e, &q}) a->expect_guards_intact("back_project");
-    if (residual != nullptr) *residual = e.host();
+    for (auto* a : {&m_array, &q}) a->expect_guards_intact("back_project");
+    expect_same_bits(m_array.host(), m, "M is read only");
     expect_gaps_untouched(b, q.host(), &MatrixDescriptor::q_offset,
                           [](const auto& d) { return d.cols * d.rank; });
     return q.host();
   }
 
   std::vector<float> project_onto(const MatrixBucket& b, const std::vector<float>& grad,
-                                  std::vector<float>* residual, const std::vector<float>& p) {
+                                  std::vector<float>* residual, const std::vector<float>& p,
+                                  const Pending& pending = {}) {
     auto g = array(grad), e = array(residual != nullptr ? *residual : grad), q = array<float>(b.q_elements);
     auto p_array = array(p);
+    OnDevice there(*this, pending);
     PowerSgdProjectOnto args{.table = &b.table, .grad = g.data(), .p = p_array.data(), .q = q.data()};
-    if (residual != nullptr) args.residual = e.data();
+    if (residual != nullptr) args.residual = e.data(), args.pending = there.args();
     GW_RUN(powersgd_project_onto, args);
     for (auto* a : {&g, &e, &q}) a->expect_guards_intact("project_onto");
     expect_same_bits(g.host(), grad, "grad is read only");
@@ -109,47 +124,54 @@ class PowerSgdFixture : public OpTest {
     return q.host();
   }
 
-  // The last pass where P and Q alternate: `own` is this rank's part of the factor, negated in `lost`, which
-  // `which` names; grad is read where a matrix is flagged. Returns the result.
-  std::vector<float> reconstruct_turn(const MatrixBucket& b, const std::vector<float>& grad,
-                                      const std::vector<float>& p, const std::vector<float>& q, bool which_p,
-                                      const std::vector<float>& lost, std::vector<float>* residual,
-                                      const std::vector<int32_t>& flags) {
-    auto g = array(grad), p_array = array(p), q_array = array(q), lost_array = array(lost),
-         e = array(*residual);
-    auto f = array(flags);
-    GW_RUN(powersgd_reconstruct, (PowerSgdReconstruct{.table = &b.table,
-                                                      .p = p_array.data(),
-                                                      .q = q_array.data(),
-                                                      .grad = g.data(),
-                                                      .flags = f.data(),
-                                                      .p_lost = which_p ? lost_array.data() : nullptr,
-                                                      .q_lost = which_p ? nullptr : lost_array.data(),
-                                                      .residual = e.data(),
-                                                      .restore = true}));
-    for (auto* a : {&g, &e}) a->expect_guards_intact("reconstruct");
-    *residual = e.host();
-    return g.host();
-  }
-
+  // With error feedback, where a matrix is flagged, `grad` is what went in and `residual` M.
   std::vector<float> reconstruct(const MatrixBucket& b, const std::vector<float>& p,
                                  const std::vector<float>& q, float scale, const std::vector<int32_t>& flags,
-                                 const std::vector<float>* q_lost = nullptr,
+                                 const std::vector<float>* grad = nullptr,
                                  std::vector<float>* residual = nullptr) {
     auto g = array<float>(b.elements), p_array = array(p), q_array = array(q);
-    auto lost = array(q_lost != nullptr ? *q_lost : q), e = array(residual != nullptr ? *residual : q);
+    if (grad != nullptr) g.set(*grad);
+    auto e = array(residual != nullptr ? *residual : q);
     auto f = array(flags);
     PowerSgdReconstruct args{.table = &b.table, .p = p_array.data(), .q = q_array.data(), .grad = g.data()};
     args.scale = scale;
     args.flags = flags.empty() ? nullptr : f.data();
-    if (q_lost != nullptr) args.q_lost = lost.data(), args.residual = e.data();
+    if (residual != nullptr) args.residual = e.data();
     GW_RUN(powersgd_reconstruct, args);
     for (auto* a : {&g, &e}) a->expect_guards_intact("reconstruct");
     if (residual != nullptr) *residual = e.host();
-    expect_gaps_untouched(b, g.host(), &MatrixDescriptor::offset,
-                          [](const auto& d) { return int64_t{d.rows} * d.cols; });
+    if (grad == nullptr) {
+      expect_gaps_untouched(b, g.host(), &MatrixDescriptor::offset,
+                            [](const auto& d) { return int64_t{d.rows} * d.cols; });
+    }
     return g.host();
   }
+
+  void settle(const MatrixBucket& b, std::vector<float>& residual, const Pending& pending, int matrix = -1) {
+    auto e = array(residual);
+    OnDevice there(*this, pending);
+    GW_RUN(
+        powersgd_settle,
+        (PowerSgdSettle{.table = &b.table, .residual = e.data(), .pending = there.args(), .matrix = matrix}));
+    e.expect_guards_intact("settle");
+    residual = e.host();
+  }
+
+  // Pending factors in the backend's memory.
+  struct OnDevice {
+    OnDevice(PowerSgdFixture& fixture, const Pending& from)
+        : none(from.p.empty()),
+          none_flagged(from.flags.empty()),
+          p(fixture.array(from.p)),
+          q(fixture.array(from.q)),
+          flags(fixture.array(from.flags)) {}
+    PendingFactors args() const {
+      return {none ? nullptr : p.data(), q.data(), none_flagged ? nullptr : flags.data()};
+    }
+    bool none, none_flagged;
+    Array<float> p, q;
+    Array<int32_t> flags;
+  };
 
   // Between the matrices the poison must still be there.
   template <typename Size>

@@ -7,6 +7,7 @@ namespace gradwire {
 namespace {
 
 using testing::MatrixBucket;
+using testing::negated;
 using testing::powersgd_cases;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
@@ -24,10 +25,10 @@ TEST_P(PowerSgdTurns, InEitherTurnResidualPlusReconstructionIsWhatWentIn) {
       auto grad = normal(b.elements, ++seed), old = normal(b.elements, ++seed, 0.1f), residual = old;
       const auto basis = normal(turn_p ? b.q_elements : b.p_elements, ++seed, 0.1f);
       const auto own = turn_p ? project(b, grad, &residual, basis) : project_onto(b, grad, &residual, basis);
-      auto lost = own;
-      for (float& x : lost) x = -x;
-      auto applied = reconstruct_turn(b, grad, turn_p ? own : basis, turn_p ? basis : own, turn_p, lost,
-                                      &residual, std::vector<int32_t>(c.shapes.size(), 0));
+      const std::vector<int32_t> flags(c.shapes.size(), 0);
+      auto applied =
+          reconstruct(b, turn_p ? own : basis, turn_p ? basis : own, 1.0f, flags, &grad, &residual);
+      settle(b, residual, {turn_p ? negated(own) : basis, turn_p ? basis : negated(own), flags});
       double in = 0.0, violated = 0.0;
       for (const auto& d : b.table.host()) {
         for (int64_t at = d.offset; at < d.offset + int64_t{d.rows} * d.cols; ++at) {
@@ -55,10 +56,10 @@ TEST_P(PowerSgdTurns, InEitherTurnAFlaggedMatrixGetsItsOldResidualBack) {
       EXPECT_EQ(residual[at], old[at]) << "the old residual stays where the gradient is not finite";
       const int64_t seen = turn_p ? hit.p_offset + 7 * hit.rank : hit.q_offset + 11 * hit.rank;
       for (int k = 0; k < hit.rank; ++k) EXPECT_FALSE(is_finite(own[seen + k]));
-      auto lost = own;
-      for (float& x : lost) x = -x;
-      auto applied = reconstruct_turn(b, grad, turn_p ? own : basis, turn_p ? basis : own, turn_p, lost,
-                                      &residual, {0, 1, 0});
+      const std::vector<int32_t> flags = {0, 1, 0};
+      auto applied =
+          reconstruct(b, turn_p ? own : basis, turn_p ? basis : own, 1.0f, flags, &grad, &residual);
+      settle(b, residual, {turn_p ? negated(own) : basis, turn_p ? basis : negated(own), flags});
       for (int64_t i = 0; i < int64_t{hit.rows} * hit.cols; ++i) {
         ASSERT_NEAR(residual[hit.offset + i], old[hit.offset + i], 1e-6) << "element " << i;
         ASSERT_TRUE(std::isnan(applied[hit.offset + i]));
