@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 seconds=${1:-60}
 shift || true
 targets=("$@")
-[ ${#targets[@]} -gt 0 ] || targets=(checkpoint cifar idx log safetensors settings state store)
+[ ${#targets[@]} -gt 0 ] || targets=(checkpoint cifar handshake_in handshake_out idx log safetensors settings state store)
 clang=${CLANG:-clang++}
 command -v "$clang" > /dev/null || { echo "fuzz: needs clang (apt install clang), or CLANG=PATH"; exit 1; }
 
@@ -20,10 +20,10 @@ cmake -S . -B $build -G Ninja -DCMAKE_BUILD_TYPE=Release -DGRADWIRE_CUDA=OFF > b
 rm build-fuzz.log
 cmake --build $build --target fuzz_tests
 readers=(
-  collectives/c_api/state.cpp collectives/rendezvous/store.cpp collectives/spec/spec.cpp
+  collectives/c_api/state.cpp collectives/rendezvous/handshake.cpp collectives/rendezvous/store.cpp collectives/spec/spec.cpp
   trainer/checkpoint/checkpoint.cpp trainer/checkpoint/folder.cpp trainer/checkpoint/safetensors.cpp
   trainer/config/config.cpp trainer/data/cifar10.cpp trainer/data/fashion_mnist.cpp trainer/data/file.cpp
-  trainer/log/earlier_run.cpp trainer/log/records.cpp
+  trainer/log/earlier_run.cpp trainer/log/live_run.cpp trainer/log/records.cpp trainer/log/stragglers.cpp
 )
 version=$(sed -n 's/^project(gradwire VERSION \([0-9.]*\).*/\1/p' CMakeLists.txt)
 flags=(-std=c++20 -O1 -g1 -fPIC -I. "-DGRADWIRE_VERSION=\"$version\"" -ffp-contract=off -Wno-psabi

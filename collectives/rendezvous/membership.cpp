@@ -241,9 +241,14 @@ std::string Membership::take_message(int from) {
 }
 
 void Membership::barrier() {
-  std::string key = fmt::format("barrier/{}", barriers_++);
+  std::string key = fmt::format("barrier/{}", barriers_);
   auto deadline = SteadyClock::now() + options_.timeout;
-  if (client_->add(key) == world()) client_->set(key, "open");
+  if (client_->add(key) == world()) {
+    // All have left the one before, so the store need not keep it.
+    if (barriers_ > 0) client_->drop(fmt::format("barrier/{}", barriers_ - 1));
+    client_->set(key, "open");
+  }
+  ++barriers_;
   client_->get(key, deadline, "waiting for all ranks");
 }
 

@@ -10,6 +10,7 @@
 // Every call has a deadline; a server that does not answer is an error, never a hang.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -38,6 +39,7 @@ struct StoreMessage {
     state,    // what a rank is doing, in answer to a failure; no reply
     bye,      // this rank leaves in an orderly way; reply ok
     message,  // value: a message to rank 0; no reply
+    drop,     // forgets this key, and its count; no reply
     ok,       // reply
     refuse,   // reply: value says why
     failed,   // from the server to watchers: the group failed, value says why
@@ -73,11 +75,30 @@ class StoreRefused : public CommError {
   using CommError::CommError;
 };
 
+// What ranks that have joined may leave with rank 0. Whoever leaves more fails the group, by name: a defect
+// of a rank, or somebody with the secret, should not use up the memory of rank 0's machine.
+struct StoreLimits {
+  size_t message_bytes_of_rank = size_t{64} << 20;  // that rank 0 has not taken
+  size_t message_bytes;
+  size_t key_bytes_of_rank = size_t{16} << 20;  // with their values and counts
+  size_t key_bytes;
+  size_t unanswered_of_rank = 1000;        // requests that wait for a key or a roll call
+  size_t unread_bytes = size_t{64} << 20;  // that one connection has not taken
+  size_t connections_of_rank = 16;
+
+  explicit StoreLimits(int world)
+      : message_bytes(std::max(size_t{256} << 20, static_cast<size_t>(world) * (size_t{32} << 20))),
+        key_bytes(std::max(size_t{64} << 20, static_cast<size_t>(world) << 20)) {}
+};
+
 class StoreServer {
  public:
   // Listens; throws CommError if it cannot. Who does not prove that it knows `key` (handshake.h) is turned away,
   // with a line on stderr. So are ranks of another job (job.h), and they hear why.
-  StoreServer(const Endpoint& endpoint, int world, const std::string& key, const std::string& job = "");
+  StoreServer(const Endpoint& endpoint, int world, const std::string& key, const std::string& job = "")
+      : StoreServer(endpoint, world, key, job, StoreLimits(world)) {}
+  StoreServer(const Endpoint& endpoint, int world, const std::string& key, const std::string& job,
+              const StoreLimits& limits);
   // Gives the other ranks time to make their last requests and leave, then announces the shutdown.
   ~StoreServer();
   int port() const { return port_; }
@@ -110,13 +131,16 @@ class StoreClient {
   // refuses, does not answer, or does not know `key`.
   StoreClient(Socket command, Socket watch, const std::string& key, int rank, int world,
               SteadyClock::time_point deadline, const std::string& job = "");
-  // Leaves in an orderly way.
+  // Leaves in an orderly way; at once, if the server has not answered the last request.
   ~StoreClient();
 
   void set(const std::string& key, const std::string& value);
   // Waits until the key is set. Throws CommError: "<what>: nothing after 500 ms".
   std::string get(const std::string& key, SteadyClock::time_point deadline, const std::string& what);
   int64_t add(const std::string& key);
+  // Forgets the key, which no rank will ask for again. Without waiting for an answer; a lost connection shows
+  // later.
+  void drop(const std::string& key);
   // Sends a message to rank 0 without waiting for an answer. Throws CommError if the connection is lost.
   void send_message(const std::string& message);
 

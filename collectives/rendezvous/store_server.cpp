@@ -28,12 +28,21 @@ using Presence = RollCall::Presence;
 // Filled by the loop, drained by rank 0's own threads.
 class StoreServer::Messages {
  public:
-  explicit Messages(int world) : by_rank_(static_cast<size_t>(world)) {}
+  Messages(int world, const StoreLimits& limits)
+      : by_rank_(static_cast<size_t>(world)), bytes_of_(static_cast<size_t>(world)), limits_(limits) {}
 
-  void add(int rank, std::string message) {
+  // False if that would be too much.
+  bool add(int rank, std::string message) {
     std::lock_guard lock(mutex_);
+    const size_t more = message.size() + kOverhead;
+    size_t& its_bytes = bytes_of_[static_cast<size_t>(rank)];
+    if (its_bytes + more > limits_.message_bytes_of_rank || bytes_ + more > limits_.message_bytes)
+      return false;
+    its_bytes += more;
+    bytes_ += more;
     by_rank_[static_cast<size_t>(rank)].push_back(std::move(message));
     changed_.notify_all();
+    return true;
   }
   void fail(const std::string& why) {
     std::lock_guard lock(mutex_);
@@ -48,20 +57,30 @@ class StoreServer::Messages {
     if (messages.empty()) return std::nullopt;
     std::string message = std::move(messages.front());
     messages.pop_front();
+    const size_t less = message.size() + kOverhead;
+    bytes_of_[static_cast<size_t>(from)] -= less;
+    bytes_ -= less;
     return message;
   }
 
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
+  static constexpr size_t kOverhead = 64;  // bytes of an empty one
   std::vector<std::deque<std::string>> by_rank_;
+  std::vector<size_t> bytes_of_;  // by rank
+  size_t bytes_ = 0;
+  const StoreLimits limits_;
   std::string failure_;
 };
 
 class StoreServer::Loop {
  public:
-  Loop(Socket listener, int world, const std::string& key, const std::string& job, Messages& messages)
+  Loop(Socket listener, int world, const std::string& key, const std::string& job, Messages& messages,
+       const StoreLimits& limits)
       : messages_(messages),
+        limits_(limits),
+        key_bytes_of_(static_cast<size_t>(world)),
         listener_(std::move(listener)),
         wake_(eventfd(0, EFD_CLOEXEC)),
         world_(world),
@@ -93,7 +112,7 @@ class StoreServer::Loop {
         [[maybe_unused]] ssize_t got = read(wake_.fd(), &count, sizeof count);
       }
       for (size_t i = 0; i + 2 < entries.size(); ++i) {
-        if (entries[i + 2].revents != 0 || peers_[i]->challenge) serve(*peers_[i]);
+        if (entries[i + 2].revents != 0 || peers_[i]->is_stranger()) serve(*peers_[i]);
       }
       if (entries[1].revents != 0) accept_some();
       bury_the_dead();
@@ -106,10 +125,17 @@ class StoreServer::Loop {
     Socket socket;
     std::unique_ptr<Challenge> challenge;  // until it is met
     std::string in, out;
-    int rank = -1;
+    int rank = -1;  // until it has said hello
     bool watches = false;
     bool leaving = false;  // said goodbye
     bool dead = false;
+    const SteadyClock::time_point hello_until = SteadyClock::now() + 2 * kHandshakeTime;
+
+    bool is_stranger() const { return rank < 0; }
+  };
+  struct Value {
+    std::string text;
+    int rank = 0;  // that set it
   };
   struct Waiting {
     Peer* peer;
@@ -146,7 +172,17 @@ class StoreServer::Loop {
   void send(Peer& peer, const StoreMessage& message) {
     peer.out += message.encode();
     flush(peer);
+    if (peer.out.size() <= limits_.unread_bytes) return;
+    peer.out.clear();
+    peer.dead = true;
+    if (!peer.is_stranger()) {
+      too_much(peer.rank,
+               fmt::format("does not read what it asked for, {} bytes so far", limits_.unread_bytes));
+    }
   }
+
+  // A rank that uses rank 0 up ends the group; nothing more is kept of it.
+  void too_much(int rank, const std::string& what) { fail(fmt::format("rank {} {}", rank, what)); }
   void reply(Peer& peer, uint32_t id, std::string value) { send(peer, {Op::ok, id, "", std::move(value)}); }
 
   void flush(Peer& peer) {
@@ -163,18 +199,18 @@ class StoreServer::Loop {
 
   size_t strangers() const {
     return static_cast<size_t>(
-        std::count_if(peers_.begin(), peers_.end(), [](const auto& p) { return p->challenge != nullptr; }));
+        std::count_if(peers_.begin(), peers_.end(), [](const auto& p) { return p->is_stranger(); }));
   }
 
   // At most as many as may wait, so that a flood of connections cannot keep the ranks from being served. The
-  // oldest of those that have not proved anything make way.
+  // oldest of those that have not said hello make way.
   void accept_some() {
     for (size_t i = 0; i < kMostStrangers; ++i) {
       auto socket = accept_from(listener_);
       if (!socket) return;
       if (strangers() >= kMostStrangers + 2 * static_cast<size_t>(world_)) {
         auto oldest =
-            std::find_if(peers_.begin(), peers_.end(), [](const auto& p) { return p->challenge != nullptr; });
+            std::find_if(peers_.begin(), peers_.end(), [](const auto& p) { return p->is_stranger(); });
         turn_away(**oldest, "too many connections at once");
         peers_.erase(oldest);
       }
@@ -206,6 +242,11 @@ class StoreServer::Loop {
           peer.challenge = nullptr;
       }
     }
+    if (peer.is_stranger() && SteadyClock::now() >= peer.hello_until) {
+      turn_away(peer, "nothing said in time");
+      peer.dead = true;
+      return;
+    }
     flush(peer);
     char chunk[4096];
     try {
@@ -226,13 +267,16 @@ class StoreServer::Loop {
   }
 
   void handle(Peer& peer, StoreMessage m) {
-    if (peer.rank < 0 && m.op != Op::hello) throw CommError("no hello");
+    if (peer.is_stranger() != (m.op == Op::hello)) throw CommError("hello comes first, and once");
     switch (m.op) {
       case Op::hello:
         hello(peer, m);
         break;
       case Op::set: {
-        values_[m.key] = m.value;
+        if (!keep(peer.rank, m.key, m.value)) {
+          send(peer, {Op::refuse, m.id, "", failure_});
+          break;
+        }
         reply(peer, m.id, "");
         std::vector<Waiting> still;
         for (Waiting& w : waiting_) {
@@ -243,11 +287,11 @@ class StoreServer::Loop {
       }
       case Op::get:
         if (auto found = values_.find(m.key); found != values_.end()) {
-          reply(peer, m.id, found->second);
+          reply(peer, m.id, found->second.text);
         } else if (!failure_.empty()) {
           send(peer, {Op::refuse, m.id, "", failure_});
         } else {
-          waiting_.push_back({&peer, m.id, m.key});
+          wait(peer, m, waiting_);
         }
         break;
       case Op::add:
@@ -255,8 +299,19 @@ class StoreServer::Loop {
         if (!failure_.empty()) {
           send(peer, {Op::refuse, m.id, "", failure_});
         } else {
-          reply(peer, m.id, fmt::format("{}", ++counts_[m.key]));
+          auto found = counts_.find(m.key);
+          if (found == counts_.end()) {
+            if (!account(peer.rank, cost(m.key, ""))) {
+              send(peer, {Op::refuse, m.id, "", failure_});
+              break;
+            }
+            found = counts_.emplace(m.key, Count{0, peer.rank}).first;
+          }
+          reply(peer, m.id, fmt::format("{}", ++found->second.times));
         }
+        break;
+      case Op::drop:
+        drop(m.key);
         break;
       case Op::fail:
         fail(m.key);
@@ -267,7 +322,7 @@ class StoreServer::Loop {
         if (!missing()) answer_roll_calls();
         break;
       case Op::roll:
-        roll_callers_.push_back({&peer, m.id, ""});
+        wait(peer, m, roll_callers_);
         if (!missing() || !roll_due_at_ || SteadyClock::now() >= *roll_due_at_) answer_roll_calls();
         break;
       case Op::bye:
@@ -280,11 +335,69 @@ class StoreServer::Loop {
         if (!missing()) answer_roll_calls();
         break;
       case Op::message:
-        messages_.add(peer.rank, std::move(m.value));
+        if (!messages_.add(peer.rank, std::move(m.value))) {
+          too_much(peer.rank,
+                   "has sent rank 0 more messages than it has room for: rank 0 has not taken those before");
+        }
         break;
       default:
         throw CommError("not a request");
     }
+  }
+
+  // How many bytes a key takes, with its value and the map's own.
+  static size_t cost(const std::string& key, const std::string& value) {
+    return key.size() + value.size() + 128;
+  }
+
+  // Counts `more` bytes of what a rank leaves here. False, and the group fails, if that is too much.
+  bool account(int rank, size_t more) {
+    size_t& its_bytes = key_bytes_of_[static_cast<size_t>(rank)];
+    if (its_bytes + more > limits_.key_bytes_of_rank || key_bytes_ + more > limits_.key_bytes) {
+      too_much(
+          rank,
+          fmt::format("leaves more with rank 0 than it has room for: {} bytes after {} of its own and {} of "
+                      "all ranks",
+                      more, its_bytes, key_bytes_));
+      return false;
+    }
+    its_bytes += more;
+    key_bytes_ += more;
+    return true;
+  }
+  void forget(int rank, size_t bytes) {
+    key_bytes_of_[static_cast<size_t>(rank)] -= bytes;
+    key_bytes_ -= bytes;
+  }
+  bool keep(int rank, const std::string& key, const std::string& value) {
+    drop_value(key);
+    if (!account(rank, cost(key, value))) return false;
+    values_[key] = {value, rank};
+    return true;
+  }
+  void drop_value(const std::string& key) {
+    if (const auto found = values_.find(key); found != values_.end()) {
+      forget(found->second.rank, cost(key, found->second.text));
+      values_.erase(found);
+    }
+  }
+  void drop(const std::string& key) {
+    drop_value(key);
+    if (const auto found = counts_.find(key); found != counts_.end()) {
+      forget(found->second.rank, cost(key, ""));
+      counts_.erase(found);
+    }
+  }
+
+  // A request that is answered later.
+  void wait(Peer& peer, const StoreMessage& m, std::vector<Waiting>& list) {
+    const auto its =
+        std::count_if(list.begin(), list.end(), [&](const Waiting& w) { return w.peer->rank == peer.rank; });
+    if (static_cast<size_t>(its) >= limits_.unanswered_of_rank) {
+      too_much(peer.rank, fmt::format("waits for the answers to {} requests at once", its));
+      return send(peer, {Op::refuse, m.id, "", failure_});
+    }
+    list.push_back({&peer, m.id, m.key});
   }
 
   void hello(Peer& peer, const StoreMessage& m) {
@@ -321,6 +434,11 @@ class StoreServer::Loop {
         std::fprintf(stderr, "gradwire: rank 0 turned away a second rank %d from %s\n", rank,
                      peer.socket.peer_address().c_str());
       }
+    }
+    const auto connections =
+        std::count_if(peers_.begin(), peers_.end(), [&](const auto& p) { return p->rank == rank; });
+    if (why.empty() && static_cast<size_t>(connections) >= limits_.connections_of_rank) {
+      why = fmt::format("rank {} has {} connections to rank 0's store already", rank, connections);
     }
     if (!why.empty()) {
       send(peer, {Op::refuse, m.id, try_again ? "again" : "", why});
@@ -376,7 +494,15 @@ class StoreServer::Loop {
     std::erase_if(peers_, [](const auto& peer) { return peer->dead; });
   }
 
+  struct Count {
+    int64_t times;
+    int rank;  // that began it
+  };
+
   Messages& messages_;
+  const StoreLimits limits_;
+  std::vector<size_t> key_bytes_of_;  // by rank
+  size_t key_bytes_ = 0;
   Socket listener_, wake_;
   const int world_;
   const Credentials credentials_;
@@ -384,17 +510,18 @@ class StoreServer::Loop {
   uint64_t turned_away_ = 0;
   std::atomic<bool> stopping_{false};
   std::vector<std::unique_ptr<Peer>> peers_;
-  std::map<std::string, std::string> values_;
-  std::map<std::string, int64_t> counts_;
+  std::map<std::string, Value> values_;
+  std::map<std::string, Count> counts_;
   std::vector<Waiting> waiting_, roll_callers_;
   std::string failure_;
   RollCall roll_;
   std::optional<SteadyClock::time_point> roll_due_at_, closing_at_, formed_at_;
 };
 
-StoreServer::StoreServer(const Endpoint& endpoint, int world, const std::string& key, const std::string& job)
-    : messages_(std::make_unique<Messages>(world)),
-      loop_(std::make_unique<Loop>(listen_on(endpoint), world, key, job, *messages_)),
+StoreServer::StoreServer(const Endpoint& endpoint, int world, const std::string& key, const std::string& job,
+                         const StoreLimits& limits)
+    : messages_(std::make_unique<Messages>(world, limits)),
+      loop_(std::make_unique<Loop>(listen_on(endpoint), world, key, job, *messages_, limits)),
       port_(loop_->port()) {
   thread_ = std::thread([this] { loop_->run(); });
 }

@@ -9,7 +9,9 @@
 #include <map>
 #include <mutex>
 #include <new>
+#include <optional>
 
+#include "runtime/capture.h"
 #include "runtime/error.h"
 
 namespace gradwire {
@@ -30,6 +32,9 @@ struct Offer {
 // The windows of all ranks.
 struct PeerGroup {
   std::vector<Buffer> memory;  // by rank
+  // By rank: how many calls it had made when it came; none before that, or not known.
+  std::vector<std::optional<uint64_t>> calls_before;
+  std::vector<bool> here;  // by rank
   int ready = 0, taken = 0;
 };
 
@@ -75,10 +80,32 @@ class Hub {
       fail(text);
       throw CommError(text);
     }
+    entered_[static_cast<size_t>(rank)] = {sequence, call.what};
+    compare_windows();
     ++open.arrived;
     while (!open_.empty() && open_.front().arrived == world) {
       open_.pop_front();
       ++first_open_;
+    }
+  }
+
+  // With the lock held. A rank whose spec says transport=lsa opens windows and waits for the others; one
+  // whose spec does not goes on to its next call and waits there. Neither needs to wait for its deadline.
+  void compare_windows() {
+    for (const auto& [number, group] : peers) {
+      for (int r = 0; r < world; ++r) {
+        const auto& before = group->calls_before[static_cast<size_t>(r)];
+        for (int other = 0; before && other < world; ++other) {
+          const Entered& its = entered_[static_cast<size_t>(other)];
+          if (group->here[static_cast<size_t>(other)] || its.sequence <= *before) continue;
+          const std::string text = fmt::format(
+              "ranks disagree: after {} calls rank {} opens windows, as transport=lsa needs; rank {} makes "
+              "call {}, {}, without; give all ranks the same spec",
+              *before, r, other, its.sequence, its.what);
+          fail(text);
+          throw CommError(text);
+        }
+      }
     }
   }
 
@@ -118,6 +145,12 @@ class Hub {
     int arrived;
     std::string what;
   };
+  // The latest call that a rank has begun.
+  struct Entered {
+    uint64_t sequence = 0;
+    std::string what;
+  };
+  std::vector<Entered> entered_{static_cast<size_t>(world)};
   // One per rank: with one for all, each message woke every rank, and threads spent their time on that.
   std::vector<std::condition_variable> changed_;
   std::deque<OpenCall> open_;
@@ -140,6 +173,7 @@ class LocalTransport final : public Transport {
       std::lock_guard lock(hub_->mutex);
       hub_->enter(rank_, ++sequence_, call);
     };
+    Capture::current() != nullptr ? replays_ = true : ++calls_;
     device_.is_host() ? stream.submit(enter) : enter();
   }
 
@@ -262,9 +296,16 @@ class LocalTransport final : public Transport {
     const int which = peer_groups_++;
     std::unique_lock lock(hub_->mutex);
     std::shared_ptr<PeerGroup>& entry = hub_->peers[which];
-    if (!entry) entry = std::make_shared<PeerGroup>(PeerGroup{.memory = std::vector<Buffer>(hub_->world)});
+    if (!entry) {
+      const auto world = static_cast<size_t>(hub_->world);
+      entry = std::make_shared<PeerGroup>();
+      entry->memory.resize(world), entry->calls_before.resize(world), entry->here.resize(world);
+    }
     const std::shared_ptr<PeerGroup> group = entry;
     group->memory[rank_] = std::move(mine);
+    group->here[static_cast<size_t>(rank_)] = true;
+    if (!replays_) group->calls_before[static_cast<size_t>(rank_)] = calls_;
+    hub_->compare_windows();
     ++group->ready;
     hub_->wake_all();
     hub_->wait(
@@ -405,6 +446,8 @@ class LocalTransport final : public Transport {
   Device device_;
   uint64_t sequence_ = 0;  // number of the current call; used only by the thread that runs exchanges
   int splits_ = 0, peer_groups_ = 0;
+  uint64_t calls_ = 0;    // begun by this rank's own threads, perhaps not yet by its stream
+  bool replays_ = false;  // a graph makes some, which nobody counts
   Waits waits_;
 };
 

@@ -33,6 +33,8 @@ TEST(CApiErrors, CommCreateChecksEveryArgument) {
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "rank is 2", gw_comm_create("local://x", 2, 2, GW_HOST, 1000, &comm));
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "rank is -1", gw_comm_create("local://x", -1, 2, GW_HOST, 1000, &comm));
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "world is 0", gw_comm_create("local://x", 0, 0, GW_HOST, 1000, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "world is 2147483647; it must be from 1 to 65536",
+                  gw_comm_create("tcp://127.0.0.1:29500", 0, INT32_MAX, GW_HOST, 1000, &comm));
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "timeout_ms is 0", gw_comm_create("local://x", 0, 2, GW_HOST, 0, &comm));
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "device -2", gw_comm_create("local://x", 0, 2, -2, 1000, &comm));
   GW_EXPECT_FAILS(GW_DEVICE_FAILED, "device 1000", gw_comm_create("local://x", 0, 2, 1000, 1000, &comm));

@@ -236,6 +236,39 @@ TEST(PeerWindows, RanksThatDisagreeAreTold) {
                CommError);
 }
 
+// Whoever comes first. The deadline is far beyond the test's own.
+TEST(PeerWindows, ARankAloneInAskingForThemIsToldAtOnceAndSoAreTheOthers) {
+  for (int alone : {0, 2}) {
+    for (int late : {0, 2}) {
+      std::vector<std::string> errors(3);
+      run_ranks(3, Device::host(), std::chrono::hours(1), [&](Communicator& comm) {
+        const Stream stream = Stream::create(comm.device(), "test");
+        std::vector<float> data(1000, 1.0f);
+        const ProgramBuffers buffers{data.data(), data.data(), nullptr, 1000};
+        const auto call_with = [&](Carrier carrier) {
+          Program program(comm.transport(), carried(3, carrier), buffers, {.what = "the gradients"});
+          Buffer workspace(comm.device(), program.workspace_bytes());
+          program.bind(workspace.data());
+          program.run(stream);
+          stream.synchronize();
+        };
+        try {
+          call_with(Carrier::messages);
+          call_with(Carrier::two_shot_kernel);
+          if (comm.rank() == late) std::this_thread::sleep_for(20ms);
+          call_with(comm.rank() == alone ? Carrier::two_shot_kernel : Carrier::messages);
+        } catch (const CommError& error) {
+          errors[static_cast<size_t>(comm.rank())] = error.what();
+        }
+      });
+      for (const std::string& error : errors) {
+        expect_has(error, {fmt::format("after 2 calls rank {} opens windows, as transport=lsa needs", alone),
+                           "makes call 3, allreduce of the gradients", "give all ranks the same spec"});
+      }
+    }
+  }
+}
+
 TEST(PeerWindows, OnlyATwoShotAllreduceOfAllRanksIsOneKernel) {
   run_ranks(2, Device::host(), [&](Communicator& comm) {
     float data[8] = {};

@@ -5,6 +5,7 @@
 //
 // A defect ends the program, with what threw, or by a sanitizer; --save (default failed-TARGET.bin) holds the
 // input at that point, to be added to the corpus.
+#include <algorithm>
 #include <charconv>
 #include <chrono>
 #include <cstdio>

@@ -27,14 +27,16 @@ struct Target {
   void name(Input input);    \
   std::vector<Bytes> name##_seeds()
 
-GW_FUZZ_TARGET(checkpoint);   // the files of a checkpoint, as read by --resume and --init
-GW_FUZZ_TARGET(cifar);        // CIFAR-10's batches
-GW_FUZZ_TARGET(idx);          // IDX files, plain or gzip
-GW_FUZZ_TARGET(log);          // the log of an earlier run
-GW_FUZZ_TARGET(safetensors);  // tensors of other programs
-GW_FUZZ_TARGET(settings);     // specs and values of the command line
-GW_FUZZ_TARGET(state);        // a reducer's saved state
-GW_FUZZ_TARGET(store);        // frames of the rendezvous store
+GW_FUZZ_TARGET(checkpoint);     // the files of a checkpoint, as read by --resume and --init
+GW_FUZZ_TARGET(cifar);          // CIFAR-10's batches
+GW_FUZZ_TARGET(handshake_in);   // who accepts a connection, before the other has proved anything
+GW_FUZZ_TARGET(handshake_out);  // who makes one
+GW_FUZZ_TARGET(idx);            // IDX files, plain or gzip
+GW_FUZZ_TARGET(log);            // the log of an earlier run, and of one that gradwire top watches
+GW_FUZZ_TARGET(safetensors);    // tensors of other programs
+GW_FUZZ_TARGET(settings);       // specs and values of the command line
+GW_FUZZ_TARGET(state);          // a reducer's saved state
+GW_FUZZ_TARGET(store);          // frames of the rendezvous store
 
 #undef GW_FUZZ_TARGET
 
@@ -43,8 +45,10 @@ GW_FUZZ_TARGET(store);        // frames of the rendezvous store
 #name, name, name##_seeds \
   }
 inline constexpr std::array kTargets{
-    GW_FUZZ_TARGET(checkpoint),  GW_FUZZ_TARGET(cifar),    GW_FUZZ_TARGET(idx),   GW_FUZZ_TARGET(log),
-    GW_FUZZ_TARGET(safetensors), GW_FUZZ_TARGET(settings), GW_FUZZ_TARGET(state), GW_FUZZ_TARGET(store),
+    GW_FUZZ_TARGET(checkpoint),  GW_FUZZ_TARGET(handshake_in), GW_FUZZ_TARGET(handshake_out),
+    GW_FUZZ_TARGET(cifar),       GW_FUZZ_TARGET(idx),          GW_FUZZ_TARGET(log),
+    GW_FUZZ_TARGET(safetensors), GW_FUZZ_TARGET(settings),     GW_FUZZ_TARGET(state),
+    GW_FUZZ_TARGET(store),
 };
 #undef GW_FUZZ_TARGET
 

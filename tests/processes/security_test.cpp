@@ -168,6 +168,20 @@ TEST(Strangers, WhoSayNothingDoNotKeepTheRanksOut) {
   });
 }
 
+// A right greeting, a byte at a time, on more connections than may wait.
+TEST(Strangers, WhoSendSlowlyDoNotKeepTheRanksOut) {
+  std::map<int, std::vector<std::pair<Socket, size_t>>> held;  // by port; how much each has said
+  const std::string words = "gw-rank1" + std::string(64, 'x');
+  run_under([&](int port, std::mt19937&) {
+    auto& slow = held[port];
+    if (auto socket = knock(port)) slow.emplace_back(std::move(*socket), 0);
+    for (auto& [socket, said] : slow) {
+      if (said < words.size() && send_all(socket, words.substr(said, 1), in(10ms))) ++said;
+    }
+    if (slow.size() > 150) slow.erase(slow.begin());
+  });
+}
+
 TEST(Strangers, TenThousandConnectionsLeaveTheStoreServing) {
   const std::string rendezvous = testing::free_tcp_rendezvous();
   const int port = std::stoi(rendezvous.substr(rendezvous.rfind(':') + 1));

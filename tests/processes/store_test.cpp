@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -199,6 +200,203 @@ TEST_F(StoreTest, AServerThatLeavesProperlyIsNoFailure) {
   EXPECT_THROW(b->set("x", "y"), CommError);
   b.reset();  // joins the watcher
   EXPECT_EQ(told.causes.count(1), 0u);
+}
+
+// --- what ranks may leave with rank 0 ---
+
+StoreLimits small_limits() {
+  StoreLimits limits(3);
+  limits.message_bytes_of_rank = 100'000;
+  limits.message_bytes = 150'000;
+  limits.key_bytes_of_rank = 20'000;
+  limits.key_bytes = 30'000;
+  limits.unanswered_of_rank = 10;
+  limits.unread_bytes = 1'000'000;
+  limits.connections_of_rank = 4;
+  return limits;
+}
+
+class StoreLimitsTest : public StoreTest {
+ protected:
+  StoreLimitsTest() {
+    server = std::make_unique<StoreServer>(Endpoint{"127.0.0.1", 0}, kWorld, "key", "", small_limits());
+  }
+  // A connection that has proved the secret and nothing else.
+  Socket proved() {
+    std::string why;
+    auto socket = try_connect({"127.0.0.1", server->port()}, in(5s), why);
+    EXPECT_EQ(introduce(*socket, {"key", kStorePurpose}, in(5s)), "");
+    return std::move(*socket);
+  }
+  Socket hello(int rank) {
+    Socket socket = proved();
+    const std::string me = fmt::format("{} {}", rank, kWorld);
+    EXPECT_TRUE(send_all(socket, StoreMessage{StoreMessage::Op::hello, 1, "command", me}.encode(), in(5s)));
+    return socket;
+  }
+  static bool is_cut_off(const Socket& socket) {
+    char bytes[4096];
+    while (wait_readable(socket.fd(), in(20s))) {
+      const ssize_t n = recv(socket.fd(), bytes, sizeof bytes, 0);
+      if (n == 0 || (n < 0 && errno != EAGAIN)) return true;
+    }
+    return false;
+  }
+  static long resident_pages() {
+    long total = 0, resident = 0;
+    std::ifstream("/proc/self/statm") >> total >> resident;
+    return resident;
+  }
+};
+
+TEST_F(StoreLimitsTest, ARankThatFloodsRankZeroWithMessagesEndsTheGroupByName) {
+  auto a = join(0), b = join(1);
+  Told told;
+  told.watch(*a, 0);
+  const long before = resident_pages();
+  const std::string note(10'000, 'x');
+  for (int i = 0; i < 5000; ++i) b->send_message(note);
+  EXPECT_EQ(told.of(0).find("rank 1 has sent rank 0 more messages than it has room for"), 0u) << told.of(0);
+  EXPECT_EQ(b->report("x"), told.of(0));
+#ifndef GRADWIRE_SANITIZED
+  EXPECT_LT(resident_pages() - before, 2500) << "of 50 MB, 10 MB were kept";
+#endif
+  (void)before;
+}
+
+TEST_F(StoreLimitsTest, MessagesThatAreTakenMakeRoomAndEmptyOnesCount) {
+  auto a = join(0), b = join(1);
+  for (int i = 0; i < 100; ++i) {
+    b->send_message(std::string(50'000, 'x'));
+    ASSERT_TRUE(server->take_message(1, in(10s)));
+  }
+  Told told;
+  told.watch(*a, 0);
+  for (int i = 0; i < 2000; ++i) b->send_message("");
+  EXPECT_EQ(told.of(0).find("rank 1 has sent"), 0u) << told.of(0);
+}
+
+TEST_F(StoreLimitsTest, AllRanksTogetherHaveALimitToo) {
+  auto a = join(0), b = join(1), c = join(2);
+  Told told;
+  told.watch(*a, 0);
+  b->send_message(std::string(90'000, 'x'));
+  c->send_message(std::string(90'000, 'x'));
+  EXPECT_EQ(told.of(0).find("rank "), 0u) << told.of(0);
+  EXPECT_NE(told.of(0).find("more messages than it has room for"), std::string::npos) << told.of(0);
+}
+
+TEST_F(StoreLimitsTest, ARankThatLeavesTooManyKeysEndsTheGroupByName) {
+  auto a = join(0), b = join(1);
+  const std::string text = error_of([&] {
+    for (int i = 0; i < 1000; ++i) b->set(fmt::format("key {}", i), "value");
+  });
+  EXPECT_EQ(text.find("rank 1 leaves more with rank 0 than it has room for"), 0u) << text;
+  EXPECT_NE(error_of([&] { a->add("n"); }).find("rank 1 leaves more"), std::string::npos);
+}
+
+TEST_F(StoreLimitsTest, CountsAreKeysTooAndWhatIsDroppedOrReplacedMakesRoom) {
+  auto a = join(0), b = join(1);
+  for (int i = 0; i < 1000; ++i) {
+    b->set("the same", std::string(5000, 'x'));
+    b->add(fmt::format("count {}", i));
+    b->set(fmt::format("count {}", i), "open");
+    b->drop(fmt::format("count {}", i));
+  }
+  EXPECT_EQ(b->add("count 7"), 1);  // from the beginning
+  const std::string text = error_of([&] {
+    for (int i = 0; i < 1000; ++i) b->add(fmt::format("another {}", i));
+  });
+  EXPECT_EQ(text.find("rank 1 leaves more with rank 0"), 0u) << text;
+}
+
+TEST_F(StoreLimitsTest, AFrameThatIsTooLargeEndsItsConnectionAtItsFirstBytes) {
+  auto a = join(0);
+  const Socket socket = hello(1);
+  ASSERT_TRUE(send_all(socket, std::string("\x01\x00\x10\x00", 4), in(5s)));  // 1 MiB and a byte
+  EXPECT_TRUE(is_cut_off(socket));
+  a->set("still", "fine");
+}
+
+TEST_F(StoreLimitsTest, RequestsWithoutAnAnswerAreLimited) {
+  auto a = join(0);
+  Told told;
+  told.watch(*a, 0);
+  const Socket socket = hello(2);
+  for (uint32_t i = 0; i < 30; ++i) {
+    send_all(socket, StoreMessage{StoreMessage::Op::get, i, "never", ""}.encode(), in(5s));
+  }
+  EXPECT_EQ(told.of(0), "rank 2 waits for the answers to 10 requests at once");
+}
+
+TEST_F(StoreLimitsTest, WhoDoesNotReadIsNotWaitedForAndEndsTheGroupByName) {
+  auto a = join(0);
+  Told told;
+  told.watch(*a, 0);
+  a->set("key", std::string(15'000, 'x'));
+  const Socket socket = hello(2);
+  const std::string get = StoreMessage{StoreMessage::Op::get, 1, "key", ""}.encode();
+  for (int i = 0; i < 2000 && send_all(socket, get, in(5s)); ++i) continue;
+  EXPECT_EQ(told.of(0).find("rank 2 does not read what it asked for"), 0u) << told.of(0);
+}
+
+TEST_F(StoreLimitsTest, ARankHasAFewConnectionsAndSaysHelloOnceOnEach) {
+  std::vector<Socket> held;
+  for (int i = 0; i < 4; ++i) held.push_back(hello(1));
+  // The answers to these come first, so the next one finds them seated.
+  char byte;
+  for (const Socket& socket : held) ASSERT_TRUE(receive_exactly(socket, &byte, 1, in(5s)));
+  EXPECT_EQ(error_of([&] { join(1); }), "rank 1 has 4 connections to rank 0's store already");
+  // Nobody becomes another rank on the way, to say goodbye for it.
+  ASSERT_TRUE(send_all(held[0], StoreMessage{StoreMessage::Op::hello, 2, "command", "0 3"}.encode(), in(5s)));
+  EXPECT_TRUE(is_cut_off(held[0]));
+}
+
+TEST_F(StoreLimitsTest, WhoProvesTheSecretAndSaysNothingIsAStrangerStill) {
+  std::vector<Socket> held;
+  for (size_t i = 0; i < 2 * kMostStrangers; ++i) held.push_back(proved());
+  auto a = join(0), b = join(1);
+  b->set("still", "fine");
+  EXPECT_EQ(a->get("still", in(10s), "x"), "fine");
+  EXPECT_TRUE(is_cut_off(held[0])) << "the oldest makes way";
+}
+
+// Rank 0 of a program that has stopped: its system still takes what is sent.
+TEST(StoreClient, AStoreThatHasNotAnsweredIsNotAskedAgain) {
+  const Credentials credentials{"key", kStorePurpose};
+  Socket listener = listen_on({"127.0.0.1", 0});
+  const Endpoint there{"127.0.0.1", local_port(listener)};
+  std::vector<Socket> connections;
+  std::vector<StoreMessage::Op> asked;
+  std::thread stopping([&] {
+    while (connections.size() < 2) {
+      wait_readable(listener.fd(), in(10s));
+      auto socket = accept_from(listener);
+      if (!socket) continue;
+      Challenge challenge(credentials);
+      while (challenge.advance(*socket) == Challenge::State::waiting) wait_readable(socket->fd(), in(10s));
+      connections.push_back(std::move(*socket));
+    }
+    for (uint32_t id : {1, 0}) {
+      const Socket& socket = connections[id == 1 ? 0 : 1];
+      char hello[64];
+      wait_readable(socket.fd(), in(10s));
+      EXPECT_GT(recv(socket.fd(), hello, sizeof hello, 0), 0);
+      send_all(socket, StoreMessage{StoreMessage::Op::ok, id, "", ""}.encode(), in(10s));
+    }
+  });
+  std::string why;
+  auto command = try_connect(there, in(5s), why), watch = try_connect(there, in(5s), why);
+  auto client = std::make_unique<StoreClient>(std::move(*command), std::move(*watch), "key", 1, 3, in(10s));
+  stopping.join();
+  EXPECT_EQ(client->report("out of memory"), std::nullopt);
+  EXPECT_EQ(client->roll_call().absent(), "no answer from rank 0");
+  client = nullptr;  // without waiting for the store to hang up, which it never does
+  std::string received;
+  char bytes[4096];
+  for (ssize_t n; (n = recv(connections[0].fd(), bytes, sizeof bytes, 0)) > 0;) received.append(bytes, n);
+  while (auto message = StoreMessage::decode(received)) asked.push_back(message->op);
+  EXPECT_EQ(asked, std::vector{StoreMessage::Op::fail});
 }
 
 TEST(RollCall, SurvivesTheWire) {

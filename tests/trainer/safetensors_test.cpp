@@ -1,6 +1,7 @@
 // Safetensors files: what is written is read back, and a file that cannot be right is refused by name.
 #include "trainer/checkpoint/safetensors.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -52,6 +53,24 @@ TEST_F(SafetensorsTest, WhatIsWrittenIsReadAgain) {
   EXPECT_THROW(SafetensorsWriter(path_, {}, {}), Error) << "overwrote a file";
   SafetensorsWriter cut_short(folder_.path("short"), {}, {{"a", {2}}});
   EXPECT_THROW(cut_short.finish(), Error);
+}
+
+// Names that are looked up one after the other would take 200,000 tensors minutes, here and in an --init.
+TEST_F(SafetensorsTest, AFileMayHaveVeryManyTensors) {
+  constexpr int kTensors = 200'000;
+  std::vector<SafetensorsWriter::Entry> entries;
+  for (int i = 0; i < kTensors; ++i) entries.push_back({fmt::format("t{}", i), {1}});
+  SafetensorsWriter writer(path_, {}, entries);
+  std::vector<float> values(kTensors);
+  for (int i = 0; i < kTensors; ++i) values[static_cast<size_t>(i)] = static_cast<float>(i);
+  writer.write(values);
+  writer.finish();
+  const SafetensorsReader file(path_);
+  for (int i = 0; i < kTensors; i += 97) {
+    float back = -1;
+    file.read(*file.find(fmt::format("t{}", i)), 0, {&back, 1});
+    ASSERT_EQ(back, static_cast<float>(i));
+  }
 }
 
 TEST_F(SafetensorsTest, SeveralWritersMakeTheFileOfOne) {

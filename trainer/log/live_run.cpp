@@ -31,6 +31,11 @@ std::vector<std::vector<double>> waits_in(const Json& json) {
   return waits;
 }
 
+// A number of steps or ranks, of those that a log can mean.
+int64_t count_in(const Json& json, const char* key) {
+  return std::clamp<int64_t>(field<int64_t>(json, key).value_or(0), 0, int64_t{1} << 53);
+}
+
 std::string percent_of(double part, double whole) {
   return fmt::format("{:.0f} %", whole > 0 ? 100 * part / whole : 0.0);
 }
@@ -45,15 +50,15 @@ void LiveRun::read(const std::string& line) {
     begun_ = true;
     const auto model = json.find("model");
     const auto text = [&](const char* key) { return field<std::string>(json, key).value_or("?"); };
-    const int64_t ranks = field<int64_t>(json, "ranks").value_or(0);
+    const int64_t ranks = count_in(json, "ranks");
     title_ = fmt::format(
         "{} on {} rank{} ({}, {}), {}, schedule {}",
         model != json.end() && model->is_object() ? field<std::string>(*model, "name").value_or("?") : "?",
         ranks, ranks == 1 ? "" : "s", text("ranks_are"), text("device"), text("compression"),
         text("schedule"));
-    steps_ = field<int64_t>(json, "steps").value_or(0);
+    steps_ = count_in(json, "steps");
   } else if (type == "step") {
-    done_ = field<int64_t>(json, "step").value_or(0) + 1;
+    done_ = count_in(json, "step") + 1;
     loss_ = number_in(json, "loss");
     step_ms_ = number_in(json, "step_ms");
     images_per_s_ = number_in(json, "images_per_s");
@@ -61,7 +66,7 @@ void LiveRun::read(const std::string& line) {
     dense_bytes_ = number_in(json, "dense_bytes");
     if (std::isfinite(wire_bytes_)) total_wire_bytes_ += wire_bytes_;
   } else if (type == "waits") {
-    WaitRecord record{.step = field<int64_t>(json, "step").value_or(0),
+    WaitRecord record{.step = count_in(json, "step"),
                       .seconds = field<double>(json, "seconds").value_or(0),
                       .waited_s = waits_in(json)};
     if (record.waited_s.empty()) return;
