@@ -673,6 +673,7 @@ TEST(Checkpoint, OneFlippedBitIsRefusedOrChangesNothing) {
   c.batch_size = 4, c.steps = 2, c.eval_batch_size = 8;
   const TemporaryFolder folder;
   c.checkpoint_directory = folder.path("run");
+  c.checkpoint_every = 2;
   Recorder recorder;
   run_training(c, make_synthetic(c.model, 38, 10, 1), recorder);
   const std::string from = NewCheckpoint::final_path(folder.path("run"), 2);
