@@ -234,7 +234,7 @@ CLI::Option* add_run_flags(CLI::App& command, Options& o) {
       .add_flag("--overlap-forward", o.overlap_forward,
                 "Begin the next forward while gradients are still in transfer, and update each layer's "
                 "weights just "
-                "before it uses them: faster on slow links, same results")
+                "before it uses them; same results")
       ->group("Ranks");
   add_data_flags(command, o);
   add_training_flags(command, o);
