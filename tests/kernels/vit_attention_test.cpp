@@ -122,7 +122,8 @@ class VitAttention : public OpTest {
 };
 
 TEST_P(VitAttention, MatchesTheDoubleReference) {
-  expect_reference<float>(4e-6, 4e-6);
+  // 4e-6 with fused multiply-adds; sanitizer builds round each product as well.
+  expect_reference<float>(1e-5, 1e-5);
 }
 
 // Weights are rounded before they multiply, results when they are stored: 2^-9 each, of values of order 1.
