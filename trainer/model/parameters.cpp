@@ -108,7 +108,7 @@ std::vector<int> vit_blocks(const std::vector<VitParameter>& parameters) {
   std::vector<int> first = {0};
   for (int i = 0; i < static_cast<int>(parameters.size()); ++i) {
     const std::string& name = parameters[static_cast<size_t>(i)].name;
-    if (name.ends_with(".mlp.3.bias") || name == "encoder.pos_embedding") first.push_back(i);
+    if (name.ends_with(".mlp.3.weight") || name == "encoder.pos_embedding") first.push_back(i);
   }
   return first;
 }

@@ -27,6 +27,7 @@ struct VitParameter {
 std::vector<VitParameter> vit_parameters(const VitConfig& config);
 // The first parameter of each block, in that order: the head with the last norm, the layers from the last to the
 // first, the embedding.
+// A layer's last bias is in the block of what follows the layer, whose norm adds it and whose backward sums its gradient.
 std::vector<int> vit_blocks(const std::vector<VitParameter>& parameters);
 // Number of elements of all parameters, as in "the model has N parameters".
 int64_t count_elements(const std::vector<VitParameter>& parameters);
