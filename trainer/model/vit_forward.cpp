@@ -35,13 +35,13 @@ void TypedVitPasses<S>::forward(const float* images, int64_t batch) {
   for (size_t layer = 0; layer < a_.layers.size(); ++layer) {
     forward_layer(layer, branch_of(layer + 1 < a_.layers.size() ? a_.layers[layer + 1].x : a_.x_last));
   }
+  enters(0, -1);
   bias_residual<S>(stream_, {.y = branch_of(a_.x_last),
                              .bias = weight(index_.layers.back().mlp3_bias),
                              .residual = a_.layers.back().x_mid,
                              .x = a_.x_last,
                              .rows = batch * t,
                              .width = c});
-  enters(0, -1);
   // Only the class token reaches the head, so only its rows are normalized.
   layer_norm<S>(stream_, {.x = a_.x_last,
                           .gamma = weight(index_.ln_weight),
@@ -68,7 +68,7 @@ void TypedVitPasses<S>::forward_layer(size_t layer, S* branch_out) {
   const VitLayerIndex& at = index_.layers[layer];
   const int64_t c = config_.width, f = config_.mlp, rows = batch_ * config_.tokens();
 
-  begins(block_of(layer));
+  enters(block_of(layer), block_of(layer) - 1);
   // x_mid = x + out_proj(attention(ln_1(x)))
   const bool joins = layer > 0;
   layer_norm<S>(stream_, {.x = joins ? a_.layers[layer - 1].x_mid : l.x,
@@ -82,7 +82,6 @@ void TypedVitPasses<S>::forward_layer(size_t layer, S* branch_out) {
                           .branch = joins ? branch_of(l.x) : nullptr,
                           .branch_bias = joins ? weight(index_.layers[layer - 1].mlp3_bias) : nullptr,
                           .sum = joins ? l.x : nullptr});
-  alone(block_of(layer), block_of(layer) - 1);
   forward_attention(layer);
   product(false, true, rows, c, c, l.merged, operand(at.out_weight), branch_of(l.x_mid));
 
