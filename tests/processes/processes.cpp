@@ -153,6 +153,17 @@ std::vector<Outcome> run_processes(const std::string& program, int world, const 
   return outcomes;
 }
 
+void pause_for(std::chrono::milliseconds time) {
+  const pid_t me = getpid(), helper = fork();
+  if (helper == 0) {
+    usleep(static_cast<useconds_t>(time.count() * 1000));
+    kill(me, SIGCONT);
+    _exit(0);
+  }
+  raise(SIGSTOP);
+  waitpid(helper, nullptr, 0);
+}
+
 std::string free_tcp_rendezvous() {
   Socket socket = listen_on({"127.0.0.1", 0});
   return fmt::format("tcp://127.0.0.1:{}", local_port(socket));

@@ -54,6 +54,9 @@ struct ProcessOptions {
 
 std::vector<Outcome> run_processes(const std::string& program, int world, const ProcessOptions& options = {});
 
+// Stops the calling process and continues it after `time`, as a debugger or a suspended virtual machine does.
+void pause_for(std::chrono::milliseconds time);
+
 // "tcp://127.0.0.1:port" with a port that was free a moment ago.
 std::string free_tcp_rendezvous();
 // A path in this test run's temporary folder.

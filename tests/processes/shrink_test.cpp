@@ -48,17 +48,6 @@ uint32_t who_takes_part(Communicator& comm, int first_rank) {
   return static_cast<uint32_t>(data[0]);
 }
 
-void stop_for(milliseconds time) {
-  const pid_t me = getpid(), helper = fork();
-  if (helper == 0) {
-    usleep(static_cast<useconds_t>(time.count() * 1000));
-    kill(me, SIGCONT);
-    _exit(0);
-  }
-  raise(SIGSTOP);
-  waitpid(helper, nullptr, 0);
-}
-
 // What happens to a rank, and when: "2 in_call kill" in the calls of its group; "after" while its survivors regroup.
 struct Fate {
   int rank = -1;
@@ -76,7 +65,7 @@ void meet(const Fate& fate) {
   if (fate.what == "kill") raise(SIGKILL);
   if (fate.what == "exit") _exit(0);
   if (fate.what == "stop") raise(SIGSTOP);
-  if (fate.what == "pause") stop_for(6s);
+  if (fate.what == "pause") testing::pause_for(6s);
 }
 
 // The fates come one after another, each in the group that the one before has left: "before_call" and "in_call" strike

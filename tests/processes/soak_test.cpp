@@ -38,18 +38,6 @@ Schedule schedule_of(const std::string& text, int world) {
   return text == "tree" ? double_tree(world) : ring(world);
 }
 
-// As a debugger or a suspended virtual machine does it.
-void pause_for(milliseconds time) {
-  const pid_t me = getpid(), helper = fork();
-  if (helper == 0) {
-    usleep(static_cast<useconds_t>(time.count() * 1000));
-    kill(me, SIGCONT);
-    _exit(0);
-  }
-  raise(SIGSTOP);
-  waitpid(helper, nullptr, 0);
-}
-
 void break_all_connections() {
   for (int fd = 3; fd < 256; ++fd) shutdown(fd, SHUT_RDWR);  // fails on what is no connection
 }
@@ -110,7 +98,7 @@ RANK_PROGRAM(Soaked) {
         std::this_thread::sleep_for(after / 100);
       if (fault == "killed") raise(SIGKILL);
       if (fault == "stopped") raise(SIGSTOP);
-      if (fault == "paused") pause_for(50ms);
+      if (fault == "paused") testing::pause_for(50ms);
     }
     stream.synchronize();
     for (int64_t i = 0; i < elements; ++i) {
