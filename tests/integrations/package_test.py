@@ -30,7 +30,7 @@ PACKAGE = pathlib.Path(__file__).resolve().parents[2] / "integrations" / "python
 _next_name = iter(range(1 << 30))
 
 
-def run_ranks(world: int, body: Callable[[gradwire.Communicator], Any], name: str = "") -> List[Any]:
+def run_ranks(world: int, body: Callable[[gradwire.Communicator], Any], name: str = "", **options: Any) -> List[Any]:
     """Runs body on every rank, in a thread each. Returns the results; raises the first rank's exception.
     name: where they meet, by default in this process."""
     name = name or f"local://package{next(_next_name)}"
@@ -39,7 +39,7 @@ def run_ranks(world: int, body: Callable[[gradwire.Communicator], Any], name: st
 
     def run(rank: int) -> None:
         try:
-            with gradwire.Communicator(name, rank, world, timeout_s=60) as comm:
+            with gradwire.Communicator(name, rank, world, timeout_s=60, **options) as comm:
                 results[rank] = body(comm)
         except BaseException as error:
             errors.append(error)
@@ -380,6 +380,29 @@ class Reducers(unittest.TestCase):
             return found
 
         self.assertEqual(run_ranks(3, body), [(2, 1, 2.0, True), (1, 0, 1.0, False), (2, 0, 2.0, True)])
+
+    def test_ranks_that_are_left_go_on_without_the_one_that_went(self) -> None:
+        with contextlib.ExitStack() as stack:
+            name = f"tcp://127.0.0.1:{reserve_port(stack)}"
+
+            def body(comm: gradwire.Communicator) -> Any:
+                ones = np.ones(1000, np.float32)
+                self.assertEqual(comm.allreduce_(ones, op="sum")[-1], 3)
+                if comm.rank == 0:
+                    return None  # closes it, and with it the store
+                with self.assertRaises(gradwire.CommFailed):
+                    comm.allreduce_(ones)
+                rest, ranks = comm.shrink()
+                with rest:
+                    mine = np.full(1000, float(comm.rank), np.float32)
+                    return ranks, rest.rank, rest.world, rest.allreduce_(mine, op="sum")[-1]
+
+            self.assertEqual(run_ranks(3, body, name, shrinkable=True), [None, ([1, 2], 0, 2, 3.0), ([1, 2], 1, 2, 3.0)])
+        with gradwire.Communicator() as alone:
+            with self.assertRaisesRegex(ValueError, "timeout_s=0 "):
+                alone.shrink(timeout_s=0)
+            with self.assertRaisesRegex(gradwire.BadArgument, "cannot find out which of them are left"):
+                alone.shrink()
 
     def test_a_reducer_of_an_unknown_type_is_refused(self) -> None:
         with self.assertRaisesRegex(ValueError, "'float64' is none of"):

@@ -94,13 +94,15 @@ class Communicator(_Handle):
     ranks_per_node: for schedule=hierarchical, where rank = node * ranks_per_node + local rank; 0: unknown.
     secret: whoever knows it may join; the same on every rank. "": the environment's GRADWIRE_SECRET. A tcp://
         address that other machines can reach needs one (docs/security.md).
+    shrinkable: whether the others can go on when ranks die: see shrink(). For processes on the host; the same on every
+        rank.
 
     Raises CommFailed when a rank does not join in time.
     """
 
     def __init__(self, rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *,
                  device: "str | int" = "host", timeout_s: float = 1800.0, ranks_per_node: int = 0,
-                 secret: str = "") -> None:
+                 secret: str = "", shrinkable: bool = False) -> None:
         number = _native.HOST if device == "host" else device
         if not isinstance(number, int):
             raise ValueError(f"device={device!r} is neither 'host' nor the number of a CUDA device")
@@ -108,6 +110,7 @@ class Communicator(_Handle):
             _native.load_nccl()
         handle = ctypes.c_void_p()
         _native.call("gw_secret", secret.encode() or None)
+        _native.call("gw_shrinkable", int(shrinkable))
         _native.call("gw_comm_create", rendezvous.encode() if rendezvous is not None else None, rank, world,
                      number, int(timeout_s * 1000), ctypes.byref(handle))
         self._take(handle)
@@ -145,6 +148,31 @@ class Communicator(_Handle):
         part = Communicator.__new__(Communicator)
         part._take(handle)
         return part
+
+    def shrink(self, timeout_s: float = 20.0) -> "Tuple[Communicator, List[int]]":
+        """The communicator of the ranks that are left of one that has failed, and their ranks in this one.
+
+            try:
+                comm.allreduce_(gradient)
+            except gradwire.CommFailed:
+                rest, ranks = comm.shrink()   # on every rank that is left; any may be gone, also rank 0
+                comm.close()
+
+        Needs shrinkable=True. Fails a communicator that has not failed. Afterwards this one and its reducers can only be
+        closed; the new one can shrink in turn.
+
+        timeout_s: how long to wait for ranks that are alive but do not call this.
+
+        Raises CommFailed when this rank was left out or too few answer; at most one group goes on (docs/faults.md).
+        """
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s={timeout_s} is not a time to wait")
+        handle = ctypes.c_void_p()
+        ranks = (ctypes.c_int32 * self.world)()
+        _native.call("gw_comm_shrink", self._handle, max(1, int(timeout_s * 1000)), ctypes.byref(handle), ranks, self.world)
+        rest = Communicator.__new__(Communicator)
+        rest._take(handle)
+        return rest, list(ranks[:rest.world])
 
     def start(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> "Request":
         """Makes a collective call of this communicator, or of one of its reducers, that returns at once; on the host.

@@ -120,6 +120,8 @@ _SIGNATURES = {
     "gw_secret": [c_char_p],
     "gw_comm_create": [c_char_p, c_int, c_int, c_int, c_int64, POINTER(c_void_p)],
     "gw_comm_split": [c_void_p, c_int, c_int, POINTER(c_void_p)],
+    "gw_shrinkable": [c_int],
+    "gw_comm_shrink": [c_void_p, c_int64, POINTER(c_void_p), POINTER(c_int32), c_int32],
     "gw_comm_query": [c_void_p, POINTER(CommInfo)],
     "gw_comm_set_ranks_per_node": [c_void_p, c_int],
     "gw_comm_check": [c_void_p],
