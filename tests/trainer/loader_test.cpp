@@ -142,6 +142,33 @@ TEST(Loader, StartsAtAnyBatch) {
   }
 }
 
+// What --elastic-batch keep-global builds on.
+TEST(Loader, AGlobalBatchIsTheSameImagesHoweverManyRanksShareIt) {
+  const Dataset data = numbered(100);
+  Loader whole(data, {.batch_size = 16, .seed = 3});
+  for (const int world : {2, 3, 5, 7}) {
+    for (int64_t batch = 0; batch < whole.batches_per_epoch(); ++batch) {
+      std::vector<int64_t> together;
+      for (int rank = 0; rank < world; ++rank) {
+        Loader part(data, {.rank = rank,
+                           .world = world,
+                           .batch_size = (16 + world - 1) / world,
+                           .global_batch = 16,
+                           .seed = 3,
+                           .first_batch = batch});
+        EXPECT_EQ(part.batches_per_epoch(), whole.batches_per_epoch());
+        const std::vector<int64_t> indices = part.indices(0, batch);
+        EXPECT_EQ(static_cast<int64_t>(indices.size()), part_of_batch(16, rank, world));
+        EXPECT_EQ(part.next(Stream::immediate_host()).count, part_of_batch(16, rank, world));
+        together.insert(together.end(), indices.begin(), indices.end());
+      }
+      EXPECT_EQ(together, whole.indices(0, batch)) << world << " ranks";
+    }
+  }
+  testing::expect_error<BadInput>([&] { Loader(data, {.world = 2, .batch_size = 7, .global_batch = 16}); },
+                                  {"16"});
+}
+
 TEST(Loader, PixelsAreNormalizedPerChannel) {
   Dataset data = numbered(9, 3);
   Stream stream = Stream::create(Device::host(), "test");

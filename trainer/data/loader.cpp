@@ -19,6 +19,10 @@ namespace {
 
 constexpr uint64_t kShuffleStream = 0x5348'0001;  // the generator's stream
 
+int64_t global_batch(const LoaderOptions& options) {
+  return options.global_batch > 0 ? options.global_batch : options.batch_size * options.world;
+}
+
 }  // namespace
 
 std::vector<int64_t> epoch_permutation(int64_t count, uint64_t seed, int64_t epoch) {
@@ -34,7 +38,7 @@ std::vector<int64_t> epoch_permutation(int64_t count, uint64_t seed, int64_t epo
 }
 
 int64_t batches_per_epoch(const Dataset& data, const LoaderOptions& options) {
-  const int64_t global = options.batch_size * options.world;
+  const int64_t global = global_batch(options);
   return options.drop_last ? data.count() / (global * options.group) * options.group
                            : (data.count() + global - 1) / global;
 }
@@ -43,13 +47,16 @@ class Loader::Impl {
  public:
   Impl(const Dataset& data, LoaderOptions options) : data_(data), options_(options) {
     if (options.world < 1 || options.rank < 0 || options.rank >= options.world || options.batch_size < 1 ||
-        options.group < 1 || options.slots < 1 || options.first_batch < 0) {
-      throw BadInput(fmt::format(
-          "Loader: invalid options: rank {} of {}, batches of {} in groups of {}, {} slots, first batch {}",
-          options.rank, options.world, options.batch_size, options.group, options.slots,
-          options.first_batch));
+        options.group < 1 || options.slots < 1 || options.first_batch < 0 ||
+        global_batch(options) > options.batch_size * options.world) {
+      throw BadInput(
+          fmt::format("Loader: invalid options: rank {} of {}, batches of {} ({} over all) in groups of {}, "
+                      "{} slots, first "
+                      "batch {}",
+                      options.rank, options.world, options.batch_size, options.global_batch, options.group,
+                      options.slots, options.first_batch));
     }
-    const int64_t global = options.batch_size * options.world;
+    const int64_t global = global_batch(options);
     batches_ = gradwire::batches_per_epoch(data, options);
     if (batches_ == 0) {
       throw BadInput(fmt::format(
@@ -124,8 +131,9 @@ class Loader::Impl {
 
   // Positions [begin, end) of the epoch's order that are this rank's part of `batch`.
   std::pair<int64_t, int64_t> range(int64_t batch) const {
-    int64_t begin = (batch * options_.world + options_.rank) * options_.batch_size;
-    int64_t end = std::min(begin + options_.batch_size, data_.count());
+    const int64_t global = global_batch(options_);
+    const int64_t begin = batch * global + global * options_.rank / options_.world;
+    const int64_t end = std::min(begin + part_of_batch(global, options_.rank, options_.world), data_.count());
     return {std::min(begin, data_.count()), end};
   }
 

@@ -1,8 +1,8 @@
 // Prefetches one rank's batches: sharded, shuffled by seed, augmented, normalized and copied to the device.
 //
 // Epoch e visits the images in a permutation that depends only on (seed, e), so it is the same on every rank.
-// Global batch i is a contiguous run of world * batch_size positions of it; rank r takes the r-th batch_size
-// of them. The last incomplete group of batches is dropped in training (drop_last) and returned as smaller
+// Global batch i is a contiguous run of world * batch_size positions of it, or of global_batch; rank r takes the r-th
+// part of them. The last incomplete group of batches is dropped in training (drop_last) and returned as smaller
 // batches in evaluation. Nothing depends on timing: same options, same batches.
 //
 // A batch is in a slot, device memory at a fixed address. Slots are a ring: the loader's k-th batch is in
@@ -29,7 +29,10 @@ namespace gradwire {
 struct LoaderOptions {
   int rank = 0, world = 1;
   int64_t batch_size = 1;  // images per rank and batch
-  int64_t group = 1;       // batches per optimizer step; with drop_last an epoch is a multiple of it
+  // Images per batch over all ranks, which need not be a multiple of their number: parts differ by one image at most,
+  // and batch_size is the largest of them. 0: world * batch_size.
+  int64_t global_batch = 0;
+  int64_t group = 1;  // batches per optimizer step; with drop_last an epoch is a multiple of it
   bool shuffle = true;
   bool drop_last = true;
   Augmentation augment = {};
@@ -45,7 +48,7 @@ class Loader {
   struct Batch {
     const float* images = nullptr;    // (count, channels, height, width), normalized
     const int32_t* labels = nullptr;  // (count)
-    int64_t count = 0;                // batch_size; at the end of an evaluation less, even 0
+    int64_t count = 0;                // this rank's part; at the end of an evaluation less, even 0
     int64_t slot = 0;                 // 0 .. slots - 1
   };
 
@@ -73,6 +76,10 @@ class Loader {
   std::unique_ptr<Impl> impl_;
 };
 
+// How many of the `global` images of a batch are rank `rank`'s.
+inline int64_t part_of_batch(int64_t global, int rank, int world) {
+  return global * (rank + 1) / world - global * rank / world;
+}
 // The same as Loader::batches_per_epoch(), without a loader.
 int64_t batches_per_epoch(const Dataset& data, const LoaderOptions& options);
 
