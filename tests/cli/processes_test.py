@@ -171,6 +171,39 @@ class Processes(CommandTest):
             self.assertIn("rank 2", error)
         self.records()  # every line is whole
 
+    def test_elastic_goes_on_without_rank_0(self):
+        """Another rank prints, logs, saves and sums up."""
+        processes = self.start(3, "train", *SYNTHETIC, "--steps", 400, "--log", "run.jsonl", "--log-every", 100, "--checkpoint", "saved",
+                               "--checkpoint-every", 50, "--compression", "powersgd:rank=2", "--elastic", "2:3", "--timeout-s", 30)
+        while "step 100/" not in processes[0].stdout.readline():
+            self.assertIsNone(processes[0].poll())
+        processes[0].kill()
+        ends = [p.communicate(timeout=240) for p in processes[1:]]
+        self.assertEqual([p.returncode for p in processes[1:]], [0, 0], ends)
+        self.assertEqual(ends[1], ("", ""), "only rank 0 speaks")
+        for word in ("Lost rank 0 and its residual of norm ", "with 2 ranks (1, 2)", "steps in "):
+            self.assertIn(word, ends[0][0])
+        records = self.records()
+        steps = [r["step"] for r in records if r["type"] == "step"]
+        self.assertEqual(steps, sorted(set(steps)))
+        self.assertEqual(steps[-1], 399)
+        self.assertGreaterEqual(len(steps), 398, "at most two had not been reported")
+        shrink = [r for r in records if r["type"] == "shrink"]
+        self.assertEqual([(r["lost"], r["ranks"], r["global_batch"]) for r in shrink], [([0], [1, 2], 48)])
+        self.assertEqual(records[-1]["type"], "summary")
+        self.assertTrue((self.folder / "saved" / "step-000000400" / "state-1-of-2.safetensors").exists())
+
+    def test_elastic_ends_when_too_few_are_left(self):
+        processes = self.start(3, "train", *SYNTHETIC, "--steps", 100000, "--elastic", "3:3")
+        while "step 3/" not in processes[0].stdout.readline():
+            self.assertIsNone(processes[0].poll())
+        processes[2].kill()
+        for process in processes[:2]:
+            error = process.communicate(timeout=60)[1]
+            self.assertEqual(process.returncode, 1)
+            self.assertEqual(len(error.splitlines()), 1, error)
+            self.assertIn("2 of 3 ranks are left (lost: 2), fewer than the 3 that --elastic 3:3 asks for; start the run again", error)
+
 
 if __name__ == "__main__":
     main()

@@ -12,7 +12,7 @@ void log(Input input) {
   read_earlier_run(write_file("run.jsonl", input));
   const std::string line(reinterpret_cast<const char*>(input.data()), input.size());
   is_run_record(line);
-  is_before(line, 5, 10);
+  is_before(line, 5, true);
   may_refuse([&] {
     LiveRun run;
     std::istringstream lines(line);

@@ -231,6 +231,36 @@ std::optional<Launch> launched_with(const std::map<std::string, std::string>& va
   });
 }
 
+TEST(Elastic, IsForProcessesOnTheHostWhoseStateIsNotDivided) {
+  Options o = synthetic();
+  o.elastic = "2:4";
+  expect_bad_input([&] { resolve(o); }, {"--elastic 2:4", "start a process for each rank"});
+  o.ranks.reset();
+  o.launch = launched_with({{"RANK", "2"}, {"WORLD_SIZE", "4"}});
+  o.elastic_batch = ElasticBatch::keep_local;
+  const TrainConfig config = resolve(o).config;
+  EXPECT_EQ(config.elastic, (ElasticRange{2, 4}));
+  EXPECT_EQ(config.elastic_batch, ElasticBatch::keep_local);
+  for (const char* text : {"", "2", "2:", ":4", "0:4", "4:2", "2:4:6", "a:b", "-1:4"}) {
+    o.elastic = text;
+    expect_bad_input([&] { resolve(o); }, {fmt::format("--elastic '{}'", text), "MIN:MAX"});
+  }
+  for (const char* text : {"5:8", "1:3"}) {
+    o.elastic = text;
+    expect_bad_input([&] { resolve(o); }, {fmt::format("--elastic {}: 4 processes", text)});
+  }
+  o.elastic = "1:4";
+  Options sharded = o, overlapped = o, hierarchical = o;
+  sharded.shard = Sharding::optimizer;
+  overlapped.overlap_forward = true;
+  hierarchical.compression = {"fp32:schedule=hierarchical"};
+  hierarchical.ranks_per_node = 2;
+  expect_bad_input([&] { resolve(sharded); }, {"--elastic 1:4", "--shard optimizer", "--checkpoint"});
+  expect_bad_input([&] { resolve(overlapped); }, {"--elastic 1:4", "--overlap-forward"});
+  expect_bad_input([&] { resolve(hierarchical); },
+                   {"--elastic 1:4", "schedule=hierarchical", "schedule=auto"});
+}
+
 TEST(Launcher, EveryLauncherIsRecognized) {
   EXPECT_FALSE(launched_with({}));
   EXPECT_FALSE(launched_with({{"SLURM_NTASKS", "4"}, {"SLURM_PROCID", "0"}}))

@@ -118,6 +118,37 @@ TEST(Records, PathThatIsNotUtf8StaysValidJson) {
   EXPECT_NO_THROW(json::parse(run_record(c, data(), {})));
 }
 
+// The rank that takes a run over goes on with its log, without what it will report again.
+TEST(Records, ALogSurvivesTheRankThatWroteIt) {
+  const TemporaryFolder folder;
+  const std::string path = folder.path("run.jsonl");
+  const TrainConfig c = config();
+  const DataSplits d = data();
+  RunLog before(path, c, d);
+  before.on_run(info("ring"));
+  for (int64_t i = 0; i < 3; ++i) before.on_step(step(i, 1));
+  before.on_eval({.step = 2});
+  RunInfo taken = info("ring");
+  taken.first_step = 2;
+  taken.takes_over = true;
+  RunLog after(path, c, d);
+  after.on_run(taken);
+  after.on_shrink(
+      {.step = 2, .lost = {0, 3}, .lost_residual_norms = {0.5, NAN}, .ranks = {1, 2}, .why = "gone"});
+  after.on_eval({.step = 2});
+  after.on_step(step(2, 1));
+  before.on_step(step(3, 1));  // it was stopped, and goes nowhere now
+  std::vector<std::string> types;
+  for (const json& record : lines(path)) types.push_back(record["type"]);
+  EXPECT_EQ(types, (std::vector<std::string>{"run", "step", "step", "shrink", "eval", "step"}));
+  const json shrink = lines(path)[3];
+  EXPECT_EQ(shrink["lost"], (json{0, 3}));
+  EXPECT_EQ(shrink["lost_residual_norms"][0], 0.5);
+  EXPECT_TRUE(shrink["lost_residual_norms"][1].is_null());
+  EXPECT_EQ(shrink["ranks"], (json{1, 2}));
+  EXPECT_EQ(shrink["why"], "gone");
+}
+
 // Phases that follow one another add up to the step; what runs concurrently does not count.
 TEST(Records, SharesAreOfTheTimeOfAllSteps) {
   Summarizer summarizer;

@@ -162,11 +162,12 @@ void check_output_directory(const std::string& flag, const std::string& director
   }
 }
 
-FolderLock::FolderLock(const std::string& directory) {
+FolderLock::FolderLock(const std::string& directory, bool displaces) {
   std::error_code error;
   fs::create_directories(directory, error);
   if (error) throw Error(fmt::format("{}: cannot be created: {}", directory, error.message()));
   const std::string path = directory + "/lock";
+  if (displaces) fs::remove(path, error);  // its holder keeps a file that nobody finds
   file_ = std::make_unique<OpenFile>(open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
   const int fd = file_->fd();
   if (fd < 0) fail(path + ": cannot be created", errno);

@@ -36,7 +36,9 @@ void check_output_directory(const std::string& flag, const std::string& director
 // which names the run that holds the lock.
 class FolderLock {
  public:
-  explicit FolderLock(const std::string& directory);
+  // `displaces`: takes the lock from its holder, who is not to write any more: the run's rank 0 before this one, which
+  // may have been stopped and not ended.
+  explicit FolderLock(const std::string& directory, bool displaces = false);
   FolderLock(FolderLock&&) = default;
 
  private:

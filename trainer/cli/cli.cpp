@@ -48,7 +48,7 @@ int train(const Options& options) {
   }
   check_memory_limit(run.config);
   std::unique_ptr<Communicator> comm = join(options, run.config);
-  if (leads(options)) {
+  if (leads(options) || run.config.elastic) {
     run_once(run.config, run.data, {.log = options.log, .log_every = options.log_every}, comm.get());
   } else {
     RunObserver nobody;

@@ -244,6 +244,22 @@ CLI::Option* add_run_flags(CLI::App& command, Options& o) {
       ->group("Checkpoints");
 }
 
+void add_elastic_flags(CLI::App& command, Options& o) {
+  CLI::Option* elastic = add_text(command, "--elastic", o.elastic, "MIN:MAX",
+                                  "Go on without ranks (processes on the host) that die or stop answering, "
+                                  "as long as MIN are left; the "
+                                  "step that broke is done again. MAX: how many there may be")
+                             ->group("Ranks");
+  add_choice<ElasticBatch>(
+      command, "--elastic-batch", o.elastic_batch,
+      {{"keep-global", ElasticBatch::keep_global}, {"keep-local", ElasticBatch::keep_local}},
+      "With fewer ranks: keep-global, as many images per step, divided among those left; keep-local, as many "
+      "per rank, "
+      "and a learning rate smaller by as much as the step")
+      ->needs(elastic)
+      ->group("Ranks");
+}
+
 void add_checkpoint_flags(CLI::App& command, Options& o, CLI::Option* init) {
   const char* group = "Checkpoints";
   CLI::Option* checkpoint =
@@ -318,6 +334,7 @@ void add_train_flags(CLI::App& command, Options& o) {
   CLI::Option* init = add_run_flags(command, o);
   add_compression_flags(command, o, false);
   add_shard_flags(command, o);
+  add_elastic_flags(command, o);
   add_checkpoint_flags(command, o, init);
   add_text(command, "--log", o.log, "FILE", "Write records to this file, one JSON object per line")
       ->group("Output");

@@ -169,9 +169,10 @@ std::optional<Launch> detect_launcher() {
 }
 
 std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rendezvous, double timeout_s,
-                                   Device device, bool insecure, bool verify_payload) {
+                                   Device device, bool insecure, bool verify_payload, bool shrinkable) {
   TcpOptions options;
   options.verify_payload = verify_payload;
+  options.shrinkable = shrinkable;
   options.group.rendezvous = rendezvous.empty() ? launch.rendezvous : rendezvous;
   options.group.rank = launch.rank;
   options.group.world = launch.world;

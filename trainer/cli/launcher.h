@@ -35,10 +35,10 @@ std::optional<Launch> detect_launcher();
 
 // Joins the other processes, with NCCL when `device` is a GPU. `rendezvous` overrides the launcher's unless
 // empty. Throws BadInput when neither is known, when other machines can reach it and the run has no secret
-// (unless `insecure`), or when this build has no NCCL.
+// (unless `insecure`), or when this build has no NCCL. `shrinkable`: see TcpOptions.
 std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rendezvous, double timeout_s,
                                    Device device = Device::host(), bool insecure = false,
-                                   bool verify_payload = false);
+                                   bool verify_payload = false, bool shrinkable = false);
 
 // Divides the machine's cores between its processes, unless the launcher has bound each process to its own
 // cores or GRADWIRE_THREADS is set.

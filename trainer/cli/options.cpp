@@ -296,6 +296,45 @@ void check_overlap(const Options& o) {
   }
 }
 
+// After the ranks and devices are known.
+void resolve_elastic(const Options& o, Resolved& out) {
+  if (!o.elastic) return;
+  TrainConfig& config = out.config;
+  config.elastic = ElasticRange::parse(*o.elastic);
+  config.elastic_batch = o.elastic_batch;
+  const std::string flag = "--elastic " + *o.elastic;
+  if (!config.processes) {
+    throw BadInput(
+        flag +
+        ": threads of one process end together; start a process for each rank, with RANK, WORLD_SIZE, "
+        "MASTER_ADDR and MASTER_PORT set (docs/launching.md)");
+  }
+  if (config.devices[0].is_cuda()) {
+    throw BadInput(flag +
+                   ": between GPUs a run ends with the first rank that fails; use --device host, or "
+                   "--checkpoint and --resume instead");
+  }
+  if (config.ranks() < config.elastic.least || config.ranks() > config.elastic.most) {
+    throw BadInput(fmt::format("{}: {} processes were started", flag, config.ranks()));
+  }
+  if (o.shard != Sharding::none) {
+    throw BadInput(
+        fmt::format("{} and --shard {} do not go together: what a lost rank held of the optimizer's state "
+                    "exists nowhere else; "
+                    "use --shard none, or --checkpoint and --resume instead",
+                    flag, name(o.shard)));
+  }
+  if (o.overlap_forward) {
+    throw BadInput(flag +
+                   " and --overlap-forward do not go together: a step that breaks would have begun the next");
+  }
+  if (config.compression.schedule == ScheduleKind::hierarchical) {
+    throw BadInput(
+        fmt::format("{} and --compression {}: a lost rank leaves nodes of unequal size; use schedule=auto",
+                    flag, config.compression.to_string()));
+  }
+}
+
 }  // namespace
 
 Resolved resolve_machine(const Options& o) {
@@ -335,6 +374,7 @@ Resolved resolve_machine(const Options& o) {
   config.eval_batch_size = o.eval_batch_size;
   resolve_devices(o, out);
   resolve_nodes(o, out);
+  resolve_elastic(o, out);
   if (config.graph && config.devices[0].is_cuda() && config.ranks() > 1 && !config.processes) {
     throw BadInput(
         "--graph: ranks of one process on GPUs meet on the host in each step, which no graph can "
@@ -385,7 +425,8 @@ std::unique_ptr<Communicator> join(const Options& o, const TrainConfig& config) 
   if (device.is_cuda() && o.launch->local_rank >= 0) {
     device = Device::cuda(o.launch->local_rank % cuda_device_count());
   }
-  return join(*o.launch, o.rendezvous, o.timeout_s, device, o.insecure, o.verify_payload);
+  return join(*o.launch, o.rendezvous, o.timeout_s, device, o.insecure, o.verify_payload,
+              static_cast<bool>(config.elastic));
 }
 
 }  // namespace gradwire

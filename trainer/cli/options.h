@@ -26,6 +26,8 @@ struct Options {
   std::optional<Launch> launch;  // how this process was started, if by a launcher
   std::string rendezvous;        // empty: the launcher's
   bool insecure = false, verify_payload = false;
+  std::optional<std::string> elastic;  // MIN:MAX
+  ElasticBatch elastic_batch = ElasticBatch::keep_global;
   std::optional<int> ranks_per_node;  // default: what the launcher says of this machine
   DeviceChoice device = DeviceChoice::automatic;
   std::vector<std::string> compression;  // train: one at most; compare: one run each

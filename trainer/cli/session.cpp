@@ -29,6 +29,9 @@ class Fan final : public RunObserver {
   void on_waits(const WaitRecord& waits) override {
     for (auto* observer : observers_) observer->on_waits(waits);
   }
+  void on_shrink(const ShrinkRecord& shrink) override {
+    for (auto* observer : observers_) observer->on_shrink(shrink);
+  }
   void on_eval(const EvalRecord& eval) override {
     for (auto* observer : observers_) observer->on_eval(eval);
   }
@@ -102,6 +105,7 @@ RunSummary run_once(const TrainConfig& config, const DataSplits& data, const Run
     Fan fan(observers);
     train_rank(config, data, fan, comm);
   }
+  if (!summarizer.ended()) return {};
   RunSummary summary =
       summarizer.summary(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
   if (log) log->write_summary(summary);

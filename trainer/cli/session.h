@@ -26,7 +26,8 @@ struct RunOutput {
   int64_t log_every = 1;   // off a terminal: steps per line
   std::string label = {};  // on a terminal, before the progress bar
 };
-// Trains, as rank 0, with a log and a report on stdout.
+// Trains, as rank 0, with a log and a report on stdout. With --elastic on every rank, as each may have to take rank 0's
+// place; those that don't are silent.
 RunSummary run_once(const TrainConfig& config, const DataSplits& data, const RunOutput& output,
                     Communicator* comm);
 

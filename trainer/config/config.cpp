@@ -160,6 +160,29 @@ StepRange StepRange::parse(const std::string& flag, const std::string& text) {
   return range;
 }
 
+ElasticRange ElasticRange::parse(const std::string& text) {
+  ElasticRange range;
+  const char *at = text.data(), *const end = text.data() + text.size();
+  auto number = [&](int& value) {
+    auto [next, error] = std::from_chars(at, end, value);
+    if (error != std::errc() || value < 1) return false;
+    at = next;
+    return true;
+  };
+  const bool read = number(range.least) && at < end && *at++ == ':' && number(range.most) && at == end;
+  if (!read || range.least > range.most) {
+    throw BadInput(fmt::format(
+        "--elastic '{}' is not a range of ranks MIN:MAX; 2:4 means that a run of at most 4 ranks goes on as "
+        "long as 2 are left",
+        text));
+  }
+  return range;
+}
+
+std::string ElasticRange::to_string() const {
+  return fmt::format("{}:{}", least, most);
+}
+
 std::string StepRange::to_string() const {
   return fmt::format("{}:{}", begin, end);
 }
@@ -179,6 +202,9 @@ const char* name(Sharding sharding) {
       break;
   }
   return "full";
+}
+const char* name(ElasticBatch batch) {
+  return batch == ElasticBatch::keep_global ? "keep-global" : "keep-local";
 }
 const char* name(Precision precision) {
   return precision == Precision::fp32 ? "fp32" : precision == Precision::tf32 ? "tf32" : "bf16";

@@ -68,6 +68,19 @@ struct StepRange {
 
 enum class OptimizerKind : uint8_t { sgd, adamw };
 
+// --elastic-batch: what stays as it is when ranks are lost, the images per step over all ranks, or each rank's.
+enum class ElasticBatch : uint8_t { keep_global, keep_local };
+
+// MIN:MAX ranks with which a run goes on.
+struct ElasticRange {
+  int least = 0, most = 0;  // 0: it ends with the first rank that fails
+
+  explicit operator bool() const { return least > 0; }
+  static ElasticRange parse(const std::string& text);  // throws BadInput
+  std::string to_string() const;
+  bool operator==(const ElasticRange&) const = default;
+};
+
 // What is divided among the ranks, instead of being held by each. Each one includes those before it.
 enum class Sharding : uint8_t { none, optimizer, gradients, full };
 
@@ -81,6 +94,8 @@ struct TrainConfig {
   int ranks_per_node = 0;       // for hierarchical schedules; 0: the launcher's, if all ranks agree
   int ranks_here = 0;           // on this machine, from the launcher; 0: unknown
   int ranks() const { return static_cast<int>(devices.size()); }
+  ElasticRange elastic;  // on: ranks that die are left behind (trainer/train/elastic.h)
+  ElasticBatch elastic_batch = ElasticBatch::keep_global;
 
   CompressionSpec compression;
   double bucket_mb = 25;  // MiB
@@ -93,10 +108,12 @@ struct TrainConfig {
   bool overlap_forward = false;  // the next forward begins while gradients are in transfer; same bits
   int64_t bucket_bytes() const { return static_cast<int64_t>(bucket_mb * (1 << 20)); }
 
-  int64_t batch_size = 64;  // images per rank and micro-batch
-  int64_t accumulate = 1;   // micro-batches per optimizer step; gradients are averaged over them
-  int64_t steps = 0;        // optimizer steps of the whole run; always > 0 once resolved
-  double epochs = 0;        // steps as passes over the training set, for display
+  int64_t batch_size = 64;  // images per rank and micro-batch; the most of any rank if they differ
+  // Images per micro-batch over all ranks, after the loss of some (ElasticBatch::keep_global). 0: batch_size each.
+  int64_t shared_batch = 0;
+  int64_t accumulate = 1;  // micro-batches per optimizer step; gradients are averaged over them
+  int64_t steps = 0;       // optimizer steps of the whole run; always > 0 once resolved
+  double epochs = 0;       // steps as passes over the training set, for display
 
   OptimizerKind optimizer = OptimizerKind::adamw;
   double lr = 1e-3;  // peak (trainer/train/schedule.h)
@@ -128,12 +145,14 @@ struct TrainConfig {
 
   double timeout_s = 60;  // how long a rank waits for a peer in one operation
 
-  // Images per optimizer step, over all ranks.
-  int64_t global_batch() const { return batch_size * accumulate * ranks(); }
+  // Images over all ranks: per micro-batch, and per optimizer step.
+  int64_t micro_batch() const { return shared_batch > 0 ? shared_batch : batch_size * ranks(); }
+  int64_t global_batch() const { return micro_batch() * accumulate; }
 };
 
 const char* name(OptimizerKind kind);
 const char* name(Sharding sharding);
+const char* name(ElasticBatch batch);
 const char* name(Precision precision);
 
 }  // namespace gradwire

@@ -28,6 +28,8 @@ struct RunInfo {
   std::string slow_products;  // a warning, or empty
   std::string products;       // the host's BLAS (measure/products.h); empty on a GPU
   int64_t first_step = 0;     // steps done by the checkpoint that the run resumes from
+  // --elastic: the rank that reported so far is lost, and this one goes on from first_step. A ShrinkRecord follows.
+  bool takes_over = false;
 };
 
 // One optimizer step, as seen by rank 0. Times that were not measured are NaN.
@@ -67,6 +69,19 @@ struct CheckpointRecord {
   double save_ms = 0;  // from the end of the step to the end of writing
 };
 
+// --elastic: the run goes on without some of its ranks. Ranks are named by the numbers with which they were launched.
+struct ShrinkRecord {
+  int64_t step = 0;            // optimizer steps done: the next one is the one that broke
+  std::vector<int> lost = {};  // ascending
+  // Of what error feedback still had to send of each lost rank's gradients after these steps, which is gone: L2 norms.
+  std::vector<double> lost_residual_norms = {};
+  std::vector<int> ranks = {};  // who goes on; rank r of the group is ranks[r] from here on
+  int64_t global_batch = 0;     // images per step from here on
+  double lr = 0;                // peak, from here on
+  double seconds = 0;    // from rank 0's error until this record, when all are ready to repeat the step
+  std::string why = {};  // that error
+};
+
 // How long ranks have waited for each other so far, about once a second. Not on CUDA, where it is not measured.
 struct WaitRecord {
   int64_t step = 0;    // optimizer steps done
@@ -93,6 +108,7 @@ class RunObserver {
   virtual void on_run(const RunInfo&) {}
   virtual void on_step(const StepRecord&) {}
   virtual void on_waits(const WaitRecord&) {}
+  virtual void on_shrink(const ShrinkRecord&) {}
   virtual void on_eval(const EvalRecord&) {}
   virtual void on_checkpoint(const CheckpointRecord&) {}
   virtual void on_end(const EndRecord&) {}
@@ -105,7 +121,8 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
 
 // The same for ranks that are processes; this one is comm.rank(). Every process must pass the same config,
 // which is checked. Returns when all ranks are done, with the same bits as ranks in one process; throws on
-// every rank when one fails.
+// every rank when one fails. With config.elastic, `comm` must be shrinkable, and `observer` is called by the rank
+// that is rank 0 at the time.
 void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
                   Communicator& comm);
 

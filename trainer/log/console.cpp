@@ -1,6 +1,7 @@
 #include "trainer/log/console.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
 
@@ -93,6 +94,19 @@ void Console::on_step(const StepRecord& step) {
   }
   print(fmt::format("step {}/{}  loss {:.4f}  lr {:.2e}  {} ms  {} images/s{}", steps_done_, config_.steps,
                     step.loss, step.lr, milliseconds(step.step_ms), human_count(step.images_per_s), wire));
+}
+
+void Console::on_shrink(const ShrinkRecord& shrink) {
+  std::string who = shrink.lost.empty() ? "Regrouped without losing a rank" : "";
+  for (size_t i = 0; i < shrink.lost.size(); ++i) {
+    const double norm = shrink.lost_residual_norms[i];
+    who += fmt::format("{}rank {}", i == 0 ? "Lost " : ", ", shrink.lost[i]);
+    if (norm > 0) who += fmt::format(" and its residual of norm {:.4g}", norm);
+  }
+  print(fmt::format("{}. Going on after step {} with {} rank{} ({}), {} images per step, after {}: {}", who,
+                    shrink.step, shrink.ranks.size(), shrink.ranks.size() == 1 ? "" : "s",
+                    fmt::join(shrink.ranks, ", "), human_count(static_cast<double>(shrink.global_batch)),
+                    human_seconds(shrink.seconds), shrink.why));
 }
 
 void Console::on_eval(const EvalRecord& eval) {

@@ -28,6 +28,7 @@ class Console final : public RunObserver {
   ~Console() override;
   void on_run(const RunInfo& info) override;
   void on_step(const StepRecord& step) override;
+  void on_shrink(const ShrinkRecord& shrink) override;
   void on_eval(const EvalRecord& eval) override;
 
  private:

@@ -35,6 +35,10 @@ void add_config(Json& json, const TrainConfig& config) {
   json["devices"] = Json::array();
   for (Device device : config.devices) json["devices"].push_back(device.name());
   json["ranks_are"] = config.processes ? "processes" : "threads";
+  if (config.elastic) {
+    json["elastic"] = config.elastic.to_string();
+    json["elastic_batch"] = name(config.elastic_batch);
+  }
   json["compression"] = config.compression.to_string();
   json["bucket_mb"] = shortest(config.bucket_mb);
   json["shard"] = name(config.shard);
@@ -43,6 +47,7 @@ void add_config(Json& json, const TrainConfig& config) {
   json["gradient_views"] = config.gradient_views;
   json["overlap_forward"] = config.overlap_forward;
   json["batch_size"] = config.batch_size;
+  if (config.shared_batch > 0) json["shared_batch"] = config.shared_batch;
   json["accumulate"] = config.accumulate;
   json["steps"] = config.steps;
   json["epochs"] = config.epochs;
@@ -128,6 +133,18 @@ std::string waits_record(const WaitRecord& waits) {
       {"type", "waits"}, {"step", waits.step}, {"seconds", waits.seconds}, {"waited_s", waits.waited_s}});
 }
 
+std::string shrink_record(const ShrinkRecord& shrink) {
+  return json_text(Json{{"type", "shrink"},
+                        {"step", shrink.step},
+                        {"lost", shrink.lost},
+                        {"lost_residual_norms", shrink.lost_residual_norms},
+                        {"ranks", shrink.ranks},
+                        {"global_batch", shrink.global_batch},
+                        {"lr", shrink.lr},
+                        {"seconds", shrink.seconds},
+                        {"why", shrink.why}});
+}
+
 std::string eval_record(const EvalRecord& eval) {
   return json_text(Json{{"type", "eval"},
                         {"step", eval.step},
@@ -159,15 +176,14 @@ bool is_run_record(const std::string& line) {
   return json.is_object() && json.value("type", Json()) == "run";
 }
 
-bool is_before(const std::string& line, int64_t first_step, int64_t steps) {
+bool is_before(const std::string& line, int64_t first_step, bool evaluates) {
   const Json json = parse_json(line);
   if (!json.is_object()) return false;
   const Json type = json.value("type", Json()), step = json.value("step", Json());
   if (type == "run") return true;
   if (!step.is_number_integer()) return false;
   if (type == "step") return step.get<int64_t>() < first_step;
-  // A run resumed after its last step repeats its evaluation.
-  if (type == "eval" && first_step == steps) return step.get<int64_t>() < first_step;
+  if (type == "eval" && evaluates) return step.get<int64_t>() < first_step;
   return step.get<int64_t>() <= first_step;
 }
 

@@ -17,6 +17,7 @@ constexpr int kRecordSchema = 1;
 std::string run_record(const TrainConfig& config, const DataSplits& data, const RunInfo& info);
 std::string step_record(const StepRecord& step);
 std::string waits_record(const WaitRecord& waits);
+std::string shrink_record(const ShrinkRecord& shrink);
 std::string eval_record(const EvalRecord& eval);
 std::string checkpoint_record(const CheckpointRecord& checkpoint);
 std::string resume_record(const TrainConfig& config, const RunInfo& info);
@@ -26,9 +27,9 @@ std::string config_text(const TrainConfig& config);
 
 // Whether this is the first line of a log.
 bool is_run_record(const std::string& line);
-// Whether a line of an old log stays when a run resumes at step `first_step` of `steps`. False for records
-// that the run will write again, and for incomplete lines.
-bool is_before(const std::string& line, int64_t first_step, int64_t steps);
+// Whether a line of an old log stays when a run resumes at step `first_step`. False for records that the run will
+// write again, and for incomplete lines. `evaluates`: it begins with the evaluation that was due then.
+bool is_before(const std::string& line, int64_t first_step, bool evaluates);
 
 // The part of a run's first record that its results follow from, as text to compare; "" for any other line.
 std::string settings_text(const std::string& run_record);

@@ -74,19 +74,25 @@ RunLog::RunLog(std::string path, const TrainConfig& config, const DataSplits& da
 }
 
 void RunLog::on_run(const RunInfo& info) {
-  const bool goes_on = !config_.resume.empty() && keep_until(info.first_step);
+  const bool goes_on = (info.takes_over || !config_.resume.empty()) && keep_until(info);
   file_.reset(std::fopen(path_.c_str(), goes_on ? "ab" : "wb"));
   if (!file_) cannot_write(path_, std::strerror(errno));
-  write(goes_on ? resume_record(config_, info) : run_record(config_, data_, info));
+  if (!goes_on) {
+    write(run_record(config_, data_, info));
+  } else if (!info.takes_over) {
+    write(resume_record(config_, info));
+  }
 }
 
-// Keeps the old log's records before `step`; false when there is no old log.
-bool RunLog::keep_until(int64_t step) {
+// Keeps the old log's records before this run's first step; false when there is no old log.
+bool RunLog::keep_until(const RunInfo& info) {
+  // A run resumed after its last step repeats its evaluation. A rank that takes over has one that was due before it.
+  const bool evaluates = info.takes_over || info.first_step == config_.steps;
   std::ifstream old(path_, std::ios::binary);
   std::string kept, line;
   while (std::getline(old, line)) {
     if (kept.empty() && !is_run_record(line)) return false;
-    if (is_before(line, step, config_.steps)) kept += line + "\n";
+    if (is_before(line, info.first_step, evaluates)) kept += line + "\n";
   }
   if (kept.empty()) return false;
   write_file_atomically(path_, kept);
@@ -98,6 +104,9 @@ void RunLog::on_step(const StepRecord& step) {
 }
 void RunLog::on_waits(const WaitRecord& waits) {
   write(waits_record(waits));
+}
+void RunLog::on_shrink(const ShrinkRecord& shrink) {
+  write(shrink_record(shrink));
 }
 void RunLog::on_eval(const EvalRecord& eval) {
   write(eval_record(eval));

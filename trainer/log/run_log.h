@@ -26,20 +26,22 @@ void write_file_atomically(const std::string& path, const std::string& contents)
 class RunLog final : public RunObserver {
  public:
   // The file is opened in on_run(): a run that never starts leaves no file. A run that resumes from a
-  // checkpoint appends to its old log, if there is one, and drops the lines of steps after the checkpoint.
+  // checkpoint appends to its old log, if there is one, and drops the lines of steps after the checkpoint. So does a
+  // rank that takes a run over.
   // `config` and `data` must outlive the log. Throws BadInput when the path cannot be written.
   RunLog(std::string path, const TrainConfig& config, const DataSplits& data);
 
   void on_run(const RunInfo& info) override;
   void on_step(const StepRecord& step) override;
   void on_waits(const WaitRecord& waits) override;
+  void on_shrink(const ShrinkRecord& shrink) override;
   void on_eval(const EvalRecord& eval) override;
   void on_checkpoint(const CheckpointRecord& checkpoint) override;
   void write_summary(const RunSummary& summary);
 
  private:
   void write(const std::string& record);
-  bool keep_until(int64_t step);
+  bool keep_until(const RunInfo& info);
   std::string path_;
   const TrainConfig& config_;
   const DataSplits& data_;

@@ -59,6 +59,7 @@ void Summarizer::on_eval(const EvalRecord& eval) {
 
 void Summarizer::on_end(const EndRecord& end) {
   end_ = end;
+  ended_ = true;
 }
 
 RunSummary Summarizer::summary(double seconds) const {

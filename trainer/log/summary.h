@@ -58,12 +58,15 @@ class Summarizer final : public RunObserver {
   void on_eval(const EvalRecord& eval) override;
   void on_end(const EndRecord& end) override;
   RunSummary summary(double seconds) const;
+  // Whether this process has reported the run's end. With --elastic it may be any rank's.
+  bool ended() const { return ended_; }
 
  private:
   RunInfo info_;
   std::vector<StepRecord> steps_;
   std::optional<EvalRecord> last_eval_;
   EndRecord end_;
+  bool ended_ = false;
 };
 
 }  // namespace gradwire

@@ -9,6 +9,7 @@
 #include "runtime/error.h"
 #include "trainer/log/console.h"
 #include "trainer/model/vit.h"
+#include "trainer/train/kept_steps.h"
 #include "trainer/train/layout.h"
 #include "trainer/train/weight_shards.h"
 
@@ -30,12 +31,15 @@ RunMemory plan_memory(const TrainConfig& config) {
   for (const ElementRange& range : reducer.owned()) owned += range.count();
   const int64_t masters =
       config.divides(Sharding::optimizer) ? WeightShards::master_elements(config, reducer) : 0;
+  int64_t codecs = 0;
+  for (const TensorState& state : reducer.tensor_state()) codecs += state.bytes();
   return {.model = model.bytes(),
           .gradients = static_cast<int64_t>(reducer.gradients().bytes()) *
                            (config.gradient_views || config.ranks() == 1 ? 1 : 2) +
                        static_cast<int64_t>(reducer.shard().bytes()),
           .optimizer = (moments * owned + masters) * static_cast<int64_t>(sizeof(float)),
-          .compression = reducer.memory()};
+          .compression = reducer.memory(),
+          .kept = config.elastic ? KeptSteps::bytes(reducer.elements(), moments, codecs) : 0};
 }
 
 std::string memory_text(const TrainConfig& config, const RunMemory& memory) {
@@ -43,9 +47,12 @@ std::string memory_text(const TrainConfig& config, const RunMemory& memory) {
   const ReducerMemory& extra = memory.compression;
   return fmt::format(
       "Memory per rank: {} model and activations, {} gradients, {} optimizer\n"
-      "Extra memory for {}: {} ({} residual, {} factors, {} staging)",
+      "Extra memory for {}: {} ({} residual, {} factors, {} staging){}",
       text(memory.model), text(memory.gradients), text(memory.optimizer), config.compression.to_string(),
-      text(extra.total()), text(extra.residual), text(extra.factors), text(extra.staging));
+      text(extra.total()), text(extra.residual), text(extra.factors), text(extra.staging),
+      memory.kept > 0
+          ? fmt::format("\nFor --elastic: {}, the state after the last two steps", text(memory.kept))
+          : "");
 }
 
 void check_memory_limit(const TrainConfig& config) {
@@ -56,18 +63,19 @@ void check_memory_limit(const TrainConfig& config) {
   std::string remedy = "; give it more ranks, a smaller --batch-size or a smaller model";
   TrainConfig sharded = config;
   for (Sharding shard : {Sharding::optimizer, Sharding::gradients, Sharding::full}) {
-    if (shard <= config.shard || config.ranks() == 1) continue;
+    if (shard <= config.shard || config.ranks() == 1 || config.elastic) continue;
     sharded.shard = shard;
     const int64_t less = plan_memory(sharded).total();
     remedy = fmt::format("; --shard {} would need {}{}", name(shard), text(less),
                          less <= config.memory_limit ? "" : ", which is too much as well");
     if (less <= config.memory_limit) break;
   }
-  throw BadInput(fmt::format(
-      "--memory-limit {}: each rank needs {} ({} model and activations, {} gradients, {} "
-      "optimizer, {} for {}){}",
-      text(config.memory_limit), text(memory.total()), text(memory.model), text(memory.gradients),
-      text(memory.optimizer), text(memory.compression.total()), config.compression.to_string(), remedy));
+  throw BadInput(
+      fmt::format("--memory-limit {}: each rank needs {} ({} model and activations, {} gradients, {} "
+                  "optimizer, {} for {}{}){}",
+                  text(config.memory_limit), text(memory.total()), text(memory.model), text(memory.gradients),
+                  text(memory.optimizer), text(memory.compression.total()), config.compression.to_string(),
+                  memory.kept > 0 ? fmt::format(", {} for --elastic", text(memory.kept)) : "", remedy));
 }
 
 }  // namespace gradwire

@@ -14,8 +14,9 @@ struct RunMemory {
   int64_t gradients = 0;      // one FP32 value per parameter, gaps between tensors included; less if divided
   int64_t optimizer = 0;      // moments and, with --gather-weights, the rank's own weights in FP32
   ReducerMemory compression;  // beyond the gradients
+  int64_t kept = 0;           // with --elastic: the state after each of the last two steps
 
-  int64_t total() const { return model + gradients + optimizer + compression.total(); }
+  int64_t total() const { return model + gradients + optimizer + compression.total() + kept; }
 };
 
 // Rank 0's memory; other ranks differ by the rounding of their chunks. Builds rank 0's model and reducer on

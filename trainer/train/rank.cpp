@@ -23,6 +23,7 @@ LoaderOptions train_loader(const TrainConfig& config, const Communicator& comm, 
   return {.rank = comm.rank(),
           .world = comm.world(),
           .batch_size = config.batch_size,
+          .global_batch = config.micro_batch(),
           .group = config.accumulate,
           .shuffle = true,
           .drop_last = true,
@@ -34,11 +35,11 @@ LoaderOptions train_loader(const TrainConfig& config, const Communicator& comm, 
           .device = comm.device()};
 }
 
-// Images per step on rank 0's device, by all ranks that use it. With a process per rank, each has its own GPU
-// or its share of the cores.
-int64_t images_per_device(const TrainConfig& config) {
+// Images per step on rank 0's device, by all ranks that use it, if each has `images` per batch. With a process per
+// rank, each has its own GPU or its share of the cores.
+int64_t images_per_device(const TrainConfig& config, int64_t images) {
   const auto here = std::count(config.devices.begin(), config.devices.end(), config.devices.front());
-  return (config.processes ? 1 : here) * config.batch_size * config.accumulate;
+  return (config.processes ? 1 : here) * images * config.accumulate;
 }
 
 // A step can be captured once it has run before (kernels loaded, connections open) and no longer changes.
@@ -66,17 +67,25 @@ RankReports::Report sum(const std::vector<RankReports::Report>& entries) {
 
 // With another world size, a global batch is larger or smaller. The run then continues at its first whole
 // batch after the images already used, so that no image is used twice in an epoch.
-RankTrainer::Start RankTrainer::find_start(const TrainConfig& config, const Dataset& data,
-                                           Communicator& comm) {
-  if (config.resume.empty()) return {};
-  CheckpointHead head = read_head(config.resume);
-  if (head.links && head.world == comm.world()) comm.set_link_costs(*head.links);
-  const Position& at = head.position;
-  const int64_t per_epoch = batches_per_epoch(data, train_loader(config, comm, 0)) / config.accumulate;
+RankTrainer::Start RankTrainer::find_start(const SharedRun& shared, Communicator& comm) {
+  const TrainConfig& config = shared.config;
+  Start start;
+  Position at;
+  if (shared.elastic != nullptr && shared.elastic->start()) {
+    start.again = &*shared.elastic->start();
+    at = start.again->position;
+  } else if (!config.resume.empty()) {
+    start.from = read_head(config.resume);
+    if (start.from->links && start.from->world == comm.world()) comm.set_link_costs(*start.from->links);
+    at = start.from->position;
+  }
+  const int64_t per_epoch =
+      batches_per_epoch(shared.data.train, train_loader(config, comm, 0)) / config.accumulate;
   const int64_t batch = config.global_batch();
-  const int64_t step = at.step;
   const int64_t within = std::min(at.images / batch + (at.images % batch != 0), per_epoch);
-  return {.from = std::move(head), .step = step, .data_step = at.epoch * per_epoch + within};
+  start.step = at.step;
+  start.data_step = at.epoch * per_epoch + within;
+  return start;
 }
 
 RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
@@ -84,7 +93,7 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
       config_(shared.config),
       comm_(comm),
       stream_(Stream::create(comm.device(), "compute")),
-      start_(find_start(config_, shared.data.train, comm)),
+      start_(find_start(shared, comm)),
       trace_(config_, comm, shared.trace, shared.instant),
       loader_(shared.data.train, train_loader(config_, comm, start_.data_step * config_.accumulate)),
       reducer_(comm, config_.compression, gradient_tensors(config_.model),
@@ -98,6 +107,7 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
               .gradients = gradient_layout_,
               .calls = block_calls()}),
       optimizer_(config_, stream_, reducer_.owned()),
+      images_(part_of_batch(config_.micro_batch(), comm.rank(), comm.world())),
       steps_per_epoch_(loader_.batches_per_epoch() / config_.accumulate),
       graph_from_(first_graph_step(config_, comm, reducer_, start_.step)),
       gradients_(reducer_.gradients().as<float>()),
@@ -105,7 +115,7 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
   // Loading may throw, which frees memory that the stream is still zeroing.
   stream_.synchronize();
   if (config_.divides(Sharding::optimizer)) shards_.emplace(config_, comm, stream_, reducer_, model_);
-  if (start_.from) {
+  if (start_.from || start_.again != nullptr) {
     restore();
   } else {
     load(*shared.initial.get(model_.parameters(), layout_));
@@ -125,9 +135,19 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
       slot.micros.push_back({event(), event(), event(), event()});
     slot.reduced = event();
     slot.end = event();
+    slot.kept = Event::create(comm.device());
     slot.totals = Buffer::pinned(2 * sizeof(double));
     if (deferred_) deferred_->prepare(slot);
   }
+  if (shared.elastic != nullptr && start_.from && carried_) {
+    throw BadInput(fmt::format(
+        "--elastic: this run keeps no residuals of the kind that {} holds, which go into the first step's "
+        "gradients and "
+        "could not be kept for repeating it; resume without --elastic as far as the next checkpoint",
+        start_.from->path));
+  }
+  if (start_.again == nullptr) keep(start_.step);
+  stream_.synchronize();
 }
 
 RankTrainer::~RankTrainer() {
@@ -138,9 +158,7 @@ RankTrainer::~RankTrainer() {
 }
 
 void RankTrainer::run() {
-  if (leads()) announce();
-  // The checkpoint was saved after the last step: only the final evaluation is left.
-  if (evaluator_ && start_.step == config_.steps) evaluate(start_.step);
+  begin();
   Slot* pending = nullptr;
   auto catch_up = [&] {
     if (deferred_) deferred_->finish();
@@ -156,12 +174,11 @@ void RankTrainer::run() {
       catch_up();
       deferred_->order_exchanges();
     }
-    const bool last = step + 1 == config_.steps;
-    if (evaluator_ && (last || (data_step(step) + 1) % (steps_per_epoch_ * config_.eval_every) == 0)) {
+    if (evaluation_follows(step)) {
       catch_up();
       evaluate(step + 1);
     }
-    if (!config_.checkpoint_directory.empty() && (last || (step + 1) % config_.checkpoint_every == 0)) {
+    if (checkpoint_follows(step)) {
       catch_up();
       save(step + 1);
     }
@@ -169,6 +186,30 @@ void RankTrainer::run() {
   catch_up();
   if (config_.profile_steps.end == config_.steps) profile(config_, comm_, stream_, config_.steps);
   finish();
+}
+
+bool RankTrainer::evaluation_follows(int64_t step) const {
+  if (config_.eval_every == 0) return false;
+  return step + 1 == config_.steps || (data_step(step) + 1) % (steps_per_epoch_ * config_.eval_every) == 0;
+}
+
+bool RankTrainer::checkpoint_follows(int64_t step) const {
+  if (config_.checkpoint_directory.empty()) return false;
+  return step + 1 == config_.steps || (step + 1) % config_.checkpoint_every == 0;
+}
+
+void RankTrainer::begin() {
+  if (start_.again == nullptr) {
+    if (leads()) announce();
+    // The checkpoint was saved after the last step: only the final evaluation is left.
+    if (evaluator_ && start_.step == config_.steps) evaluate(start_.step);
+    return;
+  }
+  if (shared_.elastic->takes_over()) announce();
+  const ShrinkRecord shrink = shared_.elastic->resumed();
+  if (leads()) shared_.observer.on_shrink(shrink);
+  if (start_.again->evaluation) evaluate(start_.step);
+  if (start_.again->checkpoint) save(start_.step);
 }
 
 void RankTrainer::announce() {
@@ -185,7 +226,18 @@ void RankTrainer::announce() {
                            .fma_share = peaks.fma_share,
                            .slow_products = slow_products_warning(peaks.fma_share),
                            .products = comm_.device().is_host() ? host_products_text() : "",
-                           .first_step = start_.step});
+                           .first_step = start_.step,
+                           .takes_over = start_.again != nullptr});
+  if (shared_.elastic != nullptr) shared_.elastic->announced();
+}
+
+void RankTrainer::keep(int64_t steps_done) {
+  if (shared_.elastic == nullptr) return;
+  const int64_t last = steps_done - 1;
+  const bool first = steps_done == start_.step;  // nothing follows what was done before
+  shared_.elastic->keep(
+      state(), position(steps_done),
+      {.evaluation = !first && evaluation_follows(last), .checkpoint = !first && checkpoint_follows(last)});
 }
 
 BlockCalls RankTrainer::block_calls() {
@@ -223,9 +275,9 @@ void RankTrainer::separate_gradients() {
 Loader::Batch RankTrainer::next_batch(int64_t step) {
   NvtxRange range(Activity::batch, step);
   const Loader::Batch batch = loader_.next(stream_);
-  if (batch.count != config_.batch_size) {
-    throw Error(fmt::format("the loader gave a training batch of {} images, expected {}", batch.count,
-                            config_.batch_size));
+  if (batch.count != images_) {
+    throw Error(
+        fmt::format("the loader gave a training batch of {} images, expected {}", batch.count, images_));
   }
   return batch;
 }
@@ -248,6 +300,10 @@ void RankTrainer::enqueue_step(int64_t step) {
   if (shards_) slot.weights = shards_->sent();
   copy(stream_, slot.totals.data(), totals_.data(), totals_.bytes());
   if (!deferred_) slot.end.record(stream_);
+  if (shared_.elastic != nullptr) {
+    keep(step + 1);
+    slot.kept.record(stream_);
+  }
   slot.enqueue_end = std::chrono::steady_clock::now();
 }
 
@@ -276,8 +332,8 @@ void RankTrainer::enqueue_graph(Slot& slot) {
 
 void RankTrainer::enqueue_work(Slot& slot) {
   const int64_t step = slot.step;
-  // The mean over this rank's images; the reducer divides by the number of ranks.
-  const float grad_scale = 1.0f / static_cast<float>(config_.batch_size * config_.accumulate);
+  // The mean over this rank's images, or its share of the mean over all; the reducer divides by the number of ranks.
+  const float grad_scale = static_cast<float>(comm_.world()) / static_cast<float>(config_.global_batch());
   const bool dumps = dump_ && step == config_.gradients_step;
   if (dumps && carried_) {
     throw BadInput(
@@ -348,12 +404,13 @@ void RankTrainer::harvest(Slot& slot, const Event* next_start) {
   slot.wait_begin = std::chrono::steady_clock::now();
   end.synchronize();
   if (deferred_) slot.end.synchronize();  // inside the next step
+  // What is reported is not done again.
+  if (shared_.elastic != nullptr) slot.kept.synchronize();
   slot.wait_end = std::chrono::steady_clock::now();
   comm_.check();
   if (dump_ && slot.step == config_.gradients_step) dump_->write();
   const double* totals = slot.totals.as<double>();
-  RankReports::Report mine{
-      .loss = totals[0], .correct = totals[1], .images = config_.batch_size * config_.accumulate};
+  RankReports::Report mine{.loss = totals[0], .correct = totals[1], .images = images_ * config_.accumulate};
   constexpr std::chrono::seconds kBetweenWaits{1};
   if (comm_.world() > 1 && slot.wait_end >= waits_due_) {
     mine.waited_s = comm_.waited_s();
@@ -394,8 +451,8 @@ void RankTrainer::report(const Slot& slot, const Event& end) {
   }
   record.forward_ms -= before_ms_;
   before_ms_ = slot.updated_in_forward ? record.exposed_comm_ms + record.optimizer_ms : 0;
-  record.tflops = training_flops_per_image(config_.model) * static_cast<double>(images_per_device(config_)) /
-                  (record.step_ms * 1e9);
+  record.tflops = training_flops_per_image(config_.model) *
+                  static_cast<double>(images_per_device(config_, images_)) / (record.step_ms * 1e9);
   shared_.observer.on_step(record);
   report_waits(slot, reports);
 }
@@ -427,17 +484,21 @@ void RankTrainer::evaluate(int64_t steps_done) {
        .test_loss = all.loss / count,
        .test_accuracy = all.correct / count,
        .images = all.images});
+  if (shared_.elastic != nullptr) shared_.elastic->evaluated(steps_done);
+}
+
+Position RankTrainer::position(int64_t steps_done) const {
+  const int64_t at = data_step(steps_done);
+  return {.step = steps_done,
+          .epoch = at / steps_per_epoch_,
+          .images = at % steps_per_epoch_ * config_.global_batch()};
 }
 
 void RankTrainer::save(int64_t steps_done) {
   const auto begin = std::chrono::steady_clock::now();
-  const int64_t at = data_step(steps_done);
   // Saving exchanges on stream_; weights may still be on their way on the window's.
   if (shards_ && shards_->window() != nullptr) shards_->window()->synchronize();
-  const SavedCheckpoint saved = save_checkpoint(state(), config_,
-                                                {.step = steps_done,
-                                                 .epoch = at / steps_per_epoch_,
-                                                 .images = at % steps_per_epoch_ * config_.global_batch()});
+  const SavedCheckpoint saved = save_checkpoint(state(), config_, position(steps_done));
   if (!leads()) return;
   const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - begin;
   shared_.observer.on_checkpoint(
@@ -462,7 +523,8 @@ RankState RankTrainer::state() {
 }
 
 void RankTrainer::restore() {
-  carried_ = restore_checkpoint(state(), config_, *start_.from);
+  carried_ =
+      start_.from ? restore_checkpoint(state(), config_, *start_.from) : shared_.elastic->restore(state());
   if (shards_) {
     shards_->share_weights();
   } else {
@@ -502,6 +564,7 @@ void RankTrainer::finish() {
   shared_.observer.on_end({.parameter_hash = hash,
                            .waited_s = std::move(waited),
                            .memory_bytes = memory_use(comm_.device()).peak / here});
+  if (shared_.elastic != nullptr) shared_.elastic->finished();
 }
 
 }  // namespace gradwire

@@ -24,6 +24,7 @@
 #include "trainer/measure/peaks.h"
 #include "trainer/model/vit.h"
 #include "trainer/train/deferred_update.h"
+#include "trainer/train/elastic.h"
 #include "trainer/train/evaluator.h"
 #include "trainer/train/initial_weights.h"
 #include "trainer/train/optimizer.h"
@@ -43,6 +44,7 @@ struct SharedRun {
   const Peaks* peaks = nullptr;  // null: not measured
   TraceFile* trace = nullptr;    // null: no trace
   SharedInstant instant = {};    // time 0 of the trace
+  Elastic* elastic = nullptr;    // null without --elastic
 };
 
 class RankTrainer {
@@ -68,21 +70,32 @@ class RankTrainer {
     Graph graph;
     std::vector<Loader::Batch> batches;
     int64_t captured = -1;  // the step that was captured
+    Event kept;             // --elastic: all have finished the step, and this rank can go back to its end
   };
 
   // The first step, and its position in the data. They differ only if the world size has changed since the
-  // checkpoint.
+  // checkpoint, or since the run went back to it.
   struct Start {
     std::optional<CheckpointHead> from;
+    const Elastic::Start* again = nullptr;  // after ranks were lost
     int64_t step = 0;
     int64_t data_step = 0;  // steps with this run's global batch that would use as much data
   };
-  static Start find_start(const TrainConfig& config, const Dataset& data, Communicator& comm);
+  static Start find_start(const SharedRun& shared, Communicator& comm);
   // `step`, counted as if the whole run had used the current global batch.
   int64_t data_step(int64_t step) const { return step - start_.step + start_.data_step; }
 
   bool leads() const { return comm_.rank() == 0; }
+  // Whether that follows step `step`.
+  bool evaluation_follows(int64_t step) const;
+  bool checkpoint_follows(int64_t step) const;
+  // After that many steps.
+  Position position(int64_t steps_done) const;
+  // What comes before the first step.
+  void begin();
   void announce();
+  // --elastic: enqueues a copy of the state after `steps_done` steps.
+  void keep(int64_t steps_done);
   void enqueue_step(int64_t step);
   void separate_gradients();
   BlockCalls block_calls();
@@ -122,6 +135,7 @@ class RankTrainer {
   double before_ms_ = 0;                    // in the next step's forward: the end of the latest one reported
   std::optional<GradientDump> dump_;        // none on ranks and in runs that write no gradients
   std::optional<Evaluator> evaluator_;      // none when the run never evaluates
+  const int64_t images_;                    // of this rank in a micro-batch
   int64_t steps_per_epoch_;
   const int64_t graph_from_;  // the first step that is launched as a graph
   Buffer own_gradients_;      // empty when gradients are views of the buckets

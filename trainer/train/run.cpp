@@ -1,4 +1,4 @@
-// A run: one thread or one process per rank; when one rank fails, all stop.
+// A run: one thread or one process per rank; when one rank fails, all stop, or with --elastic the others go on.
 #include "trainer/config/run.h"
 
 #include <fmt/format.h>
@@ -22,6 +22,7 @@
 #include "trainer/data/dataset.h"
 #include "trainer/log/records.h"
 #include "trainer/measure/products.h"
+#include "trainer/train/elastic.h"
 #include "trainer/train/rank.h"
 
 namespace gradwire {
@@ -134,27 +135,30 @@ void check_agreement(const TrainConfig& config, const DataSplits& data, Communic
   }
 }
 
-// Held by rank 0 while it may write checkpoints.
-std::optional<FolderLock> lock_checkpoints(const TrainConfig& config) {
+// Held by rank 0 while it may write checkpoints. `takes_over`: from a rank 0 that is lost.
+std::optional<FolderLock> lock_checkpoints(const TrainConfig& config, bool takes_over = false) {
   if (config.checkpoint_directory.empty()) return std::nullopt;
-  return std::optional<FolderLock>(std::in_place, config.checkpoint_directory);
+  return std::optional<FolderLock>(std::in_place, config.checkpoint_directory, takes_over);
 }
 
-}  // namespace
-
-void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
-                  Communicator& comm) {
+// This process's part of a run, as one rank of a group: to the run's end, or until the group fails.
+void run_in_group(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
+                  Communicator& comm, Elastic* elastic) {
   std::unique_ptr<RankTrainer> trainer;
   MessageRankReports reports(comm);
   InitialWeights initial(config.seed, config.init);
   Peaks peaks;
   TraceFile trace(config, comm.rank() == 0 ? config.trace : trace_path_of_rank(config.trace, comm.rank()));
   SharedRun shared{config, data, observer, reports, initial, &peaks, config.trace.empty() ? nullptr : &trace};
+  shared.elastic = elastic;
   try {
+    if (elastic != nullptr && !elastic->agree()) return;
     check(config, data);
-    reset_memory_peak(comm.device());
+    if (elastic == nullptr || !elastic->start()) reset_memory_peak(comm.device());
     check_agreement(config, data, comm);
-    const std::optional<FolderLock> lock = comm.rank() == 0 ? lock_checkpoints(config) : std::nullopt;
+    const bool takes_over = elastic != nullptr && elastic->takes_over();
+    const std::optional<FolderLock> lock =
+        comm.rank() == 0 ? lock_checkpoints(config, takes_over) : std::nullopt;
     if (shared.trace != nullptr) shared.instant = agree_on_instant(comm.transport());
     if (config.ranks_per_node > 0) {
       comm.set_ranks_per_node(config.ranks_per_node);
@@ -177,6 +181,22 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
     }
     trainer.reset();  // waits for the rank's stream, so only after the abort
     throw;
+  }
+}
+
+}  // namespace
+
+void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
+                  Communicator& comm) {
+  if (!config.elastic) return run_in_group(config, data, observer, comm, nullptr);
+  Elastic elastic(config, comm);
+  while (true) {
+    try {
+      return run_in_group(elastic.config(), data, observer, elastic.comm(), &elastic);
+    } catch (const CommError& error) {
+      if (!elastic.has_begun()) throw;
+      elastic.regroup(error.what());
+    }
   }
 }
 

@@ -1,0 +1,97 @@
+#include "trainer/train/kept_steps.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "runtime/error.h"
+#include "runtime/mix.h"
+
+namespace gradwire {
+namespace {
+
+int64_t moments_per_kind(const RankState& rank) {
+  int64_t elements = 0;
+  for (const ElementRange& part : rank.parts) elements += part.count();
+  return elements;
+}
+
+}  // namespace
+
+void KeptSteps::keep(const RankState& rank, const std::vector<int>& ranks, const Position& position,
+                     Due due) {
+  Slot& slot = slots_[static_cast<size_t>(position.step) % kSlots];
+  const Stream& stream = rank.stream;
+  const int me = rank.comm.rank(), world = rank.comm.world();
+  stream.submit([&slot] { slot.step = -1; });
+  slot.weights.resize(static_cast<size_t>(rank.layout.elements));
+  copy(stream, slot.weights.data(), rank.weights.data, slot.weights.size() * sizeof(float));
+  slot.moments.resize(rank.moments.size());
+  for (size_t i = 0; i < rank.moments.size(); ++i) {
+    slot.moments[i].resize(static_cast<size_t>(moments_per_kind(rank)));
+    copy(stream, slot.moments[i].data(), rank.moments[i].values.data, slot.moments[i].size() * sizeof(float));
+  }
+  slot.codecs.take(stream, rank.reducer, world);
+
+  slot.norms.resize(static_cast<size_t>(world));
+  double* const norms = slot.norms.data();
+  stream.submit([&slot, me] { slot.norms[static_cast<size_t>(me)] = slot.codecs.residual_norm(); });
+  slot.transfers.clear();
+  for (int peer = 0; peer < world; ++peer) {
+    if (peer == me) continue;
+    slot.transfers.push_back({Transfer::Kind::send, peer, norms + me, sizeof(double)});
+    slot.transfers.push_back({Transfer::Kind::receive, peer, norms + peer, sizeof(double)});
+  }
+  slot.label = {mix(0x6e6f726d, static_cast<uint64_t>(position.step)),
+                fmt::format("the norms of the residuals after {} steps", position.step)};
+  slot.call = {slot.label.tag, slot.label.what};
+  rank.comm.transport().begin(stream, slot.call);
+  rank.comm.transport().exchange(stream, slot.transfers, slot.label);
+  stream.submit([&slot, ranks, position, due] {
+    slot.kept = {position, due, ranks, slot.norms};
+    slot.step = position.step;
+  });
+}
+
+std::optional<int64_t> KeptSteps::newest() const {
+  const int64_t step = std::max(slots_[0].step.load(), slots_[1].step.load());
+  return step < 0 ? std::nullopt : std::optional(step);
+}
+
+const KeptSteps::Slot& KeptSteps::find(int64_t step) const {
+  for (const Slot& slot : slots_) {
+    if (step >= 0 && slot.step == step) return slot;
+  }
+  throw Error(
+      fmt::format("the state after step {} is to be gone back to, and this rank kept those after {} and {}",
+                  step, slots_[0].step.load(), slots_[1].step.load()));
+}
+
+void KeptSteps::go_back_to(int64_t step) {
+  for (Slot& slot : slots_) {
+    if (slot.step > step) slot.step = -1;
+  }
+}
+
+bool KeptSteps::restore(const RankState& rank, int64_t step) const {
+  const Slot& slot = find(step);
+  const Stream& stream = rank.stream;
+  if (static_cast<int64_t>(slot.weights.size()) != rank.layout.elements ||
+      slot.moments.size() != rank.moments.size()) {
+    throw Error("KeptSteps::restore: another model or optimizer");
+  }
+  copy(stream, rank.weights.data, slot.weights.data(), slot.weights.size() * sizeof(float));
+  for (size_t i = 0; i < slot.moments.size(); ++i) {
+    copy(stream, rank.moments[i].values.data, slot.moments[i].data(), slot.moments[i].size() * sizeof(float));
+  }
+  const bool left_over = slot.codecs.restore(stream, rank.reducer, rank.comm.world(), rank.left_over);
+  rank.reducer.resume_at(step);
+  return left_over;
+}
+
+int64_t KeptSteps::bytes(int64_t elements, int64_t moments, int64_t codec_bytes) {
+  return static_cast<int64_t>(kSlots) *
+         (elements * (1 + moments) * static_cast<int64_t>(sizeof(float)) + codec_bytes);
+}
+
+}  // namespace gradwire
