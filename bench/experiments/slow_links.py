@@ -29,6 +29,7 @@ PAGE = ROOT / "docs" / "experiments.md"
 # Bucket sizes that the sweep tries, for Gradwire and for PyTorch; None: one bucket.
 SWEEP_MB = {"fp32": ((32, 16, 8, 4), (16, 8, 4)), "16bit": ((32, 16, 8, 4), (8, 4)),
             "powersgd4": ((None, 64, 32, 16), (16,))}
+NOT_IN_QUICK = ("powersgd1", "powersgd2", "powersgd8")
 UNTRIED_MB = {"fp32": 16, "16bit": 16, "4bit": 16}  # without a sweep
 # ViT-S with ViT-L/32's 50 tokens. With batch 1, 4 hosts on a small machine with gigabit links spend 84 % of
 # an FP32 step on communication, as the article's 8 GPUs did over PCIe.
@@ -54,8 +55,9 @@ def item(arguments, who, method, bucket_mb=None, phase="main", network="shaped",
     if method == "alone":
         steps, warmup, spec, hook, ranks_are = 14, 3, "fp32", {"hook": "alone"}, "alone"
     else:
-        spec, hook = next((m[2], m[3]) for m in report.METHODS if m[0] == method)
-        steps, warmup = {"fp32": (5, 1), "16bit": (7, 2), "4bit": (10, 3)}.get(
+        chosen = next(m for m in report.METHODS if m.key == method)
+        spec, hook, extra = chosen.spec, chosen.hook, (*chosen.flags, *extra)
+        steps, warmup = {"fp32": (5, 1), "fp32-products": (5, 1), "16bit": (7, 2), "4bit": (10, 3)}.get(
             method, (16, 4) if who == "gradwire" else (6, 4))
     if network != "shaped":
         steps, warmup = 9, 4
@@ -84,9 +86,7 @@ def main_items(arguments, best):
     """Ours and PyTorch's in turns, in each repetition."""
     items = []
     for repetition in range(arguments.repetitions):
-        for method in ["alone", *(m[0] for m in report.METHODS)]:
-            if arguments.quick and method in ("powersgd1", "powersgd2", "powersgd8"):
-                continue
+        for method in arguments.modes:
             sizes = [(None, None)]
             if method in UNTRIED_MB:
                 sizes.append((best["gradwire", method], best["pytorch", method]))
@@ -206,7 +206,7 @@ class Session:
         """Bucket size by side and method, as chosen by the sweep; None for one bucket."""
         sizes = {}
         for who in ("gradwire", "pytorch"):
-            for method, *_ in report.METHODS:
+            for method in report.NAMES:
                 tried = "powersgd4" if method.startswith("powersgd") else {"4bit": "16bit"}.get(method, method)
                 sizes[who, method] = report.best_bucket_mb(self.items, who, tried, UNTRIED_MB.get(method))
         return sizes
@@ -289,7 +289,7 @@ def measure(arguments):
         best = session.best()
         print("== Every mode, on links of " + arguments.rate, flush=True)
         session.shaped(main_items(arguments, best))
-        if not arguments.quick:
+        if arguments.traced:
             print("== Traces of a step", flush=True)
             session.shaped(trace_items(arguments, best))
         if not arguments.no_fast:
@@ -368,7 +368,7 @@ def render(path, today):
     document, result = read_result(path)
     if today:
         put("today", page_text(read_result(today)[1], picture=False))
-    traces = {m[0]: trace_path(path, m[0]) for m in report.METHODS if trace_path(path, m[0]).exists()}
+    traces = {m: trace_path(path, m) for m in report.NAMES if trace_path(path, m).exists()}
     plot, docs = pictures(), ROOT / "docs"
     put("results", page_text(result, traces if plot else ()))
     if plot:
@@ -438,6 +438,8 @@ def main():
     run.add_argument("--no-baseline", "--no-peer", action="store_true", help="without PyTorch")
     run.add_argument("--no-sweep", action="store_true",
                      help="no sweep: buckets of 16 MB, one bucket for PowerSGD")
+    run.add_argument("--modes", type=lambda text: text.split(","), metavar="MODE,MODE...",
+                     help="only these, without pictures of a step: alone, " + ", ".join(report.NAMES))
     run.add_argument("--no-fast", action="store_true", help="without loopback and threads")
     run.add_argument("--deadline-s", type=int, default=60, help="deadline of one measurement")
     run.add_argument("--gradwire", default=str(ROOT / "build" / "bin" / "gradwire"))
@@ -455,6 +457,13 @@ def main():
     arguments = parser.parse_args()
     if arguments.command == "run":
         arguments.repetitions = arguments.repetitions or (1 if arguments.quick else 3)
+        modes = ["alone", *report.NAMES]
+        for mode in arguments.modes or ():
+            if mode not in modes:
+                run.error(f"--modes: no mode is called {mode!r}; there are {', '.join(modes)}")
+        arguments.traced = not arguments.quick and not arguments.modes
+        if not arguments.modes:
+            arguments.modes = [m for m in modes if not arguments.quick or m not in NOT_IN_QUICK]
         measure(arguments)
     elif arguments.command == "show":
         show(report.Result(json.loads(arguments.json.read_text())))

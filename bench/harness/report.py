@@ -7,22 +7,35 @@ rendered again.
 import json
 import pathlib
 import statistics
+import typing
 
 ONE_BUCKET_MB = 1 << 20
 RANKS = (1, 2, 4, 8)
-# Method, its name, Gradwire's spec, PyTorch's hook. Schedules are named, so that all repetitions use the
-# same: a ring where bandwidth is the limit, as in gloo's own algorithm, and the fewest rounds where latency
-# is.
+
+
+class Method(typing.NamedTuple):
+    key: str
+    name: str
+    spec: str                   # Gradwire's
+    hook: typing.Optional[dict]  # PyTorch's; None: it has none
+    flags: tuple = ()           # of `gradwire train`
+
+
+BF16_PRODUCTS = ("--precision", "bf16")
+# Schedules are named, so that all repetitions use the same: a ring where bandwidth is the limit, as in gloo's own
+# algorithm, and the fewest rounds where latency is.
 METHODS = [
-    ("fp32", "FP32", "fp32:schedule=ring", {"hook": None}),
-    ("16bit", "BF16", "bf16:schedule=ring", {"hook": "16bit"}),  # see theirs_16bit()
-    ("4bit", "INT4, rotated", "int4:rotate=hadamard,schedule=ring", None),  # PyTorch has none
-    *((f"powersgd{r}", f"PowerSGD rank {r}", f"powersgd:rank={r},schedule=two_shot",
-       {"hook": "powersgd", "rank": r})
-      for r in RANKS),
+    Method("fp32", "FP32", "fp32:schedule=ring", {"hook": None}),
+    Method("16bit", "BF16", "bf16:schedule=ring", {"hook": "16bit"}),  # see theirs_16bit()
+    Method("4bit", "INT4, rotated", "int4:rotate=hadamard,schedule=ring", None),
+    *(Method(f"powersgd{r}", f"PowerSGD rank {r}", f"powersgd:rank={r},schedule=two_shot",
+             {"hook": "powersgd", "rank": r}) for r in RANKS),
+    Method("fp32-products", "FP32, products in BF16", "fp32:schedule=ring", None, BF16_PRODUCTS),
+    Method("powersgd4-products", "PowerSGD rank 4, products in BF16", "powersgd:rank=4,schedule=two_shot", None,
+           BF16_PRODUCTS),
 ]
-OURS_ALONE = {key for key, _, _, hook in METHODS if hook is None}
-NAMES = {key: name for key, name, _, _ in METHODS}
+OURS_ALONE = {m.key for m in METHODS if m.hook is None}
+NAMES = {m.key: m.name for m in METHODS}
 # Fields of a log's steps that are reported as medians.
 FIELDS = ("comm_ms", "exposed_comm_ms", "data_ms", "forward_ms", "backward_ms", "optimizer_ms", "wire_bytes",
           "dense_bytes")
@@ -99,7 +112,7 @@ class Result:
     def rows(self, network="shaped"):
         """(name, buckets, ours, theirs), as in the article; PowerSGD with the faster bucketing."""
         out = []
-        for method, name, _, _ in METHODS:
+        for method, name, *_ in METHODS:
             if method.startswith("powersgd"):
                 out.append((name, "better", self.better("gradwire", method, network),
                             self.better("pytorch", method, network)))
@@ -150,6 +163,10 @@ def goals(result):
                   key=lambda c: c[0].ms, default=(Cell([]), None))
     out.append(goal(f"PowerSGD (rank {fastest[1]}), relative to own FP32 with one bucket",
                     ratio(base, fastest[0]), 5))
+    products = result.better("gradwire", "powersgd4-products")
+    if products:
+        out.append(goal("PowerSGD rank 4, products in BF16, relative to FP32 with one bucket, products in BF16",
+                        ratio(result.cell("gradwire", "fp32-products", "one"), products), 5))
     for name, buckets, ours, theirs in result.rows():
         if not theirs:
             continue
@@ -241,7 +258,7 @@ def sweep_table(items):
                    key=lambda mb: -(mb or ONE_BUCKET_MB))
     table = [["", *(f"{mb} MB" if mb else "one bucket" for mb in sizes)]]
     for who in ("gradwire", "pytorch"):
-        for method, name, _, _ in METHODS:
+        for method, name, *_ in METHODS:
             values = [median(median(i["step_ms"]) for i in items
                              if i["phase"] == "sweep" and "error" not in i and
                              (i["who"], i["method"], i["bucket_mb"]) == (who, method, mb)) for mb in sizes]

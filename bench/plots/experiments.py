@@ -7,10 +7,10 @@ OURS, THEIRS = "#0072b2", "#d5a021"
 
 
 def label(name, buckets, ours):
-    """A mode under its bars, in two lines."""
+    """A mode under its bars, in two or three lines."""
     if name.startswith("PowerSGD"):
-        return name.replace("PowerSGD ", "PowerSGD\n")
-    return name + ("\none bucket" if buckets == "one" or ours and not ours.bucket_mb else "\nbuckets")
+        return name.replace("PowerSGD ", "PowerSGD\n").replace(", ", "\n")
+    return name.replace(", ", "\n") + ("\none bucket" if buckets == "one" or ours and not ours.bucket_mb else "\nbuckets")
 
 
 def grouped_bars(axis, rows, value, text, lines=()):
@@ -46,8 +46,8 @@ def draw(document, path):
     s = result.settings
     fast = result.rows("loopback")
     plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK})
-    figure, axes = plt.subplots(1, 3 if fast else 2, figsize=(19 if fast else 14, 5.8), squeeze=False,
-                                gridspec_kw={"width_ratios": [1.25, 1.25, 1.0][:3 if fast else 2]})
+    figure, axes = plt.subplots(1, 3 if fast else 2, figsize=(23 if fast else 17, 5.8), squeeze=False,
+                                gridspec_kw={"width_ratios": [1.4, 1.4, 0.9][:3 if fast else 2]})
     axes = axes[0]
     rows = result.rows()
     base_ms = {True: result.base("gradwire").ms, False: result.base("pytorch").ms}
@@ -74,7 +74,7 @@ def draw(document, path):
     figure.legend(handles, ["Gradwire", f"PyTorch {s['torch']} DDP over gloo{for_bf16}"],
                   loc="upper right", bbox_to_anchor=(0.985, 0.985), ncol=2, frameon=False, fontsize=10.5,
                   handlelength=1.2, handleheight=1.0)
-    figure.subplots_adjust(left=0.03, right=0.985, top=0.79, bottom=0.11, wspace=0.1)
+    figure.subplots_adjust(left=0.03, right=0.985, top=0.79, bottom=0.14, wspace=0.08)
     figure.savefig(path, dpi=100)
     plt.close(figure)
 
