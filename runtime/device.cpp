@@ -19,6 +19,7 @@
 #include "runtime/error.h"
 #include "runtime/memory_use.h"
 #include "runtime/op_count.h"
+#include "runtime/short_slices.h"
 
 namespace gradwire {
 
@@ -189,6 +190,7 @@ struct HostStream final : Stream::Impl {
   CudaStream native() const override { throw DeviceError("a host stream has no CUDA handle"); }
 
   void work() {
+    if (priority == Stream::Priority::high) ask_for_short_slices();
     while (true) {
       Task task;
       {

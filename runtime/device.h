@@ -58,7 +58,7 @@ class Stream {
   Stream() = default;  // empty; using it is a programming error
 
   // On a GPU, blocks of kernels on a high-priority stream start before waiting blocks of others: for the kernels of an
-  // exchange, which peers wait for. The host has no priorities; there it is only recorded.
+  // exchange, which peers wait for. On the host the stream's thread runs soon after it wakes up (short_slices.h).
   enum class Priority : uint8_t { normal, high };
 
   // A new stream. `name` labels it in traces and in error texts.

@@ -207,14 +207,15 @@ TEST_P(TrainTest, AForwardThatBeginsBeforeTheGradientsArriveGivesTheSameBits) {
 }
 
 // Of five buckets: those that backward's time suffices for as they fill, then from the last.
-TEST(ExchangeOrder, IsForwardsOrderForWhatBackwardDoesNotHide) {
+TEST(ExchangeOrder, IsTheOneForwardNeedsFirstOfThoseThatAreFull) {
   std::vector<BucketRange> buckets;
   for (int b = 0; b < 5; ++b) buckets.push_back({b, b + 1, 100 * b, 100 * (b + 1)});
   using Order = std::vector<int>;
-  EXPECT_EQ(exchange_order(buckets, 0.0), (Order{0, 4, 3, 2, 1}));
-  EXPECT_EQ(exchange_order(buckets, 0.39), (Order{0, 4, 3, 2, 1}));
-  EXPECT_EQ(exchange_order(buckets, 0.41), (Order{0, 1, 4, 3, 2}));
-  EXPECT_EQ(exchange_order(buckets, 0.99), (Order{0, 1, 2, 3, 4}));
+  EXPECT_EQ(exchange_order(buckets, 0.0), (Order{4, 3, 2, 1, 0}));  // all are full at once
+  EXPECT_EQ(exchange_order(buckets, 0.1), (Order{0, 4, 3, 2, 1}));  // all others when the first has been sent
+  EXPECT_EQ(exchange_order(buckets, 0.3), (Order{0, 3, 4, 2, 1}));
+  EXPECT_EQ(exchange_order(buckets, 0.6), (Order{0, 1, 3, 4, 2}));
+  EXPECT_EQ(exchange_order(buckets, 1.0), (Order{0, 1, 2, 3, 4}));
   EXPECT_EQ(exchange_order(buckets, 7), (Order{0, 1, 2, 3, 4}));
   EXPECT_EQ(exchange_order({}, 0.5), Order{});
 }

@@ -96,14 +96,16 @@ void DeferredUpdate::order_exchanges() {
 
 std::vector<int> exchange_order(const std::vector<BucketRange>& buckets, double share) {
   std::vector<int> order;
-  const double soon = share * static_cast<double>(buckets.empty() ? 0 : buckets.back().end);
-  for (size_t b = 0; b < buckets.size(); ++b) order.push_back(static_cast<int>(b));
-  const auto later = std::find_if(buckets.begin(), buckets.end(),
-                                  [soon](const BucketRange& b) { return static_cast<double>(b.end) > soon; });
-  // The first is ready long before any other; the link would idle without it.
-  const auto kept =
-      std::max<std::ptrdiff_t>(later - buckets.begin(), std::min<std::ptrdiff_t>(1, std::ssize(buckets)));
-  std::reverse(order.begin() + kept, order.end());
+  std::vector<int> full;  // and not sent
+  double now = 0;         // in elements that the link sends
+  for (size_t b = 0; b < buckets.size() || !full.empty();) {
+    auto full_at = [&] { return share * static_cast<double>(buckets[b].end); };
+    if (full.empty()) now = std::max(now, full_at());
+    while (b < buckets.size() && full_at() <= now) full.push_back(static_cast<int>(b++));
+    order.push_back(full.back());
+    full.pop_back();
+    now += static_cast<double>(buckets[static_cast<size_t>(order.back())].elements());
+  }
   return order;
 }
 

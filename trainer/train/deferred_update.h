@@ -2,8 +2,9 @@
 //
 // On a slow link the exchange of a step's gradients goes on long after backward, and the first layers' gradients, which
 // the next forward needs first, are ready last. So the compute stream waits for each bucket, and updates its weights,
-// just before the first op that uses them; and buckets that are still waiting for the link when backward is done go in
-// the order in which forward needs them. A bucket's arithmetic does not change, so neither does any bit.
+// just before the first op that uses them; and of the buckets that wait for the link, the one that forward needs first
+// is the next. The last to arrive are then the last layers', and little is left to compute before the link has work
+// again. A bucket's arithmetic does not change, so neither does any bit.
 #pragma once
 
 #include <cstdint>
@@ -57,9 +58,8 @@ class DeferredUpdate {
   bool ordered_ = false;
 };
 
-// The order of the buckets' exchanges: those that are done by the end of backward as they become full, which is
-// bucket order; the others from the last, which forward uses first, to the first. `share`: backward's time relative to
-// that of all exchanges.
+// The order of the buckets' exchanges: whenever the link is free, the last of those that backward has filled, which
+// forward uses first. `share`: backward's time relative to that of all exchanges.
 std::vector<int> exchange_order(const std::vector<BucketRange>& buckets, double share);
 
 }  // namespace gradwire
