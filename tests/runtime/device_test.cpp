@@ -2,8 +2,12 @@
 #include "runtime/device.h"
 
 #include <gtest/gtest.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
+#include <cstring>
 #include <thread>
 
 #include "runtime/error.h"
@@ -94,6 +98,34 @@ TEST_P(DeviceTest, AStreamKnowsItsPriority) {
   using Priority = Stream::Priority;
   EXPECT_EQ(Stream::create(GetParam(), "test").priority(), Priority::normal);
   EXPECT_EQ(Stream::create(GetParam(), "test", Priority::high).priority(), Priority::high);
+}
+
+// What the system reports for the calling thread, in the kernel's struct sched_attr.
+struct Scheduling {
+  uint32_t size = 0, policy = 0;
+  uint64_t flags = 0;
+  int32_t nice = 0;
+  uint32_t priority = 0;
+  uint64_t slice_ns = 0, deadline_ns = 0, period_ns = 0;
+};
+Scheduling scheduling() {
+  Scheduling out;
+  EXPECT_EQ(syscall(SYS_sched_getattr, 0, &out, sizeof out, 0), 0) << std::strerror(errno);
+  return out;
+}
+
+TEST(HostStream, OfHighPriorityRunsInShortSlicesWithTheShareOfTheOthers) {
+  Scheduling of[2];
+  for (const auto priority : {Stream::Priority::normal, Stream::Priority::high}) {
+    const Stream stream = Stream::create(Device::host(), "test", priority);
+    stream.submit([&] { of[static_cast<int>(priority)] = scheduling(); });
+    stream.synchronize();
+  }
+  EXPECT_EQ(of[0].policy, of[1].policy);
+  EXPECT_EQ(of[0].nice, of[1].nice);
+  if (of[0].slice_ns == 0) GTEST_SKIP() << "this Linux has no slices of its own for a thread (6.12 has)";
+  EXPECT_EQ(of[1].slice_ns, 100'000U);
+  EXPECT_LT(of[1].slice_ns, of[0].slice_ns);
 }
 
 TEST_P(DeviceTest, MemoryIsCountedWhileAnyHandleHoldsIt) {
