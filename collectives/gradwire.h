@@ -301,7 +301,7 @@ GW_API gw_status gw_format_register(const gw_format* format);
  * dtype   GW_FLOAT32, or GW_BFLOAT16 or GW_FLOAT16, which are converted to float32 for the reduction and back. A
  *         sum beyond float16 is infinity there.
  * spec    a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or your own, with
- *         ",schedule=auto|ring|tree|two_shot|hierarchical", ",transport=messages|lsa" and
+ *         ",schedule=auto|ring|tree|two_shot|hierarchical|nccl", ",transport=messages|lsa" and
  *         ",intra_node=wire|fp32". No state is kept between calls, so there is no error feedback: rounding errors
  *         are lost. "powersgd" and "randk" need a reducer.
  * stream  see the top; may differ.
@@ -406,7 +406,7 @@ typedef struct gw_reducer_options {
  * spec       a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or
  *            "powersgd:rank=R[,wire=FORMAT][,start=N][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S]",
  *            or "randk:ratio=X[,wire=FORMAT][,seed=S]", each with ",ef=on|off",
- *            ",schedule=auto|ring|tree|two_shot|hierarchical", ",transport=messages|lsa" and
+ *            ",schedule=auto|ring|tree|two_shot|hierarchical|nccl", ",transport=messages|lsa" and
  *            ",intra_node=wire|fp32"; that page explains them. The first schedule=auto on a communicator between processes measures its links, which
  *            takes a tenth of a second at 1 Gb/s.
  * tensors    (n_tensors), in the order in which backward completes them: buckets are reduced in this order.
@@ -474,12 +474,13 @@ GW_API gw_status gw_reducer_shards(gw_reducer reducer, gw_range* ranges, int32_t
 
 /* Times and bytes of this rank's last step. */
 typedef struct gw_stats {
-  size_t size;              /* sizeof(gw_stats), set by the caller */
-  int64_t steps;            /* completed so far, including those before a loaded state */
-  uint64_t wire_bytes;      /* sent in the last step, measured at the transport */
-  uint64_t dense_bytes;     /* what the gradients would have sent as they are, with the requested schedule, or with
+  size_t size;         /* sizeof(gw_stats), set by the caller */
+  int64_t steps;       /* completed so far, including those before a loaded state */
+  uint64_t wire_bytes; /* sent in the last step, measured at the transport */
+  uint64_t
+      dense_bytes; /* what the gradients would have sent as they are, with the requested schedule, or with
                                 the one that auto picks for "fp32" */
-  double comm_ms;           /* time in which any bucket was in flight: compression and communication */
+  double comm_ms;  /* time in which any bucket was in flight: compression and communication */
   double exposed_comm_ms;   /* time the stream of the last wait was stalled by it */
   int64_t extra_bytes;      /* device memory for residuals, other codec state, and staging */
   int32_t buckets;          /* 0 in a world of 1, where nothing is done */
@@ -512,8 +513,8 @@ GW_API gw_status gw_reducer_state_load(gw_reducer reducer, const void* state, si
  * nothing: residuals have no place there, and unless they are zero, the states are refused.
  *
  * states, sizes  (n) */
-GW_API gw_status gw_reducer_state_load_ranks(gw_reducer reducer, const void* const* states, const size_t* sizes,
-                                             int32_t n);
+GW_API gw_status gw_reducer_state_load_ranks(gw_reducer reducer, const void* const* states,
+                                             const size_t* sizes, int32_t n);
 
 /* Waits for work in flight, then frees the reducer. Null does nothing. */
 GW_API gw_status gw_reducer_destroy(gw_reducer reducer);

@@ -359,6 +359,8 @@ class Collectives(BenchTest):
             self.refuse(["collectives", "--transport", "nccl"], "cuda")
         self.refuse(["collectives", "-b", "1M", "-e", "4K"], "-e 4K", "-b 1M")
         self.refuse(["collectives", "--schedule", "star"], "'star'", "hierarchical")
+        self.refuse(["collectives", "--schedule", "nccl", "--compression", "bf16"], "add --compression fp32")
+        self.refuse(["collectives", "--schedule", "nccl"], "--transport local", "--transport nccl")
         self.refuse(["collectives", "--schedule", "hierarchical", "--ranks", "3"], "hierarchical", "3 ranks")
         self.refuse(["collectives", "--per-node", "3"], "--per-node 3", "4 ranks")
         self.refuse(["collectives", "--compression", "zip"], "unknown method 'zip'")

@@ -69,9 +69,13 @@ std::vector<CollectiveCase> cases_of(const CollectivesOptions& o, int world) {
       continue;
     }
     for (const std::string& schedule : o.schedules.empty() ? kAllSchedules : o.schedules) {
-      if (std::find(kAllSchedules.begin(), kAllSchedules.end(), schedule) == kAllSchedules.end()) {
-        throw BadInput(fmt::format("--schedule '{}': use ring, tree, two_shot or hierarchical", schedule));
+      const bool known =
+          std::find(kAllSchedules.begin(), kAllSchedules.end(), schedule) != kAllSchedules.end();
+      if (!known && schedule != "nccl") {
+        throw BadInput(
+            fmt::format("--schedule '{}': use ring, tree, two_shot, hierarchical or nccl", schedule));
       }
+      if (schedule == "nccl" && !spec.wire->exact) continue;
       bool possible = schedule != "hierarchical" || per_node_of(o, world) > 0;
       if (!possible && o.schedules.empty()) continue;
       if (!possible) {
@@ -84,6 +88,8 @@ std::vector<CollectiveCase> cases_of(const CollectivesOptions& o, int world) {
       specs.push_back(spec);
     }
   }
+  if (specs.empty())
+    throw BadInput("--schedule nccl adds FP32, and no --compression sends it; add --compression fp32");
   std::vector<CollectiveCase> cases;
   for (int64_t size : sizes_of(o)) {
     for (const CompressionSpec& spec : specs) {
@@ -277,6 +283,14 @@ int run(CollectivesOptions o) {
     throw BadInput(fmt::format("--device '{}': use host or cuda", o.device));
   devices_for(o.device);
   std::vector<CollectiveCase> cases = cases_of(o, launched ? launch->world : o.ranks);
+  for (const std::string& transport : o.transports) {
+    const bool left_to_nccl = std::any_of(cases.begin(), cases.end(), [](const CollectiveCase& c) {
+      return c.spec.schedule == ScheduleKind::nccl;
+    });
+    if (left_to_nccl && transport != "nccl")
+      throw BadInput(fmt::format("schedule nccl: there is no NCCL over --transport {}; use --transport nccl",
+                                 transport));
+  }
   if (speaks && !o.child) {
     fmt::print("# {} ranks; mean of {} calls after {}; baseline: gloo's or NCCL's own allreduce, FP32\n",
                launched ? launch->world : o.ranks, o.iterations, o.warmup);
@@ -320,7 +334,8 @@ void add_collectives(CLI::App& app, int& exit_code) {
       ->check(CLI::Range(0, 1000000));
   command->add_option("-c,--check", o->check, "0: do not check the results")->check(CLI::Range(0, 1));
   command->add_option("--schedule", o->schedules,
-                      "ring, tree, two_shot or hierarchical; repeatable (default: all)");
+                      "ring, tree, two_shot or hierarchical (default: all of these), or nccl, for NCCL's own "
+                      "allreduce of what is sent in FP32; repeatable");
   command->add_option("--compression", o->compression, "Compression spec; repeatable");
   command->add_option("--transport", o->transports,
                       "local (threads), tcp (processes) or nccl (processes with a GPU each); repeatable "

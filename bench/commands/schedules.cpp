@@ -172,7 +172,7 @@ Schedule schedule_to_draw(const SchedulesOptions& o, bool ranks_given) {
   } catch (const BadInput&) {
     spec.schedule = ScheduleKind::automatic;
   }
-  if (spec.schedule == ScheduleKind::automatic) {
+  if (spec.schedule == ScheduleKind::automatic || spec.schedule == ScheduleKind::nccl) {
     throw BadInput(
         fmt::format("--draw {}: no such schedule; use ring, tree, two_shot or hierarchical", o.draw));
   }

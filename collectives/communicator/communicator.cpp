@@ -72,6 +72,11 @@ const LinkCosts& Communicator::link_costs(const Stream& stream) {
   if (!link_costs_) link_costs_ = measure_link_costs(*transport_, stream, ranks_per_node_);
   return *link_costs_;
 }
+void Communicator::set_link_costs(const LinkCosts& costs) {
+  link_costs_ = costs;
+  // They may be of another group, as in a checkpoint.
+  link_costs_->library_measured = costs.library_measured && transport_->library_obstacle().empty();
+}
 const Stream& Communicator::transfers() {
   if (!transfers_) transfers_ = Stream::create(device(), "transfers", Stream::Priority::high);
   return transfers_;

@@ -55,7 +55,7 @@ class Communicator {
   // exchanges run on `stream`), unless they were set. Groups in one process start with LinkCosts' defaults
   // instead, so that every run gives the same bits.
   const LinkCosts& link_costs(const Stream& stream);
-  void set_link_costs(const LinkCosts& costs) { link_costs_ = costs; }
+  void set_link_costs(const LinkCosts& costs);
 
   // The stream for exchanges that overlap with kernels, for all users of this communicator. One, not one per user: a
   // transport makes the exchanges of a rank in the order in which they were enqueued, and so does NCCL those of a

@@ -36,31 +36,54 @@ class Meter {
   }
 
   LinkCosts::Pattern measure(const std::vector<int>& to, const std::vector<int>& from) {
-    const double small = round_us(exchange(to, from, kSmallBytes), 8, 6);
-    auto each = [&](size_t all) { return all / std::max<size_t>(1, to.size()) / 4 * 4; };
-    auto round = [&](size_t all) { return round_us(exchange(to, from, each(all)), 1, 3); };
+    const size_t messages = std::max<size_t>(1, to.size());
+    return fit([&](size_t all) { return all / messages / 4 * 4; },
+               [&](size_t each) { return static_cast<double>(each * to.size()); },
+               [&](size_t each) {
+                 return [this, transfers = exchange(to, from, each)] {
+                   transport_.exchange(stream_, transfers, label_);
+                 };
+               });
+  }
+
+  LinkCosts::Pattern measure_library() {
+    const double n = transport_.world();
+    const auto bytes = [n](size_t size) { return 2 * (n - 1) / n * static_cast<double>(size); };
+    return fit([](size_t all) { return all / 4 * 4; }, bytes,
+               [&](size_t size) {
+                 return [this, size, sent = static_cast<uint64_t>(bytes(size))] {
+                   transport_.allreduce(stream_, out_.as<float>(), in_.as<float>(),
+                                        static_cast<int64_t>(size / 4), false, sent, label_.what);
+                 };
+               });
+  }
+
+ private:
+  // Of rounds of any size: `share` cuts a rank's bytes into what one round is made with, `bytes` says what that moves,
+  // and `round` makes the function that enqueues it.
+  template <typename Share, typename Bytes, typename Round>
+  LinkCosts::Pattern fit(Share share, Bytes bytes, Round round) {
+    const double small = round_us(round(kSmallBytes), 8, 6);
+    auto time = [&](size_t all) { return round_us(round(share(all)), 1, 3); };
     // NVLink moves 2 MiB in less time than a round takes to start: fast links show their rate with more.
     size_t large_bytes = kLeastLarge;
-    double large = round(large_bytes);
+    double large = time(large_bytes);
     const double slowest = slowest_us(large);
     while (large_bytes < most_bytes_ &&
            slowest * static_cast<double>(2 * large_bytes) / kLeastLarge < kLongestRoundUs) {
       large_bytes *= 2;
     }
-    if (large_bytes > kLeastLarge) large = round(large_bytes);
+    if (large_bytes > kLeastLarge) large = time(large_bytes);
     // The cost per byte comes from two large rounds: part of the latency overlaps with a large transfer, and
     // a rate limiter lets the first bytes through as a burst.
     const size_t medium_bytes = large_bytes / 4;
-    const double medium = round(medium_bytes);
-    const auto bytes = [&](size_t all) { return static_cast<double>(each(all) * to.size()); };
+    const double medium = time(medium_bytes);
+    const double most = bytes(share(large_bytes)), fewer = bytes(share(medium_bytes));
     // Where the latency dominates, noise must not make bytes free, nor more expensive than the whole round.
-    const double more =
-        std::clamp((large - medium) * bytes(large_bytes) / (bytes(large_bytes) - bytes(medium_bytes)),
-                   0.5 * large, large);
-    return {small, bytes(large_bytes) / more};
+    const double more = std::clamp((large - medium) * most / (most - fewer), 0.5 * large, large);
+    return {small, most / more};
   }
 
- private:
   std::vector<Transfer> exchange(const std::vector<int>& to, const std::vector<int>& from, size_t bytes) {
     std::vector<Transfer> transfers;
     for (int peer : to) transfers.push_back({Transfer::Kind::send, peer, out_.data(), bytes});
@@ -72,15 +95,16 @@ class Meter {
     return transfers;
   }
 
-  // The best of `repeats` runs of `rounds` consecutive exchanges, after one run to warm up. By events, behind an
-  // exchange that is not measured: it brings the ranks together, and on a GPU the host enqueues meanwhile.
-  double round_us(const std::vector<Transfer>& transfers, int rounds, int repeats) {
+  // The best of `repeats` runs of `rounds` consecutive rounds, after one run to warm up. By events, behind a round that
+  // is not measured: it brings the ranks together, and on a GPU the host enqueues meanwhile.
+  template <typename Round>
+  double round_us(const Round& round, int rounds, int repeats) {
     double best = std::numeric_limits<double>::infinity();
     for (int i = 0; i <= repeats; ++i) {
       stream_.synchronize();
-      transport_.exchange(stream_, transfers, label_);
+      round();
       begin_.record(stream_);
-      for (int k = 0; k < rounds; ++k) transport_.exchange(stream_, transfers, label_);
+      for (int k = 0; k < rounds; ++k) round();
       end_.record(stream_);
       stream_.synchronize();
       if (i > 0) best = std::min(best, elapsed_ms(begin_, end_) * 1e3 / rounds);
@@ -116,8 +140,11 @@ std::string text(const char* what, const LinkCosts::Pattern& p) {
 
 std::string LinkCosts::to_string() const {
   std::string all = fmt::format("{}, {}", text("to a neighbour", neighbour), text("to all", all_pairs));
-  if (intra_node == all_pairs && inter_node == all_pairs) return all;
-  return fmt::format("{}, {}, {}", all, text("inside a node", intra_node), text("between nodes", inter_node));
+  if (intra_node != all_pairs || inter_node != all_pairs) {
+    all += fmt::format(", {}, {}", text("inside a node", intra_node), text("between nodes", inter_node));
+  }
+  if (library_measured) all += ", " + text("an allreduce of NCCL's own", library);
+  return all;
 }
 
 LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ranks_per_node,
@@ -146,8 +173,11 @@ LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ran
       costs.intra_node = meter.measure(here, here);
       costs.inter_node = meter.measure(alike, alike);
     }
+    costs.library_measured = transport.library_obstacle().empty();
+    if (costs.library_measured) costs.library = meter.measure_library();
   }
-  LinkCosts::Pattern* patterns[] = {&costs.neighbour, &costs.all_pairs, &costs.intra_node, &costs.inter_node};
+  LinkCosts::Pattern* patterns[] = {&costs.neighbour, &costs.all_pairs, &costs.intra_node, &costs.inter_node,
+                                    &costs.library};
   std::vector<double> mine;
   for (const auto* p : patterns) {
     mine.push_back(p->latency_us);

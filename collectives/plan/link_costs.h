@@ -26,13 +26,18 @@ struct LinkCosts {
   // Loads from each other's memory, and what a barrier takes: assumed, never measured.
   Pattern peer_memory;
   bool measured = false;
+  // NCCL's own allreduce of a buffer of S bytes by n ranks: latency_us + 2 (n-1)/n S / bytes_per_us. Measured where the
+  // transport has one.
+  Pattern library;
+  bool library_measured = false;
 
   bool operator==(const LinkCosts&) const = default;
   // "to a neighbour 31 us and 1.10 GB/s, to all 45 us and 0.93 GB/s, ..."
   std::string to_string() const;
 };
 
-// Collective, and blocks the caller: a few dozen small exchanges and a few large ones per pattern. Large is 2 MiB per
+// Collective, and blocks the caller: a few dozen small exchanges and a few large ones per pattern, and as many
+// allreduces of the transport's own, where it has one. Large is 2 MiB per
 // rank, a tenth of a second in all at 1 Gb/s, and where links are fast up to `most_bytes`, which must be the same on
 // all ranks; 0: 64 MiB between GPUs, and no more than 2 MiB on the host. Timed by events, so that the host's share of
 // an exchange counts only where it is the longer one. Every rank returns the slowest rank's numbers. The exchanges run

@@ -5,8 +5,10 @@
 //   (link_costs.h). Bytes are those of the busiest rank in each round, in the wire format of the link. Slices
 //   add rounds and fill those in which few ranks are busy. Kernels are not modelled.
 // Error: if the wire is lossy, each lossy step beyond the fewest available counts as 10 % more time.
-// Choice: the first of two_shot, hierarchical, ring, tree within 20 % of the best, so that measurement noise
+// Choice: the first of two_shot, hierarchical, ring, tree, nccl within 20 % of the best, so that measurement noise
 //   seldom changes it. Equal costs give equal choices, so every rank decides on its own.
+// NCCL's own allreduce takes what it took when the links were measured; unless it was, and for anything but whole FP32
+//   allreduces, it is not among the choices.
 //
 // One kernel (transport=lsa): two shots, or one where the barrier that it saves takes longer than the bytes that it
 // adds.
@@ -87,6 +89,8 @@ class SchedulePlanner {
   Choice choose_kernel(int64_t count, Wire wire) const;
   Choice choose_messages(int64_t count, Wire wire, const Shards& shards) const;
   int lossy_steps(const Candidate& candidate, Wire wire) const;
+  // Whether this one is among the choices for the wire and the shards.
+  bool can_serve(const Candidate& candidate, Wire wire, const Shards& shards) const;
 
   const ScheduleRequest request_;
   const int world_;

@@ -39,7 +39,8 @@ Program::Program(Transport& transport, const Schedule& schedule, const ProgramBu
     : transport_(transport),
       options_(std::move(options)),
       windows_(open_windows(transport, schedule, buffers, options_)),
-      slices_(options_.transfers && !windows_
+      whole_(left_to_library(transport, schedule, options_)),
+      slices_(options_.transfers && !windows_ && !whole_
                   ? slices_for(schedule, buffers.count, options_.wire, options_.slice_bytes, buffers.shards)
                   : 1),
       overlapped_(options_.transfers && (slices_ > 1 || options_.beside_others || windows_)),
@@ -62,8 +63,7 @@ Program::Program(Transport& transport, const Schedule& schedule, const ProgramBu
   if (overlapped_) {
     start_ = Event::create(transport.device());
     kernels_done_ = Event::create(transport.device());
-    for (int k = 0; k < schedule_.num_rounds(); ++k)
-      exchange_done_.push_back(Event::create(transport.device()));
+    for (int k = 0; k < info_.exchanges; ++k) exchange_done_.push_back(Event::create(transport.device()));
   }
 }
 
@@ -144,6 +144,18 @@ std::shared_ptr<PeerWindows> Program::open_windows(Transport& transport, const S
   return transport.peer_windows(lay_out(call, options.wire), static_cast<bool>(options.transfers));
 }
 
+bool Program::left_to_library(Transport& transport, const Schedule& schedule, const Options& options) {
+  if (schedule.carrier != Carrier::library || transport.world() == 1) return false;
+  if (!options.wire->exact) {
+    throw BadInput(
+        fmt::format("{}: schedule=nccl adds FP32, not {}; use wire format fp32, or another schedule",
+                    options.what, options.wire->name));
+  }
+  if (const std::string obstacle = transport.library_obstacle(); !obstacle.empty())
+    throw BadInput(fmt::format("{}: schedule=nccl: {}", options.what, obstacle));
+  return true;
+}
+
 size_t Program::compile(std::byte* base) {
   const auto begin = reinterpret_cast<uintptr_t>(base);
   size_t used = 0;
@@ -168,6 +180,14 @@ size_t Program::compile(std::byte* base) {
     lay_out(call, options_.wire);
     operations_.clear();
     operations_.push_back({.work = call});
+    return used;
+  }
+  if (whole_) {
+    operations_.clear();
+    const bool mean = options_.scale == 1.0f / static_cast<float>(schedule_.world);
+    if (buffers_.count > 0) {
+      operations_.push_back({.work = LibraryAllreduce{in, out, mean, mean ? 1.0f : options_.scale}});
+    }
     return used;
   }
   used += Compiler(*this, in, out, reinterpret_cast<std::byte*>(begin + used)).compile();
@@ -240,6 +260,9 @@ ProgramInfo Program::describe_exchanges() const {
     info.schedule += " in one kernel";
     info.bytes_sent = bytes_read(std::get<FusedAllreduce>(operations_.front().work), options_.wire);
   }
+  if (whole_) {
+    info.bytes_sent = 4 * elements_sent(schedule_, transport_.rank(), buffers_.count);
+  }
   for (const Operation& operation : operations_) {
     const auto* exchange = std::get_if<Exchange>(&operation.work);
     if (exchange == nullptr) continue;
@@ -282,6 +305,14 @@ void Program::run_fused(const Stream& stream, const FusedAllreduce& call) {
   transport_.run_over_peers(
       stream, *windows_, static_cast<uint64_t>(info_.bytes_sent), call_.what,
       [wire = options_.wire, call](const Stream& on) { wire->fused_allreduce(on, call); });
+}
+
+void Program::run_library(const Stream& stream, const LibraryAllreduce& call) {
+  transport_.allreduce(stream, call.in, call.out, buffers_.count, call.mean,
+                       static_cast<uint64_t>(info_.bytes_sent), call_.what);
+  if (call.scale != 1.0f) {
+    fp32_reduce(stream, {.own = call.out, .out = call.out, .scale = call.scale, .count = buffers_.count});
+  }
 }
 
 void Program::run(const Stream& stream, BucketPhases* phases) {
@@ -327,9 +358,11 @@ void Program::run(const Stream& stream, BucketPhases* phases) {
     awaited = exchange;
   };
   for (const Operation& operation : operations_) {
-    if (const auto* fused = std::get_if<FusedAllreduce>(&operation.work)) {
+    const auto* fused = std::get_if<FusedAllreduce>(&operation.work);
+    const auto* whole = std::get_if<LibraryAllreduce>(&operation.work);
+    if (fused != nullptr || whole != nullptr) {
       enter(Phase::communicate);
-      run_fused(transfers, *fused);
+      fused != nullptr ? run_fused(transfers, *fused) : run_library(transfers, *whole);
       if (overlapped_) {
         kernels_done_.record(transfers);
         stream.wait(kernels_done_);

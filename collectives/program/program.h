@@ -27,6 +27,9 @@
 // Where the schedule's carrier is a kernel, and the transport gives windows, all of this is one kernel over the
 // windows (kernels/wire/fused.h), with the same bits. It runs on the stream for transfers, if there is one: kernels of
 // other programs that use the same windows run there, too.
+//
+// With schedule=nccl it is one call of NCCL's allreduce, of floats, from the caller's buffer into the caller's buffer:
+// what is added in which order is NCCL's affair, and nothing is lost but to FP32 rounding.
 #pragma once
 
 #include <cstddef>
@@ -122,15 +125,22 @@ class Program {
   int slices() const { return slices_; }
   const ProgramInfo& info() const { return info_; }
   // How it turned out: messages where the transport has no windows.
-  Carrier carrier() const { return windows_ ? schedule_.carrier : Carrier::messages; }
+  Carrier carrier() const { return windows_ || whole_ ? schedule_.carrier : Carrier::messages; }
 
  private:
   struct Exchange {
     std::vector<Transfer> transfers;
     ExchangeLabel label;
   };
+  // The transport's own allreduce, and what is left to multiply the result with.
+  struct LibraryAllreduce {
+    const float* in = nullptr;
+    float* out = nullptr;
+    bool mean = false;
+    float scale = 1.0f;
+  };
   struct Operation {
-    std::variant<Exchange, ReduceEncode, Decode, Reduce, FusedAllreduce> work;
+    std::variant<Exchange, ReduceEncode, Decode, Reduce, FusedAllreduce, LibraryAllreduce> work;
     int after = -1;       // kernels: the exchange they depend on, counted from 0; -1: none
     bool needed = false;  // kernels: the next exchange depends on this one and those before it
     bool early = false;   // exchanges: may start before the previous one has finished
@@ -144,7 +154,9 @@ class Program {
                                    const ProgramBuffers& buffers, const Options& options);
   static std::shared_ptr<PeerWindows> open_windows(Transport& transport, const Schedule& schedule,
                                                    const ProgramBuffers& buffers, const Options& options);
+  static bool left_to_library(Transport& transport, const Schedule& schedule, const Options& options);
   void run_fused(const Stream& stream, const FusedAllreduce& call);
+  void run_library(const Stream& stream, const LibraryAllreduce& call);
   int64_t elements_in() const;
   int64_t elements_out() const;
   Call describe(const ProgramBuffers& buffers) const;
@@ -156,6 +168,7 @@ class Program {
   Transport& transport_;
   const Options options_;
   const std::shared_ptr<PeerWindows> windows_;  // null: messages
+  const bool whole_;                            // the transport's own allreduce
   int slices_ = 1;
   const bool overlapped_;  // exchanges have a stream of their own
   const Schedule schedule_;

@@ -115,7 +115,9 @@ Schedule broadcast(ScheduleKind kind, int world, int root, Topology topology) {
       return node_by_node(t.nodes, t.per_node, root);
     }
     case ScheduleKind::tree:
-      throw BadInput("schedule=tree has no broadcast; use schedule=ring, two_shot or hierarchical");
+    case ScheduleKind::nccl:
+      throw BadInput(fmt::format("schedule={} has no broadcast; use schedule=ring, two_shot or hierarchical",
+                                 name(kind)));
     case ScheduleKind::automatic:
       break;
   }

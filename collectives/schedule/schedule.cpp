@@ -37,6 +37,8 @@ const char* name(ScheduleKind kind) {
       return "two_shot";
     case ScheduleKind::hierarchical:
       return "hierarchical";
+    case ScheduleKind::nccl:
+      return "nccl";
   }
   return "?";
 }
@@ -222,7 +224,19 @@ Topology complete(Topology t, int world) {
 
 }  // namespace detail
 
+Schedule nccl_allreduce(int world) {
+  Schedule s = ring(world);
+  s.kind = ScheduleKind::nccl;
+  s.carrier = Carrier::library;
+  s.lossy_steps = s.inter_node_lossy_steps = 0;
+  return s;
+}
+
 Schedule make_schedule(Collective collective, ScheduleKind kind, int world, Topology topology, int root) {
+  if (kind == ScheduleKind::nccl && collective != Collective::allreduce) {
+    throw BadInput(fmt::format("schedule=nccl is NCCL's allreduce, and this is a {}; use schedule=auto",
+                               name(collective)));
+  }
   switch (collective) {
     case Collective::allreduce:
       break;
@@ -257,6 +271,8 @@ Schedule make_schedule(ScheduleKind kind, int world, Topology topology) {
       const bool straight = t.nodes + t.per_node - 2 <= kMaxInputs;
       return hierarchical(t.nodes, t.per_node, straight ? ScheduleKind::two_shot : ScheduleKind::ring);
     }
+    case ScheduleKind::nccl:
+      return nccl_allreduce(world);
   }
   throw Error("make_schedule: schedule=auto is the planner's to decide");
 }

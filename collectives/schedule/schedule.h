@@ -33,8 +33,8 @@ namespace gradwire {
 
 enum class Collective : uint8_t { allreduce, reduce_scatter, all_gather, broadcast };
 // How transfers are arranged. `automatic` leaves the choice to the planner (collectives/plan); no schedule
-// has that kind.
-enum class ScheduleKind : uint8_t { automatic, ring, tree, two_shot, hierarchical };
+// has that kind. `nccl` leaves everything to NCCL.
+enum class ScheduleKind : uint8_t { automatic, ring, tree, two_shot, hierarchical, nccl };
 
 const char* name(Collective collective);
 const char* name(ScheduleKind kind);  // as the spec grammar has it: "auto", "ring", ...
@@ -52,9 +52,10 @@ struct Step {
 
 using Round = std::vector<Step>;
 
-// How a two-shot is carried out: by messages or, where ranks read each other's memory, by one kernel, in two shots or
-// in one (kernels/wire/fused.h). All give the same bits.
-enum class Carrier : uint8_t { messages, two_shot_kernel, one_shot_kernel };
+// How a schedule is carried out: by messages or, if it is a two-shot and ranks read each other's memory, by one kernel,
+// in two shots or in one (kernels/wire/fused.h). All of these give the same bits. `library` is an allreduce of the
+// transport's own, which is not told how to do it.
+enum class Carrier : uint8_t { messages, two_shot_kernel, one_shot_kernel, library };
 
 // How ranks are placed on nodes; 0: unknown. Either field follows from the other and the world.
 struct Topology {
@@ -96,6 +97,10 @@ Schedule double_tree(int world);
 // Reduce-scatter inside each node, allreduce between ranks of the same local index, all-gather inside each
 // node. Each rank sends 2 (n-1)/n S / per_node between nodes, n being `nodes`. `between`: two_shot or ring.
 Schedule hierarchical(int nodes, int per_node, ScheduleKind between = ScheduleKind::two_shot);
+
+// NCCL's own allreduce. Which transfers it makes only NCCL knows. These are a ring's, and nobody makes them: its bytes,
+// the minimum, are what is counted.
+Schedule nccl_allreduce(int world);
 
 // The two halves of an allreduce: the transfers up to each owner's sum, and the transfers of the final
 // values. Rounds that become empty on all ranks are dropped. Throws BadInput for another collective.

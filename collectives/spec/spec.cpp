@@ -132,7 +132,7 @@ std::vector<std::string> default_dense(Wire wire) {
 std::vector<std::pair<std::string_view, ScheduleKind>> schedules() {
   std::vector<std::pair<std::string_view, ScheduleKind>> all;
   for (ScheduleKind kind : {ScheduleKind::automatic, ScheduleKind::ring, ScheduleKind::tree,
-                            ScheduleKind::two_shot, ScheduleKind::hierarchical}) {
+                            ScheduleKind::two_shot, ScheduleKind::hierarchical, ScheduleKind::nccl}) {
     all.emplace_back(name(kind), kind);
   }
   return all;
@@ -325,6 +325,13 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
     bad(text, fmt::format(
                   "transport=lsa needs schedule=auto or two_shot, not {}: one kernel carries out a two-shot",
                   name(spec.schedule)));
+  }
+  if (spec.schedule == ScheduleKind::nccl && !spec.wire->exact) {
+    bad(text,
+        fmt::format(
+            "schedule=nccl adds FP32, not {}: NCCL would add rounded values and round the sum at each of "
+            "its steps, and nothing would keep what that loses; use wire format fp32, or another schedule",
+            spec.wire->name));
   }
   if (spec.fp32_intra_node && spec.schedule != ScheduleKind::hierarchical &&
       spec.schedule != ScheduleKind::automatic) {

@@ -48,6 +48,14 @@ ncclResult_t run_nccl_group(const NcclApi& api, ncclComm_t comm, cudaStream_t st
   return settle_nccl(api, comm, result == ncclSuccess ? ended : result, patience);
 }
 
+ncclResult_t run_nccl_allreduce(const NcclApi& api, ncclComm_t comm, cudaStream_t stream, const float* in,
+                                float* out, int64_t count, bool mean, const NcclPatience& patience) {
+  return settle_nccl(api, comm,
+                     api.all_reduce(in, out, static_cast<size_t>(count), ncclFloat32,
+                                    mean ? ncclAvg : ncclSum, comm, stream),
+                     patience);
+}
+
 ncclComm_t init_nccl(const NcclApi& api, const std::shared_ptr<GpuCalls>& gpu, int rank, int world,
                      const ncclUniqueId& id, SteadyClock::time_point deadline) {
   struct Joining {

@@ -32,6 +32,10 @@ ncclResult_t settle_nccl(const NcclApi& api, ncclComm_t comm, ncclResult_t resul
 ncclResult_t run_nccl_group(const NcclApi& api, ncclComm_t comm, cudaStream_t stream,
                             const std::vector<Transfer>& transfers, const NcclPatience& patience);
 
+// ncclAllReduce of floats, their sum or mean.
+ncclResult_t run_nccl_allreduce(const NcclApi& api, ncclComm_t comm, cudaStream_t stream, const float* in,
+                                float* out, int64_t count, bool mean, const NcclPatience& patience);
+
 // Joins: returns the initialized communicator, or throws CommError at the deadline.
 ncclComm_t init_nccl(const NcclApi& api, const std::shared_ptr<GpuCalls>& gpu, int rank, int world,
                      const ncclUniqueId& id, SteadyClock::time_point deadline);

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "collectives/transport/beside.h"
 #include "runtime/error.h"
@@ -192,13 +193,49 @@ void NcclTransport::exchange(const Stream& stream, const std::vector<Transfer>& 
       throw BadInput(fmt::format("{}: rank {} cannot exchange with rank {}", label.what, rank_, t.peer));
     }
   }
+  uint64_t bytes = 0;
+  for (const Transfer& t : transfers) bytes += t.kind == Transfer::Kind::send ? t.bytes : 0;
+  const bool first = meets(transfers);
+  post(stream, label.what, transfers, bytes, first,
+       [&api = api_, native = setup_.gpu->native(stream), given = &transfers,
+        own = first ? transfers : std::vector<Transfer>()](ncclComm_t comm, const NcclPatience& patience) {
+         return run_nccl_group(api, comm, native, own.empty() ? *given : own, patience);
+       });
+}
+
+std::string NcclTransport::library_obstacle() const {
+  return api_.all_reduce != nullptr ? "" : "the NCCL that is loaded lacks ncclAllReduce; use schedule=auto";
+}
+
+void NcclTransport::allreduce(const Stream& stream, const float* in, float* out, int64_t count, bool mean,
+                              uint64_t bytes, const std::string& what) {
+  const bool first = !std::exchange(met_library_, true);
+  post(stream, what, from_all(bytes), bytes, first,
+       [&api = api_, native = setup_.gpu->native(stream), in, out, count, mean](
+           ncclComm_t comm, const NcclPatience& patience) {
+         return run_nccl_allreduce(api, comm, native, in, out, count, mean, patience);
+       });
+}
+
+std::vector<Transfer> NcclTransport::from_all(uint64_t bytes) const {
+  std::vector<Transfer> transfers;
+  for (int peer = 0; peer < world_; ++peer) {
+    if (peer == rank_) continue;
+    transfers.push_back({Transfer::Kind::receive, peer, nullptr, bytes / static_cast<uint64_t>(world_ - 1)});
+  }
+  return transfers;
+}
+
+void NcclTransport::post(const Stream& stream, const std::string& what_for,
+                         const std::vector<Transfer>& transfers, uint64_t bytes, bool first,
+                         const NcclCall& call) {
   ++exchanges_;
-  const std::string what = doing(label.what);
+  const std::string what = doing(what_for);
   throw_if_failed(what);
   std::unique_ptr<ExchangeMark> mark;
   if (watched_) mark = mark_for(stream);
   if (mark) mark->begin(stream);
-  const ncclResult_t result = enqueue(stream, transfers, what);
+  const ncclResult_t result = enqueue(what, transfers, first, call);
   if (result == ncclInProgress || failing()) {
     throw_if_failed(what);
     give_up(what, fmt::format("no progress for {} ms while connecting: {}", setup_.timeout.count(),
@@ -207,8 +244,6 @@ void NcclTransport::exchange(const Stream& stream, const std::vector<Transfer>& 
   if (result != ncclSuccess) {
     give_up(what, fmt::format("NCCL: {}: {}", api_.text(result, nullptr), pending_text(transfers)));
   }
-  uint64_t bytes = 0;
-  for (const Transfer& t : transfers) bytes += t.kind == Transfer::Kind::send ? t.bytes : 0;
   bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
   if (!mark) return;
   mark->end(stream);
@@ -236,11 +271,9 @@ bool NcclTransport::meets(const std::vector<Transfer>& transfers) {
 }
 
 // Returns ncclInProgress if there was no progress until the deadline, or the group has failed meanwhile.
-ncclResult_t NcclTransport::enqueue(const Stream& stream, const std::vector<Transfer>& transfers,
-                                    const std::string& what) {
-  const cudaStream_t native = setup_.gpu->native(stream);
+ncclResult_t NcclTransport::enqueue(const std::string& what, const std::vector<Transfer>& transfers,
+                                    bool first, const NcclCall& call) {
   const auto deadline = watched_ ? SteadyClock::now() + setup_.timeout : SteadyClock::time_point::max();
-  const bool first = meets(transfers);
   if (watched_ && first) {
     // NCCL connects now, which waits for the peers. Nobody can be sure to end that call, so it runs beside.
     struct Meeting {
@@ -251,12 +284,10 @@ ncclResult_t NcclTransport::enqueue(const Stream& stream, const std::vector<Tran
     };
     const auto meeting = std::make_shared<Meeting>(use_, setup_.timeout);
     if (!meeting->turn.entered) return ncclInProgress;
-    auto meet = [meeting, &api = api_, gpu = setup_.gpu, pause = setup_.pause, comm = comm_.load(), native,
-                 transfers, deadline] {
+    auto meet = [meeting, call, gpu = setup_.gpu, pause = setup_.pause, comm = comm_.load(), deadline] {
       gpu->enter_thread();
-      meeting->result = run_nccl_group(
-          api, comm, native, transfers,
-          {.deadline = deadline, .stop = [&] { return meeting->given_up.load(); }, .pause = pause});
+      meeting->result = call(
+          comm, {.deadline = deadline, .stop = [&] { return meeting->given_up.load(); }, .pause = pause});
     };
     const bool returned = run_beside(std::move(meet), deadline, [this] { return failing(); });
     if (returned) return meeting->result;
@@ -267,12 +298,12 @@ ncclResult_t NcclTransport::enqueue(const Stream& stream, const std::vector<Tran
   if (!turn.entered) return ncclInProgress;
   const NcclPatience patience{
       .deadline = deadline, .stop = [this] { return failing(); }, .pause = setup_.pause};
-  if (!watched_) return run_nccl_group(api_, comm_, native, transfers, patience);
+  if (!watched_) return call(comm_, patience);
   {
     std::lock_guard lock(mutex_);
     in_nccl_ = {SteadyClock::now(), &what, &transfers};
   }
-  const ncclResult_t result = run_nccl_group(api_, comm_, native, transfers, patience);
+  const ncclResult_t result = call(comm_, patience);
   std::lock_guard lock(mutex_);
   in_nccl_.reset();
   return result;

@@ -69,6 +69,9 @@ class NcclTransport final : public Transport {
   std::unique_ptr<Transport> shrink(const std::vector<int>& excluded) override;
   // Without a store, as after a shrink: errors name fewer ranks, and calls are not compared.
   std::unique_ptr<Transport> split(const std::vector<int>& members) override;
+  std::string library_obstacle() const override;
+  void allreduce(const Stream& stream, const float* in, float* out, int64_t count, bool mean, uint64_t bytes,
+                 const std::string& what) override;
   // In nccl_windows.cpp. The first question is collective, and blocks.
   std::string peer_obstacle() const override;
   void run_over_peers(const Stream& stream, PeerWindows& windows, uint64_t bytes, const std::string& what,
@@ -91,7 +94,14 @@ class NcclTransport final : public Transport {
   std::unique_ptr<ExchangeMark> mark_for(const Stream& stream);
   // Whether the exchange has a transfer to or from a peer for the first time; if so, it is no longer the first.
   bool meets(const std::vector<Transfer>& transfers);
-  ncclResult_t enqueue(const Stream& stream, const std::vector<Transfer>& transfers, const std::string& what);
+  // Calls NCCL to enqueue something on `stream`, and has it watched. `transfers` are what error texts say of it.
+  // `first`: it may connect to peers, which waits for them, on a thread that may outlive this call; else it does not.
+  using NcclCall = std::function<ncclResult_t(ncclComm_t, const NcclPatience&)>;
+  void post(const Stream& stream, const std::string& what, const std::vector<Transfer>& transfers,
+            uint64_t bytes, bool first, const NcclCall& call);
+  ncclResult_t enqueue(const std::string& what, const std::vector<Transfer>& transfers, bool first,
+                       const NcclCall& call);
+  std::vector<Transfer> from_all(uint64_t bytes) const;  // received in equal parts from each peer
 
   // Calls NCCL beside this thread, for as long as an exchange may take; false if it did not return, or may not be
   // called any more.
@@ -144,7 +154,8 @@ class NcclTransport final : public Transport {
   struct Met {
     bool sent = false, received = false;
   };
-  std::vector<Met> met_;  // by peer
+  std::vector<Met> met_;      // by peer
+  bool met_library_ = false;  // in an allreduce of NCCL's own
   mutable std::optional<std::string> peer_obstacle_;
 
   std::atomic<ncclComm_t> comm_ = nullptr;  // null: aborted

@@ -214,14 +214,9 @@ void NcclTransport::run_over_peers(const Stream& stream, PeerWindows&, uint64_t 
   work(stream);
   mark->end(stream);
   bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
-  std::vector<Transfer> reads;
-  for (int peer = 0; peer < world_; ++peer) {
-    if (peer != rank_)
-      reads.push_back({Transfer::Kind::receive, peer, nullptr, bytes / static_cast<uint64_t>(world_ - 1)});
-  }
   std::lock_guard lock(mutex_);
   const bool was_idle = !in_flight_.active();
-  in_flight_.add(std::move(mark), {exchanges_, here, std::move(reads)});
+  in_flight_.add(std::move(mark), {exchanges_, here, from_all(bytes)});
   if (was_idle) changed_.notify_all();
 }
 

@@ -19,6 +19,7 @@ class PlannedTransport : public Transport {
   void exchange(const Stream&, const std::vector<Transfer>&, const ExchangeLabel& label) override {
     throw Error("a planned group moves nothing: " + label.what);
   }
+  std::string library_obstacle() const override { return ""; }
   void barrier() override { throw Error("a planned group has no other ranks to meet"); }
   void abort(const std::string&) override {}
   void check() override {}

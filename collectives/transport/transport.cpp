@@ -43,6 +43,19 @@ std::shared_ptr<PeerWindows> Transport::make_peer_windows(int64_t) {
   return nullptr;
 }
 
+std::string Transport::library_obstacle() const {
+  return fmt::format(
+      "over the {} transport there is no NCCL; start a process for each GPU (torchrun, srun or mpirun), or "
+      "use "
+      "schedule=auto",
+      name());
+}
+
+void Transport::allreduce(const Stream&, const float*, float*, int64_t, bool, uint64_t,
+                          const std::string& what) {
+  throw Error(fmt::format("{}: {}", what, library_obstacle()));
+}
+
 void Transport::run_over_peers(const Stream&, PeerWindows&, uint64_t, const std::string& what,
                                const std::function<void(const Stream&)>&) {
   throw Error(fmt::format("{}: {}", what, peer_obstacle()));

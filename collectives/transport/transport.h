@@ -87,6 +87,13 @@ class Transport {
   // exchange, and its failure is the group's. `what` must stay valid until the stream has passed it.
   virtual void run_over_peers(const Stream& stream, PeerWindows& windows, uint64_t bytes,
                               const std::string& what, const std::function<void(const Stream&)>& work);
+  // Why the transport has no allreduce of its own, and what to use instead; empty if it has. The same on all ranks.
+  virtual std::string library_obstacle() const;
+  // Enqueues that: `out` becomes the sum of all ranks' `in`, or the mean, with the same bits on all ranks; (count)
+  // floats on the transport's device, perhaps the same memory. It has the deadline of an exchange. Its `bytes` are
+  // counted as sent. `what` must stay valid until the stream has passed it.
+  virtual void allreduce(const Stream& stream, const float* in, float* out, int64_t count, bool mean,
+                         uint64_t bytes, const std::string& what);
   // Blocks the caller until every rank has called it.
   virtual void barrier() = 0;
   virtual void abort(const std::string& reason) = 0;
@@ -115,7 +122,8 @@ class Transport {
   // How long exchanges of this rank have waited for data of each rank, in seconds; empty where that is not measured.
   virtual std::vector<double> waited_s() const { return {}; }
 
-  // Payload bytes this rank has sent so far, counted as they leave.
+  // Payload bytes this rank has sent so far, counted as they leave; those of an allreduce of the transport's own, as
+  // the caller said.
   uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }
 
  protected:

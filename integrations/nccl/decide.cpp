@@ -76,6 +76,9 @@ Settings Settings::read(const std::function<const char*(const char*)>& lookup) {
   if (s.spec.schedule == ScheduleKind::hierarchical && s.ranks_per_node == 0) {
     off("schedule=hierarchical needs GRADWIRE_NCCL_RANKS_PER_NODE");
   }
+  if (s.spec.schedule == ScheduleKind::nccl) {
+    off("schedule=nccl is what a call of ncclAllReduce is without the interposer; name another schedule");
+  }
   if (flag("GRADWIRE_NCCL_DISABLE")) off("GRADWIRE_NCCL_DISABLE is set");
   s.dry_run = flag("GRADWIRE_NCCL_DRY_RUN");
   s.quiet = flag("GRADWIRE_NCCL_QUIET");

@@ -153,6 +153,8 @@ TEST(CApiErrors, AllreduceChecksEveryArgument) {
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "unknown method", call(value, 1, GW_FLOAT32, GW_SUM, "zip", nullptr));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "use a reducer",
                     call(value, 1, GW_FLOAT32, GW_SUM, "powersgd:rank=2", nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "over the local transport there is no NCCL",
+                    call(value, 1, GW_FLOAT32, GW_SUM, "fp32:schedule=nccl", nullptr));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "stream", call(value, 1, GW_FLOAT32, GW_SUM, "fp32", value));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "not aligned",
                     call(reinterpret_cast<char*>(value) + 1, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));

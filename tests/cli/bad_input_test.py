@@ -65,6 +65,10 @@ class BadInput(CommandTest):
                            ("bf16:round=up", "nearest|stochastic"), ("powersgd:rank=4,rank=4", "given twice")):
             self.refuse(synthetic("--compression", spec), part)
 
+    def test_schedule_nccl_without_nccl(self):
+        self.refuse(synthetic("--ranks", "2", "--device", "host", "--compression", "fp32:schedule=nccl"),
+                    "schedule=nccl needs a process with a GPU for each rank", "torchrun", "schedule=auto")
+
     def test_batch_larger_than_the_shard(self):
         self.refuse(synthetic("--ranks", "4", "--batch-size", "65"), "--batch-size 65", "64 for each of 4 ranks",
                     "--batch-size 64 or less")

@@ -40,7 +40,7 @@ struct FakeComm {
   ncclResult_t send_result = ncclSuccess;  // what ncclSend returns
   std::atomic<bool> stopped{false};
   std::atomic<int> aborted{0}, finalized{0}, destroyed{0}, revoked{0}, groups{0};
-  std::atomic<int> sends{0}, receives{0};
+  std::atomic<int> sends{0}, receives{0}, all_reduces{0};
   std::atomic<int> threads{0};           // that NCCL would have created: one per group that is not blocking
   std::atomic<bool> stuck{false};        // a group does not return until the communicator is stopped
   std::map<std::thread::id, int> asked;  // calls of ncclCommGetAsyncError by thread; under wire->mutex
@@ -113,6 +113,37 @@ inline void run_fake(const std::vector<FakeOperation>& operations) {
     EXPECT_EQ(message.size(), op.bytes) << "NCCL does not check this";
     std::memcpy(op.data, message.data(), std::min(op.bytes, message.size()));
   }
+}
+
+// Adds from the last rank to the first, which is no schedule's order.
+inline void run_fake_all_reduce(FakeComm& comm, const float* in, float* out, size_t count, bool mean) {
+  FakeWire& wire = *comm.wire;
+  const float factor = mean ? 1.0f / static_cast<float>(comm.world) : 1.0f;
+  std::vector<float> mine(in, in + count), sum(count);
+  for (float& x : mine) x *= factor;
+  const size_t bytes = count * sizeof(float);
+  {
+    std::lock_guard lock(wire.mutex);
+    const char* data = reinterpret_cast<const char*>(mine.data());
+    for (int to = 0; to < comm.world; ++to) {
+      if (to != comm.rank) wire.boxes[{comm.rank, to}].emplace_back(data, data + bytes);
+    }
+    wire.changed.notify_all();
+  }
+  for (int from = comm.world - 1; from >= 0; --from) {
+    std::vector<float> theirs = mine;
+    if (from != comm.rank) {
+      std::unique_lock lock(wire.mutex);
+      auto& box = wire.boxes[{from, comm.rank}];
+      wire.changed.wait(lock, [&] { return comm.stopped || !box.empty(); });
+      if (comm.stopped) return;
+      EXPECT_EQ(box.front().size(), bytes);
+      std::memcpy(theirs.data(), box.front().data(), std::min(bytes, box.front().size()));
+      box.pop_front();
+    }
+    for (size_t i = 0; i < count; ++i) sum[i] += theirs[i];
+  }
+  std::copy(sum.begin(), sum.end(), out);
 }
 
 // The new communicators that shrink() made for the survivors, by the parent's wire; and those of split(), by it and
@@ -199,6 +230,25 @@ inline const NcclApi& fake_nccl() {
       if (comm.busy_after_group == 0) return ncclSuccess;
       ++comm.threads;
       return ncclInProgress;
+    };
+    a.all_reduce = [](const void* in, void* out, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                      ncclComm_t c, cudaStream_t s) -> ncclResult_t {
+      EXPECT_EQ(type, ncclFloat32);
+      EXPECT_TRUE(op == ncclSum || op == ncclAvg);
+      EXPECT_EQ(fake_group().depth, 0);
+      FakeComm& comm = fake(c);
+      ++comm.all_reduces;
+      if (comm.stuck) {
+        std::unique_lock lock(comm.wire->mutex);
+        comm.wire->changed.wait(lock, [&] { return comm.stopped.load(); });
+        return ncclInternalError;
+      }
+      reinterpret_cast<const Stream*>(s)->submit([&comm, in, out, count, op] {
+        run_fake_all_reduce(comm, static_cast<const float*>(in), static_cast<float*>(out), count,
+                            op == ncclAvg);
+      });
+      comm.busy = comm.busy_after_group;
+      return comm.busy_after_group == 0 ? ncclSuccess : ncclInProgress;
     };
     a.shrink = [](ncclComm_t c, int* out, int n, ncclComm_t* child, ncclConfig_t* config, int) {
       EXPECT_EQ(config->blocking, 1);

@@ -25,7 +25,9 @@ ScheduleKind chosen(const std::string& spec, int world, int per_node, const Link
 }
 
 LinkCosts same_everywhere(Pattern pattern) {
-  return {pattern, pattern, pattern, pattern, true};
+  LinkCosts costs;
+  costs.neighbour = costs.all_pairs = costs.intra_node = costs.inter_node = pattern;
+  return costs;
 }
 
 constexpr int64_t kLittle = 1000, kMuch = 25'000'000 / 4;

@@ -51,6 +51,7 @@ TEST(Interposer, WrongSettingsTurnItOffAndSayWhy) {
            {"GRADWIRE_NCCL_MAX_STATE_BYTES", "lots", "lots"},
            {"GRADWIRE_NCCL_RANKS_PER_NODE", "0", "0"},
            {"GRADWIRE_NCCL_SPEC", "bf16:schedule=hierarchical", "RANKS_PER_NODE"},
+           {"GRADWIRE_NCCL_SPEC", "fp32:schedule=nccl", "without the interposer"},
            {"GRADWIRE_NCCL_DISABLE", "1", "DISABLE"}}) {
     const Settings s = with({{name, value}});
     EXPECT_FALSE(s.on) << name << "=" << value;

@@ -16,9 +16,11 @@
 #include "tests/trainer/files.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/folder.h"
+#include "trainer/checkpoint/head.h"
 #include "trainer/checkpoint/safetensors.h"
 #include "trainer/config/run.h"
 #include "trainer/data/dataset.h"
+#include "trainer/log/json.h"
 #include "trainer/train/layout.h"
 #include "trainer/train/optimizer.h"
 
@@ -605,6 +607,25 @@ TEST_P(CheckpointTest, TheLatestAreKeptAndUnfinishedOnesAreSkipped) {
   EXPECT_FALSE(find_checkpoint(run + "/not-ours").path);
   expect_bad_input([&] { find_checkpoint(run + "/nowhere"); }, {"nowhere", "no such folder"});
   expect_bad_input([&] { read_head(run + "/step-000000007"); }, {"step-000000007", "not a complete"});
+}
+
+TEST(CheckpointHead, KeepsWhatTheLinksCost) {
+  LinkCosts links;
+  links.measured = true;
+  links.neighbour = {1, 2}, links.all_pairs = {3, 4}, links.intra_node = {5, 6}, links.inter_node = {7, 8};
+  links.peer_memory = {9, 10};
+  EXPECT_EQ(links_of(links_json(links)), links);
+  links.library_measured = true;
+  links.library = {11, 12};
+  EXPECT_EQ(links_of(links_json(links)), links);
+  Json old = links_json(links);
+  old.erase(5), old.erase(4);  // as they were at first
+  ASSERT_TRUE(links_of(old));
+  EXPECT_EQ(links_of(old)->inter_node, links.inter_node);
+  EXPECT_FALSE(links_of(old)->library_measured);
+  for (const Json& wrong : {Json::array(), Json("fast"), Json{{1, 2}, {3, 4}, {5, 6}, {"7", 8}}}) {
+    EXPECT_FALSE(links_of(wrong)) << wrong;
+  }
 }
 
 TEST_P(CheckpointTest, ARunThatDoesNotFitIsRefused) {

@@ -14,19 +14,25 @@ namespace {
 
 constexpr int kVersion = 1;
 
+}  // namespace
+
 Json links_json(const LinkCosts& links) {
+  std::vector<LinkCosts::Pattern> patterns = {links.neighbour, links.all_pairs, links.intra_node,
+                                              links.inter_node, links.peer_memory};
+  if (links.library_measured) patterns.push_back(links.library);
   Json json = Json::array();
-  for (const LinkCosts::Pattern& p : {links.neighbour, links.all_pairs, links.intra_node, links.inter_node}) {
-    json.push_back({p.latency_us, p.bytes_per_us});
-  }
+  for (const LinkCosts::Pattern& p : patterns) json.push_back({p.latency_us, p.bytes_per_us});
   return json;
 }
 
 std::optional<LinkCosts> links_of(const Json& json) {
   LinkCosts links;
   links.measured = true;
-  LinkCosts::Pattern* patterns[] = {&links.neighbour, &links.all_pairs, &links.intra_node, &links.inter_node};
-  if (!json.is_array() || json.size() != std::size(patterns)) return {};
+  LinkCosts::Pattern* patterns[] = {&links.neighbour,  &links.all_pairs,   &links.intra_node,
+                                    &links.inter_node, &links.peer_memory, &links.library};
+  const size_t most = std::size(patterns);
+  if (!json.is_array() || json.size() < 4 || json.size() > most) return {};  // 4: as at first
+  links.library_measured = json.size() == most;
   for (size_t i = 0; i < json.size(); ++i) {
     const Json& pair = json[i];
     if (!pair.is_array() || pair.size() != 2 || !pair[0].is_number() || !pair[1].is_number()) return {};
@@ -34,8 +40,6 @@ std::optional<LinkCosts> links_of(const Json& json) {
   }
   return links;
 }
-
-}  // namespace
 
 Json about_file(const TrainConfig& config, const Position& at, int rank, const LinkCosts* links) {
   Json about{{"version", kVersion},

@@ -38,6 +38,11 @@ CheckpointHead read_head(const std::string& checkpoint);
 // the checkpoint has done). Returns a note for each setting that changes how the run continues.
 std::vector<std::string> compare_with_head(const TrainConfig& config, const CheckpointHead& head);
 
+// Measured link costs, as a file has them: latency and rate of four patterns, of memory that is read and, where the
+// transport has one, of its own allreduce. Nothing for anything else.
+nlohmann::ordered_json links_json(const LinkCosts& links);
+std::optional<LinkCosts> links_of(const nlohmann::ordered_json& json);
+
 // The description of rank `rank`'s files. `links`: null unless measured.
 nlohmann::ordered_json about_file(const TrainConfig& config, const Position& at, int rank,
                                   const LinkCosts* links);

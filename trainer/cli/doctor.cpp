@@ -263,6 +263,7 @@ Json ranks_json(const RanksReport& report) {
             {"inside", pattern(report.links.intra_node)},
             {"between", pattern(report.links.inter_node)},
             {"pairs", Json::array()}};
+  if (report.links.library_measured) json["nccl_allreduce"] = pattern(report.links.library);
   for (int a = 0; report.matrix && a < report.world; ++a) {
     for (int b = a + 1; b < report.world; ++b) {
       const LinkMatrix::Link& link = report.matrix->between(a, b);

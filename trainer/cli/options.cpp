@@ -73,6 +73,25 @@ void resolve_nodes(const Options& o, Resolved& out) {
   }
 }
 
+// After the devices are known.
+void check_schedules(const Resolved& out) {
+  const bool nccl = out.config.processes && out.config.devices.front().is_cuda();
+  for (const CompressionSpec& spec : out.compressions) {
+    if (spec.schedule != ScheduleKind::nccl) continue;
+    if (!nccl && out.config.ranks() > 1) {
+      throw BadInput(
+          "--compression " + spec.to_string() +
+          ": schedule=nccl needs a process with a GPU for each rank (start it with torchrun, srun or "
+          "mpirun); or use schedule=auto");
+    }
+    if (out.config.shard != Sharding::none) {
+      throw BadInput(
+          "--compression " + spec.to_string() +
+          ": schedule=nccl is NCCL's allreduce, and --shard takes a reduce-scatter; use schedule=auto");
+    }
+  }
+}
+
 void resolve_devices(const Options& o, Resolved& out) {
   const int count = resolve_ranks(o, out);
   const bool processes = out.config.processes;
@@ -375,6 +394,7 @@ Resolved resolve_machine(const Options& o) {
   resolve_devices(o, out);
   resolve_nodes(o, out);
   resolve_elastic(o, out);
+  check_schedules(out);
   if (config.graph && config.devices[0].is_cuda() && config.ranks() > 1 && !config.processes) {
     throw BadInput(
         "--graph: ranks of one process on GPUs meet on the host in each step, which no graph can "

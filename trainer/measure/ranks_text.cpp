@@ -41,6 +41,7 @@ std::string links_text(const RanksReport& report) {
     text += row_text("inside a node", pattern(report.links.intra_node));
     text += row_text("between nodes", pattern(report.links.inter_node));
   }
+  if (report.links.library_measured) text += row_text("NCCL's allreduce", pattern(report.links.library));
   if (!report.matrix) return text;
   const auto world = static_cast<size_t>(report.world);
   Table table(world + 1, std::vector<std::string>(world + 1, "-"));

@@ -121,7 +121,7 @@ class Hook:
 
     spec: a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or
         "powersgd:rank=R[,wire=FORMAT][,start=N][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S]", or
-        "randk:ratio=X[,wire=FORMAT][,seed=S]", each with ",ef=on|off" and ",schedule=auto|ring|tree|two_shot|hierarchical".
+        "randk:ratio=X[,wire=FORMAT][,seed=S]", each with ",ef=on|off" and ",schedule=auto|ring|tree|two_shot|hierarchical|nccl".
     process_group: DDP's; None for the default one.
     model: gives the names of parameters in error messages and state_dict(). None: parameters are numbered in
         the order of DDP's first buckets, which is the same in every run of the same model.

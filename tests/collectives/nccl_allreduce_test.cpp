@@ -1,0 +1,332 @@
+// schedule=nccl without a GPU: NCCL's own allreduce, for which a stand-in adds between threads (fake_nccl.h). What the
+// transport hands to it and counts, who may ask for it, and what happens when a rank does not come.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <thread>
+#include <tuple>
+
+#include "collectives/communicator/communicator.h"
+#include "collectives/plan/planner.h"
+#include "collectives/program/program.h"
+#include "runtime/error.h"
+#include "tests/collectives/fake_nccl.h"
+#include "tests/collectives/reducer_rank.h"
+#include "tests/expect.h"
+
+namespace gradwire::testing {
+namespace {
+
+// Runs a body on every rank over NCCL's stand-in; every rank's error, "" for none.
+std::vector<std::string> over_nccl(FakeWorld& world, std::chrono::milliseconds timeout,
+                                   const std::function<void(Communicator&)>& body) {
+  std::vector<std::string> errors(world.comms.size());
+  std::vector<std::thread> threads;
+  for (size_t r = 0; r < world.comms.size(); ++r) {
+    threads.emplace_back([&, r] {
+      try {
+        Communicator comm(std::make_unique<NcclTransport>(NcclSetup{.api = &fake_nccl(),
+                                                                    .gpu = std::make_shared<HostCalls>(),
+                                                                    .comm = world.comms[r]->handle(),
+                                                                    .device = Device::host(),
+                                                                    .timeout = timeout}));
+        body(comm);
+      } catch (const Error& error) {
+        errors[r] = error.what();
+      }
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  return errors;
+}
+
+std::vector<std::string> no_errors(int world) {
+  return std::vector<std::string>(static_cast<size_t>(world));
+}
+
+double relative_distance(const std::vector<float>& a, const std::vector<float>& b) {
+  double off = 0, size = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    off += (a[i] - b[i]) * static_cast<double>(a[i] - b[i]);
+    size += static_cast<double>(b[i]) * b[i];
+  }
+  return std::sqrt(off / size);
+}
+
+// Three allreduces, each of the result of the one before.
+std::vector<float> allreduced(Communicator& comm, const Schedule& schedule, float scale, bool transfers) {
+  const int64_t count = 1027;
+  std::vector<float> data = normal(count, 1000 + comm.rank());
+  const Stream stream = Stream::create(Device::host(), "test");
+  Program program(comm.transport(), schedule, {data.data(), data.data(), nullptr, count},
+                  {.what = "test",
+                   .scale = scale,
+                   .transfers = transfers ? comm.transfers() : Stream(),
+                   .beside_others = transfers,
+                   .slice_bytes = 512});
+  EXPECT_EQ(program.carrier(), schedule.carrier);
+  Buffer workspace(Device::host(), program.workspace_bytes());
+  program.bind(workspace.data());
+  const uint64_t before = comm.bytes_sent();
+  for (int step = 0; step < 3; ++step) program.run(stream);
+  stream.synchronize();
+  comm.check();
+  EXPECT_EQ(comm.bytes_sent() - before, static_cast<uint64_t>(3 * program.info().bytes_sent));
+  if (schedule.kind == ScheduleKind::nccl) {
+    EXPECT_EQ(program.info().schedule, "nccl");
+    EXPECT_EQ(program.info().bytes_sent, 4 * elements_sent(ring(comm.world()), comm.rank(), count));
+    EXPECT_EQ(program.slices(), 1);
+  }
+  return data;
+}
+
+TEST(NcclAllreduce, ItIsOneCallThatLeavesTheSameSumOnAllRanks) {
+  for (int n : {2, 3, 5, 8}) {
+    for (const float scale : {1.0f, 1.0f / static_cast<float>(n), 0.3f}) {
+      for (bool transfers : {false, true}) {
+        SCOPED_TRACE(fmt::format("{} ranks, scale {}, transfers {}", n, scale, transfers));
+        FakeWorld world(n);
+        std::vector<std::vector<float>> got(n), expected(n);
+        EXPECT_EQ(over_nccl(world, 20s,
+                            [&](Communicator& comm) {
+                              got[comm.rank()] = allreduced(comm, nccl_allreduce(n), scale, transfers);
+                            }),
+                  no_errors(n));
+        for (int r = 0; r < n; ++r) {
+          EXPECT_EQ(world[r].all_reduces, 3);
+          EXPECT_EQ(world[r].groups, 0);
+          EXPECT_TRUE(same_bits(got[r], got[0])) << "rank " << r;
+        }
+        run_ranks(n, Device::host(), [&](Communicator& comm) {
+          expected[comm.rank()] = allreduced(comm, two_shot(n), scale, transfers);
+        });
+        EXPECT_LT(relative_distance(got[0], expected[0]), 1e-6);
+      }
+    }
+  }
+}
+
+TEST(NcclAllreduce, Bf16BuffersAreAddedInFp32) {
+  FakeWorld world(3);
+  EXPECT_EQ(over_nccl(world, 20s,
+                      [](Communicator& comm) {
+                        const Stream stream = Stream::create(Device::host(), "test");
+                        std::vector<uint16_t> data(999, 0x3f80);  // 1
+                        Program program(
+                            comm.transport(), nccl_allreduce(3),
+                            {.in = data.data(), .out = data.data(), .count = 999, .dtype = DType::bf16},
+                            {.what = "test"});
+                        Buffer workspace(Device::host(), program.workspace_bytes());
+                        program.bind(workspace.data());
+                        program.run(stream);
+                        stream.synchronize();
+                        EXPECT_EQ(data, std::vector<uint16_t>(999, 0x4040));  // 3
+                      }),
+            no_errors(3));
+}
+
+// Codecs whose sums are FP32: the bucket itself; PowerSGD's P and Q; random-k's values; none of them sends a message.
+TEST(NcclAllreduce, ReducersAverageAlikeOnAllRanks) {
+  const std::vector<std::pair<std::string, int>> specs = {{"fp32:schedule=nccl", 1},
+                                                          {"powersgd:rank=2,schedule=nccl", 2},
+                                                          {"powersgd:rank=2,alternate=on,schedule=nccl", 1},
+                                                          {"randk:ratio=0.1,schedule=nccl", 1}};
+  for (const auto& [spec, calls] : specs) {
+    SCOPED_TRACE(spec);
+    constexpr int kWorld = 3, kSteps = 4;
+    FakeWorld world(kWorld);
+    std::vector<std::vector<float>> got(kWorld), expected(kWorld);
+    std::vector<int> buckets(kWorld);
+    const auto train = [](Communicator& comm, const std::string& text, int* count) {
+      Rank rank(comm, text, model(), 4096, 0);
+      std::vector<float> last;
+      for (int step = 0; step < kSteps; ++step) {
+        std::vector<std::vector<float>> gradients;
+        for (const GradientTensor& t : model()) {
+          gradients.push_back(normal(count_of(t), 100 * step + 10 * comm.rank() + 1));
+        }
+        last = rank.step(gradients);
+      }
+      comm.check();
+      if (count != nullptr) *count = rank.reducer.buckets();
+      EXPECT_EQ(rank.reducer.schedule(), text.find("nccl") != std::string::npos ? "nccl" : "two_shot");
+      return last;
+    };
+    EXPECT_EQ(
+        over_nccl(world, 20s,
+                  [&](Communicator& comm) { got[comm.rank()] = train(comm, spec, &buckets[comm.rank()]); }),
+        no_errors(kWorld));
+    std::string other = spec;
+    other.replace(other.find("nccl"), 4, "two_shot");
+    run_ranks(kWorld, Device::host(),
+              [&](Communicator& comm) { expected[comm.rank()] = train(comm, other, nullptr); });
+    for (int r = 0; r < kWorld; ++r) {
+      EXPECT_TRUE(same_bits(got[r], got[0])) << "rank " << r;
+      EXPECT_EQ(world[r].groups, 0);
+      EXPECT_GE(world[r].all_reduces, kSteps * calls);
+      EXPECT_LE(world[r].all_reduces, kSteps * 3 * buckets[r]);  // PowerSGD may send Q in two halves
+    }
+    EXPECT_LT(relative_distance(got[0], expected[0]), 1e-4);
+  }
+}
+
+TEST(NcclAllreduce, ARankThatDoesNotComeIsNoticedAtTheDeadline) {
+  for (bool connected : {false, true}) {
+    for (bool stuck : {false, true}) {
+      SCOPED_TRACE(fmt::format("connected {}, stuck in NCCL {}", connected, stuck));
+      FakeWorld world(3);
+      const auto errors = over_nccl(world, 300ms, [&](Communicator& comm) {
+        const Stream stream = Stream::create(Device::host(), "test");
+        std::vector<float> data(100, 1.0f);
+        Program program(comm.transport(), nccl_allreduce(3), {data.data(), data.data(), nullptr, 100},
+                        {.what = "gradients"});
+        program.bind(nullptr);
+        if (connected) {
+          program.run(stream);
+          stream.synchronize();
+        }
+        if (comm.rank() == 1) {
+          while (world[0].aborted == 0 || world[2].aborted == 0) std::this_thread::sleep_for(1ms);
+          return;
+        }
+        world[comm.rank()].stuck = stuck;
+        program.run(stream);
+        stream.synchronize();
+        comm.check();
+        ADD_FAILURE() << "rank " << comm.rank() << " heard of no failure";
+      });
+      EXPECT_EQ(errors[1], "");
+      for (int r : {0, 2}) {
+        expect_has(errors[r], {fmt::format("rank {}", r), "allreduce of gradients", "no progress for 300 ms",
+                               "2 receives (", "bytes) from ranks "});
+      }
+    }
+  }
+}
+
+TEST(NcclAllreduce, WhoCannotHaveItIsToldTheRemedy) {
+  run_ranks(2, Device::host(), [](Communicator& comm) {
+    float data[8] = {};
+    expect_error<BadInput>(
+        [&] {
+          Program(comm.transport(), nccl_allreduce(2), {data, data, nullptr, 8}, {.what = "gradients"});
+        },
+        {"gradients", "schedule=nccl", "over the local transport", "torchrun", "schedule=auto"});
+    expect_error<BadInput>(
+        [&] {
+          Reducer(comm, CompressionSpec::parse("fp32:schedule=nccl"), {{"a", {8}}}, {});
+        },
+        {"bucket 1 of 1", "schedule=nccl", "over the local transport"});
+    expect_error<BadInput>(
+        [&] {
+          Reducer(comm, CompressionSpec::parse("fp32:schedule=nccl"), {{"a", {8}}}, {.sharded = true});
+        },
+        {"schedule=nccl is NCCL's allreduce", "reduce-scatter", "schedule=auto"});
+  });
+  FakeWorld world(1);
+  NcclApi old = fake_nccl();
+  old.all_reduce = nullptr;
+  const NcclTransport lacking({.api = &old,
+                               .gpu = std::make_shared<HostCalls>(),
+                               .comm = world[0].handle(),
+                               .device = Device::host()});
+  expect_has(lacking.library_obstacle(), {"lacks ncclAllReduce", "schedule=auto"});
+  FakeWorld two(2);
+  NcclTransport transport({.api = &fake_nccl(),
+                           .gpu = std::make_shared<HostCalls>(),
+                           .comm = two[0].handle(),
+                           .device = Device::host()});
+  float data[8] = {};
+  expect_error<BadInput>(
+      [&] {
+        Program(transport, nccl_allreduce(2), {data, data, nullptr, 8}, {.what = "gradients", .wire = kBf16});
+      },
+      {"gradients", "schedule=nccl adds FP32, not bf16"});
+}
+
+// --- the planner ---
+
+constexpr int64_t kLittle = 1000, kMuch = 25'000'000 / 4;
+
+LinkCosts costs_with(LinkCosts::Pattern library) {
+  LinkCosts costs;
+  costs.neighbour = costs.all_pairs = costs.intra_node = costs.inter_node = {50, 1000};
+  costs.measured = costs.library_measured = true;
+  costs.library = library;
+  return costs;
+}
+
+SchedulePlanner::Choice choose(const std::string& spec, int world, const LinkCosts& costs, int64_t count,
+                               Wire wire) {
+  return SchedulePlanner(schedule_request(CompressionSpec::parse(spec)), world, 0, costs, kSliceBytes)
+      .choose(count, wire);
+}
+
+TEST(NcclAllreduce, AutoChoosesItWhereItWasMeasuredToBeMuchFaster) {
+  const LinkCosts fast = costs_with({20, 5000});
+  const auto choice = choose("fp32", 4, fast, kMuch, kFp32);
+  EXPECT_EQ(choice.schedule.kind, ScheduleKind::nccl);
+  EXPECT_EQ(choice.schedule.carrier, Carrier::library);
+  EXPECT_NEAR(choice.predicted_us, 20 + 1.5 * 25e6 / 5000, 1);
+  expect_has(choice.reason, {"fastest: 7.52 ms predicted", "two_shot 37"});
+  EXPECT_EQ(choose("powersgd:rank=4", 4, fast, kMuch, kFp32).schedule.kind, ScheduleKind::nccl);
+
+  EXPECT_EQ(choose("bf16", 4, fast, kMuch, kBf16).schedule.kind, ScheduleKind::two_shot);
+  EXPECT_EQ(choose("fp32", 2, fast, kMuch, kFp32).schedule.kind, ScheduleKind::two_shot);
+  // Within 20 %, the schedule whose sums are in rank order.
+  EXPECT_EQ(choose("fp32", 4, costs_with({90, 1100}), kMuch, kFp32).schedule.kind, ScheduleKind::two_shot);
+  // Slow to begin, fast when it goes.
+  const LinkCosts late = costs_with({500, 5000});
+  EXPECT_EQ(choose("fp32", 4, late, kLittle, kFp32).schedule.kind, ScheduleKind::two_shot);
+  EXPECT_EQ(choose("fp32", 4, late, kMuch, kFp32).schedule.kind, ScheduleKind::nccl);
+  LinkCosts unknown = fast;
+  unknown.library_measured = false;
+  EXPECT_EQ(choose("fp32", 4, unknown, kMuch, kFp32).schedule.kind, ScheduleKind::two_shot);
+
+  for (Collective half : {Collective::reduce_scatter, Collective::all_gather, Collective::broadcast}) {
+    EXPECT_NE(SchedulePlanner({.kind = ScheduleKind::automatic, .collective = half}, 4, 0, fast, kSliceBytes)
+                  .choose(kMuch, kFp32)
+                  .schedule.kind,
+              ScheduleKind::nccl);
+    EXPECT_THROW(SchedulePlanner({.kind = ScheduleKind::nccl, .collective = half}, 4, 0, fast, kSliceBytes),
+                 BadInput);
+  }
+}
+
+// 8x H200, NCCL 2.27.7, as published: 16 MiB at a bus bandwidth of 219.89 GB/s, 1 GiB at 463.58.
+TEST(NcclAllreduce, UnmeasuredItIsPredictedFromPublishedNumbers) {
+  for (const auto& [bytes, gb_per_s, off] :
+       {std::tuple{16e6 * 1.048576, 219.89, 0.3}, std::tuple{1073.741824e6, 463.58, 0.05}}) {
+    const double published_us = 1.75 * bytes / gb_per_s / 1e3;
+    const auto choice = choose("fp32:schedule=nccl", 8, {}, static_cast<int64_t>(bytes / 4), kFp32);
+    EXPECT_NEAR(choice.predicted_us / published_us, 1, off);
+    EXPECT_EQ(choice.reason, "asked for");
+  }
+}
+
+TEST(NcclAllreduce, ItsCostIsMeasuredWithTheLinks) {
+  FakeWorld world(3);
+  std::vector<LinkCosts> costs(3);
+  EXPECT_EQ(over_nccl(world, 20s,
+                      [&](Communicator& comm) {
+                        const Stream stream = Stream::create(Device::host(), "test");
+                        costs[comm.rank()] = comm.link_costs(stream);
+                      }),
+            no_errors(3));
+  for (const LinkCosts& c : costs) {
+    EXPECT_EQ(c, costs[0]);
+    EXPECT_TRUE(c.library_measured);
+    EXPECT_GT(c.library.latency_us, 0);
+    EXPECT_GT(c.library.bytes_per_us, 0);
+  }
+  EXPECT_GT(world[0].all_reduces, 0);
+  expect_has(costs[0].to_string(), {"an allreduce of NCCL's own"});
+  // Costs of a group over NCCL, as a checkpoint may bring them, are no promise for another transport.
+  auto alone = Communicator::create_single(Device::host());
+  alone->set_link_costs(costs[0]);
+  EXPECT_FALSE(alone->link_costs(Stream::immediate_host()).library_measured);
+}
+
+}  // namespace
+}  // namespace gradwire::testing
