@@ -191,6 +191,10 @@ std::string StoreClient::get(const std::string& key, SteadyClock::time_point dea
   }
 }
 
+std::string StoreClient::look(const std::string& key) {
+  return request({Op::look, 0, key, ""}, SteadyClock::now() + kPromptly).value;
+}
+
 int64_t StoreClient::add(const std::string& key) {
   const std::string text = request({Op::add, 0, key, ""}, SteadyClock::now() + kPromptly).value;
   int64_t count = 0;

@@ -40,6 +40,7 @@ struct StoreMessage {
     bye,      // this rank leaves in an orderly way; reply ok
     message,  // value: a message to rank 0; no reply
     drop,     // forgets this key, and its count; no reply
+    look,     // reply ok with the value, empty as long as the key is not set
     ok,       // reply
     refuse,   // reply: value says why
     failed,   // from the server to watchers: the group failed, value says why
@@ -137,6 +138,8 @@ class StoreClient {
   void set(const std::string& key, const std::string& value);
   // Waits until the key is set. Throws CommError: "<what>: nothing after 500 ms".
   std::string get(const std::string& key, SteadyClock::time_point deadline, const std::string& what);
+  // The value, or "" as long as the key is not set. Waits for the server only.
+  std::string look(const std::string& key);
   int64_t add(const std::string& key);
   // Forgets the key, which no rank will ask for again. Without waiting for an answer; a lost connection shows
   // later.

@@ -313,6 +313,11 @@ class StoreServer::Loop {
       case Op::drop:
         drop(m.key);
         break;
+      case Op::look: {
+        const auto found = values_.find(m.key);
+        reply(peer, m.id, found == values_.end() ? "" : found->second.text);
+        break;
+      }
       case Op::fail:
         fail(m.key);
         reply(peer, m.id, failure_);

@@ -71,6 +71,14 @@ std::optional<std::string> ExchangesInFlight::overdue(Time now) {
   return text;
 }
 
+const WatchedExchange* ExchangesInFlight::stalled(Time now, std::chrono::milliseconds longer_than) const {
+  for (const Entry& e : entries_) {
+    if (e.progress == Progress::running && !e.mark->repeats() && now - e.since > longer_than)
+      return &e.exchange;
+  }
+  return nullptr;
+}
+
 std::string ExchangesInFlight::standing() const {
   for (Progress wanted : {Progress::running, Progress::queued}) {
     for (const Entry& e : entries_) {

@@ -62,6 +62,7 @@ struct WatchedExchange {
   uint64_t number = 0;  // of this rank's exchanges, from 1
   std::string what;     // "call 3, allreduce of bucket 1 of 2 (4096 floats, bf16, ring), round 2 of 6"
   std::vector<Transfer> transfers = {};
+  uint64_t call = 0, calls_hash = 0;  // the call that it belongs to, and a hash of all calls up to it
 };
 
 // "3 receives (12288 bytes) from ranks 0, 2 and 1 send (4096 bytes) to rank 1 pending"
@@ -77,6 +78,8 @@ class ExchangesInFlight {
   // Polls every mark and drops those that are done. Returns the error text of the oldest exchange that has
   // been running for longer than the timeout, if there is one.
   std::optional<std::string> overdue(Time now);
+  // The oldest exchange that overdue() has seen running for longer than this, captured ones apart; null if there is none.
+  const WatchedExchange* stalled(Time now, std::chrono::milliseconds longer_than) const;
   // This rank's state, for the others: the oldest running exchange, else the oldest queued, else the last.
   std::string standing() const;
   // Finished marks, for reuse.

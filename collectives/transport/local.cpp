@@ -233,7 +233,7 @@ class LocalTransport final : public Transport {
     return mine;
   }
 
-  std::string peer_obstacle() const override {
+  std::string peer_obstacle() override {
     if (hub_->world > kMostPeers) return fmt::format("{} ranks; at most {} can", hub_->world, kMostPeers);
     for (const Device& from : hub_->devices) {
       for (const Device& to : hub_->devices) {

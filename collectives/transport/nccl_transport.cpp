@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <sstream>
 #include <utility>
 
 #include "collectives/transport/beside.h"
@@ -21,6 +22,8 @@ constexpr milliseconds kLookEvery{20}, kLookWhenIdle{500};
 constexpr milliseconds kFarewell{10'000};
 // How long a call that is being made may take to return before the communicator is ended around it.
 constexpr milliseconds kGrace{200};
+// How long an exchange may make no progress before this rank looks what the others do.
+constexpr milliseconds kDoubt{1000};
 
 }  // namespace
 
@@ -142,13 +145,20 @@ void NcclTransport::give_up(const std::string& what, const std::string& cause) {
   throw CommError(fmt::format("rank {}: {}: {}", rank_, what, cause));
 }
 
-// Each rank compares with its predecessor; around the ring, that compares all of them.
+// Each rank compares with its predecessor; around the ring, that compares all of them. A predecessor that has made its
+// own call before compares nothing, and finds this one when its exchange makes no progress.
 void NcclTransport::compare(const Call& call) {
+  struct Comparing {
+    explicit Comparing(std::atomic<bool>& flag) : flag(flag) { flag = true; }
+    ~Comparing() { flag = false; }
+    std::atomic<bool>& flag;
+  } comparing(comparing_);
   const std::string mine = fmt::format("{} {}", rolling_, call.what);
   StoreClient& store = setup_.group->store();
   const int previous = (rank_ + world_ - 1) % world_;
   std::string theirs;
   try {
+    store.set(fmt::format("call/{}", calls_), fmt::format("{} {} {}", rolling_, rank_, call.what));
     store.set(fmt::format("call/{}/{}", calls_, rank_), mine);
     theirs = store.get(fmt::format("call/{}/{}", calls_, previous), SteadyClock::now() + setup_.timeout,
                        fmt::format("waiting for rank {} to make this call", previous));
@@ -161,6 +171,34 @@ void NcclTransport::compare(const Call& call) {
       doing(call.what),
       fmt::format("ranks disagree: rank {} makes call {}, {}{}", previous, calls_, their_call,
                   their_call == call.what ? "; this call or an earlier one differs in something else" : ""));
+}
+
+// What another rank does where this one waits in `stalled`; empty if it is nothing else, or if it is not known.
+std::string NcclTransport::other_call(const WatchedExchange& stalled) {
+  if (comparing_) return "";
+  try {
+    std::istringstream found(setup_.group->store().look(fmt::format("call/{}", stalled.call)));
+    uint64_t hash = 0;
+    int rank = 0;
+    std::string what;
+    if (!(found >> hash >> rank >> std::ws && std::getline(found, what)) || hash == stalled.calls_hash)
+      return "";
+    return fmt::format("{}: ranks disagree: rank {} makes call {}, {}", stalled.what, rank, stalled.call,
+                       what);
+  } catch (const CommError&) {
+    return "";
+  }
+}
+
+void NcclTransport::begin_set_up(const std::string& what) {
+  throw_if_failed(what);
+  if (world_ == 1) return;
+  ++calls_;
+  call_ = what;
+  uint64_t hash = 0x736574;
+  for (const char c : what) hash = mix(hash, static_cast<uint64_t>(c));
+  rolling_ = mix(rolling_, hash);
+  if (setup_.group) compare({hash, what});
 }
 
 void NcclTransport::begin(const Stream&, const Call& call) {
@@ -247,9 +285,14 @@ void NcclTransport::post(const Stream& stream, const std::string& what_for,
   bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
   if (!mark) return;
   mark->end(stream);
+  keep_watch(std::move(mark), what, transfers);
+}
+
+void NcclTransport::keep_watch(std::unique_ptr<ExchangeMark> mark, const std::string& what,
+                               std::vector<Transfer> transfers) {
   std::lock_guard lock(mutex_);
   const bool was_idle = !in_flight_.active();
-  in_flight_.add(std::move(mark), {exchanges_, what, transfers});
+  in_flight_.add(std::move(mark), {exchanges_, what, std::move(transfers), calls_, rolling_});
   if (was_idle) changed_.notify_all();
 }
 
@@ -373,6 +416,10 @@ std::string NcclTransport::take_message(int from) {
 void NcclTransport::watch() {
   setup_.gpu->enter_thread();
   const milliseconds often = std::clamp(setup_.timeout / 10, milliseconds(1), kLookEvery);
+  // The exchange that makes no progress, when to look next what the others do, and when again.
+  uint64_t doubtful = 0;
+  auto look_at = SteadyClock::time_point::min();
+  milliseconds look_again = kDoubt;
   std::unique_lock lock(mutex_);
   while (!stop_ && !cause_) {
     const bool active = in_flight_.active();
@@ -392,11 +439,27 @@ void NcclTransport::watch() {
     } catch (const std::exception& error) {  // the GPU failed, and with it the marks
       overdue = error.what();
     }
+    std::optional<WatchedExchange> stalled;
+    const auto now = SteadyClock::now();
+    if (const WatchedExchange* e = setup_.group ? in_flight_.stalled(now, kDoubt) : nullptr) {
+      if (e->number != doubtful || now >= look_at) {
+        look_again = e->number != doubtful ? kDoubt : 2 * look_again;
+        look_at = now + look_again;
+        doubtful = e->number;
+        stalled = *e;
+      }
+    }
     standing_ = in_flight_.standing();
     for (auto& mark : in_flight_.take_spare()) spare_.push_back(std::move(mark));
     if (const std::string reported = reported_by_kernels(); !reported.empty() && !cause_) cause_ = reported;
     if (!text.empty() && !cause_) cause_ = fmt::format("{}: {}", standing_, text);
     if (overdue && !cause_) cause_ = *overdue;
+    if (stalled && !cause_) {
+      lock.unlock();
+      const std::string other = other_call(*stalled);
+      lock.lock();
+      if (!other.empty() && !cause_) cause_ = other;
+    }
   }
   if (!cause_) return;
   // The group has failed; what follows shuts it down.

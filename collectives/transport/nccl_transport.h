@@ -73,7 +73,7 @@ class NcclTransport final : public Transport {
   void allreduce(const Stream& stream, const float* in, float* out, int64_t count, bool mean, uint64_t bytes,
                  const std::string& what) override;
   // In nccl_windows.cpp. The first question is collective, and blocks.
-  std::string peer_obstacle() const override;
+  std::string peer_obstacle() override;
   void run_over_peers(const Stream& stream, PeerWindows& windows, uint64_t bytes, const std::string& what,
                       const std::function<void(const Stream&)>& work) override;
 
@@ -86,6 +86,9 @@ class NcclTransport final : public Transport {
   [[noreturn]] void give_up(const std::string& what, const std::string& cause);
   void throw_if_failed(const std::string& what);
   void compare(const Call& call);
+  // Set-up for which NCCL needs all ranks is a call, too, so that a rank that is alone in it hears of that.
+  void begin_set_up(const std::string& what);
+  std::string other_call(const WatchedExchange& stalled);
   bool failing();
   // The communicator that `make` makes of this one, null if it makes none for this rank. `doing` is for error texts.
   std::unique_ptr<Transport> derive(
@@ -102,6 +105,8 @@ class NcclTransport final : public Transport {
   ncclResult_t enqueue(const std::string& what, const std::vector<Transfer>& transfers, bool first,
                        const NcclCall& call);
   std::vector<Transfer> from_all(uint64_t bytes) const;  // received in equal parts from each peer
+  void keep_watch(std::unique_ptr<ExchangeMark> mark, const std::string& what,
+                  std::vector<Transfer> transfers);
 
   // Calls NCCL beside this thread, for as long as an exchange may take; false if it did not return, or may not be
   // called any more.
@@ -151,12 +156,13 @@ class NcclTransport final : public Transport {
   uint64_t calls_ = 0, exchanges_ = 0, rolling_ = 0;
   std::string call_;
   std::set<uint64_t> known_calls_;
+  std::atomic<bool> comparing_ = false;  // the store is answering this thread
   struct Met {
     bool sent = false, received = false;
   };
   std::vector<Met> met_;      // by peer
   bool met_library_ = false;  // in an allreduce of NCCL's own
-  mutable std::optional<std::string> peer_obstacle_;
+  std::optional<std::string> peer_obstacle_;
 
   std::atomic<ncclComm_t> comm_ = nullptr;  // null: aborted
   std::atomic<bool> revoked_ = false;

@@ -139,10 +139,11 @@ bool NcclTransport::ask_nccl(std::function<void(ncclComm_t)> call) const {
   });
 }
 
-std::string NcclTransport::peer_obstacle() const {
+std::string NcclTransport::peer_obstacle() {
   if (peer_obstacle_) return *peer_obstacle_;
   // Of a program's own communicator nothing more is asked than what it is for.
   if (!setup_.owned || !watched_) return "the communicator is the program's own";
+  begin_set_up("asking for peer memory (transport=lsa, which must be in every rank's spec)");
   const auto answer = std::make_shared<std::string>();
   const bool asked = ask_nccl([answer, &api = api_, world = world_](ncclComm_t comm) {
     *answer = nccl_windows_obstacle(api, comm, world);
@@ -155,7 +156,7 @@ std::string NcclTransport::peer_obstacle() const {
 }
 
 std::shared_ptr<PeerWindows> NcclTransport::make_peer_windows(int64_t half_bytes) {
-  throw_if_failed("opening windows");
+  begin_set_up("opening windows (transport=lsa, which must be in every rank's spec)");
   struct Made {
     std::shared_ptr<PeerWindows> windows;
     std::string error;
@@ -214,10 +215,7 @@ void NcclTransport::run_over_peers(const Stream& stream, PeerWindows&, uint64_t 
   work(stream);
   mark->end(stream);
   bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
-  std::lock_guard lock(mutex_);
-  const bool was_idle = !in_flight_.active();
-  in_flight_.add(std::move(mark), {exchanges_, here, from_all(bytes)});
-  if (was_idle) changed_.notify_all();
+  keep_watch(std::move(mark), here, from_all(bytes));
 }
 
 std::string NcclTransport::reported_by_kernels() {

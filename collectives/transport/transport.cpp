@@ -26,7 +26,7 @@ std::unique_ptr<Transport> Transport::split(const std::vector<int>&) {
   throw BadInput(fmt::format("the {} transport cannot be split", name()));
 }
 
-std::string Transport::peer_obstacle() const {
+std::string Transport::peer_obstacle() {
   return fmt::format("over the {} transport ranks do not read each other's memory", name());
 }
 

@@ -79,7 +79,7 @@ class Transport {
   // Capturing is collective, and the same exchanges must have been made once before without it.
   virtual std::string capture_obstacle() const { return ""; }
   // Why the ranks cannot read each other's memory, and what to do instead; empty if they can. The same on all ranks.
-  virtual std::string peer_obstacle() const;
+  virtual std::string peer_obstacle();
   // Windows with halves of at least this size; collective, and blocks. `shared`: perhaps those of an earlier call, for
   // kernels that all run on one stream. Null, on all ranks, if it turns out to be impossible.
   std::shared_ptr<PeerWindows> peer_windows(int64_t half_bytes, bool shared);

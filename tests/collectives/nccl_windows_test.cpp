@@ -11,6 +11,8 @@
 #include "runtime/error.h"
 #include "tests/collectives/fake_nccl.h"
 #include "tests/collectives/group.h"
+#include "tests/expect.h"
+#include "tests/temporary_folder.h"
 
 #if NCCL_VERSION_CODE == NCCL_VERSION(2, 28, 9)
 #include <nccl_device/impl/comm__types.h>
@@ -105,9 +107,10 @@ class RankCalls final : public HostCalls {
   const int rank_;
 };
 
-// Every rank's error, "" for none.
+// Every rank's error, "" for none. With a rendezvous, there is a store.
 std::vector<std::string> run(int world, std::chrono::milliseconds timeout,
-                             const std::function<void(NcclTransport&, const Stream&)>& body) {
+                             const std::function<void(NcclTransport&, const Stream&)>& body,
+                             const std::string& rendezvous = "") {
   the_fake().all.clear();  // of earlier worlds, whose addresses this one's may be
   the_fake().registrations.clear();
   FakeWorld fakes(world);
@@ -116,11 +119,15 @@ std::vector<std::string> run(int world, std::chrono::milliseconds timeout,
   for (int r = 0; r < world; ++r) {
     threads.emplace_back([&, r] {
       try {
-        NcclTransport transport({.api = &nccl_with_windows(),
-                                 .gpu = std::make_shared<RankCalls>(r),
-                                 .comm = fakes[r].handle(),
-                                 .device = Device::host(),
-                                 .timeout = timeout});
+        NcclSetup setup{.api = &nccl_with_windows(),
+                        .gpu = std::make_shared<RankCalls>(r),
+                        .comm = fakes[r].handle(),
+                        .device = Device::host(),
+                        .timeout = timeout};
+        if (!rendezvous.empty()) {
+          setup.group = std::make_unique<Membership>(GroupOptions{rendezvous, r, world, timeout});
+        }
+        NcclTransport transport(std::move(setup));
         const Stream stream = Stream::create(Device::host(), "test");
         body(transport, stream);
         stream.synchronize();
@@ -185,10 +192,10 @@ TEST(NcclWindows, AnotherVersionIsNotTrusted) {
   NcclApi other = nccl_with_windows();
   other.get_version = [](int* version) { return *version = 22907, ncclSuccess; };
   FakeWorld fakes(1);
-  const NcclTransport transport({.api = &other,
-                                 .gpu = std::make_shared<RankCalls>(0),
-                                 .comm = fakes[0].handle(),
-                                 .device = Device::host()});
+  NcclTransport transport({.api = &other,
+                           .gpu = std::make_shared<RankCalls>(0),
+                           .comm = fakes[0].handle(),
+                           .device = Device::host()});
   EXPECT_EQ(transport.peer_obstacle(), "NCCL 2.29.7 is loaded, and peer memory needs exactly 2.28.9");
 }
 
@@ -213,6 +220,43 @@ TEST(NcclWindows, ARankThatDoesNotComeIsNamed) {
     EXPECT_NE(errors[r].find("gradients"), std::string::npos) << errors[r];
     // Alone, or beside the other one where that was late as well.
     EXPECT_TRUE(std::regex_search(errors[r], std::regex("rank 1|ranks (0, )?1"))) << errors[r];
+  }
+}
+
+// Beside ranks that begin something new, or make a call that they have made before. The deadline is far beyond the
+// test's own.
+TEST(NcclWindows, ARankAloneInAskingForThemIsToldAtOnceAndSoAreTheOthers) {
+  for (bool new_call : {true, false}) {
+    for (int alone : {0, 2}) {
+      SCOPED_TRACE(fmt::format("rank {} alone, the others' call is {}", alone, new_call ? "new" : "known"));
+      TemporaryFolder folder;
+      const auto errors = run(
+          3, std::chrono::hours(1),
+          [&](NcclTransport& t, const Stream& s) {
+            std::vector<float> data(1000, 1.0f);
+            const auto call_with = [&](const Schedule& schedule) {
+              Program program(t, schedule, {data.data(), data.data(), nullptr, 1000},
+                              {.what = "the gradients"});
+              Buffer workspace(Device::host(), program.workspace_bytes());
+              program.bind(workspace.data());
+              program.run(s);
+              try {
+                s.synchronize();
+              } catch (const CommError&) {
+              }
+              t.check();
+            };
+            call_with(two_shot(3));
+            call_with(in_one_kernel(3));
+            call_with(t.rank() == alone ? in_one_kernel(3) : new_call ? ring(3) : two_shot(3));
+          },
+          "file://" + folder.path("store"));
+      for (const std::string& error : errors) {
+        expect_has(error,
+                   {"ranks disagree", "call 5, ", "transport=lsa, which must be in every rank's spec"});
+      }
+      expect_has(errors[1], {"allreduce of the gradients", fmt::format("rank {}", alone)});
+    }
   }
 }
 

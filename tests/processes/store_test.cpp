@@ -51,6 +51,8 @@ TEST_F(StoreTest, KeysAndCountsAreShared) {
   auto a = join(0), b = join(1);
   a->set("key", std::string("va\0lue\n", 7));
   EXPECT_EQ(b->get("key", in(10s), "x"), std::string("va\0lue\n", 7));
+  EXPECT_EQ(b->look("key"), std::string("va\0lue\n", 7));
+  EXPECT_EQ(b->look("another"), "");
   EXPECT_EQ(a->add("n"), 1);
   EXPECT_EQ(b->add("n"), 2);
   std::string large(300'000, 'x');
