@@ -127,7 +127,7 @@ Program& ApiComm::program_for(const CollectiveCall& call) {
                               .collective = call.collective,
                               .root = call.root,
                               .lsa = spec.lsa,
-                              .lsa_obstacle = spec.lsa ? communicator->transport().peer_obstacle() : ""},
+                              .lsa_obstacle = spec.lsa ? communicator->lsa_obstacle(spec.schedule) : ""},
                              world, communicator->ranks_per_node(),
                              world > 1 ? communicator->link_costs(stream) : LinkCosts{}, kAutomaticSlices);
   const SchedulePlanner::Choice choice = plan.choose(call.count, spec.wire, call.shards);

@@ -73,12 +73,16 @@ inline std::vector<std::string> example_specs() {
 // about the exchanges: each of those gets one schedule, in turns.
 inline std::vector<std::string> example_specs_with_schedules() {
   const std::vector<std::string> schedules = {"ring", "tree", "two_shot", "hierarchical"};
-  std::vector<std::string> all = {"fp32:transport=lsa",
-                                  "fp8:round=stochastic,transport=lsa",
-                                  "int4:schedule=two_shot,transport=lsa",
-                                  "powersgd:rank=2,transport=lsa",
-                                  "bf16:schedule=hierarchical,intra_node=fp32",
-                                  "powersgd:rank=2,wire=bf16,schedule=hierarchical,intra_node=fp32"};
+  std::vector<std::string> all = {
+      "fp32:transport=lsa",
+      "fp8:round=stochastic,transport=lsa",
+      "int4:schedule=two_shot,transport=lsa",
+      "powersgd:rank=2,transport=lsa",
+      "fp32:schedule=hierarchical,transport=lsa",
+      "int8:schedule=hierarchical,transport=lsa",
+      "powersgd:rank=2,wire=bf16,schedule=hierarchical,transport=lsa,intra_node=fp32",
+      "bf16:schedule=hierarchical,intra_node=fp32",
+      "powersgd:rank=2,wire=bf16,schedule=hierarchical,intra_node=fp32"};
   size_t turn = 0;
   for (std::string spec : example_specs()) {
     const auto has = [&](const char* option) { return spec.find(option) != std::string::npos; };

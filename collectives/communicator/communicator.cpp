@@ -77,6 +77,9 @@ void Communicator::set_link_costs(const LinkCosts& costs) {
   // They may be of another group, as in a checkpoint.
   link_costs_->library_measured = costs.library_measured && transport_->library_obstacle().empty();
 }
+std::string Communicator::lsa_obstacle(ScheduleKind kind) {
+  return transport_->peer_obstacle(kind == ScheduleKind::hierarchical ? ranks_per_node_ : 0);
+}
 const Stream& Communicator::transfers() {
   if (!transfers_) transfers_ = Stream::create(device(), "transfers", Stream::Priority::high);
   return transfers_;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "collectives/plan/link_costs.h"
+#include "collectives/schedule/schedule.h"
 #include "runtime/device.h"
 
 namespace gradwire {
@@ -56,6 +57,10 @@ class Communicator {
   // instead, so that every run gives the same bits.
   const LinkCosts& link_costs(const Stream& stream);
   void set_link_costs(const LinkCosts& costs);
+
+  // Why ranks do not read each other's memory where transport=lsa lets a schedule of this kind do so: inside nodes, or
+  // everywhere. Empty if they do. Collective, and blocks.
+  std::string lsa_obstacle(ScheduleKind kind);
 
   // The stream for exchanges that overlap with kernels, for all users of this communicator. One, not one per user: a
   // transport makes the exchanges of a rank in the order in which they were enqueued, and so does NCCL those of a

@@ -73,13 +73,18 @@ SchedulePlanner::SchedulePlanner(const ScheduleRequest& request, int world, int 
     c.even = loads(c.schedule, std::vector<double>(c.schedule.chunks, 1.0 / c.schedule.chunks));
   };
   // Where there are no windows, messages give the kernel's bits: a spec means the same everywhere.
-  const bool like_a_kernel = request.lsa && request.collective == Collective::allreduce;
+  const bool lsa = request.lsa && request.collective == Collective::allreduce;
+  const bool like_a_kernel = lsa && request.kind != ScheduleKind::hierarchical;
   if (request.kind != ScheduleKind::automatic || like_a_kernel) {
     add(like_a_kernel ? ScheduleKind::two_shot : request.kind);
-    const Schedule& s = candidates_[0].schedule;
+    Schedule& s = candidates_[0].schedule;
     reason_ = like_a_kernel ? "as transport=lsa adds" : "asked for";
     if (request.kind == ScheduleKind::hierarchical) {
       reason_ += fmt::format(", {} nodes of {}", s.nodes, s.per_node);
+      if (lsa && request.lsa_obstacle.empty() && s.per_node > 1) {
+        s.carrier = Carrier::node_windows;
+        reason_ += ", inside which memory is read";
+      }
     }
     return;
   }
@@ -99,7 +104,8 @@ const LinkCosts::Pattern& SchedulePlanner::link(const Candidate& candidate, bool
     case ScheduleKind::two_shot:
       return costs_.all_pairs;
     case ScheduleKind::hierarchical:
-      return intra_node ? costs_.intra_node : costs_.inter_node;
+      if (!intra_node) return costs_.inter_node;
+      return candidate.schedule.carrier == Carrier::node_windows ? costs_.peer_memory : costs_.intra_node;
     case ScheduleKind::nccl:
       return costs_.library_measured ? costs_.library : kNcclOnNvlink;
     default:
@@ -132,7 +138,9 @@ double SchedulePlanner::predicted_us(const Option& option, int64_t count, Wire w
     const bool exact = intra_node && request_.fp32_intra_node;
     const auto bytes = static_cast<double>((exact ? kFp32 : wire)->bytes(count));
     const LinkCosts::Pattern& pattern = link(candidate, intra_node);
-    const int slices = Program::slices_for(candidate.schedule, count, wire, option.slice_bytes, shards);
+    const int slices = candidate.schedule.carrier == Carrier::messages
+                           ? Program::slices_for(candidate.schedule, count, wire, option.slice_bytes, shards)
+                           : 1;
     const double rounds = slices == 1 ? load.rounds : 2 * (load.rounds - 1) + slices;
     const double buffers = load.busiest + (load.serial - load.busiest) / slices;
     us += rounds * pattern.latency_us + buffers * bytes / pattern.bytes_per_us;
@@ -175,10 +183,13 @@ SchedulePlanner::Choice SchedulePlanner::choose_kernel(int64_t count, Wire wire)
 
 SchedulePlanner::Choice SchedulePlanner::choose(int64_t count, Wire wire, const Shards& shards) const {
   const bool kernels = request_.lsa && request_.collective == Collective::allreduce && world_ > 1;
-  if (kernels && request_.lsa_obstacle.empty() && shards.empty()) return choose_kernel(count, wire);
+  const bool nodes = request_.kind == ScheduleKind::hierarchical;
+  if (kernels && !nodes && request_.lsa_obstacle.empty() && shards.empty()) return choose_kernel(count, wire);
   Choice choice = choose_messages(count, wire, shards);
-  if (kernels && !request_.lsa_obstacle.empty())
-    choice.reason += fmt::format("; not in one kernel: {}", request_.lsa_obstacle);
+  if (kernels && !request_.lsa_obstacle.empty()) {
+    choice.reason += fmt::format("; {}: {}", nodes ? "messages inside nodes, too" : "not in one kernel",
+                                 request_.lsa_obstacle);
+  }
   return choice;
 }
 

@@ -11,7 +11,7 @@
 //   allreduces, it is not among the choices.
 //
 // One kernel (transport=lsa): two shots, or one where the barrier that it saves takes longer than the bytes that it
-// adds.
+// adds. In a hierarchical schedule, rounds inside nodes then cost what loads from each other's memory do.
 //
 // Slices: long enough to amortize the latency of an exchange, but no longer, because the first and the last
 // slice of a buffer overlap with nothing. If links were measured, an exchange is sized to take four
@@ -35,7 +35,8 @@ struct ScheduleRequest {
   bool fp32_intra_node = false;  // only links between nodes use the wire format
   Collective collective = Collective::allreduce;
   int root = 0;  // of a broadcast
-  // An allreduce in one kernel, where ranks read each other's memory; and why they do not, if they do not.
+  // An allreduce in one kernel or, if hierarchical, without messages inside nodes, where ranks read each other's memory;
+  // and why they do not, if they do not (Communicator::lsa_obstacle()).
   bool lsa = false;
   std::string lsa_obstacle = {};
 };

@@ -21,13 +21,24 @@ Program::Compiler::Compiler(Program& program, const float* in, float* out, std::
       wire_(program.options_.wire),
       rank_(program.transport_.rank()),
       base_(reinterpret_cast<uintptr_t>(base)),
+      node_(program.over_node_windows() ? program.windows_.get() : nullptr),
       chunks_(program.schedule_.chunks) {
   for (int c = 0; c < program_.schedule_.chunks; ++c) {
     chunks_[c].range = program_.ranges_[c];
     chunks_[c].owner = program_.schedule_.owner[c] == rank_;
   }
+  if (node_ != nullptr) {
+    const auto places = places_in_windows(program_.ranges_, program_.options_);
+    for (size_t c = 0; c < chunks_.size(); ++c) chunks_[c].place = places[c];
+  }
   look_ahead();
   place_chunks(in, out);
+}
+
+// Exchange 0 is the reduce-scatter inside the node, whose parts lie in the first half. The last one is the all-gather.
+void* Program::Compiler::in_window_of(int rank, int k, const ChunkState& chunk) const {
+  std::byte* const window = node_->memory.windows[rank - node_->first];
+  return window + kPeerHeaderBytes + (k == 0 ? 0 : node_->memory.half_bytes) + chunk.place;
 }
 
 // Places each chunk's parts and results: in the caller's buffers where the collective allows it, otherwise in
@@ -38,7 +49,13 @@ void Program::Compiler::place_chunks(const float* in, float* out) {
   for (ChunkState& chunk : chunks_) {
     const int64_t begin = chunk.range.begin;
     float* const residual = program_.buffers_.residual;
-    if (!wire_->exact) chunk.wire = reserve(bytes_of(chunk, false));
+    if (node_ != nullptr && !wire_->exact && !program_.options_.fp32_intra_node) {
+      const int owner = program_.schedule_.owner[static_cast<size_t>(&chunk - chunks_.data())];
+      const bool own_shard = owner % node_->memory.world == node_->memory.rank;
+      chunk.wire = in_window_of(rank_, own_shard ? 1 : 0, chunk);
+    } else if (!wire_->exact) {
+      chunk.wire = reserve(bytes_of(chunk, false));
+    }
     switch (collective) {
       case Collective::allreduce:
         chunk.own = in + begin;
@@ -76,6 +93,7 @@ void Program::Compiler::look_ahead() {
       if (step.kind == Step::Kind::recv_copy) {
         final[step.chunk] = true;
       } else if (step.kind == Step::Kind::recv_reduce) {
+        if (in_window(step)) continue;
         slot_bytes_ = std::max(slot_bytes_, aligned(bytes_of(chunk, exact(step))));
       } else if (!final[step.chunk] && !exact(step)) {
         chunk.sent_encoded = true;
@@ -122,6 +140,7 @@ void Program::Compiler::round(int k) {
     if (step.kind == Step::Kind::send && !chunk.closed && chunk.range.count() > 0) close(step.chunk);
   }
   std::vector<int> finals;
+  for (const Step& step : rounds()[k]) exchange.in_windows = exchange.in_windows || in_window(step);
   for (const Step& step : rounds()[k]) {
     ChunkState& chunk = chunks_[step.chunk];
     if (chunk.range.count() == 0) continue;
@@ -136,19 +155,20 @@ void Program::Compiler::round(int k) {
           refuse(fmt::format("adds to chunk {} in round {}, after its partial sum was sent", step.chunk, k));
         }
         auto& inputs = in_fp32 ? chunk.exact_inputs : chunk.encoded_inputs;
-        inputs.push_back({step.peer, take_slot()});
+        inputs.push_back(in_window(step) ? Input{step.peer, -1, in_window_of(step.peer, k, chunk)}
+                                         : Input{step.peer, take_slot()});
         chunk.arrived = k;
-        exchange.transfers.push_back({Transfer::Kind::receive, step.peer, slot(inputs.back().slot), bytes});
+        exchange.transfers.push_back({Transfer::Kind::receive, step.peer, place_of(inputs.back()), bytes});
         break;
       }
       case Step::Kind::recv_copy: {
-        void* to = in_fp32 ? chunk.exact : chunk.wire;
+        void* to = in_window(step) ? in_window_of(step.peer, k, chunk) : in_fp32 ? chunk.exact : chunk.wire;
         exchange.transfers.push_back({Transfer::Kind::receive, step.peer, to, bytes});
         chunk.closed = true;  // from now on it is forwarded, not encoded
         chunk.arrived = k;
         (in_fp32 ? chunk.exact_form : chunk.encoded_form) = {.data = to, .there = true};
         (in_fp32 ? chunk.encoded_form : chunk.exact_form) = {};
-        if (!in_fp32) finals.push_back(step.chunk);
+        if (!in_fp32 || in_window(step)) finals.push_back(step.chunk);
         break;
       }
     }
@@ -166,10 +186,28 @@ Transfer Program::Compiler::send(const Step& step, int k) {
                            ? "inside its node, as FP32, after it was rounded for another node"
                            : "to another node, to be rounded, after it was sent unrounded inside its own"));
   }
+  if (in_window(step) && form.data != in_window_of(rank_, k, chunk)) return export_exact(step, k);
   if (form.made_by >= 0) kernels_[form.made_by].before = std::min(kernels_[form.made_by].before, k);
   // Sends only read.
   return {Transfer::Kind::send, step.peer, const_cast<void*>(form.data),
           static_cast<size_t>(bytes_of(chunk, in_fp32))};
+}
+
+// FP32 is in the caller's buffers, which others do not read: copies it into the window, once for all who do.
+Transfer Program::Compiler::export_exact(const Step& step, int k) {
+  ChunkState& chunk = chunks_[step.chunk];
+  auto* const place = static_cast<float*>(in_window_of(rank_, k, chunk));
+  if (chunk.exported != k) {
+    chunk.exported = k;
+    const int copy = add(Reduce{.own = static_cast<const float*>(chunk.exact_form.data),
+                                .out = place,
+                                .count = chunk.range.count()},
+                         chunk);
+    kernels_[copy].before = k;
+    const int made_by = chunk.exact_form.made_by;
+    if (made_by >= 0) kernels_[made_by].before = std::min(kernels_[made_by].before, k);
+  }
+  return {Transfer::Kind::send, step.peer, place, static_cast<size_t>(bytes_of(chunk, true))};
 }
 
 template <typename K>
@@ -225,9 +263,9 @@ void Program::Compiler::merge(std::vector<Input>& inputs, const ChunkState& chun
   std::sort(inputs.begin(), inputs.end(), [](auto& a, auto& b) { return a.from < b.from; });
   for (const Input& input : inputs) {
     args.inputs[args.num_inputs++] =
-        static_cast<std::remove_reference_t<decltype(args.inputs[0])>>(slot(input.slot));
+        static_cast<std::remove_reference_t<decltype(args.inputs[0])>>(place_of(input));
     args.own_position += input.from < rank_ ? 1 : 0;
-    free_slots_.push_back(input.slot);
+    if (input.slot >= 0) free_slots_.push_back(input.slot);
   }
   args.count = chunk.range.count();
   inputs.clear();
@@ -246,9 +284,17 @@ ReduceEncode Program::Compiler::reduce_encode(ChunkState& chunk, const float* ow
   return args;
 }
 
+// The final value that was received; FP32, where it lies in a window.
 void Program::Compiler::decode(ChunkState& chunk) {
-  const Decode args{chunk.wire, chunk.exact, program_.options_.scale, chunk.range.count()};
-  chunk.exact_form = {.data = chunk.exact, .there = true, .made_by = add(args, chunk)};
+  const int64_t count = chunk.range.count();
+  int made_by = -1;
+  if (chunk.encoded_form.there) {
+    made_by = add(Decode{chunk.encoded_form.data, chunk.exact, program_.options_.scale, count}, chunk);
+  } else {
+    const auto* in_window = static_cast<const float*>(chunk.exact_form.data);
+    made_by = add(Reduce{.own = in_window, .out = chunk.exact, .count = count}, chunk);
+  }
+  chunk.exact_form = {.data = chunk.exact, .there = true, .made_by = made_by};
 }
 
 // Kernels were emitted in an order in which each follows the ones it depends on; this defers those that can

@@ -25,7 +25,8 @@ class Program::Compiler {
  private:
   struct Input {
     int32_t from;
-    int slot;
+    int slot;                   // -1: it is elsewhere
+    void* elsewhere = nullptr;  // in a window of the node
   };
   struct Form {
     const void* data = nullptr;
@@ -45,6 +46,8 @@ class Program::Compiler {
     bool sent_encoded = false;  // this rank's own sum is sent in the wire format at some point
     Form encoded_form, exact_form;  // of what is sent from now on
     int arrived = -1;               // the last exchange that received anything for it
+    int64_t place = 0;              // in a half of a window of the node
+    int exported = -1;              // the last exchange for which it was copied there
   };
   static constexpr int kNever = INT_MAX;
   struct Kernel {
@@ -61,11 +64,16 @@ class Program::Compiler {
   void* reserve(int64_t bytes);
   void* slot(int index) const { return address(reserved_ + static_cast<size_t>(index) * slot_bytes_); }
   int take_slot();
+  void* place_of(const Input& input) const { return input.slot >= 0 ? slot(input.slot) : input.elsewhere; }
 
   void place_chunks(const float* in, float* out);
   void look_ahead();
   void round(int k);
+  // Over node windows: whether the step is a matter of the windows, and where its chunk lies in that of a rank.
+  bool in_window(const Step& step) const { return node_ != nullptr && step.intra_node; }
+  void* in_window_of(int rank, int k, const ChunkState& chunk) const;
   Transfer send(const Step& step, int k);
+  Transfer export_exact(const Step& step, int k);
   void close(int c);
   void decode(ChunkState& chunk);
   template <typename K>
@@ -80,6 +88,7 @@ class Program::Compiler {
   const Wire wire_;
   const int rank_;
   const uintptr_t base_;
+  const PeerWindows* const node_;  // null: everything is sent
   std::vector<ChunkState> chunks_;
   size_t reserved_ = 0, slot_bytes_ = 0;
   std::vector<int> free_slots_;  // a slot is free again once the kernel that reads it is emitted

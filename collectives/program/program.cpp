@@ -133,8 +133,17 @@ FusedAllreduce Program::fused_call(const Transport& transport, const Schedule& s
 
 std::shared_ptr<PeerWindows> Program::open_windows(Transport& transport, const Schedule& schedule,
                                                    const ProgramBuffers& buffers, const Options& options) {
-  if (schedule.carrier == Carrier::messages || transport.world() == 1 || !transport.peer_obstacle().empty())
+  if (schedule.carrier == Carrier::messages || schedule.carrier == Carrier::library || transport.world() == 1)
     return nullptr;
+  if (schedule.carrier == Carrier::node_windows) {
+    if (schedule.kind != ScheduleKind::hierarchical || schedule.collective != Collective::allreduce)
+      throw BadInput(fmt::format("{}: windows inside nodes are for hierarchical allreduces", options.what));
+    if (schedule.per_node == 1 || !transport.peer_obstacle(schedule.per_node).empty()) return nullptr;
+    const auto chunks = chunk_ranges(schedule, buffers.count, buffers.shards, options.wire->granularity);
+    return transport.peer_windows(places_in_windows(chunks, options).back(),
+                                  static_cast<bool>(options.transfers), schedule.per_node);
+  }
+  if (!transport.peer_obstacle().empty()) return nullptr;
   if (schedule.collective != Collective::allreduce || schedule.kind != ScheduleKind::two_shot ||
       schedule.world != transport.world()) {
     throw BadInput(fmt::format(
@@ -142,6 +151,15 @@ std::shared_ptr<PeerWindows> Program::open_windows(Transport& transport, const S
   }
   FusedAllreduce call = fused_call(transport, schedule, buffers, options);
   return transport.peer_windows(lay_out(call, options.wire), static_cast<bool>(options.transfers));
+}
+
+std::vector<int64_t> Program::places_in_windows(const std::vector<ChunkRange>& chunks,
+                                                const Options& options) {
+  const Wire wire = options.fp32_intra_node ? kFp32 : options.wire;
+  std::vector<int64_t> places = {0};
+  for (ChunkRange range : chunks)
+    places.push_back(places.back() + (wire->bytes(range.count()) + 255) / 256 * 256);
+  return places;
 }
 
 bool Program::left_to_library(Transport& transport, const Schedule& schedule, const Options& options) {
@@ -171,7 +189,7 @@ size_t Program::compile(std::byte* base) {
   const bool wide = buffers_.dtype != DType::f32;
   const float* in = wide ? wide_in_ : static_cast<const float*>(buffers_.in);
   float* out = wide ? wide_out_ : static_cast<float*>(buffers_.out);
-  if (windows_) {
+  if (windows_ && !over_node_windows()) {
     FusedAllreduce call = fused_call(transport_, schedule_, buffers_, options_);
     call.peers = windows_->memory;
     call.in = in;
@@ -256,7 +274,9 @@ void Program::launch(const Stream& stream, const Operation& kernel) const {
 
 ProgramInfo Program::describe_exchanges() const {
   ProgramInfo info{.part = options_.part, .schedule = name(schedule_.kind), .slices = slices_};
-  if (windows_) {
+  if (over_node_windows()) {
+    info.schedule += " over windows inside nodes";
+  } else if (windows_) {
     info.schedule += " in one kernel";
     info.bytes_sent = bytes_read(std::get<FusedAllreduce>(operations_.front().work), options_.wire);
   }
@@ -307,6 +327,24 @@ void Program::run_fused(const Stream& stream, const FusedAllreduce& call) {
       [wire = options_.wire, call](const Stream& on) { wire->fused_allreduce(on, call); });
 }
 
+void Program::run_over_node_windows(const Stream& stream) {
+  for (const Operation& operation : operations_) {
+    const auto* exchange = std::get_if<Exchange>(&operation.work);
+    if (exchange == nullptr) {
+      launch(stream, operation);
+    } else if (!exchange->in_windows) {
+      transport_.exchange(stream, exchange->transfers, exchange->label);
+    } else {
+      uint64_t bytes = 0;
+      for (const Transfer& t : exchange->transfers) bytes += t.kind == Transfer::Kind::send ? t.bytes : 0;
+      transport_.run_over_peers(stream, *windows_, bytes, exchange->label.what,
+                                [barrier = stream_barrier(windows_->memory)](const Stream& on) {
+                                  kFp32->fused_allreduce(on, barrier);
+                                });
+    }
+  }
+}
+
 void Program::run_library(const Stream& stream, const LibraryAllreduce& call) {
   transport_.allreduce(stream, call.in, call.out, buffers_.count, call.mean,
                        static_cast<uint64_t>(info_.bytes_sent), call_.what);
@@ -339,6 +377,16 @@ void Program::run(const Stream& stream, BucketPhases* phases) {
     transfers.wait(start_);
   }
   transport_.begin(transfers, call_);
+  if (over_node_windows()) {
+    enter(Phase::communicate);
+    run_over_node_windows(transfers);
+    if (overlapped_) {
+      kernels_done_.record(transfers);
+      stream.wait(kernels_done_);
+    }
+    if (wide) narrow(stream, buffers_.dtype, wide_out_, buffers_.out, elements_out());
+    return;
+  }
   int started = 0, finished = 0;  // exchanges
   int awaited = -1;               // the last exchange that `stream` has waited for
   auto finish_until = [&](int count) {

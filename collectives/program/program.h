@@ -28,6 +28,13 @@
 // windows (kernels/wire/fused.h), with the same bits. It runs on the stream for transfers, if there is one: kernels of
 // other programs that use the same windows run there, too.
 //
+// In a hierarchical schedule whose carrier is node_windows, nothing is sent inside a node. What its ranks would send
+// each other lies in their windows: parts of other ranks' shards in the first half, final values of the own shard in the
+// second. In place of a round inside the node there is a barrier of its ranks (stream_barrier() in fused.h), after which
+// kernels take their inputs from the others' windows. A half is written again only behind the barrier of the other
+// half, which a rank enters when its kernels have read all that they read before it. So this needs no halves that take
+// turns, and has fixed addresses.
+//
 // With schedule=nccl it is one call of NCCL's allreduce, of floats, from the caller's buffer into the caller's buffer:
 // what is added in which order is NCCL's affair, and nothing is lost but to FP32 rounding.
 #pragma once
@@ -131,6 +138,7 @@ class Program {
   struct Exchange {
     std::vector<Transfer> transfers;
     ExchangeLabel label;
+    bool in_windows = false;  // a barrier: the transfers are what others read, and what is read of them
   };
   // The transport's own allreduce, and what is left to multiply the result with.
   struct LibraryAllreduce {
@@ -155,6 +163,12 @@ class Program {
   static std::shared_ptr<PeerWindows> open_windows(Transport& transport, const Schedule& schedule,
                                                    const ProgramBuffers& buffers, const Options& options);
   static bool left_to_library(Transport& transport, const Schedule& schedule, const Options& options);
+  // Whether windows take the place of messages inside nodes.
+  bool over_node_windows() const { return windows_ && schedule_.carrier == Carrier::node_windows; }
+  // Of chunks in a half of a window of the node, and the size of the half.
+  static std::vector<int64_t> places_in_windows(const std::vector<ChunkRange>& chunks,
+                                                const Options& options);
+  void run_over_node_windows(const Stream& stream);
   void run_fused(const Stream& stream, const FusedAllreduce& call);
   void run_library(const Stream& stream, const LibraryAllreduce& call);
   int64_t elements_in() const;

@@ -52,10 +52,10 @@ struct Step {
 
 using Round = std::vector<Step>;
 
-// How a schedule is carried out: by messages or, if it is a two-shot and ranks read each other's memory, by one kernel,
-// in two shots or in one (kernels/wire/fused.h). All of these give the same bits. `library` is an allreduce of the
-// transport's own, which is not told how to do it.
-enum class Carrier : uint8_t { messages, two_shot_kernel, one_shot_kernel, library };
+// How a schedule is carried out: by messages or, where ranks read each other's memory, a two-shot by one kernel, in two
+// shots or in one (kernels/wire/fused.h), and a hierarchical one with messages between nodes only. All of these give the
+// bits of messages. `library` is an allreduce of the transport's own, which is not told how to do it.
+enum class Carrier : uint8_t { messages, two_shot_kernel, one_shot_kernel, node_windows, library };
 
 // How ranks are placed on nodes; 0: unknown. Either field follows from the other and the world.
 struct Topology {

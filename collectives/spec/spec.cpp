@@ -321,10 +321,13 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
   if (spec.alternate && !spec.warm) {
     bad(text, "alternate=on needs warm=on: a step projects with the factor that the step before it summed");
   }
-  if (spec.lsa && spec.schedule != ScheduleKind::automatic && spec.schedule != ScheduleKind::two_shot) {
-    bad(text, fmt::format(
-                  "transport=lsa needs schedule=auto or two_shot, not {}: one kernel carries out a two-shot",
-                  name(spec.schedule)));
+  if (spec.lsa && spec.schedule != ScheduleKind::automatic && spec.schedule != ScheduleKind::two_shot &&
+      spec.schedule != ScheduleKind::hierarchical) {
+    bad(text,
+        fmt::format(
+            "transport=lsa needs schedule=auto, two_shot or hierarchical, not {}: one kernel carries out a "
+            "two-shot, and memory that is read takes the place of messages inside nodes",
+            name(spec.schedule)));
   }
   if (spec.schedule == ScheduleKind::nccl && !spec.wire->exact) {
     bad(text,

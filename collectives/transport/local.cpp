@@ -233,10 +233,12 @@ class LocalTransport final : public Transport {
     return mine;
   }
 
-  std::string peer_obstacle() override {
-    if (hub_->world > kMostPeers) return fmt::format("{} ranks; at most {} can", hub_->world, kMostPeers);
-    for (const Device& from : hub_->devices) {
-      for (const Device& to : hub_->devices) {
+  std::string peer_obstacle(int group) override {
+    const int ranks = group > 0 ? group : hub_->world;
+    if (ranks > kMostPeers) return fmt::format("{} ranks; at most {} can", ranks, kMostPeers);
+    for (int a = 0; a < hub_->world; ++a) {
+      for (int b = a / ranks * ranks; b < std::min(hub_->world, a / ranks * ranks + ranks); ++b) {
+        const Device from = hub_->devices[static_cast<size_t>(a)], to = hub_->devices[static_cast<size_t>(b)];
         if (!can_access(from, to))
           return fmt::format("{} cannot access memory of {}", from.name(), to.name());
       }
@@ -277,13 +279,13 @@ class LocalTransport final : public Transport {
       const auto alive = weak.lock();
       const std::string reported = alive ? alive->failure() : "";
       if (!reported.empty() && hub_->failure.empty())
-        hub_->fail(fmt::format("rank {}: {}", alive->memory.rank, reported));
+        hub_->fail(fmt::format("rank {}: {}", alive->first + alive->memory.rank, reported));
     }
     if (!hub_->failure.empty()) throw CommError(fmt::format("rank {}: {}", rank_, hub_->failure));
   }
 
  protected:
-  std::shared_ptr<PeerWindows> make_peer_windows(int64_t half_bytes) override {
+  std::shared_ptr<PeerWindows> make_peer_windows(int64_t half_bytes, int ranks) override {
     const auto bytes = static_cast<size_t>(peer_window_bytes(half_bytes));
     Buffer mine(device_, bytes);
     const Stream stream = device_.is_host() ? Stream::immediate_host() : Stream::create(device_, "set-up");
@@ -312,9 +314,10 @@ class LocalTransport final : public Transport {
         lock, rank_, [&] { return group->ready == hub_->world; },
         [&] { return fmt::format("opening windows: {} of {} ranks have", group->ready, hub_->world); });
     PeerMemory& m = made->memory;
-    for (int r = 0; r < hub_->world; ++r) m.windows[r] = group->memory[r].as<std::byte>();
-    m.rank = rank_;
-    m.world = hub_->world;
+    m.world = ranks > 0 ? ranks : hub_->world;
+    made->first = rank_ / m.world * m.world;
+    for (int r = 0; r < m.world; ++r) m.windows[r] = group->memory[made->first + r].as<std::byte>();
+    m.rank = rank_ - made->first;
     m.half_bytes = half_bytes;
     m.report = made->report.as<PeerReport>();
     m.patience_ns = std::chrono::nanoseconds(hub_->timeout).count();

@@ -79,7 +79,7 @@ NcclTransport::~NcclTransport() {
     if (!use_->changed.wait_for(lock, kFarewell, [&] { return use_->ended; })) watcher_.detach();
   }
   if (watcher_.joinable()) watcher_.join();
-  shared_windows_.reset();  // while the communicator lives
+  shared_windows_.clear();  // while the communicator lives
   // Announces an orderly departure before hanging up.
   if (setup_.group) setup_.group->leave();
   const ncclComm_t comm = comm_;
@@ -248,18 +248,18 @@ std::string NcclTransport::library_obstacle() const {
 void NcclTransport::allreduce(const Stream& stream, const float* in, float* out, int64_t count, bool mean,
                               uint64_t bytes, const std::string& what) {
   const bool first = !std::exchange(met_library_, true);
-  post(stream, what, from_all(bytes), bytes, first,
+  post(stream, what, from_all(0, world_, bytes), bytes, first,
        [&api = api_, native = setup_.gpu->native(stream), in, out, count, mean](
            ncclComm_t comm, const NcclPatience& patience) {
          return run_nccl_allreduce(api, comm, native, in, out, count, mean, patience);
        });
 }
 
-std::vector<Transfer> NcclTransport::from_all(uint64_t bytes) const {
+std::vector<Transfer> NcclTransport::from_all(int first, int ranks, uint64_t bytes) const {
   std::vector<Transfer> transfers;
-  for (int peer = 0; peer < world_; ++peer) {
+  for (int peer = first; peer < first + ranks; ++peer) {
     if (peer == rank_) continue;
-    transfers.push_back({Transfer::Kind::receive, peer, nullptr, bytes / static_cast<uint64_t>(world_ - 1)});
+    transfers.push_back({Transfer::Kind::receive, peer, nullptr, bytes / static_cast<uint64_t>(ranks - 1)});
   }
   return transfers;
 }

@@ -73,12 +73,12 @@ class NcclTransport final : public Transport {
   void allreduce(const Stream& stream, const float* in, float* out, int64_t count, bool mean, uint64_t bytes,
                  const std::string& what) override;
   // In nccl_windows.cpp. The first question is collective, and blocks.
-  std::string peer_obstacle() override;
+  std::string peer_obstacle(int group = 0) override;
   void run_over_peers(const Stream& stream, PeerWindows& windows, uint64_t bytes, const std::string& what,
                       const std::function<void(const Stream&)>& work) override;
 
  protected:
-  std::shared_ptr<PeerWindows> make_peer_windows(int64_t half_bytes) override;
+  std::shared_ptr<PeerWindows> make_peer_windows(int64_t half_bytes, int group) override;
 
  private:
   std::string doing(const std::string& what) const;
@@ -104,7 +104,8 @@ class NcclTransport final : public Transport {
             uint64_t bytes, bool first, const NcclCall& call);
   ncclResult_t enqueue(const std::string& what, const std::vector<Transfer>& transfers, bool first,
                        const NcclCall& call);
-  std::vector<Transfer> from_all(uint64_t bytes) const;  // received in equal parts from each peer
+  // Received in equal parts from each of these ranks but this one.
+  std::vector<Transfer> from_all(int first, int ranks, uint64_t bytes) const;
   void keep_watch(std::unique_ptr<ExchangeMark> mark, const std::string& what,
                   std::vector<Transfer> transfers);
 
@@ -160,9 +161,9 @@ class NcclTransport final : public Transport {
   struct Met {
     bool sent = false, received = false;
   };
-  std::vector<Met> met_;      // by peer
-  bool met_library_ = false;  // in an allreduce of NCCL's own
-  std::optional<std::string> peer_obstacle_;
+  std::vector<Met> met_;                       // by peer
+  bool met_library_ = false;                   // in an allreduce of NCCL's own
+  std::map<int, std::string> peer_obstacles_;  // by group
 
   std::atomic<ncclComm_t> comm_ = nullptr;  // null: aborted
   std::atomic<bool> revoked_ = false;

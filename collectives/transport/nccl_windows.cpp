@@ -46,7 +46,7 @@ class Registered {
 
 }  // namespace
 
-std::string nccl_windows_obstacle(const NcclApi& api, ncclComm_t comm, int world) {
+std::string nccl_windows_obstacle(const NcclApi& api, ncclComm_t comm, int rank, int world, int group) {
   int version = 0;
   api.get_version(&version);
   if (version != NCCL_VERSION_CODE) {
@@ -56,24 +56,27 @@ std::string nccl_windows_obstacle(const NcclApi& api, ncclComm_t comm, int world
       api.window_deregister == nullptr || api.dev_comm_create == nullptr || api.dev_comm_destroy == nullptr) {
     return "this NCCL lacks its device API";
   }
-  if (world > kMostPeers) return fmt::format("{} ranks; at most {} can", world, kMostPeers);
+  if (group > kMostPeers) return fmt::format("{} ranks; at most {} can", group, kMostPeers);
   const ncclDevCommRequirements nothing{};
   ncclDevComm device{};
   if (const ncclResult_t result = api.dev_comm_create(comm, &nothing, &device); result != ncclSuccess) {
     return fmt::format("NCCL cannot map the ranks' memory: {}", api.text(result, comm));
   }
-  const int reachable = device.lsaSize;
+  const int reachable = device.lsaSize, place = device.lsaRank;
   api.dev_comm_destroy(comm, &device);
-  if (reachable < world) {
+  if (group == world && reachable < world) {
     return fmt::format(
         "ranks reach {} of {} by loads and stores; the others are on other machines or not on NVLink",
         reachable, world);
+  }
+  if (reachable < group || reachable % group != 0 || place % group != rank % group) {
+    return fmt::format("ranks reach {} by loads and stores, which are not nodes of {}", reachable, group);
   }
   return "";
 }
 
 std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi& api, ncclComm_t comm, Device device, int rank,
-                                               int world, int64_t half_bytes,
+                                               int group, int64_t half_bytes,
                                                std::chrono::nanoseconds patience, WhileAlive alive) {
   const auto bytes = static_cast<size_t>(peer_window_bytes(half_bytes));
   const Stream stream = device.is_host() ? Stream::immediate_host() : Stream::create(device, "set-up");
@@ -87,7 +90,8 @@ std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi& api, ncclComm_t co
   ncclWindow_vidmem where{};
   copy(stream, &where, registered->window, sizeof where);
   stream.synchronize();
-  if (where.worldRank != rank || where.lsaRank != rank || where.stride4G == 0) {
+  const int mine = rank % group;
+  if (where.worldRank != rank || where.lsaRank % group != mine || where.stride4G == 0) {
     throw CommError(
         fmt::format("rank {}: NCCL {} describes a window of another layout", rank, api.version()));
   }
@@ -96,12 +100,13 @@ std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi& api, ncclComm_t co
   made->report = Buffer::pinned(sizeof(PeerReport));
   new (made->report.data()) PeerReport();
   PeerMemory& m = made->memory;
-  for (int r = 0; r < world; ++r) {
-    const auto distance = static_cast<int64_t>(where.stride4G) * r << 32;
+  for (int r = 0; r < group; ++r) {
+    const auto distance = static_cast<int64_t>(where.stride4G) * (where.lsaRank - mine + r) << 32;
     m.windows[r] = reinterpret_cast<std::byte*>(where.lsaFlatBase) + distance;
   }
-  m.rank = rank;
-  m.world = world;
+  made->first = rank - mine;
+  m.rank = mine;
+  m.world = group;
   m.half_bytes = half_bytes;
   m.report = made->report.as<PeerReport>();
   m.patience_ns = patience.count();
@@ -111,7 +116,7 @@ std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi& api, ncclComm_t co
 
 #else
 
-std::string nccl_windows_obstacle(const NcclApi&, ncclComm_t, int) {
+std::string nccl_windows_obstacle(const NcclApi&, ncclComm_t, int, int, int) {
   return fmt::format(
       "this build has the header of NCCL {}.{}.{}, and peer memory needs exactly that of 2.28.9", NCCL_MAJOR,
       NCCL_MINOR, NCCL_PATCH);
@@ -139,23 +144,22 @@ bool NcclTransport::ask_nccl(std::function<void(ncclComm_t)> call) const {
   });
 }
 
-std::string NcclTransport::peer_obstacle() {
-  if (peer_obstacle_) return *peer_obstacle_;
+std::string NcclTransport::peer_obstacle(int group) {
+  if (const auto known = peer_obstacles_.find(group); known != peer_obstacles_.end()) return known->second;
   // Of a program's own communicator nothing more is asked than what it is for.
   if (!setup_.owned || !watched_) return "the communicator is the program's own";
   begin_set_up("asking for peer memory (transport=lsa, which must be in every rank's spec)");
   const auto answer = std::make_shared<std::string>();
-  const bool asked = ask_nccl([answer, &api = api_, world = world_](ncclComm_t comm) {
-    *answer = nccl_windows_obstacle(api, comm, world);
-  });
+  const bool asked =
+      ask_nccl([answer, &api = api_, rank = rank_, world = world_, ranks = group > 0 ? group : world_](
+                   ncclComm_t comm) { *answer = nccl_windows_obstacle(api, comm, rank, world, ranks); });
   if (!asked)
     throw CommError(fmt::format("rank {}: asking NCCL for peer memory: no answer for {} ms", rank_,
                                 setup_.timeout.count()));
-  peer_obstacle_ = *answer;
-  return *peer_obstacle_;
+  return peer_obstacles_[group] = *answer;
 }
 
-std::shared_ptr<PeerWindows> NcclTransport::make_peer_windows(int64_t half_bytes) {
+std::shared_ptr<PeerWindows> NcclTransport::make_peer_windows(int64_t half_bytes, int group) {
   begin_set_up("opening windows (transport=lsa, which must be in every rank's spec)");
   struct Made {
     std::shared_ptr<PeerWindows> windows;
@@ -166,14 +170,15 @@ std::shared_ptr<PeerWindows> NcclTransport::make_peer_windows(int64_t half_bytes
     const Turn turn(use, std::chrono::milliseconds(1000));
     if (turn.entered) call();
   };
-  const bool returned = ask_nccl([made, alive, &api = api_, device = setup_.device, rank = rank_,
-                                  world = world_, half_bytes, patience = setup_.timeout](ncclComm_t comm) {
-    try {
-      made->windows = make_nccl_windows(api, comm, device, rank, world, half_bytes, patience, alive);
-    } catch (const std::exception& error) {
-      made->error = error.what();
-    }
-  });
+  const bool returned =
+      ask_nccl([made, alive, &api = api_, device = setup_.device, rank = rank_,
+                ranks = group > 0 ? group : world_, half_bytes, patience = setup_.timeout](ncclComm_t comm) {
+        try {
+          made->windows = make_nccl_windows(api, comm, device, rank, ranks, half_bytes, patience, alive);
+        } catch (const std::exception& error) {
+          made->error = error.what();
+        }
+      });
   if (!returned) give_up("opening windows", fmt::format("no progress for {} ms", setup_.timeout.count()));
   if (!made->error.empty()) give_up("opening windows", made->error);
   if (!agreed(made->windows != nullptr)) return nullptr;
@@ -205,7 +210,7 @@ bool NcclTransport::agreed(bool mine) {
   return std::all_of(answers.begin(), answers.end(), [](uint8_t answer) { return answer != 0; });
 }
 
-void NcclTransport::run_over_peers(const Stream& stream, PeerWindows&, uint64_t bytes,
+void NcclTransport::run_over_peers(const Stream& stream, PeerWindows& windows, uint64_t bytes,
                                    const std::string& what, const std::function<void(const Stream&)>& work) {
   ++exchanges_;
   const std::string here = doing(what);
@@ -215,7 +220,7 @@ void NcclTransport::run_over_peers(const Stream& stream, PeerWindows&, uint64_t 
   work(stream);
   mark->end(stream);
   bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
-  keep_watch(std::move(mark), here, from_all(bytes));
+  keep_watch(std::move(mark), here, from_all(windows.first, windows.memory.world, bytes));
 }
 
 std::string NcclTransport::reported_by_kernels() {

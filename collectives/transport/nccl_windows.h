@@ -14,15 +14,16 @@
 
 namespace gradwire {
 
-// Why there can be no windows on this communicator; empty if there can. Collective, and asks NCCL.
-std::string nccl_windows_obstacle(const NcclApi& api, ncclComm_t comm, int world);
+// Why groups of so many consecutive ranks cannot have windows on this communicator; empty if they can. Collective, and
+// asks NCCL.
+std::string nccl_windows_obstacle(const NcclApi& api, ncclComm_t comm, int rank, int world, int group);
 
 // Calls what it is given if the communicator is still there.
 using WhileAlive = std::function<void(const std::function<void()>&)>;
 
-// This rank's window, with those of the others; null if NCCL refuses. Collective.
+// This rank's window, with those of its group; null if NCCL refuses. Collective.
 std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi& api, ncclComm_t comm, Device device, int rank,
-                                               int world, int64_t half_bytes,
+                                               int group, int64_t half_bytes,
                                                std::chrono::nanoseconds patience, WhileAlive alive);
 
 }  // namespace gradwire

@@ -10,7 +10,8 @@
 namespace gradwire {
 
 struct PeerWindows {
-  PeerMemory memory;           // its report is in `report`
+  PeerMemory memory;           // its report is in `report`; of all ranks, or of some that follow each other:
+  int first = 0;               // the rank whose window comes first there
   Buffer report;               // page-locked: a PeerReport
   std::shared_ptr<void> keep;  // the memory of all ranks
 

@@ -26,20 +26,21 @@ std::unique_ptr<Transport> Transport::split(const std::vector<int>&) {
   throw BadInput(fmt::format("the {} transport cannot be split", name()));
 }
 
-std::string Transport::peer_obstacle() {
+std::string Transport::peer_obstacle(int) {
   return fmt::format("over the {} transport ranks do not read each other's memory", name());
 }
 
-std::shared_ptr<PeerWindows> Transport::peer_windows(int64_t half_bytes, bool shared) {
+std::shared_ptr<PeerWindows> Transport::peer_windows(int64_t half_bytes, bool shared, int group) {
   half_bytes = (half_bytes + 255) / 256 * 256;
-  if (!peer_obstacle().empty()) return nullptr;
-  if (shared && shared_windows_ && shared_windows_->memory.half_bytes >= half_bytes) return shared_windows_;
-  auto made = make_peer_windows(half_bytes);
-  if (shared && made) shared_windows_ = made;
+  if (!peer_obstacle(group).empty()) return nullptr;
+  std::shared_ptr<PeerWindows>& common = shared_windows_[group];
+  if (shared && common && common->memory.half_bytes >= half_bytes) return common;
+  auto made = make_peer_windows(half_bytes, group);
+  if (shared && made) common = made;
   return made;
 }
 
-std::shared_ptr<PeerWindows> Transport::make_peer_windows(int64_t) {
+std::shared_ptr<PeerWindows> Transport::make_peer_windows(int64_t, int) {
   return nullptr;
 }
 

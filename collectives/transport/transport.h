@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -79,10 +80,12 @@ class Transport {
   // Capturing is collective, and the same exchanges must have been made once before without it.
   virtual std::string capture_obstacle() const { return ""; }
   // Why the ranks cannot read each other's memory, and what to do instead; empty if they can. The same on all ranks.
-  virtual std::string peer_obstacle();
+  // `group`: it is enough that the ranks of a group can, which are so many that follow each other; 0: all must.
+  virtual std::string peer_obstacle(int group = 0);
   // Windows with halves of at least this size; collective, and blocks. `shared`: perhaps those of an earlier call, for
-  // kernels that all run on one stream. Null, on all ranks, if it turns out to be impossible.
-  std::shared_ptr<PeerWindows> peer_windows(int64_t half_bytes, bool shared);
+  // kernels that all run on one stream. With a group, the windows of its ranks only, which others do not share. Null,
+  // on all ranks, if it turns out to be impossible.
+  std::shared_ptr<PeerWindows> peer_windows(int64_t half_bytes, bool shared, int group = 0);
   // Enqueues `work`, a kernel over these windows, from which other ranks read `bytes`. It has the deadline of an
   // exchange, and its failure is the group's. `what` must stay valid until the stream has passed it.
   virtual void run_over_peers(const Stream& stream, PeerWindows& windows, uint64_t bytes,
@@ -127,10 +130,10 @@ class Transport {
   uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }
 
  protected:
-  virtual std::shared_ptr<PeerWindows> make_peer_windows(int64_t half_bytes);
+  virtual std::shared_ptr<PeerWindows> make_peer_windows(int64_t half_bytes, int group);
 
   std::atomic<uint64_t> bytes_sent_{0};
-  std::shared_ptr<PeerWindows> shared_windows_;
+  std::map<int, std::shared_ptr<PeerWindows>> shared_windows_;  // by group
 };
 
 // What waited_s() tells. Written by one thread, read by any.

@@ -21,6 +21,15 @@ int64_t aligned(int64_t bytes) {
 
 }  // namespace
 
+FusedAllreduce stream_barrier(const PeerMemory& peers) {
+  FusedAllreduce call;
+  call.peers = peers;
+  call.one_shot = true;
+  call.out = reinterpret_cast<float*>(peers.windows[peers.rank]);  // of no element
+  call.in = call.out;
+  return call;
+}
+
 int64_t lay_out(FusedAllreduce& call, Wire wire) {
   const int world = call.peers.world;
   int64_t used = 0, largest = 0;

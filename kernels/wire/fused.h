@@ -46,6 +46,10 @@ struct FusedAllreduce {
   int64_t exported = 0, scratch = 0;
 };
 
+// Without data: a barrier between the streams of all ranks. What was in a stream before it is done, and visible to the
+// others, when what follows it in theirs begins.
+FusedAllreduce stream_barrier(const PeerMemory& peers);
+
 // Sets the offsets from `begin`; returns the bytes of half a window that the call needs.
 int64_t lay_out(FusedAllreduce& call, Wire wire);
 

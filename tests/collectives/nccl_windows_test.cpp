@@ -63,15 +63,18 @@ ncclResult_t fake_register(ncclComm_t c, void* data, size_t bytes, ncclWindow_vi
   f.changed.notify_all();
   f.changed.wait(lock, [&] { return std::ranges::count(f.all[comm.wire.get()][which], -1) == 0; });
   const std::vector<int> files = f.all[comm.wire.get()][which];
+  const int reachable = f.reachable > 0 ? f.reachable : comm.world, first = comm.rank / reachable * reachable;
   char* const flat = static_cast<char*>(
-      mmap(nullptr, kStride * comm.world, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-  for (int r = 0; r < comm.world; ++r) {
-    EXPECT_NE(mmap(flat + kStride * r, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, files[r], 0),
+      mmap(nullptr, kStride * reachable, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  for (int r = 0; r < reachable; ++r) {
+    const int file = files[first + r];
+    EXPECT_NE(mmap(flat + kStride * r, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0),
               MAP_FAILED);
   }
   auto made = std::make_unique<ncclWindow_vidmem>();
   made->lsaFlatBase = flat;
-  made->lsaRank = made->worldRank = comm.rank;
+  made->lsaRank = comm.rank - first;
+  made->worldRank = comm.rank;
   made->stride4G = 1;
   *window = made.get();
   f.windows[made.get()] = std::move(made);
@@ -89,6 +92,7 @@ const NcclApi& nccl_with_windows() {
     };
     a.dev_comm_create = [](ncclComm_t c, const ncclDevCommRequirements*, ncclDevComm* device) {
       device->lsaSize = the_fake().reachable > 0 ? the_fake().reachable : fake(c).world;
+      device->lsaRank = fake(c).rank % device->lsaSize;
       return ncclSuccess;
     };
     a.dev_comm_destroy = [](ncclComm_t, const ncclDevComm*) { return ncclSuccess; };
@@ -186,6 +190,43 @@ TEST(NcclWindows, RanksThatDoNotReachAllOthersSendMessages) {
   });
   the_fake().reachable = 0;
   EXPECT_EQ(errors, std::vector<std::string>(4)) << errors[0];
+}
+
+// GPUs of two nodes: what NVLink connects reads memory, the others exchange messages.
+TEST(NcclWindows, InsideNodesMemoryIsReadAndBetweenThemMessagesAreSent) {
+  for (int reachable : {2, 4}) {
+    the_fake().reachable = reachable;
+    std::vector<std::vector<float>> got(8), expected(8);
+    const auto allreduced = [](Transport& t, const Stream& s, const Schedule& schedule) {
+      std::vector<float> data = normal(1000, 7 + t.rank()), residual(1000, 0.0f);
+      Program program(t, schedule, {data.data(), data.data(), residual.data(), 1000},
+                      {.what = "gradients", .wire = kBf16});
+      EXPECT_EQ(program.carrier(), schedule.carrier);
+      Buffer workspace(Device::host(), program.workspace_bytes());
+      program.bind(workspace.data());
+      for (int step = 0; step < 3; ++step) program.run(s);
+      s.synchronize();
+      t.check();
+      data.insert(data.end(), residual.begin(), residual.end());
+      return data;
+    };
+    const auto errors = run(8, 20s, [&](NcclTransport& t, const Stream& s) {
+      EXPECT_EQ(t.peer_obstacle(2), "");
+      expect_has(t.peer_obstacle(), {fmt::format("ranks reach {} of 8", reachable)});
+      if (reachable == 2)
+        expect_has(t.peer_obstacle(4), {"ranks reach 2 by loads and stores, which are not nodes of 4"});
+      Schedule schedule = hierarchical(4, 2);
+      schedule.carrier = Carrier::node_windows;
+      got[t.rank()] = allreduced(t, s, schedule);
+    });
+    EXPECT_EQ(errors, std::vector<std::string>(8)) << errors[0];
+    run_ranks(8, Device::host(), [&](Communicator& comm) {
+      expected[comm.rank()] =
+          allreduced(comm.transport(), Stream::create(Device::host(), "test"), hierarchical(4, 2));
+    });
+    EXPECT_EQ(got, expected);
+  }
+  the_fake().reachable = 0;
 }
 
 TEST(NcclWindows, AnotherVersionIsNotTrusted) {

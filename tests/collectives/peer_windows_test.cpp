@@ -11,7 +11,7 @@
 #include "tests/collectives/group.h"
 #include "tests/devices.h"
 #include "tests/expect.h"
-#include "tests/kernels/two_shot.h"
+#include "tests/kernels/hierarchical.h"
 
 namespace gradwire::testing {
 namespace {
@@ -98,6 +98,89 @@ TEST_P(PeerWindowsTest, KernelsGiveTheBitsOfMessagesForEveryWire) {
   }
 }
 
+// Nodes x ranks of each, 2 to 8 ranks in all; a ring between the nodes, where there are more than two.
+struct Nodes {
+  int nodes, per_node;
+  ScheduleKind between = ScheduleKind::two_shot;
+};
+
+TEST_P(PeerWindowsTest, InsideNodesTheyGiveTheBitsOfMessagesForEveryWire) {
+#ifdef GRADWIRE_SANITIZED
+  const std::vector<Nodes> shapes = {{1, 3}, {2, 2}}, more = {{3, 2}, {4, 2, ScheduleKind::ring}};
+#else
+  const std::vector<Nodes> shapes = {{1, 2}, {1, 3}, {2, 2}, {1, 5}, {3, 2}, {1, 7}, {2, 4}},
+                           more = {{2, 3}, {4, 2}, {3, 2, ScheduleKind::ring}, {4, 2, ScheduleKind::ring}};
+#endif
+  for (Wire wire : example_wire_formats()) {
+    const bool plain = wire == kFp32 || wire == kBf16 || wire == kFp8;
+    std::vector<Nodes> all = *wire->options == 0 ? shapes : std::vector{shapes[2 % shapes.size()]};
+    if (plain) all.insert(all.end(), more.begin(), more.end());
+    for (const Nodes& shape : all) {
+      const int world = shape.nodes * shape.per_node;
+      for (bool fp32_inside : {false, true}) {
+        if (fp32_inside && (wire->exact || (!plain && world != 4))) continue;
+        SCOPED_TRACE(fmt::format("{} {} nodes of {}{}, {} between", wire->spec(), shape.nodes, shape.per_node,
+                                 fp32_inside ? ", FP32 inside" : "", name(shape.between)));
+        const bool random = wire->stochastic && world % 2 == 1;
+        const Program::Options options{
+            .what = "test",
+            .wire = wire,
+            .fp32_intra_node = fp32_inside,
+            .scale = 1.0f / static_cast<float>(world),
+            .rounding = {.mode = random ? Rounding::stochastic : Rounding::nearest, .first_element = 16}};
+        const int64_t count = 3 * wire->granularity * (world - 1) + 11;  // uneven chunks
+        Schedule schedule = hierarchical(shape.nodes, shape.per_node, shape.between);
+        const Steps messages = run_steps(GetParam(), schedule, count, options, 3);
+        schedule.carrier = Carrier::node_windows;
+        const Steps windows = run_steps(GetParam(), schedule, count, options, 3);
+        ASSERT_TRUE(windows.kernels);
+        for (int r = 0; r < world; ++r) {
+          ASSERT_TRUE(same_bits(windows.result[r], messages.result[r])) << "rank " << r;
+          ASSERT_TRUE(same_bits(windows.residual[r], messages.residual[r])) << "rank " << r;
+        }
+        EXPECT_EQ(windows.bytes_sent, messages.bytes_sent);
+      }
+    }
+  }
+}
+
+// Programs of several sizes and wires in turns, on the windows that they share, and beside kernels over those of all.
+TEST_P(PeerWindowsTest, ProgramsShareTheWindowsOfTheirNode) {
+  run_ranks(4, GetParam(), [&](Communicator& comm) {
+    const Stream stream = Stream::create(comm.device(), "test");
+    std::vector<std::unique_ptr<Program>> programs;
+    std::vector<Buffer> data, workspaces;
+    const std::vector<int64_t> counts = {5000, 700, 12000, 1, 5000, 3};
+    for (size_t i = 0; i < counts.size(); ++i) {
+      Schedule schedule = i == 4 ? two_shot(4) : hierarchical(2, 2);
+      schedule.carrier = i == 4 ? Carrier::two_shot_kernel : Carrier::node_windows;
+      data.push_back(make_buffer<float>(comm.device(), counts[i]));
+      programs.push_back(std::make_unique<Program>(
+          comm.transport(), schedule, ProgramBuffers{data[i].data(), data[i].data(), nullptr, counts[i]},
+          Program::Options{.what = fmt::format("{}", i),
+                           .wire = i % 2 == 0 ? kFp32 : kBf16,
+                           .transfers = comm.transfers(),
+                           .beside_others = true}));
+      EXPECT_EQ(programs[i]->carrier(), schedule.carrier);
+      workspaces.emplace_back(comm.device(), programs[i]->workspace_bytes());
+      programs[i]->bind(workspaces[i].data());
+    }
+    for (int step = 1; step <= 6; ++step) {
+      for (size_t i = 0; i < counts.size(); ++i) {
+        const std::vector<float> mine(static_cast<size_t>(counts[i]),
+                                      static_cast<float>(step * (comm.rank() + 1)));
+        to_device(stream, data[i].as<float>(), std::span<const float>(mine));
+        if ((comm.rank() + step) % 4 == 0) std::this_thread::sleep_for(1ms);
+        programs[i]->run(stream);
+      }
+      for (size_t i = 0; i < counts.size(); ++i) {
+        EXPECT_EQ(to_host(stream, data[i].as<const float>(), counts[i]),
+                  std::vector<float>(static_cast<size_t>(counts[i]), static_cast<float>(step * 10)));
+      }
+    }
+  });
+}
+
 // The measure of tests/simt/fused_test.cpp is what threads with messages do.
 TEST_P(PeerWindowsTest, MessagesGiveTheReferencesBits) {
   for (Wire wire : wire_formats()) {
@@ -117,6 +200,34 @@ TEST_P(PeerWindowsTest, MessagesGiveTheReferencesBits) {
       const TwoShotResult expected = two_shot_reference(t);
       const Steps messages =
           run_steps(GetParam(), two_shot(world), count, {.what = "test", .wire = wire, .scale = 0.5f}, 1);
+      for (int r = 0; r < world; ++r) {
+        EXPECT_TRUE(same_bits(messages.result[r], expected.result)) << wire->name << " rank " << r;
+        EXPECT_TRUE(same_bits(messages.residual[r], expected.residuals[r])) << wire->name << " rank " << r;
+      }
+    }
+  }
+}
+
+// Likewise, of tests/simt/node_windows_test.cpp.
+TEST_P(PeerWindowsTest, HierarchicalMessagesGiveTheReferencesBits) {
+  for (Wire wire : wire_formats()) {
+    for (const auto& [nodes, per_node] : {std::pair{2, 2}, std::pair{2, 3}, std::pair{3, 2}}) {
+      const int world = nodes * per_node;
+      const int64_t count = 7 * wire->granularity + 40;
+      TwoShot t;
+      t.wire = wire;
+      t.scale = 0.5f;
+      for (int r = 0; r < world; ++r) {
+        t.inputs.push_back(normal(count, 40 + r));
+        t.residuals.push_back(normal(count, 140 + r, 0.01f));
+        t.seeds.push_back(1000 + r);
+      }
+      for (int c = 0; c < world; ++c)
+        t.begin.push_back(chunk_range(count, world, c, wire->granularity).begin);
+      t.begin.push_back(count);
+      const TwoShotResult expected = hierarchical_reference(t, nodes);
+      const Steps messages = run_steps(GetParam(), hierarchical(nodes, per_node), count,
+                                       {.what = "test", .wire = wire, .scale = 0.5f}, 1);
       for (int r = 0; r < world; ++r) {
         EXPECT_TRUE(same_bits(messages.result[r], expected.result)) << wire->name << " rank " << r;
         EXPECT_TRUE(same_bits(messages.residual[r], expected.residuals[r])) << wire->name << " rank " << r;
@@ -198,6 +309,30 @@ TEST(PeerWindows, ARankThatDoesNotComeIsNamedToAll) {
     for (const char* part : {"allreduce of gradients", "waited 200 ms for rank 1 at its barrier 1"})
       EXPECT_NE(errors[r].find(part), std::string::npos) << errors[r];
   }
+}
+
+TEST(PeerWindows, ARankThatDoesNotComeIsNamedInsideItsNode) {
+  std::vector<std::string> errors(4);
+  run_ranks(4, Device::host(), 200ms, [&](Communicator& comm) {
+    const Stream stream = Stream::create(comm.device(), "test");
+    std::vector<float> data(1000, 1.0f);
+    Schedule schedule = hierarchical(2, 2);
+    schedule.carrier = Carrier::node_windows;
+    Program program(comm.transport(), schedule, {data.data(), data.data(), nullptr, 1000},
+                    {.what = "gradients"});
+    Buffer workspace(comm.device(), program.workspace_bytes());
+    program.bind(workspace.data());
+    if (comm.rank() == 2) return;
+    try {
+      program.run(stream);
+      stream.synchronize();
+    } catch (const CommError& error) {
+      errors[comm.rank()] = error.what();
+    }
+    EXPECT_THROW(comm.check(), CommError);
+  });
+  for (int r : {0, 1, 3}) expect_has(errors[r], {"allreduce of gradients"});
+  expect_has(errors[3], {"for rank 2"});
 }
 
 TEST(PeerWindows, AnAbortEndsTheWait) {
@@ -286,7 +421,8 @@ TEST(TransportLsa, IsASpecsOption) {
   EXPECT_EQ(CompressionSpec::parse("powersgd:rank=2,transport=lsa").to_string(),
             "powersgd:rank=2,transport=lsa");
   EXPECT_EQ(CompressionSpec::parse("bf16:transport=messages").to_string(), "bf16");
-  for (const char* schedule : {"ring", "tree", "hierarchical"}) {
+  EXPECT_TRUE(CompressionSpec::parse("bf16:schedule=hierarchical,transport=lsa,intra_node=fp32").lsa);
+  for (const char* schedule : {"ring", "tree", "nccl"}) {
     EXPECT_THROW(CompressionSpec::parse(fmt::format("bf16:transport=lsa,schedule={}", schedule)), BadInput);
   }
 }
@@ -306,6 +442,31 @@ TEST(TransportLsa, SmallBuffersAreReducedInOneShotAndLargeOnesInTwo) {
   }
   EXPECT_LT(choose(8, 1000, kBf16).predicted_us, choose(8, 10'000'000, kBf16).predicted_us);
   EXPECT_EQ(choose(8, 1000, kBf16).schedule.rounds, two_shot(8).rounds);
+}
+
+// Inside nodes, memory; between them, messages. Rounds inside nodes cost what memory does.
+TEST(TransportLsa, AHierarchicalScheduleReadsMemoryInsideNodes) {
+  LinkCosts costs;
+  costs.measured = true;
+  costs.intra_node = {30, 5000};
+  costs.inter_node = {50, 1000};
+  costs.peer_memory = {4, 300e3};
+  const auto plan = [&](const std::string& spec, const std::string& obstacle, int per_node) {
+    ScheduleRequest request = schedule_request(CompressionSpec::parse(spec));
+    request.lsa_obstacle = obstacle;
+    return SchedulePlanner(request, 8, per_node, costs, 0).choose(1'000'000, kFp32);
+  };
+  const auto messages = plan("fp32:schedule=hierarchical", "", 4);
+  const auto memory = plan("fp32:schedule=hierarchical,transport=lsa", "", 4);
+  EXPECT_EQ(memory.schedule.carrier, Carrier::node_windows);
+  EXPECT_EQ(memory.schedule.rounds, messages.schedule.rounds);
+  expect_has(memory.reason, {"asked for, 2 nodes of 4, inside which memory is read"});
+  // Two rounds of 3/4 of 4 MB inside.
+  EXPECT_NEAR(messages.predicted_us - memory.predicted_us, 2 * (30 - 4) + 6e6 / 5000 - 6e6 / 300e3, 1);
+  const auto without = plan("fp32:schedule=hierarchical,transport=lsa", "no NVLink", 4);
+  EXPECT_EQ(without.schedule.carrier, Carrier::messages);
+  expect_has(without.reason, {"messages inside nodes, too: no NVLink"});
+  EXPECT_EQ(plan("fp32:schedule=hierarchical,transport=lsa", "", 1).schedule.carrier, Carrier::messages);
 }
 
 TEST(TransportLsa, WithoutPeerMemoryMessagesAreSentAndTheReasonIsTold) {

@@ -10,51 +10,11 @@
 #include "kernels/wire/formats.h"
 #include "tests/kernels/compare.h"
 #include "tests/kernels/two_shot.h"
+#include "tests/simt/peer_group.h"
 #include "tests/simt/runtime.h"
 
 namespace gradwire::testing {
 namespace {
-
-// A group of ranks and their windows.
-class Group {
- public:
-  Group(int world, int64_t half_bytes) : reports_(world) {
-    for (int r = 0; r < world; ++r) {
-      windows_.emplace_back(static_cast<size_t>(peer_window_bytes(half_bytes)) / 16);
-      // What lies in a window at the beginning is nobody's, apart from the signals.
-      std::memset(windows_[r].data(), 0xff, windows_[r].size() * sizeof(Line));
-      std::memset(windows_[r].data(), 0, kPeerHeaderBytes);
-    }
-    for (int r = 0; r < world; ++r) {
-      PeerMemory& m = peers.emplace_back();
-      for (int other = 0; other < world; ++other) m.windows[other] = windows_[other].data()->bytes;
-      m.rank = r;
-      m.world = world;
-      m.half_bytes = half_bytes;
-      m.report = &reports_[r];
-      m.patience_ns = int64_t{3600} * 1'000'000'000;
-    }
-  }
-  PeerReport& report(int rank) { return reports_[rank]; }
-  std::vector<PeerMemory> peers;
-
- private:
-  struct alignas(16) Line {
-    std::byte bytes[16];
-  };
-  std::vector<std::vector<Line>> windows_;
-  std::vector<PeerReport> reports_;
-};
-
-std::vector<float> values(int64_t n, uint32_t seed, float spread) {
-  std::vector<float> all(static_cast<size_t>(n));
-  for (size_t i = 0; i < all.size(); ++i) {
-    seed = seed * 1664525u + 1013904223u;
-    const float x = static_cast<float>(static_cast<int32_t>(seed)) * 0x1p-31f;
-    all[i] = i % 5 == 0 ? x * spread : x;
-  }
-  return all;
-}
 
 struct Case {
   Wire wire = kFp32;
@@ -193,18 +153,6 @@ class FusedAllreduceTest : public ::testing::TestWithParam<Wire> {
   const Wire wire = GetParam();
 };
 
-// Blocks of thousands of values, such as top-k's, take long here.
-class OneSchedule {
- public:
-  explicit OneSchedule(bool only) : before_(simt::options().schedules) {
-    if (only) simt::options().schedules = 1;
-  }
-  ~OneSchedule() { simt::options().schedules = before_; }
-
- private:
-  const int before_;
-};
-
 TEST_P(FusedAllreduceTest, HasTheBitsOfATwoShotWithMessages) {
   const int64_t grain = wire->granularity;
   const bool slow = grain > 512, variant = *wire->options != 0;
@@ -246,11 +194,6 @@ INSTANTIATE_TEST_SUITE_P(Formats, FusedAllreduceTest, ::testing::ValuesIn(exampl
                          });
 
 // --- planted bugs ---
-
-struct Unheeded {
-  explicit Unheeded(int barrier) { simt::options().unheeded_barrier = barrier; }
-  ~Unheeded() { simt::options().unheeded_barrier = -1; }
-};
 
 bool is_found(const Case& c, bool one_half = false) {
   Fused fused(c);
