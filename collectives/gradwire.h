@@ -301,7 +301,7 @@ GW_API gw_status gw_format_register(const gw_format* format);
  * dtype   GW_FLOAT32, or GW_BFLOAT16 or GW_FLOAT16, which are converted to float32 for the reduction and back. A
  *         sum beyond float16 is infinity there.
  * spec    a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or your own, with
- *         ",schedule=auto|ring|tree|two_shot|hierarchical|nccl", ",transport=messages|lsa" and
+ *         ",schedule=auto|ring|tree|two_shot|hierarchical|nccl", ",transport=messages|lsa|auto" and
  *         ",intra_node=wire|fp32". No state is kept between calls, so there is no error feedback: rounding errors
  *         are lost. "powersgd" and "randk" need a reducer.
  * stream  see the top; may differ.
@@ -406,7 +406,7 @@ typedef struct gw_reducer_options {
  * spec       a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or
  *            "powersgd:rank=R[,wire=FORMAT][,start=N][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S]",
  *            or "randk:ratio=X[,wire=FORMAT][,seed=S]", each with ",ef=on|off",
- *            ",schedule=auto|ring|tree|two_shot|hierarchical|nccl", ",transport=messages|lsa" and
+ *            ",schedule=auto|ring|tree|two_shot|hierarchical|nccl", ",transport=messages|lsa|auto" and
  *            ",intra_node=wire|fp32"; that page explains them. The first schedule=auto on a communicator between processes measures its links, which
  *            takes a tenth of a second at 1 Gb/s.
  * tensors    (n_tensors), in the order in which backward completes them: buckets are reduced in this order.

@@ -122,14 +122,15 @@ Program& ApiComm::program_for(const CollectiveCall& call) {
                     call.spec, call.function));
   }
   const int world = communicator->world();
-  const SchedulePlanner plan({.kind = spec.schedule,
-                              .fp32_intra_node = spec.fp32_intra_node,
-                              .collective = call.collective,
-                              .root = call.root,
-                              .lsa = spec.lsa,
-                              .lsa_obstacle = spec.lsa ? communicator->lsa_obstacle(spec.schedule) : ""},
-                             world, communicator->ranks_per_node(),
-                             world > 1 ? communicator->link_costs(stream) : LinkCosts{}, kAutomaticSlices);
+  const SchedulePlanner plan(
+      {.kind = spec.schedule,
+       .fp32_intra_node = spec.fp32_intra_node,
+       .collective = call.collective,
+       .root = call.root,
+       .lsa = spec.lsa,
+       .lsa_obstacle = spec.lsa != Lsa::off ? communicator->lsa_obstacle(spec.schedule) : ""},
+      world, communicator->ranks_per_node(), world > 1 ? communicator->link_costs(stream) : LinkCosts{},
+      kAutomaticSlices);
   const SchedulePlanner::Choice choice = plan.choose(call.count, spec.wire, call.shards);
   const bool mean = call.op == GW_AVG;
   auto program = std::make_unique<Program>(

@@ -73,19 +73,17 @@ SchedulePlanner::SchedulePlanner(const ScheduleRequest& request, int world, int 
     c.even = loads(c.schedule, std::vector<double>(c.schedule.chunks, 1.0 / c.schedule.chunks));
   };
   // Where there are no windows, messages give the kernel's bits: a spec means the same everywhere.
-  const bool lsa = request.lsa && request.collective == Collective::allreduce;
-  const bool like_a_kernel = lsa && request.kind != ScheduleKind::hierarchical;
+  const bool like_a_kernel = request.lsa == Lsa::on && request.collective == Collective::allreduce &&
+                             request.kind == ScheduleKind::automatic;
   if (request.kind != ScheduleKind::automatic || like_a_kernel) {
     add(like_a_kernel ? ScheduleKind::two_shot : request.kind);
-    Schedule& s = candidates_[0].schedule;
+    const Candidate& only = candidates_[0];
     reason_ = like_a_kernel ? "as transport=lsa adds" : "asked for";
-    if (request.kind == ScheduleKind::hierarchical) {
-      reason_ += fmt::format(", {} nodes of {}", s.nodes, s.per_node);
-      if (lsa && request.lsa_obstacle.empty() && s.per_node > 1) {
-        s.carrier = Carrier::node_windows;
-        reason_ += ", inside which memory is read";
-      }
-    }
+    if (request.kind != ScheduleKind::hierarchical) return;
+    reason_ += fmt::format(", {} nodes of {}", only.schedule.nodes, only.schedule.per_node);
+    if (only.schedule.per_node == 1 || request.collective != Collective::allreduce) return;
+    inside_ = only;
+    inside_->schedule.carrier = Carrier::node_windows;
     return;
   }
   const bool broadcast = request.collective == Collective::broadcast;  // which adds nothing
@@ -181,35 +179,57 @@ SchedulePlanner::Choice SchedulePlanner::choose_kernel(int64_t count, Wire wire)
   return choice;
 }
 
+SchedulePlanner::Choice SchedulePlanner::choose_inside_nodes(int64_t count, Wire wire) const {
+  const Option option = consider(*inside_, count, wire, {});
+  return {inside_->schedule,
+          fmt::format("{}, inside which memory is read; {} predicted", reason_, milliseconds(option.us)),
+          option.us, 0};
+}
+
 SchedulePlanner::Choice SchedulePlanner::choose(int64_t count, Wire wire, const Shards& shards) const {
-  const bool kernels = request_.lsa && request_.collective == Collective::allreduce && world_ > 1;
+  Choice messages = choose_messages(count, wire, shards);
   const bool nodes = request_.kind == ScheduleKind::hierarchical;
-  if (kernels && !nodes && request_.lsa_obstacle.empty() && shards.empty()) return choose_kernel(count, wire);
-  Choice choice = choose_messages(count, wire, shards);
-  if (kernels && !request_.lsa_obstacle.empty()) {
-    choice.reason += fmt::format("; {}: {}", nodes ? "messages inside nodes, too" : "not in one kernel",
-                                 request_.lsa_obstacle);
+  if (request_.lsa == Lsa::off || request_.collective != Collective::allreduce || world_ == 1 ||
+      !shards.empty() || (nodes && !inside_)) {
+    return messages;
   }
-  return choice;
+  if (!request_.lsa_obstacle.empty()) {
+    messages.reason += fmt::format("; {}: {}", nodes ? "messages inside nodes, too" : "not in one kernel",
+                                   request_.lsa_obstacle);
+    return messages;
+  }
+  Choice memory = nodes ? choose_inside_nodes(count, wire) : choose_kernel(count, wire);
+  if (request_.lsa == Lsa::automatic && messages.predicted_us < memory.predicted_us) {
+    messages.reason +=
+        fmt::format("; {} {}", nodes ? "with memory that is read inside nodes" : "in one kernel",
+                    milliseconds(memory.predicted_us));
+    return messages;
+  }
+  memory.reason += fmt::format(", by messages {}", milliseconds(messages.predicted_us));
+  return memory;
+}
+
+SchedulePlanner::Option SchedulePlanner::consider(const Candidate& c, int64_t count, Wire wire,
+                                                  const Shards& shards) const {
+  Option option{.candidate = &c, .loads = c.even, .slice_bytes = 0, .us = 0, .score = 0, .lossy_steps = 0};
+  if (!shards.empty()) {
+    std::vector<double> parts;
+    for (ChunkRange range : chunk_ranges(c.schedule, count, shards, wire->granularity)) {
+      parts.push_back(count == 0 ? 0 : static_cast<double>(range.count()) / static_cast<double>(count));
+    }
+    option.loads = loads(c.schedule, parts);
+  }
+  option.slice_bytes = slice_bytes(c, option.loads);
+  option.us = predicted_us(option, count, wire, shards);
+  option.lossy_steps = lossy_steps(c, wire);
+  return option;
 }
 
 SchedulePlanner::Choice SchedulePlanner::choose_messages(int64_t count, Wire wire,
                                                          const Shards& shards) const {
   std::vector<Option> options;
   for (const Candidate& c : candidates_) {
-    if (!can_serve(c, wire, shards)) continue;
-    Option option{.candidate = &c, .loads = c.even, .slice_bytes = 0, .us = 0, .score = 0, .lossy_steps = 0};
-    if (!shards.empty()) {
-      std::vector<double> parts;
-      for (ChunkRange range : chunk_ranges(c.schedule, count, shards, wire->granularity)) {
-        parts.push_back(count == 0 ? 0 : static_cast<double>(range.count()) / static_cast<double>(count));
-      }
-      option.loads = loads(c.schedule, parts);
-    }
-    option.slice_bytes = slice_bytes(c, option.loads);
-    option.us = predicted_us(option, count, wire, shards);
-    option.lossy_steps = lossy_steps(c, wire);
-    options.push_back(option);
+    if (can_serve(c, wire, shards)) options.push_back(consider(c, count, wire, shards));
   }
   if (options.size() == 1) {
     return {options[0].candidate->schedule,

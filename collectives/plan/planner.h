@@ -11,7 +11,8 @@
 //   allreduces, it is not among the choices.
 //
 // One kernel (transport=lsa): two shots, or one where the barrier that it saves takes longer than the bytes that it
-// adds. In a hierarchical schedule, rounds inside nodes then cost what loads from each other's memory do.
+// adds. In a hierarchical schedule, rounds inside nodes then cost what loads from each other's memory do. With
+// transport=auto that competes with the choice among messages, and wins unless it takes longer.
 //
 // Slices: long enough to amortize the latency of an exchange, but no longer, because the first and the last
 // slice of a buffer overlap with nothing. If links were measured, an exchange is sized to take four
@@ -20,6 +21,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -37,7 +39,7 @@ struct ScheduleRequest {
   int root = 0;  // of a broadcast
   // An allreduce in one kernel or, if hierarchical, without messages inside nodes, where ranks read each other's memory;
   // and why they do not, if they do not (Communicator::lsa_obstacle()).
-  bool lsa = false;
+  Lsa lsa = Lsa::off;
   std::string lsa_obstacle = {};
 };
 
@@ -87,7 +89,9 @@ class SchedulePlanner {
   const LinkCosts::Pattern& link(const Candidate& candidate, bool intra_node) const;
   int64_t slice_bytes(const Candidate& candidate, const Loads& loads) const;
   double predicted_us(const Option& option, int64_t count, Wire wire, const Shards& shards) const;
+  Option consider(const Candidate& candidate, int64_t count, Wire wire, const Shards& shards) const;
   Choice choose_kernel(int64_t count, Wire wire) const;
+  Choice choose_inside_nodes(int64_t count, Wire wire) const;
   Choice choose_messages(int64_t count, Wire wire, const Shards& shards) const;
   int lossy_steps(const Candidate& candidate, Wire wire) const;
   // Whether this one is among the choices for the wire and the shards.
@@ -98,7 +102,9 @@ class SchedulePlanner {
   const LinkCosts costs_;
   const int64_t slice_bytes_;
   std::vector<Candidate> candidates_;  // in order of preference; one if the spec names it
-  std::string reason_;                 // when there is nothing to choose
+  std::optional<Candidate>
+      inside_;          // the hierarchical schedule in which ranks of a node read each other's memory
+  std::string reason_;  // when there is nothing to choose
 };
 
 }  // namespace gradwire

@@ -57,6 +57,10 @@ using Round = std::vector<Step>;
 // bits of messages. `library` is an allreduce of the transport's own, which is not told how to do it.
 enum class Carrier : uint8_t { messages, two_shot_kernel, one_shot_kernel, node_windows, library };
 
+// Whether ranks may read each other's memory instead of sending messages: never, wherever they can, or where it is
+// predicted to be faster.
+enum class Lsa : uint8_t { off, on, automatic };
+
 // How ranks are placed on nodes; 0: unknown. Either field follows from the other and the world.
 struct Topology {
   int nodes = 0;

@@ -56,7 +56,8 @@ T number(std::string_view text, std::string_view key, std::string_view value, T 
 
 const std::vector<std::pair<std::string_view, bool>> kOnOff{{"on", true}, {"off", false}};
 const std::vector<std::pair<std::string_view, bool>> kIntraNode{{"wire", false}, {"fp32", true}};
-const std::vector<std::pair<std::string_view, bool>> kTransports{{"messages", false}, {"lsa", true}};
+const std::vector<std::pair<std::string_view, Lsa>> kTransports{
+    {"messages", Lsa::off}, {"lsa", Lsa::on}, {"auto", Lsa::automatic}};
 const std::vector<std::pair<std::string_view, Rounding>> kRoundings{{"nearest", Rounding::nearest},
                                                                     {"stochastic", Rounding::stochastic}};
 
@@ -321,13 +322,13 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
   if (spec.alternate && !spec.warm) {
     bad(text, "alternate=on needs warm=on: a step projects with the factor that the step before it summed");
   }
-  if (spec.lsa && spec.schedule != ScheduleKind::automatic && spec.schedule != ScheduleKind::two_shot &&
-      spec.schedule != ScheduleKind::hierarchical) {
+  if (spec.lsa != Lsa::off && spec.schedule != ScheduleKind::automatic &&
+      spec.schedule != ScheduleKind::two_shot && spec.schedule != ScheduleKind::hierarchical) {
     bad(text,
         fmt::format(
-            "transport=lsa needs schedule=auto, two_shot or hierarchical, not {}: one kernel carries out a "
+            "transport={} needs schedule=auto, two_shot or hierarchical, not {}: one kernel carries out a "
             "two-shot, and memory that is read takes the place of messages inside nodes",
-            name(spec.schedule)));
+            word_for(kTransports, spec.lsa), name(spec.schedule)));
   }
   if (spec.schedule == ScheduleKind::nccl && !spec.wire->exact) {
     bad(text,
@@ -369,7 +370,7 @@ std::string CompressionSpec::to_string() const {
   add(dense != default_dense(wire),
       fmt::format("dense={}", dense.empty() ? "off" : fmt::to_string(fmt::join(dense, "+"))));
   add(schedule != defaults.schedule, fmt::format("schedule={}", name(schedule)));
-  add(lsa != defaults.lsa, "transport=lsa");
+  add(lsa != defaults.lsa, fmt::format("transport={}", word_for(kTransports, lsa)));
   add(fp32_intra_node != defaults.fp32_intra_node, "intra_node=fp32");
   return (powersgd ? "powersgd" : randk ? "randk" : wire->name) + options;
 }

@@ -28,8 +28,9 @@ struct CompressionSpec {
   std::vector<std::string> dense;
   ScheduleKind schedule = ScheduleKind::automatic;
   // transport=lsa: where ranks read each other's memory, an allreduce is one kernel (LSA, NCCL's word: load/store-
-  // accessible) or, with schedule=hierarchical, nothing is sent inside nodes. Otherwise, by messages.
-  bool lsa = false;
+  // accessible) or, with schedule=hierarchical, nothing is sent inside nodes. Otherwise, by messages. transport=auto:
+  // where the planner predicts that to be faster.
+  Lsa lsa = Lsa::off;
   // intra_node=fp32: a hierarchical schedule uses `wire` only on links between nodes.
   bool fp32_intra_node = false;
 

@@ -416,14 +416,19 @@ TEST(PeerWindows, OnlyATwoShotAllreduceOfAllRanksIsOneKernel) {
 // --- spec and planner ---
 
 TEST(TransportLsa, IsASpecsOption) {
-  EXPECT_TRUE(CompressionSpec::parse("bf16:transport=lsa").lsa);
-  EXPECT_FALSE(CompressionSpec::parse("bf16:transport=messages").lsa);
+  EXPECT_EQ(CompressionSpec::parse("bf16:transport=lsa").lsa, Lsa::on);
+  EXPECT_EQ(CompressionSpec::parse("bf16:transport=messages").lsa, Lsa::off);
+  EXPECT_EQ(CompressionSpec::parse("bf16:transport=auto").lsa, Lsa::automatic);
+  EXPECT_EQ(CompressionSpec::parse("bf16:transport=auto").to_string(), "bf16:transport=auto");
   EXPECT_EQ(CompressionSpec::parse("powersgd:rank=2,transport=lsa").to_string(),
             "powersgd:rank=2,transport=lsa");
   EXPECT_EQ(CompressionSpec::parse("bf16:transport=messages").to_string(), "bf16");
-  EXPECT_TRUE(CompressionSpec::parse("bf16:schedule=hierarchical,transport=lsa,intra_node=fp32").lsa);
+  EXPECT_EQ(CompressionSpec::parse("bf16:schedule=hierarchical,transport=lsa,intra_node=fp32").lsa, Lsa::on);
   for (const char* schedule : {"ring", "tree", "nccl"}) {
-    EXPECT_THROW(CompressionSpec::parse(fmt::format("bf16:transport=lsa,schedule={}", schedule)), BadInput);
+    for (const char* transport : {"lsa", "auto"}) {
+      EXPECT_THROW(CompressionSpec::parse(fmt::format("bf16:transport={},schedule={}", transport, schedule)),
+                   BadInput);
+    }
   }
 }
 
@@ -467,6 +472,47 @@ TEST(TransportLsa, AHierarchicalScheduleReadsMemoryInsideNodes) {
   EXPECT_EQ(without.schedule.carrier, Carrier::messages);
   expect_has(without.reason, {"messages inside nodes, too: no NVLink"});
   EXPECT_EQ(plan("fp32:schedule=hierarchical,transport=lsa", "", 1).schedule.carrier, Carrier::messages);
+}
+
+// Planted costs: a kernel over memory that is slow to reach, or slow to meet at, loses to messages where they are faster.
+TEST(TransportLsa, AutoComparesMemoryWithMessages) {
+  LinkCosts costs;
+  costs.measured = true;
+  costs.neighbour = costs.all_pairs = costs.intra_node = costs.inter_node = {30, 20e3};
+  const auto plan = [&](const std::string& spec, int64_t count, LinkCosts::Pattern memory, int per_node = 0) {
+    LinkCosts with = costs;
+    with.peer_memory = memory;
+    return SchedulePlanner(schedule_request(CompressionSpec::parse(spec)), 8, per_node, with, 0)
+        .choose(count, kFp32);
+  };
+  constexpr int64_t kLittle = 1000, kMuch = 6'000'000;
+  const LinkCosts::Pattern fast{4, 300e3}, far{4, 2e3}, late{400, 300e3};
+  for (const char* spec : {"fp32:transport=auto", "fp32:schedule=two_shot,transport=auto"}) {
+    for (int64_t count : {kLittle, kMuch}) {
+      const auto choice = plan(spec, count, fast);
+      EXPECT_NE(choice.schedule.carrier, Carrier::messages);
+      expect_has(choice.reason, {"in one kernel", "predicted", "by messages"});
+    }
+    EXPECT_NE(plan(spec, kLittle, far).schedule.carrier, Carrier::messages);
+    const auto much = plan(spec, kMuch, far);
+    EXPECT_EQ(much.schedule.carrier, Carrier::messages);
+    expect_has(much.reason, {"; in one kernel 21 ms"});  // 2 x 7/8 of 24 MB at 2 GB/s
+    EXPECT_EQ(plan(spec, kLittle, late).schedule.carrier, Carrier::messages);
+    EXPECT_NE(plan(spec, kMuch, late).schedule.carrier, Carrier::messages);
+  }
+  // Asked for, it is used in any case, and says what messages would take.
+  const auto forced = plan("fp32:transport=lsa", kMuch, far);
+  EXPECT_EQ(forced.schedule.carrier, Carrier::two_shot_kernel);
+  expect_has(forced.reason,
+             {"in two shots; 21 ms predicted", "by messages 2.16 ms"});  // 2 x 30 us, 42 MB at 20 GB/s
+
+  const std::string nodes = "fp32:schedule=hierarchical,transport=auto";
+  EXPECT_EQ(plan(nodes, kMuch, fast, 4).schedule.carrier, Carrier::node_windows);
+  expect_has(plan(nodes, kMuch, fast, 4).reason,
+             {"2 nodes of 4, inside which memory is read", "by messages"});
+  EXPECT_EQ(plan(nodes, kMuch, far, 4).schedule.carrier, Carrier::messages);
+  expect_has(plan(nodes, kMuch, far, 4).reason, {"with memory that is read inside nodes"});
+  EXPECT_EQ(plan("fp32:transport=auto", kMuch, fast).schedule.rounds, two_shot(8).rounds);
 }
 
 TEST(TransportLsa, WithoutPeerMemoryMessagesAreSentAndTheReasonIsTold) {
