@@ -396,11 +396,12 @@ Buffer Buffer::in_order(const Stream& stream, size_t bytes) {
   return buffer;
 }
 
-Buffer Buffer::view(Device device, void* data, size_t bytes) {
+Buffer Buffer::view(Device device, void* data, size_t bytes, std::shared_ptr<void> owner) {
   Buffer buffer;
   buffer.device_ = device;
   buffer.data_ = data;
   buffer.bytes_ = bytes;
+  buffer.owner_ = std::move(owner);
   return buffer;
 }
 

@@ -135,8 +135,8 @@ class Buffer {
  public:
   Buffer() = default;
   Buffer(Device device, size_t bytes);
-  // A span of memory owned by somebody else, who keeps it alive.
-  static Buffer view(Device device, void* data, size_t bytes);
+  // A span of memory owned by somebody else, who keeps it alive or, if given, is kept alive by it.
+  static Buffer view(Device device, void* data, size_t bytes, std::shared_ptr<void> owner = nullptr);
   // Page-locked host memory when there is a CUDA device, so that copies to it can overlap; else plain.
   static Buffer pinned(size_t bytes);
   // Memory that `stream` may use from here on, and that is released when `stream` has passed the point where the last

@@ -23,7 +23,8 @@ Handles<ApiComm>& comms() {
 ApiComm::ApiComm(std::unique_ptr<Communicator> c)
     : communicator(std::move(c)),
       process_(getpid()),
-      programs_(kProgramsKept, [this](size_t bytes) { return Buffer(communicator->device(), bytes); }),
+      programs_(kProgramsKept,
+                [this](size_t bytes) { return communicator->transport().exchange_memory(bytes); }),
       step_(make_buffer<uint64_t>(communicator->device(), 1)),
       start_(Event::create(communicator->device())),
       done_(Event::create(communicator->device())),

@@ -33,7 +33,7 @@ Reducer::Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<Gr
     stream_ = comm.device().is_host() ? Stream::immediate_host() : Stream::create(comm.device(), "set-up");
   }
   if (options_.own_gradients) {
-    gradients_ = make_buffer<float>(comm.device(), gradient_elements());
+    gradients_ = comm.transport().exchange_memory(static_cast<size_t>(gradient_elements()) * sizeof(float));
     fill_zero(stream_, gradients_.data(), gradients_.bytes());
   }
   if (comm.world() > 1) {
@@ -129,7 +129,7 @@ void Reducer::build_buckets() {
   }
   describe_memory();
   if (in_turns()) build_slots();
-  for (Lane& lane : lanes_) lane.workspace = Buffer(comm_.device(), lane.workspace_bytes);
+  for (Lane& lane : lanes_) lane.workspace = comm_.transport().exchange_memory(lane.workspace_bytes);
   for (Bucket& b : buckets_) b.codec->bind(lane_of(b).workspace.data());
 }
 

@@ -59,7 +59,7 @@ float* Reducer::staging_of(const Bucket& bucket) {
     for (const Bucket& b : buckets_) {
       if (b.lane == bucket.lane) most = std::max(most, b.elements());
     }
-    lane.staging = make_buffer<float>(comm_.device(), most);
+    lane.staging = comm_.transport().exchange_memory(static_cast<size_t>(most) * sizeof(float));
   }
   return lane.staging.as<float>();
 }

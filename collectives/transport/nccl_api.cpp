@@ -60,6 +60,8 @@ NcclApi load() {
   find(handle, api.revoke, "ncclCommRevoke", false);
   find(handle, api.mem_alloc, "ncclMemAlloc", false);
   find(handle, api.mem_free, "ncclMemFree", false);
+  find(handle, api.comm_register, "ncclCommRegister", false);
+  find(handle, api.comm_deregister, "ncclCommDeregister", false);
   find(handle, api.window_register, "ncclCommWindowRegister", false);
   find(handle, api.window_deregister, "ncclCommWindowDeregister", false);
   find(handle, api.dev_comm_create, "ncclDevCommCreate", false);

@@ -41,6 +41,8 @@ struct NcclApi {
 
   ncclResult_t (*mem_alloc)(void**, size_t) = nullptr;  // 2.19
   ncclResult_t (*mem_free)(void*) = nullptr;
+  ncclResult_t (*comm_register)(const ncclComm_t, void*, size_t, void** handle) = nullptr;  // 2.19
+  ncclResult_t (*comm_deregister)(const ncclComm_t, void* handle) = nullptr;
   ncclResult_t (*window_register)(ncclComm_t, void*, size_t, ncclWindow_vidmem**, int) = nullptr;  // 2.27
   ncclResult_t (*window_deregister)(ncclComm_t, ncclWindow_vidmem*) = nullptr;
   ncclResult_t (*dev_comm_create)(ncclComm_t, const ncclDevCommRequirements*,

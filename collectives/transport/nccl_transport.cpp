@@ -80,6 +80,10 @@ NcclTransport::~NcclTransport() {
   }
   if (watcher_.joinable()) watcher_.join();
   shared_windows_.clear();  // while the communicator lives
+  {
+    std::lock_guard lock(use_->mutex);
+    use_->closed = true;  // for memory that somebody still has
+  }
   // Announces an orderly departure before hanging up.
   if (setup_.group) setup_.group->leave();
   const ncclComm_t comm = comm_;

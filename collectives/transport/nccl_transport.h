@@ -16,6 +16,7 @@
 #include "collectives/transport/exchange_watch.h"
 #include "collectives/transport/nccl_api.h"
 #include "collectives/transport/nccl_calls.h"
+#include "collectives/transport/nccl_memory.h"
 #include "collectives/transport/transport.h"
 
 namespace gradwire {
@@ -69,6 +70,7 @@ class NcclTransport final : public Transport {
   std::unique_ptr<Transport> shrink(const std::vector<int>& excluded) override;
   // Without a store, as after a shrink: errors name fewer ranks, and calls are not compared.
   std::unique_ptr<Transport> split(const std::vector<int>& members) override;
+  Buffer exchange_memory(size_t bytes) override;  // in nccl_memory.cpp
   std::string library_obstacle() const override;
   void allreduce(const Stream& stream, const float* in, float* out, int64_t count, bool mean, uint64_t bytes,
                  const std::string& what) override;
@@ -112,6 +114,7 @@ class NcclTransport final : public Transport {
   // Calls NCCL beside this thread, for as long as an exchange may take; false if it did not return, or may not be
   // called any more.
   bool ask_nccl(std::function<void(ncclComm_t)> call) const;
+  WhileAlive while_alive() const;
   std::string reported_by_kernels();  // with mutex_ held
   bool agreed(bool mine);
 

@@ -22,30 +22,6 @@
 namespace gradwire {
 
 #ifdef GW_NCCL_WINDOWS
-namespace {
-
-// Memory registered with a communicator.
-class Registered {
- public:
-  Registered(const NcclApi& api, ncclComm_t comm, WhileAlive alive)
-      : api_(api), comm_(comm), alive_(std::move(alive)) {}
-  ~Registered() {
-    if (window != nullptr) alive_([this] { api_.window_deregister(comm_, window); });
-    if (data != nullptr) api_.mem_free(data);
-  }
-  Registered(const Registered&) = delete;
-
-  void* data = nullptr;
-  ncclWindow_t window = nullptr;
-
- private:
-  const NcclApi& api_;
-  const ncclComm_t comm_;
-  const WhileAlive alive_;
-};
-
-}  // namespace
-
 std::string nccl_windows_obstacle(const NcclApi& api, ncclComm_t comm, int rank, int world, int group) {
   int version = 0;
   api.get_version(&version);
@@ -80,15 +56,17 @@ std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi& api, ncclComm_t co
                                                std::chrono::nanoseconds patience, WhileAlive alive) {
   const auto bytes = static_cast<size_t>(peer_window_bytes(half_bytes));
   const Stream stream = device.is_host() ? Stream::immediate_host() : Stream::create(device, "set-up");
-  auto registered = std::make_shared<Registered>(api, comm, std::move(alive));
-  if (api.mem_alloc(&registered->data, bytes) != ncclSuccess) return nullptr;
-  fill_zero(stream, registered->data, bytes);
+  std::shared_ptr<NcclMemory> memory = NcclMemory::allocate(api, bytes);
+  if (!memory) return nullptr;
+  fill_zero(stream, memory->data(), bytes);
   stream.synchronize();  // before others see it: registering waits for all ranks
+  ncclWindow_t window = nullptr;
   const ncclResult_t result =
-      api.window_register(comm, registered->data, bytes, &registered->window, NCCL_WIN_COLL_SYMMETRIC);
-  if (result != ncclSuccess || registered->window == nullptr) return nullptr;
+      api.window_register(comm, memory->data(), bytes, &window, NCCL_WIN_COLL_SYMMETRIC);
+  if (result != ncclSuccess || window == nullptr) return nullptr;
+  memory->registered(std::move(alive), [&api, comm, window] { api.window_deregister(comm, window); });
   ncclWindow_vidmem where{};
-  copy(stream, &where, registered->window, sizeof where);
+  copy(stream, &where, window, sizeof where);
   stream.synchronize();
   const int mine = rank % group;
   if (where.worldRank != rank || where.lsaRank % group != mine || where.stride4G == 0) {
@@ -110,7 +88,7 @@ std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi& api, ncclComm_t co
   m.half_bytes = half_bytes;
   m.report = made->report.as<PeerReport>();
   m.patience_ns = patience.count();
-  made->keep = std::move(registered);
+  made->keep = std::move(memory);
   return made;
 }
 
@@ -166,12 +144,8 @@ std::shared_ptr<PeerWindows> NcclTransport::make_peer_windows(int64_t half_bytes
     std::string error;
   };
   const auto made = std::make_shared<Made>();
-  WhileAlive alive = [use = use_](const std::function<void()>& call) {
-    const Turn turn(use, std::chrono::milliseconds(1000));
-    if (turn.entered) call();
-  };
   const bool returned =
-      ask_nccl([made, alive, &api = api_, device = setup_.device, rank = rank_,
+      ask_nccl([made, alive = while_alive(), &api = api_, device = setup_.device, rank = rank_,
                 ranks = group > 0 ? group : world_, half_bytes, patience = setup_.timeout](ncclComm_t comm) {
         try {
           made->windows = make_nccl_windows(api, comm, device, rank, ranks, half_bytes, patience, alive);

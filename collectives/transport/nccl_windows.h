@@ -10,6 +10,7 @@
 #include <string>
 
 #include "collectives/transport/nccl_api.h"
+#include "collectives/transport/nccl_memory.h"
 #include "collectives/transport/peer_windows.h"
 
 namespace gradwire {
@@ -17,9 +18,6 @@ namespace gradwire {
 // Why groups of so many consecutive ranks cannot have windows on this communicator; empty if they can. Collective, and
 // asks NCCL.
 std::string nccl_windows_obstacle(const NcclApi& api, ncclComm_t comm, int rank, int world, int group);
-
-// Calls what it is given if the communicator is still there.
-using WhileAlive = std::function<void(const std::function<void()>&)>;
 
 // This rank's window, with those of its group; null if NCCL refuses. Collective.
 std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi& api, ncclComm_t comm, Device device, int rank,

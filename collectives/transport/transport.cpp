@@ -14,6 +14,10 @@ std::string Transport::take_message(int) {
   throw Error(fmt::format("the {} transport carries no messages", name()));
 }
 
+Buffer Transport::exchange_memory(size_t bytes) {
+  return Buffer(device(), bytes);
+}
+
 std::unique_ptr<Transport> Transport::shrink(const std::vector<int>&) {
   throw BadInput(fmt::format("the {} transport cannot go on without some of its ranks", name()));
 }

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <thread>
 
 #include "collectives/codec/codec.h"
@@ -313,6 +314,8 @@ TEST(PeerWindows, ARankThatDoesNotComeIsNamedToAll) {
 
 TEST(PeerWindows, ARankThatDoesNotComeIsNamedInsideItsNode) {
   std::vector<std::string> errors(4);
+  std::atomic<bool> told =
+      false;  // to rank 3, whose neighbour is missing; before the other node waits for it
   run_ranks(4, Device::host(), 200ms, [&](Communicator& comm) {
     const Stream stream = Stream::create(comm.device(), "test");
     std::vector<float> data(1000, 1.0f);
@@ -323,16 +326,18 @@ TEST(PeerWindows, ARankThatDoesNotComeIsNamedInsideItsNode) {
     Buffer workspace(comm.device(), program.workspace_bytes());
     program.bind(workspace.data());
     if (comm.rank() == 2) return;
+    while (comm.rank() < 2 && !told) std::this_thread::sleep_for(1ms);
     try {
       program.run(stream);
       stream.synchronize();
     } catch (const CommError& error) {
       errors[comm.rank()] = error.what();
     }
+    if (comm.rank() == 3) told = true;
     EXPECT_THROW(comm.check(), CommError);
   });
   for (int r : {0, 1, 3}) expect_has(errors[r], {"allreduce of gradients"});
-  expect_has(errors[3], {"for rank 2"});
+  expect_has(errors[3], {"waited 200 ms for rank 2 at its barrier 1"});
 }
 
 TEST(PeerWindows, AnAbortEndsTheWait) {

@@ -1,0 +1,55 @@
+#ifdef GRADWIRE_HAS_NCCL
+
+#include "collectives/transport/nccl_memory.h"
+
+#include "collectives/transport/nccl_transport.h"
+
+namespace gradwire {
+
+std::shared_ptr<NcclMemory> NcclMemory::allocate(const NcclApi& api, size_t bytes) {
+  if (api.mem_alloc == nullptr || api.mem_free == nullptr) return nullptr;
+  void* data = nullptr;
+  if (api.mem_alloc(&data, bytes) != ncclSuccess || data == nullptr) return nullptr;
+  return std::shared_ptr<NcclMemory>(new NcclMemory(api, data));
+}
+
+NcclMemory::~NcclMemory() {
+  if (deregister_) alive_(deregister_);
+  api_.mem_free(data_);
+}
+
+void NcclMemory::registered(WhileAlive alive, std::function<void()> deregister) {
+  alive_ = std::move(alive);
+  deregister_ = std::move(deregister);
+}
+
+// --- the transport's part ---
+
+WhileAlive NcclTransport::while_alive() const {
+  return [use = use_](const std::function<void()>& call) {
+    const Turn turn(use, std::chrono::milliseconds(1000));
+    if (turn.entered) call();
+  };
+}
+
+// Registration concerns this rank only, and what NCCL refuses is memory like any other.
+Buffer NcclTransport::exchange_memory(size_t bytes) {
+  const bool can = setup_.owned && watched_ && world_ > 1 && bytes > 0 && api_.comm_register != nullptr &&
+                   api_.comm_deregister != nullptr;
+  if (!can) return Transport::exchange_memory(bytes);
+  detail::make_current(setup_.device);
+  if (const std::shared_ptr<NcclMemory> memory = NcclMemory::allocate(api_, bytes)) {
+    const Turn turn(use_, setup_.timeout);
+    void* handle = nullptr;
+    const ncclComm_t comm = comm_;
+    if (turn.entered && api_.comm_register(comm, memory->data(), bytes, &handle) == ncclSuccess) {
+      memory->registered(while_alive(), [&api = api_, comm, handle] { api.comm_deregister(comm, handle); });
+      return Buffer::view(setup_.device, memory->data(), bytes, memory);
+    }
+  }
+  return Transport::exchange_memory(bytes);
+}
+
+}  // namespace gradwire
+
+#endif  // GRADWIRE_HAS_NCCL
