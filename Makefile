@@ -92,6 +92,7 @@ gpu-check: build-tests
 
 bundle: build-tests
 	@scripts/bundle.sh
+	@scripts/bundle_check.sh || [ $$? -eq 77 ]
 
 deb: setup
 	@scripts/configure.sh release
