@@ -280,9 +280,9 @@ typedef struct gw_format {
  * What is lost by encode is kept for the next step (error feedback), as for any format. One call covers many
  * blocks, up to 2^20 values; the last block of a chunk is padded with zeros, and bytes that encode does not
  * write are 0. Callbacks may be called by several threads at once, and are given values of any kind: where a
- * value is NaN or infinite, decode should give NaN, so that the error shows. That may cost its block, whose
- * other values then stay in the residual. decode must depend on the bytes alone, so that all ranks end with
- * the same bits.
+ * value is NaN or infinite, decode should give NaN, so that the error shows. That may cost its block: what was
+ * given of its other values in that step may be lost. decode must depend on the bytes alone, so that all ranks
+ * end with the same bits.
  *
  * The callbacks are tried on a few random blocks here. `user` must stay valid to the end of the process.
  * Registering a name again with the same block and bytes replaces the callbacks; on other threads the old
@@ -300,6 +300,8 @@ GW_API gw_status gw_format_register(const gw_format* format);
  *         when count is 0. The address may differ.
  * dtype   GW_FLOAT32, or GW_BFLOAT16 or GW_FLOAT16, which are converted to float32 for the reduction and back. A
  *         sum beyond float16 is infinity there.
+ * op      GW_SUM beyond float32 (3.4e38) is infinity. GW_AVG is finite wherever float32 can hold the average, also
+ *         where it could not hold the sum; docs/numerics.md has the exceptions, all of them near 3.4e38.
  * spec    a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or your own, with
  *         ",schedule=auto|ring|tree|two_shot|hierarchical|nccl", ",transport=messages|lsa|auto" and
  *         ",intra_node=wire|fp32". No state is kept between calls, so there is no error feedback: rounding errors
@@ -319,7 +321,8 @@ GW_API gw_status gw_allreduce(gw_comm comm, void* buf, int64_t count, gw_dtype d
  * residual  (count) FP32, zeros at first: what this rank's rounding has lost so far. It is added before the
  *           next encode and replaced by what that one loses, so the same values must meet the same residual in
  *           every call. The sum over ranks of what they gave, residuals included, is the sum of what they got
- *           and keep, to FP32 rounding. Null: as gw_allreduce(). Unused with "fp32". May differ. */
+ *           and keep, to FP32 rounding. Where the result is not finite, it becomes 0 on every rank. Null: as
+ *           gw_allreduce(). Unused with "fp32". May differ. */
 GW_API gw_status gw_allreduce_residual(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, gw_op op,
                                        const char* spec, float* residual, void* stream);
 
@@ -341,14 +344,14 @@ GW_API gw_status gw_allreduce_residual(gw_comm comm, void* buf, int64_t count, g
  * In a world of 1 they copy, whatever the spec.
  * GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED, GW_DEVICE_FAILED, GW_NO_MEMORY. */
 
-/* Sums or averages over all ranks; each rank gets its shard of the result.
+/* Sums or averages over all ranks; each rank gets its shard of the result. Overflow is as in gw_allreduce().
  *
  * in        (sum), this rank's part of the sums; unchanged, unless out is in it.
  * out       (counts[rank]); may be this rank's place in `in`, and nothing else of it.
  * residual  (sum): a rank rounds what it sends to the others. The owner adds up in FP32 and rounds nothing (but
- *           to the dtype). With schedule=two_shot each contribution is rounded once whatever the
- *           number of ranks, and the bits are those of gw_allreduce() with "fp32:schedule=two_shot" if the
- *           format is "fp32". */
+ *           to the dtype). The others do not see whether a sum is finite, and keep what their rounding lost in
+ *           any case. With schedule=two_shot each contribution is rounded once whatever the number of ranks, and
+ *           the bits are those of gw_allreduce() with "fp32:schedule=two_shot" if the format is "fp32". */
 GW_API gw_status gw_reduce_scatter(gw_comm comm, const void* in, void* out, const int64_t* counts,
                                    gw_dtype dtype, gw_op op, const char* spec, float* residual, void* stream);
 
@@ -435,7 +438,8 @@ GW_API gw_status gw_reducer_create(gw_comm comm, const char* spec, const gw_tens
  *         reduced in place change, the call blocks until work in flight is done.
  *
  * A gradient with non-finite values spoils the result of its own tensor, on every rank, but no other tensor
- * and no residual.
+ * and no residual. A mean overflows where that of gw_allreduce() does; with "powersgd", a matrix may become NaN
+ * in which the norm of a row or column does not fit into float32.
  *
  * GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED, GW_DEVICE_FAILED. */
 GW_API gw_status gw_reducer_allreduce(gw_reducer reducer, void* const* grads, void* stream);

@@ -14,12 +14,21 @@ size_t aligned(int64_t bytes) {
   return (static_cast<size_t>(bytes) + 255) / 256 * 256;
 }
 
+// 1 where nothing is added up.
+float part_scale_of(const Schedule& schedule, float scale) {
+  const bool adds =
+      schedule.collective == Collective::allreduce || schedule.collective == Collective::reduce_scatter;
+  return adds && schedule.world > 1 ? part_scale_for(scale) : 1.0f;
+}
+
 }  // namespace
 
 Program::Compiler::Compiler(Program& program, const float* in, float* out, std::byte* base)
     : program_(program),
       wire_(program.options_.wire),
       rank_(program.transport_.rank()),
+      part_scale_(part_scale_of(program.schedule_, program.options_.scale)),
+      result_scale_(program.options_.scale / part_scale_),
       base_(reinterpret_cast<uintptr_t>(base)),
       node_(program.over_node_windows() ? program.windows_.get() : nullptr),
       chunks_(program.schedule_.chunks) {
@@ -155,8 +164,10 @@ void Program::Compiler::round(int k) {
           refuse(fmt::format("adds to chunk {} in round {}, after its partial sum was sent", step.chunk, k));
         }
         auto& inputs = in_fp32 ? chunk.exact_inputs : chunk.encoded_inputs;
-        inputs.push_back(in_window(step) ? Input{step.peer, -1, in_window_of(step.peer, k, chunk)}
-                                         : Input{step.peer, take_slot()});
+        const bool part = part_scale_ != 1.0f && sends_a_part(step.peer, step.chunk, k);
+        const float scale = part ? part_scale_ : 1.0f;
+        inputs.push_back(in_window(step) ? Input{step.peer, -1, scale, in_window_of(step.peer, k, chunk)}
+                                         : Input{step.peer, take_slot(), scale});
         chunk.arrived = k;
         exchange.transfers.push_back({Transfer::Kind::receive, step.peer, place_of(inputs.back()), bytes});
         break;
@@ -174,6 +185,22 @@ void Program::Compiler::round(int k) {
     }
   }
   for (int c : finals) decode(chunks_[c]);
+}
+
+bool Program::Compiler::sends_a_part(int rank, int c, int k) {
+  const Schedule& schedule = program_.schedule_;
+  first_sum_.resize(static_cast<size_t>(schedule.world));
+  std::vector<int>& first = first_sum_[static_cast<size_t>(rank)];
+  if (first.empty()) {
+    first.assign(static_cast<size_t>(schedule.chunks), kNever);
+    const auto& its_rounds = schedule.rounds[static_cast<size_t>(rank)];
+    for (int round = static_cast<int>(its_rounds.size()); round-- > 0;) {
+      for (const Step& step : its_rounds[static_cast<size_t>(round)]) {
+        if (step.kind == Step::Kind::recv_reduce) first[static_cast<size_t>(step.chunk)] = round;
+      }
+    }
+  }
+  return first[static_cast<size_t>(c)] >= k;
 }
 
 Transfer Program::Compiler::send(const Step& step, int k) {
@@ -225,19 +252,21 @@ void Program::Compiler::close(int c) {
     refuse(fmt::format("sends chunk {} before it was received", c));
   }
   const bool encode = chunk.sent_encoded;
-  const float scale = chunk.owner ? program_.options_.scale : 1.0f;
+  const float scale = chunk.owner ? result_scale_ : 1.0f;
   chunk.closed = true;
   if (!encode && !chunk.owner && !chunk.encoded_inputs.empty()) {
     refuse(fmt::format("forwards chunk {} only inside its node, after parts came from other nodes", c));
   }
   const bool last_is_exact = !encode && chunk.encoded_inputs.empty();
   const float* sum = chunk.own;
+  const bool adds_exact = !chunk.exact_inputs.empty();
   int last = -1;
   const bool in_place = chunk.own == chunk.exact;
-  if (!chunk.exact_inputs.empty() || (last_is_exact && chunk.owner && (scale != 1.0f || !in_place))) {
+  if (adds_exact || (last_is_exact && chunk.owner && (scale != 1.0f || !in_place))) {
     Reduce add_up;
     merge(chunk.exact_inputs, chunk, add_up);
     add_up.own = chunk.own;
+    add_up.own_scale = part_scale_;
     add_up.out = chunk.exact;
     add_up.scale = last_is_exact ? scale : 1.0f;
     sum = chunk.exact;
@@ -245,7 +274,7 @@ void Program::Compiler::close(int c) {
     if (last >= 0) kernels_[last].feeds_next = !last_is_exact;
   }
   if (!last_is_exact) {
-    const ReduceEncode op = reduce_encode(chunk, sum, scale, encode);
+    const ReduceEncode op = reduce_encode(chunk, sum, adds_exact, scale, encode);
     if (chunk.range.count() > 0) last = add(op, chunk);
   }
   chunk.encoded_form = {.data = chunk.wire, .there = encode, .made_by = last};
@@ -262,6 +291,7 @@ void Program::Compiler::merge(std::vector<Input>& inputs, const ChunkState& chun
   }
   std::sort(inputs.begin(), inputs.end(), [](auto& a, auto& b) { return a.from < b.from; });
   for (const Input& input : inputs) {
+    args.input_scales.of[args.num_inputs] = input.scale;
     args.inputs[args.num_inputs++] =
         static_cast<std::remove_reference_t<decltype(args.inputs[0])>>(place_of(input));
     args.own_position += input.from < rank_ ? 1 : 0;
@@ -271,10 +301,16 @@ void Program::Compiler::merge(std::vector<Input>& inputs, const ChunkState& chun
   inputs.clear();
 }
 
-ReduceEncode Program::Compiler::reduce_encode(ChunkState& chunk, const float* own, float scale, bool encode) {
+ReduceEncode Program::Compiler::reduce_encode(ChunkState& chunk, const float* own, bool own_is_sum,
+                                              float scale, bool encode) {
   ReduceEncode args;
   merge(chunk.encoded_inputs, chunk, args);
   args.own = own;
+  if (own_is_sum) {
+    args.residual_scale = part_scale_;
+  } else if (args.num_inputs > 0) {  // otherwise it is sent as it is
+    args.own_scale = part_scale_;
+  }
   args.residual = chunk.residual;
   args.wire = encode ? chunk.wire : nullptr;
   args.out = chunk.owner ? chunk.exact : nullptr;
@@ -289,7 +325,8 @@ void Program::Compiler::decode(ChunkState& chunk) {
   const int64_t count = chunk.range.count();
   int made_by = -1;
   if (chunk.encoded_form.there) {
-    made_by = add(Decode{chunk.encoded_form.data, chunk.exact, program_.options_.scale, count}, chunk);
+    const Decode args{chunk.encoded_form.data, chunk.exact, result_scale_, count, chunk.residual};
+    made_by = add(args, chunk);
   } else {
     const auto* in_window = static_cast<const float*>(chunk.exact_form.data);
     made_by = add(Reduce{.own = in_window, .out = chunk.exact, .count = count}, chunk);

@@ -26,6 +26,7 @@ class Program::Compiler {
   struct Input {
     int32_t from;
     int slot;                   // -1: it is elsewhere
+    float scale;                // of a part by itself; 1 of a sum of parts
     void* elsewhere = nullptr;  // in a window of the node
   };
   struct Form {
@@ -80,13 +81,16 @@ class Program::Compiler {
   int add(const K& kernel, const ChunkState& chunk);
   template <typename Args>
   void merge(std::vector<Input>& inputs, const ChunkState& chunk, Args& args);
-  ReduceEncode reduce_encode(ChunkState& chunk, const float* own, float scale, bool encode);
+  ReduceEncode reduce_encode(ChunkState& chunk, const float* own, bool own_is_sum, float scale, bool encode);
+  // Whether what `rank` sends of chunk c in round k is its own part alone.
+  bool sends_a_part(int rank, int c, int k);
   void put_in_order();
   [[noreturn]] void refuse(const std::string& why) const;
 
   Program& program_;
   const Wire wire_;
   const int rank_;
+  const float part_scale_, result_scale_;  // of parts as they are added up, and of their sum
   const uintptr_t base_;
   const PeerWindows* const node_;  // null: everything is sent
   std::vector<ChunkState> chunks_;
@@ -95,6 +99,7 @@ class Program::Compiler {
   int slots_ = 0;
   std::vector<Exchange> exchanges_;  // one per round, possibly empty
   std::vector<Kernel> kernels_;
+  std::vector<std::vector<int>> first_sum_;  // [rank][chunk] the first round in which it adds; on request
 };
 
 }  // namespace gradwire

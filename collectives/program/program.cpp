@@ -124,7 +124,8 @@ FusedAllreduce Program::fused_call(const Transport& transport, const Schedule& s
   // A rank would need the seeds of the others' random bits, for which it is not worth asking them.
   const bool random = options.rounding.mode == Rounding::stochastic && !options.wire->exact;
   call.one_shot = schedule.carrier == Carrier::one_shot_kernel && !random;
-  call.scale = options.scale;
+  call.part_scale = part_scale_for(options.scale);
+  call.scale = options.scale / call.part_scale;
   call.rounding = options.rounding;
   for (size_t c = 0; c < ranges.size(); ++c) call.begin[c] = ranges[c].begin;
   call.begin[ranges.size()] = buffers.count;

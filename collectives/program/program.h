@@ -12,6 +12,9 @@
 //   sum over ranks of residual_new  +  result / scale  ==  sum over ranks of (own part + residual_old)
 // to FP32 rounding; and every rank ends with the same bits.
 //
+// Where scale < 1, as for an average, sums of parts are in smaller units than the parts (kernels/wire/part_scale.h),
+// so that they stay finite where the average is. Residuals are always in a part's.
+//
 // With an exact wire there is nothing to encode: chunks are sent from and received into the buffers
 // themselves. With fp32_intra_node the same holds for links inside a node of a hierarchical schedule, and
 // only links between nodes use the wire format. A rank whose part never leaves its node rounds nothing, so it

@@ -164,11 +164,30 @@ __device__ __forceinline__ void store(Bf16* to, const float (&from)[W]) {
 template <typename S>
 inline constexpr int kVector = 16 / static_cast<int>(sizeof(S));
 
+// Where x is not finite, `kept` becomes 0: rare, and an instruction per value to find out.
+template <int W>
+__device__ __forceinline__ void forget_not_finite(const float (&x)[W], float* kept) {
+  float none = 0.0f;
+#pragma unroll
+  for (int k = 0; k < W; ++k) none = fmaf(x[k], 0.0f, none);
+  if (none == 0.0f || kept == nullptr) return;
+  for (int k = 0; k < W; ++k) {
+    if (!is_finite(x[k])) kept[k] = 0.0f;
+  }
+}
+
 // to += x
 template <int W>
 __device__ __forceinline__ void add(const float (&x)[W], float (&to)[W]) {
 #pragma unroll
   for (int k = 0; k < W; ++k) to[k] += x[k];
+}
+
+// to += scale * x, rounded once
+template <int W>
+__device__ __forceinline__ void add(float scale, const float (&x)[W], float (&to)[W]) {
+#pragma unroll
+  for (int k = 0; k < W; ++k) to[k] = fmaf(scale, x[k], to[k]);
 }
 
 }  // namespace gradwire::cuda

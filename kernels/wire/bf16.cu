@@ -39,7 +39,8 @@ __device__ __forceinline__ void load_wire(const void* wire, int64_t i, float (&x
   for (int k = 0; k < W; ++k) x[k] = bf16_to_float(bits[k]);
 }
 
-template <Coding kCoding, bool kInputs, typename Args = ReduceEncode>
+// kSum: of other parts, too, or in a sum's units.
+template <Coding kCoding, bool kSum, typename Args = ReduceEncode>
 struct ReduceEncodeBody {
   const Args& a;
   uint64_t step;
@@ -51,15 +52,15 @@ struct ReduceEncodeBody {
     if (a.residual != nullptr) {
       float kept[W];
       load<W>(a.residual + i, kept);
-      add<W>(kept, s);
+      add<W>(kSum ? a.residual_scale : 1.0f, kept, s);
     }
-    if (kInputs && a.num_inputs > 0) add_inputs<W>(i, s);
+    if (kSum) sum_all<W>(i, s);
     finish<W>(i, s);
   }
 
   // s, this rank's own part, becomes the sum of all parts.
   template <int W>
-  __device__ __forceinline__ void add_inputs(int64_t i, float (&s)[W]) const {
+  __device__ __forceinline__ void sum_all(int64_t i, float (&s)[W]) const {
     float own[W];
 #pragma unroll
     for (int k = 0; k < W; ++k) {
@@ -69,17 +70,17 @@ struct ReduceEncodeBody {
     // The next input is on its way while this one is added. Unrolled further, the sums would leave the
     // registers.
     float next[W];
-    load_wire<W>(a.input(0), i, next);
+    if (a.num_inputs > 0) load_wire<W>(a.input(0), i, next);
 #pragma unroll 1
     for (int input = 0; input < a.num_inputs; ++input) {
       float x[W];
 #pragma unroll
       for (int k = 0; k < W; ++k) x[k] = next[k];
       if (input + 1 < a.num_inputs) load_wire<W>(a.input(input + 1), i, next);
-      if (input == a.own_position) add<W>(own, s);
-      add<W>(x, s);
+      if (input == a.own_position) add<W>(a.own_scale, own, s);
+      add<W>(a.input_scale(input), x, s);
     }
-    if (a.own_position == a.num_inputs) add<W>(own, s);
+    if (a.own_position == a.num_inputs) add<W>(a.own_scale, own, s);
   }
 
   // Writes wire, residual and out.
@@ -96,7 +97,7 @@ struct ReduceEncodeBody {
 #pragma unroll
       for (int k = 0; k < W; ++k) {
         sent[k] = bf16_to_float(wire[k]);
-        left[k] = is_finite(s[k]) ? s[k] - sent[k] : 0.0f;
+        left[k] = to_residual(s[k] - sent[k], kSum ? residual_unit(a) : 1.0f);
       }
     }
     if (a.residual != nullptr) store<W>(a.residual + i, left);
@@ -114,6 +115,7 @@ struct DecodeBody {
   __device__ __forceinline__ void at(int64_t i) const {
     float out[W];
     load_wire<W>(a.wire, i, out);
+    forget_not_finite<W>(out, a.residual == nullptr ? nullptr : a.residual + i);
 #pragma unroll
     for (int k = 0; k < W; ++k) out[k] *= a.scale;
     store<W>(a.out + i, out);
@@ -140,13 +142,12 @@ struct Bf16Tiles {
   }
 };
 
-// kInputs: there are some. Then four blocks share a multiprocessor, to hide the way of one input after the
-// other.
-template <Coding kCoding, bool kInputs>
-__global__ void __launch_bounds__(kVectorThreads, kInputs ? 4 : 1)
+// With inputs, four blocks share a multiprocessor, to hide the way of one input after the other.
+template <Coding kCoding, bool kSum>
+__global__ void __launch_bounds__(kVectorThreads, kSum ? 4 : 1)
     bf16_reduce_encode_kernel(const __grid_constant__ ReduceEncode a,
                               const __grid_constant__ VectorSplit split) {
-  for_each_vector<kWidth>(split, ReduceEncodeBody<kCoding, kInputs>{a, step_of(a.rounding)});
+  for_each_vector<kWidth>(split, ReduceEncodeBody<kCoding, kSum>{a, step_of(a.rounding)});
 }
 
 __global__ void __launch_bounds__(kVectorThreads)
@@ -154,11 +155,11 @@ __global__ void __launch_bounds__(kVectorThreads)
   for_each_vector<kWidth>(split, DecodeBody{a});
 }
 
-template <bool kInputs>
+template <bool kSum>
 auto* kernel_for(Coding coding) {
-  return coding == Coding::none      ? bf16_reduce_encode_kernel<Coding::none, kInputs>
-         : coding == Coding::nearest ? bf16_reduce_encode_kernel<Coding::nearest, kInputs>
-                                     : bf16_reduce_encode_kernel<Coding::stochastic, kInputs>;
+  return coding == Coding::none      ? bf16_reduce_encode_kernel<Coding::none, kSum>
+         : coding == Coding::nearest ? bf16_reduce_encode_kernel<Coding::nearest, kSum>
+                                     : bf16_reduce_encode_kernel<Coding::stochastic, kSum>;
 }
 
 template <typename Kernel>
@@ -176,7 +177,8 @@ void bf16_reduce_encode(CudaStream stream, const ReduceEncode& a) {
   auto alignment = Alignment(kWidth).with(a.own).with(a.residual).with(wire_of(a.wire)).with(a.out);
   for (int k = 0; k < a.num_inputs; ++k) alignment.with(wire_of(a.inputs[k]));
   auto split = alignment.split(a.count);
-  auto* kernel = a.num_inputs > 0 ? kernel_for<true>(coding_of(a)) : kernel_for<false>(coding_of(a));
+  const bool sum = a.num_inputs > 0 || a.own_scale * a.residual_scale != 1.0f;
+  auto* kernel = sum ? kernel_for<true>(coding_of(a)) : kernel_for<false>(coding_of(a));
   launch("bf16_reduce_encode", kernel, config_for(kernel, split, stream), a, split);
 }
 

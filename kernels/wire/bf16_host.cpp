@@ -37,8 +37,8 @@ GW_INLINE U32x8 half_way(const F32x8& s) {
 }
 
 // Writes wire, residual and out of eight sums.
-GW_INLINE void finish(const F32x8& s, const U32x8& add, uint16_t* wire, float* residual, float* out,
-                      float scale, bool stream_wire) {
+GW_INLINE void finish(const F32x8& s, const U32x8& add, uint16_t* wire, float* residual, float unit,
+                      float* out, float scale, bool stream_wire) {
   U32x8 bits = round_bits(s, add);
   F32x8 sent = std::bit_cast<F32x8>(bits << 16);
   if (stream_wire) {
@@ -47,7 +47,8 @@ GW_INLINE void finish(const F32x8& s, const U32x8& add, uint16_t* wire, float* r
     store(wire, to_u16(bits));
   }
   if (residual != nullptr) {
-    store(residual, blend(finite_lanes(s), s - sent, F32x8{}));
+    const F32x8 rest = unit * (s - sent);
+    store(residual, blend(finite_lanes(rest), rest, F32x8{}));
   }
   if (out != nullptr) store(out, scale * sent);
 }
@@ -59,7 +60,7 @@ GW_INLINE void encode_sums(const ReduceEncode& a, const Sum& sum, float* residua
   auto at = [](float* p, int64_t i) { return p != nullptr ? p + i : nullptr; };
   auto* wire = static_cast<uint16_t*>(a.wire);
   float* const out = a.out;
-  const float scale = a.out_scale;
+  const float scale = a.out_scale, unit = residual_unit(a);
   const int64_t count = a.count;
   if (wire == nullptr) {
     for (int64_t i = 0; i < count; i += kWidth) {
@@ -71,7 +72,7 @@ GW_INLINE void encode_sums(const ReduceEncode& a, const Sum& sum, float* residua
   if (a.rounding.mode == Rounding::nearest) {
     for (int64_t i = 0; i < count; i += kWidth) {
       F32x8 s = sum(i);
-      finish(s, half_way(s), wire + i, at(residual, i), at(out, i), scale, stream_wire);
+      finish(s, half_way(s), wire + i, at(residual, i), unit, at(out, i), scale, stream_wire);
     }
     return;
   }
@@ -82,12 +83,12 @@ GW_INLINE void encode_sums(const ReduceEncode& a, const Sum& sum, float* residua
     const uint16_t* random = random_bits(seed, step, first + static_cast<uint64_t>(run), kRun, buffer);
     for (int64_t i = run; i < std::min(count, run + kRun); i += kWidth) {
       U32x8 add = to_u32(load<U16x8>(random + (i - run)));
-      finish(sum(i), add, wire + i, at(residual, i), at(out, i), scale, stream_wire);
+      finish(sum(i), add, wire + i, at(residual, i), unit, at(out, i), scale, stream_wire);
     }
   }
 }
 
-// Without inputs.
+// A rank's own part, as it is.
 GW_SIMD void encode_piece(const ReduceEncode& a, bool stream_wire) {
   const float *own = a.own, *residual = a.residual;
   if (residual != nullptr) {
@@ -109,11 +110,11 @@ GW_SIMD void encode_piece(const ReduceEncode& a, bool stream_wire) {
 GW_SIMD void reduce_encode_piece(const ReduceEncode& a) {
   auto sum = [&](int64_t i) __attribute__((always_inline)) {
     F32x8 own = load<F32x8>(a.own + i);
-    if (a.residual != nullptr) own += load<F32x8>(a.residual + i);
+    if (a.residual != nullptr) own += a.residual_scale * load<F32x8>(a.residual + i);
     F32x8 s = -F32x8{};  // -0: adding to it changes nothing, not even a zero's sign
-    for (int k = 0; k < a.own_position; ++k) s += decode(a.inputs[k], i);
-    s += own;
-    for (int k = a.own_position; k < a.num_inputs; ++k) s += decode(a.inputs[k], i);
+    for (int k = 0; k < a.own_position; ++k) s += a.input_scale(k) * decode(a.inputs[k], i);
+    s += a.own_scale * own;
+    for (int k = a.own_position; k < a.num_inputs; ++k) s += a.input_scale(k) * decode(a.inputs[k], i);
     return s;
   };
   encode_sums(a, sum, a.residual, false);
@@ -121,7 +122,7 @@ GW_SIMD void reduce_encode_piece(const ReduceEncode& a) {
 
 // A multiple of eight elements.
 void piece(const ReduceEncode& a, bool stream_wire) {
-  if (a.num_inputs == 0) {
+  if (a.num_inputs == 0 && a.own_scale * a.residual_scale == 1.0f) {
     encode_piece(a, stream_wire);
   } else {
     reduce_encode_piece(a);
@@ -137,6 +138,17 @@ GW_SIMD void decode_piece(const uint16_t* wire, float* out, float scale, int64_t
 GW_SIMD void decode_piece_past_caches(const uint16_t* wire, float* out, float scale, int64_t count) {
   for (int64_t i = 0; i < count; i += kWidth) stream_store(out + i, scale * decode(wire, i));
   stream_fence();
+}
+
+// As forget_not_finite() of host.h, of what the wire decodes to: it stays in a cache, which the result may not.
+GW_SIMD void forget_not_finite_in(const uint16_t* wire, float* kept, int64_t count) {
+  uint32_t any = 0;
+#pragma omp simd reduction(| : any)
+  for (int64_t i = 0; i < count; ++i) any |= (wire[i] & 0x7f80u) == 0x7f80u ? 1u : 0u;
+  if (any == 0) return;
+  for (int64_t i = 0; i < count; ++i) {
+    if ((wire[i] & 0x7f80u) == 0x7f80u) kept[i] = 0.0f;
+  }
 }
 
 // From element `begin` to `end`.
@@ -190,6 +202,7 @@ void bf16_decode(const Decode& a) {
   const auto* wire = static_cast<const uint16_t*>(a.wire);
   const bool stream = streams(a.out, a.count * int64_t{sizeof(float)});
   parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) {
+    if (a.residual != nullptr) forget_not_finite_in(wire + begin, a.residual + begin, end - begin);
     if (stream) {
       int64_t whole = (end - begin) / kWidth * kWidth;
       decode_piece_past_caches(wire + begin, a.out + begin, a.scale, whole);

@@ -242,6 +242,7 @@ struct Worker {
   __device__ __forceinline__ void for_values(int block, const Body& body) const {
     const int valid = values_of(block);
     if (wide && valid == shape.block) {
+#pragma unroll 1  // most blocks have one turn, and unrolled it needs more registers than there are
       for (int i = 4 * lanes.lane; i < valid; i += 4 * Lanes::kSize) body.template at<4>(block, i);
     } else {
       for (int i = lanes.lane; i < valid; i += Lanes::kSize) body.template at<1>(block, i);
@@ -298,11 +299,11 @@ struct AddOwn {
     if (a.residual != nullptr) {
       float kept[W];
       load<W>(a.residual + element, kept);
-      add<W>(kept, own);
+      add<W>(a.residual_scale, kept, own);
     }
     float s[W];
     load<W>(w.sums + block * w.shape.block + i, s);
-    add<W>(own, s);
+    add<W>(a.own_scale, own, s);
     store<W>(w.sums + block * w.shape.block + i, s);
   }
 };
@@ -321,10 +322,13 @@ struct Finish {
     load<W>(sent == nullptr ? w.sums + block * w.shape.block + i : sent + i, x);
     if (a.residual != nullptr) {
       const bool careful = w.coder.may_send_nan();
+      const float unit = residual_unit(a);
       float left[W];
 #pragma unroll
       for (int k = 0; k < W; ++k) {
-        left[k] = sent != nullptr ? (careful ? rest_of<true>(s[k], x[k]) : rest_of<false>(s[k], x[k])) : 0.0f;
+        left[k] = sent == nullptr ? 0.0f
+                  : careful       ? rest_of<true>(s[k], x[k], unit)
+                                  : rest_of<false>(s[k], x[k], unit);
       }
       store_wide<W>(a.residual + element, left);
     }
@@ -344,10 +348,12 @@ struct PutValues {
   template <int W>
   __device__ __forceinline__ void at(int block, int i) const {
     float x[W];
+    const int64_t element = (w.first_block + block) * w.shape.block + i;
     load<W>(values + i, x);
+    forget_not_finite<W>(x, a.residual == nullptr ? nullptr : a.residual + element);
 #pragma unroll
     for (int k = 0; k < W; ++k) x[k] *= a.scale;
-    store_wide<W>(a.out + (w.first_block + block) * w.shape.block + i, x);
+    store_wide<W>(a.out + element, x);
   }
 };
 
@@ -384,11 +390,13 @@ __device__ __forceinline__ void reduce_encode_tile(const Worker<F>& w, const Arg
       for (int block = first; block < w.blocks; block += teams) w.for_values(block, AddOwn<F, Args>{w, a});
       continue;
     }
-    w.fetch(a.input(term < a.own_position ? term : term - 1));
+    const int input = term < a.own_position ? term : term - 1;
+    const float scale = a.input_scale(input);
+    w.fetch(a.input(input));
     for (int block = first; block < w.blocks; block += teams) {
       const float* const x = w.decode(block);
       float* const sums = w.sums + block * n;
-      w.lanes.each(w.values_of(block), [=](int i) { sums[i] += x[i]; });
+      w.lanes.each(w.values_of(block), [=](int i) { sums[i] = fmaf(scale, x[i], sums[i]); });
     }
   }
   for (int block = first; block < w.blocks; block += teams) {

@@ -124,13 +124,13 @@ GW_HD void rotate_block_back(const Lanes& lanes, float* values, int n, int count
 // The residual of a sum of which the wire carries `sent`. When that is NaN for another value's sake, nothing was
 // sent. Rotated, it may be so far from s that what is left is no float.
 template <bool kMaySendNan>
-GW_HD float rest_of(float s, float sent) {
+GW_HD float rest_of(float s, float sent, float unit = 1.0f) {
   float rest = s - sent;
   if constexpr (kMaySendNan) {
     rest = within(rest, 0x1.fffffep127f);
     rest = is_finite(sent) ? rest : s;
   }
-  return is_finite(s) ? rest : 0.0f;
+  return to_residual(rest, unit);
 }
 
 // A format and whether it rotates: what a loop over blocks calls.

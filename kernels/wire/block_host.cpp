@@ -29,24 +29,35 @@ GW_INLINE void sum_run(const HostBlocks& f, const ReduceEncode& a, const Run& ru
   const int n = run.count;
   for (int term = 0; term <= a.num_inputs; ++term) {
     float* const to = term == 0 ? s : x;
+    const int input = term < a.own_position ? term : term - 1;
+    const float scale = term == a.own_position ? a.own_scale : a.input_scale(input);
     if (term == a.own_position) {
       const float* const own = a.own + run.begin;
       const float* const kept = a.residual + run.begin;
       if (a.residual != nullptr) {
 #pragma omp simd
-        for (int i = 0; i < n; ++i) to[i] = own[i] + kept[i];
+        for (int i = 0; i < n; ++i) to[i] = own[i] + a.residual_scale * kept[i];
       } else {
         memcpy(to, own, static_cast<size_t>(n) * sizeof *to);
       }
     } else {
-      f.decode(f.coder, static_cast<const uint8_t*>(a.inputs[term < a.own_position ? term : term - 1]),
-               a.count, run.first, run.last, to);
+      f.decode(f.coder, static_cast<const uint8_t*>(a.inputs[input]), a.count, run.first, run.last, to);
     }
     if (term > 0) {
 #pragma omp simd
-      for (int i = 0; i < n; ++i) s[i] += x[i];
+      for (int i = 0; i < n; ++i) s[i] += scale * x[i];
+    } else if (scale != 1.0f) {
+#pragma omp simd
+      for (int i = 0; i < n; ++i) s[i] *= scale;
     }
   }
+}
+
+// What an encode lost of sums, as residuals.
+GW_INLINE void to_residuals(float* __restrict rest, int n, float unit) {
+  if (unit == 1.0f) return;
+#pragma omp simd
+  for (int i = 0; i < n; ++i) rest[i] = to_residual(rest[i], unit);
 }
 
 // to = scale * from, past the caches where `stream`.
@@ -97,6 +108,7 @@ GW_SIMD void reduce_encode_piece(const HostBlocks& f, const ReduceEncode& a, int
     auto* const wire = static_cast<uint8_t*>(a.wire);
     if (residual != nullptr && a.out == nullptr && f.encode_and_keep != nullptr) {
       f.encode_and_keep(f.coder, s, a.count, run.first, run.last, random, wire, residual);
+      to_residuals(residual, n, residual_unit(a));
       continue;
     }
     f.encode(f.coder, s, a.count, run.first, run.last, random, wire);
@@ -109,6 +121,7 @@ GW_SIMD void reduce_encode_piece(const HostBlocks& f, const ReduceEncode& a, int
 #pragma omp simd
       for (int i = 0; i < n; ++i) residual[i] = rest_of<false>(s[i], sent[i]);
     }
+    if (residual != nullptr) to_residuals(residual, n, residual_unit(a));
     if (a.out != nullptr) put_scaled(sent, a.out_scale, a.out + run.begin, n, false);
   }
 }
@@ -119,6 +132,7 @@ GW_SIMD void decode_piece(const HostBlocks& f, const Decode& a, bool stream, int
     const Run run = run_of(f, a.count, first, last);
     f.decode(f.coder, static_cast<const uint8_t*>(a.wire), a.count, run.first, run.last, values);
     put_scaled(values, a.scale, a.out + run.begin, run.count, stream);
+    forget_not_finite(values, a.residual == nullptr ? nullptr : a.residual + run.begin, run.count);
     first = run.last;
   }
   if (stream) stream_fence();

@@ -20,6 +20,7 @@
 
 #include "kernels/op.h"
 #include "kernels/wire/options.h"
+#include "kernels/wire/part_scale.h"
 
 namespace gradwire {
 
@@ -32,35 +33,47 @@ struct WireRounding {
   int64_t first_element = 0;
 };
 
-// The most contributions that one op adds up.
-inline constexpr int kMaxInputs = 64;
-
 // S = inputs[0..own_position) + (own + residual) + inputs[own_position..num_inputs), in FP32, one addition
 // after the other in this order: it is part of the contract, so that every transport and device gives the
 // same bits. Then wire = round(S), residual = S - wire, out = out_scale * (what wire decodes to). Without a
 // wire, S goes unrounded into out, and the residual, which is in S, becomes 0.
+//
+// Each term of S has its scale (part_scale.h), a power of two: input_scale(k) * inputs[k] and
+// own_scale * (own + residual_scale * residual). What goes back into the residual is divided by
+// own_scale * residual_scale; if that is more than a float holds, none of it is kept.
 // Bytes per element, w being the format's: 12 + w (1 + num_inputs) with a residual, 4 + w (1 + num_inputs)
 // without; + 4 with out.
 struct ReduceEncode {
   const void* inputs[kMaxInputs] = {};  // each bytes(count)
+  InputScales input_scales = {};
   int num_inputs = 0;
   int own_position = 0;        // 0..num_inputs
   const float* own = nullptr;  // (count)
   float* residual = nullptr;   // (count) in and out; null: no error feedback
   void* wire = nullptr;        // bytes(count) out; null: nothing is encoded
   float* out = nullptr;        // (count) optional with a wire; may equal own
+  float own_scale = 1.0f, residual_scale = 1.0f;
   float out_scale = 1.0f;
   int64_t count = 0;
   WireRounding rounding = {};  // ignored by formats without stochastic rounding
   GW_HD const void* input(int k) const { return inputs[k]; }
+  GW_HD float input_scale(int k) const { return input_scales.of[k]; }
 };
 
-// out = scale * (what wire decodes to). Bytes per element: 4 + w.
+// What an encode loses of S, times this, is in the residual's units. `Args` is a ReduceEncode or like one.
+template <typename Args>
+GW_HD float residual_unit(const Args& a) {
+  return inverse_part_scale(a.own_scale * a.residual_scale);
+}
+
+// out = scale * (what wire decodes to); where that is not finite, the residual becomes 0: what earlier encodes have
+// kept of the same elements must not spoil later steps. Bytes per element: 4 + w.
 struct Decode {
   const void* wire = nullptr;  // bytes(count)
   float* out = nullptr;        // (count)
   float scale = 1.0f;
   int64_t count = 0;
+  float* residual = nullptr;  // (count), written only there; may be null
 };
 
 struct FusedAllreduce;  // fused.h
@@ -80,8 +93,8 @@ class WireFormat {
   bool exact = false;
   bool stochastic = false;                // has round=stochastic
   Rounding rounding = Rounding::nearest;  // unless a spec says otherwise
-  // A value that is not finite makes its whole block NaN on the wire; the block's finite values then stay in
-  // the residual.
+  // A value that is not finite makes its whole block NaN on the wire; the block's finite values then stay in the
+  // residual, until Decode.
   bool whole_block_nan = false;
   // Cuts off a block's largest values, so that rounding at random has the right mean for the others only.
   bool clips = false;

@@ -22,10 +22,10 @@ __device__ __forceinline__ void sum_all(const Args& a, int64_t i, float (&s)[W])
   for (int input = 0; input < a.num_inputs; ++input) {
     float x[W];
     load<W>(static_cast<const float*>(a.input(input)) + i, x);
-    if (input == a.own_position) add<W>(own, s);
-    add<W>(x, s);
+    if (input == a.own_position) add<W>(a.own_scale, own, s);
+    add<W>(a.input_scale(input), x, s);
   }
-  if (a.own_position == a.num_inputs) add<W>(own, s);
+  if (a.own_position == a.num_inputs) add<W>(a.own_scale, own, s);
 }
 
 struct ReduceBody {

@@ -9,17 +9,20 @@
 namespace gradwire {
 
 // out = scale * (inputs[0..own_position) + own + inputs[own_position..num_inputs)), in FP32, one addition
-// after the other in this order. Without inputs it is a scaled copy.
+// after the other in this order. Without inputs it is a scaled copy. Each term has its scale as in ReduceEncode.
 // Bytes per element: 8 + 4 * num_inputs. Limit: memory bandwidth. Alignment: any. Deterministic.
 struct Reduce {
   const float* inputs[kMaxInputs] = {};  // each (count)
+  InputScales input_scales = {};
   int num_inputs = 0;
   int own_position = 0;        // 0..num_inputs
   const float* own = nullptr;  // (count)
   float* out = nullptr;        // (count); may equal own or any of the inputs
+  float own_scale = 1.0f;
   float scale = 1.0f;
   int64_t count = 0;
   GW_HD const void* input(int k) const { return inputs[k]; }
+  GW_HD float input_scale(int k) const { return input_scales.of[k]; }
 };
 GW_SIDES(fp32_reduce, Reduce)
 inline void fp32_reduce(const Stream& stream, const Reduce& args) {

@@ -15,9 +15,9 @@ constexpr int64_t kGrain = 64 * 1024;
 GW_SIMD void reduce_piece(const Reduce& a, int64_t count) {
   for (int64_t i = 0; i < count; i += kWidth) {
     F32x8 s = -F32x8{};  // -0: adding to it changes nothing, not even a zero's sign
-    for (int k = 0; k < a.own_position; ++k) s += load<F32x8>(a.inputs[k] + i);
-    s += load<F32x8>(a.own + i);
-    for (int k = a.own_position; k < a.num_inputs; ++k) s += load<F32x8>(a.inputs[k] + i);
+    for (int k = 0; k < a.own_position; ++k) s += a.input_scale(k) * load<F32x8>(a.inputs[k] + i);
+    s += a.own_scale * load<F32x8>(a.own + i);
+    for (int k = a.own_position; k < a.num_inputs; ++k) s += a.input_scale(k) * load<F32x8>(a.inputs[k] + i);
     store(a.out + i, a.scale * s);
   }
 }

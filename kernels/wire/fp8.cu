@@ -76,7 +76,7 @@ __device__ __forceinline__ void sum_block(const Args& a, int64_t block, const La
   if (a.residual != nullptr) {
     float kept[kPerLane];
     load_floats<kWhole>(a.residual, lane, kept);
-    add<kPerLane>(kept, own);
+    add<kPerLane>(a.residual_scale, kept, own);
   }
 #pragma unroll
   for (int k = 0; k < kPerLane; ++k) s[k] = -0.0f;  // adding to it changes nothing, not even a zero's sign
@@ -84,10 +84,10 @@ __device__ __forceinline__ void sum_block(const Args& a, int64_t block, const La
   for (int input = 0; input < a.num_inputs; ++input) {
     float x[kPerLane];
     load_wire(a.input(input), a.count, block, lane, x);
-    if (input == a.own_position) add<kPerLane>(own, s);
-    add<kPerLane>(x, s);
+    if (input == a.own_position) add<kPerLane>(a.own_scale, own, s);
+    add<kPerLane>(a.input_scale(input), x, s);
   }
-  if (a.own_position == a.num_inputs) add<kPerLane>(own, s);
+  if (a.own_position == a.num_inputs) add<kPerLane>(a.own_scale, own, s);
 }
 
 template <Coding kCoding, bool kWhole, typename Args>
@@ -128,7 +128,7 @@ __device__ __forceinline__ void reduce_encode_block(const Args& a, int64_t block
       }
       word |= static_cast<uint32_t>(code) << (8 * k);
       sent[k] = fp8_scale(scale) * e4m3_to_float(code);
-      left[k] = is_finite(s[k]) ? s[k] - sent[k] : 0.0f;
+      left[k] = to_residual(s[k] - sent[k], residual_unit(a));
     }
     if (kWhole || lane.valid == kPerLane) {
       *reinterpret_cast<uint32_t*>(wire + lane.begin) = word;
@@ -166,6 +166,11 @@ __device__ __forceinline__ void decode_block(const Decode& a, int64_t block) {
   const Lane lane = lane_of(block, a.count);
   float x[kPerLane];
   load_wire(a.wire, a.count, block, lane, x);
+  if constexpr (!kWhole) {  // the wire's padding holds anything
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) x[k] = k < lane.valid ? x[k] : 0.0f;
+  }
+  forget_not_finite<kPerLane>(x, a.residual == nullptr ? nullptr : a.residual + lane.begin);
 #pragma unroll
   for (int k = 0; k < kPerLane; ++k) x[k] *= a.scale;
   store_floats<kWhole>(a.out, lane, x);

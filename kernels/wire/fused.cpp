@@ -123,7 +123,11 @@ class Call {
   void hop(int c) const {
     const bool mine = c == peers_.rank;
     if (format_.exact) {
-      Reduce args{.own = at(a_.in, c), .out = at(a_.out, c), .scale = a_.scale, .count = count(c)};
+      Reduce args{.own = at(a_.in, c),
+                  .out = at(a_.out, c),
+                  .own_scale = a_.part_scale,
+                  .scale = a_.scale,
+                  .count = count(c)};
       add_inputs(args, c, peers_.rank);
       fp32_reduce(now_, args);
       if (!a_.one_shot)
@@ -132,6 +136,7 @@ class Call {
     }
     ReduceEncode args = own(c);
     add_inputs(args, c, c);
+    args.own_scale = a_.part_scale;
     args.out = at(a_.out, c);
     args.wire =
         a_.one_shot ? peers_.windows[peers_.rank] + half_ + a_.scratch + a_.offset[c] : wire(peers_.rank, c);
@@ -141,12 +146,18 @@ class Call {
       args.rounding.seed = a_.seeds[c];
     }
     format_.reduce_encode(now_, args);
+    if (!mine && a_.residual != nullptr) {  // as Decode does
+      for (int64_t i = 0; i < args.count; ++i) {
+        if (!is_finite(args.out[i])) at(a_.residual, c)[i] = 0.0f;
+      }
+    }
   }
   // The parts of all ranks but `without`, whose part is `own`.
   template <typename Args>
   void add_inputs(Args& args, int c, int without) const {
     for (int r = 0; r < peers_.world; ++r) {
       if (r == without) continue;
+      args.input_scales.of[args.num_inputs] = a_.part_scale;
       args.inputs[args.num_inputs++] =
           static_cast<std::remove_reference_t<decltype(args.inputs[0])>>(static_cast<void*>(wire(r, c)));
     }
@@ -157,7 +168,11 @@ class Call {
       std::memcpy(at(a_.out, c), wire(c, c), static_cast<size_t>(count(c)) * sizeof(float));
       return;
     }
-    format_.decode(now_, {.wire = wire(c, c), .out = at(a_.out, c), .scale = a_.scale, .count = count(c)});
+    format_.decode(now_, {.wire = wire(c, c),
+                          .out = at(a_.out, c),
+                          .scale = a_.scale,
+                          .count = count(c),
+                          .residual = at(a_.residual, c)});
   }
 
   void barrier(uint32_t which) const {

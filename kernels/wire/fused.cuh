@@ -29,6 +29,8 @@ struct FusedPart {
   int num_inputs = 0;
   int own_position = 0;
   const float* own = nullptr;
+  float own_scale = 1.0f;
+  static constexpr float residual_scale = 1.0f;
   float* residual = nullptr;
   void* wire = nullptr;
   float* out = nullptr;
@@ -38,6 +40,7 @@ struct FusedPart {
   __device__ __forceinline__ const void* input(int k) const {
     return call.peers.windows[k < without ? k : k + 1] + place;
   }
+  __device__ __forceinline__ float input_scale(int) const { return call.part_scale; }
 };
 
 // As for_each_vector() of vector.cuh, but in tiles of kVectorThreads * W elements.
@@ -82,6 +85,7 @@ class FusedSteps {
     if (!others) return p;
     p.place = half_ + a_.offset[c];
     p.num_inputs = a_.peers.world - 1;
+    p.own_scale = a_.part_scale;
     p.without = p.own_position = Tiles::kExact ? rank : c;
     p.out = a_.out + begin;
     p.out_scale = a_.scale;
@@ -111,11 +115,25 @@ class FusedSteps {
     }
   }
 
+  // Of a one-shot: what Decode does with the residual of another rank's chunk.
+  __device__ __forceinline__ void forget_not_finite_of(int c, int64_t tile) const {
+    if (a_.residual == nullptr) return;
+    __syncthreads();  // others have written results of this block's tiles
+    const int64_t count = a_.begin[c + 1] - a_.begin[c];
+    for (int64_t begin = blockIdx.x * tile; begin < count; begin += gridDim.x * tile) {
+      const int64_t end = begin + tile < count ? begin + tile : count;
+      for (int64_t i = a_.begin[c] + begin + threadIdx.x; i < a_.begin[c] + end; i += Tiles::kThreads) {
+        if (!is_finite(a_.out[i])) a_.residual[i] = 0.0f;
+      }
+    }
+  }
+
   __device__ __forceinline__ Decode result(int c) const {
     return {.wire = wire(c, c),
             .out = a_.out + a_.begin[c],
             .scale = Tiles::kExact ? 1.0f : a_.scale,  // an owner has scaled it
-            .count = a_.begin[c + 1] - a_.begin[c]};
+            .count = a_.begin[c + 1] - a_.begin[c],
+            .residual = Tiles::kExact || a_.residual == nullptr ? nullptr : a_.residual + a_.begin[c]};
   }
 
  private:
@@ -144,6 +162,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
 #pragma unroll 1
     for (int k = sums == 0 && !(a.one_shot && Tiles::kExact) ? 1 : 0; k < end; ++k) {
       tiles.reduce_encode(steps.part(steps.chunk(k), sums != 0));
+      if (!Tiles::kExact && sums != 0 && k > 0) steps.forget_not_finite_of(steps.chunk(k), tiles.tile());
     }
     if (sums != 0) break;
     if (!Tiles::kExact && a.one_shot) steps.export_own(tiles.tile());

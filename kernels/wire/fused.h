@@ -37,7 +37,8 @@ struct FusedAllreduce {
   const float* in = nullptr;        // (count)
   float* out = nullptr;             // (count); may equal `in`
   float* residual = nullptr;        // (count) in and out; null: no error feedback; ignored by exact formats
-  float scale = 1.0f;               // of the result
+  float part_scale = 1.0f;          // of parts as they are added up (part_scale.h)
+  float scale = 1.0f;               // of the sum of these
   WireRounding rounding = {};       // its first_element is that of element 0
   uint64_t seeds[kMostPeers] = {};  // of all ranks' rounding, by rank; for a one-shot
   int64_t begin[kMostPeers + 1] = {};  // chunk r is [begin[r], begin[r + 1]); count is begin[world]

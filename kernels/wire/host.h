@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kernels/math/bf16.h"
 #include "kernels/math/random.h"
 #include "kernels/simd/vector.h"
 #include "kernels/wire/format.h"
@@ -37,6 +38,18 @@ GW_INLINE const uint16_t* random_bits(uint64_t seed, uint64_t step, uint64_t fir
     store(buffer + i + kWidth, to_u16(words >> 16));
   }
   return buffer + shift;
+}
+
+// Where x is not finite, `kept`, which may be null, becomes 0.
+GW_INLINE void forget_not_finite(const float* x, float* kept, int64_t count) {
+  if (kept == nullptr) return;
+  uint32_t any = 0;
+#pragma omp simd reduction(| : any)
+  for (int64_t i = 0; i < count; ++i) any |= is_finite(x[i]) ? 0u : 1u;
+  if (any == 0) return;
+  for (int64_t i = 0; i < count; ++i) {
+    if (!is_finite(x[i])) kept[i] = 0.0f;
+  }
 }
 
 GW_INLINE uint64_t step_of(const WireRounding& rounding) {

@@ -1,5 +1,6 @@
 // Scalar references of the wire formats: one element after the other, or one block, as format.h says it.
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "kernels/math/bf16.h"
@@ -16,11 +17,13 @@ namespace {
 // S of element i; value(k, i) is what input k decodes to there.
 template <typename Value>
 float sum_at(const ReduceEncode& a, int64_t i, const Value& value) {
-  const float own = a.residual != nullptr ? a.own[i] + a.residual[i] : a.own[i];
+  const float own = a.residual != nullptr ? std::fma(a.residual_scale, a.residual[i], a.own[i]) : a.own[i];
   float s = 0.0f;
   for (int term = 0; term <= a.num_inputs; ++term) {
-    const float x = term == a.own_position ? own : value(term < a.own_position ? term : term - 1, i);
-    s = term == 0 ? x : s + x;
+    const int input = term < a.own_position ? term : term - 1;
+    const float x = term == a.own_position ? own : value(input, i);
+    const float scale = term == a.own_position ? a.own_scale : a.input_scale(input);
+    s = term == 0 ? scale * x : std::fma(scale, x, s);
   }
   return s;
 }
@@ -30,6 +33,11 @@ void keep_rest(const ReduceEncode& a, int64_t i, float s, float sent, float rest
   if (a.wire == nullptr) sent = s;
   if (a.residual != nullptr) a.residual[i] = a.wire != nullptr ? rest : 0.0f;
   if (a.out != nullptr) a.out[i] = a.out_scale * sent;
+}
+
+void put_decoded(const Decode& a, int64_t i, float value) {
+  a.out[i] = a.scale * value;
+  if (a.residual != nullptr && !is_finite(value)) a.residual[i] = 0.0f;
 }
 
 uint32_t random_of(const WireRounding& rounding, int64_t i) {
@@ -123,8 +131,10 @@ void reduce_encode_blocks(const BlockCoder<F>& coder, const ReduceEncode& a) {
       sent = decoded_block(coder, a.wire, a.count, block, count);
     }
     for (int i = 0; i < count; ++i) {
-      const float sum = s[static_cast<size_t>(i)], part = sent[static_cast<size_t>(i)];
-      keep_rest(a, begin + i, sum, part, coder.may_send_nan() ? rest_of<true>(sum, part) : rest_of<false>(sum, part));
+      const float sum = s[static_cast<size_t>(i)], part = sent[static_cast<size_t>(i)],
+                  unit = residual_unit(a);
+      keep_rest(a, begin + i, sum, part,
+                coder.may_send_nan() ? rest_of<true>(sum, part, unit) : rest_of<false>(sum, part, unit));
     }
   }
 }
@@ -135,7 +145,7 @@ void decode_blocks(const BlockCoder<F>& coder, const Decode& a) {
   for (int64_t block = 0; block < coder.blocks(a.count); ++block) {
     const int count = static_cast<int>(std::min<int64_t>(n, a.count - block * n));
     const auto values = decoded_block(coder, a.wire, a.count, block, count);
-    for (int i = 0; i < count; ++i) a.out[block * n + i] = a.scale * values[static_cast<size_t>(i)];
+    for (int i = 0; i < count; ++i) put_decoded(a, block * n + i, values[static_cast<size_t>(i)]);
   }
 }
 
@@ -145,8 +155,10 @@ void fp32_reduce(const Reduce& a) {
   for (int64_t i = 0; i < a.count; ++i) {
     float s = 0.0f;
     for (int term = 0; term <= a.num_inputs; ++term) {
-      float x = term == a.own_position ? a.own[i] : a.inputs[term < a.own_position ? term : term - 1][i];
-      s = term == 0 ? x : s + x;
+      const int input = term < a.own_position ? term : term - 1;
+      const float x = term == a.own_position ? a.own[i] : a.inputs[input][i];
+      const float scale = term == a.own_position ? a.own_scale : a.input_scale(input);
+      s = term == 0 ? scale * x : std::fma(scale, x, s);
     }
     a.out[i] = a.scale * s;
   }
@@ -161,12 +173,12 @@ void bf16_reduce_encode(const ReduceEncode& a) {
                                                      : float_to_bf16_stochastic(s, random_of(a.rounding, i));
     }
     const float sent = wire != nullptr ? bf16_to_float(wire[i]) : 0.0f;
-    keep_rest(a, i, s, sent, rest_of<false>(s, sent));
+    keep_rest(a, i, s, sent, rest_of<false>(s, sent, residual_unit(a)));
   }
 }
 
 void bf16_decode(const Decode& a) {
-  for (int64_t i = 0; i < a.count; ++i) a.out[i] = a.scale * bf16_value(a.wire, i);
+  for (int64_t i = 0; i < a.count; ++i) put_decoded(a, i, bf16_value(a.wire, i));
 }
 
 void fp8_reduce_encode(const ReduceEncode& a) {
@@ -189,13 +201,13 @@ void fp8_reduce_encode(const ReduceEncode& a) {
                                : float_to_e4m3_stochastic(scaled, random_of(a.rounding, i));
       if (wire != nullptr) wire[i] = code;
       const float sent = e4m3_to_float(code) * fp8_scale(scale);
-      keep_rest(a, i, s, sent, rest_of<false>(s, sent));
+      keep_rest(a, i, s, sent, rest_of<false>(s, sent, residual_unit(a)));
     }
   }
 }
 
 void fp8_decode(const Decode& a) {
-  for (int64_t i = 0; i < a.count; ++i) a.out[i] = a.scale * fp8_value(a.wire, a.count, i);
+  for (int64_t i = 0; i < a.count; ++i) put_decoded(a, i, fp8_value(a.wire, a.count, i));
 }
 
 #define GW_DEFINE(F, NAME)                                                       \

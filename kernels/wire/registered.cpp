@@ -80,10 +80,10 @@ Scratch& scratch() {
 }
 
 // The residual of s, of which the wire carries `sent`: all of it where that is not finite.
-float rest_of(float s, float sent) {
+float rest_of(float s, float sent, float unit) {
   if (!is_finite(s)) return 0.0f;
   const float rest = is_finite(sent) ? s - sent : s;
-  return is_finite(rest) ? rest : std::copysign(0x1.fffffep127f, rest);
+  return to_residual(is_finite(rest) ? rest : std::copysign(0x1.fffffep127f, rest), unit);
 }
 
 class RegisteredFormat final : public WireFormat {
@@ -112,7 +112,10 @@ class RegisteredFormat final : public WireFormat {
     for_pieces(a.count, [&](int64_t first, int64_t blocks) {
       const float* values = decoded(a.wire, first, blocks);
       const int64_t begin = first * block_, count = std::min(blocks * block_, a.count - begin);
-      for (int64_t i = 0; i < count; ++i) a.out[begin + i] = a.scale * values[i];
+      for (int64_t i = 0; i < count; ++i) {
+        a.out[begin + i] = a.scale * values[i];
+        if (a.residual != nullptr && !is_finite(values[i])) a.residual[begin + i] = 0.0f;
+      }
     });
   }
 
@@ -204,13 +207,14 @@ const float* RegisteredFormat::sum(const ReduceEncode& a, int64_t first, int64_t
   s.sum.assign(static_cast<size_t>(blocks * block_), 0.0f);
   s.own.resize(s.sum.size());
   for (int64_t i = 0; i < count; ++i) {
-    s.own[i] = a.residual != nullptr ? a.own[begin + i] + a.residual[begin + i] : a.own[begin + i];
+    s.own[i] = a.own[begin + i];
+    if (a.residual != nullptr) s.own[i] += a.residual_scale * a.residual[begin + i];
   }
   for (int term = 0; term <= a.num_inputs; ++term) {
-    const float* x = term == a.own_position
-                         ? s.own.data()
-                         : decoded(a.inputs[term < a.own_position ? term : term - 1], first, blocks);
-    for (int64_t i = 0; i < count; ++i) s.sum[i] = term == 0 ? x[i] : s.sum[i] + x[i];
+    const int input = term < a.own_position ? term : term - 1;
+    const float* x = term == a.own_position ? s.own.data() : decoded(a.inputs[input], first, blocks);
+    const float scale = term == a.own_position ? a.own_scale : a.input_scale(input);
+    for (int64_t i = 0; i < count; ++i) s.sum[i] = term == 0 ? scale * x[i] : s.sum[i] + scale * x[i];
   }
   return s.sum.data();
 }
@@ -227,7 +231,7 @@ void RegisteredFormat::reduce_encode_piece(const ReduceEncode& a, int64_t first,
   }
   if (a.residual != nullptr) {
     for (int64_t i = 0; i < count; ++i) {
-      a.residual[begin + i] = a.wire != nullptr ? rest_of(s[i], sent[i]) : 0.0f;
+      a.residual[begin + i] = a.wire != nullptr ? rest_of(s[i], sent[i], residual_unit(a)) : 0.0f;
     }
   }
   if (a.out != nullptr) {

@@ -99,6 +99,39 @@ TEST(CApi, AllreduceRemembersAndForgetsBuffers) {
   });
 }
 
+// As the header says: 4 x 1.5e38 is no float, a quarter of it is. Where a sum is not, nothing of it is left for the
+// next call.
+TEST(CApi, AnAverageIsFiniteWhereItsSumIsNotAndASumThatIsNotLeavesNothing) {
+  const int64_t count = 1000;
+  for (const char* spec : {"fp32", "fp32:schedule=ring", "fp32:schedule=tree", "bf16", "bf16:schedule=ring",
+                           "fp8", "int8", "fp32:transport=lsa", "bf16:transport=lsa"}) {
+    run_ranks(4, [&](gw_comm comm, int rank) {
+      const auto close_to = [&](const std::vector<float>& values, float want) {
+        for (float x : values) ASSERT_NEAR(x / want, 1.0f, 0.04f) << spec << " on rank " << rank;
+      };
+      std::vector<float> residual(count), a(count, 1.5e38f);
+      GW_ASSERT_OK(
+          gw_allreduce_residual(comm, a.data(), count, GW_FLOAT32, GW_AVG, spec, residual.data(), nullptr));
+      close_to(a, 1.5e38f);
+      std::fill(residual.begin(), residual.end(), 0.0f);
+      a.assign(count, 1.5e38f + static_cast<float>(rank) * 1e35f);
+      GW_ASSERT_OK(
+          gw_allreduce_residual(comm, a.data(), count, GW_FLOAT32, GW_SUM, spec, residual.data(), nullptr));
+      for (float x : a) ASSERT_FALSE(std::isfinite(x)) << spec;
+      a.assign(count, 1.0f);
+      GW_ASSERT_OK(
+          gw_allreduce_residual(comm, a.data(), count, GW_FLOAT32, GW_SUM, spec, residual.data(), nullptr));
+      close_to(a, 4.0f);
+      if (std::string(spec).find("tree") != std::string::npos) return;  // it has no halves
+      const std::vector<int64_t> counts(4, count / 4);
+      std::vector<float> in(count, 1.5e38f), shard(count / 4);
+      GW_ASSERT_OK(gw_reduce_scatter(comm, in.data(), shard.data(), counts.data(), GW_FLOAT32, GW_AVG, spec,
+                                     nullptr, nullptr));
+      close_to(shard, 1.5e38f);
+    });
+  }
+}
+
 TEST(CApi, StochasticRoundingDiffersFromCallToCall) {
   run_ranks(2, [](gw_comm comm, int) {
     std::vector<float> buffer(1000), first;

@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <numeric>
 #include <random>
+#include <string_view>
 #include <thread>
 
 #include "collectives/program/program.h"
@@ -122,6 +124,116 @@ TEST_P(AllreduceTest, Bf16LosesNothing) {
             ASSERT_NEAR(after, before, 1e-6 * size)
                 << name(schedule.kind) << " n=" << world << " element " << i;
           }
+        }
+      }
+    }
+  }
+}
+
+// The units in which an average is added up show in no bit of result and residual.
+TEST_P(AllreduceTest, AnAverageHasTheBitsOfTheSumDividedByTheRanks) {
+  for (int world : {1, 2, 3, 4, 6}) {
+    for (const Schedule& schedule : schedules(world)) {
+      for (Wire wire : wire_formats()) {
+        for (bool fp32_intra_node : {false, true}) {
+          if (fp32_intra_node && (schedule.kind != ScheduleKind::hierarchical || wire->exact)) continue;
+          std::vector<std::vector<float>> inputs, residuals;
+          for (int r = 0; r < world; ++r) {
+            inputs.push_back(testing::normal(531, 10 + r));
+            residuals.push_back(testing::normal(531, 50 + r, 0.01f));
+          }
+          Program::Options options{.what = "test", .wire = wire, .fp32_intra_node = fp32_intra_node};
+          options.rounding = {wire->rounding, 42, nullptr, 0};
+          const Outcome sum = allreduce(GetParam(), schedule, inputs, residuals, options);
+          options.scale = 1.0f / static_cast<float>(world);
+          const Outcome average = allreduce(GetParam(), schedule, inputs, residuals, options);
+          for (int r = 0; r < world; ++r) {
+            std::vector<float> divided = sum.result[r];
+            for (float& x : divided) x *= options.scale;
+            ASSERT_TRUE(same_bits(average.result[r], divided))
+                << name(schedule.kind) << " " << wire->name << " n=" << world << " rank " << r;
+            ASSERT_TRUE(same_bits(average.residual[r], sum.residual[r]))
+                << name(schedule.kind) << " " << wire->name << " n=" << world << " rank " << r;
+          }
+        }
+      }
+    }
+  }
+}
+
+// Although the sum is not. What is kept is finite, too, and nothing is lost, except where a format sends so little of a
+// sum that the rest of it is no float. (int2 rounds up to half as much again, at each step, and so ends that much
+// earlier.)
+TEST_P(AllreduceTest, AnAverageThatFp32CanHoldIsFinite) {
+  for (int world : {2, 3, 4, 6}) {
+    for (const Schedule& schedule : schedules(world)) {
+      for (Wire wire : wire_formats()) {
+        for (bool fp32_intra_node : {false, true}) {
+          if (fp32_intra_node && (schedule.kind != ScheduleKind::hierarchical || wire->exact)) continue;
+          const float size = std::string_view(wire->name) == "int2" ? 0.8e38f : 1.5e38f;
+          std::vector<std::vector<float>> inputs, residuals;
+          for (int r = 0; r < world; ++r) {
+            inputs.push_back(testing::normal(300, 10 + r, 1e36f));
+            for (float& x : inputs.back()) x += size;
+            residuals.push_back(std::vector<float>(300, 0.0f));
+          }
+          const Outcome outcome = allreduce(GetParam(), schedule, inputs, residuals,
+                                            {.what = "test",
+                                             .wire = wire,
+                                             .fp32_intra_node = fp32_intra_node,
+                                             .scale = 1.0f / static_cast<float>(world),
+                                             .rounding = {wire->rounding, 42, nullptr, 0}});
+          for (size_t i = 0; i < 300; ++i) {
+            double before = 0, after = double{outcome.result[0][i]} * world;
+            for (int r = 0; r < world; ++r) {
+              before += inputs[r][i];
+              after += outcome.residual[r][i];
+              ASSERT_TRUE(std::isfinite(outcome.result[r][i]))
+                  << name(schedule.kind) << " " << wire->name << " n=" << world;
+              ASSERT_TRUE(std::isfinite(outcome.residual[r][i])) << name(schedule.kind) << " " << wire->name;
+            }
+            if (wire->selects || (world > 2 && wire->gaussian_error > 0.002)) continue;
+            ASSERT_NEAR(after / before, 1, 2e-6) << name(schedule.kind) << " " << wire->name << " n=" << world
+                                                 << " fp32_intra_node=" << fp32_intra_node << " " << i;
+          }
+        }
+      }
+    }
+  }
+}
+
+// A sum that overflows on its way, or a NaN on one rank beside large values on the others: the result shows it, and what
+// the ranks' roundings of such parts have kept is gone, or it would be all that the next step consists of. (Where a
+// whole block is NaN, its owner has kept those of its sums that were finite.)
+TEST_P(AllreduceTest, AResultThatIsNotFiniteLeavesNothingBehindOnAnyRank) {
+  for (int world : {2, 3, 4}) {
+    for (const Schedule& schedule : schedules(world)) {
+      for (Wire wire : wire_formats().subspan(1)) {  // those that round
+        for (bool nan : {false, true}) {
+          std::vector<std::vector<float>> inputs, residuals;
+          for (int r = 0; r < world; ++r) {
+            inputs.push_back(testing::normal(300, 10 + r, 1e36f));
+            for (size_t i = 0; i < 300; i += 7) {
+              inputs.back()[i] = nan && r == world - 1 ? std::numeric_limits<float>::quiet_NaN()
+                                                       : 2.5e38f + static_cast<float>(r) * 1e35f;
+            }
+            residuals.push_back(std::vector<float>(300, 0.0f));
+          }
+          const Outcome outcome = allreduce(GetParam(), schedule, inputs, residuals,
+                                            {.what = "test",
+                                             .wire = wire,
+                                             .scale = nan ? 1.0f / static_cast<float>(world) : 1.0f,
+                                             .rounding = {wire->rounding, 42, nullptr, 0}});
+          int not_finite = 0;
+          for (size_t i = 0; i < 300; ++i) {
+            if (std::isfinite(outcome.result[0][i])) continue;
+            ++not_finite;
+            int keepers = 0;
+            for (int r = 0; r < world; ++r) keepers += outcome.residual[r][i] != 0.0f ? 1 : 0;
+            ASSERT_LE(keepers, wire->whole_block_nan ? 1 : 0)
+                << name(schedule.kind) << " " << wire->name << " n=" << world << " element " << i;
+          }
+          ASSERT_TRUE(not_finite > 0 || !nan) << name(schedule.kind) << " " << wire->name << " n=" << world;
         }
       }
     }

@@ -29,6 +29,10 @@ TEST_P(Fp32, ReduceHasTheReferencesBits) {
         Reduce args{
             .num_inputs = num_inputs, .own_position = num_inputs / 2, .own = own.data(), .scale = 0.3f};
         args.count = n;
+        if (place != 0) {  // as in an average; those of other ranks' sums are 1
+          args.own_scale = 0.125f;
+          for (int k = 0; k < num_inputs; k += 2) args.input_scales.of[k] = 0.125f;
+        }
         auto reference_args = args;
         reference_args.own = start.data();
         reference_args.out = want.data();

@@ -28,6 +28,7 @@ struct TwoShotResult {
 inline TwoShotResult two_shot_reference(const TwoShot& t) {
   const int world = static_cast<int>(t.inputs.size());
   TwoShotResult r{.result = std::vector<float>(t.inputs[0].size()), .residuals = t.residuals};
+  const float part_scale = part_scale_for(t.scale), scale = t.scale / part_scale;
   const auto arguments = [&](int rank, int c) {
     const auto begin = static_cast<size_t>(t.begin[c]);
     ReduceEncode a;
@@ -42,9 +43,15 @@ inline TwoShotResult two_shot_reference(const TwoShot& t) {
     std::vector<std::vector<std::byte>> wires(world, std::vector<std::byte>(t.wire->bytes(count) + 16));
     float* const out = r.result.data() + t.begin[c];
     if (t.wire->exact) {
-      Reduce sum{.own = t.inputs[c].data() + t.begin[c], .out = out, .scale = t.scale, .count = count};
+      Reduce sum{.own = t.inputs[c].data() + t.begin[c],
+                 .out = out,
+                 .own_scale = part_scale,
+                 .scale = scale,
+                 .count = count};
       for (int rank = 0; rank < world; ++rank) {
-        if (rank != c) sum.inputs[sum.num_inputs++] = t.inputs[rank].data() + t.begin[c];
+        if (rank == c) continue;
+        sum.input_scales.of[sum.num_inputs] = part_scale;
+        sum.inputs[sum.num_inputs++] = t.inputs[rank].data() + t.begin[c];
       }
       sum.own_position = c;
       reference::fp32_reduce(sum);
@@ -56,12 +63,22 @@ inline TwoShotResult two_shot_reference(const TwoShot& t) {
       ReduceEncode part = arguments(rank, c);
       part.wire = wires[rank].data();
       t.wire->reference_reduce_encode(part);
+      sum.input_scales.of[sum.num_inputs] = part_scale;
       sum.inputs[sum.num_inputs++] = part.wire;
     }
+    sum.own_scale = part_scale;
     sum.own_position = c;
     sum.wire = wires[c].data();
     t.wire->reference_reduce_encode(sum);
-    t.wire->reference_decode({.wire = sum.wire, .out = out, .scale = t.scale, .count = count});
+    t.wire->reference_decode({.wire = sum.wire, .out = out, .scale = scale, .count = count});
+    for (int rank = 0; rank < world && !t.residuals.empty(); ++rank) {
+      if (rank == c) continue;
+      t.wire->reference_decode({.wire = sum.wire,
+                                .out = out,
+                                .scale = scale,
+                                .count = count,
+                                .residual = r.residuals[rank].data() + t.begin[c]});
+    }
   }
   return r;
 }

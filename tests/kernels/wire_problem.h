@@ -1,6 +1,7 @@
 // One call of a wire format's op as data, run on a backend and by the reference.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cfloat>
 #include <cstring>
@@ -23,6 +24,8 @@ struct WireProblem {
   std::vector<float> own, residual;  // no residual when it is empty
   std::vector<Bytes> inputs = {};
   int own_position = 0;
+  std::vector<float> input_scales = {};  // 1 for those that it lacks
+  float own_scale = 1.0f, residual_scale = 1.0f;
   bool wire = true, out = true, in_place = false;  // in place: out over own
   float out_scale = 0.5f;
   WireRounding rounding = {};
@@ -40,6 +43,9 @@ inline ReduceEncode arguments(const WireProblem& p) {
   ReduceEncode args;
   args.num_inputs = static_cast<int>(p.inputs.size());
   args.own_position = p.own_position;
+  std::copy(p.input_scales.begin(), p.input_scales.end(), args.input_scales.of);
+  args.own_scale = p.own_scale;
+  args.residual_scale = p.residual_scale;
   args.out_scale = p.out_scale;
   args.count = static_cast<int64_t>(p.own.size());
   args.rounding = p.rounding;
@@ -109,6 +115,18 @@ class WireFixture : public OpFixture {
     stream.synchronize();
     out.expect_guards_intact("out");
     return out.host();
+  }
+
+  // What decoding leaves of a residual.
+  std::vector<float> kept_after_decode(Wire format, const Bytes& wire, const std::vector<float>& residual,
+                                       int64_t misalign = 0) {
+    const auto count = static_cast<int64_t>(residual.size());
+    auto from = array(wire);
+    auto out = array<float>(count, misalign), kept = array(residual, misalign);
+    format->decode(stream, {.wire = from.data(), .out = out.data(), .count = count, .residual = kept.data()});
+    stream.synchronize();
+    kept.expect_guards_intact("residual");
+    return kept.host();
   }
 };
 

@@ -124,6 +124,10 @@ TEST_P(WireFormatTest, HasTheReferencesBitsForAnySizeAlignmentAndOrder) {
             .rounding = {.mode = mode, .seed = 99, .first_element = variant == 4 ? 13 : 8 * variant},
             .step = 5};
         if (variant == 2) p.residual.clear();
+        // As in an average: parts and sums of others, and the own part or a sum of the node's.
+        if (variant >= 2) p.input_scales = {0.25f, 1.0f, 0.25f};
+        if (variant == 2 || variant == 4 || variant == 6) p.own_scale = 0.25f;
+        if (variant >= 3 && variant != 4 && variant != 6) p.residual_scale = 0.25f;
         // Aligned, all shifted alike (a vector loop with a head), and each shifted its own way.
         if (variant == 1 || variant == 6) p.misalign = {3, 3, 3};
         if (variant == 4) p.misalign = {1, 2, 0};
@@ -166,6 +170,29 @@ TEST_P(WireFormatTest, DecodeHasTheReferencesBits) {
         const Bytes wire = reference_encoded(format, values);
         expect_same_floats(decoded(format, wire, n, scale, misalign),
                            reference_decoded(format, wire, n, scale), fmt::format("n {}", n));
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_P(WireFormatTest, DecodeForgetsWhatWasKeptOfValuesThatAreNotFiniteAndNothingElse) {
+  for (int64_t n :
+       {int64_t{7}, 2 * format->granularity + 11, 5 * std::max<int64_t>(format->granularity, 700)}) {
+    for (int64_t misalign : {0, 1}) {
+      auto values = normal(n, 61);
+      const std::vector<float> kept = normal(n, 62);
+      for (bool bad : {false, true}) {
+        if (bad) values[5] = kNan, values[values.size() - 2] = -kInf, values[values.size() / 2] = kInf;
+        const Bytes wire = reference_encoded(format, values);
+        const auto sent = reference_decoded(format, wire, n);
+        std::vector<float> want = kept;
+        int64_t forgotten = 0;
+        for (size_t i = 0; i < want.size(); ++i) {
+          if (!is_finite(sent[i])) want[i] = 0.0f, ++forgotten;
+        }
+        EXPECT_EQ(forgotten > 0, bad);
+        expect_same_floats(kept_after_decode(format, wire, kept, misalign), want, "residual");
         if (HasFatalFailure()) return;
       }
     }
@@ -233,6 +260,35 @@ TEST_P(WireFormatTest, WirePlusResidualIsTheSum) {
         ASSERT_LE(std::abs(error), std::ldexp(std::abs(static_cast<double>(got.residual[i])), -24))
             << "element " << i << ": " << s << " went as " << sent[i];
       }
+    }
+  }
+}
+
+// What an average relies on: the same wire but for a power of two, the same result, and a residual in the units of the
+// parts. And sums far beyond FP32's range are finite in these units, as is what is kept of them.
+TEST_P(WireFormatTest, ScalesOfPartsChangeNothingButTheRange) {
+  const int64_t n = 3 * format->granularity + 5;
+  for (Rounding mode : roundings()) {
+    WireProblem p{.own = spread_values(n, 31, 3.0f),
+                  .residual = spread_values(n, 32, 2.0f),
+                  .inputs = inputs(2, n, 33, 3.0f),
+                  .own_position = 1,
+                  .out_scale = 0.25f,
+                  .rounding = {.mode = mode, .seed = 8}};
+    const WireResult plain = run(p);
+    p.input_scales = {0.25f, 0.25f};
+    p.own_scale = 0.25f;
+    p.out_scale = 1.0f;
+    const WireResult scaled = run(p);
+    expect_same_floats(scaled.out, plain.out, "out");
+    expect_same_floats(scaled.residual, plain.residual, "residual");
+
+    p.own.assign(p.own.size(), 1.2e38f);
+    p.inputs = {reference_encoded(format, p.own), reference_encoded(format, p.own)};
+    const WireResult huge = run(p);
+    for (size_t i = 0; i < p.own.size(); ++i) {
+      ASSERT_TRUE(is_finite(huge.residual[i])) << i;
+      ASSERT_TRUE(is_finite(huge.out[i])) << i;
     }
   }
 }
