@@ -4,9 +4,16 @@ if(NOT GRADWIRE_CUDA STREQUAL "OFF")
   include(CheckLanguage)
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
-    if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-      set(CMAKE_CUDA_ARCHITECTURES "80-real;90-real;90-virtual" CACHE STRING
-          "sm_80 and sm_90 code, PTX for later ones")
+    # Unless the user has named others. PTX is for GPUs between and after those.
+    set(some_gpus "80-real;90-real;90-virtual")
+    set(all_gpus "80-real;90;100-real;120")
+    if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES OR CMAKE_CUDA_ARCHITECTURES STREQUAL some_gpus OR
+       CMAKE_CUDA_ARCHITECTURES STREQUAL all_gpus)
+      if(GRADWIRE_ALL_GPUS)
+        set(CMAKE_CUDA_ARCHITECTURES "${all_gpus}" CACHE STRING "sm_80, sm_90, sm_100 and sm_120 code, and PTX" FORCE)
+      else()
+        set(CMAKE_CUDA_ARCHITECTURES "${some_gpus}" CACHE STRING "sm_80 and sm_90 code, and PTX" FORCE)
+      endif()
     endif()
     enable_language(CUDA)
     if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake 3.25 stops at C++17

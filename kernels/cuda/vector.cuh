@@ -19,6 +19,25 @@ struct VectorSplit {
   int64_t count = 0, head = 0, vectors = 0;
 };
 
+// Vectors of eight are four elements and, kApart further on, four more: a warp has 256 elements, and each of its
+// accesses is to 128 adjacent ones. With eight floats in a row, each store would fill half of every 32-byte sector.
+inline constexpr int kApart = 128;
+
+// Element k of a vector of W that begins at 0, and the first element of vector v.
+template <int W>
+__device__ __forceinline__ int element_of(int k) {
+  return W == 8 && k >= 4 ? kApart + k - 4 : k;
+}
+template <int W>
+__device__ __forceinline__ int64_t vector_begin(int64_t v) {
+  return W == 8 ? (v & ~int64_t{31}) * 8 + (v & 31) * 4 : v * W;
+}
+// Of `vectors` in a row, those that are used: whole warps, where a vector lies apart.
+template <int W>
+__host__ __device__ __forceinline__ int64_t usable_vectors(int64_t vectors) {
+  return W == 8 ? vectors - vectors % 32 : vectors;
+}
+
 // Finds the head that aligns all arrays. Floats need 16 bytes; so do `width` 16-bit elements when width is 8. Four
 // BF16 operands beside four floats need 8.
 class Alignment {
@@ -37,7 +56,9 @@ class Alignment {
   }
   VectorSplit split(int64_t count) const {
     for (int head = 0; head < width_; ++head) {
-      if ((possible_ >> head & 1u) != 0 && head < count) return {count, head, (count - head) / width_};
+      if ((possible_ >> head & 1u) == 0 || head >= count) continue;
+      const int64_t vectors = (count - head) / width_;
+      return {count, head, width_ == 8 ? usable_vectors<8>(vectors) : vectors};
     }
     return {count, 0, 0};
   }
@@ -52,7 +73,8 @@ template <int W, typename Body>
 __device__ __forceinline__ void for_each_vector(const VectorSplit& split, const Body& body) {
   int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t v = first; v < split.vectors; v += stride) body.template at<W>(split.head + v * W);
+  for (int64_t v = first; v < split.vectors; v += stride)
+    body.template at<W>(split.head + vector_begin<W>(v));
   int64_t single = split.count - split.vectors * W;
   for (int64_t s = first; s < single; s += stride) {
     body.template at<1>(s < split.head ? s : s + split.vectors * W);
@@ -92,22 +114,44 @@ __device__ __forceinline__ void store(float* to, const float (&from)[W]) {
   }
 }
 
-// 16-bit elements, eight to an access.
+// Floats and 16-bit elements of a vector of for_each_vector().
 template <int W>
-__device__ __forceinline__ void load(const uint16_t* from, uint16_t (&to)[W]) {
+__device__ __forceinline__ void load_vector(const float* from, float (&to)[W]) {
+  if constexpr (W == 8) {
+    const float4 x = *reinterpret_cast<const float4*>(from),
+                 y = *reinterpret_cast<const float4*>(from + kApart);
+    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+    to[4] = y.x, to[5] = y.y, to[6] = y.z, to[7] = y.w;
+  } else {
+    load<W>(from, to);
+  }
+}
+
+template <int W>
+__device__ __forceinline__ void store_vector(float* to, const float (&from)[W]) {
+  if constexpr (W == 8) {
+    *reinterpret_cast<float4*>(to) = make_float4(from[0], from[1], from[2], from[3]);
+    *reinterpret_cast<float4*>(to + kApart) = make_float4(from[4], from[5], from[6], from[7]);
+  } else {
+    store<W>(to, from);
+  }
+}
+
+template <int W>
+__device__ __forceinline__ void load_vector(const uint16_t* from, uint16_t (&to)[W]) {
   static_assert(W == 1 || W == 8);
   if constexpr (W == 1) {
     to[0] = *from;
   } else {
-    uint4 x = *reinterpret_cast<const uint4*>(from);
-    uint32_t words[4] = {x.x, x.y, x.z, x.w};
+    const uint2 x = *reinterpret_cast<const uint2*>(from), y = *reinterpret_cast<const uint2*>(from + kApart);
+    const uint32_t words[4] = {x.x, x.y, y.x, y.y};
 #pragma unroll
     for (int i = 0; i < 8; ++i) to[i] = static_cast<uint16_t>(words[i / 2] >> (16 * (i % 2)));
   }
 }
 
 template <int W>
-__device__ __forceinline__ void store(uint16_t* to, const uint16_t (&from)[W]) {
+__device__ __forceinline__ void store_vector(uint16_t* to, const uint16_t (&from)[W]) {
   static_assert(W == 1 || W == 8);
   if constexpr (W == 1) {
     *to = from[0];
@@ -115,7 +159,8 @@ __device__ __forceinline__ void store(uint16_t* to, const uint16_t (&from)[W]) {
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = from[2 * i] | static_cast<uint32_t>(from[2 * i + 1]) << 16;
-    *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+    *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+    *reinterpret_cast<uint2*>(to + kApart) = make_uint2(words[2], words[3]);
   }
 }
 
@@ -164,7 +209,7 @@ __device__ __forceinline__ void store(Bf16* to, const float (&from)[W]) {
 template <typename S>
 inline constexpr int kVector = 16 / static_cast<int>(sizeof(S));
 
-// Where x is not finite, `kept` becomes 0: rare, and an instruction per value to find out.
+// Where x, a vector, is not finite, `kept` becomes 0: rare, and an instruction per value to find out.
 template <int W>
 __device__ __forceinline__ void forget_not_finite(const float (&x)[W], float* kept) {
   float none = 0.0f;
@@ -172,7 +217,7 @@ __device__ __forceinline__ void forget_not_finite(const float (&x)[W], float* ke
   for (int k = 0; k < W; ++k) none = fmaf(x[k], 0.0f, none);
   if (none == 0.0f || kept == nullptr) return;
   for (int k = 0; k < W; ++k) {
-    if (!is_finite(x[k])) kept[k] = 0.0f;
+    if (!is_finite(x[k])) kept[element_of<W>(k)] = 0.0f;
   }
 }
 

@@ -6,6 +6,8 @@
 // 13]: relative error of Phi and of GELU below 4e-7 everywhere, of phi below 2e-7.
 #pragma once
 
+#include <cmath>
+
 #include "kernels/math/exp.h"
 
 namespace gradwire {
@@ -48,14 +50,59 @@ GW_HD Normal normal_at(float x) {
   return {x < 0.0f ? tail : 1.0f - tail, 0.398942280f * e};
 }
 
+// 2^x for x <= 0 and 1 / x, as the hardware estimates them: to 2 units in the last place.
+GW_HD float exp2_estimate(float x) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return x < -126.0f ? 0.0f : std::exp2(x);
+#endif
+}
+GW_HD float reciprocal_estimate(float x) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return 1.0f / x;
+#endif
+}
+
+// The same as normal_at() for results that are rounded to BF16, 2^-8: Phi(-|x|) and phi to 1e-5 relative, in a third of
+// the instructions. The polynomial is of degree 7, to 4e-7.
+GW_HD Normal coarse_normal_at(float x) {
+  float a = x < 0.0f ? -x : x;
+  a = a < 14.0f ? a : 14.0f;
+  const float e = exp2_estimate(-0.721347520f * (a * a));
+  const float q = reciprocal_estimate(a + 3.5f);
+  const float u = (a - 3.5f) * q;
+  float s = -0.000788843550f;
+  s = s * u - 0.00292058242f;
+  s = s * u + 0.00673327455f;
+  s = s * u + 0.0173557363f;
+  s = s * u - 0.116104141f;
+  s = s * u + 0.315429449f;
+  s = s * u - 0.565559089f;
+  s = s * u + 0.744415998f;
+  const float tail = e * (s * q);
+  return {x < 0.0f ? tail : 1.0f - tail, 0.398942280f * e};
+}
+
+GW_HD float gelu_of(float x, const Normal& n) {
+  return x * n.cdf;
+}
 GW_HD float gelu(float x) {
-  return x * normal_at(x).cdf;
+  return gelu_of(x, normal_at(x));
 }
 
 // d gelu / dx = Phi(x) + x phi(x).
-GW_HD float gelu_derivative(float x) {
-  Normal n = normal_at(x);
+GW_HD float gelu_derivative_of(float x, const Normal& n) {
   return n.cdf + x * n.density;
+}
+GW_HD float gelu_derivative(float x) {
+  return gelu_derivative_of(x, normal_at(x));
 }
 
 }  // namespace gradwire

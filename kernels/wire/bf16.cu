@@ -1,7 +1,7 @@
 // BF16 wire format on CUDA: two element-wise kernels, eight elements per thread and step.
 //
-// Bytes per element: as kernels/wire/format.h says, with w = 2. Limit: memory bandwidth. Alignment: any; all
-// 16-byte accesses when the arrays share a head (kernels/cuda/vector.cuh). Deterministic: each element is
+// Bytes per element: as kernels/wire/format.h says, with w = 2. Limit: memory bandwidth. Alignment: any; 16-byte
+// accesses to floats when the arrays share a head (kernels/cuda/vector.cuh). Deterministic: each element is
 // computed by one thread from its own inputs.
 #include "kernels/wire/bf16.h"
 
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kWidth = 8;
 
-// wire[k] = round(s[k]), for elements i .. i + W of the call.
+// wire[k] = round(s[k]), for the vector at element i of the call.
 template <Coding kCoding, int W>
 __device__ __forceinline__ void round_all(const WireRounding& rounding, uint64_t step, int64_t i,
                                           const float (&s)[W], uint16_t (&wire)[W]) {
@@ -27,14 +27,14 @@ __device__ __forceinline__ void round_all(const WireRounding& rounding, uint64_t
     const auto first = static_cast<uint64_t>(rounding.first_element + i);
     const RoundingBits random(rounding.seed, step, first);
 #pragma unroll
-    for (int k = 0; k < W; ++k) wire[k] = float_to_bf16_stochastic(s[k], random(first + k));
+    for (int k = 0; k < W; ++k) wire[k] = float_to_bf16_stochastic(s[k], random(first + element_of<W>(k)));
   }
 }
 
 template <int W>
 __device__ __forceinline__ void load_wire(const void* wire, int64_t i, float (&x)[W]) {
   uint16_t bits[W];
-  load<W>(static_cast<const uint16_t*>(wire) + i, bits);
+  load_vector<W>(static_cast<const uint16_t*>(wire) + i, bits);
 #pragma unroll
   for (int k = 0; k < W; ++k) x[k] = bf16_to_float(bits[k]);
 }
@@ -48,10 +48,10 @@ struct ReduceEncodeBody {
   template <int W>
   __device__ __forceinline__ void at(int64_t i) const {
     float s[W];
-    load<W>(a.own + i, s);
+    load_vector<W>(a.own + i, s);
     if (a.residual != nullptr) {
       float kept[W];
-      load<W>(a.residual + i, kept);
+      load_vector<W>(a.residual + i, kept);
       add<W>(kSum ? a.residual_scale : 1.0f, kept, s);
     }
     if (kSum) sum_all<W>(i, s);
@@ -93,18 +93,18 @@ struct ReduceEncodeBody {
     } else {
       uint16_t wire[W];
       round_all<kCoding, W>(a.rounding, step, i, s, wire);
-      store<W>(static_cast<uint16_t*>(a.wire) + i, wire);
+      store_vector<W>(static_cast<uint16_t*>(a.wire) + i, wire);
 #pragma unroll
       for (int k = 0; k < W; ++k) {
         sent[k] = bf16_to_float(wire[k]);
         left[k] = to_residual(s[k] - sent[k], kSum ? residual_unit(a) : 1.0f);
       }
     }
-    if (a.residual != nullptr) store<W>(a.residual + i, left);
+    if (a.residual != nullptr) store_vector<W>(a.residual + i, left);
     if (a.out != nullptr) {
 #pragma unroll
       for (int k = 0; k < W; ++k) sent[k] *= a.out_scale;
-      store<W>(a.out + i, sent);
+      store_vector<W>(a.out + i, sent);
     }
   }
 };
@@ -118,7 +118,7 @@ struct DecodeBody {
     forget_not_finite<W>(out, a.residual == nullptr ? nullptr : a.residual + i);
 #pragma unroll
     for (int k = 0; k < W; ++k) out[k] *= a.scale;
-    store<W>(a.out + i, out);
+    store_vector<W>(a.out + i, out);
   }
 };
 

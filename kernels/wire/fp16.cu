@@ -15,10 +15,10 @@ struct WidenBody {
   __device__ __forceinline__ void at(int64_t i) const {
     uint16_t halves[W];
     float out[W];
-    load<W>(a.halves + i, halves);
+    load_vector<W>(a.halves + i, halves);
 #pragma unroll
     for (int k = 0; k < W; ++k) out[k] = fp16_to_float(halves[k]);
-    store<W>(a.out + i, out);
+    store_vector<W>(a.out + i, out);
   }
 };
 
@@ -28,10 +28,10 @@ struct NarrowBody {
   __device__ __forceinline__ void at(int64_t i) const {
     float values[W];
     uint16_t out[W];
-    load<W>(a.values + i, values);
+    load_vector<W>(a.values + i, values);
 #pragma unroll
     for (int k = 0; k < W; ++k) out[k] = float_to_fp16(values[k]);
-    store<W>(a.out + i, out);
+    store_vector<W>(a.out + i, out);
   }
 };
 

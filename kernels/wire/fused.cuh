@@ -47,10 +47,10 @@ struct FusedPart {
 template <int W, typename Body>
 __device__ __forceinline__ void for_each_in_tiles(bool wide, int64_t count, const Body& body) {
   constexpr int64_t kTile = int64_t{kVectorThreads} * W;
-  const int64_t vectors = wide ? count / W : 0;
+  const int64_t vectors = wide ? usable_vectors<W>(count / W) : 0;
   const int64_t first = int64_t{blockIdx.x} * kVectorThreads + threadIdx.x,
                 stride = int64_t{gridDim.x} * kVectorThreads;
-  for (int64_t v = first; v < vectors; v += stride) body.template at<W>(v * W);
+  for (int64_t v = first; v < vectors; v += stride) body.template at<W>(vector_begin<W>(v));
   int64_t tile = vectors * W / kTile;  // the first with single elements
   tile += (int64_t{blockIdx.x} - tile % gridDim.x + gridDim.x) % gridDim.x;
   for (; tile * kTile < count; tile += gridDim.x) {
