@@ -301,7 +301,8 @@ GW_API gw_status gw_format_register(const gw_format* format);
  * dtype   GW_FLOAT32, or GW_BFLOAT16 or GW_FLOAT16, which are converted to float32 for the reduction and back. A
  *         sum beyond float16 is infinity there.
  * op      GW_SUM beyond float32 (3.4e38) is infinity. GW_AVG is finite wherever float32 can hold the average, also
- *         where it could not hold the sum; docs/numerics.md has the exceptions, all of them near 3.4e38.
+ *         where it could not hold the sum; docs/numerics.md has the exceptions: values near 3.4e38, and
+ *         schedule=nccl, where NCCL divides.
  * spec    a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or your own, with
  *         ",schedule=auto|ring|tree|two_shot|hierarchical|nccl", ",transport=messages|lsa|auto" and
  *         ",intra_node=wire|fp32". No state is kept between calls, so there is no error feedback: rounding errors
