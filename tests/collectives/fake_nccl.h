@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -42,7 +43,8 @@ struct FakeComm {
   std::atomic<int> aborted{0}, finalized{0}, destroyed{0}, revoked{0}, groups{0};
   std::atomic<int> sends{0}, receives{0}, all_reduces{0};
   std::atomic<int> threads{0};           // that NCCL would have created: one per group that is not blocking
-  std::atomic<bool> stuck{false};        // a group does not return until the communicator is stopped
+  std::atomic<bool> stuck{false};        // a call does not return until the communicator is stopped
+  std::atomic<int> waiting{0};           // calls that have not returned yet
   std::map<std::thread::id, int> asked;  // calls of ncclCommGetAsyncError by thread; under wire->mutex
   std::atomic<std::thread::id> aborted_by{};
   std::string log;  // of the last group: "(s1:4 r2:8)"
@@ -52,6 +54,14 @@ struct FakeComm {
     stopped = true;
     std::lock_guard lock(wire->mutex);
     wire->changed.notify_all();
+  }
+  void wait_until_stopped() {
+    ++waiting;
+    {
+      std::unique_lock lock(wire->mutex);
+      wire->changed.wait(lock, [&] { return stopped.load(); });
+    }
+    --waiting;
   }
 };
 
@@ -68,6 +78,12 @@ struct FakeWorld {
       c->wire = wire;
       c->rank = r;
       c->world = world;
+    }
+  }
+  ~FakeWorld() {  // a call that was left to itself still looks at its communicator
+    for (const auto& comm : comms) {
+      if (comm->waiting != 0) comm->stop();
+      while (comm->waiting != 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   }
   FakeComm& operator[](int rank) { return *comms[rank]; }
@@ -220,8 +236,7 @@ inline const NcclApi& fake_nccl() {
         ++(op.send ? comm.sends : comm.receives);
       }
       if (comm.stuck) {
-        std::unique_lock lock(comm.wire->mutex);
-        comm.wire->changed.wait(lock, [&] { return comm.stopped.load(); });
+        comm.wait_until_stopped();
         return ncclInternalError;
       }
       if (comm.send_result != ncclSuccess) return ncclSuccess;
@@ -239,8 +254,7 @@ inline const NcclApi& fake_nccl() {
       FakeComm& comm = fake(c);
       ++comm.all_reduces;
       if (comm.stuck) {
-        std::unique_lock lock(comm.wire->mutex);
-        comm.wire->changed.wait(lock, [&] { return comm.stopped.load(); });
+        comm.wait_until_stopped();
         return ncclInternalError;
       }
       reinterpret_cast<const Stream*>(s)->submit([&comm, in, out, count, op] {
