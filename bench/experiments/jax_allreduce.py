@@ -33,6 +33,19 @@ def start(arguments, deadline_s=500):
             r.kill()
 
 
+def connect(rank, world):
+    """jax.distributed with Gloo, on this machine or over a network."""
+    import jax
+    if os.environ["MASTER_ADDR"] != "127.0.0.1":  # Gloo would listen where the host's name leads, which is 127.0.0.1
+        from jax._src.lib import _jax
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((os.environ["MASTER_ADDR"], 1))
+            here = probe.getsockname()[0]
+        _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname=here)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", world, rank)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
@@ -50,14 +63,7 @@ def main():
 
     import gradwire.jax
 
-    if os.environ["MASTER_ADDR"] != "127.0.0.1":  # Gloo would listen where the host's name leads, which is 127.0.0.1
-        from jax._src.lib import _jax
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((os.environ["MASTER_ADDR"], 1))
-            here = probe.getsockname()[0]
-        _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname=here)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", world, rank)
+    connect(rank, world)
     gradwire.jax.init()
     elements = int(arguments.mib * (1 << 18))
     mine = jax.random.normal(jax.random.key(rank), (elements,))

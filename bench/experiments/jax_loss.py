@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 
-from jax_allreduce import start
+from jax_allreduce import connect, start
 
 WIDTH, DEPTH, WORDS, LENGTH, BATCH = 64, 2, 509, 32, 8
 GLOO = "jax.lax.pmean, Gloo"
@@ -133,8 +133,7 @@ def main():
     import jax
 
     import gradwire.jax
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", world, rank)
+    connect(rank, world)
     gradwire.jax.init(timeout_s=120)
     held_out_loss = jax.jit(loss_of)
     items = []
