@@ -17,13 +17,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kLookEvery{20}, kLookWhenIdle{500};
 // How long NCCL may take to shut down a communicator whose peers are all healthy.
 constexpr milliseconds kFarewell{10'000};
-// How long a call that is being made may take to return before the communicator is ended around it.
-constexpr milliseconds kGrace{200};
-// How long an exchange may make no progress before this rank looks what the others do.
-constexpr milliseconds kDoubt{1000};
 
 }  // namespace
 
@@ -415,133 +410,6 @@ std::string NcclTransport::take_message(int from) {
   } catch (const CommError& error) {
     give_up(fmt::format("waiting for rank {}'s report", from), error.what());
   }
-}
-
-void NcclTransport::watch() {
-  setup_.gpu->enter_thread();
-  const milliseconds often = std::clamp(setup_.timeout / 10, milliseconds(1), kLookEvery);
-  // The exchange that makes no progress, when to look next what the others do, and when again.
-  uint64_t doubtful = 0;
-  auto look_at = SteadyClock::time_point::min();
-  milliseconds look_again = kDoubt;
-  std::unique_lock lock(mutex_);
-  while (!stop_ && !cause_) {
-    const bool active = in_flight_.active();
-    changed_.wait_for(lock, active ? often : kLookWhenIdle,
-                      [&] { return stop_ || cause_ || in_flight_.active() != active; });
-    if (stop_ || cause_) break;
-    lock.unlock();
-    const std::string text = nccl_error(milliseconds(0));
-    lock.lock();
-    std::optional<std::string> overdue;
-    try {
-      overdue = in_flight_.overdue(SteadyClock::now());
-      if (in_nccl_ && SteadyClock::now() - in_nccl_->since > setup_.timeout) {
-        overdue = fmt::format("{}: no progress for {} ms inside NCCL: {}", *in_nccl_->what,
-                              setup_.timeout.count(), pending_text(*in_nccl_->transfers));
-      }
-    } catch (const std::exception& error) {  // the GPU failed, and with it the marks
-      overdue = error.what();
-    }
-    std::optional<WatchedExchange> stalled;
-    const auto now = SteadyClock::now();
-    if (const WatchedExchange* e = setup_.group ? in_flight_.stalled(now, kDoubt) : nullptr) {
-      if (e->number != doubtful || now >= look_at) {
-        look_again = e->number != doubtful ? kDoubt : 2 * look_again;
-        look_at = now + look_again;
-        doubtful = e->number;
-        stalled = *e;
-      }
-    }
-    standing_ = in_flight_.standing();
-    for (auto& mark : in_flight_.take_spare()) spare_.push_back(std::move(mark));
-    if (const std::string reported = reported_by_kernels(); !reported.empty() && !cause_) cause_ = reported;
-    if (!text.empty() && !cause_) cause_ = fmt::format("{}: {}", standing_, text);
-    if (overdue && !cause_) cause_ = *overdue;
-    if (stalled && !cause_) {
-      lock.unlock();
-      const std::string other = other_call(*stalled);
-      lock.lock();
-      if (!other.empty() && !cause_) cause_ = other;
-    }
-  }
-  if (!cause_) return;
-  // The group has failed; what follows shuts it down.
-  const std::string cause = *cause_;
-  const bool from_group = cause_from_group_;
-  lock.unlock();
-  std::string text = from_group || !setup_.group ? cause : tell_the_group(cause);
-  lock.lock();
-  // Set before the kernels stop waiting, so that a thread that synchronizes a stream finds it in check().
-  failure_ = std::move(text);
-  changed_.notify_all();
-  for (const auto& weak : windows_) {
-    if (const auto alive = weak.lock()) alive->stop();
-  }
-  lock.unlock();
-  end_communicator();
-}
-
-// NCCL's own error for the communicator; empty if there is none, or if a call is being made.
-std::string NcclTransport::nccl_error(milliseconds patience) {
-  const Turn turn(use_, patience);
-  if (!turn.entered) return "";
-  ncclResult_t result = ncclSuccess;
-  if (api_.async_error(comm_, &result) != ncclSuccess) result = ncclInternalError;
-  return result == ncclSuccess || result == ncclInProgress ? "" : "NCCL: " + api_.text(result, comm_);
-}
-
-// Reports the failure, finds out who still answers, and returns everything that is known.
-std::string NcclTransport::tell_the_group(const std::string& cause) {
-  std::string text = cause;
-  const std::optional<std::string> first =
-      setup_.group->store().report(fmt::format("rank {}: {}", rank_, cause));
-  if (!first) return text + "; no answer from rank 0, which runs the store";
-  if (first->find(cause) == std::string::npos) text += "; the first to fail: " + *first;
-  const RollCall roll = setup_.group->store().roll_call();
-  if (const std::string absent = roll.absent(); !absent.empty()) text += "; " + absent;
-  std::lock_guard lock(mutex_);
-  int told = 0;
-  for (int r = 0; r < static_cast<int>(roll.ranks.size()); ++r) {
-    const std::string& state = roll.ranks[r].state;
-    if (roll.ranks[r].presence != RollCall::Presence::here || state.empty() || state == standing_) continue;
-    if (++told > 3) break;
-    text += fmt::format("; rank {} is {}", r, state);
-  }
-  return text;
-}
-
-// Waits a moment for a call that is being made: an abort frees what it uses. If that call is stuck, NCCL is asked to
-// end it, where it can (ncclCommRevoke), and aborted all the same where nothing helps.
-//
-// An abort may hang, so this object must not be touched after it; see the destructor.
-void NcclTransport::end_communicator() {
-  const NcclApi& api = api_;
-  const std::shared_ptr<Use> use = use_;
-  const bool owned = setup_.owned, shrinkable = setup_.shrinkable;
-  std::unique_lock lock(use->mutex);
-  use->closed = true;
-  use->changed.notify_all();
-  ++use->waiting;
-  auto left = [&] { return use->changed.wait_for(lock, kGrace, [&] { return !use->busy; }); };
-  bool quiet = left();
-  const ncclComm_t comm = comm_;
-  if (owned && (shrinkable || (!quiet && api.revoke != nullptr))) {
-    revoked_ = shrinkable;
-    lock.unlock();
-    api.revoke(comm, 0);
-    lock.lock();
-    quiet = quiet || left();
-  }
-  --use->waiting;
-  if (owned && !shrinkable) {
-    comm_ = nullptr;
-    lock.unlock();
-    api.abort(comm);
-    lock.lock();
-  }
-  use->ended = true;
-  use->changed.notify_all();
 }
 
 std::unique_ptr<Transport> NcclTransport::shrink(const std::vector<int>& excluded) {

@@ -118,12 +118,19 @@ class NcclTransport final : public Transport {
   std::string reported_by_kernels();  // with mutex_ held
   bool agreed(bool mine);
 
+  // How often the watching thread looks while exchanges are in flight.
+  static constexpr std::chrono::milliseconds kLookEvery{20};
+  // How long a call that is being made may take to return before the communicator is ended around it.
+  static constexpr std::chrono::milliseconds kGrace{200};
+
+  // nccl_watch.cpp: the watching thread.
   void watch();
   std::string nccl_error(std::chrono::milliseconds patience);
-  bool drained();
-  void heard(const std::string& cause, bool from_group);
   std::string tell_the_group(const std::string& cause);
   void end_communicator();
+
+  bool drained();
+  void heard(const std::string& cause, bool from_group);
 
   // Who is using the communicator: one call at a time, and none concurrently with its end, unless a call is stuck in
   // NCCL. Outlives this if a call or an abort never returns.

@@ -30,6 +30,12 @@ class Processes(CommandTest):
             processes.append(process)
         return processes
 
+    def kill(self, processes, rank, step):
+        """Once rank 0 has printed the step."""
+        while f"step {step}/" not in processes[0].stdout.readline():
+            self.assertIsNone(processes[0].poll())
+        processes[rank].kill()
+
     def run_processes(self, world, *arguments, code=0, **options):
         processes = self.start(world, *arguments, **options)
         ends = [(*p.communicate(timeout=240), p.returncode) for p in processes]
@@ -161,9 +167,7 @@ class Processes(CommandTest):
 
     def test_a_killed_rank_ends_the_others(self):
         processes = self.start(3, "train", *SYNTHETIC, "--steps", 100000, "--log", "run.jsonl")
-        while "step 3/" not in processes[0].stdout.readline():
-            self.assertIsNone(processes[0].poll())
-        processes[2].kill()
+        self.kill(processes, 2, step=3)
         for process in processes[:2]:
             error = process.communicate(timeout=60)[1]
             self.assertEqual(process.returncode, 1)
@@ -175,9 +179,7 @@ class Processes(CommandTest):
         """Another rank prints, logs, saves and sums up."""
         processes = self.start(3, "train", *SYNTHETIC, "--steps", 400, "--log", "run.jsonl", "--log-every", 100, "--checkpoint", "saved",
                                "--checkpoint-every", 50, "--compression", "powersgd:rank=2", "--elastic", "2:3", "--timeout-s", 30)
-        while "step 100/" not in processes[0].stdout.readline():
-            self.assertIsNone(processes[0].poll())
-        processes[0].kill()
+        self.kill(processes, 0, step=100)
         ends = [p.communicate(timeout=240) for p in processes[1:]]
         self.assertEqual([p.returncode for p in processes[1:]], [0, 0], ends)
         self.assertEqual(ends[1], ("", ""), "only rank 0 speaks")
@@ -195,9 +197,7 @@ class Processes(CommandTest):
 
     def test_elastic_ends_when_too_few_are_left(self):
         processes = self.start(3, "train", *SYNTHETIC, "--steps", 100000, "--elastic", "3:3")
-        while "step 3/" not in processes[0].stdout.readline():
-            self.assertIsNone(processes[0].poll())
-        processes[2].kill()
+        self.kill(processes, 2, step=3)
         for process in processes[:2]:
             error = process.communicate(timeout=60)[1]
             self.assertEqual(process.returncode, 1)

@@ -182,22 +182,27 @@ TEST_P(PeerWindowsTest, ProgramsShareTheWindowsOfTheirNode) {
   });
 }
 
+// What run_steps() exchanges, for a reference.
+TwoShot problem(Wire wire, int world, int64_t count) {
+  TwoShot t;
+  t.wire = wire;
+  t.scale = 0.5f;
+  for (int r = 0; r < world; ++r) {
+    t.inputs.push_back(normal(count, 40 + r));
+    t.residuals.push_back(normal(count, 140 + r, 0.01f));
+    t.seeds.push_back(1000 + r);
+  }
+  for (int c = 0; c < world; ++c) t.begin.push_back(chunk_range(count, world, c, wire->granularity).begin);
+  t.begin.push_back(count);
+  return t;
+}
+
 // The measure of tests/simt/fused_test.cpp is what threads with messages do.
 TEST_P(PeerWindowsTest, MessagesGiveTheReferencesBits) {
   for (Wire wire : wire_formats()) {
     for (int world : {2, 5}) {
       const int64_t count = 4 * wire->granularity + 40;
-      TwoShot t;
-      t.wire = wire;
-      t.scale = 0.5f;
-      for (int r = 0; r < world; ++r) {
-        t.inputs.push_back(normal(count, 40 + r));
-        t.residuals.push_back(normal(count, 140 + r, 0.01f));
-        t.seeds.push_back(1000 + r);
-      }
-      for (int c = 0; c < world; ++c)
-        t.begin.push_back(chunk_range(count, world, c, wire->granularity).begin);
-      t.begin.push_back(count);
+      const TwoShot t = problem(wire, world, count);
       const TwoShotResult expected = two_shot_reference(t);
       const Steps messages =
           run_steps(GetParam(), two_shot(world), count, {.what = "test", .wire = wire, .scale = 0.5f}, 1);
@@ -215,17 +220,7 @@ TEST_P(PeerWindowsTest, HierarchicalMessagesGiveTheReferencesBits) {
     for (const auto& [nodes, per_node] : {std::pair{2, 2}, std::pair{2, 3}, std::pair{3, 2}}) {
       const int world = nodes * per_node;
       const int64_t count = 7 * wire->granularity + 40;
-      TwoShot t;
-      t.wire = wire;
-      t.scale = 0.5f;
-      for (int r = 0; r < world; ++r) {
-        t.inputs.push_back(normal(count, 40 + r));
-        t.residuals.push_back(normal(count, 140 + r, 0.01f));
-        t.seeds.push_back(1000 + r);
-      }
-      for (int c = 0; c < world; ++c)
-        t.begin.push_back(chunk_range(count, world, c, wire->granularity).begin);
-      t.begin.push_back(count);
+      const TwoShot t = problem(wire, world, count);
       const TwoShotResult expected = hierarchical_reference(t, nodes);
       const Steps messages = run_steps(GetParam(), hierarchical(nodes, per_node), count,
                                        {.what = "test", .wire = wire, .scale = 0.5f}, 1);
