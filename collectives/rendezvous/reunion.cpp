@@ -110,6 +110,7 @@ void Reunion::enter(int rank, std::vector<std::string> contacts,
   rank_ = rank;
   contacts_ = std::move(contacts);
   failed_ = std::move(failed);
+  told_ = false;  // that was the group before
 }
 
 void Reunion::leave() {
@@ -138,7 +139,10 @@ void Reunion::serve() {
     if (!told_) continue;
     lock.unlock();
     std::lock_guard calling(calling_);
-    if (failed_) failed_("another rank has found that the group has failed");
+    lock.lock();
+    const bool still_told = told_;  // not if this process has entered the next group meanwhile
+    lock.unlock();
+    if (still_told && failed_) failed_("another rank has found that the group has failed");
   }
 }
 

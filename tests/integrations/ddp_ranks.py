@@ -22,6 +22,7 @@ from gradwire.torch import Hook, allreduce_hook
 from ddp_training import CONVOLUTIONS, RANK, WORLD, say, check, TASKS, Run, same_on_all_ranks
 import ddp_checkpoint
 import ddp_compress
+import ddp_elastic
 from ddp_failures import a_dead_peer_raises, a_peer_that_pauses_is_waited_for, a_silent_peer_raises
 from ddp_powersgd import a_zero_gradient_is_no_nan, powersgd_agrees_with_torch
 
@@ -241,7 +242,7 @@ def allreduce_without_ddp() -> None:
 SCENARIOS = [fp32_is_ddp_without_a_hook, powersgd_agrees_with_torch, a_zero_gradient_is_no_nan,
              a_checkpoint_continues_bit_for_bit, the_hook_does_not_block, other_dtypes_and_shapes, allreduce_without_ddp,
              a_peer_that_pauses_is_waited_for, a_silent_peer_raises, a_dead_peer_raises, *ddp_compress.SCENARIOS,
-             *ddp_checkpoint.SCENARIOS]
+             *ddp_checkpoint.SCENARIOS, *ddp_elastic.SCENARIOS]
 
 
 def main() -> None:

@@ -46,8 +46,8 @@ TASKS = {"resnet18": Task(lambda: resnet18(num_classes=10), 64, 4), "vit": Task(
          "resnet10": Task(lambda: ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10), 64, 4)}
 
 
-def batch_of(task: Task, step: int) -> Tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step * 1000 + RANK)
+def batch_of(task: Task, step: int, rank: int = RANK) -> Tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step * 1000 + rank)
     return (torch.randn(task.batch, 3, task.image, task.image, generator=generator),
             torch.randint(10, (task.batch,), generator=generator))
 

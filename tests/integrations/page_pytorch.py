@@ -48,6 +48,15 @@ def what_it_is_short_for(examples: List[str], _: str) -> None:
     trains(given)
 
 
+def without_the_dead(examples: List[str], _: str) -> None:
+    from gradwire.torch import compress
+    given = names(compress=compress)
+    given["ddp_model"] = given["DistributedDataParallel"](given["model"])
+    exec(examples[0], given)
+    trains(given)
+    assert given["hook"].ranks == [0, 1]
+
+
 def from_powersgd_hook(examples: List[str], _: str) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
@@ -103,6 +112,7 @@ def without_ddp(examples: List[str], address: str) -> None:
 SESSIONS = {
     "one line": Session(2, one_line, ["from gradwire.torch import compress", "hook.stats()", "torch.save("]),
     "what it is short for": Session(2, what_it_is_short_for, ["from gradwire.torch import Hook"]),
+    "going on without the dead": Session(2, without_the_dead, ['hook = compress(ddp_model, "int8", min_ranks=2)']),
     "from PyTorch's hook": Session(2, from_powersgd_hook, ["# before"]),
     # Its first example again, which a checkpoint needs.
     "torch.distributed.checkpoint": Session(

@@ -436,11 +436,13 @@ class Reducer(_Handle):
         values["description"] = values["description"].decode()
         return values
 
-    def save_state(self) -> bytearray:
-        """Residuals, factors and step count of this rank. docs/state-format.md has the layout."""
+    def save_state(self, memory: Optional[bytearray] = None) -> bytearray:
+        """Residuals, factors and step count of this rank. docs/state-format.md has the layout.
+
+        memory: an earlier result that is no longer needed; used again if it has the right size."""
         size = ctypes.c_size_t()
         _native.call("gw_reducer_state_size", self._handle, ctypes.byref(size))
-        state = bytearray(size.value)
+        state = memory if memory is not None and len(memory) == size.value else bytearray(size.value)
         buffer = (ctypes.c_char * len(state)).from_buffer(state)
         _native.call("gw_reducer_state_save", self._handle, buffer, len(state))
         return state

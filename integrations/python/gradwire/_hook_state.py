@@ -33,6 +33,11 @@ def _place_in(text: str) -> Optional[Place]:
     return Place(int(found[1]), int(found[2])) if found else None
 
 
+def at_place(identity: str, place: Place) -> str:
+    """`identity`, of a state, for another rank."""
+    return _RANK.sub(str(place), identity)
+
+
 def saved_as(spec: str) -> List[str]:
     """`spec` without residual=: states hold residuals in float32, whatever they are kept in."""
     method, _, options = spec.replace(":", ",", 1).partition(",")
@@ -132,7 +137,7 @@ def _merged(states: List[StateDict], with_residuals: bool, place: Place) -> Stat
                 raise _native.BadArgument(f"one rank sends nothing, and has no use for the residual of {name!r}: go on "
                                           "without the hook's state, which loses these residuals")
         tensors[name] = {"rows": first["rows"], "cols": first["cols"], "state": {} if place.world == 1 else kept}
-    identity = _RANK.sub(str(place), states[0]["identity"])
+    identity = at_place(states[0]["identity"], place)
     return {"version": 2, "identity": identity, "steps": states[0]["steps"], "spec": states[0]["spec"], "tensors": tensors}
 
 

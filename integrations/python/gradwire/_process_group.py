@@ -68,11 +68,11 @@ def _meeting(stack: contextlib.ExitStack, networks: List[str]) -> List[str]:
 
 
 def communicator(process_group: Any = None, device: "str | int" = "host",
-                 timeout_s: float = TIMEOUT_S) -> Communicator:
+                 timeout_s: float = TIMEOUT_S, shrinkable: bool = False) -> Communicator:
     """A communicator of the ranks of a torch.distributed process group (None: the default one). Collective.
 
     Rank 0 picks a free port and a secret, and broadcasts both through the process group, so nothing needs to be
-    configured.
+    configured. Others: as of Communicator.
     """
     rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
     if world == 1:
@@ -84,7 +84,8 @@ def communicator(process_group: Any = None, device: "str | int" = "host",
         if rank == 0:
             meeting = list(_meeting(stack, networks))
         dist.broadcast_object_list(meeting, src=_global_rank(process_group, 0), group=process_group)
-        comm = Communicator(meeting[0], rank, world, device=device, timeout_s=timeout_s, secret=meeting[1])
+        comm = Communicator(meeting[0], rank, world, device=device, timeout_s=timeout_s, secret=meeting[1],
+                            shrinkable=shrinkable)
     return comm
 
 

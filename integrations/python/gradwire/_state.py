@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import Dict, NamedTuple
+from typing import Dict, Iterator, NamedTuple, Tuple
 
 _HEADER = struct.Struct("<8sIIQqII")
 _TENSOR, _ENTRY = struct.Struct("<qqQQ"), struct.Struct("<8sQQ")
@@ -36,6 +36,23 @@ class State(NamedTuple):
     identity: str
     steps: int
     tensors: Dict[str, TensorState]
+
+
+def entries_of(blob: bytearray) -> Iterator[Tuple[str, str, str, memoryview]]:
+    """(tensor, kind, dtype, elements) of each entry of a gw_reducer_state_save, in its memory. Nothing is checked."""
+    view, at = memoryview(blob), _HEADER.size
+    count, identity_bytes = _HEADER.unpack_from(view)[-2:]
+    at += identity_bytes
+    for _ in range(count):
+        _, _, entry_count, name_bytes = _TENSOR.unpack_from(view, at)
+        at += _TENSOR.size + name_bytes
+        name = bytes(view[at - name_bytes:at]).decode()
+        for _ in range(entry_count):
+            dtype_bytes, elements, kind_bytes = _ENTRY.unpack_from(view, at)
+            at += _ENTRY.size + kind_bytes
+            dtype, kind = dtype_bytes.rstrip(b"\0").decode(), bytes(view[at - kind_bytes:at]).decode()
+            yield name, kind, dtype, view[at:at + _BYTES[dtype] * elements]
+            at += _BYTES[dtype] * elements
 
 
 def unpack(blob: "bytes | bytearray") -> State:

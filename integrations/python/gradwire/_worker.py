@@ -15,6 +15,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._jobs: "queue.Queue[Any]" = queue.Queue()  # of (job, future); None: stop
+        self.stopping = False  # a job that has failed must not try again
         self._thread = threading.Thread(target=self._run, name="gradwire", daemon=True)
         self._thread.start()
 
@@ -43,11 +44,13 @@ class Worker:
         return self._jobs.unfinished_tasks > 0
 
     def stop(self) -> None:
+        self.stopping = True
         self._jobs.put(None)
         self._thread.join(timeout=10)  # a daemon, so the process can exit even if it still waits for a peer
 
 
 def shut_down(worker: Worker, communicators: List[Communicator]) -> None:
+    worker.stopping = True
     for comm in communicators:
         if worker.busy and not comm.closed:
             comm.abort("the hook was closed in the middle of a step")

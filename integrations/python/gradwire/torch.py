@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from gradwire import _native
 from gradwire._core import Communicator, Reducer, memory_of
+from gradwire._elastic import Copies, Elastic, refuse_what_needs_all_ranks
 from gradwire._hook_state import Checkpoint, Place, as_list, for_rank, from_dict, to_dict
 from gradwire._process_group import TIMEOUT_S, communicator
 from gradwire._state import State, TensorState, pack, unpack
@@ -80,6 +81,7 @@ class _Bucket:
         self.addresses: Any = None
         self.element_size = element_size  # of its gradients, in bytes
         self.staging: Optional[torch.Tensor] = None  # a float32 copy, for buckets of another type
+        self.copies = Copies()  # filled where the hook can lose ranks
 
 
 def _matrix(parameter: torch.Tensor) -> Tuple[int, int]:
@@ -129,6 +131,8 @@ class Hook:
         that backward() raises with the text of gradwire.CommFailed.
     comm: a communicator to use instead of one for the process group.
     seed: for stochastic rounding.
+    min_ranks: when ranks die, the others go on without them as long as so many are left, and backward() returns the mean
+        over these. 0: backward() raises. On the host only; docs/for-pytorch.md has what it asks of DDP.
 
     Creating a hook is cheap; the communicator is created at the first gradient. Use one hook per model.
     Gradients are reduced as float32; buckets of other floating-point types are converted to float32 and back.
@@ -141,9 +145,14 @@ class Hook:
 
     def __init__(self, spec: str = "powersgd:rank=4", *, process_group: Any = None,
                  model: Optional[torch.nn.Module] = None, timeout_s: float = TIMEOUT_S,
-                 comm: Optional[Communicator] = None, seed: int = 0) -> None:
+                 comm: Optional[Communicator] = None, seed: int = 0, min_ranks: int = 0) -> None:
         with Communicator() as alone:  # a wrong spec must fail here, not in backward
             Reducer(alone, spec, []).close()
+        if min_ranks < 0 or (min_ranks > 0 and comm is not None):
+            raise _native.BadArgument(f"min_ranks={min_ranks}: " + ("the hook then makes its own communicators, so pass no comm"
+                                                                    if comm is not None else "at least 1, or 0 for none"))
+        if min_ranks > 0 and isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            refuse_what_needs_all_ranks(model)
         self.spec = spec
         self._process_group = process_group
         self._timeout_s = timeout_s
@@ -156,6 +165,7 @@ class Hook:
         self._buckets: Dict[int, _Bucket] = {}
         self._carried: Optional[State] = None  # state of tensors whose buckets do not exist yet
         self._failure: Optional[BaseException] = None
+        self._elastic = Elastic(min_ranks) if min_ranks > 0 else None
         self._side_stream: Any = None
         self._worker = Worker()
         self._communicators: List[Communicator] = []
@@ -192,6 +202,8 @@ class Hook:
                 raise failure
             return buffer
 
+        if self._elastic is not None:
+            return self._elastic.submit(self, entry, bucket, buffer, addresses).then(result)
         self._worker.submit(job, done)
         return done.then(result)
 
@@ -227,10 +239,27 @@ class Hook:
     def _communicator(self, buffer: torch.Tensor) -> Communicator:
         if self._comm is None:
             device: "str | int" = buffer.device.index if buffer.is_cuda else "host"
-            self._comm = communicator(self._process_group, device, self._timeout_s)
-            self._comm._finalizer.atexit = False  # shut_down() closes it, after the worker has stopped
-            self._communicators.append(self._comm)
-        return self._comm
+            elastic = self._elastic is not None
+            self._take_communicator(communicator(self._process_group, device, self._timeout_s, shrinkable=elastic))
+        return self._comm  # type: ignore[return-value]
+
+    def _take_communicator(self, comm: Communicator) -> None:
+        """In place of the one before, whose reducers are closed."""
+        comm._finalizer.atexit = False  # shut_down() closes it, after the worker has stopped
+        before, self._comm = self._comm, comm
+        self._communicators[:] = [comm]
+        if before is not None:
+            before.close()
+        elif self._elastic is not None:
+            self._elastic.ranks = list(range(comm.world))
+
+    @property
+    def ranks(self) -> List[int]:
+        """The ranks of the process group over which backward() averages: all, or with min_ranks those that are left."""
+        if self._elastic is not None and self._elastic.ranks:
+            return list(self._elastic.ranks)
+        place = self._place()
+        return list(range(place.world)) if place is not None else []
 
     # ---- Buckets -------------------------------------------------------------------------------------------
 
@@ -317,7 +346,8 @@ class Hook:
             identity, steps = self._carried.identity, self._carried.steps
         for index, entry in self._buckets.items():
             if which(index) and entry.reducer is not None:
-                state = unpack(entry.reducer.save_state())
+                kept = entry.copies.before if self._elastic is not None else None
+                state = unpack(kept if kept is not None else entry.reducer.save_state())
                 identity, steps = state.identity, state.steps
                 tensors.update(state.tensors)
         return State(identity, steps, tensors) if tensors else None
@@ -372,10 +402,12 @@ class Hook:
         return Place(dist.get_rank(self._process_group), dist.get_world_size(self._process_group))
 
     def __getstate__(self) -> Dict[str, Any]:
-        return {"spec": self.spec, "timeout_s": self._timeout_s, "seed": self._seed, "state": self.state_dict()}
+        return {"spec": self.spec, "timeout_s": self._timeout_s, "seed": self._seed, "state": self.state_dict(),
+                "min_ranks": self._elastic.min_ranks if self._elastic is not None else 0}
 
     def __setstate__(self, pickled: Dict[str, Any]) -> None:
-        self.__init__(pickled["spec"], timeout_s=pickled["timeout_s"], seed=pickled["seed"])  # type: ignore[misc]
+        self.__init__(pickled["spec"], timeout_s=pickled["timeout_s"], seed=pickled["seed"],  # type: ignore[misc]
+                      min_ranks=pickled.get("min_ranks", 0))
         self._carried = from_dict(pickled["state"])
 
     def check(self) -> None:
@@ -433,7 +465,7 @@ allreduce_hook.__annotations__ = {"state": Hook, "bucket": dist.GradBucket,
 
 
 def compress(model: torch.nn.Module, spec: str = "int8", *, timeout_s: float = TIMEOUT_S,
-             comm: Optional[Communicator] = None, seed: int = 0) -> Hook:
+             comm: Optional[Communicator] = None, seed: int = 0, min_ranks: int = 0) -> Hook:
     """Compresses what a DistributedDataParallel model sends: registers a Hook with it, and returns the hook.
 
     Call it once per model, on every rank with the same arguments, before the first backward; before or after
@@ -449,7 +481,8 @@ def compress(model: torch.nn.Module, spec: str = "int8", *, timeout_s: float = T
         raise _native.Unsupported(PYTHON_REDUCER)
     if getattr(ddp, "_comm_hooks", None):
         raise _native.BadArgument("the model has a communication hook already: DistributedDataParallel takes one")
-    hook = Hook(spec, process_group=ddp.process_group, model=ddp, timeout_s=timeout_s, comm=comm, seed=seed)
+    hook = Hook(spec, process_group=ddp.process_group, model=ddp, timeout_s=timeout_s, comm=comm, seed=seed,
+                min_ranks=min_ranks)
     try:
         ddp.register_comm_hook(hook, allreduce_hook)
     except RuntimeError as error:

@@ -1,0 +1,243 @@
+"""What lets the DDP hook go on when ranks die: docs/for-pytorch.md, "Going on without the dead".
+
+A step ends with an exchange in which each rank tells the others that it has all buckets' means. Only then are DDP's Futures
+done, so no rank has used a mean before. Where a call fails, the ranks that are left form a new group and compare how far
+they are. One that has heard from all others in that exchange may be a step ahead of one that has not: then every rank has the
+step's means, and the latter goes on, too. Otherwise all do the step's exchanges again, from the copies of gradients and states
+that they have made before them.
+"""
+from __future__ import annotations
+
+import logging
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+
+import torch
+
+from gradwire import _native
+from gradwire._core import Communicator
+from gradwire._hook_state import Place, at_place
+from gradwire._state import Entry, State, TensorState, entries_of, unpack
+
+_log = logging.getLogger("gradwire")
+_STEPS = 1 << 20  # step numbers are compared modulo this, because they are sent as float32
+
+
+class Copies:
+    """What a bucket's step is repeated from, in memory that is used again."""
+
+    def __init__(self) -> None:
+        self.gradients: Optional[torch.Tensor] = None
+        # The reducer's state before the step, which between steps is the state that it has. The reducer of a group that has
+        # failed can't say any more.
+        self.before: Optional[bytearray] = None
+        self.after: Optional[bytearray] = None  # and after it, for the next step
+
+
+class _Part(NamedTuple):
+    """A bucket in this step."""
+
+    entry: Any  # torch._Bucket
+    buffer: torch.Tensor
+    addresses: Any
+
+
+class Elastic:
+    """A hook's group of ranks, and its step, which runs on the hook's worker.
+
+    ranks: those that are left, as they are numbered in the process group.
+    """
+
+    def __init__(self, min_ranks: int) -> None:
+        self.min_ranks = min_ranks
+        self.ranks: List[int] = []
+        self._done: "torch.futures.Future[Any]" = torch.futures.Future()  # of the step, in DDP's thread
+        self._step = 0
+        self._parts: List[_Part] = []
+        self._exchanged = 0  # of the parts
+        self._has_all = False  # means of the step
+        self._finished = False
+        self._fresh = True  # no state from before this step
+        self._regroups = 0  # in this step, without losing anybody
+        self._norms: List[float] = []  # of the ranks' residuals after the last step
+        self._owed: Dict[str, torch.Tensor] = {}  # residuals of a rank that is alone, which has no other use for them
+
+    def submit(self, hook: Any, entry: Any, bucket: Any, buffer: torch.Tensor, addresses: Any) -> "torch.futures.Future[Any]":
+        """Queues a bucket; a Future of None or the step's failure, which is done after the step's last bucket."""
+        first, last = bucket.index() == 0, bucket.is_last()
+        if first:
+            self._done = torch.futures.Future()
+        part = _Part(entry, buffer, addresses)
+        hook._worker.submit(lambda: self._run(hook, part, first, last), self._done if last else torch.futures.Future())
+        return self._done
+
+    # ---- On the worker -------------------------------------------------------------------------------------
+
+    def _run(self, hook: Any, part: _Part, first: bool, last: bool) -> Optional[BaseException]:
+        if hook._failure is not None:
+            return hook._failure
+        try:
+            if first:
+                self._parts, self._exchanged, self._has_all, self._finished, self._regroups = [], 0, False, False, 0
+                self._fresh = self._step == 0 and hook._carried is None
+            self._keep_gradients(part)
+            while True:
+                try:
+                    self._exchange(hook, last)
+                    return None
+                except _native.CommFailed as error:
+                    self._regroup(hook, error)
+        except BaseException as error:  # DDP gets it from the Future
+            hook._failure = error
+            return error
+
+    def _keep_gradients(self, part: _Part) -> None:
+        self._parts.append(part)
+        copies = part.entry.copies
+        if copies.gradients is None or copies.gradients.shape != part.buffer.shape:
+            copies.gradients = torch.empty_like(part.buffer)
+        copies.gradients.copy_(part.buffer)
+
+    def _exchange(self, hook: Any, last: bool) -> None:
+        while self._exchanged < len(self._parts):
+            self._reduce(hook, self._parts[self._exchanged])
+            self._exchanged += 1
+        if last and not self._finished:
+            self._has_all = True
+            self._norms = self._exchange_norms(hook._comm)
+            self._finish()
+
+    def _reduce(self, hook: Any, part: _Part) -> None:
+        entry, copies = part.entry, part.entry.copies
+        if entry.reducer is None:
+            entry.reducer = hook._make_reducer(entry, part.buffer)
+        if copies.before is None:
+            copies.before = entry.reducer.save_state()
+        if self._owed:
+            self._pay(part)
+        hook._reduce(entry, part.buffer, part.addresses, 0)
+        copies.after = entry.reducer.save_state(copies.after)
+
+    def _exchange_norms(self, comm: Communicator) -> List[float]:
+        """Every rank has all means when this returns; [r]: the norm of rank r's residuals."""
+        squares = 0.0
+        for part in self._parts:
+            for _, kind, dtype, data in entries_of(part.entry.copies.after):
+                if kind == "residual" and dtype == "F32" and len(data) > 0:
+                    squares += float(torch.frombuffer(data, dtype=torch.float32).norm()) ** 2
+        norms = torch.zeros(comm.world)
+        norms[comm.rank] = squares ** 0.5
+        comm.allreduce_(norms, "fp32:schedule=tree", "sum", tag=f"the end of step {self._step}")
+        return [float(norm) for norm in norms]
+
+    def _finish(self) -> None:
+        for part in self._parts:
+            copies = part.entry.copies
+            copies.before, copies.after = copies.after, copies.before
+        self._step += 1
+        self._finished = True
+
+    # ---- After a failure -----------------------------------------------------------------------------------
+
+    def _regroup(self, hook: Any, cause: _native.CommFailed) -> None:
+        """Forms the group of the ranks that are left, in which the step goes on. Raises where that can't be."""
+        before, after = self._states(hook)
+        for entry in list(hook._buckets.values()):
+            if entry.reducer is not None:
+                entry.reducer.close()
+                entry.reducer = None
+        while True:
+            if hook._worker.stopping:
+                raise cause
+            world = hook._comm.world
+            try:
+                rest, survivors = hook._comm.shrink(hook._timeout_s)
+            except _native.CommFailed as error:
+                raise _native.CommFailed(f"{error} (which was tried because of this: {cause})") from cause
+            hook._take_communicator(rest)
+            self._regroups = 0 if rest.world < world else self._regroups + 1
+            if rest.world < self.min_ranks or self._regroups > 1:
+                why = f"; {rest.world} ranks are left, min_ranks is {self.min_ranks}" if rest.world < self.min_ranks else ""
+                rest.abort(f"{cause}{why}")
+                raise _native.CommFailed(f"{cause}{why}") from cause
+            self._go_on_with(survivors, world, rest, cause)
+            try:
+                done = self._others_have_all(rest)
+                break
+            except _native.CommFailed as error:  # another one is gone
+                cause = error
+        self._carry(hook, after if done else None if self._fresh else before, Place(rest.rank, rest.world))
+        if done:
+            self._finish()
+            return
+        self._exchanged, self._has_all = 0, False
+        for part in self._parts:
+            part.buffer.copy_(part.entry.copies.gradients)
+
+    def _states(self, hook: Any) -> Tuple[Optional[State], Optional[State]]:
+        """Of all parameters, before this step, and after it where this rank has all means."""
+        before = [hook._carried] if hook._carried is not None else []
+        before += [unpack(entry.copies.before) for entry in list(hook._buckets.values()) if entry.copies.before is not None]
+        after = [unpack(part.entry.copies.after) for part in self._parts] if self._has_all else []
+        return _joined(before), _joined(after)
+
+    def _others_have_all(self, comm: Communicator) -> bool:
+        """Whether every rank has the means of this rank's step: then nobody repeats it."""
+        mine = torch.tensor([float(self._step % _STEPS), float(self._has_all)])
+        everybody = torch.empty(2 * comm.world)
+        comm.all_gather(everybody, mine, "fp32", tag="how far the ranks are")
+        ahead = [(int(step) - self._step) % _STEPS == 1 for step in everybody[::2]]
+        here = [int(step) == self._step % _STEPS for step in everybody[::2]]
+        return self._has_all and (any(ahead) or all(h and bool(has) for h, has in zip(here, everybody[1::2])))
+
+    def _carry(self, hook: Any, state: Optional[State], place: Place) -> None:
+        """Leaves `state` to the reducers of the new group."""
+        self._owed = {}
+        if state is not None and place.world == 1:
+            for name, tensor in state.tensors.items():
+                residual = tensor.entries.get("residual")
+                if residual is not None and residual.data:
+                    self._owed[name] = torch.frombuffer(bytearray(residual.data), dtype=torch.float32)
+            state = state._replace(tensors={name: t._replace(entries={}) for name, t in state.tensors.items()})
+        hook._carried = state._replace(identity=at_place(state.identity, place)) if state is not None else None
+
+    def _pay(self, part: _Part) -> None:
+        """A rank that is alone adds its residuals to its gradients, so that nothing of them is lost."""
+        where = part.entry.staging if part.entry.staging is not None else part.buffer
+        for name, address in zip(part.entry.layout.names, part.addresses):
+            owed = self._owed.pop(name, None)
+            if owed is not None:
+                begin = (address - where.data_ptr()) // where.element_size()
+                part.buffer[begin:begin + owed.numel()] += owed
+
+    def _go_on_with(self, survivors: List[int], world: int, rest: Communicator, cause: _native.CommFailed) -> None:
+        gone = [rank for rank in range(world) if rank not in survivors]
+        if rest.rank == 0:
+            names = ", ".join(str(self.ranks[rank]) for rank in gone)
+            norm = sum(self._norms[rank] ** 2 for rank in gone) ** 0.5 if self._norms else 0.0
+            lost = f"; their residuals, of norm {norm:.4g}, are lost" if norm > 0 else ""
+            _log.warning("%s in step %d; %d of %d ranks go on%s. The cause: %s",
+                         f"lost rank{'s' if len(gone) > 1 else ''} {names}" if gone else "a call failed", self._step, rest.world, world, lost, cause)
+        self.ranks = [self.ranks[rank] for rank in survivors]
+        self._norms = [self._norms[rank] for rank in survivors] if self._norms else []
+
+
+def _joined(states: List[State]) -> Optional[State]:
+    tensors: Dict[str, TensorState] = {}
+    for state in states:
+        tensors.update(state.tensors)
+    return State(states[0].identity, states[0].steps, tensors) if tensors else None
+
+
+def refuse_what_needs_all_ranks(ddp: Any) -> None:
+    """Raises BadArgument where DDP itself communicates in every step, over its process group, which cannot lose ranks."""
+    modules: List[Any] = list(ddp.modules())
+    remedies = []
+    if ddp.broadcast_buffers and any(True for _ in ddp.buffers()):
+        remedies.append("forward_sync_buffers=False" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers=False")
+    if ddp.find_unused_parameters:
+        remedies.append("find_unused_parameters=False")
+    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in modules):
+        remedies.append("BatchNorm in place of SyncBatchNorm")
+    if remedies:
+        raise _native.BadArgument("with min_ranks, nothing in a step may use the process group, which cannot lose ranks: use "
+                                  + " and ".join(remedies))

@@ -1,0 +1,325 @@
+"""Hooks with min_ranks: ranks die, stop, or fail for a moment, and the others go on in the same process."""
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any, Callable, List, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.torch import Hook, compress
+
+from ddp_training import RANK, TASKS, WORLD, Run, batch_of, check, say
+
+# Named schedules, because bits are compared.
+SPECS = ("fp32:schedule=two_shot", "int8:schedule=ring", "powersgd:rank=2,schedule=two_shot")
+
+
+class Said(logging.Handler):
+    """What the hooks of this process have logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: List[str] = []
+        logging.getLogger("gradwire").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def new_run(spec: str, min_ranks: int, timeout_s: float = 60) -> Run:
+    """With its hook as run.hook."""
+    torch.manual_seed(7)
+    model = TASKS["vit"].build()
+    hook = Hook(spec, model=model, min_ranks=min_ranks, timeout_s=timeout_s)
+    run = Run(TASKS["vit"], hook, model=model, bucket_cap_mb=0.25)
+    run.hook = hook  # type: ignore[attr-defined]
+    return run
+
+
+def over_survivors(hook: Hook, tensor: torch.Tensor) -> torch.Tensor:
+    """The sum."""
+    return hook._comm.allreduce_(tensor.clone(), "fp32", "sum") if hook._comm.world > 1 else tensor  # type: ignore[union-attr]
+
+
+def residuals(hook: Hook, like: nn.Module) -> torch.Tensor:
+    """Of all parameters, zeros where there are none."""
+    tensors = hook.state_dict()["tensors"]
+    parts = []
+    for name, p in like.named_parameters():
+        kept = tensors[name]["state"].get("residual") if name in tensors else None
+        parts.append(kept.float() if kept is not None and kept.numel() > 0 else torch.zeros(p.numel()))
+    return torch.cat(parts)
+
+
+def same_weights(run: Any) -> None:
+    mine, comm = run.parameters(), run.hook._comm
+    everybody = torch.empty(comm.world * mine.numel())
+    comm.all_gather(everybody, mine, "fp32")
+    check(all(torch.equal(mine, other) for other in everybody.view(comm.world, -1)), f"weights differ among ranks {run.hook.ranks}")
+
+
+def step_without_loss(run: Any, number: int, counts: Sequence[int] = ()) -> None:
+    """A step, which may lose ranks. Of the gradients and residuals of those that are left nothing may be lost.
+
+    counts: ranks without residuals that die in it, but not before all had the means, to which they belong."""
+    hook, alone = run.hook, copy.deepcopy(run.model)
+    before = residuals(hook, alone)
+
+    def gradient(rank: int) -> torch.Tensor:
+        alone.zero_grad()
+        images, labels = batch_of(run.task, number, rank)
+        nn.functional.cross_entropy(alone(images), labels).backward()
+        return torch.cat([p.grad.flatten() for p in alone.parameters()])
+
+    own, theirs = gradient(RANK), [gradient(rank) for rank in counts]
+    run.step(number)
+    wanted = over_survivors(hook, own + before) + sum(theirs)
+    found = (len(hook.ranks) + len(counts)) * run.gradients() + over_survivors(hook, residuals(hook, alone))
+    off = float((found - wanted).norm() / wanted.norm())
+    check(off < 1e-5, f"{hook.spec}, step {number}: {off:.1e} of the gradients and residuals of ranks {hook.ranks} is lost")
+
+
+def ranks_that_die_are_gone_on_without() -> None:
+    """One after another, rank 0 too, until one is left: between steps, in a bucket, and before a step's end."""
+    check(WORLD == 5, "this scenario needs 5 ranks")
+    said = Said()
+    runs = [new_run(spec, min_ranks=1) for spec in SPECS]
+    for number in range(2):  # before its second step, DDP itself communicates with all ranks
+        for run in runs:
+            step_without_loss(run, number)
+    # Step: the rank, in which run and how.
+    deaths = {2: (4, 2, "between"), 4: (0, 1, "bucket"), 6: (3, 0, "end"), 8: (1, 1, "bucket")}
+    left = list(range(WORLD))
+    for number in range(2, 11):
+        for k, run in enumerate(runs):
+            who, where, how = deaths.get(number, (-1, 0, ""))
+            if who == RANK and where == k:
+                if how == "between":
+                    os._exit(0)
+                dies_in(run.hook, how)  # type: ignore[attr-defined]
+            if where == k and who >= 0:
+                left.remove(who)
+            step_without_loss(run, number, [who] if k == where and how == "end" else [])
+            if k == where or who < 0:
+                check(run.hook.ranks == left, f"step {number}: ranks {run.hook.ranks}, not {left}")  # type: ignore[attr-defined]
+            if len(left) > 1:
+                same_weights(run)
+    check(left == [2], f"{left} are left")
+    for run in runs:
+        check(run.hook.stats()["steps"] == 11, f"{run.hook.stats()['steps']} steps")  # type: ignore[attr-defined]
+    lost = [line for line in said.lines if line.startswith("lost rank")]
+    check(len(lost) == 3, f"rank 2 leads when it is alone: {said.lines}")
+    check(all("1 of 2 ranks go on" in line for line in lost), str(lost))
+    print(f"of 5 ranks, 4 died one after another; the last one trained on with {', '.join(SPECS)}; it said: {lost[1]}", flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # torch's own group would wait for the dead ranks
+
+
+def dies_in(hook: Hook, how: str) -> None:
+    """In this rank's next step: at its third bucket, or where it would tell the others that it has all means."""
+    if how == "end":
+        hook._elastic._exchange_norms = lambda comm: os._exit(0)  # type: ignore[union-attr,assignment]
+        return
+    reduce, calls = hook._reduce, []
+
+    def dying(*arguments: Any) -> None:
+        calls.append(0)
+        if len(calls) == 3:
+            os._exit(0)
+        reduce(*arguments)
+
+    hook._reduce = dying  # type: ignore[method-assign]
+
+
+def what_a_dead_rank_held_is_said() -> None:
+    said = Said()
+    run: Any = new_run("int4:schedule=ring", min_ranks=2)
+    for number in range(3):
+        run.step(number)
+    norm = residuals(run.hook, run.model).norm().view(1)
+    dist.broadcast(norm, WORLD - 1)
+    if RANK == WORLD - 1:
+        os._exit(0)
+    step_without_loss(run, 3)
+    same_weights(run)
+    if RANK == 0:
+        check(len(said.lines) == 1 and f"lost rank {WORLD - 1} in step 3; {WORLD - 1} of {WORLD} ranks go on" in said.lines[0], str(said.lines))
+        check(f"of norm {float(norm):.4g}, are lost" in said.lines[0], f"not {float(norm):.4g}: {said.lines}")
+        print(said.lines[0], flush=True)
+    # Fewer than min_ranks are left.
+    if RANK == WORLD - 2:
+        os._exit(0)
+    if WORLD == 3:
+        for attempt in range(2):
+            try:
+                run.step(4)
+                check(False, "one rank went on, though min_ranks is 2")
+            except RuntimeError as error:
+                check("min_ranks is 2" in str(error) and f"rank {WORLD - 2}" in str(error), str(error))
+        run.hook.close()
+    dist.destroy_process_group()  # does not wait for the dead
+    sys.exit(0)
+
+
+def failures_that_pass_change_nothing() -> None:
+    """Nobody is lost: then the bits are those of a run without failures, also where ranks are a step apart."""
+    for spec in SPECS:
+        results = []
+        for disturbed in (False, True):
+            run: Any = new_run(spec, min_ranks=1)
+            for number in range(8):
+                if disturbed and RANK == number % WORLD:
+                    if number in (0, 2, 3):
+                        fails_once(run.hook, "bucket")
+                    elif number in (4, 6):
+                        fails_once(run.hook, "end")
+                run.step(number)
+                if number not in (4, 6):  # after which the group has failed
+                    same_weights(run)
+            results.append(torch.cat([run.parameters(), residuals(run.hook, run.model)]))
+            check(run.hook.ranks == list(range(WORLD)), f"ranks {run.hook.ranks}")
+            check(run.hook.stats()["steps"] == 8, f"{run.hook.stats()['steps']} steps")
+            run.hook.close()
+        off = float((results[0] - results[1]).abs().max())
+        check(off == 0, f"{spec}: failures that lost nobody changed weights or residuals by {off:.1e}")
+    say(f"five failures without a death, two of them after a step's last exchange: the same bits, {', '.join(SPECS)}")
+
+
+def fails_once(hook: Hook, where: str) -> None:
+    """In this rank's next step its communicator fails: at the second bucket, or when all others have done with the step."""
+    name, owner = ("_reduce", hook) if where == "bucket" else ("_exchange_norms", hook._elastic)
+    call, calls = getattr(owner, name), []
+
+    def failing(*arguments: Any) -> Any:
+        calls.append(0)
+        if where == "bucket" and len(calls) < 2:
+            return call(*arguments)
+        setattr(owner, name, call)
+        if where == "end":
+            call(*arguments)
+            time.sleep(0.3)  # the others go on to their next step
+        hook._comm.abort("a test")  # type: ignore[union-attr]
+        raise gradwire.CommFailed("a test")
+
+    setattr(owner, name, failing)
+
+
+def a_failure_that_stays_is_raised() -> None:
+    run: Any = new_run("bf16", min_ranks=1)
+    run.step(0)
+    run.step(1)
+    if RANK == 0:
+        def failing(*_: Any) -> None:
+            run.hook._comm.abort("the disk is full")
+            raise gradwire.CommFailed("the disk is full")
+
+        run.hook._reduce = failing
+    for _ in range(2):
+        try:
+            run.step(2)
+            check(False, "a step was done without rank 0")
+        except RuntimeError as error:
+            check("the disk is full" in str(error), str(error))
+    run.hook.close()
+    say("a failure that comes again though nobody is lost: raised on all ranks")
+
+
+def a_stopped_rank_is_gone_on_without() -> None:
+    check(WORLD == 3, "this scenario needs 3 ranks")
+    run: Any = new_run("int8", min_ranks=2, timeout_s=2)
+    for number in range(3):
+        run.step(number)
+    if RANK == 2:
+        subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            run.step(3)
+            check(False, "a rank that was left out went on")
+        except RuntimeError as error:
+            print(f"rank 2: {error}", flush=True)
+    else:
+        for number in range(3, 6):
+            step_without_loss(run, number)
+            same_weights(run)
+        check(run.hook.ranks == [0, 1], f"ranks {run.hook.ranks}")
+        time.sleep(3)  # there to tell rank 2
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def ranks_that_die_at_random_moments() -> None:
+    """All but two, at any moment of small steps; `seed=N` on the command line draws others."""
+    given = [int(argument[5:]) for argument in sys.argv if argument.startswith("seed=")]
+    draw = random.Random(given[0] if given else 1)
+    dying = draw.sample(range(WORLD), WORLD - 2)
+    moments = {rank: (draw.randrange(2, 20), draw.uniform(0, 0.02)) for rank in dying}  # a step, and s after it has begun
+    if draw.random() < 0.5:  # two at once
+        moments[dying[0]] = moments[dying[1]]
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.005)
+    hook = compress(ddp, draw.choice(["fp32", "int8", "powersgd:rank=1"]), min_ranks=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(RANK)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        ddp(torch.randn(8, 32, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+    for number in range(60):
+        if number == moments.get(RANK, (-1, 0))[0]:
+            threading.Timer(moments[RANK][1], lambda: os._exit(0)).start()
+        step()
+        if number == 30 and RANK in moments:
+            time.sleep(60)  # it dies soon
+    check(sorted(set(range(WORLD)) - moments.keys()) == hook.ranks, f"ranks {hook.ranks} are left, {moments} died")
+    check(hook.stats()["steps"] == 60, f"{hook.stats()['steps']} steps")
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+    everybody = torch.empty(2 * mine.numel())
+    hook._comm.all_gather(everybody, mine, "fp32")  # type: ignore[union-attr]
+    check(torch.equal(*everybody.view(2, -1)), "the two that are left have different weights")
+    print(f"rank {RANK}: {WORLD - 2} ranks died at random moments; 60 steps with {hook.spec}", flush=True)
+    os._exit(0)
+
+
+def what_needs_all_ranks_is_refused() -> None:
+    def refused(what: Callable[[], Any], word: str) -> None:
+        try:
+            what()
+        except gradwire.BadArgument as error:
+            check(word in str(error), f"{word!r} is not in: {error}")
+            return
+        check(False, f"accepted, though {word}")
+
+    def normalized() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    today = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if today else "broadcast_buffers"
+    refused(lambda: compress(DistributedDataParallel(normalized()), "int8", min_ranks=2), f"{name}=False")
+    compress(DistributedDataParallel(normalized(), **{name: False}), "int8", min_ranks=2).close()
+    refused(lambda: compress(DistributedDataParallel(nn.Linear(4, 4), find_unused_parameters=True), min_ranks=2),
+            "find_unused_parameters=False")
+    refused(lambda: Hook("int8", min_ranks=2, comm=gradwire.Communicator()), "pass no comm")
+    refused(lambda: Hook("int8", min_ranks=-1), "at least 1")
+    check(compress(DistributedDataParallel(nn.Linear(4, 4))).ranks == list(range(WORLD)), "hook.ranks without min_ranks")
+    say("what would use the process group in every step is refused")
+
+
+SCENARIOS: List[Callable[[], None]] = [
+    what_needs_all_ranks_is_refused, failures_that_pass_change_nothing, a_failure_that_stays_is_raised, a_stopped_rank_is_gone_on_without,
+    ranks_that_die_are_gone_on_without, what_a_dead_rank_held_is_said, ranks_that_die_at_random_moments]
