@@ -7,6 +7,7 @@
 #   make test-frameworks   the Python tests on today's PyTorch, beside Debian's; installs it in build/
 #   make faults   the fault matrix of docs/faults.md, and 200 runs with a killed rank
 #   make faults-soak   random faults of every kind for 10 minutes; SOAK_S=SECONDS, SOAK_SEED=N for others
+#   make elastic-soak  runs whose ranks are killed and stopped, and which others join, at random, just as long
 #   make fuzz     libFuzzer on the readers of files and messages, a minute each; FUZZ_FLAGS="600 store" for more of one
 #   make bench    benchmarks
 #   make bench-check  compare this build with the goals and the published numbers in
@@ -29,7 +30,7 @@ FUZZ_FLAGS ?=
 SOAK_S ?= 600
 SOAK_SEED ?= 1
 
-.PHONY: build build-tests demo test test-quick test-frameworks faults faults-soak fuzz bench bench-check host-check experiments \
+.PHONY: build build-tests demo test test-quick test-frameworks faults faults-soak elastic-soak fuzz bench bench-check host-check experiments \
   gpu-check machine-code bundle wheel deb setup format clean
 
 build: setup
@@ -65,6 +66,12 @@ faults-soak: setup
 	@cmake --build --preset release --target processes_tests
 	@GRADWIRE_SOAK_S=$(SOAK_S) GRADWIRE_SOAK_SEED=$(SOAK_SEED) build/bin/processes_tests \
 	  --gtest_filter='TcpFaults.AnyFault*' --gtest_brief=1
+
+elastic-soak: setup
+	@scripts/configure.sh release
+	@cmake --build --preset release --target processes_tests
+	@GRADWIRE_SOAK_S=$(SOAK_S) GRADWIRE_SOAK_SEED=$(SOAK_SEED) build/bin/processes_tests \
+	  --gtest_filter='Elastic.WhateverRanks*' --gtest_brief=1
 
 fuzz: setup
 	@scripts/fuzz.sh $(FUZZ_FLAGS)

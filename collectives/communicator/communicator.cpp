@@ -27,6 +27,10 @@ std::unique_ptr<Communicator> Communicator::create_tcp(const TcpOptions& options
   return std::make_unique<Communicator>(make_tcp_transport(options));
 }
 
+std::unique_ptr<Communicator> Communicator::join_tcp(const TcpOptions& options, const Doors& doors) {
+  return std::make_unique<Communicator>(join_tcp_transport(options, doors));
+}
+
 std::unique_ptr<Communicator> Communicator::create_nccl(const NcclOptions& options) {
   return std::make_unique<Communicator>(make_nccl_transport(options));
 }
@@ -102,6 +106,10 @@ std::unique_ptr<Communicator> Communicator::shrink(const std::vector<int>& exclu
 std::unique_ptr<Communicator> Communicator::regroup(std::chrono::milliseconds timeout,
                                                     std::vector<int>& survivors) {
   return std::make_unique<Communicator>(transport_->regroup(timeout, survivors));
+}
+std::unique_ptr<Communicator> Communicator::grow() {
+  auto grown = transport_->grow();
+  return grown ? std::make_unique<Communicator>(std::move(grown)) : nullptr;
 }
 std::unique_ptr<Communicator> Communicator::split(int color, int key) {
   const Stream stream = device().is_host() ? Stream::immediate_host() : Stream::create(device(), "set-up");

@@ -14,6 +14,7 @@
 
 namespace gradwire {
 
+struct Doors;
 struct TcpOptions;
 struct NcclOptions;
 class Transport;
@@ -27,6 +28,8 @@ class Communicator {
   // One rank of a group of processes, on the host. Blocks until all ranks have joined; throws CommError at
   // the timeout. See transport/tcp.h.
   static std::unique_ptr<Communicator> create_tcp(const TcpOptions& options);
+  // A new rank of a group that is running: see transport/tcp.h.
+  static std::unique_ptr<Communicator> join_tcp(const TcpOptions& options, const Doors& doors);
   // One rank of a group of processes, on a GPU. Blocks until all ranks have joined; throws CommError at the
   // timeout. See transport/nccl.h.
   static std::unique_ptr<Communicator> create_nccl(const NcclOptions& options);
@@ -83,6 +86,9 @@ class Communicator {
   // The ranks that are left of a failed group, who find out by themselves who they are: see Transport::regroup().
   // TCP only, if it was created `shrinkable`. Afterwards this communicator can only be destroyed.
   std::unique_ptr<Communicator> regroup(std::chrono::milliseconds timeout, std::vector<int>& survivors);
+  // These ranks and those that wait to join, as a new group, or null: see Transport::grow(). TCP only, if it was created
+  // `shrinkable`. After a success this communicator can only be destroyed.
+  std::unique_ptr<Communicator> grow();
   // The ranks that pass the same `color`, ordered by `key`, then by their rank here, as a group of their own; null for
   // a rank with a negative color. Collective, and blocks. The new group does not hear of this one's failures.
   std::unique_ptr<Communicator> split(int color, int key);

@@ -67,22 +67,6 @@ Meeting parse_meeting(const std::string& text) {
   return meeting;
 }
 
-// Renames a scratch file, which only this user can read, into place, so that other ranks see the whole file or
-// none.
-void write_file(const std::string& path, const std::string& text) {
-  std::string scratch = fmt::format("{}.{}", path, getpid());
-  std::remove(scratch.c_str());
-  Socket file(open(scratch.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));  // closes any descriptor
-  const bool written =
-      file && write(file.fd(), text.data(), text.size()) == static_cast<ssize_t>(text.size());
-  file.close();
-  if (!written || std::rename(scratch.c_str(), path.c_str()) != 0) {
-    std::remove(scratch.c_str());
-    throw BadInput(fmt::format(
-        "rendezvous file {} cannot be written; name a file in a folder that all ranks share", path));
-  }
-}
-
 std::string read_file(const std::string& path) {
   std::ifstream file(path);
   return {std::istreambuf_iterator<char>(file), {}};
@@ -90,7 +74,7 @@ std::string read_file(const std::string& path) {
 
 Board file_board(const std::string& path) {
   return {.address = "",
-          .publish = [path](const std::string& text) { write_file(path, text); },
+          .publish = [path](const std::string& text) { write_private_file(path, text); },
           .read = [path] { return read_file(path); }};
 }
 
@@ -111,6 +95,20 @@ void check_secrecy(const GroupOptions& options, const Endpoint& endpoint) {
 }
 
 }  // namespace
+
+void write_private_file(const std::string& path, const std::string& text) {
+  std::string scratch = fmt::format("{}.{}", path, getpid());
+  std::remove(scratch.c_str());
+  Socket file(open(scratch.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));  // closes any descriptor
+  const bool written =
+      file && write(file.fd(), text.data(), text.size()) == static_cast<ssize_t>(text.size());
+  file.close();
+  if (!written || std::rename(scratch.c_str(), path.c_str()) != 0) {
+    std::remove(scratch.c_str());
+    throw BadInput(fmt::format(
+        "{} cannot be written; name a file in a folder that exists, and that all ranks share", path));
+  }
+}
 
 Membership::Membership(const GroupOptions& options) : options_(options) {
   const std::string& rendezvous = options.rendezvous;

@@ -34,29 +34,16 @@ constexpr const char* kAsk = "ask";    // whether it lives
 constexpr const char* kAgain = "again";    // another rank leads now
 constexpr const char* kMissed = "missed";  // the group went on without the caller
 
-std::string purpose_of(const std::string& name) {
-  return "reunion " + name;
+// What understand() reads: the name, the ranks, how many have joined, the contact of each, and the meeting.
+std::string text_of(const Reunion::Survivors& survivors) {
+  std::string text =
+      fmt::format("{}\n{}\n{}\n", survivors.name, fmt::join(survivors.ranks, " "), survivors.joined.size());
+  for (const std::string& contact : survivors.joined) text += contact + "\n";
+  return text + survivors.meeting;
 }
 
 bool contains(const std::vector<int>& ranks, int rank) {
   return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
-}
-
-// One frame, at the front of `bytes` or still to come; nothing at the deadline, or when the peer hangs up, which closes
-// `socket`. Throws CommError on garbage.
-std::optional<StoreMessage> receive(Socket& socket, std::string& bytes, SteadyClock::time_point deadline) {
-  while (true) {
-    if (auto message = StoreMessage::decode(bytes)) return message;
-    if (!wait_readable(socket.fd(), deadline)) return std::nullopt;
-    char chunk[1024];
-    const ssize_t n = recv(socket.fd(), chunk, sizeof chunk, 0);
-    if (n > 0) {
-      bytes.append(chunk, static_cast<size_t>(n));
-    } else if (n == 0 || (errno != EAGAIN && errno != EINTR)) {
-      socket.close();
-      return std::nullopt;
-    }
-  }
 }
 
 // Runs `work(i)` for all i below n at the same time. Throws what one of them threw.
@@ -160,6 +147,7 @@ void Reunion::serve_callers() {
     if (!socket) break;
     callers_.push_back({std::move(*socket), std::make_unique<Challenge>(credentials_), "", -1});
   }
+  have_newcomers_wait();
   // The oldest that has proved nothing makes way.
   const size_t most = kMostStrangers + 2 * contacts_.size();
   while (static_cast<size_t>(std::count_if(callers_.begin(), callers_.end(),
@@ -192,6 +180,7 @@ void Reunion::answer(Caller& c, const StoreMessage& message) {
   std::istringstream words(message.value);
   int rank = -1, number = -1;
   std::string name;
+  if (message.op == Op::hello && message.key == kKnock) return hear(c, message.value);
   if (message.op != Op::hello || !(words >> rank >> number >> name) || rank < 0) return c.socket.close();
   const auto reply = [&](Op op, const char* key, const std::string& text) {
     send_all(c.socket, StoreMessage{op, 0, key, text}.encode(), SteadyClock::now() + kPatience);
@@ -245,12 +234,16 @@ Reunion::Call Reunion::call(int rank, const char* what) {
 
 Reunion::Survivors Reunion::understand(const std::string& text) const {
   std::istringstream lines(text);
-  std::string ranks;
+  std::string ranks, joined;
   Survivors survivors;
   std::getline(lines, survivors.name);
   std::getline(lines, ranks);
   std::istringstream numbers(ranks);
   for (int r; numbers >> r;) survivors.ranks.push_back(r);
+  std::getline(lines, joined);
+  for (int left = std::atoi(joined.c_str()); left > 0 && std::getline(lines, joined); --left) {
+    survivors.joined.push_back(joined);
+  }
   survivors.meeting.assign(std::istreambuf_iterator<char>(lines), {});
   const auto& all = survivors.ranks;
   if (survivors.name.empty() || !contains(all, rank_) || !std::is_sorted(all.begin(), all.end()) ||
@@ -268,7 +261,7 @@ std::optional<Reunion::Survivors> Reunion::follow(int leader, Socket socket,
   std::string bytes;
   while (true) {
     const auto now = SteadyClock::now();
-    const auto message = receive(socket, bytes, std::min(deadline, now + kPatience));
+    const auto message = receive_message(socket, bytes, std::min(deadline, now + kPatience));
     if (message && message->op == Op::ok) return understand(message->value);
     if (message && message->key == kMissed)
       throw CommError(fmt::format("rank {}: {}", rank_, message->value));
@@ -359,7 +352,7 @@ std::optional<Reunion::Survivors> Reunion::lead(std::set<int> silent, std::set<i
     at_once(ask.size(), [&](size_t i) {
       Call called = call(ask[i], kAsk);
       std::string bytes;
-      if (called.socket) replies[i] = receive(called.socket, bytes, SteadyClock::now() + kPatience);
+      if (called.socket) replies[i] = receive_message(called.socket, bytes, SteadyClock::now() + kPatience);
       presence[i] = called.presence == Presence::here && !replies[i] ? Presence::silent : called.presence;
     });
     for (size_t i = 0; i < ask.size(); ++i) {
@@ -406,7 +399,7 @@ void Reunion::publish(Survivors survivors, const std::string& meeting) {
 void Reunion::adopt(const Survivors& survivors) {
   std::lock_guard lock(mutex_);
   last_ = survivors.ranks;
-  last_text_ = fmt::format("{}\n{}\n{}", survivors.name, fmt::join(last_, " "), survivors.meeting);
+  last_text_ = text_of(survivors);
   ++number_;
   before_ = std::exchange(name_, survivors.name);
   for (Caller& c : callers_) {
@@ -419,6 +412,7 @@ void Reunion::adopt(const Survivors& survivors) {
   std::erase_if(callers_, [](const Caller& c) { return !c.socket; });
   std::vector<std::string> contacts;
   for (const int r : last_) contacts.push_back(contacts_[static_cast<size_t>(r)]);
+  contacts.insert(contacts.end(), survivors.joined.begin(), survivors.joined.end());
   contacts_ = std::move(contacts);
   rank_ = static_cast<int>(std::find(last_.begin(), last_.end(), rank_) - last_.begin());
   follows_ = false;

@@ -11,8 +11,14 @@
 // half of them and the lowest. A rank that was itself stopped, so that the others may have gone on without it and
 // ended, takes nobody for gone. Each group has a number and a random name, so members of two can tell that they are.
 // The listener outlives the group: a rank that was left out is told so when it calls.
+//
+// New ranks come through the same listener (newcomer.h has their side). They knock at any rank; the lowest keeps them
+// waiting, the others send them there. Between two calls of the group it invites those that still answer, and all
+// together form a group of which the newcomers are the highest ranks. Who finds out late that the others have grown is
+// told as after a failure.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -49,6 +55,8 @@ class Reunion {
     std::vector<int> ranks;    // of the group before, ascending; the first leads
     std::string name = {};     // of the new group
     std::string meeting = {};  // where its store is; the leader has to publish() it
+    // Contacts of new ranks that follow them. Then the group has formed, and failed, before this rank heard of it.
+    std::vector<std::string> joined = {};
   };
   // Collective over the survivors. On the leader, followed by publish(). Throws CommError when this rank was left out,
   // when too few answer, or when those who answer do not all call it by the deadline.
@@ -56,14 +64,51 @@ class Reunion {
   // Tells the survivors, for whom this also begins the new group.
   void publish(Survivors survivors, const std::string& meeting);
 
+  // ---- New ranks
+
+  // From here on newcomers may wait, as long as there are fewer than `most` ranks with them. `judge` is given what a
+  // newcomer says of itself, and returns why it is refused, or ""; a thread of this object calls it.
+  void open_door(int most, std::function<std::string(const std::string& about)> judge);
+  // Tells those who wait that the run has ended.
+  void close_door();
+  // How many wait, here. Any thread may ask.
+  int waiting() const { return waiting_; }
+  // What a newcomer needs to find the group: the contacts of its ranks, a line each.
+  std::string contacts() const;
+  struct Newcomer {
+    std::string contact;
+    Socket socket;
+  };
+  // Those that wait and still answer, for the lowest rank. Takes at most kPatience.
+  std::vector<Newcomer> invite();
+  // A group `name` of this one's ranks and then `joined` has formed. Followed by enter().
+  void grow(const std::string& name, const std::vector<std::string>& joined);
+  // For a newcomer, before its first enter(): the group is `name`, and there were `number` before it.
+  void begin(int number, const std::string& name);
+  // How many groups there were before this one.
+  int number() const;
+
+  // Keys of what passes between a newcomer and a rank.
+  static constexpr const char* kKnock = "knock";  // newcomer: its contact, a line; and what it says of itself
+  static constexpr const char* kWait = "wait";    // rank, each second
+  static constexpr const char* kCome = "come";    // rank: does it still answer? Newcomer: it does
+  static constexpr const char* kJoin = "join";    // rank: the invitation
+  static constexpr const char* kElsewhere = "elsewhere";  // rank: the contact of the one to ask
+  static constexpr const char* kUnwelcome = "unwelcome";  // rank: why
+
+  const std::string& key() const { return credentials_.key; }
+
   static constexpr std::chrono::milliseconds kPatience{1000};  // with a rank that does not answer
+  // What listeners' handshakes are for.
+  static std::string purpose_of(const std::string& name) { return "reunion " + name; }
 
  private:
   struct Caller {
     Socket socket;
     std::unique_ptr<Challenge> challenge;  // until it is met
     std::string in;
-    int rank = -1;  // once it waits to be told who is left
+    int rank = -1;              // once it waits to be told who is left
+    std::string newcomer = {};  // its contact, once it waits to join
   };
   enum class Presence { here, silent, gone };
   struct Call {
@@ -75,6 +120,8 @@ class Reunion {
   void serve_callers();
   void listen_to(Caller& caller);
   void answer(Caller& caller, const StoreMessage& message);
+  void hear(Caller& newcomer, const std::string& text);
+  void have_newcomers_wait();
   void send_away();
   Call call(int rank, const char* what);
   std::optional<Survivors> follow(int leader, Socket socket, SteadyClock::time_point deadline);
@@ -105,6 +152,10 @@ class Reunion {
   bool stopped_for_long_ = false;      // others may have taken this rank for dead
   SteadyClock::time_point ticked_at_ = SteadyClock::now();  // when the thread was last seen to run
   bool stop_ = false;
+  int most_ = 0;  // ranks, with newcomers
+  std::function<std::string(const std::string&)> judge_;
+  SteadyClock::time_point told_to_wait_at_ = {};
+  std::atomic<int> waiting_ = 0;
   std::thread thread_;
 };
 

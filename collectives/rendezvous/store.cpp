@@ -75,6 +75,22 @@ std::optional<StoreMessage> StoreMessage::decode(std::string& bytes) {
   return m;
 }
 
+std::optional<StoreMessage> receive_message(Socket& socket, std::string& bytes,
+                                            SteadyClock::time_point deadline) {
+  while (true) {
+    if (auto message = StoreMessage::decode(bytes)) return message;
+    if (!wait_readable(socket.fd(), deadline)) return std::nullopt;
+    char chunk[1024];
+    const ssize_t n = recv(socket.fd(), chunk, sizeof chunk, 0);
+    if (n > 0) {
+      bytes.append(chunk, static_cast<size_t>(n));
+    } else if (n == 0 || (errno != EAGAIN && errno != EINTR)) {
+      socket.close();
+      return std::nullopt;
+    }
+  }
+}
+
 std::string RollCall::encode() const {
   std::string text;
   for (const Entry& entry : ranks) text += static_cast<char>(entry.presence) + one_line(entry.state) + "\n";

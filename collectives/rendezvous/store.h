@@ -55,6 +55,11 @@ struct StoreMessage {
   static std::optional<StoreMessage> decode(std::string& bytes);
 };
 
+// One frame, at the front of `bytes` or still to come on `socket`; nothing at the deadline, or when the peer hangs up,
+// which closes the socket. Throws CommError on garbage.
+std::optional<StoreMessage> receive_message(Socket& socket, std::string& bytes,
+                                            SteadyClock::time_point deadline);
+
 // Who answered after a failure, by rank.
 struct RollCall {
   enum class Presence : char { here = 'h', silent = 's', gone = 'g', left = 'l', never_came = 'n' };

@@ -12,8 +12,11 @@
 #include <set>
 #include <sstream>
 
+#include "collectives/rendezvous/newcomer.h"
 #include "collectives/rendezvous/reunion.h"
+#include "collectives/rendezvous/secret.h"
 #include "collectives/transport/tcp_exchange.h"
+#include "collectives/transport/tcp_growth.h"
 #include "runtime/environment.h"
 #include "runtime/error.h"
 
@@ -33,7 +36,9 @@ bool verified_by_environment() {
 
 class TcpTransport final : public Transport {
  public:
-  explicit TcpTransport(const TcpOptions& options, std::shared_ptr<Reunion> reunion = nullptr)
+  // `enters`: the reunion belongs to this group from now on; else once enter_reunion() is called.
+  explicit TcpTransport(const TcpOptions& options, std::shared_ptr<Reunion> reunion = nullptr,
+                        bool enters = true)
       : options_(options), reunion_(std::move(reunion)), waits_(options.group.world), group_(options.group) {
     options_.group.board.reset();  // its group may end before this one
     auto deadline = SteadyClock::now() + options.group.join_timeout();
@@ -45,16 +50,14 @@ class TcpTransport final : public Transport {
     } catch (const Error& error) {
       give_up("joining", error.what());
     }
-    if (reunion_) {
-      reunion_->enter(rank(), std::move(reunions_), [this](const std::string& why) { group_failed(why); });
-    }
+    if (enters) enter_reunion();
     std::lock_guard lock(mutex_);
     where_ = "not in a collective yet";
   }
 
   // Announces an orderly departure before hanging up.
   ~TcpTransport() override {
-    if (reunion_) reunion_->leave();
+    if (reunion_ && entered_) reunion_->leave();
     group_.leave();
   }
 
@@ -140,6 +143,10 @@ class TcpTransport final : public Transport {
       std::vector<int> ranks;
       for (const int r : found.ranks) ranks.push_back(left[static_cast<size_t>(r)]);
       left = std::move(ranks);
+      if (!found.joined.empty()) {  // that group has failed as well
+        left.resize(left.size() + found.joined.size(), kNewcomer);
+        continue;
+      }
       TcpOptions options = options_;
       options.group.rendezvous = "what is left of the group";
       options.group.board =
@@ -158,6 +165,54 @@ class TcpTransport final : public Transport {
       } catch (const CommError&) {  // somebody died meanwhile
         if (SteadyClock::now() >= deadline) throw;
       }
+    }
+  }
+
+  // ---- New ranks
+
+  void open_door(int most, std::function<std::string(const std::string&)> judge) override {
+    if (!reunion_) throw BadInput("the group was not made to take new ranks");
+    reunion_->open_door(most, std::move(judge));
+  }
+  void close_door() override {
+    if (reunion_) reunion_->close_door();
+  }
+  int knocking() const override { return reunion_ ? reunion_->waiting() : 0; }
+
+  std::string doors() const override {
+    if (!reunion_) return "";
+    const std::string& own = options_.group.secret;
+    const size_t known = own.empty() ? secret_from_environment().size() : own.size();
+    return doors_text(reunion_->key().substr(known), reunion_->contacts());
+  }
+
+  // The first rank invites those that wait, and tells the others by this group's store. All make the new group beside
+  // this one, and it counts if all have it.
+  std::unique_ptr<Transport> grow() override {
+    if (!reunion_) throw BadInput("the group was not made to take new ranks");
+    const std::string key = fmt::format("grow/{}", growths_++);
+    set_where("letting new ranks in");
+    try {
+      Growth growth;
+      std::vector<Reunion::Newcomer> newcomers;
+      if (rank() == 0) {
+        newcomers = reunion_->invite();
+        for (const Reunion::Newcomer& n : newcomers) growth.joined.push_back(n.contact);
+        if (newcomers.empty()) {
+          group_.store().set(key, growth.encode());
+        } else {
+          growth.name = random_secret();
+        }
+      } else {
+        growth = Growth::decode(group_.store().get(key, SteadyClock::now() + group_.timeout(),
+                                                   "waiting for rank 0 to let new ranks in"));
+      }
+      std::unique_ptr<TcpTransport> made;
+      if (!growth.name.empty()) made = form(growth, newcomers, key);
+      set_where("not in a collective; its last let new ranks in");
+      return made;
+    } catch (const CommError& error) {
+      give_up("letting new ranks in", error.what());
     }
   }
 
@@ -196,8 +251,62 @@ class TcpTransport final : public Transport {
 
  private:
   static constexpr const char* kWaiting = ", waiting for rank ";
-  // How long ranks that are left wait for each other to form a group, before they count themselves again.
-  static constexpr milliseconds kFormAgain{5000};
+  // How long ranks that are left wait for each other to form a group, before they count themselves again; and how long for
+  // newcomers, which have just answered.
+  static constexpr milliseconds kFormAgain{5000}, kFormWithNewcomers{3000};
+  static constexpr int kNewcomer = -1;  // no rank of the group before
+
+  void enter_reunion() {
+    if (!reunion_) return;
+    entered_ = true;
+    reunion_->enter(rank(), std::move(reunions_), [this](const std::string& why) { group_failed(why); });
+  }
+
+  void set_where(const std::string& where) {
+    std::lock_guard lock(mutex_);
+    where_ = where;
+  }
+
+  // This rank's part of making the group that has grown. Null if not everybody has it.
+  std::unique_ptr<TcpTransport> form(Growth& growth, const std::vector<Reunion::Newcomer>& newcomers,
+                                     const std::string& key) {
+    TcpOptions options = options_;
+    options.group.rendezvous = "a group that takes new ranks";
+    options.group.world = world() + static_cast<int>(growth.joined.size());
+    options.group.joining = std::min(options_.group.join_timeout(), kFormWithNewcomers);
+    options.group.board = Board{.address = address_,
+                                .publish =
+                                    [&](const std::string& meeting) {
+                                      growth.meeting = meeting;
+                                      group_.store().set(key, growth.encode());
+                                      send_invitations(growth, newcomers, world(), reunion_->number() + 1);
+                                    },
+                                .read = [&growth] { return growth.meeting; }};
+    std::unique_ptr<TcpTransport> made;
+    try {
+      made = std::make_unique<TcpTransport>(options, reunion_, false);
+      made->options_.group.joining = options_.group.joining;
+    } catch (const CommError&) {  // a newcomer is gone; whoever of this group is, shows below
+      if (rank() == 0 && growth.meeting.empty()) {  // nobody has heard of it
+        group_.store().set(key, Growth().encode());
+        return nullptr;
+      }
+    }
+    group_.store().set(fmt::format("{}/{}", key, rank()), made ? "yes" : "no");
+    const auto deadline = SteadyClock::now() + 2 * kFormAgain;
+    bool all = true;
+    for (int r = 0; r < world(); ++r) {
+      const std::string has =
+          group_.store().get(fmt::format("{}/{}", key, r), deadline,
+                             fmt::format("waiting for rank {} to form a group with new ranks", r));
+      all = all && has == "yes";
+    }
+    if (!all) return nullptr;
+    reunion_->grow(growth.name, growth.joined);
+    made->enter_reunion();
+    reunion_ = nullptr;
+    return made;
+  }
 
   void connect(const TcpOptions& options, SteadyClock::time_point deadline) {
     address_ = options.interface.empty() ? group_.address(deadline) : address_of_interface(options.interface);
@@ -442,7 +551,8 @@ class TcpTransport final : public Transport {
   std::string address_;                // at which the other ranks reach this one
   std::shared_ptr<Reunion> reunion_;   // of a shrinkable group; passed on to the one that follows
   std::vector<std::string> reunions_;  // contacts by rank, until the group has formed
-  int splits_ = 0;
+  bool entered_ = false;               // the reunion is this group's
+  int splits_ = 0, growths_ = 0;
   std::mutex mutex_;
   std::string failure_;     // the first one this rank heard of
   std::string last_words_;  // the text that give_up() threw
@@ -464,6 +574,20 @@ class TcpTransport final : public Transport {
 
 std::unique_ptr<Transport> make_tcp_transport(const TcpOptions& options) {
   return std::make_unique<TcpTransport>(options);
+}
+
+std::unique_ptr<Transport> join_tcp_transport(const TcpOptions& joining, const Doors& doors) {
+  const Invitation invitation = knock({.doors = doors.read,
+                                       .secret = joining.group.secret,
+                                       .about = doors.about,
+                                       .patience = joining.group.join_timeout()});
+  TcpOptions options = joining;
+  options.shrinkable = true;
+  options.group.rendezvous = "a group that takes new ranks";
+  options.group.rank = invitation.rank;
+  options.group.world = invitation.world;
+  options.group.board = Board{.address = "", .publish = nullptr, .read = [&] { return invitation.meeting; }};
+  return std::make_unique<TcpTransport>(options, invitation.reunion);
 }
 
 }  // namespace gradwire

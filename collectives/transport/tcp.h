@@ -9,7 +9,7 @@
 // of one that dies, times out or disagrees, and the error on every rank says who no longer answers.
 #pragma once
 
-#include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -32,5 +32,16 @@ struct TcpOptions {
 // Joins the group and connects to every rank. Blocks until all have joined. Throws BadInput for invalid
 // options, CommError when a rank does not join in time.
 std::unique_ptr<Transport> make_tcp_transport(const TcpOptions& options);
+
+// Where a group that takes new ranks is, and what this process tells it.
+struct Doors {
+  std::function<std::string()>
+      read;                // the newest Transport::doors() of any of its ranks; "" while there is none
+  std::string about = {};  // for Transport::open_door()'s judge
+};
+// Joins a group that is running, as its highest rank, when that calls Transport::grow(). Of `options.group`, rank, world
+// and rendezvous are found out. Throws BadInput, with the reason, if the group refuses; CommError if none of its ranks
+// answers for as long as joining may take, or has ended, or if the group does not form.
+std::unique_ptr<Transport> join_tcp_transport(const TcpOptions& options, const Doors& doors);
 
 }  // namespace gradwire

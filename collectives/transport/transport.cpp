@@ -26,6 +26,14 @@ std::unique_ptr<Transport> Transport::regroup(std::chrono::milliseconds, std::ve
   throw BadInput(fmt::format("the ranks of a {} transport cannot find out which of them are left", name()));
 }
 
+void Transport::open_door(int, std::function<std::string(const std::string&)>) {
+  throw BadInput(fmt::format("no new ranks can join over the {} transport", name()));
+}
+
+std::unique_ptr<Transport> Transport::grow() {
+  throw BadInput(fmt::format("no new ranks can join over the {} transport", name()));
+}
+
 std::unique_ptr<Transport> Transport::split(const std::vector<int>&) {
   throw BadInput(fmt::format("the {} transport cannot be split", name()));
 }

@@ -113,8 +113,25 @@ class Transport {
   // The ranks that are left of a group that has failed, as a new group; `survivors` gets their old ranks, ascending,
   // which is their order in the new one. Fails a group that has not. Collective over the survivors, who find out by
   // themselves who they are. Throws BadInput if the transport does not support it or was not made for it, CommError if
-  // this rank was left out, if too few answer, or if a survivor does not call it within `timeout`.
+  // this rank was left out, if too few answer, or if a survivor does not call it within `timeout`. After grow() that
+  // other ranks had finished and this one had not, a survivor can be a new rank, with -1 for its old rank.
   virtual std::unique_ptr<Transport> regroup(std::chrono::milliseconds timeout, std::vector<int>& survivors);
+
+  // New ranks, where the transport supports them; else BadInput.
+  // From here on processes that ask to join may wait, as long as there are fewer than `most` ranks with them. `judge`,
+  // called from a thread of the transport's, gets what each says of itself, and returns why it is refused, or "".
+  // Stays with the groups that follow this one.
+  virtual void open_door(int most, std::function<std::string(const std::string& about)> judge);
+  // Nobody is let in any more; those who wait are told that the run has ended.
+  virtual void close_door() {}
+  // How many wait for this rank to let them in: at the group's rank 0 only.
+  virtual int knocking() const { return 0; }
+  // Where processes that want to join find the group's ranks: for them only, as it may contain a secret.
+  virtual std::string doors() const { return ""; }
+  // The same ranks, and after them those that wait to join, as a new group; null if none has made it, then this group
+  // goes on. Collective, and blocks, for seconds if a newcomer stops answering. After a success this group can only be
+  // destroyed. Throws CommError when this group fails.
+  virtual std::unique_ptr<Transport> grow();
 
   // These ranks of the group, in this order, as a group of their own: this rank is one of them, or there are none and
   // the result is null. Collective over the whole group, whose ranks pass equal or disjoint lists. The new group

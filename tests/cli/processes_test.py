@@ -195,6 +195,26 @@ class Processes(CommandTest):
         self.assertEqual(records[-1]["type"], "summary")
         self.assertTrue((self.folder / "saved" / "step-000000400" / "state-1-of-2.safetensors").exists())
 
+    def test_elastic_takes_a_new_rank(self):
+        flags = ["train", *SYNTHETIC, "--steps", 1500, "--log", "run.jsonl", "--log-every", 100, "--checkpoint", "saved", "--checkpoint-every", 500,
+                 "--compression", "powersgd:rank=2", "--elastic", "1:2", "--timeout-s", 30]
+        processes = self.start(2, *flags)
+        self.kill(processes, 0, step=100)
+        words = [self.gradwire, *map(str, flags), "--join", "saved/members"]
+        newcomer = subprocess.run(words, capture_output=True, text=True, env=self.environment(), cwd=self.folder, timeout=240)
+        self.assertEqual(newcomer.returncode, 0, newcomer.stderr)
+        self.assertEqual(newcomer.stdout, "Joining the run of saved/members: waiting for its ranks to finish a step\n")
+        out, error = processes[1].communicate(timeout=240)
+        self.assertEqual(processes[1].returncode, 0, error)
+        self.assertRegex(out, "Rank 2 joined. Going on after step [0-9]+ with 2 ranks .1, 2., 32 images per step")
+        records = self.records()
+        self.assertEqual([(r["joined"], r["ranks"]) for r in records if r["type"] == "grow"], [([2], [1, 2])])
+        self.assertTrue((self.folder / "saved" / "step-000001500" / "state-1-of-2.safetensors").exists())
+        self.assertFalse((self.folder / "saved" / "members").exists(), "the run has ended")
+        late = subprocess.run(words, capture_output=True, text=True, env=self.environment(), cwd=self.folder, timeout=240)
+        self.assertEqual(late.returncode, 2)
+        self.assertIn("saved/members: No such file or directory; name the file that the run's --members names", late.stderr)
+
     def test_elastic_ends_when_too_few_are_left(self):
         processes = self.start(3, "train", *SYNTHETIC, "--steps", 100000, "--elastic", "3:3")
         self.kill(processes, 2, step=3)

@@ -13,6 +13,7 @@
 #include "tests/trainer/files.h"
 #include "trainer/cli/flags.h"
 #include "trainer/cli/launcher.h"
+#include "trainer/config/members.h"
 
 namespace gradwire {
 namespace {
@@ -259,6 +260,30 @@ TEST(Elastic, IsForProcessesOnTheHostWhoseStateIsNotDivided) {
   expect_bad_input([&] { resolve(overlapped); }, {"--elastic 1:4", "--overlap-forward"});
   expect_bad_input([&] { resolve(hierarchical); },
                    {"--elastic 1:4", "schedule=hierarchical", "schedule=auto"});
+}
+
+TEST(Elastic, WhoJoinsHasTheSettingsOfTheRunButNotItsPast) {
+  const testing::TemporaryFolder folder;
+  const std::string members = folder.path("members");
+  expect_bad_input([&] { launch_of_newcomer(members); }, {members, "--members"});
+  std::ofstream(members) << "something else";
+  expect_bad_input([&] { launch_of_newcomer(members); }, {members, "not a list of a run's ranks"});
+  std::ofstream(members) << members_text(4, "-\n127.0.0.1 1 a\n");
+  EXPECT_EQ(read_members(members).doors, "-\n127.0.0.1 1 a\n");
+  Options o = synthetic();
+  o.ranks.reset();
+  o.elastic = "2:4";
+  o.join = members;
+  o.launch = launch_of_newcomer(members);
+  EXPECT_GE(o.launch->rank, o.launch->world) << "none of those that were launched";
+  o.checkpoint = o.resume = folder.path("saved");
+  const TrainConfig config = resolve(o).config;
+  EXPECT_EQ(config.ranks(), 4);
+  EXPECT_EQ(config.resume, "");
+  EXPECT_EQ(config.members, members);
+  o.join.clear();
+  o.launch = launched_with({{"RANK", "2"}, {"WORLD_SIZE", "4"}});
+  EXPECT_EQ(resolve(o).config.members, o.checkpoint + "/members");
 }
 
 TEST(Launcher, EveryLauncherIsRecognized) {

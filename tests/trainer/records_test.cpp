@@ -135,18 +135,25 @@ TEST(Records, ALogSurvivesTheRankThatWroteIt) {
   after.on_run(taken);
   after.on_shrink(
       {.step = 2, .lost = {0, 3}, .lost_residual_norms = {0.5, NAN}, .ranks = {1, 2}, .why = "gone"});
+  after.on_grow(
+      {.step = 2, .joined = {4}, .ranks = {1, 2, 4}, .global_batch = 32, .lr = 0.5, .seconds = NAN});
   after.on_eval({.step = 2});
   after.on_step(step(2, 1));
   before.on_step(step(3, 1));  // it was stopped, and goes nowhere now
   std::vector<std::string> types;
   for (const json& record : lines(path)) types.push_back(record["type"]);
-  EXPECT_EQ(types, (std::vector<std::string>{"run", "step", "step", "shrink", "eval", "step"}));
+  EXPECT_EQ(types, (std::vector<std::string>{"run", "step", "step", "shrink", "grow", "eval", "step"}));
   const json shrink = lines(path)[3];
   EXPECT_EQ(shrink["lost"], (json{0, 3}));
   EXPECT_EQ(shrink["lost_residual_norms"][0], 0.5);
   EXPECT_TRUE(shrink["lost_residual_norms"][1].is_null());
   EXPECT_EQ(shrink["ranks"], (json{1, 2}));
   EXPECT_EQ(shrink["why"], "gone");
+  const json grow = lines(path)[4];
+  EXPECT_EQ(grow["joined"], json{4}) << grow;
+  EXPECT_EQ(grow["ranks"], (json{1, 2, 4}));
+  EXPECT_EQ(grow["lr"], 0.5);
+  EXPECT_TRUE(grow["seconds"].is_null());
 }
 
 // Phases that follow one another add up to the step; what runs concurrently does not count.

@@ -1,6 +1,8 @@
 #include "trainer/cli/cli.h"
 
+#include <fmt/format.h>
 #include <CLI/CLI.hpp>
+
 #include <cstdio>
 #include <exception>
 #include <new>
@@ -47,12 +49,20 @@ int train(const Options& options) {
     return kDone;
   }
   check_memory_limit(run.config);
+  const RunOutput output{.log = options.log, .log_every = options.log_every};
+  if (!options.join.empty()) {
+    say(fmt::format("Joining the run of {}: waiting for its ranks to finish a step", options.join));
+    run_once(run.config, run.data, output, {.knock = [&](const std::string& about) {
+               return join_members(options.join, about, options.timeout_s, options.verify_payload);
+             }});
+    return kDone;
+  }
   std::unique_ptr<Communicator> comm = join(options, run.config);
   if (leads(options) || run.config.elastic) {
-    run_once(run.config, run.data, {.log = options.log, .log_every = options.log_every}, comm.get());
+    run_once(run.config, run.data, output, {comm.get()});
   } else {
     RunObserver nobody;
-    train_rank(run.config, run.data, nobody, comm.get());
+    train_part(run.config, run.data, nobody, {comm.get()});
   }
   return kDone;
 }
@@ -108,13 +118,14 @@ int parse_and_run(int argc, char** argv) {
     return kDone;
   }
   options.launch = detect_launcher();
+  if (options.launch) share_cores(*options.launch);
+  if (!options.join.empty()) options.launch = launch_of_newcomer(options.join);
   if (!options.rendezvous.empty() && (!options.launch || options.launch->world == 1)) {
     throw BadInput(
         "--rendezvous " + options.rendezvous +
         ": nothing says that there are several processes; start them with torchrun, srun or mpirun, "
         "or set RANK and WORLD_SIZE for each");
   }
-  if (options.launch) share_cores(*options.launch);
   if (!compare_command->parsed()) return train(options);
   compare(options);
   return kDone;

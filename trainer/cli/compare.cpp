@@ -166,7 +166,7 @@ std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const Optio
     }
     if (!speaks) {
       RunObserver nobody;
-      train_rank(run.config, data, nobody, comm);
+      train_part(run.config, data, nobody, {comm});
       continue;
     }
     say(fmt::format(
@@ -174,7 +174,7 @@ std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const Optio
         run.half ? fmt::format("; an earlier run was cut short ({}), starting over", run.log) : "",
         time_left(runs, i, seconds)));
     summaries.push_back(
-        run_once(run.config, data, {.log = run.log, .log_every = options.log_every, .label = label}, comm));
+        run_once(run.config, data, {.log = run.log, .log_every = options.log_every, .label = label}, {comm}));
     if (std::exchange(first, false)) seconds.clear();  // this machine, now, is the better guess
     seconds.push_back(summaries.back().seconds);
   }

@@ -258,6 +258,19 @@ void add_elastic_flags(CLI::App& command, Options& o) {
       "and a learning rate smaller by as much as the step")
       ->needs(elastic)
       ->group("Ranks");
+  CLI::Option* members =
+      add_text(command, "--members", o.members, "FILE",
+               "Keep in this file where the run's ranks are, so that new ones can join (default: members, in "
+               "the folder of --checkpoint)")
+          ->needs(elastic)
+          ->group("Ranks");
+  add_text(
+      command, "--join", o.join, "FILE",
+      "Join a run that was started with --elastic and whose --members is FILE, between two of its steps; all "
+      "other flags as in that run")
+      ->needs(elastic)
+      ->excludes(members)
+      ->group("Ranks");
 }
 
 void add_checkpoint_flags(CLI::App& command, Options& o, CLI::Option* init) {

@@ -14,6 +14,7 @@
 #include "runtime/environment.h"
 #include "runtime/error.h"
 #include "runtime/thread_pool.h"
+#include "trainer/config/members.h"
 
 namespace gradwire {
 namespace {
@@ -187,6 +188,28 @@ std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rend
   }
   if (device.is_cuda()) return Communicator::create_nccl({.group = options.group, .device = device.index});
   return Communicator::create_tcp(options);
+}
+
+Launch launch_of_newcomer(const std::string& path) {
+  const int launched = read_members(path).launched;
+  return {.launcher = "--join", .variables = path, .rank = launched, .world = launched, .rendezvous = ""};
+}
+
+std::unique_ptr<Communicator> join_members(const std::string& path, const std::string& about,
+                                           double timeout_s, bool verify_payload) {
+  TcpOptions options;
+  options.verify_payload = verify_payload;
+  options.group.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3));
+  return Communicator::join_tcp(options,
+                                {.read =
+                                     [path] {
+                                       try {
+                                         return read_members(path).doors;
+                                       } catch (const BadInput&) {  // the run has ended, or is about to begin
+                                         return std::string();
+                                       }
+                                     },
+                                 .about = about});
 }
 
 void share_cores(const Launch& launch) {

@@ -40,6 +40,13 @@ std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rend
                                    Device device = Device::host(), bool insecure = false,
                                    bool verify_payload = false, bool shrinkable = false);
 
+// A process that joins a run whose --members is `path`. Until it is let in, its rank is the first that none of those has
+// with which the run was launched. Throws BadInput if the file cannot be read.
+Launch launch_of_newcomer(const std::string& path);
+// Blocks until the run's ranks let this process in, to which it says `about` itself: see Communicator::join_tcp().
+std::unique_ptr<Communicator> join_members(const std::string& path, const std::string& about,
+                                           double timeout_s, bool verify_payload);
+
 // Divides the machine's cores between its processes, unless the launcher has bound each process to its own
 // cores or GRADWIRE_THREADS is set.
 void share_cores(const Launch& launch);

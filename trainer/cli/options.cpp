@@ -168,7 +168,10 @@ bool same_folder(const std::string& a, const std::string& b) {
 // After everything else, which a checkpoint is held against.
 void resolve_checkpoints(const Options& o, int64_t steps_per_epoch, Resolved& out) {
   TrainConfig& config = out.config;
-  const bool goes_on = !o.resume.empty() && !o.checkpoint.empty() && same_folder(o.resume, o.checkpoint);
+  // Who joins a run gets its state from the others, however they began.
+  const bool joins = !o.join.empty();
+  const bool goes_on =
+      joins || (!o.resume.empty() && !o.checkpoint.empty() && same_folder(o.resume, o.checkpoint));
   if (!o.init.empty()) check_weights(o.init, config.model);
   config.init = o.init;
   if (!o.checkpoint.empty()) {
@@ -179,10 +182,11 @@ void resolve_checkpoints(const Options& o, int64_t steps_per_epoch, Resolved& ou
                      ", or name another folder");
     }
     config.checkpoint_directory = o.checkpoint;
+    if (config.elastic && config.members.empty()) config.members = o.checkpoint + "/members";
     config.checkpoint_every = o.checkpoint_every.value_or(steps_per_epoch);
     config.checkpoint_keep = o.checkpoint_keep.value_or(config.checkpoint_keep);
   }
-  if (o.resume.empty()) return;
+  if (o.resume.empty() || joins) return;
   FoundCheckpoint found;
   // So that one command starts a run and, after whatever has stopped it, goes on with it.
   if (std::error_code ignored; !goes_on || std::filesystem::exists(o.resume, ignored)) {
@@ -321,6 +325,7 @@ void resolve_elastic(const Options& o, Resolved& out) {
   TrainConfig& config = out.config;
   config.elastic = ElasticRange::parse(*o.elastic);
   config.elastic_batch = o.elastic_batch;
+  config.members = o.join.empty() ? o.members : o.join;
   const std::string flag = "--elastic " + *o.elastic;
   if (!config.processes) {
     throw BadInput(
@@ -335,6 +340,10 @@ void resolve_elastic(const Options& o, Resolved& out) {
   }
   if (config.ranks() < config.elastic.least || config.ranks() > config.elastic.most) {
     throw BadInput(fmt::format("{}: {} processes were started", flag, config.ranks()));
+  }
+  if (config.elastic_batch == ElasticBatch::keep_global && config.micro_batch() < config.elastic.most) {
+    throw BadInput(fmt::format("{}: the {} images of a batch over all ranks cannot be divided among {} ranks",
+                               flag, config.micro_batch(), config.elastic.most));
   }
   if (o.shard != Sharding::none) {
     throw BadInput(

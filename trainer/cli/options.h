@@ -28,6 +28,8 @@ struct Options {
   bool insecure = false, verify_payload = false;
   std::optional<std::string> elastic;  // MIN:MAX
   ElasticBatch elastic_batch = ElasticBatch::keep_global;
+  std::string members;  // for ranks that join later; empty: in the folder of checkpoints, if there is one
+  std::string join;     // this process joins a run whose `members` this is
   std::optional<int> ranks_per_node;  // default: what the launcher says of this machine
   DeviceChoice device = DeviceChoice::automatic;
   std::vector<std::string> compression;  // train: one at most; compare: one run each

@@ -32,6 +32,9 @@ class Fan final : public RunObserver {
   void on_shrink(const ShrinkRecord& shrink) override {
     for (auto* observer : observers_) observer->on_shrink(shrink);
   }
+  void on_grow(const GrowRecord& grow) override {
+    for (auto* observer : observers_) observer->on_grow(grow);
+  }
   void on_eval(const EvalRecord& eval) override {
     for (auto* observer : observers_) observer->on_eval(eval);
   }
@@ -79,17 +82,18 @@ void say_plan(const TrainConfig& config) {
   say(memory_text(config, plan_memory(config)));
 }
 
-void train_rank(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
-                Communicator* comm) {
-  if (comm == nullptr) {
-    run_training(config, data, observer);
+void train_part(const TrainConfig& config, const DataSplits& data, RunObserver& observer, const Part& part) {
+  if (part.knock) {
+    join_training(config, data, observer, part.knock);
+  } else if (part.comm != nullptr) {
+    run_training(config, data, observer, *part.comm);
   } else {
-    run_training(config, data, observer, *comm);
+    run_training(config, data, observer);
   }
 }
 
 RunSummary run_once(const TrainConfig& config, const DataSplits& data, const RunOutput& output,
-                    Communicator* comm) {
+                    const Part& part) {
   Summarizer summarizer;
   std::unique_ptr<RunLog> log;
   std::vector<RunObserver*> observers;
@@ -103,7 +107,7 @@ RunSummary run_once(const TrainConfig& config, const DataSplits& data, const Run
     Console console(config, {stdout, isatty(STDOUT_FILENO) == 1, output.log_every, output.label});
     observers.push_back(&console);
     Fan fan(observers);
-    train_rank(config, data, fan, comm);
+    train_part(config, data, fan, part);
   }
   if (!summarizer.ended()) return {};
   RunSummary summary =
@@ -113,7 +117,7 @@ RunSummary run_once(const TrainConfig& config, const DataSplits& data, const Run
   say(shares_text(summary));
   say(fmt::format("Memory: {} per rank at most", human_bytes(static_cast<double>(summary.memory_bytes))));
   // Threads of one process share its cores, where one is as fast as another.
-  const std::string straggler = comm != nullptr ? straggler_text(summary) : "";
+  const std::string straggler = config.processes ? straggler_text(summary) : "";
   if (!straggler.empty()) say(straggler);
   if (!config.trace.empty()) {
     say(fmt::format("Trace of steps {} to {}: {}", config.trace_steps.begin, config.trace_steps.end - 1,

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
 
 #include "trainer/cli/options.h"
@@ -18,8 +20,12 @@ void say_start(const Resolved& run, const Options& options);
 // For --dry-run.
 void say_plan(const TrainConfig& config);
 
-// With a communicator each process is a rank.
-void train_rank(const TrainConfig& config, const DataSplits& data, RunObserver& observer, Communicator* comm);
+// This process's part in a run: all of it, a rank that was launched, or one that joins.
+struct Part {
+  Communicator* comm = nullptr;
+  std::function<std::unique_ptr<Communicator>(const std::string& about)> knock = {};  // of a run that goes on
+};
+void train_part(const TrainConfig& config, const DataSplits& data, RunObserver& observer, const Part& part);
 
 struct RunOutput {
   std::string log = {};    // file; "": none
@@ -29,6 +35,6 @@ struct RunOutput {
 // Trains, as rank 0, with a log and a report on stdout. With --elastic on every rank, as each may have to take rank 0's
 // place; those that don't are silent.
 RunSummary run_once(const TrainConfig& config, const DataSplits& data, const RunOutput& output,
-                    Communicator* comm);
+                    const Part& part);
 
 }  // namespace gradwire

@@ -96,6 +96,8 @@ struct TrainConfig {
   int ranks() const { return static_cast<int>(devices.size()); }
   ElasticRange elastic;  // on: ranks that die are left behind (trainer/train/elastic.h)
   ElasticBatch elastic_batch = ElasticBatch::keep_global;
+  std::string
+      members;  // elastic: the file by which new ranks find the run (trainer/config/members.h); empty: none can
 
   CompressionSpec compression;
   double bucket_mb = 25;  // MiB

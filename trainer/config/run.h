@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <limits>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -82,6 +84,16 @@ struct ShrinkRecord {
   std::string why = {};  // that error
 };
 
+// --elastic: new ranks take part. They have the numbers that follow all that there have been.
+struct GrowRecord {
+  int64_t step = 0;  // optimizer steps done: the next one is the first with them
+  std::vector<int> joined = {};
+  std::vector<int> ranks = {};  // all that there are now; rank r of the group is ranks[r] from here on
+  int64_t global_batch = 0;     // images per step from here on
+  double lr = 0;                // peak, from here on
+  double seconds = 0;           // from the end of the last step without them until all are ready for the next
+};
+
 // How long ranks have waited for each other so far, about once a second. Not on CUDA, where it is not measured.
 struct WaitRecord {
   int64_t step = 0;    // optimizer steps done
@@ -109,6 +121,7 @@ class RunObserver {
   virtual void on_step(const StepRecord&) {}
   virtual void on_waits(const WaitRecord&) {}
   virtual void on_shrink(const ShrinkRecord&) {}
+  virtual void on_grow(const GrowRecord&) {}
   virtual void on_eval(const EvalRecord&) {}
   virtual void on_checkpoint(const CheckpointRecord&) {}
   virtual void on_end(const EndRecord&) {}
@@ -125,5 +138,11 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
 // that is rank 0 at the time.
 void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
                   Communicator& comm);
+
+// A process that takes part in a run which others have begun with config.elastic, and in the settings `config` with as
+// many ranks as they were launched with. `knock` blocks until they let this process in, which describes its settings and
+// data to them as given: Communicator::join_tcp(). Returns and throws as above; BadInput if they refuse.
+void join_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
+                   const std::function<std::unique_ptr<Communicator>(const std::string& about)>& knock);
 
 }  // namespace gradwire

@@ -109,6 +109,14 @@ void Console::on_shrink(const ShrinkRecord& shrink) {
                     human_seconds(shrink.seconds), shrink.why));
 }
 
+void Console::on_grow(const GrowRecord& grow) {
+  print(
+      fmt::format("Rank{} {} joined. Going on after step {} with {} ranks ({}), {} images per step, after {}",
+                  grow.joined.size() == 1 ? "" : "s", fmt::join(grow.joined, ", "), grow.step,
+                  grow.ranks.size(), fmt::join(grow.ranks, ", "),
+                  human_count(static_cast<double>(grow.global_batch)), human_seconds(grow.seconds)));
+}
+
 void Console::on_eval(const EvalRecord& eval) {
   print(fmt::format("epoch {:.4g}  test loss {:.4f}  test accuracy {:.2f} %", eval.epoch, eval.test_loss,
                     100 * eval.test_accuracy));

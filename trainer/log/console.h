@@ -29,6 +29,7 @@ class Console final : public RunObserver {
   void on_run(const RunInfo& info) override;
   void on_step(const StepRecord& step) override;
   void on_shrink(const ShrinkRecord& shrink) override;
+  void on_grow(const GrowRecord& grow) override;
   void on_eval(const EvalRecord& eval) override;
 
  private:

@@ -74,18 +74,18 @@ void LiveRun::read(const std::string& line) {
     waits_.add(record);
   } else if (type == "resume") {
     waits_ = {};
-  } else if (type == "shrink") {  // its ranks have new numbers
+  } else if (type == "shrink" || type == "grow") {  // its ranks have new numbers
     waits_ = {};
     waited_s_.clear();
     if (const auto ranks = json.find("ranks"); ranks != json.end() && ranks->is_array())
-      left_ = ranks->size();
+      ranks_now_ = ranks->size();
   } else if (type == "summary") {
     finished_ = true;
   }
 }
 
 std::string LiveRun::text() const {
-  std::string text = title_ + (left_ ? fmt::format(", {} left", *left_) : "") + "\n";
+  std::string text = title_ + (ranks_now_ ? fmt::format(", now {}", *ranks_now_) : "") + "\n";
   text += fmt::format("step {} of {} ({}){}", human_count(static_cast<double>(done_)),
                       human_count(static_cast<double>(steps_)),
                       percent_of(static_cast<double>(done_), static_cast<double>(steps_)),

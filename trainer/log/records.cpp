@@ -145,6 +145,16 @@ std::string shrink_record(const ShrinkRecord& shrink) {
                         {"why", shrink.why}});
 }
 
+std::string grow_record(const GrowRecord& grow) {
+  return json_text(Json{{"type", "grow"},
+                        {"step", grow.step},
+                        {"joined", grow.joined},
+                        {"ranks", grow.ranks},
+                        {"global_batch", grow.global_batch},
+                        {"lr", grow.lr},
+                        {"seconds", grow.seconds}});
+}
+
 std::string eval_record(const EvalRecord& eval) {
   return json_text(Json{{"type", "eval"},
                         {"step", eval.step},

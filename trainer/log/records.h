@@ -18,6 +18,7 @@ std::string run_record(const TrainConfig& config, const DataSplits& data, const 
 std::string step_record(const StepRecord& step);
 std::string waits_record(const WaitRecord& waits);
 std::string shrink_record(const ShrinkRecord& shrink);
+std::string grow_record(const GrowRecord& grow);
 std::string eval_record(const EvalRecord& eval);
 std::string checkpoint_record(const CheckpointRecord& checkpoint);
 std::string resume_record(const TrainConfig& config, const RunInfo& info);

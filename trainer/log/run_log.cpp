@@ -108,6 +108,9 @@ void RunLog::on_waits(const WaitRecord& waits) {
 void RunLog::on_shrink(const ShrinkRecord& shrink) {
   write(shrink_record(shrink));
 }
+void RunLog::on_grow(const GrowRecord& grow) {
+  write(grow_record(grow));
+}
 void RunLog::on_eval(const EvalRecord& eval) {
   write(eval_record(eval));
 }

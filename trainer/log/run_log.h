@@ -35,6 +35,7 @@ class RunLog final : public RunObserver {
   void on_step(const StepRecord& step) override;
   void on_waits(const WaitRecord& waits) override;
   void on_shrink(const ShrinkRecord& shrink) override;
+  void on_grow(const GrowRecord& grow) override;
   void on_eval(const EvalRecord& eval) override;
   void on_checkpoint(const CheckpointRecord& checkpoint) override;
   void write_summary(const RunSummary& summary);

@@ -9,8 +9,11 @@
 #include <numeric>
 
 #include "collectives/agreement/all_gather.h"
+#include "collectives/rendezvous/membership.h"
 #include "runtime/error.h"
 #include "trainer/checkpoint/folder.h"
+#include "trainer/config/members.h"
+#include "trainer/train/hand_over.h"
 
 namespace gradwire {
 namespace {
@@ -18,21 +21,39 @@ namespace {
 // All ranks hear of a failure within the deadline and five seconds (docs/faults.md).
 constexpr std::chrono::seconds kBeyondDeadline{10};
 
+// The settings that do not depend on when a rank has come.
+TrainConfig as_launched(TrainConfig config) {
+  config.resume.clear();
+  config.trace.clear();
+  config.trace_steps = {};
+  config.measure_peak = false;
+  config.ranks_per_node = config.ranks_here = 0;  // nodes will not be equal
+  return config;
+}
+
 }  // namespace
 
 Elastic::Elastic(const TrainConfig& config, Communicator& comm)
-    : launched_(config), config_(config), first_(comm), ranks_(static_cast<size_t>(comm.world())) {
+    : launched_(as_launched(config)),
+      config_(config),
+      first_(&comm),
+      ranks_(static_cast<size_t>(comm.world())),
+      next_number_(comm.world()) {
   std::iota(ranks_.begin(), ranks_.end(), 0);
+  reported_ = ranks_;
+}
+
+Elastic::Elastic(const TrainConfig& config)
+    : launched_(as_launched(config)), config_(launched_), first_(nullptr) {}
+
+Elastic::~Elastic() {
+  if (first_ != nullptr || group_) comm().transport().close_door();
 }
 
 TrainConfig Elastic::config_for(int world) const {
   TrainConfig config = launched_;
-  config.resume.clear();
-  config.trace.clear();
-  config.measure_peak = false;
   if (world == launched_.ranks()) return config;
-  config.devices.resize(static_cast<size_t>(world));
-  config.ranks_per_node = config.ranks_here = 0;  // nodes are no longer equal
+  config.devices.resize(static_cast<size_t>(world), launched_.devices[0]);
   if (config.elastic_batch == ElasticBatch::keep_global) {
     config.shared_batch = launched_.micro_batch();
     config.batch_size = (config.shared_batch + world - 1) / world;
@@ -62,21 +83,18 @@ void Elastic::regroup(const std::string& why) {
     throw CommError(fmt::format("{}; --elastic cannot go on: {}; if no other rank has gone on, {}", why,
                                 error.what(), remedy()));
   }
-  for (int& rank : left) rank = ranks_[static_cast<size_t>(rank)];
-  const size_t lost_before = lost_.size();
-  std::set_difference(ranks_.begin(), ranks_.end(), left.begin(), left.end(), std::back_inserter(lost_));
-  lost_any_ = lost_.size() > lost_before;
-  std::sort(lost_.begin(), lost_.end());
+  for (int& rank : left) rank = rank < 0 ? kUnknown : ranks_[static_cast<size_t>(rank)];
+  others_ = others_ || left != ranks_;
   ranks_ = std::move(left);
   group_ = std::move(next);
   if (comm().world() < launched_.elastic.least) {
-    std::vector<int> all(static_cast<size_t>(launched_.ranks())), gone;
+    std::vector<int> all(static_cast<size_t>(next_number_)), gone;
     std::iota(all.begin(), all.end(), 0);
     std::set_difference(all.begin(), all.end(), ranks_.begin(), ranks_.end(), std::back_inserter(gone));
     throw Error(
         fmt::format("{} of {} ranks are left (lost: {}), fewer than the {} that --elastic {} asks for; {}. "
                     "The first error: {}",
-                    comm().world(), launched_.ranks(), fmt::join(gone, ", "), launched_.elastic.least,
+                    comm().world(), all.size(), fmt::join(gone, ", "), launched_.elastic.least,
                     launched_.elastic.to_string(), remedy(), why_));
   }
   config_ = config_for(comm().world());
@@ -84,56 +102,183 @@ void Elastic::regroup(const std::string& why) {
 
 bool Elastic::agree() {
   if (!group_) return true;
-  const Stream stream = Stream::immediate_host();
   const auto number = [](int64_t value) { return static_cast<double>(value); };
-  const auto told = all_gather(comm().transport(), stream,
-                               {number(*kept_.newest()), number(evaluated_), number(finished_ ? 1 : 0)},
+  const auto me = static_cast<size_t>(comm().rank());
+  const auto told = all_gather(comm().transport(), Stream::immediate_host(),
+                               {number(kept_.newest().value_or(-1)), number(evaluated_),
+                                number(finished_ ? 1 : 0), number(ranks_[me]), number(next_number_)},
                                "the step to go on from");
-  double oldest = told[0][0];
-  for (const auto& theirs : told) oldest = std::min(oldest, theirs[0]);
-  const auto step = static_cast<int64_t>(oldest);
+  newcomers_.clear();
+  double oldest = std::numeric_limits<double>::infinity();
+  for (size_t r = 0; r < told.size(); ++r) {
+    if (told[r][0] < 0) newcomers_.push_back(static_cast<int>(r));
+    if (told[r][0] >= 0) oldest = std::min(oldest, told[r][0]);
+  }
+  if (newcomers_.size() == told.size()) {
+    throw Error(fmt::format("all ranks that had the run's state are lost; {}", remedy()));
+  }
   if (told[0][2] != 0) return false;
-  const bool got_further = lost_any_ || !start_ || start_->position.step != step;
+  number_ranks(told);
+  const auto step = static_cast<int64_t>(oldest);
+  const bool got_further = others_ || !start_ || start_->position.step != step;
   fruitless_ = got_further ? 0 : fruitless_ + 1;
+  others_ = false;
   if (fruitless_ > 1) {
     throw Error(fmt::format("step {} breaks again and again, though no rank is lost: {}", step, why_));
   }
-  kept_.go_back_to(step);
-  const KeptSteps::Kept& kept = kept_.at(step);
+  agree_on_kept(step);
+  const KeptSteps::Due& due = start_kept_.due;
   bool saved = false;
-  if (kept.due.checkpoint) {  // a rank that wrote its part of one does not know whether rank 0 got to the end
+  if (due.checkpoint) {  // a rank that wrote its part of one does not know whether rank 0 got to the end
     const std::string path = NewCheckpoint::final_path(launched_.checkpoint_directory, step);
-    saved = all_gather(comm().transport(), stream, {number(checkpoint_world(path))},
+    saved = all_gather(comm().transport(), Stream::immediate_host(), {number(checkpoint_world(path))},
                        "the last checkpoint")[0][0] > 0;
   }
-  start_ = {kept.position, kept.due.evaluation && told[0][1] != oldest, kept.due.checkpoint && !saved};
+  start_ = {start_kept_.position, due.evaluation && told[0][1] != oldest, due.checkpoint && !saved};
   return true;
 }
 
-ShrinkRecord Elastic::resumed() {
-  const KeptSteps::Kept& kept = kept_.at(start_->position.step);
-  ShrinkRecord record{.step = start_->position.step,
-                      .lost = std::move(lost_),
-                      .ranks = ranks_,
-                      .global_batch = config_.global_batch(),
-                      .lr = config_.lr,
-                      .why = std::move(why_)};
-  for (const int rank : record.lost) {
-    const auto at = std::find(kept.ranks.begin(), kept.ranks.end(), rank);
-    record.lost_residual_norms.push_back(
-        at == kept.ranks.end() ? std::numeric_limits<double>::quiet_NaN()
-                               : kept.residual_norms[static_cast<size_t>(at - kept.ranks.begin())]);
+// Newcomers get the next numbers, in the order of their ranks.
+void Elastic::number_ranks(const std::vector<std::vector<double>>& told) {
+  for (const auto& theirs : told) next_number_ = std::max(next_number_, static_cast<int>(theirs[4]));
+  for (size_t r = 0; r < told.size(); ++r) {
+    const int known = static_cast<int>(told[r][3]);
+    ranks_[r] = known == kUnknown ? next_number_++ : known;
   }
-  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - *failed_at_;
-  record.seconds = took.count();
-  lost_.clear();
+}
+
+// What rank 0 knows of the step, and how large the residuals are of those that are here.
+void Elastic::agree_on_kept(int64_t step) {
+  const auto me = static_cast<size_t>(comm().rank());
+  const bool joins = std::find(newcomers_.begin(), newcomers_.end(), comm().rank()) != newcomers_.end();
+  if (!joins) {
+    kept_.go_back_to(step);
+    start_kept_ = kept_.at(step);
+  }
+  if (newcomers_.empty()) return;
+  const KeptSteps::Kept& kept = start_kept_;
+  const auto mine = std::find(kept.ranks.begin(), kept.ranks.end(), ranks_[me]) - kept.ranks.begin();
+  const double norm = joins ? 0 : kept.residual_norms.at(static_cast<size_t>(mine));
+  const auto told =
+      all_gather(comm().transport(), Stream::immediate_host(),
+                 {static_cast<double>(kept.position.epoch), static_cast<double>(kept.position.images),
+                  kept.due.evaluation ? 1.0 : 0, kept.due.checkpoint ? 1.0 : 0, norm},
+                 "what is known of the step to go on from");
+  if (joins) {
+    start_kept_ = {.position = {.step = step,
+                                .epoch = static_cast<int64_t>(told[0][0]),
+                                .images = static_cast<int64_t>(told[0][1])},
+                   .due = {.evaluation = told[0][2] != 0, .checkpoint = told[0][3] != 0},
+                   .ranks = {},
+                   .residual_norms = {}};
+  }
+  // Ranks that are lost stay known, as long as the step is the one to go back to.
+  for (size_t r = 0; r < told.size(); ++r) {
+    if (std::find(start_kept_.ranks.begin(), start_kept_.ranks.end(), ranks_[r]) != start_kept_.ranks.end())
+      continue;
+    start_kept_.ranks.push_back(ranks_[r]);
+    start_kept_.residual_norms.push_back(told[r][4]);
+  }
+  if (!joins) kept_.describe(start_kept_);
+}
+
+bool Elastic::restore(const RankState& rank) {
+  const bool joins = std::find(newcomers_.begin(), newcomers_.end(), comm().rank()) != newcomers_.end();
+  const bool carried = !joins && kept_.restore(rank, start_->position.step);
+  if (newcomers_.empty()) return carried;
+  hand_over(rank, newcomers_);
+  if (joins) {
+    rank.reducer.resume_at(start_->position.step);
+    kept_.begin(rank, start_kept_);
+  }
+  newcomers_.clear();
+  return carried;
+}
+
+std::vector<int> Elastic::lost() const {
+  std::vector<int> lost;
+  std::set_difference(reported_.begin(), reported_.end(), ranks_.begin(), ranks_.end(),
+                      std::back_inserter(lost));
+  return lost;
+}
+
+Elastic::Changes Elastic::resumed() {
+  const auto now = std::chrono::steady_clock::now();
+  const auto since = [&](const auto& begin) { return std::chrono::duration<double>(now - *begin).count(); };
+  Changes changes;
+  std::vector<int> joined;
+  std::set_difference(ranks_.begin(), ranks_.end(), reported_.begin(), reported_.end(),
+                      std::back_inserter(joined));
+  if (!joined.empty()) {
+    changes.grown =
+        GrowRecord{.step = start_->position.step,
+                   .joined = std::move(joined),
+                   .ranks = ranks_,
+                   .global_batch = config_.global_batch(),
+                   .lr = config_.lr,
+                   .seconds = stopped_at_ ? since(stopped_at_) : std::numeric_limits<double>::quiet_NaN()};
+  }
+  if (failed_at_) {
+    ShrinkRecord& record = changes.shrunk.emplace(ShrinkRecord{.step = start_->position.step,
+                                                               .lost = lost(),
+                                                               .ranks = ranks_,
+                                                               .global_batch = config_.global_batch(),
+                                                               .lr = config_.lr,
+                                                               .seconds = since(failed_at_),
+                                                               .why = std::move(why_)});
+    for (const int rank : record.lost) {
+      const auto at = std::find(start_kept_.ranks.begin(), start_kept_.ranks.end(), rank);
+      record.lost_residual_norms.push_back(
+          at == start_kept_.ranks.end()
+              ? std::numeric_limits<double>::quiet_NaN()
+              : start_kept_.residual_norms[static_cast<size_t>(at - start_kept_.ranks.begin())]);
+    }
+  }
+  reported_ = ranks_;
   why_.clear();
   failed_at_.reset();
-  return record;
+  stopped_at_.reset();
+  return changes;
+}
+
+// ---- New ranks
+
+void Elastic::open_door(std::function<std::string(const std::string&)> judge) {
+  comm().transport().open_door(launched_.elastic.most, std::move(judge));
+}
+
+void Elastic::post_members() {
+  if (launched_.members.empty() || comm().rank() != 0) return;
+  write_private_file(launched_.members, members_text(launched_.ranks(), comm().transport().doors()));
+}
+
+void Elastic::finished() {
+  finished_ = true;
+  if (!launched_.members.empty()) std::remove(launched_.members.c_str());
+}
+
+void Elastic::join(std::unique_ptr<Communicator> comm) {
+  group_ = std::move(comm);
+  ranks_.assign(static_cast<size_t>(group_->world()), kUnknown);
+  config_ = config_for(group_->world());
+}
+
+bool Elastic::grow() {
+  const auto now = std::chrono::steady_clock::now();
+  next_ = comm().grow();
+  if (next_) stopped_at_ = now;
+  return has_grown();
+}
+
+void Elastic::move_on() {
+  group_ = std::move(next_);
+  ranks_.resize(static_cast<size_t>(group_->world()), kUnknown);
+  others_ = true;
+  config_ = config_for(group_->world());
 }
 
 void Elastic::keep(const RankState& rank, const Position& position, KeptSteps::Due due) {
-  if (comm().world() > 1) kept_.keep(rank, ranks_, position, due);
+  kept_.keep(rank, ranks_, position, due);
 }
 
 }  // namespace gradwire

@@ -1,4 +1,4 @@
-// --elastic: a run of processes that goes on without those that die.
+// --elastic: a run of processes that goes on without those that die, and takes new ones.
 //
 //   a step breaks     every survivor's part of the group fails (transport.h), and its RankTrainer goes
 //   regroup()         the survivors find each other and form a group (rendezvous/reunion.h), with or without rank 0
@@ -9,11 +9,20 @@
 // moments and factors are the same on all ranks after a step that all have finished, so nothing is sent. Residuals are
 // each rank's own; those of the lost ranks are gone, and the ShrinkRecord says how large they were.
 //
+//   a newcomer        knocks (rendezvous/newcomer.h), and waits. The ranks hear of it in the exchange that follows each step
+//   grow()            after the next step they form a group with those that wait, and their RankTrainers go
+//   agree()           as above; the newcomers have no state, and get numbers that no rank has had
+//   a new RankTrainer takes the state that it left off with; newcomers get it from the others (hand_over.h), but for
+//                     residuals, which begin with 0
+//
+// A newcomer that has no state yet is no loss: whatever fails, it leaves, and knocks again.
+//
 // A rank that fails by itself (its disk is full) is lost to the others like one that is killed. What fails before the
 // first step ends the run.
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -29,10 +38,33 @@ class Elastic {
  public:
   // This process's part of a run that begins with `comm`, which must be shrinkable and outlive the object.
   Elastic(const TrainConfig& config, Communicator& comm);
+  // This process's part of a run that was begun by others, with these settings. Followed by join().
+  explicit Elastic(const TrainConfig& config);
+  // Tells those who wait to join that the run has ended.
+  ~Elastic();
 
-  // The group, and the run's settings for it. Both change in regroup().
-  Communicator& comm() { return group_ ? *group_ : first_; }
+  // The group, and the run's settings for it. Both change in regroup(), move_on() and join().
+  Communicator& comm() { return group_ ? *group_ : *first_; }
   const TrainConfig& config() const { return config_; }
+  // The run's settings as all of its ranks have them, early or late.
+  const TrainConfig& launched() const { return launched_; }
+
+  // ---- New ranks
+
+  // Newcomers may knock if `judge` lets them: see Transport::open_door().
+  void open_door(std::function<std::string(const std::string& about)> judge);
+  // On rank 0: keeps config().members, the file by which newcomers find the group.
+  void post_members();
+  // This newcomer is part of `comm`, and knows nothing else yet.
+  void join(std::unique_ptr<Communicator> comm);
+  // Whether newcomers waited after this step, in which case all ranks know it. After the step is kept, before the one
+  // after the next is enqueued.
+  bool newcomers_wait(int64_t step) const { return kept_.at(step).newcomers; }
+  // Collective, after the newest step is kept. True: a group with newcomers has formed. The RankTrainer is to end, then
+  // move_on().
+  bool grow();
+  bool has_grown() const { return next_ != nullptr; }
+  void move_on();
 
   // ---- For the run's loop: once the group has failed and its RankTrainer is gone.
 
@@ -53,37 +85,52 @@ class Elastic {
   };
   // None in the first group.
   const std::optional<Start>& start() const { return start_; }
-  bool restore(const RankState& rank) const { return kept_.restore(rank, start_->position.step); }
+  // Takes the state to go on from; collective over a group with newcomers. See KeptSteps::restore().
+  bool restore(const RankState& rank);
   // This process is rank 0 since the one before it is lost, and has not reported anything yet.
   bool takes_over() { return start_ && comm().rank() == 0 && !announced_; }
   void announced() { announced_ = true; }
-  // The group is ready to do the step again; ranks that are lost from here on belong to the next record.
-  ShrinkRecord resumed();
+  // The group is ready for its next step, ranks that are lost from here on belong to the next record. What there is to
+  // report: who has joined, who is lost, or, with neither, that the group has formed again.
+  struct Changes {
+    std::optional<GrowRecord> grown;
+    std::optional<ShrinkRecord> shrunk;
+  };
+  Changes resumed();
   // Enqueues on the rank's stream, after a step or before the first one: see KeptSteps.
   void keep(const RankState& rank, const Position& position, KeptSteps::Due due);
   // Rank 0 has reported the evaluation after this step, or the end.
   void evaluated(int64_t step) { evaluated_ = step; }
-  void finished() { finished_ = true; }
+  void finished();
 
  private:
+  static constexpr int kUnknown = -1;
+
   TrainConfig config_for(int world) const;
   std::string remedy() const;
+  void number_ranks(const std::vector<std::vector<double>>& told);
+  void agree_on_kept(int64_t step);
+  std::vector<int> lost() const;
 
-  const TrainConfig launched_;  // the settings, with all ranks
+  const TrainConfig launched_;  // the settings, with all ranks that were launched
   TrainConfig config_;
-  Communicator& first_;
+  Communicator* const first_;            // null for a newcomer
   std::unique_ptr<Communicator> group_;  // none before the first regroup()
-  std::vector<int> ranks_;               // of the group, as launched
+  std::unique_ptr<Communicator> next_;   // that has grown out of it
+  std::vector<int> ranks_;  // of the group, as launched, or numbered as they joined; kUnknown before agree()
+  int next_number_ = 0;     // of the next to join
+  std::vector<int> newcomers_;  // their ranks in the group, as long as they have no state
   KeptSteps kept_;
+  KeptSteps::Kept start_kept_;  // what is known of the step to go on from
   std::optional<Start> start_;
   bool announced_ = false, finished_ = false;
   int64_t evaluated_ = -1;
-  // For the next record.
-  std::vector<int> lost_;
+  // For the next records.
+  std::vector<int> reported_;  // the ranks of which all know
   std::string why_;
-  std::optional<std::chrono::steady_clock::time_point> failed_at_;
-  bool lost_any_ = false;  // in the latest regroup()
-  int fruitless_ = 0;      // how often the group has formed again without losing a rank or doing a step
+  std::optional<std::chrono::steady_clock::time_point> failed_at_, stopped_at_;
+  bool others_ = false;  // since the latest agree() the group has lost ranks, or has others
+  int fruitless_ = 0;    // how often the group has formed again without losing a rank or doing a step
 };
 
 }  // namespace gradwire

@@ -18,12 +18,9 @@ int64_t moments_per_kind(const RankState& rank) {
 
 }  // namespace
 
-void KeptSteps::keep(const RankState& rank, const std::vector<int>& ranks, const Position& position,
-                     Due due) {
-  Slot& slot = slots_[static_cast<size_t>(position.step) % kSlots];
+// Enqueues it.
+void KeptSteps::copy_state(Slot& slot, const RankState& rank) {
   const Stream& stream = rank.stream;
-  const int me = rank.comm.rank(), world = rank.comm.world();
-  stream.submit([&slot] { slot.step = -1; });
   slot.weights.resize(static_cast<size_t>(rank.layout.elements));
   copy(stream, slot.weights.data(), rank.weights.data, slot.weights.size() * sizeof(float));
   slot.moments.resize(rank.moments.size());
@@ -31,26 +28,55 @@ void KeptSteps::keep(const RankState& rank, const std::vector<int>& ranks, const
     slot.moments[i].resize(static_cast<size_t>(moments_per_kind(rank)));
     copy(stream, slot.moments[i].data(), rank.moments[i].values.data, slot.moments[i].size() * sizeof(float));
   }
-  slot.codecs.take(stream, rank.reducer, world);
+  slot.codecs.take(stream, rank.reducer, rank.comm.world());
+}
 
-  slot.norms.resize(static_cast<size_t>(world));
-  double* const norms = slot.norms.data();
-  stream.submit([&slot, me] { slot.norms[static_cast<size_t>(me)] = slot.codecs.residual_norm(); });
+void KeptSteps::keep(const RankState& rank, const std::vector<int>& ranks, const Position& position,
+                     Due due) {
+  Slot& slot = slot_of(position.step);
+  const Stream& stream = rank.stream;
+  const int me = rank.comm.rank(), world = rank.comm.world();
+  stream.submit([&slot] { slot.step = -1; });
+  copy_state(slot, rank);
+
+  slot.told.resize(static_cast<size_t>(world));
+  Slot::Told* const told = slot.told.data();
+  Transport& transport = rank.comm.transport();
+  stream.submit([&slot, &mine = told[me], &transport] {
+    mine = {slot.codecs.residual_norm(), static_cast<double>(transport.knocking())};
+  });
   slot.transfers.clear();
   for (int peer = 0; peer < world; ++peer) {
     if (peer == me) continue;
-    slot.transfers.push_back({Transfer::Kind::send, peer, norms + me, sizeof(double)});
-    slot.transfers.push_back({Transfer::Kind::receive, peer, norms + peer, sizeof(double)});
+    slot.transfers.push_back({Transfer::Kind::send, peer, told + me, sizeof(Slot::Told)});
+    slot.transfers.push_back({Transfer::Kind::receive, peer, told + peer, sizeof(Slot::Told)});
   }
   slot.label = {mix(0x6e6f726d, static_cast<uint64_t>(position.step)),
                 fmt::format("the norms of the residuals after {} steps", position.step)};
   slot.call = {slot.label.tag, slot.label.what};
-  rank.comm.transport().begin(stream, slot.call);
-  rank.comm.transport().exchange(stream, slot.transfers, slot.label);
+  transport.begin(stream, slot.call);
+  transport.exchange(stream, slot.transfers, slot.label);
   stream.submit([&slot, ranks, position, due] {
-    slot.kept = {position, due, ranks, slot.norms};
+    slot.kept = {position, due, ranks, {}, false};
+    for (const Slot::Told& theirs : slot.told) {
+      slot.kept.residual_norms.push_back(theirs.residual_norm);
+      slot.kept.newcomers = slot.kept.newcomers || theirs.newcomers > 0;
+    }
     slot.step = position.step;
   });
+}
+
+void KeptSteps::describe(const Kept& kept) {
+  find(kept.position.step);
+  slot_of(kept.position.step).kept = kept;
+}
+
+void KeptSteps::begin(const RankState& rank, const Kept& kept) {
+  Slot& slot = slot_of(kept.position.step);
+  copy_state(slot, rank);
+  rank.stream.synchronize();
+  slot.kept = kept;
+  slot.step = kept.position.step;
 }
 
 std::optional<int64_t> KeptSteps::newest() const {

@@ -31,10 +31,11 @@ class KeptSteps {
     Due due;
     std::vector<int> ranks;              // of the group, as launched
     std::vector<double> residual_norms;  // of each of them
+    bool newcomers = false;              // some waited to join when the step ended
   };
 
-  // Enqueues on the rank's stream: copies its state after position.step steps, and exchanges norms with the others.
-  // `ranks`: how the group's were launched. Collective, with at least two ranks on the host.
+  // Enqueues on the rank's stream: copies its state after position.step steps, and exchanges norms, and whether
+  // newcomers wait, with the others. `ranks`: how the group's were launched. Collective, on the host.
   void keep(const RankState& rank, const std::vector<int>& ranks, const Position& position, Due due);
 
   // The rest: while no work is in flight.
@@ -44,6 +45,10 @@ class KeptSteps {
   const Kept& at(int64_t step) const { return find(step).kept; }
   // All survivors go on from `step`, so later ones will be done again.
   void go_back_to(int64_t step);
+  // What all ranks of a group that has grown know of a kept step.
+  void describe(const Kept& kept);
+  // For a rank that has joined: its state, which others have given it, is the one to go back to.
+  void begin(const RankState& rank, const Kept& kept);
   // Gives a rank of another group, fresh from its constructor, the state after `step`. True if residuals are in
   // rank.left_over(), as in restore_checkpoint().
   bool restore(const RankState& rank, int64_t step) const;
@@ -60,12 +65,17 @@ class KeptSteps {
     std::vector<float> weights;
     std::vector<std::vector<float>> moments;
     ReducerSnapshot codecs;
-    // The exchange of norms. The stream has passed its last one by the time the host prepares another.
-    std::vector<double> norms;
+    // The exchange. The stream has passed its last one by the time the host prepares another.
+    struct Told {
+      double residual_norm = 0, newcomers = 0;  // who wait
+    };
+    std::vector<Told> told;  // by rank
     Call call;
     ExchangeLabel label;
     std::vector<Transfer> transfers;
   };
+  Slot& slot_of(int64_t step) { return slots_[static_cast<size_t>(step) % kSlots]; }
+  static void copy_state(Slot& slot, const RankState& rank);
   const Slot& find(int64_t step) const;
 
   std::array<Slot, kSlots> slots_;  // by step

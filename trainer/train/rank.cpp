@@ -182,6 +182,11 @@ void RankTrainer::run() {
       catch_up();
       save(step + 1);
     }
+    if (newcomers_wait_ && step + 1 < config_.steps) {
+      catch_up();
+      if (shared_.elastic->grow()) return;
+      newcomers_wait_ = false;  // they have gone
+    }
   }
   catch_up();
   if (config_.profile_steps.end == config_.steps) profile(config_, comm_, stream_, config_.steps);
@@ -206,8 +211,9 @@ void RankTrainer::begin() {
     return;
   }
   if (shared_.elastic->takes_over()) announce();
-  const ShrinkRecord shrink = shared_.elastic->resumed();
-  if (leads()) shared_.observer.on_shrink(shrink);
+  const Elastic::Changes changes = shared_.elastic->resumed();
+  if (leads() && changes.grown) shared_.observer.on_grow(*changes.grown);
+  if (leads() && changes.shrunk) shared_.observer.on_shrink(*changes.shrunk);
   if (start_.again->evaluation) evaluate(start_.step);
   if (start_.again->checkpoint) save(start_.step);
 }
@@ -405,7 +411,11 @@ void RankTrainer::harvest(Slot& slot, const Event* next_start) {
   end.synchronize();
   if (deferred_) slot.end.synchronize();  // inside the next step
   // What is reported is not done again.
-  if (shared_.elastic != nullptr) slot.kept.synchronize();
+  if (shared_.elastic != nullptr) {
+    slot.kept.synchronize();
+    comm_.check();
+    newcomers_wait_ = shared_.elastic->newcomers_wait(slot.step + 1);
+  }
   slot.wait_end = std::chrono::steady_clock::now();
   comm_.check();
   if (dump_ && slot.step == config_.gradients_step) dump_->write();

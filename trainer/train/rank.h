@@ -55,7 +55,7 @@ class RankTrainer {
   RankTrainer(const RankTrainer&) = delete;
   RankTrainer& operator=(const RankTrainer&) = delete;
 
-  // The whole run.
+  // The whole run; or, with --elastic, until the group has grown.
   void run();
   // After a failure: gives the trace file the spans that it does not have yet.
   void keep_trace() { trace_.keep(); }
@@ -77,7 +77,7 @@ class RankTrainer {
   // checkpoint, or since the run went back to it.
   struct Start {
     std::optional<CheckpointHead> from;
-    const Elastic::Start* again = nullptr;  // after ranks were lost
+    const Elastic::Start* again = nullptr;  // after ranks were lost, or have joined
     int64_t step = 0;
     int64_t data_step = 0;  // steps with this run's global batch that would use as much data
   };
@@ -142,6 +142,7 @@ class RankTrainer {
   float* gradients_;          // in gradient_layout_
   Buffer totals_;             // device: two doubles
   std::array<Slot, 2> slots_;
+  bool newcomers_wait_ = false;  // since the latest step that was harvested
   bool carried_ = false;  // the gradient buffer holds a checkpoint's residuals; the first step adds to them
   Buffer left_over_;      // those residuals, where the gradient buffer has no room for all
   // When this rank's waits are due to be reported; and, on rank 0, what each rank last said, and since when.

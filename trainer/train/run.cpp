@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "collectives/communicator/communicator.h"
+#include "collectives/rendezvous/newcomer.h"
 #include "kernels/simd/level.h"
 #include "runtime/error.h"
 #include "runtime/memory_use.h"
@@ -159,6 +160,7 @@ void run_in_group(const TrainConfig& config, const DataSplits& data, RunObserver
     const bool takes_over = elastic != nullptr && elastic->takes_over();
     const std::optional<FolderLock> lock =
         comm.rank() == 0 ? lock_checkpoints(config, takes_over) : std::nullopt;
+    if (elastic != nullptr) elastic->post_members();
     if (shared.trace != nullptr) shared.instant = agree_on_instant(comm.transport());
     if (config.ranks_per_node > 0) {
       comm.set_ranks_per_node(config.ranks_per_node);
@@ -172,6 +174,7 @@ void run_in_group(const TrainConfig& config, const DataSplits& data, RunObserver
     }
     trainer = std::make_unique<RankTrainer>(shared, comm);
     trainer->run();
+    if (elastic != nullptr && elastic->has_grown()) return;
     comm.barrier();  // an error of rank 0 at the end reaches all ranks
   } catch (const std::exception& error) {
     comm.abort(error.what());
@@ -184,18 +187,51 @@ void run_in_group(const TrainConfig& config, const DataSplits& data, RunObserver
   }
 }
 
+// To the run's end, with whoever is left or joins.
+void run_in_groups(Elastic& elastic, const DataSplits& data, RunObserver& observer) {
+  elastic.open_door([mine = described(elastic.launched(), data)](const std::string& theirs) {
+    return theirs == mine ? ""
+                          : fmt::format(
+                                "it was started with other settings or data than this run: {}; give "
+                                "it the same flags and data",
+                                first_difference(theirs, mine));
+  });
+  while (true) {
+    try {
+      run_in_group(elastic.config(), data, observer, elastic.comm(), &elastic);
+      if (!elastic.has_grown()) return;
+      elastic.move_on();
+    } catch (const CommError& error) {
+      if (!elastic.has_begun()) throw;
+      elastic.regroup(error.what());
+    }
+  }
+}
+
 }  // namespace
 
 void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
                   Communicator& comm) {
   if (!config.elastic) return run_in_group(config, data, observer, comm, nullptr);
   Elastic elastic(config, comm);
-  while (true) {
+  run_in_groups(elastic, data, observer);
+}
+
+void join_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
+                   const std::function<std::unique_ptr<Communicator>(const std::string& about)>& knock) {
+  constexpr int kAttempts = 5;
+  for (int attempt = 1;; ++attempt) {
+    Elastic elastic(config);
+    bool begun = false;
     try {
-      return run_in_group(elastic.config(), data, observer, elastic.comm(), &elastic);
-    } catch (const CommError& error) {
-      if (!elastic.has_begun()) throw;
-      elastic.regroup(error.what());
+      elastic.join(knock(described(elastic.launched(), data)));
+      return run_in_groups(elastic, data, observer);
+    } catch (const NobodyAnswers&) {
+      throw;
+    } catch (const CommError&) {
+      // Without state nobody needs this process; with state it was part of the run, which has failed.
+      begun = elastic.has_begun();
+      if (begun || attempt == kAttempts) throw;
     }
   }
 }

@@ -1,0 +1,173 @@
+#include "collectives/rendezvous/newcomer.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <sstream>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "collectives/rendezvous/handshake.h"
+#include "collectives/rendezvous/secret.h"
+
+namespace gradwire {
+namespace {
+
+using Op = StoreMessage::Op;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kSilence{3000};  // of a rank that has this process wait, before it is given up
+constexpr milliseconds kKnockAgain{50};
+// How long a group of which all ranks are gone, or have another secret, may take to say where it is now.
+constexpr milliseconds kNobody{3000};
+
+struct Found {
+  std::string secret;
+  std::vector<std::string> contacts;
+};
+
+Found parse_doors(const std::string& text) {
+  Found doors;
+  std::istringstream lines(text);
+  std::getline(lines, doors.secret);
+  if (doors.secret == "-") doors.secret.clear();
+  for (std::string line; std::getline(lines, line);) {
+    if (!line.empty()) doors.contacts.push_back(line);
+  }
+  return doors;
+}
+
+class Newcomer {
+ public:
+  explicit Newcomer(const Knock& request)
+      : request_(request), secret_(request.secret.empty() ? secret_from_environment() : request.secret) {}
+
+  Invitation let_in() {
+    give_up_at_ = SteadyClock::now() + request_.patience;
+    auto nobody_since = SteadyClock::now();
+    while (true) {
+      const Found doors = parse_doors(request_.doors());
+      // The list goes when the run has ended.
+      bool somebody = doors.contacts.empty() && !seen_;
+      seen_ = seen_ || !doors.contacts.empty();
+      if (doors.contacts.empty())
+        why_ = seen_ ? "its ranks have gone" : "nobody has said yet where its ranks are";
+      for (const std::string& contact : doors.contacts) {
+        std::string next = contact;
+        // A rank may send this process on, to one that may have gone meanwhile.
+        for (int hops = 0; hops < 2 && !next.empty(); ++hops) {
+          const std::string at = std::exchange(next, "");
+          if (auto invitation = ask(at, secret_ + doors.secret, next)) return std::move(*invitation);
+          somebody = somebody || answered_;
+        }
+      }
+      const auto now = SteadyClock::now();
+      if (somebody) {
+        nobody_since = now;
+        other_secret_ = false;
+      }
+      if (now - nobody_since >= kNobody || now >= give_up_at_) {
+        throw NobodyAnswers(fmt::format(
+            "no rank lets this process in: {}; {}", other_secret_ ? kOtherSecret : why_,
+            other_secret_ ? "give it the run's GRADWIRE_SECRET"
+                          : "has the run ended? If it goes on elsewhere, take the newest list of its ranks"));
+      }
+      std::this_thread::sleep_for(kKnockAgain);
+    }
+  }
+
+ private:
+  // Asks one rank, and waits as long as it says so. Nothing when it cannot let this process in; `next` is whom it sends
+  // this process to.
+  std::optional<Invitation> ask(const std::string& contact, const std::string& key, std::string& next) {
+    std::istringstream words(contact);
+    Endpoint endpoint;
+    std::string name;
+    words >> endpoint.host >> endpoint.port >> name;
+    auto soon = [] { return SteadyClock::now() + Reunion::kPatience; };
+    answered_ = false;
+    std::string why;
+    auto socket = try_connect(endpoint, soon(), why);
+    if (socket) why = introduce(*socket, {key, Reunion::purpose_of(name)}, soon());
+    if (!why.empty()) {
+      why_ = fmt::format("{}: {}", endpoint.text(), why);
+      other_secret_ = other_secret_ || why == kOtherSecret;
+      // Both are final for this process, but the group may have another rank there soon.
+      answered_ = why != std::strerror(ECONNREFUSED) && why != kOtherSecret;
+      return std::nullopt;
+    }
+    answered_ = true;
+    const std::string address = socket->local_address();
+    if (!reunion_ || reunion_->key() != key || address != address_) {
+      reunion_ = std::make_shared<Reunion>(address, key);
+      address_ = address;
+    }
+    const std::string hello = reunion_->contact() + "\n" + request_.about;
+    if (!send_all(*socket, StoreMessage{Op::hello, 0, Reunion::kKnock, hello}.encode(), soon())) {
+      return std::nullopt;
+    }
+    std::string bytes;
+    while (true) {
+      const auto message = receive_message(*socket, bytes, SteadyClock::now() + kSilence);
+      why_ = fmt::format("{} does not answer any more", endpoint.text());
+      if (!message) return std::nullopt;
+      give_up_at_ = SteadyClock::now() + request_.patience;
+      if (message->op == Op::refuse && message->key == Reunion::kElsewhere) {
+        why_ = fmt::format("{} leaves it to {}", endpoint.text(), message->value);
+        next = message->value;
+        return std::nullopt;
+      }
+      if (message->op == Op::refuse) {
+        throw BadInput(fmt::format("{} does not let this process join: {}", endpoint.text(), message->value));
+      }
+      if (message->key == Reunion::kCome) {
+        send_all(*socket, StoreMessage{Op::hello, 0, Reunion::kCome, ""}.encode(), soon());
+      }
+      if (message->key == Reunion::kJoin) return understand(message->value);
+    }
+  }
+
+  Invitation understand(const std::string& text) {
+    std::istringstream lines(text);
+    Invitation invitation{.reunion = reunion_};
+    std::string name;
+    int number = 0;
+    lines >> invitation.rank >> invitation.world >> number >> name;
+    lines.ignore();  // the line's end
+    invitation.meeting.assign(std::istreambuf_iterator<char>(lines), {});
+    if (invitation.rank < 1 || invitation.rank >= invitation.world || name.empty()) {
+      throw CommError("what this process was told of the group it joins cannot be read");
+    }
+    reunion_->begin(number, name);
+    return invitation;
+  }
+
+  const Knock& request_;
+  const std::string secret_;
+  std::shared_ptr<Reunion> reunion_;
+  std::string address_, why_;
+  bool seen_ = false;          // there were doors
+  bool other_secret_ = false;  // some rank has, and none has answered since
+  bool answered_ = false;      // the latest to be asked may let this process in, now or later
+  SteadyClock::time_point give_up_at_;
+};
+
+}  // namespace
+
+std::string doors_text(const std::string& secret, const std::string& contacts) {
+  return (secret.empty() ? "-" : secret) + "\n" + contacts;
+}
+
+Invitation knock(const Knock& request) {
+  return Newcomer(request).let_in();
+}
+
+std::string invitation_text(int rank, int world, int number, const std::string& name,
+                            const std::string& meeting) {
+  return fmt::format("{} {} {} {}\n{}", rank, world, number, name, meeting);
+}
+
+}  // namespace gradwire

@@ -1,0 +1,44 @@
+#include "collectives/transport/tcp_growth.h"
+
+#include <fmt/format.h>
+
+#include <cstdlib>
+#include <iterator>
+#include <sstream>
+
+#include "collectives/rendezvous/newcomer.h"
+
+namespace gradwire {
+
+std::string Growth::encode() const {
+  std::string text = fmt::format("{}\n{}\n", name, joined.size());
+  for (const std::string& contact : joined) text += contact + "\n";
+  return text + meeting;
+}
+
+Growth Growth::decode(const std::string& text) {
+  std::istringstream lines(text);
+  Growth growth;
+  std::string line;
+  std::getline(lines, growth.name);
+  std::getline(lines, line);
+  for (int left = std::atoi(line.c_str()); left > 0 && std::getline(lines, line); --left) {
+    growth.joined.push_back(line);
+  }
+  growth.meeting.assign(std::istreambuf_iterator<char>(lines), {});
+  return growth;
+}
+
+// One that does not get its invitation is noticed when the group forms.
+void send_invitations(const Growth& growth, const std::vector<Reunion::Newcomer>& newcomers, int world,
+                      int number) {
+  const int all = world + static_cast<int>(newcomers.size());
+  for (size_t i = 0; i < newcomers.size(); ++i) {
+    const std::string text =
+        invitation_text(world + static_cast<int>(i), all, number, growth.name, growth.meeting);
+    send_all(newcomers[i].socket, StoreMessage{StoreMessage::Op::ok, 0, Reunion::kJoin, text}.encode(),
+             SteadyClock::now() + Reunion::kPatience);
+  }
+}
+
+}  // namespace gradwire

@@ -1,0 +1,431 @@
+// Conservation with --elastic: a reducer whose gradients are known, while ranks die and others join. Nothing is lost but
+// the residuals of the dead, of which the run says how large they were.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <random>
+#include <set>
+#include <sstream>
+#include <thread>
+
+#include "collectives/reducer/reducer.h"
+#include "runtime/error.h"
+#include "runtime/mix.h"
+#include "tests/processes/elastic_runs.h"
+#include "trainer/train/elastic.h"
+#include "trainer/train/layout.h"
+
+namespace gradwire {
+namespace {
+
+using nlohmann::json;
+using namespace testing;
+using namespace std::chrono_literals;
+
+const std::vector<GradientTensor> kTensors = {{"a", {48, 32}}, {"b", {40}}, {"c", {20, 3, 11}}};
+
+float gradient(int rank, int64_t step, int tensor, int64_t element) {
+  uint64_t hash =
+      mix(mix(static_cast<uint64_t>(rank + 1), static_cast<uint64_t>(step)), static_cast<uint64_t>(tensor));
+  hash = mix(hash, static_cast<uint64_t>(element));
+  return static_cast<float>(hash >> 40) / static_cast<float>(1 << 23) - 1.0f;
+}
+
+void write_floats(const std::string& path, const std::vector<float>& values) {
+  std::ofstream file(path, std::ios::binary);
+  file.write(reinterpret_cast<const char*>(values.data()),
+             static_cast<std::streamsize>(values.size() * sizeof(float)));
+}
+
+std::vector<double> read_floats(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::vector<double> values;
+  for (float value; file.read(reinterpret_cast<char*>(&value), sizeof value);) values.push_back(value);
+  return values;
+}
+
+std::string residual_path(const std::string& folder, int rank, int64_t step) {
+  return fmt::format("{}/residual.{}.{}", folder, rank, step);
+}
+
+// There once process `rank` asks to join, as far as this test is concerned.
+std::string asking_path(const std::string& folder, int rank) {
+  return fmt::format("{}/asks.{}", folder, rank);
+}
+
+// Averages gradients as a RankTrainer does, and adds up what is applied where that has its weights. Each rank's residual
+// is in a file by the time anybody can know that the step is done.
+class Averaging {
+ public:
+  Averaging(const Me& me, Elastic& elastic)
+      : me_(me),
+        elastic_(elastic),
+        comm_(elastic.comm()),
+        stream_(Stream::create(Device::host(), "test")),
+        reducer_(comm_, CompressionSpec::parse(me.option("spec")), kTensors, {.seed = 7}),
+        layout_(reducer_layout(reducer_)),
+        applied_(make_buffer<float>(Device::host(), layout_.elements)),
+        residual_(static_cast<size_t>(layout_.elements)) {
+    for (const GradientTensor& tensor : kTensors) parameters_.push_back({tensor.name, tensor.shape});
+    fill_zero(stream_, applied_.data(), applied_.bytes());
+    stream_.synchronize();
+  }
+  ~Averaging() {
+    try {
+      stream_.synchronize();
+    } catch (...) {
+    }
+  }
+
+  // `highest`: the number of the last rank that has joined.
+  void run(int64_t steps, const std::vector<Fate>& fates, int& highest) {
+    int64_t step = 0;
+    if (elastic_.start()) {
+      step = elastic_.start()->position.step;
+      if (elastic_.restore(state())) throw std::runtime_error("WRONG: a residual has no place");
+      const Elastic::Changes changes = elastic_.resumed();
+      if (changes.grown) {
+        highest = changes.grown->ranks.back();
+        say("grow", {{"step", step},
+                     {"joined", changes.grown->joined},
+                     {"ranks", changes.grown->ranks},
+                     {"seconds", changes.grown->seconds}});
+      }
+      if (changes.shrunk) {
+        say("shrink", {{"step", step},
+                       {"lost", changes.shrunk->lost},
+                       {"norms", changes.shrunk->lost_residual_norms},
+                       {"ranks", changes.shrunk->ranks},
+                       {"seconds", changes.shrunk->seconds}});
+      }
+    } else {
+      elastic_.keep(state(), {}, {});
+    }
+    for (; step < steps; ++step) {
+      // One after another: who is to join has time to, before anything else happens.
+      for (const Fate& fate : fates) {
+        if (fate.step > step) break;
+        if (fate.what == "join" && fate.rank > highest) {
+          const std::string asks = asking_path(me_.option("folder"), fate.rank);
+          for (int i = 0; i < 1000 && access(asks.c_str(), F_OK) != 0; ++i) std::this_thread::sleep_for(10ms);
+          std::this_thread::sleep_for(50ms);
+          break;
+        }
+        if (fate.what == "join" || fate.rank != me_.rank || doomed_) continue;
+        if (fate.what == "stop") raise(SIGSTOP);
+        doomed_ = true;
+        doomed_at_ = step;
+        std::thread(die_soon).detach();
+      }
+      while (doomed_ && step > doomed_at_) pause();  // at most one step more
+      average(step);
+      if (step + 1 < steps && elastic_.newcomers_wait(step + 1) && elastic_.grow()) return;
+    }
+    write_floats(fmt::format("{}/applied.{}", me_.option("folder"), me_.rank),
+                 {applied_.as<float>(), applied_.as<float>() + layout_.elements});
+  }
+
+ private:
+  static void say(const char* what, const json& record) {
+    std::printf("%s: %s\n", what, record.dump().c_str());
+  }
+  static void die_soon() {
+    std::this_thread::sleep_for(std::chrono::microseconds(std::random_device()() % 2000));
+    raise(SIGKILL);
+  }
+
+  void average(int64_t step) {
+    for (int i = 0; i < reducer_.tensors(); ++i) {
+      stream_.submit([this, step, i] {
+        for (int64_t e = 0; e < kTensors[static_cast<size_t>(i)].count(); ++e) {
+          reducer_.gradient(i)[e] = gradient(me_.rank, step, i, e);
+        }
+      });
+      reducer_.ready(i, stream_);
+    }
+    reducer_.wait(stream_);
+    stream_.submit([this] {
+      const auto* mean = reducer_.gradients().as<const float>();
+      auto* applied = applied_.as<float>();
+      for (int64_t e = 0; e < layout_.elements; ++e)
+        applied[e] += mean[e] * static_cast<float>(comm_.world());
+    });
+    for (const TensorState& s : reducer_.tensor_state()) {
+      if (s.kind != kResidualKind) continue;
+      float* const to = residual_.data() + layout_.offsets[static_cast<size_t>(s.tensor)];
+      s.read(stream_, 0, std::as_writable_bytes(std::span<float>(to, static_cast<size_t>(s.count()))));
+    }
+    stream_.submit(
+        [this, step] { write_floats(residual_path(me_.option("folder"), me_.rank, step + 1), residual_); });
+    elastic_.keep(state(), {.step = step + 1}, {});
+    stream_.synchronize();
+  }
+
+  RankState state() {
+    return {.comm = comm_,
+            .stream = stream_,
+            .reducer = reducer_,
+            .parameters = parameters_,
+            .layout = layout_,
+            .weights = {applied_.as<float>()},
+            .moments = {},
+            .parts = reducer_.owned()};
+  }
+
+  const Me& me_;
+  Elastic& elastic_;
+  Communicator& comm_;
+  Stream stream_;
+  Reducer reducer_;
+  std::vector<VitParameter> parameters_;
+  ParameterLayout layout_;
+  Buffer applied_;
+  std::vector<float> residual_;
+  bool doomed_ = false;
+  int64_t doomed_at_ = 0;
+};
+
+RANK_PROGRAM(AveragesElastically) {
+  const int launched = me.number("launched");
+  const std::string folder = me.option("folder");
+  const std::vector<Fate> fates = fates_of(me.option("fates"));
+  TrainConfig config;
+  config.devices.assign(static_cast<size_t>(launched), Device::host());
+  config.processes = true;
+  config.elastic = {1, me.world};
+  config.timeout_s = 20;
+  config.members = folder + "/members";
+  std::unique_ptr<Communicator> first;
+  std::unique_ptr<Elastic> elastic;
+  int highest = launched - 1;
+  if (me.rank < launched) {
+    Me mine = me;
+    mine.world = launched;
+    first = join(mine);
+    elastic = std::make_unique<Elastic>(config, *first);
+  } else {
+    const auto call = std::find_if(fates.begin(), fates.end(), [&](const Fate& fate) {
+      return fate.what == "join" && fate.rank == me.rank;
+    });
+    while (access(residual_path(folder, me.number("lasting"), call->step).c_str(), F_OK) != 0) {
+      std::this_thread::sleep_for(1ms);
+    }
+    // In the order of their numbers.
+    const auto come = [&](int rank) { return fmt::format("{}/come.{}", folder, rank); };
+    while (me.rank > launched && access(come(me.rank - 1).c_str(), F_OK) != 0)
+      std::this_thread::sleep_for(1ms);
+    std::ofstream(asking_path(folder, me.rank)) << "asks" << std::endl;
+    elastic = std::make_unique<Elastic>(config);
+    elastic->join(join_later(config.members, "", me.timeout));
+    std::ofstream(come(me.rank)) << "here" << std::endl;
+  }
+  elastic->open_door([](const std::string&) { return ""; });
+  while (true) {
+    try {
+      if (!elastic->agree()) return;
+      elastic->post_members();
+      Averaging(me, *elastic).run(me.number("steps"), fates, highest);
+      if (elastic->has_grown()) {
+        elastic->move_on();
+        continue;
+      }
+      elastic->comm().barrier();
+      return;
+    } catch (const CommError& error) {
+      elastic->comm().abort(error.what());
+      if (!elastic->has_begun()) throw;
+      elastic->regroup(error.what());
+    }
+  }
+}
+
+double norm_of(const std::vector<double>& values) {
+  double sum = 0;
+  for (const double x : values) sum += x * x;
+  return std::sqrt(sum);
+}
+
+// From a survivor's error, or from the end of a step, until all are ready for the next.
+struct Slowest {
+  double killed_s = 0, stopped_s = 0, grown_s = 0;
+};
+
+// What was applied, and what every rank still holds or held when it died, is the sum of all gradients. `launched` ranks
+// begin; rank `lasting` is there from the beginning to the end.
+Slowest expect_conservation(const std::string& spec, int launched, const std::string& fates,
+                            const std::set<int>& dead, int64_t steps = 12) {
+  SCOPED_TRACE(fmt::format("{}, {} launched, {}", spec, launched, fates));
+  Slowest slowest;
+  const bool stops = fates.find("stop") != std::string::npos;
+  int lasting = 0;
+  while (dead.contains(lasting)) ++lasting;
+  const int world = launched + joining(fates_of(fates));
+  static int runs = 0;
+  const std::string folder = scratch_path(fmt::format("averages.{}", runs++));
+  std::filesystem::create_directories(folder);
+  const auto ranks =
+      run_processes("AveragesElastically", world,
+                    {.timeout = stops ? 3s : 20s,
+                     .limit = 120s,
+                     .never_ending = stops ? std::vector<int>(dead.begin(), dead.end()) : std::vector<int>(),
+                     .options = {{"spec", spec},
+                                 {"fates", fates},
+                                 {"steps", std::to_string(steps)},
+                                 {"folder", folder},
+                                 {"launched", std::to_string(launched)},
+                                 {"lasting", std::to_string(lasting)}}});
+  std::vector<int> left;
+  for (int r = 0; r < world; ++r) {
+    const Outcome& rank = ranks[static_cast<size_t>(r)];
+    EXPECT_EQ(rank.exit_code, dead.contains(r) ? -1 : 0) << "rank " << r << ": " << rank.output;
+    if (!dead.contains(r)) left.push_back(r);
+  }
+  if (::testing::Test::HasFailure()) return slowest;
+  const std::vector<double> applied = read_floats(fmt::format("{}/applied.{}", folder, left[0]));
+  EXPECT_FALSE(applied.empty());
+  std::vector<double> sum = applied;
+  const auto add = [&](const std::string& path) {
+    const std::vector<double> values = read_floats(path);
+    ASSERT_EQ(values.size(), sum.size()) << path;
+    for (size_t i = 0; i < sum.size(); ++i) sum[i] += values[i];
+  };
+  for (const int r : left) {
+    EXPECT_EQ(read_floats(fmt::format("{}/applied.{}", folder, r)), applied)
+        << "rank " << r << " has other bits";
+    add(residual_path(folder, r, steps));
+  }
+  // Who took part in which step: the last record of a step counts, which knows of all lost by then.
+  std::map<int64_t, std::vector<int>> group_from;
+  std::vector<int> all(static_cast<size_t>(launched));
+  std::iota(all.begin(), all.end(), 0);
+  group_from[0] = all;
+  size_t told = 0;
+  const std::string& output = ranks[static_cast<size_t>(lasting)].output;
+  std::vector<int> joined;
+  for (const std::string& line : lines_with("grow: ", output)) {
+    const json record = json::parse(line);
+    group_from[record["step"].get<int64_t>()] = record["ranks"].get<std::vector<int>>();
+    for (const int rank : record["joined"]) joined.push_back(rank);
+    slowest.grown_s = std::max(slowest.grown_s, record["seconds"].get<double>());
+  }
+  EXPECT_EQ(static_cast<int>(joined.size()), world - launched);
+  for (const std::string& line : lines_with("shrink: ", output)) {
+    const json record = json::parse(line);
+    const auto step = record["step"].get<int64_t>();
+    group_from[step] = record["ranks"].get<std::vector<int>>();
+    for (size_t i = 0; i < record["lost"].size(); ++i, ++told) {
+      const std::string path = residual_path(folder, record["lost"][i].get<int>(), step);
+      const double norm = step == 0 ? 0 : norm_of(read_floats(path));
+      EXPECT_NEAR(record["norms"][i].get<double>(), norm, 1e-6 * norm) << line;
+      if (std::filesystem::exists(path)) {  // it had done a step
+        EXPECT_GT(norm, 0) << line;
+        add(path);
+      }
+    }
+    double& slowest_s = stops ? slowest.stopped_s : slowest.killed_s;
+    slowest_s = std::max(slowest_s, record["seconds"].get<double>());
+  }
+  EXPECT_EQ(told, dead.size());
+  std::vector<double> gradients(sum.size());
+  for (int64_t step = 0; step < steps; ++step) {
+    for (const int r : std::prev(group_from.upper_bound(step))->second) {
+      const GradientLayout layout = lay_out(kTensors, 4, 25 << 20);
+      for (size_t t = 0; t < kTensors.size(); ++t) {
+        for (int64_t e = 0; e < kTensors[t].count(); ++e) {
+          gradients[static_cast<size_t>(layout.offsets[t] + e)] += gradient(r, step, static_cast<int>(t), e);
+        }
+      }
+    }
+  }
+  for (size_t i = 0; i < sum.size(); ++i) sum[i] -= gradients[i];
+  EXPECT_LT(norm_of(sum) / norm_of(gradients), 1e-6);
+  std::filesystem::remove_all(folder);
+  return slowest;
+}
+
+TEST(Elastic, NothingIsLostButTheResidualsOfTheDeadWhoseNormsAreTold) {
+  expect_conservation("int8", 4, "3 3 kill 7 1 kill", {1, 3});
+  expect_conservation("powersgd:rank=2", 4, "4 0 kill 4 2 kill", {0, 2});
+  expect_conservation("powersgd:rank=2,wire=bf16", 3, "5 0 kill", {0});
+}
+
+// 4 -> 3 -> 2 -> 4, and rank 0 dies, too.
+TEST(Elastic, WhoJoinsBringsAnEmptyResidualAndLosesNobodysElse) {
+  for (const char* spec : {"int8", "powersgd:rank=2"}) {
+    expect_conservation(spec, 4, "3 3 kill 6 0 kill 8 4 join 8 5 join", {0, 3}, 40);
+    expect_conservation(spec, 2, "3 2 join 12 0 kill", {0}, 40);
+  }
+}
+
+// What happens in one run: up to five events, each once the one before is over. At least two ranks are there all the
+// time, since one alone keeps no residual, and one that was launched is never lost.
+struct Drawn {
+  int launched = 0, joins = 0, stops = 0;
+  std::string spec = {}, fates = {};
+  std::set<int> dead = {};
+};
+
+Drawn draw(uint32_t seed) {
+  std::mt19937 random(seed);
+  const char* specs[] = {"int8", "powersgd:rank=2", "powersgd:rank=1,wire=bf16", "fp8"};
+  Drawn drawn{.launched = 2 + static_cast<int>(random() % 3), .spec = specs[random() % 4]};
+  std::vector<int> there(static_cast<size_t>(drawn.launched));
+  std::iota(there.begin(), there.end(), 0);
+  const int spared = static_cast<int>(random() % there.size());
+  const size_t events = 2 + random() % 4;
+  int64_t step = 1 + static_cast<int64_t>(random() % 4);
+  for (size_t i = 0; i < events; ++i, step += 1 + static_cast<int64_t>(random() % 4)) {
+    if (there.size() < 3 || (there.size() < 5 && random() % 2 == 0)) {
+      const int rank = drawn.launched + drawn.joins++;
+      drawn.fates += fmt::format("{} {} join ", step, rank);
+      there.push_back(rank);
+      continue;
+    }
+    size_t at = random() % there.size();
+    if (there[at] == spared) at = (at + 1) % there.size();
+    // A stopped rank costs the deadline.
+    const bool stops = drawn.stops == 0 && random() % 8 == 0;
+    drawn.stops += stops;
+    drawn.fates += fmt::format("{} {} {} ", step, there[at], stops ? "stop" : "kill");
+    drawn.dead.insert(there[at]);
+    there.erase(there.begin() + static_cast<std::ptrdiff_t>(at));
+  }
+  return drawn;
+}
+
+// GRADWIRE_SOAK_S, GRADWIRE_SOAK_SEED: for how long, and from which seed; make elastic-soak.
+TEST(Elastic, WhateverRanksAreLostAndJoinNothingElseIsLost) {
+  const char *given = std::getenv("GRADWIRE_SOAK_S"), *from = std::getenv("GRADWIRE_SOAK_SEED");
+  const auto until =
+      std::chrono::steady_clock::now() + std::chrono::seconds(given == nullptr ? 0 : std::atoi(given));
+  const uint32_t first = from == nullptr ? 1 : static_cast<uint32_t>(std::atoi(from));
+  size_t runs = 0, kills = 0, stops = 0, joins = 0;
+  Slowest slowest;
+  while (!HasFailure() && (runs < 3 || std::chrono::steady_clock::now() < until)) {
+    const uint32_t seed = first + static_cast<uint32_t>(runs++);
+    SCOPED_TRACE(fmt::format("seed {}", seed));
+    const Drawn drawn = draw(seed);
+    const Slowest here = expect_conservation(drawn.spec, drawn.launched, drawn.fates, drawn.dead, 60);
+    kills += drawn.dead.size() - static_cast<size_t>(drawn.stops);
+    stops += static_cast<size_t>(drawn.stops);
+    joins += static_cast<size_t>(drawn.joins);
+    slowest = {std::max(slowest.killed_s, here.killed_s), std::max(slowest.stopped_s, here.stopped_s),
+               std::max(slowest.grown_s, here.grown_s)};
+  }
+  fmt::print(
+      "{} runs, seeds from {}: {} ranks killed, {} stopped, {} joined; the slowest to go on took {:.2f} s "
+      "after a kill, {:.2f} s after the error in runs with a stop, {:.2f} s to let ranks in\n",
+      runs, first, kills, stops, joins, slowest.killed_s, slowest.stopped_s, slowest.grown_s);
+}
+
+}  // namespace
+}  // namespace gradwire

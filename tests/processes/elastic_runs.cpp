@@ -1,0 +1,307 @@
+#include "tests/processes/elastic_runs.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <random>
+#include <sstream>
+#include <thread>
+
+#include "collectives/rendezvous/newcomer.h"
+#include "collectives/transport/tcp.h"
+#include "runtime/error.h"
+#include "trainer/config/members.h"
+#include "trainer/log/run_log.h"
+
+namespace gradwire::testing {
+
+using nlohmann::json;
+
+std::vector<Fate> fates_of(const std::string& text) {
+  std::vector<Fate> all;
+  std::istringstream words(text);
+  for (Fate f; words >> f.step >> f.rank >> f.what;) all.push_back(f);
+  return all;
+}
+
+int joining(const std::vector<Fate>& fates) {
+  return static_cast<int>(
+      std::count_if(fates.begin(), fates.end(), [](const Fate& f) { return f.what.starts_with("join"); }));
+}
+
+std::unique_ptr<Communicator> join(const Me& me) {
+  TcpOptions options;
+  options.group = {
+      .rendezvous = me.rendezvous, .rank = me.rank, .world = me.world, .timeout = me.timeout, .joining = 60s};
+  options.shrinkable = true;
+  return Communicator::create_tcp(options);
+}
+
+std::function<std::string()> doors_of(const std::string& members) {
+  return [members] {
+    try {
+      return read_members(members).doors;
+    } catch (const BadInput&) {
+      return std::string();
+    }
+  };
+}
+
+std::unique_ptr<Communicator> join_later(const std::string& members, const std::string& about,
+                                         std::chrono::milliseconds timeout) {
+  TcpOptions options;
+  options.group.timeout = timeout;
+  return Communicator::join_tcp(options, {.read = doors_of(members), .about = about});
+}
+
+std::vector<std::string> lines_with(const std::string& word, const std::string& text) {
+  std::vector<std::string> found;
+  std::istringstream all(text);
+  for (std::string line; std::getline(all, line);) {
+    if (line.starts_with(word)) found.push_back(line.substr(word.size()));
+  }
+  return found;
+}
+
+namespace {
+
+VitConfig tiny_model() {
+  VitConfig model{.name = "tiny"};
+  model.image = 4, model.patch = 2, model.channels = 1, model.classes = 4;
+  model.width = 8, model.depth = 1, model.heads = 2, model.mlp = 16;
+  return model;
+}
+
+}  // namespace
+
+DataSplits tiny_data() {
+  return make_synthetic(tiny_model(), 200, 10, 1);
+}
+
+TrainConfig tiny_run(int world, const std::string& spec, int64_t steps) {
+  TrainConfig config;
+  config.model = tiny_model();
+  config.devices.assign(static_cast<size_t>(world), Device::host());
+  config.compression = CompressionSpec::parse(spec);
+  config.batch_size = 8;
+  config.steps = steps;
+  config.warmup_steps = 2;
+  config.lr = 1e-2;
+  config.seed = 3;
+  config.eval_batch_size = 8;
+  config.timeout_s = 20;
+  return config;
+}
+
+namespace {
+
+std::string pid_path(const std::string& folder, int rank) {
+  return fmt::format("{}/pid.{}", folder, rank);
+}
+
+std::string call_path(const std::string& folder, int rank) {
+  return fmt::format("{}/call.{}", folder, rank);
+}
+
+std::set<int> numbers_in(const std::string& text) {
+  std::istringstream words(text);
+  return {std::istream_iterator<int>(words), {}};
+}
+
+// Keeps the log, and has the fates strike: whoever is rank 0 does.
+class Watcher final : public RunObserver {
+ public:
+  Watcher(const Me& me, const TrainConfig& config, const DataSplits& data)
+      : me_(me),
+        fates_(fates_of(me.option("fates"))),
+        steps_(config.steps),
+        log_(me.option("folder") + "/run.jsonl", config, data) {}
+
+  void on_run(const RunInfo& info) override { log_.on_run(info); }
+  void on_step(const StepRecord& step) override {
+    log_.on_step(step);
+    for (size_t i = 0; i < fates_.size(); ++i) {
+      const Fate& fate = fates_[i];
+      if (step.step < fate.step || !struck_.insert(i).second) continue;
+      if (fate.what.starts_with("join")) {
+        called_at_ = step.step;
+        std::ofstream(call_path(me_.option("folder"), fate.rank)) << "come" << std::endl;
+        continue;
+      }
+      const int signal = fate.what == "stop" ? SIGSTOP : SIGKILL;
+      pid_t pid = 0;
+      std::ifstream(pid_path(me_.option("folder"), fate.rank)) >> pid;
+      if (pid <= 0) throw std::runtime_error("WRONG: no process to kill");
+      if (fate.what != "soon") {
+        kill(pid, signal);
+        continue;
+      }
+      std::thread([pid, signal, after = std::chrono::microseconds(std::random_device()() % 5000)] {
+        std::this_thread::sleep_for(after);
+        kill(pid, signal);
+      }).detach();
+    }
+    // Whoever is to join has time to; then the run goes on at once.
+    if (awaited() > 0 || step.step < called_at_ + 5) std::this_thread::sleep_for(100ms);
+    if (step.step >= steps_ - 6 && me_.option("fates").find("soon") != std::string::npos) {
+      std::this_thread::sleep_for(20ms);  // nobody gets to the end before its fate
+    }
+  }
+  void on_shrink(const ShrinkRecord& shrink) override {
+    log_.on_shrink(shrink);
+    std::printf("lost %s in %.3f s\n", fmt::format("{}", fmt::join(shrink.lost, ", ")).c_str(),
+                shrink.seconds);
+  }
+  void on_grow(const GrowRecord& grow) override {
+    log_.on_grow(grow);
+    come_ += grow.joined.size();
+    std::printf("joined %s in %.3f s\n", fmt::format("{}", fmt::join(grow.joined, ", ")).c_str(),
+                grow.seconds);
+  }
+  void on_eval(const EvalRecord& eval) override { log_.on_eval(eval); }
+  void on_checkpoint(const CheckpointRecord& checkpoint) override { log_.on_checkpoint(checkpoint); }
+  void on_end(const EndRecord& end) override { std::printf("end: %016lx\n", end.parameter_hash); }
+
+ private:
+  // Who has been called, and has not come. A rank that takes over does not know of the calls before.
+  int64_t awaited() const {
+    const auto called = std::count_if(struck_.begin(), struck_.end(), [&](size_t i) {
+      return fates_[i].what == "join" && !refused_.contains(fates_[i].rank);
+    });
+    return called - static_cast<int64_t>(come_);
+  }
+
+  const Me& me_;
+  const std::vector<Fate> fates_;
+  const std::set<int> refused_ = numbers_in(me_.option("refused"));
+  const int64_t steps_;
+  std::set<size_t> struck_;
+  size_t come_ = 0;
+  int64_t called_at_ = -100;
+  RunLog log_;
+};
+
+RANK_PROGRAM(TrainsElastically) {
+  const std::string folder = me.option("folder");
+  std::ofstream(pid_path(folder, me.rank)) << getpid() << std::endl;
+  const int launched = me.number("launched");
+  TrainConfig config = tiny_run(launched, me.option("spec"), me.number("steps"));
+  config.processes = true;
+  config.elastic = {me.number("least"), me.number("most")};
+  config.elastic_batch =
+      me.option("batch") == "keep-local" ? ElasticBatch::keep_local : ElasticBatch::keep_global;
+  config.graph = me.option("graph") == "on";
+  config.timeout_s = static_cast<double>(me.timeout.count()) * 1e-3;
+  config.members = folder + "/members";
+  if (me.option("checkpoints") == "on") {
+    config.checkpoint_directory = folder + "/saved";
+    config.checkpoint_every = kCheckpointEvery;
+    config.checkpoint_keep = 100;
+  }
+  if (numbers_in(me.option("refused")).contains(me.rank)) config.weight_decay = 0.125;
+  const DataSplits data = tiny_data();
+  Watcher watcher(me, config, data);
+  if (me.rank < launched) {
+    Me first = me;
+    first.world = launched;
+    return run_training(config, data, watcher, *join(first));
+  }
+  while (access(call_path(folder, me.rank).c_str(), F_OK) != 0) std::this_thread::sleep_for(1ms);
+  const std::vector<Fate> fates = fates_of(me.option("fates"));
+  const auto mine = std::find_if(fates.begin(), fates.end(), [&](const Fate& fate) {
+    return fate.what.starts_with("join") && fate.rank == me.rank;
+  });
+  join_training(config, data, watcher, [&](const std::string& about) {
+    if (mine->what == "join-guesses") setenv("GRADWIRE_SECRET", "a guess", 1);
+    if (mine->what == "join-stops-waiting") {
+      std::thread([] {
+        std::this_thread::sleep_for(20ms);
+        raise(SIGSTOP);
+      }).detach();
+    }
+    if (mine->what == "join-dies" || mine->what == "join-stops") {
+      const Invitation invitation =
+          knock({.doors = doors_of(config.members), .about = about, .patience = me.timeout});
+      raise(mine->what == "join-dies" ? SIGKILL : SIGSTOP);
+    }
+    auto comm = join_later(config.members, about, me.timeout);
+    if (mine->what == "join-dies-inside") raise(SIGKILL);
+    return comm;
+  });
+}
+
+}  // namespace
+
+std::vector<json> Trained::records(const std::string& type) const {
+  std::vector<json> found;
+  for (const json& record : log) {
+    if (record["type"] == type) found.push_back(record);
+  }
+  return found;
+}
+
+std::vector<int> Trained::named(const std::string& type, const std::string& field) const {
+  std::vector<int> all;
+  for (const json& record : records(type)) {
+    for (const int rank : record[field]) all.push_back(rank);
+  }
+  return all;
+}
+
+Trained train(const Case& c, const std::set<int>& dead) {
+  static int runs = 0;
+  Trained trained{
+      .folder = scratch_path(fmt::format("elastic{}", runs++)), .steps = c.steps, .ranks = {}, .log = {}};
+  const int all = c.world + joining(fates_of(c.fates));
+  std::filesystem::create_directories(trained.folder);
+  ProcessOptions options{.timeout = c.timeout,
+                         .options = {{"spec", c.spec},
+                                     {"fates", c.fates},
+                                     {"steps", std::to_string(c.steps)},
+                                     {"launched", std::to_string(c.world)},
+                                     {"most", std::to_string(c.most == 0 ? all : c.most)},
+                                     {"refused", fmt::format("{}", fmt::join(c.refused, " "))},
+                                     {"least", std::to_string(c.least)},
+                                     {"batch", c.batch},
+                                     {"graph", c.graph},
+                                     {"checkpoints", c.checkpoints},
+                                     {"folder", trained.folder}}};
+  for (const Fate& fate : fates_of(c.fates)) {
+    if (fate.what.find("stop") != std::string::npos) options.never_ending.push_back(fate.rank);
+  }
+  trained.ranks = run_processes("TrainsElastically", all, options);
+  for (int r = 0; r < all; ++r) {
+    const Outcome& rank = trained.ranks[static_cast<size_t>(r)];
+    if (c.least == 1 && !c.refused.contains(r)) {
+      EXPECT_EQ(rank.exit_code, dead.contains(r) ? -1 : 0) << "rank " << r << ": " << rank.output;
+    }
+    for (const char* word : {"lost ", "joined "}) {
+      for (const std::string& line : lines_with(word, rank.output))
+        fmt::print("{}: {}{}\n", c.fates, word, line);
+    }
+  }
+  std::ifstream log(trained.folder + "/run.jsonl");
+  for (std::string line; std::getline(log, line);) trained.log.push_back(json::parse(line));
+  return trained;
+}
+
+void expect_steps(const Trained& trained) {
+  int64_t last = -1, missing = 0;
+  for (const json& record : trained.records("step")) {
+    const auto step = record["step"].get<int64_t>();
+    EXPECT_GT(step, last);
+    missing += step - last - 1;
+    last = step;
+  }
+  missing += trained.steps - 1 - last;
+  EXPECT_LE(missing, 2 * static_cast<int64_t>(trained.records("shrink").size()));
+}
+
+}  // namespace gradwire::testing

@@ -1,0 +1,167 @@
+// --elastic: new ranks join a run between two of its steps. All ranks have the same bits at the end, and whoever may not
+// join, or dies on the way in, is named and disturbs nobody.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <thread>
+
+#include "collectives/rendezvous/reunion.h"
+#include "tests/processes/elastic_runs.h"
+#include "trainer/checkpoint/folder.h"
+
+namespace gradwire {
+namespace {
+
+using nlohmann::json;
+using namespace testing;
+using namespace std::chrono_literals;
+
+// The losses of ranks that never leave, nor join.
+std::vector<double> undisturbed_losses(const TrainConfig& config) {
+  struct Losses : RunObserver {
+    void on_step(const StepRecord& step) override { all.push_back(step.loss); }
+    std::vector<double> all;
+  } losses;
+  run_training(config, tiny_data(), losses);
+  return losses.all;
+}
+
+TEST(Grow, FromFourToThreeToTwoToFourRanksWithCheckpointsThatLoad) {
+  for (const auto& [spec, graph] : {std::pair("powersgd:rank=2", "off"), std::pair("int8", "on")}) {
+    SCOPED_TRACE(spec);
+    const Trained trained = train({.spec = spec,
+                                   .fates = "5 3 kill 9 0 kill 13 4 join 13 5 join",
+                                   .checkpoints = "on",
+                                   .graph = graph,
+                                   .steps = 60,
+                                   .most = 4},
+                                  {0, 3});
+    expect_steps(trained);
+    EXPECT_EQ(trained.lost(), (std::vector<int>{3, 0}));
+    EXPECT_EQ(trained.joined(), (std::vector<int>{4, 5}));
+    ASSERT_FALSE(trained.records("grow").empty());
+    const json last = trained.records("grow").back();
+    EXPECT_EQ(last["ranks"], (json{1, 2, 4, 5}));
+    EXPECT_EQ(last["global_batch"], 32);
+    // Rank 0 compares all ranks' weights at the end.
+    EXPECT_EQ(lines_with("end: ", trained.ranks[1].output).size(), 1u);
+    for (int64_t step = kCheckpointEvery; step <= trained.steps; step += kCheckpointEvery) {
+      EXPECT_GT(checkpoint_world(NewCheckpoint::final_path(trained.folder + "/saved", step)), 0) << step;
+    }
+    EXPECT_EQ(checkpoint_world(NewCheckpoint::final_path(trained.folder + "/saved", 12)), 2);
+    EXPECT_EQ(checkpoint_world(NewCheckpoint::final_path(trained.folder + "/saved", trained.steps)), 4);
+    TrainConfig rest = tiny_run(4, spec, trained.steps);
+    rest.resume = NewCheckpoint::final_path(trained.folder + "/saved", trained.steps - 2 * kCheckpointEvery);
+    EXPECT_EQ(checkpoint_world(rest.resume), 4);
+    RunObserver nobody;
+    run_training(rest, tiny_data(), nobody);
+  }
+}
+
+// FP32 keeps no residuals, and the images of a step stay the same: so do its losses, but for the order of additions.
+TEST(Grow, WithoutCompressionARunThatOthersJoinTrainsLikeOneThatNobodyJoins) {
+  const std::vector<double> whole = undisturbed_losses(tiny_run(2, "fp32", 40));
+  const Trained trained = train({.spec = "fp32", .fates = "4 2 join 8 3 join", .world = 2, .steps = 40}, {});
+  expect_steps(trained);
+  EXPECT_EQ(trained.joined(), (std::vector<int>{2, 3}));
+  for (const json& record : trained.records("step")) {
+    const double expected = whole.at(record["step"].get<size_t>());
+    EXPECT_NEAR(record["loss"].get<double>(), expected, 1e-4 * expected) << record;
+  }
+}
+
+// The only rank that is left keeps no residuals and sends nothing; with others it does again. Then it dies, and one that
+// has joined takes its place.
+TEST(Grow, ARankThatIsLeftAloneIsJoinedAndSucceeded) {
+  const Trained trained = train(
+      {.spec = "powersgd:rank=2", .fates = "3 1 kill 6 2 join 6 3 join 30 0 kill", .world = 2, .steps = 60},
+      {0, 1});
+  expect_steps(trained);
+  EXPECT_EQ(trained.joined(), (std::vector<int>{2, 3}));
+  EXPECT_EQ(trained.lost(), (std::vector<int>{1, 0}));
+  // Numbers say who came first, not which process it is.
+  EXPECT_EQ(lines_with("end: ", trained.ranks[2].output + trained.ranks[3].output).size(), 1u);
+}
+
+TEST(Grow, KeepLocalGivesNewRanksABatchOfTheirOwnAndRaisesTheLearningRate) {
+  const Trained trained = train({.fates = "4 2 join", .world = 2, .batch = "keep-local", .steps = 30}, {});
+  expect_steps(trained);
+  const json record = trained.records("grow").at(0);
+  EXPECT_EQ(record["global_batch"], 24);
+  EXPECT_DOUBLE_EQ(record["lr"].get<double>(), 1.5e-2);
+}
+
+TEST(Grow, OneTooManyAndOneWithOtherSettingsAreRefusedByName) {
+  const Trained full = train({.fates = "4 2 join", .world = 2, .steps = 12, .most = 2, .refused = {2}}, {});
+  EXPECT_EQ(full.ranks[2].exit_code, 2);
+  EXPECT_NE(full.ranks[2].output.find("there are 2 ranks, and at most 2 are allowed"), std::string::npos)
+      << full.ranks[2].output;
+  EXPECT_TRUE(full.joined().empty());
+  const Trained other = train({.fates = "4 2 join", .world = 2, .steps = 12, .refused = {2}}, {});
+  EXPECT_EQ(other.ranks[2].exit_code, 2);
+  for (const size_t r : {size_t{0}, size_t{2}}) {
+    EXPECT_NE(other.ranks[r].output.find("\"weight_decay\": 0.125 there, "), std::string::npos)
+        << other.ranks[r].output;
+  }
+  EXPECT_TRUE(other.joined().empty());
+}
+
+TEST(Grow, ANewcomerThatDiesOrStopsOnTheWayInCostsTheRunNoRankAndNoStep) {
+  for (const char* what : {"join-dies", "join-stops", "join-stops-waiting", "join-dies-inside"}) {
+    const Trained trained = train(
+        {.spec = "powersgd:rank=2", .fates = fmt::format("4 2 {} 10 3 join", what), .world = 2, .steps = 40},
+        {2});
+    expect_steps(trained);
+    EXPECT_EQ(trained.joined(), (std::vector<int>{2})) << "the number of the first that is really there";
+    EXPECT_TRUE(trained.lost().empty());
+    EXPECT_EQ(lines_with("end: ", trained.ranks[0].output).size(), 1u);
+  }
+}
+
+TEST(Grow, WithoutTheSecretNobodyIsHeard) {
+  const Trained trained = train({.fates = "4 2 join-guesses", .world = 2, .steps = 12, .refused = {2}}, {});
+  EXPECT_EQ(trained.ranks[2].exit_code, 3);
+  EXPECT_NE(trained.ranks[2].output.find("give it the run's GRADWIRE_SECRET"), std::string::npos)
+      << trained.ranks[2].output;
+  EXPECT_TRUE(trained.joined().empty());
+}
+
+// A rank of the group dies in the moment in which the group has grown for some, and not yet for others.
+TEST(Reunion, WhoHearsLateThatTheOthersHaveGrownComesAlong) {
+  std::vector<std::unique_ptr<Reunion>> ranks;
+  std::vector<std::string> contacts;
+  for (int r = 0; r < 4; ++r) {
+    ranks.push_back(std::make_unique<Reunion>("127.0.0.1", "a secret"));
+    contacts.push_back(ranks.back()->contact());
+  }
+  const std::vector<std::string> before(contacts.begin(), contacts.end() - 1);
+  const auto ignore = [](const std::string&) {};
+  for (int r = 0; r < 3; ++r) ranks[static_cast<size_t>(r)]->enter(r, before, ignore);
+  ranks[3]->begin(1, "grown");
+  ranks[3]->enter(3, contacts, ignore);
+  for (const int r : {0, 1}) {
+    ranks[static_cast<size_t>(r)]->grow("grown", {contacts[3]});
+    ranks[static_cast<size_t>(r)]->enter(r, contacts, ignore);
+  }
+  const Reunion::Survivors told = ranks[2]->regroup(SteadyClock::now() + 5s);
+  EXPECT_EQ(told.ranks, (std::vector<int>{0, 1, 2}));
+  EXPECT_EQ(told.joined, std::vector<std::string>{contacts[3]});
+  ranks[0].reset();
+  std::vector<std::vector<int>> left(4);
+  std::vector<std::thread> threads;
+  for (size_t r = 1; r < 4; ++r) {
+    threads.emplace_back([&, r] {
+      const Reunion::Survivors found = ranks[r]->regroup(SteadyClock::now() + 10s);
+      if (found.meeting.empty()) ranks[r]->publish(found, "a meeting");
+      left[r] = found.ranks;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (size_t r = 1; r < 4; ++r) EXPECT_EQ(left[r], (std::vector<int>{1, 2, 3})) << r;
+}
+
+}  // namespace
+}  // namespace gradwire

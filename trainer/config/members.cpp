@@ -1,0 +1,47 @@
+#include "trainer/config/members.h"
+
+#include <fmt/format.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <sstream>
+
+#include "collectives/transport/transport.h"
+#include "runtime/error.h"
+
+namespace gradwire {
+namespace {
+
+constexpr const char* kMagic = "gradwire-members-1";
+
+}  // namespace
+
+std::string members_text(int launched, const std::string& doors) {
+  return fmt::format("{} {}\n{}", kMagic, launched, doors);
+}
+
+Members read_members(const std::string& path) {
+  errno = 0;
+  std::ifstream file(path);
+  const std::string text(std::istreambuf_iterator<char>(file), {});
+  if (!file.good() && text.empty()) {
+    throw BadInput(
+        fmt::format("{}: {}; name the file that the run's --members names, or that is in its "
+                    "--checkpoint folder; it is there from the first step to the end",
+                    path, errno != 0 ? std::strerror(errno) : "it is empty"));
+  }
+  std::istringstream lines(text);
+  std::string magic;
+  Members members;
+  lines >> magic >> members.launched;
+  lines.ignore();  // the line's end
+  if (magic != kMagic || members.launched < 1 || members.launched > kMostRanks) {
+    throw BadInput(path + ": this is not a list of a run's ranks; name the file of the run's --members");
+  }
+  members.doors.assign(std::istreambuf_iterator<char>(lines), {});
+  return members;
+}
+
+}  // namespace gradwire

@@ -1,0 +1,102 @@
+#include "trainer/train/hand_over.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "collectives/transport/transport.h"
+#include "runtime/mix.h"
+
+namespace gradwire {
+namespace {
+
+// Of one exchange, so that its deadline is not one for everything.
+constexpr size_t kPieceBytes = size_t{32} << 20;
+
+class HandOver {
+ public:
+  HandOver(const RankState& rank, const std::vector<int>& newcomers)
+      : transport_(rank.comm.transport()), newcomers_(newcomers) {
+    for (int r = 0; r < transport_.world(); ++r) {
+      if (!is_new(r)) givers_.push_back(r);
+    }
+  }
+
+  bool joins() const { return is_new(transport_.rank()); }
+
+  // The same number of bytes on all ranks.
+  void send(std::span<std::byte> bytes) {
+    for (size_t begin = 0; begin < bytes.size(); begin += kPieceBytes) {
+      send_piece(bytes.subspan(begin, std::min(kPieceBytes, bytes.size() - begin)));
+    }
+  }
+
+ private:
+  bool is_new(int rank) const {
+    return std::find(newcomers_.begin(), newcomers_.end(), rank) != newcomers_.end();
+  }
+
+  void send_piece(std::span<std::byte> piece) {
+    std::vector<Transfer> transfers;
+    for (size_t g = 0; g < givers_.size(); ++g) {
+      const size_t begin = piece.size() * g / givers_.size(), end = piece.size() * (g + 1) / givers_.size();
+      if (begin == end) continue;
+      if (joins()) {
+        transfers.push_back({Transfer::Kind::receive, givers_[g], piece.data() + begin, end - begin});
+      } else if (givers_[g] == transport_.rank()) {
+        for (const int to : newcomers_) {
+          transfers.push_back({Transfer::Kind::send, to, piece.data() + begin, end - begin});
+        }
+      }
+    }
+    const ExchangeLabel label{mix(0x68616e64, pieces_++), "the state of a rank that joins"};
+    const Call call{mix(label.tag, piece.size()), label.what};
+    const Stream now = Stream::immediate_host();
+    transport_.begin(now, call);
+    transport_.exchange(now, transfers, label);
+  }
+
+  Transport& transport_;
+  const std::vector<int>& newcomers_;
+  std::vector<int> givers_;
+  uint64_t pieces_ = 0;
+};
+
+std::span<std::byte> bytes_of(float* values, int64_t count) {
+  return std::as_writable_bytes(std::span<float>(values, static_cast<size_t>(count)));
+}
+
+}  // namespace
+
+void hand_over(const RankState& rank, const std::vector<int>& newcomers) {
+  HandOver way(rank, newcomers);
+  way.send(bytes_of(rank.weights.data, rank.layout.elements));
+  int64_t owned = 0;
+  for (const ElementRange& part : rank.parts) owned += part.count();
+  for (const FlatState& moment : rank.moments) way.send(bytes_of(moment.values.data, owned));
+
+  std::vector<TensorState> states = rank.reducer.tensor_state();
+  std::erase_if(states, [](const TensorState& state) { return !state.same_on_all_ranks; });
+  size_t all = 0;
+  for (const TensorState& state : states) all += static_cast<size_t>(state.bytes());
+  std::vector<std::byte> values(all);
+  const auto each = [&](auto&& what) {
+    size_t at = 0;
+    for (const TensorState& state : states) {
+      const auto bytes = static_cast<size_t>(state.bytes());
+      what(state, std::span(values).subspan(at, bytes));
+      at += bytes;
+    }
+    rank.stream.synchronize();
+  };
+  if (!way.joins()) {
+    each([&](const TensorState& state, std::span<std::byte> to) { state.read(rank.stream, 0, to); });
+  }
+  way.send(values);
+  if (way.joins()) {
+    each([&](const TensorState& state, std::span<std::byte> from) { state.write(rank.stream, 0, from); });
+  }
+}
+
+}  // namespace gradwire
