@@ -228,8 +228,10 @@ template <typename S>
 Problem gelu_backward(Arena& arena, int64_t size) {
   int64_t rows = rows_of(size, kMlp);
   constexpr float kSlopeOne = 0.75179f;  // where GELU' is 1
+  S* dy = operands<S>(arena, rows * kMlp);
   BiasGeluBackward<S> args{.pre = operands_of<S>(arena, rows * kMlp, kSlopeOne),
-                           .dy = operands<S>(arena, rows * kMlp),
+                           .dy = dy,
+                           .d_pre = dy,
                            .d_bias = arena.zeros<float>(kMlp),
                            .workspace = arena.zeros<float>(column_sum_workspace(rows, kMlp)),
                            .rows = rows,

@@ -44,7 +44,9 @@ class Step {
       : comm_(comm),
         stream_(Stream::create(comm.device(), "step")),
         reducer_(comm, config.compression, gradient_tensors(config.model), {}),
-        model_(config.model, stream_, reducer_layout(reducer_), {.max_batch = config.batch_size}),
+        model_(
+            config.model, stream_, reducer_layout(reducer_),
+            {.max_batch = config.batch_size, .groups = gradient_groups(config, comm.device(), comm.world())}),
         optimizer_(config, stream_, {{0, model_.layout().elements}}),
         batch_(config.batch_size),
         totals_(make_buffer<double>(comm.device(), 2)) {

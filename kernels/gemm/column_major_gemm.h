@@ -16,25 +16,28 @@ struct ColumnMajorMatrix {
   const void* data = nullptr;
   Element type = Element::fp32;
   int64_t rows = 0, columns = 0, ld = 0;  // as stored; ld: elements from one column to the next
+  int64_t stride = 0;                     // elements from one product's to the next's, in a batch
 };
 
 struct ColumnMajorGemm {
   bool transpose_a = false, transpose_b = false;
   ColumnMajorMatrix a, b, d;
   const void* bias = nullptr;  // (d.rows) of d's type, or null
+  int64_t batch = 1;
 };
 
 inline ColumnMajorGemm column_major(const Gemm& g) {
   // Rows as stored become columns.
-  auto stored = [](const auto& pointer, int64_t rows, int64_t columns, int64_t ld) {
-    return ColumnMajorMatrix{pointer.data, pointer.type, columns, rows, ld};
+  auto stored = [](const auto& pointer, int64_t rows, int64_t columns, int64_t ld, int64_t stride) {
+    return ColumnMajorMatrix{pointer.data, pointer.type, columns, rows, ld, stride};
   };
   return {.transpose_a = g.transpose_b,
           .transpose_b = g.transpose_a,
-          .a = stored(g.b, g.transpose_b ? g.n : g.k, g.transpose_b ? g.k : g.n, g.ldb),
-          .b = stored(g.a, g.transpose_a ? g.k : g.m, g.transpose_a ? g.m : g.k, g.lda),
-          .d = stored(g.c, g.m, g.n, g.ldc),
-          .bias = g.bias.data};
+          .a = stored(g.b, g.transpose_b ? g.n : g.k, g.transpose_b ? g.k : g.n, g.ldb, g.stride_b),
+          .b = stored(g.a, g.transpose_a ? g.k : g.m, g.transpose_a ? g.m : g.k, g.lda, g.stride_a),
+          .d = stored(g.c, g.m, g.n, g.ldc, g.stride_c),
+          .bias = g.bias.data,
+          .batch = g.batch};
 }
 
 }  // namespace gradwire

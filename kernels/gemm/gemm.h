@@ -1,5 +1,5 @@
-// Row-major matrix products: OpenBLAS on the host (small_gemm.h for batches of small ones), cuBLASLt and
-// cuBLAS on CUDA.
+// Row-major matrix products: OpenBLAS on the host (small_gemm.h for batches of small ones), cuBLASLt, or where it has
+// no algorithm cuBLAS, on CUDA.
 //
 // C = alpha * op(A) op(B) + beta * C + bias, where op(A) is (m, k), op(B) is (k, n), C is (m, n), for `batch`
 // products whose operands lie `stride_*` elements apart. lda/ldb/ldc are the distances between rows as

@@ -1,9 +1,9 @@
-// Single products on cuBLASLt, batches on cuBLAS.
+// Products and batches of them on cuBLASLt, what it has no algorithm for on cuBLAS.
 //
-// cuBLASLt is asked for its best algorithm once per kind of product (shape, types, layout, bias,
-// alignment); with GRADWIRE_TUNING its best few are timed instead, unless the file has the fastest. The answer is kept with the descriptors, so that from then on a product is one library call,
-// without allocation or synchronization, which a CUDA graph can capture. Split products add their parts in
-// FP32, and in a fixed order.
+// cuBLASLt is asked for its best algorithm once per kind of product (shape, types, layout, batch, bias,
+// alignment); with GRADWIRE_TUNING its best few are timed instead, unless the file has the fastest. The answer is
+// kept with the descriptors, so that from then on a product is one library call, without allocation or
+// synchronization, which a CUDA graph can capture. Split products add their parts in FP32, and in a fixed order.
 //
 // A cuBLAS handle must not be used by two threads at once, and gives repeatable bits only with a stream and a
 // workspace that it does not share. So each thread keeps one handle per (device, stream), with its own
@@ -77,6 +77,11 @@ uint32_t alignment_of(const void* pointer) {
   const auto address = reinterpret_cast<uintptr_t>(pointer) | 256u;
   return static_cast<uint32_t>(address & (~address + 1));
 }
+// The same for each matrix of a batch.
+uint32_t alignment_of(const void* pointer, int64_t stride, Element type, int64_t batch) {
+  const auto between = static_cast<uintptr_t>(batch > 1 ? stride * element_bytes(type) : 0);
+  return alignment_of(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(pointer) | between));
+}
 
 // Of a kind of product, when its algorithm is to be found by timing.
 struct Tuning {
@@ -87,7 +92,16 @@ constexpr int kMostTimed = 12;
 
 class CudaMemory {
  public:
-  explicit CudaMemory(size_t bytes) { GW_CUDA_CHECK(cudaMalloc(&data_, bytes)); }
+  // Null where there is not as much.
+  explicit CudaMemory(size_t bytes) {
+    const cudaError_t status = cudaMalloc(&data_, bytes);
+    if (status == cudaErrorMemoryAllocation) {
+      cudaGetLastError();  // which a later check would find
+      data_ = nullptr;
+      return;
+    }
+    GW_CUDA_CHECK(status);
+  }
   ~CudaMemory() { cudaFree(data_); }
   CudaMemory(const CudaMemory&) = delete;
   CudaMemory& operator=(const CudaMemory&) = delete;
@@ -138,9 +152,9 @@ class Plan {
       set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias);
       set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int32_t>(cuda_type(g.d.type)));
     }
-    lay_out(a_, g.a);
-    lay_out(b_, g.b);
-    lay_out(d_, g.d);
+    lay_out(a_, g.a, g.batch);
+    lay_out(b_, g.b, g.batch);
+    lay_out(d_, g.d, g.batch);
     Preference preference;
     GW_CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(preference.out()));
     auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
@@ -151,12 +165,14 @@ class Plan {
     // Parts of a split product must not be rounded to BF16 before they are added.
     prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
            static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(g.a.data));
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(g.b.data));
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(g.d.data));
+    auto aligned = [&](const ColumnMajorMatrix& m) {
+      return alignment_of(m.data, m.stride, m.type, g.batch);
+    };
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, aligned(g.a));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, aligned(g.b));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, aligned(g.d));
     // The library has no preference for the bias, which is read as D is written.
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
-           std::min(alignment_of(g.d.data), alignment_of(g.bias)));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, std::min(aligned(g.d), alignment_of(g.bias)));
     const bool times = tuning != nullptr;
     std::array<cublasLtMatmulHeuristicResult_t, kMostTimed> found = {};
     int count = 0;
@@ -201,7 +217,9 @@ class Plan {
     GW_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
     if (capture != cudaStreamCaptureStatusNone) return;  // nothing can be timed now
     ColumnMajorGemm trial = g;                           // the caller's D may be added to
-    const CudaMemory scratch(static_cast<size_t>(g.d.ld * g.d.columns * element_bytes(g.d.type)));
+    const int64_t elements = (g.batch - 1) * g.d.stride + g.d.ld * g.d.columns;
+    const CudaMemory scratch(static_cast<size_t>(elements * element_bytes(g.d.type)));
+    if (scratch.get() == nullptr) return;  // what cuBLASLt thinks best will do
     trial.d.data = scratch.get();
     float best_ms = std::numeric_limits<float>::infinity();
     std::optional<cublasLtMatmulAlgo_t> best;
@@ -220,9 +238,15 @@ class Plan {
   void set(cublasLtMatmulDescAttributes_t attribute, const T& value) {
     GW_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(operation_.get(), attribute, &value, sizeof value));
   }
-  static void lay_out(Layout& layout, const ColumnMajorMatrix& m) {
+  static void lay_out(Layout& layout, const ColumnMajorMatrix& m, int64_t batch) {
     GW_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(layout.out(), cuda_type(m.type), static_cast<uint64_t>(m.rows),
                                                static_cast<uint64_t>(m.columns), m.ld));
+    if (batch == 1) return;
+    auto set = [&](cublasLtMatrixLayoutAttribute_t attribute, const auto& value) {
+      GW_CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layout.get(), attribute, &value, sizeof value));
+    };
+    set(CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, static_cast<int32_t>(batch));
+    set(CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, m.stride);
   }
 
   Operation operation_;
@@ -232,7 +256,18 @@ class Plan {
 
 // What decides a plan.
 using PlanKey = std::tuple<bool, bool, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, Element, Element,
-                           Precision, bool, uint32_t, uint32_t, uint32_t, uint32_t>;
+                           Precision, bool, std::array<uint32_t, 4>, std::array<int64_t, 4>>;
+// Alignments of a, b, c and the bias.
+std::array<uint32_t, 4> alignments_of(const Gemm& g) {
+  return {alignment_of(g.a.data, g.stride_a, g.a.type, g.batch),
+          alignment_of(g.b.data, g.stride_b, g.b.type, g.batch),
+          alignment_of(g.c.data, g.stride_c, g.c.type, g.batch), alignment_of(g.bias.data)};
+}
+// How many products, and their distances; the latter mean nothing in a batch of one.
+std::array<int64_t, 4> batch_of(const Gemm& g) {
+  if (g.batch == 1) return {1, 0, 0, 0};
+  return {g.batch, g.stride_a, g.stride_b, g.stride_c};
+}
 PlanKey key_of(const Gemm& g) {
   return {g.transpose_a,
           g.transpose_b,
@@ -246,20 +281,22 @@ PlanKey key_of(const Gemm& g) {
           g.c.type,
           g.precision,
           g.bias.data != nullptr,
-          alignment_of(g.a.data),
-          alignment_of(g.b.data),
-          alignment_of(g.c.data),
-          alignment_of(g.bias.data)};
+          alignments_of(g),
+          batch_of(g)};
 }
 
 // The same as text, for a file.
 std::string kind_of(const Gemm& g) {
   auto type = [](Element t) { return t == Element::bf16 ? "bf16" : "fp32"; };
-  return fmt::format("{}{} m={} n={} k={} lda={} ldb={} ldc={} {}->{}{}{} aligned={},{},{},{}",
+  const auto aligned = alignments_of(g);
+  std::string batch;
+  if (g.batch > 1)
+    batch = fmt::format(" batch={} strides={},{},{}", g.batch, g.stride_a, g.stride_b, g.stride_c);
+  return fmt::format("{}{} m={} n={} k={} lda={} ldb={} ldc={} {}->{}{}{} aligned={},{},{},{}{}",
                      g.transpose_a ? 'T' : 'N', g.transpose_b ? 'T' : 'N', g.m, g.n, g.k, g.lda, g.ldb, g.ldc,
                      type(g.a.type), type(g.c.type), g.precision == Precision::tf32 ? " tf32" : "",
-                     g.bias.data != nullptr ? " bias" : "", alignment_of(g.a.data), alignment_of(g.b.data),
-                     alignment_of(g.c.data), alignment_of(g.bias.data));
+                     g.bias.data != nullptr ? " bias" : "", aligned[0], aligned[1], aligned[2], aligned[3],
+                     batch);
 }
 
 // One thread's products on one stream.
@@ -290,7 +327,7 @@ class Context {
   Context& operator=(const Context&) = delete;
 
   // False when cuBLASLt has no algorithm for it.
-  bool single(const Gemm& g) {
+  bool planned(const Gemm& g) {
     // A cuBLAS handle holds a cuBLASLt one and may be used as such.
     const auto lt = reinterpret_cast<cublasLtHandle_t>(handle_);
     const ColumnMajorGemm call = column_major(g);
@@ -349,7 +386,7 @@ void gemm(CudaStream stream, const Gemm& g) {
   if (g.m == 0 || g.n == 0 || g.batch == 0) return;
   OpCount::launch("gemm");
   Context& context = context_for(stream);
-  if (g.batch == 1 && g.k > 0 && context.single(g)) return;
+  if (g.k > 0 && context.planned(g)) return;
   if (g.bias.data != nullptr) throw DeviceError("gemm: cuBLASLt cannot add a bias to this product");
   context.batch(g);
 }

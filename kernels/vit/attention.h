@@ -49,7 +49,7 @@ struct AttentionBackward {
   const S* merged = nullptr;    // what attention() returned
   const S* d_merged = nullptr;  // (B, T, C)
   const float* statistics = nullptr;
-  S* d_qkv = nullptr;
+  S* d_qkv = nullptr;  // may be qkv
   float* d_bias = nullptr;
   float* workspace = nullptr;  // attention_backward_workspace() floats
   int64_t batch = 0, tokens = 0, heads = 0, head_dim = 0;

@@ -13,36 +13,26 @@ namespace {
 
 // A row of blocks (y) per sum: 32 columns by 8 lanes; lane y adds partial rows y, y + 8, ...; then the 8 lanes are
 // added in order.
-__global__ void __launch_bounds__(256) combine_partial_sums_kernel(CombineSums a) {
+__global__ void __launch_bounds__(256) combine_partial_sums_kernel(const __grid_constant__ CombineSums a) {
   __shared__ float shared[8][32];
   constexpr unsigned kSums = std::tuple_size_v<decltype(PartialSums::sums)>;
-  const float* partial = nullptr;
-  float* sum = nullptr;
-  int64_t count = 0, pitch = 0, width = 0;
-  bool accumulate = false;
-#pragma unroll
-  for (unsigned i = 0; i < CombineSums::kMost; ++i) {  // parameters are not indexed at run time
-    const PartialSums& of = a.of[i];
-#pragma unroll
-    for (unsigned j = 0; j < kSums; ++j) {
-      if (blockIdx.y != i * kSums + j) continue;
-      partial = of.partial + j * of.width, sum = of.sums[j];
-      count = of.count, pitch = of.pitch, width = of.width, accumulate = of.accumulate;
-    }
-  }
+  const PartialSums& of = a.of[blockIdx.y / kSums];
+  const unsigned which = blockIdx.y % kSums;
+  float* sum = of.sums[which];
   const int64_t c = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
-  if (sum == nullptr || static_cast<int64_t>(blockIdx.x) * 32 >= width) return;
+  if (sum == nullptr || static_cast<int64_t>(blockIdx.x) * 32 >= of.width) return;
   float total = 0.0f;
-  if (c < width) {
-    const float* from = partial + c;
+  if (c < of.width) {
+    const float* from = of.partial + which * of.width + c;
+    const int64_t count = of.count, pitch = of.pitch;
 #pragma unroll 4
     for (int64_t i = threadIdx.y; i < count; i += 8) total += from[i * pitch];
   }
   shared[threadIdx.y][threadIdx.x] = total;
   __syncthreads();
-  if (threadIdx.y != 0 || c >= width) return;
+  if (threadIdx.y != 0 || c >= of.width) return;
   for (int y = 1; y < 8; ++y) total += shared[y][threadIdx.x];
-  sum[c] = accumulate ? sum[c] + total : total;
+  sum[c] = of.accumulate ? sum[c] + total : total;
 }
 
 template <typename S>
@@ -111,7 +101,7 @@ template <typename S>
 void column_sum(CudaStream stream, const ColumnSum<S>& a) {
   partial_sums_over_rows<S>("column_sum", stream, takes_vectors<S>(a.width, a.x, a.workspace),
                             Load<S>{a.x, a.width}, a.rows, a.width, a.workspace, a.width);
-  combine_sums(stream, {{a.sums()}});
+  if (!a.partial_only) combine_sums(stream, {{a.sums()}});
 }
 
 template <typename S>

@@ -34,19 +34,21 @@ struct ColumnSum {
   float* workspace = nullptr;  // column_sum_workspace(rows, width) floats
   int64_t rows = 0, width = 0;
   bool accumulate = false;
+  bool partial_only = false;  // leave sums() to combine_sums()
 
   PartialSums sums() const { return {workspace, column_chunks(rows).count, width, width, {sum}, accumulate}; }
 };
 GW_TYPED_SIDES(column_sum, ColumnSum)
 template <typename S = float>
 void column_sum(const Stream& stream, const ColumnSum<S>& args) {
-  detail::dispatch(stream, args, host::column_sum<S>, GW_CUDA_SIDE(column_sum<S>), "column_sum");
+  detail::dispatch(stream, args, host::column_sum<S>, GW_CUDA_SIDE(column_sum<S>),
+                   args.partial_only ? "column_sum, first stage" : "column_sum");
 }
 
 // The second stage of the sums of ops that were told to leave it (`partial_only`), for several ops in one launch. Their
 // workspaces must not have been used since.
 struct CombineSums {
-  static constexpr size_t kMost = 4;
+  static constexpr size_t kMost = 34;      // four of each of eight layers, and two of a head
   std::array<PartialSums, kMost> of = {};  // without partial sums: none
 };
 GW_SIDES(combine_sums, CombineSums)

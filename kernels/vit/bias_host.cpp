@@ -31,7 +31,7 @@ void column_sum(const ColumnSum<S>& a) {
   sum_chunks(a.rows, a.width, a.workspace, [&](int64_t begin, int64_t end, float* partial) {
     add_rows(a.x + begin * a.width, end - begin, a.width, partial);
   });
-  combine_partial_sums(a.sums());
+  if (!a.partial_only) combine_partial_sums(a.sums());
 }
 
 namespace {

@@ -59,8 +59,8 @@ struct Forward {
 
 template <typename S>
 struct Backward {
-  const S* pre;
-  S* dy;
+  const S *pre, *dy;
+  S* d_pre;
   int64_t width;
 
   template <int W>
@@ -71,7 +71,7 @@ struct Backward {
     load<W>(dy + i, out);
 #pragma unroll
     for (int k = 0; k < W; ++k) out[k] *= gelu_derivative_of(p[k], normal_for<S>(p[k]));
-    store<W>(dy + i, out);
+    store<W>(d_pre + i, out);
   }
 };
 
@@ -85,8 +85,9 @@ void bias_gelu(CudaStream stream, const BiasGelu<S>& a) {
 
 template <typename S>
 void bias_gelu_backward(CudaStream stream, const BiasGeluBackward<S>& a) {
-  partial_sums_over_rows<S>("bias_gelu_backward", stream, takes_vectors<S>(a.width, a.pre, a.dy, a.workspace),
-                            Backward<S>{a.pre, a.dy, a.width}, a.rows, a.width, a.workspace, a.width);
+  partial_sums_over_rows<S>(
+      "bias_gelu_backward", stream, takes_vectors<S>(a.width, a.pre, a.dy, a.d_pre, a.workspace),
+      Backward<S>{a.pre, a.dy, a.d_pre, a.width}, a.rows, a.width, a.workspace, a.width);
   if (!a.partial_only) combine_sums(stream, {{a.sums()}});
 }
 

@@ -24,12 +24,13 @@ void bias_gelu(const Stream& stream, const BiasGelu<S>& args) {
   detail::dispatch(stream, args, host::bias_gelu<S>, GW_CUDA_SIDE(bias_gelu<S>), "bias_gelu");
 }
 
-// In place, dy (rows, F) becomes dy * GELU'(pre); d_bias = its sum over rows, before rounding.
+// d_pre = dy * GELU'(pre); d_bias = its sum over rows, before rounding.
 // 12 or 6 B per element.
 template <typename S = float>
 struct BiasGeluBackward {
-  const S* pre = nullptr;
-  S* dy = nullptr;
+  const S* pre = nullptr;  // (rows, F)
+  const S* dy = nullptr;   // (rows, F)
+  S* d_pre = nullptr;      // (rows, F) out; may be pre or dy
   float* d_bias = nullptr;
   float* workspace = nullptr;  // column_sum_workspace(rows, width) floats
   int64_t rows = 0, width = 0;

@@ -32,12 +32,12 @@ GW_INLINE void forward_rows_of(const BiasGelu<S>& a, int64_t begin, int64_t end)
 template <typename S>
 GW_INLINE void backward_rows_of(const BiasGeluBackward<S>& a, int64_t begin, int64_t end, float* d_bias) {
   for (int64_t r = begin; r < end; ++r) {
-    const S* pre = a.pre + r * a.width;
-    S* dy = a.dy + r * a.width;
+    const S *pre = a.pre + r * a.width, *dy = a.dy + r * a.width;
+    S* d_pre = a.d_pre + r * a.width;
 #pragma omp simd
     for (int64_t c = 0; c < a.width; ++c) {
       float d = widen(dy[c]) * gelu_derivative(widen(pre[c]));
-      dy[c] = narrow<S>(d);
+      d_pre[c] = narrow<S>(d);
       d_bias[c] += d;
     }
   }

@@ -31,11 +31,11 @@ void bias_gelu_backward(const BiasGeluBackward<S>& a) {
   for (int64_t c = 0; c < a.width; ++c) {
     double sum = 0.0;
     for (int64_t r = 0; r < a.rows; ++r) {
-      double pre = widen(a.pre[r * a.width + c]);
-      S& d = a.dy[r * a.width + c];
-      double dx = widen(d) * (phi_cdf(pre) + pre * phi_density(pre));
+      const int64_t at = r * a.width + c;
+      const double pre = widen(a.pre[at]);
+      const double dx = widen(a.dy[at]) * (phi_cdf(pre) + pre * phi_density(pre));
       sum += dx;
-      d = rounded<S>(dx);
+      a.d_pre[at] = rounded<S>(dx);
     }
     store_sum(&a.d_bias[c], sum, a.accumulate);
   }

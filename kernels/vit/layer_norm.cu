@@ -26,11 +26,11 @@ __device__ __forceinline__ void join_branch(const LayerNorm<S>& a, int64_t row, 
     const int c = Slice::column(j);
     if (c >= width) continue;
     float branch[V], bias[V];
-    load<V>(a.branch + row * width + c, branch);
+    load<V>(a.branch + row * a.x_stride + c, branch);
     load<V>(a.branch_bias + c, bias);
 #pragma unroll
     for (int k = 0; k < V; ++k) x.v[j][k] += branch[k] + bias[k];
-    store<V>(a.sum + row * width + c, x.v[j]);
+    store<V>(a.sum + row * a.x_stride + c, x.v[j]);
   }
 }
 
@@ -172,8 +172,8 @@ __global__ void __launch_bounds__(kRowThreads) layer_norm_kernel(LayerNorm<S> a)
   const float inverse_width = 1.0f / static_cast<float>(a.width);
   if (a.branch != nullptr) {
     // Each thread reads back only what it wrote itself.
-    const S* branch = a.branch + row * a.width;
-    float* joined = a.sum + row * a.width;
+    const S* branch = a.branch + row * a.x_stride;
+    float* joined = a.sum + row * a.x_stride;
     for (int64_t c = threadIdx.x; c < a.width; c += blockDim.x)
       joined[c] = x[c] + (widen(branch[c]) + a.branch_bias[c]);
     x = joined;

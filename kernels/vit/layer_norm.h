@@ -12,7 +12,8 @@ namespace gradwire {
 // y = (x - mean) * rstd * gamma + beta per row, biased variance, rstd = 1 / sqrt(var + eps).
 // 8 or 6 B per element.
 //
-// With `branch`, a residual branch is added first: sum = x + (branch + branch_bias) is stored and normalized.
+// With `branch`, a residual branch is added first: sum = x + (branch + branch_bias) is stored and normalized. Its rows,
+// and those of sum, are as far apart as those of x.
 // 16 or 12 B per element, 4 fewer than bias_residual followed by this; the same bits.
 template <typename S = float>
 struct LayerNorm {
@@ -25,9 +26,9 @@ struct LayerNorm {
   int64_t rows = 0, width = 0;
   int64_t x_stride = 0;  // distance between rows of x; 0 means width (the head normalizes every T-th row)
   float eps = 1e-6f;
-  const S* branch = nullptr;           // (rows, C) a product without its bias, or null
+  const S* branch = nullptr;           // as x: a product without its bias, or null
   const float* branch_bias = nullptr;  // (C); with a branch only
-  float* sum = nullptr;                // (rows, C) out; with a branch only; may be x (unstrided) or branch
+  float* sum = nullptr;                // as x: out; with a branch only; may be x or branch
 };
 GW_TYPED_SIDES(layer_norm, LayerNorm)
 template <typename S = float>

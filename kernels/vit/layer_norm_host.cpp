@@ -20,9 +20,9 @@ GW_INLINE void forward_rows_of(const LayerNorm<S>& a, int64_t begin, int64_t end
     const float* x = a.x + r * stride;
     S* y = a.y + r * width;
     if (a.branch != nullptr) {
-      const S* branch = a.branch + r * width;
+      const S* branch = a.branch + r * stride;
       const float* bias = a.branch_bias;
-      float* joined = a.sum + r * width;
+      float* joined = a.sum + r * stride;
 #pragma omp simd
       for (int64_t c = 0; c < width; ++c) joined[c] = x[c] + (widen(branch[c]) + bias[c]);
       x = joined;

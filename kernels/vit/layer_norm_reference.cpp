@@ -14,9 +14,9 @@ void layer_norm(const LayerNorm<S>& a) {
     const float* x = a.x + r * stride;
     if (a.branch != nullptr) {
       for (int64_t c = 0; c < a.width; ++c) {
-        a.sum[r * a.width + c] = x[c] + (widen(a.branch[r * a.width + c]) + a.branch_bias[c]);
+        a.sum[r * stride + c] = x[c] + (widen(a.branch[r * stride + c]) + a.branch_bias[c]);
       }
-      x = a.sum + r * a.width;
+      x = a.sum + r * stride;
     }
     double mean = 0.0, variance = 0.0;
     for (int64_t c = 0; c < a.width; ++c) mean += x[c];

@@ -368,12 +368,12 @@ TEST(Gemm, TypesThatDoNotGoTogetherAreBadInput) {
 }
 
 // What cublasLtMatmul does with such a description, in its documentation's terms: column-major
-// D = op(A) op(B), plus a vector with one element per row of D.
-void interpret(const ColumnMajorGemm& g, float* d) {
-  auto at = [](const ColumnMajorMatrix& m, bool transpose, int64_t row, int64_t column) {
+// D = op(A) op(B), plus a vector with one element per row of D; of a batch, one product.
+void interpret(const ColumnMajorGemm& g, int64_t product, float* d) {
+  auto at = [product](const ColumnMajorMatrix& m, bool transpose, int64_t row, int64_t column) {
     if (transpose) std::swap(row, column);
     EXPECT_TRUE(row < m.rows && column < m.columns && m.ld >= m.rows);
-    return static_cast<const float*>(m.data)[column * m.ld + row];
+    return static_cast<const float*>(m.data)[product * m.stride + column * m.ld + row];
   };
   const int64_t inner = g.transpose_a ? g.a.rows : g.a.columns;
   ASSERT_EQ(g.transpose_b ? g.b.columns : g.b.rows, inner);
@@ -385,7 +385,7 @@ void interpret(const ColumnMajorGemm& g, float* d) {
       for (int64_t k = 0; k < inner; ++k) {
         sum += double{at(g.a, g.transpose_a, row, k)} * at(g.b, g.transpose_b, k, column);
       }
-      d[column * g.d.ld + row] = static_cast<float>(sum);
+      d[product * g.d.stride + column * g.d.ld + row] = static_cast<float>(sum);
     }
   }
 }
@@ -400,8 +400,16 @@ TEST(ColumnMajorGemm, AsksCublasLtForTheSameProduct) {
       g.a = o.a.data(), g.b = o.b.data(), g.bias = bias.data();
       g.c = want.data();
       reference::gemm(g);
-      interpret(column_major(g), got.data());
+      interpret(column_major(g), 0, got.data());
       expect_close(got, want, 1e-6, o.name());
+
+      const Operands many(5, 7, 4, (t & 1) != 0, (t & 2) != 0, 3, pad, 2);
+      auto all = many.c;
+      Gemm batch = many.args;
+      batch.a = many.a.data(), batch.b = many.b.data(), batch.c = all.data();
+      const ColumnMajorGemm call = column_major(batch);
+      for (int64_t product = 0; product < call.batch; ++product) interpret(call, product, all.data());
+      expect_close(all, many.reference(), 1e-6, many.name());
     }
   }
 }

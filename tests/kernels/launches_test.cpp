@@ -108,6 +108,7 @@ TEST_P(Launches, OfEachOpAreThoseOfTheTable) {
   GW_EXPECT_LAUNCHES(bias_gelu, gelu);
   BiasGeluBackward<float> gelued{.pre = x.data(),
                                  .dy = d.data(),
+                                 .d_pre = d.data(),
                                  .d_bias = sums.data(),
                                  .workspace = workspace.data(),
                                  .rows = rows,
@@ -121,6 +122,8 @@ TEST_P(Launches, OfEachOpAreThoseOfTheTable) {
   ColumnSum<float> sum{
       .x = x.data(), .sum = sums.data(), .workspace = workspace.data(), .rows = rows, .width = width};
   GW_EXPECT_LAUNCHES(column_sum, sum);
+  sum.partial_only = true;
+  expect_launches("column_sum, first stage", [&] { GW_RUN(column_sum, sum); });
   CrossEntropy<float> loss{.logits = x.data(),
                            .labels = labels.data(),
                            .d_logits = y.data(),

@@ -72,10 +72,11 @@ struct Problem {
 class VitAttention : public OpTest {
  public:
   template <typename S>
-  Problem<S> run(const Shape& s, Problem<S> in, bool accumulate, int64_t misalign) {
+  Problem<S> run(const Shape& s, Problem<S> in, bool accumulate, int64_t misalign, bool in_place = false) {
     auto qkv = array(in.qkv, misalign), d_merged = array(in.d_merged, misalign);
     auto merged = array<S>(static_cast<int64_t>(in.merged.size()), misalign);
-    auto d_qkv = array<S>(static_cast<int64_t>(in.d_qkv.size()), misalign);
+    auto other = array<S>(static_cast<int64_t>(in.d_qkv.size()), misalign);
+    auto& d_qkv = in_place ? qkv : other;
     auto statistics = array<float>(static_cast<int64_t>(in.statistics.size()), misalign);
     auto d_bias = array(in.d_bias, misalign);
     auto workspace = array<float>(attention_backward_workspace(s.batch, s.tokens, s.width()), misalign);
@@ -124,6 +125,26 @@ class VitAttention : public OpTest {
 TEST_P(VitAttention, MatchesTheDoubleReference) {
   // 4e-6 with fused multiply-adds; sanitizer builds round each product as well.
   expect_reference<float>(1e-5, 1e-5);
+}
+
+template <typename S>
+void expect_same_bits_in_place(VitAttention& test) {
+  for (const Shape& s : kShapes) {
+    if (s.tokens > 100 && sizeof(S) == sizeof(float)) continue;  // as of BF16
+    for (int64_t misalign : {0, 1}) {
+      if (misalign != 0 && s.tokens > 17) continue;
+      SCOPED_TRACE(fmt::format("{} misaligned by {}", s.name(), misalign));
+      const Problem<S> in(s, 5, 1.5f);
+      const auto want = test.run(s, in, true, misalign), got = test.run(s, in, true, misalign, true);
+      expect_same_bits(widened(got.d_qkv), widened(want.d_qkv), "d_qkv");
+      expect_same_bits(got.d_bias, want.d_bias, "d_bias");
+    }
+  }
+}
+
+TEST_P(VitAttention, TheGradientMayTakeThePlaceOfQkv) {
+  expect_same_bits_in_place<float>(*this);
+  expect_same_bits_in_place<Bf16>(*this);
 }
 
 // Weights are rounded before they multiply, results when they are stored: 2^-9 each, of values of order 1.

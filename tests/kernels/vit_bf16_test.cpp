@@ -93,6 +93,7 @@ TEST_P(VitBf16, GeluRoundsOnceForwardAndBackward) {
     std::vector<float> want_bias(static_cast<size_t>(s.width));
     reference::bias_gelu_backward({.pre = product.data(),
                                    .dy = want.data(),
+                                   .d_pre = want.data(),
                                    .d_bias = want_bias.data(),
                                    .rows = s.rows,
                                    .width = s.width});
@@ -100,6 +101,7 @@ TEST_P(VitBf16, GeluRoundsOnceForwardAndBackward) {
     auto d_bias = array<float>(s.width), workspace = array<float>(column_sum_workspace(s.rows, s.width));
     BiasGeluBackward<Bf16> args{.pre = pre.data(),
                                 .dy = dy.data(),
+                                .d_pre = dy.data(),
                                 .d_bias = d_bias.data(),
                                 .workspace = workspace.data(),
                                 .rows = s.rows,
@@ -126,6 +128,7 @@ TEST_P(VitBf16, GeluOfEveryOperandIsRoundedToNearest) {
   GW_RUN(bias_gelu, forward);
   BiasGeluBackward<Bf16> backward{.pre = x.data(),
                                   .dy = slope.data(),
+                                  .d_pre = slope.data(),
                                   .d_bias = d_bias.data(),
                                   .workspace = workspace.data(),
                                   .rows = 1,

@@ -143,6 +143,7 @@ TEST_P(VitBias, SumsOfSeveralOpsTakenTogetherHaveTheBitsOfEachAlone) {
     GW_RUN(layer_norm_backward, norm);
     BiasGeluBackward<float> gelu{.pre = pre.data(),
                                  .dy = d_pre.data(),
+                                 .d_pre = d_pre.data(),
                                  .d_bias = d_bias.data(),
                                  .workspace = gelu_workspace.data(),
                                  .rows = rows,

@@ -26,12 +26,15 @@ struct Backward {
 Backward reference_backward(const std::vector<float>& pre, Backward g, const Shape& s, bool accumulate) {
   reference::bias_gelu_backward({.pre = pre.data(),
                                  .dy = g.dy.data(),
+                                 .d_pre = g.dy.data(),
                                  .d_bias = g.d_bias.data(),
                                  .rows = s.rows,
                                  .width = s.width,
                                  .accumulate = accumulate});
   return g;
 }
+
+enum class Out { dy, pre, other };  // where backward writes
 
 class VitGelu : public OpTest {
  public:
@@ -48,21 +51,24 @@ class VitGelu : public OpTest {
     return {x.host(), y.host()};
   }
   Backward backward(const std::vector<float>& pre_values, const Backward& g, const Shape& s, bool accumulate,
-                    int64_t misalign = 0) {
+                    int64_t misalign = 0, Out to = Out::dy) {
     auto pre = array(pre_values, misalign), dy = array(g.dy, misalign), d_bias = array(g.d_bias);
+    auto other = array<float>(s.size(), misalign);
     auto workspace = array<float>(column_sum_workspace(s.rows, s.width));
+    auto& out = to == Out::dy ? dy : to == Out::pre ? pre : other;
     BiasGeluBackward args{.pre = pre.data(),
                           .dy = dy.data(),
+                          .d_pre = out.data(),
                           .d_bias = d_bias.data(),
                           .workspace = workspace.data(),
                           .rows = s.rows,
                           .width = s.width,
                           .accumulate = accumulate};
     GW_RUN(bias_gelu_backward, args);
-    dy.expect_guards_intact("dy");
+    out.expect_guards_intact("d_pre");
     d_bias.expect_guards_intact("d_bias");
     workspace.expect_guards_intact("workspace");
-    return {dy.host(), d_bias.host()};
+    return {out.host(), d_bias.host()};
   }
 };
 
@@ -144,6 +150,22 @@ TEST_P(VitGelu, BackwardMatchesTheDoubleReferenceWithAndWithoutAccumulation) {
       auto got = backward(pre, in, shape, accumulate, accumulate ? 1 : 0);
       expect_close(got.dy, want.dy, 2e-6, "dy");
       expect_close(got.d_bias, want.d_bias, 2e-6, "d_bias", std::sqrt(1.0 + static_cast<double>(shape.rows)));
+    }
+  }
+}
+
+TEST_P(VitGelu, BackwardWritesTheSameBitsInPlaceOfEitherOperandOrElsewhere) {
+  for (const Shape& shape : kShapes) {
+    auto pre = normal(shape.size(), 13, 2.0f);
+    Backward in{normal(shape.size(), 14), normal(shape.width, 15)};
+    for (int64_t misalign : {0, 1}) {
+      SCOPED_TRACE(fmt::format("{} misaligned by {}", shape.name(), misalign));
+      const auto want = backward(pre, in, shape, true, misalign);
+      for (Out to : {Out::pre, Out::other}) {
+        const auto got = backward(pre, in, shape, true, misalign, to);
+        expect_same_bits(got.dy, want.dy, "d_pre");
+        expect_same_bits(got.d_bias, want.d_bias, "d_bias");
+      }
     }
   }
 }

@@ -5,6 +5,7 @@
 
 #include "runtime/graph.h"
 #include "trainer/model/vit.h"
+#include "trainer/train/layout.h"
 #include "trainer/train/optimizer.h"
 
 namespace gradwire {
@@ -14,7 +15,7 @@ using testing::cuda_launches;
 
 // The ops that a rank enqueues for a step on CUDA: both passes and the optimizer, all but what the reducer does. They
 // depend on the model's depth, not on its widths, so a narrow one is captured on the host, and nothing is computed.
-OpCount::ByName step_ops(const char* model, Precision precision, bool fused_attention = true) {
+OpCount::ByName step_ops(const char* model, Precision precision, GradientGroups groups) {
   TrainConfig config;
   config.model = named_model(model);
   config.precision = precision;
@@ -24,7 +25,7 @@ OpCount::ByName step_ops(const char* model, Precision precision, bool fused_atte
   const Stream stream = Stream::create(host, "launches");
   const ParameterLayout layout = packed_layout(vit_parameters(narrow));
   Vit vit(narrow, stream, layout,
-          {.max_batch = 1, .precision = config.precision, .fused_attention = fused_attention});
+          {.max_batch = 1, .precision = config.precision, .fused_attention = true, .groups = groups});
   Optimizer optimizer(config, stream, {{0, layout.elements}});
   const Buffer images = make_buffer<float>(host, int64_t{narrow.channels} * narrow.image * narrow.image),
                gradients = make_buffer<float>(host, layout.elements), labels = make_buffer<int32_t>(host, 1),
@@ -48,23 +49,41 @@ std::string listed(const OpCount::ByName& ops) {
   return text;
 }
 
+GradientGroups groups_of(int ranks) {
+  return gradient_groups({}, Device::cuda(0), ranks);
+}
+
 // docs/gpu.md says which they are.
 TEST(Launches, AStepOfVitL32StaysWithinItsBudget) {
   for (Precision precision : {Precision::fp32, Precision::bf16}) {
-    const OpCount::ByName ops = step_ops("vit_l_32", precision);
-    EXPECT_LE(cuda_launches(ops), 528) << listed(ops);  // 958 with parts of attention and separate sums
-    EXPECT_EQ(ops.at("gemm"), 12 * 24 + 5) << listed(ops);  // 4 forward and 8 backward per layer
+    const OpCount::ByName ops = step_ops("vit_l_32", precision, groups_of(1));
+    EXPECT_LE(cuda_launches(ops), 415) << listed(ops);  // 958 with parts of attention and separate sums
+    // 4 forward and 4 backward per layer, and 4 of weight gradients for eight layers.
+    EXPECT_EQ(ops.at("gemm"), 8 * 24 + 4 * 3 + 5) << listed(ops);
     EXPECT_EQ(ops.at("attention"), 24);
+    EXPECT_EQ(ops.at("attention_backward, first stage"), 24);
+    EXPECT_EQ(ops.at("combine_sums"), 3);
+  }
+}
+
+TEST(Launches, WhereGradientsAreExchangedTwoLayersShareThem) {
+  for (Precision precision : {Precision::fp32, Precision::bf16}) {
+    const OpCount::ByName ops = step_ops("vit_l_32", precision, groups_of(2));
+    EXPECT_LE(cuda_launches(ops), 470) << listed(ops);
+    EXPECT_EQ(ops.at("gemm"), 8 * 24 + 4 * 11 + 4 * 2 + 5)
+        << listed(ops);  // the last two layers' on their own
     EXPECT_EQ(ops.at("attention_backward, first stage"), 23);
-    EXPECT_EQ(ops.at("attention_backward"), 1);  // the last layer waits for nobody
+    EXPECT_EQ(ops.at("attention_backward"), 1);  // nothing follows to hide the exchange of the last layer's
   }
 }
 
 TEST(Launches, OfALayerAreWhatDocsSay) {
-  const int64_t shallow = cuda_launches(step_ops("vit_b_32", Precision::bf16)),
-                deep = cuda_launches(step_ops("vit_l_32", Precision::bf16));
-  EXPECT_EQ((deep - shallow) / 12, 21);
-  EXPECT_EQ((deep - shallow) % 12, 0);
+  auto of_twelve_layers = [](GradientGroups groups) {
+    return cuda_launches(step_ops("vit_l_32", Precision::bf16, groups)) -
+           cuda_launches(step_ops("vit_b_32", Precision::bf16, groups));
+  };
+  EXPECT_EQ(of_twelve_layers({}), 12 * 21);
+  EXPECT_EQ(of_twelve_layers(groups_of(2)), 12 * 16 + 6 * 5);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // The model's properties, without ranks: parameters, initialization, gradients.
 #include "trainer/model/vit.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -45,11 +46,15 @@ int index_of(const std::vector<VitParameter>& parameters, const std::string& nam
 // A model with its inputs on a device.
 struct Bench {
   Bench(const VitConfig& config, Device device, int64_t batch, uint32_t seed,
-        Precision precision = Precision::fp32, std::optional<bool> fused_attention = {})
+        Precision precision = Precision::fp32, std::optional<bool> fused_attention = {},
+        GradientGroups groups = {})
       : stream(Stream::create(device, "test")),
         layout(packed_layout(vit_parameters(config))),
         vit(config, stream, layout,
-            {.max_batch = batch, .precision = precision, .fused_attention = fused_attention}),
+            {.max_batch = batch,
+             .precision = precision,
+             .fused_attention = fused_attention,
+             .groups = groups}),
         batch(batch),
         images(make_buffer<float>(device, batch * config.channels * config.image * config.image)),
         labels(make_buffer<int32_t>(device, batch)),
@@ -446,6 +451,82 @@ TEST_P(VitTest, AttentionAsOneOpGivesTheGradientsOfItsParts) {
     }
     EXPECT_LT(std::sqrt(error / size), precision == Precision::bf16 ? 2e-2 : 1e-6);
     EXPECT_GT(error, 0.0);
+  }
+}
+
+// Groups that do not divide the depth, and those of which somebody waits for the last two layers, among them.
+TEST_P(VitTest, LayersThatShareProductsOfWeightGradientsHaveTheGradientsOfEachAlone) {
+  VitConfig config = small_config();
+  config.depth = 5;
+  for (Precision precision : {Precision::fp32, Precision::bf16}) {
+    for (bool fused : {false, true}) {
+      auto once = [&](GradientGroups groups, int64_t images) {
+        Bench bench(config, GetParam(), 4, 5, precision, fused, groups);
+        bench.randomize(6);
+        bench.batch = images;  // fewer than there is room for
+        std::vector<int> order;
+        std::vector<std::vector<float>> at_ready(bench.vit.parameters().size());
+        auto ready = [&](int i) {
+          const auto at = static_cast<size_t>(i);
+          order.push_back(i);
+          at_ready[at] = to_host(bench.stream, bench.gradients.as<const float>() + bench.layout.offsets[at],
+                                 bench.vit.parameters()[at].elements());
+        };
+        bench.gradient();
+        const std::vector<float> sum = bench.gradient(ready, 0.5f, true);
+        std::vector<float> packed;
+        for (size_t i = 0; i < at_ready.size(); ++i) {
+          EXPECT_EQ(order[i], static_cast<int>(i));
+          const std::span<const float> final = bench.tensor(sum, static_cast<int>(i));
+          EXPECT_TRUE(std::equal(final.begin(), final.end(), at_ready[i].begin(), at_ready[i].end()))
+              << bench.vit.parameters()[i].name;
+          packed.insert(packed.end(), final.begin(), final.end());
+        }
+        EXPECT_EQ(order.size(), at_ready.size());
+        return packed;
+      };
+      for (int64_t images : {4, 3}) {
+        const std::vector<float> alone = once({}, images);
+        for (GradientGroups groups :
+             {GradientGroups{2, true}, {3, true}, {2, false}, {4, false}, {GradientGroups::kMost, false}}) {
+          SCOPED_TRACE(
+              fmt::format("groups of {}, awaited {}, fused {}", groups.layers, groups.awaited, fused));
+          const std::vector<float> together = once(groups, images);
+          ASSERT_EQ(together.size(), alone.size());
+          for (size_t i = 0; i < alone.size(); ++i)
+            ASSERT_NEAR(together[i], alone[i], 1e-6 + 1e-5 * std::abs(alone[i])) << i;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(VitTest, GradientsThatAreNotEvenlySpacedAreTakenLayerByLayer) {
+  const VitConfig config = [] {
+    VitConfig three = small_config();
+    three.depth = 3;
+    return three;
+  }();
+  Bench bench(config, GetParam(), 2, 5);
+  bench.randomize(6);
+  ParameterLayout uneven = bench.layout;
+  const auto last =
+      static_cast<size_t>(index_of(bench.vit.parameters(), "encoder.layers.encoder_layer_0.mlp.3.bias"));
+  for (size_t i = last; i < uneven.offsets.size(); ++i) uneven.offsets[i] += 64;
+  const std::vector<float> want = bench.gradient();
+  Vit vit(
+      config, bench.stream, bench.layout,
+      {.max_batch = 2, .share = &bench.vit, .gradients = uneven, .groups = {.layers = 3, .awaited = false}});
+  const Buffer gradients = make_buffer<float>(GetParam(), uneven.elements + 64);
+  fill_zero(bench.stream, gradients.data(), gradients.bytes());
+  fill_zero(bench.stream, bench.totals.data(), bench.totals.bytes());
+  vit.forward(bench.images.as<float>(), 2);
+  vit.backward(bench.labels.as<int32_t>(), bench.totals.as<double>(), 0.5f, gradients.as<float>(), false, {});
+  const std::vector<float> got = to_host(bench.stream, gradients.as<const float>(), uneven.elements + 64);
+  for (size_t i = 0; i < uneven.offsets.size(); ++i) {
+    const std::span<const float> tensor = bench.tensor(want, static_cast<int>(i));
+    EXPECT_TRUE(std::equal(tensor.begin(), tensor.end(), got.begin() + uneven.offsets[i]))
+        << bench.vit.parameters()[i].name;
   }
 }
 

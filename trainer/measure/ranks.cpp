@@ -43,7 +43,10 @@ double training_tflops(const Stream& stream, const VitConfig& model, int64_t bat
                        double budget_ms) {
   const std::vector<VitParameter> parameters = vit_parameters(model);
   const ParameterLayout layout = packed_layout(parameters);
-  Vit vit(model, stream, layout, {.max_batch = batch, .precision = precision});
+  Vit vit(model, stream, layout,
+          {.max_batch = batch,
+           .precision = precision,
+           .groups = {.layers = stream.device().is_host() ? 1 : GradientGroups::kMost, .awaited = false}});
   vit.load(random_floats(layout.elements, 0.05f));
   const int64_t pixels = batch * model.channels * model.image * model.image;
   const Buffer images = make_buffer<float>(stream.device(), pixels);

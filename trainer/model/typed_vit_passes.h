@@ -23,8 +23,8 @@ struct VitGradients {
   const ParameterLayout& layout;
   bool accumulate;
   const std::function<void(int)>& ready;
-  // Sums of which only the first stage has been enqueued, and the gradients that are reported when the second has:
-  // these, and those that come after them in order.
+  // Sums of which only the first stage has been enqueued. They, weight gradients that wait for those of other layers,
+  // and the gradients that come after either in order, are reported by finish().
   bool postpones = false;
   CombineSums sums = {};
   size_t sums_count = 0;
@@ -34,7 +34,7 @@ struct VitGradients {
   float beta() const { return accumulate ? 1.0f : 0.0f; }
   void done(std::initializer_list<int> which) {
     for (int i : which) {
-      if (sums_count > 0) {
+      if (sums_count > 0 || !postponed.empty()) {
         postponed.push_back(i);
       } else if (ready) {
         ready(i);
@@ -46,9 +46,9 @@ struct VitGradients {
     if (postpones) sums.of[sums_count++] = of;
     done(which);
   }
-  void finish_sums(const Stream& stream) {
-    if (sums_count == 0) return;
-    combine_sums(stream, sums);
+  void later(int i) { postponed.push_back(i); }
+  void finish(const Stream& stream) {
+    if (sums_count > 0) combine_sums(stream, sums);
     sums = {};
     sums_count = 0;
     if (ready) {
@@ -59,6 +59,20 @@ struct VitGradients {
 };
 
 class Arena;
+
+// A piece of memory for each layer of a group.
+template <typename T>
+struct PerSlot {
+  T* base = nullptr;
+  int64_t pitch = 0;
+  T* of(int64_t slot) const { return base + slot * pitch; }
+};
+
+// Layers top, top - 1, ... of which the weight gradients are taken together.
+struct LayerGroup {
+  int64_t top, count;
+  int64_t layer(int64_t slot) const { return top - slot; }
+};
 
 template <typename S>
 class TypedVitPasses final : public VitPasses {
@@ -81,7 +95,7 @@ class TypedVitPasses final : public VitPasses {
     S* ln1;                // (rows, C)
     float *mean1, *rstd1;  // (rows)
     // With fused_attention:
-    S* qkv;             // (rows, 3C) with its bias
+    S* qkv;             // (rows, 3C) with its bias; backward leaves its gradient in its place
     float* statistics;  // (B, H, T, 2)
     // Without:
     S *q, *k, *v;  // (B, H, T, D)
@@ -91,7 +105,7 @@ class TypedVitPasses final : public VitPasses {
     float* x_mid;          // (rows, C) after the attention branch
     S* ln2;                // (rows, C)
     float *mean2, *rstd2;  // (rows)
-    S *pre, *gelu;         // (rows, F)
+    S *pre, *gelu;         // (rows, F); backward leaves pre's gradient in its place
   };
   struct Activations {
     S* patches;  // (B, T-1, channels * patch^2)
@@ -103,20 +117,24 @@ class TypedVitPasses final : public VitPasses {
     S* d_logits;            // (B, K), in place of the logits if S is float
     float* loss_workspace;  // (2 * B)
     // Scratch, shared by the layers.
-    S* qkv;           // (rows, 3C), also its gradient
-    S* heads_out;     // (B, H, T, D), also its gradient; without fused_attention, as the next two lines
-    S *dq, *dk, *dv;  // (B, H, T, D)
-    S* d_attention;   // (B, H, T, Tp)
-    float* dx;        // (rows, C) gradient of the residual stream
-    S* d_branch;      // (rows, C)
-    S* d_mlp;         // (rows, F)
-    S* d_features;    // (B, C)
-    // Partial sums, of ops whose second stage is one launch per layer: until then each has its own.
-    float *mlp0_sums, *ln2_sums, *in_sums, *ln1_sums;
-    // Unused if S is float (kInPlace): see branch_of(), scores_of() and dx_operand().
+    S* qkv;            // (rows, 3C), also the gradient of the embedding's product
+    PerSlot<S> d_qkv;  // (rows, 3C); without fused_attention
+    S* heads_out;      // (B, H, T, D), also its gradient; without fused_attention, as the next two lines
+    S *dq, *dk, *dv;   // (B, H, T, D)
+    S* d_attention;    // (B, H, T, Tp)
+    float* dx;         // (rows, C) gradient of the residual stream
+    // The same as an operand of products, where it comes out of the MLP and out of the attention branch. None if S is
+    // float (kInPlace) and layers are on their own: it is dx then.
+    PerSlot<S> dx_mlp, dx_attention;  // (rows, C)
+    S* d_branch;                      // (rows, C)
+    S* d_gelu;                        // (rows, F)
+    S* d_features;                    // (B, C)
+    // Partial sums, of ops whose second stage is one launch per group: until then each has its own.
+    PerSlot<float> mlp0_sums, ln2_sums, in_sums, ln1_sums;
+    float *head_bias_sums, *head_norm_sums;
+    // Unused if S is float (kInPlace): see branch_of() and scores_of().
     S* branch;      // (rows, C) a residual branch before it is added
     float* scores;  // (B, H, T, Tp) before softmax
-    S* dx_rounded;  // (rows, C) dx as an operand of products
   };
 
   void lay_out(Arena& arena);
@@ -142,12 +160,18 @@ class TypedVitPasses final : public VitPasses {
     else
       return a_.scores;
   }
-  const S* dx_operand() const {
+  // dx as an operand of products, from what is kept of it in a slot.
+  const S* dx_operand(const S* kept) const {
     if constexpr (kInPlace)
-      return a_.dx;
+      return kept != nullptr ? kept : a_.dx;
     else
-      return a_.dx_rounded;
+      return kept;
   }
+  S* d_qkv(const LayerActivations& l, int64_t slot) const {
+    return options_.fused_attention ? l.qkv : a_.d_qkv.of(slot);
+  }
+  // The layers from `top` down that go together.
+  LayerGroup group_below(int64_t top) const;
   // Blocks count from the head (vit_blocks()).
   int block_of(size_t layer) const { return static_cast<int>(a_.layers.size() - layer); }
   void begins(int block) const {
@@ -162,13 +186,25 @@ class TypedVitPasses final : public VitPasses {
     alone(block, next);
   }
   void forward_layer(size_t layer, S* branch_out);
+  void clear_dx() const;
   void forward_attention(size_t layer);  // l.ln1 -> l.merged
-  void backward_layer(size_t layer, VitGradients& to);
-  void backward_attention(size_t layer, VitGradients& to);  // a_.d_branch -> a_.qkv and in_bias
+  void backward_layer(const LayerGroup& group, int64_t slot, VitGradients& to);
+  // a_.d_branch -> d_qkv() and in_bias
+  void backward_attention(size_t layer, int64_t slot, VitGradients& to);
+  // Of a layer's weight (out, in) in a product y = x W^T: dW = dy^T x. With the group's last layer for all of them;
+  // dy_of and x_of say where they are in a slot.
+  template <typename Dy, typename X>
+  void weight_gradient(const LayerGroup& group, int64_t slot, int VitLayerIndex::*weight, int64_t out,
+                       int64_t in, const Dy& dy_of, const X& x_of, VitGradients& to) const;
   // C = op(A) op(B) + beta C with dense operands; shapes as in kernels/gemm/gemm.h.
   template <typename Out>
   void product(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, const S* a, const S* b,
-               Out* c, float beta = 0.0f, const Out* bias = nullptr) const;
+               Out* c, float beta = 0.0f, const Out* bias = nullptr) const {
+    gemm(stream_, dense(transpose_a, transpose_b, m, n, k, a, b, c, beta, bias));
+  }
+  template <typename Out>
+  Gemm dense(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, const S* a, const S* b,
+             Out* c, float beta, const Out* bias = nullptr) const;
   // One product per image and head. Operands have T rows, ld* elements apart; C has m = T rows.
   template <typename Out>
   void attention_product(bool transpose_a, bool transpose_b, int64_t n, int64_t k, const S* a, int64_t lda,
@@ -186,6 +222,7 @@ class TypedVitPasses final : public VitPasses {
   const ParameterLayout layout_;
   const VitPassesOptions options_;
   const VitIndex index_;
+  const int64_t group_layers_;  // at most
   Buffer arena_;
   Activations a_{};
   int64_t batch_ = 0;  // of the last forward
@@ -193,8 +230,8 @@ class TypedVitPasses final : public VitPasses {
 
 template <typename S>
 template <typename Out>
-void TypedVitPasses<S>::product(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k,
-                                const S* a, const S* b, Out* c, float beta, const Out* bias) const {
+Gemm TypedVitPasses<S>::dense(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, const S* a,
+                              const S* b, Out* c, float beta, const Out* bias) const {
   Gemm args;
   args.transpose_a = transpose_a;
   args.transpose_b = transpose_b;
@@ -210,7 +247,7 @@ void TypedVitPasses<S>::product(bool transpose_a, bool transpose_b, int64_t m, i
   args.beta = beta;
   args.bias = bias;
   args.precision = fp32_products();
-  gemm(stream_, args);
+  return args;
 }
 
 template <typename S>

@@ -39,7 +39,8 @@ Vit::Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, 
                              .gradients = options.gradients.offsets.empty() ? layout_ : options.gradients,
                              .calls = calls_,
                              .fused_attention = options.fused_attention.value_or(
-                                 fuses_attention(stream_.device(), config_, options.precision))});
+                                 fuses_attention(stream_.device(), config_, options.precision)),
+                             .groups = options.groups});
 }
 
 void Vit::load(std::span<const float> values) {

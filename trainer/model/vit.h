@@ -41,6 +41,8 @@ class Vit {
     BlockCalls calls = {};
     // Attention as one op forward and one backward, or as products and softmax; empty: what the device prefers.
     std::optional<bool> fused_attention = {};
+    // Layers whose weight gradients are computed together. They are on their own where gradients are not evenly spaced.
+    GradientGroups groups = {};
   };
 
   // `layout` says where parameter i of vit_parameters(config) starts in the flat buffers. Blocks may share memory that
@@ -72,7 +74,7 @@ class Vit {
 
   // evaluate(), then the gradient of grad_scale * (sum of losses) by every parameter, written or, with
   // `accumulate`, added to `gradients`, a flat buffer in its layout; gaps are not touched. Calls ready(i) right
-  // after enqueuing the op that finishes gradient i, in order of i; `ready` may be empty. Once per forward.
+  // after enqueuing the op that finishes gradient i or later, in order of i; `ready` may be empty. Once per forward.
   void backward(const int32_t* labels, double* totals, float grad_scale, float* gradients, bool accumulate,
                 const std::function<void(int)>& ready) {
     passes_->backward(labels, totals, grad_scale, gradients, accumulate, ready);

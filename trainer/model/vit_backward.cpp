@@ -1,4 +1,6 @@
 // The loss and the backward pass, in reading order: the model, then one layer.
+#include <algorithm>
+
 #include "kernels/vit/vit.h"
 #include "runtime/error.h"
 #include "trainer/model/typed_vit_passes.h"
@@ -20,6 +22,8 @@ void TypedVitPasses<S>::backward(const int32_t* labels, double* totals, float gr
                                  bool accumulate, const std::function<void(int)>& ready) {
   if (!options_.training) throw Error("Vit::backward: this model was created with training=false");
   VitGradients to{gradients, options_.gradients, accumulate, ready};
+  // A launch less per sum, if the gradients may be reported later.
+  to.postpones = group_layers_ > 1 && !options_.groups.awaited;
   const int64_t t = config_.tokens(), c = config_.width, k = config_.classes;
 
   cross_entropy<S>(stream_, {.logits = a_.logits,
@@ -30,39 +34,47 @@ void TypedVitPasses<S>::backward(const int32_t* labels, double* totals, float gr
                              .rows = batch_,
                              .classes = k,
                              .grad_scale = grad_scale});
-  column_sum<S>(stream_, {.x = a_.d_logits,
-                          .sum = to.at(index_.head_bias),
-                          .workspace = a_.mlp0_sums,
-                          .rows = batch_,
-                          .width = k,
-                          .accumulate = accumulate});
-  to.done({index_.head_bias});
+  const ColumnSum<S> head_bias{.x = a_.d_logits,
+                               .sum = to.at(index_.head_bias),
+                               .workspace = a_.head_bias_sums,
+                               .rows = batch_,
+                               .width = k,
+                               .accumulate = accumulate,
+                               .partial_only = to.postpones};
+  column_sum(stream_, head_bias);
+  to.done(head_bias.sums(), {index_.head_bias});
   product(true, false, k, c, batch_, a_.d_logits, a_.features, to.at(index_.head_weight), to.beta());
   to.done({index_.head_weight});
   enters(0, 1);
   product(false, false, batch_, c, k, a_.d_logits, operand(index_.head_weight), a_.d_features);
 
   // Rows other than the class token's get no gradient from the head.
-  fill_zero(stream_, a_.dx, static_cast<size_t>(batch_ * t * c) * sizeof(float));
-  if constexpr (!kInPlace) fill_zero(stream_, a_.dx_rounded, static_cast<size_t>(batch_ * t * c) * sizeof(S));
-  layer_norm_backward<S>(stream_, {.x = a_.x_last,
-                                   .dy = a_.d_features,
-                                   .gamma = weight(index_.ln_weight),
-                                   .mean = a_.mean,
-                                   .rstd = a_.rstd,
-                                   .dx = a_.dx,
-                                   .dx_rounded = a_.dx_rounded,
-                                   .d_gamma = to.at(index_.ln_weight),
-                                   .d_beta = to.at(index_.ln_bias),
-                                   .dx_sum = to.at(index_.layers.back().mlp3_bias),
-                                   .workspace = a_.ln1_sums,
-                                   .rows = batch_,
-                                   .width = c,
-                                   .x_stride = t * c,
-                                   .accumulate = accumulate});
-  to.done({index_.ln_weight, index_.ln_bias, index_.layers.back().mlp3_bias});
+  clear_dx();
+  const LayerNormBackward<S> norm{.x = a_.x_last,
+                                  .dy = a_.d_features,
+                                  .gamma = weight(index_.ln_weight),
+                                  .mean = a_.mean,
+                                  .rstd = a_.rstd,
+                                  .dx = a_.dx,
+                                  .dx_rounded = a_.dx_mlp.of(0),
+                                  .d_gamma = to.at(index_.ln_weight),
+                                  .d_beta = to.at(index_.ln_bias),
+                                  .dx_sum = to.at(index_.layers.back().mlp3_bias),
+                                  .workspace = a_.head_norm_sums,
+                                  .rows = batch_,
+                                  .width = c,
+                                  .x_stride = t * c,
+                                  .accumulate = accumulate,
+                                  .partial_only = to.postpones};
+  layer_norm_backward(stream_, norm);
+  to.done(norm.sums(), {index_.ln_weight, index_.ln_bias, index_.layers.back().mlp3_bias});
 
-  for (size_t layer = a_.layers.size(); layer-- > 0;) backward_layer(layer, to);
+  for (int64_t top = std::ssize(a_.layers) - 1; top >= 0;) {
+    const LayerGroup group = group_below(top);
+    for (int64_t slot = 0; slot < group.count; ++slot) backward_layer(group, slot, to);
+    to.finish(stream_);
+    top -= group.count;
+  }
 
   assemble_tokens_backward<S>(stream_, {.dx = a_.dx,
                                         .d_projected = a_.qkv,
@@ -79,25 +91,61 @@ void TypedVitPasses<S>::backward(const int32_t* labels, double* totals, float gr
   to.done({index_.conv_weight});
 }
 
+// dx, and the operand made of it, are next to each other if there is one.
+template <typename S>
+void TypedVitPasses<S>::clear_dx() const {
+  const int64_t count = batch_ * config_.tokens() * config_.width;
+  const void* end = a_.dx + count;
+  if (a_.dx_mlp.base != nullptr) end = a_.dx_mlp.base + count;
+  fill_zero(stream_, a_.dx,
+            static_cast<size_t>(static_cast<const char*>(end) - reinterpret_cast<const char*>(a_.dx)));
+}
+
+template <typename S>
+LayerGroup TypedVitPasses<S>::group_below(int64_t top) const {
+  const int64_t left = top + 1;
+  if (!options_.groups.awaited) return {top, std::min(group_layers_, left)};
+  return {top, std::max<int64_t>(1, std::min(group_layers_, left - 2))};
+}
+
+template <typename S>
+template <typename Dy, typename X>
+void TypedVitPasses<S>::weight_gradient(const LayerGroup& group, int64_t slot, int VitLayerIndex::*weight,
+                                        int64_t out, int64_t in, const Dy& dy_of, const X& x_of,
+                                        VitGradients& to) const {
+  auto parameter = [&](int64_t of) { return index_.layers[static_cast<size_t>(group.layer(of))].*weight; };
+  if (slot + 1 < group.count) return to.later(parameter(slot));
+  Gemm args = dense(true, false, out, in, batch_ * config_.tokens(), static_cast<const S*>(dy_of(0)),
+                    static_cast<const S*>(x_of(0)), to.at(parameter(0)), to.beta());
+  args.batch = group.count;
+  if (group.count > 1) {
+    args.stride_a = dy_of(1) - dy_of(0);
+    args.stride_b = x_of(1) - x_of(0);
+    args.stride_c = to.at(parameter(1)) - to.at(parameter(0));
+  }
+  gemm(stream_, args);
+  to.done({parameter(slot)});
+}
+
 // On entry a_.dx holds the gradient by the layer's output, on exit the gradient by its input. The sum of its rows is the
 // gradient of the bias before it: mlp3_bias was done by whoever wrote dx.
 template <typename S>
-void TypedVitPasses<S>::backward_layer(size_t layer, VitGradients& to) {
+void TypedVitPasses<S>::backward_layer(const LayerGroup& group, int64_t slot, VitGradients& to) {
+  const auto layer = static_cast<size_t>(group.layer(slot));
   const LayerActivations& l = a_.layers[layer];
   const VitLayerIndex& at = index_.layers[layer];
   const int64_t c = config_.width, f = config_.mlp, rows = batch_ * config_.tokens();
   enters(block_of(layer), layer > 0 ? block_of(layer - 1) : -1);  // the embedding's weights are not used
   // A launch less per sum, if their gradients may be reported together. Nothing follows to hide the exchange of the last
   // layer's.
-  to.postpones = layer > 0;
-  // Weight (out, in) of a product y = x W^T: dW = dy^T x.
-  auto weight_gradient = [&](int64_t out, int64_t in, const S* dy, const S* x, int parameter) {
-    product(true, false, out, in, rows, dy, x, to.at(parameter), to.beta());
-    to.done({parameter});
+  to.postpones = layer > 0 || !options_.groups.awaited;
+  auto kept = [&](S* LayerActivations::*of) {
+    return [&, of](int64_t in_slot) { return a_.layers[static_cast<size_t>(group.layer(in_slot))].*of; };
   };
+  const S* dx_mlp = dx_operand(a_.dx_mlp.of(slot));
+  const S* dx_attention = dx_operand(a_.dx_attention.of(slot));
   LayerNormBackward<S> norm{.dy = a_.d_branch,
                             .dx = a_.dx,
-                            .dx_rounded = a_.dx_rounded,
                             .rows = rows,
                             .width = c,
                             .accumulate_dx = true,
@@ -105,44 +153,56 @@ void TypedVitPasses<S>::backward_layer(size_t layer, VitGradients& to) {
                             .partial_only = to.postpones};
 
   // The MLP branch.
-  weight_gradient(c, f, dx_operand(), l.gelu, at.mlp3_weight);
-  product(false, false, rows, f, c, dx_operand(), operand(at.mlp3_weight), a_.d_mlp);
+  weight_gradient(
+      group, slot, &VitLayerIndex::mlp3_weight, c, f,
+      [&](int64_t in_slot) { return dx_operand(a_.dx_mlp.of(in_slot)); }, kept(&LayerActivations::gelu), to);
+  product(false, false, rows, f, c, dx_mlp, operand(at.mlp3_weight), a_.d_gelu);
   const BiasGeluBackward<S> gelu{.pre = l.pre,
-                                 .dy = a_.d_mlp,
+                                 .dy = a_.d_gelu,
+                                 .d_pre = l.pre,
                                  .d_bias = to.at(at.mlp0_bias),
-                                 .workspace = a_.mlp0_sums,
+                                 .workspace = a_.mlp0_sums.of(slot),
                                  .rows = rows,
                                  .width = f,
                                  .accumulate = to.accumulate,
                                  .partial_only = to.postpones};
   bias_gelu_backward(stream_, gelu);
   to.done(gelu.sums(), {at.mlp0_bias});
-  weight_gradient(f, c, a_.d_mlp, l.ln2, at.mlp0_weight);
-  product(false, false, rows, c, f, a_.d_mlp, operand(at.mlp0_weight), a_.d_branch);
+  weight_gradient(group, slot, &VitLayerIndex::mlp0_weight, f, c, kept(&LayerActivations::pre),
+                  kept(&LayerActivations::ln2), to);
+  product<S>(false, false, rows, c, f, l.pre, operand(at.mlp0_weight), a_.d_branch);
   norm.x = l.x_mid, norm.mean = l.mean2, norm.rstd = l.rstd2, norm.gamma = weight(at.ln2_weight);
   norm.d_gamma = to.at(at.ln2_weight), norm.d_beta = to.at(at.ln2_bias), norm.dx_sum = to.at(at.out_bias);
-  norm.workspace = a_.ln2_sums;
+  norm.workspace = a_.ln2_sums.of(slot);
+  norm.dx_rounded = a_.dx_attention.of(slot);
   layer_norm_backward(stream_, norm);
   to.done(norm.sums(), {at.ln2_weight, at.ln2_bias, at.out_bias});
 
   // The attention branch.
-  weight_gradient(c, c, dx_operand(), l.merged, at.out_weight);
-  product(false, false, rows, c, c, dx_operand(), operand(at.out_weight), a_.d_branch);
-  backward_attention(layer, to);
-  weight_gradient(3 * c, c, a_.qkv, l.ln1, at.in_weight);
-  product(false, false, rows, c, 3 * c, a_.qkv, operand(at.in_weight), a_.d_branch);
+  weight_gradient(
+      group, slot, &VitLayerIndex::out_weight, c, c,
+      [&](int64_t in_slot) { return dx_operand(a_.dx_attention.of(in_slot)); },
+      kept(&LayerActivations::merged), to);
+  product(false, false, rows, c, c, dx_attention, operand(at.out_weight), a_.d_branch);
+  backward_attention(layer, slot, to);
+  weight_gradient(
+      group, slot, &VitLayerIndex::in_weight, 3 * c, c,
+      [&](int64_t in_slot) { return d_qkv(a_.layers[static_cast<size_t>(group.layer(in_slot))], in_slot); },
+      kept(&LayerActivations::ln1), to);
+  product<S>(false, false, rows, c, 3 * c, d_qkv(l, slot), operand(at.in_weight), a_.d_branch);
   norm.x = l.x, norm.mean = l.mean1, norm.rstd = l.rstd1, norm.gamma = weight(at.ln1_weight);
   norm.d_gamma = to.at(at.ln1_weight), norm.d_beta = to.at(at.ln1_bias);
   norm.dx_sum = layer > 0 ? to.at(index_.layers[layer - 1].mlp3_bias) : nullptr;
-  norm.workspace = a_.ln1_sums;
+  norm.workspace = a_.ln1_sums.of(slot);
+  // For the next layer's MLP; the embedding reads dx.
+  norm.dx_rounded = layer > 0 ? a_.dx_mlp.of(slot + 1 < group.count ? slot + 1 : 0) : nullptr;
   layer_norm_backward(stream_, norm);
   to.done(norm.sums(), {at.ln1_weight, at.ln1_bias});
   if (layer > 0) to.done({index_.layers[layer - 1].mlp3_bias});
-  to.finish_sums(stream_);
 }
 
 template <typename S>
-void TypedVitPasses<S>::backward_attention(size_t layer, VitGradients& to) {
+void TypedVitPasses<S>::backward_attention(size_t layer, int64_t slot, VitGradients& to) {
   const LayerActivations& l = a_.layers[layer];
   const VitLayerIndex& at = index_.layers[layer];
   const int64_t t = config_.tokens(), d = config_.head_dim(), tp = padded_tokens();
@@ -151,9 +211,9 @@ void TypedVitPasses<S>::backward_attention(size_t layer, VitGradients& to) {
                                     .merged = l.merged,
                                     .d_merged = a_.d_branch,
                                     .statistics = l.statistics,
-                                    .d_qkv = a_.qkv,
+                                    .d_qkv = d_qkv(l, slot),
                                     .d_bias = to.at(at.in_bias),
-                                    .workspace = a_.in_sums,
+                                    .workspace = a_.in_sums.of(slot),
                                     .batch = batch_,
                                     .tokens = t,
                                     .heads = config_.heads,
@@ -184,14 +244,14 @@ void TypedVitPasses<S>::backward_attention(size_t layer, VitGradients& to) {
   split_heads_backward<S>(stream_, {.dq = a_.dq,
                                     .dk = a_.dk,
                                     .dv = a_.dv,
-                                    .d_qkv = a_.qkv,
+                                    .d_qkv = d_qkv(l, slot),
                                     .batch = batch_,
                                     .tokens = t,
                                     .heads = config_.heads,
                                     .head_dim = d});
-  column_sum<S>(stream_, {.x = a_.qkv,
+  column_sum<S>(stream_, {.x = d_qkv(l, slot),
                           .sum = to.at(at.in_bias),
-                          .workspace = a_.in_sums,
+                          .workspace = a_.in_sums.of(slot),
                           .rows = batch_ * t,
                           .width = 3 * config_.width,
                           .accumulate = to.accumulate});

@@ -36,14 +36,8 @@ void TypedVitPasses<S>::forward(const float* images, int64_t batch) {
     forward_layer(layer, branch_of(layer + 1 < a_.layers.size() ? a_.layers[layer + 1].x : a_.x_last));
   }
   enters(0, -1);
-  bias_residual<S>(stream_, {.y = branch_of(a_.x_last),
-                             .bias = weight(index_.layers.back().mlp3_bias),
-                             .residual = a_.layers.back().x_mid,
-                             .x = a_.x_last,
-                             .rows = batch * t,
-                             .width = c});
-  // Only the class token reaches the head, so only its rows are normalized.
-  layer_norm<S>(stream_, {.x = a_.x_last,
+  // Only the class token reaches the head, so only its rows are completed and normalized.
+  layer_norm<S>(stream_, {.x = a_.layers.back().x_mid,
                           .gamma = weight(index_.ln_weight),
                           .beta = weight(index_.ln_bias),
                           .y = a_.features,
@@ -51,13 +45,12 @@ void TypedVitPasses<S>::forward(const float* images, int64_t batch) {
                           .rstd = a_.rstd,
                           .rows = batch,
                           .width = c,
-                          .x_stride = t * c});
-  product(false, true, batch, config_.classes, c, a_.features, operand(index_.head_weight), a_.logits);
-  bias_residual<float>(stream_, {.y = a_.logits,
-                                 .bias = weight(index_.head_bias),
-                                 .x = a_.logits,
-                                 .rows = batch,
-                                 .width = config_.classes});
+                          .x_stride = t * c,
+                          .branch = branch_of(a_.x_last),
+                          .branch_bias = weight(index_.layers.back().mlp3_bias),
+                          .sum = a_.x_last});
+  product(false, true, batch, config_.classes, c, a_.features, operand(index_.head_weight), a_.logits, 0.0f,
+          weight(index_.head_bias));
 }
 
 // The bias and residual of a layer's last product are added in the next layer's first layer norm. So, except

@@ -25,6 +25,31 @@ class Arena {
   int64_t used_ = 0;
 };
 
+namespace {
+
+// Whether the gradients of a weight lie as far apart from each layer to the one that backward comes to next: what a
+// batched product writes.
+bool evenly_spaced(const VitIndex& index, const ParameterLayout& gradients) {
+  for (int VitLayerIndex::*weight : {&VitLayerIndex::mlp3_weight, &VitLayerIndex::mlp0_weight,
+                                     &VitLayerIndex::out_weight, &VitLayerIndex::in_weight}) {
+    auto offset = [&](size_t layer) {
+      return gradients.offsets[static_cast<size_t>(index.layers[layer].*weight)];
+    };
+    for (size_t layer = 1; layer < index.layers.size(); ++layer) {
+      const int64_t distance = offset(layer - 1) - offset(layer);
+      if (distance <= 0 || distance != offset(0) - offset(1)) return false;
+    }
+  }
+  return true;
+}
+
+int64_t group_layers(const VitPassesOptions& options, const VitIndex& index) {
+  if (!options.training || !evenly_spaced(index, options.gradients)) return 1;
+  return std::clamp<int64_t>(options.groups.layers, 1, GradientGroups::kMost);
+}
+
+}  // namespace
+
 template <typename S>
 TypedVitPasses<S>::TypedVitPasses(const VitConfig& config, const Stream& stream,
                                   const std::vector<VitParameter>& parameters, const ParameterLayout& layout,
@@ -33,7 +58,8 @@ TypedVitPasses<S>::TypedVitPasses(const VitConfig& config, const Stream& stream,
       stream_(stream),
       layout_(layout),
       options_(options),
-      index_(find_parameters(parameters, config.depth)) {
+      index_(find_parameters(parameters, config.depth)),
+      group_layers_(group_layers(options_, index_)) {
   a_.layers.resize(static_cast<size_t>(config_.depth));
   Arena measure(nullptr);
   lay_out(measure);
@@ -51,11 +77,12 @@ void TypedVitPasses<S>::lay_out(Arena& arena) {
   auto take_operand = [&](int64_t count) { return arena.template take<S>(count); };
 
   a_.patches = take_operand(b * (t - 1) * patch_elements());
-  for (size_t layer = 0; layer < a_.layers.size(); ++layer) {
+  // In the order of backward, in which the weights' gradients lie: batched products go through both.
+  for (size_t layer = a_.layers.size(); layer-- > 0;) {
     LayerActivations& l = a_.layers[layer];
-    if (layer > 0 && !options_.training) {
-      l = a_.layers
-              [0];  // no backward needs the activations; a layer's input is dead before its output is written
+    if (layer + 1 < a_.layers.size() && !options_.training) {
+      // No backward needs the activations; a layer's input is dead before its output is written.
+      l = a_.layers.back();
       continue;
     }
     l.x = take(rows * c);
@@ -86,6 +113,10 @@ void TypedVitPasses<S>::lay_out(Arena& arena) {
   a_.logits = take(b * config_.classes);
   a_.loss_workspace = take(2 * b);
   a_.qkv = take_operand(rows * 3 * c);
+  // Element 0 of each slot is as aligned as operands are within their arrays.
+  const bool grouped = group_layers_ > 1;
+  auto take_slots = [&](int64_t count) { return PerSlot<S>{take_operand(group_layers_ * count), count}; };
+  auto take_sums = [&](int64_t count) { return PerSlot<float>{take(group_layers_ * count), count}; };
   if (!options_.fused_attention) a_.heads_out = take_operand(rows * c);
   if constexpr (!kInPlace) {
     a_.branch = take_operand(rows * c);
@@ -96,23 +127,29 @@ void TypedVitPasses<S>::lay_out(Arena& arena) {
     a_.d_logits = a_.logits;
   } else {
     a_.d_logits = take_operand(b * config_.classes);
-    a_.dx_rounded = take_operand(rows * c);
   }
   if (!options_.fused_attention) {
+    a_.d_qkv = take_slots(rows * 3 * c);
     a_.dq = take_operand(rows * c);
     a_.dk = take_operand(rows * c);
     a_.dv = take_operand(rows * c);
     a_.d_attention = take_operand(attention);
   }
   a_.dx = take(rows * c);
+  if (!kInPlace || grouped) {
+    a_.dx_mlp = take_slots(rows * c);  // right behind dx: they are cleared together
+    a_.dx_attention = take_slots(rows * c);
+  }
   a_.d_branch = take_operand(rows * c);
-  a_.d_mlp = take_operand(rows * f);
+  a_.d_gelu = take_operand(rows * f);
   a_.d_features = take_operand(b * c);
-  a_.mlp0_sums = take(std::max(column_sum_workspace(rows, f), column_sum_workspace(b, config_.classes)));
-  a_.ln2_sums = take(layer_norm_backward_workspace(rows, c));
-  a_.in_sums = take(options_.fused_attention ? attention_backward_workspace(b, t, c)
-                                             : column_sum_workspace(rows, 3 * c));
-  a_.ln1_sums = take(std::max(layer_norm_backward_workspace(rows, c), layer_norm_backward_workspace(b, c)));
+  a_.mlp0_sums = take_sums(column_sum_workspace(rows, f));
+  a_.ln2_sums = take_sums(layer_norm_backward_workspace(rows, c));
+  a_.in_sums = take_sums(options_.fused_attention ? attention_backward_workspace(b, t, c)
+                                                  : column_sum_workspace(rows, 3 * c));
+  a_.ln1_sums = take_sums(layer_norm_backward_workspace(rows, c));
+  a_.head_bias_sums = take(column_sum_workspace(b, config_.classes));
+  a_.head_norm_sums = take(layer_norm_backward_workspace(b, c));
 }
 
 bool fuses_attention(const Device& device, const VitConfig& config, Precision precision) {

@@ -21,6 +21,16 @@ struct BlockCalls {
   std::function<void(int block, int next)> alone;
 };
 
+// Weight gradients of neighboring layers that are taken together, one batched product of each kind. A GPU has whole
+// rounds of work then, and fewer launches; the gradients of a group are reported at its end.
+struct GradientGroups {
+  static constexpr int64_t kMost = 8;
+  int64_t layers = 1;  // in a group, 1 to kMost
+  // Somebody waits for each gradient. Those of the last two layers, after which little is left to hide an exchange, are
+  // not held back.
+  bool awaited = true;
+};
+
 struct VitPassesOptions {
   int64_t max_batch = 1;
   Precision precision = Precision::fp32;
@@ -30,6 +40,7 @@ struct VitPassesOptions {
   ParameterLayout gradients;  // of the gradients
   BlockCalls calls;
   bool fused_attention = false;
+  GradientGroups groups = {};
 };
 
 // See Vit.

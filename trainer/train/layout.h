@@ -5,6 +5,7 @@
 
 #include "collectives/reducer/reducer.h"
 #include "trainer/model/parameters.h"
+#include "trainer/model/vit_passes.h"
 
 namespace gradwire {
 
@@ -38,6 +39,14 @@ inline ReducerOptions reducer_options(const TrainConfig& config, Tracer* tracer 
     options.blocks = vit_blocks(vit_parameters(config.model));
   }
   return options;
+}
+
+// Layers whose weight gradients are computed together, by a rank on `device`. A single rank sends nothing, so nobody
+// waits. Divided gradients are reduced layer by layer, for want of memory.
+inline GradientGroups gradient_groups(const TrainConfig& config, const Device& device, int ranks) {
+  if (device.is_host() || config.divides(Sharding::gradients)) return {};
+  if (ranks == 1) return {.layers = GradientGroups::kMost, .awaited = false};
+  return {.layers = 2};
 }
 
 inline ParameterLayout reducer_layout(const Reducer& reducer) {

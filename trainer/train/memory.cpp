@@ -21,11 +21,11 @@ RunMemory plan_memory(const TrainConfig& config) {
   const Stream stream = Stream::immediate_host();
   const Reducer reducer(comm, config.compression, gradient_tensors(config.model), reducer_options(config));
   const bool full = config.divides(Sharding::full);
-  const Vit model(
-      config.model, stream, full ? WeightWindow::layout(reducer) : reducer_layout(reducer),
-      {.max_batch = config.batch_size,
-       .precision = config.precision,
-       .fused_attention = fuses_attention(config.devices.front(), config.model, config.precision)});
+  const Vit model(config.model, stream, full ? WeightWindow::layout(reducer) : reducer_layout(reducer),
+                  {.max_batch = config.batch_size,
+                   .precision = config.precision,
+                   .fused_attention = fuses_attention(config.devices.front(), config.model, config.precision),
+                   .groups = gradient_groups(config, config.devices.front(), config.ranks())});
   const int64_t moments = config.optimizer == OptimizerKind::adamw ? 2 : config.momentum != 0 ? 1 : 0;
   int64_t owned = 0;
   for (const ElementRange& range : reducer.owned()) owned += range.count();
