@@ -16,7 +16,8 @@
  *          only be told apart by a tag: see gw_call_tag().
  * Failure  A missed deadline, a dead peer, a disagreement or gw_comm_abort() is final for the communicator:
  *          every pending and later call fails on every rank that can be reached. Then destroy it and
- *          create another, or go on with the ranks that are left: gw_comm_shrink().
+ *          create another, or go on with the ranks that are left: gw_comm_shrink(). New ranks can
+ *          join: gw_comm_grow().
  * Streams  On a CUDA device, `stream` is a cudaStream_t cast to void* (null: the legacy default stream):
  *          calls enqueue work and return, and later work on that stream sees the results. On the host it must
  *          be null, and a call returns when its result is ready, or at once if it has a gw_request.
@@ -158,7 +159,8 @@ GW_API gw_status gw_shrinkable(int on);
  *             they have up to 5 s more to connect.
  * rest        out: can shrink in turn. Like a part of gw_comm_split(), it needs no rendezvous, and the number of ranks
  *             per node is unknown.
- * ranks       out: the survivors' ranks in `comm`, ascending: ranks[i] is rank i of `rest`. May be null.
+ * ranks       out: the survivors' ranks in `comm`, ascending: ranks[i] is rank i of `rest`. May be null. After a
+ *             gw_comm_grow() that failed here and not everywhere, new ranks may follow, whose rank in `comm` is -1.
  * capacity    of `ranks`: at least the world of `comm`, unless it is null.
  *
  * At most one group goes on. A rank that did not answer the others, and calls this later, gets GW_COMM_FAILED, and so
@@ -169,6 +171,61 @@ GW_API gw_status gw_shrinkable(int on);
  * GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED: may be called again where somebody did not come in time. */
 GW_API gw_status gw_comm_shrink(gw_comm comm, int64_t timeout_ms, gw_comm* rest, int32_t* ranks,
                                 int32_t capacity);
+
+/* New ranks. Processes that were not there from the beginning can join a communicator that was made with
+ * gw_shrinkable(1), between two of its calls:
+ *
+ *   the ranks                                            a new process
+ *   gw_comm_admit(comm, 4)
+ *   gw_comm_doors(comm, doors, ...), for it              gw_comm_join(doors, ...) waits
+ *   ... calls; between two of them, when gw_comm_waiting() was not 0 on rank 0, of which rank 0 has told the others:
+ *   gw_comm_grow(comm, &grown)                           and returns, as a rank of `grown`
+ *   gw_comm_destroy(comm)
+ *
+ * What a new rank needs of the others' state, weights for example, is the caller's to send: gw_broadcast() over `grown`.
+ * Reducers of `comm` can only be destroyed; what they keep goes on in new ones with gw_reducer_state_save() and _load().
+ * A new rank's residuals begin with 0. */
+
+/* From here on processes may ask to join, as long as there are no more than `most` ranks with them; 0: nobody any more, and
+ * those who wait are told. To be called on every rank, since any may be rank 0 later; holds for the communicators that
+ * gw_comm_shrink() and gw_comm_grow() make of this one. A new rank calls it for itself. May differ: rank 0's counts.
+ *
+ * GW_BAD_ARGUMENT, also for a communicator that was not made with gw_shrinkable(1); GW_BAD_HANDLE. */
+GW_API gw_status gw_comm_admit(gw_comm comm, int32_t most);
+
+/* What a process needs to find the ranks, the same on each: their addresses, and the random secret of a communicator
+ * that met through file://. So for those only who may join. It changes with gw_comm_shrink() and gw_comm_grow(), but an
+ * older one does as long as one of its ranks is there.
+ *
+ * text      out, if `capacity` is enough: with a final zero.
+ * bytes     out: how many that is; about 100 per rank.
+ *
+ * GW_BAD_ARGUMENT, GW_BAD_HANDLE. */
+GW_API gw_status gw_comm_doors(gw_comm comm, char* text, size_t capacity, size_t* bytes);
+
+/* How many processes wait to join; always 0 but on rank 0. Asks nobody, and may be called as often as one likes.
+ *
+ * GW_BAD_ARGUMENT, GW_BAD_HANDLE. */
+GW_API gw_status gw_comm_waiting(gw_comm comm, int32_t* processes);
+
+/* Makes a communicator of the ranks of `comm` and of the processes that wait to join, which follow them. Collective. Takes
+ * up to 10 s longer if a process that waited dies now, or stops answering.
+ *
+ * grown   out: can grow and shrink in turn. Null if nobody has joined in the end: then `comm` goes on. Else `comm` and its
+ *         reducers can only be destroyed. The number of ranks per node is unknown.
+ *
+ * GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED. */
+GW_API gw_status gw_comm_grow(gw_comm comm, gw_comm* grown);
+
+/* Joins a communicator whose ranks call gw_comm_grow(). Its secret is gw_secret()'s, or the environment's.
+ *
+ * doors       from gw_comm_doors().
+ * timeout_ms  > 0. As in gw_comm_create(); and how long to wait for being let in.
+ * comm        out: like `grown` above.
+ *
+ * GW_BAD_ARGUMENT, with the reason, if it is refused: too many ranks, or another version of the library.
+ * GW_COMM_FAILED if no rank answers, or none lets this process in. */
+GW_API gw_status gw_comm_join(const char* doors, int64_t timeout_ms, gw_comm* comm);
 
 typedef struct gw_comm_info {
   size_t size; /* sizeof(gw_comm_info), set by the caller */

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <cstring>
 #include <utility>
 
 #include "collectives/c_api/comm.h"
@@ -56,6 +57,9 @@ void require_nccl() {
 // From gw_secret() and gw_shrinkable(), for this thread's next communicator.
 thread_local std::string next_secret;
 thread_local bool next_shrinkable = false;
+
+// What a process that joins says of itself: another version may sum with other bits.
+constexpr const char* kAbout = "Gradwire " GRADWIRE_VERSION;
 
 std::unique_ptr<Communicator> join(const char* rendezvous, int rank, int world, Device device,
                                    std::chrono::milliseconds timeout) {
@@ -153,7 +157,65 @@ gw_status gw_comm_shrink(gw_comm comm, int64_t timeout_ms, gw_comm* rest, int32_
     std::vector<int> survivors;
     auto made = std::make_shared<ApiComm>(group.regroup(timeout, survivors));
     *rest = static_cast<gw_comm>(comms().add(std::move(made)));
-    if (ranks != nullptr) std::copy(survivors.begin(), survivors.end(), ranks);
+    if (ranks == nullptr) return;
+    std::copy_n(survivors.begin(), std::min(survivors.size(), static_cast<size_t>(capacity)), ranks);
+  });
+}
+
+gw_status gw_comm_admit(gw_comm comm, int32_t most) {
+  return guarded(__func__, [&] {
+    require(most >= 0 && most <= kMostRanks, "most is {}; it must be from 0 to {}", most, kMostRanks);
+    LockedComm locked(comm);
+    Transport& transport = locked->communicator->transport();
+    if (most == 0) return transport.close_door();
+    transport.open_door(most, [](const std::string& about) {
+      return about == kAbout ? "" : fmt::format("it is {} there, {} here", about, kAbout);
+    });
+  });
+}
+
+gw_status gw_comm_doors(gw_comm comm, char* text, size_t capacity, size_t* bytes) {
+  return guarded(__func__, [&] {
+    require(bytes != nullptr, "bytes is null");
+    require(text != nullptr || capacity == 0, "text is null, and capacity is {}", capacity);
+    LockedComm locked(comm);
+    const std::string doors = locked->communicator->transport().doors();
+    if (doors.empty()) throw BadInput("the group was not made to take new ranks: see gw_shrinkable()");
+    *bytes = doors.size() + 1;
+    if (capacity >= *bytes) std::memcpy(text, doors.c_str(), *bytes);
+  });
+}
+
+gw_status gw_comm_waiting(gw_comm comm, int32_t* processes) {
+  return guarded(__func__, [&] {
+    require(processes != nullptr, "processes is null");
+    LockedComm locked(comm);
+    *processes = locked->communicator->transport().knocking();
+  });
+}
+
+gw_status gw_comm_grow(gw_comm comm, gw_comm* grown) {
+  return guarded(__func__, [&] {
+    require(grown != nullptr, "grown is null");
+    LockedComm locked(comm);
+    std::unique_ptr<Communicator> made = locked->communicator->grow();
+    *grown = made == nullptr ? nullptr
+                             : static_cast<gw_comm>(comms().add(std::make_shared<ApiComm>(std::move(made))));
+  });
+}
+
+gw_status gw_comm_join(const char* doors, int64_t timeout_ms, gw_comm* comm) {
+  return guarded(__func__, [&] {
+    const std::string secret = std::exchange(next_secret, "");
+    require(doors != nullptr, "doors is null");
+    require(comm != nullptr, "comm is null");
+    const auto timeout = checked_timeout(timeout_ms);
+    TcpOptions options;
+    options.group.timeout = timeout;
+    options.group.secret = secret;
+    auto joined = Communicator::join_tcp(
+        options, {.read = [text = std::string(doors)] { return text; }, .about = kAbout, .longest = timeout});
+    *comm = static_cast<gw_comm>(comms().add(std::make_shared<ApiComm>(std::move(joined))));
   });
 }
 

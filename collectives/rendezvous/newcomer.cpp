@@ -46,7 +46,9 @@ class Newcomer {
       : request_(request), secret_(request.secret.empty() ? secret_from_environment() : request.secret) {}
 
   Invitation let_in() {
-    give_up_at_ = SteadyClock::now() + request_.patience;
+    const auto start = SteadyClock::now();
+    give_up_at_ = start + request_.patience;
+    until_ = request_.longest.count() > 0 ? start + request_.longest : SteadyClock::time_point::max();
     auto nobody_since = SteadyClock::now();
     while (true) {
       const Found doors = parse_doors(request_.doors());
@@ -115,6 +117,10 @@ class Newcomer {
       why_ = fmt::format("{} does not answer any more", endpoint.text());
       if (!message) return std::nullopt;
       give_up_at_ = SteadyClock::now() + request_.patience;
+      if (message->key == Reunion::kWait && SteadyClock::now() >= until_) {
+        throw NobodyAnswers(fmt::format("{} has this process wait, and has not let it in after {} ms",
+                                        endpoint.text(), request_.longest.count()));
+      }
       if (message->op == Op::refuse && message->key == Reunion::kElsewhere) {
         why_ = fmt::format("{} leaves it to {}", endpoint.text(), message->value);
         next = message->value;
@@ -133,15 +139,14 @@ class Newcomer {
   Invitation understand(const std::string& text) {
     std::istringstream lines(text);
     Invitation invitation{.reunion = reunion_};
-    std::string name;
     int number = 0;
-    lines >> invitation.rank >> invitation.world >> number >> name;
+    lines >> invitation.rank >> invitation.world >> number >> invitation.name;
     lines.ignore();  // the line's end
     invitation.meeting.assign(std::istreambuf_iterator<char>(lines), {});
-    if (invitation.rank < 1 || invitation.rank >= invitation.world || name.empty()) {
+    if (invitation.rank < 1 || invitation.rank >= invitation.world || invitation.name.empty()) {
       throw CommError("what this process was told of the group it joins cannot be read");
     }
-    reunion_->begin(number, name);
+    reunion_->begin(number, invitation.name);
     return invitation;
   }
 
@@ -152,7 +157,7 @@ class Newcomer {
   bool seen_ = false;          // there were doors
   bool other_secret_ = false;  // some rank has, and none has answered since
   bool answered_ = false;      // the latest to be asked may let this process in, now or later
-  SteadyClock::time_point give_up_at_;
+  SteadyClock::time_point give_up_at_, until_;
 };
 
 }  // namespace

@@ -20,11 +20,14 @@ struct Knock {
   std::string secret = {};             // as in GroupOptions
   std::string about = {};              // what this process says of itself
   std::chrono::milliseconds patience;  // with a group in which nobody answers
+  // With one that has this process wait; 0: as long as it says that it will let it in.
+  std::chrono::milliseconds longest{0};
 };
 
 struct Invitation {
   std::shared_ptr<Reunion> reunion;  // this process's
   int rank = 0, world = 1;           // in the group that forms now
+  std::string name = {};             // the group's
   std::string meeting = {};          // where its store is
 };
 

@@ -15,7 +15,7 @@ namespace {
 using Op = StoreMessage::Op;
 
 constexpr std::chrono::milliseconds kTellToWait{1000};
-constexpr const char* kEnded = "the run has ended";
+constexpr const char* kEnded = "the run has ended, or lets nobody in any more";
 
 // To a newcomer, whose connection has room unless it has not read for hours.
 bool tell(const Socket& socket, const char* key, const std::string& text = "", Op op = Op::ok) {

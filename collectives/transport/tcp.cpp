@@ -273,6 +273,7 @@ class TcpTransport final : public Transport {
     TcpOptions options = options_;
     options.group.rendezvous = "a group that takes new ranks";
     options.group.world = world() + static_cast<int>(growth.joined.size());
+    options.group.job = growth.name;  // newcomers may come from another job of the launcher's
     options.group.joining = std::min(options_.group.join_timeout(), kFormWithNewcomers);
     options.group.board = Board{.address = address_,
                                 .publish =
@@ -580,12 +581,14 @@ std::unique_ptr<Transport> join_tcp_transport(const TcpOptions& joining, const D
   const Invitation invitation = knock({.doors = doors.read,
                                        .secret = joining.group.secret,
                                        .about = doors.about,
-                                       .patience = joining.group.join_timeout()});
+                                       .patience = joining.group.join_timeout(),
+                                       .longest = doors.longest});
   TcpOptions options = joining;
   options.shrinkable = true;
   options.group.rendezvous = "a group that takes new ranks";
   options.group.rank = invitation.rank;
   options.group.world = invitation.world;
+  options.group.job = invitation.name;
   options.group.board = Board{.address = "", .publish = nullptr, .read = [&] { return invitation.meeting; }};
   return std::make_unique<TcpTransport>(options, invitation.reunion);
 }

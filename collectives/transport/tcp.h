@@ -9,6 +9,7 @@
 // of one that dies, times out or disagrees, and the error on every rank says who no longer answers.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
@@ -38,6 +39,8 @@ struct Doors {
   std::function<std::string()>
       read;                // the newest Transport::doors() of any of its ranks; "" while there is none
   std::string about = {};  // for Transport::open_door()'s judge
+  // How long to wait for the group to let this process in; 0: as long as the group says that it will.
+  std::chrono::milliseconds longest{0};
 };
 // Joins a group that is running, as its highest rank, when that calls Transport::grow(). Of `options.group`, rank, world
 // and rendezvous are found out. Throws BadInput, with the reason, if the group refuses; CommError if none of its ranks

@@ -404,6 +404,37 @@ class Reducers(unittest.TestCase):
             with self.assertRaisesRegex(gradwire.BadArgument, "cannot find out which of them are left"):
                 alone.shrink()
 
+    def test_a_new_rank_joins_between_two_calls(self) -> None:
+        with contextlib.ExitStack() as stack:
+            name = f"tcp://127.0.0.1:{reserve_port(stack)}"
+            late: List[Any] = []
+
+            def joins(doors: str) -> None:
+                with gradwire.Communicator.join(doors, timeout_s=60) as comm:
+                    late.append((comm.rank, comm.world, comm.allreduce_(np.ones(1000, np.float32), op="sum")[-1]))
+
+            def body(comm: gradwire.Communicator) -> Any:
+                comm.admit(3)
+                newcomer = threading.Thread(target=joins, args=(comm.doors(),))
+                if comm.rank == 1:
+                    newcomer.start()
+                grown = None
+                while grown is None:
+                    if comm.broadcast_(np.array([comm.waiting], np.float32))[0] > 0:
+                        grown = comm.grow()
+                with grown:
+                    result = grown.rank, grown.world, grown.allreduce_(np.ones(1000, np.float32), op="sum")[-1]
+                if comm.rank == 1:
+                    newcomer.join()
+                return result
+
+            self.assertEqual(run_ranks(2, body, name, shrinkable=True), [(0, 3, 3.0), (1, 3, 3.0)])
+            self.assertEqual(late, [(2, 3, 3.0)])
+        with gradwire.Communicator() as alone:
+            self.assertEqual(alone.waiting, 0)
+            with self.assertRaisesRegex(gradwire.BadArgument, "gw_shrinkable"):
+                alone.doors()
+
     def test_a_reducer_of_an_unknown_type_is_refused(self) -> None:
         with self.assertRaisesRegex(ValueError, "'float64' is none of"):
             gradwire.Reducer(gradwire.Communicator(), "fp32", self.TENSORS, dtype="float64")

@@ -62,6 +62,11 @@ std::string asking_path(const std::string& folder, int rank) {
   return fmt::format("{}/asks.{}", folder, rank);
 }
 
+struct SoFar {
+  int highest = 0;  // the number of the last rank that was launched, or has joined
+  std::set<int> lost = {};
+};
+
 // Averages gradients as a RankTrainer does, and adds up what is applied where that has its weights. Each rank's residual
 // is in a file by the time anybody can know that the step is done.
 class Averaging {
@@ -86,21 +91,22 @@ class Averaging {
     }
   }
 
-  // `highest`: the number of the last rank that has joined.
-  void run(int64_t steps, const std::vector<Fate>& fates, int& highest) {
+  // `so_far`: what has been reported.
+  void run(int64_t steps, const std::vector<Fate>& fates, SoFar& so_far) {
     int64_t step = 0;
     if (elastic_.start()) {
       step = elastic_.start()->position.step;
       if (elastic_.restore(state())) throw std::runtime_error("WRONG: a residual has no place");
       const Elastic::Changes changes = elastic_.resumed();
       if (changes.grown) {
-        highest = changes.grown->ranks.back();
+        so_far.highest = changes.grown->ranks.back();
         say("grow", {{"step", step},
                      {"joined", changes.grown->joined},
                      {"ranks", changes.grown->ranks},
                      {"seconds", changes.grown->seconds}});
       }
       if (changes.shrunk) {
+        so_far.lost.insert(changes.shrunk->lost.begin(), changes.shrunk->lost.end());
         say("shrink", {{"step", step},
                        {"lost", changes.shrunk->lost},
                        {"norms", changes.shrunk->lost_residual_norms},
@@ -111,15 +117,19 @@ class Averaging {
       elastic_.keep(state(), {}, {});
     }
     for (; step < steps; ++step) {
-      // One after another: who is to join has time to, before anything else happens.
+      // Who is to join has time to, once all are gone that were to go before, and before anybody else goes.
+      bool all_gone = true;
       for (const Fate& fate : fates) {
         if (fate.step > step) break;
-        if (fate.what == "join" && fate.rank > highest) {
+        if (fate.what == "join" && fate.rank > so_far.highest) {
+          if (!all_gone) break;
+          std::ofstream(call_path(me_.option("folder"), fate.rank)) << "come" << std::endl;
           const std::string asks = asking_path(me_.option("folder"), fate.rank);
           for (int i = 0; i < 1000 && access(asks.c_str(), F_OK) != 0; ++i) std::this_thread::sleep_for(10ms);
           std::this_thread::sleep_for(50ms);
           break;
         }
+        if (fate.what != "join") all_gone = all_gone && so_far.lost.contains(fate.rank);
         if (fate.what == "join" || fate.rank != me_.rank || doomed_) continue;
         if (fate.what == "stop") raise(SIGSTOP);
         doomed_ = true;
@@ -206,19 +216,14 @@ RANK_PROGRAM(AveragesElastically) {
   config.members = folder + "/members";
   std::unique_ptr<Communicator> first;
   std::unique_ptr<Elastic> elastic;
-  int highest = launched - 1;
+  SoFar so_far{.highest = launched - 1};
   if (me.rank < launched) {
     Me mine = me;
     mine.world = launched;
     first = join(mine);
     elastic = std::make_unique<Elastic>(config, *first);
   } else {
-    const auto call = std::find_if(fates.begin(), fates.end(), [&](const Fate& fate) {
-      return fate.what == "join" && fate.rank == me.rank;
-    });
-    while (access(residual_path(folder, me.number("lasting"), call->step).c_str(), F_OK) != 0) {
-      std::this_thread::sleep_for(1ms);
-    }
+    while (access(call_path(folder, me.rank).c_str(), F_OK) != 0) std::this_thread::sleep_for(1ms);
     // In the order of their numbers.
     const auto come = [&](int rank) { return fmt::format("{}/come.{}", folder, rank); };
     while (me.rank > launched && access(come(me.rank - 1).c_str(), F_OK) != 0)
@@ -226,6 +231,10 @@ RANK_PROGRAM(AveragesElastically) {
     std::ofstream(asking_path(folder, me.rank)) << "asks" << std::endl;
     elastic = std::make_unique<Elastic>(config);
     elastic->join(join_later(config.members, "", me.timeout));
+    for (const Fate& fate : fates) {  // that came before
+      if (fate.rank == me.rank) break;
+      if (fate.what != "join") so_far.lost.insert(fate.rank);
+    }
     std::ofstream(come(me.rank)) << "here" << std::endl;
   }
   elastic->open_door([](const std::string&) { return ""; });
@@ -233,7 +242,7 @@ RANK_PROGRAM(AveragesElastically) {
     try {
       if (!elastic->agree()) return;
       elastic->post_members();
-      Averaging(me, *elastic).run(me.number("steps"), fates, highest);
+      Averaging(me, *elastic).run(me.number("steps"), fates, so_far);
       if (elastic->has_grown()) {
         elastic->move_on();
         continue;
@@ -281,8 +290,7 @@ Slowest expect_conservation(const std::string& spec, int launched, const std::st
                                  {"fates", fates},
                                  {"steps", std::to_string(steps)},
                                  {"folder", folder},
-                                 {"launched", std::to_string(launched)},
-                                 {"lasting", std::to_string(lasting)}}});
+                                 {"launched", std::to_string(launched)}}});
   std::vector<int> left;
   for (int r = 0; r < world; ++r) {
     const Outcome& rank = ranks[static_cast<size_t>(r)];

@@ -36,6 +36,10 @@ int joining(const std::vector<Fate>& fates) {
       std::count_if(fates.begin(), fates.end(), [](const Fate& f) { return f.what.starts_with("join"); }));
 }
 
+std::string call_path(const std::string& folder, int rank) {
+  return fmt::format("{}/call.{}", folder, rank);
+}
+
 std::unique_ptr<Communicator> join(const Me& me) {
   TcpOptions options;
   options.group = {
@@ -106,10 +110,6 @@ std::string pid_path(const std::string& folder, int rank) {
   return fmt::format("{}/pid.{}", folder, rank);
 }
 
-std::string call_path(const std::string& folder, int rank) {
-  return fmt::format("{}/call.{}", folder, rank);
-}
-
 std::set<int> numbers_in(const std::string& text) {
   std::istringstream words(text);
   return {std::istream_iterator<int>(words), {}};
@@ -149,7 +149,7 @@ class Watcher final : public RunObserver {
       }).detach();
     }
     // Whoever is to join has time to; then the run goes on at once.
-    if (awaited() > 0 || step.step < called_at_ + 5) std::this_thread::sleep_for(100ms);
+    if (step.step < called_at_ + (awaited() > 0 ? 30 : 5)) std::this_thread::sleep_for(100ms);
     if (step.step >= steps_ - 6 && me_.option("fates").find("soon") != std::string::npos) {
       std::this_thread::sleep_for(20ms);  // nobody gets to the end before its fate
     }
@@ -192,6 +192,8 @@ RANK_PROGRAM(TrainsElastically) {
   const std::string folder = me.option("folder");
   std::ofstream(pid_path(folder, me.rank)) << getpid() << std::endl;
   const int launched = me.number("launched");
+  // Who joins may be started by another job.
+  setenv("GRADWIRE_JOB", me.rank < launched ? "a job" : "another job", 1);
   TrainConfig config = tiny_run(launched, me.option("spec"), me.number("steps"));
   config.processes = true;
   config.elastic = {me.number("least"), me.number("most")};

@@ -29,6 +29,9 @@ std::vector<Fate> fates_of(const std::string& text);
 // How many of these processes join.
 int joining(const std::vector<Fate>& fates);
 
+// There once process `rank` is to ask.
+std::string call_path(const std::string& folder, int rank);
+
 // One of the ranks that are launched together.
 std::unique_ptr<Communicator> join(const Me& me);
 // What the file `members` says of where the group is, at each call.

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <random>
 #include <set>
 #include <thread>
 
@@ -127,6 +128,36 @@ TEST(Grow, WithoutTheSecretNobodyIsHeard) {
   EXPECT_NE(trained.ranks[2].output.find("give it the run's GRADWIRE_SECRET"), std::string::npos)
       << trained.ranks[2].output;
   EXPECT_TRUE(trained.joined().empty());
+}
+
+// Ranks that were launched die at any moment, also in which others join. GRADWIRE_KILLS: how often.
+TEST(Grow, RanksThatDieWhileOthersJoinLeaveARunThatEndsInGoodOrder) {
+  const char* given = std::getenv("GRADWIRE_KILLS");
+  const int runs = given == nullptr ? 2 : std::atoi(given);
+  for (int run = 0; run < runs; ++run) {
+    std::mt19937 random(static_cast<uint32_t>(run));
+    const int launched = 2 + static_cast<int>(random() % 2), joins = 1 + static_cast<int>(random() % 2);
+    const int spared = static_cast<int>(random() % static_cast<uint32_t>(launched));
+    std::string fates;
+    std::set<int> dead;
+    for (int rank = 0; rank < launched; ++rank) {
+      if (rank == spared) continue;
+      fates += fmt::format("{} {} soon ", 3 + random() % 4, rank);
+      dead.insert(rank);
+    }
+    for (int i = 0; i < joins; ++i) fates += fmt::format("{} {} join ", 2 + random() % 4, launched + i);
+    SCOPED_TRACE(fates);
+    const Trained trained = train({.spec = run % 2 == 0 ? "int8" : "powersgd:rank=2",
+                                   .fates = fates,
+                                   .world = launched,
+                                   .checkpoints = random() % 2 == 0 ? "on" : "off",
+                                   .steps = 80},
+                                  dead);
+    expect_steps(trained);
+    const std::vector<int> lost = trained.lost();
+    EXPECT_EQ(std::set<int>(lost.begin(), lost.end()), dead);
+    EXPECT_EQ(trained.joined().size(), static_cast<size_t>(joins));
+  }
 }
 
 // A rank of the group dies in the moment in which the group has grown for some, and not yet for others.

@@ -88,13 +88,14 @@ void Elastic::regroup(const std::string& why) {
   ranks_ = std::move(left);
   group_ = std::move(next);
   if (comm().world() < launched_.elastic.least) {
-    std::vector<int> all(static_cast<size_t>(next_number_)), gone;
-    std::iota(all.begin(), all.end(), 0);
-    std::set_difference(all.begin(), all.end(), ranks_.begin(), ranks_.end(), std::back_inserter(gone));
+    std::vector<int> gone;
+    for (int rank = 0; rank < next_number_; ++rank) {
+      if (std::find(ranks_.begin(), ranks_.end(), rank) == ranks_.end()) gone.push_back(rank);
+    }
     throw Error(
         fmt::format("{} of {} ranks are left (lost: {}), fewer than the {} that --elastic {} asks for; {}. "
                     "The first error: {}",
-                    comm().world(), all.size(), fmt::join(gone, ", "), launched_.elastic.least,
+                    comm().world(), next_number_, fmt::join(gone, ", "), launched_.elastic.least,
                     launched_.elastic.to_string(), remedy(), why_));
   }
   config_ = config_for(comm().world());

@@ -174,6 +174,61 @@ class Communicator(_Handle):
         rest._take(handle)
         return rest, list(ranks[:rest.world])
 
+    def admit(self, most: int) -> None:
+        """From here on processes may ask to join, up to `most` ranks; 0: nobody any more. Needs shrinkable=True.
+
+            comm.admit(4)                        # on every rank, new ones too
+            doors = comm.doors()                 # for the new process: Communicator.join(doors)
+            ...
+            if waiting:                          # comm.waiting on rank 0, which all must know
+                grown = comm.grow()              # on every rank; then send the new ones the state
+        """
+        _native.call("gw_comm_admit", self._handle, most)
+
+    def doors(self) -> str:
+        """Where processes that want to join find the ranks. For those only who may: it can contain a secret."""
+        size = ctypes.c_size_t()
+        _native.call("gw_comm_doors", self._handle, None, 0, ctypes.byref(size))
+        text = ctypes.create_string_buffer(size.value)
+        _native.call("gw_comm_doors", self._handle, text, size.value, ctypes.byref(size))
+        return text.value.decode()
+
+    @property
+    def waiting(self) -> int:
+        """How many processes wait to join; always 0 but on rank 0."""
+        number = ctypes.c_int32()
+        _native.call("gw_comm_waiting", self._handle, ctypes.byref(number))
+        return number.value
+
+    def grow(self) -> "Optional[Communicator]":
+        """The communicator of these ranks and, after them, of those that wait to join. Collective.
+
+        None if nobody has joined in the end. Else this one and its reducers can only be closed. A new rank's residuals
+        begin with 0; the rest of the state is the caller's to send.
+        """
+        handle = ctypes.c_void_p()
+        _native.call("gw_comm_grow", self._handle, ctypes.byref(handle))
+        if not handle:
+            return None
+        grown = Communicator.__new__(Communicator)
+        grown._take(handle)
+        return grown
+
+    @classmethod
+    def join(cls, doors: str, *, timeout_s: float = 1800.0, secret: str = "") -> "Communicator":
+        """Joins ranks that are running, when they call grow(). timeout_s and secret are those of the constructor.
+
+        doors: what doors() has said on any of the ranks.
+
+        Raises BadArgument with the reason when they refuse, CommFailed when none answers, or none lets this process in.
+        """
+        handle = ctypes.c_void_p()
+        _native.call("gw_secret", secret.encode() or None)
+        _native.call("gw_comm_join", doors.encode(), int(timeout_s * 1000), ctypes.byref(handle))
+        joined = cls.__new__(cls)
+        joined._take(handle)
+        return joined
+
     def start(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> "Request":
         """Makes a collective call of this communicator, or of one of its reducers, that returns at once; on the host.
 
