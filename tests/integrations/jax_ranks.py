@@ -277,6 +277,32 @@ def what_cannot_work_is_refused() -> None:
 
 
 @scenario
+def several_devices_in_each_process() -> None:
+    per_process = jax.local_device_count()
+    assert per_process == 2 and gradwire.jax.world_size() == 2 * WORLD == jax.device_count(), jax.devices()
+    mesh = jax.make_mesh((2 * WORLD,), ("data",))
+    given = np.random.default_rng(0).standard_normal((2 * WORLD, 300), np.float32)
+    mine = slice(RANK * per_process, (RANK + 1) * per_process)
+    x = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("data")), given[mine], given.shape)
+    transformation = gradwire.jax.compress("int4:schedule=ring", dense=False)
+
+    def update(g: Any) -> Tuple[Any, Any, Any]:
+        averaged, state = transformation.update(g, transformation.init(g))
+        return gradwire.jax.pmean(gradwire.jax.pmean(g)), averaged, state.residual
+
+    mapped = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data")))
+    local = [np.concatenate([shard.data for shard in sorted(a.addressable_shards, key=lambda s: s.index[0].start)])
+             for a in mapped(x)]
+    pmapped = [np.asarray(a) for a in jax.pmap(update)(given[mine])]
+    for exact, averaged, residual in (local, pmapped):
+        np.testing.assert_allclose(exact, np.repeat(given.mean(0, keepdims=True), per_process, 0), atol=1e-6)
+        everybodys = everyones(averaged).reshape(2 * WORLD, -1)
+        assert (everybodys == everybodys[0]).all() and np.abs(everybodys - given.mean(0)).max() > 1e-3
+        kept = everyones(residual).reshape(2 * WORLD, -1)
+        np.testing.assert_allclose(2 * WORLD * everybodys[0] + kept.sum(0), given.sum(0), atol=1e-5)
+
+
+@scenario
 def trees_that_differ_are_named() -> None:
     tree = {"kernel": jnp.ones((8, 4))} if RANK == 0 else {"kernel": jnp.ones((4, 8))}
     try:
