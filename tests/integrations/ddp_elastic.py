@@ -239,11 +239,11 @@ def a_failure_that_stays_is_raised() -> None:
 
 def a_stopped_rank_is_gone_on_without() -> None:
     check(WORLD == 3, "this scenario needs 3 ranks")
-    run: Any = new_run("int8", min_ranks=2, timeout_s=2)
+    run: Any = new_run("int8", min_ranks=2, timeout_s=3)
     for number in range(3):
         run.step(number)
     if RANK == 2:
-        subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {os.getpid()}"])
+        subprocess.Popen(["sh", "-c", f"sleep 7; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
         try:
             run.step(3)
@@ -255,7 +255,7 @@ def a_stopped_rank_is_gone_on_without() -> None:
             step_without_loss(run, number)
             same_weights(run)
         check(run.hook.ranks == [0, 1], f"ranks {run.hook.ranks}")
-        time.sleep(3)  # there to tell rank 2
+        time.sleep(4)  # there to tell rank 2
     sys.stdout.flush()
     os._exit(0)
 
