@@ -52,11 +52,11 @@ run_tests() {
 }
 
 # The sanitizer runs omit tests with their own sanitizers (simt), comparisons with other programs (oracles)
-# and checks of source text. The tests of the command run under ASan only, and so do those of the C ABI but for its
+# and checks of source text, and of how much memory a run takes. What they run sweeps over less (tests/thinned.h). The tests of the command run under ASan only, and so do those of the C ABI but for its
 # requests and its groups. Of the tests with a process per rank, ASan omits the cells of the fault matrix that wait or
 # resemble others, and ThreadSanitizer, which is slower, omits all faults. It also omits what runs on one thread, and of
 # the wire formats, which differ in arithmetic only, all but one of each kind.
-elsewhere="simt|^kernel_table|oracle|^layers$|^environment$|^paths$|^ptx$|^machine_code|^bench|^kill$|NOT_BUILT"
+elsewhere="simt|^kernel_table|oracle|^layers$|^environment$|^paths$|^ptx$|^machine_code|^bench|^kill$|MemoryOfItsPlan|NOT_BUILT"
 layers=(runtime_tests kernels_tests collectives_tests trainer_tests)
 run_tests release --
 if [ "${1:-}" != quick ]; then

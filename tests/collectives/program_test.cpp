@@ -20,6 +20,7 @@
 #include "tests/collectives/schedule_mutator.h"
 #include "tests/devices.h"
 #include "tests/expect.h"
+#include "tests/thinned.h"
 
 namespace gradwire {
 namespace {
@@ -31,6 +32,7 @@ using testing::Outcome;
 using testing::run_ranks;
 using testing::same_bits;
 using testing::schedules;
+using testing::thinned;
 
 class AllreduceTest : public ::testing::TestWithParam<Device> {
  protected:
@@ -85,7 +87,7 @@ TEST_P(AllreduceTest, ALateRankIsTheOneThatWaitsLeast) {
 TEST_P(AllreduceTest, EveryRankEndsWithTheSameBits) {
   for (int world : {2, 3, 5, 8}) {
     for (const Schedule& schedule : schedules(world)) {
-      for (Wire wire : wire_formats()) {
+      for (Wire wire : thinned(wire_formats())) {
         std::vector<std::vector<float>> inputs;
         for (int r = 0; r < world; ++r) inputs.push_back(testing::normal(1003, 10 + r));
         Outcome outcome = allreduce(GetParam(), schedule, inputs, {},
@@ -105,7 +107,7 @@ TEST_P(AllreduceTest, Bf16LosesNothing) {
   for (Rounding rounding : {Rounding::nearest, Rounding::stochastic}) {
     for (int world : {2, 3, 4, 8}) {
       for (const Schedule& schedule : schedules(world)) {
-        for (int64_t count : kCounts) {
+        for (int64_t count : thinned(kCounts)) {
           std::vector<std::vector<float>> inputs, residuals;
           for (int r = 0; r < world; ++r) {
             inputs.push_back(testing::normal(count, 100 + r));
@@ -134,7 +136,7 @@ TEST_P(AllreduceTest, Bf16LosesNothing) {
 TEST_P(AllreduceTest, AnAverageHasTheBitsOfTheSumDividedByTheRanks) {
   for (int world : {1, 2, 3, 4, 6}) {
     for (const Schedule& schedule : schedules(world)) {
-      for (Wire wire : wire_formats()) {
+      for (Wire wire : thinned(wire_formats())) {
         for (bool fp32_intra_node : {false, true}) {
           if (fp32_intra_node && (schedule.kind != ScheduleKind::hierarchical || wire->exact)) continue;
           std::vector<std::vector<float>> inputs, residuals;
@@ -167,7 +169,7 @@ TEST_P(AllreduceTest, AnAverageHasTheBitsOfTheSumDividedByTheRanks) {
 TEST_P(AllreduceTest, AnAverageThatFp32CanHoldIsFinite) {
   for (int world : {2, 3, 4, 6}) {
     for (const Schedule& schedule : schedules(world)) {
-      for (Wire wire : wire_formats()) {
+      for (Wire wire : thinned(wire_formats())) {
         for (bool fp32_intra_node : {false, true}) {
           if (fp32_intra_node && (schedule.kind != ScheduleKind::hierarchical || wire->exact)) continue;
           const float size = std::string_view(wire->name) == "int2" ? 0.8e38f : 1.5e38f;
@@ -245,7 +247,7 @@ TEST_P(AllreduceTest, AResultThatIsNotFiniteLeavesNothingBehindOnAnyRank) {
 TEST_P(AllreduceTest, HierarchicalLeavesTheWireToTheSlowLinks) {
   for (auto [nodes, per_node] : {std::pair{1, 4}, {2, 1}, {2, 2}, {3, 4}, {4, 3}}) {
     for (ScheduleKind between : {ScheduleKind::two_shot, ScheduleKind::ring}) {
-      for (Wire wire : wire_formats().subspan(1)) {                            // those that round
+      for (Wire wire : thinned(wire_formats().subspan(1))) {                   // those that round
         const int64_t count = 12 * std::max<int64_t>(wire->granularity, 384);  // divides evenly
         const Schedule schedule = hierarchical(nodes, per_node, between);
         const int world = schedule.world;
