@@ -21,6 +21,7 @@
 #include <algorithm>
 #include <array>
 
+#include "collectives/codec/powersgd_choice.h"
 #include "collectives/codec/powersgd_parts.h"
 #include "kernels/wire/fp32.h"
 
@@ -41,8 +42,11 @@ class AcpCodec final : public Codec {
         sum_(buffer(factor_elements() + plan_.dense_elements)),
         lost_(buffer(put_back_ ? factor_elements() + plan_.dense_elements : 0)),
         flags_(make_buffer<int32_t>(device_, matrices_.count())),
+        marks_(make_buffer<int32_t>(device_, matrices_.count())),
         turns_{make_turn(c, Factor::p), make_turn(c, Factor::q)},
         before_start_(make_plain_start(c)) {
+    const std::vector<ThinProducts*> libraries = choose_products(c, passes());
+    for (size_t i = 0; i < libraries.size(); ++i) turns_[i].by = libraries[i];
     for (Buffer* b : {&sum_, &lost_, &flags_}) {
       fill_zero(c.stream, b->data(), b->bytes());
     }
@@ -128,7 +132,7 @@ class AcpCodec final : public Codec {
 
   int64_t state_bytes() const override {
     int64_t bytes = residual_.bytes();
-    for (const Buffer* b : {&sum_, &lost_, &flags_}) bytes += static_cast<int64_t>(b->bytes());
+    for (const Buffer* b : {&sum_, &lost_, &flags_, &marks_}) bytes += static_cast<int64_t>(b->bytes());
     for (const Turn& turn : turns_) bytes += static_cast<int64_t>(turn.basis.bytes() + turn.kept.bytes());
     return bytes;
   }
@@ -136,9 +140,10 @@ class AcpCodec final : public Codec {
   std::string describe() const override {
     return fmt::format(
         "powersgd rank {}, P and Q in turns: {} matrices of {} elements as {} or {}, {} dense tensors of {}; "
-        "wire {}{}",
+        "wire {}{}{}",
         spec_.rank, matrices_.count(), matrices_.elements(), matrices_.p_elements(), matrices_.q_elements(),
-        plan_.dense.size(), plan_.dense_elements, spec_.wire->name, residual_.describe());
+        plan_.dense.size(), plan_.dense_elements, spec_.wire->name, residual_.describe(),
+        described_products(passes(), {turns_[0].by, turns_[1].by}));
   }
 
   std::vector<PlannedAllreduce> plan() const override {
@@ -163,6 +168,7 @@ class AcpCodec final : public Codec {
     Buffer kept = {};         // lost - own, of the factor: with the other's basis, what E is beyond M
     SchedulePlanner::Choice choice = {};
     std::unique_ptr<Program> allreduce = {};  // of [factor | dense], in sum_
+    ThinProducts* by = nullptr;               // of the factor's products; null: the fused kernel
   };
 
   Turn make_turn(const BucketContext& c, Factor which) const {
@@ -198,19 +204,23 @@ class AcpCodec final : public Codec {
     float* residual = residual_.values();
     const PendingFactors pending = lazy() ? this->pending(other) : PendingFactors{};
     if (now.which == Factor::p) {
-      powersgd_project(stream, {.table = &matrices_,
-                                .grad = gradients_,
-                                .residual = residual,
-                                .pending = pending,
-                                .q = other.basis.as<const float>(),
-                                .p = sum_.as<float>()});
+      const PowerSgdProject args{.table = &matrices_,
+                                 .grad = gradients_,
+                                 .residual = residual,
+                                 .pending = pending,
+                                 .q = other.basis.as<const float>(),
+                                 .p = sum_.as<float>()};
+      now.by != nullptr ? by_library::powersgd_project(stream, args, *now.by, marks_.as<int32_t>())
+                        : powersgd_project(stream, args);
     } else {
-      powersgd_project_onto(stream, {.table = &matrices_,
+      const PowerSgdProjectOnto args{.table = &matrices_,
                                      .grad = gradients_,
                                      .residual = residual,
                                      .pending = pending,
                                      .p = other.basis.as<const float>(),
-                                     .q = sum_.as<float>()});
+                                     .q = sum_.as<float>()};
+      now.by != nullptr ? by_library::powersgd_project_onto(stream, args, *now.by, marks_.as<int32_t>())
+                        : powersgd_project_onto(stream, args);
     }
     if (residual_) {
       fill_zero(stream, other.kept.data(), other.kept.bytes());
@@ -250,6 +260,13 @@ class AcpCodec final : public Codec {
     }
   }
 
+  std::vector<PowerSgdPass> passes() const {
+    if (matrices_.count() == 0) return {};
+    const auto forms = static_cast<bool>(residual_);
+    return {{.kind = PowerSgdPass::project, .table = &matrices_, .forms_m = forms},
+            {.kind = PowerSgdPass::project_onto, .table = &matrices_, .forms_m = forms}};
+  }
+
   int64_t factor_elements() const { return std::max(plan_.p_elements, plan_.q_elements); }
   Buffer buffer(int64_t elements) const { return make_buffer<float>(device_, elements); }
 
@@ -264,6 +281,7 @@ class AcpCodec final : public Codec {
   Buffer sum_;           // [P | dense] or [Q | dense]: first this rank's, then the mean
   Buffer lost_;          // [P | dense] or [Q | dense], lossy wires only: the residual of the allreduce
   Buffer flags_;
+  Buffer marks_;               // scratch of passes by the library
   std::array<Turn, 2> turns_;  // P's, then Q's
   std::unique_ptr<Program> before_start_;
 };

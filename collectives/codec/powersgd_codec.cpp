@@ -21,6 +21,7 @@
 
 #include <algorithm>
 
+#include "collectives/codec/powersgd_choice.h"
 #include "collectives/codec/powersgd_parts.h"
 #include "kernels/wire/fp32.h"
 
@@ -48,6 +49,7 @@ class PowerSgdCodec final : public Codec {
         q_lost_(make_buffer<float>(device_, with_wire_residual() ? plan_.q_elements : 0)),
         q_kept_(make_buffer<float>(device_, residual_ ? plan_.q_elements : 0)),
         flags_(make_buffer<int32_t>(device_, matrices_.count())),
+        marks_(make_buffer<int32_t>(device_, matrices_.count())),
         p_choice_(c.choose(plan_.p_elements + plan_.dense_elements, c.spec.wire)),
         p_allreduce_(
             *c.transport, p_choice_.schedule,
@@ -56,6 +58,7 @@ class PowerSgdCodec final : public Codec {
         before_start_(make_plain_start(c)),
         transfers_(c.transfers) {
     make_halves(c);
+    choose(c);
     for (Buffer* b : {&p_, &basis_, &p_residual_, &q_, &q_sum_, &q_lost_, &q_kept_, &flags_}) {
       fill_zero(c.stream, b->data(), b->bytes());
     }
@@ -103,12 +106,15 @@ class PowerSgdCodec final : public Codec {
     }
     if (any_matrix) {
       if (!spec_.warm) draw_q(stream);
-      powersgd_project(stream, {.table = &matrices_,
-                                .grad = gradients_,
-                                .residual = residual_.values(),
-                                .pending = lazy() ? pending() : PendingFactors{},
-                                .q = q_.as<float>(),
-                                .p = p});
+      const PowerSgdProject project{.table = &matrices_,
+                                    .grad = gradients_,
+                                    .residual = residual_.values(),
+                                    .pending = lazy() ? pending() : PendingFactors{},
+                                    .q = q_.as<float>(),
+                                    .p = p};
+      project_by_ != nullptr
+          ? by_library::powersgd_project(stream, project, *project_by_, marks_.as<int32_t>())
+          : powersgd_project(stream, project);
     }
     pack(stream, {&dense_, gradients_, p, false});
     if (with_wire_residual()) {
@@ -133,11 +139,13 @@ class PowerSgdCodec final : public Codec {
     fill_zero(stream, q_lost_.data(), q_lost_.bytes());
     const bool overlapped = halves_.size() > 1;
     for (Half& half : halves_) {
-      powersgd_back_project(stream, {.table = &half.matrices,
+      const PowerSgdBackProject back{.table = &half.matrices,
                                      .m = residual_ ? residual_.values() : gradients_,
                                      .p = basis,
                                      .q = q_sum,
-                                     .flags = flags_.as<const int32_t>() + half.first});
+                                     .flags = flags_.as<const int32_t>() + half.first};
+      half.back_project_by != nullptr ? by_library::powersgd_back_project(stream, back, *half.back_project_by)
+                                      : powersgd_back_project(stream, back);
       if (residual_) {
         fp32_reduce(stream, {.own = q_sum + half.q_begin,
                              .out = q_kept_.as<float>() + half.q_begin,
@@ -207,7 +215,7 @@ class PowerSgdCodec final : public Codec {
 
   int64_t state_bytes() const override {
     int64_t bytes = residual_.bytes();
-    for (const Buffer* b : {&p_, &basis_, &p_residual_, &q_, &q_sum_, &q_lost_, &q_kept_, &flags_}) {
+    for (const Buffer* b : {&p_, &basis_, &p_residual_, &q_, &q_sum_, &q_lost_, &q_kept_, &flags_, &marks_}) {
       bytes += static_cast<int64_t>(b->bytes());
     }
     return bytes;
@@ -215,9 +223,10 @@ class PowerSgdCodec final : public Codec {
 
   std::string describe() const override {
     return fmt::format(
-        "powersgd rank {}: {} matrices of {} elements as {}, {} dense tensors of {}; wire {}{}", spec_.rank,
+        "powersgd rank {}: {} matrices of {} elements as {}, {} dense tensors of {}; wire {}{}{}", spec_.rank,
         matrices_.count(), matrices_.elements(), matrices_.p_elements() + matrices_.q_elements(),
-        dense_.count(), plan_.dense_elements, spec_.wire->name, residual_.describe());
+        dense_.count(), plan_.dense_elements, spec_.wire->name, residual_.describe(),
+        described_products(passes(), chosen()));
   }
 
   std::vector<PlannedAllreduce> plan() const override {
@@ -238,7 +247,8 @@ class PowerSgdCodec final : public Codec {
     MatrixTable matrices;
     SchedulePlanner::Choice choice;
     std::unique_ptr<Program> allreduce;
-    Event ready, summed;  // Q is complete on this rank, and summed over all
+    ThinProducts* back_project_by = nullptr;  // null: the fused kernel
+    Event ready, summed;                      // Q is complete on this rank, and summed over all
   };
 
   // One part, or two of about the same size if there is enough to overlap: back_project over half of the
@@ -281,6 +291,27 @@ class PowerSgdCodec final : public Codec {
     }
   }
 
+  // Q's pass, then P's of each half.
+  std::vector<PowerSgdPass> passes() const {
+    if (matrices_.count() == 0) return {};
+    std::vector<PowerSgdPass> all{
+        {.kind = PowerSgdPass::project, .table = &matrices_, .forms_m = static_cast<bool>(residual_)}};
+    for (const Half& half : halves_)
+      all.push_back({.kind = PowerSgdPass::back_project, .table = &half.matrices});
+    return all;
+  }
+  std::vector<ThinProducts*> chosen() const {
+    std::vector<ThinProducts*> all{project_by_};
+    for (const Half& half : halves_) all.push_back(half.back_project_by);
+    return all;
+  }
+  void choose(const BucketContext& c) {
+    const std::vector<ThinProducts*> libraries = choose_products(c, passes());
+    if (libraries.empty()) return;
+    project_by_ = libraries[0];
+    for (size_t i = 0; i < halves_.size(); ++i) halves_[i].back_project_by = libraries[i + 1];
+  }
+
   bool with_wire_residual() const { return lossy_ && spec_.error_feedback; }
 
   // Whether E is left for the next step: not where it is encoded at the end of this one.
@@ -308,6 +339,8 @@ class PowerSgdCodec final : public Codec {
   Buffer q_lost_;      // lossy wires only
   Buffer q_kept_;      // lost - own, of Q: with P, what E is beyond M
   Buffer flags_;
+  Buffer marks_;                        // scratch of passes by the library
+  ThinProducts* project_by_ = nullptr;  // null: the fused kernel
   SchedulePlanner::Choice p_choice_;
   Program p_allreduce_;
   std::vector<Half> halves_;  // none without matrices

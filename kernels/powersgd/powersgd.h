@@ -100,6 +100,35 @@ inline void powersgd_project(const Stream& stream, const PowerSgdProject& args) 
   detail::dispatch(stream, args, host::powersgd_project, GW_CUDA_SIDE(powersgd_project), "powersgd_project");
 }
 
+// (a) and (d) without their product, which a BLAS library then makes (library.h): M = grad + E, stored into the residual.
+// 12 B/element.
+struct PowerSgdForm {
+  const MatrixTable* table = nullptr;
+  const float* grad = nullptr;
+  float* residual = nullptr;  // in: E, out: M
+  PendingFactors pending = {};
+  int32_t* marks =
+      nullptr;  // (table count) 1 where M is not finite, which the residual does not keep; else untouched
+};
+GW_SIDES(powersgd_form, PowerSgdForm)
+inline void powersgd_form(const Stream& stream, const PowerSgdForm& args) {
+  detail::dispatch(stream, args, host::powersgd_form, GW_CUDA_SIDE(powersgd_form), "powersgd_form");
+}
+
+// Overwrites one of the factors of marked matrices.
+struct PowerSgdOverwrite {
+  const MatrixTable* table = nullptr;
+  const int32_t* marks = nullptr;  // (table count)
+  float* p = nullptr;              // this one, or
+  float* q = nullptr;              // this one
+  float value = 0.0f;
+};
+GW_SIDES(powersgd_overwrite, PowerSgdOverwrite)
+inline void powersgd_overwrite(const Stream& stream, const PowerSgdOverwrite& args) {
+  detail::dispatch(stream, args, host::powersgd_overwrite, GW_CUDA_SIDE(powersgd_overwrite),
+                   "powersgd_overwrite");
+}
+
 struct PowerSgdBackProject {
   const MatrixTable* table = nullptr;
   const float* m = nullptr;        // the residual; the gradient without error feedback

@@ -1,6 +1,6 @@
 // PowerSGD's passes on the host, each streaming the matrix once.
 //
-// Bytes per element: project and project_onto 12, back_project 4, reconstruct 4 (non-temporal stores when the
+// Bytes per element: project, project_onto and form 12, back_project 4, reconstruct 4 (non-temporal stores when the
 // result is larger than a cache), settle 8. Limit: memory up to about rank 8, then arithmetic. Rows are read as they
 // lie, because hardware fetches ahead only along them. Work is cut into pieces that depend on the shapes alone, and
 // each sum is taken within a piece in a fixed order, and over pieces in theirs, so results do not depend on the
@@ -8,6 +8,8 @@
 #include "kernels/powersgd/powersgd.h"
 
 #include <algorithm>
+#include <atomic>
+#include <cfloat>
 #include <limits>
 #include <memory>
 #include <vector>
@@ -141,6 +143,43 @@ void powersgd_project(const PowerSgdProject& a) {
                   .cols = d.cols,
                   .rank = d.rank});
   });
+}
+
+void powersgd_form(const PowerSgdForm& a) {
+  for_rows(*a.table, [&](int matrix, int64_t begin, int64_t end) {
+    const auto& d = a.table->host()[matrix];
+    const int64_t origin = d.offset + begin * d.cols, count = (end - begin) * d.cols;
+    const PendingPart pending = pending_part(a.pending, matrix, d, begin, 0);
+    float* m = a.residual + origin;
+    if (pending.p != nullptr) {
+      reconstruct_rows({.p = pending.p,
+                        .q = pending.q,
+                        .out = m,
+                        .scale = 1.0f,
+                        .rows = end - begin,
+                        .cols = d.cols,
+                        .rank = d.rank,
+                        .mode = Reconstruct::settle});
+    }
+    const float* grad = a.grad + origin;
+    bool finite = true;
+    for (int64_t i = 0; i < count; ++i) {
+      const float sum = grad[i] + m[i];
+      finite &= is_finite(sum);
+      if (is_finite(grad[i])) m[i] = std::clamp(sum, -FLT_MAX, FLT_MAX);
+    }
+    // Several threads may have rows of one matrix.
+    if (!finite) std::atomic_ref(a.marks[matrix]).store(1, std::memory_order_relaxed);
+  });
+}
+
+void powersgd_overwrite(const PowerSgdOverwrite& a) {
+  for (int matrix = 0; matrix < a.table->count(); ++matrix) {
+    if (!flagged(a.marks, matrix)) continue;
+    const auto& d = a.table->host()[matrix];
+    if (a.p != nullptr) std::fill_n(a.p + d.p_offset, int64_t{d.rows} * d.rank, a.value);
+    if (a.q != nullptr) std::fill_n(a.q + d.q_offset, int64_t{d.cols} * d.rank, a.value);
+  }
 }
 
 void powersgd_back_project(const PowerSgdBackProject& a) {

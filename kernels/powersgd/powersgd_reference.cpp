@@ -66,6 +66,27 @@ void powersgd_project(const PowerSgdProject& a) {
   }
 }
 
+void powersgd_form(const PowerSgdForm& a) {
+  for (int matrix = 0; matrix < a.table->count(); ++matrix) {
+    const auto& d = a.table->host()[matrix];
+    for (int64_t i = 0; i < d.rows; ++i) {
+      for (int64_t j = 0; j < d.cols; ++j) {
+        if (!is_finite(form_m(a, matrix, d, i, j))) a.marks[matrix] = 1;
+      }
+    }
+  }
+}
+
+void powersgd_overwrite(const PowerSgdOverwrite& a) {
+  for (int matrix = 0; matrix < a.table->count(); ++matrix) {
+    if (!flagged(a.marks, matrix)) continue;
+    const auto& d = a.table->host()[matrix];
+    const auto rank = static_cast<int64_t>(d.rank);
+    if (a.p != nullptr) std::fill_n(a.p + d.p_offset, d.rows * rank, a.value);
+    if (a.q != nullptr) std::fill_n(a.q + d.q_offset, d.cols * rank, a.value);
+  }
+}
+
 void powersgd_back_project(const PowerSgdBackProject& a) {
   for (int matrix = 0; matrix < a.table->count(); ++matrix) {
     const auto& d = a.table->host()[matrix];

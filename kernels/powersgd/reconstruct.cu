@@ -1,8 +1,8 @@
-// PowerSGD pass (c) on CUDA: grad = scale * P Q^T; and settle: residual += P Q^T.
+// PowerSGD pass (c) on CUDA: grad = scale * P Q^T; settle: residual += P Q^T; and form: the same, and residual += grad.
 //
-// Bytes per element: 4; settle 8. Limit: memory bandwidth up to about rank 32.
+// Bytes per element: 4; settle 8; form 12. Limit: memory bandwidth up to about rank 32.
 // A block writes a tile of 64 rows x 256 columns. Its parts of P and of Q (transposed) lie in shared memory;
-// a thread computes 8 rows x 4 columns at a time (4 x 4 of settle), so that a value read from shared memory serves 4 to 8
+// a thread computes 8 rows x 4 columns at a time (4 x 4 of settle and form), so that a value read from shared memory serves 4 to 8
 // multiply-adds. Alignment: any; 16-byte accesses when a matrix's rows are 16-byte aligned. Deterministic:
 // each element is one thread's sum over the rank, in order.
 #include "kernels/powersgd/powersgd.cuh"
@@ -15,11 +15,15 @@ constexpr int kQuads = kTileCols / 4;       // threads that share a row
 constexpr int kGroups = kThreads / kQuads;  // of rows, interleaved
 constexpr int kQStride = kTileCols + 4;
 
+enum class Mode : uint8_t { reconstruct, settle, form };
+
 struct ReconstructArgs {
   Matrices matrices;
-  const float *p, *q;
-  float* out;       // grad, or the residual to settle
-  float* residual;  // of reconstruct: restored where flagged, unless null
+  const float *p, *q;  // of form: null, if nothing is pending
+  float* out;          // grad, or the residual to settle
+  float* residual;     // of reconstruct: restored where flagged, unless null
+  const float* grad;   // of form
+  int32_t* marks;      // of form: 1 where M is not finite
   float scale;
   const int32_t* flags;
   int32_t first_block;  // of the table's
@@ -88,10 +92,11 @@ __device__ __forceinline__ void restore(const ReconstructArgs& a, const MatrixDe
   }
 }
 
-template <bool kSettles, bool kVector>
+template <Mode kMode, bool kVector>
 __device__ __forceinline__ void reconstruct_tile(const ReconstructArgs& a, const MatrixDescriptor& d,
-                                                 const Tile& tile, bool flagged, float* shared) {
-  constexpr int kRows = kSettles ? 4 : 8;  // per thread and pass; more would spill
+                                                 const Tile& tile, int matrix, bool flagged, float* shared) {
+  constexpr bool kReads = kMode != Mode::reconstruct, kForms = kMode == Mode::form;
+  constexpr int kRows = kReads ? 4 : 8;  // per thread and pass; more would spill
   Quad<kVector> quad{kQuads, static_cast<int>(threadIdx.x) % kQuads};
   int group = static_cast<int>(threadIdx.x) / kQuads;
   float* shared_q = shared;
@@ -99,37 +104,53 @@ __device__ __forceinline__ void reconstruct_tile(const ReconstructArgs& a, const
   int padded = (d.rank + 3) / 4 * 4;
   int64_t origin = d.offset + static_cast<int64_t>(tile.row0) * d.cols + tile.column0;
 
-  if (flagged && a.residual != nullptr) restore(a, d, tile);
-  stage_p(a.p, d, tile, padded, shared_p);
-  stage_q(a.q, d, tile, padded, shared_q);
+  const bool pending = !kForms || (a.p != nullptr && !flagged);
+  if (!kReads && flagged && a.residual != nullptr) restore(a, d, tile);
+  if (pending) {
+    stage_p(a.p, d, tile, padded, shared_p);
+    stage_q(a.q, d, tile, padded, shared_q);
+  }
   __syncthreads();
+  bool finite = true;
   for (int row0 = group; row0 < tile.rows; row0 += kRows * kGroups) {
-    float sum[kRows][4];
+    float sum[kRows][4], gradient[kForms ? kRows : 1][4];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = row0 + i * kGroups;
-      const int limit = kSettles && row < tile.rows ? tile.columns : 0;
-      quad.load(a.out + origin + static_cast<int64_t>(row) * d.cols, limit, sum[i]);
+      const int limit = kReads && row < tile.rows ? tile.columns : 0;
+      const int64_t at = origin + static_cast<int64_t>(row) * d.cols;
+      quad.load(a.out + at, limit, sum[i]);
+      if constexpr (kForms) quad.load(a.grad + at, limit, gradient[i]);
     }
-    product<kRows, kVector>(shared_p, shared_q, quad, row0, padded, sum);
+    if (pending) product<kRows, kVector>(shared_p, shared_q, quad, row0, padded, sum);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       int row = row0 + i * kGroups;
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        if constexpr (kSettles) {
+        if constexpr (kReads) {
           sum[i][c] = is_finite(sum[i][c]) ? sum[i][c] : 0.0f;
         } else {
           sum[i][c] = flagged ? bits_float(0x7fc00000u) : a.scale * sum[i][c];
+        }
+      }
+      if constexpr (kForms) {
+        float keep[4];
+        add_gradient(gradient[i], sum[i], keep);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          finite = finite && is_finite(sum[i][c]);
+          sum[i][c] = keep[c];
         }
       }
       quad.store(a.out + origin + static_cast<int64_t>(row) * d.cols, row < tile.rows ? tile.columns : 0,
                  sum[i]);
     }
   }
+  if (kForms && !finite) a.marks[matrix] = 1;  // whoever writes it writes the same
 }
 
-template <bool kSettles>
+template <Mode kMode>
 __global__ void __launch_bounds__(kThreads, 2) reconstruct_kernel(const __grid_constant__ ReconstructArgs a) {
   GW_DYNAMIC_SHARED(float, shared);
   int block = a.first_block + static_cast<int>(blockIdx.x);
@@ -142,21 +163,23 @@ __global__ void __launch_bounds__(kThreads, 2) reconstruct_kernel(const __grid_c
   tile.rows = min(kTileRows, d.rows - tile.row0);
   tile.columns = min(kTileCols, d.cols - tile.column0);
   bool flagged = a.flags != nullptr && a.flags[matrix] != 0;
-  if (kSettles && flagged) return;
-  bool vector = d.cols % 4 == 0 && aligned16(a.out + d.offset);
+  if (kMode == Mode::settle && flagged) return;
+  bool vector =
+      d.cols % 4 == 0 && aligned16(a.out + d.offset) && (kMode != Mode::form || aligned16(a.grad + d.offset));
   if (vector) {
-    reconstruct_tile<kSettles, true>(a, d, tile, flagged, shared);
+    reconstruct_tile<kMode, true>(a, d, tile, matrix, flagged, shared);
   } else {
-    reconstruct_tile<kSettles, false>(a, d, tile, flagged, shared);
+    reconstruct_tile<kMode, false>(a, d, tile, matrix, flagged, shared);
   }
 }
 
-template <bool kSettles>
-void launch_reconstruct(CudaStream stream, const MatrixTable& table, int32_t blocks, ReconstructArgs a) {
+template <Mode kMode>
+void launch_reconstruct(const char* name, CudaStream stream, const MatrixTable& table, int32_t blocks,
+                        ReconstructArgs a) {
   a.matrices = matrices_of(table);
-  a.padded_rank = (table.max_rank() + 3) / 4 * 4;
+  a.padded_rank = a.p != nullptr ? (table.max_rank() + 3) / 4 * 4 : 0;
   const size_t shared_floats = static_cast<size_t>(a.padded_rank) * (kQStride + kTileRows);
-  launch(kSettles ? "powersgd_settle" : "powersgd_reconstruct", reconstruct_kernel<kSettles>,
+  launch(name, reconstruct_kernel<kMode>,
          {.grid = dim3(static_cast<unsigned>(blocks)),
           .block = dim3(kThreads),
           .shared_bytes = shared_floats * sizeof(float),
@@ -167,16 +190,19 @@ void launch_reconstruct(CudaStream stream, const MatrixTable& table, int32_t blo
 }  // namespace
 
 void powersgd_reconstruct(CudaStream stream, const PowerSgdReconstruct& op) {
-  launch_reconstruct<false>(stream, *op.table, op.table->host_blocks().back().tile,
-                            {.matrices = {},
-                             .p = op.p,
-                             .q = op.q,
-                             .out = op.grad,
-                             .residual = op.residual,
-                             .scale = op.scale,
-                             .flags = op.flags,
-                             .first_block = 0,
-                             .padded_rank = 0});
+  launch_reconstruct<Mode::reconstruct>("powersgd_reconstruct", stream, *op.table,
+                                        op.table->host_blocks().back().tile,
+                                        {.matrices = {},
+                                         .p = op.p,
+                                         .q = op.q,
+                                         .out = op.grad,
+                                         .residual = op.residual,
+                                         .grad = nullptr,
+                                         .marks = nullptr,
+                                         .scale = op.scale,
+                                         .flags = op.flags,
+                                         .first_block = 0,
+                                         .padded_rank = 0});
 }
 
 void powersgd_settle(CudaStream stream, const PowerSgdSettle& op) {
@@ -184,16 +210,33 @@ void powersgd_settle(CudaStream stream, const PowerSgdSettle& op) {
   const MatrixBlocks* starts = op.table->host_blocks().data();
   const int32_t first = op.matrix < 0 ? 0 : starts[op.matrix].tile;
   const int32_t end = op.matrix < 0 ? op.table->host_blocks().back().tile : starts[op.matrix + 1].tile;
-  launch_reconstruct<true>(stream, *op.table, end - first,
-                           {.matrices = {},
-                            .p = op.pending.p,
-                            .q = op.pending.q,
-                            .out = op.residual,
-                            .residual = nullptr,
-                            .scale = 1.0f,
-                            .flags = op.pending.flags,
-                            .first_block = first,
-                            .padded_rank = 0});
+  launch_reconstruct<Mode::settle>("powersgd_settle", stream, *op.table, end - first,
+                                   {.matrices = {},
+                                    .p = op.pending.p,
+                                    .q = op.pending.q,
+                                    .out = op.residual,
+                                    .residual = nullptr,
+                                    .grad = nullptr,
+                                    .marks = nullptr,
+                                    .scale = 1.0f,
+                                    .flags = op.pending.flags,
+                                    .first_block = first,
+                                    .padded_rank = 0});
+}
+
+void powersgd_form(CudaStream stream, const PowerSgdForm& op) {
+  launch_reconstruct<Mode::form>("powersgd_form", stream, *op.table, op.table->host_blocks().back().tile,
+                                 {.matrices = {},
+                                  .p = op.pending.p,
+                                  .q = op.pending.q,
+                                  .out = op.residual,
+                                  .residual = nullptr,
+                                  .grad = op.grad,
+                                  .marks = op.marks,
+                                  .scale = 1.0f,
+                                  .flags = op.pending.flags,
+                                  .first_block = 0,
+                                  .padded_rank = 0});
 }
 
 }  // namespace gradwire::cuda

@@ -1,0 +1,142 @@
+// The products of PowerSGD's passes by cuBLAS, in FP32. Loaded by name, so that libgradwire.so does not need it.
+//
+// A handle must not be used by two threads at once, and gives repeatable bits only with a stream and a workspace that it
+// does not share: each thread keeps one per (device, stream), made at its first product there. After that a product
+// neither allocates nor synchronizes, so that a CUDA graph can capture it after one plain run.
+#include <cublas_v2.h>
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+#include <fmt/core.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "kernels/powersgd/library.h"
+#include "runtime/cuda_check.h"
+#include "runtime/op_count.h"
+
+#define GW_TEXT_OF(x) #x
+#define GW_TEXT(x) GW_TEXT_OF(x)  // of a name that the header may define as another
+
+namespace gradwire::cuda {
+namespace {
+
+struct CublasApi {
+  decltype(&cublasCreate) create = nullptr;
+  decltype(&cublasDestroy) destroy = nullptr;
+  decltype(&cublasSetStream) set_stream = nullptr;
+  decltype(&cublasSetWorkspace) set_workspace = nullptr;
+  decltype(&cublasSetMathMode) set_math_mode = nullptr;
+  decltype(&cublasGetProperty) get_property = nullptr;
+  decltype(&cublasSgemm) sgemm = nullptr;
+  decltype(&cublasGetStatusString) status_string = nullptr;
+};
+
+// Null, with the reason in `obstacle`.
+const CublasApi* load(std::string& obstacle) {
+  const std::string name = fmt::format("libcublas.so.{}", CUBLAS_VER_MAJOR);
+  void* library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    const char* why = dlerror();
+    obstacle = fmt::format("cuBLAS cannot be loaded: {}", why != nullptr ? why : name);
+    return nullptr;
+  }
+  static CublasApi api;
+  auto find = [&](auto& function, const char* symbol) {
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, symbol));
+    if (function == nullptr) obstacle = fmt::format("{} has no {}", name, symbol);
+  };
+  find(api.create, GW_TEXT(cublasCreate));
+  find(api.destroy, GW_TEXT(cublasDestroy));
+  find(api.set_stream, GW_TEXT(cublasSetStream));
+  find(api.set_workspace, GW_TEXT(cublasSetWorkspace));
+  find(api.set_math_mode, GW_TEXT(cublasSetMathMode));
+  find(api.get_property, GW_TEXT(cublasGetProperty));
+  find(api.sgemm, GW_TEXT(cublasSgemm));
+  find(api.status_string, GW_TEXT(cublasGetStatusString));
+  return obstacle.empty() ? &api : nullptr;
+}
+
+class CublasProducts final : public ThinProducts {
+ public:
+  explicit CublasProducts(const CublasApi& api) : api_(api) {}
+
+  std::string name() const override {
+    int major = 0, minor = 0, patch = 0;
+    for (const auto& [which, value] :
+         {std::pair(MAJOR_VERSION, &major), {MINOR_VERSION, &minor}, {PATCH_LEVEL, &patch}})
+      check(api_.get_property(which, value), "cublasGetProperty");
+    return fmt::format("cuBLAS {}.{}.{}", major, minor, patch);
+  }
+
+  std::string device_name(const Device& device) const override {
+    cudaDeviceProp properties = {};
+    GW_CUDA_CHECK(cudaGetDeviceProperties(&properties, device.index));
+    return properties.name;
+  }
+
+  void run(const Stream& stream, std::span<const ThinProduct> products) override {
+    if (products.empty()) return;
+    detail::make_current(stream.device());
+    cublasHandle_t handle = handle_for(stream.native());
+    const float one = 1.0f, zero = 0.0f;
+    for (const ThinProduct& product : products) {
+      const ThinGemm g = thin_gemm(product);
+      OpCount::launch("cublasSgemm");
+      check(api_.sgemm(handle, CUBLAS_OP_N, g.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, g.m, g.n, g.k, &one,
+                       g.a, g.lda, g.b, g.ldb, &zero, g.c, g.ldc),
+            "cublasSgemm");
+    }
+  }
+
+ private:
+  struct Context {
+    const CublasApi* api = nullptr;
+    cublasHandle_t handle = nullptr;
+    void* workspace = nullptr;
+    ~Context() {
+      // At thread exit, perhaps after the driver has shut down: a failure cannot be handled.
+      if (handle != nullptr) api->destroy(handle);
+      cudaFree(workspace);
+    }
+  };
+
+  void check(cublasStatus_t status, const char* call) const {
+    if (status != CUBLAS_STATUS_SUCCESS)
+      throw DeviceError(fmt::format("{}: {}", call, api_.status_string(status)));
+  }
+
+  cublasHandle_t handle_for(CudaStream stream) {
+    constexpr size_t kWorkspaceBytes = size_t{8} << 20;
+    thread_local std::map<std::pair<int, CudaStream>, std::unique_ptr<Context>> contexts;
+    int device = 0;
+    GW_CUDA_CHECK(cudaGetDevice(&device));
+    std::unique_ptr<Context>& context = contexts[{device, stream}];
+    if (!context) {
+      auto made = std::make_unique<Context>();
+      made->api = &api_;
+      check(api_.create(&made->handle), "cublasCreate");
+      check(api_.set_stream(made->handle, stream), "cublasSetStream");
+      GW_CUDA_CHECK(cudaMalloc(&made->workspace, kWorkspaceBytes));
+      check(api_.set_workspace(made->handle, made->workspace, kWorkspaceBytes), "cublasSetWorkspace");
+      check(api_.set_math_mode(made->handle, CUBLAS_DEFAULT_MATH), "cublasSetMathMode");  // FP32, not TF32
+      context = std::move(made);
+    }
+    return context->handle;
+  }
+
+  const CublasApi& api_;
+};
+
+}  // namespace
+
+ThinProducts* thin_products(std::string& obstacle) {
+  const CublasApi* api = load(obstacle);
+  if (api == nullptr) return nullptr;
+  static CublasProducts products(*api);
+  return &products;
+}
+
+}  // namespace gradwire::cuda

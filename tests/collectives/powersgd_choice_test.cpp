@@ -1,0 +1,199 @@
+// What multiplies in PowerSGD: the choice is measured once, kept, the same on all ranks, and used; conservation holds
+// either way.
+#include "collectives/codec/powersgd_choice.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <fstream>
+
+#include "tests/collectives/conservation.h"
+#include "tests/expect.h"
+#include "tests/temporary_folder.h"
+#include "tests/thin_products.h"
+
+namespace gradwire::testing {
+namespace {
+
+// An environment variable while it lives.
+class ProductsVariable {
+ public:
+  explicit ProductsVariable(const char* value) { setenv("GRADWIRE_POWERSGD_PRODUCTS", value, 1); }
+  ~ProductsVariable() { unsetenv("GRADWIRE_POWERSGD_PRODUCTS"); }
+};
+
+MatrixTable table_of(const Stream& stream, std::vector<std::array<int32_t, 3>> shapes) {
+  std::vector<MatrixDescriptor> matrices;
+  int64_t offset = 0, p = 0, q = 0;
+  for (const auto& [rows, cols, rank] : shapes) {
+    matrices.push_back(
+        {.offset = offset, .p_offset = p, .q_offset = q, .rows = rows, .cols = cols, .rank = rank});
+    offset += int64_t{rows} * cols, p += int64_t{rows} * rank, q += int64_t{cols} * rank;
+  }
+  return MatrixTable(stream, std::move(matrices));
+}
+
+TEST(PowerSgdProducts, ConservationHoldsAndTheLibraryIsUsedWhereItIsAskedFor) {
+  for (const char* spec : {"powersgd:rank=4", "powersgd:rank=2,ef=off", "powersgd:rank=2,wire=bf16",
+                           "powersgd:rank=2,residual=int8", "powersgd:rank=4,alternate=on",
+                           "powersgd:rank=2,wire=bf16,round=stochastic,alternate=on"}) {
+    SCOPED_TRACE(spec);
+    const bool keeps = CompressionSpec::parse(spec).error_feedback;
+    for (const char* products : {"library", "fused"}) {
+      SCOPED_TRACE(products);
+      const ProductsVariable variable(products);
+      StandInProducts library;
+      if (keeps) {
+        expect_conservation(Device::host(), spec, 3, 3);
+      } else {
+        run_ranks(2, Device::host(), [&](Communicator& comm) {
+          Rank rank(comm, spec, model(), 16 << 10);
+          auto gradients = gradients_for(rank.tensors, 1);
+          rank.step(gradients);
+        });
+      }
+      const bool asked = std::string(products) == "library";
+      EXPECT_EQ(library.onto_q > 0, asked);
+      EXPECT_EQ(library.onto_p > 0, asked);
+    }
+  }
+}
+
+// Factors have other last bits, and the result with them; ranks agree all the same.
+TEST(PowerSgdProducts, BothWaysAgreeUpToRounding) {
+  auto result = [](const char* products) {
+    const ProductsVariable variable(products);
+    StandInProducts library;
+    std::vector<std::vector<float>> all(3);
+    run_ranks(3, Device::host(), [&](Communicator& comm) {
+      Rank rank(comm, "powersgd:rank=2", model(), 16 << 10);
+      for (uint32_t step = 0; step < 4; ++step) {
+        auto gradients = gradients_for(rank.tensors, 10 * step + static_cast<uint32_t>(comm.rank()));
+        all[static_cast<size_t>(comm.rank())] = rank.step(gradients);
+      }
+    });
+    EXPECT_TRUE(same_bits(all[0], all[1]));
+    EXPECT_TRUE(same_bits(all[0], all[2]));
+    return all[0];
+  };
+  const auto fused = result("fused"), library = result("library");
+  ASSERT_EQ(fused.size(), library.size());
+  std::vector<double> difference, size;
+  for (size_t i = 0; i < fused.size(); ++i) {
+    difference.push_back(double{fused[i]} - library[i]);
+    size.push_back(fused[i]);
+  }
+  EXPECT_LT(norm(difference), 1e-4 * norm(size));
+}
+
+std::vector<ThinProducts*> choose_for_one_matrix(Communicator& comm) {
+  const Stream stream = Stream::create(Device::host(), "choice");
+  const MatrixTable table = table_of(stream, {{30, 40, 2}});
+  BucketContext context;
+  context.transport = &comm.transport();
+  context.stream = stream;
+  context.name = "bucket 1 of 1";
+  return choose_products(
+      context, {{PowerSgdPass::project, &table, true}, {PowerSgdPass::back_project, &table, false}});
+}
+
+// Only rank 0 measures; the others learn of it.
+TEST(PowerSgdProducts, AllRanksDoWhatRankZeroFound) {
+  const ProductsVariable variable("library");
+  StandInProducts library;
+  run_ranks(3, Device::host(), [&](Communicator& comm) {
+    EXPECT_EQ(choose_for_one_matrix(comm), (std::vector<ThinProducts*>{&library, &library}))
+        << "rank " << comm.rank();
+  });
+}
+
+TEST(PowerSgdProducts, ATimeIsMeasuredOnceForADeviceALibraryAndAShape) {
+  const Stream stream = Stream::immediate_host();
+  const MatrixTable table = table_of(stream, {{30, 40, 2}, {30, 40, 2}, {8, 9, 2}}),
+                    other = table_of(stream, {{30, 40, 4}});
+  const TemporaryFolder folder;
+  const std::string path = folder.path("tuning");
+  int measured = 0;
+  auto choose = [&](const char* device, const char* library, const PowerSgdPass& pass, PassTimes times) {
+    TuningFile file(path);  // each time as another run would
+    return find_or_measure(file, device, library, pass, [&] {
+      ++measured;
+      return times;
+    });
+  };
+  const PassTimes library_faster{20, 10}, fused_faster{10, 20};
+  const PowerSgdPass project{PowerSgdPass::project, &table, true};
+  EXPECT_TRUE(choose("H100", "cuBLAS 13", project, library_faster));
+  EXPECT_EQ(measured, 1);
+  EXPECT_TRUE(choose("H100", "cuBLAS 13", project, fused_faster)) << "is in the file";
+  EXPECT_EQ(measured, 1);
+  EXPECT_FALSE(choose("H200", "cuBLAS 13", project, fused_faster));
+  EXPECT_FALSE(choose("H100", "cuBLAS 14", project, fused_faster));
+  EXPECT_FALSE(choose("H100", "cuBLAS 13", {PowerSgdPass::project, &other, true}, fused_faster));
+  EXPECT_FALSE(choose("H100", "cuBLAS 13", {PowerSgdPass::project, &table, false}, fused_faster));
+  EXPECT_FALSE(choose("H100", "cuBLAS 13", {PowerSgdPass::project_onto, &table, true}, fused_faster));
+  EXPECT_EQ(measured, 6);
+  // A word that is neither is measured again.
+  std::ofstream(path, std::ios::app) << "H100\tpowersgd 1, cuBLAS 13\t" << project.text() << "\tperhaps\n";
+  EXPECT_FALSE(choose("H100", "cuBLAS 13", project, fused_faster));
+  EXPECT_EQ(measured, 7);
+  EXPECT_FALSE(choose("H100", "cuBLAS 13", project, library_faster));
+  EXPECT_EQ(measured, 7);
+}
+
+TEST(PowerSgdProducts, ThePassIsNamedByItsShapes) {
+  const Stream stream = Stream::immediate_host();
+  const MatrixTable table = table_of(stream, {{30, 40, 2}, {8, 9, 2}, {30, 40, 2}});
+  EXPECT_EQ((PowerSgdPass{PowerSgdPass::project, &table, true}.text()),
+            "project with residual 1*8x9r2 2*30x40r2");
+  EXPECT_EQ((PowerSgdPass{PowerSgdPass::back_project, &table, false}.text()),
+            "back_project 1*8x9r2 2*30x40r2");
+}
+
+TEST(PowerSgdProducts, TheModelTakesTheLibraryAtHighRanksOfLargeMatrices) {
+  const Stream stream = Stream::immediate_host();
+  auto library = [&](PowerSgdPass::Kind kind, std::array<int32_t, 3> shape) {
+    const MatrixTable table = table_of(stream, {shape});
+    return model_times({kind, &table, kind != PowerSgdPass::back_project}).library_is_faster();
+  };
+  for (auto kind : {PowerSgdPass::project, PowerSgdPass::project_onto, PowerSgdPass::back_project}) {
+    EXPECT_FALSE(library(kind, {4096, 1024, 4})) << "12 bytes per element instead of 16, or 4 in either way";
+    EXPECT_TRUE(library(kind, {4096, 1024, 32}))
+        << "pending factors are settled first, or M is read four times";
+    EXPECT_FALSE(library(kind, {64, 64, 32})) << "launches";
+  }
+}
+
+TEST(PowerSgdProducts, BothWaysAreTimed) {
+  const Stream stream = Stream::create(Device::host(), "times");
+  StandInProducts library;
+  const MatrixTable table = table_of(stream, {{30, 40, 2}, {8, 9, 2}});
+  for (auto kind : {PowerSgdPass::project, PowerSgdPass::project_onto, PowerSgdPass::back_project}) {
+    for (bool forms : {false, true}) {
+      if (forms && kind == PowerSgdPass::back_project) continue;
+      const PassTimes times = measure_times(stream, {kind, &table, forms}, library);
+      EXPECT_GT(times.fused_us, 0);
+      EXPECT_GT(times.library_us, 0);
+    }
+  }
+  EXPECT_GT(library.onto_q, 0);
+  EXPECT_GT(library.onto_p, 0);
+}
+
+TEST(PowerSgdProducts, AWayThatIsNoneIsBadInput) {
+  const ProductsVariable variable("cublas");
+  run_ranks(1, Device::host(), [](Communicator& comm) {
+    expect_error<BadInput>([&] { choose_for_one_matrix(comm); },
+                           {"GRADWIRE_POWERSGD_PRODUCTS='cublas'", "auto, fused and library"});
+  });
+}
+
+// Without a stand-in the host has its own loops whatever is asked for.
+TEST(PowerSgdProducts, TheHostHasNoLibrary) {
+  const ProductsVariable variable("library");
+  EXPECT_EQ(thin_products(Device::host()), nullptr);
+  expect_conservation(Device::host(), "powersgd:rank=2", 2, 2);
+}
+
+}  // namespace
+}  // namespace gradwire::testing
