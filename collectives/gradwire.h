@@ -120,6 +120,18 @@ GW_API gw_status gw_comm_create(const char* rendezvous, int rank, int world, int
  * GW_BAD_ARGUMENT. */
 GW_API gw_status gw_secret(const char* secret);
 
+/* Where this process listens for the other ranks' data, in this thread's next gw_comm_create() on the host with tcp://
+ * or file://, or gw_comm_join(), and in what is split from that communicator, shrinks, or grows. Each rank decides for
+ * itself. The port at which the ranks meet is the rendezvous's.
+ *
+ * interface              the name of a network interface, such as "eth1"; null: the one that reaches rank 0
+ * first_port, last_port  the first that is free of these, e.g. those that a firewall lets through; 0 and 0: any. Joining
+ *                        takes one, until all ranks are connected; gw_shrinkable(1) one more, which it keeps.
+ *
+ * GW_BAD_ARGUMENT: no such interface (the text lists those that exist), or not a range. gw_comm_create() gives
+ * GW_COMM_FAILED if none of the ports is free. */
+GW_API gw_status gw_listen(const char* interface, int first_port, int last_port);
+
 /* Uses an existing NCCL communicator, which remains the caller's and must outlive *comm. Collective.
  *
  * nccl_comm   an ncclComm_t cast to void*.

@@ -54,9 +54,14 @@ void require_nccl() {
   if (!reason.empty()) throw Unsupported(reason);
 }
 
-// From gw_secret() and gw_shrinkable(), for this thread's next communicator.
+// From gw_secret(), gw_shrinkable() and gw_listen(), for this thread's next communicator.
 thread_local std::string next_secret;
 thread_local bool next_shrinkable = false;
+struct Listening {
+  std::string interface;
+  PortRange ports;
+};
+thread_local Listening next_listening;
 
 // What a process that joins says of itself: another version may sum with other bits.
 constexpr const char* kAbout = "Gradwire " GRADWIRE_VERSION;
@@ -65,6 +70,7 @@ std::unique_ptr<Communicator> join(const char* rendezvous, int rank, int world, 
                                    std::chrono::milliseconds timeout) {
   const std::string secret = std::exchange(next_secret, "");
   const bool shrinkable = std::exchange(next_shrinkable, false);
+  const Listening listening = std::exchange(next_listening, {});
   if (world == 1) return Communicator::create_single(device);
   require(rendezvous != nullptr, "rendezvous is null and world is {}", world);
   const std::string text = rendezvous;
@@ -87,7 +93,8 @@ std::unique_ptr<Communicator> join(const char* rendezvous, int rank, int world, 
   if (text.starts_with("tcp://") || text.starts_with("file://")) {
     return Communicator::create_tcp(
         {.group = {.rendezvous = text, .rank = rank, .world = world, .timeout = timeout, .secret = secret},
-         .interface = {},
+         .interface = listening.interface,
+         .ports = listening.ports,
          .shrinkable = shrinkable});
   }
   throw BadInput(
@@ -102,6 +109,17 @@ gw_status gw_secret(const char* secret) {
   return guarded(__func__, [&] {
     require(secret == nullptr || *secret != 0, "the secret is empty");
     next_secret = secret == nullptr ? "" : secret;
+  });
+}
+
+gw_status gw_listen(const char* interface, int first_port, int last_port) {
+  return guarded(__func__, [&] {
+    const bool any = first_port == 0 && last_port == 0;
+    require(any || (1 <= first_port && first_port <= last_port && last_port <= 65535),
+            "ports {} to {} are not a range from 1 to 65535, nor 0 and 0, for any", first_port, last_port);
+    Listening next{.interface = interface == nullptr ? "" : interface, .ports = {first_port, last_port}};
+    if (!next.interface.empty()) address_of_interface(next.interface);  // throws if there is none
+    next_listening = std::move(next);
   });
 }
 
@@ -210,7 +228,8 @@ gw_status gw_comm_join(const char* doors, int64_t timeout_ms, gw_comm* comm) {
     require(doors != nullptr, "doors is null");
     require(comm != nullptr, "comm is null");
     const auto timeout = checked_timeout(timeout_ms);
-    TcpOptions options;
+    const Listening listening = std::exchange(next_listening, {});
+    TcpOptions options{.group = {}, .interface = listening.interface, .ports = listening.ports};
     options.group.timeout = timeout;
     options.group.secret = secret;
     auto joined = Communicator::join_tcp(

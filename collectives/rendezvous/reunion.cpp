@@ -68,11 +68,11 @@ void at_once(size_t n, Work work) {
 
 }  // namespace
 
-Reunion::Reunion(const std::string& address, const std::string& key)
+Reunion::Reunion(const std::string& address, const std::string& key, const PortRange& ports)
     : address_(address),
       listener_name_(random_secret()),
       credentials_{key, purpose_of(listener_name_)},
-      listener_(listen_on({address, 0})),
+      listener_(listen_within(ports, address)),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   thread_ = std::thread([this] { serve(); });
 }

@@ -38,8 +38,8 @@ namespace gradwire {
 
 class Reunion {
  public:
-  // Listens at `address` of this machine for ranks that know `key`. Throws CommError when it cannot.
-  Reunion(const std::string& address, const std::string& key);
+  // Listens at `address` of this machine, at one of `ports`, for ranks that know `key`. Throws CommError when it cannot.
+  Reunion(const std::string& address, const std::string& key, const PortRange& ports = {});
   ~Reunion();
   Reunion(const Reunion&) = delete;
 

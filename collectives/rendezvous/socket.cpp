@@ -131,6 +131,20 @@ Socket listen_on(const Endpoint& endpoint) {
   throw CommError(fmt::format("cannot listen on {}: {}", endpoint.text(), why));
 }
 
+Socket listen_within(const PortRange& ports, const std::string& address) {
+  std::string why;
+  for (int port = ports.first; port <= ports.last; ++port) {
+    try {
+      return listen_on({address, port});
+    } catch (const CommError& error) {
+      if (ports.first == ports.last) throw;
+      why = error.what();
+    }
+  }
+  throw CommError(
+      fmt::format("none of the ports {} to {} is free; the last: {}", ports.first, ports.last, why));
+}
+
 int local_port(const Socket& socket) {
   sockaddr_storage address = {};
   socklen_t length = sizeof address;

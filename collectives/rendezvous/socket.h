@@ -40,6 +40,12 @@ struct Endpoint {
 // Listens on the address that `host` names; "" is all of them. Port 0: any free port. Throws CommError with the
 // reason if it cannot.
 Socket listen_on(const Endpoint& endpoint);
+// Both 0: any free port.
+struct PortRange {
+  int first = 0, last = 0;
+};
+// On the first free port of the range, at `address`. Throws CommError that names the range if there is none.
+Socket listen_within(const PortRange& ports, const std::string& address);
 int local_port(const Socket& socket);
 std::optional<Socket> accept_from(const Socket& listener);  // empty when no connection is pending
 

@@ -311,15 +311,17 @@ class TcpTransport final : public Transport {
 
   void connect(const TcpOptions& options, SteadyClock::time_point deadline) {
     address_ = options.interface.empty() ? group_.address(deadline) : address_of_interface(options.interface);
-    auto links = std::make_unique<TcpLinks>(rank(), world(), address_, group_.key(),
-                                            options.verify_payload || verified_by_environment());
+    auto links =
+        std::make_unique<TcpLinks>(rank(), world(), address_, group_.key(),
+                                   options.verify_payload || verified_by_environment(), options.ports);
     TcpLinks* made = links.get();
     {
       std::lock_guard lock(mutex_);
       links_ = std::move(links);
       if (!failure_.empty()) throw CommError(failure_);
     }
-    if (options.shrinkable && !reunion_) reunion_ = std::make_shared<Reunion>(address_, group_.key());
+    if (options.shrinkable && !reunion_)
+      reunion_ = std::make_shared<Reunion>(address_, group_.key(), options.ports);
     // Two lines: of the links, and of the reunion.
     group_.store().set(fmt::format("link/{}", rank()),
                        made->contact() + (reunion_ ? "\n" + reunion_->contact() : ""));

@@ -50,9 +50,10 @@ void TcpLinks::Bell::silence() {
   [[maybe_unused]] ssize_t n = read(socket_.fd(), &count, sizeof count);
 }
 
-TcpLinks::TcpLinks(int rank, int world, const std::string& address, const std::string& key, bool checksums)
+TcpLinks::TcpLinks(int rank, int world, const std::string& address, const std::string& key, bool checksums,
+                   const PortRange& ports)
     : rank_(rank),
-      listener_(listen_on({address, 0})),
+      listener_(listen_within(ports, address)),
       address_(address),
       name_(random_secret()),
       key_(key),

@@ -404,6 +404,13 @@ class Reducers(unittest.TestCase):
             with self.assertRaisesRegex(gradwire.BadArgument, "cannot find out which of them are left"):
                 alone.shrink()
 
+    def test_where_to_listen_is_checked(self):
+        with self.assertRaisesRegex(gradwire.BadArgument, "ports 9 to 8"):
+            gradwire.Communicator(ports=(9, 8))
+        with self.assertRaisesRegex(gradwire.BadArgument, "nosuch"):
+            gradwire.Communicator(interface="nosuch")
+        gradwire.Communicator(interface="lo", ports=(9000, 9010)).close()
+
     def test_a_new_rank_joins_between_two_calls(self) -> None:
         with contextlib.ExitStack() as stack:
             name = f"tcp://127.0.0.1:{reserve_port(stack)}"

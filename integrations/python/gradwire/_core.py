@@ -96,13 +96,16 @@ class Communicator(_Handle):
         address that other machines can reach needs one (docs/security.md).
     shrinkable: whether the others can go on when ranks die: see shrink(). For processes on the host; the same on every
         rank.
+    interface, ports: where this process on the host listens for the other ranks' data: the name of a network interface
+        ("": the one that reaches rank 0), and the first and the last of the ports it may use ((0, 0): any).
 
     Raises CommFailed when a rank does not join in time.
     """
 
     def __init__(self, rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *,
                  device: "str | int" = "host", timeout_s: float = 1800.0, ranks_per_node: int = 0,
-                 secret: str = "", shrinkable: bool = False) -> None:
+                 secret: str = "", shrinkable: bool = False, interface: str = "",
+                 ports: Tuple[int, int] = (0, 0)) -> None:
         number = _native.HOST if device == "host" else device
         if not isinstance(number, int):
             raise ValueError(f"device={device!r} is neither 'host' nor the number of a CUDA device")
@@ -111,6 +114,7 @@ class Communicator(_Handle):
         handle = ctypes.c_void_p()
         _native.call("gw_secret", secret.encode() or None)
         _native.call("gw_shrinkable", int(shrinkable))
+        _native.call("gw_listen", interface.encode() or None, *ports)
         _native.call("gw_comm_create", rendezvous.encode() if rendezvous is not None else None, rank, world,
                      number, int(timeout_s * 1000), ctypes.byref(handle))
         self._take(handle)

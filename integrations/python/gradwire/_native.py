@@ -121,6 +121,7 @@ _SIGNATURES = {
     "gw_comm_create": [c_char_p, c_int, c_int, c_int, c_int64, POINTER(c_void_p)],
     "gw_comm_split": [c_void_p, c_int, c_int, POINTER(c_void_p)],
     "gw_shrinkable": [c_int],
+    "gw_listen": [c_char_p, c_int, c_int],
     "gw_comm_shrink": [c_void_p, c_int64, POINTER(c_void_p), POINTER(c_int32), c_int32],
     "gw_comm_admit": [c_void_p, c_int32],
     "gw_comm_doors": [c_void_p, c_char_p, c_size_t, POINTER(c_size_t)],
