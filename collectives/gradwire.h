@@ -200,7 +200,8 @@ GW_API gw_status gw_comm_shrink(gw_comm comm, int64_t timeout_ms, gw_comm* rest,
 
 /* From here on processes may ask to join, as long as there are no more than `most` ranks with them; 0: nobody any more, and
  * those who wait are told. To be called on every rank, since any may be rank 0 later; holds for the communicators that
- * gw_comm_shrink() and gw_comm_grow() make of this one. A new rank calls it for itself. May differ: rank 0's counts.
+ * gw_comm_shrink() and gw_comm_grow() make of this one. A new rank calls it for itself. May differ: rank 0's counts, and
+ * who asks before rank 0 has called it is refused.
  *
  * GW_BAD_ARGUMENT, also for a communicator that was not made with gw_shrinkable(1); GW_BAD_HANDLE. */
 GW_API gw_status gw_comm_admit(gw_comm comm, int32_t most);

@@ -74,6 +74,8 @@ TEST(CApiGrow, NewRanksTakePartInWhatComesNext) {
       if (rank < 2) {
         comm = created(name, rank, 2);
         GW_EXPECT_OK(gw_comm_admit(comm, 4));
+        float all_have = 0;  // rank 0, too, which would refuse who asks before
+        GW_EXPECT_OK(gw_allreduce(comm, &all_have, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
         if (rank == 1) first.set_value(doors_of(comm));
       } else {
         const std::string doors = (rank == 2 ? to_first : to_second).get();
