@@ -100,6 +100,24 @@ Problem settle(Arena& arena, int64_t size) {
   return {[args](const Stream& s) { powersgd_settle(s, args); }, passes(m, 8), product(m), m.shape};
 }
 
+template <int kRank>
+Problem form(Arena& arena, int64_t size) {
+  Matrices m = matrices(arena, size, kRank);
+  PowerSgdForm args{m.table, m.grad, m.residual, m.pending, m.flags};
+  return {[args](const Stream& s) { powersgd_form(s, args); }, passes(m, 12), product(m), m.shape};
+}
+
+// Of every matrix, which is the most that it can have to do.
+template <int kRank>
+Problem overwrite(Arena& arena, int64_t size) {
+  Matrices m = matrices(arena, size, kRank);
+  const auto* marks = reinterpret_cast<const int32_t*>(arena.normal(m.table->count()));  // none is 0
+  PowerSgdOverwrite args{.table = m.table, .marks = marks, .p = m.p};
+  double bytes = 0;
+  for (const MatrixDescriptor& d : m.table->host()) bytes += 4.0 * (d.rows * d.rank + 1);
+  return {[args](const Stream& s) { powersgd_overwrite(s, args); }, bytes, 0, m.shape};
+}
+
 // The same products by the BLAS library, one call per matrix, for comparison with the passes above. The
 // library reads M once more than they do: the passes also form M while they multiply.
 enum class Product { project, back_project, residual };
@@ -180,6 +198,9 @@ const KernelCase kPowerSgdCases[] = {
     {"powersgd_reconstruct", "rank 64", "powersgd", reconstruct<64>},
     {"powersgd_settle", "rank 1", "powersgd", settle<1>},
     {"powersgd_settle", "rank 4", "powersgd", settle<4>},
+    {"powersgd_form", "rank 1", "powersgd", form<1>},
+    {"powersgd_form", "rank 32", "powersgd", form<32>},
+    {"powersgd_overwrite", "rank 32", "powersgd", overwrite<32>},
     {"gemm", "P = M Q, rank 32", "powersgd-blas", by_library<Product::project, 32>},
     {"gemm", "P = M Q, rank 64", "powersgd-blas", by_library<Product::project, 64>},
     {"gemm", "Q = M^T P, rank 32", "powersgd-blas", by_library<Product::back_project, 32>},
