@@ -9,10 +9,6 @@
 namespace gradwire::host {
 namespace {
 
-// Of k: so that B's part, 16 KiB, stays in the first-level cache while A's panels pass it. Tiles from the second-level
-// cache run at two thirds of the speed. Whole blocks.
-constexpr int64_t kPairsOfAPiece = 128;
-
 int64_t pairs_of(const Gemm& g, Bf16Products way) {
   const int64_t pairs = (g.k + 1) / 2;
   if (!tile_shape(way).in_blocks) return pairs;
@@ -102,24 +98,15 @@ void bf16_gemm_rows(const Gemm& g, Bf16Products way, const Bf16Panels& b, int64_
                .count = std::min<int64_t>(tile_rows, end - row)},
               {.in_blocks = in_blocks, .width = tile_rows, .pairs = pairs, .to = packed + i * panel});
   }
-  thread_local AlignedMemory<float> sums_memory;
-  float* const sums = sums_memory.reserve(panels * tile_rows * kBf16Columns);
+  alignas(64) float tile[kMostBf16Rows * kBf16Columns];
   const Bf16Tiles tiles(way);
   for (int64_t j = 0; j < b.count(); ++j) {
     const int64_t column = j * kBf16Columns, columns = std::min<int64_t>(kBf16Columns, g.n - column);
-    int64_t from = 0;
-    do {
-      const int64_t to = std::min(pairs, from + kPairsOfAPiece);
-      for (int64_t i = 0; i < panels; ++i) {
-        float* const tile = sums + i * tile_rows * kBf16Columns;
-        tiles.multiply(packed + i * panel + from * tile_rows, b.panel(j) + from * kBf16Columns, to - from,
-                       tile, from > 0);
-        if (to < pairs) continue;
-        const int64_t row = begin + i * tile_rows;
-        put_tile(g, tile, {index, row, column, std::min<int64_t>(tile_rows, end - row), columns});
-      }
-      from = to;
-    } while (from < pairs);
+    for (int64_t i = 0; i < panels; ++i) {
+      tiles.multiply(packed + i * panel, b.panel(j), pairs, tile);
+      const int64_t row = begin + i * tile_rows;
+      put_tile(g, tile, {index, row, column, std::min<int64_t>(tile_rows, end - row), columns});
+    }
   }
 }
 

@@ -2,16 +2,17 @@
 // and 2 times the FMA rate and half the bytes of FP32.
 //
 // Elements of op(A)'s rows and op(B)'s columns are packed into panels of pairs that follow each other along k; what
-// is missing at the end is zero (bf16_pack.h). A tile's sums run in the order of k (bf16_tile.h), whatever the number of
-// threads and wherever C was cut: they are in registers, and in memory between two pieces of k, without a rounding.
+// is missing at the end is zero (bf16_pack.h). A tile of C stays in registers for all of k (bf16_tile.h), so its sums
+// run in the order of k, whatever the number of threads and wherever C was cut.
 //
 // Floor: 2 m n k FLOPs at 1024 (AMX) or 64 (each 512-bit unit) per cycle. Packing moves 4 B per element of A and of B
 // once.
 #pragma once
 
+#include <vector>
+
 #include "kernels/gemm/bf16_tile.h"
 #include "kernels/gemm/gemm.h"
-#include "runtime/host_memory.h"
 
 namespace gradwire::host {
 
@@ -19,26 +20,23 @@ namespace gradwire::host {
 Bf16Products bf16_products();
 void use_bf16_products(Bf16Products way);
 
-// Memory that begins with a cache line, since tile loads that cross lines take twice as long. It grows and is kept. Huge
-// pages even where it is small: with others, products of 1024 columns were 15 % slower.
+// Memory that begins with a cache line, since tile loads that cross lines take twice as long. It grows and is kept.
 template <typename T>
 class AlignedMemory {
  public:
   // At least `count` elements; the old ones are gone.
   T* reserve(int64_t count) {
-    const size_t bytes = static_cast<size_t>(count) * sizeof(T);
-    if (bytes_ < bytes) {
-      memory_ = nullptr;
-      bytes_ = 0;
-      memory_ = host_memory(bytes, kHugePage / 2);
-      bytes_ = bytes;
-    }
-    return static_cast<T*>(memory_.get());
+    constexpr int64_t kPerLine = sizeof(Line) / sizeof(T);
+    const auto lines = static_cast<size_t>((count + kPerLine - 1) / kPerLine);
+    if (lines_.size() < lines) lines_.resize(lines);
+    return reinterpret_cast<T*>(lines_.data());
   }
 
  private:
-  HostMemory memory_;
-  size_t bytes_ = 0;
+  struct alignas(64) Line {
+    T elements[64 / sizeof(T)];
+  };
+  std::vector<Line> lines_;
 };
 
 // op(B) of one product, packed for a way to multiply.

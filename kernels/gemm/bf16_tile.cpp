@@ -35,8 +35,8 @@ float second_of(uint32_t pair) {
   return flushed(bits_float(pair & 0xffff0000u));
 }
 
-void avx512_emulated(const uint32_t* a, const uint32_t* b, int64_t pairs, float* tile, bool add) {
-  if (!add) std::fill_n(tile, kAvx512Rows * kBf16Columns, 0.0f);
+void avx512_emulated(const uint32_t* a, const uint32_t* b, int64_t pairs, float* tile) {
+  std::fill_n(tile, kAvx512Rows * kBf16Columns, 0.0f);
   for (int64_t p = 0; p < pairs; ++p, a += kAvx512Rows, b += kBf16Columns) {
     for (int row = 0; row < kAvx512Rows; ++row) {
       for (int column = 0; column < kBf16Columns; ++column) {
@@ -48,8 +48,8 @@ void avx512_emulated(const uint32_t* a, const uint32_t* b, int64_t pairs, float*
   }
 }
 
-void amx_emulated(const uint32_t* a, const uint32_t* b, int64_t pairs, float* tile, bool add) {
-  if (!add) std::fill_n(tile, kAmxRows * kBf16Columns, 0.0f);
+void amx_emulated(const uint32_t* a, const uint32_t* b, int64_t pairs, float* tile) {
+  std::fill_n(tile, kAmxRows * kBf16Columns, 0.0f);
   for (int64_t p = 0; p < pairs; p += kPairsPerBlock, a += kBlockWords, b += kPairsPerBlock * kBf16Columns) {
     for (int row = 0; row < kAmxRows; ++row) {
       for (int column = 0; column < kBf16Columns; ++column) {
@@ -69,14 +69,10 @@ void amx_emulated(const uint32_t* a, const uint32_t* b, int64_t pairs, float* ti
 #ifdef __x86_64__
 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) void avx512(const uint32_t* a,
                                                                             const uint32_t* b, int64_t pairs,
-                                                                            float* tile, bool add) {
+                                                                            float* tile) {
   __m512 low[kAvx512Rows], high[kAvx512Rows];
-  const __mmask16 old = add ? 0xffff : 0;
 #pragma GCC unroll 14
-  for (int row = 0; row < kAvx512Rows; ++row) {
-    low[row] = _mm512_maskz_loadu_ps(old, tile + row * kBf16Columns);
-    high[row] = _mm512_maskz_loadu_ps(old, tile + row * kBf16Columns + kBf16Columns / 2);
-  }
+  for (int row = 0; row < kAvx512Rows; ++row) low[row] = high[row] = _mm512_setzero_ps();
   for (int64_t p = 0; p < pairs; ++p, a += kAvx512Rows, b += kBf16Columns) {
     const auto b_low = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b));
     const auto b_high = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + kBf16Columns / 2));
@@ -98,19 +94,12 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) void avx512(cons
 #ifdef GW_AMX
 // Tile registers 0 to 3: C; 4 and 5: rows 0 to 15 and 16 to 31 of A; 6 and 7: columns 0 to 15 and 16 to 31 of B.
 __attribute__((target("amx-tile,amx-bf16"))) void amx(const uint32_t* a, const uint32_t* b, int64_t pairs,
-                                                      float* tile, bool add) {
+                                                      float* tile) {
   constexpr int kHalf = kBlockWords / 2, kRowBytes = kPairsPerBlock * 4, kTileBytes = kBf16Columns * 4;
-  if (add) {
-    _tile_loadd(0, tile, kTileBytes);
-    _tile_loadd(1, tile + 16, kTileBytes);
-    _tile_loadd(2, tile + 16 * kBf16Columns, kTileBytes);
-    _tile_loadd(3, tile + 16 * kBf16Columns + 16, kTileBytes);
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
   for (int64_t p = 0; p < pairs; p += kPairsPerBlock, a += kBlockWords, b += kPairsPerBlock * kBf16Columns) {
     _tile_loadd(4, a, kRowBytes);
     _tile_loadd(6, b, kTileBytes);

@@ -46,15 +46,14 @@ class Bf16Tiles {
   Bf16Tiles(const Bf16Tiles&) = delete;
   Bf16Tiles& operator=(const Bf16Tiles&) = delete;
 
-  // tile (rows, kBf16Columns) = the products of a panel of A and one of B, added to what is there if `add`. All three begin
-  // with a cache line. A panel's pieces one after the other give the bits of the whole; they are whole blocks.
-  void multiply(const uint32_t* a, const uint32_t* b, int64_t pairs, float* tile, bool add) const {
-    multiply_(a, b, pairs, tile, add);
+  // tile (rows, kBf16Columns) = the products of a panel of A and one of B. All three begin with a cache line.
+  void multiply(const uint32_t* a, const uint32_t* b, int64_t pairs, float* tile) const {
+    multiply_(a, b, pairs, tile);
   }
 
  private:
   Bf16Products way_;
-  void (*multiply_)(const uint32_t*, const uint32_t*, int64_t, float*, bool);
+  void (*multiply_)(const uint32_t*, const uint32_t*, int64_t, float*);
 };
 
 }  // namespace gradwire::host

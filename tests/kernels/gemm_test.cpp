@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <cstring>
 #include <random>
 
 #include "kernels/gemm/bf16_gemm.h"
@@ -306,33 +305,6 @@ TEST_P(Bf16Ways, WhereTheRowsAreCutChangesNoBit) {
     for (int64_t rows : thinned({1, 5, 14, 28, 32, 60})) {
       expect_same_bits(in_bf16(o, a, b, emulated, rows), whole, o.name());
     }
-  }
-}
-
-TEST_P(Bf16Ways, PiecesOfKGiveTheBitsOfTheWhole) {
-  for (host::Bf16Products way : {GetParam().first, GetParam().second}) {
-    if (!host::has_bf16_products(way)) continue;
-    const int rows = host::tile_shape(way).rows;
-    constexpr int64_t kPairs = 5 * host::kPairsPerBlock;
-    host::AlignedMemory<uint32_t> a, b;
-    const auto filled = [](host::AlignedMemory<uint32_t>& memory, int64_t count, uint32_t seed) {
-      const auto values = moderate_bf16(static_cast<size_t>(2 * count), seed);
-      uint32_t* const words = memory.reserve(count);
-      std::memcpy(words, values.data(), static_cast<size_t>(count) * sizeof(uint32_t));
-      return words;
-    };
-    const uint32_t* left = filled(a, rows * kPairs, 3);
-    const uint32_t* right = filled(b, host::kBf16Columns * kPairs, 4);
-    alignas(64) float whole[host::kMostBf16Rows * host::kBf16Columns] = {}, parts[std::size(whole)] = {};
-    const host::Bf16Tiles tiles(way);
-    tiles.multiply(left, right, kPairs, whole, false);
-    int64_t from = 0;
-    for (int64_t blocks : {1, 3, 1}) {
-      tiles.multiply(left + from * rows, right + from * host::kBf16Columns, blocks * host::kPairsPerBlock,
-                     parts, from > 0);
-      from += blocks * host::kPairsPerBlock;
-    }
-    EXPECT_EQ(std::memcmp(parts, whole, sizeof whole), 0) << name_of(way);
   }
 }
 
