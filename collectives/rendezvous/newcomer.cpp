@@ -102,9 +102,11 @@ class Newcomer {
       return std::nullopt;
     }
     answered_ = true;
-    const std::string address = socket->local_address();
+    const std::string address =
+        request_.interface.empty() ? socket->local_address() : address_of_interface(request_.interface);
     if (!reunion_ || reunion_->key() != key || address != address_) {
-      reunion_ = std::make_shared<Reunion>(address, key);
+      reunion_ = nullptr;  // its port may be the only one
+      reunion_ = std::make_shared<Reunion>(address, key, request_.ports);
       address_ = address;
     }
     const std::string hello = reunion_->contact() + "\n" + request_.about;

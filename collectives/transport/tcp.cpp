@@ -583,6 +583,8 @@ std::unique_ptr<Transport> join_tcp_transport(const TcpOptions& joining, const D
   const Invitation invitation = knock({.doors = doors.read,
                                        .secret = joining.group.secret,
                                        .about = doors.about,
+                                       .interface = joining.interface,
+                                       .ports = joining.ports,
                                        .patience = joining.group.join_timeout(),
                                        .longest = doors.longest});
   TcpOptions options = joining;

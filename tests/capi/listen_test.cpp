@@ -3,7 +3,9 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <fstream>
+#include <future>
 #include <sstream>
 
 #include "tests/capi/ranks.h"
@@ -36,12 +38,16 @@ void on_two_ranks(const Body& body) {
   other.join();
 }
 
-TEST(CApiListen, DataGoesThroughTheInterfaceAndThePortsThatWereChosen) {
-  constexpr int kPorts = 8;
+constexpr int kPorts = 8;
+// The first of kPorts at which nobody listens.
+int free_ports() {
   int first = 20'000 + getpid() % 10'000;
   while (listeners(first, first + kPorts - 1) > 0) first += kPorts;
-  const int last = first + kPorts - 1;
-  std::atomic<int> ready = 0;
+  return first;
+}
+
+TEST(CApiListen, DataGoesThroughTheInterfaceAndThePortsThatWereChosen) {
+  const int first = free_ports(), last = first + kPorts - 1;
   on_two_ranks([&](const std::string& name, int rank) {
     GW_EXPECT_OK(gw_shrinkable(1));  // so that one is kept after joining
     GW_EXPECT_OK(gw_listen("lo", first, last));
@@ -56,6 +62,50 @@ TEST(CApiListen, DataGoesThroughTheInterfaceAndThePortsThatWereChosen) {
     GW_EXPECT_OK(gw_allreduce(comm, &x, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));  // rank 0 has looked
     GW_EXPECT_OK(gw_comm_destroy(comm));
   });
+}
+
+TEST(CApiListen, ANewcomerListensWhereItChoseTo) {
+  const int first = free_ports(), last = first + kPorts - 1;
+  std::promise<std::string> told;
+  std::thread newcomer([&] {
+    const std::string doors = told.get_future().get();
+    GW_EXPECT_OK(gw_listen("lo", first, last));
+    gw_comm comm = nullptr;
+    GW_EXPECT_OK(gw_comm_join(doors.c_str(), 30'000, &comm));
+    EXPECT_EQ(listeners(first, last), 1);
+    float x = 1;
+    GW_EXPECT_OK(gw_allreduce(comm, &x, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    EXPECT_EQ(x, 3.0f);
+    GW_EXPECT_OK(gw_comm_destroy(comm));
+  });
+  on_two_ranks([&](const std::string& name, int rank) {
+    GW_EXPECT_OK(gw_shrinkable(1));
+    gw_comm comm = nullptr, grown = nullptr;
+    GW_EXPECT_OK(gw_comm_create(name.c_str(), rank, 2, GW_HOST, 30'000, &comm));
+    GW_EXPECT_OK(gw_comm_admit(comm, 3));
+    if (rank == 0) {
+      char doors[4096];
+      size_t bytes = 0;
+      GW_EXPECT_OK(gw_comm_doors(comm, doors, sizeof doors, &bytes));
+      told.set_value(doors);
+    }
+    for (int call = 0; grown == nullptr && call < 4000; ++call) {
+      int32_t waiting = 0;
+      GW_EXPECT_OK(gw_comm_waiting(comm, &waiting));
+      auto somebody = static_cast<float>(waiting);
+      GW_EXPECT_OK(gw_broadcast(comm, &somebody, 1, GW_FLOAT32, 0, "fp32", nullptr));
+      if (somebody > 0) {
+        GW_EXPECT_OK(gw_comm_grow(comm, &grown));
+      } else {
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      }
+    }
+    float x = 1;
+    GW_EXPECT_OK(gw_allreduce(grown, &x, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    GW_EXPECT_OK(gw_comm_destroy(grown));
+    GW_EXPECT_OK(gw_comm_destroy(comm));
+  });
+  newcomer.join();
 }
 
 TEST(CApiListen, PortsThatAreTakenAreNamed) {

@@ -157,7 +157,6 @@ TEST_P(PowerSgdByLibrary, WhatIsNotFiniteReachesTheFactorAndNeverTheResidual) {
 }
 
 TEST_P(PowerSgdByLibrary, AFlaggedMatrixGetsAZeroQ) {
-  if (GetParam().simt) GTEST_SKIP() << "overwriting is tested with the products";
   const MatrixBucket b = bucket({{20, 30, 3}, {12, 50, 2}}, 1);
   auto m = array(normal(b.elements, 1)), p = array(normal(b.p_elements, 2)), q = array<float>(b.q_elements);
   auto flags = array(std::vector<int32_t>{1, 0});
