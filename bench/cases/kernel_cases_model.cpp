@@ -212,19 +212,20 @@ Problem softmax_rows_backward(Arena& arena, int64_t size) {
           by(rows, kTokens)};
 }
 
-template <typename S>
+template <typename S, Gelu kForm = Gelu::exact>
 Problem gelu(Arena& arena, int64_t size) {
   int64_t rows = rows_of(size, kMlp);
   BiasGelu<S> args{.x = operands<S>(arena, rows * kMlp),
                    .bias = arena.zeros<float>(kMlp),
                    .y = arena.zeros<S>(rows * kMlp),
                    .rows = rows,
-                   .width = kMlp};
+                   .width = kMlp,
+                   .form = kForm};
   return {[args](const Stream& s) { bias_gelu(s, args); }, times(3 * kBytes<S>, rows, kMlp), 0,
           by(rows, kMlp)};
 }
 
-template <typename S>
+template <typename S, Gelu kForm = Gelu::exact>
 Problem gelu_backward(Arena& arena, int64_t size) {
   int64_t rows = rows_of(size, kMlp);
   constexpr float kSlopeOne = 0.75179f;  // where GELU' is 1
@@ -235,7 +236,8 @@ Problem gelu_backward(Arena& arena, int64_t size) {
                            .d_bias = arena.zeros<float>(kMlp),
                            .workspace = arena.zeros<float>(column_sum_workspace(rows, kMlp)),
                            .rows = rows,
-                           .width = kMlp};
+                           .width = kMlp,
+                           .form = kForm};
   return {[args](const Stream& s) { bias_gelu_backward(s, args); }, times(3 * kBytes<S>, rows, kMlp), 0,
           by(rows, kMlp)};
 }
@@ -390,8 +392,12 @@ const KernelCase kModelCases[] = {
     {"softmax_backward", "", "vit", softmax_rows_backward},
     {"bias_gelu", "", "vit", gelu<float>},
     {"bias_gelu", "bf16", "vit", gelu<Bf16>},
+    {"bias_gelu", "tanh", "vit", gelu<float, Gelu::tanh>},
+    {"bias_gelu", "tanh bf16", "vit", gelu<Bf16, Gelu::tanh>},
     {"bias_gelu_backward", "", "vit", gelu_backward<float>},
     {"bias_gelu_backward", "bf16", "vit", gelu_backward<Bf16>},
+    {"bias_gelu_backward", "tanh", "vit", gelu_backward<float, Gelu::tanh>},
+    {"bias_gelu_backward", "tanh bf16", "vit", gelu_backward<Bf16, Gelu::tanh>},
     {"bias_residual", "", "vit", residual_branch},
     {"column_sum", "", "vit", bias_gradient<float>},
     {"column_sum", "bf16", "vit", bias_gradient<Bf16>},

@@ -6,7 +6,7 @@
 
 PyTorch: torchvision's model (or, without torchvision, the same layers from torch.nn), plain SGD, gradients
 set to None, images that stay on the device. BF16 is autocast with FP32 weights, which is what
---precision bf16 does. A step is timed with CUDA events. Gradwire: a world of 1, synthetic images, with and
+--precision bf16 does. With --gelu tanh both sides' GELU is the tanh form. A step is timed with CUDA events. Gradwire: a world of 1, synthetic images, with and
 without --graph; medians of its log.
 """
 import argparse
@@ -83,6 +83,9 @@ class PyTorch:
         torch.manual_seed(0)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
         model, self.source = build(SIZES[arguments.model])
+        for module in model.modules():
+            if isinstance(module, torch.nn.GELU):
+                module.approximate = "tanh" if arguments.gelu == "tanh" else "none"
         self.model = model.to(self.device).train()
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.optimizer = self.sgd()
@@ -155,7 +158,8 @@ def gradwire_row(arguments, precision, graph):
                    "--device", "host" if arguments.device == "cpu" else "cuda", "--ranks", "1",
                    "--batch-size", str(arguments.batch_size), "--steps",
                    str(arguments.warmup + arguments.steps), "--optimizer", "sgd", "--lr", "0.01",
-                   "--momentum", "0", "--eval-every", "0", "--precision", precision, "--log", str(log),
+                   "--momentum", "0", "--eval-every", "0", "--precision", precision, "--gelu", arguments.gelu,
+                   "--log", str(log),
                    *(["--graph"] if graph else [])]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.deadline_s)
@@ -218,6 +222,7 @@ def main():
                         help="a tiny model, to test this program")
     parser.add_argument("--precision", action="append", choices=["fp32", "tf32", "bf16"],
                         help="default: all three")
+    parser.add_argument("--gelu", choices=["exact", "tanh"], default="exact", help="of both sides")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=10)
@@ -240,7 +245,7 @@ def main():
         if arguments.json:  # written after each row, so that a later failure loses nothing
             arguments.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
 
-    settings = {"model": arguments.model, "batch_size": arguments.batch_size, "torch": torch.__version__,
+    settings = {"model": arguments.model, "gelu": arguments.gelu, "batch_size": arguments.batch_size, "torch": torch.__version__,
                 "device": arguments.device,
                 "device_name": torch.cuda.get_device_name() if arguments.device == "cuda" else "host"}
     for precision in arguments.precision or ["bf16", "tf32", "fp32"]:

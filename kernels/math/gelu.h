@@ -1,4 +1,4 @@
-// The normal distribution's Phi and phi, and exact GELU from them, branch-free in float.
+// The normal distribution's Phi and phi, and GELU from them, exact or in its tanh form, branch-free in float.
 //
 // For a = |x|: Phi(-a) = exp(-a^2 / 2) S(a), where S is smooth: (a + 3.5) S(a) is a degree-9 polynomial in
 // u = (a - 3.5) / (a + 3.5) to 5e-9 relative. One exponential serves both Phi and phi. Computing the small
@@ -7,10 +7,14 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 
 #include "kernels/math/exp.h"
 
 namespace gradwire {
+
+// x Phi(x) by erf, or by the tanh approximation: PyTorch's approximate='none' and 'tanh'.
+enum class Gelu : uint8_t { exact, tanh };
 
 struct Normal {
   float cdf;      // Phi(x)
@@ -90,19 +94,32 @@ GW_HD Normal coarse_normal_at(float x) {
   return {x < 0.0f ? tail : 1.0f - tail, 0.398942280f * e};
 }
 
+// The tanh form: Phi is (1 + tanh(v / 2)) / 2 = 1 / (1 + exp(-v)) with v = 2 sqrt(2 / pi) (x + 0.044715 x^3), which makes
+// GELU up to 5e-4 off the exact one; the density is its derivative. Phi(-|x|) is exact to (2 + v) 1e-7 relative.
+// kCoarse: to 1e-5, for results that are rounded to BF16.
+template <bool kCoarse = false>
+GW_HD Normal tanh_normal_at(float x) {
+  float a = x < 0.0f ? -x : x;
+  a = a < 11.0f ? a : 11.0f;  // exp(-v) is 0 from 10 on; also keeps infinities and NaN out of here
+  const float square = a * a, v = a * (square * 0.0713548163f + 1.59576912f);
+  const float e = kCoarse ? exp2_estimate(-1.44269504f * v) : exp_float(-v);
+  const float q = kCoarse ? reciprocal_estimate(1.0f + e) : reciprocal(1.0f + e);
+  const float tail = e * q;
+  return {x < 0.0f ? tail : 1.0f - tail, tail * q * (square * 0.214064449f + 1.59576912f)};
+}
+
+template <Gelu kForm, bool kCoarse = false>
+GW_HD Normal normal_in_form(float x) {
+  if constexpr (kForm == Gelu::tanh) return tanh_normal_at<kCoarse>(x);
+  return kCoarse ? coarse_normal_at(x) : normal_at(x);
+}
+
 GW_HD float gelu_of(float x, const Normal& n) {
   return x * n.cdf;
 }
-GW_HD float gelu(float x) {
-  return gelu_of(x, normal_at(x));
-}
-
 // d gelu / dx = Phi(x) + x phi(x).
 GW_HD float gelu_derivative_of(float x, const Normal& n) {
   return n.cdf + x * n.density;
-}
-GW_HD float gelu_derivative(float x) {
-  return gelu_derivative_of(x, normal_at(x));
 }
 
 }  // namespace gradwire

@@ -5,11 +5,12 @@
 #include <cstdint>
 
 #include "kernels/math/column_chunks.h"
+#include "kernels/math/gelu.h"
 #include "kernels/op.h"
 
 namespace gradwire {
 
-// pre = x + bias (in place in x); y = GELU(pre) = pre * Phi(pre), exact with erf. 12 or 6 B per element.
+// pre = x + bias (in place in x); y = GELU(pre) = pre * Phi(pre), in either form of Phi. 12 or 6 B per element.
 // Without a bias x is only read: 8 or 4 B.
 template <typename S = float>
 struct BiasGelu {
@@ -17,6 +18,7 @@ struct BiasGelu {
   const float* bias = nullptr;  // (F), or null: x is the pre-activation already
   S* y = nullptr;               // (rows, F)
   int64_t rows = 0, width = 0;
+  Gelu form = Gelu::exact;
 };
 GW_TYPED_SIDES(bias_gelu, BiasGelu)
 template <typename S = float>
@@ -36,6 +38,7 @@ struct BiasGeluBackward {
   int64_t rows = 0, width = 0;
   bool accumulate = false;
   bool partial_only = false;  // leave sums() to combine_sums()
+  Gelu form = Gelu::exact;
 
   PartialSums sums() const {
     return {workspace, column_chunks(rows).count, width, width, {d_bias}, accumulate};

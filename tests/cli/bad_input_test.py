@@ -90,6 +90,7 @@ class BadInput(CommandTest):
         for flag in ("--frobnicate",):
             self.refuse(synthetic(flag, "x"), flag)
         self.refuse(synthetic("--precision", "fp8"), "--precision: fp8 not in {fp32,tf32,bf16}")
+        self.refuse(synthetic("--gelu", "quick"), "--gelu: quick not in {exact,tanh}")
         self.refuse(synthetic("--augment", "rotate"), "--augment 'rotate'", "flip,crop")
         self.refuse(synthetic("--gradient-views", "maybe"), "--gradient-views: maybe not in {on,off}")
         self.assert_refused(self.run_command("train", *SYNTHETIC, "--bucket-mb", "1", "--bucket-mb", "2"), "--bucket-mb")

@@ -122,28 +122,37 @@ TEST_P(VitBf16, GeluOfEveryOperandIsRoundedToNearest) {
     all.push_back({static_cast<uint16_t>(bits | 0x8000u)});
   }
   const auto count = std::ssize(all);
-  auto x = array(all), y = array<Bf16>(count), slope = array(std::vector<Bf16>(all.size(), {0x3f80}));
-  auto d_bias = array<float>(count), workspace = array<float>(column_sum_workspace(1, count));
-  BiasGelu<Bf16> forward{.x = x.data(), .y = y.data(), .rows = 1, .width = count};
-  GW_RUN(bias_gelu, forward);
-  BiasGeluBackward<Bf16> backward{.pre = x.data(),
-                                  .dy = slope.data(),
-                                  .d_pre = slope.data(),
-                                  .d_bias = d_bias.data(),
-                                  .workspace = workspace.data(),
-                                  .rows = 1,
-                                  .width = count};
-  GW_RUN(bias_gelu_backward, backward);
-  const auto got = y.host(), got_slope = slope.host();
-  for (size_t i = 0; i < all.size(); ++i) {
-    const double v = widen(all[i]), cdf = 0.5 * std::erfc(-v / std::sqrt(2.0));
-    const double density = std::exp(-0.5 * v * v) / std::sqrt(2.0 * M_PI);
-    const auto half_unit = [](double value) { return std::ldexp(1.0, std::ilogb(value) - 8); };
-    ASSERT_NEAR(widen(got[i]), v * cdf, half_unit(v * cdf) + 1e-5 * std::abs(v * cdf)) << "at " << v;
-    // It changes its sign, and then is a difference of two terms.
-    ASSERT_NEAR(widen(got_slope[i]), cdf + v * density,
-                half_unit(cdf + v * density) + 1e-5 * (cdf + std::abs(v) * density))
-        << "at " << v;
+  for (Gelu form : {Gelu::exact, Gelu::tanh}) {
+    SCOPED_TRACE(form == Gelu::exact ? "exact" : "tanh");
+    auto x = array(all), y = array<Bf16>(count), slope = array(std::vector<Bf16>(all.size(), {0x3f80}));
+    auto d_bias = array<float>(count), workspace = array<float>(column_sum_workspace(1, count));
+    BiasGelu<Bf16> forward{.x = x.data(), .y = y.data(), .rows = 1, .width = count, .form = form};
+    GW_RUN(bias_gelu, forward);
+    BiasGeluBackward<Bf16> backward{.pre = x.data(),
+                                    .dy = slope.data(),
+                                    .d_pre = slope.data(),
+                                    .d_bias = d_bias.data(),
+                                    .workspace = workspace.data(),
+                                    .rows = 1,
+                                    .width = count,
+                                    .form = form};
+    GW_RUN(bias_gelu_backward, backward);
+    const auto got = y.host(), got_slope = slope.host();
+    for (size_t i = 0; i < all.size(); ++i) {
+      const double v = widen(all[i]), root = std::sqrt(2.0 / M_PI);
+      double cdf = 0.5 * std::erfc(-v / std::sqrt(2.0)), density = 0.5 * root * std::exp(-0.5 * v * v);
+      if (form == Gelu::tanh) {
+        const double e = std::exp(-2.0 * root * (v + 0.044715 * v * v * v));
+        cdf = 1.0 / (1.0 + e);
+        density = 2.0 * root * (1.0 + 0.134145 * v * v) * e * cdf * cdf;
+      }
+      const auto half_unit = [](double value) { return std::ldexp(1.0, std::ilogb(value) - 8); };
+      ASSERT_NEAR(widen(got[i]), v * cdf, half_unit(v * cdf) + 1e-5 * std::abs(v * cdf)) << "at " << v;
+      // It changes its sign, and then is a difference of two terms.
+      ASSERT_NEAR(widen(got_slope[i]), cdf + v * density,
+                  half_unit(cdf + v * density) + 1e-5 * (cdf + std::abs(v) * density))
+          << "at " << v;
+    }
   }
 }
 

@@ -1,4 +1,4 @@
-// vit_oracle [--device host|cuda:N] INPUT OUTPUT: one forward and backward pass of our ViT on weights, images
+// vit_oracle [--device host|cuda:N] [--gelu exact|tanh] INPUT OUTPUT: one forward and backward pass of our ViT on weights, images
 // and labels that vit_oracle_test.py chose, for comparison with torchvision's. Both files hold little-endian
 // values, no padding:
 //   INPUT   int64 x 9: image, channels, patch, width, depth, heads, mlp, classes, batch; every parameter as
@@ -33,11 +33,12 @@ VitConfig config_from(const std::vector<int64_t>& sizes) {
 using oracle::Reader;
 using oracle::Writer;
 
-void run(Device device, const std::string& input, const std::string& output) {
+void run(Device device, Gelu gelu, const std::string& input, const std::string& output) {
   Reader in(input);
   std::vector<int64_t> sizes(9);
   in.read(sizes.data(), 9);
-  const VitConfig config = config_from(sizes);
+  VitConfig config = config_from(sizes);
+  config.gelu = gelu;
   const int64_t batch = sizes[8];
   const std::vector<VitParameter> parameters = vit_parameters(config);
   const ParameterLayout layout = packed_layout(parameters);
@@ -91,12 +92,19 @@ int main_inner(std::vector<std::string> args) {
     return 0;
   }
   Device device = Device::host();
-  if (args.size() == 4 && args[0] == "--device") {
-    device = parse_device(args[1]);
-    args.erase(args.begin(), args.begin() + 2);
+  Gelu gelu = Gelu::exact;
+  for (; args.size() > 2; args.erase(args.begin(), args.begin() + 2)) {
+    if (args[0] == "--device") {
+      device = parse_device(args[1]);
+    } else if (args[0] == "--gelu" && args[1] == "tanh") {
+      gelu = Gelu::tanh;
+    } else if (args[0] != "--gelu" || args[1] != "exact") {
+      break;
+    }
   }
-  if (args.size() != 2) throw BadInput("usage: vit_oracle [--device host|cuda:N] INPUT OUTPUT");
-  run(device, args[0], args[1]);
+  if (args.size() != 2)
+    throw BadInput("usage: vit_oracle [--device host|cuda:N] [--gelu exact|tanh] INPUT OUTPUT");
+  run(device, gelu, args[0], args[1]);
   return 0;
 }
 

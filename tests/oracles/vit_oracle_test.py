@@ -27,6 +27,8 @@ LIMIT = 1e-4
 CASES = {
     "small, 17 tokens, 3 channels": dict(image=16, channels=3, patch=4, width=24, depth=2, heads=3, mlp=40, classes=7, batch=3),
     "small, 10 tokens, 1 channel": dict(image=15, channels=1, patch=5, width=20, depth=3, heads=5, mlp=36, classes=10, batch=5),
+    "small, tanh GELU": dict(image=16, channels=3, patch=4, width=24, depth=2, heads=3, mlp=40, classes=7, batch=3,
+                             gelu="tanh"),
     "vit_b_32": dict(image=224, channels=3, patch=32, width=768, depth=12, heads=12, mlp=3072, classes=1000, batch=2),
 }
 
@@ -37,6 +39,9 @@ def build(case: dict) -> torch.nn.Module:
                               num_classes=case["classes"])
     if case["channels"] != 3:
         model.conv_proj = torch.nn.Conv2d(case["channels"], case["width"], case["patch"], case["patch"])
+    for module in model.modules():
+        if isinstance(module, torch.nn.GELU):
+            module.approximate = "tanh" if case.get("gelu") == "tanh" else "none"
     # torchvision's initial head and biases are zero, which would hide all errors before them.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -74,7 +79,7 @@ def compare(tool: pathlib.Path, device: str, title: str, case: dict) -> bool:
                 parameters[name].detach().float().numpy().astype("<f4").tofile(file)
             images.numpy().astype("<f4").tofile(file)
             labels.numpy().astype("<i4").tofile(file)
-        subprocess.run([tool, "--device", device, source, result], check=True)
+        subprocess.run([tool, "--device", device, "--gelu", case.get("gelu", "exact"), source, result], check=True)
         with result.open("rb") as file:
             our_loss = float(np.fromfile(file, "<f8", 1)[0])
             tensors = {"logits": (np.fromfile(file, "<f4", logits.numel()), logits.detach())}

@@ -138,8 +138,11 @@ Options parsed(std::vector<std::string> words) {
 }
 
 TEST(Flags, AreReadWhole) {
-  const Options o = parsed({"--ranks", "010", "--lr", "1e-2", "--seed", "18446744073709551615", "--optimizer",
-                            "sgd", "--gradient-views", "off", "--device", "host", "--bucket-mb", "0.5"});
+  const Options o =
+      parsed({"--ranks", "010", "--lr", "1e-2", "--seed", "18446744073709551615", "--optimizer", "sgd",
+              "--gradient-views", "off", "--device", "host", "--bucket-mb", "0.5", "--gelu", "tanh"});
+  EXPECT_EQ(o.gelu, Gelu::tanh);
+  EXPECT_EQ(parsed({}).gelu, Gelu::exact);
   EXPECT_EQ(o.ranks, 10);
   EXPECT_EQ(o.lr, 1e-2);
   EXPECT_EQ(o.seed, std::numeric_limits<uint64_t>::max());
@@ -180,6 +183,7 @@ TEST(Flags, EachWrongValueIsNamedWithWhatIsAllowed) {
   refuse({"--timeout-s", "0"}, {"--timeout-s: '0'"});
   refuse({"--optimizer", "lamb"}, {"--optimizer", "lamb", "sgd,adamw"});
   refuse({"--precision", "fp16"}, {"--precision", "fp16", "fp32,tf32,bf16"});
+  refuse({"--gelu", "quick"}, {"--gelu", "quick", "exact,tanh"});
   refuse({"--device", "tpu"}, {"--device", "tpu", "auto,host,cuda"});
   refuse({"--steps", "1", "--epochs", "1"}, {"--steps", "--epochs"});
   refuse({"--init", "a", "--resume", "b"}, {"--resume", "--init"});

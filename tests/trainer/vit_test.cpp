@@ -248,8 +248,7 @@ TEST(VitInitialization, TruncatedNormalStaysWithinTwo) {
   EXPECT_NEAR(std::sqrt(squares / 4000), 0.88, 0.03);  // of a normal cut at two standard deviations
 }
 
-TEST_P(VitTest, GradientMatchesFiniteDifferencesInEveryTensor) {
-  Bench bench(small_config(), GetParam(), 3, 11);
+void expect_gradient_of_finite_differences(Bench bench) {
   bench.randomize(5);
   const std::vector<float> gradient = bench.gradient();
   const std::vector<float> weights = bench.weights;
@@ -274,6 +273,25 @@ TEST_P(VitTest, GradientMatchesFiniteDifferencesInEveryTensor) {
     double slope = (8 * (loss_at(h) - loss_at(-h)) - (loss_at(2 * h) - loss_at(-2 * h))) / (12 * h);
     EXPECT_NEAR(slope / norm, 1.0, 4e-3) << bench.vit.parameters()[i].name << ", norm " << norm;
   }
+}
+
+VitConfig small_config(Gelu gelu) {
+  VitConfig config = small_config();
+  config.gelu = gelu;
+  return config;
+}
+
+TEST_P(VitTest, GradientMatchesFiniteDifferencesInEveryTensor) {
+  expect_gradient_of_finite_differences({small_config(), GetParam(), 3, 11});
+}
+
+TEST_P(VitTest, TheTanhFormsGradientMatchesFiniteDifferencesToo) {
+  expect_gradient_of_finite_differences({small_config(Gelu::tanh), GetParam(), 3, 11});
+  Bench exact(small_config(), GetParam(), 3, 11), approximate(small_config(Gelu::tanh), GetParam(), 3, 11);
+  exact.randomize(5);
+  approximate.randomize(5);
+  EXPECT_NEAR(approximate.loss(), exact.loss(), 1e-3);
+  EXPECT_NE(approximate.loss(), exact.loss());
 }
 
 TEST_P(VitTest, ZeroHeadGivesZeroGradientsEverywhereElse) {

@@ -260,7 +260,8 @@ void compare(const Options& given) {
   const std::vector<ComparedRun> compared = by_seed(runs, summaries, static_cast<size_t>(options.seeds));
   if (!options.json.empty()) write_file_atomically(options.json, compare_document(compared));
   say(fmt::format(
-      "\n{} on {}, {}{}, {} steps; steps and bytes are medians, bytes per rank{}\n", config.model.name,
+      "\n{}{} on {}, {}{}, {} steps; steps and bytes are medians, bytes per rank{}\n", config.model.name,
+      config.model.gelu == Gelu::exact ? "" : fmt::format(", {} GELU", name(config.model.gelu)),
       config.data.to_string(), config.ranks(), config.ranks() == 1 ? " rank" : " ranks", config.steps,
       options.seeds == 1
           ? ""

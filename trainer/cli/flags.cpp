@@ -101,6 +101,10 @@ void add_model_flags(CLI::App& command, Options& o) {
   add_number(command, "--depth", o.depth, "Encoder layers")->group(group);
   add_number(command, "--heads", o.heads, "Attention heads; divide the width")->group(group);
   add_number(command, "--mlp", o.mlp, "Width of the MLP's hidden layer")->group(group);
+  add_choice<Gelu>(
+      command, "--gelu", o.gelu, {{"exact", Gelu::exact}, {"tanh", Gelu::tanh}},
+      "GELU by erf, as in torchvision, or its tanh approximation, which CUDA computes inside products")
+      ->group(group);
   add_number(command, "--batch-size", o.batch_size, "Images per rank and batch", kBatches)->group("Training");
   add_choice<Precision>(
       command, "--precision", o.precision,

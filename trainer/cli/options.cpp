@@ -34,6 +34,7 @@ VitConfig resolve_model(const Options& o) {
   override_with(model.depth, o.depth);
   override_with(model.heads, o.heads);
   override_with(model.mlp, o.mlp);
+  model.gelu = o.gelu;
   return model;
 }
 

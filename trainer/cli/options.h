@@ -21,6 +21,7 @@ enum class PeakMeasurement : uint8_t { automatic, on, off };
 struct Options {
   std::string model = "vit_tiny";
   std::optional<int32_t> image_size, patch, width, depth, heads, mlp;
+  Gelu gelu = Gelu::exact;
   std::string data = "fashion-mnist", augment = "none";
   std::optional<int> ranks;
   std::optional<Launch> launch;  // how this process was started, if by a launcher

@@ -206,6 +206,9 @@ const char* name(Sharding sharding) {
 const char* name(ElasticBatch batch) {
   return batch == ElasticBatch::keep_global ? "keep-global" : "keep-local";
 }
+const char* name(Gelu gelu) {
+  return gelu == Gelu::exact ? "exact" : "tanh";
+}
 const char* name(Precision precision) {
   return precision == Precision::fp32 ? "fp32" : precision == Precision::tf32 ? "tf32" : "bf16";
 }

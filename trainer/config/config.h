@@ -8,6 +8,7 @@
 
 #include "collectives/spec/spec.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/math/gelu.h"
 #include "runtime/device.h"
 
 namespace gradwire {
@@ -18,6 +19,7 @@ struct VitConfig {
   int32_t image = 28, channels = 1, patch = 7;
   int32_t width = 64, depth = 4, heads = 4, mlp = 256;
   int32_t classes = 10;
+  Gelu gelu = Gelu::exact;  // of the MLPs; exact: torchvision's
 
   int32_t grid() const { return image / patch; }
   int32_t tokens() const { return grid() * grid() + 1; }  // patches and the class token
@@ -156,5 +158,6 @@ const char* name(OptimizerKind kind);
 const char* name(Sharding sharding);
 const char* name(ElasticBatch batch);
 const char* name(Precision precision);
+const char* name(Gelu gelu);
 
 }  // namespace gradwire

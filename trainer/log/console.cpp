@@ -65,12 +65,14 @@ Console::~Console() {
 }
 
 void Console::on_run(const RunInfo& info) {
-  print(fmt::format("{}: {} parameters in {} tensors; {}; {}", config_.model.name,
-                    human_count(static_cast<double>(info.parameters)),
-                    human_count(static_cast<double>(info.tensors)), config_.compression.to_string(),
-                    info.buckets == 0 ? "one rank, nothing to send"
-                                      : fmt::format("{} bucket{}, schedule {}", info.buckets,
-                                                    info.buckets == 1 ? "" : "s", info.schedule)));
+  print(
+      fmt::format("{}{}: {} parameters in {} tensors; {}; {}", config_.model.name,
+                  config_.model.gelu == Gelu::exact ? "" : fmt::format(", {} GELU", name(config_.model.gelu)),
+                  human_count(static_cast<double>(info.parameters)),
+                  human_count(static_cast<double>(info.tensors)), config_.compression.to_string(),
+                  info.buckets == 0 ? "one rank, nothing to send"
+                                    : fmt::format("{} bucket{}, schedule {}", info.buckets,
+                                                  info.buckets == 1 ? "" : "s", info.schedule)));
   if (info.buckets > 0 && config_.compression.schedule == ScheduleKind::automatic)
     print(fmt::format("Schedule: {}", info.schedule_reason));
   if (!info.slow_products.empty()) print(fmt::format("Warning: {}", info.slow_products));

@@ -20,9 +20,11 @@ Json shares_json(const StepShares& shares) {
 }
 
 Json model_json(const VitConfig& model) {
-  return {{"name", model.name},   {"image_size", model.image}, {"channels", model.channels},
-          {"patch", model.patch}, {"width", model.width},      {"depth", model.depth},
-          {"heads", model.heads}, {"mlp", model.mlp},          {"classes", model.classes}};
+  Json json{{"name", model.name},   {"image_size", model.image}, {"channels", model.channels},
+            {"patch", model.patch}, {"width", model.width},      {"depth", model.depth},
+            {"heads", model.heads}, {"mlp", model.mlp},          {"classes", model.classes}};
+  if (model.gelu != Gelu::exact) json["gelu"] = name(model.gelu);  // absent: exact, as in older files
+  return json;
 }
 
 void add_config(Json& json, const TrainConfig& config) {

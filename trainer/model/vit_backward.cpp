@@ -165,7 +165,8 @@ void TypedVitPasses<S>::backward_layer(const LayerGroup& group, int64_t slot, Vi
                                  .rows = rows,
                                  .width = f,
                                  .accumulate = to.accumulate,
-                                 .partial_only = to.postpones};
+                                 .partial_only = to.postpones,
+                                 .form = config_.gelu};
   bias_gelu_backward(stream_, gelu);
   to.done(gelu.sums(), {at.mlp0_bias});
   weight_gradient(group, slot, &VitLayerIndex::mlp0_weight, f, c, kept(&LayerActivations::pre),

@@ -91,7 +91,7 @@ void TypedVitPasses<S>::forward_layer(size_t layer, S* branch_out) {
                           .branch_bias = weight(at.out_bias),
                           .sum = l.x_mid});
   product(false, true, rows, f, c, l.ln2, operand(at.mlp0_weight), l.pre, 0.0f, operand(at.mlp0_bias));
-  bias_gelu<S>(stream_, {.x = l.pre, .y = l.gelu, .rows = rows, .width = f});
+  bias_gelu<S>(stream_, {.x = l.pre, .y = l.gelu, .rows = rows, .width = f, .form = config_.gelu});
   product(false, true, rows, c, f, l.gelu, operand(at.mlp3_weight), branch_out);
 }
 
