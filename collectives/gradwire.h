@@ -52,8 +52,8 @@ enum {
   GW_OK = 0,
   GW_BAD_ARGUMENT = 1,  /* null, out of range, or a string that does not parse */
   GW_BAD_HANDLE = 2,    /* null, not a handle, of the wrong kind, destroyed, or from another process */
-  GW_COMM_FAILED = 3,   /* deadline, dead peer, disagreement, abort, a failed callback of gw_format: final for
-                           the communicator */
+  GW_COMM_FAILED = 3,   /* deadline, dead peer, disagreement, abort, a failed callback of gw_format or
+                           gw_store: final for the communicator */
   GW_DEVICE_FAILED = 4, /* a CUDA call failed, or the device does not exist */
   GW_UNSUPPORTED = 5,   /* valid, but not supported by this version or build */
   GW_NO_MEMORY = 6,     /* host or device */
@@ -110,8 +110,39 @@ GW_API const char* gw_last_error(void);
 GW_API gw_status gw_comm_create(const char* rendezvous, int rank, int world, int device, int64_t timeout_ms,
                                 gw_comm* comm);
 
+/* A key-value store that all ranks reach: torch.distributed's, etcd, a table that MPI broadcasts. */
+typedef struct gw_store {
+  size_t size; /* sizeof(gw_store) */
+  /* Both return null, or a text that says what went wrong; it is copied at once. `key` is printable ASCII without spaces;
+   * timeout_ms, > 0, is how long they may take. */
+  /* Makes `value` (bytes), not empty, what every rank's get() finds under `key`. */
+  const char* (*set)(void* user, const char* key, const void* value, size_t bytes, int64_t timeout_ms);
+  /* Waits until `key` is set. Writes its value, as much as fits, to `value` (capacity), and its size to *bytes, which
+   * is 0 before the call and stays so if nobody sets the key in time. */
+  const char* (*get)(void* user, const char* key, int64_t timeout_ms, void* value, size_t capacity, size_t* bytes);
+  void* user;         /* passed to both */
+  const char* prefix; /* of the key; null: none. A new one for each communicator made through the same store, or a rank
+                         may find the last one's entry */
+} gw_store;
+
+/* Joins a group of `world` processes that find each other through a store that they have. Collective. Rank 0 sets one
+ * key, PREFIX "gradwire/meeting", to its addresses and a fresh random secret; the others get it. So whoever can read the
+ * store may join, and who else may is decided by gw_secret() or GRADWIRE_SECRET, which the ranks need on top if there is
+ * one. Rank 0 listens at all of its addresses, or at that of gw_listen()'s interface. Nothing stays in use of the store,
+ * and nothing is removed from it.
+ *
+ * store  its callbacks are called by this thread, during this call only: rank 0's set() once; the others' get() until
+ *        they have reached rank 0, 50 times a second at most. They must not throw, and the call waits for them: one that
+ *        is not back in time is an error once it is back. Not called when world is 1.
+ * Others: as of gw_comm_create(). gw_shrinkable() applies as well.
+ *
+ * GW_BAD_ARGUMENT, GW_COMM_FAILED (also with the text of a callback that failed, or if the key holds something that rank 0
+ * has not written), GW_DEVICE_FAILED, GW_UNSUPPORTED. */
+GW_API gw_status gw_comm_from_store(const gw_store* store, int rank, int world, int device, int64_t timeout_ms,
+                                    gw_comm* comm);
+
 /* Whoever knows this text may join: it is the secret of this thread's next gw_comm_create() with tcp:// or
- * file://, the same on every rank, and takes the place of the environment's GRADWIRE_SECRET. Ranks prove to each
+ * file://, or gw_comm_from_store(), the same on every rank, and takes the place of the environment's GRADWIRE_SECRET. Ranks prove to each
  * other that they know it before anything else is read from a connection; docs/security.md says what that
  * protects.
  *
@@ -121,7 +152,7 @@ GW_API gw_status gw_comm_create(const char* rendezvous, int rank, int world, int
 GW_API gw_status gw_secret(const char* secret);
 
 /* Where this process listens for the other ranks' data, in this thread's next gw_comm_create() on the host with tcp://
- * or file://, or gw_comm_join(), and in what is split from that communicator, shrinks, or grows. Each rank decides for
+ * or file://, gw_comm_from_store() or gw_comm_join(), and in what is split from that communicator, shrinks, or grows. Each rank decides for
  * itself. The port at which the ranks meet is the rendezvous's.
  *
  * interface              the name of a network interface, such as "eth1"; null: the one that reaches rank 0
@@ -156,8 +187,8 @@ GW_API gw_status gw_comm_from_nccl(void* nccl_comm, int device, int64_t timeout_
  * GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED. */
 GW_API gw_status gw_comm_split(gw_comm comm, int color, int key, gw_comm* part);
 
-/* With `on` not 0, the processes of this thread's next gw_comm_create() with tcp:// or file:// on the host can go on
- * after a failure: see gw_comm_shrink(). The same on every rank. Each listens at one more port, behind the same secret.
+/* With `on` not 0, the processes of this thread's next gw_comm_create() with tcp:// or file://, or gw_comm_from_store(),
+ * on the host can go on after a failure: see gw_comm_shrink(). The same on every rank. Each listens at one more port, behind the same secret.
  * Other kinds of communicators cannot shrink yet; creating one then gives GW_UNSUPPORTED, unless world is 1. */
 GW_API gw_status gw_shrinkable(int on);
 

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <utility>
 
+#include "collectives/c_api/caller_store.h"
 #include "collectives/c_api/comm.h"
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/handles.h"
@@ -55,47 +56,59 @@ void require_nccl() {
 }
 
 // From gw_secret(), gw_shrinkable() and gw_listen(), for this thread's next communicator.
-thread_local std::string next_secret;
-thread_local bool next_shrinkable = false;
-struct Listening {
+struct Next {
+  std::string secret;
+  bool shrinkable = false;
   std::string interface;
-  PortRange ports;
+  PortRange ports = {};
+
+  TcpOptions tcp(GroupOptions group) const {
+    group.secret = secret;
+    return {.group = std::move(group), .interface = interface, .ports = ports, .shrinkable = shrinkable};
+  }
 };
-thread_local Listening next_listening;
+thread_local Next next;
+Next take_next() {
+  return std::exchange(next, {});
+}
+
+void check_rank(int rank, int world) {
+  require(world >= 1 && world <= kMostRanks, "world is {}; it must be from 1 to {}", world, kMostRanks);
+  require(rank >= 0 && rank < world, "rank is {} in a world of {}", rank, world);
+}
 
 // What a process that joins says of itself: another version may sum with other bits.
 constexpr const char* kAbout = "Gradwire " GRADWIRE_VERSION;
 
-std::unique_ptr<Communicator> join(const char* rendezvous, int rank, int world, Device device,
-                                   std::chrono::milliseconds timeout) {
-  const std::string secret = std::exchange(next_secret, "");
-  const bool shrinkable = std::exchange(next_shrinkable, false);
-  const Listening listening = std::exchange(next_listening, {});
-  if (world == 1) return Communicator::create_single(device);
-  require(rendezvous != nullptr, "rendezvous is null and world is {}", world);
-  const std::string text = rendezvous;
-  if (shrinkable && (device.is_cuda() || !(text.starts_with("tcp://") || text.starts_with("file://")))) {
-    throw Unsupported("only processes on the host that meet through tcp:// or file:// can be shrinkable");
+constexpr const char* kWhoShrinks =
+    "only processes on the host that meet through tcp://, file:// or a store can be shrinkable";
+
+// Processes that meet as `group` says.
+std::unique_ptr<Communicator> join_processes(GroupOptions group, const Next& how, Device device) {
+  if (device.is_host()) return Communicator::create_tcp(how.tcp(std::move(group)));
+  if (how.shrinkable) throw Unsupported(kWhoShrinks);
+  require_nccl();
+  group.secret = how.secret;
+  return Communicator::create_nccl({.group = std::move(group), .device = device.index});
+}
+
+std::unique_ptr<Communicator> join(const char* rendezvous, GroupOptions group, const Next& how,
+                                   Device device) {
+  if (group.world == 1) return Communicator::create_single(device);
+  require(rendezvous != nullptr, "rendezvous is null and world is {}", group.world);
+  const std::string text = group.rendezvous = rendezvous;
+  if (text.starts_with("tcp://") || text.starts_with("file://")) {
+    return join_processes(std::move(group), how, device);
   }
+  if (how.shrinkable) throw Unsupported(kWhoShrinks);
   constexpr std::string_view kLocal = "local://";
   if (text.starts_with(kLocal)) {
     require(text.size() > kLocal.size(), "rendezvous 'local://' lacks a name");
-    return join_local_group(text.substr(kLocal.size()), rank, world, device, timeout);
+    return join_local_group(text.substr(kLocal.size()), group.rank, group.world, device, group.timeout);
   }
-  const bool nccl_meets = text == "nccl://";
-  if (device.is_cuda() && (nccl_meets || text.starts_with("tcp://") || text.starts_with("file://"))) {
-    require_nccl();
-    return Communicator::create_nccl(
-        {.group = {.rendezvous = text, .rank = rank, .world = world, .timeout = timeout, .secret = secret},
-         .device = device.index});
-  }
-  if (nccl_meets) throw BadInput("rendezvous 'nccl://' is for CUDA devices, and device is GW_HOST");
-  if (text.starts_with("tcp://") || text.starts_with("file://")) {
-    return Communicator::create_tcp(
-        {.group = {.rendezvous = text, .rank = rank, .world = world, .timeout = timeout, .secret = secret},
-         .interface = listening.interface,
-         .ports = listening.ports,
-         .shrinkable = shrinkable});
+  if (text == "nccl://") {
+    if (device.is_cuda()) return join_processes(std::move(group), how, device);
+    throw BadInput("rendezvous 'nccl://' is for CUDA devices, and device is GW_HOST");
   }
   throw BadInput(
       fmt::format("rendezvous '{}' is none of tcp://HOST:PORT, file:///PATH, nccl://, local://NAME", text));
@@ -108,7 +121,7 @@ extern "C" {
 gw_status gw_secret(const char* secret) {
   return guarded(__func__, [&] {
     require(secret == nullptr || *secret != 0, "the secret is empty");
-    next_secret = secret == nullptr ? "" : secret;
+    next.secret = secret == nullptr ? "" : secret;
   });
 }
 
@@ -117,9 +130,10 @@ gw_status gw_listen(const char* interface, int first_port, int last_port) {
     const bool any = first_port == 0 && last_port == 0;
     require(any || (1 <= first_port && first_port <= last_port && last_port <= 65535),
             "ports {} to {} are not a range from 1 to 65535, nor 0 and 0, for any", first_port, last_port);
-    Listening next{.interface = interface == nullptr ? "" : interface, .ports = {first_port, last_port}};
-    if (!next.interface.empty()) address_of_interface(next.interface);  // throws if there is none
-    next_listening = std::move(next);
+    const std::string name = interface == nullptr ? "" : interface;
+    if (!name.empty()) address_of_interface(name);  // throws if there is none
+    next.interface = name;
+    next.ports = {first_port, last_port};
   });
 }
 
@@ -127,12 +141,30 @@ gw_status gw_comm_create(const char* rendezvous, int rank, int world, int device
                          gw_comm* comm) {
   return guarded(__func__, [&] {
     require(comm != nullptr, "comm is null");
-    require(world >= 1 && world <= kMostRanks, "world is {}; it must be from 1 to {}", world, kMostRanks);
-    require(rank >= 0 && rank < world, "rank is {} in a world of {}", rank, world);
+    check_rank(rank, world);
     const auto timeout = checked_timeout(timeout_ms);
     const Device where = checked_device(device);
-    auto made = std::make_shared<ApiComm>(join(rendezvous, rank, world, where, timeout));
-    *comm = static_cast<gw_comm>(comms().add(std::move(made)));
+    auto joined = join(rendezvous, {.rendezvous = "", .rank = rank, .world = world, .timeout = timeout},
+                       take_next(), where);
+    *comm = static_cast<gw_comm>(comms().add(std::make_shared<ApiComm>(std::move(joined))));
+  });
+}
+
+gw_status gw_comm_from_store(const gw_store* store, int rank, int world, int device, int64_t timeout_ms,
+                             gw_comm* comm) {
+  return guarded(__func__, [&] {
+    const Next how = take_next();
+    require(comm != nullptr, "comm is null");
+    const gw_store checked = checked_store(store);
+    check_rank(rank, world);
+    const auto timeout = checked_timeout(timeout_ms);
+    const Device where = checked_device(device);
+    GroupOptions group{.rendezvous = "the caller's store", .rank = rank, .world = world, .timeout = timeout};
+    group.board = board_of_store(checked, timeout);
+    if (!how.interface.empty()) group.board->address = address_of_interface(how.interface);
+    auto joined =
+        world == 1 ? Communicator::create_single(where) : join_processes(std::move(group), how, where);
+    *comm = static_cast<gw_comm>(comms().add(std::make_shared<ApiComm>(std::move(joined))));
   });
 }
 
@@ -161,7 +193,7 @@ gw_status gw_comm_split(gw_comm comm, int color, int key, gw_comm* part) {
 }
 
 gw_status gw_shrinkable(int on) {
-  return guarded(__func__, [&] { next_shrinkable = on != 0; });
+  return guarded(__func__, [&] { next.shrinkable = on != 0; });
 }
 
 gw_status gw_comm_shrink(gw_comm comm, int64_t timeout_ms, gw_comm* rest, int32_t* ranks, int32_t capacity) {
@@ -224,16 +256,13 @@ gw_status gw_comm_grow(gw_comm comm, gw_comm* grown) {
 
 gw_status gw_comm_join(const char* doors, int64_t timeout_ms, gw_comm* comm) {
   return guarded(__func__, [&] {
-    const std::string secret = std::exchange(next_secret, "");
+    const Next how = take_next();
     require(doors != nullptr, "doors is null");
     require(comm != nullptr, "comm is null");
     const auto timeout = checked_timeout(timeout_ms);
-    const Listening listening = std::exchange(next_listening, {});
-    TcpOptions options{.group = {}, .interface = listening.interface, .ports = listening.ports};
-    options.group.timeout = timeout;
-    options.group.secret = secret;
     auto joined = Communicator::join_tcp(
-        options, {.read = [text = std::string(doors)] { return text; }, .about = kAbout, .longest = timeout});
+        how.tcp({.rendezvous = "", .timeout = timeout}),
+        {.read = [text = std::string(doors)] { return text; }, .about = kAbout, .longest = timeout});
     *comm = static_cast<gw_comm>(comms().add(std::make_shared<ApiComm>(std::move(joined))));
   });
 }

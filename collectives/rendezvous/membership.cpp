@@ -96,6 +96,10 @@ void check_secrecy(const GroupOptions& options, const Endpoint& endpoint) {
 
 }  // namespace
 
+bool is_meeting(const std::string& text) {
+  return !parse_meeting(text).endpoints.empty();
+}
+
 void write_private_file(const std::string& path, const std::string& text) {
   std::string scratch = fmt::format("{}.{}", path, getpid());
   std::remove(scratch.c_str());
@@ -161,6 +165,7 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
   // A run that has just ended may still have the port.
   constexpr milliseconds kPatience{3000};
   auto patient_until = SteadyClock::time_point::max();
+  std::string refused;  // why, by a process of another run
   while (!client_) {
     if (board && rank != 0) {
       meeting = parse_meeting(board->read());
@@ -184,14 +189,17 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
       } catch (const CommError& error) {
         why = fmt::format("{}: {}", endpoint.text(), error.what());
         const bool others = why.ends_with(kOtherSecret) || why.find(kOtherJob) != std::string::npos;
-        if (!board && others) patient_until = std::min(patient_until, SteadyClock::now() + kPatience);
+        if (path.empty() && others) {  // a file may be an earlier run's
+          refused = why;
+          patient_until = std::min(patient_until, SteadyClock::now() + kPatience);
+        }
       }
     }
     if (client_) break;
     if (SteadyClock::now() >= patient_until) {
       throw CommError(fmt::format(
-          "rank {} cannot join through {}: {}; {}", rank, rendezvous, why,
-          why.ends_with(kOtherSecret)
+          "rank {} cannot join through {}: {}; {}", rank, rendezvous, refused,
+          refused.ends_with(kOtherSecret)
               ? "give all ranks the same GRADWIRE_SECRET"
               : "give each run a port of its own, or all ranks of this one the same GRADWIRE_JOB"));
     }

@@ -23,6 +23,9 @@ struct Board {
   std::function<std::string()> read;  // empty as long as nothing has been published
 };
 
+// Whether rank 0 may have published this.
+bool is_meeting(const std::string& text);
+
 // Puts a file that only this user can read in place, so that others see the whole of it or none. Throws BadInput.
 void write_private_file(const std::string& path, const std::string& text);
 

@@ -15,10 +15,12 @@ WORLD = 4
 
 # What the page's examples leave to their reader; %s: an example.
 PROGRAM = """
+#define _POSIX_C_SOURCE 200809L
 #include "gradwire.h"
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <time.h>
 
 static void fail(const char* status, const char* text) {
   fprintf(stderr, "%%s: %%s\\n", status, text);
@@ -42,14 +44,50 @@ static int loaded;
 static void load_next_batch(void) { ++loaded; }
 static void report_slow_step(void) {}
 
+/* A store of files, in the folder `user`. */
+static void name_of(char* path, size_t capacity, void* user, const char* key) {
+  size_t at = (size_t)snprintf(path, capacity, "%%s/", (const char*)user);
+  for (; *key && at + 1 < capacity; ++key) path[at++] = *key == '/' ? '_' : *key;
+  path[at] = 0;
+}
+static const char* my_set(void* user, const char* key, const void* value, size_t bytes, int64_t timeout_ms) {
+  (void)timeout_ms;
+  char path[4096], scratch[4110];
+  name_of(path, sizeof path, user, key);
+  snprintf(scratch, sizeof scratch, "%%s.new", path);
+  FILE* file = fopen(scratch, "wb");
+  if (file == NULL) return "the folder is gone";
+  fwrite(value, 1, bytes, file);
+  fclose(file);
+  return rename(scratch, path) == 0 ? NULL : "the folder is gone";
+}
+static const char* my_get(void* user, const char* key, int64_t timeout_ms, void* value, size_t capacity, size_t* bytes) {
+  char path[4096];
+  name_of(path, sizeof path, user, key);
+  const struct timespec step = {0, 10 * 1000 * 1000};
+  for (int64_t waited_ms = 0; waited_ms < timeout_ms; waited_ms += 10) {
+    FILE* file = fopen(path, "rb");
+    if (file != NULL) {
+      *bytes = fread(value, 1, capacity, file);
+      fclose(file);
+      return NULL;
+    }
+    nanosleep(&step, NULL);
+  }
+  return NULL;
+}
+
 static float gradients[256 * 512], grad[5433], residual[5433], weights[5433], shard[4096], master[4096];
 
 int main(int argc, char** argv) {
-  if (argc != 2) return 2;
+  if (argc != 3) return 2;
+  void* const my_client = argv[2];
   const int rank = atoi(argv[1]), world = 4;
   const float mean = 2.5f;
   const size_t offset = 0;
   void* const stream = NULL;
+%s
+  gw_comm_destroy(comm);
 %s
   gw_tensor tensors[1];
   void* grads[1] = {gradients};
@@ -90,7 +128,7 @@ def c_program(examples: List[str], build: str) -> None:
         path.write_text(source.replace("node0:29500", address))
         subprocess.run([os.environ.get("CC", "cc"), "-std=c11", "-Wall", "-Wextra", "-Werror", "-I", ROOT / "collectives", path,
                         "-o", program, "-L", f"{build}/lib", "-lgradwire", "-lm", f"-Wl,-rpath,{build}/lib"], check=True)
-        ranks = [subprocess.Popen([program, str(rank)], env={**os.environ, "GRADWIRE_THREADS": "1"}) for rank in range(WORLD)]
+        ranks = [subprocess.Popen([program, str(rank), folder], env={**os.environ, "GRADWIRE_THREADS": "1"}) for rank in range(WORLD)]
         try:
             codes = [rank.wait(timeout=100) for rank in ranks]
         finally:
@@ -100,5 +138,5 @@ def c_program(examples: List[str], build: str) -> None:
 
 
 SESSIONS = {"a C program of 4 ranks": Session(0, c_program, [
-    "gw_comm comm;", "gw_tensor t", "gw_reducer_allreduce", "gw_reducer_ready", "gw_request request;", "gw_call_tag", "int64_t counts"])}
+    "gw_comm comm;", "gw_store store", "gw_tensor t", "gw_reducer_allreduce", "gw_reducer_ready", "gw_request request;", "gw_call_tag", "int64_t counts"])}
 NOT_RUN = [("cmake --preset", "tests/capi/installed_test.py installs the library elsewhere, and builds and runs the example programs with it")]

@@ -1,0 +1,252 @@
+// gw_comm_from_store(): ranks that meet through a key-value store of the caller's.
+#include <atomic>
+#include <barrier>
+#include <chrono>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+
+#include "tests/capi/ranks.h"
+
+namespace {
+
+// One rank's view of a store in this process; what is wrong with it is up to the test.
+struct TestStore {
+  struct Shared {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::map<std::string, std::string> values;
+    std::atomic<int> calls{0};
+  };
+  explicit TestStore(Shared& table) : shared(table) {}
+
+  gw_store api(const char* prefix = nullptr) {
+    gw_store s;
+    std::memset(&s, 0, sizeof s);
+    s.size = sizeof s;
+    s.set = [](void* user, const char* key, const void* value, size_t bytes, int64_t timeout_ms) {
+      return static_cast<TestStore*>(user)->set(key, {static_cast<const char*>(value), bytes}, timeout_ms);
+    };
+    s.get = [](void* user, const char* key, int64_t timeout_ms, void* value, size_t capacity, size_t* bytes) {
+      return static_cast<TestStore*>(user)->get(key, timeout_ms, value, capacity, bytes);
+    };
+    s.user = this;
+    s.prefix = prefix;
+    return s;
+  }
+
+  const char* set(const std::string& key, const std::string& value, int64_t timeout_ms) {
+    EXPECT_GT(timeout_ms, 0);
+    EXPECT_EQ(std::this_thread::get_id(), caller);
+    ++shared.calls;
+    if (fails != nullptr) return fails;
+    std::lock_guard lock(shared.mutex);
+    shared.values[key] = value;
+    shared.changed.notify_all();
+    return nullptr;
+  }
+  const char* get(const std::string& key, int64_t timeout_ms, void* value, size_t capacity, size_t* bytes) {
+    EXPECT_GT(timeout_ms, 0);
+    EXPECT_EQ(*bytes, 0u);
+    EXPECT_EQ(std::this_thread::get_id(), caller);
+    ++shared.calls;
+    if (fails != nullptr) return fails;
+    std::unique_lock lock(shared.mutex);
+    const auto there = [&] { return shared.values.count(key) > 0; };
+    const std::chrono::milliseconds patience(overtime_ms > 0 ? timeout_ms + overtime_ms : timeout_ms);
+    if (!shared.changed.wait_for(lock, patience, there)) return nullptr;
+    const std::string& found = shared.values[key];
+    *bytes = found.size();
+    std::memcpy(value, found.data(), std::min(capacity, found.size()));
+    return nullptr;
+  }
+
+  Shared& shared;
+  const char* fails = nullptr;
+  int64_t overtime_ms = 0;
+  std::thread::id caller = std::this_thread::get_id();
+};
+
+constexpr int64_t kPatience_ms = 30'000;
+
+void on_ranks(int world, const std::function<void(TestStore&, int)>& body, TestStore::Shared& shared) {
+  std::vector<std::thread> threads;
+  for (int r = 0; r < world; ++r) {
+    threads.emplace_back([&, r] {
+      TestStore store(shared);
+      body(store, r);
+    });
+  }
+  for (auto& t : threads) t.join();
+}
+
+float ones_over(gw_comm comm) {
+  float x = 1;
+  GW_EXPECT_OK(gw_allreduce(comm, &x, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+  return x;
+}
+
+// What one rank alone gets, with `timeout_ms`, in a world of 2.
+gw_status alone(TestStore& store, int rank, int64_t timeout_ms) {
+  const gw_store s = store.api();
+  gw_comm comm = nullptr;
+  return gw_comm_from_store(&s, rank, 2, GW_HOST, timeout_ms, &comm);
+}
+
+TEST(CApiStore, RanksMeetThroughTheCallersStoreAsOftenAsItHasPrefixes) {
+  for (int world : {1, 2, 4}) {
+    TestStore::Shared shared;
+    on_ranks(
+        world,
+        [&](TestStore& store, int rank) {
+          gw_comm comms[2] = {};
+          for (int i = 0; i < 2; ++i) {
+            const std::string prefix = "group" + std::to_string(i) + "/";
+            const gw_store s = store.api(prefix.c_str());
+            GW_ASSERT_OK(gw_comm_from_store(&s, rank, world, GW_HOST, kPatience_ms, &comms[i]));
+          }
+          for (gw_comm comm : comms) {
+            GW_EXPECT_OK(gw_call_tag(comm, "ones"));
+            EXPECT_EQ(ones_over(comm), static_cast<float>(world));
+            GW_EXPECT_OK(gw_comm_destroy(comm));
+          }
+        },
+        shared);
+    EXPECT_EQ(shared.values.size(), world == 1 ? 0u : 2u) << "one key per group, which stays";
+    if (world > 1) {
+      EXPECT_EQ(shared.values.count("group1/gradwire/meeting"), 1u);
+    }
+  }
+}
+
+TEST(CApiStore, SecretsInterfacesAndShrinkingGoWithItAsWithAFile) {
+  TestStore::Shared shared;
+  std::atomic<int> made{0};
+  std::barrier summed(3);
+  on_ranks(
+      3,
+      [&](TestStore& store, int rank) {
+        GW_EXPECT_OK(gw_secret("of this run"));
+        GW_EXPECT_OK(gw_listen("lo", 0, 0));
+        GW_EXPECT_OK(gw_shrinkable(1));
+        const gw_store s = store.api();
+        gw_comm comm = nullptr, rest = nullptr;
+        GW_ASSERT_OK(gw_comm_from_store(&s, rank, 3, GW_HOST, kPatience_ms, &comm));
+        EXPECT_EQ(ones_over(comm), 3.0f);
+        ++made;
+        summed.arrive_and_wait();  // nobody ends the group while another is in the call
+        if (rank > 0) {            // rank 0 leaves
+          GW_ASSERT_OK(gw_comm_shrink(comm, kPatience_ms, &rest, nullptr, 0));
+          EXPECT_EQ(ones_over(rest), 2.0f);
+          GW_EXPECT_OK(gw_comm_destroy(rest));
+        }
+        GW_EXPECT_OK(gw_comm_destroy(comm));
+      },
+      shared);
+  EXPECT_EQ(made, 3);
+  const std::string meeting = shared.values["gradwire/meeting"];
+  EXPECT_NE(meeting.find(" 127.0.0.1\n"), std::string::npos) << meeting;
+  EXPECT_EQ(meeting.find("of this run"), std::string::npos) << "the user's secret is not in the store";
+}
+
+TEST(CApiStore, WhoHasTheStoreButNotTheSecretIsRefused) {
+  TestStore::Shared shared;
+  on_ranks(
+      2,
+      [&](TestStore& store, int rank) {
+        GW_EXPECT_OK(gw_secret(rank == 0 ? "right" : "wrong"));
+        EXPECT_EQ(alone(store, rank, rank == 0 ? 4'000 : kPatience_ms), GW_COMM_FAILED);
+        const std::string said = gw_last_error(),
+                          expected = "the process there has another secret; give all ranks the same";
+        EXPECT_EQ(said.find(expected) != std::string::npos, rank == 1) << said;
+      },
+      shared);
+}
+
+TEST(CApiStore, AStoreThatFailsIsNamedWithItsText) {
+  TestStore::Shared shared;
+  TestStore store(shared);
+  store.fails = "the quorum is lost";
+  GW_EXPECT_FAILS(GW_COMM_FAILED, "the store's set('gradwire/meeting') failed: the quorum is lost",
+                  alone(store, 0, kPatience_ms));
+  GW_EXPECT_FAILS(GW_COMM_FAILED, "the store's get('gradwire/meeting') failed: the quorum is lost",
+                  alone(store, 1, kPatience_ms));
+  EXPECT_EQ(shared.calls, 2) << "neither is tried again";
+}
+
+TEST(CApiStore, AStoreWithSomethingElseUnderTheKeyIsAnErrorAtOnce) {
+  for (const std::string& garbage :
+       {std::string("rank 0 was here"), std::string(1, '\0'), std::string(1 << 20, 'x'),
+        std::string("gradwire-rendezvous-1"), std::string("gradwire-rendezvous-2\nsecret 1 127.0.0.1\n")}) {
+    TestStore::Shared shared;
+    TestStore store(shared);
+    shared.values["gradwire/meeting"] = garbage;
+    const std::string expected = std::to_string(garbage.size()) + " bytes) is not what rank 0 has set";
+    GW_EXPECT_FAILS(GW_COMM_FAILED, expected, alone(store, 1, kPatience_ms));
+    EXPECT_EQ(shared.calls, 1);
+  }
+}
+
+TEST(CApiStore, AnAddressAtWhichNobodyIsEndsAtTheDeadline) {
+  TestStore::Shared shared;
+  TestStore store(shared);
+  shared.values["gradwire/meeting"] = "gradwire-rendezvous-1\nsecret 1 127.0.0.1\n";
+  GW_EXPECT_FAILS(GW_COMM_FAILED, "did not reach rank 0 through the caller's store", alone(store, 1, 300));
+}
+
+TEST(CApiStore, AKeyThatNobodySetsIsAnErrorAtTheDeadline) {
+  TestStore::Shared shared;
+  TestStore store(shared);
+  GW_EXPECT_FAILS(GW_COMM_FAILED, "rank 0 has not set 'gradwire/meeting' in the store within 200 ms",
+                  alone(store, 1, 200));
+  EXPECT_EQ(shared.calls, 1);
+}
+
+TEST(CApiStore, AStoreThatBlocksPastTheDeadlineIsNamed) {
+  TestStore::Shared shared;
+  TestStore store(shared);
+  store.overtime_ms = 700;
+  GW_EXPECT_FAILS(GW_COMM_FAILED, "the store's get('gradwire/meeting') came back too late",
+                  alone(store, 1, 100));
+}
+
+TEST(CApiStore, RanksWithAnotherWorldAreRefused) {
+  TestStore::Shared shared;
+  on_ranks(
+      2,
+      [&](TestStore& store, int rank) {
+        const gw_store s = store.api();
+        gw_comm comm = nullptr;
+        EXPECT_EQ(gw_comm_from_store(&s, rank, 2 + rank, GW_HOST, 2'000, &comm), GW_COMM_FAILED);
+        EXPECT_EQ(comm, nullptr);
+        if (rank == 1) {
+          EXPECT_NE(std::string(gw_last_error()).find("3"), std::string::npos) << gw_last_error();
+        }
+      },
+      shared);
+}
+
+TEST(CApiStore, WhatIsNoStoreIsRefusedBeforeAnythingIsCalled) {
+  TestStore::Shared shared;
+  TestStore store(shared);
+  const gw_store good = store.api();
+  gw_comm comm = nullptr;
+  const auto make = [&](const gw_store& s, int rank = 0, int world = 2, int device = GW_HOST,
+                        int64_t ms = 100) { return gw_comm_from_store(&s, rank, world, device, ms, &comm); };
+  gw_store bad = good;
+  bad.size = 0;
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_store.size is 0", make(bad));
+  bad = good, bad.set = nullptr;
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_store.set is null", make(bad));
+  bad = good, bad.get = nullptr;
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_store.get is null", make(bad));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "rank is 2 in a world of 2", make(good, 2));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "world is 0", make(good, 0, 0));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "device -7", make(good, 0, 2, -7));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "timeout_ms is 0", make(good, 0, 2, GW_HOST, 0));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "store is null", gw_comm_from_store(nullptr, 0, 2, GW_HOST, 100, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "comm is null", gw_comm_from_store(&good, 0, 2, GW_HOST, 100, nullptr));
+  EXPECT_EQ(shared.calls, 0);
+}
+
+}  // namespace
