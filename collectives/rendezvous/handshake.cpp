@@ -1,10 +1,13 @@
 #include "collectives/rendezvous/handshake.h"
 
+#include <fmt/format.h>
 #include <sys/random.h>
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 
 #include "runtime/error.h"
@@ -77,6 +80,14 @@ Challenge::State Challenge::advance(const Socket& socket) {
       return refuse("hung up");
     }
   }
+}
+
+void TurnedAway::say(int rank, const Socket& socket, const std::string& why) {
+  if (!std::has_single_bit(++count_)) return;
+  const std::string from = socket.peer_address();
+  std::fprintf(stderr, "gradwire: rank %d turned away a connection from %s: %s%s\n", rank,
+               from.empty() ? "a peer that is gone" : from.c_str(), why.c_str(),
+               count_ == 1 ? "" : fmt::format(" ({} so far)", count_).c_str());
 }
 
 std::string introduce(const Socket& socket, const Credentials& credentials,

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <string>
 
 #include "collectives/rendezvous/sha256.h"
@@ -50,6 +51,17 @@ class Challenge {
   const SteadyClock::time_point until_ = SteadyClock::now() + kHandshakeTime;
   std::string received_, mine_, theirs_;
   std::string why_;
+};
+
+// A listener's record of whom it has turned away, on standard error: the first time, and each time that their number has
+// doubled.
+class TurnedAway {
+ public:
+  // `rank`: whose listener it is.
+  void say(int rank, const Socket& socket, const std::string& why);
+
+ private:
+  uint64_t count_ = 0;
 };
 
 // What introduce() says of an acceptor with another key.

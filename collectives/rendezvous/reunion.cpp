@@ -160,7 +160,10 @@ void Reunion::serve_callers() {
 void Reunion::listen_to(Caller& c) {
   if (c.challenge) {
     const Challenge::State state = c.challenge->advance(c.socket);
-    if (state == Challenge::State::refused) c.socket.close();
+    if (state == Challenge::State::refused) {
+      turned_away_.say(rank_, c.socket, c.challenge->why());
+      c.socket.close();
+    }
     if (state != Challenge::State::proved) return;
     c.challenge = nullptr;
   }

@@ -152,6 +152,7 @@ class Reunion {
   bool stopped_for_long_ = false;      // others may have taken this rank for dead
   SteadyClock::time_point ticked_at_ = SteadyClock::now();  // when the thread was last seen to run
   bool stop_ = false;
+  TurnedAway turned_away_;
   int most_ = 0;  // ranks, with newcomers
   std::function<std::string(const std::string&)> judge_;
   SteadyClock::time_point told_to_wait_at_ = {};

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <bit>
 #include <cerrno>
 #include <condition_variable>
 #include <cstdio>
@@ -220,14 +219,7 @@ class StoreServer::Loop {
     }
   }
 
-  // Says so the first time, and each time that their number has doubled.
-  void turn_away(const Peer& peer, const std::string& why) {
-    if (!std::has_single_bit(++turned_away_)) return;
-    const std::string from = peer.socket.peer_address();
-    std::fprintf(stderr, "gradwire: rank 0 turned away a connection from %s: %s%s\n",
-                 from.empty() ? "a peer that is gone" : from.c_str(), why.c_str(),
-                 turned_away_ == 1 ? "" : fmt::format(" ({} so far)", turned_away_).c_str());
-  }
+  void turn_away(const Peer& peer, const std::string& why) { turned_away_.say(0, peer.socket, why); }
 
   void serve(Peer& peer) {
     if (peer.challenge) {
@@ -512,7 +504,7 @@ class StoreServer::Loop {
   const int world_;
   const Credentials credentials_;
   const std::string job_;
-  uint64_t turned_away_ = 0;
+  TurnedAway turned_away_;
   std::atomic<bool> stopping_{false};
   std::vector<std::unique_ptr<Peer>> peers_;
   std::map<std::string, Value> values_;

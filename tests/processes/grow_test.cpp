@@ -122,12 +122,16 @@ TEST(Grow, ANewcomerThatDiesOrStopsOnTheWayInCostsTheRunNoRankAndNoStep) {
   }
 }
 
-TEST(Grow, WithoutTheSecretNobodyIsHeard) {
+TEST(Grow, WithoutTheSecretNobodyIsHeardAndRank0NamesWhoWasTurnedAway) {
   const Trained trained = train({.fates = "4 2 join-guesses", .world = 2, .steps = 12, .refused = {2}}, {});
   EXPECT_EQ(trained.ranks[2].exit_code, 3);
   EXPECT_NE(trained.ranks[2].output.find("give it the run's GRADWIRE_SECRET"), std::string::npos)
       << trained.ranks[2].output;
   EXPECT_TRUE(trained.joined().empty());
+  const std::vector<std::string> named =
+      lines_with("gradwire: rank 0 turned away a connection from ", trained.ranks[0].output);
+  ASSERT_FALSE(named.empty()) << trained.ranks[0].output;
+  EXPECT_TRUE(named[0].ends_with(": wrong secret")) << named[0];
 }
 
 // Ranks that were launched die at any moment, also in which others join. GRADWIRE_KILLS: how often.
