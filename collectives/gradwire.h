@@ -252,8 +252,8 @@ GW_API gw_status gw_comm_doors(gw_comm comm, char* text, size_t capacity, size_t
  * GW_BAD_ARGUMENT, GW_BAD_HANDLE. */
 GW_API gw_status gw_comm_waiting(gw_comm comm, int32_t* processes);
 
-/* Makes a communicator of the ranks of `comm` and of the processes that wait to join, which follow them. Collective. Takes
- * up to 10 s longer if a process that waited dies now, or stops answering.
+/* Makes a communicator of the ranks of `comm` and of the processes that wait to join, which follow them. Collective. If
+ * a process that waited dies now, the ranks notice at once; if it stops answering, after up to 10 s.
  *
  * grown   out: can grow and shrink in turn. Null if nobody has joined in the end: then `comm` goes on. Else `comm` and its
  *         reducers can only be destroyed. The number of ranks per node is unknown.

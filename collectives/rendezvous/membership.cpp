@@ -134,7 +134,10 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
     if (rank == 0) {
       meeting.secret = random_secret();
       key_ = options_.secret + meeting.secret;
-      server_ = std::make_unique<StoreServer>(Endpoint{board->address, 0}, world, key_, options_.job);
+      std::vector<Socket> invited;
+      for (const int fd : board->invited) invited.emplace_back(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+      server_ = std::make_unique<StoreServer>(Endpoint{board->address, 0}, world, key_, options_.job,
+                                              StoreLimits(world), std::move(invited));
       board->publish(meeting_text(meeting.secret, server_->port(), board->address));
       published_file_ = path;
     }

@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "collectives/rendezvous/store.h"
 
@@ -21,6 +22,8 @@ struct Board {
   std::string address;  // at which it listens; empty: at all that it has
   std::function<void(const std::string& text)> publish;
   std::function<std::string()> read;  // empty as long as nothing has been published
+  // Rank 0's sockets to the last ranks: see StoreServer's `invited`. They stay the caller's.
+  std::vector<int> invited = {};
 };
 
 // Whether rank 0 may have published this.

@@ -134,13 +134,13 @@ class Newcomer {
       if (message->key == Reunion::kCome) {
         send_all(*socket, StoreMessage{Op::hello, 0, Reunion::kCome, ""}.encode(), soon());
       }
-      if (message->key == Reunion::kJoin) return understand(message->value);
+      if (message->key == Reunion::kJoin) return understand(message->value, std::move(*socket));
     }
   }
 
-  Invitation understand(const std::string& text) {
+  Invitation understand(const std::string& text, Socket host) {
     std::istringstream lines(text);
-    Invitation invitation{.reunion = reunion_};
+    Invitation invitation{.reunion = reunion_, .host = std::move(host)};
     int number = 0;
     lines >> invitation.rank >> invitation.world >> number >> invitation.name;
     lines.ignore();  // the line's end
@@ -170,6 +170,11 @@ std::string doors_text(const std::string& secret, const std::string& contacts) {
 
 Invitation knock(const Knock& request) {
   return Newcomer(request).let_in();
+}
+
+void say_joined(const Invitation& invitation) {
+  send_all(invitation.host, StoreMessage{Op::hello, 0, Reunion::kHere, ""}.encode(),
+           SteadyClock::now() + Reunion::kPatience);
 }
 
 std::string invitation_text(int rank, int world, int number, const std::string& name,

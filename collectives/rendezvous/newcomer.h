@@ -31,7 +31,10 @@ struct Invitation {
   int rank = 0, world = 1;           // in the group that forms now
   std::string name = {};             // the group's
   std::string meeting = {};          // where its store is
+  // To the rank that lets this process in. If it ends before say_joined(), the others go on without this process.
+  Socket host = {};
 };
+void say_joined(const Invitation& invitation);
 
 class NobodyAnswers : public CommError {
  public:

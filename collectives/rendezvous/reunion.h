@@ -93,6 +93,7 @@ class Reunion {
   static constexpr const char* kWait = "wait";    // rank, each second
   static constexpr const char* kCome = "come";    // rank: does it still answer? Newcomer: it does
   static constexpr const char* kJoin = "join";    // rank: the invitation
+  static constexpr const char* kHere = "here";    // newcomer: it has joined
   static constexpr const char* kElsewhere = "elsewhere";  // rank: the contact of the one to ask
   static constexpr const char* kUnwelcome = "unwelcome";  // rank: why
 

@@ -103,8 +103,11 @@ class StoreServer {
   // with a line on stderr. So are ranks of another job (job.h), and they hear why.
   StoreServer(const Endpoint& endpoint, int world, const std::string& key, const std::string& job = "")
       : StoreServer(endpoint, world, key, job, StoreLimits(world)) {}
+  //
+  // `invited`: connections to the processes that are to become the last ranks, each of which says something, whatever
+  // it is, once it has joined. If one hangs up before, the group fails at once.
   StoreServer(const Endpoint& endpoint, int world, const std::string& key, const std::string& job,
-              const StoreLimits& limits);
+              const StoreLimits& limits, std::vector<Socket> invited = {});
   // Gives the other ranks time to make their last requests and leave, then announces the shutdown.
   ~StoreServer();
   int port() const { return port_; }

@@ -76,7 +76,7 @@ class StoreServer::Messages {
 class StoreServer::Loop {
  public:
   Loop(Socket listener, int world, const std::string& key, const std::string& job, Messages& messages,
-       const StoreLimits& limits)
+       const StoreLimits& limits, std::vector<Socket> invited)
       : messages_(messages),
         limits_(limits),
         key_bytes_of_(static_cast<size_t>(world)),
@@ -84,7 +84,8 @@ class StoreServer::Loop {
         wake_(eventfd(0, EFD_CLOEXEC)),
         world_(world),
         credentials_{key, kStorePurpose},
-        job_(job) {
+        job_(job),
+        invited_(std::move(invited)) {
     roll_.ranks.resize(world, {Presence::never_came, ""});
   }
 
@@ -105,12 +106,17 @@ class StoreServer::Loop {
         entries.push_back(
             {peer->socket.fd(), static_cast<short>(peer->out.empty() ? POLLIN : POLLIN | POLLOUT), 0});
       }
+      const size_t invited_at = entries.size();
+      for (const Socket& socket : invited_) entries.push_back({socket.fd(), POLLIN, 0});  // < 0: ignored
       poll(entries.data(), entries.size(), milliseconds_to_next_event());
       if (entries[0].revents != 0) {
         uint64_t count;
         [[maybe_unused]] ssize_t got = read(wake_.fd(), &count, sizeof count);
       }
-      for (size_t i = 0; i + 2 < entries.size(); ++i) {
+      for (size_t i = 0; i < invited_.size(); ++i) {
+        if (entries[invited_at + i].revents != 0) hear_of_invited(i);
+      }
+      for (size_t i = 0; i + 2 < invited_at; ++i) {
         if (entries[i + 2].revents != 0 || peers_[i]->is_stranger()) serve(*peers_[i]);
       }
       if (entries[1].revents != 0) accept_some();
@@ -194,6 +200,17 @@ class StoreServer::Loop {
         return;
       }
     }
+  }
+
+  // It has joined, or died.
+  void hear_of_invited(size_t i) {
+    char byte;
+    const ssize_t n = recv(invited_[i].fd(), &byte, 1, MSG_DONTWAIT);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    invited_[i].close();
+    if (n > 0) return;
+    const size_t rank = static_cast<size_t>(world_) - invited_.size() + i;
+    fail(fmt::format("the process that was to become rank {} is gone", rank));
   }
 
   size_t strangers() const {
@@ -505,6 +522,7 @@ class StoreServer::Loop {
   const Credentials credentials_;
   const std::string job_;
   TurnedAway turned_away_;
+  std::vector<Socket> invited_;  // closed once they have joined
   std::atomic<bool> stopping_{false};
   std::vector<std::unique_ptr<Peer>> peers_;
   std::map<std::string, Value> values_;
@@ -516,9 +534,10 @@ class StoreServer::Loop {
 };
 
 StoreServer::StoreServer(const Endpoint& endpoint, int world, const std::string& key, const std::string& job,
-                         const StoreLimits& limits)
+                         const StoreLimits& limits, std::vector<Socket> invited)
     : messages_(std::make_unique<Messages>(world, limits)),
-      loop_(std::make_unique<Loop>(listen_on(endpoint), world, key, job, *messages_, limits)),
+      loop_(std::make_unique<Loop>(listen_on(endpoint), world, key, job, *messages_, limits,
+                                   std::move(invited))),
       port_(loop_->port()) {
   thread_ = std::thread([this] { loop_->run(); });
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -283,11 +284,15 @@ class TcpTransport final : public Transport {
                                       send_invitations(growth, newcomers, world(), reunion_->number() + 1);
                                     },
                                 .read = [&growth] { return growth.meeting; }};
+    for (const Reunion::Newcomer& n : newcomers) options.group.board->invited.push_back(n.socket.fd());
     std::unique_ptr<TcpTransport> made;
     try {
       made = std::make_unique<TcpTransport>(options, reunion_, false);
       made->options_.group.joining = options_.group.joining;
-    } catch (const CommError&) {  // a newcomer is gone; whoever of this group is, shows below
+    } catch (const CommError& error) {  // a newcomer is gone; whoever of this group is, shows below
+      if (rank() == 0) {
+        std::fprintf(stderr, "gradwire: no new rank has joined, and the others go on: %s\n", error.what());
+      }
       if (rank() == 0 && growth.meeting.empty()) {  // nobody has heard of it
         group_.store().set(key, Growth().encode());
         return nullptr;
@@ -594,7 +599,9 @@ std::unique_ptr<Transport> join_tcp_transport(const TcpOptions& joining, const D
   options.group.world = invitation.world;
   options.group.job = invitation.name;
   options.group.board = Board{.address = "", .publish = nullptr, .read = [&] { return invitation.meeting; }};
-  return std::make_unique<TcpTransport>(options, invitation.reunion);
+  auto joined = std::make_unique<TcpTransport>(options, invitation.reunion);
+  say_joined(invitation);
+  return joined;
 }
 
 }  // namespace gradwire

@@ -119,6 +119,14 @@ TEST(Grow, ANewcomerThatDiesOrStopsOnTheWayInCostsTheRunNoRankAndNoStep) {
     EXPECT_EQ(trained.joined(), (std::vector<int>{2})) << "the number of the first that is really there";
     EXPECT_TRUE(trained.lost().empty());
     EXPECT_EQ(lines_with("end: ", trained.ranks[0].output).size(), 1u);
+    // How the others notice: its connection ends, or a deadline passes.
+    const std::vector<std::string> notes =
+        lines_with("gradwire: no new rank has joined, and the others go on: ", trained.ranks[0].output);
+    const bool forms = std::string(what) == "join-dies" || std::string(what) == "join-stops";
+    ASSERT_EQ(notes.size(), forms ? 1u : 0u) << what << ": " << trained.ranks[0].output;
+    if (!forms) continue;
+    const bool at_once = notes[0].find("the process that was to become rank 2 is gone") != std::string::npos;
+    EXPECT_EQ(at_once, std::string(what) == "join-dies") << notes[0];
   }
 }
 

@@ -193,6 +193,30 @@ TEST_F(StoreTest, ASecondProcessOfARankIsTurnedAwayFromAGroupThatWorks) {
   EXPECT_EQ(a->get("still", in(10s), "x"), "fine");
 }
 
+// The last two of three ranks are invited; each has a connection of its own to the server for that.
+TEST_F(StoreTest, AnInvitedProcessThatDiesBeforeItHasJoinedEndsTheGroupAndOneThatHasJoinedMayHangUp) {
+  std::vector<Socket> here, there;
+  for (int i = 0; i < 2; ++i) {
+    int ends[2];
+    ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
+    here.emplace_back(ends[0]);
+    there.emplace_back(ends[1]);
+  }
+  server = std::make_unique<StoreServer>(Endpoint{"127.0.0.1", 0}, kWorld, "key", "", StoreLimits(kWorld),
+                                         std::move(here));
+  auto first = join(0);
+  ASSERT_TRUE(send_all(there[0], "joined", in(5s)));
+  there[0].close();
+  first->set("key", "value");
+  EXPECT_EQ(first->get("key", in(5s), "x"), "value") << "rank 1 has said that it has joined";
+  there[1].close();
+  const std::string gone = "the process that was to become rank 2 is gone";
+  EXPECT_NE(error_of([&] { first->get("never set", in(600s), "x"); }).find(gone), std::string::npos);
+  // Who comes later hears of it, too, and does not wait either.
+  auto second = join(1);
+  EXPECT_NE(error_of([&] { second->get("never set", in(600s), "x"); }).find(gone), std::string::npos);
+}
+
 TEST_F(StoreTest, AServerThatLeavesProperlyIsNoFailure) {
   auto a = join(0), b = join(1);
   Told told;
