@@ -20,7 +20,8 @@ cmake -S . -B $build -G Ninja -DCMAKE_BUILD_TYPE=Release -DGRADWIRE_CUDA=OFF > b
 rm build-fuzz.log
 cmake --build $build --target fuzz_tests
 readers=(
-  collectives/c_api/state.cpp collectives/rendezvous/handshake.cpp collectives/rendezvous/store.cpp collectives/spec/spec.cpp
+  collectives/c_api/state.cpp collectives/codec/powersgd_choice.cpp collectives/rendezvous/handshake.cpp collectives/rendezvous/store.cpp collectives/spec/spec.cpp
+  kernels/gemm/tuning.cpp
   trainer/checkpoint/checkpoint.cpp trainer/checkpoint/folder.cpp trainer/checkpoint/safetensors.cpp
   trainer/config/config.cpp trainer/data/cifar10.cpp trainer/data/fashion_mnist.cpp trainer/data/file.cpp
   trainer/log/earlier_run.cpp trainer/log/live_run.cpp trainer/log/records.cpp trainer/log/stragglers.cpp

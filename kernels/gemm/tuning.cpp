@@ -19,6 +19,7 @@ namespace gradwire {
 namespace {
 
 constexpr const char* kHeader = "gradwire tuning 1";
+constexpr int kLinesNamed = 5;
 
 // What may be between two tabs.
 bool is_field(const std::string& text) {
@@ -38,7 +39,7 @@ TuningFile::Key cleaned(const TuningFile::Key& key) {
 
 }  // namespace
 
-TuningFile::TuningFile(std::string path) : path_(std::move(path)) {
+TuningFile::TuningFile(std::string path, Say say) : path_(std::move(path)), say_(std::move(say)) {
   read();
 }
 
@@ -50,7 +51,8 @@ TuningFile* TuningFile::shared() {
 }
 
 void TuningFile::say(const std::string& what) const {
-  fmt::print(stderr, "gradwire: {}: {}\n", path_, what);
+  const std::string message = fmt::format("gradwire: {}: {}", path_, what);
+  say_ ? say_(message) : fmt::print(stderr, "{}\n", message);
 }
 
 void TuningFile::read() {
@@ -61,6 +63,7 @@ void TuningFile::read() {
     ours_ = false;
     return say(fmt::format("does not begin with '{}', so it is neither read nor written", kHeader));
   }
+  int ignored = 0;
   for (int number = 2; std::getline(in, line); ++number) {
     std::vector<std::string> fields;
     for (size_t begin = 0; begin <= line.size();) {
@@ -69,6 +72,7 @@ void TuningFile::read() {
       begin = end + 1;
     }
     if (fields.size() != 4 || !std::all_of(fields.begin(), fields.end(), is_field)) {
+      if (++ignored > kLinesNamed) continue;
       say(fmt::format(
           "line {} is ignored: expected a device, a maker, a kind and a choice, with tabs in between",
           number));
@@ -76,6 +80,7 @@ void TuningFile::read() {
     }
     choices_[{fields[0], fields[1], fields[2]}] = fields[3];
   }
+  if (ignored > kLinesNamed) say(fmt::format("{} more lines are ignored", ignored - kLinesNamed));
 }
 
 std::optional<std::string> TuningFile::find(const Key& key) const {
@@ -89,12 +94,16 @@ void TuningFile::add(const Key& key, const std::string& choice) {
   std::lock_guard lock(mutex_);
   choices_[clean] = choice;
   if (!ours_) return;
-  const int file = open(path_.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0644);
+  const int file = open(path_.c_str(), O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC, 0644);
   bool written = file >= 0 && flock(file, LOCK_EX) == 0;
   if (written) {
     struct stat status = {};
     std::string text = fmt::format("{}\t{}\t{}\t{}\n", clean.device, clean.maker, clean.kind, field(choice));
+    char last = '\n';
     if (fstat(file, &status) == 0 && status.st_size == 0) text = fmt::format("{}\n{}", kHeader, text);
+    // Half a line, of a process that died or of an editor, does not take the next one with it.
+    if (status.st_size > 0 && pread(file, &last, 1, status.st_size - 1) == 1 && last != '\n')
+      text = "\n" + text;
     written = write(file, text.data(), text.size()) == static_cast<ssize_t>(text.size());
   }
   if (!written) {

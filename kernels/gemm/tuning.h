@@ -3,12 +3,13 @@
 //   gradwire tuning 1
 //   NVIDIA H100 80GB HBM3 <tab> cublasLt 130100 <tab> NT 1600 4096 1024 ... <tab> 0a1b...
 //
-// A line per choice: the device's name, what makes it, what it is for, and the choice. Later lines win. A line that is
-// not like that is ignored, with a message; so is a file that begins otherwise, which is left as it is. Several
-// processes may add to one file. Docs: GRADWIRE_TUNING in docs/environment.md.
+// A line per choice: the device's name, what makes it, what it is for, and the choice. Later lines win. Lines that are not
+// like that are ignored, with messages for the first few; so is a file that begins otherwise, which is left as it is.
+// Several processes may add to one file. Docs: GRADWIRE_TUNING in docs/environment.md.
 #pragma once
 
 #include <array>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -23,8 +24,11 @@ class TuningFile {
     auto operator<=>(const Key&) const = default;
   };
 
-  // Reads the file, if there is one.
-  explicit TuningFile(std::string path);
+  // What is wrong with a file, and can be put up with.
+  using Say = std::function<void(const std::string& message)>;
+
+  // Reads the file, if there is one. `say`: in place of standard error.
+  explicit TuningFile(std::string path, Say say = {});
   // That of GRADWIRE_TUNING; null: not set.
   static TuningFile* shared();
 
@@ -37,6 +41,7 @@ class TuningFile {
   void say(const std::string& what) const;
 
   const std::string path_;
+  const Say say_;
   bool ours_ = true;  // or there is no file
   mutable std::mutex mutex_;
   std::map<Key, std::string> choices_;

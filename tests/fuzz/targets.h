@@ -37,6 +37,7 @@ GW_FUZZ_TARGET(safetensors);    // tensors of other programs
 GW_FUZZ_TARGET(settings);       // specs and values of the command line
 GW_FUZZ_TARGET(state);          // a reducer's saved state
 GW_FUZZ_TARGET(store);          // frames of the rendezvous store
+GW_FUZZ_TARGET(tuning);         // the file of GRADWIRE_TUNING, and what is chosen by it
 
 #undef GW_FUZZ_TARGET
 
@@ -48,7 +49,7 @@ inline constexpr std::array kTargets{
     GW_FUZZ_TARGET(checkpoint),  GW_FUZZ_TARGET(handshake_in), GW_FUZZ_TARGET(handshake_out),
     GW_FUZZ_TARGET(cifar),       GW_FUZZ_TARGET(idx),          GW_FUZZ_TARGET(log),
     GW_FUZZ_TARGET(safetensors), GW_FUZZ_TARGET(settings),     GW_FUZZ_TARGET(state),
-    GW_FUZZ_TARGET(store),
+    GW_FUZZ_TARGET(store),       GW_FUZZ_TARGET(tuning),
 };
 #undef GW_FUZZ_TARGET
 

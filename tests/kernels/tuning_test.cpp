@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <fstream>
 #include <sstream>
@@ -63,6 +64,25 @@ TEST_F(Tuning, SpoiledLinesAreNamedAndTheOthersHold) {
   ::testing::internal::GetCapturedStderr();
   EXPECT_EQ(file.find(key_), "1");
   EXPECT_EQ(file.find({"other", "maker", "kind"}), "2");
+}
+
+TEST_F(Tuning, OfManySpoiledLinesTheFirstFewAreNamed) {
+  std::string spoiled = "gradwire tuning 1\n";
+  for (int i = 0; i < 1000; ++i) spoiled += "half a line\n";
+  write(spoiled);
+  const std::string said = messages();
+  EXPECT_EQ(std::count(said.begin(), said.end(), '\n'), 6) << said;
+  EXPECT_NE(said.find("995 more lines are ignored"), std::string::npos) << said;
+}
+
+// As a process leaves it that dies while it writes, or an editor.
+TEST_F(Tuning, AChoiceAddedAfterHalfALineIsFoundAgain) {
+  for (const char* unfinished : {"gradwire tuning 1", "gradwire tuning 1\ndevice\tmaker\tkind\tcho"}) {
+    write(unfinished);
+    TuningFile(path_).add(key_, "1");
+    EXPECT_EQ(messages(), "");
+    EXPECT_EQ(TuningFile(path_).find(key_), "1") << text();
+  }
 }
 
 TEST_F(Tuning, AFileOfSomethingElseIsLeftAlone) {
