@@ -9,8 +9,9 @@
 namespace gradwire::host {
 namespace {
 
+// At least one, of zeros: C gets its bias, and beta of itself, from a product without elements, too.
 int64_t pairs_of(const Gemm& g, Bf16Products way) {
-  const int64_t pairs = (g.k + 1) / 2;
+  const int64_t pairs = std::max<int64_t>(1, (g.k + 1) / 2);
   if (!tile_shape(way).in_blocks) return pairs;
   return (pairs + kPairsPerBlock - 1) / kPairsPerBlock * kPairsPerBlock;
 }
@@ -20,11 +21,20 @@ struct TilePlace {
   int64_t index, row, column, rows, columns;
 };
 
+// A finished tile and the part of C where its rows go.
+struct FinishedTile {
+  const Gemm& g;
+  const float* tile;
+  TilePlace at;
+};
+
 template <typename Out>
-GW_INLINE void put(const Gemm& g, const float* tile, const TilePlace& at, int64_t columns) {
-  Out* c = g.c.at<Out>(at.index * g.stride_c + at.row * g.ldc + at.column);
+GW_INLINE void put(const FinishedTile& finished, int64_t begin, int64_t end, int64_t columns) {
+  const auto& [g, tiles, at] = finished;
+  const float* tile = tiles + begin * kBf16Columns;
+  Out* c = g.c.at<Out>(at.index * g.stride_c + (at.row + begin) * g.ldc + at.column);
   const Out* bias = g.bias.data == nullptr ? nullptr : g.bias.at<Out>(at.column);
-  for (int64_t i = 0; i < at.rows; ++i, c += g.ldc, tile += kBf16Columns) {
+  for (int64_t i = begin; i < end; ++i, c += g.ldc, tile += kBf16Columns) {
     float x[kBf16Columns];
     for (int64_t j = 0; j < columns; ++j) x[j] = g.alpha * tile[j];
     if (g.beta != 0.0f) {
@@ -38,11 +48,13 @@ GW_INLINE void put(const Gemm& g, const float* tile, const TilePlace& at, int64_
 }
 // Most tiles are whole: loops of a known length stay in registers.
 template <typename Out>
-GW_INLINE void put_any(const Gemm& g, const float* tile, const TilePlace& at) {
-  at.columns == kBf16Columns ? put<Out>(g, tile, at, kBf16Columns) : put<Out>(g, tile, at, at.columns);
+GW_INLINE void put_any(const FinishedTile& f, int64_t begin, int64_t end) {
+  f.at.columns == kBf16Columns ? put<Out>(f, begin, end, kBf16Columns)
+                               : put<Out>(f, begin, end, f.at.columns);
 }
-GW_SIMD void put_tile(const Gemm& g, const float* tile, const TilePlace& at) {
-  g.c.type == Element::fp32 ? put_any<float>(g, tile, at) : put_any<Bf16>(g, tile, at);
+GW_SIMD void put_rows(const void* finished, int64_t begin, int64_t end) {
+  const auto& f = *static_cast<const FinishedTile*>(finished);
+  f.g.c.type == Element::fp32 ? put_any<float>(f, begin, end) : put_any<Bf16>(f, begin, end);
 }
 
 std::atomic<Bf16Products>& chosen() {
@@ -65,20 +77,39 @@ void Bf16Panels::resize(const Gemm& g, Bf16Products way) {
   words_ = memory_.reserve(count_ * pairs_ * kBf16Columns);
 }
 
+namespace {
+
+// Packs all of `lines`, `width` of them to each panel, one panel after the other from `to` on. Lines that are columns
+// share their rows' cache lines and pages, so there some pairs of all panels come before the next pairs.
+void pack_panels(const Bf16Lines& lines, const Bf16Panel& first) {
+  const int64_t pairs_at_once = lines.are_rows ? first.pairs : kPairsPerBlock;
+  for (int64_t pair = 0; pair < first.pairs; pair += pairs_at_once) {
+    for (int64_t line = 0; line < lines.count; line += first.width) {
+      Bf16Lines some = lines;
+      some.from += lines.are_rows ? line * lines.ld : 2 * pair * lines.ld + line;
+      some.k -= 2 * pair;
+      some.count = std::min<int64_t>(first.width, lines.count - line);
+      Bf16Panel panel = first;
+      panel.pairs = std::min(pairs_at_once, first.pairs - pair);
+      panel.to += line * first.pairs + pair * first.width;
+      pack_bf16(some, panel);
+    }
+  }
+}
+
+}  // namespace
+
 void Bf16Panels::pack(const Gemm& g, int64_t index, int64_t begin, int64_t end) {
-  const Bf16* b = g.b.at<Bf16>(index * g.stride_b);
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t column = i * kBf16Columns;
-    pack_bf16({.are_rows = g.transpose_b,
-               .from = b + (g.transpose_b ? column * g.ldb : column),
+  const int64_t column = begin * kBf16Columns;
+  pack_panels({.are_rows = g.transpose_b,
+               .from = g.b.at<Bf16>(index * g.stride_b) + (g.transpose_b ? column * g.ldb : column),
                .ld = g.ldb,
                .k = g.k,
-               .count = std::min<int64_t>(kBf16Columns, g.n - column)},
+               .count = std::min(end * kBf16Columns, g.n) - column},
               {.in_blocks = false,
                .width = kBf16Columns,
                .pairs = pairs_,
-               .to = words_ + i * pairs_ * kBf16Columns});
-  }
+               .to = words_ + begin * pairs_ * kBf16Columns});
 }
 
 void bf16_gemm_rows(const Gemm& g, Bf16Products way, const Bf16Panels& b, int64_t index, int64_t begin,
@@ -87,27 +118,31 @@ void bf16_gemm_rows(const Gemm& g, Bf16Products way, const Bf16Panels& b, int64_
   const auto [tile_rows, in_blocks] = tile_shape(way);
   const int64_t pairs = pairs_of(g, way), panel = pairs * tile_rows;
   const int64_t panels = (end - begin + tile_rows - 1) / tile_rows;
+  const auto rows_of_panel = [=](int64_t i) {
+    return std::min<int64_t>(tile_rows, end - begin - i * tile_rows);
+  };
   uint32_t* const packed = memory.reserve(panels * panel);
-  const Bf16* a = g.a.at<Bf16>(index * g.stride_a);
-  for (int64_t i = 0; i < panels; ++i) {
-    const int64_t row = begin + i * tile_rows;
-    pack_bf16({.are_rows = !g.transpose_a,
-               .from = a + (g.transpose_a ? row : row * g.lda),
+  pack_panels({.are_rows = !g.transpose_a,
+               .from = g.a.at<Bf16>(index * g.stride_a + (g.transpose_a ? begin : begin * g.lda)),
                .ld = g.lda,
                .k = g.k,
-               .count = std::min<int64_t>(tile_rows, end - row)},
-              {.in_blocks = in_blocks, .width = tile_rows, .pairs = pairs, .to = packed + i * panel});
-  }
-  alignas(64) float tile[kMostBf16Rows * kBf16Columns];
+               .count = end - begin},
+              {.in_blocks = in_blocks, .width = tile_rows, .pairs = pairs, .to = packed});
+  // While a tile is computed, the one before it goes to C.
+  alignas(64) float tiles_memory[2][kMostBf16Rows * kBf16Columns];
+  FinishedTile finished{g, nullptr, {}};
   const Bf16Tiles tiles(way);
+  int turn = 0;
   for (int64_t j = 0; j < b.count(); ++j) {
     const int64_t column = j * kBf16Columns, columns = std::min<int64_t>(kBf16Columns, g.n - column);
-    for (int64_t i = 0; i < panels; ++i) {
-      tiles.multiply(packed + i * panel, b.panel(j), pairs, tile);
-      const int64_t row = begin + i * tile_rows;
-      put_tile(g, tile, {index, row, column, std::min<int64_t>(tile_rows, end - row), columns});
+    for (int64_t i = 0; i < panels; ++i, turn = 1 - turn) {
+      float* const tile = tiles_memory[turn];
+      tiles.multiply(packed + i * panel, b.panel(j), pairs, tile, {put_rows, &finished, finished.at.rows});
+      finished.tile = tile;
+      finished.at = {index, begin + i * tile_rows, column, rows_of_panel(i), columns};
     }
   }
+  put_rows(&finished, 0, finished.at.rows);
 }
 
 }  // namespace gradwire::host

@@ -35,7 +35,13 @@ float second_of(uint32_t pair) {
   return flushed(bits_float(pair & 0xffff0000u));
 }
 
-void avx512_emulated(const uint32_t* a, const uint32_t* b, int64_t pairs, float* tile) {
+void run_all(const Bf16Meanwhile& meanwhile) {
+  meanwhile.run(meanwhile.work, 0, meanwhile.parts);
+}
+
+void avx512_emulated(const uint32_t* a, const uint32_t* b, int64_t pairs, float* tile,
+                     const Bf16Meanwhile& meanwhile) {
+  run_all(meanwhile);
   std::fill_n(tile, kAvx512Rows * kBf16Columns, 0.0f);
   for (int64_t p = 0; p < pairs; ++p, a += kAvx512Rows, b += kBf16Columns) {
     for (int row = 0; row < kAvx512Rows; ++row) {
@@ -48,7 +54,9 @@ void avx512_emulated(const uint32_t* a, const uint32_t* b, int64_t pairs, float*
   }
 }
 
-void amx_emulated(const uint32_t* a, const uint32_t* b, int64_t pairs, float* tile) {
+void amx_emulated(const uint32_t* a, const uint32_t* b, int64_t pairs, float* tile,
+                  const Bf16Meanwhile& meanwhile) {
+  run_all(meanwhile);
   std::fill_n(tile, kAmxRows * kBf16Columns, 0.0f);
   for (int64_t p = 0; p < pairs; p += kPairsPerBlock, a += kBlockWords, b += kPairsPerBlock * kBf16Columns) {
     for (int row = 0; row < kAmxRows; ++row) {
@@ -69,7 +77,9 @@ void amx_emulated(const uint32_t* a, const uint32_t* b, int64_t pairs, float* ti
 #ifdef __x86_64__
 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) void avx512(const uint32_t* a,
                                                                             const uint32_t* b, int64_t pairs,
-                                                                            float* tile) {
+                                                                            float* tile,
+                                                                            const Bf16Meanwhile& meanwhile) {
+  run_all(meanwhile);
   __m512 low[kAvx512Rows], high[kAvx512Rows];
 #pragma GCC unroll 14
   for (int row = 0; row < kAvx512Rows; ++row) low[row] = high[row] = _mm512_setzero_ps();
@@ -94,13 +104,14 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) void avx512(cons
 #ifdef GW_AMX
 // Tile registers 0 to 3: C; 4 and 5: rows 0 to 15 and 16 to 31 of A; 6 and 7: columns 0 to 15 and 16 to 31 of B.
 __attribute__((target("amx-tile,amx-bf16"))) void amx(const uint32_t* a, const uint32_t* b, int64_t pairs,
-                                                      float* tile) {
+                                                      float* tile, const Bf16Meanwhile& meanwhile) {
   constexpr int kHalf = kBlockWords / 2, kRowBytes = kPairsPerBlock * 4, kTileBytes = kBf16Columns * 4;
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t p = 0; p < pairs; p += kPairsPerBlock, a += kBlockWords, b += kPairsPerBlock * kBf16Columns) {
+  const int64_t blocks = pairs / kPairsPerBlock;
+  for (int64_t i = 0; i < blocks; ++i, a += kBlockWords, b += kPairsPerBlock * kBf16Columns) {
     _tile_loadd(4, a, kRowBytes);
     _tile_loadd(6, b, kTileBytes);
     _tile_dpbf16ps(0, 4, 6);
@@ -109,6 +120,7 @@ __attribute__((target("amx-tile,amx-bf16"))) void amx(const uint32_t* a, const u
     _tile_loadd(5, a + kHalf, kRowBytes);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
+    meanwhile.run(meanwhile.work, meanwhile.parts * i / blocks, meanwhile.parts * (i + 1) / blocks);
   }
   _tile_stored(0, tile, kTileBytes);
   _tile_stored(1, tile + 16, kTileBytes);

@@ -38,6 +38,14 @@ struct Bf16TileShape {
 };
 Bf16TileShape tile_shape(Bf16Products way);
 
+// What else to do while a tile is computed: parts [0, parts) of some work, in order. Between AMX's instructions it costs
+// next to nothing, since they leave the core's other units idle.
+struct Bf16Meanwhile {
+  void (*run)(const void* work, int64_t begin, int64_t end);
+  const void* work;
+  int64_t parts;
+};
+
 // Sets the processor up for tiles; between the two, this thread calls nothing that uses AMX itself.
 class Bf16Tiles {
  public:
@@ -46,14 +54,16 @@ class Bf16Tiles {
   Bf16Tiles(const Bf16Tiles&) = delete;
   Bf16Tiles& operator=(const Bf16Tiles&) = delete;
 
-  // tile (rows, kBf16Columns) = the products of a panel of A and one of B. All three begin with a cache line.
-  void multiply(const uint32_t* a, const uint32_t* b, int64_t pairs, float* tile) const {
-    multiply_(a, b, pairs, tile);
+  // tile (rows, kBf16Columns) = the products of a panel of A and one of B. All three begin with a cache line. Calls
+  // meanwhile.
+  void multiply(const uint32_t* a, const uint32_t* b, int64_t pairs, float* tile,
+                const Bf16Meanwhile& meanwhile) const {
+    multiply_(a, b, pairs, tile, meanwhile);
   }
 
  private:
   Bf16Products way_;
-  void (*multiply_)(const uint32_t*, const uint32_t*, int64_t, float*);
+  void (*multiply_)(const uint32_t*, const uint32_t*, int64_t, float*, const Bf16Meanwhile&);
 };
 
 }  // namespace gradwire::host

@@ -117,21 +117,30 @@ Bf16Panels& thread_panels() {
   return panels;
 }
 
-// Each piece reads all of B: many rows make that worth it, as long as they stay in the second-level cache and enough
-// pieces keep all threads busy.
-int64_t rows_of_a_piece(int64_t m, int64_t k, int64_t tile_rows) {
-  constexpr int64_t kMostRows = 256, kCacheBytes = 1 << 20, kEnough = 8;
-  const int64_t rows = std::min({kMostRows, kCacheBytes / (2 * std::max<int64_t>(1, k)), (m + kEnough - 1) / kEnough});
-  return std::max<int64_t>(1, (rows + tile_rows - 1) / tile_rows) * tile_rows;
+// Into how many pieces of whole tiles a product's rows are cut. Each piece reads all of B: many rows make that worth it,
+// as long as they stay in the second-level cache. As many pieces for each thread, since they are few.
+int64_t pieces_of_rows(int64_t m, int64_t k, int64_t tile_rows) {
+  constexpr int64_t kMostRows = 256, kCacheBytes = 1 << 20;
+  const int64_t rows = std::clamp<int64_t>(kCacheBytes / (2 * std::max<int64_t>(1, k)), tile_rows, kMostRows);
+  const int64_t threads = host_threads(), pieces = (m + rows - 1) / rows;
+  return std::min((m + tile_rows - 1) / tile_rows, (pieces + threads - 1) / threads * threads);
 }
 
 void one_product_in_bf16(const Gemm& g, Bf16Products way) {
   Bf16Panels& b = thread_panels();
   b.resize(g, way);
-  parallel_for(b.count(), std::max<int64_t>(1, 32768 / (kBf16Columns * std::max<int64_t>(1, g.k))),
-               [&](int64_t begin, int64_t end) { b.pack(g, 0, begin, end); });
-  parallel_for(g.m, rows_of_a_piece(g.m, g.k, tile_shape(way).rows),
-               [&](int64_t begin, int64_t end) { bf16_gemm_rows(g, way, b, 0, begin, end); });
+  // Panels next to each other share rows, but each thread should have some.
+  const int64_t panels_at_once =
+      std::max(std::clamp<int64_t>(b.count() / (4 * host_threads()), 1, 8), 1024 / std::max<int64_t>(1, g.k));
+  parallel_for(b.count(), panels_at_once, [&](int64_t begin, int64_t end) { b.pack(g, 0, begin, end); });
+  const int64_t tile_rows = tile_shape(way).rows, tiles = (g.m + tile_rows - 1) / tile_rows;
+  const int64_t pieces = pieces_of_rows(g.m, g.k, tile_rows);
+  parallel_for(pieces, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      bf16_gemm_rows(g, way, b, 0, tiles * i / pieces * tile_rows,
+                     std::min(g.m, tiles * (i + 1) / pieces * tile_rows));
+    }
+  });
 }
 
 int64_t stored_rows_of_b(const Gemm& g) {
