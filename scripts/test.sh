@@ -3,6 +3,8 @@
 # ThreadSanitizer. Continues after failures; the last line has the totals.
 #
 #   scripts/test.sh [quick]      quick: only the release build's
+#
+# GRADWIRE_FULL_SWEEPS=1: every sweep at its full length, and under the sanitizers all that they can run.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 passed=0 failed=0 skipped=0
@@ -19,7 +21,8 @@ run_tests() {
   echo "== $preset: build"
   local build=(cmake --build --preset "$preset")
   [ ${#targets[@]} -gt 0 ] && build+=(--target "${targets[@]}")
-  if ! scripts/configure.sh "$preset" || ! "${build[@]}"; then
+  # GTEST_FILTER would keep cases from being found.
+  if ! scripts/configure.sh "$preset" || ! env -u GTEST_FILTER "${build[@]}"; then
     echo "== $preset: THE BUILD FAILED"
     failed=$((failed + 1))
     return
@@ -28,8 +31,8 @@ run_tests() {
   local folder=build log
   [ "$preset" != release ] && folder=build-$preset
   log=$folder/test.log
-  # One more than there are cores, because some tests wait.
-  (cd "$folder" && ctest -j $(($(nproc) + 1)) --output-on-failure "$@") 2>&1 | tee "$log" |
+  # Slots, of which a busy test takes three (tests/CMakeLists.txt).
+  (cd "$folder" && ctest -j $((4 * $(nproc))) --output-on-failure "$@") 2>&1 | tee "$log" |
     grep -vE "^ *[0-9]+/[0-9]+ Test +#[0-9]+: .* Passed |^ +Start +[0-9]+:"
   local counts
   counts=$(sed -nE 's/^[0-9]+% tests passed, ([0-9]+) tests failed out of ([0-9]+)$/\1 \2/p' "$log" | tail -1)
@@ -40,40 +43,56 @@ run_tests() {
   fi
   local bad=${counts% *} all=${counts#* } skips
   skips=$(grep -cE "\*\*\*Skipped" "$log")
-  # A test that is a whole piece of an executable (gradwire_gtest_pieces in tests/CMakeLists.txt) counts its cases.
-  local more more_skips
+  # A test that is a whole piece of an executable (gradwire_gtest_pieces in tests/CMakeLists.txt) counts its cases, and
+  # says which it skipped, and why.
+  local more more_skips ran=$folder/Testing/Temporary/LastTest.log
   read -r more more_skips < <(awk '/^\[  PASSED  \]/ { cases = $4; if (cases > 1) more += cases - 1 }
-    /^\[  SKIPPED \] [0-9]+ test/ && cases > 0 { skips += $4 } END { print more + 0, skips + 0 }' \
-    "$folder/Testing/Temporary/LastTest.log")
+    /^\[  SKIPPED \] [0-9]+ test/ && cases > 0 { skips += $4 } END { print more + 0, skips + 0 }' "$ran")
+  [ "$more_skips" -gt 0 ] && awk '/: Skipped$/ { why = "skipped"; next } why == "skipped" { why = $0 }
+    /^\[  SKIPPED \] .* \([0-9]+ ms\)$/ { print "skipped: " $4 ": " why }' "$ran" | sort -u
   all=$((all + more + more_skips)) skips=$((skips + more_skips))
   failed=$((failed + bad))
   skipped=$((skipped + skips))
   passed=$((passed + all - bad - skips))
 }
 
-# The sanitizer runs omit tests with their own sanitizers (simt), comparisons with other programs (oracles)
-# and checks of source text, and of how much memory a run takes. What they run sweeps over less (tests/thinned.h). The tests of the command run under ASan only, and so do those of the C ABI but for its
-# requests and its groups. Of the tests with a process per rank, ASan omits the cells of the fault matrix that wait or
-# resemble others, and ThreadSanitizer, which is slower, omits all faults. It also omits what runs on one thread, and of
-# the wire formats, which differ in arithmetic only, all but one of each kind.
-elsewhere="simt|^kernel_table|oracle|^layers$|^environment$|^paths$|^ptx$|^machine_code|^bench|^kill$|MemoryOfItsPlan|NOT_BUILT"
+# What the sanitizer builds leave out, because the release build or the other sanitizer finds it; docs/testing.md says
+# what and why. Tests are ctest's; cases are GoogleTest's, of the executables whose cases share processes.
+other_sanitizers_and_programs="simt|^kernel_table|oracle|^layers$|^environment$|^paths$|^gpu_check$|^ptx$|^machine_code|^bench|^kill$"
+other_sanitizers_and_programs+="|^capi_(exports|capture|installed)|^interposer|NOT_BUILT"
+no_memory="*MemoryOfItsPlan*"
+asan_tests="" asan_cases="" tsan_tests="" tsan_cases=""
+if [ -z "${GRADWIRE_FULL_SWEEPS:-}" ]; then
+  # Accuracy, statistics, and learning: long runs over memory that short ones have been through.
+  numbers="*Learns*:*ErrorOnNormalValues*:*Unbiased*:*SameProbability*:*ExpectedSquaredError*:*KeepsItsShareOfTheSquaredNorm*"
+  numbers+=":*ErrorOfADirectReduceScatter*:*WhereARingsErrorGrows*:*HoldsUpToConditionNumber*"
+  # Cells of the fault matrix that wait or resemble others.
+  like_others="|TcpFault\.|Tcp\.(AllToAll|ARankThat|ABusyPort)|FaultMatrix.*/(stopped|exits|returns|.*delay|corrupted_frame|wrong_[cs].*)_"
+  asan_tests=$like_others
+  asan_cases=":$numbers"
+  # One thread only, or one after another; of the formats, which differ in arithmetic only, all but one of each kind;
+  # and of ranks that fail, which end as they do under AddressSanitizer, all but a few.
+  tsan_tests="$like_others|TcpFaults|FaultMatrix|Shrink\.|Tcp\.RanksMeet"
+  tsan_tests+="|Elastic\.(AStopped|AnotherRank|FewerThan|KeepLocal|RanksKilled|WithoutCompression)"
+  tsan_cases=":$numbers:*SafetensorsTest*:*Synthetic*:*MutatedSchedules*:*ExtraMemory*:Schedule.*:Checker.*"
+  tsan_cases+=":*Bf16Gemm.IsTheProduct*:*Bf16Ways*:*LargeHostArray*:*DamagedFile*:*OneFlippedBit*"
+  for name in CuttingACall Decode HasTheReferences NonFinite ScalesOfParts TakesAsMany WirePlus WithoutAWire Zeros; do
+    tsan_cases+=":*WireFormatTest.$name*"
+  done
+  for name in fp8 mxfp nvfp4 natural qsgd terngrad sign eden int4 int2; do
+    tsan_cases+=":*EverySpec*/host_$name*:*EverySpec*/host_powersgd_rank_4_wire_$name*:*WireFormatTest*/*$name*"
+  done
+fi
+
 layers=(runtime_tests kernels_tests collectives_tests trainer_tests)
 run_tests release --
 if [ "${1:-}" != quick ]; then
-  like_others="TcpFault\.|Tcp\.(AllToAll|ARankThat|ABusyPort)"
-  like_others+="|FaultMatrix.*/(stopped|exits|returns|.*delay|corrupted_frame|wrong_[cs].*)_"
-  run_tests asan "${layers[@]}" processes_tests capi_tests capi_inside_tests fuzz_tests gradwire -- \
-    -E "$elsewhere|^capi_|$like_others"
-  one_thread="SafetensorsTest|Synthetic|MutatedSchedules|ExtraMemory|^(Schedule|Checker)\."
-  # The kernels' tests share processes (gradwire_gtest_pieces), so GoogleTest leaves these out.
-  one_thread_kernels="*Bf16Gemm.IsTheProduct*:*LargeHostArray*"
-  for name in CuttingACall Decode ErrorOnNormal HasTheReferences NonFinite Stochastic TakesAsMany WirePlus WithoutAWire Zeros; do
-    one_thread_kernels+=":*WireFormatTest.$name*"
-  done
-  other_formats="EverySpec.*/host_(powersgd_rank_4_wire_)?(fp8|mxfp|nvfp4|natural|qsgd|terngrad|sign|eden|int4|int2)"
-  export TSAN_OPTIONS="${TSAN_OPTIONS:-halt_on_error=1 second_deadlock_stack=1}"
-  GTEST_FILTER="-$one_thread_kernels" run_tests tsan "${layers[@]}" processes_tests capi_tests tsan_overlapped_step tsan_planted_race -- \
-    -E "$elsewhere|^capi_|^cli_|^fuzz_|$like_others|$one_thread|$other_formats|TcpFaults|FaultMatrix|Shrink\.|Elastic\.(AStopped|AnotherRank|FewerThan|KeepLocal|RanksKilled|WithoutCompression)|Tcp\.RanksMeet"
+  GTEST_FILTER="-$no_memory$asan_cases" run_tests asan "${layers[@]}" processes_tests capi_tests capi_inside_tests fuzz_tests gradwire -- \
+    -E "$other_sanitizers_and_programs$asan_tests"
+  # It waits a second at the end of each process for races there; half of these processes take less.
+  export TSAN_OPTIONS="${TSAN_OPTIONS:-halt_on_error=1 second_deadlock_stack=1 atexit_sleep_ms=50}"
+  GTEST_FILTER="-$no_memory$tsan_cases" run_tests tsan "${layers[@]}" processes_tests capi_tests tsan_overlapped_step tsan_planted_race -- \
+    -E "$other_sanitizers_and_programs|^capi_inside|^cli_|^fuzz_$tsan_tests"
 fi
 
 [ -e build/frameworks/python ] || echo "PyTorch 2.15, FSDP2 and JAX: NOT TESTED, because they are not installed: make test-frameworks does that (docs/testing.md)"

@@ -24,6 +24,7 @@ READS = {
     "Makefile": re.compile(rf"^({NAME}) \?=", re.M),
     ".cpp": re.compile(rf"""(?:getenv|from_environment)\(\s*"({NAME})\""""),
 }
+READS[".h"] = READS[".cpp"]
 
 
 def files(root, where):
@@ -57,7 +58,7 @@ def read_by(root, places):
     for place in places:
         for path in files(root, place):
             pattern = READS.get(path.suffix) or READS.get(path.name)
-            if pattern is None or (path.suffix == ".cpp" and place != "tests"):
+            if pattern is None or (path.suffix in (".cpp", ".h") and place != "tests"):
                 continue
             for match in pattern.finditer(path.read_text()):
                 found.setdefault(next(g for g in match.groups() if g), path.relative_to(root).as_posix())

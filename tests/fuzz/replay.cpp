@@ -3,6 +3,8 @@
 //   fuzz_tests TARGET [--corpus DIR] [--mutations N] [--seed S] [--seconds S] [--save FILE]
 //                     [--write-seeds DIR]
 //
+// GRADWIRE_FULL_SWEEPS: five times as many mutations.
+//
 // A defect ends the program, with what threw, or by a sanitizer; --save (default failed-TARGET.bin) holds the
 // input at that point, to be added to the corpus.
 #include <algorithm>
@@ -17,6 +19,7 @@
 #include <string>
 
 #include "tests/fuzz/targets.h"
+#include "tests/thinned.h"
 
 namespace {
 
@@ -145,6 +148,7 @@ int main(int argc, char** argv) {
     }
   }
 
+  if (gradwire::testing::full_sweeps()) mutations *= 5;
   std::vector<Bytes> inputs = target->seeds();
   for (size_t i = 0; i < inputs.size(); ++i) {
     target->run(inputs[i]);

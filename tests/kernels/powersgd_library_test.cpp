@@ -7,6 +7,7 @@
 #include "kernels/powersgd/library.h"
 #include "tests/kernels/powersgd_fixture.h"
 #include "tests/thin_products.h"
+#include "tests/thinned.h"
 
 namespace gradwire::testing {
 namespace {
@@ -94,7 +95,7 @@ class PowerSgdByLibrary : public PowerSgdFixture {
 
 TEST_P(PowerSgdByLibrary, TheResidualHasTheBitsOfTheFusedPassAndFactorsAgree) {
   uint32_t seed = 0;
-  for (const auto& c : powersgd_cases()) {
+  for (const auto& c : thinned(powersgd_cases(), 8)) {
     for (bool onto_p : {false, true}) {
       for (int held : {0, 1, 2}) {  // no error feedback, nothing pending, something is
         if (GetParam().simt && (onto_p ? held < 2 : held == 0))

@@ -8,6 +8,7 @@
 
 #include "runtime/thread_pool.h"
 #include "tests/kernels/powersgd_fixture.h"
+#include "tests/thinned.h"
 
 namespace gradwire {
 namespace {
@@ -19,6 +20,7 @@ using testing::MatrixShape;
 using testing::negated;
 using testing::Pending;
 using testing::powersgd_cases;
+using testing::thinned;
 using testing::worst;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
@@ -46,6 +48,16 @@ TEST_P(PowerSgd, PassesAgreeWithTheDoubleReference) {
       if (with_residual) project_args.residual = want_residual.data();
       reference::powersgd_project(project_args);
       ASSERT_EQ(residual, want_residual) << "M = grad + residual is one FP32 addition";
+      for (const auto& d : b.table.host()) {
+        // FP32 sums of n random terms: rounding grows like sqrt(n), and the result is about sqrt(n) as well.
+        const int64_t p_size = int64_t{d.rows} * d.rank;
+        EXPECT_LT(
+            worst(gather(p, d.p_offset, p_size), gather(want_p, d.p_offset, p_size), std::sqrt(2.0 * d.cols)),
+            1e-5)
+            << d.rows << " x " << d.cols;
+      }
+      if (HasFailure()) return;
+      if (GetParam().simt && !with_residual) continue;  // the other passes don't know
 
       // A P with columns of norm about 1, as orthonormalize() leaves it.
       auto basis = normal(b.p_elements, ++seed);
@@ -74,12 +86,7 @@ TEST_P(PowerSgd, PassesAgreeWithTheDoubleReference) {
 
       for (const auto& d : b.table.host()) {
         SCOPED_TRACE(fmt::format("matrix of {} x {}", d.rows, d.cols));
-        int64_t size = int64_t{d.rows} * d.cols, p_size = int64_t{d.rows} * d.rank,
-                q_size = int64_t{d.cols} * d.rank;
-        // FP32 sums of n random terms: rounding grows like sqrt(n), and the result is about sqrt(n) as well.
-        EXPECT_LT(
-            worst(gather(p, d.p_offset, p_size), gather(want_p, d.p_offset, p_size), std::sqrt(2.0 * d.cols)),
-            1e-5);
+        int64_t size = int64_t{d.rows} * d.cols, q_size = int64_t{d.cols} * d.rank;
         EXPECT_LT(worst(gather(got_q, d.q_offset, q_size), gather(want_q, d.q_offset, q_size), 1.0), 2e-5);
         EXPECT_LT(worst(gather(got_grad, d.offset, size), gather(want_grad, d.offset, size), 1.0), 1e-5);
         EXPECT_LT(worst(gather(residual, d.offset, size), gather(want_residual, d.offset, size), 1.0), 1e-5);
@@ -97,28 +104,29 @@ TEST_P(PowerSgd, SettlingBeforeAProjectionChangesNoBit) {
     for (auto& c : larger_powersgd_cases()) all.push_back(c);
   }
   for (const auto& c : all) {
+    MatrixBucket b = bucket(c.shapes, c.gap);
+    const auto grad = normal(b.elements, ++seed), held = normal(b.elements, ++seed);
+    Pending pending{normal(b.p_elements, ++seed, 0.1f), normal(b.q_elements, ++seed), {}};
+    if (c.shapes.size() > 1) {  // a flagged matrix has nothing pending, whatever its factors hold
+      pending.flags.assign(c.shapes.size(), 0);
+      pending.flags[1] = 1;
+      const auto& d = b.table.host()[1];
+      std::fill_n(pending.q.begin() + d.q_offset, d.cols * d.rank, kNan);
+    }
+    const auto& last = b.table.host().back();
+    if (last.rows > 1) pending.q[static_cast<size_t>(last.q_offset)] = 3e38f;  // overflows: E becomes 0
+    auto settled = held, one_by_one = held;
+    settle(b, settled, pending);
+    for (int matrix = b.table.count() - 1; matrix >= 0; --matrix) settle(b, one_by_one, pending, matrix);
+    ASSERT_EQ(one_by_one, settled) << c.name;
+    for (float e : settled) ASSERT_TRUE(is_finite(e)) << c.name;
+    ASSERT_NE(settled, held) << c.name;
     for (bool onto : {false, true}) {
       SCOPED_TRACE(std::string(c.name) + (onto ? ", onto P" : ""));
-      MatrixBucket b = bucket(c.shapes, c.gap);
-      const auto grad = normal(b.elements, ++seed), held = normal(b.elements, ++seed);
       const auto basis = normal(onto ? b.p_elements : b.q_elements, ++seed);
-      Pending pending{normal(b.p_elements, ++seed, 0.1f), normal(b.q_elements, ++seed), {}};
-      if (c.shapes.size() > 1) {  // a flagged matrix has nothing pending, whatever its factors hold
-        pending.flags.assign(c.shapes.size(), 0);
-        pending.flags[1] = 1;
-        const auto& d = b.table.host()[1];
-        std::fill_n(pending.q.begin() + d.q_offset, d.cols * d.rank, kNan);
-      }
-      const auto& last = b.table.host().back();
-      if (last.rows > 1) pending.q[static_cast<size_t>(last.q_offset)] = 3e38f;  // overflows: E becomes 0
-      auto lazy = held, eager = held, one_by_one = held;
+      auto lazy = held, eager = settled;
       const auto lazy_factor =
           onto ? project_onto(b, grad, &lazy, basis, pending) : project(b, grad, &lazy, basis, pending);
-      settle(b, eager, pending);
-      for (int matrix = b.table.count() - 1; matrix >= 0; --matrix) settle(b, one_by_one, pending, matrix);
-      ASSERT_EQ(one_by_one, eager);
-      for (float e : eager) ASSERT_TRUE(is_finite(e));
-      ASSERT_NE(eager, held);
       const auto eager_factor = onto ? project_onto(b, grad, &eager, basis) : project(b, grad, &eager, basis);
       ASSERT_EQ(lazy, eager);
       for (const auto& d : b.table.host()) {
@@ -164,7 +172,7 @@ TEST_P(PowerSgd, ProjectingOntoPAgreesWithTheDoubleReference) {
 // With P's columns orthonormal or not: residual + P Q^T is M, which is what went in.
 TEST_P(PowerSgd, ResidualPlusReconstructionIsWhatWentIn) {
   uint32_t seed = 900;
-  for (const auto& c : powersgd_cases()) {
+  for (const auto& c : thinned(powersgd_cases(), 6)) {
     SCOPED_TRACE(c.name);
     MatrixBucket b = bucket(c.shapes, c.gap);
     auto grad = normal(b.elements, ++seed), old = normal(b.elements, ++seed, 0.1f), residual = old;

@@ -109,7 +109,8 @@ TEST_P(WireFormatTest, HasTheReferencesBitsForAnySizeAlignmentAndOrder) {
   for (int64_t n : sizes) {
     for (Rounding mode : roundings()) {
       for (int variant = 0; variant < 8; ++variant) {
-        if (n == kManyPieces && variant % 4 != 3) continue;
+        // Long ones cost as much as all others together: one for each rounding.
+        if (n == kManyPieces && variant != (mode == Rounding::nearest && !kSanitized ? 7 : 3)) continue;
         if (kSanitized && (variant < 3 || variant == 6)) continue;
         const float spread = variant % 2 == 0 ? 1.0f : 12.0f;
         const int num_inputs = variant == 7 ? 7 : variant % 4;
@@ -207,6 +208,7 @@ TEST_P(WireFormatTest, WithoutAWireTheSumIsTheResultAndTheResidualIsSpent) {
       for (int own : {0, num_inputs / 2, num_inputs}) {
         if (kSanitized && n == kManyPieces && own != 1) continue;
         for (bool with_residual : {true, false}) {
+          if (n == kManyPieces && with_residual != (own < num_inputs)) continue;
           WireProblem p{.own = spread_values(n, 1, 6.0f),
                         .residual = with_residual ? spread_values(n, 2, 6.0f) : std::vector<float>(),
                         .inputs = inputs(num_inputs, n, 3, 6.0f),

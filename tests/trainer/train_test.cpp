@@ -68,7 +68,7 @@ class TrainTest : public ::testing::TestWithParam<Device> {
     config.devices.assign(static_cast<size_t>(ranks), GetParam());
     config.compression = CompressionSpec::parse(spec);
     config.batch_size = 8;
-    config.steps = 12;
+    config.steps = testing::short_sweeps() ? 6 : 12;
     config.warmup_steps = 3;
     config.lr = 3e-3;
     config.seed = 5;
@@ -145,10 +145,11 @@ TEST_P(TrainTest, AGraphGivesTheSameBits) {
     int ranks;
     int64_t accumulate;
   };
-  for (auto [spec, ranks, accumulate] :
-       {Case{"fp32", 1, 1}, Case{"fp32", 2, 3}, Case{"bf16", 3, 1}, Case{"bf16:round=stochastic", 4, 1},
-        Case{"fp8", 2, 1}, Case{"powersgd:rank=2", 4, 1}, Case{"powersgd:rank=2,wire=bf16,start=4", 3, 2},
-        Case{"powersgd:rank=2,alternate=on", 2, 1}, Case{"randk:ratio=0.1", 2, 1}}) {
+  for (auto [spec, ranks, accumulate] : thinned(
+           {Case{"fp32", 1, 1}, Case{"fp32", 2, 3}, Case{"bf16", 3, 1}, Case{"bf16:round=stochastic", 4, 1},
+            Case{"fp8", 2, 1}, Case{"powersgd:rank=2", 4, 1}, Case{"powersgd:rank=2,wire=bf16,start=4", 3, 2},
+            Case{"powersgd:rank=2,alternate=on", 2, 1}, Case{"randk:ratio=0.1", 2, 1}},
+           5)) {
     if (GetParam().is_cuda() && ranks > 1) continue;  // refused, see below
     TrainConfig c = config(ranks, spec);
     c.accumulate = accumulate;
@@ -271,7 +272,7 @@ TEST_P(TrainTest, ADividedOptimizerGivesTheBitsOfAWholeOne) {
 TEST_P(TrainTest, WeightsGatheredInFewBytesAreTheSameOnAllRanksAndTrain) {
   const Recorder exact = train(config(4));
   Sharding shard = Sharding::full;
-  for (const char* format : {"bf16", "fp8", "int8", "int4:rotate=hadamard"}) {
+  for (const char* format : thinned({"bf16", "fp8", "int8", "int4:rotate=hadamard"}, 2)) {
     for (const char* spec : {"fp32", "int8"}) {
       TrainConfig c = config(4, spec);
       c.bucket_mb = 0.003;
