@@ -70,46 +70,52 @@ class VitBf16 : public OpTest {
 
 TEST_P(VitBf16, GeluRoundsOnceForwardAndBackward) {
   for_shapes([&](const Shape& s, int64_t misalign) {
-    auto product = draws(s.size(), 1, 2.0f), bias = normal(s.width, 2), gradient = draws(s.size(), 3);
-    for (bool with_bias : {true, false}) {
-      auto x = operands(product, misalign), y = array<Bf16>(s.size(), misalign);
-      auto d_bias = array(bias, misalign);
-      BiasGelu<Bf16> args{.x = x.data(),
-                          .bias = with_bias ? d_bias.data() : nullptr,
-                          .y = y.data(),
-                          .rows = s.rows,
-                          .width = s.width};
-      GW_RUN(bias_gelu, args);
-      x.expect_guards_intact("x");
-      y.expect_guards_intact("y");
-      auto sum = product, pre = widened(x.host());
-      for (size_t i = 0; with_bias && i < sum.size(); ++i) sum[i] += bias[i % static_cast<size_t>(s.width)];
-      expect_rounded(x.host(), sum, "pre");
-      std::vector<float> want(pre.size());
-      reference::bias_gelu({.x = pre.data(), .y = want.data(), .rows = s.rows, .width = s.width});
-      expect_rounded(y.host(), want, "y");
+    for (Gelu form : {Gelu::exact, Gelu::tanh}) {
+      auto product = draws(s.size(), 1, 2.0f), bias = normal(s.width, 2), gradient = draws(s.size(), 3);
+      for (bool with_bias : {true, false}) {
+        auto x = operands(product, misalign), y = array<Bf16>(s.size(), misalign);
+        auto d_bias = array(bias, misalign);
+        BiasGelu<Bf16> args{.x = x.data(),
+                            .bias = with_bias ? d_bias.data() : nullptr,
+                            .y = y.data(),
+                            .rows = s.rows,
+                            .width = s.width,
+                            .form = form};
+        GW_RUN(bias_gelu, args);
+        x.expect_guards_intact("x");
+        y.expect_guards_intact("y");
+        auto sum = product, pre = widened(x.host());
+        for (size_t i = 0; with_bias && i < sum.size(); ++i) sum[i] += bias[i % static_cast<size_t>(s.width)];
+        expect_rounded(x.host(), sum, "pre");
+        std::vector<float> want(pre.size());
+        reference::bias_gelu(
+            {.x = pre.data(), .y = want.data(), .rows = s.rows, .width = s.width, .form = form});
+        expect_rounded(y.host(), want, "y");
+      }
+      auto want = gradient;
+      std::vector<float> want_bias(static_cast<size_t>(s.width));
+      reference::bias_gelu_backward({.pre = product.data(),
+                                     .dy = want.data(),
+                                     .d_pre = want.data(),
+                                     .d_bias = want_bias.data(),
+                                     .rows = s.rows,
+                                     .width = s.width,
+                                     .form = form});
+      auto pre = operands(product, misalign), dy = operands(gradient, misalign);
+      auto d_bias = array<float>(s.width), workspace = array<float>(column_sum_workspace(s.rows, s.width));
+      BiasGeluBackward<Bf16> args{.pre = pre.data(),
+                                  .dy = dy.data(),
+                                  .d_pre = dy.data(),
+                                  .d_bias = d_bias.data(),
+                                  .workspace = workspace.data(),
+                                  .rows = s.rows,
+                                  .width = s.width,
+                                  .form = form};
+      GW_RUN(bias_gelu_backward, args);
+      dy.expect_guards_intact("dy");
+      expect_rounded(dy.host(), want, "dy");
+      expect_close(d_bias.host(), want_bias, 3e-6, "d_bias", 6.0);  // summed before rounding
     }
-    auto want = gradient;
-    std::vector<float> want_bias(static_cast<size_t>(s.width));
-    reference::bias_gelu_backward({.pre = product.data(),
-                                   .dy = want.data(),
-                                   .d_pre = want.data(),
-                                   .d_bias = want_bias.data(),
-                                   .rows = s.rows,
-                                   .width = s.width});
-    auto pre = operands(product, misalign), dy = operands(gradient, misalign);
-    auto d_bias = array<float>(s.width), workspace = array<float>(column_sum_workspace(s.rows, s.width));
-    BiasGeluBackward<Bf16> args{.pre = pre.data(),
-                                .dy = dy.data(),
-                                .d_pre = dy.data(),
-                                .d_bias = d_bias.data(),
-                                .workspace = workspace.data(),
-                                .rows = s.rows,
-                                .width = s.width};
-    GW_RUN(bias_gelu_backward, args);
-    dy.expect_guards_intact("dy");
-    expect_rounded(dy.host(), want, "dy");
-    expect_close(d_bias.host(), want_bias, 3e-6, "d_bias", 6.0);  // summed before rounding
   });
 }
 
