@@ -127,9 +127,8 @@ typedef struct gw_store {
 
 /* Joins a group of `world` processes that find each other through a store that they have. Collective. Rank 0 sets one
  * key, PREFIX "gradwire/meeting", to its addresses and a fresh random secret; the others get it. So whoever can read the
- * store may join, and who else may is decided by gw_secret() or GRADWIRE_SECRET, which the ranks need on top if there is
- * one. Rank 0 listens at all of its addresses, or at that of gw_listen()'s interface. Nothing stays in use of the store,
- * and nothing is removed from it.
+ * store may join; if there is a gw_secret() or GRADWIRE_SECRET too, only who also knows that. Rank 0 listens at all of its
+ * addresses, or at that of gw_listen()'s interface. Nothing stays in use of the store, and nothing is removed from it.
  *
  * store  its callbacks are called by this thread, during this call only: rank 0's set() once; the others' get() until
  *        they have reached rank 0, 50 times a second at most. They must not throw, and the call waits for them: one that

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""bench/experiments/slow_links.py: its arithmetic, and what it refuses."""
+"""bench/experiments/slow_links.py: its arithmetic, and what it refuses; and the arithmetic of elastic_accuracy.py."""
 import json
 import pathlib
 import shutil
@@ -112,6 +112,31 @@ class Experiments(unittest.TestCase):
         self.assertIn("/nowhere/gradwire", result.stderr)
         result = run("accuracy", "render", self.folder)
         self.assertEqual((result.returncode, len(result.stderr.splitlines())), (1, 1), result.stderr)
+
+
+class ElasticAccuracy(unittest.TestCase):
+    def setUp(self):
+        sys.path.insert(0, str(ROOT / "bench/experiments"))
+        self.addCleanup(sys.path.pop, 0)
+        sys.dont_write_bytecode = True
+        import elastic_accuracy
+        self.elastic = elastic_accuracy
+
+    def test_means_and_spreads_beside_the_runs_that_lost_nobody(self):
+        runs = [{"compression": "int8", "fate": fate, "seed": seed, "test_accuracy": accuracy}
+                for fate, all_seeds in (("4 -> 3", (0.81, 0.82)), ("undisturbed", (0.80, 0.84))) for seed, accuracy in enumerate(all_seeds)]
+        self.assertEqual(self.elastic.table(runs)[2:], [
+            "| `int8` | undisturbed | 80.00, 84.00 | 82.00 | 2.83 | - |", "| `int8` | 4 -> 3 | 81.00, 82.00 | 81.50 | 0.71 | -0.50 |"])
+
+    def test_a_rank_is_lost_in_the_first_half_and_another_joins_later(self):
+        ranks = set()
+        for seed in range(50):
+            run = self.elastic.Run("gradwire", pathlib.Path("nowhere"), "int8", "4 -> 3 -> 4", seed, 200)
+            again = self.elastic.Run("gradwire", pathlib.Path("nowhere"), "int8", "4 -> 3 -> 4", seed, 200)
+            self.assertEqual((run.rank, run.loss_at, run.join_at), (again.rank, again.loss_at, again.join_at))
+            self.assertTrue(20 <= run.loss_at < 100 and run.loss_at < run.join_at < 150, (run.loss_at, run.join_at))
+            ranks.add(run.rank)
+        self.assertEqual(ranks, {0, 1, 2, 3}, "rank 0, too")
 
 
 if __name__ == "__main__":
