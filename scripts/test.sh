@@ -75,6 +75,8 @@ if [ -z "${GRADWIRE_FULL_SWEEPS:-}" ]; then
   tsan_tests="$like_others|TcpFaults|FaultMatrix|Shrink\.|Tcp\.RanksMeet"
   tsan_tests+="|Elastic\.(AStopped|AnotherRank|FewerThan|KeepLocal|RanksKilled|WithoutCompression)"
   tsan_cases=":$numbers:*SafetensorsTest*:*Synthetic*:*MutatedSchedules*:*ExtraMemory*:Schedule.*:Checker.*"
+  # Of PowerSGD, the test with any number of threads runs every pass.
+  tsan_cases+=":*PowerSgd.PassesAgree*:*PowerSgd.ProjectingOntoP*:*PowerSgd.Settling*"
   tsan_cases+=":*Bf16Gemm.IsTheProduct*:*Bf16Ways*:*LargeHostArray*:*DamagedFile*:*OneFlippedBit*"
   for name in CuttingACall Decode HasTheReferences NonFinite ScalesOfParts TakesAsMany WirePlus WithoutAWire Zeros; do
     tsan_cases+=":*WireFormatTest.$name*"
