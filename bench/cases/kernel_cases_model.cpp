@@ -91,6 +91,26 @@ Problem square_product(Arena& arena, int64_t size) {
   return {[args](const Stream& s) { gemm(s, args); }, 3 * kBytes<S> * m * m, 2 * m * m * m, by(n, n)};
 }
 
+// With GELU, or its derivative, in the product.
+template <Epilogue kEpilogue>
+Problem gelu_product(Arena& arena, int64_t size) {
+  const auto n = static_cast<int64_t>(std::sqrt(static_cast<double>(size / kBytes<Bf16>))) / 8 * 8;
+  Gemm args{.transpose_b = kEpilogue == Epilogue::gelu_tanh,
+            .m = n,
+            .n = n,
+            .k = n,
+            .a = operands<Bf16>(arena, n * n),
+            .lda = n,
+            .b = operands<Bf16>(arena, n * n),
+            .ldb = n,
+            .c = arena.zeros<Bf16>(n * n),
+            .ldc = n,
+            .epilogue = kEpilogue,
+            .aux = operands<Bf16>(arena, n * n)};
+  const double m = static_cast<double>(n);
+  return {[args](const Stream& s) { gemm(s, args); }, 4 * kBytes<Bf16> * m * m, 2 * m * m * m, by(n, n)};
+}
+
 // Q K^T of all heads: the size is that of the attention matrices.
 Problem attention_product(Arena& arena, int64_t size) {
   int64_t batch = std::max<int64_t>(1, size / 4 / (kTokens * kTokensPadded));
@@ -380,6 +400,8 @@ const KernelCase kModelCases[] = {
     {"gemm", "tf32", "gemm", square_product<Precision::tf32, false, false>},
     {"gemm", "bf16", "gemm", square_product<Precision::fp32, false, false, Bf16>},
     {"gemm", "attention", "gemm", attention_product},
+    {"gemm", "gelu bf16", "gemm", gelu_product<Epilogue::gelu_tanh>},
+    {"gemm", "d_gelu bf16", "gemm", gelu_product<Epilogue::d_gelu_tanh>},
     {"patchify", "", "vit", patchify_images},
     {"assemble_tokens", "", "vit", assemble},
     {"assemble_tokens_backward", "", "vit", assemble_backward},

@@ -69,6 +69,7 @@ void for_columns(const char* name, CudaStream stream, bool vectors, const Op& op
 }
 
 // First stage: block (x, chunk) leaves partial(chunk, c) = sum of op over the chunk's rows; pitch floats between chunks.
+// Of a batch, block z's are array z's, which op finds by blockIdx.z, and their partial sums follow those of array z - 1.
 template <int W, typename Op>
 __global__ void __launch_bounds__(256)
     column_partials_kernel(Op op, int64_t rows, int64_t width, int64_t rows_per_chunk, float* partial,
@@ -94,18 +95,18 @@ __global__ void __launch_bounds__(256)
     load<W>(mine + y * blockDim.x * W, x);
     add<W>(x, sum);
   }
-  store<W>(partial + static_cast<int64_t>(blockIdx.y) * pitch + c, sum);
+  store<W>(partial + (static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * pitch + c, sum);
 }
 
 template <typename S, typename Op>
 void partial_sums_over_rows(const char* name, CudaStream stream, bool vectors, const Op& op, int64_t rows,
-                            int64_t width, float* partial, int64_t pitch) {
+                            int64_t width, float* partial, int64_t pitch, int64_t batch = 1) {
   if (width <= 0) return;
   const auto chunks = column_chunks(rows);
   const int64_t accesses = vectors ? width / kVector<S> : width;
   const dim3 block = column_block(accesses);
   const dim3 grid(static_cast<unsigned>((accesses + block.x - 1) / block.x),
-                  static_cast<unsigned>(chunks.count));
+                  static_cast<unsigned>(chunks.count), static_cast<unsigned>(batch));
   const LaunchConfig config{.grid = grid, .block = block, .stream = stream};
   if (vectors) {
     launch(name, column_partials_kernel<kVector<S>, Op>, config, op, rows, width, chunks.rows, partial,

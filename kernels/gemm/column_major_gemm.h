@@ -5,7 +5,8 @@
 // A row-major matrix is the column-major matrix of its transpose, in the same memory. C^T = op(B)^T op(A)^T:
 // so the operands are swapped, and each keeps its own flag: the memory of B, read as column-major, is B^T,
 // which is op(B)^T unless transpose_b is set. The bias runs along a row of C, so along a column of C^T, as
-// the bias epilogue adds it (one element per row of D, the same for all columns).
+// the bias epilogue adds it (one element per row of D, the same for all columns). What GELU's epilogues keep and read
+// lies as D does.
 #pragma once
 
 #include "kernels/gemm/gemm.h"
@@ -24,6 +25,8 @@ struct ColumnMajorGemm {
   ColumnMajorMatrix a, b, d;
   const void* bias = nullptr;  // (d.rows) of d's type, or null
   int64_t batch = 1;
+  Epilogue epilogue = Epilogue::none;
+  const void* aux = nullptr;  // of d's size, ld and type; written by Epilogue::gelu_tanh
 };
 
 inline ColumnMajorGemm column_major(const Gemm& g) {
@@ -37,7 +40,9 @@ inline ColumnMajorGemm column_major(const Gemm& g) {
           .b = stored(g.a, g.transpose_a ? g.k : g.m, g.transpose_a ? g.m : g.k, g.lda, g.stride_a),
           .d = stored(g.c, g.m, g.n, g.ldc, g.stride_c),
           .bias = g.bias.data,
-          .batch = g.batch};
+          .batch = g.batch,
+          .epilogue = g.epilogue,
+          .aux = g.aux.data};
 }
 
 }  // namespace gradwire

@@ -28,6 +28,15 @@ void check(const Gemm& g) {
   if (g.c.type == Element::bf16 && g.a.type != Element::bf16) fail("c is bf16, but a and b are not");
   if (g.bias.data != nullptr && g.bias.type != g.c.type) fail("the bias is not of c's type");
   if (g.bias.data != nullptr && g.batch != 1) fail("a bias goes with a single product, not with a batch");
+  if (g.epilogue != Epilogue::none) {
+    if (g.m > 0 && g.n > 0 && (g.aux.data == nullptr || g.aux.data == g.c.data))
+      fail("an epilogue needs aux, and not in c's place");
+    if (g.aux.type != g.c.type) fail("aux is not of c's type");
+    if (g.batch != 1 || g.beta != 0.0f || g.ldc != g.n)
+      fail("an epilogue goes with a single product, beta 0 and dense rows of c");
+    if (g.epilogue == Epilogue::d_gelu_tanh && g.bias.data != nullptr)
+      fail("a bias does not go with GELU's derivative");
+  }
   if (g.precision == Precision::bf16) fail("the precision of bf16 operands is in their type");
 }
 

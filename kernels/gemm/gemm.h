@@ -49,6 +49,14 @@ struct MatrixPointer {
   }
 };
 
+// What happens to x = alpha * op(A) op(B) + bias before it is stored. Where cuBLASLt cannot, and on the host, it is an op
+// of its own (epilogue.h). Either may take x as it is before its rounding.
+enum class Epilogue : uint8_t {
+  none,
+  gelu_tanh,    // aux = x, C = GELU(x) in its tanh form
+  d_gelu_tanh,  // C = x GELU'(aux), with the aux of a product with gelu_tanh
+};
+
 struct Gemm {
   bool transpose_a = false, transpose_b = false;
   int64_t m = 0, n = 0, k = 0;
@@ -62,6 +70,8 @@ struct Gemm {
   float alpha = 1.0f, beta = 0.0f;
   Precision precision = Precision::fp32;  // of FP32 operands: fp32 or tf32
   MatrixPointer<const void> bias = {};    // (n), of C's type, added to each row; null: none. For batch == 1
+  Epilogue epilogue = Epilogue::none;     // others: for batch == 1, beta == 0 and dense rows (ldc == n)
+  MatrixPointer<void> aux = {};           // (m, n) of C's type, not C: the pre-activations of the epilogue
 };
 GW_SIDES(gemm, Gemm)
 inline void gemm(const Stream& stream, const Gemm& args) {

@@ -3,7 +3,9 @@
 // cuBLASLt is asked for its best algorithm once per kind of product (shape, types, layout, batch, bias,
 // alignment); with GRADWIRE_TUNING its best few are timed instead, unless the file has the fastest. The answer is
 // kept with the descriptors, so that from then on a product is one library call, without allocation or
-// synchronization, which a CUDA graph can capture. Split products add their parts in FP32, and in a fixed order.
+// synchronization, which a CUDA graph can capture. Where the library has no algorithm with GELU in the product, that is
+// found then, too: the product is one without it, and a kernel of our own follows. Split products add their parts in FP32,
+// and in a fixed order.
 //
 // A cuBLAS handle must not be used by two threads at once, and gives repeatable bits only with a stream and a
 // workspace that it does not share. So each thread keeps one handle per (device, stream), with its own
@@ -26,6 +28,7 @@
 #include <utility>
 
 #include "kernels/gemm/column_major_gemm.h"
+#include "kernels/gemm/epilogue.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/gemm/tuning.h"
 #include "runtime/cuda_check.h"
@@ -135,6 +138,23 @@ float time_ms(const Run& run, CudaStream stream) {
   return best;
 }
 
+cublasLtEpilogue_t epilogue_of(const ColumnMajorGemm& g) {
+  const bool bias = g.bias != nullptr;
+  switch (g.epilogue) {
+    case Epilogue::gelu_tanh:
+      return bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+    case Epilogue::d_gelu_tanh:
+      return CUBLASLT_EPILOGUE_DGELU;
+    case Epilogue::none:
+      break;
+  }
+  return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+}
+// cuBLASLt's documentation: the pre-activations' leading dimension is a multiple of 8.
+bool fits_epilogue(const Gemm& g) {
+  return g.epilogue == Epilogue::none || g.ldc % 8 == 0;
+}
+
 // A kind of product and how cuBLASLt does it.
 class Plan {
  public:
@@ -147,8 +167,13 @@ class Plan {
     const cublasOperation_t op_b = g.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
     set(CUBLASLT_MATMUL_DESC_TRANSA, op_a);
     set(CUBLASLT_MATMUL_DESC_TRANSB, op_b);
+    if (const cublasLtEpilogue_t epilogue = epilogue_of(g); epilogue != CUBLASLT_EPILOGUE_DEFAULT)
+      set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
+    if (g.aux != nullptr) {  // of D's type, unless told otherwise
+      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux);
+      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, g.d.ld);
+    }
     if (g.bias != nullptr) {
-      set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
       set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias);
       set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int32_t>(cuda_type(g.d.type)));
     }
@@ -191,6 +216,7 @@ class Plan {
   void run(cublasLtHandle_t lt, const ColumnMajorGemm& g, float alpha, float beta, void* workspace,
            size_t workspace_bytes, CudaStream stream) {
     if (g.bias != nullptr) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias);
+    if (g.aux != nullptr) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux);
     void* d = const_cast<void*>(g.d.data);  // a Gemm's c, which is not const
     GW_CUBLAS_CHECK(cublasLtMatmul(lt, operation_.get(), &alpha, g.a.data, a_.get(), g.b.data, b_.get(),
                                    &beta, d, d_.get(), d, d_.get(), &*algorithm_, workspace, workspace_bytes,
@@ -256,12 +282,13 @@ class Plan {
 
 // What decides a plan.
 using PlanKey = std::tuple<bool, bool, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, Element, Element,
-                           Precision, bool, std::array<uint32_t, 4>, std::array<int64_t, 4>>;
-// Alignments of a, b, c and the bias.
-std::array<uint32_t, 4> alignments_of(const Gemm& g) {
+                           Precision, bool, Epilogue, std::array<uint32_t, 5>, std::array<int64_t, 4>>;
+// Alignments of a, b, c, the bias and aux.
+std::array<uint32_t, 5> alignments_of(const Gemm& g) {
   return {alignment_of(g.a.data, g.stride_a, g.a.type, g.batch),
           alignment_of(g.b.data, g.stride_b, g.b.type, g.batch),
-          alignment_of(g.c.data, g.stride_c, g.c.type, g.batch), alignment_of(g.bias.data)};
+          alignment_of(g.c.data, g.stride_c, g.c.type, g.batch), alignment_of(g.bias.data),
+          alignment_of(g.aux.data)};
 }
 // How many products, and their distances; the latter mean nothing in a batch of one.
 std::array<int64_t, 4> batch_of(const Gemm& g) {
@@ -269,19 +296,13 @@ std::array<int64_t, 4> batch_of(const Gemm& g) {
   return {g.batch, g.stride_a, g.stride_b, g.stride_c};
 }
 PlanKey key_of(const Gemm& g) {
-  return {g.transpose_a,
-          g.transpose_b,
-          g.m,
-          g.n,
-          g.k,
-          g.lda,
-          g.ldb,
-          g.ldc,
-          g.a.type,
-          g.c.type,
-          g.precision,
-          g.bias.data != nullptr,
-          alignments_of(g),
+  return {g.transpose_a, g.transpose_b,
+          g.m,           g.n,
+          g.k,           g.lda,
+          g.ldb,         g.ldc,
+          g.a.type,      g.c.type,
+          g.precision,   g.bias.data != nullptr,
+          g.epilogue,    alignments_of(g),
           batch_of(g)};
 }
 
@@ -292,11 +313,14 @@ std::string kind_of(const Gemm& g) {
   std::string batch;
   if (g.batch > 1)
     batch = fmt::format(" batch={} strides={},{},{}", g.batch, g.stride_a, g.stride_b, g.stride_c);
-  return fmt::format("{}{} m={} n={} k={} lda={} ldb={} ldc={} {}->{}{}{} aligned={},{},{},{}{}",
+  std::string epilogue;
+  if (g.epilogue != Epilogue::none)
+    epilogue = fmt::format(" {} aux={}", g.epilogue == Epilogue::gelu_tanh ? "gelu" : "dgelu", aligned[4]);
+  return fmt::format("{}{} m={} n={} k={} lda={} ldb={} ldc={} {}->{}{}{} aligned={},{},{},{}{}{}",
                      g.transpose_a ? 'T' : 'N', g.transpose_b ? 'T' : 'N', g.m, g.n, g.k, g.lda, g.ldb, g.ldc,
                      type(g.a.type), type(g.c.type), g.precision == Precision::tf32 ? " tf32" : "",
                      g.bias.data != nullptr ? " bias" : "", aligned[0], aligned[1], aligned[2], aligned[3],
-                     batch);
+                     epilogue, batch);
 }
 
 // One thread's products on one stream.
@@ -379,14 +403,25 @@ Context& context_for(CudaStream stream) {
   return *context;
 }
 
+template <typename S>
+void apply_epilogue(CudaStream stream, const Gemm& g) {
+  g.epilogue == Epilogue::gelu_tanh ? bias_gelu(stream, gelu_after<S>(g))
+                                    : bias_gelu_backward(stream, d_gelu_after<S>(g));
+}
+
 }  // namespace
 
 void gemm(CudaStream stream, const Gemm& g) {
   detail::check(g);
   if (g.m == 0 || g.n == 0 || g.batch == 0) return;
-  OpCount::launch("gemm");
   Context& context = context_for(stream);
-  if (g.k > 0 && context.planned(g)) return;
+  const bool planned = g.k > 0 && fits_epilogue(g) && context.planned(g);
+  if (!planned && g.epilogue != Epilogue::none) {
+    gemm(stream, without_epilogue(g));
+    return g.c.type == Element::bf16 ? apply_epilogue<Bf16>(stream, g) : apply_epilogue<float>(stream, g);
+  }
+  OpCount::launch("gemm");
+  if (planned) return;
   if (g.bias.data != nullptr) throw DeviceError("gemm: cuBLASLt cannot add a bias to this product");
   context.batch(g);
 }

@@ -9,6 +9,7 @@
 
 #include "kernels/blas/blas.h"
 #include "kernels/gemm/bf16_gemm.h"
+#include "kernels/gemm/epilogue.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/gemm/small_gemm.h"
 #include "kernels/simd/convert.h"
@@ -219,12 +220,21 @@ void bf16_batch(const Gemm& g, int64_t begin, int64_t end) {
   }
 }
 
+template <typename S>
+void apply_epilogue(const Gemm& g) {
+  g.epilogue == Epilogue::gelu_tanh ? bias_gelu(gelu_after<S>(g)) : bias_gelu_backward(d_gelu_after<S>(g));
+}
+
 }  // namespace
 
 void gemm(const Gemm& g) {
   detail::check(g);
   if (g.m == 0 || g.n == 0 || g.batch == 0) return;
   if (gradwire_blas()->error != nullptr) throw BadInput(gradwire_blas()->error);
+  if (g.epilogue != Epilogue::none) {
+    gemm(without_epilogue(g));
+    return g.c.type == Element::bf16 ? apply_epilogue<Bf16>(g) : apply_epilogue<float>(g);
+  }
   const bool bf16 = g.a.type == Element::bf16;
   // A piece is worth about 4 MFLOP: a fraction of a millisecond.
   constexpr double kPieceFlops = 4e6;

@@ -38,10 +38,10 @@ __global__ void __launch_bounds__(256) combine_partial_sums_kernel(const __grid_
 template <typename S>
 struct Load {
   const S* x;
-  int64_t width;
+  int64_t width, stride;
   template <int W>
   __device__ __forceinline__ void at(int64_t row, int64_t c, float (&out)[W]) const {
-    load<W>(x + row * width + c, out);
+    load<W>(x + blockIdx.z * stride + row * width + c, out);
   }
 };
 
@@ -99,8 +99,10 @@ void combine_sums(CudaStream stream, const CombineSums& a) {
 
 template <typename S>
 void column_sum(CudaStream stream, const ColumnSum<S>& a) {
-  partial_sums_over_rows<S>("column_sum", stream, takes_vectors<S>(a.width, a.x, a.workspace),
-                            Load<S>{a.x, a.width}, a.rows, a.width, a.workspace, a.width);
+  // As aligned as the first array are the others only at such distances.
+  const bool vectors = takes_vectors<S>(a.width, a.x, a.workspace) && a.stride % kVector<S> == 0;
+  partial_sums_over_rows<S>("column_sum", stream, vectors, Load<S>{a.x, a.width, a.stride}, a.rows, a.width,
+                            a.workspace, a.width, a.batch);
   if (!a.partial_only) combine_sums(stream, {{a.sums()}});
 }
 

@@ -26,17 +26,23 @@ void bias_residual(const Stream& stream, const BiasResidual<S>& args) {
   detail::dispatch(stream, args, host::bias_residual<S>, GW_CUDA_SIDE(bias_residual<S>), "bias_residual");
 }
 
-// sum (C) = column sums of x (rows, C): a bias gradient. 4 or 2 B per element.
+// sum (C) = column sums of x (rows, C): a bias gradient. 4 or 2 B per element. A batch of arrays `stride` elements apart,
+// whose partial sums lie one after another, is for partial_only.
 template <typename S = float>
 struct ColumnSum {
   const S* x = nullptr;
   float* sum = nullptr;
-  float* workspace = nullptr;  // column_sum_workspace(rows, width) floats
+  float* workspace = nullptr;  // batch * column_sum_workspace(rows, width) floats
   int64_t rows = 0, width = 0;
   bool accumulate = false;
-  bool partial_only = false;  // leave sums() to combine_sums()
+  bool partial_only = false;  // leave sums() to combine_sums(); with a batch sums(i, array i's sum)
+  int64_t batch = 1, stride = 0;
 
-  PartialSums sums() const { return {workspace, column_chunks(rows).count, width, width, {sum}, accumulate}; }
+  PartialSums sums() const { return sums(0, sum); }
+  PartialSums sums(int64_t i, float* to) const {
+    const int64_t count = column_chunks(rows).count;
+    return {workspace + i * count * width, count, width, width, {to}, accumulate};
+  }
 };
 GW_TYPED_SIDES(column_sum, ColumnSum)
 template <typename S = float>

@@ -28,9 +28,12 @@ GW_SIMD void add_rows(const Bf16* x, int64_t rows, int64_t width, float* partial
 
 template <typename S>
 void column_sum(const ColumnSum<S>& a) {
-  sum_chunks(a.rows, a.width, a.workspace, [&](int64_t begin, int64_t end, float* partial) {
-    add_rows(a.x + begin * a.width, end - begin, a.width, partial);
-  });
+  for (int64_t i = 0; i < a.batch; ++i) {
+    float* const partial_sums = a.workspace + i * column_sum_workspace(a.rows, a.width);
+    sum_chunks(a.rows, a.width, partial_sums, [&](int64_t begin, int64_t end, float* partial) {
+      add_rows(a.x + i * a.stride + begin * a.width, end - begin, a.width, partial);
+    });
+  }
   if (!a.partial_only) combine_partial_sums(a.sums());
 }
 

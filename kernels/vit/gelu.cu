@@ -70,6 +70,21 @@ struct Backward {
   }
 };
 
+// The same without sums, for for_columns(): nothing depends on the column alone.
+struct Nothing {};
+template <typename S, Gelu kForm>
+struct BackwardAlone : Backward<S, kForm> {
+  template <int W>
+  __device__ __forceinline__ Nothing column(int64_t) const {
+    return {};
+  }
+  template <int W>
+  __device__ __forceinline__ void at(int64_t row, int64_t c, Nothing) const {
+    float unused[W];
+    Backward<S, kForm>::template at<W>(row, c, unused);
+  }
+};
+
 template <Gelu kForm, typename S>
 void forward(CudaStream stream, const BiasGelu<S>& a) {
   for_columns<S>("bias_gelu", stream, takes_vectors<S>(a.width, a.x, a.bias, a.y),
@@ -78,9 +93,14 @@ void forward(CudaStream stream, const BiasGelu<S>& a) {
 
 template <Gelu kForm, typename S>
 void backward(CudaStream stream, const BiasGeluBackward<S>& a) {
-  partial_sums_over_rows<S>(
-      "bias_gelu_backward", stream, takes_vectors<S>(a.width, a.pre, a.dy, a.d_pre, a.workspace),
-      Backward<S, kForm>{a.pre, a.dy, a.d_pre, a.width}, a.rows, a.width, a.workspace, a.width);
+  const bool vectors = takes_vectors<S>(a.width, a.pre, a.dy, a.d_pre, a.workspace);
+  const Backward<S, kForm> op{a.pre, a.dy, a.d_pre, a.width};
+  if (a.workspace == nullptr) {
+    for_columns<S>("bias_gelu_backward", stream, vectors, BackwardAlone<S, kForm>{op}, a.rows, a.width);
+  } else {
+    partial_sums_over_rows<S>("bias_gelu_backward", stream, vectors, op, a.rows, a.width, a.workspace,
+                              a.width);
+  }
 }
 
 }  // namespace
@@ -93,7 +113,7 @@ void bias_gelu(CudaStream stream, const BiasGelu<S>& a) {
 template <typename S>
 void bias_gelu_backward(CudaStream stream, const BiasGeluBackward<S>& a) {
   a.form == Gelu::tanh ? backward<Gelu::tanh>(stream, a) : backward<Gelu::exact>(stream, a);
-  if (!a.partial_only) combine_sums(stream, {{a.sums()}});
+  if (!a.partial_only && a.workspace != nullptr) combine_sums(stream, {{a.sums()}});
 }
 
 GW_INSTANTIATE_CUDA_OP(bias_gelu, BiasGelu)

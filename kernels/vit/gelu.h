@@ -26,15 +26,14 @@ void bias_gelu(const Stream& stream, const BiasGelu<S>& args) {
   detail::dispatch(stream, args, host::bias_gelu<S>, GW_CUDA_SIDE(bias_gelu<S>), "bias_gelu");
 }
 
-// d_pre = dy * GELU'(pre); d_bias = its sum over rows, before rounding.
-// 12 or 6 B per element.
+// d_pre = dy * GELU'(pre); d_bias = its sum over rows, before rounding. 12 or 6 B per element.
 template <typename S = float>
 struct BiasGeluBackward {
   const S* pre = nullptr;  // (rows, F)
   const S* dy = nullptr;   // (rows, F)
   S* d_pre = nullptr;      // (rows, F) out; may be pre or dy
   float* d_bias = nullptr;
-  float* workspace = nullptr;  // column_sum_workspace(rows, width) floats
+  float* workspace = nullptr;  // column_sum_workspace(rows, width) floats; null: no d_bias
   int64_t rows = 0, width = 0;
   bool accumulate = false;
   bool partial_only = false;  // leave sums() to combine_sums()

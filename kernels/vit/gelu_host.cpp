@@ -43,6 +43,12 @@ GW_INLINE void backward_rows_of(const BiasGeluBackward<S>& a, int64_t begin, int
   for (int64_t r = begin; r < end; ++r) {
     const S *pre = a.pre + r * a.width, *dy = a.dy + r * a.width;
     S* d_pre = a.d_pre + r * a.width;
+    if (d_bias == nullptr) {
+#pragma omp simd
+      for (int64_t c = 0; c < a.width; ++c)
+        d_pre[c] = narrow<S>(widen(dy[c]) * gelu_derivative<kForm>(widen(pre[c])));
+      continue;
+    }
 #pragma omp simd
     for (int64_t c = 0; c < a.width; ++c) {
       float d = widen(dy[c]) * gelu_derivative<kForm>(widen(pre[c]));
@@ -87,6 +93,10 @@ void bias_gelu(const BiasGelu<S>& a) {
 
 template <typename S>
 void bias_gelu_backward(const BiasGeluBackward<S>& a) {
+  if (a.workspace == nullptr) {
+    return for_rows(a.rows, a.width,
+                    [&](int64_t begin, int64_t end) { backward_rows(a, begin, end, nullptr); });
+  }
   sum_chunks(a.rows, a.width, a.workspace,
              [&](int64_t begin, int64_t end, float* d_bias) { backward_rows(a, begin, end, d_bias); });
   if (!a.partial_only) combine_partial_sums(a.sums());

@@ -48,7 +48,7 @@ void bias_gelu_backward(const BiasGeluBackward<S>& a) {
       sum += dx;
       a.d_pre[at] = rounded<S>(dx);
     }
-    store_sum(&a.d_bias[c], sum, a.accumulate);
+    if (a.d_bias != nullptr) store_sum(&a.d_bias[c], sum, a.accumulate);
   }
 }
 

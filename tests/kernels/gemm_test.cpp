@@ -12,6 +12,9 @@
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
 #include "tests/thinned.h"
+#ifdef GRADWIRE_SIMT_TESTS
+#include "tests/simt/cublas_stand_in.h"
+#endif
 
 namespace gradwire::testing {
 namespace {
@@ -345,6 +348,130 @@ TEST_P(GemmOp, ABiasIsAddedToEachRow) {
   expect_close(run(o), want, 1e-6, "c");
 }
 
+class GemmEpilogue : public OpTest {
+ public:
+  struct Result {
+    std::vector<float> c, aux;
+  };
+  // y = GELU(x W^T + bias) as in forward, or dy W times GELU's derivative at `aux`, with op's reference or on the backend.
+  template <typename T>
+  Result run(Epilogue epilogue, int64_t m, int64_t n, int64_t k, bool with_bias, int64_t misalign,
+             bool by_reference) {
+    auto values = [&](int64_t count, uint32_t seed) {
+      std::vector<T> out;
+      for (float v : normal(count, seed)) out.push_back(narrow<T>(v));
+      return out;
+    };
+    const bool forward = epilogue == Epilogue::gelu_tanh;
+    auto a = array(values(m * k, 1), misalign), b = array(values(n * k, 2), misalign);
+    auto bias = array(values(n, 3), misalign), c = array<T>(m * n, misalign);
+    auto aux = forward ? array<T>(m * n, misalign) : array(values(m * n, 4), misalign);
+    Gemm g{.transpose_b = forward, .m = m, .n = n, .k = k};
+    g.a = a.data(), g.lda = k, g.b = b.data(), g.ldb = forward ? k : n, g.c = c.data(), g.ldc = n;
+    g.epilogue = epilogue, g.aux = aux.data();
+    g.alpha = 1.0f / std::sqrt(static_cast<float>(std::max<int64_t>(1, k)));  // x of GELU's interesting size
+    if (with_bias) g.bias = bias.data();
+    if (by_reference) {
+      const auto host_a = a.host(), host_b = b.host(), host_bias = bias.host();
+      auto host_c = c.host(), host_aux = aux.host();
+      g.a = host_a.data(), g.b = host_b.data(), g.c = host_c.data(), g.aux = host_aux.data();
+      if (with_bias) g.bias = host_bias.data();
+      reference::gemm(g);
+      return {widened(host_c), widened(host_aux)};
+    }
+    GW_RUN(gemm, g);
+    c.expect_guards_intact("c");
+    aux.expect_guards_intact("aux");
+    return {widened(c.host()), widened(aux.host())};
+  }
+  template <typename T>
+  static std::vector<float> widened(const std::vector<T>& values) {
+    std::vector<float> out;
+    for (T v : values) out.push_back(widen(v));
+    return out;
+  }
+  template <typename T>
+  void check(Epilogue epilogue, int64_t m, int64_t n, int64_t k, bool with_bias, int64_t misalign) {
+    SCOPED_TRACE(fmt::format("{}x{}x{}{}{} {}", m, n, k, with_bias ? " bias" : "",
+                             epilogue == Epilogue::gelu_tanh ? " gelu" : " dgelu",
+                             std::is_same_v<T, Bf16> ? "bf16" : "fp32"));
+    const Result want = run<T>(epilogue, m, n, k, with_bias, misalign, true);
+    const Result got = run<T>(epilogue, m, n, k, with_bias, misalign, false);
+    // x is rounded before GELU, after it, or both.
+    const double unit = std::is_same_v<T, Bf16> ? 1.0 / 128 : 2e-6;
+    for (size_t i = 0; i < want.c.size(); ++i) {
+      const double x = std::abs(want.aux[i]);
+      ASSERT_NEAR(got.c[i], want.c[i], unit * (std::abs(want.c[i]) + x) + 1e-6) << i;
+      ASSERT_NEAR(got.aux[i], want.aux[i], unit * x + 1e-6) << i;
+    }
+    if (epilogue == Epilogue::d_gelu_tanh) expect_same_bits(got.aux, want.aux, "aux");
+  }
+};
+
+TEST_P(GemmEpilogue, GivesGeluOfTheProductAndItsDerivative) {
+  for (Epilogue epilogue : {Epilogue::gelu_tanh, Epilogue::d_gelu_tanh}) {
+    for (bool with_bias : {false, true}) {
+      if (with_bias && epilogue == Epilogue::d_gelu_tanh) continue;
+      for (int64_t n : {8, 64, 7, 33}) {  // the library takes multiples of 8
+        check<float>(epilogue, 19, n, 24, with_bias, n % 2);
+        check<Bf16>(epilogue, 19, n, 24, with_bias, n % 2);
+      }
+    }
+  }
+}
+
+TEST_P(GemmEpilogue, EmptyOnesWriteNothing) {
+  for (Epilogue epilogue : {Epilogue::gelu_tanh, Epilogue::d_gelu_tanh}) {
+    check<float>(epilogue, 0, 8, 8, false, 0);
+    check<float>(epilogue, 5, 0, 8, false, 0);
+    check<float>(epilogue, 5, 8, 0, false, 0);  // GELU of nothing
+  }
+}
+
+#ifdef GRADWIRE_SIMT_TESTS
+TEST_P(GemmEpilogue, IsOneLaunchWhereTheLibraryHasItAndTwoWhereNot) {
+  for (Epilogue epilogue : {Epilogue::gelu_tanh, Epilogue::d_gelu_tanh}) {
+    const char* own = epilogue == Epilogue::gelu_tanh ? "bias_gelu" : "bias_gelu_backward";
+    auto launches = [&](int64_t n) {
+      const OpCount count;
+      check<Bf16>(epilogue, 11, n, 16, false, 0);
+      return count.launches();
+    };
+    EXPECT_EQ(launches(40), (OpCount::ByName{{"gemm", 1}}));
+    EXPECT_EQ(launches(41), (OpCount::ByName{{"gemm", 1}, {own, 1}}));  // no multiple of 8
+    simt::refuse_gelu_epilogues(true);
+    EXPECT_EQ(launches(48), (OpCount::ByName{{"gemm", 1}, {own, 1}}));
+    simt::refuse_gelu_epilogues(false);
+  }
+}
+#endif
+
+TEST(Gemm, AnEpilogueThatCannotBeIsBadInput) {
+  std::vector<float> c(30), aux(30);
+  auto message = [&](const auto& change) {
+    Gemm g = Operands(4, 5, 6, false, false).args;
+    g.c = c.data(), g.epilogue = Epilogue::d_gelu_tanh, g.aux = aux.data();
+    change(g);
+    try {
+      detail::check(g);
+    } catch (const BadInput& e) {
+      return std::string(e.what());
+    }
+    return std::string("accepted");
+  };
+  Bf16 operand;
+  const std::string single = "gemm: an epilogue goes with a single product, beta 0 and dense rows of c";
+  EXPECT_EQ(message([&](Gemm&) {}), "accepted");
+  EXPECT_EQ(message([&](Gemm& g) { g.aux = nullptr; }), "gemm: an epilogue needs aux, and not in c's place");
+  EXPECT_EQ(message([&](Gemm& g) { g.aux = c.data(); }), "gemm: an epilogue needs aux, and not in c's place");
+  EXPECT_EQ(message([&](Gemm& g) { g.aux = &operand; }), "gemm: aux is not of c's type");
+  EXPECT_EQ(message([&](Gemm& g) { g.batch = 2; }), single);
+  EXPECT_EQ(message([&](Gemm& g) { g.beta = 1.0f; }), single);
+  EXPECT_EQ(message([&](Gemm& g) { g.ldc = 6; }), single);
+  EXPECT_EQ(message([&](Gemm& g) { g.bias = aux.data(); }),
+            "gemm: a bias does not go with GELU's derivative");
+}
+
 TEST(Gemm, TypesThatDoNotGoTogetherAreBadInput) {
   auto message = [](const auto& change) {
     Gemm g = Operands(4, 5, 6, false, false).args;
@@ -416,6 +543,7 @@ TEST(ColumnMajorGemm, AsksCublasLtForTheSameProduct) {
 }
 
 GW_INSTANTIATE_BACKENDS(GemmOp);
+GW_INSTANTIATE_BACKENDS(GemmEpilogue);
 GW_INSTANTIATE_BACKENDS(Bf16Gemm);
 
 }  // namespace

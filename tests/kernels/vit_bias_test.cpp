@@ -103,6 +103,43 @@ TEST_P(VitBias, ColumnSumLosesNoRow) {
   }
 }
 
+// As those of layers: at even distances, with something else in between.
+TEST_P(VitBias, PartialSumsOfABatchAreThoseOfEachArray) {
+  for (const Shape& s : kShapes) {
+    for (int64_t gap : {0, 4, 5}) {
+      SCOPED_TRACE(fmt::format("{} gap {}", s.name(), gap));
+      constexpr int64_t kBatch = 3;
+      const int64_t stride = s.size() + gap, partials = column_sum_workspace(s.rows, s.width);
+      auto x = array(normal(kBatch * stride, 8));
+      auto all = array<float>(kBatch * partials), sums = array(normal(kBatch * s.width, 9));
+      ColumnSum<float> batch{.x = x.data(),
+                             .workspace = all.data(),
+                             .rows = s.rows,
+                             .width = s.width,
+                             .accumulate = true,
+                             .partial_only = true,
+                             .batch = kBatch,
+                             .stride = stride};
+      GW_RUN(column_sum, batch);
+      CombineSums combine;
+      for (int64_t i = 0; i < kBatch; ++i)
+        combine.of[static_cast<size_t>(i)] = batch.sums(i, sums.data() + i * s.width);
+      GW_RUN(combine_sums, combine);
+      all.expect_guards_intact("workspace");
+      sums.expect_guards_intact("sums");
+      const auto values = x.host(), start = normal(kBatch * s.width, 9), got = sums.host();
+      for (int64_t i = 0; i < kBatch; ++i) {
+        auto part = [i](const std::vector<float>& of, int64_t at, int64_t count) {
+          return std::vector<float>(of.begin() + i * at, of.begin() + i * at + count);
+        };
+        const auto want = sum_columns(part(values, stride, s.size()), part(start, s.width, s.width), s, true);
+        expect_close(part(got, s.width, s.width), want, 1e-6, fmt::format("sum {}", i),
+                     std::sqrt(1.0 + static_cast<double>(s.rows)));
+      }
+    }
+  }
+}
+
 TEST_P(VitBias, ColumnSumRepeatsItsBitsForAnyNumberOfThreads) {
   Shape s{3000, 70};
   auto x = normal(s.size(), 6);

@@ -51,6 +51,30 @@ Backward reference_backward(const std::vector<float>& pre, Backward g, const Sha
 
 enum class Out { dy, pre, other };  // where backward writes
 
+// bias_gelu_backward of type S, with its sums or without, on a backend.
+template <typename S, typename Test>
+std::vector<S> d_pre_of(Test& test, Gelu form, const Shape& s, int64_t misalign, bool sums) {
+  auto operands = [&](uint32_t seed) {
+    std::vector<S> out;
+    for (float v : test.normal(s.size(), seed, 2.0f)) out.push_back(narrow<S>(v));
+    return out;
+  };
+  auto pre = test.array(operands(21), misalign), dy = test.array(operands(22), misalign);
+  auto d_pre = test.template array<S>(s.size(), misalign);
+  auto d_bias = test.template array<float>(s.width),
+       workspace = test.template array<float>(column_sum_workspace(s.rows, s.width));
+  test.run(BiasGeluBackward<S>{.pre = pre.data(),
+                               .dy = dy.data(),
+                               .d_pre = d_pre.data(),
+                               .d_bias = sums ? d_bias.data() : nullptr,
+                               .workspace = sums ? workspace.data() : nullptr,
+                               .rows = s.rows,
+                               .width = s.width,
+                               .form = form});
+  d_pre.expect_guards_intact("d_pre");
+  return d_pre.host();
+}
+
 class VitGelu : public OpTest {
  public:
   void in_each_form(const std::function<void()>& check) {
@@ -103,6 +127,11 @@ class VitGelu : public OpTest {
     d_bias.expect_guards_intact("d_bias");
     workspace.expect_guards_intact("workspace");
     return {out.host(), d_bias.host()};
+  }
+
+  template <typename S>
+  void run(const BiasGeluBackward<S>& args) {
+    GW_RUN(bias_gelu_backward, args);
   }
 
   Gelu form = Gelu::exact;
@@ -210,6 +239,21 @@ TEST_P(VitGelu, BackwardWritesTheSameBitsInPlaceOfEitherOperandOrElsewhere) {
           expect_same_bits(got.dy, want.dy, "d_pre");
           expect_same_bits(got.d_bias, want.d_bias, "d_bias");
         }
+      }
+    }
+  });
+}
+
+TEST_P(VitGelu, WithoutAWorkspaceBackwardWritesTheSameGradientAndNoSums) {
+  in_each_form([&] {
+    for (const Shape& shape : kShapes) {
+      for (int64_t misalign : {0, 1}) {
+        SCOPED_TRACE(fmt::format("{} misaligned by {}", shape.name(), misalign));
+        expect_same_bits(d_pre_of<float>(*this, form, shape, misalign, false),
+                         d_pre_of<float>(*this, form, shape, misalign, true), "d_pre");
+        const auto got = d_pre_of<Bf16>(*this, form, shape, misalign, false),
+                   want = d_pre_of<Bf16>(*this, form, shape, misalign, true);
+        for (size_t i = 0; i < want.size(); ++i) ASSERT_EQ(got[i].bits, want[i].bits) << i;
       }
     }
   });

@@ -15,17 +15,23 @@ using testing::cuda_launches;
 
 // The ops that a rank enqueues for a step on CUDA: both passes and the optimizer, all but what the reducer does. They
 // depend on the model's depth, not on its widths, so a narrow one is captured on the host, and nothing is computed.
-OpCount::ByName step_ops(const char* model, Precision precision, GradientGroups groups) {
+OpCount::ByName step_ops(const char* model, Precision precision, GradientGroups groups,
+                         Gelu gelu = Gelu::exact) {
   TrainConfig config;
   config.model = named_model(model);
   config.precision = precision;
   VitConfig narrow = config.model;
   narrow.width = 16, narrow.heads = 2, narrow.mlp = 8, narrow.classes = 2;
+  narrow.gelu = gelu;
   const Device host = Device::host();
   const Stream stream = Stream::create(host, "launches");
   const ParameterLayout layout = packed_layout(vit_parameters(narrow));
   Vit vit(narrow, stream, layout,
-          {.max_batch = 1, .precision = config.precision, .fused_attention = true, .groups = groups});
+          {.max_batch = 1,
+           .precision = config.precision,
+           .fused_attention = true,
+           .fused_gelu = fuses_gelu(Device::cuda(0), narrow),
+           .groups = groups});
   Optimizer optimizer(config, stream, {{0, layout.elements}});
   const Buffer images = make_buffer<float>(host, int64_t{narrow.channels} * narrow.image * narrow.image),
                gradients = make_buffer<float>(host, layout.elements), labels = make_buffer<int32_t>(host, 1),
@@ -74,6 +80,23 @@ TEST(Launches, WhereGradientsAreExchangedTwoLayersShareThem) {
         << listed(ops);  // the last two layers' on their own
     EXPECT_EQ(ops.at("attention_backward, first stage"), 23);
     EXPECT_EQ(ops.at("attention_backward"), 1);  // nothing follows to hide the exchange of the last layer's
+  }
+}
+
+// Where cuBLASLt has GELU in products (tests/kernels/gemm_test.cpp: elsewhere these are two launches instead of one).
+TEST(Launches, WithTheTanhFormOfGeluAStepIsWithin400) {
+  for (Precision precision : {Precision::fp32, Precision::bf16}) {
+    const OpCount::ByName alone = step_ops("vit_l_32", precision, groups_of(1), Gelu::tanh);
+    EXPECT_LE(cuda_launches(alone), 370) << listed(alone);
+    EXPECT_EQ(alone.at("gemm"), 8 * 24 + 4 * 3 + 5) << listed(alone);
+    EXPECT_EQ(alone.at("column_sum, first stage"), 3 + 1)
+        << "of mlp.0's biases, a group at once, and of the head's";
+    const OpCount::ByName exchanged = step_ops("vit_l_32", precision, groups_of(2), Gelu::tanh);
+    EXPECT_LE(cuda_launches(exchanged), 435) << listed(exchanged);
+    for (const char* op : {"bias_gelu", "bias_gelu_backward", "bias_gelu_backward, first stage"}) {
+      EXPECT_FALSE(alone.contains(op)) << op;
+      EXPECT_FALSE(exchanged.contains(op)) << op;
+    }
   }
 }
 

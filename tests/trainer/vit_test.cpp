@@ -47,13 +47,14 @@ int index_of(const std::vector<VitParameter>& parameters, const std::string& nam
 struct Bench {
   Bench(const VitConfig& config, Device device, int64_t batch, uint32_t seed,
         Precision precision = Precision::fp32, std::optional<bool> fused_attention = {},
-        GradientGroups groups = {})
+        GradientGroups groups = {}, std::optional<bool> fused_gelu = {})
       : stream(Stream::create(device, "test")),
         layout(packed_layout(vit_parameters(config))),
         vit(config, stream, layout,
             {.max_batch = batch,
              .precision = precision,
              .fused_attention = fused_attention,
+             .fused_gelu = fused_gelu,
              .groups = groups}),
         batch(batch),
         images(make_buffer<float>(device, batch * config.channels * config.image * config.image)),
@@ -515,6 +516,41 @@ TEST_P(VitTest, LayersThatShareProductsOfWeightGradientsHaveTheGradientsOfEachAl
             ASSERT_NEAR(together[i], alone[i], 1e-6 + 1e-5 * std::abs(alone[i])) << i;
         }
       }
+    }
+  }
+}
+
+// Also where layers share what adds up their bias gradients, of batches smaller than there is memory for, and when
+// accumulating.
+TEST_P(VitTest, GeluInsideProductsGivesTheGradientsOfItsParts) {
+  VitConfig config = small_config(Gelu::tanh);
+  config.depth = 5;
+  for (Precision precision : {Precision::fp32, Precision::bf16}) {
+    for (GradientGroups groups : {GradientGroups{}, GradientGroups{2, true}, GradientGroups{3, false}}) {
+      SCOPED_TRACE(fmt::format("{} layers in a group", groups.layers));
+      auto gradients = [&](bool fused) {
+        Bench bench(config, GetParam(), 3, 5, precision, {}, groups, fused);
+        bench.randomize(6);
+        std::vector<float> all;
+        for (int64_t batch : {3, 2}) {
+          bench.batch = batch;
+          for (bool accumulate : {false, true}) {
+            std::vector<float> once = bench.gradient({}, 1.0f, accumulate);
+            std::erase_if(once, [](float x) { return std::isnan(x); });  // gaps
+            all.insert(all.end(), once.begin(), once.end());
+          }
+        }
+        return all;
+      };
+      const std::vector<float> parts = gradients(false), inside = gradients(true);
+      ASSERT_EQ(inside.size(), parts.size());
+      ASSERT_EQ(parts.size(), 4 * static_cast<size_t>(parameter_count(config)));
+      double error = 0.0, size = 0.0;
+      for (size_t i = 0; i < parts.size(); ++i) {
+        error += std::pow(static_cast<double>(inside[i]) - parts[i], 2);
+        size += std::pow(static_cast<double>(parts[i]), 2);
+      }
+      EXPECT_LT(std::sqrt(error / size), precision == Precision::bf16 ? 2e-2 : 1e-6);
     }
   }
 }

@@ -43,9 +43,10 @@ struct VitGradients {
   }
   // The same, for gradients that are sums of an op, which was told to leave the second stage if postpones was set.
   void done(const PartialSums& of, std::initializer_list<int> which) {
-    if (postpones) sums.of[sums_count++] = of;
+    if (postpones) adds(of);
     done(which);
   }
+  void adds(const PartialSums& of) { sums.of[sums_count++] = of; }
   void later(int i) { postponed.push_back(i); }
   void finish(const Stream& stream) {
     if (sums_count > 0) combine_sums(stream, sums);
@@ -105,7 +106,8 @@ class TypedVitPasses final : public VitPasses {
     float* x_mid;          // (rows, C) after the attention branch
     S* ln2;                // (rows, C)
     float *mean2, *rstd2;  // (rows)
-    S *pre, *gelu;         // (rows, F); backward leaves pre's gradient in its place
+    S *pre, *gelu;         // (rows, F)
+    S* d_pre;              // (rows, F) in place of pre; with fused_gelu of the pre of the layer above
   };
   struct Activations {
     S* patches;  // (B, T-1, channels * patch^2)
@@ -127,7 +129,7 @@ class TypedVitPasses final : public VitPasses {
     // float (kInPlace) and layers are on their own: it is dx then.
     PerSlot<S> dx_mlp, dx_attention;  // (rows, C)
     S* d_branch;                      // (rows, C)
-    S* d_gelu;                        // (rows, F)
+    S* d_gelu;                        // (rows, F); with fused_gelu the first layer's pre
     S* d_features;                    // (B, C)
     // Partial sums, of ops whose second stage is one launch per group: until then each has its own.
     PerSlot<float> mlp0_sums, ln2_sums, in_sums, ln1_sums;
@@ -189,6 +191,8 @@ class TypedVitPasses final : public VitPasses {
   void clear_dx() const;
   void forward_attention(size_t layer);  // l.ln1 -> l.merged
   void backward_layer(const LayerGroup& group, int64_t slot, VitGradients& to);
+  // dx_mlp -> l.d_pre and mlp0_bias
+  void backward_gelu(const LayerGroup& group, int64_t slot, VitGradients& to);
   // a_.d_branch -> d_qkv() and in_bias
   void backward_attention(size_t layer, int64_t slot, VitGradients& to);
   // Of a layer's weight (out, in) in a product y = x W^T: dW = dy^T x. With the group's last layer for all of them;

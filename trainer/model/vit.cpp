@@ -10,6 +10,8 @@ namespace gradwire {
 Vit::Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, Options options)
     : config_(config), stream_(stream), parameters_(vit_parameters(config)), layout_(std::move(layout)) {
   check_model(config);
+  if (options.fused_gelu.value_or(false) && config.gelu != Gelu::tanh)
+    throw BadInput("Vit: fused_gelu is for the tanh form of GELU");
   if (options.max_batch < 1) throw BadInput(fmt::format("Vit: max_batch is {}", options.max_batch));
   if (layout_.offsets.size() != parameters_.size()) {
     throw Error(fmt::format("Vit: the layout has {} tensors, the model {} parameters", layout_.offsets.size(),
@@ -40,6 +42,7 @@ Vit::Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, 
                              .calls = calls_,
                              .fused_attention = options.fused_attention.value_or(
                                  fuses_attention(stream_.device(), config_, options.precision)),
+                             .fused_gelu = options.fused_gelu.value_or(fuses_gelu(stream_.device(), config_)),
                              .groups = options.groups});
 }
 

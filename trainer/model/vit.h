@@ -41,6 +41,8 @@ class Vit {
     BlockCalls calls = {};
     // Attention as one op forward and one backward, or as products and softmax; empty: what the device prefers.
     std::optional<bool> fused_attention = {};
+    // GELU and its derivative inside products, for the tanh form only; empty: what the device prefers.
+    std::optional<bool> fused_gelu = {};
     // Layers whose weight gradients are computed together. They are on their own where gradients are not evenly spaced.
     GradientGroups groups = {};
   };

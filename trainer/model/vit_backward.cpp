@@ -142,7 +142,6 @@ void TypedVitPasses<S>::backward_layer(const LayerGroup& group, int64_t slot, Vi
   auto kept = [&](S* LayerActivations::*of) {
     return [&, of](int64_t in_slot) { return a_.layers[static_cast<size_t>(group.layer(in_slot))].*of; };
   };
-  const S* dx_mlp = dx_operand(a_.dx_mlp.of(slot));
   const S* dx_attention = dx_operand(a_.dx_attention.of(slot));
   LayerNormBackward<S> norm{.dy = a_.d_branch,
                             .dx = a_.dx,
@@ -156,22 +155,10 @@ void TypedVitPasses<S>::backward_layer(const LayerGroup& group, int64_t slot, Vi
   weight_gradient(
       group, slot, &VitLayerIndex::mlp3_weight, c, f,
       [&](int64_t in_slot) { return dx_operand(a_.dx_mlp.of(in_slot)); }, kept(&LayerActivations::gelu), to);
-  product(false, false, rows, f, c, dx_mlp, operand(at.mlp3_weight), a_.d_gelu);
-  const BiasGeluBackward<S> gelu{.pre = l.pre,
-                                 .dy = a_.d_gelu,
-                                 .d_pre = l.pre,
-                                 .d_bias = to.at(at.mlp0_bias),
-                                 .workspace = a_.mlp0_sums.of(slot),
-                                 .rows = rows,
-                                 .width = f,
-                                 .accumulate = to.accumulate,
-                                 .partial_only = to.postpones,
-                                 .form = config_.gelu};
-  bias_gelu_backward(stream_, gelu);
-  to.done(gelu.sums(), {at.mlp0_bias});
-  weight_gradient(group, slot, &VitLayerIndex::mlp0_weight, f, c, kept(&LayerActivations::pre),
+  backward_gelu(group, slot, to);
+  weight_gradient(group, slot, &VitLayerIndex::mlp0_weight, f, c, kept(&LayerActivations::d_pre),
                   kept(&LayerActivations::ln2), to);
-  product<S>(false, false, rows, c, f, l.pre, operand(at.mlp0_weight), a_.d_branch);
+  product<S>(false, false, rows, c, f, l.d_pre, operand(at.mlp0_weight), a_.d_branch);
   norm.x = l.x_mid, norm.mean = l.mean2, norm.rstd = l.rstd2, norm.gamma = weight(at.ln2_weight);
   norm.d_gamma = to.at(at.ln2_weight), norm.d_beta = to.at(at.ln2_bias), norm.dx_sum = to.at(at.out_bias);
   norm.workspace = a_.ln2_sums.of(slot);
@@ -200,6 +187,51 @@ void TypedVitPasses<S>::backward_layer(const LayerGroup& group, int64_t slot, Vi
   layer_norm_backward(stream_, norm);
   to.done(norm.sums(), {at.ln1_weight, at.ln1_bias});
   if (layer > 0) to.done({index_.layers[layer - 1].mlp3_bias});
+}
+
+template <typename S>
+void TypedVitPasses<S>::backward_gelu(const LayerGroup& group, int64_t slot, VitGradients& to) {
+  const LayerActivations& l = a_.layers[static_cast<size_t>(group.layer(slot))];
+  auto index = [&](int64_t of) -> const VitLayerIndex& {
+    return index_.layers[static_cast<size_t>(group.layer(of))];
+  };
+  const int mlp0_bias = index(slot).mlp0_bias;
+  const int64_t c = config_.width, f = config_.mlp, rows = batch_ * config_.tokens();
+  Gemm args = dense(false, false, rows, f, c, dx_operand(a_.dx_mlp.of(slot)),
+                    operand(index(slot).mlp3_weight), options_.fused_gelu ? l.d_pre : a_.d_gelu, 0.0f);
+  if (!options_.fused_gelu) {
+    gemm(stream_, args);
+    const BiasGeluBackward<S> gelu{.pre = l.pre,
+                                   .dy = a_.d_gelu,
+                                   .d_pre = l.d_pre,
+                                   .d_bias = to.at(mlp0_bias),
+                                   .workspace = a_.mlp0_sums.of(slot),
+                                   .rows = rows,
+                                   .width = f,
+                                   .accumulate = to.accumulate,
+                                   .partial_only = to.postpones,
+                                   .form = config_.gelu};
+    bias_gelu_backward(stream_, gelu);
+    return to.done(gelu.sums(), {mlp0_bias});
+  }
+  args.epilogue = Epilogue::d_gelu_tanh;
+  args.aux = l.pre;
+  gemm(stream_, args);
+  // Nobody has added up what the product wrote: of all layers of the group at once, as their weight gradients.
+  if (slot + 1 < group.count) return to.later(mlp0_bias);
+  auto d_pre = [&](int64_t of) { return a_.layers[static_cast<size_t>(group.layer(of))].d_pre; };
+  const ColumnSum<S> sum{.x = d_pre(0),
+                         .sum = to.at(mlp0_bias),
+                         .workspace = a_.mlp0_sums.of(0),
+                         .rows = rows,
+                         .width = f,
+                         .accumulate = to.accumulate,
+                         .partial_only = to.postpones,
+                         .batch = group.count,
+                         .stride = group.count > 1 ? d_pre(1) - d_pre(0) : 0};
+  column_sum(stream_, sum);
+  for (int64_t of = 0; of < slot; ++of) to.adds(sum.sums(of, to.at(index(of).mlp0_bias)));
+  to.done(sum.sums(slot, to.at(mlp0_bias)), {mlp0_bias});
 }
 
 template <typename S>

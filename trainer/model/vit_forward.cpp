@@ -90,8 +90,16 @@ void TypedVitPasses<S>::forward_layer(size_t layer, S* branch_out) {
                           .branch = branch_of(l.x_mid),
                           .branch_bias = weight(at.out_bias),
                           .sum = l.x_mid});
-  product(false, true, rows, f, c, l.ln2, operand(at.mlp0_weight), l.pre, 0.0f, operand(at.mlp0_bias));
-  bias_gelu<S>(stream_, {.x = l.pre, .y = l.gelu, .rows = rows, .width = f, .form = config_.gelu});
+  Gemm up = dense(false, true, rows, f, c, l.ln2, operand(at.mlp0_weight),
+                  options_.fused_gelu ? l.gelu : l.pre, 0.0f, operand(at.mlp0_bias));
+  if (options_.fused_gelu) {
+    up.epilogue = Epilogue::gelu_tanh;
+    up.aux = l.pre;
+    gemm(stream_, up);
+  } else {
+    gemm(stream_, up);
+    bias_gelu<S>(stream_, {.x = l.pre, .y = l.gelu, .rows = rows, .width = f, .form = config_.gelu});
+  }
   product(false, true, rows, c, f, l.gelu, operand(at.mlp3_weight), branch_out);
 }
 

@@ -103,7 +103,7 @@ void TypedVitPasses<S>::lay_out(Arena& arena) {
     l.ln2 = take_operand(rows * c);
     l.mean2 = take(rows);
     l.rstd2 = take(rows);
-    l.pre = take_operand(rows * f);
+    l.pre = l.d_pre = take_operand(rows * f);
     l.gelu = take_operand(rows * f);
   }
   a_.x_last = options_.training ? take(rows * c) : a_.layers[0].x;
@@ -142,6 +142,12 @@ void TypedVitPasses<S>::lay_out(Arena& arena) {
   }
   a_.d_branch = take_operand(rows * c);
   a_.d_gelu = take_operand(rows * f);
+  if (options_.fused_gelu) {
+    // A product cannot write in place of what its epilogue reads. Backward comes from the layer above, whose
+    // pre-activations it needs no longer.
+    for (size_t layer = a_.layers.size(); layer-- > 1;) a_.layers[layer].pre = a_.layers[layer - 1].d_pre;
+    a_.layers[0].pre = a_.d_gelu;
+  }
   a_.d_features = take_operand(b * c);
   a_.mlp0_sums = take_sums(column_sum_workspace(rows, f));
   a_.ln2_sums = take_sums(layer_norm_backward_workspace(rows, c));
@@ -155,6 +161,11 @@ void TypedVitPasses<S>::lay_out(Arena& arena) {
 bool fuses_attention(const Device& device, const VitConfig& config, Precision precision) {
   return precision == Precision::bf16 ? fuses_attention<Bf16>(device, config.tokens(), config.head_dim())
                                       : fuses_attention<float>(device, config.tokens(), config.head_dim());
+}
+
+// cuBLASLt has the tanh form.
+bool fuses_gelu(const Device& device, const VitConfig& config) {
+  return device.is_cuda() && config.gelu == Gelu::tanh;
 }
 
 std::unique_ptr<VitPasses> make_vit_passes(const VitConfig& config, const Stream& stream,

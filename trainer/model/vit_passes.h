@@ -40,6 +40,7 @@ struct VitPassesOptions {
   ParameterLayout gradients;  // of the gradients
   BlockCalls calls;
   bool fused_attention = false;
+  bool fused_gelu = false;
   GradientGroups groups = {};
 };
 
@@ -57,6 +58,8 @@ class VitPasses {
 
 // Whether a model's attention is one op on the device (kernels/vit/attention.h).
 bool fuses_attention(const Device& device, const VitConfig& config, Precision precision);
+// Whether a model's GELU is part of the products before it and, in backward, after it (Epilogue).
+bool fuses_gelu(const Device& device, const VitConfig& config);
 
 std::unique_ptr<VitPasses> make_vit_passes(const VitConfig& config, const Stream& stream,
                                            const std::vector<VitParameter>& parameters,

@@ -1,0 +1,345 @@
+// A stand-in for cuBLAS, cuBLASLt and the few calls of CUDA's runtime that kernels/gemm/gemm_cuda.cpp makes: what their
+// documentation says, on the host, in double. It holds descriptors, so it finds what is set wrongly or not at all, and it
+// refuses what the documentation excludes. What the library really supports, only a GPU can tell.
+#include "tests/simt/cublas_stand_in.h"
+
+#include <cublasLt.h>
+#include <cublas_v2.h>
+#include <cuda_runtime_api.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+
+#include "kernels/math/bf16.h"
+
+namespace {
+
+using gradwire::Bf16;
+
+bool refuses_gelu = false;
+
+struct Operation {
+  cublasOperation_t a = CUBLAS_OP_N, b = CUBLAS_OP_N;
+  uint32_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+  const void* bias = nullptr;
+  int32_t bias_type = -1;
+  void* aux = nullptr;
+  int64_t aux_ld = 0;
+};
+struct Layout {
+  cudaDataType type;
+  uint64_t rows, columns;
+  int64_t ld;
+  int32_t batch = 1;
+  int64_t stride = 0;
+};
+Operation& of(cublasLtMatmulDesc_t desc) {
+  return *reinterpret_cast<Operation*>(desc);
+}
+Layout& of(cublasLtMatrixLayout_t layout) {
+  return *reinterpret_cast<Layout*>(layout);
+}
+
+template <typename T>
+cublasStatus_t assign(T& to, const void* from, size_t bytes) {
+  if (bytes != sizeof to) return CUBLAS_STATUS_INVALID_VALUE;
+  std::memcpy(&to, from, bytes);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+double get(const void* data, cudaDataType type, int64_t i) {
+  return type == CUDA_R_16BF ? gradwire::widen(static_cast<const Bf16*>(data)[i])
+                             : static_cast<const float*>(data)[i];
+}
+void put(void* data, cudaDataType type, int64_t i, double value) {
+  if (type == CUDA_R_16BF) {
+    static_cast<Bf16*>(data)[i] = gradwire::narrow<Bf16>(static_cast<float>(value));
+  } else {
+    static_cast<float*>(data)[i] = static_cast<float>(value);
+  }
+}
+
+double half_argument(double x) {
+  return std::sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x);
+}
+double gelu(double x) {
+  return 0.5 * x * (1.0 + std::tanh(half_argument(x)));
+}
+double gelu_derivative(double x) {
+  const double t = std::tanh(half_argument(x));
+  return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * std::sqrt(2.0 / M_PI) * (1.0 + 0.134145 * x * x);
+}
+
+bool is_gelu(uint32_t epilogue) {
+  return (epilogue & (CUBLASLT_EPILOGUE_GELU | 64)) != 0;  // 64: DGELU without its aux bit
+}
+
+// Of one product, column-major: D = alpha op(A) op(B) + beta C, and then the epilogue.
+struct Product {
+  bool transpose_a, transpose_b;
+  int64_t rows, columns, inner;
+  const void* a;
+  Layout la;
+  const void* b;
+  Layout lb;
+  void* d;
+  Layout ld;
+  double alpha, beta;
+};
+void multiply(const Product& p, int64_t index,
+              const std::function<double(double, int64_t, int64_t)>& finish) {
+  for (int64_t column = 0; column < p.columns; ++column) {
+    for (int64_t row = 0; row < p.rows; ++row) {
+      double sum = 0.0;
+      for (int64_t k = 0; k < p.inner; ++k) {
+        sum += get(p.a, p.la.type,
+                   index * p.la.stride + (p.transpose_a ? row * p.la.ld + k : k * p.la.ld + row)) *
+               get(p.b, p.lb.type,
+                   index * p.lb.stride + (p.transpose_b ? k * p.lb.ld + column : column * p.lb.ld + k));
+      }
+      const int64_t at = index * p.ld.stride + column * p.ld.ld + row;
+      double x = p.alpha * sum;
+      if (p.beta != 0.0) x += p.beta * get(p.d, p.ld.type, at);
+      put(p.d, p.ld.type, at, finish(x, row, column));
+    }
+  }
+}
+
+// What the documentation asks of a call; NOT_SUPPORTED where there would be no algorithm.
+cublasStatus_t examine(const Operation& o, const Layout& a, const Layout& b, const Layout& d) {
+  const bool ta = o.a != CUBLAS_OP_N, tb = o.b != CUBLAS_OP_N;
+  if ((ta ? a.columns : a.rows) != d.rows || (tb ? b.rows : b.columns) != d.columns ||
+      (ta ? a.rows : a.columns) != (tb ? b.columns : b.rows) || a.batch != d.batch || b.batch != d.batch)
+    return CUBLAS_STATUS_INVALID_VALUE;
+  const bool with_bias = (o.epilogue & CUBLASLT_EPILOGUE_BIAS) != 0;
+  if (with_bias != (o.bias != nullptr) || (with_bias && o.bias_type != d.type))
+    return CUBLAS_STATUS_INVALID_VALUE;
+  if (!is_gelu(o.epilogue)) return CUBLAS_STATUS_SUCCESS;
+  if (o.aux == nullptr || o.aux_ld % 8 != 0 || o.aux_ld < static_cast<int64_t>(d.rows) || d.batch != 1)
+    return CUBLAS_STATUS_INVALID_VALUE;
+  return refuses_gelu ? CUBLAS_STATUS_NOT_SUPPORTED : CUBLAS_STATUS_SUCCESS;
+}
+
+}  // namespace
+
+void gradwire::simt::refuse_gelu_epilogues(bool refuses) {
+  refuses_gelu = refuses;
+}
+
+extern "C" {
+
+cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* desc, cublasComputeType_t, cudaDataType_t) {
+  *desc = reinterpret_cast<cublasLtMatmulDesc_t>(new Operation);
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t desc) {
+  delete &of(desc);
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t desc,
+                                              cublasLtMatmulDescAttributes_t attribute, const void* value,
+                                              size_t bytes) {
+  Operation& o = of(desc);
+  switch (attribute) {
+    case CUBLASLT_MATMUL_DESC_TRANSA:
+      return assign(o.a, value, bytes);
+    case CUBLASLT_MATMUL_DESC_TRANSB:
+      return assign(o.b, value, bytes);
+    case CUBLASLT_MATMUL_DESC_EPILOGUE:
+      return assign(o.epilogue, value, bytes);
+    case CUBLASLT_MATMUL_DESC_BIAS_POINTER:
+      return assign(o.bias, value, bytes);
+    case CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE:
+      return assign(o.bias_type, value, bytes);
+    case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER:
+      return assign(o.aux, value, bytes);
+    case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD:
+      return assign(o.aux_ld, value, bytes);
+    default:
+      return CUBLAS_STATUS_INVALID_VALUE;
+  }
+}
+cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* layout, cudaDataType type, uint64_t rows,
+                                          uint64_t columns, int64_t ld) {
+  *layout = reinterpret_cast<cublasLtMatrixLayout_t>(new Layout{type, rows, columns, ld});
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) {
+  delete &of(layout);
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t layout,
+                                                cublasLtMatrixLayoutAttribute_t attribute, const void* value,
+                                                size_t bytes) {
+  if (attribute == CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT) return assign(of(layout).batch, value, bytes);
+  if (attribute == CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET)
+    return assign(of(layout).stride, value, bytes);
+  return CUBLAS_STATUS_INVALID_VALUE;
+}
+cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t* preference) {
+  *preference = reinterpret_cast<cublasLtMatmulPreference_t>(new char);
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t preference) {
+  delete reinterpret_cast<char*>(preference);
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t,
+                                                    cublasLtMatmulPreferenceAttributes_t, const void*,
+                                                    size_t) {
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t desc,
+                                              cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
+                                              cublasLtMatrixLayout_t, cublasLtMatrixLayout_t d,
+                                              cublasLtMatmulPreference_t, int,
+                                              cublasLtMatmulHeuristicResult_t found[], int* count) {
+  const cublasStatus_t status = examine(of(desc), of(a), of(b), of(d));
+  *count = status == CUBLAS_STATUS_SUCCESS ? 1 : 0;
+  if (*count > 0) found[0].state = CUBLAS_STATUS_SUCCESS;
+  return status;
+}
+cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t,
+                                       cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
+                                       const cublasLtMatmulAlgo_t*, cublasLtMatmulHeuristicResult_t*) {
+  return CUBLAS_STATUS_NOT_SUPPORTED;
+}
+cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const void* alpha, const void* a,
+                              cublasLtMatrixLayout_t layout_a, const void* b, cublasLtMatrixLayout_t layout_b,
+                              const void* beta, const void* c, cublasLtMatrixLayout_t, void* d,
+                              cublasLtMatrixLayout_t layout_d, const cublasLtMatmulAlgo_t* algorithm, void*,
+                              size_t, cudaStream_t) {
+  const Operation& o = of(desc);
+  const Layout &la = of(layout_a), &lb = of(layout_b), &ld = of(layout_d);
+  if (algorithm == nullptr || c != d) return CUBLAS_STATUS_INVALID_VALUE;
+  if (const cublasStatus_t status = examine(o, la, lb, ld); status != CUBLAS_STATUS_SUCCESS) return status;
+  const bool ta = o.a != CUBLAS_OP_N, tb = o.b != CUBLAS_OP_N;
+  const Product p{ta,
+                  tb,
+                  static_cast<int64_t>(ld.rows),
+                  static_cast<int64_t>(ld.columns),
+                  static_cast<int64_t>(ta ? la.rows : la.columns),
+                  a,
+                  la,
+                  b,
+                  lb,
+                  d,
+                  ld,
+                  *static_cast<const float*>(alpha),
+                  *static_cast<const float*>(beta)};
+  for (int64_t index = 0; index < ld.batch; ++index) {
+    multiply(p, index, [&](double x, int64_t row, int64_t column) {
+      if (o.bias != nullptr) x += get(o.bias, ld.type, row);
+      const int64_t at = column * o.aux_ld + row;
+      if (o.epilogue == CUBLASLT_EPILOGUE_DGELU) return x * gelu_derivative(get(o.aux, ld.type, at));
+      if (!is_gelu(o.epilogue)) return x;
+      put(o.aux, ld.type, at, x);
+      return gelu(x);
+    });
+  }
+  return CUBLAS_STATUS_SUCCESS;
+}
+size_t cublasLtGetVersion() {
+  return 0;
+}
+
+cublasStatus_t cublasCreate_v2(cublasHandle_t* handle) {
+  *handle = reinterpret_cast<cublasHandle_t>(new char);
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasDestroy_v2(cublasHandle_t handle) {
+  delete reinterpret_cast<char*>(handle);
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasSetStream_v2(cublasHandle_t, cudaStream_t) {
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasSetWorkspace_v2(cublasHandle_t, void*, size_t) {
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasSetMathMode(cublasHandle_t, cublasMath_t) {
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t, cublasOperation_t ta, cublasOperation_t tb, int m,
+                                          int n, int k, const void* alpha, const void* a, cudaDataType type_a,
+                                          int lda, long long stride_a, const void* b, cudaDataType type_b,
+                                          int ldb, long long stride_b, const void* beta, void* c,
+                                          cudaDataType type_c, int ldc, long long stride_c, int batch,
+                                          cublasComputeType_t, cublasGemmAlgo_t) {
+  const Product p{ta != CUBLAS_OP_N,
+                  tb != CUBLAS_OP_N,
+                  m,
+                  n,
+                  k,
+                  a,
+                  {type_a, 0, 0, lda, batch, stride_a},
+                  b,
+                  {type_b, 0, 0, ldb, batch, stride_b},
+                  c,
+                  {type_c, 0, 0, ldc, batch, stride_c},
+                  *static_cast<const float*>(alpha),
+                  *static_cast<const float*>(beta)};
+  for (int index = 0; index < batch; ++index)
+    multiply(p, index, [](double x, int64_t, int64_t) { return x; });
+  return CUBLAS_STATUS_SUCCESS;
+}
+const char* cublasGetStatusName(cublasStatus_t) {
+  return "a status of the stand-in";
+}
+const char* cublasGetStatusString(cublasStatus_t) {
+  return "tests/simt/cublas_stand_in.cpp";
+}
+
+cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+  *pointer = std::malloc(bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void* pointer) {
+  std::free(pointer);
+  return cudaSuccess;
+}
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = 8;  // compute capability 8.x: the smaller workspace
+  return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
+  *properties = {};
+  return cudaSuccess;
+}
+cudaError_t cudaGetLastError() {
+  return cudaSuccess;
+}
+const char* cudaGetErrorName(cudaError_t) {
+  return "an error of the stand-in";
+}
+const char* cudaGetErrorString(cudaError_t) {
+  return "tests/simt/cublas_stand_in.cpp";
+}
+// Only GRADWIRE_TUNING asks for these.
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusActive;
+  return cudaSuccess;
+}
+cudaError_t cudaEventCreate(cudaEvent_t*) {
+  return cudaErrorNotSupported;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t) {
+  return cudaErrorNotSupported;
+}
+cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) {
+  return cudaErrorNotSupported;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t) {
+  return cudaErrorNotSupported;
+}
+cudaError_t cudaEventElapsedTime(float*, cudaEvent_t, cudaEvent_t) {
+  return cudaErrorNotSupported;
+}
+
+}  // extern "C"
