@@ -187,8 +187,9 @@ GW_API gw_status gw_comm_from_nccl(void* nccl_comm, int device, int64_t timeout_
 GW_API gw_status gw_comm_split(gw_comm comm, int color, int key, gw_comm* part);
 
 /* With `on` not 0, the processes of this thread's next gw_comm_create() with tcp:// or file://, or gw_comm_from_store(),
- * on the host can go on after a failure: see gw_comm_shrink(). The same on every rank. Each listens at one more port, behind the same secret.
- * Other kinds of communicators cannot shrink yet; creating one then gives GW_UNSUPPORTED, unless world is 1. */
+ * can go on after a failure: see gw_comm_shrink(). The same on every rank. Each listens at one more port, behind the
+ * same secret. With GPUs it needs NCCL 2.28.7. Other kinds of communicators cannot shrink; creating one then gives
+ * GW_UNSUPPORTED, unless world is 1. */
 GW_API gw_status gw_shrinkable(int on);
 
 /* Makes a communicator of the ranks that are left of one that has failed: those that call this. They find out by

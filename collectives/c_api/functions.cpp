@@ -81,15 +81,15 @@ void check_rank(int rank, int world) {
 constexpr const char* kAbout = "Gradwire " GRADWIRE_VERSION;
 
 constexpr const char* kWhoShrinks =
-    "only processes on the host that meet through tcp://, file:// or a store can be shrinkable";
+    "only processes that meet through tcp://, file:// or a store can be shrinkable";
 
 // Processes that meet as `group` says.
 std::unique_ptr<Communicator> join_processes(GroupOptions group, const Next& how, Device device) {
   if (device.is_host()) return Communicator::create_tcp(how.tcp(std::move(group)));
-  if (how.shrinkable) throw Unsupported(kWhoShrinks);
   require_nccl();
   group.secret = how.secret;
-  return Communicator::create_nccl({.group = std::move(group), .device = device.index});
+  return Communicator::create_nccl(
+      {.group = std::move(group), .device = device.index, .shrinkable = how.shrinkable});
 }
 
 std::unique_ptr<Communicator> join(const char* rendezvous, GroupOptions group, const Next& how,

@@ -84,7 +84,7 @@ class Communicator {
   // only if it was created `shrinkable`.
   std::unique_ptr<Communicator> shrink(const std::vector<int>& excluded);
   // The ranks that are left of a failed group, who find out by themselves who they are: see Transport::regroup().
-  // TCP only, if it was created `shrinkable`. Afterwards this communicator can only be destroyed.
+  // TCP and NCCL, if it was created `shrinkable`. Afterwards this communicator can only be destroyed.
   std::unique_ptr<Communicator> regroup(std::chrono::milliseconds timeout, std::vector<int>& survivors);
   // These ranks and those that wait to join, as a new group, or null: see Transport::grow(). TCP only, if it was created
   // `shrinkable`. After a success this communicator can only be destroyed.

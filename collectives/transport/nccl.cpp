@@ -262,6 +262,16 @@ std::unique_ptr<Transport> make_nccl_transport(const NcclOptions& options) {
                   .device = Device::cuda(options.device),
                   .timeout = options.group.timeout};
   try {
+    if (group) {
+      NcclReunion mine{.reunion = nullptr, .group = options.group, .address = "", .contacts = {}};
+      mine.group.board.reset();
+      if (options.shrinkable) {
+        mine.address = group->address(deadline);
+        mine.reunion = std::make_shared<Reunion>(mine.address, group->key());
+      }
+      mine.contacts = exchange_contacts(*group, mine.reunion.get(), deadline);
+      if (mine.reunion) setup.regrouping = std::move(mine);
+    }
     setup.comm = init_nccl(api, setup.gpu, rank, world, id, deadline);
   } catch (const CommError& error) {
     if (group) group->store().report(error.what());

@@ -37,7 +37,8 @@ struct NcclOptions {
   // Then there is no store: errors name fewer ranks, and calls are not compared.
   GroupOptions group;
   int device = 0;  // CUDA device
-  // A failure revokes the communicator (NCCL 2.28.7) instead of aborting it, so that shrink() can follow.
+  // A failure revokes the communicator (NCCL 2.28.7) instead of aborting it, so that shrink() can follow, or regroup(),
+  // which needs a store. The same on every rank.
   bool shrinkable = false;
 };
 

@@ -59,9 +59,14 @@ NcclTransport::NcclTransport(NcclSetup setup)
                                   return standing_;
                                 });
   }
+  if (setup_.regrouping) {
+    setup_.regrouping->reunion->enter(rank_, setup_.regrouping->contacts,
+                                      [this](const std::string& why) { heard(why, true); });
+  }
 }
 
 NcclTransport::~NcclTransport() {
+  if (setup_.regrouping) setup_.regrouping->reunion->leave();
   bool failed = false;
   {
     std::lock_guard lock(mutex_);
@@ -435,24 +440,37 @@ std::unique_ptr<Transport> NcclTransport::shrink(const std::vector<int>& exclude
         "shrink: the communicator was aborted; create it with NcclOptions::shrinkable so that a failure "
         "leaves it usable for this");
   }
-  return derive(fmt::format("shrinking to {} ranks", world_ - static_cast<int>(out.size())),
-                [&api = api_, out](ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config) mutable {
-                  return api.shrink(parent, out.data(), static_cast<int>(out.size()), child, config, 0);
-                });
+  return std::make_unique<NcclTransport>(without(std::move(out)));
+}
+
+NcclSetup NcclTransport::without(std::vector<int> excluded) {
+  return *derive(fmt::format("shrinking to {} ranks", world_ - static_cast<int>(excluded.size())),
+                 [&api = api_, excluded](ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config) mutable {
+                   return api.shrink(parent, excluded.data(), static_cast<int>(excluded.size()), child,
+                                     config, 0);
+                 });
 }
 
 std::unique_ptr<Transport> NcclTransport::split(const std::vector<int>& members) {
   throw_if_failed("splitting the group");
   const auto me = std::find(members.begin(), members.end(), rank_);
   const int color = members.empty() ? NCCL_SPLIT_NOCOLOR : members.front();
-  return derive(fmt::format("making a group of {} of {} ranks", members.size(), world_),
-                [&api = api_, color, key = static_cast<int>(me - members.begin())](
-                    ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config) {
-                  return api.split(parent, color, key, child, config);
-                });
+  auto part = derive(fmt::format("making a group of {} of {} ranks", members.size(), world_),
+                     [&api = api_, color, key = static_cast<int>(me - members.begin())](
+                         ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config) {
+                       return api.split(parent, color, key, child, config);
+                     });
+  return part ? std::make_unique<NcclTransport>(std::move(*part)) : nullptr;
 }
 
-std::unique_ptr<Transport> NcclTransport::derive(
+NcclSetup NcclTransport::again() {
+  return *derive(fmt::format("making a new group of all {} ranks", world_),
+                 [&api = api_, rank = rank_](ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config) {
+                   return api.split(parent, 0, rank, child, config);
+                 });
+}
+
+std::optional<NcclSetup> NcclTransport::derive(
     const std::string& doing,
     const std::function<ncclResult_t(ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config)>& make) {
   const auto deadline = SteadyClock::now() + std::max(setup_.timeout, milliseconds(1000));
@@ -491,14 +509,14 @@ std::unique_ptr<Transport> NcclTransport::derive(
         fmt::format("rank {}: {}: {}", rank_, doing,
                     late ? "no progress until the deadline" : api_.text(deriving->result, parent)));
   }
-  if (deriving->child == nullptr) return nullptr;
-  return std::make_unique<NcclTransport>(NcclSetup{.api = setup_.api,
-                                                   .gpu = setup_.gpu,
-                                                   .comm = deriving->child,
-                                                   .shrinkable = setup_.shrinkable,
-                                                   .device = setup_.device,
-                                                   .timeout = setup_.timeout,
-                                                   .pause = setup_.pause});
+  if (deriving->child == nullptr) return std::nullopt;
+  return NcclSetup{.api = setup_.api,
+                   .gpu = setup_.gpu,
+                   .comm = deriving->child,
+                   .shrinkable = setup_.shrinkable,
+                   .device = setup_.device,
+                   .timeout = setup_.timeout,
+                   .pause = setup_.pause};
 }
 
 }  // namespace gradwire

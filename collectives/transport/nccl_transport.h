@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "collectives/rendezvous/membership.h"
+#include "collectives/rendezvous/reunion.h"
 #include "collectives/transport/exchange_watch.h"
 #include "collectives/transport/nccl_api.h"
 #include "collectives/transport/nccl_calls.h"
@@ -34,6 +35,18 @@ class GpuCalls {
   virtual void enter_thread() {}
 };
 
+// What a group needs so that the ranks that are left of it find each other.
+struct NcclReunion {
+  std::shared_ptr<Reunion> reunion;
+  GroupOptions group;
+  std::string address;                // of this machine
+  std::vector<std::string> contacts;  // of the ranks' reunions, by rank
+};
+// Collective: every rank of `group` calls it, with a reunion or null if it is not to go on after a failure. Throws
+// CommError if the ranks differ in that.
+std::vector<std::string> exchange_contacts(Membership& group, const Reunion* reunion,
+                                           SteadyClock::time_point deadline);
+
 struct NcclSetup {
   const NcclApi* api = nullptr;
   std::shared_ptr<GpuCalls> gpu;
@@ -43,6 +56,7 @@ struct NcclSetup {
   Device device;
   std::chrono::milliseconds timeout{60'000};  // 0: nothing is watched
   std::unique_ptr<Membership> group = nullptr;
+  std::optional<NcclReunion> regrouping = std::nullopt;
   // Sleeps, where a communicator is not blocking.
   std::function<void(std::chrono::microseconds)> pause = [](std::chrono::microseconds time) {
     std::this_thread::sleep_for(time);
@@ -68,6 +82,8 @@ class NcclTransport final : public Transport {
   void send_message(const std::string& message) override;
   std::string take_message(int from) override;
   std::unique_ptr<Transport> shrink(const std::vector<int>& excluded) override;
+  std::unique_ptr<Transport> regroup(std::chrono::milliseconds timeout,
+                                     std::vector<int>& survivors) override;  // in nccl_regroup.cpp
   // Without a store, as after a shrink: errors name fewer ranks, and calls are not compared.
   std::unique_ptr<Transport> split(const std::vector<int>& members) override;
   Buffer exchange_memory(size_t bytes) override;  // in nccl_memory.cpp
@@ -92,10 +108,13 @@ class NcclTransport final : public Transport {
   void begin_set_up(const std::string& what);
   std::string other_call(const WatchedExchange& stalled);
   bool failing();
-  // The communicator that `make` makes of this one, null if it makes none for this rank. `doing` is for error texts.
-  std::unique_ptr<Transport> derive(
+  // What to make a transport of the communicator that `make` makes of this one; nothing if it makes none for this rank.
+  // `doing` is for error texts.
+  std::optional<NcclSetup> derive(
       const std::string& doing,
       const std::function<ncclResult_t(ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config)>& make);
+  NcclSetup without(std::vector<int> excluded);
+  NcclSetup again();  // the same ranks
   std::unique_ptr<ExchangeMark> mark_for(const Stream& stream);
   // Whether the exchange has a transfer to or from a peer for the first time; if so, it is no longer the first.
   bool meets(const std::vector<Transfer>& transfers);

@@ -16,6 +16,7 @@
 #include "collectives/rendezvous/newcomer.h"
 #include "collectives/rendezvous/reunion.h"
 #include "collectives/rendezvous/secret.h"
+#include "collectives/transport/regroup.h"
 #include "collectives/transport/tcp_exchange.h"
 #include "collectives/transport/tcp_growth.h"
 #include "runtime/environment.h"
@@ -135,38 +136,16 @@ class TcpTransport final : public Transport {
     }
     if (!reunion_) throw BadInput("the ranks that are left of this group have formed a new one already");
     if (failure().empty()) abort("it is to go on with the ranks that are left");
-    const auto deadline = SteadyClock::now() + timeout;
-    std::vector<int> left(static_cast<size_t>(world()));
-    std::iota(left.begin(), left.end(), 0);
-    while (true) {
-      const Reunion::Survivors found = reunion_->regroup(deadline);
-      const int old_rank = rank();
-      std::vector<int> ranks;
-      for (const int r : found.ranks) ranks.push_back(left[static_cast<size_t>(r)]);
-      left = std::move(ranks);
-      if (!found.joined.empty()) {  // that group has failed as well
-        left.resize(left.size() + found.joined.size(), kNewcomer);
-        continue;
-      }
-      TcpOptions options = options_;
-      options.group.rendezvous = "what is left of the group";
-      options.group.board =
-          Board{.address = address_,
-                .publish = [this, &found](const std::string& meeting) { reunion_->publish(found, meeting); },
-                .read = [&found] { return found.meeting; }};
-      options.group.rank = static_cast<int>(std::find(left.begin(), left.end(), old_rank) - left.begin());
-      options.group.world = static_cast<int>(left.size());
-      options.group.joining = std::min(options_.group.join_timeout(), kFormAgain);
-      try {
-        auto made = std::make_unique<TcpTransport>(options, reunion_);
-        made->options_.group.joining = options_.group.joining;
-        reunion_ = nullptr;
-        survivors = std::move(left);
-        return made;
-      } catch (const CommError&) {  // somebody died meanwhile
-        if (SteadyClock::now() >= deadline) throw;
-      }
-    }
+    auto made = form_rest(*reunion_, options_.group, address_, timeout, survivors,
+                          [this](const GroupOptions& rest, const std::vector<int>&) {
+                            TcpOptions options = options_;
+                            options.group = rest;
+                            auto next = std::make_unique<TcpTransport>(options, reunion_);
+                            next->options_.group.joining = options_.group.joining;
+                            return next;
+                          });
+    reunion_ = nullptr;
+    return made;
   }
 
   // ---- New ranks
@@ -255,7 +234,6 @@ class TcpTransport final : public Transport {
   // How long ranks that are left wait for each other to form a group, before they count themselves again; and how long for
   // newcomers, which have just answered.
   static constexpr milliseconds kFormAgain{5000}, kFormWithNewcomers{3000};
-  static constexpr int kNewcomer = -1;  // no rank of the group before
 
   void enter_reunion() {
     if (!reunion_) return;

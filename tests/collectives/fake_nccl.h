@@ -172,8 +172,9 @@ struct FakeShrinks {
     std::map<int, std::unique_ptr<FakeWorld>> worlds;
   };
   std::mutex mutex;
-  std::map<FakeWire*, std::unique_ptr<FakeWorld>> worlds;
-  std::map<FakeWire*, Split> splits;
+  // Kept alive, so that no other has the address.
+  std::map<std::shared_ptr<FakeWire>, std::unique_ptr<FakeWorld>> worlds;
+  std::map<std::shared_ptr<FakeWire>, Split> splits;
 };
 inline FakeShrinks& fake_shrinks() {
   static FakeShrinks shrinks;
@@ -270,7 +271,7 @@ inline const NcclApi& fake_nccl() {
       int mine = 0;
       for (int r = 0; r < parent.rank; ++r) mine += std::find(out, out + n, r) == out + n;
       std::lock_guard lock(fake_shrinks().mutex);
-      auto& world = fake_shrinks().worlds[parent.wire.get()];
+      auto& world = fake_shrinks().worlds[parent.wire];
       if (!world) world = std::make_unique<FakeWorld>(parent.world - n);
       *child = (*world)[mine].handle();
       parent.busy = 1;
@@ -281,7 +282,7 @@ inline const NcclApi& fake_nccl() {
       EXPECT_EQ(config->blocking, 1);
       FakeComm& parent = fake(c);
       std::unique_lock lock(fake_shrinks().mutex);
-      FakeShrinks::Split& split = fake_shrinks().splits[parent.wire.get()];
+      FakeShrinks::Split& split = fake_shrinks().splits[parent.wire];
       if (color != NCCL_SPLIT_NOCOLOR) split.colors[color].emplace_back(key, parent.rank);
       if (++split.called == parent.world) split.everyone.notify_all();
       split.everyone.wait(lock, [&] { return split.called == parent.world; });

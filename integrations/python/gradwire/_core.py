@@ -94,8 +94,8 @@ class Communicator(_Handle):
     ranks_per_node: for schedule=hierarchical, where rank = node * ranks_per_node + local rank; 0: unknown.
     secret: whoever knows it may join; the same on every rank. "": the environment's GRADWIRE_SECRET. A tcp://
         address that other machines can reach needs one (docs/security.md).
-    shrinkable: whether the others can go on when ranks die: see shrink(). For processes on the host; the same on every
-        rank.
+    shrinkable: whether the others can go on when ranks die: see shrink(). For processes, those with GPUs from NCCL 2.28.7
+        on; the same on every rank.
     interface, ports: where this process on the host listens for the other ranks' data: the name of a network interface
         ("": the one that reaches rank 0), and the first and the last of the ports it may use ((0, 0): any).
 

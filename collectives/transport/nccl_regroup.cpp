@@ -1,0 +1,72 @@
+// The ranks that are left of a failed group of processes with GPUs, as a new group: they find each other through their
+// reunion, meet at a store of their own, and make NCCL's communicator of the old one, which the failure has revoked.
+#ifdef GRADWIRE_HAS_NCCL
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "collectives/transport/nccl_transport.h"
+#include "collectives/transport/regroup.h"
+#include "runtime/error.h"
+
+namespace gradwire {
+
+std::vector<std::string> exchange_contacts(Membership& group, const Reunion* reunion,
+                                           SteadyClock::time_point deadline) {
+  group.store().set(fmt::format("reunion/{}", group.rank()), reunion == nullptr ? "" : reunion->contact());
+  if (reunion == nullptr) return {};
+  std::vector<std::string> contacts;
+  for (int r = 0; r < group.world(); ++r) {
+    contacts.push_back(group.store().get(fmt::format("reunion/{}", r), deadline,
+                                         fmt::format("waiting for rank {} to join", r)));
+    if (contacts.back().empty()) {
+      throw CommError(fmt::format(
+          "rank {} is to go on without ranks that fail, rank {} is not: gw_shrinkable() must be the "
+          "same on every rank",
+          group.rank(), r));
+    }
+  }
+  return contacts;
+}
+
+std::unique_ptr<Transport> NcclTransport::regroup(std::chrono::milliseconds timeout,
+                                                  std::vector<int>& survivors) {
+  if (!setup_.shrinkable || !setup_.group) {
+    throw BadInput("the group was not made to go on without some of its ranks: see gw_shrinkable()");
+  }
+  if (!setup_.regrouping)
+    throw BadInput("the ranks that are left of this group have formed a new one already");
+  NcclReunion& mine = *setup_.regrouping;
+  if (!failing()) abort("it is to go on with the ranks that are left");
+  try {  // waits until the failure has been handled
+    throw_if_failed("going on without some ranks");
+  } catch (const CommError&) {
+  }
+  auto made = form_rest(*mine.reunion, mine.group, mine.address, timeout, survivors,
+                        [&](const GroupOptions& rest, const std::vector<int>& ranks) {
+                          auto group = std::make_unique<Membership>(rest);
+                          auto contacts = exchange_contacts(*group, mine.reunion.get(),
+                                                            SteadyClock::now() + rest.join_timeout());
+                          std::vector<int> lost;
+                          for (int r = 0; r < world_; ++r) {
+                            if (!std::binary_search(ranks.begin(), ranks.end(), r)) lost.push_back(r);
+                          }
+                          NcclSetup next = lost.empty() ? again() : without(std::move(lost));
+                          next.group = std::move(group);
+                          next.regrouping = NcclReunion{.reunion = mine.reunion,
+                                                        .group = mine.group,
+                                                        .address = mine.address,
+                                                        .contacts = std::move(contacts)};
+                          next.regrouping->group.rank = rest.rank;
+                          next.regrouping->group.world = rest.world;
+                          return std::make_unique<NcclTransport>(std::move(next));
+                        });
+  setup_.regrouping.reset();
+  return made;
+}
+
+}  // namespace gradwire
+
+#endif  // GRADWIRE_HAS_NCCL

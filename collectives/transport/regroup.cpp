@@ -1,0 +1,48 @@
+#include "collectives/transport/regroup.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "runtime/error.h"
+
+namespace gradwire {
+
+using std::chrono::milliseconds;
+
+std::unique_ptr<Transport> form_rest(Reunion& reunion, const GroupOptions& before, const std::string& address,
+                                     milliseconds timeout, std::vector<int>& survivors,
+                                     const FormRest& form) {
+  constexpr milliseconds kFormAgain{5000};
+  constexpr int kNewcomer = -1;  // no rank of the group before
+  const auto deadline = SteadyClock::now() + timeout;
+  std::vector<int> left(static_cast<size_t>(before.world));
+  std::iota(left.begin(), left.end(), 0);
+  while (true) {
+    const Reunion::Survivors found = reunion.regroup(deadline);
+    std::vector<int> ranks;
+    for (const int r : found.ranks) ranks.push_back(left[static_cast<size_t>(r)]);
+    left = std::move(ranks);
+    if (!found.joined.empty()) {  // that group has failed as well
+      left.resize(left.size() + found.joined.size(), kNewcomer);
+      continue;
+    }
+    GroupOptions rest = before;
+    rest.rendezvous = "what is left of the group";
+    rest.board = Board{.address = address,
+                       .publish = [&](const std::string& meeting) { reunion.publish(found, meeting); },
+                       .read = [&] { return found.meeting; }};
+    rest.rank = static_cast<int>(std::find(left.begin(), left.end(), before.rank) - left.begin());
+    rest.world = static_cast<int>(left.size());
+    rest.joining = std::min(before.join_timeout(), kFormAgain);
+    try {
+      auto made = form(rest, left);
+      survivors = std::move(left);
+      return made;
+    } catch (const CommError&) {  // somebody died meanwhile
+      if (SteadyClock::now() >= deadline) throw;
+    }
+  }
+}
+
+}  // namespace gradwire

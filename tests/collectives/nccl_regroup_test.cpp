@@ -1,0 +1,153 @@
+// Ranks with GPUs that are left of a failed group go on, without a GPU: NCCL's stand-in between threads (fake_nccl.h).
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <barrier>
+#include <functional>
+#include <numeric>
+#include <thread>
+
+#include "collectives/communicator/communicator.h"
+#include "collectives/program/program.h"
+#include "collectives/schedule/schedule.h"
+#include "runtime/error.h"
+#include "tests/collectives/fake_nccl.h"
+#include "tests/expect.h"
+#include "tests/temporary_folder.h"
+
+namespace gradwire::testing {
+namespace {
+
+using namespace std::chrono_literals;
+
+// A run's ranks, which meet in a file.
+struct Meeting {
+  explicit Meeting(int world) : ranks(world) {}
+
+  std::unique_ptr<Communicator> join(int rank, bool shrinkable = true,
+                                     std::chrono::milliseconds timeout = 500ms) {
+    const GroupOptions group{"file://" + folder.path("store"), rank, static_cast<int>(ranks.comms.size()),
+                             timeout};
+    GroupOptions joining = group;
+    joining.timeout = 20s;
+    NcclSetup setup{.api = &fake_nccl(),
+                    .gpu = std::make_shared<HostCalls>(),
+                    .comm = ranks[rank].handle(),
+                    .shrinkable = shrinkable,
+                    .device = Device::host(),
+                    .timeout = timeout,
+                    .group = std::make_unique<Membership>(joining)};
+    const auto deadline = SteadyClock::now() + 20s;
+    NcclReunion mine{.reunion = nullptr, .group = group, .address = "127.0.0.1", .contacts = {}};
+    if (shrinkable) mine.reunion = std::make_shared<Reunion>(mine.address, setup.group->key());
+    mine.contacts = exchange_contacts(*setup.group, mine.reunion.get(), deadline);
+    if (shrinkable) setup.regrouping = std::move(mine);
+    return std::make_unique<Communicator>(std::make_unique<NcclTransport>(std::move(setup)));
+  }
+
+  // Every rank's error, "" for none.
+  std::vector<std::string> each(const std::function<void(int rank)>& body) const {
+    std::vector<std::string> errors(ranks.comms.size());
+    std::vector<std::thread> threads;
+    for (size_t r = 0; r < errors.size(); ++r) {
+      threads.emplace_back([&, r] {
+        try {
+          body(static_cast<int>(r));
+        } catch (const std::exception& error) {
+          errors[r] = error.what();
+        }
+      });
+    }
+    for (std::thread& t : threads) t.join();
+    return errors;
+  }
+
+  TemporaryFolder folder;
+  FakeWorld ranks;
+};
+
+// The sum of all ranks' `mine`, by messages and by NCCL's own allreduce.
+float sum_of(Communicator& comm, float mine) {
+  const Stream stream = Stream::create(Device::host(), "test");
+  std::vector<float> data(1000, mine);
+  Program program(comm.transport(), ring(comm.world()), {data.data(), data.data(), nullptr, 1000},
+                  {.what = "the gradients"});
+  Buffer workspace(Device::host(), program.workspace_bytes());
+  program.bind(workspace.data());
+  program.run(stream);
+  stream.synchronize();
+  comm.check();
+  float by_library = 0;
+  comm.transport().allreduce(stream, &mine, &by_library, 1, false, 4, "allreduce");
+  stream.synchronize();
+  comm.check();
+  EXPECT_EQ(data.front(), data.back());
+  EXPECT_EQ(data.front(), by_library);
+  return by_library;
+}
+
+TEST(NcclRegroup, FromFourToThreeToTwoWhicheverRanksLeave) {
+  for (const auto& leavers : {std::vector{3, 1}, std::vector{0, 1}, std::vector{2, 0}}) {
+    SCOPED_TRACE(fmt::format("ranks {} and {}", leavers[0], leavers[1]));
+    Meeting run(4);
+    std::barrier together(4);  // nobody leaves a sum before all have it
+    const auto errors = run.each([&](int rank) {
+      auto comm = run.join(rank);
+      std::vector<int> left{0, 1, 2, 3};
+      for (const int leaver : leavers) {
+        EXPECT_EQ(sum_of(*comm, static_cast<float>(rank)), std::accumulate(left.begin(), left.end(), 0.0f));
+        if (rank == leaver) return together.arrive_and_drop();
+        together.arrive_and_wait();
+        EXPECT_THROW(sum_of(*comm, 1.0f), CommError);
+        std::vector<int> survivors;
+        auto next = comm->regroup(20s, survivors);
+        std::vector<int> was = left;
+        left.erase(std::find(left.begin(), left.end(), leaver));
+        EXPECT_EQ(survivors.size(), left.size());
+        for (size_t i = 0; i < std::min(left.size(), survivors.size()); ++i) {
+          EXPECT_EQ(was[static_cast<size_t>(survivors[i])], left[i]);
+        }
+        EXPECT_THROW(comm->regroup(1s, survivors), BadInput);  // only once
+        comm = std::move(next);
+        EXPECT_EQ(comm->rank(), std::find(left.begin(), left.end(), rank) - left.begin());
+      }
+      EXPECT_EQ(sum_of(*comm, static_cast<float>(rank)), std::accumulate(left.begin(), left.end(), 0.0f));
+    });
+    for (const std::string& error : errors) EXPECT_EQ(error, "");
+  }
+}
+
+TEST(NcclRegroup, WithEveryRankLeftTheGroupIsAsBefore) {
+  Meeting run(3);
+  const auto errors = run.each([&](int rank) {
+    auto comm = run.join(rank);
+    EXPECT_EQ(sum_of(*comm, 1.0f), 3.0f);
+    if (rank == 1) comm->abort("enough");
+    std::vector<int> survivors;
+    auto again = comm->regroup(20s, survivors);
+    EXPECT_EQ(survivors, (std::vector{0, 1, 2}));
+    EXPECT_EQ(sum_of(*again, 1.0f), 3.0f);
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
+TEST(NcclRegroup, RanksThatDifferInWhetherTheyGoOnAreTold) {
+  Meeting run(2);
+  const auto errors = run.each([&](int rank) { run.join(rank, rank == 0); });
+  expect_has(errors[0], {"rank 0 is to go on", "rank 1 is not", "gw_shrinkable()"});
+}
+
+TEST(NcclRegroup, AGroupThatWasNotMadeForItNamesTheRemedy) {
+  Meeting run(2);
+  const auto errors = run.each([&](int rank) {
+    auto comm = run.join(rank, false);
+    comm->barrier();
+    std::vector<int> survivors;
+    comm->regroup(1s, survivors);
+  });
+  for (const std::string& error : errors) expect_has(error, {"gw_shrinkable()"});
+}
+
+}  // namespace
+}  // namespace gradwire::testing
