@@ -67,6 +67,13 @@ struct Meeting {
   FakeWorld ranks;
 };
 
+// Ranks wait for each other, but for those that have left or failed.
+struct Together {
+  ~Together() { ranks.arrive_and_drop(); }
+  void wait() { ranks.arrive_and_wait(); }
+  std::barrier<>& ranks;
+};
+
 // The sum of all ranks' `mine`, by messages and by NCCL's own allreduce.
 float sum_of(Communicator& comm, float mine) {
   const Stream stream = Stream::create(Device::host(), "test");
@@ -91,14 +98,16 @@ TEST(NcclRegroup, FromFourToThreeToTwoWhicheverRanksLeave) {
   for (const auto& leavers : {std::vector{3, 1}, std::vector{0, 1}, std::vector{2, 0}}) {
     SCOPED_TRACE(fmt::format("ranks {} and {}", leavers[0], leavers[1]));
     Meeting run(4);
-    std::barrier together(4);  // nobody leaves a sum before all have it
+    std::barrier ranks(4);
     const auto errors = run.each([&](int rank) {
+      Together together{ranks};  // outlives the communicator
       auto comm = run.join(rank);
       std::vector<int> left{0, 1, 2, 3};
       for (const int leaver : leavers) {
         EXPECT_EQ(sum_of(*comm, static_cast<float>(rank)), std::accumulate(left.begin(), left.end(), 0.0f));
-        if (rank == leaver) return together.arrive_and_drop();
-        together.arrive_and_wait();
+        together.wait();  // nobody leaves a sum before all have it
+        if (rank == leaver) return;
+        together.wait();
         EXPECT_THROW(sum_of(*comm, 1.0f), CommError);
         std::vector<int> survivors;
         auto next = comm->regroup(20s, survivors);
@@ -113,6 +122,7 @@ TEST(NcclRegroup, FromFourToThreeToTwoWhicheverRanksLeave) {
         EXPECT_EQ(comm->rank(), std::find(left.begin(), left.end(), rank) - left.begin());
       }
       EXPECT_EQ(sum_of(*comm, static_cast<float>(rank)), std::accumulate(left.begin(), left.end(), 0.0f));
+      together.wait();
     });
     for (const std::string& error : errors) EXPECT_EQ(error, "");
   }
@@ -120,14 +130,18 @@ TEST(NcclRegroup, FromFourToThreeToTwoWhicheverRanksLeave) {
 
 TEST(NcclRegroup, WithEveryRankLeftTheGroupIsAsBefore) {
   Meeting run(3);
+  std::barrier ranks(3);
   const auto errors = run.each([&](int rank) {
+    Together together{ranks};
     auto comm = run.join(rank);
     EXPECT_EQ(sum_of(*comm, 1.0f), 3.0f);
+    together.wait();
     if (rank == 1) comm->abort("enough");
     std::vector<int> survivors;
     auto again = comm->regroup(20s, survivors);
     EXPECT_EQ(survivors, (std::vector{0, 1, 2}));
     EXPECT_EQ(sum_of(*again, 1.0f), 3.0f);
+    together.wait();
   });
   for (const std::string& error : errors) EXPECT_EQ(error, "");
 }
