@@ -121,13 +121,23 @@ void bf16_gemm_rows(const Gemm& g, Bf16Products way, const Bf16Panels& b, int64_
   const auto rows_of_panel = [=](int64_t i) {
     return std::min<int64_t>(tile_rows, end - begin - i * tile_rows);
   };
-  uint32_t* const packed = memory.reserve(panels * panel);
+  const Bf16* a = g.a.at<Bf16>(index * g.stride_a + (g.transpose_a ? begin : begin * g.lda));
+  // Whole tiles are read where they lie, if each row begins with a cache line and ends with a block.
+  const bool in_place = in_blocks && !g.transpose_a && g.k % (2 * kPairsPerBlock) == 0 && g.k > 0 &&
+                        g.lda % 32 == 0 && reinterpret_cast<uintptr_t>(a) % 64 == 0;
+  const int64_t unpacked = in_place ? (end - begin) / tile_rows : 0, first = unpacked * tile_rows;
+  uint32_t* const packed = memory.reserve((panels - unpacked) * panel);
   pack_panels({.are_rows = !g.transpose_a,
-               .from = g.a.at<Bf16>(index * g.stride_a + (g.transpose_a ? begin : begin * g.lda)),
+               .from = a + first * g.lda,
                .ld = g.lda,
                .k = g.k,
-               .count = end - begin},
+               .count = end - begin - first},
               {.in_blocks = in_blocks, .width = tile_rows, .pairs = pairs, .to = packed});
+  const auto rows_at = [&](int64_t i) -> Bf16Rows {
+    if (i < unpacked)
+      return {reinterpret_cast<const uint32_t*>(a + i * tile_rows * g.lda), g.lda / 2, kPairsPerBlock};
+    return {packed + (i - unpacked) * panel, kPairsPerBlock, tile_rows * (in_blocks ? kPairsPerBlock : 1)};
+  };
   // While a tile is computed, the one before it goes to C.
   alignas(64) float tiles_memory[2][kMostBf16Rows * kBf16Columns];
   FinishedTile finished{g, nullptr, {}};
@@ -137,7 +147,7 @@ void bf16_gemm_rows(const Gemm& g, Bf16Products way, const Bf16Panels& b, int64_
     const int64_t column = j * kBf16Columns, columns = std::min<int64_t>(kBf16Columns, g.n - column);
     for (int64_t i = 0; i < panels; ++i, turn = 1 - turn) {
       float* const tile = tiles_memory[turn];
-      tiles.multiply(packed + i * panel, b.panel(j), pairs, tile, {put_rows, &finished, finished.at.rows});
+      tiles.multiply(rows_at(i), b.panel(j), pairs, tile, {put_rows, &finished, finished.at.rows});
       finished.tile = tile;
       finished.at = {index, begin + i * tile_rows, column, rows_of_panel(i), columns};
     }

@@ -21,7 +21,6 @@ namespace {
 
 constexpr int kAvx512Rows = 14;  // 28 of 32 vector registers
 constexpr int kAmxRows = 32;     // 2 x 2 tile registers of 16 x 16
-constexpr int kBlockWords = kAmxRows * kPairsPerBlock;
 
 // Operands and results below the least normal number are zero.
 float flushed(float x) {
@@ -39,11 +38,12 @@ void run_all(const Bf16Meanwhile& meanwhile) {
   meanwhile.run(meanwhile.work, 0, meanwhile.parts);
 }
 
-void avx512_emulated(const uint32_t* a, const uint32_t* b, int64_t pairs, float* tile,
+void avx512_emulated(const Bf16Rows& rows, const uint32_t* b, int64_t pairs, float* tile,
                      const Bf16Meanwhile& meanwhile) {
   run_all(meanwhile);
+  const uint32_t* a = rows.from;
   std::fill_n(tile, kAvx512Rows * kBf16Columns, 0.0f);
-  for (int64_t p = 0; p < pairs; ++p, a += kAvx512Rows, b += kBf16Columns) {
+  for (int64_t p = 0; p < pairs; ++p, a += rows.block, b += kBf16Columns) {
     for (int row = 0; row < kAvx512Rows; ++row) {
       for (int column = 0; column < kBf16Columns; ++column) {
         float& sum = tile[row * kBf16Columns + column];
@@ -54,16 +54,17 @@ void avx512_emulated(const uint32_t* a, const uint32_t* b, int64_t pairs, float*
   }
 }
 
-void amx_emulated(const uint32_t* a, const uint32_t* b, int64_t pairs, float* tile,
+void amx_emulated(const Bf16Rows& rows, const uint32_t* b, int64_t pairs, float* tile,
                   const Bf16Meanwhile& meanwhile) {
   run_all(meanwhile);
+  const uint32_t* a = rows.from;
   std::fill_n(tile, kAmxRows * kBf16Columns, 0.0f);
-  for (int64_t p = 0; p < pairs; p += kPairsPerBlock, a += kBlockWords, b += kPairsPerBlock * kBf16Columns) {
+  for (int64_t p = 0; p < pairs; p += kPairsPerBlock, a += rows.block, b += kPairsPerBlock * kBf16Columns) {
     for (int row = 0; row < kAmxRows; ++row) {
       for (int column = 0; column < kBf16Columns; ++column) {
         float first = 0.0f, second = 0.0f;
         for (int i = 0; i < kPairsPerBlock; ++i) {
-          const uint32_t x = a[row * kPairsPerBlock + i], y = b[i * kBf16Columns + column];
+          const uint32_t x = a[row * rows.row + i], y = b[i * kBf16Columns + column];
           first = flushed(std::fma(first_of(x), first_of(y), first));
           second = flushed(std::fma(second_of(x), second_of(y), second));
         }
@@ -75,15 +76,16 @@ void amx_emulated(const uint32_t* a, const uint32_t* b, int64_t pairs, float* ti
 }
 
 #ifdef __x86_64__
-__attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) void avx512(const uint32_t* a,
+__attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) void avx512(const Bf16Rows& rows,
                                                                             const uint32_t* b, int64_t pairs,
                                                                             float* tile,
                                                                             const Bf16Meanwhile& meanwhile) {
   run_all(meanwhile);
+  const uint32_t* a = rows.from;
   __m512 low[kAvx512Rows], high[kAvx512Rows];
 #pragma GCC unroll 14
   for (int row = 0; row < kAvx512Rows; ++row) low[row] = high[row] = _mm512_setzero_ps();
-  for (int64_t p = 0; p < pairs; ++p, a += kAvx512Rows, b += kBf16Columns) {
+  for (int64_t p = 0; p < pairs; ++p, a += rows.block, b += kBf16Columns) {
     const auto b_low = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b));
     const auto b_high = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + kBf16Columns / 2));
 #pragma GCC unroll 14
@@ -103,21 +105,23 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) void avx512(cons
 
 #ifdef GW_AMX
 // Tile registers 0 to 3: C; 4 and 5: rows 0 to 15 and 16 to 31 of A; 6 and 7: columns 0 to 15 and 16 to 31 of B.
-__attribute__((target("amx-tile,amx-bf16"))) void amx(const uint32_t* a, const uint32_t* b, int64_t pairs,
+__attribute__((target("amx-tile,amx-bf16"))) void amx(const Bf16Rows& rows, const uint32_t* b, int64_t pairs,
                                                       float* tile, const Bf16Meanwhile& meanwhile) {
-  constexpr int kHalf = kBlockWords / 2, kRowBytes = kPairsPerBlock * 4, kTileBytes = kBf16Columns * 4;
+  constexpr int kTileBytes = kBf16Columns * 4;
+  const uint32_t* a = rows.from;
+  const int64_t half = kAmxRows / 2 * rows.row, row_bytes = 4 * rows.row;
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
   const int64_t blocks = pairs / kPairsPerBlock;
-  for (int64_t i = 0; i < blocks; ++i, a += kBlockWords, b += kPairsPerBlock * kBf16Columns) {
-    _tile_loadd(4, a, kRowBytes);
+  for (int64_t i = 0; i < blocks; ++i, a += rows.block, b += kPairsPerBlock * kBf16Columns) {
+    _tile_loadd(4, a, row_bytes);
     _tile_loadd(6, b, kTileBytes);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, b + 16, kTileBytes);
     _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, a + kHalf, kRowBytes);
+    _tile_loadd(5, a + half, row_bytes);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
     meanwhile.run(meanwhile.work, meanwhile.parts * i / blocks, meanwhile.parts * (i + 1) / blocks);

@@ -38,6 +38,13 @@ struct Bf16TileShape {
 };
 Bf16TileShape tile_shape(Bf16Products way);
 
+// The rows of A that a tile needs, where they are: `row` words between two rows, `block` between two blocks of pairs (or, not
+// in blocks, between a pair of all rows and the next).
+struct Bf16Rows {
+  const uint32_t* from;
+  int64_t row, block;
+};
+
 // What else to do while a tile is computed: parts [0, parts) of some work, in order. Between AMX's instructions it costs
 // next to nothing, since they leave the core's other units idle.
 struct Bf16Meanwhile {
@@ -54,16 +61,16 @@ class Bf16Tiles {
   Bf16Tiles(const Bf16Tiles&) = delete;
   Bf16Tiles& operator=(const Bf16Tiles&) = delete;
 
-  // tile (rows, kBf16Columns) = the products of a panel of A and one of B. All three begin with a cache line. Calls
-  // meanwhile.
-  void multiply(const uint32_t* a, const uint32_t* b, int64_t pairs, float* tile,
+  // tile (rows, kBf16Columns) = the products of rows of A and a panel of B. All three begin with a cache line, rows in blocks
+  // each. Calls meanwhile.
+  void multiply(const Bf16Rows& a, const uint32_t* b, int64_t pairs, float* tile,
                 const Bf16Meanwhile& meanwhile) const {
     multiply_(a, b, pairs, tile, meanwhile);
   }
 
  private:
   Bf16Products way_;
-  void (*multiply_)(const uint32_t*, const uint32_t*, int64_t, float*, const Bf16Meanwhile&);
+  void (*multiply_)(const Bf16Rows&, const uint32_t*, int64_t, float*, const Bf16Meanwhile&);
 };
 
 }  // namespace gradwire::host

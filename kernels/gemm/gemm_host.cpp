@@ -119,12 +119,13 @@ Bf16Panels& thread_panels() {
 }
 
 // Into how many pieces of whole tiles a product's rows are cut. Each piece reads all of B: many rows make that worth it,
-// as long as they stay in the second-level cache. As many pieces for each thread, since they are few.
-int64_t pieces_of_rows(int64_t m, int64_t k, int64_t tile_rows) {
-  constexpr int64_t kMostRows = 256, kCacheBytes = 1 << 20;
-  const int64_t rows = std::clamp<int64_t>(kCacheBytes / (2 * std::max<int64_t>(1, k)), tile_rows, kMostRows);
+// as long as they stay in the second-level cache, which is 2 MiB on processors with AMX, 1 on others. As many pieces for
+// each thread, since they are few.
+int64_t pieces_of_rows(int64_t m, int64_t k, const Bf16TileShape& tile) {
+  const int64_t most_rows = tile.in_blocks ? 512 : 256, cache_bytes = tile.in_blocks ? 3 << 19 : 1 << 20;
+  const int64_t rows = std::clamp<int64_t>(cache_bytes / (2 * std::max<int64_t>(1, k)), tile.rows, most_rows);
   const int64_t threads = host_threads(), pieces = (m + rows - 1) / rows;
-  return std::min((m + tile_rows - 1) / tile_rows, (pieces + threads - 1) / threads * threads);
+  return std::min((m + tile.rows - 1) / tile.rows, (pieces + threads - 1) / threads * threads);
 }
 
 void one_product_in_bf16(const Gemm& g, Bf16Products way) {
@@ -134,12 +135,12 @@ void one_product_in_bf16(const Gemm& g, Bf16Products way) {
   const int64_t panels_at_once =
       std::max(std::clamp<int64_t>(b.count() / (4 * host_threads()), 1, 8), 1024 / std::max<int64_t>(1, g.k));
   parallel_for(b.count(), panels_at_once, [&](int64_t begin, int64_t end) { b.pack(g, 0, begin, end); });
-  const int64_t tile_rows = tile_shape(way).rows, tiles = (g.m + tile_rows - 1) / tile_rows;
-  const int64_t pieces = pieces_of_rows(g.m, g.k, tile_rows);
+  const Bf16TileShape tile = tile_shape(way);
+  const int64_t tiles = (g.m + tile.rows - 1) / tile.rows, pieces = pieces_of_rows(g.m, g.k, tile);
   parallel_for(pieces, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      bf16_gemm_rows(g, way, b, 0, tiles * i / pieces * tile_rows,
-                     std::min(g.m, tiles * (i + 1) / pieces * tile_rows));
+      bf16_gemm_rows(g, way, b, 0, tiles * i / pieces * tile.rows,
+                     std::min(g.m, tiles * (i + 1) / pieces * tile.rows));
     }
   });
 }

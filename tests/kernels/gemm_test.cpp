@@ -311,6 +311,38 @@ TEST_P(Bf16Ways, WhereTheRowsAreCutChangesNoBit) {
   }
 }
 
+// AMX reads rows of A where they lie, if they begin with cache lines and end with whole blocks; else it packs them.
+TEST_P(Bf16Ways, WhereTheRowsLieChangesNoBit) {
+  auto [way, emulated] = GetParam();
+  if (!host::has_bf16_products(way)) way = emulated;
+  constexpr int64_t kRows = 77, kColumns = 40, kDistance = 160;
+  for (const int64_t k : {32, 64, 160}) {
+    const auto b = moderate_bf16(static_cast<size_t>(k * kColumns), 6);
+    const auto values = moderate_bf16(kRows * kDistance, 5);
+    std::vector<std::vector<float>> results;
+    for (const int64_t offset : {0, 1}) {
+      for (const int64_t distance : {kDistance, kDistance + 2}) {
+        host::AlignedMemory<Bf16> memory;
+        Bf16* const a = memory.reserve(kRows * distance + 1) + offset;
+        for (int64_t row = 0; row < kRows; ++row)
+          std::copy_n(&values[row * kDistance], k, a + row * distance);
+        std::vector<float> c(kRows * kColumns);
+        Gemm g{.m = kRows, .n = kColumns, .k = k};
+        g.a = a, g.b = b.data(), g.c = c.data();
+        g.lda = distance, g.ldb = g.ldc = kColumns;
+        for (const auto how : {way, emulated}) {
+          host::Bf16Panels panels;
+          panels.resize(g, how);
+          panels.pack(g, 0, 0, panels.count());
+          host::bf16_gemm_rows(g, how, panels, 0, 0, kRows);
+          results.push_back(c);
+        }
+      }
+    }
+    for (const auto& result : results) expect_same_bits(result, results.front(), fmt::format("k = {}", k));
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(
     , Bf16Ways,
     ::testing::Values(std::pair(host::Bf16Products::avx512, host::Bf16Products::avx512_emulated),
