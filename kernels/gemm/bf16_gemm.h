@@ -2,8 +2,9 @@
 // and 2 times the FMA rate and half the bytes of FP32.
 //
 // Elements of op(A)'s rows and op(B)'s columns are packed into panels of pairs that follow each other along k; what
-// is missing at the end is zero (bf16_pack.h). AMX reads rows of A where they lie if they are whole cache lines. A tile of C stays in registers for all of k (bf16_tile.h), so its sums
-// run in the order of k, whatever the number of threads and wherever C was cut.
+// is missing at the end is zero (bf16_pack.h). AMX reads rows of A where they lie if they are whole cache lines. A tile
+// of C stays in registers for all of k (bf16_tile.h), so its sums run in the order of k, whatever the number of threads
+// and wherever C was cut.
 //
 // Floor: 2 m n k FLOPs at 1024 (AMX) or 64 (each 512-bit unit) per cycle. Packing moves 4 B per element of A and of B
 // once.
