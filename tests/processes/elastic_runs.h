@@ -52,6 +52,7 @@ struct Case {
   std::string spec = "int8", fates;
   int world = 4, least = 1;  // launched
   std::string batch = "keep-global", checkpoints = "off", graph = "off";
+  Sharding shard = Sharding::none;
   std::chrono::milliseconds timeout = 20s;
   int64_t steps = 24;
   int most = 0;                // 0: as many as there are processes

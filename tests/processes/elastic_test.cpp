@@ -112,17 +112,67 @@ TEST(Elastic, RanksKilledAtAnyTimeLeaveARunThatEndsInGoodOrder) {
       fates += fmt::format("{} {} soon ", random() % (kSteps - 6), order[i]);
       lost.insert(order[i]);
     }
-    SCOPED_TRACE(fates);
+    const Sharding shard = static_cast<Sharding>(random() % 4);
+    const bool checkpoints = shard != Sharding::none || random() % 2 == 0;
+    SCOPED_TRACE(fmt::format("{}, --shard {}", fates, name(shard)));
     const Trained trained = train({.spec = specs[run % 3],
                                    .fates = fates,
                                    .world = world,
                                    .batch = random() % 2 == 0 ? "keep-global" : "keep-local",
-                                   .checkpoints = random() % 2 == 0 ? "on" : "off"},
+                                   .checkpoints = checkpoints ? "on" : "off",
+                                   .shard = shard},
                                   lost);
     expect_steps(trained);
     const std::vector<int> told = trained.lost();
     EXPECT_EQ(std::set<int>(told.begin(), told.end()), lost);
     EXPECT_EQ(told.size(), lost.size());
+  }
+}
+
+// What a lost rank held of a divided state is in the newest checkpoint only, so the steps since then are done again: with
+// FP32 and the same images per step, with the same losses.
+TEST(Elastic, WhoseStateIsDividedGoesBackToTheNewestCheckpointOrTheBeginning) {
+  struct Losses : RunObserver {
+    void on_step(const StepRecord& step) override { of[step.step] = step.loss; }
+    std::map<int64_t, double> of;
+  } whole;
+  run_training(tiny_run(4, "fp32"), tiny_data(), whole);
+  for (const Sharding shard : {Sharding::optimizer, Sharding::gradients, Sharding::full}) {
+    SCOPED_TRACE(name(shard));
+    const Trained trained =
+        train({.spec = "fp32", .fates = "1 3 kill 10 0 kill 17 2 kill", .checkpoints = "on", .shard = shard},
+              {0, 2, 3});
+    EXPECT_EQ(trained.lost(), (std::vector<int>{3, 0, 2}));
+    EXPECT_EQ(lines_with("end: ", trained.ranks[1].output).size(), 1u);
+    std::vector<int64_t> back;
+    for (const json& record : trained.records("shrink")) back.push_back(record["step"].get<int64_t>());
+    EXPECT_EQ(back, (std::vector<int64_t>{0, 8, 16}));
+    const std::vector<json> steps = trained.records("step");
+    ASSERT_EQ(steps.size(), static_cast<size_t>(kSteps)) << "each is in the log once";
+    for (size_t i = 0; i < steps.size(); ++i) {
+      EXPECT_EQ(steps[i]["step"].get<size_t>(), i);
+      const double expected = whole.of.at(static_cast<int64_t>(i));
+      EXPECT_NEAR(steps[i]["loss"].get<double>(), expected, 1e-4 * expected);
+    }
+    std::vector<int64_t> evaluated;
+    for (const json& record : trained.records("eval")) evaluated.push_back(record["step"].get<int64_t>());
+    EXPECT_EQ(evaluated, (std::vector<int64_t>{6, 12, 18, 24}));
+  }
+}
+
+// Residuals of lost ranks are in the checkpoint, so they are not lost.
+TEST(Elastic, WhoseStateIsDividedLosesNoResiduals) {
+  for (const char* spec : {"int8", "powersgd:rank=2"}) {
+    SCOPED_TRACE(spec);
+    const Trained trained = train(
+        {.spec = spec, .fates = "6 3 kill 14 1 kill", .checkpoints = "on", .shard = Sharding::optimizer},
+        {1, 3});
+    EXPECT_EQ(trained.lost(), (std::vector<int>{3, 1}));
+    for (const json& record : trained.records("shrink")) {
+      for (const json& norm : record["lost_residual_norms"]) EXPECT_EQ(norm, 0.0);
+    }
+    EXPECT_EQ(trained.records("step").size(), static_cast<size_t>(kSteps));
+    EXPECT_EQ(lines_with("end: ", trained.ranks[0].output).size(), 1u);
   }
 }
 

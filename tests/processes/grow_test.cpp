@@ -87,6 +87,30 @@ TEST(Grow, ARankThatIsLeftAloneIsJoinedAndSucceeded) {
   EXPECT_EQ(lines_with("end: ", trained.ranks[2].output + trained.ranks[3].output).size(), 1u);
 }
 
+// A checkpoint is made for those who join, who have their part of the state from there.
+TEST(Grow, ARunWhoseStateIsDividedDividesItAnew) {
+  const std::vector<double> whole = undisturbed_losses(tiny_run(2, "fp32", 50));
+  for (const Sharding shard : {Sharding::optimizer, Sharding::full}) {
+    SCOPED_TRACE(name(shard));
+    const Trained trained = train({.spec = "fp32",
+                                   .fates = "5 2 join 5 3 join 30 0 kill",
+                                   .world = 2,
+                                   .checkpoints = "on",
+                                   .shard = shard,
+                                   .steps = 50},
+                                  {0});
+    EXPECT_EQ(trained.joined(), (std::vector<int>{2, 3}));
+    EXPECT_EQ(trained.lost(), (std::vector<int>{0}));
+    EXPECT_EQ(checkpoint_world(NewCheckpoint::final_path(trained.folder + "/saved", 28)), 4);
+    const std::vector<json> steps = trained.records("step");
+    ASSERT_EQ(steps.size(), whole.size());
+    for (size_t i = 0; i < steps.size(); ++i) {
+      EXPECT_EQ(steps[i]["step"].get<size_t>(), i);
+      EXPECT_NEAR(steps[i]["loss"].get<double>(), whole[i], 1e-4 * whole[i]);
+    }
+  }
+}
+
 TEST(Grow, KeepLocalGivesNewRanksABatchOfTheirOwnAndRaisesTheLearningRate) {
   const Trained trained = train({.fates = "4 2 join", .world = 2, .batch = "keep-local", .steps = 30}, {});
   expect_steps(trained);
@@ -158,11 +182,13 @@ TEST(Grow, RanksThatDieWhileOthersJoinLeaveARunThatEndsInGoodOrder) {
       dead.insert(rank);
     }
     for (int i = 0; i < joins; ++i) fates += fmt::format("{} {} join ", 2 + random() % 4, launched + i);
-    SCOPED_TRACE(fates);
+    const bool divided = random() % 2 == 0, checkpoints = divided || random() % 2 == 0;
+    SCOPED_TRACE(fmt::format("{}, {}", fates, divided ? "divided" : "whole"));
     const Trained trained = train({.spec = run % 2 == 0 ? "int8" : "powersgd:rank=2",
                                    .fates = fates,
                                    .world = launched,
-                                   .checkpoints = random() % 2 == 0 ? "on" : "off",
+                                   .checkpoints = checkpoints ? "on" : "off",
+                                   .shard = divided ? Sharding::full : Sharding::none,
                                    .steps = 80},
                                   dead);
     expect_steps(trained);

@@ -261,6 +261,9 @@ TEST(Elastic, IsForProcessesOnTheHostWhoseStateIsNotDivided) {
   hierarchical.compression = {"fp32:schedule=hierarchical"};
   hierarchical.ranks_per_node = 2;
   expect_bad_input([&] { resolve(sharded); }, {"--elastic 1:4", "--shard optimizer", "--checkpoint"});
+  const testing::TemporaryFolder folder;
+  sharded.checkpoint = folder.path("saved");
+  EXPECT_EQ(resolve(sharded).config.shard, Sharding::optimizer);
   expect_bad_input([&] { resolve(overlapped); }, {"--elastic 1:4", "--overlap-forward"});
   expect_bad_input([&] { resolve(hierarchical); },
                    {"--elastic 1:4", "schedule=hierarchical", "schedule=auto"});

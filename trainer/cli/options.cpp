@@ -346,12 +346,11 @@ void resolve_elastic(const Options& o, Resolved& out) {
     throw BadInput(fmt::format("{}: the {} images of a batch over all ranks cannot be divided among {} ranks",
                                flag, config.micro_batch(), config.elastic.most));
   }
-  if (o.shard != Sharding::none) {
-    throw BadInput(
-        fmt::format("{} and --shard {} do not go together: what a lost rank held of the optimizer's state "
-                    "exists nowhere else; "
-                    "use --shard none, or --checkpoint and --resume instead",
-                    flag, name(o.shard)));
+  if (o.shard != Sharding::none && o.checkpoint.empty()) {
+    throw BadInput(fmt::format(
+        "{} and --shard {}: what a lost rank held of the optimizer's state is nowhere but in "
+        "the newest checkpoint, to which the run goes back; use --checkpoint DIR, or --shard none",
+        flag, name(o.shard)));
   }
   if (o.overlap_forward) {
     throw BadInput(flag +

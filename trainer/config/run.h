@@ -30,7 +30,8 @@ struct RunInfo {
   std::string slow_products;  // a warning, or empty
   std::string products;       // the host's BLAS (measure/products.h); empty on a GPU
   int64_t first_step = 0;     // steps done by the checkpoint that the run resumes from
-  // --elastic: the rank that reported so far is lost, and this one goes on from first_step. A ShrinkRecord follows.
+  // --elastic: the rank that reported so far is lost, and this one goes on from first_step; or this rank reported
+  // them, and the run goes back to first_step. A ShrinkRecord follows.
   bool takes_over = false;
 };
 
@@ -73,15 +74,17 @@ struct CheckpointRecord {
 
 // --elastic: the run goes on without some of its ranks. Ranks are named by the numbers with which they were launched.
 struct ShrinkRecord {
-  int64_t step = 0;            // optimizer steps done: the next one is the one that broke
+  // Optimizer steps done: the next one is the one that broke, or with `goes_back` the first after the newest checkpoint.
+  int64_t step = 0;
   std::vector<int> lost = {};  // ascending
   // Of what error feedback still had to send of each lost rank's gradients after these steps, which is gone: L2 norms.
   std::vector<double> lost_residual_norms = {};
   std::vector<int> ranks = {};  // who goes on; rank r of the group is ranks[r] from here on
   int64_t global_batch = 0;     // images per step from here on
   double lr = 0;                // peak, from here on
-  double seconds = 0;    // from rank 0's error until this record, when all are ready to repeat the step
-  std::string why = {};  // that error
+  double seconds = 0;      // from rank 0's error until this record, when all are ready to repeat the step
+  std::string why = {};    // that error
+  bool goes_back = false;  // to the newest checkpoint (--shard), or without one to the run's beginning
 };
 
 // --elastic: new ranks take part. They have the numbers that follow all that there have been.

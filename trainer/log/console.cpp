@@ -105,10 +105,11 @@ void Console::on_shrink(const ShrinkRecord& shrink) {
     who += fmt::format("{}rank {}", i == 0 ? "Lost " : ", ", shrink.lost[i]);
     if (norm > 0) who += fmt::format(" and its residual of norm {:.4g}", norm);
   }
-  print(fmt::format("{}. Going on after step {} with {} rank{} ({}), {} images per step, after {}: {}", who,
-                    shrink.step, shrink.ranks.size(), shrink.ranks.size() == 1 ? "" : "s",
-                    fmt::join(shrink.ranks, ", "), human_count(static_cast<double>(shrink.global_batch)),
-                    human_seconds(shrink.seconds), shrink.why));
+  print(fmt::format("{}. Going {} step {} with {} rank{} ({}), {} images per step, after {}: {}", who,
+                    shrink.goes_back ? "back to" : "on after", shrink.step, shrink.ranks.size(),
+                    shrink.ranks.size() == 1 ? "" : "s", fmt::join(shrink.ranks, ", "),
+                    human_count(static_cast<double>(shrink.global_batch)), human_seconds(shrink.seconds),
+                    shrink.why));
 }
 
 void Console::on_grow(const GrowRecord& grow) {

@@ -144,7 +144,8 @@ std::string shrink_record(const ShrinkRecord& shrink) {
                         {"global_batch", shrink.global_batch},
                         {"lr", shrink.lr},
                         {"seconds", shrink.seconds},
-                        {"why", shrink.why}});
+                        {"why", shrink.why},
+                        {"goes_back", shrink.goes_back}});
 }
 
 std::string grow_record(const GrowRecord& grow) {

@@ -49,6 +49,9 @@ StepShares shares_of(const std::vector<StepRecord>& steps) {
 
 void Summarizer::on_run(const RunInfo& info) {
   info_ = info;
+  if (info.takes_over) {  // what this rank reported of these steps, which will be done again
+    std::erase_if(steps_, [&](const StepRecord& step) { return step.step >= info.first_step; });
+  }
 }
 void Summarizer::on_step(const StepRecord& step) {
   steps_.push_back(step);

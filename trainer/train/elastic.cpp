@@ -35,16 +35,23 @@ TrainConfig as_launched(TrainConfig config) {
 
 Elastic::Elastic(const TrainConfig& config, Communicator& comm)
     : launched_(as_launched(config)),
+      from_checkpoints_(config.divides(Sharding::optimizer)),
+      resumed_(config.resume),
       config_(config),
       first_(&comm),
       ranks_(static_cast<size_t>(comm.world())),
-      next_number_(comm.world()) {
+      next_number_(comm.world()),
+      kept_(!from_checkpoints_) {
   std::iota(ranks_.begin(), ranks_.end(), 0);
   reported_ = ranks_;
 }
 
 Elastic::Elastic(const TrainConfig& config)
-    : launched_(as_launched(config)), config_(launched_), first_(nullptr) {}
+    : launched_(as_launched(config)),
+      from_checkpoints_(config.divides(Sharding::optimizer)),
+      config_(launched_),
+      first_(nullptr),
+      kept_(!from_checkpoints_) {}
 
 Elastic::~Elastic() {
   if (first_ != nullptr || group_) comm().transport().close_door();
@@ -101,13 +108,34 @@ void Elastic::regroup(const std::string& why) {
   config_ = config_for(comm().world());
 }
 
+int64_t Elastic::reached() const {
+  const int64_t begun_with = from_checkpoints_ && start_ ? start_->position.step : -1;
+  return kept_.newest().value_or(begun_with);
+}
+
+// The newest in the folder is this run's: a run that finds others there does not begin (cli/options.cpp).
+void Elastic::go_back_to_checkpoint() {
+  const std::string& folder = launched_.checkpoint_directory;
+  double found = -1;
+  if (comm().rank() == 0) {
+    const std::optional<std::string> newest = find_checkpoint(folder).path;
+    if (newest) found = static_cast<double>(read_head(*newest).position.step);
+  }
+  const double step =
+      all_gather(comm().transport(), Stream::immediate_host(), {found}, "the newest checkpoint")[0][0];
+  config_.resume = step < 0 ? resumed_ : NewCheckpoint::final_path(folder, static_cast<int64_t>(step));
+  start_ = Start{config_.resume.empty() ? Position{} : read_head(config_.resume).position};
+  newcomers_.clear();
+  kept_.go_back_to(-1);
+}
+
 bool Elastic::agree() {
   if (!group_) return true;
   const auto number = [](int64_t value) { return static_cast<double>(value); };
   const auto me = static_cast<size_t>(comm().rank());
   const auto told = all_gather(comm().transport(), Stream::immediate_host(),
-                               {number(kept_.newest().value_or(-1)), number(evaluated_),
-                                number(finished_ ? 1 : 0), number(ranks_[me]), number(next_number_)},
+                               {number(reached()), number(evaluated_), number(finished_ ? 1 : 0),
+                                number(ranks_[me]), number(next_number_)},
                                "the step to go on from");
   newcomers_.clear();
   double oldest = std::numeric_limits<double>::infinity();
@@ -121,11 +149,16 @@ bool Elastic::agree() {
   if (told[0][2] != 0) return false;
   number_ranks(told);
   const auto step = static_cast<int64_t>(oldest);
-  const bool got_further = others_ || !start_ || start_->position.step != step;
+  const bool got_further = others_ || broke_at_ != step;
   fruitless_ = got_further ? 0 : fruitless_ + 1;
+  broke_at_ = step;
   others_ = false;
   if (fruitless_ > 1) {
     throw Error(fmt::format("step {} breaks again and again, though no rank is lost: {}", step, why_));
+  }
+  if (from_checkpoints_) {
+    go_back_to_checkpoint();
+    return true;
   }
   agree_on_kept(step);
   const KeptSteps::Due& due = start_kept_.due;
@@ -226,8 +259,13 @@ Elastic::Changes Elastic::resumed() {
                                                                .global_batch = config_.global_batch(),
                                                                .lr = config_.lr,
                                                                .seconds = since(failed_at_),
-                                                               .why = std::move(why_)});
+                                                               .why = std::move(why_),
+                                                               .goes_back = from_checkpoints_});
     for (const int rank : record.lost) {
+      if (from_checkpoints_) {  // which the checkpoint has
+        record.lost_residual_norms.push_back(0);
+        continue;
+      }
       const auto at = std::find(start_kept_.ranks.begin(), start_kept_.ranks.end(), rank);
       record.lost_residual_norms.push_back(
           at == start_kept_.ranks.end()

@@ -17,6 +17,9 @@
 //
 // A newcomer that has no state yet is no loss: whatever fails, it leaves, and knocks again.
 //
+// With --shard nobody else has what a lost rank held, so the state to go on from is the newest checkpoint's, for the ranks
+// that are left and for newcomers, for whom one is made. Residuals of lost ranks are in it, too.
+//
 // A rank that fails by itself (its disk is full) is lost to the others like one that is killed. What fails before the
 // first step ends the run.
 #pragma once
@@ -69,7 +72,7 @@ class Elastic {
   // ---- For the run's loop: once the group has failed and its RankTrainer is gone.
 
   // Whether there is a step to go back to.
-  bool has_begun() const { return kept_.newest().has_value(); }
+  bool has_begun() const { return reached() >= 0; }
   // Collective over the survivors. Throws CommError when they do not find each other, this rank was left out, or it
   // cannot be known that no others go on; Error when fewer are left than --elastic allows. Both say what to do.
   void regroup(const std::string& why);
@@ -85,10 +88,15 @@ class Elastic {
   };
   // None in the first group.
   const std::optional<Start>& start() const { return start_; }
-  // Takes the state to go on from; collective over a group with newcomers. See KeptSteps::restore().
+  // Whether steps done since the newest checkpoint are lost with a rank, and newcomers begin with one. start() is then
+  // that of config().resume, or the run's own beginning.
+  bool from_checkpoints() const { return from_checkpoints_; }
+  // Takes the state to go on from; collective over a group with newcomers. See KeptSteps::restore(). Not from checkpoints.
   bool restore(const RankState& rank);
   // This process is rank 0 since the one before it is lost, and has not reported anything yet.
   bool takes_over() { return start_ && comm().rank() == 0 && !announced_; }
+  // This process is rank 0, and what it or another has reported of steps after start() does not hold any more.
+  bool takes_back() { return start_ && comm().rank() == 0 && from_checkpoints_ && failed_at_; }
   void announced() { announced_ = true; }
   // The group is ready for its next step, ranks that are lost from here on belong to the next record. What there is to
   // report: who has joined, who is lost, or, with neither, that the group has formed again.
@@ -107,12 +115,17 @@ class Elastic {
   static constexpr int kUnknown = -1;
 
   TrainConfig config_for(int world) const;
+  int64_t reached() const;  // steps done, as far as this process knows; -1: it has no state
+  void go_back_to_checkpoint();
   std::string remedy() const;
   void number_ranks(const std::vector<std::vector<double>>& told);
   void agree_on_kept(int64_t step);
   std::vector<int> lost() const;
 
   const TrainConfig launched_;  // the settings, with all ranks that were launched
+  const bool from_checkpoints_;
+  const std::string
+      resumed_;  // the checkpoint with which the run began; empty: none, or not known to a newcomer
   TrainConfig config_;
   Communicator* const first_;            // null for a newcomer
   std::unique_ptr<Communicator> group_;  // none before the first regroup()
@@ -120,11 +133,12 @@ class Elastic {
   std::vector<int> ranks_;  // of the group, as launched, or numbered as they joined; kUnknown before agree()
   int next_number_ = 0;     // of the next to join
   std::vector<int> newcomers_;  // their ranks in the group, as long as they have no state
-  KeptSteps kept_;
+  KeptSteps kept_;              // from_checkpoints_: without states
   KeptSteps::Kept start_kept_;  // what is known of the step to go on from
   std::optional<Start> start_;
   bool announced_ = false, finished_ = false;
   int64_t evaluated_ = -1;
+  int64_t broke_at_ = -1;  // the newest step that all had done by the latest agree()
   // For the next records.
   std::vector<int> reported_;  // the ranks of which all know
   std::string why_;

@@ -35,10 +35,36 @@ void KeptSteps::keep(const RankState& rank, const std::vector<int>& ranks, const
                      Due due) {
   Slot& slot = slot_of(position.step);
   const Stream& stream = rank.stream;
-  const int me = rank.comm.rank(), world = rank.comm.world();
   stream.submit([&slot] { slot.step = -1; });
-  copy_state(slot, rank);
+  if (states_) copy_state(slot, rank);
+  const int64_t step = position.step;
+  slot.label = {mix(0x6e6f726d, static_cast<uint64_t>(step)),
+                fmt::format("the norms of the residuals after {} steps", step)};
+  if (states_) {
+    tell(slot, rank, stream);
+  } else {  // weights may be on their way to this rank's next forward
+    if (!slot.ended) slot.ended = Event::create(stream.device());
+    if (!slot.exchanged) slot.exchanged = Event::create(stream.device());
+    const Stream& exchanges = rank.comm.transfers();
+    slot.ended.record(stream);
+    exchanges.wait(slot.ended);
+    tell(slot, rank, exchanges);
+    slot.exchanged.record(exchanges);
+    stream.wait(slot.exchanged);
+  }
+  stream.submit([&slot, ranks, position, due] {
+    slot.kept = {position, due, ranks, {}, false};
+    for (const Slot::Told& theirs : slot.told) {
+      slot.kept.residual_norms.push_back(theirs.residual_norm);
+      slot.kept.newcomers = slot.kept.newcomers || theirs.newcomers > 0;
+    }
+    slot.step = position.step;
+  });
+}
 
+// Enqueues the exchange.
+void KeptSteps::tell(Slot& slot, const RankState& rank, const Stream& stream) {
+  const int me = rank.comm.rank(), world = rank.comm.world();
   slot.told.resize(static_cast<size_t>(world));
   Slot::Told* const told = slot.told.data();
   Transport& transport = rank.comm.transport();
@@ -51,19 +77,9 @@ void KeptSteps::keep(const RankState& rank, const std::vector<int>& ranks, const
     slot.transfers.push_back({Transfer::Kind::send, peer, told + me, sizeof(Slot::Told)});
     slot.transfers.push_back({Transfer::Kind::receive, peer, told + peer, sizeof(Slot::Told)});
   }
-  slot.label = {mix(0x6e6f726d, static_cast<uint64_t>(position.step)),
-                fmt::format("the norms of the residuals after {} steps", position.step)};
   slot.call = {slot.label.tag, slot.label.what};
   transport.begin(stream, slot.call);
   transport.exchange(stream, slot.transfers, slot.label);
-  stream.submit([&slot, ranks, position, due] {
-    slot.kept = {position, due, ranks, {}, false};
-    for (const Slot::Told& theirs : slot.told) {
-      slot.kept.residual_norms.push_back(theirs.residual_norm);
-      slot.kept.newcomers = slot.kept.newcomers || theirs.newcomers > 0;
-    }
-    slot.step = position.step;
-  });
 }
 
 void KeptSteps::describe(const Kept& kept) {

@@ -22,6 +22,10 @@ namespace gradwire {
 
 class KeptSteps {
  public:
+  // `states`: false where they are nowhere but with their ranks, so that nothing is to be gone back to (--shard). Then only
+  // what keep() tells is kept.
+  explicit KeptSteps(bool states) : states_(states) {}
+
   // What is due after a step besides the next one.
   struct Due {
     bool evaluation = false, checkpoint = false;
@@ -73,11 +77,14 @@ class KeptSteps {
     Call call;
     ExchangeLabel label;
     std::vector<Transfer> transfers;
+    Event ended, exchanged;
   };
   Slot& slot_of(int64_t step) { return slots_[static_cast<size_t>(step) % kSlots]; }
   static void copy_state(Slot& slot, const RankState& rank);
+  void tell(Slot& slot, const RankState& rank, const Stream& stream);
   const Slot& find(int64_t step) const;
 
+  const bool states_;
   std::array<Slot, kSlots> slots_;  // by step
 };
 

@@ -39,7 +39,9 @@ RunMemory plan_memory(const TrainConfig& config) {
                        static_cast<int64_t>(reducer.shard().bytes()),
           .optimizer = (moments * owned + masters) * static_cast<int64_t>(sizeof(float)),
           .compression = reducer.memory(),
-          .kept = config.elastic ? KeptSteps::bytes(reducer.elements(), moments, codecs) : 0};
+          .kept = config.elastic && !config.divides(Sharding::optimizer)
+                      ? KeptSteps::bytes(reducer.elements(), moments, codecs)
+                      : 0};
 }
 
 std::string memory_text(const TrainConfig& config, const RunMemory& memory) {
@@ -63,7 +65,8 @@ void check_memory_limit(const TrainConfig& config) {
   std::string remedy = "; give it more ranks, a smaller --batch-size or a smaller model";
   TrainConfig sharded = config;
   for (Sharding shard : {Sharding::optimizer, Sharding::gradients, Sharding::full}) {
-    if (shard <= config.shard || config.ranks() == 1 || config.elastic) continue;
+    if (shard <= config.shard || config.ranks() == 1) continue;
+    if (config.elastic && config.checkpoint_directory.empty()) continue;
     sharded.shard = shard;
     const int64_t less = plan_memory(sharded).total();
     remedy = fmt::format("; --shard {} would need {}{}", name(shard), text(less),

@@ -71,13 +71,14 @@ RankTrainer::Start RankTrainer::find_start(const SharedRun& shared, Communicator
   const TrainConfig& config = shared.config;
   Start start;
   Position at;
-  if (shared.elastic != nullptr && shared.elastic->start()) {
-    start.again = &*shared.elastic->start();
-    at = start.again->position;
-  } else if (!config.resume.empty()) {
+  if (!config.resume.empty()) {
     start.from = read_head(config.resume);
     if (start.from->links && start.from->world == comm.world()) comm.set_link_costs(*start.from->links);
     at = start.from->position;
+  }
+  if (shared.elastic != nullptr && shared.elastic->start()) {
+    start.again = &*shared.elastic->start();
+    at = start.again->position;
   }
   const int64_t per_epoch =
       batches_per_epoch(shared.data.train, train_loader(config, comm, 0)) / config.accumulate;
@@ -116,7 +117,8 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
   // Loading may throw, which frees memory that the stream is still zeroing.
   stream_.synchronize();
   if (config_.divides(Sharding::optimizer)) shards_.emplace(config_, comm, stream_, reducer_, model_);
-  if (start_.from || start_.again != nullptr) {
+  const bool again = start_.again != nullptr, from_checkpoints = again && shared.elastic->from_checkpoints();
+  if (start_.from || (again && !from_checkpoints)) {
     restore();
   } else {
     load(*shared.initial.get(model_.parameters(), layout_));
@@ -140,14 +142,14 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
     slot.totals = Buffer::pinned(2 * sizeof(double));
     if (deferred_) deferred_->prepare(slot);
   }
-  if (shared.elastic != nullptr && start_.from && carried_) {
+  if (shared.elastic != nullptr && start_.from && carried_ && !shared.elastic->from_checkpoints()) {
     throw BadInput(fmt::format(
         "--elastic: this run keeps no residuals of the kind that {} holds, which go into the first step's "
         "gradients and "
         "could not be kept for repeating it; resume without --elastic as far as the next checkpoint",
         start_.from->path));
   }
-  if (start_.again == nullptr) keep(start_.step);
+  if (!again || from_checkpoints) keep(start_.step);
   stream_.synchronize();
 }
 
@@ -185,6 +187,7 @@ void RankTrainer::run() {
     }
     if (newcomers_wait_ && step + 1 < config_.steps) {
       catch_up();
+      if (shared_.elastic->from_checkpoints() && !checkpoint_follows(step)) save(step + 1);
       if (shared_.elastic->grow()) return;
       newcomers_wait_ = false;  // they have gone
     }
@@ -211,7 +214,7 @@ void RankTrainer::begin() {
     if (evaluator_ && start_.step == config_.steps) evaluate(start_.step);
     return;
   }
-  if (shared_.elastic->takes_over()) announce();
+  if (shared_.elastic->takes_over() || shared_.elastic->takes_back()) announce();
   const Elastic::Changes changes = shared_.elastic->resumed();
   if (leads() && changes.grown) shared_.observer.on_grow(*changes.grown);
   if (leads() && changes.shrunk) shared_.observer.on_shrink(*changes.shrunk);
