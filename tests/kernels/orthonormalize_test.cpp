@@ -320,7 +320,7 @@ TEST_P(OrthonormalizeTest, RunsGiveTheSameBitsForAnyNumberOfThreads) {
   for (const auto& s : kShapes) matrices.push_back(normal(int64_t{s.n} * s.rank, ++seed));
   auto first = run(kShapes, matrices);
   int threads = host_threads();
-  for (int n : {1, 2, 5}) {
+  for (int n : testing::thread_counts()) {
     set_host_threads(n);
     EXPECT_TRUE(run(kShapes, matrices) == first) << n << " threads";
   }

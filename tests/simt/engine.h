@@ -114,8 +114,10 @@ struct QueuedLaunch {
 void run_together(const std::vector<std::vector<QueuedLaunch>>& ranks, int repetition);
 // The seed of a launch's schedules.
 Random random_for(const Grid& grid, int repetition);
+// Part of each switch. The engine is compiled as one file, so all callers see the definitions.
+#define GW_SWITCHES [[gnu::always_inline]] inline
 // Switches from the running thread to the next one; returns when it is resumed.
-void switch_out();
+GW_SWITCHES void switch_out();
 // "kernel 'x', block (0,0,0) of (1,1,1), threads (64,1,1), seed 1"
 std::string describe_launch();
 // "kernel 'x', blocks (1,1,1), threads (64,1,1)"

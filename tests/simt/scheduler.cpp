@@ -47,18 +47,18 @@ struct NoAllocator {
   void deallocate(boost::context::stack_context&) {}
 };
 
-int any_bit(unsigned mask) {
+GW_SWITCHES int any_bit(unsigned mask) {
   int start = static_cast<int>(block.random.next() >> 59);
   return (std::countr_zero(std::rotr(mask, start)) + start) % kWarp;
 }
 
-int favoured_bit(unsigned mask) {
+GW_SWITCHES int favoured_bit(unsigned mask) {
   unsigned turned = std::rotr(mask, block.first_warp);
   int found = block.downward ? 31 - std::countl_zero(turned) : std::countr_zero(turned);
   return (found + block.first_warp) % kWarp;
 }
 
-int take_next() {
+GW_SWITCHES int take_next() {
   bool draw_any = block.draw_any, any = block.uniform || draw_any;
   block.draw_any = false;
   int warp = block.last_warp;
@@ -89,13 +89,13 @@ Side* came_from = nullptr;  // who switched to `running`
 // Never deleted: idle fibers never end.
 std::vector<Side*>& fibers = *new std::vector<Side*>();
 
-void arrive(boost::context::fiber&& from, Side& self) {
+GW_SWITCHES void arrive(boost::context::fiber&& from, Side& self) {
   __sanitizer_finish_switch_fiber(self.asan_stack, &came_from->bottom, &came_from->bytes);
   came_from->context = std::move(from);
 }
 
 // Resumes `target`; returns when something switches back.
-void switch_to(Side& target) {
+GW_SWITCHES void switch_to(Side& target) {
   Side& self = *running;
   came_from = &self;
   running = &target;
@@ -103,7 +103,7 @@ void switch_to(Side& target) {
   arrive(std::move(target.context).resume(), self);
 }
 
-void switch_to_thread(int index) {
+GW_SWITCHES void switch_to_thread(int index) {
   Thread& next = block.threads[static_cast<size_t>(index)];
   next.state = Thread::State::ready;
   block.current = index;
@@ -118,7 +118,7 @@ void switch_to_scheduler() {
 }
 
 // The running thread cannot go on: the next one runs, or the scheduler when there is none.
-void hand_over() {
+GW_SWITCHES void hand_over() {
   if (block.ready_warps != 0 && block.failure.empty() && !block.gives_way) {
     switch_to_thread(take_next());
   } else {
@@ -312,7 +312,7 @@ void abandon_block() {
   }
 }
 
-void switch_out() {
+GW_SWITCHES void switch_out() {
   hand_over();
   if (block.abandoned) throw Abandon{};
 }
