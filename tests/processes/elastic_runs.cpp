@@ -104,6 +104,15 @@ TrainConfig tiny_run(int world, const std::string& spec, int64_t steps) {
   return config;
 }
 
+std::vector<double> undisturbed_losses(const TrainConfig& config) {
+  struct Losses : RunObserver {
+    void on_step(const StepRecord& step) override { all.push_back(step.loss); }
+    std::vector<double> all;
+  } losses;
+  run_training(config, tiny_data(), losses);
+  return losses.all;
+}
+
 namespace {
 
 std::string pid_path(const std::string& folder, int rank) {

@@ -48,6 +48,9 @@ DataSplits tiny_data();
 // 32 images per step with 4 ranks: 6 steps are an epoch.
 TrainConfig tiny_run(int world, const std::string& spec, int64_t steps = 24);
 
+// The losses of ranks that never leave, nor join.
+std::vector<double> undisturbed_losses(const TrainConfig& config);
+
 struct Case {
   std::string spec = "int8", fates;
   int world = 4, least = 1;  // launched

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <map>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <random>
@@ -64,15 +63,11 @@ TEST(Elastic, AnotherRankTakesThePlaceOfRankZero) {
 
 // FP32 keeps no residuals, and the images of a step stay the same: so do its losses, but for the order of additions.
 TEST(Elastic, WithoutCompressionARunThatLosesRanksTrainsLikeOneThatLosesNone) {
-  struct Losses : RunObserver {
-    void on_step(const StepRecord& step) override { of[step.step] = step.loss; }
-    std::map<int64_t, double> of;
-  } whole;
-  run_training(tiny_run(4, "fp32"), tiny_data(), whole);
+  const std::vector<double> whole = undisturbed_losses(tiny_run(4, "fp32"));
   const Trained trained = train({.spec = "fp32", .fates = "4 2 kill 9 0 kill"}, {0, 2});
   expect_steps(trained);
   for (const json& record : trained.records("step")) {
-    const double expected = whole.of.at(record["step"].get<int64_t>());
+    const double expected = whole.at(record["step"].get<size_t>());
     EXPECT_NEAR(record["loss"].get<double>(), expected, 1e-4 * expected) << record;
   }
 }
@@ -132,11 +127,7 @@ TEST(Elastic, RanksKilledAtAnyTimeLeaveARunThatEndsInGoodOrder) {
 // What a lost rank held of a divided state is in the newest checkpoint only, so the steps since then are done again: with
 // FP32 and the same images per step, with the same losses.
 TEST(Elastic, WhoseStateIsDividedGoesBackToTheNewestCheckpointOrTheBeginning) {
-  struct Losses : RunObserver {
-    void on_step(const StepRecord& step) override { of[step.step] = step.loss; }
-    std::map<int64_t, double> of;
-  } whole;
-  run_training(tiny_run(4, "fp32"), tiny_data(), whole);
+  const std::vector<double> whole = undisturbed_losses(tiny_run(4, "fp32"));
   for (const Sharding shard : {Sharding::optimizer, Sharding::gradients, Sharding::full}) {
     SCOPED_TRACE(name(shard));
     const Trained trained =
@@ -151,8 +142,7 @@ TEST(Elastic, WhoseStateIsDividedGoesBackToTheNewestCheckpointOrTheBeginning) {
     ASSERT_EQ(steps.size(), static_cast<size_t>(kSteps)) << "each is in the log once";
     for (size_t i = 0; i < steps.size(); ++i) {
       EXPECT_EQ(steps[i]["step"].get<size_t>(), i);
-      const double expected = whole.of.at(static_cast<int64_t>(i));
-      EXPECT_NEAR(steps[i]["loss"].get<double>(), expected, 1e-4 * expected);
+      EXPECT_NEAR(steps[i]["loss"].get<double>(), whole[i], 1e-4 * whole[i]);
     }
     std::vector<int64_t> evaluated;
     for (const json& record : trained.records("eval")) evaluated.push_back(record["step"].get<int64_t>());

@@ -20,16 +20,6 @@ using nlohmann::json;
 using namespace testing;
 using namespace std::chrono_literals;
 
-// The losses of ranks that never leave, nor join.
-std::vector<double> undisturbed_losses(const TrainConfig& config) {
-  struct Losses : RunObserver {
-    void on_step(const StepRecord& step) override { all.push_back(step.loss); }
-    std::vector<double> all;
-  } losses;
-  run_training(config, tiny_data(), losses);
-  return losses.all;
-}
-
 TEST(Grow, FromFourToThreeToTwoToFourRanksWithCheckpointsThatLoad) {
   for (const auto& [spec, graph] : {std::pair("powersgd:rank=2", "off"), std::pair("int8", "on")}) {
     SCOPED_TRACE(spec);
