@@ -141,18 +141,18 @@ GW_API gw_status gw_comm_from_store(const gw_store* store, int rank, int world, 
                                     gw_comm* comm);
 
 /* Whoever knows this text may join: it is the secret of this thread's next gw_comm_create() with tcp:// or
- * file://, or gw_comm_from_store(), the same on every rank, and takes the place of the environment's GRADWIRE_SECRET. Ranks prove to each
- * other that they know it before anything else is read from a connection; docs/security.md says what that
- * protects.
+ * file://, or gw_comm_from_store(), the same on every rank, and takes the place of the environment's
+ * GRADWIRE_SECRET. Ranks prove to each other that they know it before anything else is read from a connection;
+ * docs/security.md says what that protects.
  *
  * secret  not empty; copied. Null: none.
  *
  * GW_BAD_ARGUMENT. */
 GW_API gw_status gw_secret(const char* secret);
 
-/* Where this process listens for the other ranks' data, in this thread's next gw_comm_create() on the host with tcp://
- * or file://, gw_comm_from_store() or gw_comm_join(), and in what is split from that communicator, shrinks, or grows. Each rank decides for
- * itself. The port at which the ranks meet is the rendezvous's.
+/* Where this process listens for the other ranks' data, in this thread's next gw_comm_create() on the host with
+ * tcp:// or file://, gw_comm_from_store() or gw_comm_join(), and in what is split from that communicator,
+ * shrinks, or grows. Each rank decides for itself. The port at which the ranks meet is the rendezvous's.
  *
  * interface              the name of a network interface, such as "eth1"; null: the one that reaches rank 0
  * first_port, last_port  the first that is free of these, e.g. those that a firewall lets through; 0 and 0: any. Joining
@@ -512,8 +512,8 @@ typedef struct gw_reducer_options {
  *            "powersgd:rank=R[,wire=FORMAT][,start=N][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S]",
  *            or "randk:ratio=X[,wire=FORMAT][,seed=S]", each with ",ef=on|off",
  *            ",schedule=auto|ring|tree|two_shot|hierarchical|nccl", ",transport=messages|lsa|auto" and
- *            ",intra_node=wire|fp32"; that page explains them. The first schedule=auto on a communicator between processes measures its links, which
- *            takes a tenth of a second at 1 Gb/s.
+ *            ",intra_node=wire|fp32"; that page explains them. The first schedule=auto on a communicator
+ *            between processes measures its links, which takes a tenth of a second at 1 Gb/s.
  * tensors    (n_tensors), in the order in which backward completes them: buckets are reduced in this order.
  *            Names, shapes and order are compared between ranks here; `grad` may differ.
  * options    may be null: defaults.
