@@ -52,8 +52,8 @@ class TcpLinks {
     uint32_t sum_ = 0, theirs_ = 0;
   };
 
-  // Listens at `address` of this machine, at one of `ports`, for peers that know `key`. With `checksums`, what is sent has one; what is
-  // received is checked where its sender added one. Throws CommError when it cannot listen.
+  // Listens at `address` of this machine, at one of `ports`, for peers that know `key`. With `checksums`, what is sent
+  // has one; what is received is checked where its sender added one. Throws CommError when it cannot listen.
   TcpLinks(int rank, int world, const std::string& address, const std::string& key, bool checksums = false,
            const PortRange& ports = {});
   ~TcpLinks();

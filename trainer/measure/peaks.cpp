@@ -1,7 +1,10 @@
 #include "trainer/measure/peaks.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <mutex>
+#include <tuple>
 #include <vector>
 
 #include "kernels/gemm/gemm.h"
@@ -107,13 +110,30 @@ double copy_gb_per_s(const Stream& stream) {
   return 2.0 * static_cast<double>(bytes) / (ms * 1e6);
 }
 
+// The best that this process has seen. Machines that others use as well can be half as fast for seconds.
+Peaks best_so_far(Device device, Precision precision, const Peaks& now) {
+  static std::mutex mutex;
+  static std::vector<std::tuple<Device, Precision, Peaks>> seen;
+  std::lock_guard lock(mutex);
+  for (auto& [its_device, its_precision, best] : seen) {
+    if (its_device != device || its_precision != precision) continue;
+    return best = {.tflops = std::fmax(best.tflops, now.tflops),
+                   .copy_gb_per_s = std::fmax(best.copy_gb_per_s, now.copy_gb_per_s),
+                   .fma_share = std::fmax(best.fma_share, now.fma_share)};
+  }
+  seen.emplace_back(device, precision, now);
+  return now;
+}
+
 }  // namespace
 
 Peaks measure_peaks(Device device, Precision precision) {
   const Stream stream = device.is_host() ? Stream::immediate_host() : Stream::create(device, "peaks");
-  return {.tflops = product_tflops(stream, precision),
-          .copy_gb_per_s = copy_gb_per_s(stream),
-          .fma_share = device.is_host() ? measure_fma_share() : std::numeric_limits<double>::quiet_NaN()};
+  return best_so_far(
+      device, precision,
+      {.tflops = product_tflops(stream, precision),
+       .copy_gb_per_s = copy_gb_per_s(stream),
+       .fma_share = device.is_host() ? measure_fma_share() : std::numeric_limits<double>::quiet_NaN()});
 }
 
 }  // namespace gradwire

@@ -19,7 +19,7 @@ struct Peaks {
 //   product   host: 768^3 FP32, one on each of the process's threads
 //             CUDA: 8192^3 (FP32: 4096^3) in `precision`
 //   copy      host: 64 MiB on all threads; CUDA: 256 MiB
-// Each is the best of several runs.
+// Each is the best of several runs, and of earlier calls of this process: the runs of `compare` are held to the same.
 Peaks measure_peaks(Device device, Precision precision);
 
 }  // namespace gradwire
