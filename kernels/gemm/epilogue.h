@@ -6,9 +6,9 @@
 
 namespace gradwire {
 
-// Leaves x in C; what epilogue gelu_tanh keeps of it, in aux.
+// Leaves x in C; what epilogue gelu_tanh keeps of it, in aux if there is one.
 inline Gemm without_epilogue(Gemm g) {
-  if (g.epilogue == Epilogue::gelu_tanh) g.c = g.aux;
+  if (g.epilogue == Epilogue::gelu_tanh && g.aux.data != nullptr) g.c = g.aux;
   g.epilogue = Epilogue::none;
   g.aux = nullptr;
   return g;
@@ -17,7 +17,9 @@ inline Gemm without_epilogue(Gemm g) {
 // The op for gelu_tanh, and that for d_gelu_tanh; S is C's type.
 template <typename S>
 BiasGelu<S> gelu_after(const Gemm& g) {
-  return {.x = g.aux.at<S>(0), .y = g.c.at<S>(0), .rows = g.m, .width = g.n, .form = Gelu::tanh};
+  S* c = g.c.at<S>(0);
+  return {
+      .x = g.aux.data != nullptr ? g.aux.at<S>(0) : c, .y = c, .rows = g.m, .width = g.n, .form = Gelu::tanh};
 }
 template <typename S>
 BiasGeluBackward<S> d_gelu_after(const Gemm& g) {

@@ -53,7 +53,7 @@ struct MatrixPointer {
 // of its own (epilogue.h). Either may take x as it is before its rounding.
 enum class Epilogue : uint8_t {
   none,
-  gelu_tanh,    // aux = x, C = GELU(x) in its tanh form
+  gelu_tanh,    // aux = x where it is kept, C = GELU(x) in its tanh form
   d_gelu_tanh,  // C = x GELU'(aux), with the aux of a product with gelu_tanh
 };
 
@@ -71,7 +71,8 @@ struct Gemm {
   Precision precision = Precision::fp32;  // of FP32 operands: fp32 or tf32
   MatrixPointer<const void> bias = {};    // (n), of C's type, added to each row; null: none. For batch == 1
   Epilogue epilogue = Epilogue::none;     // others: for batch == 1, beta == 0 and dense rows (ldc == n)
-  MatrixPointer<void> aux = {};           // (m, n) of C's type, not C: the pre-activations of the epilogue
+  // (m, n) of C's type, not C: the pre-activations of the epilogue. With gelu_tanh null: not kept, as no backward follows.
+  MatrixPointer<void> aux = {};
 };
 GW_SIDES(gemm, Gemm)
 inline void gemm(const Stream& stream, const Gemm& args) {

@@ -4,8 +4,8 @@
 // alignment); with GRADWIRE_TUNING its best few are timed instead, unless the file has the fastest. The answer is
 // kept with the descriptors, so that from then on a product is one library call, without allocation or
 // synchronization, which a CUDA graph can capture. Where the library has no algorithm with GELU in the product, that is
-// found then, too: the product is one without it, and a kernel of our own follows. Split products add their parts in FP32,
-// and in a fixed order.
+// found then, too: the product is one without it, and a kernel of our own follows. A bias that it cannot add, as to products
+// of nothing (k = 0), is in C before the rest is added. Split products add their parts in FP32, and in a fixed order.
 //
 // A cuBLAS handle must not be used by two threads at once, and gives repeatable bits only with a stream and a
 // workspace that it does not share. So each thread keeps one handle per (device, stream), with its own
@@ -142,6 +142,7 @@ cublasLtEpilogue_t epilogue_of(const ColumnMajorGemm& g) {
   const bool bias = g.bias != nullptr;
   switch (g.epilogue) {
     case Epilogue::gelu_tanh:
+      if (g.aux == nullptr) return bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
       return bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
     case Epilogue::d_gelu_tanh:
       return CUBLASLT_EPILOGUE_DGELU;
@@ -152,7 +153,7 @@ cublasLtEpilogue_t epilogue_of(const ColumnMajorGemm& g) {
 }
 // cuBLASLt's documentation: the pre-activations' leading dimension is a multiple of 8.
 bool fits_epilogue(const Gemm& g) {
-  return g.epilogue == Epilogue::none || g.ldc % 8 == 0;
+  return g.epilogue == Epilogue::none || g.aux.data == nullptr || g.ldc % 8 == 0;
 }
 
 // A kind of product and how cuBLASLt does it.
@@ -283,12 +284,12 @@ class Plan {
 // What decides a plan.
 using PlanKey = std::tuple<bool, bool, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, Element, Element,
                            Precision, bool, Epilogue, std::array<uint32_t, 5>, std::array<int64_t, 4>>;
-// Alignments of a, b, c, the bias and aux.
+// Alignments of a, b, c, the bias and aux; 0: no aux.
 std::array<uint32_t, 5> alignments_of(const Gemm& g) {
   return {alignment_of(g.a.data, g.stride_a, g.a.type, g.batch),
           alignment_of(g.b.data, g.stride_b, g.b.type, g.batch),
           alignment_of(g.c.data, g.stride_c, g.c.type, g.batch), alignment_of(g.bias.data),
-          alignment_of(g.aux.data)};
+          g.aux.data == nullptr ? 0 : alignment_of(g.aux.data)};
 }
 // How many products, and their distances; the latter mean nothing in a batch of one.
 std::array<int64_t, 4> batch_of(const Gemm& g) {
@@ -335,7 +336,11 @@ class Context {
     GW_CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
     device_name_ = properties.name;
     workspace_bytes_ = size_t{major >= 9 ? 32u : 4u} << 20;  // what NVIDIA's documentation recommends
-    GW_CUDA_CHECK(cudaMalloc(&workspace_, workspace_bytes_));
+    const Ones ones;
+    GW_CUDA_CHECK(cudaMalloc(&workspace_, workspace_bytes_ + sizeof ones));
+    ones_ = reinterpret_cast<const Ones*>(static_cast<const char*>(workspace_) + workspace_bytes_);
+    GW_CUDA_CHECK(
+        cudaMemcpyAsync(const_cast<Ones*>(ones_), &ones, sizeof ones, cudaMemcpyHostToDevice, stream));
     GW_CUBLAS_CHECK(cublasSetWorkspace(handle_, workspace_, workspace_bytes_));
     GW_CUBLAS_CHECK(cublasSetMathMode(
         handle_,
@@ -379,7 +384,33 @@ class Context {
         static_cast<int>(g.batch), compute_type(g.precision), CUBLAS_GEMM_DEFAULT));
   }
 
+  // C = beta C + bias in each row: a product of 1 and the bias per row.
+  void spread_bias(const Gemm& g) {
+    Gemm row{.m = 1, .n = g.n, .k = 1};
+    const bool rounded = g.c.type == Element::bf16;
+    row.a = rounded ? MatrixPointer<const void>(&ones_->bf16) : MatrixPointer<const void>(&ones_->fp32);
+    row.b = g.bias;
+    row.lda = 1, row.ldb = g.n, row.ldc = g.ldc;
+    row.stride_c = g.ldc;
+    row.beta = g.beta;
+    constexpr int64_t kMostRows = 65535;  // blocks in a grid's z, should the library use that for batches
+    for (int64_t first = 0; first < g.m; first += kMostRows) {
+      row.batch = std::min(kMostRows, g.m - first);
+      if (rounded)
+        row.c = g.c.at<Bf16>(first * g.ldc);
+      else
+        row.c = g.c.at<float>(first * g.ldc);
+      OpCount::launch("gemm");
+      batch(row);
+    }
+  }
+
  private:
+  struct Ones {
+    float fp32 = 1.0f;
+    Bf16 bf16 = narrow<Bf16>(1.0f);
+  };
+
   std::optional<Tuning> tuning_of(const Gemm& g) const {
     TuningFile* const file = TuningFile::shared();
     if (file == nullptr) return std::nullopt;
@@ -391,6 +422,7 @@ class Context {
   cublasHandle_t handle_ = nullptr;
   void* workspace_ = nullptr;
   size_t workspace_bytes_ = 0;
+  const Ones* ones_ = nullptr;  // on the device, behind the workspace
   std::map<PlanKey, std::unique_ptr<Plan>> plans_;
 };
 
@@ -420,10 +452,14 @@ void gemm(CudaStream stream, const Gemm& g) {
     gemm(stream, without_epilogue(g));
     return g.c.type == Element::bf16 ? apply_epilogue<Bf16>(stream, g) : apply_epilogue<float>(stream, g);
   }
+  Gemm product = g;
+  if (!planned && g.bias.data != nullptr) {
+    context.spread_bias(g);
+    if (g.k == 0) return;
+    product.beta = 1.0f;
+  }
   OpCount::launch("gemm");
-  if (planned) return;
-  if (g.bias.data != nullptr) throw DeviceError("gemm: cuBLASLt cannot add a bias to this product");
-  context.batch(g);
+  if (!planned) context.batch(product);
 }
 
 }  // namespace gradwire::cuda

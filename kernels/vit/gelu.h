@@ -16,7 +16,7 @@ template <typename S = float>
 struct BiasGelu {
   S* x = nullptr;               // (rows, F) in: product without bias, out: pre-activation, kept for backward
   const float* bias = nullptr;  // (F), or null: x is the pre-activation already
-  S* y = nullptr;               // (rows, F)
+  S* y = nullptr;               // (rows, F); without a bias it may be x
   int64_t rows = 0, width = 0;
   Gelu form = Gelu::exact;
 };

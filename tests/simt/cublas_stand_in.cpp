@@ -18,7 +18,7 @@ namespace {
 
 using gradwire::Bf16;
 
-bool refuses_gelu = false;
+bool refuses_gelu = false, refuses_bias = false;
 
 struct Operation {
   cublasOperation_t a = CUBLAS_OP_N, b = CUBLAS_OP_N;
@@ -75,6 +75,9 @@ double gelu_derivative(double x) {
 bool is_gelu(uint32_t epilogue) {
   return (epilogue & (CUBLASLT_EPILOGUE_GELU | 64)) != 0;  // 64: DGELU without its aux bit
 }
+bool has_aux(uint32_t epilogue) {
+  return (epilogue & 128) != 0;  // of GELU_AUX, GELU_AUX_BIAS and DGELU
+}
 
 // Of one product, column-major: D = alpha op(A) op(B) + beta C, and then the epilogue.
 struct Product {
@@ -116,8 +119,11 @@ cublasStatus_t examine(const Operation& o, const Layout& a, const Layout& b, con
   const bool with_bias = (o.epilogue & CUBLASLT_EPILOGUE_BIAS) != 0;
   if (with_bias != (o.bias != nullptr) || (with_bias && o.bias_type != d.type))
     return CUBLAS_STATUS_INVALID_VALUE;
+  if (with_bias && refuses_bias) return CUBLAS_STATUS_NOT_SUPPORTED;
+  if (has_aux(o.epilogue) != (o.aux != nullptr)) return CUBLAS_STATUS_INVALID_VALUE;
   if (!is_gelu(o.epilogue)) return CUBLAS_STATUS_SUCCESS;
-  if (o.aux == nullptr || o.aux_ld % 8 != 0 || o.aux_ld < static_cast<int64_t>(d.rows) || d.batch != 1)
+  if (d.batch != 1) return CUBLAS_STATUS_INVALID_VALUE;
+  if (o.aux != nullptr && (o.aux_ld % 8 != 0 || o.aux_ld < static_cast<int64_t>(d.rows)))
     return CUBLAS_STATUS_INVALID_VALUE;
   return refuses_gelu ? CUBLAS_STATUS_NOT_SUPPORTED : CUBLAS_STATUS_SUCCESS;
 }
@@ -126,6 +132,9 @@ cublasStatus_t examine(const Operation& o, const Layout& a, const Layout& b, con
 
 void gradwire::simt::refuse_gelu_epilogues(bool refuses) {
   refuses_gelu = refuses;
+}
+void gradwire::simt::refuse_biases(bool refuses) {
+  refuses_bias = refuses;
 }
 
 extern "C" {
@@ -235,7 +244,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const
       const int64_t at = column * o.aux_ld + row;
       if (o.epilogue == CUBLASLT_EPILOGUE_DGELU) return x * gelu_derivative(get(o.aux, ld.type, at));
       if (!is_gelu(o.epilogue)) return x;
-      put(o.aux, ld.type, at, x);
+      if (o.aux != nullptr) put(o.aux, ld.type, at, x);
       return gelu(x);
     });
   }
@@ -298,6 +307,10 @@ cudaError_t cudaMalloc(void** pointer, size_t bytes) {
 }
 cudaError_t cudaFree(void* pointer) {
   std::free(pointer);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* device) {

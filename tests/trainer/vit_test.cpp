@@ -555,6 +555,30 @@ TEST_P(VitTest, GeluInsideProductsGivesTheGradientsOfItsParts) {
   }
 }
 
+// Pre-activations are for backward.
+TEST_P(VitTest, EvaluationWithGeluInsideProductsKeepsNoPreActivations) {
+  for (Precision precision : {Precision::fp32, Precision::bf16}) {
+    Bench bench(small_config(Gelu::tanh), GetParam(), 3, 5, precision);
+    bench.randomize(6);
+    auto evaluated = [&](bool fused) {
+      Vit forward_only(small_config(Gelu::tanh), bench.stream, bench.layout,
+                       {.max_batch = 3,
+                        .precision = precision,
+                        .training = false,
+                        .share = &bench.vit,
+                        .fused_gelu = fused});
+      forward_only.forward(bench.images.as<float>(), 3);
+      return std::pair(to_host(bench.stream, forward_only.logits(), 3 * int64_t{small_config().classes}),
+                       forward_only.bytes());
+    };
+    const auto [parts, bytes] = evaluated(false);
+    const auto [inside, fewer_bytes] = evaluated(true);
+    EXPECT_LT(fewer_bytes, bytes);
+    for (size_t i = 0; i < parts.size(); ++i)
+      EXPECT_NEAR(inside[i], parts[i], precision == Precision::bf16 ? 2e-2 : 1e-5) << i;
+  }
+}
+
 TEST_P(VitTest, GradientsThatAreNotEvenlySpacedAreTakenLayerByLayer) {
   const VitConfig config = [] {
     VitConfig three = small_config();

@@ -94,7 +94,7 @@ void TypedVitPasses<S>::forward_layer(size_t layer, S* branch_out) {
                   options_.fused_gelu ? l.gelu : l.pre, 0.0f, operand(at.mlp0_bias));
   if (options_.fused_gelu) {
     up.epilogue = Epilogue::gelu_tanh;
-    up.aux = l.pre;
+    if (options_.training) up.aux = l.pre;
     gemm(stream_, up);
   } else {
     gemm(stream_, up);

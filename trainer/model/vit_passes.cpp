@@ -103,7 +103,7 @@ void TypedVitPasses<S>::lay_out(Arena& arena) {
     l.ln2 = take_operand(rows * c);
     l.mean2 = take(rows);
     l.rstd2 = take(rows);
-    l.pre = l.d_pre = take_operand(rows * f);
+    if (options_.training || !options_.fused_gelu) l.pre = l.d_pre = take_operand(rows * f);
     l.gelu = take_operand(rows * f);
   }
   a_.x_last = options_.training ? take(rows * c) : a_.layers[0].x;
