@@ -9,28 +9,60 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 passed=0 failed=0 skipped=0
 
-# run_tests PRESET [BUILD TARGETS] -- [ctest arguments]: without targets, builds everything.
+folder_of() { [ "$1" = release ] && echo build || echo "build-$1"; }
+
+# build_tests PRESET [TARGET...]: without targets, everything.
+build_tests() {
+  local build=(cmake --build --preset "$1")
+  [ $# -gt 1 ] && build+=(--target "${@:2}")
+  # GTEST_FILTER would keep cases from being found.
+  scripts/configure.sh "$1" && env -u GTEST_FILTER "${build[@]}"
+}
+
+# The same beside tests, with what they leave of the cores. It is a head start only: whatever is not done when run_tests
+# begins, or has failed, is built there.
+ahead=  # its process group
+build_ahead() {
+  local log
+  log=$(folder_of "$1")/build_ahead.log
+  mkdir -p "${log%/*}"
+  set -m
+  { renice -n 19 "$BASHPID" && build_tests "$@"; } < /dev/null > "$log" 2>&1 &
+  ahead=$!
+  set +m
+}
+stop_ahead() {
+  [ -n "$ahead" ] || return 0
+  kill -INT -- -"$ahead" 2> /dev/null
+  wait "$ahead" 2> /dev/null
+  for _ in {1..100}; do  # until ninja, which outlives cmake, has deleted what it hadn't finished
+    kill -0 -- -"$ahead" 2> /dev/null || break
+    sleep 0.1
+  done
+  ahead=
+}
+trap stop_ahead EXIT
+
+# run_tests PRESET [BUILD TARGETS] -- [ctest arguments]
 run_tests() {
-  local preset=$1 targets=()
+  local preset=$1 targets=() folder log
   shift
   while [ "$1" != -- ]; do
     targets+=("$1")
     shift
   done
   shift
+  folder=$(folder_of "$preset")
+  log=$folder/test.log
+  stop_ahead
   echo "== $preset: build"
-  local build=(cmake --build --preset "$preset")
-  [ ${#targets[@]} -gt 0 ] && build+=(--target "${targets[@]}")
-  # GTEST_FILTER would keep cases from being found.
-  if ! scripts/configure.sh "$preset" || ! env -u GTEST_FILTER "${build[@]}"; then
+  if ! build_tests "$preset" "${targets[@]}"; then
     echo "== $preset: THE BUILD FAILED"
     failed=$((failed + 1))
     return
   fi
+  [ ${#next[@]} -gt 0 ] && build_ahead "${next[@]}"
   echo "== $preset: test"
-  local folder=build log
-  [ "$preset" != release ] && folder=build-$preset
-  log=$folder/test.log
   # Slots, of which a busy test takes three (tests/CMakeLists.txt).
   (cd "$folder" && ctest -j $((4 * $(nproc))) --output-on-failure "$@") 2>&1 | tee "$log" |
     grep -vE "^ *[0-9]+/[0-9]+ Test +#[0-9]+: .* Passed |^ +Start +[0-9]+:"
@@ -87,14 +119,18 @@ if [ -z "${GRADWIRE_FULL_SWEEPS:-}" ]; then
 fi
 
 layers=(runtime_tests kernels_tests collectives_tests trainer_tests)
+asan=(asan "${layers[@]}" processes_tests capi_tests capi_inside_tests fuzz_tests gradwire)
+tsan=(tsan "${layers[@]}" processes_tests capi_tests tsan_overlapped_step tsan_planted_race)
+next=()  # what to build beside the tests
+[ "${1:-}" != quick ] && next=("${asan[@]}")
 run_tests release --
 if [ "${1:-}" != quick ]; then
-  GTEST_FILTER="-$no_memory$asan_cases" run_tests asan "${layers[@]}" processes_tests capi_tests capi_inside_tests fuzz_tests gradwire -- \
-    -E "$other_sanitizers_and_programs$asan_tests"
+  next=("${tsan[@]}")
+  GTEST_FILTER="-$no_memory$asan_cases" run_tests "${asan[@]}" -- -E "$other_sanitizers_and_programs$asan_tests"
   # It waits a second at the end of each process for races there; half of these processes take less.
   export TSAN_OPTIONS="${TSAN_OPTIONS:-halt_on_error=1 second_deadlock_stack=1 atexit_sleep_ms=50}"
-  GTEST_FILTER="-$no_memory$tsan_cases" run_tests tsan "${layers[@]}" processes_tests capi_tests tsan_overlapped_step tsan_planted_race -- \
-    -E "$other_sanitizers_and_programs|^capi_inside|^cli_|^fuzz_$tsan_tests"
+  next=()
+  GTEST_FILTER="-$no_memory$tsan_cases" run_tests "${tsan[@]}" -- -E "$other_sanitizers_and_programs|^capi_inside|^cli_|^fuzz_$tsan_tests"
 fi
 
 [ -e build/frameworks/python ] || echo "PyTorch 2.15, FSDP2 and JAX: NOT TESTED, because they are not installed: make test-frameworks does that (docs/testing.md)"
