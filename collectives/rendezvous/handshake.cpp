@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <bit>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 
 #include "runtime/error.h"
@@ -59,7 +58,7 @@ Challenge::State Challenge::advance(const Socket& socket) {
     char bytes[std::max(size_t{8} + kChallenge, kProof)];
     const ssize_t n = recv(socket.fd(), bytes, wanted - received_.size(), MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
-    if (n < 0 && errno == EAGAIN) return expired() ? refuse("nothing said in time") : State::waiting;
+    if (n < 0 && errno == EAGAIN) return expired() ? refuse(kSaidNothing) : State::waiting;
     if (n <= 0) return refuse("hung up");
     received_.append(bytes, static_cast<size_t>(n));
     const size_t greeted = std::min(received_.size(), kGreeting.size());
@@ -82,12 +81,19 @@ Challenge::State Challenge::advance(const Socket& socket) {
   }
 }
 
-void TurnedAway::say(int rank, const Socket& socket, const std::string& why) {
-  if (!std::has_single_bit(++count_)) return;
-  const std::string from = socket.peer_address();
-  std::fprintf(stderr, "gradwire: rank %d turned away a connection from %s: %s%s\n", rank,
-               from.empty() ? "a peer that is gone" : from.c_str(), why.c_str(),
-               count_ == 1 ? "" : fmt::format(" ({} so far)", count_).c_str());
+std::string TurnedAway::note(const std::string& from, const std::string& why) {
+  const std::pair who(from, why);
+  const bool named = counts_.contains(who) || counts_.size() < kMostNamed;
+  uint64_t& count = named ? counts_[who] : others_;
+  if (!std::has_single_bit(++count)) return "";
+  std::string text =
+      fmt::format("turned away a connection from {}: {}", from.empty() ? "a peer that is gone" : from, why);
+  if (!named) {
+    text += fmt::format(" ({} so far from more addresses than are named)", count);
+  } else if (count > 1) {
+    text += fmt::format(" ({} so far)", count);
+  }
+  return text;
 }
 
 std::string introduce(const Socket& socket, const Credentials& credentials,

@@ -12,7 +12,9 @@
 
 #include <chrono>
 #include <cstdint>
+#include <map>
 #include <string>
+#include <utility>
 
 #include "collectives/rendezvous/sha256.h"
 #include "collectives/rendezvous/socket.h"
@@ -53,16 +55,24 @@ class Challenge {
   std::string why_;
 };
 
-// A listener's record of whom it has turned away, on standard error: the first time, and each time that their number has
-// doubled.
+// A listener's record of whom it has turned away, and what of it is worth a line in a log: of each address and reason the
+// first time, and each time that their number has doubled. Beyond kMostNamed of them, the rest counts together: neither
+// the record nor the log grows with a flood.
 class TurnedAway {
  public:
-  // `rank`: whose listener it is.
-  void say(int rank, const Socket& socket, const std::string& why);
+  static constexpr size_t kMostNamed = 64;
+  // "turned away a connection from 10.0.0.7: wrong secret (8 so far)", or nothing. `from`: an address; empty: of a peer
+  // that is gone.
+  std::string note(const std::string& from, const std::string& why);
 
  private:
-  uint64_t count_ = 0;
+  std::map<std::pair<std::string, std::string>, uint64_t> counts_;  // by address and reason
+  uint64_t others_ = 0;
 };
+
+// Why connections are turned away that said nothing wrong.
+inline constexpr const char* kTooMany = "too many connections at once";
+inline constexpr const char* kSaidNothing = "nothing said in time";
 
 // What introduce() says of an acceptor with another key.
 inline constexpr const char* kOtherSecret = "the process there has another secret";

@@ -169,29 +169,27 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
   constexpr milliseconds kPatience{3000};
   auto patient_until = SteadyClock::time_point::max();
   std::string refused;  // why, by a process of another run
+  // Between attempts. Who is refused asks less and less often: each time is a line in the other's log, in the beginning.
+  constexpr milliseconds kRetry{20}, kAskAgain{100}, kAskAgainAtMost{1000};
+  milliseconds pause = kRetry, refused_pause = kAskAgain;
   while (!client_) {
     if (board && rank != 0) {
       meeting = parse_meeting(board->read());
       key_ = options_.secret + meeting.secret;
     }
+    pause = kRetry;
     for (const Endpoint& endpoint : meeting.endpoints) {
-      auto patience = std::min(deadline, SteadyClock::now() + milliseconds(2000));
-      auto command = try_connect(endpoint, patience, why);
-      auto watch = command ? try_connect(endpoint, patience, why) : std::nullopt;
-      if (!watch) {
-        why = fmt::format("{}: {}", endpoint.text(), why);
-        continue;
-      }
+      const auto now = SteadyClock::now();
+      const auto patience = std::max(std::min(deadline, now + milliseconds(2000)), now + milliseconds(500));
       try {
-        client_ = std::make_unique<StoreClient>(std::move(*command), std::move(*watch), key_, rank, world,
-                                                std::max(patience, SteadyClock::now() + milliseconds(500)),
-                                                options_.job);
+        client_ = std::make_unique<StoreClient>(endpoint, key_, rank, world, patience, options_.job);
         break;
       } catch (const StoreRefused& error) {
         throw CommError(fmt::format("rank {} cannot join through {}: {}", rank, rendezvous, error.what()));
       } catch (const CommError& error) {
         why = fmt::format("{}: {}", endpoint.text(), error.what());
         const bool others = why.ends_with(kOtherSecret) || why.find(kOtherJob) != std::string::npos;
+        if (others) pause = refused_pause;
         if (path.empty() && others) {  // a file may be an earlier run's
           refused = why;
           patient_until = std::min(patient_until, SteadyClock::now() + kPatience);
@@ -207,12 +205,14 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
               : "give each run a port of its own, or all ranks of this one the same GRADWIRE_JOB"));
     }
     if (SteadyClock::now() >= deadline) {
-      throw CommError(fmt::format(
-          "rank {} did not reach rank 0 through {} within {} ms ({}); is rank 0 running, and is the address "
-          "right on every rank?",
-          rank, rendezvous, options.join_timeout().count(), why));
+      throw CommError(
+          fmt::format("rank {} did not reach rank 0 through {} within {} ms ({}); is rank 0 running, and {}?",
+                      rank, rendezvous, options.join_timeout().count(), why,
+                      why.ends_with(kOtherSecret) ? "have all ranks the same GRADWIRE_SECRET"
+                                                  : "is the address right on every rank"));
     }
-    std::this_thread::sleep_for(milliseconds(20));
+    if (pause == refused_pause) refused_pause = std::min(2 * refused_pause, kAskAgainAtMost);
+    std::this_thread::sleep_for(pause);
   }
 }
 

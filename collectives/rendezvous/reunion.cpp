@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <sstream>
 #include <utility>
@@ -92,17 +93,20 @@ std::string Reunion::contact() const {
 }
 
 void Reunion::enter(int rank, std::vector<std::string> contacts,
-                    std::function<void(const std::string&)> failed) {
+                    std::function<void(const std::string&)> failed,
+                    std::function<bool(const std::string&)> note) {
   std::scoped_lock lock(calling_, mutex_);
   rank_ = rank;
   contacts_ = std::move(contacts);
   failed_ = std::move(failed);
+  note_ = std::move(note);
   told_ = false;  // that was the group before
 }
 
 void Reunion::leave() {
   std::lock_guard lock(calling_);
   failed_ = nullptr;
+  note_ = nullptr;
 }
 
 // ---- The thread that answers ------------------------------------------------------------------------------
@@ -123,13 +127,28 @@ void Reunion::serve() {
     told_ = false;
     serve_callers();
     changed_.notify_all();
-    if (!told_) continue;
+    const std::vector<std::string> notes = std::exchange(notes_, {});
+    if (!told_ && notes.empty()) continue;
+    const int rank = rank_;
     lock.unlock();
     std::lock_guard calling(calling_);
+    tell_of_strangers(rank, notes);
     lock.lock();
     const bool still_told = told_;  // not if this process has entered the next group meanwhile
     lock.unlock();
     if (still_told && failed_) failed_("another rank has found that the group has failed");
+  }
+}
+
+void Reunion::turn_away(const Caller& c, const std::string& why) {
+  if (const std::string line = turned_away_.note(c.from, why); !line.empty()) notes_.push_back(line);
+}
+
+// Without the mutex: rank 0 may be slow.
+void Reunion::tell_of_strangers(int rank, const std::vector<std::string>& lines) {
+  for (const std::string& line : lines) {
+    if (note_ && note_(line)) continue;
+    std::fprintf(stderr, "gradwire: rank %d %s\n", rank, line.c_str());
   }
 }
 
@@ -145,15 +164,18 @@ void Reunion::serve_callers() {
   for (size_t i = 0; i < kMostStrangers; ++i) {
     auto socket = accept_from(listener_);
     if (!socket) break;
-    callers_.push_back({std::move(*socket), std::make_unique<Challenge>(credentials_), "", -1});
+    const std::string from = socket->peer_address();
+    callers_.push_back({std::move(*socket), from, std::make_unique<Challenge>(credentials_)});
   }
   have_newcomers_wait();
   // The oldest that has proved nothing makes way.
   const size_t most = kMostStrangers + 2 * contacts_.size();
   while (static_cast<size_t>(std::count_if(callers_.begin(), callers_.end(),
                                            [](const Caller& c) { return c.challenge != nullptr; })) > most) {
-    callers_.erase(std::find_if(callers_.begin(), callers_.end(),
-                                [](const Caller& c) { return c.challenge != nullptr; }));
+    const auto oldest = std::find_if(callers_.begin(), callers_.end(),
+                                     [](const Caller& c) { return c.challenge != nullptr; });
+    turn_away(*oldest, kTooMany);
+    callers_.erase(oldest);
   }
 }
 
@@ -161,7 +183,7 @@ void Reunion::listen_to(Caller& c) {
   if (c.challenge) {
     const Challenge::State state = c.challenge->advance(c.socket);
     if (state == Challenge::State::refused) {
-      turned_away_.say(rank_, c.socket, c.challenge->why());
+      turn_away(c, c.challenge->why());
       c.socket.close();
     }
     if (state != Challenge::State::proved) return;

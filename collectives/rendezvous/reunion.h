@@ -46,9 +46,11 @@ class Reunion {
   // What the other ranks need to call this one.
   std::string contact() const;
   // This process is `rank` of a group whose ranks have these contacts. From here to leave(), `failed` is called, from a
-  // thread of this object, when another rank says that the group has failed.
-  void enter(int rank, std::vector<std::string> contacts, std::function<void(const std::string& why)> failed);
-  // `failed` is not called any more, nor running.
+  // thread of this object, when another rank says that the group has failed; and `note` with a line about strangers at
+  // this port, for rank 0's log, which returns whether it gets there: otherwise this process prints it.
+  void enter(int rank, std::vector<std::string> contacts, std::function<void(const std::string& why)> failed,
+             std::function<bool(const std::string& line)> note = nullptr);
+  // Neither is called any more, nor running.
   void leave();
 
   struct Survivors {
@@ -106,8 +108,9 @@ class Reunion {
  private:
   struct Caller {
     Socket socket;
+    std::string from;                      // its address
     std::unique_ptr<Challenge> challenge;  // until it is met
-    std::string in;
+    std::string in = {};
     int rank = -1;              // once it waits to be told who is left
     std::string newcomer = {};  // its contact, once it waits to join
   };
@@ -119,6 +122,8 @@ class Reunion {
 
   void serve();
   void serve_callers();
+  void turn_away(const Caller& caller, const std::string& why);
+  void tell_of_strangers(int rank, const std::vector<std::string>& lines);
   void listen_to(Caller& caller);
   void answer(Caller& caller, const StoreMessage& message);
   void hear(Caller& newcomer, const std::string& text);
@@ -135,8 +140,9 @@ class Reunion {
   const std::string address_, listener_name_;
   const Credentials credentials_;
   Socket listener_, wake_;
-  std::mutex calling_;  // held while failed_ runs; before mutex_
+  std::mutex calling_;  // held while these run; before mutex_
   std::function<void(const std::string&)> failed_;
+  std::function<bool(const std::string&)> note_;
   mutable std::mutex mutex_;  // guards all below
   std::condition_variable changed_;
   std::vector<Caller> callers_;
@@ -154,7 +160,8 @@ class Reunion {
   SteadyClock::time_point ticked_at_ = SteadyClock::now();  // when the thread was last seen to run
   bool stop_ = false;
   TurnedAway turned_away_;
-  int most_ = 0;  // ranks, with newcomers
+  std::vector<std::string> notes_;  // of whom it has turned away, to be told
+  int most_ = 0;                    // ranks, with newcomers
   std::function<std::string(const std::string&)> judge_;
   SteadyClock::time_point told_to_wait_at_ = {};
   std::atomic<int> waiting_ = 0;

@@ -46,6 +46,15 @@ std::string one_line(std::string text) {
   return text;
 }
 
+// A connection that has proved that it knows `key`.
+Socket connect_to(const Endpoint& server, const std::string& key, SteadyClock::time_point deadline) {
+  std::string why;
+  auto socket = try_connect(server, deadline, why);
+  if (socket) why = introduce(*socket, {key, kStorePurpose}, deadline);
+  if (!why.empty()) throw CommError(why);
+  return std::move(*socket);
+}
+
 }  // namespace
 
 std::string StoreMessage::encode() const {
@@ -124,13 +133,13 @@ std::string RollCall::absent() const {
   return text;
 }
 
-StoreClient::StoreClient(Socket command, Socket watch, const std::string& key, int rank, int world,
+// The second connection is made once the first is accepted: a process with a wrong secret is one line in the server's log.
+StoreClient::StoreClient(const Endpoint& server, const std::string& key, int rank, int world,
                          SteadyClock::time_point deadline, const std::string& job)
-    : world_(world), command_(std::move(command)), watch_(std::move(watch)), wake_(eventfd(0, EFD_CLOEXEC)) {
-  for (const Socket* socket : {&command_, &watch_}) {
-    const std::string why = introduce(*socket, {key, kStorePurpose}, deadline);
-    if (!why.empty()) throw CommError(why);
-  }
+    : world_(world),
+      command_(connect_to(server, key, deadline)),
+      watch_(connect_to(server, key, deadline)),
+      wake_(eventfd(0, EFD_CLOEXEC)) {
   std::string me = fmt::format("{} {} {}", rank, world, one_line(job));
   request({Op::hello, 0, "command", me}, deadline);
   std::string bytes = StoreMessage{Op::hello, 0, "watch", me}.encode();
@@ -158,7 +167,7 @@ StoreClient::~StoreClient() {
   // Wait until the store has recorded the departure and hangs up, so that a rank that sees this one's
   // connections close afterwards can find out why.
   const auto deadline = SteadyClock::now() + kPromptly;
-  if (!send_all(watch_, StoreMessage{Op::bye, 0, "", ""}.encode(), deadline)) return;
+  if (!send_on_watch({Op::bye, 0, "", ""})) return;
   shutdown(watch_.fd(), SHUT_WR);
   if (silent_) return;
   char rest[256];
@@ -234,6 +243,15 @@ void StoreClient::send_message(const std::string& message) {
   }
 }
 
+bool StoreClient::send_on_watch(const StoreMessage& message) {
+  std::lock_guard lock(sending_watch_);
+  return send_all(watch_, message.encode(), SteadyClock::now() + kPromptly);
+}
+
+bool StoreClient::note(const std::string& text) {
+  return send_on_watch({Op::note, 0, "", one_line(text)});
+}
+
 std::optional<std::string> StoreClient::report(const std::string& what) {
   try {
     return request({Op::fail, 0, one_line(what), ""}, SteadyClock::now() + kPromptly).value;
@@ -287,8 +305,7 @@ void StoreClient::watch_loop() {
         if (message->op == Op::closing) return;
         if (message->op != Op::failed) continue;
         tell(message->value);
-        send_all(watch_, StoreMessage{Op::state, 0, "", one_line(where_())}.encode(),
-                 SteadyClock::now() + kPromptly);
+        send_on_watch({Op::state, 0, "", one_line(where_())});
       }
     }
   } catch (const CommError& error) {

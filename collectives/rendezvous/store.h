@@ -1,11 +1,12 @@
 // The rendezvous store of a group of processes: a small server in rank 0's process, and each rank's
 // connections to it.
 //
-// Four services:
+// Five services:
 //   store     keys and values, for exchanging addresses and the like before any transport exists
 //   messages  short texts from any rank to rank 0; only rank 0 ever waits for one
 //   alarm     tells all ranks of the first failure that any rank reports, or of a process that vanishes
 //   roll      after a failure: who still answers, and what each rank is doing
+//   notes     lines of any rank for rank 0's standard error
 //
 // Every call has a deadline; a server that does not answer is an error, never a hang.
 #pragma once
@@ -41,6 +42,7 @@ struct StoreMessage {
     message,  // value: a message to rank 0; no reply
     drop,     // forgets this key, and its count; no reply
     look,     // reply ok with the value, empty as long as the key is not set
+    note,     // value: a line for rank 0's standard error; no reply
     ok,       // reply
     refuse,   // reply: value says why
     failed,   // from the server to watchers: the group failed, value says why
@@ -91,6 +93,7 @@ struct StoreLimits {
   size_t unanswered_of_rank = 1000;        // requests that wait for a key or a roll call
   size_t unread_bytes = size_t{64} << 20;  // that one connection has not taken
   size_t connections_of_rank = 16;
+  size_t notes_of_rank = 500;  // that are printed; more are no failure
 
   explicit StoreLimits(int world)
       : message_bytes(std::max(size_t{256} << 20, static_cast<size_t>(world) * (size_t{32} << 20))),
@@ -136,9 +139,9 @@ class StoreClient {
  public:
   using Milliseconds = std::chrono::milliseconds;
 
-  // Takes over two new connections to the server and says hello on both. Throws CommError if the server
+  // Makes two connections to the server and says hello on both. Throws CommError if the server cannot be reached,
   // refuses, does not answer, or does not know `key`.
-  StoreClient(Socket command, Socket watch, const std::string& key, int rank, int world,
+  StoreClient(const Endpoint& server, const std::string& key, int rank, int world,
               SteadyClock::time_point deadline, const std::string& job = "");
   // Leaves in an orderly way; at once, if the server has not answered the last request.
   ~StoreClient();
@@ -154,6 +157,9 @@ class StoreClient {
   void drop(const std::string& key);
   // Sends a message to rank 0 without waiting for an answer. Throws CommError if the connection is lost.
   void send_message(const std::string& message);
+  // Has rank 0's process print a line: "gradwire: rank 2 <text>". Any thread may call it, whatever the others wait for.
+  // False if the connection is lost.
+  bool note(const std::string& text);
 
   // When the group fails, calls `on_failure` with the cause from a thread of its own, then sends the server
   // the text that `where` returns: what this rank is doing. At most once, maybe before watch() returns.
@@ -172,9 +178,11 @@ class StoreClient {
  private:
   StoreMessage request(StoreMessage message, SteadyClock::time_point deadline);
   void watch_loop();
+  bool send_on_watch(const StoreMessage& message);
 
   int world_;
-  std::mutex mutex_;  // guards command_ and next_id_
+  std::mutex mutex_;          // guards command_ and next_id_
+  std::mutex sending_watch_;  // held while something is sent on watch_
   Socket command_, watch_, wake_;
   std::string received_;             // on command_, not yet decoded
   std::atomic<bool> silent_{false};  // the server did not answer when it had to

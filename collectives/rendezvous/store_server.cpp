@@ -80,6 +80,7 @@ class StoreServer::Loop {
       : messages_(messages),
         limits_(limits),
         key_bytes_of_(static_cast<size_t>(world)),
+        notes_of_(static_cast<size_t>(world)),
         listener_(std::move(listener)),
         wake_(eventfd(0, EFD_CLOEXEC)),
         world_(world),
@@ -127,10 +128,14 @@ class StoreServer::Loop {
 
  private:
   struct Peer {
+    explicit Peer(Socket its, const Credentials& credentials)
+        : socket(std::move(its)), challenge(std::make_unique<Challenge>(credentials)) {}
+
     Socket socket;
     std::unique_ptr<Challenge> challenge;  // until it is met
     std::string in, out;
     int rank = -1;  // until it has said hello
+    std::string from = socket.peer_address();
     bool watches = false;
     bool leaving = false;  // said goodbye
     bool dead = false;
@@ -227,16 +232,31 @@ class StoreServer::Loop {
       if (strangers() >= kMostStrangers + 2 * static_cast<size_t>(world_)) {
         auto oldest =
             std::find_if(peers_.begin(), peers_.end(), [](const auto& p) { return p->is_stranger(); });
-        turn_away(**oldest, "too many connections at once");
+        turn_away(**oldest, kTooMany);
         peers_.erase(oldest);
       }
-      peers_.push_back(std::make_unique<Peer>());
-      peers_.back()->socket = std::move(*socket);
-      peers_.back()->challenge = std::make_unique<Challenge>(credentials_);
+      peers_.push_back(std::make_unique<Peer>(std::move(*socket), credentials_));
     }
   }
 
-  void turn_away(const Peer& peer, const std::string& why) { turned_away_.say(0, peer.socket, why); }
+  void turn_away(const Peer& peer, const std::string& why) {
+    if (const std::string text = turned_away_.note(peer.from, why); !text.empty()) print(0, text);
+  }
+
+  static void print(int rank, const std::string& text) {
+    std::fprintf(stderr, "gradwire: rank %d %s\n", rank, text.c_str());
+  }
+
+  // What a rank says may be damaged, or meant for a terminal.
+  void print_note(int rank, std::string text) {
+    constexpr size_t kMostCharacters = 1000;
+    size_t& printed = notes_of_[static_cast<size_t>(rank)];
+    if (printed == limits_.notes_of_rank) return;
+    if (text.size() > kMostCharacters) text.resize(kMostCharacters);
+    std::replace_if(
+        text.begin(), text.end(), [](unsigned char c) { return c < ' ' || c == 0x7f; }, ' ');
+    print(rank, ++printed < limits_.notes_of_rank ? text : "says more than is printed from here on");
+  }
 
   void serve(Peer& peer) {
     if (peer.challenge) {
@@ -252,7 +272,7 @@ class StoreServer::Loop {
       }
     }
     if (peer.is_stranger() && SteadyClock::now() >= peer.hello_until) {
-      turn_away(peer, "nothing said in time");
+      turn_away(peer, kSaidNothing);
       peer.dead = true;
       return;
     }
@@ -327,6 +347,9 @@ class StoreServer::Loop {
         reply(peer, m.id, found == values_.end() ? "" : found->second.text);
         break;
       }
+      case Op::note:
+        print_note(peer.rank, std::move(m.value));
+        break;
       case Op::fail:
         fail(m.key);
         reply(peer, m.id, failure_);
@@ -445,8 +468,7 @@ class StoreServer::Loop {
         why += "; if they belong to two runs, give each run a port of its own, or GRADWIRE_JOB";
         fail(why);
       } else {
-        std::fprintf(stderr, "gradwire: rank 0 turned away a second rank %d from %s\n", rank,
-                     peer.socket.peer_address().c_str());
+        print(0, fmt::format("turned away a second rank {} from {}", rank, peer.from));
       }
     }
     const auto connections =
@@ -517,6 +539,7 @@ class StoreServer::Loop {
   const StoreLimits limits_;
   std::vector<size_t> key_bytes_of_;  // by rank
   size_t key_bytes_ = 0;
+  std::vector<size_t> notes_of_;  // printed, by rank
   Socket listener_, wake_;
   const int world_;
   const Credentials credentials_;

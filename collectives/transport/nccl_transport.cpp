@@ -60,8 +60,9 @@ NcclTransport::NcclTransport(NcclSetup setup)
                                 });
   }
   if (setup_.regrouping) {
-    setup_.regrouping->reunion->enter(rank_, setup_.regrouping->contacts,
-                                      [this](const std::string& why) { heard(why, true); });
+    setup_.regrouping->reunion->enter(
+        rank_, setup_.regrouping->contacts, [this](const std::string& why) { heard(why, true); },
+        [this](const std::string& line) { return setup_.group->store().note(line); });
   }
 }
 

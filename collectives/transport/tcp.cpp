@@ -238,7 +238,9 @@ class TcpTransport final : public Transport {
   void enter_reunion() {
     if (!reunion_) return;
     entered_ = true;
-    reunion_->enter(rank(), std::move(reunions_), [this](const std::string& why) { group_failed(why); });
+    reunion_->enter(
+        rank(), std::move(reunions_), [this](const std::string& why) { group_failed(why); },
+        [this](const std::string& line) { return failure().empty() && group_.store().note(line); });
   }
 
   void set_where(const std::string& where) {
@@ -321,7 +323,7 @@ class TcpTransport final : public Transport {
                         rank(), r));
       }
     }
-    made->connect(contacts, deadline);
+    made->connect(contacts, deadline, [this](const std::string& line) { group_.store().note(line); });
   }
 
   // Called by the watcher's thread or the one that noticed the failure: wakes the exchange in progress.

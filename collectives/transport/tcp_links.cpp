@@ -75,9 +75,10 @@ std::string TcpLinks::contact() const {
 }
 
 // Each rank connects to those below it and accepts connections from those above it.
-void TcpLinks::connect(const std::vector<std::string>& contacts, SteadyClock::time_point deadline) {
+void TcpLinks::connect(const std::vector<std::string>& contacts, SteadyClock::time_point deadline,
+                       const std::function<void(const std::string&)>& turned_away) {
   for (int r = 0; r < rank_; ++r) connect_to(r, contacts[static_cast<size_t>(r)], deadline);
-  accept_others(deadline);
+  accept_others(deadline, turned_away);
   listener_.close();
 }
 
@@ -108,14 +109,21 @@ void TcpLinks::connect_to(int rank, const std::string& contact, SteadyClock::tim
                               why.empty() ? "it hung up" : why));
 }
 
-void TcpLinks::accept_others(SteadyClock::time_point deadline) {
+void TcpLinks::accept_others(SteadyClock::time_point deadline,
+                             const std::function<void(const std::string&)>& turned_away) {
   const Credentials credentials{key_, purpose(name_)};
   struct Caller {
     Socket socket;
+    std::string from;
     std::unique_ptr<Challenge> challenge;  // until it is met
     std::string said;                      // then: of its rank
   };
   std::deque<Caller> callers;
+  TurnedAway strangers;
+  auto turn_away = [&](const Caller& c, const std::string& why) {
+    const std::string line = strangers.note(c.from, why);
+    if (!line.empty() && turned_away) turned_away(line);
+  };
   auto missing = [&] {
     std::string ranks;
     for (size_t r = static_cast<size_t>(rank_) + 1; r < links_.size(); ++r) {
@@ -126,7 +134,10 @@ void TcpLinks::accept_others(SteadyClock::time_point deadline) {
   auto listen_to = [&](Caller& c) {
     if (c.challenge) {
       const auto state = c.challenge->advance(c.socket);
-      if (state == Challenge::State::refused) c.socket.close();
+      if (state == Challenge::State::refused) {
+        turn_away(c, c.challenge->why());
+        c.socket.close();
+      }
       if (state != Challenge::State::proved) return;
       c.challenge = nullptr;
     }
@@ -159,10 +170,15 @@ void TcpLinks::accept_others(SteadyClock::time_point deadline) {
     for (size_t i = 0; i < kMostStrangers; ++i) {
       auto socket = accept_from(listener_);
       if (!socket) break;
-      callers.push_back({std::move(*socket), std::make_unique<Challenge>(credentials), ""});
+      const std::string from = socket->peer_address();
+      callers.push_back({std::move(*socket), from, std::make_unique<Challenge>(credentials), ""});
     }
-    while (callers.size() > links_.size() + kMostStrangers) callers.pop_front();
+    while (callers.size() > links_.size() + kMostStrangers) {
+      turn_away(callers.front(), kTooMany);
+      callers.pop_front();
+    }
   }
+  for (const Caller& c : callers) turn_away(c, kSaidNothing);  // all ranks are there
 }
 
 // On the connection. Of a message that is being received, known once its frame is there.

@@ -15,6 +15,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -62,7 +63,9 @@ class TcpLinks {
   // What the others need to connect: address, port and a name, drawn at random, of this listener.
   std::string contact() const;
   // Connects to every rank; contacts[r] is rank r's. Throws CommError that names the rank it could not reach.
-  void connect(const std::vector<std::string>& contacts, SteadyClock::time_point deadline);
+  // `turned_away` gets a line about strangers at this port, as TurnedAway says it.
+  void connect(const std::vector<std::string>& contacts, SteadyClock::time_point deadline,
+               const std::function<void(const std::string& line)>& turned_away = nullptr);
 
   // post(), hand_over() and wait() are for one thread at a time. post() and wait() throw LinkLost, and
   // CommError after interrupt().
@@ -96,7 +99,8 @@ class TcpLinks {
   };
 
   void connect_to(int rank, const std::string& contact, SteadyClock::time_point deadline);
-  void accept_others(SteadyClock::time_point deadline);
+  void accept_others(SteadyClock::time_point deadline,
+                     const std::function<void(const std::string& line)>& turned_away);
   bool has_work() const;
   static size_t length(const Message& message);
   void push(Link& link);

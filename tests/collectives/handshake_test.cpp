@@ -223,5 +223,28 @@ TEST(Secret, IsReadFromAFileThatOnlyItsOwnerCanRead) {
   EXPECT_NE(random_secret(), random_secret());
 }
 
+TEST(TurnedAway, EachAddressIsNamedAndAFloodIsAFewLines) {
+  TurnedAway listener;
+  EXPECT_EQ(listener.note("10.0.0.7", "hung up"), "turned away a connection from 10.0.0.7: hung up");
+  EXPECT_EQ(listener.note("10.0.0.8", "hung up"), "turned away a connection from 10.0.0.8: hung up");
+  EXPECT_EQ(listener.note("10.0.0.7", "wrong secret"),
+            "turned away a connection from 10.0.0.7: wrong secret");
+  EXPECT_EQ(listener.note("10.0.0.7", "hung up"),
+            "turned away a connection from 10.0.0.7: hung up (2 so far)");
+  EXPECT_EQ(listener.note("", "hung up"), "turned away a connection from a peer that is gone: hung up");
+  size_t lines = 0;
+  for (int i = 0; i < 100'000; ++i) lines += !listener.note("10.0.0.7", "hung up").empty();
+  EXPECT_EQ(lines, 15u);  // 4, 8, ... 65,536
+  std::string last;
+  for (int i = 0; i < 100'000; ++i) {
+    const std::string line = listener.note(fmt::format("10.1.{}.{}", i / 256, i % 256), "hung up");
+    if (line.empty()) continue;
+    last = line;
+    ++lines;
+  }
+  EXPECT_LT(lines, 15 + TurnedAway::kMostNamed + 20);
+  EXPECT_NE(last.find("(65536 so far from more addresses than are named)"), std::string::npos) << last;
+}
+
 }  // namespace
 }  // namespace gradwire

@@ -94,10 +94,10 @@ GroupOptions group_of(const std::string& rendezvous, int rank, int world, const 
 }
 
 // A rank that joins a little later than the one before it, and averages a few times.
-void train(const std::string& rendezvous, int rank, int world) {
+void train(const std::string& rendezvous, int rank, int world, const std::string& interface = "") {
   std::this_thread::sleep_for(rank * 50ms);
   auto comm = Communicator::create_tcp(
-      {.group = group_of(rendezvous, rank, world, "the run's secret"), .interface = {}});
+      {.group = group_of(rendezvous, rank, world, "the run's secret"), .interface = interface});
   Stream stream = Stream::create(Device::host(), "test");
   Reducer reducer(*comm, CompressionSpec::parse("fp32:schedule=ring"), {{"all", {3000}}}, {});
   for (int step = 0; step < 20; ++step) {
@@ -182,6 +182,36 @@ TEST(Strangers, WhoSendSlowlyDoNotKeepTheRanksOut) {
   });
 }
 
+size_t times(const std::string& word, const std::string& text) {
+  size_t n = 0;
+  for (size_t at = 0; (at = text.find(word, at)) != std::string::npos; at += word.size()) ++n;
+  return n;
+}
+
+// While ranks 0 and 1 wait for the third, both listen for data, since they know at which address; the store listens, too.
+TEST(Strangers, AtAnyRanksDataPortAreNamedInRank0sLog) {
+  const std::string rendezvous = testing::free_tcp_rendezvous();
+  ::testing::internal::CaptureStderr();
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < 2; ++r) ranks.emplace_back([&, r] { EXPECT_NO_THROW(train(rendezvous, r, 3, "lo")); });
+  const auto deadline = in(20s);
+  while (listening_ports().size() < 3 && SteadyClock::now() < deadline) std::this_thread::sleep_for(1ms);
+  std::vector<Socket> silent;
+  for (const int port : listening_ports()) {
+    if (auto garbage = knock(port)) send_all(*garbage, std::string(100, 'x'), in(5s));
+    if (auto socket = knock(port)) silent.push_back(std::move(*socket));
+  }
+  EXPECT_NO_THROW(train(rendezvous, 2, 3, "lo"));
+  for (auto& rank : ranks) rank.join();
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  for (const int r : {0, 1}) {
+    const std::string line = fmt::format("gradwire: rank {} turned away a connection from 127.0.0.1: ", r);
+    EXPECT_EQ(times(line + "not a rank of this version\n", log), r == 0 ? 2u : 1u)
+        << log;  // 0 has the store, too
+    EXPECT_GE(times(line + kSaidNothing + "\n", log), 1u) << log;
+  }
+}
+
 TEST(Strangers, TenThousandConnectionsLeaveTheStoreServing) {
   const std::string rendezvous = testing::free_tcp_rendezvous();
   const int port = std::stoi(rendezvous.substr(rendezvous.rfind(':') + 1));
@@ -223,9 +253,16 @@ std::string error_of(const std::function<void()>& action) {
 TEST(Secrets, ARankWithAnotherOneIsToldSo) {
   const std::string rendezvous = testing::free_tcp_rendezvous();
   Membership first(group_of(rendezvous, 0, 2, "one"));
+  ::testing::internal::CaptureStderr();
   const std::string text = error_of([&] { Membership(group_of(rendezvous, 1, 2, "another")); });
   EXPECT_NE(text.find("has another secret"), std::string::npos) << text;
   EXPECT_NE(text.find("GRADWIRE_SECRET"), std::string::npos) << text;
+  // It asks a few times, since a run that has just ended may still have the port.
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  const std::string line = "gradwire: rank 0 turned away a connection from 127.0.0.1: wrong secret";
+  EXPECT_EQ(times(line + "\n", log), 1u) << log;
+  EXPECT_LE(times("\n", log), 4u) << log;
+  EXPECT_EQ(times(line, log), times("\n", log)) << log;
   EXPECT_EQ(error_of([&] { Membership(group_of(rendezvous, 1, 2, "one")); }), "no error");
 }
 

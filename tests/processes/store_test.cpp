@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <fstream>
@@ -37,10 +38,7 @@ std::string error_of(Action action) {
 class StoreTest : public ::testing::Test {
  protected:
   std::unique_ptr<StoreClient> join(int rank, int world = kWorld, const std::string& key = "key") {
-    std::string why;
-    Endpoint there{"127.0.0.1", server->port()};
-    auto command = try_connect(there, in(5s), why), watch = try_connect(there, in(5s), why);
-    return std::make_unique<StoreClient>(std::move(*command), std::move(*watch), key, rank, world, in(10s));
+    return std::make_unique<StoreClient>(Endpoint{"127.0.0.1", server->port()}, key, rank, world, in(10s));
   }
   static constexpr int kWorld = 3;
   std::unique_ptr<StoreServer> server =
@@ -239,6 +237,7 @@ StoreLimits small_limits() {
   limits.unanswered_of_rank = 10;
   limits.unread_bytes = 1'000'000;
   limits.connections_of_rank = 4;
+  limits.notes_of_rank = 5;
   return limits;
 }
 
@@ -336,6 +335,23 @@ TEST_F(StoreLimitsTest, CountsAreKeysTooAndWhatIsDroppedOrReplacedMakesRoom) {
   EXPECT_EQ(text.find("rank 1 leaves more with rank 0"), 0u) << text;
 }
 
+TEST_F(StoreLimitsTest, ANoteOfARankIsALineOfRank0sLogAndAFewOfThemAreAll) {
+  ::testing::internal::CaptureStderr();
+  {
+    auto a = join(0), b = join(1);
+    EXPECT_TRUE(b->note("has seen\x1b[2J\na stranger"));
+    for (int i = 0; i < 100; ++i) b->note(std::string(1500, 'x'));
+    a->note("has seen nobody");
+  }
+  server = nullptr;
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  EXPECT_NE(log.find("gradwire: rank 1 has seen [2J a stranger\n"), std::string::npos) << log;
+  EXPECT_NE(log.find("gradwire: rank 0 has seen nobody\n"), std::string::npos) << log;
+  EXPECT_NE(log.find("gradwire: rank 1 says more than is printed from here on\n"), std::string::npos) << log;
+  EXPECT_EQ(std::count(log.begin(), log.end(), '\n'), 6) << log;
+  EXPECT_LT(log.size(), 5000u);
+}
+
 TEST_F(StoreLimitsTest, AFrameThatIsTooLargeEndsItsConnectionAtItsFirstBytes) {
   auto a = join(0);
   const Socket socket = hello(1);
@@ -411,9 +427,7 @@ TEST(StoreClient, AStoreThatHasNotAnsweredIsNotAskedAgain) {
       send_all(socket, StoreMessage{StoreMessage::Op::ok, id, "", ""}.encode(), in(10s));
     }
   });
-  std::string why;
-  auto command = try_connect(there, in(5s), why), watch = try_connect(there, in(5s), why);
-  auto client = std::make_unique<StoreClient>(std::move(*command), std::move(*watch), "key", 1, 3, in(10s));
+  auto client = std::make_unique<StoreClient>(there, "key", 1, 3, in(10s));
   stopping.join();
   EXPECT_EQ(client->report("out of memory"), std::nullopt);
   EXPECT_EQ(client->roll_call().absent(), "no answer from rank 0");
