@@ -204,6 +204,10 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
               ? "give all ranks the same GRADWIRE_SECRET"
               : "give each run a port of its own, or all ranks of this one the same GRADWIRE_JOB"));
     }
+    if (board && board->given_up && board->given_up()) {
+      throw CommError(fmt::format("rank {} cannot join through {}: a rank that was to be there is gone", rank,
+                                  rendezvous));
+    }
     if (SteadyClock::now() >= deadline) {
       throw CommError(
           fmt::format("rank {} did not reach rank 0 through {} within {} ms ({}); is rank 0 running, and {}?",

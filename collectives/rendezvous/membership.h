@@ -24,6 +24,8 @@ struct Board {
   std::function<std::string()> read;  // empty as long as nothing has been published
   // Rank 0's sockets to the last ranks: see StoreServer's `invited`. They stay the caller's.
   std::vector<int> invited = {};
+  // Whether it is known that the group will not form, for ranks that cannot reach rank 0.
+  std::function<bool()> given_up = nullptr;
 };
 
 // Whether rank 0 may have published this.

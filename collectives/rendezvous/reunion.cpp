@@ -101,6 +101,12 @@ void Reunion::enter(int rank, std::vector<std::string> contacts,
   failed_ = std::move(failed);
   note_ = std::move(note);
   told_ = false;  // that was the group before
+  followers_.clear();
+  if (told_by_) {
+    const StoreMessage here{Op::hello, 0, kHere, ""};
+    send_all(told_by_, here.encode(), SteadyClock::now() + kPatience);
+    told_by_.close();
+  }
 }
 
 void Reunion::leave() {
@@ -159,6 +165,7 @@ void Reunion::serve_callers() {
     } catch (const CommError&) {
       c.socket.close();  // not a rank
     }
+    lost_caller_ = lost_caller_ || (!c.socket && c.rank >= 0);
   }
   std::erase_if(callers_, [](const Caller& c) { return !c.socket; });
   for (size_t i = 0; i < kMostStrangers; ++i) {
@@ -219,7 +226,7 @@ void Reunion::answer(Caller& c, const StoreMessage& message) {
         Op::refuse, kMissed,
         fmt::format("the other ranks have gone on without rank {}, which did not answer them in time", rank));
   } else {
-    told_ = true;
+    told_ = given_up_ = true;
     if (message.key == kAsk) {
       reply(Op::ok, "", "");
       outranked_ = outranked_ || rank < rank_;
@@ -287,7 +294,12 @@ std::optional<Reunion::Survivors> Reunion::follow(int leader, Socket socket,
   while (true) {
     const auto now = SteadyClock::now();
     const auto message = receive_message(socket, bytes, std::min(deadline, now + kPatience));
-    if (message && message->op == Op::ok) return understand(message->value);
+    if (message && message->op == Op::ok) {
+      Survivors survivors = understand(message->value);
+      std::lock_guard lock(mutex_);
+      told_by_ = std::move(socket);
+      return survivors;
+    }
     if (message && message->key == kMissed)
       throw CommError(fmt::format("rank {}: {}", rank_, message->value));
     if (message || !socket || SteadyClock::now() >= deadline) return std::nullopt;
@@ -303,7 +315,9 @@ Reunion::Survivors Reunion::regroup(SteadyClock::time_point deadline) {
     {
       std::lock_guard lock(mutex_);
       follows_ = rank_ > 0;  // until it is known that no lower rank answers
-      outranked_ = false;
+      outranked_ = lost_caller_ = false;
+      followers_.clear();
+      told_by_.close();
       if (follows_) send_away();
     }
     for (; leader < rank_; ++leader) {
@@ -360,7 +374,8 @@ std::optional<Reunion::Survivors> Reunion::lead(std::set<int> silent, std::set<i
     {
       std::unique_lock lock(mutex_);
       changed_.wait_until(lock, std::min(ask_at, deadline),
-                          [&] { return outranked_ || missing(silent, gone).empty(); });
+                          [&] { return outranked_ || lost_caller_ || missing(silent, gone).empty(); });
+      lost_caller_ = false;
       if (outranked_) {
         send_away();
         return std::nullopt;
@@ -412,7 +427,30 @@ Reunion::Survivors Reunion::count(std::set<int> silent, const std::set<int>& gon
         "rank {} cannot go on: rank{} {} did not answer, but may be alive, and may go on without it", rank_,
         silent.size() == 1 ? "" : "s", fmt::join(silent, ", ")));
   }
-  return {.ranks = {here.begin(), here.end()}, .name = random_secret()};
+  here.erase(rank_);
+  Survivors survivors{.ranks = {rank_}, .name = random_secret()};
+  for (const int r : here) {
+    // Its latest call: it has left those before.
+    const auto its =
+        std::find_if(callers_.rbegin(), callers_.rend(), [&](const Caller& c) { return c.rank == r; });
+    survivors.ranks.push_back(r);
+    followers_.push_back(std::move(its->socket));
+    its->rank = -1;
+  }
+  std::erase_if(callers_, [](const Caller& c) { return !c.socket; });
+  return survivors;
+}
+
+std::vector<int> Reunion::followers() const {
+  std::lock_guard lock(mutex_);
+  std::vector<int> sockets;
+  for (const Socket& socket : followers_) sockets.push_back(socket.fd());
+  return sockets;
+}
+
+bool Reunion::given_up() const {
+  std::lock_guard lock(mutex_);
+  return given_up_ || (told_by_ && told_by_.hung_up());
 }
 
 void Reunion::publish(Survivors survivors, const std::string& meeting) {
@@ -427,12 +465,15 @@ void Reunion::adopt(const Survivors& survivors) {
   last_text_ = text_of(survivors);
   ++number_;
   before_ = std::exchange(name_, survivors.name);
+  given_up_ = false;
+  const StoreMessage told{Op::ok, 0, "", last_text_}, again{Op::refuse, 0, kAgain, ""};
+  const auto soon = SteadyClock::now() + kPatience;
+  for (const Socket& follower : followers_) send_all(follower, told.encode(), soon);
   for (Caller& c : callers_) {
     if (c.rank < 0) continue;
-    const StoreMessage message = contains(last_, c.rank) ? StoreMessage{Op::ok, 0, "", last_text_}
-                                                         : StoreMessage{Op::refuse, 0, kAgain, ""};
-    send_all(c.socket, message.encode(), SteadyClock::now() + kPatience);
-    c.socket.close();
+    const bool left = contains(last_, std::exchange(c.rank, -1));
+    send_all(c.socket, (left ? told : again).encode(), soon);
+    if (!left) c.socket.close();
   }
   std::erase_if(callers_, [](const Caller& c) { return !c.socket; });
   std::vector<std::string> contacts;

@@ -12,6 +12,9 @@
 // ended, takes nobody for gone. Each group has a number and a random name, so members of two can tell that they are.
 // The listener outlives the group: a rank that was left out is told so when it calls.
 //
+// The connections over which the leader has told the others stay until each of these is in the new group, so that a rank
+// that dies before is missed at once.
+//
 // New ranks come through the same listener (newcomer.h has their side). They knock at any rank; the lowest keeps them
 // waiting, the others send them there. Between two calls of the group it invites those that still answer, and all
 // together form a group of which the newcomers are the highest ranks. Who finds out late that the others have grown is
@@ -65,6 +68,12 @@ class Reunion {
   Survivors regroup(SteadyClock::time_point deadline);
   // Tells the survivors, for whom this also begins the new group.
   void publish(Survivors survivors, const std::string& meeting);
+  // Until enter(). The leader's sockets to the other survivors, in the order of their ranks; each says something, whatever
+  // it is, once it has entered. They stay this object's.
+  std::vector<int> followers() const;
+  // Until enter(): whether the rank that told this one who is left is gone, or another one says that the group which was
+  // to form has failed.
+  bool given_up() const;
 
   // ---- New ranks
 
@@ -146,6 +155,10 @@ class Reunion {
   mutable std::mutex mutex_;  // guards all below
   std::condition_variable changed_;
   std::vector<Caller> callers_;
+  std::vector<Socket> followers_;  // see followers()
+  Socket told_by_;                 // who is left, until this rank has entered that group
+  bool given_up_ = false;          // a rank says that the group has failed that this one has not entered yet
+  bool lost_caller_ = false;       // that waited to be told
   int rank_ = 0;
   std::vector<std::string> contacts_;  // by rank
   int number_ = 0;                     // of the group: how many there were before it

@@ -86,6 +86,11 @@ std::string Socket::peer_address() const {
   return address_of(fd_, getpeername);
 }
 
+bool Socket::hung_up() const {
+  pollfd entry = {fd_, POLLRDHUP, 0};
+  return poll(&entry, 1, 0) > 0 && entry.revents != 0;
+}
+
 std::string Endpoint::text() const {
   bool v6 = host.find(':') != std::string::npos;
   return v6 ? fmt::format("[{}]:{}", host, port) : fmt::format("{}:{}", host, port);

@@ -26,6 +26,8 @@ class Socket {
   // Addresses as numbers, e.g. "10.0.0.1"; empty when not connected.
   std::string local_address() const;
   std::string peer_address() const;
+  // Whether the peer has closed it, or is gone, whatever it has sent before.
+  bool hung_up() const;
 
  private:
   int fd_ = -1;

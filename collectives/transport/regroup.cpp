@@ -31,7 +31,9 @@ std::unique_ptr<Transport> form_rest(Reunion& reunion, const GroupOptions& befor
     rest.rendezvous = "what is left of the group";
     rest.board = Board{.address = address,
                        .publish = [&](const std::string& meeting) { reunion.publish(found, meeting); },
-                       .read = [&] { return found.meeting; }};
+                       .read = [&] { return found.meeting; },
+                       .invited = reunion.followers(),
+                       .given_up = [&] { return reunion.given_up(); }};
     rest.rank = static_cast<int>(std::find(left.begin(), left.end(), before.rank) - left.begin());
     rest.world = static_cast<int>(left.size());
     rest.joining = std::min(before.join_timeout(), kFormAgain);

@@ -578,7 +578,11 @@ std::unique_ptr<Transport> join_tcp_transport(const TcpOptions& joining, const D
   options.group.rank = invitation.rank;
   options.group.world = invitation.world;
   options.group.job = invitation.name;
-  options.group.board = Board{.address = "", .publish = nullptr, .read = [&] { return invitation.meeting; }};
+  options.group.board = Board{.address = "",
+                              .publish = nullptr,
+                              .read = [&] { return invitation.meeting; },
+                              .invited = {},
+                              .given_up = [&] { return invitation.host.hung_up(); }};
   auto joined = std::make_unique<TcpTransport>(options, invitation.reunion);
   say_joined(invitation);
   return joined;

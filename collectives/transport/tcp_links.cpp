@@ -25,6 +25,8 @@ std::string purpose(const std::string& listener) {
   return "link " + listener;
 }
 
+constexpr const char* kFailedMeanwhile = "the group failed while its ranks connected";
+
 // In a frame's length. A checksum is 4 bytes after the payload.
 constexpr uint64_t kHasChecksum = uint64_t{1} << 63;
 // With checksums, at most this much is sent at once: small enough that it is still in a cache when it leaves.
@@ -96,8 +98,11 @@ void TcpLinks::connect_to(int rank, const std::string& contact, SteadyClock::tim
   do {
     auto socket = try_connect(endpoint, deadline, why);
     if (!socket) break;
+    connecting(socket->fd());
     why = introduce(*socket, {key_, purpose(listener)}, deadline);
-    if (why.empty() && send_all(*socket, hello, deadline)) {
+    const bool connected = why.empty() && send_all(*socket, hello, deadline);
+    connecting(-1);
+    if (connected) {
       links_[static_cast<size_t>(rank)].socket = std::move(*socket);
       return;
     }
@@ -107,6 +112,12 @@ void TcpLinks::connect_to(int rank, const std::string& contact, SteadyClock::tim
   } while (SteadyClock::now() < deadline);
   throw CommError(fmt::format("connecting to rank {} at {}: {}", rank, endpoint.text(),
                               why.empty() ? "it hung up" : why));
+}
+
+void TcpLinks::connecting(int socket) {
+  std::lock_guard lock(mutex_);
+  connecting_ = interrupted_ ? -1 : socket;
+  if (interrupted_) throw CommError(kFailedMeanwhile);
 }
 
 void TcpLinks::accept_others(SteadyClock::time_point deadline,
@@ -156,7 +167,7 @@ void TcpLinks::accept_others(SteadyClock::time_point deadline,
   while (!missing().empty()) {
     {
       std::lock_guard lock(mutex_);
-      if (interrupted_) throw CommError("the group failed while its ranks connected");
+      if (interrupted_) throw CommError(kFailedMeanwhile);
     }
     std::vector<pollfd> entries = {{listener_.fd(), POLLIN, 0}, {caller_bell_.fd(), POLLIN, 0}};
     for (const Caller& c : callers) entries.push_back({c.socket.fd(), POLLIN, 0});
@@ -227,6 +238,7 @@ bool TcpLinks::wait(Message& message, SteadyClock::time_point deadline) {
 void TcpLinks::interrupt() {
   std::lock_guard lock(mutex_);
   interrupted_ = true;
+  if (connecting_ >= 0) shutdown(connecting_, SHUT_RDWR);
   caller_bell_.ring();
 }
 

@@ -99,6 +99,8 @@ class TcpLinks {
   };
 
   void connect_to(int rank, const std::string& contact, SteadyClock::time_point deadline);
+  // From here on interrupt() ends what `socket` waits for; -1: there is none. Throws CommError after interrupt().
+  void connecting(int socket);
   void accept_others(SteadyClock::time_point deadline,
                      const std::function<void(const std::string& line)>& turned_away);
   bool has_work() const;
@@ -117,6 +119,7 @@ class TcpLinks {
   std::mutex mutex_;
   std::vector<Link> links_;  // by rank
   bool interrupted_ = false;
+  int connecting_ = -1;  // the socket to a rank that has not answered yet
   Bell caller_bell_;
   std::vector<pollfd> entries_;
   std::vector<Link*> owners_;

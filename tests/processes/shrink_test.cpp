@@ -4,10 +4,14 @@
 #include <fmt/ranges.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <numeric>
 #include <random>
 #include <set>
 #include <sstream>
@@ -21,6 +25,20 @@
 #include "collectives/transport/tcp.h"
 #include "runtime/error.h"
 #include "tests/processes/processes.h"
+
+// A process can be killed when it makes its n-th connection, or sends for the n-th time, from now on.
+static std::atomic<int> calls_to_live = -1;
+static void count_call() {
+  if (calls_to_live > 0 && --calls_to_live == 0) raise(SIGKILL);
+}
+extern "C" int connect(int socket, const sockaddr* address, socklen_t length) {
+  count_call();
+  return static_cast<int>(syscall(SYS_connect, socket, address, length));
+}
+extern "C" ssize_t send(int socket, const void* data, size_t bytes, int flags) {
+  count_call();
+  return syscall(SYS_sendto, socket, data, bytes, flags, nullptr, 0);
+}
 
 namespace gradwire {
 namespace {
@@ -48,7 +66,8 @@ uint32_t who_takes_part(Communicator& comm, int first_rank) {
   return static_cast<uint32_t>(data[0]);
 }
 
-// What happens to a rank, and when: "2 in_call kill" in the calls of its group; "after" while its survivors regroup.
+// What happens to a rank, and when: "2 in_call kill" in the calls of its group, "2 regrouping kill" while the ranks regroup
+// after the fate before, "2 regrouping step7" when it connects or sends for the seventh time then.
 struct Fate {
   int rank = -1;
   std::string when, what;
@@ -117,6 +136,10 @@ RANK_PROGRAM(Survives) {
     }
     for (auto f = last ? next : next + 1; f != fates.end() && f->when == "regrouping"; ++f) {
       if (f->rank != me.rank || std::exchange(doomed, true)) continue;
+      if (f->what.starts_with("step")) {
+        calls_to_live = std::atoi(f->what.c_str() + 4);
+        continue;
+      }
       std::thread([fate = *f, after = microseconds(std::random_device()() % 60'000)] {
         std::this_thread::sleep_for(after);
         meet(fate);
@@ -124,7 +147,8 @@ RANK_PROGRAM(Survives) {
     }
     std::vector<int> left;
     const auto start = SteadyClock::now();
-    comm = comm->regroup(20s, left);
+    comm = comm->regroup(milliseconds(me.number("regroup_ms")), left);
+    if (calls_to_live > 0) raise(SIGKILL);  // it took fewer
     for (int& r : left) r = ranks[static_cast<size_t>(r)];
     ranks = left;
     std::printf("left: %s; rank %d after %d ms\n", fmt::format("{}", fmt::join(ranks, " ")).c_str(),
@@ -157,7 +181,8 @@ void print_slowest(const std::string& fates, const std::vector<Outcome>& ranks) 
 void expect_survivors(int world, const std::string& fates, const std::set<int>& lost,
                       testing::ProcessOptions options = {}) {
   SCOPED_TRACE(fates);
-  options.options = {{"fates", fates}};
+  options.options["fates"] = fates;
+  options.options.try_emplace("regroup_ms", "20000");
   const auto ranks = run_processes("Survives", world, options);
   print_slowest(fates, ranks);
   std::vector<int> left;
@@ -189,10 +214,33 @@ TEST(Shrink, RanksThatDieWhileTheOthersLookForThemAreLeftOut) {
   }
 }
 
+// The others have less time than a group that waits for one of its ranks is given. GRADWIRE_KILLS: all steps.
+TEST(Shrink, ARankThatDiesAtAnyStepOfRegroupingIsMissedAtOnce) {
+  std::vector<int> steps = {1, 4, 8, 12, 16, 20, 24};
+  if (std::getenv("GRADWIRE_KILLS") != nullptr) {
+    steps.resize(30);
+    std::iota(steps.begin(), steps.end(), 1);
+  }
+  for (const int who : {0, 1}) {
+    std::vector<std::thread> runs;  // they wait, mostly
+    for (const int step : steps) {
+      runs.emplace_back([=] {
+        expect_survivors(4, fmt::format("3 in_call kill {} regrouping step{}", who, step), {3, who},
+                         {.options = {{"regroup_ms", "4000"}}});
+      });
+      if (runs.size() % 4 != 0 && step != steps.back()) continue;
+      for (auto& run : runs) run.join();
+      runs.clear();
+    }
+  }
+}
+
 TEST(Shrink, AStoppedRankIsLeftOutAfterTheDeadlineAndIsToldSoWhenItComes) {
   for (const int who : {0, 2}) {
     const auto ranks = run_processes(
-        "Survives", 3, {.timeout = 700ms, .options = {{"fates", fmt::format("{} before_call pause", who)}}});
+        "Survives", 3,
+        {.timeout = 700ms,
+         .options = {{"fates", fmt::format("{} before_call pause", who)}, {"regroup_ms", "20000"}}});
     print_slowest(fmt::format("{} stopped", who), ranks);
     for (int r = 0; r < 3; ++r) {
       SCOPED_TRACE(fmt::format("rank {}: {}", r, ranks[static_cast<size_t>(r)].output));
@@ -211,10 +259,11 @@ TEST(Shrink, AStoppedRankIsLeftOutAfterTheDeadlineAndIsToldSoWhenItComes) {
 
 TEST(Shrink, TheSmallerPartDoesNotGoOn) {
   // Of four ranks two are stopped, the lowest among them: the two others cannot know that they are not the ones left out.
-  const auto ranks = run_processes("Survives", 4,
-                                   {.timeout = 700ms,
-                                    .never_ending = {0, 1},
-                                    .options = {{"fates", "0 before_call stop 1 together stop"}}});
+  const auto ranks =
+      run_processes("Survives", 4,
+                    {.timeout = 700ms,
+                     .never_ending = {0, 1},
+                     .options = {{"fates", "0 before_call stop 1 together stop"}, {"regroup_ms", "20000"}}});
   for (const size_t r : {size_t{2}, size_t{3}}) {
     EXPECT_EQ(ranks[r].exit_code, 3);
     EXPECT_NE(ranks[r].output.find("may be alive"), std::string::npos) << ranks[r].output;
