@@ -96,10 +96,14 @@ std::string arithmetic(const TrainConfig& config) {
   return fmt::format("{}, {}, Gradwire {}", simd_level(), host_products_text(), GRADWIRE_VERSION);
 }
 
-std::string described(const TrainConfig& config, const DataSplits& data) {
-  return fmt::format("{}\n\"images\": {} and {} with checksums {:08x} and {:08x}\n\"arithmetic\": {}",
-                     config_text(config), data.train.count(), data.test.count(), checksum(data.train),
-                     checksum(data.test), arithmetic(config));
+// Reads all images: once per process is enough, and not while other ranks wait for this one.
+std::string described(const DataSplits& data) {
+  return fmt::format("\"images\": {} and {} with checksums {:08x} and {:08x}", data.train.count(),
+                     data.test.count(), checksum(data.train), checksum(data.test));
+}
+
+std::string described(const TrainConfig& config, const std::string& data) {
+  return fmt::format("{}\n{}\n\"arithmetic\": {}", config_text(config), data, arithmetic(config));
 }
 
 // The first line in which two descriptions differ: "learning rate 0.1 there, 0.2 here".
@@ -122,7 +126,7 @@ std::string first_difference(const std::string& theirs, const std::string& ours)
 }
 
 // Each process is started with its own flags; gradients of different trainings must not be averaged.
-void check_agreement(const TrainConfig& config, const DataSplits& data, Communicator& comm) {
+void check_agreement(const TrainConfig& config, const std::string& data, Communicator& comm) {
   const std::string mine = described(config, data);
   if (comm.rank() != 0) return comm.send_message(mine);
   for (int rank = 1; rank < comm.world(); ++rank) {
@@ -142,9 +146,9 @@ std::optional<FolderLock> lock_checkpoints(const TrainConfig& config, bool takes
   return std::optional<FolderLock>(std::in_place, config.checkpoint_directory, takes_over);
 }
 
-// This process's part of a run, as one rank of a group: to the run's end, or until the group fails.
-void run_in_group(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
-                  Communicator& comm, Elastic* elastic) {
+// This process's part of a run, as one rank of a group: to the run's end, or until the group fails. `about_data`: described.
+void run_in_group(const TrainConfig& config, const DataSplits& data, const std::string& about_data,
+                  RunObserver& observer, Communicator& comm, Elastic* elastic) {
   std::unique_ptr<RankTrainer> trainer;
   MessageRankReports reports(comm);
   InitialWeights initial(config.seed, config.init);
@@ -156,7 +160,7 @@ void run_in_group(const TrainConfig& config, const DataSplits& data, RunObserver
     if (elastic != nullptr && !elastic->agree()) return;
     check(config, data);
     if (elastic == nullptr || !elastic->start()) reset_memory_peak(comm.device());
-    check_agreement(config, data, comm);
+    check_agreement(config, about_data, comm);
     const bool takes_over = elastic != nullptr && elastic->takes_over();
     const std::optional<FolderLock> lock =
         comm.rank() == 0 ? lock_checkpoints(config, takes_over) : std::nullopt;
@@ -188,8 +192,9 @@ void run_in_group(const TrainConfig& config, const DataSplits& data, RunObserver
 }
 
 // To the run's end, with whoever is left or joins.
-void run_in_groups(Elastic& elastic, const DataSplits& data, RunObserver& observer) {
-  elastic.open_door([mine = described(elastic.launched(), data)](const std::string& theirs) {
+void run_in_groups(Elastic& elastic, const DataSplits& data, const std::string& about_data,
+                   RunObserver& observer) {
+  elastic.open_door([mine = described(elastic.launched(), about_data)](const std::string& theirs) {
     return theirs == mine ? ""
                           : fmt::format(
                                 "it was started with other settings or data than this run: {}; give "
@@ -198,7 +203,7 @@ void run_in_groups(Elastic& elastic, const DataSplits& data, RunObserver& observ
   });
   while (true) {
     try {
-      run_in_group(elastic.config(), data, observer, elastic.comm(), &elastic);
+      run_in_group(elastic.config(), data, about_data, observer, elastic.comm(), &elastic);
       if (!elastic.has_grown()) return;
       elastic.move_on();
     } catch (const CommError& error) {
@@ -212,20 +217,22 @@ void run_in_groups(Elastic& elastic, const DataSplits& data, RunObserver& observ
 
 void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
                   Communicator& comm) {
-  if (!config.elastic) return run_in_group(config, data, observer, comm, nullptr);
+  const std::string about_data = described(data);
+  if (!config.elastic) return run_in_group(config, data, about_data, observer, comm, nullptr);
   Elastic elastic(config, comm);
-  run_in_groups(elastic, data, observer);
+  run_in_groups(elastic, data, about_data, observer);
 }
 
 void join_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
                    const std::function<std::unique_ptr<Communicator>(const std::string& about)>& knock) {
   constexpr int kAttempts = 5;
+  const std::string about_data = described(data);
   for (int attempt = 1;; ++attempt) {
     Elastic elastic(config);
     bool begun = false;
     try {
-      elastic.join(knock(described(elastic.launched(), data)));
-      return run_in_groups(elastic, data, observer);
+      elastic.join(knock(described(elastic.launched(), about_data)));
+      return run_in_groups(elastic, data, about_data, observer);
     } catch (const NobodyAnswers&) {
       throw;
     } catch (const CommError&) {
