@@ -39,7 +39,7 @@ class AcpCodec final : public Codec {
         matrices_(c.stream, plan_.matrices),
         put_back_(c.spec.error_feedback && !c.spec.wire->exact),
         residual_(c, spec_.error_feedback && (put_back_ || matrices_.count() > 0)),
-        sum_(buffer(factor_elements() + plan_.dense_elements)),
+        sum_(c.exchanged(factor_elements() + plan_.dense_elements)),
         lost_(buffer(put_back_ ? factor_elements() + plan_.dense_elements : 0)),
         flags_(make_buffer<int32_t>(device_, matrices_.count())),
         marks_(make_buffer<int32_t>(device_, matrices_.count())),

@@ -57,6 +57,10 @@ struct BucketContext {
   uint64_t rounding_seed = 0;      // differs between ranks
   const uint64_t* step = nullptr;  // steps done so far, in device memory
   std::string name;                // for error texts
+  // For floats that an allreduce sends and receives in place.
+  Buffer exchanged(int64_t floats) const {
+    return transport->exchange_memory(static_cast<size_t>(floats) * sizeof(float));
+  }
 };
 
 // An allreduce that a codec performs in each step, and its schedule.

@@ -30,7 +30,7 @@ class DenseCodec final : public Codec {
         segments_(c.stream, pack_tensors(dense, 0)),
         elements_(packed_elements(segments_.host(), 0)),
         gradients_(c.gradients),
-        packed_(make_buffer<float>(c.transport->device(), elements_)),
+        packed_(c.exchanged(elements_)),
         choice_(c.choose(elements_, kFp32)),
         allreduce_(*c.transport, choice_.schedule, {packed_.data(), packed_.data(), nullptr, elements_},
                    {.what = c.name + " (dense tensors)",

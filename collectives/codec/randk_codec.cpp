@@ -34,7 +34,7 @@ class RandKCodec final : public Codec {
         elements_(c.elements),
         step_(c.step),
         residual_(c, spec_.error_feedback),
-        values_(buffer<float>(c, table_.values())),
+        values_(c.exchanged(table_.values())),
         lost_(buffer<float>(c, spec_.error_feedback && !spec_.wire->exact ? table_.values() : 0)),
         chosen_(buffer<int64_t>(c, table_.values())),
         choice_(c.choose(table_.values(), c.spec.wire)),

@@ -32,22 +32,42 @@ WhileAlive NcclTransport::while_alive() const {
   };
 }
 
-// Registration concerns this rank only, and what NCCL refuses is memory like any other.
+std::shared_ptr<NcclMemory> NcclTransport::registered_memory(size_t bytes) {
+  std::shared_ptr<NcclMemory> memory = NcclMemory::allocate(api_, bytes);
+  if (memory == nullptr) return nullptr;
+  const Turn turn(use_, setup_.timeout);
+  void* handle = nullptr;
+  const ncclComm_t comm = comm_;
+  if (!turn.entered || api_.comm_register(comm, memory->data(), bytes, &handle) != ncclSuccess)
+    return nullptr;
+  memory->registered(while_alive(), [&api = api_, comm, handle] { api.comm_deregister(comm, handle); });
+  return memory;
+}
+
+// Registration concerns this rank only, and what NCCL refuses is memory like any other. NCCL takes 2 MiB for whatever it
+// allocates: the factors of a bucket, some 64 KiB, share that with those of others.
 Buffer NcclTransport::exchange_memory(size_t bytes) {
   const bool can = setup_.owned && watched_ && world_ > 1 && bytes > 0 && api_.comm_register != nullptr &&
                    api_.comm_deregister != nullptr;
   if (!can) return Transport::exchange_memory(bytes);
   detail::make_current(setup_.device);
-  if (const std::shared_ptr<NcclMemory> memory = NcclMemory::allocate(api_, bytes)) {
-    const Turn turn(use_, setup_.timeout);
-    void* handle = nullptr;
-    const ncclComm_t comm = comm_;
-    if (turn.entered && api_.comm_register(comm, memory->data(), bytes, &handle) == ncclSuccess) {
-      memory->registered(while_alive(), [&api = api_, comm, handle] { api.comm_deregister(comm, handle); });
-      return Buffer::view(setup_.device, memory->data(), bytes, memory);
-    }
+  constexpr size_t kShared = size_t{2} << 20;
+  if (bytes > kShared / 2) {
+    const std::shared_ptr<NcclMemory> memory = registered_memory(bytes);
+    return memory ? Buffer::view(setup_.device, memory->data(), bytes, memory)
+                  : Transport::exchange_memory(bytes);
   }
-  return Transport::exchange_memory(bytes);
+  std::lock_guard lock(shared_mutex_);
+  std::shared_ptr<NcclMemory> memory = shared_.lock();
+  if (memory == nullptr || shared_used_ + bytes > kShared) {
+    memory = registered_memory(kShared);
+    if (memory == nullptr) return Transport::exchange_memory(bytes);
+    shared_ = memory;
+    shared_used_ = 0;
+  }
+  char* const piece = static_cast<char*>(memory->data()) + shared_used_;
+  shared_used_ += (bytes + 255) / 256 * 256;
+  return Buffer::view(setup_.device, piece, bytes, memory);
 }
 
 }  // namespace gradwire

@@ -134,7 +134,8 @@ class NcclTransport final : public Transport {
   // called any more.
   bool ask_nccl(std::function<void(ncclComm_t)> call) const;
   WhileAlive while_alive() const;
-  std::string reported_by_kernels();  // with mutex_ held
+  std::shared_ptr<NcclMemory> registered_memory(size_t bytes);  // null if NCCL refuses
+  std::string reported_by_kernels();                            // with mutex_ held
   bool agreed(bool mine);
 
   // How often the watching thread looks while exchanges are in flight.
@@ -196,6 +197,10 @@ class NcclTransport final : public Transport {
 
   std::atomic<ncclComm_t> comm_ = nullptr;  // null: aborted
   std::atomic<bool> revoked_ = false;
+
+  std::mutex shared_mutex_;           // of the next two
+  std::weak_ptr<NcclMemory> shared_;  // small exchange_memory() comes from here next
+  size_t shared_used_ = 0;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

@@ -77,8 +77,8 @@ class Transport {
   // would only delay the event recorded after this one.
   virtual bool starts_early() const { return false; }
   // Memory on the transport's device for what exchanges send or receive again and again. NCCL is told of it, and may
-  // then move what is there without copying it first. For few and large ones, since NCCL takes at least 2 MiB each; only
-  // for as long as the transport lives.
+  // then move what is there without copying it first. Small ones share what NCCL allocates, and are released together;
+  // only for as long as the transport lives.
   virtual Buffer exchange_memory(size_t bytes);
   // Why exchanges cannot be captured in a graph (runtime/graph.h), and what to do instead; empty if they can.
   // Capturing is collective, and the same exchanges must have been made once before without it.

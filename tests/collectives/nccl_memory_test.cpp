@@ -115,15 +115,17 @@ std::vector<std::vector<float>> trained(const NcclApi& api, const std::string& s
   return last;
 }
 
-// A reducer's gradients, and the workspaces of its two streams.
+// A reducer's gradients, the workspaces of its two streams, factors, and values that were chosen.
 TEST(NcclMemory, ReducersExchangeWhatIsRegisteredAndDeregisterItBeforeItIsFreed) {
-  for (const char* spec : {"fp32:schedule=two_shot", "bf16:schedule=ring"}) {
+  for (const char* spec :
+       {"fp32:schedule=two_shot", "bf16:schedule=ring", "powersgd:rank=2,schedule=two_shot",
+        "powersgd:rank=2,alternate=on,schedule=ring", "randk:ratio=0.1,schedule=two_shot"}) {
     SCOPED_TRACE(spec);
     Registry registry;
     the_registry = &registry;
     const auto with = trained(nccl_with_memory(), spec);
-    EXPECT_EQ(registry.registrations, 3 * 3);
-    EXPECT_EQ(registry.deregistrations, 3 * 3);
+    EXPECT_EQ(registry.registrations, 3) << "a rank's are small, and share an allocation";
+    EXPECT_EQ(registry.deregistrations, 3);
     EXPECT_TRUE(registry.allocated.empty());
     EXPECT_GT(registry.inside, 0);
     EXPECT_EQ(registry.outside, 0);
@@ -139,10 +141,35 @@ TEST(NcclMemory, WhatNcclRefusesIsMemoryLikeAnyOther) {
     registry.allocates = allocates;
     registry.registers = false;
     EXPECT_EQ(trained(nccl_with_memory(), "bf16:schedule=two_shot"), expected);
-    EXPECT_EQ(registry.allocations, allocates ? 3 * 3 : 0);
+    EXPECT_EQ(registry.allocations > 0, allocates);
     EXPECT_TRUE(registry.allocated.empty());
     EXPECT_EQ(registry.inside, 0);
   }
+}
+
+TEST(NcclMemory, OnlySmallOnesShareAndNoneOverlap) {
+  Registry registry;
+  the_registry = &registry;
+  FakeWorld world(2);
+  NcclTransport transport(NcclSetup{.api = &nccl_with_memory(),
+                                    .gpu = std::make_shared<HostCalls>(),
+                                    .comm = world[0].handle(),
+                                    .device = Device::host()});
+  constexpr size_t kMib = size_t{1} << 20;
+  std::vector<Buffer> pieces;
+  for (size_t bytes : {size_t{1}, size_t{1000}, kMib, kMib / 2})
+    pieces.push_back(transport.exchange_memory(bytes));
+  EXPECT_EQ(registry.allocations, 1);
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    EXPECT_TRUE(registry.holds(pieces[i].data(), pieces[i].bytes()));
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(pieces[i].data()) % 256, 0u);
+    if (i == 0) continue;
+    EXPECT_GE(pieces[i].as<char>(), pieces[i - 1].as<char>() + pieces[i - 1].bytes());
+  }
+  const Buffer large = transport.exchange_memory(kMib + 1), another = transport.exchange_memory(kMib);
+  EXPECT_EQ(registry.allocations, 3) << "one of its own, and one when the first was full";
+  pieces.clear();
+  EXPECT_EQ(registry.deregistrations, 1);
 }
 
 // NCCL forgets what was registered with a communicator that is gone; the memory is freed all the same.
