@@ -18,6 +18,7 @@
 #include "runtime/device_impl.h"
 #include "runtime/error.h"
 #include "runtime/memory_use.h"
+#include "runtime/multiprocessors.h"
 #include "runtime/op_count.h"
 #include "runtime/short_slices.h"
 
@@ -494,5 +495,15 @@ void make_current(Device device) {
 #endif
 }
 }  // namespace detail
+
+int multiprocessors([[maybe_unused]] Device device) {
+#ifdef GRADWIRE_HAS_CUDA
+  if (device.is_cuda()) {
+    cuda::set_device(device.index);
+    return cuda::multiprocessors();
+  }
+#endif
+  return 0;
+}
 
 }  // namespace gradwire

@@ -56,6 +56,7 @@ void fill_zero(CudaStream stream, void* dst, size_t bytes);
 void store(CudaStream stream, void* dst, const void* value, size_t bytes);
 void increment(CudaStream stream, uint64_t* counter);
 void set_device(int device_index);
+int multiprocessors();  // of the current device
 int device_count();
 bool can_access_peer(int from, int to);
 std::string unavailable_reason();

@@ -13,6 +13,7 @@
 
 #include "runtime/capture.h"
 #include "runtime/error.h"
+#include "runtime/multiprocessors.h"
 
 namespace gradwire {
 namespace {
@@ -321,10 +322,12 @@ class LocalTransport final : public Transport {
     m.half_bytes = half_bytes;
     m.report = made->report.as<PeerReport>();
     m.patience_ns = std::chrono::nanoseconds(hub_->timeout).count();
-    int alike = 0;  // the blocks of all ranks on a device must be resident at once
-    for (const Device& d : hub_->devices)
-      alike = std::max(alike, static_cast<int>(std::count(hub_->devices.begin(), hub_->devices.end(), d)));
-    m.blocks = std::max(1, kMostPeerBlocks / alike);
+    m.blocks = kMostPeerBlocks;
+    for (const Device& d : hub_->devices) {
+      const auto alike = static_cast<int>(std::count(hub_->devices.begin(), hub_->devices.end(), d));
+      m.blocks = std::min(m.blocks, peer_blocks(multiprocessors(d), alike));
+    }
+    detail::make_current(device_);
     made->keep = group;
     std::erase_if(hub_->windows, [](const auto& weak) { return weak.expired(); });
     hub_->windows.push_back(made);
@@ -455,6 +458,11 @@ class LocalTransport final : public Transport {
 };
 
 }  // namespace
+
+int peer_blocks(int multiprocessors, int ranks) {
+  const int at_once = multiprocessors > 0 ? std::min(multiprocessors, kMostPeerBlocks) : kMostPeerBlocks;
+  return std::max(1, at_once / ranks);
+}
 
 std::vector<std::unique_ptr<Transport>> make_local_transports(const std::vector<Device>& devices,
                                                               std::chrono::milliseconds timeout) {

@@ -21,4 +21,8 @@ namespace gradwire {
 std::vector<std::unique_ptr<Transport>> make_local_transports(const std::vector<Device>& devices,
                                                               std::chrono::milliseconds timeout);
 
+// Thread blocks of a kernel that waits for those of other ranks, where `ranks` of them share a device with so many
+// multiprocessors (0: not known): together no more than surely run at once, one on each, or they would wait for ever.
+int peer_blocks(int multiprocessors, int ranks);
+
 }  // namespace gradwire

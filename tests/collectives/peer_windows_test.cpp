@@ -8,7 +8,9 @@
 
 #include "collectives/codec/codec.h"
 #include "collectives/program/program.h"
+#include "collectives/transport/local.h"
 #include "runtime/error.h"
+#include "runtime/peers.h"
 #include "tests/collectives/group.h"
 #include "tests/devices.h"
 #include "tests/expect.h"
@@ -517,6 +519,20 @@ TEST(TransportLsa, WithoutPeerMemoryMessagesAreSentAndTheReasonIsTold) {
   EXPECT_EQ(choice.schedule.carrier, Carrier::messages);
   EXPECT_NE(choice.reason.find("not in one kernel: GPUs of several machines"), std::string::npos)
       << choice.reason;
+}
+
+// Blocks that wait for each other, of all ranks on a device.
+TEST(PeerWindows, RanksOnASmallGpuHaveNoMoreBlocksThanRunAtOnce) {
+  for (int multiprocessors : {1, 14, 60, 132}) {
+    for (int ranks : {1, 2, 3, 8}) {
+      const int blocks = peer_blocks(multiprocessors, ranks);
+      EXPECT_GE(blocks, 1);
+      EXPECT_LE(blocks * ranks, std::max({ranks, std::min(multiprocessors, kMostPeerBlocks)}));
+    }
+  }
+  EXPECT_EQ(peer_blocks(132, 1), kMostPeerBlocks);
+  EXPECT_EQ(peer_blocks(14, 2), 7) << "a seventh of an H100";
+  EXPECT_EQ(peer_blocks(0, 4), kMostPeerBlocks / 4) << "of the host";
 }
 
 }  // namespace
