@@ -506,4 +506,12 @@ int multiprocessors([[maybe_unused]] Device device) {
   return 0;
 }
 
+bool loads_kernels_lazily() {
+#ifdef GRADWIRE_HAS_CUDA
+  return cuda::device_count() > 0 && cuda::loads_kernels_lazily();
+#else
+  return false;
+#endif
+}
+
 }  // namespace gradwire

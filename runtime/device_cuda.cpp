@@ -1,4 +1,5 @@
 // Streams, events and memory on CUDA.
+#include <cuda.h>
 #include <fmt/core.h>
 
 #include <map>
@@ -133,6 +134,21 @@ int multiprocessors() {
 
 size_t most_shared_bytes() {
   return static_cast<size_t>(attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+}
+
+// Asks the driver, which has read the environment when it began.
+bool loads_kernels_lazily() {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult query{};
+  if (cudaGetDriverEntryPointByVersion("cuModuleGetLoadingMode", &found, 11070, cudaEnableDefault, &query) !=
+          cudaSuccess ||
+      query != cudaDriverEntryPointSuccess) {
+    cudaGetLastError();
+    return true;  // not known
+  }
+  CUmoduleLoadingMode mode{};
+  const CUresult result = reinterpret_cast<CUresult (*)(CUmoduleLoadingMode*)>(found)(&mode);
+  return result != CUDA_SUCCESS || mode != CU_MODULE_EAGER_LOADING;
 }
 
 void allow_dynamic_shared(const char* name, const void* kernel, size_t bytes) {

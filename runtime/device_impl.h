@@ -57,6 +57,7 @@ void store(CudaStream stream, void* dst, const void* value, size_t bytes);
 void increment(CudaStream stream, uint64_t* counter);
 void set_device(int device_index);
 int multiprocessors();  // of the current device
+bool loads_kernels_lazily();
 int device_count();
 bool can_access_peer(int from, int to);
 std::string unavailable_reason();

@@ -244,7 +244,7 @@ class LocalTransport final : public Transport {
           return fmt::format("{} cannot access memory of {}", from.name(), to.name());
       }
     }
-    return "";
+    return sharing_obstacle(hub_->devices, loads_kernels_lazily());
   }
 
   void run_over_peers(const Stream& stream, PeerWindows& windows, uint64_t bytes, const std::string& what,
@@ -462,6 +462,19 @@ class LocalTransport final : public Transport {
 int peer_blocks(int multiprocessors, int ranks) {
   const int at_once = multiprocessors > 0 ? std::min(multiprocessors, kMostPeerBlocks) : kMostPeerBlocks;
   return std::max(1, at_once / ranks);
+}
+
+std::string sharing_obstacle(const std::vector<Device>& devices, bool lazily) {
+  if (!lazily) return "";
+  for (const Device& d : devices) {
+    const auto ranks = std::count(devices.begin(), devices.end(), d);
+    if (d.is_host() || ranks == 1) continue;
+    return fmt::format(
+        "{} ranks share {}, where loading a kernel may wait for one that waits for another rank; set "
+        "CUDA_MODULE_LOADING=EAGER in the environment, or give each rank a GPU",
+        ranks, d.name());
+  }
+  return "";
 }
 
 std::vector<std::unique_ptr<Transport>> make_local_transports(const std::vector<Device>& devices,

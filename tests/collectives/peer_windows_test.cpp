@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <thread>
 
 #include "collectives/codec/codec.h"
@@ -65,6 +66,9 @@ Steps run_steps(Device device, const Schedule& schedule, int64_t count, Program:
   });
   return out;
 }
+
+// Ranks share a GPU here. The driver reads this when it begins, after all such variables are initialized.
+[[maybe_unused]] const int kLoadsEagerly = setenv("CUDA_MODULE_LOADING", "EAGER", 0);
 
 class PeerWindowsTest : public ::testing::TestWithParam<Device> {};
 GW_INSTANTIATE_ON_DEVICES(PeerWindowsTest);
@@ -533,6 +537,15 @@ TEST(PeerWindows, RanksOnASmallGpuHaveNoMoreBlocksThanRunAtOnce) {
   EXPECT_EQ(peer_blocks(132, 1), kMostPeerBlocks);
   EXPECT_EQ(peer_blocks(14, 2), 7) << "a seventh of an H100";
   EXPECT_EQ(peer_blocks(0, 4), kMostPeerBlocks / 4) << "of the host";
+}
+
+TEST(PeerWindows, RanksThatShareAGpuNeedItsKernelsLoadedAtTheBeginning) {
+  const Device first = Device::cuda(0), second = Device::cuda(1), host = Device::host();
+  expect_has(sharing_obstacle({first, second, second}, true),
+             {"2 ranks share cuda:1", "CUDA_MODULE_LOADING=EAGER"});
+  EXPECT_EQ(sharing_obstacle({first, second, second}, false), "");
+  EXPECT_EQ(sharing_obstacle({first, second}, true), "");
+  EXPECT_EQ(sharing_obstacle({host, host}, true), "");
 }
 
 }  // namespace
