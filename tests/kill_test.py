@@ -10,11 +10,13 @@ import os
 import pathlib
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "integrations"))
+from launch import free_port  # noqa: E402
 
 MODEL = ["--device", "host", "--width", "16", "--depth", "1", "--heads", "2", "--mlp", "32", "--data", "synthetic:512",
          "--batch-size", "8", "--seed", "4", "--log-every", "1000"]
@@ -25,12 +27,6 @@ KINDS = [
     ("processes", 3, ["--compression", "bf16:round=stochastic,schedule=ring"]),
 ]
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMI_SIZE")
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def start(gradwire: str, kind: str, ranks: int, flags: list[str], folder: pathlib.Path) -> list[subprocess.Popen]:

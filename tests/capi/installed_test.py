@@ -6,10 +6,12 @@ import argparse
 import os
 import pathlib
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "integrations"))
+from launch import free_port  # noqa: E402
 
 
 def run(*command: object, **keywords: object) -> str:
@@ -44,10 +46,7 @@ def main() -> None:
                 sys.exit(f"FAILED: {example} did not report both ranks")
 
         if options.processes == "yes":
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            for rendezvous in (f"tcp://127.0.0.1:{port}", f"file://{folder}/meet"):
+            for rendezvous in (f"tcp://127.0.0.1:{free_port()}", f"file://{folder}/meet"):
                 for example in ("allreduce", "overlap"):
                     print("+", example, rendezvous, "as two processes", flush=True)
                     ranks = [subprocess.Popen([build / example, rendezvous, str(rank), "2"]) for rank in range(2)]

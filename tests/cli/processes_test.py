@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
 """Ranks that are processes, started by hand; tests/integrations/launchers_test.py has real launchers."""
 import json
+import pathlib
 import socket
 import subprocess
+import sys
 
 from command import CommandTest, SMALL, SYNTHETIC, main
 
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "integrations"))
+from launch import free_port  # noqa: E402
 
 
 class Processes(CommandTest):
