@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+import time
 import warnings
 from datetime import timedelta
 from typing import Any, Callable, Dict, List
@@ -325,6 +326,15 @@ def groups_have_rules_of_their_own() -> None:
     say("groups of some ranks, with the default's rule or another; formats that don't fit are refused")
 
 
+def a_process_may_end_without_leaving_the_group() -> None:
+    waited = dist.all_reduce(values(), async_op=True)
+    # The backend's thread, in PyTorch's code, asks for Python's lock every millisecond while Python goes down.
+    waited.get_future().then(lambda _: [time.sleep(0.001) for _ in range(1000)])
+    waited._finished.wait()  # type: ignore[attr-defined]
+    say("the process ends now")
+    sys.exit(0)
+
+
 def a_dead_peer_raises() -> None:
     dist.all_reduce(values())
     if RANK == WORLD - 1:
@@ -343,7 +353,8 @@ def a_dead_peer_raises() -> None:
 
 SCENARIOS: List[Callable[[], None]] = [
     large_sums_are_compressed_and_nothing_else, many_calls_at_once_do_not_deadlock, work_is_done_when_it_says_so, shards,
-    functional_collectives_and_dtensors, whoever_calls_torch_distributed, groups_have_rules_of_their_own, a_dead_peer_raises]
+    functional_collectives_and_dtensors, whoever_calls_torch_distributed, groups_have_rules_of_their_own,
+    a_process_may_end_without_leaving_the_group, a_dead_peer_raises]
 
 
 def main() -> None:

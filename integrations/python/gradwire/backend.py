@@ -15,6 +15,7 @@ gradients it would improve, use gradwire.torch.compress() and gradwire.fsdp.comp
 from __future__ import annotations
 
 import threading
+import weakref
 from datetime import timedelta
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence
 
@@ -150,6 +151,7 @@ class Backend(dist.ProcessGroup):
         self._register_backend(torch.device("cpu"), kind, self._gloo)
         self._worker: Optional[Worker] = None
         self._communicators: List[Communicator] = []
+        self._finalizer: "Optional[weakref.finalize[Any, Backend]]" = None
         self.compressed = 0  # calls, for whoever wants to know whether the rule fits
 
     def getBackendName(self) -> str:
@@ -157,9 +159,8 @@ class Backend(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Ends what is under way; destroy_process_group() calls it."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            shut_down(worker, self._communicators)
+        if self._finalizer is not None:
+            self._finalizer()
         self._gloo.shutdown()
 
     # ---- Which calls -------------------------------------------------------------------------------------------
@@ -286,6 +287,9 @@ class Backend(dist.ProcessGroup):
             comm._finalizer.atexit = False  # the worker comes first
             self._communicators[:] = [comm]
             self._worker = Worker()
+            # At exit, too, for whoever never calls destroy_process_group(): a thread that still completes a future while
+            # Python goes down would end the process by abort().
+            self._finalizer = weakref.finalize(self, shut_down, self._worker, self._communicators)
         comm, work = self._communicators[0], Work(tensors)
         self.compressed += 1
         self._worker.submit(lambda: work.run(lambda: job(comm)), work._started)
