@@ -151,7 +151,7 @@ class Backend(dist.ProcessGroup):
         self._register_backend(torch.device("cpu"), kind, self._gloo)
         self._worker: Optional[Worker] = None
         self._communicators: List[Communicator] = []
-        self._finalizer: "Optional[weakref.finalize[Any, Backend]]" = None
+        self._finalizer: Optional[weakref.finalize] = None
         self.compressed = 0  # calls, for whoever wants to know whether the rule fits
 
     def getBackendName(self) -> str:
