@@ -58,7 +58,13 @@ def _own_address() -> str:
 
 
 def _meeting(stack: contextlib.ExitStack, networks: List[str]) -> List[str]:
-    """The address where this process, rank 0 of ranks on these networks, meets the others; and a secret."""
+    """The address where this process, rank 0 of ranks on these networks, meets the others; and a secret.
+
+    Not left to gw_comm_from_store(), which finds an address by itself. It cannot know who is where, so rank 0 listens
+    at all of its addresses: here ranks of one machine meet at 127.0.0.1, where no other machine reaches them. It tells
+    the others the addresses of its interfaces only: MASTER_ADDR may be another that leads here. And a process group is
+    not a store: with the callbacks that would make one of it, this file would be longer.
+    """
     host = "127.0.0.1"
     if len(set(networks)) > 1:
         # The address at which the others reach this process: MASTER_ADDR if torch's store runs here too.
