@@ -1,6 +1,8 @@
 // 16-bit floats in the caller's memory, which are summed as FP32: widened before a collective, rounded after it.
 //
-// FP16 is not a wire format: it ends at 65504, and a larger sum would wait in the residual for ever.
+// FP16 is not a wire format: it could not keep two promises of the others (format.h, part_scale.h). What is
+// beyond 65504 would saturate and wait in the residual for ever, unseen by loss scaling; and below 2^-14 a power
+// of two, in which sums of parts travel, changes how a value is rounded.
 //
 // Bytes per element: 6. Limit: memory bandwidth. Alignment: any; all 16-byte accesses when both arrays share a head
 // (kernels/cuda/vector.cuh). Deterministic.
