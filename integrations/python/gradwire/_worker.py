@@ -53,7 +53,7 @@ def shut_down(worker: Worker, communicators: List[Communicator]) -> None:
     worker.stopping = True
     for comm in communicators:
         if worker.busy and not comm.closed:
-            comm.abort("the hook was closed in the middle of a step")
+            comm.abort("the hook or process group was closed in the middle of a step")
     worker.stop()
     for comm in communicators:
         comm.close()
