@@ -91,7 +91,6 @@ class Step {
   void enqueue(bool through_reducer) {
     const std::function<void(int)> ready = [&](int i) { reducer_.ready(i, stream_); };
     float* gradients = reducer_.gradients().as<float>();
-    fill_zero(stream_, totals_.data(), totals_.bytes());
     model_.forward(images_.as<float>(), batch_);
     model_.backward(labels_.as<int32_t>(), totals_.as<double>(), 1.0f / static_cast<float>(batch_), gradients,
                     false, through_reducer ? ready : std::function<void(int)>());

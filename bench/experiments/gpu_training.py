@@ -6,8 +6,9 @@
 
 PyTorch: torchvision's model (or, without torchvision, the same layers from torch.nn), plain SGD, gradients
 set to None, images that stay on the device. BF16 is autocast with FP32 weights, which is what
---precision bf16 does. With --gelu tanh both sides' GELU is the tanh form. A step is timed with CUDA events. Gradwire: a world of 1, synthetic images, with and
-without --graph; medians of its log.
+--precision bf16 does. With --gelu tanh both sides' GELU is the tanh form. A step is timed with CUDA events. Gradwire: a
+world of 1, synthetic images, with and without --graph; medians of its log. Then, in the first precision, two ranks that
+share the GPU and exchange gradients in groups of 2 and of 4 layers (--gradient-group): to compare with each other only.
 """
 import argparse
 import contextlib
@@ -150,17 +151,19 @@ def pytorch_row(arguments, precision, compiled):
             torch.cuda.empty_cache()
 
 
-def gradwire_row(arguments, precision, graph):
-    row = {"who": "Gradwire --graph" if graph else "Gradwire", "precision": precision}
+def gradwire_row(arguments, precision, graph, group=None):
+    """With a group, of two ranks whose gradients are exchanged in groups of so many layers."""
+    flags = ["--graph"] if graph else ["--gradient-group", str(group)] if group else []
+    row = {"who": " ".join(["Gradwire", *(["--ranks 2"] if group else []), *flags]), "precision": precision}
     with tempfile.TemporaryDirectory(prefix="gradwire-gpu-") as folder:
         log = pathlib.Path(folder) / "run.jsonl"
         command = [arguments.gradwire, "train", *GRADWIRE_SIZES[arguments.model], "--data", "synthetic",
-                   "--device", "host" if arguments.device == "cpu" else "cuda", "--ranks", "1",
+                   "--device", "host" if arguments.device == "cpu" else "cuda", "--ranks", "2" if group else "1",
                    "--batch-size", str(arguments.batch_size), "--steps",
                    str(arguments.warmup + arguments.steps), "--optimizer", "sgd", "--lr", "0.01",
                    "--momentum", "0", "--eval-every", "0", "--precision", precision, "--gelu", arguments.gelu,
                    "--log", str(log),
-                   *(["--graph"] if graph else [])]
+                   *flags]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.deadline_s)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -223,6 +226,8 @@ def main():
     parser.add_argument("--precision", action="append", choices=["fp32", "tf32", "bf16"],
                         help="default: all three")
     parser.add_argument("--gelu", choices=["exact", "tanh"], default="exact", help="of both sides")
+    parser.add_argument("--gradient-group", type=int, action="append", metavar="N",
+                        help="of two ranks on the GPU; default: 2 and 4")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=10)
@@ -256,6 +261,8 @@ def main():
             add(pytorch_row(arguments, precision, compiled=False))
             if repetition == 0 and not arguments.no_compile:
                 add(pytorch_row(arguments, precision, compiled=True))
+    for group in arguments.gradient_group or [2, 4]:
+        add(gradwire_row(arguments, (arguments.precision or ["bf16"])[0], graph=False, group=group))
     print("\n" + report.plain(table(rows, arguments.batch_size)) + "\n")
     print("\n".join(goal_lines(rows)))
     return 1 if any("error" in row for row in rows) else 0

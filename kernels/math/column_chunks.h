@@ -7,15 +7,19 @@
 #include <array>
 #include <cstdint>
 
+#include "kernels/math/bf16.h"
+
 namespace gradwire {
 
+inline constexpr int64_t kMostChunks = 256;
+
 struct ColumnChunks {
-  int64_t count = 0;  // at most 256
+  int64_t count = 0;  // at most kMostChunks
   int64_t rows = 0;   // per chunk, the last may be shorter
 };
 
 inline ColumnChunks column_chunks(int64_t rows) {
-  int64_t per_chunk = std::max<int64_t>(16, (rows + 255) / 256);
+  int64_t per_chunk = std::max<int64_t>(16, (rows + kMostChunks - 1) / kMostChunks);
   return {(rows + per_chunk - 1) / per_chunk, per_chunk};
 }
 
@@ -30,6 +34,7 @@ struct PartialSums {
   int64_t count = 0, pitch = 0, width = 0;
   std::array<float*, 3> sums = {};  // (width) each; null: not wanted
   bool accumulate = false;
+  const Bf16* partial_bf16 = nullptr;  // if not null: read instead of `partial`
 };
 
 }  // namespace gradwire

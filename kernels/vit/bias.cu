@@ -11,6 +11,15 @@
 namespace gradwire::cuda {
 namespace {
 
+// Partial rows threadIdx.y, threadIdx.y + 8, ... of a column.
+template <typename T>
+__device__ __forceinline__ float sum_of_lane(const T* column, int64_t count, int64_t pitch) {
+  float total = 0.0f;
+#pragma unroll 4
+  for (int64_t i = threadIdx.y; i < count; i += 8) total += widen(column[i * pitch]);
+  return total;
+}
+
 // A row of blocks (y) per sum: 32 columns by 8 lanes; lane y adds partial rows y, y + 8, ...; then the 8 lanes are
 // added in order.
 __global__ void __launch_bounds__(256) combine_partial_sums_kernel(const __grid_constant__ CombineSums a) {
@@ -23,10 +32,9 @@ __global__ void __launch_bounds__(256) combine_partial_sums_kernel(const __grid_
   if (sum == nullptr || static_cast<int64_t>(blockIdx.x) * 32 >= of.width) return;
   float total = 0.0f;
   if (c < of.width) {
-    const float* from = of.partial + which * of.width + c;
-    const int64_t count = of.count, pitch = of.pitch;
-#pragma unroll 4
-    for (int64_t i = threadIdx.y; i < count; i += 8) total += from[i * pitch];
+    const int64_t column = which * of.width + c;
+    total = of.partial_bf16 != nullptr ? sum_of_lane(of.partial_bf16 + column, of.count, of.pitch)
+                                       : sum_of_lane(of.partial + column, of.count, of.pitch);
   }
   shared[threadIdx.y][threadIdx.x] = total;
   __syncthreads();

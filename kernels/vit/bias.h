@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/math/column_chunks.h"
 #include "kernels/op.h"
@@ -42,6 +43,16 @@ struct ColumnSum {
   PartialSums sums(int64_t i, float* to) const {
     const int64_t count = column_chunks(rows).count;
     return {workspace + i * count * width, count, width, width, {to}, accumulate};
+  }
+  // Where rows are as few as partial sums would be (kMostChunks), combine_sums() can add them up itself, without
+  // column_sum().
+  PartialSums of_rows() const {
+    PartialSums of{nullptr, rows, width, width, {sum}, accumulate};
+    if constexpr (std::is_same_v<S, float>)
+      of.partial = x;
+    else
+      of.partial_bf16 = x;
+    return of;
   }
 };
 GW_TYPED_SIDES(column_sum, ColumnSum)

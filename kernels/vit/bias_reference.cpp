@@ -28,8 +28,10 @@ void combine_sums(const CombineSums& a) {
       if (of.sums[i] == nullptr) continue;
       for (int64_t c = 0; c < of.width; ++c) {
         double sum = 0.0;
-        for (int64_t row = 0; row < of.count; ++row)
-          sum += of.partial[row * of.pitch + static_cast<int64_t>(i) * of.width + c];
+        for (int64_t row = 0; row < of.count; ++row) {
+          const int64_t at = row * of.pitch + static_cast<int64_t>(i) * of.width + c;
+          sum += of.partial_bf16 != nullptr ? widen(of.partial_bf16[at]) : of.partial[at];
+        }
         store_sum(of.sums[i] + c, sum, of.accumulate);
       }
     }

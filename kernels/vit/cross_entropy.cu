@@ -1,4 +1,6 @@
-// cross_entropy: one warp per row, then one block that adds the rows up in order.
+// cross_entropy: one warp per row, then one block that adds the rows up in order. Where there are no more rows than a
+// block has warps, it is one block and one launch: the arithmetic of 32,000 logits keeps a multiprocessor busy for about
+// 2 us longer than four of them, a second launch and what it waits for take as long.
 //
 // Reads the logits once from memory (three passes, the later ones from cache) and writes the gradients: 8 or
 // 6 B per logit. Limit: launch latency at the sizes a classifier head has. Deterministic: losses are added in
@@ -14,19 +16,15 @@ namespace {
 
 constexpr int kThreads = 256, kRowsPerBlock = kThreads / 32;
 
-template <typename S>
-__global__ void __launch_bounds__(kThreads) cross_entropy_kernel(CrossEntropy<S> a) {
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / 32;
-  if (row >= a.rows) return;  // the whole warp
+// By a warp. Writes the row's gradient; its first lane calls keep(loss, 1 if correct).
+template <typename S, typename Keep>
+__device__ __forceinline__ void cross_entropy_of(const CrossEntropy<S>& a, int64_t row, const Keep& keep) {
   const int64_t lane = threadIdx.x % 32, label = a.labels[row];
   const float* x = a.logits + row * a.classes;
   S* d = a.d_logits != nullptr ? a.d_logits + row * a.classes : nullptr;
   if (label < 0 || label >= a.classes) {
     constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-    if (lane == 0) {
-      a.workspace[row] = kNan;
-      a.workspace[a.rows + row] = 0.0f;
-    }
+    if (lane == 0) keep(kNan, 0.0f);
     for (int64_t c = lane; d != nullptr && c < a.classes; c += 32) d[c] = narrow<S>(kNan);
     return;
   }
@@ -44,10 +42,7 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(CrossEntropy<S>
   float sum = 0.0f;
   for (int64_t c = lane; c < a.classes; c += 32) sum += exp_float(x[c] - highest);
   sum = group_reduce<32>(sum, Sum());
-  if (lane == 0) {
-    a.workspace[row] = logf(sum) + (highest - at_label);
-    a.workspace[a.rows + row] = right ? 1.0f : 0.0f;
-  }
+  if (lane == 0) keep(logf(sum) + (highest - at_label), right ? 1.0f : 0.0f);
   if (d == nullptr) return;
   const float scale = a.grad_scale / sum;
   for (int64_t c = lane; c < a.classes; c += 32) {
@@ -55,10 +50,43 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(CrossEntropy<S>
   }
 }
 
+template <typename S>
+__global__ void __launch_bounds__(kThreads) cross_entropy_kernel(CrossEntropy<S> a) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / 32;
+  if (row >= a.rows) return;  // the whole warp
+  cross_entropy_of(a, row, [&](float loss, float right) {
+    a.workspace[row] = loss;
+    a.workspace[a.rows + row] = right;
+  });
+}
+
+// The same and add_losses_kernel, of as many rows as there are warps, or of none.
+template <typename S>
+__global__ void __launch_bounds__(32 * CrossEntropy<S>::kOneBlock)
+    cross_entropy_block_kernel(CrossEntropy<S> a) {
+  __shared__ float loss[CrossEntropy<S>::kOneBlock], right[CrossEntropy<S>::kOneBlock];
+  const int64_t row = threadIdx.x / 32;
+  if (row < a.rows) {
+    cross_entropy_of(a, row, [&](float row_loss, float row_right) {
+      loss[row] = row_loss;
+      right[row] = row_right;
+    });
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  double total_loss = a.accumulate ? a.totals[0] : 0.0, total_right = a.accumulate ? a.totals[1] : 0.0;
+  for (int64_t i = 0; i < a.rows; ++i) {
+    total_loss += loss[i];
+    total_right += right[i];
+  }
+  a.totals[0] = total_loss;
+  a.totals[1] = total_right;
+}
+
 __global__ void __launch_bounds__(kThreads)
-    add_losses_kernel(const float* losses, int64_t rows, double* totals) {
+    add_losses_kernel(const float* losses, int64_t rows, bool accumulate, double* totals) {
   __shared__ float loss[kThreads], right[kThreads];
-  double total_loss = totals[0], total_right = totals[1];
+  double total_loss = accumulate ? totals[0] : 0.0, total_right = accumulate ? totals[1] : 0.0;
   for (int64_t first = 0; first < rows; first += kThreads) {
     const int64_t row = first + threadIdx.x;
     if (row < rows) {
@@ -85,14 +113,19 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename S>
 void cross_entropy(CudaStream stream, const CrossEntropy<S>& a) {
-  if (a.rows <= 0) return;
+  if (a.rows <= CrossEntropy<S>::kOneBlock) {
+    const int64_t warps = a.rows > 0 ? a.rows : 1;
+    launch("cross_entropy", cross_entropy_block_kernel<S>,
+           {.grid = dim3(1), .block = dim3(static_cast<unsigned>(32 * warps)), .stream = stream}, a);
+    return;
+  }
   launch("cross_entropy", cross_entropy_kernel<S>,
          {.grid = dim3(static_cast<unsigned>((a.rows + kRowsPerBlock - 1) / kRowsPerBlock)),
           .block = dim3(kThreads),
           .stream = stream},
          a);
   launch("add_losses", add_losses_kernel, {.grid = dim3(1), .block = dim3(kThreads), .stream = stream},
-         a.workspace, a.rows, a.totals);
+         a.workspace, a.rows, a.accumulate, a.totals);
 }
 
 GW_INSTANTIATE_CUDA_OP(cross_entropy, CrossEntropy)

@@ -9,8 +9,8 @@
 namespace gradwire {
 
 // Per row: loss = -log softmax(logits)[label]; d_logits = grad_scale * (softmax - onehot).
-// totals[0] += sum of losses over rows, totals[1] += rows whose largest logit (first on ties) is the label;
-// the two are doubles in device memory, added to in row order. d_logits may be null (evaluation) or equal
+// totals[0] += sum of losses over rows, totals[1] += rows whose largest logit (first on ties) is the label, or = without
+// `accumulate`; the two are doubles in device memory, added to in row order. d_logits may be null (evaluation) or equal
 // logits. A label outside 0..classes-1 gives a NaN loss.
 template <typename S = float>
 struct CrossEntropy {
@@ -21,11 +21,15 @@ struct CrossEntropy {
   float* workspace = nullptr;  // (2 * rows) floats
   int64_t rows = 0, classes = 0;
   float grad_scale = 1.0f;  // 1 / rows for the mean
+  bool accumulate = true;   // to totals
+
+  static constexpr int64_t kOneBlock = 32;  // rows that one launch can do on CUDA
 };
 GW_TYPED_SIDES(cross_entropy, CrossEntropy)
 template <typename S = float>
 void cross_entropy(const Stream& stream, const CrossEntropy<S>& args) {
-  detail::dispatch(stream, args, host::cross_entropy<S>, GW_CUDA_SIDE(cross_entropy<S>), "cross_entropy");
+  detail::dispatch(stream, args, host::cross_entropy<S>, GW_CUDA_SIDE(cross_entropy<S>),
+                   args.rows <= CrossEntropy<S>::kOneBlock ? "cross_entropy, one block" : "cross_entropy");
 }
 
 }  // namespace gradwire

@@ -66,6 +66,7 @@ GW_SIMD void loss_rows(const CrossEntropy<Bf16>& a, int64_t begin, int64_t end) 
 template <typename S>
 void cross_entropy(const CrossEntropy<S>& a) {
   for_rows(a.rows, a.classes, [&](int64_t begin, int64_t end) { loss_rows(a, begin, end); });
+  if (!a.accumulate) a.totals[0] = a.totals[1] = 0.0;
   for (int64_t r = 0; r < a.rows; ++r) a.totals[0] += a.workspace[r];
   for (int64_t r = 0; r < a.rows; ++r) a.totals[1] += a.workspace[a.rows + r];
 }

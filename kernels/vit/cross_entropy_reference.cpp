@@ -10,6 +10,7 @@ namespace gradwire::reference {
 
 template <typename S>
 void cross_entropy(const CrossEntropy<S>& a) {
+  if (!a.accumulate) a.totals[0] = a.totals[1] = 0.0;
   for (int64_t r = 0; r < a.rows; ++r) {
     const float* x = a.logits + r * a.classes;
     const int64_t label = a.labels[r];

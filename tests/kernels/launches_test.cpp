@@ -32,7 +32,7 @@ TEST_P(Launches, OfEachOpAreThoseOfTheTable) {
   auto x = floats(rows * 4 * width), y = floats(rows * 4 * width), z = floats(rows * 4 * width);
   auto d = floats(rows * 4 * width), sums = floats(rows * 4 * width), workspace = floats(rows * 16 * width);
   auto images = floats(pixels), small = floats(4 * width), other = floats(4 * width);
-  auto labels = array(std::vector<int32_t>(static_cast<size_t>(rows), 1));
+  auto labels = array(std::vector<int32_t>(CrossEntropy<float>::kOneBlock + 1, 1));
   auto totals = array(std::vector<double>(2, 0.0));
   auto scalars = array(std::vector<OptimizerScalars>(1));
 
@@ -131,6 +131,8 @@ TEST_P(Launches, OfEachOpAreThoseOfTheTable) {
                            .workspace = workspace.data(),
                            .rows = rows,
                            .classes = width};
+  expect_launches("cross_entropy, one block", [&] { GW_RUN(cross_entropy, loss); });
+  loss.rows = CrossEntropy<float>::kOneBlock + 1, loss.classes = 2;
   GW_EXPECT_LAUNCHES(cross_entropy, loss);
   SgdStep sgd{.params = x.data(), .grads = y.data(), .count = 100, .scalars = scalars.data()};
   GW_EXPECT_LAUNCHES(sgd_step, sgd);

@@ -214,6 +214,42 @@ TEST_P(VitBias, SumsOfSeveralOpsTakenTogetherHaveTheBitsOfEachAlone) {
   expect_same_bits(sums(true), sums(false), "sums");
 }
 
+// Few rows need no first stage; BF16 ones are read as they are.
+TEST_P(VitBias, TheSecondStageAddsUpFewRowsOfEitherType) {
+  for (int64_t rows : {int64_t{0}, int64_t{1}, int64_t{33}, kMostChunks}) {
+    for (bool accumulate : {false, true}) {
+      SCOPED_TRACE(fmt::format("{} rows, accumulate {}", rows, accumulate));
+      constexpr int64_t kWidth = 37;
+      const std::vector<float> values = normal(rows * kWidth, 3);
+      std::vector<Bf16> rounded(values.size());
+      std::transform(values.begin(), values.end(), rounded.begin(), [](float v) { return narrow<Bf16>(v); });
+      auto x = array(values);
+      auto x_bf16 = array(rounded);
+      auto sums = array(normal(kWidth, 4)), sums_bf16 = array(normal(kWidth, 4));
+      const ColumnSum<float> of{
+          .x = x.data(), .sum = sums.data(), .rows = rows, .width = kWidth, .accumulate = accumulate};
+      const ColumnSum<Bf16> of_bf16{.x = x_bf16.data(),
+                                    .sum = sums_bf16.data(),
+                                    .rows = rows,
+                                    .width = kWidth,
+                                    .accumulate = accumulate};
+      const CombineSums combine{{of.of_rows(), of_bf16.of_rows()}};
+      GW_RUN(combine_sums, combine);
+      std::vector<float> want = normal(kWidth, 4), want_bf16 = want;
+      reference::column_sum<float>(
+          {.x = values.data(), .sum = want.data(), .rows = rows, .width = kWidth, .accumulate = accumulate});
+      reference::column_sum<Bf16>({.x = rounded.data(),
+                                   .sum = want_bf16.data(),
+                                   .rows = rows,
+                                   .width = kWidth,
+                                   .accumulate = accumulate});
+      const double scale = std::sqrt(1.0 + static_cast<double>(rows));
+      expect_close(sums.host(), want, 1e-6, "sums", scale);
+      expect_close(sums_bf16.host(), want_bf16, 1e-6, "sums of BF16", scale);
+    }
+  }
+}
+
 GW_INSTANTIATE_BACKENDS(VitBias);
 
 }  // namespace

@@ -20,7 +20,7 @@ class VitCrossEntropy : public OpTest {
   enum Gradient { separate, in_place, none };
   Result run(const std::vector<float>& logit_values, const std::vector<int32_t>& label_values,
              int64_t classes, float grad_scale, Gradient gradient = separate,
-             std::vector<double> start = {0.0, 0.0}, int64_t misalign = 0) {
+             std::vector<double> start = {0.0, 0.0}, int64_t misalign = 0, bool accumulate = true) {
     auto rows = static_cast<int64_t>(label_values.size());
     auto logits = array(logit_values, misalign), d_logits = array<float>(rows * classes, misalign);
     auto labels = array(label_values);
@@ -34,7 +34,8 @@ class VitCrossEntropy : public OpTest {
                       .workspace = workspace.data(),
                       .rows = rows,
                       .classes = classes,
-                      .grad_scale = grad_scale};
+                      .grad_scale = grad_scale,
+                      .accumulate = accumulate};
     GW_RUN(cross_entropy, args);
     out.expect_guards_intact("d_logits");
     totals.expect_guards_intact("totals");
@@ -150,6 +151,21 @@ TEST_P(VitCrossEntropy, RepeatedRunsAndAnyNumberOfThreadsGiveTheSameBits) {
     expect_same_bits(again.d_logits, first.d_logits, "d_logits");
   }
   set_host_threads(before);
+}
+
+// Below, at and above what one launch does, and nothing at all.
+TEST_P(VitCrossEntropy, WithoutAccumulateTotalsAreWritten) {
+  constexpr int64_t kClasses = 3, kMost = CrossEntropy<float>::kOneBlock;
+  for (int64_t rows : {int64_t{0}, int64_t{1}, kMost - 1, kMost, kMost + 1}) {
+    SCOPED_TRACE(fmt::format("{} rows", rows));
+    const auto logits = normal(rows * kClasses, 5);
+    const auto labels = some_labels(rows, kClasses);
+    const Result want = reference_run(logits, labels, kClasses, 1.0f);
+    const Result got = run(logits, labels, kClasses, 1.0f, separate, {kNan, kNan}, 0, false);
+    EXPECT_NEAR(got.totals[0], want.totals[0], 1e-5 * (1.0 + want.totals[0]));
+    EXPECT_EQ(got.totals[1], want.totals[1]);
+    expect_close(got.d_logits, want.d_logits, 1e-5, "d_logits");
+  }
 }
 
 GW_INSTANTIATE_BACKENDS(VitCrossEntropy);

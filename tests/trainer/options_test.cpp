@@ -153,6 +153,20 @@ TEST(Flags, AreReadWhole) {
   EXPECT_TRUE(parsed({}).bucket_mb.empty());
 }
 
+TEST(Resolve, LayersPerGradientGroupAreTwoUnlessSaid) {
+  EXPECT_EQ(resolve(synthetic()).config.gradient_group, 2);
+  Options o = synthetic();
+  o.gradient_group = parsed({"--gradient-group", "4"}).gradient_group;
+  const Resolved four = resolve(o);
+  EXPECT_EQ(four.config.gradient_group, 4);
+  ASSERT_FALSE(four.notes.empty());
+  EXPECT_NE(four.notes.back().find("--gradient-group has no effect on the host"), std::string::npos);
+  o.shard = Sharding::gradients, o.ranks = 2;
+  expect_bad_input([&] { resolve(o); }, {"--gradient-group", "--shard gradients", "--shard optimizer"});
+  for (const char* wrong : {"0", "9", "some"})
+    expect_bad_input([&] { parsed({"--gradient-group", wrong}); }, {"--gradient-group", wrong});
+}
+
 TEST(Resolve, AStepThatEndsInTheNextOneGoesWithNeitherGraphsNorShards) {
   Options o = synthetic();
   o.overlap_forward = true;

@@ -77,6 +77,7 @@ TEST(Records, EachHasTheFieldsOfItsType) {
   EXPECT_EQ(run["device"], "host");
   EXPECT_EQ(run["schedule"], "ring");
   EXPECT_EQ(run["model"]["name"], "vit_tiny");
+  EXPECT_EQ(run["gradient_group"], 2);
   EXPECT_FALSE(run["model"].contains("gelu"));  // exact, as in records of earlier versions
   TrainConfig approximate = config();
   approximate.model.gelu = Gelu::tanh;

@@ -506,8 +506,12 @@ TEST_P(VitTest, LayersThatShareProductsOfWeightGradientsHaveTheGradientsOfEachAl
       };
       for (int64_t images : {4, 3}) {
         const std::vector<float> alone = once({}, images);
-        for (GradientGroups groups :
-             {GradientGroups{2, true}, {3, true}, {2, false}, {4, false}, {GradientGroups::kMost, false}}) {
+        for (GradientGroups groups : {GradientGroups{2, true},
+                                      {3, true},
+                                      {4, true},
+                                      {2, false},
+                                      {4, false},
+                                      {GradientGroups::kMost, false}}) {
           SCOPED_TRACE(
               fmt::format("groups of {}, awaited {}, fused {}", groups.layers, groups.awaited, fused));
           const std::vector<float> together = once(groups, images);

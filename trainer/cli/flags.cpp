@@ -1,4 +1,5 @@
 #include "trainer/cli/flags.h"
+#include "trainer/model/vit_passes.h"
 
 #include <fmt/format.h>
 
@@ -239,6 +240,11 @@ CLI::Option* add_run_flags(CLI::App& command, Options& o) {
                 "Begin the next forward while gradients are still in transfer, and update each layer's "
                 "weights just "
                 "before it uses them; same results")
+      ->group("Ranks");
+  add_number(command, "--gradient-group", o.gradient_group,
+             "Layers whose weight gradients GPUs compute, and send, together: fewer and larger launches, but "
+             "an exchange begins later (default: 2)",
+             {1, GradientGroups::kMost})
       ->group("Ranks");
   add_data_flags(command, o);
   add_training_flags(command, o);

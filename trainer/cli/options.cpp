@@ -307,6 +307,23 @@ void check_shard(const Options& o) {
   }
 }
 
+// After the ranks and devices are known.
+void resolve_gradient_group(const Options& o, Resolved& out) {
+  if (!o.gradient_group) return;
+  if (o.shard >= Sharding::gradients) {
+    throw BadInput(fmt::format(
+        "--gradient-group and --shard {} do not go together: divided gradients are reduced layer by "
+        "layer, for want of memory; use --shard optimizer",
+        name(o.shard)));
+  }
+  out.config.gradient_group = *o.gradient_group;
+  if (out.config.devices.front().is_host())
+    out.notes.emplace_back(
+        "Note: --gradient-group has no effect on the host, where each layer is on its own");
+  else if (out.config.ranks() == 1)
+    out.notes.emplace_back("Note: --gradient-group has no effect on a single rank, for which nobody waits");
+}
+
 // A step that ends inside the next one.
 void check_overlap(const Options& o) {
   if (!o.overlap_forward) return;
@@ -404,6 +421,7 @@ Resolved resolve_machine(const Options& o) {
   resolve_nodes(o, out);
   resolve_elastic(o, out);
   check_schedules(out);
+  resolve_gradient_group(o, out);
   if (config.graph && config.devices[0].is_cuda() && config.ranks() > 1 && !config.processes) {
     throw BadInput(
         "--graph: ranks of one process on GPUs meet on the host in each step, which no graph can "

@@ -40,6 +40,7 @@ struct Options {
   bool again = false;                    // compare: repeats runs that are there already
   bool gradient_views = true;
   bool overlap_forward = false;
+  std::optional<int64_t> gradient_group;
   Sharding shard = Sharding::none;
   std::string gather_weights = "fp32";
   uint64_t memory_limit = 0;

@@ -48,6 +48,7 @@ void add_config(Json& json, const TrainConfig& config) {
   json["memory_limit"] = config.memory_limit == 0 ? Json(nullptr) : Json(config.memory_limit);
   json["gradient_views"] = config.gradient_views;
   json["overlap_forward"] = config.overlap_forward;
+  json["gradient_group"] = config.gradient_group;
   json["batch_size"] = config.batch_size;
   if (config.shared_batch > 0) json["shared_batch"] = config.shared_batch;
   json["accumulate"] = config.accumulate;

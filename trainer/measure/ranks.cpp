@@ -55,7 +55,6 @@ double training_tflops(const Stream& stream, const VitConfig& model, int64_t bat
   const Buffer totals = make_buffer<double>(stream.device(), 2);
   const Buffer gradients = make_buffer<float>(stream.device(), layout.elements);
   fill_zero(stream, labels.data(), labels.bytes());
-  fill_zero(stream, totals.data(), totals.bytes());
   const double ms =
       time_runs(
           stream,

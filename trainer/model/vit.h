@@ -74,8 +74,8 @@ class Vit {
   // correct answers (doubles in device memory).
   void evaluate(const int32_t* labels, double* totals) { passes_->evaluate(labels, totals); }
 
-  // evaluate(), then the gradient of grad_scale * (sum of losses) by every parameter, written or, with
-  // `accumulate`, added to `gradients`, a flat buffer in its layout; gaps are not touched. Calls ready(i) right
+  // The totals of evaluate() and the gradient of grad_scale * (sum of losses) by every parameter, written or, with
+  // `accumulate`, added to `totals` and to `gradients`, a flat buffer in its layout; gaps are not touched. Calls ready(i) right
   // after enqueuing the op that finishes gradient i or later, in order of i; `ready` may be empty. Once per forward.
   void backward(const int32_t* labels, double* totals, float grad_scale, float* gradients, bool accumulate,
                 const std::function<void(int)>& ready) {

@@ -22,8 +22,8 @@ void TypedVitPasses<S>::backward(const int32_t* labels, double* totals, float gr
                                  bool accumulate, const std::function<void(int)>& ready) {
   if (!options_.training) throw Error("Vit::backward: this model was created with training=false");
   VitGradients to{gradients, options_.gradients, accumulate, ready};
-  // A launch less per sum, if the gradients may be reported later.
-  to.postpones = group_layers_ > 1 && !options_.groups.awaited;
+  // The head's gradients are reported with those of the first layers, if that saves launches: a head is less than a layer.
+  to.postpones = group_layers_ > 1;
   const int64_t t = config_.tokens(), c = config_.width, k = config_.classes;
 
   cross_entropy<S>(stream_, {.logits = a_.logits,
@@ -33,7 +33,8 @@ void TypedVitPasses<S>::backward(const int32_t* labels, double* totals, float gr
                              .workspace = a_.loss_workspace,
                              .rows = batch_,
                              .classes = k,
-                             .grad_scale = grad_scale});
+                             .grad_scale = grad_scale,
+                             .accumulate = accumulate});
   const ColumnSum<S> head_bias{.x = a_.d_logits,
                                .sum = to.at(index_.head_bias),
                                .workspace = a_.head_bias_sums,
@@ -41,8 +42,12 @@ void TypedVitPasses<S>::backward(const int32_t* labels, double* totals, float gr
                                .width = k,
                                .accumulate = accumulate,
                                .partial_only = to.postpones};
-  column_sum(stream_, head_bias);
-  to.done(head_bias.sums(), {index_.head_bias});
+  if (to.postpones && batch_ <= kMostChunks) {
+    to.done(head_bias.of_rows(), {index_.head_bias});
+  } else {
+    column_sum(stream_, head_bias);
+    to.done(head_bias.sums(), {index_.head_bias});
+  }
   product(true, false, k, c, batch_, a_.d_logits, a_.features, to.at(index_.head_weight), to.beta());
   to.done({index_.head_weight});
   enters(0, 1);

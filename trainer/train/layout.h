@@ -46,7 +46,7 @@ inline ReducerOptions reducer_options(const TrainConfig& config, Tracer* tracer 
 inline GradientGroups gradient_groups(const TrainConfig& config, const Device& device, int ranks) {
   if (device.is_host() || config.divides(Sharding::gradients)) return {};
   if (ranks == 1) return {.layers = GradientGroups::kMost, .awaited = false};
-  return {.layers = 2};
+  return {.layers = config.gradient_group};
 }
 
 inline ParameterLayout reducer_layout(const Reducer& reducer) {

@@ -366,7 +366,8 @@ void RankTrainer::enqueue_work(Slot& slot) {
     const Loader::Batch batch = config_.graph ? slot.batches[static_cast<size_t>(micro)] : next_batch(step);
     marks.forward.record(stream_);
     range.emplace(Activity::forward, step);
-    if (micro == 0) fill_zero(stream_, totals_.data(), totals_.bytes());
+    // backward() adds to gradients that were carried over, and to the totals with them.
+    if (micro == 0 && carried_) fill_zero(stream_, totals_.data(), totals_.bytes());
     model_.forward(batch.images, batch.count);
     if (deferred_) deferred_->finish();  // of the step before
     range.reset();
