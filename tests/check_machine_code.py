@@ -4,11 +4,11 @@
     check_machine_code.py ROOT BUILD [--write] [--all]
 
 Reads the objects in BUILD with cuobjdump, for every architecture in them. Fails when any kernel uses local memory
-on any of them, and when, on sm_90, a kernel has more registers, fewer bytes in flight or more instructions
-per byte than its row of tests/kernel_budgets.tsv allows, or a called subroutine, half-filled sectors or no 16-byte
-accesses in its hot loop without the row saying so. A row outside the limits that all kernels should keep must give
-its reason. docs/gpu.md says what the figures mean and holds them as a table; --write writes it, and the
-check fails when it is out of date. --all prints every instantiation.
+on any of them, when a kernel loads without coherence what other GPUs write while it runs, and when, on sm_90, a kernel
+has more registers, fewer bytes in flight or more instructions per byte than its row of tests/kernel_budgets.tsv
+allows, or a called subroutine, half-filled sectors or no 16-byte accesses in its hot loop without the row saying so. A row
+outside the limits that all kernels should keep must give its reason. docs/gpu.md says what the figures mean and holds
+them as a table; --write writes it, and the check fails when it is out of date. --all prints every instantiation.
 
 Without cuobjdump and nvdisasm, which `make machine-code` installs, it ends with 77: skipped. What it reads is
 cached in BUILD.
@@ -34,6 +34,7 @@ REGISTERS, THREADS, BLOCKS, SHARED = 65536, 2048, 32, 228 * 1024  # of an sm_90 
 SHARED_PER_BLOCK = 1024  # the driver's own
 KB_NEEDED = 32           # of loads in flight on a multiprocessor, for full bandwidth (Little's law)
 INSTRUCTIONS_PER_BYTE = 7.8  # what an H200 can issue while it copies; an H100: 11
+READS_PEERS = "fused_allreduce"  # in a kernel's name: other GPUs write what it reads, while it runs
 BEST = 92                # % of copy bandwidth that the best kernels reach
 GENERATED = ("<!-- machine code: written by make machine-code -->", "<!-- end of machine code -->")
 
@@ -193,6 +194,18 @@ def judge(name: str, is_: Figures, budget: Budget | None) -> list[str]:
     return wrong
 
 
+def judge_any(function: dict) -> list[str]:
+    """What no kernel may do on any architecture."""
+    where = f"{function['full']} on {function['architecture']}"
+    wrong = []
+    if function["local"] or function["STACK"] or function["LOCAL"]:
+        wrong.append(f"{where} uses local memory: {function['local']} accesses, {function['STACK']} bytes of stack")
+    if function["non_coherent"] and READS_PEERS in base_name(function["full"]):
+        wrong.append(f"{where} has {function['non_coherent']} non-coherent loads (LDG...CONSTANT), and peers write memory "
+                     "that it reads while it runs: no __ldg, and no `const ... __restrict__` that lets nvcc choose it")
+    return wrong
+
+
 def proposed(name: str, is_: Figures) -> str:
     return "\t".join((name, "256", "0", str((is_.registers + 7) // 8 * 8), str(int(min(is_.kb_in_flight, KB_NEEDED))),
                       f"{int(is_.instructions_per_byte * 10 + 1) / 10:g}", ",".join(sorted(is_.found)) or "-"))
@@ -246,9 +259,7 @@ def main() -> int:
     wrong, worst = [], {}
     for function in read:
         full, architecture = function["full"], function["architecture"]
-        if function["local"] or function["STACK"] or function["LOCAL"]:
-            wrong.append(f"{full} on {architecture} uses local memory: {function['local']} accesses, "
-                         f"{function['STACK']} bytes of stack")
+        wrong += judge_any(function)
         if architecture != PINNED:
             continue
         name = label(full)

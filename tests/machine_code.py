@@ -154,6 +154,7 @@ class HotLoop:
 class Measured:
     hot: HotLoop
     local: int  # accesses to local memory
+    non_coherent: int  # loads that may return what another processor has since overwritten
 
 
 def measure(function: Function) -> Measured:
@@ -163,4 +164,5 @@ def measure(function: Function) -> Measured:
                   in_flight=bytes_in_flight(body, is_loop), wide_loads=sum(i.wide for i in body if i.name == "LDG"),
                   wide_stores=sum(i.wide for i in body if i.name == "STG"), half_sector=half_sector_stores(body),
                   calls=sum(i.name == "CALL" for i in body), is_loop=is_loop)
-    return Measured(hot, local=sum(i.name in ("LDL", "STL") for i in function.code))
+    return Measured(hot, local=sum(i.name in ("LDL", "STL") for i in function.code),
+                    non_coherent=sum(i.name in ("LD", "LDG") and "CONSTANT" in i.operation.split(".") for i in function.code))

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """What tests/machine_code.py counts in machine code, on lines written for the purpose."""
+import dataclasses
 import pathlib
 import sys
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import check_machine_code  # noqa: E402
 import machine_code  # noqa: E402
 
 
@@ -64,6 +66,20 @@ class MachineCodeTest(unittest.TestCase):
         code = function("@!P0 LDG.E.U16 R8, desc[UR4][R2.64]", "@UP1 UMOV UR4, 0x1", "EXIT").code
         self.assertEqual([i.predicate for i in code], ["!P0", "UP1", None])
         self.assertEqual(code[0].bytes, 2)
+
+    def test_a_non_coherent_load_is_refused_where_peers_write_and_nowhere_else(self):
+        def judged(kernel: str, load: str) -> list[str]:
+            measured = machine_code.measure(function(f"{load} R8, desc[UR4][R2.64]", "EXIT"))
+            return check_machine_code.judge_any({"full": f"void gradwire::cuda::(anonymous namespace)::{kernel}<4>(int)",
+                                                 "architecture": "sm_80", "STACK": 0, "LOCAL": 0,
+                                                 **dataclasses.asdict(measured)})
+        for load in ("LDG.E.128.CONSTANT", "@P0 LDG.E.CONSTANT", "LDG.E.U16.CONSTANT"):
+            wrong = judged("fused_allreduce_kernel", load)
+            self.assertEqual(len(wrong), 1)
+            self.assertIn("non-coherent", wrong[0])
+            self.assertEqual(judged("block_decode_kernel", load), [])
+        for load in ("LDG.E.128", "LDG.E.128.STRONG.SYS"):
+            self.assertEqual(judged("fused_allreduce_kernel", load), [])
 
 
 if __name__ == "__main__":
