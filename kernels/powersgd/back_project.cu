@@ -47,7 +47,7 @@ struct Panel {
 };
 
 // Sums acc over the block and writes columns [k0, k0 + kRank) of the panel's Q.
-template <int kRank, bool kVector>
+template <int kRank, bool kForms, bool kVector>
 __device__ __forceinline__ void combine(const BackProjectArgs& a, const MatrixDescriptor& d,
                                         const Panel& panel, const Quad<kVector>& quad, int k0,
                                         float (&acc)[4][kRank]) {
@@ -74,7 +74,10 @@ __device__ __forceinline__ void combine(const BackProjectArgs& a, const MatrixDe
   if (column < panel.columns && k < d.rank) {
     float sum = 0.0f;
     for (int w = 0; w < kWarps; ++w) sum += panel.parts[w * panel.width * kRank + item];
-    a.q[d.q_offset + static_cast<int64_t>(panel.column0 + column) * d.rank + k] = sum;
+    float* row = a.q + d.q_offset + static_cast<int64_t>(panel.column0 + column) * d.rank;
+    // The first columns saw what was not finite in M; these have read it back from the residual, which does not keep it.
+    if (kForms && k0 > 0 && !is_finite(row[0])) sum = row[0];
+    row[k] = sum;
   }
 }
 
@@ -169,7 +172,7 @@ __device__ __forceinline__ void back_project_panel(const BackProjectArgs& a, con
         }
       }
     }
-    combine<kRank, kVector>(a, d, panel, quad, k0, acc);
+    combine<kRank, kForms, kVector>(a, d, panel, quad, k0, acc);
   }
 }
 

@@ -1,4 +1,6 @@
 // PowerSGD with P and Q in turns: in either turn nothing is lost.
+#include <fmt/format.h>
+
 #include <limits>
 
 #include "tests/kernels/powersgd_fixture.h"
@@ -70,6 +72,26 @@ TEST_P(PowerSgdTurns, InEitherTurnAFlaggedMatrixGetsItsOldResidualBack) {
         for (int64_t i = d.offset; i < d.offset + int64_t{d.rows} * d.cols; ++i) {
           ASSERT_TRUE(is_finite(residual[i]) && is_finite(applied[i])) << "matrix " << m;
         }
+      }
+    }
+  }
+}
+
+// In every column of Q, also where a kernel reads M again for each eight of P's, from the residual, which keeps no NaN.
+TEST_P(PowerSgdTurns, ANonFiniteGradientShowsInAllOfItsRowOfQAndNoOther) {
+  for (float bad : {kNan, kInf, -kInf}) {
+    for (int rank : {1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 24, 33}) {
+      SCOPED_TRACE(fmt::format("{} at rank {}", bad, rank));
+      MatrixBucket b = bucket({{40, 37, rank}}, 1);
+      const auto& d = b.table.host()[0];
+      auto grad = normal(b.elements, 1), residual = normal(b.elements, 2);
+      const int hit = 11;
+      grad[d.offset + 7 * d.cols + hit] = bad;
+      const auto q = project_onto(b, grad, &residual, normal(b.p_elements, 3));
+      for (int column = 0; column < d.cols; ++column) {
+        for (int k = 0; k < rank; ++k)
+          EXPECT_EQ(is_finite(q[d.q_offset + column * rank + k]), column != hit)
+              << "row " << column << " of Q, " << k;
       }
     }
   }
