@@ -9,6 +9,7 @@
 
 #include "runtime/cuda_check.h"
 #include "runtime/device_impl.h"
+#include "runtime/driver_function.h"
 #include "runtime/nvtx.h"
 #include "runtime/op_count.h"
 
@@ -138,16 +139,11 @@ size_t most_shared_bytes() {
 
 // Asks the driver, which has read the environment when it began.
 bool loads_kernels_lazily() {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult query{};
-  if (cudaGetDriverEntryPointByVersion("cuModuleGetLoadingMode", &found, 11070, cudaEnableDefault, &query) !=
-          cudaSuccess ||
-      query != cudaDriverEntryPointSuccess) {
-    cudaGetLastError();
-    return true;  // not known
-  }
+  const auto loading_mode =
+      driver_function<CUresult (*)(CUmoduleLoadingMode*)>("cuModuleGetLoadingMode", 11070);
+  if (loading_mode == nullptr) return true;  // not known
   CUmoduleLoadingMode mode{};
-  const CUresult result = reinterpret_cast<CUresult (*)(CUmoduleLoadingMode*)>(found)(&mode);
+  const CUresult result = loading_mode(&mode);
   return result != CUDA_SUCCESS || mode != CU_MODULE_EAGER_LOADING;
 }
 

@@ -14,6 +14,7 @@
 
 #include "collectives/transport/nccl_transport.h"
 #include "runtime/cuda_check.h"
+#include "runtime/driver_function.h"
 
 namespace gradwire {
 namespace {
@@ -90,15 +91,8 @@ class StreamWrites {
   explicit StreamWrites(int device) {
     OutsideCapture guard;
     GW_CUDA_CHECK(cudaSetDevice(device));
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult query{};
-    if (cudaGetDriverEntryPointByVersion("cuStreamWriteValue64", &found, 12000, cudaEnableDefault, &query) !=
-            cudaSuccess ||
-        query != cudaDriverEntryPointSuccess) {
-      cudaGetLastError();
-      return;
-    }
-    function_ = reinterpret_cast<Function>(found);
+    function_ = cuda::driver_function<Function>("cuStreamWriteValue64", 12000);
+    if (function_ == nullptr) return;
     const Buffer word = Buffer::pinned(sizeof(uint64_t));
     const Stream stream = Stream::create(Device::cuda(device), "set-up");
     cudaGraph_t graph = nullptr;
