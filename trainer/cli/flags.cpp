@@ -1,11 +1,12 @@
 #include "trainer/cli/flags.h"
-#include "trainer/model/vit_passes.h"
 
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
 #include <charconv>
 #include <limits>
+
+#include "trainer/model/vit_passes.h"
 
 namespace gradwire {
 namespace {

@@ -110,8 +110,7 @@ struct TrainConfig {
   int64_t memory_limit = 0;      // bytes per rank; a run that needs more is refused. 0: none
   bool gradient_views = true;    // gradients are written into the buckets; otherwise copied in and out
   bool overlap_forward = false;  // the next forward begins while gradients are in transfer; same bits
-  int64_t gradient_group =
-      2;  // layers whose gradients are computed and sent together, on CUDA (trainer/train/layout.h)
+  int64_t gradient_group = 2;    // layers whose gradients CUDA ranks compute and send together (layout.h)
   int64_t bucket_bytes() const { return static_cast<int64_t>(bucket_mb * (1 << 20)); }
 
   int64_t batch_size = 64;  // images per rank and micro-batch; the most of any rank if they differ
