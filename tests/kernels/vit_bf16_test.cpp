@@ -468,45 +468,47 @@ TEST_P(VitBf16, TokensAndPatchesAreRoundedWhenMoved) {
 }
 
 TEST_P(VitBf16, CrossEntropyRoundsTheGradientsOfFp32Logits) {
-  const int64_t rows = 11, classes = 45;
-  auto logits = normal(rows * classes, 25, 3.0f);
-  std::vector<int32_t> labels;
-  for (int32_t r = 0; r < rows; ++r) labels.push_back(r == 4 ? -1 : r * 4 % 45);
-  std::vector<float> want(logits.size());
-  double want_totals[2] = {0, 0};
-  reference::cross_entropy({.logits = logits.data(),
-                            .labels = labels.data() + 5,
-                            .d_logits = want.data(),
-                            .totals = want_totals,
+  const int64_t classes = 45;
+  for (const int64_t rows : {int64_t{11}, CrossEntropy<Bf16>::kOneBlock + 8}) {  // in one launch and in two
+    auto logits = normal(rows * classes, 25, 3.0f);
+    std::vector<int32_t> labels;
+    for (int32_t r = 0; r < rows; ++r) labels.push_back(r == 4 ? -1 : r * 4 % 45);
+    std::vector<float> want(logits.size());
+    double want_totals[2] = {0, 0};
+    reference::cross_entropy({.logits = logits.data(),
+                              .labels = labels.data() + 5,
+                              .d_logits = want.data(),
+                              .totals = want_totals,
+                              .rows = rows - 5,
+                              .classes = classes,
+                              .grad_scale = 0.25f});
+    auto x = array(logits), workspace = array<float>(2 * rows);
+    auto d_labels = array(labels);
+    auto totals = array(std::vector<double>{0, 0});
+    auto d = array<Bf16>(rows * classes);
+    // Without the row that has an invalid label: its NaN reaches the total.
+    CrossEntropy<Bf16> args{.logits = x.data(),
+                            .labels = d_labels.data() + 5,
+                            .d_logits = d.data(),
+                            .totals = totals.data(),
+                            .workspace = workspace.data(),
                             .rows = rows - 5,
                             .classes = classes,
-                            .grad_scale = 0.25f});
-  auto x = array(logits), workspace = array<float>(2 * rows);
-  auto d_labels = array(labels);
-  auto totals = array(std::vector<double>{0, 0});
-  auto d = array<Bf16>(rows * classes);
-  // Without the row that has an invalid label: its NaN reaches the total.
-  CrossEntropy<Bf16> args{.logits = x.data(),
-                          .labels = d_labels.data() + 5,
-                          .d_logits = d.data(),
-                          .totals = totals.data(),
-                          .workspace = workspace.data(),
-                          .rows = rows - 5,
-                          .classes = classes,
-                          .grad_scale = 0.25f};
-  GW_RUN(cross_entropy, args);
-  auto got = d.host();
-  const auto valid = static_cast<size_t>((rows - 5) * classes);
-  got.resize(valid);
-  want.resize(valid);
-  expect_rounded(got, want, "d_logits", 1e-7);
-  EXPECT_NEAR(totals.host()[0], want_totals[0], 1e-5);
-  EXPECT_EQ(totals.host()[1], want_totals[1]);
-  args.labels = d_labels.data();
-  args.rows = rows;
-  GW_RUN(cross_entropy, args);
-  got = d.host();
-  for (size_t i = 0; i < got.size(); ++i) EXPECT_EQ(std::isnan(widen(got[i])), i / classes == 4) << i;
+                            .grad_scale = 0.25f};
+    GW_RUN(cross_entropy, args);
+    auto got = d.host();
+    const auto valid = static_cast<size_t>((rows - 5) * classes);
+    got.resize(valid);
+    want.resize(valid);
+    expect_rounded(got, want, "d_logits", 1e-7);
+    EXPECT_NEAR(totals.host()[0], want_totals[0], 1e-5);
+    EXPECT_EQ(totals.host()[1], want_totals[1]);
+    args.labels = d_labels.data();
+    args.rows = rows;
+    GW_RUN(cross_entropy, args);
+    got = d.host();
+    for (size_t i = 0; i < got.size(); ++i) EXPECT_EQ(std::isnan(widen(got[i])), i / classes == 4) << i;
+  }
 }
 
 GW_INSTANTIATE_BACKENDS(VitBf16);
