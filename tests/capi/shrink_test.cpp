@@ -1,6 +1,7 @@
 // gw_comm_shrink(): the ranks that are left of a failed communicator go on. tests/processes/shrink_test.cpp kills and
 // stops them; here ranks are threads that leave.
 #include <algorithm>
+#include <barrier>
 
 #include "tests/capi/ranks.h"
 #include "tests/temporary_folder.h"
@@ -22,14 +23,18 @@ void run(int world, const std::function<void(const std::string& name, int rank)>
 }
 
 TEST(CApiShrink, RanksThatAreLeftGoOnWithNewReducersAndAreToldTheirOldRanks) {
-  run(4, [](const std::string& name, int rank) {
+  std::barrier<> finished(4);
+  run(4, [&](const std::string& name, int rank) {
     gw_comm comm = joined(name, rank, 4, true);
     std::vector<float> data(1000, static_cast<float>(rank));
     GW_EXPECT_OK(gw_allreduce(comm, data.data(), 1000, GW_FLOAT32, GW_SUM, "fp32", nullptr));
     EXPECT_EQ(data[999], 6.0f);
     std::vector<int> members = {0, 1, 2, 3};
     for (const int leaves : {0, 2}) {  // rank 0 first, which ran the store
+      // Or a rank that misses it in its next call would end this one on the others.
+      finished.arrive_and_wait();
       if (rank == leaves) {
+        finished.arrive_and_drop();
         GW_EXPECT_OK(gw_comm_destroy(comm));
         return;
       }
