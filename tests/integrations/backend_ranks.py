@@ -316,6 +316,11 @@ def groups_have_rules_of_their_own() -> None:
             check(part.compressed == calls, f"{part.compressed} calls were compressed")
         check(dist.get_backend(exact) == "exact" and dist.get_backend(default) == "gradwire", "names of backends")
         dist.destroy_process_group(default)
+        try:
+            default.allreduce(values()).wait()
+            check(False, "a group that was destroyed took a call")
+        except gradwire.BadHandle as error:
+            check("new_group()" in str(error), str(error))
     dist.barrier()
     for wrong in ("int3", "powersgd:rank=2"):
         try:

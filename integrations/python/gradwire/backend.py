@@ -281,7 +281,7 @@ class Backend(dist.ProcessGroup):
         return next(getattr(self._gloo, name) for name in names if hasattr(self._gloo, name))
 
     def _submit(self, job: Callable[[Communicator], None], tensors: List[torch.Tensor]) -> Work:
-        if self._worker is None:
+        if self._worker is None or self._finalizer is None:
             # By the store, which needs no call of this group's while it is in one.
             comm = communicator_of_store(self._store, self.rank(), self.size(), self._timeout_s)
             comm._finalizer.atexit = False  # the worker comes first
@@ -290,6 +290,8 @@ class Backend(dist.ProcessGroup):
             # At exit, too, for whoever never calls destroy_process_group(): a thread that still completes a future while
             # Python goes down would end the process by abort().
             self._finalizer = weakref.finalize(self, shut_down, self._worker, self._communicators)
+        elif not self._finalizer.alive:
+            raise _native.BadHandle("the process group was shut down; create another with init_process_group() or new_group()")
         comm, work = self._communicators[0], Work(tensors)
         self.compressed += 1
         self._worker.submit(lambda: work.run(lambda: job(comm)), work._started)
