@@ -1,20 +1,23 @@
 #!/usr/bin/env bash
-# Installs what Gradwire needs from Debian's archive. Does nothing when all is there; goes on without what cannot be
-# had, and says which feature that turns off. Nothing is downloaded but Debian packages.
+# Installs the Debian packages that Gradwire needs, and nothing else. Does nothing when all of them are installed. If a
+# package cannot be installed, names the feature that is off without it and continues.
+# tests/check_packages.py checks that the list is complete; scripts/fresh_debian.sh tries it on a bare Debian.
 set -uo pipefail
 
-# package:what is off without it. The first group is needed to build at all.
+# package:what is off without it. The build itself needs the first group.
 required=(
   "g++:the compiler" "cmake:the build" "ninja-build:the build" "make:the front door"
   "libopenblas-dev:matrix products on the host" "libfmt-dev:messages" "libcli11-dev:the gradwire command"
   "nlohmann-json3-dev:the gradwire command" "libhwloc-dev:gradwire doctor" "zlib1g-dev:reading data sets" "python3:the scripts"
 )
 optional=(
-  "libgtest-dev:the tests" "libboost-context-dev:the tests that run CUDA kernels on the CPU"
+  "libgtest-dev:the tests" "libgmock-dev:the tests" "libboost-context-dev:the tests that run CUDA kernels on the CPU"
   "libgloo-dev:gloo's own allreduce in benchmarks"
   "dataset-fashion-mnist:real images without a download (demo; --data fashion-mnist:DIR still works)"
   "python3-numpy:the oracles" "python3-torch:the oracles" "python3-torchvision:the oracles"
   "mypy:the check of the Python package's types"
+  "python3-pip:the test of pip install" "python3-setuptools:the test of pip install" "python3-wheel:the test of pip install"
+  "python3-venv:make wheel and make test-frameworks"
   "python3-matplotlib:pictures (bench/plots/plot.py)" "iproute2:slow links on one machine (bench/harness/shaped_link.sh)"
   "ccache:fast rebuilds" "git:version control"
 )
@@ -48,7 +51,7 @@ if [ "$(id -u)" -eq 0 ] || [ ${#sudo[@]} -gt 0 ]; then
   apt() { "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq -o Dpkg::Use-Pty=0 "$@" > /dev/null; }
   # The lists may be there and recent enough, so try without fetching them first.
   if ! apt install -y --no-install-recommends "${missing[@]}" 2> /dev/null; then
-    apt update || echo "setup: apt-get update failed; going on with the lists there are"
+    apt update || echo "setup: apt-get update failed; using the package lists of the last update"
     if ! apt install -y --no-install-recommends "${missing[@]}" 2> /dev/null; then
       for package in "${missing[@]}"; do  # one bad package must not take the others with it
         installed "$package" || apt install -y --no-install-recommends "$package" 2> /dev/null

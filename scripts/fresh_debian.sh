@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# Tries README's two commands on a bare Debian: what a new user's machine has, and nothing of this machine's.
+#
+#   scripts/fresh_debian.sh [SUITE [USER [COMMAND...]]]
+#
+# SUITE is bookworm (the default) or trixie. USER is root, user (an ordinary user with sudo) or both (the default).
+# COMMAND are make's targets, demo and test by default. Needs root, debootstrap and about 4 GB in TMPDIR per user.
+#
+# For each user: debootstrap's minbase, this machine's configuration of apt, make and git; then a clone of HEAD, and each
+# command in it. Prints each command's time, its last lines, and its exit status; exits with 1 if one failed. Full
+# output: build/fresh_debian/SUITE-USER-COMMAND.log.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+suite=${1:-bookworm} who=${2:-both}
+shift $(($# < 2 ? $# : 2))
+commands=("$@")
+[ ${#commands[@]} -gt 0 ] || commands=(demo test)
+case $suite in bookworm | trixie) ;; *) echo "fresh_debian: '$suite' is not a suite: bookworm or trixie" >&2; exit 2 ;; esac
+case $who in root | user) users=("$who") ;; both) users=(root user) ;;
+  *) echo "fresh_debian: '$who' must be root, user or both" >&2; exit 2 ;; esac
+[ "$(id -u)" -eq 0 ] || { echo "fresh_debian: debootstrap and chroot need root" >&2; exit 2; }
+command -v debootstrap > /dev/null || { echo "fresh_debian: needs debootstrap: apt-get install debootstrap" >&2; exit 2; }
+
+logs=$PWD/build/fresh_debian
+mkdir -p "$logs"
+top=$(mktemp -d "${TMPDIR:-/tmp}/fresh-debian.XXXXXX")
+# The mounts live in a namespace of their own and end with it, so nothing of the machine's is below this folder.
+trap 'rm -rf --one-file-system "$top"' EXIT
+
+mirror=$(cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2> /dev/null |
+  grep -oE 'https?://[^ ]+/debian/?( |$)' | head -1 | tr -d ' ')
+mirror=${mirror:-http://deb.debian.org/debian}
+echo "fresh_debian: $suite: debootstrap"
+debootstrap --variant=minbase --include=ca-certificates "$suite" "$top/base" "$mirror" > "$logs/debootstrap.log" 2>&1 ||
+  { tail -5 "$logs/debootstrap.log" >&2; exit 1; }
+base=$top/base
+cp -a /etc/apt/apt.conf.d/. "$base/etc/apt/apt.conf.d/"
+cp /etc/resolv.conf "$base/etc/resolv.conf"
+cp /etc/hosts "$base/etc/hosts"
+cp /etc/ssl/certs/ca-certificates.crt "$base/etc/ssl/certs/"
+{
+  echo "deb $mirror $suite main"
+  echo "deb $mirror $suite-updates main"
+} > "$base/etc/apt/sources.list"
+
+# inside FOLDER COMMAND...: in the new system, with nothing of this machine's environment but how it reaches the archive.
+inside() {
+  local folder=$1 proxies=()
+  shift
+  for name in http_proxy https_proxy HTTP_PROXY HTTPS_PROXY no_proxy; do
+    [ -z "${!name:-}" ] || proxies+=("$name=${!name}")
+  done
+  # shellcheck disable=SC2016
+  unshare --mount --pid --fork --kill-child bash -ec '
+    mount --make-rprivate /
+    mount -t proc proc "$1/proc"
+    mount -t sysfs sys "$1/sys"
+    mount --rbind /dev "$1/dev"
+    mount -t tmpfs tmpfs "$1/run"
+    folder=$1
+    shift
+    exec chroot "$folder" "$@"' inside "$folder" \
+    /usr/bin/env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root TERM=dumb "${proxies[@]}" "$@"
+}
+
+git clone --quiet --bare . "$top/gradwire.git"
+status=0
+for user in "${users[@]}"; do
+  folder=$top/$user
+  cp -a "$base" "$folder"
+  install=(make git)
+  [ "$user" = root ] || install+=(sudo)
+  inside "$folder" sh -ec 'apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends "$@" > /dev/null' \
+    install "${install[@]}" > "$logs/install.log" 2>&1 || { tail -5 "$logs/install.log" >&2; exit 1; }
+  cp -a "$top/gradwire.git" "$folder/srv/gradwire.git"
+  if [ "$user" = root ]; then
+    as=(sh -ec)
+  else
+    inside "$folder" sh -ec 'useradd --create-home user && echo "user ALL=(ALL) NOPASSWD: ALL" > /etc/sudoers.d/user'
+    as=(setpriv --reuid user --regid user --init-groups env HOME=/home/user sh -ec)
+  fi
+  inside "$folder" "${as[@]}" 'cd && git -c safe.directory=* clone --quiet /srv/gradwire.git gradwire'
+  for name in "${commands[@]}"; do
+    log=$logs/$suite-$user-$name.log
+    begin=$SECONDS
+    code=0
+    inside "$folder" "${as[@]}" "cd && cd gradwire && exec make $name" > "$log" 2>&1 < /dev/null || code=$?
+    [ $code -eq 0 ] || status=1
+    took=$((SECONDS - begin))
+    echo "fresh_debian: $suite, $user: make $name: exit status $code after $((took / 60)):$(printf %02d $((took % 60))) min"
+    grep -E '^setup: .*(could not|off:)' "$log" || true
+    tail -8 "$log" | sed 's/^/    /'
+  done
+  rm -rf --one-file-system "$folder"
+done
+exit $status

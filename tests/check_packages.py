@@ -1,0 +1,288 @@
+#!/usr/bin/env python3
+"""Checks that scripts/setup.sh installs every package that the build, the tests and the scripts use.
+
+    check_packages.py ROOT BUILD [--without PACKAGE]
+
+A machine that tests Gradwire has packages that a user's machine lacks, so a missing entry in setup.sh's list shows
+only on a bare Debian (scripts/fresh_debian.sh). This check does not depend on what else is installed: each system
+header and library of the build in BUILD, each command of the scripts, and each Python module must belong to a package
+in the closure of setup.sh's list, or to the base system (debootstrap's minbase, make and git). The closure follows
+Depends and Pre-Depends, not Recommends, as setup.sh does.
+
+--without PACKAGE checks as if setup.sh did not list PACKAGE. Exits with 77 on systems without dpkg.
+"""
+import argparse
+import ast
+import collections
+import pathlib
+import re
+import subprocess
+import sys
+
+BASE = ("make", "git", "apt")
+# What is used only where it is found. Each says what happens without it.
+OPTIONAL_COMMANDS = {
+    "clang-format": "make format only",
+    "clang++": "make fuzz says that it needs clang",
+    "nvcc": "the CUDA side is left out",
+    "nvidia-smi": "no GPU",
+    "cuobjdump": "the machine-code check is skipped",
+    "nvdisasm": "the machine-code check is skipped",
+    "compute-sanitizer": "make gpu-check says so",
+    "ncu": "make gpu-check says so",
+    "perf": "make host-check says so",
+    "debootstrap": "scripts/fresh_debian.sh says so",
+    "sudo": "setup.sh says what it could not install",
+    "gcc": "the compiler's own name on the machine",
+    "srun": "played by the test where it is missing",
+    "mpirun": "played by the test where it is missing",
+    "torchrun": "make test-frameworks installs it",
+    "pkg-config": "capi_installed leaves that part out",
+}
+# Installed by make test-frameworks or make wheel into folders of their own below build/.
+OPTIONAL_MODULES = {"jax", "jaxlib", "optax", "flax", "auditwheel", "tensorboard"}
+PLURALS = {"header": "headers", "library": "libraries", "command": "commands", "module": "Python modules"}
+TOOL_FOLDERS = ("/usr/bin/", "/bin/", "/usr/sbin/", "/sbin/")
+SHELL_WORDS = set("if then else elif fi for while until do done case esac in function return exit local export set unset shift "
+                  "cd echo printf read test true false trap exec eval source wait kill type command mapfile declare break "
+                  "continue time let umask ulimit builtin select readonly pushd popd hash".split())
+
+
+class Packages:
+    """The installed packages, from dpkg's database."""
+
+    def __init__(self):
+        fields = ("binary:Package", "Essential", "Priority", "Provides", "Pre-Depends", "Depends", "db:Status-Status")
+        lines = subprocess.run(["dpkg-query", "-W", "-f", "\t".join(f"${{{f}}}" for f in fields) + "\n"],
+                               check=True, capture_output=True, text=True).stdout.splitlines()
+        self.needs, self.base, self.providers = {}, set(BASE), collections.defaultdict(set)
+        for line in lines:
+            name, essential, priority, provides, before, needs, status = line.split("\t")
+            name = name.split(":")[0]
+            if status != "installed":
+                continue
+            self.needs[name] = [[self.bare(choice) for choice in group.split("|")]
+                                for group in f"{before},{needs}".split(",") if group.strip()]
+            for provided in provides.split(","):
+                if provided.strip():
+                    self.providers[self.bare(provided)].add(name)
+            if essential == "yes" or priority == "required":
+                self.base.add(name)
+        self.owner = collections.defaultdict(set)
+        for listing in pathlib.Path("/var/lib/dpkg/info").glob("*.list"):
+            package = listing.stem.split(":")[0]
+            for path in listing.read_text().splitlines():
+                self.owner[merged(path)].add(package)
+
+    @staticmethod
+    def bare(dependency):
+        return re.split(r"[\s(:]", dependency.strip())[0]
+
+    def closure(self, names):
+        """names and all that they depend on. Of alternatives, the first: what apt installs on a bare machine."""
+        found, open_names = set(), list(names)
+        while open_names:
+            name = open_names.pop()
+            if name in found:
+                continue
+            found.add(name)
+            for group in self.needs.get(name, []):
+                first = group[0]
+                if first in self.needs:
+                    open_names.append(first)
+                else:  # virtual: whatever provides it; not installed: only a later alternative is here
+                    open_names.extend(self.providers.get(first, ()))
+                    if first not in self.providers and len(group) > 1:
+                        open_names.extend(choice for choice in group[1:] if choice in self.needs)
+        return found
+
+
+def merged(path):
+    """path as it is named where /bin, /sbin and /lib are links into /usr."""
+    return re.sub(r"^/(bin|sbin|lib|lib32|lib64|libx32)/", r"/usr/\1/", str(path))
+
+
+def setup_list(root):
+    """The packages that scripts/setup.sh installs."""
+    text = (root / "scripts/setup.sh").read_text()
+    groups = re.findall(r"^(?:required|optional)=\((.*?)^\)", text, re.M | re.S)
+    return [entry.split(":")[0] for group in groups for entry in re.findall(r'"([^"]+)"', group)]
+
+
+def build_files(build):
+    """(file, its user) of each header outside the tree that was read, and each library that was linked."""
+    deps = subprocess.run(["ninja", "-C", build, "-t", "deps"], capture_output=True, text=True, check=True).stdout
+    target = None
+    for line in deps.splitlines():
+        if line.startswith("    "):
+            yield line.strip(), target
+        elif line:
+            target = line.split(":")[0]
+    commands = subprocess.run(["ninja", "-C", build, "-t", "commands"], capture_output=True, text=True, check=True).stdout
+    names = {}
+    for line in commands.splitlines():
+        if " -c " in line:
+            continue
+        target = re.search(r" -o (\S+)", line)
+        for word in line.split():
+            if re.fullmatch(r"/\S+\.(so|a)(\.[0-9.]+)?", word):
+                names.setdefault(word, target[1] if target else "a link")
+            elif re.fullmatch(r"-l[A-Za-z0-9_+.-]+", word):
+                names.setdefault(word, target[1] if target else "a link")
+    for name, target in names.items():
+        if name.startswith("-l"):
+            name = subprocess.run(["c++", f"-print-file-name=lib{name[2:]}.so"], capture_output=True, text=True).stdout.strip()
+        if name.startswith("/"):
+            yield name, target
+
+
+def shell_commands(text):
+    """Words in the place of a command in a shell script, without its here-documents, comments and quoted text."""
+    text = re.sub(r"<<-?\s*'?(\w+)'?.*?^\s*\1$", "", text, flags=re.M | re.S)
+    text = re.sub(r"\\\n", " ", text)
+    text = re.sub(r"(?m)(^|\s)#.*$", "", text)
+    text = re.sub(r"'[^']*'", "QUOTED", text)  # programs of awk and sed
+    text = re.sub(r"=\([^()]*\)", "=LIST", text)
+    start = r"(?:^|[|&;({!]|\$\(|\bthen\b|\bdo\b|\belse\b|\bif\b|\bwhile\b|\bexec\b|\btime\b)\s*"
+    prefix = r"(?:(?:\w+=\S*|env|nice|nohup|setsid|-[nu]\s*\S+|sudo)\s+)*"
+    for match in re.finditer(start + prefix + r"([A-Za-z][A-Za-z0-9_+.-]*)(?=[\s;)|&<>\"]|$)", text, re.M):
+        yield match[1]
+
+
+def python_commands_and_modules(path):
+    """("command" or "module", name) of each program that a Python file starts by a literal name, and each import."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (("module", alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield "module", node.module
+        elif isinstance(node, ast.Call) and node.args:
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            first = node.args[0]
+            if name in ("run", "Popen", "check_output", "check_call", "call") and isinstance(first, (ast.List, ast.Tuple)):
+                words = [e.value for e in first.elts if isinstance(e, ast.Constant) and isinstance(e.value, str)]
+                if first.elts and isinstance(first.elts[0], ast.Constant):
+                    yield "command", words[0]
+                for option, module in zip(words, words[1:]):
+                    if option == "-m":
+                        yield "module", module
+            elif name == "which" and isinstance(first, ast.Constant):
+                yield "command", first.value
+
+
+def uses(root):
+    """(kind, name, its user) of the commands and Python modules that scripts, tests and benches name."""
+    tracked = subprocess.run(["git", "-C", root, "ls-files"], capture_output=True, text=True)
+    names = tracked.stdout.splitlines() if tracked.returncode == 0 else \
+        [str(p.relative_to(root)) for p in root.rglob("*") if not str(p.relative_to(root)).startswith("build")]
+    local = {part for name in names if name.endswith(".py") for part in pathlib.Path(name).with_suffix("").parts}
+    for name in names:
+        path = root / name
+        if not path.is_file():
+            continue
+        if name.endswith(".sh") or name in ("Makefile", ".ci/run"):
+            text = path.read_text()
+            functions = set(re.findall(r"^\s*(\w+)\(\)", text, re.M))
+            if name == "Makefile":
+                text = "\n".join(line.lstrip("\t@") for line in text.splitlines() if line.startswith("\t"))
+            for word in set(shell_commands(text)) - SHELL_WORDS - functions:
+                yield "command", word, name
+            for module in {*re.findall(r"python\S*\"?\)? -m (\w+)", text), *re.findall(r"-m (venv)\b", text)} - local:
+                yield "module", module, name
+        elif name.endswith(".py"):
+            for kind, word in set(python_commands_and_modules(path)):
+                if kind == "command" or word.split(".")[0] not in local:
+                    yield kind, word, name
+
+
+def module_file(modules):
+    """The file of each module as Debian's Python finds it, or None."""
+    program = """
+import importlib.util, sys
+sys.path = [p for p in sys.path if p.startswith("/usr/lib/python3")]
+for name in sys.argv[1:]:
+    top = name.split(".")[0]
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        spec = None
+    if top == "venv":  # which needs ensurepip to make one
+        spec = importlib.util.find_spec("ensurepip")
+    origin = getattr(spec, "origin", None)
+    if spec and origin in (None, "built-in", "frozen"):
+        origin = (spec.submodule_search_locations or ["built-in"])[0]
+    print(name, origin, sep="\\t")
+"""
+    lines = subprocess.run(["/usr/bin/python3", "-I", "-c", program, *modules], check=True, capture_output=True, text=True).stdout
+    return dict(line.split("\t") for line in lines.splitlines())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("root", type=pathlib.Path)
+    parser.add_argument("build", type=pathlib.Path)
+    parser.add_argument("--without", metavar="PACKAGE")
+    arguments = parser.parse_args()
+    root, build = arguments.root.resolve(), arguments.build.resolve()
+    if not pathlib.Path("/var/lib/dpkg/info").is_dir():
+        print("skipped: not a Debian system")
+        sys.exit(77)
+    packages = Packages()
+    listed = [name for name in setup_list(root) if name != arguments.without]
+    allowed = packages.closure([*listed, *packages.base])
+    missing = collections.defaultdict(set)
+    checked = collections.Counter()
+
+    def check(kind, path, what, user):
+        owners = packages.owner.get(merged(path), set()) | packages.owner.get(merged(pathlib.Path(path).resolve()), set())
+        checked[kind] += 1
+        if not owners & allowed:
+            missing[", ".join(sorted(owners)) or "no Debian package"].add(f"{kind} {what}, used by {user}")
+
+    cache = (build / "CMakeCache.txt").read_text()
+    toolkits = [pathlib.Path(found).resolve().parent for found in re.findall(r"^(?:NCCL_INCLUDE_DIR|NCCL_LIBRARY):\w+=(/\S+)", cache, re.M)]
+    toolkits += [pathlib.Path(found).resolve().parent.parent for found in re.findall(r"^CMAKE_CUDA_COMPILER:\w+=(/\S+)", cache, re.M)]
+    # The CUDA toolkit and NCCL are not Debian's; without them their side is left out.
+    outside = [root, build, *(folder for folder in toolkits if folder not in map(pathlib.Path, ("/usr", "/usr/include")))]
+    seen = set()
+    for path, user in build_files(build):
+        path = pathlib.Path(path)
+        real = path.resolve()
+        if not path.is_absolute() or path in seen or any(folder in (*path.parents, *real.parents) for folder in outside):
+            continue
+        seen.add(path)
+        if real.exists() and not re.search(r"/(nccl\w*\.h|nccl_device/.*|libnccl\S*|libcuda\.so\S*)$", str(path)):
+            check("library" if ".so" in path.name or path.suffix == ".a" else "header", path, path, user)
+    modules = {}
+    for kind, name, user in uses(root):
+        if kind == "module":
+            if name.split(".")[0] not in OPTIONAL_MODULES:
+                modules.setdefault(name, user)
+        elif name not in OPTIONAL_COMMANDS:
+            found = [folder + name for folder in TOOL_FOLDERS if pathlib.Path(folder + name).exists()]
+            if found:
+                check("command", found[0], name, user)
+    for name, path in module_file(sorted(modules)).items():
+        if path == "None":
+            missing["no Debian package that is installed here"].add(f"module {name}, used by {modules[name]}")
+        elif path != "built-in":
+            check("module", path, name, modules[name])
+
+    for package, users in sorted(missing.items()):
+        print(f"{package} is not in scripts/setup.sh's list, but is needed:")
+        for user in sorted(users)[:5]:
+            print(f"  {user}")
+        if len(users) > 5:
+            print(f"  and {len(users) - 5} more")
+    if min(checked[kind] for kind in PLURALS) == 0:
+        print(f"nothing was checked of one kind: {dict(checked)}; is {build} a finished build?")
+        sys.exit(1)
+    if missing:
+        sys.exit(1)
+    print(", ".join(f"{count} {PLURALS[kind]}" for kind, count in sorted(checked.items())) +
+          f" belong to the {len(allowed)} packages that setup.sh's list and the base system come to")
+
+
+if __name__ == "__main__":
+    main()
