@@ -6,12 +6,13 @@
 
 #include "bench/commands/commands.h"
 #include "runtime/error.h"
+#include "runtime/standard_descriptors.h"
 
 namespace {
 
 int fail(const std::string& what, int exit_code) {
   std::fflush(stdout);
-  fmt::print(stderr, "gradwire-bench: {}\n", what);
+  std::fprintf(stderr, "gradwire-bench: %s\n", what.c_str());
   return exit_code;
 }
 
@@ -19,6 +20,7 @@ int fail(const std::string& what, int exit_code) {
 
 int main(int argc, char** argv) {
   constexpr int kFailed = 1, kBadInput = 2;
+  gradwire::prepare_standard_descriptors();
   CLI::App app{"Measures and proves Gradwire's parts.", "gradwire-bench"};
   app.set_version_flag("--version", "gradwire-bench " GRADWIRE_VERSION);
   app.require_subcommand(1);
@@ -33,6 +35,9 @@ int main(int argc, char** argv) {
     gradwire::bench::add_schedules(app, exit_code);
     gradwire::bench::add_step(app, exit_code);
     app.parse(argc, argv);
+    if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
+      return fail("standard output could not be written: its disk is full, or its reader is gone", kFailed);
+    }
     return exit_code;
   } catch (const CLI::Success& success) {
     return app.exit(success);  // --help, --version

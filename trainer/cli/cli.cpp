@@ -10,6 +10,7 @@
 #include "collectives/communicator/communicator.h"
 #include "runtime/environment.h"
 #include "runtime/error.h"
+#include "runtime/standard_descriptors.h"
 #include "trainer/cli/compare.h"
 #include "trainer/cli/doctor.h"
 #include "trainer/cli/flags.h"
@@ -134,11 +135,13 @@ int parse_and_run(int argc, char** argv) {
 }  // namespace
 
 int cli_main(int argc, char** argv) {
+  prepare_standard_descriptors();
   try {
     const int code = parse_and_run(argc, argv);
     // A full disk shows here at the latest; what a reader misses must not pass for a success.
     if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
-    return report("standard output could not be written; is the disk full? All else is done", kFailed);
+    return report("standard output could not be written: its disk is full, or its reader is gone. All else is done",
+                  kFailed);
   } catch (const BadInput& error) {
     return report(error.what(), kBadInput);
   } catch (const std::bad_alloc&) {

@@ -79,8 +79,8 @@ void top(const TopOptions& options) {
           fmt::format("Nothing has been written for {}: has the run ended?\n", human_seconds(log.idle_s()));
     }
     std::printf("%s%s", once ? "" : "\033[H\033[2J", text.c_str());
-    std::fflush(stdout);
-    if (once || run.finished()) return;
+    const bool written = std::fflush(stdout) == 0;
+    if (once || run.finished() || !written) return;
     std::this_thread::sleep_for(std::chrono::seconds(1));
   }
 }
