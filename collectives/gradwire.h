@@ -102,7 +102,7 @@ GW_API const char* gw_last_error(void);
  * device      GW_HOST on all ranks, or the number of a CUDA device of this process, which may differ.
  * timeout_ms  > 0. The longest wait for a peer, both while joining and later in any operation. If one rank
  *             writes a checkpoint during a step, that counts as a wait for all the others. May differ: each
- *             rank applies its own.
+ *             rank applies its own. Time in which this process itself is stopped does not count.
  * comm        out; release it with gw_comm_destroy().
  *
  * GW_BAD_ARGUMENT, GW_COMM_FAILED (a rank did not join; the text says which), GW_DEVICE_FAILED,
@@ -198,8 +198,9 @@ GW_API gw_status gw_shrinkable(int on);
  *
  * comm        made with gw_shrinkable(1). Afterwards it and its reducers can only be destroyed.
  * timeout_ms  > 0. How long to wait for ranks that are alive but do not call this. A rank whose process has ended is
- *             not waited for, one that is stopped or cut off for 1 s. May differ. Once the survivors know each other,
- *             they have up to 5 s more to connect.
+ *             not waited for. Ranks that are stopped or cut off are waited for for 1 s, all at the same time, which does
+ *             not count: the time begins when the lowest rank that answers has found that those below it do not. May
+ *             differ. Once the survivors know each other, they have up to 5 s more to connect.
  * rest        out: can shrink in turn. Like a part of gw_comm_split(), it needs no rendezvous, and the number of ranks
  *             per node is unknown.
  * ranks       out: the survivors' ranks in `comm`, ascending: ranks[i] is rank i of `rest`. May be null. After a
@@ -299,6 +300,15 @@ GW_API gw_status gw_comm_check(gw_comm comm);
 /* Fails everything pending on the communicator, on this rank and on all others that can be reached, with
  * `reason` (may be null) in their error texts. For watchdogs: returns at once; any thread may call it. */
 GW_API gw_status gw_comm_abort(gw_comm comm, const char* reason);
+
+/* Lets another thread cancel the calls of this one that wait for ranks and have no communicator to abort:
+ * gw_comm_create(), gw_comm_from_store(), gw_comm_join(), gw_comm_shrink(). Once *flag is not 0, their deadlines are
+ * over, which they notice within 0.1 s, and they return GW_COMM_FAILED within seconds. So a program can answer Ctrl-C:
+ * it makes the call on a thread of its own and sets the flag from the one that handles signals.
+ *
+ * flag  stays the caller's, and must stay valid until this thread passes another one, or null: not cancellable, the
+ *       default. */
+GW_API gw_status gw_cancellable(const volatile int32_t* flag);
 
 /* Releases the handle; the group itself lives until its last reducer is destroyed as well. Waits for work in
  * flight; to avoid the wait, abort first. Null does nothing. */

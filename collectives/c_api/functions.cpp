@@ -17,6 +17,7 @@
 #include "collectives/transport/nccl.h"
 #include "collectives/transport/tcp.h"
 #include "collectives/transport/transport.h"
+#include "runtime/running_clock.h"
 
 namespace {
 
@@ -299,6 +300,10 @@ gw_status gw_comm_abort(gw_comm comm, const char* reason) {
     // No lock: its holder may be waiting for the operation that is aborted here.
     object->communicator->abort(reason != nullptr && *reason != '\0' ? reason : "gw_comm_abort was called");
   });
+}
+
+gw_status gw_cancellable(const volatile int32_t* flag) {
+  return guarded(__func__, [&] { RunningClock::cancel_by(flag); });
 }
 
 gw_status gw_comm_destroy(gw_comm comm) {

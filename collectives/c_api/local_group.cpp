@@ -7,6 +7,7 @@
 
 #include "collectives/c_api/comm.h"
 #include "collectives/c_api/errors.h"
+#include "runtime/running_clock.h"
 
 namespace gradwire::c_api {
 namespace {
@@ -35,6 +36,7 @@ Meetings& meetings() {
 
 std::unique_ptr<Communicator> join_local_group(const std::string& name, int rank, int world, Device device,
                                                std::chrono::milliseconds timeout) {
+  const RunningClock::Watch watch;
   Meetings& all = meetings();
   std::unique_lock lock(all.mutex);
   auto& entry = all.by_name[name];
@@ -59,7 +61,7 @@ std::unique_ptr<Communicator> join_local_group(const std::string& name, int rank
     meeting->complete = true;
     all.by_name.erase(name);
     all.changed.notify_all();
-  } else if (!all.changed.wait_for(lock, timeout, [&] { return meeting->complete; })) {
+  } else if (!wait_until(all.changed, lock, RunningClock::now() + timeout, [&] { return meeting->complete; })) {
     std::string absent;
     for (int r = 0; r < world; ++r) {
       if (!meeting->seats[r]) absent += fmt::format("{}{}", absent.empty() ? "" : ", ", r);

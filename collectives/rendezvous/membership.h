@@ -79,6 +79,7 @@ class Membership {
   void leave() { client_.reset(); }
 
  private:
+  const RunningClock::Watch watch_;
   GroupOptions options_;
   std::string key_;
   std::string published_file_;           // rank 0's, with file:///

@@ -152,6 +152,7 @@ class Newcomer {
     return invitation;
   }
 
+  const RunningClock::Watch watch_;
   const Knock& request_;
   const std::string secret_;
   std::shared_ptr<Reunion> reunion_;

@@ -25,9 +25,10 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kFirstAsk{50};   // most survivors call by themselves
 constexpr milliseconds kAskAgain{500};  // those that are waited for may die, too
-constexpr milliseconds kTick{200};      // by which the thread notices that it was stopped
+constexpr milliseconds kTick{200};      // within which joiners are told to wait
 constexpr milliseconds kRetry{20};
-constexpr milliseconds kSlack{3000};  // a leader may have heard of the failure that much later
+// A leader may have heard of the failure that much later, and looks for lower ranks before it leads.
+constexpr milliseconds kSlack{3000};
 // Keys of a hello: what a rank wants of another.
 constexpr const char* kCall = "call";  // to be told who is left
 constexpr const char* kAsk = "ask";    // whether it lives
@@ -127,9 +128,6 @@ void Reunion::serve() {
     poll(entries.data(), entries.size(), static_cast<int>(kTick.count()));
     std::unique_lock lock(mutex_);
     if (stop_) return;
-    const auto now = SteadyClock::now();
-    stopped_for_long_ = stopped_for_long_ || now - ticked_at_ > kPatience;
-    ticked_at_ = now;
     told_ = false;
     serve_callers();
     changed_.notify_all();
@@ -227,6 +225,7 @@ void Reunion::answer(Caller& c, const StoreMessage& message) {
         fmt::format("the other ranks have gone on without rank {}, which did not answer them in time", rank));
   } else {
     told_ = given_up_ = true;
+    heard_.insert(rank);
     if (message.key == kAsk) {
       reply(Op::ok, "", "");
       outranked_ = outranked_ || rank < rank_;
@@ -289,7 +288,6 @@ Reunion::Survivors Reunion::understand(const std::string& text) const {
 // Waits to be told by rank `leader`. Nothing when that one cannot say: it died, was stopped, or follows another itself.
 std::optional<Reunion::Survivors> Reunion::follow(int leader, Socket socket,
                                                   SteadyClock::time_point deadline) {
-  deadline += kSlack;
   std::string bytes;
   while (true) {
     const auto now = SteadyClock::now();
@@ -307,33 +305,52 @@ std::optional<Reunion::Survivors> Reunion::follow(int leader, Socket socket,
   }
 }
 
-Reunion::Survivors Reunion::regroup(SteadyClock::time_point deadline) {
-  while (SteadyClock::now() < deadline) {
-    std::set<int> silent, gone;
+// Asks lower ranks at the same time, so that several that are stopped cost no more than one. Those that `silent` names
+// have not answered in this regrouping and are not asked again.
+void Reunion::look_below(std::set<int>& silent, std::set<int>& gone) {
+  std::vector<int> ask;
+  for (int r = 0; r < rank_; ++r) {
+    if (!silent.contains(r)) ask.push_back(r);
+  }
+  std::vector<Presence> presence(ask.size());
+  at_once(ask.size(), [&](size_t i) { presence[i] = call(ask[i], kAsk).presence; });
+  for (size_t i = 0; i < ask.size(); ++i) {
+    if (presence[i] == Presence::gone) gone.insert(ask[i]);
+    if (presence[i] == Presence::silent) silent.insert(ask[i]);
+  }
+}
+
+Reunion::Survivors Reunion::regroup(milliseconds timeout) {
+  const auto give_up = SteadyClock::now() + timeout + kSlack;
+  std::optional<SteadyClock::time_point> lead_until;  // counted from when this rank leads
+  std::set<int> silent;
+  while (SteadyClock::now() < give_up) {
+    std::set<int> gone;
     std::optional<Survivors> survivors;
-    int leader = 0;
     {
       std::lock_guard lock(mutex_);
+      for (const int r : heard_) silent.erase(r);
+      heard_.clear();
       follows_ = rank_ > 0;  // until it is known that no lower rank answers
       outranked_ = lost_caller_ = false;
       followers_.clear();
       told_by_.close();
       if (follows_) send_away();
     }
-    for (; leader < rank_; ++leader) {
+    look_below(silent, gone);
+    int leader = 0;
+    while (silent.contains(leader) || gone.contains(leader)) ++leader;
+    if (leader < rank_) {
       Call called = call(leader, kCall);
-      if (called.presence == Presence::here) {
-        survivors = follow(leader, std::move(called.socket), deadline);
-        break;
-      }
-      (called.presence == Presence::gone ? gone : silent).insert(leader);
-    }
-    if (leader == rank_) {
+      if (called.presence == Presence::silent) silent.insert(leader);
+      if (called.presence == Presence::here) survivors = follow(leader, std::move(called.socket), give_up);
+    } else {
       {
         std::lock_guard lock(mutex_);
         follows_ = false;
       }
-      survivors = lead(std::move(silent), std::move(gone), deadline);
+      if (!lead_until) lead_until = SteadyClock::now() + timeout;
+      survivors = lead(silent, std::move(gone), *lead_until);
       if (survivors && survivors->meeting.empty()) return *survivors;  // this rank's own decision
     }
     if (survivors) {
@@ -373,8 +390,8 @@ std::optional<Reunion::Survivors> Reunion::lead(std::set<int> silent, std::set<i
     std::vector<int> ask;
     {
       std::unique_lock lock(mutex_);
-      changed_.wait_until(lock, std::min(ask_at, deadline),
-                          [&] { return outranked_ || lost_caller_ || missing(silent, gone).empty(); });
+      wait_until(changed_, lock, std::min(ask_at, deadline),
+                 [&] { return outranked_ || lost_caller_ || missing(silent, gone).empty(); });
       lost_caller_ = false;
       if (outranked_) {
         send_away();
@@ -416,8 +433,7 @@ Reunion::Survivors Reunion::count(std::set<int> silent, const std::set<int>& gon
     if (c.rank > rank_ && c.rank < static_cast<int>(contacts_.size())) here.insert(c.rank);
   }
   // Somebody who went on without this rank may have ended since, in good order.
-  if (stopped_for_long_ || SteadyClock::now() - ticked_at_ > kPatience)
-    silent.insert(gone.begin(), gone.end());
+  if (RunningClock::long_stops() != long_stops_) silent.insert(gone.begin(), gone.end());
   for (const int r : here) silent.erase(r);
   const size_t alive = here.size(), perhaps = alive + silent.size();
   const bool has_lowest = silent.empty() || *here.begin() < *silent.begin();
@@ -482,7 +498,8 @@ void Reunion::adopt(const Survivors& survivors) {
   contacts_ = std::move(contacts);
   rank_ = static_cast<int>(std::find(last_.begin(), last_.end(), rank_) - last_.begin());
   follows_ = false;
-  stopped_for_long_ = false;
+  heard_.clear();
+  long_stops_ = RunningClock::long_stops();
 }
 
 }  // namespace gradwire

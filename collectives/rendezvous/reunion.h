@@ -1,8 +1,8 @@
 // How the ranks of a failed group agree on which of them are left.
 //
 // Each rank of a group that may go on listens at a port of its own, from the beginning, served by a thread. After a
-// failure each survivor calls the ranks below it, lowest first, until one answers, and waits for that one; a rank that
-// reaches none leads. The leader asks the ranks that have not called, which also tells them of the failure, waits for
+// failure each survivor asks all ranks below it at the same time, and waits for the lowest that answers; a rank that
+// reaches none leads. A rank that was silent is not asked again in this regrouping unless it says something. The leader asks the ranks that have not called, which also tells them of the failure, waits for
 // those that answer, and publishes who is left and where its new store is. A rank that is missing is one of
 //   gone     nothing listens at its port any more: the process has ended
 //   silent   it does not answer in a second: stopped, or cut off. It may live
@@ -64,8 +64,8 @@ class Reunion {
     std::vector<std::string> joined = {};
   };
   // Collective over the survivors. On the leader, followed by publish(). Throws CommError when this rank was left out,
-  // when too few answer, or when those who answer do not all call it by the deadline.
-  Survivors regroup(SteadyClock::time_point deadline);
+  // when too few answer, or when those who answer do not all call it within `timeout`, counted from when a rank leads.
+  Survivors regroup(std::chrono::milliseconds timeout);
   // Tells the survivors, for whom this also begins the new group.
   void publish(Survivors survivors, const std::string& meeting);
   // Until enter(). The leader's sockets to the other survivors, in the order of their ranks; each says something, whatever
@@ -139,6 +139,7 @@ class Reunion {
   void have_newcomers_wait();
   void send_away();
   Call call(int rank, const char* what);
+  void look_below(std::set<int>& silent, std::set<int>& gone);
   std::optional<Survivors> follow(int leader, Socket socket, SteadyClock::time_point deadline);
   Survivors understand(const std::string& text) const;
   std::optional<Survivors> lead(std::set<int> silent, std::set<int> gone, SteadyClock::time_point deadline);
@@ -168,9 +169,11 @@ class Reunion {
   std::string last_text_;              // and what they were told
   bool follows_ = false;               // waits for a rank that leads; callers are to try that one
   bool outranked_ = false;             // a lower rank leads
+  std::set<int> heard_;                // ranks that have called since this rank last looked below it
   bool told_ = false;                  // by a caller that the group has failed
-  bool stopped_for_long_ = false;      // others may have taken this rank for dead
-  SteadyClock::time_point ticked_at_ = SteadyClock::now();  // when the thread was last seen to run
+  const RunningClock::Watch watch_;
+  // Before this group. After another stop the others may have taken this rank for dead.
+  int64_t long_stops_ = RunningClock::long_stops();
   bool stop_ = false;
   TurnedAway turned_away_;
   std::vector<std::string> notes_;  // of whom it has turned away, to be told

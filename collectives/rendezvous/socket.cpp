@@ -49,18 +49,29 @@ std::string address_of(int fd, Ask ask) {
 
 bool wait_for(int fd, short events, SteadyClock::time_point deadline) {
   while (true) {
-    auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - SteadyClock::now()).count();
+    const bool late = SteadyClock::now() >= deadline;
     pollfd entry = {fd, events, 0};
-    int ready = poll(&entry, 1, static_cast<int>(std::clamp<int64_t>(left, 0, 1'000'000)));
+    const int ready = poll(&entry, 1, late ? 0 : milliseconds_until(deadline));
     if (ready > 0) return true;
-    if (ready == 0 && left <= 0) return false;
+    if (ready == 0 && late) return false;
     if (ready < 0 && errno != EINTR) return false;
   }
 }
 
-void make_ready_for_messages(int fd) {
-  int on = 1;
-  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+// What every connection gets. A machine that loses power or its cable sends nothing; the kernel asks connections on
+// which nothing arrives whether the other machine still answers, and ends them after kHostGoneAfter. A process that is merely
+// stopped does not matter: its kernel answers.
+void set_connection_options(int fd) {
+  constexpr int kIdle = 5, kBetweenProbes = 1, kProbes = static_cast<int>(kHostGoneAfter.count()) - kIdle;
+  const auto set = [fd](int level, int option, int value) {
+    setsockopt(fd, level, option, &value, sizeof value);
+  };
+  set(IPPROTO_TCP, TCP_NODELAY, 1);
+  set(SOL_SOCKET, SO_KEEPALIVE, 1);
+  set(IPPROTO_TCP, TCP_KEEPIDLE, kIdle);
+  set(IPPROTO_TCP, TCP_KEEPINTVL, kBetweenProbes);
+  set(IPPROTO_TCP, TCP_KEEPCNT, kProbes);
+  set(IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(1000 * kHostGoneAfter.count()));
 }
 
 }  // namespace
@@ -98,6 +109,13 @@ std::string Endpoint::text() const {
 
 bool is_loopback(const std::string& address) {
   return address == "localhost" || address == "::1" || address.starts_with("127.");
+}
+
+int milliseconds_until(SteadyClock::time_point deadline) {
+  const auto end = SteadyClock::slice_end(deadline);
+  if (end == SteadyClock::time_point::max()) return -1;
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - SteadyClock::now()).count();
+  return static_cast<int>(std::clamp<int64_t>(left, 0, 1'000'000));
 }
 
 bool wait_readable(int fd, SteadyClock::time_point deadline) {
@@ -161,8 +179,13 @@ int local_port(const Socket& socket) {
 std::optional<Socket> accept_from(const Socket& listener) {
   Socket socket(accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
   if (!socket) return std::nullopt;
-  make_ready_for_messages(socket.fd());
+  set_connection_options(socket.fd());
   return socket;
+}
+
+void expect_full_buffers(const Socket& socket) {
+  const int none = 0;
+  setsockopt(socket.fd(), IPPROTO_TCP, TCP_USER_TIMEOUT, &none, sizeof none);
 }
 
 std::optional<Socket> try_connect(const Endpoint& endpoint, SteadyClock::time_point deadline,
@@ -189,7 +212,7 @@ std::optional<Socket> try_connect(const Endpoint& endpoint, SteadyClock::time_po
       why = std::strerror(error);
       continue;
     }
-    make_ready_for_messages(socket.fd());
+    set_connection_options(socket.fd());
     return socket;
   }
   return std::nullopt;

@@ -1,4 +1,5 @@
-// TCP sockets with deadlines, just enough for rendezvous: every call that waits returns at its deadline.
+// TCP sockets with deadlines, just enough for rendezvous: every call that waits returns at its deadline. Deadlines are on
+// RunningClock, which stands still while this process is stopped.
 #pragma once
 
 #include <chrono>
@@ -7,15 +8,18 @@
 #include <string>
 #include <vector>
 
+#include "runtime/running_clock.h"
+#include "runtime/standard_descriptors.h"
+
 namespace gradwire {
 
-using SteadyClock = std::chrono::steady_clock;
+using SteadyClock = RunningClock;
 
-// Owns a file descriptor.
+// Owns a file descriptor, above those of standard input, output and error.
 class Socket {
  public:
   Socket() = default;
-  explicit Socket(int fd) : fd_(fd) {}
+  explicit Socket(int fd) : fd_(above_standard_descriptors(fd)) {}
   Socket(Socket&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
   Socket& operator=(Socket&& other) noexcept;
   ~Socket() { close(); }
@@ -55,6 +59,14 @@ std::optional<Socket> accept_from(const Socket& listener);  // empty when no con
 std::optional<Socket> try_connect(const Endpoint& endpoint, SteadyClock::time_point deadline,
                                   std::string& why);
 
+// After this long a connection ends whose other machine has lost power or its network: both on accepted connections and
+// on those of try_connect().
+constexpr std::chrono::seconds kHostGoneAfter{10};
+// For connections on which a receiver may be behind for longer than that: bytes that it has no room for do not end the
+// connection (TCP_USER_TIMEOUT would, although the receiver's machine answers). While there are such bytes, only
+// another connection shows that the machine is gone.
+void expect_full_buffers(const Socket& socket);
+
 // False when the peer is gone or the deadline passed.
 bool send_all(const Socket& socket, const std::string& data, SteadyClock::time_point deadline);
 bool receive_exactly(const Socket& socket, char* data, size_t bytes, SteadyClock::time_point deadline);
@@ -67,6 +79,8 @@ bool is_loopback(const std::string& address);
 // Whether other machines could reach a listener there. False for a name that does not resolve.
 bool faces_network(const std::string& host);
 
+// For poll(): the time until `deadline`, or until it is to be called again; -1 without a deadline.
+int milliseconds_until(SteadyClock::time_point deadline);
 // Waits until `fd` can be read (or written) or the deadline passes; false at the deadline.
 bool wait_readable(int fd, SteadyClock::time_point deadline);
 bool wait_writable(int fd, SteadyClock::time_point deadline);

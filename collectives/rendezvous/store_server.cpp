@@ -51,7 +51,7 @@ class StoreServer::Messages {
   std::optional<std::string> take(int from, SteadyClock::time_point deadline) {
     std::unique_lock lock(mutex_);
     auto& messages = by_rank_.at(static_cast<size_t>(from));
-    changed_.wait_until(lock, deadline, [&] { return !messages.empty() || !failure_.empty(); });
+    wait_until(changed_, lock, deadline, [&] { return !messages.empty() || !failure_.empty(); });
     if (messages.empty() && !failure_.empty()) throw CommError(failure_);
     if (messages.empty()) return std::nullopt;
     std::string message = std::move(messages.front());

@@ -7,7 +7,7 @@
 
 namespace gradwire {
 
-bool run_beside(std::function<void()> call, std::chrono::steady_clock::time_point deadline,
+bool run_beside(std::function<void()> call, RunningClock::time_point deadline,
                 const std::function<bool()>& stop) {
   constexpr std::chrono::milliseconds kLookEvery{5};
   struct State {
@@ -25,7 +25,7 @@ bool run_beside(std::function<void()> call, std::chrono::steady_clock::time_poin
   });
   std::unique_lock lock(state->mutex);
   while (!state->done) {
-    const auto now = std::chrono::steady_clock::now();
+    const auto now = RunningClock::now();
     lock.unlock();
     const bool enough = now >= deadline || (stop && stop());
     lock.lock();
@@ -34,7 +34,7 @@ bool run_beside(std::function<void()> call, std::chrono::steady_clock::time_poin
       thread.detach();
       return false;
     }
-    state->changed.wait_until(lock, stop ? std::min(deadline, now + kLookEvery) : deadline,
+    state->changed.wait_until(lock, stop ? std::min(deadline, now + kLookEvery) : RunningClock::slice_end(deadline),
                               [&] { return state->done; });
   }
   lock.unlock();

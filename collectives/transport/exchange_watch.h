@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "collectives/transport/transport.h"
+#include "runtime/running_clock.h"
 
 namespace gradwire {
 
@@ -71,7 +72,7 @@ std::string pending_text(const std::vector<Transfer>& transfers);
 // The exchanges that a rank has enqueued and that are not known to be done. Not thread-safe.
 class ExchangesInFlight {
  public:
-  using Time = std::chrono::steady_clock::time_point;
+  using Time = RunningClock::time_point;
   explicit ExchangesInFlight(std::chrono::milliseconds timeout) : timeout_(timeout) {}
 
   void add(std::unique_ptr<ExchangeMark> mark, WatchedExchange exchange);

@@ -14,11 +14,12 @@
 #include "runtime/capture.h"
 #include "runtime/error.h"
 #include "runtime/multiprocessors.h"
+#include "runtime/running_clock.h"
 
 namespace gradwire {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using Clock = RunningClock;
 
 // A pending send. Lives in the sender's exchange() until it is finished or withdrawn.
 struct Offer {
@@ -134,6 +135,7 @@ class Hub {
   std::map<std::pair<int, int>, std::vector<std::unique_ptr<Transport>>> splits;
   std::map<int, std::shared_ptr<PeerGroup>> peers;  // by number, until all ranks have taken it
   std::vector<std::weak_ptr<PeerWindows>> windows;  // of all ranks, to be stopped
+  const RunningClock::Watch watch;
   std::string failure;
   int at_barrier = 0;
   uint64_t barriers = 0;

@@ -177,6 +177,7 @@ class NcclTransport final : public Transport {
     const bool entered;
   };
 
+  const RunningClock::Watch deadline_watch_;
   NcclSetup setup_;
   const NcclApi& api_;
   const bool watched_;

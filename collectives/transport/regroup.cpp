@@ -15,11 +15,12 @@ std::unique_ptr<Transport> form_rest(Reunion& reunion, const GroupOptions& befor
                                      const FormRest& form) {
   constexpr milliseconds kFormAgain{5000};
   constexpr int kNewcomer = -1;  // no rank of the group before
-  const auto deadline = SteadyClock::now() + timeout;
+  // A failed attempt to form a group is followed by another one until then.
+  const auto deadline = SteadyClock::now() + timeout + Reunion::kPatience;
   std::vector<int> left(static_cast<size_t>(before.world));
   std::iota(left.begin(), left.end(), 0);
   while (true) {
-    const Reunion::Survivors found = reunion.regroup(deadline);
+    const Reunion::Survivors found = reunion.regroup(timeout);
     std::vector<int> ranks;
     for (const int r : found.ranks) ranks.push_back(left[static_cast<size_t>(r)]);
     left = std::move(ranks);

@@ -32,12 +32,6 @@ constexpr uint64_t kHasChecksum = uint64_t{1} << 63;
 // With checksums, at most this much is sent at once: small enough that it is still in a cache when it leaves.
 constexpr size_t kPiece = 128 << 10;
 
-int milliseconds_until(SteadyClock::time_point deadline) {
-  if (deadline == SteadyClock::time_point::max()) return -1;
-  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - SteadyClock::now()).count();
-  return static_cast<int>(std::clamp<int64_t>(left, 0, 1'000'000));
-}
-
 }  // namespace
 
 TcpLinks::Bell::Bell() : socket_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
@@ -103,6 +97,7 @@ void TcpLinks::connect_to(int rank, const std::string& contact, SteadyClock::tim
     const bool connected = why.empty() && send_all(*socket, hello, deadline);
     connecting(-1);
     if (connected) {
+      expect_full_buffers(*socket);
       links_[static_cast<size_t>(rank)].socket = std::move(*socket);
       return;
     }
@@ -160,6 +155,7 @@ void TcpLinks::accept_others(SteadyClock::time_point deadline,
     if (c.said.size() < sizeof rank) return;
     std::memcpy(&rank, c.said.data(), sizeof rank);
     if (rank > rank_ && rank < static_cast<int>(links_.size()) && !links_[static_cast<size_t>(rank)].socket) {
+      expect_full_buffers(c.socket);
       links_[static_cast<size_t>(rank)].socket = std::move(c.socket);
     }
     c.socket.close();

@@ -11,6 +11,7 @@
 
 #include "kernels/wire/fp32.h"
 #include "runtime/error.h"
+#include "runtime/running_clock.h"
 
 namespace gradwire {
 namespace {
@@ -51,7 +52,7 @@ int64_t lay_out(FusedAllreduce& call, Wire wire) {
 namespace host {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using Clock = RunningClock;
 
 class Call {
  public:

@@ -40,6 +40,22 @@ class CommandTest(unittest.TestCase):
         return subprocess.run([self.gradwire, *map(str, arguments)], capture_output=True, text=True,
                               env=self.environment(env), cwd=self.folder, timeout=240)
 
+    def start(self, world, *arguments, own=None, own_env=None, folders=None, **env):
+        """One process per rank, meeting through a file unless told otherwise. By rank: `own`, extra arguments;
+        `own_env`, extra variables; `folders`, where it is started."""
+        if "MASTER_ADDR" not in env and "--rendezvous" not in arguments:
+            arguments += ("--rendezvous", f"file://{self.folder}/meeting")
+        processes = []
+        for rank in range(world):
+            every = self.environment({"RANK": str(rank), "WORLD_SIZE": str(world), **env,
+                                      **(own_env or {}).get(rank, {})})
+            words = [self.gradwire, *map(str, arguments), *map(str, (own or {}).get(rank, ()))]
+            process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=every,
+                                       cwd=folders[rank] if folders else self.folder)
+            self.addCleanup(lambda p=process: (p.kill(), p.communicate()))
+            processes.append(process)
+        return processes
+
     def records(self, name="run.jsonl"):
         return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
 

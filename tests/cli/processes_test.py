@@ -13,22 +13,6 @@ from launch import free_port  # noqa: E402
 
 
 class Processes(CommandTest):
-    def start(self, world, *arguments, own=None, own_env=None, folders=None, **env):
-        """One process per rank, meeting through a file unless told otherwise. By rank: `own`, extra arguments;
-        `own_env`, extra variables; `folders`, where it is started."""
-        if "MASTER_ADDR" not in env and "--rendezvous" not in arguments:
-            arguments += ("--rendezvous", f"file://{self.folder}/meeting")
-        processes = []
-        for rank in range(world):
-            every = self.environment({"RANK": str(rank), "WORLD_SIZE": str(world), **env,
-                                      **(own_env or {}).get(rank, {})})
-            words = [self.gradwire, *map(str, arguments), *map(str, (own or {}).get(rank, ()))]
-            process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=every,
-                                       cwd=folders[rank] if folders else self.folder)
-            self.addCleanup(lambda p=process: (p.kill(), p.communicate()))
-            processes.append(process)
-        return processes
-
     def kill(self, processes, rank, step):
         """Once rank 0 has printed the step."""
         while f"step {step}/" not in processes[0].stdout.readline():

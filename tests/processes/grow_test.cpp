@@ -205,7 +205,7 @@ TEST(Reunion, WhoHearsLateThatTheOthersHaveGrownComesAlong) {
     ranks[static_cast<size_t>(r)]->grow("grown", {contacts[3]});
     ranks[static_cast<size_t>(r)]->enter(r, contacts, ignore);
   }
-  const Reunion::Survivors told = ranks[2]->regroup(SteadyClock::now() + 5s);
+  const Reunion::Survivors told = ranks[2]->regroup(5s);
   EXPECT_EQ(told.ranks, (std::vector<int>{0, 1, 2}));
   EXPECT_EQ(told.joined, std::vector<std::string>{contacts[3]});
   ranks[0].reset();
@@ -213,7 +213,7 @@ TEST(Reunion, WhoHearsLateThatTheOthersHaveGrownComesAlong) {
   std::vector<std::thread> threads;
   for (size_t r = 1; r < 4; ++r) {
     threads.emplace_back([&, r] {
-      const Reunion::Survivors found = ranks[r]->regroup(SteadyClock::now() + 10s);
+      const Reunion::Survivors found = ranks[r]->regroup(10s);
       if (found.meeting.empty()) ranks[r]->publish(found, "a meeting");
       left[r] = found.ranks;
     });

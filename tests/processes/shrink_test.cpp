@@ -257,6 +257,36 @@ TEST(Shrink, AStoppedRankIsLeftOutAfterTheDeadlineAndIsToldSoWhenItComes) {
   }
 }
 
+// The lowest ranks are those that the others ask first. GRADWIRE_FULL_SWEEPS: more often.
+TEST(Shrink, TheMajorityContinuesWithAShortTimeoutWhenLowRanksAreStopped) {
+  struct Case {
+    int world;
+    std::set<int> stopped;
+    const char* timeout_ms;
+  };
+  const std::vector<Case> cases = {{3, {0}, "1000"},    {3, {0}, "1500"},    {3, {0}, "2000"},
+                                   {5, {0, 1}, "2000"}, {5, {0, 1}, "3000"}, {5, {0, 1}, "8000"}};
+  const int runs = std::getenv("GRADWIRE_FULL_SWEEPS") == nullptr ? 1 : 8;
+  for (int run = 0; run < runs; ++run) {
+    for (size_t first = 0; first < cases.size(); first += 3) {
+      std::vector<std::thread> together;  // they wait, mostly
+      for (size_t i = first; i < first + 3; ++i) {
+        together.emplace_back([&c = cases[i]] {
+          std::string fates;
+          for (const int r : c.stopped) {
+            fates += fmt::format("{} {} stop ", r, fates.empty() ? "before_call" : "together");
+          }
+          expect_survivors(c.world, fates, c.stopped,
+                           {.timeout = 1s,
+                            .never_ending = {c.stopped.begin(), c.stopped.end()},
+                            .options = {{"regroup_ms", c.timeout_ms}}});
+        });
+      }
+      for (auto& thread : together) thread.join();
+    }
+  }
+}
+
 TEST(Shrink, TheSmallerPartDoesNotGoOn) {
   // Of four ranks two are stopped, the lowest among them: the two others cannot know that they are not the ones left out.
   const auto ranks =
@@ -308,7 +338,7 @@ struct Group {
   std::string regroup(int rank, milliseconds time) {
     try {
       Reunion& r = *ranks[static_cast<size_t>(rank)];
-      auto found = r.regroup(SteadyClock::now() + time);
+      auto found = r.regroup(time);
       if (found.meeting.empty()) r.publish(found, "a meeting");
       return fmt::format("{}", fmt::join(found.ranks, " "));
     } catch (const CommError& error) {

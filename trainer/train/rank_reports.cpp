@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "runtime/error.h"
+#include "runtime/running_clock.h"
 
 namespace gradwire {
 
@@ -27,7 +28,8 @@ std::vector<RankReports::Report> LocalRankReports::collect() {
     return rank;
   };
   bool in_time =
-      changed_.wait_for(lock, timeout_, [&] { return !aborted_.empty() || missing() == posted_.size(); });
+      changed_.wait_until(lock, RunningClock::now() + timeout_,
+                                     [&] { return !aborted_.empty() || missing() == posted_.size(); });
   if (!aborted_.empty()) throw CommError(aborted_);
   if (!in_time) {
     throw CommError(

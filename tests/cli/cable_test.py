@@ -1,0 +1,57 @@
+#!/usr/bin/env python3
+"""Two hosts whose cable is cut: both sides notice within seconds, long before the deadline of an operation.
+
+The hosts are network namespaces; skipped where this process may not make such."""
+import contextlib
+import pathlib
+import subprocess
+import sys
+import time
+
+from command import CommandTest, SYNTHETIC, main
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "integrations"))
+from two_hosts_test import ADDRESS, two_hosts  # noqa: E402
+
+GONE_AFTER_S = 10  # kHostGoneAfter of collectives/rendezvous/socket.h
+
+
+class Cable(CommandTest):
+    def setUp(self):
+        super().setUp()
+        hosts = contextlib.ExitStack()
+        self.addCleanup(hosts.close)
+        try:
+            self.prefix = hosts.enter_context(two_hosts())
+        except (OSError, subprocess.CalledProcessError) as error:
+            self.skipTest(f"this machine does not permit network namespaces: {getattr(error, 'stderr', None) or error}")
+
+    def on(self, host, rank, world, *arguments, **variables):
+        variables = {"MASTER_ADDR": ADDRESS["A"], "MASTER_PORT": "29511", "GRADWIRE_SECRET": "a secret", "RANK": str(rank),
+                     "WORLD_SIZE": str(world), **variables}
+        words = ["ip", "netns", "exec", self.prefix + host, self.gradwire, *map(str, arguments)]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.folder,
+                                   env=self.environment(variables))
+        self.addCleanup(lambda: (process.kill(), process.communicate()))
+        return process
+
+    def cut(self):
+        subprocess.run(["ip", "-n", self.prefix + "B", "link", "set", self.prefix + "B", "down"], check=True)
+        return time.monotonic()
+
+    def test_ranks_on_both_sides_notice(self):
+        flags = ("train", *SYNTHETIC, "--steps", 10_000_000, "--timeout-s", 600)
+        ranks = [self.on(host, rank, 3, *flags) for rank, host in enumerate("AAB")]
+        while "step 1/" not in ranks[0].stdout.readline():
+            self.assertIsNone(ranks[0].poll())
+        begin = self.cut()
+        for number, rank in enumerate(ranks):
+            _, error = rank.communicate(timeout=120)
+            print(f"rank {number}: {time.monotonic() - begin:.1f} s after the cut: {error.strip()[-300:]}")
+            self.assertEqual(rank.returncode, 1, error)
+        # Ranks that compute, and the roll call, take their time.
+        self.assertLess(time.monotonic() - begin, GONE_AFTER_S + 10)
+
+
+if __name__ == "__main__":
+    main()
