@@ -68,6 +68,37 @@ def a_silent_peer_raises() -> None:
     say("a rank that does not come: backward() raises on the others at the deadline")
 
 
+def ctrl_c_ends_backward() -> None:
+    hook = Hook("bf16")  # waits for half an hour
+    run = Run(TASKS["vit"], hook)
+    for s in range(2):
+        run.step(s)
+    dist.barrier()
+    if RANK == 0:
+        subprocess.Popen(["sh", "-c", f"sleep 2; kill -INT {os.getpid()}"])
+        begin = time.monotonic()
+        try:
+            try:
+                run.step(2)
+            except RuntimeError:  # the step's; Python raises KeyboardInterrupt next
+                for _ in range(100):
+                    time.sleep(0.1)
+            check(False, "backward() came back without the other ranks")
+        except KeyboardInterrupt:
+            say(f"KeyboardInterrupt {time.monotonic() - begin - 2:.1f} s after the signal")
+        check(time.monotonic() - begin < 30, "it took long")
+    else:
+        try:
+            for _ in range(600):
+                time.sleep(0.1)
+                hook._comm.check()
+            check(False, "the others do not hear of it")
+        except gradwire.CommFailed as error:
+            check("interrupted by Ctrl-C" in str(error), f"the error does not say why: {error}")
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def a_peer_that_pauses_is_waited_for() -> None:
     # Rank 0 stops as a whole, with the threads of its communicator: a checkpoint at its worst. `pause=75` on the command line
     # does it for longer, with the deadline that a Hook has by default. Otherwise all pauses together exceed the deadline,

@@ -7,6 +7,7 @@ import weakref
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from gradwire import _native
+from gradwire._interrupt import Call, interruptible
 
 
 class Memory(NamedTuple):
@@ -53,6 +54,13 @@ def _op(op: str) -> int:
     if op not in ("sum", "avg"):
         raise ValueError(f"op={op!r} is neither 'sum' nor 'avg'")
     return _native.SUM if op == "sum" else _native.AVG
+
+
+class _Next(threading.local):
+    begin: Optional[Call] = None  # makes a request of this thread's next collective call
+
+
+_next = _Next()
 
 
 class _Handle:
@@ -112,11 +120,12 @@ class Communicator(_Handle):
         if number != _native.HOST:
             _native.load_nccl()
         handle = ctypes.c_void_p()
-        _native.call("gw_secret", secret.encode() or None)
-        _native.call("gw_shrinkable", int(shrinkable))
-        _native.call("gw_listen", interface.encode() or None, *ports)
-        _native.call("gw_comm_create", rendezvous.encode() if rendezvous is not None else None, rank, world,
-                     number, int(timeout_s * 1000), ctypes.byref(handle))
+        interruptible([("gw_secret", secret.encode() or None),
+                       ("gw_shrinkable", int(shrinkable)),
+                       ("gw_listen", interface.encode() or None, *ports),
+                       ("gw_comm_create", rendezvous.encode() if rendezvous is not None else None, rank, world,
+                        number, int(timeout_s * 1000), ctypes.byref(handle))],
+                      undo=lambda: _destroy("gw_comm_destroy", handle))
         self._take(handle)
         if ranks_per_node != 0:
             _native.call("gw_comm_set_ranks_per_node", handle, ranks_per_node)
@@ -146,7 +155,7 @@ class Communicator(_Handle):
         The two are independent: each is closed by itself, and neither hears of the other's failures.
         """
         handle = ctypes.c_void_p()
-        _native.call("gw_comm_split", self._handle, color, key, ctypes.byref(handle))
+        self._wait_for(("gw_comm_split", self._handle, color, key, ctypes.byref(handle)))
         if not handle:
             return None
         part = Communicator.__new__(Communicator)
@@ -173,7 +182,8 @@ class Communicator(_Handle):
             raise ValueError(f"timeout_s={timeout_s} is not a time to wait")
         handle = ctypes.c_void_p()
         ranks = (ctypes.c_int32 * self.world)()
-        _native.call("gw_comm_shrink", self._handle, max(1, int(timeout_s * 1000)), ctypes.byref(handle), ranks, self.world)
+        interruptible([("gw_comm_shrink", self._handle, max(1, int(timeout_s * 1000)), ctypes.byref(handle), ranks, self.world)],
+                      undo=lambda: _destroy("gw_comm_destroy", handle))
         rest = Communicator.__new__(Communicator)
         rest._take(handle)
         return rest, list(ranks[:rest.world])
@@ -211,7 +221,7 @@ class Communicator(_Handle):
         begin with 0; the rest of the state is the caller's to send.
         """
         handle = ctypes.c_void_p()
-        _native.call("gw_comm_grow", self._handle, ctypes.byref(handle))
+        self._wait_for(("gw_comm_grow", self._handle, ctypes.byref(handle)))
         if not handle:
             return None
         grown = Communicator.__new__(Communicator)
@@ -227,8 +237,9 @@ class Communicator(_Handle):
         Raises BadArgument with the reason when they refuse, CommFailed when none answers, or none lets this process in.
         """
         handle = ctypes.c_void_p()
-        _native.call("gw_secret", secret.encode() or None)
-        _native.call("gw_comm_join", doors.encode(), int(timeout_s * 1000), ctypes.byref(handle))
+        interruptible([("gw_secret", secret.encode() or None),
+                       ("gw_comm_join", doors.encode(), int(timeout_s * 1000), ctypes.byref(handle))],
+                      undo=lambda: _destroy("gw_comm_destroy", handle))
         joined = cls.__new__(cls)
         joined._take(handle)
         return joined
@@ -245,10 +256,18 @@ class Communicator(_Handle):
         where streams do this.
         """
         handle = ctypes.c_void_p()
-        _native.call("gw_request_begin", self._handle, ctypes.byref(handle))
-        request = Request(handle, (arguments, options))
-        call(*arguments, **options)
-        return request
+        begin = ("gw_request_begin", self._handle, ctypes.byref(handle))
+        _next.begin = begin
+        try:
+            call(*arguments, **options)
+            if _next.begin is begin:  # no call was made, which wait() says
+                _native.call(*begin)
+        except BaseException:
+            _destroy("gw_request_destroy", handle)
+            raise
+        finally:
+            _next.begin = None
+        return Request(handle, (arguments, options), self)
 
     def allreduce_(self, array: Any, spec: str = "fp32", op: str = "avg", stream: int = 0,
                    tag: str = "", residual: Any = None) -> Any:
@@ -263,12 +282,11 @@ class Communicator(_Handle):
         """
         memory = self._memory(array, "the tensor")
         kept = self._residual(residual, memory.count)
-        self._tag(tag)
         if residual is None:
-            _native.call("gw_allreduce", self._handle, memory.address, memory.count, memory.dtype, _op(op),
+            self._collective(tag, "gw_allreduce", memory.address, memory.count, memory.dtype, _op(op),
                          spec.encode(), stream or None)
         else:
-            _native.call("gw_allreduce_residual", self._handle, memory.address, memory.count, memory.dtype,
+            self._collective(tag, "gw_allreduce_residual", memory.address, memory.count, memory.dtype,
                          _op(op), spec.encode(), kept, stream or None)
         return array
 
@@ -289,8 +307,7 @@ class Communicator(_Handle):
         if whole.dtype != part.dtype:
             raise TypeError("the input and the output are of different types")
         kept = self._residual(residual, whole.count)
-        self._tag(tag)
-        _native.call("gw_reduce_scatter", self._handle, whole.address, part.address, sizes, whole.dtype, _op(op),
+        self._collective(tag, "gw_reduce_scatter", whole.address, part.address, sizes, whole.dtype, _op(op),
                      spec.encode(), kept, stream or None)
         return output
 
@@ -309,8 +326,7 @@ class Communicator(_Handle):
         if whole.dtype != part.dtype:
             raise TypeError("the input and the output are of different types")
         kept = self._residual(residual, part.count)
-        self._tag(tag)
-        _native.call("gw_all_gather", self._handle, part.address, whole.address, sizes, whole.dtype,
+        self._collective(tag, "gw_all_gather", part.address, whole.address, sizes, whole.dtype,
                      spec.encode(), kept, stream or None)
         return output
 
@@ -330,8 +346,7 @@ class Communicator(_Handle):
         sizes = self._shards(counts, whole.count, part.count, "replica", "master")
         if part.dtype != _native.FLOAT32:
             raise TypeError("the master is not float32")
-        self._tag(tag)
-        _native.call("gw_all_gather_update", self._handle, part.address, whole.address, sizes, whole.dtype,
+        self._collective(tag, "gw_all_gather_update", part.address, whole.address, sizes, whole.dtype,
                      spec.encode(), stream or None)
         return replica
 
@@ -339,8 +354,7 @@ class Communicator(_Handle):
         """Gives every rank what rank `root` has in `array`, and returns it: the same bits everywhere, as the wire
         had them. spec, stream, tag: as in allreduce_. Collective."""
         memory = self._memory(array, "the tensor")
-        self._tag(tag)
-        _native.call("gw_broadcast", self._handle, memory.address, memory.count, memory.dtype, root,
+        self._collective(tag, "gw_broadcast", memory.address, memory.count, memory.dtype, root,
                      spec.encode(), stream or None)
         return array
 
@@ -371,9 +385,25 @@ class Communicator(_Handle):
                              f"{whole} elements and the {part_name} {part}")
         return (ctypes.c_int64 * self.world)(*counts)
 
-    def _tag(self, tag: str) -> None:
-        if tag:
-            _native.call("gw_call_tag", self._handle, tag.encode())
+    def _collective(self, tag: str, function: str, *arguments: object) -> None:
+        call = (function, self._handle, *arguments)
+        calls: List[Call] = [("gw_call_tag", self._handle, tag.encode()), call] if tag else [call]
+        self._wait_for(*calls)
+
+    def _wait_for(self, *calls: Call) -> None:
+        """Calls that wait for other ranks; on CUDA they return at once. A signal whose handler raises, as Ctrl-C's does,
+        aborts the communicator."""
+        begin, _next.begin = _next.begin, None
+        if begin is not None:  # its first call may wait for the other ranks as well
+            calls = (begin, *calls)
+        if self.device == _native.HOST:
+            interruptible(list(calls), cancel=self._interrupt)
+        else:
+            for name, *arguments in calls:
+                _native.call(name, *arguments)
+
+    def _interrupt(self) -> None:
+        self.abort("a signal interrupted rank %d" % self.rank)
 
     def check(self) -> None:
         """Raises CommFailed, with the reason, once the communicator has failed.
@@ -397,9 +427,10 @@ class Communicator(_Handle):
 class Request(_Handle):
     """A call that Communicator.start() has begun. Closing it waits for the call."""
 
-    def __init__(self, handle: ctypes.c_void_p, arrays: Any) -> None:
+    def __init__(self, handle: ctypes.c_void_p, arrays: Any, comm: Communicator) -> None:
         super().__init__("gw_request_destroy", handle)
         self._arrays = arrays  # their memory is in use
+        self._comm = comm
 
     def done(self) -> bool:
         """Whether the result is ready. Raises CommFailed if the call has failed."""
@@ -411,7 +442,7 @@ class Request(_Handle):
         """Returns when the result is ready. Raises CommFailed if the call has failed, and NotDone, a TimeoutError,
         after timeout_s; the call then goes on. None: the communicator's own deadline ends it."""
         longest = 2**62 if timeout_s is None else int(timeout_s * 1000)
-        _native.call("gw_request_wait", self._handle, longest)
+        self._comm._wait_for(("gw_request_wait", self._handle, longest))
 
 
 class Reducer(_Handle):
@@ -444,10 +475,9 @@ class Reducer(_Handle):
                                          bucket_bytes=bucket_bytes, sum=int(_op(op) == _native.SUM),
                                          shard=int(shard))
         handle = ctypes.c_void_p()
-        if tag:
-            _native.call("gw_call_tag", comm._handle, tag.encode())
-        _native.call("gw_reducer_create", comm._handle, spec.encode(), array, len(tensors),
-                     ctypes.byref(options), ctypes.byref(handle))
+        comm._collective(tag, "gw_reducer_create", spec.encode(), array, len(tensors),
+                         ctypes.byref(options), ctypes.byref(handle))
+        self._comm = comm
         super().__init__("gw_reducer_destroy", handle)
         self._counts = [rows * cols for _, rows, cols in tensors]
         self._device = comm.device
@@ -470,7 +500,7 @@ class Reducer(_Handle):
         """allreduce() for gradients at `addresses`, from addresses_of(). The memory is not checked."""
         if len(addresses) != len(self._counts):
             raise ValueError(f"got {len(addresses)} gradients, the reducer has {len(self._counts)} tensors")
-        _native.call("gw_reducer_allreduce", self._handle, addresses, stream or None)
+        self._comm._wait_for(("gw_reducer_allreduce", self._handle, addresses, stream or None))
 
     @staticmethod
     def addresses_of(addresses: Sequence[int]) -> "ctypes.Array[ctypes.c_void_p]":

@@ -132,6 +132,7 @@ _SIGNATURES = {
     "gw_comm_set_ranks_per_node": [c_void_p, c_int],
     "gw_comm_check": [c_void_p],
     "gw_comm_abort": [c_void_p, c_char_p],
+    "gw_cancellable": [POINTER(c_int32)],
     "gw_comm_destroy": [c_void_p],
     "gw_format_register": [POINTER(Format)],
     "gw_request_begin": [c_void_p, POINTER(c_void_p)],

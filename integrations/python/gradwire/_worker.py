@@ -1,9 +1,13 @@
 """The thread on which the DDP hook and the backend communicate, so that the caller's goes on."""
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
+import signal
 import threading
-from typing import Any, Callable, List
+import weakref
+from typing import Any, Callable, List, Tuple
 
 import torch
 
@@ -13,9 +17,12 @@ from gradwire._core import Communicator
 class Worker:
     """A thread that runs jobs in order, so that host-side communication does not block backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, communicators: List[Communicator]) -> None:
+        self.communicators = communicators  # that the jobs use
+        self.done = 0  # jobs
         self._jobs: "queue.Queue[Any]" = queue.Queue()  # of (job, future); None: stop
         self.stopping = False  # a job that has failed must not try again
+        _interrupts.watch(self)
         self._thread = threading.Thread(target=self._run, name="gradwire", daemon=True)
         self._thread.start()
 
@@ -26,6 +33,7 @@ class Worker:
                 return
             job, done = item
             outcome = job()
+            self.done += 1
             del item, job  # they hold the bucket's buffer
             # Before set_result(): a caller that has waited for the last future may close the hook.
             self._jobs.task_done()
@@ -47,6 +55,51 @@ class Worker:
         self.stopping = True
         self._jobs.put(None)
         self._thread.join(timeout=10)  # a daemon, so the process can exit even if it still waits for a peer
+
+
+class _Interrupts:
+    """Ctrl-C while the main thread waits for a job in C++, as DDP's backward does: Python cannot raise KeyboardInterrupt
+    there, so the job's communicators are aborted, the job fails, and Python raises it when C++ returns.
+
+    Python writes the numbers of signals to a file descriptor, unless somebody else has taken that (asyncio, Jupyter)."""
+
+    _GRACE_S = 1.0  # for the main thread to raise KeyboardInterrupt by itself
+
+    def __init__(self) -> None:
+        self._workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+        self._process = 0  # the one in which the thread runs
+
+    def watch(self, worker: "Worker") -> None:
+        self._workers.add(worker)
+        if self._process == os.getpid() or threading.current_thread() is not threading.main_thread():
+            return
+        self._process = os.getpid()
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        if before != -1:
+            with contextlib.suppress(ValueError):
+                signal.set_wakeup_fd(before)
+            return
+        threading.Thread(target=self._run, args=(reading,), name="gradwire interrupts", daemon=True).start()
+
+    def _run(self, reading: int) -> None:
+        while True:
+            numbers = os.read(reading, 64)
+            if signal.SIGINT not in numbers or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+                continue
+            busy: List[Tuple[Worker, int]] = [(w, w.done) for w in list(self._workers) if w.busy]
+            if busy:
+                threading.Event().wait(self._GRACE_S)
+            for worker, done in busy:
+                if worker.busy and worker.done == done:
+                    worker.stopping = True
+                    for comm in list(worker.communicators):
+                        if not comm.closed:
+                            comm.abort("interrupted by Ctrl-C")
+
+
+_interrupts = _Interrupts()
 
 
 def shut_down(worker: Worker, communicators: List[Communicator]) -> None:

@@ -286,7 +286,7 @@ class Backend(dist.ProcessGroup):
             comm = communicator_of_store(self._store, self.rank(), self.size(), self._timeout_s)
             comm._finalizer.atexit = False  # the worker comes first
             self._communicators[:] = [comm]
-            self._worker = Worker()
+            self._worker = Worker(self._communicators)
             # At exit, too, for whoever never calls destroy_process_group(): a thread that still completes a future while
             # Python goes down would end the process by abort().
             self._finalizer = weakref.finalize(self, shut_down, self._worker, self._communicators)

@@ -167,8 +167,8 @@ class Hook:
         self._failure: Optional[BaseException] = None
         self._elastic = Elastic(min_ranks) if min_ranks > 0 else None
         self._side_stream: Any = None
-        self._worker = Worker()
         self._communicators: List[Communicator] = []
+        self._worker = Worker(self._communicators)
         self._finalizer = weakref.finalize(self, shut_down, self._worker, self._communicators)
 
     # ---- The hook ------------------------------------------------------------------------------------------
