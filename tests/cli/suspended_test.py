@@ -8,7 +8,7 @@ import time
 
 from command import CommandTest, SMALL, main
 
-TIMEOUT_S, SUSPENDED_S = 2, 3
+TIMEOUT_S, SUSPENDED_S = 5, 7
 ENDLESS = ["train", "--data", "synthetic:256", "--batch-size", 16, *SMALL, "--steps", 10_000_000, "--timeout-s", TIMEOUT_S]
 TIMES = 8 if os.environ.get("GRADWIRE_FULL_SWEEPS") else 2
 
@@ -17,7 +17,7 @@ class Suspended(CommandTest):
     def begin(self, world, *arguments, **variables):
         processes = self.start(world, *ENDLESS, *arguments, **variables)
         while "step 1/" not in processes[0].stdout.readline():
-            self.assertIsNone(processes[0].poll(), processes[0].stderr)
+            self.assertIsNone(processes[0].poll(), processes[0].stderr.read() if processes[0].poll() else "")
         return processes
 
     def suspend(self, processes):
