@@ -3,6 +3,7 @@
 
 The hosts are network namespaces; skipped where this process may not make such."""
 import contextlib
+import json
 import pathlib
 import subprocess
 import sys
@@ -51,6 +52,22 @@ class Cable(CommandTest):
             self.assertEqual(rank.returncode, 1, error)
         # Ranks that compute, and the roll call, take their time.
         self.assertLess(time.monotonic() - begin, GONE_AFTER_S + 10)
+
+    def test_an_elastic_run_continues_on_the_side_of_the_majority(self):
+        ranks = [self.on(host, rank, 3, "train", *SYNTHETIC, "--steps", 10_000_000, "--timeout-s", 600, "--elastic", "2:3",
+                         "--log", f"{rank}.jsonl") for rank, host in enumerate("AAB")]
+        while "step 1/" not in ranks[0].stdout.readline():
+            self.assertIsNone(ranks[0].poll())
+        begin = self.cut()
+        while not any(r["type"] == "shrink" for r in self.whole_records("0.jsonl")):
+            self.assertLess(time.monotonic() - begin, GONE_AFTER_S + 20)
+            self.assertIsNone(ranks[0].poll())
+            time.sleep(0.1)
+        print(f"the majority continued {time.monotonic() - begin:.1f} s after the cut")
+        self.assertNotEqual(ranks[2].wait(timeout=60), 0)
+
+    def whole_records(self, name):
+        return [json.loads(line) for line in (self.folder / name).read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 if __name__ == "__main__":

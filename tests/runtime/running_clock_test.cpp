@@ -93,7 +93,7 @@ TEST(RunningClock, CancellationEndsAWaitOfAThread) {
     RunningClock::cancel_by(nullptr);
   });
   std::this_thread::sleep_for(50ms);
-  flag = 1;
+  __atomic_store_n(&flag, 1, __ATOMIC_RELAXED);
   thread.join();
 }
 

@@ -67,8 +67,8 @@ def interruptible(calls: List[Call], cancel: Optional[Callable[[], None]] = None
     if _helper is None or _helper.process != os.getpid():
         _helper = _Helper()
     job = _Job(calls)
-    _helper.jobs.put(job)
     try:
+        _helper.jobs.put(job)
         error = job.outcome.get()
     except BaseException:
         job.cancelled.value = 1
