@@ -210,7 +210,8 @@ GW_API gw_status gw_shrinkable(int on);
  * At most one group goes on. A rank that did not answer the others, and calls this later, gets GW_COMM_FAILED, and so
  * do ranks that may be the smaller part: of the ranks whose processes have not ended, fewer than half, or half without
  * the lowest. Results of the failed call, and the state of a reducer whose call failed, are undefined: to repeat a step,
- * keep the gradients and a gw_reducer_state_save() of the step before. What a rank that is gone held is gone with it.
+ * keep the gradients and a gw_reducer_state_save() of the step before, which gw_reducer_state_load() loads into a reducer
+ * of `rest`. The residuals of a rank that is gone are lost with it.
  *
  * GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED: may be called again where somebody did not come in time. */
 GW_API gw_status gw_comm_shrink(gw_comm comm, int64_t timeout_ms, gw_comm* rest, int32_t* ranks,
@@ -227,8 +228,9 @@ GW_API gw_status gw_comm_shrink(gw_comm comm, int64_t timeout_ms, gw_comm* rest,
  *   gw_comm_destroy(comm)
  *
  * What a new rank needs of the others' state, weights for example, is the caller's to send: gw_broadcast() over `grown`.
- * Reducers of `comm` can only be destroyed; what they keep goes on in new ones with gw_reducer_state_save() and _load().
- * A new rank's residuals begin with 0. */
+ * Reducers of `comm` can only be destroyed. The ranks save their state before gw_comm_grow() and load it into reducers of
+ * `grown` with gw_reducer_state_load(). The new rank gets a copy of one of these states, and loads it with
+ * gw_reducer_state_load_ranks(), n = 1: step count and factors are the same everywhere, and its residuals begin with 0. */
 
 /* From here on processes may ask to join, as long as there are no more than `most` ranks with them; 0: nobody any more, and
  * those who wait are told. To be called on every rank, since any may be rank 0 later; holds for the communicators that
@@ -611,22 +613,35 @@ GW_API gw_status gw_reducer_stats(gw_reducer reducer, gw_stats* stats);
 /* A checkpoint of this rank's codec state (residuals, factors, ...) and step count. Loaded into a reducer
  * created with the same spec, tensors (in any order), options, rank and world size, it lets training resume
  * bit for bit. Only between steps; waits for work in flight. Every rank saves and loads its own.
- * docs/state-format.md describes the layout.
+ * docs/state-format.md describes the layout. In a world of 1 it has the step count, and what is left of a residual
+ * that was loaded there.
  *
  * size: out, in bytes. */
 GW_API gw_status gw_reducer_state_size(gw_reducer reducer, size_t* size);
 /* Writes gw_reducer_state_size() bytes to host memory; `size` is the size of the buffer. */
 GW_API gw_status gw_reducer_state_save(gw_reducer reducer, void* state, size_t size);
-/* `state` is in host memory. The next step fails with GW_COMM_FAILED on every rank unless all have loaded a
- * state of the same step and run. GW_BAD_ARGUMENT if the state is damaged, or belongs to another spec,
- * tensor, world or rank: the text says which, and the reducer is unchanged. */
+/* `state`, in host memory, is what this rank saved: in a world of this size or, as a survivor of gw_comm_shrink() or
+ * a rank of gw_comm_grow(), in the world before, where it may have had another number.
+ *
+ * From another world, the rank's residual comes along whole, in units of its gradient, so that
+ *
+ *     sum over ranks of residual_new  +  world * mean  ==  sum over ranks of (gradient + residual_old)
+ *
+ * holds for the ranks and the world of now. Factors, the same on every rank, are kept. The residual of a rank that
+ * is gone is lost, unless somebody has its state: then gw_reducer_state_load_ranks() on every rank keeps it. In a world
+ * of 1, where nothing is sent, the next step adds the residual to the gradients.
+ *
+ * The next step blocks the caller while ranks compare what they have loaded. It fails with GW_COMM_FAILED on every rank
+ * unless all have loaded a state of the same step and run, and if two have loaded the residual of the same rank.
+ * GW_BAD_ARGUMENT if the state is damaged, or belongs to another spec or tensor, or to another rank of a world of this
+ * size: the text says which, and the reducer is unchanged. */
 GW_API gw_status gw_reducer_state_load(gw_reducer reducer, const void* state, size_t size);
 
 /* The same from the states of a run with any number of ranks, in any order: all of them, or at least those of the
  * ranks r, r + world, r + 2 world, ... for rank r of now. The sum of their residuals becomes this rank's, so the sum
  * over all ranks is kept; with more ranks than before, the new ones begin with none. Factors, the same on every
  * rank, are kept. With as many ranks as before each gets its own state back, bit for bit. A rank alone sends
- * nothing: residuals have no place there, and unless they are zero, the states are refused.
+ * nothing: its next step adds the sum to the gradients.
  *
  * states, sizes  (n) */
 GW_API gw_status gw_reducer_state_load_ranks(gw_reducer reducer, const void* const* states,

@@ -132,21 +132,20 @@ void ApiReducer::allreduce(void* const* given, void* native_stream) {
   require(addresses_known_,
           "grads is null and no addresses were given before: set gw_tensor.grad, or pass grads");
   announce_loaded_state();
-  for (int i = 0; i < reducer.tensors(); ++i) reducer.ready(i, caller);
+  for (int i = 0; i < reducer.tensors(); ++i) {
+    add_unsent(i, caller);
+    reducer.ready(i, caller);
+  }
   comm->wait_and_tell([&] { reducer.wait(caller); });
-}
-
-void ApiReducer::announce_loaded_state() {
-  if (!loaded_unannounced_) return;
-  loaded_unannounced_ = false;
-  if (comm->communicator->world() > 1) comm->communicator->transport().begin(comm->stream, loaded_);
 }
 
 void ApiReducer::ready(int32_t tensor, void* native_stream) {
   require(addresses_known_,
           "the gradients' addresses are unknown: set gw_tensor.grad, or call gw_reducer_allreduce first");
   announce_loaded_state();
-  reducer.ready(tensor, comm->caller_stream(native_stream));
+  const Stream caller = comm->caller_stream(native_stream);
+  add_unsent(tensor, caller);
+  reducer.ready(tensor, caller);
   ++ready_;
 }
 

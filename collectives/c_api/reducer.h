@@ -1,6 +1,8 @@
 // What a gw_reducer refers to, and its checkpoint.
 #pragma once
 
+#include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -9,6 +11,12 @@
 #include "collectives/reducer/reducer.h"
 
 namespace gradwire::c_api {
+
+// The rank that saved a residual, and a digest of its values.
+struct LoadedResidual {
+  int rank = 0, world = 0;
+  uint64_t digest = 0;
+};
 
 struct ApiReducer {
   ApiReducer(std::shared_ptr<ApiComm> comm, const CompressionSpec& spec, std::vector<GradientTensor> tensors,
@@ -43,14 +51,26 @@ struct ApiReducer {
   struct Saved;
   Saved parse_state(const void* state, size_t size) const;
   void restore(std::vector<Saved> from);
-  // Before the first step after a load: ranks compare which state they loaded.
+  std::map<size_t, std::vector<float>> take_residuals(std::vector<Saved>& from) const;
+  static std::vector<LoadedResidual> residuals_in(const std::vector<Saved>& from);
+
+  // In loaded_state.cpp. Before the first step after a load: ranks compare which states they loaded.
   void announce_loaded_state();
+  void refuse_residuals_loaded_twice() const;
+  // Adds to the gradient of this tensor what unsent_ has for it, and forgets that.
+  void add_unsent(int32_t tensor, const Stream& stream);
 
   bool addresses_known_ = false;
   int ready_ = 0;           // tensors, in the current step
   int64_t first_step_ = 0;  // where this reducer began or resumed
-  Call loaded_;
-  bool loaded_unannounced_ = false;
+  struct Loaded {
+    Call call;
+    std::vector<LoadedResidual> residuals;
+    bool unannounced = false;
+  };
+  Loaded loaded_;
+  // By tensor: residuals that a rank alone has loaded, which its next gradients include. Such a rank has no codec.
+  std::map<size_t, std::vector<float>> unsent_;
 };
 
 // Read the caller's array and struct, whose sizes may come from another version of the header.

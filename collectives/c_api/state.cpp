@@ -208,6 +208,9 @@ size_t ApiReducer::state_size() const {
   for (const TensorState& s : reducer.tensor_state()) {
     bytes += sizeof(EntryHeader) + s.kind.size() + static_cast<size_t>(s.bytes());
   }
+  for (const auto& [tensor, residual] : unsent_) {
+    bytes += sizeof(EntryHeader) + std::strlen(kResidualKind) + residual.size() * sizeof(float);
+  }
   return bytes;
 }
 
@@ -228,14 +231,24 @@ void ApiReducer::save_state(void* state, size_t size) const {
   for (int i = 0; i < reducer.tensors(); ++i) {
     const GradientTensor& t = tensors[static_cast<size_t>(i)];
     const auto end = std::find_if(state_of, all.end(), [i](const TensorState& s) { return s.tensor != i; });
-    const TensorHeader header{rows_of(t), cols_of(t), static_cast<uint64_t>(end - state_of), t.name.size()};
+    const auto unsent = unsent_.find(static_cast<size_t>(i));
+    const TensorHeader header{rows_of(t), cols_of(t),
+                              static_cast<uint64_t>(end - state_of) + (unsent != unsent_.end() ? 1 : 0),
+                              t.name.size()};
     put(&header, sizeof header);
     put(t.name.data(), t.name.size());
-    for (; state_of != end; ++state_of) {
-      EntryHeader entry{{}, static_cast<uint64_t>(state_of->count()), state_of->kind.size()};
-      std::memcpy(entry.dtype, name(state_of->dtype), std::strlen(name(state_of->dtype)));
+    auto put_header = [&](DType dtype, uint64_t count, const std::string& kind) {
+      EntryHeader entry{{}, count, kind.size()};
+      std::memcpy(entry.dtype, name(dtype), std::strlen(name(dtype)));
       put(&entry, sizeof entry);
-      put(state_of->kind.data(), state_of->kind.size());
+      put(kind.data(), kind.size());
+    };
+    if (unsent != unsent_.end()) {
+      put_header(DType::f32, unsent->second.size(), kResidualKind);
+      put(unsent->second.data(), unsent->second.size() * sizeof(float));
+    }
+    for (; state_of != end; ++state_of) {
+      put_header(state_of->dtype, static_cast<uint64_t>(state_of->count()), state_of->kind);
       // In stream order, hence after the step. Elements need not be aligned in the state.
       state_of->read(comm->stream, 0,
                      {reinterpret_cast<std::byte*>(at), static_cast<size_t>(state_of->bytes())});
@@ -297,8 +310,9 @@ ApiReducer::Saved ApiReducer::parse_state(const void* state, size_t size) const 
 void ApiReducer::load_state(const void* state, size_t size) {
   require(ready_ == 0, "in the middle of a step; finish it with gw_reducer_wait");
   Saved saved = parse_state(state, size);
-  require(saved.identity == identity(), "the state is of another reducer: '{}', this one is '{}'",
-          saved.identity, identity());
+  const Identity ours = parse_identity(identity()), theirs = parse_identity(saved.identity);
+  require(theirs.world != ours.world || theirs.rank == ours.rank,
+          "the state is that of {}, this is {}: give each rank its own", theirs.place(), ours.place());
   restore({std::move(saved)});
 }
 
@@ -324,7 +338,7 @@ void ApiReducer::load_states(const void* const* states, const size_t* sizes, int
             ours.place(), r, world);
     mine.push_back(std::move(found->second));
   }
-  if (mine.empty()) {  // there are more ranks than before: this one begins with what they had in common
+  if (mine.empty()) {  // a new rank starts from the replicated state
     mine.push_back(std::move(by_rank.begin()->second));
     for (auto& entries : mine[0].entries)
       std::erase_if(entries, [](const SavedEntry& e) { return e.kind == kResidualKind; });
@@ -332,10 +346,54 @@ void ApiReducer::load_states(const void* const* states, const size_t* sizes, int
   restore(mine);
 }
 
+// Removes the residuals from the states, and returns their sums by tensor, where they are not zero.
+std::map<size_t, std::vector<float>> ApiReducer::take_residuals(std::vector<Saved>& from) const {
+  std::map<size_t, std::vector<float>> sums;
+  for (Saved& state : from) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      std::erase_if(state.entries[i], [&](const SavedEntry& e) {
+        if (e.kind != kResidualKind || e.is_zero()) return false;
+        require(e.dtype == DType::f32 && e.count == static_cast<uint64_t>(tensors[i].count()),
+                "the residual of '{}' has {} elements of {} in the state, {} of F32 in the reducer",
+                tensors[i].name, e.count, name(e.dtype), tensors[i].count());
+        std::vector<float> values(e.count);
+        std::memcpy(values.data(), e.data, e.bytes());
+        std::vector<float>& sum = sums[i];
+        sum.resize(e.count);
+        for (size_t k = 0; k < sum.size(); ++k) sum[k] += values[k];
+        return true;
+      });
+    }
+  }
+  return sums;
+}
+
+// Identifies the ranks whose residuals are in the states.
+std::vector<LoadedResidual> ApiReducer::residuals_in(const std::vector<Saved>& from) {
+  std::vector<LoadedResidual> found;
+  for (const Saved& state : from) {
+    uint64_t digest = 0;
+    bool zero = true;
+    for (const std::vector<SavedEntry>& entries : state.entries) {
+      for (const SavedEntry& e : entries) {
+        if (e.kind != kResidualKind || e.is_zero()) continue;
+        zero = false;
+        digest = mix(digest, crc32(e.data, e.bytes()));
+      }
+    }
+    const Identity identity = parse_identity(state.identity);
+    if (!zero) found.push_back({identity.rank, identity.world, digest});
+  }
+  return found;
+}
+
 // Checks everything before copying anything: a rejected state must leave the reducer unchanged.
 void ApiReducer::restore(std::vector<Saved> from) {
-  const int world = parse_identity(from[0].identity).world;
-  const bool same_world = world == comm->communicator->world();
+  const int world = comm->communicator->world(), saved_world = parse_identity(from[0].identity).world;
+  const bool same_world = saved_world == world;
+  std::vector<LoadedResidual> residuals = residuals_in(from);
+  std::map<size_t, std::vector<float>> unsent;
+  if (world == 1) unsent = take_residuals(from);  // nothing else is kept there
   const std::vector<TensorState> all = reducer.tensor_state();
   std::vector<const char*> sources;      // one for each of `all`; null: zero
   std::vector<std::vector<float>> sums;  // of residuals of several ranks
@@ -345,7 +403,7 @@ void ApiReducer::restore(std::vector<Saved> from) {
     const auto entry =
         std::find_if(entries.begin(), entries.end(), [&](const SavedEntry& e) { return e.kind == s.kind; });
     if (entry == entries.end()) {
-      const bool alone = world == 1 && !same_world;  // nothing is kept there
+      const bool alone = saved_world == 1;  // no codec, hence no factors
       require(s.kind == kResidualKind || alone, "the state has no {}", who);
       sources.push_back(nullptr);
       continue;
@@ -353,7 +411,7 @@ void ApiReducer::restore(std::vector<Saved> from) {
     require(entry->count == static_cast<uint64_t>(s.count()) && entry->dtype == s.dtype,
             "{} has {} elements of {} in the state, {} of {} in the reducer", who, entry->count,
             name(entry->dtype), s.count(), name(s.dtype));
-    // What is neither the same everywhere nor adds up begins anew in another world.
+    // State that is neither replicated nor summable is reset when the world size changes.
     sources.push_back(same_world || s.same_on_all_ranks || s.kind == kResidualKind ? entry->data : nullptr);
     entries.erase(entry);
   }
@@ -363,9 +421,8 @@ void ApiReducer::restore(std::vector<Saved> from) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     for (const Saved& state : from) {
       for (const SavedEntry& e : state.entries[i]) {
-        if (!same_world && e.kind != kResidualKind) continue;
-        require(e.is_zero(), "'{}' has a '{}' in the state only{}", tensors[i].name, e.kind,
-                same_world ? "" : ", and it has no place here; go on without these states, which loses it");
+        if ((!same_world || world == 1) && e.kind != kResidualKind) continue;
+        require(e.is_zero(), "'{}' has a '{}' in the state only", tensors[i].name, e.kind);
       }
     }
   }
@@ -379,6 +436,7 @@ void ApiReducer::restore(std::vector<Saved> from) {
     all[k].write(comm->stream, 0, {source, static_cast<size_t>(all[k].bytes())});
   }
   comm->stream.synchronize();
+  unsent_ = std::move(unsent);
   reducer.resume_at(from[0].steps);
   first_step_ = from[0].steps;
   // Residuals differ between ranks; steps and factors are the same on all of them.
@@ -387,10 +445,11 @@ void ApiReducer::restore(std::vector<Saved> from) {
     if (!all[k].same_on_all_ranks || sources[k] == nullptr) continue;
     factors = mix(factors, crc32(sources[k], static_cast<size_t>(all[k].bytes())));
   }
-  loaded_.what = fmt::format("{} goes on from a loaded state of step {}, factors {:08x}", options.name,
-                             from[0].steps, factors >> 32);
-  loaded_.hash = mix(0x6c6f6164, loaded_.what);
-  loaded_unannounced_ = true;
+  loaded_.call.what = fmt::format("{} continues from a loaded state of step {}, factors {:08x}", options.name,
+                                  from[0].steps, factors >> 32);
+  loaded_.call.hash = mix(0x6c6f6164, loaded_.call.what);
+  loaded_.residuals = std::move(residuals);
+  loaded_.unannounced = true;
 }
 
 }  // namespace gradwire::c_api

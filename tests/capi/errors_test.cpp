@@ -347,7 +347,7 @@ TEST(CApiErrors, AWrongStateIsRefusedAndChangesNothing) {
     uint32_t crc = static_cast<uint32_t>(
         crc32(0, reinterpret_cast<const Bytef*>(others.data()) + 40, static_cast<uInt>(others.size() - 40)));
     std::memcpy(&others[12], &crc, 4);
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "of another reducer", load(others));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "give each rank its own", load(others));
 
     EXPECT_EQ(r.save(), good);
     GW_EXPECT_OK(load(good));

@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "tests/capi/ranks.h"
+#include "tests/capi/states.h"
 #include "tests/temporary_folder.h"
 
 namespace {
@@ -109,6 +109,62 @@ TEST(CApiGrow, NewRanksTakePartInWhatComesNext) {
     });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+// The ranks load their states into reducers of the group that has grown; the new rank gets a copy of rank 0's.
+TEST(CApiGrow, RanksLoadTheirStatesAndTheNewOneBeginsWithoutResidual) {
+  for (const std::string spec : {"int4:dense=off", "powersgd:rank=2,wire=int8"}) {
+    const TemporaryFolder folder;
+    const std::string name = "file://" + folder.path("meet");
+    std::promise<std::string> doors;
+    std::promise<std::vector<char>> of_rank0;
+    std::vector<capi::StepRecord> records(3);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < 3; ++rank) {
+      threads.emplace_back([&, rank] {
+        const capi::Model model;
+        gw_comm comm = nullptr;
+        std::vector<char> state;
+        if (rank < 2) {
+          comm = created(name, rank, 2);
+          GW_EXPECT_OK(gw_comm_admit(comm, 3));
+          {
+            const capi::Reducer reducer(comm, spec, model);
+            for (int step = 0; step < 3; ++step) {
+              auto gradient = capi::gradients_of(model, rank, step);
+              GW_EXPECT_OK(
+                  gw_reducer_allreduce(reducer.handle, model.addresses(gradient.data()).data(), nullptr));
+            }
+            state = reducer.save();
+          }
+          if (rank == 0) {
+            of_rank0.set_value(state);
+            doors.set_value(doors_of(comm));
+          }
+          gw_comm next = grown(comm, rank);
+          GW_EXPECT_OK(gw_comm_destroy(comm));
+          comm = next;
+        } else {
+          GW_ASSERT_OK(gw_comm_join(doors.get_future().get().c_str(), 60'000, &comm));
+          state = of_rank0.get_future().get();
+        }
+        {
+          const capi::Reducer reducer(comm, spec, model);
+          const void* const copies[] = {state.data()};
+          const size_t sizes[] = {state.size()};
+          GW_EXPECT_OK(rank < 2 ? gw_reducer_state_load(reducer.handle, state.data(), state.size())
+                                : gw_reducer_state_load_ranks(reducer.handle, copies, sizes, 1));
+          records[static_cast<size_t>(rank)] =
+              capi::recorded_step(reducer, model, capi::gradients_of(model, rank, 3));
+        }
+        GW_EXPECT_OK(gw_comm_destroy(comm));
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    EXPECT_GT(capi::norm_of(records[1].before), 0);
+    EXPECT_EQ(capi::norm_of(records[2].before), 0);
+    EXPECT_LT(capi::conservation_error(records), 1e-6) << spec;
+  }
 }
 
 TEST(CApiGrow, WhoIsNotLetInIsToldWhy) {

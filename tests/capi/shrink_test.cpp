@@ -2,8 +2,9 @@
 // stops them; here ranks are threads that leave.
 #include <algorithm>
 #include <barrier>
+#include <memory>
 
-#include "tests/capi/ranks.h"
+#include "tests/capi/states.h"
 #include "tests/temporary_folder.h"
 
 namespace {
@@ -64,6 +65,61 @@ TEST(CApiShrink, RanksThatAreLeftGoOnWithNewReducersAndAreToldTheirOldRanks) {
     }
     GW_EXPECT_OK(gw_comm_destroy(comm));
   });
+}
+
+// The example of docs/for-framework-authors.md, down to one rank: each step that fails is repeated with the residuals of
+// the survivors.
+TEST(CApiShrink, SurvivorsLoadTheirStatesAndConserveResiduals) {
+  for (const std::string spec : {"int4:dense=off", "powersgd:rank=2,wire=int8"}) {
+    std::barrier<> finished(3);
+    std::vector<std::vector<capi::StepRecord>> records(
+        4, std::vector<capi::StepRecord>(4));  // by world and rank
+    run(3, [&](const std::string& name, int rank) {
+      const capi::Model model;
+      gw_comm comm = joined(name, rank, 3, true);
+      auto reducer = std::make_unique<capi::Reducer>(comm, spec, model);
+      int now = rank;
+      for (const int leaves : {0, 1}) {
+        for (int step = 0; step < 3; ++step) {
+          auto gradient = capi::gradients_of(model, rank, step);
+          GW_EXPECT_OK(
+              gw_reducer_allreduce(reducer->handle, model.addresses(gradient.data()).data(), nullptr));
+        }
+        finished.arrive_and_wait();
+        if (rank == leaves) {
+          finished.arrive_and_drop();
+          break;
+        }
+        const std::vector<char> state = reducer->save();
+        auto gradient = capi::gradients_of(model, rank, 9);
+        const auto copy = gradient;
+        EXPECT_EQ(gw_reducer_allreduce(reducer->handle, model.addresses(gradient.data()).data(), nullptr),
+                  GW_COMM_FAILED);
+        gw_comm rest = nullptr;
+        int32_t ranks[3] = {-1, -1, -1};
+        GW_ASSERT_OK(gw_comm_shrink(comm, 20'000, &rest, ranks, 3));
+        reducer = nullptr;
+        GW_EXPECT_OK(gw_comm_destroy(comm));
+        comm = rest;
+        const auto* place = std::find(ranks, ranks + 3, now);
+        ASSERT_NE(place, ranks + 3);
+        now = static_cast<int>(place - ranks);
+        reducer = std::make_unique<capi::Reducer>(comm, spec, model);
+        GW_EXPECT_OK(gw_reducer_state_load(reducer->handle, state.data(), state.size()));
+        EXPECT_GT(capi::norm_of(capi::residuals_of(state, model)), 0);
+        EXPECT_EQ(capi::residuals_of(reducer->save(), model), capi::residuals_of(state, model));
+        records[static_cast<size_t>(2 - leaves)][static_cast<size_t>(now)] =
+            capi::recorded_step(*reducer, model, copy);
+      }
+      reducer = nullptr;
+      GW_EXPECT_OK(gw_comm_destroy(comm));
+    });
+    for (size_t world : {1u, 2u}) {
+      records[world].resize(world);
+      ASSERT_FALSE(records[world].back().mean.empty());
+      EXPECT_LT(capi::conservation_error(records[world]), 1e-6) << spec << ", " << world << " ranks";
+    }
+  }
 }
 
 TEST(CApiShrink, AnAbortedCommunicatorOfLivingRanksComesBackWhole) {

@@ -20,7 +20,9 @@ PROGRAM = """
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 static void fail(const char* status, const char* text) {
   fprintf(stderr, "%%s: %%s\\n", status, text);
@@ -115,6 +117,24 @@ int main(int argc, char** argv) {
   expect(comm, weights, count, 0, "gw_all_gather_update of zeros");
   gw_reducer_destroy(reducer);
   gw_comm_destroy(comm);
+
+  /* Rank 0 dies between two steps; the others repeat the second. */
+  char meeting[4200];
+  snprintf(meeting, sizeof meeting, "file://%%s/meeting", argv[2]);
+  if (gw_shrinkable(1) != GW_OK || gw_comm_create(meeting, rank, world, GW_HOST, 60000, &comm) != GW_OK ||
+      gw_reducer_create(comm, "int8", tensors, n, NULL, &reducer) != GW_OK)
+    fail("shrinkable", gw_last_error());
+  fill(gradients, 256 * 512, (float)rank + 1);
+  if (gw_reducer_allreduce(reducer, grads, NULL) != GW_OK) fail("the first step", gw_last_error());
+  if (rank == 0) _exit(0);
+  fill(gradients, 256 * 512, (float)rank + 1);
+%s
+  expect(comm, gradients, 256 * 512, 3, "the step after gw_comm_shrink");
+  gw_stats stats = {.size = sizeof stats};
+  gw_reducer_stats(reducer, &stats);
+  if (stats.steps != 2) fail("gw_reducer_state_load", "the steps before it do not count");
+  gw_reducer_destroy(reducer);
+  gw_comm_destroy(comm);
   return 0;
 }
 """
@@ -138,5 +158,6 @@ def c_program(examples: List[str], build: str) -> None:
 
 
 SESSIONS = {"a C program of 4 ranks": Session(0, c_program, [
-    "gw_comm comm;", "gw_store store", "gw_tensor t", "gw_reducer_allreduce", "gw_reducer_ready", "gw_request request;", "gw_call_tag", "int64_t counts"])}
+    "gw_comm comm;", "gw_store store", "gw_tensor t", "gw_reducer_allreduce", "gw_reducer_ready", "gw_request request;", "gw_call_tag", "int64_t counts",
+    "size_t size"])}
 NOT_RUN = [("cmake --preset", "tests/capi/installed_test.py installs the library elsewhere, and builds and runs the example programs with it")]

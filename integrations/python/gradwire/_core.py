@@ -537,7 +537,10 @@ class Reducer(_Handle):
         return state
 
     def load_state(self, state: bytes) -> None:
-        """Restores a save_state(). Raises BadArgument for a state of another spec, model, rank or world."""
+        """Restores a save_state(): this rank's own or, after Communicator.shrink() or .grow(), what this rank saved in the
+        group before. Its residual comes along whole; that of a rank that is gone is lost. Raises BadArgument for a state of
+        another spec or model, and for that of another rank of as many ranks. The next step compares what ranks have loaded:
+        it raises CommFailed on every rank if two have loaded one state."""
         _native.call("gw_reducer_state_load", self._handle, bytes(state), len(state))
 
     def load_states(self, states: Sequence[bytes]) -> None:

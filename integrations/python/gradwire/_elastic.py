@@ -15,8 +15,7 @@ import torch
 
 from gradwire import _native
 from gradwire._core import Communicator
-from gradwire._hook_state import Place, at_place
-from gradwire._state import Entry, State, TensorState, entries_of, unpack
+from gradwire._state import State, TensorState, entries_of, unpack
 
 _log = logging.getLogger("gradwire")
 _STEPS = 1 << 20  # step numbers are compared modulo this, because they are sent as float32
@@ -59,7 +58,6 @@ class Elastic:
         self._fresh = True  # no state from before this step
         self._regroups = 0  # in this step, without losing anybody
         self._norms: List[float] = []  # of the ranks' residuals after the last step
-        self._owed: Dict[str, torch.Tensor] = {}  # residuals of a rank that is alone, which has no other use for them
 
     def submit(self, hook: Any, entry: Any, bucket: Any, buffer: torch.Tensor, addresses: Any) -> "torch.futures.Future[Any]":
         """Queues a bucket; a Future of None or the step's failure, which is done after the step's last bucket."""
@@ -112,8 +110,6 @@ class Elastic:
             entry.reducer = hook._make_reducer(entry, part.buffer)
         if copies.before is None:
             copies.before = entry.reducer.save_state()
-        if self._owed:
-            self._pay(part)
         hook._reduce(entry, part.buffer, part.addresses, 0)
         copies.after = entry.reducer.save_state(copies.after)
 
@@ -165,7 +161,8 @@ class Elastic:
                 break
             except _native.CommFailed as error:  # another one is gone
                 cause = error
-        self._carry(hook, after if done else None if self._fresh else before, Place(rest.rank, rest.world))
+        # The reducers of the new group load it: a survivor's state of another world.
+        hook._carried = after if done else None if self._fresh else before
         if done:
             self._finish()
             return
@@ -188,26 +185,6 @@ class Elastic:
         ahead = [(int(step) - self._step) % _STEPS == 1 for step in everybody[::2]]
         here = [int(step) == self._step % _STEPS for step in everybody[::2]]
         return self._has_all and (any(ahead) or all(h and bool(has) for h, has in zip(here, everybody[1::2])))
-
-    def _carry(self, hook: Any, state: Optional[State], place: Place) -> None:
-        """Leaves `state` to the reducers of the new group."""
-        self._owed = {}
-        if state is not None and place.world == 1:
-            for name, tensor in state.tensors.items():
-                residual = tensor.entries.get("residual")
-                if residual is not None and residual.data:
-                    self._owed[name] = torch.frombuffer(bytearray(residual.data), dtype=torch.float32)
-            state = state._replace(tensors={name: t._replace(entries={}) for name, t in state.tensors.items()})
-        hook._carried = state._replace(identity=at_place(state.identity, place)) if state is not None else None
-
-    def _pay(self, part: _Part) -> None:
-        """A rank that is alone adds its residuals to its gradients, so that nothing of them is lost."""
-        where = part.entry.staging if part.entry.staging is not None else part.buffer
-        for name, address in zip(part.entry.layout.names, part.addresses):
-            owed = self._owed.pop(name, None)
-            if owed is not None:
-                begin = (address - where.data_ptr()) // where.element_size()
-                part.buffer[begin:begin + owed.numel()] += owed
 
     def _go_on_with(self, survivors: List[int], world: int, rest: Communicator, cause: _native.CommFailed) -> None:
         gone = [rank for rank in range(world) if rank not in survivors]

@@ -33,19 +33,15 @@ def _place_in(text: str) -> Optional[Place]:
     return Place(int(found[1]), int(found[2])) if found else None
 
 
-def at_place(identity: str, place: Place) -> str:
-    """`identity`, of a state, for another rank."""
-    return _RANK.sub(str(place), identity)
-
-
 def saved_as(spec: str) -> List[str]:
     """`spec` without residual=: states hold residuals in float32, whatever they are kept in."""
     method, _, options = spec.replace(":", ",", 1).partition(",")
     return [method, *(option for option in options.split(",") if not option.startswith("residual="))]
 
 
-def to_dict(state: State, spec: str) -> StateDict:
-    """See Hook.state_dict()."""
+def to_dict(state: State, spec: str, place: Optional[Place]) -> StateDict:
+    """See Hook.state_dict(). place: of the rank that saves; it may hold a state of another world that no reducer has loaded."""
+    identity = _RANK.sub(str(place), state.identity) if place is not None else state.identity
 
     def tensor(entry: Entry) -> torch.Tensor:
         dtype = _DTYPES[entry.dtype]
@@ -53,7 +49,7 @@ def to_dict(state: State, spec: str) -> StateDict:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(bytearray(entry.data), dtype=dtype)
 
-    return {"version": 2, "identity": state.identity, "steps": state.steps, "spec": spec,
+    return {"version": 2, "identity": identity, "steps": state.steps, "spec": spec,
             "tensors": {name: {"rows": t.rows, "cols": t.cols,
                                "state": {kind: tensor(entry) for kind, entry in t.entries.items()}}
                         for name, t in state.tensors.items()}}
@@ -121,10 +117,10 @@ def for_rank(states: Sequence[StateDict], spec: str, place: Optional[Place]) -> 
             + ", or use hook.checkpoint() with torch.distributed.checkpoint")
     if place.world == worlds[0]:
         return by_rank[place.rank][1]
-    return _merged([by_rank[r][1] for r in wanted], with_residuals=place.rank < worlds[0], place=place)
+    return _merged([by_rank[r][1] for r in wanted], with_residuals=place.rank < worlds[0])
 
 
-def _merged(states: List[StateDict], with_residuals: bool, place: Place) -> StateDict:
+def _merged(states: List[StateDict], with_residuals: bool) -> StateDict:
     tensors: Dict[str, Dict[str, Any]] = {}
     for name, first in states[0]["tensors"].items():
         kept = _kept(states[0], first)
@@ -133,12 +129,8 @@ def _merged(states: List[StateDict], with_residuals: bool, place: Place) -> Stat
         kept.pop("residual", None)
         if with_residuals and residuals:
             kept["residual"] = torch.stack([r.float() for r in residuals]).sum(0)
-            if place.world == 1 and bool(kept["residual"].count_nonzero()):
-                raise _native.BadArgument(f"one rank sends nothing, and has no use for the residual of {name!r}: go on "
-                                          "without the hook's state, which loses these residuals")
-        tensors[name] = {"rows": first["rows"], "cols": first["cols"], "state": {} if place.world == 1 else kept}
-    identity = at_place(states[0]["identity"], place)
-    return {"version": 2, "identity": identity, "steps": states[0]["steps"], "spec": states[0]["spec"], "tensors": tensors}
+        tensors[name] = {"rows": first["rows"], "cols": first["cols"], "state": kept}
+    return {"version": 2, "identity": states[0]["identity"], "steps": states[0]["steps"], "spec": states[0]["spec"], "tensors": tensors}
 
 
 # ---- torch.distributed.checkpoint ------------------------------------------------------------------------------

@@ -362,7 +362,7 @@ class Hook:
         or PowerSGD's "factor".
         """
         self._worker.drain()
-        return to_dict(self._collect(lambda index: True) or State("", 0, {}), self.spec)
+        return to_dict(self._collect(lambda index: True) or State("", 0, {}), self.spec, self._place())
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
         """Restores a state_dict(). If model and optimizer are restored too, training continues bit for bit.

@@ -1,0 +1,185 @@
+// gw_reducer_state_load() and _load_ranks() into groups of other sizes, where ranks are threads. shrink_test.cpp and
+// grow_test.cpp do it after gw_comm_shrink() and gw_comm_grow().
+#include "tests/capi/states.h"
+
+namespace {
+
+using capi::Model;
+using capi::run_ranks;
+using capi::StepRecord;
+using State = std::vector<char>;
+
+constexpr const char* kSpecs[] = {"fp32",
+                                  "bf16",
+                                  "int8:dense=off",
+                                  "int4:dense=off,schedule=ring",
+                                  "int4:dense=off,schedule=two_shot",
+                                  "fp8:dense=off",
+                                  "topk:dense=off",
+                                  "eden:dense=off",
+                                  "powersgd:rank=2",
+                                  "powersgd:rank=2,wire=int8",
+                                  "powersgd:rank=2,alternate=on",
+                                  "randk:ratio=0.1"};
+
+std::vector<State> trained(const std::string& spec, int world) {
+  std::vector<State> states(static_cast<size_t>(world));
+  run_ranks(world, [&](gw_comm comm, int rank) {
+    const Model model;
+    const capi::Reducer reducer(comm, spec, model);
+    for (int step = 0; step < 3; ++step) {
+      auto gradient = capi::gradients_of(model, rank, step);
+      GW_EXPECT_OK(gw_reducer_allreduce(reducer.handle, model.addresses(gradient.data()).data(), nullptr));
+    }
+    states[static_cast<size_t>(rank)] = reducer.save();
+  });
+  return states;
+}
+
+void load(const capi::Reducer& reducer, const State& state) {
+  GW_EXPECT_OK(gw_reducer_state_load(reducer.handle, state.data(), state.size()));
+}
+void load_as_new_rank(const capi::Reducer& reducer, const State& state) {
+  const void* const states[] = {state.data()};
+  const size_t sizes[] = {state.size()};
+  GW_EXPECT_OK(gw_reducer_state_load_ranks(reducer.handle, states, sizes, 1));
+}
+
+TEST(CApiMovedState, SurvivorsAndNewRanksConserveResidualsForAnyNumbersOfRanks) {
+  const Model model;
+  int cases = 0;
+  for (const std::string spec : kSpecs) {
+    for (int before = 1; before <= 4; ++before) {
+      const std::vector<State> states = trained(spec, before);
+      for (int now = 1; now <= 4; ++now) {
+        if (now == before) continue;
+        ++cases;
+        std::vector<StepRecord> records(static_cast<size_t>(now));
+        run_ranks(now, [&](gw_comm comm, int rank) {
+          const capi::Reducer reducer(comm, spec, model);
+          // With fewer ranks, the last ones survive: each has another number.
+          const int mine = rank + std::max(0, before - now);
+          if (mine < before) {
+            const State& state = states[static_cast<size_t>(mine)];
+            load(reducer, state);
+            EXPECT_EQ(capi::residuals_of(reducer.save(), model), capi::residuals_of(state, model));
+          } else {
+            load_as_new_rank(reducer, states[0]);
+            EXPECT_EQ(capi::norm_of(capi::residuals_of(reducer.save(), model)), 0);
+          }
+          EXPECT_EQ(capi::stats_of(reducer.handle).steps, 3);
+          records[static_cast<size_t>(rank)] =
+              capi::recorded_step(reducer, model, capi::gradients_of(model, rank, 3));
+        });
+        EXPECT_LT(capi::conservation_error(records), 1e-6) << spec << ": " << before << " ranks, now " << now;
+        if (now == 1) {
+          EXPECT_EQ(capi::norm_of(records[0].after), 0) << "added to the gradients";
+        }
+      }
+    }
+  }
+  RecordProperty("cases", cases);
+}
+
+// A state that is loaded into a world of 1 and saved again before any step.
+TEST(CApiMovedState, ARankAloneKeepsItsResidualUntilAStepSendsIt) {
+  const Model model;
+  const std::vector<State> states = trained("int8:dense=off", 3);
+  const std::vector<double> residual = capi::residuals_of(states[2], model);
+  State alone;
+  run_ranks(1, [&](gw_comm comm, int) {
+    const capi::Reducer first(comm, "int8:dense=off", model), second(comm, "int8:dense=off", model);
+    load(first, states[2]);
+    alone = first.save();
+    load(second, alone);
+    EXPECT_EQ(second.save(), alone);
+    auto gradient = capi::gradients_of(model, 0, 3);
+    const auto given = gradient, zeros = std::vector<float>(gradient.size());
+    // Overlapped: each tensor by itself.
+    auto all = model.tensors(gradient.data());
+    auto how = capi::options();
+    gw_reducer made = nullptr;
+    GW_EXPECT_OK(
+        gw_reducer_create(comm, "int8:dense=off", all.data(), static_cast<int32_t>(all.size()), &how, &made));
+    const capi::Reducer overlapped(made);
+    load(overlapped, alone);
+    for (int i = 0; i < static_cast<int>(all.size()); ++i) GW_EXPECT_OK(gw_reducer_ready(made, i, nullptr));
+    GW_EXPECT_OK(gw_reducer_wait(made, nullptr));
+    for (size_t e = 0; e < gradient.size(); ++e) {
+      EXPECT_EQ(gradient[e], given[e] + static_cast<float>(residual[e]));
+    }
+    gradient = given;
+    GW_EXPECT_OK(gw_reducer_allreduce(made, nullptr, nullptr));
+    EXPECT_EQ(gradient, given) << "only once";
+  });
+  std::vector<StepRecord> records(2);
+  run_ranks(2, [&](gw_comm comm, int rank) {
+    const capi::Reducer reducer(comm, "int8:dense=off", model);
+    rank == 0 ? load(reducer, alone) : load_as_new_rank(reducer, alone);
+    records[static_cast<size_t>(rank)] =
+        capi::recorded_step(reducer, model, capi::gradients_of(model, rank, 3));
+  });
+  EXPECT_EQ(records[0].before, residual);
+  EXPECT_LT(capi::conservation_error(records), 1e-6);
+}
+
+// 16-bit gradients of a rank alone: the residual is added in float32, and the sum is rounded.
+TEST(CApiMovedState, ARankAloneAddsItsResidualToGradientsOf16Bits) {
+  Model model;
+  model.dtype = GW_BFLOAT16;
+  std::vector<State> states(2);
+  run_ranks(2, [&](gw_comm comm, int rank) {
+    const capi::Reducer reducer(comm, "int4:dense=off", model);
+    std::vector<uint16_t> ones(model.elements(), 0x3f80);
+    ones[5] = 0x4049;  // 3.14: the others are not multiples of its block's step
+    std::vector<void*> addresses;
+    for (size_t i = 0, at = 0; i < model.names.size(); at += model.count(i++)) addresses.push_back(&ones[at]);
+    GW_EXPECT_OK(gw_reducer_allreduce(reducer.handle, addresses.data(), nullptr));
+    states[static_cast<size_t>(rank)] = reducer.save();
+  });
+  const std::vector<double> residual = capi::residuals_of(states[1], model);
+  EXPECT_GT(capi::norm_of(residual), 0);
+  run_ranks(1, [&](gw_comm comm, int) {
+    const capi::Reducer reducer(comm, "int4:dense=off", model);
+    load(reducer, states[1]);
+    std::vector<uint16_t> values(model.elements(), 0);
+    std::vector<void*> addresses;
+    for (size_t i = 0, at = 0; i < model.names.size(); at += model.count(i++))
+      addresses.push_back(&values[at]);
+    GW_EXPECT_OK(gw_reducer_allreduce(reducer.handle, addresses.data(), nullptr));
+    for (size_t e = 0; e < values.size(); ++e) {
+      const uint32_t bits = static_cast<uint32_t>(values[e]) << 16;
+      float value = 0;
+      std::memcpy(&value, &bits, 4);
+      EXPECT_NEAR(value, residual[e], std::abs(residual[e]) / 256);
+    }
+  });
+}
+
+TEST(CApiMovedState, RefusesAResidualThatTwoRanksHaveLoaded) {
+  const Model model;
+  const std::vector<State> states = trained("int8:dense=off", 3);
+  run_ranks(2, [&](gw_comm comm, int) {
+    const capi::Reducer reducer(comm, "int8:dense=off", model);
+    load(reducer, states[2]);
+    std::vector<float> gradient(model.elements(), 1.0f);
+    GW_EXPECT_FAILS(GW_COMM_FAILED, "ranks 0 and 1 have both loaded the residual that rank 2 of 3 saved",
+                    gw_reducer_allreduce(reducer.handle, model.addresses(gradient.data()).data(), nullptr));
+  });
+  // Also where one of them has it in a sum.
+  run_ranks(2, [&](gw_comm comm, int rank) {
+    const capi::Reducer reducer(comm, "int8:dense=off", model);
+    if (rank == 0) {
+      const void* all[] = {states[0].data(), states[1].data(), states[2].data()};
+      const size_t sizes[] = {states[0].size(), states[1].size(), states[2].size()};
+      GW_EXPECT_OK(gw_reducer_state_load_ranks(reducer.handle, all, sizes, 3));
+    } else {
+      load(reducer, states[2]);
+    }
+    std::vector<float> gradient(model.elements(), 1.0f);
+    GW_EXPECT_FAILS(GW_COMM_FAILED, "rank 2 of 3",
+                    gw_reducer_allreduce(reducer.handle, model.addresses(gradient.data()).data(), nullptr));
+  });
+}
+
+}  // namespace
