@@ -501,7 +501,8 @@ GW_API gw_status gw_broadcast(gw_comm comm, void* buf, int64_t count, gw_dtype d
 /* One gradient tensor. All entries of an array have the same `size`. */
 typedef struct gw_tensor {
   size_t size;      /* sizeof(gw_tensor) */
-  const char* name; /* unique in the reducer; for error texts and state; copied; null: "tensor 7" */
+  const char* name; /* unique in the reducer; for error texts and state; UTF-8 without control characters;
+                         copied; null: "tensor 7" */
   int64_t rows;     /* PowerSGD treats it as a (rows, cols) matrix, row-major; a vector has cols == 1. */
   int64_t cols;     /* More dimensions: rows = the first, cols = the product of the rest. 0 is legal. */
   gw_dtype dtype;   /* GW_FLOAT32, GW_BFLOAT16 or GW_FLOAT16: see gw_reducer_allreduce() */

@@ -13,6 +13,7 @@
 #include "collectives/c_api/reducer.h"
 #include "collectives/c_api/request.h"
 #include "collectives/c_api/structs.h"
+#include "collectives/c_api/text.h"
 #include "collectives/gradwire.h"
 #include "collectives/transport/nccl.h"
 #include "collectives/transport/tcp.h"
@@ -298,7 +299,8 @@ gw_status gw_comm_abort(gw_comm comm, const char* reason) {
     auto object = comms().get(comm);
     object->check_process();
     // No lock: its holder may be waiting for the operation that is aborted here.
-    object->communicator->abort(reason != nullptr && *reason != '\0' ? reason : "gw_comm_abort was called");
+    object->communicator->abort(reason != nullptr && *reason != '\0' ? printable(reason)
+                                                                     : "gw_comm_abort was called");
   });
 }
 

@@ -13,6 +13,7 @@
 #include "collectives/c_api/handles.h"
 #include "collectives/c_api/request.h"
 #include "collectives/c_api/structs.h"
+#include "collectives/c_api/text.h"
 #include "kernels/simd/level.h"
 
 namespace gradwire::c_api {
@@ -46,6 +47,7 @@ std::vector<GradientTensor> read_tensors(const gw_tensor* tensors, int32_t n, st
     const void* at = reinterpret_cast<const char*>(tensors) + static_cast<size_t>(i) * stride;
     const auto t = read_struct<gw_tensor>(at, "gw_tensor");
     std::string name = t.name != nullptr ? t.name : fmt::format("tensor {}", i);
+    check_text(name, fmt::format("the name of tensor {}", i));
     const std::string who = fmt::format("tensor {} ('{}')", i, name);
     require(t.size == tensors[0].size, "{}: its size differs from that of tensor 0", who);
     require(names.insert(name).second, "{}: another tensor has the same name", who);

@@ -3,6 +3,7 @@
 
 #include "collectives/c_api/comm.h"
 #include "collectives/c_api/errors.h"
+#include "collectives/c_api/text.h"
 #include "runtime/mix.h"
 
 namespace gradwire::c_api {
@@ -24,7 +25,7 @@ Pending& pending() {
 void set_tag(gw_comm comm, const char* tag) {
   const std::string text = tag != nullptr ? tag : "";
   require(text.size() <= kMostBytes, "tag has {} bytes, at most {} are allowed", text.size(), kMostBytes);
-  for (char c : text) require(static_cast<unsigned char>(c) >= ' ', "tag has a control character");
+  check_text(text, "tag");
   pending() = {comm, text};
 }
 

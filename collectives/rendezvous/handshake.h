@@ -6,8 +6,8 @@
 //
 // A proof is HMAC-SHA256(key, side | purpose | both challenges). Challenges are fresh random numbers, so a proof
 // that was overheard serves nowhere else; the side keeps a proof from being sent back to who made it; the
-// purpose keeps one listener's connections from being passed on to another. What follows on the connection is
-// neither encrypted nor authenticated.
+// purpose keeps one listener's connections from being passed on to another. A relay in front of the same listener is
+// not noticed. What follows on the connection is neither encrypted nor authenticated.
 #pragma once
 
 #include <chrono>

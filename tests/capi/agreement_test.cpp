@@ -358,6 +358,17 @@ TEST_P(CApiAgreement, AStateThatOnlySomeRanksLoadIsRefused) {
 INSTANTIATE_TEST_SUITE_P(, CApiAgreement, testing::Values("threads", "tcp"),
                          [](const auto& info) { return std::string(info.param); });
 
+TEST(CApiTag, AnAbortsReasonIsPrintable) {
+  capi::run_ranks(2, [](gw_comm aborted, int rank) {
+    if (rank == 0) {
+      GW_EXPECT_OK(gw_comm_abort(aborted, "broken: \xff\n"));
+    }
+    float value = 1;
+    GW_EXPECT_FAILS(GW_COMM_FAILED, "broken: ??",
+                    gw_allreduce(aborted, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+  });
+}
+
 TEST(CApiTag, ChecksItsArguments) {
   gw_comm comm = nullptr;
   GW_EXPECT_OK(gw_comm_create(nullptr, 0, 1, GW_HOST, 1000, &comm));
@@ -367,6 +378,24 @@ TEST(CApiTag, ChecksItsArguments) {
   GW_EXPECT_OK(gw_call_tag(comm,
                            "G\xc3\xbc"
                            "te"));
+  // Not UTF-8: cut, a lone continuation, overlong, a surrogate, beyond U+10FFFF, Latin-1.
+  for (const std::string bad : {"\xc3", "\xe2\x82", "\xf0\x9f\x98", "\x80", "\xc0\x80", "\xe0\x80\x80",
+                                "\xed\xa0\x80", "\xf4\x90\x80\x80", "\xf5\x80\x80\x80", "\xff", "G\xfcte"}) {
+    for (const std::string& text : {bad, "a" + bad, bad + "a", "\xc3\xbc" + bad + "\xc3\xbc"}) {
+      GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "tag is not UTF-8", gw_call_tag(comm, text.c_str()));
+      capi::Model model;
+      model.names[1] = text;
+      gw_reducer reducer = nullptr;
+      auto tensors = model.tensors();
+      GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "the name of tensor 1 is not UTF-8",
+                      gw_reducer_create(comm, "fp32", tensors.data(), static_cast<int32_t>(tensors.size()),
+                                        nullptr, &reducer));
+    }
+  }
+  for (const char* good :
+       {"\xe2\x82\xac", "\xf0\x9f\x98\x80", "\xed\x9f\xbf", "\xee\x80\x80", "\xf4\x8f\xbf\xbf", "\xc2\x80"}) {
+    GW_EXPECT_OK(gw_call_tag(comm, good));
+  }
   GW_EXPECT_OK(gw_comm_destroy(comm));
   GW_EXPECT_FAILS(GW_BAD_HANDLE, "was destroyed", gw_call_tag(comm, "x"));
   GW_EXPECT_FAILS(GW_BAD_HANDLE, "is null", gw_call_tag(nullptr, "x"));

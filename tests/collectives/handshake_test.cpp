@@ -3,8 +3,10 @@
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <fstream>
@@ -82,11 +84,12 @@ class HandshakeTest : public ::testing::Test {
     return state;
   }
   void say(const std::string& bytes) { ASSERT_TRUE(send_all(connector, bytes, soon())); }
-  std::string hear(size_t bytes) {
+  static std::string hear_from(const Socket& socket, size_t bytes) {
     std::string text(bytes, '\0');
-    EXPECT_TRUE(receive_exactly(connector, text.data(), bytes, soon()));
+    EXPECT_TRUE(receive_exactly(socket, text.data(), bytes, soon()));
     return text;
   }
+  std::string hear(size_t bytes) { return hear_from(connector, bytes); }
   Socket connector, acceptor;
   const Credentials credentials{"the run's secret", "store"};
   Challenge challenge{credentials};
@@ -130,6 +133,56 @@ TEST_F(HandshakeTest, AnAcceptorsProofSentBackToItIsRefused) {
   say(answer.substr(32));
   EXPECT_EQ(settle(challenge), State::refused);
   EXPECT_EQ(challenge.why(), "wrong secret");
+}
+
+// Passes bytes on between two sockets until one is closed.
+void relay(const Socket& a, const Socket& b) {
+  const auto until = SteadyClock::now() + 20s;
+  pollfd both[] = {{a.fd(), POLLIN, 0}, {b.fd(), POLLIN, 0}};
+  while (SteadyClock::now() < until && poll(both, 2, 100) >= 0) {
+    for (int from : {0, 1}) {
+      if (both[from].revents == 0) continue;
+      char bytes[64];
+      const ssize_t got = read(both[from].fd, bytes, sizeof bytes);
+      if (got <= 0) return;
+      if (!send_all(from == 0 ? b : a, std::string(bytes, static_cast<size_t>(got)), soon())) return;
+    }
+  }
+}
+
+// docs/security.md, "A relay".
+TEST_F(HandshakeTest, ARelayReachesTheSameListenerAndNoOther) {
+  for (const char* purpose : {"store", "data of rank 1"}) {
+    const Credentials listener{"the run's secret", purpose};
+    int near[2], far[2];
+    ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, near), 0);
+    ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, far), 0);
+    const Socket relay_near(near[1]), relay_far(far[0]);
+    Socket rank(near[0]);
+    acceptor = Socket(far[1]);
+    Challenge at_listener(listener);
+    std::string why = "not called";
+    std::thread between([&] { relay(relay_near, relay_far); });
+    std::thread connecting([&] {
+      why = introduce(rank, {"the run's secret", "store"}, soon());
+      if (why.empty())
+        send_all(rank, "payload", soon());
+      else
+        rank.close();
+    });
+    const State state = settle(at_listener);
+    if (purpose == std::string("store")) {
+      EXPECT_EQ(state, State::proved);
+      EXPECT_EQ(hear_from(acceptor, 7), "payload") << "and the relay could have changed it";
+    } else {
+      EXPECT_NE(state, State::proved);
+    }
+    acceptor.close();
+    connecting.join();
+    EXPECT_EQ(why.empty(), purpose == std::string("store"));
+    rank.close();
+    between.join();
+  }
 }
 
 TEST_F(HandshakeTest, AProofThatWasOverheardIsRefusedTheNextTime) {
