@@ -1,9 +1,26 @@
 #!/usr/bin/env python3
 """`gradwire train` with checkpoints: a stopped run resumes with its log, and damage is refused."""
+import json
 import shutil
+import struct
 import subprocess
+import zlib
 
 from command import CommandTest, main, synthetic
+
+
+def without_id(blob):
+    """A checkpoint's file as versions without "id" wrote it."""
+    length, = struct.unpack_from("<Q", blob)
+    header, data = json.loads(blob[8:8 + length]), blob[8 + length:]
+    about = json.loads(header["__metadata__"]["gradwire"])
+    del about["id"]
+    header["__metadata__"]["gradwire"] = json.dumps(about)
+    header["__metadata__"]["crc32"] = "00000000"
+    text = json.dumps(header, separators=(",", ":")).encode()
+    crc = f"{zlib.crc32(text + data):08x}".encode()
+    text = text.replace(b'"crc32":"00000000"', b'"crc32":"' + crc + b'"')
+    return struct.pack("<Q", len(text)) + text + data
 
 
 class Checkpoints(CommandTest):
@@ -41,10 +58,37 @@ class Checkpoints(CommandTest):
 
         state = self.folder / "saved" / "step-000000008" / "state-1-of-2.safetensors"
         good = state.read_bytes()
+        self.refuses_files_of_another_run(saving)
         state.write_bytes(good[:-100])
         self.assert_refused(self.train(*saving), "state-1-of-2.safetensors", "truncated")
         state.write_bytes(good[:-100] + bytes(100))
         self.assert_refused(self.train(*saving), "state-1-of-2.safetensors", "damaged", "checksum")
+
+    def refuses_files_of_another_run(self, saving):
+        """Each file in turn, from a run with another seed, and from one with the same settings. Without an id, as earlier
+        versions wrote them, another seed is noticed, and files that fit are loaded."""
+        ours = self.folder / "saved" / "step-000000008"
+        for other, seed in (("seed", 7), ("again", 0)):
+            run = [word for word in self.RUN if word not in ("--log", "run.jsonl")]
+            made = self.run_command(*run, *synthetic(), "--seed", seed, "--checkpoint", other)
+            self.assertEqual(made.returncode, 0, made.stderr)
+            for name in ("model", "state-0-of-2", "state-1-of-2"):
+                file = ours / f"{name}.safetensors"
+                good, theirs = file.read_bytes(), (self.folder / other / ours.name / file.name).read_bytes()
+                file.write_bytes(theirs)
+                self.assert_refused(self.train(*saving), "another checkpoint", "seed" if seed else "id")
+                if name != "state-0-of-2":
+                    file.write_bytes(without_id(theirs))
+                    self.assert_refused(self.train(*saving), file.name, "another checkpoint")
+                file.write_bytes(good)
+        shutil.copytree(ours, self.folder / "old" / ours.name)
+        for file in (self.folder / "old" / ours.name).iterdir():
+            file.write_bytes(without_id(file.read_bytes()))
+        loaded = self.train("--dry-run", "--resume", "old")
+        self.assertEqual(loaded.returncode, 0, loaded.stderr)
+        run = [word if word != "8" else "9" for word in self.RUN if word not in ("--log", "run.jsonl")]
+        resumed = self.run_command(*run, *synthetic(), "--resume", "old")
+        self.assertEqual(resumed.returncode, 0, resumed.stderr)
 
     def test_a_second_run_in_the_same_folder_is_refused_until_the_first_has_ended(self):
         # No checkpoint until the end: a machine of any speed finds the folder held and empty.

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <random>
 #include <set>
 
 #include "collectives/agreement/all_gather.h"
@@ -150,6 +151,23 @@ Json about_file(const RankState& rank, const TrainConfig& config, const Position
   return about_file(config, position, rank.comm.rank(), links);
 }
 
+std::string random_id() {
+  std::random_device random;
+  return fmt::format("{:08x}{:08x}", random(), random());
+}
+
+// Collective: returns rank 0's.
+std::string agreed_id(const RankState& rank, const std::string& id) {
+  std::vector<double> words(2);  // of 32 bits
+  if (rank.comm.rank() == 0) {
+    for (size_t i = 0; i < words.size(); ++i) {
+      words[i] = static_cast<double>(std::stoul(id.substr(8 * i, 8), nullptr, 16));
+    }
+  }
+  words = all_gather(rank.comm.transport(), rank.stream, words, "a checkpoint's id")[0];
+  return fmt::format("{:08x}{:08x}", static_cast<uint32_t>(words[0]), static_cast<uint32_t>(words[1]));
+}
+
 std::unique_ptr<SafetensorsWriter> create_file(const std::string& path, const Json& about,
                                                const std::vector<Entry>& entries) {
   // Hugging Face's readers require "format".
@@ -224,14 +242,15 @@ SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config
   const std::string folder = NewCheckpoint::temporary_path(directory, position.step);
   const bool leads = rank.comm.rank() == 0;
   rank.stream.synchronize();
-  const Json about = about_file(rank, config, position);
   std::optional<NewCheckpoint> checkpoint;
   CommonFiles common;
+  Json about = about_file(rank, config, position);
   if (leads) {
+    about["id"] = random_id();
     checkpoint.emplace(directory, position.step);
     common = create_common_files(rank, about, folder);
   }
-  rank.comm.barrier();  // the folder and its common files exist now
+  about["id"] = agreed_id(rank, about.value("id", ""));  // afterwards the folder and its common files exist
 
   SavedCheckpoint saved{.path = NewCheckpoint::final_path(directory, position.step)};
   try {
@@ -348,6 +367,7 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
   const bool same_codec = config.compression.loads_state_of(head.compression);
 
   const SafetensorsReader weights(weights_path(head.path));
+  check_same_checkpoint(head, weights);
   check_names(weights, rank.parameters);
   weights.verify(true);
   restore_pieces(rank, weights, pieces_of(rank.weights, rank, ""));
@@ -376,9 +396,9 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
     files.push_back(std::make_unique<SafetensorsReader>(state_path(head.path, from, head.world)));
     const SafetensorsReader& file = *files.back();
     file.verify(true);
-    const Json about = about_of(file);
-    if (about["step"] != head.position.step || about["rank"] != from || about["world"] != head.world) {
-      refuse_as_damaged(file, "it belongs to another rank or step");
+    check_same_checkpoint(head, file);
+    if (const Json of = about_of(file)["rank"]; of != from) {
+      refuse_as_damaged(file, fmt::format("it is the state of rank {}", of.dump()));
     }
     for (const TensorState& state : states) {
       const bool mine = !state.same_on_all_ranks && state.kind != kResidualKind;

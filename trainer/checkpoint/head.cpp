@@ -14,6 +14,16 @@ namespace {
 
 constexpr int kVersion = 1;
 
+// What is the same in all files of a checkpoint and, but for "id", in those of runs with the same settings. Files of
+// earlier versions have no id.
+Json shared_part(const Json& about) {
+  Json shared;
+  for (const char* key : {"step", "epoch", "images", "world", "compression", "seed", "id"}) {
+    shared[key] = about.value(key, Json());
+  }
+  return shared;
+}
+
 }  // namespace
 
 Json links_json(const LinkCosts& links) {
@@ -87,7 +97,8 @@ CheckpointHead read_head(const std::string& checkpoint) {
                       .world = world,
                       .compression = about["compression"].get<std::string>(),
                       .links = links_of(about.value("links", Json())),
-                      .config = about["config"].dump()};
+                      .config = about["config"].dump(),
+                      .parts = shared_part(about).dump()};
   if (number("world") != world || number("rank") != 0) {
     throw BadInput(fmt::format("{}: it contains rank {} of {}, which contradicts its name", file.path(),
                                about["rank"].dump(), about["world"].dump()));
@@ -95,7 +106,20 @@ CheckpointHead read_head(const std::string& checkpoint) {
   if (head.position.step < 0 || head.position.epoch < 0 || head.position.images < 0) {
     throw BadInput(fmt::format("{}: damaged: its step, epoch or images is negative", file.path()));
   }
+  check_same_checkpoint(head, SafetensorsReader(weights_path(checkpoint)));
   return head;
+}
+
+void check_same_checkpoint(const CheckpointHead& head, const SafetensorsReader& file) {
+  const Json ours = Json::parse(head.parts), theirs = shared_part(about_of(file));
+  for (const auto& [key, value] : ours.items()) {
+    if (theirs[key] == value) continue;
+    throw BadInput(fmt::format(
+        "{}: it is from another checkpoint than {}: its {} is {}, not {}; restore the folder, or remove it "
+        "and resume "
+        "from the checkpoint before",
+        file.path(), state_path(head.path, 0, head.world), key, theirs[key].dump(), value.dump()));
+  }
 }
 
 std::vector<std::string> compare_with_head(const TrainConfig& config, const CheckpointHead& head) {

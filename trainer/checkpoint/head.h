@@ -30,6 +30,7 @@ struct CheckpointHead {
   // What schedule=auto based its choice on, if measured: a new measurement could lead to another schedule.
   std::optional<LinkCosts> links;
   std::string config;  // the run's, as JSON text
+  std::string parts;   // what every file of the checkpoint says, as JSON text
 };
 
 // Reads headers only. Throws BadInput, which names the file, when something is missing or inconsistent.
@@ -43,10 +44,12 @@ std::vector<std::string> compare_with_head(const TrainConfig& config, const Chec
 nlohmann::ordered_json links_json(const LinkCosts& links);
 std::optional<LinkCosts> links_of(const nlohmann::ordered_json& json);
 
-// The description of rank `rank`'s files. `links`: null unless measured.
+// The description of rank `rank`'s files, to which the checkpoint's "id" is added. `links`: null unless measured.
 nlohmann::ordered_json about_file(const TrainConfig& config, const Position& at, int rank,
                                   const LinkCosts* links);
-// A state file's. Throws BadInput, which names the file, unless it is complete.
+// Throws BadInput, which names `file`, unless it was saved together with the file that `head` was read from.
+void check_same_checkpoint(const CheckpointHead& head, const SafetensorsReader& file);
+// A file's. Throws BadInput, which names the file, unless it is complete.
 nlohmann::ordered_json about_of(const SafetensorsReader& file);
 
 }  // namespace gradwire
