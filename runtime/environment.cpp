@@ -14,7 +14,9 @@ constexpr EnvironmentVariable kOwn[] = {
     {"GRADWIRE_BLAS_KERNELS", "what suits the processor",
      "OpenBLAS's kernels for products on the host: Prescott, Haswell, Zen, SkylakeX, ..."},
     {"GRADWIRE_DATA", "Debian's folder of Fashion-MNIST",
-     "Folder with the files of `--data fashion-mnist`, or with a folder fashion-mnist that has them"},
+     "Folder with the files of `--data fashion-mnist`, or with a folder that has them (docs/formats.md); an "
+     "error if "
+     "there are none"},
     {"GRADWIRE_SECRET", "none",
      "Whoever knows it may join the run: the same text on every rank. Needed where ranks on several machines "
      "meet "

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "tests/trainer/files.h"
+#include "trainer/checkpoint/safetensors.h"
 #include "trainer/data/dataset.h"
 #include "trainer/data/statistics.h"
 
@@ -39,6 +40,80 @@ TEST(FashionMnist, UncompressedFilesAreReadAsWell) {
   std::filesystem::remove(folder.path("train-images-idx3-ubyte.gz"));
   write_bytes(folder.path("train-images-idx3-ubyte"), idx_images(50, 28, 28));
   EXPECT_EQ(load_fashion_mnist(folder.path()).train.count(), 50);
+}
+
+// The folders that torchvision makes, and archives of MNIST whose names have a dot.
+TEST(FashionMnist, FoldersAndNamesOfOtherDistributionsAreFound) {
+  for (const char* below : {"", "fashion-mnist", "raw", "FashionMNIST/raw", "MNIST/raw"}) {
+    for (const bool dotted : {false, true}) {
+      for (const bool gzip : {false, true}) {
+        TemporaryFolder folder;
+        const std::string inner = folder.path(std::string("data/") + below);
+        std::filesystem::create_directories(inner);
+        for (const auto& [prefix, count] : {std::pair{"train", 50u}, std::pair{"t10k", 20u}}) {
+          for (const bool images : {true, false}) {
+            const std::string name = fmt::format("{}/{}-{}{}{}", inner, prefix, images ? "images" : "labels",
+                                                 dotted ? "." : "-", images ? "idx3-ubyte" : "idx1-ubyte");
+            const Bytes bytes = images ? idx_images(count, 28, 28) : idx_labels(count);
+            gzip ? write_gzip(name + ".gz", bytes) : write_bytes(name, bytes);
+          }
+        }
+        EXPECT_EQ(load_fashion_mnist(folder.path("data")).train.count(), 50) << below << dotted << gzip;
+        ASSERT_EQ(setenv("GRADWIRE_DATA", folder.path("data").c_str(), 1), 0);
+        EXPECT_EQ(load_data(DataSpec::parse("fashion-mnist"), VitConfig{}, 0).train.count(), 50);
+        ASSERT_EQ(unsetenv("GRADWIRE_DATA"), 0);
+      }
+    }
+  }
+}
+
+TEST(FashionMnist, AGoodFileBesideABrokenOneIsReadWithANote) {
+  TemporaryFolder folder;
+  write_fashion_mnist(folder);
+  const std::string path = folder.path("train-images-idx3-ubyte");
+  const Bytes whole = read_bytes(path + ".gz");
+  write_bytes(path, idx_images(50, 28, 28));
+  EXPECT_TRUE(load_fashion_mnist(folder.path()).notes.empty());
+  write_bytes(path + ".gz", Bytes(whole.begin(), whole.begin() + 100));
+  const DataSplits splits = load_fashion_mnist(folder.path());
+  EXPECT_EQ(splits.train.count(), 50);
+  ASSERT_EQ(splits.notes.size(), 1u);
+  EXPECT_NE(splits.notes[0].find("truncated gzip"), std::string::npos) << splits.notes[0];
+  write_bytes(path, Bytes(10, 'x'));
+  expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {path + ".gz", "truncated gzip"});
+}
+
+// What a download leaves that failed, or that nobody has unpacked.
+TEST(ForeignFiles, AreNamedWithTheRemedyWhereverDataIsRead) {
+  Bytes tar(600, 'a');
+  std::copy_n("ustar", 5, tar.begin() + 257);
+  const auto text = [](const std::string& s) { return Bytes(s.begin(), s.end()); };
+  const std::vector<std::pair<Bytes, std::string>> kinds = {
+      {text("<!DOCTYPE html><html>404</html>"), "an HTML or XML page"},
+      {text("\n  <html lang=\"en\">" + std::string(600, ' ')), "an HTML or XML page"},
+      {text("<?xml version=\"1.0\"?><Error><Code>AccessDenied</Code>"), "an HTML or XML page"},
+      {text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 26421880\n"),
+       "a Git LFS pointer"},
+      {text("PK\x03\x04" + std::string(600, 'z')), "a zip archive; unpack it"},
+      {tar, "a tar archive"},
+      {text("BZh91AY&SY" + std::string(600, 'z')), "bzip2 data"}};
+  for (const auto& [bytes, what] : kinds) {
+    TemporaryFolder folder;
+    write_fashion_mnist(folder);
+    const std::string path = folder.path("t10k-labels-idx1-ubyte");
+    std::filesystem::remove(path + ".gz");
+    write_bytes(path, bytes);
+    expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {path, what});
+    std::filesystem::remove(path);
+    write_gzip(path + ".gz", bytes);
+    expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {path, what});
+    write_cifar10(folder, 4, 3);
+    write_bytes(folder.path("data_batch_2.bin"), bytes);
+    expect_bad_input([&] { load_cifar10(folder.path()); }, {"data_batch_2.bin", what});
+    write_bytes(folder.path("model.safetensors"), bytes);
+    expect_bad_input([&] { SafetensorsReader(folder.path("model.safetensors")); },
+                     {"model.safetensors", what});
+  }
 }
 
 TEST(FashionMnist, MissingFileIsNamedWithTheRemedy) {
@@ -155,8 +230,12 @@ TEST(FashionMnist, EnvironmentDecidesTheDefaultFolder) {
     std::filesystem::rename(folder.path(name), folder.path(std::string("fashion-mnist/") + name));
   }
   EXPECT_EQ(default_fashion_mnist_directory(), folder.path("fashion-mnist"));
+  // Other data than those that somebody names must not be trained on.
   ASSERT_EQ(setenv("GRADWIRE_DATA", "/nonexistent", 1), 0);
-  EXPECT_EQ(default_fashion_mnist_directory(), "/usr/share/datasets/fashion-mnist");
+  expect_bad_input([&] { default_fashion_mnist_directory(); },
+                   {"GRADWIRE_DATA is '/nonexistent'", "train-images-idx3-ubyte.gz", "unset it"});
+  ASSERT_EQ(setenv("GRADWIRE_DATA", "~/data", 1), 0);
+  expect_bad_input([&] { default_fashion_mnist_directory(); }, {"GRADWIRE_DATA", "\"$HOME/data\""});
   ASSERT_EQ(unsetenv("GRADWIRE_DATA"), 0);
   EXPECT_EQ(default_fashion_mnist_directory(), "/usr/share/datasets/fashion-mnist");
 }

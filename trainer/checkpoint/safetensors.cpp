@@ -17,6 +17,7 @@
 
 #include "runtime/error.h"
 #include "runtime/shape.h"
+#include "trainer/data/file_kind.h"
 
 namespace gradwire {
 namespace {
@@ -170,14 +171,26 @@ SafetensorsReader::SafetensorsReader(std::string path) : path_(std::move(path)),
 }
 
 void SafetensorsReader::read_header() {
+  auto not_ours = [&](const std::string& why) {
+    std::vector<uint8_t> head(std::min<uint64_t>(file_bytes_, kFileKindBytes));
+    read_at(0, head.data(), head.size());
+    const std::string kind = foreign_kind(head);
+    if (kind.empty()) refuse(why);
+    refuse(
+        fmt::format("not a safetensors file but {}{}", kind,
+                    kind.starts_with("a zip")
+                        ? ", or, if torch.save() wrote it, load it in Python and write its state_dict with "
+                          "safetensors.torch.save_file()"
+                        : ""));
+  };
   uint64_t length = 0;
   if (file_bytes_ < sizeof length) {
-    refuse(fmt::format("too short to be a safetensors file: {} bytes", file_bytes_));
+    not_ours(fmt::format("too short to be a safetensors file: {} bytes", file_bytes_));
   }
   read_at(0, &length, sizeof length);
   if (length > kMostHeaderBytes || length > file_bytes_ - sizeof length) {
-    refuse(fmt::format("truncated, or not a safetensors file: a header of {} bytes in a file of {}", length,
-                       file_bytes_));
+    not_ours(fmt::format("truncated, or not a safetensors file: a header of {} bytes in a file of {}", length,
+                         file_bytes_));
   }
   header_.resize(length);
   read_at(sizeof length, header_.data(), length);
@@ -187,7 +200,8 @@ void SafetensorsReader::read_header() {
   try {
     header = SortedJson::parse(header_);
   } catch (const SortedJson::parse_error& error) {
-    refuse(fmt::format("corrupt, or not a safetensors file: its header is not JSON at byte {}", error.byte));
+    not_ours(
+        fmt::format("corrupt, or not a safetensors file: its header is not JSON at byte {}", error.byte));
   } catch (const SortedJson::out_of_range&) {
     refuse("corrupt: its header holds a number that is too large");
   }

@@ -111,12 +111,15 @@ void add_cuda(Report& report) {
 
 void add_data(Report& report) {
   report.title("Data");
-  std::string directory = default_fashion_mnist_directory();
-  std::error_code ignored;
-  bool there = std::filesystem::exists(directory + "/train-images-idx3-ubyte.gz", ignored) ||
-               std::filesystem::exists(directory + "/train-images-idx3-ubyte", ignored);
-  report.row("fashion-mnist",
-             there ? directory : fmt::format("not found in {}; make setup installs it", directory));
+  try {
+    const std::string directory = default_fashion_mnist_directory();
+    std::error_code ignored;
+    const bool there = std::filesystem::exists(directory, ignored);
+    report.row("fashion-mnist",
+               there ? directory : fmt::format("no folder {}; make setup installs it", directory));
+  } catch (const BadInput& error) {
+    report.row("fashion-mnist", error.what());
+  }
 }
 
 std::string machine_text(const std::string& launcher) {

@@ -6,6 +6,7 @@
 #include "runtime/error.h"
 #include "trainer/data/dataset.h"
 #include "trainer/data/file.h"
+#include "trainer/data/file_kind.h"
 #include "trainer/data/statistics.h"
 
 namespace gradwire {
@@ -23,6 +24,9 @@ size_t append(Dataset& data, const std::string& path) {
   auto fail = [&](const std::string& why) {
     throw BadInput(fmt::format("{}: {}; {}", path, why, kCifar10Remedy));
   };
+  if (const std::string kind = foreign_kind(bytes); !kind.empty() && bytes[0] >= kCifar10Classes) {
+    throw BadInput(fmt::format("{}: not CIFAR-10's binary version but {}", path, kind));
+  }
   if (bytes.empty() || bytes.size() % kRecord != 0) {
     fail(fmt::format("{} bytes are not a whole number of records of {} bytes: truncated, or not CIFAR-10",
                      bytes.size(), kRecord));

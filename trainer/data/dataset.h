@@ -21,7 +21,8 @@ struct Dataset {
 };
 
 struct DataSplits {
-  Dataset train, test;  // same shape, classes, mean and stddev
+  Dataset train = {}, test = {};  // same shape, classes, mean and stddev
+  std::vector<std::string> notes = {};
 };
 
 // Loads the data that `spec` names. Synthetic data has the model's image shape and, unless the spec says how
@@ -29,15 +30,16 @@ struct DataSplits {
 // missing or truncated files, wrong magic numbers or counts, and labels out of range.
 DataSplits load_data(const DataSpec& spec, const VitConfig& model, uint64_t seed, int64_t min_train = 0);
 
-// The four IDX files of Fashion-MNIST (or MNIST), each plain or gzip (.gz).
+// The four IDX files of Fashion-MNIST (or MNIST), each plain or gzip (.gz), in `directory` or in the folder in it where
+// torchvision puts them. Where several files have one name, the first that can be read.
 DataSplits load_fashion_mnist(const std::string& directory);
 // data_batch_1..5.bin and test_batch.bin of the binary version.
 DataSplits load_cifar10(const std::string& directory);
 // Each class has a smooth pattern; an image is its class's pattern, shifted, plus noise.
 DataSplits make_synthetic(const VitConfig& shape, int64_t train_count, int64_t test_count, uint64_t seed);
 
-// The folder of fashion-mnist if the spec does not name one: $GRADWIRE_DATA/fashion-mnist, $GRADWIRE_DATA, or
-// that of Debian's package.
+// The folder of fashion-mnist if the spec does not name one: $GRADWIRE_DATA or a folder in it, or where that is not set
+// the one of Debian's package. Throws BadInput if $GRADWIRE_DATA has no such data.
 std::string default_fashion_mnist_directory();
 
 // Throws BadInput unless the model takes these images and has an output for each class.

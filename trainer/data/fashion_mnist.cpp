@@ -6,8 +6,10 @@
 
 #include "runtime/environment.h"
 #include "runtime/error.h"
+#include "runtime/paths.h"
 #include "trainer/data/dataset.h"
 #include "trainer/data/file.h"
+#include "trainer/data/file_kind.h"
 #include "trainer/data/statistics.h"
 
 namespace gradwire {
@@ -18,18 +20,44 @@ constexpr const char* kFashionMnistRemedy =
     "install Debian's dataset-fashion-mnist (make setup does), or name a folder with the four IDX files: "
     "--data fashion-mnist:DIR";
 constexpr int32_t kFashionMnistClasses = 10;
+const std::string kImages = "images-idx3-ubyte", kLabels = "labels-idx1-ubyte";
 
 struct Idx {
   std::vector<int64_t> shape;
   std::vector<uint8_t> values;
 };
 
-// `stem`.gz or `stem`, whichever exists.
-std::string find_idx(const std::string& directory, const std::string& stem) {
+// The files that may hold "images-idx3-ubyte" of "train", gzip first: Debian's and torchvision's name, and
+// the one with a dot that many archives of MNIST have. Those that exist; else the first.
+std::vector<std::string> idx_files(const std::string& directory, const std::string& prefix,
+                                   const std::string& what) {
   namespace fs = std::filesystem;
+  std::string dotted = what;
+  dotted.replace(dotted.find('-'), 1, ".");
+  std::vector<std::string> found;
+  for (const std::string& name : {what, dotted}) {
+    for (const char* suffix : {".gz", ""}) {
+      const fs::path path = fs::path(directory) / (prefix + "-" + name + suffix);
+      if (std::error_code ignored; fs::exists(path, ignored)) found.push_back(path.string());
+    }
+  }
+  if (found.empty()) found.push_back((fs::path(directory) / (prefix + "-" + what + ".gz")).string());
+  return found;
+}
+
+bool holds_fashion_mnist(const std::string& directory) {
   std::error_code ignored;
-  fs::path plain = fs::path(directory) / stem, gzip = fs::path(directory) / (stem + ".gz");
-  return (!fs::exists(gzip, ignored) && fs::exists(plain, ignored) ? plain : gzip).string();
+  return std::filesystem::exists(idx_files(directory, "train", kImages)[0], ignored);
+}
+
+// `directory`, or the folder in it that has the files: ours, torchvision's.
+std::string folder_in(const std::string& directory) {
+  namespace fs = std::filesystem;
+  for (const char* below : {"", "fashion-mnist", "raw", "FashionMNIST/raw", "MNIST/raw"}) {
+    const std::string candidate = *below == 0 ? directory : (fs::path(directory) / below).string();
+    if (holds_fashion_mnist(candidate)) return candidate;
+  }
+  return directory;
 }
 
 Idx read_idx(const std::string& path, uint32_t dimensions) {
@@ -41,6 +69,9 @@ Idx read_idx(const std::string& path, uint32_t dimensions) {
     const uint8_t* at = bytes.data() + 4 * index;
     return uint32_t{at[0]} << 24 | uint32_t{at[1]} << 16 | uint32_t{at[2]} << 8 | at[3];
   };
+  if (const std::string kind = foreign_kind(bytes); !kind.empty()) {
+    throw BadInput(fmt::format("{}: not an IDX file but {}", path, kind));
+  }
   size_t header = 4 * (1 + size_t{dimensions});
   if (bytes.size() < header) fail(fmt::format("only {} bytes, shorter than an IDX header", bytes.size()));
   uint32_t magic = 0x00000800u | dimensions;
@@ -66,10 +97,32 @@ Idx read_idx(const std::string& path, uint32_t dimensions) {
   return idx;
 }
 
-Dataset read_split(const std::string& directory, const std::string& prefix) {
-  std::string image_path = find_idx(directory, prefix + "-images-idx3-ubyte");
-  std::string label_path = find_idx(directory, prefix + "-labels-idx1-ubyte");
-  Idx images = read_idx(image_path, 3), labels = read_idx(label_path, 1);
+struct FoundIdx {
+  Idx idx;
+  std::string path;
+};
+
+// The first of the files that can be read. A note for each that can't, unless none can.
+FoundIdx read_first(const std::vector<std::string>& paths, uint32_t dimensions,
+                    std::vector<std::string>& notes) {
+  std::vector<std::string> problems;
+  for (const std::string& path : paths) {
+    try {
+      FoundIdx found{read_idx(path, dimensions), path};
+      for (const std::string& problem : problems) {
+        notes.push_back(fmt::format("Note: reading {} instead of a broken file: {}", path, problem));
+      }
+      return found;
+    } catch (const BadInput& error) {
+      problems.emplace_back(error.what());
+    }
+  }
+  throw BadInput(problems.at(0));
+}
+
+Dataset read_split(const std::string& directory, const std::string& prefix, std::vector<std::string>& notes) {
+  auto [images, image_path] = read_first(idx_files(directory, prefix, kImages), 3, notes);
+  auto [labels, label_path] = read_first(idx_files(directory, prefix, kLabels), 1, notes);
   if (images.shape[0] != labels.shape[0]) {
     throw BadInput(fmt::format("{}: {} labels for the {} images of {}; {}", label_path, labels.shape[0],
                                images.shape[0], image_path, kFashionMnistRemedy));
@@ -94,19 +147,26 @@ Dataset read_split(const std::string& directory, const std::string& prefix) {
 }  // namespace
 
 std::string default_fashion_mnist_directory() {
-  namespace fs = std::filesystem;
-  if (const char* root = environment("GRADWIRE_DATA")) {
-    for (const fs::path& candidate : {fs::path(root) / "fashion-mnist", fs::path(root)}) {
-      std::error_code ignored;
-      if (fs::exists(find_idx(candidate.string(), "train-images-idx3-ubyte"), ignored))
-        return candidate.string();
-    }
+  const char* root = environment("GRADWIRE_DATA");
+  if (root == nullptr) return kDebianDirectory;
+  if (const std::string problem = tilde_problem(root); !problem.empty()) {
+    throw BadInput("GRADWIRE_DATA: " + problem);
   }
-  return kDebianDirectory;
+  std::string found = folder_in(root);
+  if (!holds_fashion_mnist(found)) {
+    throw BadInput(fmt::format(
+        "GRADWIRE_DATA is '{}', where there is no train-{}.gz, nor in its folders fashion-mnist, raw, "
+        "FashionMNIST/raw and MNIST/raw; name the folder with the four IDX files, or unset it to use {}",
+        root, kImages, kDebianDirectory));
+  }
+  return found;
 }
 
-DataSplits load_fashion_mnist(const std::string& directory) {
-  DataSplits splits{read_split(directory, "train"), read_split(directory, "t10k")};
+DataSplits load_fashion_mnist(const std::string& given) {
+  const std::string directory = folder_in(given);
+  DataSplits splits;
+  splits.train = read_split(directory, "train", splits.notes);
+  splits.test = read_split(directory, "t10k", splits.notes);
   if (splits.train.height != splits.test.height || splits.train.width != splits.test.width) {
     throw BadInput(fmt::format("{}: training images are {}x{}, test images {}x{}; {}", directory,
                                splits.train.height, splits.train.width, splits.test.height, splits.test.width,
