@@ -22,6 +22,7 @@
 #include "runtime/error.h"
 #include "runtime/thread_pool.h"
 #include "trainer/cli/launcher.h"
+#include "trainer/cli/values.h"
 #include "trainer/log/run_log.h"
 
 namespace gradwire::bench {
@@ -322,7 +323,7 @@ void add_collectives(CLI::App& app, int& exit_code) {
       "collectives", "Every schedule, compression and transport, with nccl-tests' flags and columns");
   auto bytes = [&](const char* flags, uint64_t& value, const char* what) {
     command->add_option(flags, value, what)
-        ->transform(CLI::AsSizeValue(false))
+        ->transform(size_value(false))
         ->check(CLI::Range(uint64_t{4}, uint64_t{1} << 36));
   };
   bytes("-b,--minbytes", o->min_bytes, "Smallest size, e.g. 64K");
@@ -348,15 +349,17 @@ void add_collectives(CLI::App& app, int& exit_code) {
       ->add_option("--slice", o->slice_bytes,
                    "Cut messages into slices of about this size, so that exchanges overlap with kernels; 0: "
                    "no overlap")
-      ->transform(CLI::AsSizeValue(false));
+      ->transform(size_value(false));
   command->add_option("--device", o->device, "Device of local ranks: host or cuda");
-  command->add_option("--rendezvous", o->rendezvous,
-                      "Where launched ranks meet: tcp://host:port or file:///path (default: the launcher's)");
+  command
+      ->add_option("--rendezvous", o->rendezvous,
+                   "Where launched ranks meet: tcp://host:port or file:///path (default: the launcher's)")
+      ->check(path_value("file://"));
   command->add_option("--timeout-s", o->timeout_s, "How long a rank waits for a peer")
       ->check(CLI::PositiveNumber);
   command->add_flag("--no-baseline,--no-peer", o->no_baseline, "Do not run gloo's or NCCL's own allreduce");
   command->add_flag("--child", o->child)->group("");
-  command->add_option("--json", o->json, "Write the table to FILE");
+  command->add_option("--json", o->json, "Write the table to FILE")->check(path_value());
   command->callback([o, &exit_code] { exit_code = run(*o); });
 }
 

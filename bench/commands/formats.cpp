@@ -18,6 +18,7 @@
 #include "bench/harness/measure.h"
 #include "collectives/codec/examples.h"
 #include "runtime/error.h"
+#include "trainer/cli/values.h"
 #include "trainer/log/run_log.h"
 #include "trainer/log/table.h"
 
@@ -60,8 +61,8 @@ void list_formats() {
   fmt::print("|---|---|---|---|---|---|\n");
   for (Wire wire : wire_formats()) {
     fmt::print("| `{}` | {:.4g} | {} | {} | {} | {} |\n", wire->name, wire->bytes_per_value(),
-               wire->exact ? "0" : fmt::format("{:.2g}", wire->gaussian_error), wire->summary, options_of(wire),
-               wire->source);
+               wire->exact ? "0" : fmt::format("{:.2g}", wire->gaussian_error), wire->summary,
+               options_of(wire), wire->source);
   }
 }
 
@@ -232,6 +233,7 @@ void add_formats(CLI::App& app, int&) {
       "--gradients", o->gradients,
       "Take the tensors of this folder's *.safetensors instead of random values; gradwire "
       "train --dump-gradients STEP:DIR writes them");
+  gradients->check(path_value());
   command->add_option("--rows", o->rows, "Rows of random values")
       ->check(CLI::Range(1, 1 << 20))
       ->excludes(gradients);
@@ -242,12 +244,13 @@ void add_formats(CLI::App& app, int&) {
       ->check(CLI::Range(2, 1 << 20));
   command->add_option("--seed", o->seed, "Of values and rounding");
   command->add_option("--size", o->speed_bytes, "Bytes of the gradient whose encoding and decoding is timed")
-      ->transform(CLI::AsSizeValue(false))
+      ->transform(size_value(false))
       ->check(CLI::Range(uint64_t{64}, uint64_t{1} << 34));
   command->add_option("--budget-ms", o->budget_ms, "Time to spend on each timing")
       ->check(CLI::PositiveNumber);
   command->add_option("--json", o->json, "Write all figures to FILE; of gradients those of each tensor")
-      ->excludes(list);
+      ->excludes(list)
+      ->check(path_value());
   command->callback([o] {
     if (o->list) return list_formats();
     if (!o->json.empty()) check_writable(o->json);

@@ -20,6 +20,7 @@
 #include "kernels/math/random.h"
 #include "kernels/wire/formats.h"
 #include "runtime/thread_pool.h"
+#include "trainer/cli/values.h"
 #include "trainer/log/run_log.h"
 
 namespace gradwire::bench {
@@ -269,7 +270,7 @@ void add_hook(CLI::App& app, int& exit_code) {
       ->add_option("--threads", o->threads,
                    "Host threads of both sides (default: GRADWIRE_THREADS, or all cores)")
       ->check(CLI::Range(1, 4096));
-  command->add_option("--json", o->json, "Write the table to FILE");
+  command->add_option("--json", o->json, "Write the table to FILE")->check(path_value());
   command->callback([o, &exit_code] { exit_code = run(*o); });
 }
 

@@ -10,6 +10,7 @@
 #include "bench/harness/text.h"
 #include "runtime/error.h"
 #include "runtime/thread_pool.h"
+#include "trainer/cli/values.h"
 #include "trainer/log/run_log.h"
 
 namespace gradwire::bench {
@@ -166,10 +167,10 @@ void add_kernels(CLI::App& app, int& exit_code) {
   command->add_option("--cache", o->cache, "warm, cold or both; sizes that fit no cache are always cold")
       ->check(CLI::IsMember({"warm", "cold", "both"}));
   command->add_option("--min-size", o->min_size, "Smallest size of the op's main array, e.g. 4K")
-      ->transform(CLI::AsSizeValue(false))
+      ->transform(size_value(false))
       ->check(CLI::Range(uint64_t{64}, uint64_t{1} << 36));
   command->add_option("--max-size", o->max_size, "Largest size (default: 1G, or what memory allows)")
-      ->transform(CLI::AsSizeValue(false))
+      ->transform(size_value(false))
       ->check(CLI::Range(uint64_t{64}, uint64_t{1} << 36));
   command->add_option("--factor", o->factor, "Factor from one size to the next")
       ->check(CLI::Range(2, 1 << 20));
@@ -178,7 +179,7 @@ void add_kernels(CLI::App& app, int& exit_code) {
   command->add_option("--budget-ms", o->budget_ms, "Time to spend on each measurement")
       ->check(CLI::PositiveNumber);
   command->add_flag("--list", o->list, "List the cases and exit");
-  command->add_option("--json", o->json, "Write all measurements to FILE");
+  command->add_option("--json", o->json, "Write all measurements to FILE")->check(path_value());
   command->callback([o, &exit_code] { exit_code = run(*o); });
 }
 

@@ -16,6 +16,7 @@
 #include "collectives/program/program.h"
 #include "collectives/spec/spec.h"
 #include "runtime/error.h"
+#include "trainer/cli/values.h"
 #include "trainer/log/run_log.h"
 
 namespace gradwire::bench {
@@ -177,7 +178,8 @@ void add_numerics(CLI::App& app, int&) {
                    "A wire format; repeatable (default: fp32, and bf16, fp8 and int8 with either rounding)")
       ->expected(1)
       ->take_all();
-  command->add_option("--json", o->json, "Write the table to FILE; bench/plots/plot.py draws it");
+  command->add_option("--json", o->json, "Write the table to FILE; bench/plots/plot.py draws it")
+      ->check(path_value());
   command->callback([o] {
     const std::vector<Format> chosen = formats(o->specs);
     if (!o->json.empty()) check_writable(o->json);

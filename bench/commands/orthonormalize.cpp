@@ -16,6 +16,7 @@
 #include "kernels/powersgd/orthonormalize.h"
 #include "runtime/error.h"
 #include "runtime/thread_pool.h"
+#include "trainer/cli/values.h"
 #include "trainer/log/run_log.h"
 
 namespace gradwire::bench {
@@ -144,7 +145,7 @@ void add_orthonormalize(CLI::App& app, int& exit_code) {
   command->add_flag("--baseline,--peer", o->baseline, "Also run torch.linalg.qr, in turns with ours");
   command->add_option("--python", o->python, "A Python interpreter with torch");
   command->add_option("--steps", o->steps, "Measured runs")->check(CLI::Range(1, 100000));
-  command->add_option("--json", o->json, "Write the table to FILE");
+  command->add_option("--json", o->json, "Write the table to FILE")->check(path_value());
   command->callback([o, &exit_code] { exit_code = run(*o); });
 }
 

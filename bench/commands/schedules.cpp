@@ -12,6 +12,7 @@
 #include "collectives/schedule/schedule.h"
 #include "kernels/wire/formats.h"
 #include "runtime/error.h"
+#include "trainer/cli/values.h"
 #include "trainer/log/run_log.h"
 
 namespace gradwire::bench {
@@ -220,7 +221,8 @@ void add_schedules(CLI::App& app, int& exit_code) {
   command->add_option("--max-ranks", o->max_ranks, "Largest world of --check")->check(CLI::Range(1, 1024));
   command->add_flag("--damage", o->damage,
                     "With --check: drop one transfer of each schedule, to test the checker");
-  command->add_option("--json", o->json, "Write the table, or what --check found, to FILE");
+  command->add_option("--json", o->json, "Write the table, or what --check found, to FILE")
+      ->check(path_value());
   command->callback([o, ranks, &exit_code] {
     if (!o->json.empty()) check_writable(o->json);
     if (!o->draw.empty()) {

@@ -17,6 +17,7 @@
 #include "collectives/reducer/reducer.h"
 #include "runtime/error.h"
 #include "runtime/graph.h"
+#include "trainer/cli/values.h"
 #include "trainer/data/dataset.h"
 #include "trainer/log/run_log.h"
 #include "trainer/log/summary.h"
@@ -192,7 +193,7 @@ void add_step(CLI::App& app, int&) {
       ->expected(1)
       ->take_all();
   command->add_option("--seconds", options->seconds, "How long to measure each spec")->capture_default_str();
-  command->add_option("--json", options->json, "Write the results to this file");
+  command->add_option("--json", options->json, "Write the results to this file")->check(path_value());
   command->callback([options] { run(*options); });
 }
 

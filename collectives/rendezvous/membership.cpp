@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 #include <thread>
@@ -127,6 +128,12 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
   std::optional<Board> board = options.board;
   if (!board && rendezvous.starts_with("file://") && rendezvous.size() > 7) {
     path = rendezvous.substr(7);
+    if (!path.starts_with("/")) {
+      throw BadInput(
+          fmt::format("rendezvous '{}': '{}' is not an absolute path, which file:// needs; give "
+                      "file:///path, here file://{}",
+                      rendezvous, path, std::filesystem::absolute(path).string()));
+    }
     board = file_board(path);
   }
   Meeting meeting;

@@ -6,6 +6,7 @@
 #include <charconv>
 #include <limits>
 
+#include "trainer/cli/values.h"
 #include "trainer/model/vit_passes.h"
 
 namespace gradwire {
@@ -90,6 +91,12 @@ CLI::Option* add_text(CLI::App& command, const std::string& flag, Target& target
   return option;
 }
 
+template <typename Target>
+CLI::Option* add_path(CLI::App& command, const std::string& flag, Target& target, const std::string& type,
+                      const std::string& about) {
+  return add_text(command, flag, target, type, about)->check(path_value());
+}
+
 constexpr Limits<int64_t> kBatches{1, 1 << 20}, kSteps{1, 1'000'000'000};
 
 void add_model_flags(CLI::App& command, Options& o) {
@@ -126,6 +133,7 @@ void add_rank_flags(CLI::App& command, Options& o) {
   add_text(command, "--rendezvous", o.rendezvous, "URL",
            "Where processes meet: tcp://HOST:PORT, rank 0's, or file:///PATH, shared by all (default: what "
            "the launcher says, or MASTER_ADDR and MASTER_PORT)")
+      ->check(path_value("file://"))
       ->group(group);
   command
       .add_flag("--insecure", o.insecure,
@@ -156,6 +164,7 @@ void add_rank_flags(CLI::App& command, Options& o) {
 void add_data_flags(CLI::App& command, Options& o) {
   const char* group = "Data";
   add_text(command, "--data", o.data, "DATA", "fashion-mnist[:DIR], cifar10:DIR or synthetic[:N]")
+      ->check(path_value(":"))
       ->group(group);
   add_text(
       command, "--augment", o.augment, "WORDS",
@@ -212,7 +221,7 @@ void add_output_flags(CLI::App& command, Options& o) {
   add_number(command, "--log-every", o.log_every, "Off a terminal: steps between lines", kSteps)
       ->group(group);
   CLI::Option* trace =
-      add_text(command, "--trace", o.trace, "FILE",
+      add_path(command, "--trace", o.trace, "FILE",
                "Write what each rank's streams did, and when, for ui.perfetto.dev or bench/plots/plot.py")
           ->group(group);
   add_text(command, "--trace-steps", o.trace_steps, "A:B",
@@ -250,7 +259,7 @@ CLI::Option* add_run_flags(CLI::App& command, Options& o) {
   add_data_flags(command, o);
   add_training_flags(command, o);
   add_output_flags(command, o);
-  return add_text(command, "--init", o.init, "FILE",
+  return add_path(command, "--init", o.init, "FILE",
                   "Start from these weights: safetensors, with torchvision's names")
       ->group("Checkpoints");
 }
@@ -270,12 +279,12 @@ void add_elastic_flags(CLI::App& command, Options& o) {
       ->needs(elastic)
       ->group("Ranks");
   CLI::Option* members =
-      add_text(command, "--members", o.members, "FILE",
+      add_path(command, "--members", o.members, "FILE",
                "Keep in this file where the run's ranks are, so that new ones can join (default: members, in "
                "the folder of --checkpoint)")
           ->needs(elastic)
           ->group("Ranks");
-  add_text(
+  add_path(
       command, "--join", o.join, "FILE",
       "Join a run that was started with --elastic and whose --members is FILE, between two of its steps; all "
       "other flags as in that run")
@@ -287,7 +296,7 @@ void add_elastic_flags(CLI::App& command, Options& o) {
 void add_checkpoint_flags(CLI::App& command, Options& o, CLI::Option* init) {
   const char* group = "Checkpoints";
   CLI::Option* checkpoint =
-      add_text(command, "--checkpoint", o.checkpoint, "DIR",
+      add_path(command, "--checkpoint", o.checkpoint, "DIR",
                "Write checkpoints into this folder: weights, optimizer, residuals, factors, position")
           ->group(group);
   add_number(command, "--checkpoint-every", o.checkpoint_every,
@@ -298,7 +307,7 @@ void add_checkpoint_flags(CLI::App& command, Options& o, CLI::Option* init) {
              {1, 1'000'000})
       ->needs(checkpoint)
       ->group(group);
-  add_text(command, "--resume", o.resume, "DIR",
+  add_path(command, "--resume", o.resume, "DIR",
            "Go on from the newest complete checkpoint there; with the same folder as --checkpoint a run that "
            "has none yet starts from the beginning")
       ->excludes(init)
@@ -324,7 +333,7 @@ void add_shard_flags(CLI::App& command, Options& o) {
       .add_option(
           "--memory-limit", o.memory_limit,
           "Refuse a run that needs more memory per rank: bytes, or 500M, 8G, 8GiB (default: no limit)")
-      ->transform(CLI::AsSizeValue(true))
+      ->transform(size_value(true))
       ->type_name("SIZE")
       ->group(group);
 }
@@ -360,12 +369,13 @@ void add_train_flags(CLI::App& command, Options& o) {
   add_shard_flags(command, o);
   add_elastic_flags(command, o);
   add_checkpoint_flags(command, o, init);
-  add_text(command, "--log", o.log, "FILE", "Write records to this file, one JSON object per line")
+  add_path(command, "--log", o.log, "FILE", "Write records to this file, one JSON object per line")
       ->group("Output");
   // A graph's steps do not pass the host, which copies each gradient before it is sent.
   add_text(command, "--dump-gradients", o.dump_gradients, "STEP:DIR",
            "Write rank 0's own gradients of that step (counted from 0), before they are sent, to DIR: "
            "safetensors, for gradwire-bench formats --gradients DIR")
+      ->check(path_value(":"))
       ->excludes(command.get_option("--graph"))
       ->group("Output");
 }
@@ -384,7 +394,7 @@ void add_compare_flags(CLI::App& command, Options& o) {
              {1, 1000})
       ->group("Training");
   CLI::Option* json =
-      add_text(
+      add_path(
           command, "--json", o.json, "FILE",
           "Write the table to FILE, and each run's records next to it (FILE's stem.N.jsonl); called again, "
           "skip the runs that are there with the same settings")
@@ -395,7 +405,7 @@ void add_compare_flags(CLI::App& command, Options& o) {
 }
 
 void add_top_flags(CLI::App& command, TopOptions& o) {
-  command.add_option("RUN", o.log, "The run's log")->required();
+  command.add_option("RUN", o.log, "The run's log")->required()->check(path_value());
   command.add_flag("--once", o.once, "Show it once instead of every second; so without a terminal");
   command.add_flag(
       "--prometheus", o.prometheus,
@@ -405,7 +415,7 @@ void add_top_flags(CLI::App& command, TopOptions& o) {
 void add_doctor_flags(CLI::App& command, Options& o, bool& show_environment) {
   add_model_flags(command, o);
   add_rank_flags(command, o);
-  add_text(command, "--json", o.json, "FILE", "Write everything to FILE, too")->group("Output");
+  add_path(command, "--json", o.json, "FILE", "Write everything to FILE, too")->group("Output");
   command
       .add_flag("--environment", show_environment,
                 "Show every environment variable that is read, its default and meaning, and nothing else")

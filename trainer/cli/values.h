@@ -1,0 +1,36 @@
+// Checks of flags' values, for every command.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <string>
+
+#include "runtime/paths.h"
+
+namespace gradwire {
+
+// A path, or one after `prefix`: after the first ':' of fashion-mnist:DIR, or after file:// of a URL. Refuses ~, which no
+// shell has expanded there.
+inline CLI::Validator path_value(const std::string& prefix = "") {
+  return CLI::Validator(
+      [prefix](std::string& text) {
+        const size_t at = prefix.empty() ? 0 : text.find(prefix);
+        return at == std::string::npos ? "" : tilde_problem(text.substr(at + prefix.size()));
+      },
+      "");
+}
+
+// Bytes: a number, or one with a unit. kb_is_1000: K is 1000 and KiB 1024; else both are 1024. CLI11's own check takes
+// -1 for 2^64 - 1.
+inline CLI::Validator size_value(bool kb_is_1000) {
+  const CLI::AsSizeValue units(kb_is_1000);
+  return CLI::Validator(
+      [units](std::string& text) {
+        const std::string given = text;
+        const bool number = !text.empty() && text[0] >= '0' && text[0] <= '9';
+        if (number && units(text).empty()) return std::string();
+        return "'" + given + "' is not a size: write bytes, or a number with a unit, such as 500M or 8GiB";
+      },
+      "");
+}
+
+}  // namespace gradwire
