@@ -1,6 +1,13 @@
 #!/usr/bin/env python3
 """Paths and sizes as people write them: ~ where no shell expands it, relative file://, negative sizes."""
+import re
+
 from command import CommandTest, main, synthetic
+
+
+def bytes_in(line):
+    units = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+    return [float(number) * units[unit] for number, unit in re.findall(r"([0-9.]+) (B|kB|MB|GB)\b", line)]
 
 
 class Paths(CommandTest):
@@ -53,6 +60,11 @@ class Paths(CommandTest):
         self.assert_refused(self.run_command(*run, "--memory-limit", "1M", "--eval-batch-size", 80), "evaluation",
                             "--eval-batch-size")
         self.assertEqual(self.run_command(*run, "--memory-limit", "1M", "--eval-every", 0).returncode, 0)
+        for size in (1, 80):
+            plan, end = (self.run_command(*run, "--eval-batch-size", size, *extra).stdout for extra in (("--dry-run",), ()))
+            planned = sum(bytes_in(next(line for line in plan.splitlines() if line.startswith("Memory per rank"))))
+            peak, = bytes_in(next(line for line in end.splitlines() if line.startswith("Memory:")))
+            self.assertLess(abs(planned - peak), 0.05 * peak, (plan, end))
         plans = [self.run_command(*run, "--dry-run", "--eval-batch-size", size).stdout for size in (80, 1000000)]
         plans = [[line for line in plan.splitlines() if line.startswith("Memory per rank")] for plan in plans]
         self.assertEqual(plans[0], plans[1])

@@ -439,6 +439,9 @@ Resolved resolve(const Options& o) {
   Resolved out = resolve_machine(o);
   TrainConfig& config = out.config;
   out.data = load_data(config.data, config.model, config.seed, config.global_batch());
+  out.notes.insert(out.notes.end(), out.data.notes.begin(), out.data.notes.end());
+  const int64_t test_share = (out.data.test.count() + config.ranks() - 1) / config.ranks();
+  config.eval_batch_size = std::min(config.eval_batch_size, std::max<int64_t>(test_share, 1));
   // The images decide how many channels go in and how many classes come out; their size is the user's to
   // match.
   config.model.channels = out.data.train.channels;

@@ -82,6 +82,7 @@ class Vit {
     passes_->backward(labels, totals, grad_scale, gradients, accumulate, ready);
   }
 
+  int64_t activation_bytes() const { return passes_->bytes(); }
   // Device memory held: weights and activations, in bytes.
   int64_t bytes() const {
     return static_cast<int64_t>(weights_.bytes() + rounded_.bytes()) + passes_->bytes();

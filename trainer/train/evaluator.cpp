@@ -3,6 +3,23 @@
 #include <vector>
 
 namespace gradwire {
+namespace {
+
+Vit::Options vit_options(const TrainConfig& config, const Vit& model) {
+  return {
+      .max_batch = config.eval_batch_size, .precision = config.precision, .training = false, .share = &model};
+}
+
+constexpr int64_t kBatches = 2;  // that are loaded at the same time
+
+}  // namespace
+
+int64_t Evaluator::bytes(const TrainConfig& config, const Stream& stream, const Vit& model) {
+  const VitConfig& shape = config.model;
+  const int64_t image = int64_t{shape.channels} * shape.image * shape.image;
+  return Vit(shape, stream, model.layout(), vit_options(config, model)).activation_bytes() +
+         kBatches * config.eval_batch_size * (image + 1) * static_cast<int64_t>(sizeof(float));
+}
 
 Evaluator::Evaluator(const TrainConfig& config, const Dataset& data, const Communicator& comm,
                      const Stream& stream, const Vit& model)
@@ -14,12 +31,9 @@ Evaluator::Evaluator(const TrainConfig& config, const Dataset& data, const Commu
                      .shuffle = false,
                      .drop_last = false,
                      .seed = config.seed,
+                     .slots = kBatches,
                      .device = stream.device()}),
-      model_(config.model, stream, model.layout(),
-             {.max_batch = config.eval_batch_size,
-              .precision = config.precision,
-              .training = false,
-              .share = &model}),
+      model_(config.model, stream, model.layout(), vit_options(config, model)),
       totals_(make_buffer<double>(stream.device(), 2)) {}
 
 RankReports::Report Evaluator::run() {

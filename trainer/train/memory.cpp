@@ -9,6 +9,7 @@
 #include "runtime/error.h"
 #include "trainer/log/console.h"
 #include "trainer/model/vit.h"
+#include "trainer/train/evaluator.h"
 #include "trainer/train/kept_steps.h"
 #include "trainer/train/layout.h"
 #include "trainer/train/weight_shards.h"
@@ -33,7 +34,14 @@ RunMemory plan_memory(const TrainConfig& config) {
       config.divides(Sharding::optimizer) ? WeightShards::master_elements(config, reducer) : 0;
   int64_t codecs = 0;
   for (const TensorState& state : reducer.tensor_state()) codecs += state.bytes();
-  return {.model = model.bytes(),
+  const int64_t loaded_batches =
+      config.graph ? 2 * config.accumulate : 2;  // as RankTrainer's loader keeps them
+  const int64_t image = int64_t{config.model.channels} * config.model.image * config.model.image;
+  const int64_t images =
+      loaded_batches * config.batch_size * (image + 1) * static_cast<int64_t>(sizeof(float));
+  int64_t evaluation = 0;
+  if (config.eval_every > 0) evaluation = Evaluator::bytes(config, stream, model);
+  return {.model = model.bytes() + images,
           .gradients = static_cast<int64_t>(reducer.gradients().bytes()) *
                            (config.gradient_views || config.ranks() == 1 ? 1 : 2) +
                        static_cast<int64_t>(reducer.shard().bytes()),
@@ -41,17 +49,19 @@ RunMemory plan_memory(const TrainConfig& config) {
           .compression = reducer.memory(),
           .kept = config.elastic && !config.divides(Sharding::optimizer)
                       ? KeptSteps::bytes(reducer.elements(), moments, codecs)
-                      : 0};
+                      : 0,
+          .evaluation = evaluation};
 }
 
 std::string memory_text(const TrainConfig& config, const RunMemory& memory) {
   auto text = [](int64_t bytes) { return human_bytes(static_cast<double>(bytes)); };
   const ReducerMemory& extra = memory.compression;
   return fmt::format(
-      "Memory per rank: {} model and activations, {} gradients, {} optimizer\n"
+      "Memory per rank: {} model and activations, {} gradients, {} optimizer, {} evaluation\n"
       "Extra memory for {}: {} ({} residual, {} factors, {} staging){}",
-      text(memory.model), text(memory.gradients), text(memory.optimizer), config.compression.to_string(),
-      text(extra.total()), text(extra.residual), text(extra.factors), text(extra.staging),
+      text(memory.model), text(memory.gradients), text(memory.optimizer), text(memory.evaluation),
+      config.compression.to_string(), text(extra.total()), text(extra.residual), text(extra.factors),
+      text(extra.staging),
       memory.kept > 0
           ? fmt::format("\nFor --elastic: {}, the state after the last two steps", text(memory.kept))
           : "");
@@ -62,7 +72,7 @@ void check_memory_limit(const TrainConfig& config) {
   auto text = [](int64_t bytes) { return human_bytes(static_cast<double>(bytes)); };
   const RunMemory memory = plan_memory(config);
   if (memory.total() <= config.memory_limit) return;
-  std::string remedy = "; give it more ranks, a smaller --batch-size or a smaller model";
+  std::string remedy = "; give it more ranks, a smaller --batch-size, --eval-batch-size or model";
   TrainConfig sharded = config;
   for (Sharding shard : {Sharding::optimizer, Sharding::gradients, Sharding::full}) {
     if (shard <= config.shard || config.ranks() == 1) continue;
@@ -75,9 +85,10 @@ void check_memory_limit(const TrainConfig& config) {
   }
   throw BadInput(
       fmt::format("--memory-limit {}: each rank needs {} ({} model and activations, {} gradients, {} "
-                  "optimizer, {} for {}{}){}",
+                  "optimizer, {} evaluation, {} for {}{}){}",
                   text(config.memory_limit), text(memory.total()), text(memory.model), text(memory.gradients),
-                  text(memory.optimizer), text(memory.compression.total()), config.compression.to_string(),
+                  text(memory.optimizer), text(memory.evaluation), text(memory.compression.total()),
+                  config.compression.to_string(),
                   memory.kept > 0 ? fmt::format(", {} for --elastic", text(memory.kept)) : "", remedy));
 }
 
