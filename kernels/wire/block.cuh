@@ -321,13 +321,13 @@ struct Finish {
     load<W>(w.sums + block * w.shape.block + i, s);
     load<W>(sent == nullptr ? w.sums + block * w.shape.block + i : sent + i, x);
     if (a.residual != nullptr) {
-      const bool careful = w.coder.may_send_nan();
+      const bool far = w.coder.masks();
       const float unit = residual_unit(a);
       float left[W];
 #pragma unroll
       for (int k = 0; k < W; ++k) {
         left[k] = sent == nullptr ? 0.0f
-                  : careful       ? rest_of<true>(s[k], x[k], unit)
+                  : far           ? rest_of<true>(s[k], x[k], unit)
                                   : rest_of<false>(s[k], x[k], unit);
       }
       store_wide<W>(a.residual + element, left);

@@ -10,14 +10,16 @@
 //     static constexpr Rounding kRounding = Rounding::nearest;          // unless the spec says otherwise
 //     static constexpr bool kStochastic = true;
 //     static constexpr Rotation kRotation = Rotation::optional;
-//     static constexpr bool kWholeBlockNan = false;
+//     static constexpr bool kMasks = false;                             // see "Non-finite values"
 //     static constexpr bool kSelects = true;  // only where it does; as in WireFormat
 //     static constexpr std::array<const char*, 1> kExamples = {"size=64"};  // as in WireFormat
 //
 //     GW_HD int block() const;             // values: a multiple of 32, or 16, that divides kMaxBlock
 //     GW_HD int bytes() const;             // of a block; the last one of an array is as long
 //     GW_HD bool clips() const;            // only where it may; as in WireFormat
-//     double gaussian_error(bool rotated) const;  // as in WireFormat
+//     GW_HD int scale_bytes() const;       // 1 or 4: length of the scale that ends a block, if it may be a mask
+//     double gaussian_error(bool rotated) const;    // as in WireFormat
+//     double error_bound(bool stochastic) const;    // as in WireFormat
 //     std::vector<FormatOption> options(); // pointing to members; {} when it has none
 //     template <typename Lanes>
 //     GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
@@ -32,9 +34,11 @@
 // needs more, such as to read them again or to assign in another order, takes `float* values`, which has room
 // for kMaxBlock; on the host that costs a pass more.
 //
-// Non-finite values: where kWholeBlockNan is false, encode gets them and decode gives NaN in their places, and
-// only there. Where it is true, or the block is rotated, encode gets blocks that are finite, or NaN throughout,
-// and gives what decodes to NaN throughout.
+// Non-finite values: where kMasks is false, encode gets them and decode gives NaN in their places, and only there.
+// Where it is true, or the block is rotated, encode and decode see finite blocks only. A block with a non-finite value
+// is sent as a mask instead: bit i % 8 of byte i / 8 is set where value i is not finite, the other bytes are 0, and the
+// scale, which ends the block, is NaN (FP32) or 255 (one byte). It decodes to NaN in those places and to 0 elsewhere,
+// so that error feedback keeps the finite values of the block.
 //
 // `lanes` are those who work on the block together: one on the host, a warp or a thread block on the GPU. Each
 // of them calls encode, and gets the same results from
@@ -52,6 +56,7 @@
 #include <vector>
 
 #include "kernels/math/bf16.h"
+#include "kernels/wire/codes.h"
 #include "kernels/wire/format.h"
 
 namespace gradwire {
@@ -121,15 +126,12 @@ GW_HD void rotate_block_back(const Lanes& lanes, float* values, int n, int count
   }
 }
 
-// The residual of a sum of which the wire carries `sent`. When that is NaN for another value's sake, nothing was
-// sent. Rotated, it may be so far from s that what is left is no float.
-template <bool kMaySendNan>
+// The residual of a sum s of which the wire carries `sent`. kFar: `sent` may be so far from s that the difference is
+// not a float, as after a rotation.
+template <bool kFar>
 GW_HD float rest_of(float s, float sent, float unit = 1.0f) {
   float rest = s - sent;
-  if constexpr (kMaySendNan) {
-    rest = within(rest, 0x1.fffffep127f);
-    rest = is_finite(sent) ? rest : s;
-  }
+  if constexpr (kFar) rest = within(rest, 0x1.fffffep127f);
   return to_residual(rest, unit);
 }
 
@@ -145,8 +147,9 @@ struct BlockCoder {
   GW_HD bool rotates() const {
     return F::kRotation == Rotation::always || (F::kRotation == Rotation::optional && rotate);
   }
-  // Whether a finite value may travel as NaN, for its block's sake.
-  GW_HD bool may_send_nan() const { return F::kWholeBlockNan || rotates(); }
+  // Whether a block with a non-finite value is sent as a mask.
+  static constexpr bool kMayMask = F::kMasks || F::kRotation != Rotation::never;
+  GW_HD bool masks() const { return F::kMasks || rotates(); }
   GW_HD int64_t blocks(int64_t count) const { return (count + block() - 1) / block(); }
   // Where block number `block` of a wire of `count` values lies.
   template <typename Byte>
@@ -164,13 +167,13 @@ struct BlockCoder {
                     float* scratch) const {
     const int n = block();
     const float* values = s;
-    if (may_send_nan()) {
-      const uint32_t largest =
-          lanes.max(count, [=](int i) GW_HD_LAMBDA { return float_bits(s[i]) & 0x7fffffffu; });
-      if (largest >= 0x7f800000u) {
-        lanes.each(n, [=](int i) GW_HD_LAMBDA { scratch[i] = bits_float(0x7fc00000u); });
-        values = scratch;
-      } else if (rotates()) {
+    if constexpr (kMayMask) {
+      if (masks()) {
+        const uint32_t largest =
+            lanes.max(count, [=](int i) GW_HD_LAMBDA { return float_bits(s[i]) & 0x7fffffffu; });
+        if (largest >= 0x7f800000u) return put_mask(lanes, s, to);
+      }
+      if (rotates()) {
         rotate_block(lanes, s, n, scratch);
         values = scratch;
       }
@@ -183,8 +186,32 @@ struct BlockCoder {
   template <typename Lanes, typename From>
   GW_HD void decode(const Lanes& lanes, const From& from, int count, float* values) const {
     const int n = block();
+    if constexpr (kMayMask) {
+      if (masks() && is_mask(from)) {
+        return lanes.each(count, [=](int i) GW_HD_LAMBDA {
+          values[i] = ((from[i / 8] >> (i % 8)) & 1) != 0 ? bits_float(0x7fc00000u) : 0.0f;
+        });
+      }
+    }
     format.decode(lanes, from, rotates() ? n : count, values);
     if (rotates()) rotate_block_back(lanes, values, n, count);
+  }
+
+ private:
+  // `s` is 0 after the values that there are.
+  template <typename Lanes>
+  GW_HD void put_mask(const Lanes& lanes, const float* s, uint8_t* to) const {
+    const int n = block(), end = bytes(), scale = format.scale_bytes();
+    lanes.each(end, [=](int j) GW_HD_LAMBDA {
+      uint32_t byte = 0;
+      for (int bit = 0; j < n / 8 && bit < 8; ++bit) byte |= (is_finite(s[8 * j + bit]) ? 0u : 1u) << bit;
+      if (j >= end - scale) byte = scale == 1 ? 0xffu : j == end - 1 ? 0x7fu : j == end - 2 ? 0xc0u : 0u;
+      to[j] = static_cast<uint8_t>(byte);
+    });
+  }
+  GW_HD bool is_mask(const uint8_t* from) const {
+    const uint8_t* const scale = from + bytes() - format.scale_bytes();
+    return format.scale_bytes() == 1 ? *scale == 0xff : !is_finite(get_float(scale));
   }
 };
 

@@ -114,7 +114,7 @@ GW_SIMD void reduce_encode_piece(const HostBlocks& f, const ReduceEncode& a, int
     f.encode(f.coder, s, a.count, run.first, run.last, random, wire);
     if (residual == nullptr && a.out == nullptr) continue;
     f.decode(f.coder, wire, a.count, run.first, run.last, sent);
-    if (residual != nullptr && f.may_send_nan) {
+    if (residual != nullptr && f.far) {
 #pragma omp simd
       for (int i = 0; i < n; ++i) residual[i] = rest_of<true>(s[i], sent[i]);
     } else if (residual != nullptr) {

@@ -295,7 +295,7 @@ struct HostBlocks {
   const void* coder;  // a BlockCoder<F>
   int block;          // values of one
   int max_block;
-  bool stochastic, may_send_nan;  // see BlockCoder
+  bool stochastic, far;  // far: as rest_of() has it
   // values, which are 0 after `count`, to wire. `random` as in block.h, for all values.
   void (*encode)(const void* coder, const float* values, int64_t count, int64_t first, int64_t last,
                  const uint16_t* random, uint8_t* wire);
@@ -401,7 +401,7 @@ GW_INLINE void decode_each(const BlockCoder<F> coder, const uint8_t* wire, int64
             coder.block(),                                                                                \
             F::kMaxBlock,                                                                                 \
             F::kStochastic,                                                                               \
-            coder.may_send_nan(),                                                                         \
+            coder.masks(),                                                                                \
             NAME##_encode_each,                                                                           \
             tells<F> && !coder.rotates() ? NAME##_encode_and_keep_each : nullptr,                         \
             NAME##_decode_each};                                                                          \

@@ -42,15 +42,21 @@ struct Eden {
   static constexpr const char* kSummary = "Lloyd-Max levels of 512 rotated values, and their scale";
   static constexpr const char* kSource = "Vargaftik et al., EDEN, ICML 2022";
   static constexpr Rounding kRounding = Rounding::nearest;
-  static constexpr bool kStochastic = false, kWholeBlockNan = true;
+  static constexpr bool kStochastic = false, kMasks = true;
   static constexpr Rotation kRotation = Rotation::always;
   static constexpr std::array kExamples = {"bits=1", "bits=2", "bits=3"};
 
   GW_HD int block() const { return size; }
   GW_HD int bytes() const { return size * bits / 8 + 4; }
+  GW_HD static int scale_bytes() { return 4; }
   double gaussian_error(bool) const {
     if (size != 512) return 0;
     return bits == 1 ? 0.3634 : bits == 2 ? 0.1175 : bits == 3 ? 0.03454 : 0.009497;
+  }
+  // Of levels from a to b: 1 - 4 a b / (a + b)^2 / n, by the inequalities of Chebyshev and Kantorovich.
+  double error_bound(bool) const {
+    constexpr double kShares[] = {1, 0.71, 0.367, 0.171};  // 4 a b / (a + b)^2
+    return 1 - kShares[bits - 1] / size;
   }
   std::vector<FormatOption> options() {
     return {block_option(&size), {.key = "bits", .value = &bits, .least = 1, .most = 4}};

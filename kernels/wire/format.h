@@ -3,7 +3,8 @@
 // S below is the value a rank wants to send: its own gradient, plus the residual it kept last time, plus what
 // arrived from other ranks. The wire carries round(S); the residual becomes S - round(S), so nothing is lost.
 // Non-finite S: the user must see it, so the wire carries it (as NaN where the format has no infinity), but
-// the residual becomes 0, so that it does not spread in time, and the rest of its block keeps its precision.
+// the residual becomes 0, so that it does not spread in time. The finite values of its block are sent as they would be
+// beside a 0, or not at all (`masks`), and then stay in the residual.
 // A finite S never becomes non-finite on the wire: it saturates, and the residual keeps the rest.
 //
 // Stochastic rounding draws from random16(seed, *step, element index) of kernels/math/random.h, so a rank's
@@ -93,9 +94,9 @@ class WireFormat {
   bool exact = false;
   bool stochastic = false;                // has round=stochastic
   Rounding rounding = Rounding::nearest;  // unless a spec says otherwise
-  // A value that is not finite makes its whole block NaN on the wire; the block's finite values then stay in the
-  // residual, until Decode.
-  bool whole_block_nan = false;
+  // A block with a value that is not finite carries which values those are, and 0 for the others, which stay in the
+  // residual (block.h).
+  bool masks = false;
   // Cuts off a block's largest values, so that rounding at random has the right mean for the others only.
   bool clips = false;
   bool selects = false;  // sends some of a block's values; one that is not finite takes the place of another
@@ -105,6 +106,11 @@ class WireFormat {
   // Expected squared error of one encode with `rounding` over the squared norm, on Gaussian values; a test
   // holds the format to it within 5 %. 0: exact, or not known for these options.
   double gaussian_error = 0;
+  // Bound of the squared error of one encode over the square of S, in the L2 norm or the largest magnitude, whichever
+  // gives the lower bound; expected, when rounding at random. Below 1 an encode contracts: error feedback keeps a
+  // bounded residual. At 1 and above the residual may grow from step to step. 0: exact, or not known. Of terngrad the
+  // bound is that of blocks in which nothing is clipped.
+  virtual double error_bound(Rounding rounding) const = 0;
 
   virtual int64_t bytes(int64_t count) const = 0;
   virtual void reduce_encode(const Stream&, const ReduceEncode&) const = 0;
@@ -125,9 +131,8 @@ class WireFormat {
   // Null when there are no options.
   virtual std::unique_ptr<WireFormat> copy() const { return nullptr; }
 
-  // Whether 0 surely travels as 0, whatever else is in its block. The formats without a code for it all make a
-  // block NaN as a whole.
-  bool keeps_zero() const { return !whole_block_nan && !selects && !registered; }
+  // Whether 0 surely travels as 0, whatever else is in its block. The formats without a code for it all send masks.
+  bool keeps_zero() const { return !masks && !selects && !registered; }
   double bytes_per_value() const { return static_cast<double>(bytes(1 << 20)) / (1 << 20); }
   // "int4:block=64"
   std::string spec() const { return std::string(name) + (*options != 0 ? ":" : "") + options; }

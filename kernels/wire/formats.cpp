@@ -61,6 +61,7 @@ class Fp32Format final : public WireFormat {
     source = "IEEE 754";
     exact = true;
   }
+  double error_bound(Rounding) const override { return 0; }
   int64_t bytes(int64_t count) const override { return count * 4; }
   void reduce_encode(const Stream&, const ReduceEncode&) const override { no_ops(); }
   void decode(const Stream&, const Decode&) const override { no_ops(); }
@@ -83,6 +84,7 @@ class Bf16Format final : public WireFormat {
     stochastic = true;
     gaussian_error = 2.7e-6;
   }
+  double error_bound(Rounding how) const override { return small_float_bound(7, how == Rounding::stochastic); }
   int64_t bytes(int64_t count) const override { return count * 2; }
   GW_OPS(bf16)
 };
@@ -97,6 +99,7 @@ class Fp8Format final : public WireFormat {
     granularity = kFp8Block;
     gaussian_error = 7.1e-4;
   }
+  double error_bound(Rounding how) const override { return small_float_bound(3, how == Rounding::stochastic); }
   int64_t bytes(int64_t count) const override { return fp8_wire_bytes(count); }
   GW_OPS(fp8)
 };
@@ -113,6 +116,9 @@ class BlockFormat : public WireFormat {
     rounding = F::kRounding;
     if constexpr (requires { F::kSelects; }) selects = F::kSelects;
     read_coder();
+  }
+  double error_bound(Rounding how) const override {
+    return coder_.format.error_bound(how == Rounding::stochastic);
   }
   int64_t bytes(int64_t count) const override { return coder_.blocks(count) * coder_.bytes(); }
 
@@ -141,7 +147,7 @@ class BlockFormat : public WireFormat {
   void read_coder() {
     coder_.rotate = F::kRotation == Rotation::always || rotate_ != 0;
     granularity = coder_.block();
-    whole_block_nan = F::kWholeBlockNan || coder_.rotate;
+    masks = coder_.masks();
     if constexpr (requires { coder_.format.clips(); }) clips = coder_.format.clips();
     gaussian_error = coder_.format.gaussian_error(coder_.rotate);
   }

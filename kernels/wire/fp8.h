@@ -29,7 +29,7 @@ GW_HD int64_t fp8_wire_bytes(int64_t count) {
 struct Fp8 {
   static constexpr int kBlock = kFp8Block, kMaxBlock = kBlock;
   static constexpr Rotation kRotation = Rotation::never;
-  static constexpr bool kWholeBlockNan = false, kStochastic = true;
+  static constexpr bool kMasks = false, kStochastic = true;
   GW_HD static int block() { return kBlock; }
 
   template <typename Byte>

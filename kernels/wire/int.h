@@ -32,16 +32,23 @@ struct Int {
                                                "Learning, 2016, in 4 bits"
                                              : "Li et al., Ternary Weight Networks, 2016";
   static constexpr Rounding kRounding = Rounding::nearest;
-  static constexpr bool kStochastic = kBits > 2, kWholeBlockNan = false;
+  static constexpr bool kStochastic = kBits > 2, kMasks = false;
   static constexpr Rotation kRotation = Rotation::optional;
   static constexpr std::array kExamples = {kBits == 8 ? "block=32,scale=fp32" : "block=512,scale=pow2"};
 
   GW_HD int block() const { return size; }
-  GW_HD int bytes() const { return code_bytes<kBits>(size) + (fp32_scale != 0 ? 4 : 1); }
+  GW_HD int scale_bytes() const { return fp32_scale != 0 ? 4 : 1; }
+  GW_HD int bytes() const { return code_bytes<kBits>(size) + scale_bytes(); }
   double gaussian_error(bool rotated) const {
     // A power of two may be just above the largest value or twice that: rotated, it is elsewhere.
     if (*this != Int() || (rotated && fp32_scale == 0)) return 0;
     return kBits == 8 ? 8.34e-5 : kBits == 4 ? 1.4e-2 : 0.19;
+  }
+  // Of the largest magnitude a unit is 1 / kMost, or up to twice that; int2's bound is that of a mean.
+  double error_bound(bool stochastic) const {
+    if (kBits == 2) return 1 - 1.534 * (2 - 1.534) / size;
+    const double error = (fp32_scale != 0 ? 1.0 : 2.0) / kMost / (stochastic ? 1 : 2);
+    return error * error;
   }
   std::vector<FormatOption> options() {
     return {block_option(&size), {.key = "scale", .value = &fp32_scale, .words = {"pow2", "fp32"}}};

@@ -5,7 +5,7 @@
 //
 // The power of two is the least with which nothing is cut off (OCP's own rule, floor, cuts the largest values,
 // which error feedback would have to send again). E2M3 and E2M1 have no NaN: in mxfp4, mxfp6 and nvfp4, NaN
-// and Inf make their group NaN by its scale; see kWholeBlockNan.
+// and Inf make their group NaN by its scale; see kMasks.
 #pragma once
 
 #include "kernels/math/fp8.h"
@@ -38,19 +38,26 @@ GW_HD uint8_t e8m0_for(uint32_t largest_bits, int exponent, float fraction) {
   byte = byte > 253 - exponent ? 253 - exponent : byte;
   return static_cast<uint8_t>(byte < 1 ? 1 : byte);
 }
-inline constexpr uint8_t kE8M0Nan = 255;
+
+// WireFormat::error_bound() of floats with this many bits of mantissa: a step is at most 2^-mantissa of a magnitude.
+inline double small_float_bound(int mantissa, bool stochastic, double scale_error = 0) {
+  const double step = 1.0 / (1 << (stochastic ? mantissa : mantissa + 1)) + scale_error;
+  return step * step;
+}
 
 struct MxFp8 {
   static constexpr int kMaxBlock = 32;
   static constexpr const char* kSummary = "E4M3 with a power-of-two scale per 32 values";
   static constexpr const char* kSource = "OCP Microscaling Formats (MX) Specification, 2023";
   static constexpr Rounding kRounding = Rounding::nearest;
-  static constexpr bool kStochastic = true, kWholeBlockNan = false;
+  static constexpr bool kStochastic = true, kMasks = false;
   static constexpr Rotation kRotation = Rotation::optional;
   static constexpr std::array<const char*, 0> kExamples = {};
 
   GW_HD static int block() { return 32; }
   GW_HD static int bytes() { return 33; }
+  GW_HD static int scale_bytes() { return 1; }
+  static double error_bound(bool stochastic) { return small_float_bound(3, stochastic); }
   static double gaussian_error(bool rotated) { return rotated ? 0 : 7.0e-4; }
   static std::vector<FormatOption> options() { return {}; }
 
@@ -75,12 +82,14 @@ struct MxMini {
                                                          : "E2M3 with a power-of-two scale per 32 values";
   static constexpr const char* kSource = "OCP Microscaling Formats (MX) Specification, 2023";
   static constexpr Rounding kRounding = Rounding::nearest;
-  static constexpr bool kStochastic = true, kWholeBlockNan = true;
+  static constexpr bool kStochastic = true, kMasks = true;
   static constexpr Rotation kRotation = Rotation::optional;
   static constexpr std::array<const char*, 0> kExamples = {};
 
   GW_HD static int block() { return 32; }
   GW_HD static int bytes() { return kCodes + 1; }
+  GW_HD static int scale_bytes() { return 1; }
+  static double error_bound(bool stochastic) { return small_float_bound(kMantissa, stochastic); }
   static double gaussian_error(bool rotated) { return rotated ? 0 : kMantissa == 1 ? 1.3e-2 : 7.7e-4; }
   static std::vector<FormatOption> options() { return {}; }
 
@@ -90,8 +99,8 @@ struct MxMini {
     const uint32_t largest =
         lanes.max(count, [=](int i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
     constexpr float fraction = kMantissa == 1 ? 0.5f : 0.875f;  // 6 = 1.5 * 4, 7.5 = 1.875 * 4
-    const uint8_t scale = largest >= 0x7f800000u ? kE8M0Nan : e8m0_for(largest, 2, fraction);
-    const float inverse = scale == kE8M0Nan ? 0.0f : fp8_inverse_scale(scale);
+    const uint8_t scale = e8m0_for(largest, 2, fraction);
+    const float inverse = fp8_inverse_scale(scale);
     to[kCodes] = scale;
     with_draws(random, [=](const auto& draw) GW_HD_LAMBDA {
       pack_codes<kBits>(lanes, 32, to,
@@ -100,7 +109,7 @@ struct MxMini {
   }
   template <typename Lanes, typename Values>
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
-    const float scale = from[kCodes] == kE8M0Nan ? bits_float(0x7fc00000u) : fp8_scale(from[kCodes]);
+    const float scale = fp8_scale(from[kCodes]);
     unpack_codes<kBits>(lanes, from, 32, count, [=](int i, uint32_t code) GW_HD_LAMBDA {
       values[i] = scale * Float::value_of(code);
     });
@@ -116,12 +125,14 @@ struct NvFp4 {
   static constexpr const char* kSummary = "E2M1 with an E4M3 scale per 16 values and a power of two per 128";
   static constexpr const char* kSource = "NVIDIA, Pretraining Large Language Models with NVFP4, 2025";
   static constexpr Rounding kRounding = Rounding::nearest;
-  static constexpr bool kStochastic = true, kWholeBlockNan = true;
+  static constexpr bool kStochastic = true, kMasks = true;
   static constexpr Rotation kRotation = Rotation::optional;
   static constexpr std::array<const char*, 0> kExamples = {};
 
   GW_HD static int block() { return 128; }
   GW_HD static int bytes() { return 64 + kGroups + 1; }
+  GW_HD static int scale_bytes() { return 1; }
+  static double error_bound(bool stochastic) { return small_float_bound(1, stochastic, 1.0 / 16); }
   static double gaussian_error(bool) { return 9.0e-3; }
   static std::vector<FormatOption> options() { return {}; }
 
@@ -131,8 +142,8 @@ struct NvFp4 {
     const uint32_t largest =
         lanes.max(count, [=](int i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
     // 6 * 256 = 1.5 * 2^10: with the largest group's scale at most 256, so that rounding it up stays legal.
-    const uint8_t unit = largest >= 0x7f800000u ? kE8M0Nan : e8m0_for(largest, 10, 0.5f);
-    const float down = unit == kE8M0Nan ? 0.0f : fp8_inverse_scale(unit);
+    const uint8_t unit = e8m0_for(largest, 10, 0.5f);
+    const float down = fp8_inverse_scale(unit);
     uint8_t* const scales = to + 64;
     scales[kGroups] = unit;
     for (int g = 0; g < kGroups; ++g) {
@@ -158,7 +169,7 @@ struct NvFp4 {
   template <typename Lanes>
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int, float* values) const {
     const uint8_t* const scales = from + 64;
-    const float unit = scales[kGroups] == kE8M0Nan ? bits_float(0x7fc00000u) : fp8_scale(scales[kGroups]);
+    const float unit = fp8_scale(scales[kGroups]);
     each_in_groups<kGroup>(
         lanes, 64,
         [=](int g) GW_HD_LAMBDA {

@@ -19,13 +19,15 @@ struct Natural {
   static constexpr const char* kSource =
       "Horvath et al., Natural Compression for Distributed Deep Learning, 2019";
   static constexpr Rounding kRounding = Rounding::stochastic;
-  static constexpr bool kStochastic = true, kWholeBlockNan = false;
+  static constexpr bool kStochastic = true, kMasks = false;
   static constexpr Rotation kRotation = Rotation::optional;
   static constexpr std::array kExamples = {"block=512"};
 
   GW_HD int block() const { return size; }
   GW_HD int bytes() const { return size + 1; }
+  GW_HD static int scale_bytes() { return 1; }
   static double gaussian_error(bool) { return 8.33e-2; }
+  static double error_bound(bool stochastic) { return stochastic ? 1.0 / 8 : 1.0 / 9; }
   std::vector<FormatOption> options() { return {block_option(&size)}; }
 
   // The exponent field of a finite magnitude after rounding to a power of two; 0 for less than 2^-126.

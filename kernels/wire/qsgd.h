@@ -19,13 +19,21 @@ struct Qsgd {
   static constexpr const char* kSummary = "levels of the L2 norm of 512 values, rounded at random";
   static constexpr const char* kSource = "Alistarh et al., QSGD, NeurIPS 2017";
   static constexpr Rounding kRounding = Rounding::stochastic;
-  static constexpr bool kStochastic = true, kWholeBlockNan = true;
+  static constexpr bool kStochastic = true, kMasks = true;
   static constexpr Rotation kRotation = Rotation::optional;
   static constexpr std::array kExamples = {"bits=4,block=64"};
 
   GW_HD int block() const { return size; }
   GW_HD int bytes() const { return size * bits / 8 + 4; }
+  GW_HD static int scale_bytes() { return 4; }
   double gaussian_error(bool) const { return size == 512 && bits == 8 ? 512.0 / (6 * 127 * 127) : 0; }
+  // The largest mean of n f (1 - f) / s^2 over blocks of one norm, at f = 1/2 or, where n values of the norm cannot be
+  // half a level each, at f = s / sqrt(n). There, to nearest, nothing may be sent at all.
+  double error_bound(bool stochastic) const {
+    const double n = size, s = (1 << (bits - 1)) - 1;
+    if (n <= 4 * s * s) return n / (4 * s * s);
+    return stochastic ? std::sqrt(n) / s - 1 : 1;
+  }
   std::vector<FormatOption> options() {
     return {block_option(&size),
             {.key = "bits", .value = &bits, .least = 4, .most = 8, .power_of_two = true}};
@@ -66,7 +74,7 @@ struct Qsgd {
       return x * x;
     }));
     const float norm = root * fp8_scale(near), most = 0x1.fffffep127f;
-    put_float(to + size * bits / 8, norm > most && largest < 0x7f800000u ? most : norm);
+    put_float(to + size * bits / 8, norm > most ? most : norm);
     const float share = root > 0.0f ? 1.0f / root : 0.0f;
     if (bits == 8) {
       pack<8>(lanes, values, down, share, random, to);

@@ -94,10 +94,10 @@ class RegisteredFormat final : public WireFormat {
     name = own_name_.c_str();
     summary = "registered by this program";
     granularity = block;
-    whole_block_nan = true;
     registered = true;
   }
 
+  double error_bound(Rounding) const override { return 0; }
   int64_t bytes(int64_t count) const override { return (count + block_ - 1) / block_ * block_bytes_; }
   void reduce_encode(const Stream& stream, const ReduceEncode& args) const override {
     enqueue(stream, [this, args] { reference_reduce_encode(args); });

@@ -16,13 +16,15 @@ struct Sign {
   static constexpr const char* kSource =
       "Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, with the mean of a block";
   static constexpr Rounding kRounding = Rounding::nearest;
-  static constexpr bool kStochastic = false, kWholeBlockNan = true;
+  static constexpr bool kStochastic = false, kMasks = true;
   static constexpr Rotation kRotation = Rotation::optional;
   static constexpr std::array kExamples = {"block=64"};
 
   GW_HD int block() const { return size; }
   GW_HD int bytes() const { return size / 8 + 4; }
+  GW_HD static int scale_bytes() { return 4; }
   double gaussian_error(bool) const { return size == 512 ? 0.3634 : 0; }
+  double error_bound(bool) const { return 1 - 1.0 / size; }
   std::vector<FormatOption> options() { return {block_option(&size)}; }
 
   template <typename Lanes>

@@ -21,16 +21,22 @@ struct TernGrad {
       "-1, 0 or 1 times the largest of 128 values after clipping, at random";
   static constexpr const char* kSource = "Wen et al., TernGrad, NeurIPS 2017";
   static constexpr Rounding kRounding = Rounding::stochastic;
-  static constexpr bool kStochastic = true, kWholeBlockNan = true;
+  static constexpr bool kStochastic = true, kMasks = true;
   static constexpr Rotation kRotation = Rotation::optional;
   static constexpr std::array kExamples = {"clip=off", "block=512,clip=2.5"};
 
   GW_HD int block() const { return size; }
   GW_HD int bytes() const { return size / 4 + 4; }
+  GW_HD static int scale_bytes() { return 4; }
   GW_HD bool clips() const { return clip < 2; }
   double gaussian_error(bool) const {
     if (size != 128) return 0;
     return clip == 0 ? 0.652 : clip == 1 ? 0.996 : 1.265;
+  }
+  // One value is `most` times the root mean square, and the others are equal.
+  double error_bound(bool stochastic) const {
+    const double n = size, most = clip == 0 ? 2 : clip == 1 ? 2.5 : std::sqrt(n) / 2;
+    return stochastic ? (most * std::sqrt((n - 1) * (n - most * most)) - (n - most * most)) / n : 1 - 1 / n;
   }
   std::vector<FormatOption> options() {
     return {block_option(&size), {.key = "clip", .value = &clip, .words = {"2", "2.5", "off"}}};
@@ -67,7 +73,7 @@ struct TernGrad {
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
     const float largest = get_float(from + size / 4);
     unpack_codes<2>(lanes, from, size, count, [=](int i, uint32_t code) GW_HD_LAMBDA {
-      const float x = code == 0u ? largest * 0.0f : largest;  // 0, but NaN in a block that is NaN
+      const float x = code == 0u ? 0.0f : largest;
       values[i] = code == 2u ? -x : x;
     });
   }

@@ -27,7 +27,7 @@ struct TopK {
   static constexpr const char* kSource =
       "Aji and Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017, in blocks";
   static constexpr Rounding kRounding = Rounding::nearest;
-  static constexpr bool kStochastic = false, kWholeBlockNan = false;
+  static constexpr bool kStochastic = false, kMasks = false;
   static constexpr bool kSelects = true;
   static constexpr Rotation kRotation = Rotation::never;
   static constexpr std::array kExamples = {"k=16,of=256,values=fp32", "values=int8", "values=int2"};
@@ -38,6 +38,8 @@ struct TopK {
   }
   GW_HD int bytes() const { return 2 * k + value_bytes(); }
   double gaussian_error(bool) const { return k == 64 && of == 4096 ? (kind == kPair ? 0.882 : 0.881) : 0; }
+  // Of values in two sizes, at least their mean is sent.
+  double error_bound(bool) const { return 1 - static_cast<double>(kind == kPair ? 1 : k) / of; }
   std::vector<FormatOption> options() {
     return {{.key = "k", .value = &k, .least = 1, .most = kMaxBlock},
             {.key = "of", .value = &of, .least = 64, .most = kMaxBlock, .power_of_two = true},

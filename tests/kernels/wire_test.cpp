@@ -316,8 +316,8 @@ TEST_P(WireFormatTest, NonFiniteValuesAreSentNotKeptAndLeaveOtherBlocksAlone) {
       for (size_t i = 0; i < p.own.size(); ++i) {
         if (i == bad) continue;
         const bool same_block = static_cast<int64_t>(i) / block == static_cast<int64_t>(bad) / block;
-        if (format->whole_block_nan && same_block) {
-          ASSERT_TRUE(std::isnan(got.out[i])) << i;
+        if (format->masks && same_block) {
+          ASSERT_EQ(got.out[i], 0.0f) << i;
           ASSERT_EQ(got.residual[i], p.own[i] + p.residual[i]) << i << ": none of it was sent";
         } else if (format->selects && same_block) {  // another is left out, and means change
           const float s = p.own[i] + p.residual[i];
@@ -327,6 +327,46 @@ TEST_P(WireFormatTest, NonFiniteValuesAreSentNotKeptAndLeaveOtherBlocksAlone) {
           ASSERT_EQ(got.residual[i], clean.residual[i]) << i;
         }
       }
+    }
+  }
+}
+
+// In one of the two norms, as error_bound() says. Terngrad's bound is that of blocks in which nothing is clipped.
+TEST_P(WireFormatTest, ErrorStaysWithinItsBound) {
+  const int64_t block = std::max<int64_t>(format->granularity, 32), n = 4 * block;
+  for (Rounding mode : roundings()) {
+    const double bound = format->error_bound(mode);
+    ASSERT_GT(bound, 0);
+    for (int shape = 0; shape < 8; ++shape) {
+      std::vector<float> x = normal(n, 61 + shape);
+      for (int64_t i = 0; i < n; ++i) {
+        float& v = x[static_cast<size_t>(i)];
+        const bool first = i % block == 0;
+        if (shape == 1) v = std::copysign(1.0f, v);                                 // all alike
+        if (shape >= 2 && shape < 6) v = first ? 1.0f : 0.3f / static_cast<float>(1 << (2 * (shape - 2)));  // one large
+        if (shape == 6) v = v * v * v * v * v;                                      // heavy tails
+        if (shape == 7) v = i % 16 == 0 ? v : 0.0f;                                 // sparse
+      }
+      if (format->clips && shape != 1 && shape != 0) continue;
+      double norm = 0, largest = 0, error = 0, worst = 0;
+      constexpr int kDraws = 20;
+      for (float v : x) norm += double{v} * v, largest = std::max(largest, double{v} * v);
+      for (int draw = 0; draw < kDraws; ++draw) {
+        WireProblem p{.own = x, .residual = {}, .out_scale = 1, .rounding = {.mode = mode, .seed = 3}};
+        p.step = static_cast<uint64_t>(draw);
+        const WireResult got = run(p);
+        for (size_t i = 0; i < x.size(); ++i) {
+          const double e = double{got.out[i]} - x[i];
+          error += e * e / kDraws, worst = std::max(worst, e * e);
+        }
+        if (mode == Rounding::nearest) {
+          error *= kDraws;
+          break;
+        }
+      }
+      EXPECT_TRUE(error <= 1.03 * bound * norm || worst <= 1.001 * bound * largest)
+          << "shape " << shape << ": " << error / norm << " of the norm, " << worst / largest
+          << " of the largest; bound " << bound;
     }
   }
 }
