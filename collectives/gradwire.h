@@ -419,7 +419,8 @@ GW_API gw_status gw_format_register(const gw_format* format);
  * spec    a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or your own, with
  *         ",schedule=auto|ring|tree|two_shot|hierarchical|nccl", ",transport=messages|lsa|auto" and
  *         ",intra_node=wire|fp32". No state is kept between calls, so there is no error feedback: rounding errors
- *         are lost. "powersgd" and "randk" need a reducer.
+ *         are lost. "powersgd" and "randk" need a reducer. As everywhere, a format whose encode may lose more than
+ *         it is given, such as "qsgd:bits=4", is refused without ",ef=off".
  * stream  see the top; may differ.
  *
  * The program for a buffer and tag is built at first use and cached (the 256 most recently used): reuse both.
@@ -435,7 +436,8 @@ GW_API gw_status gw_allreduce(gw_comm comm, void* buf, int64_t count, gw_dtype d
  * residual  (count) FP32, zeros at first: what this rank's rounding has lost so far. It is added before the
  *           next encode and replaced by what that one loses, so the same values must meet the same residual in
  *           every call. The sum over ranks of what they gave, residuals included, is the sum of what they got
- *           and keep, to FP32 rounding. Where the result is not finite, it becomes 0 on every rank. Null: as
+ *           and keep, to FP32 rounding. Where the result is not finite, it becomes 0 on every rank; the other
+ *           elements lose nothing, but may wait for the next call if they share a block. Null: as
  *           gw_allreduce(). Unused with "fp32". May differ. */
 GW_API gw_status gw_allreduce_residual(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, gw_op op,
                                        const char* spec, float* residual, void* stream);
@@ -480,7 +482,8 @@ GW_API gw_status gw_all_gather(gw_comm comm, const void* in, void* out, const in
 /* Brings replicas nearer to their FP32 masters by few bytes: each owner encodes the difference between its
  * master and its own part of the replica, and every rank adds the same decoded difference. So replicas that
  * began with the same bits keep the same bits, and what one call rounds off is in the next one's difference:
- * there is no drift, and no residual to keep. With "fp32" the masters themselves are sent.
+ * there is no drift, and no residual to keep. With "fp32" the masters themselves are sent. A format whose encode
+ * may lose more than it is given ("qsgd:bits=4", "terngrad:clip=off") would drift: GW_BAD_ARGUMENT.
  *
  * master    (counts[rank]) FP32, not in `replica`; unchanged.
  * replica   (sum), the same bits on every rank, for example from gw_all_gather() or gw_broadcast(). A value
@@ -552,8 +555,9 @@ GW_API gw_status gw_reducer_create(gw_comm comm, const char* spec, const gw_tens
  *         Addresses may change between steps and may differ between ranks. If those of a bucket that is
  *         reduced in place change, the call blocks until work in flight is done.
  *
- * A gradient with non-finite values spoils the result of its own tensor, on every rank, but no other tensor
- * and no residual. A mean overflows where that of gw_allreduce() does; with "powersgd", a matrix may become NaN
+ * A gradient with non-finite values spoils the result of its own tensor, on every rank: those elements with a wire
+ * format, all of the tensor with "powersgd". It changes no other tensor and no residual; with "topk", and with
+ * formats of your own, values of other tensors in the same block may come in the next step. A mean overflows where that of gw_allreduce() does; with "powersgd", a matrix may become NaN
  * in which the norm of a row or column does not fit into float32.
  *
  * GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED, GW_DEVICE_FAILED. */

@@ -183,7 +183,10 @@ void ApiComm::run(const CollectiveCall& call, void* native_stream) {
 // loses is part of the next difference, and replicas neither drift from the masters nor apart.
 void ApiComm::run_update(const CollectiveCall& call, void* native_stream) {
   check_call(call);
-  if (CompressionSpec::parse(call.spec).wire->exact || communicator->world() == 1) {
+  const CompressionSpec spec = CompressionSpec::parse(call.spec);
+  const std::string why = spec.divergence();
+  require(why.empty(), "spec '{}': replicas would drift from their masters: {}or another format", call.spec, why);
+  if (spec.wire->exact || communicator->world() == 1) {
     return run(call, native_stream);  // the masters themselves
   }
   caller_stream(native_stream);

@@ -315,6 +315,9 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
     bad(text, fmt::format("round=stochastic does not apply to wire={}; add {}", spec.wire->name,
                           fmt::join(others, " or ")));
   }
+  if (const std::string why = spec.divergence(); spec.error_feedback && !why.empty()) {
+    bad(text, why + "or ef=off for no error feedback");
+  }
   if (!spec.residual->exact && !spec.error_feedback) {
     bad(text, fmt::format("residual={} needs error feedback, and ef=off keeps no residual; drop one of them",
                           spec.residual->name));
@@ -373,6 +376,28 @@ std::string CompressionSpec::to_string() const {
   add(lsa != defaults.lsa, fmt::format("transport={}", word_for(kTransports, lsa)));
   add(fp32_intra_node != defaults.fp32_intra_node, "intra_node=fp32");
   return (powersgd ? "powersgd" : randk ? "randk" : wire->name) + options;
+}
+
+std::string CompressionSpec::divergence() const {
+  const double bound = wire->error_bound(rounding);
+  if (bound < 1) return {};
+  // The first option, in the table's order, of which one value is enough.
+  const auto variant = wire->copy();
+  std::string remedy;
+  for (const FormatOption& option : variant->choices()) {
+    const int given = *option.value;
+    for (int value = option.words.empty() ? option.most : static_cast<int>(option.words.size()) - 1;
+         remedy.empty() && value >= option.least; value = option.words.empty() ? value / 2 : value - 1) {
+      *option.value = value;
+      variant->settle();
+      if (variant->error_bound(rounding) < 1) remedy = fmt::format("{}={}, ", option.key, option.text());
+    }
+    *option.value = given;
+  }
+  return fmt::format(
+      "an encode of {} with round={} may lose {:.2f} times the square of what it is given, so that what error "
+      "feedback keeps could grow without bound; it needs {}",
+      wire->spec(), word_for(kRoundings, rounding), bound, remedy);
 }
 
 bool CompressionSpec::loads_state_of(std::string_view text) const {

@@ -391,6 +391,12 @@ TEST(CApiShardedErrors, EveryArgumentIsChecked) {
                     gw_all_gather_update(comm, out, in, counts, GW_BFLOAT16, "int8", nullptr));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "use a reducer",
                     gw_all_gather_update(comm, out, in, counts, GW_FLOAT32, "powersgd:rank=2", nullptr));
+    for (const char* spec : {"qsgd:bits=4,ef=off", "terngrad:clip=off,ef=off"}) {
+      GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "replicas would drift from their masters",
+                      gw_all_gather_update(comm, out, in, counts, GW_FLOAT32, spec, nullptr));
+    }
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "it needs block=128, or ef=off",
+                    gw_all_gather_update(comm, out, in, counts, GW_FLOAT32, "qsgd:bits=4", nullptr));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "root is 2 in a world of 2",
                     gw_broadcast(comm, in, 8, GW_FLOAT32, 2, "fp32", nullptr));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "schedule=tree has no broadcast",

@@ -1,6 +1,7 @@
 #include "collectives/spec/spec.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <gtest/gtest.h>
 
 #include "runtime/error.h"
@@ -81,6 +82,51 @@ TEST(Spec, LoadsStatesOfAnotherResidualFormatAndOfNothingElse) {
   }
 }
 
+// Of every format in the table with every value of its options.
+TEST(Spec, AcceptsErrorFeedbackExactlyWhereAnEncodeContracts) {
+  std::vector<std::string> refused;
+  for (Wire entry : wire_formats()) {
+    if (entry->exact || entry->registered) continue;
+    std::vector<std::string> specs = {entry->name};
+    const auto variant = entry->copy();
+    for (const FormatOption& option : variant == nullptr ? std::vector<FormatOption>() : variant->choices()) {
+      if (option.key == std::string("k")) continue;
+      std::vector<std::string> more;
+      const int steps = option.words.empty() ? option.most : static_cast<int>(option.words.size()) - 1;
+      for (int value = option.least; value <= steps; value = option.power_of_two ? value * 2 : value + 1) {
+        *option.value = value;
+        for (const std::string& spec : specs) {
+          more.push_back(fmt::format("{}{}{}={}", spec, spec == entry->name ? ":" : ",", option.key, option.text()));
+        }
+      }
+      specs = more;
+    }
+    for (const std::string& text : specs) {
+      for (const char* rounding : {"nearest", "stochastic"}) {
+        if (!entry->stochastic && rounding == std::string("stochastic")) continue;
+        std::string spec = text;
+        if (entry->stochastic) spec += fmt::format("{}round={}", text == entry->name ? ":" : ",", rounding);
+        const std::string off = spec + (spec == entry->name ? ":ef=off" : ",ef=off");
+        const bool contracts = CompressionSpec::parse(off).divergence().empty();
+        if (contracts) {
+          EXPECT_NO_THROW(CompressionSpec::parse(spec)) << spec;
+        } else {
+          EXPECT_THROW(CompressionSpec::parse(spec), BadInput) << spec;
+          refused.push_back(spec);
+        }
+      }
+    }
+  }
+  // qsgd in 4 bits with blocks of 256 and 512, rotated or not, rounded either way; terngrad's larger clips, in every
+  // block size, rotated or not, rounded at random.
+  EXPECT_EQ(refused.size(), 2 * 2 * 2 + 5 * 2 * 2) << fmt::format("{}", fmt::join(refused, "\n"));
+  for (const std::string& spec : refused) {
+    EXPECT_TRUE(spec.find("bits=4") != std::string::npos || spec.find("clip=2.5") != std::string::npos ||
+                spec.find("clip=off") != std::string::npos)
+        << spec;
+  }
+}
+
 TEST(Spec, ErrorsNameTheCulprit) {
   struct Case {
     const char* text;
@@ -122,7 +168,13 @@ TEST(Spec, ErrorsNameTheCulprit) {
                         Case{"randk:ratio=nan", "ratio='nan'"},
                         Case{"randk:rank=2", "no option 'rank'"},
                         Case{"bf16:ratio=0.1", "no option 'ratio'"},
-                        Case{"randk:round=stochastic", "wire=bf16"}}) {
+                        Case{"randk:round=stochastic", "wire=bf16"},
+                        // Error feedback would diverge.
+                        Case{"qsgd:bits=4", "it needs block=128, or ef=off"},
+                        Case{"qsgd:bits=4,block=256,round=nearest", "it needs block=128, or ef=off"},
+                        Case{"powersgd:rank=2,wire=qsgd,bits=4", "it needs block=128, or ef=off"},
+                        Case{"randk:wire=terngrad,clip=off", "it needs clip=2, or ef=off"},
+                        Case{"terngrad:clip=2.5", "may lose 1.48 times"}}) {
     SCOPED_TRACE(c.text);
     testing::expect_error<BadInput>([&] { CompressionSpec::parse(c.text); }, {c.culprit});
   }
