@@ -33,6 +33,11 @@ inline ScheduleRequest schedule_request(const CompressionSpec& spec) {
   return {.kind = spec.schedule, .fp32_intra_node = spec.fp32_intra_node, .lsa = spec.lsa};
 }
 
+// [begin, end) of a bucket.
+struct ElementSpan {
+  int64_t begin = 0, end = 0;
+};
+
 struct BucketContext {
   Transport* transport = nullptr;
   CompressionSpec spec;
@@ -50,6 +55,7 @@ struct BucketContext {
   int64_t slice_bytes = 0;
   bool beside_others = false;  // other buckets run at the same time, on another stream
   std::vector<BucketTensor> tensors;
+  std::vector<ElementSpan> aside;  // parts of them that are not the codec's, in the order of their offsets
   float* gradients = nullptr;      // the bucket; null when rebind() comes before the first run()
   int64_t elements = 0;            // of the bucket, gaps between tensors included
   int64_t first_element = 0;       // of the bucket within the model's flat gradient

@@ -1,5 +1,6 @@
-// `dense=`: the named tensors of a bucket in FP32, the others through another codec. One step:
-//   pack         dense tensors into a buffer of their own; zeros take their places in the bucket
+// The dense tensors of a bucket, and ends of tensors that would share a block, in FP32, the others through another
+// codec. One step:
+//   pack         dense tensors and ends into a buffer of their own; zeros take their places in the bucket
 //   allreduce    that buffer, FP32
 //   the codec    of the whole bucket, which sees zeros there
 //   unpack       the averages into their places
@@ -12,8 +13,10 @@
 #include <fnmatch.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "collectives/codec/dense.h"
+#include "kernels/wire/fp32.h"
 #include "runtime/error.h"
 
 namespace gradwire {
@@ -25,12 +28,13 @@ bool matches(const std::string& pattern, const std::string& name) {
 
 class DenseCodec final : public Codec {
  public:
-  DenseCodec(const BucketContext& c, const BucketContext& others, const std::vector<BucketTensor>& dense)
+  DenseCodec(const BucketContext& c, const BucketContext& others, const std::vector<Segment>& dense)
       : codec_(make_compressing_codec(others)),
-        segments_(c.stream, pack_tensors(dense, 0)),
-        elements_(packed_elements(segments_.host(), 0)),
+        segments_(c.stream, dense),
+        elements_(packed_elements(segments_.host(), kUnit)),
         gradients_(c.gradients),
         packed_(c.exchanged(elements_)),
+        kept_(make_buffer<float>(c.transport->device(), has_loaded(others) ? elements_ : 0)),
         choice_(c.choose(elements_, kFp32)),
         allreduce_(*c.transport, choice_.schedule, {packed_.data(), packed_.data(), nullptr, elements_},
                    {.what = c.name + " (dense tensors)",
@@ -40,9 +44,11 @@ class DenseCodec final : public Codec {
                     .transfers = c.transfers,
                     .beside_others = c.beside_others,
                     .slice_bytes = choice_.slice_bytes}) {
-    fill_zero(c.stream, packed_.data(), packed_.bytes());
+    for (Buffer* b : {&packed_, &kept_}) fill_zero(c.stream, b->data(), b->bytes());
     c.stream.synchronize();
   }
+
+  static constexpr int64_t kUnit = 4;  // elements, for vectorized kernels
 
   // One for both: they do not run at the same time.
   size_t workspace_bytes() const override {
@@ -60,6 +66,7 @@ class DenseCodec final : public Codec {
     phases.enter(stream, Phase::compress);
     pack(stream, {&segments_, gradients_, packed_.as<float>(), false});
     pack(stream, {&segments_, gradients_, nullptr, true});
+    if (kept_) add_residual(stream);
     allreduce_.run(stream, &phases);
     phases.enter(stream, Phase::compress);
     codec_->run(stream, step, phases);
@@ -71,10 +78,10 @@ class DenseCodec final : public Codec {
   Residual* residual() override { return codec_->residual(); }
   std::vector<TensorState> tensor_state() override { return codec_->tensor_state(); }
   int64_t state_bytes() const override {
-    return codec_->state_bytes() + static_cast<int64_t>(packed_.bytes());
+    return codec_->state_bytes() + static_cast<int64_t>(packed_.bytes() + kept_.bytes());
   }
   std::string describe() const override {
-    return fmt::format("{}; {} dense tensors of {} in FP32", codec_->describe(), segments_.count(),
+    return fmt::format("{}; {} dense tensors or ends of {} in FP32", codec_->describe(), segments_.count(),
                        elements_);
   }
   std::vector<PlannedAllreduce> plan() const override {
@@ -84,11 +91,28 @@ class DenseCodec final : public Codec {
   }
 
  private:
+  // A state that was loaded, perhaps from another layout, may have residuals of ends; codecs leave none there.
+  bool has_loaded(const BucketContext& others) const {
+    const Residual* residual = codec_->residual();
+    return !others.aside.empty() && residual != nullptr && !residual->encoded();
+  }
+  void add_residual(const Stream& stream) {
+    float* const residual = codec_->residual()->values();
+    pack(stream, {&segments_, residual, kept_.as<float>(), false});
+    pack(stream, {&segments_, residual, nullptr, true});
+    fp32_reduce(stream, {.inputs = {kept_.as<const float>()},
+                         .num_inputs = 1,
+                         .own = packed_.as<const float>(),
+                         .out = packed_.as<float>(),
+                         .count = elements_});
+  }
+
   std::unique_ptr<Codec> codec_;
   SegmentTable segments_;
   int64_t elements_;
   float* gradients_;
   Buffer packed_;
+  Buffer kept_;  // of ends, with error feedback in FP32: their residuals
   SchedulePlanner::Choice choice_;
   Program allreduce_;
 };
@@ -115,17 +139,59 @@ void check_dense_names(const CompressionSpec& spec, const std::vector<std::strin
   }
 }
 
-std::vector<Segment> pack_tensors(const std::vector<BucketTensor>& tensors, int64_t first) {
+int64_t packing_unit(Wire wire, int64_t least) {
+  return wire->masks ? std::lcm(wire->granularity, least) : least;
+}
+
+std::vector<Segment> pack_tensors(const std::vector<BucketTensor>& tensors, int64_t unit) {
   std::vector<Segment> all;
   for (const BucketTensor& t : tensors) {
     if (t.count() == 0) continue;
-    all.push_back({t.offset, first + packed_elements(all, first), t.count()});
+    all.push_back({t.offset, packed_elements(all, unit), t.count()});
   }
   return all;
 }
 
-int64_t packed_elements(const std::vector<Segment>& segments, int64_t first) {
-  return segments.empty() ? 0 : (segments.back().packed + segments.back().count + 3) / 4 * 4 - first;
+int64_t packed_elements(const std::vector<Segment>& segments, int64_t unit) {
+  return segments.empty() ? 0 : (segments.back().packed + segments.back().count + unit - 1) / unit * unit;
+}
+
+std::vector<ElementSpan> shared_ends(const BucketContext& c) {
+  if (c.spec.method != CompressionSpec::Method::wire || !c.spec.wire->masks) return {};
+  const int64_t block = c.spec.wire->granularity;
+  std::vector<ElementSpan> ends;
+  // Parts of tensors in the same block, in memory order: those of the last block seen.
+  std::vector<ElementSpan> parts;
+  int64_t parts_block = -1;
+  const auto close = [&] {
+    const auto longest = std::ranges::max_element(
+        parts, {}, [](const ElementSpan& part) { return part.end - part.begin; });
+    for (auto part = parts.begin(); part != parts.end(); ++part) {
+      if (part != longest) ends.push_back(*part);
+    }
+    parts.clear();
+  };
+  // Blocks begin anew where a rank's shard does.
+  int64_t begin = 0;
+  for (const int64_t count : c.shards.empty() ? Shards{c.elements} : c.shards) {
+    const int64_t end = begin + count;
+    for (const BucketTensor& t : c.tensors) {
+      const int64_t first = std::max(t.offset, begin), last = std::min(t.offset + t.count(), end);
+      if (first >= last) continue;
+      const int64_t first_block = (first - begin) / block, last_block = (last - 1 - begin) / block;
+      // Only the ends of a tensor share a block with another.
+      for (const int64_t b : {first_block, last_block}) {
+        if (b != parts_block) close();
+        parts_block = b;
+        parts.push_back({std::max(first, begin + b * block), std::min(last, begin + (b + 1) * block)});
+        if (first_block == last_block) break;
+      }
+    }
+    close();
+    parts_block = -1;
+    begin = end;
+  }
+  return ends;
 }
 
 std::unique_ptr<Codec> make_dense_codec(const BucketContext& context) {
@@ -136,8 +202,13 @@ std::unique_ptr<Codec> make_dense_codec(const BucketContext& context) {
     if (t.count() > 0) dense.push_back(t);
     return true;
   });
-  if (dense.empty()) return make_compressing_codec(context);
-  if (!others.tensors.empty()) return std::make_unique<DenseCodec>(context, others, dense);
+  std::vector<Segment> segments = pack_tensors(dense, DenseCodec::kUnit);
+  others.aside = shared_ends(others);
+  for (const ElementSpan& end : others.aside) {
+    segments.push_back({end.begin, packed_elements(segments, DenseCodec::kUnit), end.end - end.begin});
+  }
+  if (segments.empty()) return make_compressing_codec(context);
+  if (!others.tensors.empty()) return std::make_unique<DenseCodec>(context, others, segments);
   others.spec.method = CompressionSpec::Method::wire;
   others.spec.wire = kFp32;
   return make_wire_codec(others);

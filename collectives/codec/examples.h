@@ -43,6 +43,7 @@ inline std::vector<std::string> example_specs() {
   }
   for (const char* spec : {"int4:rotate=hadamard",
                            "eden:bits=1",
+                           "qsgd:bits=4,block=128",
                            "topk:k=5,of=256,values=int2",
                            "powersgd:rank=1",
                            "powersgd:rank=2",

@@ -7,30 +7,26 @@
 #include "collectives/codec/dense.h"
 
 namespace gradwire {
-namespace {
 
-// Factors, as dense pieces, begin at multiples of 4 elements for vectorized kernels; the gaps stay zero.
-int64_t up4(int64_t x) {
-  return (x + 3) / 4 * 4;
-}
-
-}  // namespace
-
+// Factors, as dense pieces, begin at multiples of 4 elements for vectorized kernels, or at blocks of the wire format;
+// the gaps are zero.
 PowerSgdPlan::PowerSgdPlan(const BucketContext& c) {
+  const int64_t unit = packing_unit(c.spec.wire, 4);
+  const auto up = [unit](int64_t x) { return (x + unit - 1) / unit * unit; };
   std::vector<BucketTensor> others;
   for (const BucketTensor& t : c.tensors) {
     if (int rank = powersgd_rank(c.spec, t.rows, t.cols)) {
       matrices.push_back({t.offset, p_elements, q_elements, static_cast<int32_t>(t.rows),
                           static_cast<int32_t>(t.cols), rank, t.index});
       tensors.push_back(t.index);
-      p_elements += up4(t.rows * rank);
-      q_elements += up4(t.cols * rank);
+      p_elements += up(t.rows * rank);
+      q_elements += up(t.cols * rank);
     } else {
       others.push_back(t);
     }
   }
-  dense = pack_tensors(others, 0);
-  dense_elements = packed_elements(dense, 0);
+  dense = pack_tensors(others, unit);
+  dense_elements = packed_elements(dense, unit);
 }
 
 std::vector<Segment> PowerSgdPlan::dense_after(int64_t elements) const {

@@ -12,6 +12,7 @@
 #include <fmt/format.h>
 
 #include "collectives/codec/codec.h"
+#include "collectives/codec/dense.h"
 #include "kernels/randk/randk.h"
 
 namespace gradwire {
@@ -29,7 +30,7 @@ class RandKCodec final : public Codec {
  public:
   explicit RandKCodec(const BucketContext& c)
       : spec_(c.spec),
-        table_(c.stream, tensors_of(c), c.spec.ratio),
+        table_(c.stream, tensors_of(c), c.spec.ratio, packing_unit(c.spec.wire, 1)),
         gradients_(c.gradients),
         elements_(c.elements),
         step_(c.step),

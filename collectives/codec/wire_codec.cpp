@@ -1,7 +1,7 @@
 // A wire format by itself (`fp32`, `bf16`, ...): the bucket crosses the wire in one allreduce or, for a sharded
 // reducer, in one reduce-scatter in place.
 //
-// The gaps between the bucket's tensors, and those of its tensors that are not the codec's, are zeros. Where a
+// The gaps between the bucket's tensors, and what of its tensors is not the codec's, are zeros. Where a
 // format makes something else of a zero (one bit per value has none; NaN may take the whole block) they become zeros
 // again, in the result, which is the next step's gradient there, and in the residual, which no tensor's state holds.
 #include <numeric>
@@ -13,16 +13,24 @@
 namespace gradwire {
 namespace {
 
-// The elements of the bucket that belong to none of its tensors, which are in the order of their offsets.
+// The elements of the bucket that belong to none of its tensors, which are in the order of their offsets, or are aside.
 std::vector<Segment> gaps_between(const BucketContext& c) {
   std::vector<Segment> gaps;
   int64_t end = 0;
   const auto gap_until = [&](int64_t begin) {
     if (begin > end) gaps.push_back({.scattered = end, .packed = 0, .count = begin - end});
   };
+  auto aside = c.aside.begin();
   for (const BucketTensor& tensor : c.tensors) {
     gap_until(tensor.offset);
-    end = tensor.offset + tensor.count();
+    end = tensor.offset;
+    const int64_t tensor_end = tensor.offset + tensor.count();
+    for (; aside != c.aside.end() && aside->begin < tensor_end; ++aside) {
+      if (aside->begin > end) end = aside->begin;
+      gap_until(aside->end);
+      end = aside->end;
+    }
+    end = tensor_end;
   }
   gap_until(c.elements);
   return gaps;
@@ -108,7 +116,7 @@ std::unique_ptr<Codec> make_wire_codec(const BucketContext& context) {
 }
 
 std::unique_ptr<Codec> make_codec(const BucketContext& context) {
-  return context.spec.dense.empty() ? make_compressing_codec(context) : make_dense_codec(context);
+  return make_dense_codec(context);
 }
 
 std::unique_ptr<Codec> make_compressing_codec(const BucketContext& context) {

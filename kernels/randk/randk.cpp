@@ -12,12 +12,13 @@ int64_t randk_count(int64_t count, double ratio) {
   return std::clamp<int64_t>(std::llround(static_cast<double>(count) * ratio), least, count);
 }
 
-RandKTable::RandKTable(const Stream& stream, const std::vector<RandKTensor>& tensors, double ratio) {
+RandKTable::RandKTable(const Stream& stream, const std::vector<RandKTensor>& tensors, double ratio,
+                       int64_t unit) {
   for (RandKTensor t : tensors) {
     if (t.count == 0) continue;
-    t.packed = values_;
+    t.packed = (values_ + unit - 1) / unit * unit;
     t.k = randk_count(t.count, ratio);
-    values_ += t.k;
+    values_ = t.packed + t.k;
     host_.push_back(t);
   }
   device_ = make_buffer<RandKTensor>(stream.device(), count());

@@ -45,6 +45,11 @@ __global__ void __launch_bounds__(kVectorThreads) randk_take_kernel(const __grid
   for (int64_t value = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; value < a.value_count;
        value += stride) {
     const RandKTensor t = a.tensors[find_tensor(a, &RandKTensor::packed, value)];
+    if (value - t.packed >= t.k) {  // a gap
+      a.values[value] = 0.0f;
+      a.chosen[value] = -1;
+      continue;
+    }
     const RandKDraw draw = draw_of(a, t);
     const int64_t at = t.offset + draw.chosen({t.count, t.k}, value - t.packed, draw.rotation(t.count));
     float sum = a.grad[at];
@@ -101,6 +106,7 @@ __global__ void __launch_bounds__(kVectorThreads)
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t j = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; j < a.count; j += stride) {
     const int64_t at = a.chosen[j];
+    if (at < 0) continue;
     a.grad[at] = a.values[j];
     if (a.lost != nullptr) a.residual[at] = a.lost[j];
   }

@@ -81,7 +81,10 @@ GW_SIMD void keep(float* grad, float* residual, int64_t count) {
 }  // namespace
 
 void randk_gather(const RandKGather& a) {
-  for (const RandKTensor& t : a.table->host()) {
+  for (size_t i = 0; i < a.table->host().size(); ++i) {
+    const RandKTensor& t = a.table->host()[i];
+    std::fill(a.values + t.packed + t.k, a.values + a.table->gap_end(i), 0.0f);
+    std::fill(a.chosen + t.packed + t.k, a.chosen + a.table->gap_end(i), int64_t{-1});
     parallel_for(t.k, kStrataGrain, [&](int64_t begin, int64_t end) { take(a, t, begin, end); });
   }
   parallel_for(a.count, kGrain, [&](int64_t range_begin, int64_t range_end) {
@@ -100,6 +103,7 @@ void randk_gather(const RandKGather& a) {
 void randk_scatter(const RandKScatter& a) {
   parallel_for(a.count, kStrataGrain, [&](int64_t begin, int64_t end) {
     for (int64_t j = begin; j < end; ++j) {
+      if (a.chosen[j] < 0) continue;
       a.grad[a.chosen[j]] = a.values[j];
       if (a.lost != nullptr) a.residual[a.chosen[j]] = a.lost[j];
     }

@@ -9,6 +9,8 @@
 namespace gradwire::reference {
 
 void randk_gather(const RandKGather& a) {
+  std::fill_n(a.values, a.table->values(), 0.0f);
+  std::fill_n(a.chosen, a.table->values(), int64_t{-1});
   for (const RandKTensor& t : a.table->host()) {
     const RandKDraw draw{a.seed, a.step != nullptr ? *a.step : 0, t.index};
     const int64_t rotation = draw.rotation(t.count);
@@ -42,6 +44,7 @@ void randk_gather(const RandKGather& a) {
 
 void randk_scatter(const RandKScatter& a) {
   for (int64_t j = 0; j < a.count; ++j) {
+    if (a.chosen[j] < 0) continue;
     a.grad[a.chosen[j]] = a.values[j];
     if (a.lost != nullptr) a.residual[a.chosen[j]] = a.lost[j];
   }

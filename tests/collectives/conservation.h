@@ -25,14 +25,21 @@ inline double kept_rounding(const std::string& spec, double squares) {
   return 2 * std::sqrt(2 * CompressionSpec::parse(spec).residual->gaussian_error * squares);
 }
 
+inline double squared_norm(const std::vector<float>& x) {
+  double sum = 0;
+  for (float v : x) sum += double{v} * v;
+  return sum;
+}
+
 // Conservation: what went in over all ranks and steps is what was applied plus what the residuals hold, to FP32
 // rounding; with residual=bf16|int8, plus what rounding it at random took and gave in each step. Also checks that
-// all ranks hold the same bits after every step.
+// all ranks hold the same bits after every step, and in long runs that residuals do not grow.
 inline void expect_conservation(Device device, const std::string& spec, int world, int steps) {
   std::vector<std::vector<double>> input(world), applied(world);
   std::vector<std::vector<float>> last(world), residual(world), first_result(world), first_residual(world);
   // Squared norms of the residuals, of the first step and of all.
   std::vector<double> first_kept(world), kept(world);
+  double kept_halfway = 0, kept_last = 0;  // of rank 0
   const bool rounded = !CompressionSpec::parse(spec).residual->exact;
   run_ranks(world, device, [&](Communicator& comm) {
     int r = comm.rank();
@@ -46,6 +53,7 @@ inline void expect_conservation(Device device, const std::string& spec, int worl
       auto in = flat(rank, gradients);
       last[r] = rank.step(gradients);
       for (size_t i = 0; i < in.size(); ++i) input[r][i] += in[i], applied[r][i] += last[r][i];
+      if (r == 0 && s == steps / 2) kept_halfway = squared_norm(rank.residual());
       if (s == 0 || rounded) {
         const auto now = rank.residual();
         for (float v : now) kept[r] += double{v} * double{v};
@@ -56,7 +64,11 @@ inline void expect_conservation(Device device, const std::string& spec, int worl
       }
     }
     residual[r] = rank.residual();
+    if (r == 0) kept_last = squared_norm(residual[r]);
   });
+  if (steps >= 100) {
+    EXPECT_LE(kept_last, 6 * kept_halfway) << "the residual grows";
+  }
   auto expect_balance = [&](const auto& result, const auto& kept, const std::vector<std::vector<double>>& in,
                             const std::vector<double>& squares, double to_fp32_rounding) {
     std::vector<double> difference(result.size()), size(result.size());

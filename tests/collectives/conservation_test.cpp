@@ -74,6 +74,23 @@ TEST_P(EverySpec, LosesNothingAndKeepsRanksIdentical) {
   }
 }
 
+// Where partial sums are encoded most often: formats whose encode loses much.
+TEST(ErrorFeedback, KeepsABoundedResidualInARingOfEight) {
+  for (const char* spec : thinned<const char*>({"terngrad:dense=off", "qsgd:bits=4,block=128", "sign:dense=off", "int2:dense=off",
+                                                "int4:block=512,scale=pow2,round=stochastic"})) {
+    double halfway = 0, last = 0;
+    run_ranks(8, Device::host(), [&](Communicator& comm) {
+      Rank rank(comm, std::string(spec) + ",schedule=ring", {{"a", {128, 31}}, {"b", {64, 64}}}, 1 << 20);
+      for (int s = 0; s < 100; ++s) {
+        rank.step(gradients_for(rank.tensors, static_cast<uint32_t>(s * 8 + comm.rank() + 1)));
+        if (comm.rank() == 7 && s == 50) halfway = testing::squared_norm(rank.residual());
+      }
+      if (comm.rank() == 7) last = testing::squared_norm(rank.residual());
+    });
+    EXPECT_LE(last, 4 * halfway) << spec;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Over, EverySpec,
                          ::testing::Combine(::testing::ValuesIn(available_devices()),
                                             ::testing::ValuesIn(example_specs_with_schedules())),

@@ -42,10 +42,12 @@ struct Rank {
              comm.world() == 2 || comm.world() == 4 ? 1000 : 0) {}
   Rank(Communicator& comm, const std::string& spec, std::vector<GradientTensor> tensors, int64_t bucket_bytes,
        int64_t slice_bytes)
+      : Rank(comm, spec, std::move(tensors),
+             ReducerOptions{.bucket_bytes = bucket_bytes, .seed = 5, .slice_bytes = slice_bytes}) {}
+  Rank(Communicator& comm, const std::string& spec, std::vector<GradientTensor> tensors, ReducerOptions options)
       : tensors(std::move(tensors)),
         stream(Stream::create(comm.device(), "compute")),
-        reducer(comm, CompressionSpec::parse(spec), this->tensors,
-                {.bucket_bytes = bucket_bytes, .seed = 5, .slice_bytes = slice_bytes}) {}
+        reducer(comm, CompressionSpec::parse(spec), this->tensors, std::move(options)) {}
 
   // Writes each tensor's gradient, marks it ready, waits, and returns the averaged flat gradient.
   std::vector<float> step(const std::vector<std::vector<float>>& gradients) {
