@@ -17,6 +17,7 @@
 #include "runtime/capture.h"
 #include "runtime/device_impl.h"
 #include "runtime/error.h"
+#include "runtime/float_mode.h"
 #include "runtime/memory_use.h"
 #include "runtime/multiprocessors.h"
 #include "runtime/op_count.h"
@@ -154,6 +155,7 @@ struct HostStream final : Stream::Impl {
 
   void push(Task task) {
     if (!thread.joinable()) {  // immediate stream
+      const DefaultFloatMode mode;
       if (task.run) task.run();
       return;
     }
@@ -192,6 +194,7 @@ struct HostStream final : Stream::Impl {
 
   void work() {
     if (priority == Stream::Priority::high) ask_for_short_slices();
+    const DefaultFloatMode mode;
     while (true) {
       Task task;
       {

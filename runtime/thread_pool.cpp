@@ -17,6 +17,7 @@
 
 #include "runtime/environment.h"
 #include "runtime/error.h"
+#include "runtime/float_mode.h"
 
 namespace gradwire {
 namespace {
@@ -93,6 +94,7 @@ class Pool {
   }
 
   void work() {
+    const DefaultFloatMode mode;
     std::unique_lock lock(mutex_);
     while (true) {
       wake_.wait(lock, [&] { return stop_ || !jobs_.empty(); });
@@ -123,6 +125,7 @@ void set_host_threads(int threads) {
 
 void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body) {
   if (count <= 0) return;
+  const DefaultFloatMode mode;
   grain = std::max<int64_t>(1, grain);
   int64_t ranges = (count + grain - 1) / grain;
   struct Active {
