@@ -423,6 +423,26 @@ TEST(CApiErrors, AbortEndsAWaitingCall) {
   });
 }
 
+TEST(CApiErrors, AnotherThreadCancelsACallThatWaitsForRanks) {
+  const std::string file = "file://" + ::testing::TempDir() + "gradwire-cancelled-" + std::to_string(getpid());
+  for (const int rank : {0, 1}) {
+    for (const std::string& rendezvous : {file, std::string("local://cancelled")}) {
+      volatile int32_t flag = 0;
+      const auto start = steady_clock::now();
+      std::thread waiting([&] {
+        gw_comm comm = nullptr;
+        GW_EXPECT_OK(gw_cancellable(&flag));
+        GW_EXPECT_FAILS(GW_COMM_FAILED, "", gw_comm_create(rendezvous.c_str(), rank, 2, GW_HOST, 3'600'000, &comm));
+        GW_EXPECT_OK(gw_cancellable(nullptr));
+      });
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      __atomic_store_n(&flag, 1, __ATOMIC_RELAXED);
+      waiting.join();
+      EXPECT_LT(seconds_since(start), 30);
+    }
+  }
+}
+
 TEST(CApiErrors, RanksThatDisagreeAreToldSo) {
   run_ranks(2, [](gw_comm comm, int rank) {
     std::vector<float> buffer(100);
