@@ -4,7 +4,7 @@
 #   scripts/fresh_debian.sh [SUITE [USER [COMMAND...]]]
 #
 # SUITE is bookworm (the default) or trixie. USER is root, user (an ordinary user with sudo) or both (the default).
-# COMMAND are make's targets, demo and test by default. Needs root, debootstrap and about 4 GB in TMPDIR per user.
+# COMMAND are make's targets, demo and test by default. Needs root, debootstrap and about 4 GB of temporary files per user.
 #
 # For each user: debootstrap's minbase, this machine's configuration of apt, make and git; then a clone of HEAD, and each
 # command in it. Prints each command's time, its last lines, and its exit status; exits with 1 if one failed. Full
@@ -23,7 +23,7 @@ command -v debootstrap > /dev/null || { echo "fresh_debian: needs debootstrap: a
 
 logs=$PWD/build/fresh_debian
 mkdir -p "$logs"
-top=$(mktemp -d "${TMPDIR:-/tmp}/fresh-debian.XXXXXX")
+top=$(mktemp -d -t fresh-debian.XXXXXX)
 # The mounts live in a namespace of their own and end with it, so nothing of the machine's is below this folder.
 trap 'rm -rf --one-file-system "$top"' EXIT
 
