@@ -4,16 +4,34 @@
 #include <fmt/format.h>
 #include <sys/random.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <vector>
 
 #include "collectives/rendezvous/socket.h"
 #include "runtime/environment.h"
 #include "runtime/error.h"
 
 namespace gradwire {
+namespace {
+
+bool in_own_groups(gid_t group) {
+  std::vector<gid_t> groups(static_cast<size_t>(std::max(0, getgroups(0, nullptr))));
+  groups.resize(static_cast<size_t>(std::max(0, getgroups(static_cast<int>(groups.size()), groups.data()))));
+  return group == getegid() || std::find(groups.begin(), groups.end(), group) != groups.end();
+}
+
+// Whether only this user can read it; or, as Kubernetes mounts secrets with fsGroup, root's, for a group of this process.
+bool is_private(const struct stat& file) {
+  if ((file.st_mode & 077) == 0) return true;
+  return file.st_uid == 0 && (file.st_mode & 077) == 040 && in_own_groups(file.st_gid);
+}
+
+}  // namespace
 
 std::string secret_from_environment() {
   const char* direct = environment("GRADWIRE_SECRET");
@@ -26,14 +44,17 @@ std::string secret_from_environment() {
   auto refuse = [&](const std::string& why) {
     throw BadInput(fmt::format("GRADWIRE_SECRET_FILE {}: {}", path, why));
   };
-  const Socket file(open(path, O_RDONLY | O_CLOEXEC));  // closes any file descriptor
+  // Without waiting for somebody who writes into a FIFO. A Socket closes any file descriptor.
+  const Socket file(open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (!file) refuse(std::strerror(errno));
   struct stat status {};
   if (fstat(file.fd(), &status) != 0) refuse(std::strerror(errno));
   if (!S_ISREG(status.st_mode)) refuse("not a regular file");
-  if ((status.st_mode & 077) != 0) {
-    refuse(fmt::format("other users may read or write it (mode {:03o}); chmod 600 {}", status.st_mode & 0777,
-                       path));
+  if (!is_private(status)) {
+    refuse(fmt::format(
+        "other users may read or write it (mode {:03o}); chmod 600 it, have it owned by root with mode 440 "
+        "and a group of this process, or give the secret in GRADWIRE_SECRET instead",
+        status.st_mode & 0777));
   }
   std::string text(4096, '\0');
   const ssize_t n = read(file.fd(), text.data(), text.size());
