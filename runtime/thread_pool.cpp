@@ -1,7 +1,6 @@
 #include "runtime/thread_pool.h"
 
 #include <fmt/core.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -15,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "runtime/cpus.h"
 #include "runtime/environment.h"
 #include "runtime/error.h"
 #include "runtime/float_mode.h"
@@ -31,9 +31,8 @@ int default_threads() {
     }
     return static_cast<int>(value);
   }
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
-  return std::max(1u, std::thread::hardware_concurrency());
+  const int cpus = cpus_by_affinity(), quota = cpus_by_quota();
+  return quota > 0 ? std::min(cpus, quota) : cpus;
 }
 
 std::atomic<int>& threads_setting() {
