@@ -340,10 +340,11 @@ TEST(Launcher, SaysWhereTheRanksMeet) {
   using Map = std::map<std::string, std::string>;
   auto meet = [](Map more, const Map& ranks = {{"RANK", "0"}, {"WORLD_SIZE", "2"}}) {
     more.insert(ranks.begin(), ranks.end());
-    return launched_with(more)->rendezvous;
+    const Launch launch = *launched_with(more);
+    return launch.no_rendezvous.empty() ? launch.rendezvous : meeting_place(launch, "");
   };
   EXPECT_EQ(meet({{"MASTER_ADDR", "node0"}, {"MASTER_PORT", "1234"}}), "tcp://node0:1234");
-  EXPECT_EQ(meet({{"MASTER_ADDR", "fe80::1"}, {"MASTER_PORT", "1234"}}), "tcp://[fe80::1]:1234");
+  EXPECT_EQ(meet({{"MASTER_ADDR", "fd00::1"}, {"MASTER_PORT", "1234"}}), "tcp://[fd00::1]:1234");
   // torchrun's agent occupies this port with its own store.
   EXPECT_EQ(meet({{"MASTER_ADDR", "a"}, {"MASTER_PORT", "29500"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}}),
             "tcp://a:29600");

@@ -6,11 +6,15 @@
 #include <algorithm>
 #include <charconv>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <sstream>
 #include <string_view>
 
 #include "collectives/communicator/communicator.h"
 #include "collectives/transport/nccl.h"
 #include "collectives/transport/tcp.h"
+#include "runtime/cpus.h"
 #include "runtime/environment.h"
 #include "runtime/error.h"
 #include "runtime/thread_pool.h"
@@ -21,7 +25,10 @@ namespace {
 
 using Lookup = std::function<const char*(const char*)>;
 
+enum class LauncherKind { by_hand, open_mpi, mpich, slurm };
+
 struct Variables {
+  LauncherKind kind;
   const char* launcher;
   const char *rank, *world, *local_rank, *local_world;
 };
@@ -30,11 +37,12 @@ struct Variables {
 // the ranks inherit the daemons' SLURM_PROCID. A batch script and salloc's shell have SLURM_NTASKS although
 // nothing was launched; only a step (srun) has SLURM_STEP_NUM_TASKS.
 constexpr Variables kLaunchers[] = {
-    {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
-    {"mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-     "OMPI_COMM_WORLD_LOCAL_SIZE"},
-    {"mpirun (MPICH)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
-    {"Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""},
+    {LauncherKind::by_hand, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
+    {LauncherKind::open_mpi, "mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+     "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"},
+    {LauncherKind::mpich, "mpirun (MPICH)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
+    {LauncherKind::slurm, "Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID",
+     "SLURM_STEP_TASKS_PER_NODE"},
 };
 
 constexpr int kDefaultPort = 29500;
@@ -69,36 +77,109 @@ int port_of_job(const std::string& job) {
   return 20'000 + static_cast<int>(hash % 10'000);
 }
 
-std::string tcp(const std::string& host, int port) {
+std::string tcp(std::string host, int port) {
+  if (host.starts_with("[") && host.ends_with("]")) host = host.substr(1, host.size() - 2);
   bool v6 = host.find(':') != std::string::npos;
   return fmt::format("tcp://{}:{}", v6 ? "[" + host + "]" : host, port);
 }
 
-std::string find_rendezvous(const Launch& launch, const Lookup& lookup) {
-  const std::string host = value_of(lookup, "MASTER_ADDR"), port_text = value_of(lookup, "MASTER_PORT");
-  int port = port_text.empty() ? 0 : parse("MASTER_PORT", port_text);
-  if (!port_text.empty() && (port < 1 || port > 65535)) {
+// 0: not set.
+int master_port(const Lookup& lookup) {
+  const std::string text = value_of(lookup, "MASTER_PORT");
+  if (text.find("://") != std::string::npos) {
+    throw BadInput(fmt::format(
+        "MASTER_PORT={} in the environment is no port, but what Kubernetes sets for a service named "
+        "'master'; set "
+        "MASTER_PORT to a free port on rank 0's machine, or give the pod enableServiceLinks: false",
+        text));
+  }
+  const int port = text.empty() ? 0 : parse("MASTER_PORT", text);
+  if (!text.empty() && (port < 1 || port > 65535)) {
     throw BadInput(
-        fmt::format("MASTER_PORT={} in the environment is not a port; set it to 1 .. 65535", port_text));
+        fmt::format("MASTER_PORT={} in the environment is not a port; set it to 1 .. 65535", text));
   }
-  const std::string agent = value_of(lookup, "TORCHELASTIC_USE_AGENT_STORE");
-  if (!host.empty() && port > 0 && (agent == "True" || agent == "1")) {
-    port += port + kPortsBeyond <= 65535 ? kPortsBeyond : -kPortsBeyond;
+  return port;
+}
+
+// The same where ranks can meet without: Kubernetes' variable of that name is ignored.
+int port_or(const Lookup& lookup, int otherwise) {
+  if (value_of(lookup, "MASTER_PORT").find("://") != std::string::npos) return otherwise;
+  const int port = master_port(lookup);
+  return port > 0 ? port : otherwise;
+}
+
+std::string slurm_job(const Lookup& lookup) {
+  return first_of(lookup, {"SLURM_HET_JOB_ID", "SLURM_JOB_ID"});
+}
+
+// mpirun's ranks inherit the variables of the steps that its daemons are, one on each node but the first; so of Slurm's
+// they have in common those of the job alone.
+bool by_mpirun(LauncherKind kind) {
+  return kind == LauncherKind::open_mpi || kind == LauncherKind::mpich;
+}
+
+// What the processes of this launch have in common, and those of no other on the same machines.
+std::string id_of(LauncherKind kind, bool all_here, const Lookup& lookup) {
+  const std::string mpirun = first_of(
+      lookup, {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", all_here ? "PMI_PORT" : ""});
+  if (by_mpirun(kind)) return fmt::format("{}.{}", slurm_job(lookup), mpirun);
+  return fmt::format("{}.{}", slurm_job(lookup), value_of(lookup, "SLURM_STEP_ID"));
+}
+
+// Where Slurm says that rank 0 is: on the first node of the step, or of mpirun's allocation.
+void assume_first_node(LauncherKind kind, const Lookup& lookup, Launch& launch) {
+  for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"}) {
+    std::string list = value_of(lookup, name);
+    if (list.empty() || (by_mpirun(kind) && std::string_view(name) == "SLURM_STEP_NODELIST")) continue;
+    launch.assumed_from = name;
+    // Nodes of a step over several parts of a heterogeneous job are numbered through, while each part lists its own.
+    const std::string node = value_of(lookup, "SLURM_NODEID"),
+                      nodes = value_of(lookup, "SLURM_STEP_NUM_NODES");
+    if (kind == LauncherKind::slurm && !node.empty() && !nodes.empty() &&
+        parse("SLURM_NODEID", node) >= parse("SLURM_STEP_NUM_NODES", nodes)) {
+      launch.assumed_from = "SLURM_JOB_NODELIST_HET_GROUP_0";
+      list = value_of(lookup, "SLURM_JOB_NODELIST_HET_GROUP_0");
+      if (list.empty()) return;
+    }
+    const std::string first = first_host(list);
+    const int port = port_or(lookup, port_of_job(id_of(kind, false, lookup)));
+    const bool one_node = first == list && launch.assumed_from == name;
+    launch.rendezvous = tcp(one_node ? "127.0.0.1" : first, port);
+    return;
   }
+}
+
+void find_rendezvous(LauncherKind kind, const Lookup& lookup, Launch& launch) {
   // Ranks that are all on this machine need no port that others can reach, nor a secret.
   const bool all_here = launch.local_world == launch.world;
   const char* loopback = "127.0.0.1";
-  if (!host.empty()) return tcp(all_here ? loopback : host, port > 0 ? port : kDefaultPort);
-  // Slurm says where rank 0 is; otherwise it is known only if all ranks are on this machine.
-  if (auto list = first_of(lookup, {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"}); !list.empty()) {
-    const std::string job =
-        fmt::format("{}.{}", value_of(lookup, "SLURM_JOB_ID"), value_of(lookup, "SLURM_STEP_ID"));
-    const std::string first = first_host(list);
-    return tcp(first == list ? loopback : first, port > 0 ? port : port_of_job(job));
+  if (const std::string host = value_of(lookup, "MASTER_ADDR"); !host.empty()) {
+    int port = master_port(lookup);
+    const std::string agent = value_of(lookup, "TORCHELASTIC_USE_AGENT_STORE");
+    if (port > 0 && (agent == "True" || agent == "1")) {
+      port += port + kPortsBeyond <= 65535 ? kPortsBeyond : -kPortsBeyond;
+    }
+    launch.rendezvous = tcp(all_here ? loopback : host, port > 0 ? port : kDefaultPort);
+  } else if (all_here) {
+    launch.rendezvous = tcp(loopback, port_or(lookup, port_of_job(id_of(kind, true, lookup))));
+  } else {
+    assume_first_node(kind, lookup, launch);
   }
-  if (!all_here) return "";
-  std::string job = first_of(lookup, {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PMI_PORT"});
-  return tcp(loopback, port > 0 ? port : port_of_job(job));
+}
+
+// Slurm lists the tasks of each node of the step.
+int local_world_of(const Variables& v, const std::string& text, const Lookup& lookup) {
+  if (text.empty()) return 0;
+  if (v.kind != LauncherKind::slurm) return parse(v.local_world, text);
+  const std::string node = value_of(lookup, "SLURM_NODEID");
+  return count_of_node(text, node.empty() ? 0 : parse("SLURM_NODEID", node));
+}
+
+// srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE as Hydra does.
+bool is_srun(const Variables& v, const Lookup& lookup) {
+  return v.kind == LauncherKind::mpich && value_of(lookup, v.local_world).empty() &&
+         value_of(lookup, "SLURM_STEP_NUM_TASKS") == value_of(lookup, v.world) &&
+         value_of(lookup, "SLURM_PROCID") == value_of(lookup, v.rank);
 }
 
 Launch read(const Variables& v, const Lookup& lookup) {
@@ -119,18 +200,36 @@ Launch read(const Variables& v, const Lookup& lookup) {
     launch.launcher = "the environment";
   }
   if (launch.world < 1 || launch.rank >= launch.world) {
-    throw BadInput(fmt::format("the environment is inconsistent: {} ({}); ranks are 0 .. world - 1",
-                               launch.variables, launch.launcher));
+    const bool parts = v.kind == LauncherKind::slurm && !value_of(lookup, "SLURM_HET_SIZE").empty();
+    throw BadInput(
+        fmt::format("the environment is inconsistent: {} ({}); ranks are 0 .. world - 1{}", launch.variables,
+                    launch.launcher,
+                    parts ? ". Slurm counts the tasks of each part of a heterogeneous job: set RANK to "
+                            "SLURM_PROCID, WORLD_SIZE to the number of all, and MASTER_ADDR to rank 0's node"
+                          : ""));
   }
   if (launch.world > kMostRanks) {
     throw BadInput(fmt::format("{} ({}): at most {} ranks", launch.variables, launch.launcher, kMostRanks));
   }
-  if (auto text = value_of(lookup, v.local_rank); !text.empty())
-    launch.local_rank = parse(v.local_rank, text);
-  if (auto text = value_of(lookup, v.local_world); !text.empty()) {
-    launch.local_world = parse(v.local_world, text);
+  const std::string local_rank = value_of(lookup, v.local_rank),
+                    local_world = value_of(lookup, v.local_world);
+  if (!local_rank.empty()) launch.local_rank = parse(v.local_rank, local_rank);
+  launch.local_world = local_world_of(v, local_world, lookup);
+  if (launch.local_world > 0 &&
+      (launch.local_rank >= launch.local_world || launch.local_world > launch.world)) {
+    throw BadInput(
+        fmt::format("the environment is inconsistent: {}={} {}={} {} ({}); ranks on a machine are 0 .. {} - "
+                    "1, and at most all",
+                    v.local_rank, local_rank, v.local_world, local_world, launch.variables, launch.launcher,
+                    v.local_world));
   }
-  if (launch.world > 1) launch.rendezvous = find_rendezvous(launch, lookup);
+  if (launch.world > 1) {
+    try {
+      find_rendezvous(v.kind, lookup, launch);
+    } catch (const BadInput& error) {
+      launch.no_rendezvous = error.what();
+    }
+  }
   return launch;
 }
 
@@ -147,10 +246,23 @@ std::string first_host(const std::string& slurm_list) {
          first_host(slurm_list.substr(close + 1, after == std::string::npos ? after : after - close - 1));
 }
 
+int count_of_node(const std::string& slurm_counts, int index) {
+  std::istringstream entries(slurm_counts);
+  int nodes = 0, count = 0, repeated = 0;
+  for (std::string entry; std::getline(entries, entry, ',');) {
+    repeated = 1;
+    if (std::sscanf(entry.c_str(), "%d(x%d)", &count, &repeated) < 1 || count < 0 || repeated < 1) return 0;
+    nodes += repeated;
+    if (index < nodes) return count;
+  }
+  return nodes == repeated ? count
+                           : 0;  // a later part of a heterogeneous job, all of whose nodes have as many
+}
+
 std::optional<Launch> detect_launcher(const Lookup& lookup) {
   std::optional<Launch> found;
   for (const Variables& v : kLaunchers) {
-    if (value_of(lookup, v.world).empty()) continue;
+    if (value_of(lookup, v.world).empty() || is_srun(v, lookup)) continue;
     Launch launch = read(v, lookup);
     if (found && found->world == 1 && launch.world > 1) {
       throw BadInput(
@@ -162,6 +274,13 @@ std::optional<Launch> detect_launcher(const Lookup& lookup) {
     }
     if (!found) found = launch;
   }
+  // PRRTE's prun, alone, says no number of ranks.
+  if (const std::string rank = value_of(lookup, "PMIX_RANK"); !found && !rank.empty() && rank != "0") {
+    throw BadInput(
+        fmt::format("each process would train alone: PMIX_RANK={} in the environment, but nothing says how "
+                    "many ranks there are; set RANK to PMIX_RANK, WORLD_SIZE and MASTER_ADDR, or unset it",
+                    rank));
+  }
   return found;
 }
 
@@ -169,25 +288,40 @@ std::optional<Launch> detect_launcher() {
   return detect_launcher(environment);
 }
 
+std::string meeting_place(const Launch& launch, const std::string& rendezvous) {
+  if (!rendezvous.empty()) return rendezvous;
+  if (!launch.no_rendezvous.empty()) throw BadInput(launch.no_rendezvous);
+  if (!launch.rendezvous.empty()) return launch.rendezvous;
+  throw BadInput(
+      fmt::format("started by {} as one of {} processes ({}), but nothing says where they meet; set "
+                  "MASTER_ADDR and MASTER_PORT to rank 0's machine and a free port there, or give "
+                  "--rendezvous tcp://HOST:PORT or file:///PATH",
+                  launch.launcher, launch.world, launch.variables));
+}
+
 std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rendezvous, double timeout_s,
                                    Device device, bool insecure, bool verify_payload, bool shrinkable) {
   TcpOptions options;
   options.verify_payload = verify_payload;
   options.shrinkable = shrinkable;
-  options.group.rendezvous = rendezvous.empty() ? launch.rendezvous : rendezvous;
+  options.group.rendezvous = meeting_place(launch, rendezvous);
   options.group.rank = launch.rank;
   options.group.world = launch.world;
   options.group.insecure = insecure;
   options.group.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3));
-  if (options.group.rendezvous.empty()) {
-    throw BadInput(
-        fmt::format("started by {} as one of {} processes ({}), but nothing says where they meet; set "
-                    "MASTER_ADDR and MASTER_PORT to rank 0's machine and a free port there, or give "
-                    "--rendezvous tcp://HOST:PORT or file:///PATH",
-                    launch.launcher, launch.world, launch.variables));
+  try {
+    if (device.is_cuda()) return Communicator::create_nccl({.group = options.group, .device = device.index});
+    return Communicator::create_tcp(options);
+  } catch (const CommError& error) {
+    const std::string text = error.what();
+    const bool not_there = text.find("cannot listen on") != std::string::npos ||
+                           text.find("did not reach rank 0") != std::string::npos;
+    if (!rendezvous.empty() || launch.assumed_from.empty() || !not_there) throw;
+    throw CommError(
+        fmt::format("{}; rank 0 is assumed to be on the first node of {}: if it is on another, set "
+                    "MASTER_ADDR to that, on every rank",
+                    text, launch.assumed_from));
   }
-  if (device.is_cuda()) return Communicator::create_nccl({.group = options.group, .device = device.index});
-  return Communicator::create_tcp(options);
 }
 
 Launch launch_of_newcomer(const std::string& path) {
@@ -212,12 +346,21 @@ std::unique_ptr<Communicator> join_members(const std::string& path, const std::s
                                  .about = about});
 }
 
+int threads_of_share(const Launch& launch, int cpus, int of, int quota) {
+  const int processes = std::max(1, launch.local_world);
+  // torchrun does not bind processes to cores: if this process has fewer than the machine, all of them share those.
+  const bool binds = launch.launcher.starts_with("mpirun") || launch.launcher == "Slurm";
+  int threads = binds && cpus < of ? std::min(cpus, std::max(1, of / processes)) : cpus / processes;
+  if (quota > 0) threads = std::min(threads, quota / processes);
+  return std::max(1, threads);
+}
+
 void share_cores(const Launch& launch) {
   if (launch.local_world < 2 || environment("GRADWIRE_THREADS") != nullptr) return;
-  const int usable = host_threads();
-  // torchrun does not bind processes to cores: if this process has fewer, all of them share those.
-  const bool bound = usable < sysconf(_SC_NPROCESSORS_ONLN) && launch.launcher.starts_with("mpirun");
-  if (!bound) set_host_threads(std::max(1, usable / launch.local_world));
+  // Under Slurm the job's cores on this machine; it may have others.
+  const char* of_job = launch.launcher == "Slurm" ? environment("SLURM_CPUS_ON_NODE") : nullptr;
+  const int of = of_job != nullptr ? std::atoi(of_job) : static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
+  set_host_threads(threads_of_share(launch, cpus_by_affinity(), of, cpus_by_quota()));
 }
 
 }  // namespace gradwire

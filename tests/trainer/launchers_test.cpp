@@ -1,0 +1,266 @@
+// What each launcher's variables say: rank, world, ranks of this machine, and where the ranks meet.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "runtime/error.h"
+#include "tests/trainer/files.h"
+#include "trainer/cli/launcher.h"
+
+namespace gradwire {
+namespace {
+
+using Variables = std::map<std::string, std::string>;
+
+std::optional<Launch> detect(const Variables& variables) {
+  return detect_launcher([&](const char* name) {
+    const auto found = variables.find(name);
+    return found == variables.end() ? nullptr : found->second.c_str();
+  });
+}
+
+// "1/4 local 1/2 tcp://node0:29500", "none", or "error: ..."; a port made from a job's id is "*".
+std::string found_in(const Variables& variables) {
+  try {
+    const std::optional<Launch> launch = detect(variables);
+    if (!launch) return "none";
+    std::string place = launch->world == 1 ? "alone" : meeting_place(*launch, "");
+    const size_t colon = place.rfind(':');
+    if (launch->world > 1) {
+      const int port = std::atoi(place.c_str() + colon + 1);
+      const auto given = variables.find("MASTER_PORT");
+      const bool chosen = given != variables.end() && given->second == std::to_string(port);
+      if (port >= 20'000 && port < 30'000 && !chosen && !variables.contains("MASTER_ADDR"))
+        place.replace(colon + 1, place.npos, "*");
+    }
+    return fmt::format("{}/{} local {}/{} {}", launch->rank, launch->world, launch->local_rank,
+                       launch->local_world, place);
+  } catch (const BadInput& error) {
+    return fmt::format("error: {}", error.what());
+  }
+}
+
+struct Environment {
+  const char* name;
+  Variables variables;
+  const char* expected;  // of an error a part of its text
+};
+
+Variables joined(Variables more, const Variables& base) {
+  more.insert(base.begin(), base.end());
+  return more;
+}
+
+const Variables kStep = {{"SLURM_JOB_ID", "77"},
+                         {"SLURM_STEP_ID", "0"},
+                         {"SLURM_PROCID", "3"},
+                         {"SLURM_STEP_NUM_TASKS", "4"},
+                         {"SLURM_LOCALID", "1"},
+                         {"SLURM_NODEID", "1"},
+                         {"SLURM_STEP_NUM_NODES", "2"},
+                         {"SLURM_STEP_TASKS_PER_NODE", "2(x2)"},
+                         {"SLURM_STEP_NODELIST", "n[3-4]"},
+                         {"SLURM_JOB_NODELIST", "n[1-4]"}};
+const Variables kOpenMpi = {{"OMPI_COMM_WORLD_RANK", "1"},
+                            {"OMPI_COMM_WORLD_SIZE", "2"},
+                            {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
+                            {"OMPI_COMM_WORLD_LOCAL_SIZE", "1"},
+                            {"PMIX_NAMESPACE", "prterun-n1-42@1"}};
+const Variables kOpenMpiHere = {{"OMPI_COMM_WORLD_RANK", "1"},
+                                {"OMPI_COMM_WORLD_SIZE", "2"},
+                                {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+                                {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                                {"PMIX_NAMESPACE", "prterun-n1-42@1"}};
+const Variables kHydra = {
+    {"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "0"}, {"MPI_LOCALNRANKS", "1"}};
+const Variables kHydraHere = {{"PMI_RANK", "1"},
+                              {"PMI_SIZE", "2"},
+                              {"MPI_LOCALRANKID", "1"},
+                              {"MPI_LOCALNRANKS", "2"},
+                              {"PMI_PORT", "n1:4"}};
+const Variables kTorchrun = {{"RANK", "1"},
+                             {"WORLD_SIZE", "4"},
+                             {"LOCAL_RANK", "1"},
+                             {"LOCAL_WORLD_SIZE", "2"},
+                             {"MASTER_ADDR", "n1"},
+                             {"MASTER_PORT", "29500"},
+                             {"TORCHELASTIC_RUN_ID", "none"},
+                             {"TORCHELASTIC_USE_AGENT_STORE", "True"}};
+const Variables kPod = {
+    {"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "job-master-0"}, {"MASTER_PORT", "23456"}};
+const Variables kByHand = {{"RANK", "1"}, {"WORLD_SIZE", "2"}};
+constexpr const char* kService = "tcp://10.96.0.7:2222";  // Kubernetes' variable for a service named "master"
+
+const std::vector<Environment> kEnvironments = {
+    // Slurm
+    {"srun on two nodes", kStep, "3/4 local 1/2 tcp://n3:*"},
+    {"srun on one node",
+     joined({{"SLURM_STEP_NODELIST", "n3"},
+             {"SLURM_NODEID", "0"},
+             {"SLURM_STEP_TASKS_PER_NODE", "4"},
+             {"SLURM_LOCALID", "3"}},
+            kStep),
+     "3/4 local 3/4 tcp://127.0.0.1:*"},
+    {"srun with uneven nodes", joined({{"SLURM_STEP_TASKS_PER_NODE", "1,3"}}, kStep),
+     "3/4 local 1/3 tcp://n3:*"},
+    {"srun with MASTER_ADDR", joined({{"MASTER_ADDR", "n4"}}, kStep), "3/4 local 1/2 tcp://n4:29500"},
+    {"srun with MASTER_PORT", joined({{"MASTER_PORT", "4000"}}, kStep), "3/4 local 1/2 tcp://n3:4000"},
+    {"srun --mpi=pmi2", joined({{"PMI_RANK", "3"}, {"PMI_SIZE", "4"}}, kStep), "3/4 local 1/2 tcp://n3:*"},
+    {"srun --mpi=pmix", joined({{"PMIX_RANK", "3"}, {"PMIX_NAMESPACE", "slurm.pmix.77.0"}}, kStep),
+     "3/4 local 1/2 tcp://n3:*"},
+    {"an older srun, without counts",
+     {{"SLURM_PROCID", "1"}, {"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_STEP_NODELIST", "gpu[03-04]"}},
+     "1/2 local -1/0 tcp://gpu03:*"},
+    {"a batch script", {{"SLURM_JOB_ID", "77"}, {"SLURM_NTASKS", "4"}, {"SLURM_PROCID", "0"}}, "none"},
+    {"srun of one task",
+     {{"SLURM_PROCID", "0"}, {"SLURM_STEP_NUM_TASKS", "1"}, {"SLURM_STEP_TASKS_PER_NODE", "1"}},
+     "0/1 local -1/1 alone"},
+    {"a heterogeneous step's second part",
+     joined({{"SLURM_HET_SIZE", "2"},
+             {"SLURM_HET_JOB_ID", "70"},
+             {"SLURM_NODEID", "2"},
+             {"SLURM_JOB_NODELIST_HET_GROUP_0", "a[1-2]"}},
+            kStep),
+     "3/4 local 1/2 tcp://a1:*"},
+    {"the same with a count of its part only",
+     joined({{"SLURM_HET_SIZE", "2"}, {"SLURM_PROCID", "5"}}, kStep),
+     "error: the environment is inconsistent: SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=4 (Slurm); ranks are 0 .. "
+     "world - 1. Slurm counts "
+     "the tasks of each part of a heterogeneous job: set RANK"},
+    {"variables by hand inside a step", joined(kByHand, kStep), "1/2 local -1/0 tcp://n3:*"},
+    {"a local rank beyond Slurm's count", joined({{"SLURM_LOCALID", "2"}}, kStep),
+     "error: the environment is inconsistent: SLURM_LOCALID=2"},
+    // Open MPI
+    {"mpirun on one machine", kOpenMpiHere, "1/2 local 1/2 tcp://127.0.0.1:*"},
+    {"mpirun on two machines", kOpenMpi, "error: started by mpirun (Open MPI)"},
+    {"mpirun on two machines with MASTER_ADDR", joined({{"MASTER_ADDR", "n1"}}, kOpenMpi),
+     "1/2 local 0/1 tcp://n1:29500"},
+    {"mpirun in an allocation, first node",
+     joined({{"SLURM_JOB_ID", "77"}, {"SLURM_JOB_NODELIST", "n[1-2]"}}, kOpenMpi),
+     "1/2 local 0/1 tcp://n1:*"},
+    {"mpirun in an allocation, below a daemon's step",
+     joined(kOpenMpi, joined({{"SLURM_STEP_NODELIST", "n2"}, {"SLURM_JOB_NODELIST", "n[1-2]"}}, kStep)),
+     "1/2 local 0/1 tcp://n1:*"},
+    {"mpirun on one node of an allocation",
+     joined({{"SLURM_JOB_ID", "77"}, {"SLURM_JOB_NODELIST", "n1,n2"}}, kOpenMpiHere),
+     "1/2 local 1/2 tcp://127.0.0.1:*"},
+    {"mpirun beside a service named master", joined({{"MASTER_PORT", kService}}, kOpenMpiHere),
+     "1/2 local 1/2 tcp://127.0.0.1:*"},
+    {"mpirun with a local rank beyond its count", joined({{"OMPI_COMM_WORLD_LOCAL_RANK", "2"}}, kOpenMpiHere),
+     "error: the environment is inconsistent: OMPI_COMM_WORLD_LOCAL_RANK=2"},
+    // MPICH, Intel MPI
+    {"Hydra on one machine", kHydraHere, "1/2 local 1/2 tcp://127.0.0.1:*"},
+    {"Hydra on two machines", kHydra, "error: started by mpirun (MPICH)"},
+    {"Hydra in an allocation",
+     joined(kHydra, joined({{"SLURM_STEP_NODELIST", "n2"}, {"SLURM_JOB_NODELIST", "n[1-2]"}}, kStep)),
+     "1/2 local 0/1 tcp://n1:*"},
+    {"Hydra on one node of an allocation", joined(kHydraHere, kStep), "1/2 local 1/2 tcp://127.0.0.1:*"},
+    {"Hydra without local ranks", {{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}}, "error: started by mpirun (MPICH)"},
+    // PRRTE and Kubernetes
+    {"prun, which gives no count",
+     {{"PMIX_RANK", "1"}, {"PMIX_NAMESPACE", "prte.1"}},
+     "error: each process would train alone: PMIX_RANK=1"},
+    {"prun with what it lacks",
+     {{"PMIX_RANK", "1"}, {"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "n1"}},
+     "1/2 local -1/0 tcp://n1:29500"},
+    {"PyTorchJob", kPod, "1/2 local -1/0 tcp://job-master-0:23456"},
+    {"PyTorchJob with one rank in each pod", joined({{"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "1"}}, kPod),
+     "1/2 local 0/1 tcp://job-master-0:23456"},
+    {"PyTorchJob beside a service named master", joined({{"MASTER_PORT", kService}}, kPod),
+     "error: MASTER_PORT=tcp://10.96.0.7:2222 in the environment is no port, but what Kubernetes sets for a "
+     "service named 'master'; set"},
+    {"one pod beside a service named master",
+     {{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"MASTER_PORT", kService}},
+     "0/1 local -1/0 alone"},
+    {"the MPI operator, one worker", joined({{"OMPI_MCA_ess_base_jobid", "5"}}, kOpenMpiHere),
+     "1/2 local 1/2 tcp://127.0.0.1:*"},
+    {"the MPI operator, with an address",
+     joined({{"MASTER_ADDR", "job-worker-0.job"}, {"MASTER_PORT", "4000"}}, kOpenMpi),
+     "1/2 local 0/1 tcp://job-worker-0.job:4000"},
+    // torchrun
+    {"torchrun", kTorchrun, "1/4 local 1/2 tcp://n1:29600"},
+    {"torchrun on one machine", joined({{"LOCAL_WORLD_SIZE", "4"}}, kTorchrun),
+     "1/4 local 1/4 tcp://127.0.0.1:29600"},
+    {"torchrun in a Slurm step of one task",
+     joined(kTorchrun, {{"SLURM_PROCID", "0"}, {"SLURM_STEP_NUM_TASKS", "1"}}),
+     "1/4 local 1/2 tcp://n1:29600"},
+    {"torchrun without its own store", joined({{"TORCHELASTIC_USE_AGENT_STORE", "False"}}, kTorchrun),
+     "1/4 local 1/2 tcp://n1:29500"},
+    {"a local rank beyond torchrun's count", joined({{"LOCAL_RANK", "2"}}, kTorchrun),
+     "error: the environment is inconsistent: LOCAL_RANK=2 LOCAL_WORLD_SIZE=2"},
+    {"more ranks here than anywhere", joined({{"LOCAL_WORLD_SIZE", "5"}}, kTorchrun),
+     "error: the environment is inconsistent: LOCAL_RANK=1"},
+    // By hand
+    {"nothing", {}, "none"},
+    {"variables by hand", joined({{"MASTER_ADDR", "n1"}}, kByHand), "1/2 local -1/0 tcp://n1:29500"},
+    {"an IPv6 address", joined({{"MASTER_ADDR", "fd00::1"}}, kByHand),
+     "1/2 local -1/0 tcp://[fd00::1]:29500"},
+    {"an IPv6 address in brackets", joined({{"MASTER_ADDR", "[::1]"}, {"MASTER_PORT", "4000"}}, kByHand),
+     "1/2 local -1/0 tcp://[::1]:4000"},
+    {"no address", kByHand, "error: started by the environment as one of 2 processes"},
+    {"a port that is none", joined({{"MASTER_ADDR", "n1"}, {"MASTER_PORT", "70000"}}, kByHand),
+     "error: MASTER_PORT=70000"},
+};
+
+TEST(Launchers, EachEnvironmentGivesItsRanksAndMeetingPlace) {
+  for (const Environment& e : kEnvironments) {
+    const std::string found = found_in(e.variables), expected = e.expected;
+    if (expected.starts_with("error: ")) {
+      EXPECT_TRUE(found.starts_with(expected)) << e.name << ": " << found;
+    } else {
+      EXPECT_EQ(found, expected) << e.name;
+    }
+  }
+  EXPECT_GE(kEnvironments.size(), 40u);
+}
+
+TEST(Launchers, RanksOfOneMpirunMeetAtOnePlaceWhateverNodeTheyAreOn) {
+  const Variables first = joined({{"SLURM_JOB_ID", "77"}, {"SLURM_JOB_NODELIST", "n[1-2]"}}, kOpenMpi);
+  Variables second = joined({{"SLURM_STEP_ID", "0"},
+                             {"SLURM_STEP_NODELIST", "n2"},
+                             {"SLURM_STEP_NUM_TASKS", "1"},
+                             {"SLURM_PROCID", "0"}},
+                            first);
+  EXPECT_EQ(detect(first)->rendezvous, detect(second)->rendezvous);
+  second["PMIX_NAMESPACE"] = "prterun-n1-43@1";
+  EXPECT_NE(detect(first)->rendezvous, detect(second)->rendezvous) << "another mpirun in the same job";
+}
+
+TEST(Launchers, AVariableThatIsNotNeededMayBeWrong) {
+  const std::optional<Launch> launch = detect(joined({{"MASTER_PORT", kService}}, kPod));
+  ASSERT_TRUE(launch);
+  EXPECT_EQ(meeting_place(*launch, "file:///shared/meet"), "file:///shared/meet");
+}
+
+TEST(Launchers, CountsOfSlurmsNodes) {
+  EXPECT_EQ(count_of_node("2(x3),1", 0), 2);
+  EXPECT_EQ(count_of_node("2(x3),1", 2), 2);
+  EXPECT_EQ(count_of_node("2(x3),1", 3), 1);
+  EXPECT_EQ(count_of_node("2(x3),1", 4), 0);
+  EXPECT_EQ(count_of_node("4(x2)", 5), 4) << "of a later part of a heterogeneous job";
+  EXPECT_EQ(count_of_node("", 0), 0);
+  EXPECT_EQ(count_of_node("many", 0), 0);
+}
+
+TEST(Launchers, ProcessesDivideTheCoresUnlessTheyAreBound) {
+  const auto launch = [](const char* launcher, int local_world) {
+    Launch made;
+    made.launcher = launcher;
+    made.local_world = local_world;
+    return made;
+  };
+  EXPECT_EQ(threads_of_share(launch("torchrun", 4), 16, 16, 0), 4);
+  EXPECT_EQ(threads_of_share(launch("torchrun", 4), 8, 16, 0), 2) << "a cpuset of all of them";
+  EXPECT_EQ(threads_of_share(launch("Slurm", 4), 16, 16, 0), 4) << "not bound";
+  EXPECT_EQ(threads_of_share(launch("Slurm", 4), 4, 16, 0), 4) << "bound";
+  EXPECT_EQ(threads_of_share(launch("mpirun (Open MPI)", 4), 1, 16, 0), 1) << "bound to a core";
+  EXPECT_EQ(threads_of_share(launch("mpirun (Open MPI)", 4), 8, 16, 0), 4) << "two are bound to each package";
+  EXPECT_EQ(threads_of_share(launch("torchrun", 2), 64, 64, 6), 3) << "a container's quota";
+  EXPECT_EQ(threads_of_share(launch("torchrun", 8), 4, 4, 2), 1);
+}
+
+}  // namespace
+}  // namespace gradwire
