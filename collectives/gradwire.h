@@ -127,8 +127,8 @@ typedef struct gw_store {
 
 /* Joins a group of `world` processes that find each other through a store that they have. Collective. Rank 0 sets one
  * key, PREFIX "gradwire/meeting", to its addresses and a fresh random secret; the others get it. So whoever can read the
- * store may join; if there is a gw_secret() or GRADWIRE_SECRET too, only who also knows that. Rank 0 listens at all of its
- * addresses, or at that of gw_listen()'s interface. Nothing stays in use of the store, and nothing is removed from it.
+ * store may join; if there is a gw_secret() or GRADWIRE_SECRET too, only who also knows that. Every rank listens at all of
+ * its addresses, or at that of gw_listen()'s interface. Nothing stays in use of the store, and nothing is removed from it.
  *
  * store  its callbacks are called by this thread, during this call only: rank 0's set() once; the others' get() until
  *        they have reached rank 0, 50 times a second at most. They must not throw, and the call waits for them: one that
@@ -152,11 +152,13 @@ GW_API gw_status gw_secret(const char* secret);
 
 /* Where this process listens for the other ranks' data, in this thread's next gw_comm_create() on the host with
  * tcp:// or file://, gw_comm_from_store() or gw_comm_join(), and in what is split from that communicator,
- * shrinks, or grows. Each rank decides for itself. The port at which the ranks meet is the rendezvous's.
+ * shrinks, or grows. Each rank decides for itself. The port in tcp://HOST:PORT is not one of these.
  *
- * interface              the name of a network interface, such as "eth1"; null: the one that reaches rank 0
- * first_port, last_port  the first that is free of these, e.g. those that a firewall lets through; 0 and 0: any. Joining
- *                        takes one, until all ranks are connected; gw_shrinkable(1) one more, which it keeps.
+ * interface              the name of a network interface, such as "eth1"; null: GRADWIRE_INTERFACE, else with tcp:// the
+ *                        one that reaches rank 0, otherwise all
+ * first_port, last_port  the first that is free of these, e.g. those that a firewall lets through; 0 and 0:
+ *                        GRADWIRE_PORTS, else any. Joining takes one, until all ranks are connected; gw_shrinkable(1) one
+ *                        more, which it keeps; and rank 0's store another, unless it meets at tcp://.
  *
  * GW_BAD_ARGUMENT: no such interface (the text lists those that exist), or not a range. gw_comm_create() gives
  * GW_COMM_FAILED if none of the ports is free. */
@@ -245,7 +247,7 @@ GW_API gw_status gw_comm_admit(gw_comm comm, int32_t most);
  * older one does as long as one of its ranks is there.
  *
  * text      out, if `capacity` is enough: with a final zero.
- * bytes     out: how many that is; about 100 per rank.
+ * bytes     out: how many that is; about 100 per rank, more where a host has several addresses.
  *
  * GW_BAD_ARGUMENT, GW_BAD_HANDLE. */
 GW_API gw_status gw_comm_doors(gw_comm comm, char* text, size_t capacity, size_t* bytes);

@@ -65,8 +65,13 @@ struct Next {
   PortRange ports = {};
 
   TcpOptions tcp(GroupOptions group) const {
+    return {.group = processes(std::move(group)), .shrinkable = shrinkable};
+  }
+  GroupOptions processes(GroupOptions group) const {
     group.secret = secret;
-    return {.group = std::move(group), .interface = interface, .ports = ports, .shrinkable = shrinkable};
+    group.interface = interface;
+    group.ports = ports;
+    return group;
   }
 };
 thread_local Next next;
@@ -89,9 +94,8 @@ constexpr const char* kWhoShrinks =
 std::unique_ptr<Communicator> join_processes(GroupOptions group, const Next& how, Device device) {
   if (device.is_host()) return Communicator::create_tcp(how.tcp(std::move(group)));
   require_nccl();
-  group.secret = how.secret;
   return Communicator::create_nccl(
-      {.group = std::move(group), .device = device.index, .shrinkable = how.shrinkable});
+      {.group = how.processes(std::move(group)), .device = device.index, .shrinkable = how.shrinkable});
 }
 
 std::unique_ptr<Communicator> join(const char* rendezvous, GroupOptions group, const Next& how,
@@ -129,13 +133,12 @@ gw_status gw_secret(const char* secret) {
 
 gw_status gw_listen(const char* interface, int first_port, int last_port) {
   return guarded(__func__, [&] {
-    const bool any = first_port == 0 && last_port == 0;
-    require(any || (1 <= first_port && first_port <= last_port && last_port <= 65535),
-            "ports {} to {} are not a range from 1 to 65535, nor 0 and 0, for any", first_port, last_port);
+    const PortRange ports{first_port, last_port};
+    check_ports("gw_listen()", ports);
     const std::string name = interface == nullptr ? "" : interface;
     if (!name.empty()) address_of_interface(name);  // throws if there is none
     next.interface = name;
-    next.ports = {first_port, last_port};
+    next.ports = ports;
   });
 }
 
@@ -163,7 +166,6 @@ gw_status gw_comm_from_store(const gw_store* store, int rank, int world, int dev
     const Device where = checked_device(device);
     GroupOptions group{.rendezvous = "the caller's store", .rank = rank, .world = world, .timeout = timeout};
     group.board = board_of_store(checked, timeout);
-    if (!how.interface.empty()) group.board->address = address_of_interface(how.interface);
     auto joined =
         world == 1 ? Communicator::create_single(where) : join_processes(std::move(group), how, where);
     *comm = static_cast<gw_comm>(comms().add(std::make_shared<ApiComm>(std::move(joined))));

@@ -17,6 +17,7 @@ namespace {
 const std::string kGreeting = "gw-rank1";
 constexpr size_t kChallenge = 32;
 constexpr size_t kProof = sizeof(Digest);
+constexpr const char* kHungUp = "it hung up";
 
 std::string fresh_challenge() {
   std::string bytes(kChallenge, '\0');
@@ -96,20 +97,49 @@ std::string TurnedAway::note(const std::string& from, const std::string& why) {
   return text;
 }
 
+Introduction::Introduction(const Credentials& credentials)
+    : credentials_(credentials), mine_(fresh_challenge()) {}
+
+Introduction::State Introduction::refuse(const char* why) {
+  why_ = why;
+  return State::refused;
+}
+
+Introduction::State Introduction::advance(const Socket& socket) {
+  // A new connection has room for all that is sent here.
+  const auto sent = [&](const std::string& bytes) {
+    return send(socket.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT) ==
+           static_cast<ssize_t>(bytes.size());
+  };
+  if (!greeted_) {
+    greeted_ = true;
+    if (!sent(kGreeting + mine_)) return refuse(kHungUp);
+  }
+  while (received_.size() < kChallenge + kProof) {
+    char bytes[kChallenge + kProof];
+    const ssize_t n = recv(socket.fd(), bytes, sizeof bytes - received_.size(), MSG_DONTWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && errno == EAGAIN) return State::waiting;
+    if (n <= 0) return refuse(kHungUp);
+    received_.append(bytes, static_cast<size_t>(n));
+  }
+  const std::string theirs = received_.substr(0, kChallenge);
+  const bool right = equal(digest_at(received_, kChallenge), proof(credentials_, "acceptor", mine_, theirs));
+  // Also where it is wrong, so that the other side can tell a wrong secret from a lost connection.
+  const bool answered = sent(text_of(proof(credentials_, "connector", mine_, theirs)));
+  if (!right) return refuse(kOtherSecret);
+  return answered ? State::proved : refuse(kHungUp);
+}
+
 std::string introduce(const Socket& socket, const Credentials& credentials,
                       SteadyClock::time_point deadline) {
-  const std::string mine = fresh_challenge();
-  std::string answer(kChallenge + kProof, '\0');
-  if (!send_all(socket, kGreeting + mine, deadline) ||
-      !receive_exactly(socket, answer.data(), answer.size(), deadline)) {
-    return SteadyClock::now() >= deadline ? "no answer" : "it hung up";
+  Introduction introduction(credentials);
+  while (true) {
+    const auto state = introduction.advance(socket);
+    if (state == Introduction::State::proved) return "";
+    if (state == Introduction::State::refused) return introduction.why();
+    if (!wait_readable(socket.fd(), deadline)) return "no answer";
   }
-  const std::string theirs = answer.substr(0, kChallenge);
-  const bool right = equal(digest_at(answer, kChallenge), proof(credentials, "acceptor", mine, theirs));
-  // Also where it is wrong, so that the other side can tell a wrong secret from a lost connection.
-  const bool sent = send_all(socket, text_of(proof(credentials, "connector", mine, theirs)), deadline);
-  if (!right) return kOtherSecret;
-  return sent ? "" : "it hung up";
 }
 
 }  // namespace gradwire

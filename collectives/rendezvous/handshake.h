@@ -77,7 +77,26 @@ inline constexpr const char* kSaidNothing = "nothing said in time";
 // What introduce() says of an acceptor with another key.
 inline constexpr const char* kOtherSecret = "the process there has another secret";
 
-// The connector's side. Nothing on success, or why the handshake failed.
+// The connector's side, for a socket that is polled: fed with what has arrived.
+class Introduction {
+ public:
+  explicit Introduction(const Credentials& credentials);
+
+  enum class State { waiting, proved, refused };
+  // Sends what is due, and reads at most what the handshake needs.
+  State advance(const Socket& socket);
+  // After `refused`: why.
+  const std::string& why() const { return why_; }
+
+ private:
+  State refuse(const char* why);
+
+  const Credentials& credentials_;
+  const std::string mine_;
+  std::string received_, why_;
+  bool greeted_ = false;
+};
+// The same, blocking. Returns nothing on success, or why the handshake failed.
 std::string introduce(const Socket& socket, const Credentials& credentials, SteadyClock::time_point deadline);
 
 }  // namespace gradwire

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,6 +16,7 @@
 #include "collectives/rendezvous/handshake.h"
 #include "collectives/rendezvous/job.h"
 #include "collectives/rendezvous/secret.h"
+#include "runtime/environment.h"
 #include "runtime/error.h"
 
 namespace gradwire {
@@ -24,7 +26,7 @@ using std::chrono::milliseconds;
 
 // Where to find rank 0's store.
 struct Meeting {
-  std::vector<Endpoint> endpoints;
+  Contact store;       // without addresses: not known yet
   std::string secret;  // file:///'s own
 };
 
@@ -50,21 +52,28 @@ Endpoint parse_tcp(const std::string& rendezvous) {
   return endpoint;
 }
 
+constexpr const char kHost = '@';
+
 // What rank 0 puts on a board: a secret, and where its store listens.
-std::string meeting_text(const std::string& secret, int port, const std::string& only) {
-  std::string text = fmt::format("{}\n{} {}", kFileMagic, secret, port);
-  for (const std::string& address : only.empty() ? own_addresses() : std::vector{only}) text += " " + address;
+std::string meeting_text(const std::string& secret, const Contact& store) {
+  std::string text =
+      fmt::format("{}\n{} {} {}", kFileMagic, secret, store.port, fmt::join(store.addresses, " "));
+  if (!store.host.empty()) text += fmt::format(" {}{}", kHost, store.host);
   return text + "\n";
 }
 
-// Without endpoints as long as there is no text.
 Meeting parse_meeting(const std::string& text) {
   std::istringstream words(text);
   std::string magic;
   Meeting meeting;
-  int port = 0;
-  if (!(words >> magic >> meeting.secret >> port) || magic != kFileMagic) return {};
-  for (std::string address; words >> address;) meeting.endpoints.push_back({address, port});
+  if (!(words >> magic >> meeting.secret >> meeting.store.port) || magic != kFileMagic) return {};
+  for (std::string word; words >> word;) {
+    if (word[0] == kHost) {
+      meeting.store.host = word.substr(1);
+    } else {
+      meeting.store.addresses.push_back(word);
+    }
+  }
   return meeting;
 }
 
@@ -74,8 +83,7 @@ std::string read_file(const std::string& path) {
 }
 
 Board file_board(const std::string& path) {
-  return {.address = "",
-          .publish = [path](const std::string& text) { write_private_file(path, text); },
+  return {.publish = [path](const std::string& text) { write_private_file(path, text); },
           .read = [path] { return read_file(path); }};
 }
 
@@ -98,7 +106,7 @@ void check_secrecy(const GroupOptions& options, const Endpoint& endpoint) {
 }  // namespace
 
 bool is_meeting(const std::string& text) {
-  return !parse_meeting(text).endpoints.empty();
+  return !parse_meeting(text).store.addresses.empty();
 }
 
 void write_private_file(const std::string& path, const std::string& text) {
@@ -123,6 +131,7 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
   }
   if (options_.secret.empty()) options_.secret = secret_from_environment();
   if (options_.job.empty()) options_.job = job_from_environment();
+  read_listening(options_);
   const auto deadline = SteadyClock::now() + options.join_timeout();
   std::string path;
   std::optional<Board> board = options.board;
@@ -138,38 +147,37 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
   }
   Meeting meeting;
   if (board) {
+    if (board->address.empty() && !options_.interface.empty()) {
+      board->address = address_of_interface(options_.interface);
+    }
+    listen_at_ = board->address;
     if (rank == 0) {
       meeting.secret = random_secret();
       key_ = options_.secret + meeting.secret;
       std::vector<Socket> invited;
       for (const int fd : board->invited) invited.emplace_back(fcntl(fd, F_DUPFD_CLOEXEC, 0));
-      server_ = std::make_unique<StoreServer>(Endpoint{board->address, 0}, world, key_, options_.job,
+      Socket listener = listen_within(options_.ports, board->address);
+      meeting.store = contact_of(listener, board->address, "-");
+      server_ = std::make_unique<StoreServer>(std::move(listener), world, key_, options_.job,
                                               StoreLimits(world), std::move(invited));
-      board->publish(meeting_text(meeting.secret, server_->port(), board->address));
+      board->publish(meeting_text(meeting.secret, meeting.store));
       published_file_ = path;
     }
   } else if (rendezvous.starts_with("tcp://")) {
     const Endpoint named = parse_tcp(rendezvous);
     check_secrecy(options_, named);
-    meeting.endpoints = {named};
+    meeting.store = {.addresses = {named.host}, .port = named.port};
     key_ = options_.secret;
     if (rank == 0) {
       // Debian gives a machine's own name a loopback address, at which other machines cannot reach it.
       const bool own_name = !is_loopback(named.host) && !faces_network(named.host);
       const Endpoint here{own_name && !key_.empty() ? "" : named.host, named.port};
-      server_ = std::make_unique<StoreServer>(here, world, key_, options_.job);
+      server_ = std::make_unique<StoreServer>(listen_on(here), world, key_, options_.job);
     }
   } else {
     throw BadInput(
         fmt::format("rendezvous '{}': unknown kind; give tcp://host:port or file:///path", rendezvous));
   }
-  // Rank 0 connects to its own store directly.
-  if (rank == 0) {
-    Endpoint own = board ? Endpoint{board->address.empty() ? "127.0.0.1" : board->address, server_->port()}
-                         : meeting.endpoints[0];
-    meeting.endpoints = {own};
-  }
-
   std::string why =
       path.empty() ? board ? "rank 0 has not said where it listens" : "" : "no rendezvous file " + path;
   // A run that has just ended may still have the port.
@@ -185,25 +193,28 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
       key_ = options_.secret + meeting.secret;
     }
     pause = kRetry;
-    for (const Endpoint& endpoint : meeting.endpoints) {
+    if (!meeting.store.addresses.empty()) {
       const auto now = SteadyClock::now();
       const auto patience = std::max(std::min(deadline, now + milliseconds(2000)), now + milliseconds(500));
+      bool others = false;  // another run's store
       try {
-        client_ = std::make_unique<StoreClient>(endpoint, key_, rank, world, patience, options_.job);
+        client_ = std::make_unique<StoreClient>(meeting.store, key_, rank, world, patience, options_.job);
         break;
       } catch (const StoreRefused& error) {
         throw CommError(fmt::format("rank {} cannot join through {}: {}", rank, rendezvous, error.what()));
+      } catch (const OtherSecret& error) {
+        why = error.what();
+        others = true;
       } catch (const CommError& error) {
-        why = fmt::format("{}: {}", endpoint.text(), error.what());
-        const bool others = why.ends_with(kOtherSecret) || why.find(kOtherJob) != std::string::npos;
-        if (others) pause = refused_pause;
-        if (path.empty() && others) {  // a file may be an earlier run's
-          refused = why;
-          patient_until = std::min(patient_until, SteadyClock::now() + kPatience);
-        }
+        why = error.what();
+        others = why.find(kOtherJob) != std::string::npos;
+      }
+      if (others) pause = refused_pause;
+      if (path.empty() && others) {  // a file may be an earlier run's
+        refused = why;
+        patient_until = std::min(patient_until, SteadyClock::now() + kPatience);
       }
     }
-    if (client_) break;
     if (SteadyClock::now() >= patient_until) {
       throw CommError(fmt::format(
           "rank {} cannot join through {}: {}; {}", rank, rendezvous, refused,
@@ -237,10 +248,32 @@ Membership::~Membership() {
   }
 }
 
+void read_listening(GroupOptions& options) {
+  if (options.interface.empty()) {
+    if (const char* name = environment("GRADWIRE_INTERFACE")) {
+      try {
+        address_of_interface(name);
+      } catch (const BadInput& error) {
+        throw BadInput(fmt::format("GRADWIRE_INTERFACE: {}", error.what()));
+      }
+      options.interface = name;
+    }
+  }
+  if (options.ports.last == 0) {
+    if (const char* range = environment("GRADWIRE_PORTS"))
+      options.ports = parse_ports("GRADWIRE_PORTS", range);
+  }
+}
+
+std::string Membership::listening_address(SteadyClock::time_point deadline) {
+  return listen_at_ ? *listen_at_ : address(deadline);
+}
+
 std::string Membership::address(SteadyClock::time_point deadline) {
-  // Both ends of this rank's connection to rank 0, as it sees them.
+  // Both ends of this rank's connection to rank 0, as it sees them. All ranks say so: others wait for it.
   std::string mine = client_->local_address();
   client_->set(fmt::format("address/{}", rank()), fmt::format("{} {}", mine, client_->peer_address()));
+  if (!options_.interface.empty()) return address_of_interface(options_.interface);
   if (!is_loopback(mine)) return mine;
   // This is rank 0's machine, so the address by which ranks on other machines reach rank 0 serves here too.
   for (int r = 0; r < world(); ++r) {

@@ -85,56 +85,54 @@ class Newcomer {
   // Asks one rank, and waits as long as it says so. Nothing when it cannot let this process in; `next` is whom it sends
   // this process to.
   std::optional<Invitation> ask(const std::string& contact, const std::string& key, std::string& next) {
-    std::istringstream words(contact);
-    Endpoint endpoint;
-    std::string name;
-    words >> endpoint.host >> endpoint.port >> name;
+    const Contact theirs = Contact::parse(contact).value_or(Contact());
     auto soon = [] { return SteadyClock::now() + Reunion::kPatience; };
     answered_ = false;
-    std::string why;
-    auto socket = try_connect(endpoint, soon(), why);
-    if (socket) why = introduce(*socket, {key, Reunion::purpose_of(name)}, soon());
-    if (!why.empty()) {
-      why_ = fmt::format("{}: {}", endpoint.text(), why);
-      other_secret_ = other_secret_ || why == kOtherSecret;
+    Reach reached = reach(theirs, {key, Reunion::purpose_of(theirs.name)}, {.deadline = soon()});
+    if (!reached.socket) {
+      why_ = reached.why.empty() ? "its list of ranks cannot be read" : reached.why;
+      other_secret_ = other_secret_ || reached.other_secret;
       // Both are final for this process, but the group may have another rank there soon.
-      answered_ = why != std::strerror(ECONNREFUSED) && why != kOtherSecret;
+      answered_ = !reached.refused && !reached.other_secret;
       return std::nullopt;
     }
+    Socket socket = std::move(*reached.socket);
+    const std::string at = Endpoint{socket.peer_address(), theirs.port}.text();
     answered_ = true;
-    const std::string address =
-        request_.interface.empty() ? socket->local_address() : address_of_interface(request_.interface);
+    // Listens as that rank does: at one address, or at all.
+    std::string address = theirs.addresses.size() > 1 ? "" : socket.local_address();
+    if (!request_.interface.empty()) address = address_of_interface(request_.interface);
     if (!reunion_ || reunion_->key() != key || address != address_) {
       reunion_ = nullptr;  // its port may be the only one
       reunion_ = std::make_shared<Reunion>(address, key, request_.ports);
       address_ = address;
     }
     const std::string hello = reunion_->contact() + "\n" + request_.about;
-    if (!send_all(*socket, StoreMessage{Op::hello, 0, Reunion::kKnock, hello}.encode(), soon())) {
+    if (!send_all(socket, StoreMessage{Op::hello, 0, Reunion::kKnock, hello}.encode(), soon())) {
       return std::nullopt;
     }
     std::string bytes;
     while (true) {
-      const auto message = receive_message(*socket, bytes, SteadyClock::now() + kSilence);
-      why_ = fmt::format("{} does not answer any more", endpoint.text());
+      const auto message = receive_message(socket, bytes, SteadyClock::now() + kSilence);
+      why_ = fmt::format("{} does not answer any more", at);
       if (!message) return std::nullopt;
       give_up_at_ = SteadyClock::now() + request_.patience;
       if (message->key == Reunion::kWait && SteadyClock::now() >= until_) {
-        throw NobodyAnswers(fmt::format("{} has this process wait, and has not let it in after {} ms",
-                                        endpoint.text(), request_.longest.count()));
+        throw NobodyAnswers(fmt::format("{} has this process wait, and has not let it in after {} ms", at,
+                                        request_.longest.count()));
       }
       if (message->op == Op::refuse && message->key == Reunion::kElsewhere) {
-        why_ = fmt::format("{} leaves it to {}", endpoint.text(), message->value);
+        why_ = fmt::format("{} leaves it to {}", at, message->value);
         next = message->value;
         return std::nullopt;
       }
       if (message->op == Op::refuse) {
-        throw BadInput(fmt::format("{} does not let this process join: {}", endpoint.text(), message->value));
+        throw BadInput(fmt::format("{} does not let this process join: {}", at, message->value));
       }
       if (message->key == Reunion::kCome) {
-        send_all(*socket, StoreMessage{Op::hello, 0, Reunion::kCome, ""}.encode(), soon());
+        send_all(socket, StoreMessage{Op::hello, 0, Reunion::kCome, ""}.encode(), soon());
       }
-      if (message->key == Reunion::kJoin) return understand(message->value, std::move(*socket));
+      if (message->key == Reunion::kJoin) return understand(message->value, std::move(socket));
     }
   }
 

@@ -90,7 +90,7 @@ Reunion::~Reunion() {
 }
 
 std::string Reunion::contact() const {
-  return fmt::format("{} {} {}", address_, local_port(listener_), listener_name_);
+  return contact_of(listener_, address_, listener_name_).text();
 }
 
 void Reunion::enter(int rank, std::vector<std::string> contacts,
@@ -242,21 +242,22 @@ void Reunion::answer(Caller& c, const StoreMessage& message) {
 // Connects to a rank, proves who this is and says what it wants.
 Reunion::Call Reunion::call(int rank, const char* what) {
   const auto deadline = SteadyClock::now() + kPatience;
-  std::istringstream contact(contacts_[static_cast<size_t>(rank)]);
-  Endpoint endpoint;
-  std::string name, why;
-  contact >> endpoint.host >> endpoint.port >> name;
+  const std::string& text = contacts_[static_cast<size_t>(rank)];
+  Contact contact = Contact::parse(text).value_or(Contact());
+  const auto known = reached_.find(text);
+  if (known != reached_.end() && std::find(contact.addresses.begin(), contact.addresses.end(),
+                                           known->second) != contact.addresses.end()) {
+    contact.addresses = {known->second};
+  }
+  const Credentials credentials{credentials_.key, purpose_of(contact.name)};
   const std::string me = fmt::format("{} {} {}", rank_, number_, name_);
   while (true) {
-    auto socket = try_connect(endpoint, deadline, why);
-    // Only this proves that no process listens there any more; a machine that is cut off refuses nothing.
-    if (!socket && why == std::strerror(ECONNREFUSED)) return {Presence::gone, {}};
-    if (socket) {
-      why = introduce(*socket, {credentials_.key, purpose_of(name)}, deadline);
-      if (why == kOtherSecret) return {Presence::gone, {}};  // another process has its port
-      if (why.empty() && send_all(*socket, StoreMessage{Op::hello, 0, what, me}.encode(), deadline)) {
-        return {Presence::here, std::move(*socket)};
-      }
+    Reach reached = reach(contact, credentials, {.deadline = deadline});
+    // Only these prove that the process does not listen any more; a machine that is cut off refuses nothing.
+    if (reached.refused || reached.other_secret) return {Presence::gone, {}};
+    if (reached.socket &&
+        send_all(*reached.socket, StoreMessage{Op::hello, 0, what, me}.encode(), deadline)) {
+      return {Presence::here, std::move(*reached.socket)};
     }
     if (SteadyClock::now() + kRetry >= deadline) return {};
     std::this_thread::sleep_for(kRetry);

@@ -25,6 +25,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -33,6 +34,7 @@
 #include <thread>
 #include <vector>
 
+#include "collectives/rendezvous/contact.h"
 #include "collectives/rendezvous/handshake.h"
 #include "collectives/rendezvous/socket.h"
 #include "collectives/rendezvous/store.h"
@@ -41,13 +43,17 @@ namespace gradwire {
 
 class Reunion {
  public:
-  // Listens at `address` of this machine, at one of `ports`, for ranks that know `key`. Throws CommError when it cannot.
+  // Listens at `address` of this machine (empty: at all that it has), at one of `ports`, for ranks that know `key`. Throws CommError when it cannot.
   Reunion(const std::string& address, const std::string& key, const PortRange& ports = {});
   ~Reunion();
   Reunion(const Reunion&) = delete;
 
-  // What the other ranks need to call this one.
+  // What the other ranks need to call this one: a Contact's text.
   std::string contact() const;
+  const std::string& address() const { return address_; }
+  // The rank with this contact is connected to this one by this address of its. It is called there: that nothing
+  // listens at its other addresses would not say that it is gone. Not while this object calls.
+  void reached_at(const std::string& contact, const std::string& address) { reached_[contact] = address; }
   // This process is `rank` of a group whose ranks have these contacts. From here to leave(), `failed` is called, from a
   // thread of this object, when another rank says that the group has failed; and `note` with a line about strangers at
   // this port, for rank 0's log, which returns whether it gets there: otherwise this process prints it.
@@ -161,16 +167,17 @@ class Reunion {
   bool given_up_ = false;          // a rank says that the group has failed that this one has not entered yet
   bool lost_caller_ = false;       // that waited to be told
   int rank_ = 0;
-  std::vector<std::string> contacts_;  // by rank
-  int number_ = 0;                     // of the group: how many there were before it
-  std::string name_ = "-";             // of the group, drawn by its leader
-  std::string before_ = "";            // the name of the group before
-  std::vector<int> last_;              // who was left of that one
-  std::string last_text_;              // and what they were told
-  bool follows_ = false;               // waits for a rank that leads; callers are to try that one
-  bool outranked_ = false;             // a lower rank leads
-  std::set<int> heard_;                // ranks that have called since this rank last looked below it
-  bool told_ = false;                  // by a caller that the group has failed
+  std::vector<std::string> contacts_;           // by rank
+  std::map<std::string, std::string> reached_;  // by contact, where known
+  int number_ = 0;                              // of the group: how many there were before it
+  std::string name_ = "-";                      // of the group, drawn by its leader
+  std::string before_ = "";                     // the name of the group before
+  std::vector<int> last_;                       // who was left of that one
+  std::string last_text_;                       // and what they were told
+  bool follows_ = false;                        // waits for a rank that leads; callers are to try that one
+  bool outranked_ = false;                      // a lower rank leads
+  std::set<int> heard_;                         // ranks that have called since this rank last looked below it
+  bool told_ = false;                           // by a caller that the group has failed
   const RunningClock::Watch watch_;
   // Before this group. After another stop the others may have taken this rank for dead.
   int64_t long_stops_ = RunningClock::long_stops();

@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cstring>
 #include <memory>
 
@@ -23,7 +24,7 @@ namespace {
 
 using AddressList = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
 
-AddressList resolve(const Endpoint& endpoint, int flags, std::string& why) {
+AddressList look_up(const Endpoint& endpoint, int flags, std::string& why) {
   addrinfo hints = {}, *found = nullptr;
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = flags | AI_NUMERICSERV;
@@ -33,10 +34,17 @@ AddressList resolve(const Endpoint& endpoint, int flags, std::string& why) {
   return {error == 0 ? found : nullptr, &freeaddrinfo};
 }
 
+// A socket for IPv4 and IPv6 gives IPv4 addresses as "::ffff:10.0.0.1".
 std::string numeric(const sockaddr* address, socklen_t length) {
   char text[NI_MAXHOST] = "";
   getnameinfo(address, length, text, sizeof text, nullptr, 0, NI_NUMERICHOST);
-  return text;
+  const std::string_view mapped = "::ffff:", all = text;
+  return std::string(all.starts_with(mapped) && all.find('.') != all.npos ? all.substr(mapped.size()) : all);
+}
+
+int port_of(const sockaddr_storage& address) {
+  return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6&>(address).sin6_port
+                                             : reinterpret_cast<const sockaddr_in&>(address).sin_port);
 }
 
 template <typename Ask>
@@ -72,6 +80,54 @@ void set_connection_options(int fd) {
   set(IPPROTO_TCP, TCP_KEEPINTVL, kBetweenProbes);
   set(IPPROTO_TCP, TCP_KEEPCNT, kProbes);
   set(IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(1000 * kHostGoneAfter.count()));
+}
+
+// The bytes of an address, or of a network's mask; empty if it is neither IPv4 nor IPv6.
+std::string bytes_of(const sockaddr* address) {
+  if (address != nullptr && address->sa_family == AF_INET) {
+    const in_addr& bytes = reinterpret_cast<const sockaddr_in*>(address)->sin_addr;
+    return {reinterpret_cast<const char*>(&bytes), sizeof bytes};
+  }
+  if (address != nullptr && address->sa_family == AF_INET6) {
+    const in6_addr& bytes = reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr;
+    return {reinterpret_cast<const char*>(&bytes), sizeof bytes};
+  }
+  return "";
+}
+
+std::string bytes_of(const std::string& address) {
+  char bytes[sizeof(in6_addr)];
+  if (inet_pton(AF_INET, address.c_str(), bytes) == 1) return {bytes, sizeof(in_addr)};
+  if (inet_pton(AF_INET6, address.c_str(), bytes) == 1) return {bytes, sizeof(in6_addr)};
+  return "";
+}
+
+struct Interface {
+  std::string name, address, mask;  // the mask's bytes
+};
+
+// Of those that are up, with each of their addresses; IPv4 first. Link-local addresses of IPv6 (fe80::) are left out: they
+// mean nothing without an interface of whoever connects.
+std::vector<Interface> interfaces() {
+  std::vector<Interface> found;
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) return found;
+  for (int family : {AF_INET, AF_INET6}) {
+    for (ifaddrs* i = list; i != nullptr; i = i->ifa_next) {
+      if (i->ifa_addr == nullptr || i->ifa_addr->sa_family != family || (i->ifa_flags & IFF_UP) == 0)
+        continue;
+      if (family == AF_INET6 &&
+          IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<const sockaddr_in6*>(i->ifa_addr)->sin6_addr)) {
+        continue;
+      }
+      const auto length =
+          static_cast<socklen_t>(family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
+      const std::string address = numeric(i->ifa_addr, length);
+      if (!address.empty()) found.push_back({i->ifa_name, address, bytes_of(i->ifa_netmask)});
+    }
+  }
+  freeifaddrs(list);
+  return found;
 }
 
 }  // namespace
@@ -128,7 +184,7 @@ bool wait_writable(int fd, SteadyClock::time_point deadline) {
 bool faces_network(const std::string& host) {
   if (host.empty()) return true;
   std::string ignored;
-  AddressList list = resolve({host, 0}, 0, ignored);
+  AddressList list = look_up({host, 0}, 0, ignored);
   for (addrinfo* a = list.get(); a != nullptr; a = a->ai_next) {
     if (!is_loopback(numeric(a->ai_addr, a->ai_addrlen))) return true;
   }
@@ -137,11 +193,20 @@ bool faces_network(const std::string& host) {
 
 Socket listen_on(const Endpoint& endpoint) {
   std::string why;
-  AddressList list = resolve(endpoint, AI_PASSIVE, why);
-  for (addrinfo* a = list.get(); a != nullptr; a = a->ai_next) {
+  AddressList list = look_up(endpoint, AI_PASSIVE, why);
+  std::vector<const addrinfo*> addresses;
+  for (addrinfo* a = list.get(); a != nullptr; a = a->ai_next) addresses.push_back(a);
+  // [::] serves IPv4 as well; 0.0.0.0 where there is no IPv6.
+  if (endpoint.host.empty()) {
+    std::stable_partition(addresses.begin(), addresses.end(),
+                          [](const addrinfo* a) { return a->ai_family == AF_INET6; });
+  }
+  for (const addrinfo* a : addresses) {
     Socket socket(::socket(a->ai_family, a->ai_socktype | SOCK_CLOEXEC | SOCK_NONBLOCK, a->ai_protocol));
-    int on = 1;
+    const int on = 1, off = 0;
     if (socket && setsockopt(socket.fd(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0 &&
+        (a->ai_family != AF_INET6 ||
+         setsockopt(socket.fd(), IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off) == 0) &&
         bind(socket.fd(), a->ai_addr, a->ai_addrlen) == 0 && listen(socket.fd(), 1024) == 0) {
       return socket;
     }
@@ -152,6 +217,29 @@ Socket listen_on(const Endpoint& endpoint) {
               : std::strerror(errno);
   }
   throw CommError(fmt::format("cannot listen on {}: {}", endpoint.text(), why));
+}
+
+void check_ports(const std::string& what, const PortRange& ports) {
+  const bool any = ports.first == 0 && ports.last == 0;
+  if (any || (1 <= ports.first && ports.first <= ports.last && ports.last <= 65535)) return;
+  throw BadInput(
+      fmt::format("{}: ports {} to {} are not a range; give ports from 1 to 65535, the lower one first", what,
+                  ports.first, ports.last));
+}
+
+PortRange parse_ports(const std::string& what, const std::string& text) {
+  PortRange ports;
+  const char *at = text.data(), *end = at + text.size();
+  auto parsed = std::from_chars(at, end, ports.first);
+  ports.last = ports.first;
+  if (parsed.ec == std::errc() && parsed.ptr != end && *parsed.ptr == '-') {
+    parsed = std::from_chars(parsed.ptr + 1, end, ports.last);
+  }
+  if (parsed.ec != std::errc() || parsed.ptr != end || ports.last == 0) {
+    throw BadInput(fmt::format("{} is '{}'; give a range of ports such as 20000-20100", what, text));
+  }
+  check_ports(what, ports);
+  return ports;
 }
 
 Socket listen_within(const PortRange& ports, const std::string& address) {
@@ -165,21 +253,23 @@ Socket listen_within(const PortRange& ports, const std::string& address) {
     }
   }
   throw CommError(
-      fmt::format("none of the ports {} to {} is free; the last: {}", ports.first, ports.last, why));
+      fmt::format("none of the ports {} to {} is free (the last: {}); allow more of them, as GRADWIRE_PORTS "
+                  "or gw_listen() "
+                  "does",
+                  ports.first, ports.last, why));
 }
 
 int local_port(const Socket& socket) {
   sockaddr_storage address = {};
   socklen_t length = sizeof address;
   getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&address), &length);
-  return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(address).sin6_port
-                                             : reinterpret_cast<sockaddr_in&>(address).sin_port);
+  return port_of(address);
 }
 
 std::optional<Socket> accept_from(const Socket& listener) {
   Socket socket(accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
   if (!socket) return std::nullopt;
-  set_connection_options(socket.fd());
+  prepare_for_messages(socket);
   return socket;
 }
 
@@ -188,32 +278,55 @@ void expect_full_buffers(const Socket& socket) {
   setsockopt(socket.fd(), IPPROTO_TCP, TCP_USER_TIMEOUT, &none, sizeof none);
 }
 
+void prepare_for_messages(const Socket& socket) {
+  set_connection_options(socket.fd());
+}
+
+std::string Address::text() const {
+  const auto* address = reinterpret_cast<const sockaddr*>(&bytes);
+  return Endpoint{numeric(address, length), port_of(bytes)}.text();
+}
+
+std::vector<Address> resolve(const Endpoint& endpoint, std::string& why) {
+  std::vector<Address> addresses;
+  AddressList list = look_up(endpoint, 0, why);
+  for (addrinfo* a = list.get(); a != nullptr; a = a->ai_next) {
+    Address& address = addresses.emplace_back();
+    address.length = std::min<socklen_t>(a->ai_addrlen, sizeof address.bytes);
+    std::memcpy(&address.bytes, a->ai_addr, address.length);
+  }
+  return addresses;
+}
+
+std::optional<Socket> begin_connect(const Address& address, std::string& why) {
+  Socket socket(::socket(address.bytes.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (socket &&
+      (connect(socket.fd(), reinterpret_cast<const sockaddr*>(&address.bytes), address.length) == 0 ||
+       errno == EINPROGRESS)) {
+    return socket;
+  }
+  why = std::strerror(errno);
+  return std::nullopt;
+}
+
+int connect_error(const Socket& socket) {
+  int error = 0;
+  socklen_t length = sizeof error;
+  getsockopt(socket.fd(), SOL_SOCKET, SO_ERROR, &error, &length);
+  return error;
+}
+
 std::optional<Socket> try_connect(const Endpoint& endpoint, SteadyClock::time_point deadline,
                                   std::string& why) {
-  AddressList list = resolve(endpoint, 0, why);
-  for (addrinfo* a = list.get(); a != nullptr; a = a->ai_next) {
-    Socket socket(::socket(a->ai_family, a->ai_socktype | SOCK_CLOEXEC | SOCK_NONBLOCK, a->ai_protocol));
-    if (!socket) {
-      why = std::strerror(errno);
-      continue;
+  for (const Address& address : resolve(endpoint, why)) {
+    auto socket = begin_connect(address, why);
+    if (!socket) continue;
+    const int error = wait_writable(socket->fd(), deadline) ? connect_error(*socket) : ETIMEDOUT;
+    if (error == 0) {
+      prepare_for_messages(*socket);
+      return socket;
     }
-    if (connect(socket.fd(), a->ai_addr, a->ai_addrlen) != 0 && errno != EINPROGRESS) {
-      why = std::strerror(errno);
-      continue;
-    }
-    if (!wait_writable(socket.fd(), deadline)) {
-      why = "no answer";
-      continue;
-    }
-    int error = 0;
-    socklen_t length = sizeof error;
-    getsockopt(socket.fd(), SOL_SOCKET, SO_ERROR, &error, &length);
-    if (error != 0) {
-      why = std::strerror(error);
-      continue;
-    }
-    set_connection_options(socket.fd());
-    return socket;
+    why = error == ETIMEDOUT ? "no answer" : std::strerror(error);
   }
   return std::nullopt;
 }
@@ -249,40 +362,33 @@ bool receive_exactly(const Socket& socket, char* data, size_t bytes, SteadyClock
 }
 
 std::string address_of_interface(const std::string& name) {
-  ifaddrs* list = nullptr;
-  std::string address, names;
-  if (getifaddrs(&list) == 0) {
-    for (int family : {AF_INET, AF_INET6}) {
-      for (ifaddrs* i = list; i != nullptr; i = i->ifa_next) {
-        if (i->ifa_addr == nullptr || i->ifa_addr->sa_family != family || (i->ifa_flags & IFF_UP) == 0)
-          continue;
-        if (family == AF_INET) names += (names.empty() ? "" : ", ") + std::string(i->ifa_name);
-        if (i->ifa_name != name || !address.empty()) continue;
-        address = numeric(i->ifa_addr, family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
-      }
-    }
-    freeifaddrs(list);
+  std::string names;
+  for (const Interface& i : interfaces()) {
+    if (i.name == name) return i.address;
+    if (names.find(i.name) == std::string::npos) names += (names.empty() ? "" : ", ") + i.name;
   }
-  if (address.empty()) {
-    throw BadInput(fmt::format("no network interface '{}' with an address; there are {}", name, names));
-  }
-  return address;
+  throw BadInput(fmt::format("no network interface '{}' with an address; there are {}", name, names));
 }
 
 std::vector<std::string> own_addresses() {
   std::vector<std::string> addresses;
-  ifaddrs* list = nullptr;
-  if (getifaddrs(&list) == 0) {
-    for (ifaddrs* i = list; i != nullptr; i = i->ifa_next) {
-      if (i->ifa_addr == nullptr || i->ifa_addr->sa_family != AF_INET || (i->ifa_flags & IFF_UP) == 0)
-        continue;
-      std::string address = numeric(i->ifa_addr, sizeof(sockaddr_in));
-      if (!address.empty() && !is_loopback(address)) addresses.push_back(address);
-    }
-    freeifaddrs(list);
+  for (const Interface& i : interfaces()) {
+    if (!is_loopback(i.address)) addresses.push_back(i.address);
   }
   addresses.push_back("127.0.0.1");
   return addresses;
+}
+
+bool in_own_network(const std::string& address) {
+  const std::string bytes = bytes_of(address);
+  for (const Interface& i : interfaces()) {
+    const std::string mine = bytes_of(i.address);
+    if (mine.empty() || mine.size() != bytes.size() || mine.size() != i.mask.size()) continue;
+    bool same = true;
+    for (size_t b = 0; b < mine.size(); ++b) same = same && ((mine[b] ^ bytes[b]) & i.mask[b]) == 0;
+    if (same) return true;
+  }
+  return false;
 }
 
 }  // namespace gradwire

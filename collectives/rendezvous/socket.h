@@ -2,6 +2,8 @@
 // RunningClock, which stands still while this process is stopped.
 #pragma once
 
+#include <sys/socket.h>
+
 #include <chrono>
 #include <cstddef>
 #include <optional>
@@ -43,18 +45,37 @@ struct Endpoint {
   std::string text() const;
 };
 
-// Listens on the address that `host` names; "" is all of them. Port 0: any free port. Throws CommError with the
+// Listens on the address that `host` names; "" is all of them, IPv4 and IPv6. Port 0: any free port. Throws CommError with the
 // reason if it cannot.
 Socket listen_on(const Endpoint& endpoint);
 // Both 0: any free port.
 struct PortRange {
   int first = 0, last = 0;
 };
+// Throws BadInput that names `what` unless 1 <= first <= last <= 65535, or both are 0.
+void check_ports(const std::string& what, const PortRange& ports);
+// Parses "20000-20100", or one port. Throws BadInput that names `what`.
+PortRange parse_ports(const std::string& what, const std::string& text);
 // On the first free port of the range, at `address`. Throws CommError that names the range if there is none.
 Socket listen_within(const PortRange& ports, const std::string& address);
 int local_port(const Socket& socket);
 std::optional<Socket> accept_from(const Socket& listener);  // empty when no connection is pending
 
+// What a name or an address stands for.
+struct Address {
+  sockaddr_storage bytes = {};
+  socklen_t length = 0;
+  std::string text() const;  // "10.0.0.1:4000"
+};
+// Empty, with the reason in `why`, if the host is not known.
+std::vector<Address> resolve(const Endpoint& endpoint, std::string& why);
+
+// Connecting without waiting: the socket can be written once connect_error() is known, 0 if it is connected. Nothing,
+// with the reason in `why`, if the address cannot be reached from here.
+std::optional<Socket> begin_connect(const Address& address, std::string& why);
+int connect_error(const Socket& socket);
+// What the connections of a group have in common.
+void prepare_for_messages(const Socket& socket);
 // One attempt to connect; if it fails, returns nothing and puts the reason in `why`.
 std::optional<Socket> try_connect(const Endpoint& endpoint, SteadyClock::time_point deadline,
                                   std::string& why);
@@ -71,8 +92,10 @@ void expect_full_buffers(const Socket& socket);
 bool send_all(const Socket& socket, const std::string& data, SteadyClock::time_point deadline);
 bool receive_exactly(const Socket& socket, char* data, size_t bytes, SteadyClock::time_point deadline);
 
-// This machine's addresses that other machines might reach, followed by the loopback address.
+// This host's addresses that others might reach, IPv4 and IPv6, in the order of the interfaces; then the loopback address.
 std::vector<std::string> own_addresses();
+// Whether an interface of this host is in the same network as this address.
+bool in_own_network(const std::string& address);
 // The address of the interface with this name; throws BadInput that lists the existing ones.
 std::string address_of_interface(const std::string& name);
 bool is_loopback(const std::string& address);

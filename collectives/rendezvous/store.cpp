@@ -47,12 +47,17 @@ std::string one_line(std::string text) {
 }
 
 // A connection that has proved that it knows `key`.
-Socket connect_to(const Endpoint& server, const std::string& key, SteadyClock::time_point deadline) {
-  std::string why;
-  auto socket = try_connect(server, deadline, why);
-  if (socket) why = introduce(*socket, {key, kStorePurpose}, deadline);
-  if (!why.empty()) throw CommError(why);
-  return std::move(*socket);
+Socket connect_to(const Contact& server, const std::string& key, SteadyClock::time_point deadline) {
+  Reach reached = reach(server, {key, kStorePurpose}, {.deadline = deadline});
+  if (reached.other_secret) throw OtherSecret(reached.why);
+  if (!reached.socket) throw CommError(reached.why);
+  return std::move(*reached.socket);
+}
+
+// The same server, at the address at which it has answered.
+Contact again(Contact server, const Socket& connected) {
+  if (const std::string address = connected.peer_address(); !address.empty()) server.addresses = {address};
+  return server;
 }
 
 }  // namespace
@@ -134,11 +139,11 @@ std::string RollCall::absent() const {
 }
 
 // The second connection is made once the first is accepted: a process with a wrong secret is one line in the server's log.
-StoreClient::StoreClient(const Endpoint& server, const std::string& key, int rank, int world,
+StoreClient::StoreClient(const Contact& server, const std::string& key, int rank, int world,
                          SteadyClock::time_point deadline, const std::string& job)
     : world_(world),
       command_(connect_to(server, key, deadline)),
-      watch_(connect_to(server, key, deadline)),
+      watch_(connect_to(again(server, command_), key, deadline)),
       wake_(eventfd(0, EFD_CLOEXEC)) {
   std::string me = fmt::format("{} {} {}", rank, world, one_line(job));
   request({Op::hello, 0, "command", me}, deadline);

@@ -23,6 +23,7 @@
 #include <thread>
 #include <vector>
 
+#include "collectives/rendezvous/contact.h"
 #include "collectives/rendezvous/socket.h"
 #include "runtime/error.h"
 
@@ -83,6 +84,12 @@ class StoreRefused : public CommError {
   using CommError::CommError;
 };
 
+// What answers at all addresses of the server has another secret: an earlier run's server, or another run's.
+class OtherSecret : public CommError {
+ public:
+  using CommError::CommError;
+};
+
 // What ranks that have joined may leave with rank 0. Whoever leaves more fails the group, by name: a defect
 // of a rank, or somebody with the secret, should not use up the memory of rank 0's machine.
 struct StoreLimits {
@@ -102,14 +109,14 @@ struct StoreLimits {
 
 class StoreServer {
  public:
-  // Listens; throws CommError if it cannot. Who does not prove that it knows `key` (handshake.h) is turned away,
+  // Serves `listener`. Who does not prove that it knows `key` (handshake.h) is turned away,
   // with a line on stderr. So are ranks of another job (job.h), and they hear why.
-  StoreServer(const Endpoint& endpoint, int world, const std::string& key, const std::string& job = "")
-      : StoreServer(endpoint, world, key, job, StoreLimits(world)) {}
+  StoreServer(Socket listener, int world, const std::string& key, const std::string& job = "")
+      : StoreServer(std::move(listener), world, key, job, StoreLimits(world)) {}
   //
   // `invited`: connections to the processes that are to become the last ranks, each of which says something, whatever
   // it is, once it has joined. If one hangs up before, the group fails at once.
-  StoreServer(const Endpoint& endpoint, int world, const std::string& key, const std::string& job,
+  StoreServer(Socket listener, int world, const std::string& key, const std::string& job,
               const StoreLimits& limits, std::vector<Socket> invited = {});
   // Gives the other ranks time to make their last requests and leave, then announces the shutdown.
   ~StoreServer();
@@ -140,8 +147,8 @@ class StoreClient {
   using Milliseconds = std::chrono::milliseconds;
 
   // Makes two connections to the server and says hello on both. Throws CommError if the server cannot be reached,
-  // refuses, does not answer, or does not know `key`.
-  StoreClient(const Endpoint& server, const std::string& key, int rank, int world,
+  // refuses, or does not answer; OtherSecret if what answers does not know `key`.
+  StoreClient(const Contact& server, const std::string& key, int rank, int world,
               SteadyClock::time_point deadline, const std::string& job = "");
   // Leaves in an orderly way; at once, if the server has not answered the last request.
   ~StoreClient();

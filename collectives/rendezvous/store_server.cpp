@@ -556,10 +556,10 @@ class StoreServer::Loop {
   std::optional<SteadyClock::time_point> roll_due_at_, closing_at_, formed_at_;
 };
 
-StoreServer::StoreServer(const Endpoint& endpoint, int world, const std::string& key, const std::string& job,
+StoreServer::StoreServer(Socket listener, int world, const std::string& key, const std::string& job,
                          const StoreLimits& limits, std::vector<Socket> invited)
     : messages_(std::make_unique<Messages>(world, limits)),
-      loop_(std::make_unique<Loop>(listen_on(endpoint), world, key, job, *messages_, limits,
+      loop_(std::make_unique<Loop>(std::move(listener), world, key, job, *messages_, limits,
                                    std::move(invited))),
       port_(loop_->port()) {
   thread_ = std::thread([this] { loop_->run(); });

@@ -261,7 +261,7 @@ std::unique_ptr<Transport> make_nccl_transport(const NcclOptions& options) {
       mine.group.board.reset();
       if (options.shrinkable) {
         mine.address = group->address(deadline);
-        mine.reunion = std::make_shared<Reunion>(mine.address, group->key());
+        mine.reunion = std::make_shared<Reunion>(mine.address, group->key(), group->options().ports);
       }
       mine.contacts = exchange_contacts(*group, mine.reunion.get(), deadline);
       if (mine.reunion) setup.regrouping = std::move(mine);

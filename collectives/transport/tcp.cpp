@@ -295,18 +295,17 @@ class TcpTransport final : public Transport {
   }
 
   void connect(const TcpOptions& options, SteadyClock::time_point deadline) {
-    address_ = options.interface.empty() ? group_.address(deadline) : address_of_interface(options.interface);
-    auto links =
-        std::make_unique<TcpLinks>(rank(), world(), address_, group_.key(),
-                                   options.verify_payload || verified_by_environment(), options.ports);
+    address_ = group_.listening_address(deadline);
+    const PortRange ports = group_.options().ports;
+    auto links = std::make_unique<TcpLinks>(rank(), world(), address_, group_.key(),
+                                            options.verify_payload || verified_by_environment(), ports);
     TcpLinks* made = links.get();
     {
       std::lock_guard lock(mutex_);
       links_ = std::move(links);
       if (!failure_.empty()) throw CommError(failure_);
     }
-    if (options.shrinkable && !reunion_)
-      reunion_ = std::make_shared<Reunion>(address_, group_.key(), options.ports);
+    if (options.shrinkable && !reunion_) reunion_ = std::make_shared<Reunion>(address_, group_.key(), ports);
     // Two lines: of the links, and of the reunion.
     group_.store().set(fmt::format("link/{}", rank()),
                        made->contact() + (reunion_ ? "\n" + reunion_->contact() : ""));
@@ -324,6 +323,9 @@ class TcpTransport final : public Transport {
       }
     }
     made->connect(contacts, deadline, [this](const std::string& line) { group_.store().note(line); });
+    for (int r = 0; reunion_ && r < world(); ++r) {
+      if (r != rank()) reunion_->reached_at(reunions_[static_cast<size_t>(r)], made->address_of(r));
+    }
   }
 
   // Called by the watcher's thread or the one that noticed the failure: wakes the exchange in progress.
@@ -536,7 +538,7 @@ class TcpTransport final : public Transport {
   }
 
   TcpOptions options_;
-  std::string address_;                // at which the other ranks reach this one
+  std::string address_;                // at which this rank listens; empty: at all of this host's
   std::shared_ptr<Reunion> reunion_;   // of a shrinkable group; passed on to the one that follows
   std::vector<std::string> reunions_;  // contacts by rank, until the group has formed
   bool entered_ = false;               // the reunion is this group's
@@ -564,12 +566,14 @@ std::unique_ptr<Transport> make_tcp_transport(const TcpOptions& options) {
   return std::make_unique<TcpTransport>(options);
 }
 
-std::unique_ptr<Transport> join_tcp_transport(const TcpOptions& joining, const Doors& doors) {
+std::unique_ptr<Transport> join_tcp_transport(const TcpOptions& asked, const Doors& doors) {
+  TcpOptions joining = asked;
+  read_listening(joining.group);
   const Invitation invitation = knock({.doors = doors.read,
                                        .secret = joining.group.secret,
                                        .about = doors.about,
-                                       .interface = joining.interface,
-                                       .ports = joining.ports,
+                                       .interface = joining.group.interface,
+                                       .ports = joining.group.ports,
                                        .patience = joining.group.join_timeout(),
                                        .longest = doors.longest});
   TcpOptions options = joining;
@@ -578,7 +582,7 @@ std::unique_ptr<Transport> join_tcp_transport(const TcpOptions& joining, const D
   options.group.rank = invitation.rank;
   options.group.world = invitation.world;
   options.group.job = invitation.name;
-  options.group.board = Board{.address = "",
+  options.group.board = Board{.address = invitation.reunion->address(),
                               .publish = nullptr,
                               .read = [&] { return invitation.meeting; },
                               .invited = {},

@@ -22,9 +22,6 @@ namespace gradwire {
 
 struct TcpOptions {
   GroupOptions group;
-  // The network interface to listen on; empty: the one that reaches rank 0.
-  std::string interface;
-  PortRange ports = {};  // to listen on, for other ranks' data
   // A checksum after each message, so that what was damaged on the way is an error. Also GRADWIRE_VERIFY_PAYLOAD=1.
   // Each rank decides for what it sends.
   bool verify_payload = false;

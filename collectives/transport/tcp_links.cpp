@@ -10,8 +10,8 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
-#include <sstream>
 
+#include "collectives/rendezvous/contact.h"
 #include "collectives/rendezvous/handshake.h"
 #include "collectives/rendezvous/secret.h"
 #include "collectives/transport/crc32c.h"
@@ -67,7 +67,7 @@ TcpLinks::~TcpLinks() {
 }
 
 std::string TcpLinks::contact() const {
-  return fmt::format("{} {} {}", address_, local_port(listener_), name_);
+  return contact_of(listener_, address_, name_).text();
 }
 
 // Each rank connects to those below it and accepts connections from those above it.
@@ -78,41 +78,30 @@ void TcpLinks::connect(const std::vector<std::string>& contacts, SteadyClock::ti
   listener_.close();
 }
 
+// Tries again until the deadline: a host's network may not be up yet, and a flood of strangers may push a connection out.
+// A rank that has died fails the group, which interrupts.
 void TcpLinks::connect_to(int rank, const std::string& contact, SteadyClock::time_point deadline) {
-  std::istringstream parts(contact);
-  Endpoint endpoint;
-  std::string listener;
-  if (!(parts >> endpoint.host >> endpoint.port >> listener)) {
+  const auto theirs = Contact::parse(contact);
+  if (!theirs) {
     throw CommError(fmt::format(
         "connecting to rank {}: its address does not parse; are all ranks the same build?", rank));
   }
   const auto me = static_cast<int32_t>(rank_);
   const std::string hello(reinterpret_cast<const char*>(&me), sizeof me);
-  std::string why;
-  do {
-    auto socket = try_connect(endpoint, deadline, why);
-    if (!socket) break;
-    connecting(socket->fd());
-    why = introduce(*socket, {key_, purpose(listener)}, deadline);
-    const bool connected = why.empty() && send_all(*socket, hello, deadline);
-    connecting(-1);
-    if (connected) {
-      expect_full_buffers(*socket);
-      links_[static_cast<size_t>(rank)].socket = std::move(*socket);
-      return;
+  const Credentials credentials{key_, purpose(theirs->name)};
+  while (true) {
+    Reach reached =
+        reach(*theirs, credentials, {.deadline = deadline, .retry = true, .stop = caller_bell_.fd()});
+    {
+      std::lock_guard lock(mutex_);
+      if (interrupted_) throw CommError(kFailedMeanwhile);
     }
-    if (why == kOtherSecret) break;
-    // A flood of strangers may have pushed this connection out.
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  } while (SteadyClock::now() < deadline);
-  throw CommError(fmt::format("connecting to rank {} at {}: {}", rank, endpoint.text(),
-                              why.empty() ? "it hung up" : why));
-}
-
-void TcpLinks::connecting(int socket) {
-  std::lock_guard lock(mutex_);
-  connecting_ = interrupted_ ? -1 : socket;
-  if (interrupted_) throw CommError(kFailedMeanwhile);
+    if (!reached.socket) throw CommError(fmt::format("connecting to rank {}: {}", rank, reached.why));
+    if (!send_all(*reached.socket, hello, deadline)) continue;
+    expect_full_buffers(*reached.socket);
+    links_[static_cast<size_t>(rank)].socket = std::move(*reached.socket);
+    return;
+  }
 }
 
 void TcpLinks::accept_others(SteadyClock::time_point deadline,
@@ -234,7 +223,6 @@ bool TcpLinks::wait(Message& message, SteadyClock::time_point deadline) {
 void TcpLinks::interrupt() {
   std::lock_guard lock(mutex_);
   interrupted_ = true;
-  if (connecting_ >= 0) shutdown(connecting_, SHUT_RDWR);
   caller_bell_.ring();
 }
 

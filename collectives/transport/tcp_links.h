@@ -53,19 +53,23 @@ class TcpLinks {
     uint32_t sum_ = 0, theirs_ = 0;
   };
 
-  // Listens at `address` of this machine, at one of `ports`, for peers that know `key`. With `checksums`, what is sent
+  // Listens at `address` of this machine (empty: at all that it has), at one of `ports`, for peers that know `key`. With `checksums`, what is sent
   // has one; what is received is checked where its sender added one. Throws CommError when it cannot listen.
   TcpLinks(int rank, int world, const std::string& address, const std::string& key, bool checksums = false,
            const PortRange& ports = {});
   ~TcpLinks();
   TcpLinks(const TcpLinks&) = delete;
 
-  // What the others need to connect: address, port and a name, drawn at random, of this listener.
+  // What the others need to connect: a Contact's text.
   std::string contact() const;
   // Connects to every rank; contacts[r] is rank r's. Throws CommError that names the rank it could not reach.
   // `turned_away` gets a line about strangers at this port, as TurnedAway says it.
   void connect(const std::vector<std::string>& contacts, SteadyClock::time_point deadline,
                const std::function<void(const std::string& line)>& turned_away = nullptr);
+  // The address at which that rank is connected to this one.
+  std::string address_of(int rank) const {
+    return links_.at(static_cast<size_t>(rank)).socket.peer_address();
+  }
 
   // post(), hand_over() and wait() are for one thread at a time. post() and wait() throw LinkLost, and
   // CommError after interrupt().
@@ -99,8 +103,6 @@ class TcpLinks {
   };
 
   void connect_to(int rank, const std::string& contact, SteadyClock::time_point deadline);
-  // From here on interrupt() ends what `socket` waits for; -1: there is none. Throws CommError after interrupt().
-  void connecting(int socket);
   void accept_others(SteadyClock::time_point deadline,
                      const std::function<void(const std::string& line)>& turned_away);
   bool has_work() const;
@@ -119,7 +121,6 @@ class TcpLinks {
   std::mutex mutex_;
   std::vector<Link> links_;  // by rank
   bool interrupted_ = false;
-  int connecting_ = -1;  // the socket to a rank that has not answered yet
   Bell caller_bell_;
   std::vector<pollfd> entries_;
   std::vector<Link*> owners_;

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """Ranks that are processes, started by hand; tests/integrations/launchers_test.py has real launchers."""
 import json
+import os
 import pathlib
 import socket
 import subprocess
 import sys
+import unittest
 
 from command import CommandTest, SMALL, SYNTHETIC, main
 
@@ -117,6 +119,49 @@ class Processes(CommandTest):
         for process in processes:
             self.assertIn("chmod 600", process.communicate(timeout=240)[1])
             self.assertEqual(process.returncode, 2)
+        os.mkfifo(self.folder / "pipe")
+        for process in self.start(2, "train", *SYNTHETIC, "--steps", 1, GRADWIRE_SECRET_FILE=str(self.folder / "pipe")):
+            self.assertIn("not a regular file", process.communicate(timeout=240)[1])
+            self.assertEqual(process.returncode, 2)
+
+    @unittest.skipUnless(os.geteuid() == 0, "only root can give files to other users")
+    def test_a_secrets_file_may_be_roots_and_readable_by_a_group_of_the_process(self):
+        """As Kubernetes mounts secrets with fsGroup. One rank is enough: it reads the file before it waits for others."""
+        secret = self.folder / "secret"
+        secret.write_text("one\n")
+        secret.chmod(0o600)
+        self.folder.chmod(0o755)
+        for owner, mode, right in ((0, 0o440, True), (0, 0o640, True), (0, 0o400, False), (0, 0o460, False), (0, 0o444, False),
+                                   (54321, 0o440, False)):
+            os.chown(secret, owner, 12345)
+            secret.chmod(mode)
+            command = [self.gradwire, "train", *SYNTHETIC, "--steps", "1", "--timeout-s", "0.2"]
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=240, user=54320, group=54320,
+                                   extra_groups=[12345], cwd="/", env=self.environment(
+                                       {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9",
+                                        "GRADWIRE_SECRET_FILE": str(secret)}))
+            place = f"owner {owner}, mode {mode:o}: {ended.stderr}"
+            self.assertEqual(ended.returncode, 1 if right else 2, place)
+            self.assertIn("did not reach rank 0" if right else "GRADWIRE_SECRET", ended.stderr, place)
+
+    def test_ports_and_interface_of_connections_are_the_environments(self):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            elsewhere = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            ends = self.run_processes(2, "train", *SYNTHETIC, "--steps", 1, "--timeout-s", 10, code=1, **elsewhere,
+                                      GRADWIRE_PORTS=f"{port}-{port}")
+            self.assertIn(f"127.0.0.1:{port}", ends[0][1])
+        first = free_port()
+        self.run_processes(2, "train", *SYNTHETIC, "--steps", 1, GRADWIRE_PORTS=f"{first}-{min(65535, first + 20)}",
+                           GRADWIRE_INTERFACE="lo")
+        for name, value, expected in (("GRADWIRE_PORTS", "20100-20000", "20100"), ("GRADWIRE_PORTS", "many", "'many'"),
+                                      ("GRADWIRE_INTERFACE", "nosuch0", "no network interface 'nosuch0'")):
+            ends = self.run_processes(2, "train", *SYNTHETIC, "--steps", 1, code=2, **elsewhere, **{name: value})
+            for _, error, _ in ends:
+                self.assertIn(name, error)
+                self.assertIn(expected, error)
 
     def test_ranks_with_different_flags_are_refused(self):
         processes = self.start(3, "train", *SYNTHETIC, own={2: ["--lr", "0.5"]})

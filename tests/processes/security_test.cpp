@@ -96,8 +96,9 @@ GroupOptions group_of(const std::string& rendezvous, int rank, int world, const 
 // A rank that joins a little later than the one before it, and averages a few times.
 void train(const std::string& rendezvous, int rank, int world, const std::string& interface = "") {
   std::this_thread::sleep_for(rank * 50ms);
-  auto comm = Communicator::create_tcp(
-      {.group = group_of(rendezvous, rank, world, "the run's secret"), .interface = interface});
+  GroupOptions group = group_of(rendezvous, rank, world, "the run's secret");
+  group.interface = interface;
+  auto comm = Communicator::create_tcp({.group = group});
   Stream stream = Stream::create(Device::host(), "test");
   Reducer reducer(*comm, CompressionSpec::parse("fp32:schedule=ring"), {{"all", {3000}}}, {});
   for (int step = 0; step < 20; ++step) {

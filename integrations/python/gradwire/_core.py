@@ -105,7 +105,8 @@ class Communicator(_Handle):
     shrinkable: whether the others can go on when ranks die: see shrink(). For processes, those with GPUs from NCCL 2.28.7
         on; the same on every rank.
     interface, ports: where this process on the host listens for the other ranks' data: the name of a network interface
-        ("": the one that reaches rank 0), and the first and the last of the ports it may use ((0, 0): any).
+        ("": GRADWIRE_INTERFACE, else with tcp:// the one that reaches rank 0, otherwise all), and the first and the last
+        of the ports it may use ((0, 0): GRADWIRE_PORTS, else any).
 
     Raises CommFailed when a rank does not join in time.
     """

@@ -1,0 +1,214 @@
+#!/usr/bin/python3
+"""Processes on two hosts whose networks differ: they meet, or say why within their deadline.
+
+    hosts_test.py GRADWIRE
+
+The hosts are network namespaces with a cable between them. Each case gives them other interfaces and addresses. Ends
+with 77, skipped, where this process may not make such hosts.
+"""
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Iterator
+
+GRADWIRE = os.path.abspath(sys.argv[1]) if len(sys.argv) > 1 else ""
+TRAIN = "train --data synthetic:256 --batch-size 16 --device host --width 16 --depth 1 --heads 2 --mlp 32".split()
+PREFIX = f"gw{os.getpid()}"
+CABLE = "cable"
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI", "MPI_", "GRADWIRE_", "TORCHELASTIC_")
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+def on(host: str, *arguments: str) -> None:
+    ip("-n", PREFIX + host, *arguments)
+
+
+def interface(host: str, name: str, address: str) -> None:
+    """An interface that leads nowhere, such as docker0."""
+    on(host, "link", "add", name, "type", "veth", "peer", "name", name + "x")
+    for end in (name + "x", name):
+        on(host, "link", "set", end, "up")
+    on(host, "address", "add", address, "dev", name)
+
+
+def cable(addresses: dict[str, str], up: bool = True) -> None:
+    ip("link", "add", CABLE, "netns", PREFIX + "A", "type", "veth", "peer", "name", CABLE, "netns", PREFIX + "B")
+    for host, address in addresses.items():
+        on(host, "address", "add", address, "dev", CABLE, *(["nodad"] if ":" in address else []))
+        if up:
+            on(host, "link", "set", CABLE, "up")
+
+
+@contextlib.contextmanager
+def hosts() -> Iterator[None]:
+    try:
+        for host in "AB":
+            ip("netns", "add", PREFIX + host)
+            on(host, "link", "set", "lo", "up")
+        yield
+    finally:
+        for host in "AB":
+            subprocess.run(["ip", "netns", "delete", PREFIX + host], capture_output=True)
+            shutil.rmtree(f"/etc/netns/{PREFIX}{host}", ignore_errors=True)
+
+
+def start(places: str, more: dict[str, str], *flags: str, steps: int = 2) -> list[subprocess.Popen[str]]:
+    """A rank on each of the hosts that `places` names."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
+    return [subprocess.Popen(["ip", "netns", "exec", PREFIX + host, GRADWIRE, *TRAIN, "--steps", str(steps), *flags], text=True,
+                             env=environment | more | {"RANK": str(rank), "WORLD_SIZE": str(len(places)), "GRADWIRE_THREADS": "1"},
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            for rank, host in enumerate(places)]
+
+
+def finish(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    ended = []
+    for rank in ranks:
+        try:
+            text, _ = rank.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            text = rank.communicate()[0] + "(killed: it did not end)"
+        ended.append((rank.returncode, text))
+    return ended
+
+
+def all_right(ended: list[tuple[int, str]]) -> None:
+    assert all(code == 0 for code, _ in ended), "\n".join(f"rank {r}: code {code}: {text}" for r, (code, text) in enumerate(ended))
+
+
+def meet(places: str, folder: str, more: dict[str, str] | None = None) -> None:
+    all_right(finish(start(places, more or {}, "--rendezvous", f"file://{folder}/meet", "--timeout-s", "40")))
+
+
+IPV4 = {"A": "10.9.0.1/24", "B": "10.9.0.2/24"}
+IPV6 = {"A": "fd00:9::1/64", "B": "fd00:9::2/64"}
+
+
+def docker0_is_first_on_both_hosts(folder: str) -> None:
+    for host in "AB":
+        interface(host, "docker0", "172.17.0.1/16")
+    cable(IPV4)
+    meet("AAB", folder)
+
+
+def the_same_ports_on_both_hosts_behind_docker0(folder: str) -> None:
+    """At docker0's address another rank, or the rank itself, answers at the port that is meant for one elsewhere."""
+    for host in "AB":
+        interface(host, "docker0", "172.17.0.1/16")
+    cable(IPV4)
+    meet("ABAB", folder, {"GRADWIRE_PORTS": "20000-20015"})
+
+
+def a_network_that_only_one_host_has_is_first(folder: str) -> None:
+    interface("A", "vpn", "10.8.0.1/24")
+    cable(IPV4)
+    meet("AAB", folder)
+
+
+def an_address_that_swallows_what_is_sent_to_it_is_first(folder: str) -> None:
+    interface("A", "vpn", "10.8.0.1/24")
+    cable(IPV4)
+    for which in ("all", CABLE):  # A does not answer for its other interfaces
+        subprocess.run(["ip", "netns", "exec", PREFIX + "A", "sh", "-c", f"echo 1 >/proc/sys/net/ipv4/conf/{which}/arp_ignore"],
+                       check=True)
+    on("B", "route", "add", "10.8.0.0/24", "dev", CABLE)
+    meet("AAB", folder)
+
+
+def hosts_have_ipv6_only(folder: str) -> None:
+    cable(IPV6)
+    meet("AAB", folder)
+
+
+def a_name_is_loopback_on_one_host_and_ipv6_on_the_other(folder: str) -> None:
+    """As Debian names a machine in its own /etc/hosts."""
+    cable(IPV6)
+    for host, address in {"A": "127.0.1.1", "B": "fd00:9::1"}.items():
+        place = pathlib.Path(f"/etc/netns/{PREFIX}{host}")
+        place.mkdir(parents=True)
+        (place / "hosts").write_text(f"127.0.0.1 localhost\n{address} nodea\n")
+    all_right(finish(start("AAB", {"MASTER_ADDR": "nodea", "GRADWIRE_SECRET": "s"}, "--timeout-s", "40")))
+
+
+def listening_ports(host: str) -> set[int]:
+    ports = set()
+    for table in ("tcp", "tcp6"):
+        text = subprocess.run(["ip", "netns", "exec", PREFIX + host, "cat", f"/proc/net/{table}"], check=True, capture_output=True,
+                              text=True).stdout
+        ports |= {int(words[1].rpartition(":")[2], 16) for line in text.splitlines()[1:] if (words := line.split())[3] == "0A"}
+    return ports
+
+
+def only_the_ports_that_a_firewall_permits_are_listened_at(folder: str) -> None:
+    cable(IPV4)
+    ranks = start("AAB", {"GRADWIRE_PORTS": "20000-20009", "GRADWIRE_INTERFACE": CABLE}, "--rendezvous", f"file://{folder}/meet",
+                  "--timeout-s", "40", "--elastic", "1:3", steps=3000)
+    used: set[int] = set()
+    while any(rank.poll() is None for rank in ranks):
+        used |= listening_ports("A") | listening_ports("B")
+    all_right(finish(ranks))
+    assert len(used) >= 3, f"the ranks listened at {used} only"
+    assert all(20000 <= port <= 20009 for port in used), f"the ranks listened at {sorted(used)}"
+
+
+def a_cable_that_is_plugged_in_late_is_waited_for(folder: str) -> None:
+    cable(IPV4, up=False)
+    ranks = start("ABA", {}, "--rendezvous", f"file://{folder}/meet", "--timeout-s", "40")
+    time.sleep(2)
+    for host in "AB":
+        on(host, "link", "set", CABLE, "up")
+    all_right(finish(ranks))
+
+
+def a_cut_cable_is_an_error_within_the_deadline(folder: str) -> None:
+    cable(IPV4)
+    on("B", "link", "set", CABLE, "down")
+    began = time.monotonic()
+    ended = finish(start("AB", {}, "--rendezvous", f"file://{folder}/meet", "--timeout-s", "3"))
+    assert time.monotonic() - began < 20, "it took longer than its deadline"
+    assert [code for code, _ in ended] == [1, 1], ended
+    assert "rank 1" in ended[0][1], ended[0][1]
+    assert "did not reach rank 0" in ended[1][1] and "10.9.0.1" in ended[1][1], ended[1][1]
+
+
+CASES = [docker0_is_first_on_both_hosts, the_same_ports_on_both_hosts_behind_docker0, a_network_that_only_one_host_has_is_first,
+         an_address_that_swallows_what_is_sent_to_it_is_first, hosts_have_ipv6_only,
+         a_name_is_loopback_on_one_host_and_ipv6_on_the_other, only_the_ports_that_a_firewall_permits_are_listened_at,
+         a_cable_that_is_plugged_in_late_is_waited_for, a_cut_cable_is_an_error_within_the_deadline]
+
+
+def main() -> int:
+    try:
+        with hosts():
+            cable(IPV4)
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"SKIPPED: this machine does not permit network namespaces: {getattr(error, 'stderr', None) or error}")
+        return 77
+    failed = 0
+    for case in CASES:
+        if len(sys.argv) > 2 and case.__name__ not in sys.argv[2:]:
+            continue
+        began = time.monotonic()
+        try:
+            with hosts(), tempfile.TemporaryDirectory() as folder:
+                case(folder)
+            print(f"ok: {case.__name__} ({time.monotonic() - began:.1f} s)", flush=True)
+        except (AssertionError, subprocess.CalledProcessError) as error:
+            failed += 1
+            print(f"FAILED: {case.__name__}: {error} {getattr(error, 'stderr', None) or ''}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
