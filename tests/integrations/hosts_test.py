@@ -62,25 +62,23 @@ def hosts() -> Iterator[None]:
             shutil.rmtree(f"/etc/netns/{PREFIX}{host}", ignore_errors=True)
 
 
-def start(places: str, more: dict[str, str], *flags: str, steps: int = 2) -> list[subprocess.Popen[str]]:
-    """A rank on each of the hosts that `places` names."""
+def start(places: str, folder: str, more: dict[str, str], *flags: str, steps: int = 2) -> list[subprocess.Popen[str]]:
+    """A rank on each of the hosts that `places` names. What they print is in files in `folder`."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
     return [subprocess.Popen(["ip", "netns", "exec", PREFIX + host, GRADWIRE, *TRAIN, "--steps", str(steps), *flags], text=True,
                              env=environment | more | {"RANK": str(rank), "WORLD_SIZE": str(len(places)), "GRADWIRE_THREADS": "1"},
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                             stdout=open(f"{folder}/output{rank}", "w"), stderr=subprocess.STDOUT)
             for rank, host in enumerate(places)]
 
 
-def finish(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
-    ended = []
+def finish(ranks: list[subprocess.Popen[str]], folder: str) -> list[tuple[int, str]]:
     for rank in ranks:
         try:
-            text, _ = rank.communicate(timeout=120)
+            rank.wait(timeout=120)
         except subprocess.TimeoutExpired:
             rank.kill()
-            text = rank.communicate()[0] + "(killed: it did not end)"
-        ended.append((rank.returncode, text))
-    return ended
+            rank.wait()
+    return [(rank.returncode, pathlib.Path(f"{folder}/output{number}").read_text()) for number, rank in enumerate(ranks)]
 
 
 def all_right(ended: list[tuple[int, str]]) -> None:
@@ -88,7 +86,7 @@ def all_right(ended: list[tuple[int, str]]) -> None:
 
 
 def meet(places: str, folder: str, more: dict[str, str] | None = None) -> None:
-    all_right(finish(start(places, more or {}, "--rendezvous", f"file://{folder}/meet", "--timeout-s", "40")))
+    all_right(finish(start(places, folder, more or {}, "--rendezvous", f"file://{folder}/meet", "--timeout-s", "40"), folder))
 
 
 IPV4 = {"A": "10.9.0.1/24", "B": "10.9.0.2/24"}
@@ -138,7 +136,7 @@ def a_name_is_loopback_on_one_host_and_ipv6_on_the_other(folder: str) -> None:
         place = pathlib.Path(f"/etc/netns/{PREFIX}{host}")
         place.mkdir(parents=True)
         (place / "hosts").write_text(f"127.0.0.1 localhost\n{address} nodea\n")
-    all_right(finish(start("AAB", {"MASTER_ADDR": "nodea", "GRADWIRE_SECRET": "s"}, "--timeout-s", "40")))
+    all_right(finish(start("AAB", folder, {"MASTER_ADDR": "nodea", "GRADWIRE_SECRET": "s"}, "--timeout-s", "40"), folder))
 
 
 def listening_ports(host: str) -> set[int]:
@@ -152,30 +150,30 @@ def listening_ports(host: str) -> set[int]:
 
 def only_the_ports_that_a_firewall_permits_are_listened_at(folder: str) -> None:
     cable(IPV4)
-    ranks = start("AAB", {"GRADWIRE_PORTS": "20000-20009", "GRADWIRE_INTERFACE": CABLE}, "--rendezvous", f"file://{folder}/meet",
-                  "--timeout-s", "40", "--elastic", "1:3", steps=3000)
+    ranks = start("AAB", folder, {"GRADWIRE_PORTS": "20000-20009", "GRADWIRE_INTERFACE": CABLE}, "--rendezvous", f"file://{folder}/meet",
+                  "--timeout-s", "40", "--elastic", "1:3", steps=500)
     used: set[int] = set()
     while any(rank.poll() is None for rank in ranks):
         used |= listening_ports("A") | listening_ports("B")
-    all_right(finish(ranks))
+    all_right(finish(ranks, folder))
     assert len(used) >= 3, f"the ranks listened at {used} only"
     assert all(20000 <= port <= 20009 for port in used), f"the ranks listened at {sorted(used)}"
 
 
 def a_cable_that_is_plugged_in_late_is_waited_for(folder: str) -> None:
     cable(IPV4, up=False)
-    ranks = start("ABA", {}, "--rendezvous", f"file://{folder}/meet", "--timeout-s", "40")
+    ranks = start("ABA", folder, {}, "--rendezvous", f"file://{folder}/meet", "--timeout-s", "40")
     time.sleep(2)
     for host in "AB":
         on(host, "link", "set", CABLE, "up")
-    all_right(finish(ranks))
+    all_right(finish(ranks, folder))
 
 
 def a_cut_cable_is_an_error_within_the_deadline(folder: str) -> None:
     cable(IPV4)
     on("B", "link", "set", CABLE, "down")
     began = time.monotonic()
-    ended = finish(start("AB", {}, "--rendezvous", f"file://{folder}/meet", "--timeout-s", "3"))
+    ended = finish(start("AB", folder, {}, "--rendezvous", f"file://{folder}/meet", "--timeout-s", "3"), folder)
     assert time.monotonic() - began < 20, "it took longer than its deadline"
     assert [code for code, _ in ended] == [1, 1], ended
     assert "rank 1" in ended[0][1], ended[0][1]
