@@ -10,6 +10,7 @@
 #include <cstring>
 #include <deque>
 #include <exception>
+#include <list>
 #include <mutex>
 #include <new>
 #include <thread>
@@ -21,7 +22,9 @@
 #include "runtime/memory_use.h"
 #include "runtime/multiprocessors.h"
 #include "runtime/op_count.h"
+#include "runtime/resources.h"
 #include "runtime/short_slices.h"
+#include "runtime/thread.h"
 
 namespace gradwire {
 
@@ -130,15 +133,59 @@ struct HostEvent final : Event::Impl {
   std::shared_ptr<Ticket> ticket;
 };
 
+// Memory that nobody may free: a task may still use it.
+class Abandoned {
+ public:
+  explicit Abandoned(std::shared_ptr<void> memory) {
+    new (&memory_) std::shared_ptr<void>(std::move(memory));
+  }
+
+ private:
+  alignas(std::shared_ptr<void>) std::byte memory_[sizeof(std::shared_ptr<void>)];
+};
+
+// The host streams that exist.
+class HostStreams {
+ public:
+  // Leaked on purpose: streams may outlive static objects.
+  static HostStreams& all() {
+    static HostStreams* streams = new HostStreams;
+    return *streams;
+  }
+  // Takes `one`, a list of one. Cannot fail.
+  void add(std::list<HostStream*>& one) {
+    std::lock_guard lock(mutex_);
+    streams_.splice(streams_.end(), one);
+  }
+  void remove(HostStream* stream) {
+    std::lock_guard lock(mutex_);
+    streams_.remove(stream);
+  }
+  // Drops `memory` once every stream has passed this point. Does not wait.
+  void drop_in_order(std::shared_ptr<void> memory) noexcept;
+
+ private:
+  std::mutex mutex_;
+  std::list<HostStream*> streams_;
+};
+
 struct HostStream final : Stream::Impl {
   HostStream(std::string name, bool immediate, Stream::Priority priority = Stream::Priority::normal)
       : Impl(Device::host(), std::move(name), priority) {
-    if (!immediate) thread = std::thread([this] { work(); });
+    if (immediate) return;
+    std::list<HostStream*> mine{this};
+    thread = Thread(fmt::format("a thread of stream '{}'", this->name), [this] { work(); });
+    HostStreams::all().add(mine);
   }
   ~HostStream() override {
     if (!thread.joinable()) return;
-    push({nullptr, true});
-    if (thread.get_id() == std::this_thread::get_id()) {
+    HostStreams::all().remove(this);
+    {
+      std::lock_guard lock(mutex);
+      stop = true;
+      wake.notify_one();
+    }
+    if (thread.is_current()) {
       thread.detach();  // the last handle was dropped inside one of its own tasks
     } else {
       thread.join();
@@ -156,7 +203,7 @@ struct HostStream final : Stream::Impl {
   void push(Task task) {
     if (!thread.joinable()) {  // immediate stream
       const DefaultFloatMode mode;
-      if (task.run) task.run();
+      task.run();
       return;
     }
     std::lock_guard lock(mutex);
@@ -199,11 +246,11 @@ struct HostStream final : Stream::Impl {
       Task task;
       {
         std::unique_lock lock(mutex);
-        wake.wait(lock, [&] { return !queue.empty(); });
+        wake.wait(lock, [&] { return stop || !queue.empty(); });
+        if (queue.empty()) return;
         task = std::move(queue.front());
         queue.pop_front();
       }
-      if (!task.run) return;
       if (failure && !task.always) continue;
       try {
         task.run();
@@ -216,9 +263,19 @@ struct HostStream final : Stream::Impl {
   std::mutex mutex;
   std::condition_variable wake;
   std::deque<Task> queue;
+  bool stop = false;           // once the queue is empty
   std::exception_ptr failure;  // touched by the stream's thread only (or by nobody: immediate streams throw)
-  std::thread thread;
+  Thread thread;
 };
+
+void HostStreams::drop_in_order(std::shared_ptr<void> memory) noexcept {
+  try {
+    std::lock_guard lock(mutex_);
+    for (HostStream* stream : streams_) stream->push({[memory] {}, true});
+  } catch (...) {  // no memory for the task
+    Abandoned never_freed(std::move(memory));
+  }
+}
 
 void HostEvent::record(Stream::Impl& stream) {
   auto* host_stream = dynamic_cast<HostStream*>(&stream);
@@ -354,6 +411,10 @@ std::shared_ptr<void> counted(std::shared_ptr<void> memory, Device device, size_
   void* const data = memory.get();
   count_memory(device, size);
   return {data, [memory = std::move(memory), device, size](void*) mutable {
+            // A constructor that has enqueued work on the memory, and then failed. (cudaFree() waits by itself.)
+            if (device.is_host() && std::uncaught_exceptions() > 0) {
+              HostStreams::all().drop_in_order(std::move(memory));
+            }
             memory.reset();
             count_memory(device, -size);
           }};
@@ -366,7 +427,7 @@ Buffer::Buffer(Device device, size_t bytes) : device_(device), bytes_(bytes) {
   if (device.is_host()) {
     const size_t alignment = bytes >= kHugePageBytes ? kHugePage : 256;
     void* data = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
-    if (data == nullptr) throw DeviceError(fmt::format("out of host memory: {} bytes asked for", bytes));
+    if (data == nullptr) throw_no_memory(bytes);
 #ifdef MADV_HUGEPAGE
     if (bytes >= kHugePageBytes) madvise(data, bytes, MADV_HUGEPAGE);  // a hint; refusal costs only speed
 #endif

@@ -12,6 +12,7 @@
 #include "runtime/driver_function.h"
 #include "runtime/nvtx.h"
 #include "runtime/op_count.h"
+#include "runtime/resources.h"
 
 namespace gradwire::cuda {
 namespace {
@@ -197,10 +198,19 @@ std::shared_ptr<Event::Impl> make_event(int device_index, bool timer) {
   return std::make_shared<CudaEventImpl>(device_index, timer);
 }
 
+namespace {
+// Throws OutOfResources where an allocation on the GPU, or of page-locked memory, is refused.
+void check_allocation(cudaError_t status, const char* call, size_t bytes) {
+  if (status != cudaErrorMemoryAllocation) return check(status, call);
+  cudaGetLastError();  // clear the error: the next check of a launch would report it
+  throw OutOfResources(fmt::format("{}: {} bytes were refused: {}", call, bytes, cudaGetErrorString(status)));
+}
+}  // namespace
+
 std::shared_ptr<void> allocate(int device_index, size_t bytes) {
   set_device(device_index);
   void* data = nullptr;
-  GW_CUDA_CHECK(cudaMalloc(&data, bytes));
+  check_allocation(cudaMalloc(&data, bytes), "cudaMalloc", bytes);
   return std::shared_ptr<void>(data, [](void* p) { cudaFree(p); });
 }
 
@@ -220,7 +230,7 @@ bool can_access_peer(int from, int to) {
 
 std::shared_ptr<void> allocate_pinned(size_t bytes) {
   void* data = nullptr;
-  GW_CUDA_CHECK(cudaMallocHost(&data, bytes));
+  check_allocation(cudaMallocHost(&data, bytes), "cudaMallocHost", bytes);
   return std::shared_ptr<void>(data, [](void* p) { cudaFreeHost(p); });
 }
 
@@ -231,13 +241,13 @@ std::shared_ptr<void> allocate_in_order(const std::shared_ptr<Stream::Impl>& str
   GW_CUDA_CHECK(cudaDeviceGetAttribute(&pools, cudaDevAttrMemoryPoolsSupported, index));
   void* data = nullptr;
   if (pools == 0) {  // vGPUs without unified memory
-    GW_CUDA_CHECK(cudaMalloc(&data, bytes));
+    check_allocation(cudaMalloc(&data, bytes), "cudaMalloc", bytes);
     return std::shared_ptr<void>(data, [stream](void* p) {
       cudaStreamSynchronize(stream->native());
       cudaFree(p);
     });
   }
-  GW_CUDA_CHECK(cudaMallocAsync(&data, bytes, stream->native()));
+  check_allocation(cudaMallocAsync(&data, bytes, stream->native()), "cudaMallocAsync", bytes);
   return std::shared_ptr<void>(data, [stream](void* p) { cudaFreeAsync(p, stream->native()); });
 }
 

@@ -5,11 +5,13 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
 #include <deque>
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <thread>
 #include <vector>
@@ -18,6 +20,8 @@
 #include "runtime/environment.h"
 #include "runtime/error.h"
 #include "runtime/float_mode.h"
+#include "runtime/resources.h"
+#include "runtime/thread.h"
 
 namespace gradwire {
 namespace {
@@ -52,7 +56,14 @@ struct Job {
 class Pool {
  public:
   explicit Pool(int workers) {
-    for (int i = 0; i < workers; ++i) workers_.emplace_back([this] { work(); });
+    // Callers compute as well, so fewer workers than asked for, even none, cost only time.
+    try {
+      for (int i = 0; i < workers; ++i) workers_.emplace_back("a thread that computes", [this] { work(); });
+    } catch (const OutOfResources& error) {
+      std::fprintf(stderr, "gradwire: computes with %zu of %d threads: %s\n", workers_.size() + 1,
+                   workers + 1, error.what());
+    } catch (const std::bad_alloc&) {
+    }
   }
   ~Pool() {
     {
@@ -60,7 +71,7 @@ class Pool {
       stop_ = true;
     }
     wake_.notify_all();
-    for (auto& worker : workers_) worker.join();
+    for (Thread& worker : workers_) worker.join();
   }
 
   void run(Job& job) {
@@ -105,7 +116,7 @@ class Pool {
   std::mutex mutex_;
   std::condition_variable wake_, done_;
   std::deque<Job*> jobs_;
-  std::vector<std::thread> workers_;
+  std::vector<Thread> workers_;
   bool stop_ = false;
 };
 

@@ -1,0 +1,93 @@
+#include "runtime/resources.h"
+
+#include <gtest/gtest.h>
+#include <pthread.h>
+#include <sys/resource.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <string>
+#include <thread>
+
+#include "runtime/device.h"
+#include "runtime/thread.h"
+
+namespace gradwire {
+namespace {
+
+// While it lives, threads have stacks of `bytes` unless they ask for other ones.
+struct DefaultStack {
+  explicit DefaultStack(size_t bytes) {
+    pthread_getattr_default_np(&before);
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, bytes);
+    pthread_setattr_default_np(&attributes);
+    pthread_attr_destroy(&attributes);
+  }
+  ~DefaultStack() { pthread_setattr_default_np(&before); }
+  pthread_attr_t before;
+};
+
+TEST(Resources, ThreadsHaveTwoMegabytesOfStackWhateverTheLimit) {
+  DefaultStack small(size_t{128} << 10);
+  size_t stack = 0;
+  Thread thread("a thread of the test", [&] {
+    pthread_attr_t attributes;
+    pthread_getattr_np(pthread_self(), &attributes);
+    pthread_attr_getstacksize(&attributes, &stack);
+    pthread_attr_destroy(&attributes);
+  });
+  thread.join();
+  EXPECT_GE(stack, size_t{2} << 20);
+}
+
+TEST(Resources, ARefusedThreadIsAnErrorThatNamesTheLimits) {
+  DefaultStack huge(size_t{1} << 46);  // more than there is of address space
+  bool ran = false;
+  try {
+    Thread thread("a thread of the test", [&] { ran = true; });
+    FAIL() << "a stack of 64 TiB";
+  } catch (const OutOfResources& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("cannot start a thread of the test"), std::string::npos) << text;
+    EXPECT_NE(text.find("GRADWIRE_THREADS"), std::string::npos) << text;
+  }
+  EXPECT_FALSE(ran);
+}
+
+TEST(Resources, ARefusedDescriptorNamesTheLimit) {
+  rlimit limit = {};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
+  const std::string text = error_text(EMFILE);
+  EXPECT_NE(text.find(std::to_string(limit.rlim_cur)), std::string::npos) << text;
+  EXPECT_NE(text.find("ulimit -n"), std::string::npos) << text;
+  EXPECT_EQ(error_text(ECONNREFUSED), std::strerror(ECONNREFUSED));
+}
+
+TEST(Resources, RefusedHostMemoryIsOutOfResources) {
+  EXPECT_THROW(Buffer(Device::host(), size_t{1} << 60), OutOfResources);
+}
+
+// As a constructor does that has enqueued work on its memory when a later allocation fails.
+TEST(Resources, MemoryDroppedByAnExceptionOutlivesEnqueuedWork) {
+  constexpr size_t kBytes = size_t{64} << 20;  // so large that free() unmaps it
+  const Stream stream = Stream::create(Device::host(), "test");
+  std::atomic<bool> dropped = false;
+  try {
+    const Buffer memory(Device::host(), kBytes);
+    stream.submit([&dropped, data = memory.data()] {
+      while (!dropped) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      std::memset(data, 1, kBytes);
+    });
+    throw Error("the constructor fails");
+  } catch (const Error&) {
+  }
+  dropped = true;
+  EXPECT_NO_THROW(stream.synchronize());
+}
+
+}  // namespace
+}  // namespace gradwire
