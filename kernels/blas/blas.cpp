@@ -6,8 +6,13 @@
 #include "kernels/blas/blas.h"
 
 #include <cblas.h>
+#include <sys/mman.h>
+#include <sys/types.h>
 
 #include <algorithm>
+#include <atomic>
+#include <csetjmp>
+#include <cstddef>
 #include <string>
 #include <string_view>
 
@@ -19,6 +24,8 @@ extern "C" {
 [[gnu::weak]] extern void* gotoblas;         // the set in use
 [[gnu::weak]] void gotoblas_dynamic_init();  // chooses, unless `gotoblas` is set
 
+void* __real_mmap(void* address, size_t bytes, int protection, int flags, int file, off_t offset);
+void* __wrap_mmap(void* address, size_t bytes, int protection, int flags, int file, off_t offset);
 char* __real_getenv(const char* name);
 char* __wrap_getenv(const char* name);
 }
@@ -72,6 +79,21 @@ struct Library : GradwireBlas {
   std::string version_text, wanted_text, instead_of_text, error_text;
 };
 
+// Where a product returns to when the system refuses memory; null outside products.
+thread_local jmp_buf* way_out = nullptr;
+std::atomic<size_t> refused_bytes{0};  // once
+
+// Each refusal costs OpenBLAS an entry of its table of buffers, so a refused product is tried again only once there is
+// memory.
+bool memory_is_back() {
+  const size_t bytes = refused_bytes.load();
+  if (bytes == 0) return true;
+  void* const probe = __real_mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (probe == MAP_FAILED) return false;
+  munmap(probe, bytes);
+  return true;
+}
+
 }  // namespace
 
 // OpenBLAS sees nothing of the environment, whose variables are meant for another copy. One thread
@@ -83,18 +105,34 @@ char* __wrap_getenv(const char* name) {
   return asked == "OPENBLAS_NUM_THREADS" ? one : nullptr;
 }
 
+// OpenBLAS repeats a refused mmap() forever. At that point it holds no lock.
+void* __wrap_mmap(void* address, size_t bytes, int protection, int flags, int file, off_t offset) {
+  void* const memory = __real_mmap(address, bytes, protection, flags, file, offset);
+  if (memory != MAP_FAILED || way_out == nullptr) return memory;
+  refused_bytes = bytes;
+  std::longjmp(*way_out, 1);
+}
+
 const GradwireBlas* gradwire_blas() {
   static const Library library;
   return &library;
 }
 
-void gradwire_blas_sgemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, float alpha,
+bool gradwire_blas_sgemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, float alpha,
                          const float* a, int64_t lda, const float* b, int64_t ldb, float beta, float* c,
                          int64_t ldc) {
   gradwire_blas();  // chooses the kernels on the first call
-
+  if (!memory_is_back()) return false;
+  jmp_buf here;
+  if (setjmp(here) != 0) {
+    way_out = nullptr;
+    return false;
+  }
+  way_out = &here;
   auto distance = [](int64_t ld) { return static_cast<blasint>(ld > 0 ? ld : 1); };  // BLAS refuses 0
   cblas_sgemm(CblasRowMajor, transpose_a ? CblasTrans : CblasNoTrans, transpose_b ? CblasTrans : CblasNoTrans,
               static_cast<blasint>(m), static_cast<blasint>(n), static_cast<blasint>(k), alpha, a,
               distance(lda), b, distance(ldb), beta, c, distance(ldc));
+  way_out = nullptr;
+  return true;
 }

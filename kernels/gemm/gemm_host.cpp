@@ -4,6 +4,8 @@
 // BF16 operands stay BF16 where the processor multiplies them (bf16_gemm.h). Elsewhere they are widened to FP32,
 // which is exact: B once per product, A and C piece by piece. That costs 6 B per element, little compared with the
 // 2 n or 2 m operations on each.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <vector>
 
@@ -14,6 +16,7 @@
 #include "kernels/gemm/small_gemm.h"
 #include "kernels/simd/convert.h"
 #include "runtime/error.h"
+#include "runtime/resources.h"
 #include "runtime/thread_pool.h"
 
 namespace gradwire::host {
@@ -33,8 +36,13 @@ struct Product {
 };
 
 void run(const Product& p) {
-  gradwire_blas_sgemm(p.transpose_a, p.transpose_b, p.m, p.n, p.k, p.alpha, p.a, p.lda, p.b, p.ldb, p.beta,
-                      p.c, p.ldc);
+  if (gradwire_blas_sgemm(p.transpose_a, p.transpose_b, p.m, p.n, p.k, p.alpha, p.a, p.lda, p.b, p.ldb,
+                          p.beta, p.c, p.ldc)) {
+    return;
+  }
+  throw OutOfResources(fmt::format(
+      "OpenBLAS needs 128 MiB of address space for each of up to {} threads that multiply matrices: {}",
+      host_threads(), no_memory_text()));
 }
 
 void run_small(const Product& p) {

@@ -13,6 +13,7 @@
 #include "kernels/gemm/bf16_gemm.h"
 #include "kernels/simd/simd.h"
 #include "runtime/error.h"
+#include "runtime/resources.h"
 
 GW_ALLOW_FMA
 
@@ -97,8 +98,10 @@ double measure_fma_share() {
                        (void)kept;
                      }));
     product_s = std::min(product_s, cpu_seconds([&] {
-                           gradwire_blas_sgemm(false, false, kSize, kSize, kSize, 1.0f, a.data(), kSize,
-                                               b.data(), kSize, 0.0f, c.data(), kSize);
+                           if (!gradwire_blas_sgemm(false, false, kSize, kSize, kSize, 1.0f, a.data(), kSize,
+                                                    b.data(), kSize, 0.0f, c.data(), kSize)) {
+                             throw_no_memory(0);
+                           }
                          }));
   }
   const double fmas = static_cast<double>(kRounds * kChains * (wide ? 16 : 8));
