@@ -56,7 +56,8 @@ enum {
                            gw_store: final for the communicator */
   GW_DEVICE_FAILED = 4, /* a CUDA call failed, or the device does not exist */
   GW_UNSUPPORTED = 5,   /* valid, but not supported by this version or build */
-  GW_NO_MEMORY = 6,     /* host or device */
+  GW_NO_MEMORY = 6,     /* memory of host or device, threads or file descriptors: the text says which, names
+                           the limit and the remedy */
   GW_INTERNAL = 7,      /* a bug in the library */
   GW_NOT_DONE = 8       /* of gw_request_wait() only: its time is over; the call goes on */
 };

@@ -8,7 +8,6 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <thread>
 
 #include "bench/baselines/gloo_baseline.h"
 #include "bench/baselines/nccl_baseline.h"
@@ -17,6 +16,7 @@
 #include "bench/harness/measure.h"
 #include "bench/harness/spawn.h"
 #include "bench/harness/text.h"
+#include "collectives/communicator/local_ranks.h"
 #include "collectives/transport/nccl.h"
 #include "collectives/transport/tcp.h"
 #include "runtime/error.h"
@@ -173,26 +173,13 @@ void run_local(const CollectivesOptions& o, const std::vector<CollectiveCase>& c
   }
   auto group =
       Communicator::create_local(devices, std::chrono::milliseconds(static_cast<int64_t>(o.timeout_s * 1e3)));
-  std::vector<std::exception_ptr> errors(group.size());
-  std::vector<std::thread> threads;
-  for (int r = 0; r < o.ranks; ++r) {
-    threads.emplace_back([&, r] {
-      try {
-        CollectiveRank rank(*group[r], settings_of(o, o.ranks));
-        for (const CollectiveCase& c : cases) {
-          CollectiveResult result = rank.run(c);
-          if (r == 0) rows.push_back(report(o, c, result, "local", o.ranks, 0));
-        }
-      } catch (const std::exception& error) {
-        errors[r] = std::current_exception();
-        group[r]->abort(error.what());
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  for (const std::exception_ptr& error : errors) {
-    if (error) std::rethrow_exception(error);
-  }
+  run_local_ranks(group, [&](Communicator& mine) {
+    CollectiveRank rank(mine, settings_of(o, o.ranks));
+    for (const CollectiveCase& c : cases) {
+      CollectiveResult result = rank.run(c);
+      if (mine.rank() == 0) rows.push_back(report(o, c, result, "local", o.ranks, 0));
+    }
+  });
 }
 
 // This process is one rank of several.

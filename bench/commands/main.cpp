@@ -6,6 +6,7 @@
 
 #include "bench/commands/commands.h"
 #include "runtime/error.h"
+#include "runtime/resources.h"
 #include "runtime/standard_descriptors.h"
 
 namespace {
@@ -46,6 +47,6 @@ int main(int argc, char** argv) {
   } catch (const gradwire::BadInput& error) {
     return fail(error.what(), kBadInput);
   } catch (const std::exception& error) {
-    return fail(error.what(), kFailed);
+    return fail(gradwire::text_of(error), kFailed);
   }
 }

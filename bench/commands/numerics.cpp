@@ -9,10 +9,9 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <random>
-#include <thread>
 
 #include "bench/commands/commands.h"
-#include "collectives/communicator/communicator.h"
+#include "collectives/communicator/local_ranks.h"
 #include "collectives/program/program.h"
 #include "collectives/spec/spec.h"
 #include "runtime/error.h"
@@ -89,32 +88,20 @@ std::vector<float> summed(const Case& c, const Format& f, std::vector<std::vecto
   const int world = c.schedule.world;
   auto group = Communicator::create_local(std::vector<Device>(static_cast<size_t>(world), Device::host()),
                                           std::chrono::minutes(5));
-  std::vector<std::thread> threads;
-  std::vector<std::exception_ptr> errors(static_cast<size_t>(world));
-  for (int r = 0; r < world; ++r) {
-    threads.emplace_back([&, r] {
-      try {
-        std::vector<float>& mine = data[r];
-        Stream stream = Stream::immediate_host();
-        Program program(group[r]->transport(), c.schedule,
-                        {mine.data(), mine.data(), nullptr, static_cast<int64_t>(mine.size())},
-                        {.what = "numerics",
-                         .wire = f.wire,
-                         .fp32_intra_node = c.fp32_intra_node,
-                         .rounding = {f.rounding, static_cast<uint64_t>(r) + 1, nullptr, 0}});
-        Buffer workspace(Device::host(), program.workspace_bytes());
-        program.bind(workspace.data());
-        program.run(stream);
-      } catch (const std::exception& error) {
-        errors[r] = std::current_exception();
-        group[r]->abort(error.what());
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  for (const auto& error : errors) {
-    if (error) std::rethrow_exception(error);
-  }
+  run_local_ranks(group, [&](Communicator& comm) {
+    const auto r = static_cast<size_t>(comm.rank());
+    std::vector<float>& mine = data[r];
+    Stream stream = Stream::immediate_host();
+    Program program(comm.transport(), c.schedule,
+                    {mine.data(), mine.data(), nullptr, static_cast<int64_t>(mine.size())},
+                    {.what = "numerics",
+                     .wire = f.wire,
+                     .fp32_intra_node = c.fp32_intra_node,
+                     .rounding = {f.rounding, static_cast<uint64_t>(r) + 1, nullptr, 0}});
+    Buffer workspace(Device::host(), program.workspace_bytes());
+    program.bind(workspace.data());
+    program.run(stream);
+  });
   return std::move(data[0]);
 }
 

@@ -8,11 +8,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 
 #include "runtime/error.h"
+#include "runtime/resources.h"
 
 namespace gradwire::bench {
 namespace {
@@ -25,6 +27,7 @@ struct Child {
 Child start(const std::vector<std::string>& arguments, int rank, int world) {
   Child child;
   child.errors = memfd_create("errors", MFD_CLOEXEC);
+  if (child.errors < 0) throw_refused(fmt::format("cannot start rank {}", rank), errno);
   std::vector<std::string> words = {"gradwire-bench"};
   words.insert(words.end(), arguments.begin(), arguments.end());
   std::vector<char*> argv;
@@ -34,6 +37,7 @@ Child start(const std::vector<std::string>& arguments, int rank, int world) {
   const pid_t parent = getpid();
   std::fflush(stdout);
   child.pid = fork();
+  if (child.pid < 0) throw_no_thread(fmt::format("the process of rank {}", rank));
   if (child.pid != 0) return child;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != parent) _exit(127);

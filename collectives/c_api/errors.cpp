@@ -2,6 +2,8 @@
 
 #include <new>
 
+#include "runtime/resources.h"
+
 namespace gradwire::c_api {
 namespace {
 
@@ -14,6 +16,14 @@ gw_status fail(gw_status status, const char* function, const char* text) noexcep
     last_error.clear();
   }
   return status;
+}
+
+gw_status no_memory(const char* function) noexcept {
+  try {
+    return fail(GW_NO_MEMORY, function, no_memory_text().c_str());
+  } catch (...) {
+    return fail(GW_NO_MEMORY, function, "out of host memory");
+  }
 }
 
 }  // namespace
@@ -33,8 +43,10 @@ gw_status status_of_current_exception(const char* function) noexcept {
     return fail(GW_COMM_FAILED, function, e.what());
   } catch (const DeviceError& e) {
     return fail(GW_DEVICE_FAILED, function, e.what());
+  } catch (const OutOfResources& e) {
+    return fail(GW_NO_MEMORY, function, e.what());
   } catch (const std::bad_alloc&) {
-    return fail(GW_NO_MEMORY, function, "out of host memory");
+    return no_memory(function);
   } catch (const std::exception& e) {
     return fail(GW_INTERNAL, function, e.what());
   } catch (...) {

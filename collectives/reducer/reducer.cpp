@@ -45,15 +45,15 @@ Reducer::Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<Gr
 
 Reducer::~Reducer() {
   // Work in flight uses this object's memory. Synchronize every stream, even after one has failed.
-  std::vector<Stream> busy = {stream_};
-  for (const Lane& lane : lanes_) busy.push_back(lane.stream);
-  if (!buckets_.empty()) busy.push_back(comm_.transfers());
-  for (const Stream& stream : busy) {
+  const auto finish = [](const auto& stream) {
     try {
-      stream.synchronize();
+      stream().synchronize();
     } catch (...) {
     }
-  }
+  };
+  finish([&] { return stream_; });
+  for (const Lane& lane : lanes_) finish([&] { return lane.stream; });
+  if (!buckets_.empty()) finish([&] { return comm_.transfers(); });  // which may have to be made
 }
 
 void Reducer::build_lanes() {

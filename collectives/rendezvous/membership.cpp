@@ -18,6 +18,7 @@
 #include "collectives/rendezvous/secret.h"
 #include "runtime/environment.h"
 #include "runtime/error.h"
+#include "runtime/resources.h"
 
 namespace gradwire {
 namespace {
@@ -155,7 +156,10 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
       meeting.secret = random_secret();
       key_ = options_.secret + meeting.secret;
       std::vector<Socket> invited;
-      for (const int fd : board->invited) invited.emplace_back(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+      for (const int fd : board->invited) {
+        invited.emplace_back(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+        if (!invited.back()) throw_refused("cannot watch a process that joins", errno);
+      }
       Socket listener = listen_within(options_.ports, board->address);
       meeting.store = contact_of(listener, board->address, "-");
       server_ = std::make_unique<StoreServer>(std::move(listener), world, key_, options_.job,
@@ -214,6 +218,9 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
         refused = why;
         patient_until = std::min(patient_until, SteadyClock::now() + kPatience);
       }
+    }
+    if (const std::string failure = server_ ? server_->failure() : ""; !failure.empty()) {
+      throw CommError(fmt::format("rank {} cannot join through {}: {}", rank, rendezvous, failure));
     }
     if (SteadyClock::now() >= patient_until) {
       throw CommError(fmt::format(

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -11,7 +10,9 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <new>
 #include <sstream>
+#include <thread>
 #include <utility>
 
 #include "collectives/rendezvous/secret.h"
@@ -48,21 +49,28 @@ bool contains(const std::vector<int>& ranks, int rank) {
   return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
 }
 
-// Runs `work(i)` for all i below n at the same time. Throws what one of them threw.
+// Runs work(i) for all i below n, each on a thread, or on the caller's where the system refuses threads. Throws what
+// one of them threw.
 template <typename Work>
 void at_once(size_t n, Work work) {
   std::vector<std::exception_ptr> errors(n);
-  std::vector<std::thread> threads;
+  std::vector<Thread> threads;
+  threads.reserve(n);
   for (size_t i = 0; i < n; ++i) {
-    threads.emplace_back([&, i] {
+    const auto guarded = [&errors, &work, i] {
       try {
         work(i);
       } catch (...) {
         errors[i] = std::current_exception();
       }
-    });
+    };
+    try {
+      threads.emplace_back("a thread that asks a rank", guarded);
+    } catch (const std::exception&) {
+      guarded();
+    }
   }
-  for (std::thread& thread : threads) thread.join();
+  threads.clear();  // joins
   for (const auto& error : errors) {
     if (error) std::rethrow_exception(error);
   }
@@ -74,9 +82,8 @@ Reunion::Reunion(const std::string& address, const std::string& key, const PortR
     : address_(address),
       listener_name_(random_secret()),
       credentials_{key, purpose_of(listener_name_)},
-      listener_(listen_within(ports, address)),
-      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  thread_ = std::thread([this] { serve(); });
+      listener_(listen_within(ports, address)) {
+  thread_ = Thread("the thread that answers other ranks", [this] { serve(); });
 }
 
 Reunion::~Reunion() {
@@ -84,8 +91,7 @@ Reunion::~Reunion() {
     std::lock_guard lock(mutex_);
     stop_ = true;
   }
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = write(wake_.fd(), &one, sizeof one);
+  wake_.set();
   thread_.join();
 }
 
@@ -120,7 +126,17 @@ void Reunion::leave() {
 
 void Reunion::serve() {
   while (true) {
-    std::vector<pollfd> entries = {{wake_.fd(), POLLIN, 0}, {listener_.fd(), POLLIN, 0}};
+    try {
+      return serve_until_stopped();
+    } catch (const std::bad_alloc&) {  // goes on once there is memory
+      std::this_thread::sleep_for(kTick);
+    }
+  }
+}
+
+void Reunion::serve_until_stopped() {
+  while (true) {
+    std::vector<pollfd> entries = {{wake_.fd(), POLLIN, 0}, {acceptor_.fd(), POLLIN, 0}};
     {
       std::lock_guard lock(mutex_);
       for (const Caller& c : callers_) entries.push_back({c.socket.fd(), POLLIN, 0});
@@ -167,7 +183,7 @@ void Reunion::serve_callers() {
   }
   std::erase_if(callers_, [](const Caller& c) { return !c.socket; });
   for (size_t i = 0; i < kMostStrangers; ++i) {
-    auto socket = accept_from(listener_);
+    auto socket = acceptor_.accept();
     if (!socket) break;
     const std::string from = socket->peer_address();
     callers_.push_back({std::move(*socket), from, std::make_unique<Challenge>(credentials_)});

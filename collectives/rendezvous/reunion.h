@@ -31,13 +31,13 @@
 #include <optional>
 #include <set>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "collectives/rendezvous/contact.h"
 #include "collectives/rendezvous/handshake.h"
 #include "collectives/rendezvous/socket.h"
 #include "collectives/rendezvous/store.h"
+#include "runtime/thread.h"
 
 namespace gradwire {
 
@@ -136,6 +136,7 @@ class Reunion {
   };
 
   void serve();
+  void serve_until_stopped();
   void serve_callers();
   void turn_away(const Caller& caller, const std::string& why);
   void tell_of_strangers(int rank, const std::vector<std::string>& lines);
@@ -155,7 +156,9 @@ class Reunion {
 
   const std::string address_, listener_name_;
   const Credentials credentials_;
-  Socket listener_, wake_;
+  Socket listener_;
+  Acceptor acceptor_{listener_};
+  WakeEvent wake_;
   std::mutex calling_;  // held while these run; before mutex_
   std::function<void(const std::string&)> failed_;
   std::function<bool(const std::string&)> note_;
@@ -188,7 +191,7 @@ class Reunion {
   std::function<std::string(const std::string&)> judge_;
   SteadyClock::time_point told_to_wait_at_ = {};
   std::atomic<int> waiting_ = 0;
-  std::thread thread_;
+  Thread thread_;
 };
 
 }  // namespace gradwire

@@ -8,6 +8,7 @@
 #include <netdb.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -18,6 +19,7 @@
 #include <memory>
 
 #include "runtime/error.h"
+#include "runtime/resources.h"
 
 namespace gradwire {
 namespace {
@@ -30,7 +32,7 @@ AddressList look_up(const Endpoint& endpoint, int flags, std::string& why) {
   hints.ai_flags = flags | AI_NUMERICSERV;
   int error = getaddrinfo(endpoint.host.empty() ? nullptr : endpoint.host.c_str(),
                           fmt::format("{}", endpoint.port).c_str(), &hints, &found);
-  if (error != 0) why = gai_strerror(error);
+  if (error != 0) why = error == EAI_SYSTEM ? error_text(errno) : gai_strerror(error);
   return {error == 0 ? found : nullptr, &freeaddrinfo};
 }
 
@@ -214,7 +216,7 @@ Socket listen_on(const Endpoint& endpoint) {
               ? fmt::format(
                     "it is not an address of this machine, whose addresses are {}; 0.0.0.0 stands for all",
                     fmt::join(own_addresses(), ", "))
-              : std::strerror(errno);
+              : error_text(errno);
   }
   throw CommError(fmt::format("cannot listen on {}: {}", endpoint.text(), why));
 }
@@ -305,7 +307,7 @@ std::optional<Socket> begin_connect(const Address& address, std::string& why) {
        errno == EINPROGRESS)) {
     return socket;
   }
-  why = std::strerror(errno);
+  why = error_text(errno);
   return std::nullopt;
 }
 
@@ -314,6 +316,44 @@ int connect_error(const Socket& socket) {
   socklen_t length = sizeof error;
   getsockopt(socket.fd(), SOL_SOCKET, SO_ERROR, &error, &length);
   return error;
+}
+
+std::optional<Socket> Acceptor::accept() {
+  if (resting()) return std::nullopt;
+  auto socket = accept_from(listener_);
+  const int error = errno;
+  const bool refused = !socket && (error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM);
+  const auto now = SteadyClock::now();
+  if (!refused) {
+    why_.clear();
+    return socket;
+  }
+  if (why_.empty()) since_ = now;
+  why_ = "cannot accept a connection: " + error_text(error);
+  rests_until_ = now + kRest;
+  return std::nullopt;
+}
+
+std::string Acceptor::refused() const {
+  return !why_.empty() && SteadyClock::now() >= since_ + kGrace ? why_ : "";
+}
+
+std::chrono::milliseconds Acceptor::patience(std::chrono::milliseconds at_most) const {
+  return resting() ? std::min(at_most, kRest) : at_most;
+}
+
+WakeEvent::WakeEvent() : event_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!event_) throw_refused("cannot make an event", errno);
+}
+
+void WakeEvent::set() {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = write(event_.fd(), &one, sizeof one);
+}
+
+void WakeEvent::clear() {
+  uint64_t count;
+  [[maybe_unused]] const ssize_t got = read(event_.fd(), &count, sizeof count);
 }
 
 std::optional<Socket> try_connect(const Endpoint& endpoint, SteadyClock::time_point deadline,

@@ -59,7 +59,46 @@ PortRange parse_ports(const std::string& what, const std::string& text);
 // On the first free port of the range, at `address`. Throws CommError that names the range if there is none.
 Socket listen_within(const PortRange& ports, const std::string& address);
 int local_port(const Socket& socket);
-std::optional<Socket> accept_from(const Socket& listener);  // empty when no connection is pending
+// Empty when no connection is pending, or the system refuses one: see errno.
+std::optional<Socket> accept_from(const Socket& listener);
+
+// Accepts connections, and rests for a moment after the system has refused a descriptor or memory for one. (The
+// connection stays pending then, so that poll() on the listener would return at once.)
+class Acceptor {
+ public:
+  // `listener` must outlive this.
+  explicit Acceptor(const Socket& listener) : listener_(listener) {}
+  // What to poll: the listener, or -1 while this rests.
+  int fd() const { return resting() ? -1 : listener_.fd(); }
+  // How long a poll() may take: `at_most`, or less while this rests.
+  std::chrono::milliseconds patience(std::chrono::milliseconds at_most) const;
+  // Empty when no connection is pending, or none can be accepted.
+  std::optional<Socket> accept();
+  // Why connections have been refused by the system for longer than kGrace; else "".
+  std::string refused() const;
+
+  static constexpr std::chrono::milliseconds kGrace{2000}, kRest{100};
+
+ private:
+  bool resting() const { return SteadyClock::now() < rests_until_; }
+
+  const Socket& listener_;
+  std::string why_;  // "" since the latest success
+  SteadyClock::time_point since_ = {}, rests_until_ = {};
+};
+
+// Ends a poll() in another thread.
+class WakeEvent {
+ public:
+  // Throws OutOfResources.
+  WakeEvent();
+  void set();
+  void clear();
+  int fd() const { return event_.fd(); }
+
+ private:
+  Socket event_;
+};
 
 // What a name or an address stands for.
 struct Address {

@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -14,6 +13,7 @@
 
 #include "collectives/rendezvous/handshake.h"
 #include "runtime/error.h"
+#include "runtime/resources.h"
 
 namespace gradwire {
 namespace {
@@ -143,8 +143,7 @@ StoreClient::StoreClient(const Contact& server, const std::string& key, int rank
                          SteadyClock::time_point deadline, const std::string& job)
     : world_(world),
       command_(connect_to(server, key, deadline)),
-      watch_(connect_to(again(server, command_), key, deadline)),
-      wake_(eventfd(0, EFD_CLOEXEC)) {
+      watch_(connect_to(again(server, command_), key, deadline)) {
   std::string me = fmt::format("{} {} {}", rank, world, one_line(job));
   request({Op::hello, 0, "command", me}, deadline);
   std::string bytes = StoreMessage{Op::hello, 0, "watch", me}.encode();
@@ -165,8 +164,7 @@ StoreClient::StoreClient(const Contact& server, const std::string& key, int rank
 
 StoreClient::~StoreClient() {
   if (watcher_.joinable()) {
-    uint64_t one = 1;
-    [[maybe_unused]] ssize_t written = write(wake_.fd(), &one, sizeof one);
+    wake_.set();
     watcher_.join();
   }
   // Wait until the store has recorded the departure and hangs up, so that a rank that sees this one's
@@ -285,7 +283,7 @@ void StoreClient::watch(std::function<void(const std::string&)> on_failure,
                         std::function<std::string()> where) {
   on_failure_ = std::move(on_failure);
   where_ = std::move(where);
-  watcher_ = std::thread([this] { watch_loop(); });
+  watcher_ = Thread("the thread that watches the store", [this] { watch_loop(); });
 }
 
 void StoreClient::watch_loop() {
@@ -313,8 +311,11 @@ void StoreClient::watch_loop() {
         send_on_watch({Op::state, 0, "", one_line(where_())});
       }
     }
-  } catch (const CommError& error) {
-    tell(error.what());
+  } catch (const std::exception& error) {
+    try {
+      tell(text_of(error));
+    } catch (const std::exception&) {  // no memory: this rank's calls end at their deadline
+    }
   }
 }
 

@@ -20,12 +20,12 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "collectives/rendezvous/contact.h"
 #include "collectives/rendezvous/socket.h"
 #include "runtime/error.h"
+#include "runtime/thread.h"
 
 namespace gradwire {
 
@@ -125,6 +125,8 @@ class StoreServer {
   // Waits for the oldest message of rank `from`. Any thread may call it. Nothing at the deadline; throws
   // CommError if the group fails.
   std::optional<std::string> take_message(int from, SteadyClock::time_point deadline);
+  // Why the group has failed; "" if it has not.
+  std::string failure() const;
 
   // How long ranks have to answer after a failure, and how long the server stays up at the end.
   static constexpr std::chrono::milliseconds kRollTime{1000};
@@ -139,7 +141,7 @@ class StoreServer {
   std::unique_ptr<Messages> messages_;
   std::unique_ptr<Loop> loop_;
   int port_ = 0;
-  std::thread thread_;
+  Thread thread_;
 };
 
 class StoreClient {
@@ -190,13 +192,14 @@ class StoreClient {
   int world_;
   std::mutex mutex_;          // guards command_ and next_id_
   std::mutex sending_watch_;  // held while something is sent on watch_
-  Socket command_, watch_, wake_;
+  Socket command_, watch_;
+  WakeEvent wake_;
   std::string received_;             // on command_, not yet decoded
   std::atomic<bool> silent_{false};  // the server did not answer when it had to
   uint32_t next_id_ = 1;
   std::function<void(const std::string&)> on_failure_;
   std::function<std::string()> where_;
-  std::thread watcher_;
+  Thread watcher_;
 };
 
 }  // namespace gradwire

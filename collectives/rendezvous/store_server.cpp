@@ -1,7 +1,6 @@
 // The server side of store.h: one thread, one poll loop, no blocking calls.
 #include <fmt/format.h>
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -48,6 +47,15 @@ class StoreServer::Messages {
     failure_ = why;
     changed_.notify_all();
   }
+  void fail_without_memory() noexcept {
+    std::lock_guard lock(mutex_);
+    if (failure_.empty()) failure_ = "no memory";  // short enough to need none
+    changed_.notify_all();
+  }
+  std::string failure() {
+    std::lock_guard lock(mutex_);
+    return failure_;
+  }
   std::optional<std::string> take(int from, SteadyClock::time_point deadline) {
     std::unique_lock lock(mutex_);
     auto& messages = by_rank_.at(static_cast<size_t>(from));
@@ -82,7 +90,6 @@ class StoreServer::Loop {
         key_bytes_of_(static_cast<size_t>(world)),
         notes_of_(static_cast<size_t>(world)),
         listener_(std::move(listener)),
-        wake_(eventfd(0, EFD_CLOEXEC)),
         world_(world),
         credentials_{key, kStorePurpose},
         job_(job),
@@ -94,15 +101,25 @@ class StoreServer::Loop {
 
   void stop() {
     stopping_ = true;
-    uint64_t one = 1;
-    [[maybe_unused]] ssize_t written = write(wake_.fd(), &one, sizeof one);
+    wake_.set();
   }
 
   void run() {
+    try {
+      serve_until_stopped();
+    } catch (const std::exception&) {  // no memory: the ranks see that the store is gone
+      messages_.fail_without_memory();
+      peers_.clear();
+      listener_.close();
+    }
+  }
+
+ private:
+  void serve_until_stopped() {
     while (true) {
       if (stopping_ && !closing_at_) start_closing();
       if (closing_at_ && (SteadyClock::now() >= *closing_at_ || nobody_left())) return say_goodbye();
-      std::vector<pollfd> entries = {{wake_.fd(), POLLIN, 0}, {listener_.fd(), POLLIN, 0}};
+      std::vector<pollfd> entries = {{wake_.fd(), POLLIN, 0}, {acceptor_.fd(), POLLIN, 0}};
       for (const auto& peer : peers_) {
         entries.push_back(
             {peer->socket.fd(), static_cast<short>(peer->out.empty() ? POLLIN : POLLIN | POLLOUT), 0});
@@ -110,10 +127,7 @@ class StoreServer::Loop {
       const size_t invited_at = entries.size();
       for (const Socket& socket : invited_) entries.push_back({socket.fd(), POLLIN, 0});  // < 0: ignored
       poll(entries.data(), entries.size(), milliseconds_to_next_event());
-      if (entries[0].revents != 0) {
-        uint64_t count;
-        [[maybe_unused]] ssize_t got = read(wake_.fd(), &count, sizeof count);
-      }
+      if (entries[0].revents != 0) wake_.clear();
       for (size_t i = 0; i < invited_.size(); ++i) {
         if (entries[invited_at + i].revents != 0) hear_of_invited(i);
       }
@@ -121,12 +135,13 @@ class StoreServer::Loop {
         if (entries[i + 2].revents != 0 || peers_[i]->is_stranger()) serve(*peers_[i]);
       }
       if (entries[1].revents != 0) accept_some();
+      // Later nobody else has to come; what comes is turned away or waits.
+      if (!formed_at_ && !acceptor_.refused().empty()) fail("rank 0 " + acceptor_.refused());
       bury_the_dead();
       if (roll_due_at_ && SteadyClock::now() >= *roll_due_at_) answer_roll_calls();
     }
   }
 
- private:
   struct Peer {
     explicit Peer(Socket its, const Credentials& credentials)
         : socket(std::move(its)), challenge(std::make_unique<Challenge>(credentials)) {}
@@ -158,8 +173,8 @@ class StoreServer::Loop {
     if (strangers() > 0) next = SteadyClock::now() + kHandshakeTime / 5;
     if (closing_at_) next = std::min(next, *closing_at_);
     if (roll_due_at_ && !roll_callers_.empty()) next = std::min(next, *roll_due_at_);
-    auto left = std::chrono::ceil<std::chrono::milliseconds>(next - SteadyClock::now()).count();
-    return static_cast<int>(std::max<int64_t>(0, left));
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - SteadyClock::now());
+    return static_cast<int>(std::max<int64_t>(0, acceptor_.patience(left).count()));
   }
 
   void start_closing() { closing_at_ = SteadyClock::now() + StoreServer::kLinger; }
@@ -227,7 +242,7 @@ class StoreServer::Loop {
   // oldest of those that have not said hello make way.
   void accept_some() {
     for (size_t i = 0; i < kMostStrangers; ++i) {
-      auto socket = accept_from(listener_);
+      auto socket = acceptor_.accept();
       if (!socket) return;
       if (strangers() >= kMostStrangers + 2 * static_cast<size_t>(world_)) {
         auto oldest =
@@ -540,7 +555,9 @@ class StoreServer::Loop {
   std::vector<size_t> key_bytes_of_;  // by rank
   size_t key_bytes_ = 0;
   std::vector<size_t> notes_of_;  // printed, by rank
-  Socket listener_, wake_;
+  Socket listener_;
+  Acceptor acceptor_{listener_};
+  WakeEvent wake_;
   const int world_;
   const Credentials credentials_;
   const std::string job_;
@@ -562,11 +579,15 @@ StoreServer::StoreServer(Socket listener, int world, const std::string& key, con
       loop_(std::make_unique<Loop>(std::move(listener), world, key, job, *messages_, limits,
                                    std::move(invited))),
       port_(loop_->port()) {
-  thread_ = std::thread([this] { loop_->run(); });
+  thread_ = Thread("the thread of the store", [this] { loop_->run(); });
 }
 
 std::optional<std::string> StoreServer::take_message(int from, SteadyClock::time_point deadline) {
   return messages_->take(from, deadline);
+}
+
+std::string StoreServer::failure() const {
+  return messages_->failure();
 }
 
 StoreServer::~StoreServer() {

@@ -3,7 +3,8 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
-#include <thread>
+
+#include "runtime/thread.h"
 
 namespace gradwire {
 
@@ -16,7 +17,7 @@ bool run_beside(std::function<void()> call, RunningClock::time_point deadline,
     bool done = false;
   };
   const auto state = std::make_shared<State>();
-  std::thread thread([state, call = std::move(call)]() mutable {
+  Thread thread("a thread for a call with a deadline", [state, call = std::move(call)]() mutable {
     call();
     call = {};  // what it owns goes before the caller hears of it
     std::lock_guard lock(state->mutex);

@@ -51,7 +51,7 @@ NcclTransport::NcclTransport(NcclSetup setup)
   }
   met_.resize(static_cast<size_t>(world_));
   standing_ = in_flight_.standing();
-  if (watched_) watcher_ = std::thread([this] { watch(); });
+  if (watched_) watcher_ = Thread("the thread that watches NCCL", [this] { watch(); });
   if (setup_.group) {
     setup_.group->store().watch([this](const std::string& cause) { heard(cause, true); },
                                 [this] {
@@ -79,7 +79,7 @@ NcclTransport::~NcclTransport() {
     std::unique_lock lock(use_->mutex);
     if (!use_->changed.wait_for(lock, kFarewell, [&] { return use_->ended; })) watcher_.detach();
   }
-  if (watcher_.joinable()) watcher_.join();
+  watcher_.join();
   shared_windows_.clear();  // while the communicator lives
   {
     std::lock_guard lock(use_->mutex);

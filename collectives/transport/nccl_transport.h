@@ -19,6 +19,7 @@
 #include "collectives/transport/nccl_calls.h"
 #include "collectives/transport/nccl_memory.h"
 #include "collectives/transport/transport.h"
+#include "runtime/thread.h"
 
 namespace gradwire {
 
@@ -220,7 +221,7 @@ class NcclTransport final : public Transport {
   std::string failure_;  // final
   std::string standing_ = "joining";
   bool stop_ = false;
-  std::thread watcher_;
+  Thread watcher_;
 };
 
 }  // namespace gradwire

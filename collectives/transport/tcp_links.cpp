@@ -1,7 +1,6 @@
 #include "collectives/transport/tcp_links.h"
 
 #include <fmt/format.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -10,6 +9,8 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <new>
+#include <thread>
 
 #include "collectives/rendezvous/contact.h"
 #include "collectives/rendezvous/handshake.h"
@@ -34,18 +35,6 @@ constexpr size_t kPiece = 128 << 10;
 
 }  // namespace
 
-TcpLinks::Bell::Bell() : socket_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (!socket_) throw CommError(fmt::format("eventfd failed: {}", std::strerror(errno)));
-}
-void TcpLinks::Bell::ring() {
-  const uint64_t one = 1;
-  [[maybe_unused]] ssize_t n = write(socket_.fd(), &one, sizeof one);
-}
-void TcpLinks::Bell::silence() {
-  uint64_t count;
-  [[maybe_unused]] ssize_t n = read(socket_.fd(), &count, sizeof count);
-}
-
 TcpLinks::TcpLinks(int rank, int world, const std::string& address, const std::string& key, bool checksums,
                    const PortRange& ports)
     : rank_(rank),
@@ -60,10 +49,10 @@ TcpLinks::~TcpLinks() {
   {
     std::lock_guard lock(mutex_);
     stop_ = true;
-    helper_bell_.ring();
+    helper_wake_.set();
   }
   work_.notify_all();
-  if (helper_.joinable()) helper_.join();
+  helper_.join();
 }
 
 std::string TcpLinks::contact() const {
@@ -91,7 +80,7 @@ void TcpLinks::connect_to(int rank, const std::string& contact, SteadyClock::tim
   const Credentials credentials{key_, purpose(theirs->name)};
   while (true) {
     Reach reached =
-        reach(*theirs, credentials, {.deadline = deadline, .retry = true, .stop = caller_bell_.fd()});
+        reach(*theirs, credentials, {.deadline = deadline, .retry = true, .stop = caller_wake_.fd()});
     {
       std::lock_guard lock(mutex_);
       if (interrupted_) throw CommError(kFailedMeanwhile);
@@ -114,6 +103,7 @@ void TcpLinks::accept_others(SteadyClock::time_point deadline,
     std::string said;                      // then: of its rank
   };
   std::deque<Caller> callers;
+  Acceptor acceptor(listener_);
   TurnedAway strangers;
   auto turn_away = [&](const Caller& c, const std::string& why) {
     const std::string line = strangers.note(c.from, why);
@@ -154,17 +144,18 @@ void TcpLinks::accept_others(SteadyClock::time_point deadline,
       std::lock_guard lock(mutex_);
       if (interrupted_) throw CommError(kFailedMeanwhile);
     }
-    std::vector<pollfd> entries = {{listener_.fd(), POLLIN, 0}, {caller_bell_.fd(), POLLIN, 0}};
+    std::vector<pollfd> entries = {{acceptor.fd(), POLLIN, 0}, {caller_wake_.fd(), POLLIN, 0}};
     for (const Caller& c : callers) entries.push_back({c.socket.fd(), POLLIN, 0});
     // Callers that say nothing are dropped in time, too.
-    const auto soon = SteadyClock::now() + kHandshakeTime / 5;
-    poll(entries.data(), entries.size(),
-         milliseconds_until(callers.empty() ? deadline : std::min(soon, deadline)));
+    const auto soon = SteadyClock::now() + acceptor.patience(kHandshakeTime / 5);
+    const bool waits = callers.empty() && acceptor.fd() >= 0;
+    poll(entries.data(), entries.size(), milliseconds_until(waits ? deadline : std::min(soon, deadline)));
+    if (!acceptor.refused().empty()) throw CommError("this rank " + acceptor.refused());
     if (SteadyClock::now() >= deadline) throw CommError("not connected in time to rank " + missing());
     for (Caller& c : callers) listen_to(c);
     std::erase_if(callers, [](const Caller& c) { return !c.socket; });
     for (size_t i = 0; i < kMostStrangers; ++i) {
-      auto socket = accept_from(listener_);
+      auto socket = acceptor.accept();
       if (!socket) break;
       const std::string from = socket->peer_address();
       callers.push_back({std::move(*socket), from, std::make_unique<Challenge>(credentials), ""});
@@ -199,23 +190,23 @@ void TcpLinks::post(Message& message) {
 void TcpLinks::hand_over() {
   std::lock_guard lock(mutex_);
   if (!has_work()) return;
-  if (!helper_.joinable()) helper_ = std::thread([this] { run(); });
+  if (!helper_.joinable()) helper_ = Thread("a thread that sends and receives", [this] { run(); });
   helping_ = true;
-  if (polling_) helper_bell_.ring();  // it polls for what was posted before
+  if (polling_) helper_wake_.set();  // it polls for what was posted before
   work_.notify_one();
 }
 
 bool TcpLinks::wait(Message& message, SteadyClock::time_point deadline) {
   std::unique_lock lock(mutex_);
   helping_ = false;
-  if (polling_) helper_bell_.ring();
+  if (polling_) helper_wake_.set();
   Link& link = links_.at(static_cast<size_t>(message.peer));
   if (!message.done && !message.sent) pull(link);
   while (!message.done) {
     if (interrupted_) throw CommError("interrupted");
     if (!link.lost.empty()) throw LinkLost(link.lost);
     if (SteadyClock::now() >= deadline) return false;
-    poll_once(lock, caller_bell_, entries_, owners_, deadline);
+    poll_once(lock, caller_wake_, entries_, owners_, deadline);
   }
   return true;
 }
@@ -223,7 +214,7 @@ bool TcpLinks::wait(Message& message, SteadyClock::time_point deadline) {
 void TcpLinks::interrupt() {
   std::lock_guard lock(mutex_);
   interrupted_ = true;
-  caller_bell_.ring();
+  caller_wake_.set();
 }
 
 void TcpLinks::drop() {
@@ -324,9 +315,9 @@ void TcpLinks::pull(Link& link) {
   }
 }
 
-void TcpLinks::poll_once(std::unique_lock<std::mutex>& lock, Bell& bell, std::vector<pollfd>& entries,
+void TcpLinks::poll_once(std::unique_lock<std::mutex>& lock, WakeEvent& wake, std::vector<pollfd>& entries,
                          std::vector<Link*>& owners, SteadyClock::time_point deadline) {
-  entries.assign(1, {bell.fd(), POLLIN, 0});
+  entries.assign(1, {wake.fd(), POLLIN, 0});
   owners.assign(1, nullptr);
   for (Link& link : links_) {
     if (!link.lost.empty()) continue;
@@ -339,7 +330,7 @@ void TcpLinks::poll_once(std::unique_lock<std::mutex>& lock, Bell& bell, std::ve
   lock.unlock();
   poll(entries.data(), entries.size(), milliseconds_until(deadline));
   lock.lock();
-  if (entries[0].revents != 0) bell.silence();
+  if (entries[0].revents != 0) wake.clear();
   for (size_t i = 1; i < entries.size(); ++i) {
     if (entries[i].revents == 0) continue;
     push(*owners[i]);
@@ -355,10 +346,14 @@ void TcpLinks::run() {
     work_.wait(lock, [&] { return stop_ || (helping_ && has_work()); });
     if (stop_) return;
     polling_ = true;
-    poll_once(lock, helper_bell_, entries, owners, SteadyClock::time_point::max());
+    try {
+      poll_once(lock, helper_wake_, entries, owners, SteadyClock::time_point::max());
+    } catch (const std::bad_alloc&) {
+      helping_ = false;  // wait() does the work
+    }
     polling_ = false;
     // wait() may poll by now, for bytes that were moved here.
-    if (!helping_) caller_bell_.ring();
+    if (!helping_) caller_wake_.set();
   }
 }
 

@@ -19,10 +19,10 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "collectives/rendezvous/socket.h"
+#include "runtime/thread.h"
 
 namespace gradwire {
 
@@ -90,17 +90,6 @@ class TcpLinks {
     std::string lost;         // why the connection is dead; empty: it is not
     bool mismatched = false;  // the next frame does not match receives.front()
   };
-  // An event that ends a poll().
-  class Bell {
-   public:
-    Bell();
-    void ring();
-    void silence();
-    int fd() const { return socket_.fd(); }
-
-   private:
-    Socket socket_;
-  };
 
   void connect_to(int rank, const std::string& contact, SteadyClock::time_point deadline);
   void accept_others(SteadyClock::time_point deadline,
@@ -109,8 +98,8 @@ class TcpLinks {
   static size_t length(const Message& message);
   void push(Link& link);
   void pull(Link& link);
-  // Waits until something can be moved or `bell` rings, and moves it. `lock` is held on entry and exit.
-  void poll_once(std::unique_lock<std::mutex>& lock, Bell& bell, std::vector<pollfd>& entries,
+  // Waits until something can be moved or `wake` is set, and moves it. `lock` is held on entry and exit.
+  void poll_once(std::unique_lock<std::mutex>& lock, WakeEvent& wake, std::vector<pollfd>& entries,
                  std::vector<Link*>& owners, SteadyClock::time_point deadline);
   void run();
 
@@ -121,13 +110,13 @@ class TcpLinks {
   std::mutex mutex_;
   std::vector<Link> links_;  // by rank
   bool interrupted_ = false;
-  Bell caller_bell_;
+  WakeEvent caller_wake_;
   std::vector<pollfd> entries_;
   std::vector<Link*> owners_;
   // Works between hand_over() and wait(); started on first use.
-  std::thread helper_;
+  Thread helper_;
   std::condition_variable work_;
-  Bell helper_bell_;
+  WakeEvent helper_wake_;
   bool helping_ = false, polling_ = false, stop_ = false;
 };
 

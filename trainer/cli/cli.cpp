@@ -5,11 +5,11 @@
 
 #include <cstdio>
 #include <exception>
-#include <new>
 
 #include "collectives/communicator/communicator.h"
 #include "runtime/environment.h"
 #include "runtime/error.h"
+#include "runtime/resources.h"
 #include "runtime/standard_descriptors.h"
 #include "trainer/cli/compare.h"
 #include "trainer/cli/doctor.h"
@@ -144,10 +144,8 @@ int cli_main(int argc, char** argv) {
                   kFailed);
   } catch (const BadInput& error) {
     return report(error.what(), kBadInput);
-  } catch (const std::bad_alloc&) {
-    return report("out of host memory", kFailed);
   } catch (const std::exception& error) {
-    return report(error.what(), kFailed);
+    return report(text_of(error).c_str(), kFailed);
   }
 }
 

@@ -7,12 +7,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <exception>
 #include <filesystem>
 #include <fstream>
-#include <mutex>
 #include <nlohmann/json.hpp>
-#include <thread>
 #include <vector>
 
 #ifdef GRADWIRE_HAS_CUDA
@@ -21,6 +18,7 @@
 #endif
 
 #include "collectives/communicator/communicator.h"
+#include "collectives/communicator/local_ranks.h"
 #include "collectives/transport/nccl.h"
 #include "collectives/transport/tcp.h"
 #include "kernels/simd/level.h"
@@ -298,26 +296,12 @@ Json recommendation_json(const RanksReport& report, const VitConfig& model) {
 RanksReport examine_threads(const TrainConfig& config, int sharing) {
   auto comms = Communicator::create_local(
       config.devices, std::chrono::milliseconds(static_cast<int64_t>(config.timeout_s * 1e3)));
+  for (const auto& comm : comms) comm->set_ranks_per_node(config.ranks_per_node);
   RanksReport report;
-  std::mutex mutex;
-  std::exception_ptr error;
-  {
-    std::vector<std::jthread> threads;
-    for (auto& comm : comms) {
-      comm->set_ranks_per_node(config.ranks_per_node);
-      threads.emplace_back([&, mine = comm.get()] {
-        try {
-          RanksReport seen = examine_ranks(*mine, config, sharing);
-          if (mine->rank() == 0) report = std::move(seen);
-        } catch (const std::exception& failure) {
-          std::lock_guard lock(mutex);
-          if (!error) error = std::current_exception();
-          mine->abort(failure.what());
-        }
-      });
-    }
-  }
-  if (error) std::rethrow_exception(error);
+  run_local_ranks(comms, [&](Communicator& mine) {
+    RanksReport seen = examine_ranks(mine, config, sharing);
+    if (mine.rank() == 0) report = std::move(seen);
+  });
   return report;
 }
 

@@ -7,10 +7,10 @@
 #include <exception>
 #include <mutex>
 #include <numeric>
-#include <thread>
 
 #include "kernels/math/random.h"
 #include "runtime/error.h"
+#include "runtime/thread.h"
 #include "runtime/thread_pool.h"
 #include "trainer/data/augment.h"
 
@@ -81,7 +81,7 @@ class Loader::Impl {
       slot.released = Event::create(options.device);
     }
     if (copies()) copy_stream_ = Stream::create(options.device, "copy");
-    thread_ = std::thread([this] { work(); });
+    thread_ = Thread("the thread that loads batches", [this] { work(); });
   }
 
   ~Impl() {
@@ -244,7 +244,7 @@ class Loader::Impl {
   std::condition_variable changed_;
   bool stop_ = false;
   std::exception_ptr error_;
-  std::thread thread_;
+  Thread thread_;
 };
 
 Loader::Loader(const Dataset& data, LoaderOptions options) : impl_(std::make_unique<Impl>(data, options)) {}

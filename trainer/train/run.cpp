@@ -10,7 +10,6 @@
 #include <mutex>
 #include <optional>
 #include <sstream>
-#include <thread>
 #include <vector>
 
 #include "collectives/communicator/communicator.h"
@@ -18,6 +17,8 @@
 #include "kernels/simd/level.h"
 #include "runtime/error.h"
 #include "runtime/memory_use.h"
+#include "runtime/resources.h"
+#include "runtime/thread.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/data/dataset.h"
@@ -44,7 +45,7 @@ class Failure {
     try {
       throw;
     } catch (const std::exception& error) {
-      text_ += fmt::format(": {}", error.what());
+      text_ += fmt::format(": {}", text_of(error));
     } catch (...) {
     }
     reports_.abort(text_);
@@ -276,10 +277,13 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
     // This waits for the rank's stream, so after a failure it must follow the abort.
     trainer.reset();
   };
-  std::vector<std::jthread> threads;
+  std::vector<Thread> threads;
   try {
-    for (int rank = 1; rank < config.ranks(); ++rank) threads.emplace_back(run_rank, rank);
-  } catch (...) {  // no more threads available
+    threads.reserve(static_cast<size_t>(config.ranks()));
+    for (int rank = 1; rank < config.ranks(); ++rank) {
+      threads.emplace_back(fmt::format("the thread of rank {}", rank), [&run_rank, rank] { run_rank(rank); });
+    }
+  } catch (...) {  // the system refuses more threads
     failure.report(static_cast<int>(threads.size()) + 1);
   }
   run_rank(0);
