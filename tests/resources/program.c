@@ -1,0 +1,101 @@
+/* A user of the C ABI, for sweeps over refused resources: two ranks average gradients, save their state and load it.
+ *
+ * usage: program SPEC local         both ranks, on threads
+ *        program SPEC ADDRESS RANK  one of two processes
+ *
+ * Prints a checksum of the result and exits with 0; or "STATUS: error" on stderr, and exits with 1. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <gradwire.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { kTensors = 3, kRows = 256, kColumns = 128, kCount = kRows * kColumns };
+
+struct Rank {
+  const char *spec, *address;
+  int rank;
+  int refused;                            /* its thread */
+  float gradients[kTensors][kCount];
+  char error[512];
+};
+static struct Rank ranks[2];
+
+#define TRY(call)                                                                                      \
+  do {                                                                                                 \
+    const gw_status status = (call);                                                                   \
+    if (status != GW_OK) {                                                                             \
+      snprintf(r->error, sizeof r->error, "%s: %.400s", gw_status_string(status), gw_last_error()); \
+      goto done;                                                                                       \
+    }                                                                                                  \
+  } while (0)
+
+static void* run(void* argument) {
+  struct Rank* r = argument;
+  gw_comm comm = {0};
+  gw_reducer reducer = {0};
+  void* state = NULL;
+  size_t size = 0;
+  gw_tensor tensors[kTensors];
+  void* addresses[kTensors];
+  for (int i = 0; i < kTensors; ++i) {
+    tensors[i] = (gw_tensor){sizeof tensors[i], 0, kRows, kColumns, GW_FLOAT32, r->gradients[i]};
+    addresses[i] = r->gradients[i];
+    for (int e = 0; e < kCount; ++e) r->gradients[i][e] = (float)((e * 7 + i * 5 + r->rank * 3) % 17) - 8;
+  }
+  TRY(gw_comm_create(r->address, r->rank, 2, GW_HOST, 3000, &comm));
+  TRY(gw_reducer_create(comm, r->spec, tensors, kTensors, NULL, &reducer));
+  TRY(gw_reducer_allreduce(reducer, addresses, NULL));
+  TRY(gw_reducer_state_size(reducer, &size));
+  state = malloc(size);
+  if (state == NULL) {
+    snprintf(r->error, sizeof r->error, "GW_NO_MEMORY: the program's own");
+    goto done;
+  }
+  TRY(gw_reducer_state_save(reducer, state, size));
+  TRY(gw_reducer_state_load(reducer, state, size));
+  TRY(gw_reducer_allreduce(reducer, addresses, NULL));
+  TRY(gw_allreduce(comm, r->gradients[0], kCount, GW_FLOAT32, GW_AVG, "int8", NULL));
+done:
+  free(state);
+  gw_reducer_destroy(reducer);
+  gw_comm_destroy(comm);
+  return NULL;
+}
+
+int main(int argc, char** argv) {
+  if (argc < 3) return 2;
+  const int both = strcmp(argv[2], "local") == 0, first = both ? 0 : atoi(argv[3]), end = both ? 2 : first + 1;
+  for (int i = first; i < end; ++i) {
+    ranks[i].spec = argv[1];
+    ranks[i].address = both ? "local://sweep" : argv[2];
+    ranks[i].rank = i;
+  }
+  pthread_t thread;
+  if (both && pthread_create(&thread, NULL, run, &ranks[1]) != 0) return 2;
+  void (*begin)(void) = (void (*)(void))dlsym(RTLD_DEFAULT, "refuse_begin");
+  if (begin != NULL) begin();
+  run(&ranks[first]);
+  if (both) pthread_join(thread, NULL);
+  const char* error = NULL;
+  for (int i = first; i < end && error == NULL; ++i) {
+    if (ranks[i].error[0] != 0) error = ranks[i].error;
+  }
+  if (error != NULL) {
+    for (int i = first; i < end; ++i) fprintf(stderr, "gradwire: rank %d: %s\n", i, ranks[i].error);
+    return 1;
+  }
+  uint64_t sum = 14695981039346656037u;
+  for (int i = 0; i < kTensors; ++i) {
+    for (int e = 0; e < kCount; ++e) {
+      uint32_t bits;
+      memcpy(&bits, &ranks[first].gradients[i][e], sizeof bits);
+      sum = (sum ^ bits) * 1099511628211u;
+    }
+  }
+  printf("%016llx\n", (unsigned long long)sum);
+  return 0;
+}
