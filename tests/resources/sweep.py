@@ -41,6 +41,8 @@ def run(case, library, kind, at, extra=None, limit_s=LIMIT_S):
         for i, command in enumerate(case.commands):
             environment = {k: v for k, v in os.environ.items() if k not in LAUNCHERS}
             environment.update(case.environments[i])
+            # Memory of 64 KiB or more is unmapped when it is freed, so that a later write to it is a crash.
+            environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=65536")
             environment.update(extra or {})
             if i == case.victim:
                 environment.update(LD_PRELOAD=str(library), GRADWIRE_REFUSE=f"{kind}:{at}", GRADWIRE_REFUSE_LOG=str(log))
@@ -92,7 +94,7 @@ def chosen(count, most):
 
 def sweep(case, library, most, extra=None):
     """Refuses each request of each kind in `most` alone, and with all that follow; where most[kind] is a number, so many
-    requests alternately. Returns the number of runs by kind and outcome, and the failures as texts."""
+    requests alternately. (Where not even small allocations succeed, the C library ends programs.) Returns the number of runs by kind and outcome, and the failures as texts."""
     counts, failures = collections.Counter(), []
     first = run(case, library, "none", 0, extra)
     if first.what != "right":
@@ -103,7 +105,7 @@ def sweep(case, library, most, extra=None):
         if some is None:
             points = [(at, then) for at in range(1, count + 1) for then in ("", "+")]
         else:
-            points = [(at, "+" if i % 2 else "") for i, at in enumerate(chosen(count, some))]
+            points = [(at, "+" if i % 2 and kind != "small" else "") for i, at in enumerate(chosen(count, some))]
         for at, then in points:
             outcome = run(case, library, kind, f"{at}{then}", extra)
             if not outcome.refused:
