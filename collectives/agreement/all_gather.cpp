@@ -1,6 +1,7 @@
 #include "collectives/agreement/all_gather.h"
 
 #include "runtime/mix.h"
+#include "runtime/unwinding.h"
 
 namespace gradwire {
 
@@ -20,6 +21,7 @@ std::vector<std::vector<double>> all_gather(Transport& transport, const Stream& 
   }
   const ExchangeLabel label{mix(mix(0x616c6c, static_cast<uint64_t>(count)), what), what};
   const Call call{label.tag, what};
+  const FinishOnError finish(stream);
   transport.begin(stream, call);
   transport.exchange(stream, transfers, label);
   const std::vector<double> flat = to_host(stream, all.as<const double>(), count * world);

@@ -7,6 +7,7 @@
 
 #include "collectives/agreement/all_gather.h"
 #include "runtime/mix.h"
+#include "runtime/unwinding.h"
 
 namespace gradwire {
 namespace {
@@ -99,6 +100,7 @@ class Meter {
   // is not measured: it brings the ranks together, and on a GPU the host enqueues meanwhile.
   template <typename Round>
   double round_us(const Round& round, int rounds, int repeats) {
+    const FinishOnError finish(stream_);  // rounds use what `round` owns
     double best = std::numeric_limits<double>::infinity();
     for (int i = 0; i <= repeats; ++i) {
       stream_.synchronize();
@@ -130,6 +132,7 @@ class Meter {
   Event begin_, end_;
   const Call call_;
   const ExchangeLabel label_;
+  const FinishOnError finish_{stream_};
 };
 
 std::string text(const char* what, const LinkCosts::Pattern& p) {

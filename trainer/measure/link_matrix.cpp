@@ -6,6 +6,7 @@
 
 #include "collectives/agreement/all_gather.h"
 #include "collectives/transport/transport.h"
+#include "runtime/unwinding.h"
 
 namespace gradwire {
 namespace {
@@ -16,6 +17,7 @@ constexpr double kLargeUs = 10e3;
 double best_round_us(Communicator& comm, const Stream& stream, const std::vector<Transfer>& transfers,
                      const ExchangeLabel& label, int rounds, int repeats) {
   using Clock = std::chrono::steady_clock;
+  const FinishOnError finish(stream);
   double best = std::numeric_limits<double>::infinity();
   for (int i = 0; i <= repeats; ++i) {  // the first is a warm-up
     const auto start = Clock::now();
@@ -44,6 +46,7 @@ LinkMatrix measure_link_matrix(Communicator& comm, const Stream& stream, const L
   const std::vector<Transfer> round{
       {Transfer::Kind::send, (rank + 1) % world, out.data(), kSmallBytes},
       {Transfer::Kind::receive, (rank + world - 1) % world, in.data(), kSmallBytes}};
+  const FinishOnError finish(stream);
   comm.transport().exchange(stream, round, label);
   for (int a = 0; a < world; ++a) {
     for (int b = a + 1; b < world; ++b) {

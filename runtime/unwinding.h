@@ -1,0 +1,28 @@
+// Exceptions beside work in flight.
+#pragma once
+
+#include <exception>
+
+#include "runtime/device.h"
+
+namespace gradwire {
+
+// Waits for a stream when an exception leaves the scope: enqueued work may use what is declared before this.
+class FinishOnError {
+ public:
+  explicit FinishOnError(const Stream& stream) : stream_(stream) {}
+  ~FinishOnError() {
+    if (std::uncaught_exceptions() == before_) return;
+    try {
+      stream_.synchronize();
+    } catch (...) {  // the exception that leaves the scope is reported
+    }
+  }
+  FinishOnError(const FinishOnError&) = delete;
+
+ private:
+  const Stream& stream_;
+  const int before_ = std::uncaught_exceptions();
+};
+
+}  // namespace gradwire
