@@ -9,7 +9,8 @@
 #include <memory>
 #include <mutex>
 #include <new>
-#include <thread>
+
+#include "runtime/thread.h"
 
 namespace gradwire {
 namespace {
@@ -33,7 +34,7 @@ struct Looker {
   std::mutex mutex;
   std::condition_variable changed;
   bool stop = false;
-  std::thread thread;
+  Thread thread;
 };
 
 struct State {
@@ -107,7 +108,7 @@ RunningClock::Watch::Watch() : process_(getpid()) {
   std::lock_guard lock(s.watches_mutex);
   if (s.watches == 0) {
     auto looker = std::make_unique<Looker>();
-    looker->thread = std::thread([looker = looker.get()] {
+    looker->thread = Thread("the thread that notices when the process is stopped", [looker = looker.get()] {
       std::unique_lock waiting(looker->mutex);
       while (!looker->changed.wait_for(waiting, kLookEvery, [&] { return looker->stop; })) look();
     });

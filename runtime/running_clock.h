@@ -37,7 +37,7 @@ class RunningClock {
   // When to look whether a wait until `deadline` was cancelled; `deadline` in a thread that nobody can cancel.
   static time_point slice_end(time_point deadline) noexcept;
 
-  // Held by whatever has deadlines. Throws std::system_error when the thread is refused. In a fork, those of the parent
+  // Held by whatever has deadlines. Throws OutOfResources when the thread is refused. In a fork, those of the parent
   // have no effect.
   class Watch {
    public:
