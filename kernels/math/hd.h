@@ -1,14 +1,19 @@
 // GW_HD marks arithmetic that is written once and compiled for both sides, GW_HD_LAMBDA a lambda in it:
 //   auto square = [=](int i) GW_HD_LAMBDA { return x[i] * x[i]; };
 // Both are inlined on the host, so that they take on their caller's instruction set (kernels/simd/simd.h).
+// GW_NO_UNROLL before a loop keeps nvcc from unrolling it.
 #pragma once
 #if defined(__CUDACC__)
 #define GW_HD __host__ __device__ __forceinline__
 #define GW_HD_LAMBDA
+#define GW_NO_UNROLL _Pragma("unroll 1")
 #elif defined(__GNUC__)
 #define GW_HD __attribute__((always_inline)) inline
 #define GW_HD_LAMBDA __attribute__((always_inline))
 #else
 #define GW_HD inline
 #define GW_HD_LAMBDA
+#endif
+#ifndef GW_NO_UNROLL
+#define GW_NO_UNROLL
 #endif

@@ -188,8 +188,12 @@ struct BlockCoder {
     const int n = block();
     if constexpr (kMayMask) {
       if (masks() && is_mask(from)) {
-        return lanes.each(count, [=](int i) GW_HD_LAMBDA {
-          values[i] = ((from[i / 8] >> (i % 8)) & 1) != 0 ? bits_float(0x7fc00000u) : 0.0f;
+        return lanes.each((count + 7) / 8, [=](int j) GW_HD_LAMBDA {
+          const int end = count < 8 * j + 8 ? count : 8 * j + 8;
+          GW_NO_UNROLL
+          for (int i = 8 * j; i < end; ++i) {
+            values[i] = ((from[j] >> (i % 8)) & 1) != 0 ? bits_float(0x7fc00000u) : 0.0f;
+          }
         });
       }
     }
@@ -204,6 +208,7 @@ struct BlockCoder {
     const int n = block(), end = bytes(), scale = format.scale_bytes();
     lanes.each(end, [=](int j) GW_HD_LAMBDA {
       uint32_t byte = 0;
+      GW_NO_UNROLL  // masks are rare; unrolled, the loop costs registers in every encode
       for (int bit = 0; j < n / 8 && bit < 8; ++bit) byte |= (is_finite(s[8 * j + bit]) ? 0u : 1u) << bit;
       if (j >= end - scale) byte = scale == 1 ? 0xffu : j == end - 1 ? 0x7fu : j == end - 2 ? 0xc0u : 0u;
       to[j] = static_cast<uint8_t>(byte);
