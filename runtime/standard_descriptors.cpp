@@ -15,6 +15,7 @@ void prepare_standard_descriptors() {
     if (open("/dev/null", fd == STDIN_FILENO ? O_RDONLY : O_WRONLY) < 0) open("/", O_PATH);
   }
   std::signal(SIGPIPE, SIG_IGN);
+  std::signal(SIGXFSZ, SIG_IGN);
 }
 
 int above_standard_descriptors(int fd) {

@@ -6,6 +6,7 @@ namespace gradwire {
 // For programs, before they open anything: opens /dev/null on those of the descriptors 0 to 2 that are closed, so that
 // no file and no connection becomes standard input, output or error. Ignores SIGPIPE: writing to a pipe or terminal
 // that has gone fails with an error instead of ending the process in the middle of a checkpoint.
+// Also ignores SIGXFSZ: a file that would exceed `ulimit -f` gives an error.
 void prepare_standard_descriptors();
 
 // For libraries, whose caller may have closed some of them: returns `fd`, or a copy of it above 2 (then `fd` is closed).

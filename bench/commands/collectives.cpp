@@ -20,10 +20,10 @@
 #include "collectives/transport/nccl.h"
 #include "collectives/transport/tcp.h"
 #include "runtime/error.h"
+#include "runtime/output_file.h"
 #include "runtime/thread_pool.h"
 #include "trainer/cli/launcher.h"
 #include "trainer/cli/values.h"
-#include "trainer/log/run_log.h"
 
 namespace gradwire::bench {
 namespace {
@@ -266,7 +266,7 @@ int run(CollectivesOptions o) {
     }
   }
   const bool speaks = !launched || launch->rank == 0;
-  if (!o.json.empty() && speaks) check_writable(o.json);
+  OutputFile json = speaks ? OutputFile(o.json) : OutputFile();
   if (o.device != "host" && o.device != "cuda")
     throw BadInput(fmt::format("--device '{}': use host or cuda", o.device));
   devices_for(o.device);
@@ -295,7 +295,7 @@ int run(CollectivesOptions o) {
     }
   }
   if (!speaks) return 0;
-  if (!o.json.empty()) write_file_atomically(o.json, rows.dump(1) + "\n");
+  json.write(rows.dump(1) + "\n");
   bool all_right = std::all_of(rows.begin(), rows.end(),
                                [](const auto& row) { return row["wrong"].is_null() || row["wrong"] == 0.0; });
   return all_right || o.child ? 0 : 1;  // a child's rows are judged by the parent

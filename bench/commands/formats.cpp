@@ -18,8 +18,8 @@
 #include "bench/harness/measure.h"
 #include "collectives/codec/examples.h"
 #include "runtime/error.h"
+#include "runtime/output_file.h"
 #include "trainer/cli/values.h"
-#include "trainer/log/run_log.h"
 #include "trainer/log/table.h"
 
 namespace gradwire::bench {
@@ -179,6 +179,7 @@ void say_values(const FormatsOptions& o, const std::vector<RowSet>& sets) {
 }
 
 void measure_formats(const FormatsOptions& o) {
+  OutputFile json(o.json);
   const std::vector<CompressionSpec> specs = formats_to_measure(o);
   std::vector<RowSet> sets;
   if (o.gradients.empty()) {
@@ -216,7 +217,7 @@ void measure_formats(const FormatsOptions& o) {
   }
   if (terminal) fmt::print(stderr, "\r\033[K");
   fmt::print("{}", table_text(table, "", true));
-  if (!o.json.empty()) write_file_atomically(o.json, document.dump(1) + "\n");
+  json.write(document.dump(1) + "\n");
 }
 
 }  // namespace
@@ -253,7 +254,6 @@ void add_formats(CLI::App& app, int&) {
       ->check(path_value());
   command->callback([o] {
     if (o->list) return list_formats();
-    if (!o->json.empty()) check_writable(o->json);
     measure_formats(*o);
   });
 }

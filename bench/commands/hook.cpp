@@ -19,9 +19,9 @@
 #include "collectives/reducer/buckets.h"
 #include "kernels/math/random.h"
 #include "kernels/wire/formats.h"
+#include "runtime/output_file.h"
 #include "runtime/thread_pool.h"
 #include "trainer/cli/values.h"
-#include "trainer/log/run_log.h"
 
 namespace gradwire::bench {
 namespace {
@@ -228,7 +228,7 @@ nlohmann::ordered_json measure(const HookOptions& o, const CompressionSpec& spec
 }
 
 int run(const HookOptions& o) {
-  if (!o.json.empty()) check_writable(o.json);
+  OutputFile json(o.json);
   if (o.threads > 0) set_host_threads(o.threads);
   std::vector<CompressionSpec> specs;
   for (const std::string& text : o.compression) specs.push_back(CompressionSpec::parse(text));
@@ -248,7 +248,7 @@ int run(const HookOptions& o) {
     for (const CompressionSpec& spec : specs) rows.push_back(measure(o, spec, set, device, baseline.get()));
     fmt::print("\n");
   }
-  if (!o.json.empty()) write_file_atomically(o.json, rows.dump(1) + "\n");
+  json.write(rows.dump(1) + "\n");
   return 0;
 }
 

@@ -9,9 +9,9 @@
 #include "bench/commands/commands.h"
 #include "bench/harness/text.h"
 #include "runtime/error.h"
+#include "runtime/output_file.h"
 #include "runtime/thread_pool.h"
 #include "trainer/cli/values.h"
-#include "trainer/log/run_log.h"
 
 namespace gradwire::bench {
 namespace {
@@ -145,12 +145,12 @@ int run(const KernelsOptions& o) {
     for (const KernelCase& c : kernel_cases()) fmt::print("{}\n", title(c));
     return 0;
   }
-  if (!o.json.empty()) check_writable(o.json);
+  OutputFile json(o.json);
   if (o.threads > 0) set_host_threads(o.threads);
   std::vector<KernelCase> cases = chosen_cases(o);
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   for (Device device : devices_for(o.device)) measure_device(o, cases, device, rows);
-  if (!o.json.empty()) write_file_atomically(o.json, rows.dump(1) + "\n");
+  json.write(rows.dump(1) + "\n");
   return 0;
 }
 

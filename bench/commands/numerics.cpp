@@ -15,8 +15,8 @@
 #include "collectives/program/program.h"
 #include "collectives/spec/spec.h"
 #include "runtime/error.h"
+#include "runtime/output_file.h"
 #include "trainer/cli/values.h"
-#include "trainer/log/run_log.h"
 
 namespace gradwire::bench {
 namespace {
@@ -123,6 +123,7 @@ int lossy_steps(const Case& c, const Format& f) {
 }
 
 void run(const NumericsOptions& o, const std::vector<Format>& chosen) {
+  OutputFile json(o.json);
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   fmt::print("# relative error of a sum of {} normal values per rank, without error feedback\n{:>5}  {:<28}",
              o.elements, "ranks", "schedule");
@@ -146,7 +147,7 @@ void run(const NumericsOptions& o, const std::vector<Format>& chosen) {
       std::fflush(stdout);
     }
   }
-  if (!o.json.empty()) write_file_atomically(o.json, rows.dump(2) + "\n");
+  json.write(rows.dump(2) + "\n");
 }
 
 }  // namespace
@@ -169,7 +170,6 @@ void add_numerics(CLI::App& app, int&) {
       ->check(path_value());
   command->callback([o] {
     const std::vector<Format> chosen = formats(o->specs);
-    if (!o->json.empty()) check_writable(o->json);
     run(*o, chosen);
   });
 }

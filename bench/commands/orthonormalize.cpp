@@ -15,9 +15,9 @@
 #include "kernels/math/random.h"
 #include "kernels/powersgd/orthonormalize.h"
 #include "runtime/error.h"
+#include "runtime/output_file.h"
 #include "runtime/thread_pool.h"
 #include "trainer/cli/values.h"
-#include "trainer/log/run_log.h"
 
 namespace gradwire::bench {
 namespace {
@@ -115,7 +115,7 @@ nlohmann::ordered_json measure(const OrthonormalizeOptions& o, int rank, DeviceU
 }
 
 int run(const OrthonormalizeOptions& o) {
-  if (!o.json.empty()) check_writable(o.json);
+  OutputFile json(o.json);
   for (int rank : o.ranks) Factors(o.model, rank);  // throws on bad input before anything else happens
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   for (Device which : devices_for(o.device)) {
@@ -127,7 +127,7 @@ int run(const OrthonormalizeOptions& o) {
     for (int rank : o.ranks) rows.push_back(measure(o, rank, device));
     fmt::print("\n");
   }
-  if (!o.json.empty()) write_file_atomically(o.json, rows.dump(1) + "\n");
+  json.write(rows.dump(1) + "\n");
   return 0;
 }
 

@@ -12,8 +12,8 @@
 #include "collectives/schedule/schedule.h"
 #include "kernels/wire/formats.h"
 #include "runtime/error.h"
+#include "runtime/output_file.h"
 #include "trainer/cli/values.h"
-#include "trainer/log/run_log.h"
 
 namespace gradwire::bench {
 namespace {
@@ -82,7 +82,7 @@ void drop_a_transfer(Schedule& s) {
 }
 
 // Every schedule of every world up to max_ranks; hierarchical ones in every shape. Exit code.
-int check_all(const SchedulesOptions& o) {
+int check_all(const SchedulesOptions& o, OutputFile& json) {
   int checked = 0;
   nlohmann::ordered_json wrong = nlohmann::ordered_json::array();
   auto prove = [&](std::string what, Schedule s) {
@@ -105,14 +105,13 @@ int check_all(const SchedulesOptions& o) {
   fmt::print("{} schedules of 1 to {} ranks: {}\n", checked, o.max_ranks,
              wrong.empty() ? "each proven right, at its known optimum of bytes and its declared rounding"
                            : fmt::format("{} wrong", wrong.size()));
-  if (!o.json.empty()) {
-    nlohmann::ordered_json document = {{"checked", checked}, {"max_ranks", o.max_ranks}, {"wrong", wrong}};
-    write_file_atomically(o.json, document.dump(2) + "\n");
-  }
+  const nlohmann::ordered_json document = {
+      {"checked", checked}, {"max_ranks", o.max_ranks}, {"wrong", wrong}};
+  json.write(document.dump(2) + "\n");
   return wrong.empty() ? 0 : 1;
 }
 
-int print_table(const SchedulesOptions& o) {
+int print_table(const SchedulesOptions& o, OutputFile& json) {
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   fmt::print(
       "Sent: by the busiest rank, as a multiple of the buffer and in FP32 for {:.4g} MB; slow: between nodes "
@@ -160,7 +159,7 @@ int print_table(const SchedulesOptions& o) {
                       {"proven", report.ok}});
     }
   }
-  if (!o.json.empty()) write_file_atomically(o.json, rows.dump(2) + "\n");
+  json.write(rows.dump(2) + "\n");
   return all_ok ? 0 : 1;
 }
 
@@ -224,13 +223,13 @@ void add_schedules(CLI::App& app, int& exit_code) {
   command->add_option("--json", o->json, "Write the table, or what --check found, to FILE")
       ->check(path_value());
   command->callback([o, ranks, &exit_code] {
-    if (!o->json.empty()) check_writable(o->json);
+    OutputFile json(o->json);
     if (!o->draw.empty()) {
       std::fputs(draw(schedule_to_draw(*o, ranks->count() > 0)).c_str(), stdout);
     } else if (o->check) {
-      exit_code = check_all(*o);
+      exit_code = check_all(*o, json);
     } else {
-      exit_code = print_table(*o);
+      exit_code = print_table(*o, json);
     }
   });
 }

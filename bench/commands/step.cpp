@@ -17,9 +17,9 @@
 #include "collectives/reducer/reducer.h"
 #include "runtime/error.h"
 #include "runtime/graph.h"
+#include "runtime/output_file.h"
 #include "trainer/cli/values.h"
 #include "trainer/data/dataset.h"
-#include "trainer/log/run_log.h"
 #include "trainer/log/summary.h"
 #include "trainer/model/vit.h"
 #include "trainer/train/layout.h"
@@ -143,7 +143,7 @@ void run(const StepOptions& options) {
   TrainConfig config;
   config.model = named_model(options.model);
   config.batch_size = options.batch_size;
-  if (!options.json.empty()) check_writable(options.json);
+  OutputFile json(options.json);
   if (options.batch_size < 1) {
     throw BadInput(fmt::format("--batch-size {}: must be at least 1", options.batch_size));
   }
@@ -174,7 +174,7 @@ void run(const StepOptions& options) {
                           {"graph_ratio", r.graph_ratio}});
     }
   }
-  if (!options.json.empty()) write_file_atomically(options.json, document.dump(2) + "\n");
+  json.write(document.dump(2) + "\n");
 }
 
 }  // namespace

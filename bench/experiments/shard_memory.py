@@ -7,7 +7,6 @@
 import argparse
 import datetime
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -40,9 +39,7 @@ def run(arguments):
                 results["memory_bytes"].append({"compression": spec, "shard": shard, "ranks": ranks, "bytes": size})
                 print(f"{spec:20} {shard:10} {ranks} ranks: {size / 1e6:.0f} MB", file=sys.stderr, flush=True)
                 if arguments.json:
-                    partial = arguments.json.with_suffix(".tmp")
-                    partial.write_text(json.dumps(results, indent=1) + "\n")
-                    os.replace(partial, arguments.json)
+                    arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     show(results)
 
 

@@ -268,9 +268,7 @@ def show(result):
 
 def write(path, document):
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(document, indent=1) + "\n")
-    temporary.rename(path)
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def measure(arguments):

@@ -3,13 +3,13 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
 #include <sstream>
 #include <thread>
 
@@ -18,6 +18,8 @@
 #include "collectives/rendezvous/secret.h"
 #include "runtime/environment.h"
 #include "runtime/error.h"
+#include "runtime/file.h"
+#include "runtime/output_file.h"
 #include "runtime/resources.h"
 
 namespace gradwire {
@@ -78,9 +80,25 @@ Meeting parse_meeting(const std::string& text) {
   return meeting;
 }
 
+// Returns "" as long as there is no file that can be read.
 std::string read_file(const std::string& path) {
-  std::ifstream file(path);
-  return {std::istreambuf_iterator<char>(file), {}};
+  struct stat status {};
+  if (stat(path.c_str(), &status) != 0) return "";
+  if (!S_ISREG(status.st_mode)) {
+    throw BadInput(fmt::format("rendezvous file://{0}: {0} is {1}; name a regular file, or a new one", path,
+                               kind_of_file(status.st_mode)));
+  }
+  try {
+    return read_regular_file(path);
+  } catch (const BadInput&) {  // removed, or replaced, meanwhile
+    return "";
+  }
+}
+
+// Removes the file unless a later group has reused the name.
+void remove_own(const std::string& path, const std::string& secret, const std::string& key) noexcept try {
+  if (secret + parse_meeting(read_file(path)).secret == key) remove_output(path);
+} catch (const std::exception&) {
 }
 
 Board file_board(const std::string& path) {
@@ -111,17 +129,7 @@ bool is_meeting(const std::string& text) {
 }
 
 void write_private_file(const std::string& path, const std::string& text) {
-  std::string scratch = fmt::format("{}.{}", path, getpid());
-  std::remove(scratch.c_str());
-  Socket file(open(scratch.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));  // closes any descriptor
-  const bool written =
-      file && write(file.fd(), text.data(), text.size()) == static_cast<ssize_t>(text.size());
-  file.close();
-  if (!written || std::rename(scratch.c_str(), path.c_str()) != 0) {
-    std::remove(scratch.c_str());
-    throw BadInput(fmt::format(
-        "{} cannot be written; name a file in a folder that exists, and that all ranks share", path));
-  }
+  OutputFile(path, OutputFile::Kind::private_file).write(text);
 }
 
 Membership::Membership(const GroupOptions& options) : options_(options) {
@@ -248,11 +256,7 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
 Membership::~Membership() {
   client_.reset();
   server_.reset();
-  // Only if it is still ours: a later group may have reused the name.
-  if (!published_file_.empty() &&
-      options_.secret + parse_meeting(read_file(published_file_)).secret == key_) {
-    std::remove(published_file_.c_str());
-  }
+  if (!published_file_.empty()) remove_own(published_file_, options_.secret, key_);
 }
 
 void read_listening(GroupOptions& options) {

@@ -31,7 +31,8 @@ struct Board {
 // Whether rank 0 may have published this.
 bool is_meeting(const std::string& text);
 
-// Puts a file that only this user can read in place, so that others see the whole of it or none. Throws BadInput.
+// Writes a regular file that only this user can read (runtime/output_file.h). Throws BadInput if that is impossible at
+// `path`, Error if it fails.
 void write_private_file(const std::string& path, const std::string& text);
 
 struct GroupOptions {

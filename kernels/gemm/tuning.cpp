@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <vector>
 
@@ -56,6 +57,12 @@ void TuningFile::say(const std::string& what) const {
 }
 
 void TuningFile::read() {
+  std::error_code error;
+  const auto status = std::filesystem::status(path_, error);
+  if (std::filesystem::exists(status) && !std::filesystem::is_regular_file(status)) {
+    ours_ = false;  // reading a FIFO would wait for its writer
+    return say("not a regular file, so it is neither read nor written");
+  }
   std::ifstream in(path_);
   std::string line;
   if (!in || !std::getline(in, line)) return;  // none yet, or empty: to be written

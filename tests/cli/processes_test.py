@@ -241,7 +241,7 @@ class Processes(CommandTest):
         self.assertFalse((self.folder / "saved" / "members").exists(), "the run has ended")
         late = subprocess.run(words, capture_output=True, text=True, env=self.environment(), cwd=self.folder, timeout=240)
         self.assertEqual(late.returncode, 2)
-        self.assertIn("saved/members: No such file or directory; name the file that the run's --members names", late.stderr)
+        self.assertIn("saved/members: no such file; name the file that the run's --members names", late.stderr)
 
     def test_elastic_ends_when_too_few_are_left(self):
         processes = self.start(3, "train", *SYNTHETIC, "--steps", 100000, "--elastic", "3:3")

@@ -6,6 +6,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "runtime/output_file.h"
 #include "tests/trainer/files.h"
 #include "trainer/log/comparison.h"
 #include "trainer/log/console.h"
@@ -419,8 +420,8 @@ TEST(RunLog, FilesThatAreTheSameAreRefusedHoweverTheyAreNamed) {
 TEST(RunLog, AtomicWriteLeavesTheOldFileOrTheNew) {
   TemporaryFolder folder;
   std::string path = folder.path("out.json");
-  write_file_atomically(path, "one");
-  write_file_atomically(path, "two");
+  OutputFile(path).write("one");
+  OutputFile(path).write("two");
   testing::Bytes bytes = testing::read_bytes(path);
   EXPECT_EQ(std::string(bytes.begin(), bytes.end()), "two");
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1);

@@ -13,6 +13,8 @@
 #include <filesystem>
 
 #include "runtime/error.h"
+#include "runtime/file.h"
+#include "runtime/output_file.h"
 #include "trainer/checkpoint/safetensors.h"
 
 namespace gradwire {
@@ -66,7 +68,7 @@ Listing list(const std::string& directory) {
 
 // Makes the names in a folder durable.
 void sync_folder(const std::string& path) {
-  const OpenFile folder(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  const FileDescriptor folder(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   // EINVAL: a file system that does not support fsync of folders, and does not need it.
   if (folder.fd() < 0 || (fsync(folder.fd()) != 0 && errno != EINVAL)) fail(path + ": fsync failed", errno);
 }
@@ -76,18 +78,30 @@ void rename_folder(const std::string& from, const std::string& to) {
     fail(fmt::format("{}: renaming to {} failed", from, to), errno);
 }
 
-// Renames first: a run killed here must not leave half a checkpoint under a complete one's name.
-void remove_checkpoint(const std::string& path) {
+// Returns why a checkpoint cannot be removed, or "". At no time does half a checkpoint look complete: the folder is renamed
+// first. Where renaming is refused, as overlayfs refuses it for folders of a lower layer, the weights go first, without
+// which a checkpoint is not complete.
+std::string remove_checkpoint(const std::string& path) {
+  std::error_code error;
   std::string doomed = path;
   if (!doomed.ends_with(kUnfinished)) {
-    doomed += kUnfinished;
-    std::error_code ignored;
-    fs::remove_all(doomed, ignored);
-    rename_folder(path, doomed);
+    fs::remove_all(doomed + kUnfinished, error);
+    if (std::rename(path.c_str(), (doomed + kUnfinished).c_str()) == 0) {
+      doomed += kUnfinished;
+    } else {
+      fs::remove(weights_path(path), error);
+      if (error) return error.message();
+    }
   }
-  std::error_code error;
   fs::remove_all(doomed, error);
-  if (error) throw Error(fmt::format("{}: cannot be removed: {}", doomed, error.message()));
+  return error ? error.message() : "";
+}
+
+// Of a checkpoint that is not needed any more: keeping it must not end a run.
+void remove_or_warn(const std::string& path) {
+  const std::string why = remove_checkpoint(path);
+  if (why.empty()) return;
+  warn_once(fmt::format("{}: an old checkpoint cannot be removed: {}; remove it by hand", path, why));
 }
 
 }  // namespace
@@ -168,13 +182,14 @@ FolderLock::FolderLock(const std::string& directory, bool displaces) {
   if (error) throw Error(fmt::format("{}: cannot be created: {}", directory, error.message()));
   const std::string path = directory + "/lock";
   if (displaces) fs::remove(path, error);  // its holder keeps a file that nobody finds
-  file_ = std::make_unique<OpenFile>(open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
-  const int fd = file_->fd();
+  // Not through a link that somebody has put there: the file that it leads to would be overwritten.
+  file_ = FileDescriptor(open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666));
+  const int fd = file_.fd();
   if (fd < 0) fail(path + ": cannot be created", errno);
   char text[300] = {};
   if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
     if (errno != EWOULDBLOCK) {  // a file system without locks
-      file_ = nullptr;
+      file_ = FileDescriptor();
       return;
     }
     [[maybe_unused]] const ssize_t read = pread(fd, text, sizeof text - 1, 0);
@@ -184,8 +199,8 @@ FolderLock::FolderLock(const std::string& directory, bool displaces) {
   }
   char host[256] = {};
   gethostname(host, sizeof host - 1);
-  const std::string holder = fmt::format("process {} on {}", getpid(), host);
-  if (ftruncate(fd, 0) != 0 || pwrite(fd, holder.data(), holder.size(), 0) < 0) fail(path, errno);
+  // Only for the message above, so a full disk does no harm.
+  if (ftruncate(fd, 0) == 0) write_fully(fd, fmt::format("process {} on {}", getpid(), host));
 }
 
 std::string NewCheckpoint::final_path(const std::string& directory, int64_t step) {
@@ -201,11 +216,12 @@ NewCheckpoint::NewCheckpoint(const std::string& directory, int64_t step)
   std::error_code error;
   fs::create_directories(directory_, error);
   if (error) throw Error(fmt::format("{}: cannot be created: {}", directory_, error.message()));
-  for (const std::string& path : list(directory_).unfinished) remove_checkpoint(path);
+  for (const std::string& path : list(directory_).unfinished) remove_or_warn(path);
   const std::string path = temporary_path(directory_, step_);
   if (!fs::create_directory(path, error) || error) {
     throw Error(
-        fmt::format("{}: cannot be created: {}", path, error ? error.message() : "it exists already"));
+        fmt::format("{}: cannot be created: {}", path,
+                    error ? error.message() : "it exists already; remove it, or name another folder"));
   }
 }
 
@@ -219,7 +235,7 @@ void NewCheckpoint::commit(int keep) {
   sync_folder(directory_);
   int kept = 0;
   for (const auto& [steps, path] : list(directory_).checkpoints) {
-    if (steps <= step_ && ++kept > std::max(keep, 1)) remove_checkpoint(path);
+    if (steps <= step_ && ++kept > std::max(keep, 1)) remove_or_warn(path);
   }
 }
 

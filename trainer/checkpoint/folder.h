@@ -39,21 +39,20 @@ class FolderLock {
   // `displaces`: takes the lock from its holder, who is not to write any more: the run's rank 0 before this one, which
   // may have been stopped and not ended.
   explicit FolderLock(const std::string& directory, bool displaces = false);
-  FolderLock(FolderLock&&) = default;
 
  private:
-  std::unique_ptr<OpenFile> file_;
+  FileDescriptor file_;
 };
 
 // One rank creates this object, all ranks write files to temporary_path(), then the one rank commits.
 class NewCheckpoint {
  public:
-  // Creates the folder, and removes unfinished ones of earlier runs.
+  // Creates the folder, and removes unfinished ones of earlier runs, or warns that it cannot.
   NewCheckpoint(const std::string& directory, int64_t step);
   // Static, so that ranks without the object know the paths.
   static std::string temporary_path(const std::string& directory, int64_t step);
   static std::string final_path(const std::string& directory, int64_t step);
-  // Syncs the folder, renames it, and removes all but the last `keep` checkpoints.
+  // Syncs the folder, renames it, and removes all but the last `keep` checkpoints, or warns that it cannot.
   void commit(int keep);
 
  private:

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "runtime/error.h"
+#include "runtime/output_file.h"
 #include "trainer/checkpoint/safetensors.h"
 
 namespace gradwire {
@@ -29,6 +30,14 @@ void GradientDump::take(const Stream& stream, int i, const float* gradient) {
 
 void GradientDump::write() const {
   const std::string path = gradients_path(config_.gradients_directory, config_.gradients_step);
+  try {
+    write_file(path);
+  } catch (const std::exception& error) {
+    lose_output(path, fmt::format("{}: {}", path, error.what()));
+  }
+}
+
+void GradientDump::write_file(const std::string& path) const {
   std::error_code error;
   std::filesystem::create_directories(config_.gradients_directory, error);
   if (error)
@@ -42,16 +51,19 @@ void GradientDump::write() const {
                                      {"data", config_.data.to_string()},
                                      {"seed", config_.seed},
                                      {"compression", config_.compression.to_string()}};
-  const std::string unfinished = path + ".tmp";
-  std::filesystem::remove(unfinished, error);  // of a run that was killed
-  SafetensorsWriter file(unfinished, {{"format", "pt"}, {"gradwire", about.dump()}}, entries);
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    file.write(
-        {copies_.as<const float>() + layout_.offsets[i], static_cast<size_t>(parameters_[i].elements())});
+  const std::string unfinished = temporary_name_beside(path);
+  try {
+    SafetensorsWriter file(unfinished, {{"format", "pt"}, {"gradwire", about.dump()}}, entries);
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      file.write(
+          {copies_.as<const float>() + layout_.offsets[i], static_cast<size_t>(parameters_[i].elements())});
+    }
+    file.finish();
+    std::filesystem::rename(unfinished, path);
+  } catch (...) {
+    std::filesystem::remove(unfinished, error);
+    throw;
   }
-  file.finish();
-  std::filesystem::rename(unfinished, path, error);
-  if (error) throw Error(fmt::format("{}: renaming to {} failed: {}", unfinished, path, error.message()));
 }
 
 }  // namespace gradwire

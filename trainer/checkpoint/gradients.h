@@ -24,11 +24,12 @@ class GradientDump {
   // Copies gradient i, in stream order: enqueue it after what computes the gradient, and before the reducer
   // may change it. On the stream's device.
   void take(const Stream& stream, int i, const float* gradient);
-  // After the stream has passed every take(). Throws Error when writing fails; the file is there as a whole,
-  // or not at all.
+  // After the stream has passed every take(). The file is there as a whole, or not at all. When writing fails, says so and
+  // returns: the run continues.
   void write() const;
 
  private:
+  void write_file(const std::string& path) const;
   const TrainConfig& config_;
   const std::vector<VitParameter>& parameters_;
   const ParameterLayout& layout_;

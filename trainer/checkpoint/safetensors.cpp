@@ -16,6 +16,7 @@
 #include <unordered_set>
 
 #include "runtime/error.h"
+#include "runtime/file.h"
 #include "runtime/shape.h"
 #include "trainer/data/file_kind.h"
 
@@ -46,17 +47,7 @@ std::string hex8(uint32_t value) {
   return fmt::format("{:08x}", value);
 }
 
-int open_to_read(const std::string& path) {
-  return open(path.c_str(), O_RDONLY | O_CLOEXEC);
-}
-
 }  // namespace
-
-bool OpenFile::close() {
-  const int fd = fd_;
-  fd_ = -1;
-  return fd < 0 || ::close(fd) == 0;
-}
 
 SafetensorsWriter::Written& SafetensorsWriter::Written::operator+=(const Written& other) {
   bytes += other.bytes;
@@ -161,11 +152,10 @@ void SafetensorsWriter::fail() const {
   throw Error(fmt::format("{}: writing failed: {}", path_, std::strerror(errno)));
 }
 
-SafetensorsReader::SafetensorsReader(std::string path) : path_(std::move(path)), file_(open_to_read(path_)) {
-  if (file_.fd() < 0) refuse(errno == ENOENT ? "no such file" : std::strerror(errno));
+SafetensorsReader::SafetensorsReader(std::string path)
+    : path_(std::move(path)), file_(open_regular_file(path_)) {
   struct stat status {};
   if (fstat(file_.fd(), &status) != 0) refuse(std::strerror(errno));
-  if (!S_ISREG(status.st_mode)) refuse("not a regular file");
   file_bytes_ = static_cast<uint64_t>(status.st_size);
   read_header();
 }

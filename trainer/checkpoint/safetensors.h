@@ -17,22 +17,9 @@
 #include <vector>
 
 #include "runtime/dtype.h"
+#include "runtime/file.h"
 
 namespace gradwire {
-
-// Owns a file descriptor.
-class OpenFile {
- public:
-  explicit OpenFile(int fd = -1) : fd_(fd) {}
-  ~OpenFile() { close(); }
-  OpenFile(const OpenFile&) = delete;
-  OpenFile& operator=(const OpenFile&) = delete;
-  int fd() const { return fd_; }
-  bool close();  // false when close(2) reports an error
-
- private:
-  int fd_;
-};
 
 // One writer creates a file. Others, of other threads or processes, may write parts of its data: they open it, and
 // close it before the first finishes it.
@@ -72,7 +59,7 @@ class SafetensorsWriter {
   [[noreturn]] void fail() const;
 
   std::string path_;
-  OpenFile file_;
+  FileDescriptor file_;
   std::map<std::string, uint64_t> begins_;  // of each tensor, in the file
   uint64_t at_ = 0, end_ = 0;
   Written written_;
@@ -113,7 +100,7 @@ class SafetensorsReader {
   [[noreturn]] void refuse(const std::string& why) const;
 
   std::string path_;
-  OpenFile file_;
+  FileDescriptor file_;
   uint64_t file_bytes_ = 0, data_at_ = 0;
   std::string header_;
   std::map<std::string, std::string> metadata_;

@@ -9,6 +9,7 @@
 #include "collectives/communicator/communicator.h"
 #include "runtime/environment.h"
 #include "runtime/error.h"
+#include "runtime/output_file.h"
 #include "runtime/resources.h"
 #include "runtime/standard_descriptors.h"
 #include "trainer/cli/compare.h"
@@ -42,6 +43,8 @@ int report(const char* text, int code) {
 int train(const Options& options) {
   if (leads(options) && !options.log.empty()) check_writable(options.log);
   if (leads(options) && !options.trace.empty()) check_writable(options.trace);
+  if (leads(options) && !options.members.empty())
+    check_writable(options.members, OutputFile::Kind::private_file);
   check_all_different({{"--init", options.init}, {"--log", options.log}, {"--trace", options.trace}});
   Resolved run = resolve(options);
   if (leads(options)) say_start(run, options);
@@ -137,7 +140,8 @@ int parse_and_run(int argc, char** argv) {
 int cli_main(int argc, char** argv) {
   prepare_standard_descriptors();
   try {
-    const int code = parse_and_run(argc, argv);
+    const int done = parse_and_run(argc, argv);
+    const int code = done == kDone && any_output_lost() ? kFailed : done;
     // A full disk shows here at the latest; what a reader misses must not pass for a success.
     if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
     return report("standard output could not be written: its disk is full, or its reader is gone. All else is done",

@@ -11,6 +11,7 @@
 #include "collectives/codec/examples.h"
 #include "collectives/communicator/communicator.h"
 #include "runtime/error.h"
+#include "runtime/output_file.h"
 #include "trainer/cli/session.h"
 #include "trainer/log/comparison.h"
 #include "trainer/log/console.h"
@@ -103,7 +104,7 @@ void find_earlier_runs(std::vector<PlannedRun>& runs, const DataSplits& data, co
   }
 }
 
-// Every other run gets the first number that is free.
+// Every other run gets the first number that is free and is not a device's or a FIFO's.
 void name_logs(std::vector<PlannedRun>& runs, const std::string& json) {
   std::set<std::string> taken;
   for (const PlannedRun& run : runs) taken.insert(run.log);
@@ -111,9 +112,8 @@ void name_logs(std::vector<PlannedRun>& runs, const std::string& json) {
   for (PlannedRun& run : runs) {
     while (run.log.empty()) {
       const std::string path = path_of_run(json, number++, ".jsonl");
-      if (!taken.contains(path)) run.log = path;
+      if (!taken.contains(path) && OutputFile::would_be_regular(path)) run.log = path;
     }
-    check_writable(run.log);
   }
 }
 
@@ -232,12 +232,22 @@ void compare(const Options& given) {
   Resolved run = resolve(options);
   std::vector<PlannedRun> runs = plan_runs(run, options.seeds);
   const bool speaks = leads(options);
+  if (speaks && !options.trace.empty() && !OutputFile::would_be_regular(options.trace)) {
+    throw BadInput(fmt::format(
+        "--trace {}: not a regular file; compare writes a trace for each run beside this name, so "
+        "name a file, which may be new",
+        options.trace));
+  }
   if (speaks && !options.json.empty()) {
-    check_writable(options.json);
-    // A run that was not traced must be run again to get its trace.
-    const bool reuses = !options.again && options.trace.empty() && !options.profile_steps;
-    if (reuses) find_earlier_runs(runs, run.data, options.json);
-    name_logs(runs, options.json);
+    if (OutputFile::would_be_regular(options.json)) {
+      // A run that was not traced must be run again to get its trace.
+      const bool reuses = !options.again && options.trace.empty() && !options.profile_steps;
+      if (reuses) find_earlier_runs(runs, run.data, options.json);
+      name_logs(runs, options.json);
+    } else {
+      run.notes.push_back(
+          fmt::format("{} is not a regular file: the runs are not logged beside it", options.json));
+    }
   }
   if (speaks) {
     for (const PlannedRun& planned : runs) {
@@ -252,13 +262,13 @@ void compare(const Options& given) {
     }
     return;
   }
+  OutputFile json = speaks ? OutputFile(options.json) : OutputFile();
   const std::unique_ptr<Communicator> comm = join(options, run.config);
   agree_on_earlier_runs(runs, comm.get());
   const TrainConfig& config = run.config;
   const std::vector<RunSummary> summaries = run_all(runs, options, std::move(run.data), comm.get());
   if (!speaks) return;
   const std::vector<ComparedRun> compared = by_seed(runs, summaries, static_cast<size_t>(options.seeds));
-  if (!options.json.empty()) write_file_atomically(options.json, compare_document(compared));
   say(fmt::format(
       "\n{}{} on {}, {}{}, {} steps; steps and bytes are medians, bytes per rank{}\n", config.model.name,
       config.model.gelu == Gelu::exact ? "" : fmt::format(", {} GELU", name(config.model.gelu)),
@@ -267,6 +277,7 @@ void compare(const Options& given) {
           ? ""
           : fmt::format("; accuracy and loss: mean and standard deviation over {} seeds", options.seeds)));
   say(compare_table(compared));
+  json.write(compare_document(compared));
 }
 
 }  // namespace gradwire

@@ -336,7 +336,7 @@ void doctor(Options options) {
     launcher = error.what();
   }
   const bool leads = !options.launch || options.launch->rank == 0;
-  if (leads && !options.json.empty()) check_writable(options.json);
+  OutputFile file = leads ? OutputFile(options.json) : OutputFile();
   if (!options.ranks && !options.launch && options.device != DeviceChoice::host && cuda_device_count() > 1) {
     options.ranks = cuda_device_count();
   }
@@ -372,7 +372,7 @@ void doctor(Options options) {
     json["prediction"] = recommendation_json(report, config.model);
     if (comm) comm->barrier();  // no rank exits while others still communicate
   }
-  if (leads && !options.json.empty()) write_file_atomically(options.json, json.dump(2) + "\n");
+  file.write(json.dump(2) + "\n");
 }
 
 }  // namespace gradwire

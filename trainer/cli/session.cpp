@@ -7,6 +7,7 @@
 #include <cstdio>
 
 #include "collectives/communicator/communicator.h"
+#include "runtime/output_file.h"
 #include "trainer/checkpoint/gradients.h"
 #include "trainer/log/console.h"
 #include "trainer/log/run_log.h"
@@ -119,13 +120,13 @@ RunSummary run_once(const TrainConfig& config, const DataSplits& data, const Run
   // Threads of one process share its cores, where one is as fast as another.
   const std::string straggler = config.processes ? straggler_text(summary) : "";
   if (!straggler.empty()) say(straggler);
-  if (!config.trace.empty()) {
+  if (!config.trace.empty() && !output_lost(config.trace)) {
     say(fmt::format("Trace of steps {} to {}: {}", config.trace_steps.begin, config.trace_steps.end - 1,
                     config.trace));
   }
   if (!config.gradients_directory.empty()) {
-    say(fmt::format("Gradients of step {}: {}", config.gradients_step,
-                    gradients_path(config.gradients_directory, config.gradients_step)));
+    const std::string path = gradients_path(config.gradients_directory, config.gradients_step);
+    if (!output_lost(path)) say(fmt::format("Gradients of step {}: {}", config.gradients_step, path));
   }
   return summary;
 }

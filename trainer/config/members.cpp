@@ -2,14 +2,12 @@
 
 #include <fmt/format.h>
 
-#include <cerrno>
-#include <cstring>
-#include <fstream>
 #include <iterator>
 #include <sstream>
 
 #include "collectives/transport/transport.h"
 #include "runtime/error.h"
+#include "runtime/file.h"
 
 namespace gradwire {
 namespace {
@@ -23,14 +21,15 @@ std::string members_text(int launched, const std::string& doors) {
 }
 
 Members read_members(const std::string& path) {
-  errno = 0;
-  std::ifstream file(path);
-  const std::string text(std::istreambuf_iterator<char>(file), {});
-  if (!file.good() && text.empty()) {
+  std::string text;
+  try {
+    text = read_regular_file(path);
+    if (text.empty()) throw BadInput(path + ": it is empty");
+  } catch (const BadInput& error) {
     throw BadInput(
-        fmt::format("{}: {}; name the file that the run's --members names, or that is in its "
+        fmt::format("{}; name the file that the run's --members names, or that is in its "
                     "--checkpoint folder; it is there from the first step to the end",
-                    path, errno != 0 ? std::strerror(errno) : "it is empty"));
+                    error.what()));
   }
   std::istringstream lines(text);
   std::string magic;

@@ -1,5 +1,6 @@
 #include "trainer/log/earlier_run.h"
 
+#include <filesystem>
 #include <fstream>
 
 #include "trainer/log/json.h"
@@ -8,6 +9,9 @@
 namespace gradwire {
 EarlierRun read_earlier_run(const std::string& path) {
   EarlierRun earlier;
+  std::error_code error;
+  if (!std::filesystem::is_regular_file(path, error))
+    return earlier;  // reading a FIFO would wait for its writer
   std::ifstream file(path, std::ios::binary);
   std::string first, line, last;
   if (!std::getline(file, first)) return earlier;

@@ -1,17 +1,13 @@
 // The run's log: one JSON record per line, each flushed when written: a killed run leaves complete lines.
 #pragma once
 
-#include <cstdio>
-#include <memory>
 #include <string>
 #include <vector>
 
+#include "runtime/file.h"
 #include "trainer/log/records.h"
 
 namespace gradwire {
-
-// Throws BadInput if `path` cannot be created or overwritten. Creates nothing.
-void check_writable(const std::string& path);
 
 // Throws BadInput if two of these are the same file: the one written last would destroy the other.
 struct NamedFile {
@@ -20,14 +16,14 @@ struct NamedFile {
 };
 void check_all_different(const std::vector<NamedFile>& files);
 
-// Replaces the file at `path` atomically: a reader sees the old contents or the new.
-void write_file_atomically(const std::string& path, const std::string& contents);
-
 class RunLog final : public RunObserver {
  public:
-  // The file is opened in on_run(): a run that never starts leaves no file. A run that resumes from a
-  // checkpoint appends to its old log, if there is one, and drops the lines of steps after the checkpoint. So does a
-  // rank that takes a run over.
+  // The file is opened and locked in on_run(): a run that never starts leaves no file, and two runs cannot write to one. A
+  // run that resumes from a checkpoint appends to its old log, if there is one, and drops the lines of steps after the
+  // checkpoint. So does a rank that takes a run over. The log of a resumed run is a new one where the path is not a
+  // regular file.
+  // A log that cannot be written any more does not end the run: it ends with its last complete line, and lose_output()
+  // reports it.
   // `config` and `data` must outlive the log. Throws BadInput when the path cannot be written.
   RunLog(std::string path, const TrainConfig& config, const DataSplits& data);
 
@@ -42,11 +38,12 @@ class RunLog final : public RunObserver {
 
  private:
   void write(const std::string& record);
-  bool keep_until(const RunInfo& info);
+  FileDescriptor open(const RunInfo& info, bool& continues) const;
+  std::string kept_until(const RunInfo& info) const;
   std::string path_;
   const TrainConfig& config_;
   const DataSplits& data_;
-  std::unique_ptr<std::FILE, int (*)(std::FILE*)> file_{nullptr, std::fclose};
+  FileDescriptor file_;
 };
 
 }  // namespace gradwire

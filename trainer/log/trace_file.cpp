@@ -6,7 +6,8 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
-#include "trainer/log/run_log.h"
+#include "runtime/error.h"
+#include "runtime/output_file.h"
 
 namespace gradwire {
 namespace {
@@ -74,9 +75,10 @@ std::string trace_events(int rank, Device device, std::vector<TraceSpan> spans, 
   return events;
 }
 
-TraceFile::TraceFile(const TrainConfig& config, std::string path)
+TraceFile::TraceFile(const TrainConfig& config, int rank)
     : config_(config),
-      path_(std::move(path)),
+      rank_(rank),
+      file_(rank == 0 ? OutputFile(config.trace) : OutputFile()),
       parts_(static_cast<size_t>(config.ranks())),
       there_(static_cast<size_t>(config.ranks())) {}
 
@@ -86,7 +88,11 @@ void TraceFile::add(int rank, std::string events) {
   there_[static_cast<size_t>(rank)] = true;
   if (std::find(there_.begin(), there_.end(), false) != there_.end()) return;
   written_ = true;
-  write_file_atomically(path_, document(""));
+  try {
+    file_.write(document(""));
+  } catch (const Error& error) {
+    lose_output(config_.trace, error.what());
+  }
 }
 
 void TraceFile::keep(int rank, std::string events) {
@@ -97,7 +103,15 @@ void TraceFile::keep(int rank, std::string events) {
 void TraceFile::write_rest(const std::string& error) noexcept {
   try {
     std::lock_guard lock(mutex_);
-    if (!written_) write_file_atomically(path_, document(error));
+    if (written_ || config_.trace.empty()) return;
+    if (rank_ > 0) {
+      // Beside a device or a pipe there is no place for another file.
+      if (!OutputFile::would_be_regular(config_.trace)) return;
+      std::filesystem::path named = config_.trace;
+      named.replace_extension(fmt::format("rank{}{}", rank_, named.extension().string()));
+      file_ = OutputFile(named.string());
+    }
+    file_.write(document(error));
     written_ = true;
   } catch (...) {
   }
@@ -122,12 +136,6 @@ std::string TraceFile::document(const std::string& error) const {
   }
   return fmt::format("{{\"displayTimeUnit\":\"ms\",\"otherData\":{},\"traceEvents\":[{}\n]}}\n", text(about),
                      events);
-}
-
-std::string trace_path_of_rank(const std::string& path, int rank) {
-  std::filesystem::path named = path;
-  named.replace_extension(fmt::format("rank{}{}", rank, named.extension().string()));
-  return named.string();
 }
 
 }  // namespace gradwire

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/output_file.h"
 #include "runtime/trace.h"
 #include "trainer/config/config.h"
 
@@ -15,31 +16,33 @@ namespace gradwire {
 std::string trace_events(int rank, Device device, std::vector<TraceSpan> spans, size_t dropped,
                          double error_us);
 
-// Collects the ranks' parts and writes them atomically: a reader sees a complete file or none.
+// Collects the ranks' parts and writes them (runtime/output_file.h). A trace that cannot be written does not end the run:
+// lose_output() reports it.
 class TraceFile {
  public:
-  TraceFile(const TrainConfig& config, std::string path);
+  // Decides how config.trace will be written, where `rank` is 0; other ranks have files of their own. Throws BadInput if
+  // that is impossible.
+  explicit TraceFile(const TrainConfig& config, int rank = 0);
 
-  // From any thread. The last rank's part writes the file. Throws Error when that fails.
+  // From any thread. The last rank's part writes the file.
   void add(int rank, std::string events);
   // After a failure: the spans that a rank has so far. Ignored if its part was already added.
   void keep(int rank, std::string events);
-  // At the end of a failed run: writes what there is, unless the file was already written. Does not throw,
-  // because there is an error to report already.
+  // At the end of a failed run: writes what there is, unless the file was already written. Rank r > 0 of a run of
+  // processes, which could not send its part to rank 0, writes a file of its own: trace.json -> trace.rank3.json. Reports
+  // nothing, because there is an error to report already.
   void write_rest(const std::string& error) noexcept;
 
  private:
   std::string document(const std::string& error) const;
 
   const TrainConfig& config_;
-  const std::string path_;
+  const int rank_;
+  OutputFile file_;
   std::mutex mutex_;
   std::vector<std::string> parts_;  // by rank
   std::vector<bool> there_;
   bool written_ = false;
 };
-
-// trace.json -> trace.rank3.json: where a rank that is a process writes what it could not send to rank 0.
-std::string trace_path_of_rank(const std::string& path, int rank);
 
 }  // namespace gradwire

@@ -11,6 +11,7 @@
 #include "collectives/agreement/all_gather.h"
 #include "collectives/rendezvous/membership.h"
 #include "runtime/error.h"
+#include "runtime/output_file.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/config/members.h"
 #include "trainer/train/hand_over.h"
@@ -288,12 +289,16 @@ void Elastic::open_door(std::function<std::string(const std::string&)> judge) {
 
 void Elastic::post_members() {
   if (launched_.members.empty() || comm().rank() != 0) return;
-  write_private_file(launched_.members, members_text(launched_.ranks(), comm().transport().doors()));
+  try {
+    write_private_file(launched_.members, members_text(launched_.ranks(), comm().transport().doors()));
+  } catch (const Error& error) {
+    warn_once(fmt::format("{}; the run continues, and no rank can join it with --join", error.what()));
+  }
 }
 
 void Elastic::finished() {
   finished_ = true;
-  if (!launched_.members.empty()) std::remove(launched_.members.c_str());
+  if (!launched_.members.empty()) remove_output(launched_.members);
 }
 
 void Elastic::join(std::unique_ptr<Communicator> comm) {

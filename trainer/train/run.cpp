@@ -154,10 +154,11 @@ void run_in_group(const TrainConfig& config, const DataSplits& data, const std::
   MessageRankReports reports(comm);
   InitialWeights initial(config.seed, config.init);
   Peaks peaks;
-  TraceFile trace(config, comm.rank() == 0 ? config.trace : trace_path_of_rank(config.trace, comm.rank()));
-  SharedRun shared{config, data, observer, reports, initial, &peaks, config.trace.empty() ? nullptr : &trace};
+  std::optional<TraceFile> trace;
+  SharedRun shared{config, data, observer, reports, initial, &peaks, nullptr};
   shared.elastic = elastic;
   try {
+    if (!config.trace.empty()) shared.trace = &trace.emplace(config, comm.rank());
     if (elastic != nullptr && !elastic->agree()) return;
     check(config, data);
     if (elastic == nullptr || !elastic->start()) reset_memory_peak(comm.device());
@@ -185,7 +186,7 @@ void run_in_group(const TrainConfig& config, const DataSplits& data, const std::
     comm.abort(error.what());
     if (trainer && shared.trace != nullptr) {
       trainer->keep_trace();
-      trace.write_rest(error.what());
+      trace->write_rest(error.what());
     }
     trainer.reset();  // waits for the rank's stream, so only after the abort
     throw;
@@ -254,7 +255,7 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
   LocalRankReports reports(config.ranks(), timeout);
   InitialWeights initial(config.seed, config.init);
   const Peaks peaks = config.measure_peak ? measure_peaks(config.devices.front(), config.precision) : Peaks{};
-  TraceFile trace(config, config.trace);
+  TraceFile trace(config);
   const SharedRun shared{.config = config,
                          .data = data,
                          .observer = observer,

@@ -1,0 +1,47 @@
+// File descriptors, reading of regular files, and writing that raises no signal.
+#pragma once
+
+#include <sys/types.h>
+
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace gradwire {
+
+// Owns a file descriptor.
+class FileDescriptor {
+ public:
+  explicit FileDescriptor(int fd = -1) : fd_(fd) {}
+  FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  FileDescriptor& operator=(FileDescriptor&& other) noexcept {
+    FileDescriptor moved(std::move(other));
+    std::swap(fd_, moved.fd_);
+    return *this;
+  }
+  ~FileDescriptor() { close(); }
+
+  int fd() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  // Returns false when close(2) reports an error, as file systems do that write late.
+  bool close();
+
+ private:
+  int fd_;
+};
+
+// Returns "a folder", "a FIFO", "a device", "a socket" or "a regular file".
+const char* kind_of_file(mode_t mode);
+
+// Opens a regular file for reading. Never blocks: throws BadInput, which names `path` and its kind, for FIFOs, devices
+// and folders, and when the file is missing or unreadable.
+FileDescriptor open_regular_file(const std::string& path);
+
+// Returns the contents of a regular file. Throws as open_regular_file() does.
+std::string read_regular_file(const std::string& path);
+
+// Writes all bytes. Returns 0 or an errno. A pipe without a reader gives EPIPE, and a file beyond `ulimit -f` EFBIG,
+// without the signals SIGPIPE and SIGXFSZ.
+int write_fully(int fd, std::string_view bytes);
+
+}  // namespace gradwire

@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""Every flag and variable that names an input file, with a FIFO, a device and a folder in its place: the command says what
+is there, and never waits for a writer."""
+import os
+import pathlib
+import shutil
+import stat
+import subprocess
+
+import targets
+from command import CommandTest, SYNTHETIC, main
+
+QUICK = [*SYNTHETIC, "--eval-every", "0", "--steps", "3"]
+RANK = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+def fifo(path):
+    os.mkfifo(path)
+
+
+def device(path):
+    os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero: reading it has no end
+
+
+def folder(path):
+    path.mkdir()
+
+
+KINDS = {"a FIFO": fifo, "a device": device, "a folder": folder}
+
+
+class Inputs(CommandTest):
+    def setUp(self):
+        super().setUp()
+        self.run_command("train", *QUICK, "--checkpoint", "saved", "--checkpoint-every", 2, "--log", "first.jsonl")
+
+    def kinds(self):
+        for kind, make in KINDS.items():
+            if kind != "a device" or os.getuid() == 0:
+                yield kind, make
+
+    def run_within(self, seconds, *arguments, program=None, **env):
+        """A command that waits for a writer would not end."""
+        return subprocess.run([program or self.gradwire, *map(str, arguments)], capture_output=True, text=True, check=False,
+                              env=self.environment(env), cwd=self.folder, timeout=seconds)
+
+    def test_named_files(self):
+        """The flag before FILE, or the variable that names it."""
+        calls = {"--init": (["train", *QUICK, "--init"], {}),
+                 "--join": (["train", *QUICK, "--elastic", "1:2", "--join"], {}),
+                 "top": (["top"], {}),
+                 "GRADWIRE_SECRET_FILE": (["train", *QUICK], RANK)}
+        for name, (words, env) in calls.items():
+            for kind, make in self.kinds():
+                with self.subTest(name, kind=kind):
+                    path = self.folder / f"{name}-{kind}".replace(" ", "-").lstrip("-")
+                    make(path)
+                    if name.startswith("GRADWIRE"):
+                        result = self.run_within(20, *words, **env, **{name: str(path)})
+                    else:
+                        result = self.run_within(20, *words, path)
+                    self.assert_refused(result, path, "not a ")
+
+    def test_rendezvous_file(self):
+        for kind, make in self.kinds():
+            for rank in "01":
+                with self.subTest(kind=kind, rank=rank):
+                    path = self.folder / f"{kind}-{rank}".replace(" ", "-")
+                    make(path)
+                    result = self.run_within(20, "train", *QUICK, "--rendezvous", f"file://{path}", "--timeout-s", 15,
+                                             RANK=rank, WORLD_SIZE="2")
+                    self.assert_refused(result, path, kind)
+                    self.assertFalse(stat.S_ISREG(path.lstat().st_mode))
+
+    def test_rendezvous_and_members_behind_links_and_mounts(self):
+        """The link and the mount stay; at the end, the file is gone, or empty where it cannot be removed."""
+        flags = ["train", *QUICK, "--elastic", "1:2", "--rendezvous", "file://meeting", "--members", "members"]
+        flags[flags.index("file://meeting")] = f"file://{self.folder}/meeting"
+        setups = {"links": "ln -s inner/m1 meeting; ln -s inner/m2 members; mkdir inner"}
+        if targets.may_mount():
+            setups["mounts"] = "touch m1 m2 meeting members; mount --bind m1 meeting; mount --bind m2 members"
+        for name, setup in setups.items():
+            with self.subTest(name):
+                script = f'{setup}; for r in 0 1; do RANK=$r WORLD_SIZE=2 "$@" & p="$p $!"; done; for p in $p; do wait $p; done'
+                words = ["unshare", "-m"] if name == "mounts" else []
+                place = self.folder / name
+                place.mkdir()
+                here = [w.replace(str(self.folder), str(place)) for w in flags]
+                result = subprocess.run([*words, "bash", "-ec", script, "bash", self.gradwire, *here], cwd=place, timeout=60,
+                                        env=self.environment(), capture_output=True, text=True, check=False)
+                self.assertEqual(result.returncode, 0, result.stderr)
+                self.assertEqual(result.stderr, "")
+                left = sorted(str(p.relative_to(place)) for p in place.rglob("*"))
+                self.assertEqual(left, ["inner", "meeting", "members"] if name == "links" else ["m1", "m2", "meeting", "members"])
+                if name == "links":
+                    self.assertEqual(os.readlink(place / "members"), "inner/m2")
+                else:
+                    self.assertEqual({p.stat().st_size for p in place.iterdir()}, {0})
+
+    def test_members_are_no_device(self):
+        for kind, make in self.kinds():
+            with self.subTest(kind):
+                path = self.folder / kind.replace(" ", "-")
+                make(path)
+                result = self.run_within(20, "train", *QUICK, "--elastic", "1:2", "--members", path, "--rendezvous",
+                                         f"file://{self.folder}/meeting", RANK="0", WORLD_SIZE="2")
+                self.assert_refused(result, path, kind)
+
+    def test_files_of_a_checkpoint(self):
+        for file in ("model.safetensors", "state-0-of-1.safetensors"):
+            for kind, make in self.kinds():
+                with self.subTest(file, kind=kind):
+                    shutil.rmtree(self.folder / "again", ignore_errors=True)
+                    shutil.copytree(self.folder / "saved" / "step-000000002", self.folder / "again")
+                    (self.folder / "again" / file).unlink()
+                    make(self.folder / "again" / file)
+                    self.assert_refused(self.run_within(20, "train", *QUICK, "--resume", "again"), "again")
+
+    def test_files_of_data(self):
+        for kind, make in self.kinds():
+            with self.subTest(kind):
+                data = self.folder / kind.replace(" ", "-")
+                data.mkdir()
+                make(data / "train-images-idx3-ubyte.gz")
+                self.assert_refused(self.run_within(20, "train", "--data", f"fashion-mnist:{data}"),
+                                    "train-images-idx3-ubyte.gz", "not a regular file")
+
+    def test_gradients_of_bench(self):
+        for kind, make in self.kinds():
+            with self.subTest(kind):
+                place = self.folder / kind.replace(" ", "-")
+                place.mkdir()
+                make(place / "g.safetensors")
+                result = self.run_within(20, "formats", "--gradients", place,
+                                         program=pathlib.Path(self.gradwire).parent / "gradwire-bench")
+                self.assertEqual(result.returncode, 2, result.stderr)
+
+    def test_log_beside_a_comparison(self):
+        """A number whose name is a FIFO's is passed over, in reading earlier runs and in writing."""
+        os.mkfifo(self.folder / "c.0.jsonl")
+        words = ["compare", *QUICK, "--compression", "fp32", "--json", "c.json"]
+        for _ in range(2):
+            result = self.run_within(60, *words)
+            self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertIn("done before", result.stdout)
+        self.assertTrue((self.folder / "c.1.jsonl").is_file())
+
+
+if __name__ == "__main__":
+    main()
