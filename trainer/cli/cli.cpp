@@ -144,8 +144,9 @@ int cli_main(int argc, char** argv) {
     const int code = done == kDone && any_output_lost() ? kFailed : done;
     // A full disk shows here at the latest; what a reader misses must not pass for a success.
     if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
-    return report("standard output could not be written: its disk is full, or its reader is gone. All else is done",
-                  kFailed);
+    return report(
+        "standard output could not be written: its disk is full, or its reader is gone. All else is done",
+        kFailed);
   } catch (const BadInput& error) {
     return report(error.what(), kBadInput);
   } catch (const std::exception& error) {
