@@ -10,6 +10,7 @@
 #include "bench/commands/draw_schedule.h"
 #include "collectives/schedule/checker.h"
 #include "collectives/schedule/schedule.h"
+#include "collectives/spec/spec.h"
 #include "kernels/wire/formats.h"
 #include "runtime/error.h"
 #include "runtime/output_file.h"
