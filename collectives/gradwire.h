@@ -56,8 +56,8 @@ enum {
                            gw_store: final for the communicator */
   GW_DEVICE_FAILED = 4, /* a CUDA call failed, or the device does not exist */
   GW_UNSUPPORTED = 5,   /* valid, but not supported by this version or build */
-  GW_NO_MEMORY = 6,     /* memory of host or device, threads or file descriptors: the text says which, names
-                           the limit and the remedy */
+  GW_NO_MEMORY = 6,     /* host or device memory, threads or file descriptors: the text names
+                           the resource, the limit and the remedy */
   GW_INTERNAL = 7,      /* a bug in the library */
   GW_NOT_DONE = 8       /* of gw_request_wait() only: its time is over; the call goes on */
 };
@@ -103,7 +103,7 @@ GW_API const char* gw_last_error(void);
  * device      GW_HOST on all ranks, or the number of a CUDA device of this process, which may differ.
  * timeout_ms  > 0. The longest wait for a peer, both while joining and later in any operation. If one rank
  *             writes a checkpoint during a step, that counts as a wait for all the others. May differ: each
- *             rank applies its own. Time in which this process itself is stopped does not count.
+ *             rank applies its own. Time during which this process is stopped does not count.
  * comm        out; release it with gw_comm_destroy().
  *
  * GW_BAD_ARGUMENT, GW_COMM_FAILED (a rank did not join; the text says which), GW_DEVICE_FAILED,
@@ -153,13 +153,14 @@ GW_API gw_status gw_secret(const char* secret);
 
 /* Where this process listens for the other ranks' data, in this thread's next gw_comm_create() on the host with
  * tcp:// or file://, gw_comm_from_store() or gw_comm_join(), and in what is split from that communicator,
- * shrinks, or grows. Each rank decides for itself. The port in tcp://HOST:PORT is not one of these.
+ * shrinks, or grows. Each rank decides for itself. The port in tcp://HOST:PORT is independent of these ports.
  *
  * interface              the name of a network interface, such as "eth1"; null: GRADWIRE_INTERFACE, else with tcp:// the
  *                        one that reaches rank 0, otherwise all
- * first_port, last_port  the first that is free of these, e.g. those that a firewall lets through; 0 and 0:
- *                        GRADWIRE_PORTS, else any. Joining takes one, until all ranks are connected; gw_shrinkable(1) one
- *                        more, which it keeps; and rank 0's store another, unless it meets at tcp://.
+ * first_port, last_port  the first free port of this range is used, for example of the range that a firewall
+ *                        admits; 0 and 0: GRADWIRE_PORTS, else any port. Joining uses one port until all
+ *                        ranks are connected. gw_shrinkable(1) uses one more and keeps it. Rank 0's store
+ *                        uses another, except with a tcp:// rendezvous.
  *
  * GW_BAD_ARGUMENT: no such interface (the text lists those that exist), or not a range. gw_comm_create() gives
  * GW_COMM_FAILED if none of the ports is free. */
@@ -201,9 +202,9 @@ GW_API gw_status gw_shrinkable(int on);
  *
  * comm        made with gw_shrinkable(1). Afterwards it and its reducers can only be destroyed.
  * timeout_ms  > 0. How long to wait for ranks that are alive but do not call this. A rank whose process has ended is
- *             not waited for. Ranks that are stopped or cut off are waited for for 1 s, all at the same time, which does
- *             not count: the time begins when the lowest rank that answers has found that those below it do not. May
- *             differ. Once the survivors know each other, they have up to 5 s more to connect.
+ *             not waited for. Ranks that are stopped or cut off get 1 s to answer, all at the same time.
+ *             This second does not count: the timeout begins when the lowest rank that answers has found that no lower
+ *             rank does. May differ. Once the survivors know each other, they have up to 5 s more to connect.
  * rest        out: can shrink in turn. Like a part of gw_comm_split(), it needs no rendezvous, and the number of ranks
  *             per node is unknown.
  * ranks       out: the survivors' ranks in `comm`, ascending: ranks[i] is rank i of `rest`. May be null. After a
@@ -213,8 +214,8 @@ GW_API gw_status gw_shrinkable(int on);
  * At most one group goes on. A rank that did not answer the others, and calls this later, gets GW_COMM_FAILED, and so
  * do ranks that may be the smaller part: of the ranks whose processes have not ended, fewer than half, or half without
  * the lowest. Results of the failed call, and the state of a reducer whose call failed, are undefined: to repeat a step,
- * keep the gradients and a gw_reducer_state_save() of the step before, which gw_reducer_state_load() loads into a reducer
- * of `rest`. The residuals of a rank that is gone are lost with it.
+ * keep the gradients and a gw_reducer_state_save() of the step before. gw_reducer_state_load() loads that
+ * state into a reducer of `rest`. The residuals of a lost rank are lost with it.
  *
  * GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED: may be called again where somebody did not come in time. */
 GW_API gw_status gw_comm_shrink(gw_comm comm, int64_t timeout_ms, gw_comm* rest, int32_t* ranks,
@@ -232,8 +233,9 @@ GW_API gw_status gw_comm_shrink(gw_comm comm, int64_t timeout_ms, gw_comm* rest,
  *
  * What a new rank needs of the others' state, weights for example, is the caller's to send: gw_broadcast() over `grown`.
  * Reducers of `comm` can only be destroyed. The ranks save their state before gw_comm_grow() and load it into reducers of
- * `grown` with gw_reducer_state_load(). The new rank gets a copy of one of these states, and loads it with
- * gw_reducer_state_load_ranks(), n = 1: step count and factors are the same everywhere, and its residuals begin with 0. */
+ * `grown` with gw_reducer_state_load(). The new rank gets a copy of one of these states and loads it with
+ * gw_reducer_state_load_ranks(), n = 1. Step count and factors are the same on every rank; the new rank's
+ * residuals start at 0. */
 
 /* From here on processes may ask to join, as long as there are no more than `most` ranks with them; 0: nobody any more, and
  * those who wait are told. To be called on every rank, since any may be rank 0 later; holds for the communicators that
@@ -248,7 +250,7 @@ GW_API gw_status gw_comm_admit(gw_comm comm, int32_t most);
  * older one does as long as one of its ranks is there.
  *
  * text      out, if `capacity` is enough: with a final zero.
- * bytes     out: how many that is; about 100 per rank, more where a host has several addresses.
+ * bytes     out: the size of the text in bytes; about 100 per rank, more if a host has several addresses.
  *
  * GW_BAD_ARGUMENT, GW_BAD_HANDLE. */
 GW_API gw_status gw_comm_doors(gw_comm comm, char* text, size_t capacity, size_t* bytes);
@@ -306,13 +308,14 @@ GW_API gw_status gw_comm_check(gw_comm comm);
  * `reason` (may be null) in their error texts. For watchdogs: returns at once; any thread may call it. */
 GW_API gw_status gw_comm_abort(gw_comm comm, const char* reason);
 
-/* Lets another thread cancel the calls of this one that wait for ranks and have no communicator to abort:
- * gw_comm_create(), gw_comm_from_store(), gw_comm_join(), gw_comm_shrink(). Once *flag is not 0, their deadlines are
- * over, which they notice within 0.1 s, and they return GW_COMM_FAILED within seconds. So a program can answer Ctrl-C:
- * it makes the call on a thread of its own and sets the flag from the one that handles signals.
+/* Lets another thread cancel calls of this thread that wait for ranks and have no communicator to abort:
+ * gw_comm_create(), gw_comm_from_store(), gw_comm_join(), gw_comm_shrink(). Once *flag is not 0, the
+ * deadlines of these calls are over. The calls notice within 0.1 s and return GW_COMM_FAILED within seconds.
+ * A program can handle Ctrl-C this way: it makes the call on a separate thread and sets the flag from the
+ * thread that handles signals.
  *
- * flag  stays the caller's, and must stay valid until this thread passes another one, or null: not cancellable, the
- *       default. */
+ * flag  owned by the caller; must stay valid until this thread passes another flag, or null. Null: not
+ *       cancellable, the default. */
 GW_API gw_status gw_cancellable(const volatile int32_t* flag);
 
 /* Releases the handle; the group itself lives until its last reducer is destroyed as well. Waits for work in
@@ -422,8 +425,8 @@ GW_API gw_status gw_format_register(const gw_format* format);
  * spec    a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or your own, with
  *         ",schedule=auto|ring|tree|two_shot|hierarchical|nccl", ",transport=messages|lsa|auto" and
  *         ",intra_node=wire|fp32". No state is kept between calls, so there is no error feedback: rounding errors
- *         are lost. "powersgd" and "randk" need a reducer. As everywhere, a format whose encode may lose more than
- *         it is given, such as "qsgd:bits=4", is refused without ",ef=off".
+ *         are lost. "powersgd" and "randk" need a reducer. As in every function, a format whose encode may
+ *         lose more than its input, such as "qsgd:bits=4", is refused without ",ef=off".
  * stream  see the top; may differ.
  *
  * The program for a buffer and tag is built at first use and cached (the 256 most recently used): reuse both.
@@ -439,9 +442,9 @@ GW_API gw_status gw_allreduce(gw_comm comm, void* buf, int64_t count, gw_dtype d
  * residual  (count) FP32, zeros at first: what this rank's rounding has lost so far. It is added before the
  *           next encode and replaced by what that one loses, so the same values must meet the same residual in
  *           every call. The sum over ranks of what they gave, residuals included, is the sum of what they got
- *           and keep, to FP32 rounding. Where the result is not finite, it becomes 0 on every rank; the other
- *           elements lose nothing, but may wait for the next call if they share a block. Null: as
- *           gw_allreduce(). Unused with "fp32". May differ. */
+ *           and keep, to FP32 rounding. Where the result is not finite, the residual becomes 0 on every rank.
+ *           The other elements lose nothing, but an element that shares a block with a non-finite one may be
+ *           sent in the next call instead. Null: as gw_allreduce(). Unused with "fp32". May differ. */
 GW_API gw_status gw_allreduce_residual(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, gw_op op,
                                        const char* spec, float* residual, void* stream);
 
@@ -485,8 +488,8 @@ GW_API gw_status gw_all_gather(gw_comm comm, const void* in, void* out, const in
 /* Brings replicas nearer to their FP32 masters by few bytes: each owner encodes the difference between its
  * master and its own part of the replica, and every rank adds the same decoded difference. So replicas that
  * began with the same bits keep the same bits, and what one call rounds off is in the next one's difference:
- * there is no drift, and no residual to keep. With "fp32" the masters themselves are sent. A format whose encode
- * may lose more than it is given ("qsgd:bits=4", "terngrad:clip=off") would drift: GW_BAD_ARGUMENT.
+ * there is no drift, and no residual to keep. With "fp32" the masters themselves are sent. A format whose
+ * encode may lose more than its input ("qsgd:bits=4", "terngrad:clip=off") would drift: GW_BAD_ARGUMENT.
  *
  * master    (counts[rank]) FP32, not in `replica`; unchanged.
  * replica   (sum), the same bits on every rank, for example from gw_all_gather() or gw_broadcast(). A value
@@ -558,10 +561,11 @@ GW_API gw_status gw_reducer_create(gw_comm comm, const char* spec, const gw_tens
  *         Addresses may change between steps and may differ between ranks. If those of a bucket that is
  *         reduced in place change, the call blocks until work in flight is done.
  *
- * A gradient with non-finite values spoils the result of its own tensor, on every rank: those elements with a wire
- * format, all of the tensor with "powersgd". It changes no other tensor and no residual; with "topk", and with
- * formats of your own, values of other tensors in the same block may come in the next step. A mean overflows where that of gw_allreduce() does; with "powersgd", a matrix may become NaN
- * in which the norm of a row or column does not fit into float32.
+ * A gradient with non-finite values makes the result of its own tensor non-finite on every rank: these
+ * elements with a wire format, the whole tensor with "powersgd". No other tensor and no residual changes.
+ * With "topk" and with registered formats, values of other tensors in the same block may be sent in the next
+ * step. A mean overflows where that of gw_allreduce() does; with "powersgd", a matrix may become NaN in which
+ * the norm of a row or column does not fit into float32.
  *
  * GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED, GW_DEVICE_FAILED. */
 GW_API gw_status gw_reducer_allreduce(gw_reducer reducer, void* const* grads, void* stream);
@@ -621,28 +625,29 @@ GW_API gw_status gw_reducer_stats(gw_reducer reducer, gw_stats* stats);
 /* A checkpoint of this rank's codec state (residuals, factors, ...) and step count. Loaded into a reducer
  * created with the same spec, tensors (in any order), options, rank and world size, it lets training resume
  * bit for bit. Only between steps; waits for work in flight. Every rank saves and loads its own.
- * docs/state-format.md describes the layout. In a world of 1 it has the step count, and what is left of a residual
- * that was loaded there.
+ * docs/state-format.md describes the layout. In a world of 1 the state contains the step count and the rest
+ * of a residual that was loaded there.
  *
  * size: out, in bytes. */
 GW_API gw_status gw_reducer_state_size(gw_reducer reducer, size_t* size);
 /* Writes gw_reducer_state_size() bytes to host memory; `size` is the size of the buffer. */
 GW_API gw_status gw_reducer_state_save(gw_reducer reducer, void* state, size_t size);
-/* `state`, in host memory, is what this rank saved: in a world of this size or, as a survivor of gw_comm_shrink() or
- * a rank of gw_comm_grow(), in the world before, where it may have had another number.
+/* Loads `state`, in host memory, which this rank saved in a world of this size. A survivor of
+ * gw_comm_shrink() or a rank of gw_comm_grow() may also load the state that it saved in the previous world,
+ * where it may have had another rank number.
  *
- * From another world, the rank's residual comes along whole, in units of its gradient, so that
+ * From another world, the rank's whole residual is loaded, in units of its gradient, so that
  *
  *     sum over ranks of residual_new  +  world * mean  ==  sum over ranks of (gradient + residual_old)
  *
- * holds for the ranks and the world of now. Factors, the same on every rank, are kept. The residual of a rank that
- * is gone is lost, unless somebody has its state: then gw_reducer_state_load_ranks() on every rank keeps it. In a world
- * of 1, where nothing is sent, the next step adds the residual to the gradients.
+ * holds for the current ranks and the current world. Factors, the same on every rank, are kept. The residual
+ * of a lost rank is lost, unless its state is available: then gw_reducer_state_load_ranks() on every rank
+ * keeps it. In a world of 1, where nothing is sent, the next step adds the residual to the gradients.
  *
- * The next step blocks the caller while ranks compare what they have loaded. It fails with GW_COMM_FAILED on every rank
- * unless all have loaded a state of the same step and run, and if two have loaded the residual of the same rank.
- * GW_BAD_ARGUMENT if the state is damaged, or belongs to another spec or tensor, or to another rank of a world of this
- * size: the text says which, and the reducer is unchanged. */
+ * The next step blocks the caller while ranks compare the loaded states. It fails with GW_COMM_FAILED on
+ * every rank unless all ranks have loaded a state of the same step and run. It also fails if two ranks have
+ * loaded the residual of the same rank. GW_BAD_ARGUMENT if the state is damaged, or belongs to another spec
+ * or tensor, or to another rank of a world of this size: the text says which, and the reducer is unchanged. */
 GW_API gw_status gw_reducer_state_load(gw_reducer reducer, const void* state, size_t size);
 
 /* The same from the states of a run with any number of ranks, in any order: all of them, or at least those of the

@@ -1,15 +1,16 @@
-// How many processors this process may use.
+// The number of processors that this process may use.
 #pragma once
 
 #include <string>
 
 namespace gradwire {
 
-// Returns the number of processors that it may run on: its affinity mask, which cpusets limit too.
+// Returns the number of processors that this process may run on: its affinity mask, which cpusets also limit.
 int cpus_by_affinity();
 
-// Returns how many processors' time its control groups allow (cpu.max, or cpu.cfs_quota_us of version 1), rounded up; 0
-// where nothing limits it. Containers are limited so. `root`: where /proc and /sys are; for tests.
+// Returns the processor time, in processors, that this process's control groups allow (cpu.max, or
+// cpu.cfs_quota_us of version 1), rounded up; 0 without a limit. Containers are limited in this way. `root`:
+// the folder with /proc and /sys, for tests.
 int cpus_by_quota(const std::string& root = "");
 
 }  // namespace gradwire

@@ -133,7 +133,7 @@ struct HostEvent final : Event::Impl {
   std::shared_ptr<Ticket> ticket;
 };
 
-// Memory that nobody may free: a task may still use it.
+// Memory that must not be freed: a task may still use it.
 class Abandoned {
  public:
   explicit Abandoned(std::shared_ptr<void> memory) {
@@ -152,7 +152,7 @@ class HostStreams {
     static HostStreams* streams = new HostStreams;
     return *streams;
   }
-  // Takes `one`, a list of one. Cannot fail.
+  // Takes `one`, a list with one element. Cannot fail.
   void add(std::list<HostStream*>& one) {
     std::lock_guard lock(mutex_);
     streams_.splice(streams_.end(), one);
@@ -411,7 +411,8 @@ std::shared_ptr<void> counted(std::shared_ptr<void> memory, Device device, size_
   void* const data = memory.get();
   count_memory(device, size);
   return {data, [memory = std::move(memory), device, size](void*) mutable {
-            // A constructor that has enqueued work on the memory, and then failed. (cudaFree() waits by itself.)
+            // Dropped by a constructor that has enqueued work on the memory and then failed. (cudaFree()
+            // waits by itself.)
             if (device.is_host() && std::uncaught_exceptions() > 0) {
               HostStreams::all().drop_in_order(std::move(memory));
             }

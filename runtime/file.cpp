@@ -57,7 +57,7 @@ std::string read_regular_file(const std::string& path) {
 }
 
 int write_fully(int fd, std::string_view bytes) {
-  // Both signals are sent to the thread that writes: block them, and take those that came.
+  // Both signals are sent to the writing thread: block them, and consume the signals that arrived.
   sigset_t signals, before, pending;
   sigemptyset(&signals);
   sigaddset(&signals, SIGPIPE);
@@ -68,7 +68,7 @@ int write_fully(int fd, std::string_view bytes) {
   while (!bytes.empty()) {
     const ssize_t done = write(fd, bytes.data(), bytes.size());
     if (done < 0 && errno == EINTR) continue;
-    if (done < 0 && errno == EAGAIN) {  // a pipe that somebody has made non-blocking
+    if (done < 0 && errno == EAGAIN) {  // another process made the pipe non-blocking
       pollfd room{.fd = fd, .events = POLLOUT, .revents = 0};
       poll(&room, 1, -1);
       continue;
@@ -80,7 +80,7 @@ int write_fully(int fd, std::string_view bytes) {
     bytes.remove_prefix(static_cast<size_t>(done));
   }
   for (const int signal : {SIGPIPE, SIGXFSZ}) {
-    if (sigismember(&pending, signal) == 1) sigdelset(&signals, signal);  // not from here
+    if (sigismember(&pending, signal) == 1) sigdelset(&signals, signal);  // not raised by this write
   }
   const timespec now{};
   while (error != 0 && sigtimedwait(&signals, nullptr, &now) > 0) continue;

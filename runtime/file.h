@@ -23,7 +23,7 @@ class FileDescriptor {
 
   int fd() const { return fd_; }
   explicit operator bool() const { return fd_ >= 0; }
-  // Returns false when close(2) reports an error, as file systems do that write late.
+  // Returns false when close(2) reports an error, as file systems with delayed writes do.
   bool close();
 
  private:

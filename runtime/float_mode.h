@@ -1,4 +1,5 @@
-// How this thread rounds: to nearest, with subnormal numbers, whatever the program has set.
+// The floating-point mode of Gradwire's computations: to nearest, with subnormal numbers, independent of the
+// program's mode.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +10,9 @@
 
 namespace gradwire {
 
-// Sets the default floating-point mode of the processor for this thread while it lives, and restores the earlier mode.
-// Ranks must hold the same bits, also where one has asked for flush-to-zero (torch.set_flush_denormal). Threads
-// inherit the mode of the thread that starts them.
+// Sets the default floating-point mode of the processor for this thread during this object's lifetime, then
+// restores the earlier mode. Ranks must hold the same bits even if one rank has set flush-to-zero
+// (torch.set_flush_denormal). Threads inherit the mode of the thread that starts them.
 class DefaultFloatMode {
  public:
 #ifdef __x86_64__
@@ -28,7 +29,7 @@ class DefaultFloatMode {
 
  private:
 #ifdef __x86_64__
-  static constexpr uint32_t kDefault = 0x1f80, kSticky = 0x3f;  // the latter are flags of what has happened
+  static constexpr uint32_t kDefault = 0x1f80, kSticky = 0x3f;  // kSticky: the exception flags
   bool differs() const { return ((before_ ^ kDefault) & ~kSticky) != 0; }
   const uint32_t before_;
 #endif

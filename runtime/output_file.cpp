@@ -46,7 +46,8 @@ int descriptor_named(const std::string& path) {
   return bad == std::errc() && end == name.data() + name.size() ? fd : -1;
 }
 
-// Follows symbolic links. Stops at a path that names a descriptor of this process, which goes to `descriptor`.
+// Follows symbolic links. Stops at a path that names a descriptor of this process, and stores the descriptor
+// in `descriptor`.
 std::string without_links(std::string path, int& descriptor) {
   constexpr int kMostLinks = 40;  // the kernel's limit
   for (int i = 0; i < kMostLinks; ++i) {
@@ -63,14 +64,15 @@ bool same(const struct stat& a, const struct stat& b) {
   return a.st_dev == b.st_dev && a.st_ino == b.st_ino;
 }
 
-// Returns whether `fd` still is the file of that name.
+// Returns whether `fd` is still the file of that name.
 bool is_at(int fd, const std::string& path) {
   struct stat open {
   }, named{};
   return fstat(fd, &open) == 0 && lstat(path.c_str(), &named) == 0 && same(open, named);
 }
 
-// Whether the file may still be written in place where a temporary file, or renaming it, failed with this error.
+// Returns whether the file may still be written in place after a temporary file, or its rename, failed with
+// this error.
 bool only_in_place(int error) {
   return error == EBUSY || error == EXDEV || error == EACCES || error == EPERM || error == EROFS ||
          error == ENAMETOOLONG;
@@ -128,20 +130,20 @@ void OutputFile::plan() {
     how_ = How::stream;
     return;
   }
-  // Opened but not kept: tells of immutable files and running programs, too.
+  // Opens and closes the file: this also detects immutable files and running programs.
   if (!FileDescriptor(open(path_.c_str(), O_WRONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY))) {
     refuse(std::strerror(errno));
   }
   for (const int standard : {STDOUT_FILENO, STDERR_FILENO}) {
     struct stat there {};
     if (kind_ != Kind::result || fstat(standard, &there) != 0 || !same(status, there)) continue;
-    descriptor_ = standard;  // gets text already, which must not be overwritten
+    descriptor_ = standard;  // already has text that must not be overwritten
     how_ = How::stream;
     return;
   }
   struct stat resolved {};
   const bool found = lstat(target_.c_str(), &resolved) == 0 && same(status, resolved);
-  if (!found) target_ = path_;  // a link that cannot be followed by its text
+  if (!found) target_ = path_;  // the text of the link does not lead to its target
   const bool plain = status.st_nlink == 1 && status.st_uid == geteuid() &&
                      getxattr(target_.c_str(), "system.posix_acl_access", nullptr, 0) <= 0;
   const bool replaceable =
@@ -166,7 +168,7 @@ void OutputFile::open_stream() {
     if (!stream_) refuse(std::strerror(errno));
     return;
   }
-  // Without O_NONBLOCK a FIFO that nobody reads would block for ever.
+  // Without O_NONBLOCK a FIFO without a reader would block forever.
   const auto deadline = std::chrono::steady_clock::now() + kReaderWithin;
   while (true) {
     stream_ = FileDescriptor(open(path_.c_str(), O_WRONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
@@ -204,7 +206,7 @@ FileDescriptor OutputFile::put(std::string_view contents, const Lock* lock) {
 
 namespace {
 
-// Locks `file`, which was opened as `path`. Returns false where it is not that file any more.
+// Locks `file`, which was opened as `path`. Returns false if `path` names another file by now.
 bool take_lock(const FileDescriptor& file, const std::string& path, OutputFile::Lock lock,
                const std::string& given) {
   if (flock(file.fd(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK && lock == OutputFile::Lock::take) {
@@ -228,7 +230,7 @@ FileDescriptor open_and_lock(const std::string& path, int flags, OutputFile::Loc
 }  // namespace
 
 FileDescriptor OutputFile::replace(std::string_view contents, const Lock* lock) {
-  FileDescriptor old;  // its lock is held until the new file, which is locked from the start, is in its place
+  FileDescriptor old;  // holds its lock until the new file, locked from the start, is in place
   auto in_place = [&] {
     old.close();
     return write_in_place(contents, lock);
@@ -246,7 +248,7 @@ FileDescriptor OutputFile::replace(std::string_view contents, const Lock* lock) 
   int error = 0;
   if (lock != nullptr) flock(file.fd(), LOCK_EX | LOCK_NB);
   if (mode_ != 0 && !is_private) {
-    // A group that this user may not give: written in place, which keeps it.
+    // This user may not set the file's group: write in place, which keeps the group.
     struct stat status {};
     if (fstat(file.fd(), &status) != 0 ||
         (status.st_gid != group_ && fchown(file.fd(), static_cast<uid_t>(-1), group_) != 0) ||
@@ -263,16 +265,17 @@ FileDescriptor OutputFile::replace(std::string_view contents, const Lock* lock) 
 }
 
 FileDescriptor OutputFile::write_in_place(std::string_view contents, const Lock* lock) {
-  // Created where nothing is: in a folder that takes new files, but no renaming.
+  // Creates a missing file, in a folder that allows new files but not renaming.
   const int flags = O_WRONLY | O_CREAT | O_NOCTTY | O_CLOEXEC | O_NONBLOCK |
                     (lock != nullptr ? O_APPEND : 0) | (how_ == How::replace ? O_NOFOLLOW : 0);
   FileDescriptor file = lock != nullptr ? open_and_lock(target_, flags, *lock, path_)
                                         : FileDescriptor(open(target_.c_str(), flags, 0666));
   struct stat status {};
   if (!file || fstat(file.fd(), &status) != 0) fail(errno);
-  if (!S_ISREG(status.st_mode)) fail(EINVAL);  // exchanged since
+  if (!S_ISREG(status.st_mode)) fail(EINVAL);  // replaced meanwhile
   if (kind_ == Kind::private_file && fchmod(file.fd(), 0600) != 0) fail(errno);
-  // Emptied first only where lines follow. Otherwise blocks that the file has already are used again on a full disk.
+  // Empties the file first only if lines follow. Otherwise the existing blocks of the file are reused on a
+  // full disk.
   if (lock != nullptr && ftruncate(file.fd(), 0) != 0) fail(errno);
   const int error = write_fully(file.fd(), contents);
   const off_t end = lseek(file.fd(), 0, SEEK_CUR);
@@ -295,7 +298,7 @@ std::string temporary_name_beside(const std::string& path) {
   if (getrandom(&number, sizeof number, 0) != sizeof number) {
     throw Error(fmt::format("no random numbers from the kernel: {}", std::strerror(errno)));
   }
-  // Not made of the file's name, which may have the longest length that there is.
+  // Independent of the file's name, which may have the maximum length.
   return (fs::path(folder_of(path)) / fmt::format(".gradwire-{:016x}.tmp", number)).string();
 }
 

@@ -5,8 +5,8 @@
 
 namespace gradwire {
 
-// What is wrong with a path that begins with ~, which only a shell expands, and only at the beginning of a word: not in
-// --log=~/run.jsonl or fashion-mnist:~/data. Empty if nothing is.
+// Returns the problem with a path that begins with ~, or "". Only a shell expands ~, and only at the
+// beginning of a word: not in --log=~/run.jsonl or fashion-mnist:~/data.
 inline std::string tilde_problem(const std::string& path) {
   if (!path.starts_with("~")) return "";
   const std::string home =

@@ -18,7 +18,7 @@ std::optional<rlim_t> limit(__rlimit_resource_t resource) {
   return limits.rlim_cur;
 }
 
-// Whether the kernel refuses memory that it could not back with RAM and swap.
+// Returns whether the kernel refuses memory that it could not back with RAM and swap.
 bool strict_overcommit() {
   std::FILE* file = std::fopen("/proc/sys/vm/overcommit_memory", "re");
   if (file == nullptr) return false;
@@ -72,7 +72,7 @@ void throw_no_memory(size_t bytes) {
   throw OutOfResources(no_memory_text(bytes));
 }
 
-// A thread is also refused where its stack cannot be mapped.
+// The system also refuses a thread if its stack cannot be mapped.
 void throw_no_thread(std::string_view what) {
   const auto threads = limit(RLIMIT_NPROC);
   const std::string memory = memory_limits();

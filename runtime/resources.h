@@ -1,4 +1,4 @@
-// Refused resources: memory, threads, file descriptors. One error for all, whose text names the limit and the remedy.
+// Errors for refused resources: memory, threads, file descriptors. The text names the limit and the remedy.
 #pragma once
 
 #include <cstddef>
@@ -16,23 +16,23 @@ class OutOfResources : public Error {
   using Error::Error;
 };
 
-// The text of an errno. Where a resource is used up it is followed by the limit and the remedy:
+// Returns the text of an errno. If a resource is exhausted, the text also names the limit and the remedy:
 // "Too many open files; this process may have 24 (ulimit -n): raise the limit".
 std::string error_text(int error);
 
 // Throws OutOfResources for the errno of a call that makes a descriptor: "<what>: <error_text>".
 [[noreturn]] void throw_refused(std::string_view what, int error);
 
-// Throws OutOfResources. @param bytes how many were refused; 0: unknown.
+// Throws OutOfResources. @param bytes size of the refused allocation; 0: unknown.
 [[noreturn]] void throw_no_memory(size_t bytes);
 
 // Throws OutOfResources. @param what names the thread: "a thread of stream 'compute'".
 [[noreturn]] void throw_no_thread(std::string_view what);
 
-// What std::bad_alloc stands for, as text.
+// Returns the text for std::bad_alloc.
 std::string no_memory_text(size_t bytes = 0);
 
-// The text for users of a caught exception: its own, or no_memory_text() for std::bad_alloc.
+// Returns the user's text of a caught exception: its what(), or no_memory_text() for std::bad_alloc.
 std::string text_of(const std::exception& error);
 
 }  // namespace gradwire

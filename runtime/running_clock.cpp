@@ -38,9 +38,9 @@ struct Looker {
 };
 
 struct State {
-  // Written under `mutex`: the time that was not counted before the time of the look.
+  // Written under `mutex`: first the uncounted time, then the time of the reading.
   std::atomic<int64_t> stopped{0}, long_stops{0};
-  std::atomic<int64_t> looked_at{0};  // 0: nobody looks
+  std::atomic<int64_t> looked_at{0};  // 0: no Watch exists
   std::mutex mutex;
   std::mutex watches_mutex;  // guards those below
   int watches = 0;
@@ -48,11 +48,11 @@ struct State {
 };
 
 State& state() {
-  static State* const all = new State;  // threads may ask for the time while the process exits
+  static State* const all = new State;  // threads may read the clock while the process exits
   return *all;
 }
 
-// Notices a stop since the last look. Returns the time.
+// Detects a stop since the last reading. Returns the time.
 int64_t look() {
   State& s = state();
   std::lock_guard lock(s.mutex);
@@ -65,7 +65,7 @@ int64_t look() {
   return now - s.stopped;
 }
 
-// A fork has none of the parent's threads, and its mutexes as they happened to be.
+// A fork does not have the parent's threads, and its mutexes are copied in any state.
 void forget_parent() {
   State& s = state();
   new (&s.mutex) std::mutex;
@@ -79,7 +79,7 @@ void forget_parent() {
 
 RunningClock::time_point RunningClock::now() noexcept {
   const State& s = state();
-  // In this order: whoever sees a look also sees what it found.
+  // In this order: a thread that sees a reading also sees its result.
   const int64_t looked_at = s.looked_at.load(std::memory_order_acquire), stopped = s.stopped;
   const int64_t steady = steady_ns();
   const bool stop = looked_at != 0 && steady - looked_at > nanoseconds(kStop).count();

@@ -1,11 +1,12 @@
-// A steady clock that stands still while this process is stopped: by SIGSTOP or Ctrl-Z, docker pause, the freezer of a
-// batch system, a debugger. Deadlines on this clock count only time in which this process ran and could have noticed an
-// answer, so a job whose processes are all stopped and continued goes on. A peer that is stopped alone still misses the
-// deadlines of the others, whose clocks go on.
+// A steady clock that pauses while this process is stopped: by SIGSTOP or Ctrl-Z, docker pause, the freezer
+// of a batch system, a debugger. Deadlines on this clock count only time in which this process ran and could
+// have noticed an answer. So a job continues after all its processes were stopped and continued. If only one
+// process is stopped, the clocks of its peers continue, and it misses their deadlines.
 //
-// While a Watch exists, a thread looks at the time ten times a second. More than 0.4 s between two looks is time in which
-// the process did not run, and is not counted, wherever the thread that asks for the time stood. A machine so busy that the
-// thread is late by that much lengthens deadlines by as much, which does no harm. Without a Watch it is a steady clock.
+// While a Watch exists, a thread reads the time ten times a second. A gap of more than 0.4 s between two
+// readings counts as time in which the process did not run, for every thread that asks for the time. If a
+// busy machine delays the thread by that much, deadlines become longer by the delay, which does no harm.
+// Without a Watch this is a steady clock.
 #pragma once
 
 #include <sys/types.h>
@@ -26,19 +27,20 @@ class RunningClock {
   static constexpr bool is_steady = true;
 
   static time_point now() noexcept;
-  // How many times this process was stopped for more than a second, as far as a Watch has seen it.
+  // Returns how many times this process was stopped for more than a second, as observed by a Watch.
   static int64_t long_stops() noexcept;
 
-  // Lets another thread end the waits of this one: while `*flag` is not 0, this thread's time is a year later, so all
-  // deadlines that it had are over, and those that it sets from then on are as usual. Waits notice within kNotice if they
-  // end at slice_end(). Null: not any more.
+  // Lets another thread end the waits of this thread. While `*flag` is not 0, this thread's time is a year
+  // later, so all its earlier deadlines are over; deadlines set from then on work as usual. Waits notice
+  // within kNotice if they end at slice_end(). Null: disables cancellation.
   static void cancel_by(const volatile int32_t* flag) noexcept;
   static constexpr std::chrono::milliseconds kNotice{100};
-  // When to look whether a wait until `deadline` was cancelled; `deadline` in a thread that nobody can cancel.
+  // Returns when to check whether a wait until `deadline` was cancelled; `deadline` itself in a thread that
+  // cannot be cancelled.
   static time_point slice_end(time_point deadline) noexcept;
 
-  // Held by whatever has deadlines. Throws OutOfResources when the thread is refused. In a fork, those of the parent
-  // have no effect.
+  // Held by every object with deadlines. Throws OutOfResources when the thread is refused. In a fork, the
+  // parent's Watches have no effect.
   class Watch {
    public:
     Watch();
@@ -50,7 +52,8 @@ class RunningClock {
   };
 };
 
-// condition_variable::wait_until() that notices cancellation. Returns whether `condition` holds; false at the deadline.
+// Waits like condition_variable::wait_until(), and notices cancellation. Returns whether `condition` holds;
+// false at the deadline.
 template <typename Condition>
 bool wait_until(std::condition_variable& changed, std::unique_lock<std::mutex>& lock,
                 RunningClock::time_point deadline, Condition condition) {

@@ -24,9 +24,9 @@ class Thread {
   bool joinable() const { return joinable_; }
   // Waits until the thread has ended. Returns at once if there is none.
   void join();
-  // Leaves the thread to itself.
+  // Detaches the thread.
   void detach();
-  // Whether the caller runs on this thread.
+  // Returns whether the caller runs on this thread.
   bool is_current() const { return joinable_ && pthread_equal(handle_, pthread_self()) != 0; }
 
  private:

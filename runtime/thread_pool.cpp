@@ -56,7 +56,7 @@ struct Job {
 class Pool {
  public:
   explicit Pool(int workers) {
-    // Callers compute as well, so fewer workers than asked for, even none, cost only time.
+    // Callers also compute, so fewer workers than requested, even none, cost only time.
     try {
       for (int i = 0; i < workers; ++i) workers_.emplace_back("a thread that computes", [this] { work(); });
     } catch (const OutOfResources& error) {

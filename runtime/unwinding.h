@@ -1,4 +1,4 @@
-// Exceptions beside work in flight.
+// Exceptions while work is in flight.
 #pragma once
 
 #include <exception>
@@ -7,7 +7,8 @@
 
 namespace gradwire {
 
-// Waits for a stream when an exception leaves the scope: enqueued work may use what is declared before this.
+// Waits for a stream when an exception leaves the scope: enqueued work may use objects declared before this
+// one.
 class FinishOnError {
  public:
   explicit FinishOnError(const Stream& stream) : stream_(stream) {}

@@ -1,4 +1,4 @@
-// The first step after a state was loaded.
+// Checks in the first step after a state was loaded.
 #include <fmt/format.h>
 
 #include <algorithm>

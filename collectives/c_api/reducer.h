@@ -54,10 +54,10 @@ struct ApiReducer {
   std::map<size_t, std::vector<float>> take_residuals(std::vector<Saved>& from) const;
   static std::vector<LoadedResidual> residuals_in(const std::vector<Saved>& from);
 
-  // In loaded_state.cpp. Before the first step after a load: ranks compare which states they loaded.
+  // Compares the loaded states of all ranks, before the first step after a load. In loaded_state.cpp.
   void announce_loaded_state();
   void refuse_residuals_loaded_twice() const;
-  // Adds to the gradient of this tensor what unsent_ has for it, and forgets that.
+  // Adds the tensor's residual in unsent_ to its gradient, and removes it from unsent_.
   void add_unsent(int32_t tensor, const Stream& stream);
 
   bool addresses_known_ = false;
@@ -69,7 +69,7 @@ struct ApiReducer {
     bool unannounced = false;
   };
   Loaded loaded_;
-  // By tensor: residuals that a rank alone has loaded, which its next gradients include. Such a rank has no codec.
+  // By tensor: loaded residuals in a world of 1, which the next gradients include. Such a rank has no codec.
   std::map<size_t, std::vector<float>> unsent_;
 };
 

@@ -346,7 +346,7 @@ void ApiReducer::load_states(const void* const* states, const size_t* sizes, int
   restore(mine);
 }
 
-// Removes the residuals from the states, and returns their sums by tensor, where they are not zero.
+// Removes the residuals from the states, and returns their non-zero sums by tensor.
 std::map<size_t, std::vector<float>> ApiReducer::take_residuals(std::vector<Saved>& from) const {
   std::map<size_t, std::vector<float>> sums;
   for (Saved& state : from) {

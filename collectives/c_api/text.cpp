@@ -8,7 +8,8 @@
 namespace gradwire::c_api {
 namespace {
 
-// The length of the UTF-8 character at `at`; 0 unless it is one: no overlong form, no surrogate, at most U+10FFFF.
+// Returns the length of the UTF-8 character at `at`; 0 if it is invalid: an overlong form, a surrogate, or
+// above U+10FFFF.
 size_t character_length(const std::string& text, size_t at) {
   auto byte = [&](size_t i) {
     return at + i < text.size() ? static_cast<uint8_t>(text[at + i]) : uint8_t{0};

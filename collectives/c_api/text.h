@@ -1,13 +1,14 @@
-// Texts of the caller's that are sent to other ranks, saved or printed.
+// Checks of the caller's texts that are sent to other ranks, saved or printed.
 #pragma once
 
 #include <string>
 
 namespace gradwire::c_api {
 
-// Throws BadInput, which begins with `what`, unless the text is UTF-8 without control characters.
+// Throws BadInput, with a message that begins with `what`, unless the text is UTF-8 without control
+// characters.
 void check_text(const std::string& text, const std::string& what);
-// The text with '?' for each byte that check_text() would refuse.
+// Returns the text with '?' for each byte that check_text() would refuse.
 std::string printable(std::string text);
 
 }  // namespace gradwire::c_api

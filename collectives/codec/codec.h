@@ -55,7 +55,7 @@ struct BucketContext {
   int64_t slice_bytes = 0;
   bool beside_others = false;  // other buckets run at the same time, on another stream
   std::vector<BucketTensor> tensors;
-  std::vector<ElementSpan> aside;  // parts of them that are not the codec's, in the order of their offsets
+  std::vector<ElementSpan> aside;  // parts of them that the codec does not compress, in the order of offsets
   float* gradients = nullptr;      // the bucket; null when rebind() comes before the first run()
   int64_t elements = 0;            // of the bucket, gaps between tensors included
   int64_t first_element = 0;       // of the bucket within the model's flat gradient

@@ -1,7 +1,8 @@
-// What is averaged in FP32 beside the tensors that the codec compresses:
+// The parts of a bucket that are averaged in FP32, in addition to the tensors that the codec compresses:
 //   - the tensors that `dense=` of a spec names. Vectors and small tensors hold a few thousandths of a model, and much
 //     of what a coarse format does to it.
-//   - the shorter part of a block that two tensors share, where a NaN of one would hold up the other (shared_ends).
+//   - the shorter part of a block that two tensors share, if a NaN of one would delay the other
+//   (shared_ends).
 #pragma once
 
 #include <memory>
@@ -24,20 +25,22 @@ bool is_dense(const CompressionSpec& spec, const BucketTensor& tensor);
 // model's tensors, as a reducer of one bucket does not.
 void check_dense_names(const CompressionSpec& spec, const std::vector<std::string>& tensors);
 
-// Tensors packed for a wire format begin at multiples of this many elements, and of `least`: at a block, if a
-// non-finite value would hold up the finite ones of its block.
+// Returns the alignment, in elements, of tensors packed for a wire format; a multiple of `least`. Tensors
+// begin at a block if a non-finite value would delay the finite values of its block.
 int64_t packing_unit(Wire wire, int64_t least);
-// Where tensors of a bucket go when they are packed behind each other, each at a multiple of `unit` elements. Empty
-// tensors are left out.
+// Returns the positions of a bucket's tensors when they are packed one after another, each at a multiple of
+// `unit` elements. Empty tensors are left out.
 std::vector<Segment> pack_tensors(const std::vector<BucketTensor>& tensors, int64_t unit);
-// Elements that such segments take.
+// Returns the number of elements that such segments take.
 int64_t packed_elements(const std::vector<Segment>& segments, int64_t unit);
 
-// Parts of tensors of a bucket without which no block of its wire format holds values of two tensors: of each such
-// block all but the longest part. None if a non-finite value holds up nothing (WireFormat::masks).
+// Returns the parts of tensors that must leave the bucket so that no block of its wire format holds values of
+// two tensors: of each such block all parts but the longest. Empty if a non-finite value does not delay other
+// values (WireFormat::masks).
 std::vector<ElementSpan> shared_ends(const BucketContext& context);
 
-// The codec of a bucket with something that is averaged in FP32; the compressing one if there is nothing.
+// Returns the codec of a bucket with parts that are averaged in FP32; the compressing codec if there are
+// none.
 std::unique_ptr<Codec> make_dense_codec(const BucketContext& context);
 
 }  // namespace gradwire

@@ -1,5 +1,5 @@
-// The dense tensors of a bucket, and ends of tensors that would share a block, in FP32, the others through another
-// codec. One step:
+// Averages the dense tensors of a bucket, and ends of tensors that would share a block, in FP32, and the
+// other elements through another codec. One step:
 //   pack         dense tensors and ends into a buffer of their own; zeros take their places in the bucket
 //   allreduce    that buffer, FP32
 //   the codec    of the whole bucket, which sees zeros there
@@ -91,7 +91,8 @@ class DenseCodec final : public Codec {
   }
 
  private:
-  // A state that was loaded, perhaps from another layout, may have residuals of ends; codecs leave none there.
+  // A loaded state, perhaps from another layout, may have residuals of ends; codecs do not leave residuals
+  // there.
   bool has_loaded(const BucketContext& others) const {
     const Residual* residual = codec_->residual();
     return !others.aside.empty() && residual != nullptr && !residual->encoded();
@@ -160,7 +161,7 @@ std::vector<ElementSpan> shared_ends(const BucketContext& c) {
   if (c.spec.method != CompressionSpec::Method::wire || !c.spec.wire->masks) return {};
   const int64_t block = c.spec.wire->granularity;
   std::vector<ElementSpan> ends;
-  // Parts of tensors in the same block, in memory order: those of the last block seen.
+  // Parts of tensors in the latest block, in memory order.
   std::vector<ElementSpan> parts;
   int64_t parts_block = -1;
   const auto close = [&] {
@@ -171,7 +172,7 @@ std::vector<ElementSpan> shared_ends(const BucketContext& c) {
     }
     parts.clear();
   };
-  // Blocks begin anew where a rank's shard does.
+  // A new block begins at the start of a rank's shard.
   int64_t begin = 0;
   for (const int64_t count : c.shards.empty() ? Shards{c.elements} : c.shards) {
     const int64_t end = begin + count;

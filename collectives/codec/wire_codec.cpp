@@ -1,9 +1,10 @@
 // A wire format by itself (`fp32`, `bf16`, ...): the bucket crosses the wire in one allreduce or, for a sharded
 // reducer, in one reduce-scatter in place.
 //
-// The gaps between the bucket's tensors, and what of its tensors is not the codec's, are zeros. Where a
-// format makes something else of a zero (one bit per value has none; NaN may take the whole block) they become zeros
-// again, in the result, which is the next step's gradient there, and in the residual, which no tensor's state holds.
+// The gaps between the bucket's tensors, and the parts of its tensors that the codec does not compress, are
+// zeros. Where a format makes something else of a zero (one bit per value has none; NaN may take the whole
+// block) they become zeros again, in the result, which is the next step's gradient there, and in the
+// residual, which no tensor's state holds.
 #include <numeric>
 
 #include "collectives/codec/codec.h"
@@ -13,7 +14,8 @@
 namespace gradwire {
 namespace {
 
-// The elements of the bucket that belong to none of its tensors, which are in the order of their offsets, or are aside.
+// Returns the elements of the bucket that do not belong to a tensor or that are aside. The tensors are in the
+// order of their offsets.
 std::vector<Segment> gaps_between(const BucketContext& c) {
   std::vector<Segment> gaps;
   int64_t end = 0;

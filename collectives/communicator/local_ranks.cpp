@@ -32,7 +32,7 @@ void run_local_ranks(const std::vector<std::unique_ptr<Communicator>>& group,
           failed(*mine, error);
         }
       });
-    } catch (const std::exception& error) {  // the ranks that run must not wait for this one
+    } catch (const std::exception& error) {  // running ranks must not wait for this rank
       failed(*comm, error);
       break;
     }

@@ -9,8 +9,9 @@
 
 namespace gradwire {
 
-// Runs body(communicator) for each of `group` on a thread of its own and returns once all have returned. The first
-// exception, also that of a thread which the system refuses, aborts the others' communicators and is thrown.
+// Runs body(communicator) for each communicator of `group` on its own thread, and returns once all bodies
+// have returned. The first exception aborts the communicators of the other ranks and is thrown; a thread that
+// the system refuses counts as an exception.
 void run_local_ranks(const std::vector<std::unique_ptr<Communicator>>& group,
                      const std::function<void(Communicator&)>& body);
 

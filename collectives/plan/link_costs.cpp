@@ -100,7 +100,7 @@ class Meter {
   // is not measured: it brings the ranks together, and on a GPU the host enqueues meanwhile.
   template <typename Round>
   double round_us(const Round& round, int rounds, int repeats) {
-    const FinishOnError finish(stream_);  // rounds use what `round` owns
+    const FinishOnError finish(stream_);  // rounds use memory that `round` owns
     double best = std::numeric_limits<double>::infinity();
     for (int i = 0; i <= repeats; ++i) {
       stream_.synchronize();

@@ -53,7 +53,7 @@ Reducer::~Reducer() {
   };
   finish([&] { return stream_; });
   for (const Lane& lane : lanes_) finish([&] { return lane.stream; });
-  if (!buckets_.empty()) finish([&] { return comm_.transfers(); });  // which may have to be made
+  if (!buckets_.empty()) finish([&] { return comm_.transfers(); });  // transfers() may create its stream
 }
 
 void Reducer::build_lanes() {

@@ -1,8 +1,9 @@
-// Where a listener can be reached: the addresses of its host, its port and its name; and how to reach it there.
+// The addresses at which a listener can be reached, with its port and name, and how to reach it.
 //
-// Hosts have addresses that only some of the others can reach (a VPN, a second network), and addresses that every host
-// has (docker0's 172.17.0.1), at which another process may answer. So a listener says all that it has, and whoever
-// connects tries them until the handshake proves that the listener meant answers.
+// A host has addresses that only some other hosts can reach (a VPN, a second network). It also has addresses
+// that every host has (docker0's 172.17.0.1), at which another process may answer. So a listener publishes
+// all its addresses, and a connecting process tries them until the handshake proves that the intended
+// listener answers.
 #pragma once
 
 #include <chrono>
@@ -26,15 +27,17 @@ struct Contact {
   static std::optional<Contact> parse(const std::string& text);
 };
 
-// Returns the contact of a listener of this process. `address`: at which it listens; empty: at all of this host's.
+// Returns the contact of a listener of this process. `address`: the address to listen at; empty: all
+// addresses of this host.
 Contact contact_of(const Socket& listener, const std::string& address, const std::string& name);
 
-// Names this machine and its network namespace: processes with equal ids reach each other at loopback. Empty if unknown.
+// Returns an id of this machine and its network namespace. Processes with equal ids reach each other at
+// loopback. Empty if unknown.
 std::string host_id();
 
-// The contact's addresses in the order in which this process should try them: on the contact's own host loopback first;
-// elsewhere those in a network of this host first, those that this host has itself last, and loopback only if there is
-// nothing else.
+// Returns the contact's addresses in the order in which this process should try them. On the contact's own
+// host, loopback is first. On another host, addresses in a network of this host come first and addresses that
+// this host also has come last. Loopback is included there only if the contact has no other address.
 std::vector<std::string> addresses_to_try(const Contact& contact);
 
 struct Reach {
@@ -46,12 +49,13 @@ struct Reach {
 
 struct ReachOptions {
   SteadyClock::time_point deadline;
-  // Whether to try an address again that refuses or hangs up, until the deadline; else each is tried once.
+  // Whether to retry an address that refuses or hangs up, until the deadline; otherwise each address is tried
+  // once.
   bool retry = false;
   int stop = -1;  // a file descriptor: once it can be read, ends with `why` = "interrupted"
 };
-// Connects to the listener of `contact`, at whichever of its addresses it answers. An address that does not answer
-// keeps the next one waiting for 200 ms; all stay open until one has proved to be right.
+// Connects to the listener of `contact` at the first of its addresses that answers. An address that does not
+// answer delays the next one by 200 ms. All attempts stay open until the handshake succeeds at one address.
 Reach reach(const Contact& contact, const Credentials& credentials, const ReachOptions& options);
 
 }  // namespace gradwire

@@ -106,7 +106,7 @@ Introduction::State Introduction::refuse(const char* why) {
 }
 
 Introduction::State Introduction::advance(const Socket& socket) {
-  // A new connection has room for all that is sent here.
+  // A new connection has room for all bytes of the handshake.
   const auto sent = [&](const std::string& bytes) {
     return send(socket.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT) ==
            static_cast<ssize_t>(bytes.size());
@@ -125,7 +125,7 @@ Introduction::State Introduction::advance(const Socket& socket) {
   }
   const std::string theirs = received_.substr(0, kChallenge);
   const bool right = equal(digest_at(received_, kChallenge), proof(credentials_, "acceptor", mine_, theirs));
-  // Also where it is wrong, so that the other side can tell a wrong secret from a lost connection.
+  // Sent even if the proof is wrong, so that the other side can tell a wrong secret from a lost connection.
   const bool answered = sent(text_of(proof(credentials_, "connector", mine_, theirs)));
   if (!right) return refuse(kOtherSecret);
   return answered ? State::proved : refuse(kHungUp);

@@ -6,8 +6,8 @@
 //
 // A proof is HMAC-SHA256(key, side | purpose | both challenges). Challenges are fresh random numbers, so a proof
 // that was overheard serves nowhere else; the side keeps a proof from being sent back to who made it; the
-// purpose keeps one listener's connections from being passed on to another. A relay in front of the same listener is
-// not noticed. What follows on the connection is neither encrypted nor authenticated.
+// purpose keeps one listener's connections from being passed on to another. A relay in front of the same
+// listener is not detected. Later bytes on the connection are neither encrypted nor authenticated.
 #pragma once
 
 #include <chrono>
@@ -77,15 +77,15 @@ inline constexpr const char* kSaidNothing = "nothing said in time";
 // What introduce() says of an acceptor with another key.
 inline constexpr const char* kOtherSecret = "the process there has another secret";
 
-// The connector's side, for a socket that is polled: fed with what has arrived.
+// The connector's side for a polled socket: processes the bytes that have arrived.
 class Introduction {
  public:
   explicit Introduction(const Credentials& credentials);
 
   enum class State { waiting, proved, refused };
-  // Sends what is due, and reads at most what the handshake needs.
+  // Sends pending bytes, and reads at most the bytes that the handshake needs.
   State advance(const Socket& socket);
-  // After `refused`: why.
+  // After `refused`: the reason.
   const std::string& why() const { return why_; }
 
  private:
@@ -96,7 +96,7 @@ class Introduction {
   std::string received_, why_;
   bool greeted_ = false;
 };
-// The same, blocking. Returns nothing on success, or why the handshake failed.
+// Performs the same handshake, blocking. Returns nothing on success, or the reason of the failure.
 std::string introduce(const Socket& socket, const Credentials& credentials, SteadyClock::time_point deadline);
 
 }  // namespace gradwire

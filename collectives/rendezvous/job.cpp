@@ -50,7 +50,7 @@ std::string job_of(const std::function<const char*(const char*)>& lookup) {
   if (job.empty()) job = value("SLURM_JOB_ID");
   if (job.empty()) return "";
   const std::string step = value("SLURM_STEP_ID");
-  // Hydra's ranks inherit the steps of its daemons, which may not all be steps.
+  // Hydra's ranks inherit the steps of its daemons, and some daemons may not be steps.
   const bool by_hydra = several("PMI_SIZE") && !value("MPI_LOCALNRANKS").empty();
   const bool a_step = several("SLURM_STEP_NUM_TASKS") && !step.empty() && !by_hydra;
   return named("Slurm job", a_step ? fmt::format("{}, step {}", job, step) : job);

@@ -29,7 +29,7 @@ using std::chrono::milliseconds;
 
 // Where to find rank 0's store.
 struct Meeting {
-  Contact store;       // without addresses: not known yet
+  Contact store;       // without addresses: still unknown
   std::string secret;  // file:///'s own
 };
 
@@ -80,7 +80,7 @@ Meeting parse_meeting(const std::string& text) {
   return meeting;
 }
 
-// Returns "" as long as there is no file that can be read.
+// Returns "" until there is a readable file.
 std::string read_file(const std::string& path) {
   struct stat status {};
   if (stat(path.c_str(), &status) != 0) return "";
@@ -281,7 +281,8 @@ std::string Membership::listening_address(SteadyClock::time_point deadline) {
 }
 
 std::string Membership::address(SteadyClock::time_point deadline) {
-  // Both ends of this rank's connection to rank 0, as it sees them. All ranks say so: others wait for it.
+  // Both ends of this rank's connection to rank 0, as this rank sees them. All ranks publish them, because
+  // other ranks wait for them.
   std::string mine = client_->local_address();
   client_->set(fmt::format("address/{}", rank()), fmt::format("{} {}", mine, client_->peer_address()));
   if (!options_.interface.empty()) return address_of_interface(options_.interface);

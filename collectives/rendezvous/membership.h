@@ -19,7 +19,7 @@ namespace gradwire {
 
 // Where rank 0 says how it can be reached, for those who may know.
 struct Board {
-  std::string address = {};  // at which it listens; empty: at all that it has
+  std::string address = {};  // where it listens; empty: at all its addresses
   std::function<void(const std::string& text)> publish;
   std::function<std::string()> read;  // empty as long as nothing has been published
   // Rank 0's sockets to the last ranks: see StoreServer's `invited`. They stay the caller's.
@@ -31,8 +31,8 @@ struct Board {
 // Whether rank 0 may have published this.
 bool is_meeting(const std::string& text);
 
-// Writes a regular file that only this user can read (runtime/output_file.h). Throws BadInput if that is impossible at
-// `path`, Error if it fails.
+// Writes a regular file that only this user can read (runtime/output_file.h). Throws BadInput if `path`
+// cannot be such a file, Error if writing fails.
 void write_private_file(const std::string& path, const std::string& text);
 
 struct GroupOptions {
@@ -45,9 +45,10 @@ struct GroupOptions {
   // join. Without any secret, tcp:// serves only this machine, unless `insecure` or GRADWIRE_INSECURE=1.
   std::string secret = {};
   bool insecure = false;
-  // Where this process listens for other ranks: the network interface, and the ports, of which the first that is free is
-  // taken. Empty and {}: the environment's, GRADWIRE_INTERFACE and GRADWIRE_PORTS; without those the addresses follow
-  // from the rendezvous, and any port will do. The port in tcp://host:port is not one of these.
+  // The network interface and the range of ports at which this process listens for other ranks; it uses the
+  // first free port. Empty and {}: from GRADWIRE_INTERFACE and GRADWIRE_PORTS. Without these variables the
+  // addresses follow from the rendezvous, and any port is used. The port in tcp://host:port is independent of
+  // these ports.
   std::string interface = {};
   PortRange ports = {};
   // Which run this rank belongs to (job.h); empty: the environment's. Ranks of runs that are known to differ do not meet.
@@ -57,8 +58,8 @@ struct GroupOptions {
   std::chrono::milliseconds join_timeout() const { return joining.count() > 0 ? joining : timeout; }
 };
 
-// Takes what `options` leave open from GRADWIRE_INTERFACE and GRADWIRE_PORTS. Throws BadInput if that is no interface of
-// this host, or not a range.
+// Fills unset fields of `options` from GRADWIRE_INTERFACE and GRADWIRE_PORTS. Throws BadInput if the
+// interface is not one of this host, or the ports are not a range.
 void read_listening(GroupOptions& options);
 
 class Membership {
@@ -76,12 +77,12 @@ class Membership {
   // What connections between the ranks prove to know (handshake.h).
   const std::string& key() const { return key_; }
 
-  const GroupOptions& options() const { return options_; }  // with what the environment adds
+  const GroupOptions& options() const { return options_; }  // completed from the environment
 
-  // At which address this rank is to listen for the others; empty: at all that it has, since nobody knows which of them
-  // the others can reach.
+  // Returns the address at which this rank should listen for the other ranks. Empty: all its addresses,
+  // because it is unknown which addresses the other ranks can reach.
   std::string listening_address(SteadyClock::time_point deadline);
-  // One address at which all other machines can reach this one, if there is one. Collective.
+  // Returns one address at which all other machines can reach this machine, if there is one. Collective.
   std::string address(SteadyClock::time_point deadline);
   // Blocks until all ranks have called it. Collective, in the same order on every rank. Throws CommError at
   // the timeout and if the group fails.
@@ -97,7 +98,7 @@ class Membership {
   const RunningClock::Watch watch_;
   GroupOptions options_;
   std::string key_;
-  std::optional<std::string> listen_at_;  // the board's address, where there is a board
+  std::optional<std::string> listen_at_;  // the board's address, if there is a board
   std::string published_file_;            // rank 0's, with file:///
   std::unique_ptr<StoreServer> server_;   // rank 0's; outlives its client
   std::unique_ptr<StoreClient> client_;

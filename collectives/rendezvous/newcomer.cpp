@@ -99,7 +99,7 @@ class Newcomer {
     Socket socket = std::move(*reached.socket);
     const std::string at = Endpoint{socket.peer_address(), theirs.port}.text();
     answered_ = true;
-    // Listens as that rank does: at one address, or at all.
+    // Listens like that rank: at one address, or at all addresses.
     std::string address = theirs.addresses.size() > 1 ? "" : socket.local_address();
     if (!request_.interface.empty()) address = address_of_interface(request_.interface);
     if (!reunion_ || reunion_->key() != key || address != address_) {

@@ -19,7 +19,7 @@ struct Knock {
   std::function<std::string()> doors;  // the newest doors_text(); "" as long as there is none
   std::string secret = {};             // as in GroupOptions
   std::string about = {};              // what this process says of itself
-  std::string interface = {};          // to listen on; empty: as the rank that answers does
+  std::string interface = {};          // to listen on; empty: as for the rank that answers
   PortRange ports = {};
   std::chrono::milliseconds patience;  // with a group in which nobody answers
   // With one that has this process wait; 0: as long as it says that it will let it in.

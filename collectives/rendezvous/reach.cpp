@@ -1,4 +1,4 @@
-// Several attempts to reach one listener at once: reach() of contact.h.
+// Concurrent attempts to reach one listener: reach() of contact.h.
 #include <fmt/format.h>
 #include <poll.h>
 
@@ -15,20 +15,21 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// How long an address that does not answer keeps the next one waiting: while connecting, and once it is connected. A rank
-// that accepts may be busy for long; a connection to it that is dropped would be a line in its log.
+// Delay of the next address after one that does not answer: while connecting, and once connected. An
+// accepting rank may be busy for long, and each dropped connection would add a line to its log.
 constexpr milliseconds kNextAfter{200}, kNextAfterConnected{2000};
-// When a host that did not answer is asked anew, since it may have been connected meanwhile.
+// Delay before another attempt at a host that did not answer, which may be connected by then.
 constexpr milliseconds kConnectAnew{5000};
 constexpr milliseconds kFirstPause{20}, kLongestPause{500};
 
-// One address: waits for its time, connects, proves, and begins again after a failure if it may.
+// One address: waits for its start time, connects, performs the handshake, and retries after a failure if
+// allowed.
 class Attempt {
  public:
   Attempt(const Address& address, const Credentials& credentials, bool retry)
       : address_(address), credentials_(credentials), retry_(retry), why_("no answer") {}
 
-  // Begins when its time has come. Returns whether it is proved.
+  // Begins at the start time. Returns whether the handshake has succeeded.
   bool advance(SteadyClock::time_point now) {
     if (state_ == State::idle && now >= begin_at_) begin(now);
     if (state_ == State::connecting && writable_) finish_connecting();
@@ -44,13 +45,13 @@ class Attempt {
   }
   void polled(const pollfd& entry) { writable_ = state_ == State::connecting && entry.revents != 0; }
 
-  // When advance() has something to do whatever arrives; far in the future if never.
+  // Returns when advance() must run even if nothing arrives; far in the future if never.
   SteadyClock::time_point wake_at() const {
     if (state_ == State::idle) return begin_at_;
     if (state_ == State::connecting && retry_) return began_at_ + kConnectAnew;
     return SteadyClock::time_point::max();
   }
-  // When the next address may begin.
+  // Returns when the next address may begin.
   SteadyClock::time_point next_at() const {
     if (failed_ || state_ == State::ended) return SteadyClock::time_point::min();
     if (state_ == State::idle) return SteadyClock::time_point::max();
@@ -107,7 +108,7 @@ class Attempt {
     refused_ = false;
     failed_ = true;
     socket_.close();
-    // Another process has that port, and keeps it.
+    // The port belongs to another process, which keeps it.
     const bool again = retry_ && !other_secret();
     state_ = again ? State::idle : State::ended;
     begin_at_ = now + pause_;
@@ -161,7 +162,7 @@ Reach reach(const Contact& contact, const Credentials& credentials, const ReachO
       wake_at = std::min(wake_at, attempt.wake_at());
     }
     if (all_ended || now >= options.deadline) break;
-    // One that has just failed lets the next begin.
+    // An attempt that has just failed lets the next one begin.
     bool begin = false;
     for (size_t i = 1; i < attempts.size(); ++i) {
       begin = begin || (attempts[i]->waits() && attempts[i - 1]->next_at() <= now);

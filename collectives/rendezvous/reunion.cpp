@@ -28,7 +28,7 @@ constexpr milliseconds kFirstAsk{50};   // most survivors call by themselves
 constexpr milliseconds kAskAgain{500};  // those that are waited for may die, too
 constexpr milliseconds kTick{200};      // within which joiners are told to wait
 constexpr milliseconds kRetry{20};
-// A leader may have heard of the failure that much later, and looks for lower ranks before it leads.
+// A leader may learn of the failure that much later, and it looks for lower ranks before it leads.
 constexpr milliseconds kSlack{3000};
 // Keys of a hello: what a rank wants of another.
 constexpr const char* kCall = "call";  // to be told who is left
@@ -49,8 +49,8 @@ bool contains(const std::vector<int>& ranks, int rank) {
   return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
 }
 
-// Runs work(i) for all i below n, each on a thread, or on the caller's where the system refuses threads. Throws what
-// one of them threw.
+// Runs work(i) for all i below n, each on a thread, or on the caller's thread if the system refuses threads.
+// Rethrows an exception of one of the calls.
 template <typename Work>
 void at_once(size_t n, Work work) {
   std::vector<std::exception_ptr> errors(n);
@@ -128,7 +128,7 @@ void Reunion::serve() {
   while (true) {
     try {
       return serve_until_stopped();
-    } catch (const std::bad_alloc&) {  // goes on once there is memory
+    } catch (const std::bad_alloc&) {  // continues once there is memory
       std::this_thread::sleep_for(kTick);
     }
   }
@@ -269,7 +269,8 @@ Reunion::Call Reunion::call(int rank, const char* what) {
   const std::string me = fmt::format("{} {} {}", rank_, number_, name_);
   while (true) {
     Reach reached = reach(contact, credentials, {.deadline = deadline});
-    // Only these prove that the process does not listen any more; a machine that is cut off refuses nothing.
+    // Only these errors prove that the process has stopped listening; an unreachable machine does not refuse
+    // connections.
     if (reached.refused || reached.other_secret) return {Presence::gone, {}};
     if (reached.socket &&
         send_all(*reached.socket, StoreMessage{Op::hello, 0, what, me}.encode(), deadline)) {
@@ -322,8 +323,8 @@ std::optional<Reunion::Survivors> Reunion::follow(int leader, Socket socket,
   }
 }
 
-// Asks lower ranks at the same time, so that several that are stopped cost no more than one. Those that `silent` names
-// have not answered in this regrouping and are not asked again.
+// Asks lower ranks at the same time, so that several stopped ranks cost no more time than one. The ranks in
+// `silent` have not answered in this regrouping and are not asked again.
 void Reunion::look_below(std::set<int>& silent, std::set<int>& gone) {
   std::vector<int> ask;
   for (int r = 0; r < rank_; ++r) {

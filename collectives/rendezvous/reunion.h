@@ -1,9 +1,10 @@
 // How the ranks of a failed group agree on which of them are left.
 //
 // Each rank of a group that may go on listens at a port of its own, from the beginning, served by a thread. After a
-// failure each survivor asks all ranks below it at the same time, and waits for the lowest that answers; a rank that
-// reaches none leads. A rank that was silent is not asked again in this regrouping unless it says something. The leader asks the ranks that have not called, which also tells them of the failure, waits for
-// those that answer, and publishes who is left and where its new store is. A rank that is missing is one of
+// failure each survivor asks all ranks below it at the same time, and waits for the lowest that answers. A
+// rank that reaches no lower rank leads. A silent rank is not asked again in this regrouping unless it calls.
+// The leader asks the ranks that have not called, which also tells them of the failure, waits for those that
+// answer, and publishes who is left and where its new store is. A rank that is missing is one of
 //   gone     nothing listens at its port any more: the process has ended
 //   silent   it does not answer in a second: stopped, or cut off. It may live
 //
@@ -43,16 +44,18 @@ namespace gradwire {
 
 class Reunion {
  public:
-  // Listens at `address` of this machine (empty: at all that it has), at one of `ports`, for ranks that know `key`. Throws CommError when it cannot.
+  // Listens at `address` of this machine (empty: at all its addresses), at one of `ports`, for ranks that
+  // know `key`. Throws CommError if listening fails.
   Reunion(const std::string& address, const std::string& key, const PortRange& ports = {});
   ~Reunion();
   Reunion(const Reunion&) = delete;
 
-  // What the other ranks need to call this one: a Contact's text.
+  // Returns the Contact's text, which the other ranks need to call this rank.
   std::string contact() const;
   const std::string& address() const { return address_; }
-  // The rank with this contact is connected to this one by this address of its. It is called there: that nothing
-  // listens at its other addresses would not say that it is gone. Not while this object calls.
+  // Records the address by which the rank with this contact is connected to this rank. Calls use that
+  // address: a refusal at another address would not prove that the rank is gone. Must not run while this
+  // object calls.
   void reached_at(const std::string& contact, const std::string& address) { reached_[contact] = address; }
   // This process is `rank` of a group whose ranks have these contacts. From here to leave(), `failed` is called, from a
   // thread of this object, when another rank says that the group has failed; and `note` with a line about strangers at
@@ -70,7 +73,8 @@ class Reunion {
     std::vector<std::string> joined = {};
   };
   // Collective over the survivors. On the leader, followed by publish(). Throws CommError when this rank was left out,
-  // when too few answer, or when those who answer do not all call it within `timeout`, counted from when a rank leads.
+  // when too few answer, or when the ranks that answer do not all call it within `timeout`, counted from when
+  // a rank leads.
   Survivors regroup(std::chrono::milliseconds timeout);
   // Tells the survivors, for whom this also begins the new group.
   void publish(Survivors survivors, const std::string& meeting);
@@ -172,17 +176,17 @@ class Reunion {
   int rank_ = 0;
   std::vector<std::string> contacts_;           // by rank
   std::map<std::string, std::string> reached_;  // by contact, where known
-  int number_ = 0;                              // of the group: how many there were before it
+  int number_ = 0;                              // of the group: the number of groups before it
   std::string name_ = "-";                      // of the group, drawn by its leader
-  std::string before_ = "";                     // the name of the group before
-  std::vector<int> last_;                       // who was left of that one
-  std::string last_text_;                       // and what they were told
-  bool follows_ = false;                        // waits for a rank that leads; callers are to try that one
+  std::string before_ = "";                     // name of the previous group
+  std::vector<int> last_;                       // the survivors of that group
+  std::string last_text_;                       // and the text sent to them
+  bool follows_ = false;                        // waits for a rank that leads; callers should try that rank
   bool outranked_ = false;                      // a lower rank leads
   std::set<int> heard_;                         // ranks that have called since this rank last looked below it
-  bool told_ = false;                           // by a caller that the group has failed
+  bool told_ = false;                           // a caller has reported that the group failed
   const RunningClock::Watch watch_;
-  // Before this group. After another stop the others may have taken this rank for dead.
+  // Number of stops before this group. After another stop the other ranks may assume that this rank is dead.
   int64_t long_stops_ = RunningClock::long_stops();
   bool stop_ = false;
   TurnedAway turned_away_;

@@ -25,7 +25,8 @@ bool in_own_groups(gid_t group) {
   return group == getegid() || std::find(groups.begin(), groups.end(), group) != groups.end();
 }
 
-// Whether only this user can read it; or, as Kubernetes mounts secrets with fsGroup, root's, for a group of this process.
+// Returns whether only this user can read the file, or whether root owns it and a group of this process can
+// read it, as Kubernetes mounts secrets with fsGroup.
 bool is_private(const struct stat& file) {
   if ((file.st_mode & 077) == 0) return true;
   return file.st_uid == 0 && (file.st_mode & 077) == 040 && in_own_groups(file.st_gid);
@@ -44,7 +45,7 @@ std::string secret_from_environment() {
   auto refuse = [&](const std::string& why) {
     throw BadInput(fmt::format("GRADWIRE_SECRET_FILE {}: {}", path, why));
   };
-  // Without waiting for somebody who writes into a FIFO. A Socket closes any file descriptor.
+  // Opens a FIFO without waiting for a writer. A Socket closes any file descriptor.
   const Socket file(open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (!file) refuse(std::strerror(errno));
   struct stat status {};

@@ -68,9 +68,9 @@ bool wait_for(int fd, short events, SteadyClock::time_point deadline) {
   }
 }
 
-// What every connection gets. A machine that loses power or its cable sends nothing; the kernel asks connections on
-// which nothing arrives whether the other machine still answers, and ends them after kHostGoneAfter. A process that is merely
-// stopped does not matter: its kernel answers.
+// Sets the options of every connection. A machine that loses power or its cable sends nothing. The kernel
+// probes the other machine on idle connections, and ends them after kHostGoneAfter without an answer. A
+// stopped process does not end a connection: its kernel answers.
 void set_connection_options(int fd) {
   constexpr int kIdle = 5, kBetweenProbes = 1, kProbes = static_cast<int>(kHostGoneAfter.count()) - kIdle;
   const auto set = [fd](int level, int option, int value) {
@@ -84,7 +84,7 @@ void set_connection_options(int fd) {
   set(IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(1000 * kHostGoneAfter.count()));
 }
 
-// The bytes of an address, or of a network's mask; empty if it is neither IPv4 nor IPv6.
+// Returns the bytes of an address, or of a network's mask; empty if it is neither IPv4 nor IPv6.
 std::string bytes_of(const sockaddr* address) {
   if (address != nullptr && address->sa_family == AF_INET) {
     const in_addr& bytes = reinterpret_cast<const sockaddr_in*>(address)->sin_addr;
@@ -108,8 +108,8 @@ struct Interface {
   std::string name, address, mask;  // the mask's bytes
 };
 
-// Of those that are up, with each of their addresses; IPv4 first. Link-local addresses of IPv6 (fe80::) are left out: they
-// mean nothing without an interface of whoever connects.
+// Returns the interfaces that are up, with each of their addresses; IPv4 first. Link-local addresses of IPv6
+// (fe80::) are left out: they are meaningless without an interface of the connecting host.
 std::vector<Interface> interfaces() {
   std::vector<Interface> found;
   ifaddrs* list = nullptr;
@@ -198,7 +198,7 @@ Socket listen_on(const Endpoint& endpoint) {
   AddressList list = look_up(endpoint, AI_PASSIVE, why);
   std::vector<const addrinfo*> addresses;
   for (addrinfo* a = list.get(); a != nullptr; a = a->ai_next) addresses.push_back(a);
-  // [::] serves IPv4 as well; 0.0.0.0 where there is no IPv6.
+  // [::] also serves IPv4; 0.0.0.0 on hosts without IPv6.
   if (endpoint.host.empty()) {
     std::stable_partition(addresses.begin(), addresses.end(),
                           [](const addrinfo* a) { return a->ai_family == AF_INET6; });

@@ -54,7 +54,7 @@ Socket connect_to(const Contact& server, const std::string& key, SteadyClock::ti
   return std::move(*reached.socket);
 }
 
-// The same server, at the address at which it has answered.
+// Returns the contact of the same server with the address at which it has answered.
 Contact again(Contact server, const Socket& connected) {
   if (const std::string address = connected.peer_address(); !address.empty()) server.addresses = {address};
   return server;

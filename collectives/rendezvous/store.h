@@ -84,7 +84,8 @@ class StoreRefused : public CommError {
   using CommError::CommError;
 };
 
-// What answers at all addresses of the server has another secret: an earlier run's server, or another run's.
+// Thrown when the process that answers at all addresses of the server has another secret: it is the server of
+// an earlier run or of another run.
 class OtherSecret : public CommError {
  public:
   using CommError::CommError;
@@ -125,7 +126,7 @@ class StoreServer {
   // Waits for the oldest message of rank `from`. Any thread may call it. Nothing at the deadline; throws
   // CommError if the group fails.
   std::optional<std::string> take_message(int from, SteadyClock::time_point deadline);
-  // Why the group has failed; "" if it has not.
+  // Returns the reason why the group has failed; "" if it has not.
   std::string failure() const;
 
   // How long ranks have to answer after a failure, and how long the server stays up at the end.
@@ -149,7 +150,7 @@ class StoreClient {
   using Milliseconds = std::chrono::milliseconds;
 
   // Makes two connections to the server and says hello on both. Throws CommError if the server cannot be reached,
-  // refuses, or does not answer; OtherSecret if what answers does not know `key`.
+  // refuses, or does not answer; OtherSecret if the process that answers does not know `key`.
   StoreClient(const Contact& server, const std::string& key, int rank, int world,
               SteadyClock::time_point deadline, const std::string& job = "");
   // Leaves in an orderly way; at once, if the server has not answered the last request.

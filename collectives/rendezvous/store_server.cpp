@@ -135,7 +135,7 @@ class StoreServer::Loop {
         if (entries[i + 2].revents != 0 || peers_[i]->is_stranger()) serve(*peers_[i]);
       }
       if (entries[1].revents != 0) accept_some();
-      // Later nobody else has to come; what comes is turned away or waits.
+      // Later no other connection is needed; new connections are rejected or wait.
       if (!formed_at_ && !acceptor_.refused().empty()) fail("rank 0 " + acceptor_.refused());
       bury_the_dead();
       if (roll_due_at_ && SteadyClock::now() >= *roll_due_at_) answer_roll_calls();

@@ -381,7 +381,7 @@ std::string CompressionSpec::to_string() const {
 std::string CompressionSpec::divergence() const {
   const double bound = wire->error_bound(rounding);
   if (bound < 1) return {};
-  // The first option, in the table's order, of which one value is enough.
+  // Finds the first option, in the table's order, for which changing one value is enough.
   const auto variant = wire->copy();
   std::string remedy;
   for (const FormatOption& option : variant->choices()) {

@@ -52,8 +52,8 @@ struct CompressionSpec {
   // Whether a state saved under the spec `text` is this codec's: residuals are saved in FP32 whatever they are
   // kept in, so that residual= may differ.
   bool loads_state_of(std::string_view text) const;
-  // Why what is left of one encode, given to the next one, may grow without bound, and what to change; "" if it cannot,
-  // or if nothing is known about the format.
+  // Returns why the residual of error feedback may grow without bound, with the remedy; "" if it cannot grow,
+  // or if the bound of the format is unknown.
   std::string divergence() const;
   // Whether `name` stands for a codec, and so cannot be that of a wire format.
   static bool is_codec(std::string_view name);

@@ -15,7 +15,7 @@ std::unique_ptr<Transport> form_rest(Reunion& reunion, const GroupOptions& befor
                                      const FormRest& form) {
   constexpr milliseconds kFormAgain{5000};
   constexpr int kNewcomer = -1;  // no rank of the group before
-  // A failed attempt to form a group is followed by another one until then.
+  // After a failed attempt to form a group, tries again until then.
   const auto deadline = SteadyClock::now() + timeout + Reunion::kPatience;
   std::vector<int> left(static_cast<size_t>(before.world));
   std::iota(left.begin(), left.end(), 0);

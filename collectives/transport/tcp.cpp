@@ -538,7 +538,7 @@ class TcpTransport final : public Transport {
   }
 
   TcpOptions options_;
-  std::string address_;                // at which this rank listens; empty: at all of this host's
+  std::string address_;                // where this rank listens; empty: at all addresses of this host
   std::shared_ptr<Reunion> reunion_;   // of a shrinkable group; passed on to the one that follows
   std::vector<std::string> reunions_;  // contacts by rank, until the group has formed
   bool entered_ = false;               // the reunion is this group's

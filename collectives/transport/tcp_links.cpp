@@ -67,8 +67,8 @@ void TcpLinks::connect(const std::vector<std::string>& contacts, SteadyClock::ti
   listener_.close();
 }
 
-// Tries again until the deadline: a host's network may not be up yet, and a flood of strangers may push a connection out.
-// A rank that has died fails the group, which interrupts.
+// Retries until the deadline: a host's network may not be up yet, and a flood of unauthenticated peers may
+// push a connection out. A dead rank fails the group, which interrupts the retries.
 void TcpLinks::connect_to(int rank, const std::string& contact, SteadyClock::time_point deadline) {
   const auto theirs = Contact::parse(contact);
   if (!theirs) {
@@ -192,7 +192,7 @@ void TcpLinks::hand_over() {
   if (!has_work()) return;
   if (!helper_.joinable()) helper_ = Thread("a thread that sends and receives", [this] { run(); });
   helping_ = true;
-  if (polling_) helper_wake_.set();  // it polls for what was posted before
+  if (polling_) helper_wake_.set();  // the helper polls for work posted earlier
   work_.notify_one();
 }
 

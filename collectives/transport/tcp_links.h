@@ -53,20 +53,21 @@ class TcpLinks {
     uint32_t sum_ = 0, theirs_ = 0;
   };
 
-  // Listens at `address` of this machine (empty: at all that it has), at one of `ports`, for peers that know `key`. With `checksums`, what is sent
-  // has one; what is received is checked where its sender added one. Throws CommError when it cannot listen.
+  // Listens at `address` of this machine (empty: at all its addresses), at one of `ports`, for peers that
+  // know `key`. With `checksums`, what is sent has one; what is received is checked where its sender added
+  // one. Throws CommError when it cannot listen.
   TcpLinks(int rank, int world, const std::string& address, const std::string& key, bool checksums = false,
            const PortRange& ports = {});
   ~TcpLinks();
   TcpLinks(const TcpLinks&) = delete;
 
-  // What the others need to connect: a Contact's text.
+  // Returns the Contact's text, which the other ranks need to connect.
   std::string contact() const;
   // Connects to every rank; contacts[r] is rank r's. Throws CommError that names the rank it could not reach.
   // `turned_away` gets a line about strangers at this port, as TurnedAway says it.
   void connect(const std::vector<std::string>& contacts, SteadyClock::time_point deadline,
                const std::function<void(const std::string& line)>& turned_away = nullptr);
-  // The address at which that rank is connected to this one.
+  // Returns the address at which that rank is connected to this rank.
   std::string address_of(int rank) const {
     return links_.at(static_cast<size_t>(rank)).socket.peer_address();
   }
@@ -98,7 +99,7 @@ class TcpLinks {
   static size_t length(const Message& message);
   void push(Link& link);
   void pull(Link& link);
-  // Waits until something can be moved or `wake` is set, and moves it. `lock` is held on entry and exit.
+  // Waits until bytes can be moved or `wake` is set, and moves the bytes. `lock` is held on entry and exit.
   void poll_once(std::unique_lock<std::mutex>& lock, WakeEvent& wake, std::vector<pollfd>& entries,
                  std::vector<Link*>& owners, SteadyClock::time_point deadline);
   void run();

@@ -79,12 +79,12 @@ struct Library : GradwireBlas {
   std::string version_text, wanted_text, instead_of_text, error_text;
 };
 
-// Where a product returns to when the system refuses memory; null outside products.
+// The return point of a product when the system refuses memory; null outside products.
 thread_local jmp_buf* way_out = nullptr;
 std::atomic<size_t> refused_bytes{0};  // once
 
-// Each refusal costs OpenBLAS an entry of its table of buffers, so a refused product is tried again only once there is
-// memory.
+// Each refusal uses up an entry of OpenBLAS's table of buffers, so a refused product is retried only once
+// there is memory.
 bool memory_is_back() {
   const size_t bytes = refused_bytes.load();
   if (bytes == 0) return true;

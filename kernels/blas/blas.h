@@ -24,8 +24,8 @@ struct GradwireBlas {
 const GradwireBlas* gradwire_blas();
 
 // C = alpha op(A) op(B) + beta C, row-major, as cblas_sgemm. Runs in the calling thread; any number of
-// threads may call it concurrently. OpenBLAS maps 128 MiB of address space for each product that runs at the same
-// time, and keeps them: false, with C unchanged, if the system refuses that.
+// threads may call it concurrently. OpenBLAS maps 128 MiB of address space for each concurrent product, and
+// keeps the mapping. Returns false, with C unchanged, if the system refuses the mapping.
 [[nodiscard]] bool gradwire_blas_sgemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k,
                                        float alpha, const float* a, int64_t lda, const float* b, int64_t ldb,
                                        float beta, float* c, int64_t ldc);

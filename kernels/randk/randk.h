@@ -41,14 +41,14 @@ int64_t randk_count(int64_t count, double ratio);
 class RandKTable {
  public:
   RandKTable() = default;
-  // `packed`, a multiple of `unit`, and `k` are worked out; empty tensors are left out.
+  // Computes `packed`, a multiple of `unit`, and `k`; leaves out empty tensors.
   RandKTable(const Stream& stream, const std::vector<RandKTensor>& tensors, double ratio, int64_t unit = 1);
 
   const std::vector<RandKTensor>& host() const { return host_; }
   const RandKTensor* device() const { return device_.as<const RandKTensor>(); }
   int count() const { return static_cast<int>(host_.size()); }
   int64_t values() const { return values_; }  // sum of k, and of the gaps between tensors
-  // The end of the gap after the values of a tensor.
+  // Returns the end of the gap after the values of a tensor.
   int64_t gap_end(size_t tensor) const {
     return tensor + 1 < host_.size() ? host_[tensor + 1].packed : values_;
   }
@@ -65,7 +65,7 @@ struct RandKGather {
   float* residual = nullptr;  // (count) in and out; null: no error feedback
   int64_t count = 0;          // of the bucket; what lies between tensors is 0 and stays 0
   float* values = nullptr;    // (table values) out; 0 in gaps
-  int64_t* chosen = nullptr;  // (table values) out: where in grad each belongs; -1 in gaps
+  int64_t* chosen = nullptr;  // (table values) out: position of each value in grad; -1 in gaps
   uint64_t seed = 0;
   const uint64_t* step = nullptr;  // device memory; null means 0
 };

@@ -34,11 +34,11 @@
 // needs more, such as to read them again or to assign in another order, takes `float* values`, which has room
 // for kMaxBlock; on the host that costs a pass more.
 //
-// Non-finite values: where kMasks is false, encode gets them and decode gives NaN in their places, and only there.
-// Where it is true, or the block is rotated, encode and decode see finite blocks only. A block with a non-finite value
-// is sent as a mask instead: bit i % 8 of byte i / 8 is set where value i is not finite, the other bytes are 0, and the
-// scale, which ends the block, is NaN (FP32) or 255 (one byte). It decodes to NaN in those places and to 0 elsewhere,
-// so that error feedback keeps the finite values of the block.
+// Non-finite values: where kMasks is false, encode gets them and decode gives NaN in their places only. Where
+// kMasks is true, or the block is rotated, encode and decode see only finite blocks. A block with a
+// non-finite value is sent as a mask instead: bit i % 8 of byte i / 8 is set where value i is not finite, the
+// other bytes are 0, and the scale, which ends the block, is NaN (FP32) or 255 (one byte). It decodes to NaN
+// in those places and to 0 elsewhere, so that error feedback keeps the finite values of the block.
 //
 // `lanes` are those who work on the block together: one on the host, a warp or a thread block on the GPU. Each
 // of them calls encode, and gets the same results from
@@ -126,8 +126,8 @@ GW_HD void rotate_block_back(const Lanes& lanes, float* values, int n, int count
   }
 }
 
-// The residual of a sum s of which the wire carries `sent`. kFar: `sent` may be so far from s that the difference is
-// not a float, as after a rotation.
+// Returns the residual of a sum s if the wire carries `sent`. kFar: `sent` may be so far from s, for example
+// after a rotation, that the difference is not a float.
 template <bool kFar>
 GW_HD float rest_of(float s, float sent, float unit = 1.0f) {
   float rest = s - sent;
@@ -147,7 +147,7 @@ struct BlockCoder {
   GW_HD bool rotates() const {
     return F::kRotation == Rotation::always || (F::kRotation == Rotation::optional && rotate);
   }
-  // Whether a block with a non-finite value is sent as a mask.
+  // Returns whether a block with a non-finite value is sent as a mask.
   static constexpr bool kMayMask = F::kMasks || F::kRotation != Rotation::never;
   GW_HD bool masks() const { return F::kMasks || rotates(); }
   GW_HD int64_t blocks(int64_t count) const { return (count + block() - 1) / block(); }
@@ -202,7 +202,7 @@ struct BlockCoder {
   }
 
  private:
-  // `s` is 0 after the values that there are.
+  // `s` is 0 after the block's last value.
   template <typename Lanes>
   GW_HD void put_mask(const Lanes& lanes, const float* s, uint8_t* to) const {
     const int n = block(), end = bytes(), scale = format.scale_bytes();

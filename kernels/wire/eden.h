@@ -53,7 +53,8 @@ struct Eden {
     if (size != 512) return 0;
     return bits == 1 ? 0.3634 : bits == 2 ? 0.1175 : bits == 3 ? 0.03454 : 0.009497;
   }
-  // Of levels from a to b: 1 - 4 a b / (a + b)^2 / n, by the inequalities of Chebyshev and Kantorovich.
+  // The bound for levels from a to b is 1 - 4 a b / (a + b)^2 / n, by the inequalities of Chebyshev and
+  // Kantorovich.
   double error_bound(bool) const {
     constexpr double kShares[] = {1, 0.71, 0.367, 0.171};  // 4 a b / (a + b)^2
     return 1 - kShares[bits - 1] / size;

@@ -3,9 +3,9 @@
 // S below is the value a rank wants to send: its own gradient, plus the residual it kept last time, plus what
 // arrived from other ranks. The wire carries round(S); the residual becomes S - round(S), so nothing is lost.
 // Non-finite S: the user must see it, so the wire carries it (as NaN where the format has no infinity), but
-// the residual becomes 0, so that it does not spread in time. The finite values of its block are sent as they would be
-// beside a 0, or not at all (`masks`), and then stay in the residual.
-// A finite S never becomes non-finite on the wire: it saturates, and the residual keeps the rest.
+// the residual becomes 0, so that it does not spread in time. The finite values of its block are sent as if
+// the non-finite value were 0. With `masks` they are not sent and stay in the residual. A finite S never
+// becomes non-finite on the wire: it saturates, and the residual keeps the rest.
 //
 // Stochastic rounding draws from random16(seed, *step, element index) of kernels/math/random.h, so a rank's
 // results repeat; give each rank its own seed. `first_element` is the index of element 0 of a call within the
@@ -94,8 +94,8 @@ class WireFormat {
   bool exact = false;
   bool stochastic = false;                // has round=stochastic
   Rounding rounding = Rounding::nearest;  // unless a spec says otherwise
-  // A block with a value that is not finite carries which values those are, and 0 for the others, which stay in the
-  // residual (block.h).
+  // A block with non-finite values carries a mask of these values, and 0 for the finite values, which stay in
+  // the residual (block.h).
   bool masks = false;
   // Cuts off a block's largest values, so that rounding at random has the right mean for the others only.
   bool clips = false;
@@ -106,10 +106,10 @@ class WireFormat {
   // Expected squared error of one encode with `rounding` over the squared norm, on Gaussian values; a test
   // holds the format to it within 5 %. 0: exact, or not known for these options.
   double gaussian_error = 0;
-  // Bound of the squared error of one encode over the square of S, in the L2 norm or the largest magnitude, whichever
-  // gives the lower bound; expected, when rounding at random. Below 1 an encode contracts: error feedback keeps a
-  // bounded residual. At 1 and above the residual may grow from step to step. 0: exact, or not known. Of terngrad the
-  // bound is that of blocks in which nothing is clipped.
+  // Bounds the squared error of one encode over the square of S, in the L2 norm or the largest magnitude,
+  // whichever gives the lower bound. When rounding at random it bounds the expected value. Below 1 an encode
+  // contracts: error feedback keeps a bounded residual. At 1 and above the residual may grow from step to
+  // step. 0: exact, or unknown. For terngrad the bound holds for blocks in which nothing is clipped.
   virtual double error_bound(Rounding rounding) const = 0;
 
   virtual int64_t bytes(int64_t count) const = 0;
@@ -131,7 +131,7 @@ class WireFormat {
   // Null when there are no options.
   virtual std::unique_ptr<WireFormat> copy() const { return nullptr; }
 
-  // Whether 0 surely travels as 0, whatever else is in its block. The formats without a code for it all send masks.
+  // Whether zero always decodes to zero. All formats without a code for zero send masks.
   bool keeps_zero() const { return !masks && !selects && !registered; }
   double bytes_per_value() const { return static_cast<double>(bytes(1 << 20)) / (1 << 20); }
   // "int4:block=64"

@@ -44,7 +44,8 @@ struct Int {
     if (*this != Int() || (rotated && fp32_scale == 0)) return 0;
     return kBits == 8 ? 8.34e-5 : kBits == 4 ? 1.4e-2 : 0.19;
   }
-  // Of the largest magnitude a unit is 1 / kMost, or up to twice that; int2's bound is that of a mean.
+  // A unit is 1 / kMost of the largest magnitude, or up to twice that. The bound of int2 follows from its
+  // scale, a mean.
   double error_bound(bool stochastic) const {
     if (kBits == 2) return 1 - 1.534 * (2 - 1.534) / size;
     const double error = (fp32_scale != 0 ? 1.0 : 2.0) / kMost / (stochastic ? 1 : 2);

@@ -39,7 +39,8 @@ GW_HD uint8_t e8m0_for(uint32_t largest_bits, int exponent, float fraction) {
   return static_cast<uint8_t>(byte < 1 ? 1 : byte);
 }
 
-// WireFormat::error_bound() of floats with this many bits of mantissa: a step is at most 2^-mantissa of a magnitude.
+// Returns WireFormat::error_bound() of floats with this many bits of mantissa: a step is at most 2^-mantissa
+// of a magnitude.
 inline double small_float_bound(int mantissa, bool stochastic, double scale_error = 0) {
   const double step = 1.0 / (1 << (stochastic ? mantissa : mantissa + 1)) + scale_error;
   return step * step;

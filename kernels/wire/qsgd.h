@@ -27,8 +27,8 @@ struct Qsgd {
   GW_HD int bytes() const { return size * bits / 8 + 4; }
   GW_HD static int scale_bytes() { return 4; }
   double gaussian_error(bool) const { return size == 512 && bits == 8 ? 512.0 / (6 * 127 * 127) : 0; }
-  // The largest mean of n f (1 - f) / s^2 over blocks of one norm, at f = 1/2 or, where n values of the norm cannot be
-  // half a level each, at f = s / sqrt(n). There, to nearest, nothing may be sent at all.
+  // The largest mean of n f (1 - f) / s^2 over blocks of one norm is at f = 1/2. If n values of the norm
+  // cannot be half a level each, it is at f = s / sqrt(n); there, rounding to nearest may send only zeros.
   double error_bound(bool stochastic) const {
     const double n = size, s = (1 << (bits - 1)) - 1;
     if (n <= 4 * s * s) return n / (4 * s * s);

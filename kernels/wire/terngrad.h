@@ -33,7 +33,7 @@ struct TernGrad {
     if (size != 128) return 0;
     return clip == 0 ? 0.652 : clip == 1 ? 0.996 : 1.265;
   }
-  // One value is `most` times the root mean square, and the others are equal.
+  // In the worst block one value is `most` times the root mean square and the other values are equal.
   double error_bound(bool stochastic) const {
     const double n = size, most = clip == 0 ? 2 : clip == 1 ? 2.5 : std::sqrt(n) / 2;
     return stochastic ? (most * std::sqrt((n - 1) * (n - most * most)) - (n - most * most)) / n : 1 - 1 / n;

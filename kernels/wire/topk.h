@@ -38,7 +38,7 @@ struct TopK {
   }
   GW_HD int bytes() const { return 2 * k + value_bytes(); }
   double gaussian_error(bool) const { return k == 64 && of == 4096 ? (kind == kPair ? 0.882 : 0.881) : 0; }
-  // Of values in two sizes, at least their mean is sent.
+  // With values of two magnitudes, at least their mean is sent.
   double error_bound(bool) const { return 1 - static_cast<double>(kind == kPair ? 1 : k) / of; }
   std::vector<FormatOption> options() {
     return {{.key = "k", .value = &k, .least = 1, .most = kMaxBlock},

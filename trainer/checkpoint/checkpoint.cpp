@@ -156,7 +156,7 @@ std::string random_id() {
   return fmt::format("{:08x}{:08x}", random(), random());
 }
 
-// Collective: returns rank 0's.
+// Returns rank 0's id. Collective.
 std::string agreed_id(const RankState& rank, const std::string& id) {
   std::vector<double> words(2);  // of 32 bits
   if (rank.comm.rank() == 0) {

@@ -78,9 +78,9 @@ void rename_folder(const std::string& from, const std::string& to) {
     fail(fmt::format("{}: renaming to {} failed", from, to), errno);
 }
 
-// Returns why a checkpoint cannot be removed, or "". At no time does half a checkpoint look complete: the folder is renamed
-// first. Where renaming is refused, as overlayfs refuses it for folders of a lower layer, the weights go first, without
-// which a checkpoint is not complete.
+// Removes a checkpoint. Returns the reason of a failure, or "". A partly removed checkpoint never looks
+// complete: the folder is renamed first. If renaming is refused, as by overlayfs for folders of a lower
+// layer, the weights are removed first; a checkpoint without weights is not complete.
 std::string remove_checkpoint(const std::string& path) {
   std::error_code error;
   std::string doomed = path;
@@ -97,7 +97,7 @@ std::string remove_checkpoint(const std::string& path) {
   return error ? error.message() : "";
 }
 
-// Of a checkpoint that is not needed any more: keeping it must not end a run.
+// Removes an obsolete checkpoint: a failure to remove it must not end a run.
 void remove_or_warn(const std::string& path) {
   const std::string why = remove_checkpoint(path);
   if (why.empty()) return;
@@ -182,7 +182,7 @@ FolderLock::FolderLock(const std::string& directory, bool displaces) {
   if (error) throw Error(fmt::format("{}: cannot be created: {}", directory, error.message()));
   const std::string path = directory + "/lock";
   if (displaces) fs::remove(path, error);  // its holder keeps a file that nobody finds
-  // Not through a link that somebody has put there: the file that it leads to would be overwritten.
+  // Does not follow a link: the file that the link names would be overwritten.
   file_ = FileDescriptor(open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666));
   const int fd = file_.fd();
   if (fd < 0) fail(path + ": cannot be created", errno);

@@ -24,8 +24,8 @@ class GradientDump {
   // Copies gradient i, in stream order: enqueue it after what computes the gradient, and before the reducer
   // may change it. On the stream's device.
   void take(const Stream& stream, int i, const float* gradient);
-  // After the stream has passed every take(). The file is there as a whole, or not at all. When writing fails, says so and
-  // returns: the run continues.
+  // Writes the file, after the stream has passed every take(). The file is complete or absent. If writing
+  // fails, reports the error and returns: the run continues.
   void write() const;
 
  private:

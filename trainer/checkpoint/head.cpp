@@ -14,8 +14,8 @@ namespace {
 
 constexpr int kVersion = 1;
 
-// What is the same in all files of a checkpoint and, but for "id", in those of runs with the same settings. Files of
-// earlier versions have no id.
+// The values that are equal in all files of a checkpoint. Except for "id", they are also equal in files of
+// runs with the same settings. Files of earlier versions do not have an id.
 Json shared_part(const Json& about) {
   Json shared;
   for (const char* key : {"step", "epoch", "images", "world", "compression", "seed", "id"}) {

@@ -30,7 +30,7 @@ struct CheckpointHead {
   // What schedule=auto based its choice on, if measured: a new measurement could lead to another schedule.
   std::optional<LinkCosts> links;
   std::string config;  // the run's, as JSON text
-  std::string parts;   // what every file of the checkpoint says, as JSON text
+  std::string parts;   // common to all files of the checkpoint, as JSON text
 };
 
 // Reads headers only. Throws BadInput, which names the file, when something is missing or inconsistent.
@@ -44,12 +44,13 @@ std::vector<std::string> compare_with_head(const TrainConfig& config, const Chec
 nlohmann::ordered_json links_json(const LinkCosts& links);
 std::optional<LinkCosts> links_of(const nlohmann::ordered_json& json);
 
-// The description of rank `rank`'s files, to which the checkpoint's "id" is added. `links`: null unless measured.
+// Returns the description of rank `rank`'s files, to which the checkpoint's "id" is added. `links`: null
+// unless measured.
 nlohmann::ordered_json about_file(const TrainConfig& config, const Position& at, int rank,
                                   const LinkCosts* links);
 // Throws BadInput, which names `file`, unless it was saved together with the file that `head` was read from.
 void check_same_checkpoint(const CheckpointHead& head, const SafetensorsReader& file);
-// A file's. Throws BadInput, which names the file, unless it is complete.
+// Reads the head of a file. Throws BadInput, which names the file, unless it is complete.
 nlohmann::ordered_json about_of(const SafetensorsReader& file);
 
 }  // namespace gradwire

@@ -104,7 +104,7 @@ void find_earlier_runs(std::vector<PlannedRun>& runs, const DataSplits& data, co
   }
 }
 
-// Every other run gets the first number that is free and is not a device's or a FIFO's.
+// Every other run gets the first free number that does not name a device or a FIFO.
 void name_logs(std::vector<PlannedRun>& runs, const std::string& json) {
   std::set<std::string> taken;
   for (const PlannedRun& run : runs) taken.insert(run.log);

@@ -101,7 +101,8 @@ int master_port(const Lookup& lookup) {
   return port;
 }
 
-// The same where ranks can meet without: Kubernetes' variable of that name is ignored.
+// Returns the same, or `otherwise` if it is not set. Ignores Kubernetes' variable of that name, because the
+// ranks can meet without a port from the environment.
 int port_or(const Lookup& lookup, int otherwise) {
   if (value_of(lookup, "MASTER_PORT").find("://") != std::string::npos) return otherwise;
   const int port = master_port(lookup);
@@ -112,13 +113,14 @@ std::string slurm_job(const Lookup& lookup) {
   return first_of(lookup, {"SLURM_HET_JOB_ID", "SLURM_JOB_ID"});
 }
 
-// mpirun's ranks inherit the variables of the steps that its daemons are, one on each node but the first; so of Slurm's
-// they have in common those of the job alone.
+// mpirun starts a daemon as a Slurm step on each node except the first, and its ranks inherit the variables
+// of these steps. So the ranks have only the Slurm variables of the job in common.
 bool by_mpirun(LauncherKind kind) {
   return kind == LauncherKind::open_mpi || kind == LauncherKind::mpich;
 }
 
-// What the processes of this launch have in common, and those of no other on the same machines.
+// Returns a text that is equal in the processes of this launch and differs from other launches on the same
+// machines.
 std::string id_of(LauncherKind kind, bool all_here, const Lookup& lookup) {
   const std::string mpirun = first_of(
       lookup, {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", all_here ? "PMI_PORT" : ""});
@@ -126,13 +128,14 @@ std::string id_of(LauncherKind kind, bool all_here, const Lookup& lookup) {
   return fmt::format("{}.{}", slurm_job(lookup), value_of(lookup, "SLURM_STEP_ID"));
 }
 
-// Where Slurm says that rank 0 is: on the first node of the step, or of mpirun's allocation.
+// Returns rank 0's node according to Slurm: the first node of the step, or of mpirun's allocation.
 void assume_first_node(LauncherKind kind, const Lookup& lookup, Launch& launch) {
   for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"}) {
     std::string list = value_of(lookup, name);
     if (list.empty() || (by_mpirun(kind) && std::string_view(name) == "SLURM_STEP_NODELIST")) continue;
     launch.assumed_from = name;
-    // Nodes of a step over several parts of a heterogeneous job are numbered through, while each part lists its own.
+    // Nodes of a step over several parts of a heterogeneous job have consecutive numbers, but each part lists
+    // only its own nodes.
     const std::string node = value_of(lookup, "SLURM_NODEID"),
                       nodes = value_of(lookup, "SLURM_STEP_NUM_NODES");
     if (kind == LauncherKind::slurm && !node.empty() && !nodes.empty() &&
@@ -256,7 +259,7 @@ int count_of_node(const std::string& slurm_counts, int index) {
     if (index < nodes) return count;
   }
   return nodes == repeated ? count
-                           : 0;  // a later part of a heterogeneous job, all of whose nodes have as many
+                           : 0;  // a later part of a heterogeneous job: all its nodes have the same number
 }
 
 std::optional<Launch> detect_launcher(const Lookup& lookup) {
@@ -274,7 +277,7 @@ std::optional<Launch> detect_launcher(const Lookup& lookup) {
     }
     if (!found) found = launch;
   }
-  // PRRTE's prun, alone, says no number of ranks.
+  // Only PRRTE's prun does not give a number of ranks.
   if (const std::string rank = value_of(lookup, "PMIX_RANK"); !found && !rank.empty() && rank != "0") {
     throw BadInput(
         fmt::format("each process would train alone: PMIX_RANK={} in the environment, but nothing says how "
@@ -348,7 +351,8 @@ std::unique_ptr<Communicator> join_members(const std::string& path, const std::s
 
 int threads_of_share(const Launch& launch, int cpus, int of, int quota) {
   const int processes = std::max(1, launch.local_world);
-  // torchrun does not bind processes to cores: if this process has fewer than the machine, all of them share those.
+  // torchrun does not bind processes to cores: if this process has fewer cores than the machine, all
+  // processes share these cores.
   const bool binds = launch.launcher.starts_with("mpirun") || launch.launcher == "Slurm";
   int threads = binds && cpus < of ? std::min(cpus, std::max(1, of / processes)) : cpus / processes;
   if (quota > 0) threads = std::min(threads, quota / processes);

@@ -21,9 +21,9 @@ struct Launch {
   int local_rank = -1, local_world = 0;
   // tcp://host:port, the same on every rank; empty if unknown, and in a world of 1.
   std::string rendezvous;
-  // Why it is empty, where a variable is wrong: an error only if the ranks are to meet there.
+  // The reason why it is empty, if a variable is wrong: an error only if the ranks need this rendezvous.
   std::string no_rendezvous = {};
-  // Set where rank 0 is only assumed to be there: the variable with the list of nodes, of which it is the first.
+  // Set if rank 0 is only assumed to run there: the variable with the list of nodes, whose first node it is.
   std::string assumed_from = {};
 };
 
@@ -37,7 +37,8 @@ std::optional<Launch> detect_launcher(const std::function<const char*(const char
 // The same for this process.
 std::optional<Launch> detect_launcher();
 
-// Where the ranks meet: `rendezvous` unless empty, else what the launcher says. Throws BadInput if nothing does.
+// Returns the rendezvous of the ranks: `rendezvous` unless empty, else the launcher's. Throws BadInput if
+// there is none.
 std::string meeting_place(const Launch& launch, const std::string& rendezvous);
 
 // Joins the other processes, with NCCL when `device` is a GPU. `rendezvous` overrides the launcher's unless
@@ -57,13 +58,15 @@ std::unique_ptr<Communicator> join_members(const std::string& path, const std::s
 // Divides the machine's cores between its processes, unless the launcher has bound each process to its own
 // cores or GRADWIRE_THREADS is set.
 void share_cores(const Launch& launch);
-// How many threads that makes. `cpus`: on which this process may run; `of`: of how many that the machine (or the job
-// there) has; `quota`: of processor time, for all processes of the machine together, 0: none.
+// Returns the resulting number of threads. `cpus`: the processors that this process may run on; `of`: the
+// processors of the machine (or of the job there); `quota`: the quota of processor time, in processors, for
+// all processes of the machine together, 0: none.
 int threads_of_share(const Launch& launch, int cpus, int of, int quota);
 
 // The first name in a Slurm host list: "gpu[03-05,9],login1" -> "gpu03".
 std::string first_host(const std::string& slurm_list);
-// The entry of node `index` in a Slurm list of counts: "2(x3),1" -> 2 2 2 1. 0 if the list has none, or is not one.
+// Returns the entry of node `index` in a Slurm list of counts: "2(x3),1" -> 2 2 2 1. 0 if the list has no
+// such entry or is invalid.
 int count_of_node(const std::string& slurm_counts, int index);
 
 }  // namespace gradwire

@@ -31,15 +31,16 @@ struct DataSplits {
 DataSplits load_data(const DataSpec& spec, const VitConfig& model, uint64_t seed, int64_t min_train = 0);
 
 // The four IDX files of Fashion-MNIST (or MNIST), each plain or gzip (.gz), in `directory` or in the folder in it where
-// torchvision puts them. Where several files have one name, the first that can be read.
+// torchvision puts them. If several files match a name, uses the first that can be read.
 DataSplits load_fashion_mnist(const std::string& directory);
 // data_batch_1..5.bin and test_batch.bin of the binary version.
 DataSplits load_cifar10(const std::string& directory);
 // Each class has a smooth pattern; an image is its class's pattern, shifted, plus noise.
 DataSplits make_synthetic(const VitConfig& shape, int64_t train_count, int64_t test_count, uint64_t seed);
 
-// The folder of fashion-mnist if the spec does not name one: $GRADWIRE_DATA or a folder in it, or where that is not set
-// the one of Debian's package. Throws BadInput if $GRADWIRE_DATA has no such data.
+// Returns the folder of fashion-mnist if the spec does not name one: $GRADWIRE_DATA or a folder in it. If the
+// variable is not set, returns the folder of Debian's package. Throws BadInput if $GRADWIRE_DATA does not
+// have such data.
 std::string default_fashion_mnist_directory();
 
 // Throws BadInput unless the model takes these images and has an output for each class.

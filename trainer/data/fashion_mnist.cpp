@@ -27,8 +27,9 @@ struct Idx {
   std::vector<uint8_t> values;
 };
 
-// The files that may hold "images-idx3-ubyte" of "train", gzip first: Debian's and torchvision's name, and
-// the one with a dot that many archives of MNIST have. Those that exist; else the first.
+// Returns the files that may hold "images-idx3-ubyte" of "train", gzip first: Debian's and torchvision's
+// name, and the name with a dot that many archives of MNIST have. Returns the existing files, or else the
+// first name.
 std::vector<std::string> idx_files(const std::string& directory, const std::string& prefix,
                                    const std::string& what) {
   namespace fs = std::filesystem;
@@ -50,7 +51,7 @@ bool holds_fashion_mnist(const std::string& directory) {
   return std::filesystem::exists(idx_files(directory, "train", kImages)[0], ignored);
 }
 
-// `directory`, or the folder in it that has the files: ours, torchvision's.
+// Returns `directory`, or the folder in it that has the files: Gradwire's or torchvision's.
 std::string folder_in(const std::string& directory) {
   namespace fs = std::filesystem;
   for (const char* below : {"", "fashion-mnist", "raw", "FashionMNIST/raw", "MNIST/raw"}) {
@@ -102,7 +103,7 @@ struct FoundIdx {
   std::string path;
 };
 
-// The first of the files that can be read. A note for each that can't, unless none can.
+// Returns the first readable file. Adds a note for each unreadable file, unless all are unreadable.
 FoundIdx read_first(const std::vector<std::string>& paths, uint32_t dimensions,
                     std::vector<std::string>& notes) {
   std::vector<std::string> problems;

@@ -1,4 +1,4 @@
-// Files that are not data but what a failed or unfinished download leaves.
+// Detects files left by a failed or unfinished download instead of data.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,11 @@
 
 namespace gradwire {
 
-// How many bytes foreign_kind() looks at.
+// Number of bytes that foreign_kind() reads.
 inline constexpr size_t kFileKindBytes = 512;
 
-// What the beginning of a file shows it to be, with a remedy, when that is an HTML page, an archive, a compressed file
-// or a Git LFS pointer: "a zip archive; unpack it". Empty for anything else.
+// Returns the kind of a file by its beginning, with a remedy: "a zip archive; unpack it". Detects HTML pages,
+// archives, compressed files and Git LFS pointers. Empty for any other file.
 std::string foreign_kind(std::span<const uint8_t> head);
 
 }  // namespace gradwire

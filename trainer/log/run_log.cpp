@@ -33,13 +33,13 @@ RunLog::RunLog(std::string path, const TrainConfig& config, const DataSplits& da
 }
 
 void RunLog::on_run(const RunInfo& info) {
-  file_ = FileDescriptor();  // and its lock, where this rank goes back to a checkpoint
+  file_ = FileDescriptor();  // also its lock, when this rank returns to a checkpoint
   bool continues = false;
   try {
     file_ = open(info, continues);
   } catch (const Error& error) {
     if (!info.takes_over) throw;
-    return lose_output(path_, error.what());  // the run has begun: it does not end for want of a log
+    return lose_output(path_, error.what());  // the run has begun: a missing log does not end it
   }
   if (!continues) {
     write(run_record(config_, data_, info));
@@ -57,7 +57,7 @@ FileDescriptor RunLog::open(const RunInfo& info, bool& continues) const {
   return continues ? file.begin_with(kept, lock) : file.begin(lock);
 }
 
-// Returns the old log's records before this run's first step; "" when there is no old log.
+// Returns the old log's records before this run's first step; "" without an old log.
 std::string RunLog::kept_until(const RunInfo& info) const {
   // A run resumed after its last step repeats its evaluation. A rank that takes over has one that was due before it.
   const bool evaluates = info.takes_over || info.first_step == config_.steps;

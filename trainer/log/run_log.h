@@ -20,11 +20,10 @@ class RunLog final : public RunObserver {
  public:
   // The file is opened and locked in on_run(): a run that never starts leaves no file, and two runs cannot write to one. A
   // run that resumes from a checkpoint appends to its old log, if there is one, and drops the lines of steps after the
-  // checkpoint. So does a rank that takes a run over. The log of a resumed run is a new one where the path is not a
-  // regular file.
-  // A log that cannot be written any more does not end the run: it ends with its last complete line, and lose_output()
-  // reports it.
-  // `config` and `data` must outlive the log. Throws BadInput when the path cannot be written.
+  // checkpoint. A rank that takes a run over does the same. If the path is not a regular file, a resumed run
+  // starts a new log. A write error of the log does not end the run: the log ends with its last complete
+  // line, and lose_output() reports it. `config` and `data` must outlive the log. Throws BadInput when the
+  // path cannot be written.
   RunLog(std::string path, const TrainConfig& config, const DataSplits& data);
 
   void on_run(const RunInfo& info) override;

@@ -105,7 +105,7 @@ void TraceFile::write_rest(const std::string& error) noexcept {
     std::lock_guard lock(mutex_);
     if (written_ || config_.trace.empty()) return;
     if (rank_ > 0) {
-      // Beside a device or a pipe there is no place for another file.
+      // Another file cannot be placed next to a device or a pipe.
       if (!OutputFile::would_be_regular(config_.trace)) return;
       std::filesystem::path named = config_.trace;
       named.replace_extension(fmt::format("rank{}{}", rank_, named.extension().string()));

@@ -20,17 +20,17 @@ std::string trace_events(int rank, Device device, std::vector<TraceSpan> spans, 
 // lose_output() reports it.
 class TraceFile {
  public:
-  // Decides how config.trace will be written, where `rank` is 0; other ranks have files of their own. Throws BadInput if
-  // that is impossible.
+  // Decides how config.trace will be written if `rank` is 0; other ranks have their own files. Throws
+  // BadInput if the file cannot be written.
   explicit TraceFile(const TrainConfig& config, int rank = 0);
 
-  // From any thread. The last rank's part writes the file.
+  // Adds a rank's part, from any thread. The last part writes the file.
   void add(int rank, std::string events);
   // After a failure: the spans that a rank has so far. Ignored if its part was already added.
   void keep(int rank, std::string events);
-  // At the end of a failed run: writes what there is, unless the file was already written. Rank r > 0 of a run of
-  // processes, which could not send its part to rank 0, writes a file of its own: trace.json -> trace.rank3.json. Reports
-  // nothing, because there is an error to report already.
+  // Writes the available parts at the end of a failed run, unless the file was already written. Rank r > 0 of
+  // a run of processes, which could not send its part to rank 0, writes its own file: trace.json ->
+  // trace.rank3.json. Does not report errors, because the run already reports one.
   void write_rest(const std::string& error) noexcept;
 
  private:

@@ -15,7 +15,7 @@ class Evaluator {
   Evaluator(const TrainConfig& config, const Dataset& data, const Communicator& comm, const Stream& stream,
             const Vit& model);
 
-  // Memory of an evaluator, beyond the weights of `model`.
+  // Returns the memory of an evaluator in bytes, without the weights of `model`.
   static int64_t bytes(const TrainConfig& config, const Stream& stream, const Vit& model);
 
   // Loss and correct answers on this rank's images; the ranks' shares cover the test set exactly once. Waits

@@ -10,12 +10,12 @@
 namespace gradwire {
 
 struct RunMemory {
-  int64_t model = 0;          // weights, activations of one batch, and images that are loaded
+  int64_t model = 0;          // weights, activations of one batch, and loaded images
   int64_t gradients = 0;      // one FP32 value per parameter, gaps between tensors included; less if divided
   int64_t optimizer = 0;      // moments and, with --gather-weights, the rank's own weights in FP32
   ReducerMemory compression;  // beyond the gradients
   int64_t kept = 0;           // with --elastic: the state after each of the last two steps
-  int64_t evaluation = 0;     // activations of a batch of --eval-batch-size, and images that are loaded
+  int64_t evaluation = 0;     // activations of a batch of --eval-batch-size, and loaded images
 
   int64_t total() const { return model + gradients + optimizer + compression.total() + kept + evaluation; }
 };
