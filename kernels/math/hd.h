@@ -6,7 +6,6 @@
 #if defined(__CUDACC__)
 #define GW_HD __host__ __device__ __forceinline__
 #define GW_HD_LAMBDA
-#define GW_NO_UNROLL _Pragma("unroll 1")
 #elif defined(__GNUC__)
 #define GW_HD __attribute__((always_inline)) inline
 #define GW_HD_LAMBDA __attribute__((always_inline))
@@ -14,6 +13,8 @@
 #define GW_HD inline
 #define GW_HD_LAMBDA
 #endif
-#ifndef GW_NO_UNROLL
+#ifdef __CUDA_ARCH__
+#define GW_NO_UNROLL _Pragma("unroll 1")
+#else
 #define GW_NO_UNROLL
 #endif

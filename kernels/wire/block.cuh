@@ -43,6 +43,12 @@ struct WarpLanes {
     for (int i = lane; i < n; i += 32) body(i);
     __syncwarp();
   }
+  template <typename Body>
+  __device__ __forceinline__ void each_rarely(int n, const Body& body) const {
+#pragma unroll 1
+    for (int i = lane; i < n; i += 32) body(i);
+    __syncwarp();
+  }
   template <typename Value>
   __device__ __forceinline__ uint32_t max(int n, const Value& value) const {
     uint32_t largest = 0;

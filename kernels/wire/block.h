@@ -188,12 +188,8 @@ struct BlockCoder {
     const int n = block();
     if constexpr (kMayMask) {
       if (masks() && is_mask(from)) {
-        return lanes.each((count + 7) / 8, [=](int j) GW_HD_LAMBDA {
-          const int end = count < 8 * j + 8 ? count : 8 * j + 8;
-          GW_NO_UNROLL
-          for (int i = 8 * j; i < end; ++i) {
-            values[i] = ((from[j] >> (i % 8)) & 1) != 0 ? bits_float(0x7fc00000u) : 0.0f;
-          }
+        return each_rarely(lanes, count, [=](int i) GW_HD_LAMBDA {
+          values[i] = ((from[i / 8] >> (i % 8)) & 1) != 0 ? bits_float(0x7fc00000u) : 0.0f;
         });
       }
     }
@@ -202,17 +198,31 @@ struct BlockCoder {
   }
 
  private:
+  // lanes.each() for masks. Unrolled, their loops cost registers in every encode and decode.
+  template <typename Lanes, typename Body>
+  GW_HD static void each_rarely(const Lanes& lanes, int n, const Body& body) {
+    if constexpr (requires { lanes.each_rarely(n, body); }) {
+      lanes.each_rarely(n, body);
+    } else {
+      lanes.each(n, body);
+    }
+  }
   // `s` is 0 after the block's last value.
   template <typename Lanes>
   GW_HD void put_mask(const Lanes& lanes, const float* s, uint8_t* to) const {
-    const int n = block(), end = bytes(), scale = format.scale_bytes();
-    lanes.each(end, [=](int j) GW_HD_LAMBDA {
+    const int n = block();
+    each_rarely(lanes, bytes(), [=](int j) GW_HD_LAMBDA {
       uint32_t byte = 0;
-      GW_NO_UNROLL  // masks are rare; unrolled, the loop costs registers in every encode
-      for (int bit = 0; j < n / 8 && bit < 8; ++bit) byte |= (is_finite(s[8 * j + bit]) ? 0u : 1u) << bit;
-      if (j >= end - scale) byte = scale == 1 ? 0xffu : j == end - 1 ? 0x7fu : j == end - 2 ? 0xc0u : 0u;
+      GW_NO_UNROLL
+      for (int i = 8 * j + 7; i >= 8 * j; --i) byte = 2 * byte + (i < n && !is_finite(s[i]) ? 1u : 0u);
       to[j] = static_cast<uint8_t>(byte);
     });
+    uint8_t* const scale = to + bytes() - format.scale_bytes();
+    if (format.scale_bytes() == 1) {
+      *scale = 0xff;
+    } else {
+      put_float(scale, bits_float(0x7fc00000u));
+    }
   }
   GW_HD bool is_mask(const uint8_t* from) const {
     const uint8_t* const scale = from + bytes() - format.scale_bytes();
