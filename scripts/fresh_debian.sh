@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tries README's two commands on a bare Debian: what a new user's machine has, and nothing of this machine's.
+# Runs README's two commands on a bare Debian, like a new user's machine, without anything from this machine.
 #
 #   scripts/fresh_debian.sh [SUITE [USER [COMMAND...]]]
 #

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the Debian packages that Gradwire needs, and nothing else. Does nothing when all of them are installed. If a
-# package cannot be installed, names the feature that is off without it and continues.
+# Installs the Debian packages that Gradwire needs, and nothing else. Does nothing when all of them are
+# installed. If a package cannot be installed, names the feature that is disabled without it and continues.
 # tests/check_packages.py checks that the list is complete; scripts/fresh_debian.sh tries it on a bare Debian.
 set -uo pipefail
 

@@ -20,7 +20,7 @@ import subprocess
 import sys
 
 BASE = ("make", "git", "apt")
-# What is used only where it is found. Each says what happens without it.
+# Optional programs and modules. Each entry describes the behavior without it.
 OPTIONAL_COMMANDS = {
     "clang-format": "make format only",
     "clang++": "make fuzz says that it needs clang",
@@ -49,7 +49,7 @@ SHELL_WORDS = set("if then else elif fi for while until do done case esac in fun
 
 
 class Packages:
-    """The installed packages, from dpkg's database."""
+    """The installed packages, read from dpkg's database."""
 
     def __init__(self):
         fields = ("binary:Package", "Essential", "Priority", "Provides", "Pre-Depends", "Depends", "db:Status-Status")
@@ -79,7 +79,8 @@ class Packages:
         return re.split(r"[\s(:]", dependency.strip())[0]
 
     def closure(self, names):
-        """names and all that they depend on. Of alternatives, the first: what apt installs on a bare machine."""
+        """Returns names and all their dependencies. Takes the first alternative, which apt installs on a bare
+        machine."""
         found, open_names = set(), list(names)
         while open_names:
             name = open_names.pop()
@@ -98,19 +99,19 @@ class Packages:
 
 
 def merged(path):
-    """path as it is named where /bin, /sbin and /lib are links into /usr."""
+    """Returns the name of path on systems where /bin, /sbin and /lib are links into /usr."""
     return re.sub(r"^/(bin|sbin|lib|lib32|lib64|libx32)/", r"/usr/\1/", str(path))
 
 
 def setup_list(root):
-    """The packages that scripts/setup.sh installs."""
+    """Returns the packages that scripts/setup.sh installs."""
     text = (root / "scripts/setup.sh").read_text()
     groups = re.findall(r"^(?:required|optional)=\((.*?)^\)", text, re.M | re.S)
     return [entry.split(":")[0] for group in groups for entry in re.findall(r'"([^"]+)"', group)]
 
 
 def build_files(build):
-    """(file, its user) of each header outside the tree that was read, and each library that was linked."""
+    """Returns (file, its user) of each header read outside the tree, and of each linked library."""
     deps = subprocess.run(["ninja", "-C", build, "-t", "deps"], capture_output=True, text=True, check=True).stdout
     target = None
     for line in deps.splitlines():
@@ -137,7 +138,7 @@ def build_files(build):
 
 
 def shell_commands(text):
-    """Words in the place of a command in a shell script, without its here-documents, comments and quoted text."""
+    """Returns the command words of a shell script, without here-documents, comments and quoted text."""
     text = re.sub(r"<<-?\s*'?(\w+)'?.*?^\s*\1$", "", text, flags=re.M | re.S)
     text = re.sub(r"\\\n", " ", text)
     text = re.sub(r"(?m)(^|\s)#.*$", "", text)
@@ -150,7 +151,8 @@ def shell_commands(text):
 
 
 def python_commands_and_modules(path):
-    """("command" or "module", name) of each program that a Python file starts by a literal name, and each import."""
+    """Returns ("command" or "module", name) of each program that a Python file starts by a literal name, and
+    of each import."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -172,7 +174,8 @@ def python_commands_and_modules(path):
 
 
 def uses(root):
-    """(kind, name, its user) of the commands and Python modules that scripts, tests and benches name."""
+    """Returns (kind, name, its user) of the commands and Python modules that scripts, tests and benches
+    name."""
     tracked = subprocess.run(["git", "-C", root, "ls-files"], capture_output=True, text=True)
     names = tracked.stdout.splitlines() if tracked.returncode == 0 else \
         [str(p.relative_to(root)) for p in root.rglob("*") if not str(p.relative_to(root)).startswith("build")]
@@ -197,7 +200,7 @@ def uses(root):
 
 
 def module_file(modules):
-    """The file of each module as Debian's Python finds it, or None."""
+    """Returns the file of each module as Debian's Python finds it, or None."""
     program = """
 import importlib.util, sys
 sys.path = [p for p in sys.path if p.startswith("/usr/lib/python3")]

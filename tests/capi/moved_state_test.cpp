@@ -1,5 +1,5 @@
-// gw_reducer_state_load() and _load_ranks() into groups of other sizes, where ranks are threads. shrink_test.cpp and
-// grow_test.cpp do it after gw_comm_shrink() and gw_comm_grow().
+// Tests gw_reducer_state_load() and _load_ranks() into groups of other sizes, with ranks as threads.
+// shrink_test.cpp and grow_test.cpp test them after gw_comm_shrink() and gw_comm_grow().
 #include "tests/capi/states.h"
 
 namespace {
@@ -81,7 +81,7 @@ TEST(CApiMovedState, SurvivorsAndNewRanksConserveResidualsForAnyNumbersOfRanks) 
   RecordProperty("cases", cases);
 }
 
-// A state that is loaded into a world of 1 and saved again before any step.
+// A state is loaded into a world of 1 and saved again before any step.
 TEST(CApiMovedState, ARankAloneKeepsItsResidualUntilAStepSendsIt) {
   const Model model;
   const std::vector<State> states = trained("int8:dense=off", 3);
@@ -166,7 +166,7 @@ TEST(CApiMovedState, RefusesAResidualThatTwoRanksHaveLoaded) {
     GW_EXPECT_FAILS(GW_COMM_FAILED, "ranks 0 and 1 have both loaded the residual that rank 2 of 3 saved",
                     gw_reducer_allreduce(reducer.handle, model.addresses(gradient.data()).data(), nullptr));
   });
-  // Also where one of them has it in a sum.
+  // This also holds if one of them has it in a sum.
   run_ranks(2, [&](gw_comm comm, int rank) {
     const capi::Reducer reducer(comm, "int8:dense=off", model);
     if (rank == 0) {

@@ -67,8 +67,8 @@ TEST(CApiShrink, RanksThatAreLeftGoOnWithNewReducersAndAreToldTheirOldRanks) {
   });
 }
 
-// The example of docs/for-framework-authors.md, down to one rank: each step that fails is repeated with the residuals of
-// the survivors.
+// Follows the example of docs/for-framework-authors.md down to one rank: each failed step is repeated with
+// the residuals of the survivors.
 TEST(CApiShrink, SurvivorsLoadTheirStatesAndConserveResiduals) {
   for (const std::string spec : {"int4:dense=off", "powersgd:rank=2,wire=int8"}) {
     std::barrier<> finished(3);

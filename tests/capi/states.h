@@ -1,4 +1,4 @@
-// States of reducers, for tests of what they carry from one world into another.
+// States of reducers, for tests of moving them from one world to another.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace capi {
 
-// The residuals in a state, in the order of the model's tensors; zeros where it has none.
+// Returns the residuals in a state, in the order of the model's tensors; zeros for missing residuals.
 inline std::vector<double> residuals_of(const std::vector<char>& state, const Model& model) {
   size_t at = 0;
   auto number = [&](size_t bytes) {
@@ -59,7 +59,7 @@ inline std::vector<float> gradients_of(const Model& model, int rank, int step) {
   return normal(static_cast<int64_t>(model.elements()), static_cast<uint32_t>(1000 * rank + step + 1));
 }
 
-// What one rank had and has in a step.
+// The values of one rank before and after a step.
 struct StepRecord {
   std::vector<float> gradient = {}, mean = {};
   std::vector<double> before = {}, after = {};  // residuals
@@ -73,7 +73,7 @@ inline StepRecord recorded_step(const Reducer& reducer, const Model& model, std:
   return record;
 }
 
-// How far the records of all ranks are from
+// Returns the distance of the records of all ranks from
 //   sum of residuals after + world * mean == sum of gradients and residuals before,
 // relative to the largest element of the right side.
 inline double conservation_error(const std::vector<StepRecord>& ranks) {

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Two hosts whose cable is cut: both sides notice within seconds, long before the deadline of an operation.
 
-The hosts are network namespaces; skipped where this process may not make such."""
+The hosts are network namespaces; skipped if this process may not make them."""
 import contextlib
 import json
 import pathlib

@@ -10,7 +10,7 @@ from command import CommandTest, main, synthetic
 
 
 def without_id(blob):
-    """A checkpoint's file as versions without "id" wrote it."""
+    """Returns a checkpoint's file as versions without "id" wrote it."""
     length, = struct.unpack_from("<Q", blob)
     header, data = json.loads(blob[8:8 + length]), blob[8 + length:]
     about = json.loads(header["__metadata__"]["gradwire"])
@@ -65,8 +65,9 @@ class Checkpoints(CommandTest):
         self.assert_refused(self.train(*saving), "state-1-of-2.safetensors", "damaged", "checksum")
 
     def refuses_files_of_another_run(self, saving):
-        """Each file in turn, from a run with another seed, and from one with the same settings. Without an id, as earlier
-        versions wrote them, another seed is noticed, and files that fit are loaded."""
+        """Replaces each file in turn by one from a run with another seed, and by one from a run with the same
+        settings. Without an id, as in files of earlier versions, another seed is detected, and matching files
+        are loaded."""
         ours = self.folder / "saved" / "step-000000008"
         for other, seed in (("seed", 7), ("again", 0)):
             run = [word for word in self.RUN if word not in ("--log", "run.jsonl")]

@@ -42,8 +42,8 @@ class CommandTest(unittest.TestCase):
                               env=self.environment(env), cwd=self.folder, timeout=240)
 
     def start(self, world, *arguments, own=None, own_env=None, folders=None, **env):
-        """One process per rank, meeting through a file unless told otherwise. By rank: `own`, extra arguments;
-        `own_env`, extra variables; `folders`, where it is started."""
+        """Starts one process per rank, with a file rendezvous by default. By rank: `own`, extra arguments;
+        `own_env`, extra variables; `folders`, the working folder."""
         if "MASTER_ADDR" not in env and "--rendezvous" not in arguments:
             arguments += ("--rendezvous", f"file://{self.folder}/meeting")
         processes = []

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Standard input, output and error that are closed, or whose reader has gone: logs, checkpoints and connections hold what
-is theirs, and the exit code is true."""
+"""Closed standard input, output and error, and pipes without a reader: logs, checkpoints and connections keep
+their contents, and the exit code is correct."""
 import itertools
 import json
 import os

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Every flag and variable that names an input file, with a FIFO, a device and a folder in its place: the command says what
-is there, and never waits for a writer."""
+"""Gives every flag and variable that names an input file a FIFO, a device and a folder: the command names the
+kind of file and never waits for a writer."""
 import os
 import pathlib
 import shutil
@@ -45,7 +45,7 @@ class Inputs(CommandTest):
                               env=self.environment(env), cwd=self.folder, timeout=seconds)
 
     def test_named_files(self):
-        """The flag before FILE, or the variable that names it."""
+        """Returns the flag before FILE, or the variable that names it."""
         calls = {"--init": (["train", *QUICK, "--init"], {}),
                  "--join": (["train", *QUICK, "--elastic", "1:2", "--join"], {}),
                  "top": (["top"], {}),
@@ -136,7 +136,7 @@ class Inputs(CommandTest):
                 self.assertEqual(result.returncode, 2, result.stderr)
 
     def test_log_beside_a_comparison(self):
-        """A number whose name is a FIFO's is passed over, in reading earlier runs and in writing."""
+        """A number that names a FIFO is skipped, when reading earlier runs and when writing."""
         os.mkfifo(self.folder / "c.0.jsonl")
         words = ["compare", *QUICK, "--compression", "fp32", "--json", "c.json"]
         for _ in range(2):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Every flag that names an output file, with every kind of target that the name may stand for: targets.py has the kinds.
+"""Gives every flag that names an output file every kind of target: targets.py defines the kinds.
 
 By default every target is written by the fastest command, train and compare write the targets of SOME, and other
 commands those of FEW. With GRADWIRE_FULL_SWEEPS=1 every command writes every target."""

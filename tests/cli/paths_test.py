@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Paths and sizes as people write them: ~ where no shell expands it, relative file://, negative sizes."""
+"""Paths and sizes as users write them: ~ where shells do not expand it, relative file://, negative sizes."""
 import re
 
 from command import CommandTest, main, synthetic

@@ -126,7 +126,8 @@ class Processes(CommandTest):
 
     @unittest.skipUnless(os.geteuid() == 0, "only root can give files to other users")
     def test_a_secrets_file_may_be_roots_and_readable_by_a_group_of_the_process(self):
-        """As Kubernetes mounts secrets with fsGroup. One rank is enough: it reads the file before it waits for others."""
+        """Reads a secret mounted as by Kubernetes with fsGroup. One rank is enough: it reads the file before
+        it waits for other ranks."""
         secret = self.folder / "secret"
         secret.write_text("one\n")
         secret.chmod(0o600)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Jobs that are suspended for longer than their deadline (Ctrl-Z, docker pause, a batch system) continue; ranks that are
-stopped alone are missed."""
+"""Jobs that are suspended for longer than their deadline (Ctrl-Z, docker pause, a batch system) continue; if
+only some ranks are stopped, the others report them missing."""
 import os
 import signal
 import sys

@@ -1,4 +1,4 @@
-"""What an output file's name may stand for: how each is set up, and what must be true of it afterwards."""
+"""Kinds of targets of an output file's name: the setup of each kind, and the expected state afterwards."""
 import contextlib
 import os
 import pathlib
@@ -12,7 +12,7 @@ STRANGER = 12345  # a user and group that nobody has
 
 
 class Target:
-    """A name in `folder`. Subclasses say what it stands for, what the command must return, and check the rest."""
+    """A name in `folder`. Subclasses define its kind and the command's exit code, and check the result."""
     code = 0
     needs_root = False
     wrapper = ()  # before the command
@@ -28,11 +28,11 @@ class Target:
         """Makes the target."""
 
     def written(self, _stdout):
-        """Closes what reads, and returns the text that was written."""
+        """Closes the reader, and returns the written text."""
         return self.path.read_text()
 
     def check(self, test):
-        """Kind of node, owner, mode, links."""
+        """Checks the kind of node, the owner, the mode and the links."""
 
 
 class New(Target):
@@ -53,7 +53,7 @@ class TooLongName(Target):
 
 
 class Plain(Target):
-    """A file of this user: the contents are exchanged, and the mode stays."""
+    """A file of this user: the contents are replaced, and the mode stays."""
     mode, owner, links = 0o640, os.getuid(), 1
 
     def prepare(self):
@@ -120,7 +120,7 @@ class LinkToNothing(Target):
 
 
 class BesideTemporaries(Target):
-    """FILE.tmp and FILE.PID belong to somebody: nothing is written to them, or through them."""
+    """FILE.tmp and FILE.PID belong to another user: nothing is written to them, or through them."""
 
     def prepare(self):
         (self.folder / "victim").write_text(BEFORE)
@@ -298,7 +298,7 @@ class BindMount(Plain):
 
 
 class InAFolderOfAnother(Plain):
-    """This user may write the file, but make none beside it."""
+    """This user may write the file, but not make other files next to it."""
     needs_root, owner = True, STRANGER
 
     def prepare(self):

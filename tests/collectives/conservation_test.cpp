@@ -74,7 +74,7 @@ TEST_P(EverySpec, LosesNothingAndKeepsRanksIdentical) {
   }
 }
 
-// Where partial sums are encoded most often: formats whose encode loses much.
+// Formats with large encode errors, in the schedule and world that encode partial sums most often.
 TEST(ErrorFeedback, KeepsABoundedResidualInARingOfEight) {
   for (const char* spec : thinned<const char*>({"terngrad:dense=off", "qsgd:bits=4,block=128", "sign:dense=off", "int2:dense=off",
                                                 "int4:block=512,scale=pow2,round=stochastic"})) {

@@ -41,7 +41,7 @@ std::vector<GradientTensor> tensors() {
           {"one", {1}},    {"c", {70, 31}}, {"d", {1500}},  {"e", {64, 40}}};
 }
 
-// Each rank's result and residual of one step, after two others, by tensor.
+// Each rank's result and residual of one step, after two earlier steps, by tensor.
 struct Outcome {
   std::vector<std::vector<std::vector<float>>> result, residual, before, gradient;  // [rank][tensor][element]
 };
@@ -79,7 +79,7 @@ Outcome run(Device device, const std::string& spec, int world, Layout layout, co
       }
       auto flat = rank.step(gradients);
       if (s < 2) continue;
-      // Of a sharded reducer only the owned part is the mean; the rest may be anything.
+      // With a sharded reducer only the owned part is the mean; the rest is unspecified.
       if (layout == Layout::sharded) {
         std::vector<float> owned(flat.size(), 0.0f);
         for (const ElementRange& part : rank.reducer.owned()) {
@@ -96,7 +96,7 @@ Outcome run(Device device, const std::string& spec, int world, Layout layout, co
   return all;
 }
 
-// The mean, of a sharded reducer from whichever rank owns the element.
+// Returns the mean; with a sharded reducer, from the rank that owns the element.
 float mean_of(const Outcome& o, Layout layout, size_t tensor, size_t element) {
   float mean = o.result[0][tensor][element];
   for (size_t r = 1; layout == Layout::sharded && r < o.result.size(); ++r) {
@@ -106,8 +106,9 @@ float mean_of(const Outcome& o, Layout layout, size_t tensor, size_t element) {
   return mean;
 }
 
-// Whether values of two tensors may share what a NaN of one changes: the places of a block, or the scale of a block of
-// factors or of chosen values, of which a whole row or another one becomes NaN, or of residuals that are kept in int8.
+// Returns whether a NaN of one tensor may change values of another: through the places of a block; through
+// the scale of a block of factors or of chosen values, of which a whole row or another value becomes NaN; or
+// through the scale of residuals in int8.
 bool shares(const CompressionSpec& spec) {
   const bool summed = spec.method != CompressionSpec::Method::wire;
   return spec.wire->selects || (!spec.residual->exact && spec.residual->granularity > 8) || (summed && !spec.wire->exact && spec.wire->granularity > 8 && !spec.wire->masks);

@@ -53,7 +53,7 @@ TEST(FloatMode, ARankThatFlushesSubnormalNumbersHoldsTheSameBits) {
   }
 }
 
-// A caller's own thread that takes part in parallel_for().
+// A thread of the caller that takes part in parallel_for().
 TEST(FloatMode, ParallelForComputesWithSubnormalNumbers) {
   const unsigned before = _mm_getcsr();
   _mm_setcsr(before | kFlush);

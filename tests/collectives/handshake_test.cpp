@@ -135,7 +135,7 @@ TEST_F(HandshakeTest, AnAcceptorsProofSentBackToItIsRefused) {
   EXPECT_EQ(challenge.why(), "wrong secret");
 }
 
-// Passes bytes on between two sockets until one is closed.
+// Forwards bytes between two sockets until one is closed.
 void relay(const Socket& a, const Socket& b) {
   const auto until = SteadyClock::now() + 20s;
   pollfd both[] = {{a.fd(), POLLIN, 0}, {b.fd(), POLLIN, 0}};

@@ -82,7 +82,7 @@ TEST(Spec, LoadsStatesOfAnotherResidualFormatAndOfNothingElse) {
   }
 }
 
-// Of every format in the table with every value of its options.
+// Covers every format in the table with every value of its options.
 TEST(Spec, AcceptsErrorFeedbackExactlyWhereAnEncodeContracts) {
   std::vector<std::string> refused;
   for (Wire entry : wire_formats()) {

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Processes on two hosts whose networks differ: they meet, or say why within their deadline.
+"""Processes on two hosts whose networks differ: they connect, or report the reason within their deadline.
 
     hosts_test.py GRADWIRE
 
@@ -34,7 +34,7 @@ def on(host: str, *arguments: str) -> None:
 
 
 def interface(host: str, name: str, address: str) -> None:
-    """An interface that leads nowhere, such as docker0."""
+    """Adds an interface without a connection to other hosts, such as docker0."""
     on(host, "link", "add", name, "type", "veth", "peer", "name", name + "x")
     for end in (name + "x", name):
         on(host, "link", "set", end, "up")
@@ -62,7 +62,7 @@ def hosts() -> Iterator[None]:
 
 
 def start(places: str, folder: str, more: dict[str, str], *flags: str, steps: int = 2) -> list[subprocess.Popen[str]]:
-    """A rank on each of the hosts that `places` names. What they print is in files in `folder`."""
+    """Starts a rank on each of the hosts in `places`. Their output is in files in `folder`."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
     return [subprocess.Popen(["ip", "netns", "exec", PREFIX + host, GRADWIRE, *TRAIN, "--steps", str(steps), *flags], text=True,
                              env=environment | more | {"RANK": str(rank), "WORLD_SIZE": str(len(places)), "GRADWIRE_THREADS": "1"},
@@ -100,7 +100,8 @@ def docker0_is_first_on_both_hosts(folder: str) -> None:
 
 
 def the_same_ports_on_both_hosts_behind_docker0(folder: str) -> None:
-    """At docker0's address another rank, or the rank itself, answers at the port that is meant for one elsewhere."""
+    """At docker0's address another rank, or the rank itself, answers at the port of a rank on another
+    host."""
     for host in "AB":
         interface(host, "docker0", "172.17.0.1/16")
     cable(IPV4)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Ctrl-C works in every blocking call: KeyboardInterrupt is raised within seconds though other ranks never come, deadlines
-are half an hour, and the process then ends by itself."""
+"""Ctrl-C works in every blocking call: KeyboardInterrupt is raised within seconds, although other ranks never
+connect and deadlines are half an hour. The process then ends by itself."""
 from __future__ import annotations
 
 import os
@@ -13,7 +13,7 @@ import time
 
 LONGEST_S = 20  # on a busy machine; the calls wait for half an hour
 
-# What rank 0 of two ranks does alone. `meet` are the lines of both.
+# The calls that only rank 0 of two ranks makes. `meet` are the lines of both ranks.
 MEET = "comm = gradwire.Communicator(meeting, rank, 2, shrinkable=True)\nx = numpy.ones(1000, numpy.float32)\n"
 CASES = {
     "create_tcp_rank_0": ("", "gradwire.Communicator(meeting_tcp, 0, 2)"),

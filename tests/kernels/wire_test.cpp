@@ -331,8 +331,9 @@ TEST_P(WireFormatTest, NonFiniteValuesAreSentNotKeptAndLeaveOtherBlocksAlone) {
   }
 }
 
-// In one of the two norms, as error_bound() says. Terngrad's bound is that of blocks in which nothing is clipped. With a
-// rotation the largest magnitude is that of the rotated values, which are not seen here.
+// Checks the bound in one of the two norms of error_bound(). Terngrad's bound holds for blocks in which
+// nothing is clipped. With a rotation the largest magnitude is taken over the rotated values, which are not
+// available here.
 TEST_P(WireFormatTest, ErrorStaysWithinItsBound) {
   if (format->spec().find("rotate=hadamard") != std::string::npos) return;
   const int64_t block = std::max<int64_t>(format->granularity, 32), n = 4 * block;

@@ -1,6 +1,6 @@
-// Our side of wire_oracle_test.py: encodes awkward arrays in every wire format with many of its options, and decodes
-// them. Writes for each: the length of the spec and the spec, the number of values, the number of bytes, the bytes, and
-// the decoded values.
+// Gradwire's side of wire_oracle_test.py: encodes difficult arrays in every wire format with many of its
+// options, and decodes them. Writes for each array: the length of the spec and the spec, the number of
+// values, the number of bytes, the bytes, and the decoded values.
 //
 // Usage: wire_oracle OUTPUT
 #include <fmt/format.h>
@@ -19,7 +19,7 @@
 namespace gradwire {
 namespace {
 
-// The format with each value of each of its options, one at a time and two at a time.
+// Returns the format with each value of each of its options, one at a time and two at a time.
 std::vector<std::string> variants(Wire entry) {
   std::vector<std::string> all = {entry->name};
   const auto copy = entry->copy();
@@ -67,7 +67,7 @@ void run(const char* path) {
         format = wire_format(spec);
         if (!format->problem().empty()) continue;
       } catch (const std::exception&) {
-        continue;  // options that do not go together
+        continue;  // incompatible options
       }
       for (int64_t count : {1, 5, 33, 127, 513, 4133}) {
         const std::vector<float> x = values_for(count, ++seed);

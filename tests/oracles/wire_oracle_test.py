@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Every wire format, read by a decoder that was written from docs/wire-formats.md: bit for bit as the library's.
+"""Reads every wire format with a decoder written from docs/wire-formats.md: bit for bit as the library.
 
 Usage: wire_oracle_test.py WIRE_ORACLE_BINARY
 """
@@ -32,7 +32,7 @@ def codes(data: np.ndarray, n: int, bits: int) -> np.ndarray:
 
 
 def small_float(code: np.ndarray, mantissa: int, bias: int) -> np.ndarray:
-    """The magnitude of a float of few bits."""
+    """Returns the magnitude of a float of few bits."""
     exponent, fraction = code >> mantissa, code & (1 << mantissa) - 1
     normal = (1 + fraction / 2.0**mantissa) * 2.0**(exponent - bias)
     return np.where(exponent == 0, fraction / 2.0**mantissa * 2.0**(1 - bias), normal).astype(F32)
@@ -93,7 +93,7 @@ def scale_bytes(name: str, option: dict) -> int:
 
 
 def decode_codes(name: str, option: dict, code: np.ndarray, middle: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """The values of a block that is not a mask."""
+    """Returns the values of a block that is not a mask."""
     factor = floats(scale)[0] if len(scale) == 4 else power_of_two(scale)[0]
     if name.startswith("int"):
         bits = code_bits(name, option)

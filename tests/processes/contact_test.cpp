@@ -1,4 +1,5 @@
-// How ranks reach each other where hosts have several addresses, of which some lead nowhere or to another process.
+// Tests how ranks reach each other if hosts have several addresses, some of which are unreachable or lead to
+// another process.
 #include "collectives/rendezvous/contact.h"
 
 #include <gtest/gtest.h>
@@ -21,7 +22,8 @@ SteadyClock::time_point in(std::chrono::milliseconds time) {
   return SteadyClock::now() + time;
 }
 
-// Answers at one address of loopback, for whom `purpose` is right, until destroyed. Counts connections.
+// Answers connectors with the right `purpose` at one address of loopback, until destroyed. Counts
+// connections.
 class Listener {
  public:
   Listener(const std::string& address, int port, const std::string& purpose, bool answers = true)
@@ -99,7 +101,7 @@ TEST(Reach, FindsTheListenerBehindAddressesWhereOthersAnswerOrNobody) {
   Listener wrong("127.0.0.2", 0, "wrong");
   Listener silent("127.0.0.3", wrong.port(), "right", false);
   Listener right("127.0.0.4", wrong.port(), "right");
-  // 127.0.0.1 refuses; 192.0.2.1 leads nowhere.
+  // 127.0.0.1 refuses; 192.0.2.1 is unreachable.
   const Contact contact{{"192.0.2.1", "127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"}, wrong.port(), "x"};
   for (const bool retry : {false, true}) {
     const Reach reached = reach(contact, kRight, {.deadline = in(20s), .retry = retry});

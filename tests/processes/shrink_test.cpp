@@ -257,7 +257,7 @@ TEST(Shrink, AStoppedRankIsLeftOutAfterTheDeadlineAndIsToldSoWhenItComes) {
   }
 }
 
-// The lowest ranks are those that the others ask first. GRADWIRE_FULL_SWEEPS: more often.
+// The other ranks ask the lowest ranks first. GRADWIRE_FULL_SWEEPS: more often.
 TEST(Shrink, TheMajorityContinuesWithAShortTimeoutWhenLowRanksAreStopped) {
   struct Case {
     int world;

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""`gradwire` under the limits that users meet: ulimit -n, -u, -v and -s. It works, or it says which limit to raise.
+"""`gradwire` under the limits that users meet: ulimit -n, -u, -v and -s. The command works, or names the
+limit to raise.
 
 usage: limits_test.py PATH_OF_GRADWIRE [unittest arguments]
 """

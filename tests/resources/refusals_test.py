@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""The command, a C program and a Python program where the system refuses memory, threads, descriptors or disk space, at
-every request in turn. Each run ends with the right result or a clean error: never by a signal, never in a hang, never
-with GW_INTERNAL.
+"""Runs the command, a C program and a Python program while the system refuses memory, threads, descriptors or
+disk space, at every request in turn. Each run ends with the right result or a clean error: never by a signal,
+never in a hang, never with GW_INTERNAL.
 
 usage: refusals_test.py GRADWIRE REFUSE_SO [--program PATH] [--package FOLDER --shared LIBGRADWIRE]
                         [--all] [--case NAME] [--kind KIND] [--most N] [--small N]
@@ -22,7 +22,7 @@ FLAGS = ["--data", "synthetic:64", "--batch-size", "8", "--device", "host", "--w
 
 
 def last_hash(folder, _):
-    """The hash of the final weights in the log, where there is one."""
+    """Returns the hash of the final weights in the log, if there is one."""
     for line in reversed((folder / "run.jsonl").read_text().splitlines()):
         record = json.loads(line)
         if "parameter_hash" in record:
@@ -42,7 +42,7 @@ def cases(gradwire):
     yield Case("threads", [threads], result=last_hash, clean=one_line_errors)
     for victim in (0, 1):
         yield Case(f"processes{victim}", [single, single], victim, process_environments(2), last_hash, clean=one_line_errors)
-    # The rank that is left may end with other weights: it had other data.
+    # The surviving rank may end with other weights, because it had other data.
     yield Case("elastic1", [elastic, elastic], 1, process_environments(2), clean=one_line_errors)
 
 
@@ -92,8 +92,8 @@ def main():
     for case in all_cases:
         if options.case and case.name != options.case:
             continue
-        # Small allocations are too many, and too like each other, to refuse each; and not in the command or in Python, whose
-        # JSON library and interpreter end the process themselves.
+        # Small allocations are too many and too similar to refuse each one. They are not refused in the
+        # command or in Python, whose JSON library and interpreter end the process themselves.
         most = {kind: None if options.all else options.most for kind in ([options.kind] if options.kind else KINDS)}
         if "small" in most and not options.kind:
             most["small"] = options.small if options.small is not None else 150 if options.all and case.name.startswith("c-") else 0

@@ -1,5 +1,5 @@
-"""Runs a program again and again, each time with another request for a resource refused (refuse.c), and checks that it
-ends as a program should: with the right result, or with a clean error. Never by a signal, never by a hang."""
+"""Runs a program repeatedly, each time with another request for a resource refused (refuse.c), and checks
+that it ends with the right result or with a clean error, never by a signal or in a hang."""
 import collections
 import os
 import pathlib
@@ -33,7 +33,8 @@ class Outcome:
 
 
 def run(case, library, kind, at, extra=None, limit_s=LIMIT_S):
-    """One run with request `at` of `kind` refused. Outcome.what: right, error, crash, hang, unclean or wrong."""
+    """Runs once with request `at` of `kind` refused. Outcome.what: right, error, crash, hang, unclean or
+    wrong."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="gradwire-refuse-"))
     log = folder / "refused"
     processes = []
@@ -86,15 +87,16 @@ def run(case, library, kind, at, extra=None, limit_s=LIMIT_S):
 
 
 def chosen(count, most):
-    """At most `most` of 1 .. count, spread evenly, the first and the last among them."""
+    """Returns at most `most` of 1 .. count, spread evenly, including the first and the last."""
     if count <= most:
         return range(1, count + 1)
     return sorted({1 + round(i * (count - 1) / (most - 1)) for i in range(most)}) if most > 1 else [1][:most]
 
 
 def sweep(case, library, most, extra=None):
-    """Refuses each request of each kind in `most` alone, and with all that follow; where most[kind] is a number, so many
-    requests alternately. (Where not even small allocations succeed, the C library ends programs.) Returns the number of runs by kind and outcome, and the failures as texts."""
+    """Refuses each request of each kind in `most` alone, and with all later ones; if most[kind] is a number,
+    that many requests alternately. (If even small allocations fail, the C library ends programs.) Returns the
+    number of runs by kind and outcome, and the failures as texts."""
     counts, failures = collections.Counter(), []
     first = run(case, library, "none", 0, extra)
     if first.what != "right":
@@ -123,7 +125,7 @@ def sweep(case, library, most, extra=None):
 
 
 def one_line_errors(outputs):
-    """A process that fails says why in one line of stderr, besides warnings."""
+    """Checks that a failing process gives the reason in one line of stderr, besides warnings."""
     for code, _, err in outputs:
         lines = err.splitlines()
         if code != 0 and not (lines and lines[-1].startswith("gradwire: ")):

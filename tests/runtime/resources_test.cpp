@@ -17,7 +17,7 @@
 namespace gradwire {
 namespace {
 
-// While it lives, threads have stacks of `bytes` unless they ask for other ones.
+// During its lifetime, threads have stacks of `bytes` unless they request another size.
 struct DefaultStack {
   explicit DefaultStack(size_t bytes) {
     pthread_getattr_default_np(&before);
@@ -71,7 +71,7 @@ TEST(Resources, RefusedHostMemoryIsOutOfResources) {
   EXPECT_THROW(Buffer(Device::host(), size_t{1} << 60), OutOfResources);
 }
 
-// As a constructor does that has enqueued work on its memory when a later allocation fails.
+// Acts like a constructor that has enqueued work on its memory when a later allocation fails.
 TEST(Resources, MemoryDroppedByAnExceptionOutlivesEnqueuedWork) {
   constexpr size_t kBytes = size_t{64} << 20;  // so large that free() unmaps it
   const Stream stream = Stream::create(Device::host(), "test");

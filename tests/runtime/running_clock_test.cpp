@@ -30,7 +30,7 @@ int run_and_stop(std::chrono::milliseconds stop, const std::function<int()>& chi
   return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
-// How long a wait of `time` on the RunningClock takes on the steady clock.
+// Returns the duration, on the steady clock, of a wait of `time` on the RunningClock.
 std::chrono::duration<double> wait_for_nothing(std::chrono::milliseconds time) {
   std::mutex mutex;
   std::condition_variable changed;

@@ -10,7 +10,7 @@
 namespace gradwire {
 namespace {
 
-// In a process of its own, with standard input and output closed.
+// Runs in a separate process, with standard input and output closed.
 int without_standard_descriptors(const std::function<int()>& child) {
   const pid_t process = fork();
   if (process == 0) {

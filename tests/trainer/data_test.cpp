@@ -83,7 +83,7 @@ TEST(FashionMnist, AGoodFileBesideABrokenOneIsReadWithANote) {
   expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {path + ".gz", "truncated gzip"});
 }
 
-// What a download leaves that failed, or that nobody has unpacked.
+// Files of a download that failed or that was not unpacked.
 TEST(ForeignFiles, AreNamedWithTheRemedyWhereverDataIsRead) {
   Bytes tar(600, 'a');
   std::copy_n("ustar", 5, tar.begin() + 257);
@@ -230,7 +230,7 @@ TEST(FashionMnist, EnvironmentDecidesTheDefaultFolder) {
     std::filesystem::rename(folder.path(name), folder.path(std::string("fashion-mnist/") + name));
   }
   EXPECT_EQ(default_fashion_mnist_directory(), folder.path("fashion-mnist"));
-  // Other data than those that somebody names must not be trained on.
+  // Training must not use other data than the user names.
   ASSERT_EQ(setenv("GRADWIRE_DATA", "/nonexistent", 1), 0);
   expect_bad_input([&] { default_fashion_mnist_directory(); },
                    {"GRADWIRE_DATA is '/nonexistent'", "train-images-idx3-ubyte.gz", "unset it"});

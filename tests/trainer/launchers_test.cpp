@@ -1,4 +1,5 @@
-// What each launcher's variables say: rank, world, ranks of this machine, and where the ranks meet.
+// Tests the values read from each launcher's variables: rank, world, ranks of this machine, and the
+// rendezvous.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 

@@ -104,9 +104,9 @@ class Communicator(_Handle):
         address that other machines can reach needs one (docs/security.md).
     shrinkable: whether the others can go on when ranks die: see shrink(). For processes, those with GPUs from NCCL 2.28.7
         on; the same on every rank.
-    interface, ports: where this process on the host listens for the other ranks' data: the name of a network interface
-        ("": GRADWIRE_INTERFACE, else with tcp:// the one that reaches rank 0, otherwise all), and the first and the last
-        of the ports it may use ((0, 0): GRADWIRE_PORTS, else any).
+    interface, ports: where this process on the host listens for the other ranks' data: the name of a network
+        interface ("": GRADWIRE_INTERFACE, else with tcp:// the interface that reaches rank 0, otherwise all),
+        and the first and last of the allowed ports ((0, 0): GRADWIRE_PORTS, else any).
 
     Raises CommFailed when a rank does not join in time.
     """
@@ -392,8 +392,8 @@ class Communicator(_Handle):
         self._wait_for(*calls)
 
     def _wait_for(self, *calls: Call) -> None:
-        """Calls that wait for other ranks; on CUDA they return at once. A signal whose handler raises, as Ctrl-C's does,
-        aborts the communicator."""
+        """Makes calls that wait for other ranks; on CUDA they return at once. A signal whose handler raises,
+        as for Ctrl-C, aborts the communicator."""
         begin, _next.begin = _next.begin, None
         if begin is not None:  # its first call may wait for the other ranks as well
             calls = (begin, *calls)
@@ -538,10 +538,11 @@ class Reducer(_Handle):
         return state
 
     def load_state(self, state: bytes) -> None:
-        """Restores a save_state(): this rank's own or, after Communicator.shrink() or .grow(), what this rank saved in the
-        group before. Its residual comes along whole; that of a rank that is gone is lost. Raises BadArgument for a state of
-        another spec or model, and for that of another rank of as many ranks. The next step compares what ranks have loaded:
-        it raises CommFailed on every rank if two have loaded one state."""
+        """Restores a save_state() of this rank. After Communicator.shrink() or .grow(), the state may be from
+        the previous group. This rank's whole residual is loaded; the residual of a lost rank is lost. Raises
+        BadArgument for a state of another spec or model, and for a state of another rank in a group of the
+        same size. The next step compares the loaded states. It raises CommFailed on every rank if two ranks
+        have loaded the same state."""
         _native.call("gw_reducer_state_load", self._handle, bytes(state), len(state))
 
     def load_states(self, states: Sequence[bytes]) -> None:

@@ -40,7 +40,8 @@ def saved_as(spec: str) -> List[str]:
 
 
 def to_dict(state: State, spec: str, place: Optional[Place]) -> StateDict:
-    """See Hook.state_dict(). place: of the rank that saves; it may hold a state of another world that no reducer has loaded."""
+    """See Hook.state_dict(). place: place of the saving rank, which may hold a state of another world that
+    has not been loaded yet."""
     identity = _RANK.sub(str(place), state.identity) if place is not None else state.identity
 
     def tensor(entry: Entry) -> torch.Tensor:

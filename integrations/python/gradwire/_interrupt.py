@@ -1,9 +1,9 @@
-"""Blocking calls in the main thread that signals can interrupt.
+"""Makes blocking calls in the main thread interruptible by signals.
 
-Python runs signal handlers in the main thread alone, and not while that is in a call of the library. So such a call is
-made by a helper thread, and the main thread waits where Python looks for signals. If a handler raises, as that of Ctrl-C
-does, the call is cancelled, or its communicator is aborted, and the exception goes on. Other threads, to which no signal
-comes, call directly. Costs the main thread about 25 us per call.
+Python runs signal handlers only in the main thread, and not during a call of the library. So a helper thread
+makes such a call, and the main thread waits where Python checks for signals. If a handler raises, as for
+Ctrl-C, the call is cancelled, or its communicator is aborted, and the exception propagates. Other threads do
+not receive signals and call directly. Costs the main thread about 25 us per call.
 """
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def _make(calls: List[Call]) -> None:
 
 def interruptible(calls: List[Call], cancel: Optional[Callable[[], None]] = None,
                   undo: Optional[Callable[[], None]] = None) -> None:
-    """Makes calls of the library one after another, in one thread. When a signal's handler raises, `cancel` is called, and
-    `undo` if the calls have succeeded nevertheless; then its exception goes on."""
+    """Makes calls of the library one after another, in one thread. When a signal's handler raises, calls
+    `cancel`, and `undo` if the calls have succeeded nevertheless. Then the handler's exception propagates."""
     global _helper
     _native.library()  # raises ImportError here if there is none
     if threading.get_ident() != threading.main_thread().ident:

@@ -58,10 +58,12 @@ class Worker:
 
 
 class _Interrupts:
-    """Ctrl-C while the main thread waits for a job in C++, as DDP's backward does: Python cannot raise KeyboardInterrupt
-    there, so the job's communicators are aborted, the job fails, and Python raises it when C++ returns.
+    """Handles Ctrl-C while the main thread waits for a job in C++, as DDP's backward does. Python cannot
+    raise KeyboardInterrupt there. So this class aborts the job's communicators, the job fails, and Python
+    raises KeyboardInterrupt when C++ returns.
 
-    Python writes the numbers of signals to a file descriptor, unless somebody else has taken that (asyncio, Jupyter)."""
+    Python writes the numbers of signals to a file descriptor, unless another library (asyncio, Jupyter) uses
+    it."""
 
     _GRACE_S = 1.0  # for the main thread to raise KeyboardInterrupt by itself
 
