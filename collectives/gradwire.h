@@ -127,9 +127,10 @@ typedef struct gw_store {
 } gw_store;
 
 /* Joins a group of `world` processes that find each other through a store that they have. Collective. Rank 0 sets one
- * key, PREFIX "gradwire/meeting", to its addresses and a fresh random secret; the others get it. So whoever can read the
- * store may join; if there is a gw_secret() or GRADWIRE_SECRET too, only who also knows that. Every rank listens at all of
- * its addresses, or at that of gw_listen()'s interface. Nothing stays in use of the store, and nothing is removed from it.
+ * key, PREFIX "gradwire/meeting", to its addresses and a fresh random secret; the others get it. So any
+ * process that can read the store may join. With a gw_secret() or GRADWIRE_SECRET, a process must also know
+ * that secret. Every rank listens at all of its addresses, or at the address of gw_listen()'s interface. The
+ * store is not used afterwards, and keys are not deleted.
  *
  * store  its callbacks are called by this thread, during this call only: rank 0's set() once; the others' get() until
  *        they have reached rank 0, 50 times a second at most. They must not throw, and the call waits for them: one that
@@ -155,8 +156,8 @@ GW_API gw_status gw_secret(const char* secret);
  * tcp:// or file://, gw_comm_from_store() or gw_comm_join(), and in what is split from that communicator,
  * shrinks, or grows. Each rank decides for itself. The port in tcp://HOST:PORT is independent of these ports.
  *
- * interface              the name of a network interface, such as "eth1"; null: GRADWIRE_INTERFACE, else with tcp:// the
- *                        one that reaches rank 0, otherwise all
+ * interface              the name of a network interface, such as "eth1"; null: GRADWIRE_INTERFACE, else with
+ *                        tcp:// the interface that reaches rank 0, otherwise all
  * first_port, last_port  the first free port of this range is used, for example of the range that a firewall
  *                        admits; 0 and 0: GRADWIRE_PORTS, else any port. Joining uses one port until all
  *                        ranks are connected. gw_shrinkable(1) uses one more and keeps it. Rank 0's store
@@ -203,8 +204,9 @@ GW_API gw_status gw_shrinkable(int on);
  * comm        made with gw_shrinkable(1). Afterwards it and its reducers can only be destroyed.
  * timeout_ms  > 0. How long to wait for ranks that are alive but do not call this. A rank whose process has ended is
  *             not waited for. Ranks that are stopped or cut off get 1 s to answer, all at the same time.
- *             This second does not count: the timeout begins when the lowest rank that answers has found that no lower
- *             rank does. May differ. Once the survivors know each other, they have up to 5 s more to connect.
+ *             This second does not count: the timeout begins when the lowest rank that answers has found that
+ *             no lower rank does. May differ. Once the survivors know each other, they have up to 5 s more to
+ *             connect.
  * rest        out: can shrink in turn. Like a part of gw_comm_split(), it needs no rendezvous, and the number of ranks
  *             per node is unknown.
  * ranks       out: the survivors' ranks in `comm`, ascending: ranks[i] is rank i of `rest`. May be null. After a
@@ -231,11 +233,11 @@ GW_API gw_status gw_comm_shrink(gw_comm comm, int64_t timeout_ms, gw_comm* rest,
  *   gw_comm_grow(comm, &grown)                           and returns, as a rank of `grown`
  *   gw_comm_destroy(comm)
  *
- * What a new rank needs of the others' state, weights for example, is the caller's to send: gw_broadcast() over `grown`.
- * Reducers of `comm` can only be destroyed. The ranks save their state before gw_comm_grow() and load it into reducers of
- * `grown` with gw_reducer_state_load(). The new rank gets a copy of one of these states and loads it with
- * gw_reducer_state_load_ranks(), n = 1. Step count and factors are the same on every rank; the new rank's
- * residuals start at 0. */
+ * The caller sends the state that a new rank needs from the others, for example weights: gw_broadcast() over
+ * `grown`. Reducers of `comm` can only be destroyed. The ranks save their state before gw_comm_grow() and
+ * load it into reducers of `grown` with gw_reducer_state_load(). The new rank gets a copy of one of these
+ * states and loads it with gw_reducer_state_load_ranks(), n = 1. Step count and factors are the same on every
+ * rank; the new rank's residuals start at 0. */
 
 /* From here on processes may ask to join, as long as there are no more than `most` ranks with them; 0: nobody any more, and
  * those who wait are told. To be called on every rank, since any may be rank 0 later; holds for the communicators that

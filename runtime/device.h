@@ -5,8 +5,8 @@
 //
 // All four are small values: copying one copies a handle. A Buffer's memory lives until its last handle is
 // gone; work in flight does not keep it alive, so synchronize before dropping the last handle (as
-// with CUDA). Only memory that is dropped by an exception, as in a constructor that has enqueued work and then
-// fails, lives until the host streams have passed this point.
+// with CUDA). Only memory that is dropped by an exception, as in a constructor that has enqueued work and
+// then fails, lives until the host streams have passed this point.
 //
 // Errors: a task that throws puts its host stream into a failed state; later tasks of that stream, and of
 // streams that wait for its events, are skipped, and synchronize() rethrows the first error. A CUDA call that

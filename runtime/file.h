@@ -33,15 +33,15 @@ class FileDescriptor {
 // Returns "a folder", "a FIFO", "a device", "a socket" or "a regular file".
 const char* kind_of_file(mode_t mode);
 
-// Opens a regular file for reading. Never blocks: throws BadInput, which names `path` and its kind, for FIFOs, devices
-// and folders, and when the file is missing or unreadable.
+// Opens a regular file for reading. Never blocks. Throws BadInput, which names `path` and its kind, for
+// FIFOs, devices and folders, and when the file is missing or unreadable.
 FileDescriptor open_regular_file(const std::string& path);
 
 // Returns the contents of a regular file. Throws as open_regular_file() does.
 std::string read_regular_file(const std::string& path);
 
-// Writes all bytes. Returns 0 or an errno. A pipe without a reader gives EPIPE, and a file beyond `ulimit -f` EFBIG,
-// without the signals SIGPIPE and SIGXFSZ.
+// Writes all bytes. Returns 0 or an errno. A pipe without a reader gives EPIPE, and a file beyond `ulimit -f`
+// gives EFBIG, without the signals SIGPIPE and SIGXFSZ.
 int write_fully(int fd, std::string_view bytes);
 
 }  // namespace gradwire

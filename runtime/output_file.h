@@ -1,13 +1,13 @@
 // Files that a command leaves behind for its user. The way to write a file is decided before the work begins,
 // by the kind of file that its name stands for:
 //
-//   nothing yet, or a plain file of this user    a private temporary file beside it, then a rename: a reader sees the
-//                                                old contents or the new; the mode is kept
-//   a symbolic link                              its target, as above; the link stays
+//   nothing yet, or a plain file of this user    a private temporary file next to it, then a rename: a reader
+//                                                sees the old contents or the new; the mode is kept
+//   a symbolic link                              its target is written, as above; the link stays
 //   a file with hard links, an ACL or another    written in place, so that links, owner and mode stay
 //   owner, or in a folder that is not writable
 //   a character device or a FIFO                 opened before the work, and written into
-//   /dev/stdout, /dev/fd/N, >(command)           written to that descriptor, after what it has got so far
+//   /dev/stdout, /dev/fd/N, >(command)           written to that descriptor, after its earlier output
 //
 // Where the rename is refused, as for a bind mount, the file is written in place.
 #pragma once

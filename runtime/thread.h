@@ -11,7 +11,7 @@ namespace gradwire {
 class Thread {
  public:
   Thread() = default;
-  // Runs `body` on a new thread with a stack of at least 2 MiB, whatever `ulimit -s` says.
+  // Runs `body` on a new thread with a stack of at least 2 MiB, independent of `ulimit -s`.
   // @param what names the thread in the error: "a thread of stream 'compute'"
   // @param body must not throw
   // @throws OutOfResources if the system refuses the thread; `body` is then dropped without a call

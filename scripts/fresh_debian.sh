@@ -3,12 +3,13 @@
 #
 #   scripts/fresh_debian.sh [SUITE [USER [COMMAND...]]]
 #
-# SUITE is bookworm (the default) or trixie. USER is root, user (an ordinary user with sudo) or both (the default).
-# COMMAND are make's targets, demo and test by default. Needs root, debootstrap and about 4 GB of temporary files per user.
+# SUITE is bookworm (the default) or trixie. USER is root, user (an ordinary user with sudo) or both (the
+# default). COMMAND are make's targets, by default demo and test. Needs root, debootstrap and about 4 GB of
+# temporary files per user.
 #
-# For each user: debootstrap's minbase, this machine's configuration of apt, make and git; then a clone of HEAD, and each
-# command in it. Prints each command's time, its last lines, and its exit status; exits with 1 if one failed. Full
-# output: build/fresh_debian/SUITE-USER-COMMAND.log.
+# For each user: installs debootstrap's minbase, this machine's configuration of apt, make and git, clones
+# HEAD, and runs each command in the clone. Prints each command's time, last lines and exit status; exits with
+# 1 if one failed. Full output: build/fresh_debian/SUITE-USER-COMMAND.log.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 suite=${1:-bookworm} who=${2:-both}
@@ -24,7 +25,7 @@ command -v debootstrap > /dev/null || { echo "fresh_debian: needs debootstrap: a
 logs=$PWD/build/fresh_debian
 mkdir -p "$logs"
 top=$(mktemp -d -t fresh-debian.XXXXXX)
-# The mounts live in a namespace of their own and end with it, so nothing of the machine's is below this folder.
+# The mounts are in a separate namespace and end with it, so no file of the machine is below this folder.
 trap 'rm -rf --one-file-system "$top"' EXIT
 
 mirror=$(cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2> /dev/null |
@@ -43,7 +44,8 @@ cp /etc/ssl/certs/ca-certificates.crt "$base/etc/ssl/certs/"
   echo "deb $mirror $suite-updates main"
 } > "$base/etc/apt/sources.list"
 
-# inside FOLDER COMMAND...: in the new system, with nothing of this machine's environment but how it reaches the archive.
+# inside FOLDER COMMAND...: runs it in the new system, with only the archive's settings of this machine's
+# environment.
 inside() {
   local folder=$1 proxies=()
   shift

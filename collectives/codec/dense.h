@@ -1,6 +1,6 @@
 // The parts of a bucket that are averaged in FP32, in addition to the tensors that the codec compresses:
-//   - the tensors that `dense=` of a spec names. Vectors and small tensors hold a few thousandths of a model, and much
-//     of what a coarse format does to it.
+//   - the tensors that `dense=` of a spec names. Vectors and small tensors hold a few thousandths of a model,
+//     but much of the error of a coarse format.
 //   - the shorter part of a block that two tensors share, if a NaN of one would delay the other
 //   (shared_ends).
 #pragma once

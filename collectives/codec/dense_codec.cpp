@@ -1,6 +1,6 @@
 // Averages the dense tensors of a bucket, and ends of tensors that would share a block, in FP32, and the
 // other elements through another codec. One step:
-//   pack         dense tensors and ends into a buffer of their own; zeros take their places in the bucket
+//   pack         dense tensors and ends into a separate buffer; zeros take their places in the bucket
 //   allreduce    that buffer, FP32
 //   the codec    of the whole bucket, which sees zeros there
 //   unpack       the averages into their places

@@ -8,8 +8,8 @@
 
 namespace gradwire {
 
-// Factors, as dense pieces, begin at multiples of 4 elements for vectorized kernels, or at blocks of the wire format;
-// the gaps are zero.
+// Factors and dense pieces begin at multiples of 4 elements for vectorized kernels, or at blocks of the wire
+// format. The gaps are zero.
 PowerSgdPlan::PowerSgdPlan(const BucketContext& c) {
   const int64_t unit = packing_unit(c.spec.wire, 4);
   const auto up = [unit](int64_t x) { return (x + unit - 1) / unit * unit; };

@@ -111,7 +111,7 @@ TEST(CApiGrow, NewRanksTakePartInWhatComesNext) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// The ranks load their states into reducers of the group that has grown; the new rank gets a copy of rank 0's.
+// The ranks load their states into reducers of the grown group; the new rank gets a copy of rank 0's state.
 TEST(CApiGrow, RanksLoadTheirStatesAndTheNewOneBeginsWithoutResidual) {
   for (const std::string spec : {"int4:dense=off", "powersgd:rank=2,wire=int8"}) {
     const TemporaryFolder folder;

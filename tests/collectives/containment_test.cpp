@@ -1,5 +1,5 @@
-// A non-finite gradient stays in its tensor: for every spec, it changes no bit of another tensor's result or residual,
-// and the finite elements of its own tensor lose nothing.
+// A non-finite gradient stays in its tensor. For every spec, the results and residuals of other tensors
+// are unchanged bit for bit, and the finite elements of its own tensor lose nothing.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -190,7 +190,8 @@ std::vector<std::string> all_specs() {
 
 class Containment : public ::testing::TestWithParam<Device> {};
 
-// Each spec with some of the schedules, worlds, layouts, places and values, in turns; GRADWIRE_FULL_SWEEPS=1: more.
+// Tests each spec with some schedules, worlds, layouts, places and values, in turn; GRADWIRE_FULL_SWEEPS=1:
+// with more.
 TEST_P(Containment, NonFiniteGradientsChangeNoOtherTensor) {
   const std::vector<std::string> schedules = {"ring", "two_shot", "tree", "hierarchical"};
   const auto shapes = tensors();

@@ -23,7 +23,7 @@ class Case:
         self.environments = environments or [{}] * len(commands)
         self.result = result or (lambda folder, outputs: None)  # what must be the same in every run that succeeds
         self.later = later
-        # Whether the outputs of a run that failed are in order: [(code, stdout, stderr)] -> what is wrong, or "".
+        # Checks the outputs of a failed run: [(code, stdout, stderr)] -> the problem, or "".
         self.clean = clean or (lambda outputs: "")
 
 

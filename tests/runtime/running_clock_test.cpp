@@ -17,7 +17,8 @@ namespace {
 using namespace std::chrono_literals;
 using Steady = std::chrono::steady_clock;
 
-// Runs `child` in a process that is stopped from 0.5 s to 0.5 s + `stop` after it began; returns its exit code.
+// Runs `child` in a process that is stopped from 0.5 s to 0.5 s + `stop` after its start. Returns its exit
+// code.
 int run_and_stop(std::chrono::milliseconds stop, const std::function<int()>& child) {
   const pid_t process = fork();
   if (process == 0) _exit(child());

@@ -30,8 +30,8 @@ struct DataSplits {
 // missing or truncated files, wrong magic numbers or counts, and labels out of range.
 DataSplits load_data(const DataSpec& spec, const VitConfig& model, uint64_t seed, int64_t min_train = 0);
 
-// The four IDX files of Fashion-MNIST (or MNIST), each plain or gzip (.gz), in `directory` or in the folder in it where
-// torchvision puts them. If several files match a name, uses the first that can be read.
+// Loads the four IDX files of Fashion-MNIST (or MNIST), each plain or gzip (.gz), from `directory` or from
+// torchvision's folder in it. If several files match a name, uses the first that can be read.
 DataSplits load_fashion_mnist(const std::string& directory);
 // data_batch_1..5.bin and test_batch.bin of the binary version.
 DataSplits load_cifar10(const std::string& directory);

@@ -18,12 +18,12 @@ void check_all_different(const std::vector<NamedFile>& files);
 
 class RunLog final : public RunObserver {
  public:
-  // The file is opened and locked in on_run(): a run that never starts leaves no file, and two runs cannot write to one. A
-  // run that resumes from a checkpoint appends to its old log, if there is one, and drops the lines of steps after the
-  // checkpoint. A rank that takes a run over does the same. If the path is not a regular file, a resumed run
-  // starts a new log. A write error of the log does not end the run: the log ends with its last complete
-  // line, and lose_output() reports it. `config` and `data` must outlive the log. Throws BadInput when the
-  // path cannot be written.
+  // Opens and locks the file in on_run(): a run that never starts does not leave a file, and two runs cannot
+  // write to the same file. A run that resumes from a checkpoint appends to its old log, if there is one, and
+  // drops the lines of steps after the checkpoint. A rank that takes a run over does the same. If the path is
+  // not a regular file, a resumed run starts a new log. A write error of the log does not end the run: the
+  // log ends with its last complete line, and lose_output() reports it. `config` and `data` must outlive the
+  // log. Throws BadInput when the path cannot be written.
   RunLog(std::string path, const TrainConfig& config, const DataSplits& data);
 
   void on_run(const RunInfo& info) override;

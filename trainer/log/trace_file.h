@@ -16,7 +16,7 @@ namespace gradwire {
 std::string trace_events(int rank, Device device, std::vector<TraceSpan> spans, size_t dropped,
                          double error_us);
 
-// Collects the ranks' parts and writes them (runtime/output_file.h). A trace that cannot be written does not end the run:
+// Collects the ranks' parts and writes them (runtime/output_file.h). A write error does not end the run:
 // lose_output() reports it.
 class TraceFile {
  public:
