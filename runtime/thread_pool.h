@@ -8,7 +8,7 @@
 
 namespace gradwire {
 
-// Number of threads that compute concurrently: GRADWIRE_THREADS, else the cores this process may use (cpus.h).
+// Number of threads that compute concurrently: GRADWIRE_THREADS, else the cores of this process (cpus.h).
 int host_threads();
 // Overrides host_threads(). Call before the first parallel_for. For tests that results do not depend on
 // the number of threads.
