@@ -166,8 +166,9 @@ def python_commands_and_modules(path):
                 words = [e.value for e in first.elts if isinstance(e, ast.Constant) and isinstance(e.value, str)]
                 if first.elts and isinstance(first.elts[0], ast.Constant):
                     yield "command", words[0]
+                interpreter = ast.unparse(first.elts[0]) if first.elts else ""
                 for option, module in zip(words, words[1:]):
-                    if option == "-m":
+                    if option == "-m" and "python" in interpreter.replace("sys.executable", "python"):
                         yield "module", module
             elif name == "which" and isinstance(first, ast.Constant):
                 yield "command", first.value

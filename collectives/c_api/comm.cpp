@@ -34,13 +34,14 @@ ApiComm::ApiComm(std::unique_ptr<Communicator> c)
 }
 
 ApiComm::~ApiComm() {
-  for (const Stream& busy : {stream, communicator->transfers(), requests_}) {
+  for (const Stream& busy : {stream, requests_}) {
     if (!busy) continue;
     try {
       busy.synchronize();
     } catch (...) {  // reported to whoever waited for the failed operation
     }
   }
+  communicator->finish_transfers();
 }
 
 void ApiComm::check_process() const {

@@ -88,6 +88,13 @@ const Stream& Communicator::transfers() {
   if (!transfers_) transfers_ = Stream::create(device(), "transfers", Stream::Priority::high);
   return transfers_;
 }
+void Communicator::finish_transfers() noexcept {
+  if (!transfers_) return;
+  try {
+    transfers_.synchronize();
+  } catch (...) {
+  }
+}
 uint64_t Communicator::bytes_sent() const {
   return transport_->bytes_sent();
 }

@@ -69,6 +69,9 @@ class Communicator {
   // transport makes the exchanges of a rank in the order in which they were enqueued, and so does NCCL those of a
   // communicator, on whatever streams; a second stream would add waiting and hide none.
   const Stream& transfers();
+  // Blocks until that stream is idle. Never throws: a failure belongs to the operation that failed. Does not create
+  // the stream, so that destructors may call it when no thread can be started.
+  void finish_transfers() noexcept;
 
   // Bytes this rank has sent so far, counted where they leave.
   uint64_t bytes_sent() const;

@@ -45,15 +45,15 @@ Reducer::Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<Gr
 
 Reducer::~Reducer() {
   // Work in flight uses this object's memory. Synchronize every stream, even after one has failed.
-  const auto finish = [](const auto& stream) {
+  const auto finish = [](const Stream& stream) {
     try {
-      stream().synchronize();
+      stream.synchronize();
     } catch (...) {
     }
   };
-  finish([&] { return stream_; });
-  for (const Lane& lane : lanes_) finish([&] { return lane.stream; });
-  if (!buckets_.empty()) finish([&] { return comm_.transfers(); });  // transfers() may create its stream
+  finish(stream_);
+  for (const Lane& lane : lanes_) finish(lane.stream);
+  comm_.finish_transfers();
 }
 
 void Reducer::build_lanes() {
