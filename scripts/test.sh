@@ -92,6 +92,8 @@ run_tests() {
 # what and why. Tests are ctest's; cases are GoogleTest's, of the executables whose cases share processes.
 other_sanitizers_and_programs="simt|^kernel_table|oracle|^layers$|^environment$|^paths$|^gpu_check$|^ptx$|^machine_code|^bench|^kill$"
 other_sanitizers_and_programs+="|^capi_(exports|capture|installed)|^interposer|NOT_BUILT"
+# They run gradwire-bench as well, which sanitizer builds leave out, or wait for most of their time.
+other_sanitizers_and_programs+="|^cli_(inputs|outputs|paths|descriptors|suspended|cable)|^hosts$"
 no_memory="*MemoryOfItsPlan*"
 asan_tests="" asan_cases="" tsan_tests="" tsan_cases=""
 if [ -z "${GRADWIRE_FULL_SWEEPS:-}" ]; then
