@@ -172,8 +172,10 @@ bool is_loopback(const std::string& address) {
 int milliseconds_until(SteadyClock::time_point deadline) {
   const auto end = SteadyClock::slice_end(deadline);
   if (end == SteadyClock::time_point::max()) return -1;
-  const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - SteadyClock::now()).count();
-  return static_cast<int>(std::clamp<int64_t>(left, 0, 1'000'000));
+  const auto now = SteadyClock::now();
+  if (end <= now) return 0;  // also of time_point::min(), from which nothing can be subtracted
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - now).count();
+  return static_cast<int>(std::min<int64_t>(left, 1'000'000));
 }
 
 bool wait_readable(int fd, SteadyClock::time_point deadline) {
