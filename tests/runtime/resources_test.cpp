@@ -14,8 +14,11 @@
 #include "runtime/device.h"
 #include "runtime/thread.h"
 
-// AddressSanitizer ends the process at such a request by default; with this option it refuses the request.
-extern "C" const char* __asan_default_options() {  // NOLINT: the sanitizer's name
+// By default the sanitizers end the process at a request for so much memory; with this option they refuse it.
+extern "C" const char* __asan_default_options() {
+  return "allocator_may_return_null=1";
+}
+extern "C" const char* __tsan_default_options() {
   return "allocator_may_return_null=1";
 }
 
