@@ -29,7 +29,7 @@ top=$(mktemp -d -t fresh-debian.XXXXXX)
 trap 'rm -rf --one-file-system "$top"' EXIT
 
 mirror=$(cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2> /dev/null |
-  grep -oE 'https?://[^ ]+/debian/?( |$)' | head -1 | tr -d ' ')
+  grep -oE 'https?://[^ ]+/debian/?( |$)' | head -1 | tr -d ' ' || true)
 mirror=${mirror:-http://deb.debian.org/debian}
 echo "fresh_debian: $suite: debootstrap"
 debootstrap --variant=minbase --include=ca-certificates "$suite" "$top/base" "$mirror" > "$logs/debootstrap.log" 2>&1 ||

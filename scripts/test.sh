@@ -130,7 +130,8 @@ if [ "${1:-}" != quick ]; then
   next=("${tsan[@]}")
   GTEST_FILTER="-$no_memory$asan_cases" run_tests "${asan[@]}" -- -E "$other_sanitizers_and_programs$asan_tests"
   # It waits a second at the end of each process for races there; half of these processes take less.
-  export TSAN_OPTIONS="${TSAN_OPTIONS:-halt_on_error=1 second_deadlock_stack=1 atexit_sleep_ms=50}"
+  # die_after_fork=0: some tests start threads in a fork of a process with threads.
+  export TSAN_OPTIONS="${TSAN_OPTIONS:-halt_on_error=1 second_deadlock_stack=1 atexit_sleep_ms=50 die_after_fork=0}"
   next=()
   GTEST_FILTER="-$no_memory$tsan_cases" run_tests "${tsan[@]}" -- -E "$other_sanitizers_and_programs|^capi_inside|^cli_|^fuzz_$tsan_tests"
 fi

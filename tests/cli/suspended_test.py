@@ -44,7 +44,8 @@ class Suspended(CommandTest):
         for r in ranks[:2]:
             _, error = r.communicate(timeout=60)
             self.assertEqual(r.returncode, 1)
-            self.assertIn(f"not done after {TIMEOUT_S * 1000} ms", error)
+            # Rank 0 may find out while it asks the others for their reports.
+            self.assertRegex(error, rf"(not done|nothing) after {TIMEOUT_S * 1000} ms")
         self.assertGreater(time.monotonic() - begin, TIMEOUT_S - 0.5)
 
 
