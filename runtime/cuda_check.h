@@ -1,4 +1,5 @@
-// Turns CUDA and cuBLAS status codes into DeviceError with the call's text.
+// Turns CUDA and cuBLAS status codes into exceptions with the call's text: OutOfResources if memory is refused,
+// otherwise DeviceError.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -6,14 +7,17 @@
 #include <string>
 
 #include "runtime/error.h"
+#include "runtime/resources.h"
 
 namespace gradwire::cuda {
 
 inline void check(cudaError_t status, const char* call) {
-  if (status != cudaSuccess) {
-    throw DeviceError(std::string(call) + ": " + cudaGetErrorName(status) + ": " +
-                      cudaGetErrorString(status));
-  }
+  if (status == cudaSuccess) return;
+  const std::string text =
+      std::string(call) + ": " + cudaGetErrorName(status) + ": " + cudaGetErrorString(status);
+  if (status != cudaErrorMemoryAllocation) throw DeviceError(text);
+  cudaGetLastError();  // clear the error: the next check of a launch would report it
+  throw OutOfResources(text);
 }
 
 }  // namespace gradwire::cuda

@@ -61,6 +61,8 @@ inside() {
     mount -t tmpfs tmpfs "$1/run"
     folder=$1
     shift
+    # As its own mount, because some tests change how mounts propagate below /.
+    mount --rbind "$folder" "$folder"
     exec chroot "$folder" "$@"' inside "$folder" \
     /usr/bin/env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root TERM=dumb "${proxies[@]}" "$@"
 }

@@ -6,6 +6,7 @@
 
 #include "bench/commands/commands.h"
 #include "runtime/error.h"
+#include "runtime/no_memory.h"
 #include "runtime/resources.h"
 #include "runtime/standard_descriptors.h"
 
@@ -18,6 +19,11 @@ int fail(const std::string& what, int exit_code) {
 }
 
 }  // namespace
+
+// Before the static initializers, which allocate.
+[[gnu::constructor(101)]] static void prepare() {
+  gradwire::exit_cleanly_without_memory("gradwire-bench");
+}
 
 int main(int argc, char** argv) {
   constexpr int kFailed = 1, kBadInput = 2;

@@ -37,10 +37,11 @@ namespace gradwire::cuda {
 namespace {
 
 void check_cublas(cublasStatus_t status, const char* call) {
-  if (status != CUBLAS_STATUS_SUCCESS) {
-    throw DeviceError(
-        fmt::format("{}: {}: {}", call, cublasGetStatusName(status), cublasGetStatusString(status)));
-  }
+  if (status == CUBLAS_STATUS_SUCCESS) return;
+  const std::string text =
+      fmt::format("{}: {}: {}", call, cublasGetStatusName(status), cublasGetStatusString(status));
+  if (status == CUBLAS_STATUS_ALLOC_FAILED) throw OutOfResources(text);
+  throw DeviceError(text);
 }
 #define GW_CUBLAS_CHECK(call) check_cublas((call), #call)
 

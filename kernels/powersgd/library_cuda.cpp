@@ -104,8 +104,10 @@ class CublasProducts final : public ThinProducts {
   };
 
   void check(cublasStatus_t status, const char* call) const {
-    if (status != CUBLAS_STATUS_SUCCESS)
-      throw DeviceError(fmt::format("{}: {}", call, api_.status_string(status)));
+    if (status == CUBLAS_STATUS_SUCCESS) return;
+    const std::string text = fmt::format("{}: {}", call, api_.status_string(status));
+    if (status == CUBLAS_STATUS_ALLOC_FAILED) throw OutOfResources(text);
+    throw DeviceError(text);
   }
 
   cublasHandle_t handle_for(CudaStream stream) {

@@ -1,4 +1,10 @@
+#include "runtime/no_memory.h"
 #include "trainer/cli/cli.h"
+
+// Before the static initializers, which allocate.
+[[gnu::constructor(101)]] static void prepare() {
+  gradwire::exit_cleanly_without_memory("gradwire");
+}
 
 int main(int argc, char** argv) {
   return gradwire::cli_main(argc, argv);

@@ -53,11 +53,12 @@ def register_backend(allreduce: Optional[str] = "int8", *, reduce_scatter: Optio
         Only float32, bfloat16 and float16 are compressed, in sums and averages.
     name: give several rules a name each, and groups the rule they need: new_group(ranks, backend=name).
 
-    Raises BadArgument for a format that is unknown or works on matrices; Unsupported on a PyTorch that takes no
-    process groups written in Python.
+    Raises BadArgument for a format that is unknown or works on matrices; Unsupported on a PyTorch before 2.9.
     """
-    if not hasattr(dist.ProcessGroup, "_register_backend"):
-        raise _native.Unsupported(f"a backend in Python needs PyTorch 2.1 or later; this is {torch.__version__}: use "
+    # PyTorch 2.1 to 2.8 know process groups in Python, but 2.6 leaves a destroyed group usable, and its functional
+    # collectives time out.
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9):
+        raise _native.Unsupported(f"a backend in Python needs PyTorch 2.9 or later; this is {torch.__version__}: use "
                                   "gradwire.torch.compress() for DistributedDataParallel")
     rule = Rule(allreduce, reduce_scatter, all_gather, min_bytes)
     with Communicator() as alone:  # a wrong format must fail here, not in a step
@@ -151,7 +152,7 @@ class Backend(dist.ProcessGroup):
         self._register_backend(torch.device("cpu"), kind, self._gloo)
         self._worker: Optional[Worker] = None
         self._communicators: List[Communicator] = []
-        self._finalizer: Optional[weakref.finalize] = None
+        self._finalizer: Any = None  # a weakref.finalize, which is generic in some versions of mypy
         self.compressed = 0  # calls, for whoever wants to know whether the rule fits
 
     def getBackendName(self) -> str:
