@@ -11,8 +11,9 @@ import torch.distributed as dist
 import fsdp_failures
 import fsdp_features
 import fsdp_numbers
+import fsdp_undo
 
-SCENARIOS = {name: function for module in (fsdp_failures, fsdp_features, fsdp_numbers)
+SCENARIOS = {name: function for module in (fsdp_failures, fsdp_features, fsdp_numbers, fsdp_undo)
              for name, function in vars(module).items()
              if callable(function) and getattr(function, "__module__", "") == module.__name__}
 

@@ -7,6 +7,8 @@ Nothing else changes. docs/for-fsdp.md says what it saves, what it costs, and wh
 """
 from __future__ import annotations
 
+import contextlib
+import copy
 import fnmatch
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
@@ -75,19 +77,21 @@ class Compression:
         self._restore: List[Callable[[], None]] = []
         self._groups: List[ParamGroup] = []
         self._params: Dict[str, Tuple[Any, ParamGroup]] = {}
+        self._closed = False
+        self._alone: Any = None  # process group of this rank alone, for HSDP
         prefixes = {id(module): _plain_name(name) for name, module in model.named_modules()}
-        alone: Dict[str, Any] = {}
-        for module in modules:
-            theirs = _param_group(module)
-            if theirs is None or not theirs.fsdp_params:
-                continue  # all its parameters belong to blocks that are sharded by themselves
+        for theirs in _param_groups(modules):
             names = {id(p): _name_of(p, prefixes) for p in theirs.fsdp_params}
             self._check(theirs, next(iter(names.values())))
             ours = ParamGroup(theirs, names, options, self._communicators, len(self._groups))
             self._groups.append(ours)
             self._params.update({names[id(p)]: (p, ours) for p in theirs.fsdp_params})
-        for ours in self._groups:  # only now, so that a model that is refused is left as it was
-            self._install(ours, alone)
+        try:
+            for ours in self._groups:  # after all checks, so that a rejected model is unchanged
+                self._install(ours)
+        except BaseException:
+            self.close()
+            raise
 
     # ---- Installing ----------------------------------------------------------------------------------------
 
@@ -104,19 +108,9 @@ class Compression:
             raise _native.BadArgument(f"the group of {name!r} has an all-reduce hook already, which HSDP's compressed "
                                       "allreduce needs: remove it, or shard over a 1-D mesh")
 
-    def _install(self, ours: ParamGroup, alone: Dict[str, Any]) -> None:
+    def _install(self, ours: ParamGroup) -> None:
         theirs, mesh = ours.theirs, ours.theirs.mesh_info
-        before = (theirs._reduce_scatter_comm, theirs._all_gather_comm, theirs._all_reduce_hook,
-                  getattr(theirs, "_prepare_reduce_scatter_inputs", None))
         replicas = getattr(mesh, "replicate_process_group", None)
-
-        def restore() -> None:
-            theirs._reduce_scatter_comm, theirs._all_gather_comm, theirs._all_reduce_hook = before[:3]
-            if before[3] is not None:
-                theirs._prepare_reduce_scatter_inputs = before[3]
-            if replicas is not None:
-                mesh.replicate_process_group = replicas
-
         device = theirs.device
         if mesh.shard_mesh_size > 1:
             self._communicators.of("gradients", theirs._reduce_scatter_process_group if hasattr(
@@ -126,34 +120,69 @@ class Compression:
             # FSDP's own allreduce over the replicas does not go through a Comm. It stays, over this rank alone,
             # where it does nothing; the hook behind it averages. So set_requires_all_reduce() still decides.
             self._communicators.of("replicas", replicas, device)
-            if "group" not in alone:
-                alone["group"] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            if self._alone is None:
+                self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
             ours.replicas = replicas
-            mesh.replicate_process_group = alone["group"]
-            theirs._all_reduce_hook = ours.all_reduce
-        self._restore.append(restore)
-        theirs._reduce_scatter_comm, theirs._all_gather_comm = ReduceScatter(ours), AllGather(ours)
-        prepare: Any = before[3]
+            self._replace_replicas(theirs, self._alone)
+            self._change(theirs, "_all_reduce_hook", ours.all_reduce)
+        self._change(theirs, "_reduce_scatter_comm", ReduceScatter(ours))
+        self._change(theirs, "_all_gather_comm", AllGather(ours))
+        prepare: Any = getattr(theirs, "_prepare_reduce_scatter_inputs", None)
         if prepare is not None:  # PyTorch 2.15
 
             def prepare_and_tell(params: Sequence[Any], *arguments: Any) -> Any:
                 ours.expect(params)
                 return prepare(params, *arguments)
 
-            theirs._prepare_reduce_scatter_inputs = prepare_and_tell
+            self._change(theirs, "_prepare_reduce_scatter_inputs", prepare_and_tell)
+
+    def _change(self, owner: Any, name: str, value: Any) -> None:
+        """Sets an attribute. close() restores the old value, unless someone else has changed it since."""
+        old = getattr(owner, name)
+
+        def restore() -> None:
+            if getattr(owner, name) is value:
+                setattr(owner, name, old)
+
+        setattr(owner, name, value)
+        self._restore.append(restore)
+
+    def _replace_replicas(self, theirs: Any, group: Any) -> None:
+        """Gives one parameter group another process group for its replicas. A copy of the mesh's description
+        holds the process group, because several parameter groups may share the description."""
+        mesh, ours = theirs.mesh_info, copy.copy(theirs.mesh_info)
+
+        def restore() -> None:
+            if theirs.mesh_info is ours:
+                # set_separate_reduce_scatter_group(), for one, may have changed the copy.
+                vars(mesh).update({**vars(ours), "replicate_process_group": mesh.replicate_process_group})
+                theirs.mesh_info = mesh
+
+        ours.replicate_process_group = group
+        theirs.mesh_info = ours
+        self._restore.append(restore)
 
     def close(self) -> None:
-        """Gives the model PyTorch's own collectives back, and forgets the residuals. May be called twice."""
-        for restore in self._restore:
-            restore()
-        self._restore.clear()
+        """Restores PyTorch's own collectives and drops the residuals. May be called twice.
+
+        Call it between steps. The model can then be trained with PyTorch's collectives, or compressed again.
+        """
+        while self._restore:
+            self._restore.pop()()
         self._communicators.close()
+        self._closed = True
+        for group in self._groups:
+            group.residual = group.replica_residual = None
+        alone, self._alone = self._alone, None
+        if alone is not None and dist.is_initialized():
+            with contextlib.suppress(ValueError, AssertionError):  # destroyed with the default group
+                dist.destroy_process_group(alone)
 
     # ---- State ---------------------------------------------------------------------------------------------
 
     @property
     def residual_bytes(self) -> int:
-        """What error feedback holds on this rank between steps. 0 before the first backward."""
+        """Bytes of error feedback on this rank between steps. 0 before the first backward and after close()."""
         residuals = [r for g in self._groups for r in (g.residual, g.replica_residual) if r is not None]
         return sum(r.bytes for r in residuals)
 
@@ -171,7 +200,10 @@ class Compression:
         {"steps", "residual": float32 of the parameter's whole shape, and with HSDP "replica_residual": float32 of
         this rank's shard, padded, 1-D}}}, on the CPU. Parameters that had no gradient yet are missing, and so are
         dense ones.
+
+        Raises BadHandle after close().
         """
+        self._check_open()
         tensors: Dict[str, Dict[str, Any]] = {}
         for group in self._groups:
             rows = group.theirs.mesh_info.shard_mesh_size
@@ -192,8 +224,10 @@ class Compression:
         saved. Rank r of n takes the sum of those of the ranks r, r + n, r + 2n, ..., and needs only them; so the
         sum over all ranks is kept. Replicas' residuals (HSDP) become part of the others.
 
-        Raises BadArgument for a state of another version, rank or model, or if one that is needed is missing.
+        Raises BadArgument for a state of another version, rank or model, or if one that is needed is missing;
+        BadHandle after close().
         """
+        self._check_open()
         states = [state] if isinstance(state, dict) else list(state)
         if not states or any(s.get("version") != 1 for s in states):
             raise _native.BadArgument(f"got versions {[s.get('version') for s in states]}; this package reads version 1")
@@ -220,6 +254,10 @@ class Compression:
                 merged = tensors.setdefault(name, {"steps": entry["steps"], "residual": torch.zeros_like(whole)})
                 merged["residual"] += whole
         self._load(tensors)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise _native.BadHandle("close() has dropped the residuals: call compress() again")
 
     def _check_names(self, state: Dict[str, Any]) -> None:
         if state["tensors"] and self._options.residual == "off":
@@ -276,15 +314,21 @@ def _fsdp_module_class() -> Any:
     return FSDPModule
 
 
-def _param_group(module: Any) -> Any:
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    if len(groups) > 1:
-        raise _native.Unsupported("a module has several parameter groups, on meshes of their own (shard_placement_fn), for which "
-                                  "PyTorch takes no collectives of others: call fully_shard() on its parts separately")
-    return groups[0] if groups else None
+def _param_groups(modules: Sequence[Any]) -> List[Any]:
+    """FSDP's parameter groups of these modules, each once: fully_shard([a, b]) makes one for both modules."""
+    found: Dict[int, Any] = {}
+    for module in modules:
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+        if len(groups) > 1:
+            raise _native.Unsupported("a module has several parameter groups, on meshes of their own "
+                                      "(shard_placement_fn), for which PyTorch takes no collectives of others: call "
+                                      "fully_shard() on its parts separately")
+        # A group is empty where all parameters belong to blocks that are sharded by themselves.
+        found.update({id(group): group for group in groups if group.fsdp_params})
+    return list(found.values())
 
 
 def _plain_name(name: str) -> str:
@@ -296,6 +340,10 @@ def _plain_name(name: str) -> str:
 
 def _name_of(param: Any, prefixes: Dict[int, str]) -> str:
     info = param._module_info
+    if id(info.module) not in prefixes:
+        raise _native.BadArgument(f"a parameter group has {info.param_name!r} of a {type(info.module).__name__} "
+                                  "outside the model: give compress() the model that contains all modules of "
+                                  "fully_shard([...])")
     prefix = prefixes[id(info.module)]
     return f"{prefix}.{info.param_name}" if prefix else str(info.param_name)
 
