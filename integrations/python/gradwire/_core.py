@@ -2,52 +2,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
-import weakref
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 from gradwire import _native
 from gradwire._interrupt import Call, interruptible
-
-
-class Memory(NamedTuple):
-    """A contiguous array: address, number of elements, type and device."""
-
-    address: int
-    count: int  # type: ignore[assignment]  # not tuple's method
-    dtype: int
-    device: int
-
-
-_TORCH_DTYPES = {"torch.float32": _native.FLOAT32, "torch.bfloat16": _native.BFLOAT16,
-                 "torch.float16": _native.FLOAT16}
-_NUMPY_DTYPES = {"<f4": _native.FLOAT32, "<f2": _native.FLOAT16}
-
-
-def memory_of(array: Any) -> Memory:
-    """The memory of a torch tensor or a numpy array, which must be contiguous and of a supported type."""
-    if hasattr(array, "data_ptr"):
-        dtype = _TORCH_DTYPES.get(str(array.dtype))
-        if dtype is None:
-            raise TypeError(f"a tensor of {array.dtype} is not supported; use float32, bfloat16 or float16")
-        if not array.is_contiguous():
-            raise ValueError("the tensor is not contiguous; reduce tensor.contiguous() and copy it back")
-        if array.device.type not in ("cpu", "cuda"):
-            raise TypeError(f"a tensor on {array.device} is not supported; use cpu or cuda")
-        device = _native.HOST if array.device.type == "cpu" else array.device.index
-        return Memory(array.data_ptr(), array.numel(), dtype, device)
-    interface = getattr(array, "__array_interface__", None)
-    if interface is None:
-        raise TypeError(f"{type(array).__name__} is neither a torch tensor nor a numpy array")
-    dtype = _NUMPY_DTYPES.get(interface["typestr"])
-    if dtype is None:
-        raise TypeError(f"a numpy array of {interface['typestr']} is not supported; use float32 (<f4) or float16 (<f2)")
-    if not array.flags.c_contiguous:
-        raise ValueError("the array is not contiguous; reduce a contiguous copy")
-    address, read_only = interface["data"]
-    if read_only:
-        raise ValueError("the array is read-only; reduce a writable copy")
-    return Memory(address, array.size, dtype, _native.HOST)
+from gradwire._memory import TORCH_DTYPES, Handle, Memory, destroy
+from gradwire._memory import memory_of as memory_of
 
 
 def _op(op: str) -> int:
@@ -63,39 +25,12 @@ class _Next(threading.local):
 _next = _Next()
 
 
-class _Handle:
-    """A handle of the library, released by close() or with the object."""
-
-    def __init__(self, destroy: str, handle: ctypes.c_void_p) -> None:
-        self._handle = handle
-        self._finalizer = weakref.finalize(self, _destroy, destroy, handle)
-
-    def close(self) -> None:
-        """Waits for work in flight and releases the handle. May be called twice."""
-        self._finalizer()
-
-    @property
-    def closed(self) -> bool:
-        """True after close()."""
-        return not self._finalizer.alive
-
-
-def _destroy(function: str, handle: ctypes.c_void_p) -> None:
-    if _native.callbacks.running > 0:
-        # The garbage collector found it while a wire format's function ran, for which this would wait.
-        threading.Thread(target=_destroy, args=(function, handle)).start()
-        return
-    try:
-        _native.call(function, handle)
-    except _native.BadHandle:  # in a fork of the process that created it
-        pass
-
-
-class Communicator(_Handle):
+class Communicator(Handle):
     """A group of ranks. Creating one is collective: it blocks until all `world` ranks have joined.
 
     rendezvous: the same text on every rank: "tcp://HOST:PORT" (rank 0 listens there), "file:///PATH" on a
-        shared folder, or "local://NAME" for ranks that are threads of one process. None in a world of 1.
+        shared folder, for which a pathlib.Path will do, or "local://NAME" for ranks that are threads of one
+        process. None in a world of 1.
     device: "host", or the number of a CUDA device.
     timeout_s: the longest wait for a peer, in joining and in any later operation: half an hour, as in PyTorch, because
         a rank may pause for minutes (to write a checkpoint, say); one that dies is noticed at once.
@@ -111,8 +46,9 @@ class Communicator(_Handle):
     Raises CommFailed when a rank does not join in time.
     """
 
-    def __init__(self, rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *,
-                 device: "str | int" = "host", timeout_s: float = 1800.0, ranks_per_node: int = 0,
+    def __init__(self, rendezvous: "Union[str, os.PathLike[str], None]" = None, rank: int = 0,
+                 world: int = 1, *, device: "str | int" = "host", timeout_s: float = 1800.0,
+                 ranks_per_node: int = 0,
                  secret: str = "", shrinkable: bool = False, interface: str = "",
                  ports: Tuple[int, int] = (0, 0)) -> None:
         number = _native.HOST if device == "host" else device
@@ -120,13 +56,14 @@ class Communicator(_Handle):
             raise ValueError(f"device={device!r} is neither 'host' nor the number of a CUDA device")
         if number != _native.HOST:
             _native.load_nccl()
+        where = _native.rendezvous(rendezvous) if rendezvous is not None else None
         handle = ctypes.c_void_p()
-        interruptible([("gw_secret", secret.encode() or None),
+        interruptible([("gw_secret", _native.text(secret, "the secret") or None),
                        ("gw_shrinkable", int(shrinkable)),
-                       ("gw_listen", interface.encode() or None, *ports),
-                       ("gw_comm_create", rendezvous.encode() if rendezvous is not None else None, rank, world,
-                        number, int(timeout_s * 1000), ctypes.byref(handle))],
-                      undo=lambda: _destroy("gw_comm_destroy", handle))
+                       ("gw_listen", _native.text(interface, "the interface") or None, *ports),
+                       ("gw_comm_create", where, rank, world, number, int(timeout_s * 1000),
+                        ctypes.byref(handle))],
+                      undo=lambda: destroy("gw_comm_destroy", handle))
         self._take(handle)
         if ranks_per_node != 0:
             _native.call("gw_comm_set_ranks_per_node", handle, ranks_per_node)
@@ -184,7 +121,7 @@ class Communicator(_Handle):
         handle = ctypes.c_void_p()
         ranks = (ctypes.c_int32 * self.world)()
         interruptible([("gw_comm_shrink", self._handle, max(1, int(timeout_s * 1000)), ctypes.byref(handle), ranks, self.world)],
-                      undo=lambda: _destroy("gw_comm_destroy", handle))
+                      undo=lambda: destroy("gw_comm_destroy", handle))
         rest = Communicator.__new__(Communicator)
         rest._take(handle)
         return rest, list(ranks[:rest.world])
@@ -206,7 +143,7 @@ class Communicator(_Handle):
         _native.call("gw_comm_doors", self._handle, None, 0, ctypes.byref(size))
         text = ctypes.create_string_buffer(size.value)
         _native.call("gw_comm_doors", self._handle, text, size.value, ctypes.byref(size))
-        return text.value.decode()
+        return os.fsdecode(text.value)
 
     @property
     def waiting(self) -> int:
@@ -237,10 +174,10 @@ class Communicator(_Handle):
 
         Raises BadArgument with the reason when they refuse, CommFailed when none answers, or none lets this process in.
         """
-        handle = ctypes.c_void_p()
-        interruptible([("gw_secret", secret.encode() or None),
-                       ("gw_comm_join", doors.encode(), int(timeout_s * 1000), ctypes.byref(handle))],
-                      undo=lambda: _destroy("gw_comm_destroy", handle))
+        where, handle = _native.path(doors, "the doors"), ctypes.c_void_p()
+        interruptible([("gw_secret", _native.text(secret, "the secret") or None),
+                       ("gw_comm_join", where, int(timeout_s * 1000), ctypes.byref(handle))],
+                      undo=lambda: destroy("gw_comm_destroy", handle))
         joined = cls.__new__(cls)
         joined._take(handle)
         return joined
@@ -264,7 +201,7 @@ class Communicator(_Handle):
             if _next.begin is begin:  # no call was made, which wait() says
                 _native.call(*begin)
         except BaseException:
-            _destroy("gw_request_destroy", handle)
+            destroy("gw_request_destroy", handle)
             raise
         finally:
             _next.begin = None
@@ -285,10 +222,10 @@ class Communicator(_Handle):
         kept = self._residual(residual, memory.count)
         if residual is None:
             self._collective(tag, "gw_allreduce", memory.address, memory.count, memory.dtype, _op(op),
-                         spec.encode(), stream or None)
+                         _native.text(spec, "the spec"), stream or None)
         else:
             self._collective(tag, "gw_allreduce_residual", memory.address, memory.count, memory.dtype,
-                         _op(op), spec.encode(), kept, stream or None)
+                         _op(op), _native.text(spec, "the spec"), kept, stream or None)
         return array
 
     def reduce_scatter(self, output: Any, input: Any, spec: str = "fp32", op: str = "avg",
@@ -309,7 +246,7 @@ class Communicator(_Handle):
             raise TypeError("the input and the output are of different types")
         kept = self._residual(residual, whole.count)
         self._collective(tag, "gw_reduce_scatter", whole.address, part.address, sizes, whole.dtype, _op(op),
-                     spec.encode(), kept, stream or None)
+                     _native.text(spec, "the spec"), kept, stream or None)
         return output
 
     def all_gather(self, output: Any, input: Any, spec: str = "fp32", counts: Optional[Sequence[int]] = None,
@@ -328,7 +265,7 @@ class Communicator(_Handle):
             raise TypeError("the input and the output are of different types")
         kept = self._residual(residual, part.count)
         self._collective(tag, "gw_all_gather", part.address, whole.address, sizes, whole.dtype,
-                     spec.encode(), kept, stream or None)
+                     _native.text(spec, "the spec"), kept, stream or None)
         return output
 
     def all_gather_update(self, replica: Any, master: Any, spec: str = "fp32",
@@ -348,7 +285,7 @@ class Communicator(_Handle):
         if part.dtype != _native.FLOAT32:
             raise TypeError("the master is not float32")
         self._collective(tag, "gw_all_gather_update", part.address, whole.address, sizes, whole.dtype,
-                     spec.encode(), stream or None)
+                     _native.text(spec, "the spec"), stream or None)
         return replica
 
     def broadcast_(self, array: Any, root: int = 0, spec: str = "fp32", stream: int = 0, tag: str = "") -> Any:
@@ -356,7 +293,7 @@ class Communicator(_Handle):
         had them. spec, stream, tag: as in allreduce_. Collective."""
         memory = self._memory(array, "the tensor")
         self._collective(tag, "gw_broadcast", memory.address, memory.count, memory.dtype, root,
-                     spec.encode(), stream or None)
+                     _native.text(spec, "the spec"), stream or None)
         return array
 
     def _memory(self, array: Any, what: str) -> Memory:
@@ -388,7 +325,9 @@ class Communicator(_Handle):
 
     def _collective(self, tag: str, function: str, *arguments: object) -> None:
         call = (function, self._handle, *arguments)
-        calls: List[Call] = [("gw_call_tag", self._handle, tag.encode()), call] if tag else [call]
+        calls: List[Call] = [call]
+        if tag:
+            calls.insert(0, ("gw_call_tag", self._handle, _native.text(tag, "the tag")))
         self._wait_for(*calls)
 
     def _wait_for(self, *calls: Call) -> None:
@@ -416,7 +355,7 @@ class Communicator(_Handle):
 
     def abort(self, reason: str = "") -> None:
         """Fails all pending operations of the communicator, on all reachable ranks. Returns at once."""
-        _native.call("gw_comm_abort", self._handle, reason.encode())
+        _native.call("gw_comm_abort", self._handle, _native.text(reason, "the reason"))
 
     def __enter__(self) -> "Communicator":
         return self
@@ -425,7 +364,7 @@ class Communicator(_Handle):
         self.close()
 
 
-class Request(_Handle):
+class Request(Handle):
     """A call that Communicator.start() has begun. Closing it waits for the call."""
 
     def __init__(self, handle: ctypes.c_void_p, arrays: Any, comm: Communicator) -> None:
@@ -446,7 +385,7 @@ class Request(_Handle):
         self._comm._wait_for(("gw_request_wait", self._handle, longest))
 
 
-class Reducer(_Handle):
+class Reducer(Handle):
     """A model's gradients, or a part of them, reduced together with compression and error feedback.
 
     spec: "fp32", "bf16", "powersgd:rank=R[,...]": see docs/for-pytorch.md.
@@ -463,20 +402,20 @@ class Reducer(_Handle):
     def __init__(self, comm: Communicator, spec: str, tensors: Sequence[Tuple[str, int, int]], *,
                  bucket_bytes: int = 0, op: str = "avg", seed: int = 0, tag: str = "",
                  shard: bool = False, dtype: str = "float32") -> None:
-        self._dtype = _TORCH_DTYPES.get(f"torch.{dtype}", -1)
+        self._dtype = TORCH_DTYPES.get(f"torch.{dtype}", -1)
         if self._dtype < 0:
             raise ValueError(f"dtype {dtype!r} is none of 'float32', 'bfloat16', 'float16'")
         self._dtype_name = dtype
         array = (_native.Tensor * max(1, len(tensors)))()
         for item, (name, rows, cols) in zip(array, tensors):
             item.size = ctypes.sizeof(_native.Tensor)
-            item.name = name.encode()
+            item.name = _native.text(name, "the tensor's name")
             item.rows, item.cols, item.dtype = rows, cols, self._dtype
         options = _native.ReducerOptions(size=ctypes.sizeof(_native.ReducerOptions), seed=seed,
                                          bucket_bytes=bucket_bytes, sum=int(_op(op) == _native.SUM),
                                          shard=int(shard))
         handle = ctypes.c_void_p()
-        comm._collective(tag, "gw_reducer_create", spec.encode(), array, len(tensors),
+        comm._collective(tag, "gw_reducer_create", _native.text(spec, "the spec"), array, len(tensors),
                          ctypes.byref(options), ctypes.byref(handle))
         self._comm = comm
         super().__init__("gw_reducer_destroy", handle)
@@ -523,7 +462,7 @@ class Reducer(_Handle):
         _native.call("gw_reducer_stats", self._handle, ctypes.byref(stats))
         fields: List[str] = [name for name, *_ in _native.Stats._fields_ if name != "size"]
         values = {name: getattr(stats, name) for name in fields}
-        values["description"] = values["description"].decode()
+        values["description"] = values["description"].decode(errors="replace")
         return values
 
     def save_state(self, memory: Optional[bytearray] = None) -> bytearray:

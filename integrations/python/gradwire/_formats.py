@@ -60,8 +60,8 @@ def register_format(name: str, *, block: int, bytes: int, encode: Callable[[Any]
         return _native.FormatCallback(run)
 
     values, encoded = (block, np.float32), (bytes, np.uint8)
-    format = _native.Format(size=ctypes.sizeof(_native.Format), name=name.encode(), block=block, bytes=bytes,
-                            encode=callback(encode, values, encoded),
+    format = _native.Format(size=ctypes.sizeof(_native.Format), name=_native.text(name, "the format's name"),
+                            block=block, bytes=bytes, encode=callback(encode, values, encoded),
                             decode=callback(decode, encoded, values))
     _kept.append(format)
     _native.call("gw_format_register", ctypes.byref(format))

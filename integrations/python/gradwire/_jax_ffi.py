@@ -147,7 +147,7 @@ def handler_of(function: Callable[[Call], None], platform: str) -> Callable[...,
             function(_read(frame, platform))
             return None
         except BaseException as error:  # nothing may pass through XLA's frames
-            text = f"{type(error).__name__}: {error}".encode()
+            text = f"{type(error).__name__}: {error}".encode(errors="replace")
             arguments = _ErrorArguments(ctypes.sizeof(_ErrorArguments), None, text, _ABORTED)
             return frame.api.contents.error_create(byref(arguments))
 

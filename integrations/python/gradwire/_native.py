@@ -10,10 +10,11 @@ import ctypes
 import importlib.util
 import os
 import pathlib
+import pkgutil
 import re
 import threading
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
-from typing import Deque, List, Optional, Tuple
+from typing import Deque, List, Optional, Tuple, Union
 
 HOST = -1
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
@@ -21,18 +22,19 @@ SUM, AVG = 0, 1
 
 
 def _own_version() -> str:
-    """As setup.py wrote it; in the source tree, as the header has it."""
-    here = pathlib.Path(__file__).resolve().parent
-    made = here / "_version.py"
-    if made.exists():
-        return re.findall(r'__version__ = "(.+)"', made.read_text())[0]
-    header = here.parents[2] / "collectives" / "gradwire.h"
-    return ".".join(re.findall(r"#define GW_VERSION_\w+ (\d+)", header.read_text()))
+    """The version that setup.py wrote; in the source tree, the header's; "" in an archive of the sources."""
+    with contextlib.suppress(OSError):  # the package may be in a zip archive
+        made = pkgutil.get_data("gradwire", "_version.py") or b""
+        return re.findall(r'__version__ = "(.+)"', made.decode())[0]
+    with contextlib.suppress(OSError, IndexError):
+        header = pathlib.Path(__file__).resolve().parents[3] / "collectives" / "gradwire.h"
+        return ".".join(re.findall(r"#define GW_VERSION_\w+ (\d+)", header.read_text()))
+    return ""
 
 
 __version__ = _own_version()
-# Of the library that this package needs: before 1.0 a minor version may change the ABI.
-_NEEDED = tuple(int(part) for part in __version__.split(".")[:2])
+# The library version that this package needs: before 1.0 a minor version may change the ABI. Empty: any.
+_NEEDED = tuple(int(part) for part in __version__.split(".")[:2] if part)
 
 
 class Error(RuntimeError):
@@ -166,11 +168,32 @@ def _candidates() -> List[str]:
         return [chosen]
     here = pathlib.Path(__file__).resolve().parent
     found = [str(path) for path in sorted(here.glob("libgradwire.so*"))]  # pip install put it here
+    if not here.is_dir():
+        found.append(str(here / _IN_ARCHIVE))
     if len(here.parents) > 2:  # used from the source tree
         built = here.parents[2] / "build" / "lib" / "libgradwire.so"
         if built.exists():
             found.append(str(built))
     return found + ["libgradwire.so.0"]  # wherever the dynamic linker looks
+
+
+_IN_ARCHIVE = "libgradwire.so.0"
+
+
+def _open(path: str) -> ctypes.CDLL:
+    """Loads a library from a path, or from the archive (a zip file) that this package is imported from."""
+    if os.path.dirname(path) != os.path.dirname(os.path.abspath(__file__)) or os.path.exists(path):
+        return ctypes.CDLL(path)
+    data = pkgutil.get_data("gradwire", _IN_ARCHIVE)
+    descriptor = os.memfd_create(_IN_ARCHIVE)  # the dynamic linker reads files only
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(data or b"")
+        return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+    except OSError as error:
+        raise OSError(f"{path}: {error}") from error
+    finally:
+        os.close(descriptor)
 
 
 # What _load() has found, for people.
@@ -182,13 +205,13 @@ def _load() -> ctypes.CDLL:
     problems = []
     for path in _candidates():
         try:
-            library = ctypes.CDLL(path)
+            library = _open(path)
         except OSError as error:
             problems.append(str(error))
             continue
         library.gw_version.restype = c_int
         version = library.gw_version()
-        if (version // 10000, version // 100 % 100) != _NEEDED:
+        if _NEEDED and (version // 10000, version // 100 % 100) != _NEEDED:
             raise ImportError(f"{path} is Gradwire {version // 10000}.{version // 100 % 100}, this package "
                               f"needs {_NEEDED[0]}.{_NEEDED[1]}; set GRADWIRE_LIBRARY to such a library")
         library.gw_last_error.restype = c_char_p
@@ -223,6 +246,49 @@ def library() -> ctypes.CDLL:
     if _library is None:
         _library = _load()
     return _library
+
+
+if not __version__:
+    _library = _load()
+    __version__ = library_version
+
+
+def text(value: str, what: str) -> bytes:
+    """Encodes a string for the library, which reads up to a NUL byte.
+
+    Args:
+        value: the text.
+        what: what the text is, for errors: "the spec".
+
+    Raises:
+        BadArgument: the text contains a NUL byte, or surrogates, which are not Unicode.
+        TypeError: it is not a str.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{what} is {type(value).__name__}, not str")
+    try:
+        return _whole(value.encode(), what)
+    except UnicodeEncodeError as error:
+        raise BadArgument(f"{what} {value!r} is not Unicode text: {error}") from error
+
+
+def path(value: str, what: str) -> bytes:
+    """Encodes a string with a path in it, such as a rendezvous. A path need not be Unicode."""
+    return _whole(os.fsencode(value), what)
+
+
+def rendezvous(value: "Union[str, os.PathLike[str]]") -> bytes:
+    """Encodes a rendezvous. A path-like object is the file of a file:// rendezvous."""
+    if not isinstance(value, str):
+        value = f"file://{os.path.abspath(os.fspath(value))}"
+    return path(value, "the rendezvous")
+
+
+def _whole(encoded: bytes, what: str) -> bytes:
+    if b"\0" in encoded:
+        raise BadArgument(f"{what} {encoded.decode(errors='replace')!r} contains a NUL byte, where the "
+                          "library would end it: remove it")
+    return encoded
 
 
 def load_nccl() -> str:
