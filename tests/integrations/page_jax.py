@@ -63,7 +63,36 @@ def without_jax_distributed(examples: List[str], address: str) -> None:
     gradwire.jax.shutdown()
 
 
+def a_global_mesh(examples: List[str], _: str) -> None:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{os.environ['MASTER_PORT']}", WORLD, RANK)
+    import gradwire.jax
+    gradwire.jax.init()
+    names: Dict[str, Any] = {
+        "jax": jax, "optax": optax, "gradwire": gradwire, "parameters": jnp.zeros((60, 60)),
+        "optimizer": optax.chain(gradwire.jax.compress("int8"), optax.adam(0.05)),
+        "loss": lambda w, x: jnp.mean((x @ w - x) ** 2)}
+    exec(examples[0], names)
+    generator = np.random.default_rng(RANK)
+    losses = []
+    weights, state = names["parameters"], names["state"]
+    for _ in range(10 * STEPS):
+        x = jax.make_array_from_process_local_data(jax.sharding.NamedSharding(names["mesh"], names["split"]),
+                                                   generator.standard_normal((64, 60), np.float32))
+        weights, state = names["step"](weights, state, x)
+        losses.append(float(np.mean((np.asarray(x.addressable_data(0)) @ np.asarray(weights.addressable_data(0))
+                                     - np.asarray(x.addressable_data(0))) ** 2)))
+    assert losses[-1] < 0.7 * losses[0], losses
+    assert state[0].residual.shape == (60 * WORLD, 60)
+    gradwire.jax.shutdown()
+
+
 SESSIONS = {
+    "a global mesh": Session(2, a_global_mesh, ["mesh = jax.make_mesh"]),
     "training": Session(2, training, ["import gradwire.jax", "mean = gradwire.jax.pmean", "transformation = "]),
     "without jax.distributed": Session(2, without_jax_distributed, ['gradwire.jax.init("tcp:']),
 }

@@ -271,7 +271,7 @@ def _randk(codec: Codec, compressed: List[Leaf], dense: List[Leaf], number: Any,
                                                              "values")
     out, kept = [], []
     for leaf, s, at, mean, gone in zip(compressed, sums, places, means, lost):
-        result = jnp.zeros_like(s).at[at].set(mean)
+        result = jnp.zeros(s.shape, s.dtype).at[at].set(mean)  # not zeros_like(s), which jax.shard_map says varies
         out.append(result.reshape(leaf.value.shape).astype(leaf.value.dtype))
         # What is not finite must be seen once, and not be kept.
         rest = s.at[at].set(gone)

@@ -11,42 +11,34 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
-import json
 import os
 import secrets
 import socket
 import sys
-import threading
 import zlib
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import jax
 import jax.numpy as jnp
-from jax._src import core, distributed  # the current trace and jax.distributed's store have no public names
-from jax.custom_batching import custom_vmap
-from jax.tree_util import keystr, tree_flatten_with_path, tree_structure, tree_unflatten
+from jax._src import core, distributed  # the axes of a trace and jax.distributed's store have no public names
+from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
-from gradwire import _jax_codecs, _jax_ffi, _native
+from gradwire import _jax_call, _jax_codecs, _native
 from gradwire._core import Communicator, Reducer
+from gradwire._jax_call import DTYPES, ranks
+from gradwire._jax_state import CompressState as CompressState
+from gradwire._jax_state import check_state
+from gradwire._jax_state import partition_specs as partition_specs
+from gradwire._jax_state import rescale as rescale
 from gradwire._port import reserve_port
 
 TIMEOUT_S = 1800.0
-_TARGET = "gradwire_average"
 # Leaves of fewer elements travel together, joined by a copy: one message costs as much as this many bytes or more.
 _SMALL = 1 << 16
 # A matrix of fewer elements, and a vector of up to _SMALL, stays in FP32 beside a format of fewer than 16 bits.
 _SMALL_MATRIX = 1024
 _WIDE = ("fp32", "bf16")
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-
-
-class _State(threading.local):
-    token: Any = None
-
-
-_state = _State()
-_communicators: Dict[int, Tuple[Communicator, threading.Lock]] = {}  # by _jax_ffi.Call.device
-_world = 0
 
 
 def init(rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *, secret: str = "",
@@ -62,8 +54,8 @@ def init(rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *, sec
 
     Raises CommFailed when a process does not join in time, RuntimeError when called twice.
     """
-    global _world
-    if _communicators:
+    ranks.forget_parents()
+    if ranks.communicators:
         raise RuntimeError("gradwire.jax.init() was called before; gradwire.jax.shutdown() ends what it began")
     devices = jax.local_devices()
     on_gpus = devices[0].platform in ("gpu", "cuda")
@@ -78,30 +70,27 @@ def init(rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *, sec
         elif rendezvous is None:
             raise _native.BadArgument(f"world={world} without a rendezvous; give one, or call "
                                       "jax.distributed.initialize() before")
-        ranks = world * len(devices)
+        count = world * len(devices)
         first = rank * len(devices)
         with concurrent.futures.ThreadPoolExecutor(len(devices)) as threads:  # each waits for the others
-            made = list(threads.map(lambda i: Communicator(rendezvous if ranks > 1 else None, first + i, ranks,
-                                                           device=devices[i].local_hardware_id if on_gpus else "host",
-                                                           timeout_s=timeout_s, secret=secret), range(len(devices))))
-    _communicators.update({device.local_hardware_id if on_gpus else device.id: (comm, threading.Lock())
-                           for device, comm in zip(devices, made)})
-    _world = ranks
-    _register()
+            made = list(threads.map(lambda i: Communicator(
+                rendezvous if count > 1 else None, first + i, count, timeout_s=timeout_s, secret=secret,
+                device=devices[i].local_hardware_id if on_gpus else "host"), range(len(devices))))
+    numbers = [device.local_hardware_id if on_gpus else device.id for device in devices]
+    ranks.set(dict(zip(numbers, made)), count)
+    _jax_call.register()
 
 
 def shutdown() -> None:
     """Leaves the group, after the computations in flight. init() may be called again."""
-    global _world
-    for communicator, _ in _communicators.values():
+    for communicator, _ in ranks.communicators.values():
         communicator.close()
-    _communicators.clear()
-    _world = 0
+    ranks.set({}, 0)
 
 
 def world_size() -> int:
     """The number of ranks: devices of all processes. 0 before init()."""
-    return _world
+    return ranks.world
 
 
 def pmean(tree: Any, spec: str = "fp32", *, name: str = "") -> Any:
@@ -124,17 +113,6 @@ def pmean(tree: Any, spec: str = "fp32", *, name: str = "") -> Any:
 def psum(tree: Any, spec: str = "fp32", *, name: str = "") -> Any:
     """The sum over all ranks; otherwise like pmean()."""
     return _reduce("psum", tree, spec, name)
-
-
-class CompressState(NamedTuple):
-    """What compress() keeps. residual: of each array that `spec` rounds, what this rank has not sent yet (FP32, its
-    shape); of others an empty array. Differs from rank to rank: checkpoint each rank's. factor: PowerSGD's, of each
-    matrix, with orthonormal columns, the same on every rank; (cols, rank), and with alternate=on (cols + rows, rank).
-    step: how many there were. The last two are () for wire formats."""
-
-    residual: Any
-    factor: Any = ()
-    step: Any = ()
 
 
 class GradientTransformation(NamedTuple):
@@ -160,20 +138,18 @@ def compress(spec: str, *, error_feedback: bool = True, dense: bool = True, name
     keeps = error_feedback and _format(spec) != "fp32"
 
     def init_state(params: Any) -> CompressState:
-        def zeros(leaf: Any) -> Any:
-            compressed = keeps and not (dense and _stays_dense(leaf, spec))
-            return jnp.zeros(leaf.shape if compressed else (0,), jnp.float32)
-
-        return CompressState(jax.tree.map(zeros, params))
+        _, leaves, structure = _arrays("compress", params)
+        return CompressState(tree_unflatten(structure, [
+            _no_residual(leaf, keeps and not (dense and _stays_dense(leaf, spec))) for leaf in leaves]))
 
     def update(updates: Any, state: CompressState, params: Any = None) -> Tuple[Any, CompressState]:
         del params
-        if tree_structure(updates) != tree_structure(state.residual):
-            raise ValueError(_OTHER_STRUCTURE)
-        if not keeps:
-            return _reduce("compress", updates, spec, name, None, dense), state
-        averaged, residual = _reduce("compress", updates, spec, name, state.residual, dense)
-        return averaged, CompressState(residual)
+        paths, leaves, structure = _checked("compress", updates)
+        residuals = check_state(state, structure, paths, leaves)
+        what = f"compress at {name or _call_site()}"
+        out, kept = _averaged(what, paths, leaves, spec, residuals if keeps else None, dense)
+        mean = tree_unflatten(structure, out)
+        return mean, CompressState(tree_unflatten(structure, kept)) if keeps else state
 
     return GradientTransformation(init_state, update)
 
@@ -187,21 +163,25 @@ def _compress_by_codec(spec: str, error_feedback: bool, dense: bool, name: str) 
     def chosen(leaf: Any) -> bool:
         return _jax_codecs.is_compressed(codec, leaf, dense and _stays_dense(leaf, spec))
 
+    def first_factor(leaf: Any, index: int) -> Any:
+        has_one = chosen(leaf) and codec.method == "powersgd"
+        return _jax_codecs.first_factor(codec, leaf, index) if has_one else jnp.zeros(0)
+
     def init_state(params: Any) -> CompressState:
-        leaves, structure = jax.tree.flatten(params)
-        residuals = [jnp.zeros(leaf.shape if error_feedback and (codec.lossy or chosen(leaf)) else (0,), jnp.float32)
-                     for leaf in leaves]
-        factors = [_jax_codecs.first_factor(codec, leaf, i) if chosen(leaf) and codec.method == "powersgd"
-                   else jnp.zeros(0) for i, leaf in enumerate(leaves)]
+        _, leaves, structure = _arrays("compress", params)
+        residuals = [_no_residual(leaf, error_feedback and (codec.lossy or chosen(leaf))) for leaf in leaves]
+        factors = [first_factor(leaf, i) for i, leaf in enumerate(leaves)]
         return CompressState(tree_unflatten(structure, residuals), tree_unflatten(structure, factors),
                              jnp.zeros((), jnp.int32))
 
     def update(updates: Any, state: CompressState, params: Any = None) -> Tuple[Any, CompressState]:
         del params
         paths, leaves, structure = _checked("compress", updates)
-        if structure != tree_structure(state.residual):
-            raise ValueError(_OTHER_STRUCTURE)
-        if _world <= 1:
+        shapes = [jax.eval_shape(functools.partial(first_factor, leaf, i)).shape
+                  for i, leaf in enumerate(leaves)]
+        check_state(state, structure, paths, leaves, shapes)
+        if ranks.world == 1:  # a rank alone keeps nothing, and its gradient is the mean
+            _jax_call.alone(f"gradwire.jax.compress at {name or _call_site()}")
             return updates, state._replace(step=state.step + 1)
         what = _described(f"compress at {name or _call_site()}", paths, leaves)
 
@@ -211,7 +191,7 @@ def _compress_by_codec(spec: str, error_feedback: bool, dense: bool, name: str) 
         kept = [_jax_codecs.Leaf(leaf, residual, factor, chosen(leaf), i) for i, (leaf, residual, factor) in enumerate(
             zip(leaves, jax.tree.leaves(state.residual), jax.tree.leaves(state.factor))) if leaf.size > 0]
         out, residuals, factors = list(leaves), jax.tree.leaves(state.residual), jax.tree.leaves(state.factor)
-        results = _jax_codecs.step(codec, kept, state.step, error_feedback, send, _branch)
+        results = _jax_codecs.step(codec, kept, state.step, error_feedback, send, _jax_call.branch)
         for leaf, mean, residual, factor in zip(kept, *results):
             out[leaf.place], residuals[leaf.place], factors[leaf.place] = mean, residual, factor
         return tree_unflatten(structure, out), CompressState(
@@ -219,8 +199,6 @@ def _compress_by_codec(spec: str, error_feedback: bool, dense: bool, name: str) 
 
     return GradientTransformation(init_state, update)
 
-
-_OTHER_STRUCTURE = "gradwire.jax.compress: the updates have another structure than the parameters that init() saw"
 
 # ---- Before the call: which array travels how, under which name ---------------------------------------------------
 
@@ -240,6 +218,7 @@ def _format(spec: str) -> str:
 
 
 def _check_spec(spec: str) -> None:
+    _native.text(spec, "the spec")
     if _jax_codecs.is_codec(_format(spec)):
         raise _native.BadArgument(f"'{spec}' keeps state between steps, and an average cannot: use "
                                   "gradwire.jax.compress(), or a wire format such as int8")
@@ -263,7 +242,9 @@ def _call_site() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(_HERE):
         frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    # A file's name need not be Unicode.
+    file = os.path.basename(frame.f_code.co_filename).encode(errors="replace").decode()
+    return f"{file}:{frame.f_lineno}"
 
 
 def _described(what: str, paths: Sequence[str], leaves: Sequence[Any]) -> str:
@@ -293,44 +274,70 @@ def _parts(what: str, paths: Sequence[str], leaves: Sequence[Any], spec: str, ke
     return parts
 
 
-def _reduce(what: str, tree: Any, spec: str, name: str, residual: Any = None, dense: bool = False) -> Any:
-    """The reduced tree, or (tree, residual tree) if there is one."""
+def _reduce(what: str, tree: Any, spec: str, name: str) -> Any:
     _check_spec(spec)
     paths, leaves, structure = _checked(what, tree)
-    kept = [None] * len(leaves) if residual is None else structure.flatten_up_to(residual)
-    keeps = [r is not None and r.size > 0 for r in kept]
-    parts = _parts(f"{what} at {name or _call_site()}", paths, leaves, spec, keeps, dense)
+    out, _ = _averaged(f"{what} at {name or _call_site()}", paths, leaves, spec, None, False,
+                       "sum" if what == "psum" else "avg")
+    return tree_unflatten(structure, out)
+
+
+def _averaged(what: str, paths: Sequence[str], leaves: List[Any], spec: str, residuals: Optional[List[Any]],
+              dense: bool, op: str = "avg") -> Tuple[List[Any], List[Any]]:
+    """(means, residuals); without residuals, what is rounded off is lost."""
+    kept = [jnp.zeros(0)] * len(leaves) if residuals is None else residuals
+    parts = _parts(what, paths, leaves, spec, [residual.size > 0 for residual in kept], dense)
     out, kept_out = list(leaves), list(kept)
-    if parts and _world > 1:
-        plan = json.dumps([{"spec": p.spec, "keeps": p.keeps, "tag": p.tag, "op": "sum" if what == "psum" else "avg",
-                            "dtype": _DTYPES[str(p.dtype)]} for p in parts])
-        arrays = [_join([leaves[i] for i in p.leaves]) for p in parts]
-        residuals = [_join([kept[i] for i in p.leaves]) for p in parts if p.keeps]
-        results = _call(plan, arrays, residuals)
+    if parts:
+        results = _jax_call.average(
+            [{"spec": p.spec, "keeps": p.keeps, "tag": p.tag, "op": op, "dtype": DTYPES[str(p.dtype)]}
+             for p in parts],
+            [_join([leaves[i] for i in p.leaves]) for p in parts],
+            [_join([kept[i] for i in p.leaves]) for p in parts if p.keeps])
         for part, result in zip(parts, results):
             _split(part, result, leaves, out)
         for part, result in zip([p for p in parts if p.keeps], results[len(parts):]):
-            _split(part, result, leaves, kept_out)
-    reduced = tree_unflatten(structure, out)
-    return reduced if residual is None else (reduced, tree_unflatten(structure, kept_out))
+            _split(part, result, kept, kept_out)
+    return out, kept_out
 
 
-_DTYPES = {"float32": _native.FLOAT32, "bfloat16": _native.BFLOAT16, "float16": _native.FLOAT16}
+def _arrays(what: str, tree: Any) -> Tuple[List[str], List[Any], Any]:
+    """Paths, leaves and structure of a tree whose arrays can be averaged."""
+    found, structure = tree_flatten_with_path(tree)
+    paths, leaves = [keystr(path) for path, _ in found], []
+    for path, (_, leaf) in zip(paths, found):
+        own = getattr(leaf, "dtype", None)
+        leaf = leaf if own is not None and str(own) not in _CAST else jnp.asarray(leaf)
+        if str(leaf.dtype) not in DTYPES:
+            raise TypeError(f"gradwire.jax.{what}: {path or 'the array'} is {leaf.dtype}; {', '.join(DTYPES)} "
+                            "can be averaged: cast it, or leave it out")
+        leaves.append(leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf))
+    return paths, leaves, structure
+
+
+_CAST = ("float64",)  # which JAX makes float32 of, unless jax_enable_x64 is on
+
+
+def _no_residual(leaf: Any, keeps: bool) -> Any:
+    """Zeros. Of a scalar an array of one element, which jax.shard_map can split along its first dimension."""
+    return jnp.zeros((leaf.shape or (1,)) if keeps else (0,), jnp.float32)
 
 
 def _checked(what: str, tree: Any) -> Tuple[List[str], List[Any], Any]:
     """Paths, leaves and structure of a tree that can be averaged now and here."""
-    if not _communicators:
+    if not ranks.communicators:
         raise RuntimeError(f"gradwire.jax.{what} before gradwire.jax.init(), which connects the ranks")
-    if len(_communicators) > 1 and not core.get_axis_env().axis_sizes:
+    if len(ranks.communicators) > 1 and not core.get_axis_env().axis_sizes:
         raise RuntimeError(f"gradwire.jax.{what} runs on every device, of which this process has "
-                           f"{len(_communicators)}: call it inside jax.shard_map or jax.pmap over all of them")
-    found, structure = tree_flatten_with_path(tree)
-    paths, leaves = [keystr(path) for path, _ in found], [jnp.asarray(leaf) for _, leaf in found]
+                           f"{len(ranks.communicators)}: call it inside jax.shard_map or jax.pmap over all of them")
+    paths, leaves, structure = _arrays(what, tree)
     for path, leaf in zip(paths, leaves):
-        if str(leaf.dtype) not in _DTYPES:
-            raise TypeError(f"gradwire.jax.{what}: {path or 'the array'} is {leaf.dtype}; {', '.join(_DTYPES)} can be "
-                            "averaged: cast it")
+        _jax_call.check_leaf(what, leaf)
+        if what == "compress" and leaf.size > 0 and _jax_call.same_on_every_device(leaf):
+            raise ValueError(f"gradwire.jax.compress: {path or 'the array'} is the same on every device: "
+                             "jax.grad has summed it over them, uncompressed. Differentiate with respect to "
+                             "parameters that vary, jax.lax.pcast(parameters, axes, to='varying') "
+                             "(docs/for-jax.md, 'A global mesh')")
     return paths, leaves, structure
 
 
@@ -340,32 +347,18 @@ def _send(arrays: Sequence[Any], residuals: Sequence[Any], spec: str, tag: str) 
     if not arrays:
         return [], []
     keeps = any(r.size for r in residuals)
-    plan = json.dumps([{"spec": spec, "keeps": keeps, "tag": tag, "op": "avg", "dtype": _native.FLOAT32}])
+    part = {"spec": spec, "keeps": keeps, "tag": tag, "op": "avg", "dtype": _native.FLOAT32}
     flat = jnp.concatenate([a.astype(jnp.float32).ravel() for a in arrays])
     kept = [jnp.concatenate([r.ravel() if r.size else jnp.zeros(a.size) for r, a in zip(residuals, arrays)])] if keeps else []
-    results = _call(plan, [flat], kept)
+    results = _jax_call.average([part], [flat], kept)
     means, lost = [], []
     begin = 0
     for array, residual in zip(arrays, residuals):
         end = begin + array.size
         means.append(results[0][begin:end].reshape(array.shape))
-        lost.append(results[1][begin:end].reshape(array.shape) if residual.size else residual)
+        lost.append(results[1][begin:end].reshape(residual.shape) if residual.size else residual)
         begin = end
     return means, lost
-
-
-def _branch(predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
-    """lax.cond with calls in its branches, which keep their place among those before and after it."""
-    def chained(body: Callable[..., Any]) -> Callable[..., Any]:
-        def run(token: Any, *operands: Any) -> Any:
-            _state.token = token
-            out = body(*operands)
-            return _state.token, out
-        return run
-
-    token, out = jax.lax.cond(predicate, chained(yes), chained(no), _token(), *operands)
-    _state.token = token
-    return out
 
 
 def _join(arrays: List[Any]) -> Any:
@@ -380,79 +373,6 @@ def _split(part: _Part, result: Any, leaves: List[Any], into: List[Any]) -> None
     for i in part.leaves:
         into[i] = jax.lax.slice(result, (begin,), (begin + leaves[i].size,)).reshape(leaves[i].shape)
         begin += leaves[i].size
-
-
-# ---- The call ----------------------------------------------------------------------------------------------------
-
-
-def _call(plan: str, arrays: List[Any], residuals: List[Any]) -> List[Any]:
-    """One custom call, in place. Its first operand and result is a token: XLA is free to run custom calls in any
-    order that their operands allow, so each call of a traced function takes the token of the one before it."""
-
-    def custom_call(*operands: Any) -> Any:
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-        return jax.ffi.ffi_call(_TARGET, shapes, has_side_effect=True,
-                                input_output_aliases={i: i for i in range(len(operands))})(*operands, plan=plan)
-
-    # jax.custom_jvp and custom_vmap only to say what is wrong in the user's terms.
-    call = jax.custom_jvp(custom_call)
-
-    @call.defjvp
-    def _jvp(primals: Any, tangents: Any) -> Any:
-        raise TypeError("gradwire.jax cannot be differentiated: average the gradients, after jax.grad")
-
-    batched = custom_vmap(call)
-
-    @batched.def_vmap
-    def _vmap(axis_size: int, in_batched: Any, *operands: Any) -> Any:
-        raise TypeError("gradwire.jax cannot be vmapped: average outside of jax.vmap")
-
-    token, *results = batched(_token(), *arrays, *residuals)
-    _state.token = token
-    return results
-
-
-def _token() -> Any:
-    """The last call's, if it belongs to the function that is being traced."""
-    last = _state.token
-    current = core.trace_ctx.trace
-    if last is not None and (not isinstance(last, jax.core.Tracer) or last._trace is current):
-        if isinstance(last, jax.core.Tracer) or isinstance(current, core.EvalTrace):
-            return last
-    return jnp.zeros((), jnp.uint32)
-
-
-@functools.lru_cache(maxsize=256)
-def _parsed(plan: str) -> List[Dict[str, Any]]:
-    return [dict(part) for part in json.loads(plan)]
-
-
-def _average(call: _jax_ffi.Call) -> None:
-    communicator, lock = _communicators.get(call.device, (None, None))
-    if communicator is None or lock is None:
-        raise RuntimeError(f"no communicator for device {call.device}: gradwire.jax.init() ran without it, or "
-                           "gradwire.jax.shutdown() has ended it")
-    for i, (given, result) in enumerate(zip(call.operands, call.results)):
-        if given != result:  # every operand is aliased with its result
-            raise RuntimeError(f"XLA did not alias operand {i}; report this")
-    plan = _parsed(call.attributes["plan"])
-    addresses, counts = call.results[1:], call.counts[1:]
-    residuals = iter(addresses[len(plan):])
-    handle = communicator._handle
-    with lock:  # of two computations at once on this device
-        if call.stream:
-            _native.call("gw_comm_check", handle)  # an earlier call may have failed on its stream, which says nothing
-        for part, address, count in zip(plan, addresses, counts):
-            _native.call("gw_call_tag", handle, part["tag"].encode())
-            _native.call("gw_allreduce_residual", handle, address, count,
-                         part["dtype"],
-                         _native.SUM if part["op"] == "sum" else _native.AVG, part["spec"].encode(),
-                         next(residuals) if part["keeps"] else None, call.stream or None)
-
-
-@functools.lru_cache(maxsize=None)
-def _register() -> None:
-    _jax_ffi.register(_TARGET, _average)
 
 
 # ---- Joining -----------------------------------------------------------------------------------------------------
