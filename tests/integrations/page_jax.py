@@ -47,6 +47,15 @@ def training(examples: List[str], _: str) -> None:
     assert float(total) == 3 and all((np.asarray(leaf, np.float32) == 0.5).all() for leaf in jax.tree.leaves(mean))
     names["spec"] = "int4"
     exec(examples[2], names)
+    names.update(jnp=jnp, state=names["transformation"].init(jnp.ones(70_000)), gradients=jnp.full(70_000, 1.0), new_scale=1.0,
+                 old_scale=2.0)
+    exec(examples[3], names)
+    before = names["state"]
+    for gradient in (jnp.full(70_000, jnp.inf if RANK else 1.0), jnp.linspace(0, 1, 70_000)):
+        names["gradients"] = gradient
+        exec(examples[4], names)
+        assert bool((names["state"].residual == before.residual).all()) == bool(jnp.isinf(names["averaged"]).any()
+                                                                                | jnp.isnan(names["averaged"]).any())
     gradient = jnp.asarray(generator.standard_normal((64, 64), np.float32))
     sent, state = names["transformation"].update(gradient, names["transformation"].init(gradient))
     both = multihost_utils.process_allgather(jnp.stack([gradient, sent, state.residual]))
@@ -93,7 +102,8 @@ def a_global_mesh(examples: List[str], _: str) -> None:
 
 SESSIONS = {
     "a global mesh": Session(2, a_global_mesh, ["mesh = jax.make_mesh"]),
-    "training": Session(2, training, ["import gradwire.jax", "mean = gradwire.jax.pmean", "transformation = "]),
+    "training": Session(2, training, ["import gradwire.jax", "mean = gradwire.jax.pmean", "transformation = ", "state = gradwire.jax.rescale",
+                                      "averaged, after"]),
     "without jax.distributed": Session(2, without_jax_distributed, ['gradwire.jax.init("tcp:']),
 }
 NOT_RUN: List[Any] = []

@@ -267,13 +267,14 @@ def _randk(codec: Codec, compressed: List[Leaf], dense: List[Leaf], number: Any,
         first = run * shorter + jnp.minimum(run, longer)
         bits = _random_bits(codec, leaf.place, number, count)
         places.append(first + (bits % (shorter + (run < longer)).astype(jnp.uint32)).astype(first.dtype))
-    means, lost, dense_means, dense_residuals = _send_beside([s[at] for s, at in zip(sums, places)], dense, codec, send,
-                                                             "values")
+    # What is not finite must be seen by all ranks, at coordinates that are not drawn too.
+    drawn = [jnp.where(jnp.isfinite(s).all(), s[at], jnp.nan) for s, at in zip(sums, places)]
+    means, lost, dense_means, dense_residuals = _send_beside(drawn, dense, codec, send, "values")
     out, kept = [], []
     for leaf, s, at, mean, gone in zip(compressed, sums, places, means, lost):
-        result = jnp.zeros(s.shape, s.dtype).at[at].set(mean)  # not zeros_like(s), which jax.shard_map says varies
+        # Not zeros_like(s), which varies over the devices of a mesh.
+        result = jnp.zeros(s.shape, s.dtype).at[at].set(mean)
         out.append(result.reshape(leaf.value.shape).astype(leaf.value.dtype))
-        # What is not finite must be seen once, and not be kept.
-        rest = s.at[at].set(gone)
-        kept.append(jnp.where(jnp.isfinite(rest), rest, 0).reshape(leaf.residual.shape) if keeps else leaf.residual)
+        rest = s.at[at].set(gone).reshape(leaf.residual.shape) if keeps else leaf.residual
+        kept.append(jnp.where(jnp.isfinite(mean).all(), rest, leaf.residual) if keeps else rest)
     return (out, dense_means), (kept, dense_residuals), ([leaf.factor for leaf in compressed], [leaf.factor for leaf in dense])

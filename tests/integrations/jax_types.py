@@ -1,0 +1,186 @@
+"""Scenarios of jax_ranks.py: the table of types and layouts of docs/for-jax.md, and loss scales and the profiler."""
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+import tempfile
+from typing import Any, Callable, Dict, Tuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import sparse
+
+import gradwire.jax
+from jax_world import RANK, WORLD, refused
+
+SCENARIOS: Dict[str, Callable[[], None]] = {}
+
+
+def scenario(function: Callable[[], None]) -> Callable[[], None]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def values(rank: int, *shape: int) -> np.ndarray:
+    """Small integers, whose means every type here has exactly."""
+    return (np.arange(np.prod(shape)).reshape(shape) % 8 + 4 * rank).astype(np.float32)
+
+
+def averaged() -> Dict[str, Tuple[Callable[[int], Any], str]]:
+    """What is averaged: an array of a rank, and the type of its mean."""
+    cases: Dict[str, Tuple[Callable[[int], Any], str]] = {}
+    for dtype in ("float32", "bfloat16", "float16"):
+        cases[dtype] = (lambda rank, dtype=dtype: jnp.asarray(values(rank, 40, 60), dtype)), dtype
+        cases[f"{dtype}, 0-dim"] = (lambda rank, dtype=dtype: jnp.asarray(float(4 * rank), dtype)), dtype
+        cases[f"{dtype}, empty"] = (lambda rank, dtype=dtype: jnp.zeros((0, 3), dtype)), dtype
+        cases[f"{dtype}, large"] = (lambda rank, dtype=dtype: jnp.asarray(values(rank, 70_000), dtype)), dtype
+        cases[f"{dtype}, transposed"] = (lambda rank, dtype=dtype: jnp.asarray(values(rank, 60, 40), dtype).T), dtype
+        cases[f"{dtype}, expanded"] = (lambda rank, dtype=dtype: jnp.broadcast_to(
+            jnp.asarray(values(rank, 60), dtype), (40, 60))), dtype
+    return {**cases,
+            "numpy float32": (lambda rank: values(rank, 40, 60), "float32"),
+            "numpy float16": (lambda rank: values(rank, 40, 60).astype(np.float16), "float16"),
+            "numpy float64": (lambda rank: values(rank, 40, 60).astype(np.float64), "float32"),
+            "numpy, Fortran order": (lambda rank: np.asfortranarray(values(rank, 40, 60)), "float32"),
+            "numpy, strided": (lambda rank: values(rank, 80, 120)[::2, ::-2], "float32"),
+            "numpy, read-only": (lambda rank: np.broadcast_to(values(rank, 60), (40, 60)), "float32"),
+            "a Python float": (lambda rank: float(4 * rank), "float32")}
+
+
+def refusals() -> Dict[str, Tuple[Any, str]]:
+    """What is refused, and how the error names it."""
+    cases: Dict[str, Tuple[Any, str]] = {
+        dtype: (jnp.zeros((3, 4), dtype), dtype) for dtype in
+        ("int8", "int16", "int32", "uint8", "uint16", "uint32", "int4", "bool", "complex64", "float8_e4m3fn", "float8_e5m2")}
+    with jax.enable_x64(True):
+        for dtype in ("float64", "int64", "complex128"):
+            cases[dtype] = (jnp.zeros((3, 4), dtype), dtype)
+    tangent = jax.grad(lambda x: x.astype(jnp.float32).sum(), allow_int=True)(jnp.arange(3))
+    return {**cases, "a Python int": (3, "int32"), "a random key": (jax.random.key(0), "key<fry>"),
+            "the tangent of integers": (tangent, "float0"),
+            "sparse": (sparse.BCOO.fromdense(jnp.eye(4)), "int32")}
+
+
+@scenario
+def every_type_and_layout_is_averaged_or_refused_by_name() -> None:
+    transformations = {spec: gradwire.jax.compress(spec) for spec in ("fp32", "bf16", "powersgd:rank=2", "randk:ratio=0.5")}
+    for name, (make, dtype) in averaged().items():
+        tree, own = {"array": make(RANK), "none": None}, make(RANK)
+        tree["tied"] = tree["array"]
+        mean = np.mean([np.asarray(make(rank), np.float64) for rank in range(WORLD)], 0)
+        for how in (gradwire.jax.pmean, jax.jit(gradwire.jax.pmean), jax.jit(gradwire.jax.pmean, donate_argnums=0)):
+            if how is not gradwire.jax.pmean:
+                tree = jax.tree.map(jnp.array, tree)
+            out = how(tree)
+            assert out["none"] is None, name
+            for got in (out["array"], out["tied"]):
+                assert (str(got.dtype), got.shape) == (dtype, np.shape(own)), (name, got.dtype, got.shape)
+                np.testing.assert_array_equal(np.asarray(got, np.float64), mean, err_msg=name)
+        np.testing.assert_array_equal(np.asarray(gradwire.jax.psum(own), np.float64), mean * WORLD, err_msg=name)
+        for spec, transformation in transformations.items():
+            state = transformation.init({"array": own})
+            got, state = jax.jit(transformation.update)({"array": jnp.asarray(own)}, state)
+            assert (str(got["array"].dtype), got["array"].shape) == (dtype, np.shape(own)), (name, spec)
+            if spec in ("fp32", "bf16"):
+                np.testing.assert_array_equal(np.asarray(got["array"], np.float64), mean, err_msg=f"{name}, {spec}")
+            elif np.size(own):
+                kept = np.asarray(state.residual["array"], np.float64)
+                everyones = np.asarray(gradwire.jax.psum(jnp.asarray(kept.ravel(), jnp.float32)), np.float64)
+                both = np.asarray(got["array"], np.float64).ravel() * WORLD + (everyones if everyones.size else 0)
+                tolerance = 1e-5 if dtype == "float32" else 0.02
+                np.testing.assert_allclose(both, mean.ravel() * WORLD, atol=tolerance * WORLD * (np.abs(mean).max() + 1),
+                                           err_msg=f"{name}, {spec}")
+    for name, (array, words) in refusals().items():
+        with jax.enable_x64("64" in name or "128" in name):
+            for call in (lambda: gradwire.jax.pmean({"w": array}), lambda: gradwire.jax.psum({"w": array})):
+                refused(TypeError, words, call)
+            for transformation in transformations.values():
+                refused(TypeError, "['w']", lambda: transformation.init({"w": array}))
+                refused(TypeError, words, lambda: transformation.update(
+                    {"w": array}, transformation.init(jax.tree.map(lambda _: jnp.zeros(3, jnp.float32), {"w": array}))))
+
+
+@scenario
+def the_profiler_shows_what_travels() -> None:
+    transformation = gradwire.jax.compress("int8", dense=False, name="step")
+    gradient = jnp.ones((256, 256))
+    step = jax.jit(transformation.update)
+    _, state = step(gradient, transformation.init(gradient))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(step(gradient, state))
+            jax.block_until_ready(gradwire.jax.pmean({"a": jnp.ones(10), "b": jnp.ones(5, jnp.bfloat16)}, "bf16", name="mean"))
+        path, = glob.glob(f"{folder}/**/*.trace.json.gz", recursive=True)
+        with gzip.open(path) as file:
+            events = json.load(file)["traceEvents"]
+    ranges = {event["name"]: event["args"] for event in events if event.get("name", "").startswith("gradwire ")}
+    found = sorted((name.partition(", tree")[0], args["spec"], int(args["bytes"])) for name, args in ranges.items())
+    assert found == [("gradwire bf16: pmean at mean", "bf16", 10), ("gradwire bf16: pmean at mean", "bf16", 40),
+                     ("gradwire int8: compress at step", "int8", 4 * 256 * 256)], ranges
+
+
+# ---- Loss scales -------------------------------------------------------------------------------------------------
+
+SIZE = (48, 64)
+
+
+def scaled_steps(spec: str, rescales: bool, restores: bool) -> float:
+    """The error of the sum of averages, relative to one gradient, in a run whose loss scale changes, and in which two
+    steps overflow on one rank."""
+    transformation = gradwire.jax.compress(spec, dense=False)
+
+    @jax.jit
+    def step(gradient: Any, state: Any, scale: Any) -> Any:
+        averaged, after = transformation.update((gradient * scale).astype(jnp.float32), state)
+        finite = jnp.isfinite(averaged).all()
+        if restores:
+            after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state)
+        return averaged / scale, after, finite
+
+    rng = np.random.default_rng(1)
+    gradients = rng.standard_normal((WORLD, *SIZE)).astype(np.float32)
+    state, scale = transformation.init(jnp.zeros(SIZE)), 65536.0
+    total, steps = np.zeros(SIZE), 0
+    for number in range(40):
+        own = np.array(gradients[RANK])
+        if number in (15, 16) and RANK == WORLD - 1:
+            own[0, 0] = np.inf
+        averaged, state, finite = step(jnp.asarray(own), state, scale)
+        assert bool(finite) == (number not in (15, 16)), number
+        if finite:
+            total += np.asarray(averaged, np.float64)
+            steps += 1
+        else:
+            scale, before = scale / 16, scale
+            if rescales:
+                state = gradwire.jax.rescale(state, scale / before)
+    assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(state)), spec
+    # What went in is what came out and what is kept.
+    kept = np.asarray(gradwire.jax.pmean(state.residual), np.float64) / scale
+    expected = gradients.mean(0, dtype=np.float64) * steps
+    return float(np.linalg.norm(total + kept - expected) / np.linalg.norm(gradients.mean(0)))
+
+
+@scenario
+def a_loss_scale_changes_and_steps_are_skipped() -> None:
+    for spec in ("int4", "int8:schedule=ring", "powersgd:rank=4", "powersgd:rank=2,alternate=on", "randk:ratio=0.1"):
+        right, unscaled = scaled_steps(spec, True, True), scaled_steps(spec, False, True)
+        if RANK == 0:
+            print(f"{spec}: {right:.2g} gradients off with rescale(), {unscaled:.2g} without", flush=True)
+        assert right < 0.01, (spec, right)
+        assert unscaled > 10 * right, (spec, unscaled)
+
+
+@scenario
+def rescale_changes_residuals_only() -> None:
+    optimizer = optax.chain(gradwire.jax.compress("powersgd:rank=2"), optax.adam(1e-3))
+    weights = {"a": jnp.ones((40, 60)), "b": jnp.ones(3)}
+    updates, state = optimizer.update({"a": jnp.asarray(values(RANK, 40, 60)), "b": jnp.ones(3)}, optimizer.init(weights))
+    scaled = jax.jit(gradwire.jax.rescale)(state, 0.25)
+    np.testing.assert_array_equal(scaled[0].residual["a"], state[0].residual["a"] * 0.25)
+    assert np.abs(state[0].residual["a"]).max() > 0
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), (scaled[0].factor, scaled[1:]), (state[0].factor, state[1:]))
+    assert all(jax.tree.leaves(same)), same
