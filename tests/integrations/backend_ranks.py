@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+import backend_ddp
 from gradwire.torch import Backend, register_backend
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -179,6 +180,11 @@ def work_is_done_when_it_says_so() -> None:
     if RANK == 0:
         alone = dist.all_reduce(tensors[0], async_op=True)  # the others come only after this has failed to wait
         check(not alone.is_completed(), "done before the others have come")
+        try:
+            alone.result()
+            check(False, "result() returned a tensor before the sum was complete")
+        except RuntimeError as error:
+            check("wait()" in str(error), str(error))
         try:
             alone.wait(timedelta(seconds=0.2))
             check(False, "wait() ended without the others")
@@ -359,7 +365,7 @@ def a_dead_peer_raises() -> None:
 SCENARIOS: List[Callable[[], None]] = [
     large_sums_are_compressed_and_nothing_else, many_calls_at_once_do_not_deadlock, work_is_done_when_it_says_so, shards,
     functional_collectives_and_dtensors, whoever_calls_torch_distributed, groups_have_rules_of_their_own,
-    a_process_may_end_without_leaving_the_group, a_dead_peer_raises]
+    a_process_may_end_without_leaving_the_group, a_dead_peer_raises, *backend_ddp.SCENARIOS]
 
 
 def main() -> None:

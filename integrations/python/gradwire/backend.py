@@ -31,6 +31,16 @@ from gradwire._worker import Worker, shut_down
 __all__ = ["Backend", "register_backend"]
 
 _NO_TIMEOUT = timedelta(0)
+# torch.compile() must not trace what a compiled model calls in here, such as DDP's broadcast of buffers.
+_untraced: Callable[[Any], Any] = getattr(torch, "_disable_dynamo", lambda function: function)
+
+
+def _untraced_methods(cls: Any) -> Any:
+    """Excludes the methods of a class that PyTorch calls from torch.compile()."""
+    for name, value in list(vars(cls).items()):
+        if callable(value) and not name.startswith("__"):
+            setattr(cls, name, _untraced(value))
+    return cls
 
 
 class Rule(NamedTuple):
@@ -50,7 +60,8 @@ def register_backend(allreduce: Optional[str] = "int8", *, reduce_scatter: Optio
         "bf16:round=stochastic" or "int4:rotate=hadamard"; None: the operation stays Gloo's. all_gather sends what
         the caller gives, often parameters, so that its format rounds these.
     min_bytes: of the whole tensor (for reduce_scatter the input, for all_gather the output); smaller ones stay Gloo's.
-        Only float32, bfloat16 and float16 are compressed, in sums and averages.
+        Only float32, bfloat16 and float16 are compressed, in sums and averages. A tensor of one element always
+        stays Gloo's: it may be a count or a flag, as DDP's join() sends them.
     name: give several rules a name each, and groups the rule they need: new_group(ranks, backend=name).
 
     Raises BadArgument for a format that is unknown or works on matrices; Unsupported on a PyTorch before 2.9.
@@ -72,6 +83,7 @@ def register_backend(allreduce: Optional[str] = "int8", *, reduce_scatter: Optio
     dist.Backend.register_backend(name, create, devices=["cpu"])
 
 
+@_untraced_methods
 class Work(dist._Work if hasattr(dist, "_Work") else object):  # type: ignore[misc]
     """A collective under way on the backend's thread. The tensors may be used after wait(), or when the future is done."""
 
@@ -118,6 +130,9 @@ class Work(dist._Work if hasattr(dist, "_Work") else object):  # type: ignore[mi
         return self._failure
 
     def result(self) -> List[torch.Tensor]:
+        """The tensors. Raises RuntimeError before the call is complete, as Gloo's does."""
+        if not self._finished.is_set():
+            raise RuntimeError("the collective is not complete: call wait() before result()")
         return self._tensors
 
     def synchronize(self) -> None:
@@ -139,6 +154,7 @@ def _gloos(*names: str) -> Any:
     return method
 
 
+@_untraced_methods
 class Backend(dist.ProcessGroup):
     """A process group with compressed collectives: see register_backend(), which is how to make one."""
 
@@ -152,6 +168,7 @@ class Backend(dist.ProcessGroup):
         self._register_backend(torch.device("cpu"), kind, self._gloo)
         self._worker: Optional[Worker] = None
         self._communicators: List[Communicator] = []
+        self._running = 0  # the thread that runs jobs
         self._finalizer: Any = None  # a weakref.finalize, which is generic in some versions of mypy
         self.compressed = 0  # calls, for whoever wants to know whether the rule fits
 
@@ -169,7 +186,7 @@ class Backend(dist.ProcessGroup):
     def _format(self, spec: Optional[str], dtype: torch.dtype, count: int) -> str:
         """The wire format of a call; "": it is Gloo's. By what is the same on every rank only."""
         fits = (self.size() > 1 and dtype in (torch.float32, torch.bfloat16, torch.float16)
-                and count > 0 and count * dtype.itemsize >= self._rule.min_bytes)
+                and count > 1 and count * dtype.itemsize >= self._rule.min_bytes)
         return spec if spec is not None and fits else ""
 
     def allreduce(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
@@ -295,7 +312,18 @@ class Backend(dist.ProcessGroup):
             raise _native.BadHandle("the process group was shut down; create another with init_process_group() or new_group()")
         comm, work = self._communicators[0], Work(tensors)
         self.compressed += 1
-        self._worker.submit(lambda: work.run(lambda: job(comm)), work._started)
+
+        def run() -> None:
+            self._running = threading.get_ident()
+            work.run(lambda: job(comm))
+
+        if threading.get_ident() == self._running:
+            # A future's callback makes this call on the worker's thread, and may wait for it, as powerSGD_hook
+            # does.
+            run()
+            work._started.set_result(None)
+        else:
+            self._worker.submit(run, work._started)
         return work
 
 
