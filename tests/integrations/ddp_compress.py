@@ -80,6 +80,44 @@ def compiled_models_keep_their_names() -> None:
     say("compiled around DDP and inside: the same weights, and the model's own names")
 
 
+class Fabric(nn.Module):
+    """As Lightning Fabric wraps a model."""
+
+    def __init__(self, ddp: nn.Module) -> None:
+        super().__init__()
+        self._forward_module = ddp
+
+
+class Trainer:
+    """As transformers' has it: the model, and what it has wrapped it in."""
+
+    def __init__(self, ddp: nn.Module) -> None:
+        self.model, self.model_wrapped, self.arguments = ddp.module, ddp, {"lr": 0.1}
+
+
+class Lightning:
+    """As Lightning's has it: a strategy has the model."""
+
+    def __init__(self, ddp: nn.Module) -> None:
+        self.strategy = Trainer(ddp)
+
+
+def it_finds_the_one_ddp() -> None:
+    for wrap in (Fabric, Trainer, Lightning, lambda ddp: ddp.module, lambda ddp: nn.Sequential(ddp)):
+        ddp = DistributedDataParallel(model())
+        hook = compress(wrap(ddp))
+        train(ddp, 1)
+        check(hook.spec == "int8" and hook.stats()["steps"] == 1, f"{wrap}: {hook.spec}, {hook.stats()}")
+        hook.close()
+    check(Hook().spec == "int8", "Hook() and compress() have different defaults")
+    bad = gradwire.BadArgument
+    two = nn.ModuleList([DistributedDataParallel(model()), DistributedDataParallel(model())])
+    refused(lambda: compress(two), bad, "ModuleList has 2", "compress() for each")
+    refused(lambda: compress(nn.DataParallel(model())), bad, "DataParallel(Sequential) is not a DistributedDataParallel")
+    refused(lambda: compress(torch.optim.SGD(model().parameters(), lr=1.0)), bad, "SGD is not a model")
+    say("compress() finds the one DDP in what it is given, and names what it got where there is none")
+
+
 def refused(what: Callable[[], Any], error: type, *words: str) -> None:
     try:
         what()
@@ -93,7 +131,7 @@ def refused(what: Callable[[], Any], error: type, *words: str) -> None:
 def what_it_cannot_compress_is_refused() -> None:
     bad = gradwire.BadArgument
     refused(lambda: compress(model()), bad, "wrap the model first", "DistributedDataParallel(model)")
-    refused(lambda: compress([model()]), bad, "list is no model")  # type: ignore[arg-type]
+    refused(lambda: compress([model()]), bad, "list is not a model")  # type: ignore[arg-type]
     ddp = DistributedDataParallel(model())
     refused(lambda: compress(ddp, "int3"), bad, "int3")
     first = compress(ddp)
@@ -133,4 +171,5 @@ def python_reducer_is_refused() -> None:
 
 
 SCENARIOS: List[Callable[[], None]] = [one_line_is_the_hook, it_averages_over_the_models_own_group,
+                                       it_finds_the_one_ddp,
                                        compiled_models_keep_their_names, what_it_cannot_compress_is_refused]

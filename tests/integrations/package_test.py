@@ -23,7 +23,7 @@ import torch
 
 import gradwire
 import gradwire.torch
-from gradwire import _native, _process_group, _state
+from gradwire import _buckets, _native, _process_group, _state
 from gradwire._port import reserve_port
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[2] / "integrations" / "python"
@@ -58,7 +58,7 @@ class Hooks(unittest.TestCase):
     def test_state_names_are_the_models_own(self) -> None:
         for wrapped in ("module.layer.weight", "_orig_mod.layer.weight", "module._orig_mod.layer.weight",
                         "_orig_mod.module.layer.weight", "layer._orig_mod.weight"):
-            self.assertEqual(gradwire.torch._plain_name(wrapped), "layer.weight")
+            self.assertEqual(_buckets.plain_name(wrapped), "layer.weight")
 
     def test_a_pickled_hook_keeps_its_options(self) -> None:
         with_model = gradwire.torch.Hook("bf16,schedule=ring", model=torch.nn.Linear(2, 3), timeout_s=7, seed=5)
@@ -103,7 +103,7 @@ class Hooks(unittest.TestCase):
             gradwire.torch.Hook(spec).close()
 
     def test_uncompressed_bfloat16_travels_as_bfloat16(self) -> None:
-        spec = gradwire.torch._spec_for
+        spec = _buckets.spec_for
         self.assertEqual(spec("fp32", torch.bfloat16), "bf16:ef=off")
         self.assertEqual(spec("fp32:schedule=ring,ef=on", torch.bfloat16), "bf16:ef=off,schedule=ring")
         self.assertEqual(spec("fp32:schedule=ring", torch.float32), "fp32:schedule=ring")
@@ -134,7 +134,7 @@ class Failures(unittest.TestCase):
         comm.abort("because a peer is gone")
         bucket = unittest.mock.Mock()
         bucket.index.return_value, bucket.parameters.return_value = 0, [torch.zeros(4)]
-        bucket.buffer.return_value = unittest.mock.Mock(is_cuda=True)
+        bucket.buffer.return_value = unittest.mock.Mock(is_cuda=True, layout=torch.strided, dtype=torch.float32)
         for call in (lambda: hook(bucket), hook.check):
             with self.assertRaisesRegex(gradwire.CommFailed, "because a peer is gone"):
                 call()

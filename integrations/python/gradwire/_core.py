@@ -1,10 +1,12 @@
 """Communicators and reducers, for numpy arrays and torch tensors."""
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+import weakref
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 from gradwire import _native
 from gradwire._interrupt import Call, interruptible
@@ -20,9 +22,20 @@ def _op(op: str) -> int:
 
 class _Next(threading.local):
     begin: Optional[Call] = None  # makes a request of this thread's next collective call
+    owner: Any = None  # makes this thread's calls, see calls_of()
 
 
 _next = _Next()
+
+
+@contextlib.contextmanager
+def calls_of(owner: Any) -> Iterator[None]:
+    """Marks calls as those of the owner of a communicator: see Communicator._claim()."""
+    before, _next.owner = _next.owner, owner
+    try:
+        yield
+    finally:
+        _next.owner = before
 
 
 class Communicator(Handle):
@@ -333,6 +346,7 @@ class Communicator(Handle):
     def _wait_for(self, *calls: Call) -> None:
         """Makes calls that wait for other ranks; on CUDA they return at once. A signal whose handler raises,
         as for Ctrl-C, aborts the communicator."""
+        self._refuse_others(_next.owner)
         begin, _next.begin = _next.begin, None
         if begin is not None:  # its first call may wait for the other ranks as well
             calls = (begin, *calls)
@@ -341,6 +355,25 @@ class Communicator(Handle):
         else:
             for name, *arguments in calls:
                 _native.call(name, *arguments)
+
+    _owner: "Optional[Callable[[], Any]]" = None
+    _owner_kind = ""
+
+    def _claim(self, owner: Any, kind: str) -> None:
+        """Reserves the communicator for `owner`, which makes calls from a thread of its own: calls from elsewhere would
+        come before them on one rank and after them on another. Raises BadArgument where it has an owner."""
+        self._refuse_others(owner)
+        self._owner, self._owner_kind = weakref.ref(owner), kind
+
+    def _release(self, owner: Any) -> None:
+        if self._owner is not None and self._owner() is owner:
+            self._owner = None
+
+    def _refuse_others(self, caller: Any) -> None:
+        owner = self._owner() if self._owner is not None else None
+        if owner is not None and owner is not caller:
+            raise _native.BadArgument(f"{self._owner_kind} uses this communicator, from a thread of its own: give it another, "
+                                      "from Communicator.split(0) before it is created")
 
     def _interrupt(self) -> None:
         self.abort("a signal interrupted rank %d" % self.rank)

@@ -213,6 +213,10 @@ def refuse_what_needs_all_ranks(ddp: Any) -> None:
         remedies.append("forward_sync_buffers=False" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers=False")
     if ddp.find_unused_parameters:
         remedies.append("find_unused_parameters=False")
+    sparse = [name for name, module in ddp.named_modules()
+              if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse]
+    if sparse:
+        remedies.append(f"sparse=False in {', '.join(sparse)}")
     if any(isinstance(module, torch.nn.SyncBatchNorm) for module in modules):
         remedies.append("BatchNorm in place of SyncBatchNorm")
     if remedies:

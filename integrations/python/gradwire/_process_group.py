@@ -6,17 +6,61 @@ import os
 import pathlib
 import secrets
 import socket
+import weakref
 from typing import Any, List
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from gradwire import _native
 from gradwire._core import Communicator
 from gradwire._port import reserve_port
 
 # PyTorch's own limit, half an hour. A rank may pause for minutes, as rank 0 does when it writes a checkpoint,
 # and a rank that dies is noticed at once, whatever the limit: its connections break.
 TIMEOUT_S = default_pg_timeout.total_seconds()
+
+
+def _default_group() -> Any:
+    return dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
+
+
+class Origin:
+    """The process and the default process group in which a communicator was made. It is of no use elsewhere."""
+
+    def __init__(self) -> None:
+        group = _default_group()
+        self._process = os.getpid()
+        self._group = weakref.ref(group) if group is not None else None
+
+    def ended(self) -> str:
+        """Returns why a communicator of this origin cannot be used now; "" if it can."""
+        if self._process != os.getpid():
+            return "this process is a fork of the process that made its communicator"
+        now = _default_group()
+        if now is None or self._group is None or self._group() is now:
+            return ""
+        return "torch.distributed.destroy_process_group() has ended the process group of its communicator"
+
+
+class _Inherited:
+    """The default process group that a forked process has from its parent. Its threads and connections are the parent's."""
+
+    group: Any = None
+
+    @classmethod
+    def remember(cls) -> None:
+        group = _default_group()
+        cls.group = weakref.ref(group) if group is not None else None
+
+
+os.register_at_fork(after_in_child=_Inherited.remember)
+
+
+def _refuse_inherited() -> None:
+    if _Inherited.group is not None and _Inherited.group() is _default_group():
+        raise _native.BadHandle("the default process group belongs to the process that forked this one: call "
+                                "init_process_group() in this process, or start it with the spawn method")
 
 
 def _global_rank(group: Any, rank: int) -> int:
@@ -83,6 +127,7 @@ def communicator(process_group: Any = None, device: "str | int" = "host",
     rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
     if world == 1:
         return Communicator(device=device, timeout_s=timeout_s)
+    _refuse_inherited()
     networks: List[Any] = [None] * world
     dist.all_gather_object(networks, _network(), group=process_group)
     meeting: List[Any] = [None, None]
@@ -97,11 +142,13 @@ def communicator(process_group: Any = None, device: "str | int" = "host",
 
 def communicator_of_store(store: Any, rank: int, world: int, timeout_s: float = TIMEOUT_S) -> Communicator:
     """The same for tensors on the host, of `world` ranks that share a torch.distributed store of their own."""
-    store.set(f"gradwire/network/{rank}", _network())
+    # A store can outlive its group. Every rank counts the groups, so that none reads the address of an earlier one.
+    group = f"gradwire/{store.add(f'gradwire/groups/{rank}', 1)}"
+    store.set(f"{group}/network/{rank}", _network())
     with contextlib.ExitStack() as stack:
         if rank == 0:
-            networks = [store.get(f"gradwire/network/{r}").decode() for r in range(world)]
-            store.set("gradwire/meeting", " ".join(_meeting(stack, networks)))
-        address, secret = store.get("gradwire/meeting").decode().split()
+            networks = [store.get(f"{group}/network/{r}").decode() for r in range(world)]
+            store.set(f"{group}/meeting", " ".join(_meeting(stack, networks)))
+        address, secret = store.get(f"{group}/meeting").decode().split()
         comm = Communicator(address, rank, world, timeout_s=timeout_s, secret=secret)
     return comm

@@ -7,10 +7,11 @@ import queue
 import signal
 import threading
 import weakref
-from typing import Any, Callable, List, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import torch
 
+from gradwire import _native
 from gradwire._core import Communicator
 
 
@@ -22,9 +23,26 @@ class Worker:
         self.done = 0  # jobs
         self._jobs: "queue.Queue[Any]" = queue.Queue()  # of (job, future); None: stop
         self.stopping = False  # a job that has failed must not try again
-        _interrupts.watch(self)
-        self._thread = threading.Thread(target=self._run, name="gradwire", daemon=True)
-        self._thread.start()
+        self._process = 0  # the process in which the thread runs, from the first job on: a fork does not copy threads
+        self._starting = threading.Lock()
+        self._thread: Optional[threading.Thread] = None
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._process == os.getpid():
+                return
+            if self.forked:
+                raise _native.BadHandle("this process is a fork of the process that uses the hook or process group: "
+                                        "create them in this process")
+            self._process = os.getpid()
+            _interrupts.watch(self)
+            self._thread = threading.Thread(target=self._run, name="gradwire", daemon=True)
+            self._thread.start()
+
+    @property
+    def forked(self) -> bool:
+        """Whether another process has the thread, and with it the jobs and communicators."""
+        return self._process not in (0, os.getpid())
 
     def _run(self) -> None:
         while True:
@@ -42,17 +60,22 @@ class Worker:
 
     def submit(self, job: Callable[[], Any], done: "torch.futures.Future[Any]") -> None:
         """Queues `job`, which must not raise; its result goes to `done`."""
+        self._start()
         self._jobs.put((job, done))
 
     def drain(self) -> None:
-        self._jobs.join()
+        """Waits for the jobs that were submitted."""
+        if not self.forked:
+            self._jobs.join()
 
     @property
     def busy(self) -> bool:
-        return self._jobs.unfinished_tasks > 0
+        return not self.forked and self._jobs.unfinished_tasks > 0
 
     def stop(self) -> None:
         self.stopping = True
+        if self._thread is None or self.forked:
+            return
         self._jobs.put(None)
         self._thread.join(timeout=10)  # a daemon, so the process can exit even if it still waits for a peer
 
@@ -70,6 +93,16 @@ class _Interrupts:
     def __init__(self) -> None:
         self._workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
         self._process = 0  # the one in which the thread runs
+        self._writing = -1  # file descriptor that Python writes the numbers of signals to
+
+    def forget_parent(self) -> None:
+        """In a forked process, whose signals must not interrupt the parent's jobs: both have the same pipe."""
+        if self._writing != -1:
+            with contextlib.suppress(ValueError):  # not the main thread
+                before = signal.set_wakeup_fd(-1)
+                if before not in (-1, self._writing):
+                    signal.set_wakeup_fd(before)
+        self._workers, self._writing = weakref.WeakSet(), -1
 
     def watch(self, worker: "Worker") -> None:
         self._workers.add(worker)
@@ -82,7 +115,10 @@ class _Interrupts:
         if before != -1:
             with contextlib.suppress(ValueError):
                 signal.set_wakeup_fd(before)
+            os.close(reading)
+            os.close(writing)
             return
+        self._writing = writing
         threading.Thread(target=self._run, args=(reading,), name="gradwire interrupts", daemon=True).start()
 
     def _run(self, reading: int) -> None:
@@ -102,9 +138,12 @@ class _Interrupts:
 
 
 _interrupts = _Interrupts()
+os.register_at_fork(after_in_child=_interrupts.forget_parent)
 
 
 def shut_down(worker: Worker, communicators: List[Communicator]) -> None:
+    if worker.forked:
+        return  # the communicators are the parent's
     worker.stopping = True
     for comm in communicators:
         if worker.busy and not comm.closed:

@@ -12,110 +12,34 @@ docs/for-pytorch.md shows how to migrate from PyTorch's powerSGD_hook, option by
 """
 from __future__ import annotations
 
+import logging
 import weakref
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Union
 
 import torch
 import torch.distributed as dist
 
 from gradwire import _native
-from gradwire._core import Communicator, Reducer, memory_of
-from gradwire._elastic import Copies, Elastic, refuse_what_needs_all_ranks
+from gradwire._allreduce import allreduce_
+from gradwire._buckets import NATIVE, Bucket, Layout, matrix, plain_name, real_view, spec_for
+from gradwire._core import Communicator, Reducer, calls_of
+from gradwire._elastic import Elastic, refuse_what_needs_all_ranks
+from gradwire._find_ddp import the_ddp
 from gradwire._hook_state import Checkpoint, Place, as_list, for_rank, from_dict, to_dict
-from gradwire._process_group import TIMEOUT_S, communicator
+from gradwire._process_group import TIMEOUT_S, Origin, communicator
 from gradwire._state import State, TensorState, pack, unpack
 from gradwire._worker import Worker, shut_down
 from gradwire.backend import Backend, register_backend
 
 __all__ = ["Backend", "Hook", "allreduce_", "allreduce_hook", "communicator", "compress", "register_backend"]
 
+DEFAULT_SPEC = "int8"  # loses nothing in docs/for-pytorch.md's table, with SGD and with AdamW
+
+_log = logging.getLogger("gradwire")
+
 PYTHON_REDUCER = (
     'torch._dynamo.config.optimize_ddp = "python_reducer" hands a hook one gradient at a time, without buckets and as part '
     "of a compiled graph: set it to True (its default) before wrapping the model in DistributedDataParallel")
-
-_default_communicators: Dict[int, Communicator] = {}
-
-
-def allreduce_(tensor: torch.Tensor, spec: str = "fp32", op: str = "avg",
-               comm: Optional[Communicator] = None, tag: str = "") -> torch.Tensor:
-    """Averages (or sums) a contiguous float32, bfloat16 or float16 tensor over all ranks, in place. Collective.
-
-    The same as gradwire.allreduce_(). comm=None: the ranks of the default process group, with a communicator
-    that is created at the first call. On CUDA a call raises what has become of those before it; comm.check(), after
-    synchronizing with the stream, tells at once.
-    """
-    memory = memory_of(tensor)
-    if comm is None:
-        if not dist.is_initialized():
-            raise ValueError("no communicator: pass comm=gradwire.Communicator(...), or call "
-                             "torch.distributed.init_process_group() first")
-        comm = _default_communicators.get(memory.device)
-        if comm is None or comm.closed:
-            comm = communicator(device="host" if memory.device == _native.HOST else memory.device)
-            _default_communicators[memory.device] = comm
-    stream = 0
-    if tensor.is_cuda:
-        comm.check()  # an earlier call may have failed on its stream, which carries no errors
-        stream = torch.cuda.current_stream(tensor.device).cuda_stream
-    comm.allreduce_(tensor.detach(), spec, op, stream, tag)
-    return tensor
-
-
-class _Layout(NamedTuple):
-    """The tensors of a DDP bucket, in its order: names and (rows, cols)."""
-
-    names: Tuple[str, ...]
-    shapes: Tuple[Tuple[int, int], ...]
-
-
-class _Bucket:
-    """A DDP bucket and its reducer, which is created at first use."""
-
-    def __init__(self, index: int, parameters: List[torch.Tensor], layout: _Layout,
-                 element_size: int) -> None:
-        self.index = index
-        self.parameters = parameters
-        self.layout = layout
-        self.reducer: Optional[Reducer] = None
-        self.address = -1  # of the buffer that `addresses` is for
-        self.addresses: Any = None
-        self.element_size = element_size  # of its gradients, in bytes
-        self.staging: Optional[torch.Tensor] = None  # a float32 copy, for buckets of another type
-        self.copies = Copies()  # filled where the hook can lose ranks
-
-
-def _matrix(parameter: torch.Tensor) -> Tuple[int, int]:
-    """(rows, cols) of a parameter's gradient as stored in DDP's bucket: outermost dimension, and the rest.
-
-    DDP stores a gradient with its parameter's strides (bucket.gradients() does not show them), so the
-    outermost dimension of a transposed parameter is not the first.
-    """
-    if parameter.dim() < 2 or parameter.numel() == 0:
-        return parameter.numel(), 1
-    rows = parameter.shape[0]
-    for size, stride in zip(parameter.shape, parameter.stride()):
-        if stride > parameter.stride(0) and stride * size == parameter.numel():
-            rows = size
-    return rows, parameter.numel() // rows
-
-
-def _plain_name(name: str) -> str:
-    """A parameter's name without what DDP and torch.compile() put in front of modules."""
-    name = name.replace("_orig_mod.", "")
-    return name[len("module."):] if name.startswith("module.") else name
-
-
-# What the library reduces as it is; the hook converts other types to float32 and back.
-_NATIVE = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-
-def _spec_for(spec: str, dtype: torch.dtype) -> str:
-    """`spec` for buckets of `dtype`. Uncompressed BF16 gradients travel as BF16, as they do without a hook."""
-    method, _, options = spec.replace(":", ",", 1).partition(",")
-    if method != "fp32" or dtype != torch.bfloat16:
-        return spec
-    kept = [option for option in options.split(",") if option and not option.startswith("ef=")]
-    return "bf16:" + ",".join(["ef=off", *kept])
 
 
 class Hook:
@@ -124,12 +48,13 @@ class Hook:
     spec: a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or
         "powersgd:rank=R[,wire=FORMAT][,start=N][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S]", or
         "randk:ratio=X[,wire=FORMAT][,seed=S]", each with ",ef=on|off" and ",schedule=auto|ring|tree|two_shot|hierarchical|nccl".
+        By default int8, as in compress().
     process_group: DDP's; None for the default one.
     model: gives the names of parameters in error messages and state_dict(). None: parameters are numbered in
         the order of DDP's first buckets, which is the same in every run of the same model.
     timeout_s: the longest wait for a peer that is connected but silent, by default PyTorch's half hour; after
         that backward() raises with the text of gradwire.CommFailed.
-    comm: a communicator to use instead of one for the process group.
+    comm: a communicator to use instead of one for the process group, which has no other user until close().
     seed: for stochastic rounding.
     min_ranks: when ranks die, the others go on without them as long as so many are left, and backward() returns the mean
         over these. 0: backward() raises. On the host only; docs/for-pytorch.md has what it asks of DDP.
@@ -143,7 +68,7 @@ class Hook:
     group, and where names came from a model, it needs name_parameters(model) before DDP's first step.
     """
 
-    def __init__(self, spec: str = "powersgd:rank=4", *, process_group: Any = None,
+    def __init__(self, spec: str = DEFAULT_SPEC, *, process_group: Any = None,
                  model: Optional[torch.nn.Module] = None, timeout_s: float = TIMEOUT_S,
                  comm: Optional[Communicator] = None, seed: int = 0, min_ranks: int = 0) -> None:
         with Communicator() as alone:  # a wrong spec must fail here, not in backward
@@ -162,13 +87,17 @@ class Hook:
         self._named: List[torch.Tensor] = []  # keeps the tensors alive, so that the ids in _names stay unique
         if model is not None:
             self.name_parameters(model)
-        self._buckets: Dict[int, _Bucket] = {}
+        self._buckets: Dict[int, Bucket] = {}
         self._carried: Optional[State] = None  # state of tensors whose buckets do not exist yet
         self._failure: Optional[BaseException] = None
         self._elastic = Elastic(min_ranks) if min_ranks > 0 else None
         self._side_stream: Any = None
         self._communicators: List[Communicator] = []
+        self._origin: Optional[Origin] = None  # where the communicator was made
         self._worker = Worker(self._communicators)
+        if comm is not None:
+            comm._claim(self, "a Hook")
+            self._origin = Origin()
         self._finalizer = weakref.finalize(self, shut_down, self._worker, self._communicators)
 
     # ---- The hook ------------------------------------------------------------------------------------------
@@ -179,14 +108,19 @@ class Hook:
             raise _native.BadHandle("the hook was closed; create another Hook for DDP")
         if self._failure is not None:
             raise _native.CommFailed(f"an earlier step failed: {self._failure}") from self._failure
+        if self._origin is not None and self._origin.ended():
+            raise _native.BadHandle(f"the hook cannot be used any more: {self._origin.ended()}; create another Hook for DDP")
         if isinstance(bucket, tuple):
             raise _native.Unsupported(PYTHON_REDUCER)
-        buffer = bucket.buffer()
+        gradients = bucket.buffer()
+        if gradients.layout != torch.strided:
+            return self._pass_through(gradients)
+        buffer = real_view(gradients)
         entry = self._entry_for(bucket, buffer)
         if buffer.is_cuda:
-            return self._enqueue_cuda(entry, bucket, buffer)
+            return self._enqueue_cuda(entry, gradients, buffer)
         done: "torch.futures.Future[Any]" = torch.futures.Future()
-        addresses = self._addresses(entry, bucket, buffer)
+        addresses = entry.addresses_in(buffer)
 
         def job() -> Optional[BaseException]:
             try:
@@ -200,14 +134,24 @@ class Hook:
             failure = finished.value()
             if failure is not None:
                 raise failure
-            return buffer
+            return gradients
 
         if self._elastic is not None:
             return self._elastic.submit(self, entry, bucket, buffer, addresses).then(result)
         self._worker.submit(job, done)
         return done.then(result)
 
-    def _enqueue_cuda(self, entry: _Bucket, bucket: Any,
+    def _pass_through(self, gradient: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
+        """Averages a sparse gradient over the process group, as DDP does without a hook."""
+        if self._elastic is not None:
+            raise _native.Unsupported("sparse gradients are averaged by the process group, which min_ranks cannot use: "
+                                      "use sparse=False")
+        world = self._place().world  # type: ignore[union-attr]
+        gradient.div_(world)
+        work = dist.all_reduce(gradient, group=self._process_group, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    def _enqueue_cuda(self, entry: Bucket, gradients: torch.Tensor,
                       buffer: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
         # On a side stream, so that backward continues. DDP waits for the event of that stream in the future.
         if self._comm is not None:
@@ -217,22 +161,23 @@ class Hook:
         future: "torch.futures.Future[torch.Tensor]" = torch.futures.Future(devices=[buffer.device])
         self._side_stream.wait_stream(torch.cuda.current_stream(buffer.device))
         with torch.cuda.stream(self._side_stream):
-            addresses = self._addresses(entry, bucket, buffer)
+            addresses = entry.addresses_in(buffer)
             try:
                 self._reduce(entry, buffer, addresses, self._side_stream.cuda_stream)
             except BaseException as error:
                 self._failure = error
                 raise
             buffer.record_stream(self._side_stream)
-            future.set_result(buffer)
+            future.set_result(gradients)
         return future
 
-    def _reduce(self, entry: _Bucket, buffer: torch.Tensor, addresses: Any, stream: int) -> None:
-        if entry.reducer is None:
-            entry.reducer = self._make_reducer(entry, buffer)
-        if entry.staging is not None:
-            entry.staging.copy_(buffer)
-        entry.reducer.allreduce_at(addresses, stream)
+    def _reduce(self, entry: Bucket, buffer: torch.Tensor, addresses: Any, stream: int) -> None:
+        with calls_of(self):
+            if entry.reducer is None:
+                entry.reducer = self._make_reducer(entry, buffer)
+            if entry.staging is not None:
+                entry.staging.copy_(buffer)
+            entry.reducer.allreduce_at(addresses, stream)
         if entry.staging is not None:
             buffer.copy_(entry.staging)
 
@@ -240,6 +185,7 @@ class Hook:
         if self._comm is None:
             device: "str | int" = buffer.device.index if buffer.is_cuda else "host"
             elastic = self._elastic is not None
+            self._origin = Origin()
             self._take_communicator(communicator(self._process_group, device, self._timeout_s, shrinkable=elastic))
         return self._comm  # type: ignore[return-value]
 
@@ -266,13 +212,13 @@ class Hook:
     def name_parameters(self, model: torch.nn.Module) -> None:
         """Uses the model's names for its parameters, as Hook(model=model) does. Call before the first step."""
         for name, parameter in model.named_parameters():
-            self._name(parameter, _plain_name(name))
+            self._name(parameter, plain_name(name))
 
     def _name(self, parameter: torch.Tensor, name: str) -> str:
         self._named.append(parameter)
         return self._names.setdefault(id(parameter), name)
 
-    def _entry_for(self, bucket: Any, buffer: torch.Tensor) -> _Bucket:
+    def _entry_for(self, bucket: Any, buffer: torch.Tensor) -> Bucket:
         index, parameters = bucket.index(), bucket.parameters()
         entry = self._buckets.get(index)
         if entry is not None and len(entry.parameters) == len(parameters) and all(
@@ -283,31 +229,18 @@ class Hook:
         self._communicator(buffer)  # in DDP's thread, because it uses the process group
         names = tuple(self._names.get(id(p)) or self._name(p, f"parameter {len(self._named)}")
                       for p in parameters)
-        shapes = tuple(_matrix(p) for p in parameters)
-        entry = self._buckets[index] = _Bucket(
-            index, parameters, _Layout(names, shapes), buffer.element_size())
+        shapes = tuple(matrix(p) for p in parameters)
+        entry = self._buckets[index] = Bucket(
+            index, parameters, Layout(names, shapes), buffer.element_size())
         return entry
 
-    def _addresses(self, entry: _Bucket, bucket: Any, buffer: torch.Tensor) -> Any:
-        if buffer.dtype not in _NATIVE and entry.staging is None:
-            if not buffer.is_floating_point():
-                raise TypeError(f"gradients of {buffer.dtype} are not supported; they must be floating-point")
-            entry.staging = torch.empty_like(buffer, dtype=torch.float32)
-        if entry.addresses is None or entry.address != buffer.data_ptr():
-            where = buffer if entry.staging is None else entry.staging
-            entry.address = buffer.data_ptr()
-            entry.addresses = Reducer.addresses_of(
-                [where.data_ptr() + (g.data_ptr() - buffer.data_ptr()) // buffer.element_size() * where.element_size()
-                 for g in bucket.gradients()])
-        return entry.addresses
-
-    def _make_reducer(self, entry: _Bucket, buffer: torch.Tensor) -> Reducer:
+    def _make_reducer(self, entry: Bucket, buffer: torch.Tensor) -> Reducer:
         layout = entry.layout
         tensors = [(name, rows, cols) for name, (rows, cols) in zip(layout.names, layout.shapes)]
         # One reducer bucket for each of DDP's.
-        reducer = Reducer(self._communicator(buffer), _spec_for(self.spec, buffer.dtype), tensors,
+        reducer = Reducer(self._communicator(buffer), spec_for(self.spec, buffer.dtype), tensors,
                           bucket_bytes=1 << 60, seed=self._seed, tag=f"DDP bucket {entry.index}",
-                          dtype=_NATIVE.get(buffer.dtype, "float32"))
+                          dtype=NATIVE.get(buffer.dtype, "float32"))
         carried = self._carried
         if carried is None:
             return reducer
@@ -410,6 +343,14 @@ class Hook:
                       min_ranks=pickled.get("min_ranks", 0))
         self._carried = from_dict(pickled["state"])
 
+    def __deepcopy__(self, memo: Dict[int, Any]) -> "Hook":
+        """A hook with a copy of the state. A deep copy of a DDP has it in a list for logging only: its reducer has none."""
+        _log.warning("a Hook was copied: if a compressed DistributedDataParallel was, its copy averages without compression "
+                     "until compress(copy, %r)", self.spec)
+        copied = Hook.__new__(Hook)
+        copied.__setstate__(self.__getstate__())
+        return copied
+
     def check(self) -> None:
         """Waits for the last backward's communication, and raises CommFailed if it has failed.
 
@@ -452,6 +393,8 @@ class Hook:
                 if entry.reducer is not None and not self._worker.busy:
                     entry.reducer.close()
             self._finalizer()
+            if self._comm is not None:
+                self._comm._release(self)
 
 
 def allreduce_hook(state: Hook, bucket: "dist.GradBucket") -> "torch.futures.Future[torch.Tensor]":
@@ -464,45 +407,37 @@ allreduce_hook.__annotations__ = {"state": Hook, "bucket": dist.GradBucket,
                                   "return": torch.futures.Future[torch.Tensor]}
 
 
-def compress(model: torch.nn.Module, spec: str = "int8", *, timeout_s: float = TIMEOUT_S,
+def compress(model: Any, spec: str = DEFAULT_SPEC, *, timeout_s: float = TIMEOUT_S,
              comm: Optional[Communicator] = None, seed: int = 0, min_ranks: int = 0) -> Hook:
     """Compresses what a DistributedDataParallel model sends: registers a Hook with it, and returns the hook.
 
     Call it once per model, on every rank with the same arguments, before the first backward; before or after
-    torch.compile(model). The hook averages over the model's own process group, and has its parameters' names. spec
-    and the others are those of Hook.
+    torch.compile(model). The hook averages over the model's own process group, and has its parameters' names.
 
-    Raises BadArgument where the model is not a DistributedDataParallel or has a hook already, and says what to do.
+    Args:
+        model: the DistributedDataParallel; or a model that contains or is wrapped in exactly one, such as
+            torch.compile(ddp_model) and ddp_model.module; or a trainer that has one in its attributes.
+        spec: as in Hook, and the others also.
+
+    Returns:
+        The hook.
+
+    Raises:
+        BadArgument: there is no DistributedDataParallel, more than one, or it has a hook. The message says what to do.
     """
-    ddp = getattr(model, "_orig_mod", model)  # what torch.compile() has wrapped
-    if not isinstance(ddp, torch.nn.parallel.DistributedDataParallel):
-        raise _native.BadArgument(_not_ddp(ddp))
+    ddp = the_ddp(model)
     if getattr(ddp, "_use_python_reducer", False):
         raise _native.Unsupported(PYTHON_REDUCER)
-    if getattr(ddp, "_comm_hooks", None):
-        raise _native.BadArgument("the model has a communication hook already: DistributedDataParallel takes one")
     hook = Hook(spec, process_group=ddp.process_group, model=ddp, timeout_s=timeout_s, comm=comm, seed=seed,
                 min_ranks=min_ranks)
+    # PyTorch's list for logging. A deep copy of a DDP has the hooks of the original there, and none in its reducer.
+    listed = getattr(ddp, "_comm_hooks", None)
+    before = list(listed) if listed is not None else []
     try:
         ddp.register_comm_hook(hook, allreduce_hook)
     except RuntimeError as error:
+        if listed is not None:
+            listed[:] = before
         hook.close()
-        raise _native.BadArgument(f"the model takes no communication hook: {error}") from error
+        raise _native.BadArgument(f"cannot register a communication hook with the model, which may have one: {error}") from error
     return hook
-
-
-def _not_ddp(model: Any) -> str:
-    """What to use instead of compress(). By the names of classes, which not every PyTorch has."""
-    classes = [c.__name__ for c in type(model).__mro__]
-    if "FSDPModule" in classes and "ReplicateModule" not in classes:
-        return "the model is sharded by fully_shard(): use gradwire.fsdp.compress(model, gradients=spec)"
-    if "FullyShardedDataParallel" in classes:
-        return ("the model is a FullyShardedDataParallel, of FSDP1: shard it with torch.distributed.fsdp.fully_shard() "
-                "instead, and use gradwire.fsdp.compress(model, gradients=spec)")
-    if "ReplicateModule" not in classes and hasattr(model, "register_comm_hook"):
-        return (f"{type(model).__name__} is no DistributedDataParallel, but takes its hooks: "
-                "model.register_comm_hook(Hook(spec, model=model), allreduce_hook)")
-    if "Module" not in classes:
-        return f"{type(model).__name__} is no model: give compress() a DistributedDataParallel"
-    return (f"{type(model).__name__} is no DistributedDataParallel: wrap the model first, "
-            "ddp_model = torch.nn.parallel.DistributedDataParallel(model)")

@@ -1,0 +1,86 @@
+"""allreduce_() on torch tensors, and the communicators of the default process group that it creates."""
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional
+
+import torch
+import torch.distributed as dist
+
+from gradwire import _native
+from gradwire._core import Communicator, memory_of
+from gradwire._process_group import Origin, communicator
+
+
+class _Default:
+    """The communicator of the default process group for one device."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self.origin = Origin()
+        self._completed = 0  # calls; ranks that continue after a failure must have completed the same number
+        self._comm: Optional[Communicator] = None
+        self._failed = False
+
+    def communicator(self) -> Communicator:
+        if self._failed:
+            self._agree()
+            self._comm, self._failed = None, False
+        if self._comm is None:
+            self._comm = communicator(device="host" if self._device == _native.HOST else self._device)
+        return self._comm
+
+    def _agree(self) -> None:
+        """Raises CommFailed on every rank where one rank has completed a call that failed on another: then the next
+        calls do not belong together."""
+        if self._comm is not None:
+            self._comm.close()
+        completed: List[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(completed, self._completed)
+        if len(set(completed)) > 1:
+            raise _native.CommFailed(
+                f"allreduce_() failed on some of the ranks only, which have completed {completed} calls: call "
+                "torch.distributed.destroy_process_group() and init_process_group(), or pass comm=")
+
+    def allreduce_(self, tensor: torch.Tensor, spec: str, op: str, stream: int, tag: str) -> None:
+        comm = self.communicator()
+        try:
+            if tensor.is_cuda:
+                comm.check()  # an earlier call may have failed on its stream, which carries no errors
+            comm.allreduce_(tensor.detach(), spec, op, stream, tag)
+        except (_native.CommFailed, KeyboardInterrupt):
+            self._failed = True
+            raise
+        self._completed += 1
+
+
+_defaults: Dict[int, _Default] = {}  # by device; each is valid in one process and for one default process group
+
+
+def _default(device: int) -> _Default:
+    if not dist.is_initialized():
+        raise ValueError("no communicator: pass comm=gradwire.Communicator(...), or call "
+                         "torch.distributed.init_process_group() first")
+    default = _defaults.get(device)
+    if default is None or default.origin.ended():
+        default = _defaults[device] = _Default(device)
+    return default
+
+
+def allreduce_(tensor: torch.Tensor, spec: str = "fp32", op: str = "avg",
+               comm: Optional[Communicator] = None, tag: str = "") -> torch.Tensor:
+    """Averages (or sums) a contiguous float32, bfloat16 or float16 tensor over all ranks, in place. Collective.
+
+    The same as gradwire.allreduce_(). comm=None: the ranks of the default process group, with a communicator
+    that is created at the first call, and again after destroy_process_group(), in a forked process, and after
+    CommFailed. On CUDA a call raises the failure of an earlier call; comm.check(), after synchronizing with the
+    stream, raises it at once.
+    """
+    memory = memory_of(tensor)
+    stream = torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+    if comm is None:
+        _default(memory.device).allreduce_(tensor, spec, op, stream, tag)
+        return tensor
+    if tensor.is_cuda:
+        comm.check()
+    comm.allreduce_(tensor.detach(), spec, op, stream, tag)
+    return tensor

@@ -1,0 +1,73 @@
+"""Finds the DistributedDataParallel in what compress() is given."""
+from __future__ import annotations
+
+import gc
+from typing import Any, Dict, List
+
+import torch
+
+from gradwire import _native
+
+_DDP = torch.nn.parallel.DistributedDataParallel
+_DEPTH = 2  # trainer.model_wrapped, and trainer.strategy.model
+
+
+def the_ddp(given: Any) -> Any:
+    """Returns the one DistributedDataParallel that `given` is, contains, or is wrapped in.
+
+    given: a model, such as torch.compile(ddp), a module with a DDP inside or ddp.module; or a trainer that has it.
+
+    Raises BadArgument if there is none, or more than one.
+    """
+    found: Dict[int, Any] = {}
+    _search(given, _DEPTH, found, set())
+    if not found and isinstance(given, torch.nn.Module):
+        found = {id(ddp): ddp for ddp in gc.get_objects() if issubclass(type(ddp), _DDP) and ddp.module is given}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if not found:
+        raise _native.BadArgument(_not_ddp(given))
+    raise _native.BadArgument(f"{_named(given)} has {len(found)} DistributedDataParallel models: call compress() for each, "
+                              "which makes a hook for each")
+
+
+def _search(given: Any, depth: int, found: Dict[int, Any], seen: "set[int]") -> None:
+    if id(given) in seen:
+        return
+    seen.add(id(given))
+    if issubclass(type(given), torch.nn.Module):  # isinstance() would ask what a weak proxy refers to
+        found.update((id(module), module) for module in given.modules() if isinstance(module, _DDP))
+    elif depth > 0 and not issubclass(type(given), (list, tuple, dict, type)):
+        for value in _attributes(given):
+            _search(value, depth - 1, found, seen)
+
+
+def _attributes(given: Any) -> List[Any]:
+    try:
+        return list(vars(given).values())
+    except (TypeError, ReferenceError):
+        return []
+
+
+def _named(given: Any) -> str:
+    kind = type(given).__name__
+    inside = getattr(given, "module", None)
+    return f"{kind}({type(inside).__name__})" if isinstance(inside, torch.nn.Module) else kind
+
+
+def _not_ddp(model: Any) -> str:
+    """What to use instead of compress(). By the names of classes, which not every PyTorch has."""
+    classes = [c.__name__ for c in type(model).__mro__]
+    if "FSDPModule" in classes and "ReplicateModule" not in classes:
+        return "the model is sharded by fully_shard(): use gradwire.fsdp.compress(model, gradients=spec)"
+    if "FullyShardedDataParallel" in classes:
+        return ("the model is a FullyShardedDataParallel, of FSDP1: shard it with torch.distributed.fsdp.fully_shard() "
+                "instead, and use gradwire.fsdp.compress(model, gradients=spec)")
+    if "ReplicateModule" not in classes and hasattr(model, "register_comm_hook"):
+        return (f"{_named(model)} is not a DistributedDataParallel, but takes its hooks: "
+                "model.register_comm_hook(Hook(spec, model=model), allreduce_hook)")
+    if "Module" not in classes:
+        return (f"{_named(model)} is not a model and has no DistributedDataParallel: give compress() the "
+                "DistributedDataParallel")
+    return (f"{_named(model)} is not a DistributedDataParallel, and none is in it: wrap the model first, "
+            "ddp_model = torch.nn.parallel.DistributedDataParallel(model)")

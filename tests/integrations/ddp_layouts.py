@@ -1,0 +1,161 @@
+"""Every type and layout that a parameter can have, under the hook: docs/for-pytorch.md has the table."""
+from __future__ import annotations
+
+import copy
+from typing import Any, Callable, Dict, List
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.torch import Hook, compress
+
+from ddp_training import RANK, WORLD, check, say
+
+TODAY = hasattr(torch, "compile")
+
+
+class Of(nn.Module):
+    """Parameters of which each has a gradient that differs from rank to rank and from element to element."""
+
+    def __init__(self, *parameters: torch.Tensor) -> None:
+        super().__init__()
+        self.values = nn.ParameterList([nn.Parameter(p) for p in parameters])
+
+    def forward(self, factor: float) -> torch.Tensor:
+        loss = torch.zeros((), dtype=torch.float64)
+        for p in self.values:
+            weights = torch.arange(p.numel(), dtype=torch.float64).view(p.shape).remainder(7) + factor
+            value = p.to(torch.complex128) * (1 + 0.5j) if p.is_complex() else p.to(torch.float64)
+            loss = loss + ((value.real + 2 * value.imag if p.is_complex() else value) * weights).sum()
+        return loss
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(6, 6, bias=False)
+        self.other = nn.Linear(6, 6, bias=False)
+        self.other.weight = self.one.weight
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return self.other(self.one(torch.full((2, 6), factor))).sum()
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 3, sparse=True)
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return (self.linear(self.embedding(torch.tensor([RANK, 9, 9]))) * factor).sum()
+
+
+def uneven(dtype: torch.dtype) -> nn.Module:
+    """Several parameters in one bucket, so that a wrong offset shows."""
+    return Of(torch.ones(5, 3, dtype=dtype), torch.ones(7, dtype=dtype), torch.ones(2, 3, 4, dtype=dtype))
+
+
+CELLS: Dict[str, Callable[[], nn.Module]] = {
+    **{str(dtype): lambda dtype=dtype: uneven(dtype)  # type: ignore[misc]
+       for dtype in (torch.float32, torch.float64, torch.float16)},
+    "float32 and float64": lambda: Of(torch.ones(5, 3), torch.ones(4, dtype=torch.float64), torch.ones(3)),
+    "frozen integers": lambda: with_integers(),
+    "transposed": lambda: Of(torch.ones(4, 6).t(), torch.ones(3)),
+    "channels_last": lambda: Of(torch.ones(4, 3, 2, 2).to(memory_format=torch.channels_last), torch.ones(3)),
+    "strided": lambda: Of(torch.ones(8, 6)[::2, ::3], torch.ones(3)),
+    "0-dim": lambda: Of(torch.tensor(2.0), torch.ones(3), torch.tensor(1.0)),
+    "tied": Tied,
+    "sparse": Sparse,
+}
+if TODAY:  # DDP on Gloo in 1.13 refuses these, also without a hook
+    CELLS["empty"] = lambda: Of(torch.ones(3), torch.ones(0, 4), torch.ones(5), torch.ones(0))
+    for dtype in (torch.bfloat16, torch.complex64, torch.complex128):
+        CELLS[str(dtype)] = lambda dtype=dtype: uneven(dtype)  # type: ignore[misc]
+    CELLS["float32 and complex64"] = lambda: Of(torch.ones(3), torch.ones(4, 2, dtype=torch.complex64), torch.ones(5))
+
+
+def with_integers() -> nn.Module:
+    model = Of(torch.ones(4))
+    model.count = nn.Parameter(torch.arange(3), requires_grad=False)  # type: ignore[assignment]
+    model.register_buffer("steps", torch.arange(3))
+    return model
+
+
+def gradients(model: nn.Module) -> List[torch.Tensor]:
+    found = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in model.parameters() if p.grad is not None]
+    return [torch.view_as_real(g.to(torch.complex128)) if g.is_complex() else g.double() for g in found]
+
+
+def off(cell: Callable[[], nn.Module], spec: str, **options: Any) -> float:
+    """The largest relative error of a gradient, against the mean in float64."""
+    torch.manual_seed(3)
+    alone = cell()
+    ddp = DistributedDataParallel(copy.deepcopy(alone), **options)
+    hook = compress(ddp, spec)
+    worst = 0.0
+    for step in range(3):  # DDP regroups its buckets after the first
+        ddp.zero_grad()
+        alone.zero_grad()
+        factor = float(1 + RANK + step)
+        alone(factor).backward()
+        ddp(factor).backward()
+        ours = gradients(ddp)
+        check(len(ours) == len(gradients(alone)), "gradients are missing")
+        for got, mean in zip(ours, gradients(alone)):
+            mean = mean.contiguous()
+            dist.all_reduce(mean)
+            mean /= WORLD
+            if mean.numel() > 0:
+                worst = max(worst, float((got - mean).norm() / mean.norm()))
+    hook.close()
+    return worst
+
+
+def every_type_and_layout_is_averaged() -> None:
+    for name, cell in CELLS.items():
+        rounding = 4e-3 if "bfloat16" in name else 1e-3 if "float16" in name else 1e-6
+        for spec, limit in (("fp32", rounding), ("int8", 5e-2), ("powersgd:rank=4", 0.6)):
+            for options in ({}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-5}):
+                if name == "sparse" and "gradient_as_bucket_view" in options:
+                    continue  # DDP itself refuses
+                error = off(cell, spec, **options)
+                check(error <= limit, f"{name}, {spec}, {options}: relative error {error:.1e}")
+        say(f"{name}: averaged")
+
+
+def what_cannot_be_averaged_is_refused() -> None:
+    try:
+        compress(DistributedDataParallel(Sparse(), broadcast_buffers=False), "fp32", min_ranks=1)
+        check(False, "sparse gradients are accepted with min_ranks")
+    except gradwire.BadArgument as error:
+        check("sparse=False" in str(error) and "embedding" in str(error), str(error))
+    hook = Hook("fp32")
+    if TODAY:
+        bucket: Any = Integers()
+        try:
+            hook(bucket)
+            check(False, "integers are accepted")
+        except gradwire.Unsupported as error:
+            check("int64" in str(error), str(error))
+    hook.close()
+    say("sparse gradients with min_ranks, and integers, are refused by name")
+
+
+class Integers:
+    """A bucket as DDP never makes it."""
+
+    def index(self) -> int:
+        return 0
+
+    def buffer(self) -> torch.Tensor:
+        return torch.zeros(4, dtype=torch.int64)
+
+    def parameters(self) -> List[torch.Tensor]:
+        return [torch.zeros(4, dtype=torch.int64)]
+
+
+SCENARIOS: List[Callable[[], None]] = [every_type_and_layout_is_averaged, what_cannot_be_averaged_is_refused]
