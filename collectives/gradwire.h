@@ -120,9 +120,11 @@ typedef struct gw_store {
   const char* (*set)(void* user, const char* key, const void* value, size_t bytes, int64_t timeout_ms);
   /* Waits until `key` is set. Writes its value, as much as fits, to `value` (capacity), and its size to *bytes, which
    * is 0 before the call and stays so if nobody sets the key in time. */
-  const char* (*get)(void* user, const char* key, int64_t timeout_ms, void* value, size_t capacity, size_t* bytes);
-  void* user;         /* passed to both */
-  const char* prefix; /* of the key; null: none. A new one for each communicator made through the same store, or a rank
+  const char* (*get)(void* user, const char* key, int64_t timeout_ms, void* value, size_t capacity,
+                     size_t* bytes);
+  void* user; /* passed to both */
+  const char*
+      prefix; /* of the key; null: none. A new one for each communicator made through the same store, or a rank
                          may find the last one's entry */
 } gw_store;
 
@@ -139,8 +141,8 @@ typedef struct gw_store {
  *
  * GW_BAD_ARGUMENT, GW_COMM_FAILED (also with the text of a callback that failed, or if the key holds something that rank 0
  * has not written), GW_DEVICE_FAILED, GW_UNSUPPORTED. */
-GW_API gw_status gw_comm_from_store(const gw_store* store, int rank, int world, int device, int64_t timeout_ms,
-                                    gw_comm* comm);
+GW_API gw_status gw_comm_from_store(const gw_store* store, int rank, int world, int device,
+                                    int64_t timeout_ms, gw_comm* comm);
 
 /* Whoever knows this text may join: it is the secret of this thread's next gw_comm_create() with tcp:// or
  * file://, or gw_comm_from_store(), the same on every rank, and takes the place of the environment's

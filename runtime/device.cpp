@@ -226,11 +226,15 @@ struct HostStream final : Stream::Impl {
           true});
   }
 
+  // Allocates nothing, so that it also works after a refused allocation.
   void synchronize() override {
     if (!thread.joinable()) return;
-    auto ticket = std::make_shared<Ticket>();
-    mark(ticket);
-    if (auto error = ticket->wait()) std::rethrow_exception(error);
+    std::unique_lock lock(mutex);
+    const uint64_t all = finished + queue.size() + (busy ? 1 : 0);
+    ++waiting;
+    passed.wait(lock, [&] { return finished >= all; });
+    --waiting;
+    if (failed) std::rethrow_exception(failed);
   }
 
   void mark(const std::shared_ptr<Ticket>& ticket) {
@@ -246,10 +250,17 @@ struct HostStream final : Stream::Impl {
       Task task;
       {
         std::unique_lock lock(mutex);
+        if (busy) {
+          ++finished;
+          failed = failure;
+          if (waiting > 0) passed.notify_all();
+        }
+        busy = false;
         wake.wait(lock, [&] { return stop || !queue.empty(); });
         if (queue.empty()) return;
         task = std::move(queue.front());
         queue.pop_front();
+        busy = true;
       }
       if (failure && !task.always) continue;
       try {
@@ -263,7 +274,12 @@ struct HostStream final : Stream::Impl {
   std::mutex mutex;
   std::condition_variable wake;
   std::deque<Task> queue;
-  bool stop = false;           // once the queue is empty
+  bool stop = false;  // once the queue is empty
+  std::condition_variable passed;
+  bool busy = false;  // a task is running
+  uint64_t finished = 0;
+  int waiting = 0;             // threads in synchronize()
+  std::exception_ptr failed;   // the value of `failure` after the last finished task
   std::exception_ptr failure;  // touched by the stream's thread only (or by nobody: immediate streams throw)
   Thread thread;
 };

@@ -95,7 +95,7 @@ constexpr EnvironmentVariable kLaunchers[] = {
      "Slurm: number of machines of the step, or of its part of a heterogeneous job"},
     {"SLURM_CPUS_ON_NODE", "none", "Slurm: with fewer cores than these a rank counts as bound to them"},
     {"SLURM_STEP_NODELIST", "none", "Slurm: the first of these nodes is where the ranks meet"},
-    {"SLURM_JOB_NODELIST", "none", "Slurm: the same, where there is no step, and for mpirun"},
+    {"SLURM_JOB_NODELIST", "none", "Slurm: the same in a job without a step, and for mpirun"},
     {"SLURM_JOB_NODELIST_HET_GROUP_0", "none", "Slurm: the same, for later parts of a heterogeneous job"},
     {"SLURM_HET_SIZE", "none", "Slurm: number of parts of a heterogeneous job"},
     {"SLURM_JOB_ID", "none", "Slurm: the job, from which the port is made; which run this is"},

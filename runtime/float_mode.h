@@ -30,7 +30,9 @@ class DefaultFloatMode {
  private:
 #ifdef __x86_64__
   static constexpr uint32_t kDefault = 0x1f80, kSticky = 0x3f;  // kSticky: the exception flags
-  bool differs() const { return ((before_ ^ kDefault) & ~kSticky) != 0; }
+  bool differs() const {
+    return ((before_ ^ kDefault) & ~kSticky) != 0;
+  }
   const uint32_t before_;
 #endif
 };

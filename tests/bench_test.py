@@ -11,6 +11,9 @@ import sys
 import tempfile
 import unittest
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "cli"))
+from command import as_user  # noqa: E402
+
 BENCH, ROOT = "", pathlib.Path()  # from the command line
 
 
@@ -376,8 +379,9 @@ class Collectives(BenchTest):
 class ShapedLink(BenchTest):
     """bench/harness/shaped_link.sh needs root and network namespaces, and says so where it lacks them."""
 
-    def link(self, *arguments, prefix=()):
-        process = subprocess.Popen([*prefix, str(ROOT / "bench/harness/shaped_link.sh"), *map(str, arguments)], text=True,
+    def link(self, *arguments, as_other=()):
+        script = "bench/harness/shaped_link.sh"
+        process = subprocess.Popen([*(as_other + [script] if as_other else [ROOT / script]), *map(str, arguments)], text=True,
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self.environment(None))
         stdout, stderr = process.communicate(timeout=120)
         result = subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
@@ -404,7 +408,8 @@ class ShapedLink(BenchTest):
 
     @unittest.skipUnless(os.geteuid() == 0, "dropping root needs root")
     def test_without_root_it_says_so(self):
-        self.refused(self.link("--", "true", prefix=["setpriv", "--reuid", "65534", "--clear-groups"]), "root")
+        self.folder.chmod(0o755)
+        self.refused(self.link("--", "true", as_other=as_user(65534, self.folder, ROOT)), "root")
 
     def test_hosts_see_each_other_at_the_rate_and_leave_nothing(self):
         result = self.link("--hosts", "2", "--rate", "200mbit", "--", BENCH, "collectives", "-b", "1M", "-e", "1M", *QUICK,

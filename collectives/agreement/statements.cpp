@@ -22,7 +22,7 @@ constexpr size_t kTextDoubles = 32;
 
 std::vector<double> packed(std::string text) {
   constexpr size_t kMost = kTextDoubles * sizeof(double) - 1;
-  if (text.size() > kMost) text = text.substr(0, kMost - 3) + "...";
+  if (text.size() > kMost) text.replace(kMost - 3, text.npos, "...");
   std::vector<double> numbers(kTextDoubles);
   std::memcpy(numbers.data(), text.data(), text.size());
   return numbers;

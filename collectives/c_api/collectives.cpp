@@ -185,7 +185,8 @@ void ApiComm::run_update(const CollectiveCall& call, void* native_stream) {
   check_call(call);
   const CompressionSpec spec = CompressionSpec::parse(call.spec);
   const std::string why = spec.divergence();
-  require(why.empty(), "spec '{}': replicas would drift from their masters: {}or another format", call.spec, why);
+  require(why.empty(), "spec '{}': replicas would drift from their masters: {}or another format", call.spec,
+          why);
   if (spec.wire->exact || communicator->world() == 1) {
     return run(call, native_stream);  // the masters themselves
   }

@@ -61,7 +61,8 @@ std::unique_ptr<Communicator> join_local_group(const std::string& name, int rank
     meeting->complete = true;
     all.by_name.erase(name);
     all.changed.notify_all();
-  } else if (!wait_until(all.changed, lock, RunningClock::now() + timeout, [&] { return meeting->complete; })) {
+  } else if (!wait_until(all.changed, lock, RunningClock::now() + timeout,
+                         [&] { return meeting->complete; })) {
     std::string absent;
     for (int r = 0; r < world; ++r) {
       if (!meeting->seats[r]) absent += fmt::format("{}{}", absent.empty() ? "" : ", ", r);

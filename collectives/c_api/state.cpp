@@ -19,6 +19,7 @@
 #include "collectives/c_api/reducer.h"
 #include "runtime/crc32.h"
 #include "runtime/mix.h"
+#include "runtime/unwinding.h"
 
 namespace gradwire::c_api {
 // A piece of a tensor's state, in the bytes of a checkpoint.
@@ -219,6 +220,7 @@ void ApiReducer::save_state(void* state, size_t size) const {
   require(ready_ == 0, "in the middle of a step; finish it with gw_reducer_wait");
   const size_t bytes = state_size();
   require(size >= bytes, "size is {}, the state needs {}", size, bytes);
+  const FinishOnError finish(comm->stream);  // the caller may free `state`
   auto* at = static_cast<char*>(state) + sizeof(Header);
   auto put = [&](const void* from, size_t n) {
     std::memcpy(at, from, n);

@@ -165,8 +165,8 @@ std::vector<ElementSpan> shared_ends(const BucketContext& c) {
   std::vector<ElementSpan> parts;
   int64_t parts_block = -1;
   const auto close = [&] {
-    const auto longest = std::ranges::max_element(
-        parts, {}, [](const ElementSpan& part) { return part.end - part.begin; });
+    const auto longest =
+        std::ranges::max_element(parts, {}, [](const ElementSpan& part) { return part.end - part.begin; });
     for (auto part = parts.begin(); part != parts.end(); ++part) {
       if (part != longest) ends.push_back(*part);
     }

@@ -395,7 +395,8 @@ std::string CompressionSpec::divergence() const {
     *option.value = given;
   }
   return fmt::format(
-      "an encode of {} with round={} may lose {:.2f} times the square of what it is given, so that what error "
+      "an encode of {} with round={} may lose {:.2f} times the square of what it is given, so that what "
+      "error "
       "feedback keeps could grow without bound; it needs {}",
       wire->spec(), word_for(kRoundings, rounding), bound, remedy);
 }

@@ -35,7 +35,8 @@ bool run_beside(std::function<void()> call, RunningClock::time_point deadline,
       thread.detach();
       return false;
     }
-    state->changed.wait_until(lock, stop ? std::min(deadline, now + kLookEvery) : RunningClock::slice_end(deadline),
+    state->changed.wait_until(lock,
+                              stop ? std::min(deadline, now + kLookEvery) : RunningClock::slice_end(deadline),
                               [&] { return state->done; });
   }
   lock.unlock();

@@ -13,7 +13,8 @@ namespace gradwire {
 template <int kMantissa, int kBias, uint32_t kMostCode>
 struct SmallFloat {
   static constexpr int kDropped = 23 - kMantissa;  // bits of a float's mantissa
-  static constexpr uint32_t kLeast = static_cast<uint32_t>(128 - kBias) << 23;  // the least normal one, as a float
+  static constexpr uint32_t kLeast = static_cast<uint32_t>(128 - kBias)
+                                     << 23;          // the least normal one, as a float
   static constexpr uint32_t kOne = 1u << kMantissa;  // the code of the least normal one
 
   GW_HD static float most() { return bits_float((kMostCode << kDropped) + kLeast - (1u << 23)); }

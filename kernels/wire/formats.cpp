@@ -84,7 +84,9 @@ class Bf16Format final : public WireFormat {
     stochastic = true;
     gaussian_error = 2.7e-6;
   }
-  double error_bound(Rounding how) const override { return small_float_bound(7, how == Rounding::stochastic); }
+  double error_bound(Rounding how) const override {
+    return small_float_bound(7, how == Rounding::stochastic);
+  }
   int64_t bytes(int64_t count) const override { return count * 2; }
   GW_OPS(bf16)
 };
@@ -99,7 +101,9 @@ class Fp8Format final : public WireFormat {
     granularity = kFp8Block;
     gaussian_error = 7.1e-4;
   }
-  double error_bound(Rounding how) const override { return small_float_bound(3, how == Rounding::stochastic); }
+  double error_bound(Rounding how) const override {
+    return small_float_bound(3, how == Rounding::stochastic);
+  }
   int64_t bytes(int64_t count) const override { return fp8_wire_bytes(count); }
   GW_OPS(fp8)
 };

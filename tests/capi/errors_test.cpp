@@ -424,7 +424,8 @@ TEST(CApiErrors, AbortEndsAWaitingCall) {
 }
 
 TEST(CApiErrors, AnotherThreadCancelsACallThatWaitsForRanks) {
-  const std::string file = "file://" + ::testing::TempDir() + "gradwire-cancelled-" + std::to_string(getpid());
+  const std::string file =
+      "file://" + ::testing::TempDir() + "gradwire-cancelled-" + std::to_string(getpid());
   for (const int rank : {0, 1}) {
     for (const std::string& rendezvous : {file, std::string("local://cancelled")}) {
       volatile int32_t flag = 0;
@@ -432,7 +433,8 @@ TEST(CApiErrors, AnotherThreadCancelsACallThatWaitsForRanks) {
       std::thread waiting([&] {
         gw_comm comm = nullptr;
         GW_EXPECT_OK(gw_cancellable(&flag));
-        GW_EXPECT_FAILS(GW_COMM_FAILED, "", gw_comm_create(rendezvous.c_str(), rank, 2, GW_HOST, 3'600'000, &comm));
+        GW_EXPECT_FAILS(GW_COMM_FAILED, "",
+                        gw_comm_create(rendezvous.c_str(), rank, 2, GW_HOST, 3'600'000, &comm));
         GW_EXPECT_OK(gw_cancellable(nullptr));
       });
       std::this_thread::sleep_for(std::chrono::milliseconds(100));

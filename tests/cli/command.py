@@ -22,6 +22,19 @@ def synthetic(*extra):
     return kept + extra
 
 
+def as_user(user, folder, top, groups=()):
+    """Returns the words of a command that runs a program below `top` as another user: as_user(...) + [the
+    program's path below `top`, arguments...]. Needs root.
+
+    The program's own path may be closed to that user, like that of a clone in /root. So `top` is mounted at
+    `folder`/top, in a mount namespace that ends with the program; `folder` must be open to the user.
+    """
+    (pathlib.Path(folder) / "top").mkdir(exist_ok=True)
+    groups = "--groups " + ",".join(map(str, groups)) if groups else "--clear-groups"
+    return ["unshare", "-m", "sh", "-ec", f'mount --bind "{top}" "{folder}/top"; program=$1; shift; '
+            f'exec setpriv --reuid {user} --regid {user} {groups} "{folder}/top/$program" "$@"', "sh"]
+
+
 class CommandTest(unittest.TestCase):
     gradwire = ""  # path of the executable; main() sets it
     maxDiff = 2000

@@ -54,6 +54,7 @@ class Outputs(CommandTest):
         self.may_mount = targets.may_mount()
         self.bin = pathlib.Path(self.gradwire).parent
         self.programs = {name: self.bin / name for name in ("gradwire", BENCH)}
+        targets.Target.top = self.bin.parent
         self.run_command("train", *SYNTHETIC, "--steps", 3, "--eval-every", 0, "--checkpoint", "saved", "--checkpoint-every", 2,
                          "--log", "first.jsonl")
         shutil.rmtree(self.folder / "saved" / "step-000000003")
@@ -69,12 +70,12 @@ class Outputs(CommandTest):
         folder = tempfile.mkdtemp(dir=self.folder)
         os.chmod(folder, 0o755)
         target = kind(folder)
-        stranger = issubclass(kind, targets.InAFolderOfAnother)
+        other_user = issubclass(kind, targets.InAFolderOfAnother)
         first = (self.folder / "first.jsonl").read_text()
         if name == "resumed --log" and isinstance(target, targets.Plain) and target.path.exists() and not target.code:
             (target.source if kind is targets.BindMount else target.path).write_text(first)
         expected = target.code
-        if stranger and name == "compare" and expected == 0:
+        if other_user and name == "compare" and expected == 0:
             expected, target.error = 2, "out.0.jsonl: cannot be written: folder"  # no place for its runs' logs
         if name == "compare" and kind is targets.FullDisk:
             target.error = None  # of the log first
@@ -85,7 +86,7 @@ class Outputs(CommandTest):
         if name == "compare" and kind is targets.LongName:
             expected, target.error = 2, "File name too long"  # of its runs' logs
             target.check = lambda _test: self.assertEqual(os.listdir(folder), [])
-        command = [self.bin, program] if stranger else [self.programs[program]]
+        command = [f"bin/{program}"] if other_user else [self.programs[program]]
         result = subprocess.run([*target.wrapper, *command, *words, str(target.path)], cwd=self.folder,
                                 env=self.environment(), capture_output=True, text=True, timeout=120, check=False,
                                 pass_fds=target.pass_fds)

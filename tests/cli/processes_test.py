@@ -8,7 +8,7 @@ import subprocess
 import sys
 import unittest
 
-from command import CommandTest, SMALL, SYNTHETIC, main
+from command import CommandTest, SMALL, SYNTHETIC, as_user, main
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "integrations"))
 from launch import free_port  # noqa: E402
@@ -136,11 +136,12 @@ class Processes(CommandTest):
                                    (54321, 0o440, False)):
             os.chown(secret, owner, 12345)
             secret.chmod(mode)
-            command = [self.gradwire, "train", *SYNTHETIC, "--steps", "1", "--timeout-s", "0.2"]
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=240, user=54320, group=54320,
-                                   extra_groups=[12345], cwd="/", env=self.environment(
-                                       {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9",
-                                        "GRADWIRE_SECRET_FILE": str(secret)}))
+            program = pathlib.Path(self.gradwire)
+            command = [*as_user(54320, self.folder, program.parents[1], groups=[12345]), f"bin/{program.name}",
+                       "train", *SYNTHETIC, "--steps", "1", "--timeout-s", "0.2"]
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd="/", env=self.environment(
+                {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9",
+                 "GRADWIRE_SECRET_FILE": str(secret)}))
             place = f"owner {owner}, mode {mode:o}: {ended.stderr}"
             self.assertEqual(ended.returncode, 1 if right else 2, place)
             self.assertIn("did not reach rank 0" if right else "GRADWIRE_SECRET", ended.stderr, place)

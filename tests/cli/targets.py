@@ -7,8 +7,10 @@ import stat
 import subprocess
 import threading
 
+from command import as_user
+
 BEFORE = "not gradwire's\n"
-STRANGER = 12345  # a user and group that nobody has
+OTHER_USER = 12345  # a user and group that nobody has
 
 
 class Target:
@@ -17,6 +19,7 @@ class Target:
     needs_root = False
     wrapper = ()  # before the command
     pass_fds = ()
+    top = pathlib.Path()  # the parent of the programs' folder
 
     def __init__(self, folder):
         self.folder = pathlib.Path(folder)
@@ -80,15 +83,15 @@ class HardLinked(Plain):
 
 
 class OfAnotherOwner(Plain):
-    owner, needs_root = STRANGER, True
+    owner, needs_root = OTHER_USER, True
 
     def prepare(self):
         super().prepare()
-        os.chown(self.path, STRANGER, STRANGER)
+        os.chown(self.path, OTHER_USER, OTHER_USER)
 
     def check(self, test):
         super().check(test)
-        test.assertEqual((self.path.stat().st_gid, self.path.stat().st_ino), (STRANGER, self.inode))
+        test.assertEqual((self.path.stat().st_gid, self.path.stat().st_ino), (OTHER_USER, self.inode))
 
 
 class Link(Plain):
@@ -144,7 +147,7 @@ class Device(Target):
     def check(self, test):
         status = self.path.lstat()
         test.assertTrue(stat.S_ISCHR(status.st_mode) and status.st_rdev == self.number)
-        test.assertEqual(os.listdir(self.folder), ["out.json"])  # and nothing beside it
+        test.assertEqual(os.listdir(self.folder), ["out.json"])  # no other file
 
 
 class FullDevice(Device):
@@ -299,14 +302,12 @@ class BindMount(Plain):
 
 class InAFolderOfAnother(Plain):
     """This user may write the file, but not make other files next to it."""
-    needs_root, owner = True, STRANGER
+    needs_root, owner = True, OTHER_USER
 
     def prepare(self):
         super().prepare()
-        os.chown(self.path, STRANGER, STRANGER)
-        (self.folder / "build").mkdir()  # where the programs are, whose own path may be closed to this user
-        self.wrapper = ("unshare", "-m", "sh", "-ec", f'mount --bind "$1/.." "{self.folder}/build"; program=build/bin/$2; shift 2; '
-                        f'exec setpriv --reuid {STRANGER} --regid {STRANGER} --clear-groups "{self.folder}/$program" "$@"', "sh")
+        os.chown(self.path, OTHER_USER, OTHER_USER)
+        self.wrapper = as_user(OTHER_USER, self.folder, self.top)
 
 
 class ReadOnly(InAFolderOfAnother):

@@ -76,8 +76,9 @@ TEST_P(EverySpec, LosesNothingAndKeepsRanksIdentical) {
 
 // Formats with large encode errors, in the schedule and world that encode partial sums most often.
 TEST(ErrorFeedback, KeepsABoundedResidualInARingOfEight) {
-  for (const char* spec : thinned<const char*>({"terngrad:dense=off", "qsgd:bits=4,block=128", "sign:dense=off", "int2:dense=off",
-                                                "int4:block=512,scale=pow2,round=stochastic"})) {
+  for (const char* spec :
+       thinned<const char*>({"terngrad:dense=off", "qsgd:bits=4,block=128", "sign:dense=off",
+                             "int2:dense=off", "int4:block=512,scale=pow2,round=stochastic"})) {
     double halfway = 0, last = 0;
     run_ranks(8, Device::host(), [&](Communicator& comm) {
       Rank rank(comm, std::string(spec) + ",schedule=ring", {{"a", {128, 31}}, {"b", {64, 64}}}, 1 << 20);

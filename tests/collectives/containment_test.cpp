@@ -37,8 +37,8 @@ struct Poison {
 
 // Matrices and vectors whose borders lie anywhere in a block, some shorter than one.
 std::vector<GradientTensor> tensors() {
-  return {{"a", {61, 45}}, {"bias", {37}}, {"b", {40, 33}}, {"tiny", {3, 3}},
-          {"one", {1}},    {"c", {70, 31}}, {"d", {1500}},  {"e", {64, 40}}};
+  return {{"a", {61, 45}}, {"bias", {37}},  {"b", {40, 33}}, {"tiny", {3, 3}},
+          {"one", {1}},    {"c", {70, 31}}, {"d", {1500}},   {"e", {64, 40}}};
 }
 
 // Each rank's result and residual of one step, after two earlier steps, by tensor.
@@ -55,7 +55,8 @@ std::vector<std::vector<float>> by_tensor(Rank& rank, const std::vector<float>& 
   return all;
 }
 
-Outcome run(Device device, const std::string& spec, int world, Layout layout, const Poison& poison, bool clean) {
+Outcome run(Device device, const std::string& spec, int world, Layout layout, const Poison& poison,
+            bool clean) {
   Outcome all;
   const auto ranks = static_cast<size_t>(world);
   for (auto* part : {&all.result, &all.residual, &all.before, &all.gradient}) part->resize(ranks);
@@ -111,7 +112,8 @@ float mean_of(const Outcome& o, Layout layout, size_t tensor, size_t element) {
 // through the scale of residuals in int8.
 bool shares(const CompressionSpec& spec) {
   const bool summed = spec.method != CompressionSpec::Method::wire;
-  return spec.wire->selects || (!spec.residual->exact && spec.residual->granularity > 8) || (summed && !spec.wire->exact && spec.wire->granularity > 8 && !spec.wire->masks);
+  return spec.wire->selects || (!spec.residual->exact && spec.residual->granularity > 8) ||
+         (summed && !spec.wire->exact && spec.wire->granularity > 8 && !spec.wire->masks);
 }
 
 struct Case {
@@ -122,9 +124,9 @@ struct Case {
 };
 
 void expect_contained(Device device, const Case& c) {
-  SCOPED_TRACE(fmt::format("{} on {} ranks, {}: {} in {} elements of tensor {} from {}, rank {}", c.spec, c.world,
-                           kLayouts[static_cast<int>(c.layout)], c.poison.value, c.poison.elements.size(),
-                           c.poison.tensor, c.poison.elements[0], c.poison.rank));
+  SCOPED_TRACE(fmt::format("{} on {} ranks, {}: {} in {} elements of tensor {} from {}, rank {}", c.spec,
+                           c.world, kLayouts[static_cast<int>(c.layout)], c.poison.value,
+                           c.poison.elements.size(), c.poison.tensor, c.poison.elements[0], c.poison.rank));
   const CompressionSpec spec = CompressionSpec::parse(c.spec);
   const Outcome clean = run(device, c.spec, c.world, c.layout, c.poison, true);
   const Outcome got = run(device, c.spec, c.world, c.layout, c.poison, false);
@@ -138,7 +140,8 @@ void expect_contained(Device device, const Case& c) {
       for (int r = 0; r < c.world; ++r) {
         ASSERT_TRUE(std::isfinite(got.residual[r][t][i])) << "tensor " << t << " element " << i;
         if (poisoned || shares(spec)) continue;
-        ASSERT_EQ(std::bit_cast<uint32_t>(got.result[r][t][i]), std::bit_cast<uint32_t>(clean.result[r][t][i]))
+        ASSERT_EQ(std::bit_cast<uint32_t>(got.result[r][t][i]),
+                  std::bit_cast<uint32_t>(clean.result[r][t][i]))
             << "result of rank " << r << ", tensor " << t << " element " << i;
         ASSERT_EQ(std::bit_cast<uint32_t>(got.residual[r][t][i]),
                   std::bit_cast<uint32_t>(clean.residual[r][t][i]))
@@ -169,7 +172,8 @@ std::vector<std::string> all_specs() {
     CompressionSpec spec;
     spec.wire = wire;
     spec.rounding = wire->rounding;
-    if (spec.divergence().empty()) all.push_back(wire->spec() + (*wire->options != 0 ? "," : ":") + "dense=off");
+    if (spec.divergence().empty())
+      all.push_back(wire->spec() + (*wire->options != 0 ? "," : ":") + "dense=off");
     if (wire->exact) all.back() = "fp32";
   }
   for (const std::string& spec : example_specs()) all.push_back(spec);
@@ -199,13 +203,15 @@ TEST_P(Containment, NonFiniteGradientsChangeNoOtherTensor) {
   for (const std::string& spec : testing::thinned(all_specs(), 12)) {
     const bool wire = CompressionSpec::parse(spec).method == CompressionSpec::Method::wire;
     for (size_t k = 0; k < (full_sweeps() ? 24 : 2); ++k, ++turn) {
-      Case c{.spec = spec + (spec.find(':') == std::string::npos ? ":" : ",") + "schedule=" + schedules[turn % 4],
+      Case c{.spec =
+                 spec + (spec.find(':') == std::string::npos ? ":" : ",") + "schedule=" + schedules[turn % 4],
              .world = 2 + static_cast<int>(turn / 4 % 3),
              .layout = wire ? static_cast<Layout>(turn % 3) : static_cast<Layout>(turn % 2),
              .poison = {}};
       Poison& p = c.poison;
       p.tensor = static_cast<int>(turn * 5 % shapes.size());
-      if (spec.starts_with("randk") || spec.find("dense=off") == std::string::npos) p.tensor = k % 2 == 0 ? 2 : 5;
+      if (spec.starts_with("randk") || spec.find("dense=off") == std::string::npos)
+        p.tensor = k % 2 == 0 ? 2 : 5;
       p.rank = static_cast<int>(turn % static_cast<size_t>(c.world));
       p.value = turn % 2 == 0 ? std::numeric_limits<float>::quiet_NaN()
                               : (turn % 4 == 1 ? 1.0f : -1.0f) * std::numeric_limits<float>::infinity();

@@ -49,7 +49,8 @@ TEST(FloatMode, ARankThatFlushesSubnormalNumbersHoldsTheSameBits) {
       });
     }
     for (size_t r = 1; r < 4; ++r) EXPECT_TRUE(same_bits(result[r], result[0])) << spec << ": result " << r;
-    for (size_t r = 0; r < 2; ++r) EXPECT_TRUE(same_bits(residual[r + 2], residual[r])) << spec << ": residual " << r;
+    for (size_t r = 0; r < 2; ++r)
+      EXPECT_TRUE(same_bits(residual[r + 2], residual[r])) << spec << ": residual " << r;
   }
 }
 

@@ -231,8 +231,8 @@ TEST_P(AllreduceTest, AResultThatIsNotFiniteLeavesNothingBehindOnAnyRank) {
             ++not_finite;
             int keepers = 0;
             for (int r = 0; r < world; ++r) keepers += outcome.residual[r][i] != 0.0f ? 1 : 0;
-            ASSERT_EQ(keepers, 0)
-                << name(schedule.kind) << " " << wire->name << " n=" << world << " element " << i;
+            ASSERT_EQ(keepers, 0) << name(schedule.kind) << " " << wire->name << " n=" << world << " element "
+                                  << i;
           }
           ASSERT_TRUE(not_finite > 0 || !nan) << name(schedule.kind) << " " << wire->name << " n=" << world;
         }

@@ -44,7 +44,8 @@ struct Rank {
        int64_t slice_bytes)
       : Rank(comm, spec, std::move(tensors),
              ReducerOptions{.bucket_bytes = bucket_bytes, .seed = 5, .slice_bytes = slice_bytes}) {}
-  Rank(Communicator& comm, const std::string& spec, std::vector<GradientTensor> tensors, ReducerOptions options)
+  Rank(Communicator& comm, const std::string& spec, std::vector<GradientTensor> tensors,
+       ReducerOptions options)
       : tensors(std::move(tensors)),
         stream(Stream::create(comm.device(), "compute")),
         reducer(comm, CompressionSpec::parse(spec), this->tensors, std::move(options)) {}

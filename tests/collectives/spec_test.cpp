@@ -96,7 +96,8 @@ TEST(Spec, AcceptsErrorFeedbackExactlyWhereAnEncodeContracts) {
       for (int value = option.least; value <= steps; value = option.power_of_two ? value * 2 : value + 1) {
         *option.value = value;
         for (const std::string& spec : specs) {
-          more.push_back(fmt::format("{}{}{}={}", spec, spec == entry->name ? ":" : ",", option.key, option.text()));
+          more.push_back(
+              fmt::format("{}{}{}={}", spec, spec == entry->name ? ":" : ",", option.key, option.text()));
         }
       }
       specs = more;
@@ -132,49 +133,35 @@ TEST(Spec, ErrorsNameTheCulprit) {
     const char* text;
     const char* culprit;
   };
-  for (const Case& c : {Case{"", "unknown method"},
-                        Case{"fp23", "'fp23'"},
-                        Case{"bf16:", "nothing after"},
-                        Case{"bf16,", "nothing after"},
-                        Case{"bf16:ef", "'ef'"},
-                        Case{"bf16:rank=4", "no option 'rank'"},
-                        Case{"powersgd:rank=0", "rank='0'"},
-                        Case{"powersgd:rank=65", "rank='65'"},
-                        Case{"powersgd:rank=4x", "rank='4x'"},
-                        Case{"powersgd:rank=-1", "rank='-1'"},
-                        Case{"powersgd:rank=4,rank=2", "given twice"},
-                        Case{"powersgd:rank=4,", "ends in"},
-                        Case{"powersgd:wire=fp16", "fp32|bf16"},
-                        Case{"fp32:schedule=star", "ring|tree"},
-                        Case{"powersgd:round=stochastic", "wire=bf16"},
-                        Case{"bf16:intra_node=fp16", "wire|fp32"},
-                        Case{"bf16:node_wire=fp16", "intra_node='fp16'"},
-                        Case{"bf16:schedule=ring,intra_node=fp32", "schedule=ring has no notion of nodes"},
-                        Case{"bf16:schedule=nccl", "schedule=nccl adds FP32, not bf16"},
-                        Case{"powersgd:rank=2,wire=fp8,schedule=nccl", "use wire format fp32"},
-                        Case{"fp32:schedule=nccl,transport=lsa", "two_shot or hierarchical"},
-                        Case{"int8:residual=fp16", "fp32|bf16|int8"},
-                        Case{"fp32:residual=int8", "no option 'residual'"},
-                        Case{"int8:ef=off,residual=bf16", "residual=bf16 needs error feedback"},
-                        Case{"int8:dense=", "''"},
-                        Case{"int8:dense=a++b", "dense='a++b'"},
-                        Case{"int8:dense=off+b", "'off'"},
-                        Case{"fp32:dense=auto", "'dense'"},
-                        Case{"powersgd:min_ratio=nan", "min_ratio='nan'"},
-                        Case{"powersgd:alternate=yes", "on|off"},
-                        Case{"powersgd:alternate=on,warm=off", "alternate=on needs warm=on"},
-                        Case{"randk:ratio=0", "ratio='0'"},
-                        Case{"randk:ratio=2", "ratio='2' is not a number from 1e-06 to 1"},
-                        Case{"randk:ratio=nan", "ratio='nan'"},
-                        Case{"randk:rank=2", "no option 'rank'"},
-                        Case{"bf16:ratio=0.1", "no option 'ratio'"},
-                        Case{"randk:round=stochastic", "wire=bf16"},
-                        // Error feedback would diverge.
-                        Case{"qsgd:bits=4", "it needs block=128, or ef=off"},
-                        Case{"qsgd:bits=4,block=256,round=nearest", "it needs block=128, or ef=off"},
-                        Case{"powersgd:rank=2,wire=qsgd,bits=4", "it needs block=128, or ef=off"},
-                        Case{"randk:wire=terngrad,clip=off", "it needs clip=2, or ef=off"},
-                        Case{"terngrad:clip=2.5", "may lose 1.48 times"}}) {
+  for (const Case& c :
+       {Case{"", "unknown method"}, Case{"fp23", "'fp23'"}, Case{"bf16:", "nothing after"},
+        Case{"bf16,", "nothing after"}, Case{"bf16:ef", "'ef'"}, Case{"bf16:rank=4", "no option 'rank'"},
+        Case{"powersgd:rank=0", "rank='0'"}, Case{"powersgd:rank=65", "rank='65'"},
+        Case{"powersgd:rank=4x", "rank='4x'"}, Case{"powersgd:rank=-1", "rank='-1'"},
+        Case{"powersgd:rank=4,rank=2", "given twice"}, Case{"powersgd:rank=4,", "ends in"},
+        Case{"powersgd:wire=fp16", "fp32|bf16"}, Case{"fp32:schedule=star", "ring|tree"},
+        Case{"powersgd:round=stochastic", "wire=bf16"}, Case{"bf16:intra_node=fp16", "wire|fp32"},
+        Case{"bf16:node_wire=fp16", "intra_node='fp16'"},
+        Case{"bf16:schedule=ring,intra_node=fp32", "schedule=ring has no notion of nodes"},
+        Case{"bf16:schedule=nccl", "schedule=nccl adds FP32, not bf16"},
+        Case{"powersgd:rank=2,wire=fp8,schedule=nccl", "use wire format fp32"},
+        Case{"fp32:schedule=nccl,transport=lsa", "two_shot or hierarchical"},
+        Case{"int8:residual=fp16", "fp32|bf16|int8"}, Case{"fp32:residual=int8", "no option 'residual'"},
+        Case{"int8:ef=off,residual=bf16", "residual=bf16 needs error feedback"}, Case{"int8:dense=", "''"},
+        Case{"int8:dense=a++b", "dense='a++b'"}, Case{"int8:dense=off+b", "'off'"},
+        Case{"fp32:dense=auto", "'dense'"}, Case{"powersgd:min_ratio=nan", "min_ratio='nan'"},
+        Case{"powersgd:alternate=yes", "on|off"},
+        Case{"powersgd:alternate=on,warm=off", "alternate=on needs warm=on"},
+        Case{"randk:ratio=0", "ratio='0'"},
+        Case{"randk:ratio=2", "ratio='2' is not a number from 1e-06 to 1"},
+        Case{"randk:ratio=nan", "ratio='nan'"}, Case{"randk:rank=2", "no option 'rank'"},
+        Case{"bf16:ratio=0.1", "no option 'ratio'"}, Case{"randk:round=stochastic", "wire=bf16"},
+        // Error feedback would diverge.
+        Case{"qsgd:bits=4", "it needs block=128, or ef=off"},
+        Case{"qsgd:bits=4,block=256,round=nearest", "it needs block=128, or ef=off"},
+        Case{"powersgd:rank=2,wire=qsgd,bits=4", "it needs block=128, or ef=off"},
+        Case{"randk:wire=terngrad,clip=off", "it needs clip=2, or ef=off"},
+        Case{"terngrad:clip=2.5", "may lose 1.48 times"}}) {
     SCOPED_TRACE(c.text);
     testing::expect_error<BadInput>([&] { CompressionSpec::parse(c.text); }, {c.culprit});
   }

@@ -345,10 +345,11 @@ TEST_P(WireFormatTest, ErrorStaysWithinItsBound) {
       for (int64_t i = 0; i < n; ++i) {
         float& v = x[static_cast<size_t>(i)];
         const bool first = i % block == 0;
-        if (shape == 1) v = std::copysign(1.0f, v);                                 // all alike
-        if (shape >= 2 && shape < 6) v = first ? 1.0f : 0.3f / static_cast<float>(1 << (2 * (shape - 2)));  // one large
-        if (shape == 6) v = v * v * v * v * v;                                      // heavy tails
-        if (shape == 7) v = i % 16 == 0 ? v : 0.0f;                                 // sparse
+        if (shape == 1) v = std::copysign(1.0f, v);  // all alike
+        if (shape >= 2 && shape < 6)
+          v = first ? 1.0f : 0.3f / static_cast<float>(1 << (2 * (shape - 2)));  // one large
+        if (shape == 6) v = v * v * v * v * v;                                   // heavy tails
+        if (shape == 7) v = i % 16 == 0 ? v : 0.0f;                              // sparse
       }
       if (format->clips && shape != 1 && shape != 0) continue;
       double norm = 0, largest = 0, error = 0, worst = 0;

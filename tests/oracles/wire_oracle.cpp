@@ -30,7 +30,8 @@ std::vector<std::string> variants(Wire entry) {
     for (int value = option.least; value <= most;) {
       *option.value = value;
       for (size_t i = 0; i < before; ++i) {
-        all.push_back(fmt::format("{}{}{}={}", all[i], all[i] == entry->name ? ":" : ",", option.key, option.text()));
+        all.push_back(
+            fmt::format("{}{}{}={}", all[i], all[i] == entry->name ? ":" : ",", option.key, option.text()));
       }
       if (option.words.empty() && option.most > 100) {
         value = value < option.most / 4 ? option.most / 4 : 2 * value;
@@ -74,10 +75,9 @@ void run(const char* path) {
         std::vector<uint8_t> wire(static_cast<size_t>(format->bytes(count)));
         std::vector<float> decoded(x.size());
         const auto mode = seed % 3 == 0 ? Rounding::stochastic : Rounding::nearest;
-        format->reduce_encode(stream, {.own = x.data(),
-                                       .wire = wire.data(),
-                                       .count = count,
-                                       .rounding = {.mode = mode, .seed = seed}});
+        format->reduce_encode(
+            stream,
+            {.own = x.data(), .wire = wire.data(), .count = count, .rounding = {.mode = mode, .seed = seed}});
         format->decode(stream, {.wire = wire.data(), .out = decoded.data(), .count = count});
         const int64_t head[] = {static_cast<int64_t>(spec.size()), count, static_cast<int64_t>(wire.size())};
         out.write(head, 3);

@@ -13,7 +13,7 @@ import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "cli"), str(HERE.parent / "integrations")]
-from command import CommandTest, main, synthetic  # noqa: E402
+from command import CommandTest, as_user, main, synthetic  # noqa: E402
 from launch import free_port  # noqa: E402
 
 ALL = "GRADWIRE_FULL_SWEEPS" in os.environ
@@ -27,11 +27,12 @@ class Limits(CommandTest):
         def limit():
             for which, value in limits:
                 resource.setrlimit(which, (value, value))
-            if user is not None:
-                os.setgid(user)
-                os.setuid(user)
 
-        return subprocess.Popen([self.gradwire, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        program = [self.gradwire]
+        if user is not None:
+            path = pathlib.Path(self.gradwire)
+            program = [*as_user(user, self.folder, path.parents[1]), f"bin/{path.name}"]
+        return subprocess.Popen([*program, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                 text=True, cwd=self.folder, env=self.environment(env), preexec_fn=limit)
 
     def ended(self, process, limit_s):

@@ -92,11 +92,12 @@ def main():
     for case in all_cases:
         if options.case and case.name != options.case:
             continue
-        # Small allocations are too many and too similar to refuse each one. They are not refused in the
-        # command or in Python, whose JSON library and interpreter end the process themselves.
+        # Small allocations are too many and too similar to refuse each one. They are not refused in Python,
+        # whose interpreter ends the process itself.
         most = {kind: None if options.all else options.most for kind in ([options.kind] if options.kind else KINDS)}
         if "small" in most and not options.kind:
-            most["small"] = options.small if options.small is not None else 150 if options.all and case.name.startswith("c-") else 0
+            few = 150 if options.all else 4
+            most["small"] = 0 if case.name.startswith("python") else options.small if options.small is not None else few
         counts, failed = sweep(case, os.path.abspath(options.library), most)
         total += sum(counts.values())
         failures += failed

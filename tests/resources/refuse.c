@@ -4,7 +4,9 @@
  *                        (none:0 refuses nothing)
  * GRADWIRE_REFUSE_LOG=FILE gets a line "refused KIND N" at the refusal, and "seen KIND COUNT" for each kind when the
  *                        process ends
- * GRADWIRE_REFUSE_LATER=1  counts only after the program has called refuse_begin(), which it finds by dlsym()
+ * GRADWIRE_REFUSE_LATER=1  counts only after the program has called refuse_begin(), which it finds by dlsym();
+ *                        otherwise from main() on: before it, CUDA's runtime registers the kernels, and crashes when
+ *                        it is refused memory for that
  *
  * Kinds: malloc (64 KiB or more), small (any size), mmap, thread, eventfd, socket, accept, open, write (regular files). */
 #define _GNU_SOURCE
@@ -57,7 +59,19 @@ __attribute__((constructor)) static void read_environment(void) {
   }
   at = atol(colon + 1);
   from_then_on = what[strlen(what) - 1] == '+';
+}
+
+static int (*program)(int, char**, char**);
+static int counted(int count, char** arguments, char** environment) {
   if (getenv("GRADWIRE_REFUSE_LATER") == NULL) refuse_begin();
+  return program(count, arguments, environment);
+}
+
+int __libc_start_main(int (*main)(int, char**, char**), int count, char** arguments, void (*init)(void),
+                      void (*fini)(void), void (*rtld_fini)(void), void* stack_end) {
+  __typeof__(&__libc_start_main) next = (__typeof__(&__libc_start_main))dlsym(RTLD_NEXT, "__libc_start_main");
+  program = main;
+  return next(counted, count, arguments, init, fini, rtld_fini, stack_end);
 }
 
 __attribute__((destructor)) static void report(void) {

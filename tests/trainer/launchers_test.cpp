@@ -149,7 +149,7 @@ const std::vector<Environment> kEnvironments = {
     {"mpirun on one node of an allocation",
      joined({{"SLURM_JOB_ID", "77"}, {"SLURM_JOB_NODELIST", "n1,n2"}}, kOpenMpiHere),
      "1/2 local 1/2 tcp://127.0.0.1:*"},
-    {"mpirun beside a service named master", joined({{"MASTER_PORT", kService}}, kOpenMpiHere),
+    {"mpirun and a service named master", joined({{"MASTER_PORT", kService}}, kOpenMpiHere),
      "1/2 local 1/2 tcp://127.0.0.1:*"},
     {"mpirun with a local rank beyond its count", joined({{"OMPI_COMM_WORLD_LOCAL_RANK", "2"}}, kOpenMpiHere),
      "error: the environment is inconsistent: OMPI_COMM_WORLD_LOCAL_RANK=2"},

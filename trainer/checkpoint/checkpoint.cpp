@@ -11,6 +11,7 @@
 
 #include "collectives/agreement/all_gather.h"
 #include "runtime/error.h"
+#include "runtime/unwinding.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/checkpoint/safetensors.h"
 #include "trainer/log/json.h"
@@ -65,6 +66,7 @@ void write(const Stream& stream, SafetensorsWriter& file, const std::vector<Piec
 void load(const Stream& stream, const SafetensorsReader& file, const Tensor& tensor, const Piece& to) {
   const auto bytes = static_cast<size_t>(to.state.bytes());
   std::vector<std::byte> chunk(std::min(kChunk, bytes));
+  const FinishOnError finish(stream);
   for (size_t at = 0; at < bytes; at += kChunk) {
     const size_t n = std::min(kChunk, bytes - at);
     file.read_bytes(tensor, to.first_byte() + at, {chunk.data(), n});
@@ -340,6 +342,7 @@ bool restore_residuals(const RankState& rank, const std::vector<TensorState>& st
     for (const auto& file : files) add_residual(*file, rank.parameters[i], sum);
     if (sum.empty()) continue;
     if (residual[i] != nullptr) {
+      const FinishOnError finish(rank.stream);
       residual[i]->write(rank.stream, 0, std::as_bytes(std::span<const float>(sum)));
       rank.stream.synchronize();
     } else if (std::any_of(sum.begin(), sum.end(), [](float x) { return x != 0.0f; })) {

@@ -12,6 +12,7 @@
 #include "kernels/simd/simd.h"
 #include "kernels/wire/formats.h"
 #include "runtime/thread_pool.h"
+#include "runtime/unwinding.h"
 #include "trainer/measure/products.h"
 #include "trainer/measure/timing.h"
 
@@ -28,6 +29,7 @@ Buffer random_matrix(const Stream& stream, int64_t count) {
     drawn[i] = 2 * uniform01(philox(1, 0x5045'0001, i / 4).v[i % 4]) - 1;
   }
   Buffer matrix = make_buffer<float>(stream.device(), count);
+  const FinishOnError finish(stream);
   for (int64_t at = 0; at < count; at += kDrawn) {
     copy(stream, matrix.as<float>() + at, drawn.data(),
          static_cast<size_t>(std::min(kDrawn, count - at)) * sizeof(float));

@@ -7,6 +7,7 @@
 
 #include "collectives/transport/transport.h"
 #include "runtime/mix.h"
+#include "runtime/unwinding.h"
 
 namespace gradwire {
 namespace {
@@ -81,6 +82,7 @@ void hand_over(const RankState& rank, const std::vector<int>& newcomers) {
   size_t all = 0;
   for (const TensorState& state : states) all += static_cast<size_t>(state.bytes());
   std::vector<std::byte> values(all);
+  const FinishOnError finish(rank.stream);
   const auto each = [&](auto&& what) {
     size_t at = 0;
     for (const TensorState& state : states) {

@@ -34,8 +34,7 @@ RunMemory plan_memory(const TrainConfig& config) {
       config.divides(Sharding::optimizer) ? WeightShards::master_elements(config, reducer) : 0;
   int64_t codecs = 0;
   for (const TensorState& state : reducer.tensor_state()) codecs += state.bytes();
-  const int64_t loaded_batches =
-      config.graph ? 2 * config.accumulate : 2;  // as in RankTrainer's loader
+  const int64_t loaded_batches = config.graph ? 2 * config.accumulate : 2;  // as in RankTrainer's loader
   const int64_t image = int64_t{config.model.channels} * config.model.image * config.model.image;
   const int64_t images =
       loaded_batches * config.batch_size * (image + 1) * static_cast<int64_t>(sizeof(float));

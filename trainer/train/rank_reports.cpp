@@ -27,8 +27,7 @@ std::vector<RankReports::Report> LocalRankReports::collect() {
     while (rank < posted_.size() && !posted_[rank].empty()) ++rank;
     return rank;
   };
-  bool in_time =
-      changed_.wait_until(lock, RunningClock::now() + timeout_,
+  bool in_time = changed_.wait_until(lock, RunningClock::now() + timeout_,
                                      [&] { return !aborted_.empty() || missing() == posted_.size(); });
   if (!aborted_.empty()) throw CommError(aborted_);
   if (!in_time) {
