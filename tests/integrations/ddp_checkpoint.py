@@ -151,7 +151,11 @@ def wrong_states_are_refused(spec: str, world: int, saved: List[Dict[str, Any]])
             check(False, "a state without tensors was loaded")
         except ValueError as error:
             check("hook.checkpoint()" in str(error), str(error))
-        if world != WORLD:
+        # PyTorch 2.6 fails to pickle its report of an error on Python 3.13, and raises TypeError instead.
+        reports_errors = sys.version_info < (3, 13) or torch.__version__ >= (2, 7)
+        if not reports_errors:
+            say("not tried: wrong checkpoints on PyTorch 2.6 and Python 3.13")
+        elif world != WORLD:
             try:
                 dcp.load({"hook": hook.checkpoint()}, checkpoint_id=folder(spec) / "dcp")
                 check(False, "another number of ranks was not noticed")

@@ -25,6 +25,15 @@ def free_port() -> int:
                 continue
 
 
+def torchrun_obstacle(python: str = sys.executable) -> str:
+    """Returns why this PyTorch's torchrun cannot start anything, or "". Its own store asks for libuv, whatever
+    USE_LIBUV says, and Debian 13's PyTorch is built without it."""
+    store = ("from datetime import timedelta; from torch.distributed import TCPStore; "
+             "TCPStore('127.0.0.1', 0, is_master=True, multi_tenant=True, timeout=timedelta(seconds=20))")
+    tried = subprocess.run([python, "-c", store], capture_output=True, text=True, timeout=120)
+    return "this PyTorch is built without libuv, which its torchrun needs" if "libuv" in tried.stderr else ""
+
+
 def _for_ranks(world: int, environment: Optional[Dict[str, str]]) -> Dict[str, str]:
     """The environment that all ranks share."""
     return {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world),

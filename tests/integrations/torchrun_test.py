@@ -188,6 +188,9 @@ SCENARIOS = [a_killed_rank, machines_that_come_and_go, a_lost_machine_is_gone_on
 
 
 def main() -> int:
+    if obstacle := launch.torchrun_obstacle():
+        print(f"SKIPPED: {obstacle}")
+        return 77
     scenario = next(s for s in SCENARIOS if s.__name__ == sys.argv[1])
     with tempfile.TemporaryDirectory(prefix="gradwire-torchrun-") as folder:
         scenario(pathlib.Path(folder))
