@@ -57,7 +57,7 @@ def saves() -> None:
             dcp.save({"model": run.model.state_dict(), "hook": hook.checkpoint()}, checkpoint_id=folder(spec) / "dcp")
             dcp.save({"hook": hook.state_dict()}, checkpoint_id=folder(spec) / "replicated")
         state = {"world": WORLD, "model": run.model.state_dict(), "optimizer": run.optimizer.state_dict(), "sums": sums,
-                 "hook": hook.state_dict()}
+                 "hook": hook.state_dict(gather=False)}
         torch.save(state, folder(spec) / f"rank{RANK}")
         for s in range(4, 7):
             run.step(s)

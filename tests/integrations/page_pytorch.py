@@ -26,13 +26,15 @@ def trains(given: Dict[str, Any], ratio: float = 3) -> None:
 
 def one_line(examples: List[str], _: str) -> None:
     import torch
-    wrap, statistics, save = examples
+    wrap, statistics, save, load = examples
     given = names()
     exec(wrap, given)
     trains(given)
     exec(statistics, given)
     before = given["hook"].state_dict()
     exec(save, given)
+    torch.distributed.barrier()
+    exec(load, given)
     after = given["hook"].state_dict()
     assert before["tensors"].keys() == after["tensors"].keys() and before["steps"] == after["steps"] > 0
     for name, tensor in before["tensors"].items():
@@ -110,7 +112,7 @@ def without_ddp(examples: List[str], address: str) -> None:
 
 
 SESSIONS = {
-    "one line": Session(2, one_line, ["from gradwire.torch import compress", "hook.stats()", "torch.save("]),
+    "one line": Session(2, one_line, ["from gradwire.torch import compress", "hook.stats()", "state = hook.state_dict()", "hook.load_state_dict(torch.load("]),
     "what it is short for": Session(2, what_it_is_short_for, ["from gradwire.torch import Hook"]),
     "going on without the dead": Session(2, without_the_dead, ['hook = compress(ddp_model, "int8", min_ranks=2)']),
     "from PyTorch's hook": Session(2, from_powersgd_hook, ["# before"]),

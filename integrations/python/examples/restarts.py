@@ -45,7 +45,7 @@ def save(folder, step, model, optimizer, hook):
     rank, world = dist.get_rank(), dist.get_world_size()
     part = folder / f"step-{step}.part"
     part.mkdir(parents=True, exist_ok=True)
-    torch.save(hook.state_dict(), part / f"hook-{rank}-of-{world}")  # each rank has residuals of its own
+    torch.save(hook.state_dict(gather=False), part / f"hook-{rank}-of-{world}")  # each rank has residuals of its own
     if rank == 0:
         torch.save({"step": step, "world": world, "model": model.state_dict(), "optimizer": optimizer.state_dict()},
                    part / "training")

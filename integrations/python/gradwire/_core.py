@@ -356,6 +356,7 @@ class Communicator(Handle):
             for name, *arguments in calls:
                 _native.call(name, *arguments)
 
+    _key = ""  # the same on its ranks, and different for any other communicator; "" if it is not of a process group
     _owner: "Optional[Callable[[], Any]]" = None
     _owner_kind = ""
 

@@ -2,15 +2,21 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import re
+import time
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
+import torch.distributed as dist
 
 from gradwire import _native
+from gradwire._process_group import global_rank
 from gradwire._state import Entry, State, TensorState
 
 StateDict = Dict[str, Any]
+
+_log = logging.getLogger("gradwire")
 
 # By name in safetensors files.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -77,6 +83,48 @@ def _entry_of(tensor: torch.Tensor) -> Entry:
     return Entry(name, ctypes.string_at(data.data_ptr(), data.numel() * data.element_size()))
 
 
+# ---- All ranks' states -----------------------------------------------------------------------------------------
+
+_PATIENCE_S = 10.0  # before a rank logs for whom it waits
+
+
+def gathered(state: StateDict, process_group: Any, key: str, timeout_s: float) -> StateDict:
+    """Returns `state`, on rank 0 of the group with those of the other ranks as "others". Collective.
+
+    key: a text that the ranks share and no other group has.
+
+    Raises CommFailed if a rank does not call it within timeout_s.
+    """
+    rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
+    _wait_for_all(f"gradwire/state/{key}", rank, world, timeout_s)
+    states: List[Any] = [None] * world
+    dist.gather_object(state, states if rank == 0 else None, dst=global_rank(process_group, 0), group=process_group)
+    return {**state, "others": states[1:]} if rank == 0 else state
+
+
+def _wait_for_all(key: str, rank: int, world: int, timeout_s: float) -> None:
+    """Through the store, so that a rank that is missing can be named, and the process group remains usable."""
+    store = dist.distributed_c10d._get_default_store()
+    mine = store.add(f"{key}/{rank}", 1)
+    begin, told, pause = time.monotonic(), False, 0.001
+    missing = [r for r in range(world) if r != rank]
+    while True:
+        missing = [r for r in missing if store.add(f"{key}/{r}", 0) < mine]
+        if not missing:
+            return
+        waited = time.monotonic() - begin
+        text = (f"hook.state_dict() has waited {waited:.0f} s for rank {', '.join(map(str, missing))}: call it on every rank and "
+                "save what rank 0 gets; or save hook.state_dict(gather=False) of every rank")
+        if waited > timeout_s:
+            store.add(f"{key}/{rank}", -1)
+            raise _native.CommFailed(text)
+        if waited > _PATIENCE_S and not told:
+            _log.warning("%s", text)
+            told = True
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+
+
 # ---- Another number of ranks -----------------------------------------------------------------------------------
 
 
@@ -114,6 +162,7 @@ def for_rank(states: Sequence[StateDict], spec: str, place: Optional[Place]) -> 
     if missing:
         raise _native.BadArgument(
             f"{place} needs the state that {missing[0]} saved, but got those of {', '.join(map(str, sorted(by_rank)))}: "
+            + "call hook.state_dict() on every rank and save what rank 0 gets, "
             + ("give each rank its own" if place.world == worlds[0] else f"pass a list of all {worlds[0]}")
             + ", or use hook.checkpoint() with torch.distributed.checkpoint")
     if place.world == worlds[0]:
@@ -157,7 +206,7 @@ class Checkpoint:
         if place is None:
             raise _native.BadArgument("hook.checkpoint() needs torch.distributed.init_process_group() first")
         if self._load_from is None:
-            return {str(place): RankState(self._hook.state_dict())}
+            return {str(place): RankState(self._hook.state_dict(gather=False))}
         world = self._saved_world(place)
         return {str(Place(rank, world)): RankState() for rank in ranks_for(place, world)}
 
@@ -184,8 +233,12 @@ class Checkpoint:
 
 
 def as_list(state: Union[StateDict, Sequence[StateDict]]) -> List[StateDict]:
-    """One state, or several."""
-    states = [state] if isinstance(state, dict) else list(state)
+    """One state, or several, each with those that were gathered in it."""
+    given = [state] if isinstance(state, dict) else list(state)
+    states: List[StateDict] = []
+    for one in given:
+        states.append({key: value for key, value in one.items() if key != "others"})
+        states += one.get("others", [])
     if not states:
         raise _native.BadArgument("no state was given")
     return states

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import pathlib
 import secrets
@@ -63,7 +64,7 @@ def _refuse_inherited() -> None:
                                 "init_process_group() in this process, or start it with the spawn method")
 
 
-def _global_rank(group: Any, rank: int) -> int:
+def global_rank(group: Any, rank: int) -> int:
     if group is None or group == dist.group.WORLD:
         return rank
     find = getattr(dist, "get_global_rank", None) or dist.distributed_c10d._get_global_rank
@@ -134,9 +135,10 @@ def communicator(process_group: Any = None, device: "str | int" = "host",
     with contextlib.ExitStack() as stack:
         if rank == 0:
             meeting = list(_meeting(stack, networks))
-        dist.broadcast_object_list(meeting, src=_global_rank(process_group, 0), group=process_group)
+        dist.broadcast_object_list(meeting, src=global_rank(process_group, 0), group=process_group)
         comm = Communicator(meeting[0], rank, world, device=device, timeout_s=timeout_s, secret=meeting[1],
                             shrinkable=shrinkable)
+    comm._key = hashlib.sha256(meeting[1].encode()).hexdigest()[:16]
     return comm
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any, Callable, Dict, List, Optional, Sequence, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from gradwire._buckets import NATIVE, Bucket, Layout, matrix, plain_name, real_v
 from gradwire._core import Communicator, Reducer, calls_of
 from gradwire._elastic import Elastic, refuse_what_needs_all_ranks
 from gradwire._find_ddp import the_ddp
-from gradwire._hook_state import Checkpoint, Place, as_list, for_rank, from_dict, to_dict
+from gradwire._hook_state import Checkpoint, Place, as_list, for_rank, from_dict, gathered, to_dict
 from gradwire._process_group import TIMEOUT_S, Origin, communicator
 from gradwire._state import State, TensorState, pack, unpack
 from gradwire._worker import Worker, shut_down
@@ -36,6 +36,8 @@ __all__ = ["Backend", "Hook", "allreduce_", "allreduce_hook", "communicator", "c
 DEFAULT_SPEC = "int8"  # loses nothing in docs/for-pytorch.md's table, with SGD and with AdamW
 
 _log = logging.getLogger("gradwire")
+
+_ONE_MODEL = "use a hook for each model"
 
 PYTHON_REDUCER = (
     'torch._dynamo.config.optimize_ddp = "python_reducer" hands a hook one gradient at a time, without buckets and as part '
@@ -85,9 +87,12 @@ class Hook:
         self._comm = comm
         self._names: Dict[int, str] = {}
         self._named: List[torch.Tensor] = []  # keeps the tensors alive, so that the ids in _names stay unique
+        self._has_names = False  # names are a model's
+        self._passed = False  # every bucket of the model has come once
         if model is not None:
             self.name_parameters(model)
         self._buckets: Dict[int, Bucket] = {}
+        self._from_load = False  # what the state in _carried lacks has not been said yet
         self._carried: Optional[State] = None  # state of tensors whose buckets do not exist yet
         self._failure: Optional[BaseException] = None
         self._elastic = Elastic(min_ranks) if min_ranks > 0 else None
@@ -210,16 +215,33 @@ class Hook:
     # ---- Buckets -------------------------------------------------------------------------------------------
 
     def name_parameters(self, model: torch.nn.Module) -> None:
-        """Uses the model's names for its parameters, as Hook(model=model) does. Call before the first step."""
-        for name, parameter in model.named_parameters():
-            self._name(parameter, plain_name(name))
+        """Uses the model's names for its parameters, as Hook(model=model) does. Call before the first step.
+
+        Raises BadArgument where another model's parameters have these names: a hook is for one model.
+        """
+        taken = {name: key for key, name in self._names.items()}
+        named = [(plain_name(name), parameter) for name, parameter in model.named_parameters()]
+        for name, parameter in named:
+            if taken.get(name, id(parameter)) != id(parameter):
+                raise _native.BadArgument(f"the hook has a parameter {name!r} of another model already: {_ONE_MODEL}")
+        for name, parameter in named:
+            self._name(parameter, name)
+        self._has_names = True
 
     def _name(self, parameter: torch.Tensor, name: str) -> str:
         self._named.append(parameter)
         return self._names.setdefault(id(parameter), name)
 
+    def _names_of(self, parameters: List[torch.Tensor]) -> Tuple[str, ...]:
+        for p in parameters:
+            if id(p) not in self._names and (self._has_names or self._passed):
+                raise _native.BadArgument(f"a gradient of shape {tuple(p.shape)} is of a parameter of another model, or one that "
+                                          f"was added since: {_ONE_MODEL}, or call hook.name_parameters(model) for what was added")
+        return tuple(self._names.get(id(p)) or self._name(p, f"parameter {len(self._named)}") for p in parameters)
+
     def _entry_for(self, bucket: Any, buffer: torch.Tensor) -> Bucket:
         index, parameters = bucket.index(), bucket.parameters()
+        self._passed = self._passed or (index == 0 and 0 in self._buckets)
         entry = self._buckets.get(index)
         if entry is not None and len(entry.parameters) == len(parameters) and all(
                 a is b for a, b in zip(entry.parameters, parameters)):
@@ -227,8 +249,7 @@ class Hook:
         if entry is not None:  # DDP regroups its buckets once, after the first step
             self._dissolve(lambda i: i >= index)
         self._communicator(buffer)  # in DDP's thread, because it uses the process group
-        names = tuple(self._names.get(id(p)) or self._name(p, f"parameter {len(self._named)}")
-                      for p in parameters)
+        names = self._names_of(parameters)
         shapes = tuple(matrix(p) for p in parameters)
         entry = self._buckets[index] = Bucket(
             index, parameters, Layout(names, shapes), buffer.element_size())
@@ -245,10 +266,7 @@ class Hook:
         if carried is None:
             return reducer
         fresh = unpack(reducer.save_state())
-        missing = [name for name in layout.names if name not in carried.tensors]
-        if missing:
-            raise _native.BadArgument(f"the loaded state lacks {len(missing)} parameters of this bucket, "
-                                      f"such as {missing[0]!r}: it is from another model, or has other names")
+        self._begin_missing(carried, layout, fresh)
         # "spec ...; rank ..." The hook has compared its spec; reducers have theirs by the gradients' type.
         own_spec, separator, others = fresh.identity.partition("; ")
         identity = own_spec + separator + (carried.identity.partition("; ")[2] or others)
@@ -261,6 +279,24 @@ class Hook:
         if not carried.tensors:
             self._carried = None
         return reducer
+
+    def _begin_missing(self, carried: State, layout: Layout, fresh: State) -> None:
+        """Parameters that a loaded state lacks begin as in a new reducer. Said once for each load."""
+        missing = [name for name in layout.names if name not in carried.tensors]
+        for name, (rows, cols) in zip(layout.names, layout.shapes):
+            found = carried.tensors.get(name)
+            if found is not None and (found.rows, found.cols) != (rows, cols):
+                raise _native.BadArgument(f"the loaded state is of another model: {name!r} is {found.rows} x {found.cols} there "
+                                          f"and {rows} x {cols} here")
+        if missing and not self._has_names:
+            raise _native.BadArgument(
+                f"the loaded state lacks {len(missing)} parameters, such as {missing[0]!r}: it is of another model, or of other "
+                "parameters of it, which are told apart by names only: use compress(), or Hook(model=...), to save and to load")
+        if missing and self._from_load:
+            _log.warning("the loaded state lacks %d parameters of a bucket, such as %r: their residuals begin at zero",
+                         len(missing), missing[0])
+            self._from_load = False
+        carried.tensors.update((name, fresh.tensors[name]) for name in missing)
 
     def _dissolve(self, which: Callable[[int], bool]) -> None:
         """Removes buckets, and keeps their state in _carried for the buckets that replace them."""
@@ -287,27 +323,46 @@ class Hook:
 
     # ---- Checkpoints, statistics, closing ------------------------------------------------------------------
 
-    def state_dict(self) -> Dict[str, Any]:
-        """This rank's state of each parameter, and the step count, for torch.save(). Call between steps only.
+    def state_dict(self, gather: bool = True) -> Dict[str, Any]:
+        """The state of each parameter, and the step count, for torch.save(). Call between steps only.
 
-        Every rank must save its own, because residuals differ. {"version", "identity", "steps", "spec",
-        "tensors": {name: {"rows", "cols", "state": {kind: tensor}}}}, with 1-D CPU tensors of kind "residual"
-        or PowerSGD's "factor".
+        Args:
+            gather: on rank 0 the states of all ranks, whose residuals differ; the others get their own. Collective then:
+                call it on every rank, and save what rank 0 gets. False: this rank's own, which every rank must save.
+                With min_ranks or comm, and before the first step, it is always this rank's own.
+
+        Returns:
+            {"version", "identity", "steps", "spec", "tensors": {name: {"rows", "cols", "state": {kind: tensor}}}},
+            with 1-D CPU tensors of kind "residual" or PowerSGD's "factor"; and "others": [the other ranks' states].
+
+        Raises:
+            CommFailed: a rank does not call it within timeout_s. After 10 s a warning names that rank.
         """
         self._worker.drain()
-        return to_dict(self._collect(lambda index: True) or State("", 0, {}), self.spec, self._place())
+        state = to_dict(self._collect(lambda index: True) or State("", 0, {}), self.spec, self._place())
+        if not gather or self._elastic is not None or self._comm is None or not self._comm._key:
+            return state
+        return gathered(state, self._process_group, self._comm._key, self._timeout_s)
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
         """Restores a state_dict(). If model and optimizer are restored too, training continues bit for bit.
 
-        state: what this rank saved; or, in any order, what the ranks of a run with another number of ranks saved. Of
-        these, rank r of n takes the sum of the residuals of the ranks r, r + n, r + 2n, ..., and needs only them (r % m
-        of m, where n is more); so the sum over all ranks is kept.
+        Call between steps only. Parameters are found by name. One that the state lacks, such as one that was frozen when
+        it was saved, begins without a residual; a warning says so (logging, "gradwire").
 
-        Call between steps only. Raises BadArgument for a state of another version or spec, or if one that is needed is
-        missing; a state of another model makes the next backward() raise.
+        Args:
+            state: what rank 0 got from state_dict(); or what this rank got from state_dict(gather=False); or a list, in
+                any order, of what the ranks of a run with another number of ranks got. Of these, rank r of n takes the sum
+                of the residuals of the ranks r, r + n, r + 2n, ..., and needs only them (r % m of m, where n is more); so
+                the sum over all ranks is kept.
+
+        Raises:
+            BadArgument: a state is of another version, spec or model, or one that is needed is missing.
         """
         chosen = for_rank(as_list(state), self.spec, self._place())
+        if self._has_names and chosen["tensors"] and not set(self._names.values()) & chosen["tensors"].keys():
+            raise _native.BadArgument(f"the state is of another model: it has {next(iter(chosen['tensors']))!r}, "
+                                      f"the hook's model {next(iter(self._names.values()))!r}")
         self._worker.drain()
         self._carried = None
         for entry in self._buckets.values():
@@ -315,6 +370,7 @@ class Hook:
                 entry.reducer.close()
         self._buckets.clear()
         self._carried = from_dict(chosen)
+        self._from_load = True
 
     def checkpoint(self, load_from: Any = None) -> Checkpoint:
         """The hook for torch.distributed.checkpoint, where every rank keeps its own state:
@@ -335,7 +391,7 @@ class Hook:
         return Place(dist.get_rank(self._process_group), dist.get_world_size(self._process_group))
 
     def __getstate__(self) -> Dict[str, Any]:
-        return {"spec": self.spec, "timeout_s": self._timeout_s, "seed": self._seed, "state": self.state_dict(),
+        return {"spec": self.spec, "timeout_s": self._timeout_s, "seed": self._seed, "state": self.state_dict(gather=False),
                 "min_ranks": self._elastic.min_ranks if self._elastic is not None else 0}
 
     def __setstate__(self, pickled: Dict[str, Any]) -> None:
