@@ -70,9 +70,13 @@ def programs_outlive_the_world_that_traced_them() -> None:
     for name in ("pmean", "int8"):
         np.testing.assert_allclose(compiled[name](own), mean, atol=0.02 * np.abs(mean).max())
     refused(jax.errors.JaxRuntimeError, "compiled in a world of 1", lambda: compiled["powersgd"](own))
+    coarse = gradwire.jax.compress("powersgd:rank=1,wire=int4")
+    lossy = jax.jit(lambda x: coarse.update(x, coarse.init(x))[0])
+    lossy(own)
     gradwire.jax.shutdown()
     gradwire.jax.init()
     check(given[RANK], 1)
+    np.testing.assert_array_equal(lossy(own), given[RANK])
     gradwire.jax.shutdown()
 
 

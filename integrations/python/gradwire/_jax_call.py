@@ -36,13 +36,13 @@ class Ranks:
         self.communicators: Dict[int, Tuple[Communicator, threading.Lock]] = {}  # by _jax_ffi.Call.device
         self.world = 0
         self.generation = 0  # counts init() and shutdown()
-        self.traced_alone = False  # a program was traced that is right in a world of 1 only
+        self.traced_alone: Optional[bool] = None  # the codecs' programs that were traced are for a world of 1, or for more
 
     def set(self, communicators: Dict[int, Communicator], world: int) -> None:
-        """Replaces the ranks. Programs that are right in a world of 1 only are traced again."""
-        if self.traced_alone and world > 1:
+        """Replaces the ranks. The codecs' programs for a world of 1 are traced again for a larger one, and vice versa."""
+        if world > 0 and self.traced_alone is not None and self.traced_alone != (world == 1):
             jax.clear_caches()
-            self.traced_alone = False
+            self.traced_alone = None
         self.communicators = {device: (comm, threading.Lock()) for device, comm in communicators.items()}
         self.world = world
         self.generation += 1
@@ -221,10 +221,13 @@ def branch(predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], *ope
     return out
 
 
-def alone(what: str) -> None:
-    """Marks a program that is right in a world of 1 only: it fails in another one, unless it is traced again."""
-    ranks.traced_alone = True
-    average([{"alone": what}], [], [])
+def alone(what: str) -> bool:
+    """Whether a codec that is being traced is alone, in a world of 1, where it leaves everything as it is. Such a program
+    fails in another world; init() has it traced again."""
+    ranks.traced_alone = ranks.world == 1
+    if ranks.traced_alone:
+        average([{"alone": what}], [], [])
+    return ranks.traced_alone
 
 
 # ---- When XLA runs it ----------------------------------------------------------------------------

@@ -180,8 +180,7 @@ def _compress_by_codec(spec: str, error_feedback: bool, dense: bool, name: str) 
         shapes = [jax.eval_shape(functools.partial(first_factor, leaf, i)).shape
                   for i, leaf in enumerate(leaves)]
         check_state(state, structure, paths, leaves, shapes)
-        if ranks.world == 1:  # a rank alone keeps nothing, and its gradient is the mean
-            _jax_call.alone(f"gradwire.jax.compress at {name or _call_site()}")
+        if _jax_call.alone(f"gradwire.jax.compress at {name or _call_site()}"):
             return updates, state._replace(step=state.step + 1)
         what = _described(f"compress at {name or _call_site()}", paths, leaves)
 
