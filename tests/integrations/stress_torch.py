@@ -1,0 +1,383 @@
+"""The operations of stress.py on gradwire.torch."""
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copy
+import datetime
+import io
+import os
+import pickle
+import warnings
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+import gradwire.torch
+from stress import SHAPES, TIMEOUT_S, Run, Wrong, gradient
+
+with contextlib.suppress(ImportError):
+    import torch._dynamo  # as DistributedDataParallel does in its constructor, for seconds
+torch.set_num_threads(1)
+warnings.filterwarnings("ignore")
+SPECS = ("fp32", "bf16", "int8", "int4", "fp8", "powersgd:rank=2", "powersgd:rank=2,wire=bf16")
+CLEAR = (gradwire.Error, ValueError, TypeError, RuntimeError)
+
+
+class Module(torch.nn.Module):
+    """Whose gradients are its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            setattr(self, name, torch.nn.Parameter(torch.zeros(shape)))
+
+    def forward(self, given: Dict[str, torch.Tensor]) -> torch.Tensor:
+        return sum((getattr(self, name) * values).sum() for name, values in given.items())
+
+
+class Model:
+    """A module in a DistributedDataParallel over a group, on the members of the group; elsewhere without these."""
+
+    def __init__(self, number: int, spec: str, group: Any, part: List[int]) -> None:
+        self.number, self.spec, self.group, self.part = number, spec, group, part
+        self.module = Module()
+        self.names = list(SHAPES)
+        self.scale = 1.0
+        self.ddp: Optional[DistributedDataParallel] = None
+        self.hook: Any = None
+        self.closed = False
+        self.dead = False  # a backward() has raised, after which PyTorch's reducer waits for the rest of it
+        self.may_refuse = False  # the next backward may raise, for a state of another model
+        self.saved: Any = None
+
+    def wrap(self) -> None:
+        for name in SHAPES:
+            getattr(self.module, name).requires_grad_(name in self.names)
+        self.ddp = DistributedDataParallel(self.module, process_group=self.group, bucket_cap_mb=0.012)
+
+    def compress(self) -> None:
+        self.hook = gradwire.torch.compress(self.ddp, self.spec, timeout_s=TIMEOUT_S)
+        self.closed = False
+
+
+class Subject:
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.number = 0
+        self.models: List[Model] = []
+        self.groups: List[Tuple[Any, List[int]]] = []
+        self.spare: List[Tuple[str, Any]] = []  # hooks without a model
+        self.connected = False
+
+    def choose(self) -> Tuple[str, Callable[[], None]]:
+        names = ["average", "average", "spare_hook", "fork", "init", "destroy"]
+        if self.connected:
+            names += ["train"] * 8 + ["new_group", "compress", "compress", "twice", "close", "deepcopy", "save", "load", "load",
+                                      "freeze", "unfreeze", "scale", "pickle", "share", "reuse"]
+        else:
+            names += ["init"] * 8
+        name = self.run.draw.choice(names)
+        return name, getattr(self, f"do_{name}")
+
+    def next(self) -> int:
+        self.number += 1
+        return self.number
+
+    def mine(self, part: List[int]) -> bool:
+        return self.run.rank in part
+
+    # ---- Groups ------------------------------------------------------------------------------------------------
+
+    def connect(self, part: List[int], meeting: str) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=part.index(self.run.rank), world_size=len(part),
+                                timeout=datetime.timedelta(seconds=TIMEOUT_S))
+
+    def do_init(self) -> None:
+        parts = self.run.parts()
+        if self.connected:
+            self.do_destroy()
+        part = next(part for part in parts if self.run.rank in part)
+        self.connect(part, self.run.meeting(part))
+        self.run.part, self.connected = part, True
+        self.groups = [(None, part)]
+
+    def do_destroy(self) -> None:
+        closes = [self.run.draw.random() < 0.5 for _ in self.models]
+        if self.connected:
+            for model, close in zip(self.models, closes):
+                if model.hook is not None and close:
+                    model.hook.close()
+                elif model.hook is not None and model.spec in ("fp32", "int8") and len(model.part) == self.run.world:
+                    self.spare.append((model.spec, model.hook))  # it outlives its group
+            dist.destroy_process_group()
+        self.models, self.groups, self.run.part, self.connected = [], [], [], False
+
+    def do_new_group(self) -> None:
+        everyone = self.run.draw.random() < 0.5
+        part = self.run.part
+        members = part if everyone or len(part) == 1 else part[:-1]
+        group = dist.new_group([part.index(rank) for rank in members])
+        self.groups.append((group, members))
+
+    # ---- Averages ----------------------------------------------------------------------------------------------
+
+    def do_average(self) -> None:
+        step, spec = self.next(), self.run.draw.choice(("fp32", "bf16", "int8", "int4"))
+        name = self.run.draw.choice(list(SHAPES))
+        dtype = self.run.draw.choice((torch.float32, torch.float32, torch.float16, torch.float64, torch.complex64))
+        tensor = torch.from_numpy(gradient(self.run.seed, step, self.run.rank, name)).to(dtype)
+        try:
+            gradwire.allreduce_(tensor, spec)
+        except CLEAR as error:
+            if self.connected and dtype in (torch.float32, torch.float16):
+                raise
+            return self.run.clear(error, *CLEAR)
+        self.run.check("allreduce_", torch.real(tensor).float().numpy() if tensor.is_complex() else tensor.float().numpy(),
+                       name, step, spec, floor=1e-3 if dtype == torch.float16 else 1e-6)
+
+    def train(self, models: List[Model], what: str) -> None:
+        """One backward() of these models together."""
+        step = self.next()
+        if not self.mine(models[0].part) or any(model.dead for model in models):
+            return
+        for model in models:
+            model.module.zero_grad(set_to_none=True)
+        may_refuse = any(model.closed or model.dead or model.may_refuse for model in models)
+        try:
+            losses = [model.ddp({name: torch.from_numpy(gradient(self.run.seed, step, self.run.rank, name, model.scale))
+                                 for name in model.names}) for model in models]
+            sum(losses).backward()
+        except CLEAR as error:
+            if not may_refuse:
+                raise
+            self.run.clear(error, *CLEAR)
+            for model in models:
+                model.dead = True
+            return
+        for model in models:
+            model.may_refuse = False
+            for name in model.names:
+                got = getattr(model.module, name).grad.numpy()
+                self.run.check(f"{what} {model.number}", got, name, step, model.spec, model.scale, model.part)
+
+    def model(self) -> Model:
+        if not self.models:
+            self.do_compress()
+        return self.run.draw.choice(self.models)
+
+    def do_train(self) -> None:
+        self.train([self.model()], "model")
+
+    # ---- Models ------------------------------------------------------------------------------------------------
+
+    def made(self, spec: str, group: Any, part: List[int]) -> Model:
+        model = Model(self.next(), spec, group, part)
+        if self.mine(part):
+            model.wrap()
+        return model
+
+    def do_compress(self) -> None:
+        spec, (group, part) = self.run.draw.choice(SPECS), self.run.draw.choice(self.groups)
+        model = self.made(spec, group, part)
+        if self.mine(part):
+            model.compress()
+        self.models.append(model)
+
+    def do_twice(self) -> None:
+        model = self.model()
+        if not self.mine(model.part) or model.hook is None:
+            return
+        try:
+            gradwire.torch.compress(model.ddp, model.spec)
+        except gradwire.BadArgument as error:
+            return self.run.clear(error, gradwire.BadArgument)
+        raise Wrong("compress() was accepted twice")
+
+    def do_share(self) -> None:
+        """Two models on one communicator, in one backward()."""
+        models = [self.made("int8", None, self.run.part) for _ in range(2)]
+        comm = gradwire.torch.communicator(timeout_s=TIMEOUT_S)
+        try:
+            for model in models:
+                model.hook = gradwire.torch.compress(model.ddp, model.spec, comm=comm)
+        except CLEAR as error:
+            self.run.clear(error, *CLEAR)
+            models = models[:1]
+        self.train(models, "sharing model")
+        for model in models:
+            model.hook.close()
+        comm.close()
+
+    def do_reuse(self) -> None:
+        """A hook that was made earlier, maybe for another group."""
+        if not self.spare:
+            return
+        spec, hook = self.spare.pop(self.run.draw.randrange(len(self.spare)))
+        model = self.made(spec, None, self.run.part)
+        model.ddp.register_comm_hook(hook, gradwire.torch.allreduce_hook)
+        model.hook, model.may_refuse = hook, True
+        self.models.append(model)
+        self.train([model], "reusing model")
+
+    def do_spare_hook(self) -> None:
+        spec = self.run.draw.choice(("fp32", "int8"))
+        self.spare.append((spec, gradwire.torch.Hook(spec, timeout_s=TIMEOUT_S)))
+
+    def do_close(self) -> None:
+        model = self.model()
+        if self.mine(model.part) and model.hook is not None:
+            model.hook.close()
+        model.closed = True
+
+    def do_deepcopy(self) -> None:
+        """The copy averages over the default group, as PyTorch has it: compressed, or not."""
+        model = self.model()
+        compresses = self.run.draw.random() < 0.5
+        if model.group is not None or model.closed or model.dead or model.may_refuse:
+            return
+        copied = Model(self.next(), model.spec, None, self.run.part)
+        copied.names, copied.scale = list(model.names), model.scale
+        copied.ddp = copy.deepcopy(model.ddp)
+        copied.module = copied.ddp.module
+        if compresses:
+            copied.compress()
+        self.models.append(copied)
+        self.train([copied, model], "copied model")
+
+    # ---- States ------------------------------------------------------------------------------------------------
+
+    def do_save(self) -> None:
+        model = self.model()
+        if not self.mine(model.part) or model.closed or model.dead or model.hook is None:
+            return
+        file = io.BytesIO()
+        torch.save(model.hook.state_dict(), file)
+        model.saved = (file.getvalue(), list(model.names), model.spec, model.scale)
+
+    def do_load(self) -> None:
+        model, source = self.model(), self.model()
+        if not self.mine(model.part) or model.closed or model.dead or model.hook is None or source.saved is None or not self.mine(source.part):
+            return
+        blob, names, spec, scale = source.saved
+        fits = (spec, names, source.part) == (model.spec, model.names, model.part)
+        if fits and scale != model.scale:
+            return  # a loss scale is loaded with its state
+        try:
+            model.hook.load_state_dict(torch.load(io.BytesIO(blob)))
+        except CLEAR as error:
+            if fits:
+                raise
+            return self.run.clear(error, *CLEAR)
+        if scale != model.scale:
+            model.may_refuse = True
+            model.scale = scale
+        model.may_refuse = model.may_refuse or not fits
+
+    def do_freeze(self) -> None:
+        model = self.model()
+        if len(model.names) > 1:
+            self.only(model, [name for name in model.names if name != self.run.draw.choice(model.names)] or model.names)
+
+    def do_unfreeze(self) -> None:
+        self.only(self.model(), list(SHAPES))
+
+    def only(self, model: Model, names: List[str]) -> None:
+        """Wraps the module again, for other parameters, and carries the state over."""
+        if model.closed or model.dead or model.may_refuse or (self.mine(model.part) and model.hook is None):
+            return
+        changed, model.names = names != model.names, names
+        if not self.mine(model.part):
+            return
+        state = model.hook.state_dict()
+        model.hook.close()
+        model.module.zero_grad(set_to_none=True)
+        model.wrap()
+        model.compress()
+        try:
+            model.hook.load_state_dict(state)
+        except CLEAR as error:
+            if not changed:
+                raise
+            return self.run.clear(error, *CLEAR)
+        model.may_refuse = changed
+
+    def do_scale(self) -> None:
+        model = self.model()
+        scale = self.run.draw.choice((1.0, 1024.0, 65536.0, 2.0**-10))
+        if not hasattr(gradwire.torch.Hook, "rescale") or model.closed or model.dead or (self.mine(model.part) and model.hook is None):
+            return
+        if self.mine(model.part):
+            model.hook.rescale(scale / model.scale)
+        model.scale = scale
+
+    def do_pickle(self) -> None:
+        """The copy of a hook, with another model."""
+        model = self.model()
+        if model.group is not None or model.closed or model.hook is None or model.may_refuse or model.names != list(SHAPES):
+            return
+        hook = pickle.loads(pickle.dumps(model.hook))
+        copied = self.made(model.spec, None, self.run.part)
+        copied.scale = model.scale
+        hook.name_parameters(copied.ddp)
+        copied.ddp.register_comm_hook(hook, gradwire.torch.allreduce_hook)
+        copied.hook = hook
+        self.models.append(copied)
+        self.train([copied], "unpickled model")
+
+    # ---- Forks -------------------------------------------------------------------------------------------------
+
+    def do_fork(self) -> None:
+        """A child that ends, as one of a data loader does; without a group one that makes its own and trains with hooks
+        from before the fork."""
+        closes = self.run.draw.random() < 0.3
+        part = list(range(self.run.world))
+        meeting = self.run.meeting(part)
+        step = self.next()
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                if closes:
+                    for _, hook in self.spare:
+                        hook.close()
+                elif not self.connected:
+                    self.in_fork(part, meeting, step)
+                atexit._run_exitfuncs()
+                os._exit(0)
+            except BaseException as error:
+                os.write(writing, f"{type(error).__name__}: {error}"[:4000].encode())
+                os._exit(1)
+        os.close(writing)
+        with os.fdopen(reading) as told:
+            text = told.read()
+        status = os.waitpid(child, 0)[1]
+        if status != 0:
+            raise Wrong(f"in a fork: {text or f'status {status}'}")
+
+    def in_fork(self, part: List[int], meeting: str, step: int) -> None:
+        self.connect(part, meeting)
+        self.run.part = part
+        tensor = torch.from_numpy(gradient(self.run.seed, step, self.run.rank, "vector"))
+        gradwire.allreduce_(tensor)
+        self.run.check("allreduce_ in a fork", tensor.numpy(), "vector", step, "fp32")
+        for spec, hook in self.spare:
+            model = self.made(spec, None, part)
+            try:
+                model.ddp.register_comm_hook(hook, gradwire.torch.allreduce_hook)
+                model.hook, model.may_refuse = hook, True
+                self.train([model], "model in a fork")
+            finally:
+                hook.close()
+        dist.destroy_process_group()
+
+    def end(self) -> None:
+        """Half of the sequences leave everything to the end of the program."""
+        if self.run.draw.random() < 0.5 and self.connected:
+            self.do_destroy()
