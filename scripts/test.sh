@@ -95,6 +95,8 @@ other_sanitizers_and_programs+="|^capi_(exports|capture|installed)|^interposer|N
 # They run gradwire-bench as well, which sanitizer builds leave out, or wait for most of their time.
 other_sanitizers_and_programs+="|^cli_(inputs|outputs|paths|descriptors|suspended|cable)|^hosts$"
 no_memory="*MemoryOfItsPlan*"
+# ThreadSanitizer permits no threads in a fork of a process that had some.
+forks="RunningClock.DoesNotCount*:RunningClock.IsASteadyClock*:RunningClock.WatchesTheFork*"
 asan_tests="" asan_cases="" tsan_tests="" tsan_cases=""
 if [ -z "${GRADWIRE_FULL_SWEEPS:-}" ]; then
   # Accuracy, statistics, and learning: long runs over memory that short ones have been through.
@@ -130,10 +132,9 @@ if [ "${1:-}" != quick ]; then
   next=("${tsan[@]}")
   GTEST_FILTER="-$no_memory$asan_cases" run_tests "${asan[@]}" -- -E "$other_sanitizers_and_programs$asan_tests"
   # It waits a second at the end of each process for races there; half of these processes take less.
-  # die_after_fork=0: some tests start threads in a fork of a process with threads.
-  export TSAN_OPTIONS="${TSAN_OPTIONS:-halt_on_error=1 second_deadlock_stack=1 atexit_sleep_ms=50 die_after_fork=0}"
+  export TSAN_OPTIONS="${TSAN_OPTIONS:-halt_on_error=1 second_deadlock_stack=1 atexit_sleep_ms=50}"
   next=()
-  GTEST_FILTER="-$no_memory$tsan_cases" run_tests "${tsan[@]}" -- -E "$other_sanitizers_and_programs|^capi_inside|^cli_|^fuzz_$tsan_tests"
+  GTEST_FILTER="-$no_memory:$forks$tsan_cases" run_tests "${tsan[@]}" -- -E "$other_sanitizers_and_programs|^capi_inside|^cli_|^fuzz_$tsan_tests"
 fi
 
 [ -e build/frameworks/python ] || echo "PyTorch 2.15, FSDP2 and JAX: NOT TESTED, because they are not installed: make test-frameworks does that (docs/testing.md)"

@@ -145,7 +145,7 @@ TEST(Grow, ANewcomerThatDiesOrStopsOnTheWayInCostsTheRunNoRankAndNoStep) {
 }
 
 TEST(Grow, WithoutTheSecretNobodyIsHeardAndRank0NamesWhoWasTurnedAway) {
-  const Trained trained = train({.fates = "4 2 join-guesses", .world = 2, .steps = 12, .refused = {2}}, {});
+  const Trained trained = train({.fates = "4 2 join-guesses", .world = 2, .steps = 60, .refused = {2}}, {});
   EXPECT_EQ(trained.ranks[2].exit_code, 3);
   EXPECT_NE(trained.ranks[2].output.find("give it the run's GRADWIRE_SECRET"), std::string::npos)
       << trained.ranks[2].output;

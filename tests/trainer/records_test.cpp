@@ -121,7 +121,7 @@ TEST(Records, NumbersThatAreNotFiniteBecomeNull) {
 TEST(Records, PathThatIsNotUtf8StaysValidJson) {
   TrainConfig c = config();
   c.data = DataSpec::parse("cifar10:/data/\xff\xfe");
-  EXPECT_NO_THROW(static_cast<void>(json::parse(run_record(c, data(), {}))));
+  EXPECT_TRUE(json::parse(run_record(c, data(), {})).is_object());
 }
 
 // The rank that takes a run over goes on with its log, without what it will report again.

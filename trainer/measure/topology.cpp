@@ -30,12 +30,11 @@ bool PciTree::load(const std::string& xml) {
   hwloc_topology* topology = nullptr;
   if (hwloc_topology_init(&topology) != 0) throw std::bad_alloc();
   topology_.reset(topology);
-  if (!xml.empty() &&
-      hwloc_topology_set_xmlbuffer(topology, xml.c_str(), static_cast<int>(xml.size()) + 1) != 0) {
-    return false;
-  }
+  if (!xml.empty()) hwloc_topology_set_xmlbuffer(topology, xml.c_str(), static_cast<int>(xml.size()) + 1);
   hwloc_topology_set_io_types_filter(topology, HWLOC_TYPE_FILTER_KEEP_ALL);
-  return hwloc_topology_load(topology) == 0;
+  if (hwloc_topology_load(topology) != 0) return false;
+  // hwloc 2.12 loads this machine when the text is not XML.
+  return xml.empty() || hwloc_topology_is_thissystem(topology) == 0;
 }
 
 void PciTree::Destroy::operator()(hwloc_topology* topology) const {
