@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 import backend_ddp
+import backend_types
 from gradwire.torch import Backend, register_backend
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -365,7 +366,8 @@ def a_dead_peer_raises() -> None:
 SCENARIOS: List[Callable[[], None]] = [
     large_sums_are_compressed_and_nothing_else, many_calls_at_once_do_not_deadlock, work_is_done_when_it_says_so, shards,
     functional_collectives_and_dtensors, whoever_calls_torch_distributed, groups_have_rules_of_their_own,
-    a_process_may_end_without_leaving_the_group, a_dead_peer_raises, *backend_ddp.SCENARIOS]
+    a_process_may_end_without_leaving_the_group, a_dead_peer_raises, *backend_ddp.SCENARIOS,
+    *backend_types.SCENARIOS]
 
 
 def main() -> None:

@@ -152,6 +152,9 @@ class ParamGroup:
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, group: Any, op: Any) -> None:
         """output: (shard,); buffer: (world * shard,), which may be overwritten."""
+        if not buffer.dtype.is_floating_point:  # complex, of which there is no wire format
+            _native_reduce_scatter(output, buffer, group, op)
+            return
         comm = self._communicators.of("gradients", group, buffer.device)
         layout = self._gradient_layout(comm.world, buffer.numel())
         stream, tag = stream_of(buffer), f"gradients of {self.first_name}"
@@ -177,6 +180,11 @@ class ParamGroup:
 
     def all_reduce(self, shard: torch.Tensor) -> None:
         """HSDP's second half, in place: (shard,) averaged over the replicas."""
+        if not shard.dtype.is_floating_point:
+            dist.all_reduce(shard, group=self.replicas)
+            if self.theirs.gradient_divide_factor is None:
+                shard.div_(self.replicas.size())
+            return
         comm = self._communicators.of("replicas", self.replicas, shard.device)
         layout = self._gradient_layout(1, shard.numel())
         stream, tag = stream_of(shard), f"replicas' gradients of {self.first_name}"
@@ -294,6 +302,11 @@ def is_lossy(spec: str) -> bool:
 def plain(dtype: torch.dtype) -> str:
     """The spec that sends elements of this type as they are."""
     return "bf16" if dtype == torch.bfloat16 else "fp32"
+
+
+def _native_reduce_scatter(output: torch.Tensor, buffer: torch.Tensor, group: Any, op: Any) -> None:
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, buffer, op=op, group=group)
 
 
 def _native_all_gather(output: torch.Tensor, shard: torch.Tensor, group: Any, async_op: bool) -> Any:

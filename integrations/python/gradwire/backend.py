@@ -60,8 +60,8 @@ def register_backend(allreduce: Optional[str] = "int8", *, reduce_scatter: Optio
         "bf16:round=stochastic" or "int4:rotate=hadamard"; None: the operation stays Gloo's. all_gather sends what
         the caller gives, often parameters, so that its format rounds these.
     min_bytes: of the whole tensor (for reduce_scatter the input, for all_gather the output); smaller ones stay Gloo's.
-        Only float32, bfloat16 and float16 are compressed, in sums and averages. A tensor of one element always
-        stays Gloo's: it may be a count or a flag, as DDP's join() sends them.
+        Only float32, bfloat16 and float16 are compressed, in sums and averages. A tensor of one element per
+        rank always stays Gloo's: it may be a count or a flag, as DDP's join() sends them.
     name: give several rules a name each, and groups the rule they need: new_group(ranks, backend=name).
 
     Raises BadArgument for a format that is unknown or works on matrices; Unsupported on a PyTorch before 2.9.
@@ -183,18 +183,24 @@ class Backend(dist.ProcessGroup):
 
     # ---- Which calls -------------------------------------------------------------------------------------------
 
-    def _format(self, spec: Optional[str], dtype: torch.dtype, count: int) -> str:
-        """The wire format of a call; "": it is Gloo's. By what is the same on every rank only."""
-        fits = (self.size() > 1 and dtype in (torch.float32, torch.bfloat16, torch.float16)
-                and count > 1 and count * dtype.itemsize >= self._rule.min_bytes)
+    def _format(self, spec: Optional[str], tensors: Sequence[torch.Tensor], parts: int = 1) -> str:
+        """The wire format of a call; "": it is Gloo's. By what is the same on every rank only.
+
+        tensors: the whole of what is reduced or gathered. With one element for each of `parts`, they may be
+            counts.
+        """
+        dtype, count = tensors[0].dtype, sum(t.numel() for t in tensors)
+        fits = (all(t.layout == torch.strided and t.dtype == dtype for t in tensors)
+                and self.size() > 1 and dtype in (torch.float32, torch.bfloat16, torch.float16)
+                and count > parts and count * dtype.itemsize >= self._rule.min_bytes)
         return spec if spec is not None and fits else ""
 
     def allreduce(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
         opts = _options(opts, others, c10d.AllreduceOptions)
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         op = _op(opts.reduceOp)
-        spec = self._format(self._rule.allreduce, tensors[0].dtype, tensors[0].numel()) if len(tensors) == 1 else ""
-        if not op or not spec or tensors[0].layout != torch.strided:
+        spec = self._format(self._rule.allreduce, tensors) if len(tensors) == 1 else ""
+        if not op or not spec:
             return self._gloo.allreduce(tensors, opts)
 
         def job(comm: Communicator) -> None:
@@ -205,8 +211,8 @@ class Backend(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
-        spec, op = self._format(self._rule.reduce_scatter, input.dtype, input.numel()), _op(opts.reduceOp)
-        if not op or not spec or output.dtype != input.dtype:
+        spec, op = self._format(self._rule.reduce_scatter, [input], self.size()), _op(opts.reduceOp)
+        if not op or not spec or not _alike(output, input):
             return self._gloo_call("reduce_scatter_single", "_reduce_scatter_base")(output, input, opts)
 
         def job(comm: Communicator) -> None:
@@ -220,8 +226,8 @@ class Backend(dist.ProcessGroup):
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         spec, op = "", _op(opts.reduceOp)
-        if len(outputs) == 1 and all(t.dtype == outputs[0].dtype for t in inputs[0]):
-            spec = self._format(self._rule.reduce_scatter, outputs[0].dtype, sum(t.numel() for t in inputs[0]))
+        if len(outputs) == 1 and inputs[0] and _alike(outputs[0], inputs[0][0]):
+            spec = self._format(self._rule.reduce_scatter, inputs[0], self.size())
         if not op or not spec:
             return self._gloo.reduce_scatter(outputs, inputs, opts)
 
@@ -234,8 +240,8 @@ class Backend(dist.ProcessGroup):
         return self._submit(job, list(outputs))
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
-        spec = self._format(self._rule.all_gather, output.dtype, output.numel())
-        if not spec or output.dtype != input.dtype:
+        spec = self._format(self._rule.all_gather, [output], self.size())
+        if not spec or not _alike(output, input):
             return self._gloo_call("all_gather_single", "_allgather_base")(output, input, opts or c10d.AllgatherOptions())
 
         def job(comm: Communicator) -> None:
@@ -249,8 +255,8 @@ class Backend(dist.ProcessGroup):
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         spec, parts = "", outputs[0]
-        if len(inputs) == 1 and all(t.dtype == inputs[0].dtype for t in parts):
-            spec = self._format(self._rule.all_gather, inputs[0].dtype, sum(t.numel() for t in parts))
+        if len(inputs) == 1 and parts and _alike(inputs[0], parts[0]):
+            spec = self._format(self._rule.all_gather, parts, len(parts))
         if not spec:
             return self._gloo.allgather(outputs, inputs, opts)
 
@@ -340,6 +346,10 @@ def _options(given: Any, others: Sequence[Any], kind: Any) -> Any:
     return options
 
 
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.layout == b.layout
+
+
 def _op(op: Any) -> str:
     """"sum" or "avg", or "" for what Gloo does."""
     return "sum" if op == dist.ReduceOp.SUM else "avg" if op == dist.ReduceOp.AVG else ""
@@ -350,7 +360,8 @@ class _Contiguous:
 
     def __init__(self, tensor: torch.Tensor, write: bool = False) -> None:
         self._tensor, self._write = tensor.detach(), write
-        self._copy = self._tensor.contiguous()
+        # The memory of a negated view, such as z.conj().imag, has the other sign.
+        self._copy = self._tensor.resolve_neg().contiguous()
 
     def __enter__(self) -> torch.Tensor:
         return self._copy
