@@ -11,6 +11,8 @@ import threading
 
 KINDS = ("malloc", "small", "mmap", "thread", "eventfd", "socket", "accept", "open", "write")
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMI_SIZE")
+# The C library ends the process when a thread's first object with a destructor cannot be registered.
+C_LIBRARY = "Fatal glibc error: failed to register TLS destructor"
 LIMIT_S = 60  # after which a program hangs: its own deadlines are a few seconds
 CRASHES = re.compile(r"terminate called|Sanitizer|corrupted|runtime error:|GW_INTERNAL|unaligned tcache|free\(\)")
 
@@ -33,8 +35,8 @@ class Outcome:
 
 
 def run(case, library, kind, at, extra=None, limit_s=LIMIT_S):
-    """Runs once with request `at` of `kind` refused. Outcome.what: right, error, crash, hang, unclean or
-    wrong."""
+    """Runs once with request `at` of `kind` refused. Outcome.what: right, error, crash, hang, unclean, wrong, or
+    "c library" if that ended the process."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="gradwire-refuse-"))
     log = folder / "refused"
     processes = []
@@ -75,6 +77,8 @@ def run(case, library, kind, at, extra=None, limit_s=LIMIT_S):
         what, detail = "right", ""
         if hung:
             what, detail = "hang", text
+        elif kind == "small" and C_LIBRARY in text:
+            what, detail = "c library", text
         elif any(code < 0 or code > 2 for code, _, _ in said) or any(CRASHES.search(out + err) for _, out, err in said):
             what, detail = "crash", text
         elif any(code != 0 for code, _, _ in said):
@@ -116,7 +120,7 @@ def sweep(case, library, most, extra=None):
             if outcome.what == "right" and outcome.result != first.result:
                 outcome.what, outcome.detail = "wrong", f"{outcome.result} instead of {first.result}"
             counts[kind, outcome.what] += 1
-            if outcome.what not in ("right", "error"):
+            if outcome.what not in ("right", "error", "c library"):
                 failures.append(f"{case.name}: {kind} {at}{then} of {count}: {outcome.what}: {outcome.detail}")
         if count > 0:
             print(f"{case.name:12} {kind:8} {n:5} of {count:5} " +
