@@ -201,7 +201,7 @@ std::shared_ptr<Event::Impl> make_event(int device_index, bool timer) {
 namespace {
 // Throws OutOfResources where an allocation on the GPU, or of page-locked memory, is refused.
 void check_allocation(cudaError_t status, const char* call, size_t bytes) {
-  check(status, fmt::format("{} of {} bytes", call, bytes).c_str());
+  if (status != cudaSuccess) check(status, fmt::format("{} of {} bytes", call, bytes).c_str());
 }
 }  // namespace
 
