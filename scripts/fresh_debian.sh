@@ -9,7 +9,8 @@
 #
 # For each user: installs debootstrap's minbase, this machine's configuration of apt, make and git, clones
 # HEAD, and runs each command in the clone. Prints each command's time, last lines and exit status; exits with
-# 1 if one failed. Full output: build/fresh_debian/SUITE-USER-COMMAND.log.
+# 1 if one failed. Full output: build/fresh_debian/SUITE-USER-COMMAND.log. The compiler cache of these systems,
+# build/fresh_debian/ccache, stays for the next run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 suite=${1:-bookworm} who=${2:-both}
@@ -23,7 +24,7 @@ case $who in root | user) users=("$who") ;; both) users=(root user) ;;
 command -v debootstrap > /dev/null || { echo "fresh_debian: needs debootstrap: apt-get install debootstrap" >&2; exit 2; }
 
 logs=$PWD/build/fresh_debian
-mkdir -p "$logs"
+mkdir -p "$logs/ccache"
 top=$(mktemp -d -t fresh-debian.XXXXXX)
 # The mounts are in a separate namespace and end with it, so no file of the machine is below this folder.
 trap 'rm -rf --one-file-system "$top"' EXIT
@@ -43,12 +44,15 @@ cp /etc/ssl/certs/ca-certificates.crt "$base/etc/ssl/certs/"
   echo "deb $mirror $suite main"
   echo "deb $mirror $suite-updates main"
 } > "$base/etc/apt/sources.list"
+printf '%s\n' 'cache_dir = /srv/ccache' 'umask = 000' 'max_size = 2G' > "$base/etc/ccache.conf"
+chmod 777 "$logs/ccache"
 
 # inside FOLDER COMMAND...: runs it in the new system, with only the archive's settings of this machine's
 # environment.
 inside() {
   local folder=$1 proxies=()
   shift
+  mkdir -p "$folder/srv/ccache"
   for name in http_proxy https_proxy HTTP_PROXY HTTPS_PROXY no_proxy; do
     [ -z "${!name:-}" ] || proxies+=("$name=${!name}")
   done
@@ -59,11 +63,12 @@ inside() {
     mount -t sysfs sys "$1/sys"
     mount --rbind /dev "$1/dev"
     mount -t tmpfs tmpfs "$1/run"
+    mount --bind "$2" "$1/srv/ccache"
     folder=$1
-    shift
+    shift 2
     # As its own mount, because some tests change how mounts propagate below /.
     mount --rbind "$folder" "$folder"
-    exec chroot "$folder" "$@"' inside "$folder" \
+    exec chroot "$folder" "$@"' inside "$folder" "$logs/ccache" \
     /usr/bin/env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root TERM=dumb "${proxies[@]}" "$@"
 }
 
