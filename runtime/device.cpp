@@ -231,9 +231,10 @@ struct HostStream final : Stream::Impl {
     if (!thread.joinable()) return;
     std::unique_lock lock(mutex);
     const uint64_t all = finished + queue.size() + (busy ? 1 : 0);
-    ++waiting;
-    passed.wait(lock, [&] { return finished >= all; });
-    --waiting;
+    while (finished < all) {
+      wanted = std::min(wanted, all);
+      passed.wait(lock);
+    }
     if (failed) std::rethrow_exception(failed);
   }
 
@@ -253,9 +254,15 @@ struct HostStream final : Stream::Impl {
         if (busy) {
           ++finished;
           failed = failure;
-          if (waiting > 0) passed.notify_all();
+          busy = false;
+          if (finished >= wanted) {
+            wanted = kNever;
+            // Unlocked: a thread that wakes up would at once wait for the mutex.
+            lock.unlock();
+            passed.notify_all();
+            lock.lock();
+          }
         }
-        busy = false;
         wake.wait(lock, [&] { return stop || !queue.empty(); });
         if (queue.empty()) return;
         task = std::move(queue.front());
@@ -278,7 +285,8 @@ struct HostStream final : Stream::Impl {
   std::condition_variable passed;
   bool busy = false;  // a task is running
   uint64_t finished = 0;
-  int waiting = 0;             // threads in synchronize()
+  static constexpr uint64_t kNever = UINT64_MAX;
+  uint64_t wanted = kNever;    // the smallest number of finished tasks for which a thread waits
   std::exception_ptr failed;   // the value of `failure` after the last finished task
   std::exception_ptr failure;  // touched by the stream's thread only (or by nobody: immediate streams throw)
   Thread thread;

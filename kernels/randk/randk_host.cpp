@@ -102,11 +102,14 @@ void randk_gather(const RandKGather& a) {
 
 void randk_scatter(const RandKScatter& a) {
   parallel_for(a.count, kStrataGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t j = begin; j < end; ++j) {
-      if (a.chosen[j] < 0) continue;
-      a.grad[a.chosen[j]] = a.values[j];
-      if (a.lost != nullptr) a.residual[a.chosen[j]] = a.lost[j];
-    }
+    const int64_t* const chosen = a.chosen;
+    const auto scatter = [=](const float* values, float* to) {
+      for (int64_t j = begin; j < end; ++j) {
+        if (chosen[j] >= 0) to[chosen[j]] = values[j];
+      }
+    };
+    scatter(a.values, a.grad);
+    if (a.lost != nullptr) scatter(a.lost, a.residual);
   });
 }
 
