@@ -107,5 +107,20 @@ def uneven_inputs_are_joined() -> None:
     say("uneven inputs under join(), dividing by all ranks and by those that are left")
 
 
+def the_profiler_shows_calls() -> None:
+    small = group_of_small_tensors()
+    values, whole = torch.ones(WORLD * 6), torch.empty(WORLD * WORLD * 6)
+    calls: List[Tuple[str, int, Callable[[], Any]]] = [
+        ("gradwire int8: all_reduce", WORLD * 24, lambda: dist.all_reduce(values, group=small)),
+        ("gradwire int8: reduce_scatter", WORLD * 24, lambda: dist.reduce_scatter_tensor(torch.empty(6), values, group=small)),
+        ("gradwire bf16: all_gather", WORLD * WORLD * 24, lambda: dist.all_gather_into_tensor(whole, values, group=small))]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _, _, call in calls:
+            call()
+    names = [event.name for event in profile.events() if event.name.startswith("gradwire ")]
+    check(names == [f"{name}, {size} bytes" for name, size, _ in calls], f"ranges: {names}")
+    say(f"torch.profiler: {', '.join(names)}")
+
+
 SCENARIOS: List[Callable[[], None]] = [compiled_models_train_as_over_gloo, hooks_of_pytorch_work,
-                                       uneven_inputs_are_joined]
+                                       uneven_inputs_are_joined, the_profiler_shows_calls]

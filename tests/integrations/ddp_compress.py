@@ -128,6 +128,22 @@ def refused(what: Callable[[], Any], error: type, *words: str) -> None:
     check(False, f"accepted, though it should have said {words}")
 
 
+def the_profiler_shows_each_bucket() -> None:
+    ddp = DistributedDataParallel(model())
+    hook = compress(ddp, "int8:schedule=ring")
+    train(ddp, 2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(ddp, 3)
+    ranges = [event for event in profile.events() if event.name.startswith("gradwire ")]
+    size = 4 * sum(p.numel() for p in ddp.parameters())
+    name = f"gradwire int8:schedule=ring: DDP bucket 0, {size} bytes"
+    check([event.name for event in ranges] == [name] * 3, f"{[event.name for event in ranges]}, not 3 of {name}")
+    shortest, took = min(event.time_range.elapsed_us() for event in ranges), hook.stats()["comm_ms"] * 1e3
+    check(shortest > 0 and took > 0, f"a range of {shortest} us, {took} us of communication")
+    hook.close()
+    say(f"torch.profiler: {name}")
+
+
 def what_it_cannot_compress_is_refused() -> None:
     bad = gradwire.BadArgument
     refused(lambda: compress(model()), bad, "wrap the model first", "DistributedDataParallel(model)")
@@ -172,5 +188,5 @@ def python_reducer_is_refused() -> None:
 
 
 SCENARIOS: List[Callable[[], None]] = [one_line_is_the_hook, it_averages_over_the_models_own_group,
-                                       it_finds_the_one_ddp,
+                                       it_finds_the_one_ddp, the_profiler_shows_each_bucket,
                                        compiled_models_keep_their_names, what_it_cannot_compress_is_refused]

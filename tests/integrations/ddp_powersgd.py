@@ -94,7 +94,7 @@ class BothHooks:
 
     def __call__(self, bucket: Any) -> Any:
         theirs = FakeBucket(bucket, bucket.buffer().clone())
-        names = [self.ours._names.get(id(p), "") for p in bucket.parameters()]
+        names = list(self.ours._names.of(bucket.parameters()))
         if self.theirs.iter == self.start and bucket.index() not in self.theirs.p_memory_dict:
             self.give_all_the_same_q(theirs, names)
         exact = self.exact.step(names, theirs.gradients())  # a copy; this also lets the ranks begin together

@@ -26,6 +26,7 @@ import ddp_elastic
 import ddp_join
 import ddp_layouts
 import ddp_lifetimes
+import ddp_loss_scale
 import ddp_states
 from ddp_failures import a_dead_peer_raises, a_peer_that_pauses_is_waited_for, a_silent_peer_raises, ctrl_c_ends_backward
 from ddp_powersgd import a_zero_gradient_is_no_nan, powersgd_agrees_with_torch
@@ -247,7 +248,7 @@ SCENARIOS = [fp32_is_ddp_without_a_hook, powersgd_agrees_with_torch, a_zero_grad
              a_checkpoint_continues_bit_for_bit, the_hook_does_not_block, other_dtypes_and_shapes, allreduce_without_ddp,
              a_peer_that_pauses_is_waited_for, ctrl_c_ends_backward, a_silent_peer_raises, a_dead_peer_raises, *ddp_compress.SCENARIOS,
              *ddp_checkpoint.SCENARIOS, *ddp_elastic.SCENARIOS, *ddp_join.SCENARIOS, *ddp_layouts.SCENARIOS,
-             *ddp_lifetimes.SCENARIOS, *ddp_states.SCENARIOS]
+             *ddp_lifetimes.SCENARIOS, *ddp_loss_scale.SCENARIOS, *ddp_states.SCENARIOS]
 
 
 def main() -> None:

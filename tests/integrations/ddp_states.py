@@ -181,7 +181,7 @@ def a_state_of_another_model_is_refused() -> None:
 def one_hook_is_for_one_model() -> None:
     for hook in (Hook(SPEC), Hook(SPEC, model=model())):
         made = [model(), model()]
-        if hook._has_names:
+        if hook._names.are_a_models:
             hook = Hook(SPEC, model=made[0])
             refused(lambda: hook.name_parameters(made[1]), gradwire.BadArgument, "0.weight", "a hook for each model")
         models = [DistributedDataParallel(m) for m in made]

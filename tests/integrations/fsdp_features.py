@@ -208,6 +208,22 @@ def hybrid_sharding() -> None:
     say(f"HSDP: set_requires_all_reduce and close() within {worst:.1e}")
 
 
+def the_profiler_shows_calls() -> None:
+    run = Run({"gradients": "int4", "weights": "int8", "dense": False})
+    run.step(0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run.step(1)
+    names = {event.name for event in profile.events() if event.name.startswith("gradwire ")}
+    groups = {group.first_name for group in run.handle._groups}
+    for spec, what in (("int4:schedule=two_shot", "gradients"), ("int8", "weights")):
+        shown = {name.split(", ")[0] for name in names if name.startswith(f"gradwire {spec}: {what} of ")}
+        wanted = {f"gradwire {spec}: {what} of {group}" for group in groups}
+        check(shown == wanted, f"{shown}, not {wanted}")
+    check(all(name.endswith(" bytes") for name in names), f"no bytes: {names}")
+    run.close()
+    say(f"torch.profiler: {len(names)} kinds of calls, such as {min(names)}")
+
+
 def closing_gives_pytorchs_own_back() -> None:
     native, ours = Run(), Run({"gradients": "int4", "weights": "int8"})
     ours.step(0)

@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 import fsdp_failures
 import fsdp_features
+import fsdp_loss_scale
 import fsdp_numbers
 import fsdp_types
 import fsdp_undo
 
-SCENARIOS = {name: function for module in (fsdp_failures, fsdp_features, fsdp_numbers, fsdp_types,
+SCENARIOS = {name: function for module in (fsdp_failures, fsdp_features, fsdp_loss_scale, fsdp_numbers, fsdp_types,
                                            fsdp_undo)
              for name, function in vars(module).items()
              if callable(function) and getattr(function, "__module__", "") == module.__name__}

@@ -66,7 +66,7 @@ class Hooks(unittest.TestCase):
         self.assertEqual((copy.spec, copy._timeout_s, copy._seed), ("bf16,schedule=ring", 7, 5))
         model = torch.nn.Linear(2, 3)
         copy.name_parameters(model)
-        self.assertEqual([copy._names[id(p)] for p in model.parameters()], ["weight", "bias"])
+        self.assertEqual(copy._names.of(list(model.parameters())), ("weight", "bias"))
         with_model.close()
         copy.close()
 
@@ -108,6 +108,10 @@ class Hooks(unittest.TestCase):
         self.assertEqual(spec("fp32:schedule=ring,ef=on", torch.bfloat16), "bf16:ef=off,schedule=ring")
         self.assertEqual(spec("fp32:schedule=ring", torch.float32), "fp32:schedule=ring")
         self.assertEqual(spec("fp8", torch.bfloat16), "fp8")
+        self.assertEqual(spec("powersgd", torch.bfloat16), "powersgd:wire=bf16")
+        self.assertEqual(spec("powersgd:rank=4,ef=off", torch.bfloat16), "powersgd:rank=4,ef=off,wire=bf16")
+        self.assertEqual(spec("randk:ratio=0.1,wire=int8", torch.bfloat16), "randk:ratio=0.1,wire=int8")
+        self.assertEqual(spec("powersgd:rank=4", torch.float32), "powersgd:rank=4")
 
 
 class Failures(unittest.TestCase):

@@ -42,6 +42,19 @@ class Module(torch.nn.Module):
         return sum((getattr(self, name) * values).sum() for name, values in given.items())
 
 
+class Scaler:
+    """A loss scale that the sequence chooses."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def get_scale(self) -> float:
+        return self.scale
+
+    def update(self, new_scale: float) -> None:
+        self.scale = new_scale
+
+
 class Model:
     """A module in a DistributedDataParallel over a group, on the members of the group; elsewhere without these."""
 
@@ -49,7 +62,7 @@ class Model:
         self.number, self.spec, self.group, self.part = number, spec, group, part
         self.module = Module()
         self.names = list(SHAPES)
-        self.scale = 1.0
+        self.scaler = Scaler()
         self.ddp: Optional[DistributedDataParallel] = None
         self.hook: Any = None
         self.closed = False
@@ -57,14 +70,22 @@ class Model:
         self.may_refuse = False  # the next backward may raise, for a state of another model
         self.saved: Any = None
 
+    @property
+    def scale(self) -> float:
+        return self.scaler.scale
+
     def wrap(self) -> None:
         for name in SHAPES:
             getattr(self.module, name).requires_grad_(name in self.names)
         self.ddp = DistributedDataParallel(self.module, process_group=self.group, bucket_cap_mb=0.012)
 
     def compress(self) -> None:
-        self.hook = gradwire.torch.compress(self.ddp, self.spec, timeout_s=TIMEOUT_S)
+        self.use(gradwire.torch.compress(self.ddp, self.spec, timeout_s=TIMEOUT_S))
         self.closed = False
+
+    def use(self, hook: Any) -> None:
+        self.hook = hook
+        hook.use_scaler(self.scaler)
 
 
 class Subject:
@@ -222,7 +243,8 @@ class Subject:
         spec, hook = self.spare.pop(self.run.draw.randrange(len(self.spare)))
         model = self.made(spec, None, self.run.part)
         model.ddp.register_comm_hook(hook, gradwire.torch.allreduce_hook)
-        model.hook, model.may_refuse = hook, True
+        model.use(hook)
+        model.may_refuse = True
         self.models.append(model)
         self.train([model], "reusing model")
 
@@ -243,7 +265,7 @@ class Subject:
         if model.group is not None or model.closed or model.dead or model.may_refuse:
             return
         copied = Model(self.next(), model.spec, None, self.run.part)
-        copied.names, copied.scale = list(model.names), model.scale
+        copied.names, copied.scaler.scale = list(model.names), model.scale
         copied.ddp = copy.deepcopy(model.ddp)
         copied.module = copied.ddp.module
         if compresses:
@@ -277,7 +299,7 @@ class Subject:
             return self.run.clear(error, *CLEAR)
         if scale != model.scale:
             model.may_refuse = True
-            model.scale = scale
+            model.scaler.scale = scale
         model.may_refuse = model.may_refuse or not fits
 
     def do_freeze(self) -> None:
@@ -311,11 +333,8 @@ class Subject:
     def do_scale(self) -> None:
         model = self.model()
         scale = self.run.draw.choice((1.0, 1024.0, 65536.0, 2.0**-10))
-        if not hasattr(gradwire.torch.Hook, "rescale") or model.closed or model.dead or (self.mine(model.part) and model.hook is None):
-            return
-        if self.mine(model.part):
-            model.hook.rescale(scale / model.scale)
-        model.scale = scale
+        if not (model.closed or model.dead or (self.mine(model.part) and model.hook is None)):
+            model.scaler.update(scale)
 
     def do_pickle(self) -> None:
         """The copy of a hook, with another model."""
@@ -324,10 +343,10 @@ class Subject:
             return
         hook = pickle.loads(pickle.dumps(model.hook))
         copied = self.made(model.spec, None, self.run.part)
-        copied.scale = model.scale
+        copied.scaler.scale = model.scale
         hook.name_parameters(copied.ddp)
         copied.ddp.register_comm_hook(hook, gradwire.torch.allreduce_hook)
-        copied.hook = hook
+        copied.use(hook)
         self.models.append(copied)
         self.train([copied], "unpickled model")
 
@@ -371,7 +390,8 @@ class Subject:
             model = self.made(spec, None, part)
             try:
                 model.ddp.register_comm_hook(hook, gradwire.torch.allreduce_hook)
-                model.hook, model.may_refuse = hook, True
+                model.use(hook)
+                model.may_refuse = True
                 self.train([model], "model in a fork")
             finally:
                 hook.close()

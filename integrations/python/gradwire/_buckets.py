@@ -1,7 +1,7 @@
 """The layout of DistributedDataParallel's buckets: which parameters a bucket has, where, and in what type."""
 from __future__ import annotations
 
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -88,9 +88,56 @@ def plain_name(name: str) -> str:
 
 
 def spec_for(spec: str, dtype: torch.dtype) -> str:
-    """`spec` for buckets of `dtype`. Uncompressed BF16 gradients travel as BF16, as they do without a hook."""
-    method, _, options = spec.replace(":", ",", 1).partition(",")
-    if method != "fp32" or dtype != torch.bfloat16:
+    """`spec` for buckets of `dtype`. What travels uncompressed of BF16 gradients travels as BF16, as without a hook."""
+    method, _, text = spec.replace(":", ",", 1).partition(",")
+    options = [option for option in text.split(",") if option]
+    if dtype != torch.bfloat16 or "schedule=nccl" in options:  # NCCL sums FP32 only
         return spec
-    kept = [option for option in options.split(",") if option and not option.startswith("ef=")]
-    return "bf16:" + ",".join(["ef=off", *kept])
+    if method == "fp32":
+        return "bf16:" + ",".join(["ef=off", *(option for option in options if not option.startswith("ef="))])
+    if method in ("powersgd", "randk") and not any(option.startswith("wire=") for option in options):
+        return f"{method}:" + ",".join([*options, "wire=bf16"])
+    return spec
+
+
+_ONE_MODEL = "use a hook for each model"
+
+
+class Names:
+    """The names of a hook's parameters: a model's, or numbers in the order of DDP's first buckets.
+
+    are_a_models: name_parameters() has given them.
+    complete: every parameter of the model has come in a bucket.
+    """
+
+    def __init__(self) -> None:
+        self.are_a_models = False
+        self.complete = False
+        self._of: Dict[int, str] = {}  # by id()
+        self._parameters: List[torch.Tensor] = []  # keeps them alive, so that the ids stay unique
+
+    def add_model(self, model: torch.nn.Module) -> None:
+        """See Hook.name_parameters()."""
+        taken = {name: key for key, name in self._of.items()}
+        named = [(plain_name(name), parameter) for name, parameter in model.named_parameters()]
+        for name, parameter in named:
+            if taken.get(name, id(parameter)) != id(parameter):
+                raise _native.BadArgument(f"the hook has a parameter {name!r} of another model already: {_ONE_MODEL}")
+        for name, parameter in named:
+            self._add(parameter, name)
+        self.are_a_models = True
+
+    def _add(self, parameter: torch.Tensor, name: str) -> str:
+        self._parameters.append(parameter)
+        return self._of.setdefault(id(parameter), name)
+
+    def of(self, parameters: List[torch.Tensor]) -> Tuple[str, ...]:
+        """The names of a bucket's parameters. Raises BadArgument where one is not the model's."""
+        for p in parameters:
+            if id(p) not in self._of and (self.are_a_models or self.complete):
+                raise _native.BadArgument(f"a gradient of shape {tuple(p.shape)} is of a parameter of another model, or one that "
+                                          f"was added since: {_ONE_MODEL}, or call hook.name_parameters(model) for what was added")
+        return tuple(self._of.get(id(p)) or self._add(p, f"parameter {len(self._parameters)}") for p in parameters)
+
+    def all(self) -> List[str]:
+        return list(self._of.values())

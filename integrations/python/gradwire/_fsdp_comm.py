@@ -20,6 +20,7 @@ from gradwire import _native
 from gradwire._core import Communicator
 from gradwire._fsdp_residual import Layout, Part, Residual
 from gradwire._process_group import communicator
+from gradwire._profile import during
 
 
 class Options(NamedTuple):
@@ -82,7 +83,8 @@ class ReduceScatter(Allocates):
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any,
                  async_op: bool = False) -> None:
         """On the current stream; on the host the result is ready on return, async_op or not."""
-        self._ours.reduce_scatter(output_tensor, input_tensor, group, op)
+        with during(*self._ours.of_gradients, input_tensor):
+            self._ours.reduce_scatter(output_tensor, input_tensor, group, op)
 
 
 class AllGather(Allocates):
@@ -94,7 +96,8 @@ class AllGather(Allocates):
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any,
                  async_op: bool = False) -> Any:
         """On the current stream; on the host the result is ready on return, async_op or not."""
-        return self._ours.all_gather(output_tensor, input_tensor, group, async_op)
+        with during(*self._ours.of_weights, output_tensor):
+            return self._ours.all_gather(output_tensor, input_tensor, group, async_op)
 
 
 class ParamGroup:
@@ -106,6 +109,9 @@ class ParamGroup:
         self.names = {id(p): names[id(p)] for p in theirs.fsdp_params}
         self.first_name = next(iter(self.names.values()), "a group without parameters")
         self._options = options
+        # Format and name of the calls, for the profiler.
+        self.of_gradients = options.gradients, f"gradients of {self.first_name}"
+        self.of_weights = options.weights, f"weights of {self.first_name}"
         self._communicators = communicators
         self._pending: Optional[List[Any]] = None  # the FSDPParams in the buffer that comes next
         self._layouts: Dict[Tuple[Any, ...], Layout] = {}
@@ -157,7 +163,7 @@ class ParamGroup:
             return
         comm = self._communicators.of("gradients", group, buffer.device)
         layout = self._gradient_layout(comm.world, buffer.numel())
-        stream, tag = stream_of(buffer), f"gradients of {self.first_name}"
+        stream, tag = stream_of(buffer), self.of_gradients[1]
         factor, ours = None, "avg" if op == dist.ReduceOp.AVG else "sum"
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):  # PREMUL_SUM
             factor = self.theirs.gradient_divide_factor
@@ -180,6 +186,10 @@ class ParamGroup:
 
     def all_reduce(self, shard: torch.Tensor) -> None:
         """HSDP's second half, in place: (shard,) averaged over the replicas."""
+        with during(self._options.gradients, f"replicas' gradients of {self.first_name}", shard):
+            self._all_reduce(shard)
+
+    def _all_reduce(self, shard: torch.Tensor) -> None:
         if not shard.dtype.is_floating_point:
             dist.all_reduce(shard, group=self.replicas)
             if self.theirs.gradient_divide_factor is None:
@@ -217,7 +227,7 @@ class ParamGroup:
             return _native_all_gather(output, shard, group, async_op)
         comm = self._communicators.of("weights", group, shard.device)
         layout = self._layout(self.theirs.fsdp_params, comm.world, self._options.dense_weights)
-        stream, tag = stream_of(shard), f"weights of {self.first_name}"
+        stream, tag = stream_of(shard), self.of_weights[1]
         dense = None
         if layout.dense and layout.shard == shard.numel():
             dense = _DensePart(layout._replace(rows=1), shard)

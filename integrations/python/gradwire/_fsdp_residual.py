@@ -6,6 +6,7 @@ written where it lies. Which parameters have a gradient may change from step to 
 """
 from __future__ import annotations
 
+import copy
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import torch
@@ -83,10 +84,28 @@ class _Packed:
         values = self.data.float().view(-1, BLOCK).mul_(self.scales[:, None])
         return values.view(-1)[:self.count]
 
+    def scaled(self, factor: float) -> "_Packed":
+        """The values times `factor`. Powers of two round nothing."""
+        other = copy.copy(self)
+        if self.scales is None:
+            other.data = self.data * factor
+        else:
+            other.scales = self.scales * factor
+        return other
+
     @property
     def bytes(self) -> int:
         scales = 0 if self.scales is None else 4 * self.scales.numel()
         return self.data.numel() * self.data.element_size() + scales
+
+
+class _Kept(NamedTuple):
+    """What a Residual had before a step."""
+
+    layout: Optional[Layout]
+    packed: Optional[_Packed]
+    parked: Dict[str, _Packed]
+    steps: int
 
 
 class Residual:
@@ -101,9 +120,15 @@ class Residual:
         self._parked: Dict[str, _Packed] = {}  # of parameters that are not in _layout
         self._open: Optional[torch.Tensor] = None
         self.steps = 0
+        self.can_undo = False  # keeps what it had before a step, until settle()
+        self._before: Optional[_Kept] = None
 
     def open(self, layout: Layout) -> torch.Tensor:
         """(rows * shard,) float32, to be read and changed, then close()."""
+        if self.can_undo and self._before is None:
+            # In "fp32" the step changes the memory itself; otherwise it makes a new _Packed.
+            packed = self._packed.scaled(1.0) if self._packed is not None and self._mode == "fp32" else self._packed
+            self._before = _Kept(self._layout, packed, dict(self._parked), self.steps)
         if self._layout != layout:
             self._arrange(layout)
         assert self._packed is not None
@@ -117,6 +142,15 @@ class Residual:
         if self._mode != "fp32":
             self._packed = self._pack(self._open)
         self._open = None
+
+    def settle(self, factor: float, undo: bool) -> None:
+        """After a step, or several: what was kept before it comes back if `undo`. Then everything is multiplied by `factor`."""
+        if undo and self._before is not None:
+            self._layout, self._packed, self._parked, self.steps = self._before
+        self._before = None
+        if factor != 1:
+            self._packed = self._packed.scaled(factor) if self._packed is not None else None
+            self._parked = {name: parked.scaled(factor) for name, parked in self._parked.items()}
 
     def _pack(self, values: torch.Tensor) -> _Packed:
         generator = torch.Generator(device=self._device)
@@ -149,7 +183,7 @@ class Residual:
 
     def load(self, state: Dict[str, torch.Tensor], steps: int) -> None:
         """Replaces everything by a state()."""
-        self._layout = self._packed = None
+        self._layout = self._packed = self._before = None
         self.steps = steps
         self._parked = {name: self._pack(values.to(self._device, torch.float32, copy=True).view(-1))
                         for name, values in state.items()}

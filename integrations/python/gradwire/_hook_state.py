@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire import _native
+from gradwire._buckets import Layout
 from gradwire._process_group import global_rank
 from gradwire._state import Entry, State, TensorState
 
@@ -81,6 +82,24 @@ def _entry_of(tensor: torch.Tensor) -> Entry:
     data = tensor.detach().to("cpu").contiguous()
     name = next(name for name, dtype in _DTYPES.items() if dtype == data.dtype)
     return Entry(name, ctypes.string_at(data.data_ptr(), data.numel() * data.element_size()))
+
+
+def begin_missing(carried: State, layout: Layout, fresh: State, has_names: bool) -> List[str]:
+    """Gives the parameters of a bucket that `carried` lacks the state of a new reducer, and returns their names.
+
+    Raises BadArgument if a parameter has another shape there, or parameters without names are missing."""
+    missing = [name for name in layout.names if name not in carried.tensors]
+    for name, (rows, cols) in zip(layout.names, layout.shapes):
+        found = carried.tensors.get(name)
+        if found is not None and (found.rows, found.cols) != (rows, cols):
+            raise _native.BadArgument(f"the loaded state is of another model: {name!r} is {found.rows} x {found.cols} there "
+                                      f"and {rows} x {cols} here")
+    if missing and not has_names:
+        raise _native.BadArgument(
+            f"the loaded state lacks {len(missing)} parameters, such as {missing[0]!r}: it is of another model, or of other "
+            "parameters of it, which are told apart by names only: use compress(), or Hook(model=...), to save and to load")
+    carried.tensors.update((name, fresh.tensors[name]) for name in missing)
+    return missing
 
 
 # ---- All ranks' states -----------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from gradwire import _native
 from gradwire._core import Communicator
 from gradwire._process_group import communicator_of_store
+from gradwire._profile import until
 from gradwire._worker import Worker, shut_down
 
 __all__ = ["Backend", "register_backend"]
@@ -207,7 +208,7 @@ class Backend(dist.ProcessGroup):
             with _Contiguous(tensors[0], write=True) as values:
                 comm.allreduce_(values, spec, op, tag="torch.distributed.all_reduce")
 
-        return self._submit(job, tensors)
+        return self._submit(job, tensors, spec, "all_reduce")
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
@@ -219,7 +220,7 @@ class Backend(dist.ProcessGroup):
             with _Contiguous(output, write=True) as result, _Contiguous(input) as values:
                 comm.reduce_scatter(result, values, spec, op, tag="torch.distributed.reduce_scatter")
 
-        return self._submit(job, [output])
+        return self._submit(job, [output], spec, "reduce_scatter", input)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
         opts = _options(opts, others, c10d.ReduceScatterOptions)
@@ -237,7 +238,7 @@ class Backend(dist.ProcessGroup):
                 comm.reduce_scatter(result, values, spec, op, [t.numel() for t in inputs[0]],
                                     tag="torch.distributed.reduce_scatter")
 
-        return self._submit(job, list(outputs))
+        return self._submit(job, list(outputs), spec, "reduce_scatter", *inputs[0])
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         spec = self._format(self._rule.all_gather, [output], self.size())
@@ -248,7 +249,7 @@ class Backend(dist.ProcessGroup):
             with _Contiguous(output, write=True) as result, _Contiguous(input) as values:
                 comm.all_gather(result, values, spec, tag="torch.distributed.all_gather")
 
-        return self._submit(job, [output])
+        return self._submit(job, [output], spec, "all_gather")
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
         opts = _options(opts, others, c10d.AllgatherOptions)
@@ -268,7 +269,7 @@ class Backend(dist.ProcessGroup):
             for part, values in zip(parts, result.split(counts)):
                 part.detach().copy_(values.view(part.shape))
 
-        return self._submit(job, list(parts))
+        return self._submit(job, list(parts), spec, "all_gather")
 
     # Functional collectives, and DTensor's, come as lists of one; longer ones are Gloo's.
 
@@ -304,7 +305,9 @@ class Backend(dist.ProcessGroup):
     def _gloo_call(self, *names: str) -> Any:
         return next(getattr(self._gloo, name) for name in names if hasattr(self._gloo, name))
 
-    def _submit(self, job: Callable[[Communicator], None], tensors: List[torch.Tensor]) -> Work:
+    def _submit(self, job: Callable[[Communicator], None], tensors: List[torch.Tensor], spec: str, call: str,
+                *inputs: torch.Tensor) -> Work:
+        """tensors: the results. inputs: what the format is applied to, where that isn't the results."""
         if self._worker is None or self._finalizer is None:
             # By the store, which needs no call of this group's while it is in one.
             comm = communicator_of_store(self._store, self.rank(), self.size(), self._timeout_s)
@@ -317,6 +320,7 @@ class Backend(dist.ProcessGroup):
         elif not self._finalizer.alive:
             raise _native.BadHandle("the process group was shut down; create another with init_process_group() or new_group()")
         comm, work = self._communicators[0], Work(tensors)
+        work._future = until(work._future, spec, call, *(inputs or tensors))
         self.compressed += 1
 
         def run() -> None:

@@ -19,7 +19,8 @@ from gradwire import _native
 from gradwire._core import Communicator
 from gradwire._fsdp_comm import (AllGather, Communicators, Options, ParamGroup, ReduceScatter, encoded_once,
                                   is_plain, method_of)
-from gradwire._fsdp_residual import MODES
+from gradwire._fsdp_residual import MODES, Residual
+from gradwire._loss_scale import follow
 from gradwire._process_group import TIMEOUT_S
 
 __all__ = ["Compression", "compress"]
@@ -78,6 +79,7 @@ class Compression:
         self._groups: List[ParamGroup] = []
         self._params: Dict[str, Tuple[Any, ParamGroup]] = {}
         self._closed = False
+        self._end_of_scaler: Optional[Callable[[], None]] = None
         self._alone: Any = None  # process group of this rank alone, for HSDP
         prefixes = {id(module): _plain_name(name) for name, module in model.named_modules()}
         for theirs in _param_groups(modules):
@@ -167,6 +169,8 @@ class Compression:
 
         Call it between steps. The model can then be trained with PyTorch's collectives, or compressed again.
         """
+        if self._end_of_scaler is not None:
+            self._end_of_scaler()
         while self._restore:
             self._restore.pop()()
         self._communicators.close()
@@ -183,8 +187,29 @@ class Compression:
     @property
     def residual_bytes(self) -> int:
         """Bytes of error feedback on this rank between steps. 0 before the first backward and after close()."""
-        residuals = [r for g in self._groups for r in (g.residual, g.replica_residual) if r is not None]
-        return sum(r.bytes for r in residuals)
+        return sum(r.bytes for r in self._residuals())
+
+    def _residuals(self) -> List[Residual]:
+        return [r for g in self._groups for r in (g.residual, g.replica_residual) if r is not None]
+
+    def use_scaler(self, scaler: Any) -> None:
+        """Keeps residuals in the scale of the gradients while a GradScaler changes it. Call it before the first step.
+
+        As gradwire.torch.Hook.use_scaler(). With it a rank keeps the residuals of before the step, too: twice the memory.
+
+        Raises BadArgument where `scaler` has no get_scale() and update(); BadHandle after close().
+        """
+        self._check_open()
+        end = follow(scaler, self._scale_changed)
+        if self._end_of_scaler is not None:
+            self._end_of_scaler()
+        self._end_of_scaler = end
+        for residual in self._residuals():
+            residual.can_undo = True
+
+    def _scale_changed(self, factor: float, skipped: bool) -> None:
+        for residual in self._residuals():
+            residual.settle(factor, skipped)
 
     def _place(self) -> Dict[str, Tuple[int, int]]:
         mesh = self._groups[0].theirs.mesh_info

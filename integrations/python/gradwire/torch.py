@@ -21,12 +21,14 @@ import torch.distributed as dist
 
 from gradwire import _native
 from gradwire._allreduce import allreduce_
-from gradwire._buckets import NATIVE, Bucket, Layout, matrix, plain_name, real_view, spec_for
+from gradwire._buckets import NATIVE, Bucket, Layout, Names, matrix, real_view, spec_for
 from gradwire._core import Communicator, Reducer, calls_of
 from gradwire._elastic import Elastic, refuse_what_needs_all_ranks
 from gradwire._find_ddp import the_ddp
-from gradwire._hook_state import Checkpoint, Place, as_list, for_rank, from_dict, gathered, to_dict
+from gradwire._hook_state import Checkpoint, Place, as_list, begin_missing, for_rank, from_dict, gathered, to_dict
+from gradwire._loss_scale import LossScale
 from gradwire._process_group import TIMEOUT_S, Origin, communicator
+from gradwire._profile import during, until
 from gradwire._state import State, TensorState, pack, unpack
 from gradwire._worker import Worker, shut_down
 from gradwire.backend import Backend, register_backend
@@ -36,8 +38,6 @@ __all__ = ["Backend", "Hook", "allreduce_", "allreduce_hook", "communicator", "c
 DEFAULT_SPEC = "int8"  # loses nothing in docs/for-pytorch.md's table, with SGD and with AdamW
 
 _log = logging.getLogger("gradwire")
-
-_ONE_MODEL = "use a hook for each model"
 
 PYTHON_REDUCER = (
     'torch._dynamo.config.optimize_ddp = "python_reducer" hands a hook one gradient at a time, without buckets and as part '
@@ -63,8 +63,9 @@ class Hook:
 
     Creating a hook is cheap; the communicator is created at the first gradient. Use one hook per model.
     Gradients are reduced as float32; buckets of other floating-point types are converted to float32 and back.
-    With "fp32" bfloat16 buckets travel as bfloat16: no more bytes than without a hook. float16 ones travel as what the
-    spec says, "fp32" included: that is exact, in twice their bytes; "bf16" sends as many as they have.
+    Of bfloat16 buckets, what would travel in FP32 travels as bfloat16: all with "fp32", and factors and dense tensors with
+    "powersgd" and "randk" without wire=. float16 ones travel as what the spec says, "fp32" included: that is exact, in
+    twice their bytes; "bf16" sends as many as they have.
 
     A hook can be pickled between steps, with its state_dict() in the pickle. The copy uses the default process
     group, and where names came from a model, it needs name_parameters(model) before DDP's first step.
@@ -85,10 +86,7 @@ class Hook:
         self._timeout_s = timeout_s
         self._seed = seed
         self._comm = comm
-        self._names: Dict[int, str] = {}
-        self._named: List[torch.Tensor] = []  # keeps the tensors alive, so that the ids in _names stay unique
-        self._has_names = False  # names are a model's
-        self._passed = False  # every bucket of the model has come once
+        self._names = Names()
         if model is not None:
             self.name_parameters(model)
         self._buckets: Dict[int, Bucket] = {}
@@ -96,6 +94,7 @@ class Hook:
         self._carried: Optional[State] = None  # state of tensors whose buckets do not exist yet
         self._failure: Optional[BaseException] = None
         self._elastic = Elastic(min_ranks) if min_ranks > 0 else None
+        self._scale: Optional[LossScale] = None
         self._side_stream: Any = None
         self._communicators: List[Communicator] = []
         self._origin: Optional[Origin] = None  # where the communicator was made
@@ -142,9 +141,10 @@ class Hook:
             return gradients
 
         if self._elastic is not None:
-            return self._elastic.submit(self, entry, bucket, buffer, addresses).then(result)
-        self._worker.submit(job, done)
-        return done.then(result)
+            done = self._elastic.submit(self, entry, bucket, buffer, addresses)
+        else:
+            self._worker.submit(job, done)
+        return until(done.then(result), self.spec, f"DDP bucket {entry.index}", buffer)
 
     def _pass_through(self, gradient: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
         """Averages a sparse gradient over the process group, as DDP does without a hook."""
@@ -165,7 +165,7 @@ class Hook:
             self._side_stream = torch.cuda.Stream(buffer.device)
         future: "torch.futures.Future[torch.Tensor]" = torch.futures.Future(devices=[buffer.device])
         self._side_stream.wait_stream(torch.cuda.current_stream(buffer.device))
-        with torch.cuda.stream(self._side_stream):
+        with torch.cuda.stream(self._side_stream), during(self.spec, f"DDP bucket {entry.index}", buffer):
             addresses = entry.addresses_in(buffer)
             try:
                 self._reduce(entry, buffer, addresses, self._side_stream.cuda_stream)
@@ -180,6 +180,8 @@ class Hook:
         with calls_of(self):
             if entry.reducer is None:
                 entry.reducer = self._make_reducer(entry, buffer)
+            if self._scale is not None:
+                self._scale.keep(entry)
             if entry.staging is not None:
                 entry.staging.copy_(buffer)
             entry.reducer.allreduce_at(addresses, stream)
@@ -219,29 +221,11 @@ class Hook:
 
         Raises BadArgument where another model's parameters have these names: a hook is for one model.
         """
-        taken = {name: key for key, name in self._names.items()}
-        named = [(plain_name(name), parameter) for name, parameter in model.named_parameters()]
-        for name, parameter in named:
-            if taken.get(name, id(parameter)) != id(parameter):
-                raise _native.BadArgument(f"the hook has a parameter {name!r} of another model already: {_ONE_MODEL}")
-        for name, parameter in named:
-            self._name(parameter, name)
-        self._has_names = True
-
-    def _name(self, parameter: torch.Tensor, name: str) -> str:
-        self._named.append(parameter)
-        return self._names.setdefault(id(parameter), name)
-
-    def _names_of(self, parameters: List[torch.Tensor]) -> Tuple[str, ...]:
-        for p in parameters:
-            if id(p) not in self._names and (self._has_names or self._passed):
-                raise _native.BadArgument(f"a gradient of shape {tuple(p.shape)} is of a parameter of another model, or one that "
-                                          f"was added since: {_ONE_MODEL}, or call hook.name_parameters(model) for what was added")
-        return tuple(self._names.get(id(p)) or self._name(p, f"parameter {len(self._named)}") for p in parameters)
+        self._names.add_model(model)
 
     def _entry_for(self, bucket: Any, buffer: torch.Tensor) -> Bucket:
         index, parameters = bucket.index(), bucket.parameters()
-        self._passed = self._passed or (index == 0 and 0 in self._buckets)
+        self._names.complete = self._names.complete or (index == 0 and 0 in self._buckets)
         entry = self._buckets.get(index)
         if entry is not None and len(entry.parameters) == len(parameters) and all(
                 a is b for a, b in zip(entry.parameters, parameters)):
@@ -249,7 +233,7 @@ class Hook:
         if entry is not None:  # DDP regroups its buckets once, after the first step
             self._dissolve(lambda i: i >= index)
         self._communicator(buffer)  # in DDP's thread, because it uses the process group
-        names = self._names_of(parameters)
+        names = self._names.of(parameters)
         shapes = tuple(matrix(p) for p in parameters)
         entry = self._buckets[index] = Bucket(
             index, parameters, Layout(names, shapes), buffer.element_size())
@@ -266,7 +250,11 @@ class Hook:
         if carried is None:
             return reducer
         fresh = unpack(reducer.save_state())
-        self._begin_missing(carried, layout, fresh)
+        missing = begin_missing(carried, layout, fresh, self._names.are_a_models)
+        if missing and self._from_load:
+            _log.warning("the loaded state lacks %d parameters of a bucket, such as %r: their residuals begin at zero",
+                         len(missing), missing[0])
+            self._from_load = False
         # "spec ...; rank ..." The hook has compared its spec; reducers have theirs by the gradients' type.
         own_spec, separator, others = fresh.identity.partition("; ")
         identity = own_spec + separator + (carried.identity.partition("; ")[2] or others)
@@ -279,24 +267,6 @@ class Hook:
         if not carried.tensors:
             self._carried = None
         return reducer
-
-    def _begin_missing(self, carried: State, layout: Layout, fresh: State) -> None:
-        """Parameters that a loaded state lacks begin as in a new reducer. Said once for each load."""
-        missing = [name for name in layout.names if name not in carried.tensors]
-        for name, (rows, cols) in zip(layout.names, layout.shapes):
-            found = carried.tensors.get(name)
-            if found is not None and (found.rows, found.cols) != (rows, cols):
-                raise _native.BadArgument(f"the loaded state is of another model: {name!r} is {found.rows} x {found.cols} there "
-                                          f"and {rows} x {cols} here")
-        if missing and not self._has_names:
-            raise _native.BadArgument(
-                f"the loaded state lacks {len(missing)} parameters, such as {missing[0]!r}: it is of another model, or of other "
-                "parameters of it, which are told apart by names only: use compress(), or Hook(model=...), to save and to load")
-        if missing and self._from_load:
-            _log.warning("the loaded state lacks %d parameters of a bucket, such as %r: their residuals begin at zero",
-                         len(missing), missing[0])
-            self._from_load = False
-        carried.tensors.update((name, fresh.tensors[name]) for name in missing)
 
     def _dissolve(self, which: Callable[[int], bool]) -> None:
         """Removes buckets, and keeps their state in _carried for the buckets that replace them."""
@@ -360,17 +330,43 @@ class Hook:
             BadArgument: a state is of another version, spec or model, or one that is needed is missing.
         """
         chosen = for_rank(as_list(state), self.spec, self._place())
-        if self._has_names and chosen["tensors"] and not set(self._names.values()) & chosen["tensors"].keys():
+        names = self._names.all() if self._names.are_a_models else []
+        if names and chosen["tensors"] and not set(names) & chosen["tensors"].keys():
             raise _native.BadArgument(f"the state is of another model: it has {next(iter(chosen['tensors']))!r}, "
-                                      f"the hook's model {next(iter(self._names.values()))!r}")
+                                      f"the hook's model {names[0]!r}")
         self._worker.drain()
-        self._carried = None
+        self._replace_state(from_dict(chosen))
+        self._from_load = True
+        if self._scale is not None:
+            self._scale.forget()
+
+    def _replace_state(self, state: Optional[State]) -> None:
         for entry in self._buckets.values():
             if entry.reducer is not None:
                 entry.reducer.close()
         self._buckets.clear()
-        self._carried = from_dict(chosen)
-        self._from_load = True
+        self._carried = state
+
+    def use_scaler(self, scaler: Any) -> None:
+        """Keeps residuals in the scale of the gradients while a GradScaler changes it. Call it before the first step.
+
+        When scaler.update() has changed the scale, residuals are multiplied by new / old. Where the optimizer has skipped the
+        step, because a gradient was infinite or NaN, they are first set back to what they were before it: what that step
+        has sent is in no weight. For this every step copies the state to host memory.
+
+        Args:
+            scaler: the torch.amp.GradScaler of the training loop, or an object with its get_scale() and update().
+
+        Raises:
+            BadArgument: `scaler` is none, or the hook has min_ranks.
+        """
+        if self._elastic is not None:
+            raise _native.BadArgument("use_scaler() does not work with min_ranks, which repeats steps itself: use bfloat16, which "
+                                      "needs no loss scale, or a hook without min_ranks")
+        scale = LossScale(self, scaler)
+        if self._scale is not None:
+            self._scale.end()
+        self._scale = scale
 
     def checkpoint(self, load_from: Any = None) -> Checkpoint:
         """The hook for torch.distributed.checkpoint, where every rank keeps its own state:
@@ -445,6 +441,8 @@ class Hook:
     def close(self) -> None:
         """Stops the thread and closes the communicator; also done at exit. Do not use the hook after this."""
         if self._finalizer.alive:
+            if self._scale is not None:
+                self._scale.end()
             for entry in self._buckets.values():
                 if entry.reducer is not None and not self._worker.busy:
                     entry.reducer.close()

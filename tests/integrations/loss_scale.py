@@ -1,0 +1,66 @@
+"""A GradScaler for the tests, where PyTorch has none for the host, and training with one."""
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional
+
+import torch
+from torch import nn
+
+
+class _HostScaler:
+    """What torch.amp.GradScaler does, for tensors on the host."""
+
+    def __init__(self, init_scale: float, growth_interval: int) -> None:
+        self._scale, self._interval = init_scale, growth_interval
+        self._good, self._skip = 0, False
+
+    def get_scale(self) -> float:
+        return self._scale
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self._scale
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._skip = not all(bool(g.isfinite().all()) for g in gradients)
+        if not self._skip:
+            for g in gradients:
+                g.div_(self._scale)
+            optimizer.step()
+
+    def update(self, new_scale: Optional[float] = None) -> None:
+        self._good = 0 if self._skip else self._good + 1
+        if new_scale is not None:
+            self._scale = new_scale
+        elif self._skip:
+            self._scale *= 0.5
+        elif self._good == self._interval:
+            self._scale, self._good = self._scale * 2, 0
+
+
+def scaler(init_scale: float = 65536.0, growth_interval: int = 3) -> Any:
+    if hasattr(torch, "amp") and hasattr(torch.amp, "GradScaler"):  # PyTorch 2.3
+        return torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=growth_interval)
+    return _HostScaler(init_scale, growth_interval)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: List[Dict[str, Any]], with_scaler: Any = None) -> List[float]:
+    """Trains on each batch, {"x": inputs, "overflow": whether its loss is infinite}. Without a scaler those are left out.
+
+    Returns the scale after each step.
+    """
+    scales = []
+    for batch in batches:
+        if with_scaler is None and batch["overflow"]:
+            continue
+        optimizer.zero_grad()
+        loss = model(batch["x"]).square().mean()
+        if with_scaler is None:
+            loss.backward()
+            optimizer.step()
+            continue
+        with_scaler.scale(loss * (float("inf") if batch["overflow"] else 1.0)).backward()
+        with_scaler.step(optimizer)
+        with_scaler.update()
+        scales.append(with_scaler.get_scale())
+    return scales
