@@ -22,10 +22,10 @@ if [ "$version" != "$torch" ]; then
   if [ -e $cuda/libcublas.so.13 ]; then
     # What torch imports without a GPU; the rest of its CUDA is the toolkit's, which saves 3 GB.
     "${pip[@]}" --no-deps torch==$torch torchvision==$torchvision typing_extensions sympy mpmath networkx jinja2 \
-      markupsafe fsspec filelock numpy pillow 'setuptools>=70.1'
+      markupsafe fsspec filelock numpy pillow 'setuptools>=70.1' expecttest
     "${pip[@]}" --no-deps nvidia-cufile nvidia-cusparselt-cu13 nvidia-nvshmem-cu13 nvidia-nccl-cu13==2.30.7
   else
-    "${pip[@]}" torch==$torch torchvision==$torchvision numpy 'setuptools>=70.1'
+    "${pip[@]}" torch==$torch torchvision==$torchvision numpy 'setuptools>=70.1' expecttest
   fi
   libraries=$(printf '%s:' "$folder"/environment/lib/python*/site-packages/nvidia/*/lib)$cuda
   cat > "$folder/python" << END

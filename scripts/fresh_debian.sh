@@ -50,7 +50,7 @@ chmod 777 "$logs/ccache"
 # inside FOLDER COMMAND...: runs it in the new system, with only the archive's settings of this machine's
 # environment.
 inside() {
-  local folder=$1 proxies=()
+  local folder=$1 name proxies=()
   shift
   mkdir -p "$folder/srv/ccache"
   for name in http_proxy https_proxy HTTP_PROXY HTTPS_PROXY no_proxy; do

@@ -1,6 +1,8 @@
 """The DDP hook with a GradScaler: docs/for-pytorch.md, "Loss scale"."""
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any, Dict, List
 
 import torch
@@ -8,11 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire._loss_scale import follow
 from gradwire.torch import Hook, compress
 
 import loss_scale
 from ddp_training import RANK, check, say
-from ddp_states import refused
+from ddp_states import equal, refused, residuals
 
 SPECS = ["int4:schedule=ring", "int8:schedule=tree", "bf16:schedule=ring", "powersgd:rank=2,schedule=ring",
          "powersgd:rank=2,alternate=on,wire=int8,schedule=ring", "qsgd:schedule=ring", "randk:ratio=0.25,schedule=ring"]
@@ -55,6 +58,71 @@ def a_scaled_run_has_the_bits_of_one_without() -> None:
         say(f"{spec}: bit for bit a run without a scaler; without use_scaler() up to {apart:.1e} apart")
 
 
+class _OwnScaler:
+    scale = 4.0
+
+    def get_scale(self) -> float:
+        return self.scale
+
+    def update(self) -> str:
+        self.scale /= 2
+        return "updated"
+
+
+def hooks_share_a_scaler() -> None:
+    scaler = _OwnScaler()
+    told: List[str] = []
+
+    class Listener:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def hear(self, factor: float, skipped: bool) -> None:
+            told.append(f"{self.name} {factor} {skipped}")
+
+    listeners = [Listener(name) for name in "abc"]
+    ends = [follow(scaler, None, listener.hear) for listener in listeners]
+    check(scaler.update() == "updated" and told == ["a 0.5 True", "b 0.5 True", "c 0.5 True"], f"{told}")
+    copied, unpickled = copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))
+    for other in (copied, unpickled):
+        told.clear()
+        other.update()
+        check(other.scale == 1 and scaler.scale == 2 and not told, f"a copy of the scaler told {told}, {other.scale}, {scaler.scale}")
+    ends[2]()
+    del listeners[0]
+    scaler.update()
+    check(told == ["b 0.5 True"], f"after one has ended and one is gone: {told}")
+    ends[1]()
+    ends[0]()
+    check("update" not in vars(scaler), "something is left in the scaler")
+    say("hooks follow a scaler, end in any order, and leave nothing in it or its copies")
+
+
+def another_optimizers_skip_undoes_nothing() -> None:
+    # Two models under one scaler, as in a GAN: one model's step is skipped, and the other's is not.
+    models = [DistributedDataParallel(_model()) for _ in range(2)]
+    hooks = [compress(model, "int4:schedule=ring") for model in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    scaler = loss_scale.scaler(growth_interval=1000)
+    for hook, optimizer in zip(hooks, optimizers):
+        hook.use_scaler(scaler, optimizer)
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers):
+            optimizer.zero_grad()
+            overflow = step == 2 and model is models[0]
+            scaler.scale(model(torch.ones(8, 16) * (RANK + 1)).square().mean() * (float("inf") if overflow else 1.0)).backward()
+            scaler.step(optimizer)
+        before = [residuals(hook.state_dict(gather=False)) for hook in hooks]
+        scaler.update()
+    after = [residuals(hook.state_dict(gather=False)) for hook in hooks]
+    halved = {name: r * 0.5 for name, r in before[1].items()}
+    check(equal(after[1], halved), "residuals of the model that has taken its step were set back")
+    check(not equal(after[0], {name: r * 0.5 for name, r in before[0].items()}), "those of the other were not")
+    for hook in hooks:
+        hook.close()
+    say("a step that one optimizer skips sets back the residuals of its model only")
+
+
 def what_does_not_scale_is_refused() -> None:
     hook = Hook("int4")
     refused(lambda: hook.use_scaler(3.0), gradwire.BadArgument, "float", "GradScaler")
@@ -62,16 +130,8 @@ def what_does_not_scale_is_refused() -> None:
     elastic = Hook("int4", min_ranks=1)
     refused(lambda: elastic.use_scaler(loss_scale.scaler()), gradwire.BadArgument, "min_ranks")
     elastic.close()
-    scaler = loss_scale.scaler()
-    first, second = Hook("int4"), Hook("int8")
-    first.use_scaler(scaler)
-    second.use_scaler(scaler)
-    first.close()
-    scaler.update(4.0)
-    second.close()
-    scaler.update(8.0)
-    check(scaler.get_scale() == 8.0, "update() was not passed on")
-    say("hooks of several models share a scaler; what is none is refused")
+    say("what is no scaler is refused")
 
 
-SCENARIOS = [a_scaled_run_has_the_bits_of_one_without, what_does_not_scale_is_refused]
+SCENARIOS = [a_scaled_run_has_the_bits_of_one_without, another_optimizers_skip_undoes_nothing, hooks_share_a_scaler,
+             what_does_not_scale_is_refused]

@@ -169,6 +169,8 @@ def a_state_of_another_model_is_refused() -> None:
     hook.close()
     other = compress(DistributedDataParallel(nn.ModuleDict({"x": nn.Linear(3, 3)})), SPEC)
     refused(lambda: other.load_state_dict(state), gradwire.BadArgument, "another model", "bias", "x.weight")
+    refused(lambda: other.load_state_dict({**state, "tensors": {"parameter 0": {}}}), gradwire.BadArgument,
+            "without the model's names", "parameter 0", "Hook()")
     other.close()
     wider = DistributedDataParallel(nn.Sequential(nn.Linear(16, 65), nn.Tanh(), nn.Linear(65, 4)))
     hook = compress(wider, SPEC)

@@ -1,6 +1,8 @@
 """FSDP2 with a GradScaler: docs/for-fsdp.md, "Loss scale"."""
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any, Dict, List
 
 import torch
@@ -25,10 +27,15 @@ def _trained(batches: List[Dict[str, Any]], residual: str, options: Dict[str, An
     handle = compress(model, "int4", "fp32", residual, dense=False, timeout_s=60)
     if with_scaler is not None and follow:
         handle.use_scaler(with_scaler)
+    closing = weakref.WeakMethod(handle.close)
+    del handle  # training goes on without it
+    gc.collect()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     scales = loss_scale.train(model, optimizer, batches, with_scaler)
     check(with_scaler is None or len(set(scales)) >= 3, f"the scale did not change enough: {scales}")
-    handle.close()
+    close = closing()
+    check(close is not None, "the handle is gone")
+    close()
     return torch.cat([p.detach().full_tensor().flatten() if isinstance(p, DTensor) else p.detach().flatten()
                       for p in model.parameters()])
 

@@ -12,7 +12,8 @@ class _HostScaler:
 
     def __init__(self, init_scale: float, growth_interval: int) -> None:
         self._scale, self._interval = init_scale, growth_interval
-        self._good, self._skip = 0, False
+        self._good = 0
+        self._skipped: Dict[int, bool] = {}  # by id() of the optimizer
 
     def get_scale(self) -> float:
         return self._scale
@@ -22,17 +23,22 @@ class _HostScaler:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self._skip = not all(bool(g.isfinite().all()) for g in gradients)
-        if not self._skip:
+        skip = self._skipped[id(optimizer)] = not all(bool(g.isfinite().all()) for g in gradients)
+        if not skip:
             for g in gradients:
                 g.div_(self._scale)
             optimizer.step()
 
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Dict[str, float]:
+        return {"cpu": float(self._skipped.get(id(optimizer), False))}
+
     def update(self, new_scale: Optional[float] = None) -> None:
-        self._good = 0 if self._skip else self._good + 1
+        skip = any(self._skipped.values())
+        self._skipped.clear()
+        self._good = 0 if skip else self._good + 1
         if new_scale is not None:
             self._scale = new_scale
-        elif self._skip:
+        elif skip:
             self._scale *= 0.5
         elif self._good == self._interval:
             self._scale, self._good = self._scale * 2, 0

@@ -317,7 +317,7 @@ class Subject:
         changed, model.names = names != model.names, names
         if not self.mine(model.part):
             return
-        state = model.hook.state_dict()
+        state, named = model.hook.state_dict(), model.hook._names.are_a_models
         model.hook.close()
         model.module.zero_grad(set_to_none=True)
         model.wrap()
@@ -325,7 +325,7 @@ class Subject:
         try:
             model.hook.load_state_dict(state)
         except CLEAR as error:
-            if not changed:
+            if not changed and named:
                 raise
             return self.run.clear(error, *CLEAR)
         model.may_refuse = changed

@@ -101,6 +101,12 @@ def spec_for(spec: str, dtype: torch.dtype) -> str:
 
 
 _ONE_MODEL = "use a hook for each model"
+_NUMBER = "parameter "  # and the number of a parameter without a name
+
+
+def is_number(name: str) -> bool:
+    """Whether Names has made this name."""
+    return name.startswith(_NUMBER) and name[len(_NUMBER):].isdigit()
 
 
 class Names:
@@ -137,7 +143,7 @@ class Names:
             if id(p) not in self._of and (self.are_a_models or self.complete):
                 raise _native.BadArgument(f"a gradient of shape {tuple(p.shape)} is of a parameter of another model, or one that "
                                           f"was added since: {_ONE_MODEL}, or call hook.name_parameters(model) for what was added")
-        return tuple(self._of.get(id(p)) or self._add(p, f"parameter {len(self._parameters)}") for p in parameters)
+        return tuple(self._of.get(id(p)) or self._add(p, f"{_NUMBER}{len(self._parameters)}") for p in parameters)
 
     def all(self) -> List[str]:
         return list(self._of.values())

@@ -22,7 +22,8 @@ def the_ddp(given: Any) -> Any:
     found: Dict[int, Any] = {}
     _search(given, _DEPTH, found, set())
     if not found and isinstance(given, torch.nn.Module):
-        found = {id(ddp): ddp for ddp in gc.get_objects() if issubclass(type(ddp), _DDP) and ddp.module is given}
+        found = {id(ddp): ddp for ddp in gc.get_objects() if issubclass(type(ddp), _DDP)
+                 and getattr(ddp, "module", None) is given}  # one whose constructor failed has no module
     if len(found) == 1:
         return next(iter(found.values()))
     if not found:

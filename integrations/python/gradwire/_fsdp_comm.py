@@ -116,6 +116,7 @@ class ParamGroup:
         self._pending: Optional[List[Any]] = None  # the FSDPParams in the buffer that comes next
         self._layouts: Dict[Tuple[Any, ...], Layout] = {}
         self.replicas: Any = None  # process group of HSDP's replicas
+        self.handle: Any = None  # what compress() has returned
         self.residual: Optional[Residual] = None
         self.replica_residual: Optional[Residual] = None
         if options.residual != "off" and is_lossy(options.gradients):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire import _native
-from gradwire._buckets import Layout
+from gradwire._buckets import Layout, is_number
 from gradwire._process_group import global_rank
 from gradwire._state import Entry, State, TensorState
 
@@ -82,6 +82,17 @@ def _entry_of(tensor: torch.Tensor) -> Entry:
     data = tensor.detach().to("cpu").contiguous()
     name = next(name for name, dtype in _DTYPES.items() if dtype == data.dtype)
     return Entry(name, ctypes.string_at(data.data_ptr(), data.numel() * data.element_size()))
+
+
+def check_names(state: StateDict, names: List[str]) -> None:
+    """Raises BadArgument if a state has parameters, and none of a model with these names."""
+    saved = list(state["tensors"])
+    if not saved or set(saved) & set(names):
+        return
+    if is_number(saved[0]):
+        raise _native.BadArgument(f"the state was saved by a hook without the model's names, as {saved[0]!r}: load it into such a "
+                                  "hook, Hook() without model=, not of compress()")
+    raise _native.BadArgument(f"the state is of another model: it has {saved[0]!r}, the hook's model {names[0]!r}")
 
 
 def begin_missing(carried: State, layout: Layout, fresh: State, has_names: bool) -> List[str]:

@@ -110,7 +110,7 @@ def _check_program(context: Any, *_: Any) -> List[Any]:
             devices *= 1 if name in axis_context.manual_axes else size
     if devices > 1:
         raise RuntimeError(_NOT_MAPPED.format(devices))
-    if mesh is not None and mesh.size not in (1, ranks.world, len(ranks.communicators)) and ranks.communicators:
+    if mesh is not None and mesh.size not in (ranks.world, len(ranks.communicators)) and ranks.communicators:
         raise RuntimeError(f"gradwire.jax inside jax.shard_map over {mesh.size} of {ranks.world} devices: a rank is "
                            f"a device, and every rank takes part. Use a mesh of all {ranks.world} devices, or one "
                            f"of the {len(ranks.communicators)} of each process")

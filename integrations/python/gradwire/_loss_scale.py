@@ -1,96 +1,129 @@
 """What a GradScaler does to residuals, which have the scale of the gradients that they come from.
 
 The scaler multiplies the loss, and so the gradients, by a scale. update() changes it, and halves it after a step with
-gradients that were not finite, which the optimizer has skipped. What that step has sent of the residuals is in nobody's
-weights, so it must be in the residuals of the next step.
+gradients that were not finite, which the optimizer has skipped. What that step has sent of the residuals is in no
+weight, so it must be in the residuals of the next step.
 """
 from __future__ import annotations
 
-import functools
 import weakref
-from typing import Any, Callable, Dict, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 
 from gradwire import _native
-from gradwire._state import State, TensorState, unpack
+from gradwire._state import State, TensorState, pack, unpack
+
+# Called with (new scale / old scale, whether the step was skipped).
+Follower = Callable[[float, bool], None]
 
 
-def follow(scaler: Any, rescale: "Callable[[float, bool], None]") -> Callable[[], None]:
-    """Calls `rescale(new scale / old scale, skipped)` after each update() of a scaler that changes its scale or skips a step.
+class _Update:
+    """A scaler's update(), in its place, which tells the followers. Copies of the scaler have none."""
+
+    def __init__(self, scaler: Any) -> None:
+        self.scaler = scaler
+        self.own = vars(scaler).get("update")  # where it is not its class's
+        self.followers: List[Tuple[Any, Any]] = []  # of (weak reference to a Follower, weak reference to an optimizer)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        before = float(self.scaler.get_scale())
+        live = [(weak(), self._skipped(optimizer)) for weak, optimizer in self.followers]
+        original = self.own or type(self.scaler).update.__get__(self.scaler)
+        result = original(*arguments, **named)
+        after = float(self.scaler.get_scale())
+        is_set = any(value is not None for value in (*arguments, *named.values()))
+        for follower, skipped in live:
+            if follower is not None:
+                # update() lowers the scale only where a step was skipped; PyTorch's examples tell it by this, too.
+                follower(after / before if before > 0 else 1.0, skipped if skipped is not None else after < before and not is_set)
+        return result
+
+    def _skipped(self, optimizer: Any) -> Optional[bool]:
+        """Whether the scaler has skipped the step of this optimizer; None: not known."""
+        found = getattr(self.scaler, "_found_inf_per_device", None)
+        if optimizer is None or optimizer() is None or found is None:
+            return None
+        return any(float(infinite) != 0 for infinite in found(optimizer()).values())
+
+    def __reduce__(self) -> Any:
+        return _Update, (self.scaler,)
+
+
+def follow(scaler: Any, optimizer: Any, follower: Follower) -> Callable[[], None]:
+    """Calls `follower`, a bound method, after each update() of the scaler. Keeps only a weak reference.
 
     Args:
         scaler: a torch.amp.GradScaler, or another object with get_scale() and update().
-        rescale: a bound method, of which only a weak reference is kept. It is also called with (1.0, False), after every
-            update() that changes nothing, to say that the optimizer has taken the step.
+        optimizer: whose skipped steps count. None: a lower scale says that a step was skipped.
 
     Returns:
-        Restores the scaler's own update().
+        Ends that.
     """
     if not callable(getattr(scaler, "get_scale", None)) or not callable(getattr(scaler, "update", None)):
         raise _native.BadArgument(f"scaler is a {type(scaler).__name__}, which has no get_scale() and update(): pass the "
                                   "torch.amp.GradScaler that scales the loss")
-    original = scaler.update
-    weak: Any = weakref.WeakMethod(rescale)
+    if not isinstance(vars(scaler).get("update"), _Update):
+        scaler.update = _Update(scaler)
+    update = scaler.update
+    entry = (weakref.WeakMethod(follower), weakref.ref(optimizer) if optimizer is not None else None)
+    update.followers.append(entry)
 
-    @functools.wraps(original)
-    def update(new_scale: Any = None) -> None:
-        before = float(scaler.get_scale())
-        original(new_scale)
-        call = weak()
-        if call is not None:
-            after = float(scaler.get_scale())
-            # update() lowers the scale only where a step was skipped; PyTorch's examples tell it by this, too.
-            call(after / before if before > 0 else 1.0, new_scale is None and after < before)
-
-    def restore() -> None:
-        nonlocal weak
-        weak = lambda: None  # for where another hook has replaced update() since
-        if vars(scaler).get("update") is update:
+    def end() -> None:
+        update.followers[:] = [other for other in update.followers if other is not entry]
+        if not update.followers and vars(scaler).get("update") is update:
             del scaler.update
+            if update.own is not None:
+                scaler.update = update.own
 
-    scaler.update = update
-    return restore
+    return end
 
 
 class LossScale:
     """The scaler of a DDP hook, and the state from before the step, which comes back where the step is skipped."""
 
-    def __init__(self, hook: Any, scaler: Any) -> None:
+    def __init__(self, hook: Any, scaler: Any, optimizer: Any) -> None:
         self._hook = weakref.ref(hook)
-        # By the names in a bucket, in the order of the step. DDP may regroup its buckets within a step of several backwards.
+        # By the names in a bucket. DDP may regroup its buckets within a step of several backwards.
         self._before: Dict[Tuple[str, ...], bytearray] = {}
         self._memory: Dict[Tuple[str, ...], bytearray] = {}  # of the step before, to be used again
-        self.end = follow(scaler, self._changed)
+        self.end = follow(scaler, optimizer, self._changed)
 
-    def keep(self, entry: Any) -> None:
-        """Before a bucket is reduced."""
-        names = entry.layout.names
-        if names not in self._before:
-            self._before[names] = entry.reducer.save_state(self._memory.pop(names, None))
+    def keep(self, buckets: List[Any]) -> None:
+        """Before a bucket is reduced; `buckets` are all. The first call of a step keeps all, since nothing is enqueued then:
+        saving waits for the communicator's stream."""
+        for entry in buckets:
+            names = entry.layout.names
+            if entry.reducer is not None and names not in self._before:
+                self._before[names] = entry.reducer.save_state(self._memory.pop(names, None))
 
     def forget(self) -> None:
-        """The step's state is no longer what the hook has."""
+        """The hook has another state than that of the step."""
         self._before, self._memory = {}, self._before
 
     def _changed(self, factor: float, skipped: bool) -> None:
         hook = self._hook()
         if hook is not None and hook._failure is None and (factor != 1 or skipped):
             hook._worker.drain()
-            state = hook._collect(lambda index: True)
-            if state is not None:
-                hook._replace_state(scaled(self._undone(state) if skipped else state, factor))
+            before = [unpack(blob) for blob in self._before.values()] if skipped else []
+            for entry in hook._buckets.values():
+                if entry.reducer is not None:
+                    state = unpack(entry.reducer.save_state())
+                    entry.reducer.load_state(pack(scaled(undone(state, before), factor)))
+            if hook._carried is not None:
+                hook._carried = scaled(undone(hook._carried, before), factor)
         self.forget()
 
-    def _undone(self, state: State) -> State:
-        tensors: Dict[str, TensorState] = {}
-        steps = state.steps
-        for blob in self._before.values():
-            before = unpack(blob)
-            steps = min(steps, before.steps)
-            for name, tensor in before.tensors.items():
+
+def undone(state: State, before: List[State]) -> State:
+    """`state` with its tensors as they were in the first of `before` that has them."""
+    tensors: Dict[str, TensorState] = {}
+    for earlier in before:
+        for name, tensor in earlier.tensors.items():
+            if name in state.tensors:
                 tensors.setdefault(name, tensor)
-        return State(state.identity, steps, {**state.tensors, **tensors})
+    steps = min([state.steps, *(earlier.steps for earlier in before)])
+    return State(state.identity, steps, {**state.tensors, **tensors})
 
 
 def scaled(state: State, factor: float) -> State:

@@ -22,6 +22,7 @@ class Worker:
         self.communicators = communicators  # that the jobs use
         self.done = 0  # jobs
         self._jobs: "queue.Queue[Any]" = queue.Queue()  # of (job, future); None: stop
+        self.inline = 0  # calls that callbacks of futures make on the thread, between jobs
         self.stopping = False  # a job that has failed must not try again
         self._process = 0  # the process in which the thread runs, from the first job on: a fork does not copy threads
         self._starting = threading.Lock()
@@ -70,7 +71,7 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        return not self.forked and self._jobs.unfinished_tasks > 0
+        return not self.forked and (self._jobs.unfinished_tasks > 0 or self.inline > 0)
 
     def stop(self) -> None:
         self.stopping = True

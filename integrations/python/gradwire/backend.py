@@ -330,7 +330,11 @@ class Backend(dist.ProcessGroup):
         if threading.get_ident() == self._running:
             # A future's callback makes this call on the worker's thread, and may wait for it, as powerSGD_hook
             # does.
-            run()
+            self._worker.inline += 1
+            try:
+                run()
+            finally:
+                self._worker.inline -= 1
             work._started.set_result(None)
         else:
             self._worker.submit(run, work._started)

@@ -111,6 +111,7 @@ class Compression:
                                       "allreduce needs: remove it, or shard over a 1-D mesh")
 
     def _install(self, ours: ParamGroup) -> None:
+        ours.handle = self  # which then lives as long as the model, even if nobody keeps it
         theirs, mesh = ours.theirs, ours.theirs.mesh_info
         replicas = getattr(mesh, "replicate_process_group", None)
         device = theirs.device
@@ -171,6 +172,7 @@ class Compression:
         """
         if self._end_of_scaler is not None:
             self._end_of_scaler()
+            self._end_of_scaler = None
         while self._restore:
             self._restore.pop()()
         self._communicators.close()
@@ -192,7 +194,7 @@ class Compression:
     def _residuals(self) -> List[Residual]:
         return [r for g in self._groups for r in (g.residual, g.replica_residual) if r is not None]
 
-    def use_scaler(self, scaler: Any) -> None:
+    def use_scaler(self, scaler: Any, optimizer: Any = None) -> None:
         """Keeps residuals in the scale of the gradients while a GradScaler changes it. Call it before the first step.
 
         As gradwire.torch.Hook.use_scaler(). With it a rank keeps the residuals of before the step, too: twice the memory.
@@ -200,7 +202,7 @@ class Compression:
         Raises BadArgument where `scaler` has no get_scale() and update(); BadHandle after close().
         """
         self._check_open()
-        end = follow(scaler, self._scale_changed)
+        end = follow(scaler, optimizer, self._scale_changed)
         if self._end_of_scaler is not None:
             self._end_of_scaler()
         self._end_of_scaler = end
@@ -285,9 +287,9 @@ class Compression:
             raise _native.BadHandle("close() has dropped the residuals: call compress() again")
 
     def _check_names(self, state: Dict[str, Any]) -> None:
-        if state["tensors"] and self._options.residual == "off":
-            raise _native.BadArgument("the state has residuals, which residual='off' would drop: use another residual=, or "
-                                      "do not load it")
+        if state["tensors"] and not self._residuals():
+            why = "residual='off'" if self._options.residual == "off" else f"gradients={self._options.gradients!r}"
+            raise _native.BadArgument(f"the state has residuals, which {why} would drop: use another, or do not load it")
         for name, entry in state["tensors"].items():
             if name not in self._params:
                 raise _native.BadArgument(f"the state has a residual of {name!r}, which is no parameter of this model")

@@ -25,7 +25,7 @@ from gradwire._buckets import NATIVE, Bucket, Layout, Names, matrix, real_view, 
 from gradwire._core import Communicator, Reducer, calls_of
 from gradwire._elastic import Elastic, refuse_what_needs_all_ranks
 from gradwire._find_ddp import the_ddp
-from gradwire._hook_state import Checkpoint, Place, as_list, begin_missing, for_rank, from_dict, gathered, to_dict
+from gradwire._hook_state import Checkpoint, Place, as_list, begin_missing, check_names, for_rank, from_dict, gathered, to_dict
 from gradwire._loss_scale import LossScale
 from gradwire._process_group import TIMEOUT_S, Origin, communicator
 from gradwire._profile import during, until
@@ -181,7 +181,7 @@ class Hook:
             if entry.reducer is None:
                 entry.reducer = self._make_reducer(entry, buffer)
             if self._scale is not None:
-                self._scale.keep(entry)
+                self._scale.keep(list(self._buckets.values()))
             if entry.staging is not None:
                 entry.staging.copy_(buffer)
             entry.reducer.allreduce_at(addresses, stream)
@@ -330,40 +330,36 @@ class Hook:
             BadArgument: a state is of another version, spec or model, or one that is needed is missing.
         """
         chosen = for_rank(as_list(state), self.spec, self._place())
-        names = self._names.all() if self._names.are_a_models else []
-        if names and chosen["tensors"] and not set(names) & chosen["tensors"].keys():
-            raise _native.BadArgument(f"the state is of another model: it has {next(iter(chosen['tensors']))!r}, "
-                                      f"the hook's model {names[0]!r}")
+        if self._names.are_a_models:
+            check_names(chosen, self._names.all())
         self._worker.drain()
-        self._replace_state(from_dict(chosen))
-        self._from_load = True
-        if self._scale is not None:
-            self._scale.forget()
-
-    def _replace_state(self, state: Optional[State]) -> None:
         for entry in self._buckets.values():
             if entry.reducer is not None:
                 entry.reducer.close()
         self._buckets.clear()
-        self._carried = state
+        self._carried = from_dict(chosen)
+        self._from_load = True
+        if self._scale is not None:
+            self._scale.forget()
 
-    def use_scaler(self, scaler: Any) -> None:
+    def use_scaler(self, scaler: Any, optimizer: Any = None) -> None:
         """Keeps residuals in the scale of the gradients while a GradScaler changes it. Call it before the first step.
 
-        When scaler.update() has changed the scale, residuals are multiplied by new / old. Where the optimizer has skipped the
-        step, because a gradient was infinite or NaN, they are first set back to what they were before it: what that step
-        has sent is in no weight. For this every step copies the state to host memory.
+        When scaler.update() has changed the scale, residuals are multiplied by new / old. Where the optimizer has skipped
+        the step, because a gradient was infinite or NaN, they are first set back to what they were before it: what that
+        step has sent is in no weight. For this every step copies the state to host memory. Not under ddp.join().
 
         Args:
             scaler: the torch.amp.GradScaler of the training loop, or an object with its get_scale() and update().
+            optimizer: the model's, if the scaler has several, which skip steps by themselves.
 
         Raises:
             BadArgument: `scaler` is none, or the hook has min_ranks.
         """
         if self._elastic is not None:
-            raise _native.BadArgument("use_scaler() does not work with min_ranks, which repeats steps itself: use bfloat16, which "
-                                      "needs no loss scale, or a hook without min_ranks")
-        scale = LossScale(self, scaler)
+            raise _native.BadArgument("use_scaler() does not work with min_ranks, which repeats steps itself: use bfloat16, "
+                                      "which needs no loss scale, or a hook without min_ranks")
+        scale = LossScale(self, scaler, optimizer)
         if self._scale is not None:
             self._scale.end()
         self._scale = scale
