@@ -174,8 +174,9 @@ struct HostStream final : Stream::Impl {
       : Impl(Device::host(), std::move(name), priority) {
     if (immediate) return;
     std::list<HostStream*> mine{this};
+    HostStreams& streams = HostStreams::all();  // may fail, which must not be after the thread has started
     thread = Thread(fmt::format("a thread of stream '{}'", this->name), [this] { work(); });
-    HostStreams::all().add(mine);
+    streams.add(mine);
   }
   ~HostStream() override {
     if (!thread.joinable()) return;

@@ -158,7 +158,7 @@ void ApiComm::between(void* native_stream, const std::function<void()>& work) {
   const Stream caller = caller_stream(native_stream);
   start_.record(caller);
   stream.wait(start_);
-  work();
+  wait_and_tell(work);
   done_.record(stream);
   wait_and_tell([&] { caller.wait(done_); });
 }

@@ -6,6 +6,7 @@
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/handles.h"
 #include "kernels/wire/registered.h"
+#include "runtime/resources.h"
 
 namespace gradwire::c_api {
 namespace {
@@ -61,14 +62,16 @@ void ApiComm::check_caller() const {
 void ApiComm::wait_and_tell(const std::function<void()>& wait) {
   try {
     wait();
-  } catch (const CommError& error) {
+  } catch (const BadInput&) {
+    throw;
+  } catch (const std::exception& error) {  // also refused memory: the others would wait for this rank
     bool they_know = false;
     try {
       communicator->check();
     } catch (const CommError&) {
       they_know = true;
     }
-    if (!they_know) communicator->abort(error.what());
+    if (!they_know) communicator->abort(text_of(error));
     throw;
   }
 }

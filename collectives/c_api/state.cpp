@@ -429,6 +429,7 @@ void ApiReducer::restore(std::vector<Saved> from) {
     }
   }
 
+  const FinishOnError finish(comm->stream);  // the caller may free its states
   for (size_t k = 0; k < all.size(); ++k) {
     if (sources[k] != nullptr || all[k].kind == kResidualKind) all[k].clear(comm->stream);
   }

@@ -42,8 +42,8 @@ std::vector<std::string> addresses_to_try(const Contact& contact);
 
 struct Reach {
   std::optional<Socket> socket;  // proved by the handshake
-  std::string why;       // without a socket: "10.9.0.1:4000: Connection refused; 172.17.0.1:4000: no answer"
-  bool refused = false;  // nothing listens at any of the addresses
+  std::string why;    // without a socket: "10.9.0.1:4000: Connection refused; 172.17.0.1:4000: no answer"
+  bool gone = false;  // at each of the addresses nothing listens or something else answers
   bool other_secret = false;  // at each of the addresses something else answers
 };
 

@@ -93,7 +93,7 @@ class Newcomer {
       why_ = reached.why.empty() ? "its list of ranks cannot be read" : reached.why;
       other_secret_ = other_secret_ || reached.other_secret;
       // Both are final for this process, but the group may have another rank there soon.
-      answered_ = !reached.refused && !reached.other_secret;
+      answered_ = !reached.gone;
       return std::nullopt;
     }
     Socket socket = std::move(*reached.socket);

@@ -177,9 +177,9 @@ Reach reach(const Contact& contact, const Credentials& credentials, const ReachO
     }
     for (size_t i = 0; i < attempts.size(); ++i) attempts[i]->polled(entries[i + 1]);
   }
-  result.refused = result.other_secret = result.why.empty();
+  result.gone = result.other_secret = result.why.empty();
   for (const auto& attempt : attempts) {
-    result.refused = result.refused && attempt->refused();
+    result.gone = result.gone && (attempt->refused() || attempt->other_secret());
     result.other_secret = result.other_secret && attempt->other_secret();
     result.why += (result.why.empty() ? "" : "; ") + attempt->why();
   }

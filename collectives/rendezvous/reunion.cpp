@@ -28,6 +28,7 @@ constexpr milliseconds kFirstAsk{50};   // most survivors call by themselves
 constexpr milliseconds kAskAgain{500};  // those that are waited for may die, too
 constexpr milliseconds kTick{200};      // within which joiners are told to wait
 constexpr milliseconds kRetry{20};
+constexpr size_t kAskAtOnce = 16;  // ranks; each takes a thread and a descriptor
 // A leader may learn of the failure that much later, and it looks for lower ranks before it leads.
 constexpr milliseconds kSlack{3000};
 // Keys of a hello: what a rank wants of another.
@@ -271,7 +272,7 @@ Reunion::Call Reunion::call(int rank, const char* what) {
     Reach reached = reach(contact, credentials, {.deadline = deadline});
     // Only these errors prove that the process has stopped listening; an unreachable machine does not refuse
     // connections.
-    if (reached.refused || reached.other_secret) return {Presence::gone, {}};
+    if (reached.gone) return {Presence::gone, {}};
     if (reached.socket &&
         send_all(*reached.socket, StoreMessage{Op::hello, 0, what, me}.encode(), deadline)) {
       return {Presence::here, std::move(*reached.socket)};
@@ -323,18 +324,22 @@ std::optional<Reunion::Survivors> Reunion::follow(int leader, Socket socket,
   }
 }
 
-// Asks lower ranks at the same time, so that several stopped ranks cost no more time than one. The ranks in
-// `silent` have not answered in this regrouping and are not asked again.
+// Asks lower ranks until some answer, several at the same time, so that several stopped ranks cost no more time than
+// one. The ranks in `silent` have not answered in this regrouping and are not asked again.
 void Reunion::look_below(std::set<int>& silent, std::set<int>& gone) {
   std::vector<int> ask;
   for (int r = 0; r < rank_; ++r) {
     if (!silent.contains(r)) ask.push_back(r);
   }
-  std::vector<Presence> presence(ask.size());
-  at_once(ask.size(), [&](size_t i) { presence[i] = call(ask[i], kAsk).presence; });
-  for (size_t i = 0; i < ask.size(); ++i) {
-    if (presence[i] == Presence::gone) gone.insert(ask[i]);
-    if (presence[i] == Presence::silent) silent.insert(ask[i]);
+  bool found = false;
+  for (size_t begin = 0; begin < ask.size() && !found; begin += kAskAtOnce) {
+    std::vector<Presence> presence(std::min(kAskAtOnce, ask.size() - begin));
+    at_once(presence.size(), [&](size_t i) { presence[i] = call(ask[begin + i], kAsk).presence; });
+    for (size_t i = 0; i < presence.size(); ++i) {
+      if (presence[i] == Presence::gone) gone.insert(ask[begin + i]);
+      if (presence[i] == Presence::silent) silent.insert(ask[begin + i]);
+      found = found || presence[i] == Presence::here;
+    }
   }
 }
 
@@ -356,6 +361,7 @@ Reunion::Survivors Reunion::regroup(milliseconds timeout) {
       if (follows_) send_away();
     }
     look_below(silent, gone);
+    if (SteadyClock::now() >= give_up) break;  // as when the call was cancelled
     int leader = 0;
     while (silent.contains(leader) || gone.contains(leader)) ++leader;
     if (leader < rank_) {

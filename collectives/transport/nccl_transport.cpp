@@ -52,6 +52,17 @@ NcclTransport::NcclTransport(NcclSetup setup)
   met_.resize(static_cast<size_t>(world_));
   standing_ = in_flight_.standing();
   if (watched_) watcher_ = Thread("the thread that watches NCCL", [this] { watch(); });
+  try {
+    join_watches();
+  } catch (...) {
+    std::lock_guard lock(mutex_);
+    stop_ = true;  // ends the watcher, for which the destructor of its thread waits
+    changed_.notify_all();
+    throw;
+  }
+}
+
+void NcclTransport::join_watches() {
   if (setup_.group) {
     setup_.group->store().watch([this](const std::string& cause) { heard(cause, true); },
                                 [this] {

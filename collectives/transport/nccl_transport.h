@@ -145,6 +145,7 @@ class NcclTransport final : public Transport {
   static constexpr std::chrono::milliseconds kGrace{200};
 
   // nccl_watch.cpp: the watching thread.
+  void join_watches();
   void watch();
   std::string nccl_error(std::chrono::milliseconds patience);
   std::string tell_the_group(const std::string& cause);

@@ -42,7 +42,9 @@ std::unique_ptr<Transport> form_rest(Reunion& reunion, const GroupOptions& befor
       auto made = form(rest, left);
       survivors = std::move(left);
       return made;
-    } catch (const CommError&) {  // somebody died meanwhile
+    } catch (const BadInput&) {
+      throw;
+    } catch (const std::exception&) {  // somebody died meanwhile, or a resource was refused
       if (SteadyClock::now() >= deadline) throw;
     }
   }

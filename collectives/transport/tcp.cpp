@@ -21,6 +21,7 @@
 #include "collectives/transport/tcp_growth.h"
 #include "runtime/environment.h"
 #include "runtime/error.h"
+#include "runtime/resources.h"
 
 namespace gradwire {
 namespace {
@@ -269,9 +270,12 @@ class TcpTransport final : public Transport {
     try {
       made = std::make_unique<TcpTransport>(options, reunion_, false);
       made->options_.group.joining = options_.group.joining;
-    } catch (const CommError& error) {  // a newcomer is gone; whoever of this group is, shows below
+    } catch (
+        const std::exception&
+            error) {  // a newcomer is gone, or a resource is refused; whoever of this group is, shows below
       if (rank() == 0) {
-        std::fprintf(stderr, "gradwire: no new rank has joined, and the others go on: %s\n", error.what());
+        std::fprintf(stderr, "gradwire: no new rank has joined, and the others go on: %s\n",
+                     text_of(error).c_str());
       }
       if (rank() == 0 && growth.meeting.empty()) {  // nobody has heard of it
         group_.store().set(key, Growth().encode());

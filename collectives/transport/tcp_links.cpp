@@ -215,6 +215,7 @@ void TcpLinks::interrupt() {
   std::lock_guard lock(mutex_);
   interrupted_ = true;
   caller_wake_.set();
+  if (polling_) helper_wake_.set();
 }
 
 void TcpLinks::drop() {
@@ -227,7 +228,7 @@ void TcpLinks::drop() {
 }
 
 bool TcpLinks::has_work() const {
-  return std::any_of(links_.begin(), links_.end(), [](const Link& l) {
+  return !interrupted_ && std::any_of(links_.begin(), links_.end(), [](const Link& l) {
     return l.lost.empty() && (!l.sends.empty() || (!l.receives.empty() && !l.mismatched));
   });
 }
@@ -331,6 +332,7 @@ void TcpLinks::poll_once(std::unique_lock<std::mutex>& lock, WakeEvent& wake, st
   poll(entries.data(), entries.size(), milliseconds_until(deadline));
   lock.lock();
   if (entries[0].revents != 0) wake.clear();
+  if (interrupted_) return;  // the memory of pending messages may soon be freed
   for (size_t i = 1; i < entries.size(); ++i) {
     if (entries[i].revents == 0) continue;
     push(*owners[i]);

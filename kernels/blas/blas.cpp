@@ -81,7 +81,7 @@ struct Library : GradwireBlas {
 
 // The return point of a product when the system refuses memory; null outside products.
 thread_local jmp_buf* way_out = nullptr;
-std::atomic<size_t> refused_bytes{0};  // once
+std::atomic<size_t> refused_bytes{0};  // by the last refusal, until there is memory again
 
 // Each refusal uses up an entry of OpenBLAS's table of buffers, so a refused product is retried only once
 // there is memory.
@@ -91,6 +91,7 @@ bool memory_is_back() {
   void* const probe = __real_mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (probe == MAP_FAILED) return false;
   munmap(probe, bytes);
+  refused_bytes = 0;
   return true;
 }
 
