@@ -125,15 +125,15 @@ TEST(Reach, ErrorsNameEachAddressAndWhatHappenedThere) {
   const Contact both{{"127.0.0.1", "127.0.0.2"}, wrong.port(), "x"};
   Reach reached = reach(both, kRight, {.deadline = in(20s)});
   EXPECT_FALSE(reached.socket);
-  EXPECT_FALSE(reached.refused);
+  EXPECT_TRUE(reached.gone) << "the process listens at neither";
   EXPECT_FALSE(reached.other_secret);
   testing::expect_has(reached.why, {"127.0.0.1:", ": Connection refused; 127.0.0.2:", kOtherSecret});
   reached = reach({{"127.0.0.2"}, wrong.port(), "x"}, kRight, {.deadline = in(20s), .retry = true});
   EXPECT_TRUE(reached.other_secret) << "another process keeps that port";
   reached = reach({{"127.0.0.1"}, wrong.port(), "x"}, kRight, {.deadline = in(20s)});
-  EXPECT_TRUE(reached.refused) << reached.why;
+  EXPECT_TRUE(reached.gone) << reached.why;
   reached = reach({{"no.such.host.invalid"}, 1, "x"}, kRight, {.deadline = in(20s)});
-  EXPECT_FALSE(reached.refused);
+  EXPECT_FALSE(reached.gone);
   testing::expect_has(reached.why, {"no.such.host.invalid"});
 }
 
