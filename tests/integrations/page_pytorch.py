@@ -59,6 +59,21 @@ def without_the_dead(examples: List[str], _: str) -> None:
     assert given["hook"].ranks == [0, 1]
 
 
+def a_loss_scale(examples: List[str], _: str) -> None:
+    import torch
+
+    import loss_scale
+    from gradwire.torch import compress
+    given = names(scaler=loss_scale.scaler(growth_interval=2))
+    given["ddp_model"] = given["DistributedDataParallel"](given["model"])
+    given["hook"] = compress(given["ddp_model"])
+    exec(examples[0], given)
+    x = next(given["model"].parameters())
+    batches = [{"x": torch.randn(8, x.shape[1]), "overflow": i == 3} for i in range(6)]
+    loss_scale.train(given["ddp_model"], torch.optim.SGD(given["model"].parameters(), lr=0.01), batches, given["scaler"])
+    same_on_all_ranks([p.detach().tolist() for p in given["ddp_model"].parameters()])
+
+
 def from_powersgd_hook(examples: List[str], _: str) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
@@ -115,6 +130,7 @@ SESSIONS = {
     "one line": Session(2, one_line, ["from gradwire.torch import compress", "hook.stats()", "state = hook.state_dict()", "hook.load_state_dict(torch.load("]),
     "what it is short for": Session(2, what_it_is_short_for, ["from gradwire.torch import Hook"]),
     "going on without the dead": Session(2, without_the_dead, ['hook = compress(ddp_model, "int8", min_ranks=2)']),
+    "a loss scale": Session(2, a_loss_scale, ["hook.use_scaler(scaler)"]),
     "from PyTorch's hook": Session(2, from_powersgd_hook, ["# before"]),
     # Its first example again, which a checkpoint needs.
     "torch.distributed.checkpoint": Session(

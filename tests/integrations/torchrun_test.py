@@ -104,7 +104,7 @@ def run_of(folder: pathlib.Path, spec: str, victim: Optional[int]) -> "tuple[Dic
     """40 steps on 3 ranks, of which `victim` is killed once: the losses by step, and the weights, all ranks' same."""
     steps, world = 40, 3
     agent = Agent(["--standalone", "--nproc_per_node", str(world)],
-                  ["--folder", str(folder), "--spec", spec, "--steps", str(steps), "--pause-s", "0" if victim is None else "0.05"])
+                  ["--folder", str(folder), "--spec", spec, "--steps", str(steps), "--pause-s", "0" if victim is None else "0.15"])  # so that step 40 is far when the kill comes
     try:
         if victim is not None:
             wait_until(lambda: max(losses(agent), default=0) >= 14, [agent], "step 14")
