@@ -11,8 +11,6 @@ std::vector<std::vector<double>> all_gather(Transport& transport, const Stream& 
   const auto count = static_cast<int64_t>(mine.size());
   Buffer all = make_buffer<double>(transport.device(), count * world);
   double* own = all.as<double>() + rank * count;
-  const FinishOnError finish(stream);
-  copy(stream, own, mine.data(), mine.size() * sizeof(double));
   std::vector<Transfer> transfers;
   for (int peer = 0; peer < world && count > 0; ++peer) {
     if (peer == rank) continue;
@@ -22,6 +20,8 @@ std::vector<std::vector<double>> all_gather(Transport& transport, const Stream& 
   }
   const ExchangeLabel label{mix(mix(0x616c6c, static_cast<uint64_t>(count)), what), what};
   const Call call{label.tag, what};
+  const FinishOnError finish(stream);
+  copy(stream, own, mine.data(), mine.size() * sizeof(double));
   transport.begin(stream, call);
   transport.exchange(stream, transfers, label);
   const std::vector<double> flat = to_host(stream, all.as<const double>(), count * world);

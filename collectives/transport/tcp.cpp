@@ -270,9 +270,8 @@ class TcpTransport final : public Transport {
     try {
       made = std::make_unique<TcpTransport>(options, reunion_, false);
       made->options_.group.joining = options_.group.joining;
-    } catch (
-        const std::exception&
-            error) {  // a newcomer is gone, or a resource is refused; whoever of this group is, shows below
+    } catch (const std::exception& error) {
+      // A newcomer has died, or the system has refused a resource. A rank of this group that has died is missed below.
       if (rank() == 0) {
         std::fprintf(stderr, "gradwire: no new rank has joined, and the others go on: %s\n",
                      text_of(error).c_str());

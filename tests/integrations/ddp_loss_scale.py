@@ -95,6 +95,12 @@ def hooks_share_a_scaler() -> None:
     ends[1]()
     ends[0]()
     check("update" not in vars(scaler), "something is left in the scaler")
+    disabled, listener = torch.cuda.amp.GradScaler(enabled=False), Listener("d")
+    told.clear()
+    end = follow(disabled, torch.optim.SGD([torch.zeros(1)], lr=0.1), listener.hear)
+    disabled.update()
+    check(told == ["d 1.0 False"], f"a disabled GradScaler: {told}")
+    end()
     say("hooks follow a scaler, end in any order, and leave nothing in it or its copies")
 
 

@@ -42,7 +42,8 @@ class _Update:
     def _skipped(self, optimizer: Any) -> Optional[bool]:
         """Whether the scaler has skipped the step of this optimizer; None: not known."""
         found = getattr(self.scaler, "_found_inf_per_device", None)
-        if optimizer is None or optimizer() is None or found is None:
+        enabled = getattr(self.scaler, "is_enabled", None)  # a disabled GradScaler keeps nothing, and skips nothing
+        if optimizer is None or optimizer() is None or found is None or (enabled is not None and not enabled()):
             return None
         return any(float(infinite) != 0 for infinite in found(optimizer()).values())
 
