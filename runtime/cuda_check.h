@@ -15,9 +15,9 @@ inline void check(cudaError_t status, const char* call) {
   if (status == cudaSuccess) return;
   const std::string text =
       std::string(call) + ": " + cudaGetErrorName(status) + ": " + cudaGetErrorString(status);
-  if (status != cudaErrorMemoryAllocation) throw DeviceError(text);
-  cudaGetLastError();  // clear the error: the next check of a launch would report it
-  throw OutOfResources(text);
+  cudaGetLastError();  // clears it: the next check of a launch, ours or the caller's, would report it again
+  if (status == cudaErrorMemoryAllocation) throw OutOfResources(text);
+  throw DeviceError(text);
 }
 
 }  // namespace gradwire::cuda

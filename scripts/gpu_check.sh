@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All checks that need a GPU, in parts of at most 8 minutes each, the most informative first.
+# All checks that need a GPU, in parts of at most 8 minutes each, the most informative first. Part `first` has what a GPU that
+# has never run this should do first, and ends within 4 minutes.
 #
 #   make gpu-check                                  builds, then runs every part
 #   scripts/gpu_check.sh [FOLDER [PART...]]         runs parts on an existing build or a bundle (scripts/bundle.sh)
@@ -16,7 +17,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-parts=(kernels peers training sanitizer)
+parts=(first kernels peers training sanitizer)
 list=
 case ${1:-} in
   --list) list=1 ;;
@@ -117,7 +118,7 @@ write_readme() {
 running=
 pack() {
   trap - EXIT
-  [ -z "$running" ] || kill "$running" 2> /dev/null
+  [ -z "$running" ] || { kill "$running" && wait "$running"; } 2> /dev/null
   write_readme
   (
     cd "$out" || exit
@@ -167,33 +168,48 @@ needs() {
   return 1
 }
 
-# Tests on a GPU have names with cuda0, cuda0_...; CI runs the others. Running no test, because the program
-# does not see the GPU, is a failure.
-run_suite() {
-  ${sanitizer:-} "$bin/$1_tests" --gtest_filter="${2:-*cuda*}" --gtest_brief=1 | tee -a /dev/stderr |
-    grep -qE '^\[  PASSED  \] [1-9]' && [ "${PIPESTATUS[0]}" -eq 0 ]
-}
-# Shards run in parallel, because the sanitizers are limited by the host.
-sanitize() {
-  local tool=$1 shards=4 i rc=0 pids=()
+# suite PROGRAM SHARDS [FILTER]. Tests on a GPU have names with cuda0, cuda0_...; CI runs the others. Shards run in parallel.
+# Running no test, because the program does not see the GPU, is a failure.
+suite() {
+  local shards=$2 filter=${3:-*cuda*} logs i rc=0 pids=()
+  logs=$(mktemp -d)
   for ((i = 0; i < shards; ++i)); do
-    GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$i \
-      sanitizer="compute-sanitizer --tool $tool --error-exitcode 9" bash -c "run_suite kernels" &
+    GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$i ${sanitizer:-} "$bin/$1_tests" --gtest_filter="$filter" \
+      > "$logs/$i" 2>&1 &
     pids+=($!)
   done
+  trap 'tail -n +1 "$logs"/*; exit 1' TERM  # the deadline: shows which tests hang
   for i in "${pids[@]}"; do wait "$i" || rc=1; done
+  # Of tests that passed, only the totals.
+  grep -hvE '^\[( RUN  |       OK|-----).*|^$' "$logs"/*
+  grep -hE '^\[       OK' "$logs"/* | sed -nE 's/.*OK \] (.*) \(([0-9]{4,}) ms\)$/slow: \2 ms \1/p' | sort -k2nr | head -n 5
+  grep -qE '^\[  PASSED  \] [1-9]' "$logs"/* || rc=1
+  rm -r "$logs"
   return $rc
 }
-export -f run_suite sanitize
+sanitize() { # TOOL FILTER [OPTION...]
+  sanitizer="compute-sanitizer --tool $1 --error-exitcode 9 ${*:3}" suite kernels 6 "$2"
+}
+export -f suite sanitize
 export bin
 
+peers='*PeerWindows*cuda*'
+part_first() {
+  step doctor 30 "$bin/gradwire" doctor
+  step launch 20 bash -c "suite kernels 1 '*Pack*cuda0*'"
+  step tests-runtime 30 bash -c "suite runtime 2"
+  step tests-kernels 60 bash -c "suite kernels 8"
+  step tests-collectives 60 bash -c "suite collectives 6 '*cuda*-$peers'"
+  step tests-trainer 60 bash -c "suite trainer 6"
+  step train 30 env CUBLASLT_LOG_LEVEL=2 "$bin/gradwire" train --model vit_s_16 --data synthetic --device cuda --steps 20 \
+    --batch-size 32 --compression powersgd:rank=4
+  # Last, because it is the likeliest to hang: several ranks' kernels that wait for each other on one GPU.
+  step tests-peer-windows 60 bash -c "suite collectives 1 '$peers'"
+}
+
 part_kernels() {
-  step doctor 20 "$bin/gradwire" doctor
-  step tests-kernels 100 bash -c "run_suite kernels"
   step bench-kernels 150 "$bin/gradwire-bench" kernels --device cuda --cache cold --factor 16 --min-size 256K \
     --budget-ms 20 --json "$out/kernels.json"
-  step tests-runtime 40 bash -c "run_suite runtime"
-  step tests-collectives 100 bash -c "run_suite collectives"
   needs resources "cuobjdump is not on PATH" command -v cuobjdump &&
     step resources 60 bash -c "cuobjdump --dump-resource-usage '$bin/gradwire-bench' 2> /dev/null | c++filt |
       grep -E 'Function|REG' | paste - - | sed -E 's/ +/ /g' | sort -u"
@@ -204,8 +220,13 @@ has_torch() { "$python" -c 'import torch'; }
 # PyTorch's hook and torch.linalg.qr in turns with ours; several ranks on one GPU, as threads and as processes. With
 # threads the sums of every schedule and wire format are checked; the times are not representative.
 part_peers() {
+  # The tests have their own time limits. Skipped tests do not count as passed.
+  step tests-nccl 150 bash -c "suite processes 4 'NcclGpu*'"
+  needs tests-pytorch "no PyTorch for ${python:-python3}" has_torch &&
+    step tests-pytorch 100 env PYTHONPATH="$PWD/integrations/python" GRADWIRE_LIBRARY="$PWD/$root/lib/libgradwire.so.0" \
+      "$python" tests/integrations/device_test.py 2 cuda
   needs bench-hook "no PyTorch for ${python:-python3}" has_torch &&
-    step bench-hook 150 "$bin/gradwire-bench" hook --model vit_l_32 --device cuda --compression bf16 \
+    step bench-hook 110 "$bin/gradwire-bench" hook --model vit_l_32 --device cuda --compression bf16 \
       --compression fp8 --compression powersgd:rank=1 --compression powersgd:rank=4 --compression powersgd:rank=32 \
       --baseline --python "$python" --json "$out/hook.json"
   needs bench-orthonormalize "no PyTorch for ${python:-python3}" has_torch &&
@@ -213,8 +234,6 @@ part_peers() {
       --rank 4 --rank 32 --baseline --python "$python" --json "$out/orthonormalize.json"
   step bench-collectives 60 "$bin/gradwire-bench" collectives --transport local --device cuda --ranks 8 \
     -b 1M -e 16M -f 16 -n 5 --json "$out/collectives.json"
-  # The tests have their own time limits. Skipped tests do not count as passed.
-  step tests-nccl 200 bash -c "run_suite processes 'NcclGpu*'"
 }
 
 # ViT-L/32 compared with PyTorch's, eager and compiled; compiling takes most of the time.
@@ -224,14 +243,13 @@ part_training() {
   needs bench-training "no PyTorch for ${python:-python3}" has_torch &&
     step bench-training 360 "$python" bench/experiments/gpu_training.py --gradwire "$bin/gradwire" \
       --json "$out/training.json"
-  step tests-trainer 60 bash -c "run_suite trainer"
 }
 
 part_sanitizer() {
   local tool
   for tool in memcheck racecheck initcheck; do
     needs "sanitizer-$tool" "compute-sanitizer is not on PATH" command -v compute-sanitizer &&
-      step "sanitizer-$tool" 150 bash -c "sanitize $tool"
+      step "sanitizer-$tool" 150 bash -c "sanitize $tool '*cuda*'"
   done
 }
 

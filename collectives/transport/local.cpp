@@ -434,13 +434,21 @@ class LocalTransport final : public Transport {
     box.pop_front();
     offer.state = Offer::State::copying;
     lock.unlock();
-    if (stream) {
-      stream->wait(offer.ready);
-      copy(*stream, t.data, offer.data, t.bytes);
-      offer.taken = Event::create(device_);
-      offer.taken.record(*stream);
-    } else if (t.bytes > 0) {
-      std::memcpy(t.data, offer.data, t.bytes);
+    try {
+      if (stream) {
+        stream->wait(offer.ready);
+        copy(*stream, t.data, offer.data, t.bytes);
+        offer.taken = Event::create(device_);
+        offer.taken.record(*stream);
+      } else if (t.bytes > 0) {
+        std::memcpy(t.data, offer.data, t.bytes);
+      }
+    } catch (const std::exception& error) {
+      // The sender waits without a deadline while its memory is read.
+      lock.lock();
+      offer.state = Offer::State::waiting;
+      hub_->fail(fmt::format("rank {} in {}: {}", rank_, here(label), error.what()));
+      throw;
     }
     lock.lock();
     offer.state = Offer::State::finished;

@@ -114,6 +114,20 @@ __device__ __forceinline__ void store(float* to, const float (&from)[W]) {
   }
 }
 
+// The same to global memory, where one kernel holds the loops for W = 4 and W = 1: the compiler merges their stores into
+// four of 4 bytes, unless the wide one is of another kind.
+template <int W>
+__device__ __forceinline__ void store_wide(float* to, const float (&from)[W]) {
+  static_assert(W == 1 || W % 4 == 0);
+  if constexpr (W == 1) {
+    *to = from[0];
+  } else {
+#pragma unroll
+    for (int i = 0; i < W; i += 4)
+      __stwb(reinterpret_cast<float4*>(to + i), make_float4(from[i], from[i + 1], from[i + 2], from[i + 3]));
+  }
+}
+
 // Floats and 16-bit elements of a vector of for_each_vector().
 template <int W>
 __device__ __forceinline__ void load_vector(const float* from, float (&to)[W]) {

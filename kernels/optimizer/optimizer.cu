@@ -18,16 +18,16 @@ struct Sgd {
     load<W>(a.params + i, w);
     load<W>(a.grads + i, g);
 #pragma unroll
-    for (int k = 0; k < W; ++k) g[k] += a.weight_decay * w[k];
+    for (int k = 0; k < W; ++k) g[k] = fmaf(a.weight_decay, w[k], g[k]);
     if (a.velocity != nullptr) {
       float v[W];
       load<W>(a.velocity + i, v);
 #pragma unroll
-      for (int k = 0; k < W; ++k) g[k] += a.momentum * v[k];
+      for (int k = 0; k < W; ++k) g[k] = fmaf(a.momentum, v[k], g[k]);
       store<W>(a.velocity + i, g);
     }
 #pragma unroll
-    for (int k = 0; k < W; ++k) w[k] -= lr * g[k];
+    for (int k = 0; k < W; ++k) w[k] = fmaf(-lr, g[k], w[k]);
     store<W>(a.params + i, w);
     if (a.rounded != nullptr) store<W>(a.rounded + i, w);
   }
@@ -46,9 +46,10 @@ struct AdamW {
     load<W>(a.v + i, v);
 #pragma unroll
     for (int k = 0; k < W; ++k) {
-      m[k] = a.beta1 * m[k] + (1.0f - a.beta1) * g[k];
-      v[k] = a.beta2 * v[k] + (1.0f - a.beta2) * g[k] * g[k];
-      w[k] = keep * w[k] - step * m[k] / (sqrtf(v[k]) * root_correction + a.eps);
+      // Explicit, because nvcc otherwise contracts another of two products for W = 1 than for W = 4.
+      m[k] = fmaf(a.beta1, m[k], (1.0f - a.beta1) * g[k]);
+      v[k] = fmaf(a.beta2, v[k], (1.0f - a.beta2) * g[k] * g[k]);
+      w[k] = fmaf(keep, w[k], -(step * m[k] / fmaf(sqrtf(v[k]), root_correction, a.eps)));
     }
     store<W>(a.m + i, m);
     store<W>(a.v + i, v);

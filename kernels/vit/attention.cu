@@ -361,7 +361,8 @@ struct RowSums {
 
   // The weight and the gradient of the score, from a score before scaling and the gradient of the weight.
   __device__ __forceinline__ void weigh(int row, float scale, float& score, float& gradient) const {
-    const float weight = exp_float(scale * score - greatest[row]) * inverse[row];
+    // Rounded before the subtraction, as forward does: contracted, the weights would be others.
+    const float weight = exp_float(__fmul_rn(scale, score) - greatest[row]) * inverse[row];
     gradient = scale * weight * (gradient - dot[row]);
     score = weight;
   }

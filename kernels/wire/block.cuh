@@ -284,15 +284,6 @@ struct Worker {
   }
 };
 
-template <int W>
-__device__ __forceinline__ void store_wide(float* to, const float (&x)[W]) {
-  if constexpr (W == 4) {
-    __stwb(reinterpret_cast<float4*>(to), make_float4(x[0], x[1], x[2], x[3]));
-  } else {
-    *to = x[0];
-  }
-}
-
 template <typename F, typename Args>
 struct AddOwn {
   const Worker<F>& w;

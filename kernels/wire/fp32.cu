@@ -62,7 +62,7 @@ struct CopyBody {
   __device__ __forceinline__ void at(int64_t i) const {
     float x[W];
     load<W>(static_cast<const float*>(a.wire) + i, x);
-    store<W>(a.out + i, x);
+    store_wide<W>(a.out + i, x);
   }
 };
 

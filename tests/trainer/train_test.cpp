@@ -358,12 +358,13 @@ TEST_P(TrainTest, GradientsThatAreCopiedInAndOutGiveTheSameBits) {
     const Recorder views = train(c);
     c.gradient_views = false;
     const Recorder copies = train(c);
+    EXPECT_EQ(views.hash, copies.hash) << spec;
+    EXPECT_EQ(losses(views), losses(copies)) << spec;
+    if (!GetParam().is_host()) continue;  // graphs of GPU ranks in one process are refused
     c.graph = true;
     const Recorder graph = train(c);
-    for (const Recorder* other : {&copies, &graph}) {
-      EXPECT_EQ(views.hash, other->hash) << spec;
-      EXPECT_EQ(losses(views), losses(*other)) << spec;
-    }
+    EXPECT_EQ(views.hash, graph.hash) << spec;
+    EXPECT_EQ(losses(views), losses(graph)) << spec;
   }
 }
 

@@ -419,6 +419,8 @@ class Hook:
         sent uncompressed, in the gradients' own type, "comm_ms", "extra_bytes" of memory, "buckets",
         "buckets_in_place", and "description" (text)."""
         self._worker.drain()
+        if self._side_stream is not None:
+            self._side_stream.synchronize()
         total: Dict[str, Any] = {"steps": 0, "wire_bytes": 0, "dense_bytes": 0, "comm_ms": 0.0,
                                  "extra_bytes": 0, "buckets": 0, "buckets_in_place": 0, "description": ""}
         for index in sorted(self._buckets):

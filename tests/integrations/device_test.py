@@ -1,0 +1,168 @@
+#!/usr/bin/python3
+"""PyTorch's tensors on a GPU: allreduce_(), the DDP hook and FSDP2, with ranks that share one GPU.
+
+usage: device_test.py WORLD cuda|cpu [SCENARIO...]     cpu: the same on the host, which tests this program
+
+NCCL refuses two ranks on one GPU, unless they seem to be on different hosts: they then send through sockets, as across
+nodes. PyTorch's own process group is Gloo, which takes CUDA tensors.
+"""
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+import traceback
+from typing import Any, Callable, Dict, List
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import launch
+
+SPECS = ["fp32", "bf16", "fp8", "int8", "int4", "mxfp4", "sign", "qsgd:bits=4", "eden", "topk", "powersgd:rank=2",
+         "powersgd:rank=4,wire=bf16", "randk:ratio=0.25"]
+
+
+def check(condition: bool, text: str) -> None:
+    if not condition:
+        raise AssertionError(f"rank {dist.get_rank()} of {dist.get_world_size()}: {text}")
+
+
+def same_on_all_ranks(tensor: torch.Tensor, what: str) -> None:
+    mine = tensor.detach().cpu().contiguous()
+    everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, mine)
+    check(all(torch.equal(everybody[0], other) for other in everybody), f"{what} differs between ranks")
+
+
+def model_on(device: torch.device) -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU(),
+                         nn.Linear(256, 10)).to(device)
+
+
+def batch(step: int, device: torch.device) -> Any:
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    x = torch.randn(32, 64, generator=generator)
+    return x.to(device), (x[:, :10].argmax(dim=1)).to(device)
+
+
+def train(model: nn.Module, parameters: Any, device: torch.device, steps: int = 8) -> List[float]:
+    optimizer, losses = torch.optim.SGD(parameters, lr=0.1, momentum=0.9), []
+    for step in range(steps):
+        x, y = batch(step, device)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def allreduce_gives_the_bits_of_the_host(device: torch.device) -> None:
+    import gradwire.torch
+    for dtype in (torch.float32, torch.bfloat16):
+        for count in (1, 4099, 1 << 20):
+            for spec in ("fp32", "bf16", "fp8", "int8", "int4", "sign"):
+                spec += ",schedule=two_shot" if ":" in spec else ":schedule=two_shot"
+                mine = torch.randn(count, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
+                here = gradwire.torch.allreduce_(mine.to(device), spec)
+                host = gradwire.torch.allreduce_(mine.clone(), spec)
+                same_on_all_ranks(here, f"{spec} {dtype} {count}")
+                apart = (here.cpu().float() - host.float()).abs().max()
+                check(torch.equal(here.cpu(), host), f"{spec} {dtype} {count}: {apart} from the host's")
+
+
+def hooks_train(device: torch.device) -> None:
+    import gradwire.torch
+    ids = None if device.type == "cpu" else [device.index]
+
+    def ddp() -> nn.Module:
+        return nn.parallel.DistributedDataParallel(model_on(device), device_ids=ids, bucket_cap_mb=0.1)
+
+    plain = ddp()
+    expected = train(plain, plain.parameters(), device)
+    for spec in SPECS:
+        model = ddp()
+        hook = gradwire.torch.compress(model, spec)
+        losses = train(model, model.parameters(), device)
+        stats = hook.stats()  # right after backward and the optimizer, without a synchronization
+        check(stats["wire_bytes"] > 0 and stats["comm_ms"] >= 0, f"{spec}: {stats}")
+        flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+        same_on_all_ranks(flat, f"{spec}: parameters")
+        if spec == "fp32":
+            other = torch.cat([p.detach().flatten() for p in plain.parameters()])
+            check(torch.allclose(flat, other, atol=1e-4), f"fp32 is {(flat - other).abs().max()} from plain DDP")
+        check(losses[-1] < losses[0], f"{spec}: the loss goes from {losses[0]} to {losses[-1]}")
+        if dist.get_rank() == 0:
+            print(f"  {spec}: loss {losses[0]:.4f} to {losses[-1]:.4f} (without a hook {expected[-1]:.4f}), "
+                  f"{stats['dense_bytes'] / stats['wire_bytes']:.2f}x fewer bytes, {stats['comm_ms']:.2f} ms", flush=True)
+        state = hook.state_dict()
+        hook.load_state_dict(state)
+        train(model, model.parameters(), device, steps=2)
+        hook.check()
+        hook.close()
+
+
+def fsdp_trains(device: torch.device) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import gradwire.fsdp
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for spec in ("fp32", "bf16", "int8", "int4"):
+        model: Any = model_on(device)
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        handle = gradwire.fsdp.compress(model, spec)
+        losses = train(model, model.parameters(), device)
+        check(losses[-1] < losses[0], f"{spec}: the loss goes from {losses[0]} to {losses[-1]}")
+        if dist.get_rank() == 0:
+            print(f"  {spec}: loss {losses[0]:.4f} to {losses[-1]:.4f}", flush=True)
+        handle.close()
+
+
+SCENARIOS: Dict[str, Callable[[torch.device], None]] = {
+    function.__name__: function for function in (allreduce_gives_the_bits_of_the_host, hooks_train, fsdp_trains)}
+
+
+def run_rank(kind: str, names: List[str]) -> int:
+    rank = int(os.environ["RANK"])
+    os.environ.update(NCCL_HOSTID=f"{os.getppid()}-{rank}", NCCL_NET="Socket", NCCL_SOCKET_IFNAME="=lo", NCCL_IB_DISABLE="1",
+                      NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1", NCCL_NVLS_ENABLE="0", NCCL_MAX_CTAS="2")
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if kind == "cuda":
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo")
+    failed = 0
+    for name in names:
+        try:
+            SCENARIOS[name](device)
+            result = "ok"
+        except Exception:  # the next scenario may still tell something
+            traceback.print_exc()
+            result, failed = "FAILED", 1
+        print(f"rank {rank}: {name}: {result}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return failed
+
+
+def main() -> int:
+    if "RANK" in os.environ:
+        return run_rank(sys.argv[2], sys.argv[3:])
+    world, kind, names = int(sys.argv[1]), sys.argv[2], sys.argv[3:] or list(SCENARIOS)
+    if not hasattr(torch.distributed, "fsdp") or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
+        names = [name for name in names if name != "fsdp_trains"]
+    codes = launch.run_ranks(pathlib.Path(__file__), world, [str(world), kind, *names], timeout_s=200)
+    print("PASSED" if not any(codes) else f"FAILED: ranks ended with {codes}")
+    return 1 if any(codes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
