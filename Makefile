@@ -17,7 +17,7 @@
 #                 (docs/experiments.md), Debian's and, where it is installed, 2.15; needs root
 #   make gpu-check   GPU tests, compute-sanitizer and benches on a machine with a GPU; into docs/results/
 #   make machine-code   read the kernels' machine code, hold it to tests/kernel_budgets.tsv, write docs/gpu.md's table
-#   make bundle   pack the build for a GPU machine that cannot build it: build/gradwire-bundle.tar.gz
+#   make bundle   pack the build for a GPU machine that cannot build it: build/gradwire-bundle.tar.xz
 #   make wheel    a wheel of the Python package, with the host's library in it; in dist/
 #   make deb      a Debian package of libgradwire.so, its header, and its CMake and pkg-config files; in dist/
 #   make format   clang-format over the sources

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Packs the release build into build/gradwire-bundle.tar.gz, for a machine that has a GPU and Python's nvidia
+# Packs the release build into build/gradwire-bundle.tar.xz, for a machine that has a GPU and Python's nvidia
 # packages but not the libraries that Gradwire is built with (GoogleTest, OpenBLAS, ...).
 #
 #   bin/   gradwire, gradwire-bench and the test programs, stripped
@@ -9,12 +9,12 @@
 # packages.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-limit_mb=60
+limit_mb=40
 bundle=build/bundle
 programs=(gradwire gradwire-bench runtime_tests kernels_tests collectives_tests trainer_tests capi_tests
   processes_tests)
 
-rm -rf "$bundle" build/gradwire-bundle.tar.gz
+rm -rf "$bundle" build/gradwire-bundle.tar.xz
 mkdir -p "$bundle/bin" "$bundle/lib"
 needed=()
 for program in "${programs[@]}"; do
@@ -22,7 +22,7 @@ for program in "${programs[@]}"; do
     echo "bundle: build/bin/$program is not built; run make build-tests (it needs libgtest-dev)" >&2
     exit 1
   fi
-  strip -o "$bundle/bin/$program" "build/bin/$program"
+  strip --strip-debug -o "$bundle/bin/$program" "build/bin/$program"  # a stack trace then names functions
   needed+=("build/bin/$program")
 done
 strip -o "$bundle/lib/libgradwire.so.0" build/lib/libgradwire.so.0
@@ -40,10 +40,11 @@ done
 
 git rev-parse HEAD > "$bundle/commit" 2> /dev/null || echo unknown > "$bundle/commit"
 git diff --quiet HEAD 2> /dev/null || echo "with local changes" >> "$bundle/commit"
-tar -C build -czf build/gradwire-bundle.tar.gz bundle
-bytes=$(stat -c %s build/gradwire-bundle.tar.gz)
+# Each program holds all kernels: a window that reaches from one to the next leaves a quarter.
+tar -C build -c bundle | xz --lzma2=preset=1,dict=96MiB > build/gradwire-bundle.tar.xz
+bytes=$(stat -c %s build/gradwire-bundle.tar.xz)
 unpacked_mb=$(du -sm "$bundle" | cut -f1)
-echo "bundle: build/gradwire-bundle.tar.gz, $((bytes / 1000000)) MB; $unpacked_mb MB unpacked"
+echo "bundle: build/gradwire-bundle.tar.xz, $((bytes / 1000000)) MB; $unpacked_mb MB unpacked"
 if [ "$bytes" -gt $((limit_mb * 1000000)) ]; then
   echo "bundle: larger than the limit of $limit_mb MB" >&2
   exit 1

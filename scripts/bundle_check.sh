@@ -3,12 +3,12 @@
 # and, from this machine, only what the target machine provides: glibc, libstdc++, libgcc and NVIDIA's cuBLAS. A
 # library, file or tool that the bundle lacks shows here instead of on the machine with the GPU. No program uses a GPU.
 #
-#   scripts/bundle_check.sh [BUNDLE.tar.gz]     default: build/gradwire-bundle.tar.gz; `make bundle` ends with it
+#   scripts/bundle_check.sh [BUNDLE.tar.xz]     default: build/gradwire-bundle.tar.xz; `make bundle` ends with it
 #
 # Needs no privileges, but user namespaces; without them it says so and ends with 77.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bundle=$(realpath -- "${1:-build/gradwire-bundle.tar.gz}")
+bundle=$(realpath -- "${1:-build/gradwire-bundle.tar.xz}")
 system=(libc.so.6 libm.so.6 libdl.so.2 librt.so.1 libpthread.so.0 libresolv.so.2 libstdc++.so.6 libgcc_s.so.1)
 loader=/lib64/ld-linux-x86-64.so.2
 change_root=$(PATH=$PATH:/usr/sbin command -v chroot)
@@ -40,7 +40,7 @@ inside() {
     path=$(path_of "$name")
     [ -z "$path" ] || show "$(realpath "$path")" "$root/lib/$name"
   done
-  tar -C "$root/there" -xzf "$bundle"
+  tar -C "$root/there" -xJf "$bundle"
   # NVIDIA's, which the target has from Python's packages. Their own dependencies are the system's.
   LD_LIBRARY_PATH=/usr/local/cuda/lib64:/usr/local/cuda/lib ldd "$root"/there/bundle/bin/* 2> /dev/null |
     sed -nE 's/^\s+(libcu\S+|libnv\S+) => (\/\S+) .*/\1 \2/p' | sort -u > "$root/tmp/nvidia"

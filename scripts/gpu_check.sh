@@ -35,8 +35,8 @@ for part in "${wanted[@]}"; do
   exit 2
 done
 
-if [ ! -x build/bin/gradwire ] && [ -f build/gradwire-bundle.tar.gz ] && [ ! -d build/bundle ]; then
-  tar -C build -xzf build/gradwire-bundle.tar.gz
+if [ ! -x build/bin/gradwire ] && [ -f build/gradwire-bundle.tar.xz ] && [ ! -d build/bundle ]; then
+  tar -C build -xJf build/gradwire-bundle.tar.xz
 fi
 root=build
 [ -x build/bin/gradwire ] || root=build/bundle
@@ -68,7 +68,7 @@ print(next((str(path) for place in places for path in sorted(pathlib.Path(place)
 
 check_machine() {
   if [ ! -x "$bin/gradwire" ]; then
-    echo "gpu-check: found neither build/bin/gradwire nor build/gradwire-bundle.tar.gz;" \
+    echo "gpu-check: found neither build/bin/gradwire nor build/gradwire-bundle.tar.xz;" \
       "run make build-tests, or copy a bundle made by make bundle" >&2
     exit 1
   fi

@@ -38,6 +38,7 @@ struct PeerGroup {
   std::vector<std::optional<uint64_t>> calls_before;
   std::vector<bool> here;  // by rank
   int ready = 0, taken = 0;
+  uint64_t met = 0;  // how often a rank has come to a meeting
 };
 
 // What the ranks of one process share. One lock: exchanges are few and copies happen outside it.
@@ -253,7 +254,9 @@ class LocalTransport final : public Transport {
                       const std::function<void(const Stream&)>& work) override {
     if (!device_.is_host()) {
       check();
+      meet(windows, what + ", before its kernel");
       work(stream);
+      meet(windows, what + ", after its kernel");
       bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
       return;
     }
@@ -338,6 +341,19 @@ class LocalTransport final : public Transport {
   }
 
  private:
+  // Ranks launch kernels that wait for each other between two meetings of their threads. Otherwise one rank may be in a
+  // call that waits for the other's kernel, such as cudaFree or a copy to pageable memory, and never launch its own.
+  void meet(const PeerWindows& windows, const std::string& what) {
+    auto& group = *static_cast<PeerGroup*>(windows.keep.get());
+    std::unique_lock lock(hub_->mutex);
+    const auto world = static_cast<uint64_t>(hub_->world);
+    const uint64_t all = (group.met++ / world + 1) * world;
+    if (group.met == all) return hub_->wake_all();
+    hub_->wait(
+        lock, rank_, [&] { return group.met >= all; },
+        [&] { return fmt::format("{}: {} of {} ranks have come", what, group.met + world - all, world); });
+  }
+
   std::string here(const ExchangeLabel& label) const {
     return sequence_ == 0 ? label.what : fmt::format("call {}, {}", sequence_, label.what);
   }

@@ -20,7 +20,7 @@ from torch import nn
 
 import launch
 
-SPECS = ["fp32", "bf16", "fp8", "int8", "int4", "mxfp4", "sign", "qsgd:bits=4", "eden", "topk", "powersgd:rank=2",
+SPECS = ["fp32", "bf16", "fp8", "int8", "int4", "mxfp4", "sign", "qsgd:bits=4,block=128", "eden", "topk", "powersgd:rank=2",
          "powersgd:rank=4,wire=bf16", "randk:ratio=0.25"]
 
 
@@ -157,7 +157,7 @@ def main() -> int:
     if "RANK" in os.environ:
         return run_rank(sys.argv[2], sys.argv[3:])
     world, kind, names = int(sys.argv[1]), sys.argv[2], sys.argv[3:] or list(SCENARIOS)
-    if not hasattr(torch.distributed, "fsdp") or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
         names = [name for name in names if name != "fsdp_trains"]
     codes = launch.run_ranks(pathlib.Path(__file__), world, [str(world), kind, *names], timeout_s=200)
     print("PASSED" if not any(codes) else f"FAILED: ranks ended with {codes}")

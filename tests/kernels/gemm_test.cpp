@@ -211,10 +211,13 @@ class Bf16Gemm : public OpTest {
     std::vector<float> got;
     for (Out v : d_c.host()) got.push_back(widen(v));
     const double size = 4.0 + std::sqrt(static_cast<double>(o.args.k));
-    // 2^-8 of the value for the rounding, and the FP32 sum's share.
+    // 2^-8 of the value for the rounding, and the FP32 sum's share. Where rows are not aligned, cuBLAS may round the product
+    // before it adds the bias, too (an H100, cuBLAS 13.1, 65x33x40).
+    const bool twice = with_bias && !std::is_same_v<Out, float> && !GetParam().device.is_host();
     for (size_t i = 0; i < got.size(); ++i) {
       const double relative = std::is_same_v<Out, float> ? 1e-6 : 1.0 / 256 * (1 + 1e-4);
-      ASSERT_LE(std::abs(got[i] - want[i]), relative * std::abs(want[i]) + 1e-6 * size) << i;
+      const double product = twice ? std::abs(want[i]) + std::abs(widen(bias[i % static_cast<size_t>(o.args.ldc) % bias.size()])) : 0.0;
+      ASSERT_LE(std::abs(got[i] - want[i]), relative * (std::abs(want[i]) + product) + 1e-6 * size) << i;
     }
   }
 
@@ -468,7 +471,8 @@ class GemmEpilogue : public OpTest {
     const Result want = run<T>(epilogue, m, n, k, with_bias, misalign, true);
     const Result got = run<T>(epilogue, m, n, k, with_bias, misalign, false);
     // x is rounded before GELU, after it, or both.
-    const double unit = std::is_same_v<T, Bf16> ? 1.0 / 128 : 2e-6;
+    // cuBLASLt's hyperbolic tangent is an approximation: 4e-6 of x on an H100.
+    const double unit = std::is_same_v<T, Bf16> ? 1.0 / 128 : 1e-5;
     for (size_t i = 0; i < want.c.size(); ++i) {
       const double x = std::abs(want.aux[i]);
       ASSERT_NEAR(got.c[i], want.c[i], unit * (std::abs(want.c[i]) + x) + 1e-6) << i;
