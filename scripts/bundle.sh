@@ -40,7 +40,7 @@ done
 
 git rev-parse HEAD > "$bundle/commit" 2> /dev/null || echo unknown > "$bundle/commit"
 git diff --quiet HEAD 2> /dev/null || echo "with local changes" >> "$bundle/commit"
-# Each program holds all kernels: a window that reaches from one to the next leaves a quarter.
+# Each program holds all kernels: a dictionary larger than a program finds them in the one before.
 tar -C build -c bundle | xz --lzma2=preset=1,dict=96MiB > build/gradwire-bundle.tar.xz
 bytes=$(stat -c %s build/gradwire-bundle.tar.xz)
 unpacked_mb=$(du -sm "$bundle" | cut -f1)

@@ -85,7 +85,7 @@ for user in "${users[@]}"; do
   if [ "$user" = root ]; then
     as=(sh -ec)
   else
-    # Git refuses to clone what belongs to somebody else.
+    # Git refuses to clone a repository that belongs to another user.
     inside "$folder" sh -ec 'useradd --create-home user && echo "user ALL=(ALL) NOPASSWD: ALL" > /etc/sudoers.d/user &&
       chown -R user /srv/gradwire.git'
     as=(setpriv --reuid user --regid user --init-groups env HOME=/home/user sh -ec)

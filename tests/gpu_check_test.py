@@ -69,7 +69,7 @@ class GpuCheck(unittest.TestCase):
         for line in self.check("--list").stdout.splitlines():
             part, _, deadline = line.split("\t")
             seconds[part] = seconds.get(part, 0) + int(deadline)
-        self.assertEqual(list(seconds), ["first", "kernels", "peers", "training", "sanitizer"])
+        self.assertEqual(list(seconds), ["first", "kernels", "peers", "training", "memcheck", "racecheck", "initcheck"])
         self.assertLessEqual(max(seconds.values()), MOST_SECONDS)
         self.assertLessEqual(seconds["first"], 360, "deadlines; where nothing hangs it ends within 4 minutes")
 

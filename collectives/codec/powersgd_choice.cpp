@@ -75,26 +75,30 @@ std::string PowerSgdPass::text() const {
 }
 
 PassTimes model_times(const PowerSgdPass& pass) {
-  // What bytes take at copy speed, and a launch with its gap.
-  constexpr double kBytesPerUs = 3e6, kLaunchUs = 2.5;
-  // Fused kernels add what is pending themselves up to this rank, and otherwise settle the residual before, 8 B; those
-  // that sum over rows read M again for every eight columns of P.
-  constexpr int kMostPendingRank = 16, kColumnsAtOnce = 8;
+  // Microseconds per million elements of M, fitted to 151 and 9 matrices at ranks 1 to 64 on an H200
+  // (docs/results/2026-11-26-gpu). Kernels that sum over rows read M again for every eight columns of P.
+  constexpr double kLaunchUs = 2.5, kLeastProductUs = 5;
+  constexpr int kColumnsAtOnce = 8;
   const int rank = pass.table->max_rank();
-  const auto elements = static_cast<double>(pass.table->elements());
-  const double rereads = 4.0 * ((rank + kColumnsAtOnce - 1) / kColumnsAtOnce - 1);
-  double fused = pass.forms_m ? 12 : 4;
-  int fused_launches = 1;
-  if (pass.kind != PowerSgdPass::project) {
-    fused += rereads;
-  } else if (pass.forms_m && rank > kMostPendingRank) {
-    fused += 8;
-    ++fused_launches;
+  const double rereads = (rank + kColumnsAtOnce - 1) / kColumnsAtOnce - 1;
+  double fused = 0, product = 6.1 + 0.026 * rank;
+  switch (pass.kind) {
+    case PowerSgdPass::project:
+      fused = (pass.forms_m ? 3.9 : 1.2) + 0.31 * rank;
+      product = 6.1 + 0.073 * rank;
+      break;
+    case PowerSgdPass::project_onto:
+      fused = pass.forms_m ? 4.7 + 6.0 * rereads : 1.0 + 1.3 * rereads;
+      break;
+    case PowerSgdPass::back_project:
+      fused = 1.0 + 1.3 * rereads;
+      break;
   }
-  const double library = pass.forms_m ? 16 : 4;
-  const int library_launches = pass.table->count() + (pass.forms_m ? 3 : 1);
-  return {.fused_us = elements * fused / kBytesPerUs + fused_launches * kLaunchUs,
-          .library_us = elements * library / kBytesPerUs + library_launches * kLaunchUs};
+  const auto millions = 1e-6 * static_cast<double>(pass.table->elements());
+  double library_us = pass.forms_m ? millions * (2.8 + 0.055 * rank) + 3 * kLaunchUs : kLaunchUs;
+  for (const MatrixDescriptor& d : pass.table->host())
+    library_us += std::max(kLeastProductUs, 1e-6 * d.rows * d.cols * product);
+  return {.fused_us = millions * fused + kLaunchUs, .library_us = library_us};
 }
 
 PassTimes measure_times(const Stream& stream, const PowerSgdPass& pass, ThinProducts& library) {

@@ -38,7 +38,7 @@ struct PeerGroup {
   std::vector<std::optional<uint64_t>> calls_before;
   std::vector<bool> here;  // by rank
   int ready = 0, taken = 0;
-  uint64_t met = 0;  // how often a rank has come to a meeting
+  std::vector<uint64_t> arrivals;  // by rank: at rendezvous
 };
 
 // What the ranks of one process share. One lock: exchanges are few and copies happen outside it.
@@ -254,9 +254,15 @@ class LocalTransport final : public Transport {
                       const std::function<void(const Stream&)>& work) override {
     if (!device_.is_host()) {
       check();
-      meet(windows, what + ", before its kernel");
-      work(stream);
-      meet(windows, what + ", after its kernel");
+      rendezvous(windows, what + ", before its kernel is launched");
+      try {
+        work(stream);
+      } catch (const std::exception& error) {
+        std::lock_guard lock(hub_->mutex);
+        hub_->fail(fmt::format("rank {}: {}: {}", rank_, what, error.what()));
+        throw;
+      }
+      rendezvous(windows, what + ", after its kernel is launched");
       bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
       return;
     }
@@ -308,6 +314,7 @@ class LocalTransport final : public Transport {
       const auto world = static_cast<size_t>(hub_->world);
       entry = std::make_shared<PeerGroup>();
       entry->memory.resize(world), entry->calls_before.resize(world), entry->here.resize(world);
+      entry->arrivals.resize(world);
     }
     const std::shared_ptr<PeerGroup> group = entry;
     group->memory[rank_] = std::move(mine);
@@ -341,17 +348,17 @@ class LocalTransport final : public Transport {
   }
 
  private:
-  // Ranks launch kernels that wait for each other between two meetings of their threads. Otherwise one rank may be in a
-  // call that waits for the other's kernel, such as cudaFree or a copy to pageable memory, and never launch its own.
-  void meet(const PeerWindows& windows, const std::string& what) {
-    auto& group = *static_cast<PeerGroup*>(windows.keep.get());
+  // Ranks launch kernels that wait for each other between two rendezvous of their threads. Otherwise one rank could be in
+  // a call that waits for the other's kernel, such as cudaFree or a kernel's first launch, and never launch its own.
+  void rendezvous(const PeerWindows& windows, const std::string& what) {
+    std::vector<uint64_t>& arrivals = static_cast<PeerGroup*>(windows.keep.get())->arrivals;
     std::unique_lock lock(hub_->mutex);
-    const auto world = static_cast<uint64_t>(hub_->world);
-    const uint64_t all = (group.met++ / world + 1) * world;
-    if (group.met == all) return hub_->wake_all();
+    const uint64_t mine = ++arrivals[static_cast<size_t>(rank_)];
+    const auto late = [&] { return std::ranges::find_if(arrivals, [&](uint64_t n) { return n < mine; }); };
+    if (late() == arrivals.end()) return hub_->wake_all();
     hub_->wait(
-        lock, rank_, [&] { return group.met >= all; },
-        [&] { return fmt::format("{}: {} of {} ranks have come", what, group.met + world - all, world); });
+        lock, rank_, [&] { return late() == arrivals.end(); },
+        [&] { return fmt::format("{}: waiting for rank {}", what, late() - arrivals.begin()); });
   }
 
   std::string here(const ExchangeLabel& label) const {

@@ -114,8 +114,8 @@ __device__ __forceinline__ void store(float* to, const float (&from)[W]) {
   }
 }
 
-// The same to global memory, where one kernel holds the loops for W = 4 and W = 1: the compiler merges their stores into
-// four of 4 bytes, unless the wide one is of another kind.
+// Stores W floats to global memory with st.wb, so that the compiler does not merge the paths for W = 4 and W = 1 of one kernel
+// into four stores of 4 bytes.
 template <int W>
 __device__ __forceinline__ void store_wide(float* to, const float (&from)[W]) {
   static_assert(W == 1 || W % 4 == 0);

@@ -361,7 +361,7 @@ struct RowSums {
 
   // The weight and the gradient of the score, from a score before scaling and the gradient of the weight.
   __device__ __forceinline__ void weigh(int row, float scale, float& score, float& gradient) const {
-    // Rounded before the subtraction, as forward does: contracted, the weights would be others.
+    // Round before subtracting, as the forward pass does; an FMA would change the weights.
     const float weight = exp_float(__fmul_rn(scale, score) - greatest[row]) * inverse[row];
     gradient = scale * weight * (gradient - dot[row]);
     score = weight;

@@ -134,7 +134,8 @@ TEST_P(AllreduceTest, Bf16LosesNothing) {
 
 // The units in which an average is added up show in no bit of result and residual.
 TEST_P(AllreduceTest, AnAverageHasTheBitsOfTheSumDividedByTheRanks) {
-  for (int world : thinned({1, 2, 3, 4, 6})) {
+  // On a GPU, where starting groups takes a minute, few of them.
+  for (int world : GetParam().is_host() ? thinned({1, 2, 3, 4, 6}) : std::vector{3}) {
     for (const Schedule& schedule : schedules(world)) {
       for (Wire wire : thinned(wire_formats())) {
         for (bool fp32_intra_node : {false, true}) {
