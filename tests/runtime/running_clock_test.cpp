@@ -53,8 +53,8 @@ TEST(RunningClock, DoesNotCountTimeInWhichTheProcessIsStopped) {
 TEST(RunningClock, IsASteadyClockWithoutAWatch) {
   const int code = run_and_stop(2s, [] {
     { const RunningClock::Watch ended; }
-    const auto begin = Steady::now();
     const auto here = RunningClock::now();
+    const auto begin = Steady::now();
     std::this_thread::sleep_for(1500ms);
     const auto steady = Steady::now() - begin;
     return RunningClock::now() - here >= steady && RunningClock::long_stops() == 0 ? 0 : 1;
