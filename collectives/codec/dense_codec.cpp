@@ -34,7 +34,7 @@ class DenseCodec final : public Codec {
         elements_(packed_elements(segments_.host(), kUnit)),
         gradients_(c.gradients),
         packed_(c.exchanged(elements_)),
-        kept_(make_buffer<float>(c.transport->device(), has_loaded(others) ? elements_ : 0)),
+        kept_(make_buffer<float>(c.transport->device(), codec_->residual() != nullptr ? elements_ : 0)),
         choice_(c.choose(elements_, kFp32)),
         allreduce_(*c.transport, choice_.schedule, {packed_.data(), packed_.data(), nullptr, elements_},
                    {.what = c.name + " (dense tensors)",
@@ -66,7 +66,7 @@ class DenseCodec final : public Codec {
     phases.enter(stream, Phase::compress);
     pack(stream, {&segments_, gradients_, packed_.as<float>(), false});
     pack(stream, {&segments_, gradients_, nullptr, true});
-    if (kept_) add_residual(stream);
+    if (kept_ && codec_->residual()->take_written()) add_residual(stream, phases);
     allreduce_.run(stream, &phases);
     phases.enter(stream, Phase::compress);
     codec_->run(stream, step, phases);
@@ -91,21 +91,19 @@ class DenseCodec final : public Codec {
   }
 
  private:
-  // A loaded state, perhaps from another layout, may have residuals of ends; codecs do not leave residuals
-  // there.
-  bool has_loaded(const BucketContext& others) const {
-    const Residual* residual = codec_->residual();
-    return !others.aside.empty() && residual != nullptr && !residual->encoded();
-  }
-  void add_residual(const Stream& stream) {
-    float* const residual = codec_->residual()->values();
-    pack(stream, {&segments_, residual, kept_.as<float>(), false});
-    pack(stream, {&segments_, residual, nullptr, true});
+  // A loaded state, perhaps from another layout, may have residuals of ends and dense tensors. What codecs make of them
+  // is overwritten, and they leave none there.
+  void add_residual(const Stream& stream, BucketPhases& phases) {
+    const Residual& all = *codec_->residual();
+    all.load(stream, phases);
+    pack(stream, {&segments_, all.values(), kept_.as<float>(), false});
+    pack(stream, {&segments_, all.values(), nullptr, true});
     fp32_reduce(stream, {.inputs = {kept_.as<const float>()},
                          .num_inputs = 1,
                          .own = packed_.as<const float>(),
                          .out = packed_.as<float>(),
                          .count = elements_});
+    all.store(stream, phases);
   }
 
   std::unique_ptr<Codec> codec_;
@@ -113,7 +111,7 @@ class DenseCodec final : public Codec {
   int64_t elements_;
   float* gradients_;
   Buffer packed_;
-  Buffer kept_;  // of ends, with error feedback in FP32: their residuals
+  Buffer kept_;  // with error feedback: residuals that were loaded
   SchedulePlanner::Choice choice_;
   Program allreduce_;
 };

@@ -91,6 +91,7 @@ void Residual::read(const Stream& stream, int64_t first_byte, std::span<std::byt
 // zeros, encode exactly. So does the part around what is written.
 void Residual::write(const Stream& stream, int64_t first_byte, std::span<const std::byte> from) const {
   const Part part = open(stream, first_byte, static_cast<int64_t>(from.size()));
+  written_ = true;
   copy(stream, value_bytes(first_byte), from.data(), from.size());
   if (encoded()) encode(stream, part, {});
 }

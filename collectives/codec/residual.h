@@ -17,6 +17,7 @@
 #include <functional>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "collectives/program/phases.h"
 #include "kernels/wire/formats.h"
@@ -56,6 +57,8 @@ class Residual {
   void clear(const Stream& stream, int64_t first_byte, int64_t bytes) const;
 
   bool encoded() const { return count_ > 0 && !format_->exact; }
+  // Whether values were written since the last call, such as a loaded state.
+  bool take_written() { return std::exchange(written_, false); }
 
  private:
   struct Part {
@@ -75,6 +78,7 @@ class Residual {
   float* values_ = nullptr;
   WireRounding rounding_;
   Settle settle_;
+  mutable bool written_ = false;
 };
 
 }  // namespace gradwire

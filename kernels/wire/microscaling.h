@@ -153,7 +153,8 @@ struct NvFp4 {
           lanes.max(kGroup, [=](int i) GW_HD_LAMBDA { return finite_magnitude_bits(group[i]); });
       scales[g] = static_cast<uint8_t>(float_to_e4m3<true>(bits_float(most) * down * (1.0f / 6.0f), -1));
     }
-    lanes.each(0, [](int) GW_HD_LAMBDA {});  // synchronizes: every lane wrote the same scales, and the next loop reads them
+    lanes.each(0, [](int) GW_HD_LAMBDA {
+    });  // synchronizes: every lane wrote the same scales, and the next loop reads them
     with_draws(random, [=](const auto& draw) GW_HD_LAMBDA {
       // Byte j holds codes j and j + 64.
       each_in_groups<kGroup>(

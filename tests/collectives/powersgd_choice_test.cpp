@@ -161,7 +161,8 @@ TEST(PowerSgdProducts, TheModelTakesTheLibraryAtHighRanksOfLargeMatrices) {
     EXPECT_TRUE(library(kind, {4096, 1024, 64}));
     EXPECT_FALSE(library(kind, {64, 64, 32})) << "launches";
   }
-  EXPECT_TRUE(library(PowerSgdPass::project_onto, {4096, 1024, 32})) << "22.7 ps per element fused, 11.5 by cuBLAS";
+  EXPECT_TRUE(library(PowerSgdPass::project_onto, {4096, 1024, 32}))
+      << "22.7 ps per element fused, 11.5 by cuBLAS";
   EXPECT_FALSE(library(PowerSgdPass::back_project, {4096, 1024, 32})) << "5.3 and 6.9";
 }
 
@@ -182,7 +183,8 @@ TEST(PowerSgdProducts, TheModelIsWithinAFifthOfWhatAnH200Measured) {
                             {PowerSgdPass::back_project, 1, 263, 0},
                             {PowerSgdPass::back_project, 32, 1421, 1863},
                             {PowerSgdPass::back_project, 64, 2682, 2084}}) {
-    const MatrixTable table = table_of(stream, std::vector<std::array<int32_t, 3>>(151, {1778, 1000, m.rank}));
+    const MatrixTable table =
+        table_of(stream, std::vector<std::array<int32_t, 3>>(151, {1778, 1000, m.rank}));
     const PassTimes times = model_times({m.kind, &table, m.kind != PowerSgdPass::back_project});
     EXPECT_NEAR(times.fused_us, m.fused_us, 0.2 * m.fused_us) << m.rank;
     if (m.library_us > 0) {

@@ -216,7 +216,9 @@ class Bf16Gemm : public OpTest {
     const bool twice = with_bias && !std::is_same_v<Out, float> && !GetParam().device.is_host();
     for (size_t i = 0; i < got.size(); ++i) {
       const double relative = std::is_same_v<Out, float> ? 1e-6 : 1.0 / 256 * (1 + 1e-4);
-      const double product = twice ? std::abs(want[i]) + std::abs(widen(bias[i % static_cast<size_t>(o.args.ldc) % bias.size()])) : 0.0;
+      const double product =
+          twice ? std::abs(want[i]) + std::abs(widen(bias[i % static_cast<size_t>(o.args.ldc) % bias.size()]))
+                : 0.0;
       ASSERT_LE(std::abs(got[i] - want[i]), relative * (std::abs(want[i]) + product) + 1e-6 * size) << i;
     }
   }

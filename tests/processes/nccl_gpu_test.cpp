@@ -188,7 +188,8 @@ TEST_F(NcclGpu, AKilledRankIsAnErrorThatNamesIt) {
 TEST_F(NcclGpu, SurvivorsShrinkAndContinue) {
   auto ranks =
       run_processes("NcclLosesARank", 3, {.timeout = 20s, .limit = 60s, .options = {{"then", "shrink"}}});
-  if (const size_t at = ranks[0].output.find("a communicator that survives failures needs NCCL"); at != std::string::npos)
+  if (const size_t at = ranks[0].output.find("a communicator that survives failures needs NCCL");
+      at != std::string::npos)
     GTEST_SKIP() << ranks[0].output.substr(at);
   for (int r : {0, 2}) EXPECT_EQ(ranks[r].exit_code, 0) << ranks[r].output;
 }
