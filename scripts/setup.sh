@@ -19,7 +19,7 @@ optional=(
   "python3-pip:the test of pip install" "python3-setuptools:the test of pip install" "python3-wheel:the test of pip install"
   "python3-venv:make wheel and make test-frameworks"
   "python3-matplotlib:pictures (bench/plots/plot.py)" "iproute2:slow links on one machine (bench/harness/shaped_link.sh)"
-  "ccache:fast rebuilds" "git:version control"
+  "ccache:fast rebuilds" "git:version control" "xz-utils:make bundle"
 )
 
 if ! command -v dpkg-query > /dev/null; then

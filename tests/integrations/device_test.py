@@ -30,7 +30,7 @@ def check(condition: bool, text: str) -> None:
 
 
 def same_on_all_ranks(tensor: torch.Tensor, what: str) -> None:
-    mine = tensor.detach().cpu().contiguous()
+    mine = tensor.detach().cpu().float().contiguous()  # an old Gloo gathers no bfloat16
     everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everybody, mine)
     check(all(torch.equal(everybody[0], other) for other in everybody), f"{what} differs between ranks")
@@ -67,7 +67,7 @@ def allreduce_gives_the_bits_of_the_host(device: torch.device) -> None:
             for spec in ("fp32", "bf16", "fp8", "int8", "int4", "sign"):
                 spec += ",schedule=two_shot" if ":" in spec else ":schedule=two_shot"
                 mine = torch.randn(count, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
-                here = gradwire.torch.allreduce_(mine.to(device), spec)
+                here = gradwire.torch.allreduce_(mine.clone().to(device), spec)
                 host = gradwire.torch.allreduce_(mine.clone(), spec)
                 same_on_all_ranks(here, f"{spec} {dtype} {count}")
                 apart = (here.cpu().float() - host.float()).abs().max()
