@@ -67,10 +67,8 @@ Steps run_steps(Device device, const Schedule& schedule, int64_t count, Program:
   return out;
 }
 
-// Ranks share a GPU here: kernels that wait for each other need queues of their own. The driver reads these when it
-// begins, after all such variables are initialized.
+// Ranks share a GPU here. The driver reads this when it begins, after all such variables are initialized.
 [[maybe_unused]] const int kLoadsEagerly = setenv("CUDA_MODULE_LOADING", "EAGER", 0);
-[[maybe_unused]] const int kManyQueues = setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
 
 class PeerWindowsTest : public ::testing::TestWithParam<Device> {};
 GW_INSTANTIATE_ON_DEVICES(PeerWindowsTest);
