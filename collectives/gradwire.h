@@ -315,6 +315,7 @@ GW_API gw_status gw_comm_abort(gw_comm comm, const char* reason);
 /* Lets another thread cancel calls of this thread that wait for ranks and have no communicator to abort:
  * gw_comm_create(), gw_comm_from_store(), gw_comm_join(), gw_comm_shrink(). Once *flag is not 0, the
  * deadlines of these calls are over. The calls notice within 0.1 s and return GW_COMM_FAILED within seconds.
+ * A call that begins after that fails at once.
  * A program can handle Ctrl-C this way: it makes the call on a separate thread and sets the flag from the
  * thread that handles signals.
  *
@@ -566,9 +567,10 @@ GW_API gw_status gw_reducer_create(gw_comm comm, const char* spec, const gw_tens
  *         reduced in place change, the call blocks until work in flight is done.
  *
  * A gradient with non-finite values makes the result of its own tensor non-finite on every rank: these
- * elements with a wire format, the whole tensor with "powersgd". No other tensor and no residual changes.
- * With "topk" and with registered formats, values of other tensors in the same block may be sent in the next
- * step. A mean overflows where that of gw_allreduce() does; with "powersgd", a matrix may become NaN in which
+ * elements with a wire format, the whole tensor with "powersgd". It reaches no other tensor and no residual. Other
+ * tensors keep every bit, except where they share a block with it in "topk" or a registered format, whose values
+ * may be sent in the next step, or in an integer or floating-point wire of "powersgd" and "randk", which may be
+ * rounded in other steps. A mean overflows where that of gw_allreduce() does; with "powersgd", a matrix may become NaN in which
  * the norm of a row or column does not fit into float32.
  *
  * GW_BAD_ARGUMENT, GW_BAD_HANDLE, GW_COMM_FAILED, GW_DEVICE_FAILED. */

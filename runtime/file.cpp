@@ -8,8 +8,11 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <ctime>
+#include <iterator>
+#include <new>
 
 #include "runtime/error.h"
 
@@ -86,6 +89,16 @@ int write_fully(int fd, std::string_view bytes) {
   while (error != 0 && sigtimedwait(&signals, nullptr, &now) > 0) continue;
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   return error;
+}
+
+void print_error_line(std::string_view text) noexcept {
+  try {
+    fmt::memory_buffer line;
+    fmt::format_to(std::back_inserter(line), "gradwire: {}\n", text);
+    std::fflush(stdout);
+    write_fully(STDERR_FILENO, {line.data(), line.size()});
+  } catch (const std::bad_alloc&) {
+  }
 }
 
 }  // namespace gradwire

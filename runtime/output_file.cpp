@@ -332,8 +332,7 @@ void warn_once(const std::string& text) {
     std::lock_guard lock(mutex);
     if (!warned.insert(text).second) return;
   }
-  std::fflush(stdout);
-  std::fprintf(stderr, "gradwire: warning: %s\n", text.c_str());
+  print_error_line("warning: " + text);
 }
 
 }  // namespace gradwire

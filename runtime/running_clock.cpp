@@ -83,9 +83,12 @@ RunningClock::time_point RunningClock::now() noexcept {
   const int64_t looked_at = s.looked_at.load(std::memory_order_acquire), stopped = s.stopped;
   const int64_t steady = steady_ns();
   const bool stop = looked_at != 0 && steady - looked_at > nanoseconds(kStop).count();
-  const bool cancelled = cancel_flag != nullptr && __atomic_load_n(cancel_flag, __ATOMIC_RELAXED) != 0;
   return time_point(kEpoch + nanoseconds(stop ? look() : steady - stopped) +
-                    (cancelled ? kCancelled : nanoseconds(0)));
+                    (cancelled() ? kCancelled : nanoseconds(0)));
+}
+
+bool RunningClock::cancelled() noexcept {
+  return cancel_flag != nullptr && __atomic_load_n(cancel_flag, __ATOMIC_RELAXED) != 0;
 }
 
 void RunningClock::cancel_by(const volatile int32_t* flag) noexcept {

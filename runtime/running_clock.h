@@ -34,6 +34,8 @@ class RunningClock {
   // later, so all its earlier deadlines are over; deadlines set from then on work as usual. Waits notice
   // within kNotice if they end at slice_end(). Null: disables cancellation.
   static void cancel_by(const volatile int32_t* flag) noexcept;
+  // Returns whether the flag is set. A call with deadlines asks at its beginning: they come after the flag.
+  static bool cancelled() noexcept;
   static constexpr std::chrono::milliseconds kNotice{100};
   // Returns when to check whether a wait until `deadline` was cancelled; `deadline` itself in a thread that
   // cannot be cancelled.

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <cstdio>
 #include <cstdlib>
 #include <deque>
 #include <exception>
@@ -19,6 +18,7 @@
 #include "runtime/cpus.h"
 #include "runtime/environment.h"
 #include "runtime/error.h"
+#include "runtime/file.h"
 #include "runtime/float_mode.h"
 #include "runtime/resources.h"
 #include "runtime/thread.h"
@@ -60,8 +60,8 @@ class Pool {
     try {
       for (int i = 0; i < workers; ++i) workers_.emplace_back("a thread that computes", [this] { work(); });
     } catch (const OutOfResources& error) {
-      std::fprintf(stderr, "gradwire: computes with %zu of %d threads: %s\n", workers_.size() + 1,
-                   workers + 1, error.what());
+      print_error_line(
+          fmt::format("computes with {} of {} threads: {}", workers_.size() + 1, workers + 1, error.what()));
     } catch (const std::bad_alloc&) {
     }
   }

@@ -34,8 +34,8 @@ OPTIONAL_COMMANDS = {
     "debootstrap": "scripts/fresh_debian.sh says so",
     "sudo": "setup.sh says what it could not install",
     "gcc": "the compiler's own name on the machine",
-    "srun": "played by the test where it is missing",
-    "mpirun": "played by the test where it is missing",
+    "srun": "its variables are tested without it",
+    "mpirun": "its variables are tested without it",
     "torchrun": "make test-frameworks installs it",
     "pkg-config": "capi_installed leaves that part out",
 }

@@ -190,7 +190,7 @@ void run_rank(const CollectivesOptions& o, const std::string& transport, const L
   const bool nccl = transport == "nccl";
   const int local_rank = launch.local_rank >= 0 ? launch.local_rank : launch.rank;
   std::unique_ptr<Communicator> comm =
-      join(launch, o.rendezvous, o.timeout_s,
+      join(launch, {.rendezvous = o.rendezvous, .timeout_s = o.timeout_s},
            nccl ? Device::cuda(local_rank % std::max(1, cuda_device_count())) : Device::host());
   CollectiveRank rank(*comm, settings_of(o, launch.world));
   std::unique_ptr<GlooBaseline> gloo_baseline;

@@ -41,6 +41,11 @@ std::chrono::milliseconds checked_timeout(int64_t timeout_ms) {
   return std::chrono::milliseconds(std::min<int64_t>(timeout_ms, INT_MAX));
 }
 
+// For the calls that gw_cancellable() names.
+void refuse_cancelled() {
+  if (RunningClock::cancelled()) throw CommError("cancelled before it began, by the flag of gw_cancellable()");
+}
+
 Device checked_device(int device) {
   if (device == GW_HOST) return Device::host();
   require(device >= 0, "device {} is neither GW_HOST nor a CUDA device", device);
@@ -148,6 +153,7 @@ gw_status gw_comm_create(const char* rendezvous, int rank, int world, int device
     require(comm != nullptr, "comm is null");
     check_rank(rank, world);
     const auto timeout = checked_timeout(timeout_ms);
+    refuse_cancelled();
     const Device where = checked_device(device);
     auto joined = join(rendezvous, {.rendezvous = "", .rank = rank, .world = world, .timeout = timeout},
                        take_next(), where);
@@ -163,6 +169,7 @@ gw_status gw_comm_from_store(const gw_store* store, int rank, int world, int dev
     const gw_store checked = checked_store(store);
     check_rank(rank, world);
     const auto timeout = checked_timeout(timeout_ms);
+    refuse_cancelled();
     const Device where = checked_device(device);
     GroupOptions group{.rendezvous = "the caller's store", .rank = rank, .world = world, .timeout = timeout};
     group.board = board_of_store(checked, timeout);
@@ -204,6 +211,7 @@ gw_status gw_comm_shrink(gw_comm comm, int64_t timeout_ms, gw_comm* rest, int32_
   return guarded(__func__, [&] {
     require(rest != nullptr, "rest is null");
     const auto timeout = checked_timeout(timeout_ms);
+    refuse_cancelled();
     LockedComm locked(comm);
     Communicator& group = *locked->communicator;
     require(ranks == nullptr || capacity >= group.world(), "capacity is {} in a world of {}", capacity,
@@ -264,6 +272,7 @@ gw_status gw_comm_join(const char* doors, int64_t timeout_ms, gw_comm* comm) {
     require(doors != nullptr, "doors is null");
     require(comm != nullptr, "comm is null");
     const auto timeout = checked_timeout(timeout_ms);
+    refuse_cancelled();
     auto joined = Communicator::join_tcp(
         how.tcp({.rendezvous = "", .timeout = timeout}),
         {.read = [text = std::string(doors)] { return text; }, .about = kAbout, .longest = timeout});

@@ -1,6 +1,8 @@
 // gw_call_tag(): a label for a thread's next call.
 #include <fmt/format.h>
 
+#include <cstdint>
+
 #include "collectives/c_api/comm.h"
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/text.h"
@@ -39,8 +41,12 @@ std::string take_tag(gw_comm comm) {
 std::string quoted(const std::string& tag) {
   if (tag.empty()) return "";
   if (tag.size() <= kShown) return fmt::format(" '{}'", tag);
-  return fmt::format(" '{}...{}' #{:08x}", tag.substr(0, kShown / 2), tag.substr(tag.size() - kShown / 2),
-                     mix(0, tag) >> 32);
+  // No character of UTF-8 is cut.
+  auto begins = [&](size_t at) { return (static_cast<uint8_t>(tag[at]) & 0xc0) != 0x80; };
+  size_t front = kShown / 2, back = tag.size() - kShown / 2;
+  while (!begins(front)) --front;
+  while (back < tag.size() && !begins(back)) ++back;
+  return fmt::format(" '{}...{}' #{:08x}", tag.substr(0, front), tag.substr(back), mix(0, tag) >> 32);
 }
 
 }  // namespace gradwire::c_api

@@ -110,9 +110,8 @@ Board file_board(const std::string& path) {
 void check_secrecy(const GroupOptions& options, const Endpoint& endpoint) {
   if (!options.secret.empty() || !faces_network(endpoint.host)) return;
   if (options.insecure || insecure_by_environment()) {
-    std::fprintf(stderr,
-                 "gradwire: WARNING: %s has no secret: whoever can reach it may join this run, or end it\n",
-                 options.rendezvous.c_str());
+    print_error_line(fmt::format(
+        "WARNING: {} has no secret: whoever can reach it may join this run, or end it", options.rendezvous));
     return;
   }
   throw BadInput(
@@ -262,11 +261,7 @@ Membership::~Membership() {
 void read_listening(GroupOptions& options) {
   if (options.interface.empty()) {
     if (const char* name = environment("GRADWIRE_INTERFACE")) {
-      try {
-        address_of_interface(name);
-      } catch (const BadInput& error) {
-        throw BadInput(fmt::format("GRADWIRE_INTERFACE: {}", error.what()));
-      }
+      check_interface("GRADWIRE_INTERFACE", name);
       options.interface = name;
     }
   }

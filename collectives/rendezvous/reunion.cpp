@@ -17,6 +17,7 @@
 
 #include "collectives/rendezvous/secret.h"
 #include "runtime/error.h"
+#include "runtime/file.h"
 
 namespace gradwire {
 namespace {
@@ -169,7 +170,7 @@ void Reunion::turn_away(const Caller& c, const std::string& why) {
 void Reunion::tell_of_strangers(int rank, const std::vector<std::string>& lines) {
   for (const std::string& line : lines) {
     if (note_ && note_(line)) continue;
-    std::fprintf(stderr, "gradwire: rank %d %s\n", rank, line.c_str());
+    print_error_line(fmt::format("rank {} {}", rank, line));
   }
 }
 

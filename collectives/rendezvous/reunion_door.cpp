@@ -8,6 +8,7 @@
 
 #include "collectives/rendezvous/reunion.h"
 #include "runtime/error.h"
+#include "runtime/file.h"
 
 namespace gradwire {
 namespace {
@@ -79,8 +80,8 @@ void Reunion::hear(Caller& c, const std::string& text) {
     return;
   }
   const std::string from = c.socket.peer_address();
-  std::fprintf(stderr, "gradwire: a process at %s cannot join: %s\n",
-               from.empty() ? "an unknown address" : from.c_str(), why.c_str());
+  print_error_line(
+      fmt::format("a process at {} cannot join: {}", from.empty() ? "an unknown address" : from, why));
   refuse(kUnwelcome, why);
 }
 

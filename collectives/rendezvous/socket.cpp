@@ -109,11 +109,17 @@ struct Interface {
 };
 
 // Returns the interfaces that are up, with each of their addresses; IPv4 first. Link-local addresses of IPv6
-// (fe80::) are left out: they are meaningless without an interface of the connecting host.
+// (fe80::) are left out: they are meaningless without an interface of the connecting host. Throws
+// OutOfResources: without the list other hosts could not reach this rank.
 std::vector<Interface> interfaces() {
   std::vector<Interface> found;
   ifaddrs* list = nullptr;
-  if (getifaddrs(&list) != 0) return found;
+  if (getifaddrs(&list) != 0) {
+    // Where it is forbidden, as in some sandboxes, ranks of one host can still meet.
+    if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS)
+      throw_refused("the list of network interfaces", errno);
+    return found;
+  }
   for (int family : {AF_INET, AF_INET6}) {
     for (ifaddrs* i = list; i != nullptr; i = i->ifa_next) {
       if (i->ifa_addr == nullptr || i->ifa_addr->sa_family != family || (i->ifa_flags & IFF_UP) == 0)
@@ -412,6 +418,14 @@ std::string address_of_interface(const std::string& name) {
   throw BadInput(fmt::format("no network interface '{}' with an address; there are {}", name, names));
 }
 
+void check_interface(const std::string& what, const std::string& name) {
+  try {
+    address_of_interface(name);
+  } catch (const BadInput& error) {
+    throw BadInput(fmt::format("{}: {}", what, error.what()));
+  }
+}
+
 std::vector<std::string> own_addresses() {
   std::vector<std::string> addresses;
   for (const Interface& i : interfaces()) {
@@ -423,7 +437,13 @@ std::vector<std::string> own_addresses() {
 
 bool in_own_network(const std::string& address) {
   const std::string bytes = bytes_of(address);
-  for (const Interface& i : interfaces()) {
+  std::vector<Interface> all;
+  try {
+    all = interfaces();
+  } catch (const OutOfResources&) {
+    return false;  // this only decides which address is tried first
+  }
+  for (const Interface& i : all) {
     const std::string mine = bytes_of(i.address);
     if (mine.empty() || mine.size() != bytes.size() || mine.size() != i.mask.size()) continue;
     bool same = true;

@@ -138,6 +138,8 @@ std::vector<std::string> own_addresses();
 bool in_own_network(const std::string& address);
 // The address of the interface with this name; throws BadInput that lists the existing ones.
 std::string address_of_interface(const std::string& name);
+// Throws that error, which then begins with `what`.
+void check_interface(const std::string& what, const std::string& name);
 bool is_loopback(const std::string& address);
 // Whether other machines could reach a listener there. False for a name that does not resolve.
 bool faces_network(const std::string& host);

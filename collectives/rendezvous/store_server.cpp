@@ -17,6 +17,7 @@
 #include "collectives/rendezvous/job.h"
 #include "collectives/rendezvous/store.h"
 #include "runtime/error.h"
+#include "runtime/file.h"
 
 namespace gradwire {
 
@@ -259,7 +260,7 @@ class StoreServer::Loop {
   }
 
   static void print(int rank, const std::string& text) {
-    std::fprintf(stderr, "gradwire: rank %d %s\n", rank, text.c_str());
+    print_error_line(fmt::format("rank {} {}", rank, text));
   }
 
   // What a rank says may be damaged, or meant for a terminal.

@@ -21,6 +21,7 @@
 #include "collectives/transport/tcp_growth.h"
 #include "runtime/environment.h"
 #include "runtime/error.h"
+#include "runtime/file.h"
 #include "runtime/resources.h"
 
 namespace gradwire {
@@ -273,8 +274,8 @@ class TcpTransport final : public Transport {
     } catch (const std::exception& error) {
       // A newcomer has died, or the system has refused a resource. A rank of this group that has died is missed below.
       if (rank() == 0) {
-        std::fprintf(stderr, "gradwire: no new rank has joined, and the others go on: %s\n",
-                     text_of(error).c_str());
+        print_error_line(
+            fmt::format("no new rank has joined, and the others go on: {}", text_of(error)));
       }
       if (rank() == 0 && growth.meeting.empty()) {  // nobody has heard of it
         group_.store().set(key, Growth().encode());

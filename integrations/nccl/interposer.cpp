@@ -8,7 +8,6 @@
 #include <fmt/format.h>
 #include <nccl.h>
 
-#include <cstdio>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -17,13 +16,10 @@
 #include "integrations/nccl/decide.h"
 #include "runtime/environment.h"
 #include "runtime/error.h"
+#include "runtime/file.h"
 
 namespace gradwire::interposer {
 namespace {
-
-void say(const std::string& text) {
-  std::fprintf(stderr, "gradwire: %s\n", text.c_str());
-}
 
 // NCCL's definition. RTLD_NEXT does not find an NCCL that the program loaded outside the global scope; the
 // library's name does.
@@ -64,7 +60,7 @@ struct Interposer {
   }
   void say_once(std::once_flag& flag, const std::string& text) {
     std::call_once(flag, [&] {
-      if (!settings.quiet) say(text);
+      if (!settings.quiet) print_error_line(text);
     });
   }
 };
@@ -98,7 +94,7 @@ bool compress(const void* send, void* receive, const Request& request, ncclComm_
   }
   if (all.settings.dry_run) {
     if (path == Path::compressed && !all.settings.quiet)
-      say(fmt::format("dry run: would send {} bytes as {}", 4 * request.count,
+      print_error_line(fmt::format("dry run: would send {} bytes as {}", 4 * request.count,
                       all.settings.spec.to_string()));
   }
   if (!may_compare(request)) return false;
@@ -118,7 +114,7 @@ bool compress(const void* send, void* receive, const Request& request, ncclComm_
       cudaGetDevice(&before);
       auto made = std::make_unique<CompressedAllReduce>(comm, device, all.settings);
       cudaSetDevice(before);
-      if (made->rank() == 0 && !made->description().empty() && !all.settings.quiet) say(made->description());
+      if (made->rank() == 0 && !made->description().empty() && !all.settings.quiet) print_error_line(made->description());
       if (made->usable()) entry->compressed = std::move(made);
     }
     if (!entry->compressed || path != Path::compressed || all.settings.dry_run) return false;
@@ -129,13 +125,13 @@ bool compress(const void* send, void* receive, const Request& request, ncclComm_
     cudaSetDevice(before);
     result = ncclSuccess;
   } catch (const CommError& error) {
-    say(error.what());
+    print_error_line(error.what());
     result = ncclSystemError;
   } catch (const DeviceError& error) {
-    say(error.what());
+    print_error_line(error.what());
     result = ncclUnhandledCudaError;
   } catch (const std::exception& error) {
-    say(error.what());
+    print_error_line(error.what());
     result = ncclInternalError;
   }
   return true;

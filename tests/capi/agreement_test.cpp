@@ -109,6 +109,11 @@ TEST_P(CApiAgreement, AllreduceRefusesEveryArgumentThatDiffers) {
   const std::string begin(200, 'a'), end(200, 'z');
   const std::string left = begin + "left" + end, right = begin + "right" + end;
   differ({.tag = left.c_str()}, {.tag = right.c_str()}, {"#"});
+  // No character is cut: the two bytes of the first would begin at 35.
+  std::string umlauts(35, 'u');
+  for (int i = 0; i < 40; ++i) umlauts += "\xc3\xbc";
+  const std::string other = umlauts + "u";
+  differ({.tag = umlauts.c_str()}, {.tag = other.c_str()}, {"'" + std::string(35, 'u') + "...\xc3\xbc"});
 }
 
 TEST_P(CApiAgreement, EqualSizedCallsInAnotherOrderAreRefusedByName) {

@@ -445,6 +445,20 @@ TEST(CApiErrors, AnotherThreadCancelsACallThatWaitsForRanks) {
   }
 }
 
+TEST(CApiErrors, ACancelledCallFailsBeforeItBegins) {
+  const volatile int32_t flag = 1;
+  const std::string file = "file://" + ::testing::TempDir() + "gradwire-cancelled-" + std::to_string(getpid());
+  gw_comm comm = nullptr, alone = nullptr;
+  GW_EXPECT_OK(gw_comm_create("local://alone", 0, 1, GW_HOST, 1000, &alone));
+  GW_EXPECT_OK(gw_cancellable(&flag));
+  const char* const kCancelled = "cancelled before it began";
+  GW_EXPECT_FAILS(GW_COMM_FAILED, kCancelled, gw_comm_create(file.c_str(), 0, 2, GW_HOST, 3'600'000, &comm));
+  GW_EXPECT_FAILS(GW_COMM_FAILED, kCancelled, gw_comm_join("127.0.0.1:1", 3'600'000, &comm));
+  GW_EXPECT_FAILS(GW_COMM_FAILED, kCancelled, gw_comm_shrink(alone, 3'600'000, &comm, nullptr, 0));
+  GW_EXPECT_OK(gw_cancellable(nullptr));
+  GW_EXPECT_OK(gw_comm_destroy(alone));
+}
+
 TEST(CApiErrors, RanksThatDisagreeAreToldSo) {
   run_ranks(2, [](gw_comm comm, int rank) {
     std::vector<float> buffer(100);

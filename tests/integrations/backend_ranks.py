@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 import backend_ddp
 import backend_types
+from launch import chosen, in_a_fork
 from gradwire.torch import Backend, register_backend
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -338,6 +339,25 @@ def groups_have_rules_of_their_own() -> None:
     say("groups of some ranks, with the default's rule or another; formats that don't fit are refused")
 
 
+def a_fork_is_refused_its_parents_group() -> None:
+    """Where the parent has made a communicator, and where it has not: then the store would be asked for one."""
+    unused = dist.new_group(list(range(WORLD)))
+    dist.all_reduce(values())
+
+    def child() -> None:
+        for part in (None, unused):
+            try:
+                dist.all_reduce(values(), group=part)
+                check(False, "a fork took part in its parent's group")
+            except gradwire.BadHandle as error:
+                check("init_process_group() in this process" in str(error), str(error))
+
+    in_a_fork(child)
+    dist.barrier()
+    dist.all_reduce(values(), group=unused)
+    say("a fork is refused its parent's process group, at once")
+
+
 def a_process_may_end_without_leaving_the_group() -> None:
     waited = dist.all_reduce(values(), async_op=True)
     # The backend's thread, in PyTorch's code, asks for Python's lock every millisecond while Python goes down.
@@ -366,7 +386,7 @@ def a_dead_peer_raises() -> None:
 SCENARIOS: List[Callable[[], None]] = [
     large_sums_are_compressed_and_nothing_else, many_calls_at_once_do_not_deadlock, work_is_done_when_it_says_so, shards,
     functional_collectives_and_dtensors, whoever_calls_torch_distributed, groups_have_rules_of_their_own,
-    a_process_may_end_without_leaving_the_group, a_dead_peer_raises, *backend_ddp.SCENARIOS,
+    a_fork_is_refused_its_parents_group, a_process_may_end_without_leaving_the_group, a_dead_peer_raises, *backend_ddp.SCENARIOS,
     *backend_types.SCENARIOS]
 
 
@@ -376,9 +396,8 @@ def main() -> None:
     register_backend("int8", reduce_scatter="int8", all_gather="bf16")
     register_backend(None, name="exact")
     dist.init_process_group("gradwire", timeout=timedelta(seconds=60))
-    for scenario in SCENARIOS:
-        if scenario.__name__ in sys.argv[1:]:
-            scenario()
+    for scenario in chosen(SCENARIOS):
+        scenario()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pathlib
+import sys
 import warnings
 from typing import Any, Callable, Dict, List
 

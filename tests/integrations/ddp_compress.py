@@ -141,6 +141,10 @@ def the_profiler_shows_each_bucket() -> None:
     shortest, took = min(event.time_range.elapsed_us() for event in ranges), hook.stats()["comm_ms"] * 1e3
     check(shortest > 0 and took > 0, f"a range of {shortest} us, {took} us of communication")
     hook.close()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        gradwire.allreduce_(torch.ones(5), "bf16")
+    names = [event.name for event in profile.events() if event.name.startswith("gradwire ")]
+    check(names == ["gradwire bf16: allreduce_, 20 bytes"], f"{names}")
     say(f"torch.profiler: {name}")
 
 

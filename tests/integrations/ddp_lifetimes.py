@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from typing import Any, Callable, List, Optional
 
 import torch
@@ -20,6 +19,7 @@ import gradwire
 from gradwire.torch import Hook, allreduce_hook, compress
 
 import launch
+from launch import in_a_fork
 from ddp_training import RANK, WORLD, check, say
 
 DEADLINE_S = 20.0
@@ -47,6 +47,12 @@ def ports(count: int) -> List[int]:
 def start(port: int, rank: int = RANK, world: int = WORLD) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world,
                             timeout=datetime.timedelta(seconds=60))
+
+
+def destroy() -> None:
+    """PyTorch 2.6 holds Python's lock while it joins Gloo's thread, which may need it to drop a tensor of the last call."""
+    time.sleep(0.05)
+    dist.destroy_process_group()
 
 
 def ddp_with(hook: Optional[Hook] = None) -> DistributedDataParallel:
@@ -77,10 +83,10 @@ def allreduce_follows_the_process_group() -> None:
 
     everybody = list(range(WORLD))
     averaged(everybody)
-    dist.destroy_process_group()
+    destroy()
     start(first + RANK if RANK == WORLD - 1 else second, 0 if RANK == WORLD - 1 else RANK, 1 if RANK == WORLD - 1 else WORLD - 1)
     averaged([RANK] if RANK == WORLD - 1 else everybody[:-1])
-    dist.destroy_process_group()
+    destroy()
     start(third)
     averaged(everybody)
     say(f"allreduce_() averages over {WORLD} ranks, then {WORLD - 1} and 1, then {WORLD} again")
@@ -110,41 +116,15 @@ def a_failure_on_some_ranks_is_told_to_all() -> None:
     if RANK != 0:
         refused(lambda: gradwire.allreduce_(torch.ones(4)), gradwire.CommFailed, "failed")
     refused(lambda: gradwire.allreduce_(torch.ones(4)), gradwire.CommFailed, "init_process_group()", "some of the ranks")
-    dist.destroy_process_group()
+    destroy()
     start(port)
     gradwire.allreduce_(torch.ones(4))
     say("calls that belong to different steps are not averaged")
 
 
-def in_a_fork(body: Callable[[], None]) -> None:
-    """Runs `body` in a forked process, which must end within the deadline."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            body()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
-    deadline = time.monotonic() + DEADLINE_S
-    while True:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            check(status == 0, f"the forked process ended with status {status}")
-            return
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            check(False, f"the forked process hung for {DEADLINE_S} s")
-        time.sleep(0.02)
-
-
 def a_hook_made_before_a_fork_works_in_it() -> None:
     inside, after = ports(2)
-    dist.destroy_process_group()
+    destroy()
     unused = Hook("fp32", timeout_s=10)
 
     def child() -> None:
@@ -161,7 +141,7 @@ def a_hook_made_before_a_fork_works_in_it() -> None:
         check(gradient_of(ddp, float(RANK)) == mean(list(range(WORLD))), "the hook no longer works in the parent")
 
     def user() -> None:
-        refused(lambda: gradient_of(ddp, 1.0), Exception, "fork", "create another Hook")
+        refused(lambda: gradient_of(ddp, 1.0), Exception, "fork")  # by the hook, or before that by some versions' autograd
         refused(unused.check, gradwire.BadHandle, "fork")
         refused(unused.state_dict, gradwire.BadHandle, "fork")
         unused.close()
@@ -187,11 +167,27 @@ def a_hook_ends_with_its_process_group() -> None:
     [port] = ports(1)
     hook = Hook("fp32")
     gradient_of(ddp_with(hook), 1.0)
-    dist.destroy_process_group()
+    destroy()
     start(port)
     refused(lambda: gradient_of(ddp_with(hook), 1.0), Exception, "destroy_process_group()", "create another Hook")
     hook.close()
     say("a hook whose process group has ended is refused")
+
+
+def a_hook_belongs_to_its_own_process_group() -> None:
+    """That is the DistributedDataParallel's, also where nobody says so, and a part of the ranks."""
+    parts = [dist.new_group([rank]) for rank in range(WORLD)]
+    torch.manual_seed(3)
+    alone = DistributedDataParallel(nn.Linear(8, 4), process_group=parts[RANK])
+    refused(lambda: Hook("fp32", model=alone, process_group=dist.group.WORLD), gradwire.BadArgument, "process_group")
+    hook = Hook("fp32", model=alone)
+    alone.register_comm_hook(hook, allreduce_hook)
+    check(gradient_of(alone, float(RANK)) == RANK, "the hook averages over the ranks of another group than its model's")
+    time.sleep(0.05)
+    dist.destroy_process_group(parts[RANK])
+    refused(lambda: gradient_of(alone, 1.0), Exception, "destroy_process_group()", "create another Hook")
+    hook.close()
+    say("a hook averages over its model's group, and is refused when that has ended")
 
 
 def a_communicator_has_one_owner() -> None:
@@ -232,10 +228,15 @@ def a_copied_model_is_compressed_by_compress() -> None:
     ours.close()
     hook.close()
     check(threading.active_count() <= threads - 1, "close() left a thread")
+    refused(hook.state_dict, gradwire.BadHandle, "before close()")
+    again = compress(copy.deepcopy(ddp), "int8:schedule=ring")  # the closed hook is in DDP's list
+    again.close()
+    in_a_fork(lambda: check(copy.deepcopy(ddp) is not ddp, "no copy in a fork"))
     say("a deep copy of a compressed DDP can be compressed, and leaves no thread")
 
 
 SCENARIOS: List[Callable[[], None]] = [
     allreduce_follows_the_process_group, allreduce_recovers_from_a_failure, a_failure_on_some_ranks_is_told_to_all,
     a_hook_made_before_a_fork_works_in_it, a_fork_has_no_part_in_its_parents_group, a_hook_ends_with_its_process_group,
+    a_hook_belongs_to_its_own_process_group,
     a_communicator_has_one_owner, a_copied_model_is_compressed_by_compress]

@@ -104,13 +104,21 @@ def hooks_share_a_scaler() -> None:
     say("hooks follow a scaler, end in any order, and leave nothing in it or its copies")
 
 
+class Wrapper:
+    """As accelerate's: its step() gives the scaler the optimizer inside."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
 def another_optimizers_skip_undoes_nothing() -> None:
     # Two models under one scaler, as in a GAN: one model's step is skipped, and the other's is not.
     models = [DistributedDataParallel(_model()) for _ in range(2)]
     hooks = [compress(model, "int4:schedule=ring") for model in models]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
     scaler = loss_scale.scaler(growth_interval=1000)
-    for hook, optimizer in zip(hooks, optimizers):
+    wrapped = Wrapper(optimizers[0])
+    for hook, optimizer in zip(hooks, [wrapped, optimizers[1]]):
         hook.use_scaler(scaler, optimizer)
     for step in range(3):
         for model, optimizer in zip(models, optimizers):

@@ -6,7 +6,6 @@ import copy
 import faulthandler
 import io
 import pickle
-import sys
 import time
 from typing import Any, Dict, List, Tuple
 
@@ -29,6 +28,7 @@ import ddp_lifetimes
 import ddp_loss_scale
 import ddp_states
 from ddp_failures import a_dead_peer_raises, a_peer_that_pauses_is_waited_for, a_silent_peer_raises, ctrl_c_ends_backward
+from launch import chosen
 from ddp_powersgd import a_zero_gradient_is_no_nan, powersgd_agrees_with_torch
 
 
@@ -255,11 +255,10 @@ def main() -> None:
     faulthandler.dump_traceback_later(480, exit=True)  # shows where it hangs, if it does
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for scenario in SCENARIOS:
-        if scenario.__name__ in sys.argv[1:]:
-            begin = time.monotonic()
-            scenario()
-            say(f"[{scenario.__name__}: {time.monotonic() - begin:.1f} s]")
+    for scenario in chosen(SCENARIOS):
+        begin = time.monotonic()
+        scenario()
+        say(f"[{scenario.__name__}: {time.monotonic() - begin:.1f} s]")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import copy
 import faulthandler
-import sys
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from gradwire import _state
 from gradwire.torch import Hook
 
 from ddp_training import RANK, TASKS, WORLD, Run, check, same_on_all_ranks, say
+from launch import chosen
 from four_bits import BLOCK, BYTES, decode, encode
 
 
@@ -124,9 +124,8 @@ def main() -> None:
     faulthandler.dump_traceback_later(140, exit=True)  # shows where it hangs, if it does
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for scenario in SCENARIOS:
-        if scenario.__name__ in sys.argv[1:]:
-            scenario()
+    for scenario in chosen(SCENARIOS):
+        scenario()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -99,6 +99,9 @@ REFUSED: Dict[str, Callable[[], nn.Module]] = {
     "channels_last": lambda: Odd(torch.ones(8, 4, 3, 3).to(memory_format=torch.channels_last)),
     "expanded": lambda: Odd(torch.ones(1, 64).expand(8, 64)), "sparse": lambda: Odd(torch.eye(8).to_sparse()),
     "nested": lambda: Odd(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+    "nested, jagged": lambda: Odd(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)),
+    "quantized": lambda: Odd(torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)),
+    "strided": lambda: Odd(torch.ones(64, 64)[::2, ::2]),
     "sparse gradients": Rows}
 
 

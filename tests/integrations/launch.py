@@ -4,10 +4,12 @@ from __future__ import annotations
 import os
 import pathlib
 import random
+import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
 from typing import Callable, Dict, List, Optional
 
 
@@ -74,3 +76,36 @@ def fork_ranks(script: pathlib.Path, world: int, arguments: List[str], timeout_s
             os.close(writing)
         codes = [int(code) for code in results.read().split()]
     return codes if server.wait() == 0 and len(codes) == world else [-1] * world
+
+
+def in_a_fork(body: Callable[[], None], deadline_s: float = 20) -> None:
+    """Runs `body` in a forked process, which must end within the deadline. Raises AssertionError."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            body()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    deadline = time.monotonic() + deadline_s
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            assert status == 0, f"the forked process ended with status {status}"
+            return
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise AssertionError(f"the forked process hung for {deadline_s} s")
+        time.sleep(0.02)
+
+
+def chosen(scenarios: List[Callable[[], None]]) -> List[Callable[[], None]]:
+    """Those that the command line names, in the order of the list."""
+    unknown = set(sys.argv[1:]) - {scenario.__name__ for scenario in scenarios}
+    assert not unknown, f"no such scenario: {unknown}"
+    return [scenario for scenario in scenarios if scenario.__name__ in sys.argv[1:]]

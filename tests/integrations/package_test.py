@@ -77,6 +77,22 @@ class Hooks(unittest.TestCase):
                 stranger.bind(("", port))
             self.assertEqual(run_ranks(2, lambda comm: comm.rank, f"tcp://127.0.0.1:{port}"), [0, 1])
 
+    def test_the_port_is_one_that_the_environment_allows(self) -> None:
+        with contextlib.ExitStack() as stack:
+            first = reserve_port(stack)
+            last = min(65535, first + 30)
+            with unittest.mock.patch.dict(os.environ, GRADWIRE_PORTS=f"{first}-{last}"):
+                ports = [reserve_port(stack) for _ in range(3)]
+            self.assertEqual(len({first, *ports}), 4)
+            for port in ports:
+                self.assertTrue(first < port <= last, ports)
+            with unittest.mock.patch.dict(os.environ, GRADWIRE_PORTS=str(port)):
+                self.assertEqual(reserve_port(stack), port)  # taken, but no other is allowed: the rendezvous tells
+        for text in ("many", "5-4", "0", "1-70000", "-3"):
+            with unittest.mock.patch.dict(os.environ, GRADWIRE_PORTS=text), contextlib.ExitStack() as stack:
+                with self.assertRaisesRegex(gradwire.BadArgument, f"GRADWIRE_PORTS is '{text}'"):
+                    reserve_port(stack)
+
     def test_another_network_namespace_is_another_host_though_its_name_is_the_same(self) -> None:
         code = "from gradwire._process_group import _network; print(_network())"
 

@@ -8,6 +8,7 @@ import datetime
 import io
 import os
 import pickle
+import time
 import warnings
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
@@ -69,6 +70,7 @@ class Model:
         self.dead = False  # a backward() has raised, after which PyTorch's reducer waits for the rest of it
         self.may_refuse = False  # the next backward may raise, for a state of another model
         self.saved: Any = None
+        self.entry: Any = None  # of Subject.groups
 
     @property
     def scale(self) -> float:
@@ -101,7 +103,7 @@ class Subject:
         names = ["average", "average", "spare_hook", "fork", "init", "destroy"]
         if self.connected:
             names += ["train"] * 8 + ["new_group", "compress", "compress", "twice", "close", "deepcopy", "save", "load", "load",
-                                      "freeze", "unfreeze", "scale", "pickle", "share", "reuse"]
+                                      "freeze", "unfreeze", "scale", "pickle", "share", "reuse", "destroy_group"]
         else:
             names += ["init"] * 8
         name = self.run.draw.choice(names)
@@ -119,6 +121,7 @@ class Subject:
     def connect(self, part: List[int], meeting: str) -> None:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=part.index(self.run.rank), world_size=len(part),
                                 timeout=datetime.timedelta(seconds=TIMEOUT_S))
+        dist.barrier()  # no rank leaves the group again before the others have connected
 
     def do_init(self) -> None:
         parts = self.run.parts()
@@ -137,6 +140,7 @@ class Subject:
                     model.hook.close()
                 elif model.hook is not None and model.spec in ("fp32", "int8") and len(model.part) == self.run.world:
                     self.spare.append((model.spec, model.hook))  # it outlives its group
+            time.sleep(0.05)  # see ddp_lifetimes.destroy()
             dist.destroy_process_group()
         self.models, self.groups, self.run.part, self.connected = [], [], [], False
 
@@ -146,6 +150,25 @@ class Subject:
         members = part if everyone or len(part) == 1 else part[:-1]
         group = dist.new_group([part.index(rank) for rank in members])
         self.groups.append((group, members))
+
+    def do_destroy_group(self) -> None:
+        """Of some ranks, or of all; its models' hooks must be refused then, not average over whoever is there."""
+        if len(self.groups) == 1:
+            return
+        entry = self.run.draw.choice(self.groups[1:])
+        self.groups = [other for other in self.groups if other is not entry]
+        ended = [model for model in self.models if model.entry is entry]
+        self.models = [model for model in self.models if model.entry is not entry]
+        if self.mine(entry[1]):
+            time.sleep(0.05)
+            dist.destroy_process_group(entry[0])
+        for model in ended:
+            was_dead, model.may_refuse = model.dead, True
+            self.train([model], "model of an ended group")
+            if self.mine(model.part) and not (was_dead or model.dead):
+                raise Wrong("a hook has averaged over a process group that has ended")
+            if model.hook is not None:
+                model.hook.close()
 
     # ---- Averages ----------------------------------------------------------------------------------------------
 
@@ -205,8 +228,10 @@ class Subject:
         return model
 
     def do_compress(self) -> None:
-        spec, (group, part) = self.run.draw.choice(SPECS), self.run.draw.choice(self.groups)
+        spec, entry = self.run.draw.choice(SPECS), self.run.draw.choice(self.groups)
+        group, part = entry
         model = self.made(spec, group, part)
+        model.entry = entry
         if self.mine(part):
             model.compress()
         self.models.append(model)
@@ -262,7 +287,7 @@ class Subject:
         """The copy averages over the default group, as PyTorch has it: compressed, or not."""
         model = self.model()
         compresses = self.run.draw.random() < 0.5
-        if model.group is not None or model.closed or model.dead or model.may_refuse:
+        if model.group is not None or model.dead or model.may_refuse:
             return
         copied = Model(self.next(), model.spec, None, self.run.part)
         copied.names, copied.scaler.scale = list(model.names), model.scale
@@ -271,7 +296,7 @@ class Subject:
         if compresses:
             copied.compress()
         self.models.append(copied)
-        self.train([copied, model], "copied model")
+        self.train([copied] if model.closed else [copied, model], "copied model")
 
     # ---- States ------------------------------------------------------------------------------------------------
 
@@ -328,7 +353,7 @@ class Subject:
             if not changed and named:
                 raise
             return self.run.clear(error, *CLEAR)
-        model.may_refuse = changed
+        model.may_refuse = changed and not named
 
     def do_scale(self) -> None:
         model = self.model()
@@ -395,6 +420,7 @@ class Subject:
                 self.train([model], "model in a fork")
             finally:
                 hook.close()
+        time.sleep(0.05)
         dist.destroy_process_group()
 
     def end(self) -> None:

@@ -70,6 +70,8 @@ class Strings(unittest.TestCase):
         with gradwire.Communicator() as comm:
             with self.assertRaisesRegex(TypeError, "the spec is NoneType, not str"):
                 comm.allreduce_(np.ones(4, np.float32), None)  # type: ignore[arg-type]
+        with self.assertRaisesRegex(TypeError, "the rendezvous is bytes"):
+            gradwire.Communicator(b"tcp://localhost:1", 0, 1)  # type: ignore[arg-type]
 
     def test_the_rendezvous_is_a_path(self) -> None:
         with tempfile.TemporaryDirectory() as folder:

@@ -35,7 +35,7 @@ static struct Rank ranks[2];
 
 static void* run(void* argument) {
   struct Rank* r = argument;
-  gw_comm comm = {0};
+  gw_comm comm = {0}, part = {0};
   gw_reducer reducer = {0};
   void* state = NULL;
   size_t size = 0;
@@ -59,9 +59,12 @@ static void* run(void* argument) {
   TRY(gw_reducer_state_load(reducer, state, size));
   TRY(gw_reducer_allreduce(reducer, addresses, NULL));
   TRY(gw_allreduce(comm, r->gradients[0], kCount, GW_FLOAT32, GW_AVG, "int8", NULL));
+  TRY(gw_comm_split(comm, 0, r->rank, &part));
+  TRY(gw_allreduce(part, r->gradients[1], kCount, GW_FLOAT32, GW_AVG, "fp8", NULL));
 done:
   free(state);
   gw_reducer_destroy(reducer);
+  gw_comm_destroy(part);
   gw_comm_destroy(comm);
   return NULL;
 }

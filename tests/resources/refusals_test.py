@@ -14,7 +14,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "integrations"))
 from launch import free_port  # noqa: E402
-from sweep import Case, KINDS, one_line_errors, sweep  # noqa: E402
+from sweep import Case, KINDS, one_line_errors, refused_or_lost, sweep  # noqa: E402
 
 FLAGS = ["--data", "synthetic:64", "--batch-size", "8", "--device", "host", "--width", "128", "--depth", "1", "--heads",
          "2", "--mlp", "256", "--steps", "3", "--timeout-s", "3", "--log", "run.jsonl", "--compression",
@@ -42,8 +42,10 @@ def cases(gradwire):
     yield Case("threads", [threads], result=last_hash, clean=one_line_errors)
     for victim in (0, 1):
         yield Case(f"processes{victim}", [single, single], victim, process_environments(2), last_hash, clean=one_line_errors)
+    yield Case("shard", [[*single, "--ranks", "2", "--shard", "full", "--checkpoint", "saved"]], result=last_hash, clean=one_line_errors)
     # The surviving rank may end with other weights, because it had other data.
-    yield Case("elastic1", [elastic, elastic], 1, process_environments(2), clean=one_line_errors)
+    for victim in (0, 1):
+        yield Case(f"elastic{victim}", [elastic, elastic], victim, process_environments(2), clean=one_line_errors)
 
 
 def printed(_, outputs):
@@ -52,11 +54,11 @@ def printed(_, outputs):
 
 def program_cases(program):
     for name, spec in (("powersgd", "powersgd:rank=2"), ("randk", "randk:ratio=0.1"), ("int8", "int8")):
-        yield Case(f"c-{name}", [[program, spec, "local"]], result=printed, later=True, clean=one_line_errors)
+        yield Case(f"c-{name}", [[program, spec, "local"]], result=printed, later=True, clean=refused_or_lost)
     for victim in (0, 1):
         address = f"tcp://127.0.0.1:{free_port()}"
         yield Case(f"c-process{victim}", [[program, "powersgd:rank=2", address, str(r)] for r in range(2)], victim,
-                   result=printed, later=True, clean=one_line_errors)
+                   result=printed, later=True, clean=refused_or_lost)
 
 
 def python_cases(package, shared):

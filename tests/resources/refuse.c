@@ -8,7 +8,8 @@
  *                        otherwise from main() on: before it, CUDA's runtime registers the kernels, and crashes when
  *                        it is refused memory for that
  *
- * Kinds: malloc (64 KiB or more), small (any size), mmap, thread, eventfd, socket, accept, open, write (regular files). */
+ * Kinds: malloc (64 KiB or more), small (any size), mmap, thread, eventfd, socket, accept, open, write (regular files), sync
+ * (fsync, ftruncate), rename. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -30,9 +31,9 @@ static char log_path[512];
 static long at;
 static int from_then_on;
 static atomic_int counting;
-enum { kMalloc, kSmall, kMmap, kThread, kEventfd, kSocket, kAccept, kOpen, kWrite, kKinds };
-static const char* const names[kKinds] = {"malloc", "small",  "mmap", "thread", "eventfd",
-                                          "socket", "accept", "open", "write"};
+enum { kMalloc, kSmall, kMmap, kThread, kEventfd, kSocket, kAccept, kOpen, kWrite, kSync, kRename, kKinds };
+static const char* const names[kKinds] = {"malloc", "small", "mmap",  "thread", "eventfd", "socket",
+                                          "accept", "open",  "write", "sync",   "rename"};
 static int wanted = -1;
 static atomic_long seen[kKinds];
 
@@ -210,3 +211,14 @@ size_t fwrite(const void* data, size_t size, size_t count, FILE* file) {
   NEXT(fwrite)
   return full(fileno(file)) ? 0 : next(data, size, count, file);
 }
+ssize_t pwrite(int file, const void* data, size_t bytes, off_t at_byte) {
+  return full(file) ? -1 : syscall(SYS_pwrite64, file, data, bytes, at_byte);
+}
+ssize_t pwrite64(int file, const void* data, size_t bytes, off_t at_byte) { return pwrite(file, data, bytes, at_byte); }
+
+int fsync(int file) { return refused(kSync, EIO) ? -1 : (int)syscall(SYS_fsync, file); }
+int fdatasync(int file) { return refused(kSync, EIO) ? -1 : (int)syscall(SYS_fdatasync, file); }
+int ftruncate(int file, off_t bytes) { return refused(kSync, EIO) ? -1 : (int)syscall(SYS_ftruncate, file, bytes); }
+int ftruncate64(int file, off_t bytes) { return ftruncate(file, bytes); }
+/* As between two file systems, where a mount has come between. */
+int rename(const char* from, const char* to) { return refused(kRename, EXDEV) ? -1 : (int)syscall(SYS_rename, from, to); }

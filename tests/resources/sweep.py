@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import threading
 
-KINDS = ("malloc", "small", "mmap", "thread", "eventfd", "socket", "accept", "open", "write")
+KINDS = ("malloc", "small", "mmap", "thread", "eventfd", "socket", "accept", "open", "write", "sync", "rename")
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMI_SIZE")
 # The C library ends the process when a thread's first object with a destructor cannot be registered.
 C_LIBRARY = "Fatal glibc error: failed to register TLS destructor"
@@ -137,3 +137,12 @@ def one_line_errors(outputs):
         if any(not line.startswith("gradwire: ") for line in lines):
             return "lines that are not Gradwire's"
     return ""
+
+
+def refused_or_lost(outputs):
+    """Checks also that each status is the one that gradwire.h promises for a refused resource, or for a lost rank."""
+    for _, _, err in outputs:
+        for line in err.splitlines():
+            if not re.search("GW_NO_MEMORY|GW_COMM_FAILED|warning:|computes with|rank [01]: $", line):
+                return f"another status: {line}"
+    return one_line_errors(outputs)

@@ -35,8 +35,7 @@ int report(const char* text, int code) {
     if (c == '\n' || c == '\r') c = ' ';
   }
   while (!line.empty() && line.back() == ' ') line.pop_back();
-  std::fflush(stdout);
-  std::fprintf(stderr, "gradwire: %s\n", line.c_str());
+  print_error_line(line);
   return code;
 }
 
@@ -57,7 +56,7 @@ int train(const Options& options) {
   if (!options.join.empty()) {
     say(fmt::format("Joining the run of {}: waiting for its ranks to finish a step", options.join));
     run_once(run.config, run.data, output, {.knock = [&](const std::string& about) {
-               return join_members(options.join, about, options.timeout_s, options.verify_payload);
+               return join_members(options.join, about, join_options(options));
              }});
     return kDone;
   }

@@ -136,6 +136,24 @@ void add_rank_flags(CLI::App& command, Options& o) {
       ->check(path_value("file://"))
       ->group(group);
   command
+      .add_option_function<std::string>(
+          "--ports", [&o](const std::string& text) { o.ports = parse_ports("--ports", text); },
+          "Ports at which this process listens for other ranks, as a firewall needs (default: "
+          "GRADWIRE_PORTS, or any)")
+      ->type_name("FIRST-LAST")
+      ->group(group);
+  command
+      .add_option_function<std::string>(
+          "--interface",
+          [&o](const std::string& name) {
+            check_interface("--interface", name);
+            o.interface = name;
+          },
+          "Network interface at whose address it listens, such as eth1 (default: GRADWIRE_INTERFACE, or as "
+          "the ranks meet)")
+      ->type_name("NAME")
+      ->group(group);
+  command
       .add_flag("--insecure", o.insecure,
                 "Let ranks on several machines meet at a tcp:// address without GRADWIRE_SECRET: whoever can "
                 "reach it may join")

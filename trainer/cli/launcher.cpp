@@ -302,16 +302,22 @@ std::string meeting_place(const Launch& launch, const std::string& rendezvous) {
                   launch.launcher, launch.world, launch.variables));
 }
 
-std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rendezvous, double timeout_s,
-                                   Device device, bool insecure, bool verify_payload, bool shrinkable) {
+TcpOptions tcp_options(const JoinOptions& how) {
   TcpOptions options;
-  options.verify_payload = verify_payload;
-  options.shrinkable = shrinkable;
-  options.group.rendezvous = meeting_place(launch, rendezvous);
+  options.verify_payload = how.verify_payload;
+  options.shrinkable = how.shrinkable;
+  options.group.insecure = how.insecure;
+  options.group.timeout = std::chrono::milliseconds(static_cast<int64_t>(how.timeout_s * 1e3));
+  options.group.interface = how.interface;
+  options.group.ports = how.ports;
+  return options;
+}
+
+std::unique_ptr<Communicator> join(const Launch& launch, const JoinOptions& how, Device device) {
+  TcpOptions options = tcp_options(how);
+  options.group.rendezvous = meeting_place(launch, how.rendezvous);
   options.group.rank = launch.rank;
   options.group.world = launch.world;
-  options.group.insecure = insecure;
-  options.group.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3));
   try {
     if (device.is_cuda()) return Communicator::create_nccl({.group = options.group, .device = device.index});
     return Communicator::create_tcp(options);
@@ -319,7 +325,7 @@ std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rend
     const std::string text = error.what();
     const bool not_there = text.find("cannot listen on") != std::string::npos ||
                            text.find("did not reach rank 0") != std::string::npos;
-    if (!rendezvous.empty() || launch.assumed_from.empty() || !not_there) throw;
+    if (!how.rendezvous.empty() || launch.assumed_from.empty() || !not_there) throw;
     throw CommError(
         fmt::format("{}; rank 0 is assumed to be on the first node of {}: if it is on another, set "
                     "MASTER_ADDR to that, on every rank",
@@ -333,11 +339,8 @@ Launch launch_of_newcomer(const std::string& path) {
 }
 
 std::unique_ptr<Communicator> join_members(const std::string& path, const std::string& about,
-                                           double timeout_s, bool verify_payload) {
-  TcpOptions options;
-  options.verify_payload = verify_payload;
-  options.group.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3));
-  return Communicator::join_tcp(options,
+                                           const JoinOptions& how) {
+  return Communicator::join_tcp(tcp_options(how),
                                 {.read =
                                      [path] {
                                        try {

@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 
+#include "collectives/rendezvous/socket.h"
 #include "runtime/device.h"
 
 namespace gradwire {
@@ -41,19 +42,26 @@ std::optional<Launch> detect_launcher();
 // there is none.
 std::string meeting_place(const Launch& launch, const std::string& rendezvous);
 
-// Joins the other processes, with NCCL when `device` is a GPU. `rendezvous` overrides the launcher's unless
-// empty. Throws BadInput when neither is known, when other machines can reach it and the run has no secret
-// (unless `insecure`), or when this build has no NCCL. `shrinkable`: see TcpOptions.
-std::unique_ptr<Communicator> join(const Launch& launch, const std::string& rendezvous, double timeout_s,
-                                   Device device = Device::host(), bool insecure = false,
-                                   bool verify_payload = false, bool shrinkable = false);
+// How a process joins others, as its flags say; the fields are those of GroupOptions and TcpOptions.
+struct JoinOptions {
+  std::string rendezvous;  // empty: the launcher's
+  double timeout_s = 60;
+  bool insecure = false, verify_payload = false, shrinkable = false;
+  std::string interface = {};
+  PortRange ports = {};
+};
+
+// Joins the other processes, with NCCL when `device` is a GPU. Throws BadInput when no rendezvous is known, when
+// other machines can reach it and the run has no secret (unless `insecure`), or when this build has no NCCL.
+std::unique_ptr<Communicator> join(const Launch& launch, const JoinOptions& how,
+                                   Device device = Device::host());
 
 // A process that joins a run whose --members is `path`. Until it is let in, its rank is the first that none of those has
 // with which the run was launched. Throws BadInput if the file cannot be read.
 Launch launch_of_newcomer(const std::string& path);
 // Blocks until the run's ranks let this process in, to which it says `about` itself: see Communicator::join_tcp().
 std::unique_ptr<Communicator> join_members(const std::string& path, const std::string& about,
-                                           double timeout_s, bool verify_payload);
+                                           const JoinOptions& how);
 
 // Divides the machine's cores between its processes, unless the launcher has bound each process to its own
 // cores or GRADWIRE_THREADS is set.

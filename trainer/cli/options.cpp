@@ -469,14 +469,24 @@ Resolved resolve(const Options& o) {
   return out;
 }
 
+JoinOptions join_options(const Options& o) {
+  return {.rendezvous = o.rendezvous,
+          .timeout_s = o.timeout_s,
+          .insecure = o.insecure,
+          .verify_payload = o.verify_payload,
+          .interface = o.interface,
+          .ports = o.ports};
+}
+
 std::unique_ptr<Communicator> join(const Options& o, const TrainConfig& config) {
   if (!o.launch || o.launch->world == 1) return nullptr;
   Device device = config.devices[static_cast<size_t>(o.launch->rank)];
   if (device.is_cuda() && o.launch->local_rank >= 0) {
     device = Device::cuda(o.launch->local_rank % cuda_device_count());
   }
-  return join(*o.launch, o.rendezvous, o.timeout_s, device, o.insecure, o.verify_payload,
-              static_cast<bool>(config.elastic));
+  JoinOptions how = join_options(o);
+  how.shrinkable = static_cast<bool>(config.elastic);
+  return join(*o.launch, how, device);
 }
 
 }  // namespace gradwire

@@ -27,6 +27,8 @@ struct Options {
   std::optional<Launch> launch;  // how this process was started, if by a launcher
   std::string rendezvous;        // empty: the launcher's
   bool insecure = false, verify_payload = false;
+  std::string interface;  // to listen on; empty: GRADWIRE_INTERFACE
+  PortRange ports;        // to listen at; {}: GRADWIRE_PORTS
   std::optional<std::string> elastic;  // MIN:MAX
   ElasticBatch elastic_batch = ElasticBatch::keep_global;
   std::string members;  // for ranks that join later; empty: in the folder of checkpoints, if there is one
@@ -84,6 +86,7 @@ struct Resolved {
 Resolved resolve_machine(const Options& options);
 
 // Joins the other processes, if this is one of several; null otherwise.
+JoinOptions join_options(const Options& options);
 std::unique_ptr<Communicator> join(const Options& options, const TrainConfig& config);
 
 // Checks everything that can be checked without running, and loads the data. Throws BadInput.

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from gradwire import _native
 from gradwire._core import Communicator, memory_of
 from gradwire._process_group import Origin, communicator
+from gradwire._profile import during
 
 
 class _Default:
@@ -46,7 +47,8 @@ class _Default:
         try:
             if tensor.is_cuda:
                 comm.check()  # an earlier call may have failed on its stream, which carries no errors
-            comm.allreduce_(tensor.detach(), spec, op, stream, tag)
+            with during(spec, "allreduce_", tensor):
+                comm.allreduce_(tensor.detach(), spec, op, stream, tag)
         except (_native.CommFailed, KeyboardInterrupt):
             self._failed = True
             raise
@@ -82,5 +84,6 @@ def allreduce_(tensor: torch.Tensor, spec: str = "fp32", op: str = "avg",
         return tensor
     if tensor.is_cuda:
         comm.check()
-    comm.allreduce_(tensor.detach(), spec, op, stream, tag)
+    with during(spec, "allreduce_", tensor):
+        comm.allreduce_(tensor.detach(), spec, op, stream, tag)
     return tensor

@@ -22,14 +22,22 @@ def the_ddp(given: Any) -> Any:
     found: Dict[int, Any] = {}
     _search(given, _DEPTH, found, set())
     if not found and isinstance(given, torch.nn.Module):
-        found = {id(ddp): ddp for ddp in gc.get_objects() if issubclass(type(ddp), _DDP)
-                 and getattr(ddp, "module", None) is given}  # one whose constructor failed has no module
+        found = _around(given)
+        if len(found) > 1:  # perhaps one that was dropped, and is in a cycle
+            found.clear()
+            gc.collect()
+            found = _around(given)
     if len(found) == 1:
         return next(iter(found.values()))
     if not found:
         raise _native.BadArgument(_not_ddp(given))
     raise _native.BadArgument(f"{_named(given)} has {len(found)} DistributedDataParallel models: call compress() for each, "
                               "which makes a hook for each")
+
+
+def _around(given: torch.nn.Module) -> Dict[int, Any]:
+    return {id(ddp): ddp for ddp in gc.get_objects() if issubclass(type(ddp), _DDP)
+            and getattr(ddp, "module", None) is given}  # one whose constructor failed has no module
 
 
 def _search(given: Any, depth: int, found: Dict[int, Any], seen: "set[int]") -> None:

@@ -136,13 +136,12 @@ def _wait_for_all(key: str, rank: int, world: int, timeout_s: float) -> None:
     """Through the store, so that a rank that is missing can be named, and the process group remains usable."""
     store = dist.distributed_c10d._get_default_store()
     mine = store.add(f"{key}/{rank}", 1)
-    begin, told, pause = time.monotonic(), False, 0.001
+    waited, told, pause = 0.0, False, 0.001
     missing = [r for r in range(world) if r != rank]
     while True:
         missing = [r for r in missing if store.add(f"{key}/{r}", 0) < mine]
         if not missing:
             return
-        waited = time.monotonic() - begin
         text = (f"hook.state_dict() has waited {waited:.0f} s for rank {', '.join(map(str, missing))}: call it on every rank and "
                 "save what rank 0 gets; or save hook.state_dict(gather=False) of every rank")
         if waited > timeout_s:
@@ -151,7 +150,10 @@ def _wait_for_all(key: str, rank: int, world: int, timeout_s: float) -> None:
         if waited > _PATIENCE_S and not told:
             _log.warning("%s", text)
             told = True
+        begin = time.monotonic()
         time.sleep(pause)
+        # A longer pause is time in which this process was stopped, and could not have seen the others.
+        waited += min(time.monotonic() - begin, pause + 0.4)
         pause = min(2 * pause, 0.1)
 
 

@@ -45,7 +45,9 @@ class _Update:
         enabled = getattr(self.scaler, "is_enabled", None)  # a disabled GradScaler keeps nothing, and skips nothing
         if optimizer is None or optimizer() is None or found is None or (enabled is not None and not enabled()):
             return None
-        return any(float(infinite) != 0 for infinite in found(optimizer()).values())
+        # A wrapper, such as accelerate's, gives the scaler the optimizer that it wraps.
+        stepped = [optimizer(), getattr(optimizer(), "optimizer", None)]
+        return any(float(infinite) != 0 for each in stepped if each is not None for infinite in found(each).values())
 
     def __reduce__(self) -> Any:
         return _Update, (self.scaler,)

@@ -278,7 +278,11 @@ def path(value: str, what: str) -> bytes:
 
 
 def rendezvous(value: "Union[str, os.PathLike[str]]") -> bytes:
-    """Encodes a rendezvous. A path-like object is the file of a file:// rendezvous."""
+    """Encodes a rendezvous. A path-like object is the file of a file:// rendezvous.
+
+    Raises TypeError for another type: bytes may be meant as a path or as a URL."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"the rendezvous is {type(value).__name__}, not str or a path")
     if not isinstance(value, str):
         value = f"file://{os.path.abspath(os.fspath(value))}"
     return path(value, "the rendezvous")

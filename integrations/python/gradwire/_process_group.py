@@ -27,21 +27,37 @@ def _default_group() -> Any:
 
 
 class Origin:
-    """The process and the default process group in which a communicator was made. It is of no use elsewhere."""
+    """The process and the process groups in which a communicator was made: the default one, and that of its ranks where it
+    is another. It is of no use elsewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, process_group: Any = None) -> None:
         group = _default_group()
         self._process = os.getpid()
         self._group = weakref.ref(group) if group is not None else None
+        self._own = process_group
+
+    def forked(self) -> bool:
+        """Returns whether this process is a fork of that of the communicator."""
+        return self._process != os.getpid()
 
     def ended(self) -> str:
         """Returns why a communicator of this origin cannot be used now; "" if it can."""
-        if self._process != os.getpid():
+        if self.forked():
             return "this process is a fork of the process that made its communicator"
         now = _default_group()
-        if now is None or self._group is None or self._group() is now:
+        if now is None or self._group is None or (self._group() is now and _registered(self._own)):
             return ""
         return "torch.distributed.destroy_process_group() has ended the process group of its communicator"
+
+
+def _registered(group: Any) -> bool:
+    if group is None or group == dist.group.WORLD:
+        return True
+    try:
+        dist.get_rank(group)
+        return True
+    except (RuntimeError, ValueError):  # PyTorch 1.13, and later
+        return False
 
 
 class _Inherited:

@@ -14,6 +14,7 @@ gradients it would improve, use gradwire.torch.compress() and gradwire.fsdp.comp
 """
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from datetime import timedelta
@@ -162,7 +163,7 @@ class Backend(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, rule: Rule, name: str) -> None:
         super().__init__(store, rank, size)
         self._rule, self._name, self._timeout_s = rule, name, timeout.total_seconds()
-        self._store = store
+        self._store, self._process = store, os.getpid()
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         kind = dist.ProcessGroup.BackendType.GLOO
         self._set_default_backend(kind)
@@ -308,6 +309,9 @@ class Backend(dist.ProcessGroup):
     def _submit(self, job: Callable[[Communicator], None], tensors: List[torch.Tensor], spec: str, call: str,
                 *inputs: torch.Tensor) -> Work:
         """tensors: the results. inputs: what the format is applied to, where that isn't the results."""
+        if self._process != os.getpid():  # its store has the parent's connection, and would get the parent's answers
+            raise _native.BadHandle("this process is a fork of the one that made the process group: call init_process_group() "
+                                    "in this process, or start it with the spawn method")
         if self._worker is None or self._finalizer is None:
             # By the store, which needs no call of this group's while it is in one.
             comm = communicator_of_store(self._store, self.rank(), self.size(), self._timeout_s)

@@ -381,18 +381,11 @@ def _meeting(rank: int, timeout_s: float, stack: contextlib.ExitStack) -> Tuple[
     """(rendezvous, secret), chosen by process 0 and handed out through jax.distributed's store. The port is reserved
     until the stack closes."""
     state = distributed.global_state
-    key = f"gradwire.jax/{_meetings()}"
+    # Counted in the store, which is new with each jax.distributed.initialize(), and for each process: one whose init() has
+    # failed by itself still meets the others at their next.
+    key = f"gradwire.jax/{state.client.key_value_increment(f'gradwire.jax/of {rank}', 1)}"
     if rank == 0:
         host = (state.coordinator_address or "").rpartition(":")[0] or socket.gethostname()
         state.client.key_value_set(key, f"tcp://{host}:{reserve_port(stack)} {secrets.token_hex(16)}")
     rendezvous, secret = state.client.blocking_key_value_get(key, int(min(timeout_s, 1e6) * 1000)).split()
     return rendezvous, secret
-
-
-_met = 0
-
-
-def _meetings() -> int:
-    global _met
-    _met += 1
-    return _met

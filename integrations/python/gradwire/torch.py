@@ -51,7 +51,7 @@ class Hook:
         "powersgd:rank=R[,wire=FORMAT][,start=N][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S]", or
         "randk:ratio=X[,wire=FORMAT][,seed=S]", each with ",ef=on|off" and ",schedule=auto|ring|tree|two_shot|hierarchical|nccl".
         By default int8, as in compress().
-    process_group: DDP's; None for the default one.
+    process_group: DDP's; None for that of `model`, or the default one.
     model: gives the names of parameters in error messages and state_dict(). None: parameters are numbered in
         the order of DDP's first buckets, which is the same in every run of the same model.
     timeout_s: the longest wait for a peer that is connected but silent, by default PyTorch's half hour; after
@@ -79,8 +79,14 @@ class Hook:
         if min_ranks < 0 or (min_ranks > 0 and comm is not None):
             raise _native.BadArgument(f"min_ranks={min_ranks}: " + ("the hook then makes its own communicators, so pass no comm"
                                                                     if comm is not None else "at least 1, or 0 for none"))
-        if min_ranks > 0 and isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            refuse_what_needs_all_ranks(model)
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            if min_ranks > 0:
+                refuse_what_needs_all_ranks(model)
+            if process_group is None:
+                process_group = model.process_group
+            elif process_group != model.process_group:
+                raise _native.BadArgument("process_group is another than the DistributedDataParallel's, over whose ranks a hook "
+                                          "must average: leave it out")
         self.spec = spec
         self._process_group = process_group
         self._timeout_s = timeout_s
@@ -151,8 +157,7 @@ class Hook:
         if self._elastic is not None:
             raise _native.Unsupported("sparse gradients are averaged by the process group, which min_ranks cannot use: "
                                       "use sparse=False")
-        world = self._place().world  # type: ignore[union-attr]
-        gradient.div_(world)
+        gradient.div_(dist.get_world_size(self._process_group))
         work = dist.all_reduce(gradient, group=self._process_group, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
 
@@ -192,7 +197,7 @@ class Hook:
         if self._comm is None:
             device: "str | int" = buffer.device.index if buffer.is_cuda else "host"
             elastic = self._elastic is not None
-            self._origin = Origin()
+            self._origin = Origin(self._process_group)
             self._take_communicator(communicator(self._process_group, device, self._timeout_s, shrinkable=elastic))
         return self._comm  # type: ignore[return-value]
 
@@ -307,7 +312,10 @@ class Hook:
 
         Raises:
             CommFailed: a rank does not call it within timeout_s. After 10 s a warning names that rank.
+            BadHandle: after close().
         """
+        if not self._finalizer.alive:
+            raise _native.BadHandle("the hook was closed, and its state with it: call state_dict() before close()")
         self._worker.drain()
         state = to_dict(self._collect(lambda index: True) or State("", 0, {}), self.spec, self._place())
         if not gather or self._elastic is not None or self._comm is None or not self._comm._key:
@@ -383,7 +391,10 @@ class Hook:
         return Place(dist.get_rank(self._process_group), dist.get_world_size(self._process_group))
 
     def __getstate__(self) -> Dict[str, Any]:
-        return {"spec": self.spec, "timeout_s": self._timeout_s, "seed": self._seed, "state": self.state_dict(gather=False),
+        # A closed hook has no state. That of a forked process belongs to its parent.
+        ended = not self._finalizer.alive or (self._origin is not None and self._origin.forked())
+        return {"spec": self.spec, "timeout_s": self._timeout_s, "seed": self._seed,
+                "state": to_dict(State("", 0, {}), self.spec, None) if ended else self.state_dict(gather=False),
                 "min_ranks": self._elastic.min_ranks if self._elastic is not None else 0}
 
     def __setstate__(self, pickled: Dict[str, Any]) -> None:
@@ -444,6 +455,7 @@ class Hook:
             for entry in self._buckets.values():
                 if entry.reducer is not None and not self._worker.busy:
                     entry.reducer.close()
+            self._buckets.clear()
             self._finalizer()
             if self._comm is not None:
                 self._comm._release(self)
