@@ -1,7 +1,7 @@
 // The one place where kernels are launched: checked, on an explicit stream, with a grid that fits the device.
 //
-// Kernel sources also compile as plain C++ for tests/simt, which runs them block by block on the CPU. Only
-// this file knows which of the two it is, so kernels obey a few rules:
+// Kernel sources also compile as plain C++ for tests/simt, which runs them block by block on the CPU, and for
+// tests/standin, which does so in the order of streams. Only this file knows which of the two it is, so kernels obey a few rules:
 //   - launched through gradwire::cuda::launch(), never with triple chevrons;
 //   - dynamic shared memory is declared with GW_DYNAMIC_SHARED(type, name);
 //   - static shared memory is declared as `__shared__ T name[N];` with T trivially constructible;
@@ -51,7 +51,7 @@ void launch(const char* name, void (*kernel)(Params...), const LaunchConfig& con
   if (config.shared_bytes > 0)
     allow_dynamic_shared(name, reinterpret_cast<const void*>(kernel), config.shared_bytes);
 #ifdef GRADWIRE_SIMT
-  simt::launch<Params...>(name, kernel, config.grid, config.block, config.shared_bytes,
+  simt::launch<Params...>(name, kernel, config.grid, config.block, config.shared_bytes, config.stream,
                           {static_cast<Params>(args)...});
 #else
   // clang-format off

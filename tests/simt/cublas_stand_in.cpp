@@ -11,8 +11,13 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <utility>
+#include <vector>
 
 #include "kernels/math/bf16.h"
+#ifdef GRADWIRE_STANDIN
+#include "tests/standin/launch.h"
+#endif
 
 namespace {
 
@@ -91,23 +96,59 @@ struct Product {
   Layout ld;
   double alpha, beta;
 };
+// The elements of a matrix as doubles, row by row: `rows` rows of `inner`, which lie `inner_step` and `row_step` apart.
+std::vector<double> unpack(const void* data, const Layout& layout, int64_t begin, int64_t rows, int64_t inner,
+                           int64_t row_step, int64_t inner_step) {
+  std::vector<double> all(static_cast<size_t>(rows * inner));
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t k = 0; k < inner; ++k)
+      all[static_cast<size_t>(row * inner + k)] =
+          get(data, layout.type, begin + row * row_step + k * inner_step);
+  }
+  return all;
+}
+// In a few partial sums, which the compiler can keep in vectors.
+double dot(const double* a, const double* b, int64_t n) {
+  constexpr int kSums = 8;
+  double sums[kSums] = {};
+  int64_t k = 0;
+  for (; k + kSums <= n; k += kSums) {
+    for (int i = 0; i < kSums; ++i) sums[i] += a[k + i] * b[k + i];
+  }
+  for (; k < n; ++k) sums[0] += a[k] * b[k];
+  for (int i = 1; i < kSums; ++i) sums[0] += sums[i];
+  return sums[0];
+}
 void multiply(const Product& p, int64_t index,
               const std::function<double(double, int64_t, int64_t)>& finish) {
+  const std::vector<double> a = unpack(p.a, p.la, index * p.la.stride, p.rows, p.inner,
+                                       p.transpose_a ? p.la.ld : 1, p.transpose_a ? 1 : p.la.ld);
+  const std::vector<double> b = unpack(p.b, p.lb, index * p.lb.stride, p.columns, p.inner,
+                                       p.transpose_b ? 1 : p.lb.ld, p.transpose_b ? p.lb.ld : 1);
   for (int64_t column = 0; column < p.columns; ++column) {
     for (int64_t row = 0; row < p.rows; ++row) {
-      double sum = 0.0;
-      for (int64_t k = 0; k < p.inner; ++k) {
-        sum += get(p.a, p.la.type,
-                   index * p.la.stride + (p.transpose_a ? row * p.la.ld + k : k * p.la.ld + row)) *
-               get(p.b, p.lb.type,
-                   index * p.lb.stride + (p.transpose_b ? k * p.lb.ld + column : column * p.lb.ld + k));
-      }
       const int64_t at = index * p.ld.stride + column * p.ld.ld + row;
-      double x = p.alpha * sum;
+      double x = p.alpha * dot(a.data() + row * p.inner, b.data() + column * p.inner, p.inner);
       if (p.beta != 0.0) x += p.beta * get(p.d, p.ld.type, at);
       put(p.d, p.ld.type, at, finish(x, row, column));
     }
   }
+}
+
+struct Handle {
+  cudaStream_t stream = nullptr;
+};
+
+// Runs a product now; in tests/standin, where streams have an order, when its stream has come that far.
+cublasStatus_t enqueue([[maybe_unused]] const char* name, [[maybe_unused]] cudaStream_t stream,
+                       std::function<void()> product) {
+#ifdef GRADWIRE_STANDIN
+  const int status = gradwire::standin::enqueue_library_call(name, stream, std::move(product));
+  return status == cudaSuccess ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
+#else
+  product();
+  return CUBLAS_STATUS_SUCCESS;
+#endif
 }
 
 // What the documentation asks of a call; NOT_SUPPORTED where there would be no algorithm.
@@ -219,7 +260,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const
                               cublasLtMatrixLayout_t layout_a, const void* b, cublasLtMatrixLayout_t layout_b,
                               const void* beta, const void* c, cublasLtMatrixLayout_t, void* d,
                               cublasLtMatrixLayout_t layout_d, const cublasLtMatmulAlgo_t* algorithm, void*,
-                              size_t, cudaStream_t) {
+                              size_t, cudaStream_t stream) {
   const Operation& o = of(desc);
   const Layout &la = of(layout_a), &lb = of(layout_b), &ld = of(layout_d);
   if (algorithm == nullptr || c != d) return CUBLAS_STATUS_INVALID_VALUE;
@@ -238,31 +279,33 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const
                   ld,
                   *static_cast<const float*>(alpha),
                   *static_cast<const float*>(beta)};
-  for (int64_t index = 0; index < ld.batch; ++index) {
-    multiply(p, index, [&](double x, int64_t row, int64_t column) {
-      if (o.bias != nullptr) x += get(o.bias, ld.type, row);
-      const int64_t at = column * o.aux_ld + row;
-      if (o.epilogue == CUBLASLT_EPILOGUE_DGELU) return x * gelu_derivative(get(o.aux, ld.type, at));
-      if (!is_gelu(o.epilogue)) return x;
-      if (o.aux != nullptr) put(o.aux, ld.type, at, x);
-      return gelu(x);
-    });
-  }
-  return CUBLAS_STATUS_SUCCESS;
+  return enqueue("cublasLtMatmul", stream, [p, o] {
+    for (int64_t index = 0; index < p.ld.batch; ++index) {
+      multiply(p, index, [&](double x, int64_t row, int64_t column) {
+        if (o.bias != nullptr) x += get(o.bias, p.ld.type, row);
+        const int64_t at = column * o.aux_ld + row;
+        if (o.epilogue == CUBLASLT_EPILOGUE_DGELU) return x * gelu_derivative(get(o.aux, p.ld.type, at));
+        if (!is_gelu(o.epilogue)) return x;
+        if (o.aux != nullptr) put(o.aux, p.ld.type, at, x);
+        return gelu(x);
+      });
+    }
+  });
 }
 size_t cublasLtGetVersion() {
   return 0;
 }
 
 cublasStatus_t cublasCreate_v2(cublasHandle_t* handle) {
-  *handle = reinterpret_cast<cublasHandle_t>(new char);
+  *handle = reinterpret_cast<cublasHandle_t>(new Handle);
   return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasDestroy_v2(cublasHandle_t handle) {
-  delete reinterpret_cast<char*>(handle);
+  delete reinterpret_cast<Handle*>(handle);
   return CUBLAS_STATUS_SUCCESS;
 }
-cublasStatus_t cublasSetStream_v2(cublasHandle_t, cudaStream_t) {
+cublasStatus_t cublasSetStream_v2(cublasHandle_t handle, cudaStream_t stream) {
+  reinterpret_cast<Handle*>(handle)->stream = stream;
   return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasSetWorkspace_v2(cublasHandle_t, void*, size_t) {
@@ -271,12 +314,12 @@ cublasStatus_t cublasSetWorkspace_v2(cublasHandle_t, void*, size_t) {
 cublasStatus_t cublasSetMathMode(cublasHandle_t, cublasMath_t) {
   return CUBLAS_STATUS_SUCCESS;
 }
-cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t, cublasOperation_t ta, cublasOperation_t tb, int m,
-                                          int n, int k, const void* alpha, const void* a, cudaDataType type_a,
-                                          int lda, long long stride_a, const void* b, cudaDataType type_b,
-                                          int ldb, long long stride_b, const void* beta, void* c,
-                                          cudaDataType type_c, int ldc, long long stride_c, int batch,
-                                          cublasComputeType_t, cublasGemmAlgo_t) {
+cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t handle, cublasOperation_t ta, cublasOperation_t tb,
+                                          int m, int n, int k, const void* alpha, const void* a,
+                                          cudaDataType type_a, int lda, long long stride_a, const void* b,
+                                          cudaDataType type_b, int ldb, long long stride_b, const void* beta,
+                                          void* c, cudaDataType type_c, int ldc, long long stride_c,
+                                          int batch, cublasComputeType_t, cublasGemmAlgo_t) {
   const Product p{ta != CUBLAS_OP_N,
                   tb != CUBLAS_OP_N,
                   m,
@@ -290,8 +333,13 @@ cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t, cublasOperation_t ta, 
                   {type_c, 0, 0, ldc, batch, stride_c},
                   *static_cast<const float*>(alpha),
                   *static_cast<const float*>(beta)};
-  for (int index = 0; index < batch; ++index)
-    multiply(p, index, [](double x, int64_t, int64_t) { return x; });
+  return enqueue("cublasGemmStridedBatchedEx", reinterpret_cast<Handle*>(handle)->stream, [p, batch] {
+    for (int index = 0; index < batch; ++index)
+      multiply(p, index, [](double x, int64_t, int64_t) { return x; });
+  });
+}
+cublasStatus_t cublasGetProperty(libraryPropertyType, int* value) {
+  *value = 0;
   return CUBLAS_STATUS_SUCCESS;
 }
 const char* cublasGetStatusName(cublasStatus_t) {
@@ -301,6 +349,7 @@ const char* cublasGetStatusString(cublasStatus_t) {
   return "tests/simt/cublas_stand_in.cpp";
 }
 
+#ifndef GRADWIRE_STANDIN  // which has these functions itself
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   *pointer = std::malloc(bytes);
   return cudaSuccess;
@@ -354,5 +403,6 @@ cudaError_t cudaEventSynchronize(cudaEvent_t) {
 cudaError_t cudaEventElapsedTime(float*, cudaEvent_t, cudaEvent_t) {
   return cudaErrorNotSupported;
 }
+#endif
 
 }  // extern "C"

@@ -4,7 +4,12 @@
 // done, and waits for the next. When a launch fails, the threads that are still inside the kernel are resumed
 // one last time and leave by an exception, so that their stacks are clean for the next launch.
 #include <fmt/format.h>
+#ifdef GRADWIRE_STANDIN  // without sanitizers
+static void __sanitizer_start_switch_fiber(void**, const void*, size_t) {}
+static void __sanitizer_finish_switch_fiber(void*, const void**, size_t*) {}
+#else
 #include <sanitizer/common_interface_defs.h>
+#endif
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -88,6 +93,45 @@ Side* came_from = nullptr;  // who switched to `running`
 
 // Never deleted: idle fibers never end.
 std::vector<Side*>& fibers = *new std::vector<Side*>();
+
+#ifdef GRADWIRE_STANDIN
+// The engine between the blocks of one kernel and those of another: what a kernel puts away that gives way to others.
+class EngineState {
+ public:
+  EngineState() {
+    if (spare().empty()) return;
+    fibers_ = std::move(spare().back());
+    spare().pop_back();
+  }
+  ~EngineState() { spare().push_back(std::move(fibers_)); }
+  EngineState(const EngineState&) = delete;
+
+  void exchange() {
+    std::swap(block_, block);
+    std::swap(scheduler_, scheduler);
+    std::swap(running_, running);
+    if (running == nullptr) running = &scheduler;
+    std::swap(came_from_, came_from);
+    std::swap(fibers_, fibers);
+    std::swap(thread_, threadIdx);
+    std::swap(index_, blockIdx);
+    std::swap(block_size_, blockDim);
+    std::swap(grid_size_, gridDim);
+  }
+
+ private:
+  static std::vector<std::vector<Side*>>& spare() {
+    static auto* const kept = new std::vector<std::vector<Side*>>();
+    return *kept;
+  }
+  Block block_;
+  Side scheduler_;
+  Side *running_ = nullptr, *came_from_ = nullptr;
+  std::vector<Side*> fibers_;
+  uint3 thread_{}, index_{};
+  dim3 block_size_, grid_size_;
+};
+#endif
 
 GW_SWITCHES void arrive(boost::context::fiber&& from, Side& self) {
   __sanitizer_finish_switch_fiber(self.asan_stack, &came_from->bottom, &came_from->bytes);

@@ -3,7 +3,8 @@
 //
 // A name that is missing here does not compile, on purpose. Missing: inline PTX, textures, clusters, TMA,
 // wgmma, dynamic parallelism, cooperative groups, CUB, streams that overlap. `cudaStream_t` arguments are
-// ignored: a launch has ended when it returns.
+// ignored: a launch has ended when it returns. (tests/standin compiles kernels with GRADWIRE_STANDIN: there a launch is
+// enqueued on its stream.)
 //
 // Stricter than CUDA, on purpose:
 //   - every lane named in the mask of a warp collective must reach it, on the same source line; lanes that
@@ -25,7 +26,9 @@
 #include "tests/simt/runtime.h"
 #include "tests/simt/vector_types.h"
 
-#ifndef __SANITIZE_ADDRESS__
+#ifdef GRADWIRE_STANDIN
+#include "tests/standin/launch.h"
+#elif !defined(__SANITIZE_ADDRESS__)
 #error "tests/simt needs GCC's AddressSanitizer to find memory errors: compile with -fsanitize=address"
 #endif
 
@@ -37,12 +40,17 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
+#ifdef GRADWIRE_STANDIN
+// Of the thread that runs the grid: a kernel that waits for another rank's does not share variables with that one.
+#define __shared__ static thread_local
+#else
 #define __shared__                                                                  \
   [] {                                                                              \
     static constinit ::gradwire::simt::SharedSite gw_simt_site{__FILE__, __LINE__}; \
     gw_simt_site.enter();                                                           \
   }();                                                                              \
   static
+#endif
 #define GW_DYNAMIC_SHARED(type, name) type* name = static_cast<type*>(::gradwire::simt::dynamic_shared())
 
 using cudaStream_t = struct CUstream_st*;
@@ -231,10 +239,11 @@ inline void __nanosleep(unsigned) {
 
 namespace gradwire::simt {
 
-// Calls kernel(params...) for every thread of the grid; each thread gets parameters of its own, as on a GPU.
+// Calls kernel(params...) for every thread of the grid; each thread gets parameters of its own, as on a GPU. Only
+// tests/standin has streams; elsewhere the launch has ended on return.
 template <typename... Params>
 void launch(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
-            std::tuple<Params...> params) {
+            [[maybe_unused]] cudaStream_t stream, std::tuple<Params...> params) {
   static_assert((std::is_trivially_copyable_v<Params> && ...), "kernel parameters are copied byte by byte");
   static_assert((!std::is_reference_v<Params> && ...), "a reference parameter would point to host memory");
   static_assert((sizeof(Params) + ... + 0) <= 32764, "CUDA passes at most 32764 bytes of parameters");
@@ -247,12 +256,25 @@ void launch(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block, 
     const auto& c = *static_cast<const Call*>(arguments);
     std::apply(c.kernel, c.params);
   };
+#ifdef GRADWIRE_STANDIN
+  const auto* const address = reinterpret_cast<const void*>(kernel);
+  standin::launch({name,
+                   address,
+                   {grid.x, grid.y, grid.z},
+                   {block.x, block.y, block.z},
+                   shared_bytes,
+                   stream,
+                   [name = std::string(name), address, grid, block, shared_bytes, thread, call] {
+                     run_grid({name.c_str(), address, grid, block, shared_bytes}, thread, call.get());
+                   }});
+#else
   auto parameters = std::apply(
       [](const Params&... p) {
         return std::array<std::span<const std::byte>, sizeof...(Params)>{std::as_bytes(std::span(&p, 1))...};
       },
       call->params);
   run({name, reinterpret_cast<const void*>(kernel), grid, block, shared_bytes}, thread, call, parameters);
+#endif
 }
 
 }  // namespace gradwire::simt
