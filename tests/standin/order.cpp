@@ -1,0 +1,314 @@
+// Which operation runs next, and when.
+//
+// Operations run one at a time, on threads of the stand-in. They begin late: when the host waits for something, or some
+// milliseconds after they were enqueued. Streams whose next operation waits for nothing are candidates. Which of them
+// runs is drawn in one of three ways, which change every few operations, because each finds other missing waits:
+//   demanded  only what the waiting host needs, so that everything it forgot to wait for has not happened yet
+//   any       any candidate
+//   others    what the host does not wait for, so that work runs ahead of what should have preceded it
+#include <algorithm>
+#include <cstdio>
+#include <exception>
+
+#include "tests/standin/launch.h"
+#include "tests/standin/machine.h"
+
+namespace gradwire::standin {
+
+struct Worker {
+  std::condition_variable changed;
+  bool chosen = false;
+};
+
+namespace {
+
+enum class Way { demanded, any, others };
+
+struct Order {
+  std::condition_variable host_changed, timer_changed;
+  std::vector<std::shared_ptr<Ticket>> demands;  // what host threads wait for
+  std::vector<Worker*> idle;
+  bool running = false;  // a worker runs operations
+  bool overdue = false;  // operations run although nobody waits
+  bool timer_set = false, timer_runs = false;
+  Clock::time_point due{};
+  Way way = Way::any;
+};
+Order& order() {
+  static auto* const only = new Order();
+  return *only;
+}
+
+thread_local Worker* this_worker = nullptr;
+thread_local CUstream_st* running_stream = nullptr;
+
+template <typename Body>
+void for_each_stream(const Body& body) {
+  for (Device& d : machine().devices) body(*d.default_stream);
+  for (const auto& stream : machine().streams) body(*stream);
+}
+
+// Marks records and drops waits that have come to the front of their streams.
+void settle() {
+  bool again = true;
+  while (again) {
+    again = false;
+    for_each_stream([&](CUstream_st& stream) {
+      while (!stream.queue.empty() && !stream.busy) {
+        Op& op = stream.queue.front();
+        if (op.kind == Op::Kind::work || (op.kind == Op::Kind::wait && !op.ticket->done)) break;
+        if (op.kind == Op::Kind::record) mark(*op.ticket);
+        stream.queue.pop_front();
+        again = true;
+      }
+    });
+  }
+  std::erase_if(machine().streams,
+                [](const auto& s) { return s->destroyed && s->queue.empty() && !s->busy; });
+}
+
+bool is_candidate(const CUstream_st& stream) {
+  if (stream.busy) return stream.waiting != nullptr;
+  return !stream.queue.empty() && stream.queue.front().kind == Op::Kind::work;
+}
+
+// The stream whose next operation a host thread needs, if that can run.
+CUstream_st* demanded_stream() {
+  for (const auto& demand : order().demands) {
+    CUstream_st* stream = demand->stream;
+    while (!demand->done && stream != nullptr && !stream->busy && !stream->queue.empty() &&
+           stream->queue.front().kind == Op::Kind::wait)
+      stream = stream->queue.front().ticket->stream;
+    if (!demand->done && stream != nullptr && is_candidate(*stream)) return stream;
+  }
+  return nullptr;
+}
+
+// The stream to run, or null. A kernel that waits for another kernel gives way to every other candidate half of the
+// time, because running it alone leads nowhere.
+CUstream_st* choose() {
+  settle();
+  if (order().demands.empty() && !order().overdue) return nullptr;
+  std::vector<CUstream_st*> candidates;
+  bool all_wait = true;
+  for_each_stream([&](CUstream_st& stream) {
+    if (!is_candidate(stream)) return;
+    candidates.push_back(&stream);
+    all_wait = all_wait && stream.waiting != nullptr;
+  });
+  if (candidates.empty()) return nullptr;
+  const uint64_t number = machine().random();
+  if (number % 8 == 0) order().way = static_cast<Way>(number / 8 % 3);
+  CUstream_st* const demanded = demanded_stream();
+  const bool kernels_wait = std::ranges::any_of(candidates, [](auto* s) { return s->waiting != nullptr; });
+  if (demanded != nullptr && !kernels_wait) {
+    if (order().way == Way::demanded) return demanded;
+    if (order().way == Way::others && candidates.size() > 1) std::erase(candidates, demanded);
+  }
+  if (kernels_wait && !all_wait && number / 32 % 2 == 0)
+    std::erase_if(candidates, [](auto* s) { return s->waiting != nullptr; });
+  return candidates[number / 64 % candidates.size()];
+}
+
+void run(Lock& lock, CUstream_st& stream) {
+  Device& device = machine().devices[static_cast<size_t>(stream.device)];
+  Op& op = stream.queue.front();
+  stream.busy = true;
+  if (device.sticky == cudaSuccess) {
+    open_memory(reachable_from(stream.device) | op.devices);
+    name_running_operation(op.name.c_str());
+    running_stream = &stream;
+    lock.unlock();
+    std::string failure;
+    try {
+      op.run();
+    } catch (const std::exception& error) {
+      failure = error.what();
+    }
+    lock.lock();
+    running_stream = nullptr;
+    if (!failure.empty()) {
+      std::fprintf(stderr, "standin: cuda:%d: %s failed: %s\n", stream.device, op.name.c_str(),
+                   failure.c_str());
+      device.sticky = cudaErrorLaunchFailure;
+    }
+  }
+  stream.busy = false;
+  stream.queue.pop_front();
+}
+
+void let_run(Worker* worker);
+void set_timer();
+
+// Runs operations until there is nothing to run.
+void run_operations(Lock& lock) {
+  while (CUstream_st* const stream = choose()) {
+    if (stream->waiting != nullptr) {
+      Worker* const other = stream->waiting;
+      order().idle.push_back(this_worker);
+      let_run(other);
+      return;
+    }
+    run(lock, *stream);
+    order().host_changed.notify_all();
+  }
+  name_running_operation("");
+  open_memory(0);
+  order().running = order().overdue = false;
+  order().idle.push_back(this_worker);
+  order().host_changed.notify_all();
+  set_timer();
+}
+
+void work() {
+  Worker self;
+  this_worker = &self;
+  Lock lock(machine().mutex);
+  self.chosen = true;  // a worker is made to run at once
+  while (true) {
+    self.changed.wait(lock, [&] { return self.chosen; });
+    self.chosen = false;
+    run_operations(lock);
+  }
+}
+
+// Wakes a worker, which runs operations from now on. Null: any.
+void let_run(Worker* worker) {
+  if (worker == nullptr && order().idle.empty()) {
+    std::thread(work).detach();
+    return;
+  }
+  if (worker == nullptr) {
+    worker = order().idle.back();
+    order().idle.pop_back();
+  }
+  worker->chosen = true;
+  worker->changed.notify_one();
+}
+
+bool anything_enqueued() {
+  bool any = false;
+  for_each_stream([&](CUstream_st& stream) { any = any || !stream.queue.empty(); });
+  return any;
+}
+
+// Lets operations run that nobody waits for, some time after they were enqueued.
+void watch_time() {
+  Lock lock(machine().mutex);
+  while (true) {
+    order().timer_changed.wait(lock, [] { return order().timer_set; });
+    while (Clock::now() < order().due) {
+      const Clock::time_point until = order().due;
+      order().timer_changed.wait_until(lock, until);
+    }
+    order().timer_set = false;
+    order().overdue = true;
+    if (order().running) continue;
+    if (choose() == nullptr) {
+      order().overdue = false;
+      continue;
+    }
+    order().running = true;
+    let_run(nullptr);
+  }
+}
+
+void set_timer() {
+  if (order().timer_set || !anything_enqueued()) return;
+  order().timer_set = true;
+  order().due = Clock::now() + std::chrono::microseconds(1000 + machine().random() % 4000);
+  if (!order().timer_runs) {
+    order().timer_runs = true;
+    std::thread(watch_time).detach();
+  }
+  order().timer_changed.notify_one();
+}
+
+// Makes operations run if they may.
+void begin_running() {
+  if (order().running) return;
+  if (choose() != nullptr) {
+    order().running = true;
+    return let_run(nullptr);
+  }
+  set_timer();
+}
+
+}  // namespace
+
+void mark(Ticket& ticket) {
+  ticket.done = true;
+  ticket.time = Clock::now();
+  order().host_changed.notify_all();
+}
+
+cudaError_t enqueue(CUstream_st& stream, Op op) {
+  if (stream.capture != nullptr) return record_in_capture(stream, std::move(op));
+  stream.queue.push_back(std::move(op));
+  begin_running();
+  return cudaSuccess;
+}
+
+std::shared_ptr<Ticket> enqueue_record(CUstream_st& stream) {
+  auto ticket = std::make_shared<Ticket>();
+  ticket->stream = &stream;
+  stream.queue.push_back({.kind = Op::Kind::record, .name = "an event", .ticket = ticket});
+  settle();
+  begin_running();
+  return ticket;
+}
+
+void wait_for(Lock& lock, const std::shared_ptr<Ticket>& ticket) {
+  if (ticket->done) return;
+  order().demands.push_back(ticket);
+  begin_running();
+  order().host_changed.wait(lock, [&] { return ticket->done; });
+  const auto at = std::ranges::find(order().demands, ticket);
+  order().demands.erase(at);
+}
+
+void wait_for_device(Lock& lock, int device) {
+  std::vector<std::shared_ptr<Ticket>> all;
+  Device& d = machine().devices[static_cast<size_t>(device)];
+  std::vector<CUstream_st*> streams;
+  for_each_stream([&](CUstream_st& stream) {
+    if (stream.device == device && !stream.queue.empty()) streams.push_back(&stream);
+  });
+  for (CUstream_st* stream : streams) {
+    auto ticket = std::make_shared<Ticket>();
+    ticket->stream = stream;
+    stream->queue.push_back({.kind = Op::Kind::record, .name = "cudaFree", .ticket = ticket});
+    all.push_back(std::move(ticket));
+  }
+  ++d.frees_waiting;
+  for (const auto& ticket : all) wait_for(lock, ticket);
+  if (--d.frees_waiting == 0) order().host_changed.notify_all();
+}
+
+void wait_until_launches_may_begin(Lock& lock, int device) {
+  order().host_changed.wait(
+      lock, [&] { return machine().devices[static_cast<size_t>(device)].frees_waiting == 0; });
+}
+
+void let_other_streams_run() {
+  Lock lock(machine().mutex);
+  CUstream_st& mine = *running_stream;
+  mine.waiting = this_worker;
+  const std::string name = mine.queue.front().name;
+  order().overdue = true;  // else it would wait for work that nobody waits for
+  CUstream_st* const next = choose();
+  if (next == nullptr || next == &mine) {
+    // Nothing else can run now: the host has not enqueued it yet.
+    this_worker->changed.wait_for(lock, std::chrono::microseconds(50));
+    mine.waiting = nullptr;
+    return;
+  }
+  let_run(next->waiting);
+  this_worker->changed.wait(lock, [] { return this_worker->chosen; });
+  this_worker->chosen = false;
+  mine.waiting = nullptr;
+  open_memory(reachable_from(mine.device) | mine.queue.front().devices);
+  name_running_operation(name.c_str());
+}
+
+}  // namespace gradwire::standin
