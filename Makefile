@@ -4,6 +4,7 @@
 #   make test     build and run every test, sanitizers included
 #   make test-quick   only the release build's tests
 #   make build    the optimized build of everything but the tests, in build/
+#   make test-cuda-host   the CUDA side's host code on pretended GPUs: all tests of tests/standin
 #   make test-frameworks   the Python tests on today's PyTorch, beside Debian's; installs it in build/
 #   make faults   the fault matrix of docs/faults.md, and 200 runs with a killed rank
 #   make faults-soak   random faults of every kind for 10 minutes; SOAK_S=SECONDS, SOAK_SEED=N for others
@@ -30,7 +31,7 @@ FUZZ_FLAGS ?=
 SOAK_S ?= 600
 SOAK_SEED ?= 1
 
-.PHONY: build build-tests demo test test-quick test-frameworks faults faults-soak elastic-soak fuzz bench bench-check host-check experiments \
+.PHONY: build build-tests demo test test-quick test-cuda-host test-frameworks faults faults-soak elastic-soak fuzz bench bench-check host-check experiments \
   gpu-check machine-code bundle wheel deb setup format clean
 
 build: setup
@@ -49,6 +50,9 @@ test: setup
 
 test-quick: setup
 	@scripts/test.sh quick
+
+test-cuda-host: setup
+	@PYTHON=$(PYTHON) scripts/test_cuda_host.sh
 
 test-frameworks: setup
 	@scripts/frameworks.sh

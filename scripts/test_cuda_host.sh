@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Tests the host code of the CUDA side on pretended GPUs (tests/standin): the tests of all layers on 1, 2 and 4 of them,
+# training compared with the host, and each call of the CUDA runtime made to fail. Needs nvcc's headers, no GPU.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+scripts/configure.sh release
+if [ ! -d build/tests/standin ]; then
+  echo "test-cuda-host: this build has no standin_tests; they need CUDA's headers and nvcc"
+  exit 1
+fi
+cmake --build --preset release --target standin_tests gradwire_standin
+python=${PYTHON:-python3}
+failed=0
+for gpus in 1 2 4; do
+  echo "== standin_tests on $gpus pretended GPUs"
+  GRADWIRE_STANDIN_GPUS=$gpus build/bin/standin_tests --gtest_filter='*cuda*:Standin*' --gtest_brief=1 || failed=1
+done
+echo "== training, compared with the host"
+"$python" tests/standin/train_test.py build/standin/gradwire || failed=1
+echo "== each call of the CUDA runtime made to fail"
+"$python" tests/standin/fail_test.py build/standin/gradwire --jobs "$(nproc)" || failed=1
+exit $failed

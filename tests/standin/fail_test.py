@@ -1,0 +1,92 @@
+#!/usr/bin/env python3
+"""Makes the N-th call of the CUDA runtime fail, for every N, in short runs of `gradwire train --device cuda`.
+
+    fail_test.py GRADWIRE [--every K] [--jobs J] [--run NAME]
+
+GRADWIRE is the command linked with the stand-in. Each run must end within its deadline. It must fail with a message that
+names the failing call, or end well because the call's failure is of no consequence (a cudaFree of a destructor).
+--every K: only every K-th call, from a start that differs between runs.
+"""
+import argparse
+import concurrent.futures
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+DEADLINE_S = 60
+SMALL = ["--data", "synthetic:16", "--batch-size", "4", "--eval-batch-size", "4", "--width", "16", "--depth", "1", "--heads", "2",
+         "--mlp", "16", "--steps", "2", "--timeout-s", "10"]
+# name: (ranks, flags, error)
+RUNS = {
+    "plain": (1, "", "cudaErrorIllegalAddress:sticky"),
+    "graph": (1, "--graph", "cudaErrorInvalidValue"),
+    "memory": (1, "--precision bf16", "cudaErrorMemoryAllocation"),
+    "ranks": (2, "", "cudaErrorIllegalAddress:sticky"),
+    "shards": (2, "--shard full", "cudaErrorMemoryAllocation"),
+    "powersgd": (2, "--compression powersgd:rank=2", "cudaErrorInvalidValue"),
+}
+# Calls whose failures are ignored on purpose: destructors, and questions with a safe answer.
+IGNORED = re.compile(r"Destroy$|Free|cudaGetDeviceCount|cudaGetDriverEntryPoint|EndCapture|cudaDeviceCanAccessPeer|cudaDeviceGetPCIBusId")
+
+
+def run(gradwire, name, number, folder):
+    """Returns (calls, failed call, exit status or None after the deadline, stderr)."""
+    ranks, flags, error = RUNS[name]
+    log = pathlib.Path(folder) / f"{name}-{number}"
+    environment = dict(os.environ, GRADWIRE_STANDIN_GPUS=str(ranks), GRADWIRE_STANDIN_LOG=str(log))
+    if number:
+        environment["GRADWIRE_STANDIN_FAIL"] = f"{number}:{error}"
+    try:
+        result = subprocess.run([gradwire, "train", *SMALL, "--device", "cuda", "--ranks", str(ranks), *flags.split()],
+                                env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        return 0, "", None, ""
+    if not log.exists():
+        return 0, "", result.returncode, result.stderr
+    lines = dict(line.split(" ", 1) for line in log.read_text().splitlines())
+    log.unlink()
+    return int(lines["calls"]), lines["failed"].strip(), result.returncode, result.stderr
+
+
+def problem(gradwire, name, number, folder):
+    _, failed, status, text = run(gradwire, name, number, folder)
+    where = f"{name}, call {number} ({failed})"
+    if status is None:
+        return f"{where}: no end within {DEADLINE_S} s"
+    if status < 0:
+        return f"{where}: ended by signal {-status}: {text[-400:]}"
+    if status == 0:
+        return None if not failed or IGNORED.search(failed) else f"{where}: the failure was ignored"
+    if failed and failed not in text:
+        return f"{where}: the message does not name the call: {text[-400:]}"
+    return None
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("gradwire")
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--run", default=None, choices=sorted(RUNS))
+    options = parser.parse_args()
+    failures = 0
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        for index, name in enumerate([options.run] if options.run else RUNS):
+            calls, _, status, text = run(options.gradwire, name, 0, folder)
+            if status != 0 or calls == 0:
+                print(f"{name}: fails without a planted failure: {text}")
+                return 1
+            numbers = range(1 + index % options.every, calls + 1, options.every)
+            problems = [p for p in pool.map(lambda n: problem(options.gradwire, name, n, folder), numbers) if p]
+            failures += len(problems)
+            print(f"{name}: {calls} calls, {len(numbers)} of them made to fail, {len(problems)} problems", flush=True)
+            for text in problems[:40]:
+                print("  " + text.replace("\n", " | "))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
