@@ -20,6 +20,11 @@ inline void check(cudaError_t status, const char* call) {
   throw DeviceError(text);
 }
 
+// For destructors: a failure cannot be handled. Clears it, or the next launch would be blamed.
+inline void ignore(cudaError_t status) {
+  if (status != cudaSuccess) cudaGetLastError();
+}
+
 }  // namespace gradwire::cuda
 
 #define GW_CUDA_CHECK(call) ::gradwire::cuda::check((call), #call)

@@ -21,7 +21,7 @@ struct CudaStreamImpl final : Stream::Impl {
   CudaStreamImpl(int index, std::string name, CudaStream handle, bool owned, Stream::Priority priority)
       : Impl(Device::cuda(index), std::move(name), priority), handle(handle), owned(owned) {}
   ~CudaStreamImpl() override {
-    if (owned) cudaStreamDestroy(handle);
+    if (owned) ignore(cudaStreamDestroy(handle));
   }
   void submit(std::function<void()>) override {
     throw DeviceError(
@@ -43,7 +43,7 @@ struct CudaEventImpl final : Event::Impl {
     set_device(index);
     GW_CUDA_CHECK(cudaEventCreateWithFlags(&handle, timer ? cudaEventDefault : cudaEventDisableTiming));
   }
-  ~CudaEventImpl() override { cudaEventDestroy(handle); }
+  ~CudaEventImpl() override { ignore(cudaEventDestroy(handle)); }
   void record(Stream::Impl& stream) override {
     set_device(device.index);
     // A timer in a graph is a node that marks it at each launch; any other event is an edge, and no more.
@@ -58,7 +58,7 @@ struct CudaEventImpl final : Event::Impl {
     if (!recorded) return true;
     cudaError_t status = cudaEventQuery(handle);
     if (status == cudaErrorNotReady) return false;
-    GW_CUDA_CHECK(status);
+    check(status, "cudaEventQuery");
     return true;
   }
   void synchronize() const override {
@@ -98,15 +98,22 @@ int device_count() {
   return count;
 }
 
-std::string unavailable_reason() {
-  int count = 0;
-  cudaError_t status = cudaGetDeviceCount(&count);
-  if (status == cudaSuccess) return count == 0 ? "the driver reports no device" : "";
+namespace {
+// Why cudaGetDeviceCount failed with `status`. Clears the error.
+std::string why_uncounted(cudaError_t status) {
   cudaGetLastError();
   // Without a driver CUDA reports an insufficient one, which is misleading.
   int driver = 0;
   if (cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0) return "no NVIDIA driver is installed";
-  return cudaGetErrorString(status);
+  return fmt::format("cudaGetDeviceCount: {}: {}", cudaGetErrorName(status), cudaGetErrorString(status));
+}
+}  // namespace
+
+std::string unavailable_reason() {
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess) return why_uncounted(status);
+  return count == 0 ? "the driver reports no device" : "";
 }
 
 namespace {
@@ -155,8 +162,9 @@ void allow_dynamic_shared(const char* name, const void* kernel, size_t bytes) {
   std::lock_guard lock(mutex);
   size_t& most = allowed[{device, kernel}];
   if (bytes <= most) return;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
-        name);
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  if (status != cudaSuccess) check(status, fmt::format("cudaFuncSetAttribute for '{}'", name).c_str());
   most = bytes;
 }
 
@@ -175,11 +183,11 @@ int resident_blocks(const void* kernel, int threads, size_t shared_bytes) {
 }
 
 std::shared_ptr<Stream::Impl> make_stream(int device_index, std::string name, Stream::Priority priority) {
-  if (device_index < 0 || device_index >= device_count()) {
-    throw DeviceError(fmt::format("cuda:{} does not exist: {} CUDA devices usable{}", device_index,
-                                  device_count(),
-                                  device_count() == 0 ? fmt::format(" ({})", unavailable_reason()) : ""));
-  }
+  int count = 0;
+  if (const cudaError_t status = cudaGetDeviceCount(&count); status != cudaSuccess)
+    throw DeviceError(fmt::format("cuda:{} cannot be used: {}", device_index, why_uncounted(status)));
+  if (device_index < 0 || device_index >= count)
+    throw DeviceError(fmt::format("cuda:{} does not exist: {} CUDA devices usable", device_index, count));
   set_device(device_index);
   CudaStream handle = nullptr;
   int least = 0, greatest = 0;
@@ -209,7 +217,7 @@ std::shared_ptr<void> allocate(int device_index, size_t bytes) {
   set_device(device_index);
   void* data = nullptr;
   check_allocation(cudaMalloc(&data, bytes), "cudaMalloc", bytes);
-  return std::shared_ptr<void>(data, [](void* p) { cudaFree(p); });
+  return std::shared_ptr<void>(data, [](void* p) { ignore(cudaFree(p)); });
 }
 
 bool can_access_peer(int from, int to) {
@@ -222,14 +230,14 @@ bool can_access_peer(int from, int to) {
     cudaGetLastError();  // which it would otherwise be
     return true;
   }
-  GW_CUDA_CHECK(result);
+  check(result, "cudaDeviceEnablePeerAccess");
   return true;
 }
 
 std::shared_ptr<void> allocate_pinned(size_t bytes) {
   void* data = nullptr;
   check_allocation(cudaMallocHost(&data, bytes), "cudaMallocHost", bytes);
-  return std::shared_ptr<void>(data, [](void* p) { cudaFreeHost(p); });
+  return std::shared_ptr<void>(data, [](void* p) { ignore(cudaFreeHost(p)); });
 }
 
 std::shared_ptr<void> allocate_in_order(const std::shared_ptr<Stream::Impl>& stream, size_t bytes) {
@@ -241,12 +249,12 @@ std::shared_ptr<void> allocate_in_order(const std::shared_ptr<Stream::Impl>& str
   if (pools == 0) {  // vGPUs without unified memory
     check_allocation(cudaMalloc(&data, bytes), "cudaMalloc", bytes);
     return std::shared_ptr<void>(data, [stream](void* p) {
-      cudaStreamSynchronize(stream->native());
-      cudaFree(p);
+      ignore(cudaStreamSynchronize(stream->native()));
+      ignore(cudaFree(p));
     });
   }
   check_allocation(cudaMallocAsync(&data, bytes, stream->native()), "cudaMallocAsync", bytes);
-  return std::shared_ptr<void>(data, [stream](void* p) { cudaFreeAsync(p, stream->native()); });
+  return std::shared_ptr<void>(data, [stream](void* p) { ignore(cudaFreeAsync(p, stream->native())); });
 }
 
 void enable_peer_access(int device_index, int peer_index) {
@@ -258,7 +266,7 @@ void enable_peer_access(int device_index, int peer_index) {
   if (status == cudaErrorPeerAccessAlreadyEnabled) {
     cudaGetLastError();
   } else {
-    GW_CUDA_CHECK(status);
+    check(status, "cudaDeviceEnablePeerAccess");
   }
 }
 
@@ -286,8 +294,8 @@ std::shared_ptr<void> end_capture(int device_index, CudaStream origin) {
   std::unique_ptr<CUgraph_st, cudaError_t (*)(cudaGraph_t)> owner(graph, cudaGraphDestroy);
   cudaGraphExec_t executable = nullptr;
   GW_CUDA_CHECK(cudaGraphInstantiate(&executable, graph, 0));
-  std::shared_ptr<void> result(executable,
-                               [](void* e) { cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(e)); });
+  std::shared_ptr<void> result(
+      executable, [](void* e) { ignore(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(e))); });
   GW_CUDA_CHECK(cudaGraphUpload(executable, origin));
   return result;
 }

@@ -46,7 +46,7 @@ class EventMark final : public ExchangeMark {
   static bool reached(cudaEvent_t event) {
     const cudaError_t status = cudaEventQuery(event);
     if (status == cudaErrorNotReady) return false;
-    GW_CUDA_CHECK(status);
+    cuda::check(status, "cudaEventQuery");
     return true;
   }
   cudaEvent_t begin_ = nullptr, end_ = nullptr;

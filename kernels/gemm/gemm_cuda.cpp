@@ -104,9 +104,9 @@ class CudaMemory {
       data_ = nullptr;
       return;
     }
-    GW_CUDA_CHECK(status);
+    check(status, "cudaMalloc");
   }
-  ~CudaMemory() { cudaFree(data_); }
+  ~CudaMemory() { ignore(cudaFree(data_)); }
   CudaMemory(const CudaMemory&) = delete;
   CudaMemory& operator=(const CudaMemory&) = delete;
   void* get() const { return data_; }
@@ -351,7 +351,7 @@ class Context {
     // At thread exit, perhaps after the driver has shut down: a failure cannot be handled.
     plans_.clear();
     cublasDestroy(handle_);
-    cudaFree(workspace_);
+    ignore(cudaFree(workspace_));
   }
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;

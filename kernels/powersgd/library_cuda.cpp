@@ -99,7 +99,7 @@ class CublasProducts final : public ThinProducts {
     ~Context() {
       // At thread exit, perhaps after the driver has shut down: a failure cannot be handled.
       if (handle != nullptr) api->destroy(handle);
-      cudaFree(workspace);
+      ignore(cudaFree(workspace));
     }
   };
 
