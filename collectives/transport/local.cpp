@@ -380,11 +380,13 @@ class LocalTransport final : public Transport {
       }
     }
     std::unique_lock lock(hub_->mutex);
-    // An offer points into this stack frame, so it must not outlive it, even when an exception is thrown.
+    // An offer points into this stack frame, so it must not outlive it, even when an exception is thrown. After an
+    // exception the caller may free the data that peers' copies, which are enqueued, still have to read.
     struct Withdraw {
       LocalTransport* self;
       std::unique_lock<std::mutex>& lock;
       std::deque<Offer>& mine;
+      bool failed = true;
       ~Withdraw() {
         if (!lock.owns_lock()) lock.lock();
         for (int to = 0; to < self->hub_->world; ++to) {
@@ -392,6 +394,17 @@ class LocalTransport final : public Transport {
           for (Offer& offer : mine) std::erase(box, &offer);
         }
         for (Offer& offer : mine) self->hub_->wait_for_copy(lock, self->rank_, offer);
+        if (!failed || self->device_.is_host()) return;
+        lock.unlock();
+        for (Offer& offer : mine) {
+          if (offer.state == Offer::State::finished) wait_until_copied(offer, self->hub_->timeout);
+        }
+      }
+      static void wait_until_copied(const Offer& offer, std::chrono::milliseconds timeout) noexcept {
+        try {
+          offer.taken.synchronize_until(std::chrono::steady_clock::now() + timeout);
+        } catch (...) {  // the exception that is under way says more
+        }
       }
     } withdraw{this, lock, mine};
 
@@ -439,7 +452,15 @@ class LocalTransport final : public Transport {
     if (stream) {
       for (const Offer& offer : mine) stream->wait(offer.taken);
     }
+    withdraw.failed = false;
     for (const Offer& offer : mine) bytes_sent_.fetch_add(offer.bytes, std::memory_order_relaxed);
+  }
+
+  static void finish_copy(const Stream& stream) noexcept {
+    try {
+      stream.synchronize();
+    } catch (...) {  // the exception that is under way says more
+    }
   }
 
   // Receives the oldest offer of t.peer. The lock is held on entry and exit, but not while copying.
@@ -467,7 +488,9 @@ class LocalTransport final : public Transport {
         std::memcpy(t.data, offer.data, t.bytes);
       }
     } catch (const std::exception& error) {
-      // The sender waits without a deadline while its memory is read.
+      // The sender waits without a deadline while its memory is read. The copy may be enqueued, and no event says when
+      // it ends.
+      if (stream) finish_copy(*stream);
       lock.lock();
       offer.state = Offer::State::waiting;
       hub_->fail(fmt::format("rank {} in {}: {}", rank_, here(label), error.what()));
