@@ -1,4 +1,5 @@
 // Error names, each thread's last error, and the call that is made to fail: GRADWIRE_STANDIN_FAIL=N:error[:sticky].
+#include <execinfo.h>
 #include <fmt/format.h>
 
 #include <atomic>
@@ -58,14 +59,27 @@ const Name* find_name(cudaError_t error) {
   return nullptr;
 }
 
-// The planted failure, and how many calls there were. GRADWIRE_STANDIN_LOG=FILE gets both at exit.
+extern "C" const char executable_begin[] __asm__("__ehdr_start");
+
+// The planted failure, and how many calls there were. At exit GRADWIRE_STANDIN_LOG=FILE gets both, and the stack of the
+// call that failed, as offsets in the executable for addr2line.
 struct Plan {
   int64_t number = 0;  // 0: none
   cudaError_t error = cudaErrorUnknown;
   bool sticky = false;
   std::atomic<int64_t> calls{0};
   std::string failed;  // the call that was made to fail
+  std::string stack;
 };
+
+std::string describe_stack() {
+  void* frames[24];
+  const int count = backtrace(frames, static_cast<int>(std::size(frames)));
+  std::string text;
+  for (int i = 0; i < count; ++i)
+    text += fmt::format(" {:#x}", static_cast<const char*>(frames[i]) - executable_begin);
+  return text;
+}
 
 [[noreturn]] void reject_plan(const char* text) {
   std::fprintf(
@@ -105,8 +119,8 @@ Plan& plan() {
       std::atexit([] {
         std::FILE* const file = std::fopen(std::getenv("GRADWIRE_STANDIN_LOG"), "w");
         if (file == nullptr) return;
-        std::fprintf(file, "calls %lld\nfailed %s\n", static_cast<long long>(made->calls.load()),
-                     made->failed.c_str());
+        std::fprintf(file, "calls %lld\nfailed %s\nstack%s\n", static_cast<long long>(made->calls.load()),
+                     made->failed.c_str(), made->stack.c_str());
         std::fclose(file);
       });
     }
@@ -127,6 +141,7 @@ cudaError_t begin_call(const char* name) {
   if (device >= machine().devices.size()) return cudaErrorNoDevice;
   if (number == planned.number) {
     planned.failed = name;
+    planned.stack = describe_stack();
     if (planned.sticky) machine().devices[device].sticky = planned.error;
     return planned.error;
   }

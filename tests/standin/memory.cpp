@@ -25,12 +25,13 @@ constexpr size_t kRange = size_t{1} << 40;  // addresses of a device
 
 struct Allocation {
   size_t bytes = 0, mapped = 0;
+  bool live = false;  // false: a cudaMallocAsync that its stream has not reached
 };
 
 struct Range {
   char* begin = nullptr;
   size_t next = 0;  // offset of the next allocation
-  std::map<char*, Allocation> live;
+  std::map<char*, Allocation> allocations;
 };
 
 Range ranges[kMostDevices];
@@ -96,7 +97,8 @@ bool is_open(int device) {
 void set_access_of_device(int device, bool access) {
   char* begin = nullptr;
   size_t bytes = 0;
-  for (const auto& [data, allocation] : ranges[device].live) {
+  for (const auto& [data, allocation] : ranges[device].allocations) {
+    if (!allocation.live) continue;
     if (data != begin + bytes) {
       if (bytes > 0) set_access(begin, bytes, access);
       begin = data, bytes = 0;
@@ -113,8 +115,8 @@ const std::pair<char* const, Allocation>* find_allocation(const void* pointer, i
     if (ranges[d].begin == nullptr || address < ranges[d].begin || address >= ranges[d].begin + kRange)
       continue;
     if (device != nullptr) *device = d;
-    auto after = ranges[d].live.upper_bound(address);
-    if (after == ranges[d].live.begin()) return nullptr;
+    auto after = ranges[d].allocations.upper_bound(address);
+    if (after == ranges[d].allocations.begin()) return nullptr;
     --after;
     return address < after->first + after->second.bytes ? &*after : nullptr;
   }
@@ -154,21 +156,22 @@ char* reserve(int device, size_t bytes) {
   char* const data = range.begin + range.next;
   range.next += in_pages(bytes);
   d.used_bytes += in_pages(bytes);
+  range.allocations[data] = {bytes, in_pages(bytes)};
   return data;
 }
 
-void make_live(int device, char* data, size_t bytes) {
-  const size_t mapped = in_pages(bytes);
+void make_live(int device, char* data) {
+  const size_t mapped = ranges[device].allocations.at(data).mapped;
   set_access(data, mapped, true);
   std::memset(data, 0xff, mapped);
-  ranges[device].live[data] = {bytes, mapped};
+  ranges[device].allocations[data].live = true;
   if (!is_open(device)) set_access(data, mapped, false);
 }
 
 void release(int device, char* data) {
-  const auto at = ranges[device].live.find(data);
+  const auto at = ranges[device].allocations.find(data);
   const size_t mapped = at->second.mapped;
-  ranges[device].live.erase(at);
+  ranges[device].allocations.erase(at);
   set_access(data, mapped, false);
   madvise(data, mapped, MADV_DONTNEED);
   machine().devices[static_cast<size_t>(device)].used_bytes -= mapped;
@@ -202,7 +205,7 @@ cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   if (bytes == 0) return cudaSuccess;
   char* const data = reserve(current_device(), bytes);
   if (data == nullptr) return failed(cudaErrorMemoryAllocation);
-  make_live(current_device(), data, bytes);
+  make_live(current_device(), data);
   *pointer = data;
   return cudaSuccess;
 }
@@ -233,9 +236,9 @@ cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t handle) {
   char* const data = reserve(device, bytes);
   if (data == nullptr) return failed(cudaErrorMemoryAllocation);
   *pointer = data;
-  return failed(enqueue(*stream, {.name = "cudaMallocAsync", .run = [device, data, bytes] {
+  return failed(enqueue(*stream, {.name = "cudaMallocAsync", .run = [device, data] {
                                     const std::lock_guard running(machine().mutex);
-                                    make_live(device, data, bytes);
+                                    make_live(device, data);
                                   }}));
 }
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t handle) {

@@ -8,6 +8,7 @@
 //   others    what the host does not wait for, so that work runs ahead of what should have preceded it
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 
 #include "tests/standin/launch.h"
@@ -31,6 +32,7 @@ struct Order {
   bool running = false;  // a worker runs operations
   bool overdue = false;  // operations run although nobody waits
   bool timer_set = false, timer_runs = false;
+  bool ended = false;  // the process exits: nothing runs any more, and nothing is waited for
   Clock::time_point due{};
   Way way = Way::any;
 };
@@ -88,6 +90,7 @@ CUstream_st* demanded_stream() {
 // time, because running it alone leads nowhere.
 CUstream_st* choose() {
   settle();
+  if (order().ended) return nullptr;
   if (order().demands.empty() && !order().overdue) return nullptr;
   std::vector<CUstream_st*> candidates;
   bool all_wait = true;
@@ -172,9 +175,18 @@ void work() {
   }
 }
 
+// Static objects are destroyed next, the engine's among them. The operation that runs now must end first.
+void end_at_exit() {
+  Lock lock(machine().mutex);
+  order().ended = true;
+  order().host_changed.notify_all();
+  order().host_changed.wait(lock, [] { return !order().running; });
+}
+
 // Wakes a worker, which runs operations from now on. Null: any.
 void let_run(Worker* worker) {
   if (worker == nullptr && order().idle.empty()) {
+    [[maybe_unused]] static const int registered = std::atexit(end_at_exit);
     std::thread(work).detach();
     return;
   }
@@ -262,7 +274,7 @@ void wait_for(Lock& lock, const std::shared_ptr<Ticket>& ticket) {
   if (ticket->done) return;
   order().demands.push_back(ticket);
   begin_running();
-  order().host_changed.wait(lock, [&] { return ticket->done; });
+  order().host_changed.wait(lock, [&] { return ticket->done || order().ended; });
   const auto at = std::ranges::find(order().demands, ticket);
   order().demands.erase(at);
 }
@@ -286,8 +298,9 @@ void wait_for_device(Lock& lock, int device) {
 }
 
 void wait_until_launches_may_begin(Lock& lock, int device) {
-  order().host_changed.wait(
-      lock, [&] { return machine().devices[static_cast<size_t>(device)].frees_waiting == 0; });
+  order().host_changed.wait(lock, [&] {
+    return machine().devices[static_cast<size_t>(device)].frees_waiting == 0 || order().ended;
+  });
 }
 
 void let_other_streams_run() {
@@ -297,6 +310,11 @@ void let_other_streams_run() {
   const std::string name = mine.queue.front().name;
   order().overdue = true;  // else it would wait for work that nobody waits for
   CUstream_st* const next = choose();
+  if (order().ended) {
+    order().running = false;
+    order().host_changed.notify_all();
+    this_worker->changed.wait(lock, [] { return false; });  // until the process ends
+  }
   if (next == nullptr || next == &mine) {
     // Nothing else can run now: the host has not enqueued it yet.
     this_worker->changed.wait_for(lock, std::chrono::microseconds(50));
