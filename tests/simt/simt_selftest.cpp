@@ -405,8 +405,9 @@ __global__ void static_shared_kernel(int* out) {
 TEST(SimtCatches, SharedMemoryThatCudaRefuses) {
   int out = 0;
   const auto without_permission = [&](size_t bytes) {
-    return failure_of(
-        [&] { simt::launch<int*>("static_shared", static_shared_kernel, dim3(1), dim3(32), bytes, {&out}); });
+    return failure_of([&] {
+      simt::launch<int*>("static_shared", static_shared_kernel, dim3(1), dim3(32), bytes, nullptr, {&out});
+    });
   };
   EXPECT_EQ(without_permission(48 * 1024 - 128), "");
   expect_has(without_permission(48 * 1024), {"refused", "128 of them static", "allow_dynamic_shared"});
