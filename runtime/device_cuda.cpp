@@ -291,7 +291,8 @@ std::shared_ptr<void> end_capture(int device_index, CudaStream origin) {
   set_device(device_index);
   cudaGraph_t graph = nullptr;
   GW_CUDA_CHECK(cudaStreamEndCapture(origin, &graph));
-  std::unique_ptr<CUgraph_st, cudaError_t (*)(cudaGraph_t)> owner(graph, cudaGraphDestroy);
+  const std::unique_ptr<CUgraph_st, void (*)(cudaGraph_t)> owner(
+      graph, [](cudaGraph_t g) { ignore(cudaGraphDestroy(g)); });
   cudaGraphExec_t executable = nullptr;
   GW_CUDA_CHECK(cudaGraphInstantiate(&executable, graph, 0));
   std::shared_ptr<void> result(

@@ -115,7 +115,9 @@ void resolve_devices(const Options& o, Resolved& out) {
     }
   }
   if (o.device == DeviceChoice::cuda && gpus == 0) {
-    throw BadInput("--device cuda: " + cuda_unavailable_reason() +
+    const std::string reason =
+        cuda_unavailable_reason();  // empty where the question succeeds when asked again
+    throw BadInput("--device cuda: " + (reason.empty() ? "cudaGetDeviceCount failed" : reason) +
                    "; use --device host, or see gradwire doctor");
   }
   std::string ranks = fmt::format("{}{}", count, count == 1 ? " rank" : " ranks");
