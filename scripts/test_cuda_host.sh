@@ -12,9 +12,11 @@ cmake --build --preset release --target standin_tests gradwire_standin
 python=${PYTHON:-python3}
 failed=0
 # Without PeerWindows*: their ranks share a GPU, where a real GPU needs kernels to be loaded eagerly, which is the driver's.
+# The others train, or sweep every spec, for hours at the speed of a pretended GPU.
+left_out='*PeerWindows*:*TrainTest*:*CheckpointTest*:*Containment*:*HardGradients*:*EverySpec*'
 for gpus in 1 2 4; do
   echo "== standin_tests on $gpus pretended GPUs"
-  GRADWIRE_STANDIN_GPUS=$gpus build/bin/standin_tests --gtest_filter='*cuda*:Standin*-*PeerWindows*' --gtest_brief=1 || failed=1
+  GRADWIRE_STANDIN_GPUS=$gpus build/bin/standin_tests --gtest_filter="*cuda*:Standin*-$left_out" --gtest_brief=1 || failed=1
 done
 echo "== training, compared with the host"
 "$python" tests/standin/train_test.py build/standin/gradwire || failed=1
