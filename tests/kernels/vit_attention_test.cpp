@@ -107,6 +107,8 @@ class VitAttention : public OpTest {
   template <typename S>
   void expect_reference(double tolerance, double sums_tolerance) {
     for (const Shape& s : kShapes) {
+      // The largest in FP32 needs more shared memory than sm_80 has.
+      if (!GetParam().device.is_host() && !fuses_attention<S>(GetParam().device, s.tokens, s.dim)) continue;
       for (int64_t misalign : {0, 1}) {
         if (misalign != 0 && s.tokens > 100) continue;  // as with fewer tokens
         SCOPED_TRACE(fmt::format("{} misaligned by {}", s.name(), misalign));
