@@ -41,6 +41,16 @@ Contact contact_of(const Socket& listener, const std::string& address, const std
   return contact;
 }
 
+std::string with_address(const std::string& contact, const std::string& address) {
+  auto parsed = Contact::parse(contact);
+  if (!parsed || address.empty() || is_loopback(address) ||
+      std::find(parsed->addresses.begin(), parsed->addresses.end(), address) != parsed->addresses.end()) {
+    return contact;
+  }
+  parsed->addresses.push_back(address);
+  return parsed->text();
+}
+
 std::string host_id() {
   static const std::string id = [] {
     std::string boot;

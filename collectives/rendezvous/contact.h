@@ -31,6 +31,10 @@ struct Contact {
 // addresses of this host.
 Contact contact_of(const Socket& listener, const std::string& address, const std::string& name);
 
+// Returns the text of a contact with one more address, to be tried last: the one at which this process has reached that
+// rank before. Rank 0 may have another than its own here, where the ports of a container are forwarded.
+std::string with_address(const std::string& contact, const std::string& address);
+
 // Returns an id of this machine and its network namespace. Processes with equal ids reach each other at
 // loopback. Empty if unknown.
 std::string host_id();

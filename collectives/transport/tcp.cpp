@@ -326,6 +326,7 @@ class TcpTransport final : public Transport {
                         rank(), r));
       }
     }
+    if (rank() > 0) contacts.front() = with_address(contacts.front(), group_.store().peer_address());
     made->connect(contacts, deadline, [this](const std::string& line) { group_.store().note(line); });
     for (int r = 0; reunion_ && r < world(); ++r) {
       if (r != rank()) reunion_->reached_at(reunions_[static_cast<size_t>(r)], made->address_of(r));

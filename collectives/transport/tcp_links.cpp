@@ -1,6 +1,7 @@
 #include "collectives/transport/tcp_links.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -151,7 +152,13 @@ void TcpLinks::accept_others(SteadyClock::time_point deadline,
     const bool waits = callers.empty() && acceptor.fd() >= 0;
     poll(entries.data(), entries.size(), milliseconds_until(waits ? deadline : std::min(soon, deadline)));
     if (!acceptor.refused().empty()) throw CommError("this rank " + acceptor.refused());
-    if (SteadyClock::now() >= deadline) throw CommError("not connected in time to rank " + missing());
+    if (SteadyClock::now() >= deadline) {
+      const Contact mine = contact_of(listener_, address_, name_);
+      throw CommError(
+          fmt::format("not connected in time to rank {}, which connects to this one at {} port {}: is an "
+                      "address of these reachable from there, and the port open",
+                      missing(), fmt::join(mine.addresses, ", "), mine.port));
+    }
     for (Caller& c : callers) listen_to(c);
     std::erase_if(callers, [](const Caller& c) { return !c.socket; });
     for (size_t i = 0; i < kMostStrangers; ++i) {

@@ -180,7 +180,64 @@ def a_cut_cable_is_an_error_within_the_deadline(folder: str) -> None:
     assert "did not reach rank 0" in ended[1][1] and "10.9.0.1" in ended[1][1], ended[1][1]
 
 
-CASES = [docker0_is_first_on_both_hosts, the_same_ports_on_both_hosts_behind_docker0, a_network_that_only_one_host_has_is_first,
+FORWARDER = """
+import socket, sys, threading
+def copy(source, target):
+    while data := source.recv(65536):
+        target.sendall(data)
+    target.shutdown(socket.SHUT_WR)
+def serve(listener, address):
+    while True:
+        near = listener.accept()[0]
+        try:
+            far = socket.create_connection(address, 5)
+        except OSError:
+            near.close()
+            continue
+        for pair in ((near, far), (far, near)):
+            threading.Thread(target=copy, args=pair, daemon=True).start()
+outer, inner, *ports = sys.argv[1:]
+listeners = [(socket.create_server((outer, int(port))), (inner, int(port))) for port in ports]
+for each in listeners:
+    threading.Thread(target=serve, args=each).start()
+print("forwards", flush=True)
+"""
+
+
+def in_a_container(folder: str, last: int, *flags: str) -> list[tuple[int, str]]:
+    """Rank 0 has an address of its own, which nobody else reaches; its host forwards the ports from 20000 to `last` to it."""
+    interface("A", "inside", "10.20.0.1/24")
+    cable(IPV4)
+    for host, address in {"A": "10.20.0.1", "B": "10.9.0.1"}.items():
+        place = pathlib.Path(f"/etc/netns/{PREFIX}{host}")
+        place.mkdir(parents=True)
+        (place / "hosts").write_text(f"127.0.0.1 localhost\n{address} container\n")
+    ports = [str(port) for port in range(20000, last + 1)]
+    forwarder = subprocess.Popen(["ip", "netns", "exec", PREFIX + "A", sys.executable, "-c", FORWARDER, "10.9.0.1", "10.20.0.1", *ports],
+                                 stdout=subprocess.PIPE, text=True)
+    try:
+        assert forwarder.stdout and forwarder.stdout.readline() == "forwards\n"
+        variables = {"MASTER_ADDR": "container", "MASTER_PORT": "20000", "GRADWIRE_SECRET": "s", "GRADWIRE_PORTS": "20001-20005"}
+        return finish(start("AB", folder, variables, *flags), folder)
+    finally:
+        forwarder.kill()
+        forwarder.wait()
+
+
+def ranks_meet_through_the_forwarded_ports_of_a_container(folder: str) -> None:
+    all_right(in_a_container(folder, 20005, "--timeout-s", "40"))
+
+
+def a_port_that_is_not_forwarded_is_named_within_the_deadline(folder: str) -> None:
+    began = time.monotonic()
+    ended = in_a_container(folder, 20000, "--timeout-s", "3")
+    assert time.monotonic() - began < 20, "it took longer than its deadline"
+    assert [code for code, _ in ended] == [1, 1], ended
+    for rank, text in ended:
+        assert "10.20.0.1 port 20001" in text, f"rank {rank}: {text}"
+
+
+CASES = [ranks_meet_through_the_forwarded_ports_of_a_container, a_port_that_is_not_forwarded_is_named_within_the_deadline, docker0_is_first_on_both_hosts, the_same_ports_on_both_hosts_behind_docker0, a_network_that_only_one_host_has_is_first,
          an_address_that_swallows_what_is_sent_to_it_is_first, hosts_have_ipv6_only,
          a_name_is_loopback_on_one_host_and_ipv6_on_the_other, only_the_ports_that_a_firewall_permits_are_listened_at,
          a_cable_that_is_plugged_in_late_is_waited_for, a_cut_cable_is_an_error_within_the_deadline]
