@@ -126,6 +126,15 @@ int main(int argc, char** argv) {
     fail("shrinkable", gw_last_error());
   fill(gradients, 256 * 512, (float)rank + 1);
   if (gw_reducer_allreduce(reducer, grads, NULL) != GW_OK) fail("the first step", gw_last_error());
+  /* A rank that has ended its step may have what another still waits for. */
+  char key[16], byte = 0;
+  snprintf(key, sizeof key, "stepped%%d", rank);
+  my_set(my_client, key, &byte, 1, 60000);
+  for (int r = 1; rank == 0 && r < world; ++r) {
+    size_t bytes = 0;
+    snprintf(key, sizeof key, "stepped%%d", r);
+    my_get(my_client, key, 60000, &byte, 1, &bytes);
+  }
   if (rank == 0) _exit(0);
   fill(gradients, 256 * 512, (float)rank + 1);
 %s
