@@ -90,7 +90,7 @@ def main():
     if options.program:
         all_cases += program_cases(os.path.abspath(options.program))
     if options.package:
-        all_cases += python_cases(options.package, options.shared)
+        all_cases += python_cases(os.path.abspath(options.package), os.path.abspath(options.shared))
     for case in all_cases:
         if options.case and case.name != options.case:
             continue

@@ -140,9 +140,9 @@ def one_line_errors(outputs):
 
 
 def refused_or_lost(outputs):
-    """Checks also that each status is the one that gradwire.h promises for a refused resource, or for a lost rank."""
-    for _, _, err in outputs:
-        for line in err.splitlines():
-            if not re.search("GW_NO_MEMORY|GW_COMM_FAILED|warning:|computes with|rank [01]: $", line):
-                return f"another status: {line}"
+    """Checks also that the last line has a status that gradwire.h promises for a refused resource, or for a lost rank."""
+    for code, _, err in outputs:
+        last = (err.splitlines() or [""])[-1]
+        if code != 0 and not re.search("GW_NO_MEMORY|GW_COMM_FAILED|rank [01]: $", last):
+            return f"another status: {last}"
     return one_line_errors(outputs)
