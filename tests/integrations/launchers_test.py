@@ -23,8 +23,9 @@ def losses(log):
 
 def main() -> int:
     gradwire, failed = os.path.abspath(sys.argv[1]), 0
-    # Both streams are named, because Debian 12's torchrun crashes on its own default.
-    torchrun = ["/usr/bin/python3", "-m", "torch.distributed.run", "--no_python", "--nproc_per_node", "2", "-r", "1", "-t", "1"]
+    # stderr is redirected, because Debian 12's torchrun crashes on its own default, and stdout is not: torchrun's copy
+    # of it can cut a line that is being written.
+    torchrun = ["/usr/bin/python3", "-m", "torch.distributed.run", "--no_python", "--nproc_per_node", "2", "-r", "2", "-t", "2"]
     obstacle = torchrun_obstacle(torchrun[0])
     if obstacle:
         print(f"torchrun: not tried: {obstacle}")

@@ -26,9 +26,11 @@ class Agent:
     """torchrun on one machine, and what its ranks have said so far."""
 
     def __init__(self, options: List[str], arguments: List[str], script: pathlib.Path = EXAMPLE) -> None:
-        # Streams are named, because Debian 12's torchrun crashes on its own default.
+        # The ranks' output comes through this pipe, a whole line per write: torchrun's own copy of a file that is being
+        # written ends lines where it has read so far. stderr is redirected, because Debian 12's torchrun crashes on its
+        # own default.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "-r", "1", "-t", "1", "--max_restarts", "3", "--monitor_interval", "0.2",
+            [sys.executable, "-m", "torch.distributed.run", "-r", "2", "-t", "2", "--max_restarts", "3", "--monitor_interval", "0.2",
              *options, str(script), *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "GRADWIRE_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
