@@ -56,6 +56,7 @@ struct BucketContext {
   bool beside_others = false;  // other buckets run at the same time, on another stream
   std::vector<BucketTensor> tensors;
   std::vector<ElementSpan> aside;  // parts of them that the codec does not compress, in the order of offsets
+  Wire dense_wire = kFp32;         // of what is averaged beside the compressed tensors (dense.h)
   float* gradients = nullptr;      // the bucket; null when rebind() comes before the first run()
   int64_t elements = 0;            // of the bucket, gaps between tensors included
   int64_t first_element = 0;       // of the bucket within the model's flat gradient

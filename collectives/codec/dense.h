@@ -1,4 +1,4 @@
-// The parts of a bucket that are averaged in FP32, in addition to the tensors that the codec compresses:
+// The parts of a bucket that are averaged in FP32 or, if its gradients are BF16, in BF16, in addition to the tensors that the codec compresses:
 //   - the tensors that `dense=` of a spec names. Vectors and small tensors hold a few thousandths of a model,
 //     but much of the error of a coarse format.
 //   - the shorter part of a block that two tensors share, if a NaN of one would delay the other
@@ -39,7 +39,7 @@ int64_t packed_elements(const std::vector<Segment>& segments, int64_t unit);
 // values (WireFormat::masks).
 std::vector<ElementSpan> shared_ends(const BucketContext& context);
 
-// Returns the codec of a bucket with parts that are averaged in FP32; the compressing codec if there are
+// Returns the codec of a bucket with parts that are averaged as dense; the compressing codec if there are
 // none.
 std::unique_ptr<Codec> make_dense_codec(const BucketContext& context);
 

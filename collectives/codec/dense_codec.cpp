@@ -1,14 +1,15 @@
-// Averages the dense tensors of a bucket, and ends of tensors that would share a block, in FP32, and the
-// other elements through another codec. One step:
+// Averages the dense tensors of a bucket, and ends of tensors that would share a block, in FP32 (BF16 gradients in
+// BF16), and the other elements through another codec. One step:
 //   pack         dense tensors and ends into a separate buffer; zeros take their places in the bucket
-//   allreduce    that buffer, FP32
+//   allreduce    that buffer, in FP32 or BF16
 //   the codec    of the whole bucket, which sees zeros there
 //   unpack       the averages into their places
 // One small exchange more than without; the zeros cost as many bytes as the codec's format takes for them, an
 // eighth of the tensors' FP32 or less in the formats that do this by default. Nothing is copied but the dense
 // tensors: 20 bytes for each of their elements.
 //
-// A bucket of dense tensors alone is one FP32 allreduce in place.
+// A bucket of dense tensors alone is one allreduce in place. BF16 rounds what the ranks add, as PyTorch does; error
+// feedback would send the rest later, but the result is rounded to BF16 in any case.
 #include <fmt/format.h>
 #include <fnmatch.h>
 
@@ -35,10 +36,12 @@ class DenseCodec final : public Codec {
         gradients_(c.gradients),
         packed_(c.exchanged(elements_)),
         kept_(make_buffer<float>(c.transport->device(), codec_->residual() != nullptr ? elements_ : 0)),
-        choice_(c.choose(elements_, kFp32)),
+        wire_(c.dense_wire),
+        choice_(c.choose(elements_, wire_)),
         allreduce_(*c.transport, choice_.schedule, {packed_.data(), packed_.data(), nullptr, elements_},
                    {.what = c.name + " (dense tensors)",
                     .part = "dense tensors",
+                    .wire = wire_,
                     .scale = c.scale,
                     .spec = c.spec.to_string(),
                     .transfers = c.transfers,
@@ -81,8 +84,8 @@ class DenseCodec final : public Codec {
     return codec_->state_bytes() + static_cast<int64_t>(packed_.bytes() + kept_.bytes());
   }
   std::string describe() const override {
-    return fmt::format("{}; {} dense tensors or ends of {} in FP32", codec_->describe(), segments_.count(),
-                       elements_);
+    return fmt::format("{}; {} dense tensors or ends of {} in {}", codec_->describe(), segments_.count(),
+                       elements_, wire_->name);
   }
   std::vector<PlannedAllreduce> plan() const override {
     std::vector<PlannedAllreduce> all = codec_->plan();
@@ -112,6 +115,7 @@ class DenseCodec final : public Codec {
   float* gradients_;
   Buffer packed_;
   Buffer kept_;  // with error feedback: residuals that were loaded
+  Wire wire_;
   SchedulePlanner::Choice choice_;
   Program allreduce_;
 };
@@ -209,7 +213,8 @@ std::unique_ptr<Codec> make_dense_codec(const BucketContext& context) {
   if (segments.empty()) return make_compressing_codec(context);
   if (!others.tensors.empty()) return std::make_unique<DenseCodec>(context, others, segments);
   others.spec.method = CompressionSpec::Method::wire;
-  others.spec.wire = kFp32;
+  others.spec.wire = context.dense_wire;
+  others.spec.error_feedback = false;
   return make_wire_codec(others);
 }
 

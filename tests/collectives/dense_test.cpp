@@ -6,6 +6,7 @@
 
 #include <set>
 
+#include "kernels/math/bf16.h"
 #include "runtime/error.h"
 #include "tests/collectives/reducer_rank.h"
 #include "tests/devices.h"
@@ -97,6 +98,52 @@ TEST_P(DenseTensors, ABucketOfThemAloneIsAnFp32Allreduce) {
   const Averages fp32 = averages_of(GetParam(), "fp32:schedule=two_shot", 1);  // a bucket each
   const Averages all = averages_of(GetParam(), "int8:schedule=two_shot,dense=*", 1);
   EXPECT_EQ(all.wire_bytes, fp32.wire_bytes);
+}
+
+// Rank 0's mean of a vector of BF16 values beside a matrix, and the bytes that it sent. dtype: as which they are given.
+std::pair<std::vector<uint16_t>, uint64_t> mean_of_bf16(const std::string& spec, DType dtype,
+                                                        int64_t bucket_bytes) {
+  std::vector<uint16_t> mean;
+  uint64_t sent = 0;
+  run_ranks(4, Device::host(), [&](Communicator& comm) {  // a fourth of a BF16 value is one, too
+    const std::vector<GradientTensor> tensors{{"matrix", {64, 48}, dtype}, {"vector", {300}, dtype}};
+    Reducer reducer(comm, CompressionSpec::parse(spec), tensors,
+                    {.bucket_bytes = bucket_bytes, .own_gradients = false});
+    auto wide = gradients_for(tensors, 7 + comm.rank());
+    std::vector<std::vector<uint16_t>> narrow(tensors.size());
+    std::vector<void*> addresses;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      for (float& x : wide[i]) {
+        narrow[i].push_back(float_to_bf16_nearest(x));
+        x = bf16_to_float(narrow[i].back());
+      }
+      addresses.push_back(dtype == DType::f32 ? static_cast<void*>(wide[i].data()) : narrow[i].data());
+    }
+    Stream stream = Stream::create(comm.device(), "compute");
+    reducer.adopt(addresses);
+    for (int i = 0; i < reducer.tensors(); ++i) reducer.ready(i, stream);
+    reducer.wait(stream);
+    stream.synchronize();
+    if (comm.rank() != 0) return;
+    mean = narrow[1];
+    if (dtype == DType::f32) std::ranges::transform(wide[1], mean.begin(), float_to_bf16_nearest);
+    sent = reducer.stats(0).wire_bytes;
+  });
+  return {mean, sent};
+}
+
+TEST(Dense, Bf16GradientsTravelAsBf16WithTheBitsOfTheRoundedMean) {
+  for (const std::string spec :
+       {"int8:dense=vector,", "int4:", "sign:", "powersgd:rank=2,wire=int8,dense=auto,"}) {
+    for (const int64_t bucket_bytes : {int64_t{1}, kOneBucket}) {
+      const auto [wide, wide_bytes] = mean_of_bf16(spec + "schedule=two_shot", DType::f32, bucket_bytes);
+      const auto [narrow, narrow_bytes] = mean_of_bf16(spec + "schedule=two_shot", DType::bf16, bucket_bytes);
+      EXPECT_EQ(narrow, wide) << spec;
+      // Three fourths of the vector go to others, to be added, and the means of its own fourth to each of the three.
+      EXPECT_NEAR(static_cast<double>(wide_bytes - narrow_bytes), 2 * 0.75 * 300 * 2, 64)
+          << spec << bucket_bytes;
+    }
+  }
 }
 
 TEST(Dense, AutoTakesVectorsAndSmallMatricesButNoFlattenedModel) {

@@ -63,7 +63,7 @@ class Hook:
 
     Creating a hook is cheap; the communicator is created at the first gradient. Use one hook per model.
     Gradients are reduced as float32; buckets of other floating-point types are converted to float32 and back.
-    Of bfloat16 buckets, what would travel in FP32 travels as bfloat16: all with "fp32", and factors and dense tensors with
+    Of bfloat16 buckets, what would travel in FP32 travels as bfloat16: all with "fp32", dense tensors, and factors with
     "powersgd" and "randk" without wire=. float16 ones travel as what the spec says, "fp32" included: that is exact, in
     twice their bytes; "bf16" sends as many as they have.
 
