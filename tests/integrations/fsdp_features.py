@@ -2,6 +2,7 @@
 without loss."""
 from __future__ import annotations
 
+import unittest.mock
 from typing import Any, Dict, Optional
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from gradwire._core import Communicator
 from gradwire.fsdp import compress
 
 from fsdp_training import (RANK, WORLD, Run, Transformer, check, difference, loss_of, new_model, residual_sums, say)
@@ -77,6 +79,14 @@ def mixed_precision() -> None:
         run.step(s)
     check(all(g.dtype == torch.float32 for g in run.gradients().values()), "gradients of shards in FP32")
     run.close()
+    for reduce, spec in ((bf16, "bf16:schedule=two_shot"), (torch.float32, "fp32:schedule=two_shot")):
+        run = Run({"gradients": "int4", "weights": "bf16"}, mp_policy=MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=reduce))
+        with unittest.mock.patch.object(Communicator, "reduce_scatter", autospec=True,
+                                        side_effect=Communicator.reduce_scatter) as calls:
+            run.step(0)
+        specs = {call.args[3] for call in calls.call_args_list if call.kwargs["tag"].startswith("dense ")}
+        check(specs == {spec}, f"reduce_dtype={reduce}: dense tensors travel as {specs}")
+        run.close()
 
 
 def sharding_along_another_dimension() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 import os
 import pathlib
+import unittest
 from typing import Any, Dict
 
 import torch
@@ -148,6 +149,14 @@ def a_checkpoint_continues_bit_for_bit() -> None:
         for s in range(3, 6):
             again.step(s)
         check(difference(run.parameters(), again.parameters()) > 0.0, "the residuals make no difference")
+        missing = "blocks.1.qkv.weight"
+        partly = {**state, "parameters": [name for name in state["parameters"] if name != missing],
+                  "tensors": {name: entry for name, entry in state["tensors"].items() if name != missing}}
+        with unittest.TestCase().assertLogs("gradwire", "WARNING") as said:
+            other.handle.load_state_dict(partly)
+            other.handle.load_state_dict(state)
+        texts = [record.getMessage() for record in said.records]
+        check(texts == [f"the loaded state lacks 1 parameters, such as {missing!r}: their residuals begin at zero"], f"said {texts}")
         for r in (run, other, again):
             r.close()
     say("checkpoint: resumed bit for bit, and not without the residuals")

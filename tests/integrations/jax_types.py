@@ -82,7 +82,12 @@ def every_type_and_layout_is_averaged_or_refused_by_name() -> None:
         np.testing.assert_array_equal(np.asarray(gradwire.jax.psum(own), np.float64), mean * WORLD, err_msg=name)
         for spec, transformation in transformations.items():
             state = transformation.init({"array": own})
-            got, state = jax.jit(transformation.update)({"array": jnp.asarray(own)}, state)
+            update = jax.jit(transformation.update)
+            given = {"array": jnp.asarray(own)}
+            if spec.startswith(("powersgd", "randk")) and np.size(own):
+                wire = "bf16" if dtype == "bfloat16" else "fp32"
+                assert f'\\22spec\\22: \\22{wire}\\22' in update.lower(given, state).as_text(), (name, spec)
+            got, state = update(given, state)
             assert (str(got["array"].dtype), got["array"].shape) == (dtype, np.shape(own)), (name, spec)
             if spec in ("fp32", "bf16"):
                 np.testing.assert_array_equal(np.asarray(got["array"], np.float64), mean, err_msg=f"{name}, {spec}")
@@ -93,6 +98,11 @@ def every_type_and_layout_is_averaged_or_refused_by_name() -> None:
                 tolerance = 1e-5 if dtype == "float32" else 0.02
                 np.testing.assert_allclose(both, mean.ravel() * WORLD, atol=tolerance * WORLD * (np.abs(mean).max() + 1),
                                            err_msg=f"{name}, {spec}")
+    small = jnp.asarray(values(RANK, 3, 5), jnp.bfloat16)
+    int8 = gradwire.jax.compress("int8")
+    assert "\\22spec\\22: \\22bf16\\22" in jax.jit(int8.update).lower(small, int8.init(small)).as_text()
+    np.testing.assert_allclose(np.asarray(int8.update(small, int8.init(small))[0], np.float64), np.mean(
+        [np.asarray(jnp.asarray(values(rank, 3, 5), jnp.bfloat16), np.float64) for rank in range(WORLD)], 0), rtol=0.02)
     for name, (array, words) in refusals().items():
         with jax.enable_x64("64" in name or "128" in name):
             for call in (lambda: gradwire.jax.pmean({"w": array}), lambda: gradwire.jax.psum({"w": array})):

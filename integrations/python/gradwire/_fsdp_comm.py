@@ -6,7 +6,7 @@
     forward     FSDP copies this rank's shards into its part of the output; all_gather() encodes that once, and
                 every rank, the owner too, decodes the same bytes, so all hold the same bits
 
-Tensors marked dense take a second call, in FP32; in the first they are zeros, so that the others need not be
+Tensors marked dense take a second call, in FP32, or in BF16 where FSDP's buffer is; in the first they are zeros, so that the others need not be
 copied and a block's scale is not a dense neighbor's.
 """
 from __future__ import annotations
@@ -125,6 +125,11 @@ class ParamGroup:
             self.residual = Residual(options.residual, theirs.device, seed)
             self.replica_residual = Residual(options.residual, theirs.device, seed + 65537)
 
+    def keeps(self, name: str, param: Any) -> bool:
+        """Whether a parameter has a residual as soon as it has had a gradient."""
+        return (self.residual is not None and bool(param.sharded_param.requires_grad)
+                and not self._options.dense_gradients(name, param._orig_size))
+
     # ---- Where the parameters are in FSDP's buffers ---------------------------------------------------------
 
     def expect(self, params: Sequence[Any]) -> None:
@@ -172,7 +177,7 @@ class ParamGroup:
             dense = _DensePart(layout, source) if layout.dense else None
             if dense is not None:
                 reduced = torch.empty(dense.shard, dtype=source.dtype, device=buffer.device)
-                comm.reduce_scatter(reduced, dense.values, "fp32", ours, stream=stream, tag=f"dense {tag}")
+                comm.reduce_scatter(reduced, dense.values, encoded_once(plain(source.dtype)), ours, stream=stream, tag=f"dense {tag}")
                 if not dense.is_all:
                     dense.clear(source)
             if dense is None or not dense.is_all:
@@ -207,7 +212,7 @@ class ParamGroup:
         dense = _DensePart(layout, values) if layout.dense else None
         if dense is not None:
             reduced.copy_(dense.values)
-            comm.allreduce_(reduced, "fp32", op, stream, f"dense {tag}")
+            comm.allreduce_(reduced, encoded_once(plain(shard.dtype)), op, stream, f"dense {tag}")
             if not dense.is_all:
                 dense.clear(values)
         if dense is None or not dense.is_all:

@@ -59,12 +59,12 @@ def is_codec(method: str) -> bool:
     return method in _OWN
 
 
-def read(spec: str) -> Codec:
-    """The library has checked the spec."""
+def read(spec: str, leaves: Sequence[Any] = ()) -> Codec:
+    """The codec for these arrays, which travel as BF16 if all are and the spec has no wire=. The library has checked it."""
     method, *options = spec.replace(":", ",", 1).split(",")
     given: Dict[str, str] = dict(option.split("=", 1) for option in options if option)
     others = [f"{key}={value}" for key, value in given.items() if key not in _OWN[method]]
-    wire = given.get("wire", "fp32")
+    wire = given.get("wire", "bf16" if leaves and all(str(leaf.dtype) == "bfloat16" for leaf in leaves) else "fp32")
     return Codec(method, wire + (":" + ",".join(others) if others else ""), int(given.get("rank", 1)),
                  int(given.get("start", 0)), given.get("warm", "on") == "on", given.get("alternate", "off") == "on",
                  float(given.get("min_ratio", 2)), float(given.get("ratio", 0.01)), int(given.get("seed", 0)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import fnmatch
+import logging
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -29,6 +30,8 @@ __all__ = ["Compression", "compress"]
 _WIDE = ("fp32", "bf16")
 _WHOLE_MATRICES = ("powersgd", "randk")
 
+_log = logging.getLogger("gradwire")
+
 
 def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf16", residual: str = "fp32",
              dense: "bool | Sequence[str]" = True, *, timeout_s: float = TIMEOUT_S, seed: int = 0) -> "Compression":
@@ -46,7 +49,7 @@ def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf
     residual: what error feedback keeps of what encoding gradients loses, on every rank for the whole model:
         "fp32", 4 bytes per parameter that is trained; "bf16", 2; "int8", 1.03, both rounded at random; or
         "off", 0, and the loss is lost.
-    dense: parameters that travel in FP32 beside the others. True: where a format has fewer than 16 bits,
+    dense: parameters that travel in FP32, or in BF16 where gradients or weights are, beside the others. True: where a format has fewer than 16 bits,
         vectors of at most 65,536 elements and other parameters of fewer than 1,024. False: none. Otherwise
         names with shell wildcards, for any format but fp32, among which "auto" stands for those of True.
     timeout_s: the longest wait for a peer. After it, or when a peer dies, forward() or backward() raises
@@ -223,10 +226,10 @@ class Compression:
     def state_dict(self) -> Dict[str, Any]:
         """This rank's residuals by parameter, for torch.save(). Call between steps; every rank saves its own.
 
-        {"version": 1, "gradients": spec, "shard": (rank, ranks), "replica": (rank, ranks), "tensors": {name:
-        {"steps", "residual": float32 of the parameter's whole shape, and with HSDP "replica_residual": float32 of
-        this rank's shard, padded, 1-D}}}, on the CPU. Parameters that had no gradient yet are missing, and so are
-        dense ones.
+        {"version": 1, "gradients": spec, "shard": (rank, ranks), "replica": (rank, ranks), "parameters": names of those
+        with error feedback, "tensors": {name: {"steps", "residual": float32 of the parameter's whole shape, and with
+        HSDP "replica_residual": float32 of this rank's shard, padded, 1-D}}}, on the CPU. Parameters that had no
+        gradient yet are missing in "tensors".
 
         Raises BadHandle after close().
         """
@@ -242,10 +245,11 @@ class Compression:
                 for name, flat in group.replica_residual.state().items():
                     entry = tensors.setdefault(name, {"steps": group.replica_residual.steps})
                     entry["replica_residual"] = flat
-        return {"version": 1, "gradients": self._options.gradients, **self._place(), "tensors": tensors}
+        return {"version": 1, "gradients": self._options.gradients, **self._place(), "parameters": self._kept(), "tensors": tensors}
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
-        """Restores residuals; all others become zero. Call between steps.
+        """Restores residuals; all others become zero, and a warning says so of parameters that the state lacks. Call
+        between steps.
 
         state: what this rank saved; or, in any order, what the ranks of a run with another number of ranks
         saved. Rank r of n takes the sum of those of the ranks r, r + n, r + 2n, ..., and needs only them; so the
@@ -261,6 +265,10 @@ class Compression:
         for s in states:
             self._check_names(s)
         saved, mine = states[0], self._place()
+        known = {name for s in states for name in s.get("parameters", s["tensors"])}
+        unknown = [name for name in self._kept() if name not in known]
+        if unknown and known:
+            _log.warning("the loaded state lacks %d parameters, such as %r: their residuals begin at zero", len(unknown), unknown[0])
         ranks = {s["replica"][0] * s["shard"][1] + s["shard"][0]: s for s in states}
         saved_world, world = saved["shard"][1] * saved["replica"][1], mine["shard"][1] * mine["replica"][1]
         rank = mine["replica"][0] * mine["shard"][1] + mine["shard"][0]
@@ -281,6 +289,10 @@ class Compression:
                 merged = tensors.setdefault(name, {"steps": entry["steps"], "residual": torch.zeros_like(whole)})
                 merged["residual"] += whole
         self._load(tensors)
+
+    def _kept(self) -> List[str]:
+        """The parameters that have a residual as soon as they have had a gradient."""
+        return [name for name, (param, group) in self._params.items() if group.keeps(name, param)]
 
     def _check_open(self) -> None:
         if self._closed:

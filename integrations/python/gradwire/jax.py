@@ -129,8 +129,9 @@ def compress(spec: str, *, error_feedback: bool = True, dense: bool = True, name
     spec: a wire format of docs/formats.md with its options; or "powersgd:rank=4", "randk:ratio=0.01" with theirs.
     error_feedback: False: what is rounded off is lost, and there are no residuals.
     dense: True: in a format of fewer than 16 bits, vectors of up to 65,536 elements and other arrays of fewer than
-        1,024 travel in FP32 beside the others. PowerSGD sends what is no matrix, or too small for its rank, as its
-        wire= says; random-k the same of these.
+        1,024 travel as they are beside the others: in FP32, and bfloat16 ones in BF16. PowerSGD sends what is no matrix,
+        or too small for its rank, as its wire= says; random-k the same of these. Without wire= that is FP32, or BF16 where
+        all arrays are bfloat16.
     """
     if _jax_codecs.is_codec(_format(spec)):
         return _compress_by_codec(spec, error_feedback, dense, name)
@@ -158,7 +159,7 @@ def _compress_by_codec(spec: str, error_feedback: bool, dense: bool, name: str) 
     _check_options(spec)
     with Communicator() as alone:  # for what else may be wrong with it
         Reducer(alone, spec, []).close()
-    codec = _jax_codecs.read(spec)
+    codec = _jax_codecs.read(spec)  # for shapes, which do not depend on wire=
 
     def chosen(leaf: Any) -> bool:
         return _jax_codecs.is_compressed(codec, leaf, dense and _stays_dense(leaf, spec))
@@ -169,7 +170,8 @@ def _compress_by_codec(spec: str, error_feedback: bool, dense: bool, name: str) 
 
     def init_state(params: Any) -> CompressState:
         _, leaves, structure = _arrays("compress", params)
-        residuals = [_no_residual(leaf, error_feedback and (codec.lossy or chosen(leaf))) for leaf in leaves]
+        lossy = _jax_codecs.read(spec, leaves).lossy
+        residuals = [_no_residual(leaf, error_feedback and (lossy or chosen(leaf))) for leaf in leaves]
         factors = [first_factor(leaf, i) for i, leaf in enumerate(leaves)]
         return CompressState(tree_unflatten(structure, residuals), tree_unflatten(structure, factors),
                              jnp.zeros((), jnp.int32))
@@ -190,7 +192,7 @@ def _compress_by_codec(spec: str, error_feedback: bool, dense: bool, name: str) 
         kept = [_jax_codecs.Leaf(leaf, residual, factor, chosen(leaf), i) for i, (leaf, residual, factor) in enumerate(
             zip(leaves, jax.tree.leaves(state.residual), jax.tree.leaves(state.factor))) if leaf.size > 0]
         out, residuals, factors = list(leaves), jax.tree.leaves(state.residual), jax.tree.leaves(state.factor)
-        results = _jax_codecs.step(codec, kept, state.step, error_feedback, send, _jax_call.branch)
+        results = _jax_codecs.step(_jax_codecs.read(spec, leaves), kept, state.step, error_feedback, send, _jax_call.branch)
         for leaf, mean, residual, factor in zip(kept, *results):
             out[leaf.place], residuals[leaf.place], factors[leaf.place] = mean, residual, factor
         return tree_unflatten(structure, out), CompressState(
@@ -261,7 +263,7 @@ def _parts(what: str, paths: Sequence[str], leaves: Sequence[Any], spec: str, ke
     for i, leaf in enumerate(leaves):
         if leaf.size == 0:
             continue
-        how = "fp32" if dense and _stays_dense(leaf, spec) else spec
+        how = ("bf16" if str(leaf.dtype) == "bfloat16" else "fp32") if dense and _stays_dense(leaf, spec) else spec
         if leaf.size >= _SMALL:
             parts.append(_Part([i], how, leaf.dtype, keeps[i], f"{what}, {paths[i]}"))
             continue
