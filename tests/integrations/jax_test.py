@@ -102,7 +102,7 @@ def cuda() -> int:
     def span(text: bytes) -> object:
         return _jax_ffi._Span(ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p), len(text))
 
-    plan = b'[{"spec": "int8", "keeps": true, "tag": "here", "op": "avg", "dtype": 2}]'
+    plan = b'[{"spec": "int8", "keeps": true, "tag": "here", "op": "avg", "dtype": 2, "devices": 0}]'
     name, value = span(b"plan"), span(plan)
     attributes = _jax_ffi._Attributes(
         size=1, types=(ctypes.c_int * 1)(_jax_ffi._STRING), names=(ctypes.POINTER(_jax_ffi._Span) * 1)(ctypes.pointer(name)),

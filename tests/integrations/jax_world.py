@@ -256,3 +256,19 @@ def a_wrong_map_is_refused() -> None:
         y = jax.device_put(np.full((2, 3), RANK, np.float32), NamedSharding(some, data))
         mean = jax.jit(jax.shard_map(gradwire.jax.pmean, mesh=some, in_specs=data, out_specs=whole))(y)
         assert (np.asarray(mean) == (WORLD - 1) / 2).all()  # each process maps over its own devices
+
+
+@scenario
+def a_program_of_a_larger_world_is_refused_in_a_smaller_one() -> None:
+    """It would average over this process's devices only."""
+    mesh = jax.make_mesh((DEVICES,), ("data",))
+    mean = jax.jit(jax.shard_map(gradwire.jax.pmean, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec()))
+    x = distributed(mesh, np.arange(DEVICES, dtype=np.float32)[:, None] * np.ones(3, np.float32))
+    assert (local(mean(x)) == (DEVICES - 1) / 2).all()
+    gradwire.jax.shutdown()
+    gradwire.jax.init(f"local://a smaller world {os.getpid()}", 0, 1, timeout_s=30)
+    assert gradwire.jax.world_size() == 2
+    refused(jax.errors.JaxRuntimeError, f"over {DEVICES} of 2 devices", lambda: mean(x))
+    gradwire.jax.shutdown()
+    gradwire.jax.init(timeout_s=60)
+    assert (local(mean(x)) == (DEVICES - 1) / 2).all()

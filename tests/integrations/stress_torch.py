@@ -52,8 +52,9 @@ class Scaler:
     def get_scale(self) -> float:
         return self.scale
 
-    def update(self, new_scale: float) -> None:
-        self.scale = new_scale
+    def update(self, new_scale: Optional[float] = None) -> None:
+        """Without a scale: after a step that was skipped."""
+        self.scale = self.scale / 2 if new_scale is None else new_scale
 
 
 class Model:
@@ -102,7 +103,7 @@ class Subject:
     def choose(self) -> Tuple[str, Callable[[], None]]:
         names = ["average", "average", "spare_hook", "fork", "init", "destroy"]
         if self.connected:
-            names += ["train"] * 8 + ["new_group", "compress", "compress", "twice", "close", "deepcopy", "save", "load", "load",
+            names += ["train"] * 8 + ["new_group", "compress", "compress", "twice", "close", "deepcopy", "save", "load", "load", "skip",
                                       "freeze", "unfreeze", "scale", "pickle", "share", "reuse", "destroy_group"]
         else:
             names += ["init"] * 8
@@ -360,6 +361,21 @@ class Subject:
         scale = self.run.draw.choice((1.0, 1024.0, 65536.0, 2.0**-10))
         if not (model.closed or model.dead or (self.mine(model.part) and model.hook is None)):
             model.scaler.update(scale)
+
+    def do_skip(self) -> None:
+        """A step with infinite gradients of one rank, which the scaler skips. The next one has nothing of it."""
+        model, victim, step = self.model(), self.run.draw.choice(self.run.part), self.next()
+        name = self.run.draw.choice(model.names)
+        if not self.mine(model.part) or model.closed or model.dead or model.may_refuse or model.hook is None:
+            return
+        given = {n: torch.from_numpy(gradient(self.run.seed, step, self.run.rank, n, model.scale)) for n in model.names}
+        if self.run.rank == (victim if victim in model.part else model.part[0]):
+            given[name].view(-1)[self.run.draw.randrange(given[name].numel())] = float("inf")
+        model.module.zero_grad(set_to_none=True)
+        model.ddp(given).backward()
+        if bool(torch.isfinite(getattr(model.module, name).grad).all()):
+            raise Wrong(f"an infinite gradient of {name} has gone")
+        model.scaler.update()
 
     def do_pickle(self) -> None:
         """The copy of a hook, with another model."""

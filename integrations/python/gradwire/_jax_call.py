@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import threading
 import weakref
@@ -66,6 +67,12 @@ def manual_axes() -> Tuple[str, ...]:
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def _mapped_devices() -> int:
+    """Over how many devices jax.shard_map or jax.pmap maps the current trace; 0 where nothing does."""
+    axes = manual_axes()
+    return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes) if axes else 0
+
+
 def _varying_axes(x: Any) -> FrozenSet[str]:
     aval = jax.typeof(x)
     mat = getattr(aval, "mat", None)  # JAX 0.10; `vma` before
@@ -110,11 +117,17 @@ def _check_program(context: Any, *_: Any) -> List[Any]:
             devices *= 1 if name in axis_context.manual_axes else size
     if devices > 1:
         raise RuntimeError(_NOT_MAPPED.format(devices))
-    if mesh is not None and mesh.size not in (ranks.world, len(ranks.communicators)) and ranks.communicators:
-        raise RuntimeError(f"gradwire.jax inside jax.shard_map over {mesh.size} of {ranks.world} devices: a rank is "
+    if mesh is not None and ranks.communicators:
+        _check_mapped(mesh.size)
+    return []
+
+
+def _check_mapped(devices: int) -> None:
+    """Raises where a program that jax.shard_map maps over so many devices would leave ranks out."""
+    if devices not in (ranks.world, len(ranks.communicators)):
+        raise RuntimeError(f"gradwire.jax inside jax.shard_map over {devices} of {ranks.world} devices: a rank is "
                            f"a device, and every rank takes part. Use a mesh of all {ranks.world} devices, or one "
                            f"of the {len(ranks.communicators)} of each process")
-    return []
 
 
 class _Effect(effects.Effect):
@@ -175,7 +188,8 @@ def average(parts: Sequence[Dict[str, Any]], arrays: List[Any], residuals: List[
     Returns:
         The means, then what is left of the residuals.
     """
-    plan = json.dumps(parts)
+    # The first part of the call says over how many devices it is mapped: the program may outlive this world.
+    plan = json.dumps([{**parts[0], "devices": _mapped_devices()}, *parts[1:]])
 
     def custom_call(*operands: Any) -> Any:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
@@ -247,6 +261,8 @@ def _run(call: _jax_ffi.Call) -> None:
         if given != result:  # every operand is aliased with its result
             raise RuntimeError(f"XLA did not alias operand {i}; report this")
     parts = _parsed(call.attributes["plan"])
+    if parts[0]["devices"]:
+        _check_mapped(parts[0]["devices"])
     addresses, counts = call.results[1:], call.counts[1:]
     if not addresses:
         if communicator.world > 1:
