@@ -203,8 +203,9 @@ peers='*PeerWindows*cuda*'
 part_first() {
   step doctor 30 "$bin/gradwire" doctor
   step launch 20 bash -c "suite kernels 1 '*Pack*cuda0*'"
-  step tests-runtime 30 bash -c "suite runtime 2"
-  step tests-kernels 60 bash -c "suite kernels 8"
+  step fused-alone 20 bash -c "suite kernels 1 '*FusedAlone*cuda0*'"
+  step tests-runtime 20 bash -c "suite runtime 2"
+  step tests-kernels 50 bash -c "suite kernels 8"
   step tests-collectives 100 bash -c "suite collectives 8 '*cuda*-$peers'"
   step tests-trainer 60 bash -c "suite trainer 6"
   step train 30 env CUBLASLT_LOG_LEVEL=2 "$bin/gradwire" train --model vit_s_16 --data synthetic --device cuda --steps 20 \

@@ -4,7 +4,7 @@
     check_machine_code.py ROOT BUILD [--write] [--all]
 
 Reads the objects in BUILD with cuobjdump, for every architecture in them. Fails when any kernel uses local memory
-on any of them, when a kernel loads without coherence what other GPUs write while it runs, and when, on sm_90, a kernel
+on any of them, when a wire format's kernels may contract products and additions, when a kernel loads without coherence what other GPUs write while it runs, and when, on sm_90, a kernel
 has more registers, fewer bytes in flight or more instructions per byte than its row of tests/kernel_budgets.tsv
 allows, or a called subroutine, half-filled sectors or no 16-byte accesses in its hot loop without the row saying so. A row
 outside the limits that all kernels should keep must give its reason. docs/gpu.md says what the figures mean and holds
@@ -237,6 +237,14 @@ def toolkit_of(build: pathlib.Path) -> str:
     return "?"
 
 
+def contracted(build: pathlib.Path) -> list[str]:
+    """The sources of wire formats and random-k that nvcc may round otherwise than the host: a product and an addition at
+    once."""
+    commands = json.loads((build / "compile_commands.json").read_text())
+    exact = [entry for entry in commands if re.search(r"/kernels/(wire|randk)/[^/]*\.cu$", entry["file"]) and "nvcc" in entry["command"]]
+    return [f"{entry['file']} is compiled without --fmad=false" for entry in exact if "--fmad=false" not in entry["command"]]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=pathlib.Path)
@@ -256,7 +264,7 @@ def main() -> int:
         print(f"SKIPPED: this build has no code for {PINNED}")
         return SKIPPED
     budgets = read_budgets(options.root / "tests/kernel_budgets.tsv")
-    wrong, worst = [], {}
+    wrong, worst = contracted(options.build), {}
     for function in read:
         full, architecture = function["full"], function["architecture"]
         wrong += judge_any(function)

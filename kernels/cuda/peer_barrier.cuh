@@ -13,8 +13,9 @@
 
 namespace gradwire::cuda {
 
-// Between devices. A store releases, and a load acquires, also what other threads of the block did before the
-// __syncthreads() that precedes or follows it.
+// Between devices. A store releases also what other threads of the block did before the __syncthreads() that precedes it.
+// A load sees the newest value and orders nothing, because ordering would empty the multiprocessor's L1 at each look of a
+// wait: acquire() after the last one does that for the block, with the __syncthreads() that follows it.
 __device__ __forceinline__ void store_signal(uint32_t* word, uint32_t value) {
 #ifdef GRADWIRE_SIMT
   simt::store_signal(word, value);
@@ -27,8 +28,13 @@ __device__ __forceinline__ uint32_t load_signal(const uint32_t* word) {
   return simt::load_signal(word);
 #else
   uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
   return value;
+#endif
+}
+__device__ __forceinline__ void acquire() {
+#ifndef GRADWIRE_SIMT  // whose loads acquire
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ uint64_t clock_ns() {
@@ -64,6 +70,7 @@ class PeerBarrier {
     for (int peer = first; peer < peers_.world; peer += step) {
       if (peer != peers_.rank) all = comes(peer, target, which) && all;
     }
+    if (first < peers_.world) acquire();
     return __syncthreads_and(all ? 1 : 0) != 0;
   }
 
