@@ -650,8 +650,7 @@ GW_API gw_status gw_reducer_state_save(gw_reducer reducer, void* state, size_t s
  * of a lost rank is lost, unless its state is available: then gw_reducer_state_load_ranks() on every rank
  * keeps it. In a world of 1, where nothing is sent, the next step adds the residual to the gradients.
  *
- * The next step blocks the caller while ranks compare the loaded states, so do not capture it in a CUDA graph.
- * It fails with GW_COMM_FAILED on
+ * The next step blocks the caller while ranks compare the loaded states. It fails with GW_COMM_FAILED on
  * every rank unless all ranks have loaded a state of the same step and run. It also fails if two ranks have
  * loaded the residual of the same rank. GW_BAD_ARGUMENT if the state is damaged, or belongs to another spec
  * or tensor, or to another rank of a world of this size: the text says which, and the reducer is unchanged. */

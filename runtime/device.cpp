@@ -331,6 +331,14 @@ Stream Stream::adopt_cuda(int device_index, CudaStream native) {
 #endif
 }
 
+bool Stream::is_captured() const {
+#ifdef GRADWIRE_HAS_CUDA
+  return impl_->device.is_cuda() && cuda::is_captured(impl_->device.index, impl_->native());
+#else
+  return false;
+#endif
+}
+
 Stream Stream::immediate_host() {
   return Stream(std::make_shared<HostStream>("immediate", true));
 }
@@ -496,9 +504,10 @@ Buffer Buffer::view(Device device, void* data, size_t bytes, std::shared_ptr<voi
   return buffer;
 }
 
-Buffer Buffer::pinned(size_t bytes) {
+Buffer Buffer::pinned([[maybe_unused]] Device device, size_t bytes) {
 #ifdef GRADWIRE_HAS_CUDA
-  if (bytes > 0 && cuda_device_count() > 0) {
+  if (bytes > 0 && device.is_cuda()) {
+    cuda::set_device(device.index);  // or it would make a context on another GPU
     Buffer buffer;
     buffer.owner_ = cuda::allocate_pinned(bytes);
     buffer.data_ = buffer.owner_.get();
@@ -584,7 +593,33 @@ void make_current(Device device) {
   (void)device;
 #endif
 }
+
+namespace {
+thread_local CallersDevice* callers_device = nullptr;  // the innermost of this thread
+}  // namespace
+
+CallersDevice::CallersDevice() : outer_(std::exchange(callers_device, this)) {}
+CallersDevice::~CallersDevice() {
+  callers_device = outer_;
+#ifdef GRADWIRE_HAS_CUDA
+  if (before_ >= 0) cuda::restore_device(before_);
+#endif
+}
+void CallersDevice::will_change_to([[maybe_unused]] int index) {
+#ifdef GRADWIRE_HAS_CUDA
+  if (callers_device == nullptr || callers_device->before_ >= 0) return;
+  if (const int now = cuda::current_device(); now != index) callers_device->before_ = now;
+#endif
+}
 }  // namespace detail
+
+bool reaches_peers_over_nvlink([[maybe_unused]] Device device) {
+#ifdef GRADWIRE_HAS_CUDA
+  return device.is_cuda() && cuda::reaches_peers_over_nvlink(device.index);
+#else
+  return false;
+#endif
+}
 
 int multiprocessors([[maybe_unused]] Device device) {
 #ifdef GRADWIRE_HAS_CUDA

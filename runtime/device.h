@@ -82,6 +82,8 @@ class Stream {
   void wait(const Event& event) const;
   // Blocks the caller until all work submitted so far is done; throws the stream's first error.
   void synchronize() const;
+  // Whether its work is now being captured in a CUDA graph, by whoever owns the stream.
+  bool is_captured() const;
   // CUDA only: the cudaStream_t; the device is made current by ops themselves.
   CudaStream native() const;
 
@@ -127,6 +129,22 @@ class Event {
 namespace detail {
 // Makes a CUDA device current for this thread; does nothing for the host.
 void make_current(Device device);
+
+// For entry points of the library: the thread's current CUDA device is the caller's again at the end of the scope. Calls
+// nothing of CUDA unless something in the scope has changed it.
+class CallersDevice {
+ public:
+  CallersDevice();
+  ~CallersDevice();
+  CallersDevice(const CallersDevice&) = delete;
+  CallersDevice& operator=(const CallersDevice&) = delete;
+  // Called before a device becomes current.
+  static void will_change_to(int index);
+
+ private:
+  CallersDevice* const outer_;
+  int before_ = -1;  // the caller's, once another one has become current
+};
 }  // namespace detail
 
 // Milliseconds between the two marks of timers, both of which must be done.
@@ -139,8 +157,8 @@ class Buffer {
   Buffer(Device device, size_t bytes);
   // A span of memory owned by somebody else, who keeps it alive or, if given, is kept alive by it.
   static Buffer view(Device device, void* data, size_t bytes, std::shared_ptr<void> owner = nullptr);
-  // Page-locked host memory when there is a CUDA device, so that copies to it can overlap; else plain.
-  static Buffer pinned(size_t bytes);
+  // Host memory for copies to and from `device`: page-locked for a CUDA device, so that they can overlap.
+  static Buffer pinned(Device device, size_t bytes);
   // Memory that `stream` may use from here on, and that is released when `stream` has passed the point where the last
   // handle is dropped: neither waits for the device, so this may be used in a step. Another stream must wait for an
   // event of `stream` before it uses the memory, and `stream` for one of the other before it is dropped.
@@ -165,6 +183,8 @@ class Buffer {
 // Lets each of the CUDA devices read the memory of every other one directly, where the hardware can; copies between
 // the others go through the host. Does nothing for the host.
 void enable_peer_access(const std::vector<Device>& devices);
+// Whether a CUDA device reaches all visible others whose memory it can access over NVLink, not over PCIe. False for the host.
+bool reaches_peers_over_nvlink(Device device);
 
 template <typename T>
 Buffer make_buffer(Device device, int64_t count) {

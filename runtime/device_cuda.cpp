@@ -2,6 +2,7 @@
 #include <cuda.h>
 #include <fmt/core.h>
 
+#include <limits>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -86,7 +87,19 @@ void CudaStreamImpl::wait(const Event::Impl& event) {
 }  // namespace
 
 void set_device(int device_index) {
+  detail::CallersDevice::will_change_to(device_index);
   GW_CUDA_CHECK(cudaSetDevice(device_index));
+}
+
+void restore_device(int device_index) noexcept {
+  static const auto state =
+      driver_function<CUresult (*)(CUdevice, unsigned*, int*)>("cuDevicePrimaryCtxGetState", 7000);
+  unsigned flags = 0;
+  int active = 0;
+  // A device's ordinal is its handle.
+  const bool has_context =
+      state == nullptr || state(device_index, &flags, &active) != CUDA_SUCCESS || active != 0;
+  if (has_context) ignore(cudaSetDevice(device_index));
 }
 
 int device_count() {
@@ -116,13 +129,13 @@ std::string unavailable_reason() {
   return count == 0 ? "the driver reports no device" : "";
 }
 
-namespace {
-
 int current_device() {
   int device = 0;
   GW_CUDA_CHECK(cudaGetDevice(&device));
   return device;
 }
+
+namespace {
 
 // An attribute of the current device; asked once per device.
 int attribute_of_device(cudaDeviceAttr which) {
@@ -234,11 +247,54 @@ bool can_access_peer(int from, int to) {
   return true;
 }
 
+// Atomics on a peer's memory go over NVLink and not over PCIe.
+bool reaches_peers_over_nvlink(int device_index) {
+  for (int other = 0; other < device_count(); ++other) {
+    int can = 0, atomics = 1;
+    if (other == device_index || cudaDeviceCanAccessPeer(&can, device_index, other) != cudaSuccess ||
+        can == 0)
+      continue;
+    if (cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device_index, other) ==
+            cudaSuccess &&
+        atomics == 0)
+      return false;
+  }
+  cudaGetLastError();
+  return true;
+}
+
 std::shared_ptr<void> allocate_pinned(size_t bytes) {
   void* data = nullptr;
   check_allocation(cudaMallocHost(&data, bytes), "cudaMallocHost", bytes);
   return std::shared_ptr<void>(data, [](void* p) { ignore(cudaFreeHost(p)); });
 }
+
+namespace {
+// Each device's pool for memory in stream order. Unlike the device's default pool it keeps what is released, which would
+// otherwise go back at each synchronization and be mapped anew, and lets other GPUs read it.
+cudaMemPool_t pool_of(int device_index) {
+  static std::mutex mutex;
+  static std::map<int, cudaMemPool_t> pools;  // for the life of the process
+  std::lock_guard lock(mutex);
+  if (const auto known = pools.find(device_index); known != pools.end()) return known->second;
+  cudaMemPoolProps properties{};
+  properties.allocType = cudaMemAllocationTypePinned;
+  properties.location = {cudaMemLocationTypeDevice, device_index};
+  cudaMemPool_t pool = nullptr;
+  GW_CUDA_CHECK(cudaMemPoolCreate(&pool, &properties));
+  uint64_t all = std::numeric_limits<uint64_t>::max();
+  GW_CUDA_CHECK(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &all));
+  for (int other = 0; other < device_count(); ++other) {
+    int can = 0;
+    if (other == device_index || cudaDeviceCanAccessPeer(&can, other, device_index) != cudaSuccess ||
+        can == 0)
+      continue;
+    const cudaMemAccessDesc access{{cudaMemLocationTypeDevice, other}, cudaMemAccessFlagsProtReadWrite};
+    ignore(cudaMemPoolSetAccess(pool, &access, 1));
+  }
+  return pools[device_index] = pool;
+}
+}  // namespace
 
 std::shared_ptr<void> allocate_in_order(const std::shared_ptr<Stream::Impl>& stream, size_t bytes) {
   const int index = stream->device.index;
@@ -253,7 +309,8 @@ std::shared_ptr<void> allocate_in_order(const std::shared_ptr<Stream::Impl>& str
       ignore(cudaFree(p));
     });
   }
-  check_allocation(cudaMallocAsync(&data, bytes, stream->native()), "cudaMallocAsync", bytes);
+  check_allocation(cudaMallocFromPoolAsync(&data, bytes, pool_of(index), stream->native()),
+                   "cudaMallocFromPoolAsync", bytes);
   return std::shared_ptr<void>(data, [stream](void* p) { ignore(cudaFreeAsync(p, stream->native())); });
 }
 
@@ -285,6 +342,19 @@ void fill_zero(CudaStream stream, void* dst, size_t bytes) {
 void begin_capture(int device_index, CudaStream origin) {
   set_device(device_index);
   GW_CUDA_CHECK(cudaStreamBeginCapture(origin, cudaStreamCaptureModeThreadLocal));
+}
+
+bool is_captured(int device_index, CudaStream stream) {
+  set_device(device_index);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t result = cudaStreamIsCapturing(stream, &status);
+  if (result ==
+      cudaErrorStreamCaptureImplicit) {  // the legacy default stream, while another stream is captured
+    cudaGetLastError();
+    return true;
+  }
+  check(result, "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
 }
 
 std::shared_ptr<void> end_capture(int device_index, CudaStream origin) {

@@ -46,6 +46,7 @@ std::shared_ptr<Event::Impl> make_event(int device_index, bool timer);
 void begin_capture(int device_index, CudaStream origin);
 std::shared_ptr<void> end_capture(int device_index, CudaStream origin);  // an executable graph
 void drop_capture(int device_index, CudaStream origin) noexcept;
+bool is_captured(int device_index, CudaStream stream);
 void launch_graph(int device_index, void* executable, CudaStream origin);
 std::shared_ptr<void> allocate(int device_index, size_t bytes);
 std::shared_ptr<void> allocate_pinned(size_t bytes);
@@ -56,10 +57,15 @@ void fill_zero(CudaStream stream, void* dst, size_t bytes);
 void store(CudaStream stream, void* dst, const void* value, size_t bytes);
 void increment(CudaStream stream, uint64_t* counter);
 void set_device(int device_index);
+// For a thread of somebody else's, whose device this was. Leaves the thread as it is where that device has no context: it
+// would get one, of hundreds of megabytes.
+void restore_device(int device_index) noexcept;
+int current_device();
 int multiprocessors();  // of the current device
 bool loads_kernels_lazily();
 int device_count();
 bool can_access_peer(int from, int to);
+bool reaches_peers_over_nvlink(int device_index);
 std::string unavailable_reason();
 }  // namespace cuda
 #endif

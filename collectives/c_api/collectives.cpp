@@ -98,8 +98,10 @@ const char* checked_spec(const char* spec) {
 }  // namespace
 
 Program& ApiComm::program_for(const CollectiveCall& call) {
-  // With a request, a change of address must not wait for calls in flight.
-  const bool by_address = call.collective == Collective::allreduce || request != nullptr;
+  // With a request, a change of address must not wait for calls in flight. Nor should the host on a GPU, where a caller's
+  // allocator gives it the same few addresses again and again.
+  const bool by_address =
+      call.collective == Collective::allreduce || request != nullptr || communicator->device().is_cuda();
   const Key key{call.function, by_address ? call.out : nullptr,
                 call.count,    call.shards,
                 call.dtype,    call.op,

@@ -11,7 +11,9 @@
 namespace gradwire::c_api {
 namespace {
 
-constexpr size_t kProgramsKept = 256;
+// On a GPU one for each address, too: FSDP2 has two or three collectives for each of its groups, and PyTorch's allocator
+// some addresses for each of these.
+constexpr size_t kProgramsKept = 256, kProgramsKeptOnCuda = 4096;
 constexpr size_t kCallerStreamsKept = 64;
 
 }  // namespace
@@ -24,7 +26,7 @@ Handles<ApiComm>& comms() {
 ApiComm::ApiComm(std::unique_ptr<Communicator> c)
     : communicator(std::move(c)),
       process_(getpid()),
-      programs_(kProgramsKept,
+      programs_(communicator->device().is_cuda() ? kProgramsKeptOnCuda : kProgramsKept,
                 [this](size_t bytes) { return communicator->transport().exchange_memory(bytes); }),
       step_(make_buffer<uint64_t>(communicator->device(), 1)),
       start_(Event::create(communicator->device())),
@@ -87,6 +89,12 @@ Stream ApiComm::caller_stream(void* native) {
   if (callers_.size() > kCallerStreamsKept) callers_.clear();  // of a caller that makes a stream per step
   auto [at, fresh] = callers_.try_emplace(native);
   if (fresh) at->second = Stream::adopt_cuda(device.index, static_cast<CudaStream>(native));
+  if (at->second.is_captured()) {
+    throw Unsupported(
+        "the stream is being captured in a CUDA graph, whose launches would not repeat what the host does in "
+        "this call: "
+        "call it outside of the capture");
+  }
   return at->second;
 }
 

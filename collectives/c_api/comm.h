@@ -64,7 +64,7 @@ struct ApiComm {
   ApiRequest* request = nullptr;  // of the call that holds it; null: the call returns when it is done
 
  private:
-  // Function, address (of an allreduce, or of a call with a request), count, shards, dtype, op, root, spec, tag.
+  // Function, address (null: any; see program_for()), count, shards, dtype, op, root, spec, tag.
   using Key = std::tuple<std::string, const void*, int64_t, Shards, int, int, int, std::string, std::string>;
   Program& program_for(const CollectiveCall& call);
   void between(void* native_stream, const std::function<void()>& work);

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "collectives/gradwire.h"
+#include "runtime/device.h"
 #include "runtime/error.h"
 
 namespace gradwire::c_api {
@@ -28,9 +29,10 @@ class NotDone : public Error {
 // gw_last_error().
 gw_status status_of_current_exception(const char* function) noexcept;
 
-// Runs `body` and lets no exception out.
+// Runs `body`, lets no exception out, and leaves the caller's current CUDA device as it was.
 template <typename Body>
 gw_status guarded(const char* function, Body&& body) noexcept {
+  const detail::CallersDevice callers_device;
   try {
     body();
     return GW_OK;

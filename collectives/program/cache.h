@@ -4,9 +4,9 @@
 // All programs of a cache share one workspace, so they must run on one stream or one at a time.
 #pragma once
 
-#include <algorithm>
 #include <functional>
 #include <list>
+#include <map>
 #include <memory>
 #include <utility>
 
@@ -29,9 +29,9 @@ class ProgramCache {
 
   // The entry for this key; null if there is none.
   Entry* find(const Key& key) {
-    auto at = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& e) { return e.key == key; });
-    if (at == entries_.end()) return nullptr;
-    entries_.splice(entries_.begin(), entries_, at);
+    const auto at = places_.find(key);
+    if (at == places_.end()) return nullptr;
+    entries_.splice(entries_.begin(), entries_, at->second);
     return &entries_.front();
   }
 
@@ -39,8 +39,12 @@ class ProgramCache {
   // or rebind memory, so none of the cache's programs may be in flight, unless on CUDA all memory, of residuals too,
   // is released in the order of a stream that waits for them.
   Entry& add(Entry entry) {
-    if (entries_.size() >= most_) entries_.pop_back();
+    if (entries_.size() >= most_) {
+      places_.erase(entries_.back().key);
+      entries_.pop_back();
+    }
     entries_.push_front(std::move(entry));
+    places_[entries_.front().key] = entries_.begin();
     if (entries_.front().program->workspace_bytes() > workspace_.bytes()) {
       workspace_ = allocate_(entries_.front().program->workspace_bytes());
       for (Entry& e : entries_) e.program->bind(workspace_.data());
@@ -57,6 +61,7 @@ class ProgramCache {
   const std::function<Buffer(size_t)> allocate_;
   Buffer workspace_;
   std::list<Entry> entries_;
+  std::map<Key, typename std::list<Entry>::iterator> places_;
 };
 
 }  // namespace gradwire

@@ -87,13 +87,14 @@ class OutsideCapture {
 // Stores a value in stream order without a kernel: cuStreamWriteValue64, from the driver.
 class StreamWrites {
  public:
-  // Tries one in a capture of its own; where that fails, there are none.
+  // Tries one in a graph of its own; where that fails, there are none.
   explicit StreamWrites(int device) {
     OutsideCapture guard;
     GW_CUDA_CHECK(cudaSetDevice(device));
     function_ = cuda::driver_function<Function>("cuStreamWriteValue64", 12000);
     if (function_ == nullptr) return;
-    const Buffer word = Buffer::pinned(sizeof(uint64_t));
+    const Buffer word = Buffer::pinned(Device::cuda(device), sizeof(uint64_t));
+    *word.as<uint64_t>() = 0;
     const Stream stream = Stream::create(Device::cuda(device), "set-up");
     cudaGraph_t graph = nullptr;
     bool works = cudaStreamBeginCapture(stream.native(), cudaStreamCaptureModeRelaxed) == cudaSuccess;
@@ -101,7 +102,12 @@ class StreamWrites {
       works = call(stream, word.as<uint64_t>(), 1);
       works = cudaStreamEndCapture(stream.native(), &graph) == cudaSuccess && works;
     }
-    if (graph != nullptr) cudaGraphDestroy(graph);
+    cudaGraphExec_t executable = nullptr;
+    works = works && cudaGraphInstantiate(&executable, graph, 0) == cudaSuccess &&
+            cudaGraphLaunch(executable, stream.native()) == cudaSuccess &&
+            cudaStreamSynchronize(stream.native()) == cudaSuccess && *word.as<uint64_t>() == 1;
+    if (executable != nullptr) cuda::ignore(cudaGraphExecDestroy(executable));
+    if (graph != nullptr) cuda::ignore(cudaGraphDestroy(graph));
     if (works) return;
     cudaGetLastError();
     function_ = nullptr;
@@ -168,7 +174,8 @@ class CudaCalls final : public GpuCalls {
     constexpr size_t kWords = 8192;
     if (!slab_ || used_ + words > kWords) {
       OutsideCapture guard;
-      auto buffer = std::make_shared<Buffer>(Buffer::pinned(kWords * sizeof(uint64_t)));
+      auto buffer =
+          std::make_shared<Buffer>(Buffer::pinned(Device::cuda(device_), kWords * sizeof(uint64_t)));
       std::memset(buffer->data(), 0, buffer->bytes());
       slab_ = buffer;
       used_ = 0;

@@ -95,7 +95,7 @@ bool compress(const void* send, void* receive, const Request& request, ncclComm_
   if (all.settings.dry_run) {
     if (path == Path::compressed && !all.settings.quiet)
       print_error_line(fmt::format("dry run: would send {} bytes as {}", 4 * request.count,
-                      all.settings.spec.to_string()));
+                                   all.settings.spec.to_string()));
   }
   if (!may_compare(request)) return false;
   if (cuda_device_count() == 0) {
@@ -104,25 +104,21 @@ bool compress(const void* send, void* receive, const Request& request, ncclComm_
   }
   const std::shared_ptr<Entry> entry = all.entry(comm);
   std::lock_guard lock(entry->mutex);
+  const detail::CallersDevice callers_device;
   try {
     if (!entry->tried) {
       entry->tried = true;
       auto device_of = next<decltype(&ncclCommCuDevice)>("ncclCommCuDevice");
       int device = 0;
       if (device_of == nullptr || device_of(comm, &device) != ncclSuccess) return false;
-      int before = 0;
-      cudaGetDevice(&before);
       auto made = std::make_unique<CompressedAllReduce>(comm, device, all.settings);
-      cudaSetDevice(before);
-      if (made->rank() == 0 && !made->description().empty() && !all.settings.quiet) print_error_line(made->description());
+      if (made->rank() == 0 && !made->description().empty() && !all.settings.quiet)
+        print_error_line(made->description());
       if (made->usable()) entry->compressed = std::move(made);
     }
     if (!entry->compressed || path != Path::compressed || all.settings.dry_run) return false;
-    int before = 0;
-    cudaGetDevice(&before);
     entry->compressed->run(static_cast<const float*>(send), static_cast<float*>(receive), request.count,
                            request.op, stream);
-    cudaSetDevice(before);
     result = ncclSuccess;
   } catch (const CommError& error) {
     print_error_line(error.what());

@@ -178,6 +178,12 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
   *can = device != peer ? 1 : 0;
   return cudaSuccess;
 }
+cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr, int device, int peer) {
+  GW_STANDIN_CALL(cudaDeviceGetP2PAttribute);
+  if (!exists(device) || !exists(peer)) return failed(cudaErrorInvalidDevice);
+  *value = 1;
+  return cudaSuccess;
+}
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
   GW_STANDIN_CALL(cudaDeviceEnablePeerAccess);
   if (!exists(peer) || peer == device_of_thread) return failed(cudaErrorInvalidDevice);

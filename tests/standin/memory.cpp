@@ -25,7 +25,7 @@ constexpr size_t kRange = size_t{1} << 40;  // addresses of a device
 
 struct Allocation {
   size_t bytes = 0, mapped = 0;
-  bool live = false;  // false: a cudaMallocAsync that its stream has not reached
+  bool live = false;  // false: a cudaMallocFromPoolAsync that its stream has not reached
 };
 
 struct Range {
@@ -224,8 +224,25 @@ cudaError_t cudaFree(void* pointer) {
   return cudaSuccess;
 }
 
-cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t handle) {
-  GW_STANDIN_CALL(cudaMallocAsync);
+// A pool is its device's number: what is released goes back at once, and enabled peers reach all memory.
+cudaError_t cudaMemPoolCreate(cudaMemPool_t* pool, const cudaMemPoolProps* properties) {
+  GW_STANDIN_CALL(cudaMemPoolCreate);
+  if (properties->location.type != cudaMemLocationTypeDevice ||
+      properties->allocType != cudaMemAllocationTypePinned)
+    return failed(cudaErrorInvalidValue);
+  *pool = reinterpret_cast<cudaMemPool_t>(static_cast<uintptr_t>(properties->location.id) + 1);
+  return cudaSuccess;
+}
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) {
+  GW_STANDIN_CALL(cudaMemPoolSetAttribute);
+  return cudaSuccess;
+}
+cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, size_t) {
+  GW_STANDIN_CALL(cudaMemPoolSetAccess);
+  return cudaSuccess;
+}
+cudaError_t cudaMallocFromPoolAsync(void** pointer, size_t bytes, cudaMemPool_t pool, cudaStream_t handle) {
+  GW_STANDIN_CALL(cudaMallocFromPoolAsync);
   const Lock lock(machine().mutex);
   CUstream_st* const stream = find_stream(handle);
   if (stream == nullptr) return failed(cudaErrorInvalidResourceHandle);
@@ -233,10 +250,12 @@ cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t handle) {
   *pointer = nullptr;
   if (bytes == 0) return cudaSuccess;
   const int device = stream->device;
+  if (reinterpret_cast<uintptr_t>(pool) != static_cast<uintptr_t>(device) + 1)
+    return failed(cudaErrorInvalidValue);
   char* const data = reserve(device, bytes);
   if (data == nullptr) return failed(cudaErrorMemoryAllocation);
   *pointer = data;
-  return failed(enqueue(*stream, {.name = "cudaMallocAsync", .run = [device, data] {
+  return failed(enqueue(*stream, {.name = "cudaMallocFromPoolAsync", .run = [device, data] {
                                     const std::lock_guard running(machine().mutex);
                                     make_live(device, data);
                                   }}));
@@ -261,6 +280,18 @@ cudaError_t cudaFreeAsync(void* pointer, cudaStream_t handle) {
                                     }
                                     release(device, data);
                                   }}));
+}
+
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
+  GW_STANDIN_CALL(cudaPointerGetAttributes);
+  const Lock lock(machine().mutex);
+  int device = -1;
+  *attributes = {};
+  if (find_allocation(pointer, &device) == nullptr) return cudaSuccess;  // cudaMemoryTypeUnregistered
+  attributes->type = cudaMemoryTypeDevice;
+  attributes->device = device;
+  attributes->devicePointer = const_cast<void*>(pointer);
+  return cudaSuccess;
 }
 
 cudaError_t cudaMallocHost(void** pointer, size_t bytes) {

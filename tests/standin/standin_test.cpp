@@ -33,7 +33,7 @@ using StandinLimits = OnStandin;
 
 // Page-locked host memory that holds `value`.
 Buffer pinned(float value) {
-  Buffer buffer = Buffer::pinned(kValues * sizeof(float));
+  Buffer buffer = Buffer::pinned(Device::cuda(0), kValues * sizeof(float));
   std::fill_n(buffer.as<float>(), kValues, value);
   return buffer;
 }
@@ -253,7 +253,7 @@ TEST_F(StandinCapture, WorkRunsAtLaunchesOnly) {
   fill_zero(stream, counter.data(), counter.bytes());
   const Graph graph = Graph::capture(stream, [&] { increment(stream, counter.as<uint64_t>()); });
   for (int i = 0; i < 3; ++i) graph.launch();
-  const Buffer to = Buffer::pinned(sizeof(uint64_t));
+  const Buffer to = Buffer::pinned(device, sizeof(uint64_t));
   copy(stream, to.data(), counter.data(), to.bytes());
   stream.synchronize();
   EXPECT_EQ(*to.as<uint64_t>(), 3u);

@@ -475,7 +475,7 @@ TEST_P(CheckpointTest, TheSumOfResidualsIsKeptHoweverTheRunIsDivided) {
       const Stream stream = Stream::create(comm.device(), "train");
       Reducer reducer(comm, config.compression, gradient_tensors(config.model), reducer_options(config));
       const ParameterLayout layout = reducer_layout(reducer);
-      Buffer weights = Buffer::pinned(static_cast<size_t>(layout.elements) * sizeof(float));
+      Buffer weights = Buffer::pinned(comm.device(), static_cast<size_t>(layout.elements) * sizeof(float));
       const RankState rank{.comm = comm,
                            .stream = stream,
                            .reducer = reducer,

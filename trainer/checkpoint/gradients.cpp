@@ -16,11 +16,11 @@ std::string gradients_path(const std::string& directory, int64_t step) {
 }
 
 GradientDump::GradientDump(const TrainConfig& config, const std::vector<VitParameter>& parameters,
-                           const ParameterLayout& layout)
+                           const ParameterLayout& layout, Device device)
     : config_(config),
       parameters_(parameters),
       layout_(layout),
-      copies_(Buffer::pinned(static_cast<size_t>(layout.elements) * sizeof(float))) {}
+      copies_(Buffer::pinned(device, static_cast<size_t>(layout.elements) * sizeof(float))) {}
 
 void GradientDump::take(const Stream& stream, int i, const float* gradient) {
   const auto at = static_cast<size_t>(i);

@@ -19,7 +19,7 @@ class GradientDump {
  public:
   // Of config.gradients_step, into config.gradients_directory. The references must outlive the object.
   GradientDump(const TrainConfig& config, const std::vector<VitParameter>& parameters,
-               const ParameterLayout& layout);
+               const ParameterLayout& layout, Device device);
 
   // Copies gradient i, in stream order: enqueue it after what computes the gradient, and before the reducer
   // may change it. On the stream's device.

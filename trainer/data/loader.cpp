@@ -75,8 +75,8 @@ class Loader::Impl {
     for (Slot& slot : slots_) {
       slot.images = Buffer(options.device, image_bytes);
       slot.labels = Buffer(options.device, label_bytes);
-      slot.staged_images = copies() ? Buffer::pinned(image_bytes) : slot.images;
-      slot.staged_labels = copies() ? Buffer::pinned(label_bytes) : slot.labels;
+      slot.staged_images = copies() ? Buffer::pinned(options.device, image_bytes) : slot.images;
+      slot.staged_labels = copies() ? Buffer::pinned(options.device, label_bytes) : slot.labels;
       slot.copied = Event::create(options.device);
       slot.released = Event::create(options.device);
     }

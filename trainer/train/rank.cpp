@@ -126,7 +126,7 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
   stream_.synchronize();
   if (!config_.gradient_views && comm.world() > 1) separate_gradients();
   if (leads() && !config_.gradients_directory.empty()) {
-    dump_.emplace(config_, model_.parameters(), layout_);
+    dump_.emplace(config_, model_.parameters(), layout_, stream_.device());
   }
   if (config_.overlap_forward && comm.world() > 1) {
     deferred_.emplace(comm, stream_, reducer_, optimizer_, model_);
@@ -139,7 +139,7 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
     slot.reduced = event();
     slot.end = event();
     slot.kept = Event::create(comm.device());
-    slot.totals = Buffer::pinned(2 * sizeof(double));
+    slot.totals = Buffer::pinned(comm.device(), 2 * sizeof(double));
     if (deferred_) deferred_->prepare(slot);
   }
   if (shared.elastic != nullptr && start_.from && carried_ && !shared.elastic->from_checkpoints()) {
@@ -532,7 +532,8 @@ RankState RankTrainer::state() {
           .divided = shards_.has_value(),
           .left_over = [this] {
             if (!reducer_.shard()) return reducer_.gradients().as<float>();
-            left_over_ = Buffer::pinned(static_cast<size_t>(layout_.elements) * sizeof(float));
+            left_over_ =
+                Buffer::pinned(stream_.device(), static_cast<size_t>(layout_.elements) * sizeof(float));
             return left_over_.as<float>();
           }};
 }

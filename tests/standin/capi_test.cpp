@@ -1,0 +1,142 @@
+// The C ABI on pretended GPUs: one thread for each rank, as a program with several GPUs has.
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "collectives/gradwire.h"
+#include "runtime/device.h"
+
+namespace gradwire {
+namespace {
+
+#define CHECK_GW(call) ASSERT_EQ(call, GW_OK) << gw_last_error()
+#define CHECK_CUDA(call) ASSERT_EQ(call, cudaSuccess)
+
+// Runs `body` on a thread for each rank, with rank r's communicator on device r.
+void on_ranks(int world, const std::function<void(gw_comm, int)>& body) {
+  static std::atomic<int> number{0};
+  const std::string meeting = fmt::format("local://standin {}", ++number);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < world; ++rank) {
+    threads.emplace_back([&, rank] {
+      gw_comm comm = {};
+      CHECK_GW(gw_comm_create(meeting.c_str(), rank, world, rank, 20'000, &comm));
+      body(comm, rank);
+      CHECK_GW(gw_comm_destroy(comm));
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+struct StandinCApi : ::testing::Test {
+  void SetUp() override {
+    if (cuda_device_count() < 2) GTEST_SKIP() << "needs GRADWIRE_STANDIN_GPUS of 2 or more";
+  }
+};
+
+void copy_now(void* to, const void* from, int64_t count) {
+  EXPECT_EQ(cudaMemcpyAsync(to, from, static_cast<size_t>(count) * sizeof(float), cudaMemcpyDefault, nullptr),
+            cudaSuccess);
+  EXPECT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);
+}
+// Device memory of `count` floats of value `value`.
+float* filled(int64_t count, float value) {
+  void* data = nullptr;
+  const std::vector<float> values(static_cast<size_t>(count), value);
+  EXPECT_EQ(cudaMalloc(&data, values.size() * sizeof(float)), cudaSuccess);
+  copy_now(data, values.data(), count);
+  return static_cast<float*>(data);
+}
+std::vector<float> read(const float* data, int64_t count) {
+  std::vector<float> values(static_cast<size_t>(count));
+  copy_now(values.data(), data, count);
+  return values;
+}
+
+TEST_F(StandinCApi, ACallLeavesTheCallersDeviceCurrent) {
+  CHECK_CUDA(cudaSetDevice(0));
+  on_ranks(2, [](gw_comm comm, int rank) {
+    CHECK_CUDA(cudaSetDevice(rank));
+    float* const data = filled(1000, 1.0f);
+    cudaStream_t stream = nullptr;
+    CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CHECK_CUDA(cudaSetDevice(1 - rank));
+    const auto expect_unchanged = [&](const char* call) {
+      int now = -1;
+      CHECK_CUDA(cudaGetDevice(&now));
+      EXPECT_EQ(now, 1 - rank) << call;
+    };
+    CHECK_GW(gw_allreduce(comm, data, 1000, GW_FLOAT32, GW_SUM, "int8", stream));
+    expect_unchanged("gw_allreduce");
+    EXPECT_NE(gw_allreduce(comm, data, -1, GW_FLOAT32, GW_SUM, "int8", stream), GW_OK);
+    expect_unchanged("a call that is refused");
+    CHECK_GW(gw_comm_check(comm));
+    expect_unchanged("gw_comm_check");
+    CHECK_CUDA(cudaStreamSynchronize(stream));
+    CHECK_CUDA(cudaStreamDestroy(stream));
+    CHECK_CUDA(cudaFree(data));
+  });
+  int now = -1;
+  CHECK_CUDA(cudaGetDevice(&now));
+  EXPECT_EQ(now, 0);
+}
+
+// As FSDP2's buffers do, whose addresses an allocator chooses.
+TEST_F(StandinCApi, ReduceScatterAndAllGatherFollowTheirAddresses) {
+  on_ranks(2, [](gw_comm comm, int rank) {
+    CHECK_CUDA(cudaSetDevice(rank));
+    cudaStream_t stream = nullptr;
+    CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    const std::vector<int64_t> counts{500, 500};
+    std::vector<float*> ins, outs;
+    for (int i = 0; i < 3; ++i) {
+      ins.push_back(filled(1000, static_cast<float>(i + rank)));
+      outs.push_back(filled(500, 0.0f));
+    }
+    for (int step = 0; step < 2; ++step) {
+      for (size_t i = 0; i < ins.size(); ++i) {
+        CHECK_GW(gw_reduce_scatter(comm, ins[i], outs[(i + static_cast<size_t>(step)) % 3], counts.data(),
+                                   GW_FLOAT32, GW_SUM, "fp32", nullptr, stream));
+      }
+    }
+    CHECK_CUDA(cudaStreamSynchronize(stream));
+    for (size_t i = 0; i < ins.size(); ++i) {
+      // Written last in step 1, of the input before it.
+      const auto of = static_cast<float>(2 * ((i + 2) % 3) + 1);
+      EXPECT_EQ(read(outs[i], 500), std::vector<float>(500, of)) << i;
+    }
+    for (float* data : ins) CHECK_CUDA(cudaFree(data));
+    for (float* data : outs) CHECK_CUDA(cudaFree(data));
+    CHECK_CUDA(cudaStreamDestroy(stream));
+  });
+}
+
+TEST_F(StandinCApi, ACallInTheCallersCaptureIsRefusedAndTheCaptureGoesOn) {
+  on_ranks(2, [](gw_comm comm, int rank) {
+    CHECK_CUDA(cudaSetDevice(rank));
+    float* const data = filled(1000, 1.0f);
+    cudaStream_t stream = nullptr;
+    cudaGraph_t graph = nullptr;
+    CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    EXPECT_EQ(gw_allreduce(comm, data, 1000, GW_FLOAT32, GW_SUM, "fp32", stream), GW_UNSUPPORTED);
+    EXPECT_NE(std::string(gw_last_error()).find("captured in a CUDA graph"), std::string::npos)
+        << gw_last_error();
+    CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+    CHECK_CUDA(cudaGraphDestroy(graph));
+    CHECK_GW(gw_allreduce(comm, data, 1000, GW_FLOAT32, GW_SUM, "fp32", stream));
+    CHECK_CUDA(cudaStreamSynchronize(stream));
+    EXPECT_EQ(read(data, 1000), std::vector<float>(1000, 2.0f));
+    CHECK_CUDA(cudaStreamDestroy(stream));
+    CHECK_CUDA(cudaFree(data));
+  });
+}
+
+}  // namespace
+}  // namespace gradwire
