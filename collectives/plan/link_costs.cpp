@@ -14,6 +14,7 @@ namespace {
 
 // An NVLink of the fourth generation, less a quarter for its headers.
 constexpr LinkCosts::Pattern kNvlink{.latency_us = 4, .bytes_per_us = 340e3};
+constexpr LinkCosts::Pattern kPcie{.latency_us = 8, .bytes_per_us = 20e3};
 constexpr size_t kSmallBytes = 64;        // of a message
 constexpr size_t kLeastLarge = 2 << 20;   // of all messages of a rank
 constexpr size_t kMostLarge = 64 << 20;   // likewise, between GPUs
@@ -179,8 +180,10 @@ LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ran
     costs.library_measured = transport.library_obstacle().empty();
     if (costs.library_measured) costs.library = meter.measure_library();
   }
-  LinkCosts::Pattern* patterns[] = {&costs.neighbour, &costs.all_pairs, &costs.intra_node, &costs.inter_node,
-                                    &costs.library};
+  const Device device = transport.device();
+  costs.peer_memory = reaches_peers_over_nvlink(device) ? kNvlink : kPcie;
+  LinkCosts::Pattern* patterns[] = {&costs.neighbour,  &costs.all_pairs, &costs.intra_node,
+                                    &costs.inter_node, &costs.library,   &costs.peer_memory};
   std::vector<double> mine;
   for (const auto* p : patterns) {
     mine.push_back(p->latency_us);
@@ -193,7 +196,7 @@ LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ran
     }
   }
   if (!nodes) costs.intra_node = costs.inter_node = costs.all_pairs;
-  costs.peer_memory = transport.device().is_cuda() ? kNvlink : costs.all_pairs;
+  if (device.is_host()) costs.peer_memory = costs.all_pairs;
   costs.measured = true;
   return costs;
 }

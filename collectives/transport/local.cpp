@@ -304,7 +304,7 @@ class LocalTransport final : public Transport {
     fill_zero(stream, mine.data(), bytes);
     stream.synchronize();
     auto made = std::make_shared<PeerWindows>();
-    made->report = Buffer::pinned(sizeof(PeerReport));
+    made->report = Buffer::pinned(device_, sizeof(PeerReport));
     new (made->report.data()) PeerReport();
 
     const int which = peer_groups_++;
@@ -397,13 +397,7 @@ class LocalTransport final : public Transport {
         if (!failed || self->device_.is_host()) return;
         lock.unlock();
         for (Offer& offer : mine) {
-          if (offer.state == Offer::State::finished) wait_until_copied(offer, self->hub_->timeout);
-        }
-      }
-      static void wait_until_copied(const Offer& offer, std::chrono::milliseconds timeout) noexcept {
-        try {
-          offer.taken.synchronize_until(std::chrono::steady_clock::now() + timeout);
-        } catch (...) {  // the exception that is under way says more
+          if (offer.state == Offer::State::finished) self->wait_until_done(offer.taken);
         }
       }
     } withdraw{this, lock, mine};
@@ -456,10 +450,19 @@ class LocalTransport final : public Transport {
     for (const Offer& offer : mine) bytes_sent_.fetch_add(offer.bytes, std::memory_order_relaxed);
   }
 
-  static void finish_copy(const Stream& stream) noexcept {
+  // While an exception is under way, which says more than what fails here. Not beyond the deadline.
+  void wait_until_done(const Event& event) const noexcept {
     try {
-      stream.synchronize();
-    } catch (...) {  // the exception that is under way says more
+      event.synchronize_until(std::chrono::steady_clock::now() + hub_->timeout);
+    } catch (...) {
+    }
+  }
+  void wait_until_done(const Stream& stream) const noexcept {
+    try {
+      Event end = Event::create(device_);
+      end.record(stream);
+      wait_until_done(end);
+    } catch (...) {
     }
   }
 
@@ -490,7 +493,7 @@ class LocalTransport final : public Transport {
     } catch (const std::exception& error) {
       // The sender waits without a deadline while its memory is read. The copy may be enqueued, and no event says when
       // it ends.
-      if (stream) finish_copy(*stream);
+      if (stream) wait_until_done(*stream);
       lock.lock();
       offer.state = Offer::State::waiting;
       hub_->fail(fmt::format("rank {} in {}: {}", rank_, here(label), error.what()));

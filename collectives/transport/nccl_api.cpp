@@ -64,8 +64,7 @@ NcclApi load() {
   find(handle, api.comm_deregister, "ncclCommDeregister", false);
   find(handle, api.window_register, "ncclCommWindowRegister", false);
   find(handle, api.window_deregister, "ncclCommWindowDeregister", false);
-  find(handle, api.dev_comm_create, "ncclDevCommCreate", false);
-  find(handle, api.dev_comm_destroy, "ncclDevCommDestroy", false);
+  find(handle, api.team_lsa, "ncclTeamLsa", false);
   return api;
 }
 

@@ -45,9 +45,12 @@ struct NcclApi {
   ncclResult_t (*comm_deregister)(const ncclComm_t, void* handle) = nullptr;
   ncclResult_t (*window_register)(ncclComm_t, void*, size_t, ncclWindow_vidmem**, int) = nullptr;  // 2.27
   ncclResult_t (*window_deregister)(ncclComm_t, ncclWindow_vidmem*) = nullptr;
-  ncclResult_t (*dev_comm_create)(ncclComm_t, const ncclDevCommRequirements*,
-                                  ncclDevComm*) = nullptr;  // 2.28
-  ncclResult_t (*dev_comm_destroy)(ncclComm_t, const ncclDevComm*) = nullptr;
+  // The ranks whose memory this one can load and store: how many, which of them it is, and their distance. (ncclTeam_t,
+  // for headers that lack it.)
+  struct Team {
+    int ranks, rank, stride;
+  };
+  Team (*team_lsa)(ncclComm_t) = nullptr;  // 2.28
 
   // "unhandled system error (socket closed by peer)"
   std::string text(ncclResult_t result, ncclComm_t comm) const;

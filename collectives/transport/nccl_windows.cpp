@@ -9,6 +9,7 @@
 
 #include "collectives/transport/beside.h"
 #include "collectives/transport/nccl_transport.h"
+#include "runtime/cuda_check.h"
 #include "runtime/error.h"
 #include "runtime/mix.h"
 
@@ -29,20 +30,18 @@ std::string nccl_windows_obstacle(const NcclApi& api, ncclComm_t comm, int rank,
     return fmt::format("NCCL {} is loaded, and peer memory needs exactly 2.28.9", api.version());
   }
   if (api.mem_alloc == nullptr || api.mem_free == nullptr || api.window_register == nullptr ||
-      api.window_deregister == nullptr || api.dev_comm_create == nullptr || api.dev_comm_destroy == nullptr) {
+      api.window_deregister == nullptr || api.team_lsa == nullptr) {
     return "this NCCL lacks its device API";
   }
   if (group > kMostPeers) return fmt::format("{} ranks; at most {} can", group, kMostPeers);
-  const ncclDevCommRequirements nothing{};
-  ncclDevComm device{};
-  if (const ncclResult_t result = api.dev_comm_create(comm, &nothing, &device); result != ncclSuccess) {
-    return fmt::format("NCCL cannot map the ranks' memory: {}", api.text(result, comm));
-  }
-  const int reachable = device.lsaSize, place = device.lsaRank;
-  api.dev_comm_destroy(comm, &device);
+  // Not of a device communicator: between nodes ncclDevCommCreate() needs a network that GPUs can drive.
+  const auto [reachable, place, stride] = api.team_lsa(comm);
+  if (reachable == 0) return "NCCL cannot map the ranks' memory";
   if (group == world && reachable < world) {
     return fmt::format(
-        "ranks reach {} of {} by loads and stores; the others are on other machines or not on NVLink",
+        "ranks reach {} of {} by loads and stores; the others are on other machines, or the GPUs cannot "
+        "access "
+        "each other's memory",
         reachable, world);
   }
   if (reachable < group || reachable % group != 0 || place % group != rank % group) {
@@ -53,11 +52,10 @@ std::string nccl_windows_obstacle(const NcclApi& api, ncclComm_t comm, int rank,
 
 std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi& api, ncclComm_t comm, Device device, int rank,
                                                int group, int64_t half_bytes,
-                                               std::chrono::nanoseconds patience, WhileAlive alive) {
+                                               std::chrono::nanoseconds patience, WhileAlive alive,
+                                               std::shared_ptr<NcclMemory> memory) {
   const auto bytes = static_cast<size_t>(peer_window_bytes(half_bytes));
   const Stream stream = device.is_host() ? Stream::immediate_host() : Stream::create(device, "set-up");
-  std::shared_ptr<NcclMemory> memory = NcclMemory::allocate(api, bytes);
-  if (!memory) return nullptr;
   fill_zero(stream, memory->data(), bytes);
   stream.synchronize();  // before others see it: registering waits for all ranks
   ncclWindow_t window = nullptr;
@@ -65,6 +63,11 @@ std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi& api, ncclComm_t co
       api.window_register(comm, memory->data(), bytes, &window, NCCL_WIN_COLL_SYMMETRIC);
   if (result != ncclSuccess || window == nullptr) return nullptr;
   memory->registered(std::move(alive), [&api, comm, window] { api.window_deregister(comm, window); });
+  if (device.is_cuda()) {  // where NCCL has no symmetric memory, the window is a description on the host
+    cudaPointerAttributes attributes{};
+    GW_CUDA_CHECK(cudaPointerGetAttributes(&attributes, window));
+    if (attributes.type != cudaMemoryTypeDevice) return nullptr;
+  }
   ncclWindow_vidmem where{};
   copy(stream, &where, window, sizeof where);
   stream.synchronize();
@@ -75,7 +78,7 @@ std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi& api, ncclComm_t co
   }
 
   auto made = std::make_shared<PeerWindows>();
-  made->report = Buffer::pinned(sizeof(PeerReport));
+  made->report = Buffer::pinned(device, sizeof(PeerReport));
   new (made->report.data()) PeerReport();
   PeerMemory& m = made->memory;
   for (int r = 0; r < group; ++r) {
@@ -101,7 +104,8 @@ std::string nccl_windows_obstacle(const NcclApi&, ncclComm_t, int, int, int) {
 }
 
 std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi&, ncclComm_t, Device, int, int, int64_t,
-                                               std::chrono::nanoseconds, WhileAlive) {
+                                               std::chrono::nanoseconds, WhileAlive,
+                                               std::shared_ptr<NcclMemory>) {
   return nullptr;
 }
 
@@ -139,20 +143,25 @@ std::string NcclTransport::peer_obstacle(int group) {
 
 std::shared_ptr<PeerWindows> NcclTransport::make_peer_windows(int64_t half_bytes, int group) {
   begin_set_up("opening windows (transport=lsa, which must be in every rank's spec)");
+  detail::make_current(setup_.device);
+  std::shared_ptr<NcclMemory> memory =
+      NcclMemory::allocate(api_, static_cast<size_t>(peer_window_bytes(half_bytes)));
+  // Registering waits for all ranks, also for one that has no memory to register.
+  if (!agreed(memory != nullptr)) return nullptr;
   struct Made {
     std::shared_ptr<PeerWindows> windows;
     std::string error;
   };
   const auto made = std::make_shared<Made>();
-  const bool returned =
-      ask_nccl([made, alive = while_alive(), &api = api_, device = setup_.device, rank = rank_,
-                ranks = group > 0 ? group : world_, half_bytes, patience = setup_.timeout](ncclComm_t comm) {
-        try {
-          made->windows = make_nccl_windows(api, comm, device, rank, ranks, half_bytes, patience, alive);
-        } catch (const std::exception& error) {
-          made->error = error.what();
-        }
-      });
+  const bool returned = ask_nccl([made, alive = while_alive(), &api = api_, device = setup_.device,
+                                  rank = rank_, ranks = group > 0 ? group : world_, half_bytes,
+                                  patience = setup_.timeout, memory = std::move(memory)](ncclComm_t comm) {
+    try {
+      made->windows = make_nccl_windows(api, comm, device, rank, ranks, half_bytes, patience, alive, memory);
+    } catch (const std::exception& error) {
+      made->error = error.what();
+    }
+  });
   if (!returned) give_up("opening windows", fmt::format("no progress for {} ms", setup_.timeout.count()));
   if (!made->error.empty()) give_up("opening windows", made->error);
   if (!agreed(made->windows != nullptr)) return nullptr;

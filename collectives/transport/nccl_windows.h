@@ -19,9 +19,11 @@ namespace gradwire {
 // asks NCCL.
 std::string nccl_windows_obstacle(const NcclApi& api, ncclComm_t comm, int rank, int world, int group);
 
-// This rank's window, with those of its group; null if NCCL refuses. Collective.
+// This rank's window in `memory`, of peer_window_bytes(half_bytes), with those of its group; null if NCCL refuses.
+// Collective.
 std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi& api, ncclComm_t comm, Device device, int rank,
                                                int group, int64_t half_bytes,
-                                               std::chrono::nanoseconds patience, WhileAlive alive);
+                                               std::chrono::nanoseconds patience, WhileAlive alive,
+                                               std::shared_ptr<NcclMemory> memory);
 
 }  // namespace gradwire

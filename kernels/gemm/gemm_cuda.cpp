@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <list>
 #include <map>
 #include <memory>
 #include <optional>
@@ -198,8 +199,8 @@ class Plan {
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, aligned(g.a));
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, aligned(g.b));
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, aligned(g.d));
-    // The library has no preference for the bias, which is read as D is written.
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, std::min(aligned(g.d), alignment_of(g.bias)));
+    // The bias's and the pre-activations' alignment is that of the pointers above.
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, aligned(g.d));
     const bool times = tuning != nullptr;
     std::array<cublasLtMatmulHeuristicResult_t, kMostTimed> found = {};
     int count = 0;
@@ -427,13 +428,22 @@ class Context {
   std::map<PlanKey, std::unique_ptr<Plan>> plans_;
 };
 
+// The contexts of a thread that it used last: each has a workspace of up to 32 MiB, and streams come and go.
 Context& context_for(CudaStream stream) {
-  thread_local std::map<std::pair<int, CudaStream>, std::unique_ptr<Context>> contexts;
+  constexpr size_t kMost = 8;
+  using Key = std::pair<int, CudaStream>;
+  thread_local std::list<std::pair<Key, std::unique_ptr<Context>>> contexts;
   int device = 0;
   GW_CUDA_CHECK(cudaGetDevice(&device));
-  auto& context = contexts[{device, stream}];
-  if (!context) context = std::make_unique<Context>(device, stream);
-  return *context;
+  const Key key{device, stream};
+  const auto at = std::ranges::find(contexts, key, [](const auto& entry) { return entry.first; });
+  if (at != contexts.end()) {
+    contexts.splice(contexts.begin(), contexts, at);
+  } else {
+    contexts.emplace_front(key, std::make_unique<Context>(device, stream));
+    if (contexts.size() > kMost) contexts.pop_back();  // waits for the GPU
+  }
+  return *contexts.front().second;
 }
 
 template <typename S>

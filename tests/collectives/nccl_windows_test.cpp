@@ -90,12 +90,10 @@ const NcclApi& nccl_with_windows() {
     a.window_deregister = [](ncclComm_t, ncclWindow_vidmem*) {
       return ++the_fake().deregistered, ncclSuccess;
     };
-    a.dev_comm_create = [](ncclComm_t c, const ncclDevCommRequirements*, ncclDevComm* device) {
-      device->lsaSize = the_fake().reachable > 0 ? the_fake().reachable : fake(c).world;
-      device->lsaRank = fake(c).rank % device->lsaSize;
-      return ncclSuccess;
+    a.team_lsa = [](ncclComm_t c) {
+      const int ranks = the_fake().reachable > 0 ? the_fake().reachable : fake(c).world;
+      return NcclApi::Team{ranks, fake(c).rank % ranks, 1};
     };
-    a.dev_comm_destroy = [](ncclComm_t, const ncclDevComm*) { return ncclSuccess; };
     return a;
   }();
   return api;
@@ -122,6 +120,7 @@ std::vector<std::string> run(int world, std::chrono::milliseconds timeout,
   std::vector<std::thread> threads;
   for (int r = 0; r < world; ++r) {
     threads.emplace_back([&, r] {
+      this_rank = r;
       try {
         NcclSetup setup{.api = &nccl_with_windows(),
                         .gpu = std::make_shared<RankCalls>(r),
@@ -190,6 +189,15 @@ TEST(NcclWindows, RanksThatDoNotReachAllOthersSendMessages) {
   });
   the_fake().reachable = 0;
   EXPECT_EQ(errors, std::vector<std::string>(4)) << errors[0];
+}
+
+// Registering waits for all ranks, so the others must not begin it.
+TEST(NcclWindows, WhereOneRankIsRefusedMemoryAllSendMessages) {
+  the_fake().refused_rank = 1;
+  const auto errors =
+      run(3, 20s, [](NcclTransport& t, const Stream& s) { expect_sum(t, s, Carrier::messages); });
+  the_fake().refused_rank = -1;
+  EXPECT_EQ(errors, std::vector<std::string>(3)) << errors[0];
 }
 
 // GPUs of two nodes: what NVLink connects reads memory, the others exchange messages.
