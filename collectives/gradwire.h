@@ -19,8 +19,10 @@
  *          create another, or go on with the ranks that are left: gw_comm_shrink(). New ranks can
  *          join: gw_comm_grow().
  * Streams  On a CUDA device, `stream` is a cudaStream_t cast to void* (null: the legacy default stream):
- *          calls enqueue work and return, and later work on that stream sees the results. On the host it must
- *          be null, and a call returns when its result is ready, or at once if it has a gw_request.
+ *          calls enqueue work and return, and later work on that stream sees the results. While the stream is
+ *          captured in a CUDA graph they return GW_UNSUPPORTED. No call changes the thread's current device.
+ *          On the host `stream` must be null, and a call returns when its result is ready, or at once if it
+ *          has a gw_request.
  * Memory   Gradient memory belongs to the caller and is on the communicator's device. It must stay valid
  *          until the stream has passed the call that used it, or until its gw_request is done.
  * Structs  Zero the struct, set `size` to its sizeof, then fill it in; zero means the default. This lets

@@ -1,4 +1,5 @@
-// The parts of a bucket that are averaged in FP32 or, if its gradients are BF16, in BF16, in addition to the tensors that the codec compresses:
+// The parts of a bucket that are averaged in FP32 or, if its gradients are BF16, in BF16, in addition to the tensors
+// that the codec compresses:
 //   - the tensors that `dense=` of a spec names. Vectors and small tensors hold a few thousandths of a model,
 //     but much of the error of a coarse format.
 //   - the shorter part of a block that two tensors share, if a NaN of one would delay the other
