@@ -4,6 +4,8 @@
 #   make test     build and run every test, sanitizers included
 #   make test-quick   only the release build's tests
 #   make build    the optimized build of everything but the tests, in build/
+#   make build CUDA=pip   the same with nvcc from PyPI, which it installs in build/cuda-pip (1.1 GB); for machines
+#                 without a CUDA toolkit. All later builds use it
 #   make test-cuda-host   the CUDA side's host code on pretended GPUs: all tests of tests/standin
 #   make test-frameworks   the Python tests on today's PyTorch, beside Debian's; installs it in build/
 #   make faults   the fault matrix of docs/faults.md, and 200 runs with a killed rank
@@ -115,6 +117,11 @@ wheel: setup
 
 setup:
 	@scripts/setup.sh
+ifeq ($(CUDA),pip)
+	@PYTHON=$(PYTHON) scripts/cuda_pip.sh toolkit
+else ifeq ($(origin CUDA),command line)
+$(error CUDA must be pip, not '$(CUDA)')
+endif
 
 format:
 	@git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs clang-format -i

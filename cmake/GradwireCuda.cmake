@@ -1,6 +1,11 @@
 # Finds nvcc, decides whether to build the CUDA side, and reports the decision: no silent fallback.
 set(GRADWIRE_HAS_CUDA OFF)
 if(NOT GRADWIRE_CUDA STREQUAL "OFF")
+  # The nvcc of `make build CUDA=pip`, unless another one is chosen. The cache has NOTFOUND where an earlier run had none.
+  set(pip_nvcc ${CMAKE_SOURCE_DIR}/build/cuda-pip/bin/nvcc)
+  if(EXISTS ${pip_nvcc} AND NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
+    set(CMAKE_CUDA_COMPILER ${pip_nvcc} CACHE FILEPATH "nvcc" FORCE)
+  endif()
   include(CheckLanguage)
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
@@ -26,7 +31,8 @@ if(NOT GRADWIRE_CUDA STREQUAL "OFF")
     set(GRADWIRE_HAS_CUDA ON)
   elseif(GRADWIRE_CUDA STREQUAL "ON")
     message(FATAL_ERROR
-      "GRADWIRE_CUDA=ON, but no nvcc was found. Put nvcc on PATH or set CUDACXX, or use -DGRADWIRE_CUDA=OFF.")
+      "GRADWIRE_CUDA=ON, but no nvcc was found. Put nvcc on PATH, set CUDACXX, install nvcc by make build CUDA=pip, "
+      "or use -DGRADWIRE_CUDA=OFF.")
   endif()
 endif()
 if(GRADWIRE_HAS_CUDA)

@@ -17,7 +17,7 @@ optional=(
   "python3-numpy:the oracles" "python3-torch:the oracles" "python3-torchvision:the oracles"
   "mypy:the check of the Python package's types"
   "python3-pip:the test of pip install" "python3-setuptools:the test of pip install" "python3-wheel:the test of pip install"
-  "python3-venv:make wheel and make test-frameworks"
+  "python3-venv:make wheel, make test-frameworks, make build CUDA=pip and the machine-code check"
   "python3-matplotlib:pictures (bench/plots/plot.py)" "iproute2:slow links on one machine (bench/harness/shaped_link.sh)"
   "ccache:fast rebuilds" "git:version control" "xz-utils:make bundle"
 )
