@@ -61,6 +61,8 @@ run_tests() {
     failed=$((failed + 1))
     return
   fi
+  # The machine-code test is skipped without a disassembler.
+  [ "$preset" = release ] && scripts/cuda_pip.sh disassembler
   [ ${#next[@]} -gt 0 ] && build_ahead "${next[@]}"
   echo "== $preset: test"
   # Slots, of which a busy test takes three (tests/CMakeLists.txt).
@@ -90,7 +92,7 @@ run_tests() {
 
 # What the sanitizer builds leave out, because the release build or the other sanitizer finds it; docs/testing.md says
 # what and why. Tests are ctest's; cases are GoogleTest's, of the executables whose cases share processes.
-other_sanitizers_and_programs="simt|^kernel_table|oracle|^layers$|^environment$|^paths$|^packages$|^gpu_check$|^ptx$|^machine_code|^bench|^kill$"
+other_sanitizers_and_programs="simt|^kernel_table|oracle|^layers$|^environment$|^paths$|^packages$|^gpu_check$|^cuda_pip$|^ptx$|^machine_code|^bench|^kill$"
 other_sanitizers_and_programs+="|^capi_(exports|capture|installed)|^interposer|NOT_BUILT"
 # They run gradwire-bench as well, which sanitizer builds leave out, or wait for most of their time.
 other_sanitizers_and_programs+="|^cli_(inputs|outputs|paths|descriptors|suspended|cable)|^hosts$"

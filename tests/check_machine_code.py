@@ -10,8 +10,8 @@ allows, or a called subroutine, half-filled sectors or no 16-byte accesses in it
 outside the limits that all kernels should keep must give its reason. docs/gpu.md says what the figures mean and holds
 them as a table; --write writes it, and the check fails when it is out of date. --all prints every instantiation.
 
-Without cuobjdump and nvdisasm, which `make machine-code` installs, it ends with 77: skipped. What it reads is
-cached in BUILD.
+Without cuobjdump and nvdisasm, which scripts/cuda_pip.sh installs, it ends with 77: skipped. What it reads is cached
+in BUILD.
 """
 import argparse
 import dataclasses
@@ -254,8 +254,8 @@ def main() -> int:
     options = parser.parse_args()
     os.environ["PATH"] += os.pathsep + str((options.build / "disassembler/bin").resolve())
     if missing := [tool for tool in ("cuobjdump", "nvdisasm") if shutil.which(tool) is None]:
-        print(f"SKIPPED: the machine code was not checked: no {' and no '.join(missing)}. `make machine-code` installs "
-              "them (5 MB) in the build folder.")
+        print(f"SKIPPED: the machine code was not checked: no {' and no '.join(missing)}. "
+              "`scripts/cuda_pip.sh disassembler` installs them (5 MB) in build/disassembler.")
         return SKIPPED
     cache = options.build / "machine_code"
     cache.mkdir(exist_ok=True)
