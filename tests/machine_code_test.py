@@ -81,6 +81,15 @@ class MachineCodeTest(unittest.TestCase):
         for load in ("LDG.E.128", "LDG.E.128.STRONG.SYS"):
             self.assertEqual(judged("fused_allreduce_kernel", load), [])
 
+    def test_the_table_keeps_what_was_measured_for_one_op(self):
+        page = "| a_kernel(Merge) | 2 | 40 | 48 | 24 (16) | 2.7 | 92 | 97 % | divisions |\n" \
+               "| `a_kernel` | `a.cu` | yes | yes | yes | yes | 60 to 97 % |"
+        measured = check_machine_code.measurements(page)
+        self.assertEqual(measured, {"a_kernel(Merge)": "97 %", "a_kernel": "60 to 97 %"})
+        figures = check_machine_code.Figures(registers=40)
+        written = check_machine_code.table({"a_kernel(Merge)": figures, "a_kernel(Split)": figures}, {}, measured, "13.0")
+        self.assertRegex(written, r"\(Merge\).*\| 97 % \|  \|\n.*\(Split\).*\| 60 to 97 % \|  \|")
+
 
 if __name__ == "__main__":
     unittest.main()
