@@ -26,9 +26,8 @@ class Agent:
     """torchrun on one machine, and what its ranks have said so far."""
 
     def __init__(self, options: List[str], arguments: List[str], script: pathlib.Path = EXAMPLE) -> None:
-        # The ranks' output comes through this pipe, a whole line per write: torchrun's own copy of a file that is being
-        # written ends lines where it has read so far. stderr is redirected, because Debian 12's torchrun crashes on its
-        # own default.
+        # The ranks' output comes through this pipe: torchrun's own copy of a file that is being written can end a line where
+        # it has read so far. stderr is redirected, because Debian 12's torchrun crashes on its own default.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "-r", "2", "-t", "2", "--max_restarts", "3", "--monitor_interval", "0.2",
              *options, str(script), *arguments],
@@ -44,7 +43,9 @@ class Agent:
             self.lines.append(line.rstrip("\n"))
 
     def found(self, pattern: str) -> List["re.Match[str]"]:
-        return [match for line in list(self.lines) for match in [re.search(pattern, line)] if match]
+        """Matches in the output so far. A rank writes a line and its end separately (torchrun runs `python -u`), so another
+        rank's line may follow on the same one."""
+        return list(re.finditer(pattern, "\n".join(self.lines)))
 
     def processes(self) -> Dict[int, int]:
         """rank to process, as of the last start."""
@@ -86,7 +87,7 @@ def check(condition: bool, text: str, agents: List[Agent]) -> None:
 
 
 def losses(agent: Agent) -> Dict[int, float]:
-    return {int(m[1]): float(m[2]) for m in agent.found(r"step (\d+) of \d+, \d+ ranks, loss (\S+)")}
+    return {int(m[1]): float(m[2]) for m in agent.found(r"step (\d+) of \d+, \d+ ranks, loss (-?[\d.]+|nan|inf)")}
 
 
 def begins(agent: Agent) -> List[int]:
@@ -95,7 +96,7 @@ def begins(agent: Agent) -> List[int]:
 
 
 def same_weights(agent: Agent, steps: int, world: int) -> str:
-    done = agent.found(rf"done: {steps} steps, {world} ranks, weights (.*)")
+    done = agent.found(rf"done: {steps} steps, {world} ranks, weights ([0-9a-f]{{8}}(?:, [0-9a-f]{{8}})*)")
     check(len(done) == 1, f"no end after {steps} steps with {world} ranks", [agent])
     weights = done[0][1].split(", ")
     check(len(weights) == world and len(set(weights)) == 1, f"weights differ: {weights}", [agent])
