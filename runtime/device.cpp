@@ -17,6 +17,7 @@
 
 #include "runtime/capture.h"
 #include "runtime/device_impl.h"
+#include "runtime/device_memory.h"
 #include "runtime/error.h"
 #include "runtime/float_mode.h"
 #include "runtime/memory_use.h"
@@ -616,6 +617,14 @@ void CallersDevice::will_change_to([[maybe_unused]] int index) {
 bool reaches_peers_over_nvlink([[maybe_unused]] Device device) {
 #ifdef GRADWIRE_HAS_CUDA
   return device.is_cuda() && cuda::reaches_peers_over_nvlink(device.index);
+#else
+  return false;
+#endif
+}
+
+bool is_cuda_memory([[maybe_unused]] const void* address) {
+#ifdef GRADWIRE_HAS_CUDA
+  return cuda::is_device_memory(address);
 #else
   return false;
 #endif

@@ -247,6 +247,12 @@ bool can_access_peer(int from, int to) {
   return true;
 }
 
+bool is_device_memory(const void* address) {
+  cudaPointerAttributes attributes{};
+  GW_CUDA_CHECK(cudaPointerGetAttributes(&attributes, address));
+  return attributes.type == cudaMemoryTypeDevice;
+}
+
 // Atomics on a peer's memory go over NVLink and not over PCIe.
 bool reaches_peers_over_nvlink(int device_index) {
   for (int other = 0; other < device_count(); ++other) {

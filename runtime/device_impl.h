@@ -66,6 +66,7 @@ bool loads_kernels_lazily();
 int device_count();
 bool can_access_peer(int from, int to);
 bool reaches_peers_over_nvlink(int device_index);
+bool is_device_memory(const void* address);
 std::string unavailable_reason();
 }  // namespace cuda
 #endif

@@ -9,7 +9,7 @@
 
 #include "collectives/transport/beside.h"
 #include "collectives/transport/nccl_transport.h"
-#include "runtime/cuda_check.h"
+#include "runtime/device_memory.h"
 #include "runtime/error.h"
 #include "runtime/mix.h"
 
@@ -63,11 +63,8 @@ std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi& api, ncclComm_t co
       api.window_register(comm, memory->data(), bytes, &window, NCCL_WIN_COLL_SYMMETRIC);
   if (result != ncclSuccess || window == nullptr) return nullptr;
   memory->registered(std::move(alive), [&api, comm, window] { api.window_deregister(comm, window); });
-  if (device.is_cuda()) {  // where NCCL has no symmetric memory, the window is a description on the host
-    cudaPointerAttributes attributes{};
-    GW_CUDA_CHECK(cudaPointerGetAttributes(&attributes, window));
-    if (attributes.type != cudaMemoryTypeDevice) return nullptr;
-  }
+  // Where NCCL has no symmetric memory, the window is a description on the host.
+  if (device.is_cuda() && !is_cuda_memory(window)) return nullptr;
   ncclWindow_vidmem where{};
   copy(stream, &where, window, sizeof where);
   stream.synchronize();
