@@ -126,7 +126,8 @@ std::pair<std::vector<uint16_t>, uint64_t> mean_of_bf16(const std::string& spec,
     stream.synchronize();
     if (comm.rank() != 0) return;
     mean = narrow[1];
-    if (dtype == DType::f32) std::ranges::transform(wide[1], mean.begin(), float_to_bf16_nearest);
+    if (dtype == DType::f32)
+      std::ranges::transform(wide[1], mean.begin(), [](float x) { return float_to_bf16_nearest(x); });
     sent = reducer.stats(0).wire_bytes;
   });
   return {mean, sent};
