@@ -42,7 +42,9 @@ struct CudaStreamImpl final : Stream::Impl {
 struct CudaEventImpl final : Event::Impl {
   CudaEventImpl(int index, bool timer) : Impl(Device::cuda(index), timer) {
     set_device(index);
-    GW_CUDA_CHECK(cudaEventCreateWithFlags(&handle, timer ? cudaEventDefault : cudaEventDisableTiming));
+    // A thread that waits for it sleeps: with a rank per GPU, spinning ones would take the loaders' cores.
+    GW_CUDA_CHECK(cudaEventCreateWithFlags(
+        &handle, timer ? cudaEventBlockingSync : cudaEventBlockingSync | cudaEventDisableTiming));
   }
   ~CudaEventImpl() override { ignore(cudaEventDestroy(handle)); }
   void record(Stream::Impl& stream) override {

@@ -20,9 +20,21 @@ namespace gradwire {
 inline constexpr int kMostPeers = 64;
 // Thread blocks of one kernel: few enough to be resident all at once beside other work, which they must be.
 inline constexpr int kMostPeerBlocks = 32;
+// Groups of ranks whose kernels fit on a GPU at once. With more, two ranks could each run the kernel that the other one waits
+// for.
+inline constexpr int kPeerGroupsAtOnce = 4;
 inline constexpr int64_t kPeerCallsOffset = int64_t{4} * kMostPeerBlocks * kMostPeers;
 inline constexpr int64_t kPeerHeaderBytes = kPeerCallsOffset + 256;
 static_assert(kPeerHeaderBytes % 256 == 0 && kMostPeerBlocks * 4 <= 256);
+
+// Returns the thread blocks of a rank's kernel where `ranks` of a group share a device with so many multiprocessors (0:
+// unknown): all blocks of kPeerGroupsAtOnce groups are resident at once, one on each multiprocessor, or they deadlock.
+inline constexpr int peer_blocks(int multiprocessors, int ranks) {
+  const int most = multiprocessors > 0 && multiprocessors / kPeerGroupsAtOnce < kMostPeerBlocks
+                       ? multiprocessors / kPeerGroupsAtOnce
+                       : kMostPeerBlocks;
+  return most / ranks > 1 ? most / ranks : 1;
+}
 
 inline constexpr int64_t peer_window_bytes(int64_t half_bytes) {
   return kPeerHeaderBytes + 2 * half_bytes;

@@ -76,7 +76,10 @@ def functions(text: str) -> list[Function]:
     return found
 
 
-def moved(code: list[Instruction], names: tuple[str, ...] = ("LDG", "STG"), only_wide: bool = False) -> int:
+LOADS = ("LDG", "LDGSTS")  # to registers, and to shared memory (cp.async)
+
+
+def moved(code: list[Instruction], names: tuple[str, ...] = (*LOADS, "STG"), only_wide: bool = False) -> int:
     return sum(i.bytes for i in code if i.name in names and (i.wide or not only_wide))
 
 
@@ -105,9 +108,13 @@ def hot_loop(function: Function) -> tuple[list[Instruction], bool]:
 def bytes_in_flight(body: list[Instruction], is_loop: bool) -> int:
     """Most bytes of global loads that a thread has on their way at once: a load ends, and with it those before
     it, at the first instruction that reads what it loaded, since a thread issues in order. A loop is gone
-    through twice, so that what it fetches for its next turn counts."""
+    through twice, so that what it fetches for its next turn counts. Copies to shared memory go in groups, each of at least
+    the shortest copy, and the loop waits until some number of groups are left (DEPBAR)."""
     waiting: list[tuple[set[int], int]] = []
-    most = 0
+    copies = [i.bytes for i in body if i.name == "LDGSTS"]
+    left = [int(match.group(1), 16) for i in body if i.name == "DEPBAR"
+            and (match := re.match(r"SB0, 0x([0-9a-f]+)", i.operands))]
+    most = min(copies) * (max(left) + 1) if copies and left else 0
     for instruction in body * (2 if is_loop else 1):
         read = set(instruction.read())
         for position in range(len(waiting) - 1, -1, -1):
@@ -160,8 +167,8 @@ class Measured:
 def measure(function: Function) -> Measured:
     body, is_loop = hot_loop(function)
     real = [i for i in body if i.name != "NOP"]
-    hot = HotLoop(loads=moved(body, ("LDG",)), stores=moved(body, ("STG",)), instructions=len(real),
-                  in_flight=bytes_in_flight(body, is_loop), wide_loads=sum(i.wide for i in body if i.name == "LDG"),
+    hot = HotLoop(loads=moved(body, LOADS), stores=moved(body, ("STG",)), instructions=len(real),
+                  in_flight=bytes_in_flight(body, is_loop), wide_loads=sum(i.wide for i in body if i.name in LOADS),
                   wide_stores=sum(i.wide for i in body if i.name == "STG"), half_sector=half_sector_stores(body),
                   calls=sum(i.name == "CALL" for i in body), is_loop=is_loop)
     return Measured(hot, local=sum(i.name in ("LDL", "STL") for i in function.code),

@@ -42,6 +42,12 @@ class MachineCodeTest(unittest.TestCase):
         self.assertTrue(hot.is_loop)
         self.assertEqual(hot.in_flight, 32)
 
+    def test_copies_to_shared_memory_that_a_loop_does_not_wait_for_are_in_flight(self):
+        hot = self.hot("LDGSTS.E.BYPASS.128 [R5], desc[UR4][R2.64]", "LDGSTS.E [R5+0x10], desc[UR4][R4.64]", "LDGDEPBAR",
+                       "DEPBAR.LE SB0, 0x6", "LDS.128 R8, [R6]", "@P0 BRA 0x0", "EXIT")
+        self.assertEqual((hot.loads, hot.wide_loads), (20, 1))
+        self.assertEqual(hot.in_flight, 7 * 4)
+
     def test_the_hot_loop_moves_most_in_16_byte_accesses_and_is_the_inner_one(self):
         hot = self.hot("MOV R1, R2", "LDG.E.128 R8, desc[UR4][R2.64]", "@P1 BRA 0x10", "@P0 BRA 0x0", "LDG.E R9, desc[UR4][R2.64]",
                        "@P2 BRA 0x40", "EXIT")

@@ -15,6 +15,7 @@ namespace {
 // An NVLink of the fourth generation, less a quarter for its headers.
 constexpr LinkCosts::Pattern kNvlink{.latency_us = 4, .bytes_per_us = 340e3};
 constexpr LinkCosts::Pattern kPcie{.latency_us = 8, .bytes_per_us = 20e3};
+constexpr double kPeerReadUs = 1;
 constexpr size_t kSmallBytes = 64;        // of a message
 constexpr size_t kLeastLarge = 2 << 20;   // of all messages of a rank
 constexpr size_t kMostLarge = 64 << 20;   // likewise, between GPUs
@@ -196,7 +197,11 @@ LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ran
     }
   }
   if (!nodes) costs.intra_node = costs.inter_node = costs.all_pairs;
-  if (device.is_host()) costs.peer_memory = costs.all_pairs;
+  if (device.is_host()) {
+    costs.peer_memory = costs.all_pairs;
+  } else {
+    costs.peer_read_us = kPeerReadUs;
+  }
   costs.measured = true;
   return costs;
 }

@@ -25,6 +25,8 @@ struct LinkCosts {
   Pattern inter_node;  // ranks with the same local index to each other; likewise
   // Loads from each other's memory, and what a barrier takes: assumed, never measured.
   Pattern peer_memory;
+  // How long a read from another GPU's memory takes, assumed; 0 between threads on the host.
+  double peer_read_us = 0;
   bool measured = false;
   // NCCL's own allreduce of a buffer of S bytes by n ranks: latency_us + 2 (n-1)/n S / bytes_per_us. Measured where the
   // transport has one.

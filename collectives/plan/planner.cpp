@@ -6,6 +6,7 @@
 
 #include "collectives/program/program.h"
 #include "kernels/wire/formats.h"
+#include "kernels/wire/fused.h"
 
 namespace gradwire {
 namespace {
@@ -168,8 +169,17 @@ SchedulePlanner::Choice SchedulePlanner::choose_kernel(int64_t count, Wire wire)
   const double n = world_, whole = 4.0 * static_cast<double>(count);
   const auto bytes = static_cast<double>(wire->bytes(count));
   const LinkCosts::Pattern& link = costs_.peer_memory;
-  const double two = 2 * link.latency_us + 2 * (n - 1) / n * bytes / link.bytes_per_us;
-  const double one = link.latency_us + (n - 1) / n * ((n - 1) * bytes + whole) / link.bytes_per_us;
+  double rate = link.bytes_per_us, encode_us = 0;
+  if (costs_.peer_read_us > 0) {  // between GPUs
+    const PeerKernelLimits limits = peer_kernel_limits(wire);
+    rate = std::min(rate, limits.bytes_ahead / costs_.peer_read_us);
+    encode_us = static_cast<double>(count) / limits.values_per_us;
+  }
+  // Messages are not charged for their encodes, which have the whole GPU. Here, every value is encoded or added up, and
+  // decoded; in one shot, each rank adds up all of them.
+  const double two = 2 * link.latency_us + std::max(2 * (n - 1) / n * bytes / rate, 2 * encode_us);
+  const double one =
+      link.latency_us + std::max((n - 1) / n * ((n - 1) * bytes + whole) / rate, n * encode_us);
   Choice choice{
       .schedule = two_shot(world_), .reason = {}, .predicted_us = std::min(one, two), .slice_bytes = 0};
   choice.schedule.carrier = one < two ? Carrier::one_shot_kernel : Carrier::two_shot_kernel;

@@ -518,11 +518,6 @@ class LocalTransport final : public Transport {
 
 }  // namespace
 
-int peer_blocks(int multiprocessors, int ranks) {
-  const int at_once = multiprocessors > 0 ? std::min(multiprocessors, kMostPeerBlocks) : kMostPeerBlocks;
-  return std::max(1, at_once / ranks);
-}
-
 std::string sharing_obstacle(const std::vector<Device>& devices, bool lazily) {
   if (!lazily) return "";
   for (const Device& d : devices) {

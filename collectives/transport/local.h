@@ -22,10 +22,6 @@ namespace gradwire {
 std::vector<std::unique_ptr<Transport>> make_local_transports(const std::vector<Device>& devices,
                                                               std::chrono::milliseconds timeout);
 
-// Thread blocks of a kernel that waits for those of other ranks, where `ranks` of them share a device with so many
-// multiprocessors (0: not known): together no more than surely run at once, one on each, or they would wait for ever.
-int peer_blocks(int multiprocessors, int ranks);
-
 // Why such kernels may wait for ever where ranks are on these devices, and what to do instead; empty if they do not.
 // `lazily`: CUDA loads a kernel when it is first launched. That may wait for all that runs on the device: for a kernel
 // of another rank there that waits for the one that cannot be launched.

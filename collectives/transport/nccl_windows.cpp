@@ -12,6 +12,7 @@
 #include "runtime/device_memory.h"
 #include "runtime/error.h"
 #include "runtime/mix.h"
+#include "runtime/multiprocessors.h"
 
 // Of the version that this was written for. Others may differ in what is read here.
 #if NCCL_VERSION_CODE == NCCL_VERSION(2, 28, 9)
@@ -85,6 +86,7 @@ std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi& api, ncclComm_t co
   made->first = rank - mine;
   m.rank = mine;
   m.world = group;
+  if (device.is_cuda()) m.blocks = peer_blocks(multiprocessors(device), 1);  // the same on GPUs of one kind
   m.half_bytes = half_bytes;
   m.report = made->report.as<PeerReport>();
   m.patience_ns = patience.count();

@@ -329,7 +329,8 @@ std::string kind_of(const Gemm& g) {
 // One thread's products on one stream.
 class Context {
  public:
-  Context(int device, CudaStream stream) : stream_(stream) {
+  // Delegates, so that a failure halfway runs the destructor.
+  Context(int device, CudaStream stream) : Context(stream) {
     GW_CUBLAS_CHECK(cublasCreate(&handle_));
     GW_CUBLAS_CHECK(cublasSetStream(handle_, stream));
     int major = 0;
@@ -408,6 +409,8 @@ class Context {
   }
 
  private:
+  explicit Context(CudaStream stream) : stream_(stream) {}
+
   struct Ones {
     float fp32 = 1.0f;
     Bf16 bf16 = narrow<Bf16>(1.0f);

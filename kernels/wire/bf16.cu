@@ -39,6 +39,55 @@ __device__ __forceinline__ void load_wire(const void* wire, int64_t i, float (&x
   for (int k = 0; k < W; ++k) x[k] = bf16_to_float(bits[k]);
 }
 
+// The vector at element i, as it lies in memory.
+struct InPlace {
+  int64_t i;
+  template <int W>
+  __device__ __forceinline__ void floats(const float* from, float (&x)[W]) {
+    load_vector<W>(from + i, x);
+  }
+  template <int W>
+  __device__ __forceinline__ void wire(const void* from, float (&x)[W]) {
+    load_wire<W>(from, i, x);
+  }
+};
+
+// Or as copies of it have arrived in shared memory (read_ahead.cuh).
+struct Reads {
+  static constexpr int kSlots = kBf16ReadsAhead + 1, kPieces = 2;
+  static constexpr bool kResidual = true;
+  __device__ __forceinline__ static void begin_floats(const Pieces& to, const float* from, int64_t vector) {
+    const int64_t i = vector_begin<kWidth>(vector);
+    begin_copy<16>(to.at(0), from + i);
+    begin_copy<16>(to.at(1), from + i + kApart);
+  }
+  __device__ __forceinline__ static void begin_wire(const Pieces& to, const void* from, int64_t,
+                                                    int64_t vector) {
+    const uint16_t* const wire = static_cast<const uint16_t*>(from) + vector_begin<kWidth>(vector);
+    begin_copy<8>(to.at(0), wire);
+    begin_copy<8>(to.at(0) + 8, wire + kApart);
+  }
+};
+template <typename Queue>
+struct Arrived {
+  Queue& queue;
+  template <int W>
+  __device__ __forceinline__ void floats(const float*, float (&x)[W]) {
+    const Pieces item = queue.next();
+    const float4 low = *reinterpret_cast<const float4*>(item.at(0)),
+                 high = *reinterpret_cast<const float4*>(item.at(1));
+    x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+    x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+  }
+  template <int W>
+  __device__ __forceinline__ void wire(const void*, float (&x)[W]) {
+    const uint4 bits = *reinterpret_cast<const uint4*>(queue.next().at(0));
+    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+    for (int k = 0; k < W; ++k) x[k] = bf16_to_float(static_cast<uint16_t>(words[k / 2] >> (16 * (k % 2))));
+  }
+};
+
 // kSum: of other parts, too, or in a sum's units.
 template <Coding kCoding, bool kSum, typename Args = ReduceEncode>
 struct ReduceEncodeBody {
@@ -47,20 +96,31 @@ struct ReduceEncodeBody {
 
   template <int W>
   __device__ __forceinline__ void at(int64_t i) const {
+    of<W>(i, InPlace{i});
+  }
+  template <int W, typename Queue>
+  __device__ __forceinline__ void at(int64_t i, Queue& queue) const {
+    of<W>(i, Arrived<Queue>{queue});
+  }
+
+ private:
+  // Reads own, residual and inputs in the order of PartReads.
+  template <int W, typename From>
+  __device__ __forceinline__ void of(int64_t i, From from) const {
     float s[W];
-    load_vector<W>(a.own + i, s);
+    from.template floats<W>(a.own, s);
     if (a.residual != nullptr) {
       float kept[W];
-      load_vector<W>(a.residual + i, kept);
+      from.template floats<W>(a.residual, kept);
       add<W>(kSum ? a.residual_scale : 1.0f, kept, s);
     }
-    if (kSum) sum_all<W>(i, s);
+    if (kSum) sum_all<W>(from, s);
     finish<W>(i, s);
   }
 
   // s, this rank's own part, becomes the sum of all parts.
-  template <int W>
-  __device__ __forceinline__ void sum_all(int64_t i, float (&s)[W]) const {
+  template <int W, typename From>
+  __device__ __forceinline__ void sum_all(From& from, float (&s)[W]) const {
     float own[W];
 #pragma unroll
     for (int k = 0; k < W; ++k) {
@@ -70,13 +130,13 @@ struct ReduceEncodeBody {
     // The next input is on its way while this one is added. Unrolled further, the sums would leave the
     // registers.
     float next[W];
-    if (a.num_inputs > 0) load_wire<W>(a.input(0), i, next);
+    if (a.num_inputs > 0) from.template wire<W>(a.input(0), next);
 #pragma unroll 1
     for (int input = 0; input < a.num_inputs; ++input) {
       float x[W];
 #pragma unroll
       for (int k = 0; k < W; ++k) x[k] = next[k];
-      if (input + 1 < a.num_inputs) load_wire<W>(a.input(input + 1), i, next);
+      if (input + 1 < a.num_inputs) from.template wire<W>(a.input(input + 1), next);
       if (input == a.own_position) add<W>(a.own_scale, own, s);
       add<W>(a.input_scale(input), x, s);
     }
@@ -113,8 +173,18 @@ struct DecodeBody {
   const Decode& a;
   template <int W>
   __device__ __forceinline__ void at(int64_t i) const {
+    of<W>(i, InPlace{i});
+  }
+  template <int W, typename Queue>
+  __device__ __forceinline__ void at(int64_t i, Queue& queue) const {
+    of<W>(i, Arrived<Queue>{queue});
+  }
+
+ private:
+  template <int W, typename From>
+  __device__ __forceinline__ void of(int64_t i, From from) const {
     float out[W];
-    load_wire<W>(a.wire, i, out);
+    from.template wire<W>(a.wire, out);
     forget_not_finite<W>(out, a.residual == nullptr ? nullptr : a.residual + i);
 #pragma unroll
     for (int k = 0; k < W; ++k) out[k] *= a.scale;
@@ -126,19 +196,25 @@ template <Coding kCoding>
 struct Bf16Tiles {
   static constexpr int kThreads = kVectorThreads, kBlocks = 2;
   static constexpr bool kExact = false;
+  static constexpr size_t kSharedBytes = ReadAhead<PartReads<Reads>>::kSharedBytes;
   struct Form {
     bool wide;  // the caller's arrays take 16-byte accesses
   };
   bool wide;
   uint64_t step;
+  unsigned char* shared_bytes;
   __device__ __forceinline__ Bf16Tiles(const Form& form, const FusedAllreduce& call)
-      : wide(form.wide), step(step_of(call.rounding)) {}
+      : wide(form.wide), step(step_of(call.rounding)) {
+    GW_DYNAMIC_SHARED(unsigned char, shared);
+    shared_bytes = shared;
+  }
   __device__ __forceinline__ static int64_t tile() { return kVectorThreads * kWidth; }
   __device__ __forceinline__ void reduce_encode(const FusedPart& a) const {
-    for_each_in_tiles<kWidth>(wide, a.count, ReduceEncodeBody<kCoding, true, FusedPart>{a, step});
+    for_each_in_tiles<kWidth>(wide, a.count, ReduceEncodeBody<kCoding, true, FusedPart>{a, step},
+                              PartReads<Reads>(a), shared_bytes);
   }
   __device__ __forceinline__ void decode(const Decode& a) const {
-    for_each_in_tiles<kWidth>(wide, a.count, DecodeBody{a});
+    for_each_in_tiles<kWidth>(wide, a.count, DecodeBody{a}, WireReads<Reads>(a), shared_bytes);
   }
 };
 

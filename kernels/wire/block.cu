@@ -13,7 +13,8 @@ __global__ void __launch_bounds__(kBlockThreads, 3)
                                const __grid_constant__ TileShape shape,
                                const __grid_constant__ ReduceEncode a, bool wide) {
   GW_DYNAMIC_SHARED(unsigned char, shared);
-  reduce_encode_tiles(coder, shape, a, wide, shared);
+  Worker<F> w(coder, shape, a.count, wide, shared);
+  reduce_encode_tiles(w, a, Fetch<F>{w});
 }
 
 template <typename F>
@@ -21,7 +22,8 @@ __global__ void __launch_bounds__(kBlockThreads, 3)
     block_decode_kernel(const __grid_constant__ BlockCoder<F> coder, const __grid_constant__ TileShape shape,
                         const __grid_constant__ Decode a, bool wide) {
   GW_DYNAMIC_SHARED(unsigned char, shared);
-  decode_tiles(coder, shape, a, wide, shared);
+  Worker<F> w(coder, shape, a.count, wide, shared);
+  decode_tiles(w, a, Fetch<F>{w});
 }
 
 template <typename Kernel>

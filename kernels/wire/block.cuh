@@ -1,7 +1,8 @@
 // Formats in blocks (kernels/wire/block.h) on CUDA: a warp for each block, or a thread block where they are
 // long. Wires are moved in tiles of whole blocks through shared memory, in 16-byte pieces.
 //
-// block.cu has the ops made of this, block_fused.cu the allreduce over peer memory.
+// block.cu has the ops made of this, block_fused.cu the allreduce over peer memory. They differ in how wires come into
+// shared memory: Fetch, one after the other, or WireQueue, several ahead.
 #pragma once
 
 #include <type_traits>
@@ -184,10 +185,15 @@ __device__ __forceinline__ ThreadBlockLanes make_lanes(const ThreadBlockLanes*) 
 // 16-byte pieces.
 struct TileShape {
   int blocks, block, bytes, teams;
-  size_t shared_bytes() const {
+  __host__ __device__ size_t shared_bytes() const {
     return static_cast<size_t>(blocks + teams) * static_cast<size_t>(block) * 4 +
            static_cast<size_t>(teams) * static_cast<size_t>(block) * 2 +
            static_cast<size_t>(blocks) * static_cast<size_t>(bytes) + 32;
+  }
+  // Of WireQueue: where its slots begin, and the length of one, which begins up to 15 bytes before its tile.
+  __host__ __device__ size_t slots_offset() const { return (shared_bytes() + 15) / 16 * 16; }
+  __host__ __device__ size_t slot_bytes() const {
+    return (static_cast<size_t>(blocks) * static_cast<size_t>(bytes) + 30) / 16 * 16;
   }
 };
 
@@ -269,16 +275,18 @@ struct Worker {
       to[i] = from[i];
     __syncthreads();
   }
-  __device__ __forceinline__ void fetch(const void* wire) const {
+  // Returns where they are.
+  __device__ __forceinline__ const uint8_t* fetch(const void* wire) const {
     move_bytes(bytes, static_cast<const uint8_t*>(wire) + first_block * shape.bytes);
+    return bytes;
   }
   __device__ __forceinline__ void put(void* wire) const {
     move_bytes(static_cast<uint8_t*>(wire) + first_block * shape.bytes, bytes);
   }
 
-  // The team's own room for what it decodes of block `block`.
-  __device__ __forceinline__ const float* decode(int block) const {
-    coder.decode(lanes, static_cast<const uint8_t*>(bytes + block * shape.bytes), values_of(block), values);
+  // The team's own room for what it decodes of block `block` of the tile whose bytes are at `from`.
+  __device__ __forceinline__ const float* decode(const uint8_t* from, int block) const {
+    coder.decode(lanes, from + block * shape.bytes, values_of(block), values);
     lanes.sync();
     return values;
   }
@@ -373,8 +381,16 @@ __device__ __forceinline__ const uint16_t* draw_random(const Worker<F>& w, const
   return random;
 }
 
-template <typename F, typename Args>
-__device__ __forceinline__ void reduce_encode_tile(const Worker<F>& w, const Args& a, uint64_t step) {
+// The bytes of a tile, of one wire after the other.
+template <typename F>
+struct Fetch {
+  const Worker<F>& w;
+  __device__ __forceinline__ const uint8_t* operator()(const void* wire) const { return w.fetch(wire); }
+};
+
+template <typename F, typename Args, typename Wires>
+__device__ __forceinline__ void reduce_encode_tile(const Worker<F>& w, const Args& a, uint64_t step,
+                                                   Wires& wires) {
   const int n = w.shape.block, first = w.lanes.team, teams = w.shape.teams;
   for (int block = first; block < w.blocks; block += teams) {
     const int valid = w.values_of(block);
@@ -389,9 +405,9 @@ __device__ __forceinline__ void reduce_encode_tile(const Worker<F>& w, const Arg
     }
     const int input = term < a.own_position ? term : term - 1;
     const float scale = a.input_scale(input);
-    w.fetch(a.input(input));
+    const uint8_t* const bytes = wires(a.input(input));
     for (int block = first; block < w.blocks; block += teams) {
-      const float* const x = w.decode(block);
+      const float* const x = w.decode(bytes, block);
       float* const sums = w.sums + block * n;
       w.lanes.each(w.values_of(block), [=](int i) { sums[i] = fmaf(scale, x[i], sums[i]); });
     }
@@ -405,7 +421,7 @@ __device__ __forceinline__ void reduce_encode_tile(const Worker<F>& w, const Arg
       w.coder.encode(w.lanes, w.sums + block * n, w.values_of(block), random, w.bytes + block * w.shape.bytes,
                      w.values);
       w.lanes.sync();
-      sent = w.decode(block);
+      sent = w.decode(w.bytes, block);
     }
     w.for_values(block, Finish<F, Args>{w, a, sent});
   }
@@ -413,27 +429,23 @@ __device__ __forceinline__ void reduce_encode_tile(const Worker<F>& w, const Arg
 }
 
 // All tiles of this thread block.
-template <typename F, typename Args>
-__device__ __forceinline__ void reduce_encode_tiles(const BlockCoder<F>& coder, const TileShape& shape,
-                                                    const Args& a, bool wide, unsigned char* shared) {
-  Worker<F> w(coder, shape, a.count, wide, shared);
-  const int64_t all = coder.blocks(a.count), stride = int64_t{gridDim.x} * shape.blocks;
-  for (int64_t first = int64_t{blockIdx.x} * shape.blocks; first < all; first += stride) {
+template <typename F, typename Args, typename Wires>
+__device__ __forceinline__ void reduce_encode_tiles(Worker<F>& w, const Args& a, Wires&& wires) {
+  const int64_t all = w.coder.blocks(a.count), stride = int64_t{gridDim.x} * w.shape.blocks;
+  for (int64_t first = int64_t{blockIdx.x} * w.shape.blocks; first < all; first += stride) {
     w.begin_tile(first);
-    reduce_encode_tile(w, a, step_of(a.rounding));
+    reduce_encode_tile(w, a, step_of(a.rounding), wires);
   }
 }
 
-template <typename F>
-__device__ __forceinline__ void decode_tiles(const BlockCoder<F>& coder, const TileShape& shape,
-                                             const Decode& a, bool wide, unsigned char* shared) {
-  Worker<F> w(coder, shape, a.count, wide, shared);
-  const int64_t all = coder.blocks(a.count), stride = int64_t{gridDim.x} * shape.blocks;
-  for (int64_t first = int64_t{blockIdx.x} * shape.blocks; first < all; first += stride) {
+template <typename F, typename Wires>
+__device__ __forceinline__ void decode_tiles(Worker<F>& w, const Decode& a, Wires&& wires) {
+  const int64_t all = w.coder.blocks(a.count), stride = int64_t{gridDim.x} * w.shape.blocks;
+  for (int64_t first = int64_t{blockIdx.x} * w.shape.blocks; first < all; first += stride) {
     w.begin_tile(first);
-    w.fetch(a.wire);
-    for (int block = w.lanes.team; block < w.blocks; block += shape.teams) {
-      w.for_values(block, PutValues<F>{w, a, w.decode(block)});
+    const uint8_t* const bytes = wires(a.wire);
+    for (int block = w.lanes.team; block < w.blocks; block += w.shape.teams) {
+      w.for_values(block, PutValues<F>{w, a, w.decode(bytes, block)});
     }
   }
 }

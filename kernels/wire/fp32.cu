@@ -12,16 +12,46 @@ namespace {
 
 constexpr int kWidth = 4;
 
-// s = the sum of all parts of elements i .. i + W.
-template <int W, typename Args>
-__device__ __forceinline__ void sum_all(const Args& a, int64_t i, float (&s)[W]) {
+// The vector at element i, as it lies in memory.
+struct InPlace {
+  int64_t i;
+  template <int W>
+  __device__ __forceinline__ void floats(const void* from, float (&x)[W]) {
+    load<W>(static_cast<const float*>(from) + i, x);
+  }
+};
+
+// Or as copies of it have arrived in shared memory (read_ahead.cuh).
+struct Reads {
+  static constexpr int kSlots = kFp32ReadsAhead + 1, kPieces = 1;
+  static constexpr bool kResidual = false;
+  __device__ __forceinline__ static void begin_floats(const Pieces& to, const float* from, int64_t vector) {
+    begin_copy<16>(to.at(0), from + vector_begin<kWidth>(vector));
+  }
+  __device__ __forceinline__ static void begin_wire(const Pieces& to, const void* from, int64_t,
+                                                    int64_t vector) {
+    begin_floats(to, static_cast<const float*>(from), vector);
+  }
+};
+template <typename Queue>
+struct Arrived {
+  Queue& queue;
+  template <int W>
+  __device__ __forceinline__ void floats(const void*, float (&x)[W]) {
+    load<W>(reinterpret_cast<const float*>(queue.next().at(0)), x);
+  }
+};
+
+// s = the sum of all parts; reads own and inputs in the order of PartReads.
+template <int W, typename Args, typename From>
+__device__ __forceinline__ void sum_all(const Args& a, From from, float (&s)[W]) {
   float own[W];
-  load<W>(a.own + i, own);
+  from.template floats<W>(a.own, own);
 #pragma unroll
   for (int k = 0; k < W; ++k) s[k] = -0.0f;  // adding to it changes nothing, not even a zero's sign
   for (int input = 0; input < a.num_inputs; ++input) {
     float x[W];
-    load<W>(static_cast<const float*>(a.input(input)) + i, x);
+    from.template floats<W>(a.input(input), x);
     if (input == a.own_position) add<W>(a.own_scale, own, s);
     add<W>(a.input_scale(input), x, s);
   }
@@ -34,7 +64,7 @@ struct ReduceBody {
   template <int W>
   __device__ __forceinline__ void at(int64_t i) const {
     float s[W];
-    sum_all<W>(a, i, s);
+    sum_all<W>(a, InPlace{i}, s);
 #pragma unroll
     for (int k = 0; k < W; ++k) s[k] *= a.scale;
     store<W>(a.out + i, s);
@@ -47,8 +77,18 @@ struct FusedBody {
 
   template <int W>
   __device__ __forceinline__ void at(int64_t i) const {
+    of<W>(i, InPlace{i});
+  }
+  template <int W, typename Queue>
+  __device__ __forceinline__ void at(int64_t i, Queue& queue) const {
+    of<W>(i, Arrived<Queue>{queue});
+  }
+
+ private:
+  template <int W, typename From>
+  __device__ __forceinline__ void of(int64_t i, From from) const {
     float s[W];
-    sum_all<W>(a, i, s);
+    sum_all<W>(a, from, s);
 #pragma unroll
     for (int k = 0; k < W; ++k) s[k] *= a.out_scale;
     if (a.out != nullptr) store<W>(a.out + i, s);
@@ -60,8 +100,18 @@ struct CopyBody {
   const Decode& a;
   template <int W>
   __device__ __forceinline__ void at(int64_t i) const {
+    of<W>(i, InPlace{i});
+  }
+  template <int W, typename Queue>
+  __device__ __forceinline__ void at(int64_t i, Queue& queue) const {
+    of<W>(i, Arrived<Queue>{queue});
+  }
+
+ private:
+  template <int W, typename From>
+  __device__ __forceinline__ void of(int64_t i, From from) const {
     float x[W];
-    load<W>(static_cast<const float*>(a.wire) + i, x);
+    from.template floats<W>(a.wire, x);
     store_wide<W>(a.out + i, x);
   }
 };
@@ -69,17 +119,22 @@ struct CopyBody {
 struct Fp32Tiles {
   static constexpr int kThreads = kVectorThreads, kBlocks = 2;
   static constexpr bool kExact = true;
+  static constexpr size_t kSharedBytes = ReadAhead<PartReads<Reads>>::kSharedBytes;
   struct Form {
     bool wide;  // the caller's arrays take 16-byte accesses
   };
   bool wide;
-  __device__ __forceinline__ Fp32Tiles(const Form& form, const FusedAllreduce&) : wide(form.wide) {}
+  unsigned char* shared_bytes;
+  __device__ __forceinline__ Fp32Tiles(const Form& form, const FusedAllreduce&) : wide(form.wide) {
+    GW_DYNAMIC_SHARED(unsigned char, shared);
+    shared_bytes = shared;
+  }
   __device__ __forceinline__ static int64_t tile() { return kVectorThreads * kWidth; }
   __device__ __forceinline__ void reduce_encode(const FusedPart& a) const {
-    for_each_in_tiles<kWidth>(wide, a.count, FusedBody{a});
+    for_each_in_tiles<kWidth>(wide, a.count, FusedBody{a}, PartReads<Reads>(a), shared_bytes);
   }
   __device__ __forceinline__ void decode(const Decode& a) const {
-    for_each_in_tiles<kWidth>(wide, a.count, CopyBody{a});
+    for_each_in_tiles<kWidth>(wide, a.count, CopyBody{a}, WireReads<Reads>(a), shared_bytes);
   }
 };
 

@@ -56,26 +56,67 @@ __device__ __forceinline__ void store_floats(float* to, const Lane& lane, const 
   }
 }
 
-// Wires are 16-byte aligned and padded to 16 codes, so a lane with any value may read its four codes as one
-// word.
-__device__ __forceinline__ void load_wire(const void* input, int64_t count, int64_t block, const Lane& lane,
-                                          float (&x)[kPerLane]) {
-  const auto* wire = static_cast<const uint8_t*>(input);
-  const float scale = fp8_scale(wire[fp8_scales_offset(count) + block]);
-  const uint32_t word = lane.valid > 0 ? *reinterpret_cast<const uint32_t*>(wire + lane.begin) : 0u;
+__device__ __forceinline__ void decode_word(uint8_t scale_byte, uint32_t word, float (&x)[kPerLane]) {
+  const float scale = fp8_scale(scale_byte);
 #pragma unroll
   for (int k = 0; k < kPerLane; ++k) x[k] = scale * e4m3_to_float((word >> (8 * k)) & 0xffu);
 }
 
-// The sums of a lane's values, as format.h has them.
-template <bool kWhole, typename Args>
-__device__ __forceinline__ void sum_block(const Args& a, int64_t block, const Lane& lane,
-                                          float (&s)[kPerLane]) {
+// A lane's values of one block, as they lie in memory. Wires are 16-byte aligned and padded to 16 codes, so a lane with any
+// value may read its four codes as one word.
+template <bool kWhole>
+struct InPlace {
+  const Lane& lane;
+  int64_t count, block;
+  __device__ __forceinline__ void floats(const float* from, float (&x)[kPerLane]) {
+    load_floats<kWhole>(from, lane, x);
+  }
+  __device__ __forceinline__ void wire(const void* input, float (&x)[kPerLane]) {
+    const auto* wire = static_cast<const uint8_t*>(input);
+    const uint8_t scale = wire[fp8_scales_offset(count) + block];
+    decode_word(scale, lane.valid > 0 ? *reinterpret_cast<const uint32_t*>(wire + lane.begin) : 0u, x);
+  }
+};
+
+// Or as copies of them have arrived in shared memory (read_ahead.cuh). A vector is a lane's part of a block. A wire's
+// scale comes with the word around it.
+struct Reads {
+  static constexpr int kSlots = kFp8ReadsAhead + 1, kPieces = 1;
+  static constexpr bool kResidual = true;
+  __device__ __forceinline__ static int64_t lane_begin(int64_t block) {
+    return block * kFp8Block + static_cast<int64_t>(threadIdx.x % 32) * kPerLane;
+  }
+  __device__ __forceinline__ static void begin_floats(const Pieces& to, const float* from, int64_t block) {
+    begin_copy<16>(to.at(0), from + lane_begin(block));
+  }
+  __device__ __forceinline__ static void begin_wire(const Pieces& to, const void* from, int64_t count,
+                                                    int64_t block) {
+    const auto* wire = static_cast<const uint8_t*>(from);
+    begin_copy<4>(to.at(0), wire + lane_begin(block));
+    begin_copy<4>(to.at(0) + 4, wire + fp8_scales_offset(count) + block / 4 * 4);
+  }
+};
+template <typename Queue>
+struct Arrived {
+  Queue& queue;
+  int64_t block;
+  __device__ __forceinline__ void floats(const float*, float (&x)[kPerLane]) {
+    load<kPerLane>(reinterpret_cast<const float*>(queue.next().at(0)), x);
+  }
+  __device__ __forceinline__ void wire(const void*, float (&x)[kPerLane]) {
+    const uint2 words = *reinterpret_cast<const uint2*>(queue.next().at(0));
+    decode_word(static_cast<uint8_t>(words.y >> (8 * static_cast<int>(block % 4))), words.x, x);
+  }
+};
+
+// The sums of a lane's values, as format.h has them. Reads own, residual and inputs in the order of PartReads.
+template <typename Args, typename From>
+__device__ __forceinline__ void sum_block(const Args& a, From& from, float (&s)[kPerLane]) {
   float own[kPerLane];
-  load_floats<kWhole>(a.own, lane, own);
+  from.floats(a.own, own);
   if (a.residual != nullptr) {
     float kept[kPerLane];
-    load_floats<kWhole>(a.residual, lane, kept);
+    from.floats(a.residual, kept);
     add<kPerLane>(a.residual_scale, kept, own);
   }
 #pragma unroll
@@ -83,18 +124,18 @@ __device__ __forceinline__ void sum_block(const Args& a, int64_t block, const La
 #pragma unroll 1
   for (int input = 0; input < a.num_inputs; ++input) {
     float x[kPerLane];
-    load_wire(a.input(input), a.count, block, lane, x);
+    from.wire(a.input(input), x);
     if (input == a.own_position) add<kPerLane>(a.own_scale, own, s);
     add<kPerLane>(a.input_scale(input), x, s);
   }
   if (a.own_position == a.num_inputs) add<kPerLane>(a.own_scale, own, s);
 }
 
-template <Coding kCoding, bool kWhole, typename Args>
-__device__ __forceinline__ void reduce_encode_block(const Args& a, int64_t block, uint64_t step) {
-  const Lane lane = lane_of(block, a.count);
+template <Coding kCoding, bool kWhole, typename Args, typename From>
+__device__ __forceinline__ void reduce_encode_block(const Args& a, int64_t block, const Lane& lane,
+                                                    uint64_t step, From from) {
   float s[kPerLane], sent[kPerLane], left[kPerLane];
-  sum_block<kWhole>(a, block, lane, s);
+  sum_block(a, from, s);
   if constexpr (kCoding == Coding::none) {
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) sent[k] = s[k], left[k] = 0.0f;
@@ -147,25 +188,51 @@ __device__ __forceinline__ void reduce_encode_block(const Args& a, int64_t block
   }
 }
 
-template <Coding kCoding, typename Args>
-__device__ __forceinline__ void reduce_encode_blocks(const Args& a, bool wide, uint64_t step) {
-  const int64_t all = (a.count + kFp8Block - 1) / kFp8Block, whole = wide ? a.count / kFp8Block : 0;
+// Calls body.at<kWhole>(block) for this warp's blocks: first for those that are whole, where the floats are wide.
+template <typename Body>
+__device__ __forceinline__ void for_each_block(int64_t count, bool wide, const Body& body) {
+  const int64_t all = (count + kFp8Block - 1) / kFp8Block, whole = wide ? count / kFp8Block : 0;
   const int64_t stride = int64_t{gridDim.x} * kWarps;
   int64_t block = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
-  for (; block < whole; block += stride) reduce_encode_block<kCoding, true>(a, block, step);
-  for (; block < all; block += stride) reduce_encode_block<kCoding, false>(a, block, step);
+  for (; block < whole; block += stride) body.template at<true>(block);
+  for (; block < all; block += stride) body.template at<false>(block);
 }
+// The same, whole blocks by a queue.
+template <typename Body, typename PartOrWire>
+__device__ __forceinline__ void for_each_block_ahead(int64_t count, bool wide, const Body& body,
+                                                     const PartOrWire& reads, unsigned char* shared) {
+  const int64_t all = (count + kFp8Block - 1) / kFp8Block, whole = wide ? count / kFp8Block : 0;
+  const int64_t stride = int64_t{gridDim.x} * kWarps;
+  int64_t block = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  ReadAhead<PartOrWire> queue(reads, shared, block, stride, whole);
+  for (; block < whole; block += stride) body.at(block, queue);
+  for (; block < all; block += stride) body.template at<false>(block);
+}
+
+template <Coding kCoding, typename Args>
+struct ReduceEncodeBody {
+  const Args& a;
+  uint64_t step;
+  template <bool kWhole>
+  __device__ __forceinline__ void at(int64_t block) const {
+    const Lane lane = lane_of(block, a.count);
+    reduce_encode_block<kCoding, kWhole>(a, block, lane, step, InPlace<kWhole>{lane, a.count, block});
+  }
+  template <typename Queue>
+  __device__ __forceinline__ void at(int64_t block, Queue& queue) const {
+    reduce_encode_block<kCoding, true>(a, block, lane_of(block, a.count), step, Arrived<Queue>{queue, block});
+  }
+};
 
 template <Coding kCoding, bool kAligned>
 __global__ void __launch_bounds__(kThreads) fp8_reduce_encode_kernel(const __grid_constant__ ReduceEncode a) {
-  reduce_encode_blocks<kCoding>(a, kAligned, step_of(a.rounding));
+  for_each_block(a.count, kAligned, ReduceEncodeBody<kCoding, ReduceEncode>{a, step_of(a.rounding)});
 }
 
-template <bool kWhole>
-__device__ __forceinline__ void decode_block(const Decode& a, int64_t block) {
-  const Lane lane = lane_of(block, a.count);
+template <bool kWhole, typename From>
+__device__ __forceinline__ void decode_block(const Decode& a, const Lane& lane, From from) {
   float x[kPerLane];
-  load_wire(a.wire, a.count, block, lane, x);
+  from.wire(a.wire, x);
   if constexpr (!kWhole) {  // the wire's padding holds anything
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) x[k] = k < lane.valid ? x[k] : 0.0f;
@@ -176,35 +243,48 @@ __device__ __forceinline__ void decode_block(const Decode& a, int64_t block) {
   store_floats<kWhole>(a.out, lane, x);
 }
 
-__device__ __forceinline__ void decode_blocks(const Decode& a, bool wide) {
-  const int64_t all = (a.count + kFp8Block - 1) / kFp8Block, whole = wide ? a.count / kFp8Block : 0;
-  const int64_t stride = int64_t{gridDim.x} * kWarps;
-  int64_t block = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
-  for (; block < whole; block += stride) decode_block<true>(a, block);
-  for (; block < all; block += stride) decode_block<false>(a, block);
-}
+struct DecodeBody {
+  const Decode& a;
+  template <bool kWhole>
+  __device__ __forceinline__ void at(int64_t block) const {
+    const Lane lane = lane_of(block, a.count);
+    decode_block<kWhole>(a, lane, InPlace<kWhole>{lane, a.count, block});
+  }
+  template <typename Queue>
+  __device__ __forceinline__ void at(int64_t block, Queue& queue) const {
+    decode_block<true>(a, lane_of(block, a.count), Arrived<Queue>{queue, block});
+  }
+};
 
 template <bool kAligned>
 __global__ void __launch_bounds__(kThreads) fp8_decode_kernel(const __grid_constant__ Decode a) {
-  decode_blocks(a, kAligned);
+  for_each_block(a.count, kAligned, DecodeBody{a});
 }
 
 template <Coding kCoding>
 struct Fp8Tiles {
   static constexpr int kThreads = cuda::kThreads, kBlocks = 2;
   static constexpr bool kExact = false;
+  static constexpr size_t kSharedBytes = ReadAhead<PartReads<Reads>>::kSharedBytes;
   struct Form {
     bool wide;  // the caller's arrays take 16-byte accesses
   };
   bool wide;
   uint64_t step;
+  unsigned char* shared_bytes;
   __device__ __forceinline__ Fp8Tiles(const Form& form, const FusedAllreduce& call)
-      : wide(form.wide), step(step_of(call.rounding)) {}
+      : wide(form.wide), step(step_of(call.rounding)) {
+    GW_DYNAMIC_SHARED(unsigned char, shared);
+    shared_bytes = shared;
+  }
   __device__ __forceinline__ static int64_t tile() { return kWarps * kFp8Block; }
   __device__ __forceinline__ void reduce_encode(const FusedPart& a) const {
-    reduce_encode_blocks<kCoding>(a, wide, step);
+    for_each_block_ahead(a.count, wide, ReduceEncodeBody<kCoding, FusedPart>{a, step}, PartReads<Reads>(a),
+                         shared_bytes);
   }
-  __device__ __forceinline__ void decode(const Decode& a) const { decode_blocks(a, wide); }
+  __device__ __forceinline__ void decode(const Decode& a) const {
+    for_each_block_ahead(a.count, wide, DecodeBody{a}, WireReads<Reads>(a), shared_bytes);
+  }
 };
 
 template <bool kAligned>

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <thread>
 
+#include "kernels/wire/formats.h"
 #include "kernels/wire/fp32.h"
 #include "runtime/error.h"
 #include "runtime/running_clock.h"
@@ -46,6 +47,21 @@ int64_t lay_out(FusedAllreduce& call, Wire wire) {
     used += call.scratch;  // as many again
   }
   return used;
+}
+
+PeerKernelLimits peer_kernel_limits(Wire wire) {
+  constexpr double kThreads = 256, kTile = 2048;
+  // Own values and residuals come from the GPU's own memory, in 0.8 us, as many ahead as wires.
+  constexpr double kFp32Values = 280e3, kBf16Values = 200e3;
+  // 32 of 132 multiprocessors' share of an H200's speed. Formats in blocks, with 130 (int8) to 530 instructions (mxfp4) per
+  // value, have a third of the warps, too.
+  constexpr double kFp8Values = 50e3, kBlockValues = 10e3;
+  if (wire->exact) return {kMostPeerBlocks * kThreads * kFp32ReadsAhead * 16, kFp32Values};
+  if (wire == kBf16) return {kMostPeerBlocks * kThreads * kBf16ReadsAhead * 16, kBf16Values};
+  if (wire == kFp8) return {kMostPeerBlocks * kThreads * kFp8ReadsAhead * 4, kFp8Values};
+  const auto tile = static_cast<double>(wire->bytes(static_cast<int64_t>(kTile)));
+  const int tiles = wire->granularity <= 512 ? kBlockReadsAhead : 1;  // topk does not read ahead
+  return {kMostPeerBlocks * tile * tiles, kBlockValues};
 }
 
 #ifndef GRADWIRE_SIMT_TESTS

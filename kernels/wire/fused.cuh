@@ -5,6 +5,7 @@
 //   struct Tiles {
 //     static constexpr int kThreads, kBlocks;  // of a block; least resident ones of a multiprocessor
 //     static constexpr bool kExact;            // the wire is the floats: no residual, no random bits
+//     static constexpr size_t kSharedBytes;    // of a block, beside what launch_fused() is told
 //     struct Form;                             // what else the kernel is passed
 //     Tiles(const Form&, const FusedAllreduce&);
 //     int64_t tile() const;                    // values in a tile
@@ -14,6 +15,7 @@
 #pragma once
 
 #include "kernels/cuda/peer_barrier.cuh"
+#include "kernels/cuda/read_ahead.cuh"
 #include "kernels/cuda/vector.cuh"
 #include "kernels/wire/fused.h"
 #include "kernels/wire/reduce_encode.cuh"
@@ -23,13 +25,13 @@ namespace gradwire::cuda {
 // A ReduceEncode whose inputs lie at one place in the windows of all ranks but one. With an exact wire, `wire` is
 // another place for the result.
 struct FusedPart {
-  const FusedAllreduce& call;
-  int64_t place = 0;  // in each window
-  int without = 0;    // this rank's window
+  std::byte* const* windows = nullptr;  // of all ranks, in shared memory
+  int64_t place = 0;                    // in each window
+  int without = 0;                      // this rank's window
   int num_inputs = 0;
   int own_position = 0;
   const float* own = nullptr;
-  float own_scale = 1.0f;
+  float own_scale = 1.0f, part_scale = 1.0f;
   static constexpr float residual_scale = 1.0f;
   float* residual = nullptr;
   void* wire = nullptr;
@@ -38,19 +40,50 @@ struct FusedPart {
   int64_t count = 0;
   WireRounding rounding = {};
   __device__ __forceinline__ const void* input(int k) const {
-    return call.peers.windows[k < without ? k : k + 1] + place;
+    return windows[k < without ? k : k + 1] + place;
   }
-  __device__ __forceinline__ float input_scale(int) const { return call.part_scale; }
+  __device__ __forceinline__ float input_scale(int) const { return part_scale; }
 };
 
-// As for_each_vector() of vector.cuh, but in tiles of kVectorThreads * W elements.
-template <int W, typename Body>
-__device__ __forceinline__ void for_each_in_tiles(bool wide, int64_t count, const Body& body) {
+// What ReadAhead reads for a vector of a part: own, residual, inputs. Format: how its floats and wires are read.
+template <typename Format>
+struct PartReads : Format {
+  const FusedPart& a;
+  __device__ __forceinline__ explicit PartReads(const FusedPart& part) : a(part) {}
+  __device__ __forceinline__ int floats() const { return Format::kResidual && a.residual != nullptr ? 2 : 1; }
+  __device__ __forceinline__ int items() const { return floats() + a.num_inputs; }
+  __device__ __forceinline__ void begin(const Pieces& to, int item, int64_t vector) const {
+    const int input = item - floats();
+    if (input >= 0) {
+      Format::begin_wire(to, a.input(input), a.count, vector);
+    } else {
+      Format::begin_floats(to, item == 0 ? a.own : a.residual, vector);
+    }
+  }
+};
+
+// And for one of a wire that is decoded.
+template <typename Format>
+struct WireReads : Format {
+  const Decode& a;
+  __device__ __forceinline__ explicit WireReads(const Decode& decode) : a(decode) {}
+  __device__ __forceinline__ static int items() { return 1; }
+  __device__ __forceinline__ void begin(const Pieces& to, int, int64_t vector) const {
+    Format::begin_wire(to, a.wire, a.count, vector);
+  }
+};
+
+// As for_each_vector() of vector.cuh, but in tiles of kVectorThreads * W elements: body.at<W>(i, ReadAhead) or
+// body.at<1>(i).
+template <int W, typename Reads, typename Body>
+__device__ __forceinline__ void for_each_in_tiles(bool wide, int64_t count, const Body& body,
+                                                  const Reads& reads, unsigned char* shared) {
   constexpr int64_t kTile = int64_t{kVectorThreads} * W;
   const int64_t vectors = wide ? usable_vectors<W>(count / W) : 0;
   const int64_t first = int64_t{blockIdx.x} * kVectorThreads + threadIdx.x,
                 stride = int64_t{gridDim.x} * kVectorThreads;
-  for (int64_t v = first; v < vectors; v += stride) body.template at<W>(vector_begin<W>(v));
+  ReadAhead<Reads> ahead(reads, shared, first, stride, vectors);
+  for (int64_t v = first; v < vectors; v += stride) body.template at<W>(vector_begin<W>(v), ahead);
   int64_t tile = vectors * W / kTile;  // the first with single elements
   tile += (int64_t{blockIdx.x} - tile % gridDim.x + gridDim.x) % gridDim.x;
   for (; tile * kTile < count; tile += gridDim.x) {
@@ -63,7 +96,8 @@ __device__ __forceinline__ void for_each_in_tiles(bool wide, int64_t count, cons
 template <typename Tiles>
 class FusedSteps {
  public:
-  __device__ __forceinline__ FusedSteps(const FusedAllreduce& call, int64_t half) : a_(call), half_(half) {}
+  __device__ __forceinline__ FusedSteps(const FusedAllreduce& call, std::byte* const* windows, int64_t half)
+      : a_(call), windows_(windows), half_(half) {}
 
   // The chunk of the rank k steps to the right: no rank is everybody's first.
   __device__ __forceinline__ int chunk(int k) const {
@@ -75,7 +109,7 @@ class FusedSteps {
   __device__ __forceinline__ FusedPart part(int c, bool others) const {
     const int64_t begin = a_.begin[c];
     const int rank = a_.peers.rank;
-    FusedPart p{.call = a_};
+    FusedPart p{.windows = windows_};
     p.own = a_.in + begin;
     p.residual = Tiles::kExact || a_.residual == nullptr ? nullptr : a_.residual + begin;
     p.wire = wire(rank, c);
@@ -85,7 +119,7 @@ class FusedSteps {
     if (!others) return p;
     p.place = half_ + a_.offset[c];
     p.num_inputs = a_.peers.world - 1;
-    p.own_scale = a_.part_scale;
+    p.own_scale = p.part_scale = a_.part_scale;
     p.without = p.own_position = Tiles::kExact ? rank : c;
     p.out = a_.out + begin;
     p.out_scale = a_.scale;
@@ -93,7 +127,7 @@ class FusedSteps {
     if constexpr (Tiles::kExact) {
       p.wire = nullptr;
     } else {
-      p.wire = a_.peers.windows[rank] + half_ + a_.scratch + a_.offset[c];
+      p.wire = windows_[rank] + half_ + a_.scratch + a_.offset[c];
       if (c != rank) {
         p.own = exported(c);
         p.residual = nullptr;
@@ -138,12 +172,13 @@ class FusedSteps {
 
  private:
   __device__ __forceinline__ std::byte* wire(int rank, int c) const {
-    return a_.peers.windows[rank] + half_ + a_.offset[c];
+    return windows_[rank] + half_ + a_.offset[c];
   }
   __device__ __forceinline__ float* exported(int rank) const {
-    return reinterpret_cast<float*>(a_.peers.windows[rank] + half_ + a_.exported);
+    return reinterpret_cast<float*>(windows_[rank] + half_ + a_.exported);
   }
   const FusedAllreduce& a_;
+  std::byte* const* windows_;
   const int64_t half_;
 };
 
@@ -151,10 +186,15 @@ template <typename Tiles>
 __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
     fused_allreduce_kernel(const __grid_constant__ FusedAllreduce a,
                            const __grid_constant__ typename Tiles::Form form) {
+  // Where the other ranks' memory lies. Parameters of the kernel cannot be indexed as fast.
+  __shared__ std::byte* windows[kMostPeers];
+  const int world = a.peers.world;
+  for (int r = static_cast<int>(threadIdx.x); r < world; r += Tiles::kThreads)
+    windows[r] = a.peers.windows[r];
+  __syncthreads();
   const Tiles tiles(form, a);
   const PeerBarrier barrier(a.peers);
-  const FusedSteps<Tiles> steps(a, barrier.half());
-  const int world = a.peers.world;
+  const FusedSteps<Tiles> steps(a, windows, barrier.half());
   // One loop, so that the format's code, which is most of the kernel, is there once.
 #pragma unroll 1
   for (int sums = 0; sums < 2; ++sums) {
@@ -191,7 +231,7 @@ void launch_fused(const char* name, CudaStream stream, const FusedAllreduce& cal
   launch(name, fused_allreduce_kernel<Tiles>,
          {.grid = dim3(static_cast<unsigned>(blocks)),
           .block = dim3(Tiles::kThreads),
-          .shared_bytes = shared_bytes,
+          .shared_bytes = Tiles::kSharedBytes + shared_bytes,
           .stream = stream},
          call, form);
 }

@@ -19,6 +19,8 @@
 // A kernel whose peers do not come ends after patience_ns, or when the host says stop: its results are then garbage,
 // and so is the group.
 //
+// Reads from other ranks take about 1 us, so each thread has several on their way (kernels/cuda/read_ahead.cuh).
+//
 // Bytes per element and rank, for n ranks and w bytes on the wire: two-shot 4 + 8 (residual) + 4 + 2 w (2 - 2/n), of
 // which 2 w (1 - 1/n) come from other ranks; one-shot w (n - 1) from other ranks. Limit: the links between the ranks,
 // and a few multiprocessors' share of the memory. Alignment: any for floats, 16 bytes fast. Deterministic.
@@ -46,6 +48,18 @@ struct FusedAllreduce {
   // What a lossy one-shot adds there: the floats of the rank's own chunk, and room for wires that nobody reads.
   int64_t exported = 0, scratch = 0;
 };
+
+// Reads on their way while a kernel uses one: vectors of a thread or, of formats in blocks, tiles of a thread block.
+inline constexpr int kFp32ReadsAhead = 7, kBf16ReadsAhead = 5, kFp8ReadsAhead = 11, kBlockReadsAhead = 7;
+
+// What limits a kernel of kMostPeerBlocks thread blocks on a GPU, beside the links.
+struct PeerKernelLimits {
+  double bytes_ahead;    // of wires, on their way from other ranks at a time
+  double values_per_us;  // added up, encoded or decoded
+};
+// Estimates: bytes as the kernels read ahead, values from the times of an H200's reduce_encode. No GPUs have timed the
+// kernel itself.
+PeerKernelLimits peer_kernel_limits(Wire wire);
 
 // Without data: a barrier between the streams of all ranks. What was in a stream before it is done, and visible to the
 // others, when what follows it in theirs begins.

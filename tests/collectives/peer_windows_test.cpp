@@ -477,6 +477,33 @@ TEST(TransportLsa, AHierarchicalScheduleReadsMemoryInsideNodes) {
   EXPECT_EQ(plan("fp32:schedule=hierarchical,transport=lsa", "", 1).schedule.carrier, Carrier::messages);
 }
 
+// Between GPUs a kernel of few thread blocks cannot encode as fast as messages' kernels, which have the whole GPU, and has
+// few bytes of a small wire on their way.
+TEST(TransportLsa, AutoTakesMessagesWhereTheKernelIsSlowerThanTheLinks) {
+  LinkCosts costs;
+  costs.measured = true;
+  costs.neighbour = costs.all_pairs = costs.intra_node = costs.inter_node = {30, 200e3};
+  costs.peer_memory = {4, 340e3};
+  const auto carrier = [&](const char* format, int64_t count, double read_us) {
+    costs.peer_read_us = read_us;
+    const Wire wire = wire_format(format);
+    return SchedulePlanner(schedule_request(CompressionSpec::parse(
+                               fmt::format("{}:transport=auto,schedule=two_shot", format))),
+                           8, 0, costs, 0)
+        .choose(count, wire)
+        .schedule.carrier;
+  };
+  for (const char* format : {"fp32", "bf16", "fp8", "int8", "int4", "sign"}) {
+    EXPECT_NE(carrier(format, 10'000, 1), Carrier::messages) << format;
+  }
+  for (const char* format : {"fp32", "bf16"})
+    EXPECT_EQ(carrier(format, 25'000'000, 1), Carrier::two_shot_kernel) << format;
+  for (const char* format : {"int8", "int4", "sign"})
+    EXPECT_EQ(carrier(format, 25'000'000, 1), Carrier::messages) << format;
+  EXPECT_EQ(carrier("int8", 25'000'000, 0), Carrier::two_shot_kernel) << "between threads of the host";
+  EXPECT_EQ(carrier("bf16", 25'000'000, 20), Carrier::messages) << "reads that take long";
+}
+
 // Planted costs: a kernel over memory that is slow to reach, or slow to meet at, loses to messages where they are faster.
 TEST(TransportLsa, AutoComparesMemoryWithMessages) {
   LinkCosts costs;
@@ -535,7 +562,8 @@ TEST(PeerWindows, RanksOnASmallGpuHaveNoMoreBlocksThanRunAtOnce) {
     }
   }
   EXPECT_EQ(peer_blocks(132, 1), kMostPeerBlocks);
-  EXPECT_EQ(peer_blocks(14, 2), 7) << "a seventh of an H100";
+  EXPECT_EQ(peer_blocks(108, 1), 27) << "an A100";
+  EXPECT_EQ(peer_blocks(28, 2), 3) << "two sevenths of an H100";
   EXPECT_EQ(peer_blocks(0, 4), kMostPeerBlocks / 4) << "of the host";
 }
 

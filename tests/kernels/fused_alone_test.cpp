@@ -19,7 +19,7 @@
 namespace gradwire::testing {
 namespace {
 
-constexpr int kWorld = 3;
+constexpr int kWorld = 3, kBlocks = 2;
 
 // An allreduce of kWorld ranks on the host, whose windows hold at its end what rank 0 reads of the others.
 class Finished {
@@ -27,7 +27,9 @@ class Finished {
   Finished(Wire wire, bool one_shot, Rounding rounding)
       : wire_(wire), one_shot_(one_shot), rounding_(rounding) {
     const int64_t grain = wire->granularity;
-    for (int64_t b : {int64_t{0}, 2 * grain, 5 * grain, 6 * grain + 5}) begin_.push_back(b);
+    // More tiles for one of kBlocks thread blocks than it reads ahead, and few.
+    const int64_t most = grain > 512 ? 5 * grain : (20 * 2048 + grain - 1) / grain * grain;
+    for (int64_t b : {int64_t{0}, most, most + 3 * grain, most + 4 * grain + 5}) begin_.push_back(b);
     for (int r = 0; r < kWorld; ++r) {
       inputs.push_back(normal(begin_.back(), static_cast<uint64_t>(10 + r)));
       residuals.push_back(normal(begin_.back(), static_cast<uint64_t>(20 + r)));
@@ -58,6 +60,7 @@ class Finished {
     FusedAllreduce a;
     a.peers.rank = rank;
     a.peers.world = kWorld;
+    a.peers.blocks = kBlocks;
     a.peers.half_bytes = half_bytes;
     a.peers.patience_ns = 20'000'000'000;
     a.one_shot = one_shot_;

@@ -31,6 +31,13 @@ struct Random {
   }
 };
 
+struct AsyncCopy {
+  void* to;
+  const void* from;
+  int bytes;
+  int group;
+};
+
 struct Thread {
   enum class State : uint8_t { idle, ready, in_warp_op, in_block_op, exited };
   State state = State::idle;  // idle: not started
@@ -40,6 +47,8 @@ struct Thread {
   uint64_t value = 0, result = 0;
   Where where{};
   uint3 index{};
+  std::vector<AsyncCopy> copies;  // that have not arrived
+  int groups = 0;                 // that ended so far
 };
 
 // Bit i is lane i.

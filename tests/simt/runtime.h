@@ -132,6 +132,11 @@ void preempt();
 
 void* dynamic_shared();
 
+// A thread's asynchronous copies happen as late as possible: when the thread waits for their group.
+void keep_copy(void* to, const void* from, int bytes);
+void end_group();
+void wait_for_groups(int last);  // for all groups that ended except the last ones
+
 // One `__shared__` declaration, found again by its place in the source: see shared_memory.cpp.
 struct SharedSite {
   const char* file;

@@ -15,6 +15,7 @@ static void __sanitizer_finish_switch_fiber(void*, const void**, size_t*) {}
 
 #include <boost/context/fiber.hpp>
 #include <boost/context/preallocated.hpp>
+#include <cstring>
 #include <exception>
 #include <map>
 
@@ -373,6 +374,24 @@ void preempt() {
   block.draw_any = true;  // a spinning thread must not starve the others
   make_ready(static_cast<size_t>(block.current / kWarp), current_bit());
   switch_out();
+}
+
+void keep_copy(void* to, const void* from, int bytes) {
+  Thread& thread = current_thread();
+  thread.copies.push_back({to, from, bytes, thread.groups});
+}
+
+void end_group() {
+  ++current_thread().groups;
+}
+
+void wait_for_groups(int last) {
+  Thread& thread = current_thread();
+  auto arrived = thread.copies.begin();
+  for (; arrived != thread.copies.end() && arrived->group < thread.groups - last; ++arrived) {
+    std::memcpy(arrived->to, arrived->from, static_cast<size_t>(arrived->bytes));
+  }
+  thread.copies.erase(thread.copies.begin(), arrived);
 }
 
 void fail(const std::string& what) {

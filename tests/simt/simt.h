@@ -16,6 +16,7 @@
 
 #include <array>
 #include <bit>
+#include <cstring>
 #include <memory>
 #include <span>
 #include <tuple>
@@ -107,6 +108,18 @@ inline unsigned __activemask() {
 }
 
 namespace gradwire::simt {
+
+// cp.async. Checks both places now, and leaves garbage in the shared one until the copy happens.
+inline void begin_copy(void* to, const void* from, int bytes) {
+  const auto address = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
+  if (address % static_cast<uintptr_t>(bytes) != 0)
+    fail("an asynchronous copy whose addresses are not aligned to its size");
+  uint32_t words[4];
+  std::memcpy(words, from, static_cast<size_t>(bytes));
+  for (uint32_t& word : words) word = 0xffc0dead;
+  std::memcpy(to, words, static_cast<size_t>(bytes));
+  keep_copy(to, from, bytes);
+}
 
 // By bit_cast: with AddressSanitizer, taking a local variable's address adds a stack frame to
 // the busiest functions.
