@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Reads every wire format with a decoder written from docs/wire-formats.md: bit for bit as the library.
+"""Reads every wire format with a decoder written from docs/formats.md: bit for bit as the library.
 
 Usage: wire_oracle_test.py WIRE_ORACLE_BINARY
 """
