@@ -1,4 +1,4 @@
-// A reducer's checkpoint: one self-describing block of memory. docs/state-format.md documents it for readers;
+// A reducer's checkpoint: one self-describing block of memory. docs/checkpoints.md documents it for readers;
 // change both together, and kVersion with them.
 //
 //   header    magic "GRADWIRE", version, CRC-32 of everything after the header, total bytes, steps, tensors

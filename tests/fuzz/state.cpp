@@ -76,7 +76,7 @@ void state(Input input) {
   Reducer& reducer = reducer_of_two();
   Bytes bytes(input.begin(), input.end());
   reducer.load(bytes);
-  // Once more with the size and the checksum that would hide the damage: offsets as in docs/state-format.md.
+  // Once more with the size and the checksum that would hide the damage: offsets as in docs/checkpoints.md.
   constexpr size_t kHeader = 40;
   if (bytes.size() < kHeader) return;
   const uint64_t size = bytes.size();

@@ -1,4 +1,4 @@
-"""Splits a reducer's state (docs/state-format.md) by tensor, and joins it again.
+"""Splits a reducer's state (docs/checkpoints.md) by tensor, and joins it again.
 
 PyTorch regroups its buckets after the first step, and each tensor's state must move to the new bucket.
 """
