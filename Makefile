@@ -17,7 +17,7 @@
 #                 docs/results/baselines.jsonl, in five minutes; BENCH_CHECK_FLAGS="--only REGEX" for some
 #   make host-check  speed without a GPU, compared with hardware limits, PyTorch and gloo; into docs/results/
 #   make experiments  training steps over slow links with each compression and with PyTorch's
-#                 (docs/experiments.md), Debian's and, where it is installed, 2.15; needs root
+#                 (docs/results/slow-links.md), Debian's and, where it is installed, 2.15; needs root
 #   make gpu-check   GPU tests, compute-sanitizer and benches on a machine with a GPU; into docs/results/
 #   make machine-code   read the kernels' machine code, hold it to tests/kernel_budgets.tsv, write docs/gpu.md's table
 #   make bundle   pack the build for a GPU machine that cannot build it: build/gradwire-bundle.tar.xz

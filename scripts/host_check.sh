@@ -59,7 +59,7 @@ step shaped bench/harness/shaped_link.sh --hosts 4 --rate 1gbit -- $bench collec
   echo "# Speed on the host"
   echo
   echo "Written by \`scripts/host_check.sh\`. The \`.log\` files have the commands and their output,"
-  echo "the \`.json\` files all numbers ([docs/benchmarks.md](../../benchmarks.md) explains them)."
+  echo "the \`.json\` files all numbers ([docs/results.md](../../results.md) explains them)."
   echo
   sed 's/^/    /' "$out/machine.txt"
   echo

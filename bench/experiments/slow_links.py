@@ -3,10 +3,10 @@
 
     slow_links.py run [--quick] [--json FILE]   measures (5 to 10 minutes; root, for network namespaces)
     slow_links.py show FILE                     shows a result's tables again
-    slow_links.py render FILE [--today FILE]    puts results' tables and pictures into docs/experiments.md; --today:
+    slow_links.py render FILE [--today FILE]    puts tables and pictures into docs/results/slow-links.md; --today:
                                                 of a run with --python build/frameworks/python --no-sweep --no-fast
     slow_links.py accuracy run FOLDER           trains on Fashion-MNIST: 3 compressions, 3 seeds, a log each
-    slow_links.py accuracy render FOLDER        puts those logs' table and picture into docs/experiments.md
+    slow_links.py accuracy render FOLDER        puts their table and picture into docs/results/slow-links.md
 """
 import argparse
 import json
@@ -25,7 +25,7 @@ sys.path.insert(0, str(BENCH))
 from harness import report  # noqa: E402
 
 SHAPED_LINK = str(BENCH / "harness" / "shaped_link.sh")
-PAGE = ROOT / "docs" / "experiments.md"
+PAGE = ROOT / "docs" / "results" / "slow-links.md"
 # Bucket sizes that the sweep tries, for Gradwire and for PyTorch; None: one bucket.
 SWEEP_MB = {"fp32": ((32, 16, 8, 4), (16, 8, 4)), "16bit": ((32, 16, 8, 4), (8, 4)),
             "powersgd4": ((None, 64, 32, 16), (16,))}
@@ -299,12 +299,12 @@ def measure(arguments):
             document = {"schema": 1, "settings": settings(arguments, session.items), "items": session.items}
             write(arguments.json, document)
     show(report.Result(document))
-    print(f"\nResult: {arguments.json}; to put it into docs/experiments.md: "
+    print(f"\nResult: {arguments.json}; to put it into docs/results/slow-links.md: "
           f"bench/experiments/slow_links.py render {arguments.json}")
 
 
 def page_text(result, traced=(), picture=True):
-    """The section of docs/experiments.md for a result. traced: the methods that have a timeline."""
+    """The section of docs/results/slow-links.md for a result. traced: the methods that have a timeline."""
     s, base, alone = result.settings, result.base("gradwire"), result.alone("gradwire")
     parts = [
         f"{s['date']}, commit {s['commit']}, {s['cpu']}, {s['cores']} cores, {s['system']}, {s['gradwire']}, "
@@ -367,14 +367,14 @@ def render(path, today):
     if today:
         put("today", page_text(read_result(today)[1], picture=False))
     traces = {m: trace_path(path, m) for m in report.NAMES if trace_path(path, m).exists()}
-    plot, docs = pictures(), ROOT / "docs"
+    plot, folder = pictures(), PAGE.parent
     put("results", page_text(result, traces if plot else ()))
     if plot:
-        plot.draw(document, docs / "experiments.png")
-        print("Written: docs/experiments.png")
+        plot.draw(document, folder / "experiments.png")
+        print("Written: docs/results/experiments.png")
         for method, trace in traces.items():
             subprocess.run([sys.executable, str(BENCH / "plots" / "plot.py"), str(trace), "-o",
-                            str(docs / f"timeline-{method}.png")], check=True)
+                            str(folder / f"timeline-{method}.png")], check=True)
 
 
 ACCURACY_SPECS, ACCURACY_SEEDS = ("fp32", "bf16", "powersgd:rank=4"), (0, 1, 2)
@@ -416,8 +416,8 @@ def accuracy_render(folder):
     plot = pictures()
     if plot:
         from plots.runs import Run
-        plot.draw_accuracy(logs, [Run(path) for path in found], ROOT / "docs" / "accuracy.png")
-        print("Written: docs/accuracy.png")
+        plot.draw_accuracy(logs, [Run(path) for path in found], PAGE.parent / "accuracy.png")
+        print("Written: docs/results/accuracy.png")
 
 
 def main():
@@ -445,7 +445,7 @@ def main():
                      help="a Python interpreter with torch and torchvision")
     shown = commands.add_parser("show", help="print a result's tables")
     shown.add_argument("json", type=pathlib.Path)
-    rendered = commands.add_parser("render", help="put a result into docs/experiments.md")
+    rendered = commands.add_parser("render", help="put a result into docs/results/slow-links.md")
     rendered.add_argument("json", type=pathlib.Path)
     rendered.add_argument("--today", type=pathlib.Path, help="a result with PyTorch 2.15")
     accuracy = commands.add_parser("accuracy", help="Fashion-MNIST with each compression")
