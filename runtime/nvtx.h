@@ -1,7 +1,7 @@
 // Ranges for NVIDIA's profilers, in the domain "gradwire": what the host enqueues in a range is what
 // the profiler shows under its name on the GPU. NVTX is a header that calls nothing until a profiler is
 // attached, so ranges are always compiled in; without the CUDA side they are empty functions. For
-// users: docs/profiling.md.
+// users: docs/training.md.
 #pragma once
 
 #include <cstdint>

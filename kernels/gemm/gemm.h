@@ -20,7 +20,7 @@
 namespace gradwire {
 
 // How a model computes its products. tf32: CUDA tensor cores on TF32-rounded FP32 operands; the host computes
-// fp32. bf16: operands stored as BF16 (docs/precision.md).
+// fp32. bf16: operands stored as BF16 (docs/training.md).
 enum class Precision : uint8_t { fp32, tf32, bf16 };
 
 enum class Element : uint8_t { fp32, bf16 };

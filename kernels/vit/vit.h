@@ -5,7 +5,7 @@
 // gradients unless `accumulate` says otherwise. Reductions over rows run in a fixed order: deterministic, no
 // float atomics. Limit everywhere: memory bandwidth.
 //
-// S is how the operands of matrix products are stored: float, or Bf16 (docs/precision.md). What only these
+// S is how the operands of matrix products are stored: float, or Bf16 (docs/training.md). What only these
 // ops read and write is float: the residual stream and its gradient, scores before softmax, statistics,
 // parameters and their gradients. All arithmetic is FP32, and rounded once, when an S is stored. "In place",
 // of arrays of two types, holds for S = float. Bytes per element are given for float, then for Bf16.

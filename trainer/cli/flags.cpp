@@ -247,7 +247,7 @@ void add_output_flags(CLI::App& command, Options& o) {
       ->needs(trace)
       ->group(group);
   add_text(command, "--profile-steps", o.profile_steps, "A:B",
-           "CUDA: let a profiler see steps A up to, but without, B (docs/profiling.md has nsys's flags)")
+           "CUDA: let a profiler see steps A up to, but without, B (docs/training.md has nsys's flags)")
       ->group(group);
   command
       .add_flag("--dry-run", o.dry_run,

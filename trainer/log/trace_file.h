@@ -1,5 +1,5 @@
 // The file of --trace: the spans of all ranks in the trace event format of Perfetto and chrome://tracing,
-// with a process per rank and a thread per stream. docs/profiling.md describes it.
+// with a process per rank and a thread per stream. docs/training.md describes it.
 #pragma once
 
 #include <mutex>

@@ -9,7 +9,7 @@
 // matrices are (B, H, T, Tp) with Tp = T rounded up to a multiple of 8, which aligns their rows for tensor
 // cores (50 -> 56, 197 -> 200).
 //
-// With Precision::bf16 the operands of products are stored as BF16 (docs/precision.md): activations, their
+// With Precision::bf16 the operands of products are stored as BF16 (docs/training.md): activations, their
 // gradients, and a copy of the weights, updated whenever they change. The weights themselves, the residual
 // stream and all parameter gradients stay FP32.
 #pragma once

@@ -1,5 +1,5 @@
 // The implementation of Vit: the activations and the two passes, for one storage type of the operands of
-// products (docs/precision.md).
+// products (docs/training.md).
 #pragma once
 
 #include <cstdint>
