@@ -1,4 +1,4 @@
-// A run's secret: who knows it may join. docs/security.md is the user's guide.
+// A run's secret: who knows it may join. docs/running.md is the user's guide.
 #pragma once
 
 #include <string>

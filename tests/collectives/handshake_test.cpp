@@ -150,7 +150,7 @@ void relay(const Socket& a, const Socket& b) {
   }
 }
 
-// docs/security.md, "A relay".
+// docs/running.md, "A relay".
 TEST_F(HandshakeTest, ARelayReachesTheSameListenerAndNoOther) {
   for (const char* purpose : {"store", "data of rank 1"}) {
     const Credentials listener{"the run's secret", purpose};

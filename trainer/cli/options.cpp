@@ -351,7 +351,7 @@ void resolve_elastic(const Options& o, Resolved& out) {
     throw BadInput(
         flag +
         ": threads of one process end together; start a process for each rank, with RANK, WORLD_SIZE, "
-        "MASTER_ADDR and MASTER_PORT set (docs/launching.md)");
+        "MASTER_ADDR and MASTER_PORT set (docs/running.md)");
   }
   if (config.devices[0].is_cuda()) {
     throw BadInput(flag +
