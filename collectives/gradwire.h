@@ -1,7 +1,7 @@
 /* Gradwire's C ABI: gradients averaged over many processes with few bytes on the wire.
  *
  * Three calls: gw_comm_create() once per process, gw_reducer_create() once per model, and
- * gw_reducer_allreduce() in every step. docs/for-framework-authors.md is the tutorial.
+ * gw_reducer_allreduce() in every step. docs/extending.md is the tutorial.
  *
  * Status   Every function returns a gw_status, except the three that report versions and errors. No exception
  *          leaves the library, and it never ends the process. After anything but GW_OK, gw_last_error() says
@@ -149,7 +149,7 @@ GW_API gw_status gw_comm_from_store(const gw_store* store, int rank, int world, 
 /* Whoever knows this text may join: it is the secret of this thread's next gw_comm_create() with tcp:// or
  * file://, or gw_comm_from_store(), the same on every rank, and takes the place of the environment's
  * GRADWIRE_SECRET. Ranks prove to each other that they know it before anything else is read from a connection;
- * docs/security.md says what that protects.
+ * docs/running.md says what that protects.
  *
  * secret  not empty; copied. Null: none.
  *
@@ -633,7 +633,7 @@ GW_API gw_status gw_reducer_stats(gw_reducer reducer, gw_stats* stats);
 /* A checkpoint of this rank's codec state (residuals, factors, ...) and step count. Loaded into a reducer
  * created with the same spec, tensors (in any order), options, rank and world size, it lets training resume
  * bit for bit. Only between steps; waits for work in flight. Every rank saves and loads its own.
- * docs/state-format.md describes the layout. In a world of 1 the state contains the step count and the rest
+ * docs/checkpoints.md describes the layout. In a world of 1 the state contains the step count and the rest
  * of a residual that was loaded there.
  *
  * size: out, in bytes. */

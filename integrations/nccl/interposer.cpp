@@ -1,5 +1,5 @@
 // libgradwire_nccl.so: preloaded into a program that uses NCCL, it compresses large float32 calls of
-// ncclAllReduce. docs/for-nccl-users.md.
+// ncclAllReduce. docs/extending.md.
 //
 // It defines ncclAllReduce, the group calls (only to track their depth), and the calls that end a
 // communicator (to drop its state). Each forwards to NCCL's definition.

@@ -67,7 +67,7 @@ TEST(CApiShrink, RanksThatAreLeftGoOnWithNewReducersAndAreToldTheirOldRanks) {
   });
 }
 
-// Follows the example of docs/for-framework-authors.md down to one rank: each failed step is repeated with
+// Follows the example of docs/extending.md down to one rank: each failed step is repeated with
 // the residuals of the survivors.
 TEST(CApiShrink, SurvivorsLoadTheirStatesAndConserveResiduals) {
   for (const std::string spec : {"int4:dense=off", "powersgd:rank=2,wire=int8"}) {

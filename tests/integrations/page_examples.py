@@ -25,8 +25,7 @@ PAGES = {
     "for-pytorch": ("docs/for-pytorch.md", "page_pytorch"),
     "for-fsdp": ("docs/for-fsdp.md", "page_fsdp"),
     "for-jax": ("docs/for-jax.md", "page_jax"),
-    "for-framework-authors": ("docs/for-framework-authors.md", "page_authors"),
-    "for-nccl-users": ("docs/for-nccl-users.md", "page_nccl"),
+    "extending": ("docs/extending.md", "page_extending"),
     "readme": ("README.md", "page_readme"),
 }
 

@@ -49,7 +49,7 @@ class Communicator(Handle):
         a rank may pause for minutes (to write a checkpoint, say); one that dies is noticed at once.
     ranks_per_node: for schedule=hierarchical, where rank = node * ranks_per_node + local rank; 0: unknown.
     secret: whoever knows it may join; the same on every rank. "": the environment's GRADWIRE_SECRET. A tcp://
-        address that other machines can reach needs one (docs/security.md).
+        address that other machines can reach needs one (docs/running.md).
     shrinkable: whether the others can go on when ranks die: see shrink(). For processes, those with GPUs from NCCL 2.28.7
         on; the same on every rank.
     interface, ports: where this process on the host listens for the other ranks' data: the name of a network
@@ -500,7 +500,7 @@ class Reducer(Handle):
         return values
 
     def save_state(self, memory: Optional[bytearray] = None) -> bytearray:
-        """Residuals, factors and step count of this rank. docs/state-format.md has the layout.
+        """Residuals, factors and step count of this rank. docs/checkpoints.md has the layout.
 
         memory: an earlier result that is no longer needed; used again if it has the right size."""
         size = ctypes.c_size_t()
