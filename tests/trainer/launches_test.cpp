@@ -60,7 +60,7 @@ GradientGroups groups_of(int ranks, int64_t layers = TrainConfig{}.gradient_grou
   return gradient_groups(config, Device::cuda(0), ranks);
 }
 
-// docs/gpu.md says which they are.
+// docs/results/launches.md lists them.
 TEST(Launches, AStepOfVitL32StaysWithinItsBudget) {
   for (Precision precision : {Precision::fp32, Precision::bf16}) {
     const OpCount::ByName ops = step_ops("vit_l_32", precision, groups_of(1));
