@@ -129,7 +129,7 @@ def without_ddp(examples: List[str], address: str) -> None:
 SESSIONS = {
     "one line": Session(2, one_line, ["from gradwire.torch import compress", "hook.stats()", "state = hook.state_dict()", "hook.load_state_dict(torch.load("]),
     "what it is short for": Session(2, what_it_is_short_for, ["from gradwire.torch import Hook"]),
-    "going on without the dead": Session(2, without_the_dead, ['hook = compress(ddp_model, "int8", min_ranks=2)']),
+    "continuing after a rank fails": Session(2, without_the_dead, ['hook = compress(ddp_model, "int8", min_ranks=2)']),
     "a loss scale": Session(2, a_loss_scale, ["hook.use_scaler(scaler)"]),
     "from PyTorch's hook": Session(2, from_powersgd_hook, ["# before"]),
     # Its first example again, which a checkpoint needs.

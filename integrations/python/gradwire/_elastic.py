@@ -1,4 +1,4 @@
-"""What lets the DDP hook go on when ranks die: docs/for-pytorch.md, "Going on without the dead".
+"""What lets the DDP hook go on when ranks die: docs/for-pytorch.md, "Continuing after a rank fails".
 
 A step ends with an exchange in which each rank tells the others that it has all buckets' means. Only then are DDP's Futures
 done, so no rank has used a mean before. Where a call fails, the ranks that are left form a new group and compare how far
