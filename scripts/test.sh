@@ -90,8 +90,8 @@ run_tests() {
   passed=$((passed + all - bad - skips))
 }
 
-# What the sanitizer builds leave out, because the release build or the other sanitizer finds it; docs/testing.md says
-# what and why. Tests are ctest's; cases are GoogleTest's, of the executables whose cases share processes.
+# What the sanitizer builds leave out, because the release build or the other sanitizer finds it;
+# docs/results/test-costs.md says what and why. Tests are ctest's; cases are GoogleTest's, of the executables whose cases share processes.
 other_sanitizers_and_programs="simt|^kernel_table|oracle|^layers$|^environment$|^paths$|^packages$|^gpu_check$|^cuda_pip$|^ptx$|^machine_code|^bench|^kill$"
 other_sanitizers_and_programs+="|^capi_(exports|capture|installed)|^interposer|NOT_BUILT"
 # They run gradwire-bench as well, which sanitizer builds leave out, or wait for most of their time.
