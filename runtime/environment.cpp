@@ -1,5 +1,6 @@
 #include "runtime/environment.h"
 
+#include <cstddef>
 #include <cstdlib>
 #include <string_view>
 
@@ -20,19 +21,19 @@ constexpr EnvironmentVariable kOwn[] = {
     {"GRADWIRE_SECRET", "none",
      "Whoever knows it may join the run: the same text on every rank. Needed where ranks on several machines "
      "meet "
-     "at a tcp:// address (docs/security.md)"},
+     "at a tcp:// address (docs/running.md)"},
     {"GRADWIRE_SECRET_FILE", "none",
      "A file that holds it, which only its owner may read; or root's, for a group of this process (mode "
      "440)"},
     {"GRADWIRE_INSECURE", "0", "1: ranks on several machines may meet without a secret"},
     {"GRADWIRE_JOB", "the launcher's",
      "The run's name, the same on every rank: ranks of another run at the same port are refused "
-     "(docs/security.md)"},
+     "(docs/running.md)"},
     {"GRADWIRE_PORTS", "any",
      "Ports at which a process listens for other ranks, such as 20000-20100: the first that is free "
-     "(docs/launching.md)"},
+     "(docs/running.md)"},
     {"GRADWIRE_INTERFACE", "from how the ranks meet",
-     "The network interface at whose address it listens, such as eth1 (docs/launching.md)"},
+     "The network interface at whose address it listens, such as eth1 (docs/running.md)"},
     {"GRADWIRE_VERIFY_PAYLOAD", "0",
      "1: a checksum after each message that this rank sends over TCP (docs/faults.md)"},
     {"GRADWIRE_TUNING", "cuBLASLt's own choices",
@@ -64,53 +65,64 @@ constexpr EnvironmentVariable kInterposer[] = {
 };
 
 constexpr EnvironmentVariable kLaunchers[] = {
-    {"RANK", "none", "torchrun, or by hand: this process's rank"},
-    {"WORLD_SIZE", "none", "torchrun, or by hand: the number of ranks"},
-    {"LOCAL_RANK", "none", "The rank among those of this machine, which chooses the GPU"},
-    {"LOCAL_WORLD_SIZE", "none", "The number of ranks on this machine, which share its cores"},
+    {"RANK", "none", "torchrun, or by hand: this process's rank, and the number of ranks"},
+    {"WORLD_SIZE", "", ""},
+    {"LOCAL_RANK", "none", "The same on this machine: which GPU a rank takes, and how ranks share cores"},
+    {"LOCAL_WORLD_SIZE", "", ""},
     {"MASTER_ADDR", "from the launcher", "Rank 0's machine, where the ranks meet"},
     {"MASTER_PORT", "29500", "A free port there"},
-    {"TORCHELASTIC_RUN_ID", "none", "torchrun: tells it from variables set by hand; which run this is"},
+    {"TORCHELASTIC_RUN_ID", "none", "torchrun: which run this is; not set where ranks are started by hand"},
     {"TORCHELASTIC_USE_AGENT_STORE", "off",
-     "torchrun: its agent has MASTER_PORT, so the ranks meet 100 ports further"},
-    {"OMPI_COMM_WORLD_RANK", "none", "Open MPI: rank"},
-    {"OMPI_COMM_WORLD_SIZE", "none", "Open MPI: number of ranks"},
-    {"OMPI_COMM_WORLD_LOCAL_RANK", "none", "Open MPI: rank on this machine"},
-    {"OMPI_COMM_WORLD_LOCAL_SIZE", "none", "Open MPI: number of ranks on this machine"},
-    {"OMPI_MCA_ess_base_jobid", "none", "Open MPI: the job, from which the port is made; which run this is"},
-    {"PMIX_NAMESPACE", "none", "The same"},
-    {"PMIX_RANK", "none", "PRRTE: rank. An error where nothing says how many there are"},
-    {"PMI_RANK", "none", "MPICH, Intel MPI: rank"},
-    {"PMI_SIZE", "none", "MPICH, Intel MPI: number of ranks"},
-    {"MPI_LOCALRANKID", "none", "MPICH, Intel MPI: rank on this machine"},
-    {"MPI_LOCALNRANKS", "none", "MPICH, Intel MPI: number of ranks on this machine"},
-    {"PMI_JOBID", "none", "MPICH: the same"},
-    {"PMI_PORT", "none", "MPICH: the port is made from this where there is no PMI_JOBID"},
-    {"SLURM_PROCID", "none", "Slurm: rank"},
-    {"SLURM_STEP_NUM_TASKS", "none", "Slurm: number of ranks of the step"},
-    {"SLURM_LOCALID", "none", "Slurm: rank on this machine"},
-    {"SLURM_NODEID", "none", "Slurm: this machine's number among those of the step"},
-    {"SLURM_STEP_TASKS_PER_NODE", "none", "Slurm: number of ranks on each machine of the step"},
-    {"SLURM_STEP_NUM_NODES", "none",
-     "Slurm: number of machines of the step, or of its part of a heterogeneous job"},
+     "torchrun: its agent uses MASTER_PORT, so the ranks meet 100 ports further"},
+    {"OMPI_COMM_WORLD_RANK", "none", "Open MPI: rank and number of ranks, and both on this machine"},
+    {"OMPI_COMM_WORLD_SIZE", "", ""},
+    {"OMPI_COMM_WORLD_LOCAL_RANK", "", ""},
+    {"OMPI_COMM_WORLD_LOCAL_SIZE", "", ""},
+    {"OMPI_MCA_ess_base_jobid", "none",
+     "Open MPI: the job, from which the port is derived; which run this is"},
+    {"PMIX_NAMESPACE", "", ""},
+    {"PMIX_RANK", "none", "PRRTE: rank. An error where no variable gives the number of ranks"},
+    {"PMI_RANK", "none", "MPICH, Intel MPI: rank and number of ranks, and both on this machine"},
+    {"PMI_SIZE", "", ""},
+    {"MPI_LOCALRANKID", "", ""},
+    {"MPI_LOCALNRANKS", "", ""},
+    {"PMI_JOBID", "none",
+     "MPICH: the job, from which (or from the second) the port is derived; which run this is"},
+    {"PMI_PORT", "", ""},
+    {"SLURM_PROCID", "none", "Slurm: rank and number of ranks of the step, and rank on this machine"},
+    {"SLURM_STEP_NUM_TASKS", "", ""},
+    {"SLURM_LOCALID", "", ""},
+    {"SLURM_NODEID", "none",
+     "Slurm: this machine's number in the step, ranks on each machine, and number of machines of the step or "
+     "of "
+     "its part of a heterogeneous job"},
+    {"SLURM_STEP_TASKS_PER_NODE", "", ""},
+    {"SLURM_STEP_NUM_NODES", "", ""},
     {"SLURM_CPUS_ON_NODE", "none", "Slurm: with fewer cores than these a rank counts as bound to them"},
-    {"SLURM_STEP_NODELIST", "none", "Slurm: the first of these nodes is where the ranks meet"},
-    {"SLURM_JOB_NODELIST", "none", "Slurm: the same in a job without a step, and for mpirun"},
-    {"SLURM_JOB_NODELIST_HET_GROUP_0", "none", "Slurm: the same, for later parts of a heterogeneous job"},
+    {"SLURM_STEP_NODELIST", "none",
+     "Slurm: the ranks meet at the first node of the step; of the job, without a step and for mpirun; of "
+     "part 0 of "
+     "a heterogeneous job"},
+    {"SLURM_JOB_NODELIST", "", ""},
+    {"SLURM_JOB_NODELIST_HET_GROUP_0", "", ""},
+    {"SLURM_JOB_ID", "none",
+     "Slurm: the job, the job that all parts of a heterogeneous job share, and the step, from which the port "
+     "is "
+     "derived; which run this is"},
+    {"SLURM_HET_JOB_ID", "", ""},
+    {"SLURM_STEP_ID", "", ""},
     {"SLURM_HET_SIZE", "none", "Slurm: number of parts of a heterogeneous job"},
-    {"SLURM_JOB_ID", "none", "Slurm: the job, from which the port is made; which run this is"},
-    {"SLURM_HET_JOB_ID", "none", "Slurm: the job that all parts of a heterogeneous job have in common"},
-    {"SLURM_STEP_ID", "none", "Slurm: the step, from which the port is made; which run this is"},
 };
 
 constexpr EnvironmentVariable kNccl[] = {
     {"NCCL_COMM_ID", "none", "host:port where the ranks of rendezvous nccl:// meet"},
-    {"NCCL_P2P_DISABLE", "0", "Read by `gradwire doctor`, which says how NCCL would connect two GPUs"},
-    {"NCCL_P2P_LEVEL", "NCCL's own choice", "The same"},
-    {"NCCL_SHM_DISABLE", "0", "The same"},
-    {"NCCL_IB_DISABLE", "0", "The same"},
-    {"NCCL_CUMEM_ENABLE", "1", "The same"},
-    {"NCCL_NET", "NCCL's own choice", "The same"},
+    {"NCCL_P2P_DISABLE", "NCCL's own choices",
+     "Read by `gradwire doctor`, which says how NCCL would connect two GPUs"},
+    {"NCCL_P2P_LEVEL", "", ""},
+    {"NCCL_SHM_DISABLE", "", ""},
+    {"NCCL_IB_DISABLE", "", ""},
+    {"NCCL_CUMEM_ENABLE", "", ""},
+    {"NCCL_NET", "", ""},
 };
 
 constexpr EnvironmentGroup kGroups[] = {{"Libraries and commands", kOwn},
@@ -129,8 +141,13 @@ std::string environment_text() {
   for (const EnvironmentGroup& group : kGroups) {
     text += (text.empty() ? "## " : "\n## ") + std::string(group.title) + "\n\n";
     text += "| variable | when not set | meaning |\n|---|---|---|\n";
-    for (const EnvironmentVariable& v : group.variables)
-      text += std::string("| `") + v.name + "` | " + v.otherwise + " | " + v.meaning + " |\n";
+    for (size_t i = 0; i < group.variables.size();) {
+      const EnvironmentVariable& first = group.variables[i];
+      text += std::string("| `") + first.name + "`";
+      while (++i < group.variables.size() && *group.variables[i].meaning == '\0')
+        text += std::string(", `") + group.variables[i].name + "`";
+      text += std::string(" | ") + first.otherwise + " | " + first.meaning + " |\n";
+    }
   }
   return text;
 }

@@ -10,7 +10,7 @@ namespace gradwire {
 struct EnvironmentVariable {
   const char* name;
   const char* otherwise;  // the value when it is not set
-  const char* meaning;
+  const char* meaning;    // empty: in one row with the variable before it
 };
 
 struct EnvironmentGroup {
