@@ -12,7 +12,7 @@
 
 namespace gradwire::interposer {
 
-// From the environment; docs/extending.md has the table.
+// From the environment; docs/environment.md has the table.
 struct Settings {
   bool on = true;
   std::string why_off;  // for the log, unless `on`
