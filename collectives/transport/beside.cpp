@@ -19,7 +19,7 @@ bool run_beside(std::function<void()> call, RunningClock::time_point deadline,
   const auto state = std::make_shared<State>();
   Thread thread("a thread for a call with a deadline", [state, call = std::move(call)]() mutable {
     call();
-    call = {};  // what it owns goes before the caller hears of it
+    call = {};  // release captured state before the caller resumes
     std::lock_guard lock(state->mutex);
     state->done = true;
     state->changed.notify_all();

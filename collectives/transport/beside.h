@@ -1,5 +1,5 @@
-// Calls into libraries that may wait for another rank, or for ever: they run on a thread of their own, and their
-// caller waits no longer than until a deadline.
+// Deadlines for library calls that may wait for another rank or hang: the call runs on its own thread, and
+// the caller waits at most until the deadline.
 #pragma once
 
 #include <chrono>
@@ -9,8 +9,9 @@
 
 namespace gradwire {
 
-// Runs `call` beside the caller and returns true when it has returned. False at the deadline, or soon after `stop`
-// says so: `call` may then still be running and is left to itself, so it must own all that it uses. Must not throw.
+// Runs `call` on another thread. Returns true when it has returned, false at the deadline or soon after
+// `stop()` returns true. After false, `call` may still be running, so it must own everything that it uses.
+// `call` must not throw.
 bool run_beside(std::function<void()> call, RunningClock::time_point deadline,
                 const std::function<bool()>& stop = {});
 

@@ -1,4 +1,4 @@
-// CRC-32C of payload on its way, by the processor's instruction where it has one.
+// CRC-32C of payload in transit. Uses the processor's CRC instruction if there is one.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,8 @@
 
 namespace gradwire {
 
-// Of bytes of which `crc` is the checksum of the first ones (0: of none), and these are the next.
+// Returns the checksum extended by the next `bytes` bytes. `crc`: checksum of the preceding bytes; 0 at the
+// start.
 uint32_t crc32c(const void* data, size_t bytes, uint32_t crc);
 
 }  // namespace gradwire

@@ -21,7 +21,7 @@ namespace {
 
 using Clock = RunningClock;
 
-// A pending send. Lives in the sender's exchange() until it is finished or withdrawn.
+// A pending send. Lives in the sender's exchange() until finished or withdrawn.
 struct Offer {
   const void* data = nullptr;
   size_t bytes = 0;
@@ -31,17 +31,18 @@ struct Offer {
   Event taken;  // CUDA: recorded after the copy
 };
 
-// The windows of all ranks.
+// The peer windows of all ranks.
 struct PeerGroup {
   std::vector<Buffer> memory;  // by rank
-  // By rank: how many calls it had made when it came; none before that, or not known.
+  // By rank: the number of calls it had made on arrival; empty before that, or if unknown.
   std::vector<std::optional<uint64_t>> calls_before;
-  std::vector<bool> here;  // by rank
+  std::vector<bool> here;  // by rank: has arrived
   int ready = 0, taken = 0;
-  std::vector<uint64_t> arrivals;  // by rank: at rendezvous
+  std::vector<uint64_t> arrivals;  // by rank: at rendezvous()
 };
 
-// What the ranks of one process share. One lock: exchanges are few and copies happen outside it.
+// State shared by the ranks of one process. One lock suffices: exchanges are few, and copies happen outside
+// it.
 class Hub {
  public:
   Hub(std::vector<Device> where, std::chrono::milliseconds timeout)
@@ -53,8 +54,8 @@ class Hub {
 
   std::deque<Offer*>& box(int from, int to) { return offers_[from * world + to]; }
 
-  // With the lock held: waits until `condition` holds. Throws if the group failed or the deadline passed,
-  // which fails the group; `pending` then describes what it waited for.
+  // Waits until `condition` holds. Throws if the group failed. Throws and fails the group at the deadline;
+  // `pending` then describes the wait. Requires the lock.
   template <typename Condition, typename Pending>
   void wait(std::unique_lock<std::mutex>& lock, int rank, Condition condition, Pending pending) {
     auto deadline = Clock::now() + timeout;
@@ -70,7 +71,8 @@ class Hub {
     }
   }
 
-  // With the lock held: rank `rank` makes its call number `sequence`. The first to arrive defines it.
+  // Records that `rank` makes its call number `sequence`. The first rank to arrive defines the call. Requires
+  // the lock.
   void enter(int rank, uint64_t sequence, const Call& call) {
     if (!failure.empty()) throw CommError(fmt::format("rank {}: {}: {}", rank, call.what, failure));
     const size_t index = sequence - first_open_;
@@ -92,8 +94,8 @@ class Hub {
     }
   }
 
-  // With the lock held. A rank whose spec says transport=lsa opens windows and waits for the others; one
-  // whose spec does not goes on to its next call and waits there. Neither needs to wait for its deadline.
+  // A rank with transport=lsa in its spec opens windows and waits for the others. A rank without it continues
+  // to its next call and waits there. Detects this before either deadline. Requires the lock.
   void compare_windows() {
     for (const auto& [number, group] : peers) {
       for (int r = 0; r < world; ++r) {
@@ -112,7 +114,7 @@ class Hub {
     }
   }
 
-  // With the lock held.
+  // Requires the lock.
   void fail(const std::string& reason) {
     if (failure.empty()) failure = "the group failed: " + reason;
     for (const auto& weak : windows) {
@@ -130,32 +132,32 @@ class Hub {
 
   const int world;
   const std::chrono::milliseconds timeout;
-  const std::vector<Device> devices;  // of each rank
+  const std::vector<Device> devices;  // by rank
   std::mutex mutex;
-  // By split and first member: the transports that their ranks have not fetched yet.
+  // By split and first member: transports not yet fetched by their ranks.
   std::map<std::pair<int, int>, std::vector<std::unique_ptr<Transport>>> splits;
-  std::map<int, std::shared_ptr<PeerGroup>> peers;  // by number, until all ranks have taken it
-  std::vector<std::weak_ptr<PeerWindows>> windows;  // of all ranks, to be stopped
+  std::map<int, std::shared_ptr<PeerGroup>> peers;  // by number, until all ranks have taken theirs
+  std::vector<std::weak_ptr<PeerWindows>> windows;  // of all ranks, for stop()
   const RunningClock::Watch watch;
   std::string failure;
   int at_barrier = 0;
   uint64_t barriers = 0;
 
  private:
-  // A call that some ranks have not made yet.
+  // A call not yet made by all ranks.
   struct OpenCall {
     uint64_t hash;
-    int rank;  // that made it first
+    int rank;  // the first to make it
     int arrived;
     std::string what;
   };
-  // The latest call that a rank has begun.
+  // The latest call begun by a rank.
   struct Entered {
     uint64_t sequence = 0;
     std::string what;
   };
   std::vector<Entered> entered_{static_cast<size_t>(world)};
-  // One per rank: with one for all, each message woke every rank, and threads spent their time on that.
+  // One per rank, so that a message wakes only its receiver.
   std::vector<std::condition_variable> changed_;
   std::deque<OpenCall> open_;
   uint64_t first_open_ = 1;  // the number of open_[0]
@@ -212,12 +214,12 @@ class LocalTransport final : public Transport {
         });
   }
 
-  // On CUDA it would be the time to enqueue.
+  // On CUDA this would measure the time to enqueue.
   std::vector<double> waited_s() const override {
     return device_.is_host() ? waits_.seconds() : std::vector<double>{};
   }
 
-  // The first to come makes the transports of all members.
+  // The first member to arrive makes the transports of all members.
   std::unique_ptr<Transport> split(const std::vector<int>& members) override {
     const int which = splits_++;
     if (members.empty()) return nullptr;
@@ -273,7 +275,7 @@ class LocalTransport final : public Transport {
         now.synchronize();
       } catch (const CommError& error) {
         std::lock_guard lock(hub_->mutex);
-        const std::string cause = windows.failure();  // else others have told this rank to stop
+        const std::string cause = windows.failure();  // empty: another rank stopped this one
         if (hub_->failure.empty()) hub_->fail(fmt::format("rank {}: {}: {}", rank_, what, cause));
         throw CommError(fmt::format("rank {}: {}: {}", rank_, what, hub_->failure));
       }
@@ -348,8 +350,9 @@ class LocalTransport final : public Transport {
   }
 
  private:
-  // Ranks launch kernels that wait for each other between two rendezvous of their threads. Otherwise one rank could be in
-  // a call that waits for the other's kernel, such as cudaFree or a kernel's first launch, and never launch its own.
+  // Two rendezvous of the ranks' threads enclose the launch of kernels that wait for each other. Otherwise
+  // one rank could block in a call that waits for another rank's kernel (cudaFree, a kernel's first launch)
+  // and never launch its own.
   void rendezvous(const PeerWindows& windows, const std::string& what) {
     std::vector<uint64_t>& arrivals = static_cast<PeerGroup*>(windows.keep.get())->arrivals;
     std::unique_lock lock(hub_->mutex);
@@ -365,7 +368,7 @@ class LocalTransport final : public Transport {
     return sequence_ == 0 ? label.what : fmt::format("call {}, {}", sequence_, label.what);
   }
 
-  // `stream` is null on the host, where data moves now; on CUDA only events and copies are enqueued.
+  // `stream` is null on the host, where data moves now. On CUDA only events and copies are enqueued.
   void run(const Stream* stream, const std::vector<Transfer>& transfers, const ExchangeLabel& label) {
     std::deque<Offer> mine;
     for (const Transfer& t : transfers) {
@@ -380,8 +383,8 @@ class LocalTransport final : public Transport {
       }
     }
     std::unique_lock lock(hub_->mutex);
-    // An offer points into this stack frame, so it must not outlive it, even when an exception is thrown. After an
-    // exception the caller may free the data that peers' copies, which are enqueued, still have to read.
+    // An offer points into this stack frame, so it must be withdrawn before the frame ends, even on an
+    // exception. After an exception the caller may free the data, so wait for the peers' enqueued copies.
     struct Withdraw {
       LocalTransport* self;
       std::unique_lock<std::mutex>& lock;
@@ -450,7 +453,7 @@ class LocalTransport final : public Transport {
     for (const Offer& offer : mine) bytes_sent_.fetch_add(offer.bytes, std::memory_order_relaxed);
   }
 
-  // While an exception is under way, which says more than what fails here. Not beyond the deadline.
+  // Runs while an exception is in flight, so errors are swallowed. Waits at most until the deadline.
   void wait_until_done(const Event& event) const noexcept {
     try {
       event.synchronize_until(std::chrono::steady_clock::now() + hub_->timeout);
@@ -466,7 +469,7 @@ class LocalTransport final : public Transport {
     }
   }
 
-  // Receives the oldest offer of t.peer. The lock is held on entry and exit, but not while copying.
+  // Receives the oldest offer of t.peer. Holds the lock on entry and exit, but not while copying.
   void take(std::unique_lock<std::mutex>& lock, const Stream* stream, const Transfer& t,
             const ExchangeLabel& label) {
     auto& box = hub_->box(t.peer, rank_);
@@ -491,8 +494,8 @@ class LocalTransport final : public Transport {
         std::memcpy(t.data, offer.data, t.bytes);
       }
     } catch (const std::exception& error) {
-      // The sender waits without a deadline while its memory is read. The copy may be enqueued, and no event says when
-      // it ends.
+      // The sender waits without a deadline while its memory is being read. The copy may already be enqueued,
+      // without an event for its end.
       if (stream) wait_until_done(*stream);
       lock.lock();
       offer.state = Offer::State::waiting;
@@ -511,8 +514,8 @@ class LocalTransport final : public Transport {
   Device device_;
   uint64_t sequence_ = 0;  // number of the current call; used only by the thread that runs exchanges
   int splits_ = 0, peer_groups_ = 0;
-  uint64_t calls_ = 0;    // begun by this rank's own threads, perhaps not yet by its stream
-  bool replays_ = false;  // a graph makes some, which nobody counts
+  uint64_t calls_ = 0;    // begun by this rank's threads, perhaps not yet by its stream
+  bool replays_ = false;  // a graph makes some calls; those are not counted
   Waits waits_;
 };
 

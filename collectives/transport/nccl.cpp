@@ -52,8 +52,8 @@ class EventMark final : public ExchangeMark {
   cudaEvent_t begin_ = nullptr, end_ = nullptr;
 };
 
-// For GPUs without stream memory operations: on each side of a captured exchange a kernel adds 1 to a counter in
-// pinned host memory, which takes it about 3 us.
+// For GPUs without stream memory operations: a kernel on each side of a captured exchange increments a
+// counter in pinned host memory. It takes about 3 us.
 class CounterMark final : public ExchangeMark {
  public:
   explicit CounterMark(uint64_t* counters, std::shared_ptr<void> memory)
@@ -63,8 +63,8 @@ class CounterMark final : public ExchangeMark {
   bool repeats() const override { return true; }
   uint64_t runs() const override { return read(0); }
   Progress poll() override {
-    const uint64_t done =
-        read(1);  // read first, so that a launch in between is not mistaken for a finished one
+    // Read before the begin counter, so that a launch in between is not mistaken for a finished one.
+    const uint64_t done = read(1);
     return read(0) != done ? Progress::running : Progress::done;
   }
 
@@ -74,7 +74,7 @@ class CounterMark final : public ExchangeMark {
   std::shared_ptr<void> memory_;
 };
 
-// Keeps this thread's calls from breaking a capture in another thread.
+// Keeps this thread's calls from invalidating a capture in another thread.
 class OutsideCapture {
  public:
   OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -84,10 +84,10 @@ class OutsideCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Stores a value in stream order without a kernel: cuStreamWriteValue64, from the driver.
+// Stores a value in stream order without a kernel, by the driver's cuStreamWriteValue64.
 class StreamWrites {
  public:
-  // Tries one in a graph of its own; where that fails, there are none.
+  // Tries one write in a graph. If it fails, work() is false.
   explicit StreamWrites(int device) {
     OutsideCapture guard;
     GW_CUDA_CHECK(cudaSetDevice(device));
@@ -139,7 +139,7 @@ class CudaCalls final : public GpuCalls {
   cudaStream_t native(const Stream& stream) override { return stream.native(); }
   std::unique_ptr<ExchangeMark> make_mark() override { return std::make_unique<EventMark>(device_); }
 
-  // Called only by the thread that enqueues. A graph's first exchange also counts its launches.
+  // Called only by the enqueuing thread. A graph's first exchange also counts the graph's launches.
   std::unique_ptr<ExchangeMark> make_captured_mark(const Stream& stream) override {
     if (!writes_.work()) return std::make_unique<CounterMark>(take(2), slab_);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -155,7 +155,7 @@ class CudaCalls final : public GpuCalls {
       writes.write(on, word, value);
     };
     uint64_t* const state = take(1);
-    // Either word may be in an earlier slab than the other.
+    // The two words may be in different slabs.
     auto memory = std::make_shared<std::pair<std::shared_ptr<Buffer>, std::shared_ptr<Buffer>>>(
         slab_, launches_memory_);
     return std::make_unique<WrittenMark>(write, state, launches_, std::move(memory));
@@ -168,8 +168,8 @@ class CudaCalls final : public GpuCalls {
   }
 
  private:
-  // Words in pinned memory, zero. They are never reused: a graph may run as long as the process does, and a word takes
-  // 8 bytes.
+  // Returns zeroed words in pinned memory. Words are never reused, because a graph may run until the process
+  // ends; a word takes 8 bytes.
   uint64_t* take(size_t words) {
     constexpr size_t kWords = 8192;
     if (!slab_ || used_ + words > kWords) {
@@ -188,7 +188,7 @@ class CudaCalls final : public GpuCalls {
   const StreamWrites writes_;
   std::shared_ptr<Buffer> slab_, launches_memory_;
   size_t used_ = 0;
-  uint64_t* launches_ = nullptr;  // of the graph being captured
+  uint64_t* launches_ = nullptr;  // for the graph being captured
   unsigned long long capture_ = 0;
 };
 

@@ -11,7 +11,7 @@
 namespace gradwire {
 namespace {
 
-constexpr int kOldest = 21800;  // 2.18: the configuration of communicators and its defaults
+constexpr int kOldest = 21800;  // 2.18: communicator configuration and its defaults
 
 template <typename Function>
 void find(void* library, Function& function, const char* symbol, bool required = true) {
@@ -84,7 +84,7 @@ std::string NcclApi::version() const {
 }
 
 const NcclApi& NcclApi::loaded() {
-  static const NcclApi api = load();  // if load() throws, the next call tries again
+  static const NcclApi api = load();  // if load() throws, the next call retries
   return api;
 }
 

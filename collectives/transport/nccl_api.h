@@ -1,6 +1,5 @@
 // A table of the NCCL functions that Gradwire uses. The library is loaded on first use, so programs start
-// where it is missing; a copy that the process has already loaded is shared; and tests can substitute
-// functions of their own.
+// without it. A copy already loaded by the process is shared. Tests can substitute functions.
 //
 // Includes nccl.h, and with it CUDA's headers: only for the NCCL transport and the interposer.
 #pragma once
@@ -9,7 +8,7 @@
 
 #include <string>
 
-// Of NCCL's device API, which older headers do not have.
+// From NCCL's device API, which older headers lack.
 struct ncclWindow_vidmem;
 struct ncclDevComm;
 struct ncclDevCommRequirements;
@@ -33,7 +32,7 @@ struct NcclApi {
   decltype(&ncclSend) send = nullptr;
   decltype(&ncclRecv) receive = nullptr;
   decltype(&ncclCommSplit) split = nullptr;
-  // Optional: null in versions that lack them.
+  // Optional: null in versions without them.
   decltype(&ncclAllReduce) all_reduce = nullptr;
   decltype(&ncclGetLastError) last_error = nullptr;
   ncclResult_t (*shrink)(ncclComm_t, int*, int, ncclComm_t*, ncclConfig_t*, int) = nullptr;  // 2.27
@@ -45,8 +44,8 @@ struct NcclApi {
   ncclResult_t (*comm_deregister)(const ncclComm_t, void* handle) = nullptr;
   ncclResult_t (*window_register)(ncclComm_t, void*, size_t, ncclWindow_vidmem**, int) = nullptr;  // 2.27
   ncclResult_t (*window_deregister)(ncclComm_t, ncclWindow_vidmem*) = nullptr;
-  // The ranks whose memory this one can load and store: how many, which of them it is, and their distance. (ncclTeam_t,
-  // for headers that lack it.)
+  // The ranks whose memory this one can load and store: their number, this rank's place among them, and their
+  // stride. Same as ncclTeam_t, which older headers lack.
   struct Team {
     int ranks, rank, stride;
   };
@@ -56,7 +55,8 @@ struct NcclApi {
   std::string text(ncclResult_t result, ncclComm_t comm) const;
   std::string version() const;  // "2.28.9"
 
-  // Loads libnccl.so.2, or what GRADWIRE_NCCL_LIBRARY names, once. Throws BadInput that says what is missing.
+  // Loads libnccl.so.2, or the library in GRADWIRE_NCCL_LIBRARY, once. Throws BadInput that names what is
+  // missing.
   static const NcclApi& loaded();
 };
 

@@ -42,7 +42,7 @@ ncclResult_t run_nccl_group(const NcclApi& api, ncclComm_t comm, cudaStream_t st
     if (t.bytes == 0 || result != ncclSuccess) continue;
     result = t.kind == Transfer::Kind::send ? api.send(t.data, t.bytes, ncclUint8, t.peer, comm, stream)
                                             : api.receive(t.data, t.bytes, ncclUint8, t.peer, comm, stream);
-    if (result == ncclInProgress) result = ncclSuccess;  // the end of the group reports the real result
+    if (result == ncclInProgress) result = ncclSuccess;  // group_end() returns the real result
   }
   const ncclResult_t ended = api.group_end();
   return settle_nccl(api, comm, result == ncclSuccess ? ended : result, patience);
@@ -78,7 +78,7 @@ ncclComm_t init_nccl(const NcclApi& api, const std::shared_ptr<GpuCalls>& gpu, i
     joining->comm = comm;
     joining->result = result;
     joining->done = true;
-    if (joining->given_up && comm != nullptr) api.abort(comm);  // nobody else knows of it
+    if (joining->given_up && comm != nullptr) api.abort(comm);  // no other owner
   };
   run_beside(std::move(join), deadline + std::chrono::milliseconds(100));
   std::lock_guard lock(joining->mutex);

@@ -23,7 +23,7 @@ void NcclMemory::registered(WhileAlive alive, std::function<void()> deregister) 
   deregister_ = std::move(deregister);
 }
 
-// --- the transport's part ---
+// --- NcclTransport ---
 
 WhileAlive NcclTransport::while_alive() const {
   return [use = use_](const std::function<void()>& call) {
@@ -44,8 +44,8 @@ std::shared_ptr<NcclMemory> NcclTransport::registered_memory(size_t bytes) {
   return memory;
 }
 
-// Registration concerns this rank only, and what NCCL refuses is memory like any other. NCCL takes 2 MiB for whatever it
-// allocates: the factors of a bucket, some 64 KiB, share that with those of others.
+// Registration is local to this rank. Falls back to ordinary memory if NCCL refuses. NCCL allocates at least
+// 2 MiB, so small buffers, such as a bucket's factors of about 64 KiB, share an allocation.
 Buffer NcclTransport::exchange_memory(size_t bytes) {
   const bool can = setup_.owned && watched_ && world_ > 1 && bytes > 0 && api_.comm_register != nullptr &&
                    api_.comm_deregister != nullptr;

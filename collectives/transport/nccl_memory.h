@@ -1,4 +1,4 @@
-// Memory that NCCL allocates and is told of, so that it can be mapped by other ranks or reached by network cards.
+// Memory allocated by and registered with NCCL, so that other ranks can map it or network cards can reach it.
 #pragma once
 
 #include <cstddef>
@@ -9,19 +9,19 @@
 
 namespace gradwire {
 
-// Calls what it is given if the communicator is still there.
+// Runs the given function if the communicator still exists.
 using WhileAlive = std::function<void(const std::function<void()>&)>;
 
 class NcclMemory {
  public:
-  // On the current device; null if NCCL has none.
+  // Allocates on the current device. Returns null if NCCL cannot.
   static std::shared_ptr<NcclMemory> allocate(const NcclApi& api, size_t bytes);
-  // Deregisters it, if it is registered and the communicator lives, and then frees it.
+  // Deregisters the memory if it is registered and the communicator still exists, then frees it.
   ~NcclMemory();
   NcclMemory(const NcclMemory&) = delete;
 
   void* data() const { return data_; }
-  // It has been registered with a communicator: how to undo that.
+  // Records how to undo a registration with a communicator.
   void registered(WhileAlive alive, std::function<void()> deregister);
 
  private:

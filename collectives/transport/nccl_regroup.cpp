@@ -1,5 +1,5 @@
-// The ranks that are left of a failed group of processes with GPUs, as a new group: they find each other through their
-// reunion, meet at a store of their own, and make NCCL's communicator of the old one, which the failure has revoked.
+// Regroups after a failure: the survivors of processes with GPUs find each other through their reunion, meet
+// at a new store, and derive NCCL's communicator from the old one, which the failure has revoked.
 #ifdef GRADWIRE_HAS_NCCL
 
 #include <fmt/format.h>
@@ -40,7 +40,7 @@ std::unique_ptr<Transport> NcclTransport::regroup(std::chrono::milliseconds time
     throw BadInput("the ranks that are left of this group have formed a new one already");
   NcclReunion& mine = *setup_.regrouping;
   if (!failing()) abort("it is to go on with the ranks that are left");
-  try {  // waits until the failure has been handled
+  try {  // wait until the failure has been handled
     throw_if_failed("going on without some ranks");
   } catch (const CommError&) {
   }

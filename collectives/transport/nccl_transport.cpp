@@ -56,7 +56,7 @@ NcclTransport::NcclTransport(NcclSetup setup)
     join_watches();
   } catch (...) {
     std::lock_guard lock(mutex_);
-    stop_ = true;  // ends the watcher, for which the destructor of its thread waits
+    stop_ = true;  // ends the watcher, which its thread's destructor joins
     changed_.notify_all();
     throw;
   }
@@ -91,10 +91,10 @@ NcclTransport::~NcclTransport() {
     if (!use_->changed.wait_for(lock, kFarewell, [&] { return use_->ended; })) watcher_.detach();
   }
   watcher_.join();
-  shared_windows_.clear();  // while the communicator lives
+  shared_windows_.clear();  // while the communicator exists
   {
     std::lock_guard lock(use_->mutex);
-    use_->closed = true;  // for memory that somebody still has
+    use_->closed = true;  // memory may outlive the transport
   }
   // Announces an orderly departure before hanging up.
   if (setup_.group) setup_.group->leave();
@@ -116,10 +116,10 @@ NcclTransport::~NcclTransport() {
   run_beside(std::move(farewell), SteadyClock::now() + 2 * kFarewell);
 }
 
-// Whether all exchanges have ended, which finalizing would wait for without a limit.
+// Returns whether all exchanges have ended. Finalizing would wait for them without a limit.
 bool NcclTransport::drained() {
   const auto deadline = SteadyClock::now() + kFarewell;
-  std::lock_guard lock(mutex_);  // nobody else is left
+  std::lock_guard lock(mutex_);  // uncontended: no other thread is left
   try {
     for (in_flight_.overdue(SteadyClock::now()); in_flight_.unfinished();
          in_flight_.overdue(SteadyClock::now())) {
@@ -138,7 +138,7 @@ std::string NcclTransport::doing(const std::string& what) const {
 
 void NcclTransport::throw_if_failed(const std::string& what) {
   std::unique_lock lock(mutex_);
-  // A failure that is still being handled counts: wait for its final text.
+  // Wait for the final text of a failure that is still being handled.
   changed_.wait(lock, [&] { return !cause_ || !failure_.empty(); });
   if (!failure_.empty()) throw CommError(fmt::format("rank {}: {}: {}", rank_, what, failure_));
 }
@@ -161,8 +161,8 @@ void NcclTransport::give_up(const std::string& what, const std::string& cause) {
   throw CommError(fmt::format("rank {}: {}: {}", rank_, what, cause));
 }
 
-// Each rank compares with its predecessor; around the ring, that compares all of them. A predecessor that has made its
-// own call before compares nothing, and finds this one when its exchange makes no progress.
+// Compares this call with the predecessor's; around the ring, that compares all ranks. If the predecessor had
+// already compared its own call, the mismatch is found when this rank's exchange makes no progress.
 void NcclTransport::compare(const Call& call) {
   struct Comparing {
     explicit Comparing(std::atomic<bool>& flag) : flag(flag) { flag = true; }
@@ -189,7 +189,7 @@ void NcclTransport::compare(const Call& call) {
                   their_call == call.what ? "; this call or an earlier one differs in something else" : ""));
 }
 
-// What another rank does where this one waits in `stalled`; empty if it is nothing else, or if it is not known.
+// Describes another rank's call that differs from the call stalled in `stalled`; empty if none is known.
 std::string NcclTransport::other_call(const WatchedExchange& stalled) {
   if (comparing_) return "";
   try {
@@ -329,12 +329,13 @@ bool NcclTransport::meets(const std::vector<Transfer>& transfers) {
   return first;
 }
 
-// Returns ncclInProgress if there was no progress until the deadline, or the group has failed meanwhile.
+// Returns ncclInProgress if there was no progress until the deadline or the group has failed meanwhile.
 ncclResult_t NcclTransport::enqueue(const std::string& what, const std::vector<Transfer>& transfers,
                                     bool first, const NcclCall& call) {
   const auto deadline = watched_ ? SteadyClock::now() + setup_.timeout : SteadyClock::time_point::max();
   if (watched_ && first) {
-    // NCCL connects now, which waits for the peers. Nobody can be sure to end that call, so it runs beside.
+    // NCCL connects now and waits for the peers. That call cannot always be ended, so it runs with a
+    // deadline.
     struct Meeting {
       ncclResult_t result = ncclInProgress;
       std::atomic<bool> given_up{false};
@@ -390,7 +391,7 @@ void NcclTransport::barrier() {
     transfers.push_back({Transfer::Kind::receive, peer, bytes.as<char>() + peer, 1});
   }
   exchange(stream, transfers, {mix(0, 0x626172), "barrier"});
-  bytes_sent_.fetch_sub(static_cast<uint64_t>(world_ - 1), std::memory_order_relaxed);  // no payload
+  bytes_sent_.fetch_sub(static_cast<uint64_t>(world_ - 1), std::memory_order_relaxed);  // not payload
   stream.synchronize();  // cannot hang: the watching thread or the communicator's owner aborts it
   throw_if_failed("at a barrier");
 }
@@ -442,7 +443,7 @@ std::unique_ptr<Transport> NcclTransport::shrink(const std::vector<int>& exclude
   if (std::binary_search(out.begin(), out.end(), rank_)) {
     throw BadInput(fmt::format("shrink: rank {} is excluded; only the remaining ranks call it", rank_));
   }
-  // Usually called because of a failure, which may still be being handled: wait until it has been.
+  // Usually called because of a failure: wait until that has been handled.
   try {
     throw_if_failed("shrinking");
   } catch (const CommError&) {
@@ -498,7 +499,7 @@ std::optional<NcclSetup> NcclTransport::derive(
                patience = NcclPatience{.deadline = deadline, .pause = setup_.pause}]() mutable {
     gpu->enter_thread();
     ncclResult_t& result = deriving->result;
-    if (revoked) {  // until the revocation is complete
+    if (revoked) {  // wait until the revocation is complete
       std::unique_lock lock(use->mutex);
       if (!use->changed.wait_until(lock, patience.deadline, [&] { return use->ended; })) return;
       lock.unlock();

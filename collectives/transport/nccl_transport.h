@@ -1,5 +1,5 @@
-// The NCCL transport without CUDA: its logic on top of NCCL's functions and marks on streams. nccl.cpp
-// supplies the real ones, tests supply their own.
+// The NCCL transport's logic on top of NCCL's functions and stream marks, without CUDA. nccl.cpp supplies the
+// real ones; tests supply their own.
 #pragma once
 
 #include <condition_variable>
@@ -23,28 +23,29 @@
 
 namespace gradwire {
 
-// What the transport needs from CUDA apart from NCCL.
+// CUDA functions that the transport needs besides NCCL.
 class GpuCalls {
  public:
   virtual ~GpuCalls() = default;
   virtual bool capturing(const Stream& stream) = 0;
   virtual cudaStream_t native(const Stream& stream) = 0;
-  // For an exchange that runs once, and for one that is captured.
+  // For an exchange that runs once, and for a captured one.
   virtual std::unique_ptr<ExchangeMark> make_mark() = 0;
   virtual std::unique_ptr<ExchangeMark> make_captured_mark(const Stream& stream) = 0;
-  // Called first in a thread that polls marks or calls NCCL, which must not disturb a capture elsewhere.
+  // Must be called first in a thread that polls marks or calls NCCL, so that it does not disturb captures
+  // elsewhere.
   virtual void enter_thread() {}
 };
 
-// What a group needs so that the ranks that are left of it find each other.
+// State with which a group's survivors find each other.
 struct NcclReunion {
   std::shared_ptr<Reunion> reunion;
   GroupOptions group;
   std::string address;                // of this machine
   std::vector<std::string> contacts;  // of the ranks' reunions, by rank
 };
-// Collective: every rank of `group` calls it, with a reunion or null if it is not to go on after a failure. Throws
-// CommError if the ranks differ in that.
+// Exchanges the reunions' contacts among all ranks of `group`. `reunion`: null if the group must not survive
+// failures. Collective. Throws CommError if only some ranks have a reunion.
 std::vector<std::string> exchange_contacts(Membership& group, const Reunion* reunion,
                                            SteadyClock::time_point deadline);
 
@@ -58,7 +59,7 @@ struct NcclSetup {
   std::chrono::milliseconds timeout{60'000};  // 0: nothing is watched
   std::unique_ptr<Membership> group = nullptr;
   std::optional<NcclReunion> regrouping = std::nullopt;
-  // Sleeps, where a communicator is not blocking.
+  // Sleeps; for non-blocking communicators.
   std::function<void(std::chrono::microseconds)> pause = [](std::chrono::microseconds time) {
     std::this_thread::sleep_for(time);
   };
@@ -85,13 +86,13 @@ class NcclTransport final : public Transport {
   std::unique_ptr<Transport> shrink(const std::vector<int>& excluded) override;
   std::unique_ptr<Transport> regroup(std::chrono::milliseconds timeout,
                                      std::vector<int>& survivors) override;  // in nccl_regroup.cpp
-  // Without a store, as after a shrink: errors name fewer ranks, and calls are not compared.
+  // The part has no store, as after a shrink: errors name fewer ranks, and calls are not compared.
   std::unique_ptr<Transport> split(const std::vector<int>& members) override;
   Buffer exchange_memory(size_t bytes) override;  // in nccl_memory.cpp
   std::string library_obstacle() const override;
   void allreduce(const Stream& stream, const float* in, float* out, int64_t count, bool mean, uint64_t bytes,
                  const std::string& what) override;
-  // In nccl_windows.cpp. The first question is collective, and blocks.
+  // In nccl_windows.cpp. The first peer_obstacle() is collective and blocks.
   std::string peer_obstacle(int group = 0) override;
   void run_over_peers(const Stream& stream, PeerWindows& windows, uint64_t bytes, const std::string& what,
                       const std::function<void(const Stream&)>& work) override;
@@ -101,47 +102,48 @@ class NcclTransport final : public Transport {
 
  private:
   std::string doing(const std::string& what) const;
-  // Fails the group with `cause`, waits until the watching thread has told the peers, then throws.
+  // Fails the group with `cause`, waits until the watching thread has notified the peers, then throws.
   [[noreturn]] void give_up(const std::string& what, const std::string& cause);
   void throw_if_failed(const std::string& what);
   void compare(const Call& call);
-  // Set-up for which NCCL needs all ranks is a call, too, so that a rank that is alone in it hears of that.
+  // Counts collective set-up as a call, so that a rank that makes it alone gets an error.
   void begin_set_up(const std::string& what);
   std::string other_call(const WatchedExchange& stalled);
   bool failing();
-  // What to make a transport of the communicator that `make` makes of this one; nothing if it makes none for this rank.
-  // `doing` is for error texts.
+  // Returns the setup of a transport on the communicator that `make` derives from this one; empty if `make`
+  // derives none for this rank. `doing` is for error texts.
   std::optional<NcclSetup> derive(
       const std::string& doing,
       const std::function<ncclResult_t(ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config)>& make);
   NcclSetup without(std::vector<int> excluded);
   NcclSetup again();  // the same ranks
   std::unique_ptr<ExchangeMark> mark_for(const Stream& stream);
-  // Whether the exchange has a transfer to or from a peer for the first time; if so, it is no longer the first.
+  // Returns whether a transfer is the first one to or from its peer, and records it.
   bool meets(const std::vector<Transfer>& transfers);
-  // Calls NCCL to enqueue something on `stream`, and has it watched. `transfers` are what error texts say of it.
-  // `first`: it may connect to peers, which waits for them, on a thread that may outlive this call; else it does not.
+  // Calls NCCL to enqueue work on `stream` and has it watched. `transfers` describe the work in error texts.
+  // `first`: the call may connect to peers and wait for them, so it runs on a thread that may outlive this
+  // function.
   using NcclCall = std::function<ncclResult_t(ncclComm_t, const NcclPatience&)>;
   void post(const Stream& stream, const std::string& what, const std::vector<Transfer>& transfers,
             uint64_t bytes, bool first, const NcclCall& call);
   ncclResult_t enqueue(const std::string& what, const std::vector<Transfer>& transfers, bool first,
                        const NcclCall& call);
-  // Received in equal parts from each of these ranks but this one.
+  // Returns receives of equal parts from each of these ranks except this one.
   std::vector<Transfer> from_all(int first, int ranks, uint64_t bytes) const;
   void keep_watch(std::unique_ptr<ExchangeMark> mark, const std::string& what,
                   std::vector<Transfer> transfers);
 
-  // Calls NCCL beside this thread, for as long as an exchange may take; false if it did not return, or may not be
-  // called any more.
+  // Calls NCCL on another thread, with an exchange's deadline. Returns false if the call did not return or
+  // the communicator is closed.
   bool ask_nccl(std::function<void(ncclComm_t)> call) const;
   WhileAlive while_alive() const;
   std::shared_ptr<NcclMemory> registered_memory(size_t bytes);  // null if NCCL refuses
   std::string reported_by_kernels();                            // with mutex_ held
   bool agreed(bool mine);
 
-  // How often the watching thread looks while exchanges are in flight.
+  // How often the watching thread polls while exchanges are in flight.
   static constexpr std::chrono::milliseconds kLookEvery{20};
-  // How long a call that is being made may take to return before the communicator is ended around it.
+  // How long a call in progress may take to return before the communicator is ended regardless.
   static constexpr std::chrono::milliseconds kGrace{200};
 
   // nccl_watch.cpp: the watching thread.
@@ -154,20 +156,21 @@ class NcclTransport final : public Transport {
   bool drained();
   void heard(const std::string& cause, bool from_group);
 
-  // Who is using the communicator: one call at a time, and none concurrently with its end, unless a call is stuck in
-  // NCCL. Outlives this if a call or an abort never returns.
+  // Serializes use of the communicator: one call at a time, and none concurrent with its end, unless a call
+  // is stuck in NCCL. Outlives the transport if a call or an abort never returns.
   struct Use {
-    bool enter(std::chrono::milliseconds patience);  // false: ended, or in use for longer than that
+    // Returns false if closed, or still busy after `patience`.
+    bool enter(std::chrono::milliseconds patience);
     void leave();
 
     std::mutex mutex;
     std::condition_variable changed;
     int waiting = 0;
-    bool busy = false;    // a call is being made
-    bool closed = false;  // no further call may begin
-    bool ended = false;   // the watching thread is done with the communicator
+    bool busy = false;    // a call is in progress
+    bool closed = false;  // no further calls
+    bool ended = false;   // the watching thread has finished with the communicator
   };
-  // For the length of a call.
+  // Holds Use for the length of a call.
   struct Turn {
     explicit Turn(std::shared_ptr<Use> use, std::chrono::milliseconds patience)
         : use(std::move(use)), entered(this->use->enter(patience)) {}
@@ -186,30 +189,30 @@ class NcclTransport final : public Transport {
   const std::shared_ptr<Use> use_ = std::make_shared<Use>();
   int rank_ = 0, world_ = 1;
 
-  // Used only by the thread that makes the calls.
+  // Used only by the thread that makes calls.
   uint64_t calls_ = 0, exchanges_ = 0, rolling_ = 0;
   std::string call_;
   std::set<uint64_t> known_calls_;
-  std::atomic<bool> comparing_ = false;  // the store is answering this thread
+  std::atomic<bool> comparing_ = false;  // this thread waits for the store
   struct Met {
     bool sent = false, received = false;
   };
   std::vector<Met> met_;                       // by peer
-  bool met_library_ = false;                   // in an allreduce of NCCL's own
+  bool met_library_ = false;                   // in NCCL's own allreduce
   std::map<int, std::string> peer_obstacles_;  // by group
 
   std::atomic<ncclComm_t> comm_ = nullptr;  // null: aborted
   std::atomic<bool> revoked_ = false;
 
-  std::mutex shared_mutex_;           // of the next two
-  std::weak_ptr<NcclMemory> shared_;  // small exchange_memory() comes from here next
+  std::mutex shared_mutex_;           // guards the next two
+  std::weak_ptr<NcclMemory> shared_;  // source of the next small exchange_memory()
   size_t shared_used_ = 0;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::weak_ptr<PeerWindows>> windows_;
   ExchangesInFlight in_flight_;
-  // The call of NCCL that the caller's thread is in.
+  // The NCCL call in progress on the caller's thread.
   struct InNccl {
     SteadyClock::time_point since;
     const std::string* what;
@@ -217,9 +220,9 @@ class NcclTransport final : public Transport {
   };
   std::optional<InNccl> in_nccl_;
   std::vector<std::unique_ptr<ExchangeMark>> spare_;
-  std::optional<std::string> cause_;  // a failure that the watching thread has yet to handle
+  std::optional<std::string> cause_;  // a failure that the watching thread has not handled yet
   bool cause_from_group_ = false;
-  std::string failure_;  // final
+  std::string failure_;  // final text
   std::string standing_ = "joining";
   bool stop_ = false;
   Thread watcher_;

@@ -1,4 +1,4 @@
-// NcclTransport's watching thread: notices that the group has failed, and shuts it down.
+// NcclTransport's watching thread: detects that the group has failed and shuts it down.
 #ifdef GRADWIRE_HAS_NCCL
 
 #include <fmt/format.h>
@@ -13,7 +13,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kLookWhenIdle{500};
-// How long an exchange may make no progress before this rank looks what the others do.
+// How long an exchange may make no progress before this rank compares its call with the other ranks'.
 constexpr milliseconds kDoubt{1000};
 
 }  // namespace
@@ -21,7 +21,7 @@ constexpr milliseconds kDoubt{1000};
 void NcclTransport::watch() {
   setup_.gpu->enter_thread();
   const milliseconds often = std::clamp(setup_.timeout / 10, milliseconds(1), kLookEvery);
-  // The exchange that makes no progress, when to look next what the others do, and when again.
+  // The stalled exchange, the time of the next comparison, and the interval after that.
   uint64_t doubtful = 0;
   auto look_at = SteadyClock::time_point::min();
   milliseconds look_again = kDoubt;
@@ -41,7 +41,7 @@ void NcclTransport::watch() {
         overdue = fmt::format("{}: no progress for {} ms inside NCCL: {}", *in_nccl_->what,
                               setup_.timeout.count(), pending_text(*in_nccl_->transfers));
       }
-    } catch (const std::exception& error) {  // the GPU failed, and with it the marks
+    } catch (const std::exception& error) {  // the GPU failed; its marks fail with it
       overdue = error.what();
     }
     std::optional<WatchedExchange> stalled;
@@ -67,13 +67,13 @@ void NcclTransport::watch() {
     }
   }
   if (!cause_) return;
-  // The group has failed; what follows shuts it down.
+  // The group has failed: shut it down.
   const std::string cause = *cause_;
   const bool from_group = cause_from_group_;
   lock.unlock();
   std::string text = from_group || !setup_.group ? cause : tell_the_group(cause);
   lock.lock();
-  // Set before the kernels stop waiting, so that a thread that synchronizes a stream finds it in check().
+  // Set before the kernels stop waiting, so that check() reports it to a thread that synchronizes a stream.
   failure_ = std::move(text);
   changed_.notify_all();
   for (const auto& weak : windows_) {
@@ -83,7 +83,7 @@ void NcclTransport::watch() {
   end_communicator();
 }
 
-// NCCL's own error for the communicator; empty if there is none, or if a call is being made.
+// Returns NCCL's own error for the communicator; empty if there is none or a call is in progress.
 std::string NcclTransport::nccl_error(milliseconds patience) {
   const Turn turn(use_, patience);
   if (!turn.entered) return "";
@@ -92,7 +92,7 @@ std::string NcclTransport::nccl_error(milliseconds patience) {
   return result == ncclSuccess || result == ncclInProgress ? "" : "NCCL: " + api_.text(result, comm_);
 }
 
-// Reports the failure, finds out who still answers, and returns everything that is known.
+// Reports the failure, finds out which ranks still answer, and returns everything known.
 std::string NcclTransport::tell_the_group(const std::string& cause) {
   std::string text = cause;
   const std::optional<std::string> first =
@@ -112,8 +112,8 @@ std::string NcclTransport::tell_the_group(const std::string& cause) {
   return text;
 }
 
-// Waits a moment for a call that is being made: an abort frees what it uses. If that call is stuck, NCCL is asked to
-// end it, where it can (ncclCommRevoke), and aborted all the same where nothing helps.
+// Waits briefly for a call in progress, because an abort frees memory that the call uses. If the call is
+// stuck, asks NCCL to end it (ncclCommRevoke, if available), and aborts if that does not help.
 //
 // An abort may hang, so this object must not be touched after it; see the destructor.
 void NcclTransport::end_communicator() {

@@ -14,7 +14,7 @@
 #include "runtime/mix.h"
 #include "runtime/multiprocessors.h"
 
-// Of the version that this was written for. Others may differ in what is read here.
+// Supported only with the version whose structures are read here; other versions may differ.
 #if NCCL_VERSION_CODE == NCCL_VERSION(2, 28, 9)
 #define GW_NCCL_WINDOWS 1
 #include <nccl_device/impl/comm__types.h>
@@ -35,7 +35,8 @@ std::string nccl_windows_obstacle(const NcclApi& api, ncclComm_t comm, int rank,
     return "this NCCL lacks its device API";
   }
   if (group > kMostPeers) return fmt::format("{} ranks; at most {} can", group, kMostPeers);
-  // Not of a device communicator: between nodes ncclDevCommCreate() needs a network that GPUs can drive.
+  // Asks the communicator, not a device communicator: between nodes ncclDevCommCreate() needs a network that
+  // GPUs can drive.
   const auto [reachable, place, stride] = api.team_lsa(comm);
   if (reachable == 0) return "NCCL cannot map the ranks' memory";
   if (group == world && reachable < world) {
@@ -58,13 +59,13 @@ std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi& api, ncclComm_t co
   const auto bytes = static_cast<size_t>(peer_window_bytes(half_bytes));
   const Stream stream = device.is_host() ? Stream::immediate_host() : Stream::create(device, "set-up");
   fill_zero(stream, memory->data(), bytes);
-  stream.synchronize();  // before others see it: registering waits for all ranks
+  stream.synchronize();  // before other ranks see it: registering waits for all ranks
   ncclWindow_t window = nullptr;
   const ncclResult_t result =
       api.window_register(comm, memory->data(), bytes, &window, NCCL_WIN_COLL_SYMMETRIC);
   if (result != ncclSuccess || window == nullptr) return nullptr;
   memory->registered(std::move(alive), [&api, comm, window] { api.window_deregister(comm, window); });
-  // Where NCCL has no symmetric memory, the window is a description on the host.
+  // Without symmetric memory, NCCL's window is a description on the host.
   if (device.is_cuda() && !is_cuda_memory(window)) return nullptr;
   ncclWindow_vidmem where{};
   copy(stream, &where, window, sizeof where);
@@ -110,7 +111,7 @@ std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi&, ncclComm_t, Devic
 
 #endif
 
-// --- the transport's part ---
+// --- NcclTransport ---
 
 bool NcclTransport::ask_nccl(std::function<void(ncclComm_t)> call) const {
   const auto turn = std::make_shared<Turn>(use_, setup_.timeout);
@@ -127,7 +128,7 @@ bool NcclTransport::ask_nccl(std::function<void(ncclComm_t)> call) const {
 
 std::string NcclTransport::peer_obstacle(int group) {
   if (const auto known = peer_obstacles_.find(group); known != peer_obstacles_.end()) return known->second;
-  // Of a program's own communicator nothing more is asked than what it is for.
+  // A program's own communicator is used for exchanges only.
   if (!setup_.owned || !watched_) return "the communicator is the program's own";
   begin_set_up("asking for peer memory (transport=lsa, which must be in every rank's spec)");
   const auto answer = std::make_shared<std::string>();
@@ -145,7 +146,7 @@ std::shared_ptr<PeerWindows> NcclTransport::make_peer_windows(int64_t half_bytes
   detail::make_current(setup_.device);
   std::shared_ptr<NcclMemory> memory =
       NcclMemory::allocate(api_, static_cast<size_t>(peer_window_bytes(half_bytes)));
-  // Registering waits for all ranks, also for one that has no memory to register.
+  // Registering waits for all ranks, even if one has no memory to register, so agree first.
   if (!agreed(memory != nullptr)) return nullptr;
   struct Made {
     std::shared_ptr<PeerWindows> windows;
@@ -170,7 +171,7 @@ std::shared_ptr<PeerWindows> NcclTransport::make_peer_windows(int64_t half_bytes
   return made->windows;
 }
 
-// Whether all ranks say so.
+// Returns whether `mine` is true on all ranks.
 bool NcclTransport::agreed(bool mine) {
   const Stream stream =
       setup_.device.is_host() ? Stream::immediate_host() : Stream::create(setup_.device, "set-up");
@@ -184,7 +185,7 @@ bool NcclTransport::agreed(bool mine) {
     transfers.push_back({Transfer::Kind::receive, peer, all.as<uint8_t>() + peer, 1});
   }
   exchange(stream, transfers, {mix(0, 0x70656572), "agreeing on peer memory"});
-  bytes_sent_.fetch_sub(static_cast<uint64_t>(world_ - 1), std::memory_order_relaxed);  // no payload
+  bytes_sent_.fetch_sub(static_cast<uint64_t>(world_ - 1), std::memory_order_relaxed);  // not payload
   std::vector<uint8_t> answers(static_cast<size_t>(world_));
   copy(stream, answers.data(), all.data(), answers.size());
   stream.synchronize();

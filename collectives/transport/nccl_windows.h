@@ -1,7 +1,7 @@
-// Windows (peer_windows.h) over NCCL: memory that its ranks have mapped for each other, over NVLink.
+// Peer windows (peer_windows.h) over NCCL: memory that ranks have mapped for each other, over NVLink.
 //
-// The addresses come from a structure of NCCL's device API whose layout is not promised between versions. So only
-// the version whose headers this was compiled with is used, and with any other, messages are sent.
+// The addresses come from a structure of NCCL's device API whose layout may change between versions. So only
+// the version whose headers this was compiled with is used. With any other, exchanges send messages.
 #pragma once
 
 #include <chrono>
@@ -15,12 +15,12 @@
 
 namespace gradwire {
 
-// Why groups of so many consecutive ranks cannot have windows on this communicator; empty if they can. Collective, and
-// asks NCCL.
+// Returns why groups of `group` consecutive ranks cannot have windows on this communicator; empty if they
+// can. Collective. Calls NCCL.
 std::string nccl_windows_obstacle(const NcclApi& api, ncclComm_t comm, int rank, int world, int group);
 
-// This rank's window in `memory`, of peer_window_bytes(half_bytes), with those of its group; null if NCCL refuses.
-// Collective.
+// Returns this rank's window in `memory`, of peer_window_bytes(half_bytes), and those of its group; null if
+// NCCL refuses. Collective.
 std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi& api, ncclComm_t comm, Device device, int rank,
                                                int group, int64_t half_bytes,
                                                std::chrono::nanoseconds patience, WhileAlive alive,

@@ -1,4 +1,4 @@
-// The windows of a group whose ranks read each other's memory (runtime/peers.h), as one rank has them.
+// One rank's view of the peer windows of a group whose ranks read each other's memory (runtime/peers.h).
 #pragma once
 
 #include <memory>
@@ -10,14 +10,14 @@
 namespace gradwire {
 
 struct PeerWindows {
-  PeerMemory memory;           // its report is in `report`; of all ranks, or of some that follow each other:
-  int first = 0;               // the rank whose window comes first there
+  PeerMemory memory;           // of all ranks or of consecutive ones; its report is `report`
+  int first = 0;               // rank of the first window
   Buffer report;               // page-locked: a PeerReport
   std::shared_ptr<void> keep;  // the memory of all ranks
 
-  // Makes the kernels that wait for other ranks end.
+  // Ends the kernels that wait for other ranks.
   void stop();
-  // What a kernel has reported, or "" while all is well: "waited 60000 ms for rank 3 at barrier 1 of 2 ..."
+  // Returns the kernel's error report, or "": "waited 60000 ms for rank 3 at barrier 1 of 2 ..."
   std::string failure() const;
 };
 

@@ -1,5 +1,5 @@
-// One rank of a group whose other ranks do not exist, for building reducers and codecs to see how much memory
-// they would need. Any exchange is an error.
+// One rank of a group without other ranks, for building reducers and codecs to measure their memory. Any
+// exchange is an error.
 #pragma once
 
 #include "collectives/transport/transport.h"

@@ -14,8 +14,8 @@ std::unique_ptr<Transport> form_rest(Reunion& reunion, const GroupOptions& befor
                                      milliseconds timeout, std::vector<int>& survivors,
                                      const FormRest& form) {
   constexpr milliseconds kFormAgain{5000};
-  constexpr int kNewcomer = -1;  // no rank of the group before
-  // After a failed attempt to form a group, tries again until then.
+  constexpr int kNewcomer = -1;  // not a rank of the old group
+  // Failed attempts to form a group are repeated until this time.
   const auto deadline = SteadyClock::now() + timeout + Reunion::kPatience;
   std::vector<int> left(static_cast<size_t>(before.world));
   std::iota(left.begin(), left.end(), 0);
@@ -24,7 +24,7 @@ std::unique_ptr<Transport> form_rest(Reunion& reunion, const GroupOptions& befor
     std::vector<int> ranks;
     for (const int r : found.ranks) ranks.push_back(left[static_cast<size_t>(r)]);
     left = std::move(ranks);
-    if (!found.joined.empty()) {  // that group has failed as well
+    if (!found.joined.empty()) {  // that group has also failed
       left.resize(left.size() + found.joined.size(), kNewcomer);
       continue;
     }
@@ -44,7 +44,7 @@ std::unique_ptr<Transport> form_rest(Reunion& reunion, const GroupOptions& befor
       return made;
     } catch (const BadInput&) {
       throw;
-    } catch (const std::exception&) {  // somebody died meanwhile, or a resource was refused
+    } catch (const std::exception&) {  // a rank died meanwhile, or a resource was refused
       if (SteadyClock::now() >= deadline) throw;
     }
   }

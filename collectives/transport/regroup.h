@@ -1,4 +1,5 @@
-// What transports share of Transport::regroup(): the ranks that are left agree on that until they have formed a group.
+// The transports' common part of Transport::regroup(): survivors agree on their ranks until they have formed
+// a group.
 #pragma once
 
 #include <chrono>
@@ -13,12 +14,13 @@
 
 namespace gradwire {
 
-// Makes the new group of old ranks `ranks`, ascending, -1 for new ones. Throws CommError if one of them dies meanwhile.
+// Forms the new group of the old ranks `ranks`, ascending; -1 for new ones. Throws CommError if one of them
+// dies meanwhile.
 using FormRest =
     std::function<std::unique_ptr<Transport>(const GroupOptions& rest, const std::vector<int>& ranks)>;
 
-// `before`: the failed group, to which `reunion` belongs. `address`: of this machine, where the new group's store may
-// listen. As Transport::regroup().
+// Implements Transport::regroup(). `before`: the failed group, to which `reunion` belongs. `address`: of this
+// machine, where the new group's store may listen.
 std::unique_ptr<Transport> form_rest(Reunion& reunion, const GroupOptions& before, const std::string& address,
                                      std::chrono::milliseconds timeout, std::vector<int>& survivors,
                                      const FormRest& form);

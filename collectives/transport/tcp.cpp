@@ -40,7 +40,7 @@ bool verified_by_environment() {
 
 class TcpTransport final : public Transport {
  public:
-  // `enters`: the reunion belongs to this group from now on; else once enter_reunion() is called.
+  // `enters`: the reunion belongs to this group at once; otherwise from enter_reunion() on.
   explicit TcpTransport(const TcpOptions& options, std::shared_ptr<Reunion> reunion = nullptr,
                         bool enters = true)
       : options_(options), reunion_(std::move(reunion)), waits_(options.group.world), group_(options.group) {
@@ -110,7 +110,7 @@ class TcpTransport final : public Transport {
     where_ = "not in a collective; its last was a barrier";
   }
 
-  // The first of the members tells the others through this group's store, which proved that they belong here.
+  // The first member notifies the others through this group's store, which has authenticated them.
   std::unique_ptr<Transport> split(const std::vector<int>& members) override {
     const int which = splits_++;
     if (members.empty()) return nullptr;
@@ -168,8 +168,8 @@ class TcpTransport final : public Transport {
     return doors_text(reunion_->key().substr(known), reunion_->contacts());
   }
 
-  // The first rank invites those that wait, and tells the others by this group's store. All make the new group beside
-  // this one, and it counts if all have it.
+  // The first rank invites the joiners and notifies the other ranks through this group's store. All ranks
+  // form the new group while this one exists; it replaces this one if every rank has formed it.
   std::unique_ptr<Transport> grow() override {
     if (!reunion_) throw BadInput("the group was not made to take new ranks");
     const std::string key = fmt::format("grow/{}", growths_++);
@@ -219,7 +219,7 @@ class TcpTransport final : public Transport {
   void abort(const std::string& reason) override {
     {
       std::lock_guard lock(mutex_);
-      if (!last_words_.empty()) return;  // the group knows already
+      if (!last_words_.empty()) return;  // the group has been notified
     }
     std::string cause = fmt::format("rank {} gave up: {}", rank(), reason);
     group_.store().report(cause);
@@ -233,8 +233,8 @@ class TcpTransport final : public Transport {
 
  private:
   static constexpr const char* kWaiting = ", waiting for rank ";
-  // How long ranks that are left wait for each other to form a group, before they count themselves again; and how long for
-  // newcomers, which have just answered.
+  // How long survivors wait for each other to form a group before they start a new quorum, and how long they
+  // wait for joiners, which have just answered.
   static constexpr milliseconds kFormAgain{5000}, kFormWithNewcomers{3000};
 
   void enter_reunion() {
@@ -250,13 +250,13 @@ class TcpTransport final : public Transport {
     where_ = where;
   }
 
-  // This rank's part of making the group that has grown. Null if not everybody has it.
+  // Runs this rank's part of forming the grown group. Returns null if some rank has not formed it.
   std::unique_ptr<TcpTransport> form(Growth& growth, const std::vector<Reunion::Newcomer>& newcomers,
                                      const std::string& key) {
     TcpOptions options = options_;
     options.group.rendezvous = "a group that takes new ranks";
     options.group.world = world() + static_cast<int>(growth.joined.size());
-    options.group.job = growth.name;  // newcomers may come from another job of the launcher's
+    options.group.job = growth.name;  // joiners may come from another job of the launcher
     options.group.joining = std::min(options_.group.join_timeout(), kFormWithNewcomers);
     options.group.board = Board{.address = address_,
                                 .publish =
@@ -272,12 +272,11 @@ class TcpTransport final : public Transport {
       made = std::make_unique<TcpTransport>(options, reunion_, false);
       made->options_.group.joining = options_.group.joining;
     } catch (const std::exception& error) {
-      // A newcomer has died, or the system has refused a resource. A rank of this group that has died is missed below.
+      // A joiner died, or the system refused a resource. A dead rank of this group is detected below.
       if (rank() == 0) {
-        print_error_line(
-            fmt::format("no new rank has joined, and the others go on: {}", text_of(error)));
+        print_error_line(fmt::format("no new rank has joined, and the others go on: {}", text_of(error)));
       }
-      if (rank() == 0 && growth.meeting.empty()) {  // nobody has heard of it
+      if (rank() == 0 && growth.meeting.empty()) {  // not published yet
         group_.store().set(key, Growth().encode());
         return nullptr;
       }
@@ -310,7 +309,7 @@ class TcpTransport final : public Transport {
       if (!failure_.empty()) throw CommError(failure_);
     }
     if (options.shrinkable && !reunion_) reunion_ = std::make_shared<Reunion>(address_, group_.key(), ports);
-    // Two lines: of the links, and of the reunion.
+    // Two lines: the contacts of the links and of the reunion.
     group_.store().set(fmt::format("link/{}", rank()),
                        made->contact() + (reunion_ ? "\n" + reunion_->contact() : ""));
     std::vector<std::string> contacts;
@@ -333,7 +332,7 @@ class TcpTransport final : public Transport {
     }
   }
 
-  // Called by the watcher's thread or the one that noticed the failure: wakes the exchange in progress.
+  // Wakes the exchange in progress. Called by the watcher's thread or by the thread that noticed the failure.
   void group_failed(const std::string& cause) {
     std::lock_guard lock(mutex_);
     if (failure_.empty()) failure_ = cause;
@@ -345,7 +344,7 @@ class TcpTransport final : public Transport {
     return failure_;
   }
 
-  // Tells the group, finds out who still answers, and throws an error with everything that is known.
+  // Notifies the group, finds out which ranks still answer, and throws an error with everything known.
   [[noreturn]] void give_up(const std::string& doing, const std::string& cause) {
     std::string text = fmt::format("rank {}: {}: ", rank(), doing);
     const int waited_for = waiting_for_.load();
@@ -367,15 +366,15 @@ class TcpTransport final : public Transport {
     throw CommError(text);
   }
 
-  // This rank's state, for the others: "in call 17, allreduce of ..., waiting for rank 2".
+  // Returns this rank's state, for other ranks: "in call 17, allreduce of ..., waiting for rank 2".
   std::string where() {
     int peer = waiting_for_.load();
     std::lock_guard lock(mutex_);
     return peer < 0 ? where_ : fmt::format("{}{}{}", where_, kWaiting, peer);
   }
 
-  // "; gone: rank 2; rank 3 is in call 17, ..., waiting for rank 1; ...": first the ranks that do not answer,
-  // then the chain of who waits for whom, starting from this rank, which leads to the culprit; then others.
+  // Returns "; gone: rank 2; rank 3 is in call 17, ..., waiting for rank 1; ...": first the ranks that do not
+  // answer, then the chain of waits from this rank to the culprit, then other ranks.
   std::string who_is_where(int waited_for) {
     RollCall roll = group_.store().roll_call();
     std::string text = roll.absent();
@@ -398,9 +397,9 @@ class TcpTransport final : public Transport {
     return text;
   }
 
-  // From here to the end of end_exchange(): on the stream's thread.
+  // From here to the end of end_exchange(): runs on the stream's thread.
   void enter(const Call& call) {
-    if (unannounced_) {  // the previous call moved nothing, but its header must still be compared
+    if (unannounced_) {  // the previous call moved nothing; compare its header now
       begin_exchange({}, {0, call_.what});
       end_exchange();
     }
@@ -410,7 +409,7 @@ class TcpTransport final : public Transport {
     unannounced_ = true;
   }
 
-  // "call 17, allreduce of ...": what this rank is doing, for error texts.
+  // Returns this rank's activity, for error texts: "call 17, allreduce of ...".
   std::string named(const std::string& what) const {
     return sequence_ == 0 ? what : fmt::format("call {}, {}", sequence_, what);
   }
@@ -425,7 +424,7 @@ class TcpTransport final : public Transport {
         throw BadInput(fmt::format("{}: rank {} cannot exchange with rank {}", label.what, rank(), t.peer));
       }
       if (t.kind == Transfer::Kind::send) e.bytes += t.bytes;
-      if (sequence_ > 0) continue;  // a call's header covers all its exchanges
+      if (sequence_ > 0) continue;  // the call's header covers all its exchanges
       auto& headers = t.kind == Transfer::Kind::send ? e.sent : e.expected;
       headers.try_emplace(t.peer, tag, e.here).first->second.add(t.bytes);
     }
@@ -495,7 +494,7 @@ class TcpTransport final : public Transport {
     if (!in_flight_.empty()) links_->hand_over();
   }
 
-  // The oldest exchange in flight is done.
+  // Called when the oldest exchange in flight is done.
   void leave() {
     waiting_for_ = -1;
     std::lock_guard lock(mutex_);
@@ -503,7 +502,7 @@ class TcpTransport final : public Transport {
                                    : "not in a collective; its last was " + in_flight_[0]->here;
   }
 
-  // Exchange `e` failed while waiting for `at`, or while posting if `at` is null.
+  // Throws the error of exchange `e`, which failed while waiting for `at`, or while posting if `at` is null.
   [[noreturn]] void fail(const InFlight& e, const Posted* at, const std::exception& error,
                          SteadyClock::time_point deadline) {
     struct Cleared {
@@ -544,23 +543,23 @@ class TcpTransport final : public Transport {
 
   TcpOptions options_;
   std::string address_;                // where this rank listens; empty: at all addresses of this host
-  std::shared_ptr<Reunion> reunion_;   // of a shrinkable group; passed on to the one that follows
+  std::shared_ptr<Reunion> reunion_;   // of a shrinkable group; passed on to the next group
   std::vector<std::string> reunions_;  // contacts by rank, until the group has formed
-  bool entered_ = false;               // the reunion is this group's
+  bool entered_ = false;               // the reunion belongs to this group
   int splits_ = 0, growths_ = 0;
   std::mutex mutex_;
-  std::string failure_;     // the first one this rank heard of
-  std::string last_words_;  // the text that give_up() threw
+  std::string failure_;     // the first failure this rank received
+  std::string last_words_;  // thrown by give_up()
   std::string where_ = "joining";
   std::atomic<int> waiting_for_{-1};
   Waits waits_;
   // The current call. Used only by the thread that runs exchanges.
   Call call_;
   uint64_t sequence_ = 0, rolling_ = 0;
-  bool unannounced_ = false;                         // nothing of this call has been sent yet
+  bool unannounced_ = false;                         // nothing of this call has been sent
   std::deque<std::unique_ptr<InFlight>> in_flight_;  // in start order
-  // Destroyed in reverse order: first the group, because its thread may interrupt the links, then the links,
-  // because their thread may work on what is in flight.
+  // Destroyed in reverse order: first the group, whose thread may interrupt the links; then the links, whose
+  // thread may use what is in flight.
   std::unique_ptr<TcpLinks> links_;
   Membership group_;
 };

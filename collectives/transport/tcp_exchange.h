@@ -1,5 +1,5 @@
-// An exchange between processes while it is in flight, and a description of what it waits for. Internal to
-// the transport.
+// An exchange in flight between processes, and a description of its pending messages. Internal to the
+// transport.
 #pragma once
 
 #include <fmt/format.h>
@@ -17,16 +17,16 @@
 
 namespace gradwire::tcp_messages {
 
-// A message in flight. Its tag tells headers from payload.
+// A message in flight. Its tag distinguishes headers from payload.
 using Posted = TcpLinks::Message;
 
-// An exchange in flight. The links hold pointers to its messages, so it must not move.
+// An exchange in flight. Must not move: the links hold pointers to its messages.
 struct InFlight {
   std::string here;  // "call 17, allreduce of ..., round 3 of 6"
   std::map<int, Header> expected, sent, arrived;
   CallHeader mine, previous;
   std::vector<Posted> posted;
-  uint64_t bytes = 0;  // of payload that leaves
+  uint64_t bytes = 0;  // payload sent
 };
 
 inline bool is_header(const Posted& p) {

@@ -29,7 +29,7 @@ Growth Growth::decode(const std::string& text) {
   return growth;
 }
 
-// One that does not get its invitation is noticed when the group forms.
+// A joiner that does not receive its invitation is detected when the group forms.
 void send_invitations(const Growth& growth, const std::vector<Reunion::Newcomer>& newcomers, int world,
                       int number) {
   const int all = world + static_cast<int>(newcomers.size());

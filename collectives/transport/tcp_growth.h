@@ -1,4 +1,4 @@
-// What the first rank of a group of processes tells the others, and those that join, of the group they form together.
+// The description of a growing group, sent by the old group's first rank to the other ranks and the joiners.
 #pragma once
 
 #include <string>
@@ -9,15 +9,15 @@
 namespace gradwire {
 
 struct Growth {
-  std::string name;                 // of the new group; empty: nobody joins
-  std::vector<std::string> joined;  // contacts of the new ranks, which follow the old ones
-  std::string meeting;              // where the new group's store is
+  std::string name;                 // of the new group; empty: no joiners
+  std::vector<std::string> joined;  // contacts of the new ranks, numbered after the old ones
+  std::string meeting;              // address of the new group's store
 
   std::string encode() const;
   static Growth decode(const std::string& text);
 };
 
-// `world`: of the group before.
+// `world`: of the old group.
 void send_invitations(const Growth& growth, const std::vector<Reunion::Newcomer>& newcomers, int world,
                       int number);
 

@@ -22,16 +22,16 @@
 namespace gradwire {
 namespace {
 
-// Of a listener, so that no connection meant for one can be passed on to another.
+// Binds a handshake to one listener, so that a connection cannot be relayed to another.
 std::string purpose(const std::string& listener) {
   return "link " + listener;
 }
 
 constexpr const char* kFailedMeanwhile = "the group failed while its ranks connected";
 
-// In a frame's length. A checksum is 4 bytes after the payload.
+// A flag in a frame's length: a checksum of 4 bytes follows the payload.
 constexpr uint64_t kHasChecksum = uint64_t{1} << 63;
-// With checksums, at most this much is sent at once: small enough that it is still in a cache when it leaves.
+// With checksums, at most this much is sent at once, so that it is still in a cache when it is sent.
 constexpr size_t kPiece = 128 << 10;
 
 }  // namespace
@@ -60,7 +60,7 @@ std::string TcpLinks::contact() const {
   return contact_of(listener_, address_, name_).text();
 }
 
-// Each rank connects to those below it and accepts connections from those above it.
+// Each rank connects to lower ranks and accepts connections from higher ranks.
 void TcpLinks::connect(const std::vector<std::string>& contacts, SteadyClock::time_point deadline,
                        const std::function<void(const std::string&)>& turned_away) {
   for (int r = 0; r < rank_; ++r) connect_to(r, contacts[static_cast<size_t>(r)], deadline);
@@ -100,8 +100,8 @@ void TcpLinks::accept_others(SteadyClock::time_point deadline,
   struct Caller {
     Socket socket;
     std::string from;
-    std::unique_ptr<Challenge> challenge;  // until it is met
-    std::string said;                      // then: of its rank
+    std::unique_ptr<Challenge> challenge;  // until answered
+    std::string said;                      // then: the bytes of its rank
   };
   std::deque<Caller> callers;
   Acceptor acceptor(listener_);
@@ -147,7 +147,7 @@ void TcpLinks::accept_others(SteadyClock::time_point deadline,
     }
     std::vector<pollfd> entries = {{acceptor.fd(), POLLIN, 0}, {caller_wake_.fd(), POLLIN, 0}};
     for (const Caller& c : callers) entries.push_back({c.socket.fd(), POLLIN, 0});
-    // Callers that say nothing are dropped in time, too.
+    // Silent callers are also dropped.
     const auto soon = SteadyClock::now() + acceptor.patience(kHandshakeTime / 5);
     const bool waits = callers.empty() && acceptor.fd() >= 0;
     poll(entries.data(), entries.size(), milliseconds_until(waits ? deadline : std::min(soon, deadline)));
@@ -172,10 +172,10 @@ void TcpLinks::accept_others(SteadyClock::time_point deadline,
       callers.pop_front();
     }
   }
-  for (const Caller& c : callers) turn_away(c, kSaidNothing);  // all ranks are there
+  for (const Caller& c : callers) turn_away(c, kSaidNothing);  // all ranks are connected
 }
 
-// On the connection. Of a message that is being received, known once its frame is there.
+// Returns the length on the connection. For a message being received, valid once its frame has arrived.
 size_t TcpLinks::length(const Message& m) {
   return sizeof(Frame) + m.bytes + ((m.frame_.bytes & kHasChecksum) != 0 ? sizeof m.sum_ : 0);
 }
@@ -199,7 +199,7 @@ void TcpLinks::hand_over() {
   if (!has_work()) return;
   if (!helper_.joinable()) helper_ = Thread("a thread that sends and receives", [this] { run(); });
   helping_ = true;
-  if (polling_) helper_wake_.set();  // the helper polls for work posted earlier
+  if (polling_) helper_wake_.set();  // the helper is polling for work posted earlier
   work_.notify_one();
 }
 
@@ -245,7 +245,7 @@ void TcpLinks::push(Link& link) {
     Message& m = *link.sends.front();
     iovec parts[3];
     int n_parts = 0;
-    size_t before = 0;  // of the message, ahead of the part
+    size_t before = 0;  // bytes of the message before the part
     auto add = [&](void* part, size_t size, size_t ready) {
       const size_t at = m.moved_ - std::min(m.moved_, before);
       if (at < ready) parts[n_parts++] = {static_cast<char*>(part) + at, ready - at};
@@ -358,10 +358,10 @@ void TcpLinks::run() {
     try {
       poll_once(lock, helper_wake_, entries, owners, SteadyClock::time_point::max());
     } catch (const std::bad_alloc&) {
-      helping_ = false;  // wait() does the work
+      helping_ = false;  // wait() does the work instead
     }
     polling_ = false;
-    // wait() may poll by now, for bytes that were moved here.
+    // wait() may already be polling for bytes that were moved here.
     if (!helping_) caller_wake_.set();
   }
 }

@@ -1,13 +1,14 @@
 // Messages between the ranks of a group of processes: one TCP connection per pair.
 //
-// Each message on a connection is preceded by a frame with its tag and length. The receiver matches messages
-// in order: payload goes from the socket straight into the memory posted for it. An unexpected frame stops
-// the connection there, with the payload unread, so it never reaches memory meant for something else. On request a
-// checksum follows the payload, for what TCP's own sum of 16 bits lets pass; the frame says so.
+// A frame with tag and length precedes each message on a connection. The receiver matches messages in order:
+// payload goes from the socket straight into the memory posted for it. An unexpected frame stops the
+// connection with the payload unread, so the payload never reaches memory meant for another message.
+// Optionally a checksum follows the payload, for errors that TCP's own 16-bit checksum misses; the frame says
+// so.
 //
 // The waiting thread does the work: wait() polls all connections and moves what it can, so a message costs no
-// switch between threads. A caller that has other things to do between post() and wait() calls hand_over(),
-// which leaves the work to a helper thread until the next wait().
+// switch between threads. A caller with other work between post() and wait() calls hand_over(), which leaves
+// the transfers to a helper thread until the next wait().
 #pragma once
 
 #include <poll.h>
@@ -26,7 +27,7 @@
 
 namespace gradwire {
 
-// Nothing can be sent to a rank any more, or received from it.
+// The connection to a rank is dead in both directions.
 struct LinkLost : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -38,7 +39,7 @@ class TcpLinks {
   };
   // Must not move from post() until wait() or drop() has returned.
   struct Message {
-    bool sent = false;  // or received
+    bool sent = false;  // false: received
     int peer = 0;
     void* data = nullptr;  // sends only read it
     size_t bytes = 0;
@@ -48,26 +49,26 @@ class TcpLinks {
    private:
     friend class TcpLinks;
     Frame frame_;
-    size_t moved_ = 0;   // of frame, data and checksum
-    size_t summed_ = 0;  // of data
+    size_t moved_ = 0;   // bytes of frame, data and checksum
+    size_t summed_ = 0;  // bytes of data
     uint32_t sum_ = 0, theirs_ = 0;
   };
 
-  // Listens at `address` of this machine (empty: at all its addresses), at one of `ports`, for peers that
-  // know `key`. With `checksums`, what is sent has one; what is received is checked where its sender added
-  // one. Throws CommError when it cannot listen.
+  // Listens at `address` of this machine (empty: at all its addresses) on one of `ports`, for peers that know
+  // `key`. `checksums`: add checksums to sent messages; received messages are checked if their sender added
+  // one. Throws CommError if it cannot listen.
   TcpLinks(int rank, int world, const std::string& address, const std::string& key, bool checksums = false,
            const PortRange& ports = {});
   ~TcpLinks();
   TcpLinks(const TcpLinks&) = delete;
 
-  // Returns the Contact's text, which the other ranks need to connect.
+  // Returns the text of the Contact that other ranks need to connect.
   std::string contact() const;
-  // Connects to every rank; contacts[r] is rank r's. Throws CommError that names the rank it could not reach.
-  // `turned_away` gets a line about strangers at this port, as TurnedAway says it.
+  // Connects to every rank; contacts[r] is rank r's. `turned_away` gets log lines about unauthenticated peers
+  // (TurnedAway). Throws CommError that names the rank it could not reach.
   void connect(const std::vector<std::string>& contacts, SteadyClock::time_point deadline,
                const std::function<void(const std::string& line)>& turned_away = nullptr);
-  // Returns the address at which that rank is connected to this rank.
+  // Returns the address from which that rank is connected to this one.
   std::string address_of(int rank) const {
     return links_.at(static_cast<size_t>(rank)).socket.peer_address();
   }
@@ -76,19 +77,19 @@ class TcpLinks {
   // CommError after interrupt().
   void post(Message& message);
   void hand_over();
-  // Waits until `message` is done; false at the deadline.
+  // Waits until `message` is done. Returns false at the deadline.
   bool wait(Message& message, SteadyClock::time_point deadline);
 
-  // From any thread: every current and later wait throws.
+  // Makes every current and later wait throw. Callable from any thread.
   void interrupt();
-  // Forgets what is posted and no longer touches its memory. The connections cannot be used afterwards.
+  // Forgets posted messages and no longer touches their memory. The connections cannot be used afterwards.
   void drop();
 
  private:
   struct Link {
     Socket socket;
     std::deque<Message*> sends, receives;
-    std::string lost;         // why the connection is dead; empty: it is not
+    std::string lost;         // why the connection is dead; empty: alive
     bool mismatched = false;  // the next frame does not match receives.front()
   };
 
@@ -99,7 +100,7 @@ class TcpLinks {
   static size_t length(const Message& message);
   void push(Link& link);
   void pull(Link& link);
-  // Waits until bytes can be moved or `wake` is set, and moves the bytes. `lock` is held on entry and exit.
+  // Waits until bytes can be moved or `wake` is set, and moves the bytes. Holds `lock` on entry and exit.
   void poll_once(std::unique_lock<std::mutex>& lock, WakeEvent& wake, std::vector<pollfd>& entries,
                  std::vector<Link*>& owners, SteadyClock::time_point deadline);
   void run();

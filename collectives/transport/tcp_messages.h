@@ -1,13 +1,13 @@
-// What ranks tell each other in addition to the payload.
+// Messages between ranks in addition to the payload.
 //
 // Two kinds of message precede payloads, each with its own tag:
-//   CallHeader  once per call, from each rank to the next one (rank + 1): which call it is, as a hash over
+//   CallHeader  once per call, from each rank to the next one (rank + 1): identifies the call by a hash over
 //               this call and all previous ones, including their schedules. If any two ranks differ, some
 //               rank differs from its neighbour, whichever schedules they follow.
-//   Header      only for exchanges outside of any call, once per exchange and receiving peer: how many
-//               messages of which sizes
-// A payload's tag is derived from calls, exchange and size: payload of another call or size finds no receiver
-// and stays on its connection.
+//   Header      only for exchanges outside of any call, once per exchange and receiving peer: the number and
+//               sizes of its messages
+// A payload's tag is derived from calls, exchange and size: payload of another call or size matches no
+// receive and stays on its connection.
 #pragma once
 
 #include <cstdint>
@@ -62,7 +62,8 @@ struct Header {
   std::string text() const { return {what, strnlen(what, sizeof what)}; }
 };
 
-// Payload of the same exchange and size may share a tag: messages of one connection are matched in order.
+// Returns a payload's tag. Payloads of the same exchange and size may share a tag: messages of one connection
+// are matched in order.
 inline uint64_t payload_slot(uint64_t tag, size_t bytes) {
   return mix(mix(kHeaderSlot, tag), bytes) | (uint64_t{1} << 63);
 }
@@ -70,8 +71,8 @@ inline uint64_t payload_slot(uint64_t tag, size_t bytes) {
 struct Mismatch : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-// Compare what rank `rank` expects with what rank `peer` sent. Throw Mismatch, which names both ranks and
-// what each is doing.
+// Compare the header expected by rank `rank` with the one sent by rank `peer`. Throw Mismatch, which names
+// both ranks and their calls.
 void compare(const CallHeader& mine, const CallHeader& theirs, int rank, int peer);
 void compare(const Header& expected, const Header& arrived, int rank, int peer);
 
