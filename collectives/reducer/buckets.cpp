@@ -46,7 +46,7 @@ BucketContext bucket_context(const CodecSetup& setup, const std::vector<Gradient
     const auto [rows, cols] = matrix_of(tensors[i]);
     context.tensors.push_back({tensors[i].name, rows, cols, layout.offsets[i] - bucket.begin, i});
   }
-  // As they are: BF16 gradients in BF16, except where NCCL adds them.
+  // BF16 gradients are sent in BF16, except where NCCL adds them.
   const auto first = tensors.begin() + bucket.first_tensor, last = tensors.begin() + bucket.last_tensor;
   const bool bf16 = std::all_of(first, last, [](const GradientTensor& t) { return t.dtype == DType::bf16; });
   context.dense_wire = bf16 && setup.spec.schedule != ScheduleKind::nccl ? kBf16 : kFp32;

@@ -18,13 +18,14 @@ namespace gradwire {
 struct GradientTensor {
   std::string name;
   std::vector<int64_t> shape;
-  DType dtype =
-      DType::f32;  // or bf16, f16: widened when its bucket is full, and rounded to nearest on the way back
+  // Or bf16, f16: widened when the bucket is full, and rounded to nearest when written back.
+  DType dtype = DType::f32;
 
   int64_t count() const { return element_count(shape); }
 };
 
-// Rows and columns of a tensor for PowerSGD: shape[0] x the rest; vectors and scalars are one column.
+// Returns the rows and columns of a tensor for PowerSGD: shape[0] x the rest; vectors and scalars are one
+// column.
 std::pair<int64_t, int64_t> matrix_of(const GradientTensor& tensor);
 
 // Tensors [first_tensor, last_tensor), in elements [begin, end) of the flat buffer.
@@ -49,10 +50,12 @@ struct GradientLayout {
   std::vector<BucketRange> buckets;
 };
 
-inline constexpr int64_t kOneBucket = std::numeric_limits<int64_t>::max();  // as bucket_bytes
+// As bucket_bytes: all tensors in one bucket.
+inline constexpr int64_t kOneBucket = std::numeric_limits<int64_t>::max();
 // Places tensors one after the other, each at a multiple of `alignment` elements. The tensor that fills a
-// bucket to bucket_bytes closes it; tensors are never split. `blocks`: the first tensors of blocks, which are not
-// split either; empty: each tensor is one. Throws BadInput that names a tensor with a negative extent.
+// bucket to bucket_bytes closes it; tensors are never split. `blocks`: the first tensor of each block; blocks
+// are not split either; empty: each tensor is a block. Throws BadInput that names a tensor with a negative
+// extent.
 GradientLayout lay_out(const std::vector<GradientTensor>& tensors, int64_t alignment, int64_t bucket_bytes,
                        const std::vector<int>& blocks = {});
 
@@ -67,7 +70,7 @@ struct CodecSetup {
   uint64_t seed = 0;
 };
 
-// The context of a bucket for make_codec(). The caller adds schedule or planner, transfers and slices.
+// Returns a bucket's context for make_codec(). The caller adds schedule or planner, transfers and slices.
 BucketContext bucket_context(const CodecSetup& setup, const std::vector<GradientTensor>& tensors,
                              const GradientLayout& layout, const BucketRange& bucket, std::string name);
 

@@ -57,8 +57,8 @@ Reducer::~Reducer() {
 }
 
 void Reducer::build_lanes() {
-  // With a second lane one bucket is encoded while another is in transfer. Not on a stream of the caller's,
-  // whose order of work must be kept.
+  // With a second lane one bucket is encoded while another is in transfer. A stream of the caller's gets no
+  // second lane, because its order of work must be kept.
   lanes_.push_back({.stream = stream_});
   if (layout_.buckets.size() > 1 && !options_.stream) {
     lanes_.push_back({.stream = Stream::create(comm_.device(), "communicate 2", Stream::Priority::high),
@@ -133,7 +133,7 @@ void Reducer::build_buckets() {
   for (Bucket& b : buckets_) b.codec->bind(lane_of(b).workspace.data());
 }
 
-// Of the gradients as they are given.
+// In the gradients' own types.
 double Reducer::bytes_per_element(const BucketRange& bucket) const {
   int64_t bytes = 0, count = 0;
   for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
@@ -149,7 +149,7 @@ void Reducer::describe_memory() {
     Bucket& bucket = buckets_[b];
     bucket.owned = options_.sharded ? ElementRange{parts[b].begin - bucket.begin, parts[b].end - bucket.begin}
                                     : ElementRange{0, bucket.elements()};
-    if (options_.own_gradients && !in_turns()) continue;  // each bucket has memory of its own
+    if (options_.own_gradients && !in_turns()) continue;  // each bucket has its own memory
     for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
       const int64_t end = layout_.offsets[i] + tensors_[i].count();
       const int64_t next = i + 1 < bucket.last_tensor ? layout_.offsets[i + 1] : bucket.end;

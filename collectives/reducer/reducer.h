@@ -1,12 +1,12 @@
-// The reducer averages gradients over the ranks as they become ready, overlapped with backward.
+// Averages gradients over the ranks as they become ready, overlapped with backward.
 //
 // Parameters are registered once, in the order in which backward produces their gradients. The reducer owns
-// one flat gradient buffer in that order, cut into buckets of about bucket_bytes at tensor boundaries; a
+// one flat gradient buffer in that order, cut into buckets of about bucket_bytes at tensor boundaries. A
 // tensor's gradient is a view into it, so nothing is copied in or out. To reduce gradients in the caller's
-// own memory, see adopt(). When the last gradient of a bucket is ready, the bucket is compressed and reduced
-// on the reducer's own stream, while the producer's stream continues with backward. Buckets alternate between
-// two such streams, so that one is encoded or decoded while another is in transfer; exchanges are made in
-// one order on every rank, bucket order unless launch_in() says otherwise.
+// memory, see adopt(). When the last gradient of a bucket is ready, the bucket is compressed and reduced on
+// the reducer's own stream, while the producer's stream continues with backward. Buckets alternate between
+// two such streams, so that one is encoded or decoded while another is in transfer. Exchanges have the same
+// order on every rank: bucket order unless launch_in() changes it.
 //
 // In a world of 1 ready() and wait() do nothing: no stream, no residual, no bucket.
 //
@@ -34,38 +34,39 @@
 namespace gradwire {
 
 struct ReducerOptions {
-  // Distinguishes reducers that share a communicator: part of every call and of what ranks compare.
+  // Distinguishes reducers that share a communicator. Part of every call, and compared between ranks.
   std::string name = {};
   int64_t bucket_bytes = 25 << 20;
   bool average = true;  // divide the sum by the world size
-  bool timing = true;   // off: no times are recorded
+  bool timing = true;   // off: records no times
   uint64_t seed = 0;    // for stochastic rounding; each rank's draws differ
-  // In elements; tensors begin at multiples of it in a bucket. 4 makes every gradient 16-byte aligned and
-  // wastes little of the wire on gaps; 1 is the layout of frameworks that pack their buckets densely.
+  // In elements: each tensor's place in its bucket is a multiple of this. 4 makes every gradient 16-byte
+  // aligned and sends few bytes for gaps; 1 is the dense layout of other frameworks' buckets.
   int64_t alignment = 4;
   // Messages are sent in slices of about this many bytes, so that adding up one slice overlaps with sending
-  // another; 0: no slicing; kAutomaticSlices: chosen from the cost of the links. Results do not depend on it.
+  // another. 0: no slicing; kAutomaticSlices: chosen from the cost of the links. Does not change results.
   int64_t slice_bytes = kAutomaticSlices;
-  // Off: no flat buffer; adopt() gives the gradients' addresses, before the first ready().
+  // Off: no flat buffer; adopt() sets the gradients' addresses before the first ready().
   bool own_gradients = true;
   // Off: adopted gradients are always copied in and out of the flat buffer, even if they have its layout.
   bool in_place = true;
-  // The stream the reducer works on; empty: one of its own. Reducers that use one communicator at the same
-  // time must share a stream, so that all ranks run their exchanges in the order in which they were enqueued.
+  // The reducer's stream; empty: the reducer creates one. Reducers that use one communicator concurrently
+  // must share a stream, so that all ranks run their exchanges in the order in which they were enqueued.
   Stream stream = {};
-  // Each rank needs the mean of its own part only: see owned(). Then a wire format ends with a reduce-scatter,
-  // half an allreduce; other codecs leave the mean on every rank.
+  // Each rank needs the mean of its own part only (see owned()). A wire format then ends with a
+  // reduce-scatter, half an allreduce; other codecs leave the mean on every rank.
   bool sharded = false;
-  // If sharded: memory for the gradients of this many buckets, which take turns; 0: for all. The mean of this rank's
-  // part is then in shard(), and gradients must become ready in the order of the tensors.
+  // With `sharded`: memory for the gradients of this many buckets, which buckets use in turn; 0: for all
+  // buckets. The mean of this rank's part is then in shard(), and gradients must become ready in tensor
+  // order.
   int slots = 0;
-  // The first tensors of blocks, which buckets do not cut; empty: any tensor may begin a bucket. With slots, an op that
-  // writes several gradients must not write those of two blocks.
+  // The first tensor of each block; buckets do not split blocks. Empty: any tensor may begin a bucket. With
+  // slots, an op that writes several gradients must not write those of two blocks.
   std::vector<int> blocks = {};
-  bool single_waits = false;  // wait_for() is used
-  // Receives each exchange in the steps that it traces; must outlive the reducer. Needs `timing`.
+  bool single_waits = false;  // required by wait_for()
+  // Receives each exchange of the steps it traces; must outlive the reducer. Needs `timing`.
   Tracer* tracer = nullptr;
-  // Constructs the codec of each bucket; empty: the one that the spec names.
+  // Constructs the codec of each bucket; empty: the codec named by the spec.
   std::function<std::unique_ptr<Codec>(const BucketContext&)> make_codec = {};
 };
 
@@ -78,93 +79,102 @@ class Reducer {
   Reducer(const Reducer&) = delete;
 
   int tensors() const { return static_cast<int>(tensors_.size()); }
-  // The address of tensor i's gradient, shaped as registered; constant until adopt() changes it.
+  // Returns the address of tensor i's gradient, shaped as registered; constant until adopt() changes it.
   float* gradient(int i) const;
-  // The flat buffer that holds all gradients, and the offset of tensor i in it, in elements. Gaps between
-  // tensors (alignment) are and stay zero, so an optimizer may process the whole buffer at once. With slots there is
-  // room for these only, and gradient(i) may be written once the gradients of all earlier buckets are ready.
+  // The flat buffer of all gradients, and tensor i's offset in it, in elements. Gaps between tensors
+  // (alignment) are and stay zero, so an optimizer may process the whole buffer at once. With slots the
+  // buffer holds only these, and gradient(i) may be written once the gradients of all earlier buckets are
+  // ready.
   const Buffer& gradients() const { return gradients_; }
   int64_t offset(int i) const { return layout_.offsets.at(i); }
   int64_t elements() const { return layout_.elements; }  // of the flat buffer, gaps included
-  // Elements of the flat buffer in which this rank finds the mean after wait(): all of them or, if sharded, its
-  // shard of each bucket. The rest of a sharded reducer's gradients is then unspecified.
+  // Returns the elements of the flat buffer that hold the mean after wait(): all of them or, if sharded, this
+  // rank's shard of each bucket. The rest of a sharded reducer's gradients is then unspecified.
   std::vector<ElementRange> owned() const;
-  // With slots: the mean of owned(), one range after another, from wait() until the next step. Else empty.
+  // With slots: the mean of owned(), one range after another, from wait() until the next step. Otherwise
+  // empty.
   const Buffer& shard() const { return shard_; }
-  // The same of every rank, by bucket: owned() is ranges()[b].begin plus the shards of the ranks before.
+  // Bucket ranges; the same on every rank. owned() is ranges()[b].begin plus the shards of the lower ranks.
   const std::vector<BucketRange>& ranges() const { return layout_.buckets; }
   int bucket_of(int tensor) const;
-  int64_t largest_bucket() const;  // elements
+  int64_t largest_bucket() const;  // in elements
   Shards shards(const BucketRange& bucket) const;
 
-  // From the next step on, tensor i's gradient is at gradients[i], on the communicator's device. A bucket
+  // Moves tensor i's gradient to gradients[i], on the communicator's device, from the next step on. A bucket
   // whose tensors have the same layout there as in the flat buffer, with no gap after the last (always so
-  // with an alignment of 1), is reduced in place; the tensors of any other bucket, and of those with 16-bit gradients,
-  // are copied into a buffer when the bucket is full, and out of it after the reduction: into the flat one or, without
-  // own_gradients, into one or two that buckets use in turn. If sharded, only the owned() part is copied out. Only
-  // between steps. Costs a comparison per tensor if nothing has moved; otherwise blocks until work in flight, which
-  // uses the old addresses, is done.
+  // with an alignment of 1), is reduced in place. Any other bucket, and any bucket with 16-bit gradients, is
+  // copied into a buffer when it is full and out of it after the reduction. That buffer is the flat one or,
+  // without own_gradients, one or two that buckets use in turn. If sharded, only the owned() part is copied
+  // out. Call only between steps. Costs a comparison per tensor if no address has changed; otherwise blocks
+  // until work in flight, which uses the old addresses, is done.
   void adopt(std::span<void* const> gradients);
-  // How many of buckets() are reduced in place, without a copy.
+  // Returns how many of buckets() are reduced in place, without a copy.
   int buckets_in_place() const;
 
-  // Tensor i's gradient is complete at this point of `producer`. Each tensor once per step.
+  // Declares tensor i's gradient complete at this point of `producer`. Once per tensor and step.
   void ready(int i, const Stream& producer);
-  // Later work on `consumer` sees averaged gradients. Throws BadInput naming the tensors that were not ready.
+  // Makes later work on `consumer` see averaged gradients. Throws BadInput that names the tensors that were
+  // not ready.
   void wait(const Stream& consumer);
-  // Later work on `consumer` sees the averaged gradients of this bucket; every gradient must be ready. The step still
-  // ends with wait(). Needs options.single_waits.
+  // Makes later work on `consumer` see this bucket's averaged gradients; every gradient must be ready. The
+  // step still ends with wait(). Needs options.single_waits.
   void wait_for(int bucket, const Stream& consumer);
-  // Exchanges buckets in this order from the next step on, a permutation that is the same on every rank. A bucket that
-  // is full waits for those before it. Between steps, or when every gradient of a step is ready. Not with slots.
+  // Sets the order in which buckets are exchanged from the next step on: a permutation, the same on every
+  // rank. A full bucket waits for those ordered before it. Call between steps, or when every gradient of a
+  // step is ready. Not with slots.
   void launch_in(std::vector<int> order);
 
   // A step can be captured in a graph (runtime/graph.h): from step steady_from() on, ready() and wait()
-  // enqueue the same work in each step. Once a graph is captured and has been launched in its own step, it
-  // can be launched in place of the calls of a later step; call replayed() after each such launch, with the
-  // step in which the graph was captured. The stats of that step are then those of the later one.
-  // Only every period()-th step is the same, so a graph can replace steps of its own turn: with a period of 2,
-  // one captured in an even step can replace even steps.
+  // enqueue the same work in each step. A graph captured and launched in its own step can be launched in
+  // place of a later step's calls. Call replayed() after each such launch, with the step in which the graph
+  // was captured; that step's stats are then the later step's. Steps repeat with period(), so a graph can
+  // replace only steps with the same remainder: with a period of 2, one captured in an even step can replace
+  // even steps.
   int64_t steady_from() const;
   int64_t period() const;
   void replayed(int64_t captured);
 
-  // Steps begun: the number of calls of wait() and replayed(), plus the steps given to resume_at().
+  // Returns the steps begun: calls of wait() and replayed(), plus the steps given to resume_at().
   int64_t steps() const { return step_; }
-  // Continues after `steps` steps: a checkpoint restores this and tensor_state(). Only between steps.
+  // Continues after `steps` steps, with a checkpoint's tensor_state(). Call only between steps.
   void resume_at(int64_t steps);
-  // Statistics of step `step`, counted from 0, which must be one of the last kStatsKept. The consumer stream
-  // must have passed its wait() (synchronize it, or an event recorded after it). In a world of 1 all zero.
+  // Returns the statistics of step `step`, counted from 0, which must be one of the last kStatsKept. The
+  // consumer stream must have passed its wait() (synchronize it, or an event recorded after it). All zero in
+  // a world of 1.
   ReducerStats stats(int64_t step) const;
   static constexpr int kStatsKept = 8;
-  // Adds that step's phases of every bucket, and their exchanges, to the trace. Conditions as for stats().
+  // Adds the step's phases of every bucket and their exchanges to the trace. Requirements as for stats().
   void trace(int64_t step, Tracer& tracer) const;
 
-  // What a checkpoint must hold: the residuals and the codecs' other state. By tensor, so that it does not
-  // depend on the bucket size. In the order of the tensors; the same for the same tensors, spec and options.
+  // Returns the state that a checkpoint must hold: the residuals and the codecs' other state. It is stored by
+  // tensor and so is independent of the bucket size. In tensor order; the same for the same tensors, spec and
+  // options.
   std::vector<TensorState> tensor_state() const;
   int buckets() const { return static_cast<int>(buckets_.size()); }
-  // The schedule in use, e.g. "two_shot", or "two_shot+ring" when allreduces differ; "none" in a world of 1.
+  // Returns the schedule in use, e.g. "two_shot", or "two_shot+ring" if allreduces differ; "none" in a world
+  // of 1.
   std::string schedule() const;
-  // The reason: what schedule=auto predicted for the largest bucket, and from which link costs.
+  // Returns the reason: the predictions of schedule=auto for the largest bucket, and the link costs behind
+  // them.
   std::string schedule_reason() const;
   ReducerMemory memory() const;
   int64_t extra_bytes() const { return memory().total(); }
-  // One line per bucket: tensors, bytes, how each is compressed, schedule and why.
+  // Returns one line per bucket: tensors, bytes, how each is compressed, schedule and its reason.
   std::string describe() const;
 
  private:
   struct Bucket : BucketRange {
     std::unique_ptr<Codec> codec;
-    float* data = nullptr;           // what the codec works on: the reducer's memory, or adopted
-    bool staged = false;             // tensors are copied into the reducer's memory and out of it
-    std::vector<ElementRange> gaps;  // where memory's last user may have had others; from the bucket's start
-    ElementRange owned;              // by this rank, from the bucket's start
-    int64_t packed = 0;              // with slots: where that is in shard_
+    float* data = nullptr;  // the codec's data: the reducer's memory, or adopted
+    bool staged = false;    // tensors are copied into and out of the reducer's memory
+    // Gaps that the memory's previous user may have written; offsets from the bucket's start.
+    std::vector<ElementRange> gaps;
+    ElementRange owned;  // by this rank; offsets from the bucket's start
+    int64_t packed = 0;  // with slots: offset of `owned` in shard_
     size_t lane = 0;
     Event reduced;  // with single_waits
 
-    // In the current step.
+    // The current step.
     int ready = 0;
     std::vector<Stream> producers;
     bool is_full() const { return ready == tensors(); }
@@ -174,9 +184,9 @@ class Reducer {
     Stream stream = {};
     size_t workspace_bytes = 0;
     Buffer workspace = {};
-    Buffer staging = {};  // without own_gradients: for adopted gradients that are not reduced in place
-    Event joined = {};    // end of the step, for the first lane to wait on
-    bool behind = true;   // has not waited for the end of the whole previous step yet
+    Buffer staging = {};  // without own_gradients: for adopted gradients not reduced in place
+    Event joined = {};    // end of the step; the first lane waits for it
+    bool behind = true;   // has not waited yet for the end of the whole previous step
   };
   Lane& lane_of(const Bucket& b) { return lanes_[b.lane]; }
   const Lane& lane_of(const Bucket& b) const { return lanes_[b.lane]; }
@@ -188,9 +198,9 @@ class Reducer {
   void describe_memory();
   // step.cpp: a bucket's step.
   void check_ready() const;
-  void launch(int position);  // in order_
+  void launch(int position);  // an index into order_
   void count_bytes(StepMarks& marks, int which);
-  // slots.cpp: memory for some buckets only.
+  // slots.cpp: memory for some of the buckets.
   bool in_turns() const { return options_.sharded && options_.slots > 0 && comm_.world() > 1; }
   size_t slots() const;
   int64_t gradient_elements() const;
@@ -213,8 +223,8 @@ class Reducer {
   const GradientLayout layout_;
   Buffer gradients_, device_step_;
   Buffer shard_;                 // with slots
-  std::vector<Event> taken_;     // by slot: its gradients have been reduced, and the mean is in shard_
-  std::vector<void*> adopted_;   // by tensor; empty: the gradients are in gradients_
+  std::vector<Event> taken_;     // by slot: its gradients are reduced and the mean is in shard_
+  std::vector<void*> adopted_;   // by tensor; empty: gradients are in gradients_
   std::vector<Bucket> buckets_;  // empty in a world of 1
   std::vector<int> bucket_of_;   // tensor -> bucket
   std::vector<int> order_;       // of the buckets' exchanges
@@ -225,9 +235,9 @@ class Reducer {
 
   std::mutex mutex_;  // ready() may be called from several threads
   std::vector<bool> ready_;
-  int launched_ = 0;  // buckets of the current step whose work is enqueued
+  int launched_ = 0;  // buckets of the current step already enqueued
   int64_t step_ = 0, first_step_ = 0;
-  // Last: destroyed first, before anything their tasks use.
+  // Last members: destroyed before everything that their tasks use.
   std::vector<Lane> lanes_;  // buckets alternate between them; the first uses stream_
   Stream stream_;
 };

@@ -1,4 +1,4 @@
-// What a reducer reports: statistics and traces of its steps, state, memory, and its configuration.
+// A reducer's reports: statistics and traces of its steps, state, memory, configuration.
 #include "collectives/reducer/reducer.h"
 
 #include <fmt/format.h>
@@ -10,7 +10,7 @@
 namespace gradwire {
 namespace {
 
-// "schedule two_shot (fastest: 1.2 ms predicted, ring 1.9 ms)" for each allreduce.
+// Returns "schedule two_shot (fastest: 1.2 ms predicted, ring 1.9 ms)" for each allreduce.
 std::string plan_text(const Codec& codec) {
   std::string text;
   for (const PlannedAllreduce& p : codec.plan()) {
@@ -42,7 +42,7 @@ void Reducer::trace(int64_t step, Tracer& tracer) const {
 }
 
 const StepMarks& Reducer::marks_of(int64_t step) const {
-  // A graph's marks are stored with those of the step in which it was captured.
+  // A graph's marks are stored with the step in which it was captured.
   auto found = std::find_if(marks_.begin(), marks_.end(), [&](const StepMarks& m) { return m.step == step; });
   if (step < first_step_ || step >= step_ || found == marks_.end()) {
     throw BadInput(
@@ -126,7 +126,7 @@ std::string Reducer::schedule_reason() const {
   return text;
 }
 
-// The link costs behind the choice of schedule; empty if there was no choice.
+// Returns the link costs behind the choice of schedule; empty if there was no choice.
 std::string Reducer::links_text() const {
   if (spec_.schedule != ScheduleKind::automatic || comm_.world() <= 2) return "";
   const LinkCosts& costs = planner_->costs();

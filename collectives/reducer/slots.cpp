@@ -1,5 +1,5 @@
-// Memory for the gradients of some buckets only: a bucket uses the slot of an earlier one, once this rank's part of
-// that one's mean has been copied out of it.
+// Memory for the gradients of some buckets: a bucket reuses an earlier bucket's slot once this rank's part of
+// that bucket's mean has been copied out.
 #include <algorithm>
 
 #include "collectives/reducer/reducer.h"
@@ -39,7 +39,7 @@ void Reducer::build_slots() {
   for (size_t s = 0; s < slots(); ++s) taken_.push_back(Event::create(comm_.device()));
 }
 
-// The mean of this rank's part goes to shard_, and the slot is free.
+// Copies the mean of this rank's part to shard_ and frees the slot.
 void Reducer::take(const Bucket& bucket, Event& taken) {
   const Stream& stream = lane_of(bucket).stream;
   copy(stream, shard_.as<float>() + bucket.packed, bucket.data + bucket.owned.begin,

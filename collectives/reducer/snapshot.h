@@ -1,5 +1,5 @@
-// A reducer's state between two steps, copied to host memory: residuals, and whatever else its codecs keep. With it a
-// step can be repeated, by the same reducer or by one of another group of ranks.
+// A reducer's state between two steps, copied to host memory: residuals and the codecs' other state. With it
+// the same reducer, or one of another group of ranks, can repeat a step.
 #pragma once
 
 #include <cstddef>
@@ -14,16 +14,17 @@ namespace gradwire {
 
 class ReducerSnapshot {
  public:
-  // Enqueues the copy, on a host stream that has waited for the reducer's step. Only the first call allocates: until the
-  // stream gets to the copy, the earlier state is whole. Later calls must be for the same tensors and spec.
+  // Enqueues the copy on a host stream that has waited for the reducer's step. Only the first call allocates.
+  // The previous state stays whole until the stream reaches the copy. Later calls must have the same tensors
+  // and spec.
   void take(const Stream& stream, const Reducer& reducer, int world);
-  // The L2 norm of all residuals, once the copy is done. 0 where none are kept.
+  // Returns the L2 norm of all residuals once the copy is done; 0 without residuals.
   double residual_norm() const;
 
-  // Gives the state to a fresh reducer of the same tensors and spec, and waits for `stream`. In a group of another size,
-  // state that belongs to one rank starts afresh, as after a checkpoint, but for residuals, which come back bit for
-  // bit. Where this reducer has no place for one (a world of 1) it is left in `left_over()`, which is laid out as the
-  // flat gradient buffer and asked for once: the result is then true.
+  // Loads the state into a fresh reducer of the same tensors and spec, and waits for `stream`. If the world
+  // size differs, state of one rank is reset, as after a checkpoint, except residuals, which are restored bit
+  // for bit. A residual that this reducer cannot hold (a world of 1) is stored in `left_over()`, laid out as
+  // the flat gradient buffer and requested at most once. Returns whether `left_over()` was requested.
   bool restore(const Stream& stream, const Reducer& reducer, int world,
                const std::function<float*()>& left_over) const;
 

@@ -1,4 +1,4 @@
-// Gradients in the caller's memory: reduced in place, or copied into the reducer's and out of it.
+// Gradients in the caller's memory: reduced in place, or copied into and out of the reducer's memory.
 #include "collectives/reducer/reducer.h"
 
 #include <fmt/format.h>
@@ -50,7 +50,7 @@ float* Reducer::gradient(int i) const {
   return memory_of(bucket) + (offset(i) - layout_.buckets[bucket].begin);
 }
 
-// A lane's buckets take turns in one buffer, as large as the largest.
+// A lane's buckets share one buffer, as large as the largest bucket.
 float* Reducer::staging_of(const Bucket& bucket) {
   if (gradients_) return memory_of(static_cast<size_t>(&bucket - buckets_.data()));
   Lane& lane = lane_of(bucket);
@@ -64,18 +64,18 @@ float* Reducer::staging_of(const Bucket& bucket) {
   return lane.staging.as<float>();
 }
 
-// The bucket's address if the adopted gradients have the layout of the flat buffer; null if they don't.
+// Returns the bucket's address if the adopted gradients have the flat buffer's layout; null otherwise.
 float* Reducer::common_base(const Bucket& bucket) const {
   uintptr_t base = 0;
   for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
     if (tensors_[i].count() == 0) continue;
     if (tensors_[i].dtype != DType::f32) return nullptr;
-    // As integers, because subtracting pointers into different allocations is undefined.
+    // As integers: subtracting pointers into different allocations is undefined.
     uintptr_t start = reinterpret_cast<uintptr_t>(adopted_[i]) - 4 * (layout_.offsets[i] - bucket.begin);
     if (base == 0) base = start;
     if (start != base) return nullptr;
   }
-  // A gap after the last tensor is not part of the gradients, so it must not be written.
+  // A gap after the last tensor is not part of the gradients and must not be written.
   const int last = bucket.last_tensor - 1;
   if (layout_.offsets[last] + tensors_[last].count() != bucket.end) return nullptr;
   return reinterpret_cast<float*>(base);

@@ -17,8 +17,8 @@ ReducerStats StepMarks::stats(bool timing) const {
     stats.communicate_ms += b.ms(Phase::communicate);
     stats.decompress_ms += b.ms(Phase::decompress);
   }
-  std::sort(spans.begin(), spans.end());  // buckets may have gone in another order
-  double until = 0;                       // end of the latest bucket so far, since the beginning of the first
+  std::sort(spans.begin(), spans.end());  // buckets may have run in another order
+  double until = 0;  // end of the latest bucket so far, relative to the begin of the first
   for (const auto& [begin, end] : spans) {
     stats.comm_ms += std::max(0.0, end - std::max(begin, until));
     until = std::max(until, end);

@@ -11,17 +11,17 @@
 
 namespace gradwire {
 
-// Of one step.
+// Statistics of one step.
 struct ReducerStats {
   uint64_t wire_bytes = 0;  // sent by this rank, measured at the transport
-  // What this rank would have sent in FP32, with the requested schedule, or with the one that `auto` picks
-  // for FP32.
+  // The bytes that this rank would have sent in FP32, with the requested schedule or the one that `auto`
+  // chooses for FP32.
   uint64_t dense_bytes = 0;
-  double comm_ms =
-      0;  // time in which any bucket was in progress on the reducer's streams, compression included
-  // Its parts, as defined in phases.h. They add up to comm_ms, or to more where two buckets overlapped.
+  // Time in which any bucket was in progress on the reducer's streams, including compression.
+  double comm_ms = 0;
+  // Parts of comm_ms, as defined in phases.h. Their sum is comm_ms, or more if two buckets overlapped.
   double compress_ms = 0, communicate_ms = 0, decompress_ms = 0;
-  double exposed_comm_ms = 0;  // time the stream given to wait() was stalled by it
+  double exposed_comm_ms = 0;  // time for which the stream given to wait() was stalled
 };
 
 // Device memory beyond the gradients themselves, in bytes.
@@ -34,14 +34,14 @@ struct ReducerMemory {
 
 // Marks and counters of one step.
 struct StepMarks {
-  int64_t step = -1;                 // the step they belong to
-  std::deque<BucketPhases> buckets;  // a deque, because elements must not move
-  size_t first = 0;                  // the bucket that went first
+  int64_t step = -1;                 // the step of these marks
+  std::deque<BucketPhases> buckets;  // a deque, so that elements do not move
+  size_t first = 0;                  // the first bucket launched
   Event wait_begin, wait_end;
   // Before the first bucket and after the last. Written on the reducer's stream, read after wait_end.
   std::shared_ptr<std::array<uint64_t, 2>> bytes_sent = std::make_shared<std::array<uint64_t, 2>>();
 
-  // Everything except dense_bytes. Only once the marks are done; without `timing` only bytes.
+  // Returns everything except dense_bytes. Valid once the marks are done; without `timing` only bytes.
   ReducerStats stats(bool timing) const;
 };
 

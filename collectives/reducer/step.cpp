@@ -33,12 +33,13 @@ void Reducer::ready(int i, const Stream& producer) {
   if (std::find(bucket.producers.begin(), bucket.producers.end(), producer) == bucket.producers.end()) {
     bucket.producers.push_back(producer);
   }
-  // In one order, whatever the order of readiness: all ranks must issue collectives in the same order.
+  // Launch in a fixed order, independent of the order of readiness: all ranks must issue collectives in the
+  // same order.
   while (launched_ < static_cast<int>(order_.size()) && buckets_[order_[launched_]].is_full())
     launch(launched_++);
   const size_t next = static_cast<size_t>(bucket_of_[i]) + 1;
   if (in_turns() && bucket.is_full() && next < buckets_.size() && next >= slots()) {
-    producer.wait(taken_[next % slots()]);  // the bucket that the next one's memory belongs to
+    producer.wait(taken_[next % slots()]);  // the bucket whose memory the next bucket reuses
   }
 }
 
@@ -148,7 +149,7 @@ void Reducer::launch(int position) {
   const Stream& stream = lane_of(bucket).stream;
   for (const Stream& producer : bucket.producers) {
     full_.record(producer);
-#ifndef GRADWIRE_PLANT_MISSING_WAIT  // tests/tsan proves that ThreadSanitizer sees this gone
+#ifndef GRADWIRE_PLANT_MISSING_WAIT  // tests/tsan proves that ThreadSanitizer detects its absence
     stream.wait(full_);
 #endif
   }
@@ -159,7 +160,7 @@ void Reducer::launch(int position) {
   }
   Lane& lane = lane_of(bucket);
   if (lane.behind && begun_ && stream != stream_) {
-    stream.wait(begun_);  // after the whole previous step, whose end only the first lane has waited for
+    stream.wait(begun_);  // after the whole previous step; only the first lane has waited for its end
   }
   lane.behind = false;
   BucketPhases& phases = marks.buckets[b];
@@ -184,7 +185,7 @@ void Reducer::count_bytes(StepMarks& marks, int which) {
   if (stream_.device().is_host()) {
     stream_.submit(count);
   } else {
-    count();  // CUDA transports count when they enqueue
+    count();  // CUDA transports count on enqueuing
   }
 }
 
