@@ -27,7 +27,6 @@ class ProgramCache {
   ProgramCache(size_t most, std::function<Buffer(size_t bytes)> allocate)
       : most_(most), allocate_(std::move(allocate)) {}
 
-  // The entry for this key; null if there is none.
   Entry* find(const Key& key) {
     const auto at = places_.find(key);
     if (at == places_.end()) return nullptr;
@@ -35,9 +34,9 @@ class ProgramCache {
     return &entries_.front();
   }
 
-  // Adds an entry that find() did not find; evicts the least recently used one if the cache is full. May free
-  // or rebind memory, so none of the cache's programs may be in flight, unless on CUDA all memory, of residuals too,
-  // is released in the order of a stream that waits for them.
+  // Adds an entry after find() returned null; evicts the least recently used entry if the cache is full. May
+  // free or rebind memory, so none of the cache's programs may be in flight. Exception: on CUDA, if all
+  // memory, residuals included, is released in the order of a stream that waits for them.
   Entry& add(Entry entry) {
     if (entries_.size() >= most_) {
       places_.erase(entries_.back().key);

@@ -14,7 +14,7 @@ size_t aligned(int64_t bytes) {
   return (static_cast<size_t>(bytes) + 255) / 256 * 256;
 }
 
-// 1 where nothing is added up.
+// Returns 1 if nothing is added up.
 float part_scale_of(const Schedule& schedule, float scale) {
   const bool adds =
       schedule.collective == Collective::allreduce || schedule.collective == Collective::reduce_scatter;
@@ -44,14 +44,15 @@ Program::Compiler::Compiler(Program& program, const float* in, float* out, std::
   place_chunks(in, out);
 }
 
-// Exchange 0 is the reduce-scatter inside the node, whose parts lie in the first half. The last one is the all-gather.
+// Exchange 0 is the reduce-scatter inside the node, whose parts are in the first half. The last one is the
+// all-gather.
 void* Program::Compiler::in_window_of(int rank, int k, const ChunkState& chunk) const {
   std::byte* const window = node_->memory.windows[rank - node_->first];
   return window + kPeerHeaderBytes + (k == 0 ? 0 : node_->memory.half_bytes) + chunk.place;
 }
 
 // Places each chunk's parts and results: in the caller's buffers where the collective allows it, otherwise in
-// the workspace. That begins with the encoded chunks of a lossy wire; slots for contributions follow.
+// the workspace. The workspace holds first the encoded chunks of a lossy wire, then slots for contributions.
 void Program::Compiler::place_chunks(const float* in, float* out) {
   const Collective collective = program_.schedule_.collective;
   int64_t shard = 0;  // elements placed so far
@@ -93,7 +94,7 @@ void* Program::Compiler::reserve(int64_t bytes) {
   return place;
 }
 
-// Finds which of this rank's own sums are sent over a lossy wire, and how large a slot must be.
+// Determines which of this rank's sums are sent over a lossy wire, and how large a slot must be.
 void Program::Compiler::look_ahead() {
   std::vector<bool> final(chunks_.size());
   for (const Round& round : rounds()) {
@@ -175,7 +176,7 @@ void Program::Compiler::round(int k) {
       case Step::Kind::recv_copy: {
         void* to = in_window(step) ? in_window_of(step.peer, k, chunk) : in_fp32 ? chunk.exact : chunk.wire;
         exchange.transfers.push_back({Transfer::Kind::receive, step.peer, to, bytes});
-        chunk.closed = true;  // from now on it is forwarded, not encoded
+        chunk.closed = true;  // from now on forwarded, not encoded
         chunk.arrived = k;
         (in_fp32 ? chunk.exact_form : chunk.encoded_form) = {.data = to, .there = true};
         (in_fp32 ? chunk.encoded_form : chunk.exact_form) = {};
@@ -220,7 +221,8 @@ Transfer Program::Compiler::send(const Step& step, int k) {
           static_cast<size_t>(bytes_of(chunk, in_fp32))};
 }
 
-// FP32 is in the caller's buffers, which others do not read: copies it into the window, once for all who do.
+// Copies FP32 from the caller's buffers, which other ranks do not read, into the window; once for all
+// readers.
 Transfer Program::Compiler::export_exact(const Step& step, int k) {
   ChunkState& chunk = chunks_[step.chunk];
   auto* const place = static_cast<float*>(in_window_of(rank_, k, chunk));
@@ -243,8 +245,8 @@ int Program::Compiler::add(const K& kernel, const ChunkState& chunk) {
   return static_cast<int>(kernels_.size()) - 1;
 }
 
-// The partial sum of chunk c is complete on this rank: emits the kernels that turn it into what is sent or,
-// at an owner that sends nothing, into the result.
+// Called when the partial sum of chunk c is complete on this rank. Emits the kernels that encode it for
+// sending or, at an owner that sends nothing, produce the result.
 void Program::Compiler::close(int c) {
   ChunkState& chunk = chunks_[c];
   const Collective collective = program_.schedule_.collective;
@@ -282,7 +284,8 @@ void Program::Compiler::close(int c) {
       .data = chunk.owner ? chunk.exact : sum, .there = !encode || chunk.owner, .made_by = last};
 }
 
-// The arguments common to all merging kernels: contributions in rank order, and this rank's place among them.
+// Fills the arguments common to all merging kernels: contributions in rank order, and this rank's place among
+// them.
 template <typename Args>
 void Program::Compiler::merge(std::vector<Input>& inputs, const ChunkState& chunk, Args& args) {
   if (inputs.size() > kMaxInputs) {
@@ -308,7 +311,7 @@ ReduceEncode Program::Compiler::reduce_encode(ChunkState& chunk, const float* ow
   args.own = own;
   if (own_is_sum) {
     args.residual_scale = part_scale_;
-  } else if (args.num_inputs > 0) {  // otherwise it is sent as it is
+  } else if (args.num_inputs > 0) {  // otherwise sent unchanged
     args.own_scale = part_scale_;
   }
   args.residual = chunk.residual;
@@ -320,7 +323,7 @@ ReduceEncode Program::Compiler::reduce_encode(ChunkState& chunk, const float* ow
   return args;
 }
 
-// The final value that was received; FP32, where it lies in a window.
+// Decodes a received final value, or copies it from a window if it is FP32.
 void Program::Compiler::decode(ChunkState& chunk) {
   const int64_t count = chunk.range.count();
   int made_by = -1;
@@ -334,9 +337,9 @@ void Program::Compiler::decode(ChunkState& chunk) {
   chunk.exact_form = {.data = chunk.exact, .there = true, .made_by = made_by};
 }
 
-// Kernels were emitted in an order in which each follows the ones it depends on; this defers those that can
-// wait. Every kernel that closes something for exchange k must come before that exchange even if no other
-// dependency says so: the exchange may receive into a slot that the kernel reads.
+// Kernels were emitted after their dependencies; this defers kernels that can wait. Every kernel that closes
+// a chunk for exchange k must come before that exchange even without another dependency: the exchange may
+// receive into a slot that the kernel reads.
 void Program::Compiler::put_in_order() {
   auto& operations = program_.operations_;
   operations.clear();
@@ -345,7 +348,8 @@ void Program::Compiler::put_in_order() {
   }
   std::vector<const Kernel*> pending;
   for (const Kernel& kernel : kernels_) pending.push_back(&kernel);
-  std::vector<int> last_for(exchanges_.size(), -1);  // position of the last kernel that exchange k depends on
+  // The position of the last kernel that exchange k depends on.
+  std::vector<int> last_for(exchanges_.size(), -1);
   auto emit = [&](auto chosen) {
     std::erase_if(pending, [&](const Kernel* kernel) {
       if (!chosen(*kernel)) return false;
@@ -358,7 +362,7 @@ void Program::Compiler::put_in_order() {
     emit([&](const Kernel& kernel) { return kernel.before == k; });
     if (last_for[k] >= 0) operations[last_for[k]].needed = true;
     operations.push_back({.work = std::move(exchanges_[k])});
-    // While this exchange is in flight, there is time for kernels that do not depend on it.
+    // While this exchange is in flight, run kernels that do not depend on it.
     emit([&](const Kernel& kernel) { return kernel.before == k + 1 && kernel.operation.after < k; });
     emit([&](const Kernel& kernel) { return kernel.before > k + 1 && kernel.operation.after < k; });
   }

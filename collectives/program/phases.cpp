@@ -36,12 +36,12 @@ void BucketPhases::enter(const Stream& stream, Phase phase, const ProgramInfo* a
   if (options_.timing) {
     Segment* current = &segments_[used_ - 1];
     if (entered_ && current->phase == phase && current->allreduce == allreduce) return;
-    if (entered_) current = &next(stream);  // else nothing has been enqueued since begin()
+    if (entered_) current = &next(stream);  // otherwise nothing has been enqueued since begin()
     current->phase = phase;
     current->allreduce = allreduce;
   }
   entered_ = true;
-  range_.reset();  // the previous range must end before the next one begins
+  range_.reset();  // end the previous range before the next begins
   range_.emplace(activity(phase), options_.bucket);
 }
 

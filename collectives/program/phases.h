@@ -1,11 +1,10 @@
 // Times the phases of a bucket's step: compress, communicate, decompress, possibly several times each.
 //
-// The codec, and the program under it, report when they enter a phase; a mark on the bucket's stream
-// separates it from the previous one. So phases follow each other without gaps, and their times add up to the
-// bucket's time on that stream. communicate lasts from the first exchange of an allreduce to its last. It
-// includes the sums in between, which are part of the schedule and, with slices, overlap with exchanges.
-// While exchanges overlap with kernels on another stream, the kernels' phase counts until the stream waits
-// for the exchanges.
+// The codec, and the program it runs, report when they enter a phase; a mark on the bucket's stream separates
+// it from the previous one. So phases follow each other without gaps, and their times add up to the bucket's
+// time on that stream. communicate lasts from the first exchange of an allreduce to its last. It includes the
+// sums in between, which are part of the schedule and, with slices, overlap with exchanges. While exchanges
+// overlap with kernels on another stream, the kernels' phase counts until the stream waits for the exchanges.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +20,7 @@ namespace gradwire {
 
 enum class Phase : uint8_t { compress, communicate, decompress };
 
-// An allreduce, as a trace shows it.
+// A description of an allreduce, for traces.
 struct ProgramInfo {
   std::string part;  // of the bucket, e.g. "Q"; empty: all of it
   std::string schedule;
@@ -29,19 +28,19 @@ struct ProgramInfo {
   int exchanges = 0, slices = 1;
 };
 
-// The marks of one bucket in one step. Later steps reuse it, so it must be read before.
+// One bucket's marks in one step. Must be read before a later step reuses it.
 class BucketPhases {
  public:
   struct Options {
     int bucket = 0;
-    bool timing = false;       // off: no marks, only ranges for profilers
+    bool timing = false;       // off: no marks, only profiler ranges
     Tracer* tracer = nullptr;  // receives each exchange
   };
   BucketPhases() : BucketPhases(Options{}) {}
   explicit BucketPhases(Options options) : options_(options) {}
 
   void begin(const Stream& stream);
-  // Later work on `stream` belongs to `phase`. Ignored for streams other than begin()'s.
+  // Assigns later work on `stream` to `phase`. Ignored for streams other than begin()'s.
   void enter(const Stream& stream, Phase phase, const ProgramInfo* allreduce = nullptr);
   void end();
 
@@ -49,7 +48,7 @@ class BucketPhases {
   int bucket() const { return options_.bucket; }
 
   // Everything below is valid only once the marks are done.
-  // When this bucket began and ended, in ms since the beginning of `first`.
+  // Returns when this bucket began and ended, in ms since the beginning of `first`.
   std::pair<double, double> since(const BucketPhases& first) const;
   double ms(Phase phase) const;
   // Adds every phase as a span on `row`, named after the phase and the bucket. `details` describe the bucket.
@@ -66,7 +65,8 @@ class BucketPhases {
 
   Options options_;
   Stream stream_;
-  std::vector<Segment> segments_;  // the first used_ are of this step; the last of these only marks the end
+  // The first used_ belong to this step; the last of these only marks the end.
+  std::vector<Segment> segments_;
   size_t used_ = 0;
   bool entered_ = false;
   std::optional<NvtxRange> range_;

@@ -13,17 +13,17 @@
 namespace gradwire {
 namespace {
 
-// Whether one transfer writes memory that the other reads or writes.
+// Returns whether one transfer writes memory that the other reads or writes.
 bool collide(const Transfer& a, const Transfer& b) {
   if (a.kind == Transfer::Kind::send && b.kind == Transfer::Kind::send) return false;
   const auto begin = [](const Transfer& t) { return reinterpret_cast<uintptr_t>(t.data); };
   return begin(a) < begin(b) + b.bytes && begin(b) < begin(a) + a.bytes;
 }
 
-// Bytes of this rank's window that other ranks read.
+// Returns the bytes of this rank's window that other ranks read.
 int64_t bytes_read(const FusedAllreduce& call, Wire wire) {
   const int world = call.peers.world, rank = call.peers.rank;
-  int64_t others = 0;  // its parts of their chunks
+  int64_t others = 0;  // this rank's parts of other ranks' chunks
   for (int c = 0; c < world; ++c) {
     if (c != rank) others += wire->bytes(call.begin[c + 1] - call.begin[c]);
   }
@@ -121,7 +121,7 @@ FusedAllreduce Program::fused_call(const Transport& transport, const Schedule& s
   FusedAllreduce call;
   call.peers.rank = transport.rank();
   call.peers.world = transport.world();
-  // A rank would need the seeds of the others' random bits, for which it is not worth asking them.
+  // One shot would need the seeds of the other ranks' random bits; exchanging them is not worthwhile.
   const bool random = options.rounding.mode == Rounding::stochastic && !options.wire->exact;
   call.one_shot = schedule.carrier == Carrier::one_shot_kernel && !random;
   call.part_scale = part_scale_for(options.scale);
@@ -388,13 +388,13 @@ void Program::run(const Stream& stream, BucketPhases* phases) {
     if (wide) narrow(stream, buffers_.dtype, wide_out_, buffers_.out, elements_out());
     return;
   }
-  int started = 0, finished = 0;  // exchanges
+  int started = 0, finished = 0;  // in exchanges
   int awaited = -1;               // the last exchange that `stream` has waited for
   auto finish_until = [&](int count) {
     for (; finished < count; ++finished) {
       transport_.finish(transfers);
       const int next = finished + 1;
-      // Before the event that others wait for, after which they may read the span.
+      // Close the span before the event that readers of the span wait for.
       if (next == info_.exchanges || next % group == 0) span.reset();
       if (overlapped_) exchange_done_[finished].record(transfers);
       if (next < started) open_span(next);

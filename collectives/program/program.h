@@ -6,40 +6,41 @@
 //                                 so far, in ascending rank order -> wire, residual (the error of this
 //                                 encode), and, at the owner, the result as all ranks will decode it
 //   recv_reduce                   the contribution stays encoded until then
-//   recv_copy                     decoded into the result; if forwarded, then as the same bytes
-//   the end of a reduce_scatter   the owner adds up what it has and never encodes it
+//   recv_copy                     decoded into the result; if forwarded, as the same bytes
+//   the end of a reduce_scatter   the owner adds up its contributions and never encodes the sum
 // So each rank encodes each chunk at most once, keeps the error of that encode in its own residual, and
 //   sum over ranks of residual_new  +  result / scale  ==  sum over ranks of (own part + residual_old)
 // to FP32 rounding; and every rank ends with the same bits.
 //
-// Where scale < 1, as for an average, sums of parts are in smaller units than the parts (kernels/wire/part_scale.h),
-// so that they stay finite where the average is. Residuals are always in a part's.
+// If scale < 1, as for an average, sums of parts are in smaller units than the parts
+// (kernels/wire/part_scale.h), so that they are finite whenever the average is. Residuals are always in the
+// units of a part.
 //
-// With an exact wire there is nothing to encode: chunks are sent from and received into the buffers
-// themselves. With fp32_intra_node the same holds for links inside a node of a hierarchical schedule, and
-// only links between nodes use the wire format. A rank whose part never leaves its node rounds nothing, so it
-// neither uses nor changes its residual there. The ranks that represent a node first add the parts from
-// inside it in FP32, in rank order with their own part, and then encode as above.
+// With an exact wire nothing is encoded: chunks are sent from and received into the buffers themselves. With
+// fp32_intra_node the same holds for links inside a node of a hierarchical schedule, and only links between
+// nodes use the wire format. A rank whose part never leaves its node rounds nothing, so it neither uses nor
+// changes its residual there. The ranks that represent a node first add the parts from inside it in FP32, in
+// rank order with their own part, and then encode as above.
 //
-// Overlap: given a stream for transfers, chunks are cut into slices (pipelined() in schedule.h). Exchanges
-// run on that stream, kernels on the caller's, ordered by events where one depends on the other: while one
-// slice is in flight, another is added up. An exchange that does not touch the memory of the previous one is
+// Overlap: with a stream for transfers, chunks are cut into slices (pipelined() in schedule.h). Exchanges run
+// on that stream and kernels on the caller's, ordered by events where one depends on the other: while one
+// slice is in flight, another is added up. An exchange that does not touch the previous exchange's memory is
 // posted before that one is done, so that links do not idle in between. The sum of an element does not depend
 // on its slice, so neither do the bits.
 //
-// Where the schedule's carrier is a kernel, and the transport gives windows, all of this is one kernel over the
-// windows (kernels/wire/fused.h), with the same bits. It runs on the stream for transfers, if there is one: kernels of
-// other programs that use the same windows run there, too.
+// If the schedule's carrier is a kernel and the transport provides peer windows, the whole program is one
+// kernel over the windows (kernels/wire/fused.h), with the same bits. It runs on the stream for transfers, if
+// there is one, like the kernels of other programs that use the same windows.
 //
-// In a hierarchical schedule whose carrier is node_windows, nothing is sent inside a node. What its ranks would send
-// each other lies in their windows: parts of other ranks' shards in the first half, final values of the own shard in the
-// second. In place of a round inside the node there is a barrier of its ranks (stream_barrier() in fused.h), after which
-// kernels take their inputs from the others' windows. A half is written again only behind the barrier of the other
-// half, which a rank enters when its kernels have read all that they read before it. So this needs no halves that take
-// turns, and has fixed addresses.
+// In a hierarchical schedule with carrier node_windows, nothing is sent inside a node. Data for ranks of the
+// node is in the peer windows: parts of other ranks' shards in the first half, final values of the own shard
+// in the second. A barrier of the node's ranks (stream_barrier() in fused.h) replaces each round inside the
+// node. After it, kernels read their inputs from the other ranks' windows. A half is written again only after
+// the barrier of the other half, which a rank enters once its earlier reads are complete. So halves need not
+// alternate, and addresses are fixed.
 //
-// With schedule=nccl it is one call of NCCL's allreduce, of floats, from the caller's buffer into the caller's buffer:
-// what is added in which order is NCCL's affair, and nothing is lost but to FP32 rounding.
+// With schedule=nccl the program is one call of NCCL's allreduce of floats, between the caller's buffers.
+// NCCL chooses the order of additions; the only error is FP32 rounding.
 #pragma once
 
 #include <cstddef>
@@ -59,26 +60,26 @@ namespace gradwire {
 
 // The default size of a slice. Measured with a bucket of 25 MB, 4 ranks on 2 cores. Links simulated at 10
 // Gb/s and 50 us: BF16 two-shot 31.8 ms unsliced, 28.4 ms in slices of 2 MiB, 28.3 of 1 MiB, 28.9 of 512 KiB;
-// ring 28.1, 26.2, 27.1, 26.9 ms. TCP over loopback, which is bound by the cores, so that slices cannot help:
-// 24 ms unsliced, 23 to 31 in slices of 2 to 4 MiB, 30 to 42 of 512 KiB.
+// ring 28.1, 26.2, 27.1, 26.9 ms. TCP over loopback is bound by the cores, so slices cannot help: 24 ms
+// unsliced, 23 to 31 in slices of 2 to 4 MiB, 30 to 42 of 512 KiB.
 inline constexpr int64_t kSliceBytes = 2 << 20;
 // Slice size chosen from the cost of the links: see SchedulePlanner.
 inline constexpr int64_t kAutomaticSlices = -1;
 
-// A program's buffers. `in` and `out` are on the transport's device; a rank's shard is its own chunks
-// (Schedule::owner) in ascending order, Program::shard_elements() in total. Given `shards`, every rank's shard
-// has the size that the caller chose, and shards lie in rank order.
+// A program's buffers. `in` and `out` are on the transport's device. A rank's shard is its own chunks
+// (Schedule::owner) in ascending order, Program::shard_elements() in total. With `shards`, the caller chooses
+// each shard's size, and shards are in rank order.
 //   allreduce        in, out: (count), may be the same memory
 //   reduce_scatter   in: (count), unchanged; out: this rank's shard, may be its place in `in` if contiguous
 //   all_gather       in: this rank's shard, may be its place in `out` if contiguous; out: (count)
 //   broadcast        in: (count) at the root, not used elsewhere; out: (count), may be `in`
-// Sums are FP32 whatever the dtype: BF16 and FP16 are widened into the workspace and rounded to nearest on
-// the way out.
+// Sums are FP32 for every dtype: BF16 and FP16 are widened into the workspace, and the result is rounded to
+// nearest.
 struct ProgramBuffers {
   const void* in = nullptr;
   void* out = nullptr;
-  // Updated; null: no error feedback. Ignored with an exact wire. Of what this rank may encode: (count), but in
-  // an all_gather this rank's shard, and in a broadcast (count) at the root.
+  // Updated; null: no error feedback. Ignored with an exact wire. Size: (count); in an all_gather this rank's
+  // shard; in a broadcast (count) at the root.
   float* residual = nullptr;
   int64_t count = 0;
   DType dtype = DType::f32;  // of in and out
@@ -91,35 +92,34 @@ class Program {
     std::string what;       // for error texts, e.g. "bucket 2 of 5 (Q)"
     std::string part = {};  // for traces, e.g. "Q"; empty: the whole bucket
     Wire wire = kFp32;
-    bool fp32_intra_node = false;  // links inside a node carry FP32 whatever `wire` is
+    bool fp32_intra_node = false;  // links inside a node carry FP32 regardless of `wire`
     float scale = 1.0f;            // of the result: 1 / world for the mean
-    WireRounding rounding = {};    // its first_element is that of element 0 of `count`
-    // The compression spec that this belongs to. Ranks must agree on it, and on all of the above except the
-    // rounding's seed.
+    WireRounding rounding = {};    // first_element: that of element 0 of `count`
+    // The program's compression spec. Ranks must agree on it and on all of the above, except the rounding's
+    // seed.
     std::string spec = {};
     // The stream for exchanges that overlap with kernels; empty: all on run()'s stream, in one slice.
     Stream transfers = {};
     // Run exchanges on `transfers` even with one slice: for programs that run concurrently on their own
     // streams and whose exchanges must have the same order on all ranks.
     bool beside_others = false;
-    // Messages larger than this are cut into slices of about this size, at most kMostSlices; 0: never.
-    // Needs `transfers`.
+    // Messages larger than this are cut into slices of about this size, at most kMostSlices; 0: never. Needs
+    // `transfers`.
     int64_t slice_bytes = 0;
   };
   static constexpr int kMostSlices = 16;
-  // The most spans that a trace shows for the exchanges of one run; if there are more exchanges, a span
-  // covers several.
+  // At most this many spans per run in a trace; with more exchanges, a span covers several.
   static constexpr int kMostSpans = 64;
-  // How many slices per chunk keep messages within slice_bytes; 1 when slice_bytes is 0.
+  // Returns the slices per chunk that keep messages within slice_bytes; 1 if slice_bytes is 0.
   static int slices_for(const Schedule& schedule, int64_t count, Wire wire, int64_t slice_bytes,
                         const Shards& shards = {});
 
-  // Allocates no memory: pass workspace_bytes() to bind() before the first run.
+  // Allocates no memory: pass workspace_bytes() bytes to bind() before the first run.
   Program(Transport& transport, const Schedule& schedule, const ProgramBuffers& buffers, Options options);
   Program(const Program&) = delete;
 
   size_t workspace_bytes() const { return workspace_bytes_; }
-  // On the transport's device, 256-byte aligned; may be shared by programs of one stream.
+  // `workspace`: on the transport's device, 256-byte aligned; may be shared by programs of one stream.
   void bind(void* workspace);
 
   // Moves the program to other buffers. Only while none of its work is in flight.
@@ -127,23 +127,25 @@ class Program {
   void rebind_residual(float* residual);
 
   // Enqueues everything; later work on `stream` sees the result. All ranks run the same programs in the same
-  // order. Tells `phases` when the first exchange begins and the last ends, and its tracer of each one.
+  // order. Reports to `phases` when the first exchange begins and the last ends, and each exchange to its
+  // tracer.
   void run(const Stream& stream, BucketPhases* phases = nullptr);
 
   const ProgramBuffers& buffers() const { return buffers_; }
   int64_t shard_elements() const;  // of this rank
   int slices() const { return slices_; }
   const ProgramInfo& info() const { return info_; }
-  // How it turned out: messages where the transport has no windows.
+  // Returns the carrier in use: messages if the transport has no peer windows.
   Carrier carrier() const { return windows_ || whole_ ? schedule_.carrier : Carrier::messages; }
 
  private:
   struct Exchange {
     std::vector<Transfer> transfers;
     ExchangeLabel label;
-    bool in_windows = false;  // a barrier: the transfers are what others read, and what is read of them
+    // A barrier: the transfers list what other ranks read and what is read from them.
+    bool in_windows = false;
   };
-  // The transport's own allreduce, and what is left to multiply the result with.
+  // The transport's own allreduce, and the remaining factor of the result.
   struct LibraryAllreduce {
     const float* in = nullptr;
     float* out = nullptr;
@@ -152,23 +154,23 @@ class Program {
   };
   struct Operation {
     std::variant<Exchange, ReduceEncode, Decode, Reduce, FusedAllreduce, LibraryAllreduce> work;
-    int after = -1;       // kernels: the exchange they depend on, counted from 0; -1: none
-    bool needed = false;  // kernels: the next exchange depends on this one and those before it
+    int after = -1;       // kernels: the exchange it depends on, from 0; -1: none
+    bool needed = false;  // kernels: the next exchange depends on it and those before it
     bool early = false;   // exchanges: may start before the previous one has finished
   };
 
   class Compiler;
-  // Emits operations_ for a workspace at `base`; returns the bytes it needs.
+  // Emits operations_ for a workspace at `base`. Returns the bytes needed.
   size_t compile(std::byte* base);
-  // The one call over the windows that takes the place of operations; without addresses.
+  // Returns the call over peer windows that replaces operations; without addresses.
   static FusedAllreduce fused_call(const Transport& transport, const Schedule& schedule,
                                    const ProgramBuffers& buffers, const Options& options);
   static std::shared_ptr<PeerWindows> open_windows(Transport& transport, const Schedule& schedule,
                                                    const ProgramBuffers& buffers, const Options& options);
   static bool left_to_library(Transport& transport, const Schedule& schedule, const Options& options);
-  // Whether windows take the place of messages inside nodes.
+  // Returns whether peer windows replace messages inside nodes.
   bool over_node_windows() const { return windows_ && schedule_.carrier == Carrier::node_windows; }
-  // Of chunks in a half of a window of the node, and the size of the half.
+  // Returns the chunks' offsets in a half of a node's window, and the half's size.
   static std::vector<int64_t> places_in_windows(const std::vector<ChunkRange>& chunks,
                                                 const Options& options);
   void run_over_node_windows(const Stream& stream);
@@ -187,12 +189,13 @@ class Program {
   const std::shared_ptr<PeerWindows> windows_;  // null: messages
   const bool whole_;                            // the transport's own allreduce
   int slices_ = 1;
-  const bool overlapped_;  // exchanges have a stream of their own
+  const bool overlapped_;  // exchanges have their own stream
   const Schedule schedule_;
   const std::vector<ChunkRange> ranges_;  // [chunk]
   const Call call_;
   ProgramBuffers buffers_;
-  float *wide_in_ = nullptr, *wide_out_ = nullptr;  // 16-bit buffers widened, in the workspace; null: FP32
+  // 16-bit buffers widened, in the workspace; null: FP32.
+  float *wide_in_ = nullptr, *wide_out_ = nullptr;
   std::vector<Operation> operations_;
   size_t workspace_bytes_ = 0;
   void* workspace_ = nullptr;
